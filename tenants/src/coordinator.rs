@@ -351,7 +351,11 @@ impl Coordinator {
         let started = Instant::now();
         let deadline = started + self.options.lock_timeout;
         let alone = self.options.takes_part != TakesPart::Everybody;
-        let take = |deadline| if alone { dir.lock_shared(deadline) } else { dir.lock(deadline) };
+        // One that wants it alone may be stopped.
+        let let_pass_until = started + self.options.lock_timeout / 2;
+        let take = |deadline| {
+            if alone { dir.lock_shared(let_pass_until, deadline) } else { dir.lock(deadline) }
+        };
         let Some(interrupt) = &self.options.interrupt else {
             return Ok(take(deadline)?);
         };
@@ -359,12 +363,7 @@ impl Coordinator {
         let _wish = (!alone).then(|| dir.want_alone());
         loop {
             if interrupt.is_raised() {
-                return Err(CoordinatorError::CalledOff {
-                    tenant: self.tenant.clone(),
-                    action,
-                    runs: action == Action::Pause,
-                    undo_failures: Vec::new(),
-                });
+                return Err(CoordinatorError::called_off_before(self.tenant.clone(), action));
             }
             match take(deadline.min(Instant::now() + LOCK_LOOK)) {
                 Err(RunDirError::Locked { .. }) if Instant::now() < deadline => {}

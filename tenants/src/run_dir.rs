@@ -321,14 +321,18 @@ impl TenantDir {
         open_lock_file(&self.path.join(LOCK_NAME)).ok().and_then(locks::Wish::new)
     }
 
-    /// Takes the coordinator's lock with others that do the same, each for one process alone; but after those that want
-    /// it alone: they would wait for as long as others come and go.
+    /// Takes the coordinator's lock with others that do the same, each for one process alone; but until `let_pass_until` after
+    /// those that want it alone: they would wait for as long as others come and go. No longer: one of them may be stopped.
     ///
     /// # Errors
     /// As [`TenantDir::lock`].
-    pub fn lock_shared(&self, deadline: Instant) -> Result<CoordinatorLock, RunDirError> {
+    pub fn lock_shared(
+        &self,
+        let_pass_until: Instant,
+        deadline: Instant,
+    ) -> Result<CoordinatorLock, RunDirError> {
         let share = |file: &File| {
-            if locks::Wish::is_on(file) {
+            if Instant::now() < let_pass_until && locks::Wish::is_on(file) {
                 return Err(fs::TryLockError::WouldBlock);
             }
             file.try_lock_shared()
@@ -346,7 +350,7 @@ impl TenantDir {
     fn lock_with(
         &self,
         deadline: Instant,
-        try_lock: fn(&File) -> Result<(), fs::TryLockError>,
+        try_lock: impl Fn(&File) -> Result<(), fs::TryLockError>,
     ) -> Result<CoordinatorLock, RunDirError> {
         let path = self.path.join(LOCK_NAME);
         let open = || loop {
@@ -416,7 +420,7 @@ fn wait_for_lock(
     path: &Path,
     deadline: Instant,
     open: impl Fn() -> Result<File, RunDirError>,
-    try_lock: fn(&File) -> Result<(), fs::TryLockError>,
+    try_lock: impl Fn(&File) -> Result<(), fs::TryLockError>,
     locked: impl FnOnce(Vec<u32>, u64) -> RunDirError,
 ) -> Result<locks::FileLock, RunDirError> {
     let started = Instant::now();
@@ -679,8 +683,8 @@ mod tests {
         let dir = run_dir(&base).tenant(&name("train")).unwrap();
         // What versions wrote that took this file for a place to sign.
         fs::write(dir.path().join(LOCK_NAME), "4123456789\n").unwrap();
-        let _one = dir.lock_shared(soon()).unwrap();
-        let _other = dir.lock_shared(soon()).unwrap();
+        let _one = dir.lock_shared(soon(), soon()).unwrap();
+        let _other = dir.lock_shared(soon(), soon()).unwrap();
         let error = dir.lock(Instant::now() + Duration::from_millis(20)).unwrap_err();
         let own_pid = std::process::id();
         assert!(
@@ -693,14 +697,14 @@ mod tests {
     fn who_wants_the_lock_alone_has_it_before_those_that_come_later_to_share_it() {
         let base = tempfile::tempdir().unwrap();
         let dir = run_dir(&base).tenant(&name("train")).unwrap();
-        let shared = dir.lock_shared(soon()).unwrap();
+        let shared = dir.lock_shared(soon(), soon()).unwrap();
         let file = open_lock_file(&dir.path().join(LOCK_NAME)).unwrap();
         std::thread::scope(|scope| {
             let alone = scope.spawn(|| dir.lock(Instant::now() + Duration::from_mins(1)));
             while !locks::Wish::is_on(&file) {
                 std::thread::yield_now();
             }
-            let later = dir.lock_shared(Instant::now());
+            let later = dir.lock_shared(soon(), Instant::now());
             assert!(matches!(later, Err(RunDirError::Locked { .. })), "{later:?}");
             drop(shared);
             let alone = alone.join().unwrap().unwrap();
@@ -708,9 +712,20 @@ mod tests {
             drop(alone);
         });
         // One that has given up is waited for no more.
-        let shared = dir.lock_shared(soon()).unwrap();
+        let shared = dir.lock_shared(soon(), soon()).unwrap();
         dir.lock(Instant::now()).unwrap_err();
-        drop((dir.lock_shared(Instant::now()).unwrap(), shared));
+        drop((dir.lock_shared(soon(), Instant::now()).unwrap(), shared));
+    }
+
+    #[test]
+    fn who_wants_the_lock_alone_and_is_stopped_keeps_nobody_from_sharing_it_for_long() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = run_dir(&base).tenant(&name("train")).unwrap();
+        let _stopped = dir.want_alone().unwrap();
+        let later = dir.lock_shared(soon(), Instant::now());
+        assert!(matches!(later, Err(RunDirError::Locked { .. })), "{later:?}");
+        let now = Instant::now();
+        drop(dir.lock_shared(now, now).unwrap());
     }
 
     #[test]

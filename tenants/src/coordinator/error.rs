@@ -169,6 +169,12 @@ pub enum CoordinatorError {
 }
 
 impl CoordinatorError {
+    /// It was called off before anything was done.
+    pub(super) fn called_off_before(tenant: TenantName, action: Action) -> Self {
+        let runs = action == Action::Pause;
+        Self::CalledOff { tenant, action, runs, undo_failures: Vec::new() }
+    }
+
     /// Who did not do their part before the point of no return; empty when something else was the matter.
     pub fn failures(&self) -> &[MemberFailure] {
         if let Self::Refused { failures, .. } = self { failures } else { &[] }

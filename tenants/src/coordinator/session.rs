@@ -153,8 +153,8 @@ impl<'a> Session<'a> {
             host_short: None,
             dead: 0,
         };
-        dir.until_names_are_back();
-        let deadline = Instant::now() + options.greeting_timeout();
+        dir.until_names_are_back(|| session.is_called_off());
+        let deadline = Instant::now() + options.contact_timeout;
         let takes_part = |socket: &MemberSocket| match options.takes_part {
             TakesPart::Everybody => true,
             TakesPart::Alone(member) => socket.id == member,
@@ -203,11 +203,16 @@ impl<'a> Session<'a> {
         self.dir.tenant().clone()
     }
 
-    /// Asks every member who it is; those that turn out dead are left out.
+    /// Asks every member who it is; those that turn out dead are left out. It can be called off: nothing has been done yet.
     pub(super) fn greet(&mut self) -> Result<(), CoordinatorError> {
         let everyone: Vec<usize> = (0..self.peers.list.len()).collect();
         let timeout = self.options.greeting_timeout();
         let result = self.step(&Hello, &everyone, timeout, OnFailure::WaitForAll);
+        if self.is_called_off() {
+            // Some may not have answered yet, and would be left out.
+            let (tenant, action) = (self.tenant(), self.action);
+            return Err(CoordinatorError::called_off_before(tenant, action));
+        }
         let mut failures = result.failures;
         for (index, info) in result.done {
             let introduced = self.peers.introduce(index, info);
@@ -672,13 +677,14 @@ impl<'a> Session<'a> {
             let stop = on_failure == OnFailure::Stop && !result.failures.is_empty();
             let listens = match on_failure {
                 OnFailure::Stop => true,
-                OnFailure::WaitForAll => step.is_commit() && !goes_on,
+                OnFailure::WaitForAll => step == Step::Hello || step.is_commit() && !goes_on,
             };
             let interrupt = self.options.interrupt.as_ref().filter(|_| listens);
             let answer =
                 if stop { self.peers.settled_answer() } else { self.peers.next_answer(interrupt) };
             let Some(answer) = answer else {
                 if on_failure == OnFailure::WaitForAll
+                    && step.is_commit()
                     && interrupt.is_some_and(Interrupt::is_raised)
                 {
                     goes_on = true;

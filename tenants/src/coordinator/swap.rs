@@ -283,6 +283,8 @@ fn overlapped(
     if let Err(stop) = came {
         let error = coming.roll_back(Action::Resume, &comers, stop);
         let source = to.coordinator.with_holders(error, None);
+        // One that has not finished its part obeys nobody else as long as this leads it.
+        leaving.session.peers.list.clear();
         return Err(go_back((from, to), left, paused, source, &mut tell_after));
     }
     resumed.wall_us = micros(started.elapsed());
@@ -382,7 +384,7 @@ fn go_back(
             break resumed;
         }
         // Opening it finishes what an undo has left.
-        let quiet = Options { interrupt: None, ..to.coordinator.options.clone() };
+        let quiet = Options { interrupt: None, timeout: None, ..to.coordinator.options.clone() };
         drop(to.open(&quiet, Action::Resume, progress).map(drop));
         pause_thread(KEPT_ROOM_LOOK);
     };

@@ -226,7 +226,7 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
             return;
         }
         member.waker.wake();
-        member.close_spare();
+        member.close_spare(phase);
         if member.state() != MemberState::Restoring {
             member.descriptor_limit.put_back();
         }

@@ -659,14 +659,14 @@ impl<D: Driver> Member<D> {
             .extend(spare.into_iter().map(UninheritedFd::from));
     }
 
-    /// Closes what [`Member::close_later`] was given, and offers the driver once more what it would not take back: the next step
-    /// that does may be a pause in some hours.
-    pub(super) fn close_spare(&self) {
+    /// Closes what [`Member::close_later`] was given. Behind the last step of a round it offers the driver once more what that
+    /// would not take back: the next step that does may be a pause in some hours.
+    pub(super) fn close_spare(&self, done: Option<Phase>) {
         let spare = std::mem::take(
             &mut *self.spare.lock().unwrap_or_else(std::sync::PoisonError::into_inner),
         );
         drop(spare);
-        if self.state() == MemberState::Active {
+        if done.is_some_and(Phase::is_last) && self.state() == MemberState::Active {
             self.pool.release_deferred();
         }
     }

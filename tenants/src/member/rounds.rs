@@ -50,7 +50,7 @@ pub(super) struct OfRound {
 pub(super) enum Admission {
     /// It is taken.
     Taken,
-    /// It undoes what has not begun here.
+    /// It undoes what has not begun here, or is undone.
     NothingToUndo,
     /// Another round is under way, or its own is over here.
     Refused,
@@ -106,6 +106,10 @@ impl Rounds {
                 self.leader = Some(connection);
                 self.remember(round, alone, RoundEnd::Abort);
                 return Admission::Taken;
+            }
+            // It is half-way, because it could not be undone before.
+            (Some(open), Stage::Abort) if open.number == round && open.is_closed && !rests => {
+                return Admission::Refused;
             }
             (_, Stage::Abort) => return Admission::NothingToUndo,
             (_, Stage::Prepare | Stage::Commit | Stage::Settle) => return Admission::Refused,
@@ -238,3 +242,27 @@ impl Said {
 mod model;
 #[cfg(test)]
 mod search;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_second_undo_of_what_could_not_be_undone_is_not_answered_as_done() {
+        let mut rounds = Rounds::default();
+        let mut admit = |round, stage, rests| {
+            let admission = rounds.admit(1, OfRound { round, alone: false, stage }, rests);
+            if stage == Stage::Abort {
+                rounds.last_step_taken(round, rests);
+            }
+            admission
+        };
+        assert_eq!(admit(7, Stage::Prepare, true), Admission::Taken);
+        assert_eq!(admit(7, Stage::Abort, false), Admission::Taken);
+        assert_eq!(admit(7, Stage::Abort, false), Admission::Refused);
+        // Of another one there is nothing to undo.
+        assert_eq!(admit(8, Stage::Abort, false), Admission::NothingToUndo);
+        // Settled meanwhile.
+        assert_eq!(admit(7, Stage::Abort, true), Admission::NothingToUndo);
+    }
+}

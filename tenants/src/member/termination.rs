@@ -139,8 +139,12 @@ impl<D: Driver> Member<D> {
                 Ok(Verdict::Commit) => return Verdict::Commit,
                 // Those that answered first may have gone on since, without one that was silent for long.
                 Ok(Verdict::Abort) if took < ANSWERS_COUNT => break,
-                // Else this process was stopped itself, and the others have gone on without it.
-                Err(Silent) if took < ASK_TIMEOUT + ANSWERS_COUNT => break,
+                // Those that answered first may have gone on since. Else this process was stopped itself, and the others
+                // have gone on without it.
+                Err(Silent) if took < ASK_TIMEOUT + ANSWERS_COUNT => {
+                    let again = self.ask_others_once(round, Instant::now() + ANSWERS_COUNT);
+                    return again.unwrap_or(Verdict::Abort);
+                }
                 Ok(Verdict::Abort) | Err(Silent) => {}
             }
         }

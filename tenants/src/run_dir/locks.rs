@@ -60,6 +60,9 @@ impl Drop for FileLock {
         if let Err(error) = file.unlock() {
             tracing::warn!(%error, "a lock of the run directory was not given up");
         }
+        // First: once the file is closed, its number may be another's, which a child forked by another thread would close.
+        drop(noted);
+        drop(file);
     }
 }
 

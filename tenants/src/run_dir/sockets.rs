@@ -75,8 +75,8 @@ impl TenantDir {
     }
 
     /// Waits until all processes have sockets again, if the directory was removed a moment ago: a command that acts on some of them
-    /// alone would leave a tenant in two states. Blocks for eight seconds at most.
-    pub(crate) fn until_names_are_back(&self) {
+    /// alone would leave a tenant in two states. Blocks for eight seconds at most, and no longer than until it `is_called_off`.
+    pub(crate) fn until_names_are_back(&self, is_called_off: impl Fn() -> bool) {
         let deadline = Instant::now() + 2 * NAMES_AGAIN_WITHIN;
         let path = self.path.join(NAMES_AGAIN_NAME);
         let is_early = || {
@@ -84,7 +84,7 @@ impl TenantDir {
             let since = modified.and_then(|modified| modified.elapsed().ok());
             since.is_some_and(|since| since < NAMES_AGAIN_WITHIN)
         };
-        while is_early() && Instant::now() < deadline {
+        while is_early() && !is_called_off() && Instant::now() < deadline {
             pause_thread(LOCK_BACK_OFF_MAX);
         }
     }

@@ -103,10 +103,14 @@ pub(crate) fn command_of(pid: u32) -> String {
     words.join(" ").chars().take(SHOWN_MAX).collect()
 }
 
-/// Is the process stopped, by a signal or a debugger? False when that cannot be known.
+/// Is the process stopped by a signal, so that SIGCONT continues it? False when that cannot be known.
 pub(crate) fn is_stopped(pid: u32) -> bool {
+    is_stopped_in(&std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default())
+}
+
+/// By what `/proc` says of it. One that a debugger holds is another matter: SIGCONT does nothing for it.
+pub(super) fn is_stopped_in(stat: &str) -> bool {
     // The command's name in brackets may hold anything, brackets and spaces too.
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().next());
-    matches!(state, Some("T" | "t"))
+    state == Some("T")
 }

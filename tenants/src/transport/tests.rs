@@ -7,6 +7,16 @@ use super::frame::MAGIC;
 use super::*;
 use crate::wire::{Action, Failure, FailureKind, GiveUp, Hello, PROTOCOL_VERSION, Reply, Request};
 
+#[test]
+fn a_process_that_a_debugger_holds_is_not_stopped_by_a_signal() {
+    let stat = |state: &str| format!("7 (a) T (b) {state} 1 7 7 0");
+    assert!(process::is_stopped_in(&stat("T")));
+    for other in ["t", "S", "R"] {
+        assert!(!process::is_stopped_in(&stat(other)), "{other}");
+    }
+    assert!(!process::is_stopped_in(""));
+}
+
 fn soon() -> Instant {
     Instant::now() + Duration::from_secs(5)
 }

@@ -191,6 +191,7 @@ impl World {
             stop: Arc::clone(&self.stop),
             written: AtomicU64::new(0),
             moved: AtomicU64::new(0),
+            leader: AtomicU64::new(0),
         };
         let thread = std::thread::spawn(move || agent.serve(listener));
         self.members.push(Member { id, state, thread: Some(thread) });
@@ -250,34 +251,42 @@ struct Agent {
     written: AtomicU64,
     /// Of what it holds, out or in.
     moved: AtomicU64,
+    /// The connection of whoever leads a pause or resume of it: orders that come over another are refused. Zero for none.
+    leader: AtomicU64,
 }
 
 impl Agent {
     /// Serves until told to stop, or until a fault ends the process.
     fn serve(&self, listener: Listener) {
-        let mut connections: Vec<Connection> = Vec::new();
+        let mut connections: Vec<(u64, Connection)> = Vec::new();
+        let mut numbers = 1..;
         while !self.stop.load(Ordering::Relaxed) {
             let mut fds = vec![PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
             fds.extend(
                 connections
                     .iter()
-                    .map(|connection| PollFd::new(connection.as_fd(), PollFlags::POLLIN)),
+                    .map(|(_, connection)| PollFd::new(connection.as_fd(), PollFlags::POLLIN)),
             );
             poll_until(&mut fds, Instant::now() + STEP).unwrap();
             drop(fds);
             while let Some(connection) = listener.accept().unwrap() {
-                connections.push(connection);
+                connections.extend(numbers.next().map(|number| (number, connection)));
             }
             let mut alive = true;
-            connections.retain_mut(|connection| match connection.try_receive::<Request>() {
-                Ok(None) => true,
-                Ok(Some((request, _))) => {
-                    alive = alive && self.answer(connection, &request);
-                    true
+            connections.retain_mut(|(number, connection)| {
+                match connection.try_receive::<Request>() {
+                    Ok(None) => true,
+                    Ok(Some((request, _))) => {
+                        alive = alive && self.answer(*number, connection, &request);
+                        true
+                    }
+                    // Hung up on, or while the last answer was on its way.
+                    Err(TransportError::Closed { .. } | TransportError::OutOfStep { .. }) => {
+                        self.leads_no_more(*number);
+                        false
+                    }
+                    Err(error) => panic!("{error}"),
                 }
-                // Hung up on, or while the last answer was on its way.
-                Err(TransportError::Closed { .. } | TransportError::OutOfStep { .. }) => false,
-                Err(error) => panic!("{error}"),
             });
             if !alive {
                 return;
@@ -286,8 +295,24 @@ impl Agent {
         listener.close().unwrap();
     }
 
+    /// Does whoever asks over this connection lead from here on, until the last phase of its round?
+    fn is_led_by(&self, number: u64, phase: Phase) -> bool {
+        let leader = self.leader.load(Ordering::Relaxed);
+        let leads = leader == 0 || leader == number || phase == Phase::Settle;
+        if leads {
+            self.leader.store(if phase.is_last() { 0 } else { number }, Ordering::Relaxed);
+        }
+        leads
+    }
+
+    fn leads_no_more(&self, number: u64) {
+        if self.leader.load(Ordering::Relaxed) == number {
+            self.leader.store(0, Ordering::Relaxed);
+        }
+    }
+
     /// False when the member dies of it.
-    fn answer(&self, connection: &mut Connection, request: &Request) -> bool {
+    fn answer(&self, number: u64, connection: &mut Connection, request: &Request) -> bool {
         if let (Request::Stats, Some((meeting, number))) = (request, &self.script.stats_with) {
             let mut come = meeting.0.lock().unwrap();
             *come += 1;
@@ -308,6 +333,9 @@ impl Agent {
             Request::AwaitConsent(_) => {
                 self.log.lock().unwrap().push(Line::Consent(self.id));
                 self.script.consent
+            }
+            Request::Phase(TakePhase { order, .. }) if !self.is_led_by(number, order.phase()) => {
+                Some(Fault::Fail(FailureKind::WrongState))
             }
             Request::Phase(TakePhase { order, .. }) => {
                 let line = Line::Began(self.id, order.phase());

@@ -188,6 +188,38 @@ fn an_action_called_off_behind_the_point_of_no_return_is_finished() {
 }
 
 #[test]
+fn a_greeting_that_one_does_not_answer_can_be_called_off() {
+    let silent = Script { hello: Some(Fault::Silent), ..active() };
+    let world = World::of(&[active(), silent]);
+    let (interrupt, raise) = Interrupt::new().unwrap();
+    let timeout = Some(Duration::from_secs(30));
+    let options = Options { timeout, interrupt: Some(interrupt), ..options() };
+    let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), options);
+    let error = coordinator.pause(&mut |event| {
+        if matches!(event, Event::StepStarted { step: Step::Hello, .. }) {
+            nix::unistd::write(&raise, &[1]).unwrap();
+        }
+    });
+    let error = error.unwrap_err();
+    assert!(matches!(error, CoordinatorError::CalledOff { .. }), "{error}");
+    assert!(error.left_unchanged());
+    assert!(world.lines().is_empty(), "the one that has answered is not paused without the other");
+}
+
+#[test]
+fn one_that_waits_for_the_lock_and_is_stopped_keeps_nobody_from_a_pause_of_its_own() {
+    let world = World::of(&[active(), active()]);
+    let dir = world.run_dir.tenant(&tenant("train")).unwrap();
+    let _stopped = dir.want_alone().unwrap();
+    let lock_timeout = Duration::from_millis(40);
+    let takes_part = TakesPart::Alone(MemberId(1));
+    let options = Options { lock_timeout, takes_part, ..options() };
+    let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), options);
+    report(coordinator.pause(&mut quiet).unwrap());
+    assert_eq!(world.states(), [MemberState::Paused, MemberState::Active]);
+}
+
+#[test]
 fn a_faulted_member_is_named_and_nothing_is_touched() {
     let world = World::of(&[active(), Script::new(MemberState::Faulted)]);
     let error = world.coordinator().pause(&mut quiet).unwrap_err();

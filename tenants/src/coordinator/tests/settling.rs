@@ -132,6 +132,28 @@ fn a_capture_that_a_call_begins_behind_the_shut_gate_refuses_the_drain_and_no_de
 }
 
 #[test]
+fn what_the_driver_refuses_to_release_is_not_offered_again_with_every_look_at_the_cut() {
+    let job = Job::new(1);
+    let member = &job.members[0];
+    allocate(member);
+    let faults = member.pool().driver().faults();
+    faults.fail(DriverOp::Release, FaultSpan::From(1), DriverCode::UNKNOWN);
+    let mut line = Line::to(member);
+    for phase in [Phase::CloseGate, Phase::Drain, Phase::Save, Phase::Release, Phase::Verify] {
+        line.lead(phase, &kv());
+    }
+    let look = Request::Cut(Hold { limits: Limits::default(), seen: Seen::default(), wait_ms: 0 });
+    // By its answer, all that follows the last step is done.
+    assert!(matches!(line.ask(&look), Reply::Cut(_)));
+    let offered = faults.calls(DriverOp::Release);
+    assert!(offered > 1, "{offered}");
+    for _ in 0..3 {
+        assert!(matches!(line.ask(&look), Reply::Cut(_)));
+    }
+    assert_eq!(faults.calls(DriverOp::Release), offered);
+}
+
+#[test]
 fn one_that_followed_a_decision_tells_it_to_those_that_ask_later() {
     let pause = (MemberState::Active, BEFORE_RELEASE, Phase::Release, MemberState::Paused);
     let resume = (MemberState::Paused, BEFORE_ACTIVATE, Phase::Activate, MemberState::Active);

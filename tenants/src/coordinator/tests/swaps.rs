@@ -2,6 +2,7 @@
 
 use std::os::fd::OwnedFd;
 
+use super::cuts::SOON;
 use super::*;
 use crate::run_dir::RunDir;
 use crate::wire::Action;
@@ -289,6 +290,21 @@ fn one_that_cannot_do_a_stage_is_told_to_release_what_is_left() {
         assert_eq!(world.states()[..2], [MemberState::Paused; 2]);
         assert_eq!(times(&world, 2, Phase::Release), 1);
     }
+}
+
+#[test]
+fn a_first_tenant_of_which_one_releases_too_late_comes_back_where_the_second_does_not_come() {
+    // So little that nobody waits long for it.
+    let small = |script| Script { holds_bytes: GIB / 64, ..script };
+    let late = small(active()).with(Phase::Release, Fault::Slow(4000));
+    let failing = small(tight(0)).with(Phase::Import, Fault::Fail(FailureKind::Driver));
+    let world = world(&[late], &[failing]);
+    let timeout = Some(Duration::from_millis(600));
+    let options = Options { timeout, contact_timeout: SOON, ..options() };
+    let error = swapped(&world, &options).unwrap_err();
+    let SwapError::WentBack { losses, .. } = &error else { panic!("{error}") };
+    assert_eq!(losses[0].step, Step::Phase(Phase::Release));
+    assert_eq!((world.state(1), world.state(5)), (MemberState::Active, MemberState::Paused));
 }
 
 #[test]

@@ -1,9 +1,13 @@
 //! Real members whose coordinator ends when it has told some of them to go on, and others not.
 
+use std::os::fd::AsFd as _;
+
+use nix::poll::{PollFd, PollFlags};
+
 use super::cuts::{Job, SOON, patient, until};
 use super::*;
-use crate::transport::Connection;
-use crate::wire::Asked;
+use crate::transport::{Connection, poll_until};
+use crate::wire::{Asked, RoundEnd};
 
 const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Save];
 const BEFORE_ACTIVATE: [Phase; 3] = [Phase::CreateOwn, Phase::Restore, Phase::Import];
@@ -241,6 +245,37 @@ fn beside_one_that_is_silent_all_that_were_told_nothing_go_back() {
     let _silent = silent(&job);
     let states = ended(&job, &BEFORE_RELEASE, Phase::Release, &[]);
     assert_eq!(states, [MemberState::Active; 3]);
+}
+
+/// A process that says, each time it is asked how far it was told to go, the next of these.
+fn says(job: &Job, answers: [RoundEnd; 2]) -> std::thread::JoinHandle<()> {
+    let (_, listener) = job.run_dir.listen(&tenant("train"), MemberId(1)).unwrap();
+    std::thread::spawn(move || {
+        let deadline = Instant::now() + SOON;
+        for told in answers {
+            let mut fds = [PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
+            if !poll_until(&mut fds, deadline).unwrap() {
+                return;
+            }
+            let mut connection = listener.accept().unwrap().unwrap();
+            connection.receive::<Request>(deadline).unwrap();
+            connection.send(&Reply::Told(told), &[], deadline).unwrap();
+        }
+    })
+}
+
+#[test]
+fn beside_one_that_is_silent_those_that_have_answered_are_asked_once_more() {
+    let job = Job::new(1);
+    let mut hand = Hand::on(&job);
+    hand.lead(&BEFORE_RELEASE);
+    let _silent = silent(&job);
+    // It hears of the decision while the first waits for the silent one.
+    let other = says(&job, [RoundEnd::Open, RoundEnd::Commit]);
+    drop(hand);
+    until("the first to settle", || job.states() != [MemberState::Offloading]);
+    assert_eq!(job.states(), [MemberState::Paused]);
+    other.join().unwrap();
 }
 
 #[test]

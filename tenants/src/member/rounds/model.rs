@@ -575,8 +575,11 @@ impl State {
         let Some(Settling { round: Some(round), asked, .. }) = &self.members[m].settling else {
             return false;
         };
-        let (round, has_asked) = (*round, asked[other]);
-        if has_asked || self.knows(m).is_some() {
+        let round = *round;
+        // Beside one that is silent, the others are asked once more.
+        let is_silent = |(asked, member): (&bool, &Member)| !asked && member.is_stopped;
+        let asks_again = asked.iter().zip(&self.members).any(is_silent);
+        if (asked[other] && !asks_again) || self.knows(m).is_some() {
             return false;
         }
         if let Some(leader) = self.leader(other) {
