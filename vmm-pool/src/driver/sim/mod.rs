@@ -45,7 +45,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub use self::core::{AccessGuard, ContextCost, Core, PublishedName, Touch};
 pub use self::faults::{FaultSpan, Faults, Hold, Latency};
 pub use self::memory::{Census, GRANULARITY_BYTES, MappingInfo};
-pub use self::node::SimNode;
+pub use self::node::{SOIL, SimNode};
 pub use self::stream::{StreamKind, Work};
 
 use super::{

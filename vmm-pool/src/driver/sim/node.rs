@@ -34,7 +34,7 @@ const OWNER: &str = "owner";
 const PRIVATE_PREFIX: &str = "sublet-sim-private-";
 const VERSION_DEFAULT: DriverVersion = DriverVersion(13000);
 /// What others left in new memory.
-const SOIL: &[u8; 32] = b"what others had in here before..";
+pub const SOIL: &[u8; 32] = b"what others had in here before..";
 /// It is there once in so many bytes,
 const SOILED_EVERY_BYTES: u64 = 64 << 10;
 /// and so often at most in one allocation.

@@ -7,6 +7,7 @@ use std::path::Path;
 use sublet_tests::{Outcome, Trouble};
 use tenants::coordinator::{Coordinator, Options, SaveError};
 use tenants::saving::map::{ProcessMap, TENANT_MAP, TenantMap};
+use vmm_pool::driver::sim::SOIL;
 
 use super::Script;
 use crate::worker::writer_of;
@@ -67,6 +68,12 @@ fn compare(dir: &Path, name: &str, worker: u64) -> Outcome<u64> {
                 let length = usize::try_from(end - offset)?.min(PAGE_LENGTH);
                 let page = &mut seen[..length];
                 file.read_exact_at(page, at + offset)?;
+                if let Some(rest) = page.strip_prefix(SOIL)
+                    && rest.iter().all(|byte| *byte == 0)
+                {
+                    // The beginning of memory that nobody has written.
+                    continue;
+                }
                 let words = page.as_chunks::<8>().0;
                 let pattern = words.first().copied().unwrap_or_default();
                 let writer = writer_of(u64::from_le_bytes(pattern));
