@@ -40,7 +40,7 @@ impl<D: Driver> Pool<D> {
         Some((row.device()?, mapping.context()))
     }
 
-    /// Takes the plain memory of `context`, which is about to be ended, from it: [`Entered::plain_memory_ends`] or
+    /// Takes the plain memory of `context`, which is about to be ended, from it: [`crate::Entered::plain_memory_ends`] or
     /// [`Pool::plain_memory_stays`] comes next. Nobody finds it by the context's value from now on, which may be another context's at once.
     #[doc(alias = "cuCtxDestroy")]
     pub fn take_plain_memory(&self, context: RawContext) -> PlainMemory {
