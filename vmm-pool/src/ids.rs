@@ -72,6 +72,11 @@ impl VirtualHandle {
         Self(Self::CELL_MARK << 48 | number & ((1 << 48) - 1))
     }
 
+    /// Was it given out for a cell? That may be an allocation of its own by now.
+    pub(crate) fn is_of_cell(self) -> bool {
+        self.0 >> 48 == Self::CELL_MARK
+    }
+
     /// The handle, when `raw` bears a mark of ours.
     pub fn from_raw(raw: u64) -> Option<Self> {
         [Self::MARK, Self::CELL_MARK].contains(&(raw >> 48)).then_some(Self(raw))

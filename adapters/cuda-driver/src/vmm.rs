@@ -88,13 +88,7 @@ pub fn map<D: Driver>(
     handle: u64,
 ) -> Answer<()> {
     let entered = member.pool().enter();
-    let mapped =
-        ours(handle).and_then(|handle| Answer::of(entered.map_cell(range, offset_bytes, handle)));
-    drop(entered);
-    if let Some(note) = member.pool().slabs_note() {
-        member.note(note);
-    }
-    mapped
+    ours(handle).and_then(|handle| Answer::of(entered.map_cell(range, offset_bytes, handle)))
 }
 
 /// Unmaps a range.

@@ -1,13 +1,12 @@
-//! What memory holds that others had before, or that has come from elsewhere: zeros, or a copy.
+//! Zeros in memory that a cell had before, and another is to have.
 
-#![expect(unsafe_code, reason = "fills and copies device memory through the driver")]
+#![expect(unsafe_code, reason = "fills device memory through the driver")]
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::driver::{
-    DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError, DriverOp, DriverResult,
-    RawStream, VaRange,
+    DeviceOrdinal, Driver, DriverCode, DriverError, DriverOp, DriverResult, RawStream, VaRange,
 };
 use crate::error::{Describe, PoolResult};
 use crate::pool::{Entered, Use};
@@ -17,17 +16,11 @@ use crate::pool::{Entered, Use};
 const TOLD_EVERY: Duration = Duration::from_secs(10);
 
 impl<D: Driver> Entered<'_, D, Use> {
-    /// Fills `range` with what is at `source`, or with zeros, on a thread of ours: the caller's context and captures stay as they
-    /// are.
+    /// Fills `range` with zeros, on a thread of ours: the caller's context and captures stay as they are.
     ///
     /// # Errors
     /// [`crate::PoolError::Driver`], with `NOT_READY` where there is no thread to be had.
-    pub(super) fn fill(
-        &self,
-        range: VaRange,
-        source: Option<DeviceAddress>,
-        device: Option<DeviceOrdinal>,
-    ) -> PoolResult<()> {
+    pub(super) fn clear(&self, range: VaRange, device: Option<DeviceOrdinal>) -> PoolResult<()> {
         let about =
             || format!("filling of memory at {}, to be used for something else", range.start);
         let late = DriverError { op: DriverOp::StreamSynchronize, code: DriverCode::NOT_READY };
@@ -36,7 +29,7 @@ impl<D: Driver> Entered<'_, D, Use> {
         let driver = Arc::clone(&self.pool.driver);
         let thread = std::thread::Builder::new().name("sublet-fill".to_owned());
         let begun = thread.spawn(move || {
-            let filled = fill_on_this_thread(driver.as_ref(), range, source, place);
+            let filled = clear_on_this_thread(driver.as_ref(), range, place);
             let _nobody_waits = tell.send(filled);
         });
         let outcome = match begun.map(|_| wait_for(&told, range)) {
@@ -66,10 +59,9 @@ fn wait_for<T>(told: &crossbeam_channel::Receiver<T>, range: VaRange) -> Option<
 }
 
 /// Says also which stream the driver would not end.
-fn fill_on_this_thread<D: Driver>(
+fn clear_on_this_thread<D: Driver>(
     driver: &D,
     range: VaRange,
-    source: Option<DeviceAddress>,
     device: DeviceOrdinal,
 ) -> (DriverResult<()>, Option<RawStream>) {
     let current = driver.make_current(device).and_then(|()| driver.stand_beside_captures());
@@ -77,16 +69,9 @@ fn fill_on_this_thread<D: Driver>(
         Ok(stream) => stream,
         Err(error) => return (Err(error), None),
     };
-    let filled = match source {
-        // SAFETY: both are mapped, and stay so: the caller is inside the gate, and what they are of is held still. Nobody has been given the
-        // addresses of the target, and nobody has any mapped of what is at the source.
-        Some(source) => unsafe {
-            driver.copy_between(range.start, VaRange::new(source, range.size_bytes), stream)
-        },
-        // SAFETY: the range is mapped, and stays so: the caller is inside the gate and its slab lives, and nobody has been given these
-        // addresses to use.
-        None => unsafe { driver.fill_with_zeros(range, stream) },
-    };
+    // SAFETY: the range is mapped, and stays so: the caller is inside the gate and its slab lives, and nobody may use these addresses
+    // before the caller's call has come back.
+    let filled = unsafe { driver.fill_with_zeros(range, stream) };
     let outcome = filled.and_then(|()| driver.stream_synchronize(stream));
     // SAFETY: the stream is ours, and nobody queues anything there any more.
     let ended = unsafe { driver.stream_destroy(stream) };

@@ -35,19 +35,6 @@ fn this_thread() -> ThreadId {
     std::thread::current().id()
 }
 
-/// A call about a row that is no slab's, begun with [`crate::slabs::Table::begin_row_call`]: the row is not made a cell meanwhile.
-struct RowCall<'a, D: Driver> {
-    pool: &'a Pool<D>,
-    row: VirtualHandle,
-}
-
-impl<D: Driver> Drop for RowCall<'_, D> {
-    fn drop(&mut self) {
-        self.pool.slabs().end_row_call(self.row);
-        self.pool.slabs_changed.notify_all();
-    }
-}
-
 // Making and giving up.
 impl<D: Driver> Entered<'_, D, Use> {
     /// Creates memory: a cell where it may be one, an allocation of its own otherwise.
@@ -219,23 +206,18 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     /// Those of [`Entered::release`]; for the last cell of a slab also `cuMemUnmap` and `cuMemAddressFree`.
     #[doc(alias = "cuMemRelease")]
     pub fn release_cell(&self, handle: VirtualHandle) -> PoolResult<()> {
+        if !handle.is_of_cell() {
+            return self.release(handle);
+        }
         let released = {
             let mut slabs = self.pool.slabs();
             match slabs.held(handle) {
-                // It is given back once its bytes have come to where they go.
-                Held::Row(row) if slabs.release_still(row) => return Ok(()),
-                Held::Row(row) => {
-                    slabs.begin_row_call(row);
-                    Err(row)
-                }
+                Held::Row(row) => Err(row),
                 Held::Cell(cell) => Ok(slabs.release(cell.handle)),
             }
         };
         match released {
-            Err(row) => {
-                let _call = RowCall { pool: self.pool, row };
-                self.release(row)
-            }
+            Err(row) => self.release(row),
             Ok(None) => Err(PoolError::StaleHandle { handle: handle.raw() }),
             Ok(Some(ended)) => {
                 self.take_down(ended);
@@ -272,13 +254,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         let held = self.pool.slabs().held(handle);
         match held {
             Held::Cell(cell) => Ok(cell.prop),
-            // Another thread may have made it a cell meanwhile.
-            Held::Row(row) => {
-                self.properties(row).or_else(|error| match self.pool.slabs().held(handle) {
-                    Held::Cell(cell) => Ok(cell.prop),
-                    Held::Row(_) => Err(error),
-                })
-            }
+            Held::Row(row) => self.properties(row),
         }
     }
 
@@ -402,13 +378,5 @@ impl<D: Driver> Pool<D> {
     /// communicator does that is suspended. Without that such addresses take no new memory, for who held the old one would see it.
     pub fn take_shared_addresses_again(&self) {
         self.slabs().set_home();
-    }
-
-    /// What is to be told of slabs, once each: of memory of which size there are none any more, and why.
-    pub fn slabs_note(&self) -> Option<String> {
-        let size_bytes = self.slabs().take_odd_size()?;
-        Some(format!(
-            "NCCL's allocations of {size_bytes} bytes are not made as parts of larger ones any more: they are mapped where such parts cannot be without a copy, or not at all"
-        ))
     }
 }

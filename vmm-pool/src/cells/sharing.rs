@@ -1,7 +1,7 @@
 //! Cells that cross processes: a ticket names the slab, and which part of it the cell is.
 
 use super::placing::TRIES_MAX;
-use super::{RowCall, refused, this_thread};
+use super::{refused, this_thread};
 use crate::driver::{Driver, DriverCode, DriverOp};
 use crate::error::PoolResult;
 use crate::ledger::Class;
@@ -21,24 +21,24 @@ impl<D: Driver> Entered<'_, D, Use> {
     #[doc(alias = "cuMemExportToShareableHandle")]
     pub fn export_cell(&self, handle: VirtualHandle) -> PoolResult<(Export, Option<Part>)> {
         for _ in 0..TRIES_MAX {
-            let held = self.settled(|slabs| match slabs.held(handle) {
-                Held::Row(row) if !slabs.begin_row_call(row) => None,
-                // Who maps it where nobody knows yet is not kept from doing so.
-                Held::Cell(cell) if cell.is_unplaced => Some(Held::Cell(cell)),
-                Held::Cell(cell) if !slabs.share(cell.handle) => None,
-                held @ (Held::Row(_) | Held::Cell(_)) => Some(held),
-            });
-            match held {
-                Some(Held::Row(row)) => {
-                    let _call = RowCall { pool: self.pool, row };
-                    return Ok((self.export(row)?, None));
+            let held = {
+                let mut slabs = self.pool.slabs();
+                let held = slabs.held(handle);
+                if let Held::Cell(cell) = held
+                    && !cell.is_unplaced
+                {
+                    slabs.share(handle);
                 }
-                Some(Held::Cell(cell)) if cell.is_unplaced => self.stand_alone(cell.handle)?,
-                Some(Held::Cell(cell)) => return Ok((self.export(cell.row)?, Some(cell.part))),
-                None => break,
+                held
+            };
+            match held {
+                Held::Row(row) => return Ok((self.export(row)?, None)),
+                // A caller that maps it later, wherever that is, is not kept from doing so.
+                Held::Cell(cell) if cell.is_unplaced => self.stand_alone(cell)?,
+                Held::Cell(cell) => return Ok((self.export(cell.row)?, Some(cell.part))),
             }
         }
-        let object = "allocation that another thread is about to move".to_owned();
+        let object = "allocation that other threads use meanwhile".to_owned();
         Err(refused(DriverOp::Export, DriverCode::NOT_READY, object, 0))
     }
 
@@ -90,15 +90,9 @@ impl<D: Driver> Entered<'_, D, Use> {
         row: VirtualHandle,
         part: Part,
     ) -> PoolResult<VirtualHandle> {
-        // Whatever is on its way there comes first.
-        let known = self.settled(|slabs| match slabs.slab_of(id) {
-            Some((key, _)) if slabs.is_part_still(key, part) => None,
-            known => Some(known.map(|(key, _)| slabs.hold_part(key, part))),
-        });
-        let Some(known) = known else {
-            self.release(row)?;
-            let object = format!("part of a slab at {}, which is in use", part.offset_bytes);
-            return Err(refused(DriverOp::Import, DriverCode::NOT_READY, object, part.size_bytes));
+        let known = {
+            let mut slabs = self.pool.slabs();
+            slabs.slab_of(id).map(|(key, _)| slabs.hold_part(key, part))
         };
         if let Some(held) = known {
             // The slab has a reference of its own.

@@ -352,14 +352,6 @@ impl Row {
         self.mappings.iter().copied()
     }
 
-    /// For own memory on its device that is mapped nowhere, and that no other process knows of: how many references it has, and whether it
-    /// may hold something.
-    pub(crate) fn unplaced(&self) -> Option<(u32, bool)> {
-        let is_known = self.is_shared() || self.is_exported();
-        let can_move = self.is_own() && self.is_resident() && self.mappings.is_empty() && !is_known;
-        can_move.then_some((self.references, self.was_mapped))
-    }
-
     /// May another process hold it, or come for it?
     pub(crate) fn is_shared(&self) -> bool {
         self.is_own() && (!self.sharing.importers.is_empty() || self.sharing.tickets.hold())

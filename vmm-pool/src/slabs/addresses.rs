@@ -102,11 +102,7 @@ impl Table {
             // It has become an allocation of its own just now, or has ended.
             return MapPlan::StandAlone;
         };
-        if found.is_still {
-            return MapPlan::Busy;
-        }
-        let can_leave = self.can_leave(found);
-        let otherwise = if can_leave { MapPlan::StandAlone } else { MapPlan::Odd };
+        let otherwise = if found.can_leave { MapPlan::StandAlone } else { MapPlan::Odd };
         if !self.meets_window(range) {
             return otherwise;
         }
@@ -124,20 +120,20 @@ impl Table {
                 if key == found.slab && range.start.0 == base + found.part.offset_bytes =>
             {
                 self.set_mapped(start, range, handle);
-                MapPlan::Done
+                let is_unclean = self.cell_mut(handle).is_some_and(|cell| cell.is_unclean);
+                if is_unclean { MapPlan::Clear } else { MapPlan::Done }
             }
-            Under::Slab(key, base) if can_leave => {
+            Under::Slab(key, base) => {
                 let offset_bytes = range.start.0.saturating_sub(base);
-                let part = Part { offset_bytes, ..found.part };
-                if found.is_fresh && self.exchange(handle, found, key, part) {
+                if self.put_at(found, key, Part { offset_bytes, ..found.part }) {
                     self.set_mapped(start, range, handle);
-                    return MapPlan::Done;
+                    MapPlan::Clear
+                } else {
+                    MapPlan::Odd
                 }
-                self.plan_moving(self.recipe_of(found.slab), key, part, Some(handle))
             }
-            Under::Slab(..) => MapPlan::Odd,
-            // What nobody has written is as well off alone.
-            Under::Nothing if can_leave && found.is_fresh => MapPlan::StandAlone,
+            // What has no bytes is as well off alone.
+            Under::Nothing if found.can_leave => MapPlan::StandAlone,
             Under::Nothing => {
                 let base = range.start.0.checked_sub(found.part.offset_bytes);
                 let slab_bytes = self.slabs[&found.slab].new.size_bytes;
@@ -150,24 +146,34 @@ impl Table {
                 match mounted.filter(fits) {
                     Some(mounted) => {
                         self.set_under(start, Under::Changing);
-                        // Nobody moves it meanwhile.
-                        if let Some(cell) = self.cell_mut(handle) {
-                            cell.is_still = true;
-                        }
+                        // The cell, and its slab with it, lives until it is unmapped again.
+                        self.set_mapped(start, range, handle);
                         MapPlan::Fill { row: found.row, window: start, mounted }
                     }
-                    None => otherwise,
+                    None => MapPlan::Odd,
                 }
             }
         }
     }
 
-    pub(super) fn can_leave(&self, found: CellAt) -> bool {
-        let slab = self.slabs.get(&found.slab);
-        slab.is_some_and(|slab| {
-            slab.new.recipe.is_some()
-                && slab.cells.get(&found.part.offset_bytes).is_some_and(Cell::can_leave)
-        })
+    /// The cell, which can leave, is `part` of the slab `key` from now on. False if something is there, or was that another process may hold.
+    fn put_at(&mut self, found: CellAt, key: SlabKey, part: Part) -> bool {
+        let recipe = self.recipe_of(found.slab).filter(|_| found.can_leave);
+        let is_alike = recipe.is_some() && recipe == self.recipe_of(key);
+        let is_free = self.slabs.get(&key).filter(|_| is_alike).is_some_and(|there| {
+            let is_abroad = !self.is_home && there.is_abroad(part);
+            !is_abroad && there.cells_in(part).all(|cell| cell.handle == found.handle)
+        });
+        if !is_free {
+            return false;
+        }
+        self.take_cell(found.slab, found.part.offset_bytes);
+        if let Some(slab) = self.slabs.get_mut(&key) {
+            let cell = Cell::new(found.handle, part.size_bytes, found.references);
+            slab.put(part.offset_bytes, Cell { is_unclean: true, ..cell });
+        }
+        self.cells.insert(found.handle, (key, part.offset_bytes));
+        true
     }
 
     pub(super) fn recipe_of(&self, key: SlabKey) -> Option<&Recipe> {
@@ -197,139 +203,55 @@ impl Table {
         }
     }
 
-    /// The driver was asked to map the slab of `handle` at `mounted` in the window, and has, or has not. The cell is mapped at `range` then, whatever
-    /// another thread has given back meanwhile. Says whether it is; what is to be taken down comes out.
+    /// The driver was asked to map the slab of `handle` at `mounted` in the window, so that the cell is mapped at `range`, and has, or has
+    /// not. What is to be taken down comes out.
     pub(crate) fn filled(
         &mut self,
         handle: VirtualHandle,
         range: VaRange,
         (window, mounted): (u64, VaRange),
         is_filled: bool,
-    ) -> (bool, Ended) {
+    ) -> Ended {
         self.set_under(window, Under::Nothing);
         if !is_filled {
-            return (false, self.let_go(handle));
+            return self.unmap_item(window, range.start, Some(handle));
         }
         let Some(found) = self.cell_at(handle) else {
-            // Its slab may have ended too: what is mapped goes.
+            // Another thread has unmapped it and given it back. Its slab may have ended too: what is mapped goes.
             self.set_under(window, Under::Changing);
-            let mounted = vec![(window, mounted)];
-            return (false, Ended { mounted, ..Ended::default() });
+            return Ended { mounted: vec![(window, mounted)], ..Ended::default() };
         };
         self.set_under(window, Under::Slab(found.slab, mounted.start.0));
         if let Some(slab) = self.slabs.get_mut(&found.slab) {
             slab.windows.insert(window);
         }
-        self.set_mapped(window, range, handle);
-        (true, self.let_go(handle))
+        let left = self.leave_room(window);
+        Ended { mounted: left.into_iter().collect(), ..Ended::default() }
     }
 
-    /// Two cells that nobody has written change places, where that makes `part` of `key` the place of the first.
-    fn exchange(&mut self, handle: VirtualHandle, found: CellAt, key: SlabKey, part: Part) -> bool {
-        let is_alike = self.recipe_of(found.slab) == self.recipe_of(key);
-        let there = self.slabs.get(&key).and_then(|slab| slab.cells.get(&part.offset_bytes));
-        let fits =
-            |cell: &&Cell| cell.size_bytes == part.size_bytes && cell.is_fresh && cell.can_leave();
-        let Some(other) = there.filter(fits).map(|cell| cell.handle).filter(|_| is_alike) else {
-            return false;
-        };
-        for (moved, (to, offset)) in
-            [(handle, (key, part.offset_bytes)), (other, (found.slab, found.part.offset_bytes))]
-        {
-            if let Some(cell) = self.slabs.get_mut(&to).and_then(|slab| slab.cells.get_mut(&offset))
-            {
-                cell.handle = moved;
+    /// What was at `range` before the cell is cleared, or could not be: then the cell is not mapped there. The slab that it was of ends if
+    /// nobody has any of it.
+    pub(crate) fn cleared(
+        &mut self,
+        (before, handle): (SlabKey, VirtualHandle),
+        range: VaRange,
+        is_clear: bool,
+    ) -> Ended {
+        let mut ended = self.end_empty(before);
+        if is_clear {
+            if let Some(cell) = self.cell_mut(handle) {
+                cell.is_unclean = false;
             }
-            self.cells.insert(moved, (to, offset));
+        } else if let Some(window) = self.window_at(range.start).map(|found| found.range.start.0) {
+            ended.add(self.unmap_item(window, range.start, Some(handle)));
         }
-        true
+        ended
     }
 
-    /// What it takes to make `part` of `key` the place of what is like `recipe`: of `mover`, or of a row.
-    fn plan_moving(
-        &self,
-        recipe: Option<&Recipe>,
-        key: SlabKey,
-        part: Part,
-        mover: Option<VirtualHandle>,
-    ) -> MapPlan {
-        let Some(there) = self.slabs.get(&key) else {
-            return MapPlan::Odd;
-        };
-        let is_alike = recipe.is_some() && recipe == self.recipe_of(key);
-        let in_the_way: Vec<&Cell> = there.cells_in(part).collect();
-        if !is_alike {
-            return MapPlan::Odd;
-        }
-        // Where it would lie over its own bytes, it stands alone first.
-        if let Some(mover) = mover
-            && in_the_way.iter().any(|cell| cell.handle == mover)
-        {
-            return MapPlan::Into { evicted: vec![mover] };
-        }
-        if in_the_way.iter().any(|cell| cell.is_still) {
-            return MapPlan::Busy;
-        }
-        let is_abroad = !self.is_home && there.is_abroad(part);
-        if is_abroad || in_the_way.iter().any(|cell| !cell.can_leave()) {
-            return MapPlan::Odd;
-        }
-        MapPlan::Into { evicted: in_the_way.iter().map(|cell| cell.handle).collect() }
-    }
-
-    /// Moves a cell that is held still to `range`, which has its bytes, and where `place` is kept for it; and records the mapping. None where the
-    /// caller has given the addresses up meanwhile. What its slab needs no more comes out.
-    pub(crate) fn move_cell(
-        &mut self,
-        handle: VirtualHandle,
-        place: VirtualHandle,
-        range: VaRange,
-    ) -> Option<Ended> {
-        let found = self.cell_at(handle).filter(|found| found.is_still)?;
-        let references = self.cell_mut(handle)?.references;
-        let (window, held) = self.place_held(place, range)?;
-        self.take_cell(held.slab, held.part.offset_bytes);
-        self.take_cell(found.slab, found.part.offset_bytes);
-        self.put_cell(handle, references, (window, held.slab, held.part.offset_bytes), range);
-        Some(self.end_empty(found.slab))
-    }
-
-    /// Where `range` is a place that could be of a cell like `recipe`: its slab, and the offset there.
-    pub(super) fn free_place(&self, range: VaRange, recipe: &Recipe) -> Option<(SlabKey, u64)> {
-        let window = self.vacant_window(range).ok()?;
-        let Under::Slab(key, base) = window.under else { return None };
-        let part = Part { offset_bytes: range.start.0 - base, size_bytes: range.size_bytes };
-        let is_free = self.slabs.get(&key)?.cells_in(part).next().is_none();
-        (is_free && self.recipe_of(key) == Some(recipe)).then_some((key, part.offset_bytes))
-    }
-
-    fn put_cell(
-        &mut self,
-        handle: VirtualHandle,
-        references: u32,
-        (window, key, offset): (u64, SlabKey, u64),
-        range: VaRange,
-    ) {
-        if let Some(slab) = self.slabs.get_mut(&key) {
-            slab.put(offset, Cell::new(handle, range.size_bytes, references));
-        }
-        self.cells.insert(handle, (key, offset));
-        self.set_mapped(window, range, handle);
-    }
-
-    /// What it takes to map the row `handle`, which is like `recipe`, at `range`. Where it is mapped as it is, that is recorded, and a call about it
-    /// begun, which ends with [`Table::end_row_call`]. Where it is to be made a cell, it is held still until [`Table::let_row_go`].
-    pub(crate) fn map_alone(
-        &mut self,
-        range: VaRange,
-        handle: VirtualHandle,
-        recipe: &Recipe,
-    ) -> MapPlan {
-        if self.is_row_still(handle) {
-            return MapPlan::Busy;
-        }
+    /// What it takes to map an allocation of its own at `range`. In a window that is recorded ([`MapPlan::Done`]), and
+    /// [`Table::not_mapped_alone`] takes it back.
+    pub(crate) fn map_alone(&mut self, range: VaRange) -> MapPlan {
         if !self.meets_window(range) {
-            self.begin_row_call(handle);
             return MapPlan::StandAlone;
         }
         let window = match self.vacant_window(range) {
@@ -340,50 +262,20 @@ impl Table {
         match window.under {
             Under::Changing if self.is_stuck(range.start) => MapPlan::Stuck,
             Under::Changing => MapPlan::Busy,
-            Under::Slab(key, base) => {
-                let size_bytes = range.size_bytes;
-                let part = Part { offset_bytes: range.start.0.saturating_sub(base), size_bytes };
-                let plan = self.plan_moving(Some(recipe), key, part, None);
-                if matches!(plan, MapPlan::Into { .. }) && !self.hold_row(handle) {
-                    return MapPlan::Busy;
-                }
-                plan
-            }
+            Under::Slab(..) => MapPlan::Odd,
             Under::Nothing => {
                 if let Some(window) = self.windows.get_mut(&start) {
                     window.put_item(range, None);
                 }
-                self.begin_row_call(handle);
-                MapPlan::StandAlone
+                MapPlan::Done
             }
         }
     }
 
-    /// Makes a cell that is mapped at `range`, which has its bytes, and where `place` is kept for it, of the row `handle`, which is held
-    /// still, and which had as many references. False where the caller has given the addresses up meanwhile.
-    pub(crate) fn take_in(
-        &mut self,
-        handle: VirtualHandle,
-        references: u32,
-        place: VirtualHandle,
-        range: VaRange,
-    ) -> bool {
-        let Some((window, held)) = self.place_held(place, range) else {
-            return false;
-        };
-        let left = references.saturating_sub(self.let_row_go(handle));
-        self.take_cell(held.slab, held.part.offset_bytes);
-        self.put_cell(handle, left, (window, held.slab, held.part.offset_bytes), range);
-        true
-    }
-
     /// An allocation that stands alone could not be mapped at `range`.
     pub(crate) fn not_mapped_alone(&mut self, range: VaRange) {
-        let Some(window) = self.window_at(range.start).map(|found| found.range.start.0) else {
-            return;
-        };
-        if let Some(window) = self.windows.get_mut(&window) {
-            window.take_item(range.start);
+        if let Some(window) = self.window_at(range.start).map(|found| found.range.start.0) {
+            self.unmap_item(window, range.start, None);
         }
     }
 }
@@ -426,20 +318,27 @@ impl Table {
         }
         let (mut rows, mut ended) = (Vec::new(), Ended::default());
         for (item, cell) in met {
-            if let Some(window) = self.windows.get_mut(&start) {
-                window.take_item(item.start);
-            }
-            let Some(handle) = cell else {
+            if cell.is_none() {
                 rows.push(item);
-                continue;
-            };
-            if let Some(cell) = self.cell_mut(handle) {
-                cell.mapped -= 1;
             }
-            ended.add(self.end_unheld(handle));
+            ended.add(self.unmap_item(start, item.start, cell));
         }
         ended.mounted.extend(self.leave_room(start));
         Some((rows, ended))
+    }
+
+    /// The `cell`, or an allocation of its own, is not mapped at `at` in the window any more, if it was.
+    fn unmap_item(&mut self, window: u64, at: DeviceAddress, cell: Option<VirtualHandle>) -> Ended {
+        let window = self.windows.get_mut(&window);
+        let window =
+            window.filter(|window| window.items.get(&at.0).is_some_and(|item| item.cell == cell));
+        let Some(window) = window else { return Ended::default() };
+        window.take_item(at);
+        let Some(handle) = cell else { return Ended::default() };
+        if let Some(cell) = self.cell_mut(handle) {
+            cell.mapped -= 1;
+        }
+        self.end_unheld(handle)
     }
 
     /// The slab leaves a room in which nothing of it is mapped.

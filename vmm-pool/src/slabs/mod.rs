@@ -18,14 +18,11 @@
 //!    ways.
 //! 2. What is mapped in a window lies in a spot, and is all of cells of the slab that the window holds, each at its offset there, or
 //!    all of allocations that stand alone, where it holds no slab. The spots of a window with a slab lie inside the slab.
-//! 3. A cell lives while it has a reference, is mapped, or is still.
-//! 4. While the driver is asked about a window, it is [`Under::Changing`], and while bytes of a cell are copied, the cell is still, and so is a
-//!    cell that nobody has where they go: who else wants something of it waits. A row that is being made a cell is still too, which it does not
-//!    come to be while a call is about it.
+//! 3. A cell lives while it has a reference or is mapped. It never moves once it was mapped or shared.
+//! 4. While the driver is asked about a window, it is [`Under::Changing`]: a call that wants something of it waits.
+//! 5. An allocation of its own never becomes a cell.
 
 mod addresses;
-mod habits;
-mod holding;
 mod rights;
 mod windows;
 
@@ -39,9 +36,6 @@ use crate::driver::{
 use crate::ledger::{Class, LIBRARY_TAGS};
 use crate::report::{Contents, SlabTotals};
 use crate::{AllocationId, VirtualHandle};
-
-use habits::Habits;
-use holding::RowUse;
 
 /// Larger allocations stand alone.
 pub(crate) const CELL_BYTES_MAX: u64 = 32 << 20;
@@ -141,8 +135,8 @@ struct Cell {
     is_fresh: bool,
     /// Other processes may have heard of it.
     is_shared: bool,
-    /// Its bytes are on their way, elsewhere or here.
-    is_still: bool,
+    /// It has come to bytes that another cell had, which are not cleared yet.
+    is_unclean: bool,
 }
 
 impl Cell {
@@ -154,13 +148,13 @@ impl Cell {
             mapped: 0,
             is_fresh: false,
             is_shared: false,
-            is_still: false,
+            is_unclean: false,
         }
     }
 
-    /// May its bytes lie elsewhere from now on? Nobody sees where they are.
+    /// May it lie elsewhere from now on? It has no bytes, and nobody sees where it is.
     fn can_leave(&self) -> bool {
-        self.mapped == 0 && !self.is_shared && !self.is_still
+        self.is_fresh && self.mapped == 0 && !self.is_shared
     }
 }
 
@@ -219,12 +213,11 @@ pub(crate) struct CellAt {
     pub(crate) row: VirtualHandle,
     pub(crate) part: Part,
     pub(crate) prop: AllocationProp,
-    /// Nobody can have written it.
-    pub(crate) is_fresh: bool,
-    /// Nobody can have written it, no other process has heard of it, and nobody has been told an address of it.
+    pub(crate) references: u32,
+    /// It has no bytes, and nobody sees where it is: it may lie elsewhere, or be an allocation of its own.
+    pub(crate) can_leave: bool,
+    /// The same, and nobody has been told an address of it.
     pub(crate) is_unplaced: bool,
-    /// Its bytes are on their way elsewhere.
-    pub(crate) is_still: bool,
 }
 
 /// What a caller is to be given for new memory.
@@ -250,17 +243,16 @@ pub(crate) enum Place {
 }
 
 /// What a mapping of a cell takes.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MapPlan {
     /// Nothing: it is recorded.
     Done,
     /// The slab has to be mapped at `mounted` in the window that begins at `window`; then [`Table::filled`].
     Fill { row: VirtualHandle, window: u64, mounted: VaRange },
-    /// The cell can be an allocation of its own, and is mapped as one.
+    /// What was there before is to be cleared; then [`Table::cleared`].
+    Clear,
+    /// It is, or is to be, an allocation of its own, and is mapped as one.
     StandAlone,
-    /// It takes bytes of a slab that is mapped there, which nobody has once `evicted` are allocations of their own. Then they are made to hold
-    /// what it holds, and it moves there.
-    Into { evicted: Vec<VirtualHandle> },
     /// Somebody changes what is there: ask again.
     Busy,
     /// The driver would not unmap what was there: it is to be offered that again.
@@ -269,13 +261,6 @@ pub(crate) enum MapPlan {
     Wrong,
     /// It cannot be with slabs.
     Odd,
-}
-
-impl MapPlan {
-    /// It, unless somebody is in the middle of a change.
-    pub(crate) fn settled(self) -> Option<Self> {
-        (self != Self::Busy).then_some(self)
-    }
 }
 
 /// What is to be taken down.
@@ -330,13 +315,10 @@ pub(crate) struct Table {
     cells: HashMap<VirtualHandle, (SlabKey, u64)>,
     /// Cells that have become allocations of their own: the row behind each handle.
     alone: HashMap<VirtualHandle, VirtualHandle>,
-    /// Rows that are being made cells, or that calls are about.
-    row_uses: HashMap<VirtualHandle, RowUse>,
     /// What each thread is likely to want addresses for next.
     aims: HashMap<ThreadId, VirtualHandle>,
     /// What the driver would not take back.
     refused: Vec<Ended>,
-    habits: Habits,
 }
 
 // What is asked.
@@ -368,16 +350,16 @@ impl Table {
         let slab = self.slabs.get(&key)?;
         let cell = slab.cells.get(&offset_bytes)?;
         let part = Part { offset_bytes, size_bytes: cell.size_bytes };
-        let is_free = cell.can_leave() && cell.is_fresh && slab.new.recipe.is_some();
+        let can_leave = cell.can_leave() && slab.new.recipe.is_some();
         Some(CellAt {
             handle,
             slab: key,
             row: slab.new.row,
             part,
             prop: slab.new.prop,
-            is_fresh: cell.is_fresh,
-            is_unplaced: is_free && !self.has_spot_in(slab, part),
-            is_still: cell.is_still,
+            references: cell.references,
+            can_leave,
+            is_unplaced: can_leave && !self.has_spot_in(slab, part),
         })
     }
 
@@ -391,14 +373,11 @@ impl Table {
         self.windows_of(slab).any(|window| window.has_spot_in(part))
     }
 
-    /// Where the cell can be read and written, in the window that its slab came with.
-    pub(crate) fn bytes_of(&self, handle: VirtualHandle) -> Option<VaRange> {
-        let found = self.cell_at(handle)?;
-        let slab = self.slabs.get(&found.slab)?;
-        self.windows_of(slab).filter(|window| !window.is_room).find_map(|window| {
-            let Under::Slab(_, base) = window.under else { return None };
-            Some(found.part.at(DeviceAddress(base)))
-        })
+    /// The row of the slab of ours that is mapped at `address`.
+    pub(crate) fn row_under(&self, address: DeviceAddress) -> Option<VirtualHandle> {
+        let Under::Slab(key, _) = self.window_at(address)?.under else { return None };
+        let slab = self.slabs.get(&key).filter(|slab| slab.new.recipe.is_some())?;
+        Some(slab.new.row)
     }
 
     fn window_at(&self, address: DeviceAddress) -> Option<&Window> {
@@ -496,7 +475,7 @@ impl Slab {
 impl Table {
     /// What a caller that asks for memory is to be given.
     pub(crate) fn wanted(&self, size_bytes: u64, recipe: &Recipe) -> Wanted {
-        if !self.is_on || !recipe.is_for_cells(size_bytes) || self.habits.are_odd(size_bytes) {
+        if !self.is_on || !recipe.is_for_cells(size_bytes) {
             return Wanted::Alone;
         }
         debug_assert!(self.are_sums_right(), "sums of live and vacant bytes");
@@ -615,7 +594,7 @@ impl Table {
 
     /// The cell ends where nothing holds it, and its slab with the last.
     fn end_unheld(&mut self, handle: VirtualHandle) -> Ended {
-        let is_held = |cell: &mut Cell| cell.references + cell.mapped > 0 || cell.is_still;
+        let is_held = |cell: &mut Cell| cell.references + cell.mapped > 0;
         let is_held = self.cell_mut(handle).is_none_or(is_held);
         let place = self.cells.get(&handle).copied();
         let Some((key, offset)) = place.filter(|_| !is_held) else {
@@ -681,29 +660,25 @@ impl Table {
         self.windows.remove(&start).map(|window| window.range)
     }
 
-    /// Other processes may hear of the cell from now on. False where it is still: that has to be over first.
-    pub(crate) fn share(&mut self, handle: VirtualHandle) -> bool {
-        let Some(cell) = self.cell_mut(handle) else { return true };
-        cell.is_shared |= !cell.is_still;
-        !cell.is_still
+    /// Other processes may hear of the cell from now on.
+    pub(crate) fn share(&mut self, handle: VirtualHandle) {
+        if let Some(cell) = self.cell_mut(handle) {
+            cell.is_shared = true;
+        }
     }
 
-    /// The cell, which was held still, is an allocation of its own from now on: `row`. How many references it has, and what its slab
-    /// needs no more, come out. None when it has ended.
-    pub(crate) fn stand_alone(
-        &mut self,
-        handle: VirtualHandle,
-        row: VirtualHandle,
-    ) -> Option<(u32, Ended)> {
-        let found = self.cell_at(handle).filter(|found| found.is_still)?;
-        let references = self.cell_mut(handle)?.references;
-        self.take_cell(found.slab, found.part.offset_bytes);
-        // What stood alone before, and has been a cell since, has other handles.
-        for stands_for in self.alone.values_mut().filter(|stands_for| **stands_for == handle) {
-            *stands_for = row;
+    /// The cell is an allocation of its own from now on: `row`, which has as many references. What its slab needs no more comes out.
+    /// None, and nothing has changed, if the cell is not as it was found.
+    pub(crate) fn stand_alone(&mut self, found: CellAt, row: VirtualHandle) -> Option<Ended> {
+        let is_as_found = self.cell_at(found.handle).is_some_and(|now| {
+            now.can_leave && (now.slab, now.references) == (found.slab, found.references)
+        });
+        if !is_as_found {
+            return None;
         }
-        self.alone.insert(handle, row);
-        Some((references, self.end_empty(found.slab)))
+        self.take_cell(found.slab, found.part.offset_bytes);
+        self.alone.insert(found.handle, row);
+        Some(self.end_empty(found.slab))
     }
 
     /// What the driver would not take back, for another try.
@@ -730,8 +705,7 @@ impl Table {
 
     /// Forgets handles whose rows are not among the living.
     pub(crate) fn forget_alone(&mut self, lives: impl Fn(VirtualHandle) -> bool) {
-        let cells = &self.cells;
-        self.alone.retain(|_, row| lives(*row) || cells.contains_key(row));
+        self.alone.retain(|_, row| lives(*row));
     }
 }
 

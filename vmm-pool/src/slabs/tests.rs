@@ -180,21 +180,22 @@ fn a_cell_takes_the_place_of_one_that_is_gone_whose_addresses_are_kept() {
     let (gone, range) = placed(&mut table, key, 1);
     table.unmap(range).unwrap();
     let next = table.carve(key, UNIT).unwrap();
-    let evicted = vec![gone];
-    assert_eq!(table.map(next, range), MapPlan::Into { evicted }, "the handle is held still");
+    assert_eq!(table.map(next, range), MapPlan::Odd, "the other is there still");
     table.release(gone).unwrap();
-    assert_eq!(table.map(next, range), MapPlan::Into { evicted: Vec::new() });
-    let place = table.hold_to_move(next, range).unwrap();
-    assert_eq!(table.map(next, range), MapPlan::Busy, "its bytes are on their way");
-    assert!(!table.share(next));
-    assert!(table.move_cell(next, place, range).unwrap().is_nothing());
+    assert_eq!(table.map(next, range), MapPlan::Clear);
     assert_eq!(table.place(range.start), Place::Cell { range, handle: next });
     assert_eq!(table.totals().dead_bytes, 0);
+    // What could not be cleared is not mapped, and is to be cleared the next time.
+    assert!(table.cleared((key, next), range, false).is_nothing());
+    assert_eq!(table.place(range.start), Place::Nothing);
+    assert_eq!(table.map(next, range), MapPlan::Clear);
+    assert!(table.cleared((key, next), range, true).is_nothing());
     let other = placed(&mut table, key, 1).0;
-    assert!(table.share(other));
+    table.share(other);
     assert_eq!(table.map(other, range), MapPlan::Wrong, "somebody is there");
     table.unmap(range).unwrap();
     assert_eq!(table.map(other, range), MapPlan::Odd, "others see where it is");
+    assert_eq!(table.map(next, range), MapPlan::Done, "nobody else was there");
 }
 
 #[test]
@@ -202,27 +203,13 @@ fn bytes_that_others_may_hold_take_nothing_new_until_all_give_them_up() {
     let (mut table, key) = table();
     placed(&mut table, key, 1);
     let (gone, range) = placed(&mut table, key, 1);
-    assert!(table.share(gone));
+    table.share(gone);
     table.unmap(range).unwrap();
     table.release(gone).unwrap();
     let next = table.carve(key, UNIT).unwrap();
-    assert_eq!(table.map(next, range), MapPlan::Odd, "who imported it would see it");
+    assert_eq!(table.map(next, range), MapPlan::Odd, "a process that imported it would see it");
     table.set_home();
-    assert_eq!(table.map(next, range), MapPlan::Into { evicted: Vec::new() });
-}
-
-#[test]
-fn two_cells_that_nobody_has_written_change_places() {
-    let (mut table, key) = table();
-    let [first, second] = [(); 2].map(|()| table.carve(key, UNIT).unwrap());
-    table.aim(this_thread(), Some(second));
-    let start = table.take_spot(this_thread(), UNIT, 0).unwrap();
-    let range = VaRange::new(start, UNIT);
-    assert_eq!(start.0, window(0).start.0 + UNIT);
-    assert_eq!(table.map(first, range), MapPlan::Done);
-    assert_eq!(table.place(start), Place::Cell { range, handle: first });
-    let Held::Cell(moved) = table.held(second) else { panic!("it is a cell still") };
-    assert_eq!((moved.part.offset_bytes, moved.is_unplaced), (0, true));
+    assert_eq!(table.map(next, range), MapPlan::Clear);
 }
 
 /// A room with a spot of so many units.
@@ -245,9 +232,8 @@ fn a_room_takes_any_cell_that_is_in_use_and_its_slab_leaves_with_it() {
         panic!("it has to be filled");
     };
     assert_eq!((filled, there), (window, mounted));
-    assert_eq!(table.map(handle, spot), MapPlan::Busy, "another thread fills it");
-    let (is_mapped, ended) = table.filled(handle, spot, (window, mounted), true);
-    assert!(is_mapped && ended.is_nothing());
+    assert_eq!(table.map(handle, spot), MapPlan::Wrong, "another thread fills it");
+    assert!(table.filled(handle, spot, (window, mounted), true).is_nothing());
     assert_eq!(table.place(spot.start), Place::Cell { range: spot, handle });
     assert_eq!(table.spot_at(spot.start), Some(spot));
     table.unmap(first).unwrap();
@@ -267,46 +253,32 @@ fn a_part_of_a_room_takes_no_slab_for_the_rest_would_lie_outside_it() {
     let inside = VaRange::new(DeviceAddress(spot.start.0 + 2 * UNIT), UNIT);
     assert_eq!(table.map(handle, inside), MapPlan::Odd);
     table.unmap(range).unwrap();
-    assert_eq!(table.map(handle, inside), MapPlan::StandAlone, "with its bytes");
+    assert_eq!(table.map(handle, inside), MapPlan::Odd, "it has bytes");
 }
 
 #[test]
 fn a_room_takes_what_stands_alone_in_parts_and_cells_that_fit_nowhere_else_stand_alone() {
     let (mut table, key) = table();
     let spot = room(&mut table, 1, 2);
-    let row = VirtualHandle::new(9, 1);
     let half = VaRange::new(spot.start, UNIT);
-    assert_eq!(table.map_alone(half, row, &recipe()), MapPlan::StandAlone);
+    assert_eq!(table.map_alone(half), MapPlan::Done);
     assert_eq!(table.place(half.start), Place::Alone);
-    assert_eq!(table.map_alone(half, row, &recipe()), MapPlan::Wrong, "it is taken");
+    assert_eq!(table.map_alone(half), MapPlan::Wrong, "it is taken");
+    assert_eq!(table.map_alone(VaRange::new(START, UNIT)), MapPlan::Wrong, "no spot");
+    let outside = VaRange::new(DeviceAddress(START.0 / 2), UNIT);
+    assert_eq!(table.map_alone(outside), MapPlan::StandAlone);
     let rest = VaRange::new(half.end(), UNIT);
     let fresh = table.carve(key, UNIT).unwrap();
     assert_eq!(table.map(fresh, rest), MapPlan::StandAlone);
     let (used, range) = placed(&mut table, key, 1);
     assert_eq!(table.map(used, rest), MapPlan::Odd, "no room for its slab beside the other");
     table.unmap(range).unwrap();
-    assert_eq!(table.map(used, rest), MapPlan::StandAlone, "with its bytes");
+    assert_eq!(table.map(used, rest), MapPlan::Odd, "it has bytes");
     let beyond = VaRange::new(rest.start, 2 * UNIT);
-    assert_eq!(table.map_alone(beyond, row, &recipe()), MapPlan::Wrong);
+    assert_eq!(table.map_alone(beyond), MapPlan::Wrong);
+    assert_eq!(table.map_alone(range), MapPlan::Odd, "a slab is there");
     table.not_mapped_alone(half);
     assert_eq!(table.place(half.start), Place::Nothing);
-}
-
-#[test]
-fn a_size_that_is_used_in_odd_ways_has_no_more_cells_and_that_is_told_once() {
-    let mut table = Table::default();
-    table.set_on(true);
-    for _ in 0..habits::ODD_MAX {
-        assert_ne!(table.wanted(UNIT, &recipe()), Wanted::Alone);
-        assert_eq!(table.take_odd_size(), None);
-        table.note_copied(UNIT);
-    }
-    assert_eq!(table.wanted(UNIT, &recipe()), Wanted::Alone);
-    table.note_copied(UNIT);
-    assert_eq!((table.take_odd_size(), table.take_odd_size()), (Some(UNIT), None));
-    assert_ne!(table.wanted(2 * UNIT, &recipe()), Wanted::Alone);
-    table.note_refused(2 * UNIT);
-    assert_eq!(table.wanted(2 * UNIT, &recipe()), Wanted::Alone);
 }
 
 #[test]
@@ -354,55 +326,4 @@ fn slabs_grow_with_what_lives_and_the_dead_are_bounded() {
         table.free_spot(range).unwrap();
     }
     assert_eq!(wanted(&table, 1), Wanted::Alone);
-}
-
-#[test]
-fn an_allocation_is_made_a_cell_while_no_call_is_about_it() {
-    let (mut table, key) = table();
-    placed(&mut table, key, 1);
-    let (gone, range) = placed(&mut table, key, 1);
-    table.unmap(range).unwrap();
-    table.release(gone).unwrap();
-    let row = VirtualHandle::new(9, 1);
-    // Another thread exports it.
-    assert!(table.begin_row_call(row));
-    assert_eq!(table.map_alone(range, row, &recipe()), MapPlan::Busy);
-    table.end_row_call(row);
-    assert_eq!(table.map_alone(range, row, &recipe()), MapPlan::Into { evicted: Vec::new() });
-    assert!(!table.begin_row_call(row), "it is on its way");
-    assert_eq!(table.map_alone(range, row, &recipe()), MapPlan::Busy);
-    let place = table.hold_place(range, &recipe()).unwrap();
-    assert!(table.release_still(row));
-    assert!(table.take_in(row, 2, place, range));
-    assert!(!table.release_still(row), "it is a cell");
-    assert!(table.release(row).unwrap().is_nothing(), "one of two is left");
-    assert_eq!(table.release(row).map(|_| ()), None);
-    assert_eq!(table.place(range.start), Place::Cell { range, handle: row });
-    // One that is mapped elsewhere at the same time is not either.
-    table.unmap(range).unwrap();
-    let other = VirtualHandle::new(10, 1);
-    let elsewhere = VaRange::new(DeviceAddress(START.0 / 2), UNIT);
-    assert_eq!(table.map_alone(elsewhere, other, &recipe()), MapPlan::StandAlone);
-    assert_eq!(table.map_alone(range, other, &recipe()), MapPlan::Busy);
-    table.end_row_call(other);
-    assert_eq!(table.map_alone(range, other, &recipe()), MapPlan::Into { evicted: Vec::new() });
-    assert_eq!(table.let_row_go(other), 0);
-}
-
-#[test]
-fn bytes_that_are_on_their_way_to_a_part_keep_it_and_its_slab() {
-    let (mut table, key) = table();
-    let (kept, first) = placed(&mut table, key, 1);
-    let (gone, range) = placed(&mut table, key, 1);
-    table.unmap(range).unwrap();
-    table.release(gone).unwrap();
-    let place = table.hold_place(range, &recipe()).unwrap();
-    assert_eq!(table.hold_place(range, &recipe()), None, "once");
-    let part = |offset: u64| Part { offset_bytes: offset * UNIT, size_bytes: UNIT };
-    assert_eq!([0, 1].map(|offset| table.is_part_still(key, part(offset))), [false, true]);
-    assert!(!table.is_part_still(key, Part { offset_bytes: u64::MAX, size_bytes: 2 }));
-    table.unmap(first).unwrap();
-    assert!(table.release(kept).unwrap().is_nothing(), "the slab is needed still");
-    assert!(table.let_go(place).row.is_some());
-    assert_eq!(table.totals(), SlabTotals::default());
 }

@@ -1,8 +1,7 @@
 //! The same calls, in orders that no library has, by two processes with slabs and by two without: every call's code, every answer and
 //! every byte is the same, through pauses.
 //!
-//! What may differ is one thing: a call that is refused because of slabs names the switch, and is of memory that is in use. It is then made
-//! by nobody.
+//! What may differ is one thing: a call that is refused because of slabs names the setting. It is then made by neither.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

@@ -9,7 +9,7 @@ use vmm_pool::{Class, ImportSource, Known, PeerId, PoolResult, VirtualHandle};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, OWNER, SimPool, UNIT, UNLIMITED, WHOLE, class, free_addresses,
-    free_bytes, holds, is_clear, node, pattern, pause, pool, reserve, resume, write,
+    free_bytes, holds, node, pattern, pause, pool, reserve, resume, write,
 };
 
 /// The first slab.
@@ -231,83 +231,24 @@ fn a_cell_in_use_cannot_be_mapped_in_addresses_of_the_drivers_and_the_refusal_na
         let error = pool.enter().map_cell(range, offset, handle).expect_err("refused");
         assert_eq!(error.code(), Some(code), "as the driver does");
     }
-    assert_eq!(pool.slabs_note(), None);
     let error = pool.enter().map_cell(elsewhere, 0, handle).expect_err("refused");
     assert!(error.to_string().contains("SUBLET_SLABS"), "{error}");
     assert_eq!(error.code(), Some(DriverCode::NOT_SUPPORTED));
-    // Who does that has no more cells.
-    assert!(pool.slabs_note().expect("told").contains("2097152 bytes"));
-    assert_eq!(pool.slabs_note(), None, "once");
-    let (alone, _) = allocate(&pool, 1);
-    assert_eq!(pool.report().slabs.cells, 1);
-    let error = pool.enter().map_cell(range, 0, alone).expect_err("refused");
-    assert_eq!(error.code(), Some(DriverCode::INVALID_VALUE));
-    let (_, second) = allocate(&pool, 2);
-    assert_eq!(pool.report().slabs.cells, 2, "other sizes do");
-    free(&pool, second);
-}
-
-#[test]
-fn a_cell_that_is_unmapped_is_mapped_anywhere_with_its_bytes() {
-    let pool = slabbed(&node());
+    // It has bytes, which do not move with it, and no allocation of its own is mapped where a slab is.
     let (_, kept) = allocate(&pool, 1);
-    let (handle, range) = allocate(&pool, 1);
-    write(&pool, DEVICE, range, pattern(1));
-    let elsewhere = reserve(&pool, 4 * UNIT);
-    let inside = VaRange::new(DeviceAddress(elsewhere.start.0 + UNIT), UNIT);
     pool.enter().unmap_cells(range).expect("unmapped");
-    pool.enter().map_cell(inside, 0, handle).expect("mapped");
-    pool.enter().set_cell_access(inside, &[AccessDesc::read_write(DEVICE)]).expect("access");
-    assert!(holds(&pool, DEVICE, inside, pattern(1)));
-    pause(&pool);
-    resume(&pool);
-    assert!(holds(&pool, DEVICE, inside, pattern(1)));
-    assert_eq!(pool.report().slabs.cells, 1);
-    // And back, in place of what was there.
-    pool.enter().unmap_cells(inside).expect("unmapped");
-    pool.enter().map_cell(range, 0, handle).expect("mapped");
-    pool.enter().set_cell_access(range, &[AccessDesc::read_write(DEVICE)]).expect("access");
-    assert_eq!(pool.report().slabs.cells, 2);
-    assert!(holds(&pool, DEVICE, range, pattern(1)));
+    let alone = pool.create(UNIT, &AllocationProp::pinned_on(DEVICE), nccl()).expect("memory");
+    for (range, handle) in [(elsewhere, handle), (range, alone)] {
+        let error = pool.enter().map_cell(range, 0, handle).expect_err("refused");
+        assert!(error.to_string().contains("SUBLET_SLABS"), "{error}");
+    }
+    pool.enter().map_cell(range, 0, handle).expect("where it was");
+    pool.enter_giving_up().release_cell(alone).expect("released");
     pool.enter_giving_up().release_cell(handle).expect("released");
-    pool.enter_giving_up().release_cell(handle).expect_err("once");
     pool.enter_giving_up().unmap_cells(range).expect("unmapped");
     free_range(&pool, range);
     free(&pool, kept);
     free_addresses(&pool, elsewhere);
-    assert_nothing_left(&pool);
-}
-
-#[test]
-fn handles_are_mapped_at_each_others_addresses() {
-    let pool = slabbed(&node());
-    let (_, kept) = allocate(&pool, 1);
-    let [first, second] = [(); 2].map(|()| create(&pool, 1).expect("memory"));
-    let [of_second, of_nobody] = [(); 2].map(|()| addresses(&pool, UNIT));
-    let access = [AccessDesc::read_write(DEVICE)];
-    for (handle, range, seed) in [(first, of_second, 1), (second, of_nobody, 2)] {
-        pool.enter().map_cell(range, 0, handle).expect("mapped");
-        pool.enter().set_cell_access(range, &access).expect("access");
-        assert!(is_clear(&pool, DEVICE, range));
-        write(&pool, DEVICE, range, pattern(seed));
-    }
-    // And now the other way round, which copies both.
-    for range in [of_second, of_nobody] {
-        pool.enter().unmap_cells(range).expect("unmapped");
-    }
-    for (handle, range) in [(second, of_second), (first, of_nobody)] {
-        pool.enter().map_cell(range, 0, handle).expect("mapped");
-        pool.enter().set_cell_access(range, &access).expect("access");
-    }
-    assert!(holds(&pool, DEVICE, of_second, pattern(2)));
-    assert!(holds(&pool, DEVICE, of_nobody, pattern(1)));
-    pause(&pool);
-    resume(&pool);
-    assert!(holds(&pool, DEVICE, of_second, pattern(2)));
-    assert!(holds(&pool, DEVICE, of_nobody, pattern(1)));
-    for range in [of_second, of_nobody, kept] {
-        free(&pool, range);
-    }
     assert_nothing_left(&pool);
 }
 
@@ -370,68 +311,6 @@ fn addresses_that_are_kept_take_new_memory() {
     assert!(holds(&pool, DEVICE, range, pattern(9)));
     free(&pool, range);
     pool.enter_giving_up().release_cell(handle).expect_err("gone");
-    assert_nothing_left(&pool);
-}
-
-#[test]
-fn addresses_that_are_kept_take_memory_that_could_not_be_of_a_slab() {
-    let pool = slabbed(&node());
-    let (_, kept) = allocate(&pool, 1);
-    let (handle, range) = allocate(&pool, 7);
-    write(&pool, DEVICE, range, pattern(1));
-    let entered = pool.enter_giving_up();
-    entered.unmap_cells(range).expect("unmapped");
-    entered.release_cell(handle).expect("released");
-    drop(entered);
-    let left = CAPACITY_BYTES - SLAB_BYTES - 7 * UNIT;
-    let hog = pool.create(left, &AllocationProp::pinned_on(DEVICE), nccl()).expect("memory");
-    let handle = create(&pool, 7).expect("memory of its own");
-    assert_eq!(pool.report().slabs.cells, 1);
-    let entered = pool.enter();
-    entered.map_cell(range, 0, handle).expect("mapped again");
-    drop(entered);
-    assert_eq!(pool.report().slabs.cells, 2);
-    assert_eq!(free_bytes(&pool, DEVICE), 7 * UNIT, "what it had is given back");
-    pool.enter().set_cell_access(range, &[AccessDesc::read_write(DEVICE)]).expect("access");
-    assert!(holds(&pool, DEVICE, range, [0; 16]));
-    pool.release(hog).expect("released");
-    let entered = pool.enter_giving_up();
-    entered.unmap_cells(range).expect("unmapped");
-    entered.release_cell(handle).expect("the cell's");
-    entered.release_cell(handle).expect_err("once");
-    drop(entered);
-    free_range(&pool, range);
-    free(&pool, kept);
-    assert_nothing_left(&pool);
-}
-
-#[test]
-fn memory_that_holds_something_takes_it_along_to_addresses_that_are_kept() {
-    let pool = slabbed(&node());
-    let (_, kept) = allocate(&pool, 1);
-    let (handle, range) = allocate(&pool, 1);
-    let entered = pool.enter_giving_up();
-    entered.unmap_cells(range).expect("unmapped");
-    entered.release_cell(handle).expect("released");
-    drop(entered);
-    let used = pool.create(UNIT, &AllocationProp::pinned_on(DEVICE), nccl()).expect("memory");
-    let elsewhere = crate::stage::map(&pool, used, UNIT, &[AccessDesc::read_write(DEVICE)]);
-    write(&pool, DEVICE, elsewhere, pattern(1));
-    let error = pool.enter().map_cell(range, 0, used).expect_err("mapped elsewhere");
-    assert!(error.to_string().contains("SUBLET_SLABS"), "{error}");
-    pool.unmap(elsewhere).expect("unmapped");
-    pool.enter().map_cell(range, 0, used).expect("mapped");
-    pool.enter().set_cell_access(range, &[AccessDesc::read_write(DEVICE)]).expect("access");
-    assert!(holds(&pool, DEVICE, range, pattern(1)));
-    let other = AllocationProp::pinned_on(OTHER);
-    let other = pool.create(UNIT, &other, nccl()).expect("memory");
-    pool.enter().unmap_cells(range).expect("unmapped");
-    pool.enter().map_cell(range, 0, other).expect_err("another device's");
-    pool.release(other).expect("released");
-    pool.enter_giving_up().release_cell(used).expect("released");
-    free_addresses(&pool, elsewhere);
-    free_range(&pool, range);
-    free(&pool, kept);
     assert_nothing_left(&pool);
 }
 
