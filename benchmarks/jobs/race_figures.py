@@ -49,8 +49,6 @@ FIGURES = (
     Figure("rates", "kept_zero", SUBLET, "all zero", "reading the device once, releasing, creating and clearing"),
     Figure("rates", "swap_apart", SUBLET, "swap, one way after the other", "the link, one way at a time",
            ("pinned_both_gb_s", ""), ("s", ""), baseline="pinned copies both ways at once, each way"),
-    Figure("rates", "swap_released", SUBLET, "swap, memory is given back", "the link, both ways at once",
-           ("pinned_both_gb_s", ""), ("s", ""), baseline="pinned copies both ways at once, each way"),
     Figure("rates", "swap", SUBLET, "swap, as it comes", "the link, both ways at once",
            ("pinned_both_gb_s", ""), ("s", ""), baseline="pinned copies both ways at once, each way"),
     Figure("rates", "every", SUBLET, "all GPUs at once", "what the links and the host's memory carry together",
@@ -209,11 +207,6 @@ def share_by_neighbour(told: Any) -> float:
                     copied += said.get("bytes", 0)
                     relayed += said.get("bytes_by_neighbour", 0)
     return relayed / copied if copied else 0.0
-
-
-def handed_bytes(told: Any) -> int:
-    """Of a swap: the device memory that became the other tenant's."""
-    return sum(report.get("handed_bytes", 0) for report in reports(told))
 
 
 def spans(report: Mapping[str, Any], rows: Mapping[int, str], begin_ms: float = 0.0) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ name, and one that fails leaves the others their turn:
 - kept: one process that holds `--kept-gib` GiB: its very first pause; then pauses after everything was rewritten, a tenth
   in a row, a tenth in scattered pieces of 2 MiB, nothing, and everything with zeros. Each resume follows at once;
 - prepared: the first pause of another such process after `sublet prepare`;
-- swap: two tenants that take turns by `sublet swap`, everything rewritten between, with `--no-overlap`, with `--hand-over=none` and as it comes;
+- swap: two tenants that take turns by `sublet swap`, everything rewritten between, with `--no-overlap` and as it comes;
 - every: `--every-gib` GiB on each GPU at once, against as many pinned copies at once;
 - links: one process that holds `--kept-gib` GiB on GPU 0, by its own link, and with GPU 1's beside it (`SUBLET_LINKS=2`), whose
   context is made anew each time or kept; against pinned copies of two GPUs at once;
@@ -57,8 +57,6 @@ LATE = "--early-release=never"
 CHANGE_S = 60.0
 #: Of what the kernel calls available, what the contents of all tenants of a case may take.
 HOST_SHARE = 0.8
-#: Ways of swapping whose last one is drawn.
-DRAWN_SWAPS = ("swap_released", "swap")
 PINNED_REPEATS = 4
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -275,7 +273,7 @@ class Race:
     def case_swap(self) -> None:
         """Two tenants on GPU 0."""
         size = self.size(self.args.swap_gib, 2)
-        ways = (("swap_apart", ["--no-overlap"], "one way after the other"), ("swap_released", ["--hand-over=none"], "with memory given back"), ("swap", [], "as it comes"))
+        ways = (("swap_apart", ["--no-overlap"], "one way after the other"), ("swap", [], "as it comes"))
         self.data["sizes"].update({series: size for series, *_ in ways})
         first = self.hold("first", size)
         self.command(first, "pause", str(first.tenant))
@@ -291,7 +289,7 @@ class Race:
             except Skipped as skipped:
                 self.skip(f"swap {name}", f"{skipped}: as it comes is what there is")
                 continue
-            if series in DRAWN_SWAPS:
+            if series == "swap":
                 rows = [{pid: name for pid in ranks.pids.values()} for ranks, name in zip(reversed(turn), ("GPU 0, leaves", "GPU 0, comes"), strict=True)]
                 title = f"Swap of two tenants of {size / GIB:.0f} GiB, {name}: milliseconds"
                 self.data["timelines"].append(race_figures.swap_timeline(title, told.get("json"), told["wall_s"], rows))
@@ -303,14 +301,9 @@ class Race:
         self.write(here, "all")
         told = self.command(here, "swap", str(here.tenant), str(away.tenant), *words)
         self.result.sample(f"{series}_s", told["wall_s"])
-        handed = ""
-        if series == "swap":
-            handed_bytes = race_figures.handed_bytes(told.get("json"))
-            self.result.sample("swap_handed_bytes", handed_bytes)
-            handed = f", {handed_bytes / GIB:.2f} GiB changed hands"
         wrong = sum(away.call("wrong", self.left(30)))
         self.result.sample("wrong_blocks", wrong)
-        common.log(f"{series}: {told['wall_s']:.3f} s{handed}, wrong {wrong}")
+        common.log(f"{series}: {told['wall_s']:.3f} s, wrong {wrong}")
         turn.reverse()
         return told
 

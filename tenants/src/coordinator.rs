@@ -15,7 +15,6 @@ mod cutting;
 mod early_release;
 mod error;
 mod exchange;
-mod hand_over;
 mod holdings;
 mod interrupt;
 mod lending;
@@ -50,7 +49,6 @@ pub use report::{
     PhaseSummary, Report, StageSummary, Step, Swap, TenantStats, Who,
 };
 
-pub use hand_over::HandOver;
 pub use holdings::Holdings;
 pub use needs::DeviceNeed;
 pub use neighbours::held_elsewhere;

@@ -1,16 +1,12 @@
 //! Descriptors of this process: how many it may open, and which of them a forked child lets go of.
 
-use std::os::fd::{AsFd, AsRawFd as _, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd as _, RawFd};
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use nix::sys::resource::{Resource, getrlimit};
 
 /// Descriptors that are left to the application and the rest of us.
 const DESCRIPTORS_KEPT_FREE: usize = 32;
-/// The number that one of those that stay has at least, at most: [`UninheritedFd`] has no place for more than twice that.
-///
-/// [`UninheritedFd`]: vmm_pool::UninheritedFd
-const NUMBER_MOST: usize = 1 << 19;
 /// Stands where there is no descriptor.
 const NONE: RawFd = -1;
 
@@ -62,7 +58,7 @@ impl Drop for Noted {
 }
 
 /// How many descriptors this process may have open.
-pub(crate) fn descriptor_limit() -> usize {
+fn descriptor_limit() -> usize {
     getrlimit(Resource::RLIMIT_NOFILE)
         .map_or(usize::MAX, |(soft, _)| usize::try_from(soft).unwrap_or(usize::MAX))
 }
@@ -73,11 +69,4 @@ pub(crate) fn free_descriptors() -> usize {
     // Where /proc cannot be read, as many as are likely to be free.
     let open = std::fs::read_dir("/proc/self/fd").map_or(limit / 2, Iterator::count);
     limit.saturating_sub(open + DESCRIPTORS_KEPT_FREE)
-}
-
-/// The same, with a number in the upper half of those that this process may have: it stays for long, and programs that wait with
-/// `select` take numbers below 1024 alone. As it is, where there is none.
-pub(crate) fn out_of_the_way(fd: OwnedFd) -> OwnedFd {
-    let least = i32::try_from((descriptor_limit() / 2).min(NUMBER_MOST)).unwrap_or(i32::MAX);
-    rustix::io::fcntl_dupfd_cloexec(&fd, least).unwrap_or(fd)
 }

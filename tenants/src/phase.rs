@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use vmm_pool::Copies;
-use vmm_pool::driver::AllocationFlags;
 
 use crate::references::Stay;
 use crate::scope::Scope;
@@ -143,8 +142,6 @@ pub struct Told<'a> {
     pub stays: &'a [Stay],
     /// Which copies of earlier pauses stay in host memory.
     pub copies: Copies,
-    /// Behind [`Phase::Reserve`].
-    pub stages: Stages,
     /// Of a stage.
     pub window: Window,
 }
@@ -152,18 +149,8 @@ pub struct Told<'a> {
 impl<'a> Told<'a> {
     /// For phases that are no stages.
     pub fn new(scope: &'a Scope, stays: &'a [Stay]) -> Self {
-        let (copies, window) = (Copies::default(), Window::default());
-        Self { scope, stays, copies, stages: Stages::Many, window }
+        Self { scope, stays, copies: Copies::default(), window: Window::default() }
     }
-}
-
-/// How memory goes once all is held that saving it takes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Stages {
-    /// In one, by [`Phase::Release`].
-    One,
-    /// By [`Phase::ReleaseStage`], each as it comes.
-    Many,
 }
 
 /// How much one stage moves.
@@ -173,25 +160,6 @@ pub struct Window {
     pub stage: u32,
     /// Bytes at most, by the machine-wide name of the device; nothing of those that are not named.
     pub devices: Vec<(String, u64)>,
-    /// Of memory that goes: how many of each shape are handed over at most. Of memory that comes: how many are not created,
-    /// because they will be handed over.
-    pub wanted: Vec<(BlockShape, u32)>,
-    /// Of memory that comes: what takes the place of creating; the descriptors are beside the order, one each. None with
-    /// the first stage, which says to the process that they may come.
-    pub handed: Vec<BlockShape>,
-}
-
-/// What two allocations have in common when the memory of one can be that of the other.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct BlockShape {
-    /// The machine-wide name of its device.
-    pub uuid: String,
-    /// How large it is.
-    pub size_bytes: u64,
-    /// How it was made.
-    pub flags: AllocationFlags,
-    /// Was it asked for by address (`cuMemAlloc`)?
-    pub is_plain: bool,
 }
 
 /// A phase that prepares `action`, with what most rows have.
@@ -246,7 +214,6 @@ const TABLE: [Row; 16] = {
             ..row(Phase::Reserve, "reserve host memory", Pause, Prepare, |told| Order::Reserve {
                 stays: told.stays.to_vec(),
                 copies: told.copies,
-                stages: told.stages,
             })
         },
         Row {
@@ -448,8 +415,6 @@ pub enum Order {
         stays: Vec<Stay>,
         /// Which copies of earlier pauses may stay in host memory.
         copies: Copies,
-        /// How memory goes then.
-        stages: Stages,
     },
     /// [`Phase::ReleaseStage`].
     ReleaseStage {

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use vmm_pool::PieceBytes;
 
 use crate::budget::Budgets;
-use crate::coordinator::{EarlyRelease, HandOver};
+use crate::coordinator::EarlyRelease;
 use crate::identity::{FamilyName, TenantName};
 use crate::region::TAG_BYTES_MAX;
 use crate::size::Size;
@@ -171,7 +171,7 @@ const fn setting(name: &'static str, kind: Kind, default: &'static str) -> Setti
 }
 
 /// All settings, by name.
-pub const SETTINGS: [Setting; 36] = [
+pub const SETTINGS: [Setting; 35] = [
     setting("SUBLET_ASK_TORCH", Kind::Switch, "1"),
     setting("SUBLET_BUDGET", Kind::Parsed(parses::<Budgets>), "none"),
     setting("SUBLET_CLASS", Kind::Parsed(parses::<Class>), "fair"),
@@ -186,7 +186,6 @@ pub const SETTINGS: [Setting; 36] = [
     setting("SUBLET_FAMILY_TIMEOUT_MS", Kind::Milliseconds, "30000"),
     setting("SUBLET_FILE_CACHE", Kind::Switch, "0"),
     setting("SUBLET_FILE_DIR", Kind::Text, "/tmp"),
-    setting("SUBLET_HAND_OVER", Kind::Parsed(parses::<HandOver>), "plain"),
     setting("SUBLET_HOST_BYTES_MAX", Kind::Bytes(1), "nine tenths of what is available"),
     setting("SUBLET_KERNEL_COPIES", Kind::Switch, "1"),
     setting("SUBLET_LIBRARY", Kind::Text, "beside the command, or ../lib"),
@@ -261,7 +260,6 @@ mod tests {
             ("SUBLET_TENANT", "../x", "is no tenant name"),
             ("SUBLET_FAMILY", "a b", "is no family's name"),
             ("SUBLET_EARLY_RELEASE", "soon", "none of never"),
-            ("SUBLET_HAND_OVER", "some", "none of none"),
         ] {
             let error = check(name, value).unwrap_err();
             assert!(error.starts_with(&format!("{name}={value}: ")), "{error}");

@@ -178,11 +178,6 @@ impl Connection {
         })
     }
 
-    /// Takes up to `most` descriptors beside a message from the next one on.
-    pub(crate) fn take_fds(&mut self, most: usize) {
-        self.limits.fds_max = most.min(FDS_PER_MESSAGE_MAX);
-    }
-
     /// Who is at the other end.
     pub fn peer(&self) -> Peer {
         self.peer

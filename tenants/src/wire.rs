@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize, Serializer};
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{AllocationId, Copying, KeptBytes, PoolReport};
 
-pub use crate::phase::{Action, BlockShape, Order, Phase, Told, Window};
+pub use crate::phase::{Action, Order, Phase, Told, Window};
 pub use crate::state::MemberState;
 pub use ask::{
     Ask, AskLent, AwaitConsent, Borrower, Count, FetchFds, GiveUp, Hello, Hold, HostStep, LookIdle,
@@ -25,11 +25,8 @@ use crate::saving::map::SaveAccount;
 use crate::stepping::Activity;
 use crate::turns::{Class, Weight};
 
-/// Descriptors of memory that changes hands, beside one message.
-pub const HANDED_MAX: usize = 64;
-
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 22;
+pub const PROTOCOL_VERSION: u16 = 23;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -310,11 +307,9 @@ impl PhaseReport {
         self.copying = next.copying.or(self.copying.take());
         self.references = next.references.or(self.references.take());
         if let Some(next) = next.stage {
-            let StageReport { copied_bytes, mut handed, .. } =
-                self.stage.take().unwrap_or_default();
+            let copied_bytes = self.stage.as_ref().map_or(0, |stage| stage.copied_bytes);
             let copied_bytes = copied_bytes.saturating_add(next.copied_bytes);
-            handed.extend(next.handed);
-            self.stage = Some(StageReport { copied_bytes, handed, ..next });
+            self.stage = Some(StageReport { copied_bytes, ..next });
         }
     }
 }
@@ -326,12 +321,6 @@ pub struct StageReport {
     pub copied_bytes: u64,
     /// Devices on which own memory is still to be moved.
     pub left: Vec<StageLeft>,
-    /// What was handed over in place of being released; the descriptors are beside the answer, one each. Of memory that
-    /// comes: what of that was taken in place of being created.
-    pub handed: Vec<BlockShape>,
-    /// What of all that is left could change hands, with how many there are; of the most bytes, where there are many
-    /// shapes. Of a stage that nothing of the kind was asked of: none.
-    pub shapes: Vec<(BlockShape, u32)>,
 }
 
 /// What a resume would take.
@@ -339,9 +328,8 @@ pub struct StageReport {
 pub struct Needed {
     /// Of each device, and what is free there.
     pub devices: Vec<DeviceDelta>,
-    /// What of it another tenant's memory could be taken for, with how many there are; of the most bytes, where there are
-    /// many shapes.
-    pub shapes: Vec<(BlockShape, u32)>,
+    /// The largest allocation of it.
+    pub largest_bytes: u64,
 }
 
 /// What is still to be moved on one device.

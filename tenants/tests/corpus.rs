@@ -26,13 +26,13 @@ use tenants::transport::Limits;
 use tenants::transport::frame::{HEAD_BYTES, HEADER_BYTES, decode, decode_payload, encode};
 use tenants::turns::{Class, Weight};
 use tenants::wire::{
-    Action, AskLent, Asked, AwaitConsent, BlockShape, Borrower, DeviceDelta, Failure, FailureKind,
-    FetchFds, FetchPurpose, GiveUp, Hold, HostProgress, HostStage, HostStep, Idleness, Lending,
-    Lent, LookIdle, MemberInfo, MemberState, MemberStats, Needed, Needs, Order, Phase, PhaseReport,
+    Action, AskLent, Asked, AwaitConsent, Borrower, DeviceDelta, Failure, FailureKind, FetchFds,
+    FetchPurpose, GiveUp, Hold, HostProgress, HostStage, HostStep, Idleness, Lending, Lent,
+    LookIdle, MemberInfo, MemberState, MemberStats, Needed, Needs, Order, Phase, PhaseReport,
     Reply, Request, RoundEnd, SaveProgress, SaveStage, SaveStep, SpillProgress, SpillStep,
     StageLeft, StageReport, StepOn, TagBytes, TakePhase, Told, Wanted, Window, Withdraw,
 };
-use vmm_pool::driver::{AllocationFlags, DeviceOrdinal};
+use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{AllocationId, Copying, Held, KeptBytes, Part, PoolReport, SlabTotals, StayReason};
 
 const ID: AllocationId = AllocationId(*b"0123456789abcdef");
@@ -121,17 +121,7 @@ fn activity() -> Activity {
 }
 
 fn window() -> Window {
-    Window {
-        stage: 3,
-        devices: vec![("00ff".to_owned(), 2 << 30)],
-        wanted: vec![(shape(), 7)],
-        handed: vec![shape(); 2],
-    }
-}
-
-fn shape() -> BlockShape {
-    let flags = AllocationFlags { gpu_direct_rdma_capable: 1, ..AllocationFlags::default() };
-    BlockShape { uuid: "00ff".to_owned(), size_bytes: 20 << 20, flags, is_plain: true }
+    Window { stage: 3, devices: vec![("00ff".to_owned(), 2 << 30)] }
 }
 
 fn requests() -> Vec<Request> {
@@ -275,8 +265,6 @@ fn phase_report() -> PhaseReport {
         stage: Some(StageReport {
             copied_bytes: 1 << 30,
             left: vec![StageLeft { uuid: "00ff".to_owned(), bytes: 5, smallest_bytes: 2 }],
-            handed: vec![shape()],
-            shapes: vec![(shape(), 9)],
         }),
     }
 }
@@ -354,7 +342,7 @@ fn replies() -> Vec<Reply> {
         given_up: vec![rank().communicator],
         aliases: vec![(rank().communicator, CommunicatorId(1))],
     };
-    let needed = Needed { devices: report.devices.clone(), shapes: vec![(shape(), 9)] };
+    let needed = Needed { devices: report.devices.clone(), largest_bytes: 20 << 20 };
     let kind = FailureKind::OutOfDeviceMemory { missing_bytes: u64::MAX };
     vec![
         Reply::Member(member),

@@ -16,8 +16,8 @@ fn run_refuses_a_wrong_setting_before_it_starts_the_job_and_warns_of_an_unknown_
     assert_eq!(refused.stderr, "sublet: SUBLET_ZERO=banana: expected 0 or 1\n");
     assert!(!started.exists(), "the job was started");
 
-    let warned = stage.sublet_told("SUBLET_HAND_OVR", "all", &job)?.exited(0)?;
-    let expected = "SUBLET_HAND_OVR is not a Sublet setting; did you mean SUBLET_HAND_OVER?";
+    let warned = stage.sublet_told("SUBLET_FILE_DR", "/tmp", &job)?.exited(0)?;
+    let expected = "SUBLET_FILE_DR is not a Sublet setting; did you mean SUBLET_FILE_DIR?";
     assert!(warned.stderr.contains(expected), "{warned:#?}");
     assert!(started.exists(), "the job was not started");
     Ok(())

@@ -11,8 +11,6 @@ use tenants::wire::Phase;
 /// Of memory that ranks keep in allocations of 2 MiB, so that it can go in small windows.
 const STATICS: usize = 20;
 const WINDOW: &str = "8MiB";
-/// Memory is released and created, or changes hands: words for the command that stops at every event.
-const WAYS: [&str; 2] = ["swap", "hand-over"];
 
 fn options(tenant: &str) -> JobOptions {
     JobOptions { statics: STATICS, ..JobOptions::new(tenant, 2) }
@@ -28,17 +26,7 @@ fn pair(capacity_bytes: u64) -> Outcome<(Stage, Job, Job)> {
 }
 
 fn swap(stage: &Stage, from: &str, to: &str) -> Outcome<[Value; 2]> {
-    swap_with(stage, from, to, &[])
-}
-
-fn swap_with(stage: &Stage, from: &str, to: &str, words: &[&str]) -> Outcome<[Value; 2]> {
-    swap_as_told(stage, from, to, &[&["--window", WINDOW], words].concat())
-}
-
-/// With the usual window.
-fn swap_as_told(stage: &Stage, from: &str, to: &str, words: &[&str]) -> Outcome<[Value; 2]> {
-    let all = [&["swap", from, to, "--json"], words].concat();
-    let ran = stage.sublet(&all)?.succeeded()?;
+    let ran = stage.sublet(&["swap", from, to, "--json", "--window", WINDOW])?.succeeded()?;
     let both = ran.json()?;
     Ok([both["halves"][0]["report"].clone(), both["halves"][1]["report"].clone()])
 }
@@ -76,14 +64,8 @@ fn every_byte_is_there_after_twenty_swaps_on_devices_that_hold_one_and_a_window(
     // What a process keeps that is paused, and a window.
     let (stage, mut train, mut infer) = pair(one_bytes + 2 * MIB + 8 * MIB)?;
     for round in 0..10 {
-        let words = [if round % 2 == 0 { "--hand-over=none" } else { "--hand-over" }];
-        let [out, back] = swap_with(&stage, "infer", "train", &words)?;
+        let [out, back] = swap(&stage, "infer", "train")?;
         assert_eq!(out["window_bytes"], 8 * MIB);
-        let handed_bytes = out["handed_bytes"].as_u64().unwrap_or_default();
-        // Of each of two processes, nearly all that are alike.
-        let least_bytes = (STATICS as u64 - 5) * 2 * 2 * MIB;
-        let right = if round % 2 == 0 { handed_bytes == 0 } else { handed_bytes >= least_bytes };
-        assert!(right, "{out:#}");
         let saves = stages(&out, "ReleaseStage");
         let first_in = stages(&back, "RestoreStage")[0]["began_us"].as_u64();
         let last_out = stages(&out, "Release").iter().filter_map(|s| s["ended_us"].as_u64()).max();
@@ -94,76 +76,6 @@ fn every_byte_is_there_after_twenty_swaps_on_devices_that_hold_one_and_a_window(
         runs(&mut infer)?;
     }
     assert_eq!(stage.states("train")?, ["paused"]);
-    Ok(())
-}
-
-/// However much is free, what both have alike changes hands, but for the head start of a window.
-#[test]
-fn on_devices_with_much_free_memory_what_both_have_alike_changes_hands() -> Outcome {
-    const MANY: usize = 60;
-    let stage = Stage::new(&[1024 * MIB; 2])?;
-    let many = |tenant| JobOptions { statics: MANY, ..JobOptions::new(tenant, 2) };
-    let mut train = stage.connected_job(&many("train"))?;
-    stage.pause("train")?;
-    let mut infer = stage.connected_job(&many("infer"))?;
-    let alike_bytes = 2 * MANY as u64 * 2 * MIB;
-    for words in [&["--hand-over", "--window", WINDOW][..], &["--hand-over"]] {
-        let [out, back] = swap_as_told(&stage, "infer", "train", words)?;
-        let handed_bytes = out["handed_bytes"].as_u64().unwrap_or_default();
-        assert!(handed_bytes >= alike_bytes / 5 * 4, "{handed_bytes} of {alike_bytes}: {out:#}");
-        // Nobody waits until the other has done.
-        let first_in = stages(&back, "RestoreStage")[0]["began_us"].as_u64();
-        let last_out = stages(&out, "Release").iter().filter_map(|s| s["ended_us"].as_u64()).max();
-        assert!(first_in < last_out, "in at {first_in:?}, out until {last_out:?}");
-        runs(&mut train)?;
-        swap_as_told(&stage, "train", "infer", words)?;
-        runs(&mut infer)?;
-    }
-    let words = ["swap", "infer", "train", "--json"];
-    let told = stage.sublet_told("SUBLET_HAND_OVER", "1", &words)?.succeeded()?.json()?;
-    let handed_bytes = told["halves"][0]["report"]["handed_bytes"].as_u64().unwrap_or_default();
-    assert!(handed_bytes >= alike_bytes / 5 * 4, "as the environment says: {told:#}");
-    runs(&mut train)
-}
-
-/// Nobody has to ask for it: of memory that was asked for by address nothing can tell.
-#[test]
-fn plain_memory_changes_hands_unless_told_otherwise() -> Outcome {
-    const HELD: u64 = 24;
-    const HELD_MIB: u64 = 4;
-    let stage = Stage::new(&[1024 * MIB; 2])?;
-    let job = |tenant| -> Outcome<Job> {
-        let mut job = stage.connected_job(&options(tenant))?;
-        for rank in &mut job.ranks {
-            for _ in 0..HELD {
-                assert!(rank.ask(&format!("hold kv 0 {HELD_MIB}"))?.is_ok);
-            }
-        }
-        Ok(job)
-    };
-    let mut train = job("train")?;
-    stage.pause("train")?;
-    let mut infer = job("infer")?;
-    let plain_bytes = 2 * HELD * HELD_MIB * MIB;
-    let handed_by = |name: &str, word: &str, from: &str, to: &str| -> Outcome<u64> {
-        let words = ["swap", from, to, "--json"];
-        let told = stage.sublet_told(name, word, &words)?.succeeded()?.json()?;
-        Ok(told["halves"][0]["report"]["handed_bytes"].as_u64().unwrap_or_default())
-    };
-    for (name, word, least, most) in [
-        ("NOT_SET", "", plain_bytes / 5 * 4, plain_bytes + 2 * 16 * MIB),
-        ("SUBLET_HAND_OVER", "", plain_bytes / 5 * 4, plain_bytes + 2 * 16 * MIB),
-        ("SUBLET_HAND_OVER", "plain", plain_bytes / 5 * 4, plain_bytes + 2 * 16 * MIB),
-        ("SUBLET_HAND_OVER", "none", 0, 0),
-        ("SUBLET_HAND_OVER", "everything", 0, 0),
-        ("SUBLET_HAND_OVER", "all", plain_bytes / 5 * 4, u64::MAX),
-    ] {
-        let handed_bytes = handed_by(name, word, "infer", "train")?;
-        assert!((least..=most).contains(&handed_bytes), "{name}={word}: {handed_bytes}");
-        runs(&mut train)?;
-        handed_by(name, word, "train", "infer")?;
-        runs(&mut infer)?;
-    }
     Ok(())
 }
 
@@ -180,7 +92,7 @@ fn no_device_holds_more_than_the_larger_and_a_window_where_there_is_room_for_bot
             Ok(())
         });
         let swapped = swap(&stage, "infer", "train").map(drop);
-        let swapped = swapped.and_then(|()| swap_with(&stage, "train", "infer", &["--hand-over"]));
+        let swapped = swapped.and_then(|()| swap(&stage, "train", "infer"));
         is_over.store(true, Ordering::Relaxed);
         look.join().expect("the thread ends")?;
         swapped.map(drop)
@@ -222,8 +134,8 @@ fn a_tenant_that_does_not_fit_leaves_the_first_running() -> Outcome {
 fn a_command_that_is_killed_loses_nothing() -> Outcome {
     let boundaries = Boundary::HALF_WAY_THROUGH_A_SWAP;
     let (stage, mut train, mut infer) = pair(128 * MIB)?;
-    for (way, boundary) in WAYS.into_iter().flat_map(|way| boundaries.map(|at| (way, at))) {
-        let mut steps = steps(&stage, way)?;
+    for boundary in boundaries {
+        let mut steps = steps(&stage)?;
         steps.until(boundary)?;
         steps.kill()?;
         let left = settled(&stage, "infer")?;
@@ -240,17 +152,17 @@ fn a_command_that_is_killed_loses_nothing() -> Outcome {
     runs(&mut train)
 }
 
-fn steps(stage: &Stage, way: &str) -> Outcome<Steps> {
+fn steps(stage: &Stage) -> Outcome<Steps> {
     let program = Path::new(env!("CARGO_BIN_EXE_sublet-steps"));
-    Steps::start(stage, program, "infer", &[way, "train"])
+    Steps::start(stage, program, "infer", &["swap", "train"])
 }
 
 #[test]
 fn a_process_of_the_second_that_is_killed_brings_the_first_back() -> Outcome {
     let boundaries = [Boundary::Started(Phase::RestoreStage), Boundary::Done(Phase::Restore)];
-    for (way, boundary) in WAYS.into_iter().flat_map(|way| boundaries.map(|at| (way, at))) {
+    for boundary in boundaries {
         let (stage, mut train, mut infer) = pair(128 * MIB)?;
-        let mut steps = steps(&stage, way)?;
+        let mut steps = steps(&stage)?;
         steps.until(boundary)?;
         train.ranks[1].kill()?;
         let said = steps.finish()?;
@@ -269,9 +181,9 @@ fn a_process_of_the_second_that_is_killed_brings_the_first_back() -> Outcome {
 #[test]
 fn a_process_of_the_first_that_is_killed_is_named_and_the_second_comes() -> Outcome {
     let boundaries = [Boundary::Started(Phase::RestoreStage), Boundary::Started(Phase::Release)];
-    for (way, boundary) in WAYS.into_iter().flat_map(|way| boundaries.map(|at| (way, at))) {
+    for boundary in boundaries {
         let (stage, mut train, mut infer) = pair(128 * MIB)?;
-        let mut steps = steps(&stage, way)?;
+        let mut steps = steps(&stage)?;
         steps.until(boundary)?;
         infer.ranks[1].kill()?;
         let who = format!("process {}", infer.ranks[1].pid());

@@ -8,8 +8,7 @@
 #![expect(unsafe_code, reason = "gives objects back to the driver")]
 
 use std::collections::BTreeSet;
-use std::io;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -37,34 +36,12 @@ pub(crate) struct Physical {
     _lease: Option<UninheritedFd>,
     /// What it takes of a budget, where one counts and it is own memory.
     charge: Option<Charge>,
-    /// Of memory that another tenant has handed over: what it came by. The driver exports what was created here alone, so
-    /// that a descriptor of this memory is a copy of this one.
-    descriptor: Option<UninheritedFd>,
-    /// Another tenant's bytes are in it, and nothing may be done with it before all of it was made zero.
-    holds_others_bytes: bool,
-}
-
-/// What a descriptor of memory is had from.
-#[derive(Debug)]
-pub(crate) enum DescriptorFrom {
-    /// The driver, by its handle.
-    Handle(RawHandle),
-    /// A copy, or why there is none.
-    Copy(io::Result<OwnedFd>),
 }
 
 impl Physical {
     /// What the driver has just handed out, and nobody else holds.
     pub(crate) fn new(raw: RawHandle, size_bytes: u64, device: Option<DeviceOrdinal>) -> Self {
-        Self {
-            raw,
-            size_bytes,
-            device,
-            _lease: None,
-            charge: None,
-            descriptor: None,
-            holds_others_bytes: false,
-        }
+        Self { raw, size_bytes, device, _lease: None, charge: None }
     }
 
     /// The same, under a lease.
@@ -86,29 +63,6 @@ impl Physical {
         if self.charge.is_none() {
             self.charge = make(self.size_bytes, self.device);
         }
-    }
-
-    /// Memory that another tenant has handed over by `descriptor`.
-    pub(crate) fn handed_over(self, descriptor: UninheritedFd) -> Self {
-        Self { descriptor: Some(descriptor), holds_others_bytes: true, ..self }
-    }
-
-    /// What a descriptor of it is had from.
-    pub(crate) fn descriptor_from(&self) -> DescriptorFrom {
-        match &self.descriptor {
-            Some(descriptor) => DescriptorFrom::Copy(descriptor.as_fd().try_clone_to_owned()),
-            None => DescriptorFrom::Handle(self.raw),
-        }
-    }
-
-    /// All of it was made zero, and filled again.
-    pub(crate) fn is_filled(&mut self) {
-        self.holds_others_bytes = false;
-    }
-
-    /// Must it be made zero, all of it, before it is used?
-    pub(crate) fn holds_others_bytes(&self) -> bool {
-        self.holds_others_bytes
     }
 
     /// For a call of the driver's about it.

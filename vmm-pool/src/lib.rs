@@ -58,8 +58,7 @@ pub use store::{
 };
 pub use transition::{
     Activity, Arriving, Aside, Away, BroughtIn, ByDevice, Departing, Done, DrainError, Draining,
-    Failed, FromOffloaded, FromOpen, Handed, HostStanding, ImportRequest, Keeper, Leaving, Left,
-    Moved, NotShut, Origin, Prepared, Quiesced, Reserved, Restored, Returning, Shape, Shapes, Shut,
-    Undone,
+    Failed, FromOffloaded, FromOpen, HostStanding, ImportRequest, Keeper, Leaving, Left, Moved,
+    NotShut, Origin, Prepared, Quiesced, Reserved, Restored, Returning, Shut, Undone,
 };
 pub use waits::Waited;

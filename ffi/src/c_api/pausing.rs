@@ -160,7 +160,7 @@ unsafe fn swap_scopes(
     let options = |scope| Options { timeout, scope, ..Options::default() };
     let mut from = Coordinator::new(run_dir.clone(), from, options(out));
     let mut to = Coordinator::new(run_dir, to, options(back));
-    Ok(swapped(swap(&mut from, &mut to, SwapOptions::usual(), &mut |_| {})))
+    Ok(swapped(swap(&mut from, &mut to, SwapOptions::default(), &mut |_| {})))
 }
 
 /// All of a tenant, or these tags of it.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::metrics::serve::{ADDRESS, address};
 use clap::{Args, Parser, Subcommand};
 use tenants::budget::{BudgetError, Budgets};
-use tenants::coordinator::{EarlyRelease, HandOver};
+use tenants::coordinator::EarlyRelease;
 use tenants::identity::{FamilyName, TenantName};
 use tenants::region::TAG_BYTES_MAX;
 use tenants::scope::{LIBRARY_TAGS, Scope, TagNames};
@@ -287,14 +287,6 @@ pub(crate) struct SwapArgs {
     /// a sixteenth of the larger when not given, from 256MiB to 1GiB, or four allocations where two do not fit into that
     #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "no_overlap")]
     pub(crate) window: Option<u64>,
-    /// What physical memory of the first becomes the second's where both have allocations of one size, in place of being given
-    /// back and asked for again; it is cleared before the second uses it: none; plain, what was asked for by address, when not
-    /// given; all, which is meant without a word
-    #[arg(
-        long, value_name = "WHAT", num_args = 0..=1, require_equals = true,
-        default_missing_value = "all", conflicts_with = "no_overlap"
-    )]
-    pub(crate) hand_over: Option<HandOver>,
     #[command(flatten)]
     pub(crate) wait: WaitArgs,
     /// Time for each phase; each phase has its own default

@@ -230,12 +230,7 @@ pub(crate) fn swap(
     };
     let mut from = coordinator(&args.from, args.tags.out_scope());
     let mut to = coordinator(&args.to, args.tags.in_scope());
-    let usual = SwapOptions::usual();
-    let how = SwapOptions {
-        overlap: !args.no_overlap,
-        window_bytes: args.window,
-        hand_over: args.hand_over.unwrap_or(usual.hand_over),
-    };
+    let how = SwapOptions { overlap: !args.no_overlap, window_bytes: args.window };
     let wait = args.wait.at_most();
     let started = Instant::now();
     let result = {
@@ -359,12 +354,8 @@ fn rates(swap: &Swap) -> Option<String> {
         let members = report.phases.iter().flat_map(|phase| &phase.members);
         members.filter_map(|member| Some(member.report.stage.as_ref()?.copied_bytes)).sum()
     };
-    let handed = match paused.handed_bytes {
-        0 => String::new(),
-        bytes => format!("; {} of device memory changed hands", units::bytes(bytes)),
-    };
     Some(format!(
-        "swapped in {}: {} went out in {} stages and {} came in in {}, with a window of {}{handed}",
+        "swapped in {}: {} went out in {} stages and {} came in in {}, with a window of {}",
         units::micros(swap.wall_us),
         units::bytes_or_dash(copied(paused)),
         paused.stages.len(),

@@ -113,7 +113,7 @@ mod tests {
     fn unknown_settings_are_named_with_the_nearest_known_one() {
         let environment = Environment::of(
             &[
-                ("SUBLET_HAND_OVR", "all"),
+                ("SUBLET_FILE_DR", "/tmp"),
                 ("SUBLET_TEST_SEED", "1"),
                 ("SUBLET_COLOUR_OF_THE_SKY", "blue"),
                 ("SUBLET_ZERO", "1"),
@@ -125,7 +125,7 @@ mod tests {
             environment.unknown_settings(),
             [
                 "SUBLET_COLOUR_OF_THE_SKY is not a Sublet setting",
-                "SUBLET_HAND_OVR is not a Sublet setting; did you mean SUBLET_HAND_OVER?",
+                "SUBLET_FILE_DR is not a Sublet setting; did you mean SUBLET_FILE_DIR?",
             ]
         );
     }

@@ -2,17 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use vmm_pool::UninheritedFd;
-
 use super::exchange::{Exchange, Move};
-use super::peers::{Answer, Peers, another_answer};
+use super::peers::{Answer, Peers};
 use super::report::{Event, MemberFailure, PhaseSummary, Report, StageSummary, Step};
 use super::session::{Session, Stop, micros, millis};
 use crate::phase::Told;
-use crate::wire::{BlockShape, HANDED_MAX, Phase, PhaseReport, TakePhase, Window};
+use crate::wire::{Phase, PhaseReport, TakePhase, Window};
 
 /// What a stage, or a step of spilling, may take at least, in bytes a second: disks are that slow.
 pub(super) const SLOWEST_BYTES_PER_SECOND: u64 = 128 << 20;
@@ -39,21 +36,8 @@ impl<'s, 'a> Side<'s, 'a> {
         Self { session, members, report, tallies: BTreeMap::new() }
     }
 
-    /// From here on its members may send descriptors of memory that changes hands.
-    pub(super) fn hands_over(&mut self) {
-        for index in &self.members {
-            self.session.peers.take_fds(*index, HANDED_MAX);
-        }
-    }
-
-    /// `bytes` is what moves in all; `fds` go beside the order.
-    fn send(
-        &mut self,
-        member: usize,
-        order: &Ordered,
-        fds: &[UninheritedFd],
-        bytes: u64,
-    ) -> Result<(), MemberFailure> {
+    /// `bytes` is what moves in all.
+    fn send(&mut self, member: usize, order: &Ordered, bytes: u64) -> Result<(), MemberFailure> {
         let index = self.members[member];
         let phase = order.phase;
         let timeout = timeout_of(self.session, phase, bytes);
@@ -67,18 +51,16 @@ impl<'s, 'a> Side<'s, 'a> {
             });
         }
         let question = order.question(self.session, timeout);
-        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-        self.session.peers.ask_with(index, &question, &fds, timeout.answer)
+        self.session.peers.ask(index, &question, timeout.answer)
     }
 
     /// What came of an order, and by which member.
-    fn take(&mut self, mut answer: Answer, started: Instant) -> Option<Taken> {
+    fn take(&mut self, answer: Answer, started: Instant) -> Option<Taken> {
         let Step::Phase(phase) = answer.step else { return None };
         let member = self.members.iter().position(|index| *index == answer.peer)?;
         let index = answer.peer;
         let question = Ordered { phase, window: Window::default() };
         let question = question.question(self.session, Timeout::default());
-        let fds = std::mem::take(&mut answer.fds);
         let result = answer.to(&question);
         let now = Instant::now();
         if let (Ok(report), Some(tally)) = (&result, self.tallies.get_mut(&phase)) {
@@ -96,24 +78,14 @@ impl<'s, 'a> Side<'s, 'a> {
             tally.done.entry(index).or_default().add(report.clone());
             (self.session.progress)(Event::MemberDone { who, step: Step::Phase(phase) });
         }
-        Some(Taken { member, phase, result, fds })
+        Some(Taken { member, phase, result })
     }
 
-    /// Adds what was done by stages to the report, in the order of the phases. Says how much changed hands in it, by what
-    /// its members have said.
-    fn account(&mut self) -> u64 {
-        let mut handed_bytes: u64 = 0;
+    /// Adds what was done by stages to the report, in the order of the phases.
+    fn account(&mut self) {
         self.report.stages.retain(|stage| stage.phase != Phase::Verify);
         for (phase, tally) in std::mem::take(&mut self.tallies) {
-            let Tally { began, ended, mut done } = tally;
-            // Of use here alone, and long.
-            let stages = done.values_mut().filter_map(|report| report.stage.as_mut());
-            let handed = stages.flat_map(|stage| {
-                stage.shapes.clear();
-                std::mem::take(&mut stage.handed)
-            });
-            let bytes = handed.map(|shape| shape.size_bytes);
-            handed_bytes = handed_bytes.saturating_add(bytes.fold(0, u64::saturating_add));
+            let Tally { began, ended, done } = tally;
             let done: Vec<_> = done.into_iter().collect();
             let summary: PhaseSummary = self.session.summary(phase, ended - began, done);
             self.report.add(summary);
@@ -122,7 +94,6 @@ impl<'s, 'a> Side<'s, 'a> {
                 elapsed: ended - began,
             });
         }
-        handed_bytes
     }
 }
 
@@ -130,42 +101,6 @@ struct Taken {
     member: usize,
     phase: Phase,
     result: Result<PhaseReport, MemberFailure>,
-    /// Of what was handed over.
-    fds: Vec<OwnedFd>,
-}
-
-/// Memory that has left its owner and has no other yet. Dropped, it is free.
-#[derive(Default)]
-struct AtHand(BTreeMap<BlockShape, Vec<UninheritedFd>>);
-
-impl AtHand {
-    /// False when what was said does not fit what came, which is then given up.
-    fn take_in(&mut self, shapes: &[BlockShape], fds: Vec<OwnedFd>) -> bool {
-        let fits = shapes.len() == fds.len();
-        for (shape, fd) in shapes.iter().zip(fds).filter(|_| fits) {
-            self.0.entry(shape.clone()).or_default().push(fd.into());
-        }
-        fits
-    }
-
-    /// One for each of `shapes`; those of which there is none are left out there.
-    fn give(&mut self, shapes: &mut Vec<BlockShape>) -> Vec<UninheritedFd> {
-        let mut fds = Vec::new();
-        shapes.retain(|shape| {
-            let fd = self.0.get_mut(shape).and_then(Vec::pop);
-            let is_there = fd.is_some();
-            fds.extend(fd);
-            is_there
-        });
-        fds
-    }
-
-    /// Gives these up.
-    fn let_go(&mut self, shapes: &[BlockShape]) {
-        for shape in shapes {
-            drop(self.0.get_mut(shape).and_then(Vec::pop));
-        }
-    }
 }
 
 /// An order of either side.
@@ -207,17 +142,15 @@ pub(super) fn exchange(
     started: Instant,
 ) -> Hindrance {
     let mut hindrance: Hindrance = None;
-    let mut at_hand = AtHand::default();
     // All that moves takes so long at the slowest, and as long again for one that does it in small parts.
     let usual = timeout_of(leaving.session, Phase::ReleaseStage, plan.total_bytes()).silence;
     let until = Instant::now() + 2 * usual;
     loop {
-        at_hand.let_go(&plan.unwanted());
         if Instant::now() >= until {
             plan.hurry();
         }
         while let Some(next) = plan.next() {
-            send(leaving, coming, &mut plan, next, &mut at_hand, &mut hindrance);
+            send(leaving, coming, &mut plan, next, &mut hindrance);
             if hindrance.is_some() {
                 plan.end_coming();
             }
@@ -233,7 +166,7 @@ pub(super) fn exchange(
         match Peers::next_of(&mut both, interrupt) {
             Some((0, answer)) => {
                 if let Some(taken) = leaving.take(answer, started) {
-                    has_left(leaving, &mut plan, &mut at_hand, taken);
+                    has_left(leaving, &mut plan, taken);
                 }
             }
             Some((_, answer)) => {
@@ -263,14 +196,10 @@ pub(super) fn exchange(
         }
         if hindrance.is_some() {
             plan.end_coming();
-            at_hand = AtHand::default();
         }
     }
-    // What nobody had a use for is free before the rest is created.
-    drop(at_hand);
     leaving.account();
-    // What was refused has changed nobody's hands.
-    leaving.report.handed_bytes = coming.account();
+    coming.account();
     hindrance
 }
 
@@ -279,15 +208,13 @@ fn send(
     coming: &mut Side<'_, '_>,
     plan: &mut Exchange,
     next: Move,
-    at_hand: &mut AtHand,
     hindrance: &mut Hindrance,
 ) {
     let bytes = plan.total_bytes();
     let (member, phase, window) = match next {
-        Move::RestoreStage(member, mut window) => {
-            let fds = at_hand.give(&mut window.handed);
+        Move::RestoreStage(member, window) => {
             let order = Ordered { phase: Phase::RestoreStage, window };
-            if let Err(failure) = coming.send(member, &order, &fds, bytes) {
+            if let Err(failure) = coming.send(member, &order, bytes) {
                 hindrance.get_or_insert(Stop::Failed(vec![failure]));
             }
             return;
@@ -296,7 +223,7 @@ fn send(
         Move::Release(member) => (member, Phase::Release, Window::default()),
         Move::Verify(member) => (member, Phase::Verify, Window::default()),
     };
-    if let Err(failure) = leaving.send(member, &Ordered { phase, window }, &[], bytes) {
+    if let Err(failure) = leaving.send(member, &Ordered { phase, window }, bytes) {
         lose(leaving, plan, member, failure);
     }
 }
@@ -315,18 +242,10 @@ fn timeout_of(session: &Session<'_>, phase: Phase, bytes: u64) -> Timeout {
     Timeout { answer: answer + options.reply_margin, silence: answer.max(usual) }
 }
 
-fn has_left(leaving: &mut Side<'_, '_>, plan: &mut Exchange, at_hand: &mut AtHand, taken: Taken) {
-    let Taken { member, phase, result, fds } = taken;
+fn has_left(leaving: &mut Side<'_, '_>, plan: &mut Exchange, taken: Taken) {
+    let Taken { member, phase, result } = taken;
     match (phase, result) {
-        (Phase::ReleaseStage, Ok(report)) => {
-            let handed = report.stage.as_ref().map_or(&[][..], |stage| &stage.handed);
-            if at_hand.take_in(handed, fds) {
-                plan.released(member, &report);
-            } else {
-                let who = leaving.session.peers.list[leaving.members[member]].who;
-                lose(leaving, plan, member, another_answer(who, Step::Phase(phase)));
-            }
-        }
+        (Phase::ReleaseStage, Ok(report)) => plan.released(member, &report),
         (Phase::Release, Ok(report)) => plan.released_all(member, &report),
         (Phase::Verify, Ok(_)) => plan.left_for_good(member),
         (Phase::ReleaseStage, Err(failure)) if is_refused(leaving, member) => {

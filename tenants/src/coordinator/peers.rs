@@ -4,7 +4,7 @@
 //! earlier one is unanswered: each connection keeps the queue of what it owes. One poll waits for all.
 
 use std::collections::VecDeque;
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags};
@@ -160,8 +160,6 @@ pub(super) struct Answer {
     pub(super) step: Step,
     who: Who,
     reply: Result<Reply, MemberFailure>,
-    /// What came beside it, of a member that was told that it may send some.
-    pub(super) fds: Vec<OwnedFd>,
 }
 
 impl Answer {
@@ -188,7 +186,7 @@ impl Answer {
 }
 
 /// The failure of a member that answered another question than the one it was asked.
-pub(super) fn another_answer(who: Who, step: Step) -> MemberFailure {
+fn another_answer(who: Who, step: Step) -> MemberFailure {
     let failure = Failure {
         kind: FailureKind::Unknown,
         message: "its answer does not fit the question".to_owned(),
@@ -297,17 +295,6 @@ impl Peers {
         question: &Q,
         timeout: Duration,
     ) -> Result<(), MemberFailure> {
-        self.ask_with(index, question, &[], timeout)
-    }
-
-    /// The same with descriptors beside the question, which stay the caller's.
-    pub(super) fn ask_with<Q: Question>(
-        &mut self,
-        index: usize,
-        question: &Q,
-        fds: &[BorrowedFd<'_>],
-        timeout: Duration,
-    ) -> Result<(), MemberFailure> {
         let step = question.step();
         if self.owes_nothing(index) {
             // What is here now answers no question; it must not be taken for the answer to this one.
@@ -319,7 +306,7 @@ impl Peers {
             return Err(gone(who, step, "its connection was lost before".to_owned()));
         };
         let now = Instant::now();
-        if let Err(error) = connection.send(&question.to_request(), fds, now + SEND_TIMEOUT) {
+        if let Err(error) = connection.send(&question.to_request(), &[], now + SEND_TIMEOUT) {
             return Err(peer.lose(step, &error));
         }
         let busy_until = owed.iter().filter(|owed| !owed.overdue);
@@ -469,13 +456,6 @@ impl Peers {
         matches!(&self.list[index].link, Link::Up { owed, .. } if owed.is_empty())
     }
 
-    /// From its next answer on, this member may send up to `most` descriptors beside one.
-    pub(super) fn take_fds(&mut self, index: usize, most: usize) {
-        if let Link::Up { connection, .. } = &mut self.list[index].link {
-            connection.take_fds(most);
-        }
-    }
-
     /// Is this member's connection up?
     pub(super) fn is_up(&self, index: usize) -> bool {
         matches!(self.list[index].link, Link::Up { .. })
@@ -551,7 +531,7 @@ impl Peers {
                 let message = format!("it did not answer within {:.1} s", waited.as_secs_f64());
                 let (who, step) = (peer.who, owed.step);
                 let reply = Err(gone(who, step, message));
-                return Some(Answer { peer: index, step, who, reply, fds: Vec::new() });
+                return Some(Answer { peer: index, step, who, reply });
             }
         }
         None
@@ -569,18 +549,16 @@ impl Peer {
         let step = owed.front()?.step;
         // Looked at before the connection: what it sent before its end counts.
         let has_ended = self.process.has_ended();
-        let mut fds = Vec::new();
         let reply = match connection.try_receive::<Reply>() {
             Ok(None) if has_ended => Err(self.note_end(step)),
             Ok(None) => return None,
-            Ok(Some((reply, beside))) => {
+            Ok(Some((reply, _no_fds))) => {
                 owed.pop_front();
-                fds = beside;
                 Ok(reply)
             }
             Err(error) => Err(self.lose(step, &error)),
         };
-        Some(Answer { peer: index, step, who, reply, fds })
+        Some(Answer { peer: index, step, who, reply })
     }
 
     /// The process has ended, though its connection does not say so.

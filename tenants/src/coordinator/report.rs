@@ -227,8 +227,6 @@ pub struct Report {
     pub phases: Vec<PhaseSummary>,
     /// Of half a swap that overlaps: how much of a device one stage moves.
     pub window_bytes: Option<u64>,
-    /// Of the half of a swap that leaves: what of its memory became the other's without being released.
-    pub handed_bytes: u64,
     /// Of half a swap that overlaps: each order by which memory moved, in the order of the answers.
     pub stages: Vec<StageSummary>,
     /// Bytes given back or taken, by device, in order of the devices' names.
@@ -350,7 +348,6 @@ impl Report {
             drain: None,
             phases: Vec::new(),
             window_bytes: None,
-            handed_bytes: 0,
             stages: Vec::new(),
             devices: Vec::new(),
             stayed_bytes: 0,

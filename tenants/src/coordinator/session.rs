@@ -15,14 +15,14 @@ use super::shortage::short_devices;
 use super::{CoordinatorError, Interrupt, LostImports, Options, TakesPart};
 use crate::host_memory::{self, HostShortage};
 use crate::identity::TenantName;
-use crate::phase::{Manner, Stage, Stages, Told};
+use crate::phase::{Manner, Stage, Told};
 use crate::references::Stay;
 use crate::run_dir::{CoordinatorLock, MemberSocket, RunDirError, TenantDir};
 use crate::scope::Scope;
 use crate::transport::has_ended;
 use crate::wire::{
-    Action, AwaitConsent, BlockShape, DeviceDelta, Failure, FailureKind, GiveUp, Hello,
-    MemberState, Needed, Needs, Phase, PhaseReport, Stats, TakePhase,
+    Action, AwaitConsent, DeviceDelta, Failure, FailureKind, GiveUp, Hello, MemberState, Needed,
+    Needs, Phase, PhaseReport, Stats, TakePhase,
 };
 
 /// The phases of one pause or resume.
@@ -483,22 +483,6 @@ impl<'a> Session<'a> {
         members.iter().map(of).collect()
     }
 
-    /// What each of `members` has that could change hands, as it has said with the last phase; of use to no reader of the
-    /// report.
-    pub(super) fn take_shapes(
-        &self,
-        report: &mut Report,
-        members: &[usize],
-    ) -> Vec<Vec<(BlockShape, u32)>> {
-        let Some(last) = report.phases.last_mut() else { return vec![Vec::new(); members.len()] };
-        let mut of = |index: &usize| {
-            let who = self.peers.list[*index].who;
-            let found = last.members.iter_mut().find(|member| member.who == who);
-            found.and_then(|member| member.report.stage.take()).unwrap_or_default().shapes
-        };
-        members.iter().map(&mut of).collect()
-    }
-
     /// Do the members need more host memory together than there is? Named after the one that needs most.
     fn host_shortage(&mut self, done: &[(usize, PhaseReport)]) -> Option<MemberFailure> {
         let needs = done.iter().filter_map(|(index, report)| Some((*index, report.host.as_ref()?)));
@@ -618,8 +602,7 @@ impl<'a> Session<'a> {
 
     /// What orders of this pause or resume say.
     pub(super) fn told(&self) -> Told<'_> {
-        let stages = if self.saves_late.is_some() { Stages::One } else { Stages::Many };
-        Told { copies: self.copies, stages, ..Told::new(&self.scope, &self.stays) }
+        Told { copies: self.copies, ..Told::new(&self.scope, &self.stays) }
     }
 
     /// `phase` as part of this pause or resume.

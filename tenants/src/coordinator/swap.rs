@@ -3,12 +3,10 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::ops::RangeInclusive;
 use std::time::{Duration, Instant};
 
 use super::error::SwapError;
 use super::exchange::{Exchange, totals};
-use super::hand_over::HandOver;
 use super::lending::Patience;
 use super::overlap::{Side, exchange};
 use super::report::{Event, MemberFailure, Outcome, Report, Step, Swap, Who};
@@ -16,13 +14,12 @@ use super::session::{Plan, Session, Stop, micros};
 use super::shortage::{DeviceShortage, short_devices};
 use super::spilling::Room;
 use super::{Coordinator, CoordinatorError, JOINED_TRIES_MAX, Options, TakesPart};
-use crate::descriptors::free_descriptors;
 use crate::host_memory::HostShortage;
 use crate::identity::TenantName;
 use crate::phase::Manner;
 use crate::run_dir::{CoordinatorLock, TenantDir, pause_thread};
 use crate::scope::Scope;
-use crate::wire::{Action, DeviceDelta, Failure, FailureKind, HANDED_MAX, Phase};
+use crate::wire::{Action, DeviceDelta, Failure, FailureKind, Phase};
 
 /// How two tenants change places.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,12 +28,8 @@ pub struct SwapOptions {
     pub overlap: bool,
     /// How much of a device one stage moves, and how much more than the larger of the two it may hold for that; the usual
     /// where it is none: a sixteenth of the larger, at least 256 MiB and at most 1 GiB; or four allocations, a quarter of the
-    /// larger at most, where that has no room for two. Where memory changes hands, a stage is half of it, unless that is less than
-    /// two allocations.
+    /// larger at most, where that has no room for two.
     pub window_bytes: Option<u64>,
-    /// What physical memory of the first may become the second's where both have allocations of one size, in place of being
-    /// released and created. It is cleared before anything of the second's touches it. Only where they overlap.
-    pub hand_over: HandOver,
 }
 
 /// How long a first tenant that is to come back waits for room that the second has kept,
@@ -44,27 +37,10 @@ const KEPT_ROOM_WAIT: Duration = Duration::from_secs(2);
 /// and how often it looks.
 const KEPT_ROOM_LOOK: Duration = Duration::from_millis(200);
 
-impl SwapOptions {
-    /// What a swap does that nobody has given options: the default, and what the environment says (`SUBLET_HAND_OVER`).
-    pub fn usual() -> Self {
-        let careful = (HandOver::Nothing, "no memory changes hands");
-        Self { hand_over: super::said_by("SUBLET_HAND_OVER", careful), ..Self::default() }
-    }
-}
-
 impl Default for SwapOptions {
     fn default() -> Self {
-        Self { overlap: true, window_bytes: None, hand_over: HandOver::default() }
+        Self { overlap: true, window_bytes: None }
     }
-}
-
-/// Descriptors of memory between two owners that this process holds at most, and at least where it holds any.
-const AT_HAND: RangeInclusive<usize> = HANDED_MAX..=4 * HANDED_MAX;
-
-/// How many of those there is room for.
-fn most_at_hand() -> usize {
-    let room = (free_descriptors() / 2).min(*AT_HAND.end());
-    if room < *AT_HAND.start() { 0 } else { room }
 }
 
 /// Why a tenant does not change places with itself.
@@ -240,7 +216,6 @@ fn overlapped(
         return Err(SwapError::Pause(undone));
     }
     let gives = leaving.last_said(&report, &leavers);
-    let shapes = leaving.take_shapes(&mut report, &leavers);
     let checked = target
         .check_room(&needs, &totals(gives.iter().flatten()))
         .and_then(|()| coming.check_lock().map_err(SwapError::NoTarget))
@@ -252,24 +227,12 @@ fn overlapped(
     }
 
     // The point of no return of the first.
-    let mut stages = Exchange::new(how.window_bytes, &gives, &needs);
-    let known = shapes.iter().flatten().chain(needed.iter().flat_map(|needed| &needed.shapes));
-    let largest_bytes = known.map(|(shape, _)| shape.size_bytes).max().unwrap_or(0);
-    let hands_over = how.hand_over != HandOver::Nothing;
-    if hands_over {
-        stages = stages.with_hand_over(how.hand_over, &shapes, &needed, most_at_hand());
-    }
-    if how.window_bytes.is_none() {
-        stages = stages.widened(largest_bytes);
-    }
+    let stages = Exchange::new(how.window_bytes, &gives, &needed);
     let mut resumed = coming.new_report(Action::Resume);
     report.window_bytes = Some(stages.window_bytes());
     resumed.window_bytes = report.window_bytes;
     let mut leaving = Side::new(&mut leaving, leavers, report);
     let mut coming = Side::new(&mut coming, comers, resumed);
-    if hands_over {
-        leaving.hands_over();
-    }
     let hindrance = exchange(&mut leaving, &mut coming, stages, started);
     let mut paused = leaving.report;
     paused.wall_us = micros(started.elapsed());

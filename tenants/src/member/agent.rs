@@ -16,7 +16,6 @@ use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::signal::SigSet;
-use vmm_pool::UninheritedFd;
 use vmm_pool::driver::Driver;
 
 use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
@@ -85,8 +84,8 @@ struct Job {
 }
 
 enum Work {
-    /// An order of this round, or to settle it, with the descriptors that came beside it.
-    Phase(Option<u64>, Order, Vec<UninheritedFd>),
+    /// An order of this round, or to settle it.
+    Phase(Option<u64>, Order),
     Needs(Scope, bool),
     Cut {
         hold: Hold,
@@ -118,8 +117,6 @@ struct Done {
     /// None for a look at the cut, which leaves nothing to undo but the hold.
     phase: Option<Phase>,
     reply: Reply,
-    /// Descriptors that go with it.
-    beside: Vec<UninheritedFd>,
 }
 
 struct Waiter {
@@ -210,8 +207,7 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
         let only_reads = matches!(job.work, Work::Save(_));
         // A defect in one phase must not end the thread: every later phase would wait for it in vain, and the
         // application at the gate.
-        let mut beside = Vec::new();
-        let done = || do_job(member, &mut saving, job, &mut beside);
+        let done = || do_job(member, &mut saving, job);
         let reply = catch_unwind(AssertUnwindSafe(done)).unwrap_or_else(|panic| {
             let text = text_of(&*panic);
             Some(if only_reads {
@@ -221,8 +217,7 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
             })
         });
         let Some(reply) = reply else { continue };
-        let beside = beside.into_iter().map(UninheritedFd::from).collect();
-        if report.send(Done { connection, phase, reply, beside }).is_err() {
+        if report.send(Done { connection, phase, reply }).is_err() {
             return;
         }
         member.waker.wake();
@@ -233,17 +228,11 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
     }
 }
 
-/// Does a job; none when nobody waits for an answer. Descriptors for whoever asked join `beside`.
-fn do_job<D: Driver>(
-    member: &Member<D>,
-    saving: &mut Option<Saving>,
-    job: Job,
-    beside: &mut Vec<OwnedFd>,
-) -> Option<Reply> {
+/// Does a job; none when nobody waits for an answer.
+fn do_job<D: Driver>(member: &Member<D>, saving: &mut Option<Saving>, job: Job) -> Option<Reply> {
     let Job { connection, work, deadline } = job;
     Some(match work {
-        Work::Phase(round, order, came) => {
-            *beside = came.into_iter().map(UninheritedFd::into_fd).collect();
+        Work::Phase(round, order) => {
             // It moves what is being written.
             *saving = None;
             if order.phase().ends_early() {
@@ -252,7 +241,7 @@ fn do_job<D: Driver>(
             if order.phase().opens_descriptors() {
                 member.descriptor_limit.raise();
             }
-            member.run_phase(round, &order, beside, deadline)
+            member.run_phase(round, &order, deadline)
         }
         Work::Needs(scope, all_devices) => member.run_needs(&scope, all_devices),
         Work::Cut { hold: Hold { limits, seen, .. }, asked } => {
@@ -292,7 +281,7 @@ fn text_of(panic: &(dyn Any + Send)) -> &str {
 impl Work {
     fn phase(&self) -> Option<Phase> {
         match self {
-            Self::Phase(_, order, _) => Some(order.phase()),
+            Self::Phase(_, order) => Some(order.phase()),
             Self::Needs(..)
             | Self::Cut { .. }
             | Self::Step { .. }
@@ -428,7 +417,7 @@ impl<D: Driver> Agent<D> {
         for number in self.clients.numbers() {
             for _ in 0..REQUESTS_PER_TURN_MAX {
                 match self.clients.next_request(number) {
-                    Ok(Some((request, fds))) => self.handle(number, request, fds),
+                    Ok(Some(request)) => self.handle(number, request),
                     Ok(None) => break,
                     Err(error) => {
                         tracing::debug!(%error, "connection ended");
@@ -464,7 +453,7 @@ impl<D: Driver> Agent<D> {
     /// with what it was told.
     fn leader_gone(&mut self) {
         let round = self.member.status().rounds.end_leading();
-        self.submit(NOBODY, Work::Phase(round, Order::Settle, Vec::new()), AGENT_TIMEOUT);
+        self.submit(NOBODY, Work::Phase(round, Order::Settle), AGENT_TIMEOUT);
     }
 
     fn submit(&self, connection: u64, work: Work, timeout: Duration) {
@@ -477,8 +466,7 @@ impl<D: Driver> Agent<D> {
         }
     }
 
-    /// `fds` came beside the request, which none but an order of a resume by stages has a use for.
-    fn handle(&mut self, number: u64, request: Request, fds: Vec<OwnedFd>) {
+    fn handle(&mut self, number: u64, request: Request) {
         match request {
             Request::Hello => self.answer(number, &Reply::Member(self.member.info())),
             Request::Stats => {
@@ -496,7 +484,7 @@ impl<D: Driver> Agent<D> {
             }
             Request::Phase(request) => {
                 if self.opens(number) {
-                    self.take_phase(number, request, fds);
+                    self.take_phase(number, request);
                 }
             }
             Request::Cut(hold) => {
@@ -621,7 +609,7 @@ impl<D: Driver> Agent<D> {
         });
         for number in answered {
             let reply = Reply::Host(Box::new(progress.clone()));
-            self.clients.answer_open(number, &reply, Vec::new());
+            self.clients.answer_open(number, &reply);
         }
     }
 
@@ -643,8 +631,7 @@ impl<D: Driver> Agent<D> {
 
     fn deliver(&mut self) {
         while let Ok(done) = self.done.try_recv() {
-            let beside = done.beside.into_iter().map(UninheritedFd::into_fd).collect();
-            self.clients.answer_open(done.connection, &done.reply, beside);
+            self.clients.answer_open(done.connection, &done.reply);
             if done.phase.is_some_and(Phase::is_last) {
                 self.member.status().rounds.stop_leading(done.connection);
             }
@@ -668,7 +655,7 @@ impl<D: Driver> Agent<D> {
             true
         });
         for (number, reply) in answers {
-            self.clients.answer_open(number, &reply, Vec::new());
+            self.clients.answer_open(number, &reply);
         }
     }
 }

@@ -125,23 +125,12 @@ impl Clients {
         stalled.into_iter().chain(mute).min().map(|at| at + STALL_MAX)
     }
 
-    /// From its next request on, client `number` may send up to `most` descriptors beside one. Nobody else may: the
-    /// kernel installs none of theirs.
-    pub(super) fn take_fds(&mut self, number: u64, most: usize) {
-        if let Some(client) = self.find(number) {
-            client.connection.take_fds(most);
-        }
-    }
-
-    /// Sends what waits for client `number`, then takes its next request, with what came beside it; none when it has not
-    /// come, or an answer is still waiting.
+    /// Sends what waits for client `number`, then takes its next request; none when it has not come, or an answer is
+    /// still waiting.
     ///
     /// # Errors
     /// When the connection is of no use any more, or has stood still for too long.
-    pub(super) fn next_request(
-        &mut self,
-        number: u64,
-    ) -> Result<Option<(Request, Vec<OwnedFd>)>, TransportError> {
+    pub(super) fn next_request(&mut self, number: u64) -> Result<Option<Request>, TransportError> {
         let Some(client) = self.find(number) else {
             return Ok(None);
         };
@@ -155,7 +144,7 @@ impl Clients {
             client.stalled_since = None;
         }
         client.note_stall()?;
-        Ok(request)
+        Ok(request.map(|(request, _no_fds)| request))
     }
 
     /// Client `number` has asked for something that will be answered later. False when it has too much
@@ -170,11 +159,11 @@ impl Clients {
     }
 
     /// Answers an earlier [`Clients::open_request`].
-    pub(super) fn answer_open(&mut self, number: u64, reply: &Reply, fds: Vec<OwnedFd>) {
+    pub(super) fn answer_open(&mut self, number: u64, reply: &Reply) {
         if let Some(client) = self.find(number) {
             client.open_requests = client.open_requests.saturating_sub(1);
         }
-        self.answer(number, reply, fds);
+        self.answer(number, reply, Vec::new());
     }
 
     /// Answers client `number`, as far as it takes the answer now; the rest follows in its turns.
@@ -295,14 +284,14 @@ mod tests {
         assert!(!clients.has_room(None), "one that has asked would have to go");
         let [first, second, third] = [0, 1, 2].map(|index| clients.numbers()[index]);
         for number in [second, first, third] {
-            assert_eq!(clients.next_request(number).unwrap().unwrap().0, Request::Hello);
+            assert_eq!(clients.next_request(number).unwrap().unwrap(), Request::Hello);
         }
         assert!(clients.open_request(second));
         ask(&mut ends[0]);
         // The second waits for its answer, and the first has asked once more.
         assert_eq!(connect(&mut clients).1, Some(third));
         assert!(!clients.has_room(None));
-        clients.answer_open(second, &Reply::Noted, Vec::new());
+        clients.answer_open(second, &Reply::Noted);
         assert!(!clients.has_room(Some(second)));
         assert_eq!(connect(&mut clients).1, Some(second));
     }
@@ -312,7 +301,7 @@ mod tests {
         let (mut clients, mut ends) = full();
         let number = clients.numbers()[0];
         ask(&mut ends[0]);
-        assert_eq!(clients.next_request(number).unwrap().unwrap().0, Request::Hello);
+        assert_eq!(clients.next_request(number).unwrap().unwrap(), Request::Hello);
         drop(ends);
         assert!(clients.has_room(None));
         let (mut clients, _ends) = full();

@@ -435,7 +435,7 @@ fn is_over_later(kind: FailureKind) -> bool {
 }
 
 /// What is behind a descriptor, the driver checks; these kinds it should never be given.
-pub(super) fn may_be_the_drivers(fd: &OwnedFd) -> bool {
+fn may_be_the_drivers(fd: &OwnedFd) -> bool {
     fstat(fd).is_ok_and(|status| {
         let kind = SFlag::from_bits_truncate(status.st_mode & SFlag::S_IFMT.bits());
         ![SFlag::S_IFSOCK, SFlag::S_IFIFO, SFlag::S_IFDIR, SFlag::S_IFBLK].contains(&kind)

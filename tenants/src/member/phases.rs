@@ -1,7 +1,6 @@
 //! What a process does in each phase. Runs on the worker thread, one phase at a time.
 
 use std::collections::BTreeMap;
-use std::os::fd::OwnedFd;
 use std::time::Instant;
 
 use vmm_pool::driver::{DeviceOrdinal, Driver};
@@ -33,30 +32,19 @@ use crate::wire::{
 impl<D: Driver> Member<D> {
     /// Takes the phase of `round` that `order` asks for, and answers for it. To settle is to settle that round; none where
     /// nothing is under way.
-    ///
-    /// Descriptors of memory that changes hands come and go `beside` it.
-    pub(super) fn run_phase(
-        &self,
-        round: Option<u64>,
-        order: &Order,
-        beside: &mut Vec<OwnedFd>,
-        deadline: Instant,
-    ) -> Reply {
+    pub(super) fn run_phase(&self, round: Option<u64>, order: &Order, deadline: Instant) -> Reply {
         let (phase, begin) = (order.phase(), Instant::now());
-        let came = std::mem::take(beside);
         let outcome = match order {
             Order::CloseGate { scope } => self.close_gate(scope),
             Order::Drain => self.drain(deadline),
             Order::Save { stays, copies } => self.save(stays, *copies),
-            Order::Reserve { stays, copies, stages } => self.reserve(stays, *copies, *stages),
-            Order::ReleaseStage { window } => self.release_stage(window, beside),
+            Order::Reserve { stays, copies } => self.reserve(stays, *copies),
+            Order::ReleaseStage { window } => self.release_stage(window),
             Order::Release => self.release(),
             Order::Verify => self.verify(),
             Order::AbortPause => self.abort_pause(),
             Order::CreateOwn { scope } => self.create_own(scope, deadline),
-            Order::RestoreStage { scope, window } => {
-                self.restore_stage(scope, window, came, deadline)
-            }
+            Order::RestoreStage { scope, window } => self.restore_stage(scope, window, deadline),
             Order::Restore => self.restore(),
             Order::Import => self.import(deadline),
             Order::ImportFromLiving => self.import_from_living(deadline),
@@ -722,8 +710,8 @@ impl<D: Driver> Member<D> {
                     }
                 }
                 let away = self.by_device(away);
-                let shapes = self.shapes_to_take(&selection);
-                Reply::Needs(Needed { devices: self.deltas(&away), shapes })
+                let largest_bytes = self.pool.largest_offloaded_bytes(&selection);
+                Reply::Needs(Needed { devices: self.deltas(&away), largest_bytes })
             }
             MemberState::Faulted => Reply::Failed(faulted()),
             state @ (MemberState::Offloading | MemberState::Restoring) => {

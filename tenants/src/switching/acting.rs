@@ -61,7 +61,7 @@ impl Acting<'_> {
         let mut to = self.coordinator(self.tenant, interrupt);
         if let [only] = victims {
             let mut from = self.coordinator(only, interrupt);
-            return match swap(&mut from, &mut to, SwapOptions::usual(), progress) {
+            return match swap(&mut from, &mut to, SwapOptions::default(), progress) {
                 Ok(swap) => {
                     let both = [(only.clone(), swap.paused), (self.tenant.clone(), swap.resumed)];
                     Ok(both.into_iter().filter(|(_, outcome)| !was_away(outcome)).collect())

@@ -1,6 +1,6 @@
 //! A coordinator that stops at every event, so that a test can kill somebody at a chosen instant.
 //!
-//! `sublet-steps RUN_DIR TENANT pause|resume [soon]`, `sublet-steps RUN_DIR FROM swap|hand-over TO [OUT_TAG IN_TAG]`
+//! `sublet-steps RUN_DIR TENANT pause|resume [soon]`, `sublet-steps RUN_DIR FROM swap TO [OUT_TAG IN_TAG]`
 //!
 //! It prints `started STEP`, `member PID STEP`, `done STEP` or `back`, a phase by its name in the code, and goes on with the next line of its
 //! input, or without one when the input has ended. With `soon`, phases have one second. Its last line is `ok LOSSES` or `error MESSAGE`.
@@ -11,8 +11,7 @@ use std::time::Duration;
 
 use sublet_tests::{Boundary, MIB, Outcome, Trouble};
 use tenants::coordinator::{
-    Coordinator, CoordinatorError, Event, HandOver, Options, Outcome as Done, Step, SwapOptions,
-    swap,
+    Coordinator, CoordinatorError, Event, Options, Outcome as Done, Step, SwapOptions, swap,
 };
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
@@ -33,8 +32,7 @@ fn run() -> Outcome<String> {
     let [run_dir, tenant, action, rest @ ..] = arguments.as_slice() else {
         return Err(Trouble::new("a run directory, a tenant and an action are needed"));
     };
-    let swaps = matches!(action.as_str(), "swap" | "hand-over");
-    let hand_over = if action == "swap" { HandOver::Nothing } else { HandOver::All };
+    let swaps = action == "swap";
     let timeout = Duration::from_secs(if rest.is_empty() || swaps { 120 } else { 1 });
     let run_dir = RunDir::open(Some(run_dir.into()), None)?;
     let options = Options { timeout: Some(timeout), finish_timeout: timeout, ..Options::default() };
@@ -47,7 +45,7 @@ fn run() -> Outcome<String> {
     if let (true, [to, tags @ ..]) = (swaps, rest) {
         let mut to = of(to, scope(tags.get(1)))?;
         // Windows of a few allocations.
-        let how = SwapOptions { window_bytes: Some(8 * MIB), hand_over, ..SwapOptions::default() };
+        let how = SwapOptions { window_bytes: Some(8 * MIB), ..SwapOptions::default() };
         let done = swap(&mut coordinator, &mut to, how, &mut |event| stop_at(&event))?;
         return Ok(format!("{}; {}", said(Ok(done.paused))?, said(Ok(done.resumed))?));
     }

@@ -79,6 +79,12 @@ impl Ledger {
         self.own_bytes(selection, |row| !row.is_resident())
     }
 
+    /// The largest own allocation of `selection` that is not on its device now, in bytes.
+    pub(crate) fn largest_offloaded_bytes(&self, selection: &Selection) -> u64 {
+        let away = self.rows_in(selection).filter(|row| row.is_own() && !row.is_resident());
+        away.map(Row::size_bytes).max().unwrap_or(0)
+    }
+
     /// Own memory whose contents a pause may save to host memory, here or away, and needed or not.
     pub(crate) fn kept_bytes(&self) -> u64 {
         let is_kept = |row: &&Row| {

@@ -599,13 +599,6 @@ impl Ledger {
         }
     }
 
-    /// What was handed over by another tenant is its own from here on, as far as `selection` has it: all of it was made zero, and filled.
-    pub(crate) fn are_filled(&mut self, selection: &Selection) {
-        self.change_in(selection, |row| {
-            row.own_physical().into_iter().for_each(Physical::is_filled);
-        });
-    }
-
     /// Where memory is resident, the contents on the device are the contents, and copies are void.
     pub(crate) fn void_copies(&mut self) {
         for (_, row) in &mut self.rows {

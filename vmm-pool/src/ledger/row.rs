@@ -7,7 +7,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use super::leases::{Lease, Leases};
 use super::residency::{Change, Residency};
 use super::tickets::{TicketWatch, Tickets};
-use crate::deferred::{DescriptorFrom, Physical};
+use crate::deferred::Physical;
 use crate::descriptors::UninheritedFd;
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceOrdinal, Location, LocationKind, RawContext, RawHandle,
@@ -236,16 +236,6 @@ impl Row {
     /// The driver's handle, while it is on its device.
     pub(crate) fn raw(&self) -> Option<RawHandle> {
         self.residency.handle().map(Physical::raw)
-    }
-
-    /// What a descriptor of it is had from, while it is on its device.
-    pub(crate) fn descriptor_from(&self) -> Option<DescriptorFrom> {
-        self.residency.handle().map(Physical::descriptor_from)
-    }
-
-    /// Is its memory another tenant's bytes still?
-    pub(crate) fn holds_others_bytes(&self) -> bool {
-        self.residency.handle().is_some_and(Physical::holds_others_bytes)
     }
 
     pub(crate) fn is_resident(&self) -> bool {

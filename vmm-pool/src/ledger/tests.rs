@@ -131,7 +131,7 @@ fn a_descriptor_is_kept_or_comes_out() {
     assert_eq!(nobodys.as_raw_fd(), refused);
     // With the last ticket it goes.
     let other = ledger.begin_export(handle).unwrap();
-    assert!(other.from.is_none(), "one is kept already");
+    assert!(other.raw.is_none(), "one is kept already");
     assert!(ledger.redeemed(id(1), serial, PEER).unwrap().0.is_none());
     let (last, row) = ledger.redeemed(id(1), other.serial, PEER).unwrap();
     assert_eq!(last.map(|fd| fd.as_raw_fd()), Some(kept));

@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
 use super::{Ledger, Row};
-use crate::deferred::DescriptorFrom;
 use crate::descriptors::UninheritedFd;
+use crate::driver::RawHandle;
 use crate::error::{PoolError, PoolResult};
 use crate::{AllocationId, VirtualHandle};
 
@@ -111,7 +111,7 @@ pub(crate) struct ToExport {
     /// 0 for memory of another process.
     pub(crate) serial: u64,
     /// None where there is one, or it is another process's to give.
-    pub(crate) from: Option<DescriptorFrom>,
+    pub(crate) raw: Option<RawHandle>,
 }
 
 impl Ledger {
@@ -123,10 +123,10 @@ impl Ledger {
         let row = self.find(handle)?;
         let (id, size_bytes) = (row.id(), row.size_bytes());
         if !row.is_own() {
-            return Ok(ToExport { id, size_bytes, serial: 0, from: None });
+            return Ok(ToExport { id, size_bytes, serial: 0, raw: None });
         }
-        let from = if row.is_exported() { None } else { row.descriptor_from() };
-        if from.is_none() && !row.is_exported() {
+        let raw = if row.is_exported() { None } else { row.raw() };
+        if raw.is_none() && !row.is_exported() {
             return Err(PoolError::Offloaded { tag: row.class().tag.clone() });
         }
         self.last_ticket += 1;
@@ -134,7 +134,7 @@ impl Ledger {
         if let Some(row) = self.row_mut(handle) {
             row.add_ticket(serial);
         }
-        Ok(ToExport { id, size_bytes, serial, from })
+        Ok(ToExport { id, size_bytes, serial, raw })
     }
 
     /// The ticket `serial` for `id` lasts until it is closed, which `watch` tells. Without room for one more watch it lasts

@@ -125,6 +125,11 @@ impl<D: Driver> Pool<D> {
         self.ledger().offloaded_bytes(selection)
     }
 
+    /// The largest allocation of that, in bytes.
+    pub fn largest_offloaded_bytes(&self, selection: &Selection) -> u64 {
+        self.ledger().largest_offloaded_bytes(selection)
+    }
+
     /// Memory by tag. What has none is left out.
     pub fn tag_bytes(&self) -> BTreeMap<String, TagTotals> {
         self.ledger().tag_bytes()

@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
 use super::{Entered, Kind, Pool, Use};
-use crate::deferred::{DescriptorFrom, Physical};
+use crate::deferred::Physical;
 use crate::descriptors;
-use crate::driver::{Driver, DriverCode, DriverError, DriverOp, DriverResult};
+use crate::driver::Driver;
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::{Class, Lease, NewRow, Origin, Row, TicketWatch};
 use crate::{AllocationId, PeerId, VirtualHandle};
@@ -73,10 +73,10 @@ impl<D: Driver> Entered<'_, D, Use> {
         let begun = self.pool.ledger().begin_export(handle)?;
         let (id, size_bytes, serial) = (begun.id, begun.size_bytes, begun.serial);
         let export = Export { id, size_bytes, serial };
-        let Some(from) = begun.from else {
+        let Some(raw) = begun.raw else {
             return Ok(export);
         };
-        let outcome = match self.pool.descriptor(from) {
+        let outcome = match self.pool.driver.export_fd(raw) {
             // The ticket, which nobody has yet, keeps the row; another thread may have exported it too.
             Ok(fd) => {
                 let unwanted = self.pool.ledger().keep_export(id, fd);
@@ -261,23 +261,9 @@ impl<D: Driver> Pool<D> {
         }
     }
 
-    /// A descriptor of memory.
-    ///
-    /// # Errors
-    /// What the driver returned; `OPERATING_SYSTEM` where the process has no descriptor left for a copy.
-    pub(crate) fn descriptor(&self, from: DescriptorFrom) -> DriverResult<OwnedFd> {
-        match from {
-            DescriptorFrom::Handle(raw) => self.driver.export_fd(raw),
-            DescriptorFrom::Copy(copy) => copy.map_err(|_error| DriverError {
-                op: DriverOp::Export,
-                code: DriverCode::OPERATING_SYSTEM,
-            }),
-        }
-    }
-
     /// A descriptor of the driver's for one importer, kept by nobody.
     fn export_once(&self, id: AllocationId) -> PoolResult<OwnedFd> {
-        let (from, size_bytes) = {
+        let (raw, size_bytes) = {
             let ledger = self.ledger();
             let row = ledger.by_id(id).filter(|row| row.is_own());
             let row = row.ok_or(PoolError::StaleHandle { handle: 0 })?;
@@ -285,9 +271,9 @@ impl<D: Driver> Pool<D> {
                 let tag = row.class().tag.clone();
                 if ledger.is_frozen() { PoolError::Frozen } else { PoolError::Offloaded { tag } }
             };
-            (row.descriptor_from().ok_or_else(away)?, row.size_bytes())
+            (row.raw().ok_or_else(away)?, row.size_bytes())
         };
-        let fd = self.descriptor(from);
+        let fd = self.driver.export_fd(raw);
         fd.about(|| format!("export of allocation {id:?}"), size_bytes, None)
     }
 

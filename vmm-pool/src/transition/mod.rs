@@ -23,7 +23,6 @@
 mod ahead;
 mod draining;
 mod file;
-mod handover;
 mod keeper;
 mod links;
 mod mappings;
@@ -42,7 +41,6 @@ mod views;
 
 pub use ahead::{BroughtIn, HostStanding};
 pub use draining::{Activity, DrainError, Draining};
-pub use handover::{Handed, Shape, Shapes};
 pub use keeper::{Aside, Away, FromOffloaded, FromOpen, Keeper, NotShut, Origin, Shut};
 pub use pause::{Leaving, Prepared, Undone};
 pub use quiesced::{Done, Failed, Quiesced};

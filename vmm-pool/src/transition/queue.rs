@@ -1,6 +1,6 @@
 //! What is still to leave or to come by stages, kept from stage to stage, so that a stage costs as much as it moves.
 
-use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
 use super::staged::Left;
 use crate::VirtualHandle;
@@ -147,35 +147,9 @@ impl Queue {
         (taken, others)
     }
 
-    /// Takes those of `rows` out, which take no room.
-    pub(super) fn take_out(&mut self, rows: &HashSet<VirtualHandle>) -> Vec<Waiting> {
-        let mut out = Vec::new();
-        if rows.is_empty() {
-            return out;
-        }
-        for queue in self.by_device.values_mut().flatten() {
-            queue.retain(|waiting| {
-                let stays = !rows.contains(&waiting.row);
-                if !stays {
-                    out.push(*waiting);
-                }
-                stays
-            });
-        }
-        for waiting in &out {
-            self.uncount(waiting);
-        }
-        out
-    }
-
     /// Does none of `rank` wait?
     pub(super) fn has_none_of(&self, rank: usize) -> bool {
         self.by_device.values().all(|ranks| ranks[rank].is_empty())
-    }
-
-    /// All that wait for room.
-    pub(super) fn waiting(&self) -> impl Iterator<Item = VirtualHandle> {
-        self.by_device.values().flatten().flatten().map(|waiting| waiting.row)
     }
 
     /// What is left, by device.

@@ -2,12 +2,11 @@
 
 use std::collections::VecDeque;
 
-use super::handover::{Handed, Shapes};
 use super::mappings::is_import;
 use super::still::Still;
 use crate::VirtualHandle;
 use crate::deferred::Physical;
-use crate::driver::{Driver, RawHandle};
+use crate::driver::Driver;
 use crate::error::{Describe, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Row, Selection};
@@ -107,7 +106,7 @@ impl<D: Driver> Still<'_, D> {
     /// # Driver calls
     /// `cuMemUnmap`, `cuMemRelease`, `cuMemPoolTrimTo`.
     pub(super) fn release_selected(&self, selection: &Selection) -> PoolResult<StepLog> {
-        let (log, _none) = self.hand_over(selection, &Shapes::new())?;
+        let log = self.release_some(selection)?;
         self.note_used();
         Ok(log)
     }
@@ -123,18 +122,14 @@ impl<D: Driver> Still<'_, D> {
         arena.used(Used { end_bytes: in_memory, kept_bytes }, in_file > 0);
     }
 
-    /// The same, and hands over as many allocations of each shape as are `wanted`.
+    /// As [`Still::release_selected`], in a pause of which more is to leave.
     ///
     /// # Errors
     /// As [`Still::release_selected`].
     ///
     /// # Driver calls
-    /// Those, and `cuMemExportToShareableHandle`.
-    pub(super) fn hand_over(
-        &self,
-        selection: &Selection,
-        wanted: &Shapes,
-    ) -> PoolResult<(StepLog, Vec<Handed>)> {
+    /// As [`Still::release_selected`].
+    pub(super) fn release_some(&self, selection: &Selection) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
         log.timed("unmap own", |log| {
@@ -157,17 +152,9 @@ impl<D: Driver> Still<'_, D> {
             self.release_unmapped(log, selection, is_import);
             Ok(())
         })?;
-        let mut exported = log.timed("export", |log| {
-            let goes = |row: &Row| row.is_own() && selection.has(row) && loses_nothing(row);
-            Ok(self.export_wanted(log, wanted, goes))
-        })?;
-        let mut handed = Vec::new();
         log.timed("release own", |log| {
-            let handles = self
-                .pool
-                .ledger()
-                .take_unmapped(selection, |row| row.is_own() && loses_nothing(row));
-            log.bytes = self.release_each(log, handles, |raw| handed.extend(exported.remove(&raw)));
+            log.bytes =
+                self.release_unmapped(log, selection, |row| row.is_own() && loses_nothing(row));
             Ok(())
         })?;
         for device in self.pool.devices_with_any() {
@@ -176,7 +163,7 @@ impl<D: Driver> Still<'_, D> {
                 tracing::debug!(%error, "stream-ordered pools were not trimmed");
             }
         }
-        Ok((log, handed))
+        Ok(log)
     }
 
     /// Releases what `choose` picks of `selection` and what is nowhere mapped; returns the bytes released.
@@ -192,26 +179,13 @@ impl<D: Driver> Still<'_, D> {
 
     /// Releases all of `handles`, whatever happens; returns the bytes released.
     pub(super) fn release_all(&self, log: &mut StepLog, handles: Vec<Physical>) -> u64 {
-        self.release_each(log, handles, |_| {})
-    }
-
-    /// The same, with a word of each that the driver has taken back.
-    fn release_each(
-        &self,
-        log: &mut StepLog,
-        handles: Vec<Physical>,
-        mut taken_back: impl FnMut(RawHandle),
-    ) -> u64 {
         let mut bytes = 0;
         for handle in handles {
-            let ((size_bytes, device), raw) = (handle.extent(), handle.raw());
+            let (size_bytes, device) = handle.extent();
             log.call();
             let released = self.pool.deferred.release(handle);
             match released.about(|| "release".to_owned(), size_bytes, device) {
-                Ok(()) => {
-                    bytes += size_bytes;
-                    taken_back(raw);
-                }
+                Ok(()) => bytes += size_bytes,
                 Err(error) => log.notes.push(format!("not given back: {error}")),
             }
         }

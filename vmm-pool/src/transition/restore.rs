@@ -20,7 +20,7 @@ use crate::journal::StepLog;
 use crate::ledger::{Mapping, Row, Selection};
 use crate::links::{Haul, Parcels, Way};
 use crate::pool::{Borrowed, Pool};
-use crate::store::{Extent, HostArena, Part, Saved, Store};
+use crate::store::{Extent, HostArena, Part, Store};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
 /// Allocations to fetch again from one owner.
@@ -160,7 +160,7 @@ impl<D: Driver> Still<'_, D> {
     }
 
     /// Takes room in the tenant's budget for all of `wanted`.
-    pub(super) fn take_room(
+    fn take_room(
         &self,
         room: Room,
         wanted: &[(VirtualHandle, u64, AllocationProp)],
@@ -253,9 +253,6 @@ impl<D: Driver> Still<'_, D> {
         // Every device is waited for, whatever the others say: nothing may be unmapped under a copy.
         let finished = log.timed("wait for copies", |_| Self::wait_for_copies(&streams));
         let outcome = outcome.and(finished);
-        if outcome.is_ok() {
-            self.pool.ledger().are_filled(selection);
-        }
         if outcome.is_err() && self.pool.deferred.is_settled() {
             self.drop_views(&mut log);
         }
@@ -312,30 +309,20 @@ impl<D: Driver> Still<'_, D> {
         let ((store, extents, zeros), writable, raw, size_bytes) = {
             let ledger = self.pool.ledger();
             let Some(found) = ledger.row(row) else { return Ok(None) };
-            let holds_others_bytes = found.holds_others_bytes();
-            let saved = found.saved();
-            if saved.is_none() && !holds_others_bytes {
-                return Ok(None);
-            }
+            let Some(saved) = found.saved() else { return Ok(None) };
             let writable = ledger.mappings_of(found).find(|mapping| {
                 mapping.rights_of(found.prop().location) == Some(AccessDesc::READ_WRITE)
             });
             let writable = writable.map(Mapping::range);
             let parts = found.copied_parts();
-            let parts_of =
-                |saved| parts.iter().flat_map(move |part| Saved::parts_of(saved, part.clone()));
             let (mut extents, mut zeros) = (Vec::new(), Vec::new());
-            for part in saved.into_iter().flat_map(parts_of) {
+            for part in parts.into_iter().flat_map(|part| saved.parts_of(part)) {
                 match part {
                     Part::Stored(extent) => extents.push(extent),
                     Part::Zeros(range) => zeros.push(range),
                 }
             }
-            if holds_others_bytes {
-                zeros = std::iter::once(0..found.size_bytes()).collect();
-            }
-            let store = saved.map_or(Store::Host, |saved| saved.store);
-            let contents = (store, extents, zeros);
+            let contents = (saved.store, extents, zeros);
             (contents, writable, found.raw(), found.size_bytes())
         };
         let (range, is_view) = match (writable, raw) {
@@ -429,10 +416,9 @@ impl<D: Driver> Still<'_, D> {
     ) -> PoolResult<()> {
         let wanted = self.pool.ledger().begin_fetching(selection);
         for (id, size_bytes) in wanted.into_iter().take(exports_max) {
-            let from = self.pool.ledger().by_id(id).and_then(Row::descriptor_from);
-            let Some(from) = from else { continue };
+            let Some(raw) = self.pool.ledger().by_id(id).and_then(Row::raw) else { continue };
             log.call();
-            let fd = self.pool.descriptor(from).about(
+            let fd = self.pool.driver.export_fd(raw).about(
                 || "export, again".to_owned(),
                 size_bytes,
                 None,

@@ -11,10 +11,9 @@
 //! A stage is the same save and release, or creation and restoring, as of a whole selection, of the allocations that it
 //! picks ([`Selection::Part`]).
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use super::handover::{Handed, Shapes, wanted_shape};
 use super::keeper::{Origin, Shut};
 use super::links::Through;
 use super::mappings::is_import;
@@ -87,12 +86,10 @@ pub struct Left {
 pub struct Moved {
     /// As of any step; its bytes are those of `bytes`.
     pub log: StepLog,
-    /// Device memory that is gone, or has come; what changes hands counts.
+    /// Device memory that is gone, or has come.
     pub bytes: ByDevice,
     /// Contents copied between devices and the host.
     pub copied_bytes: u64,
-    /// Of what has come: what was another's, in place of being created.
-    pub taken: Shapes,
 }
 
 impl Moved {
@@ -101,9 +98,6 @@ impl Moved {
         self.copied_bytes += other.copied_bytes;
         for (device, bytes) in other.bytes {
             *self.bytes.entry(device).or_insert(0) += bytes;
-        }
-        for (shape, count) in other.taken {
-            *self.taken.entry(shape).or_insert(0) += count;
         }
     }
 }
@@ -238,32 +232,23 @@ impl<D: Driver> Departing<D> {
 
     /// Saves and releases own memory, of each device as much as copies what `window` says, or one allocation of which more
     /// is copied; nothing is copied of a device that it does not name. What needs no copy and what was imported goes with
-    /// the first stage. Of what goes, as many allocations of each shape as are `wanted` are handed over.
+    /// the first stage.
     ///
     /// # Errors
     /// [`crate::PoolError::Driver`] and [`crate::PoolError::FileRefused`]: what this stage was about is on its device, with its
     /// contents, and another stage or [`Departing::release`] may be tried.
     ///
     /// # Driver calls
-    /// Those of [`Quiesced::save`] and [`super::Prepared::release`], and `cuMemExportToShareableHandle`.
-    pub fn release_stage(
-        &mut self,
-        window: &ByDevice,
-        wanted: &Shapes,
-    ) -> PoolResult<(Moved, Vec<Handed>)> {
+    /// Those of [`Quiesced::save`] and [`super::Prepared::release`].
+    pub fn release_stage(&mut self, window: &ByDevice) -> PoolResult<Moved> {
         let (saved, others) = self.pick(|device| window.get(&device).copied());
-        let outcome = self.release_picked(&saved, &others, wanted);
+        let outcome = self.release_picked(&saved, &others);
         self.put_back(&saved);
         self.put_back(&others);
         outcome
     }
 
-    fn release_picked(
-        &self,
-        saved: &[Waiting],
-        others: &[Waiting],
-        wanted: &Shapes,
-    ) -> PoolResult<(Moved, Vec<Handed>)> {
+    fn release_picked(&self, saved: &[Waiting], others: &[Waiting]) -> PoolResult<Moved> {
         let part = part_of([saved, others]);
         let before = self.resident_of(&part);
         let still = Still::drained(&self.leaving.quiesced);
@@ -273,16 +258,9 @@ impl<D: Driver> Departing<D> {
         let space = Space::Held(Box::new(self.laid_out.of([saved, others])));
         let mut log = still.save(behind, survey, Copies::All, space, Through::Engine)?;
         let copied_bytes = std::mem::take(&mut log.bytes);
-        let (released, handed) = still.hand_over(&part, wanted)?;
-        log.add(released);
+        log.add(still.release_some(&part)?);
         let gone = self.gone_of(&part, before);
-        let moved = Moved { log, bytes: gone, copied_bytes, ..Moved::default() };
-        Ok((moved, handed))
-    }
-
-    /// As [`Departing::release_picked`], for nobody.
-    fn release_for_good(&self, saved: &[Waiting], others: &[Waiting]) -> PoolResult<Moved> {
-        self.release_picked(saved, others, &Shapes::new()).map(|(moved, _none)| moved)
+        Ok(Moved { log, bytes: gone, copied_bytes })
     }
 
     /// All that is left, each part of it released as soon as it is saved. What has gone when that fails is in `all` too.
@@ -341,7 +319,7 @@ impl<D: Driver> Departing<D> {
             if saved.is_empty() && others.is_empty() {
                 break;
             }
-            match self.release_for_good(&saved, &others) {
+            match self.release_picked(&saved, &others) {
                 // What the driver would not let go is noted, and not offered again and again.
                 Ok(moved) => all.add(moved),
                 Err(error) => {
@@ -390,7 +368,7 @@ impl<D: Driver> Departing<D> {
         } else if !saved.is_empty() && !kept.is_empty() {
             tracing::warn!(%error, "what needs no copy is released alone");
             self.put_back(saved);
-            match self.release_for_good(&[], &kept) {
+            match self.release_picked(&[], &kept) {
                 Ok(moved) => all.add(moved),
                 Err(error) => all.log.notes.push(stays(&error)),
             }
@@ -482,22 +460,15 @@ impl<D: Driver> Arriving<D> {
     }
 
     /// Creates, maps and fills own memory, of each device no more than `allowed`; what has contents to put back comes
-    /// first. What was `handed` over takes the place of creating, beyond what is allowed; what of it nothing is missing
-    /// for is given back to the driver. As many allocations of each shape as are `kept` stay away, for what will be handed
-    /// over later.
+    /// first.
     ///
     /// # Errors
     /// As [`Shut::create_own`] and [`Returning::restore_own`]; the resume can be undone then, and nothing else.
     ///
     /// # Driver calls
-    /// As [`Shut::create_own`] and [`Returning::restore_own`], without exports, and `cuMemImportFromShareableHandle`.
-    pub fn restore_stage(
-        &mut self,
-        allowed: &ByDevice,
-        handed: Vec<Handed>,
-        kept: &Shapes,
-    ) -> PoolResult<Moved> {
-        self.bring_back(|device| allowed.get(&device).copied().unwrap_or(0), handed, kept)
+    /// As [`Shut::create_own`] and [`Returning::restore_own`], without exports.
+    pub fn restore_stage(&mut self, allowed: &ByDevice) -> PoolResult<Moved> {
+        self.bring_back(|device| allowed.get(&device).copied().unwrap_or(0))
     }
 
     /// The end of it: brings back whatever is still away, and exports what peers had imported, as far as `exports_max`
@@ -512,13 +483,12 @@ impl<D: Driver> Arriving<D> {
         mut self,
         exports_max: usize,
     ) -> Result<(Returning<D>, Moved), Failed<Returning<D>>> {
-        let moved =
-            self.bring_back(|_| u64::MAX, Vec::new(), &Shapes::new()).and_then(|mut moved| {
-                let Returning { selection, .. } = &self.returning;
-                let still = self.returning.still();
-                moved.log.timed("export", |log| still.export_again(log, selection, exports_max))?;
-                Ok(moved)
-            });
+        let moved = self.bring_back(|_| u64::MAX).and_then(|mut moved| {
+            let Returning { selection, .. } = &self.returning;
+            let still = self.returning.still();
+            moved.log.timed("export", |log| still.export_again(log, selection, exports_max))?;
+            Ok(moved)
+        });
         match moved {
             Ok(moved) => Ok((self.returning, moved)),
             Err(error) => Err(Failed::new(self.returning, error)),
@@ -538,26 +508,14 @@ impl<D: Driver> Arriving<D> {
         self.returning.abandon();
     }
 
-    fn bring_back(
-        &mut self,
-        allowed: impl Fn(DeviceOrdinal) -> u64,
-        handed: Vec<Handed>,
-        kept: &Shapes,
-    ) -> PoolResult<Moved> {
+    fn bring_back(&mut self, allowed: impl Fn(DeviceOrdinal) -> u64) -> PoolResult<Moved> {
         let mut log = StepLog::default();
-        let taken = self.take_over(&mut log, handed)?;
-        let mut bytes = ByDevice::new();
-        for (shape, count) in &taken {
-            *bytes.entry(shape.device).or_insert(0) += shape.size_bytes * *count as u64;
-        }
-        let (picked, is_rest) = self.pick(allowed, kept, &taken);
+        let picked = self.pick(allowed);
+        let is_rest = self.queue.has_none_of(FIRST);
         let part = part_of([&picked, &[]]);
-        let created = self.pool().ledger().own_bytes(&part, |row| !row.is_resident());
-        for (device, created_bytes) in created {
-            *bytes.entry(device).or_insert(0) += created_bytes;
-        }
+        let bytes = self.pool().ledger().own_bytes(&part, |row| !row.is_resident());
         match self.fill(&mut log, &part, is_rest) {
-            Ok(copied_bytes) => Ok(Moved { log, bytes, copied_bytes, taken }),
+            Ok(copied_bytes) => Ok(Moved { log, bytes, copied_bytes }),
             Err(error) => {
                 // Whatever comes next must not take it for back.
                 for waiting in picked.into_iter().rev() {
@@ -580,49 +538,14 @@ impl<D: Driver> Arriving<D> {
         Ok(copied_bytes)
     }
 
-    fn take_over(&self, log: &mut StepLog, handed: Vec<Handed>) -> PoolResult<Shapes> {
-        if handed.is_empty() {
-            return Ok(Shapes::new());
-        }
-        let (still, selection) = (self.returning.still(), self.returning.selection());
-        log.timed("take over", |log| still.take_over(log, selection, handed, Room::of(selection)))
-    }
-
-    /// What the next stage is about, with what was `taken` over and without what is `kept` for later. Is nothing left that has
-    /// contents to put back?
-    fn pick(
-        &mut self,
-        allowed: impl Fn(DeviceOrdinal) -> u64,
-        kept: &Shapes,
-        taken: &Shapes,
-    ) -> (Vec<Waiting>, bool) {
+    /// What the next stage is about.
+    fn pick(&mut self, allowed: impl Fn(DeviceOrdinal) -> u64) -> Vec<Waiting> {
         let Self { returning, queue } = self;
         let ledger = returning.pool().ledger();
-        let mut came = HashSet::new();
-        if !taken.is_empty() {
-            let is_back = |row: &VirtualHandle| ledger.row(*row).is_some_and(Row::is_resident);
-            came.extend(queue.waiting().filter(is_back));
-        }
-        let came = queue.take_out(&came);
-        let mut open = kept.clone();
-        let mut later = HashSet::new();
-        if !kept.is_empty() {
-            let all: Vec<_> = queue.waiting().collect();
-            // The last ones of each shape.
-            later.extend(all.into_iter().rev().filter(|row| {
-                let shape = ledger.row(*row).and_then(wanted_shape);
-                let open = shape.and_then(|shape| open.get_mut(&shape)).filter(|open| **open > 0);
-                open.map(|open| *open -= 1).is_some()
-            }));
-        }
-        let later = queue.take_out(&later);
         let window = |device| Some(Window::AtMost(allowed(device)));
-        let (limited, others) = queue.take(window, |row| ledger.row(row).is_some());
-        for waiting in later {
-            queue.add(waiting);
-        }
-        let picked = came.into_iter().chain(limited).chain(others).collect();
-        (picked, queue.has_none_of(FIRST))
+        let (mut picked, others) = queue.take(window, |row| ledger.row(row).is_some());
+        picked.extend(others);
+        picked
     }
 }
 

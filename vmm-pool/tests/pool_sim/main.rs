@@ -13,7 +13,6 @@ mod devices;
 mod drops;
 mod faults;
 mod files;
-mod handover;
 mod host_memory;
 mod kernels;
 mod leases;

@@ -15,9 +15,9 @@ use vmm_pool::driver::{
 };
 use vmm_pool::{
     AllocationId, Arriving, Aside, Away, Borrowed, ByDevice, Class, Copies, Departing, Export,
-    Failed, FromOffloaded, FromOpen, Handed, HostBudget, ImportRequest, ImportSource, Keeper,
-    Leaving, Moved, Origin, Pool, PoolResult, Prepared, Quiesced, Reserved, Restored, Returning,
-    Selection, Shapes, Shut, StayReason, StepLog, Undone, VirtualHandle,
+    Failed, FromOffloaded, FromOpen, HostBudget, ImportRequest, ImportSource, Keeper, Leaving,
+    Moved, Origin, Pool, PoolResult, Prepared, Quiesced, Reserved, Restored, Returning, Selection,
+    Shut, StayReason, StepLog, Undone, VirtualHandle,
 };
 
 /// See the head of this module.
@@ -209,17 +209,8 @@ impl SimPool {
     }
 
     pub(crate) fn release_stage(&self, window: &ByDevice) -> PoolResult<Moved> {
-        self.hand_over(window, &Shapes::new()).map(|(moved, _none)| moved)
-    }
-
-    /// A stage of which `wanted` is handed over.
-    pub(crate) fn hand_over(
-        &self,
-        window: &ByDevice,
-        wanted: &Shapes,
-    ) -> PoolResult<(Moved, Vec<Handed>)> {
         let mut departing = self.take_departing();
-        let moved = departing.release_stage(window, wanted);
+        let moved = departing.release_stage(window);
         self.put(Stage::Departing(departing));
         moved
     }
@@ -240,22 +231,12 @@ impl SimPool {
 
     /// In place of creating, by stages. The first shuts the gate.
     pub(crate) fn restore_stage(&self, allowed: &ByDevice) -> PoolResult<Moved> {
-        self.take_over(allowed, Vec::new(), &Shapes::new())
-    }
-
-    /// A stage with what was handed over by another tenant, without what is `kept` for more of it.
-    pub(crate) fn take_over(
-        &self,
-        allowed: &ByDevice,
-        handed: Vec<Handed>,
-        kept: &Shapes,
-    ) -> PoolResult<Moved> {
         let mut arriving = match self.take() {
             Stage::Arriving(arriving) => arriving,
             Stage::Rest => self.shut::<FromOffloaded>().arrive(Away::Whole),
             stage => panic!("something else is under way: {stage:?}"),
         };
-        let moved = arriving.restore_stage(allowed, handed, kept);
+        let moved = arriving.restore_stage(allowed);
         self.put(Stage::Arriving(arriving));
         moved
     }

@@ -40,7 +40,6 @@ fn report() -> Report {
             phase(Phase::Release, 300_000),
         ],
         window_bytes: None,
-        handed_bytes: 0,
         stages: Vec::new(),
         devices: vec![DeviceTotal {
             uuid: UUID.to_owned(),

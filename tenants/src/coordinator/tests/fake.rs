@@ -421,7 +421,7 @@ impl Agent {
             Request::AwaitConsent(_) => Reply::Consented,
             Request::Needs(_) => {
                 let devices = vec![self.needed(); usize::from(self.script.holds_bytes > 0)];
-                Reply::Needs(Needed { devices, shapes: Vec::new() })
+                Reply::Needs(Needed { devices, largest_bytes: self.script.unit_bytes })
             }
             Request::Phase(TakePhase { order, .. }) => self.phase(order),
             Request::GiveUp(_) => Reply::Noted,
@@ -504,8 +504,6 @@ impl Agent {
             stage: Some(StageReport {
                 copied_bytes: bytes,
                 left: if left == 0 { Vec::new() } else { vec![self.left(left)] },
-                handed: Vec::new(),
-                shapes: Vec::new(),
             }),
         };
         Reply::PhaseDone(phase, report)

@@ -27,8 +27,7 @@ const PAUSE: [Phase; 5] =
 const RESUME: [Phase; 4] = [Phase::CreateOwn, Phase::Restore, Phase::Import, Phase::Activate];
 
 /// One half of a swap after the other.
-const AFTER: SwapOptions =
-    SwapOptions { overlap: false, window_bytes: None, hand_over: HandOver::Nothing };
+const AFTER: SwapOptions = SwapOptions { overlap: false, window_bytes: None };
 
 fn active() -> Script {
     Script::new(MemberState::Active)

@@ -9,8 +9,7 @@ use crate::wire::Action;
 
 /// Eight stages of one process.
 const WINDOW: u64 = GIB / 8;
-const STAGES: SwapOptions =
-    SwapOptions { overlap: true, window_bytes: Some(WINDOW), hand_over: HandOver::Nothing };
+const STAGES: SwapOptions = SwapOptions { overlap: true, window_bytes: Some(WINDOW) };
 
 fn patient() -> Options {
     Options { timeout: Some(Duration::from_secs(10)), ..options() }

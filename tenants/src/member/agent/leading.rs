@@ -1,15 +1,13 @@
 //! Whoever leads this process through a pause or resume: whose orders are taken, and what ends that.
 
-use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use vmm_pool::UninheritedFd;
 use vmm_pool::driver::Driver;
 
 use super::{AGENT_TIMEOUT, Agent, SILENCE_MAX, Work, wait_of};
 use crate::member::failures::wrong_state;
 use crate::member::rounds::{Admission, OfRound};
-use crate::wire::{Asked, HANDED_MAX, Order, Phase, PhaseReport, Reply, RoundEnd, TakePhase};
+use crate::wire::{Asked, Order, PhaseReport, Reply, RoundEnd, TakePhase};
 
 impl<D: Driver> Agent<D> {
     /// A coordinator that is connected and asks for nothing any more stands still itself, and with it this process.
@@ -32,8 +30,8 @@ impl<D: Driver> Agent<D> {
 
     /// What whoever leads has sent counts.
     fn hear_out(&mut self, number: u64) {
-        while let Ok(Some((request, fds))) = self.clients.next_request(number) {
-            self.handle(number, request, fds);
+        while let Ok(Some(request)) = self.clients.next_request(number) {
+            self.handle(number, request);
         }
     }
 
@@ -74,7 +72,7 @@ impl<D: Driver> Agent<D> {
     }
 
     /// An order of a round.
-    pub(super) fn take_phase(&mut self, number: u64, request: TakePhase, fds: Vec<OwnedFd>) {
+    pub(super) fn take_phase(&mut self, number: u64, request: TakePhase) {
         let TakePhase { round, alone, order, timeout_ms } = request;
         let (phase, wait) = (order.phase(), wait_of(timeout_ms));
         self.pass_by_the_dead(number);
@@ -92,11 +90,7 @@ impl<D: Driver> Agent<D> {
             Admission::Taken => {
                 self.due = Instant::now() + wait + SILENCE_MAX;
                 self.member.cut().claim(number);
-                if phase == Phase::RestoreStage {
-                    self.clients.take_fds(number, HANDED_MAX);
-                }
-                let fds = fds.into_iter().map(UninheritedFd::from).collect();
-                self.submit(number, Work::Phase(Some(round), order, fds), wait);
+                self.submit(number, Work::Phase(Some(round), order), wait);
             }
             Admission::NothingToUndo => {
                 self.say(number, Reply::PhaseDone(phase, PhaseReport::default()));
@@ -121,7 +115,7 @@ impl<D: Driver> Agent<D> {
         };
         self.due = Instant::now() + timeout + SILENCE_MAX;
         self.member.cut().claim(number);
-        self.submit(number, Work::Phase(round, Order::Settle, Vec::new()), timeout);
+        self.submit(number, Work::Phase(round, Order::Settle), timeout);
     }
 
     /// Another one leads, or what is asked for does not follow what was.
@@ -144,7 +138,7 @@ impl<D: Driver> Agent<D> {
     /// Answers what [`Agent::opens`] has noted: at once, or behind what the worker answers before.
     fn say(&mut self, number: u64, reply: Reply) {
         if self.clients.owed(number) == 1 {
-            self.clients.answer_open(number, &reply, Vec::new());
+            self.clients.answer_open(number, &reply);
         } else {
             self.submit(number, Work::Say(reply), AGENT_TIMEOUT);
         }

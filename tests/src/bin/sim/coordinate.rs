@@ -79,8 +79,6 @@ pub(crate) struct SwapWith {
     pub(crate) tenant: String,
     pub(crate) overlap: bool,
     pub(crate) window_bytes: Option<u64>,
-    /// What memory may change hands, as the command has it.
-    pub(crate) hand_over: String,
     /// What of it comes.
     pub(crate) scope: Scope,
 }
@@ -181,8 +179,6 @@ impl Desk {
         if let Some(swap) = &request.swap {
             command.args(["swap", first, swap.tenant.as_str()]);
             command.args((!swap.overlap).then_some("--no-overlap"));
-            let hand_over = format!("--hand-over={}", swap.hand_over);
-            command.args(swap.overlap.then_some(hand_over));
             if let Some(bytes) = swap.window_bytes.filter(|_| swap.overlap) {
                 command.args(["--window", &bytes.to_string()]);
             }
@@ -273,11 +269,7 @@ fn act(
     };
     let mut first = coordinator(&request.tenant, &request.scope);
     if let Some(with) = &request.swap {
-        let how = SwapOptions {
-            overlap: with.overlap,
-            window_bytes: with.window_bytes,
-            hand_over: with.hand_over.parse().unwrap_or_default(),
-        };
+        let how = SwapOptions { overlap: with.overlap, window_bytes: with.window_bytes };
         let tenant = TenantName::new(&with.tenant).map_err(|error| Refusal::of_name(&error))?;
         let done = swap(&mut first, &mut coordinator(&tenant, &with.scope), how, &mut |_| {});
         return match done {

@@ -36,7 +36,7 @@ fn leave(keeper: Keeper<IdleDriver>, window: &ByDevice) -> Keeper<IdleDriver> {
     let reserved = quiesced.reserve(whole, &[], Copies::All, |_| HostBudget(None)).unwrap().0;
     let mut departing = reserved.depart();
     while !departing.left().is_empty() {
-        departing.release_stage(window, &Shapes::new()).unwrap();
+        departing.release_stage(window).unwrap();
     }
     departing.release().unwrap().0.end()
 }
@@ -45,7 +45,7 @@ fn come(keeper: Keeper<IdleDriver>, window: &ByDevice) -> Keeper<IdleDriver> {
     let shut = keeper.shut::<FromOffloaded>(Instant::now() + SOON, || false).unwrap();
     let mut arriving = shut.arrive(Away::Whole);
     while !arriving.left().is_empty() {
-        arriving.restore_stage(window, Vec::new(), &Shapes::new()).unwrap();
+        arriving.restore_stage(window).unwrap();
     }
     let (returning, _) = arriving.restore_rest(0).unwrap();
     let (restored, _) = returning.map_imports().unwrap();

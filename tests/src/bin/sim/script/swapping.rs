@@ -119,7 +119,6 @@ impl Script {
             scope: self.scope_to_come(to),
             overlap: self.world.random.u8(..5) > 0,
             window_bytes: None,
-            hand_over: ["none", "plain", "all", "all"][self.world.random.usize(..4)].to_owned(),
         };
         let random = &mut self.world.random;
         let units = random.u64(1..=4);
