@@ -7,7 +7,7 @@ name, and one that fails leaves the others their turn:
 - kept: one process that holds `--kept-gib` GiB: its very first pause; then pauses after everything was rewritten, a tenth
   in a row, a tenth in scattered pieces of 2 MiB, nothing, and everything with zeros. Each resume follows at once;
 - prepared: the first pause of another such process after `sublet prepare`;
-- swap: two tenants that take turns by `sublet swap`, everything rewritten between, with `--no-overlap` and as it comes;
+- swap: two tenants that take turns by `sublet swap`, everything rewritten between;
 - every: `--every-gib` GiB on each GPU at once, against as many pinned copies at once;
 - links: one process that holds `--kept-gib` GiB on GPU 0, by its own link, and with GPU 1's beside it (`SUBLET_LINKS=2`), whose
   context is made anew each time or kept; against pinned copies of two GPUs at once;
@@ -273,33 +273,26 @@ class Race:
     def case_swap(self) -> None:
         """Two tenants on GPU 0."""
         size = self.size(self.args.swap_gib, 2)
-        ways = (("swap_apart", ["--no-overlap"], "one way after the other"), ("swap", [], "as it comes"))
-        self.data["sizes"].update({series: size for series, *_ in ways})
+        self.data["sizes"]["swap"] = size
         first = self.hold("first", size)
         self.command(first, "pause", str(first.tenant))
         second = self.hold("second", size)
         turn = [second, first]
         # Each has its first pause behind it, and host memory, when both have been away once.
-        self.swap(turn, "swap_first", [])
-        self.swap(turn, "swap_first", [])
-        for series, words, name in ways:
-            try:
-                for _ in range(self.args.swap_rounds):
-                    told = self.swap(turn, series, words)
-            except Skipped as skipped:
-                self.skip(f"swap {name}", f"{skipped}: as it comes is what there is")
-                continue
-            if series == "swap":
-                rows = [{pid: name for pid in ranks.pids.values()} for ranks, name in zip(reversed(turn), ("GPU 0, leaves", "GPU 0, comes"), strict=True)]
-                title = f"Swap of two tenants of {size / GIB:.0f} GiB, {name}: milliseconds"
-                self.data["timelines"].append(race_figures.swap_timeline(title, told.get("json"), told["wall_s"], rows))
+        self.swap(turn, "swap_first")
+        self.swap(turn, "swap_first")
+        for _ in range(self.args.swap_rounds):
+            told = self.swap(turn, "swap")
+        rows = [{pid: name for pid in ranks.pids.values()} for ranks, name in zip(reversed(turn), ("GPU 0, leaves", "GPU 0, comes"), strict=True)]
+        title = f"Swap of two tenants of {size / GIB:.0f} GiB: milliseconds"
+        self.data["timelines"].append(race_figures.swap_timeline(title, told.get("json"), told["wall_s"], rows))
         self.stop(first, second)
 
-    def swap(self, turn: list[Ranks], series: str, words: list[str]) -> dict[str, Any]:
+    def swap(self, turn: list[Ranks], series: str) -> dict[str, Any]:
         """The one whose turn it is rewrites everything and leaves; the other comes, and is right."""
         here, away = turn
         self.write(here, "all")
-        told = self.command(here, "swap", str(here.tenant), str(away.tenant), *words)
+        told = self.command(here, "swap", str(here.tenant), str(away.tenant))
         self.result.sample(f"{series}_s", told["wall_s"])
         wrong = sum(away.call("wrong", self.left(30)))
         self.result.sample("wrong_blocks", wrong)

@@ -55,7 +55,7 @@ pub use neighbours::held_elsewhere;
 pub use saving::{SaveError, SaveReport, SaveState};
 use shortage::Gives;
 pub use shortage::{DeviceShortage, Holder};
-pub use swap::{SwapOptions, swap, swap_with_itself};
+pub use swap::{swap, swap_with_itself};
 
 use lending::Patience;
 use peers::Everybody;
@@ -100,6 +100,9 @@ pub struct Options {
     pub passes_by_memory_waits: bool,
     /// Does a pause give memory back while the rest is still saved?
     pub early_release: EarlyRelease,
+    /// Of a swap, which takes those of its first tenant: how much of a device one stage moves, and how much more than the larger
+    /// of the two it may hold for that. None for the usual, which fits tenants of many gigabytes.
+    pub window_bytes: Option<u64>,
     /// Which memory the action is about.
     pub scope: Scope,
     /// Who takes part.
@@ -164,6 +167,7 @@ impl Default for Options {
             interrupt: None,
             passes_by_memory_waits: false,
             early_release: *EARLY_RELEASE,
+            window_bytes: None,
             scope: Scope::Whole,
             takes_part: TakesPart::Everybody,
         }

@@ -98,8 +98,8 @@ fn every_document_is_as_the_schema_says() -> Outcome {
     assert_eq!(refused["code"], "out_of_device_memory");
     let kind = &refused["failures"][0]["failure"]["kind"];
     assert!(kind["OutOfDeviceMemory"]["missing_bytes"].is_u64(), "{refused}");
-    checked.run("swap", 0, &["swap", "infer", "train", "--window", "8MiB"])?;
-    checked.run("swap", 0, &["swap", "train", "infer", "--no-overlap"])?;
+    checked.run("swap", 0, &["swap", "infer", "train"])?;
+    checked.run("swap", 0, &["swap", "train", "infer"])?;
     checked.run("switch", 0, &["switch", "train", "--dry-run"])?;
     checked.run("switch", 0, &["switch", "train"])?;
     checked.run("switch", 0, &["switch", "infer"])?;

@@ -466,11 +466,11 @@ fn timelines_have_every_process_and_phase_of_pauses_resumes_and_swaps() -> Outco
     stage.pause("train")?;
     let infer =
         stage.connected_job(&JobOptions { tensor_mib: 24, ..JobOptions::new("infer", 1) })?;
-    let swap = ["swap", "infer", "train", "--window", "8MiB", "--trace", &path];
+    let swap = ["swap", "infer", "train", "--trace", &path];
     stage.sublet(&swap)?.succeeded()?;
     let swapped = slices(&file)?;
     for (stage_name, pid) in
-        [("release by stages", infer.ranks[0].pid()), ("restore by stages", job.ranks[0].pid())]
+        [("release memory", infer.ranks[0].pid()), ("restore by stages", job.ranks[0].pid())]
     {
         assert!(
             swapped.iter().any(|slice| slice.0 == stage_name && slice.1 == u64::from(pid)),

@@ -1,4 +1,4 @@
-//! Two tenants that change places, by the real command: both directions at once, in bounded memory.
+//! Two tenants that change places: both directions at once, in bounded memory.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -6,11 +6,13 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use sublet_tests::{Boundary, Job, JobOptions, MIB, Outcome, Stage, Steps, Trouble};
+use tenants::coordinator::{self, Coordinator, Options, Outcome as Done};
+use tenants::identity::TenantName;
 use tenants::wire::Phase;
 
 /// Of memory that ranks keep in allocations of 2 MiB, so that it can go in small windows.
 const STATICS: usize = 20;
-const WINDOW: &str = "8MiB";
+const WINDOW: u64 = 8 * MIB;
 
 fn options(tenant: &str) -> JobOptions {
     JobOptions { statics: STATICS, ..JobOptions::new(tenant, 2) }
@@ -26,9 +28,16 @@ fn pair(capacity_bytes: u64) -> Outcome<(Stage, Job, Job)> {
 }
 
 fn swap(stage: &Stage, from: &str, to: &str) -> Outcome<[Value; 2]> {
-    let ran = stage.sublet(&["swap", from, to, "--json", "--window", WINDOW])?.succeeded()?;
-    let both = ran.json()?;
-    Ok([both["halves"][0]["report"].clone(), both["halves"][1]["report"].clone()])
+    let coordinator = |name: &str| -> Outcome<Coordinator> {
+        let options = Options { window_bytes: Some(WINDOW), ..Options::default() };
+        Ok(Coordinator::new(stage.run_dir().clone(), TenantName::new(name)?, options))
+    };
+    let done = coordinator::swap(&mut coordinator(from)?, &mut coordinator(to)?, &mut |_| {})?;
+    let of = |outcome| match outcome {
+        Done::Completed(report) => Ok(serde_json::to_value(report)?),
+        other => Err(Trouble::new(format!("{other:?}"))),
+    };
+    Ok([of(done.paused)?, of(done.resumed)?])
 }
 
 fn stages<'a>(report: &'a Value, phase: &str) -> Vec<&'a Value> {

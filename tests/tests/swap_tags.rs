@@ -9,7 +9,7 @@ use sublet_stage::{Place, Process, memory as on};
 use sublet_tests::{Boundary, MIB, Outcome as TestOutcome, Steps, Trouble};
 use tenants::budget::Budgets;
 use tenants::coordinator::{
-    Coordinator, CoordinatorError, Options, Outcome, Report, Swap, SwapError, SwapOptions, swap,
+    Coordinator, CoordinatorError, Options, Outcome, Report, Swap, SwapError, swap,
 };
 use tenants::identity::TenantName;
 use tenants::requests::act_for_all;
@@ -104,12 +104,12 @@ impl World {
     fn swap(&self, out: Scope, back: Scope) -> Result<Swap, SwapError> {
         let coordinator = |name: &str, scope| {
             let tenant = TenantName::new(name).unwrap_or_else(|error| panic!("{error}"));
-            let options = Options { scope, ..Options::default() };
+            let window_bytes = Some(WINDOW);
+            let options = Options { scope, window_bytes, ..Options::default() };
             Coordinator::new(self.place.run_dir().clone(), tenant, options)
         };
         let (mut from, mut to) = (coordinator("train", out), coordinator("infer", back));
-        let how = SwapOptions { window_bytes: Some(WINDOW), ..SwapOptions::default() };
-        swap(&mut from, &mut to, how, &mut |_| {})
+        swap(&mut from, &mut to, &mut |_| {})
     }
 
     fn used(&self) -> TestOutcome<u64> {

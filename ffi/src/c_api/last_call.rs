@@ -124,8 +124,7 @@ pub(crate) fn swapped(outcome: Result<tenants::coordinator::Swap, SwapError>) ->
         // Their words say what state both are in, and name their causes already.
         Err(
             ref error @ (SwapError::WentBack { ref source, .. }
-            | SwapError::NotBack { ref source, .. }
-            | SwapError::Resume { ref source, .. }),
+            | SwapError::NotBack { ref source, .. }),
         ) => refused_because(source, &error.to_string()),
     }
 }

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::ffi::{CStr, c_char, c_int};
 use std::time::{Duration, Instant};
 
-use tenants::coordinator::{Coordinator, Options, SwapOptions, Waits, swap, swap_with_itself};
+use tenants::coordinator::{Coordinator, Options, Waits, swap, swap_with_itself};
 use tenants::identity::TenantName;
 use tenants::member::Asking;
 use tenants::requests;
@@ -160,7 +160,7 @@ unsafe fn swap_scopes(
     let options = |scope| Options { timeout, scope, ..Options::default() };
     let mut from = Coordinator::new(run_dir.clone(), from, options(out));
     let mut to = Coordinator::new(run_dir, to, options(back));
-    Ok(swapped(swap(&mut from, &mut to, SwapOptions::default(), &mut |_| {})))
+    Ok(swapped(swap(&mut from, &mut to, &mut |_| {})))
 }
 
 /// All of a tenant, or these tags of it.

@@ -13,7 +13,6 @@ use tenants::coordinator::EarlyRelease;
 use tenants::identity::{FamilyName, TenantName};
 use tenants::region::TAG_BYTES_MAX;
 use tenants::scope::{LIBRARY_TAGS, Scope, TagNames};
-use tenants::size::{NoSize, Size};
 use tenants::turns::{Class, ClassError, TURNS_AUTO, Weight, WeightError};
 
 const EXIT_CODES: &str = "\
@@ -280,13 +279,6 @@ pub(crate) struct SwapArgs {
     pub(crate) to: TenantName,
     #[command(flatten)]
     pub(crate) tags: SwapTagArgs,
-    /// Pause the first wholly before anything of the second comes back
-    #[arg(long)]
-    pub(crate) no_overlap: bool,
-    /// How much of a GPU moves at a time, such as 512MiB, and how much more than the larger of the two it may hold for that;
-    /// a sixteenth of the larger when not given, from 256MiB to 1GiB, or four allocations where two do not fit into that
-    #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "no_overlap")]
-    pub(crate) window: Option<u64>,
     #[command(flatten)]
     pub(crate) wait: WaitArgs,
     /// Time for each phase; each phase has its own default
@@ -444,15 +436,6 @@ fn duration(text: &str) -> Result<Duration, String> {
         })
 }
 
-/// A size such as `512MiB` or `2GiB`; a bare number is in bytes.
-fn size(text: &str) -> Result<u64, String> {
-    let read: Result<Size, NoSize> = text.parse();
-    match read {
-        Ok(Size(bytes)) if bytes > 0 => Ok(bytes),
-        Ok(_) | Err(NoSize) => Err(format!("'{text}' is {NoSize}")),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs;
@@ -502,8 +485,6 @@ mod tests {
             "sublet run --tenant train --weight 0 -- true",
             "sublet prepare",
             "sublet prepare train other",
-            "sublet swap train infer --window wide",
-            "sublet swap train infer --no-overlap --window 1GiB",
             "sublet save train",
             "sublet wake train",
             "sublet trace train",
@@ -599,18 +580,6 @@ mod tests {
                     "{page}: `{line}` has no --{name}"
                 );
             }
-        }
-    }
-
-    #[test]
-    fn sizes_have_units() {
-        assert_eq!(size("512MiB"), Ok(512 << 20));
-        assert_eq!(size("2 GiB"), Ok(2 << 30));
-        assert_eq!(size("4096"), Ok(4096));
-        assert_eq!(size("2GB"), Ok(2 << 30), "as budgets and variables say it");
-        assert_eq!(size("1.5GiB"), Ok(3 << 29));
-        for text in ["", "0", "0MiB", "-1", "1.5", "MiB", "2PB", "99999999999GiB"] {
-            assert!(size(text).is_err(), "{text:?}");
         }
     }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tenants::coordinator::{
     self, Coordinator, CoordinatorError, DeviceShortage, Event, Interrupt, LostImports, Options,
-    Outcome, Report, Swap, SwapError, SwapOptions,
+    Outcome, Report, Swap, SwapError,
 };
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
@@ -230,17 +230,15 @@ pub(crate) fn swap(
     };
     let mut from = coordinator(&args.from, args.tags.out_scope());
     let mut to = coordinator(&args.to, args.tags.in_scope());
-    let how = SwapOptions { overlap: !args.no_overlap, window_bytes: args.window };
     let wait = args.wait.at_most();
-    let started = Instant::now();
     let result = {
         let mut progress = Progress::start();
         let mut swap = |progress: &mut Progress, to: &mut Coordinator| {
-            coordinator::swap(&mut from, to, how, &mut |event| progress.note(&event))
+            coordinator::swap(&mut from, to, &mut |event| progress.note(&event))
         };
         let result = swap(&mut progress, &mut to);
         // The first runs while the second does not fit, and each try looks before it stops anybody.
-        let result = wait_until_it_fits(
+        wait_until_it_fits(
             &args.to,
             result,
             SwapError::in_the_way,
@@ -248,25 +246,7 @@ pub(crate) fn swap(
             &interrupt,
             &mut progress,
             |progress| swap(progress, &mut to),
-        );
-        match result {
-            Err(SwapError::Resume { paused, source, paused_tenant, left }) => {
-                let resumed =
-                    resume_when_it_fits(&mut to, Err(*source), wait, &interrupt, &mut progress);
-                match resumed {
-                    Ok(resumed) => {
-                        let wall_us =
-                            u64::try_from(started.elapsed().as_micros()).unwrap_or(u64::MAX);
-                        Ok(Swap { paused: *paused, resumed, wall_us })
-                    }
-                    Err(source) => {
-                        let source = Box::new(source);
-                        Err(SwapError::Resume { paused, source, paused_tenant, left })
-                    }
-                }
-            }
-            done => done,
-        }
+        )
     };
     let halves = result.as_ref().map(|swap| [swap.paused.clone(), swap.resumed.clone()]);
     let wall_us = result.as_ref().ok().map(|swap| swap.wall_us);
@@ -334,11 +314,6 @@ fn show_swap(
                 left.is_away(&tenant),
                 left.resume_command(&tenant)
             )))
-        }
-        Err(SwapError::Resume { paused, source, paused_tenant, left }) => {
-            let halves = vec![out(Ok(*paused)), back(Err(*source))];
-            show_halves(halves, json, output)?;
-            Ok(partial(&format!("{} is paused now, too", left.subject(&paused_tenant))))
         }
     }
 }

@@ -93,9 +93,7 @@ impl From<SwapError> for Failure {
             SwapError::WentBack { ref source, ref losses, .. } if losses.is_empty() => {
                 Self::new(error.to_string(), exit_code_of(source)).because(&**source)
             }
-            SwapError::WentBack { ref source, .. }
-            | SwapError::NotBack { ref source, .. }
-            | SwapError::Resume { ref source, .. } => {
+            SwapError::WentBack { ref source, .. } | SwapError::NotBack { ref source, .. } => {
                 Self::new(error.to_string(), EXIT_PARTIAL).because(&**source)
             }
         }

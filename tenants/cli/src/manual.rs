@@ -86,7 +86,7 @@ mod tests {
             assert!(text.contains(&format!("sublet {name}")), "{name}: {text}");
         }
         let swap = fs::read_to_string(dir.path().join("sublet-swap.1")).unwrap();
-        assert!(swap.contains("no\\-overlap") && swap.contains("window"), "{swap}");
+        assert!(swap.contains("out\\-tag") && swap.contains("timeout"), "{swap}");
         let whole = fs::read_to_string(dir.path().join("sublet.1")).unwrap();
         assert!(whole.contains("Exit codes:") && whole.contains("130"), "{whole}");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), names().len() + 1);

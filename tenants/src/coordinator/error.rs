@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::report::{MemberFailure, Outcome};
+use super::report::MemberFailure;
 use super::shortage::DeviceShortage;
 use crate::identity::TenantName;
 use crate::run_dir::RunDirError;
@@ -326,18 +326,6 @@ pub enum SwapError {
         /// Why the second did not come.
         source: Box<CoordinatorError>,
     },
-    /// One after the other: the first tenant is paused, but the second did not resume and is paused still.
-    #[error("{} is paused now, but {source}", left.subject(paused_tenant))]
-    Resume {
-        /// The tenant that is paused now.
-        paused_tenant: TenantName,
-        /// What of it.
-        left: Scope,
-        /// How its pause went.
-        paused: Box<Outcome>,
-        /// Why the other did not resume.
-        source: Box<CoordinatorError>,
-    },
 }
 
 impl SwapError {
@@ -346,7 +334,7 @@ impl SwapError {
         match self {
             Self::NoTarget(error) => Some(error),
             Self::WentBack { source, .. } => Some(source),
-            Self::Pause(_) | Self::NotBack { .. } | Self::Resume { .. } => None,
+            Self::Pause(_) | Self::NotBack { .. } => None,
         }
     }
 }

@@ -13,7 +13,7 @@ use super::report::{Event, MemberFailure, Outcome, Report, Step, Swap, Who};
 use super::session::{Plan, Session, Stop, micros};
 use super::shortage::{DeviceShortage, short_devices};
 use super::spilling::Room;
-use super::{Coordinator, CoordinatorError, JOINED_TRIES_MAX, Options, TakesPart};
+use super::{Coordinator, CoordinatorError, JOINED_TRIES_MAX, Options};
 use crate::host_memory::HostShortage;
 use crate::identity::TenantName;
 use crate::phase::Manner;
@@ -21,27 +21,10 @@ use crate::run_dir::{CoordinatorLock, TenantDir, pause_thread};
 use crate::scope::Scope;
 use crate::wire::{Action, DeviceDelta, Failure, FailureKind, Phase};
 
-/// How two tenants change places.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SwapOptions {
-    /// Does memory of the second come while that of the first leaves? Else the first is paused before.
-    pub overlap: bool,
-    /// How much of a device one stage moves, and how much more than the larger of the two it may hold for that; the usual
-    /// where it is none: a sixteenth of the larger, at least 256 MiB and at most 1 GiB; or four allocations, a quarter of the
-    /// larger at most, where that has no room for two.
-    pub window_bytes: Option<u64>,
-}
-
 /// How long a first tenant that is to come back waits for room that the second has kept,
 const KEPT_ROOM_WAIT: Duration = Duration::from_secs(2);
 /// and how often it looks.
 const KEPT_ROOM_LOOK: Duration = Duration::from_millis(200);
-
-impl Default for SwapOptions {
-    fn default() -> Self {
-        Self { overlap: true, window_bytes: None }
-    }
-}
 
 /// Why a tenant does not change places with itself.
 pub fn swap_with_itself(tenant: &TenantName) -> String {
@@ -58,66 +41,61 @@ struct Held<'a> {
     lock: CoordinatorLock,
 }
 
-/// Pauses `from` and resumes `to`, under the locks of both. Blocks for a bounded time.
+/// Pauses `from` and resumes `to`, both of all their processes, under the locks of both. Blocks for a bounded time.
 ///
 /// # Errors
 /// [`SwapError`], which says what state both are in.
 pub fn swap(
     from: &mut Coordinator,
     to: &mut Coordinator,
-    how: SwapOptions,
     progress: &mut dyn FnMut(Event<'_>),
 ) -> Result<Swap, SwapError> {
     let started = Instant::now();
     to.check_alive().map_err(SwapError::NoTarget)?;
     let (from, to) = lock_both(from, to)?;
-    let is_by_all = |options: &Options| {
-        matches!(options.scope, Scope::Whole | Scope::Tags { owner: None, .. })
-            && options.takes_part == TakesPart::Everybody
-            && options.consent.is_none()
-    };
-    if how.overlap && is_by_all(&from.coordinator.options) && is_by_all(&to.coordinator.options) {
-        let mut tries = 1;
-        let mut patience = Patience::new(&from.coordinator.options);
-        let mut room = Room::default();
-        loop {
-            let mut short = None;
-            match overlapped(&from, &to, how, (patience, &mut short), started, progress) {
-                // With the newcomers, then.
-                Err(SwapError::Pause(CoordinatorError::Joined { .. }))
-                    if tries < JOINED_TRIES_MAX =>
-                {
-                    tries += 1;
+    let mut tries = 1;
+    let mut patience = Patience::new(&from.coordinator.options);
+    let mut room = Room::default();
+    loop {
+        let mut short = None;
+        match overlapped(&from, &to, (patience, &mut short), started, progress) {
+            // With the newcomers, then.
+            Err(SwapError::Pause(CoordinatorError::Joined { .. })) if tries < JOINED_TRIES_MAX => {
+                tries += 1;
+            }
+            Err(SwapError::Pause(error)) if error.is_lent() => match patience.next() {
+                Some(next) => patience = next,
+                None => return Err(SwapError::Pause(error)),
+            },
+            Err(SwapError::Pause(error))
+                if error.left_unchanged()
+                    && from.coordinator.makes_room(&mut room, short.as_ref(), progress) => {}
+            Err(error) => return Err(error),
+            Ok(Moving::Both(mut swap)) => {
+                if let Outcome::Completed(report) = &mut swap.paused {
+                    report.notes.extend(room.notes());
                 }
-                Err(SwapError::Pause(error)) if error.is_lent() => match patience.next() {
-                    Some(next) => patience = next,
-                    None => return Err(SwapError::Pause(error)),
-                },
-                Err(SwapError::Pause(error))
-                    if error.left_unchanged()
-                        && from.coordinator.makes_room(&mut room, short.as_ref(), progress) => {}
-                Ok(Some(mut swap)) => {
-                    if let Outcome::Completed(report) = &mut swap.paused {
-                        report.notes.extend(room.notes());
-                    }
-                    return Ok(swap);
-                }
-                // Only one of them moves.
-                Ok(None) => break,
-                Err(error) => return Err(error),
+                return Ok(*swap);
+            }
+            Ok(Moving::OneThatLeaves) => {
+                let paused = from.act(Action::Pause, progress).map_err(SwapError::Pause)?;
+                let resumed = Outcome::AlreadyActive;
+                return Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) });
+            }
+            Ok(Moving::OneThatComes) => {
+                let paused = from.act(Action::Pause, progress).map_err(SwapError::Pause)?;
+                let resumed = to.act(Action::Resume, progress).map_err(SwapError::NoTarget)?;
+                return Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) });
             }
         }
     }
-    let paused = from.act(Action::Pause, progress).map_err(SwapError::Pause)?;
-    match to.act(Action::Resume, progress) {
-        Ok(resumed) => Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) }),
-        Err(source) => Err(SwapError::Resume {
-            paused_tenant: from.coordinator.tenant.clone(),
-            left: from.coordinator.options.scope.clone(),
-            paused: Box::new(paused),
-            source: Box::new(source),
-        }),
-    }
+}
+
+/// Which of two tenants has something to move.
+enum Moving {
+    Both(Box<Swap>),
+    OneThatLeaves,
+    OneThatComes,
 }
 
 /// Takes both locks in the order of the names: two swaps the opposite way do not wait for each other.
@@ -165,15 +143,14 @@ impl Held<'_> {
     }
 }
 
-/// Both at once; none when there is nothing to be done for one of them.
+/// Both at once, where both have something to move.
 fn overlapped(
     from: &Held<'_>,
     to: &Held<'_>,
-    how: SwapOptions,
     (patience, short): (Patience, &mut Option<HostShortage>),
     started: Instant,
     progress: &mut dyn FnMut(Event<'_>),
-) -> Result<Option<Swap>, SwapError> {
+) -> Result<Moving, SwapError> {
     let shared = RefCell::new(progress);
     let tell = |event: Event<'_>| (*shared.borrow_mut())(event);
     let (mut tell_from, mut tell_to, mut tell_after) = (tell, tell, tell);
@@ -185,8 +162,11 @@ fn overlapped(
         .open(&to.coordinator.options, Action::Resume, &mut tell_to)
         .map_err(SwapError::NoTarget)?;
     let comers = coming.members_for(Action::Resume).map_err(SwapError::NoTarget)?;
-    if leavers.is_empty() || comers.is_empty() {
-        return Ok(None);
+    if leavers.is_empty() {
+        return Ok(Moving::OneThatComes);
+    }
+    if comers.is_empty() {
+        return Ok(Moving::OneThatLeaves);
     }
     leaving.patience = patience;
     let left = leaving.resident_part(&leavers);
@@ -227,7 +207,7 @@ fn overlapped(
     }
 
     // The point of no return of the first.
-    let stages = Exchange::new(how.window_bytes, &gives, &needed);
+    let stages = Exchange::new(from.coordinator.options.window_bytes, &gives, &needed);
     let mut resumed = coming.new_report(Action::Resume);
     report.window_bytes = Some(stages.window_bytes());
     resumed.window_bytes = report.window_bytes;
@@ -252,11 +232,11 @@ fn overlapped(
     }
     resumed.wall_us = micros(started.elapsed());
     coming.note_latecomers(&mut resumed);
-    Ok(Some(Swap {
+    Ok(Moving::Both(Box::new(Swap {
         paused: Outcome::Completed(Box::new(paused)),
         resumed: Outcome::Completed(Box::new(resumed)),
         wall_us: micros(started.elapsed()),
-    }))
+    })))
 }
 
 /// The tenant that is to come, for errors before anything was changed.

@@ -2,8 +2,7 @@
 
 use super::{SwitchError, SwitchOptions, busy};
 use crate::coordinator::{
-    Coordinator, CoordinatorError, Event, Interrupt, LostImports, Options, Outcome, SwapError,
-    SwapOptions, swap,
+    Coordinator, CoordinatorError, Event, Interrupt, LostImports, Options, Outcome, SwapError, swap,
 };
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
@@ -61,7 +60,7 @@ impl Acting<'_> {
         let mut to = self.coordinator(self.tenant, interrupt);
         if let [only] = victims {
             let mut from = self.coordinator(only, interrupt);
-            return match swap(&mut from, &mut to, SwapOptions::default(), progress) {
+            return match swap(&mut from, &mut to, progress) {
                 Ok(swap) => {
                     let both = [(only.clone(), swap.paused), (self.tenant.clone(), swap.resumed)];
                     Ok(both.into_iter().filter(|(_, outcome)| !was_away(outcome)).collect())
@@ -82,9 +81,6 @@ impl Acting<'_> {
                 Err(SwapError::NotBack { tenant, resume, source, .. }) => {
                     let stay_paused = vec![(tenant, *resume)];
                     Err(SwitchError::NotUndone { stay_paused, refused_by: None, source })
-                }
-                Err(SwapError::Resume { paused_tenant, source, .. }) => {
-                    Err(self.undo(vec![paused_tenant], (None, *source), progress))
                 }
             };
         }

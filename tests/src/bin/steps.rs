@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use sublet_tests::{Boundary, MIB, Outcome, Trouble};
 use tenants::coordinator::{
-    Coordinator, CoordinatorError, Event, Options, Outcome as Done, Step, SwapOptions, swap,
+    Coordinator, CoordinatorError, Event, Options, Outcome as Done, Step, swap,
 };
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
@@ -35,7 +35,13 @@ fn run() -> Outcome<String> {
     let swaps = action == "swap";
     let timeout = Duration::from_secs(if rest.is_empty() || swaps { 120 } else { 1 });
     let run_dir = RunDir::open(Some(run_dir.into()), None)?;
-    let options = Options { timeout: Some(timeout), finish_timeout: timeout, ..Options::default() };
+    let options = Options {
+        timeout: Some(timeout),
+        finish_timeout: timeout,
+        // Of a few allocations.
+        window_bytes: Some(8 * MIB),
+        ..Options::default()
+    };
     let scope = |tag: Option<&String>| tag.map_or(Scope::Whole, |tag| of_tag(tag));
     let of = |name: &str, scope| -> Outcome<Coordinator> {
         let options = Options { scope, ..options.clone() };
@@ -44,9 +50,7 @@ fn run() -> Outcome<String> {
     let mut coordinator = of(tenant, scope(rest.get(1)))?;
     if let (true, [to, tags @ ..]) = (swaps, rest) {
         let mut to = of(to, scope(tags.get(1)))?;
-        // Windows of a few allocations.
-        let how = SwapOptions { window_bytes: Some(8 * MIB), ..SwapOptions::default() };
-        let done = swap(&mut coordinator, &mut to, how, &mut |event| stop_at(&event))?;
+        let done = swap(&mut coordinator, &mut to, &mut |event| stop_at(&event))?;
         return Ok(format!("{}; {}", said(Ok(done.paused))?, said(Ok(done.resumed))?));
     }
     let done = match action.as_str() {

@@ -26,9 +26,6 @@ const PAUSE: [Phase; 5] =
     [Phase::CloseGate, Phase::Drain, Phase::Save, Phase::Release, Phase::Verify];
 const RESUME: [Phase; 4] = [Phase::CreateOwn, Phase::Restore, Phase::Import, Phase::Activate];
 
-/// One half of a swap after the other.
-const AFTER: SwapOptions = SwapOptions { overlap: false, window_bytes: None };
-
 fn active() -> Script {
     Script::new(MemberState::Active)
 }
@@ -365,43 +362,17 @@ fn all_tenants_are_asked_what_they_hold_simultaneously() {
 }
 
 #[test]
-fn a_swap_without_overlap_pauses_one_tenant_then_resumes_the_other() {
-    let mut world = World::of(&[active()]);
-    world.add("infer", 5, paused());
-    let mut from = world.coordinator();
-    let mut to = Coordinator::new(world.run_dir.clone(), tenant("infer"), options());
-    let done = swap(&mut from, &mut to, AFTER, &mut quiet).unwrap();
-    assert_eq!(report(done.paused).phases.len(), 5);
-    assert_eq!(report(done.resumed).phases.len(), 4);
-    assert_eq!(world.state(1), MemberState::Paused);
-    assert_eq!(world.state(5), MemberState::Active);
-}
-
-#[test]
 fn a_swap_with_a_tenant_that_is_not_there_pauses_nothing() {
     let world = World::of(&[active()]);
     let mut from = world.coordinator();
     let mut to = Coordinator::new(world.run_dir.clone(), tenant("infer"), options());
-    let error = swap(&mut from, &mut to, AFTER, &mut quiet).unwrap_err();
+    let error = swap(&mut from, &mut to, &mut quiet).unwrap_err();
     assert!(matches!(error, SwapError::NoTarget(_)));
     assert!(world.lines().is_empty());
     // One whose processes are all dead is not there either.
     let dir = world.run_dir.tenant(&tenant("infer")).unwrap();
     drop(UnixListener::bind(dir.socket_path(MemberId(7)).unwrap()).unwrap());
-    let error = swap(&mut from, &mut to, AFTER, &mut quiet).unwrap_err();
+    let error = swap(&mut from, &mut to, &mut quiet).unwrap_err();
     assert!(matches!(error, SwapError::NoTarget(_)));
     assert!(world.lines().is_empty());
-}
-
-#[test]
-fn a_swap_without_overlap_whose_second_half_fails_says_that_both_are_paused() {
-    let mut world = World::of(&[active()]);
-    let failure = Fault::Fail(FailureKind::OutOfHostMemory);
-    world.add("infer", 5, paused().with(Phase::CreateOwn, failure));
-    let mut from = world.coordinator();
-    let mut to = Coordinator::new(world.run_dir.clone(), tenant("infer"), options());
-    let error = swap(&mut from, &mut to, AFTER, &mut quiet).unwrap_err();
-    assert!(error.to_string().starts_with("tenant 'train' is paused now, but resuming"));
-    assert_eq!(world.state(1), MemberState::Paused);
-    assert_eq!(world.state(5), MemberState::Paused);
 }

@@ -9,10 +9,9 @@ use crate::wire::Action;
 
 /// Eight stages of one process.
 const WINDOW: u64 = GIB / 8;
-const STAGES: SwapOptions = SwapOptions { overlap: true, window_bytes: Some(WINDOW) };
 
 fn patient() -> Options {
-    Options { timeout: Some(Duration::from_secs(10)), ..options() }
+    Options { timeout: Some(Duration::from_secs(10)), window_bytes: Some(WINDOW), ..options() }
 }
 
 /// No longer than it takes for one that is silent, and the others to answer on a busy machine.
@@ -29,7 +28,7 @@ fn waiting_for(fault: Fault) -> Options {
         | Fault::HalfAnswer
         | Fault::WithFd => Duration::from_secs(10),
     };
-    Options { timeout: Some(timeout), ..options() }
+    Options { timeout: Some(timeout), window_bytes: Some(WINDOW), ..options() }
 }
 
 /// Tenant `train` with these members, and `infer` with those, whose ids count from 5.
@@ -57,7 +56,7 @@ fn pair(run_dir: &RunDir, options: &Options) -> (Coordinator, Coordinator) {
 
 fn swapped(world: &World, options: &Options) -> Result<Swap, SwapError> {
     let (mut from, mut to) = pair(&world.run_dir, options);
-    swap(&mut from, &mut to, STAGES, &mut quiet)
+    swap(&mut from, &mut to, &mut quiet)
 }
 
 /// The number of times that `id` began `phase`.
@@ -127,16 +126,11 @@ fn no_device_holds_more_than_the_larger_and_a_window() {
 }
 
 #[test]
-fn small_tenants_are_asked_no_more_often_than_without_overlap() {
-    let count = |how| {
-        let world = world(&[active()], &[tight(0)]);
-        let (mut from, mut to) = pair(&world.run_dir, &patient());
-        let done = swap(&mut from, &mut to, how, &mut quiet).unwrap();
-        assert!(matches!(done.resumed, Outcome::Completed(_)));
-        (world.phases_of(1).len(), world.phases_of(5).len())
-    };
-    let wide = SwapOptions { window_bytes: Some(GIB), ..STAGES };
-    assert_eq!(count(wide), count(AFTER));
+fn small_tenants_are_asked_no_more_often_than_in_a_pause_and_a_resume() {
+    let world = world(&[active()], &[tight(0)]);
+    let done = swapped(&world, &Options { window_bytes: Some(GIB), ..patient() }).unwrap();
+    assert!(matches!(done.resumed, Outcome::Completed(_)));
+    assert_eq!((world.phases_of(1).len(), world.phases_of(5).len()), (PAUSE.len(), RESUME.len()));
 }
 
 #[test]
@@ -299,7 +293,7 @@ fn a_first_tenant_of_which_one_releases_too_late_comes_back_where_the_second_doe
     let failing = small(tight(0)).with(Phase::Import, Fault::Fail(FailureKind::Driver));
     let world = world(&[late], &[failing]);
     let timeout = Some(Duration::from_millis(600));
-    let options = Options { timeout, contact_timeout: SOON, ..options() };
+    let options = Options { contact_timeout: SOON, timeout, ..patient() };
     let error = swapped(&world, &options).unwrap_err();
     let SwapError::WentBack { losses, .. } = &error else { panic!("{error}") };
     assert_eq!(losses[0].step, Step::Phase(Phase::Release));
@@ -337,7 +331,7 @@ fn called_off(world: &World, at: impl Fn(&Event<'_>) -> bool) -> SwapError {
             nix::unistd::write(&raise, &[1]).unwrap();
         }
     };
-    swap(&mut from, &mut to, STAGES, &mut tell).unwrap_err()
+    swap(&mut from, &mut to, &mut tell).unwrap_err()
 }
 
 #[test]
@@ -370,9 +364,9 @@ fn two_swaps_the_opposite_way_take_turns() {
     let world = world(&[active()], &[tight(0)]);
     std::thread::scope(|scope| {
         let (mut from, mut to) = pair(&world.run_dir, &patient());
-        let there = scope.spawn(move || swap(&mut from, &mut to, STAGES, &mut quiet).map(drop));
+        let there = scope.spawn(move || swap(&mut from, &mut to, &mut quiet).map(drop));
         let (mut to, mut from) = pair(&world.run_dir, &patient());
-        let back = scope.spawn(move || swap(&mut from, &mut to, STAGES, &mut quiet).map(drop));
+        let back = scope.spawn(move || swap(&mut from, &mut to, &mut quiet).map(drop));
         there.join().unwrap().unwrap();
         back.join().unwrap().unwrap();
     });

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use sublet_tests::{Outcome, Trouble};
 use tenants::coordinator::{
-    Coordinator, EarlyRelease, Interrupt, LostImports, Options, Outcome as Done, SwapOptions, swap,
+    Coordinator, EarlyRelease, Interrupt, LostImports, Options, Outcome as Done, swap,
 };
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
@@ -77,7 +77,6 @@ impl Request {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct SwapWith {
     pub(crate) tenant: String,
-    pub(crate) overlap: bool,
     pub(crate) window_bytes: Option<u64>,
     /// What of it comes.
     pub(crate) scope: Scope,
@@ -178,10 +177,6 @@ impl Desk {
         let first = request.tenant.as_str();
         if let Some(swap) = &request.swap {
             command.args(["swap", first, swap.tenant.as_str()]);
-            command.args((!swap.overlap).then_some("--no-overlap"));
-            if let Some(bytes) = swap.window_bytes.filter(|_| swap.overlap) {
-                command.args(["--window", &bytes.to_string()]);
-            }
             command.args(tags_of(&request.scope).flat_map(|name| ["--out-tag", name]));
             command.args(tags_of(&swap.scope).flat_map(|name| ["--in-tag", name]));
         } else {
@@ -260,6 +255,7 @@ fn act(
         timeout: Some(PHASE_TIMEOUT),
         lost_imports: request.lost_imports,
         early_release: request.release(),
+        window_bytes: request.swap.as_ref().and_then(|with| with.window_bytes),
         interrupt,
         ..Options::default()
     };
@@ -269,9 +265,8 @@ fn act(
     };
     let mut first = coordinator(&request.tenant, &request.scope);
     if let Some(with) = &request.swap {
-        let how = SwapOptions { overlap: with.overlap, window_bytes: with.window_bytes };
         let tenant = TenantName::new(&with.tenant).map_err(|error| Refusal::of_name(&error))?;
-        let done = swap(&mut first, &mut coordinator(&tenant, &with.scope), how, &mut |_| {});
+        let done = swap(&mut first, &mut coordinator(&tenant, &with.scope), &mut |_| {});
         return match done {
             Ok(done) => Ok(vec![done.paused, done.resumed]),
             Err(error) => Err(Refusal::of_swap(&error)),

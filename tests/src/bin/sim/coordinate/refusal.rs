@@ -37,11 +37,9 @@ impl Refusal {
     pub(super) fn of_swap(error: &SwapError) -> Self {
         let source = match error {
             SwapError::NoTarget(source) | SwapError::Pause(source) => source,
-            SwapError::WentBack { source, .. }
-            | SwapError::NotBack { source, .. }
-            | SwapError::Resume { source, .. } => source,
+            SwapError::WentBack { source, .. } | SwapError::NotBack { source, .. } => source,
         };
-        let both_are_paused = matches!(error, SwapError::NotBack { .. } | SwapError::Resume { .. });
+        let both_are_paused = matches!(error, SwapError::NotBack { .. });
         Self { text: error.to_string(), both_are_paused, ..Self::of(source) }
     }
 

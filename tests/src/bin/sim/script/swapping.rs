@@ -117,7 +117,6 @@ impl Script {
         let with = SwapWith {
             tenant: self.world.tenants[to].name.to_string(),
             scope: self.scope_to_come(to),
-            overlap: self.world.random.u8(..5) > 0,
             window_bytes: None,
         };
         let random = &mut self.world.random;
