@@ -53,11 +53,6 @@ FIGURES = (
            ("pinned_every_out_gb_s", "pinned_every_in_gb_s"), baseline="as many pinned copies at once", of_each=True),
     Figure("rates", "every_late", SUBLET, "the same, all saved first", "what the links and the host's memory carry together",
            ("pinned_every_out_gb_s", "pinned_every_in_gb_s"), baseline="as many pinned copies at once", of_each=True),
-    Figure("rates", "links_one", SUBLET, "one GPU, its own link", LINK),
-    Figure("rates", "links_two", SUBLET, "and a neighbour's, a new context each time", "two links, less the time to make a context",
-           ("pinned_links_out_gb_s", "pinned_links_in_gb_s"), baseline="pinned copies of two GPUs at once"),
-    Figure("rates", "links_kept", SUBLET, "and a neighbour's, its context kept", "two links; in, the driver's clearing",
-           ("pinned_links_out_gb_s", "pinned_links_in_gb_s"), baseline="pinned copies of two GPUs at once"),
     Figure("rates", "saver_sublet", SUBLET, "by tag, resume at once", LINK),
     Figure("rates", "saver_late", SUBLET, "the same, all saved first", f"{LINK}; in, the driver clears what was just given back"),
     Figure("rates", "saver_retained", TORCH_SAVER, "backup retained", LINK, baseline="Sublet, by tag"),
@@ -166,8 +161,6 @@ def goals(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             add(f"{key.removeprefix('kept_')}, {way}: within 1.3 of copying a tenth", of(key, way), least, "GB/s")
         least = of("saver_retained", way)
         add(f"by tag, {way}: as fast as torch_memory_saver's best mode", of("saver_sublet", way), least, "GB/s")
-    for way in ("out", "in"):
-        add(f"one GPU, two links, {way}: 1.8 times one", of("links_kept", way), times(1.8, limit("links_one", way)), "GB/s")
     add("swap: 90 % of both ways at once", of("swap", "out"), times(0.9, limit("swap", "out")), "GB/s each way")
     add("first pause, prepared: 50 % of the pinned copy", of("prepared_first", "out"), times(0.5, limit("prepared_first", "out")), "GB/s")
     gpus = record.get("parameters", {}).get("gpus")
@@ -194,17 +187,6 @@ def reports(told: Any) -> list[dict[str, Any]]:
     return []
 
 
-def share_by_neighbour(told: Any) -> float:
-    """Of what a pause or resume copied, the share that took a neighbouring GPU's link."""
-    copied = relayed = 0
-    for report in reports(told):
-        for phase in report["phases"]:
-            for member in phase.get("members", []):
-                said = member.get("report") or {}
-                if phase["phase"] in ("Save", "Restore"):
-                    copied += said.get("bytes", 0)
-                    relayed += said.get("bytes_by_neighbour", 0)
-    return relayed / copied if copied else 0.0
 
 
 def spans(report: Mapping[str, Any], rows: Mapping[int, str], begin_ms: float = 0.0) -> list[dict[str, Any]]:

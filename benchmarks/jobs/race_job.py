@@ -9,8 +9,6 @@ name, and one that fails leaves the others their turn:
 - prepared: the first pause of another such process after `sublet prepare`;
 - swap: two tenants that take turns by `sublet swap`, everything rewritten between;
 - every: `--every-gib` GiB on each GPU at once, against as many pinned copies at once;
-- links: one process that holds `--kept-gib` GiB on GPU 0, by its own link, and with GPU 1's beside it (`SUBLET_LINKS=2`), whose
-  context is made anew each time or kept; against pinned copies of two GPUs at once;
 - nccl: ranks with 2 communicators and then with 20, and nothing else; destroyed and rebuilt, by `ncclCommSuspend` where the
   NCCL at hand has it, and paused from outside;
 - saver: `saver_job.py`'s ways by tag, 20 GB kept and rewritten before each pause, 40 GB discarded;
@@ -135,11 +133,10 @@ class Race:
 
     # ------------------------------------------------------------ processes and commands
 
-    def start(self, label: str, tenant: str | None, ranks: int = 1, env: dict[str, str] | None = None) -> Ranks:
+    def start(self, label: str, tenant: str | None, ranks: int = 1) -> Ranks:
         """Processes that hold memory, the first on GPU 0."""
         launcher = "launch" if ranks > 1 else "alone"
-        how: dict[str, Any] = {"launcher": launcher, "life_s": self.args.deadline, "env": env}
-        started = Ranks(self.work, label, ranks, [HOLDER], tenant=tenant, **how)
+        started = Ranks(self.work, label, ranks, [HOLDER], tenant=tenant, launcher=launcher, life_s=self.args.deadline)
         self.started.append(started)
         return started
 
@@ -190,9 +187,9 @@ class Race:
             self.result.note(f"{room / GIB:.0f} in place of {wanted_gib:g} GiB a process: the host has {available / GIB:.0f} GiB")
         return min(wanted, room or wanted)
 
-    def hold(self, label: str, size_bytes: int, ranks: int = 1, env: dict[str, str] | None = None) -> Ranks:
+    def hold(self, label: str, size_bytes: int, ranks: int = 1) -> Ranks:
         """A tenant that holds `size_bytes` in each process, all of it written."""
-        started = self.start(label, f"race-{label}-{os.getpid()}", ranks, env)
+        started = self.start(label, f"race-{label}-{os.getpid()}", ranks)
         block = self.args.block_mib * MIB
         made = started.call("hold", self.left(60), size_bytes=size_bytes, block_bytes=block)
         if any(each["bytes"] < size_bytes * 0.95 for each in made):
@@ -319,27 +316,6 @@ class Race:
             self.skip("every released late", str(skipped))
         self.stop(ranks)
 
-    def case_links(self) -> None:
-        """GPU 0's memory by its own link, and by GPU 1's beside it."""
-        size = self.size(self.args.kept_gib, 1)
-        plain = self.start("pinned-links", None, 2)
-        self.pinned(plain, "pinned_links")
-        self.stop(plain)
-        two = {"SUBLET_LINKS": "2", "SUBLET_LINKS_MIN_MIB": "1"}
-        for key, env in (("links_one", {}), ("links_two", two), ("links_kept", {**two, "SUBLET_LINKS_KEEP": "1"})):
-            ranks = self.hold(key.replace("_", "-"), size, env=env)
-            self.data["sizes"][key] = size
-            self.pause_and_resume(ranks, f"{key}_first")
-            for _ in range(self.args.links_rounds):
-                self.write(ranks, "all")
-                told_both = self.pause_and_resume(ranks, key)
-                for way, told in zip(("out", "in"), told_both, strict=True):
-                    self.result.sample(f"{key}_{way}_share", race_figures.share_by_neighbour(told.get("json")))
-            notes = [note for told in told_both for report in race_figures.reports(told.get("json")) for note in report["notes"]]
-            shares = [common.summarise(self.data["samples"][f"{key}_{way}_share"])["median"] for way in ("out", "in")]
-            common.log(f"{key}: by GPU 1's link {shares}, {notes}")
-            self.stop(ranks)
-
     def case_nccl(self) -> None:
         """Communicators alone."""
         needs_torch()
@@ -437,7 +413,6 @@ CASES = (
     Case("nccl", Race.case_nccl, 60, 180, 2),
     Case("saver", Race.case_saver, 75, 150),
     Case("checkpoint", Race.case_checkpoint, 35, 120),
-    Case("links", Race.case_links, 30, 120, 2),
 )
 
 
@@ -472,7 +447,6 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--block-mib", type=int, default=512, help="size of one allocation")
     parser.add_argument("--copy-mib", type=int, default=1024, help="size of one pinned copy")
     parser.add_argument("--swap-rounds", type=int, default=4)
-    parser.add_argument("--links-rounds", type=int, default=4)
     parser.add_argument("--many", type=int, default=20, help="communicators of the larger NCCL case")
     parser.add_argument("--nccl-cycles", type=int, default=8, help="cycles with 2 communicators; half as many with more")
     parser.add_argument("--cold-host", action="store_true", help="do not touch host memory first")

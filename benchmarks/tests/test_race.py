@@ -29,7 +29,7 @@ from common import JobError, Result  # noqa: E402
 from race_job import CASES, Case, Race, Skipped  # noqa: E402
 
 MIB = common.MIB
-SMALL = ["--kept-gib", "0.0157", "--swap-gib", "0.0157", "--every-gib", "0.0079", "--block-mib", "6", "--copy-mib", "4", "--links-rounds", "1"]
+SMALL = ["--kept-gib", "0.0157", "--swap-gib", "0.0157", "--every-gib", "0.0079", "--block-mib", "6", "--copy-mib", "4"]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -73,9 +73,6 @@ def test_every_case_that_needs_no_torch_runs_and_its_contents_are_right(node: Pa
         pauses, resumes = (data["samples"][f"{series}_{action}_s"] for action in ("pause", "resume"))
         assert len(pauses) == len(resumes) > 0
     assert len(data["samples"]["swap_s"]) == 4
-    for key in ("links_one", "links_two", "links_kept"):
-        shares = [*data["samples"][f"{key}_out_share"], *data["samples"][f"{key}_in_share"]]
-        assert len(shares) == 2 and all(0 <= share <= 1 for share in shares) and (key != "links_one" or not any(shares))
     assert data["skipped"]["nccl"] == data["skipped"]["saver"] == "no torch here"
     assert "cuCheckpointProcess" in data["skipped"]["checkpoint"]
     assert {"nccl", "saver", "checkpoint"} <= set(data["skipped"])
@@ -89,7 +86,6 @@ def test_case_that_wants_more_gpus_is_skipped_by_name(node: Path) -> None:
     assert data["skipped"] == {
         "every": "it wants 2 GPUs, and there is 1",
         "nccl": "it wants 2 GPUs, and there is 1",
-        "links": "it wants 2 GPUs, and there is 1",
     }
 
 
@@ -327,13 +323,6 @@ def made_up() -> dict[str, Any]:
         "parameters": {"gpus": 2}, "samples": samples, "sizes": sizes, "baseline": {}, "summary": {},
         "told": [report, {"json": {"version": 1, "halves": [{"report": report}]}}],
     }  # fmt: skip
-
-
-def test_share_of_a_neighbours_link_is_of_what_was_copied() -> None:
-    said = [("Save", 8, 2), ("Save", 4, 1), ("Release", 100, 0)]
-    phases = [{"phase": phase, "members": [{"report": {"bytes": bytes_, "bytes_by_neighbour": relayed}}]} for phase, bytes_, relayed in said]
-    assert race_figures.share_by_neighbour({"report": {"phases": phases, "wall_us": 1}}) == 0.25
-    assert race_figures.share_by_neighbour(None) == 0.0
 
 
 def test_figures_are_medians_with_limit_baseline_and_what_bounds_them() -> None:

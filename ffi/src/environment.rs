@@ -14,15 +14,14 @@ use sublet_registrations::device_files::{self, DeviceFile};
 use tenants::budget::{BUDGET_VARIABLE, Budgets, gpus};
 use tenants::host_memory::is_in_memory;
 use tenants::identity::FamilyName;
-use tenants::numa;
 use tenants::phase::HELD_MAX;
 use tenants::region::NO_LOOK_VARIABLE;
 use tenants::settings::{self, REQUIRED_VARIABLE};
 use tenants::turns::{
     CLASS_VARIABLE, Class, TURNS_TIMEOUT_VARIABLE, TURNS_VARIABLE, WEIGHT_VARIABLE, Weight,
 };
+use vmm_pool::Pieces;
 use vmm_pool::driver::{DeviceOrdinal, PciAddress};
-use vmm_pool::{Links, Pieces};
 
 /// How long `ncclPause` waits for the other processes to call it too, unless the environment says another time. They
 /// are at the same step, so the wait is short unless one of them is stuck.
@@ -246,24 +245,6 @@ pub(crate) fn pieces() -> Result<Pieces, String> {
         finds_unchanged: switch("SUBLET_DELTA", true)?,
         is_verified: switch("SUBLET_VERIFY_CONTENTS", false)?,
     })
-}
-
-/// How copies of one GPU take two links, where they are to.
-///
-/// # Errors
-/// A variable says something else than it can; the text says which.
-pub(crate) fn links() -> Result<Option<Links>, String> {
-    if setting("SUBLET_LINKS")?.is_none_or(|count| count != "2") {
-        return Ok(None);
-    }
-    let usual = Links::default();
-    let least_bytes = setting("SUBLET_LINKS_MIN_MIB")?;
-    let least_bytes = least_bytes
-        .and_then(|value| settings::bytes_in(&value, 1 << 20))
-        .unwrap_or(usual.least_bytes);
-    let shares_link = |one, other| numa::share_bridge(Path::new("/sys"), one, other);
-    let keeps_context = switch("SUBLET_LINKS_KEEP", false)?;
-    Ok(Some(Links { least_bytes, keeps_context, shares_link, ..usual }))
 }
 
 /// Tags whose memory no pause looks at, whatever their regions say.

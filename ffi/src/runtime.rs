@@ -16,7 +16,6 @@ use sublet_cuda_driver::{Accessors, Answer, caller};
 use sublet_cuda_graph::{Captures, Graphs};
 use sublet_nccl::collectives::Collectives;
 use sublet_registrations::Registrations;
-use tenants::coordinator;
 use tenants::error_text::chain;
 use tenants::host_memory::{self, HostFigure, HostLimit};
 use tenants::identity::{FamilyName, TenantName};
@@ -281,7 +280,6 @@ fn try_join() -> Result<Arc<Member>, String> {
     let prepares_up_to = understood(environment::prepares_up_to(), &mut not_understood);
     let budgets = understood(environment::budgets(), &mut not_understood);
     let turns = understood(environment::turns(), &mut not_understood);
-    let links = understood(environment::links(), &mut not_understood);
     let queues = understood(environment::queues(), &mut not_understood);
     let spill_dir = understood(environment::spill_dir(), &mut not_understood);
     let nccl_fails = understood(environment::nccl_fails_while_away(), &mut not_understood);
@@ -307,7 +305,6 @@ fn try_join() -> Result<Arc<Member>, String> {
         ungated: crate::UNGATED,
         unseen_pins: crate::UNSEEN_PINS,
         unseen_nccl: crate::UNSEEN_NCCL,
-        held_elsewhere: coordinator::held_elsewhere,
         toucher_threads: cores.clamp(1, TOUCHER_THREADS_MAX),
         budgets,
         gpu_index: environment::gpu_index,
@@ -317,9 +314,6 @@ fn try_join() -> Result<Arc<Member>, String> {
         tenants::member::Member::join(config, Arc::new(driver)).map_err(|error| chain(&error))?;
     member.pool().set_pieces(pieces);
     member.pool().use_slabs(are_slabs_used);
-    if let Some(links) = links {
-        member.pool().use_links(links);
-    }
     if !may_kernels_copy {
         member.pool().use_kernels(None);
     }

@@ -19,7 +19,6 @@ mod holdings;
 mod interrupt;
 mod lending;
 mod needs;
-mod neighbours;
 mod overlap;
 mod participants;
 mod peers;
@@ -51,7 +50,6 @@ pub use report::{
 
 pub use holdings::Holdings;
 pub use needs::DeviceNeed;
-pub use neighbours::held_elsewhere;
 pub use saving::{SaveError, SaveReport, SaveState};
 use shortage::Gives;
 pub use shortage::{DeviceShortage, Holder};

@@ -31,8 +31,8 @@ pub enum Kind {
     Words(&'static [&'static str]),
     /// A whole number of milliseconds.
     Milliseconds,
-    /// A [`Size`]. A bare number counts units of this many bytes.
-    Bytes(u64),
+    /// A [`Size`]. A bare number counts bytes.
+    Bytes,
     /// A path, or any other text.
     Text,
     /// What this function accepts. Its error says what is expected.
@@ -76,7 +76,7 @@ impl Kind {
             Self::Milliseconds => {
                 expect(value.parse::<u64>().is_ok(), || "a whole number of milliseconds".to_owned())
             }
-            Self::Bytes(unit) => expect(bytes_in(value, unit).is_some(), || {
+            Self::Bytes => expect(bytes_in(value, 1).is_some(), || {
                 "a size such as 512MiB or 1.5GiB".to_owned()
             }),
             Self::Text => Ok(()),
@@ -171,7 +171,7 @@ const fn setting(name: &'static str, kind: Kind, default: &'static str) -> Setti
 }
 
 /// All settings, by name.
-pub const SETTINGS: [Setting; 35] = [
+pub const SETTINGS: [Setting; 32] = [
     setting("SUBLET_ASK_TORCH", Kind::Switch, "1"),
     setting("SUBLET_BUDGET", Kind::Parsed(parses::<Budgets>), "none"),
     setting("SUBLET_CLASS", Kind::Parsed(parses::<Class>), "fair"),
@@ -186,12 +186,9 @@ pub const SETTINGS: [Setting; 35] = [
     setting("SUBLET_FAMILY_TIMEOUT_MS", Kind::Milliseconds, "30000"),
     setting("SUBLET_FILE_CACHE", Kind::Switch, "0"),
     setting("SUBLET_FILE_DIR", Kind::Text, "/tmp"),
-    setting("SUBLET_HOST_BYTES_MAX", Kind::Bytes(1), "nine tenths of what is available"),
+    setting("SUBLET_HOST_BYTES_MAX", Kind::Bytes, "nine tenths of what is available"),
     setting("SUBLET_KERNEL_COPIES", Kind::Switch, "1"),
     setting("SUBLET_LIBRARY", Kind::Text, "beside the command, or ../lib"),
-    setting("SUBLET_LINKS", Kind::Word(&["1", "2"]), "1"),
-    setting("SUBLET_LINKS_KEEP", Kind::Switch, "0"),
-    setting("SUBLET_LINKS_MIN_MIB", Kind::Bytes(1 << 20), "4096"),
     setting("SUBLET_LOG", Kind::Text, "warn"),
     setting("SUBLET_NCCL_AWAY", Kind::Word(&["wait", "fail"]), "wait"),
     setting("SUBLET_NO_LOOK", Kind::Parsed(parsed_tags), "none"),
@@ -244,11 +241,10 @@ mod tests {
         for (name, value, expected) in [
             ("SUBLET_ZERO", "banana", "SUBLET_ZERO=banana: expected 0 or 1"),
             ("SUBLET_VLLM", "yes", "SUBLET_VLLM=yes: expected 0 or 1"),
-            ("SUBLET_LINKS", "3", "SUBLET_LINKS=3: expected 1, 2"),
+            ("SUBLET_NCCL_AWAY", "3", "SUBLET_NCCL_AWAY=3: expected wait, fail"),
             ("SUBLET_TURNS", "always", "SUBLET_TURNS=always: expected auto"),
             ("SUBLET_TURNS_TIMEOUT_MS", "2m", "expected a whole number of milliseconds"),
             ("SUBLET_HOST_BYTES_MAX", "much", "expected a size such as 512MiB or 1.5GiB"),
-            ("SUBLET_LINKS_MIN_MIB", "-1", "expected a size"),
             ("SUBLET_PIECE_KIB", "48", "expected a power of two from 16 to 2048"),
             ("SUBLET_PREPARE", "yes", "expected 0, 1, or a size"),
             ("SUBLET_NO_LOOK", "kv,", "expected tags"),

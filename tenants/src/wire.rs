@@ -255,8 +255,6 @@ pub struct PhaseReport {
     pub devices: Vec<DeviceDelta>,
     /// Things worth telling a person, such as memory that stays and why.
     pub notes: Vec<String>,
-    /// Of contents copied in [`Phase::Save`] and [`Phase::Restore`] at once: what took a neighbouring GPU's link.
-    pub bytes_by_neighbour: u64,
     /// Of contents copied in [`Phase::Restore`] and [`Phase::RestoreStage`]: what a kernel of ours copied, in place of the GPU's
     /// copy engine.
     pub bytes_by_kernel: u64,
@@ -296,7 +294,6 @@ impl PhaseReport {
             }
         }
         self.notes.extend(next.notes);
-        self.bytes_by_neighbour = self.bytes_by_neighbour.saturating_add(next.bytes_by_neighbour);
         self.bytes_by_kernel = self.bytes_by_kernel.saturating_add(next.bytes_by_kernel);
         self.stayed_bytes = self.stayed_bytes.saturating_add(next.stayed_bytes);
         self.kept = match (self.kept, next.kept) {

@@ -239,7 +239,6 @@ fn phase_report() -> PhaseReport {
             total_bytes: 80 << 30,
         }],
         notes: vec!["something stays".to_owned()],
-        bytes_by_neighbour: 1 << 20,
         bytes_by_kernel: 3 << 20,
         stayed_bytes: 5 << 20,
         kept: Some(KeptBytes { zero_bytes: 7 << 30, unchanged_bytes: 2 << 30, copied_bytes: 1 }),
@@ -251,11 +250,7 @@ fn phase_report() -> PhaseReport {
             grow_with_all_bytes: 5 << 30,
             limits: vec![HostLimit { kind: LimitKind::Configured, bytes: 8 << 30 }],
         }),
-        copying: Some(Copying {
-            to_memory_bytes: 2 << 30,
-            to_file_bytes: 1 << 30,
-            by_neighbour: true,
-        }),
+        copying: Some(Copying { to_memory_bytes: 2 << 30, to_file_bytes: 1 << 30 }),
         references: Some(Box::new(References {
             given: vec![Held { id: ID, is_pinned: true }],
             taken: vec![(MemberId(9), vec![Held { id: ID, is_pinned: false }])],

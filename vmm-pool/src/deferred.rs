@@ -9,14 +9,11 @@
 
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::budget::Charge;
 use crate::descriptors::UninheritedFd;
-use crate::driver::{
-    DeviceOrdinal, Driver, DriverError, DriverResult, RawHandle, RawStream, VaRange,
-};
+use crate::driver::{DeviceOrdinal, Driver, DriverResult, RawHandle, RawStream, VaRange};
 use crate::error::{Describe, PoolResult};
 
 /// Why the bytes of deferred handles stay on the device.
@@ -81,29 +78,22 @@ impl Physical {
 pub(crate) struct Deferred<D: Driver> {
     driver: Arc<D>,
     lists: Mutex<Lists>,
-    /// Is there any of [`Lists::late`]?
-    is_late: Arc<AtomicBool>,
 }
 
 #[derive(Debug, Default)]
 struct Lists {
     handles: Vec<Physical>,
-    /// Handles that are mapped in a reservation, which goes first: the memory is there until both have gone.
-    mapped: Vec<(VaRange, Physical)>,
     /// Reservations, and whatever is still mapped in them.
     ranges: Vec<VaRange>,
     streams: Vec<(DeviceOrdinal, RawStream)>,
     /// Copies may still be under way there: nothing may be unmapped before [`Deferred::settle`] has waited.
     unsettled: BTreeSet<DeviceOrdinal>,
-    /// Neighbours whose copies between the host arena and staging memory may still be under way: they touch no memory of the application's, and write what
-    /// belongs there. No place of the arena may be given to other contents, nor the arena be made smaller.
-    late: BTreeSet<DeviceOrdinal>,
 }
 
 impl<D: Driver> Deferred<D> {
     /// Nothing is deferred yet.
     pub(crate) fn new(driver: Arc<D>) -> Self {
-        Self { driver, lists: Mutex::default(), is_late: Arc::default() }
+        Self { driver, lists: Mutex::default() }
     }
 
     /// The driver that is asked again.
@@ -133,25 +123,6 @@ impl<D: Driver> Deferred<D> {
             self.free_range_later(range);
         }
         freed.about(|| format!("addresses at {}", range.start), range.size_bytes, None)
-    }
-
-    /// Unmaps and frees a range that is in no table any more, and gives back the handle that is mapped there, which is in no row
-    /// any more either; keeps what the driver refuses. While the range stays, so does the handle: a mapping keeps the memory,
-    /// which would otherwise be counted nowhere.
-    pub(crate) fn give_back(&self, range: VaRange, physical: Physical) -> PoolResult<()> {
-        if let Err(error) = self.unmap_and_free(range) {
-            let about = || format!("addresses at {}", range.start);
-            let (size_bytes, device) = physical.extent();
-            self.give_back_later(range, physical);
-            return Err(error).about(about, size_bytes, device);
-        }
-        let (size_bytes, device) = physical.extent();
-        self.release(physical).about(|| "release".to_owned(), size_bytes, device)
-    }
-
-    /// Keeps a range that may be in use, with the handle that is mapped there.
-    pub(crate) fn give_back_later(&self, range: VaRange, physical: Physical) {
-        self.lists().mapped.push((range, physical));
     }
 
     /// Frees a range that nothing is mapped in, and that is in no table any more; keeps it when the driver refuses.
@@ -192,29 +163,12 @@ impl<D: Driver> Deferred<D> {
         self.lists().streams.push((device, stream));
     }
 
-    /// Are streams of `device` kept, which the driver has refused to end?
-    pub(crate) fn has_streams_of(&self, device: DeviceOrdinal) -> bool {
-        self.lists().streams.iter().any(|(kept, _)| *kept == device)
-    }
-
     /// Copies may be under way on `device`, and could not be waited for.
     pub(crate) fn leave_unsettled(&self, device: DeviceOrdinal) {
         self.lists().unsettled.insert(device);
     }
 
-    /// Copies of a neighbour may be under way between the host arena and memory of its own, and could not be waited for.
-    pub(crate) fn leave_late(&self, neighbour: DeviceOrdinal) {
-        let mut lists = self.lists();
-        lists.late.insert(neighbour);
-        self.is_late.store(true, Ordering::Release);
-    }
-
-    /// May copies come yet to where contents are saved? For whoever gives that memory up.
-    pub(crate) fn late_copies(&self) -> Arc<AtomicBool> {
-        Arc::clone(&self.is_late)
-    }
-
-    /// Has every copy been seen to end that could touch memory of the application's?
+    /// Has every copy been seen to end?
     pub(crate) fn is_settled(&self) -> bool {
         self.lists().unsettled.is_empty()
     }
@@ -222,31 +176,13 @@ impl<D: Driver> Deferred<D> {
     /// Sizes of the handles kept, with their devices.
     pub(crate) fn handles(&self) -> Vec<(DeviceOrdinal, u64)> {
         let lists = self.lists();
-        let mapped = lists.mapped.iter().map(|(_, physical)| physical);
-        let placed = lists.handles.iter().chain(mapped);
-        placed.filter_map(|kept| Some((kept.device?, kept.size_bytes))).collect()
+        let placed = lists.handles.iter().filter_map(|kept| Some((kept.device?, kept.size_bytes)));
+        placed.collect()
     }
 
     /// Has every handle that is kept count against a budget.
     pub(crate) fn charge_all(&self, make: impl Fn(u64, Option<DeviceOrdinal>) -> Option<Charge>) {
-        let Lists { handles, mapped, .. } = &mut *self.lists();
-        let all = handles.iter_mut().chain(mapped.iter_mut().map(|(_, physical)| physical));
-        all.for_each(|kept| kept.charge_with(&make));
-    }
-
-    /// May places of the host arena be given to other contents? After [`Deferred::settle`], which looks again.
-    ///
-    /// # Errors
-    /// [`crate::PoolError::Driver`] when copies of a neighbour may still be under way there.
-    pub(crate) fn check_places(&self) -> PoolResult<()> {
-        let late = self.lists().late.first().copied();
-        late.map_or(Ok(()), |neighbour| {
-            self.wait_for(neighbour).about(|| LATE.to_owned(), 0, Some(neighbour))
-        })
-    }
-
-    fn wait_for(&self, device: DeviceOrdinal) -> DriverResult<()> {
-        self.driver.make_current(device).and_then(|()| self.driver.synchronize())
+        self.lists().handles.iter_mut().for_each(|kept| kept.charge_with(&make));
     }
 
     /// Offers the driver each handle once more that it would not take back. Any thread may do so while work runs: no mapping uses
@@ -271,28 +207,14 @@ impl<D: Driver> Deferred<D> {
     pub(crate) fn settle(&self) -> PoolResult<()> {
         let unsettled = self.lists().unsettled.clone();
         for device in unsettled {
-            let waited = self.wait_for(device);
+            let waited = self.driver.make_current(device).and_then(|()| self.driver.synchronize());
             waited.about(|| "copies that did not end".to_owned(), 0, Some(device))?;
             self.lists().unsettled.remove(&device);
         }
-        let late = self.lists().late.clone();
-        for neighbour in late {
-            // What has failed for good has nothing under way.
-            let waited = self.wait_for(neighbour);
-            if waited.is_ok() || waited.is_err_and(DriverError::poisons_context) {
-                let mut lists = self.lists();
-                lists.late.remove(&neighbour);
-                self.is_late.store(!lists.late.is_empty(), Ordering::Release);
-            }
-        }
-        let (mapped, ranges, streams) = {
-            let mut lists = self.lists();
-            let Lists { mapped, ranges, streams, .. } = &mut *lists;
-            (std::mem::take(mapped), std::mem::take(ranges), std::mem::take(streams))
+        let (ranges, streams) = {
+            let Lists { ranges, streams, .. } = &mut *self.lists();
+            (std::mem::take(ranges), std::mem::take(streams))
         };
-        for (range, physical) in mapped {
-            log_kept(self.give_back(range, physical));
-        }
         for range in ranges {
             // Ranges before handles: a handle mapped there frees its memory with the later of the two.
             log_kept(self.free_range(range));
@@ -311,9 +233,6 @@ impl<D: Driver> Deferred<D> {
         Ok(())
     }
 }
-
-/// What is under way on a neighbour that could not be waited for.
-const LATE: &str = "copies through a neighbour that were not seen to end, where contents are saved";
 
 fn log_kept(outcome: PoolResult<()>) {
     if let Err(error) = outcome {

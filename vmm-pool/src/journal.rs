@@ -25,8 +25,6 @@ pub struct StepLog {
     pub driver_calls: u64,
     /// Device bytes the phase was about.
     pub bytes: u64,
-    /// Of the contents that were copied, what took a neighbour's link.
-    pub neighbour_bytes: u64,
     /// Of the contents that were copied to devices, what a kernel of ours copied.
     pub kernel_bytes: u64,
     /// Of a save: what became of the contents that are kept.
@@ -61,7 +59,6 @@ impl StepLog {
         }
         self.driver_calls += other.driver_calls;
         self.bytes += other.bytes;
-        self.neighbour_bytes += other.neighbour_bytes;
         self.kernel_bytes += other.kernel_bytes;
         self.kept = match (self.kept, other.kept) {
             (Some(one), Some(more)) => Some(one.plus(more)),

@@ -42,7 +42,7 @@ pub use ledger::{
     PlainMemory, References, Selection, Sight, Standing, StayReason, TagTotals, Tags, TicketWatch,
     Whose,
 };
-pub use links::{KernelCopies, Links};
+pub use links::KernelCopies;
 pub use peer::PeerId;
 pub use pool::{
     Borrowed, Entered, Export, GiveUp, ImportSource, Kind, LostImports, PieceBytes, Pieces, Pool,

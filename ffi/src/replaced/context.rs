@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use sublet_cuda_driver::blocks::{self, Ending};
 use vmm_pool::Waited;
-use vmm_pool::driver::{CudaDriver, DeviceOrdinal, Driver, RawContext};
+use vmm_pool::driver::{CudaDriver, DeviceOrdinal, RawContext};
 
 use super::SUCCESS;
 use crate::contexts;

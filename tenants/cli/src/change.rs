@@ -505,7 +505,7 @@ fn render(scope: &Scope, report: &Report, look: fn() -> Gpus, output: &mut Outpu
     }
     for phase in &report.phases {
         let members = phase.members.iter().map(|member| &member.report);
-        for line in members.filter_map(units::by_others) {
+        for line in members.filter_map(units::by_kernel) {
             output.line(line);
         }
     }

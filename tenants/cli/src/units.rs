@@ -55,16 +55,11 @@ pub(crate) fn kept(kept: KeptBytes) -> String {
     )
 }
 
-/// How copies were made, where not by the GPU's own link and engine alone, such as "12 GiB copied, 6 GiB of it by a neighbouring
-/// GPU's link".
-pub(crate) fn by_others(report: &PhaseReport) -> Option<String> {
-    let ways = [
-        (report.bytes_by_neighbour, "by a neighbouring GPU's link"),
-        (report.bytes_by_kernel, "by a kernel, for the copy engine was slow"),
-    ];
-    let ways = ways.into_iter().filter(|(count, _)| *count > 0);
-    let ways: Vec<_> = ways.map(|(count, way)| format!("{} of it {way}", bytes(count))).collect();
-    (!ways.is_empty()).then(|| format!("{} copied, {}", bytes(report.bytes), ways.join(", ")))
+/// How much a kernel has copied, if any, such as "3 GiB copied, 512 MiB of it by a kernel".
+pub(crate) fn by_kernel(report: &PhaseReport) -> Option<String> {
+    let (all, by_kernel) = (bytes(report.bytes), bytes(report.bytes_by_kernel));
+    let text = format!("{all} copied, {by_kernel} of it by a kernel, for the copy engine was slow");
+    (report.bytes_by_kernel > 0).then_some(text)
 }
 
 #[cfg(test)]

@@ -26,7 +26,7 @@ pub enum EarlyRelease {
     /// Never.
     Never,
     /// Where that is quicker and nothing but the link is between a process and its host memory: some process copies a GiB, most of
-    /// the host memory for all is there, nothing goes to a file, and nobody takes a neighbouring GPU's link.
+    /// the host memory for all is there, and nothing goes to a file.
     #[default]
     WherePays,
     /// Always.
@@ -48,7 +48,7 @@ impl EarlyRelease {
                 let all_bytes = copied_bytes().fold(0, u64::saturating_add);
                 copied_bytes().any(|bytes| bytes >= COPIED_BYTES_MIN)
                     && growth_bytes <= all_bytes / GROWTH_SHARE
-                    && copying().all(|copying| copying.to_file_bytes == 0 && !copying.by_neighbour)
+                    && copying().all(|copying| copying.to_file_bytes == 0)
             }
         }
     }
@@ -128,12 +128,9 @@ mod tests {
     }
 
     #[test]
-    fn files_and_second_links_keep_a_pause_from_it() {
+    fn files_keep_a_pause_from_it() {
         let filed = with(Copying { to_file_bytes: 1, ..Copying::default() });
-        let by_neighbour = with(Copying { by_neighbour: true, ..Copying::default() });
-        for other in [filed, by_neighbour] {
-            assert!(!pays(&[drained(MANY, 0), other]));
-        }
+        assert!(!pays(&[drained(MANY, 0), filed]));
     }
 
     #[test]

@@ -34,7 +34,7 @@ mod stages;
 mod stepping;
 mod termination;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -120,9 +120,6 @@ pub struct MemberConfig {
     pub unseen_pins: fn() -> Option<String>,
     /// Why NCCL's memory cannot leave while the process runs on: work may need it that is not held back.
     pub unseen_nccl: fn() -> Option<String>,
-    /// On which GPUs processes of this machine other than the one named have memory, resident or away, by UUID; none where
-    /// one of them does not say. Asked before copies that may take a neighbour's link, and answers within a bounded time.
-    pub held_elsewhere: fn(&RunDir, MemberId) -> Option<BTreeSet<String>>,
     /// How many threads bring new host memory in. With none it comes in as contents are copied there.
     pub toucher_threads: usize,
     /// What the tenant may hold on each GPU, where this process is the first to count.
@@ -158,7 +155,6 @@ impl MemberConfig {
             ungated: || None,
             unseen_pins: || None,
             unseen_nccl: || None,
-            held_elsewhere: |_, _| None,
             toucher_threads: 1,
             budgets: None,
             gpu_index: |device, _| u32::try_from(device.0).ok(),

@@ -309,7 +309,6 @@ impl<D: Driver> Member<D> {
         self.forget_ended();
         let stays: Vec<_> = stays.iter().map(|stay| (stay.id, stay.reason)).collect();
         let budget = |held_bytes| budget(held_bytes, &(self.config.host_limits)());
-        self.look_at_neighbours();
         match quiesced.save(selection, &stays, copies, budget) {
             Ok((prepared, log)) => {
                 self.set_progress(Progress::Prepared(prepared));
@@ -319,14 +318,6 @@ impl<D: Driver> Member<D> {
                 self.set_progress(Progress::Leaving(*state));
                 Err(pool_failure(&error))
             }
-        }
-    }
-
-    /// Where copies may take a neighbour's link: asks on which GPUs others have memory.
-    fn look_at_neighbours(&self) {
-        if self.pool.uses_links() {
-            let held = (self.config.held_elsewhere)(&self.config.run_dir, self.id);
-            self.pool.set_held_elsewhere(held);
         }
     }
 
@@ -568,7 +559,6 @@ impl<D: Driver> Member<D> {
             Ok((arriving, _)) => return self.restore_rest(arriving),
             Err(other) => other.into_returning().map_err(|other| self.out_of_turn(*other))?,
         };
-        self.look_at_neighbours();
         // Nothing begins one behind the gate.
         if self.captures() == 0 {
             returning.ask_devices();
@@ -779,7 +769,6 @@ pub(super) fn report(log: StepLog) -> PhaseReport {
         driver_calls: log.driver_calls,
         bytes: log.bytes,
         steps: log.steps.into_iter().map(|step| (step.name.to_owned(), step.elapsed_us)).collect(),
-        bytes_by_neighbour: log.neighbour_bytes,
         bytes_by_kernel: log.kernel_bytes,
         kept: log.kept,
         notes: log.notes,

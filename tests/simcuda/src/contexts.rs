@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 
-use vmm_pool::driver::sim::{ContextCost, PeerReach, SimContext, StreamKind};
+use vmm_pool::driver::sim::{ContextCost, SimContext, StreamKind};
 use vmm_pool::driver::{DeviceOrdinal, DriverCode, RawStream};
 
 use crate::abi::{Coded, is_per_thread};
@@ -247,7 +247,7 @@ impl Sim {
         if self.context_device(peer)? == own {
             return Err(DriverCode::INVALID_DEVICE);
         }
-        if self.core.options().peers == PeerReach::Nothing {
+        if !self.core.options().peer_access {
             return Err(DriverCode::PEER_ACCESS_UNSUPPORTED);
         }
         if lock(&self.contexts).peers.insert((current_or_none(), peer)) {

@@ -8,7 +8,6 @@
 //! | --- | --- |
 //! | `SIMCUDA_NODE` | directory of the node; without it, a private one of 2 devices of 1 GiB |
 //! | `SIMCUDA_DRIVER_VERSION` | version to claim instead of the node's 13000 |
-//! | `SIMCUDA_NO_NVLINK` | `1`: devices reach each other's memory over the bus alone |
 //! | `SIMCUDA_NO_P2P` | `1`: no device reaches another's memory |
 //! | `SIMCUDA_NO_VMM` | `1`: no virtual memory management |
 //! | `SIMCUDA_CONTEXT_BYTES` | device memory that a context costs |

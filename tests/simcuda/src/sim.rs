@@ -7,7 +7,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use vmm_pool::driver::sim::{Core, Latency, PeerReach, SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::sim::{Core, Latency, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{DriverCode, DriverVersion};
 
 use crate::abi::Coded;
@@ -128,19 +128,11 @@ fn options() -> Coded<SimOptions> {
         visible: env::var("CUDA_VISIBLE_DEVICES").ok().map(|list| visible(&list)),
         context_bytes: context_bytes.and_then(|n| n.parse().ok()).unwrap_or(0),
         virtual_memory: env::var("SIMCUDA_NO_VMM").as_deref() != Ok("1"),
-        peers: match ["SIMCUDA_NO_P2P", "SIMCUDA_NO_NVLINK"].map(is_one) {
-            [true, _] => PeerReach::Nothing,
-            [false, true] => PeerReach::Bus,
-            [false, false] => PeerReach::Link,
-        },
+        peer_access: env::var("SIMCUDA_NO_P2P").as_deref() != Ok("1"),
         version: version_override().map(DriverVersion),
         latency: Latency::parse(&latency).map_err(|_| DriverCode::INVALID_VALUE)?,
         raises_descriptor_limit: env::var("SIMCUDA_KEEP_DESCRIPTOR_LIMIT").as_deref() != Ok("1"),
     })
-}
-
-fn is_one(name: &str) -> bool {
-    env::var(name).as_deref() == Ok("1")
 }
 
 /// Devices up to the first entry that is no number, as the real driver reads the list.

@@ -13,6 +13,7 @@ use crate::driver::{DeviceAddress, Driver, DriverCode, VaRange};
 case_list![
     copies_come_back_as_they_went,
     copies_of_one_stream_happen_in_order,
+    a_copy_between_two_places_of_a_device_arrives,
     two_mappings_of_a_handle_share_bytes,
     contents_survive_release_while_mapped,
     contents_survive_unmap_while_the_handle_is_held,
@@ -53,6 +54,23 @@ fn copies_of_one_stream_happen_in_order<D: Driver>(driver: &D, _: Limits) {
     driver.synchronize().expect("wait for the device");
     assert_same(&bench.read(mapped.range), &rounds[19], "last copy wins");
     bench.tear_down(mapped);
+}
+
+fn a_copy_between_two_places_of_a_device_arrives<D: Driver>(driver: &D, _: Limits) {
+    let bench = Bench::new(driver);
+    let [from, to] = [28, 29].map(|seed| {
+        let mapped = bench.mapped(bench.granule_bytes);
+        bench.write(mapped.range, &pattern(seed, bench.granule_bytes));
+        mapped
+    });
+    // SAFETY: both are mapped, and nobody else touches them before the wait.
+    unsafe { driver.copy_between(to.range.start, from.range, bench.stream) }.expect("copy");
+    driver.stream_synchronize(bench.stream).expect("wait");
+    for range in [from.range, to.range] {
+        assert_same(&bench.read(range), &pattern(28, bench.granule_bytes), "both ends");
+    }
+    bench.tear_down(to);
+    bench.tear_down(from);
 }
 
 fn two_mappings_of_a_handle_share_bytes<D: Driver>(driver: &D, _: Limits) {

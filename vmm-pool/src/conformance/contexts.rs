@@ -11,8 +11,8 @@ use std::ptr::NonNull;
 
 use super::{Bench, Case, DEVICE, Limits, Mapped, assert_same, case_list, pattern, refused};
 use crate::driver::{
-    AccessDesc, AllocationProp, DeviceOrdinal, Driver, DriverCode, DriverResult, PeerAttribute,
-    PinnedFor, RawStream, VaRange,
+    AccessDesc, AllocationProp, DeviceOrdinal, Driver, DriverCode, DriverResult, PinnedFor,
+    RawStream, VaRange,
 };
 
 case_list![
@@ -21,8 +21,6 @@ case_list![
     a_stream_works_while_another_context_is_current,
     a_copy_out_of_reach_of_the_current_context_is_refused,
     a_copy_in_reach_of_the_current_context_goes_to_a_stream_of_another,
-    a_copy_between_devices_is_made_by_the_one_that_reaches_both,
-    a_context_that_is_given_back_comes_anew,
     host_memory_is_unregistered_without_a_context,
     host_memory_pinned_for_one_context_serves_copies_of_another,
 ];
@@ -181,63 +179,6 @@ fn a_copy_in_reach_of_the_current_context_goes_to_a_stream_of_another<D: Driver>
     assert_copies(driver, mapped.range, bench.stream, 26, "a stream of the current context");
     destroy(driver, other);
     bench.tear_down(mapped);
-}
-
-fn can_reach_other<D: Driver>(driver: &D) -> bool {
-    let asked = driver.peer_attribute(DEVICE, OTHER, PeerAttribute::ACCESS_SUPPORTED);
-    let links = driver.peer_attribute(DEVICE, OTHER, PeerAttribute::NATIVE_ATOMIC_SUPPORTED);
-    assert!(links.expect("an attribute") <= asked.expect("an attribute"), "more than reach");
-    let nonsense = driver.peer_attribute(DEVICE, OTHER, PeerAttribute(9999));
-    refused(nonsense, INVALID, "an attribute that is none");
-    asked == Ok(1)
-}
-
-/// As two links are used: the device copies to and from memory of the other, which the other copies to and from the host.
-fn a_copy_between_devices_is_made_by_the_one_that_reaches_both<D: Driver>(driver: &D, _: Limits) {
-    if !has_two(driver) || !can_reach_other(driver) {
-        return;
-    }
-    let bench = Bench::new(driver);
-    let own = bench.mapped(bench.granule_bytes);
-    let other = stream_of_other(driver);
-    let staged = mapped_on_other(&bench, &[DEVICE, OTHER]);
-    let bytes = pattern(28, own.range.size_bytes);
-    copy_in(driver, staged.range, &bytes, other).expect("in by the other");
-    driver.make_current(DEVICE).expect("device 0");
-    // SAFETY: both are mapped, and nobody else touches them before the wait.
-    unsafe { driver.copy_between(own.range.start, staged.range, bench.stream) }.expect("to us");
-    driver.stream_synchronize(bench.stream).expect("wait");
-    let mut back = vec![0; bytes.len()];
-    copy_out(driver, &mut back, own.range, bench.stream).expect("out by us");
-    assert_same(&back, &bytes, "from the other");
-
-    let bytes = pattern(29, own.range.size_bytes);
-    copy_in(driver, own.range, &bytes, bench.stream).expect("in by us");
-    // SAFETY: as above.
-    unsafe { driver.copy_between(staged.range.start, own.range, bench.stream) }.expect("to it");
-    driver.stream_synchronize(bench.stream).expect("wait");
-    driver.make_current(OTHER).expect("device 1");
-    copy_out(driver, &mut back, staged.range, other).expect("out by the other");
-    assert_same(&back, &bytes, "through the other");
-    destroy(driver, other);
-    driver.make_current(DEVICE).expect("device 0");
-    bench.tear_down(staged);
-    bench.tear_down(own);
-}
-
-fn a_context_that_is_given_back_comes_anew<D: Driver>(driver: &D, _: Limits) {
-    if !has_two(driver) {
-        return;
-    }
-    for _ in 0..2 {
-        let stream = stream_of_other(driver);
-        assert_eq!(driver.has_primary_context(OTHER), Ok(true));
-        destroy(driver, stream);
-        driver.let_primary_context_go(OTHER).expect("given back");
-        assert_eq!(driver.has_primary_context(OTHER), Ok(false), "ours was the last");
-        driver.let_primary_context_go(OTHER).expect("nothing to give back");
-    }
-    driver.make_current(DEVICE).expect("device 0");
 }
 
 fn host_memory_is_unregistered_without_a_context<D: Driver>(driver: &D, _: Limits) {

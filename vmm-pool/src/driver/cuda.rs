@@ -22,8 +22,7 @@ use super::fingerprint::PieceSlot;
 use super::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, DeviceUuid, Driver,
     DriverCode, DriverError, DriverOp, DriverResult, DriverVersion, Granularity,
-    HANDLE_TYPE_POSIX_FD, MemoryInfo, PeerAttribute, PinnedFor, RawContext, RawHandle, RawStream,
-    VaRange,
+    HANDLE_TYPE_POSIX_FD, MemoryInfo, PinnedFor, RawContext, RawHandle, RawStream, VaRange,
 };
 
 /// The name every consumer of the driver opens.
@@ -103,7 +102,6 @@ driver_table! {
     driver_get_version: cuDriverGetVersion(*mut c_int);
     device_get_count: cuDeviceGetCount(*mut c_int);
     device_get_attribute: cuDeviceGetAttribute(*mut c_int, c_int, c_int);
-    device_get_peer_attribute: cuDeviceGetP2PAttribute(*mut c_int, c_int, c_int, c_int);
     device_get_uuid: cuDeviceGetUuid_v2(*mut [u8; 16], c_int);
     primary_context_retain: cuDevicePrimaryCtxRetain(*mut Context, c_int);
     primary_context_release: cuDevicePrimaryCtxRelease_v2(c_int);
@@ -290,6 +288,23 @@ impl CudaDriver {
         }
     }
 
+    /// Gives back our reference to the primary context of `device`, if there is one: the application has given back what
+    /// may be its last. The next use retains the context again.
+    ///
+    /// # Errors
+    /// What the driver returned.
+    #[doc(alias = "cuDevicePrimaryCtxRelease")]
+    pub fn let_primary_context_go(&self, device: DeviceOrdinal) -> DriverResult<()> {
+        let retained = self.retained(device)?;
+        self.kernels.forget(device);
+        if retained.swap(std::ptr::null_mut(), Ordering::AcqRel).is_null() {
+            return Ok(());
+        }
+        // SAFETY: no pointer is passed; the reference was ours.
+        let code = unsafe { (self.table.primary_context_release)(device.0) };
+        check(DriverOp::PrimaryContextRelease, code)
+    }
+
     /// Says that the application has reset the primary context of `device`, and with it all references to it: the next
     /// use retains it anew.
     #[doc(alias = "cuDevicePrimaryCtxReset")]
@@ -342,20 +357,6 @@ impl Driver for CudaDriver {
         Ok(value)
     }
 
-    fn peer_attribute(
-        &self,
-        from: DeviceOrdinal,
-        to: DeviceOrdinal,
-        attribute: PeerAttribute,
-    ) -> DriverResult<i32> {
-        let mut value = 0;
-        let ask = self.table.device_get_peer_attribute;
-        // SAFETY: `value` is a valid out-pointer; attributes and devices that are none are refused by the driver.
-        let code = unsafe { ask(&raw mut value, attribute.0, from.0, to.0) };
-        check(DriverOp::DeviceGetPeerAttribute, code)?;
-        Ok(value)
-    }
-
     fn device_uuid(&self, device: DeviceOrdinal) -> DriverResult<DeviceUuid> {
         let mut uuid = [0; 16];
         // SAFETY: `CUuuid` is 16 bytes, which `uuid` holds.
@@ -384,17 +385,6 @@ impl Driver for CudaDriver {
         };
         check(DriverOp::PrimaryContextGetState, code)?;
         Ok(is_active != 0)
-    }
-
-    fn let_primary_context_go(&self, device: DeviceOrdinal) -> DriverResult<()> {
-        let retained = self.retained(device)?;
-        self.kernels.forget(device);
-        if retained.swap(std::ptr::null_mut(), Ordering::AcqRel).is_null() {
-            return Ok(());
-        }
-        // SAFETY: no pointer is passed; the reference was ours.
-        let code = unsafe { (self.table.primary_context_release)(device.0) };
-        check(DriverOp::PrimaryContextRelease, code)
     }
 
     fn stand_beside_captures(&self) -> DriverResult<()> {

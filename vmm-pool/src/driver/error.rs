@@ -152,7 +152,6 @@ driver_ops! {
     /// Ask for a device attribute.
     DeviceGetAttribute => "cuDeviceGetAttribute",
     /// Ask what two devices can do together.
-    DeviceGetPeerAttribute => "cuDeviceGetP2PAttribute",
     /// Ask for the machine-wide name of a device.
     DeviceGetUuid => "cuDeviceGetUuid",
     /// Ask for the primary context of a device.

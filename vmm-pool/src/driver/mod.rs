@@ -26,8 +26,8 @@ pub use fingerprint::{Fingerprint, PieceSlot, WORD_BYTES, is_zero};
 pub use types::{
     ALLOCATION_KIND_PINNED, AccessDesc, AllocationFlags, AllocationProp, DeviceAddress,
     DeviceAttribute, DeviceOrdinal, DeviceUuid, DriverVersion, Granularity, HANDLE_TYPE_FABRIC,
-    HANDLE_TYPE_POSIX_FD, Location, LocationKind, MemoryInfo, PciAddress, PeerAttribute, PinnedFor,
-    RawContext, RawHandle, RawStream, VaRange,
+    HANDLE_TYPE_POSIX_FD, Location, LocationKind, MemoryInfo, PciAddress, PinnedFor, RawContext,
+    RawHandle, RawStream, VaRange,
 };
 
 /// Result of a driver call.
@@ -60,18 +60,6 @@ pub trait Driver: Debug + Send + Sync + 'static {
         attribute: DeviceAttribute,
     ) -> DriverResult<i32>;
 
-    /// What `from` can do with memory of `to`, as a number: 0 for nothing.
-    ///
-    /// # Errors
-    /// `INVALID_DEVICE` for an ordinal that names none, or twice the same; `INVALID_VALUE` for an attribute that is none.
-    #[doc(alias = "cuDeviceGetP2PAttribute")]
-    fn peer_attribute(
-        &self,
-        from: DeviceOrdinal,
-        to: DeviceOrdinal,
-        attribute: PeerAttribute,
-    ) -> DriverResult<i32>;
-
     /// A name of the device that all processes of the machine share, whatever ordinal they use. An instance of MIG has a
     /// name of its own.
     ///
@@ -98,15 +86,6 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// What the driver returned.
     #[doc(alias = "cuDevicePrimaryCtxGetState")]
     fn has_primary_context(&self, device: DeviceOrdinal) -> DriverResult<bool>;
-
-    /// Gives back our reference to the primary context of `device`, if there is one; the next [`Driver::make_current`]
-    /// retains it anew. With the last reference in the process the context ends, and with it all work, streams and modules
-    /// in it.
-    ///
-    /// # Errors
-    /// What the driver returned.
-    #[doc(alias = "cuDevicePrimaryCtxRelease")]
-    fn let_primary_context_go(&self, device: DeviceOrdinal) -> DriverResult<()>;
 
     /// Lets calls of this thread, which must be one of ours, stand beside the captures of other threads: some would end
     /// them otherwise.

@@ -288,17 +288,6 @@ impl DeviceAttribute {
     pub const MULTICAST_SUPPORTED: Self = Self(132);
 }
 
-/// What is asked of two devices together, by the driver's number (`CUdevice_P2PAttribute`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PeerAttribute(pub i32);
-
-impl PeerAttribute {
-    /// May the first reach memory of the second?
-    pub const ACCESS_SUPPORTED: Self = Self(2);
-    /// Can the first do atomic operations on memory of the second? By a link between the two it can, over the bus not.
-    pub const NATIVE_ATOMIC_SUPPORTED: Self = Self(3);
-}
-
 /// Where a device sits, as the system names it: its first function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PciAddress {
@@ -324,14 +313,6 @@ const _: () = {
         ours.0 == theirs as i32
     }
 
-    use sys::CUdevice_P2PAttribute_enum as Peer;
-    assert!(
-        PeerAttribute::ACCESS_SUPPORTED.0 == Peer::CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED as i32
-    );
-    assert!(
-        PeerAttribute::NATIVE_ATOMIC_SUPPORTED.0
-            == Peer::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED as i32
-    );
     assert!(size_of::<AllocationProp>() == size_of::<sys::CUmemAllocationProp>());
     assert!(offset_of!(AllocationProp, location) == offset_of!(sys::CUmemAllocationProp, location));
     assert!(offset_of!(AllocationProp, flags) == offset_of!(sys::CUmemAllocationProp, allocFlags));

@@ -1,8 +1,8 @@
-//! What is to be copied, in one queue: who is free takes from it.
+//! What is to be copied, in one queue.
 //!
 //! Lock order: `state` is a leaf, and never held across a driver call.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::ptr::NonNull;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -11,15 +11,6 @@ use crate::error::PoolError;
 
 /// Parcels that wait at most. More would only take memory.
 const QUEUE_MAX: usize = 256;
-
-/// Where copies go.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
-    /// From the device to the host.
-    Out,
-    /// From the host to the device.
-    In,
-}
 
 /// One copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,12 +41,11 @@ impl Piece {
     }
 }
 
-/// Copies that one lane makes together.
+/// Copies that the lane makes together.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Parcel {
     pub(super) pieces: Vec<Piece>,
     pub(super) bytes: u64,
-    group: u64,
 }
 
 impl Parcel {
@@ -64,7 +54,7 @@ impl Parcel {
         if self.bytes <= bytes {
             return None;
         }
-        let (mut rest, mut room) = (Self { group: self.group, ..Self::default() }, bytes);
+        let (mut rest, mut room) = (Self::default(), bytes);
         let mut kept = Vec::new();
         for piece in self.pieces.drain(..) {
             let (own, beyond) = piece.split(room);
@@ -120,14 +110,7 @@ impl Parcels {
     }
 }
 
-/// Who takes parcels.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Carrier {
-    Direct,
-    Relay,
-}
-
-/// What a lane gets that asks for more.
+/// What the lane gets when it asks for more.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Next {
     Parcel(Parcel),
@@ -147,17 +130,15 @@ pub(crate) struct Haul {
 #[derive(Debug, Default)]
 struct State {
     queue: VecDeque<Parcel>,
-    /// Parcels that are not done, by group.
-    unfinished: BTreeMap<u64, usize>,
+    /// Parcels that are not done.
+    unfinished: usize,
     /// Nothing is added any more.
     is_closed: bool,
     /// Nobody takes any more.
     has_failed: bool,
     /// Why, until somebody is told.
     error: Option<PoolError>,
-    /// Copied, in bytes: by the device's own link, and by the neighbour's.
-    carried: [u64; 2],
-    /// Of that, what a kernel has.
+    /// What a kernel has copied.
     kernel_bytes: u64,
     driver_calls: u64,
 }
@@ -166,8 +147,6 @@ struct State {
 pub(super) struct Outcome {
     /// What went wrong, if anything did, and nobody was told.
     pub(super) carried: Result<(), PoolError>,
-    /// By the device's own link, and by the neighbour's.
-    pub(super) bytes: [u64; 2],
     pub(super) kernel_bytes: u64,
     pub(super) driver_calls: u64,
 }
@@ -181,12 +160,12 @@ impl Haul {
         self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Queues all of `parcels` as of `group`. Waits while many are queued, which lanes take, or end.
+    /// Queues all of `parcels`. Waits while many are queued, which the lane takes, or ends.
     ///
     /// # Errors
-    /// The failure of a lane.
-    pub(crate) fn add(&self, group: u64, parcels: &mut Parcels) -> Result<(), PoolError> {
-        for mut parcel in parcels.take() {
+    /// The failure of the lane.
+    pub(crate) fn add(&self, parcels: &mut Parcels) -> Result<(), PoolError> {
+        for parcel in parcels.take() {
             let mut state = self.state();
             while state.queue.len() >= QUEUE_MAX && !state.has_failed {
                 state = self.wait(state);
@@ -194,8 +173,7 @@ impl Haul {
             if state.has_failed {
                 return Err(state.failure());
             }
-            parcel.group = group;
-            *state.unfinished.entry(group).or_default() += 1;
+            state.unfinished += 1;
             state.queue.push_back(parcel);
             drop(state);
             self.changed.notify_all();
@@ -203,31 +181,31 @@ impl Haul {
         Ok(())
     }
 
-    /// Waits until all of `group` is copied.
+    /// Waits until all that was added is copied.
     ///
     /// # Errors
-    /// The failure of a lane.
-    pub(crate) fn finish(&self, group: u64) -> Result<(), PoolError> {
+    /// The failure of the lane.
+    pub(crate) fn finish(&self) -> Result<(), PoolError> {
         let mut state = self.state();
-        while state.unfinished.contains_key(&group) && !state.has_failed {
+        while state.unfinished > 0 && !state.has_failed {
             state = self.wait(state);
         }
         if state.has_failed { Err(state.failure()) } else { Ok(()) }
     }
 
-    /// Nothing is added any more: lanes end with what there is.
+    /// Nothing is added any more: the lane ends with what there is.
     pub(crate) fn close(&self) {
         self.state().is_closed = true;
         self.changed.notify_all();
     }
 
-    /// Lanes end as soon as their copies have.
+    /// The lane ends as soon as its copies have.
     pub(crate) fn call_off(&self) {
         self.state().has_failed = true;
         self.changed.notify_all();
     }
 
-    /// A lane's end that is the end of all.
+    /// The lane has ended before its time.
     pub(super) fn fail(&self, error: PoolError) {
         let mut state = self.state();
         state.has_failed = true;
@@ -236,16 +214,16 @@ impl Haul {
         self.changed.notify_all();
     }
 
-    /// The next parcel, or so much of it. A lane that `waits` gets one, or hears that it is over.
+    /// The next parcel, or so much of it. The lane, if it `waits`, gets one, or hears that it is over.
     pub(super) fn next(&self, waits: bool, bytes_max: u64) -> Next {
         let mut state = self.state();
         loop {
-            if state.has_failed || (state.is_closed && state.unfinished.is_empty()) {
+            if state.has_failed || (state.is_closed && state.unfinished == 0) {
                 return Next::Over;
             }
             if let Some(mut parcel) = state.queue.pop_front() {
                 if let Some(rest) = parcel.cut(bytes_max) {
-                    *state.unfinished.entry(rest.group).or_default() += 1;
+                    state.unfinished += 1;
                     state.queue.push_front(rest);
                 }
                 drop(state);
@@ -259,27 +237,9 @@ impl Haul {
         }
     }
 
-    /// All of `parcel` is copied.
-    pub(super) fn done(&self, parcel: &Parcel, by: Carrier) {
-        let mut state = self.state();
-        state.carried[by as usize] += parcel.bytes;
-        if let Some(count) = state.unfinished.get_mut(&parcel.group) {
-            *count -= 1;
-            if *count == 0 {
-                state.unfinished.remove(&parcel.group);
-            }
-        }
-        drop(state);
-        self.changed.notify_all();
-    }
-
-    /// A lane that ends has not copied these, and copies nothing of them any more.
-    pub(super) fn give_back(&self, parcels: impl DoubleEndedIterator<Item = Parcel>) {
-        let mut state = self.state();
-        for parcel in parcels.rev() {
-            state.queue.push_front(parcel);
-        }
-        drop(state);
+    /// All of one parcel is copied.
+    pub(super) fn done(&self) {
+        self.state().unfinished -= 1;
         self.changed.notify_all();
     }
 
@@ -297,8 +257,8 @@ impl Haul {
     pub(super) fn into_outcome(self) -> Outcome {
         let mut state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
         let carried = if state.has_failed { Err(state.failure()) } else { Ok(()) };
-        let State { carried: bytes, kernel_bytes, driver_calls, .. } = state;
-        Outcome { carried, bytes, kernel_bytes, driver_calls }
+        let State { kernel_bytes, driver_calls, .. } = state;
+        Outcome { carried, kernel_bytes, driver_calls }
     }
 }
 
@@ -354,61 +314,6 @@ mod tests {
             prop_assert!(found.eq(wanted));
             prop_assert!(parcels.take().is_empty());
         }
-
-        /// Two lanes that take turns by a clock of their own: each is given as much as it is fast.
-        #[test]
-        fn the_faster_lane_carries_more(direct in 1_u64..20, relay in 1_u64..20) {
-            const COUNT: u64 = 400;
-            let (haul, mut parcels) = (Haul::default(), Parcels::new(1));
-            let mut free_at = [(0, Carrier::Direct, direct), (0, Carrier::Relay, relay)];
-            for number in 0..COUNT {
-                if number % 200 == 0 {
-                    parcels.add(host(1), device(1, 200));
-                    haul.add(number, &mut parcels).unwrap();
-                }
-                free_at.sort_unstable_by_key(|(at, _, _)| *at);
-                let Next::Parcel(parcel) = haul.next(false, u64::MAX) else { panic!("there is more") };
-                haul.done(&parcel, free_at[0].1);
-                free_at[0].0 += free_at[0].2;
-            }
-            haul.close();
-            prop_assert_eq!(haul.next(true, u64::MAX), Next::Over);
-            let Outcome { carried: outcome, bytes: [own, others], .. } = haul.into_outcome();
-            prop_assert!(outcome.is_ok());
-            prop_assert_eq!(own + others, COUNT);
-            let share = own * (direct + relay);
-            prop_assert!(share.abs_diff(COUNT * relay) <= 3 * (direct + relay), "{} of {}", own, COUNT);
-        }
-    }
-
-    #[test]
-    fn what_a_lane_gives_back_is_carried_by_the_other_in_order_and_before_the_end() {
-        let (haul, mut parcels) = (Haul::default(), Parcels::new(1));
-        parcels.add(host(1), device(0, 3));
-        haul.add(7, &mut parcels).unwrap();
-        haul.close();
-        let taken = || match haul.next(false, u64::MAX) {
-            Next::Parcel(parcel) => parcel,
-            other @ (Next::Nothing | Next::Over) => panic!("{other:?}"),
-        };
-        let (first, second, third) = (taken(), taken(), taken());
-        assert_eq!(
-            haul.next(false, u64::MAX),
-            Next::Nothing,
-            "the end waits for what is under way"
-        );
-        haul.done(&third, Carrier::Direct);
-        haul.give_back([first, second].into_iter());
-        for at in [0, 1] {
-            let Next::Parcel(parcel) = haul.next(true, u64::MAX) else {
-                panic!("it is there again")
-            };
-            assert_eq!(parcel.pieces[0].device.start.0, at);
-            haul.done(&parcel, Carrier::Direct);
-        }
-        assert!(haul.finish(7).is_ok());
-        assert_eq!(haul.next(true, u64::MAX), Next::Over);
-        assert_eq!(haul.into_outcome().bytes, [3, 0]);
     }
 
     #[test]
@@ -416,7 +321,7 @@ mod tests {
         let (haul, mut parcels) = (Haul::default(), Parcels::new(10));
         parcels.add(host(100), device(1000, 4));
         parcels.add(host(200), device(2000, 6));
-        haul.add(0, &mut parcels).unwrap();
+        haul.add(&mut parcels).unwrap();
         haul.close();
         let mut taken = Vec::new();
         while let Next::Parcel(parcel) = haul.next(false, 3) {
@@ -436,12 +341,12 @@ mod tests {
             vec![(205, 2005, 1)],
         ];
         assert_eq!(found, wanted);
-        for parcel in &taken {
+        for _ in &taken {
             assert_eq!(haul.next(false, 3), Next::Nothing);
-            haul.done(parcel, Carrier::Direct);
+            haul.done();
         }
-        assert!(haul.finish(0).is_ok());
-        assert_eq!(haul.into_outcome().bytes, [10, 0]);
+        assert!(haul.finish().is_ok());
+        assert!(haul.into_outcome().carried.is_ok());
     }
 
     #[test]
@@ -449,14 +354,14 @@ mod tests {
         let haul = Haul::default();
         let mut parcels = Parcels::new(1);
         parcels.add(host(1), device(0, 1));
-        haul.add(0, &mut parcels).unwrap();
+        haul.add(&mut parcels).unwrap();
         std::thread::scope(|scope| {
-            let waits = scope.spawn(|| haul.finish(0));
+            let waits = scope.spawn(|| haul.finish());
             haul.fail(PoolError::NotOurs);
             assert!(matches!(waits.join().unwrap(), Err(PoolError::NotOurs)));
         });
         parcels.add(host(1), device(0, 1));
-        assert!(matches!(haul.add(1, &mut parcels), Err(PoolError::Driver { .. })));
+        assert!(matches!(haul.add(&mut parcels), Err(PoolError::Driver { .. })));
         assert_eq!(haul.next(true, u64::MAX), Next::Over);
         assert!(haul.into_outcome().carried.is_err());
     }

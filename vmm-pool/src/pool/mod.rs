@@ -10,7 +10,7 @@ mod accounts;
 mod blocks;
 mod budgets;
 mod copies;
-mod links;
+mod kernels;
 mod questions;
 mod sharing;
 
@@ -21,7 +21,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError, Weak
 
 pub(crate) use copies::CopyPolicy;
 pub use copies::{PieceBytes, Pieces};
-use links::LinkPolicy;
+use kernels::KernelPolicy;
 pub use sharing::{Borrowed, Export, ImportSource, LostImports};
 
 use crate::budget::Budget;
@@ -74,7 +74,7 @@ pub struct Pool<D: Driver> {
     own_contexts: fn() -> Vec<RawContext>,
     pub(crate) budget: Budget,
     pub(crate) copies: CopyPolicy,
-    pub(crate) links: LinkPolicy,
+    pub(crate) kernels: KernelPolicy,
     /// Machine-wide names of devices, as the driver gave them. A leaf.
     names: Mutex<BTreeMap<DeviceOrdinal, String>>,
 }
@@ -95,8 +95,7 @@ impl<D: Driver> Pool<D> {
     ) -> (Self, Arc<Right>) {
         let right = Arc::new(Right);
         let deferred = Deferred::new(Arc::clone(&driver));
-        let mut arena = HostArena::new(Arc::clone(&driver), toucher_threads);
-        arena.stay_while(deferred.late_copies());
+        let arena = HostArena::new(Arc::clone(&driver), toucher_threads);
         let ahead = Arc::clone(arena.ahead());
         let arena = Mutex::new(arena);
         let waits = Waits::new(Arc::clone(&driver));
@@ -115,7 +114,7 @@ impl<D: Driver> Pool<D> {
             own_contexts,
             budget: Budget::default(),
             copies: CopyPolicy::default(),
-            links: LinkPolicy::default(),
+            kernels: KernelPolicy::default(),
             names: Mutex::default(),
         };
         (pool, right)

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, DeviceUuid, Driver,
     DriverCode, DriverError, DriverOp, DriverResult, DriverVersion, Granularity, MemoryInfo,
-    PeerAttribute, PieceSlot, PinnedFor, RawContext, RawHandle, RawStream, VaRange,
+    PieceSlot, PinnedFor, RawContext, RawHandle, RawStream, VaRange,
 };
 
 /// See the head of this module.
@@ -37,15 +37,6 @@ impl Driver for IdleDriver {
         refused()
     }
 
-    fn peer_attribute(
-        &self,
-        _: DeviceOrdinal,
-        _: DeviceOrdinal,
-        _: PeerAttribute,
-    ) -> DriverResult<i32> {
-        refused()
-    }
-
     fn device_uuid(&self, _: DeviceOrdinal) -> DriverResult<DeviceUuid> {
         refused()
     }
@@ -56,10 +47,6 @@ impl Driver for IdleDriver {
 
     fn has_primary_context(&self, _: DeviceOrdinal) -> DriverResult<bool> {
         Ok(true)
-    }
-
-    fn let_primary_context_go(&self, _: DeviceOrdinal) -> DriverResult<()> {
-        Ok(())
     }
 
     fn stand_beside_captures(&self) -> DriverResult<()> {

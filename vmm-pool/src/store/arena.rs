@@ -73,8 +73,6 @@ pub(crate) struct HostArena<D: Driver> {
     ahead: Arc<Ahead>,
     /// The file. It is under the arena's lock, for the same steps use both.
     pub(crate) disk: Disk,
-    /// Copies may come yet that nobody could wait for: chunks stay.
-    late_copies: Arc<AtomicBool>,
 }
 
 /// How many chunks are brought in ahead of the one being pinned.
@@ -92,18 +90,12 @@ impl<D: Driver> HostArena<D> {
             coming: None,
             ahead: Arc::default(),
             disk: Disk::new(),
-            late_copies: Arc::default(),
         }
     }
 
     /// What is known of it without its lock.
     pub(crate) fn ahead(&self) -> &Arc<Ahead> {
         &self.ahead
-    }
-
-    /// Gives nothing back while this is so.
-    pub(crate) fn stay_while(&mut self, late_copies: Arc<AtomicBool>) {
-        self.late_copies = late_copies;
     }
 
     /// Has new chunks lie on these NUMA nodes.
@@ -344,9 +336,6 @@ impl<D: Driver> HostArena<D> {
     /// Gives chunks back until at most `keep_bytes` (rounded up to a chunk) are held. A context must be
     /// current, and no contents saved beyond that.
     pub(crate) fn shrink_to(&mut self, keep_bytes: u64) -> PoolResult<()> {
-        if self.late_copies.load(Ordering::Acquire) {
-            return Ok(());
-        }
         while self.capacity_bytes() >= keep_bytes.saturating_add(CHUNK_BYTES) {
             let Some(Held { chunk, pins }) = self.chunks.last() else {
                 break;

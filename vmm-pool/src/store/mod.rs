@@ -54,8 +54,6 @@ pub struct Copying {
     pub to_memory_bytes: u64,
     /// What goes to a file, in bytes.
     pub to_file_bytes: u64,
-    /// May some of it take a neighbouring GPU's link ([`crate::Links`])?
-    pub by_neighbour: bool,
 }
 
 /// Host memory that a pause would take now.

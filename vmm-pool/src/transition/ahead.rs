@@ -112,7 +112,7 @@ impl<D: Driver> Pool<D> {
         // A call of this thread must not spoil a capture of another one's.
         self.driver.stand_beside_captures().about(about, CHUNK_BYTES, Some(device))?;
         self.driver.make_current(device).about(about, CHUNK_BYTES, Some(device))?;
-        Ok(self.pins_of(devices))
+        Ok(Pins::of(devices))
     }
 
     /// Is host memory held that may be idle? Waits for nothing.

@@ -24,7 +24,7 @@ mod ahead;
 mod draining;
 mod file;
 mod keeper;
-mod links;
+mod kernels;
 mod mappings;
 mod pause;
 mod queue;

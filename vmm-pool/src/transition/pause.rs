@@ -3,7 +3,6 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::links::Through;
 use super::quiesced::{Done, Failed, Quiesced};
 use super::save::{Behind, Space};
 use super::still::Still;
@@ -92,7 +91,7 @@ impl<D: Driver> Leaving<D> {
         let budget = budget(held_bytes);
         let (survey, space) = (self.quiesced.seen(), Space::Take(budget));
         let still = Still::drained(&self.quiesced);
-        still.save(Behind::Keeps(&self.selection), survey, copies, space, Through::TwoLinks)
+        still.save(Behind::Keeps(&self.selection), survey, copies, space)
     }
 
     /// Maps everything again.

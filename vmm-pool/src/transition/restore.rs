@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 
 use super::file::Filed;
-use super::links::{Quiet, Through};
+use super::kernels::Quiet;
 use super::still::Still;
 use crate::budget::Charge;
 use crate::copies::CopyStreams;
@@ -18,7 +18,7 @@ use crate::driver::{AccessDesc, AllocationProp, DeviceOrdinal, Driver, DriverCod
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Mapping, Row, Selection};
-use crate::links::{Haul, Parcels, Way};
+use crate::links::{Haul, Parcels};
 use crate::pool::{Borrowed, Pool};
 use crate::store::{Extent, HostArena, Part, Store};
 use crate::{AllocationId, PeerId, VirtualHandle};
@@ -64,10 +64,7 @@ struct Target {
 /// Handles and devices.
 type OwnRows = Vec<(VirtualHandle, Option<DeviceOrdinal>)>;
 
-/// A resume waits for all that lanes copy at once.
-const GROUP: u64 = 0;
-
-/// Copies that are put together for lanes.
+/// Copies that are put together for the lane.
 struct Hauling<'h> {
     haul: &'h Haul,
     parcels: Parcels,
@@ -83,7 +80,7 @@ impl<'h> Hauling<'h> {
         Self { haul, parcels, least_bytes: 4 * parcel_bytes, has_fills: false }
     }
 
-    /// Is it for the lanes to copy? A view ends with its copies, one by one.
+    /// Is it for the lane to copy? A view ends with its copies, one by one.
     fn takes(target: &Target) -> bool {
         target.store == Store::Host && !target.is_view
     }
@@ -93,7 +90,7 @@ impl<'h> Hauling<'h> {
     }
 
     fn add(&mut self) -> PoolResult<()> {
-        self.haul.add(GROUP, &mut self.parcels)
+        self.haul.add(&mut self.parcels)
     }
 
     /// The last of it.
@@ -204,22 +201,22 @@ impl<D: Driver> Still<'_, D> {
         PoolError::OutOfDeviceMemory { device, needed_bytes, free_bytes }
     }
 
-    /// See [`super::Returning::restore_own`].
+    /// See [`super::Returning::restore_own`]. Kernels may copy where `quiet` is said.
     pub(super) fn restore_own(
         &self,
         selection: &Selection,
         exports_max: usize,
-        (through, quiet): (Through, Quiet),
+        quiet: Option<Quiet>,
     ) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         let mut arena = self.pool.arena();
         let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
         let (own, bytes) = self.own_of(selection);
         let mut from_file = Vec::new();
-        // SAFETY: what is mapped here stays so until the lanes have ended, and no application work runs before the gate
+        // SAFETY: what is mapped here stays so until the lane has ended, and no application work runs before the gate
         // opens; nobody else has the arena, which keeps its chunks meanwhile.
         let outcome = unsafe {
-            self.with_links(&mut log, through, Way::In, quiet, &bytes, |log, haul| {
+            self.with_kernels(&mut log, quiet, &bytes, |log, haul| {
                 let mut hauling = haul.map(|(haul, parcel_bytes)| Hauling::new(haul, parcel_bytes));
                 log.timed("map and queue copies", |log| {
                     for &(row, device) in &own {
@@ -245,7 +242,7 @@ impl<D: Driver> Still<'_, D> {
                 self.restore_files(log, &mut arena, &mut streams, &from_file)?;
                 log.timed("export", |log| self.export_again(log, selection, exports_max))?;
                 match hauling {
-                    Some(hauling) => log.timed("wait for copies", |_| hauling.haul.finish(GROUP)),
+                    Some(hauling) => log.timed("wait for copies", |_| hauling.haul.finish()),
                     None => Ok(()),
                 }
             })
@@ -276,7 +273,7 @@ impl<D: Driver> Still<'_, D> {
         (rows, bytes)
     }
 
-    /// As [`Still::restore_one`], of contents whose copies the lanes make.
+    /// As [`Still::restore_one`], of contents whose copies the lane makes.
     fn haul_one(
         &self,
         log: &mut StepLog,

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::keeper::{Origin, Shut};
-use super::links::{Quiet, Through};
+use super::kernels::Quiet;
 use super::quiesced::{Done, Failed, ShutGate};
 use super::restore::{ImportRequest, Room};
 use super::still::Still;
@@ -102,7 +102,7 @@ impl<D: Driver> Returning<D> {
     /// `cuMemMap` and `cuMemSetAccess` in groups, `cuMemcpyHtoDAsync` behind each, and behind the last of them for
     /// what comes from the file; then `cuMemExportToShareableHandle`, `cuStreamSynchronize`.
     pub fn restore_own(&mut self, exports_max: usize) -> PoolResult<StepLog> {
-        self.still().restore_own(&self.selection, exports_max, (Through::TwoLinks, self.quiet()))
+        self.still().restore_own(&self.selection, exports_max, Some(self.quiet()))
     }
 
     /// What must be fetched from whom, by owner, in the ledger's order.

@@ -3,12 +3,11 @@
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::OwnedFd;
 
 use super::file::Filed;
-use super::links::{Quiet, Through};
 use super::release::Meanwhile;
 use super::still::Still;
 use crate::VirtualHandle;
@@ -17,10 +16,11 @@ use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, VaRange};
 use crate::error::PoolResult;
 use crate::journal::StepLog;
 use crate::ledger::{Layout, Mapping, Placed, Presence, Selection, Survey};
-use crate::links::{Haul, Parcels, Way};
 use crate::pool::Pool;
 use crate::report::KeptBytes;
-use crate::store::{Copies, Copying, Extent, HostArena, HostBudget, HostDemand, Saved, Store};
+use crate::store::{
+    Copies, Copying, Extent, HostArena, HostBudget, HostDemand, Pins, Saved, Store,
+};
 
 #[derive(Debug)]
 pub(super) struct Item {
@@ -131,12 +131,10 @@ impl<D: Driver> Still<'_, D> {
         survey: &Survey,
         copies: Copies,
         space: Space,
-        through: Through,
     ) -> PoolResult<StepLog> {
         let selection = behind.selection();
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
-        self.pool.deferred.check_places()?;
         let mut arena = self.pool.arena();
         let takes = matches!(space, Space::Take(_));
         let [kept, filed] = log.timed("lay out", |log| match space {
@@ -168,8 +166,7 @@ impl<D: Driver> Still<'_, D> {
         let outcome = planned.and_then(|plan| {
             arena.set_nodes(self.pool.nodes_of(&self.pool.devices()));
             arena.begin_growth(end_bytes);
-            let kept =
-                self.run_groups(&mut log, &mut behind, &mut arena, &mut streams, &plan, through);
+            let kept = self.copy_groups(&mut log, &mut behind, &mut arena, &mut streams, &plan);
             arena.end_growth();
             kept.and_then(|()| {
                 self.run_to_file(&mut log, &mut arena, &mut streams, &plan.to_file)
@@ -249,79 +246,6 @@ impl<D: Driver> Still<'_, D> {
         log.timed("unmap saved", |log| self.retire(log, items))
     }
 
-    fn run_groups(
-        &self,
-        log: &mut StepLog,
-        behind: &mut Behind<'_>,
-        arena: &mut HostArena<D>,
-        streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
-        plan: &Plan,
-        through: Through,
-    ) -> PoolResult<()> {
-        let copied = |group: &Group| group.items.iter().map(|item| item.copied_bytes).sum::<u64>();
-        let mut bytes = BTreeMap::new();
-        for group in &plan.groups {
-            *bytes.entry(group.device).or_insert(0) += copied(group);
-        }
-        // SAFETY: sources stay mapped until their group is retired, after all of it is copied, and what has failed is
-        // unmapped when copies have been seen to end; nobody else has the arena, which keeps its chunks meanwhile.
-        unsafe {
-            self.with_links(log, through, Way::Out, Quiet::Known, &bytes, |log, haul| match haul {
-                Some(haul) => self.haul_groups(log, behind, arena, plan, haul),
-                None => self.copy_groups(log, behind, arena, streams, plan),
-            })
-        }
-    }
-
-    /// Has the lanes of `haul` copy the groups, and unmaps behind them.
-    fn haul_groups(
-        &self,
-        log: &mut StepLog,
-        behind: &mut Behind<'_>,
-        arena: &mut HostArena<D>,
-        plan: &Plan,
-        (haul, parcel_bytes): (&Haul, u64),
-    ) -> PoolResult<()> {
-        let selection = behind.selection();
-        let pins = self.pool.pins_of(&self.pool.devices());
-        if !plan.groups.is_empty() {
-            arena.pin_again(log, pins)?;
-        }
-        let mut parcels = Parcels::new(parcel_bytes);
-        let mut flying: VecDeque<(u64, &Group)> = VecDeque::new();
-        let mut retire_oldest = |log: &mut StepLog, flying: &mut VecDeque<(u64, &Group)>| {
-            let Some((number, group)) = flying.pop_front() else { return Ok(()) };
-            log.timed("wait for copies", |_| haul.finish(number))?;
-            self.leave_behind(log, behind, group)
-        };
-        let mut imports_unmapped = false;
-        for (number, group) in (0..).zip(&plan.groups) {
-            let end_bytes = group.items.iter().map(Item::end_bytes).max().unwrap_or(0);
-            arena.grow_to(log, end_bytes, pins)?;
-            for item in &group.items {
-                for extent in &item.copied {
-                    arena.sides(item.source, *extent, |host, device| parcels.add(host, device));
-                }
-            }
-            log.timed("queue copies", |_| haul.add(number, &mut parcels))?;
-            flying.push_back((number, group));
-            if !imports_unmapped {
-                self.unmap_uncopied(log, selection, plan)?;
-                imports_unmapped = true;
-            }
-            if flying.len() > 2 {
-                retire_oldest(log, &mut flying)?;
-            }
-        }
-        if !imports_unmapped {
-            self.unmap_uncopied(log, selection, plan)?;
-        }
-        while !flying.is_empty() {
-            retire_oldest(log, &mut flying)?;
-        }
-        Ok(())
-    }
-
     fn copy_groups(
         &self,
         log: &mut StepLog,
@@ -336,7 +260,7 @@ impl<D: Driver> Still<'_, D> {
         let mut in_flight: BTreeMap<DeviceOrdinal, Vec<&Group>> = BTreeMap::new();
         let mut imports_unmapped = false;
         // Also where this pause is of one of several devices only: the memory is there for the next one too.
-        let pins = self.pool.pins_of(&self.pool.devices());
+        let pins = Pins::of(&self.pool.devices());
         if !groups.is_empty() {
             arena.pin_again(log, pins)?;
         }
@@ -517,12 +441,7 @@ impl<D: Driver> Pool<D> {
         let grow_with_all_bytes = growth(&with_all);
         let [kept, filed] = with_all;
         let to_memory_bytes = kept.placed.iter().map(Placed::copied_bytes).sum();
-        let links = self.links.links();
-        let copying = Copying {
-            to_memory_bytes,
-            to_file_bytes: filed.end_bytes,
-            by_neighbour: links.is_some_and(|links| to_memory_bytes >= links.least_bytes),
-        };
+        let copying = Copying { to_memory_bytes, to_file_bytes: filed.end_bytes };
         // Where that takes nothing, nothing less can be asked for.
         let least = |copies, more: u64| match more {
             0 => 0,

@@ -15,7 +15,6 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use super::keeper::{Origin, Shut};
-use super::links::Through;
 use super::mappings::is_import;
 use super::pause::{Leaving, Undone};
 use super::queue::{Queue, Waiting, Window};
@@ -30,7 +29,7 @@ use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Layout, Placed, Row, Selection, StayReason, Survey};
 use crate::pool::Pool;
-use crate::store::{Copies, HostBudget, Store};
+use crate::store::{Copies, HostBudget, Pins, Store};
 use crate::{AllocationId, VirtualHandle};
 
 /// Bytes by device.
@@ -256,7 +255,7 @@ impl<D: Driver> Departing<D> {
         // Which copies stay was settled when host memory was taken.
         let behind = Behind::Keeps(&part);
         let space = Space::Held(Box::new(self.laid_out.of([saved, others])));
-        let mut log = still.save(behind, survey, Copies::All, space, Through::Engine)?;
+        let mut log = still.save(behind, survey, Copies::All, space)?;
         let copied_bytes = std::mem::take(&mut log.bytes);
         log.add(still.release_some(&part)?);
         let gone = self.gone_of(&part, before);
@@ -272,7 +271,7 @@ impl<D: Driver> Departing<D> {
         let behind = Behind::GivesBack(Meanwhile::new(&part));
         let survey = self.leaving.quiesced.seen();
         let space = Space::Held(Box::new(self.laid_out.of([&saved, &others])));
-        let outcome = still.save(behind, survey, Copies::All, space, Through::Engine);
+        let outcome = still.save(behind, survey, Copies::All, space);
         let outcome = outcome.and_then(|mut log| {
             let copied_bytes = std::mem::take(&mut log.bytes);
             log.add(still.release_selected(&part)?);
@@ -530,9 +529,9 @@ impl<D: Driver> Arriving<D> {
     fn fill(&self, log: &mut StepLog, part: &Selection, is_rest: bool) -> PoolResult<u64> {
         let (still, selection) = (self.returning.still(), self.returning.selection());
         log.add(still.create_own(part, Room::of(selection))?);
-        // What comes last has the link to itself, or soon: the others have next to nothing left to copy out.
-        let through = if is_rest { Through::OneLink } else { Through::Engine };
-        let mut restored = still.restore_own(part, 0, (through, self.returning.quiet()))?;
+        // Kernels slow copies out down, which go on meanwhile. When the last comes next to nothing is left to copy out.
+        let quiet = is_rest.then(|| self.returning.quiet());
+        let mut restored = still.restore_own(part, 0, quiet)?;
         let copied_bytes = std::mem::take(&mut restored.bytes);
         log.add(restored);
         Ok(copied_bytes)
@@ -583,7 +582,6 @@ impl<D: Driver> Still<'_, D> {
     ) -> PoolResult<(StepLog, LaidOut)> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
-        self.pool.deferred.check_places()?;
         let mut arena = self.pool.arena();
         let [kept, filed] = log.timed("lay out", |log| {
             self.layouts_within(log, &arena, selection, survey, copies, budget)
@@ -593,7 +591,7 @@ impl<D: Driver> Still<'_, D> {
         let held = held.and_then(|()| {
             let devices = self.pool.devices();
             let Some(&device) = devices.first() else { return Ok(()) };
-            let pins = self.pool.pins_of(&devices);
+            let pins = Pins::of(&devices);
             let about = || "pinning of host memory".to_owned();
             self.pool.driver.make_current(device).about(about, 0, Some(device))?;
             if !kept.placed.is_empty() {

@@ -16,7 +16,6 @@ mod files;
 mod host_memory;
 mod kernels;
 mod leases;
-mod links;
 mod model;
 mod odd_orders;
 mod offload;

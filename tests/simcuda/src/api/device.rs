@@ -4,8 +4,7 @@
 
 use std::ffi::c_char;
 
-use vmm_pool::driver::sim::PeerReach;
-use vmm_pool::driver::{DeviceAttribute, DeviceOrdinal, DriverCode, PeerAttribute};
+use vmm_pool::driver::{DeviceAttribute, DeviceOrdinal, DriverCode};
 
 use crate::abi::{Out, driver_api};
 use crate::sim;
@@ -58,14 +57,6 @@ driver_api! {
     {
         let sim = sim::get()?;
         let are_two = sim.device(device)? != sim.device(peer)?;
-        can.put(i32::from(are_two && sim.core.options().peers != PeerReach::Nothing))
-    }
-
-    fn cuDeviceGetP2PAttribute = "cuDeviceGetP2PAttribute" since 8000
-        (value: Out<i32>, attribute: i32, from: i32, to: i32)
-    {
-        let sim = sim::get()?;
-        let (from, to) = (sim.device(from)?, sim.device(to)?);
-        value.put(sim.core.peer_attribute(from, to, PeerAttribute(attribute))?)
+        can.put(i32::from(are_two && sim.core.options().peer_access))
     }
 }

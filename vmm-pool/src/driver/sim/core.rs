@@ -16,10 +16,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockW
 use self::streams::Streams;
 use super::memory::{Census, Coded, Memory, io_code};
 use super::node::{Block, SimNode};
-use super::{Faults, PeerReach, SimOptions};
+use super::{Faults, SimOptions};
 use crate::driver::{
     AllocationProp, DeviceAttribute, DeviceOrdinal, DeviceUuid, DriverCode, DriverVersion,
-    MemoryInfo, PeerAttribute,
+    MemoryInfo,
 };
 
 pub use self::bytes::{AccessGuard, Touch};
@@ -35,8 +35,6 @@ struct Device {
     context: Mutex<Context>,
     /// Are our own kernels loaded in that context?
     has_kernels: AtomicBool,
-    /// Moved by its streams between it and the host.
-    host_copied_bytes: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -83,7 +81,6 @@ impl Core {
                 failure: AtomicI32::new(0),
                 context: Mutex::new(Context::Absent),
                 has_kernels: AtomicBool::new(false),
-                host_copied_bytes: AtomicU64::new(0),
             })
             .collect();
         Self {
@@ -207,28 +204,6 @@ impl Core {
         })
     }
 
-    /// What `from` can do with memory of `to`; numbers that the simulation knows nothing of read as 0.
-    ///
-    /// # Errors
-    /// `INVALID_DEVICE`, also for one device asked about itself; `INVALID_VALUE` for a number that no attribute has.
-    pub fn peer_attribute(
-        &self,
-        from: DeviceOrdinal,
-        to: DeviceOrdinal,
-        attribute: PeerAttribute,
-    ) -> Coded<i32> {
-        if self.device(from)?.index == self.device(to)?.index {
-            return Err(DriverCode::INVALID_DEVICE);
-        }
-        let peers = self.options.peers;
-        Ok(match attribute {
-            PeerAttribute::ACCESS_SUPPORTED => i32::from(peers != PeerReach::Nothing),
-            PeerAttribute::NATIVE_ATOMIC_SUPPORTED => i32::from(peers == PeerReach::Link),
-            PeerAttribute(1..=5) => 0,
-            PeerAttribute(_) => return Err(DriverCode::INVALID_VALUE),
-        })
-    }
-
     /// Memory of `device`, exactly, over all processes.
     ///
     /// # Errors
@@ -303,16 +278,6 @@ impl Core {
         let entry = self.device(device)?;
         entry.failure.store(0, Ordering::Release);
         self.write().host_unregister_all_of(device);
-        Ok(())
-    }
-
-    /// From here on work on `device` has failed with `code`, until its context ends; with none it has not.
-    ///
-    /// # Errors
-    /// `INVALID_DEVICE`.
-    pub fn set_failure(&self, device: DeviceOrdinal, code: Option<DriverCode>) -> Coded<()> {
-        let code = code.map_or(0, |code| code.0);
-        self.device(device)?.failure.store(code, Ordering::Release);
         Ok(())
     }
 

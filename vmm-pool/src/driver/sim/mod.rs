@@ -51,19 +51,8 @@ pub use self::stream::{StreamKind, Work};
 use super::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, DeviceUuid, Driver,
     DriverCode, DriverError, DriverOp, DriverResult, DriverVersion, Granularity, MemoryInfo,
-    PeerAttribute, PieceSlot, PinnedFor, RawContext, RawHandle, RawStream, VaRange, WORD_BYTES,
+    PieceSlot, PinnedFor, RawContext, RawHandle, RawStream, VaRange, WORD_BYTES,
 };
-
-/// How devices reach each other's memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PeerReach {
-    /// Not at all. Copies between them still work.
-    Nothing,
-    /// Over the bus that the host is on too.
-    Bus,
-    /// By a link between the two.
-    Link,
-}
 
 /// A context of a device. Streams, and waits for them, are of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -90,8 +79,8 @@ pub struct SimOptions {
     pub context_bytes: u64,
     /// Does the driver offer virtual memory management?
     pub virtual_memory: bool,
-    /// How devices reach each other's memory.
-    pub peers: PeerReach,
+    /// May devices reach each other's memory? Where they may not, copies between them still work.
+    pub peer_access: bool,
     /// Version to claim; `None` for the node's.
     pub version: Option<DriverVersion>,
     /// How long calls take.
@@ -107,7 +96,7 @@ impl Default for SimOptions {
             visible: None,
             context_bytes: 0,
             virtual_memory: true,
-            peers: PeerReach::Link,
+            peer_access: true,
             version: None,
             latency: Latency::default(),
             raises_descriptor_limit: true,
@@ -241,16 +230,6 @@ impl Driver for SimDriver {
         self.call(DriverOp::DeviceGetAttribute, |core| core.attribute(device, attribute))
     }
 
-    fn peer_attribute(
-        &self,
-        from: DeviceOrdinal,
-        to: DeviceOrdinal,
-        attribute: PeerAttribute,
-    ) -> DriverResult<i32> {
-        let op = DriverOp::DeviceGetPeerAttribute;
-        self.call(op, |core| core.peer_attribute(from, to, attribute))
-    }
-
     fn device_uuid(&self, device: DeviceOrdinal) -> DriverResult<DeviceUuid> {
         self.call(DriverOp::DeviceGetUuid, |core| core.uuid(device))
     }
@@ -265,14 +244,6 @@ impl Driver for SimDriver {
 
     fn has_primary_context(&self, device: DeviceOrdinal) -> DriverResult<bool> {
         self.call(DriverOp::PrimaryContextGetState, |core| core.has_context(device))
-    }
-
-    fn let_primary_context_go(&self, device: DeviceOrdinal) -> DriverResult<()> {
-        self.call(DriverOp::PrimaryContextRelease, |core| {
-            // Its work ends with it. That has failed, perhaps, and is over then too.
-            core.wait_context(device).ok();
-            core.drop_context(device)
-        })
     }
 
     fn stand_beside_captures(&self) -> DriverResult<()> {
@@ -391,7 +362,7 @@ impl Driver for SimDriver {
         self.call(DriverOp::CopyToHost, |core| {
             let device = core.stream_device(stream)?;
             core.check_copy(self.current().unwrap_or(device), &[source])?;
-            core.note_host_side(device, target, source.size_bytes);
+            core.note_host_side(device, target);
             let work = Work::new(move |core| {
                 // SAFETY: the caller keeps `target` valid until the stream has passed this copy.
                 unsafe { core.copy((device, target), (device, source.start.0), source.size_bytes) }
@@ -411,7 +382,7 @@ impl Driver for SimDriver {
         self.call(DriverOp::CopyToDevice, |core| {
             let device = core.stream_device(stream)?;
             core.check_copy(self.current().unwrap_or(device), &[target])?;
-            core.note_host_side(device, source, target.size_bytes);
+            core.note_host_side(device, source);
             let work = Work::new(move |core| {
                 // SAFETY: the caller keeps `source` valid until the stream has passed this copy.
                 unsafe { core.copy((device, target.start.0), (device, source), target.size_bytes) }
@@ -484,7 +455,7 @@ impl Driver for SimDriver {
         // SAFETY: the caller keeps both sides valid until the stream has passed this copy.
         let work = Work::new(move |core| unsafe { core.copy_in(device, target, source) });
         self.launch(device, host, stream, copying(work, target, host))?;
-        self.core.note_host_side(device, source, target.size_bytes);
+        self.core.note_host_side(device, source);
         Ok(())
     }
 

@@ -12,7 +12,6 @@ mod holdings;
 mod host;
 mod memory;
 
-use std::collections::BTreeSet;
 use std::io::{BufRead as _, BufReader};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
@@ -24,7 +23,7 @@ use std::time::Duration;
 
 use sublet_tests::{Outcome, Trouble};
 use tenants::error_text::chain;
-use tenants::identity::{MemberId, TenantName};
+use tenants::identity::TenantName;
 use tenants::member::{Member, MemberConfig};
 use tenants::requests::act_for_own_tags;
 use tenants::run_dir::RunDir;
@@ -32,7 +31,7 @@ use tenants::scope::TagNames;
 use tenants::wire::Action;
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
-use vmm_pool::{Links, PieceBytes, Pieces, Standing};
+use vmm_pool::{PieceBytes, Pieces, Standing};
 
 use crate::orders::{Answer, Deal, Item, Order, Worked, write_line};
 use collectives::Collectives;
@@ -113,17 +112,11 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
     let tenant = TenantName::new(&charter.tenant)?;
     let command = format!("worker {}", charter.number);
     let plain = MemberConfig::new(run_dir, tenant, &command, "simulation");
-    // Nobody is asked: neighbours are in use, or not, as their memory shows.
-    let held_elsewhere: fn(&RunDir, MemberId) -> Option<BTreeSet<String>> =
-        |_, _| Some(BTreeSet::new());
     let spill_dir = host::spill_dir(&charter.node, charter.seed);
-    let config = MemberConfig { host_limits: host::limits, held_elsewhere, spill_dir, ..plain };
+    let config = MemberConfig { host_limits: host::limits, spill_dir, ..plain };
     let member = Member::join(config, driver)?;
     member.pool().set_pieces(pieces(charter.seed));
     member.pool().give_host_memory_back(host::gives_back(charter.seed));
-    if let Some(links) = links(charter.seed) {
-        member.pool().use_links(links);
-    }
     let home = charter.devices.first().copied().unwrap_or_default();
     let exchange = Arc::new(Exchange::new(Arc::clone(&member), charter));
     let application = Application {
@@ -143,13 +136,6 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
         return worker.join().map_err(|_| Trouble::new("the application's thread panicked"))?;
     }
     Ok(())
-}
-
-/// A third copies through two links, where a neighbour has room, and some of these keep their context there.
-fn links(seed: u64) -> Option<Links> {
-    let all = Links { least_bytes: 1, parcel_bytes: 1 << 20, ..Links::default() };
-    let keeps_context = (seed >> 20).is_multiple_of(2);
-    (seed >> 16).is_multiple_of(3).then_some(Links { keeps_context, ..all })
 }
 
 /// Most find what is zero and what has not changed, some of these are proved wrong where they are, and some copy all.

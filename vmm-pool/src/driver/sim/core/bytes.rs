@@ -65,25 +65,11 @@ impl Core {
         }
     }
 
-    /// Counts a copy between `device` and host memory, and apart one whose host side is pinned for others only: it works,
-    /// and is slow.
-    pub(in crate::driver::sim) fn note_host_side(
-        &self,
-        device: DeviceOrdinal,
-        address: u64,
-        size_bytes: u64,
-    ) {
-        if let Ok(entry) = self.device(device) {
-            entry.host_copied_bytes.fetch_add(size_bytes, Ordering::Relaxed);
-        }
+    /// Counts a copy of `device` whose host side is pinned for others only: it works, and is slow.
+    pub(in crate::driver::sim) fn note_host_side(&self, device: DeviceOrdinal, address: u64) {
         if self.read().is_pinned_for_others(address, device) {
             self.foreign_pins.fetch_add(1, Ordering::Relaxed);
         }
-    }
-
-    /// Bytes that the copy engines of `device` were told to move between it and the host.
-    pub fn host_copied_bytes(&self, device: DeviceOrdinal) -> u64 {
-        self.device(device).map_or(0, |entry| entry.host_copied_bytes.load(Ordering::Relaxed))
     }
 
     /// How many copies had host memory that was pinned for another device's context alone.

@@ -3,7 +3,6 @@
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use super::Core;
-use crate::driver::sim::PeerReach;
 use crate::driver::sim::memory::{Coded, GRANULARITY_BYTES, MappingInfo, io_code};
 use crate::driver::sim::node::{Block, BlockName};
 use crate::driver::{
@@ -283,7 +282,7 @@ impl Core {
             }
         }
         let mut memory = self.write();
-        if self.options().peers == PeerReach::Nothing {
+        if !self.options().peer_access {
             let owner =
                 memory.mapping_at(range.start).and_then(|found| found.prop.location.as_device());
             let mut places = access.iter().filter_map(|desc| desc.location.as_device());
