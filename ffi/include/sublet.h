@@ -39,9 +39,6 @@ extern "C" {
 #define SUBLET_CONTENTS_KEEP 0
 #define SUBLET_CONTENTS_DISCARD 1
 #define SUBLET_CONTENTS_FILE 2
-/* Beside one of these: no pause looks for what is zero or unchanged of this memory, and all of it is copied. For memory that
- * always changes, which a look is wasted on. */
-#define SUBLET_CONTENTS_NO_LOOK 256
 
 /* Whose memory a pause or resume by tag is about: that of every process of the tenant, or what the calling
  * process itself owns, wherever it was imported. */
@@ -140,7 +137,7 @@ int sublet_tag_is_paused(const char *tag);
 uint64_t sublet_changes(void);
 
 /* Device memory that this thread asks for until the matching sublet_region_end belongs to `tag` (1 to 128
- * bytes of UTF-8) and is treated as `contents` (SUBLET_CONTENTS_, perhaps with SUBLET_CONTENTS_NO_LOOK) says: one policy for a tag as long as the
+ * bytes of UTF-8) and is treated as `contents` (SUBLET_CONTENTS_) says: one policy for a tag as long as the
  * process lives. Regions nest; the innermost counts. Memory that NCCL, cuBLAS and the like ask for themselves
  * belongs to no tag. */
 int sublet_region_begin(const char *tag, int contents);

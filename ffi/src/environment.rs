@@ -4,7 +4,6 @@
 
 #![expect(unsafe_code, reason = "asks for the terminal session")]
 
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -15,7 +14,6 @@ use tenants::budget::{BUDGET_VARIABLE, Budgets, gpus};
 use tenants::host_memory::is_in_memory;
 use tenants::identity::FamilyName;
 use tenants::phase::HELD_MAX;
-use tenants::region::NO_LOOK_VARIABLE;
 use tenants::settings::{self, REQUIRED_VARIABLE};
 use tenants::turns::{
     CLASS_VARIABLE, Class, TURNS_TIMEOUT_VARIABLE, TURNS_VARIABLE, WEIGHT_VARIABLE, Weight,
@@ -245,14 +243,6 @@ pub(crate) fn pieces() -> Result<Pieces, String> {
         finds_unchanged: switch("SUBLET_DELTA", true)?,
         is_verified: switch("SUBLET_VERIFY_CONTENTS", false)?,
     })
-}
-
-/// Tags whose memory no pause looks at, whatever their regions say.
-///
-/// # Errors
-/// The variable names what no tag can be; the text says what.
-pub(crate) fn no_look() -> Result<BTreeSet<String>, String> {
-    setting(NO_LOOK_VARIABLE)?.map_or_else(|| Ok(BTreeSet::new()), |text| settings::tags(&text))
 }
 
 /// Up to how much host memory, in bytes, is brought in ahead of the next pause: without a bound by `1`, not at all by `0`

@@ -21,7 +21,6 @@ use tenants::host_memory::{self, HostFigure, HostLimit};
 use tenants::identity::{FamilyName, TenantName};
 use tenants::member::MemberConfig;
 use tenants::numa;
-use tenants::region;
 use tenants::run_dir::{self, RunDir, locks};
 use tenants::settings::REQUIRED_VARIABLE;
 use tenants::switching;
@@ -284,7 +283,6 @@ fn try_join() -> Result<Arc<Member>, String> {
     let spill_dir = understood(environment::spill_dir(), &mut not_understood);
     let nccl_fails = understood(environment::nccl_fails_while_away(), &mut not_understood);
     let _read_at_each_call = understood(environment::together_timeout(), &mut not_understood);
-    region::never_look_at(understood(environment::no_look(), &mut not_understood));
     let config = MemberConfig {
         run_dir: run_dir()?,
         tenant: tenant_name()?,

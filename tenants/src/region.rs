@@ -7,12 +7,11 @@
 //! be asked for in: it would leave under a library that knows nothing of tags.
 
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::{Class, Contents, LIBRARY_TAGS, Looking};
+use vmm_pool::{Class, Contents, LIBRARY_TAGS};
 
 /// Deepest nesting; more is a leak of begins without ends.
 pub const DEPTH_MAX: usize = 64;
@@ -21,41 +20,14 @@ pub const TAG_BYTES_MAX: usize = 128;
 /// Most tags of a process; more is a tag made anew for each use.
 pub const TAGS_MAX: usize = 4096;
 
-/// The environment variable with tags, divided by commas, that no pause looks at.
-pub const NO_LOOK_VARIABLE: &str = "SUBLET_NO_LOOK";
-
 /// Labels of libraries whose own memory belongs to no region.
 const UNTAGGED: [&str; 7] = ["nccl", "cublas", "cudnn", "cusparse", "cusolver", "cufft", "nvshmem"];
-
-/// What a pause does with the memory of a tag.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Policy {
-    /// With its contents.
-    pub contents: Contents,
-    /// Does it look for pieces of them that need no copy?
-    pub looking: Looking,
-}
-
-impl From<Contents> for Policy {
-    fn from(contents: Contents) -> Self {
-        Self { contents, looking: Looking::On }
-    }
-}
-
-impl fmt::Display for Policy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.looking {
-            Looking::On => write!(f, "{:?}", self.contents),
-            Looking::Off => write!(f, "{:?} without looking", self.contents),
-        }
-    }
-}
 
 /// A stretch of a thread's work.
 #[derive(Clone, Debug)]
 struct Region {
     tag: String,
-    policy: Policy,
+    contents: Contents,
     /// Memory on other devices belongs to no tag.
     device: Option<DeviceOrdinal>,
 }
@@ -90,28 +62,12 @@ thread_local! {
 #[derive(Debug)]
 struct Shared {
     /// Every tag that a region was ever begun with.
-    policies: BTreeMap<String, Policy>,
+    policies: BTreeMap<String, Contents>,
     /// For threads without a region of their own.
     everywhere: Option<Region>,
 }
 
 static SHARED: Mutex<Shared> = Mutex::new(Shared { policies: BTreeMap::new(), everywhere: None });
-
-/// Tags whose memory is not looked at, whatever regions say.
-static NEVER_LOOKED_AT: OnceLock<BTreeSet<String>> = OnceLock::new();
-
-/// No pause looks at memory of these tags, of regions or of libraries, which this process asks for from now on. The first
-/// call counts.
-pub fn never_look_at(tags: BTreeSet<String>) {
-    // Whoever comes second says the same: it is the process's environment.
-    let _set = NEVER_LOOKED_AT.set(tags);
-}
-
-/// Does a pause look at memory of `tag`, where its region says `asked`?
-fn looking_at(tag: &str, asked: Looking) -> Looking {
-    let is_off = NEVER_LOOKED_AT.get().is_some_and(|tags| tags.contains(tag));
-    if is_off { Looking::Off } else { asked }
-}
 
 fn shared() -> MutexGuard<'static, Shared> {
     SHARED.lock().unwrap_or_else(PoisonError::into_inner)
@@ -128,16 +84,16 @@ pub enum RegionError {
     },
     /// The tag has another policy.
     #[error(
-        "tag '{tag}' has the policy {was} in this process and cannot be {now} too: use another tag for \
+        "tag '{tag}' has the policy {was:?} in this process and cannot be {now:?} too: use another tag for \
          memory with another policy"
     )]
     OtherContents {
         /// The tag.
         tag: String,
         /// Its policy.
-        was: Policy,
+        was: Contents,
         /// What was asked for.
-        now: Policy,
+        now: Contents,
     },
     /// The tag is that of a library's own memory.
     #[error("tag '{tag}' is that of {tag}'s own memory: use another for memory of yours")]
@@ -160,7 +116,11 @@ pub enum RegionError {
 }
 
 /// Checks the tag, and fixes its policy at its first use.
-fn region(tag: &str, policy: Policy, device: Option<DeviceOrdinal>) -> Result<Region, RegionError> {
+fn region(
+    tag: &str,
+    contents: Contents,
+    device: Option<DeviceOrdinal>,
+) -> Result<Region, RegionError> {
     if tag.is_empty() || tag.len() > TAG_BYTES_MAX {
         return Err(RegionError::BadTag { length: tag.len() });
     }
@@ -170,24 +130,28 @@ fn region(tag: &str, policy: Policy, device: Option<DeviceOrdinal>) -> Result<Re
     let mut shared = shared();
     let tags = shared.policies.len();
     match shared.policies.get(tag) {
-        Some(&was) if was != policy => {
-            return Err(RegionError::OtherContents { tag: tag.to_owned(), was, now: policy });
+        Some(&was) if was != contents => {
+            return Err(RegionError::OtherContents { tag: tag.to_owned(), was, now: contents });
         }
         Some(_) => {}
         None if tags >= TAGS_MAX => return Err(RegionError::TooManyTags),
         None => {
-            shared.policies.insert(tag.to_owned(), policy);
+            shared.policies.insert(tag.to_owned(), contents);
         }
     }
-    Ok(Region { tag: tag.to_owned(), policy, device })
+    Ok(Region { tag: tag.to_owned(), contents, device })
 }
 
 /// Begins a region on this thread, inside any that is open. `device`: memory on others belongs to no tag.
 ///
 /// # Errors
 /// [`RegionError`], but for [`RegionError::NotOpen`].
-pub fn begin(tag: &str, policy: Policy, device: Option<DeviceOrdinal>) -> Result<(), RegionError> {
-    let region = region(tag, policy, device)?;
+pub fn begin(
+    tag: &str,
+    contents: Contents,
+    device: Option<DeviceOrdinal>,
+) -> Result<(), RegionError> {
+    let region = region(tag, contents, device)?;
     push(Some(region))
 }
 
@@ -226,7 +190,7 @@ pub fn end() -> Result<(), RegionError> {
 pub fn set_base(base: Base) -> Result<(), RegionError> {
     let outcome = match &base {
         Base::Everywhere | Base::NoTag => Ok(()),
-        Base::Region { tag, contents } => region(tag, (*contents).into(), None).map(drop),
+        Base::Region { tag, contents } => region(tag, *contents, None).map(drop),
     };
     BASE.replace(if outcome.is_ok() { base } else { Base::NoTag });
     outcome
@@ -237,9 +201,7 @@ fn base_region() -> Option<Region> {
     match BASE.try_with(|base| base.borrow().clone()).unwrap_or_default() {
         Base::Everywhere => shared().everywhere.clone(),
         Base::NoTag => None,
-        Base::Region { tag, contents } => {
-            Some(Region { tag, policy: contents.into(), device: None })
-        }
+        Base::Region { tag, contents } => Some(Region { tag, contents, device: None }),
     }
 }
 
@@ -250,10 +212,10 @@ fn base_region() -> Option<Region> {
 /// [`RegionError`].
 pub fn begin_everywhere(
     tag: &str,
-    policy: Policy,
+    contents: Contents,
     device: Option<DeviceOrdinal>,
 ) -> Result<(), RegionError> {
-    let region = region(tag, policy, device)?;
+    let region = region(tag, contents, device)?;
     let mut shared = shared();
     if let Some(open) = &shared.everywhere
         && open.tag != tag
@@ -277,7 +239,7 @@ pub fn end_everywhere() -> Result<(), RegionError> {
 }
 
 /// Every tag that a region was ever begun with, with its policy.
-pub fn tags() -> BTreeMap<String, Policy> {
+pub fn tags() -> BTreeMap<String, Contents> {
     shared().policies.clone()
 }
 
@@ -295,17 +257,13 @@ pub fn class_of(library: &'static str, device: Option<DeviceOrdinal>) -> Class {
     if UNTAGGED.contains(&library) && !is_for_caller {
         let has_tag = LIBRARY_TAGS.contains(&library);
         let tag = if has_tag { library.to_owned() } else { String::new() };
-        let looking = looking_at(&tag, Looking::On);
-        return Class { library, tag, looking, ..Class::default() };
+        return Class { library, tag, ..Class::default() };
     }
     // During thread teardown there is no region any more.
     let own = REGIONS.try_with(|regions| regions.borrow().last().cloned()).ok().flatten();
     let open = own.unwrap_or_else(base_region);
     match open.filter(|region| region.device.is_none() || region.device == device) {
-        Some(Region { tag, policy: Policy { contents, looking }, .. }) => {
-            let looking = looking_at(&tag, looking);
-            Class { library, tag, contents, looking }
-        }
+        Some(Region { tag, contents, .. }) => Class { library, tag, contents },
         None => Class { library, ..Class::default() },
     }
 }
@@ -322,8 +280,8 @@ mod tests {
 
     #[test]
     fn the_innermost_region_counts_and_libraries_own_memory_belongs_to_none() {
-        begin("weights", Contents::Keep.into(), None).unwrap();
-        begin("cache", Contents::Discard.into(), Some(GPU)).unwrap();
+        begin("weights", Contents::Keep, None).unwrap();
+        begin("cache", Contents::Discard, Some(GPU)).unwrap();
         assert_eq!(class_of("torch", Some(GPU)).contents, Contents::Discard);
         assert_eq!([tag_now("torch"), tag_now("cublas"), tag_now("nccl")], ["cache", "", "nccl"]);
         assert_eq!(class_of("nccl", Some(GPU)).contents, Contents::Keep);
@@ -340,7 +298,7 @@ mod tests {
     #[test]
     fn what_a_library_allocates_for_its_caller_belongs_to_the_callers_region() {
         assert_eq!(for_caller(|| tag_now("nccl")), "");
-        begin("window", Contents::Keep.into(), None).unwrap();
+        begin("window", Contents::Keep, None).unwrap();
         assert_eq!(for_caller(|| for_caller(|| tag_now("nccl"))), "window");
         assert_eq!(tag_now("nccl"), "nccl");
         end().unwrap();
@@ -348,52 +306,36 @@ mod tests {
 
     #[test]
     fn a_librarys_tag_is_no_regions() {
-        let error = begin("nccl", Contents::Keep.into(), None).unwrap_err();
+        let error = begin("nccl", Contents::Keep, None).unwrap_err();
         assert!(
             error.to_string().contains("NCCL") || error.to_string().contains("nccl's own"),
             "{error}"
         );
-        assert!(begin_everywhere("nccl", Contents::Keep.into(), None).is_err());
+        assert!(begin_everywhere("nccl", Contents::Keep, None).is_err());
         assert!(!tags().contains_key("nccl"));
     }
 
     #[test]
-    fn what_is_not_to_be_looked_at_is_so_by_region_or_for_a_tag_of_the_process() {
-        let unlooked = Policy { looking: Looking::Off, ..Policy::default() };
-        begin("restless", unlooked, None).unwrap();
-        assert_eq!(class_of("torch", Some(GPU)).looking, Looking::Off);
-        let error = begin("restless", Contents::Keep.into(), None).unwrap_err();
-        assert!(error.to_string().contains("the policy Keep without looking"), "{error}");
-        end().unwrap();
-        never_look_at(["never".to_owned()].into());
-        begin("never", Contents::Keep.into(), None).unwrap();
-        assert_eq!(class_of("torch", Some(GPU)).looking, Looking::Off);
-        end().unwrap();
-        assert_eq!(class_of("torch", Some(GPU)).looking, Looking::On);
-        assert_eq!(class_of("nccl", Some(GPU)).looking, Looking::On);
-    }
-
-    #[test]
     fn a_tag_keeps_its_policy() {
-        begin("fixed", Contents::Keep.into(), None).unwrap();
-        let error = begin("fixed", Contents::Discard.into(), None).unwrap_err();
+        begin("fixed", Contents::Keep, None).unwrap();
+        let error = begin("fixed", Contents::Discard, None).unwrap_err();
         assert!(error.to_string().contains("'fixed' has the policy Keep"), "{error}");
         end().unwrap();
-        assert_eq!(tags().get("fixed"), Some(&Policy::default()));
-        assert_eq!(begin("", Contents::Keep.into(), None), Err(RegionError::BadTag { length: 0 }));
+        assert_eq!(tags().get("fixed"), Some(&Contents::Keep));
+        assert_eq!(begin("", Contents::Keep, None), Err(RegionError::BadTag { length: 0 }));
     }
 
     #[test]
     fn a_region_for_all_threads_serves_those_without_one_of_their_own() {
-        begin_everywhere("shared", Contents::Keep.into(), None).unwrap();
+        begin_everywhere("shared", Contents::Keep, None).unwrap();
         let other = std::thread::spawn(|| tag_now("torch")).join().unwrap();
         assert_eq!(other, "shared");
         let own = std::thread::spawn(|| {
-            begin("own", Contents::Keep.into(), None).unwrap();
+            begin("own", Contents::Keep, None).unwrap();
             tag_now("torch")
         });
         assert_eq!(own.join().unwrap(), "own");
-        assert!(begin_everywhere("another", Contents::Keep.into(), None).is_err());
+        assert!(begin_everywhere("another", Contents::Keep, None).is_err());
         end_everywhere().unwrap();
         assert!(end_everywhere().is_err());
         assert_eq!(std::thread::spawn(|| tag_now("torch")).join().unwrap(), "");
@@ -405,7 +347,7 @@ mod tests {
         set_base(base("state")).unwrap();
         assert_eq!(class_of("torch", Some(GPU)).contents, Contents::Discard);
         assert_eq!([tag_now("torch"), tag_now("nccl")], ["state", "nccl"]);
-        begin("opened", Contents::Keep.into(), None).unwrap();
+        begin("opened", Contents::Keep, None).unwrap();
         assert_eq!(tag_now("torch"), "opened");
         end().unwrap();
         assert_eq!(tag_now("torch"), "state");

@@ -1,7 +1,6 @@
 //! The variables of the environment that Sublet reads: one list for the processes of a job, for the command, and for the page that explains
 //! them. A value is checked here before it is used. `docs/reference.md` says what each is about.
 
-use std::collections::BTreeSet;
 use std::str::FromStr;
 
 use vmm_pool::PieceBytes;
@@ -9,7 +8,6 @@ use vmm_pool::PieceBytes;
 use crate::budget::Budgets;
 use crate::coordinator::EarlyRelease;
 use crate::identity::{FamilyName, TenantName};
-use crate::region::TAG_BYTES_MAX;
 use crate::size::Size;
 use crate::turns::{Class, TURNS_AUTO, Weight};
 
@@ -127,21 +125,6 @@ pub fn preparation(text: &str) -> Result<Option<u64>, String> {
     }
 }
 
-/// The tags that `SUBLET_NO_LOOK` names.
-///
-/// # Errors
-/// One of them is no tag; the text says which.
-pub fn tags(text: &str) -> Result<BTreeSet<String>, String> {
-    let is_tag = |tag: &&str| (1..=TAG_BYTES_MAX).contains(&tag.len());
-    let tags = || text.split(',').map(str::trim);
-    match tags().find(|tag| !is_tag(tag)) {
-        Some(other) => Err(format!(
-            "expected tags of 1 to {TAG_BYTES_MAX} bytes with commas between, and '{other}' is none"
-        )),
-        None => Ok(tags().map(str::to_owned).collect()),
-    }
-}
-
 fn parses<T: FromStr<Err: std::fmt::Display>>(text: &str) -> Result<(), String> {
     text.parse::<T>().map(drop).map_err(|error| error.to_string())
 }
@@ -152,10 +135,6 @@ fn parsed_family(text: &str) -> Result<(), String> {
 
 fn parsed_tenant(text: &str) -> Result<(), String> {
     TenantName::new(text).map(drop).map_err(|error| error.to_string())
-}
-
-fn parsed_tags(text: &str) -> Result<(), String> {
-    tags(text).map(drop)
 }
 
 fn parsed_piece(text: &str) -> Result<(), String> {
@@ -171,7 +150,7 @@ const fn setting(name: &'static str, kind: Kind, default: &'static str) -> Setti
 }
 
 /// All settings, by name.
-pub const SETTINGS: [Setting; 32] = [
+pub const SETTINGS: [Setting; 31] = [
     setting("SUBLET_ASK_TORCH", Kind::Switch, "1"),
     setting("SUBLET_BUDGET", Kind::Parsed(parses::<Budgets>), "none"),
     setting("SUBLET_CLASS", Kind::Parsed(parses::<Class>), "fair"),
@@ -191,7 +170,6 @@ pub const SETTINGS: [Setting; 32] = [
     setting("SUBLET_LIBRARY", Kind::Text, "beside the command, or ../lib"),
     setting("SUBLET_LOG", Kind::Text, "warn"),
     setting("SUBLET_NCCL_AWAY", Kind::Word(&["wait", "fail"]), "wait"),
-    setting("SUBLET_NO_LOOK", Kind::Parsed(parsed_tags), "none"),
     setting("SUBLET_PIECE_KIB", Kind::Parsed(parsed_piece), "64"),
     setting("SUBLET_PREPARE", Kind::Parsed(parsed_preparation), "0"),
     setting(REQUIRED_VARIABLE, Kind::Switch, "0"),
@@ -212,6 +190,7 @@ pub const SETTINGS: [Setting; 32] = [
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
     use std::fs;
     use std::path::Path;
 
@@ -247,7 +226,6 @@ mod tests {
             ("SUBLET_HOST_BYTES_MAX", "much", "expected a size such as 512MiB or 1.5GiB"),
             ("SUBLET_PIECE_KIB", "48", "expected a power of two from 16 to 2048"),
             ("SUBLET_PREPARE", "yes", "expected 0, 1, or a size"),
-            ("SUBLET_NO_LOOK", "kv,", "expected tags"),
             ("SUBLET_COMPAT", "verl,trl", "expected some of areal, nemo_rl"),
             ("SUBLET_WITHOUT_PINS", "uverb", "expected some of uverbs"),
             ("SUBLET_BUDGET", "60PB", "is no budget"),
@@ -278,8 +256,6 @@ mod tests {
         assert_eq!(piece_bytes("64"), piece_bytes("64KiB"));
         assert_eq!(preparation("1.5GiB"), Ok(Some(3 << 29)));
         assert_eq!((preparation("0"), preparation("1")), (Ok(None), Ok(Some(u64::MAX))));
-        assert_eq!(tags("kv, nccl"), Ok(["kv", "nccl"].map(str::to_owned).into()));
-        assert!(tags(&"x".repeat(129)).is_err());
     }
 
     #[test]

@@ -14,14 +14,14 @@ use tenants::switching::{Allocation, SwitchOptions, resume_in_turn, switch, with
 use tenants::wire::{Action, Idleness, MemberState};
 use vmm_pool::driver::sim::SimOptions;
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal};
-use vmm_pool::{Class, Contents, Looking, PoolResult, VirtualHandle};
+use vmm_pool::{Class, Contents, PoolResult, VirtualHandle};
 
 const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
 const UNITS: u64 = 8;
 const WAIT: Duration = Duration::from_millis(200);
 
 fn class() -> Class {
-    Class { library: "test", tag: String::new(), contents: Contents::Keep, looking: Looking::On }
+    Class { library: "test", tag: String::new(), contents: Contents::Keep }
 }
 
 const ALLOCATION: Allocation = Allocation {

@@ -8,7 +8,6 @@ const CAPACITIES: [u64; 1] = [512 * MIB];
 /// As `sublet.h` has them.
 const KEEP: u32 = 0;
 const FILE: u32 = 2;
-const NO_LOOK: u32 = 256;
 
 /// Zero, unchanged and copied bytes of a pause, of all processes, and the report as a whole.
 fn pause(stage: &Stage) -> Outcome<([u64; 3], Value)> {
@@ -149,53 +148,4 @@ fn zeros_are_saved_into_files_as_zeros() -> Outcome {
     stage.resume("train")?;
     job.verify()?;
     job.exit()
-}
-
-/// What a pause does with memory of tag `held`, as `sublet ps` has it.
-fn policy(stage: &Stage) -> Outcome<String> {
-    let ran = stage.sublet(&["ps"])?.exited(0)?;
-    let row = ran.stdout.lines().find(|line| line.contains(" held "));
-    Ok(row.unwrap_or_default().to_owned())
-}
-
-#[test]
-fn memory_that_always_changes_is_not_looked_at_where_its_region_or_its_process_says_so() -> Outcome
-{
-    let no_look = |contents| -> Outcome<(Stage, Job)> {
-        let stage = Stage::new(&CAPACITIES)?;
-        let by_process = contents == KEEP;
-        let mut options = JobOptions::new("train", 1);
-        if by_process {
-            options = options.with("SUBLET_NO_LOOK", "held,nccl");
-        }
-        let mut job = stage.connected_job(&options)?;
-        hold(&mut job, contents, 16)?;
-        Ok((stage, job))
-    };
-    for contents in [KEEP, KEEP | NO_LOOK, FILE | NO_LOOK] {
-        let (stage, mut job) = no_look(contents)?;
-        assert!(policy(&stage)?.contains(", no look"), "{contents}: {}", policy(&stage)?);
-        let ([_, _, first], _) = pause(&stage)?;
-        stage.resume("train")?;
-        // Nothing has changed, and still.
-        let ([_, unchanged, copied], _) = pause(&stage)?;
-        assert_eq!((copied, unchanged), (16 * MIB, first - 16 * MIB), "{contents}");
-        stage.resume("train")?;
-        job.verify()?;
-        assert!(policy(&stage)?.contains(", no look"), "{contents}");
-    }
-    Ok(())
-}
-
-#[test]
-fn the_command_that_starts_a_tenant_says_what_is_not_looked_at() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let run = ["run", "--tenant", "train"];
-    let rest = ["--", "printenv", "SUBLET_NO_LOOK"];
-    let said = [&run[..], &["--no-look", "kv", "--no-look", "nccl"], &rest].concat();
-    assert_eq!(stage.sublet(&said)?.exited(0)?.stdout.trim(), "kv,nccl");
-    for tag in ["", "a,b"] {
-        stage.sublet(&[&run[..], &["--no-look", tag], &rest].concat())?.exited(2)?;
-    }
-    Ok(())
 }

@@ -49,7 +49,7 @@ pub use pool::{
     Registered, Use,
 };
 pub use report::{
-    ClassBytes, Contents, DeviceReport, KeptBytes, Looking, PinnedBytes, PoolReport, SlabTotals,
+    ClassBytes, Contents, DeviceReport, KeptBytes, PinnedBytes, PoolReport, SlabTotals,
 };
 pub use saved::{SavedError, Spilled, WriteOut, Written};
 pub use slabs::Part;

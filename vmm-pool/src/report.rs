@@ -20,19 +20,6 @@ pub enum Contents {
     File,
 }
 
-/// Does a pause look for pieces that need no copy?
-#[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
-)]
-#[serde(rename_all = "lowercase")]
-pub enum Looking {
-    /// For those that are zero, and those that are as in the copy of the last pause.
-    #[default]
-    On,
-    /// For none: all of it is copied at each pause, and no copy stays behind. For memory that always changes.
-    Off,
-}
-
 /// What a pause did with the contents that it keeps, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeptBytes {
@@ -70,8 +57,6 @@ pub struct ClassBytes {
     pub tag: String,
     /// What a pause does with the contents.
     pub contents: Contents,
-    /// Does it look for pieces that need no copy?
-    pub looking: Looking,
     /// Allocations of this process.
     pub own_bytes: u64,
     /// Of `own_bytes`, how many are on the device now.

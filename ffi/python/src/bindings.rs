@@ -32,7 +32,6 @@ pub const SUBLET_ERROR_LOST: u32 = 7;
 pub const SUBLET_CONTENTS_KEEP: u32 = 0;
 pub const SUBLET_CONTENTS_DISCARD: u32 = 1;
 pub const SUBLET_CONTENTS_FILE: u32 = 2;
-pub const SUBLET_CONTENTS_NO_LOOK: u32 = 256;
 pub const SUBLET_WHOSE_TENANT: u32 = 0;
 pub const SUBLET_WHOSE_PROCESS: u32 = 1;
 pub type sublet_unused_source =

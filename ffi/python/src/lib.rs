@@ -39,8 +39,6 @@ mod _native {
     #[pymodule_export]
     const CONTENTS_FILE: u32 = bindings::SUBLET_CONTENTS_FILE;
     #[pymodule_export]
-    const CONTENTS_NO_LOOK: u32 = bindings::SUBLET_CONTENTS_NO_LOOK;
-    #[pymodule_export]
     const WHOSE_TENANT: u32 = bindings::SUBLET_WHOSE_TENANT;
     #[pymodule_export]
     const WHOSE_PROCESS: u32 = bindings::SUBLET_WHOSE_PROCESS;

@@ -7,7 +7,6 @@ __all__ = [
     "CONTENTS_DISCARD",
     "CONTENTS_FILE",
     "CONTENTS_KEEP",
-    "CONTENTS_NO_LOOK",
     "ERROR_ARGUMENT",
     "ERROR_LOST",
     "ERROR_NOT_JOINED",
@@ -32,7 +31,6 @@ ERROR_LOST: Final[int]
 CONTENTS_KEEP: Final[int]
 CONTENTS_DISCARD: Final[int]
 CONTENTS_FILE: Final[int]
-CONTENTS_NO_LOOK: Final[int]
 WHOSE_TENANT: Final[int]
 WHOSE_PROCESS: Final[int]
 

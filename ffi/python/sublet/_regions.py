@@ -15,13 +15,7 @@ from typing import Any, Callable, Literal, Optional, TypeVar, cast
 from sublet._adapter import answer_pauses, torch_adapter
 from sublet._errors import UsageError
 from sublet._library import own_library
-from sublet._native import (
-    CONTENTS_DISCARD,
-    CONTENTS_FILE,
-    CONTENTS_KEEP,
-    CONTENTS_NO_LOOK,
-    Library,
-)
+from sublet._native import CONTENTS_DISCARD, CONTENTS_FILE, CONTENTS_KEEP, Library
 
 Contents = Literal["keep", "discard", "file"]
 CONTENTS: dict[str, int] = {
@@ -96,16 +90,10 @@ class Region:
     """
 
     def __init__(
-        self,
-        tag: str,
-        contents: str,
-        device: Optional[int],
-        all_threads: bool,
-        look: bool = True,
+        self, tag: str, contents: str, device: Optional[int], all_threads: bool
     ) -> None:
         self.tag = tag
         self.contents = contents
-        self.look = look
         self.device = device
         self.all_threads = all_threads
 
@@ -166,7 +154,7 @@ class Region:
 
     @contextlib.contextmanager
     def _driver_region(self, library: Library) -> Iterator[None]:
-        contents = CONTENTS[self.contents] | (0 if self.look else CONTENTS_NO_LOOK)
+        contents = CONTENTS[self.contents]
         if self.all_threads:
             library.region_begin_all_threads(self.tag, contents, self.device)
         else:
@@ -186,7 +174,6 @@ def region(
     *,
     device: Optional[int] = None,
     all_threads: bool = False,
-    look: bool = True,
 ) -> Region:
     """Device memory asked for inside belongs to ``tag``, and can be paused and resumed by it.
 
@@ -201,13 +188,10 @@ def region(
             default all devices.
         all_threads: also for threads that are in no region of their own, such as those that run
             PyTorch's backward pass. One such region at a time in a process.
-        look: whether a pause looks for what is zero or unchanged of it, and copies only the rest.
-            ``False`` is for memory that always changes: all of it is copied. Like ``contents``, one
-            for a tag.
 
     Raises:
         UsageError: the tag or ``contents`` is none, the tag is paused, or it has other ``contents``
-            or another ``look`` already. Raised on entry, but for the first.
+            already. Raised on entry, but for the first.
         NotAttachedError: this process is not under Sublet. Raised on entry.
 
     >>> with sublet.region("kv", contents="discard"):
@@ -223,6 +207,4 @@ def region(
         raise UsageError(f"region: contents is one of {known}, not {contents!r}")
     if device is not None and (isinstance(device, bool) or not isinstance(device, int) or device < 0):
         raise UsageError(f"region: device is the number of a device, not {device!r}")
-    if not isinstance(look, bool):
-        raise UsageError(f"region: look is True or False, not {look!r}")
-    return Region(tag, contents, device, all_threads, look)
+    return Region(tag, contents, device, all_threads)

@@ -183,18 +183,6 @@ def test_tenants_are_swapped_by_tag(stage: Stage) -> None:
     infer.resume()
 
 
-def test_region_that_is_not_looked_at_says_so(stage: Stage) -> None:
-    worker = stage.worker("train")
-    worker.do("with sublet.region('g', look=False): cache = simdriver.allocate(4 * MIB, fill=8)")
-    classes = worker.do("sublet.stats()['pool']['devices'][0]['classes']")
-    assert [(row["tag"], row["looking"]) for row in classes] == [("g", "off")]
-    worker.do("sublet.pause('g')")
-    worker.do("sublet.resume('g')")
-    assert worker.do("cache.read() == b'\\x08' * 4 * MIB") is True
-    kind = worker.do("failure(lambda: sublet.region('g').__enter__(), 'tags')")[0]
-    assert kind == "UsageError"
-
-
 def test_tenant_that_is_not_there_is_named(stage: Stage) -> None:
     nobody = sublet.Tenant("nobody")
     for call in (nobody.pause, nobody.resume, nobody.stats):

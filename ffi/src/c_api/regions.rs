@@ -4,9 +4,9 @@
 
 use std::ffi::{c_char, c_int};
 
-use tenants::region::{self, Policy, RegionError};
+use tenants::region::{self, RegionError};
+use vmm_pool::Contents;
 use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::{Contents, Looking};
 
 use super::last_call::{fail, guarded};
 use super::pausing::text;
@@ -14,7 +14,7 @@ use super::{ARGUMENT, OK};
 use crate::bindings;
 
 /// Begins a region in one of the two ways there are.
-type Begin = fn(&str, Policy, Option<DeviceOrdinal>) -> Result<(), RegionError>;
+type Begin = fn(&str, Contents, Option<DeviceOrdinal>) -> Result<(), RegionError>;
 
 fn done(result: Result<(), RegionError>) -> c_int {
     match result {
@@ -24,16 +24,13 @@ fn done(result: Result<(), RegionError>) -> c_int {
 }
 
 /// What a caller says with one of the header's values for contents.
-fn policy_of(value: c_int) -> Option<Policy> {
-    let value = u32::try_from(value).ok()?;
-    let contents = match value & !bindings::SUBLET_CONTENTS_NO_LOOK {
-        bindings::SUBLET_CONTENTS_KEEP => Contents::Keep,
-        bindings::SUBLET_CONTENTS_DISCARD => Contents::Discard,
-        bindings::SUBLET_CONTENTS_FILE => Contents::File,
-        _ => return None,
-    };
-    let is_off = value & bindings::SUBLET_CONTENTS_NO_LOOK != 0;
-    Some(Policy { contents, looking: if is_off { Looking::Off } else { Looking::On } })
+fn contents_of(value: c_int) -> Option<Contents> {
+    match u32::try_from(value).ok()? {
+        bindings::SUBLET_CONTENTS_KEEP => Some(Contents::Keep),
+        bindings::SUBLET_CONTENTS_DISCARD => Some(Contents::Discard),
+        bindings::SUBLET_CONTENTS_FILE => Some(Contents::File),
+        _ => None,
+    }
 }
 
 unsafe fn begin(how: Begin, tag: *const c_char, contents: c_int, device: c_int) -> c_int {
@@ -46,10 +43,8 @@ unsafe fn begin(how: Begin, tag: *const c_char, contents: c_int, device: c_int) 
             Ok(tag) => tag,
             Err(code) => return code,
         };
-        let Some(policy) = policy_of(contents) else {
-            let message = format!(
-                "{contents} is no SUBLET_CONTENTS_ value: use 0, 1 or 2, and with SUBLET_CONTENTS_NO_LOOK 256 more"
-            );
+        let Some(contents) = contents_of(contents) else {
+            let message = format!("{contents} is no SUBLET_CONTENTS_ value: use 0, 1 or 2");
             return fail(ARGUMENT, &message);
         };
         let device = match device {
@@ -57,7 +52,7 @@ unsafe fn begin(how: Begin, tag: *const c_char, contents: c_int, device: c_int) 
             0.. => Some(DeviceOrdinal(device)),
             _ => return fail(ARGUMENT, &format!("{device} is no device: -1 is every device")),
         };
-        done(how(tag, policy, device))
+        done(how(tag, contents, device))
     })
 }
 

@@ -11,7 +11,6 @@ use clap::{Args, Parser, Subcommand};
 use tenants::budget::{BudgetError, Budgets};
 use tenants::coordinator::EarlyRelease;
 use tenants::identity::{FamilyName, TenantName};
-use tenants::region::TAG_BYTES_MAX;
 use tenants::scope::{LIBRARY_TAGS, Scope, TagNames};
 use tenants::turns::{Class, ClassError, TURNS_AUTO, Weight, WeightError};
 
@@ -109,10 +108,6 @@ pub(crate) struct RunArgs {
     /// shows as 0, or GPU-...=60GiB; may be given more than once
     #[arg(long = "budget", value_name = "[GPU=]SIZE", value_parser = budgets)]
     pub(crate) budgets: Vec<Budgets>,
-    /// No pause looks for what is zero or unchanged in memory of regions with this tag, or of a library by its name, and all of it is
-    /// copied: for memory that always changes. May be given more than once
-    #[arg(long = "no-look", value_name = "TAG", value_parser = tag)]
-    pub(crate) no_look: Vec<String>,
     /// End each process that cannot join the tenant, with exit code 1 and a message, at its first use of GPU memory; by default such a process
     /// runs on without Sublet
     #[arg(long)]
@@ -393,16 +388,6 @@ pub(crate) struct ManArgs {
 
 fn tenant(text: &str) -> Result<TenantName, String> {
     TenantName::new(text).map_err(|error| error.to_string())
-}
-
-fn tag(text: &str) -> Result<String, String> {
-    if text.contains(',') {
-        return Err("a comma divides tags: give the option once for each".to_owned());
-    }
-    if !(1..=TAG_BYTES_MAX).contains(&text.len()) {
-        return Err(format!("a tag has 1 to {TAG_BYTES_MAX} bytes"));
-    }
-    Ok(text.to_owned())
 }
 
 fn family(text: &str) -> Result<FamilyName, String> {

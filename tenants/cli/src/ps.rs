@@ -8,7 +8,7 @@ use tenants::scope::NCCL_TAG;
 use tenants::wire::{
     HostProgress, HostStage, Idleness, Lent, MemberInfo, MemberState, MemberStats, TagBytes,
 };
-use vmm_pool::{ClassBytes, Contents, Looking, PoolReport};
+use vmm_pool::{ClassBytes, Contents, PoolReport};
 
 use crate::failure::Failure;
 use crate::output::{self, Output};
@@ -88,7 +88,7 @@ fn member_rows(view: &View, tenant: &str, member: &MemberStats) -> Vec<Vec<Strin
                 view.gpu_label(&device.uuid),
                 class.library.clone(),
                 tag,
-                policy_label(class),
+                contents_label(class.contents).to_owned(),
                 units::bytes_or_dash(class.resident_bytes),
                 units::bytes_or_dash(away),
                 units::bytes_or_dash(class.imported_bytes),
@@ -260,15 +260,6 @@ pub(crate) fn state_label(state: MemberState) -> &'static str {
     }
 }
 
-/// What a pause does with memory of this class.
-fn policy_label(class: &ClassBytes) -> String {
-    let contents = contents_label(class.contents);
-    match (class.looking, class.contents) {
-        (Looking::Off, Contents::Keep | Contents::File) => format!("{contents}, no look"),
-        (Looking::On, _) | (Looking::Off, Contents::Discard) => contents.to_owned(),
-    }
-}
-
 pub(crate) fn contents_label(contents: Contents) -> &'static str {
     match contents {
         Contents::Keep => "keep",
@@ -366,7 +357,6 @@ pub(crate) mod tests {
             }],
         }];
         first.pool.devices[0].classes[0].contents = Contents::Discard;
-        first.pool.devices[0].classes[1].looking = Looking::Off;
         first.member.nccl_waits = true;
         let row = |tag: &str, resident_bytes, away_bytes| TagBytes {
             tag: tag.to_owned(),
@@ -401,12 +391,12 @@ pub(crate) mod tests {
         let mut output = Output::new();
         render(&View::of(tenants, &Gpus::of(vec![h200()])), &mut output);
         let expected = "\
-TENANT  PID  STATE                         GPU  LIBRARY  TAG       CONTENTS        ON GPU   AWAY  IMPORTED  COMMAND
-train    10  active (kv, nccl away)        3    torch    kv_cache  discard          8 GiB      -         -  python train.py
-train    10  active (kv, nccl away)        3    nccl     -         keep, no look  510 MiB  2 MiB    64 MiB  python train.py
-train    11  paused                        -    -        -         -                    -      -         -  python train.py
-train    12  no answer: stopped (SIGSTOP)  3    -        -         -                4 GiB      -         -  python train.py
-train    13  no answer: stopped (SIGSTOP)  -    -        -         -                    -      -         -  python train.py
+TENANT  PID  STATE                         GPU  LIBRARY  TAG       CONTENTS   ON GPU   AWAY  IMPORTED  COMMAND
+train    10  active (kv, nccl away)        3    torch    kv_cache  discard     8 GiB      -         -  python train.py
+train    10  active (kv, nccl away)        3    nccl     -         keep      510 MiB  2 MiB    64 MiB  python train.py
+train    11  paused                        -    -        -         -               -      -         -  python train.py
+train    12  no answer: stopped (SIGSTOP)  3    -        -         -           4 GiB      -         -  python train.py
+train    13  no answer: stopped (SIGSTOP)  -    -        -         -               -      -         -  python train.py
 
 train: calls into NCCL wait in 1 of 2 processes until: sublet resume train --library nccl
 train 10 GPU 3: 4 MiB in 2 allocations stay during a pause: registered with a network card

@@ -9,7 +9,6 @@ use std::process::{Command, ExitCode};
 
 use tenants::budget::BUDGET_VARIABLE;
 use tenants::identity::{MemberId, TenantName};
-use tenants::region::NO_LOOK_VARIABLE;
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir};
 use tenants::settings::REQUIRED_VARIABLE;
 use tenants::turns::{CLASS_VARIABLE, TURNS_VARIABLE, WEIGHT_VARIABLE};
@@ -86,7 +85,6 @@ fn own_settings(args: &RunArgs) -> Vec<(&'static str, String)> {
     own.extend(args.family.as_ref().map(|family| (FAMILY_VARIABLE, family.to_string())));
     own.extend(args.class.map(|class| (CLASS_VARIABLE, class.label().to_owned())));
     own.extend(args.weight.map(|weight| (WEIGHT_VARIABLE, weight.to_string())));
-    own.extend((!args.no_look.is_empty()).then(|| (NO_LOOK_VARIABLE, args.no_look.join(","))));
     own.extend(args.turns.as_ref().map(|turns| (TURNS_VARIABLE, turns.clone())));
     own.extend(args.require.then(|| (REQUIRED_VARIABLE, "1".to_owned())));
     own

@@ -111,7 +111,7 @@ fn a_c_program_has_the_calls_of_amem_and_for_the_whole_tenant() {
          group 0 7 0, refused 4, needs a place 4\n\
          sublet: total own=0 resident=0 imported=0\n\
          pause before any memory 0, said 1, statistics 0\n\
-         region 0, wrong tag 1, wrong contents 1, another look 1, end 0, one end too many 1\n\
+         region 0, wrong tag 1, wrong contents 1, other contents 1, end 0, one end too many 1\n\
          stats fit 1, too short 1, tag in them 1\n\
          set group too late 1\n\
          sublet: GPU 0 library=header tag=weights contents=Discard own=2097152 resident=2097152 imported=0\n\

@@ -13,7 +13,7 @@ use crate::driver::{
     AccessDesc, AllocationProp, DeviceOrdinal, Location, LocationKind, RawContext, RawHandle,
     VaRange,
 };
-use crate::report::{Contents, Looking};
+use crate::report::Contents;
 use crate::store::{Copies, Saved, Store};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
@@ -29,8 +29,6 @@ pub struct Class {
     pub tag: String,
     /// What a pause does with the contents.
     pub contents: Contents,
-    /// Does it look for pieces of them that need no copy?
-    pub looking: Looking,
 }
 
 /// Where an allocation comes from.

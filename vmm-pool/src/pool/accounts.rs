@@ -54,7 +54,6 @@ impl<D: Driver> Pool<D> {
             class.library.clone_into(&mut bytes.library);
             bytes.tag = class.tag;
             bytes.contents = class.contents;
-            bytes.looking = class.looking;
             devices.entry(device).or_insert_with(|| self.device_row(device)).classes.push(bytes);
         }
         for ((device, reason), mut bytes) in accounts.pinned {

@@ -15,7 +15,6 @@ use crate::driver::{
 use crate::error::PoolResult;
 use crate::journal::StepLog;
 use crate::ledger::{Mapping, Row, Selection, Survey};
-use crate::report::Looking;
 use crate::store::{Pinned, Prints};
 
 /// An allocation to look at, where its device reads it.
@@ -73,12 +72,7 @@ impl<D: Driver> Still<'_, D> {
     /// What is saved, by device, where a kernel may read it. What has no such place is saved as a whole.
     fn to_look_at(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, Vec<Looked>> {
         let ledger = self.pool.ledger();
-        let is_saved = |row: &&Row| {
-            row.is_resident()
-                && selection.has(row)
-                && row.is_kept()
-                && row.class().looking == Looking::On
-        };
+        let is_saved = |row: &&Row| row.is_resident() && selection.has(row) && row.is_kept();
         let mut all: BTreeMap<DeviceOrdinal, Vec<Looked>> = BTreeMap::new();
         for row in ledger.rows().filter(is_saved) {
             let Some(device) = row.device().filter(|device| !self.pool.copies.is_refused(*device))

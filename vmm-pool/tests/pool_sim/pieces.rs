@@ -5,8 +5,8 @@ use proptest::test_runner::Config;
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
 use vmm_pool::{
-    Class, Contents, Copies, HostBudget, KeptBytes, Looking, PieceBytes, Pieces, SavedError,
-    Selection, StepLog, Tags, Whose,
+    Class, Contents, Copies, HostBudget, KeptBytes, PieceBytes, Pieces, SavedError, Selection,
+    StepLog, Tags, Whose,
 };
 
 use crate::stage::{
@@ -175,53 +175,26 @@ fn an_unchanged_second_pause_copies_nothing_and_a_change_only_its_piece() {
     assert!(has(&pool, pieces(range, 0, 5), 1) && has(&pool, pieces(range, 51, 49), 1));
 }
 
-fn unlooked(pool: &SimPool, tag: &str, contents: Contents, units: u64) -> VaRange {
-    let class = Class { library: "test", tag: tag.to_owned(), contents, looking: Looking::Off };
-    let handle = create(pool, DEVICE, units, class);
-    map(pool, handle, units * UNIT, &[AccessDesc::read_write(DEVICE)])
-}
-
 #[test]
-fn memory_that_is_not_looked_at_costs_no_look_and_is_copied_each_time() {
+fn what_has_not_changed_is_left_out_also_by_stages() {
     let pool = a_pool();
-    let looks = || pool.driver().faults().calls(DriverOp::LaunchKernel);
-    for (tag, contents) in [("kv", Contents::Keep), ("gradients", Contents::File)] {
-        let (written, empty) =
-            (unlooked(&pool, tag, contents, 4), unlooked(&pool, tag, contents, 1));
-        fill(&pool, written, 1);
-        pool.driver().core().fill_device(DEVICE, empty, &[0]).expect("mapped");
-        for _ in 0..3 {
-            // Not even what is zero is left out.
-            assert_eq!(kept(&save(&pool, &tagged(tag))), (0, 0, 5 * 32), "{contents:?}");
-            resume_tags(&pool, &[tag]);
-            assert!(has(&pool, written, 1) && is_zero(&pool, empty), "{contents:?}");
-        }
-        assert_eq!(looks(), 0, "{contents:?}");
-    }
-}
-
-#[test]
-fn what_is_looked_at_beside_it_is_left_out_all_the_same_also_by_stages() {
-    let pool = a_pool();
-    let (looked, restless) =
-        (memory(&pool, "", Contents::Keep, 4), unlooked(&pool, "kv", Contents::Keep, 2));
-    fill(&pool, looked, 1);
+    let (steady, restless) =
+        (memory(&pool, "", Contents::Keep, 4), memory(&pool, "kv", Contents::Keep, 2));
+    fill(&pool, steady, 1);
     fill(&pool, restless, 2);
     assert_eq!(kept(&save(&pool, &WHOLE)), (0, 0, 6 * 32));
     resume(&pool);
+    fill(&pool, restless, 3);
     assert_eq!(kept(&save(&pool, &WHOLE)), (0, 4 * 32, 2 * 32));
     resume(&pool);
-    let report = pool.report();
-    let classes = report.devices[0].classes.iter();
-    let looking: Vec<_> = classes.map(|class| (class.tag.as_str(), class.looking)).collect();
-    assert!(looking.contains(&("kv", Looking::Off)) && looking.contains(&("", Looking::On)));
+    fill(&pool, restless, 4);
     pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
     let moved = pool.release_rest().expect("all");
     assert_eq!(moved.copied_bytes, 2 * UNIT, "what has not changed is there already");
     pool.restore_stage(&[(DEVICE, 6 * UNIT)].into()).expect("all");
     pool.restore_rest(usize::MAX).expect("the rest");
     drop(pool.commit_resume());
-    assert!(has(&pool, looked, 1) && has(&pool, restless, 2));
+    assert!(has(&pool, steady, 1) && has(&pool, restless, 4));
 }
 
 #[test]

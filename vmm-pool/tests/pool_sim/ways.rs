@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, VaRange};
 use vmm_pool::{
-    ByDevice, Class, Contents, KernelCopies, Looking, PieceBytes, Pieces, PoolResult, SavedError,
-    Selection, Tags, VirtualHandle, Whose,
+    ByDevice, Class, Contents, KernelCopies, PieceBytes, Pieces, PoolResult, SavedError, Selection,
+    Tags, VirtualHandle, Whose,
 };
 
 use crate::stage::{
@@ -98,8 +98,7 @@ impl World {
         let tag = random.of(&["", "a", "b"]);
         let kinds = [Contents::Discard, Contents::File, Contents::Keep, Contents::Keep];
         let contents = random.of(&kinds);
-        let looking = if random.one_in(6) { Looking::Off } else { Looking::On };
-        let class = Class { library: "test", tag: tag.to_owned(), contents, looking };
+        let class = Class { library: "test", tag: tag.to_owned(), contents };
         let handle = create(&self.pool, device, size_bytes / UNIT, class);
         let rights = [AccessDesc::read_write(device)];
         let count = if random.one_in(5) { 2 } else { 1 };

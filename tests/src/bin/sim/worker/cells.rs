@@ -8,7 +8,7 @@ use sublet_tests::{Outcome, Trouble};
 use vmm_pool::driver::sim::GRANULARITY_BYTES;
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
 use vmm_pool::gate::Passage;
-use vmm_pool::{Class, Contents, LIBRARY_TAGS, Looking, PoolError, PoolReport, VirtualHandle};
+use vmm_pool::{Class, Contents, LIBRARY_TAGS, PoolError, PoolReport, VirtualHandle};
 
 use super::calls::{device_refused, fired, insist, judged};
 use super::memory::Paint;
@@ -25,13 +25,15 @@ struct Cell {
     pattern: u64,
 }
 
+fn class() -> Class {
+    Class { library: "nccl", tag: LIBRARY_TAGS[0].to_owned(), contents: Contents::Keep }
+}
+
 /// See the head of this module.
 pub(super) struct Cells {
     member: Arc<Sim>,
     random: Rng,
     devices: Vec<DeviceOrdinal>,
-    /// What all of them are made with.
-    looking: Looking,
     list: Vec<Cell>,
     number: u64,
     patterns: u64,
@@ -51,10 +53,9 @@ impl Cells {
         let mut random = Rng::with_seed(charter.seed ^ 0xce11);
         let is_used = charter.is_keeper && random.bool();
         member.pool().use_slabs(random.u8(..4) > 0);
-        let looking = if random.u8(..3) == 0 { Looking::Off } else { Looking::On };
         let devices = charter.devices.iter().map(|device| DeviceOrdinal(*device)).collect();
         let number = charter.number;
-        Self { member, random, devices, looking, list: Vec::new(), number, patterns: 0, is_used }
+        Self { member, random, devices, list: Vec::new(), number, patterns: 0, is_used }
     }
 
     pub(super) fn wants_a_change(&mut self) -> bool {
@@ -79,19 +80,10 @@ impl Cells {
         }
     }
 
-    fn class(&self) -> Class {
-        Class {
-            library: "nccl",
-            tag: LIBRARY_TAGS[0].to_owned(),
-            contents: Contents::Keep,
-            looking: self.looking,
-        }
-    }
-
     fn create(&self, bytes: u64, device: DeviceOrdinal) -> Outcome<Option<VirtualHandle>> {
         let before = fired(&self.member);
         let prop = AllocationProp::pinned_on(device);
-        let made = self.member.pool().enter().create_cell(bytes, &prop, self.class());
+        let made = self.member.pool().enter().create_cell(bytes, &prop, class());
         judged(&self.member, before, made)
     }
 

@@ -15,7 +15,7 @@ use tenants::wire::FailureKind;
 use vmm_pool::driver::sim::GRANULARITY_BYTES;
 use vmm_pool::driver::{AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
 use vmm_pool::gate::Passage;
-use vmm_pool::{Class, Contents, Looking, PoolError, VirtualHandle};
+use vmm_pool::{Class, Contents, PoolError, VirtualHandle};
 
 use super::calls::{NotMapped, device_refused, fired, insist, judged, map, try_map, unmap};
 use super::memory::Paint;
@@ -165,11 +165,7 @@ impl Exchange {
             index if index < TAGS.len() => TAGS[index],
             _ => "",
         };
-        // One policy for a tag, as a region has it.
-        let is_looked_at = self.charter.seed >> (32 + tag.len()) & 1 == 0;
-        let looking = if is_looked_at { Looking::On } else { Looking::Off };
-        let tag_name = tag.to_owned();
-        let class = Class { library: LIBRARY, tag: tag_name, contents, looking };
+        let class = Class { library: LIBRARY, tag: tag.to_owned(), contents };
         let prop = AllocationProp::pinned_on(device);
         let before = fired(&self.member);
         let pool = self.member.pool();

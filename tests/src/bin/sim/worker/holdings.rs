@@ -7,7 +7,7 @@ use sublet_tests::{Outcome, Trouble};
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, StreamKind};
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal, RawStream, VaRange};
 use vmm_pool::gate::Passage;
-use vmm_pool::{Class, Contents, Looking, VirtualHandle};
+use vmm_pool::{Class, Contents, VirtualHandle};
 
 use super::calls::{device_refused, insist, judged, map, unmap};
 use super::cells::{self, Cells};
@@ -97,9 +97,8 @@ impl Holdings {
     fn class(&mut self) -> Class {
         let keeps = self.is_keeper && self.random.u8(..4) > 0;
         let contents = if keeps { Contents::Keep } else { Contents::Discard };
-        let looking = if self.random.u8(..4) == 0 { Looking::Off } else { Looking::On };
         let tag = String::new();
-        Class { library: "simulation", tag, contents, looking }
+        Class { library: "simulation", tag, contents }
     }
 
     pub(super) fn wants_a_change(&mut self) -> bool {
