@@ -9,7 +9,10 @@ and of the command. Exponents are those of the least squares through the points 
 them, and over the upper half, where what is there once for all counts little.
 
 Bound: each allocation is unmapped and released, then created, mapped and given access: two calls, then three. Work on more may
-take as much longer, an exponent of 1, and no more. The run takes some 40 s on two cores.
+take as much longer, an exponent of 1, and no more. The run takes some 40 s on two cores, in the repository:
+
+    cargo xtask built --release sh -c 'SUBLET_BIN=$SUBLET_TEST_BIN LD_LIBRARY_PATH=$SUBLET_TEST_SIMCUDA_DIR \
+        SUBLET_COMMIT=$(git describe --always --dirty) python3 benchmarks/jobs/scaling_job.py --profile release --out scaling.json'
 """
 
 from __future__ import annotations

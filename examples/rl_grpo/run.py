@@ -2,7 +2,7 @@
 
 Without a GPU and without PyTorch, in under a minute; builds what it needs:
 
-    cargo xtask rl-demo --modes sublet,cpu
+    cargo rl-demo --modes sublet,cpu
 
 On a machine with GPUs, with PyTorch, transformers, TRL and the wheel of Sublet installed (nothing is fetched; the model
 has random weights, the tokenizer is of bytes, the prompts are made here):

@@ -643,7 +643,7 @@ def test_completions_that_a_model_has_no_positions_for_are_refused(capsys: pytes
 def test_without_the_simulated_driver_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SUBLET_TEST_SIMCUDA_DIR")
     done = play(tmp_path / "out")
-    assert done.returncode == 2 and "cargo xtask rl-demo" in done.stderr, done.stderr
+    assert done.returncode == 2 and "cargo rl-demo" in done.stderr, done.stderr
 
 
 def test_processes_that_do_not_come_are_waited_for_until_the_deadline(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_without_pytorch_an_example_says_so(name: str) -> None:
 def test_without_the_simulated_driver_an_example_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SUBLET_TEST_SIMCUDA_DIR")
     done = run(sys.executable, str(EXAMPLES / "tags.py"), "--simulate")
-    assert done.returncode == 2 and "cargo xtask rl-demo" in done.stderr, done.stderr
+    assert done.returncode == 2 and "cargo rl-demo" in done.stderr, done.stderr
 
 
 def test_the_c_program_pauses_by_ncclpause(tmp_path: Path) -> None:

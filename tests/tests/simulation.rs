@@ -1,4 +1,4 @@
-//! The seeded simulation, 200 cycles in every build; `cargo xtask sim` runs it for longer.
+//! The seeded simulation, 200 cycles in every build; `cargo sim` runs it for longer.
 
 use std::path::Path;
 use std::process::Command;

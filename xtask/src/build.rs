@@ -27,14 +27,17 @@ pub(crate) struct Built {
 }
 
 impl Built {
-    /// Builds all three in the debug profile and copies them to their places.
-    pub(crate) fn build(workspace: &Workspace) -> Outcome<Self> {
+    /// Builds all of them and copies them to their places.
+    pub(crate) fn build(workspace: &Workspace, release: bool) -> Outcome<Self> {
+        let profile = if release { "--profile=release" } else { "--profile=dev" };
         // Two builds, because one would turn the simulated driver on in the preload object too.
-        let shipped = build(workspace, &["--package", "sublet-ffi", "--package", "sublet-cli"])?;
-        let simulated = build(workspace, &["--package", "simcuda"])?;
+        let shipped = ["--package", "sublet-ffi", "--package", "sublet-cli", profile];
+        let shipped = build(workspace, &shipped)?;
+        let simulated = build(workspace, &["--package", "simcuda", profile])?;
 
-        let place = workspace.target.join("built");
-        let simcuda_dir = workspace.target.join("simcuda");
+        let place = workspace.target.join(if release { "built-release" } else { "built" });
+        let simcuda_dir =
+            workspace.target.join(if release { "simcuda-release" } else { "simcuda" });
         let built = Self {
             preload: place.join("libsublet.so"),
             sublet: place.join("sublet"),

@@ -49,7 +49,7 @@ pub(crate) fn installed(workspace: &Workspace, built: &Built) -> Outcome<PathBuf
     let clean =
         Python::with_wheel_alone(workspace, &workspace.target.join("built/python"), &wheel)?;
     let site = process::output(clean.command(workspace, &[]).args(["-c", IMPORT]))?;
-    println!("{} is installed in {site}", wheel.display());
+    eprintln!("{} is installed in {site}", wheel.display());
     Ok(site.into())
 }
 

@@ -37,6 +37,29 @@ pub(crate) const MYPY: Package = Package { requirement: "mypy==2.4.1", module: "
 /// What a cluster of two nodes in the tests is made of. Nothing else needs it.
 pub(crate) const RAY: Package = Package { requirement: "ray==2.60.0", module: "ray" };
 
+/// The program `name` of the package `requirement`, installed under the target directory once.
+pub(crate) fn program(workspace: &Workspace, requirement: &str, name: &str) -> Outcome<PathBuf> {
+    let folder = workspace.target.join("tools").join(requirement);
+    let program = folder.join("bin").join(name);
+    if program.is_file() {
+        return Ok(program);
+    }
+    let environment = workspace.target.join("venv");
+    let ours = environment.join("bin/python");
+    if !ours.is_file() {
+        // A system without pip may make environments that have it; one that cannot may have pip itself.
+        process::output(workspace.command("python3").args(["-m", "venv"]).arg(&environment)).ok();
+    }
+    let install = |interpreter: PathBuf| {
+        let python = Python { interpreter, import_path: Vec::new() };
+        python.pip_install(workspace, &["--no-deps", requirement], Some(&folder))
+    };
+    install(ours).or_else(|_| install("python3".into())).map_err(|error| {
+        format!("cannot install {requirement}: {error}; install python3-venv or python3-pip")
+    })?;
+    Ok(program)
+}
+
 /// A Python interpreter that can import what it was asked for.
 #[derive(Debug)]
 pub(crate) struct Python {
@@ -46,11 +69,6 @@ pub(crate) struct Python {
 }
 
 impl Python {
-    /// The Python of the system, with what it has.
-    pub(crate) fn system() -> Self {
-        Self { interpreter: "python3".into(), import_path: Vec::new() }
-    }
-
     /// A Python with `package`: from our environment, from the system, or installed beside it.
     pub(crate) fn with(workspace: &Workspace, package: &Package) -> Outcome<Self> {
         let environment = workspace.target.join("venv");

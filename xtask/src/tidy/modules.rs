@@ -1,12 +1,13 @@
 //! The order of the modules inside our larger crates: none uses one that stands above it.
 //!
-//! Looked at as text: every path outside tests that begins with `crate::` or `super::`. A name that `lib.rs` hands
+//! That is every path outside tests that begins with `crate::` or `super::`. A name that `lib.rs` hands
 //! on belongs to the module that it comes from; what `lib.rs` itself defines is the module `lib`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::code::{code_only, words};
-use super::{Finding, line_of};
+use proc_macro2::{Delimiter, TokenStream, TokenTree};
+
+use super::Finding;
 
 /// This file, where the order stands.
 const SELF: &str = "xtask/src/tidy/modules.rs";
@@ -18,105 +19,27 @@ struct Order {
     /// Its sources.
     folder: &'static str,
     /// The modules of its `lib.rs`, lowest first: each may use those before it.
-    modules: &'static [&'static str],
+    modules: &'static str,
 }
 
 const ORDERS: [Order; 3] = [
     Order {
         folder: "vmm-pool/src",
-        modules: &[
-            "sync",
-            "slots",
-            "gate",
-            "driver",
-            ROOT,
-            "support",
-            "ids",
-            "peer",
-            "error",
-            "report",
-            "journal",
-            "budget",
-            "descriptors",
-            "deferred",
-            "waits",
-            "copies",
-            "links",
-            "store",
-            "ledger",
-            "slabs",
-            "pool",
-            "cells",
-            "saved",
-            "transition",
-            "conformance",
-        ],
+        modules: "sync slots gate driver lib support ids peer error report journal budget descriptors \
+            deferred waits copies links store ledger slabs pool cells saved transition conformance",
     },
     Order {
         folder: "tenants/src",
-        modules: &[
-            ROOT,
-            "error_text",
-            "descriptors",
-            "size",
-            "identity",
-            "family",
-            "turns",
-            "cut",
-            "stepping",
-            "region",
-            "references",
-            "host_memory",
-            "numa",
-            "budget",
-            "scope",
-            "phase",
-            "state",
-            "saving",
-            "wire",
-            "transport",
-            "run_dir",
-            "ticket",
-            "member",
-            "coordinator",
-            "requests",
-            "settings",
-            "switching",
-            "code",
-        ],
+        modules: "lib error_text descriptors size identity family turns cut stepping region references \
+            host_memory numa budget scope phase state saving wire transport run_dir ticket member \
+            coordinator requests settings switching code",
     },
     Order {
         folder: "ffi/src",
-        modules: &[
-            ROOT,
-            "guards",
-            "bindings",
-            "environment",
-            "interpose",
-            "contexts",
-            "runtime",
-            "replaced",
-            "pluggable",
-            "hooks",
-            "nccl",
-            "registrations",
-            "nvml",
-            "interposed",
-            "attach",
-            "c_api",
-            "compat",
-        ],
+        modules: "lib guards bindings environment interpose contexts runtime replaced pluggable hooks \
+            nccl registrations nvml interposed attach c_api compat",
     },
 ];
-
-/// One file's use of another module of its crate.
-#[derive(Debug, PartialEq, Eq, PartialOrd, Ord, Clone)]
-struct Arrow {
-    file: String,
-    from: String,
-    to: String,
-    line: usize,
-}
 
 /// Findings about the order of modules in `files`, which are all of the project: path and text.
 pub(crate) fn check(files: &[(String, String)]) -> Vec<Finding> {
@@ -124,93 +47,52 @@ pub(crate) fn check(files: &[(String, String)]) -> Vec<Finding> {
 }
 
 fn check_crate(order: &Order, files: &[(String, String)]) -> Vec<Finding> {
-    let sources = Sources::read(order.folder, files);
-    let place = |module: &str| order.modules.iter().position(|known| *known == module);
+    let mut read = Vec::new();
+    for (path, text) in files {
+        if let Some(module) = module_of(order.folder, path) {
+            let mut file = File { is_root: module.is_empty(), module, ..File::default() };
+            file.read(text.parse().unwrap_or_default());
+            read.push((path, file));
+        }
+    }
+    let tests: Vec<_> = read.iter().flat_map(|(_, file)| file.tests.clone()).collect();
+    read.retain(|(_, file)| !tests.iter().any(|tests| file.module.starts_with(tests)));
+    let handed_on: BTreeMap<_, _> = read
+        .iter()
+        .flat_map(|(_, file)| &file.handed_on)
+        .map(|(name, from)| (name, from))
+        .collect();
+    let mut modules: BTreeSet<&str> =
+        read.iter().filter_map(|(_, file)| Some(file.module.first()?.as_str())).collect();
+    modules.insert(ROOT);
+
+    let order_of: Vec<&str> = order.modules.split_whitespace().collect();
+    let place = |module: &str| order_of.iter().position(|known| *known == module);
     let mut findings = Vec::new();
-    for module in &sources.modules {
-        if place(module).is_none() {
-            let what = format!("the module {module} of {} has no place in the order", order.folder);
-            findings.push(Finding::new(SELF, 1, what, "give it one"));
-        }
+    for module in modules.iter().filter(|module| place(module).is_none()) {
+        let what = format!("the module {module} of {} has no place in the order", order.folder);
+        findings.push(Finding::new(SELF, 1, what, "give it one"));
     }
-    for module in order.modules {
-        if !sources.modules.contains(*module) {
-            let what = format!("{} has no module {module}", order.folder);
-            findings.push(Finding::new(SELF, 1, what, "take it out of the order"));
-        }
+    for module in order_of.iter().filter(|module| !modules.contains(*module)) {
+        let what = format!("{} has no module {module}", order.folder);
+        findings.push(Finding::new(SELF, 1, what, "take it out of the order"));
     }
-    let is_upwards = |arrow: &Arrow| place(&arrow.to) > place(&arrow.from);
-    for Arrow { file, from, to, line } in sources.arrows().into_iter().filter(is_upwards) {
-        let what = format!("{from} uses {to}, which stands above it");
-        let next = format!("move what it needs down, or hand it in (the order is in {SELF})");
-        findings.push(Finding::new(&file, line, what, next));
+    for (path, file) in &read {
+        let from = file.module.first().map_or(ROOT, String::as_str);
+        // The first use of each module is enough.
+        let mut seen = BTreeSet::from([from]);
+        for (name, line) in &file.uses {
+            let to = modules.get(name.as_str()).copied();
+            let to = to.or(handed_on.get(name).map(|from| from.as_str())).unwrap_or(ROOT);
+            if seen.insert(to) && place(to) > place(from) {
+                let what = format!("{from} uses {to}, which stands above it");
+                let next =
+                    format!("move what it needs down, or hand it in (the order is in {SELF})");
+                findings.push(Finding::new(path, *line, what, next));
+            }
+        }
     }
     findings
-}
-
-/// The product's code of one crate, by module path; comments, literals and tests are blanked out.
-struct Sources {
-    files: BTreeMap<Vec<String>, (String, String)>,
-    modules: BTreeSet<String>,
-    /// The module that a name comes from which `lib.rs` hands on.
-    handed_on: BTreeMap<String, String>,
-}
-
-impl Sources {
-    fn read(folder: &str, files: &[(String, String)]) -> Self {
-        let mut sources = Self {
-            files: BTreeMap::new(),
-            modules: BTreeSet::from([ROOT.to_owned()]),
-            handed_on: BTreeMap::new(),
-        };
-        let mut of_tests = Vec::new();
-        for (path, text) in files {
-            let Some(module) = module_of(folder, path) else {
-                continue;
-            };
-            let (code, tests) = without_tests(&code_only(text));
-            of_tests.extend(tests.into_iter().map(|name| [module.clone(), vec![name]].concat()));
-            sources.files.insert(module, (path.clone(), code));
-        }
-        sources.files.retain(|module, _| !of_tests.iter().any(|tests| module.starts_with(tests)));
-        sources.modules.extend(sources.files.keys().filter_map(|module| module.first().cloned()));
-        if let Some((_, code)) = sources.files.get_mut(&Vec::new()) {
-            for (from, name) in take_handed_on(code) {
-                sources.handed_on.insert(name, from);
-            }
-        }
-        sources
-    }
-
-    /// Each file's first use of each other module.
-    fn arrows(&self) -> Vec<Arrow> {
-        let mut first: BTreeMap<(&str, String), Arrow> = BTreeMap::new();
-        for (module, (file, code)) in &self.files {
-            let from = module.first().map_or(ROOT, String::as_str);
-            for (offset, path) in paths(code) {
-                let inner = [module.as_slice(), &inline_modules(code, offset)].concat();
-                let Some(name) = top(&inner, &path) else {
-                    continue;
-                };
-                let to = self.module(&name);
-                if to != from {
-                    let line = line_of(code, offset);
-                    let arrow =
-                        Arrow { file: file.clone(), from: from.to_owned(), to: to.clone(), line };
-                    first.entry((file.as_str(), to)).or_insert(arrow);
-                }
-            }
-        }
-        first.into_values().collect()
-    }
-
-    /// The module that `name`, at the top of the crate, is or comes from.
-    fn module(&self, name: &str) -> String {
-        if self.modules.contains(name) {
-            return name.to_owned();
-        }
-        self.handed_on.get(name).cloned().unwrap_or_else(|| ROOT.to_owned())
-    }
 }
 
 /// The module of the source file `path`; none for a file of another crate.
@@ -221,154 +103,140 @@ fn module_of(folder: &str, path: &str) -> Option<Vec<String>> {
     Some(if inside == ROOT { Vec::new() } else { parts.collect() })
 }
 
-/// The name at the top of the crate that `path`, written in `module`, goes through; none if it stays below.
-fn top(module: &[String], path: &[&str]) -> Option<String> {
-    let ups = path.iter().take_while(|part| **part == "super").count();
-    let down = match path.first() {
-        Some(&"crate") => &path[1..],
-        _ if ups == module.len() => &path[ups..],
+/// One source file: what it uses of its crate outside of tests.
+#[derive(Debug, Default)]
+struct File {
+    /// Where the reader is: the file's module, and modules written out inside it.
+    module: Vec<String>,
+    is_root: bool,
+    /// Names at the top of the crate, with the line of their use.
+    uses: Vec<(String, usize)>,
+    /// The modules of tests in files of their own.
+    tests: Vec<Vec<String>>,
+    /// What `lib.rs` hands on: the name, and the module that it comes from.
+    handed_on: Vec<(String, String)>,
+}
+
+impl File {
+    fn read(&mut self, tokens: TokenStream) {
+        let trees: Vec<TokenTree> = tokens.into_iter().collect();
+        let is_visibility = trees.first().is_some_and(|first| is(first, "in"));
+        let mut at = usize::from(is_visibility) * trees.len();
+        while at < trees.len() {
+            at += match &trees[at..] {
+                [mark, TokenTree::Group(attribute), item @ ..]
+                    if is(mark, "#") && attribute.to_string() == "[cfg (test)]" =>
+                {
+                    2 + self.skip_tests(item)
+                }
+                [word, TokenTree::Ident(name), TokenTree::Group(body), ..] if is(word, "mod") => {
+                    self.module.push(name.to_string());
+                    self.read(body.stream());
+                    self.module.pop();
+                    3
+                }
+                [public, word, tree @ ..]
+                    if self.is_root && is(public, "pub") && is(word, "use") =>
+                {
+                    let mut paths = Vec::new();
+                    let length = branches(tree, &[], &mut paths);
+                    for path in paths {
+                        if let [module, .., name] = path.as_slice() {
+                            self.handed_on.push((name.clone(), module.clone()));
+                        }
+                    }
+                    2 + length
+                }
+                [first, ..] if is(first, "crate") || is(first, "super") => {
+                    let mut paths = Vec::new();
+                    let length = branches(&trees[at..], &[], &mut paths);
+                    let line = first.span().start().line;
+                    let names = paths.iter().filter_map(|path| top(self.module.len(), path));
+                    self.uses.extend(names.map(|name| (name.to_owned(), line)));
+                    length
+                }
+                [TokenTree::Group(group), ..] => {
+                    self.read(group.stream());
+                    1
+                }
+                _ => 1,
+            };
+        }
+    }
+
+    /// The length of the item, field or statement that `trees` begin with, which is for tests.
+    fn skip_tests(&mut self, trees: &[TokenTree]) -> usize {
+        let is_end = |tree: &TokenTree| {
+            let brace = |group: &proc_macro2::Group| group.delimiter() == Delimiter::Brace;
+            is(tree, ";")
+                || is(tree, ",")
+                || matches!(tree, TokenTree::Group(group) if brace(group))
+        };
+        let length = trees.iter().position(is_end).map_or(trees.len(), |end| end + 1);
+        if let [.., word, name, end] = &trees[..length]
+            && is(word, "mod")
+            && is(end, ";")
+        {
+            self.tests.push([self.module.as_slice(), &[name.to_string()]].concat());
+        }
+        length
+    }
+}
+
+fn is(tree: &TokenTree, text: &str) -> bool {
+    !matches!(tree, TokenTree::Group(_)) && tree.to_string() == text
+}
+
+/// The name at the top of the crate that `path` goes through, written `depth` modules deep; none if it stays below.
+fn top(depth: usize, path: &[String]) -> Option<&str> {
+    let ups = path.iter().take_while(|part| *part == "super").count();
+    let start = match path.first() {
+        Some(first) if first == "crate" => 1,
+        _ if ups == depth => ups,
         _ => return None,
     };
-    down.first().map(|name| (*name).to_owned())
+    path.get(start).map(String::as_str)
 }
 
-/// The modules written out in `code` that the place at `offset` is in, outermost first.
-fn inline_modules(code: &str, offset: usize) -> Vec<String> {
-    let holds = |start: &usize| start + item_length(&code[*start..]) > offset;
-    words(&code[..offset], "mod")
-        .filter(holds)
-        .filter_map(|start| code[start..].split_whitespace().nth(1).map(str::to_owned))
-        .collect()
-}
-
-/// The paths in `code` that begin with `crate` or `super`, each with its offset.
-fn paths(code: &str) -> Vec<(usize, Vec<&str>)> {
-    let starts = ["crate", "super"].into_iter().flat_map(|name| words(code, name));
-    let mut found = Vec::new();
-    for start in starts {
-        let before = code[..start].trim_end();
-        let is_start = !before.ends_with("::") && !before.ends_with("(in");
-        if is_start {
-            let mut tree = Vec::new();
-            branches(&code[start..], &mut Vec::new(), &mut tree);
-            found.extend(tree.into_iter().filter(|path| path.len() > 1).map(|path| (start, path)));
-        }
-    }
-    found
-}
-
-/// Adds the paths of the tree that `code` begins with, each behind `stem`; returns what follows it.
-fn branches<'a>(code: &'a str, stem: &mut Vec<&'a str>, found: &mut Vec<Vec<&'a str>>) -> &'a str {
-    let mut rest = code.trim_start();
-    let depth = stem.len();
+/// Adds the paths of the tree that `trees` begin with, each behind `stem`; the number of tokens of the tree.
+fn branches(trees: &[TokenTree], stem: &[String], found: &mut Vec<Vec<String>>) -> usize {
+    let mut path = stem.to_vec();
+    let mut at = 0;
     loop {
-        if let Some(mut inside) = rest.strip_prefix('{') {
-            while !inside.trim_start().starts_with('}') && !inside.trim_start().is_empty() {
-                let after = branches(inside, stem, found).trim_start();
-                let Some(next) = after.strip_prefix(',') else {
-                    inside = after;
-                    break;
-                };
-                inside = next;
-            }
-            rest = inside.trim_start().strip_prefix('}').unwrap_or(inside);
-            break;
-        }
-        let is_part = |character: char| character.is_alphanumeric() || character == '_';
-        let length = rest.find(|character| !is_part(character)).unwrap_or(rest.len());
-        if length > 0 {
-            stem.push(&rest[..length]);
-        }
-        let after = rest[length..].trim_start();
-        if length > 0
-            && let Some(more) = after.strip_prefix("::")
-        {
-            rest = more.trim_start();
-            continue;
-        }
-        let mut path = stem.clone();
-        rest = after.strip_prefix('*').unwrap_or(after);
-        if let Some(alias) = after.strip_prefix("as ") {
-            // The name that it goes by comes last.
-            let alias = alias.trim_start();
-            rest = alias.trim_start_matches(is_part);
-            path.push(&alias[..alias.len() - rest.len()]);
-        }
-        found.push(path);
-        break;
-    }
-    stem.truncate(depth);
-    rest
-}
-
-/// What `lib.rs` hands on, as module and name; blanked out of `code`, as it is no use of its own.
-fn take_handed_on(code: &mut String) -> Vec<(String, String)> {
-    let mut names = Vec::new();
-    let starts: Vec<usize> = code.match_indices("pub use ").map(|(offset, _)| offset).collect();
-    for start in starts {
-        let end = code[start..].find(';').map_or(code.len(), |length| start + length);
-        let mut tree = Vec::new();
-        branches(&code[start + "pub use ".len()..end], &mut Vec::new(), &mut tree);
-        for path in tree {
-            if let [module, .., name] = path.as_slice() {
-                names.push(((*module).to_owned(), (*name).to_owned()));
-            }
-        }
-        blank(code, start, end);
-    }
-    names
-}
-
-/// `code` with every item under `#[cfg(test)]` blanked out, and the names of modules of tests in their own files.
-fn without_tests(code: &str) -> (String, Vec<String>) {
-    let mut left = code.to_owned();
-    let mut modules = Vec::new();
-    for (start, attribute) in code.match_indices("#[cfg(test)]") {
-        let item = &code[start + attribute.len()..];
-        let length = item_length(item);
-        let words: Vec<&str> = item[..length].split_whitespace().collect();
-        if let [.., "mod", name] = words.as_slice()
-            && let Some(name) = name.strip_suffix(';')
-        {
-            modules.push(name.to_owned());
-        }
-        blank(&mut left, start, start + attribute.len() + length);
-    }
-    (left, modules)
-}
-
-/// The length of the item, field or statement that `code` begins with.
-fn item_length(code: &str) -> usize {
-    let mut depth = 0_usize;
-    for (offset, character) in code.char_indices() {
-        match character {
-            '(' | '[' | '{' => depth += 1,
-            ')' | ']' | '}' if depth == 0 => return offset,
-            ')' | ']' => depth -= 1,
-            '}' => {
-                depth -= 1;
-                if depth == 0 {
-                    return offset + 1;
+        match trees.get(at) {
+            Some(TokenTree::Ident(name)) => path.push(name.to_string()),
+            Some(TokenTree::Group(group)) if group.delimiter() == Delimiter::Brace => {
+                let inside: Vec<TokenTree> = group.stream().into_iter().collect();
+                for branch in inside.split(|tree| is(tree, ",")).filter(|tree| !tree.is_empty()) {
+                    branches(branch, &path, found);
                 }
+                return at + 1;
             }
-            ';' | ',' if depth == 0 => return offset + 1,
-            _ => {}
+            _ => break,
+        }
+        match &trees[at + 1..] {
+            [one, two, ..] if is(one, ":") && is(two, ":") => at += 3,
+            // The name that it goes by comes last.
+            [word, TokenTree::Ident(alias), ..] if is(word, "as") => {
+                path.push(alias.to_string());
+                at += 3;
+                break;
+            }
+            _ => {
+                at += 1;
+                break;
+            }
         }
     }
-    code.len()
-}
-
-fn blank(code: &mut String, start: usize, end: usize) {
-    let blanks: String =
-        code[start..end].bytes().map(|byte| if byte == b'\n' { '\n' } else { ' ' }).collect();
-    code.replace_range(start..end, &blanks);
+    found.push(path);
+    at
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const ORDER: Order = Order { folder: "a/src", modules: &["low", ROOT, "middle", "high"] };
+    const ORDER: Order = Order { folder: "a/src", modules: "low lib middle high" };
     const UPWARDS: &str = "use crate::high::X;";
 
     fn files(texts: &[(&str, &str)]) -> Vec<(String, String)> {

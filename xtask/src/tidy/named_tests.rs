@@ -2,7 +2,6 @@
 
 use std::collections::BTreeSet;
 
-use super::code::{code_only, words};
 use super::{Finding, has_extension};
 
 /// The page.
@@ -58,16 +57,18 @@ fn last_cell(line: &str) -> Option<&str> {
 
 /// The functions in `text` that are tests.
 fn tests_of(text: &str) -> Vec<&str> {
-    let code = code_only(text);
-    let functions = words(&code, "fn").filter_map(|at| {
-        let before = code[..at].trim_end();
-        // Attributes of a test may stand in any order.
-        let block = before.rsplit(['}', ';']).next().unwrap_or_default();
-        let name = text[at + 2..].trim_start();
-        let end = name.find(|letter: char| !letter.is_alphanumeric() && letter != '_')?;
-        block.contains("#[test]").then_some(&name[..end])
-    });
-    functions.collect()
+    let mut names = Vec::new();
+    let mut is_test = false;
+    for line in text.lines().map(str::trim) {
+        is_test |= line == "#[test]";
+        if let Some(name) = line.strip_prefix("fn ").filter(|_| is_test) {
+            names.extend(
+                name.split(|letter: char| !letter.is_alphanumeric() && letter != '_').next(),
+            );
+            is_test = false;
+        }
+    }
+    names
 }
 
 #[cfg(test)]

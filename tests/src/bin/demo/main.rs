@@ -1,7 +1,7 @@
 //! The main job on a simulated node of four GPUs: a training job and an inference job that do not fit
 //! together take turns, paused and resumed by the real command, and check every byte.
 //!
-//! `cargo xtask demo` builds what this needs and starts it.
+//! `cargo demo` builds what this needs and starts it.
 
 mod interrupt;
 mod screen;

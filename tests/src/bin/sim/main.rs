@@ -1,7 +1,7 @@
 //! A seeded simulation: tenants of 1 to 64 real processes work, are paused and resumed, fail and are killed, and
 //! after every cycle each byte that can be reached is compared with what it must be.
 //!
-//! `sublet-sim [--seed N] [--cycles N] [--processes MAX] [--minutes MAX]`; `cargo xtask sim` builds what it needs and
+//! `sublet-sim [--seed N] [--cycles N] [--processes MAX] [--minutes MAX]`; `cargo sim` builds what it needs and
 //! starts it. When its time is up it ends as after its last cycle.
 //!
 //! ```text
@@ -102,7 +102,7 @@ fn simulate(settings: Settings) -> Outcome {
     });
     let warm_bytes = ended.map_err(|trouble| {
         Trouble::new(format!(
-            "{trouble}\n  at cycle {} of seed {seed}; before that:\n    {}\n  again: cargo xtask sim --seed {seed} \
+            "{trouble}\n  at cycle {} of seed {seed}; before that:\n    {}\n  again: cargo sim --seed {seed} \
              --cycles {cycles} --processes {processes_max}",
             script.world.tally.cycles,
             history(&script.history)
