@@ -12,7 +12,7 @@ use crate::store::Store;
 pub struct TagTotals {
     /// Own, on the devices.
     pub resident_bytes: u64,
-    /// Own, given up by a pause.
+    /// Own, given up by a pause. What the driver would not let go then, and importers have given up, is both.
     pub away_bytes: u64,
     /// Imported, and given up by a pause.
     pub imported_away_bytes: u64,
@@ -117,7 +117,10 @@ impl Ledger {
             }
             let totals = bytes.entry(row.class().tag.clone()).or_default();
             match (row.is_own(), row.is_resident()) {
-                (true, true) => totals.resident_bytes += row.size_bytes(),
+                (true, true) => {
+                    totals.resident_bytes += row.size_bytes();
+                    totals.away_bytes += if row.is_owed_by_tag() { row.size_bytes() } else { 0 };
+                }
                 (true, false) => totals.away_bytes += row.size_bytes(),
                 (false, false) if row.owner().is_some() => {
                     totals.imported_away_bytes += row.size_bytes();

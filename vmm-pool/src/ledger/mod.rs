@@ -420,7 +420,7 @@ impl Ledger {
         }
         let row = self.by_id(id).filter(|row| row.is_own());
         let row = row.ok_or(PoolError::StaleHandle { handle: 0 })?;
-        if row.is_resident() {
+        if row.is_resident() && !row.is_owed_by_tag() {
             return Ok(row);
         }
         Err(PoolError::Offloaded { tag: row.class().tag.clone() })
@@ -623,15 +623,30 @@ impl Ledger {
         }
     }
 
+    /// The process is about to run on without what `choose` picks, and so are its importers, wherever it is.
+    pub(crate) fn owe_by_tag(&mut self, choose: impl Fn(&Row) -> bool) {
+        let rows = self.rows.iter_mut().map(|(_, row)| row);
+        rows.filter(|row| choose(row)).for_each(Row::owe_by_tag);
+    }
+
+    /// Has `each` change what importers fetch in a resume of `selection`: some of it may be here already.
+    fn change_fetched(&mut self, selection: &Selection, mut each: impl FnMut(&mut Row)) {
+        self.change_in(selection, &mut each);
+        let is_here = |row: &&mut Row| {
+            row.is_owed_by_tag() && selection.brings_tag_of(row) && !selection.has(row)
+        };
+        self.rows.iter_mut().map(|(_, row)| row).filter(is_here).for_each(each);
+    }
+
     /// Importers are about to fetch what they hold of `selection`. Returns what has to be exported for that.
     pub(crate) fn begin_fetching(&mut self, selection: &Selection) -> Vec<(AllocationId, u64)> {
         let mut wanted = Vec::new();
-        self.change_in(selection, |row| {
+        self.change_fetched(selection, |row| {
             if !row.is_shared() {
                 return;
             }
             // Whoever still wants it asks again, and is an importer when the resume is committed.
-            if row.can_leave() {
+            if row.can_leave() || row.is_owed_by_tag() {
                 row.begin_fetching();
             }
             if row.is_resident() && !row.is_exported() {
@@ -649,7 +664,7 @@ impl Ledger {
         choose: impl Fn(&Row) -> bool,
     ) -> Vec<OwnedFd> {
         let mut exports = Vec::new();
-        self.change_in(selection, |row| {
+        self.change_fetched(selection, |row| {
             if choose(row) {
                 row.call_off_fetching();
                 exports.extend(row.take_export());
@@ -658,13 +673,13 @@ impl Ledger {
         exports
     }
 
-    /// The end of a resume: nothing stays for the others' sake any more, and whoever has fetched memory again is its
-    /// importer, and keeps alive from now on what its owner's application freed while it was away. That comes out.
-    pub(crate) fn end_fetching(&mut self) -> Vec<Row> {
+    /// The end of a resume of `selection`: nothing stays for the others' sake any more, and whoever has fetched memory
+    /// again is its importer, and keeps alive from now on what its owner's application freed while it was away. That comes out.
+    pub(crate) fn end_fetching(&mut self, selection: &Selection) -> Vec<Row> {
         let handles: Vec<_> = self.rows().map(Row::handle).collect();
         for (_, row) in &mut self.rows {
             row.set_stays(None);
-            row.end_fetching();
+            row.end_fetching(selection.brings_tag_of(row));
         }
         handles.into_iter().filter_map(|handle| self.take_garbage(handle)).collect()
     }

@@ -110,6 +110,8 @@ struct Sharing {
     importers: BTreeSet<PeerId>,
     /// From its restoring to the end of that resume: whoever has fetched it again, the importers to come.
     fetched: Option<BTreeSet<PeerId>>,
+    /// Importers have given it up by its tag, and come for it when that is brought back, wherever it is meanwhile.
+    is_owed_by_tag: bool,
     /// The driver's descriptor for the importers, between issue and redemption.
     exported: Option<UninheritedFd>,
 }
@@ -345,6 +347,11 @@ impl Row {
         self.is_own() && (!self.sharing.importers.is_empty() || self.sharing.tickets.hold())
     }
 
+    /// Are importers without it until its tag is brought back?
+    pub(crate) fn is_owed_by_tag(&self) -> bool {
+        self.sharing.is_owed_by_tag
+    }
+
     pub(crate) fn importers(&self) -> Vec<PeerId> {
         self.sharing.importers.iter().copied().collect()
     }
@@ -362,7 +369,7 @@ impl Row {
     pub(super) fn is_garbage(&self, is_paused: bool) -> bool {
         // Resident memory the driver keeps for its importers. What is away nobody but its owner can bring back, nor what was to be and that the
         // driver has not let go.
-        let is_away = is_paused || self.residency.is_away_or_to_be();
+        let is_away = is_paused || self.residency.is_away_or_to_be() || self.sharing.is_owed_by_tag;
         let is_owed = self.is_own() && is_away && !self.sharing.importers.is_empty();
         let is_held = self.references > 0 || !self.mappings.is_empty();
         // Tickets last: each is a question to the system.
@@ -521,6 +528,11 @@ impl Row {
         self.sharing.exported.take().map(UninheritedFd::into_fd)
     }
 
+    /// The process runs on, and importers without it, until its tag is brought back.
+    pub(super) fn owe_by_tag(&mut self) {
+        self.sharing.is_owed_by_tag |= self.can_leave() && !self.sharing.importers.is_empty();
+    }
+
     /// Importers fetch it again: who they are is counted from now on.
     pub(super) fn begin_fetching(&mut self) {
         self.sharing.fetched.get_or_insert_default();
@@ -530,9 +542,15 @@ impl Row {
         self.sharing.fetched = None;
     }
 
-    /// Whoever has fetched it is its importer from now on, and nobody else.
-    pub(super) fn end_fetching(&mut self) {
-        if let Some(fetched) = self.sharing.fetched.take() {
+    /// Whoever has fetched it is its importer from now on, and nobody else. Where importers are without it until its
+    /// tag is back, that is so if `is_tag_back`.
+    pub(super) fn end_fetching(&mut self, is_tag_back: bool) {
+        let fetched = self.sharing.fetched.take();
+        if self.sharing.is_owed_by_tag && !is_tag_back {
+            return;
+        }
+        self.sharing.is_owed_by_tag = false;
+        if let Some(fetched) = fetched {
             self.sharing.importers = fetched;
         }
     }

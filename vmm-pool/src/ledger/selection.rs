@@ -78,6 +78,16 @@ impl Selection {
         }
     }
 
+    /// Is it a resume that brings back the tag of `row`?
+    pub(super) fn brings_tag_of(&self, row: &Row) -> bool {
+        let tag = &row.class().tag;
+        match self {
+            Self::SetAside(tags, whose) => tags.has(tag) && whose.has(row),
+            Self::Staged(tags) => tags.has(tag),
+            Self::Whole | Self::Tagged(..) | Self::Part(_) => false,
+        }
+    }
+
     /// The allocations of a part, in the ledger's order.
     pub(super) fn part_in_order(&self) -> Option<Vec<VirtualHandle>> {
         let Self::Part(rows) = self else { return None };

@@ -160,12 +160,12 @@ fn who_fetches_again_is_an_importer_and_nobody_else_is() {
     let wanted = ledger.begin_fetching(&Selection::Whole);
     assert_eq!(wanted.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [id(1), id(2)]);
     ledger.fetched(id(1), OTHER_PEER);
-    assert!(ledger.end_fetching().is_empty(), "its application holds both");
+    assert!(ledger.end_fetching(&Selection::Whole).is_empty(), "its application holds both");
     assert_eq!(ledger.row(fetched).unwrap().importers(), [OTHER_PEER]);
     assert!(ledger.row(forgotten).unwrap().importers().is_empty());
     // From then on nobody is forgotten.
     ledger.fetched(id(1), PEER);
-    assert!(ledger.end_fetching().is_empty());
+    assert!(ledger.end_fetching(&Selection::Whole).is_empty());
     assert_eq!(ledger.row(fetched).unwrap().importers(), [PEER, OTHER_PEER]);
 }
 
@@ -181,7 +181,7 @@ fn what_has_a_descriptor_or_stays_or_is_nobody_elses_is_not_exported_again() {
     let wanted = ledger.begin_fetching(&Selection::Whole);
     assert_eq!(wanted.iter().map(|(id, ..)| *id).collect::<Vec<_>>(), [id(2)]);
     // Nobody fetches what stays, and whoever has it keeps it.
-    assert!(ledger.end_fetching().is_empty());
+    assert!(ledger.end_fetching(&Selection::Whole).is_empty());
     assert_eq!(ledger.row(stays).unwrap().importers(), [PEER]);
     assert_eq!(ledger.row(stays).unwrap().reason_to_stay(), None, "the pause is over");
     // Of another selection nothing is looked at.
@@ -201,7 +201,7 @@ fn a_resume_that_is_called_off_keeps_the_importers_of_before() {
     });
     let out = ledger.call_off_fetching(&Selection::Whole, |row| row.handle() == called_off);
     assert_eq!(numbers(&out), [kept[0]], "no descriptor is kept for those who would fetch it");
-    assert!(ledger.end_fetching().is_empty());
+    assert!(ledger.end_fetching(&Selection::Whole).is_empty());
     assert_eq!(ledger.row(called_off).unwrap().importers(), [PEER]);
     assert!(ledger.row(goes_on).unwrap().importers().is_empty(), "nobody has fetched it");
     assert_eq!(numbers(&ledger.take_spare_exports()), [kept[1]]);
@@ -218,7 +218,7 @@ fn what_its_application_freed_while_it_was_away_goes_when_its_importers_have_it(
     ledger.fetched(id(1), PEER);
     // In the order of a resume's end.
     ledger.run_on();
-    let gone = ledger.end_fetching();
+    let gone = ledger.end_fetching(&Selection::Whole);
     assert_eq!(
         gone.into_iter()
             .filter_map(|mut row| row.take_physical())

@@ -119,9 +119,11 @@ impl<D: Driver> Leaving<D> {
     /// All that leaves is released: when the result is dropped, the process runs on without some tags, or the gate
     /// admits only calls that give memory up or ask about it.
     pub(super) fn into_released(self) -> Done<D> {
-        let then = match self.selection {
-            Selection::Tagged(..) => {
-                self.pool().ledger().run_on();
+        let then = match &self.selection {
+            selection @ Selection::Tagged(..) => {
+                let mut ledger = self.pool().ledger();
+                ledger.owe_by_tag(|row| selection.has(row));
+                ledger.run_on();
                 Mode::Open
             }
             Selection::Whole
@@ -186,7 +188,7 @@ impl<D: Driver> Still<'_, D> {
         log.timed("map again", |log| {
             self.map_rows_again(log, |row| row.is_resident() && selection.has(row))
         })?;
-        let spare = self.pool.run_again();
+        let spare = self.pool.run_again(selection);
         self.pool.give_back_host_memory();
         Ok((log, spare))
     }

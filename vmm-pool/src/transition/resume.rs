@@ -177,9 +177,13 @@ impl<D: Driver> Restored<D> {
     /// filesystem longer for the other, so the caller lets the application run on first.
     #[must_use = "closing the descriptors gives back what they hold"]
     pub fn commit(self) -> (Done<D>, Vec<OwnedFd>) {
-        let pool = self.pool();
+        let (pool, selection) = (self.pool(), self.selection());
         pool.ledger().retain_copies(pool.copies.are_retained(), pool.copies.stay_for_pauses());
-        let spare = pool.run_again();
+        if let Selection::Staged(_) = selection {
+            // It was paused as a whole, and its importers run on without the other tags too.
+            pool.ledger().owe_by_tag(|row| !selection.has(row));
+        }
+        let spare = pool.run_again(selection);
         if pool.copies.is_given_back() {
             pool.give_back_idle_host_memory();
         }
@@ -218,14 +222,14 @@ impl<D: Driver> Pool<D> {
         self.deferred.release_again();
     }
 
-    /// The contents on the device are the contents, what is not back is set aside, and others are given memory again.
-    /// Returns descriptors that nobody needs.
-    pub(super) fn run_again(&self) -> Vec<OwnedFd> {
+    /// The contents on the device are the contents, what is not back with `selection` is set aside, and others are given
+    /// memory again. Returns descriptors that nobody needs.
+    pub(super) fn run_again(&self, selection: &Selection) -> Vec<OwnedFd> {
         let garbage = {
             let mut ledger = self.ledger();
             ledger.void_copies();
             ledger.run_on();
-            ledger.end_fetching()
+            ledger.end_fetching(selection)
         };
         self.dispose_quietly(garbage);
         let mut arena = self.arena();

@@ -1,14 +1,18 @@
 //! Pauses and resumes by tag of a process that runs on.
 
 use std::collections::BTreeSet;
+use std::os::fd::AsFd as _;
 
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
-use vmm_pool::{Class, Contents, DeviceReport, PeerId, SavedError, Selection, Tags, Whose};
+use vmm_pool::{
+    Class, Contents, DeviceReport, ImportSource, PeerId, PoolError, SavedError, Selection, Tags,
+    VirtualHandle, Whose,
+};
 
 use crate::stage::{
-    CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, create, free_bytes, holds,
-    kept, map, node, pattern, pause, pool, reserve, resume, share, write,
+    CAPACITY_BYTES, DEVICE, OTHER, OWNER, SimPool, UNIT, UNLIMITED, WHOLE, create, free_bytes,
+    holds, import_again, kept, map, node, pattern, pause, pool, reserve, resume, share, write,
 };
 
 const RW: fn(vmm_pool::driver::DeviceOrdinal) -> AccessDesc = AccessDesc::read_write;
@@ -366,4 +370,149 @@ fn an_unmapping_that_fails_half_way_can_be_tried_again_and_the_process_be_paused
     assert!(holds(&pool, DEVICE, part(2), pattern(2)), "it was never unmapped");
     pool.unmap(range).expect("unmapped at the second try");
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+}
+
+/// Memory of tag `kv` that an owner has shared, and memory of tag `other` of the owner's own.
+struct SharedTag {
+    owner: SimPool,
+    importer: SimPool,
+    handle: VirtualHandle,
+    contents: Contents,
+    place: VaRange,
+    /// Where the importer has it.
+    there: VaRange,
+}
+
+impl SharedTag {
+    fn new(contents: Contents) -> Self {
+        let node = node();
+        let (owner, importer) = (pool(&node), pool(&node));
+        let class = tagged("kv", contents);
+        let handle = create(&owner, DEVICE, 1, class.clone());
+        let place = map(&owner, handle, UNIT, &[RW(DEVICE)]);
+        write(&owner, DEVICE, place, pattern(6));
+        let export = owner.export(handle).expect("export");
+        let fd = owner.redeem(export.id, export.serial, PeerId(1)).expect("a descriptor");
+        let source = ImportSource { id: export.id, size_bytes: export.size_bytes, owner: OWNER };
+        let imported = importer.import(source, fd.as_fd(), class).expect("import");
+        let there = map(&importer, imported, UNIT, &[RW(OTHER)]);
+        filled(&owner, 1, tagged("other", Contents::Keep), 7);
+        Self { owner, importer, handle, contents, place, there }
+    }
+
+    fn pause(&self) {
+        pause_tags(&self.importer, &["kv"]);
+        pause_tags(&self.owner, &["kv"]);
+    }
+
+    /// All of a resume but its end.
+    fn bring_back(&self) {
+        for pool in [&self.owner, &self.importer] {
+            pool.create_own(&selected(&["kv"])).expect("memory");
+            pool.restore_own(usize::MAX).expect("contents");
+        }
+        import_again(&self.owner, &self.importer, 1).expect("the owner has it for its importer");
+    }
+
+    /// A resume by tag that comes to nothing.
+    fn try_to_resume(&self) {
+        self.bring_back();
+        self.importer.undo_resume().expect("given up");
+        self.owner.undo_resume().expect("given up");
+    }
+
+    /// Other pauses of the owner, and its application frees the memory.
+    fn owner_runs_on_and_frees(&self) {
+        for _ in 0..2 {
+            pause_tags(&self.owner, &["other"]);
+            resume_tags(&self.owner, &["other"]);
+        }
+        pause(&self.owner);
+        resume(&self.owner);
+        self.owner.unmap(self.place).expect("unmap");
+        self.owner.release(self.handle).expect("release");
+    }
+
+    /// Its importer has it all the same, and alone.
+    fn comes_back(&self) {
+        self.bring_back();
+        drop((self.owner.commit_resume(), self.importer.commit_resume()));
+        let is_right = holds(&self.importer, OTHER, self.there, pattern(6));
+        assert!(is_right || self.contents == Contents::Discard);
+        assert!(!self.owner.tag_bytes().contains_key("kv"), "it is the importer's alone");
+    }
+}
+
+/// A pause of `pool` in which the driver unmaps nothing at the end.
+fn pause_without_unmapping(pool: &SimPool, selection: &Selection) {
+    pool.save(selection, UNLIMITED).expect("nothing is saved");
+    let faults = pool.driver().faults();
+    faults.fail(DriverOp::Unmap, FaultSpan::From(1), DriverCode::UNKNOWN);
+    let log = pool.release_selected().expect("there is no way back");
+    faults.clear();
+    assert!(log.notes.iter().any(|note| note.contains("stays mapped")), "{:?}", log.notes);
+}
+
+#[test]
+fn what_a_pause_by_tag_left_on_its_device_is_owed_to_importers_that_gave_it_up() {
+    let shared = SharedTag::new(Contents::Discard);
+    pause_tags(&shared.importer, &["kv"]);
+    let selection = Selection::Tagged(names(&["kv"]), Whose::Everybody);
+    pause_without_unmapping(&shared.owner, &selection);
+    // It is away as far as others can tell.
+    assert_eq!(shared.owner.tag_bytes()["kv"].away_bytes, UNIT);
+    let export = shared.owner.export(shared.handle).expect("a ticket");
+    let refused = shared.owner.redeem(export.id, export.serial, PeerId(2));
+    assert!(matches!(refused, Err(PoolError::Offloaded { tag }) if tag == "kv"));
+    shared.owner.pool().enter().take_ticket_back(&export);
+    shared.owner_runs_on_and_frees();
+    shared.comes_back();
+}
+
+#[test]
+fn what_a_whole_pause_left_on_its_device_is_owed_to_importers_that_run_on_without_its_tag() {
+    let shared = SharedTag::new(Contents::Discard);
+    pause(&shared.importer);
+    pause_without_unmapping(&shared.owner, &WHOLE);
+    for pool in [&shared.owner, &shared.importer] {
+        resume_selected(pool, &Selection::Staged(names(&["other"])));
+    }
+    shared.owner_runs_on_and_frees();
+    shared.comes_back();
+}
+
+#[test]
+fn what_an_undone_resume_by_tag_left_on_its_device_is_owed_to_its_importers() {
+    for contents in [Contents::Keep, Contents::Discard] {
+        let shared = SharedTag::new(contents);
+        shared.pause();
+        shared.bring_back();
+        shared.importer.undo_resume().expect("given up");
+        let faults = shared.owner.driver().faults();
+        faults.fail(DriverOp::Unmap, FaultSpan::From(1), DriverCode::UNKNOWN);
+        shared.owner.undo_resume().expect("what is left is noted");
+        faults.clear();
+        shared.owner_runs_on_and_frees();
+        shared.comes_back();
+    }
+}
+
+#[test]
+fn what_is_registered_while_it_is_away_is_owed_to_its_importers_still() {
+    let shared = SharedTag::new(Contents::Keep);
+    shared.pause();
+    shared.owner.pin(shared.place, "registered with a network card");
+    shared.try_to_resume();
+    shared.owner_runs_on_and_frees();
+    shared.comes_back();
+}
+
+#[test]
+fn what_comes_back_to_nothing_and_is_freed_then_is_owed_to_its_importers() {
+    let shared = SharedTag::new(Contents::Keep);
+    shared.pause();
+    shared.try_to_resume();
+    shared.owner_runs_on_and_frees();
+    shared.try_to_resume();
+    shared.comes_back();
 }
