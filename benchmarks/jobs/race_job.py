@@ -50,7 +50,6 @@ END_S = 6.0
 #: Rounds of each kind of change.
 KINDS = (("all", 4), ("nothing", 3), ("tenth", 3), ("scattered", 3), ("zero", 3))
 #: Has a pause save all before it gives anything back.
-LATE = "--early-release=never"
 #: Seconds for one pause or resume.
 CHANGE_S = 60.0
 #: Of what the kernel calls available, what the contents of all tenants of a case may take.
@@ -241,13 +240,6 @@ class Race:
                 rows = dict.fromkeys(ranks.pids.values(), "GPU 0")
                 title = f"Pause and resume of {size / GIB:.0f} GiB, everything rewritten: milliseconds"
                 self.data["timelines"].append(race_figures.pause_and_resume(title, told_both, rows))
-        self.data["sizes"]["kept_late"] = size
-        try:
-            for _ in range(KINDS[0][1]):
-                self.write(ranks, "all")
-                self.pause_and_resume(ranks, "kept_late", LATE)
-        except Skipped as skipped:
-            self.skip("kept released late", str(skipped))
         self.data["kept_stats"] = host_bytes(cli.sublet("stats", tenant, "--json", timeout_s=20))
         self.stop(ranks)
 
@@ -304,16 +296,11 @@ class Race:
         self.pinned(plain, "pinned_every")
         self.stop(plain)
         ranks = self.hold("every", size, self.gpus)
-        self.data["sizes"].update({"every": size, "every_late": size})
+        self.data["sizes"]["every"] = size
         self.pause_and_resume(ranks, "every_first")
-        try:
-            for _ in range(4):
-                self.write(ranks, "all")
-                self.pause_and_resume(ranks, "every")
-                self.write(ranks, "all")
-                self.pause_and_resume(ranks, "every_late", LATE)
-        except Skipped as skipped:
-            self.skip("every released late", str(skipped))
+        for _ in range(4):
+            self.write(ranks, "all")
+            self.pause_and_resume(ranks, "every")
         self.stop(ranks)
 
     def case_nccl(self) -> None:
@@ -326,9 +313,9 @@ class Race:
         given = ["--kept-gb", str(self.args.tag_gb), "--discarded-gb", str(2 * self.args.tag_gb), "--change"]
         args = saver_job.parse([*given, "--cycles", "3", "--saver-cycles", "1", "--deadline", str(self.args.deadline)])
         needs_torch()
-        for way in ("sublet", "late", "retained", "saver"):
+        for way in ("sublet", "retained", "saver"):
             label = f"saver_{way}"
-            if way not in saver_job.OURS and not has_rival():
+            if way != "sublet" and not has_rival():
                 self.skip(label, "no wheel of torch_memory_saver is in the bundle, and it is not installed")
                 continue
             facts = saver_job.start(args, self.work, way).finish(self.result, self.left(), prefix=label)

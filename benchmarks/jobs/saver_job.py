@@ -1,10 +1,9 @@
 """Pausing by tag against those who do it today: how fast, in one run on one GPU?
 
 Weights of `--kept-gb` GB in a tag that is kept and KV cache of `--discarded-gb` GB in one that is discarded are paused
-and resumed together, `--cycles` times, by five ways, each in a process of its own:
+and resumed together, `--cycles` times, by four ways, each in a process of its own:
 
 - sublet: `sublet.region`, `sublet.pause(tags)`, `sublet.resume(tags)`, under `sublet run`;
-- late: the same with `SUBLET_EARLY_RELEASE=0`, which gives no memory back before all is saved;
 - saver: torch_memory_saver 0.0.10 as it comes, which allocates pinned memory at each pause and frees it at each resume;
 - retained: the same with `retain_cpu_backup`, its best mode;
 - vllm: as vLLM's CuMemAllocator copies: for each block a pinned tensor of torch's, `cudaMemcpy`, unmap, release.
@@ -17,7 +16,7 @@ of them is checked on the device after each resume, and with sublet a piece of `
 paused.
 
 Bound: 20 GB at 55 GB/s are 0.36 s each way; pinning 20 GB takes some 6 s, so `saver` is bound by that and gets fewer
-cycles. The run is five starts of torch and about 2 x 20 GB of pinned memory to make, some 100 s.
+cycles. The run is four starts of torch and about 2 x 20 GB of pinned memory to make, some 100 s.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ import common
 import runner
 from common import JobError, Result
 
-#: Ours, and what each has in its environment.
-OURS = {"sublet": {}, "late": {"SUBLET_EARLY_RELEASE": "0"}}
-WAYS = (*OURS, "saver", "retained", "vllm")
+WAYS = ("sublet", "saver", "retained", "vllm")
 #: Elements of one weight, as of a 7B model's feed-forward layer, in two bytes each.
 WEIGHT_WORDS = 4096 * 11008
 KV_BLOCK_BYTES = 298 * 2 * common.MIB
@@ -194,7 +191,7 @@ def child(args: Any) -> int:
     import torch
 
     runner.fact("versions", runner.versions())
-    make = {**dict.fromkeys(OURS, way_sublet), "saver": way_saver, "retained": way_saver, "vllm": way_vllm}[args.way]
+    make = {"sublet": way_sublet, "saver": way_saver, "retained": way_saver, "vllm": way_vllm}[args.way]
     memory, pause, resume = make(args)
     runner.fact("kept_bytes", memory.kept_bytes)
     wrong, freed_min = 0, None
@@ -213,7 +210,7 @@ def child(args: Any) -> int:
             if action is pause:
                 freed = torch.cuda.mem_get_info()[0] - before
                 freed_min = freed if freed_min is None else min(freed, freed_min)
-                if args.way in OURS:
+                if args.way == "sublet":
                     wrong += host_copy_is_wrong(memory)
         wrong += memory.wrong()
         runner.sample("pause_s", times[0])
@@ -226,7 +223,7 @@ def child(args: Any) -> int:
         (freed_min or 0) >= 0.99 * total,
         f"{(freed_min or 0) / GB:.1f} of {total / GB:.1f} GB",
     )
-    if args.way in OURS:
+    if args.way == "sublet":
         host_copy_kinds()
         runner.fact("link_gb_s", link_gb_s(torch))
     return 0
@@ -293,9 +290,9 @@ def start(args: Any, work: Path, way: str) -> runner.Child:
     command = [__file__, "--way", way, "--cycles", str(cycles), "--deadline", "150"]
     command += ["--kept-gb", str(args.kept_gb), "--discarded-gb", str(args.discarded_gb)]
     command += ["--change"] if args.change else []
-    if way in OURS:
+    if way == "sublet":
         tenant = f"saver-{way}-{os.getpid()}"
-        return runner.Child(work, way, command, tenant=tenant, env=OURS[way], sites=[runner.package(work, "sublet")])
+        return runner.Child(work, way, command, tenant=tenant, sites=[runner.package(work, "sublet")])
     if way == "vllm":
         return runner.Child(work, way, command)
     site = runner.package(work, "torch_memory_saver")
@@ -350,7 +347,7 @@ def body(args: Any, result: Result, work: Path) -> None:
         result.save()
     link = result.data["facts"].get("sublet", {}).get("link_gb_s", {})
     ours, rival, best = (steady.get(way, {}) for way in ("sublet", "saver", "retained"))
-    result.data["baseline"] = {way: rates for way, rates in steady.items() if way not in OURS}
+    result.data["baseline"] = {way: rates for way, rates in steady.items() if way != "sublet"}
     for action in ("pause", "resume", "rested_resume"):
         mine = ours.get(action, 0.0)
         if action in best:

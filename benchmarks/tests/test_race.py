@@ -69,7 +69,7 @@ def test_every_case_that_needs_no_torch_runs_and_its_contents_are_right(node: Pa
     assert data["status"] == "passed", data["checks"]
     assert verdicts(data)["kept: a pause gives all of it back"]
     assert set(data["samples"]["wrong_blocks"]) == {0}
-    for series in ("kept_first", "kept_all", "kept_nothing", "kept_tenth", "kept_scattered", "kept_zero", "kept_late", "every", "every_late"):
+    for series in ("kept_first", "kept_all", "kept_nothing", "kept_tenth", "kept_scattered", "kept_zero", "every"):
         pauses, resumes = (data["samples"][f"{series}_{action}_s"] for action in ("pause", "resume"))
         assert len(pauses) == len(resumes) > 0
     assert len(data["samples"]["swap_s"]) == 4
@@ -200,10 +200,10 @@ def test_ways_by_tag_have_their_first_pause_apart(node: Path, monkeypatch: pytes
     monkeypatch.setattr("race_job.needs_torch", lambda: None)
     monkeypatch.setattr("saver_job.start", start)
     data = raced(node, cases=named("saver"))
-    assert started == ["sublet", "late"] and set(data["skipped"]) == {"saver_retained", "saver_saver"}
+    assert started == ["sublet"] and set(data["skipped"]) == {"saver_retained", "saver_saver"}
     monkeypatch.setattr("race_job.has_rival", lambda: True)
     data = raced(node, cases=named("saver"))
-    assert started == ["sublet", "late", "sublet", "late", "retained", "saver"] and data["skipped"] == {}
+    assert started == ["sublet", "sublet", "retained", "saver"] and data["skipped"] == {}
     assert data["samples"]["saver_retained_first_pause_s"] == [4.0]
     assert data["samples"]["saver_retained_pause_s"] == [0.4, 0.5]
     assert data["samples"]["saver_saver_pause_s"] == [4.0, 0.4, 0.5], "which has no better ones"

@@ -34,13 +34,10 @@ mod swap;
 #[cfg(test)]
 mod tests;
 
-use std::str::FromStr;
-use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 pub use ahead::{PrepareError, PrepareReport, PreparedProcess, Waits};
 pub use budgets::{BudgetReport, GpuBudget};
-pub use early_release::EarlyRelease;
 pub use error::{CoordinatorError, SwapError};
 pub use interrupt::Interrupt;
 pub use report::{
@@ -96,8 +93,9 @@ pub struct Options {
     /// Does a pause give a tenant up, of which a process that others wait for waits for device memory itself? Else it waits for that too, for as
     /// long as for the cut.
     pub passes_by_memory_waits: bool,
-    /// Does a pause give memory back while the rest is still saved?
-    pub early_release: EarlyRelease,
+    /// Does a pause give memory back while the rest is still saved, also where that does not pay? Its point of no return is before
+    /// it saves, then. A pause for which it pays does so anyway.
+    pub releases_early: bool,
     /// Of a swap, which takes those of its first tenant: how much of a device one stage moves, and how much more than the larger
     /// of the two it may hold for that. None for the usual, which fits tenants of many gigabytes.
     pub window_bytes: Option<u64>,
@@ -105,24 +103,6 @@ pub struct Options {
     pub scope: Scope,
     /// Who takes part.
     pub takes_part: TakesPart,
-}
-
-/// Do pauses that do not say it themselves release early?
-static EARLY_RELEASE: LazyLock<EarlyRelease> = LazyLock::new(|| {
-    let careful = (EarlyRelease::Never, "pauses save everything before they release");
-    said_by("SUBLET_EARLY_RELEASE", careful)
-});
-
-/// What the environment says: the default where `variable` is not set or empty. Of a word that means nothing it is
-/// `careful`, and a warning says what that does.
-fn said_by<T: Default + FromStr<Err = String>>(variable: &str, careful: (T, &str)) -> T {
-    let said = std::env::var(variable).ok().filter(|word| !word.is_empty());
-    let read = said.map_or_else(|| Ok(T::default()), |word| word.parse());
-    read.unwrap_or_else(|why| {
-        let (choice, so) = careful;
-        tracing::warn!("{variable}: {why}; {so}");
-        choice
-    })
 }
 
 /// Which members of a tenant take part in a pause or resume.
@@ -149,7 +129,6 @@ pub enum LostImports {
     LeaveOut,
 }
 
-/// What the environment says (`SUBLET_EARLY_RELEASE`), besides.
 impl Default for Options {
     fn default() -> Self {
         Self {
@@ -164,7 +143,7 @@ impl Default for Options {
             lost_imports: LostImports::default(),
             interrupt: None,
             passes_by_memory_waits: false,
-            early_release: *EARLY_RELEASE,
+            releases_early: false,
             window_bytes: None,
             scope: Scope::Whole,
             takes_part: TakesPart::Everybody,

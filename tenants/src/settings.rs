@@ -6,7 +6,6 @@ use std::str::FromStr;
 use vmm_pool::PieceBytes;
 
 use crate::budget::Budgets;
-use crate::coordinator::EarlyRelease;
 use crate::identity::{FamilyName, TenantName};
 use crate::size::Size;
 use crate::turns::{Class, TURNS_AUTO, Weight};
@@ -150,7 +149,7 @@ const fn setting(name: &'static str, kind: Kind, default: &'static str) -> Setti
 }
 
 /// All settings, by name.
-pub const SETTINGS: [Setting; 31] = [
+pub const SETTINGS: [Setting; 30] = [
     setting("SUBLET_ASK_TORCH", Kind::Switch, "1"),
     setting("SUBLET_BUDGET", Kind::Parsed(parses::<Budgets>), "none"),
     setting("SUBLET_CLASS", Kind::Parsed(parses::<Class>), "fair"),
@@ -160,7 +159,6 @@ pub const SETTINGS: [Setting; 31] = [
         "none",
     ),
     setting("SUBLET_DELTA", Kind::Switch, "1"),
-    setting("SUBLET_EARLY_RELEASE", Kind::Parsed(parses::<EarlyRelease>), "auto"),
     setting("SUBLET_FAMILY", Kind::Parsed(parsed_family), "none"),
     setting("SUBLET_FAMILY_TIMEOUT_MS", Kind::Milliseconds, "30000"),
     setting("SUBLET_FILE_CACHE", Kind::Switch, "0"),
@@ -233,7 +231,6 @@ mod tests {
             ("SUBLET_WEIGHT", "0", "is no weight"),
             ("SUBLET_TENANT", "../x", "is no tenant name"),
             ("SUBLET_FAMILY", "a b", "is no family's name"),
-            ("SUBLET_EARLY_RELEASE", "soon", "none of never"),
         ] {
             let error = check(name, value).unwrap_err();
             assert!(error.starts_with(&format!("{name}={value}: ")), "{error}");

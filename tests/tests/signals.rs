@@ -338,9 +338,20 @@ fn second_ctrl_c_leaves_at_once_and_the_processes_settle_it() -> Outcome {
     job.exit()
 }
 
+/// One whose next pause releases while it saves: it copies much, and its host memory is there.
+fn job_that_releases_early(stage: &Stage, setting: (&str, &str)) -> Outcome<Job> {
+    let options = JobOptions { tensor_mib: 1032, ..JobOptions::new("train", 1) };
+    // What is unchanged is copied too.
+    let options = options.with("SUBLET_DELTA", "0").with(setting.0, setting.1);
+    let job = stage.connected_job(&options)?;
+    stage.pause("train")?;
+    stage.resume("train")?;
+    Ok(job)
+}
+
 /// The processes have begun to release, and are at it for a while.
 fn pause_that_releases(stage: &Stage) -> Outcome<Child> {
-    let command = start_command(stage, &["pause", "train", "--early-release"])?;
+    let command = start_command(stage, &["pause", "train"])?;
     let deadline = Instant::now() + SOON;
     let releases = |member: &Value| member["member"]["asked"]["phase"] == "Release";
     while !stage.members("train")?.iter().any(releases) {
@@ -354,9 +365,9 @@ fn pause_that_releases(stage: &Stage) -> Outcome<Child> {
 #[test]
 fn ctrl_c_behind_the_first_release_says_that_it_goes_on_and_the_second_that_something_has_changed()
 -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let slow = JobOptions::new("train", 2).with("SIMCUDA_LATENCY", "cuMemcpyDtoHAsync:300000");
-    let mut job = stage.connected_job(&slow.with("SUBLET_DELTA", "0"))?;
+    let stage = Stage::new(&[1400 * MIB])?;
+    let slow = ("SIMCUDA_LATENCY", "cuMemcpyDtoHAsync:30000");
+    let mut job = job_that_releases_early(&stage, slow)?;
     let command = pause_that_releases(&stage)?;
     signal_command(&command, Signal::SIGINT)?;
     let output = command.wait_with_output()?;
@@ -400,11 +411,11 @@ fn ctrl_c_at_any_instant_leaves_one_of_the_two_clean_states_and_names_it() -> Ou
 
 #[test]
 fn ctrl_c_at_any_instant_of_a_pause_that_releases_early_does_so_too() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let stage = Stage::new(&[1400 * MIB])?;
+    let mut job = job_that_releases_early(&stage, ("SUBLET_ZERO", "0"))?;
     for delay_ms in 0..12 {
-        let words = ["pause", "train", "--early-release"];
-        ends_when_interrupted(&stage, &words, 4 * delay_ms, "paused", "active")?;
+        let words = ["pause", "train"];
+        ends_when_interrupted(&stage, &words, 40 * delay_ms, "paused", "active")?;
         stage.resume("train")?;
     }
     job.step(1)?;

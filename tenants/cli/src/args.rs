@@ -9,7 +9,6 @@ use std::time::Duration;
 use crate::metrics::serve::{ADDRESS, address};
 use clap::{Args, Parser, Subcommand};
 use tenants::budget::{BudgetError, Budgets};
-use tenants::coordinator::EarlyRelease;
 use tenants::identity::{FamilyName, TenantName};
 use tenants::scope::{LIBRARY_TAGS, Scope, TagNames};
 use tenants::turns::{Class, ClassError, TURNS_AUTO, Weight, WeightError};
@@ -196,14 +195,6 @@ pub(crate) struct PauseArgs {
     pub(crate) tenant: TenantName,
     #[command(flatten)]
     pub(crate) tags: TagArgs,
-    /// Give memory back while the rest is still saved, so that the driver clears it meanwhile and not beside whoever comes next;
-    /// the pause cannot be called off any more once it has begun to save: never; auto, where it is quicker, when not given; always,
-    /// which is meant without a word
-    #[arg(
-        long, value_name = "WHEN", num_args = 0..=1, require_equals = true,
-        default_missing_value = "always"
-    )]
-    pub(crate) early_release: Option<EarlyRelease>,
     /// Time for each phase up to the point of no return, such as 500ms, 30s or 2m; each phase has its own default
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub(crate) timeout: Option<Duration>,

@@ -43,9 +43,7 @@ pub(crate) fn pause(
     if scope == Scope::Whole {
         switching::stays_away(&run_dir, &args.tenant);
     }
-    let usual = options(args.timeout, &signals::watch()?);
-    let early_release = args.early_release.unwrap_or(usual.early_release);
-    let options = Options { scope: scope.clone(), early_release, ..usual };
+    let options = Options { scope: scope.clone(), ..options(args.timeout, &signals::watch()?) };
     let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
     let result = {
         let mut progress = Progress::start();

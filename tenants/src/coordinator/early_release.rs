@@ -1,6 +1,5 @@
 //! When a pause gives memory back while the rest is still saved.
 
-use std::str::FromStr;
 use std::time::Duration;
 
 use vmm_pool::Copies;
@@ -19,39 +18,19 @@ const GROWTH_SHARE: u64 = 16;
 /// A process copies to host memory at least as fast, in bytes a second, whatever else its machine does.
 const SLOWEST_TO_MEMORY: u64 = 512 << 20;
 
-/// Does a pause give memory back while the rest is still saved? All host memory and disk space for that is taken before, and
-/// the first that is given back is its point of no return. Else that comes when all is saved.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum EarlyRelease {
-    /// Never.
-    Never,
-    /// Where that is quicker and nothing but the link is between a process and its host memory: some process copies a GiB, most of
-    /// the host memory for all is there, and nothing goes to a file.
-    #[default]
-    WherePays,
-    /// Always.
-    Always,
-}
-
-impl EarlyRelease {
-    /// Of processes that have said this when they were drained.
-    pub(super) fn is_for(self, drained: &[&PhaseReport], copies: Copies) -> bool {
-        match self {
-            Self::Never => false,
-            Self::Always => true,
-            Self::WherePays => {
-                let copying = || drained.iter().filter_map(|report| report.copying);
-                let needs = || drained.iter().filter_map(|report| report.host.as_ref());
-                let copied_bytes = || copying().map(|copying| copying.to_memory_bytes);
-                let growth = needs().map(|need| need.grow_bytes_with(copies));
-                let growth_bytes = growth.fold(0, u64::saturating_add);
-                let all_bytes = copied_bytes().fold(0, u64::saturating_add);
-                copied_bytes().any(|bytes| bytes >= COPIED_BYTES_MIN)
-                    && growth_bytes <= all_bytes / GROWTH_SHARE
-                    && copying().all(|copying| copying.to_file_bytes == 0)
-            }
-        }
-    }
+/// Does it pay for a pause to give memory back while the rest is still saved, of processes that have said this when they were
+/// drained? It does if that is quicker, and nothing but the link is between a process and its host memory: some process copies a
+/// GiB, most of the host memory for all is there, and nothing goes to a file.
+pub(super) fn pays(drained: &[&PhaseReport], copies: Copies) -> bool {
+    let copying = || drained.iter().filter_map(|report| report.copying);
+    let needs = || drained.iter().filter_map(|report| report.host.as_ref());
+    let copied_bytes = || copying().map(|copying| copying.to_memory_bytes);
+    let growth = needs().map(|need| need.grow_bytes_with(copies));
+    let growth_bytes = growth.fold(0, u64::saturating_add);
+    let all_bytes = copied_bytes().fold(0, u64::saturating_add);
+    copied_bytes().any(|bytes| bytes >= COPIED_BYTES_MIN)
+        && growth_bytes <= all_bytes / GROWTH_SHARE
+        && copying().all(|copying| copying.to_file_bytes == 0)
 }
 
 /// How long saving takes at the slowest, of processes that have said this when they were drained. Files of all may lie on one
@@ -61,19 +40,6 @@ pub(super) fn saving_time(drained: &[&PhaseReport]) -> Duration {
     let to_memory = copying().map(|copying| copying.to_memory_bytes).max().unwrap_or(0);
     let to_files = copying().map(|copying| copying.to_file_bytes).fold(0, u64::saturating_add);
     Duration::from_secs(to_memory / SLOWEST_TO_MEMORY) + moving_time(to_files)
-}
-
-impl FromStr for EarlyRelease {
-    type Err = String;
-
-    fn from_str(word: &str) -> Result<Self, String> {
-        match word {
-            "never" | "0" => Ok(Self::Never),
-            "auto" => Ok(Self::WherePays),
-            "always" | "1" => Ok(Self::Always),
-            _ => Err(format!("'{word}' is none of never, auto and always")),
-        }
-    }
 }
 
 #[cfg(test)]
@@ -104,10 +70,7 @@ mod tests {
     }
 
     fn pays(drained: &[PhaseReport]) -> bool {
-        let said: Vec<_> = drained.iter().collect();
-        assert!(EarlyRelease::Always.is_for(&said, Copies::None));
-        assert!(!EarlyRelease::Never.is_for(&said, Copies::None));
-        EarlyRelease::WherePays.is_for(&said, Copies::Needed)
+        super::pays(&drained.iter().collect::<Vec<_>>(), Copies::Needed)
     }
 
     #[test]
@@ -124,7 +87,7 @@ mod tests {
         assert!(!pays(&[drained(MANY, MANY / 16 + 1)]));
         assert!(!pays(&[drained(MANY, 0), drained(MANY / 4, MANY / 4)]));
         let said = drained(MANY, 0);
-        assert!(!EarlyRelease::WherePays.is_for(&[&said], Copies::All), "all copies take more");
+        assert!(!super::pays(&[&said], Copies::All), "all copies take more");
     }
 
     #[test]
@@ -139,14 +102,5 @@ mod tests {
         let many = [drained(2 * MANY, 0), drained(MANY, 0), filed(MANY), filed(MANY)];
         assert_eq!(saving_time(&many.iter().collect::<Vec<_>>()), Duration::from_secs(8 + 32));
         assert_eq!(saving_time(&[]), Duration::ZERO);
-    }
-
-    #[test]
-    fn words_say_when() {
-        let read = |word: &str| word.parse::<EarlyRelease>();
-        assert_eq!(["never", "0"].map(read), [Ok(EarlyRelease::Never), Ok(EarlyRelease::Never)]);
-        assert_eq!(["always", "1"].map(read), [Ok(EarlyRelease::Always), Ok(EarlyRelease::Always)]);
-        assert_eq!(read("auto"), Ok(EarlyRelease::default()));
-        assert_eq!(read("soon"), Err("'soon' is none of never, auto and always".to_owned()));
     }
 }

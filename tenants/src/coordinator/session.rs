@@ -369,7 +369,8 @@ impl<'a> Session<'a> {
                 let drained: Vec<_> = result.done.iter().map(|(_, report)| report).collect();
                 let needs = drained.iter().filter_map(|report| report.host.as_ref());
                 self.copies = host_memory::copies_with_room(&needs.collect::<Vec<_>>());
-                let is_early = self.options.early_release.is_for(&drained, self.copies);
+                let is_early =
+                    self.options.releases_early || early_release::pays(&drained, self.copies);
                 if is_early && plan.release_early() {
                     self.saves_late = Some(early_release::saving_time(&drained));
                 }

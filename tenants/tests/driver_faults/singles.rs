@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use tenants::coordinator::{Coordinator, CoordinatorError, EarlyRelease, Options, Outcome};
+use tenants::coordinator::{Coordinator, CoordinatorError, Options, Outcome};
 use tenants::requests::act_together;
 use tenants::scope::Scope;
 use tenants::wire::{Action, MemberState};
@@ -133,8 +133,7 @@ fn a_short_timeout_does_not_end_the_saving_of_a_pause_that_releases_early() {
     let stage = Stage::new();
     let reply_margin = Duration::from_millis(200);
     let timeout = Some(TIMEOUT);
-    let early_release = EarlyRelease::Always;
-    let options = Options { timeout, reply_margin, early_release, ..Options::default() };
+    let options = Options { timeout, reply_margin, releases_early: true, ..Options::default() };
     let hold = stage.faults(0).hold(DriverOp::CopyToHost);
     let mut coordinator = Coordinator::new(stage.run_dir.clone(), tenant(), options);
     let outcome = std::thread::scope(|threads| {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 pub(crate) use sublet_stage::memory::{UNIT, page_of};
 use sublet_stage::{Place, Process, memory};
-use tenants::coordinator::{Coordinator, CoordinatorError, EarlyRelease, Options, Outcome};
+use tenants::coordinator::{Coordinator, CoordinatorError, Options, Outcome};
 use tenants::identity::TenantName;
 use tenants::member::MemberConfig;
 use tenants::run_dir::RunDir;
@@ -43,7 +43,7 @@ pub(crate) struct Stage {
     resident: Vec<u64>,
     census: Vec<Census>,
     /// Do pauses release while they save?
-    pub(crate) early_release: EarlyRelease,
+    pub(crate) releases_early: bool,
     _place: Place,
 }
 
@@ -80,7 +80,7 @@ impl Stage {
     /// As [`Stage::new`], and pauses release while they save.
     pub(crate) fn with_early_release() -> Self {
         let mut stage = Self::new();
-        stage.early_release = EarlyRelease::Always;
+        stage.releases_early = true;
         stage
     }
 
@@ -103,7 +103,7 @@ impl Stage {
             seeds: 0,
             resident: Vec::new(),
             census: Vec::new(),
-            early_release: EarlyRelease::Never,
+            releases_early: false,
             _place: place,
         };
         (0..2).for_each(|member| stage.fill(member));
@@ -208,8 +208,8 @@ impl Stage {
 
     /// As [`Stage::act`], on a part of the memory.
     pub(crate) fn act_on(&self, action: Action, scope: Scope) -> Result<Outcome, CoordinatorError> {
-        let (timeout, early_release) = (Some(PHASE_TIMEOUT), self.early_release);
-        let options = Options { timeout, early_release, scope, ..Options::default() };
+        let (timeout, releases_early) = (Some(PHASE_TIMEOUT), self.releases_early);
+        let options = Options { timeout, releases_early, scope, ..Options::default() };
         let mut coordinator = Coordinator::new(self.run_dir.clone(), tenant(), options);
         match action {
             Action::Pause => coordinator.pause(&mut |_| {}),

@@ -1,9 +1,9 @@
 //! A coordinator that stops at every event, so that a test can kill somebody at a chosen instant.
 //!
-//! `sublet-steps RUN_DIR TENANT pause|resume [soon]`, `sublet-steps RUN_DIR FROM swap TO [OUT_TAG IN_TAG]`
+//! `sublet-steps RUN_DIR TENANT pause|resume [soon|early]`, `sublet-steps RUN_DIR FROM swap TO [OUT_TAG IN_TAG]`
 //!
 //! It prints `started STEP`, `member PID STEP`, `done STEP` or `back`, a phase by its name in the code, and goes on with the next line of its
-//! input, or without one when the input has ended. With `soon`, phases have one second. Its last line is `ok LOSSES` or `error MESSAGE`.
+//! input, or without one when the input has ended. With `soon`, phases have one second; with `early`, a pause releases while it saves. Its last line is `ok LOSSES` or `error MESSAGE`.
 
 use std::io::{BufRead as _, Write as _};
 use std::process::ExitCode;
@@ -33,11 +33,13 @@ fn run() -> Outcome<String> {
         return Err(Trouble::new("a run directory, a tenant and an action are needed"));
     };
     let swaps = action == "swap";
-    let timeout = Duration::from_secs(if rest.is_empty() || swaps { 120 } else { 1 });
+    let has = |word: &str| !swaps && rest.iter().any(|said| said == word);
+    let timeout = Duration::from_secs(if has("soon") { 1 } else { 120 });
     let run_dir = RunDir::open(Some(run_dir.into()), None)?;
     let options = Options {
         timeout: Some(timeout),
         finish_timeout: timeout,
+        releases_early: has("early"),
         // Of a few allocations.
         window_bytes: Some(8 * MIB),
         ..Options::default()

@@ -168,7 +168,6 @@ fn an_unknown_tenant_is_one_line_and_exit_code_1() {
     let tenant = TenantName::new("train").unwrap();
     let args = |json| PauseArgs {
         tenant: tenant.clone(),
-        early_release: None,
         tags: crate::args::TagArgs::default(),
         timeout: None,
         trace: None,

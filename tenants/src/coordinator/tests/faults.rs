@@ -280,9 +280,9 @@ fn an_undo_that_fails_is_part_of_the_error() {
 }
 
 #[test]
-fn a_pause_that_copies_much_releases_while_it_saves_unless_told_otherwise() {
-    let pause = |world: &World, early_release| {
-        let options = Options { early_release, ..options() };
+fn a_pause_that_copies_much_or_is_told_to_releases_while_it_saves() {
+    let pause = |world: &World, releases_early| {
+        let options = Options { releases_early, ..options() };
         let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), options);
         report(coordinator.pause(&mut quiet).unwrap())
             .phases
@@ -290,16 +290,13 @@ fn a_pause_that_copies_much_releases_while_it_saves_unless_told_otherwise() {
             .map(|summary| summary.phase)
             .collect::<Vec<_>>()
     };
-    for (mib, early_release, expected) in [
-        (2048, EarlyRelease::WherePays, Phase::Reserve),
-        (2048, EarlyRelease::Never, Phase::Save),
-        (1, EarlyRelease::WherePays, Phase::Save),
-        (1, EarlyRelease::Always, Phase::Reserve),
-    ] {
+    for (mib, releases_early, expected) in
+        [(2048, false, Phase::Reserve), (1, false, Phase::Save), (1, true, Phase::Reserve)]
+    {
         let copying = Copying { to_memory_bytes: mib << 20, ..Copying::default() };
         let world = World::of(&[active(), Script { copying: Some(copying), ..active() }]);
         let phases = [Phase::CloseGate, Phase::Drain, expected, Phase::Release, Phase::Verify];
-        assert_eq!(pause(&world, early_release), phases);
+        assert_eq!(pause(&world, releases_early), phases);
         assert_eq!([1, 2].map(|id| world.phases_of(id)), [phases, phases]);
     }
 }

@@ -14,9 +14,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use sublet_tests::{Outcome, Trouble};
-use tenants::coordinator::{
-    Coordinator, EarlyRelease, Interrupt, LostImports, Options, Outcome as Done, swap,
-};
+use tenants::coordinator::{Coordinator, Interrupt, LostImports, Options, Outcome as Done, swap};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::scope::{Scope, TagNames};
@@ -56,10 +54,6 @@ pub(crate) struct Request {
 }
 
 impl Request {
-    fn release(&self) -> EarlyRelease {
-        if self.early_release { EarlyRelease::Always } else { EarlyRelease::Never }
-    }
-
     /// All of a tenant, as far as it can be, without more ado.
     pub(crate) fn plain(tenant: &TenantName, action: Action) -> Self {
         Self {
@@ -183,9 +177,7 @@ impl Desk {
             let [action, ..] = words(request);
             let leaves_out =
                 request.action == Action::Resume && request.lost_imports == LostImports::LeaveOut;
-            let is_early = request.action == Action::Pause && request.early_release;
             command.args([action, first]).args(leaves_out.then_some("--without-lost"));
-            command.args(is_early.then_some("--early-release"));
             command.args(tags_of(&request.scope).flat_map(|name| ["--tag", name]));
         }
         command.args(["--timeout", "30s", "--json"]);
@@ -254,7 +246,7 @@ fn act(
     let options = Options {
         timeout: Some(PHASE_TIMEOUT),
         lost_imports: request.lost_imports,
-        early_release: request.release(),
+        releases_early: request.early_release,
         window_bytes: request.swap.as_ref().and_then(|with| with.window_bytes),
         interrupt,
         ..Options::default()

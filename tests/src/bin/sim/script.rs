@@ -196,10 +196,11 @@ impl Script {
         let lost_imports =
             if self.world.random.u8(..4) > 0 { LostImports::LeaveOut } else { LostImports::Refuse };
         let name = self.world.tenants[tenant].name.clone();
-        let early_release = self.world.random.bool();
+        let way = self.choose_way(&mishap);
+        // The command has no word for it.
+        let early_release = self.world.random.bool() && way != Way::Command;
         let request =
             Request { tenant: name, action, lost_imports, early_release, scope, swap: None };
-        let way = self.choose_way(&mishap);
         self.tell(&format!(
             "{action:?} of {} {:?} by {way:?}{} with {mishap:?}",
             request.tenant,
