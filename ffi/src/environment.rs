@@ -207,14 +207,6 @@ pub(crate) fn gpu_index(device: DeviceOrdinal, address: Option<PciAddress>) -> O
     gpus::index_behind(visible.as_deref(), u32::try_from(device.0).ok()?)
 }
 
-/// May a kernel of ours copy to a GPU, where its copy engine is slow?
-///
-/// # Errors
-/// The variable is neither 0 nor 1; the text says what it is.
-pub(crate) fn may_kernels_copy() -> Result<bool, String> {
-    switch("SUBLET_KERNEL_COPIES", true)
-}
-
 /// Are NCCL's small allocations made as parts of large ones?
 ///
 /// # Errors

@@ -269,7 +269,6 @@ fn try_join() -> Result<Arc<Member>, String> {
     }
     let pieces = environment::pieces()?;
     let are_slabs_used = environment::slabs()?;
-    let may_kernels_copy = environment::may_kernels_copy()?;
     let is_file_cache_used = environment::file_cache()?;
     let driver = CudaDriver::from_symbols(&|name| driver::symbol(name))
         .map_err(|error| error.to_string())?
@@ -312,9 +311,6 @@ fn try_join() -> Result<Arc<Member>, String> {
         tenants::member::Member::join(config, Arc::new(driver)).map_err(|error| chain(&error))?;
     member.pool().set_pieces(pieces);
     member.pool().use_slabs(are_slabs_used);
-    if !may_kernels_copy {
-        member.pool().use_kernels(None);
-    }
     if nccl_fails {
         member.cut().fail_while_away();
     }

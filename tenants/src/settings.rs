@@ -149,7 +149,7 @@ const fn setting(name: &'static str, kind: Kind, default: &'static str) -> Setti
 }
 
 /// All settings, by name.
-pub const SETTINGS: [Setting; 30] = [
+pub const SETTINGS: [Setting; 29] = [
     setting("SUBLET_ASK_TORCH", Kind::Switch, "1"),
     setting("SUBLET_BUDGET", Kind::Parsed(parses::<Budgets>), "none"),
     setting("SUBLET_CLASS", Kind::Parsed(parses::<Class>), "fair"),
@@ -164,7 +164,6 @@ pub const SETTINGS: [Setting; 30] = [
     setting("SUBLET_FILE_CACHE", Kind::Switch, "0"),
     setting("SUBLET_FILE_DIR", Kind::Text, "/tmp"),
     setting("SUBLET_HOST_BYTES_MAX", Kind::Bytes, "nine tenths of what is available"),
-    setting("SUBLET_KERNEL_COPIES", Kind::Switch, "1"),
     setting("SUBLET_LIBRARY", Kind::Text, "beside the command, or ../lib"),
     setting("SUBLET_LOG", Kind::Text, "warn"),
     setting("SUBLET_NCCL_AWAY", Kind::Word(&["wait", "fail"]), "wait"),

@@ -255,9 +255,6 @@ pub struct PhaseReport {
     pub devices: Vec<DeviceDelta>,
     /// Things worth telling a person, such as memory that stays and why.
     pub notes: Vec<String>,
-    /// Of contents copied in [`Phase::Restore`] and [`Phase::RestoreStage`]: what a kernel of ours copied, in place of the GPU's
-    /// copy engine.
-    pub bytes_by_kernel: u64,
     /// Of [`Phase::Save`], and where memory goes by stages or early of their releases: what became of the contents that are kept.
     pub kept: Option<KeptBytes>,
     /// Of [`Phase::Release`]: device memory that should have gone and has not, which the notes name.
@@ -294,7 +291,6 @@ impl PhaseReport {
             }
         }
         self.notes.extend(next.notes);
-        self.bytes_by_kernel = self.bytes_by_kernel.saturating_add(next.bytes_by_kernel);
         self.stayed_bytes = self.stayed_bytes.saturating_add(next.stayed_bytes);
         self.kept = match (self.kept, next.kept) {
             (Some(one), Some(more)) => Some(one.plus(more)),

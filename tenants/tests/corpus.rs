@@ -239,7 +239,6 @@ fn phase_report() -> PhaseReport {
             total_bytes: 80 << 30,
         }],
         notes: vec!["something stays".to_owned()],
-        bytes_by_kernel: 3 << 20,
         stayed_bytes: 5 << 20,
         kept: Some(KeptBytes { zero_bytes: 7 << 30, unchanged_bytes: 2 << 30, copied_bytes: 1 }),
         host: Some(HostNeed {

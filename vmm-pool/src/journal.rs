@@ -25,8 +25,6 @@ pub struct StepLog {
     pub driver_calls: u64,
     /// Device bytes the phase was about.
     pub bytes: u64,
-    /// Of the contents that were copied to devices, what a kernel of ours copied.
-    pub kernel_bytes: u64,
     /// Of a save: what became of the contents that are kept.
     pub kept: Option<KeptBytes>,
     /// Trouble that did not stop the phase, one sentence each.
@@ -59,7 +57,6 @@ impl StepLog {
         }
         self.driver_calls += other.driver_calls;
         self.bytes += other.bytes;
-        self.kernel_bytes += other.kernel_bytes;
         self.kept = match (self.kept, other.kept) {
             (Some(one), Some(more)) => Some(one.plus(more)),
             (one, more) => one.or(more),

@@ -18,7 +18,6 @@ pub mod gate;
 mod ids;
 mod journal;
 mod ledger;
-mod links;
 mod peer;
 mod pool;
 mod report;
@@ -42,7 +41,6 @@ pub use ledger::{
     PlainMemory, References, Selection, Sight, Standing, StayReason, TagTotals, Tags, TicketWatch,
     Whose,
 };
-pub use links::KernelCopies;
 pub use peer::PeerId;
 pub use pool::{
     Borrowed, Entered, Export, GiveUp, ImportSource, Kind, LostImports, PieceBytes, Pieces, Pool,

@@ -501,12 +501,6 @@ fn render(scope: &Scope, report: &Report, look: fn() -> Gpus, output: &mut Outpu
         output.line("");
         output.line(units::kept(kept));
     }
-    for phase in &report.phases {
-        let members = phase.members.iter().map(|member| &member.report);
-        for line in members.filter_map(units::by_kernel) {
-            output.line(line);
-        }
-    }
     if !report.devices.is_empty() {
         output.line("");
         let gpus = look();

@@ -132,9 +132,6 @@ fn render_phases(title: &str, phases: &[(Phase, PhaseReport)], output: &mut Outp
     for kept in phases.iter().filter_map(|(_, report)| report.kept) {
         output.line(format!("    {}", units::kept(kept)));
     }
-    for line in phases.iter().filter_map(|(_, report)| units::by_kernel(report)) {
-        output.line(format!("    {line}"));
-    }
 }
 
 #[cfg(test)]
@@ -171,7 +168,6 @@ mod tests {
                     unchanged_bytes: 0,
                     copied_bytes: 3 << 30,
                 }),
-                bytes_by_kernel: 512 << 20,
                 steps: vec![("copy".to_owned(), 240_000), ("unmap".to_owned(), 900)],
                 ..PhaseReport::default()
             },
@@ -187,7 +183,6 @@ train process 10 (paused), libsublet 0.1.0: python train.py
     PHASE            TIME  BYTES  CALLS  STEPS
     save contents  250 ms  3 GiB     42  copy 240 ms, unmap 900 us
     8 GiB kept: 5 GiB zero, 0 B unchanged, 3 GiB copied
-    3 GiB copied, 512 MiB of it by a kernel, for the copy engine was slow
 ";
         assert_eq!(output.text(), expected);
     }

@@ -1,6 +1,5 @@
 //! Figures for people.
 
-use tenants::wire::PhaseReport;
 use vmm_pool::KeptBytes;
 
 /// Bytes in the largest binary unit that leaves at least one, with one decimal; whole bytes below 1 KiB.
@@ -53,13 +52,6 @@ pub(crate) fn kept(kept: KeptBytes) -> String {
         bytes(kept.unchanged_bytes),
         bytes(kept.copied_bytes)
     )
-}
-
-/// How much a kernel has copied, if any, such as "3 GiB copied, 512 MiB of it by a kernel".
-pub(crate) fn by_kernel(report: &PhaseReport) -> Option<String> {
-    let (all, by_kernel) = (bytes(report.bytes), bytes(report.bytes_by_kernel));
-    let text = format!("{all} copied, {by_kernel} of it by a kernel, for the copy engine was slow");
-    (report.bytes_by_kernel > 0).then_some(text)
 }
 
 #[cfg(test)]

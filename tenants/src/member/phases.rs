@@ -559,10 +559,6 @@ impl<D: Driver> Member<D> {
             Ok((arriving, _)) => return self.restore_rest(arriving),
             Err(other) => other.into_returning().map_err(|other| self.out_of_turn(*other))?,
         };
-        // Nothing begins one behind the gate.
-        if self.captures() == 0 {
-            returning.ask_devices();
-        }
         let restored = returning.restore_own(free_descriptors() / 4);
         self.set_progress(Progress::Returning(returning));
         Ok(report(restored.map_err(|error| pool_failure(&error))?))
@@ -769,7 +765,6 @@ pub(super) fn report(log: StepLog) -> PhaseReport {
         driver_calls: log.driver_calls,
         bytes: log.bytes,
         steps: log.steps.into_iter().map(|step| (step.name.to_owned(), step.elapsed_us)).collect(),
-        bytes_by_kernel: log.kernel_bytes,
         kept: log.kept,
         notes: log.notes,
         ..PhaseReport::default()

@@ -10,7 +10,6 @@
 //! | `spin_until_nonzero` | `flag` | waits until `*flag` is not 0, as a collective waits for its peer |
 //! | `wait_at_least_u32` | `flag, value: u32` | waits until `*flag` is `value` or more, as an all-reduce written by hand does |
 //! | `sublet_fingerprint` | `slots` | the fingerprint of the piece that each slot asks for, a slot a block |
-//! | `sublet_copy` | `dst, src, count: u64` | `dst[i] = src[i]`, of 16 bytes each, from pinned host memory |
 //!
 //! For the others the grid does not matter. A kernel that touches an address it may not fails with `ILLEGAL_ADDRESS`.
 
@@ -23,7 +22,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use vmm_pool::driver::sim::{Core, Touch, Work};
-use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, VaRange, WORD_BYTES};
+use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, VaRange};
 
 use crate::abi::{Coded, In};
 
@@ -45,7 +44,6 @@ pub(crate) enum Kernel {
     Spin,
     WaitAtLeast,
     Fingerprint,
-    Copy,
 }
 
 const ALL: &[(&str, Kernel)] = &[
@@ -57,7 +55,6 @@ const ALL: &[(&str, Kernel)] = &[
     ("spin_until_nonzero", Kernel::Spin),
     ("wait_at_least_u32", Kernel::WaitAtLeast),
     ("sublet_fingerprint", Kernel::Fingerprint),
-    ("sublet_copy", Kernel::Copy),
 ];
 
 /// The function value of the kernel `name` in the module of `device`.
@@ -94,7 +91,7 @@ pub(crate) fn launch(
     let count = match kernel {
         Kernel::Spin | Kernel::Fingerprint => 1,
         Kernel::Store | Kernel::WaitAtLeast => 2,
-        Kernel::Fill | Kernel::Sum | Kernel::Copy => 3,
+        Kernel::Fill | Kernel::Sum => 3,
         Kernel::Add | Kernel::Affine => 4,
     };
     let params = params.list(count)?;
@@ -137,14 +134,6 @@ pub(crate) fn launch(
             let is_enough = move |value| value >= least;
             let work = Work::new(move |core| wait_until(core, device, flag, is_enough));
             (work, vec![reads(flag, 1)])
-        }
-        Kernel::Copy => {
-            let (dst, src, count) = (wide(0)?, wide(1)?, wide(2)?);
-            let size_bytes = count.checked_mul(WORD_BYTES).ok_or(DriverCode::INVALID_VALUE)?;
-            let [target, source] = [dst, src].map(|at| VaRange::new(DeviceAddress(at), size_bytes));
-            // SAFETY: whoever launches it keeps both sides until the stream has passed.
-            let work = Work::new(move |core| unsafe { core.copy_in(device, target, src) });
-            (work, vec![Some((target, Touch::Write)), Some((source, Touch::Read))])
         }
         Kernel::Fingerprint => {
             let slots = wide(0)?;

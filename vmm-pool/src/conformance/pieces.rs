@@ -17,8 +17,6 @@ case_list![
     fingerprints_of_many_pieces_come_back_each_in_its_slot,
     fingerprints_need_pinned_host_memory,
     a_fill_makes_zeros_of_its_range_and_of_nothing_else,
-    a_kernel_copies_pinned_host_memory_and_touches_nothing_else,
-    a_copy_by_a_kernel_is_refused_where_it_cannot_be,
 ];
 
 /// Pinned host memory of the case's own, with room for `SLOTS`.
@@ -140,58 +138,5 @@ fn a_fill_makes_zeros_of_its_range_and_of_nothing_else<D: Driver>(driver: &D, _:
     }
     driver.stream_synchronize(bench.stream).expect("wait");
     assert_same(&bench.read(mapped.range), &bytes, "around the zeros");
-    bench.tear_down(mapped);
-}
-
-fn a_kernel_copies_pinned_host_memory_and_touches_nothing_else<D: Driver>(driver: &D, _: Limits) {
-    let bench = Bench::new(driver);
-    let mapped = bench.mapped(bench.granule_bytes);
-    let mut bytes = pattern(6, mapped.range.size_bytes);
-    bench.write(mapped.range, &bytes);
-    let pinned = Pinned::new(driver);
-    let held = pattern(7, (SLOTS * size_of::<PieceSlot>()) as u64);
-    // SAFETY: the vector's own memory, as long as that, which nothing copies yet.
-    unsafe { pinned.start.copy_from_nonoverlapping(NonNull::from(&held[0]), held.len()) };
-    // Whole, a part of a round, one word, and beside one another.
-    for (at, from, size) in
-        [(0, 0, 65_536), (131_072, 16, 4_080), (200_000, 32, 16), (200_016, 48, 48)]
-    {
-        let target = part(mapped.range, at, size);
-        // SAFETY: within the pinned memory.
-        let source = unsafe { pinned.start.add(from) };
-        // SAFETY: mapped and pinned, and the case's own until the wait.
-        let begun =
-            unsafe { driver.copy_to_device_by_kernel(DEVICE, target, source, bench.stream) };
-        begun.expect("copied");
-        let (at, size) =
-            (usize::try_from(at).expect("small"), usize::try_from(size).expect("small"));
-        bytes[at..at + size].copy_from_slice(&held[from..from + size]);
-    }
-    driver.stream_synchronize(bench.stream).expect("wait");
-    assert_same(&bench.read(mapped.range), &bytes, "around the copies");
-    drop(pinned);
-    bench.tear_down(mapped);
-}
-
-fn a_copy_by_a_kernel_is_refused_where_it_cannot_be<D: Driver>(driver: &D, _: Limits) {
-    let bench = Bench::new(driver);
-    let mapped = bench.mapped(bench.granule_bytes);
-    let mut plain = [PieceSlot::default(); 64];
-    let pinned = Pinned::new(driver);
-    let copy = |offset, size, source: NonNull<u8>| {
-        let target = part(mapped.range, offset, size);
-        // SAFETY: mapped; what is not pinned is not touched.
-        unsafe { driver.copy_to_device_by_kernel(DEVICE, target, source, bench.stream) }
-    };
-    let not_pinned = copy(0, 1024, NonNull::from(plain.as_mut_slice()).cast());
-    refused(not_pinned, &[DriverCode::INVALID_VALUE], "memory that is not pinned");
-    for (what, offset, size, from) in
-        [("target", 8, 64, 0), ("size", 0, 40, 0), ("source", 0, 64, 8)]
-    {
-        // SAFETY: within the pinned memory.
-        let source = unsafe { pinned.start.add(from) };
-        refused(copy(offset, size, source), &[DriverCode::INVALID_VALUE], what);
-    }
-    drop(pinned);
     bench.tear_down(mapped);
 }

@@ -623,18 +623,6 @@ impl Driver for CudaDriver {
         unsafe { self.kernels.fingerprint(device, slots, stream) }
     }
 
-    unsafe fn copy_to_device_by_kernel(
-        &self,
-        device: DeviceOrdinal,
-        target: VaRange,
-        source: NonNull<u8>,
-        stream: RawStream,
-    ) -> DriverResult<()> {
-        self.settle_kernels(device)?;
-        // SAFETY: as the caller vouches.
-        unsafe { self.kernels.copy_to_device(device, target, source, stream) }
-    }
-
     fn trim_pools(&self, device: DeviceOrdinal) -> DriverResult<()> {
         let mut pool = 0_u64;
         // SAFETY: `pool` is a valid out-pointer of pointer size.

@@ -352,30 +352,6 @@ pub trait Driver: Debug + Send + Sync + 'static {
         stream: RawStream,
     ) -> DriverResult<()>;
 
-    /// Starts copying host memory to `target`, as [`Driver::copy_to_device`] does, by a kernel that reads the host's memory
-    /// itself, on a stream of the current primary context of `device`. Copy engines have no part in it: for a while after
-    /// memory was given back the driver has them clear it, and copies to the device get 20 of 55 GB/s; the
-    /// kernel gets 48 then, and 51 at other times (driver 580, H200). It slows copies out beside it to 31, though. The first
-    /// call for a device has the driver compile the kernel. *Context.*
-    ///
-    /// # Safety
-    /// As [`Driver::copy_to_device`], and `device` may write all of `target`: a kernel that writes where it may not ends its
-    /// context. Nothing of the application's may keep all of the device busy until this is done.
-    ///
-    /// # Errors
-    /// `INVALID_VALUE` for host memory that is not registered by [`Driver::host_register`], and where an
-    /// address or the size is no multiple of [`WORD_BYTES`]; what else the driver returned, with the call that refused: a
-    /// driver without what it takes is `NOT_SUPPORTED`.
-    #[doc(alias = "cuLaunchKernel")]
-    #[doc(alias = "cuMemHostGetDevicePointer")]
-    unsafe fn copy_to_device_by_kernel(
-        &self,
-        device: DeviceOrdinal,
-        target: VaRange,
-        source: NonNull<u8>,
-        stream: RawStream,
-    ) -> DriverResult<()>;
-
     /// Returns unused memory of the device's stream-ordered pool and graph pool to the driver.
     ///
     /// # Errors

@@ -10,7 +10,6 @@ mod accounts;
 mod blocks;
 mod budgets;
 mod copies;
-mod kernels;
 mod questions;
 mod sharing;
 
@@ -21,7 +20,6 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError, Weak
 
 pub(crate) use copies::CopyPolicy;
 pub use copies::{PieceBytes, Pieces};
-use kernels::KernelPolicy;
 pub use sharing::{Borrowed, Export, ImportSource, LostImports};
 
 use crate::budget::Budget;
@@ -74,7 +72,6 @@ pub struct Pool<D: Driver> {
     own_contexts: fn() -> Vec<RawContext>,
     pub(crate) budget: Budget,
     pub(crate) copies: CopyPolicy,
-    pub(crate) kernels: KernelPolicy,
     /// Machine-wide names of devices, as the driver gave them. A leaf.
     names: Mutex<BTreeMap<DeviceOrdinal, String>>,
 }
@@ -114,7 +111,6 @@ impl<D: Driver> Pool<D> {
             own_contexts,
             budget: Budget::default(),
             copies: CopyPolicy::default(),
-            kernels: KernelPolicy::default(),
             names: Mutex::default(),
         };
         (pool, right)

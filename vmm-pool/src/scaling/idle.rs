@@ -164,16 +164,6 @@ impl Driver for IdleDriver {
         refused()
     }
 
-    unsafe fn copy_to_device_by_kernel(
-        &self,
-        _: DeviceOrdinal,
-        _: VaRange,
-        _: NonNull<u8>,
-        _: RawStream,
-    ) -> DriverResult<()> {
-        refused()
-    }
-
     fn trim_pools(&self, _: DeviceOrdinal) -> DriverResult<()> {
         Ok(())
     }

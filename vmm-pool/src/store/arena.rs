@@ -500,21 +500,6 @@ impl<D: Driver> HostArena<D> {
         Ok(())
     }
 
-    /// Calls `each` with host and device side of every copy that a part of the allocation at `range` takes.
-    pub(crate) fn sides(
-        &self,
-        range: VaRange,
-        extent: Extent,
-        mut each: impl FnMut(NonNull<u8>, VaRange),
-    ) {
-        let range = range.part(&extent.part());
-        let told = self.pieces(&extent.place(), |pointer, offset, length| {
-            each(pointer, VaRange::new(DeviceAddress(range.start.0 + offset), length));
-            Ok(())
-        });
-        debug_assert!(told.is_ok(), "nothing in the closure fails");
-    }
-
     /// Starts copies of a part of the allocation at `source` to its place in the arena, on a stream of `copies` that
     /// was taken last.
     ///

@@ -24,7 +24,6 @@ mod ahead;
 mod draining;
 mod file;
 mod keeper;
-mod kernels;
 mod mappings;
 mod pause;
 mod queue;

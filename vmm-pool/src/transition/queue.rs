@@ -147,11 +147,6 @@ impl Queue {
         (taken, others)
     }
 
-    /// Does none of `rank` wait?
-    pub(super) fn has_none_of(&self, rank: usize) -> bool {
-        self.by_device.values().all(|ranks| ranks[rank].is_empty())
-    }
-
     /// What is left, by device.
     pub(super) fn left(&self) -> BTreeMap<DeviceOrdinal, Left> {
         let left = self.left.iter().filter_map(|(device, tally)| {

@@ -9,7 +9,6 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 
 use super::file::Filed;
-use super::kernels::Quiet;
 use super::still::Still;
 use crate::budget::Charge;
 use crate::copies::CopyStreams;
@@ -18,7 +17,6 @@ use crate::driver::{AccessDesc, AllocationProp, DeviceOrdinal, Driver, DriverCod
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Mapping, Row, Selection};
-use crate::links::{Haul, Parcels};
 use crate::pool::{Borrowed, Pool};
 use crate::store::{Extent, HostArena, Part, Store};
 use crate::{AllocationId, PeerId, VirtualHandle};
@@ -59,51 +57,6 @@ struct Target {
     extents: Vec<Extent>,
     /// What is made zero before.
     zeros: Vec<Range<u64>>,
-}
-
-/// Handles and devices.
-type OwnRows = Vec<(VirtualHandle, Option<DeviceOrdinal>)>;
-
-/// Copies that are put together for the lane.
-struct Hauling<'h> {
-    haul: &'h Haul,
-    parcels: Parcels,
-    /// So much is passed on at once: waiting for fills before takes as long as copying a little of it.
-    least_bytes: u64,
-    /// Zeros are being made, over what these copies go to.
-    has_fills: bool,
-}
-
-impl<'h> Hauling<'h> {
-    fn new(haul: &'h Haul, parcel_bytes: u64) -> Self {
-        let parcels = Parcels::new(parcel_bytes);
-        Self { haul, parcels, least_bytes: 4 * parcel_bytes, has_fills: false }
-    }
-
-    /// Is it for the lane to copy? A view ends with its copies, one by one.
-    fn takes(target: &Target) -> bool {
-        target.store == Store::Host && !target.is_view
-    }
-
-    fn wait_for_fills<D: Driver>(&mut self, copies: &CopyStreams<'_, D>) -> PoolResult<()> {
-        if std::mem::take(&mut self.has_fills) { copies.finish_all() } else { Ok(()) }
-    }
-
-    fn add(&mut self) -> PoolResult<()> {
-        self.haul.add(&mut self.parcels)
-    }
-
-    /// The last of it.
-    fn pass_on<D: Driver>(
-        &mut self,
-        streams: &BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
-    ) -> PoolResult<()> {
-        for copies in streams.values().filter(|_| self.has_fills) {
-            copies.finish_all()?;
-        }
-        self.has_fills = false;
-        self.add()
-    }
 }
 
 impl<D: Driver> Still<'_, D> {
@@ -201,52 +154,44 @@ impl<D: Driver> Still<'_, D> {
         PoolError::OutOfDeviceMemory { device, needed_bytes, free_bytes }
     }
 
-    /// See [`super::Returning::restore_own`]. Kernels may copy where `quiet` is said.
+    /// See [`super::Returning::restore_own`].
     pub(super) fn restore_own(
         &self,
         selection: &Selection,
         exports_max: usize,
-        quiet: Option<Quiet>,
     ) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         let mut arena = self.pool.arena();
         let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
-        let (own, bytes) = self.own_of(selection);
-        let mut from_file = Vec::new();
-        // SAFETY: what is mapped here stays so until the lane has ended, and no application work runs before the gate
-        // opens; nobody else has the arena, which keeps its chunks meanwhile.
-        let outcome = unsafe {
-            self.with_kernels(&mut log, quiet, &bytes, |log, haul| {
-                let mut hauling = haul.map(|(haul, parcel_bytes)| Hauling::new(haul, parcel_bytes));
-                log.timed("map and queue copies", |log| {
-                    for &(row, device) in &own {
-                        self.map_row_again(log, row)?;
-                        let Some(device) = device else { continue };
-                        if let Entry::Vacant(vacant) = streams.entry(device) {
-                            vacant.insert(CopyStreams::open(&self.pool.deferred, device)?);
-                        }
-                        let Some(target) = self.target_of(log, row, device)? else { continue };
-                        let Some(copies) = streams.get_mut(&device) else { continue };
-                        match hauling.as_mut().filter(|_| Hauling::takes(&target)) {
-                            Some(hauling) => {
-                                self.haul_one(log, &arena, copies, &target, hauling)?;
-                            }
-                            None => self.restore_one(log, &arena, copies, &target)?,
-                        }
-                        if target.store == Store::File {
-                            from_file.push((device, target));
-                        }
-                    }
-                    hauling.as_mut().map_or(Ok(()), |hauling| hauling.pass_on(&streams))
-                })?;
-                self.restore_files(log, &mut arena, &mut streams, &from_file)?;
-                log.timed("export", |log| self.export_again(log, selection, exports_max))?;
-                match hauling {
-                    Some(hauling) => log.timed("wait for copies", |_| hauling.haul.finish()),
-                    None => Ok(()),
-                }
-            })
+        let own: Vec<_> = {
+            let ledger = self.pool.ledger();
+            let own = ledger.rows_in(selection).filter(|row| row.is_own() && row.is_resident());
+            own.map(|row| (row.handle(), row.device())).collect()
         };
+        let mut from_file = Vec::new();
+        let queued = log.timed("map and queue copies", |log| {
+            for (row, device) in own {
+                self.map_row_again(log, row)?;
+                let Some(device) = device else { continue };
+                let copies = match streams.entry(device) {
+                    Entry::Occupied(known) => known.into_mut(),
+                    Entry::Vacant(vacant) => {
+                        vacant.insert(CopyStreams::open(&self.pool.deferred, device)?)
+                    }
+                };
+                let Some(target) = self.target_of(log, row, device)? else { continue };
+                self.restore_one(log, &arena, copies, &target)?;
+                if target.store == Store::File {
+                    from_file.push((device, target));
+                }
+            }
+            Ok(())
+        });
+        let outcome = queued
+            .and_then(|()| self.restore_files(&mut log, &mut arena, &mut streams, &from_file))
+            .and_then(|()| {
+                log.timed("export", |log| self.export_again(log, selection, exports_max))
+            });
         // Every device is waited for, whatever the others say: nothing may be unmapped under a copy.
         let finished = log.timed("wait for copies", |_| Self::wait_for_copies(&streams));
         let outcome = outcome.and(finished);
@@ -254,46 +199,6 @@ impl<D: Driver> Still<'_, D> {
             self.drop_views(&mut log);
         }
         outcome.map(|()| log)
-    }
-
-    /// Own memory of `selection` that is there, and how much of it comes from the arena, by device.
-    fn own_of(&self, selection: &Selection) -> (OwnRows, BTreeMap<DeviceOrdinal, u64>) {
-        let ledger = self.pool.ledger();
-        let own = ledger.rows_in(selection).filter(|row| row.is_own() && row.is_resident());
-        let mut bytes = BTreeMap::new();
-        let mut rows = Vec::new();
-        for row in own {
-            rows.push((row.handle(), row.device()));
-            let saved = row.saved().filter(|saved| saved.store == Store::Host);
-            if let (Some(device), Some(saved)) = (row.device(), saved) {
-                let stored = saved.extents.iter().map(|extent| extent.size_bytes);
-                *bytes.entry(device).or_insert(0) += stored.sum::<u64>();
-            }
-        }
-        (rows, bytes)
-    }
-
-    /// As [`Still::restore_one`], of contents whose copies the lane makes.
-    fn haul_one(
-        &self,
-        log: &mut StepLog,
-        arena: &HostArena<D>,
-        copies: &mut CopyStreams<'_, D>,
-        target: &Target,
-        hauling: &mut Hauling<'_>,
-    ) -> PoolResult<()> {
-        if !target.zeros.is_empty() {
-            self.fill_zeros(log, copies, target)?;
-            hauling.has_fills = true;
-        }
-        for extent in &target.extents {
-            arena.sides(target.range, *extent, |host, device| hauling.parcels.add(host, device));
-        }
-        if hauling.parcels.bytes() >= hauling.least_bytes {
-            hauling.wait_for_fills(copies)?;
-            hauling.add()?;
-        }
-        Ok(())
     }
 
     /// Where saved contents of an allocation go back to; `None` when it has none.
@@ -353,7 +258,8 @@ impl<D: Driver> Still<'_, D> {
         self.fill_zeros(log, copies, target)?;
         for extent in target.extents.iter().filter(|_| is_in_memory) {
             log.call();
-            // SAFETY: as above; the arena's place is this allocation's alone.
+            // SAFETY: the target is mapped, and stays so until its stream is done; no application work runs before the gate
+            // opens; the arena's place is this allocation's alone.
             unsafe { arena.restore(target.range, *extent, copies) }?;
         }
         if target.is_view && is_in_memory {

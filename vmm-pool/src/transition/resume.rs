@@ -5,7 +5,6 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::keeper::{Origin, Shut};
-use super::kernels::Quiet;
 use super::quiesced::{Done, Failed, ShutGate};
 use super::restore::{ImportRequest, Room};
 use super::still::Still;
@@ -24,8 +23,6 @@ use crate::pool::{Borrowed, Pool};
 pub struct Returning<D: Driver> {
     pub(super) shut: ShutGate<D>,
     pub(super) selection: Selection,
-    /// See [`Returning::ask_devices`].
-    pub(super) may_ask: bool,
 }
 
 /// All of it is back, and the process can run. Dropping it is going back.
@@ -51,7 +48,7 @@ impl<D: Driver, W: Origin> Shut<D, W> {
         match Still::not_touched_yet(&shut).create_own(&selection, Room::of(&selection)) {
             Ok(log) => {
                 shut.begin_resume(selection.clone());
-                Ok((Returning { shut, selection, may_ask: false }, log))
+                Ok((Returning { shut, selection }, log))
             }
             Err(error) => Err(Failed::new(shut.end_as_before(), error)),
         }
@@ -61,23 +58,6 @@ impl<D: Driver, W: Origin> Shut<D, W> {
 impl<D: Driver> Returning<D> {
     pub(super) fn still(&self) -> Still<'_, D> {
         Still::not_touched_yet(&self.shut)
-    }
-
-    /// No stream is being captured: devices may be asked whether the application has left work on them, which a process that
-    /// ran while this memory was away may have. Where it has not, kernels copy too ([`crate::KernelCopies`]).
-    pub fn ask_devices(&mut self) {
-        self.may_ask = true;
-    }
-
-    pub(super) fn quiet(&self) -> Quiet {
-        match &self.selection {
-            Selection::SetAside(..) if self.may_ask => Quiet::Asked,
-            Selection::SetAside(..) => Quiet::Unknown,
-            Selection::Whole
-            | Selection::Tagged(..)
-            | Selection::Staged(_)
-            | Selection::Part(_) => Quiet::Known,
-        }
     }
 
     /// The memory that it is about.
@@ -102,7 +82,7 @@ impl<D: Driver> Returning<D> {
     /// `cuMemMap` and `cuMemSetAccess` in groups, `cuMemcpyHtoDAsync` behind each, and behind the last of them for
     /// what comes from the file; then `cuMemExportToShareableHandle`, `cuStreamSynchronize`.
     pub fn restore_own(&mut self, exports_max: usize) -> PoolResult<StepLog> {
-        self.still().restore_own(&self.selection, exports_max, Some(self.quiet()))
+        self.still().restore_own(&self.selection, exports_max)
     }
 
     /// What must be fetched from whom, by owner, in the ledger's order.

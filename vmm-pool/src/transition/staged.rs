@@ -438,7 +438,7 @@ impl<D: Driver, W: Origin> Shut<D, W> {
                 });
             }
         }
-        Arriving { returning: Returning { shut, selection, may_ask: false }, queue }
+        Arriving { returning: Returning { shut, selection }, queue }
     }
 }
 
@@ -510,10 +510,9 @@ impl<D: Driver> Arriving<D> {
     fn bring_back(&mut self, allowed: impl Fn(DeviceOrdinal) -> u64) -> PoolResult<Moved> {
         let mut log = StepLog::default();
         let picked = self.pick(allowed);
-        let is_rest = self.queue.has_none_of(FIRST);
         let part = part_of([&picked, &[]]);
         let bytes = self.pool().ledger().own_bytes(&part, |row| !row.is_resident());
-        match self.fill(&mut log, &part, is_rest) {
+        match self.fill(&mut log, &part) {
             Ok(copied_bytes) => Ok(Moved { log, bytes, copied_bytes }),
             Err(error) => {
                 // Whatever comes next must not take it for back.
@@ -526,12 +525,10 @@ impl<D: Driver> Arriving<D> {
     }
 
     /// Creates what is missing of `part`, and puts its contents back. Says how much was copied, in bytes.
-    fn fill(&self, log: &mut StepLog, part: &Selection, is_rest: bool) -> PoolResult<u64> {
+    fn fill(&self, log: &mut StepLog, part: &Selection) -> PoolResult<u64> {
         let (still, selection) = (self.returning.still(), self.returning.selection());
         log.add(still.create_own(part, Room::of(selection))?);
-        // Kernels slow copies out down, which go on meanwhile. When the last comes next to nothing is left to copy out.
-        let quiet = is_rest.then(|| self.returning.quiet());
-        let mut restored = still.restore_own(part, 0, quiet)?;
+        let mut restored = still.restore_own(part, 0)?;
         let copied_bytes = std::mem::take(&mut restored.bytes);
         log.add(restored);
         Ok(copied_bytes)

@@ -14,7 +14,6 @@ mod drops;
 mod faults;
 mod files;
 mod host_memory;
-mod kernels;
 mod leases;
 mod model;
 mod odd_orders;

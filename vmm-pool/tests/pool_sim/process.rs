@@ -288,10 +288,6 @@ impl SimPool {
         outcome
     }
 
-    pub(crate) fn ask_devices(&self) {
-        self.with_returning(Returning::ask_devices);
-    }
-
     pub(crate) fn restore_own(&self, exports_max: usize) -> PoolResult<StepLog> {
         self.with_returning(|returning| returning.restore_own(exports_max))
     }

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, VaRange};
 use vmm_pool::{
-    ByDevice, Class, Contents, KernelCopies, PieceBytes, Pieces, PoolResult, SavedError, Selection,
-    Tags, VirtualHandle, Whose,
+    ByDevice, Class, Contents, PieceBytes, Pieces, PoolResult, SavedError, Selection, Tags,
+    VirtualHandle, Whose,
 };
 
 use crate::stage::{
@@ -175,10 +175,7 @@ impl World {
         self.pool.retain_copies(random.one_in(4));
         self.pool.give_host_memory_back(random.one_in(6));
         self.pool.set_group_bytes(UNIT << random.below(4));
-        let parcel_bytes = PIECE << random.below(5);
-        let kernels = KernelCopies { least_bytes: 1, parcel_bytes };
-        self.pool.use_kernels(random.one_in(2).then_some(kernels));
-        self.log.push(format!("set {pieces:?} {kernels:?}"));
+        self.log.push(format!("set {pieces:?}"));
     }
 
     fn mark_unused(&mut self) {

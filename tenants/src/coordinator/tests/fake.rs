@@ -492,7 +492,6 @@ impl Agent {
             steps: Vec::new(),
             devices: vec![DeviceDelta { bytes, ..self.needed() }; usize::from(bytes > 0)],
             notes: Vec::new(),
-            bytes_by_kernel: 0,
             stayed_bytes: 0,
             kept: None,
             host: self.script.host.clone().filter(|_| phase == Phase::Drain),

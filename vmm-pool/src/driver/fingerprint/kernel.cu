@@ -1,7 +1,6 @@
-// Our kernels. Fingerprints of pieces of device memory: `mod.rs` beside this says what they are, and computes the same on the
-// host. And copies to the device that the device's copy engines have no part in.
+// Fingerprints of pieces of device memory: `mod.rs` beside this says what they are, and computes the same on the host.
 //
-// A block of the former takes one piece. It reads the piece's address and size from its slot, which lies in pinned host memory, and
+// A block takes one piece. It reads the piece's address and size from its slot, which lies in pinned host memory, and
 // writes the fingerprint there in their place. `kernel.ptx` is made of this file by `ptx.py`.
 
 typedef unsigned long long u64;
@@ -97,27 +96,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) sublet_fingerprint(Words *
             print.low = print.low == 0 ? 1 : print.low;
         }
         slots[blockIdx.x] = print;
-    }
-}
-
-#define COPY_THREADS 512
-
-// `source` is pinned host memory, as the device knows it; both begin at a multiple of the words' size.
-extern "C" __global__ void __launch_bounds__(COPY_THREADS) sublet_copy(Words *target, const Words *source, u64 count) {
-    const u64 step = (u64)gridDim.x * COPY_THREADS;
-    u64 index = (u64)blockIdx.x * COPY_THREADS + threadIdx.x;
-    for (; index + (IN_FLIGHT - 1) * step < count; index += IN_FLIGHT * step) {
-        Words loaded[IN_FLIGHT];
-#pragma unroll
-        for (int i = 0; i < IN_FLIGHT; i++) {
-            loaded[i] = source[index + i * step];
-        }
-#pragma unroll
-        for (int i = 0; i < IN_FLIGHT; i++) {
-            target[index + i * step] = loaded[i];
-        }
-    }
-    for (; index < count; index += step) {
-        target[index] = source[index];
     }
 }

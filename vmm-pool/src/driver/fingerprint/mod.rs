@@ -12,20 +12,13 @@ use std::sync::LazyLock;
 
 use crate::driver::{DeviceAddress, VaRange};
 
-/// Our kernels, as text that the driver compiles for its device.
+/// Our kernel, as text that the driver compiles for its device.
 pub(super) const KERNEL: &str = concat!(include_str!("kernel.ptx"), "\0");
-/// The name of the one that is for them, in that text, terminated.
+/// Its name in that text, terminated.
 pub(super) const KERNEL_NAME: &std::ffi::CStr = c"sublet_fingerprint";
-/// Threads of a block of that kernel.
-pub(super) const KERNEL_THREADS: u32 = 256;
-/// The name of the one that copies, terminated; it has no more to do with fingerprints than its text.
-pub(super) const COPY_NAME: &std::ffi::CStr = c"sublet_copy";
 /// Threads of a block of it.
-pub(super) const COPY_THREADS: u32 = 512;
-/// Blocks of it. On an H200, 16 reach the 51 GB/s that kernels get of a free link; while the driver clears memory, 16 get 47, 64
-/// get 50, and 132 get 50.8.
-pub(super) const COPY_BLOCKS: u32 = 132;
-/// Pieces, and what is copied, have a multiple of this many bytes, and begin at one.
+pub(super) const KERNEL_THREADS: u32 = 256;
+/// Pieces have a multiple of this many bytes, and begin at one.
 pub const WORD_BYTES: u64 = 16;
 
 const STEP_A: u64 = 0x9e37_79b9_7f4a_7c15;

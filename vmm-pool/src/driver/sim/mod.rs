@@ -51,7 +51,7 @@ pub use self::stream::{StreamKind, Work};
 use super::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, DeviceUuid, Driver,
     DriverCode, DriverError, DriverOp, DriverResult, DriverVersion, Granularity, MemoryInfo,
-    PieceSlot, PinnedFor, RawContext, RawHandle, RawStream, VaRange, WORD_BYTES,
+    PieceSlot, PinnedFor, RawContext, RawHandle, RawStream, VaRange,
 };
 
 /// A context of a device. Streams, and waits for them, are of one.
@@ -438,25 +438,6 @@ impl Driver for SimDriver {
         let pieces = unsafe { slots.as_ref() }.iter().map(|slot| (slot.piece(), Touch::Read));
         let work = work.touching(pieces.chain([(host, Touch::Write)])).until_seen();
         self.launch(device, host, stream, work)
-    }
-
-    unsafe fn copy_to_device_by_kernel(
-        &self,
-        device: DeviceOrdinal,
-        target: VaRange,
-        source: NonNull<u8>,
-        stream: RawStream,
-    ) -> DriverResult<()> {
-        let source = exposed(source);
-        let host = VaRange::new(DeviceAddress(source), target.size_bytes);
-        if !(source | target.start.0 | target.size_bytes).is_multiple_of(WORD_BYTES) {
-            return self.call(DriverOp::LaunchKernel, |_| Err(DriverCode::INVALID_VALUE));
-        }
-        // SAFETY: the caller keeps both sides valid until the stream has passed this copy.
-        let work = Work::new(move |core| unsafe { core.copy_in(device, target, source) });
-        self.launch(device, host, stream, copying(work, target, host))?;
-        self.core.note_host_side(device, source);
-        Ok(())
     }
 
     fn trim_pools(&self, device: DeviceOrdinal) -> DriverResult<()> {

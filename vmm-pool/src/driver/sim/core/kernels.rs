@@ -74,27 +74,6 @@ impl Core {
         Ok(())
     }
 
-    /// Copies registered host memory to `target`, as a kernel of `device` would.
-    ///
-    /// # Safety
-    /// What is at `source` is live memory of this process.
-    ///
-    /// # Errors
-    /// `ILLEGAL_ADDRESS` for host memory that is not registered, and where the device may not write; `MISALIGNED_ADDRESS`.
-    pub unsafe fn copy_in(&self, device: DeviceOrdinal, target: VaRange, source: u64) -> Coded<()> {
-        let VaRange { start, size_bytes } = target;
-        if !(source | start.0 | size_bytes).is_multiple_of(WORD_BYTES) {
-            return Err(DriverCode::MISALIGNED_ADDRESS);
-        }
-        // A kernel is not refused: it faults.
-        let illegal = |_| DriverCode::ILLEGAL_ADDRESS;
-        let from = VaRange::new(DeviceAddress(source), size_bytes);
-        self.check_registered(from).map_err(illegal)?;
-        self.check_copy(device, &[target]).map_err(illegal)?;
-        // SAFETY: as the caller vouches; the target has just been looked at.
-        unsafe { self.copy((device, start.0), (device, source), size_bytes) }
-    }
-
     fn fingerprint_of(&self, device: DeviceOrdinal, piece: VaRange) -> Coded<Fingerprint> {
         let VaRange { start, size_bytes } = piece;
         if !start.0.is_multiple_of(WORD_BYTES) || !size_bytes.is_multiple_of(WORD_BYTES) {
