@@ -1,8 +1,23 @@
-//! Copies between a device and the host: two streams of the device, taken in turn.
+//! Copies between devices and the host: two streams of each device, taken in turn.
+
+#![expect(unsafe_code, reason = "starts copies through the driver")]
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::ptr::NonNull;
 
 use crate::deferred::Deferred;
-use crate::driver::{DeviceOrdinal, Driver, RawStream};
+use crate::driver::{DeviceOrdinal, Driver, RawStream, VaRange};
 use crate::error::{Describe, PoolResult};
+
+/// Where a copy goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// From a device to the host.
+    Out,
+    /// From the host to a device.
+    In,
+}
 
 /// Two streams of one device, taken in turn, so that the next copy is queued while one runs.
 ///
@@ -48,13 +63,39 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
     }
 
     /// The stream that was taken last.
-    pub(crate) fn taken(&self) -> RawStream {
+    fn taken(&self) -> RawStream {
         self.streams[self.next]
     }
 
-    /// The device.
-    pub(crate) fn device(&self) -> DeviceOrdinal {
-        self.device
+    /// Starts a copy between memory of the host, as long as that, and `range`, on the stream that was taken last.
+    ///
+    /// # Safety
+    /// The device may reach the range. Both stay where they are until the stream is done, and nobody else uses them.
+    pub(crate) unsafe fn start(
+        &self,
+        way: Way,
+        host: NonNull<u8>,
+        range: VaRange,
+    ) -> PoolResult<()> {
+        let (driver, stream) = (self.deferred.driver(), self.taken());
+        let (what, begun) = match way {
+            // SAFETY: as the caller vouches.
+            Way::Out => ("saving", unsafe { driver.copy_to_host(host, range, stream) }),
+            // SAFETY: as the caller vouches.
+            Way::In => ("restoring", unsafe { driver.copy_to_device(range, host, stream) }),
+        };
+        let about = || format!("{what} of {}", range.start);
+        begun.about(about, range.size_bytes, Some(self.device))
+    }
+
+    /// Starts making all of `range` zero, on the stream that was taken last.
+    ///
+    /// # Safety
+    /// As [`CopyStreams::start`].
+    pub(crate) unsafe fn start_zeros(&self, range: VaRange) -> PoolResult<()> {
+        // SAFETY: as the caller vouches.
+        let begun = unsafe { self.deferred.driver().fill_with_zeros(range, self.taken()) };
+        begun.about(|| format!("zeros of {}", range.start), range.size_bytes, Some(self.device))
     }
 
     fn make_current(&self) -> PoolResult<()> {
@@ -74,14 +115,41 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         first.and(self.finish(self.streams[1]))
     }
 
-    /// The same, at the end of a step. A wait that failed is tried once more; when that fails too, the device is left
-    /// unsettled, and nothing is unmapped before [`Deferred::settle`] has waited for it.
-    pub(crate) fn finish_or_leave(&self) -> PoolResult<()> {
+    /// See [`DeviceStreams::finish_or_leave`].
+    fn finish_or_leave(&self) -> PoolResult<()> {
         let first = self.finish_all();
         if first.is_err() && self.finish_all().is_err() {
             self.deferred.leave_unsettled(self.device);
         }
         first
+    }
+}
+
+/// The streams of several devices, each opened when it is first needed.
+#[derive(Debug)]
+pub(crate) struct DeviceStreams<'a, D: Driver> {
+    deferred: &'a Deferred<D>,
+    by_device: BTreeMap<DeviceOrdinal, CopyStreams<'a, D>>,
+}
+
+impl<'a, D: Driver> DeviceStreams<'a, D> {
+    pub(crate) fn new(deferred: &'a Deferred<D>) -> Self {
+        Self { deferred, by_device: BTreeMap::new() }
+    }
+
+    /// Those of `device`.
+    pub(crate) fn of(&mut self, device: DeviceOrdinal) -> PoolResult<&mut CopyStreams<'a, D>> {
+        Ok(match self.by_device.entry(device) {
+            Entry::Occupied(open) => open.into_mut(),
+            Entry::Vacant(vacant) => vacant.insert(CopyStreams::open(self.deferred, device)?),
+        })
+    }
+
+    /// Waits for all copies of a step, on each device whatever the others say. A wait that failed is tried once more; when
+    /// that fails too, the device is left unsettled, and nothing is unmapped before [`Deferred::settle`] has waited for it.
+    pub(crate) fn finish_or_leave(&self) -> PoolResult<()> {
+        let all = self.by_device.values().map(CopyStreams::finish_or_leave);
+        all.fold(Ok(()), Result::and)
     }
 }
 

@@ -25,8 +25,8 @@ use super::chunk::{BringIn, CHUNK_BYTES, CHUNK_LENGTH, Chunk, new_chunk};
 use super::disk::Disk;
 use super::ring::{self, Ring, SLOT_BYTES, Slot, Writing};
 use super::{Extent, HostBudget, Part, Saved, Store};
-use crate::copies::CopyStreams;
-use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverCode, PinnedFor, VaRange};
+use crate::copies::{CopyStreams, Way};
+use crate::driver::{DeviceOrdinal, Driver, DriverCode, PinnedFor, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 
@@ -500,51 +500,22 @@ impl<D: Driver> HostArena<D> {
         Ok(())
     }
 
-    /// Starts copies of a part of the allocation at `source` to its place in the arena, on a stream of `copies` that
+    /// Starts copies between a part of the allocation at `range` and its place in the arena, on the stream of `copies` that
     /// was taken last.
     ///
     /// # Safety
-    /// `source` stays mapped, and the arena's place untouched, until the stream is done.
-    pub(crate) unsafe fn save(
+    /// As [`CopyStreams::start`].
+    pub(crate) unsafe fn start(
         &self,
-        source: VaRange,
+        way: Way,
+        range: VaRange,
         extent: Extent,
         copies: &CopyStreams<'_, D>,
     ) -> PoolResult<()> {
-        let stream = copies.taken();
-        let source = source.part(&extent.part());
+        let range = range.part(&extent.part());
         self.pieces(&extent.place(), |pointer, offset, length| {
-            let from = VaRange::new(DeviceAddress(source.start.0 + offset), length);
-            // SAFETY: the piece lies in a live chunk; the caller keeps both ends valid.
-            unsafe { self.driver.copy_to_host(pointer, from, stream) }.about(
-                || format!("saving of {}", source.start),
-                length,
-                Some(copies.device()),
-            )
-        })
-    }
-
-    /// Starts copies from the arena back to a part of the allocation at `target`, on a stream of `copies` that was
-    /// taken last.
-    ///
-    /// # Safety
-    /// `target` stays mapped, and the arena's place untouched, until the stream is done.
-    pub(crate) unsafe fn restore(
-        &self,
-        target: VaRange,
-        extent: Extent,
-        copies: &CopyStreams<'_, D>,
-    ) -> PoolResult<()> {
-        let stream = copies.taken();
-        let target = target.part(&extent.part());
-        self.pieces(&extent.place(), |pointer, offset, length| {
-            let to = VaRange::new(DeviceAddress(target.start.0 + offset), length);
-            // SAFETY: the piece lies in a live chunk; the caller keeps both ends valid.
-            unsafe { self.driver.copy_to_device(to, pointer, stream) }.about(
-                || format!("restoring of {}", target.start),
-                length,
-                Some(copies.device()),
-            )
+            // SAFETY: the piece lies in a live chunk; the caller vouches for the rest.
+            unsafe { copies.start(way, pointer, range.part(&(offset..offset + length))) }
         })
     }
 }

@@ -2,26 +2,14 @@
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
-use std::borrow::Cow;
-use std::collections::BTreeMap;
 use std::ops::Range;
-use std::ptr::NonNull;
 
-use super::still::Still;
-use crate::copies::CopyStreams;
-use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawStream, VaRange};
-use crate::error::{Describe, PoolResult};
+use super::copier::{Copier, Transfer};
+use crate::copies::{CopyStreams, Way};
+use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, VaRange};
+use crate::error::PoolResult;
 use crate::journal::StepLog;
-use crate::store::{Extent, HostArena, SLOT_BYTES, Slot};
-
-/// Contents with a place in the file, where their device reaches them now.
-#[derive(Clone, Debug)]
-pub(super) struct Filed<'a> {
-    pub(super) device: DeviceOrdinal,
-    pub(super) range: VaRange,
-    /// Parts of `range`, and where each lies in the file.
-    pub(super) extents: Cow<'a, [Extent]>,
-}
+use crate::store::{SLOT_BYTES, Slot};
 
 /// Neighbours in the file that pass through a slot together.
 #[derive(Debug, PartialEq, Eq)]
@@ -34,9 +22,9 @@ struct Batch {
 }
 
 /// All of `filed`, once, in the file's order for each device.
-fn in_batches(filed: &[Filed<'_>]) -> Vec<Batch> {
+fn in_batches(filed: &[Transfer<'_>]) -> Vec<Batch> {
     let mut pieces = Vec::new();
-    for Filed { device, range, extents } in filed {
+    for Transfer { device, range, extents } in filed {
         for extent in extents.iter() {
             let (mut at, mut left) = (extent.at, range.part(&extent.part()));
             while left.size_bytes > 0 {
@@ -67,31 +55,28 @@ fn in_batches(filed: &[Filed<'_>]) -> Vec<Batch> {
     batches
 }
 
-impl<D: Driver> Still<'_, D> {
-    /// Writes the contents of all of `filed` to their places, which are reserved. `streams` has every device.
-    pub(super) fn save_to_file(
-        &self,
+impl<D: Driver> Copier<'_, D> {
+    /// Writes all of `filed` to its places, which are reserved, and waits for that.
+    ///
+    /// # Safety
+    /// As [`Copier::start`], until this returns.
+    pub(super) unsafe fn to_file(
+        &mut self,
         log: &mut StepLog,
-        arena: &mut HostArena<D>,
-        streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
-        filed: &[Filed<'_>],
+        filed: &[Transfer<'_>],
     ) -> PoolResult<()> {
-        arena.hold_ring(log)?;
-        let missing = arena.disk.nothing_to_write_to();
+        self.arena.hold_ring(log)?;
+        let missing = self.arena.disk.nothing_to_write_to();
+        let Self { arena, streams } = self;
         log.timed("save to file", |log| {
             arena.write_behind(|writing| {
                 for batch in in_batches(filed) {
-                    let (Some(copies), Some(slot)) =
-                        (streams.get_mut(&batch.device), writing.take_slot()?)
-                    else {
+                    let Some(slot) = writing.take_slot()? else {
                         // Its contents would be lost.
                         return Err(missing);
                     };
-                    pass(log, copies, &batch, &slot, "saving", |at, range, stream| {
-                        // SAFETY: the slot is this batch's alone, and the range stays mapped until all of the
-                        // file is written; `pass` waits for the copy before either is passed on.
-                        unsafe { self.pool.driver.copy_to_host(at, range, stream) }
-                    })?;
+                    // SAFETY: as the caller vouches; the slot is this batch's alone.
+                    unsafe { pass(log, streams.of(batch.device)?, Way::Out, &batch, &slot) }?;
                     let lengths = batch.ranges.iter().map(|range| range.size_bytes).collect();
                     writing.write(slot, batch.place, lengths);
                 }
@@ -100,48 +85,39 @@ impl<D: Driver> Still<'_, D> {
         })
     }
 
-    /// Puts the contents of all of `filed` back. `streams` has every device.
-    pub(super) fn restore_from_file(
-        &self,
+    /// Puts all of `filed` back from its places, and waits for that.
+    ///
+    /// # Safety
+    /// As [`Copier::start`], until this returns.
+    pub(super) unsafe fn from_file(
+        &mut self,
         log: &mut StepLog,
-        arena: &mut HostArena<D>,
-        streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
-        filed: &[Filed<'_>],
+        filed: &[Transfer<'_>],
     ) -> PoolResult<()> {
-        if filed.is_empty() {
-            return Ok(());
-        }
-        arena.hold_ring(log)?;
+        self.arena.hold_ring(log)?;
         let batches = in_batches(filed);
         let places: Vec<_> = batches.iter().map(|batch| batch.place.clone()).collect();
-        let without_stream = batches.iter().find(|batch| !streams.contains_key(&batch.device));
-        if let Some(batch) = without_stream {
-            return Err(arena.disk.nothing_to_read(&batch.place));
-        }
+        let Self { arena, streams } = self;
         log.timed("restore from file", |log| {
             arena.read_ahead(&places, |index, slot| {
                 let batch = &batches[index];
-                let Some(copies) = streams.get_mut(&batch.device) else {
-                    return Ok(());
-                };
-                pass(log, copies, batch, slot, "restoring", |at, range, stream| {
-                    // SAFETY: the slot is this batch's alone, and the range is mapped and writable, with no work
-                    // of the application's before the gate opens; `pass` waits for the copy.
-                    unsafe { self.pool.driver.copy_to_device(range, at, stream) }
-                })
+                // SAFETY: as the caller vouches; the slot is this batch's alone.
+                unsafe { pass(log, streams.of(batch.device)?, Way::In, batch, slot) }
             })
         })
     }
 }
 
 /// Copies a batch between its device and `slot`, and waits for it.
-fn pass<D: Driver>(
+///
+/// # Safety
+/// As [`CopyStreams::start`], until this returns.
+unsafe fn pass<D: Driver>(
     log: &mut StepLog,
     copies: &mut CopyStreams<'_, D>,
+    way: Way,
     batch: &Batch,
     slot: &Slot<'_>,
-    what: &'static str,
-    copy: impl Fn(NonNull<u8>, VaRange, RawStream) -> Result<(), crate::driver::DriverError>,
 ) -> PoolResult<()> {
     let stream = copies.take_idle()?;
     let mut offset = 0;
@@ -149,11 +125,8 @@ fn pass<D: Driver>(
         log.call();
         let at = slot.at(offset);
         offset += range.size_bytes;
-        copy(at, range, stream).about(
-            || format!("{what} of {}", range.start),
-            range.size_bytes,
-            Some(batch.device),
-        )
+        // SAFETY: as the caller vouches.
+        unsafe { copies.start(way, at, range) }
     });
     // Also what was queued before one that failed: the slot is passed on after this.
     let finished = copies.finish(stream);
@@ -165,6 +138,7 @@ mod tests {
     use super::*;
     #[cfg(feature = "sim")]
     use crate::ledger::Selection;
+    use crate::store::Extent;
 
     const MIB: u64 = 1 << 20;
     const GPU: DeviceOrdinal = DeviceOrdinal(0);
@@ -179,12 +153,12 @@ mod tests {
         range: VaRange,
         at_mib: u64,
         parts: &[(u64, u64)],
-    ) -> Filed<'static> {
+    ) -> Transfer<'static> {
         let extent = |&(start, size): &(u64, u64)| {
             let (start, size_bytes) = (start * MIB, size * MIB);
             Extent { start, size_bytes, at: at_mib * MIB + start }
         };
-        Filed { device, range, extents: parts.iter().map(extent).collect() }
+        Transfer { device, range, extents: parts.iter().map(extent).collect() }
     }
 
     #[test]

@@ -21,6 +21,7 @@
 //! it succeeds or fails.
 
 mod ahead;
+mod copier;
 mod draining;
 mod file;
 mod keeper;

@@ -89,9 +89,8 @@ impl<D: Driver> Leaving<D> {
         self.pool().ledger().set_stays(stays)?;
         let held_bytes = self.pool().arena().held_bytes();
         let budget = budget(held_bytes);
-        let (survey, space) = (self.quiesced.seen(), Space::Take(budget));
-        let still = Still::drained(&self.quiesced);
-        still.save(Behind::Keeps(&self.selection), survey, copies, space)
+        let space = Space::Take(self.quiesced.seen(), copies, budget);
+        Still::drained(&self.quiesced).save(Behind::Keeps(&self.selection), space)
     }
 
     /// Maps everything again.

@@ -3,22 +3,21 @@
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
 use std::borrow::Cow;
-use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::os::fd::AsFd;
 
-use super::file::Filed;
+use super::copier::{Copier, Transfer};
 use super::still::Still;
 use crate::budget::Charge;
-use crate::copies::CopyStreams;
+use crate::copies::Way;
 use crate::deferred::Physical;
 use crate::driver::{AccessDesc, AllocationProp, DeviceOrdinal, Driver, DriverCode, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Mapping, Row, Selection};
 use crate::pool::{Borrowed, Pool};
-use crate::store::{Extent, HostArena, Part, Store};
+use crate::store::{Extent, Part, Store};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
 /// Allocations to fetch again from one owner.
@@ -49,6 +48,7 @@ impl Room {
 
 /// An allocation whose contents come back, and where its device can write them.
 struct Target {
+    device: DeviceOrdinal,
     range: VaRange,
     /// The range was made for the copy.
     is_view: bool,
@@ -57,6 +57,12 @@ struct Target {
     extents: Vec<Extent>,
     /// What is made zero before.
     zeros: Vec<Range<u64>>,
+}
+
+impl Target {
+    fn transfer(&self) -> Transfer<'_> {
+        Transfer { device: self.device, range: self.range, extents: Cow::Borrowed(&self.extents) }
+    }
 }
 
 impl<D: Driver> Still<'_, D> {
@@ -161,8 +167,7 @@ impl<D: Driver> Still<'_, D> {
         exports_max: usize,
     ) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
-        let mut arena = self.pool.arena();
-        let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
+        let mut copier = Copier::new(self.pool);
         let own: Vec<_> = {
             let ledger = self.pool.ledger();
             let own = ledger.rows_in(selection).filter(|row| row.is_own() && row.is_resident());
@@ -173,27 +178,21 @@ impl<D: Driver> Still<'_, D> {
             for (row, device) in own {
                 self.map_row_again(log, row)?;
                 let Some(device) = device else { continue };
-                let copies = match streams.entry(device) {
-                    Entry::Occupied(known) => known.into_mut(),
-                    Entry::Vacant(vacant) => {
-                        vacant.insert(CopyStreams::open(&self.pool.deferred, device)?)
-                    }
-                };
                 let Some(target) = self.target_of(log, row, device)? else { continue };
-                self.restore_one(log, &arena, copies, &target)?;
-                if target.store == Store::File {
-                    from_file.push((device, target));
+                match target.store {
+                    Store::Host => self.restore_from_memory(log, &mut copier, &target)?,
+                    Store::File => from_file.push(target),
                 }
             }
             Ok(())
         });
         let outcome = queued
-            .and_then(|()| self.restore_files(&mut log, &mut arena, &mut streams, &from_file))
+            .and_then(|()| self.restore_from_file(&mut log, &mut copier, &from_file))
             .and_then(|()| {
                 log.timed("export", |log| self.export_again(log, selection, exports_max))
             });
         // Every device is waited for, whatever the others say: nothing may be unmapped under a copy.
-        let finished = log.timed("wait for copies", |_| Self::wait_for_copies(&streams));
+        let finished = log.timed("wait for copies", |_| copier.streams.finish_or_leave());
         let outcome = outcome.and(finished);
         if outcome.is_err() && self.pool.deferred.is_settled() {
             self.drop_views(&mut log);
@@ -241,73 +240,52 @@ impl<D: Driver> Still<'_, D> {
             }
             _ => zeros,
         };
-        Ok(Some(Target { range, is_view, store, extents, zeros }))
+        Ok(Some(Target { device, range, is_view, store, extents, zeros }))
     }
 
-    fn restore_one(
+    /// Makes zeros and starts copies from the arena.
+    fn restore_from_memory(
         &self,
         log: &mut StepLog,
-        arena: &HostArena<D>,
-        copies: &mut CopyStreams<'_, D>,
+        copier: &mut Copier<'_, D>,
         target: &Target,
     ) -> PoolResult<()> {
-        let is_in_memory = target.store == Store::Host;
-        if target.zeros.is_empty() && !is_in_memory {
-            return Ok(());
+        // SAFETY: the target is mapped and writable, and stays so until its stream is done; no application work runs
+        // before the gate opens; its places are its own.
+        unsafe {
+            copier.start_zeros(log, (target.device, target.range), &target.zeros)?;
+            copier.start(log, Way::In, &target.transfer())?;
         }
-        self.fill_zeros(log, copies, target)?;
-        for extent in target.extents.iter().filter(|_| is_in_memory) {
-            log.call();
-            // SAFETY: the target is mapped, and stays so until its stream is done; no application work runs before the gate
-            // opens; the arena's place is this allocation's alone.
-            unsafe { arena.restore(target.range, *extent, copies) }?;
-        }
-        if target.is_view && is_in_memory {
-            copies.finish_all()?;
+        if target.is_view {
+            copier.streams.of(target.device)?.finish_all()?;
             self.drop_view(log, target.range)?;
         }
         Ok(())
     }
 
-    /// Starts making zeros on a stream that is taken for it.
-    fn fill_zeros(
+    /// Makes zeros, and then reads the file, of all `targets` together.
+    fn restore_from_file(
         &self,
         log: &mut StepLog,
-        copies: &mut CopyStreams<'_, D>,
-        target: &Target,
+        copier: &mut Copier<'_, D>,
+        targets: &[Target],
     ) -> PoolResult<()> {
-        let stream = copies.take()?;
-        for zeros in &target.zeros {
-            log.call();
-            let range = target.range.part(zeros);
-            // SAFETY: the range is mapped and writable, and no application work runs before the gate opens.
-            unsafe { self.pool.driver.fill_with_zeros(range, stream) }.about(
-                || format!("zeros of {}", range.start),
-                range.size_bytes,
-                Some(copies.device()),
-            )?;
+        if targets.is_empty() {
+            return Ok(());
         }
-        Ok(())
-    }
-
-    fn restore_files(
-        &self,
-        log: &mut StepLog,
-        arena: &mut HostArena<D>,
-        streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
-        targets: &[(DeviceOrdinal, Target)],
-    ) -> PoolResult<()> {
-        let filed = targets.iter().map(|(device, target)| {
-            let extents = Cow::Borrowed(target.extents.as_slice());
-            Filed { device: *device, range: target.range, extents }
-        });
-        self.restore_from_file(log, arena, streams, &filed.collect::<Vec<_>>())?;
-        let views = targets.iter().filter(|(_, target)| target.is_view);
-        // Zeros may be on their way still.
-        for copies in targets.iter().filter_map(|(device, _)| streams.get(device)) {
-            copies.finish_all()?;
+        let filed: Vec<_> = targets.iter().map(Target::transfer).collect();
+        // SAFETY: as above, until all of the file is read and zeros are waited for.
+        unsafe {
+            for target in targets {
+                copier.start_zeros(log, (target.device, target.range), &target.zeros)?;
+            }
+            for target in targets {
+                copier.streams.of(target.device)?.finish_all()?;
+            }
+            copier.from_file(log, &filed)?;
         }
-        views.into_iter().try_for_each(|(_, target)| self.drop_view(log, target.range))
+        let mut views = targets.iter().filter(|target| target.is_view);
+        views.try_for_each(|target| self.drop_view(log, target.range))
     }
 
     /// Descriptors for what others imported before of `selection`, in one batch.

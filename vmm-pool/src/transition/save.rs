@@ -3,15 +3,14 @@
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::OwnedFd;
 
-use super::file::Filed;
+use super::copier::{Copier, Transfer};
 use super::release::Meanwhile;
 use super::still::Still;
 use crate::VirtualHandle;
-use crate::copies::CopyStreams;
+use crate::copies::Way;
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, VaRange};
 use crate::error::PoolResult;
 use crate::journal::StepLog;
@@ -41,8 +40,8 @@ impl Item {
         self.copied.iter().map(|extent| extent.place().end).max().unwrap_or(0)
     }
 
-    fn filed(&self) -> Filed<'_> {
-        Filed { device: self.device, range: self.source, extents: Cow::Borrowed(&self.copied) }
+    fn transfer(&self) -> Transfer<'_> {
+        Transfer { device: self.device, range: self.source, extents: Cow::Borrowed(&self.copied) }
     }
 }
 
@@ -65,9 +64,9 @@ impl Plan {
 
 /// Where saving has its host memory and disk space from.
 #[derive(Debug)]
-pub(super) enum Space {
-    /// It takes what is missing, within this.
-    Take(HostBudget),
+pub(super) enum Space<'a> {
+    /// It takes what is missing, within this budget, for what the survey says, and keeps so many copies.
+    Take(&'a Survey, Copies, HostBudget),
     /// [`Still::hold_space`] has taken all of it, and has laid out this.
     Held(Box<[Layout; 2]>),
 }
@@ -125,27 +124,20 @@ fn in_groups(items: Vec<Item>, group_bytes: u64) -> Vec<Group> {
 
 impl<D: Driver> Still<'_, D> {
     /// See [`super::Quiesced::save`].
-    pub(super) fn save(
-        &self,
-        mut behind: Behind<'_>,
-        survey: &Survey,
-        copies: Copies,
-        space: Space,
-    ) -> PoolResult<StepLog> {
+    pub(super) fn save(&self, mut behind: Behind<'_>, space: Space<'_>) -> PoolResult<StepLog> {
         let selection = behind.selection();
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
-        let mut arena = self.pool.arena();
-        let takes = matches!(space, Space::Take(_));
+        let mut copier = Copier::new(self.pool);
+        let takes = matches!(space, Space::Take(..));
         let [kept, filed] = log.timed("lay out", |log| match space {
-            Space::Take(budget) => {
-                self.layouts_within(log, &arena, selection, survey, copies, budget)
+            Space::Take(survey, copies, budget) => {
+                self.layouts_within(log, &copier.arena, selection, survey, copies, budget)
             }
             Space::Held(laid_out) => Ok(*laid_out),
         })?;
-        let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
         let reserved = if takes {
-            log.timed("reserve disk", |_| arena.disk.reserve(&filed.copied_places()))
+            log.timed("reserve disk", |_| copier.arena.disk.reserve(&filed.copied_places()))
         } else {
             Ok(())
         };
@@ -156,26 +148,22 @@ impl<D: Driver> Still<'_, D> {
             log.timed("plan", |log| {
                 let plan = self.plan(log, kept, filed)?;
                 for item in plan.items() {
-                    if let Entry::Vacant(vacant) = streams.entry(item.device) {
-                        vacant.insert(CopyStreams::open(&self.pool.deferred, item.device)?);
-                    }
+                    copier.streams.of(item.device)?;
                 }
                 Ok(plan)
             })
         });
         let outcome = planned.and_then(|plan| {
-            arena.set_nodes(self.pool.nodes_of(&self.pool.devices()));
-            arena.begin_growth(end_bytes);
-            let kept = self.copy_groups(&mut log, &mut behind, &mut arena, &mut streams, &plan);
-            arena.end_growth();
-            kept.and_then(|()| {
-                self.run_to_file(&mut log, &mut arena, &mut streams, &plan.to_file)
-            })?;
+            copier.arena.set_nodes(self.pool.nodes_of(&self.pool.devices()));
+            copier.arena.begin_growth(end_bytes);
+            let kept = self.save_to_memory(&mut log, &mut behind, &mut copier, &plan);
+            copier.arena.end_growth();
+            kept.and_then(|()| self.save_to_file(&mut log, &mut copier, &plan.to_file))?;
             Ok(plan)
         });
         if outcome.is_err() {
             // Copies may still be reading; nothing may be unmapped or reused before they are done.
-            if let Err(error) = Self::wait_for_copies(&streams) {
+            if let Err(error) = copier.streams.finish_or_leave() {
                 tracing::error!(%error, "copies did not finish after a failed save");
             }
             if self.pool.deferred.is_settled() {
@@ -186,9 +174,9 @@ impl<D: Driver> Still<'_, D> {
             if takes {
                 if self.pool.deferred.is_settled() {
                     let live_bytes = self.pool.ledger().end_in(Store::Host);
-                    arena.give_back_unused(live_bytes);
+                    copier.arena.give_back_unused(live_bytes);
                 }
-                drop(self.pool.give_disk_back(&mut arena));
+                drop(self.pool.give_disk_back(&mut copier.arena));
             }
         }
         let plan = outcome?;
@@ -231,75 +219,65 @@ impl<D: Driver> Still<'_, D> {
     }
 
     /// Writes to the file what goes there, then unmaps it.
-    fn run_to_file(
+    fn save_to_file(
         &self,
         log: &mut StepLog,
-        arena: &mut HostArena<D>,
-        streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
+        copier: &mut Copier<'_, D>,
         items: &[Item],
     ) -> PoolResult<()> {
         if items.is_empty() {
             return Ok(());
         }
-        let filed: Vec<_> = items.iter().map(Item::filed).collect();
-        self.save_to_file(log, arena, streams, &filed)?;
+        let filed: Vec<_> = items.iter().map(Item::transfer).collect();
+        // SAFETY: sources stay mapped until all of them are written.
+        unsafe { copier.to_file(log, &filed) }?;
         log.timed("unmap saved", |log| self.retire(log, items))
     }
 
-    fn copy_groups(
+    /// Copies to the arena what goes there, group by group, and unmaps what is copied while others are on their way.
+    fn save_to_memory(
         &self,
         log: &mut StepLog,
         behind: &mut Behind<'_>,
-        arena: &mut HostArena<D>,
-        streams: &mut BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
+        copier: &mut Copier<'_, D>,
         plan: &Plan,
     ) -> PoolResult<()> {
         let selection = behind.selection();
-        let groups = &plan.groups;
-        // Two groups may be in flight on a device; when the third is queued the first is done.
-        let mut in_flight: BTreeMap<DeviceOrdinal, Vec<&Group>> = BTreeMap::new();
-        let mut imports_unmapped = false;
         // Also where this pause is of one of several devices only: the memory is there for the next one too.
         let pins = Pins::of(&self.pool.devices());
-        if !groups.is_empty() {
-            arena.pin_again(log, pins)?;
+        if !plan.groups.is_empty() {
+            copier.arena.pin_again(log, pins)?;
         }
-        for group in groups {
-            let Some(copies) = streams.get_mut(&group.device) else {
-                continue;
-            };
+        // Two groups may be in flight on a device; when the third is queued the first is done.
+        let mut in_flight: BTreeMap<DeviceOrdinal, VecDeque<&Group>> = BTreeMap::new();
+        for (number, group) in plan.groups.iter().enumerate() {
+            let copies = copier.streams.of(group.device)?;
             log.timed("wait for copies", |_| copies.take_idle())?;
             let flying = in_flight.entry(group.device).or_default();
-            let done = if flying.len() == 2 { Some(flying.remove(0)) } else { None };
-            flying.push(group);
+            let done = if flying.len() == 2 { flying.pop_front() } else { None };
+            flying.push_back(group);
             let end_bytes = group.items.iter().map(Item::end_bytes).max().unwrap_or(0);
-            arena.grow_to(log, end_bytes, pins)?;
+            copier.arena.grow_to(log, end_bytes, pins)?;
             log.timed("queue copies", |log| {
-                for item in &group.items {
-                    for extent in &item.copied {
-                        log.call();
-                        // SAFETY: the source stays mapped until its group is retired below, after its
-                        // stream is done; the arena's place is this item's alone.
-                        unsafe { arena.save(item.source, *extent, copies) }?;
-                    }
-                }
-                Ok(())
+                group.items.iter().try_for_each(|item| {
+                    // SAFETY: the source stays mapped until its group is retired below, after its stream is done; the
+                    // arena's place is this item's alone.
+                    unsafe { copier.start(log, Way::Out, &item.transfer()) }
+                })
             })?;
-            if !imports_unmapped {
+            if number == 0 {
                 self.unmap_uncopied(log, selection, plan)?;
-                imports_unmapped = true;
             }
             if let Some(done) = done {
                 self.leave_behind(log, behind, done)?;
             }
         }
-        if !imports_unmapped {
+        if plan.groups.is_empty() {
             self.unmap_uncopied(log, selection, plan)?;
         }
         for (device, flying) in in_flight {
-            if let Some(copies) = streams.get(&device) {
-                log.timed("wait for copies", |_| copies.finish_all())?;
-            }
+            let copies = copier.streams.of(device)?;
+            log.timed("wait for copies", |_| copies.finish_all())?;
             for group in flying {
                 self.leave_behind(log, behind, group)?;
             }

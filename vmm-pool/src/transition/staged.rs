@@ -251,11 +251,10 @@ impl<D: Driver> Departing<D> {
         let part = part_of([saved, others]);
         let before = self.resident_of(&part);
         let still = Still::drained(&self.leaving.quiesced);
-        let survey = self.leaving.quiesced.seen();
         // Which copies stay was settled when host memory was taken.
         let behind = Behind::Keeps(&part);
         let space = Space::Held(Box::new(self.laid_out.of([saved, others])));
-        let mut log = still.save(behind, survey, Copies::All, space)?;
+        let mut log = still.save(behind, space)?;
         let copied_bytes = std::mem::take(&mut log.bytes);
         log.add(still.release_some(&part)?);
         let gone = self.gone_of(&part, before);
@@ -269,9 +268,8 @@ impl<D: Driver> Departing<D> {
         let before = self.resident_of(&part);
         let still = Still::drained(&self.leaving.quiesced);
         let behind = Behind::GivesBack(Meanwhile::new(&part));
-        let survey = self.leaving.quiesced.seen();
         let space = Space::Held(Box::new(self.laid_out.of([&saved, &others])));
-        let outcome = still.save(behind, survey, Copies::All, space);
+        let outcome = still.save(behind, space);
         let outcome = outcome.and_then(|mut log| {
             let copied_bytes = std::mem::take(&mut log.bytes);
             log.add(still.release_selected(&part)?);

@@ -1,11 +1,7 @@
 //! The proof that nothing of the application's touches the memory that a step moves.
 
-use std::collections::BTreeMap;
-
 use super::quiesced::{Quiesced, ShutGate};
-use crate::copies::CopyStreams;
-use crate::driver::{DeviceOrdinal, Driver};
-use crate::error::PoolResult;
+use crate::driver::Driver;
 use crate::pool::Pool;
 
 /// While it lives, no call of the application's is under way, and no work of its on a device can touch the memory
@@ -30,16 +26,5 @@ impl<'a, D: Driver> Still<'a, D> {
     /// What a proof that is dropped has moved: it was drained, or not touched yet, when that began.
     pub(super) fn of_dropped(shut: &'a ShutGate<D>) -> Self {
         Self { pool: shut.pool() }
-    }
-
-    /// Waits for the copies of a step, as [`CopyStreams::finish_or_leave`], on each device whatever the others say.
-    pub(super) fn wait_for_copies(
-        streams: &BTreeMap<DeviceOrdinal, CopyStreams<'_, D>>,
-    ) -> PoolResult<()> {
-        let mut all = Ok(());
-        for copies in streams.values() {
-            all = all.and(copies.finish_or_leave());
-        }
-        all
     }
 }

@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 
 use super::still::Still;
 use crate::VirtualHandle;
-use crate::copies::CopyStreams;
+use crate::copies::{CopyStreams, DeviceStreams};
 use crate::driver::{
     DeviceAddress, DeviceOrdinal, Driver, Fingerprint, PieceSlot, RawStream, VaRange, WORD_BYTES,
 };
@@ -100,11 +100,11 @@ impl<D: Driver> Still<'_, D> {
         piece_bytes: u64,
         survey: &mut Survey,
     ) -> PoolResult<()> {
-        let mut streams: BTreeMap<DeviceOrdinal, CopyStreams<'_, D>> = BTreeMap::new();
+        let mut streams = DeviceStreams::new(&self.pool.deferred);
         let mut askers = Vec::new();
         let mut slots = 0;
         for (&device, looked) in all {
-            streams.insert(device, CopyStreams::open(&self.pool.deferred, device)?);
+            streams.of(device)?;
             let asker = Asker::new(device, looked, piece_bytes, slots);
             slots = asker.halves[1].slots.end;
             askers.push(asker);
@@ -114,12 +114,12 @@ impl<D: Driver> Still<'_, D> {
         let mut asked = Ok(());
         // All devices are at work meanwhile.
         while asked.is_ok() && askers.iter().any(|asker| !asker.is_over()) {
-            asked = askers.iter_mut().filter(|asker| !asker.is_over()).try_for_each(|asker| {
-                let Some(copies) = streams.get_mut(&asker.device) else { return Ok(()) };
-                self.ask(log, asker, &mut pinned, copies)
-            });
+            asked = askers
+                .iter_mut()
+                .filter(|asker| !asker.is_over())
+                .try_for_each(|asker| self.ask(log, asker, &mut pinned, streams.of(asker.device)?));
         }
-        let finished = Self::wait_for_copies(&streams);
+        let finished = streams.finish_or_leave();
         if !self.pool.deferred.is_settled() {
             pinned.keep_for_good();
             return asked.and(finished);

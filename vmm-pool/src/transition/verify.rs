@@ -2,12 +2,11 @@
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::still::Still;
 use crate::VirtualHandle;
-use crate::copies::CopyStreams;
+use crate::copies::DeviceStreams;
 use crate::driver::{DeviceOrdinal, Driver, VaRange};
 use crate::error::{Describe, PoolResult};
 use crate::journal::StepLog;
@@ -89,8 +88,9 @@ impl<D: Driver> Still<'_, D> {
 
     /// The first byte of the allocation, by offset, that is not what it is claimed to be.
     fn first_difference(&self, log: &mut StepLog, claim: &Claim) -> PoolResult<Option<u64>> {
-        let copies = CopyStreams::open(&self.pool.deferred, claim.device)?;
-        let mut streams = BTreeMap::from([(claim.device, copies)]);
+        let mut streams = DeviceStreams::new(&self.pool.deferred);
+        // Its context is current from here on: pinning takes one.
+        streams.of(claim.device)?;
         let pinned = Pinned::new(&self.pool.driver, SCRATCH_LENGTH)?;
         let mut expected = vec![0; SCRATCH_LENGTH];
         for part in &claim.parts {
@@ -98,8 +98,7 @@ impl<D: Driver> Still<'_, D> {
             while at < part.end {
                 let size_bytes = (part.end - at).min(SCRATCH_LENGTH as u64);
                 let length = usize::try_from(size_bytes).unwrap_or(SCRATCH_LENGTH);
-                let Some(copies) = streams.get_mut(&claim.device) else { return Ok(None) };
-                let stream = copies.take()?;
+                let stream = streams.of(claim.device)?.take()?;
                 let source = claim.range.part(&(at..at + size_bytes));
                 log.call();
                 // SAFETY: the source is mapped, and the scratch this comparison's own; both outlive the wait.
@@ -110,7 +109,7 @@ impl<D: Driver> Still<'_, D> {
                     size_bytes,
                     Some(claim.device),
                 );
-                let finished = Self::wait_for_copies(&streams);
+                let finished = streams.finish_or_leave();
                 if !self.pool.deferred.is_settled() {
                     pinned.keep_for_good();
                     return queued.and(finished).map(|()| None);
