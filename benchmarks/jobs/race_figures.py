@@ -203,8 +203,8 @@ def spans(report: Mapping[str, Any], rows: Mapping[int, str], begin_ms: float = 
             said = member.get("report") or {}
             took = said.get("elapsed_us")
             if row is not None and took:
-                saves = phase["phase"] == "Release" and said.get("kept") is not None
-                name = "Release, saving" if saves else phase["phase"]
+                saves = said.get("kept") is not None
+                name = f"{phase['phase']}, saving" if saves else phase["phase"]
                 found.append({"row": row, "phase": name, "begin_ms": round(at, 2), "ms": round(took / 1000, 2)})
         at += phase["wall_us"] / 1000
     return found

@@ -35,7 +35,7 @@ DARK = {
 LIMIT = ("#cf222e", "#ff7b72")
 #: What each phase spends its time on.
 KINDS = {
-    "Save": "contents",
+    "Prepare, saving": "contents",
     "Restore": "contents",
     "ReleaseStage": "contents",
     "Release, saving": "contents",

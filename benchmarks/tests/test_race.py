@@ -315,7 +315,7 @@ def made_up() -> dict[str, Any]:
     }
     sizes = {"kept_all": 60e9, "kept_nothing": 60e9, "every": 16e9, "swap": 60e9, "nccl2": 1.1e9}
     member = {"who": {"pid": 7}, "report": {"elapsed_us": 30_000}}
-    phases = [{"phase": "Save", "wall_us": 40_000, "members": [member]}, {"phase": "Release", "wall_us": 9_000, "members": []}]
+    phases = [{"phase": "Prepare", "wall_us": 40_000, "members": [member]}, {"phase": "Release", "wall_us": 9_000, "members": []}]
     report = {"action": "Pause", "wall_us": 50_000, "phases": phases}
     return {
         "name": "race", "date": "2026-01-02T03:04:05+00:00", "commit": "abc1234", "status": "passed", "driver": "580.1",
@@ -353,16 +353,16 @@ def test_reports_are_found_and_laid_out_in_time() -> None:
     line = race_figures.pause_and_resume("both", record["told"], {7: "GPU 0"})
     assert [(span["phase"], span["begin_ms"], span["ms"]) for span in line["spans"]] == [
         ("cut", 0.0, 1.0),
-        ("Save", 1.0, 30.0),
+        ("Prepare", 1.0, 30.0),
         ("cut", 50.0, 1.0),
-        ("Save", 51.0, 30.0),
+        ("Prepare", 51.0, 30.0),
     ]
     early = {"who": {"pid": 7}, "report": {"elapsed_us": 20_000, "kept": {"copied_bytes": 1}}}
     report = {"wall_us": 20_000, "phases": [{"phase": "Release", "wall_us": 20_000, "members": [early]}]}
     drawn = race_figures.spans(report, {7: "GPU 0"})
     assert [race_picture.KINDS[span["phase"]] for span in drawn] == ["contents"]
     swap = race_figures.swap_timeline("swap", record["told"], 0.06, [{7: "leaves"}, {7: "comes"}])
-    assert [span["begin_ms"] for span in swap["spans"] if span["phase"] == "Save"] == [1.0, 11.0]
+    assert [span["begin_ms"] for span in swap["spans"] if span["phase"] == "Prepare"] == [1.0, 11.0]
 
 
 def test_stages_of_a_swap_are_drawn_where_they_were() -> None:
@@ -374,13 +374,13 @@ def test_stages_of_a_swap_are_drawn_where_they_were() -> None:
     stages = [("ReleaseStage", 5_000, 9_000), ("ReleaseStage", 9_000, 12_000), ("Release", 12_000, 20_000)]
     report = {
         "action": "Pause", "wall_us": 21_000,
-        "phases": [phase("Drain", 1_000), phase("Reserve", 2_000), phase("ReleaseStage", 7_000), phase("Release", 8_000), phase("Verify", 500)],
+        "phases": [phase("Drain", 1_000), phase("Prepare", 2_000), phase("ReleaseStage", 7_000), phase("Release", 8_000), phase("Verify", 500)],
         "stages": [{"phase": name, "who": who, "began_us": begin, "ended_us": end} for name, begin, end in stages],
     }  # fmt: skip
     drawn = race_figures.swap_timeline("swap", {"halves": [report]}, 0.021, [{7: "leaves"}])
     assert [(span["phase"], span["begin_ms"], span["ms"]) for span in drawn["spans"]] == [
         ("Drain", 2.0, 1.0),
-        ("Reserve", 3.0, 2.0),
+        ("Prepare", 3.0, 2.0),
         ("ReleaseStage", 5.0, 4.0),
         ("ReleaseStage", 9.0, 3.0),
         ("Release", 12.0, 8.0),

@@ -161,7 +161,7 @@ def test_discarded_region_is_not_saved_and_the_log_has_the_numbers(tenant: Ranks
     tenant.call("take_in_region", 30, size_bytes=4 * MIB)
     tenant.call("act", 60, ranks=[0], how="tenant", action="pause")
     stats = tenant.call("stats", 20, print_too=True)[0]
-    saved = phases.phase_table(stats["last_pause"])["Save"]["bytes"]
+    saved = phases.phase_table(stats["last_pause"])["Prepare"]["bytes"]
     assert saved == phases.copied_bytes(stats["last_pause"]) == 8 * MIB
     assert "tag=scratch contents=Discard own=4194304 resident=0" in tenant.tail()
 
@@ -173,7 +173,7 @@ def test_command_is_recorded_and_its_phases_are_gathered(tenant: Ranks) -> None:
         assert told["exit"] == 0, cli.say(told)
         gathered.add(action, told["json"]["report"])
     assert gathered.flat_walls()["pause.Save"][0] > 0
-    assert gathered.summaries()["pause"]["Save"]["bytes"]["median"] == 16 * MIB
+    assert gathered.summaries()["pause"]["Prepare"]["bytes"]["median"] == 16 * MIB
     gathered.print()
     refused = cli.sublet("pause", "no-such-tenant", timeout_s=20)
     assert refused["exit"] != 0 and "no-such-tenant" in cli.say(refused)

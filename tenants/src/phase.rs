@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use vmm_pool::Copies;
+use vmm_pool::{Copies, Schedule};
 
 use crate::references::Stay;
 use crate::scope::Scope;
@@ -29,13 +29,12 @@ pub enum Phase {
     /// Pause 2: wait until the devices have nothing left to do, hand nothing out from now on, and say what is held of
     /// shared memory.
     Drain,
-    /// Pause 3: save contents to host memory and files, and unmap. Every handle is kept.
-    Save,
-    /// In place of [`Phase::Save`], by stages: take all host memory and disk space that saving takes. Nothing is moved.
-    Reserve,
+    /// Pause 3: by its [`Schedule`], save contents to host memory and files and unmap, or take all host memory and disk space that
+    /// saving takes, and move nothing. Every handle is kept.
+    Prepare,
     /// By stages, any number of times behind the point of no return: save and release a window of own memory.
     ReleaseStage,
-    /// Pause 4, the point of no return: release imports and own memory. By stages, what is left is saved before.
+    /// Pause 4, the point of no return: release imports and own memory. What is not saved yet is saved before.
     Release,
     /// Pause 5: compare the device's free memory with what was released.
     Verify,
@@ -46,8 +45,8 @@ pub enum Phase {
     /// In place of [`Phase::CreateOwn`], by stages, any number of times: create as much as is allowed, map it at its old
     /// addresses, and put its contents back.
     RestoreStage,
-    /// Resume 2: map it at its old addresses, put contents back, export what peers will import. By stages, what is left is
-    /// created and restored before.
+    /// Resume 2: map it at its old addresses, put contents back, export what peers will import. What is still away is
+    /// created before.
     Restore,
     /// Resume 3: import peers' memory at its old addresses.
     Import,
@@ -142,6 +141,8 @@ pub struct Told<'a> {
     pub stays: &'a [Stay],
     /// Which copies of earlier pauses stay in host memory.
     pub copies: Copies,
+    /// When contents are saved.
+    pub schedule: Schedule,
     /// Of a stage.
     pub window: Window,
 }
@@ -149,7 +150,8 @@ pub struct Told<'a> {
 impl<'a> Told<'a> {
     /// For phases that are no stages.
     pub fn new(scope: &'a Scope, stays: &'a [Stay]) -> Self {
-        Self { scope, stays, copies: Copies::default(), window: Window::default() }
+        let (copies, schedule) = (Copies::default(), Schedule::default());
+        Self { scope, stays, copies, schedule, window: Window::default() }
     }
 }
 
@@ -185,7 +187,7 @@ const fn row(
 }
 
 /// One row for each phase, in the order of [`Phase`], which is that of a pause and of a resume.
-const TABLE: [Row; 16] = {
+const TABLE: [Row; 15] = {
     use Action::{Pause, Resume};
     use Stage::{Abort, Commit, Prepare, Settle};
     [
@@ -202,18 +204,10 @@ const TABLE: [Row; 16] = {
         },
         Row {
             timeout: Duration::from_mins(2),
-            when: When::AtOnce,
-            ..row(Phase::Save, "save contents", Pause, Prepare, |told| Order::Save {
+            ..row(Phase::Prepare, "prepare", Pause, Prepare, |told| Order::Prepare {
                 stays: told.stays.to_vec(),
                 copies: told.copies,
-            })
-        },
-        Row {
-            timeout: Duration::from_mins(2),
-            when: When::ByStages,
-            ..row(Phase::Reserve, "reserve host memory", Pause, Prepare, |told| Order::Reserve {
-                stays: told.stays.to_vec(),
-                copies: told.copies,
+                schedule: told.schedule,
             })
         },
         Row {
@@ -402,19 +396,14 @@ pub enum Order {
     },
     /// [`Phase::Drain`].
     Drain,
-    /// [`Phase::Save`].
-    Save {
+    /// [`Phase::Prepare`].
+    Prepare {
         /// Shared memory that stays where it is.
         stays: Vec<Stay>,
         /// Which copies of earlier pauses may stay in host memory.
         copies: Copies,
-    },
-    /// [`Phase::Reserve`].
-    Reserve {
-        /// Shared memory that stays where it is.
-        stays: Vec<Stay>,
-        /// Which copies of earlier pauses may stay in host memory.
-        copies: Copies,
+        /// When contents are saved.
+        schedule: Schedule,
     },
     /// [`Phase::ReleaseStage`].
     ReleaseStage {
@@ -459,8 +448,7 @@ impl Order {
         match self {
             Self::CloseGate { .. } => Phase::CloseGate,
             Self::Drain => Phase::Drain,
-            Self::Save { .. } => Phase::Save,
-            Self::Reserve { .. } => Phase::Reserve,
+            Self::Prepare { .. } => Phase::Prepare,
             Self::ReleaseStage { .. } => Phase::ReleaseStage,
             Self::Release => Phase::Release,
             Self::Verify => Phase::Verify,
@@ -501,18 +489,18 @@ mod tests {
     #[test]
     fn a_pause_and_a_resume_have_their_phases_in_order() {
         use Phase::{
-            Activate, CloseGate, CreateOwn, Drain, Import, ImportFromLiving, Release, ReleaseStage,
-            Reserve, Restore, RestoreStage, Save, Verify,
+            Activate, CloseGate, CreateOwn, Drain, Import, ImportFromLiving, Prepare, Release,
+            ReleaseStage, Restore, RestoreStage, Verify,
         };
         for without_lost in [false, true] {
             let import = if without_lost { ImportFromLiving } else { Import };
             let manner = |by_stages| Manner { without_lost, by_stages };
             let by_stages = |action: Action, stage| action.phases(stage, manner(true));
-            assert_eq!(by_stages(Action::Pause, Stage::Prepare), [CloseGate, Drain, Reserve]);
+            assert_eq!(by_stages(Action::Pause, Stage::Prepare), [CloseGate, Drain, Prepare]);
             assert_eq!(by_stages(Action::Pause, Stage::Commit), [ReleaseStage, Release, Verify]);
             assert_eq!(by_stages(Action::Resume, Stage::Prepare), [RestoreStage, Restore, import]);
             let of = |action: Action, stage| action.phases(stage, manner(false));
-            assert_eq!(of(Action::Pause, Stage::Prepare), [CloseGate, Drain, Save]);
+            assert_eq!(of(Action::Pause, Stage::Prepare), [CloseGate, Drain, Prepare]);
             assert_eq!(of(Action::Pause, Stage::Commit), [Release, Verify]);
             assert_eq!(of(Action::Resume, Stage::Prepare), [CreateOwn, Restore, import]);
             assert_eq!(of(Action::Resume, Stage::Commit), [Activate]);

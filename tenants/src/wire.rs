@@ -26,7 +26,7 @@ use crate::stepping::Activity;
 use crate::turns::{Class, Weight};
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 23;
+pub const PROTOCOL_VERSION: u16 = 24;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -255,7 +255,7 @@ pub struct PhaseReport {
     pub devices: Vec<DeviceDelta>,
     /// Things worth telling a person, such as memory that stays and why.
     pub notes: Vec<String>,
-    /// Of [`Phase::Save`], and where memory goes by stages or early of their releases: what became of the contents that are kept.
+    /// Of [`Phase::Prepare`], and where memory goes by stages or early of their releases: what became of the contents that are kept.
     pub kept: Option<KeptBytes>,
     /// Of [`Phase::Release`]: device memory that should have gone and has not, which the notes name.
     pub stayed_bytes: u64,

@@ -146,7 +146,7 @@ fn requests() -> Vec<Request> {
         Request::Phase(TakePhase {
             round: 1 << 40,
             alone: false,
-            order: Phase::Save
+            order: Phase::Prepare
                 .order(&Told::new(&tags, &[Stay { id: ID, reason: StayReason::LetGo }])),
             timeout_ms: 120_000,
         }),

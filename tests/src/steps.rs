@@ -15,7 +15,7 @@ const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The phases of a pause, in order.
 pub const PAUSE: [Phase; 5] =
-    [Phase::CloseGate, Phase::Drain, Phase::Save, Phase::Release, Phase::Verify];
+    [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release, Phase::Verify];
 /// The phases of a resume, in order.
 pub const RESUME: [Phase; 4] = [Phase::CreateOwn, Phase::Restore, Phase::Import, Phase::Activate];
 
@@ -31,7 +31,7 @@ pub enum Boundary {
 impl Boundary {
     /// Where an overlapped swap has things half done.
     pub const HALF_WAY_THROUGH_A_SWAP: [Self; 5] = [
-        Self::Done(Phase::Reserve),
+        Self::Done(Phase::Prepare),
         Self::Started(Phase::ReleaseStage),
         Self::Started(Phase::RestoreStage),
         Self::Started(Phase::Release),

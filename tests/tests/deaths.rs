@@ -189,7 +189,7 @@ fn command_right_after_the_coordinators_death_succeeds() -> Outcome {
 fn rank_and_coordinator_killed_together_leave_the_others_able_to_go_on() -> Outcome {
     for (action, boundary) in [
         ("pause", Boundary::Done(Phase::Drain)),
-        ("pause", Boundary::Done(Phase::Save)),
+        ("pause", Boundary::Done(Phase::Prepare)),
         ("pause", Boundary::Done(Phase::Release)),
         ("resume", Boundary::Done(Phase::Restore)),
         ("resume", Boundary::Done(Phase::Import)),
@@ -257,7 +257,7 @@ fn rank_killed_beside_its_child_on_the_way_is_named_and_the_others_are_settled()
     for kind in KINDS_OF_CHILDREN {
         for (action, boundary) in [
             ("pause", Boundary::Done(Phase::Drain)),
-            ("pause", Boundary::Done(Phase::Save)),
+            ("pause", Boundary::Done(Phase::Prepare)),
             ("resume", Boundary::Done(Phase::CreateOwn)),
         ] {
             for (coordinator_dies, is_waited_for) in [(false, false), (true, false), (true, true)] {

@@ -115,7 +115,7 @@ fn discarded_contents_are_not_moved() -> Outcome {
     let member = &stage.members("train")?[0];
     let own_bytes = statistic(member, "own_bytes") - statistic(member, "pinned_bytes");
     let report = stage.pause("train")?;
-    let saved = phase_bytes(&report, "Save");
+    let saved = phase_bytes(&report, "Prepare");
     let released = phase_bytes(&report, "Release");
     assert_eq!(released, own_bytes, "{report:#}");
     assert_eq!(saved, own_bytes - 32 * MIB, "{report:#}");

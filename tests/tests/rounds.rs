@@ -78,7 +78,7 @@ fn one_that_acts_by_itself_after_its_coordinators_end_and_its_peer_see_one_memor
     importer.do_it("look 5")?;
     let mut lines_to = lines(&stage, &[&owner, &importer])?;
     let mut others = lines(&stage, &[&owner, &importer])?;
-    for phase in [Phase::CloseGate, Phase::Drain, Phase::Save] {
+    for phase in [Phase::CloseGate, Phase::Drain, Phase::Prepare] {
         for line in &mut lines_to {
             lead(line, phase)?;
         }

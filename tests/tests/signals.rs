@@ -163,7 +163,7 @@ fn rank_that_exits_while_paused_runs_its_exit_handlers_and_ends() -> Outcome {
 fn rank_that_exits_in_a_phase_is_named_and_the_other_is_settled() -> Outcome {
     for boundary in [
         Boundary::Done(Phase::CloseGate),
-        Boundary::Done(Phase::Save),
+        Boundary::Done(Phase::Prepare),
         Boundary::Done(Phase::Release),
     ] {
         let stage = Stage::new(&CAPACITIES)?;
@@ -296,7 +296,7 @@ fn coordinator_that_stands_still_is_left_behind_and_says_so_when_it_goes_on() ->
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
     let mut steps = steps(&stage, &["pause", "soon"])?;
-    steps.until(Boundary::Done(Phase::Save))?;
+    steps.until(Boundary::Done(Phase::Prepare))?;
     let begin = Instant::now();
     while stage.states("train")? != ["active"] {
         assert!(begin.elapsed() < HUNG_UP_WITHIN, "the processes wait for it");

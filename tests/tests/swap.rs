@@ -149,7 +149,7 @@ fn a_command_that_is_killed_loses_nothing() -> Outcome {
         steps.kill()?;
         let left = settled(&stage, "infer")?;
         assert_eq!(settled(&stage, "train")?, ["paused"], "{boundary}");
-        let runs_on = boundary == Boundary::Done(Phase::Reserve)
+        let runs_on = boundary == Boundary::Done(Phase::Prepare)
             || boundary == Boundary::Started(Phase::ReleaseStage);
         assert_eq!(left, [if runs_on { "active" } else { "paused" }], "{boundary}");
         if !runs_on {

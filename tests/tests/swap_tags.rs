@@ -371,7 +371,7 @@ fn a_command_that_is_killed_leaves_a_way_on() -> TestOutcome {
         world.settled()?;
         assert_eq!(world.states(), [ACTIVE, ACTIVE], "{boundary}");
         assert!(all(&world.infer, |holder| holder.lacks("kv") && holder.has("")), "{boundary}");
-        let has_left = boundary != Boundary::Done(Phase::Reserve)
+        let has_left = boundary != Boundary::Done(Phase::Prepare)
             && boundary != Boundary::Started(Phase::ReleaseStage);
         assert!(all(&world.train, |holder| holder.has("kv") != has_left), "{boundary}");
         world.act("train", Action::Resume, tag("kv"))?;

@@ -18,7 +18,9 @@ use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, CudaDriver, DeviceAddress, DeviceOrdinal, Driver, VaRange,
 };
-use vmm_pool::{Away, Class, Contents, Copies, Failed, FromOffloaded, HostBudget, Pool, Selection};
+use vmm_pool::{
+    Away, Class, Contents, Copies, Failed, FromOffloaded, HostBudget, Pool, Schedule, Selection,
+};
 
 const BLOCK_BYTES: u64 = 64 << 20;
 
@@ -74,15 +76,21 @@ fn run<D: Driver>(
         let drained = draining.drain(soon(), &crossbeam_channel::never());
         let (quiesced, _) = drained.map_err(Failed::into_error)?;
         let saving = Instant::now();
-        let prepared = quiesced.save(Selection::Whole, &[], Copies::All, |_| HostBudget(None));
+        let prepared = quiesced.prepare(
+            Selection::Whole,
+            &[],
+            Copies::All,
+            |_| HostBudget(None),
+            Schedule::SaveFirst,
+        );
         let (prepared, _) = prepared.map_err(Failed::into_error)?;
         let saved = saving.elapsed();
-        let (paused, _) = prepared.release().map_err(Failed::into_error)?;
+        let (paused, _) = prepared.depart().release().map_err(Failed::into_error)?;
         let shut =
             paused.end().shut::<FromOffloaded>(soon(), || false).map_err(Failed::into_error)?;
-        let (mut returning, _) = shut.create_own(Away::Whole).map_err(Failed::into_error)?;
+        let (arriving, _) = shut.create_own(Away::Whole).map_err(Failed::into_error)?;
         let restoring = Instant::now();
-        returning.restore_own(usize::MAX)?;
+        let (returning, _) = arriving.restore_rest(usize::MAX).map_err(Failed::into_error)?;
         let restored = restoring.elapsed();
         let (back, _) = returning.map_imports().map_err(Failed::into_error)?;
         let (running, spare) = back.commit();

@@ -14,7 +14,9 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, VaRange};
-use vmm_pool::{Away, Class, Contents, Copies, Failed, FromOffloaded, HostBudget, Pool, Selection};
+use vmm_pool::{
+    Away, Class, Contents, Copies, Failed, FromOffloaded, HostBudget, Pool, Schedule, Selection,
+};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
@@ -47,17 +49,23 @@ fn main() -> Result<(), Box<dyn Error>> {
         let draining = keeper.close().map_err(Failed::into_error)?;
         let drained = draining.drain(soon(), &crossbeam_channel::never());
         let (quiesced, _) = drained.map_err(Failed::into_error)?;
-        let prepared = quiesced.save(Selection::Whole, &[], Copies::All, |_| HostBudget(None));
+        let prepared = quiesced.prepare(
+            Selection::Whole,
+            &[],
+            Copies::All,
+            |_| HostBudget(None),
+            Schedule::SaveFirst,
+        );
         let (prepared, _) = prepared.map_err(Failed::into_error)?;
-        let (paused, _) = prepared.release().map_err(Failed::into_error)?;
+        let (paused, _) = prepared.depart().release().map_err(Failed::into_error)?;
         let paused_keeper = paused.end();
         let paused = pausing.elapsed();
         let resuming = Instant::now();
         let shut =
             paused_keeper.shut::<FromOffloaded>(soon(), || false).map_err(Failed::into_error)?;
         let created = shut.create_own(Away::Whole);
-        let (mut returning, _) = created.map_err(Failed::into_error)?;
-        returning.restore_own(usize::MAX)?;
+        let (arriving, _) = created.map_err(Failed::into_error)?;
+        let (returning, _) = arriving.restore_rest(usize::MAX).map_err(Failed::into_error)?;
         let (restored, _) = returning.map_imports().map_err(Failed::into_error)?;
         let (running, spare) = restored.commit();
         keeper = running.end();

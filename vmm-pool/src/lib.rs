@@ -52,11 +52,12 @@ pub use report::{
 pub use saved::{SavedError, Spilled, WriteOut, Written};
 pub use slabs::Part;
 pub use store::{
-    CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, Copying, HostBudget, HostDemand, check_file_dir,
+    CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, Copying, HostBudget, HostDemand, Schedule,
+    check_file_dir,
 };
 pub use transition::{
     Activity, Arriving, Aside, Away, BroughtIn, ByDevice, Departing, Done, DrainError, Draining,
     Failed, FromOffloaded, FromOpen, HostStanding, ImportRequest, Keeper, Leaving, Left, Moved,
-    NotShut, Origin, Prepared, Quiesced, Reserved, Restored, Returning, Shut, Undone,
+    NotShut, Origin, Prepared, Quiesced, Restored, Returning, Shut, Undone,
 };
 pub use waits::Waited;

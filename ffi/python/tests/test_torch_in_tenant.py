@@ -50,7 +50,7 @@ def saved_bytes(report: Dict[str, Any]) -> int:
     members: List[Dict[str, Any]] = [
         member
         for phase in report["phases"]
-        if phase["phase"] == "Save"
+        if phase["phase"] == "Prepare"
         for member in phase["members"]
     ]
     return sum(member["report"]["bytes"] for member in members)

@@ -158,7 +158,7 @@ mod tests {
             imported_cells: 30,
         };
         member.last_pause = vec![(
-            Phase::Save,
+            Phase::Prepare,
             PhaseReport {
                 elapsed_us: 250_000,
                 driver_calls: 42,

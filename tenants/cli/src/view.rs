@@ -140,7 +140,7 @@ pub(crate) mod tests {
         let mut saving =
             on_gpu(member(11, MemberState::Offloading), vec![class("torch", "", 8 << 30, 8 << 30)]);
         saving.member.held = true;
-        saving.member.asked = Some(Asked { round: 1, phase: Phase::Save });
+        saving.member.asked = Some(Asked { round: 1, phase: Phase::Prepare });
         let mut paused =
             on_gpu(member(12, MemberState::Paused), vec![class("torch", "kv", 8 << 30, 0)]);
         paused.pool.devices[0].classes[0].contents = Contents::Discard;
@@ -150,7 +150,7 @@ pub(crate) mod tests {
             let steps = vec![("copy".to_owned(), elapsed_us / 2)];
             (phase, PhaseReport { elapsed_us, steps, ..PhaseReport::default() })
         };
-        paused.last_pause = vec![phase(Phase::Save, 250_000), phase(Phase::Release, 50_000)];
+        paused.last_pause = vec![phase(Phase::Prepare, 250_000), phase(Phase::Release, 50_000)];
         paused.last_resume = vec![phase(Phase::Restore, 400_000)];
         let tenant = |name: &str, members, changed_by| TenantView {
             stats: TenantStats {

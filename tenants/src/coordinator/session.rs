@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use vmm_pool::{ClassBytes, Copies};
+use vmm_pool::{ClassBytes, Copies, Schedule};
 
 use super::early_release;
 use super::error::silence;
@@ -28,6 +28,7 @@ use crate::wire::{
 /// The phases of one pause or resume.
 pub(super) struct Plan {
     action: Action,
+    by_stages: bool,
     prepare: Vec<Phase>,
     /// The first of these is the point of no return.
     commit: Vec<Phase>,
@@ -36,14 +37,22 @@ pub(super) struct Plan {
 impl Plan {
     pub(super) fn new(action: Action, manner: Manner) -> Self {
         let phases = |stage| action.phases(stage, manner);
-        Self { action, prepare: phases(Stage::Prepare), commit: phases(Stage::Commit) }
+        let (prepare, commit) = (phases(Stage::Prepare), phases(Stage::Commit));
+        Self { action, by_stages: manner.by_stages, prepare, commit }
     }
+}
 
-    /// A pause that has not saved yet releases while it does. False where it goes by stages anyway.
-    fn release_early(&mut self) -> bool {
-        let save = self.prepare.iter_mut().find(|phase| **phase == Phase::Save);
-        save.map(|save| *save = Phase::Reserve).is_some()
-    }
+/// What all processes of a pause go by, behind [`Phase::Drain`].
+#[derive(Default)]
+struct Agreed {
+    /// Shared memory that this pause leaves where it is.
+    stays: Vec<Stay>,
+    /// Copies of earlier pauses that all processes have room for in host memory.
+    copies: Copies,
+    /// When they save.
+    schedule: Schedule,
+    /// Saving behind the point of no return, in one stage, takes so long at the slowest.
+    saving: Option<Duration>,
 }
 
 /// How long members may take to say what a resume needs, when nothing else is said.
@@ -67,12 +76,7 @@ pub(super) struct Session<'a> {
     pub(super) scope: Scope,
     /// One sentence for each communicator that some ranks of are in no live process of the tenant.
     pub(super) absent: Vec<String>,
-    /// Shared memory that this pause leaves where it is.
-    stays: Vec<Stay>,
-    /// Copies of earlier pauses that all processes have room for in host memory.
-    copies: Copies,
-    /// This pause saves behind its point of no return, in one stage, which takes so long at the slowest.
-    saves_late: Option<Duration>,
+    agreed: Agreed,
     /// How long it waits for memory that other tenants have open.
     pub(super) patience: Patience,
     /// The limit that a pause of its members exceeds, where that is why it ends.
@@ -146,9 +150,7 @@ impl<'a> Session<'a> {
             round,
             scope,
             absent: Vec::new(),
-            stays: Vec::new(),
-            copies: Copies::default(),
-            saves_late: None,
+            agreed: Agreed::default(),
             patience: Patience::new(options),
             host_short: None,
             dead: 0,
@@ -260,10 +262,10 @@ impl<'a> Session<'a> {
         action: Action,
         members: Vec<usize>,
     ) -> Result<Report, CoordinatorError> {
-        let mut plan = Plan::new(action, self.manner(false));
+        let plan = Plan::new(action, self.manner(false));
         let started = Instant::now();
         let mut report = self.new_report(action);
-        if let Err(stop) = self.prepare(&mut plan, &members, &mut report) {
+        if let Err(stop) = self.prepare(&plan, &members, &mut report) {
             let error = self.roll_back(action, &members, stop);
             if self.options.consent.is_some() {
                 self.tell_waiting(action, &members, &error);
@@ -297,7 +299,7 @@ impl<'a> Session<'a> {
     /// All that can be undone: consent, the phases that prepare, and a last look at who is there.
     pub(super) fn prepare(
         &mut self,
-        plan: &mut Plan,
+        plan: &Plan,
         members: &[usize],
         report: &mut Report,
     ) -> Result<(), Stop> {
@@ -329,14 +331,14 @@ impl<'a> Session<'a> {
     pub(super) fn come(&mut self, members: &[usize], report: &mut Report) -> Result<(), Stop> {
         let mut plan = Plan::new(Action::Resume, self.manner(true));
         plan.prepare.retain(|phase| !phase.is_staged());
-        self.take_all(&mut plan, members, report)?;
+        self.take_all(&plan, members, report)?;
         self.commit(&plan.commit, members.to_vec(), report);
         Ok(())
     }
 
     fn take_all(
         &mut self,
-        plan: &mut Plan,
+        plan: &Plan,
         members: &[usize],
         report: &mut Report,
     ) -> Result<(), Stop> {
@@ -366,15 +368,7 @@ impl<'a> Session<'a> {
                 return Err(Stop::Failed(vec![failure]));
             }
             if phase == Phase::Drain {
-                let drained: Vec<_> = result.done.iter().map(|(_, report)| report).collect();
-                let needs = drained.iter().filter_map(|report| report.host.as_ref());
-                self.copies = host_memory::copies_with_room(&needs.collect::<Vec<_>>());
-                let is_early =
-                    self.options.releases_early || early_release::pays(&drained, self.copies);
-                if is_early && plan.release_early() {
-                    self.saves_late = Some(early_release::saving_time(&drained));
-                }
-                self.stays = self.agree_on_shared(&result.done)?;
+                self.agreed = self.agree(plan, &result.done)?;
             }
             report.add(self.summary(phase, began.elapsed(), result.done));
         }
@@ -384,10 +378,26 @@ impl<'a> Session<'a> {
         if dead.is_empty() { Ok(()) } else { Err(Stop::Failed(dead)) }
     }
 
+    /// What `drained` go by from here on.
+    fn agree(&self, plan: &Plan, drained: &[(usize, PhaseReport)]) -> Result<Agreed, Stop> {
+        let said: Vec<_> = drained.iter().map(|(_, report)| report).collect();
+        let needs = said.iter().filter_map(|report| report.host.as_ref());
+        let copies = host_memory::copies_with_room(&needs.collect::<Vec<_>>());
+        let is_early = self.options.releases_early || early_release::pays(&said, copies);
+        let (schedule, saving) = if plan.by_stages {
+            (Schedule::SaveMeanwhile, None)
+        } else if is_early {
+            (Schedule::SaveMeanwhile, Some(early_release::saving_time(&said)))
+        } else {
+            (Schedule::SaveFirst, None)
+        };
+        Ok(Agreed { stays: self.agree_on_shared(drained)?, copies, schedule, saving })
+    }
+
     /// All phases that cannot be undone, of whoever is not lost on the way.
     fn commit(&mut self, phases: &[Phase], members: Vec<usize>, report: &mut Report) {
         let mut left = members;
-        let mut saving = self.saves_late;
+        let mut saving = self.agreed.saving;
         for &phase in phases {
             let began = Instant::now();
             let usual = self.options.phase_timeout(phase);
@@ -492,7 +502,7 @@ impl<'a> Session<'a> {
         let (most, _) = needs.iter().max_by_key(|(_, need)| need.grow_bytes)?;
         let failure = Failure { kind: FailureKind::OutOfHostMemory, message: short.to_string() };
         self.host_short = Some(short);
-        let step = Step::Phase(Phase::Save);
+        let step = Step::Phase(Phase::Prepare);
         Some(MemberFailure { who: self.peers.list[*most].who, step, failure })
     }
 
@@ -603,7 +613,8 @@ impl<'a> Session<'a> {
 
     /// What orders of this pause or resume say.
     pub(super) fn told(&self) -> Told<'_> {
-        Told { copies: self.copies, ..Told::new(&self.scope, &self.stays) }
+        let Agreed { stays, copies, schedule, .. } = &self.agreed;
+        Told { copies: *copies, schedule: *schedule, ..Told::new(&self.scope, stays) }
     }
 
     /// `phase` as part of this pause or resume.

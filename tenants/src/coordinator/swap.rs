@@ -189,8 +189,8 @@ fn overlapped(
 
     // From here on processes of the first are stopped.
     let mut report = leaving.new_report(Action::Pause);
-    let mut plan = Plan::new(Action::Pause, Manner { without_lost: false, by_stages: true });
-    if let Err(stop) = leaving.prepare(&mut plan, &leavers, &mut report) {
+    let plan = Plan::new(Action::Pause, Manner { without_lost: false, by_stages: true });
+    if let Err(stop) = leaving.prepare(&plan, &leavers, &mut report) {
         let undone = leaving.roll_back(Action::Pause, &leavers, stop);
         *short = leaving.host_short.take();
         return Err(SwapError::Pause(undone));

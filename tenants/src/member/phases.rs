@@ -7,7 +7,7 @@ use vmm_pool::driver::{DeviceOrdinal, Driver};
 use vmm_pool::gate::Call;
 use vmm_pool::{
     Aside, Away, Copies, Done, Draining, Failed, FromOffloaded, FromOpen, Keeper, NotShut, Origin,
-    Returning, Selection, Shut, StepLog, Undone, UninheritedFd,
+    Returning, Schedule, Selection, Shut, StepLog, Undone, UninheritedFd,
 };
 
 use super::failures::{
@@ -37,8 +37,7 @@ impl<D: Driver> Member<D> {
         let outcome = match order {
             Order::CloseGate { scope } => self.close_gate(scope),
             Order::Drain => self.drain(deadline),
-            Order::Save { stays, copies } => self.save(stays, *copies),
-            Order::Reserve { stays, copies } => self.reserve(stays, *copies),
+            Order::Prepare { stays, copies, schedule } => self.prepare(stays, *copies, *schedule),
             Order::ReleaseStage { window } => self.release_stage(window),
             Order::Release => self.release(),
             Order::Verify => self.verify(),
@@ -303,16 +302,24 @@ impl<D: Driver> Member<D> {
         wrong_state(message)
     }
 
-    fn save(&self, stays: &[Stay], copies: Copies) -> Result<PhaseReport, Failure> {
+    /// What would leave is told by device, so that another tenant can count on it.
+    fn prepare(
+        &self,
+        stays: &[Stay],
+        copies: Copies,
+        schedule: Schedule,
+    ) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
         let (quiesced, selection) = self.next_of(Progress::into_quiesced)?;
         self.forget_ended();
         let stays: Vec<_> = stays.iter().map(|stay| (stay.id, stay.reason)).collect();
         let budget = |held_bytes| budget(held_bytes, &(self.config.host_limits)());
-        match quiesced.save(selection, &stays, copies, budget) {
+        match quiesced.prepare(selection, &stays, copies, budget, schedule) {
             Ok((prepared, log)) => {
+                let leaving = self.by_device(self.pool.resident_bytes(prepared.selection()));
+                let devices = self.deltas(&leaving);
                 self.set_progress(Progress::Prepared(prepared));
-                Ok(report(log))
+                Ok(PhaseReport { devices, ..report(log) })
             }
             Err(Failed { state, error }) => {
                 self.set_progress(Progress::Leaving(*state));
@@ -321,34 +328,21 @@ impl<D: Driver> Member<D> {
         }
     }
 
-    /// The point of no return of a pause: the process stands paused, or runs on without some tags.
+    /// The point of no return of a pause, or behind it: the process stands paused, or runs on without some tags.
     pub(super) fn release(&self) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
-        let prepared = match self.take_progress() {
-            Progress::Prepared(prepared) => prepared,
-            Progress::Reserved(reserved) => return self.release_rest(reserved.depart(), 0),
-            Progress::Departing(departing, next) => return self.release_rest(departing, next),
-            progress @ (Progress::Taken
-            | Progress::Rest(_)
-            | Progress::Draining(..)
-            | Progress::Quiesced(..)
-            | Progress::Leaving(_)
-            | Progress::Released(..)
-            | Progress::Arriving(..)
-            | Progress::Returning(_)
-            | Progress::Restored(_)) => return Err(self.out_of_turn(progress)),
-        };
-        let selection = prepared.selection().clone();
-        let before = self.by_device(self.pool.resident_bytes(&selection));
-        let (done, log) = match prepared.release() {
-            Ok(released) => released,
-            Err(Failed { state, error }) => {
-                self.set_progress(Progress::Prepared(*state));
-                return Err(pool_failure(&error));
+        let (departing, next) = self.next_of(|progress| progress.into_departing(None))?;
+        let selection = departing.selection().clone();
+        match departing.release() {
+            Ok((done, moved)) => {
+                let stayed_bytes = self.stand_released(selection, done)?;
+                Ok(PhaseReport { stayed_bytes, ..self.staged(moved, BTreeMap::new()) })
             }
-        };
-        let stayed_bytes = self.stand_released(selection, done)?;
-        Ok(PhaseReport { devices: self.deltas(&before), stayed_bytes, ..report(log) })
+            Err(Failed { state, error }) => {
+                self.set_progress(Progress::Departing(*state, next));
+                Err(pool_failure(&error))
+            }
+        }
     }
 
     /// The last step of `round` was taken, well or not.
@@ -486,7 +480,6 @@ impl<D: Driver> Member<D> {
             Progress::Quiesced(quiesced, _) => Ok(quiesced.reopen()),
             Progress::Leaving(leaving) => leaving.undo(),
             Progress::Prepared(prepared) => prepared.undo(),
-            Progress::Reserved(reserved) => reserved.undo(),
             progress @ (Progress::Taken
             | Progress::Rest(_)
             | Progress::Departing(..)
@@ -540,8 +533,8 @@ impl<D: Driver> Member<D> {
             Resume::Away(shut, away) => shut.create_own(away),
         };
         match created {
-            Ok((returning, log)) => {
-                self.set_progress(Progress::Returning(returning));
+            Ok((arriving, log)) => {
+                self.set_progress(Progress::Arriving(arriving, 0));
                 Ok(PhaseReport { devices: self.deltas(&taken), ..report(log) })
             }
             Err(Failed { state, error }) => {
@@ -555,13 +548,17 @@ impl<D: Driver> Member<D> {
 
     fn restore(&self) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Restoring)?;
-        let mut returning = match self.take_progress().into_arriving() {
-            Ok((arriving, _)) => return self.restore_rest(arriving),
-            Err(other) => other.into_returning().map_err(|other| self.out_of_turn(*other))?,
-        };
-        let restored = returning.restore_own(free_descriptors() / 4);
-        self.set_progress(Progress::Returning(returning));
-        Ok(report(restored.map_err(|error| pool_failure(&error))?))
+        let (arriving, _) = self.next_of(Progress::into_arriving)?;
+        match arriving.restore_rest(free_descriptors() / 4) {
+            Ok((returning, moved)) => {
+                self.set_progress(Progress::Returning(returning));
+                Ok(self.staged(moved, BTreeMap::new()))
+            }
+            Err(Failed { state, error }) => {
+                self.set_progress(Progress::Returning(*state));
+                Err(pool_failure(&error))
+            }
+        }
     }
 
     fn take_returning(&self) -> Result<Returning<D>, Failure> {
@@ -664,7 +661,6 @@ impl<D: Driver> Member<D> {
             | Progress::Quiesced(..)
             | Progress::Leaving(_)
             | Progress::Prepared(_)
-            | Progress::Reserved(_)
             | Progress::Departing(..)
             | Progress::Released(..)) => return Err(self.out_of_turn(progress)),
         };

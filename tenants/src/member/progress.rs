@@ -5,8 +5,8 @@
 
 use vmm_pool::driver::Driver;
 use vmm_pool::{
-    Arriving, Departing, Draining, Keeper, Leaving, Prepared, Quiesced, Reserved, Restored,
-    Returning, Selection,
+    Arriving, Departing, Draining, Keeper, Leaving, Prepared, Quiesced, Restored, Returning,
+    Selection,
 };
 
 /// See the head of this module.
@@ -24,15 +24,13 @@ pub(super) enum Progress<D: Driver> {
     Leaving(Leaving<D>),
     /// All that comes before the release is done.
     Prepared(Prepared<D>),
-    /// The same, of a pause by stages, which has its saving before it.
-    Reserved(Reserved<D>),
-    /// Memory goes by stages; this is the number of the next.
+    /// Memory goes; this is the number of the next stage.
     Departing(Departing<D>, u32),
     /// This memory is released, and what stays is still to be told. Nothing else is under way.
     Released(Keeper<D>, Selection),
-    /// Memory comes back by stages; this is the number of the next.
+    /// Own memory comes back; this is the number of the next stage.
     Arriving(Arriving<D>, u32),
-    /// Memory is on its way back.
+    /// Own memory is back, and imports follow.
     Returning(Returning<D>),
     /// All that comes before the gate opens is done.
     Restored(Restored<D>),
@@ -50,9 +48,7 @@ pub(super) enum Outlook {
 impl<D: Driver> Progress<D> {
     pub(super) fn outlook(&self) -> Outlook {
         match self {
-            Self::Prepared(_) | Self::Reserved(_) | Self::Departing(..) | Self::Restored(_) => {
-                Outlook::InDoubt
-            }
+            Self::Prepared(_) | Self::Departing(..) | Self::Restored(_) => Outlook::InDoubt,
             Self::Taken
             | Self::Rest(_)
             | Self::Draining(..)
@@ -69,7 +65,6 @@ impl<D: Driver> Progress<D> {
         match self {
             Self::Leaving(leaving) => leaving.abandon(),
             Self::Prepared(prepared) => prepared.abandon(),
-            Self::Reserved(reserved) => reserved.abandon(),
             Self::Departing(departing, _) => departing.abandon(),
             Self::Arriving(arriving, _) => arriving.abandon(),
             Self::Returning(returning) => returning.abandon(),
@@ -118,11 +113,16 @@ impl<D: Driver> Progress<D> {
         }
     }
 
-    /// For stage number `stage` of a pause. From here on there is no way back.
-    pub(super) fn into_departing(self, stage: u32) -> Result<Departing<D>, Box<Self>> {
+    /// For stage number `stage`, or for all that is left; with the number of the next stage. From here on there is no way back.
+    pub(super) fn into_departing(
+        self,
+        stage: Option<u32>,
+    ) -> Result<(Departing<D>, u32), Box<Self>> {
         match self {
-            Self::Reserved(reserved) if stage == 0 => Ok(reserved.depart()),
-            Self::Departing(departing, next) if stage == next => Ok(departing),
+            Self::Prepared(prepared) if stage.unwrap_or(0) == 0 => Ok((prepared.depart(), 0)),
+            Self::Departing(departing, next) if stage.unwrap_or(next) == next => {
+                Ok((departing, next))
+            }
             other => Err(Box::new(other)),
         }
     }

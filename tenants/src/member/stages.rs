@@ -4,70 +4,27 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use vmm_pool::driver::{DeviceOrdinal, Driver};
-use vmm_pool::{Arriving, ByDevice, Copies, Departing, Failed, Left, Moved};
+use vmm_pool::{ByDevice, Left, Moved};
 
 use super::Member;
 use super::failures::pool_failure;
 use super::phases::{Resume, report};
 use super::progress::Progress;
-use crate::descriptors::free_descriptors;
-use crate::host_memory::budget;
 use crate::phase::Window;
-use crate::references::Stay;
 use crate::scope::Scope;
 use crate::wire::{Failure, MemberState, PhaseReport, StageLeft, StageReport};
 
 impl<D: Driver> Member<D> {
-    /// Takes all that saving takes. What would leave is told by device, so that somebody else can count on it.
-    pub(super) fn reserve(&self, stays: &[Stay], copies: Copies) -> Result<PhaseReport, Failure> {
-        self.expect(MemberState::Offloading)?;
-        let (quiesced, selection) = self.next_of(Progress::into_quiesced)?;
-        self.forget_ended();
-        let stays: Vec<_> = stays.iter().map(|stay| (stay.id, stay.reason)).collect();
-        let budget = |held_bytes| budget(held_bytes, &(self.config.host_limits)());
-        match quiesced.reserve(selection, &stays, copies, budget) {
-            Ok((reserved, log)) => {
-                let leaving = self.by_device(self.pool.resident_bytes(reserved.selection()));
-                let devices = self.deltas(&leaving);
-                self.set_progress(Progress::Reserved(reserved));
-                Ok(PhaseReport { devices, ..report(log) })
-            }
-            Err(Failed { state, error }) => {
-                self.set_progress(Progress::Leaving(*state));
-                Err(pool_failure(&error))
-            }
-        }
-    }
-
     /// The point of no return of a pause by stages, or behind it.
     pub(super) fn release_stage(&self, window: &Window) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
-        let mut departing = self.next_of(|progress| progress.into_departing(window.stage))?;
+        let (mut departing, _) =
+            self.next_of(|progress| progress.into_departing(Some(window.stage)))?;
         let moved = departing.release_stage(&self.known(window));
         let left = departing.left();
         self.set_progress(Progress::Departing(departing, window.stage.saturating_add(1)));
         let moved = moved.map_err(|error| pool_failure(&error))?;
         Ok(self.staged(moved, left))
-    }
-
-    /// The end of a pause by stages, also when only one of them was taken, or none.
-    pub(super) fn release_rest(
-        &self,
-        departing: Departing<D>,
-        next: u32,
-    ) -> Result<PhaseReport, Failure> {
-        let selection = departing.selection().clone();
-        match departing.release() {
-            Ok((done, moved)) => {
-                let stayed_bytes = self.stand_released(selection, done)?;
-                let report = self.staged(moved, BTreeMap::new());
-                Ok(PhaseReport { stayed_bytes, ..report })
-            }
-            Err(Failed { state, error }) => {
-                self.set_progress(Progress::Departing(*state, next));
-                Err(pool_failure(&error))
-            }
-        }
     }
 
     /// Brings back as much as is allowed. The first stage shuts the gate.
@@ -97,20 +54,6 @@ impl<D: Driver> Member<D> {
         Ok(self.staged(moved, left))
     }
 
-    /// The end of it, before imports.
-    pub(super) fn restore_rest(&self, arriving: Arriving<D>) -> Result<PhaseReport, Failure> {
-        match arriving.restore_rest(free_descriptors() / 4) {
-            Ok((returning, moved)) => {
-                self.set_progress(Progress::Returning(returning));
-                Ok(self.staged(moved, BTreeMap::new()))
-            }
-            Err(Failed { state, error }) => {
-                self.set_progress(Progress::Returning(*state));
-                Err(pool_failure(&error))
-            }
-        }
-    }
-
     /// `window` by the numbers that devices have in this process.
     fn known(&self, window: &Window) -> ByDevice {
         let devices = self.pool.devices().into_iter();
@@ -122,7 +65,7 @@ impl<D: Driver> Member<D> {
         named.collect()
     }
 
-    fn staged(&self, moved: Moved, left: BTreeMap<DeviceOrdinal, Left>) -> PhaseReport {
+    pub(super) fn staged(&self, moved: Moved, left: BTreeMap<DeviceOrdinal, Left>) -> PhaseReport {
         let left = left.into_iter().map(|(device, left)| StageLeft {
             uuid: self.pool.uuid(device),
             bytes: left.bytes,

@@ -203,7 +203,7 @@ fn a_death_in_a_pause_takes_all_survivors_back_to_the_same_memory() {
     let (handle, at_middle) = written(&middle, 1, "", 7);
     let (_, at_last) = share(&middle, handle, &last, 1);
     let refused = stage.act_with(Action::Pause, options(Scope::Whole), &mut |event| {
-        if let Event::StepDone { step: Step::Phase(Phase::Save), .. } = event {
+        if let Event::StepDone { step: Step::Phase(Phase::Prepare), .. } = event {
             child.kill().expect("killed");
             child.wait().expect("ended");
         }

@@ -68,7 +68,7 @@ fn joined_in(phase: Phase) {
 
 #[test]
 fn a_process_that_joins_in_a_pause_and_redeems_a_ticket_gets_the_memory_that_all_see() {
-    for phase in [Phase::CloseGate, Phase::Drain, Phase::Save, Phase::Release] {
+    for phase in [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release] {
         joined_in(phase);
     }
 }
@@ -131,7 +131,7 @@ fn a_handle_opened_while_its_owner_pauses_alone_is_refused_by_the_tags_name_and_
     };
     let mut opened = None;
     let outcome = stage.act_with(Action::Pause, alone(&owner), &mut |event| {
-        if let Event::StepStarted { step: Step::Phase(Phase::Save), .. } = event {
+        if let Event::StepStarted { step: Step::Phase(Phase::Prepare), .. } = event {
             opened = Some(opening(ticket.clone()));
         }
     });

@@ -59,7 +59,7 @@ fn a_second_pause_of_a_tag_that_is_called_off_is_undone() {
     let (interrupt, raise) = Interrupt::new().expect("a pipe");
     let options = Options { interrupt: Some(interrupt), ..options(tags("kv")) };
     let called_off = twice.stage.act_with(Action::Pause, options, &mut |event| {
-        if let Event::StepDone { step: Step::Phase(Phase::Save), .. } = event {
+        if let Event::StepDone { step: Step::Phase(Phase::Prepare), .. } = event {
             nix::unistd::write(&raise, &[1]).expect("raised");
         }
     });

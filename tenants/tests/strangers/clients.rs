@@ -287,7 +287,7 @@ fn phases_that_come_twice_late_or_out_of_order_change_nothing() {
     };
     let out_of_order = [
         Phase::Drain,
-        Phase::Save,
+        Phase::Prepare,
         Phase::Release,
         Phase::Verify,
         Phase::CreateOwn,

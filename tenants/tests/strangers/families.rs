@@ -221,7 +221,7 @@ fn a_resume_that_waits_for_a_lender_on_its_way_ends_when_it_is_called_off() {
     let (ticket, _handle) = ticket_of(&lender);
     borrower.redeem_ticket(&borrower.pool().enter(), &ticket, "test").unwrap();
     let mut coordinator = Connection::connect(borrower.socket_path(), soon()).unwrap();
-    let pause = [Phase::CloseGate, Phase::Drain, Phase::Save, Phase::Release, Phase::Verify];
+    let pause = [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release, Phase::Verify];
     lead(&mut coordinator, 1, &pause);
     let mut on_its_way = Connection::connect(lender.socket_path(), soon()).unwrap();
     lead(&mut on_its_way, 1, &[Phase::CloseGate]);

@@ -174,7 +174,7 @@ mod tests {
     use super::*;
     use crate::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
     use crate::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
-    use crate::{Class, Copies, HostBudget, Selection};
+    use crate::{Class, Copies, HostBudget, Schedule, Selection};
 
     #[test]
     fn what_the_disk_loses_before_its_flush_has_not_moved() {
@@ -193,8 +193,14 @@ mod tests {
         let soon = Instant::now() + Duration::from_mins(1);
         let drained = keeper.close().unwrap().drain(soon, &crossbeam_channel::never());
         let (quiesced, _) = drained.unwrap();
-        let saved = quiesced.save(Selection::Whole, &[], Copies::All, |_| HostBudget(None));
-        drop(saved.unwrap().0.release().unwrap());
+        let saved = quiesced.prepare(
+            Selection::Whole,
+            &[],
+            Copies::All,
+            |_| HostBudget(None),
+            Schedule::SaveFirst,
+        );
+        drop(saved.unwrap().0.depart().release().unwrap());
         let before = pool.report().host_arena_bytes;
         pool.arena().disk.use_without_flush();
         let error = pool.spill(Path::new("/dev/shm"), u64::MAX, soon).unwrap_err();

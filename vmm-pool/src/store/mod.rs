@@ -84,6 +84,18 @@ impl HostDemand {
     }
 }
 
+/// When contents are saved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub enum Schedule {
+    /// All of them before anything is given back; host memory for them is made beside the copies. The pause can be undone
+    /// until then.
+    #[default]
+    SaveFirst,
+    /// Each part before it is given back. All host memory and disk space is taken before, and the pause can be undone until
+    /// the first part.
+    SaveMeanwhile,
+}
+
 /// Which copies of contents, left in host memory by earlier pauses, a pause keeps. What is unchanged in them is not
 /// copied again. Copies for readers are kept in any case.
 #[derive(

@@ -139,6 +139,8 @@ mod tests {
     #[cfg(feature = "sim")]
     use crate::ledger::Selection;
     use crate::store::Extent;
+    #[cfg(feature = "sim")]
+    use crate::store::Schedule;
 
     const MIB: u64 = 1 << 20;
     const GPU: DeviceOrdinal = DeviceOrdinal(0);
@@ -237,7 +239,13 @@ mod tests {
             let soon = Instant::now() + Duration::from_mins(1);
             let draining = keeper.close().unwrap();
             let (quiesced, _) = draining.drain(soon, &crossbeam_channel::never()).unwrap();
-            quiesced.save(Selection::Whole, &[], Copies::All, |_| HostBudget(None))
+            quiesced.prepare(
+                Selection::Whole,
+                &[],
+                Copies::All,
+                |_| HostBudget(None),
+                Schedule::SaveFirst,
+            )
         };
         pool.arena().disk.use_full();
         let free_bytes = || driver.memory_of(GPU).unwrap().free_bytes;
@@ -253,7 +261,7 @@ mod tests {
         // The next file is one of the disk's.
         let (prepared, _) = save(keeper).unwrap();
         assert_eq!(free_bytes(), before, "nothing was released before");
-        drop(prepared.release().unwrap());
+        drop(prepared.depart().release().unwrap());
         assert_eq!(free_bytes(), before + 2 * GRANULARITY_BYTES);
         assert_eq!(pool.report().file_bytes, GRANULARITY_BYTES);
     }

@@ -54,7 +54,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::draining::Draining;
-use super::pause::Undone;
+use super::leaving::Undone;
 use super::quiesced::{Failed, ShutGate};
 use crate::driver::{Driver, RawContext};
 use crate::gate::{Mode, StillInside};

@@ -1,12 +1,11 @@
 //! The steps of a pause and of a resume, and the proofs that they need.
 //!
 //! ```text
-//!   pause:   Keeper --close--> Draining --drain--> Quiesced --save--> Prepared --release--> Done (memory is away)
-//!   resume:  Keeper --shut--> Shut --create_own--> Returning: restore_own, import_batch --map_imports--> Restored
-//!                                                                              --commit--> Done (the process runs)
+//!   pause:   Keeper --close--> Draining --drain--> Quiesced --prepare--> Prepared --depart--> Departing: release_stage
+//!                                                                                 --release--> Done (memory is away)
+//!   resume:  Keeper --shut--> Shut --create_own or arrive--> Arriving: restore_stage --restore_rest--> Returning:
+//!                             import_batch --map_imports--> Restored --commit--> Done (the process runs)
 //!   either:  Done --end--> Keeper
-//!   by stages: Quiesced --reserve--> Reserved --depart--> Departing: release_stage --release--> (memory is away)
-//!              Shut --arrive--> Arriving: restore_stage --restore_rest--> Returning
 //! ```
 //!
 //! Each arrow consumes what is left of it. What is given up on the way is put back: dropping a [`Draining`], a [`Shut`] or a
@@ -21,29 +20,32 @@
 //! it succeeds or fails.
 
 mod ahead;
+mod coming;
 mod copier;
 mod draining;
 mod file;
 mod keeper;
+mod leaving;
 mod mappings;
-mod pause;
+mod moved;
 mod queue;
 mod quiesced;
 mod release;
 mod restore;
-mod resume;
 mod save;
-mod staged;
 mod still;
 mod survey;
 mod verify;
 mod views;
 
 pub use ahead::{BroughtIn, HostStanding};
+pub use coming::{Arriving, Restored, Returning};
 pub use draining::{Activity, DrainError, Draining};
 pub use keeper::{Aside, Away, FromOffloaded, FromOpen, Keeper, NotShut, Origin, Shut};
-pub use pause::{Leaving, Prepared, Undone};
+pub use leaving::{Departing, Leaving, Prepared, Undone};
+pub use moved::{ByDevice, Left, Moved};
 pub use quiesced::{Done, Failed, Quiesced};
 pub use restore::ImportRequest;
-pub use resume::{Restored, Returning};
-pub use staged::{Arriving, ByDevice, Departing, Left, Moved, Reserved};
+
+#[cfg(test)]
+mod tests;

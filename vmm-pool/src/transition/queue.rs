@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::staged::Left;
+use super::moved::Left;
 use crate::VirtualHandle;
 use crate::driver::DeviceOrdinal;
 use crate::ledger::Row;

@@ -10,7 +10,7 @@ use crate::pool::{Pool, Right};
 use crate::store::HostDemand;
 
 use super::keeper::Keeper;
-use super::pause::Undone;
+use super::leaving::Undone;
 use super::still::Still;
 use crate::journal::StepLog;
 

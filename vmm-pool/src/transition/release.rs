@@ -57,7 +57,8 @@ impl<D: Driver> Still<'_, D> {
             meanwhile.has_begun = true;
             self.release_unmapped(log, selection, is_import);
             let ledger = self.pool.ledger();
-            let rows = ledger.rows().filter(|row| row.is_own() && row.is_resident() && goes(row));
+            let rows = ledger.rows_in(selection);
+            let rows = rows.filter(|row| row.is_own() && row.is_resident() && goes(row));
             meanwhile.ready = rows.map(Row::handle).collect();
         }
         let mut bytes = 0;

@@ -160,17 +160,18 @@ impl<D: Driver> Still<'_, D> {
         PoolError::OutOfDeviceMemory { device, needed_bytes, free_bytes }
     }
 
-    /// See [`super::Returning::restore_own`].
+    /// Maps `part` at its old addresses and puts contents back. Meanwhile it exports what peers had imported of a selection, if one
+    /// is given, as far as so many descriptors go.
     pub(super) fn restore_own(
         &self,
-        selection: &Selection,
-        exports_max: usize,
+        part: &Selection,
+        exports: Option<(&Selection, usize)>,
     ) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         let mut copier = Copier::new(self.pool);
         let own: Vec<_> = {
             let ledger = self.pool.ledger();
-            let own = ledger.rows_in(selection).filter(|row| row.is_own() && row.is_resident());
+            let own = ledger.rows_in(part).filter(|row| row.is_own() && row.is_resident());
             own.map(|row| (row.handle(), row.device())).collect()
         };
         let mut from_file = Vec::new();
@@ -189,7 +190,8 @@ impl<D: Driver> Still<'_, D> {
         let outcome = queued
             .and_then(|()| self.restore_from_file(&mut log, &mut copier, &from_file))
             .and_then(|()| {
-                log.timed("export", |log| self.export_again(log, selection, exports_max))
+                let Some((exported, exports_max)) = exports else { return Ok(()) };
+                log.timed("export", |log| self.export_again(log, exported, exports_max))
             });
         // Every device is waited for, whatever the others say: nothing may be unmapped under a copy.
         let finished = log.timed("wait for copies", |_| copier.streams.finish_or_leave());

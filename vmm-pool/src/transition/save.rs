@@ -62,15 +62,6 @@ impl Plan {
     }
 }
 
-/// Where saving has its host memory and disk space from.
-#[derive(Debug)]
-pub(super) enum Space<'a> {
-    /// It takes what is missing, within this budget, for what the survey says, and keeps so many copies.
-    Take(&'a Survey, Copies, HostBudget),
-    /// [`Still::hold_space`] has taken all of it, and has laid out this.
-    Held(Box<[Layout; 2]>),
-}
-
 /// What becomes of memory whose contents are saved, while others are still on their way.
 #[derive(Debug)]
 pub(super) enum Behind<'a> {
@@ -123,35 +114,24 @@ fn in_groups(items: Vec<Item>, group_bytes: u64) -> Vec<Group> {
 }
 
 impl<D: Driver> Still<'_, D> {
-    /// See [`super::Quiesced::save`].
-    pub(super) fn save(&self, mut behind: Behind<'_>, space: Space<'_>) -> PoolResult<StepLog> {
-        let selection = behind.selection();
+    /// Saves to where it is laid out, within disk space that is taken; host memory that is missing is made beside the copies.
+    pub(super) fn save(
+        &self,
+        mut behind: Behind<'_>,
+        [kept, filed]: [Layout; 2],
+    ) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
         let mut copier = Copier::new(self.pool);
-        let takes = matches!(space, Space::Take(..));
-        let [kept, filed] = log.timed("lay out", |log| match space {
-            Space::Take(survey, copies, budget) => {
-                self.layouts_within(log, &copier.arena, selection, survey, copies, budget)
-            }
-            Space::Held(laid_out) => Ok(*laid_out),
-        })?;
-        let reserved = if takes {
-            log.timed("reserve disk", |_| copier.arena.disk.reserve(&filed.copied_places()))
-        } else {
-            Ok(())
-        };
         // From here on a copy counts only if nothing of it changes.
         self.pool.ledger().forget_copies(&kept);
         let end_bytes = kept.end_bytes;
-        let planned = reserved.and_then(|()| {
-            log.timed("plan", |log| {
-                let plan = self.plan(log, kept, filed)?;
-                for item in plan.items() {
-                    copier.streams.of(item.device)?;
-                }
-                Ok(plan)
-            })
+        let planned = log.timed("plan", |log| {
+            let plan = self.plan(log, kept, filed)?;
+            for item in plan.items() {
+                copier.streams.of(item.device)?;
+            }
+            Ok(plan)
         });
         let outcome = planned.and_then(|plan| {
             copier.arena.set_nodes(self.pool.nodes_of(&self.pool.devices()));
@@ -169,14 +149,6 @@ impl<D: Driver> Still<'_, D> {
             if self.pool.deferred.is_settled() {
                 self.drop_views(&mut log);
                 self.pool.ledger().void_copies();
-            }
-            // What was held before is for another try: behind the point of no return there is no other way.
-            if takes {
-                if self.pool.deferred.is_settled() {
-                    let live_bytes = self.pool.ledger().end_in(Store::Host);
-                    copier.arena.give_back_unused(live_bytes);
-                }
-                drop(self.pool.give_disk_back(&mut copier.arena));
             }
         }
         let plan = outcome?;

@@ -10,7 +10,7 @@ use vmm_pool::driver::{AccessDesc, DriverCode, DriverOp, RawContext};
 use vmm_pool::gate::Passage;
 use vmm_pool::{
     Away, Contents, Copies, DrainError, Failed, FromOffloaded, FromOpen, NotShut, PoolError,
-    Selection, Tags, Whose,
+    Schedule, Selection, Tags, Whose,
 };
 
 use crate::faults::Pair;
@@ -284,7 +284,7 @@ fn the_gate_goes_where_a_step_has_led_when_its_end_is_dropped_and_not_before() {
     };
     let prepared = || {
         quiesced()
-            .save(WHOLE, &[], Copies::All, |_| UNLIMITED)
+            .prepare(WHOLE, &[], Copies::All, |_| UNLIMITED, Schedule::SaveFirst)
             .map_err(Failed::into_error)
             .expect("saved")
             .0
@@ -296,7 +296,7 @@ fn the_gate_goes_where_a_step_has_led_when_its_end_is_dropped_and_not_before() {
     drop(undone);
     check("undone", GateAt::Open);
 
-    let released = prepared().release().map_err(Failed::into_error).expect("released");
+    let released = prepared().depart().release().map_err(Failed::into_error).expect("released");
     check("released, and held", GateAt::Shut);
     drop(released);
     check("released", GateAt::Offloaded);
@@ -310,8 +310,8 @@ fn the_gate_goes_where_a_step_has_led_when_its_end_is_dropped_and_not_before() {
     drop(undone);
     check("given up", GateAt::Offloaded);
 
-    let mut returning = create();
-    returning.restore_own(usize::MAX).expect("contents");
+    let restored = create().restore_rest(usize::MAX).map_err(Failed::into_error);
+    let (returning, _) = restored.expect("contents");
     let (restored, _) = returning.map_imports().map_err(Failed::into_error).expect("no imports");
     let committed = restored.commit();
     check("committed, and held", GateAt::Shut);

@@ -162,6 +162,7 @@ fn a_missing_descriptor_is_named_and_the_import_can_be_tried_again() {
     importer.save(&WHOLE, UNLIMITED).expect("nothing to save");
     importer.release_selected().expect("release");
     importer.create_own(&WHOLE).expect("it has none");
+    importer.restore_own(0).expect("it has none");
     let error = importer.map_imports().expect_err("nothing was fetched");
     let PoolError::MissingImport { address, size_bytes } = error else { panic!("{error}") };
     assert_eq!((address, size_bytes), (there.start, UNIT));

@@ -298,6 +298,7 @@ fn memory_of_the_dead_is_kept_until_the_release_and_asked_for_until_it_is_given_
     assert_eq!(free_bytes(&importer, DEVICE), CAPACITY_BYTES, "memory of the dead stays");
     assert_eq!(importer.imports_away(OWNER), LostImports { count: 1, bytes: UNIT });
     importer.create_own(&WHOLE).expect("it has none");
+    importer.restore_own(0).expect("it has none");
     assert_eq!(importer.import_requests().len(), 1);
     let refused = importer.map_imports();
     assert!(matches!(refused, Err(PoolError::MissingImport { .. })));

@@ -16,7 +16,7 @@ use vmm_pool::driver::{
 use vmm_pool::{
     AllocationId, Arriving, Aside, Away, Borrowed, ByDevice, Class, Copies, Departing, Export,
     Failed, FromOffloaded, FromOpen, HostBudget, ImportRequest, ImportSource, Keeper, Leaving,
-    Moved, Origin, Pool, PoolResult, Prepared, Quiesced, Reserved, Restored, Returning, Selection,
+    Moved, Origin, Pool, PoolResult, Prepared, Quiesced, Restored, Returning, Schedule, Selection,
     Shut, StayReason, StepLog, Undone, VirtualHandle,
 };
 
@@ -41,7 +41,6 @@ enum Stage {
     Quiesced(Quiesced<SimDriver>),
     Leaving(Leaving<SimDriver>),
     Prepared(Prepared<SimDriver>),
-    Reserved(Reserved<SimDriver>),
     Departing(Departing<SimDriver>),
     Arriving(Arriving<SimDriver>),
     Returning(Returning<SimDriver>),
@@ -117,11 +116,26 @@ impl SimPool {
     }
 
     pub(crate) fn save(&self, selection: &Selection, budget: HostBudget) -> PoolResult<StepLog> {
+        self.prepare(selection, budget, Schedule::SaveFirst)
+    }
+
+    /// In place of a save.
+    pub(crate) fn reserve(&self, selection: &Selection, budget: HostBudget) -> PoolResult<StepLog> {
+        self.prepare(selection, budget, Schedule::SaveMeanwhile)
+    }
+
+    fn prepare(
+        &self,
+        selection: &Selection,
+        budget: HostBudget,
+        schedule: Schedule,
+    ) -> PoolResult<StepLog> {
         let told = std::mem::take(&mut *self.told.lock().expect("no test has failed"));
         let mut quiesced = self.quiesce();
         quiesced.mark_unused(&told.unused);
         let mut seen = quiesced.survey(selection);
-        match quiesced.save(selection.clone(), &told.stays, Copies::All, |_| budget) {
+        let budget = |_| budget;
+        match quiesced.prepare(selection.clone(), &told.stays, Copies::All, budget, schedule) {
             Ok((prepared, log)) => {
                 self.put(Stage::Prepared(prepared));
                 seen.add(log);
@@ -139,7 +153,6 @@ impl SimPool {
         let undone = match self.take() {
             Stage::Leaving(leaving) => leaving.undo(),
             Stage::Prepared(prepared) => prepared.undo(),
-            Stage::Reserved(reserved) => reserved.undo(),
             Stage::Quiesced(quiesced) => {
                 drop(quiesced);
                 return Ok(StepLog::default());
@@ -166,45 +179,14 @@ impl SimPool {
 
     /// The point of no return of a pause.
     pub(crate) fn release_selected(&self) -> PoolResult<StepLog> {
-        let Stage::Prepared(prepared) = self.take() else {
-            panic!("nothing is saved");
-        };
-        match prepared.release() {
-            Ok((done, log)) => {
-                drop(done);
-                Ok(log)
-            }
-            Err(Failed { state, error }) => {
-                self.put(Stage::Prepared(*state));
-                Err(error)
-            }
-        }
-    }
-
-    /// In place of a save.
-    pub(crate) fn reserve(&self, selection: &Selection, budget: HostBudget) -> PoolResult<StepLog> {
-        let told = std::mem::take(&mut *self.told.lock().expect("no test has failed"));
-        let mut quiesced = self.quiesce();
-        quiesced.mark_unused(&told.unused);
-        let mut seen = quiesced.survey(selection);
-        match quiesced.reserve(selection.clone(), &told.stays, Copies::All, |_| budget) {
-            Ok((reserved, log)) => {
-                self.put(Stage::Reserved(reserved));
-                seen.add(log);
-                Ok(seen)
-            }
-            Err(Failed { state, error }) => {
-                self.put(Stage::Leaving(*state));
-                Err(error)
-            }
-        }
+        self.release_rest().map(|moved| moved.log)
     }
 
     fn take_departing(&self) -> Departing<SimDriver> {
         match self.take() {
-            Stage::Reserved(reserved) => reserved.depart(),
+            Stage::Prepared(prepared) => prepared.depart(),
             Stage::Departing(departing) => departing,
-            stage => panic!("nothing is reserved: {stage:?}"),
+            stage => panic!("nothing is prepared: {stage:?}"),
         }
     }
 
@@ -215,7 +197,7 @@ impl SimPool {
         moved
     }
 
-    /// The end of a pause by stages.
+    /// The end of a pause.
     pub(crate) fn release_rest(&self) -> PoolResult<Moved> {
         match self.take_departing().release() {
             Ok((done, moved)) => {
@@ -268,8 +250,8 @@ impl SimPool {
             selection => panic!("no resume is of {selection:?}"),
         };
         match created {
-            Ok((returning, log)) => {
-                self.put(Stage::Returning(returning));
+            Ok((arriving, log)) => {
+                self.put(Stage::Arriving(arriving));
                 Ok(log)
             }
             Err(Failed { state, error }) => {
@@ -289,7 +271,8 @@ impl SimPool {
     }
 
     pub(crate) fn restore_own(&self, exports_max: usize) -> PoolResult<StepLog> {
-        self.with_returning(|returning| returning.restore_own(exports_max))
+        let Moved { log, copied_bytes, .. } = self.restore_rest(exports_max)?;
+        Ok(StepLog { bytes: copied_bytes, ..log })
     }
 
     pub(crate) fn import_requests(&self) -> Vec<ImportRequest> {
@@ -385,7 +368,6 @@ impl SimPool {
         match self.take() {
             Stage::Leaving(leaving) => leaving.abandon(),
             Stage::Prepared(prepared) => prepared.abandon(),
-            Stage::Reserved(reserved) => reserved.abandon(),
             Stage::Departing(departing) => departing.abandon(),
             Stage::Arriving(arriving) => arriving.abandon(),
             Stage::Returning(returning) => returning.abandon(),

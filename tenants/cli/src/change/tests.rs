@@ -19,7 +19,7 @@ fn report() -> Report {
                 unchanged_bytes: 1 << 30,
                 copied_bytes: 1 << 29,
             })
-            .filter(|_| phase == Phase::Save),
+            .filter(|_| phase == Phase::Prepare),
             ..PhaseReport::default()
         },
     };
@@ -36,7 +36,7 @@ fn report() -> Report {
         drain: None,
         phases: vec![
             phase(Phase::Drain, 46_000),
-            phase(Phase::Save, 99_000),
+            phase(Phase::Prepare, 99_000),
             phase(Phase::Release, 300_000),
         ],
         window_bytes: None,

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
 use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::{ClassBytes, Copying, DeviceReport, PoolReport};
+use vmm_pool::{ClassBytes, Copying, DeviceReport, PoolReport, Schedule};
 
 use crate::coordinator::{Coordinator, Event, Options};
 use crate::host_memory::HostNeed;
@@ -56,6 +56,8 @@ pub(super) enum Fault {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Line {
     Began(u64, Phase),
+    /// It is told when to save.
+    Schedule(u64, Schedule),
     Ended(u64, Phase),
     Consent(u64),
     GivenUp(u64, String),
@@ -218,6 +220,7 @@ impl World {
             .filter_map(|line| match line {
                 Line::Began(member, phase) if *member == id => Some(*phase),
                 Line::Began(..)
+                | Line::Schedule(..)
                 | Line::Ended(..)
                 | Line::Consent(_)
                 | Line::GivenUp(..)
@@ -338,6 +341,9 @@ impl Agent {
                 Some(Fault::Fail(FailureKind::WrongState))
             }
             Request::Phase(TakePhase { order, .. }) => {
+                if let Order::Prepare { schedule, .. } = order {
+                    self.log.lock().unwrap().push(Line::Schedule(self.id, *schedule));
+                }
                 let line = Line::Began(self.id, order.phase());
                 let mut log = self.log.lock().unwrap();
                 let earlier = log.iter().filter(|before| **before == line).count();
@@ -447,8 +453,7 @@ impl Agent {
                 return (all, all);
             }
             Order::Drain
-            | Order::Save { .. }
-            | Order::Reserve { .. }
+            | Order::Prepare { .. }
             | Order::AbortPause
             | Order::CreateOwn { .. }
             | Order::Import
@@ -470,11 +475,9 @@ impl Agent {
         let (bytes, left) = self.moved(order);
         let mut state = self.state.lock().unwrap();
         *state = match phase {
-            Phase::CloseGate
-            | Phase::Drain
-            | Phase::Save
-            | Phase::Reserve
-            | Phase::ReleaseStage => MemberState::Offloading,
+            Phase::CloseGate | Phase::Drain | Phase::Prepare | Phase::ReleaseStage => {
+                MemberState::Offloading
+            }
             Phase::Release | Phase::Verify | Phase::AbortResume => MemberState::Paused,
             Phase::CreateOwn
             | Phase::RestoreStage

@@ -1,12 +1,12 @@
 //! Every fault in every phase of every member.
 
 use super::*;
-use vmm_pool::Copying;
+use vmm_pool::{Copying, Schedule};
 
 use crate::host_memory::{HostLimit, HostNeed, LimitKind};
 
 const MEMBERS: usize = 3;
-const REVERSIBLE_PAUSE: &[Phase] = &[Phase::CloseGate, Phase::Drain, Phase::Save];
+const REVERSIBLE_PAUSE: &[Phase] = &[Phase::CloseGate, Phase::Drain, Phase::Prepare];
 const REVERSIBLE_RESUME: &[Phase] = &[Phase::CreateOwn, Phase::Restore, Phase::Import];
 
 /// Three members, the one with index `victim` faulty in `phase`.
@@ -258,7 +258,7 @@ fn two_silent_members_cost_no_more_time_than_one() {
 #[test]
 fn a_late_answer_is_not_taken_for_the_answer_to_the_undo() {
     // Slower than the deadline, so that its answer to the phase arrives while the undo is awaited.
-    let late = active().with(Phase::Save, Fault::Slow(620));
+    let late = active().with(Phase::Prepare, Fault::Slow(620));
     let world = World::of(&[late, active()]);
     let error = world.coordinator().pause(&mut quiet).unwrap_err();
     let CoordinatorError::Refused { undo_failures, .. } = &error else {
@@ -290,13 +290,18 @@ fn a_pause_that_copies_much_or_is_told_to_releases_while_it_saves() {
             .map(|summary| summary.phase)
             .collect::<Vec<_>>()
     };
+    let (first, meanwhile) = (Schedule::SaveFirst, Schedule::SaveMeanwhile);
     for (mib, releases_early, expected) in
-        [(2048, false, Phase::Reserve), (1, false, Phase::Save), (1, true, Phase::Reserve)]
+        [(2048, false, meanwhile), (1, false, first), (1, true, meanwhile)]
     {
         let copying = Copying { to_memory_bytes: mib << 20, ..Copying::default() };
         let world = World::of(&[active(), Script { copying: Some(copying), ..active() }]);
-        let phases = [Phase::CloseGate, Phase::Drain, expected, Phase::Release, Phase::Verify];
+        let phases =
+            [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release, Phase::Verify];
         assert_eq!(pause(&world, releases_early), phases);
+        for id in [1, 2] {
+            assert!(world.log.lock().unwrap().contains(&Line::Schedule(id, expected)));
+        }
         assert_eq!([1, 2].map(|id| world.phases_of(id)), [phases, phases]);
     }
 }
@@ -426,7 +431,11 @@ fn those_who_wait_together_are_told_why_it_will_not_happen() {
         .into_iter()
         .filter_map(|line| match line {
             Line::GivenUp(id, why) => Some((id, why)),
-            Line::Began(..) | Line::Ended(..) | Line::Consent(_) | Line::CalledOff(_) => None,
+            Line::Schedule(..)
+            | Line::Began(..)
+            | Line::Ended(..)
+            | Line::Consent(_)
+            | Line::CalledOff(_) => None,
         })
         .collect();
     let mut ids: Vec<_> = told.iter().map(|(id, _)| *id).collect();
@@ -459,5 +468,5 @@ fn what_is_lent_still_when_the_devices_are_drained_ends_a_pause() {
     assert_eq!(kinds, [FailureKind::Lent], "{error}");
     assert!(error.left_unchanged(), "{error}");
     assert_eq!(world.states(), [MemberState::Active; 2]);
-    assert!(!world.phases_of(2).contains(&Phase::Save));
+    assert!(!world.phases_of(2).contains(&Phase::Prepare));
 }

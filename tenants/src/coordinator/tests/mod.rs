@@ -23,7 +23,7 @@ use crate::identity::MemberId;
 use crate::wire::{FailureKind, MemberState, Reply, Request, TakePhase, Told};
 
 const PAUSE: [Phase; 5] =
-    [Phase::CloseGate, Phase::Drain, Phase::Save, Phase::Release, Phase::Verify];
+    [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release, Phase::Verify];
 const RESUME: [Phase; 4] = [Phase::CreateOwn, Phase::Restore, Phase::Import, Phase::Activate];
 
 fn active() -> Script {
@@ -51,7 +51,11 @@ fn assert_in_step(lines: &[Line], members: usize, phases: &[Phase]) {
         .iter()
         .filter_map(|line| match line {
             Line::Began(_, phase) => Some(*phase),
-            Line::Ended(..) | Line::Consent(_) | Line::GivenUp(..) | Line::CalledOff(_) => None,
+            Line::Schedule(..)
+            | Line::Ended(..)
+            | Line::Consent(_)
+            | Line::GivenUp(..)
+            | Line::CalledOff(_) => None,
         })
         .collect();
     assert_eq!(began, order);

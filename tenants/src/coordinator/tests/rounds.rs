@@ -17,7 +17,7 @@ use crate::scope::TagNames;
 use crate::stepping::{SeenActivity, StepOrder};
 use crate::wire::{Hold, RoundEnd, StepOn, Withdraw};
 
-const BEFORE_STAGES: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Reserve];
+const BEFORE_STAGES: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Prepare];
 
 fn named(tag: &str) -> TagNames {
     TagNames::Named([tag.to_owned()].into())
@@ -119,7 +119,8 @@ fn orders_of_another_round_are_refused_while_one_is_under_way() {
         let leader = format!("which process {} leads", std::process::id());
         assert!(text.contains(&leader), "{text}");
     }
-    for (step, next) in BEFORE_RELEASE.into_iter().zip([Phase::Drain, Phase::Save, Phase::Release])
+    for (step, next) in
+        BEFORE_RELEASE.into_iter().zip([Phase::Drain, Phase::Prepare, Phase::Release])
     {
         first.lead(step, &Scope::Whole);
         for order in [step, next, Phase::Release, Phase::Verify, Phase::CreateOwn] {

@@ -17,7 +17,7 @@ use crate::transport::Connection;
 use crate::wire::{Hold, Needed, Needs, StepOn};
 use vmm_pool::gate::Passage;
 
-pub(super) const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Save];
+pub(super) const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Prepare];
 pub(super) const BEFORE_ACTIVATE: [Phase; 3] = [Phase::CreateOwn, Phase::Restore, Phase::Import];
 const ROUND: u64 = 12;
 const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
@@ -139,7 +139,7 @@ fn what_the_driver_refuses_to_release_is_not_offered_again_with_every_look_at_th
     let faults = member.pool().driver().faults();
     faults.fail(DriverOp::Release, FaultSpan::From(1), DriverCode::UNKNOWN);
     let mut line = Line::to(member);
-    for phase in [Phase::CloseGate, Phase::Drain, Phase::Save, Phase::Release, Phase::Verify] {
+    for phase in [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release, Phase::Verify] {
         line.lead(phase, &kv());
     }
     let look = Request::Cut(Hold { limits: Limits::default(), seen: Seen::default(), wait_ms: 0 });
@@ -213,7 +213,7 @@ fn one_that_has_not_saved_all_goes_back_whatever_others_may_have_been_told() {
     line.lead(Phase::Drain, &Scope::Whole);
     let faults = member.pool().driver().faults();
     faults.fail(DriverOp::CopyToHost, FaultSpan::Nth(1), DriverCode::UNKNOWN);
-    line.fail(Phase::Save, &Scope::Whole);
+    line.fail(Phase::Prepare, &Scope::Whole);
     drop(line);
     until("the member to settle", || !is_under_way(member.state()));
     assert_eq!(member.state(), MemberState::Active);

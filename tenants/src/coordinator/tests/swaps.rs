@@ -82,7 +82,7 @@ fn a_swap_overlaps_what_leaves_with_what_comes() {
     assert_eq!(world.states()[..2], [MemberState::Paused; 2]);
     assert_eq!(world.states()[2..], [MemberState::Active; 2]);
     let phases = |report: &Report| -> Vec<_> { report.phases.iter().map(|p| p.phase).collect() };
-    let left = [Phase::CloseGate, Phase::Drain, Phase::Reserve, Phase::ReleaseStage];
+    let left = [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::ReleaseStage];
     assert_eq!(phases(&out)[..4], left);
     assert_eq!(phases(&out)[4..], [Phase::Release, Phase::Verify]);
     let came = [Phase::RestoreStage, Phase::Restore, Phase::Import, Phase::Activate];
@@ -100,7 +100,7 @@ fn a_swap_overlaps_what_leaves_with_what_comes() {
     }
     // Everybody has done all that can be undone before anything is released.
     for id in [1, 2] {
-        let ready = position(&world, &Line::Ended(id, Phase::Reserve));
+        let ready = position(&world, &Line::Ended(id, Phase::Prepare));
         assert!(ready < position(&world, &Line::Began(1, Phase::ReleaseStage)));
     }
 }
@@ -196,7 +196,7 @@ fn a_tenant_with_a_dead_or_faulted_process_stops_nobody() {
 
 #[test]
 fn a_first_tenant_that_does_not_prepare_runs_on_and_the_second_is_not_asked() {
-    for phase in [Phase::CloseGate, Phase::Drain, Phase::Reserve] {
+    for phase in [Phase::CloseGate, Phase::Drain, Phase::Prepare] {
         for fault in [Fault::Fail(FailureKind::OutOfHostMemory), Fault::Die, Fault::Silent] {
             let world = world(&[active(), active().with(phase, fault)], &[tight(0)]);
             let error = swapped(&world, &waiting_for(fault)).unwrap_err();
@@ -342,7 +342,7 @@ fn a_swap_called_off_is_undone_wherever_it_is() {
         };
         *step == Step::Phase(wanted)
     };
-    for phase in [Phase::CloseGate, Phase::Drain, Phase::Reserve] {
+    for phase in [Phase::CloseGate, Phase::Drain, Phase::Prepare] {
         let world = world(&[active()], &[tight(0)]);
         let error = called_off(&world, |event| step_is(event, phase));
         assert!(matches!(error, SwapError::Pause(CoordinatorError::CalledOff { .. })), "{error}");

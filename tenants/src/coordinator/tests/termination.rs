@@ -9,9 +9,9 @@ use super::*;
 use crate::transport::{Connection, poll_until};
 use crate::wire::{Asked, RoundEnd};
 
-const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Save];
+const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Prepare];
 const BEFORE_ACTIVATE: [Phase; 3] = [Phase::CreateOwn, Phase::Restore, Phase::Import];
-const BEFORE_STAGES: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Reserve];
+const BEFORE_STAGES: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Prepare];
 const ROUND: u64 = 11;
 
 /// A coordinator of this test's own.
@@ -166,7 +166,7 @@ fn a_coordinator_that_stands_still_is_hung_up_on_and_all_go_back() {
     hand.lead(&BEFORE_RELEASE[..2]);
     // The last one that it speaks to has less time than the others, and takes them along.
     for (index, timeout_ms) in [(0, 60_000), (1, 60_000), (2, 10)] {
-        hand.tell_within(index, Phase::Save, timeout_ms);
+        hand.tell_within(index, Phase::Prepare, timeout_ms);
     }
     for connection in &mut hand.connections {
         connection.receive::<Reply>(Instant::now() + SOON).unwrap();
@@ -193,7 +193,7 @@ fn a_coordinator_that_stands_still_behind_the_point_of_no_return_is_followed() {
     let mut hand = Hand::on(&job);
     hand.lead(&BEFORE_RELEASE[..2]);
     for index in 0..3 {
-        hand.tell_within(index, Phase::Save, 10);
+        hand.tell_within(index, Phase::Prepare, 10);
     }
     for connection in &mut hand.connections {
         connection.receive::<Reply>(Instant::now() + SOON).unwrap();
@@ -289,7 +289,7 @@ fn one_that_was_stopped_before_it_had_prepared_and_those_that_had_go_back() {
     std::fs::rename(path, &elsewhere).unwrap();
     let first = hand.connections.remove(0);
     let _silent = silent(&job);
-    hand.lead(&[Phase::Save]);
+    hand.lead(&[Phase::Prepare]);
     drop(hand);
     until("the others to settle", || job.states()[1..] == [MemberState::Active; 2]);
     std::fs::rename(&elsewhere, path).unwrap();

@@ -1,8 +1,14 @@
+use std::sync::Arc;
 use std::time::Instant;
 
-use super::*;
-use crate::driver::{AccessDesc, AllocationProp, DeviceAddress, VaRange};
+use super::ByDevice;
+use crate::driver::{
+    AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver as _, VaRange,
+};
+use crate::ledger::Selection;
+use crate::pool::Pool;
 use crate::scaling::{IdleDriver, assert_not_quadratic};
+use crate::store::{Copies, HostBudget, Schedule};
 use crate::{Away, Class, FromOffloaded, Keeper};
 
 const GPU: DeviceOrdinal = DeviceOrdinal(0);
@@ -32,9 +38,9 @@ fn swapped(count: usize) -> impl FnMut() {
 fn leave(keeper: Keeper<IdleDriver>, window: &ByDevice) -> Keeper<IdleDriver> {
     let drained = keeper.close().unwrap().drain(Instant::now() + SOON, &crossbeam_channel::never());
     let (quiesced, _) = drained.unwrap();
-    let whole = Selection::Whole;
-    let reserved = quiesced.reserve(whole, &[], Copies::All, |_| HostBudget(None)).unwrap().0;
-    let mut departing = reserved.depart();
+    let (whole, budget) = (Selection::Whole, |_| HostBudget(None));
+    let prepared = quiesced.prepare(whole, &[], Copies::All, budget, Schedule::SaveMeanwhile);
+    let mut departing = prepared.unwrap().0.depart();
     while !departing.left().is_empty() {
         departing.release_stage(window).unwrap();
     }

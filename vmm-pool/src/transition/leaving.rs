@@ -1,0 +1,486 @@
+//! Memory on its way out: prepared, then saved and given back window by window.
+//!
+//! ```text
+//!   Quiesced --prepare--> Prepared --depart--> Departing --release--> Done (memory is away)
+//!                                                | ^ release_stage
+//! ```
+//!
+//! There is one way out, with two schedules, which whoever begins chooses ([`Schedule`]). A window is the same save and
+//! release, of the allocations that it picks ([`Selection::Part`]). A pause is one window; a swap gives memory back as fast
+//! as the other tenant takes it.
+
+use std::collections::{BTreeMap, HashMap};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use super::mappings::is_import;
+use super::moved::{ByDevice, Left, Moved};
+use super::queue::{Queue, Waiting, Window};
+use super::quiesced::{Done, Failed, Quiesced};
+use super::release::Meanwhile;
+use super::save::Behind;
+use super::still::Still;
+use crate::driver::{DeviceOrdinal, Driver};
+use crate::error::{Describe, PoolError, PoolResult};
+use crate::gate::Mode;
+use crate::journal::StepLog;
+use crate::ledger::{Layout, Placed, Row, Selection, StayReason, Survey};
+use crate::pool::Pool;
+use crate::store::{Copies, HostBudget, Pins, Schedule, Store};
+use crate::{AllocationId, VirtualHandle};
+
+/// Where all that leaves is saved, by store: host memory and the file. Stages are saved there in whatever order they come,
+/// and again where one has failed.
+#[derive(Debug, Default)]
+struct LaidOut([(HashMap<VirtualHandle, Placed>, u64); 2]);
+
+impl LaidOut {
+    fn new(layouts: [Layout; 2]) -> Self {
+        Self(layouts.map(|Layout { placed, end_bytes }| {
+            (placed.into_iter().map(|placed| (placed.row, placed)).collect(), end_bytes)
+        }))
+    }
+
+    /// What goes to host memory and is not there yet as it is.
+    fn changing(&self) -> impl Iterator<Item = VirtualHandle> + '_ {
+        let [(kept, _), _] = &self.0;
+        kept.values().filter(|placed| !placed.is_same).map(|placed| placed.row)
+    }
+
+    /// How much of it saving copies: the rest of what is saved is zero, or lies in host memory already.
+    fn copied_bytes(&self, row: VirtualHandle) -> u64 {
+        let placed = self.0.iter().filter_map(|(placed, _)| placed.get(&row));
+        placed.map(Placed::copied_bytes).sum()
+    }
+
+    fn is_empty(&self) -> bool {
+        self.0.iter().all(|(placed, _)| placed.is_empty())
+    }
+
+    fn of(&self, picked: &[Waiting]) -> [Layout; 2] {
+        self.0.each_ref().map(|(placed, end_bytes)| {
+            let rows = picked.iter();
+            let placed = rows.filter_map(|waiting| placed.get(&waiting.row).cloned()).collect();
+            Layout { placed, end_bytes: *end_bytes }
+        })
+    }
+}
+
+/// Memory of a selection is on its way out: some may be saved and unmapped. Dropping it undoes that, and leaves the
+/// gate shut where the driver refuses.
+#[derive(Debug)]
+#[must_use = "dropping it undoes the pause"]
+pub struct Leaving<D: Driver> {
+    quiesced: Quiesced<D>,
+    selection: Selection,
+}
+
+/// This process alone can go on, for all that saving takes is held, or all is saved; and it can go back. Dropping it is
+/// going back.
+#[derive(Debug)]
+#[must_use = "dropping it undoes the pause"]
+pub struct Prepared<D: Driver> {
+    leaving: Leaving<D>,
+    /// What is not saved yet.
+    laid_out: LaidOut,
+}
+
+/// Memory of a selection is being given back, and there is no way back but a resume. Dropping it leaves the gate shut, with
+/// what is left on its device.
+#[derive(Debug)]
+#[must_use = "the pause is not over: what is left holds device memory"]
+pub struct Departing<D: Driver> {
+    leaving: Leaving<D>,
+    queue: Queue,
+    laid_out: LaidOut,
+    /// What has gone in windows that failed, to be told with the next that does not.
+    untold: Moved,
+}
+
+/// A pause that came to nothing.
+#[derive(Debug)]
+pub struct Undone<D: Driver> {
+    /// The process runs as before once it is dropped.
+    pub done: Done<D>,
+    /// What was done for that.
+    pub log: StepLog,
+    /// Descriptors that nobody needs, to be closed when there is time.
+    pub spare: Vec<OwnedFd>,
+}
+
+impl<D: Driver> Quiesced<D> {
+    /// Pause 3: prepares `selection` to leave. With [`Schedule::SaveFirst`] it saves what must be kept, and unmaps it and what
+    /// was imported; with [`Schedule::SaveMeanwhile`] it takes the host memory and disk space for that, and moves nothing.
+    /// Every handle is kept, of imports too, so that [`Prepared::undo`] asks nobody. `stays` is what all processes leave in
+    /// place; `copies` says which copies of earlier pauses may stay; `budget` is told how much host memory is held, in bytes,
+    /// and answers how much more may be taken. Where that is too little for the copies, fewer stay.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Disowned`], [`crate::PoolError::OutOfHostMemory`] and [`crate::PoolError::OutOfDisk`] before anything is changed;
+    /// [`crate::PoolError::HostMemoryRefused`], [`crate::PoolError::FileRefused`] and [`crate::PoolError::Driver`] with everything that is
+    /// still mapped intact. Disk space that was taken for nothing is given back, and host memory down to what the last
+    /// completed pause used: that much will be wanted again, and bringing it in is most of the time of a first pause.
+    ///
+    /// # Driver calls
+    /// `cuMemHostRegister`. To save: `cuMemcpyDtoHAsync` and `cuStreamSynchronize` in groups; between them `cuMemUnmap` of imports,
+    /// then of what has been copied; the same for what goes to the file.
+    pub fn prepare(
+        mut self,
+        selection: Selection,
+        stays: &[(AllocationId, StayReason)],
+        copies: Copies,
+        budget: impl FnOnce(u64) -> HostBudget,
+        schedule: Schedule,
+    ) -> Result<(Prepared<D>, StepLog), Failed<Leaving<D>>> {
+        self.shut_mut().begin_pause(selection.clone());
+        let leaving = Leaving { quiesced: self, selection };
+        match leaving.prepare(stays, copies, budget, schedule) {
+            Ok((laid_out, log)) => Ok((Prepared { leaving, laid_out }, log)),
+            Err(error) => Err(Failed::new(leaving, error)),
+        }
+    }
+}
+
+impl<D: Driver> Leaving<D> {
+    /// The memory that it is about.
+    pub fn pool(&self) -> &Arc<Pool<D>> {
+        self.quiesced.pool()
+    }
+
+    fn prepare(
+        &self,
+        stays: &[(AllocationId, StayReason)],
+        copies: Copies,
+        budget: impl FnOnce(u64) -> HostBudget,
+        schedule: Schedule,
+    ) -> PoolResult<(LaidOut, StepLog)> {
+        self.pool().ledger().set_stays(stays)?;
+        let held_bytes = self.pool().arena().held_bytes();
+        let budget = budget(held_bytes);
+        let still = Still::drained(&self.quiesced);
+        let seen = self.quiesced.seen();
+        let (mut log, layouts) = still.lay_out(&self.selection, seen, copies, budget)?;
+        let prepared = match schedule {
+            Schedule::SaveMeanwhile => {
+                still.hold_space(&mut log, &layouts).map(|()| LaidOut::new(layouts))
+            }
+            Schedule::SaveFirst => {
+                still.save(Behind::Keeps(&self.selection), layouts).map(|saved| {
+                    log.add(saved);
+                    LaidOut::default()
+                })
+            }
+        };
+        if prepared.is_err() {
+            still.give_space_back();
+        }
+        prepared.map(|laid_out| (laid_out, log))
+    }
+
+    /// Maps everything again.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`], for another try.
+    ///
+    /// # Driver calls
+    /// `cuMemMap`, `cuMemSetAccess`, `cuMemHostUnregister`.
+    pub fn undo(self) -> Result<Undone<D>, Failed<Self>> {
+        match Still::drained(&self.quiesced).put_back(&self.selection) {
+            Ok((log, spare)) => {
+                let done = self.quiesced.into_shut().end_as_before();
+                Ok(Undone { done, log, spare })
+            }
+            Err(error) => Err(Failed::new(self, error)),
+        }
+    }
+
+    /// Puts nothing back, because the context is lost, and leaves the gate shut.
+    pub fn abandon(self) {
+        self.quiesced.into_shut().abandon();
+    }
+
+    /// All that leaves is released: when the result is dropped, the process runs on without some tags, or the gate
+    /// admits only calls that give memory up or ask about it.
+    pub(super) fn into_released(self) -> Done<D> {
+        let then = match &self.selection {
+            selection @ Selection::Tagged(..) => {
+                let mut ledger = self.pool().ledger();
+                ledger.owe_by_tag(|row| selection.has(row));
+                ledger.run_on();
+                Mode::Open
+            }
+            Selection::Whole
+            | Selection::SetAside(..)
+            | Selection::Staged(_)
+            | Selection::Part(_) => Mode::Offloaded,
+        };
+        self.quiesced.into_shut().end_in(then)
+    }
+}
+
+impl<D: Driver> Prepared<D> {
+    /// The memory that it is about.
+    pub fn pool(&self) -> &Arc<Pool<D>> {
+        self.leaving.pool()
+    }
+
+    /// Which of it leaves.
+    pub fn selection(&self) -> &Selection {
+        &self.leaving.selection
+    }
+
+    /// Pause 4, the point of no return: memory is given back from here on.
+    pub fn depart(mut self) -> Departing<D> {
+        self.leaving.quiesced.shut_mut().stay_shut();
+        let Self { leaving, laid_out } = self;
+        let mut queue = Queue::default();
+        {
+            let mut ledger = leaving.pool().ledger();
+            // From here on a copy counts only if nothing of it changes: a stage may write where that of a later one lies.
+            for row in laid_out.changing() {
+                ledger.forget_copy(row);
+            }
+            for row in
+                ledger.rows_in(&leaving.selection).filter(|row| is_to_go(row, &leaving.selection))
+            {
+                let waiting = match laid_out.copied_bytes(row.handle()) {
+                    0 => Waiting::unlimited(row),
+                    copied_bytes => Waiting::of(row, 0, copied_bytes),
+                };
+                queue.add(if is_import(row) { waiting } else { waiting.counting(row) });
+            }
+        }
+        Departing { leaving, queue, laid_out, untold: Moved::default() }
+    }
+
+    /// As [`Leaving::undo`].
+    ///
+    /// # Errors
+    /// As [`Leaving::undo`].
+    pub fn undo(self) -> Result<Undone<D>, Failed<Leaving<D>>> {
+        self.leaving.undo()
+    }
+
+    /// As [`Leaving::abandon`].
+    pub fn abandon(self) {
+        self.leaving.abandon();
+    }
+}
+
+impl<D: Driver> Departing<D> {
+    /// The memory that it is about.
+    pub fn pool(&self) -> &Arc<Pool<D>> {
+        self.leaving.pool()
+    }
+
+    /// Which of it leaves.
+    pub fn selection(&self) -> &Selection {
+        &self.leaving.selection
+    }
+
+    /// What is left, by device.
+    pub fn left(&self) -> BTreeMap<DeviceOrdinal, Left> {
+        self.queue.left()
+    }
+
+    /// Saves and gives back own memory, of each device as much as copies what `window` says, or one allocation of which more
+    /// is copied; nothing is copied of a device that it does not name. What needs no copy and what was imported goes with
+    /// the first stage.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`] and [`crate::PoolError::FileRefused`]: what has not gone is on its device, with its contents, and
+    /// another stage or [`Departing::release`] may be tried.
+    ///
+    /// # Driver calls
+    /// Those of [`Quiesced::prepare`], and `cuMemUnmap`, `cuMemRelease`, `cuMemPoolTrimTo`.
+    pub fn release_stage(&mut self, window: &ByDevice) -> PoolResult<Moved> {
+        let picked = self.pick(|device| window.get(&device).copied());
+        let outcome = self.give_back(&picked);
+        self.put_back(&picked);
+        outcome.map(|()| std::mem::take(&mut self.untold))
+    }
+
+    /// The end of a pause: saves and gives back all that is left, each part as soon as it is saved. If that fails, it goes on
+    /// with one allocation at a time. What the driver would not copy or let go stays on its device with its contents, and is
+    /// named in the notes. When the first result is dropped, the process runs on without some tags, or the gate admits only
+    /// calls that give memory up or ask about it.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`] when copies are under way that did not end, or the context is lost.
+    ///
+    /// # Driver calls
+    /// As [`Departing::release_stage`].
+    pub fn release(mut self) -> Result<(Done<D>, Moved), Failed<Self>> {
+        let picked = self.pick(|_| Some(u64::MAX));
+        if let Err(error) = self.give_back(&picked) {
+            self.put_back(&picked);
+            if !self.may_go_on(&error) {
+                return Err(Failed::new(self, error));
+            }
+            tracing::warn!(%error, "what is left is given back one allocation at a time");
+            if let Err(error) = self.give_back_one_by_one() {
+                return Err(Failed::new(self, error));
+            }
+        }
+        Still::drained(&self.leaving.quiesced).note_used();
+        let Self { leaving, untold, .. } = self;
+        Ok((leaving.into_released(), untold))
+    }
+
+    /// Puts nothing back, because the context is lost, and leaves the gate shut.
+    pub fn abandon(self) {
+        self.leaving.abandon();
+    }
+
+    /// What cannot go is noted, and not offered again. An error if the driver is not sound, with the rest still waiting.
+    fn give_back_one_by_one(&mut self) -> PoolResult<()> {
+        let mut left = self.pick(|_| Some(u64::MAX)).into_iter();
+        let mut stuck: Option<(u64, PoolError)> = None;
+        while let Some(one) = left.next() {
+            let Err(error) = self.give_back(&[one]) else { continue };
+            if !self.may_go_on(&error) {
+                let left: Vec<_> = std::iter::once(one).chain(left).collect();
+                self.put_back(&left);
+                return Err(error);
+            }
+            let (count, first) = stuck.take().unwrap_or((0, error));
+            stuck = Some((count + 1, first));
+        }
+        let note = stuck.map(|(count, first)| match count {
+            1 => format!("stays on its device: {first}"),
+            _ => format!("{count} allocations stay on their devices; the first: {first}"),
+        });
+        self.untold.log.notes.extend(note);
+        Ok(())
+    }
+
+    /// Is the driver sound, and no copy under way, behind this error?
+    fn may_go_on(&self, error: &PoolError) -> bool {
+        !error.poisons_context() && self.pool().deferred.is_settled()
+    }
+
+    /// Saves these, and gives each part back as soon as it is saved.
+    fn give_back(&mut self, picked: &[Waiting]) -> PoolResult<()> {
+        let part = Selection::Part(picked.iter().map(|waiting| waiting.row).collect());
+        let before = self.resident_of(&part);
+        let still = Still::drained(&self.leaving.quiesced);
+        let behind = Behind::GivesBack(Meanwhile::new(&part));
+        let mut copied_bytes = 0;
+        let outcome = still.save(behind, self.laid_out.of(picked)).and_then(|mut log| {
+            copied_bytes = std::mem::take(&mut log.bytes);
+            // Nothing was kept here where all was saved before.
+            log.kept = log.kept.filter(|_| !self.laid_out.is_empty());
+            log.add(still.release_some(&part)?);
+            Ok(log)
+        });
+        let after = self.resident_of(&part);
+        let gone = |(device, bytes)| (device, bytes - after.get(&device).copied().unwrap_or(0));
+        let bytes: ByDevice = before.into_iter().map(gone).collect();
+        let (log, outcome) = match outcome {
+            Ok(log) => (log, Ok(())),
+            Err(error) => (StepLog::default(), Err(error)),
+        };
+        let log = StepLog { bytes: bytes.values().sum(), ..log };
+        self.untold.add(Moved { log, bytes, copied_bytes });
+        outcome
+    }
+
+    /// What the next window is about. It waits no more.
+    fn pick(&mut self, window: impl Fn(DeviceOrdinal) -> Option<u64>) -> Vec<Waiting> {
+        let Self { leaving, queue, .. } = self;
+        let ledger = leaving.pool().ledger();
+        let window = |device| window(device).map(Window::AtLeastOne);
+        let (mut picked, others) = queue.take(window, |row| {
+            ledger.row(row).is_some_and(|row| is_to_go(row, &leaving.selection))
+        });
+        picked.extend(others);
+        picked
+    }
+
+    /// What is on its device still waits for a further window.
+    fn put_back(&mut self, picked: &[Waiting]) {
+        let Self { leaving, queue, .. } = self;
+        let ledger = leaving.pool().ledger();
+        for waiting in picked.iter().rev() {
+            if ledger.row(waiting.row).is_some_and(|row| is_to_go(row, &leaving.selection)) {
+                queue.put_back(*waiting);
+            }
+        }
+    }
+
+    fn resident_of(&self, part: &Selection) -> ByDevice {
+        self.pool().ledger().own_bytes(part, Row::is_resident)
+    }
+}
+
+/// Is it on its device, and leaves in a pause of `selection`?
+fn is_to_go(row: &Row, selection: &Selection) -> bool {
+    row.is_resident() && row.can_leave() && selection.has(row)
+}
+
+impl<D: Driver> Still<'_, D> {
+    /// Lays out where `selection` is saved, within `budget`, and takes the disk space for it.
+    fn lay_out(
+        &self,
+        selection: &Selection,
+        survey: &Survey,
+        copies: Copies,
+        budget: HostBudget,
+    ) -> PoolResult<(StepLog, [Layout; 2])> {
+        let mut log = StepLog::default();
+        self.pool.deferred.settle()?;
+        let mut arena = self.pool.arena();
+        let layouts = log.timed("lay out", |log| {
+            self.layouts_within(log, &arena, selection, survey, copies, budget)
+        })?;
+        let [_, filed] = &layouts;
+        let reserved = log.timed("reserve disk", |_| arena.disk.reserve(&filed.copied_places()));
+        if let Err(error) = reserved {
+            drop(self.pool.give_disk_back(&mut arena));
+            return Err(error);
+        }
+        Ok((log, layouts))
+    }
+
+    /// Takes all host memory that saving to `layouts` takes, pinned.
+    fn hold_space(&self, log: &mut StepLog, [kept, filed]: &[Layout; 2]) -> PoolResult<()> {
+        let devices = self.pool.devices();
+        let Some(&device) = devices.first() else { return Ok(()) };
+        let mut arena = self.pool.arena();
+        let pins = Pins::of(&devices);
+        let about = || "pinning of host memory".to_owned();
+        self.pool.driver.make_current(device).about(about, 0, Some(device))?;
+        if !kept.placed.is_empty() {
+            arena.pin_again(log, pins)?;
+        }
+        arena.set_nodes(self.pool.nodes_of(&devices));
+        arena.begin_growth(kept.end_bytes);
+        let grown = arena.grow_to(log, kept.end_bytes, pins);
+        arena.end_growth();
+        grown?;
+        if filed.placed.is_empty() { Ok(()) } else { arena.hold_ring(log) }
+    }
+
+    /// Nothing is saved where space was taken: gives it back.
+    fn give_space_back(&self) {
+        let mut arena = self.pool.arena();
+        if self.pool.deferred.is_settled() {
+            let live_bytes = self.pool.ledger().end_in(Store::Host);
+            arena.give_back_unused(live_bytes);
+        }
+        drop(self.pool.give_disk_back(&mut arena));
+    }
+
+    /// Undo of [`Still::save`]: own memory and imports are still there, with their contents; they are mapped again,
+    /// and the process goes on as before.
+    pub(super) fn put_back(&self, selection: &Selection) -> PoolResult<(StepLog, Vec<OwnedFd>)> {
+        let mut log = StepLog::default();
+        self.pool.deferred.settle()?;
+        log.timed("map again", |log| {
+            self.map_rows_again(log, |row| row.is_resident() && selection.has(row))
+        })?;
+        let spare = self.pool.run_again(selection);
+        self.pool.give_back_host_memory();
+        Ok((log, spare))
+    }
+}
