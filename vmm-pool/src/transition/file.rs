@@ -60,7 +60,7 @@ impl<D: Driver> Copier<'_, D> {
     ///
     /// # Safety
     /// As [`Copier::start`], until this returns.
-    pub(super) unsafe fn to_file(
+    pub(super) unsafe fn write_file(
         &mut self,
         log: &mut StepLog,
         filed: &[Transfer<'_>],
@@ -89,7 +89,7 @@ impl<D: Driver> Copier<'_, D> {
     ///
     /// # Safety
     /// As [`Copier::start`], until this returns.
-    pub(super) unsafe fn from_file(
+    pub(super) unsafe fn read_file(
         &mut self,
         log: &mut StepLog,
         filed: &[Transfer<'_>],

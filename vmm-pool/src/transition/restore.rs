@@ -253,11 +253,10 @@ impl<D: Driver> Still<'_, D> {
         target: &Target,
     ) -> PoolResult<()> {
         // SAFETY: the target is mapped and writable, and stays so until its stream is done; no application work runs
-        // before the gate opens; its places are its own.
-        unsafe {
-            copier.start_zeros(log, (target.device, target.range), &target.zeros)?;
-            copier.start(log, Way::In, &target.transfer())?;
-        }
+        // before the gate opens.
+        unsafe { copier.start_zeros(log, (target.device, target.range), &target.zeros) }?;
+        // SAFETY: as above; its places are its own.
+        unsafe { copier.start(log, Way::In, &target.transfer()) }?;
         if target.is_view {
             copier.streams.of(target.device)?.finish_all()?;
             self.drop_view(log, target.range)?;
@@ -276,16 +275,15 @@ impl<D: Driver> Still<'_, D> {
             return Ok(());
         }
         let filed: Vec<_> = targets.iter().map(Target::transfer).collect();
-        // SAFETY: as above, until all of the file is read and zeros are waited for.
-        unsafe {
-            for target in targets {
-                copier.start_zeros(log, (target.device, target.range), &target.zeros)?;
-            }
-            for target in targets {
-                copier.streams.of(target.device)?.finish_all()?;
-            }
-            copier.from_file(log, &filed)?;
+        for target in targets {
+            // SAFETY: as above, until zeros are waited for.
+            unsafe { copier.start_zeros(log, (target.device, target.range), &target.zeros) }?;
         }
+        for target in targets {
+            copier.streams.of(target.device)?.finish_all()?;
+        }
+        // SAFETY: as above, until all of the file is read.
+        unsafe { copier.read_file(log, &filed) }?;
         let mut views = targets.iter().filter(|target| target.is_view);
         views.try_for_each(|target| self.drop_view(log, target.range))
     }

@@ -202,7 +202,7 @@ impl<D: Driver> Still<'_, D> {
         }
         let filed: Vec<_> = items.iter().map(Item::transfer).collect();
         // SAFETY: sources stay mapped until all of them are written.
-        unsafe { copier.to_file(log, &filed) }?;
+        unsafe { copier.write_file(log, &filed) }?;
         log.timed("unmap saved", |log| self.retire(log, items))
     }
 
