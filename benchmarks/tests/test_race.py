@@ -393,7 +393,7 @@ def test_table_has_a_line_for_each_figure() -> None:
     record["figures"] = race_figures.figures(record)
     table = race_figures.rows(record)
     assert len(table) == 1 + len(record["figures"]) and len({len(line) for line in table}) == 1
-    assert ("swap, as it comes", "48.0") == (table[3][1], table[3][2])
+    assert ("swap", "48.0") == (table[3][1], table[3][2])
 
 
 # ---------------------------------------------------------------- the picture

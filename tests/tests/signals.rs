@@ -413,9 +413,9 @@ fn ctrl_c_at_any_instant_leaves_one_of_the_two_clean_states_and_names_it() -> Ou
 fn ctrl_c_at_any_instant_of_a_pause_that_releases_early_does_so_too() -> Outcome {
     let stage = Stage::new(&[1400 * MIB])?;
     let mut job = job_that_releases_early(&stage, ("SUBLET_ZERO", "0"))?;
-    for delay_ms in 0..12 {
+    for delay_ms in (0..480).step_by(60) {
         let words = ["pause", "train"];
-        ends_when_interrupted(&stage, &words, 40 * delay_ms, "paused", "active")?;
+        ends_when_interrupted(&stage, &words, delay_ms, "paused", "active")?;
         stage.resume("train")?;
     }
     job.step(1)?;
