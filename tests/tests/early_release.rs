@@ -17,7 +17,9 @@ fn pause(stage: &Stage) -> Outcome<Report> {
     let tenant = TenantName::new("train")?;
     match Coordinator::new(stage.run_dir().clone(), tenant, options).pause(&mut |_| {})? {
         Done::Completed(report) => Ok(*report),
-        other => Err(Trouble::new(format!("{other:?}"))),
+        other @ (Done::AlreadyPaused { .. } | Done::AlreadyActive) => {
+            Err(Trouble::new(format!("{other:?}")))
+        }
     }
 }
 

@@ -35,7 +35,9 @@ fn swap(stage: &Stage, from: &str, to: &str) -> Outcome<[Value; 2]> {
     let done = coordinator::swap(&mut coordinator(from)?, &mut coordinator(to)?, &mut |_| {})?;
     let of = |outcome| match outcome {
         Done::Completed(report) => Ok(serde_json::to_value(report)?),
-        other => Err(Trouble::new(format!("{other:?}"))),
+        other @ (Done::AlreadyPaused { .. } | Done::AlreadyActive) => {
+            Err(Trouble::new(format!("{other:?}")))
+        }
     };
     Ok([of(done.paused)?, of(done.resumed)?])
 }
