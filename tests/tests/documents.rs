@@ -1,12 +1,94 @@
 //! What commands print for programs, against the schema that programs are written by.
 
+use std::collections::BTreeSet;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
-use serde_json::Value;
-use sublet_tests::{JobOptions, MIB, Outcome, Schema, Spmd, SpmdOptions, Stage};
+use serde_json::{Value, json};
+use sublet_tests::{JobOptions, MIB, Outcome, Spmd, SpmdOptions, Stage, Trouble};
 
 const CAPACITIES: [u64; 2] = [128 * MIB; 2];
+
+/// `docs/sublet.schema.json`, and which of its definitions documents have met.
+struct Schema {
+    definitions: Value,
+    met: BTreeSet<String>,
+}
+
+impl Schema {
+    fn new() -> Outcome<Self> {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/sublet.schema.json");
+        let mut root: Value = serde_json::from_str(&std::fs::read_to_string(path)?)?;
+        be_strict(&mut root)?;
+        Ok(Self { definitions: root["$defs"].take(), met: BTreeSet::new() })
+    }
+
+    /// Fails if `document` is not as the definition `name` says.
+    fn check(&mut self, name: &str, document: &Value) -> Outcome {
+        let schema = json!({ "$ref": format!("#/$defs/{name}"), "$defs": self.definitions });
+        let validator = jsonschema::validator_for(&schema)?;
+        if let Some(error) = validator.iter_errors(document).next() {
+            let place = error.instance_path();
+            return Err(Trouble::new(format!("{name}{place}: {error}: {document}")));
+        }
+        let told = serde_json::to_string(&validator.evaluate(document).list())?;
+        let names = told.split("$defs/").skip(1);
+        self.met.extend(names.filter_map(|rest| Some(rest.split(['/', '"']).next()?.to_owned())));
+        Ok(())
+    }
+
+    /// Definitions that no document has met.
+    fn unmet(&self) -> Vec<&String> {
+        let all = self.definitions.as_object().into_iter().flat_map(serde_json::Map::keys);
+        all.filter(|name| !self.met.contains(*name)).collect()
+    }
+}
+
+/// The schema lets fields be added, for the programs of today to read the documents of tomorrow. Here a field that it does not
+/// describe is an error, and so is one that may be left out.
+fn be_strict(schema: &mut Value) -> Outcome {
+    match schema {
+        Value::Array(parts) => parts.iter_mut().try_for_each(be_strict)?,
+        Value::Object(keywords) => {
+            if let Some(Value::Object(described)) = keywords.get("properties") {
+                let required = keywords.get("required").and_then(Value::as_array);
+                let required = required.into_iter().flatten().filter_map(Value::as_str);
+                if !required.collect::<BTreeSet<_>>().into_iter().eq(described.keys()) {
+                    let names: Vec<_> = described.keys().collect();
+                    let what = format!("the schema lets some of {names:?} be left out");
+                    return Err(Trouble::new(what));
+                }
+                keywords.insert("additionalProperties".to_owned(), json!(false));
+            }
+            keywords.values_mut().try_for_each(be_strict)?;
+        }
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
+    }
+    Ok(())
+}
+
+#[test]
+fn a_document_that_differs_is_refused_with_the_place() -> Outcome {
+    let mut definitions = json!({
+        "x": { "required": ["a", "b"], "properties": { "a": { "$ref": "#/$defs/y" }, "b": true } },
+        "y": { "type": "integer" },
+    });
+    be_strict(&mut definitions)?;
+    let mut schema = Schema { definitions, met: BTreeSet::new() };
+    for (bad, what) in [
+        (json!({ "a": 1 }), "\"b\" is a required"),
+        (json!({ "a": 1, "b": 2, "c": 3 }), "'c' was unexpected"),
+        (json!({ "a": "1", "b": 2 }), "x/a: "),
+    ] {
+        let said = schema.check("x", &bad).unwrap_err().to_string();
+        assert!(said.contains(what), "{said}");
+    }
+    assert_eq!(schema.unmet(), ["x", "y"]);
+    schema.check("x", &json!({ "a": 1, "b": null }))?;
+    assert_eq!(schema.unmet(), [""; 0]);
+    assert!(be_strict(&mut json!({ "properties": { "a": true }, "required": [] })).is_err());
+    Ok(())
+}
 
 struct Checked {
     stage: Stage,
@@ -15,9 +97,7 @@ struct Checked {
 
 impl Checked {
     fn new() -> Outcome<Self> {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/sublet.schema.json");
-        let schema = Schema::new(&std::fs::read_to_string(path)?)?;
-        Ok(Self { stage: Stage::new(&CAPACITIES)?, schema })
+        Ok(Self { stage: Stage::new(&CAPACITIES)?, schema: Schema::new()? })
     }
 
     /// What the command prints, which is as the definition `kind` says.
