@@ -13,8 +13,8 @@
 # STRANGERS_ROWS the words, by comma, that rows to run have in their names. GRAPHS_CYCLES are the pauses of the idle process of
 # graphs, and of the one that replays; STEPPING_PAUSES and STEPPING_ROWS as those of strangers. RACE_CASES are the words, by
 # comma, that cases of race to run have in their names, RACE_GIB what its processes hold each; it draws $OUT/race.svg.
-# RL_GPUS, RL_MODES, RL_SHAPE, RL_HANDOVER, RL_OVERLAP, RL_KV_GIB, RL_STEPS, RL_TOKENS, RL_GENERATIONS and RL_MICRO_BATCH are
-# those of examples/rl_grpo, whose page is $OUT/rl_grpo.html.
+# RL_GPUS, RL_MODES, RL_SHAPE, RL_HANDOVER, RL_KV_GIB, RL_STEPS, RL_TOKENS, RL_GENERATIONS and RL_MICRO_BATCH are
+# those of rl/run.py, whose page is $OUT/rl_grpo.html.
 set -u
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 OUT=${OUT:-$PWD/results}
@@ -134,7 +134,7 @@ run_race() {
 # All five modes take some 15 minutes at 0.5B: restart starts a generator for each step.
 run_rl() {
     GPUS=${RL_GPUS:-1} suite rl "${RL_LIMIT_S:-1190}" rl_job.py --modes "${RL_MODES:-all}" --shape "${RL_SHAPE:-0.5b}" \
-        --handover "${RL_HANDOVER:-ipc}" --overlap "${RL_OVERLAP:-auto}" --kv-gib "${RL_KV_GIB:-20}" --steps "${RL_STEPS:-20}" \
+        --handover "${RL_HANDOVER:-ipc}" --kv-gib "${RL_KV_GIB:-20}" --steps "${RL_STEPS:-20}" \
         --tokens "${RL_TOKENS:-192}" --generations "${RL_GENERATIONS:-16}" ${RL_MICRO_BATCH:+--micro-batch "$RL_MICRO_BATCH"}
 }
 run_attach() { GPUS=1 suite attach 115 attach_job.py; }

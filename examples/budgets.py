@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import stage
-from rl_grpo.simulated.device import DriverError
+from device import DriverError
 
 
 def tenant() -> None:

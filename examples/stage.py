@@ -11,13 +11,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
-from rl_grpo.problem import Problem
-from rl_grpo.simulated import node
-from rl_grpo.simulated.device import Device
+from device import Device
 
 MIB = 1 << 20
-_GPU_BYTES = 512 * MIB
+_DRIVER = "SUBLET_TEST_SIMCUDA_DIR"
+_GPUS, _GPU_BYTES = 2, 512 * MIB
 _TIMEOUT_S = 300
 SUBLET = [sys.executable, "-m", "sublet"]
 
@@ -31,20 +31,29 @@ def begin(tenant: str | None) -> None:
         leave("Python finds no 'sublet': cargo xtask wheel, then pip install target/wheels/*.whl")
     if "--simulate" in sys.argv:
         with tempfile.TemporaryDirectory(prefix="sublet-example-") as place:
-            try:
-                environment = {**os.environ, **node.make(Path(place) / "node", 2, _GPU_BYTES, 0)}
-            except Problem as problem:
-                leave(str(problem))
-            run_dir = Path(place) / "run"
-            run_dir.mkdir(mode=0o700)
             words = [word for word in sys.argv if word != "--simulate"]
-            done = subprocess.run([sys.executable, *words], env={**environment, "SUBLET_RUN_DIR": str(run_dir)}, timeout=_TIMEOUT_S)
+            done = subprocess.run([sys.executable, *words], env={**os.environ, **simulated(Path(place), _GPU_BYTES)}, timeout=_TIMEOUT_S)
             sys.exit(done.returncode)
     if tenant is not None:
         sublet.attach(tenant=tenant)
 
 
-def leave(why: str) -> None:
+def simulated(place: Path, gpu_bytes: int) -> dict[str, str]:
+    """A node of simulated GPUs in `place`, and a run directory; the environment that leads processes to them."""
+    driver = os.environ.get(_DRIVER)
+    if driver is None or not (Path(driver) / "libcuda.so.1").is_file():
+        leave(f"--simulate needs the simulated driver: put `cargo xtask built --python` before it, or set {_DRIVER} to its folder")
+    node, run_dir = place / "node", place / "run"
+    run_dir.mkdir(mode=0o700)
+    for folder in [*(f"dev{number}" for number in range(_GPUS)), "host"]:
+        (node / folder).mkdir(parents=True)
+        (node / folder / "ledger").write_bytes(bytes(8))
+    sizes = " ".join([str(gpu_bytes)] * _GPUS)
+    (node / "node.conf").write_text(f"id = {os.urandom(16).hex()}\nversion = 13000\ncapacities_bytes = {sizes}\n")
+    return {"SIMCUDA_NODE": str(node), "LD_LIBRARY_PATH": str(driver), "SUBLET_RUN_DIR": str(run_dir)}
+
+
+def leave(why: str) -> NoReturn:
     """Ends the example, which cannot run here."""
     print(f"{Path(sys.argv[0]).name}: {why}", file=sys.stderr)
     sys.exit(2)

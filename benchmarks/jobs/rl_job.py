@@ -1,6 +1,6 @@
 """Reinforcement learning by turns: what does a step lose to switching, mode by mode, and is what is learned the same?
 
-`examples/rl_grpo` as a user starts it: TRL's GRPO trainer and a generator on the same GPUs, `--steps` steps in each of its
+`benchmarks/rl`: TRL's GRPO trainer and a generator on the same GPUs, `--steps` steps in each of its
 modes from the same seeds. Rewards, losses and weights must be identical in all modes, and the generator's weights those of
 the trainer in every step. The record has the figures of each mode; `rl_grpo.json` and the page `rl_grpo.html` lie beside it.
 
@@ -22,7 +22,7 @@ from common import JobError, Result
 
 #: What a run needs beside torch and transformers; the bundle carries a wheel where it is not installed.
 PACKAGES = ("sublet", "trl", "datasets", "dill", "multiprocess")
-#: What the example is given to write its record once it is told to end; the job keeps 30 s behind its wait.
+#: What the run is given to write its record once it is told to end; the job keeps 30 s behind its wait.
 END_S = 15.0
 FIGURES = ("lost_share", "step_s", "switch_s", "leaves_s", "arrives_s", "generator_leaves_s", "generator_arrives_s", "left_bytes", "handover_peak_bytes", "kv_tokens_free", "tokens_per_s", "host_bytes")
 
@@ -30,10 +30,9 @@ FIGURES = ("lost_share", "step_s", "switch_s", "leaves_s", "arrives_s", "generat
 def parse(argv: list[str]) -> Any:
     """The options."""
     parser = common.job_parser(__doc__, deadline_s=1165)
-    parser.add_argument("--modes", default="all", help="by comma, as of examples/rl_grpo/run.py")
+    parser.add_argument("--modes", default="all", help="by comma, as of rl/run.py")
     parser.add_argument("--shape", default="0.5b")
     parser.add_argument("--handover", default="ipc")
-    parser.add_argument("--overlap", default="auto")
     parser.add_argument("--kv-gib", type=float, default=20.0)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=192)
@@ -43,30 +42,20 @@ def parse(argv: list[str]) -> Any:
     return parser.parse_args(argv)
 
 
-def example() -> Path:
-    """The example's script, in the bundle or in the source tree."""
-    for folder in (common.JOBS.parent, common.JOBS.parent.parent):
-        script = folder / "examples" / "rl_grpo" / "run.py"
-        if script.is_file():
-            return script
-    raise JobError("examples/rl_grpo/run.py is neither in the bundle nor in the source tree")
-
-
 def body(args: Any, result: Result, work: Path) -> None:
-    """One run of the example."""
+    """One run."""
     packages = PACKAGES[:1] if args.simulate else PACKAGES
     sites = [runner.package(work, name) for name in packages]
     out = work / "out"
     wait_s = max(30.0, args.deadline - 30)
-    command = [sys.executable, str(example()), "--modes", args.modes, "--handover", args.handover, "--steps", str(args.steps)]
-    command += ["--overlap", args.overlap]
+    command = [sys.executable, str(common.JOBS.parent / "rl" / "run.py"), "--modes", args.modes, "--handover", args.handover, "--steps", str(args.steps)]
     command += ["--out", str(out), "--gpus", str(args.gpus or 1), "--deadline", str(min(300.0, wait_s))]
     command += ["--simulate"] if args.simulate else ["--shape", args.shape, "--kv-gib", str(args.kv_gib)]
     command += ["--tokens", str(args.tokens), "--generations", str(args.generations)]
     command += ["--micro-batch", str(args.micro_batch)] if args.micro_batch is not None else []
     process = runner.Process(work, "rl_grpo", command, sites=sites)
     try:
-        common.wait_until("the end of the example", lambda: process.ended, wait_s)
+        common.wait_until("the end of the run", lambda: process.ended, wait_s)
     except JobError:
         # Told to end, it writes what it has of the mode that is under way.
         common.stop_child(process.process, grace_s=END_S)
@@ -80,12 +69,12 @@ def body(args: Any, result: Result, work: Path) -> None:
         if (out / "rl_grpo.json").is_file():
             take(args, result, json.loads((out / "rl_grpo.json").read_text()))
     if not result.data["checks"]:
-        raise JobError(f"the example has written no record: {process.why()}")
-    result.check("the example ended by itself", process.process.returncode == 0, process.why())
+        raise JobError(f"the run has written no record: {process.why()}")
+    result.check("the run ended by itself", process.process.returncode == 0, process.why())
 
 
 def take(args: Any, result: Result, record: dict[str, Any]) -> None:
-    """Verdicts, figures and samples of the example's record; which modes it does not have."""
+    """Verdicts, figures and samples of its record; which modes it does not have."""
     result.data["versions"].update(record["versions"])
     result.data["commands"] = {}
     for run in record["runs"]:

@@ -1,4 +1,4 @@
-"""The job of `examples/rl_grpo`, rehearsed on simulated GPUs: what it keeps of a run, and what it says of one that failed."""
+"""The suite `rl`, rehearsed on simulated GPUs: what it keeps of a run, and what it says of one that failed."""
 
 from __future__ import annotations
 

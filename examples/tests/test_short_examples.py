@@ -35,6 +35,13 @@ def test_tags_leave_one_by_one() -> None:
     assert "the weights are as they were" in said and "first saved byte: 7" in said
 
 
+def test_grpo_by_turns_learns_what_it_learns_without() -> None:
+    said = simulated("grpo.py")
+    rewards = [float(line.split()[3].rstrip(";")) for line in said.splitlines() if line.startswith("step ")]
+    assert len(rewards) == 8 and rewards[-1] > 2 * rewards[0], said
+    assert "the policy is the one that is learned without turns" in said
+
+
 def test_two_tenants_swap() -> None:
     said = simulated("swap.py")
     assert said.count("infer to train in") == 3 and "counted to 3 and 3" in said, said
@@ -69,18 +76,17 @@ def test_without_pytorch_an_example_says_so(name: str) -> None:
 def test_without_the_simulated_driver_an_example_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SUBLET_TEST_SIMCUDA_DIR")
     done = run(sys.executable, str(EXAMPLES / "tags.py"), "--simulate")
-    assert done.returncode == 2 and "cargo rl-demo" in done.stderr, done.stderr
+    assert done.returncode == 2 and "cargo xtask built --python" in done.stderr, done.stderr
 
 
 def test_the_c_program_pauses_by_ncclpause(tmp_path: Path) -> None:
     sys.path.insert(0, str(EXAMPLES))
-    from rl_grpo.simulated import node
+    from stage import simulated as node
 
     program = tmp_path / "nccl_pause"
     made = run(os.environ.get("CC", "cc"), "-Wall", "-Wextra", "-Werror", "-o", str(program), str(EXAMPLES / "nccl_pause.c"), "-ldl")
     assert made.returncode == 0, made.stderr
-    (tmp_path / "run").mkdir(mode=0o700)
-    places = {**node.make(tmp_path / "node", 1, 256 * MIB, 0), "SUBLET_RUN_DIR": str(tmp_path / "run")}
+    places = node(tmp_path, 256 * MIB)
     alone = run(str(program), **places)
     assert alone.returncode == 2 and "sublet run --tenant train" in alone.stderr
     under = run(sys.executable, "-m", "sublet", "run", "--tenant", "train", "--", str(program), **places)
@@ -92,6 +98,6 @@ def test_the_c_program_pauses_by_ncclpause(tmp_path: Path) -> None:
 
 def test_every_example_is_in_the_table() -> None:
     table = (EXAMPLES / "README.md").read_text()
-    scripts = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".c") and path.name != "stage.py"]
-    for name in [*scripts, "rl_grpo"]:
+    scripts = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".c") and path.name not in ("device.py", "stage.py")]
+    for name in scripts:
         assert f"({name}" in table, name

@@ -1,4 +1,4 @@
-//! A harness for tests and demonstrations of several processes: real programs under the real preload
+//! A harness for tests of several processes: real programs under the real preload
 //! object, on a simulated node.
 //!
 //! ```text

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 /// A test that returns it shows it in full; that is why its `Debug` is its text.
 pub struct Trouble(String);
 
-/// A result for tests and demonstrations.
+/// A result for tests.
 pub type Outcome<T = ()> = Result<T, Trouble>;
 
 impl Trouble {

@@ -1,4 +1,4 @@
-//! Builds what tests and the demo run: the preload object, the simulated driver and the command.
+//! Builds what tests run: the preload object, the simulated driver and the command.
 
 use std::fs;
 use std::io::BufReader;

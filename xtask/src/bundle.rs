@@ -16,6 +16,8 @@ const BUNDLE_BYTES_MAX: u64 = 60 * 1024 * 1024;
 /// The oldest C library that the bundle must start with.
 const GLIBC_MAX: Glibc = Glibc(2, 36);
 const JOBS: &str = "benchmarks/jobs";
+/// What the suite `rl` runs.
+const RL: &str = "benchmarks/rl";
 /// Scripts that a job runs as a user would.
 const EXAMPLES: &str = "examples";
 const RUNNER: &str = "benchmarks/run.sh";
@@ -123,7 +125,7 @@ fn add_fetched(workspace: &Workspace, folder: &Path) -> Outcome {
 }
 
 fn copy_jobs(workspace: &Workspace, bundle: &Path) -> Outcome {
-    for (from, to) in [(JOBS, "jobs"), (EXAMPLES, EXAMPLES)] {
+    for (from, to) in [(JOBS, "jobs"), (RL, "rl"), (EXAMPLES, EXAMPLES)] {
         let files: Vec<PathBuf> =
             workspace.files()?.into_iter().filter(|path| path.starts_with(from)).collect();
         if files.is_empty() {

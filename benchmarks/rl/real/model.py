@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from rl_grpo.arguments import POSITIONS, SHAPES
+from rl.arguments import POSITIONS, SHAPES
 
 PAD, BEGIN, END = 0, 1, 2
 _VOCABULARY = 512

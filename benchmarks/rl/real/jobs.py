@@ -7,8 +7,8 @@ import random
 import sys
 from pathlib import Path
 
-from rl_grpo.arguments import SHAPES, Options
-from rl_grpo.teams import Team
+from rl.arguments import SHAPES, Options
+from rl.teams import Team
 
 _FAMILY = "rl"
 #: Of a number, by device.
@@ -38,7 +38,7 @@ class RealJobs:
         port = random.randrange(20_000, 30_000)
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.gpus), "--master-port", str(port),
-            "-m", "rl_grpo.real.trainer", "--shape", options.shape, "--device", options.device, "--out", str(work / "trainer"),
+            "-m", "rl.real.trainer", "--shape", options.shape, "--device", options.device, "--out", str(work / "trainer"),
             "--steps", str(options.steps), "--tokens", str(options.tokens), "--generations", str(options.generations),
             "--seed", str(options.seed), "--micro-batch", str(options.micro_batch),
         ]  # fmt: skip
@@ -47,7 +47,7 @@ class RealJobs:
     def infer(self, mode: str, work: Path) -> Team:
         options = self._options
         command = [
-            sys.executable, "-m", "rl_grpo.real.generator", "--shape", options.shape, "--device", options.device,
+            sys.executable, "-m", "rl.real.generator", "--shape", options.shape, "--device", options.device,
             "--tokens", str(options.tokens), "--generations", str(options.generations), "--kv-gib", str(options.kv_gib),
         ]  # fmt: skip
         if mode == "sublet":

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from rl_grpo import charts
-from rl_grpo.sampling import KINDS
-from rl_grpo.space import mib
+from rl import charts
+from rl.sampling import KINDS
+from rl.space import mib
 
 #: What is stacked, from below: tenant and kind.
 LAYERS = [

@@ -8,10 +8,10 @@ import gc
 import os
 from typing import Any, Optional
 
-from rl_grpo.links import Worker
-from rl_grpo.real import model as models  # sets variables that PyTorch reads when it is imported
-from rl_grpo.real.decoding import Decoder, bytes_per_token
-from rl_grpo.real.weights import Borrower, Layout
+from rl.links import Worker
+from rl.real import model as models  # sets variables that PyTorch reads when it is imported
+from rl.real.decoding import Decoder, bytes_per_token
+from rl.real.weights import Borrower, Layout
 
 import torch  # isort: skip
 

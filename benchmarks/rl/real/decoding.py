@@ -7,7 +7,7 @@ from typing import Any, Optional
 import torch
 from transformers import StaticCache
 
-from rl_grpo.real.model import END
+from rl.real.model import END
 
 
 class Slots(StaticCache):

@@ -7,9 +7,9 @@ from html import escape
 from pathlib import Path
 from typing import Any, Callable, Optional
 
-from rl_grpo import charts, memory_chart
-from rl_grpo.metrics import LOST
-from rl_grpo.space import mib
+from rl import charts, memory_chart
+from rl.metrics import LOST
+from rl.space import mib
 
 BYTES_MAX = 300 * 1024
 #: Samples drawn of a GPU and run; fewer where the page would be too large.

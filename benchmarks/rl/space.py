@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from rl_grpo.problem import Problem
+from rl.problem import Problem
 
 
 def check(needed: Mapping[Path, int]) -> None:

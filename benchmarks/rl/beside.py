@@ -8,7 +8,7 @@ import enum
 import threading
 from typing import Any, Callable, Optional
 
-from rl_grpo.problem import Problem
+from rl.problem import Problem
 
 #: How much earlier than the return took lately it begins.
 _FACTOR, _SPARE_S = 1.5, 0.1
@@ -146,7 +146,7 @@ class Beside:
             what, other = "return" if self.state is State.ARRIVING else "pause", self.side.other
             raise Problem(
                 f"the {what} of tenant '{self.side.tenant}' that went on beside the {other} has not ended {waited_s:.0f} s after the {other} had: "
-                f"`sublet stats` says how its processes stand; --overlap off has it before and after the {other}'s work"
+                f"`sublet stats` says how its processes stand"
             )
         if self._error is not None:
             raise self._error

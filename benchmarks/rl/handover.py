@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rl_grpo.problem import Problem
-from rl_grpo.teams import Team
+from rl.problem import Problem
+from rl.teams import Team
 
 
 def by_ipc(train: Team, infer: Team) -> int:

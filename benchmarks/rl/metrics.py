@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable
 from typing import Any, Optional
 
-from rl_grpo.record import Run
+from rl.record import Run
 
 LOST = ("to_generator", "handover", "to_trainer")
 PHASES = ("train", "to_generator", "handover", "generate", "to_trainer")

@@ -8,9 +8,9 @@ import os
 import time
 from typing import Any
 
-from rl_grpo.links import Worker
-from rl_grpo.simulated.device import Device, Memory
-from rl_grpo.simulated.policy import LETTERS, digest, packed, unpacked, update
+from device import Device, Memory
+from rl.links import Worker
+from rl.simulated.policy import LETTERS, digest, packed, unpacked, update
 
 _BUCKET_BYTES = 4 << 20
 

@@ -1,4 +1,4 @@
-"""`rl_grpo --simulate` from end to end: modes with equal results, the page against the record, deaths and bad input."""
+"""`rl/run.py --simulate` from end to end: modes with equal results, the page against the record, deaths and bad input."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import Any, Callable, Optional
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[1]
-RUN = EXAMPLES / "rl_grpo" / "run.py"
+BENCHMARKS = Path(__file__).resolve().parents[1]
+RUN = BENCHMARKS / "rl" / "run.py"
 TIMEOUT_S = 600.0
 PANELS = ("time", "memory", "curves", "metrics", "about")
 
-sys.path.insert(0, str(EXAMPLES))
+sys.path.insert(0, str(BENCHMARKS))
 
 
 def start(out: Path, *words: str) -> subprocess.Popen[str]:
@@ -90,7 +90,7 @@ def test_every_mode_computes_the_same(all_modes: Path) -> None:
 
 
 def test_memory_leaves_with_its_tenant_in_the_modes_that_say_so(all_modes: Path) -> None:
-    from rl_grpo.simulated.jobs import CONTEXT_BYTES, KV_BYTES, WEIGHTS_BYTES
+    from rl.simulated.jobs import CONTEXT_BYTES, KV_BYTES, WEIGHTS_BYTES
 
     metrics = {run["mode"]: run["metrics"] for run in record(all_modes)["runs"]}
     for mode in ("sublet", "cpu", "destroy-groups"):
@@ -112,7 +112,7 @@ def test_the_record_has_what_each_command_took(all_modes: Path) -> None:
 
 
 def test_the_page_shows_what_the_record_says(all_modes: Path) -> None:
-    from rl_grpo import page as pages
+    from rl import page as pages
 
     written, root = record(all_modes), page(all_modes)
     for name in PANELS:
@@ -173,8 +173,8 @@ BACK_AFTER = [("infer", "Pause"), ("infer", "Pause"), ("train", "Resume")]
 
 
 def test_the_trainer_leaves_while_the_generator_works(all_modes: Path) -> None:
-    from rl_grpo import metrics
-    from rl_grpo.simulated.jobs import CONTEXT_BYTES
+    from rl import metrics
+    from rl.simulated.jobs import CONTEXT_BYTES
 
     runs = {run["mode"]: run for run in record(all_modes)["runs"]}
     assert all(run["metrics"]["leaves_s"] is None for mode, run in runs.items() if mode != "sublet")
@@ -208,10 +208,9 @@ def test_what_the_trainer_has_cached_goes_where_it_is_in_the_way(tmp_path: Path)
             assert held["train"]["optimizer"] and not held["train"].get("caches")
 
 
-@pytest.mark.parametrize("words", [["--gpu-mib", "106"], ["--overlap", "off"]])
-def test_without_room_for_both_the_trainer_leaves_before(tmp_path: Path, words: list[str]) -> None:
+def test_without_room_for_both_the_trainer_leaves_before(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = play(out, "--modes", "sublet,cpu", "--steps", "3", *words)
+    done = play(out, "--modes", "sublet,cpu", "--steps", "3", "--gpu-mib", "106")
     assert done.returncode == 0, done.stdout + done.stderr
     written = record(out)
     assert written["identical"] is True
@@ -255,12 +254,12 @@ def switch(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> tuple[Any
     """Mode `sublet` over tenants that are none."""
     import sublet
 
-    from rl_grpo import switching
+    from rl import switching
 
     tenants = Tenants(error)
     monkeypatch.setattr(sublet, "Tenant", tenants)
     team: Any = tenants("team")
-    return switching.make("sublet", team, team, "ipc", 5.0, "auto"), tenants.asked
+    return switching.make("sublet", team, team, "ipc", 5.0), tenants.asked
 
 
 def test_a_cache_that_has_no_room_beside_the_trainer_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,9 +312,9 @@ def test_a_trainer_that_is_back_is_not_resumed_again(monkeypatch: pytest.MonkeyP
 def play_here(monkeypatch: pytest.MonkeyPatch, mode: str = "sublet", works_s: float = 1.0, **acts: Callable[[Any], Any]) -> Any:
     """Three steps in this process, with generators that work so long, and with other ways for the trainer to `leave` or to
     `arrive` beside them. Generators do not come back beside the trainer, unless told how: that goes by its time."""
-    from rl_grpo import arguments, switching
-    from rl_grpo.conductor import Conductor
-    from rl_grpo.simulated import jobs
+    from rl import arguments, switching
+    from rl.conductor import Conductor
+    from rl.simulated import jobs
 
     for name, act in {"generator_arrive": lambda _: None, **acts}.items():
         monkeypatch.setattr(switching.BySublet, name, act)
@@ -344,7 +343,7 @@ WORKS_S, SETS_OUT_S = 4.0, 2.0
 def returns_early(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Has returns beside the other's work begin early in it, for the order of events not to depend on the machine's speed. The
     times at which they are due are added to what is returned."""
-    from rl_grpo import beside
+    from rl import beside
 
     as_it_is, dues = beside.Habits.due_s, list[float]()
 
@@ -359,7 +358,7 @@ def returns_early(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_return_is_due_so_long_before_the_other_is_done_as_the_slowest_of_the_last_took() -> None:
-    from rl_grpo.beside import Habits
+    from rl.beside import Habits
 
     habits = Habits()
     assert habits.due_s(100.0) is None
@@ -374,15 +373,15 @@ def test_a_return_is_due_so_long_before_the_other_is_done_as_the_slowest_of_the_
 
 def whole(run: Any, by_hand: Any) -> dict[str, Any]:
     """The record of a run that came to its end with the same results as `by_hand`."""
-    from rl_grpo import record as records
+    from rl import record as records
 
     assert run.failure is None and len(run.steps) == 3 and records.difference([run, by_hand]) is None
     return dataclasses.asdict(run)
 
 
 def test_the_trainer_comes_back_while_the_generator_still_works(monkeypatch: pytest.MonkeyPatch, by_hand: Any) -> None:
-    from rl_grpo import memory_chart, metrics
-    from rl_grpo.simulated.jobs import CONTEXT_BYTES, KV_BYTES
+    from rl import memory_chart, metrics
+    from rl.simulated.jobs import CONTEXT_BYTES, KV_BYTES
 
     dues = returns_early(monkeypatch)
     run = play_here(monkeypatch, works_s=WORKS_S)
@@ -407,8 +406,8 @@ def test_the_trainer_comes_back_while_the_generator_still_works(monkeypatch: pyt
 
 
 def test_the_generator_leaves_and_comes_back_while_the_trainer_works(monkeypatch: pytest.MonkeyPatch, by_hand: Any) -> None:
-    from rl_grpo import memory_chart, metrics, switching
-    from rl_grpo.simulated import jobs
+    from rl import memory_chart, metrics, switching
+    from rl.simulated import jobs
 
     monkeypatch.setattr(jobs, "_TRAIN_S", WORKS_S)
     returns_early(monkeypatch)
@@ -467,7 +466,7 @@ def test_a_trainer_that_made_room_by_its_cache_works_alone(monkeypatch: pytest.M
 @pytest.mark.parametrize("act", ["generator_leave", "generator_arrive"])
 def test_a_pause_or_return_beside_the_trainer_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch, act: str) -> None:
     import sublet
-    from rl_grpo.simulated import jobs
+    from rl.simulated import jobs
 
     def refused(_: Any) -> None:
         raise sublet.RefusedError("the driver says no")
@@ -478,7 +477,7 @@ def test_a_pause_or_return_beside_the_trainer_that_fails_ends_the_run(monkeypatc
 
 
 def test_a_generator_that_is_done_before_it_was_expected_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, by_hand: Any) -> None:
-    from rl_grpo import beside
+    from rl import beside
 
     # An hour is expected: the trainer would come back long after the generator is done.
     monkeypatch.setattr(beside.Habits, "due_s", lambda _, begin_s: begin_s + 3600)
@@ -491,10 +490,10 @@ def test_a_generator_that_is_done_before_it_was_expected_waits_for_nothing(monke
 
 
 def test_a_return_that_somebody_else_leaves_no_room_for_is_tried_once(monkeypatch: pytest.MonkeyPatch, by_hand: Any) -> None:
-    from rl_grpo import switching
+    from rl import switching
 
     as_it_is, came = switching.BySublet.arrive, []
-    hog = "from rl_grpo.simulated.device import Device; held = Device(0).allocate(24 << 20); print(flush=True); input()"
+    hog = "from device import Device; held = Device(0).allocate(24 << 20); print(flush=True); input()"
 
     def crowded(switch: Any) -> Any:
         # Another process takes what the trainer has left, until the refusal.
@@ -526,8 +525,8 @@ def test_a_pause_or_return_beside_the_generator_that_fails_ends_the_run(monkeypa
 
 @pytest.mark.parametrize("act", ["leave", "arrive"])
 def test_what_is_left_of_an_act_when_the_generator_is_done_is_lost(monkeypatch: pytest.MonkeyPatch, by_hand: Any, act: str) -> None:
-    from rl_grpo import metrics, switching
-    from rl_grpo.simulated.jobs import CONTEXT_BYTES
+    from rl import metrics, switching
+    from rl.simulated.jobs import CONTEXT_BYTES
 
     as_it_is = getattr(switching.BySublet, act)
 
@@ -550,7 +549,7 @@ def test_what_is_left_of_an_act_when_the_generator_is_done_is_lost(monkeypatch: 
 
 @pytest.mark.parametrize("moment", ["before leave", "after leave", "before arrive", "after arrive"])
 def test_a_generator_that_dies_at_any_moment_leaves_a_whole_trainer(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    from rl_grpo import switching
+    from rl import switching
 
     when, act = moment.split()
     as_it_is = getattr(switching.BySublet, act)
@@ -571,17 +570,22 @@ def test_a_generator_that_dies_at_any_moment_leaves_a_whole_trainer(monkeypatch:
     assert len(phases(found, "leaves", 1)) == 1 and len(phases(found, "arrives", 1)) == (act == "arrive")
 
 
-@pytest.mark.parametrize(("mode", "overlap", "left"), [("sublet", "auto", 1), ("sublet", "off", 0), ("cpu", "auto", 0)])
-def test_a_generator_that_dies_in_its_turn_leaves_a_whole_trainer(tmp_path: Path, mode: str, overlap: str, left: int) -> None:
+def test_a_run_whose_generator_died_ends_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from rl import run, switching
+
+    as_it_is = switching.ByHand.to_generator
+
+    def deadly(switch: Any) -> None:
+        as_it_is(switch)
+        os.kill(switch.infer.pids[0], signal.SIGKILL)
+
+    monkeypatch.setattr(switching.ByHand, "to_generator", deadly)
     out = tmp_path / "out"
-    done = play(out, "--modes", mode, "--steps", "3", "--kill-generator", "1", "--overlap", overlap)
-    assert done.returncode == 1, done.stdout + done.stderr
-    for words in ("died in its turn, in step 1", "killed by signal 9", "the trainer has resumed", "weights are as they were"):
-        assert words in done.stderr, done.stderr
-    written = record(out)
-    assert written["identical"] is None and len(written["runs"][0]["steps"]) == 1
-    assert len(phases(written["runs"][0], "leaves", 1)) == left
-    assert "did not come to its end" in text_of(page(out))
+    assert run.main(["--simulate", "--tokens", "48", "--modes", "cpu", "--steps", "3", "--out", str(out)]) == 1
+    said = capsys.readouterr().err
+    for words in ("died in its turn, in step 0", "killed by signal 9", "the trainer has resumed", "weights are as they were"):
+        assert words in said, said
+    assert record(out)["identical"] is None and "did not come to its end" in text_of(page(out))
 
 
 def test_a_run_that_is_told_to_end_leaves_what_it_has(tmp_path: Path) -> None:
@@ -615,9 +619,7 @@ def test_a_run_that_is_told_to_end_leaves_what_it_has(tmp_path: Path) -> None:
         (["--generations", "1"], "at least 2"),
         (["--generations", "6", "--micro-batch", "4"], "--micro-batch divides --generations, 6: 4 does not"),
         (["--micro-batch", "0"], "--micro-batch divides"),
-        (["--steps", "2", "--kill-generator", "2"], "from 0 to 1"),
         (["--handover", "post"], "invalid choice"),
-        (["--overlap", "maybe"], "invalid choice"),
         (["--gpu-mib", "0"], "--gpu-mib is more than 0"),
         (["--shm", "/nonexistent"], "/nonexistent cannot be used"),
         # A folder with nothing free, as a container's /dev/shm may be.
@@ -632,7 +634,7 @@ def test_bad_input_is_refused_with_the_next_step(tmp_path: Path, words: list[str
 
 
 def test_completions_that_a_model_has_no_positions_for_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    from rl_grpo import arguments
+    from rl import arguments
 
     assert arguments.parse(["--tokens", "4078"], "").tokens == 4078
     with pytest.raises(SystemExit, match="2"):
@@ -643,12 +645,12 @@ def test_completions_that_a_model_has_no_positions_for_are_refused(capsys: pytes
 def test_without_the_simulated_driver_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SUBLET_TEST_SIMCUDA_DIR")
     done = play(tmp_path / "out")
-    assert done.returncode == 2 and "cargo rl-demo" in done.stderr, done.stderr
+    assert done.returncode == 2 and "cargo xtask built --python" in done.stderr, done.stderr
 
 
 def test_processes_that_do_not_come_are_waited_for_until_the_deadline(tmp_path: Path) -> None:
-    from rl_grpo.problem import Problem, WorkerGone
-    from rl_grpo.teams import Team
+    from rl.problem import Problem, WorkerGone
+    from rl.teams import Team
 
     silent = Team("infer", 1, [["sleep", "600"]], dict(os.environ), tmp_path, deadline_s=0.3)
     with pytest.raises(Problem, match="0 of 1 processes of tenant 'infer' came within"):
@@ -661,8 +663,8 @@ def test_processes_that_do_not_come_are_waited_for_until_the_deadline(tmp_path: 
 
 
 def test_a_message_that_came_with_the_one_before_is_not_waited_for(tmp_path: Path) -> None:
-    from rl_grpo.links import Link
-    from rl_grpo.teams import Team
+    from rl.links import Link
+    from rl.teams import Team
 
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -674,7 +676,7 @@ def test_a_message_that_came_with_the_one_before_is_not_waited_for(tmp_path: Pat
 
 
 def test_runs_that_differ_are_told_apart() -> None:
-    from rl_grpo import record as records
+    from rl import record as records
 
     def run(mode: str, loss: float, weights: str) -> records.Run:
         step = {"step": 0, "reward": 0.5, "loss": loss, "fingerprint": "f", "tokens": 1}
@@ -700,8 +702,8 @@ def test_runs_that_differ_are_told_apart() -> None:
 
 def synthetic(gpus: int, modes: int, samples: int) -> dict[str, Any]:
     """A record as long as a large machine makes it."""
-    from rl_grpo import metrics, sampling
-    from rl_grpo.record import Run, document
+    from rl import metrics, sampling
+    from rl.record import Run, document
 
     runs = []
     for mode in list(sorted(("cpu", "destroy-groups", "keep-both", "restart", "sublet")))[:modes]:
@@ -723,7 +725,7 @@ def synthetic(gpus: int, modes: int, samples: int) -> dict[str, Any]:
 
 
 def test_a_page_of_eight_gpus_and_five_modes_stays_small() -> None:
-    from rl_grpo import page as pages
+    from rl import page as pages
 
     text = pages.html(synthetic(gpus=8, modes=5, samples=400))
     assert len(text.encode()) < pages.BYTES_MAX
@@ -741,7 +743,7 @@ def test_figures_leave_the_first_step_out() -> None:
 
 
 def test_memory_is_told_apart_by_tag_by_library_and_by_what_its_process_says() -> None:
-    from rl_grpo import sampling
+    from rl import sampling
 
     def entry(library: str, tag: str, size_bytes: int) -> dict[str, Any]:
         return {"library": library, "tag": tag, "resident_bytes": size_bytes, "own_bytes": size_bytes}

@@ -17,7 +17,7 @@ class Played:
     """A sequence beside the generator, played on a clock of its own: what was done, and when."""
 
     def __init__(self, due_s: Optional[float], ends_s: float = 100.0, comes: Any = "came", pause_s: float = 2.0) -> None:
-        from rl_grpo import beside
+        from rl import beside
 
         self.now_s, self.done, played = 0.0, list[tuple[float, str]](), self
 
@@ -73,7 +73,7 @@ def test_the_trainer_stays_away_where_it_is_not_to_come_back_beside_the_generato
 
 
 def test_what_fails_beside_the_generator_ends_the_sequence_and_is_told() -> None:
-    from rl_grpo.problem import Problem
+    from rl.problem import Problem
 
     played = Played(due_s=7.0, comes=Problem("it does not come"))
     assert played.state == "failed" and played.acts() == [LEFT]
@@ -83,7 +83,7 @@ def test_what_fails_beside_the_generator_ends_the_sequence_and_is_told() -> None
 
 
 def test_the_trainer_sets_out_by_how_long_turns_and_returns_were() -> None:
-    from rl_grpo.beside import Habits
+    from rl.beside import Habits
 
     habits = Habits()
     assert habits.due_s(10.0) is None
@@ -101,8 +101,8 @@ def test_the_trainer_sets_out_by_how_long_turns_and_returns_were() -> None:
 
 @pytest.mark.parametrize("what", ["pause", "return"])
 def test_what_goes_on_beside_the_generator_is_waited_for_until_the_deadline(what: str) -> None:
-    from rl_grpo.beside import TRAINER, Beside
-    from rl_grpo.problem import Problem
+    from rl.beside import TRAINER, Beside
+    from rl.problem import Problem
 
     over, slow = threading.Event(), threading.Event()
 

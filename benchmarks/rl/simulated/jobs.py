@@ -6,9 +6,12 @@ import os
 import sys
 from pathlib import Path
 
-from rl_grpo.arguments import Options
-from rl_grpo.simulated import node
-from rl_grpo.teams import Team
+import sim_node
+from rl.arguments import Options
+from rl.problem import Problem
+from rl.teams import Team
+
+DRIVER = "SUBLET_TEST_SIMCUDA_DIR"
 
 _MIB = 1 << 20
 CONTEXT_BYTES = 4 * _MIB
@@ -23,13 +26,18 @@ class SimulatedJobs:
 
     def __init__(self, options: Options, place: Path) -> None:
         self._options = options
+        driver = os.environ.get(DRIVER)
+        if driver is None or not (Path(driver) / "libcuda.so.1").is_file():
+            raise Problem(f"--simulate needs the simulated driver: put `cargo xtask built --python` before it, or set {DRIVER} to its folder")
         self._environment = {
-            **os.environ, **node.make(place / "node", options.gpus, options.gpu_mib * _MIB, CONTEXT_BYTES),
-            "SUBLET_RUN_DIR": os.environ["SUBLET_RUN_DIR"], "SUBLET_FILE_DIR": str(place),
+            **os.environ, **sim_node.make(place / "node", [options.gpu_mib * _MIB] * options.gpus), "LD_LIBRARY_PATH": driver,
+            "SIMCUDA_CONTEXT_BYTES": str(CONTEXT_BYTES), "SUBLET_FILE_DIR": str(place),
         }  # fmt: skip
         for name in ("CUDA_VISIBLE_DEVICES", "LD_PRELOAD", "SUBLET_TENANT", "SUBLET_FAMILY", "SUBLET_BUDGET"):
             self._environment.pop(name, None)
-        folders = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+        # Memory of a device is the examples', which lie beside this folder's in a bundle, and above in the source tree.
+        here = Path(__file__).resolve().parents[2]
+        folders = [str(here), str(here / "examples"), str(here.parent / "examples"), os.environ.get("PYTHONPATH", "")]
         self._environment["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
 
     def train(self, mode: str, work: Path) -> Team:
@@ -48,7 +56,7 @@ class SimulatedJobs:
         return self._team("infer", numbers, work)
 
     def _team(self, role: str, numbers: dict[str, float], work: Path) -> Team:
-        module = {"train": "rl_grpo.simulated.trainer", "infer": "rl_grpo.simulated.generator"}[role]
+        module = {"train": "rl.simulated.trainer", "infer": "rl.simulated.generator"}[role]
         words = [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
         command = [sys.executable, "-m", "sublet", "run", "--tenant", role, "--family", _FAMILY, "--", sys.executable]
         commands = [[*command, "-m", module, *words]] * self._options.gpus

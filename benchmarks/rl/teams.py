@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from rl_grpo.links import DEADLINE, SOCKET, Late, Link, listen
-from rl_grpo.problem import Problem, WorkerGone
+from rl.links import DEADLINE, SOCKET, Late, Link, listen
+from rl.problem import Problem, WorkerGone
 
 END_S = 30.0
 _POLL_S = 0.1

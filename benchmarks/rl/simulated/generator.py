@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rl_grpo.links import Worker
-from rl_grpo.simulated.device import Device, Memory
-from rl_grpo.simulated.policy import digest, unpacked, write_texts
+from device import Device, Memory
+from rl.links import Worker
+from rl.simulated.policy import digest, unpacked, write_texts
 
 _CONTENTS: dict[str, Any] = {"weights": "discard", "graphs": "keep", "kv": "discard"}
 _KV_BYTES_PER_TOKEN = 4096

@@ -2,20 +2,20 @@
 
 Without a GPU and without PyTorch, in under a minute; builds what it needs:
 
-    cargo rl-demo --modes sublet,cpu
+    cargo xtask built --python python3 benchmarks/rl/run.py --simulate --modes sublet,cpu
 
 On a machine with GPUs, with PyTorch, transformers, TRL and the wheel of Sublet installed (nothing is fetched; the model
 has random weights, the tokenizer is of bytes, the prompts are made here):
 
-    1 GPU, tiny     python examples/rl_grpo/run.py --modes all --shape tiny --kv-gib 1
-    1 GPU, 0.5B     python examples/rl_grpo/run.py --modes all --shape 0.5b --kv-gib 40
-    1 GPU, 1.5B     python examples/rl_grpo/run.py --modes all --shape 1.5b --kv-gib 40
-    2 GPUs, 1.5B    python examples/rl_grpo/run.py --modes all --shape 1.5b --kv-gib 40 --gpus 2
-    1 GPU, 7B       python examples/rl_grpo/run.py --modes sublet,cpu --shape 7b --kv-gib 60 --micro-batch 4
+    1 GPU, tiny     python benchmarks/rl/run.py --modes all --shape tiny --kv-gib 1
+    1 GPU, 0.5B     python benchmarks/rl/run.py --modes all --shape 0.5b --kv-gib 40
+    1 GPU, 1.5B     python benchmarks/rl/run.py --modes all --shape 1.5b --kv-gib 40
+    2 GPUs, 1.5B    python benchmarks/rl/run.py --modes all --shape 1.5b --kv-gib 40 --gpus 2
+    1 GPU, 7B       python benchmarks/rl/run.py --modes sublet,cpu --shape 7b --kv-gib 60 --micro-batch 4
 
 Each mode trains 20 steps with 16 completions of 192 tokens from the same seeds. Rewards, losses and weights must be the
 same in all of them, and the program says whether they are. It writes rl_grpo.json and one page, rl_grpo.html, into --out.
-Which mode does what, and what the record says, is in examples/README.md.
+Which mode does what, and what the record says, is in docs/rl-example.md.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from pathlib import Path
 from typing import Any, Optional
 
 if __package__ in (None, ""):  # started by its path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "jobs")]
 
-from rl_grpo import page, record, space
-from rl_grpo.arguments import Options, parse
-from rl_grpo.conductor import Conductor, Jobs
-from rl_grpo.problem import Problem
+from rl import page, record, space
+from rl.arguments import Options, parse
+from rl.conductor import Conductor, Jobs
+from rl.problem import Problem
 
 _OUT_BYTES = 64 << 20
 #: Sockets and the run directory of the simulation, and what a hand-over from the host writes there.
 _SHM_BYTES = 64 << 20
 #: Options that a record has.
-_SHOWN = ("simulate", "modes", "handover", "overlap", "gpus", "steps", "seed", "tokens", "generations", "micro_batch", "shape", "kv_gib", "device")
+_SHOWN = ("simulate", "modes", "handover", "gpus", "steps", "seed", "tokens", "generations", "micro_batch", "shape", "kv_gib", "device")
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -60,7 +60,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             jobs = _jobs(options, Path(place))
             runs = _play(options, jobs, Path(place))
     except (Problem, OSError) as problem:
-        print(f"rl_grpo: {problem}", file=sys.stderr)
+        print(f"rl: {problem}", file=sys.stderr)
         return 2
     return _tell(options, runs)
 
@@ -71,8 +71,8 @@ def _require(module: str, how: str) -> None:
 
 
 def _check_space(options: Options) -> None:
-    from rl_grpo.real.jobs import weights_bytes
-    from rl_grpo.simulated.jobs import WEIGHTS_BYTES
+    from rl.real.jobs import weights_bytes
+    from rl.simulated.jobs import WEIGHTS_BYTES
 
     # Memory of simulated GPUs and saved contents lie there too, as far as they are written.
     devices = 2 * (options.gpu_mib << 20) * options.gpus if options.simulate else 0
@@ -83,7 +83,7 @@ def _check_space(options: Options) -> None:
 
 def _jobs(options: Options, place: Path) -> Jobs:
     if options.simulate:
-        from rl_grpo.simulated.jobs import SimulatedJobs
+        from rl.simulated.jobs import SimulatedJobs
 
         run_dir = place / "run"
         run_dir.mkdir(mode=0o700)
@@ -91,7 +91,7 @@ def _jobs(options: Options, place: Path) -> Jobs:
         return SimulatedJobs(options, place)
     for module in ("torch", "transformers", "trl"):
         _require(module, "pip install torch transformers trl; or --simulate, which needs none of them")
-    from rl_grpo.real.jobs import RealJobs
+    from rl.real.jobs import RealJobs
 
     return RealJobs(options)
 
@@ -138,7 +138,7 @@ def _tell(options: Options, runs: list[record.Run]) -> int:
     if written["identical"]:
         print(f"rewards, losses and weights of {written['compared']} modes are identical")
     elif written["identical"] is False:
-        print(f"rl_grpo: NOT identical: {written['difference']}", file=sys.stderr)
+        print(f"rl: NOT identical: {written['difference']}", file=sys.stderr)
     failed = any(run.failure is not None for run in runs)
     return 1 if failed or written["identical"] is False else 0
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional, Protocol
 
-from rl_grpo import handover, metrics, sampling, switching
-from rl_grpo.arguments import Options
-from rl_grpo.beside import GENERATOR, TRAINER, Beside, Habits, State
-from rl_grpo.problem import Problem, WorkerGone, ended
-from rl_grpo.progress import Progress
-from rl_grpo.record import Run
-from rl_grpo.stopping import Stopped, asked_to_end
-from rl_grpo.teams import END_S, Team
+from rl import handover, metrics, sampling, switching
+from rl.arguments import Options
+from rl.beside import GENERATOR, TRAINER, Beside, Habits, State
+from rl.problem import Problem, WorkerGone, ended
+from rl.progress import Progress
+from rl.record import Run
+from rl.stopping import Stopped, asked_to_end
+from rl.teams import END_S, Team
 
 
 class Jobs(Protocol):
@@ -35,7 +34,7 @@ class Conductor:
     def __init__(self, options: Options, jobs: Jobs, mode: str, work: Path) -> None:
         self._options, self._mode = options, mode
         self._train, self._infer = jobs.train(mode, work), jobs.infer(mode, work)
-        self._switch = switching.make(mode, self._train, self._infer, options.handover, options.deadline_s, options.overlap)
+        self._switch = switching.make(mode, self._train, self._infer, options.handover, options.deadline_s)
         self._weights_file = options.shm / f"rl-grpo-{os.getpid()}-{mode}"
         self._clock = sampling.clock()
         self._expected: tuple[type[Exception], ...] = (Problem, *self._switch.errors)
@@ -221,8 +220,6 @@ class Conductor:
             acts = (self._switch.leave, lambda: self._sampler.take("generate"), self._switch.arrive)
             self._beside = Beside(TRAINER, *acts, due_s, self._clock)
             self._beside.begin()
-        if self._options.kill_generator == step:
-            os.kill(self._infer.pids[0], signal.SIGKILL)
         return self._infer.answers("generate")
 
     def _end_beside(self, step: int, beside: Beside, habits: Habits) -> bool:

@@ -1,4 +1,4 @@
-"""The programs of `rl_grpo` with PyTorch, on the CPU: models, the way of the weights, and steps of TRL's trainer."""
+"""The programs of the suite `rl` with PyTorch, on the CPU: models, the way of the weights, and steps of TRL's trainer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 for module in ("torch", "transformers", "trl", "accelerate", "datasets"):
     pytest.importorskip(module, reason="needs PyTorch, transformers and TRL")
 
-EXAMPLES = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(EXAMPLES))
+BENCHMARKS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(BENCHMARKS))
 
-from rl_grpo import arguments
-from rl_grpo.real import jobs, model, weights
+from rl import arguments
+from rl.real import jobs, model, weights
 
 import torch  # isort: skip
 
@@ -78,7 +78,7 @@ def test_micro_batches_make_one_step_of_all_completions(tmp_path: Path) -> None:
     losses = []
     for words in ([], ["--micro-batch", "2"]):
         out = tmp_path / "-".join(["out", *words])
-        command = [sys.executable, str(EXAMPLES / "rl_grpo" / "run.py"), "--device", "cpu", "--handover", "host", "--modes", "cpu,keep-both"]
+        command = [sys.executable, str(BENCHMARKS / "rl" / "run.py"), "--device", "cpu", "--handover", "host", "--modes", "cpu,keep-both"]
         command += ["--steps", "3", "--tokens", "16", "--generations", "4", "--kv-gib", "0.01", "--out", str(out), *words]
         done = subprocess.run(command, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}, text=True, capture_output=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -24,7 +24,6 @@ class Options:
     simulate: bool
     modes: list[str]
     handover: str
-    overlap: str
     gpus: int
     steps: int
     seed: int
@@ -38,21 +37,18 @@ class Options:
     sample_s: float
     out: Path
     shm: Path
-    kill_generator: Optional[int]
     gpu_mib: int
 
 
 def parser(epilog: str) -> argparse.ArgumentParser:
     """All options."""
     made = argparse.ArgumentParser(
-        prog="rl_grpo", description="GRPO: trainer and generator by turns on the same GPUs.", epilog=epilog,
+        prog="rl", description="GRPO: trainer and generator by turns on the same GPUs.", epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = made.add_argument
     add("--mode", "--modes", dest="modes", default="sublet", help=f"by comma, of {', '.join(MODE_NAMES)}; or all")
     add("--handover", choices=["ipc", "host"], default="ipc", help="CUDA IPC, or the bytes that the paused trainer has saved")
-    add("--overlap", choices=["auto", "off"], default="auto",
-        help="mode sublet by ipc: each leaves and comes back while the other works, where both fit; or before and after")  # fmt: skip
     add("--simulate", action="store_true", help="simulated GPUs and memory that stands for weights: no PyTorch, no GPU")
     add("--gpus", type=int, default=1, help="a process of each tenant on each")
     add("--steps", type=int, help="of the trainer (20; 12 with --simulate)")
@@ -68,7 +64,6 @@ def parser(epilog: str) -> argparse.ArgumentParser:
     add("--sample-s", type=float, help="seconds between looks at the memory (0.25)")
     add("--out", type=Path, default=Path("rl_grpo_out"), help="folder for rl_grpo.json, rl_grpo.html and logs")
     add("--shm", type=Path, default=Path("/dev/shm"), help="folder in memory, for --handover host")
-    add("--kill-generator", type=int, metavar="STEP", help="kill -9 of the generator in its turn, to see what follows")
     return made
 
 
@@ -100,14 +95,12 @@ def parse(argv: Optional[Sequence[str]], epilog: str) -> Options:
         made.error(f"--tokens is at most {POSITIONS - PROMPT}, not {tokens}: {most}")
     if given.kv_gib < 0:
         made.error(f"--kv-gib is 0 or more, not {given.kv_gib}")
-    if given.kill_generator is not None and not 0 <= given.kill_generator < steps:
-        made.error(f"--kill-generator names a step from 0 to {steps - 1}, not {given.kill_generator}")
     if given.device == "cpu" and not given.simulate:
         if "sublet" in modes or given.handover == "ipc":
             made.error("--device cpu has no GPU to pause or share: use --handover host, and another mode than sublet")
     return Options(
-        simulate=given.simulate, modes=modes, handover=given.handover, overlap=given.overlap, gpus=given.gpus, steps=steps, seed=given.seed,
+        simulate=given.simulate, modes=modes, handover=given.handover, gpus=given.gpus, steps=steps, seed=given.seed,
         tokens=tokens, generations=given.generations, micro_batch=micro_batch, shape=given.shape, kv_gib=given.kv_gib,
         device=given.device, deadline_s=given.deadline, sample_s=sample_s, out=given.out, shm=given.shm,
-        kill_generator=given.kill_generator, gpu_mib=given.gpu_mib,
+        gpu_mib=given.gpu_mib,
     )  # fmt: skip
