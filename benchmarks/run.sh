@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Runs the GPU lane: bash run.sh [SUITE...], without arguments every suite.
 #
-# Suites: smoke conformance nccl train ipc legacy_ipc kept overhead expandable rates
+# Suites: smoke conformance nccl legacy_ipc overhead expandable rates
 #         anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
 #         cycles deaths shortage watchdog zeroed
-#         saver sharing custom_allreduce generate unused attach compat contents (of the Python package, from python/*.whl)
-#         strangers graphs stepping nccl_alone objects race rl
+#         sharing generate unused attach compat contents (of the Python package, from python/*.whl)
+#         strangers graphs stepping nccl_alone race rl
 # Lies beside jobs/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results): one JSON file per suite
 # and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the cycles of nccl, MANY_CYCLES
 # those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, of rebuild, and of each of the five programs of
@@ -21,10 +21,10 @@ OUT=${OUT:-$PWD/results}
 PYTHON=${PYTHON:-python3}
 GPUS=${GPUS:-0}
 CYCLES=${CYCLES:-20}
-SUITES=(smoke conformance nccl train ipc legacy_ipc kept overhead expandable rates
+SUITES=(smoke conformance nccl legacy_ipc overhead expandable rates
     anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
-    cycles deaths shortage watchdog zeroed saver sharing custom_allreduce generate unused attach compat contents
-    strangers graphs stepping nccl_alone objects race rl)
+    cycles deaths shortage watchdog zeroed sharing generate unused attach compat contents
+    strangers graphs stepping nccl_alone race rl)
 JOBS=$HERE/jobs
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
@@ -65,10 +65,7 @@ run_nccl() {
     suite nccl_tensors 290 nccl_job.py --tensors-gib 8 --discard-half --control outside,inside --cycles "$CYCLES" \
         --rebuild-cycles 1 --warm-host
 }
-run_train() { suite train 150 train_job.py; }
-run_ipc() { GPUS=1 suite ipc 90 ipc_job.py; }
 run_legacy_ipc() { NCCL_CUMEM_ENABLE=0 suite legacy_ipc 120 nccl_job.py --nccl-only --control outside --cycles 2; }
-run_kept() { suite kept 200 kept_job.py --kept-gib "${KEPT_GIB:-16}" --cycles 10; }
 run_overhead() { suite overhead 240 overhead_job.py; }
 run_expandable() {
     suite expandable 240 nccl_job.py --expandable --tensors-gib 8 --discard-half --control outside,inside-one \
@@ -100,9 +97,7 @@ run_cycles() { suite cycles 585 cycles_job.py --cycles "${MANY_CYCLES:-1000}"; }
 run_deaths() { suite deaths 240 deaths_job.py; }
 run_shortage() { suite shortage 120 shortage_job.py; }
 run_watchdog() { suite watchdog 210 watchdog_job.py --beyond; }
-run_saver() { GPUS=1 suite saver 245 saver_job.py --kept-gb "${KEPT_GB:-20}" --discarded-gb "${DISCARDED_GB:-40}"; }
 run_sharing() { GPUS=1 suite sharing 135 sharing_job.py; }
-run_custom_allreduce() { GPUS=2 suite custom_allreduce 140 custom_allreduce_job.py; }
 run_generate() { GPUS=1 suite generate 245 generate_job.py --layers "${LAYERS:-32}"; }
 run_unused() { GPUS=1 suite unused 115 unused_job.py; }
 run_compat() { GPUS=1 suite compat 115 compat_job.py; }
@@ -126,7 +121,6 @@ run_stepping() {
     suite stepping 590 stepping_job.py --pauses "${STEPPING_PAUSES:-200}" --seed "${ANYTIME_SEED:-1}" \
         --rows "${STEPPING_ROWS:-}"
 }
-run_objects() { GPUS=${GPUS:-0} suite objects 85 objects_job.py; }
 run_race() {
     suite race "${RACE_LIMIT_S:-285}" race_job.py --cases "${RACE_CASES:-}" --kept-gib "${RACE_GIB:-60}" \
         --swap-gib "${RACE_GIB:-60}" --picture "$OUT/race.svg"

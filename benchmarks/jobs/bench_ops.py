@@ -1,6 +1,6 @@
-"""Steps of rank.py that measure: pinned copies, all-reduce bandwidth, launches, allocations.
+"""Steps of rank.py that measure: all-reduce bandwidth, launches, allocations.
 
-Bounds: a PCIe 5 x16 link copies about 55 GB/s each way; 18 NVLinks carry about 450 GB/s each way, less protocol;
+Bounds: 18 NVLinks carry about 450 GB/s each way, less protocol;
 a launch costs the host 2 to 5 us; cudaMalloc of 2 MiB costs the driver some 50 to 100 us.
 """
 
@@ -16,31 +16,6 @@ import common
 
 #: All-reduces in the graph that `calls` launches.
 GRAPH_CALLS = 4
-
-
-def pinned_setup(rank: Any, mib: int = 2048) -> dict[str, float]:
-    """Pinned host memory and a block of the same size on the device."""
-    began = time.perf_counter()
-    size = mib * common.MIB
-    rank.bench["host"] = rank.torch.empty(size, dtype=rank.torch.uint8, pin_memory=rank.device.type == "cuda")
-    rank.bench["host"].fill_(7)
-    rank.bench["dev"] = rank.torch.ones(size, dtype=rank.torch.uint8, device=rank.device)
-    for direction in ("out", "in"):
-        pinned_copy(rank, direction, 1)
-    return {"seconds": time.perf_counter() - began}
-
-
-def pinned_copy(rank: Any, direction: str, times: int = 4) -> dict[str, float]:
-    """Copies the block `times` times in one direction; GB/s."""
-    host, dev = rank.bench["host"], rank.bench["dev"]
-    target, source = (host, dev) if direction == "out" else (dev, host)
-    rank.sync()
-    began = time.perf_counter()
-    for _ in range(times):
-        target.copy_(source, non_blocking=True)
-    rank.sync()
-    took = time.perf_counter() - began
-    return {"gb_s": times * host.numel() / took / 1e9, "seconds": took}
 
 
 def all_reduce(rank: Any, mib: int, iterations: int, repeats: int) -> dict[str, Any]:
@@ -158,8 +133,6 @@ def mallocs(rank: Any, sizes_mib: list[int], pairs: int, repeats: int) -> dict[s
 
 
 OPS: dict[str, Callable[..., Any]] = {
-    "pinned_setup": pinned_setup,
-    "pinned_copy": pinned_copy,
     "all_reduce": all_reduce,
     "launches": launches,
     "calls": calls,

@@ -1,8 +1,7 @@
 """Starts one process per GPU, as torchrun does, with the environment that `env://` wants, and waits for them.
 
 `python3 launch.py N PROGRAM [ARGS...]`. The first process that fails ends the others, by id, unless
-LAUNCH_KEEP_SURVIVORS=1. It takes about 10 ms, so times of jobs are not times of a launcher; `--launcher torchrun`
-of the jobs uses the stock one instead.
+LAUNCH_KEEP_SURVIVORS=1. It takes about 10 ms, so times of jobs are not times of a launcher.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ name, and one that fails leaves the others their turn:
 - every: `--every-gib` GiB on each GPU at once, against as many pinned copies at once;
 - nccl: ranks with 2 communicators and then with 20, and nothing else; destroyed and rebuilt, by `ncclCommSuspend` where the
   NCCL at hand has it, and paused from outside;
-- saver: `saver_job.py`'s ways by tag, 20 GB kept and rewritten before each pause, 40 GB discarded;
+- saver: `race_saver.py`'s ways by tag, 20 GB kept and rewritten before each pause, 40 GB discarded;
 - checkpoint: the driver's checkpoint API on a process that holds as much as `kept`'s.
 
 After each resume all contents are added up on the device. The record has every sample, of every figure its limit, its
@@ -38,8 +38,8 @@ import common
 import race_figures
 import race_nccl
 import race_picture
+import race_saver
 import runner
-import saver_job
 from common import GIB, MIB, JobError, Result
 from phases import Phases
 from runner import Ranks
@@ -310,15 +310,13 @@ class Race:
 
     def case_saver(self) -> None:
         """By tag, beside torch_memory_saver."""
-        given = ["--kept-gb", str(self.args.tag_gb), "--discarded-gb", str(2 * self.args.tag_gb), "--change"]
-        args = saver_job.parse([*given, "--cycles", "3", "--saver-cycles", "1", "--deadline", str(self.args.deadline)])
         needs_torch()
         for way in ("sublet", "retained", "saver"):
             label = f"saver_{way}"
             if way != "sublet" and not has_rival():
                 self.skip(label, "no wheel of torch_memory_saver is in the bundle, and it is not installed")
                 continue
-            facts = saver_job.start(args, self.work, way).finish(self.result, self.left(), prefix=label)
+            facts = race_saver.start(self.work, way, self.args.tag_gb).finish(self.result, self.left(), prefix=label)
             self.data["sizes"][label] = facts.get("kept_bytes", 0)
             samples = self.data["samples"]
             if way != "saver" and len(samples.get(f"{label}_pause_s", [])) > 1:

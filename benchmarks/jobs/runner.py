@@ -70,11 +70,6 @@ def begin(life_s: float) -> None:
     faulthandler.dump_traceback_later(life_s, exit=True)
 
 
-def wait_for_file(path: Path, timeout_s: float) -> None:
-    """Waits until the parent has made `path`."""
-    common.wait_until(f"the file {path.name}", path.exists, timeout_s, poll_s=0.005)
-
-
 def versions() -> dict[str, Any]:
     """Of torch and what it brings."""
     import torch

@@ -192,13 +192,13 @@ def test_ways_by_tag_have_their_first_pause_apart(node: Path, monkeypatch: pytes
 
     started: list[str] = []
 
-    def start(args: Any, work: Path, way: str) -> Way:
-        assert args.change and args.discarded_gb == 2 * args.kept_gb
+    def start(work: Path, way: str, kept_gb: float) -> Way:
+        assert kept_gb > 0
         started.append(way)
         return Way()
 
     monkeypatch.setattr("race_job.needs_torch", lambda: None)
-    monkeypatch.setattr("saver_job.start", start)
+    monkeypatch.setattr("race_saver.start", start)
     data = raced(node, cases=named("saver"))
     assert started == ["sublet"] and set(data["skipped"]) == {"saver_retained", "saver_saver"}
     monkeypatch.setattr("race_job.has_rival", lambda: True)

@@ -42,7 +42,7 @@ MODULES = {path.stem for path in JOBS.glob("*.py")}
 #: What is no script of its own: it is imported, or run by others.
 PARTS = {
     "bench_ops", "checksum", "cli", "common", "compact", "driver", "launch", "observer", "phases", "race_figures",
-    "race_memory", "race_nccl", "race_picture", "rank", "runner", "sim_node", "summary", "training_run",
+    "race_memory", "race_nccl", "race_picture", "race_saver", "rank", "runner", "sim_node", "summary", "training_run",
 }  # fmt: skip
 SCRIPTS = [path for path in FILES if path.parent == JOBS and path.stem not in PARTS]
 

@@ -1,22 +1,20 @@
-"""Pausing by tag against those who do it today: how fast, in one run on one GPU?
+"""The race's case of pausing by tag, against those who do it today: how fast, in one run on one GPU?
 
 Weights of `--kept-gb` GB in a tag that is kept and KV cache of `--discarded-gb` GB in one that is discarded are paused
-and resumed together, `--cycles` times, by four ways, each in a process of its own:
+and resumed together, `--cycles` times, by three ways, each in a process of its own:
 
 - sublet: `sublet.region`, `sublet.pause(tags)`, `sublet.resume(tags)`, under `sublet run`;
 - saver: torch_memory_saver 0.0.10 as it comes, which allocates pinned memory at each pause and frees it at each resume;
-- retained: the same with `retain_cpu_backup`, its best mode;
-- vllm: as vLLM's CuMemAllocator copies: for each block a pinned tensor of torch's, `cudaMemcpy`, unmap, release.
+- retained: the same with `retain_cpu_backup`, its best mode.
 
 Half of the cycles resume at once, half after a rest: the driver clears memory in the background after it was given back,
 and copies that follow at once share the device with that.
 
-With `--change` the weights are written anew before each pause, so that nobody gains by what is saved already. Every word
-of them is checked on the device after each resume, and with sublet a piece of `host_copy` while
-paused.
+The weights are written anew before each pause, so that nobody gains by what is saved already. Every word of them is checked
+on the device after each resume, and with sublet a piece of `host_copy` while paused.
 
 Bound: 20 GB at 55 GB/s are 0.36 s each way; pinning 20 GB takes some 6 s, so `saver` is bound by that and gets fewer
-cycles. The run is four starts of torch and about 2 x 20 GB of pinned memory to make, some 100 s.
+cycles.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ from typing import Any
 
 import common
 import runner
-from common import JobError, Result
+from common import JobError
 
-WAYS = ("sublet", "saver", "retained", "vllm")
+WAYS = ("sublet", "saver", "retained")
 #: Elements of one weight, as of a 7B model's feed-forward layer, in two bytes each.
 WEIGHT_WORDS = 4096 * 11008
 KV_BLOCK_BYTES = 298 * 2 * common.MIB
@@ -42,15 +40,12 @@ REST_S = 0.5
 
 
 def parse(argv: list[str]) -> Any:
-    """The options."""
+    """The options of the process of one way."""
     parser = common.job_parser(__doc__, deadline_s=240)
-    parser.add_argument("--kept-gb", type=float, default=20.0)
-    parser.add_argument("--discarded-gb", type=float, default=40.0)
-    parser.add_argument("--cycles", type=int, default=10)
-    parser.add_argument("--saver-cycles", type=int, default=2, help="cycles of the way that pins anew each time")
-    parser.add_argument("--change", action="store_true", help="write every weight anew before each pause")
-    parser.add_argument("--ways", default=",".join(WAYS), help="which, with commas")
-    parser.add_argument("--way", choices=WAYS, help="used by the job itself")
+    parser.add_argument("--kept-gb", type=float, required=True)
+    parser.add_argument("--discarded-gb", type=float, required=True)
+    parser.add_argument("--cycles", type=int, required=True)
+    parser.add_argument("--way", choices=WAYS, required=True)
     return parser.parse_args(argv)
 
 
@@ -146,58 +141,18 @@ def way_saver(args: Any) -> tuple[Memory, Callable[[], Any], Callable[[], Any]]:
     return memory, saver.pause, saver.resume
 
 
-def way_vllm(args: Any) -> tuple[Memory, Callable[[], Any], Callable[[], Any]]:
-    """The copying of vLLM's allocator, on blocks of our own."""
-    import driver
-    import torch
-
-    # The context comes with the first use of torch.
-    torch.zeros(1, device="cuda:0")
-    unit = driver.granularity_bytes(0)
-    kept: list[driver.Block] = []
-    discarded: list[driver.Block] = []
-
-    def block(into: list[driver.Block]) -> Callable[[int], Any]:
-        def make(size_bytes: int) -> Any:
-            into.append(driver.Block(0, size_bytes, unit=unit))
-            return torch.as_tensor(into[-1], device="cuda:0")
-
-        return make
-
-    memory = Memory(args, block(kept), block(discarded))
-    saved: dict[int, Any] = {}
-
-    def pause() -> None:
-        for index, each in enumerate(kept):
-            saved[index] = torch.empty(each.size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            driver.copy(saved[index].data_ptr(), each.address, each.size_bytes)
-            each.unmap_and_release()
-        for each in discarded:
-            each.unmap_and_release()
-
-    def resume() -> None:
-        for index, each in enumerate(kept):
-            each.create_and_map()
-            driver.copy(each.address, saved.pop(index).data_ptr(), each.size_bytes)
-        for each in discarded:
-            each.create_and_map()
-
-    return memory, pause, resume
-
-
 def child(args: Any) -> int:
     """One way: its cycles, timed and checked."""
     runner.begin(args.deadline)
     import torch
 
     runner.fact("versions", runner.versions())
-    make = {"sublet": way_sublet, "saver": way_saver, "retained": way_saver, "vllm": way_vllm}[args.way]
+    make = {"sublet": way_sublet, "saver": way_saver, "retained": way_saver}[args.way]
     memory, pause, resume = make(args)
     runner.fact("kept_bytes", memory.kept_bytes)
     wrong, freed_min = 0, None
     for rest_s in [0.0] * args.cycles + [REST_S] * args.cycles:
-        if args.change:
-            memory.change()
+        memory.change()
         torch.cuda.synchronize()
         before = torch.cuda.mem_get_info()[0]
         times = []
@@ -225,25 +180,7 @@ def child(args: Any) -> int:
     )
     if args.way == "sublet":
         host_copy_kinds()
-        runner.fact("link_gb_s", link_gb_s(torch))
     return 0
-
-
-def link_gb_s(torch: Any) -> dict[str, float]:
-    """Plain pinned copies of 4 GiB each way, the best of three."""
-    host = torch.empty(4 << 30, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(4 << 30, dtype=torch.uint8, device="cuda:0")
-    best = {}
-    for name, target, source in (("pause", host, device), ("resume", device, host)):
-        times = []
-        for _ in range(3):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-        best[name] = host.numel() / min(times) / GB
-    return best
 
 
 def host_copy_is_wrong(memory: Memory) -> int:
@@ -281,20 +218,17 @@ def host_copy_kinds() -> None:
     runner.row("host_copy of every kind of tensor", not bad, ", ".join(bad) or ", ".join(kinds))
 
 
-# ---------------------------------------------------------------- the job
+# ---------------------------------------------------------------- in the race
 
 
-def start(args: Any, work: Path, way: str) -> runner.Child:
-    """The process of one way."""
-    cycles = args.saver_cycles if way == "saver" else args.cycles
+def start(work: Path, way: str, kept_gb: float) -> runner.Child:
+    """The process of one way: `kept_gb` kept, and twice as much discarded."""
+    cycles = 1 if way == "saver" else 3
     command = [__file__, "--way", way, "--cycles", str(cycles), "--deadline", "150"]
-    command += ["--kept-gb", str(args.kept_gb), "--discarded-gb", str(args.discarded_gb)]
-    command += ["--change"] if args.change else []
+    command += ["--kept-gb", str(kept_gb), "--discarded-gb", str(2 * kept_gb)]
     if way == "sublet":
         tenant = f"saver-{way}-{os.getpid()}"
         return runner.Child(work, way, command, tenant=tenant, sites=[runner.package(work, "sublet")])
-    if way == "vllm":
-        return runner.Child(work, way, command)
     site = runner.package(work, "torch_memory_saver")
     cuda = "13" if (torch_cuda_major() or 13) >= 13 else "12"
     hooks = sorted(site.glob(f"torch_memory_saver_hook_mode_preload_cu{cuda}*.so"))
@@ -315,65 +249,5 @@ def torch_cuda_major() -> int | None:
     return 12 if any("-cu12" in need for need in needs) else 13
 
 
-def body(args: Any, result: Result, work: Path) -> None:
-    """The ways, one after the other, then the table."""
-    result.data["host_warmed"] = common.touch_host_memory(2.6 * args.kept_gb * GB / common.GIB)
-    rows = [
-        ("way", "pause first", "pause steady", "resume at once: first", "steady", "after a rest", "(GB/s of kept bytes)")
-    ]
-    steady: dict[str, dict[str, float]] = {}
-    for way in args.ways.split(","):
-        facts = start(args, work, way).finish(result, 160, prefix=way)
-        kept = facts.get("kept_bytes", 0)
-        cells = [way]
-        for action in ("pause", "resume", "rested_resume"):
-            seconds = result.data["samples"].get(f"{way}_{action}_s", [])
-            rates = [kept / each / GB for each in seconds]
-            if not rates:
-                cells += ["-", "-"]
-                continue
-            if action == "rested_resume":
-                middle = common.summarise(rates)["median"] or 0.0
-                steady.setdefault(way, {})[action] = middle
-                result.data["summary"][f"{way}_{action}_gb_s"] = middle
-                cells.append(f"{middle:.1f}")
-                continue
-            middle = common.summarise(rates[1:] or rates)["median"] or 0.0
-            steady.setdefault(way, {})[action] = middle
-            for name, value in (("first", rates[0]), ("steady", middle)):
-                result.data["summary"][f"{way}_{action}_{name}_gb_s"] = value
-                cells.append(f"{value:.1f}")
-        rows.append((*cells, ""))
-        result.save()
-    link = result.data["facts"].get("sublet", {}).get("link_gb_s", {})
-    ours, rival, best = (steady.get(way, {}) for way in ("sublet", "saver", "retained"))
-    result.data["baseline"] = {way: rates for way, rates in steady.items() if way != "sublet"}
-    for action in ("pause", "resume", "rested_resume"):
-        mine = ours.get(action, 0.0)
-        if action in best:
-            result.check(
-                f"{action}: at least their best mode",
-                mine >= best[action],
-                f"{mine:.1f}, theirs {best[action]:.1f} GB/s",
-            )
-        if action in rival:
-            factor, limit = mine / rival[action], link.get(action.removeprefix("rested_"), 0.0)
-            if 5 * rival[action] > limit:
-                # No way can be that fast: the goal is the link then.
-                result.check(
-                    f"{action}: 5 times their default is beyond the link; at least 90 % of the link",
-                    limit > 0 and mine >= 0.9 * limit,
-                    f"{factor:.1f} times, {mine:.1f} of {limit:.1f} GB/s",
-                )
-            else:
-                result.check(f"{action}: at least 5 times their default", factor >= 5, f"{factor:.1f} times")
-    runner.verdicts(result)
-    print()
-    runner.table(rows)
-
-
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    if options.way:
-        sys.exit(child(options))
-    sys.exit(common.run_job(options, "saver", body))
+    sys.exit(child(parse(sys.argv[1:])))
