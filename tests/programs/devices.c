@@ -12,12 +12,7 @@
  * driver allows.
  */
 #include "../simcuda/programs/driver.h"
-
-#include <poll.h>
-#include <signal.h>
-#include <stdbool.h>
-#include <sys/prctl.h>
-#include <unistd.h>
+#include "lines.h"
 
 enum { DEVICES_MAX = 8, BYTES = 2 << 20, WORDS = BYTES / 4, PLAIN, KEPT, DISCARDED, FILED, SHARED };
 enum { KINDS = SHARED - PLAIN + 1 };
@@ -239,12 +234,6 @@ static void verify(void)
     printf("ok %llu\n", (unsigned long long)steps);
 }
 
-static bool line_is_waiting(void)
-{
-    struct pollfd standard_input = {.fd = 0, .events = POLLIN};
-    return poll(&standard_input, 1, 0) > 0;
-}
-
 static void run(void)
 {
     printf("ok running\n");
@@ -261,13 +250,21 @@ static void work_as_guest(void)
     printf("ok guest\n");
 }
 
+static void obey(const char *line)
+{
+    if (is(line, "run"))
+        run();
+    else if (is(line, "guest"))
+        work_as_guest();
+    else if (is(line, "verify"))
+        verify();
+    else if (!is(line, "stop"))
+        exit(0);
+}
+
 int main(void)
 {
-    char line[64];
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    setvbuf(stdout, NULL, _IOLBF, 0);
-    /* So that poll and read see the same. */
-    setvbuf(stdin, NULL, _IONBF, 0);
+    lines_begin();
     driver_load();
     OK(cuInit(0));
     OK(cuDeviceGetCount(&devices));
@@ -280,18 +277,6 @@ int main(void)
         make_memory(device);
     settle();
     printf("ok ready\n");
-    while (fgets(line, sizeof line, stdin) != NULL) {
-        line[strcspn(line, "\n")] = '\0';
-        if (strcmp(line, "run") == 0)
-            run();
-        else if (strcmp(line, "stop") == 0)
-            continue;
-        else if (strcmp(line, "guest") == 0)
-            work_as_guest();
-        else if (strcmp(line, "verify") == 0)
-            verify();
-        else
-            break;
-    }
+    lines_obey(obey);
     return 0;
 }

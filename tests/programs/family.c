@@ -23,19 +23,13 @@
  *
  * usage: family [DEVICE]
  */
-#include "../simcuda/programs/driver.h"
-#include "lines.h"
+#include "block.h"
 
 #include <fcntl.h>
-#include <signal.h>
-#include <stdarg.h>
-#include <sys/prctl.h>
-#include <unistd.h>
 
-enum { BYTES = 4 << 20, WORDS = BYTES / 4 };
+enum { BYTES = 4 << 20 };
 
 static struct {
-    CUstream stream;
     CUdeviceptr block, peer;
     CUhandle created, imported;
     int device, exported;
@@ -52,18 +46,12 @@ static CUresult say(CUresult code)
 
 static void fill(CUdeviceptr data, unsigned seed)
 {
-    OK(cuMemsetD32Async(data, seed, WORDS, own.stream));
-    OK(cuStreamSynchronize(own.stream));
+    block_fill(data, BYTES, seed);
 }
 
-/* Does all of it hold `seed`, as far as its first, middle and last words tell? */
 static bool holds(CUdeviceptr data, unsigned seed)
 {
-    uint32_t words[3] = {0, 0, 0};
-    OK(cuMemcpyDtoH(&words[0], data, 4));
-    OK(cuMemcpyDtoH(&words[1], data + BYTES / 2, 4));
-    OK(cuMemcpyDtoH(&words[2], data + BYTES - 4, 4));
-    return words[0] == seed && words[1] == seed && words[2] == seed;
+    return block_holds(data, BYTES, seed);
 }
 
 static CUdeviceptr mapped(CUhandle handle)
@@ -90,21 +78,13 @@ static void allocate(unsigned seed)
     printf("ok\n");
 }
 
-static void *ours(const char *name)
-{
-    void *found = dlsym(RTLD_DEFAULT, name);
-    if (found == NULL)
-        exit(3);
-    return found;
-}
-
 static CUdeviceptr in_region(const char *tag)
 {
     CUdeviceptr made = 0;
-    if (((int (*)(const char *, int))ours("sublet_region_begin"))(tag, 0) != 0)
+    if (((int (*)(const char *, int))sublet("sublet_region_begin"))(tag, 0) != 0)
         exit(4);
     OK(cuMemAlloc(&made, BYTES));
-    if (((int (*)(void))ours("sublet_region_end"))() != 0)
+    if (((int (*)(void))sublet("sublet_region_end"))() != 0)
         exit(4);
     fill(made, 1);
     return made;
@@ -113,11 +93,11 @@ static CUdeviceptr in_region(const char *tag)
 /* By this process alone. */
 static void act_on(const char *tag, const char *what)
 {
-    int (*act)(const char *, const char *const *, size_t, int, uint32_t) = ours(what);
+    int (*act)(const char *, const char *const *, size_t, int, uint32_t) = sublet(what);
     if (act(NULL, &tag, 1, 1, 30000) == 0)
         printf("ok\n");
     else
-        printf("no %s\n", ((const char *(*)(void))ours("sublet_last_error"))());
+        printf("no %s\n", sublet_says());
 }
 
 static void create(unsigned seed)
@@ -237,22 +217,6 @@ static void trade(const char *text, unsigned seed, unsigned long long count)
     printf("ok %llu\n", done);
 }
 
-static void start(int device)
-{
-    CUcontext context = NULL;
-    own.device = device;
-    driver_load();
-    OK(cuInit(0));
-    OK(cuDevicePrimaryCtxRetain(&context, device));
-    OK(cuCtxSetCurrent(context));
-    OK(cuStreamCreate(&own.stream, 1));
-    /* Joins its tenant. */
-    OK(cuMemAlloc(&own.block, BYTES));
-    OK(cuMemFree(own.block));
-    own.block = 0;
-    printf("ok ready\n");
-}
-
 static void obey(const char *line)
 {
     char text[256] = "";
@@ -306,7 +270,8 @@ static void obey(const char *line)
 int main(int count, char **arguments)
 {
     lines_begin();
-    start(count > 1 ? atoi(arguments[1]) : 0);
+    own.device = count > 1 ? atoi(arguments[1]) : 0;
+    block_begin(own.device);
     lines_obey(obey);
     return 0;
 }

@@ -4,31 +4,33 @@
  *
  *   connect    opens the others' memory
  *   steps N    launches N steps, far ahead of the device, and waits for them
+ *   post       posts the next receive, on a stream of its own
+ *   step       computes and sends, in the order of its stage, and waits for all of it
  *   forever    launches a kernel that waits for what never comes
  *   verify     compares its data with what they must be
  *   exit
  *
- * usage: handmade RANK RANKS DIR [helper|capture]
+ * usage: handmade RANK RANKS DIR [helper|capture|KERNELS]
  *
  * In a step each rank changes its data, writes them into a slot of each peer's inbox, raises a flag there, waits for the
  * flags that the others raise here, and adds what they have written. With `helper` another thread launches what goes to
  * the peers, some milliseconds later and on a stream of its own: then a kernel waits for a launch by a thread of its own
  * process. With `capture` each tenth step is a graph, captured and launched.
+ *
+ * With a number the two ranks are stages of a pipeline, whose receives are posted before the work that they follow. Rank 0
+ * launches so many kernels on its other stream, then sends, then waits for what it has posted. Rank 1 waits first.
  */
 #include "../simcuda/programs/driver.h"
+#include "lines.h"
 
 #include <pthread.h>
 #include <semaphore.h>
-#include <stdbool.h>
-#include <signal.h>
-#include <sys/prctl.h>
 #include <time.h>
-#include <unistd.h>
 
 enum { RANKS_MAX = 8, WORDS = 64, BYTES = 4 * WORDS, BLOCK = 2 << 20, SLOTS = 2 };
 
 static struct {
-    int rank, ranks;
+    int rank, ranks, kernels;
     const char *dir;
     bool helper, capture;
     CUcontext context;
@@ -155,6 +157,48 @@ static void do_steps(int count)
     printf("ok %u\n", own.step);
 }
 
+/* ---- stages of a pipeline */
+
+static void post(void)
+{
+    CUdeviceptr from = flag(own.shared, 1 - own.rank);
+    uint32_t raised = own.step + 1;
+    void *params[] = {&from, &raised};
+    launch(own.await, own.other, params);
+    OK(cuEventRecord(own.event, own.other));
+    printf("ok posted\n");
+}
+
+static void compute_and_send(void)
+{
+    uint32_t mul = 3, add = (uint32_t)own.rank + 1, raised = own.step + 1;
+    uint64_t count = WORDS;
+    CUdeviceptr to = flag(own.peer[1 - own.rank], own.rank);
+    void *params[] = {&own.data, &mul, &add, &count}, *flag_params[] = {&to, &raised};
+    for (int i = 0; i < own.kernels; i++)
+        launch(own.affine, own.stream, params);
+    launch(own.store, own.stream, flag_params);
+}
+
+static void do_stage(void)
+{
+    if (own.rank == 0)
+        compute_and_send();
+    OK(cuStreamWaitEvent(own.stream, own.event, 0));
+    if (own.rank != 0)
+        compute_and_send();
+    OK(cuStreamSynchronize(own.stream));
+    printf("ok %u\n", ++own.step);
+}
+
+static uint32_t expected_of_stage(void)
+{
+    uint32_t word = (uint32_t)own.rank + 1;
+    for (uint64_t i = 0; i < (uint64_t)own.step * (uint64_t)own.kernels; i++)
+        word = word * 3 + (uint32_t)own.rank + 1;
+    return word;
+}
+
 /* What all ranks have when `steps` are done, computed here. */
 static uint32_t expected(uint32_t steps)
 {
@@ -173,7 +217,7 @@ static uint32_t expected(uint32_t steps)
 
 static void verify(void)
 {
-    uint32_t words[WORDS], wanted = expected(own.step);
+    uint32_t words[WORDS], wanted = own.kernels > 0 ? expected_of_stage() : expected(own.step);
     OK(cuMemcpyDtoHAsync(words, own.data, BYTES, own.stream));
     OK(cuStreamSynchronize(own.stream));
     for (int i = 0; i < WORDS; i++) {
@@ -231,6 +275,13 @@ static void wait_for_ever(void)
     printf("ok launched\n");
 }
 
+/* Kernels that never end are left to the driver. */
+static void exit_now(void)
+{
+    fflush(stdout);
+    _exit(0);
+}
+
 static void start(void)
 {
     CUmodule module = NULL;
@@ -261,11 +312,27 @@ static void start(void)
     printf("ok ready\n");
 }
 
+static void obey(const char *line)
+{
+    if (is(line, "connect"))
+        open_peers();
+    else if (is(line, "steps "))
+        do_steps(atoi(line + 6));
+    else if (is(line, "post"))
+        post();
+    else if (is(line, "step"))
+        do_stage();
+    else if (is(line, "forever"))
+        wait_for_ever();
+    else if (is(line, "verify"))
+        verify();
+    else
+        exit_now();
+}
+
 int main(int count, char **arguments)
 {
-    char line[64];
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    setvbuf(stdout, NULL, _IOLBF, 0);
+    lines_begin();
     if (count < 4)
         return 1;
     own.rank = atoi(arguments[1]);
@@ -273,21 +340,8 @@ int main(int count, char **arguments)
     own.dir = arguments[3];
     own.helper = count > 4 && strcmp(arguments[4], "helper") == 0;
     own.capture = count > 4 && strcmp(arguments[4], "capture") == 0;
+    own.kernels = count > 4 ? atoi(arguments[4]) : 0;
     start();
-    while (fgets(line, sizeof line, stdin) != NULL) {
-        line[strcspn(line, "\n")] = '\0';
-        if (strcmp(line, "connect") == 0)
-            open_peers();
-        else if (strncmp(line, "steps ", 6) == 0)
-            do_steps(atoi(line + 6));
-        else if (strcmp(line, "forever") == 0)
-            wait_for_ever();
-        else if (strcmp(line, "verify") == 0)
-            verify();
-        else
-            break;
-    }
-    /* Kernels that never end are left to the driver. */
-    fflush(stdout);
-    _exit(0);
+    lines_obey(obey);
+    exit_now();
 }

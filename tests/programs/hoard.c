@@ -12,9 +12,7 @@
  *   tag NAME, untag     a region of the calling thread
  */
 #include "../simcuda/programs/driver.h"
-
-#include <signal.h>
-#include <sys/prctl.h>
+#include "lines.h"
 
 enum { DEVICES_MAX = 8, KEPT_MAX = 4096 };
 
@@ -202,9 +200,7 @@ static void obey(const char *line)
 
 int main(void)
 {
-    char line[256];
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    setvbuf(stdout, NULL, _IOLBF, 0);
+    lines_begin();
     driver_load();
     OK(cuInit(0));
     *(void **)&total_of = find("cuDeviceTotalMem");
@@ -213,9 +209,6 @@ int main(void)
     *(void **)&array_create = find("cuArray3DCreate");
     *(void **)&array_destroy = find("cuArrayDestroy");
     puts("ok");
-    while (fgets(line, sizeof line, stdin) != NULL) {
-        line[strcspn(line, "\n")] = '\0';
-        obey(line);
-    }
+    lines_obey(obey);
     return 0;
 }

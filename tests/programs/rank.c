@@ -7,43 +7,8 @@
  * It says `ok ready` when its memory is there. The ranks of a job share DIR. --plain uses no virtual memory
  * management and shares nothing. At the end of its input it ends; it dies with whoever started it.
  */
+#include "lines.h"
 #include "rank/children.h"
-
-#include <poll.h>
-#include <signal.h>
-#include <sys/prctl.h>
-
-static char input[4096];
-static size_t input_used;
-
-/* The next line, or NULL at the end of the input. */
-static char *next_line(void)
-{
-    static char line[sizeof input];
-    for (;;) {
-        char *end = memchr(input, '\n', input_used);
-        if (end != NULL) {
-            size_t length = (size_t)(end - input);
-            memcpy(line, input, length);
-            line[length] = '\0';
-            input_used -= length + 1;
-            memmove(input, end + 1, input_used);
-            return line;
-        }
-        if (input_used == sizeof input)
-            die("a line is too long");
-        ssize_t got = read(0, input + input_used, sizeof input - input_used);
-        if (got == 0 || (got < 0 && errno != EINTR))
-            return NULL;
-        input_used += got > 0 ? (size_t)got : 0;
-    }
-}
-
-static bool line_is_waiting(void)
-{
-    struct pollfd standard_input = {.fd = 0, .events = POLLIN};
-    return memchr(input, '\n', input_used) != NULL || poll(&standard_input, 1, 0) > 0;
-}
 
 static void command_step(unsigned long long count)
 {
@@ -83,15 +48,14 @@ static void command_connect(void)
     answer("ok");
 }
 
-/* Obeys `line`; returns false when it says to end. */
-static bool obey(const char *line)
+static void obey(const char *line)
 {
     char first[32] = "", second[32] = "";
     unsigned long long number = 0;
     sscanf(line, "%31s %31s", first, second);
     sscanf(line, "%*s %llu", &number);
     if (strcmp(line, "exit") == 0)
-        return false;
+        exit(0);
     if (strcmp(line, "connect") == 0)
         command_connect();
     else if (strcmp(first, "step") == 0)
@@ -154,7 +118,6 @@ static bool obey(const char *line)
         command_forge(second);
     else
         die("what is '%s'?", line);
-    return true;
 }
 
 static void read_arguments(int count, char **arguments)
@@ -213,9 +176,8 @@ static void start_driver(void)
 
 int main(int count, char **arguments)
 {
+    lines_begin();
     read_arguments(count, arguments);
-    if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0)
-        die("prctl: %s", strerror(errno));
     map_control();
     start_driver();
     make_memory();
@@ -223,7 +185,6 @@ int main(int count, char **arguments)
         start_service();
     capture_graph();
     answer("ok ready");
-    for (char *line = next_line(); line != NULL && obey(line); line = next_line())
-        continue;
+    lines_obey(obey);
     return 0;
 }

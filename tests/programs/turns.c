@@ -18,11 +18,9 @@
  *
  * usage: turns [DEVICE]
  */
-#include "../simcuda/programs/driver.h"
-#include "lines.h"
+#include "block.h"
 
 static struct {
-    CUstream stream;
     CUdeviceptr block;
     CUgraph graph;
     size_t bytes;
@@ -34,57 +32,33 @@ static struct {
     size_t bytes;
 } more;
 
-static void *find_ours(const char *name)
-{
-    void *found = dlsym(RTLD_DEFAULT, name);
-    if (found == NULL)
-        driver_missing(name);
-    return found;
-}
-
 static bool say(int code)
 {
     if (code == 0)
         printf("ok\n");
     else
-        printf("no %d %s\n", code, ((const char *(*)(void))find_ours("sublet_last_error"))());
+        printf("no %d %s\n", code, sublet_says());
     return code == 0;
 }
 
 static int begin(unsigned wait_ms)
 {
-    return ((int (*)(uint32_t))find_ours("sublet_turn_begin"))(wait_ms);
+    return ((int (*)(uint32_t))sublet("sublet_turn_begin"))(wait_ms);
 }
 
 static int end(void)
 {
-    return ((int (*)(void))find_ours("sublet_turn_end"))();
-}
-
-static void fill_all(CUdeviceptr block, size_t bytes, unsigned seed)
-{
-    OK(cuMemsetD32Async(block, seed, bytes / 4, own.stream));
-    OK(cuStreamSynchronize(own.stream));
+    return ((int (*)(void))sublet("sublet_turn_end"))();
 }
 
 static void fill(unsigned seed)
 {
-    fill_all(own.block, own.bytes, seed);
-}
-
-/* Does all of it hold `seed`, as far as its first, middle and last words tell? */
-static bool all_hold(CUdeviceptr block, size_t bytes, unsigned seed)
-{
-    uint32_t words[3] = {0, 0, 0};
-    OK(cuMemcpyDtoH(&words[0], block, 4));
-    OK(cuMemcpyDtoH(&words[1], block + bytes / 2, 4));
-    OK(cuMemcpyDtoH(&words[2], block + bytes - 4, 4));
-    return words[0] == seed && words[1] == seed && words[2] == seed;
+    block_fill(own.block, own.bytes, seed);
 }
 
 static bool holds(unsigned seed)
 {
-    return all_hold(own.block, own.bytes, seed);
+    return block_holds(own.block, own.bytes, seed);
 }
 
 static void allocate(CUdeviceptr *block, size_t *bytes, unsigned mib, unsigned seed)
@@ -95,7 +69,7 @@ static void allocate(CUdeviceptr *block, size_t *bytes, unsigned mib, unsigned s
         return;
     }
     *bytes = (size_t)mib << 20;
-    fill_all(*block, *bytes, seed);
+    block_fill(*block, *bytes, seed);
     printf("ok\n");
 }
 
@@ -143,15 +117,15 @@ static CUstream other_stream(void)
 static void spin(void)
 {
     void *params[] = {&own.block};
-    OK(cuMemsetD32Async(own.block, 0, 1, own.stream));
-    driver_launch("spin_until_nonzero", own.stream, params);
+    OK(cuMemsetD32Async(own.block, 0, 1, stream));
+    driver_launch("spin_until_nonzero", stream, params);
     printf("ok\n");
 }
 
 static void release(void)
 {
     OK(cuMemsetD32Async(own.block, 1, 1, other_stream()));
-    OK(cuStreamSynchronize(own.stream));
+    OK(cuStreamSynchronize(stream));
     printf("ok\n");
 }
 
@@ -185,20 +159,6 @@ static void child_ends(void)
 
 static int device;
 
-static void start(void)
-{
-    CUcontext context = NULL;
-    driver_load();
-    OK(cuInit(0));
-    OK(cuDevicePrimaryCtxRetain(&context, device));
-    OK(cuCtxSetCurrent(context));
-    OK(cuStreamCreate(&own.stream, 1));
-    /* Joins its tenant. */
-    OK(cuMemAlloc(&own.block, 2 << 20));
-    OK(cuMemFree(own.block));
-    printf("ok ready\n");
-}
-
 static void obey(const char *line)
 {
     char text[256] = "";
@@ -209,7 +169,7 @@ static void obey(const char *line)
     else if (is(line, "more"))
         allocate(&more.block, &more.bytes, first, second);
     else if (is(line, "owns"))
-        printf(all_hold(more.block, more.bytes, first) ? "ok\n" : "no, it does not\n");
+        printf(block_holds(more.block, more.bytes, first) ? "ok\n" : "no, it does not\n");
     else if (is(line, "fill"))
         fill(first), printf("ok\n");
     else if (is(line, "own"))
@@ -221,9 +181,9 @@ static void obey(const char *line)
     else if (is(line, "rounds"))
         rounds(first, second);
     else if (is(line, "captured"))
-        say(cuStreamEndCapture(own.stream, &own.graph));
+        say(cuStreamEndCapture(stream, &own.graph));
     else if (is(line, "capture"))
-        say(cuStreamBeginCapture(own.stream, first));
+        say(cuStreamBeginCapture(stream, first));
     else if (is(line, "spin"))
         spin();
     else if (is(line, "release"))
@@ -235,9 +195,9 @@ static void obey(const char *line)
     else if (is(line, "child-ends"))
         child_ends();
     else if (is(line, "start"))
-        start();
+        block_begin(device);
     else if (sscanf(line, "switch %255s %u", text, &first) == 2)
-        say(((int (*)(const char *, uint32_t))find_ours("sublet_switch_tenant"))(text, first));
+        say(((int (*)(const char *, uint32_t))sublet("sublet_switch_tenant"))(text, first));
     else
         exit(2);
 }
@@ -247,7 +207,7 @@ int main(int count, char **arguments)
     lines_begin();
     device = count > 1 ? atoi(arguments[1]) : 0;
     if (getenv("STARTS_LATER") == NULL)
-        start();
+        block_begin(device);
     else
         printf("ok\n");
     lines_obey(obey);

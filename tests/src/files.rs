@@ -1,6 +1,6 @@
 //! Where the built things are.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::{Outcome, Trouble};
 
@@ -15,34 +15,6 @@ pub struct Files {
     pub sublet: PathBuf,
     /// The library that is loaded in place of NCCL.
     pub nccl: PathBuf,
-    /// The compiled `programs/rank.c`.
-    pub rank: PathBuf,
-    /// The compiled `programs/devices.c`.
-    pub devices: PathBuf,
-    /// The compiled `programs/handmade.c`.
-    pub handmade: PathBuf,
-    /// The compiled `programs/preposted.c`.
-    pub preposted: PathBuf,
-    /// The compiled `programs/wander.c`.
-    pub wander: PathBuf,
-    /// The compiled `programs/family.c`.
-    pub family: PathBuf,
-    /// The compiled `programs/turns.c`.
-    pub turns: PathBuf,
-    /// The compiled `programs/hoard.c`.
-    pub hoard: PathBuf,
-    /// The compiled `programs/nccl_like.c`.
-    pub nccl_like: PathBuf,
-    /// A directory with the simulated `libnccl.so.2`, `programs/simnccl.c`.
-    pub simnccl_dir: PathBuf,
-    /// A directory with the simulated `libnvidia-ml.so.1`, `programs/simnvml.c`.
-    pub simnvml_dir: PathBuf,
-    /// `programs/nvml.py`.
-    pub nvml_python: PathBuf,
-    /// The compiled `programs/spmd.c`.
-    pub spmd: PathBuf,
-    /// `programs/spmd.py`.
-    pub spmd_python: PathBuf,
 }
 
 impl Files {
@@ -63,20 +35,26 @@ impl Files {
             simcuda_dir: path("SUBLET_TEST_SIMCUDA_DIR")?,
             sublet: path("SUBLET_TEST_BIN")?,
             nccl: path("SUBLET_TEST_NCCL")?,
-            rank: PathBuf::from(env!("SUBLET_RANK_PROGRAM")),
-            devices: PathBuf::from(env!("SUBLET_DEVICES_PROGRAM")),
-            handmade: PathBuf::from(env!("SUBLET_HANDMADE_PROGRAM")),
-            preposted: PathBuf::from(env!("SUBLET_PREPOSTED_PROGRAM")),
-            wander: PathBuf::from(env!("SUBLET_WANDER_PROGRAM")),
-            family: PathBuf::from(env!("SUBLET_FAMILY_PROGRAM")),
-            turns: PathBuf::from(env!("SUBLET_TURNS_PROGRAM")),
-            hoard: PathBuf::from(env!("SUBLET_HOARD_PROGRAM")),
-            nccl_like: PathBuf::from(env!("SUBLET_NCCL_LIKE_LIBRARY")),
-            simnccl_dir: PathBuf::from(env!("SUBLET_SIMNCCL_DIR")),
-            simnvml_dir: PathBuf::from(env!("SUBLET_SIMNVML_DIR")),
-            nvml_python: PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("programs/nvml.py"),
-            spmd: PathBuf::from(env!("SUBLET_SPMD_PROGRAM")),
-            spmd_python: PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("programs/spmd.py"),
         })
+    }
+
+    /// What `programs/NAME.c` was compiled to.
+    pub fn program(name: &str) -> PathBuf {
+        Path::new(env!("OUT_DIR")).join(name)
+    }
+
+    /// The library that looks like NCCL to callers alone, `programs/nccl_like.c`.
+    pub fn nccl_like() -> PathBuf {
+        Self::program("nccl-like/libnccl.so.2")
+    }
+
+    /// A directory with a simulated library: `simnccl`, with that of its experts, or `simnvml`.
+    pub fn library_dir(name: &str) -> PathBuf {
+        Self::program(name)
+    }
+
+    /// A script of `programs`.
+    pub fn script(name: &str) -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("programs").join(name)
     }
 }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::{Answer, Outcome, Rank, Stage, Trouble};
+use crate::{Answer, Files, Outcome, Rank, Stage, Trouble};
 
 /// How long a running job may take for a few steps.
 const STEP_TIMEOUT: Duration = Duration::from_secs(30);
@@ -231,10 +231,10 @@ fn rank_command(stage: &Stage, options: &JobOptions, dir: &Path, index: usize) -
         command.args(["run", "--tenant", &options.tenant, "--library"]);
         command.arg(&files.preload).args(["--", "env"]);
         command.args(options.variables.iter().map(|(name, value)| format!("{name}={value}")));
-        command.arg(&files.rank);
+        command.arg(Files::program("rank"));
         command
     } else {
-        let mut command = stage.command(&files.rank);
+        let mut command = stage.command(&Files::program("rank"));
         command.envs(options.variables.iter().map(|(name, value)| (name, value)));
         command
     };
@@ -247,7 +247,7 @@ fn rank_command(stage: &Stage, options: &JobOptions, dir: &Path, index: usize) -
     number("--statics", options.statics);
     number("--tensor-mib", options.tensor_mib);
     number("--scratch-mib", options.scratch_mib);
-    command.arg("--dir").arg(dir).arg("--nccl").arg(&files.nccl_like);
+    command.arg("--dir").arg(dir).arg("--nccl").arg(Files::nccl_like());
     if options.is_plain {
         command.arg("--plain");
     }

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::{Answer, Outcome, Rank, Stage, Trouble};
+use crate::{Answer, Files, Outcome, Rank, Stage, Trouble};
 
 /// How long a whole job may take, pauses included, on a machine that does other things too.
 const JOB_TIMEOUT: Duration = Duration::from_mins(4);
@@ -120,22 +120,23 @@ impl Spmd {
 fn rank_command(stage: &Stage, options: &SpmdOptions, dir: &Path, index: usize) -> Command {
     let files = stage.files();
     let is_python = matches!(options.mode, "python" | "ours");
-    let program = if is_python { Path::new("python3") } else { &files.spmd };
+    let program = if is_python { "python3".into() } else { Files::program("spmd") };
     let mut command = if options.is_preloaded {
         let mut command = stage.command(&files.sublet);
         command.args(["run", "--tenant", &options.tenant, "--library"]);
         command.arg(&files.preload).arg("--").arg(program);
         command
     } else {
-        stage.command(program)
+        stage.command(&program)
     };
     if is_python {
-        command.arg(&files.spmd_python);
+        command.arg(Files::script("spmd.py"));
     }
     if options.mode == "ours" && options.is_preloaded {
         command.env("SPMD_NCCL", &files.nccl);
     }
-    let libraries = format!("{}:{}", files.simcuda_dir.display(), files.simnccl_dir.display());
+    let libraries =
+        format!("{}:{}", files.simcuda_dir.display(), Files::library_dir("simnccl").display());
     command.env("LD_LIBRARY_PATH", libraries).env("SIMNCCL_DIR", dir);
     if options.further_boxes > 0 {
         command.env("SIMNCCL_FURTHER_BOXES", options.further_boxes.to_string());

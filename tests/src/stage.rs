@@ -137,7 +137,7 @@ impl Stage {
     /// # Errors
     /// When it failed.
     pub fn process_on_all_devices(&self, tenant: Option<&str>) -> Outcome<Rank> {
-        let mut process = Rank::start(0, &mut self.program(tenant, &self.files.devices))?;
+        let mut process = Rank::start(0, &mut self.program(tenant, &Files::program("devices")))?;
         process.answer()?;
         Ok(process)
     }
@@ -154,7 +154,7 @@ impl Stage {
     ) -> Outcome<Rank> {
         let mut command = self.command(&self.files.sublet);
         command.args(["run", "--tenant", tenant]).args(options).arg("--library");
-        command.arg(&self.files.preload).arg("--").arg(&self.files.hoard);
+        command.arg(&self.files.preload).arg("--").arg(&Files::program("hoard"));
         command.env("SUBLET_FILE_DIR", self.place.path()).envs(environment.iter().copied());
         let mut process = Rank::start(0, &mut command)?;
         process.answer()?;
@@ -163,7 +163,7 @@ impl Stage {
 
     /// Where the loader finds the simulated driver, and the simulated management library beside it.
     pub fn libraries_with_nvml(&self) -> String {
-        format!("{}:{}", self.files.simcuda_dir.display(), self.files.simnvml_dir.display())
+        format!("{}:{}", self.files.simcuda_dir.display(), Files::library_dir("simnvml").display())
     }
 
     /// Starts `programs/nvml.py`, which asks NVML and never uses CUDA; in a tenant where one is named, with further options of
@@ -186,7 +186,7 @@ impl Stage {
                 command
             }
         };
-        command.arg(&self.files.nvml_python).env("LD_LIBRARY_PATH", self.libraries_with_nvml());
+        command.arg(Files::script("nvml.py")).env("LD_LIBRARY_PATH", self.libraries_with_nvml());
         command.env("PYTHONDONTWRITEBYTECODE", "1").envs(environment.iter().copied());
         let mut process = Rank::start(0, &mut command)?;
         process.answer()?;
@@ -201,42 +201,11 @@ impl Stage {
     pub fn handmade(&self, tenant: Option<&str>, ranks: usize, mode: &str) -> Outcome<Vec<Rank>> {
         let dir = self.job_dir()?;
         let start = |rank: usize| {
-            let mut command = self.program(tenant, &self.files.handmade);
+            let mut command = self.program(tenant, &Files::program("handmade"));
             command.arg(rank.to_string()).arg(ranks.to_string()).arg(&dir).arg(mode);
             Rank::start(rank, &mut command)
         };
-        Self::connected((0..ranks).map(start).collect::<Outcome<Vec<_>>>()?)
-    }
-
-    /// Starts `programs/preposted.c` on two devices of the node, with so many kernels between a receive and its send, and waits
-    /// until its ranks have opened each other's memory.
-    ///
-    /// # Errors
-    /// When one failed.
-    pub fn preposted(&self, tenant: &str, kernels: u32) -> Outcome<Vec<Rank>> {
-        let dir = self.job_dir()?;
-        let start = |rank: usize| {
-            let mut command = self.program(Some(tenant), &self.files.preposted);
-            command.arg(rank.to_string()).arg(&dir).arg(kernels.to_string());
-            Rank::start(rank, &mut command)
-        };
-        Self::connected((0..2).map(start).collect::<Outcome<Vec<_>>>()?)
-    }
-
-    /// Starts `programs/wander.c` in a tenant, for so many steps, and waits until it has memory.
-    ///
-    /// # Errors
-    /// When it does not come up.
-    pub fn wanderer(&self, tenant: &str, seed: u64, steps: u32) -> Outcome<Rank> {
-        let mut command = self.program(Some(tenant), &self.files.wander);
-        command.arg(seed.to_string()).arg(steps.to_string());
-        let mut process = Rank::start(0, &mut command)?;
-        process.answer()?;
-        Ok(process)
-    }
-
-    /// `all`, which come up and then open each other's memory.
-    fn connected(mut all: Vec<Rank>) -> Outcome<Vec<Rank>> {
+        let mut all = (0..ranks).map(start).collect::<Outcome<Vec<_>>>()?;
         for rank in &mut all {
             rank.answer()?;
         }
@@ -244,6 +213,18 @@ impl Stage {
             rank.do_it("connect")?;
         }
         Ok(all)
+    }
+
+    /// Starts `programs/wander.c` in a tenant, for so many steps, and waits until it has memory.
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub fn wanderer(&self, tenant: &str, seed: u64, steps: u32) -> Outcome<Rank> {
+        let mut command = self.program(Some(tenant), &Files::program("wander"));
+        command.arg(seed.to_string()).arg(steps.to_string());
+        let mut process = Rank::start(0, &mut command)?;
+        process.answer()?;
+        Ok(process)
     }
 
     /// Starts `programs/turns.c` on a device, in a tenant, by `sublet run` with these words beside, and waits until it has joined.
@@ -269,7 +250,7 @@ impl Stage {
         command.args(["run", "--tenant", tenant]).args(words).arg("--library");
         command.arg(&self.files.preload).args(["--", "env"]);
         command.args(settings.iter().map(|(name, value)| format!("{name}={value}")));
-        command.arg(&self.files.turns).arg(device.to_string());
+        command.arg(&Files::program("turns")).arg(device.to_string());
         let mut process = Rank::start(0, &mut command)?;
         process.answer()?;
         Ok(process)
@@ -288,7 +269,7 @@ impl Stage {
     ) -> Outcome<Rank> {
         let mut command = self.command(&self.files.sublet);
         command.args(["run", "--tenant", tenant]).args(words).arg("--library");
-        command.arg(&self.files.preload).arg("--").arg(&self.files.family);
+        command.arg(&self.files.preload).arg("--").arg(&Files::program("family"));
         command.envs(settings.iter().copied());
         let mut process = Rank::start(0, &mut command)?;
         process.answer()?;
@@ -314,8 +295,11 @@ impl Stage {
             command.arg(jobs.join("launch.py")).arg(ranks.to_string());
         }
         command.arg(jobs.join("programs").join(program)).args(arguments).arg("--out").arg(&dir);
-        let libraries =
-            format!("{}:{}", self.files.simcuda_dir.display(), self.files.simnccl_dir.display());
+        let libraries = format!(
+            "{}:{}",
+            self.files.simcuda_dir.display(),
+            Files::library_dir("simnccl").display()
+        );
         command.env("LD_LIBRARY_PATH", libraries).env("SIMNCCL_DIR", &dir);
         command.env("PYTHONDONTWRITEBYTECODE", "1").env("PYTHONUNBUFFERED", "1");
         Ok((Rank::start(0, &mut command)?, dir))

@@ -5,7 +5,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
 use serde_json::Value;
-use sublet_tests::{MIB, Outcome, Rank, Stage};
+use sublet_tests::{Files, MIB, Outcome, Rank, Stage};
 
 const CAPACITY: u64 = 256 * MIB;
 /// What the simulated driver keeps for itself, beside what CUDA shows.
@@ -174,7 +174,7 @@ fn one_that_attaches_and_one_that_is_linked_and_forks_are_answered_so_too() -> O
     assert_eq!(processes(&mut attached, 3, 0)?, [holds(&holder, 24 * MIB)]);
     let program = stage.run_dir_path().with_file_name("linked");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("programs/nvml_linked.c");
-    let nvml = stage.files().simnvml_dir.join("libnvidia-ml.so.1");
+    let nvml = Files::library_dir("simnvml").join("libnvidia-ml.so.1");
     sublet_stage::programs::cc(&source, &program, &[nvml]);
     let mut command = stage.command(&stage.files().sublet);
     command.args(["run", "--tenant", "infer", "--library", &library, "--"]).arg(&program);

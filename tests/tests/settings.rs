@@ -2,7 +2,7 @@
 
 use std::process::Stdio;
 
-use sublet_tests::{MIB, Outcome, Stage};
+use sublet_tests::{Files, MIB, Outcome, Stage};
 
 #[test]
 fn run_refuses_a_wrong_setting_before_it_starts_the_job_and_warns_of_an_unknown_name() -> Outcome {
@@ -50,7 +50,7 @@ fn process_that_cannot_join_ends_where_it_is_required_and_runs_on_otherwise() ->
         command.args(["run", "--tenant", "train"]).args(options).arg("--library");
         command.arg(&stage.files().preload);
         // The setting goes wrong where the command cannot see it.
-        command.args(["--", "env", "SUBLET_ZERO=banana"]).arg(&stage.files().turns).arg("0");
+        command.args(["--", "env", "SUBLET_ZERO=banana"]).arg(Files::program("turns")).arg("0");
         let ran = command.stdin(Stdio::null()).output()?;
         let said = String::from_utf8_lossy(&ran.stderr);
         assert_eq!(ran.status.code(), Some(code), "{said}");

@@ -120,7 +120,7 @@ fn a_kernel_that_never_ends_is_named_with_what_waits_and_the_job_runs_on() -> Ou
 #[test]
 fn a_receive_that_was_posted_before_many_launches_is_reached_in_few_rounds() -> Outcome {
     let stage = Stage::new(&[64 * MIB; 2])?;
-    let mut job = stage.preposted("pipe", 400)?;
+    let mut job = stage.handmade(Some("pipe"), 2, "400")?;
     // Both devices wait for what neither rank has launched.
     say(&mut job, "post")?;
     answers(&mut job)?;
