@@ -40,8 +40,7 @@ fn join(place: &Place, change: impl FnOnce(&mut MemberConfig)) -> Process {
 fn keep(member: &Process, units: u64) -> VaRange {
     let pool = member.pool();
     pool.driver().make_current(DEVICE).unwrap();
-    let class =
-        Class { library: "test", tag: String::new(), contents: Contents::Keep, ..Class::default() };
+    let class = Class { library: "test", tag: String::new(), contents: Contents::Keep };
     let handle = memory::create(pool, DEVICE, units, class);
     let range = memory::map(pool, handle, units, DEVICE);
     memory::write(pool.driver(), DEVICE, range, 7);

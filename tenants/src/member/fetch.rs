@@ -254,7 +254,7 @@ impl<D: Driver> Member<D> {
         let Fetched { mut fds, tags, .. } = self.redeem_from(entered, owner, allocation, serial)?;
         // It leaves and comes back with its owner's; what is borrowed, with all that this process has.
         let tag = tags.into_iter().next().unwrap_or_default();
-        let class = Class { library, tag, contents: Contents::Keep, ..Class::default() };
+        let class = Class { library, tag, contents: Contents::Keep };
         let lent = fds.remove(&allocation).ok_or(ImportError::Stale { id: allocation })?;
         let source =
             ImportSource { id: allocation, size_bytes: ticket.size_bytes, owner: owner.into() };

@@ -186,7 +186,7 @@ mod tests {
 
     /// New memory of `owner`, as `importer` holds it.
     fn share(owner: &Process, importer: &Process, contents: Contents) -> VirtualHandle {
-        let class = Class { library: "test", tag: String::new(), contents, ..Class::default() };
+        let class = Class { library: "test", tag: String::new(), contents };
         let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
         let shared = owner.pool().enter().create(GRANULARITY_BYTES, &prop, class).unwrap();
         let fd = owner.issue_ticket(&owner.pool().enter(), shared).unwrap();

@@ -60,7 +60,7 @@ pub(crate) fn peer_of(member: usize) -> usize {
 const TAG: &str = "all";
 
 pub(crate) fn class(contents: Contents) -> Class {
-    Class { library: "test", tag: TAG.to_owned(), contents, ..Class::default() }
+    Class { library: "test", tag: TAG.to_owned(), contents }
 }
 
 /// All memory on the stage, by its tag.

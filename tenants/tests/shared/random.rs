@@ -95,7 +95,7 @@ impl Run {
         let units = self.random.u64(1..4);
         let (tag, contents) = CLASSES[class];
         let process = &self.processes[owner];
-        let kind = Class { library: "test", tag: tag.to_owned(), contents, ..Class::default() };
+        let kind = Class { library: "test", tag: tag.to_owned(), contents };
         let handle = create(process, units, kind);
         let range = map(process, handle, units);
         self.seeds += 1;

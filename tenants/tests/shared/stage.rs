@@ -33,7 +33,7 @@ pub(crate) fn tenant() -> TenantName {
 
 /// Memory of `tag` ("" for none), contents kept.
 pub(crate) fn kept(tag: &str) -> Class {
-    Class { library: "test", tag: tag.to_owned(), contents: Contents::Keep, ..Class::default() }
+    Class { library: "test", tag: tag.to_owned(), contents: Contents::Keep }
 }
 
 pub(crate) fn tags(tag: &str) -> Scope {

@@ -77,7 +77,7 @@ fn assert_counted(pool: &SimPool, after: &str) {
 }
 
 fn tagged() -> Class {
-    Class { library: "test", tag: "kv".to_owned(), contents: Contents::Discard, ..Class::default() }
+    Class { library: "test", tag: "kv".to_owned(), contents: Contents::Discard }
 }
 
 fn is_over(outcome: Result<VirtualHandle, PoolError>) {

@@ -43,7 +43,7 @@ fn filled(pool: &SimPool, device: DeviceOrdinal, units: u64, class: Class, seed:
 }
 
 fn tagged(tag: &str) -> Class {
-    Class { library: "test", tag: tag.to_owned(), contents: Contents::File, ..Class::default() }
+    Class { library: "test", tag: tag.to_owned(), contents: Contents::File }
 }
 
 fn named(tags: &[&str]) -> Tags {

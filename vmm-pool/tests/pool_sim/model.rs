@@ -205,8 +205,7 @@ impl Model {
             Call::Create { device, units, contents, tag } => {
                 let device = DeviceOrdinal(i32::from(device));
                 let prop = AllocationProp::pinned_on(device);
-                let class =
-                    Class { library: "test", tag: tag.to_owned(), contents, ..Class::default() };
+                let class = Class { library: "test", tag: tag.to_owned(), contents };
                 let made = self.pool.create(units * UNIT, &prop, class).expect("memory");
                 self.add(Some(made), device, units * UNIT, contents, tag);
             }

@@ -26,7 +26,7 @@ fn a_pool() -> SimPool {
 
 /// Memory that is zero.
 fn memory(pool: &SimPool, tag: &str, contents: Contents, units: u64) -> VaRange {
-    let class = Class { library: "test", tag: tag.to_owned(), contents, ..Class::default() };
+    let class = Class { library: "test", tag: tag.to_owned(), contents };
     let handle = create(pool, DEVICE, units, class);
     let range = map(pool, handle, units * UNIT, &[AccessDesc::read_write(DEVICE)]);
     write(pool, DEVICE, range, [0; 16]);

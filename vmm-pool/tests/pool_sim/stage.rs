@@ -56,7 +56,7 @@ pub(crate) fn class(contents: Contents) -> Class {
         Contents::Discard => "scratch",
         Contents::File => "weights",
     };
-    Class { library: "test", tag: tag.to_owned(), contents, ..Class::default() }
+    Class { library: "test", tag: tag.to_owned(), contents }
 }
 
 /// Free bytes of a device, as any process sees them.

@@ -18,7 +18,7 @@ use crate::stage::{
 const RW: fn(vmm_pool::driver::DeviceOrdinal) -> AccessDesc = AccessDesc::read_write;
 
 pub(crate) fn tagged(tag: &str, contents: Contents) -> Class {
-    Class { library: "test", tag: tag.to_owned(), contents, ..Class::default() }
+    Class { library: "test", tag: tag.to_owned(), contents }
 }
 
 fn names(tags: &[&str]) -> Tags {

@@ -31,7 +31,7 @@ fn filled(
 }
 
 fn of_tag(tag: &str) -> Class {
-    Class { library: "test", tag: tag.to_owned(), contents: Contents::Keep, ..Class::default() }
+    Class { library: "test", tag: tag.to_owned(), contents: Contents::Keep }
 }
 
 /// Writes all that `holdings` have saved, a piece at a time; returns the file, and how often it took up the work.
