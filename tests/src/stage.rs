@@ -154,7 +154,7 @@ impl Stage {
     ) -> Outcome<Rank> {
         let mut command = self.command(&self.files.sublet);
         command.args(["run", "--tenant", tenant]).args(options).arg("--library");
-        command.arg(&self.files.preload).arg("--").arg(&Files::program("hoard"));
+        command.arg(&self.files.preload).arg("--").arg(Files::program("hoard"));
         command.env("SUBLET_FILE_DIR", self.place.path()).envs(environment.iter().copied());
         let mut process = Rank::start(0, &mut command)?;
         process.answer()?;
@@ -250,7 +250,7 @@ impl Stage {
         command.args(["run", "--tenant", tenant]).args(words).arg("--library");
         command.arg(&self.files.preload).args(["--", "env"]);
         command.args(settings.iter().map(|(name, value)| format!("{name}={value}")));
-        command.arg(&Files::program("turns")).arg(device.to_string());
+        command.arg(Files::program("turns")).arg(device.to_string());
         let mut process = Rank::start(0, &mut command)?;
         process.answer()?;
         Ok(process)
@@ -269,7 +269,7 @@ impl Stage {
     ) -> Outcome<Rank> {
         let mut command = self.command(&self.files.sublet);
         command.args(["run", "--tenant", tenant]).args(words).arg("--library");
-        command.arg(&self.files.preload).arg("--").arg(&Files::program("family"));
+        command.arg(&self.files.preload).arg("--").arg(Files::program("family"));
         command.envs(settings.iter().copied());
         let mut process = Rank::start(0, &mut command)?;
         process.answer()?;
