@@ -56,12 +56,7 @@ fn of_all(names: &[&str]) -> Scope {
 
 /// Memory of one unit, and where it is mapped.
 fn memory(member: &Process, tag: &str) -> (VirtualHandle, VaRange) {
-    let class = Class {
-        library: "test",
-        tag: tag.to_owned(),
-        contents: Contents::Keep,
-        ..Class::default()
-    };
+    let class = Class { library: "test", tag: tag.to_owned(), contents: Contents::Keep };
     let handle = on::create(member.pool(), DEVICE, 1, class);
     (handle, on::map(member.pool(), handle, 1, DEVICE))
 }
