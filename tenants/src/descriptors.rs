@@ -1,4 +1,14 @@
 //! Descriptors of this process: how many it may open, and which of them a forked child lets go of.
+//!
+//! | descriptor | owner | until |
+//! | --- | --- | --- |
+//! | the driver's export of a row | owner's pool | every ticket is redeemed, or the resume is over, or the pause releases |
+//! | ticket | the library that asked | it closes it |
+//! | ticket's watch, at most 256 | owner's pool | the ticket is closed everywhere, which is looked at from time to time |
+//! | lease; its watch | borrower's pool; lender's pool | the driver has taken the handle back; the lease is closed everywhere |
+//! | claim to a turn; budget file; locks | the member | the turn, the process, the action ends |
+//! | descriptors in a reply | the receiver, close-on-exec from the receive on | the import is made |
+//! | listener, connections, wake pipe | agent | the process ends |
 
 use std::os::fd::{AsFd, AsRawFd as _, RawFd};
 use std::sync::atomic::{AtomicI32, Ordering};

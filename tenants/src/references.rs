@@ -5,7 +5,18 @@
 //! owner, if it can; if nobody can, the memory stays where it is, in all processes that hold it.
 //!
 //! [`decide`] is a pure function of what all of them said when their gates were shut and their pools frozen, so
-//! all of it was true at one moment.
+//! all of it was true at one moment. From that answer until it runs again a process hands nothing out.
+//!
+//! | the owner of what somebody imports | what happens |
+//! | --- | --- |
+//! | takes part, and still has it | it saves, creates and exports; importers drop theirs at the release, and fetch it again |
+//! | takes part, and has let it go | it stays mapped in all who hold it, counted and named |
+//! | lives, and does not take part | it stays |
+//! | has ended | given up at the release; its contents were its owner's to save, and are named as lost |
+//! | any of these, and somebody has pinned it | it stays, in its owner too |
+//!
+//! Saving keeps every handle, so going back needs no peer. What is away is kept by its owner as long as an importer may want
+//! it, also if its application frees it: it comes back, importers fetch it, and the owner lets go when the resume is committed.
 
 #[cfg(test)]
 mod model;

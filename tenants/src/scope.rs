@@ -1,4 +1,10 @@
 //! Which memory of a tenant a pause or resume is about.
+//!
+//! Each process makes of it a selection of its pool, which is the same from the first step to the last and to the undo. What a
+//! pause by tag gives up is *set aside*: its processes run on without it, and a whole pause and resume pass over it. A resume
+//! by tag of a wholly paused process brings back what has no tag, and these tags. An import belongs to its owner's tag, which
+//! comes with the descriptor. A process that pauses its own tags does it alone, unless a peer has imported some of that
+//! memory: then all take part.
 
 use std::collections::BTreeSet;
 

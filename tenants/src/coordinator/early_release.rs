@@ -1,4 +1,8 @@
 //! When a pause gives memory back while the rest is still saved.
+//!
+//! What a pause gives back the driver clears in the background, and copies to the device share it with that. So a resume right
+//! after a pause is slower, unless the clearing ran while the pause still copied. The price is that the pause cannot be called
+//! off any more from its first release on. So it is done only if host memory is there already, and enough is copied.
 
 use std::time::Duration;
 

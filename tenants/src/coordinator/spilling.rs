@@ -4,6 +4,11 @@
 //! Whoever pauses asks for it between two tries, when all processes of its own tenant run again. It takes the other tenant's lock
 //! only where that is free, since it has a lock already, and for one step at a time, so that whoever wants that tenant itself comes in between. All of
 //! it has a deadline. Whatever it has come to when it ends, all contents are in host memory or in the file.
+//!
+//! What moves lies behind all that stays in the arena, for host memory goes back from the end of it, in chunks. An allocation
+//! moves as a whole: its file is on the disk before it counts as saved there. A step is about 1 GiB, and ends soon after its
+//! asker's connection closes. What somebody was given the place of to read does not move. A resume reads each allocation from
+//! the store that it lies in.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

@@ -1,5 +1,12 @@
 //! Two tenants that change places: one is paused, the other is resumed, both at once where both have something to move. Each is
 //! moved whole or by tag, as its coordinator's scope says.
+//!
+//! These are two transactions, a pause and a resume, each with its own decision, under one coordinator that holds both
+//! tenants' locks, taken in the order of their names. The one that leaves has its point of no return at its first stage: before
+//! it, all of it has prepared, and the other was found to fit into what is free and what leaves. The one that comes can be
+//! undone until its gates open. Then the pause is finished, and the first is resumed as a third transaction; if that fails too,
+//! both are paused with all contents. If the coordinator dies, both end paused: who was told to release finishes, who was to
+//! come goes back.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;

@@ -1,4 +1,8 @@
 //! This process's part in what its tenant holds on each GPU, and may.
+//!
+//! What is away does not count. A whole resume takes its room whether it fits or not, for it was within the budget when it
+//! left; one by tag is refused if it does not fit. Imports count at their owner. Counting begins at joining, if budgets are
+//! given or others count, or when `sublet budget` asks: then what there is already is charged.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};

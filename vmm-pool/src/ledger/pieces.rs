@@ -1,5 +1,16 @@
 //! What of an allocation a pause has to save, piece by piece: nothing of what is zero, nothing that a copy in host
 //! memory has already, and the rest.
+//!
+//! | piece | pause | resume |
+//! | --- | --- | --- |
+//! | zero (a fingerprint that nothing else has) | no place, no copy | filled by the device |
+//! | as in the copy that host memory still has | keeps its place, no copy | copied back |
+//! | anything else | copied to its place, or to a new one | copied back |
+//!
+//! The comparison is of contents: what was mapped where meanwhile does not matter. Before anything of a row is copied over, its
+//! retained copy is forgotten, and a new one counts only when a resume commits. So no fingerprint is kept of bytes that are
+//! not there. A copy is forgotten too when somebody was given its place to read, and when a pause lacks the room. Memory that
+//! the ledger does not know to be readable as a whole is copied as a whole: a kernel that reads what it may not ends its context.
 
 use std::collections::HashMap;
 use std::ops::Range;
