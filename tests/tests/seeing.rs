@@ -447,8 +447,8 @@ fn timelines_have_every_process_and_phase_of_pauses_resumes_and_swaps() -> Outco
     stage.resume("train")?;
     stage.sublet(&["trace", "train", "-o", &path])?.succeeded()?;
     for (slices, phases) in [
-        (&paused, &["save contents", "release memory"][..]),
-        (&slices(&file)?, &["save contents", "release memory", "restore contents", "open gate"]),
+        (&paused, &["prepare", "release memory"][..]),
+        (&slices(&file)?, &["prepare", "release memory", "restore contents", "open gate"]),
     ] {
         for (phase, rank) in
             phases.iter().flat_map(|phase| job.ranks.iter().map(move |rank| (phase, rank)))

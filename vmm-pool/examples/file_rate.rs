@@ -54,12 +54,7 @@ fn run<D: Driver>(
     pool.set_file_dir(dir);
     pool.use_page_cache(is_cached);
     for _ in 0..total_bytes / BLOCK_BYTES {
-        let class = Class {
-            library: "rate",
-            tag: "all".to_owned(),
-            contents: Contents::File,
-            ..Class::default()
-        };
+        let class = Class { library: "rate", tag: "all".to_owned(), contents: Contents::File };
         let prop = AllocationProp::pinned_on(device);
         let entered = pool.enter();
         let handle = entered.create(BLOCK_BYTES, &prop, class)?;

@@ -29,12 +29,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (pool, mut keeper) = Pool::new(Arc::new(driver), 4, Vec::new);
     for _ in 0..count {
         // Nothing is copied, so that what is left is the tables and the calls.
-        let class = Class {
-            library: "many",
-            tag: String::new(),
-            contents: Contents::Discard,
-            ..Class::default()
-        };
+        let class = Class { library: "many", tag: String::new(), contents: Contents::Discard };
         let entered = pool.enter();
         let handle =
             entered.create(GRANULARITY_BYTES, &AllocationProp::pinned_on(device), class)?;

@@ -8,7 +8,7 @@ use tenants::scope::NCCL_TAG;
 use tenants::wire::{
     HostProgress, HostStage, Idleness, Lent, MemberInfo, MemberState, MemberStats, TagBytes,
 };
-use vmm_pool::{ClassBytes, Contents, PoolReport};
+use vmm_pool::{Contents, PoolReport};
 
 use crate::failure::Failure;
 use crate::output::{self, Output};
@@ -273,7 +273,7 @@ pub(crate) mod tests {
     use tenants::identity::{MemberId, TenantName};
     use tenants::wire::MemberInfo;
     use vmm_pool::driver::DeviceOrdinal;
-    use vmm_pool::{DeviceReport, PinnedBytes};
+    use vmm_pool::{ClassBytes, DeviceReport, PinnedBytes};
 
     use super::*;
     use crate::gpus::Gpus;

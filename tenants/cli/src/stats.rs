@@ -180,8 +180,8 @@ train process 10 (paused), libsublet 0.1.0: python train.py
   slabs: 2 with 10 allocations, 32 MiB: 20 MiB live, 2 MiB freed and kept, 10 MiB not given out; 3 imported, with 30 allocations
   1 pauses, 0 resumes
   last pause:
-    PHASE            TIME  BYTES  CALLS  STEPS
-    save contents  250 ms  3 GiB     42  copy 240 ms, unmap 900 us
+    PHASE      TIME  BYTES  CALLS  STEPS
+    prepare  250 ms  3 GiB     42  copy 240 ms, unmap 900 us
     8 GiB kept: 5 GiB zero, 0 B unchanged, 3 GiB copied
 ";
         assert_eq!(output.text(), expected);

@@ -304,7 +304,7 @@ mod tests {
         let mut timeline = Timeline::default();
         timeline.kept(&stats);
         let events = events(timeline);
-        assert_eq!(slice(&events, "save contents", 13), [0, 1000]);
+        assert_eq!(slice(&events, "prepare", 13), [0, 1000]);
         // Its one step says more than the phase took.
         assert_eq!(slice(&events, "copy", 13), [0, 1000]);
         assert_eq!(slice(&events, "copy", 12), [0, 125_000]);

@@ -79,7 +79,7 @@ paused tenant 'train' in 412 ms (2 processes)
 
 PHASE           SLOWEST    WALL  BYTES
 drain             45 ms   46 ms  3 GiB
-save contents     45 ms   99 ms  3 GiB
+prepare           45 ms   99 ms  3 GiB
 release memory    45 ms  300 ms  3 GiB
 
 9 GiB kept: 6 GiB zero, 2 GiB unchanged, 1 GiB copied

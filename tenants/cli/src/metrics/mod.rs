@@ -337,7 +337,7 @@ mod tests {
             "sublet_changing{tenant=\"infer\"} 0".to_owned(),
             "sublet_host_bytes{tenant=\"train\",kind=\"held\"} 3221225472".to_owned(),
             "sublet_pauses_total{tenant=\"infer\",pid=\"12\"} 7".to_owned(),
-            "sublet_last_phase_seconds{tenant=\"infer\",change=\"pause\",phase=\"save contents\"} 0.25"
+            "sublet_last_phase_seconds{tenant=\"infer\",change=\"pause\",phase=\"prepare\"} 0.25"
                 .to_owned(),
         ] {
             assert!(lines.contains(&wanted), "no {wanted} in {lines:#?}");

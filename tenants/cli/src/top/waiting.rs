@@ -31,11 +31,7 @@ pub(super) fn sentences(tenant: &TenantView, command_of: impl Fn(u32) -> String)
         .collect();
     for member in moving.iter().take(NAMED_MAX) {
         if let Some(asked) = member.member.asked {
-            said.push(format!(
-                "process {} is asked for: {}",
-                member.member.pid,
-                asked.phase.label()
-            ));
+            said.push(format!("process {} does: {}", member.member.pid, asked.phase.label()));
         }
     }
     if moving.len() > NAMED_MAX {
@@ -80,7 +76,7 @@ mod tests {
             [
                 "process 9999999 (sublet pause 9999999) holds the tenant",
                 "1 of 2 processes are held, waiting for process 10",
-                "process 11 is asked for: save contents",
+                "process 11 does: prepare",
             ]
         );
     }

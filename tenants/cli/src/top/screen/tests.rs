@@ -17,7 +17,7 @@ train   offloading  16.5 GiB        -  512 MiB   64 MiB    3 GiB       -       -
 ";
 const INFER: &str = "\
 infer: 1 process
-last pause: save contents 250 ms, release memory 50 ms
+last pause: prepare 250 ms, release memory 50 ms
 last resume: restore contents 400 ms
 12 paused python train.py
    GPU 3  torch  kv  8 GiB away";
@@ -25,7 +25,7 @@ const TRAIN: &str = "\
 train: 2 processes
 process 9999999 holds the tenant
 1 of 2 processes are held, waiting for process 10
-process 11 is asked for: save contents
+process 11 does: prepare
 10 active python train.py
    GPU 3  torch  8 GiB on GPU  64 MiB imported
    GPU 3  nccl  512 MiB on GPU
