@@ -524,6 +524,7 @@ impl<D: Driver> Member<D> {
     }
 
     fn create_own(&self, scope: &Scope, deadline: Instant) -> Result<PhaseReport, Failure> {
+        self.refuse_shared(scope)?;
         let resume = self.begin_resume(scope, deadline)?;
         let selection = resume.selection();
         let undone = undone_resume(&selection);
@@ -610,10 +611,9 @@ impl<D: Driver> Member<D> {
         self.expect(MemberState::Restoring)?;
         let restored = self.next_of(Progress::into_restored)?;
         let selection = restored.selection().clone();
-        let is_resume_of_all = !matches!(selection, Selection::SetAside(..));
         let (done, spare) = restored.commit();
         self.transition(Event::Resumed)?;
-        self.status().resumes += u64::from(is_resume_of_all);
+        self.status().resumes += u64::from(!matches!(selection, Selection::SetAside(..)));
         self.changed.notify_all();
         self.set_progress(Progress::Rest(done.end()));
         self.nccl_follows(&selection);

@@ -148,6 +148,11 @@ impl Rounds {
         }
     }
 
+    /// Does no other process take part in the round under way?
+    pub(super) fn acts_alone(&self) -> bool {
+        self.under_way.is_some_and(|open| open.alone)
+    }
+
     /// The round that is under way, or left half done.
     pub(super) fn under_way(&self) -> Option<u64> {
         self.under_way.map(|open| open.number)

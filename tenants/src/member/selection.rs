@@ -7,6 +7,7 @@ use super::Member;
 use crate::identity::MemberId;
 use crate::scope::Scope;
 use crate::state::MemberState;
+use crate::wire::{Failure, FailureKind};
 
 /// What a resume brings back, by whether the process runs.
 pub(super) enum Resumed {
@@ -47,6 +48,17 @@ impl<D: Driver> Member<D> {
                 | MemberState::Faulted,
             ) => Resumed::Aside(Aside(tags.to_resume(), self.whose(*owner))),
         }
+    }
+
+    /// Refuses what would come back to this process alone, and is others' too: whoever asked for it may have looked before
+    /// they came for it. Nobody comes while it is away.
+    pub(super) fn refuse_shared(&self, scope: &Scope) -> Result<(), Failure> {
+        let acts_alone = self.status().rounds.acts_alone();
+        if acts_alone && self.pool.is_shared(&self.resumed_selection(scope, self.state())) {
+            let message = "other processes hold some of this memory, or may come for it: resume it in all of them together";
+            return Err(Failure { kind: FailureKind::Shared, message: message.to_owned() });
+        }
+        Ok(())
     }
 
     fn whose(&self, owner: Option<MemberId>) -> Whose {

@@ -3,9 +3,9 @@
 use std::fs;
 use std::sync::mpsc;
 
-use vmm_pool::Class;
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::driver::sim::SimDriver;
+use vmm_pool::{Class, Selection, Tags, Whose};
 
 use super::cuts::{Job, SOON, patient, until};
 use super::settling::{BEFORE_ACTIVATE, BEFORE_RELEASE, Line, is_under_way};
@@ -102,6 +102,33 @@ fn one_that_was_told_to_release_a_tag_and_acts_alone_takes_the_other_along() {
         let away = member.tags().into_iter().find(|row| row.tag == "x").map(|row| row.away_bytes);
         assert!(away.is_some_and(|bytes| bytes > 0), "{away:?}");
     }
+}
+
+/// It has looked before its memory was away, and somebody has come for it since.
+#[test]
+fn one_that_resumes_a_tag_of_its_own_alone_is_refused_where_others_are_to_come_for_it() {
+    let job = Job::new(2);
+    let owner = &job.members[0];
+    let class = Class { library: "app", tag: "x".to_owned(), ..Class::default() };
+    let shared = sublet_stage::memory::create(owner.pool(), DeviceOrdinal(0), 1, class);
+    let export = owner.pool().enter().export(shared).unwrap();
+    let importer = job.members[1].id().into();
+    drop(owner.pool().redeem(export.id, export.serial, importer).unwrap());
+    let away = || owner.tags().iter().map(|row| row.away_bytes).sum::<u64>();
+    report(job.coordinator(Options { scope: of_tag("x"), ..patient() }).pause(&mut quiet).unwrap());
+    assert!(away() > 0);
+    let scope = Scope::Tags { tags: named("x"), owner: Some(owner.id()) };
+    let takes_part = TakesPart::Alone(owner.id());
+    let alone = Options { scope, takes_part, ..patient() };
+    let error = job.coordinator(alone).resume(&mut quiet).unwrap_err();
+    assert!(error.is_shared(), "{error}");
+    assert!(
+        owner.pool().is_shared(&Selection::SetAside(Tags::All, Whose::Own)),
+        "it is owed still"
+    );
+    assert!(away() > 0);
+    report(act_for_own_tags(&**owner, named("x"), Action::Resume, None).unwrap());
+    assert_eq!(away(), 0);
 }
 
 #[test]
