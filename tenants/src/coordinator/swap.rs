@@ -314,8 +314,10 @@ fn go_back(
     source: CoordinatorError,
     progress: &mut dyn FnMut(Event<'_>),
 ) -> SwapError {
-    // Nobody may call that off.
+    // Nobody may call that off, and its steps, greetings too, have no less time than those of any undo.
+    let Options { timeout, finish_timeout, .. } = from.coordinator.options;
     let options = Options {
+        timeout: timeout.map(|timeout| timeout.max(finish_timeout)),
         interrupt: None,
         look_first: false,
         scope: left.clone(),

@@ -301,6 +301,18 @@ fn a_first_tenant_of_which_one_releases_too_late_comes_back_where_the_second_doe
 }
 
 #[test]
+fn a_first_tenant_that_comes_back_slowly_has_the_time_of_an_undo() {
+    let slow = active().with(Phase::CreateOwn, Fault::Slow(3000));
+    let failing = tight(0).with(Phase::RestoreStage, Fault::Fail(FailureKind::Driver));
+    let world = world(&[slow], &[failing]);
+    let timeout = Some(Duration::from_secs(1));
+    let options = Options { timeout, finish_timeout: SOON, ..options() };
+    let error = swapped(&world, &options).unwrap_err();
+    assert!(matches!(error, SwapError::WentBack { .. }), "{error}");
+    assert_eq!((world.state(1), world.state(5)), (MemberState::Active, MemberState::Paused));
+}
+
+#[test]
 fn a_first_tenant_that_cannot_come_back_is_named_beside_the_cause() {
     let stuck = active().with(Phase::CreateOwn, Fault::Fail(FailureKind::Driver));
     let failing = tight(0).with(Phase::RestoreStage, Fault::Fail(FailureKind::Driver));
