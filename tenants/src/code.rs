@@ -104,6 +104,7 @@ impl From<&RunDirError> for Code {
             RunDirError::Locked { .. }
             | RunDirError::LockGone { .. }
             | RunDirError::Switching { .. } => Self::Busy,
+            RunDirError::OtherTurns { .. } => Self::VersionsDiffer,
             RunDirError::NotOurs { .. }
             | RunDirError::PathTooLong { .. }
             | RunDirError::TooManyMembers { .. }

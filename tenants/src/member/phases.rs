@@ -553,7 +553,9 @@ impl<D: Driver> Member<D> {
         match arriving.restore_rest(free_descriptors() / 4) {
             Ok((returning, moved)) => {
                 self.set_progress(Progress::Returning(returning));
-                Ok(self.staged(moved, BTreeMap::new()))
+                // All of it was created by then, unless it comes by stages.
+                let bytes = if moved.log.bytes == 0 { moved.copied_bytes } else { moved.log.bytes };
+                Ok(PhaseReport { bytes, ..self.staged(moved, BTreeMap::new()) })
             }
             Err(Failed { state, error }) => {
                 self.set_progress(Progress::Returning(*state));

@@ -79,6 +79,20 @@ pub enum RunDirError {
         /// How long we waited.
         waited_ms: u64,
     },
+    /// Somebody waits for a turn, or has it, by files of another version.
+    #[error(
+        "{} takes turns by version {found} of their files, and this process knows version {known}: run all tenants of a run \
+         directory with one Sublet version, or end that process",
+        holders::in_words(holder_pids)
+    )]
+    OtherTurns {
+        /// Who, as far as the kernel says.
+        holder_pids: Vec<u32>,
+        /// Its version; 0 for Sublets that wrote none.
+        found: u32,
+        /// Ours.
+        known: u32,
+    },
     /// The member's socket could not be opened for business.
     #[error("no socket for this process in the run directory")]
     Listen(#[source] TransportError),

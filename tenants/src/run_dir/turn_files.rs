@@ -39,6 +39,8 @@ use crate::turns::scene::Wish;
 const NAME: &str = ".turns";
 const CLAIM_EXTENSION: &str = ".claim";
 const LOG_BYTES_MAX: u64 = 256 << 10;
+/// Changes whenever what a claim says does.
+const CLAIM_VERSION: u32 = 1;
 /// A claim is a few words; one that says more is none of ours.
 const CLAIM_BYTES_MAX: u64 = 4 << 10;
 /// How long a watch waits when something has changed: what belongs together changes within it, and a dead process's locks go.
@@ -72,6 +74,21 @@ pub(crate) struct Claim {
     pub(crate) wish: Wish,
     /// When it began to wait, or its turn, in microseconds of the clock.
     pub(crate) since_us: u64,
+}
+
+/// A claim as its file has it. Earlier Sublets wrote no version.
+#[derive(Serialize)]
+struct Written<'a> {
+    version: u32,
+    #[serde(flatten)]
+    claim: &'a Claim,
+}
+
+/// What is read of a claim first.
+#[derive(Deserialize)]
+struct Versioned {
+    #[serde(default)]
+    version: u32,
 }
 
 /// One of the claims that there are.
@@ -175,7 +192,7 @@ impl TurnDir {
     /// The claims of live processes, in order. With the lock, those of dead ones are removed.
     ///
     /// # Errors
-    /// [`RunDirError::Io`].
+    /// [`RunDirError::OtherTurns`]; [`RunDirError::Io`].
     pub(crate) fn claims(&self, lock: Option<&TurnLock>) -> Result<Vec<Found>, RunDirError> {
         let mut claims = Vec::new();
         for number in self.numbers()? {
@@ -197,7 +214,14 @@ impl TurnDir {
             let mut text = String::new();
             let read = (&file).take(CLAIM_BYTES_MAX).read_to_string(&mut text);
             read.map_err(io_error("reading", &path))?;
-            // One that is just being written has no place yet.
+            // One that is just being written has no place yet, and says no version either.
+            let version = serde_json::from_str(&text).map(|Versioned { version }| version);
+            if let Ok(found) = version
+                && found != CLAIM_VERSION
+            {
+                let holder_pids = holders::holders(&file);
+                return Err(RunDirError::OtherTurns { holder_pids, found, known: CLAIM_VERSION });
+            }
             if let Ok(claim) = serde_json::from_str::<Claim>(&text) {
                 let is_known = claim.pid_namespace == pid_namespace();
                 let pid = if is_known { Some(claim.pid) } else { holders::holders(&file).pop() };
@@ -367,7 +391,8 @@ impl OwnClaim {
     /// [`RunDirError::Io`].
     pub(crate) fn say(&self, claim: &Claim) -> Result<(), RunDirError> {
         let Some(mut file) = self.lock.file() else { return Ok(()) };
-        let text = serde_json::to_string(claim).unwrap_or_default();
+        let said = Written { version: CLAIM_VERSION, claim };
+        let text = serde_json::to_string(&said).unwrap_or_default();
         let written = file
             .seek(SeekFrom::Start(0))
             .and_then(|_| file.write_all(text.as_bytes()))
@@ -454,6 +479,33 @@ mod tests {
         assert_eq!(dir.claims(Some(&lock)).unwrap()[0].number, second.number);
         assert!(!dead.exists());
         assert!(second.path().exists());
+    }
+
+    #[test]
+    fn a_live_claim_of_another_version_is_refused_by_its_process_and_a_dead_one_goes() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = dir(&base);
+        let lock = dir.lock(soon()).unwrap();
+        let own = dir.claim(&lock, &claim("a"), None).unwrap();
+        let text = fs::read_to_string(own.path()).unwrap();
+        assert!(text.contains("\"version\":1"), "{text}");
+        let without = serde_json::to_string(&claim("a")).unwrap();
+        for (other, version) in [(without, 0), (text.replace("\"version\":1", "\"version\":2"), 2)]
+        {
+            fs::write(own.path(), other).unwrap();
+            let refused = dir.claims(Some(&lock)).unwrap_err();
+            let words = format!("process {} takes turns by version {version}", std::process::id());
+            assert!(refused.to_string().contains(&words), "{refused}");
+        }
+        // Half of what is being written says nothing.
+        fs::write(own.path(), &text[..text.len() / 2]).unwrap();
+        assert!(dir.claims(Some(&lock)).unwrap().is_empty());
+        own.say(&claim("b")).unwrap();
+        assert_eq!(dir.claims(None).unwrap()[0].claim, claim("b"));
+        let dead = dir.claim_path(77);
+        fs::write(&dead, "{\"version\":2}").unwrap();
+        assert_eq!(dir.claims(Some(&lock)).unwrap().len(), 1);
+        assert!(!dead.exists());
     }
 
     #[test]
