@@ -37,6 +37,19 @@ impl Captures {
         }
     }
 
+    /// `destroy` ends `stream`, and says whether it did. A capture of it counts until then, and on where it did not. Its value
+    /// may be another stream's as soon as it has.
+    #[doc(alias = "cuStreamDestroy")]
+    pub fn destroy(&self, stream: u64, destroy: impl FnOnce() -> bool) {
+        let streams = || self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        let target = streams().remove(&stream);
+        let is_gone = destroy();
+        let Some(target) = target else { return };
+        if is_gone || streams().insert(stream, target).is_some() {
+            self.counts.ended();
+        }
+    }
+
     /// The capture of `stream` is over, whatever came of it. Returns what it recorded into.
     #[doc(alias = "cuStreamEndCapture")]
     pub fn ended(&self, stream: u64) -> Option<Target> {
@@ -45,5 +58,30 @@ impl Captures {
             self.counts.ended();
         }
         target
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_capture_counts_until_its_stream_is_gone_and_on_where_the_driver_keeps_it() {
+        let captures = Captures::default();
+        captures.begun(7, Target::Existing);
+        captures.destroy(7, || {
+            assert_eq!(captures.counts().under_way(), 1, "a pause that looks now finds it");
+            false
+        });
+        assert_eq!(captures.counts().under_way(), 1);
+        captures.destroy(7, || {
+            // The value is another stream's.
+            captures.begun(7, Target::NewGraph);
+            true
+        });
+        assert_eq!(captures.counts().under_way(), 1);
+        assert_eq!(captures.ended(7), Some(Target::NewGraph));
+        captures.destroy(7, || true);
+        assert_eq!(captures.counts().under_way(), 0);
     }
 }

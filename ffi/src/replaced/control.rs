@@ -170,14 +170,11 @@ macro_rules! destroy_stream {
         /// As the driver's function of this name.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol(stream: Pointer) -> c_int {
-            let captures = runtime::captures();
-            // Before the driver lets the value go, which may be another stream's at once.
-            let key = capture_key(stream, stringify!($symbol));
-            let target = captures.ended(key);
-            let code = call_driver!($symbol(stream => Pointer));
-            if let Some(target) = target.filter(|_| code != SUCCESS) {
-                captures.begun(key, target);
-            }
+            let mut code = SUCCESS;
+            runtime::captures().destroy(capture_key(stream, stringify!($symbol)), || {
+                code = call_driver!($symbol(stream => Pointer));
+                code == SUCCESS
+            });
             code
         }
     };
