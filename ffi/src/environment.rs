@@ -1,167 +1,164 @@
-//! Settings from environment variables, and the process group, which a call may set instead of its variable. All of our
-//! own are listed in [`tenants::settings`], which says what each may hold. Other projects' names count after our own:
+//! What the environment says to this process. All settings of ours are [`Settings`]; other projects' names count if ours say nothing:
 //! `GMM_LOG` (0 to 5), `GMM_IPC_DIR`, `AMEM_ENABLE` and `AMEM_GROUPID`, `TMS_DISK_BACKUP_DIR`.
 
 #![expect(unsafe_code, reason = "asks for the terminal session")]
 
+use std::borrow::Cow;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::time::Duration;
 
 use sublet_registrations::device_files::{self, DeviceFile};
-use tenants::budget::{BUDGET_VARIABLE, Budgets, gpus};
+use tenants::budget::{BUDGET_VARIABLE, gpus};
 use tenants::host_memory::is_in_memory;
-use tenants::identity::FamilyName;
+use tenants::identity::TenantName;
 use tenants::phase::HELD_MAX;
-use tenants::settings::{self, REQUIRED_VARIABLE};
-use tenants::turns::{
-    CLASS_VARIABLE, Class, TURNS_TIMEOUT_VARIABLE, TURNS_VARIABLE, WEIGHT_VARIABLE, Weight,
-};
-use vmm_pool::Pieces;
+use tenants::settings::{Settings, TENANT_VARIABLE, WrongSetting};
 use vmm_pool::driver::{DeviceOrdinal, PciAddress};
-
-/// How long `ncclPause` waits for the other processes to call it too, unless the environment says another time. They
-/// are at the same step, so the wait is short unless one of them is stuck.
-pub(crate) const TOGETHER_TIMEOUT: Duration = Duration::from_mins(2);
-
-/// How long an allocation that does not fit waits for others to make way, where it queues: less than the ten minutes after which PyTorch's watchdog
-/// ends a job whose ranks wait for each other.
-const TURNS_TIMEOUT: Duration = Duration::from_mins(2);
 
 static GROUP_ID: AtomicI32 = AtomicI32::new(GROUP_UNSET);
 const GROUP_UNSET: i32 = i32::MIN;
 
+/// The environment as it was when this process joined its tenant.
+static JOINED_WITH: OnceLock<Environment> = OnceLock::new();
+
+/// What the variables that matter here say.
+#[derive(Clone, Debug)]
+pub(crate) struct Environment {
+    pub(crate) settings: Settings,
+    /// Settings that count as not set.
+    pub(crate) wrong: Vec<WrongSetting>,
+    /// The directory of the user's session.
+    pub(crate) session_dir: Option<PathBuf>,
+    visible_devices: Option<String>,
+    is_amem_enabled: bool,
+    amem_group: Option<i32>,
+    nccl_ep_timeout_ms: Option<u64>,
+}
+
+/// What the environment says: as it was when this process joined its tenant, and before that, as it is.
+pub(crate) fn current() -> Cow<'static, Environment> {
+    JOINED_WITH.get().map_or_else(|| Cow::Owned(Environment::read()), Cow::Borrowed)
+}
+
+/// What the environment says now that this process joins. It counts from here on.
+pub(crate) fn at_joining() -> &'static Environment {
+    JOINED_WITH.get_or_init(Environment::read)
+}
+
 /// The variable's text, unless it is empty.
-fn variable(name: &str) -> Option<String> {
-    std::env::var(name).ok().filter(|value| !value.is_empty())
+pub(crate) fn variable(name: &str) -> Option<String> {
+    value_of(name)?.into_string().ok().filter(|value| !value.is_empty())
 }
 
-/// As [`variable`], once the list of settings has accepted it.
-///
-/// # Errors
-/// It says something else than it can; the text says what is expected.
-fn setting(name: &str) -> Result<Option<String>, String> {
-    let value = variable(name);
-    if let (Some(setting), Some(value)) = (settings::named(name), &value) {
-        setting.check(value)?;
+fn value_of(name: &str) -> Option<OsString> {
+    std::env::var_os(name)
+}
+
+impl Environment {
+    fn read() -> Self {
+        let (mut settings, wrong) = Settings::read(value_of);
+        let absolute = |dir: PathBuf| std::path::absolute(&dir).unwrap_or(dir);
+        let theirs = |name| variable(name).map(PathBuf::from);
+        settings.file_dir =
+            settings.file_dir.or_else(|| theirs("TMS_DISK_BACKUP_DIR")).map(absolute);
+        settings.run_dir = settings.run_dir.or_else(|| theirs("GMM_IPC_DIR"));
+        settings.log = settings.log.or_else(amem_level);
+        Self {
+            settings,
+            wrong,
+            session_dir: theirs("XDG_RUNTIME_DIR"),
+            visible_devices: variable("CUDA_VISIBLE_DEVICES"),
+            is_amem_enabled: variable("AMEM_ENABLE").is_some_and(|value| value != "0"),
+            amem_group: variable("AMEM_GROUPID").and_then(|value| value.parse().ok()),
+            nccl_ep_timeout_ms: variable("NCCL_EP_TIMEOUT_MS")
+                .and_then(|value| value.parse().ok())
+                .filter(|value| *value > 0),
+        }
     }
-    Ok(value)
+
+    /// The tenant: `SUBLET_TENANT`, or the group of `AMem`, or the terminal session, so that the processes of one launcher find
+    /// each other.
+    ///
+    /// # Errors
+    /// What is named is no tenant; the text says what is.
+    pub(crate) fn tenant(&self) -> Result<TenantName, String> {
+        if let Some(wrong) = self.wrong.iter().find(|wrong| wrong.name == TENANT_VARIABLE) {
+            return Err(wrong.text.clone());
+        }
+        if let Some(named) = &self.settings.tenant {
+            return Ok(named.clone());
+        }
+        let group = self.group_id();
+        let name = if self.is_amem_enabled || group != 0 {
+            format!("amem-{group}")
+        } else {
+            // SAFETY: the call has no argument that could be wrong; 0 is this process.
+            let session = unsafe { libc::getsid(0) };
+            format!("session-{session}")
+        };
+        TenantName::new(&name).map_err(|error| error.to_string())
+    }
+
+    /// Are there any budgets, right or wrong?
+    pub(crate) fn has_budgets(&self) -> bool {
+        let is_wrong = |wrong: &WrongSetting| wrong.name == BUDGET_VARIABLE;
+        self.settings.budgets.is_some() || self.wrong.iter().any(is_wrong)
+    }
+
+    /// The group of this process: as set, or `AMEM_GROUPID`, or 0.
+    pub(crate) fn group_id(&self) -> i32 {
+        match GROUP_ID.load(Ordering::Relaxed) {
+            GROUP_UNSET => self.amem_group.unwrap_or(0),
+            id => id,
+        }
+    }
+
+    /// The kinds of device files that are said to pin no device memory.
+    pub(crate) fn without_pins(&self) -> Vec<DeviceFile> {
+        device_files::named(&self.settings.without_pins)
+    }
+
+    /// What people should know of the settings of this process.
+    pub(crate) fn notes(&self) -> Vec<String> {
+        let mut notes: Vec<_> = self
+            .wrong
+            .iter()
+            .map(|wrong| format!("{}; the process runs as if this were not set", wrong.text))
+            .collect();
+        notes.extend(self.short_device_clock());
+        notes
+    }
+
+    /// Why a pause may make kernels of this process count another rank as failed, if the environment says so.
+    fn short_device_clock(&self) -> Option<String> {
+        let value = self.nccl_ep_timeout_ms?;
+        let held_ms = HELD_MAX.as_millis();
+        (u128::from(value) < held_ms).then(|| {
+            format!(
+                "NCCL_EP_TIMEOUT_MS={value}: a pause may hold a rank for {held_ms} ms, and kernels of NCCL EP then count it as \
+                 failed; set it above that, or pause between steps"
+            )
+        })
+    }
 }
 
-/// A setting whose text was accepted, read.
-fn read<T: FromStr>(name: &str) -> Result<Option<T>, String> {
-    Ok(setting(name)?.and_then(|value| value.parse().ok()))
-}
-
-/// A time that a setting gives in milliseconds.
-fn time(name: &str) -> Result<Option<Duration>, String> {
-    Ok(read(name)?.map(Duration::from_millis))
-}
-
-/// A setting that is 0 or 1.
-fn switch(name: &str, default: bool) -> Result<bool, String> {
-    Ok(setting(name)?.map_or(default, |value| value == "1"))
-}
-
-/// Must this process end where it cannot join its tenant? A value that is not understood says yes: it was meant as one.
-pub(crate) fn is_required() -> bool {
-    switch(REQUIRED_VARIABLE, false).unwrap_or(true)
-}
-
-/// The filter of the log; by default warnings.
-pub(crate) fn log_filter() -> String {
-    let amem_level = || {
-        let names = ["off", "error", "warn", "info", "debug", "trace"];
-        names.get(variable("GMM_LOG")?.parse::<usize>().ok()?).copied()
-    };
-    variable("SUBLET_LOG").unwrap_or_else(|| amem_level().unwrap_or("warn").to_owned())
-}
-
-/// Why a pause may make kernels of this process count another rank as failed, where the environment says so.
-pub(crate) fn short_device_clock() -> Option<String> {
-    const NAME: &str = "NCCL_EP_TIMEOUT_MS";
-    let value = variable(NAME)?.parse::<u64>().ok().filter(|value| *value > 0)?;
-    (u128::from(value) < HELD_MAX.as_millis()).then(|| {
+/// Says that contents which went to files in `dir` would make no room, if that is so.
+pub(crate) fn no_room_in(dir: &Path) -> Option<String> {
+    is_in_memory(dir).then(|| {
         format!(
-            "{NAME}={value}: a pause may hold a rank for {} ms, and kernels of NCCL EP then count it as failed; set it \
-             above that, or pause between steps",
-            HELD_MAX.as_millis()
+            "SUBLET_SPILL=1, and files in {} lie in host memory (tmpfs), so that contents which went there would make no room: set \
+             SUBLET_FILE_DIR to a directory on a disk; none of them goes there",
+            dir.display()
         )
     })
 }
 
-/// The kinds of device files that are said to pin no device memory.
-pub(crate) fn without_pins() -> Vec<DeviceFile> {
-    device_files::kinds_of(&variable(device_files::WITHOUT_PINS).unwrap_or_default())
-}
-
-/// The run directory that was asked for, if one was.
-pub(crate) fn run_dir() -> Option<PathBuf> {
-    variable("SUBLET_RUN_DIR").or_else(|| variable("GMM_IPC_DIR")).map(PathBuf::from)
-}
-
-/// The directory of the user's session.
-pub(crate) fn session_dir() -> Option<PathBuf> {
-    variable("XDG_RUNTIME_DIR").map(PathBuf::from)
-}
-
-/// The name of the tenant: `SUBLET_TENANT`, or the group of `AMem`, or the terminal session, so that the processes of one
-/// launcher find each other.
-pub(crate) fn tenant_name() -> String {
-    variable("SUBLET_TENANT").unwrap_or_else(|| {
-        let group = group_id();
-        if variable("AMEM_ENABLE").is_some_and(|value| value != "0") || group != 0 {
-            return format!("amem-{group}");
-        }
-        // SAFETY: the call has no argument that could be wrong; 0 is this process.
-        let session = unsafe { libc::getsid(0) };
-        format!("session-{session}")
-    })
-}
-
-/// The family that this process names, if any.
-///
-/// # Errors
-/// What is named is no family's name; the text says what is.
-pub(crate) fn family() -> Result<Option<FamilyName>, String> {
-    Ok(setting("SUBLET_FAMILY")?.and_then(|name| FamilyName::new(&name).ok()))
-}
-
-/// What the tenant is to others when they take turns, and its weight.
-///
-/// # Errors
-/// What is named is no class or no weight; the text says which.
-pub(crate) fn turns() -> Result<(Class, Weight), String> {
-    let (class, weight) = (read(CLASS_VARIABLE)?, read(WEIGHT_VARIABLE)?);
-    Ok((class.unwrap_or_default(), weight.unwrap_or_default()))
-}
-
-/// Whether resumes and allocations of the tenant queue, and how long an allocation waits.
-///
-/// # Errors
-/// A variable says something else than it can; the text says which.
-pub(crate) fn queues() -> Result<Option<Duration>, String> {
-    if setting(TURNS_VARIABLE)?.is_none() {
-        return Ok(None);
-    }
-    Ok(Some(time(TURNS_TIMEOUT_VARIABLE)?.unwrap_or(TURNS_TIMEOUT)))
-}
-
-/// How long opening memory of another tenant waits while that is paused; the usual where nothing is said.
-///
-/// # Errors
-/// The variable is no number; the text says which.
-pub(crate) fn family_timeout() -> Result<Option<Duration>, String> {
-    time("SUBLET_FAMILY_TIMEOUT_MS")
-}
-
-/// The group of this process: as set, or `AMEM_GROUPID`, or 0.
-pub(crate) fn group_id() -> i32 {
-    match GROUP_ID.load(Ordering::Relaxed) {
-        GROUP_UNSET => variable("AMEM_GROUPID").and_then(|value| value.parse().ok()).unwrap_or(0),
-        id => id,
-    }
+/// The filter of the log that `GMM_LOG` says.
+fn amem_level() -> Option<String> {
+    let names = ["off", "error", "warn", "info", "debug", "trace"];
+    names.get(variable("GMM_LOG")?.parse::<usize>().ok()?).map(|name| (*name).to_owned())
 }
 
 /// Sets the group of this process, whatever the environment says.
@@ -169,31 +166,10 @@ pub(crate) fn set_group_id(id: i32) {
     GROUP_ID.store(id, Ordering::Relaxed);
 }
 
-/// The most host memory that saved contents may take, in bytes.
-///
-/// # Errors
-/// The variable is no number; the text says which.
-pub(crate) fn host_bytes_max() -> Result<Option<u64>, String> {
-    Ok(setting("SUBLET_HOST_BYTES_MAX")?.and_then(|value| settings::bytes_in(&value, 1)))
-}
-
 /// Is this process the `sublet` command? It shows the machine as it is, wherever it is run.
 pub(crate) fn is_the_command() -> bool {
     const NAME: &str = "sublet";
     std::env::current_exe().is_ok_and(|path| path.file_name().is_some_and(|name| name == NAME))
-}
-
-/// Are there any budgets? Not whether they can be read.
-pub(crate) fn has_budgets() -> bool {
-    variable(BUDGET_VARIABLE).is_some()
-}
-
-/// What the tenant may hold on each GPU.
-///
-/// # Errors
-/// The variable says no budgets; the text says what would.
-pub(crate) fn budgets() -> Result<Option<Budgets>, String> {
-    read(BUDGET_VARIABLE)
 }
 
 /// The number of a device on this machine: by its place in the driver's list, or where there is none by
@@ -203,99 +179,21 @@ pub(crate) fn gpu_index(device: DeviceOrdinal, address: Option<PciAddress>) -> O
     if list.is_dir() {
         return gpus::index_of(list, address?);
     }
-    let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
-    gpus::index_behind(visible.as_deref(), u32::try_from(device.0).ok()?)
-}
-
-/// Are NCCL's small allocations made as parts of large ones?
-///
-/// # Errors
-/// The variable is neither 0 nor 1; the text says what it is.
-pub(crate) fn slabs() -> Result<bool, String> {
-    switch("SUBLET_SLABS", true)
-}
-
-/// Do calls into NCCL fail while its memory alone is away, instead of waiting for it?
-///
-/// # Errors
-/// The variable says neither; the text says so.
-pub(crate) fn nccl_fails_while_away() -> Result<bool, String> {
-    Ok(setting("SUBLET_NCCL_AWAY")?.is_some_and(|value| value == "fail"))
-}
-
-/// What a pause looks for before it copies.
-///
-/// # Errors
-/// A variable says something else than it can; the text says which.
-pub(crate) fn pieces() -> Result<Pieces, String> {
-    let piece_bytes = setting("SUBLET_PIECE_KIB")?.and_then(|value| settings::piece_bytes(&value));
-    Ok(Pieces {
-        piece_bytes: piece_bytes.unwrap_or_default(),
-        finds_zeros: switch("SUBLET_ZERO", true)?,
-        finds_unchanged: switch("SUBLET_DELTA", true)?,
-        is_verified: switch("SUBLET_VERIFY_CONTENTS", false)?,
-    })
-}
-
-/// Up to how much host memory, in bytes, is brought in ahead of the next pause: without a bound by `1`, not at all by `0`
-/// or where nothing is said.
-///
-/// # Errors
-/// The variable is neither that nor a size; the text says what is.
-pub(crate) fn prepares_up_to() -> Result<Option<u64>, String> {
-    setting("SUBLET_PREPARE")?.map_or(Ok(None), |value| settings::preparation(&value))
-}
-
-/// The directory that contents in files are saved in, as an absolute path. It may not be there: the first pause that
-/// needs it fails then, with a message that names it.
-pub(crate) fn file_dir() -> Option<PathBuf> {
-    let named = variable("SUBLET_FILE_DIR").or_else(|| variable("TMS_DISK_BACKUP_DIR"))?;
-    Some(std::path::absolute(&named).unwrap_or(PathBuf::from(named)))
-}
-
-/// The directory that saved contents may go to when another tenant's pause is short of host memory, as an absolute path.
-///
-/// # Errors
-/// Files there lie in host memory, so that nothing would be gained; `SUBLET_SPILL_TO_MEMORY=1`, which is for tests, allows it.
-pub(crate) fn spill_dir() -> Result<Option<PathBuf>, String> {
-    let Some(named) = variable("SUBLET_SPILL_DIR") else { return Ok(None) };
-    let dir = std::path::absolute(&named).unwrap_or(PathBuf::from(named));
-    if is_in_memory(&dir) && !switch("SUBLET_SPILL_TO_MEMORY", false)? {
-        return Err(format!(
-            "SUBLET_SPILL_DIR is {}, where files lie in host memory (tmpfs), so that contents which went there would make no room: name a \
-             directory on a disk; none of them goes there",
-            dir.display()
-        ));
-    }
-    Ok(Some(dir))
-}
-
-/// Do contents in files go through the page cache, also where the filesystem takes them past it?
-///
-/// # Errors
-/// The variable is neither 0 nor 1; the text says what it is.
-pub(crate) fn file_cache() -> Result<bool, String> {
-    switch("SUBLET_FILE_CACHE", false)
-}
-
-/// How long a process waits for the others of its tenant to ask for the same.
-///
-/// # Errors
-/// The variable is no number of milliseconds; the text says what it is.
-pub(crate) fn together_timeout() -> Result<Option<Duration>, String> {
-    time("SUBLET_TOGETHER_TIMEOUT_MS")
+    let environment = current();
+    gpus::index_behind(environment.visible_devices.as_deref(), u32::try_from(device.0).ok()?)
 }
 
 #[cfg(test)]
 mod tests {
-    use tenants::settings::{self, Kind};
-
-    use super::DeviceFile;
+    use super::*;
 
     #[test]
-    fn device_files_that_a_setting_names_are_those_that_are_known() {
-        let names = DeviceFile::ALL.map(DeviceFile::name);
-        let kind = settings::named("SUBLET_WITHOUT_PINS").map(|setting| setting.kind);
-        assert!(matches!(kind, Some(Kind::Words(words)) if words == names), "{kind:?}");
+    fn device_files_that_a_setting_may_name_are_those_that_are_known() {
+        let names = DeviceFile::ALL.map(DeviceFile::name).join(",");
+        let (settings, wrong) = Settings::read(|name| {
+            (name == device_files::WITHOUT_PINS).then(|| OsString::from(&names))
+        });
+        assert_eq!(wrong, []);
+        assert_eq!(device_files::named(&settings.without_pins), DeviceFile::ALL);
     }
 }

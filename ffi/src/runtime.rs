@@ -19,15 +19,16 @@ use sublet_registrations::Registrations;
 use tenants::error_text::chain;
 use tenants::host_memory::{self, HostFigure, HostLimit};
 use tenants::identity::{FamilyName, TenantName};
-use tenants::member::MemberConfig;
+use tenants::member::{FAMILY_WAIT, MemberConfig};
 use tenants::numa;
 use tenants::run_dir::{self, RunDir, locks};
-use tenants::settings::REQUIRED_VARIABLE;
+use tenants::settings::{REQUIRED_VARIABLE, Settings};
 use tenants::switching;
+use vmm_pool::ChangeDetection;
 use vmm_pool::driver::{CudaDriver, DeviceOrdinal, DriverCode, VaRange};
 
 use crate::contexts;
-use crate::environment;
+use crate::environment::{self, Environment};
 use crate::interpose::driver::{self, call_driver};
 use crate::interpose::loader;
 
@@ -67,7 +68,6 @@ static CHOSEN_FAMILY: Mutex<Option<FamilyName>> = Mutex::new(None);
 static CHOSEN_FILE_DIR: Mutex<Option<PathBuf>> = Mutex::new(None);
 /// Notes of an attach that came before the tenant was joined.
 static NOTES_OF_ATTACH: Mutex<Vec<String>> = Mutex::new(Vec::new());
-static HOST_BYTES_MAX: OnceLock<Option<u64>> = OnceLock::new();
 /// The function that says which memory the application does not need.
 static UNUSED_SOURCE: Mutex<fn() -> Vec<VaRange>> = Mutex::new(Vec::new);
 
@@ -101,16 +101,14 @@ pub(crate) fn join() -> Option<&'static Member> {
             Ok(member) => {
                 JOINED_PID.store(std::process::id(), Ordering::Relaxed);
                 watch_exit();
-                if let Some(note) = environment::short_device_clock() {
-                    member.note(note);
-                }
-                for note in std::mem::take(&mut *lock(&NOTES_OF_ATTACH)) {
+                let notes = environment::at_joining().notes();
+                for note in notes.into_iter().chain(std::mem::take(&mut *lock(&NOTES_OF_ATTACH))) {
                     member.note(note);
                 }
                 Some(member)
             }
             Err(reason) => {
-                if environment::is_required() {
+                if environment::at_joining().settings.is_required {
                     end_process(&reason);
                 }
                 tracing::error!(%reason, "this process is not under Sublet: its memory stays as it is");
@@ -218,7 +216,8 @@ fn unused() -> Vec<VaRange> {
 pub(crate) fn start_log() {
     static STARTED: OnceLock<()> = OnceLock::new();
     STARTED.get_or_init(|| {
-        let filter = environment::log_filter();
+        let filter =
+            environment::current().settings.log.clone().unwrap_or_else(|| "warn".to_owned());
         let started = tracing_subscriber::fmt()
             .with_env_filter(tracing_subscriber::EnvFilter::new(filter))
             .with_writer(std::io::stderr)
@@ -236,7 +235,8 @@ pub(crate) fn start_log() {
 pub(crate) fn run_dir() -> Result<RunDir, String> {
     // Whoever takes a lock comes here first, also before this process has joined.
     watch_forks();
-    RunDir::open(environment::run_dir(), environment::session_dir()).map_err(|error| chain(&error))
+    let Environment { settings, session_dir, .. } = environment::current().into_owned();
+    RunDir::open(settings.run_dir, session_dir).map_err(|error| chain(&error))
 }
 
 /// The tenant that an attach chose, or that the environment names.
@@ -244,88 +244,71 @@ pub(crate) fn tenant_name() -> Result<TenantName, String> {
     if let Some(chosen) = lock(&CHOSEN_TENANT).clone() {
         return Ok(chosen);
     }
-    TenantName::new(&environment::tenant_name()).map_err(|error| error.to_string())
-}
-
-/// The family that a call chose, or that the environment names.
-fn family() -> Result<Option<FamilyName>, String> {
-    match lock(&CHOSEN_FAMILY).clone() {
-        Some(chosen) => Ok(Some(chosen)),
-        None => environment::family(),
-    }
-}
-
-/// A setting, or the usual where what is said cannot be understood: that is said, and the process runs.
-fn understood<T: Default>(setting: Result<T, String>, otherwise: &mut Vec<String>) -> T {
-    setting.unwrap_or_else(|text| {
-        otherwise.push(format!("{text}; the process runs as if this were not set"));
-        T::default()
-    })
+    environment::current().tenant()
 }
 
 fn try_join() -> Result<Arc<Member>, String> {
-    if let Some(bytes) = environment::host_bytes_max()? {
-        HOST_BYTES_MAX.get_or_init(|| Some(bytes));
+    let environment = environment::at_joining();
+    let Environment { settings, wrong, .. } = environment;
+    if settings.is_required && !wrong.is_empty() {
+        return Err(wrong.iter().map(|wrong| &*wrong.text).collect::<Vec<_>>().join("; "));
     }
-    let pieces = environment::pieces()?;
-    let are_slabs_used = environment::slabs()?;
-    let is_file_cache_used = environment::file_cache()?;
     let driver = CudaDriver::from_symbols(&|name| driver::symbol(name))
         .map_err(|error| error.to_string())?
         .with_own_contexts(contexts::own_of);
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let mut not_understood = Vec::new();
-    let prepares_up_to = understood(environment::prepares_up_to(), &mut not_understood);
-    let budgets = understood(environment::budgets(), &mut not_understood);
-    let turns = understood(environment::turns(), &mut not_understood);
-    let queues = understood(environment::queues(), &mut not_understood);
-    let spill_dir = understood(environment::spill_dir(), &mut not_understood);
-    let nccl_fails = understood(environment::nccl_fails_while_away(), &mut not_understood);
-    let _read_at_each_call = understood(environment::together_timeout(), &mut not_understood);
+    let chosen_family = lock(&CHOSEN_FAMILY).clone();
     let config = MemberConfig {
         run_dir: run_dir()?,
         tenant: tenant_name()?,
-        family: family()?,
-        family_timeout: environment::family_timeout()?.unwrap_or(tenants::member::FAMILY_TIMEOUT),
-        turns,
-        queues,
+        family: chosen_family.or_else(|| settings.family.clone()),
+        family_wait: settings.wait.unwrap_or(FAMILY_WAIT),
+        turns: settings.turns,
         command: command_line(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         host_limits,
         host_figures,
-        prepares_up_to,
-        spill_dir,
+        prepares_up_to: settings.prepares_up_to,
+        spills: settings.spills,
+        is_in_memory: host_memory::is_in_memory,
         node_of: |address| numa::node_of(Path::new("/sys"), address),
         own_contexts: contexts::own,
         captures: Arc::clone(captures().counts()),
-        unused,
+        unused: if settings.changes == ChangeDetection::Off { Vec::new } else { unused },
         ungated: crate::UNGATED,
         unseen_pins: crate::UNSEEN_PINS,
         unseen_nccl: crate::UNSEEN_NCCL,
         toucher_threads: cores.clamp(1, TOUCHER_THREADS_MAX),
-        budgets,
+        budgets: settings.budgets.clone(),
         gpu_index: environment::gpu_index,
         device_bytes,
     };
     let member =
         tenants::member::Member::join(config, Arc::new(driver)).map_err(|error| chain(&error))?;
-    member.pool().set_pieces(pieces);
-    member.pool().use_slabs(are_slabs_used);
-    if nccl_fails {
+    set_up(&member, settings);
+    Ok(member)
+}
+
+/// Has `member` do what the settings say.
+fn set_up(member: &Arc<Member>, settings: &Settings) {
+    let pool = member.pool();
+    pool.detect_changes(settings.changes);
+    pool.use_slabs(settings.uses_slabs);
+    if settings.fails_without_nccl {
         member.cut().fail_while_away();
     }
-    for text in not_understood {
-        member.note(text);
+    if settings.turns.queues {
+        switching::come_back_by_itself(member);
     }
-    if queues.is_some() {
-        switching::come_back_by_itself(&member);
-    }
-    member.pool().use_page_cache(is_file_cache_used);
     let chosen = lock(&CHOSEN_FILE_DIR).take();
-    if let Some(dir) = chosen.or_else(environment::file_dir) {
-        member.pool().set_file_dir(dir);
+    if let Some(dir) = chosen.or_else(|| settings.file_dir.clone()) {
+        pool.set_file_dir(dir);
     }
-    Ok(member)
+    if settings.spills
+        && let Some(note) = environment::no_room_in(&pool.file_dir())
+    {
+        member.note(note);
+    }
 }
 
 /// Sets the directory that contents of the policy "file" are saved in, from the next pause on. May be set before this
@@ -347,16 +330,17 @@ fn device_bytes(device: DeviceOrdinal) -> u64 {
 
 /// May other processes of this tenant count what they hold? Asked before this one has joined.
 pub(crate) fn others_count() -> bool {
-    let run_dir = RunDir::choose(environment::run_dir(), environment::session_dir());
+    let Environment { settings, session_dir, .. } = environment::current().into_owned();
+    let run_dir = RunDir::choose(settings.run_dir, session_dir);
     tenant_name().is_ok_and(|tenant| run_dir::may_count(&run_dir, &tenant))
 }
 
 fn host_limits() -> Vec<HostLimit> {
-    host_memory::limits(HOST_BYTES_MAX.get().copied().flatten())
+    host_memory::limits(environment::current().settings.host_bytes_max)
 }
 
 fn host_figures() -> Vec<HostFigure> {
-    host_memory::figures(HOST_BYTES_MAX.get().copied().flatten())
+    host_memory::figures(environment::current().settings.host_bytes_max)
 }
 
 fn command_line() -> String {

@@ -26,6 +26,7 @@ pub mod state;
 pub mod stepping;
 pub mod switching;
 pub mod ticket;
+pub mod time;
 pub mod transport;
 pub mod turns;
 pub mod wire;

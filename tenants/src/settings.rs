@@ -1,39 +1,115 @@
-//! The variables of the environment that Sublet reads: one list for the processes of a job, for the command, and for the page that explains
-//! them. A value is checked here before it is used. `docs/reference.md` says what each is about.
+//! What Sublet is told by the environment: one list for the processes of a job, for the command, and for the page that explains
+//! it. [`Settings::read`] reads all of it. A program calls it once and hands the values on. `docs/reference.md` says what each is
+//! about.
 
+use std::ffi::OsString;
+use std::fmt::Display;
+use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
-use vmm_pool::PieceBytes;
+use vmm_pool::ChangeDetection;
 
-use crate::budget::Budgets;
+use crate::budget::{BUDGET_VARIABLE, Budgets};
 use crate::identity::{FamilyName, TenantName};
+use crate::run_dir::RUN_DIR_VARIABLE;
 use crate::size::Size;
-use crate::turns::{Class, TURNS_AUTO, Weight};
+use crate::time;
+use crate::turns::{TURNS_VARIABLE, TurnSettings};
 
 /// What the names of all settings begin with.
 pub const PREFIX: &str = "SUBLET_";
 /// What the names of variables of this project's own tests begin with.
 pub const TEST_PREFIX: &str = "SUBLET_TEST_";
+/// Names the tenant that a process belongs to.
+pub const TENANT_VARIABLE: &str = "SUBLET_TENANT";
+/// Names the family, whose tenants may open each other's memory.
+pub const FAMILY_VARIABLE: &str = "SUBLET_FAMILY";
 /// Whether a process that cannot join its tenant ends: 1, or 0.
 pub const REQUIRED_VARIABLE: &str = "SUBLET_REQUIRED";
 
-/// What a setting may say.
+/// Frameworks that the Python package has a module for.
+const FRAMEWORKS: [&str; 6] = ["areal", "nemo_rl", "openrlhf", "slime", "verl", "vllm"];
+/// Kinds of device files.
+const DEVICE_FILES: [&str; 3] = ["uverbs", "gdrdrv", "nvidia-fs"];
+
+/// The values of all settings that programs of this workspace read.
+#[derive(Clone, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a switch of the environment")]
+pub struct Settings {
+    /// What the tenant may hold on each GPU.
+    pub budgets: Option<Budgets>,
+    /// Which kept contents a pause does not copy.
+    pub changes: ChangeDetection,
+    /// Tenants that name the same family may open each other's memory.
+    pub family: Option<FamilyName>,
+    /// Where saved contents go that are kept in a file.
+    pub file_dir: Option<PathBuf>,
+    /// The most host memory that the tenant's saved contents may take, in bytes.
+    pub host_bytes_max: Option<u64>,
+    /// The filter of the log.
+    pub log: Option<String>,
+    /// Do calls into NCCL fail while its memory alone is away, instead of waiting for it?
+    pub fails_without_nccl: bool,
+    /// Up to how much host memory, in bytes, is brought in ahead of the next pause. None for not at all.
+    pub prepares_up_to: Option<u64>,
+    /// Does a process end that cannot join its tenant?
+    pub is_required: bool,
+    /// Where tenants meet.
+    pub run_dir: Option<PathBuf>,
+    /// Are NCCL's small allocations made as parts of large ones?
+    pub uses_slabs: bool,
+    /// May saved contents of a paused process go to a file, if another's pause is short of host memory?
+    pub spills: bool,
+    /// The tenant.
+    pub tenant: Option<TenantName>,
+    /// How the tenant takes turns.
+    pub turns: TurnSettings,
+    /// How long a process waits for others: for the rest of its tenant to call `ncclPause` too, and for a paused tenant whose
+    /// memory it opens. None for what is usual for each.
+    pub wait: Option<Duration>,
+    /// Names of kinds of device files through which no device memory is pinned.
+    pub without_pins: Vec<String>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            budgets: None,
+            changes: ChangeDetection::default(),
+            family: None,
+            file_dir: None,
+            host_bytes_max: None,
+            log: None,
+            fails_without_nccl: false,
+            prepares_up_to: None,
+            is_required: false,
+            run_dir: None,
+            uses_slabs: true,
+            spills: false,
+            tenant: None,
+            turns: TurnSettings::default(),
+            wait: None,
+            without_pins: Vec::new(),
+        }
+    }
+}
+
+/// A setting that says what it cannot.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WrongSetting {
+    /// Its name.
+    pub name: &'static str,
+    /// The name, the value and what is expected.
+    pub text: String,
+}
+
+/// How a value gets into [`Settings`]. The error says what is expected.
 #[derive(Clone, Copy, Debug)]
-pub enum Kind {
-    /// 0 or 1.
-    Switch,
-    /// One of these words.
-    Word(&'static [&'static str]),
-    /// Some of these words, with commas or blanks between them.
-    Words(&'static [&'static str]),
-    /// A whole number of milliseconds.
-    Milliseconds,
-    /// A [`Size`]. A bare number counts bytes.
-    Bytes,
-    /// A path, or any other text.
-    Text,
-    /// What this function accepts. Its error says what is expected.
-    Parsed(fn(&str) -> Result<(), String>),
+enum Put {
+    Text(fn(&mut Settings, &str) -> Result<(), String>),
+    /// Any path is one.
+    Path(fn(&mut Settings, PathBuf)),
 }
 
 /// One variable.
@@ -41,217 +117,254 @@ pub enum Kind {
 pub struct Setting {
     /// Its name.
     pub name: &'static str,
-    /// What it may say.
-    pub kind: Kind,
-    /// What holds while it is not set, or empty.
-    pub default: &'static str,
+    put: Put,
 }
 
-impl Setting {
-    /// Does `value` say what it can? An empty one counts as not set.
-    ///
-    /// # Errors
-    /// It does not; the text names the setting, the value and what is expected.
-    pub fn check(&self, value: &str) -> Result<(), String> {
-        if value.is_empty() {
-            return Ok(());
-        }
-        self.kind.check(value).map_err(|expected| format!("{}={value}: {expected}", self.name))
-    }
-}
-
-impl Kind {
-    fn check(self, value: &str) -> Result<(), String> {
-        let one_of = |words: &[&str]| words.join(", ");
-        match self {
-            Self::Switch => expect(matches!(value, "0" | "1"), || "0 or 1".to_owned()),
-            Self::Word(words) => expect(words.contains(&value), || one_of(words)),
-            Self::Words(words) => {
-                let all_known = names_in(value).all(|name| words.contains(&name));
-                expect(all_known, || format!("some of {}, with commas between", one_of(words)))
+impl Settings {
+    /// All settings, of which `value_of` knows the values by name. An empty value is one that is not set, and a wrong one counts as not set.
+    pub fn read(value_of: impl Fn(&str) -> Option<OsString>) -> (Self, Vec<WrongSetting>) {
+        let (mut settings, mut wrong) = (Self::default(), Vec::new());
+        for Setting { name, put } in SETTINGS {
+            let Some(value) = value_of(name).filter(|value| !value.is_empty()) else { continue };
+            let outcome = match put {
+                Put::Path(put) => {
+                    put(&mut settings, value.into());
+                    continue;
+                }
+                Put::Text(put) => match value.to_str() {
+                    Some(text) => put(&mut settings, text),
+                    None => Err("expected text in UTF-8".to_owned()),
+                },
+            };
+            if let Err(expected) = outcome {
+                let text = format!("{name}={}: {expected}", value.display());
+                wrong.push(WrongSetting { name, text });
             }
-            Self::Milliseconds => {
-                expect(value.parse::<u64>().is_ok(), || "a whole number of milliseconds".to_owned())
-            }
-            Self::Bytes => expect(bytes_in(value, 1).is_some(), || {
-                "a size such as 512MiB or 1.5GiB".to_owned()
-            }),
-            Self::Text => Ok(()),
-            Self::Parsed(check) => check(value),
         }
+        (settings, wrong)
     }
 }
 
-fn expect(is_so: bool, what: impl Fn() -> String) -> Result<(), String> {
-    if is_so { Ok(()) } else { Err(format!("expected {}", what())) }
+/// Is there a setting of this name?
+pub fn is_known(name: &str) -> bool {
+    SETTINGS.iter().any(|setting| setting.name == name)
 }
 
-/// The setting of this name, if it is one.
-pub fn named(name: &str) -> Option<&'static Setting> {
-    SETTINGS.iter().find(|setting| setting.name == name)
+fn expected<T>(value: Option<T>, what: &str) -> Result<T, String> {
+    value.ok_or_else(|| format!("expected {what}"))
 }
 
-/// The names in a list with commas or blanks between them.
-pub fn names_in(text: &str) -> impl Iterator<Item = &str> {
-    text.split([',', ' ']).filter(|name| !name.is_empty())
+fn switch(text: &str) -> Result<bool, String> {
+    let value = match text {
+        "0" => Some(false),
+        "1" => Some(true),
+        _ => None,
+    };
+    expected(value, "0 or 1")
 }
 
-/// A size in bytes. A bare number counts units of `unit` bytes.
-pub fn bytes_in(text: &str, unit: u64) -> Option<u64> {
-    match text.parse::<u64>() {
-        Ok(count) => count.checked_mul(unit),
-        Err(_) => text.parse().ok().map(|Size(bytes)| bytes),
-    }
+fn parsed<T: FromStr<Err: Display>>(text: &str) -> Result<T, String> {
+    text.parse().map_err(|error: T::Err| error.to_string())
 }
 
-/// Pieces of the size that `SUBLET_PIECE_KIB` names.
-pub fn piece_bytes(text: &str) -> Option<PieceBytes> {
-    PieceBytes::new(bytes_in(text, 1 << 10)?)
+fn size(text: &str) -> Result<u64, String> {
+    let size = text.parse().ok().map(|Size(bytes)| bytes);
+    expected(size, "a size such as 512MiB or 1.5GiB")
 }
 
-/// The most host memory, in bytes, that `SUBLET_PREPARE` has brought in: none by `0`, without a bound by `1`.
-///
-/// # Errors
-/// It is neither that nor a size; the text says what is expected.
-pub fn preparation(text: &str) -> Result<Option<u64>, String> {
+/// Some of `known`, with commas or blanks between.
+fn names(text: &str, known: &[&str]) -> Result<Vec<String>, String> {
+    let names: Vec<_> =
+        text.split([',', ' ']).filter(|name| !name.is_empty()).map(str::to_owned).collect();
+    let are_known = names.iter().all(|name| known.contains(&name.as_str()));
+    expected(
+        are_known.then_some(names),
+        &format!("some of {}, with commas between", known.join(", ")),
+    )
+}
+
+/// `0`, `1`, which has no bound, or a size.
+fn preparation(text: &str) -> Result<Option<u64>, String> {
     match text {
         "0" => Ok(None),
         "1" => Ok(Some(u64::MAX)),
-        _ => text
-            .parse()
-            .map(|Size(bytes)| Some(bytes))
-            .map_err(|_| "expected 0, 1, or a size such as 16GiB".to_owned()),
+        _ => size(text).map(Some).map_err(|_| "expected 0, 1, or a size such as 16GiB".to_owned()),
     }
 }
 
-fn parses<T: FromStr<Err: std::fmt::Display>>(text: &str) -> Result<(), String> {
-    text.parse::<T>().map(drop).map_err(|error| error.to_string())
+fn changes(text: &str) -> Result<ChangeDetection, String> {
+    let value = match text {
+        "off" => Some(ChangeDetection::Off),
+        "on" => Some(ChangeDetection::On),
+        "verify" => Some(ChangeDetection::Verify),
+        _ => None,
+    };
+    expected(value, "on, off or verify")
 }
 
-fn parsed_family(text: &str) -> Result<(), String> {
-    FamilyName::new(text).map(drop).map_err(|error| error.to_string())
+/// Puts `value` in its place.
+fn put<T>(place: &mut T, value: Result<T, String>) -> Result<(), String> {
+    value.map(|value| *place = value)
 }
 
-fn parsed_tenant(text: &str) -> Result<(), String> {
-    TenantName::new(text).map(drop).map_err(|error| error.to_string())
+/// The same, of what may be missing.
+fn fill<T>(place: &mut Option<T>, value: Result<T, String>) -> Result<(), String> {
+    put(place, value.map(Some))
 }
 
-fn parsed_piece(text: &str) -> Result<(), String> {
-    expect(piece_bytes(text).is_some(), || "a power of two from 16 to 2048".to_owned())
+const fn text(name: &'static str, put: fn(&mut Settings, &str) -> Result<(), String>) -> Setting {
+    Setting { name, put: Put::Text(put) }
 }
 
-fn parsed_preparation(text: &str) -> Result<(), String> {
-    preparation(text).map(drop)
-}
-
-const fn setting(name: &'static str, kind: Kind, default: &'static str) -> Setting {
-    Setting { name, kind, default }
+const fn path(name: &'static str, put: fn(&mut Settings, PathBuf)) -> Setting {
+    Setting { name, put: Put::Path(put) }
 }
 
 /// All settings, by name.
-pub const SETTINGS: [Setting; 29] = [
-    setting("SUBLET_ASK_TORCH", Kind::Switch, "1"),
-    setting("SUBLET_BUDGET", Kind::Parsed(parses::<Budgets>), "none"),
-    setting("SUBLET_CLASS", Kind::Parsed(parses::<Class>), "fair"),
-    setting(
-        "SUBLET_COMPAT",
-        Kind::Words(&["areal", "nemo_rl", "openrlhf", "slime", "verl"]),
-        "none",
-    ),
-    setting("SUBLET_DELTA", Kind::Switch, "1"),
-    setting("SUBLET_FAMILY", Kind::Parsed(parsed_family), "none"),
-    setting("SUBLET_FAMILY_TIMEOUT_MS", Kind::Milliseconds, "30000"),
-    setting("SUBLET_FILE_CACHE", Kind::Switch, "0"),
-    setting("SUBLET_FILE_DIR", Kind::Text, "/tmp"),
-    setting("SUBLET_HOST_BYTES_MAX", Kind::Bytes, "nine tenths of what is available"),
-    setting("SUBLET_LIBRARY", Kind::Text, "beside the command, or ../lib"),
-    setting("SUBLET_LOG", Kind::Text, "warn"),
-    setting("SUBLET_NCCL_AWAY", Kind::Word(&["wait", "fail"]), "wait"),
-    setting("SUBLET_PIECE_KIB", Kind::Parsed(parsed_piece), "64"),
-    setting("SUBLET_PREPARE", Kind::Parsed(parsed_preparation), "0"),
-    setting(REQUIRED_VARIABLE, Kind::Switch, "0"),
-    setting("SUBLET_RUN_DIR", Kind::Text, "$XDG_RUNTIME_DIR/sublet, else /tmp/sublet-<uid>"),
-    setting("SUBLET_SLABS", Kind::Switch, "1"),
-    setting("SUBLET_SPILL_DIR", Kind::Text, "none"),
-    setting("SUBLET_SPILL_TO_MEMORY", Kind::Switch, "0"),
-    setting("SUBLET_TENANT", Kind::Parsed(parsed_tenant), "the terminal session's"),
-    setting("SUBLET_TOGETHER_TIMEOUT_MS", Kind::Milliseconds, "120000"),
-    setting("SUBLET_TURNS", Kind::Word(&[TURNS_AUTO]), "none"),
-    setting("SUBLET_TURNS_TIMEOUT_MS", Kind::Milliseconds, "120000"),
-    setting("SUBLET_VERIFY_CONTENTS", Kind::Switch, "0"),
-    setting("SUBLET_VLLM", Kind::Switch, "0"),
-    setting("SUBLET_WEIGHT", Kind::Parsed(parses::<Weight>), "1"),
-    setting("SUBLET_WITHOUT_PINS", Kind::Words(&["uverbs", "gdrdrv", "nvidia-fs"]), "none"),
-    setting("SUBLET_ZERO", Kind::Switch, "1"),
+pub const SETTINGS: [Setting; 17] = [
+    text(BUDGET_VARIABLE, |to, text| fill(&mut to.budgets, parsed(text))),
+    text("SUBLET_CHANGES", |to, text| put(&mut to.changes, changes(text))),
+    // The Python package reads it.
+    text("SUBLET_COMPAT", |_, text| names(text, &FRAMEWORKS).map(drop)),
+    text(FAMILY_VARIABLE, |to, text| {
+        fill(&mut to.family, FamilyName::new(text).map_err(|error| error.to_string()))
+    }),
+    path("SUBLET_FILE_DIR", |to, path| to.file_dir = Some(path)),
+    text("SUBLET_HOST_BYTES_MAX", |to, text| fill(&mut to.host_bytes_max, size(text))),
+    text("SUBLET_LOG", |to, text| fill(&mut to.log, Ok(text.to_owned()))),
+    text("SUBLET_NCCL_AWAY", |to, text| {
+        let value = ["wait", "fail"].contains(&text).then_some(text == "fail");
+        put(&mut to.fails_without_nccl, expected(value, "wait or fail"))
+    }),
+    text("SUBLET_PREPARE", |to, text| put(&mut to.prepares_up_to, preparation(text))),
+    text(REQUIRED_VARIABLE, |to, text| {
+        // A value that is not understood was meant as one.
+        to.is_required = true;
+        put(&mut to.is_required, switch(text))
+    }),
+    path(RUN_DIR_VARIABLE, |to, path| to.run_dir = Some(path)),
+    text("SUBLET_SLABS", |to, text| put(&mut to.uses_slabs, switch(text))),
+    text("SUBLET_SPILL", |to, text| put(&mut to.spills, switch(text))),
+    text(TENANT_VARIABLE, |to, text| {
+        fill(&mut to.tenant, TenantName::new(text).map_err(|error| error.to_string()))
+    }),
+    text(TURNS_VARIABLE, |to, text| put(&mut to.turns, parsed(text))),
+    text("SUBLET_WAIT", |to, text| fill(&mut to.wait, time::parse(text))),
+    text("SUBLET_WITHOUT_PINS", |to, text| put(&mut to.without_pins, names(text, &DEVICE_FILES))),
 ];
 
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
+    use std::ffi::OsStr;
     use std::fs;
+    use std::os::unix::ffi::OsStrExt as _;
     use std::path::Path;
 
     use super::*;
+    use crate::turns::Class;
 
     fn root() -> &'static Path {
         Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
     }
 
-    fn check(name: &str, value: &str) -> Result<(), String> {
-        named(name).unwrap_or_else(|| panic!("{name} is no setting")).check(value)
+    fn read(variables: &[(&str, &str)]) -> (Settings, Vec<WrongSetting>) {
+        for (name, _) in variables {
+            assert!(is_known(name), "{name}");
+        }
+        Settings::read(|name| {
+            let (_, value) = variables.iter().find(|(known, _)| *known == name)?;
+            Some(value.into())
+        })
     }
 
     #[test]
-    fn names_are_in_order_and_each_default_that_is_a_value_is_one() {
+    fn each_setting_gets_to_its_place() {
+        let (settings, wrong) = read(&[
+            ("SUBLET_BUDGET", "0=60GiB"),
+            ("SUBLET_CHANGES", "verify"),
+            ("SUBLET_COMPAT", "slime, vllm"),
+            ("SUBLET_FAMILY", "rl"),
+            ("SUBLET_FILE_DIR", "/nvme"),
+            ("SUBLET_HOST_BYTES_MAX", "1.5GiB"),
+            ("SUBLET_LOG", "debug"),
+            ("SUBLET_NCCL_AWAY", "fail"),
+            ("SUBLET_PREPARE", "1"),
+            ("SUBLET_REQUIRED", "1"),
+            ("SUBLET_RUN_DIR", "/run/sublet"),
+            ("SUBLET_SLABS", "0"),
+            ("SUBLET_SPILL", "1"),
+            ("SUBLET_TENANT", "train"),
+            ("SUBLET_TURNS", "auto,class=background"),
+            ("SUBLET_WAIT", "1500ms"),
+            ("SUBLET_WITHOUT_PINS", "uverbs,gdrdrv"),
+        ]);
+        assert_eq!(wrong, []);
+        assert_eq!(settings.budgets.unwrap().to_string(), "0=60GiB");
+        assert_eq!(settings.changes, ChangeDetection::Verify);
+        assert_eq!(settings.family, Some(FamilyName::new("rl").unwrap()));
+        assert_eq!(settings.tenant, Some(TenantName::new("train").unwrap()));
+        let dirs = [settings.file_dir, settings.run_dir].map(Option::unwrap);
+        assert_eq!(dirs, ["/nvme", "/run/sublet"].map(PathBuf::from));
+        assert_eq!(settings.host_bytes_max, Some(3 << 29));
+        assert_eq!(settings.log.as_deref(), Some("debug"));
+        assert_eq!(settings.prepares_up_to, Some(u64::MAX));
+        assert!(settings.fails_without_nccl && settings.is_required && settings.spills);
+        assert!(!settings.uses_slabs);
+        assert_eq!((settings.turns.queues, settings.turns.class), (true, Class::Background));
+        assert_eq!(settings.wait, Some(Duration::from_millis(1500)));
+        assert_eq!(settings.without_pins, ["uverbs", "gdrdrv"]);
+        assert_eq!(read(&[("SUBLET_PREPARE", "16g")]).0.prepares_up_to, Some(16 << 30));
+    }
+
+    #[test]
+    fn an_empty_value_counts_as_not_set() {
         assert!(SETTINGS.is_sorted_by(|one, other| one.name < other.name));
-        for setting in &SETTINGS {
-            assert!(setting.name.starts_with(PREFIX));
-            let is_prose = setting.default == "none" || setting.default.contains([' ', '\'']);
-            assert!(is_prose || setting.check(setting.default).is_ok(), "{setting:?}");
-            assert_eq!(setting.check(""), Ok(()), "an empty value is one that is not set");
+        for Setting { name, .. } in &SETTINGS {
+            assert!(name.starts_with(PREFIX) && !name.starts_with(TEST_PREFIX), "{name}");
+            let (settings, wrong) = read(&[(name, "")]);
+            assert_eq!(wrong, [], "{name}");
+            assert_eq!(format!("{settings:?}"), format!("{:?}", Settings::default()), "{name}");
         }
     }
 
     #[test]
-    fn a_wrong_value_is_refused_with_its_name_and_what_is_expected() {
+    fn a_wrong_value_is_named_with_what_is_expected_and_counts_as_not_set() {
         for (name, value, expected) in [
-            ("SUBLET_ZERO", "banana", "SUBLET_ZERO=banana: expected 0 or 1"),
-            ("SUBLET_VLLM", "yes", "SUBLET_VLLM=yes: expected 0 or 1"),
-            ("SUBLET_NCCL_AWAY", "3", "SUBLET_NCCL_AWAY=3: expected wait, fail"),
-            ("SUBLET_TURNS", "always", "SUBLET_TURNS=always: expected auto"),
-            ("SUBLET_TURNS_TIMEOUT_MS", "2m", "expected a whole number of milliseconds"),
+            ("SUBLET_CHANGES", "banana", "SUBLET_CHANGES=banana: expected on, off or verify"),
+            ("SUBLET_SLABS", "yes", "SUBLET_SLABS=yes: expected 0 or 1"),
+            ("SUBLET_SPILL", "/nvme", "expected 0 or 1"),
+            ("SUBLET_TURNS", "always", "'always' is none of auto, class=, weight= and wait="),
+            ("SUBLET_TURNS", "auto,class=urgent", "'urgent' is no class"),
+            ("SUBLET_TURNS", "weight=0", "'0' is no weight"),
+            ("SUBLET_TURNS", "wait=soon", "'soon' is no time"),
+            ("SUBLET_WAIT", "2d", "'2d' is no time: say for example 500ms"),
             ("SUBLET_HOST_BYTES_MAX", "much", "expected a size such as 512MiB or 1.5GiB"),
-            ("SUBLET_PIECE_KIB", "48", "expected a power of two from 16 to 2048"),
             ("SUBLET_PREPARE", "yes", "expected 0, 1, or a size"),
+            ("SUBLET_NCCL_AWAY", "no", "expected wait or fail"),
             ("SUBLET_COMPAT", "verl,trl", "expected some of areal, nemo_rl"),
             ("SUBLET_WITHOUT_PINS", "uverb", "expected some of uverbs"),
             ("SUBLET_BUDGET", "60PB", "is no budget"),
-            ("SUBLET_CLASS", "urgent", "is no class"),
-            ("SUBLET_WEIGHT", "0", "is no weight"),
             ("SUBLET_TENANT", "../x", "is no tenant name"),
             ("SUBLET_FAMILY", "a b", "is no family's name"),
         ] {
-            let error = check(name, value).unwrap_err();
-            assert!(error.starts_with(&format!("{name}={value}: ")), "{error}");
-            assert!(error.contains(expected), "{error}");
+            let (settings, wrong) = read(&[(name, value)]);
+            let [WrongSetting { name: named, text }] = &wrong[..] else { panic!("{wrong:?}") };
+            assert!(text.starts_with(&format!("{name}={value}: ")), "{text}");
+            assert!(*named == name && text.contains(expected), "{text}");
+            assert_eq!(format!("{settings:?}"), format!("{:?}", Settings::default()), "{name}");
         }
+        let (settings, wrong) = read(&[("SUBLET_REQUIRED", "yes")]);
+        assert!(settings.is_required && wrong.len() == 1);
     }
 
     #[test]
-    fn sizes_take_units_in_every_setting_and_a_bare_number_has_the_unit_of_its_name() {
-        for (text, unit, bytes) in [
-            ("512MiB", 1, 512 << 20),
-            ("1.5GiB", 1, 3 << 29),
-            ("1048576", 1, 1 << 20),
-            ("4096", 1 << 20, 4 << 30),
-            ("4GiB", 1 << 20, 4 << 30),
-        ] {
-            assert_eq!(bytes_in(text, unit), Some(bytes), "{text}");
-        }
-        assert_eq!(bytes_in("99999999999999", 1 << 20), None);
-        assert_eq!(piece_bytes("64"), piece_bytes("64KiB"));
-        assert_eq!(preparation("1.5GiB"), Ok(Some(3 << 29)));
-        assert_eq!((preparation("0"), preparation("1")), (Ok(None), Ok(Some(u64::MAX))));
+    fn paths_are_any_and_all_else_is_text() {
+        let bytes = OsStr::from_bytes(b"/\xff");
+        let (settings, wrong) = Settings::read(|_| Some(bytes.to_owned()));
+        assert_eq!(settings.file_dir.as_deref(), Some(Path::new(bytes)));
+        assert_eq!(wrong.len(), SETTINGS.len() - 2);
+        assert!(wrong.iter().all(|wrong| wrong.text.ends_with("expected text in UTF-8")));
     }
 
     #[test]
@@ -271,11 +384,8 @@ mod tests {
     #[test]
     fn frameworks_are_those_that_the_python_package_knows() {
         let text = fs::read_to_string(root().join("ffi/python/sublet/compat/__init__.py")).unwrap();
-        let Some(Setting { kind: Kind::Words(words), .. }) = named("SUBLET_COMPAT") else {
-            panic!("SUBLET_COMPAT is a list of words");
-        };
         let list = text.lines().find_map(|line| line.strip_prefix("FRAMEWORKS")).unwrap();
         let known: Vec<_> = list.split('"').skip(1).step_by(2).collect();
-        assert_eq!(known, *words);
+        assert_eq!(known, FRAMEWORKS);
     }
 }

@@ -11,6 +11,7 @@ use tenants::identity::TenantName;
 use tenants::requests::act_for_all;
 use tenants::scope::{Scope, TagNames};
 use tenants::switching::{Allocation, SwitchOptions, resume_in_turn, switch, with_room};
+use tenants::turns::TurnSettings;
 use tenants::wire::{Action, Idleness, MemberState};
 use vmm_pool::driver::sim::SimOptions;
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal};
@@ -37,7 +38,12 @@ fn process(wait: Option<Duration>) -> (Place, Process) {
     let other = place.join("other", SimOptions::default()).unwrap();
     let handle = memory::create(other.pool(), DEVICE, 5, class());
     memory::map(other.pool(), handle, 5, DEVICE);
-    let own = place.join_with("own", SimOptions::default(), |config| config.queues = wait).unwrap();
+    let join = place.join_with("own", SimOptions::default(), |config| {
+        let usual = config.turns;
+        config.turns =
+            TurnSettings { queues: wait.is_some(), wait: wait.unwrap_or(usual.wait), ..usual };
+    });
+    let own = join.unwrap();
     (place, own)
 }
 

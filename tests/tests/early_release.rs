@@ -92,7 +92,7 @@ fn a_pause_that_copies_much_does_it_once_its_host_memory_is_there_and_people_rea
     let stage = Stage::new(&[1400 * MIB])?;
     let options = JobOptions { tensor_mib: 1032, ..JobOptions::new("train", 1) };
     // What is unchanged is copied too.
-    let mut job = stage.connected_job(&options.with("SUBLET_DELTA", "0"))?;
+    let mut job = stage.connected_job(&options.with("SUBLET_CHANGES", "off"))?;
     for is_early in [false, true] {
         job.step(1)?;
         let report = stage.sublet(&["pause", "train", "--json"])?.succeeded()?.json()?;
@@ -111,7 +111,7 @@ fn a_pause_that_copies_much_does_it_once_its_host_memory_is_there_and_people_rea
 fn no_room_in_host_memory_is_found_out_before_anything_has_gone() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let options = JobOptions::new("train", 2).with("SUBLET_HOST_BYTES_MAX", "1048576");
-    let mut job = stage.connected_job(&options.with("SUBLET_ZERO", "0"))?;
+    let mut job = stage.connected_job(&options.with("SUBLET_CHANGES", "off"))?;
     let used_bytes = stage.used_bytes(0)?;
     let error = pause(&stage).map(drop).expect_err("there is no room");
     assert!(error.to_string().contains("SUBLET_HOST_BYTES_MAX"), "{error}");

@@ -13,7 +13,7 @@ const CAPACITIES: [u64; 2] = [256 * MIB; 2];
 const RL: [&str; 2] = ["--family", "rl"];
 const REFUSED: &str = "CUDA_ERROR_INVALID_VALUE";
 /// For what must not wait long for another tenant.
-const SOON: [(&str, &str); 1] = [("SUBLET_FAMILY_TIMEOUT_MS", "300")];
+const SOON: [(&str, &str); 1] = [("SUBLET_WAIT", "300ms")];
 
 /// `train`, which has lent its block to nobody, `infer` of its family, and the block's handle.
 struct Pair {
@@ -463,7 +463,7 @@ fn a_borrower_that_is_killed_in_any_step_of_its_own_lets_its_lender_leave() -> O
 /// and can be paused and resumed.
 #[test]
 fn a_lender_that_is_killed_in_any_step_of_its_own_leaves_its_borrower_running() -> Outcome {
-    let mut pair = pair_with(&[("SUBLET_FAMILY_TIMEOUT_MS", "5000")])?;
+    let mut pair = pair_with(&[("SUBLET_WAIT", "5s")])?;
     for (action, phases) in [("pause", &PAUSE[..]), ("resume", &RESUME[..])] {
         for boundary in Boundary::of_all(phases) {
             pair.train = pair.stage.relative("train", &RL, &[])?;

@@ -17,7 +17,7 @@ fn options(ranks: usize) -> JobOptions {
     let mut options = JobOptions::new("train", ranks);
     options.tensor_mib = 300;
     // Whatever it holds, all of it is copied.
-    options.with("SUBLET_ZERO", "0").with("SUBLET_DELTA", "0")
+    options.with("SUBLET_CHANGES", "off")
 }
 
 /// What each process holds, and wants.

@@ -96,16 +96,15 @@ fn a_resume_that_queues_is_of_the_whole_tenant_and_how_to_queue_is_checked() -> 
     stage.sublet(&["run", "--tenant", "a", "--turns", "often", "--", "true"])?.exited(2)?;
     let said = resume(&stage, "nobody", &["--queue"], 1)?;
     assert!(said["error"].as_str().unwrap_or_default().contains("no tenant 'nobody'"), "{said}");
-    for (name, value) in [("SUBLET_TURNS", "often"), ("SUBLET_TURNS_TIMEOUT_MS", "x")] {
-        let ran = stage.sublet_told(name, value, &["run", "--tenant", "a", "--", "true"])?;
-        assert!(ran.exited(2)?.stderr.contains(&format!("{name}={value}: expected")));
+    let wrong = [("often", "'often' is none of auto"), ("auto,wait=x", "'x' is no time")];
+    for (value, why) in wrong {
+        let job = ["run", "--tenant", "a", "--", "true"];
+        let ran = stage.sublet_told("SUBLET_TURNS", value, &job)?.exited(2)?;
+        assert!(ran.stderr.contains(&format!("SUBLET_TURNS={value}: {why}")), "{ran:?}");
     }
     // The setting goes wrong where the command cannot see it: the process runs, and a note says so.
-    for settings in [
-        [("SUBLET_TURNS", "often"), ("A", "b")],
-        [("SUBLET_TURNS", "auto"), ("SUBLET_TURNS_TIMEOUT_MS", "x")],
-    ] {
-        let rank = stage.turn_taker_with("train", &[], &settings, 0)?;
+    for (value, _) in wrong {
+        let rank = stage.turn_taker_with("train", &[], &[("SUBLET_TURNS", value)], 0)?;
         let members = stage.members("train")?;
         assert_eq!(members[0]["member"]["queues"], false);
         let notes = members[0]["notes"].to_string();
@@ -398,7 +397,7 @@ fn one_that_cannot_be_paused_is_passed_over_for_another_and_that_is_written_down
 const BUSY: Duration = Duration::from_mins(1);
 
 fn impatient(stage: &Stage) -> Outcome<Rank> {
-    let settings = [("SUBLET_TURNS", "auto"), ("SUBLET_TURNS_TIMEOUT_MS", "700")];
+    let settings = [("SUBLET_TURNS", "auto,wait=700ms")];
     stage.turn_taker_with("third", &[], &settings, 0)
 }
 

@@ -12,12 +12,12 @@ fn run_refuses_a_wrong_setting_before_it_starts_the_job_and_warns_of_an_unknown_
     let path = started.to_string_lossy();
     let job = ["run", "--tenant", "train", "--library", &library, "--", "touch", &path];
 
-    let refused = stage.sublet_told("SUBLET_ZERO", "banana", &job)?.exited(2)?;
-    assert_eq!(refused.stderr, "sublet: SUBLET_ZERO=banana: expected 0 or 1\n");
+    let refused = stage.sublet_told("SUBLET_SLABS", "banana", &job)?.exited(2)?;
+    assert_eq!(refused.stderr, "sublet: SUBLET_SLABS=banana: expected 0 or 1\n");
     assert!(!started.exists(), "the job was started");
 
-    let warned = stage.sublet_told("SUBLET_FILE_DR", "/tmp", &job)?.exited(0)?;
-    let expected = "SUBLET_FILE_DR is not a Sublet setting; did you mean SUBLET_FILE_DIR?";
+    let warned = stage.sublet_told("SUBLET_CHANGE", "off", &job)?.exited(0)?;
+    let expected = "SUBLET_CHANGE is not a Sublet setting; did you mean SUBLET_CHANGES?";
     assert!(warned.stderr.contains(expected), "{warned:#?}");
     assert!(started.exists(), "the job was not started");
     Ok(())
@@ -50,11 +50,11 @@ fn process_that_cannot_join_ends_where_it_is_required_and_runs_on_otherwise() ->
         command.args(["run", "--tenant", "train"]).args(options).arg("--library");
         command.arg(&stage.files().preload);
         // The setting goes wrong where the command cannot see it.
-        command.args(["--", "env", "SUBLET_ZERO=banana"]).arg(Files::program("turns")).arg("0");
+        command.args(["--", "env", "SUBLET_SLABS=banana"]).arg(Files::program("turns")).arg("0");
         let ran = command.stdin(Stdio::null()).output()?;
         let said = String::from_utf8_lossy(&ran.stderr);
         assert_eq!(ran.status.code(), Some(code), "{said}");
-        assert!(said.contains("SUBLET_ZERO=banana: expected 0 or 1"), "{said}");
+        assert!(said.contains("SUBLET_SLABS=banana: expected 0 or 1"), "{said}");
         let is_ended = said.contains("cannot join its tenant, and SUBLET_REQUIRED=1 ends it");
         assert_eq!(is_ended, code == 1, "{said}");
     }

@@ -339,10 +339,10 @@ fn second_ctrl_c_leaves_at_once_and_the_processes_settle_it() -> Outcome {
 }
 
 /// One whose next pause releases while it saves: it copies much, and its host memory is there.
-fn job_that_releases_early(stage: &Stage, setting: (&str, &str)) -> Outcome<Job> {
+fn job_that_releases_early(stage: &Stage, latency: &str) -> Outcome<Job> {
     let options = JobOptions { tensor_mib: 1032, ..JobOptions::new("train", 1) };
     // What is unchanged is copied too.
-    let options = options.with("SUBLET_DELTA", "0").with(setting.0, setting.1);
+    let options = options.with("SUBLET_CHANGES", "off").with("SIMCUDA_LATENCY", latency);
     let job = stage.connected_job(&options)?;
     stage.pause("train")?;
     stage.resume("train")?;
@@ -366,8 +366,7 @@ fn pause_that_releases(stage: &Stage) -> Outcome<Child> {
 fn ctrl_c_behind_the_first_release_says_that_it_goes_on_and_the_second_that_something_has_changed()
 -> Outcome {
     let stage = Stage::new(&[1400 * MIB])?;
-    let slow = ("SIMCUDA_LATENCY", "cuMemcpyDtoHAsync:30000");
-    let mut job = job_that_releases_early(&stage, slow)?;
+    let mut job = job_that_releases_early(&stage, "cuMemcpyDtoHAsync:30000")?;
     let command = pause_that_releases(&stage)?;
     signal_command(&command, Signal::SIGINT)?;
     let output = command.wait_with_output()?;
@@ -412,7 +411,7 @@ fn ctrl_c_at_any_instant_leaves_one_of_the_two_clean_states_and_names_it() -> Ou
 #[test]
 fn ctrl_c_at_any_instant_of_a_pause_that_releases_early_does_so_too() -> Outcome {
     let stage = Stage::new(&[1400 * MIB])?;
-    let mut job = job_that_releases_early(&stage, ("SUBLET_ZERO", "0"))?;
+    let mut job = job_that_releases_early(&stage, "")?;
     for delay_ms in (0..480).step_by(60) {
         let words = ["pause", "train"];
         ends_when_interrupted(&stage, &words, delay_ms, "paused", "active")?;

@@ -84,12 +84,16 @@ impl<const MACHINE: usize> World<MACHINE> {
         Ok(Self { place, files })
     }
 
-    fn tenant(&self, name: &str, spill_dir: Option<&Path>) -> TestOutcome<Tenant> {
+    /// One that may move its contents to a file in `dir`, if there is one.
+    fn tenant(&self, name: &str, dir: Option<&Path>) -> TestOutcome<Tenant> {
         let process = self.place.join_with(name, SimOptions::default(), |config| {
             config.host_limits = limits::<MACHINE>;
-            config.spill_dir = spill_dir.map(Path::to_owned);
+            config.spills = dir.is_some();
         })?;
         let pool = process.pool();
+        if let Some(dir) = dir {
+            pool.set_file_dir(dir.to_owned());
+        }
         let mut pools = MACHINES[MACHINE].pools.lock().unwrap_or_else(PoisonError::into_inner);
         pools.push(Arc::clone(pool));
         let class = Class { library: "test", contents: Contents::Keep, ..Class::default() };

@@ -82,7 +82,8 @@ fn a_switch_pauses_what_is_in_the_way_and_nobody_else() -> Outcome {
 #[test]
 fn the_lower_class_makes_way_and_several_do_where_they_must() -> Outcome {
     let stage = Stage::new(&[256 * MIB])?;
-    let class = |tenant: &str, class: &str| large(tenant).with("SUBLET_CLASS", class);
+    let class =
+        |tenant: &str, class: &str| large(tenant).with("SUBLET_TURNS", &format!("class={class}"));
     let mut wide =
         stage.connected_job(&JobOptions { tensor_mib: 120, ..JobOptions::new("wide", 1) })?;
     stage.pause("wide")?;
@@ -436,15 +437,21 @@ fn unknown_classes_and_weights_are_refused_by_name() -> Outcome {
             stage.sublet(&[&["run", "--tenant", "a"], &words[..], &["--", "true"]].concat())?;
         assert!(ran.exited(2)?.stderr.contains(words[1]));
     }
-    for (name, value) in [("SUBLET_CLASS", "urgent"), ("SUBLET_WEIGHT", "0")] {
-        let ran = stage.sublet_told(name, value, &["run", "--tenant", "a", "--", "true"])?;
-        assert!(ran.exited(2)?.stderr.contains(&format!("{name}={value}: ")));
+    for value in ["class=urgent", "weight=0"] {
+        let job = ["run", "--tenant", "a", "--", "true"];
+        let ran = stage.sublet_told("SUBLET_TURNS", value, &job)?;
+        assert!(ran.exited(2)?.stderr.contains(&format!("SUBLET_TURNS={value}: ")));
     }
+    // Options change what the environment says.
+    let job = ["--weight", "3", "--", "printenv", "SUBLET_TURNS"];
+    let run = [&["run", "--tenant", "a"], &job[..]].concat();
+    let ran = stage.sublet_told("SUBLET_TURNS", "auto,class=background", &run)?.exited(0)?;
+    assert_eq!(ran.stdout.trim(), "auto,class=background,weight=3,wait=2m");
     // A process whose program sets it is not kept from running by it, and says so.
-    let job = stage.job(&JobOptions::new("train", 1).with("SUBLET_CLASS", "urgent"))?;
+    let job = stage.job(&JobOptions::new("train", 1).with("SUBLET_TURNS", "class=urgent"))?;
     let members = stage.members("train")?;
     assert_eq!(members[0]["member"]["class"], "fair");
     let notes = members[0]["notes"].to_string();
-    assert!(notes.contains("SUBLET_CLASS=urgent: 'urgent' is no class"), "{notes}");
+    assert!(notes.contains("SUBLET_TURNS=class=urgent: 'urgent' is no class"), "{notes}");
     job.exit()
 }

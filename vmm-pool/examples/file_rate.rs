@@ -4,7 +4,7 @@
 //! with a run in `/dev/shm` then. What the disk itself does, `dd` says: `bs=64M conv=fdatasync` for writing.
 //!
 //! ```text
-//! cargo run --release -p vmm-pool --features sim --example file_rate -- DIRECTORY GIB ROUNDS [cached]
+//! cargo run --release -p vmm-pool --features sim --example file_rate -- DIRECTORY GIB ROUNDS
 //! ```
 
 #![expect(clippy::print_stdout, reason = "a program whose output is its report")]
@@ -29,22 +29,20 @@ fn main() -> Result<(), Box<dyn Error>> {
     let dir = PathBuf::from(arguments.next().ok_or("which directory?")?);
     let gib: u64 = arguments.next().ok_or("how many GiB?")?.parse()?;
     let rounds: u32 = arguments.next().ok_or("how many rounds?")?.parse()?;
-    let is_cached = arguments.next().is_some();
     vmm_pool::check_file_dir(&dir)?;
 
     let total_bytes = gib << 30;
     if let Ok(driver) = CudaDriver::load() {
-        return run(driver, dir, is_cached, total_bytes, rounds);
+        return run(driver, dir, total_bytes, rounds);
     }
     let node = SimNode::private(&[total_bytes]);
     let node = node.map_err(|error| format!("no devices: {error:?}"))?;
-    run(SimDriver::new(node, SimOptions::default()), dir, is_cached, total_bytes, rounds)
+    run(SimDriver::new(node, SimOptions::default()), dir, total_bytes, rounds)
 }
 
 fn run<D: Driver>(
     driver: D,
     dir: PathBuf,
-    is_cached: bool,
     total_bytes: u64,
     rounds: u32,
 ) -> Result<(), Box<dyn Error>> {
@@ -52,7 +50,6 @@ fn run<D: Driver>(
     driver.make_current(device)?;
     let (pool, mut keeper) = Pool::new(Arc::new(driver), 4, Vec::new);
     pool.set_file_dir(dir);
-    pool.use_page_cache(is_cached);
     for _ in 0..total_bytes / BLOCK_BYTES {
         let class = Class { library: "rate", tag: "all".to_owned(), contents: Contents::File };
         let prop = AllocationProp::pinned_on(device);

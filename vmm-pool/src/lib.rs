@@ -43,8 +43,8 @@ pub use ledger::{
 };
 pub use peer::PeerId;
 pub use pool::{
-    Borrowed, Entered, Export, GiveUp, ImportSource, Kind, LostImports, PieceBytes, Pieces, Pool,
-    Registered, Use,
+    Borrowed, ChangeDetection, Entered, Export, GiveUp, ImportSource, Kind, LostImports,
+    PieceBytes, Pool, Registered, Use,
 };
 pub use report::{
     ClassBytes, Contents, DeviceReport, KeptBytes, PinnedBytes, PoolReport, SlabTotals,

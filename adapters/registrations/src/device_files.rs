@@ -131,10 +131,12 @@ pub fn unseen_pins(
 /// The variable that names kinds which are known to pin no device memory.
 pub const WITHOUT_PINS: &str = "SUBLET_WITHOUT_PINS";
 
-/// The kinds that `text`, a list with commas, names. Names that are none are passed over.
-pub fn kinds_of(text: &str) -> Vec<DeviceFile> {
-    let names = || text.split(',').map(str::trim);
-    DeviceFile::ALL.into_iter().filter(|kind| names().any(|name| name == kind.name())).collect()
+/// The kinds of these names. Names that are none are passed over.
+pub fn named(names: &[String]) -> Vec<DeviceFile> {
+    DeviceFile::ALL
+        .into_iter()
+        .filter(|kind| names.iter().any(|name| name == kind.name()))
+        .collect()
 }
 
 #[cfg(test)]
@@ -210,8 +212,9 @@ mod tests {
     }
 
     #[test]
-    fn kinds_are_named_in_a_list() {
-        assert_eq!(kinds_of(" nvidia-fs, uverbs,else"), [DeviceFile::Verbs, DeviceFile::Storage]);
-        assert_eq!(kinds_of(""), []);
+    fn kinds_have_names() {
+        let names = ["nvidia-fs", "uverbs", "else"].map(str::to_owned);
+        assert_eq!(named(&names), [DeviceFile::Verbs, DeviceFile::Storage]);
+        assert_eq!(named(&[]), []);
     }
 }

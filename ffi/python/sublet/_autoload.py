@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-
-#: ``0``: pauses do not ask PyTorch of its own accord.
-_VARIABLE = "SUBLET_ASK_TORCH"
 
 
 def torch_was_imported() -> None:
@@ -15,12 +11,10 @@ def torch_was_imported() -> None:
     cached. Outside of a tenant it does nothing. Uses no device, and raises nothing: ``import torch`` would fail with it."""
     try:
         from sublet import compat
+        from sublet._library import answer_pauses_of_a_tenant
 
         compat.install_if_asked()
-        if os.environ.get(_VARIABLE) != "0":
-            from sublet._library import answer_pauses_of_a_tenant
-
-            answer_pauses_of_a_tenant()
+        answer_pauses_of_a_tenant()
     except Exception as error:
         # No warning: where those are errors it would reach `import torch`.
         print(f"sublet: is not told of this PyTorch: {error}", file=sys.stderr)

@@ -61,7 +61,7 @@ def _not_with_together(tags: Optional[list[str]], timeout: Optional[float]) -> N
     if tags is not None or timeout is not None:
         raise UsageError(
             "together=True means the whole tenant and has a limit of its own "
-            "(SUBLET_TOGETHER_TIMEOUT_MS): leave tags and timeout out"
+            "(SUBLET_WAIT): leave tags and timeout out"
         )
 
 

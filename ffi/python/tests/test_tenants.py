@@ -129,7 +129,7 @@ def test_processes_pause_together_without_the_interpreter_lock(stage: Stage) -> 
 
 
 def test_process_that_does_not_pause_together_is_named(stage: Stage) -> None:
-    one = stage.worker("train", SUBLET_TOGETHER_TIMEOUT_MS="1000")
+    one = stage.worker("train", SUBLET_WAIT="1s")
     other = stage.worker("train")
     for worker in (one, other):
         worker.do("memory = simdriver.allocate(2 * MIB)")

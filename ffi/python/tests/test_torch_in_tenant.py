@@ -89,9 +89,9 @@ def test_a_pause_from_outside_asks_too(torch: FakeTorch) -> None:
 
 
 @tenant
-@pytest.mark.parametrize("asks", ["1", "0"])
+@pytest.mark.parametrize("changes", ["on", "off"])
 def test_a_program_that_never_calls_the_package_is_asked_all_the_same(
-    torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, asks: str
+    torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, changes: str
 ) -> None:
     from sublet._autoload import torch_was_imported
 
@@ -100,7 +100,7 @@ def test_a_program_that_never_calls_the_package_is_asked_all_the_same(
 
     available = torch.cuda.is_available
     torch.cuda.is_initialized, torch.cuda.is_available = lambda: False, looks
-    monkeypatch.setenv("SUBLET_ASK_TORCH", asks)
+    monkeypatch.setenv("SUBLET_CHANGES", changes)
     torch_was_imported()
     torch.cuda.is_initialized, torch.cuda.is_available = lambda: True, available
     plain = allocate(8 * MIB, fill=8)
@@ -109,7 +109,7 @@ def test_a_program_that_never_calls_the_package_is_asked_all_the_same(
         command = [sys.executable, "-m", "sublet", action, "train"]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
     assert plain.read()[: 4 * MIB] == b"\x08" * (4 * MIB)
-    assert (b"\x08" in plain.read()[4 * MIB :]) == (asks == "0")
+    assert (b"\x08" in plain.read()[4 * MIB :]) == (changes == "off")
 
 
 def test_what_torch_calls_does_nothing_outside_of_a_tenant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ pub(crate) fn unseen_pins() -> Option<String> {
     };
     device_files::unseen_pins(
         Path::new(device_files::OWN_DESCRIPTORS),
-        &environment::without_pins(),
+        &environment::current().without_pins(),
         seen,
     )
 }

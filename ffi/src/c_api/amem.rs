@@ -5,6 +5,7 @@
 use std::ffi::{c_int, c_void};
 use std::fmt::Write as _;
 use std::io::Write as _;
+use std::time::Duration;
 
 use tenants::requests;
 use tenants::wire::Action;
@@ -13,6 +14,10 @@ use vmm_pool::PoolReport;
 use super::OK;
 use super::last_call::{fail_aloud, guarded, settled_nothing, settled_together};
 use crate::{environment, runtime};
+
+/// How long a process waits for the others to ask for the same, unless a setting says another time. They are at the same step, so
+/// the wait is short unless one of them is stuck.
+const TOGETHER_WAIT: Duration = Duration::from_mins(2);
 
 const NCCL_SUCCESS: c_int = 0;
 const NCCL_UNHANDLED_CUDA_ERROR: c_int = 1;
@@ -26,14 +31,9 @@ fn act_together(action: Action) -> c_int {
             settled_nothing();
             return NCCL_SUCCESS;
         };
-        // What is not understood was noted when this process joined.
-        let timeout = environment::together_timeout().ok().flatten();
+        let wait = environment::current().settings.wait.unwrap_or(TOGETHER_WAIT);
         // Callers of ours find the code that says more in sublet_last_error_json.
-        match settled_together(requests::act_together(
-            member,
-            action,
-            timeout.unwrap_or(environment::TOGETHER_TIMEOUT),
-        )) {
+        match settled_together(requests::act_together(member, action, wait)) {
             OK => NCCL_SUCCESS,
             _ => NCCL_UNHANDLED_CUDA_ERROR,
         }
@@ -132,7 +132,7 @@ pub unsafe extern "C" fn ncclGetGroupID(id: *mut c_int) -> c_int {
             return fail_aloud(NCCL_INVALID_ARGUMENT, "ncclGetGroupID needs somewhere to write");
         }
         // SAFETY: checked not to be null; the caller's for one integer.
-        unsafe { id.write(environment::group_id()) };
+        unsafe { id.write(environment::current().group_id()) };
         NCCL_SUCCESS
     })
 }

@@ -118,7 +118,7 @@ fn text_of(write: impl FnOnce(*mut c_char, c_uint) -> c_int) -> Option<String> {
 /// May a tenant's budget have a say in this process? Costs a look at a name.
 fn may_be_bound() -> bool {
     let counts = || runtime::member().is_some_and(tenants::member::Member::counts);
-    (environment::has_budgets() || counts() || runtime::others_count())
+    (environment::current().has_budgets() || counts() || runtime::others_count())
         && !environment::is_the_command()
 }
 
@@ -134,12 +134,12 @@ fn bound<T>(
     let find = || {
         let gpu = gpu_of(device)?;
         let (run_dir, tenant) = (runtime::run_dir().ok()?, runtime::tenant_name().ok()?);
-        let settings = environment::budgets().ok().flatten();
+        let environment = environment::current();
         let asker = Asker {
             member: runtime::member(),
             run_dir: &run_dir,
             tenant: &tenant,
-            settings: settings.as_ref(),
+            settings: environment.settings.budgets.as_ref(),
         };
         let bound = asker.bound(gpu)?;
         Some((bound, and(&run_dir, &tenant)))

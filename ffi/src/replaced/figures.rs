@@ -17,7 +17,7 @@ use crate::runtime;
 /// memory joins its tenant for that.
 fn within(device: DeviceOrdinal) -> Option<(u64, u64)> {
     let member = runtime::member().or_else(|| {
-        let may_count = environment::has_budgets() || runtime::others_count();
+        let may_count = environment::current().has_budgets() || runtime::others_count();
         if may_count { runtime::join() } else { None }
     })?;
     let Figure { budget_bytes, held_bytes } = member.pool().budget_figure(device)?;

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use tenants::budget::{BUDGET_VARIABLE, Budgets, Which, gpus};
+use tenants::budget::{Budgets, Which, gpus};
 use tenants::coordinator::{
     BudgetReport, Coordinator, CoordinatorError, GpuBudget, Options, TenantStats,
 };
@@ -140,12 +140,10 @@ pub(crate) fn for_run(
     run_dir: &RunDir,
     warn: &mut dyn FnMut(&str),
 ) -> Result<Option<Budgets>, Failure> {
-    let budgets = match (one_of(given)?, environment.text(BUDGET_VARIABLE)) {
+    let budgets = match (one_of(given)?, &environment.settings().budgets) {
         (Some(budgets), _) => budgets,
         (None, None) => return Ok(None),
-        (None, Some(text)) => text
-            .parse()
-            .map_err(|error| Failure::new(format!("{BUDGET_VARIABLE}: {error}"), EXIT_USAGE))?,
+        (None, Some(budgets)) => budgets.clone(),
     };
     check_node(&budgets)?;
     let options = Options::default();

@@ -4,15 +4,8 @@ use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 
-use tenants::run_dir::RUN_DIR_VARIABLE;
-use tenants::settings::{self, Kind};
+use tenants::settings::{self, Settings, WrongSetting};
 
-/// Names the tenant that a process belongs to.
-pub(crate) const TENANT_VARIABLE: &str = "SUBLET_TENANT";
-/// Names the family, whose tenants may open each other's memory.
-pub(crate) const FAMILY_VARIABLE: &str = "SUBLET_FAMILY";
-/// Names the preload object.
-pub(crate) const LIBRARY_VARIABLE: &str = "SUBLET_LIBRARY";
 /// The loader's list of objects to load first.
 pub(crate) const PRELOAD_VARIABLE: &str = "LD_PRELOAD";
 
@@ -23,18 +16,30 @@ const TYPOS_MAX: usize = 3;
 #[derive(Debug, Default)]
 pub(crate) struct Environment {
     variables: BTreeMap<OsString, OsString>,
+    settings: Settings,
+    wrong: Vec<WrongSetting>,
     executable: Option<PathBuf>,
 }
 
 impl Environment {
     pub(crate) fn read() -> Self {
-        Self { variables: std::env::vars_os().collect(), executable: std::env::current_exe().ok() }
+        Self::new(std::env::vars_os().collect(), std::env::current_exe().ok())
     }
 
     #[cfg(test)]
     pub(crate) fn of(variables: &[(&str, &str)], executable: Option<PathBuf>) -> Self {
         let variables = variables.iter().map(|(name, value)| (name.into(), value.into()));
-        Self { variables: variables.collect(), executable }
+        Self::new(variables.collect(), executable)
+    }
+
+    fn new(variables: BTreeMap<OsString, OsString>, executable: Option<PathBuf>) -> Self {
+        let (settings, wrong) = Settings::read(|name| variables.get(OsStr::new(name)).cloned());
+        Self { variables, settings, wrong, executable }
+    }
+
+    /// What Sublet's own variables say.
+    pub(crate) fn settings(&self) -> &Settings {
+        &self.settings
     }
 
     /// The value of `name`; an empty one counts as absent.
@@ -50,18 +55,8 @@ impl Environment {
 
     /// Settings with values that they cannot have, in words. Those that `passed_over` names are left out.
     pub(crate) fn wrong_settings(&self, passed_over: &[&str]) -> Vec<String> {
-        let told = settings::SETTINGS.iter().filter(|known| !passed_over.contains(&known.name));
-        let checked = told.filter_map(|known| {
-            let value = self.get(known.name)?;
-            if matches!(known.kind, Kind::Text) {
-                return None;
-            }
-            let Some(text) = value.to_str() else {
-                return Some(format!("{}: expected text in UTF-8", known.name));
-            };
-            known.check(text).err()
-        });
-        checked.collect()
+        let told = self.wrong.iter().filter(|wrong| !passed_over.contains(&wrong.name));
+        told.map(|wrong| wrong.text.clone()).collect()
     }
 
     /// Names that look like settings and are none, in words, each with the nearest name that is one.
@@ -70,7 +65,7 @@ impl Environment {
         let unknown = names.filter(|name| {
             name.starts_with(settings::PREFIX)
                 && !name.starts_with(settings::TEST_PREFIX)
-                && settings::named(name).is_none()
+                && !settings::is_known(name)
         });
         let said = unknown.map(|name| {
             let known = settings::SETTINGS.iter().map(|known| known.name);
@@ -84,8 +79,7 @@ impl Environment {
 
     /// What the run directory is chosen from: its own variable, and the user's runtime directory.
     pub(crate) fn run_dir_sources(&self) -> (Option<PathBuf>, Option<PathBuf>) {
-        let path = |name| self.get(name).map(PathBuf::from);
-        (path(RUN_DIR_VARIABLE), path("XDG_RUNTIME_DIR"))
+        (self.settings.run_dir.clone(), self.get("XDG_RUNTIME_DIR").map(PathBuf::from))
     }
 
     /// Where this command lies.
@@ -101,11 +95,11 @@ mod tests {
     #[test]
     fn wrong_settings_are_named_unless_they_are_replaced() {
         let environment = Environment::of(
-            &[("SUBLET_ZERO", "banana"), ("SUBLET_CLASS", "urgent"), ("SUBLET_DELTA", "")],
+            &[("SUBLET_SLABS", "banana"), ("SUBLET_FAMILY", "a b"), ("SUBLET_CHANGES", "")],
             None,
         );
-        let wrong = environment.wrong_settings(&["SUBLET_CLASS"]);
-        assert_eq!(wrong, ["SUBLET_ZERO=banana: expected 0 or 1"]);
+        let wrong = environment.wrong_settings(&["SUBLET_FAMILY"]);
+        assert_eq!(wrong, ["SUBLET_SLABS=banana: expected 0 or 1"]);
         assert_eq!(environment.wrong_settings(&[]).len(), 2);
     }
 
@@ -113,10 +107,10 @@ mod tests {
     fn unknown_settings_are_named_with_the_nearest_known_one() {
         let environment = Environment::of(
             &[
-                ("SUBLET_FILE_DR", "/tmp"),
+                ("SUBLET_CHANGE", "off"),
                 ("SUBLET_TEST_SEED", "1"),
                 ("SUBLET_COLOUR_OF_THE_SKY", "blue"),
-                ("SUBLET_ZERO", "1"),
+                ("SUBLET_SLABS", "1"),
                 ("OTHER", "1"),
             ],
             None,
@@ -124,8 +118,8 @@ mod tests {
         assert_eq!(
             environment.unknown_settings(),
             [
+                "SUBLET_CHANGE is not a Sublet setting; did you mean SUBLET_CHANGES?",
                 "SUBLET_COLOUR_OF_THE_SKY is not a Sublet setting",
-                "SUBLET_FILE_DR is not a Sublet setting; did you mean SUBLET_FILE_DIR?",
             ]
         );
     }

@@ -10,13 +10,11 @@ use std::process::{Command, ExitCode};
 use tenants::budget::BUDGET_VARIABLE;
 use tenants::identity::{MemberId, TenantName};
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir};
-use tenants::settings::REQUIRED_VARIABLE;
-use tenants::turns::{CLASS_VARIABLE, TURNS_VARIABLE, WEIGHT_VARIABLE};
+use tenants::settings::{FAMILY_VARIABLE, REQUIRED_VARIABLE, TENANT_VARIABLE};
+use tenants::turns::{TURNS_VARIABLE, TurnSettings};
 
 use crate::args::RunArgs;
-use crate::environment::{
-    Environment, FAMILY_VARIABLE, LIBRARY_VARIABLE, PRELOAD_VARIABLE, TENANT_VARIABLE,
-};
+use crate::environment::{Environment, PRELOAD_VARIABLE};
 use crate::failure::{EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, EXIT_UNCHANGED, EXIT_USAGE, Failure};
 use crate::{budget, output, outsiders};
 
@@ -29,8 +27,8 @@ pub(crate) fn run(
     environment: &Environment,
     run_dir: &RunDir,
 ) -> Result<ExitCode, Failure> {
-    let own = own_settings(args);
-    check_settings(environment, &own)?;
+    let own = own_settings(args, environment);
+    check_settings(args, environment, &own)?;
     // All member ids have the same length: one path that fits shows that all do.
     run_dir.tenant(&args.tenant)?.socket_path(MemberId(0))?;
     let budgets =
@@ -80,45 +78,48 @@ fn note_of_others(tenant: &TenantName, run_dir: &RunDir) -> Option<String> {
 }
 
 /// What options set in the environment of the command. What an outer command has set is the inner one's too, unless an option says otherwise.
-fn own_settings(args: &RunArgs) -> Vec<(&'static str, String)> {
+fn own_settings(args: &RunArgs, environment: &Environment) -> Vec<(&'static str, String)> {
     let mut own = vec![(TENANT_VARIABLE, args.tenant.to_string())];
     own.extend(args.family.as_ref().map(|family| (FAMILY_VARIABLE, family.to_string())));
-    own.extend(args.class.map(|class| (CLASS_VARIABLE, class.label().to_owned())));
-    own.extend(args.weight.map(|weight| (WEIGHT_VARIABLE, weight.to_string())));
-    own.extend(args.turns.as_ref().map(|turns| (TURNS_VARIABLE, turns.clone())));
+    let before = environment.settings().turns;
+    let turns = TurnSettings {
+        queues: args.turns.is_some() || before.queues,
+        class: args.class.unwrap_or(before.class),
+        weight: args.weight.unwrap_or(before.weight),
+        ..before
+    };
+    own.extend((turns != before).then(|| (TURNS_VARIABLE, turns.to_string())));
     own.extend(args.require.then(|| (REQUIRED_VARIABLE, "1".to_owned())));
     own
 }
 
 /// Refuses settings that a process of the job would not understand, and warns of names that are no settings.
 fn check_settings(
+    args: &RunArgs,
     environment: &Environment,
     own: &[(&'static str, String)],
 ) -> Result<(), Failure> {
     for text in environment.unknown_settings() {
         output::complain(&text);
     }
-    let mut replaced: Vec<_> = own.iter().map(|(name, _)| *name).collect();
-    // Its own check knows this machine's GPUs, and an option replaces it too.
-    replaced.push(BUDGET_VARIABLE);
+    // Options replace what they set, but for the turns, which they change.
+    let names = own.iter().map(|(name, _)| *name);
+    let mut replaced: Vec<_> = names.filter(|name| *name != TURNS_VARIABLE).collect();
+    replaced.extend((!args.budgets.is_empty()).then_some(BUDGET_VARIABLE));
     let wrong = environment.wrong_settings(&replaced);
     if wrong.is_empty() { Ok(()) } else { Err(Failure::new(wrong.join("; "), EXIT_USAGE)) }
 }
 
-/// The preload object: as given, as the environment says, beside this command, or in `../lib`.
+/// The preload object: as given, next to this command, or in `../lib`.
 pub(crate) fn find_library(
     given: Option<&Path>,
     environment: &Environment,
 ) -> Result<PathBuf, Failure> {
-    let named = given.map(|path| (path.to_owned(), "--library")).or_else(|| {
-        let path = environment.get(LIBRARY_VARIABLE)?;
-        Some((PathBuf::from(path), LIBRARY_VARIABLE))
-    });
-    if let Some((path, source)) = named {
+    if let Some(path) = given {
         return if path.is_file() {
-            Ok(absolute(&path))
+            Ok(absolute(path))
         } else {
-            let message = format!("{source} names {}, which is no file", path.display());
+            let message = format!("--library names {}, which is no file", path.display());
             Err(Failure::new(message, EXIT_UNCHANGED))
         };
     }
@@ -128,8 +129,7 @@ pub(crate) fn find_library(
     let found = candidates.iter().flatten().find(|path| path.is_file());
     found.map(|path| absolute(path)).ok_or_else(|| {
         let message = format!(
-            "{LIBRARY_NAME} was found neither beside this command nor in ../lib: name it with --library or \
-             {LIBRARY_VARIABLE}"
+            "{LIBRARY_NAME} was found neither next to this command nor in ../lib: name it with --library"
         );
         Failure::new(message, EXIT_UNCHANGED)
     })
@@ -191,7 +191,7 @@ mod tests {
         let bin = Some(root.join("bin/sublet"));
         let plain = Environment::of(&[], bin.clone());
         let error = find_library(None, &plain).unwrap_err();
-        assert!(error.to_string().contains("--library or SUBLET_LIBRARY"));
+        assert!(error.to_string().ends_with("name it with --library"));
 
         let in_lib = root.join("lib/libsublet.so");
         fs::write(&in_lib, "").unwrap();
@@ -202,11 +202,8 @@ mod tests {
 
         let named = root.join("other/custom.so");
         fs::write(&named, "").unwrap();
-        let variable = [(LIBRARY_VARIABLE, named.to_str().unwrap())];
-        let told = Environment::of(&variable, bin.clone());
-        assert_eq!(find_library(None, &told).unwrap(), named);
-        assert_eq!(find_library(Some(&in_lib), &told).unwrap(), in_lib);
-        let error = find_library(Some(Path::new("/no/such.so")), &told).unwrap_err();
+        assert_eq!(find_library(Some(&named), &plain).unwrap(), named);
+        let error = find_library(Some(Path::new("/no/such.so")), &plain).unwrap_err();
         assert_eq!(error.to_string(), "--library names /no/such.so, which is no file");
     }
 }

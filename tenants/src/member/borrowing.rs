@@ -99,13 +99,13 @@ impl<D: Driver> Member<D> {
     /// How long an open may wait for `owner`: for one of the own tenant as long as a call waits at the own gate, for
     /// another, whose pauses are its own, until a deadline.
     pub(super) fn open_deadline(&self, owner: MemberId) -> Option<Instant> {
-        self.lender(owner).map(|_| Instant::now() + self.config.family_timeout)
+        self.lender(owner).map(|_| Instant::now() + self.config.family_wait)
     }
 
     /// How long `owner` may take to answer an open.
     pub(super) fn answer_timeout(&self, owner: MemberId) -> Duration {
         match self.lender(owner) {
-            Some(_) => AGENT_TIMEOUT.min(self.config.family_timeout),
+            Some(_) => AGENT_TIMEOUT.min(self.config.family_wait),
             None => AGENT_TIMEOUT,
         }
     }

@@ -278,7 +278,7 @@ impl<D: Driver> Member<D> {
             match self.fetch(owner, &[id], purpose, deadline) {
                 Err(ImportError::Refused(failure)) if is_over_later(failure.kind) => {
                     if give_up.is_some_and(|at| Instant::now() >= at) {
-                        let waited_ms = self.config.family_timeout.as_millis();
+                        let waited_ms = self.config.family_wait.as_millis();
                         let message = format!("{failure}; it was waited for for {waited_ms} ms");
                         return Err(ImportError::Refused(Failure { message, ..failure }));
                     }

@@ -59,7 +59,7 @@ use crate::region;
 use crate::run_dir::{RunDir, RunDirError, SOCKET_EXTENSION, TenantDir};
 use crate::state::{self, Event, InvalidTransition};
 use crate::transport::Connection;
-use crate::turns::{Class, Weight};
+use crate::turns::TurnSettings;
 use crate::wire::{
     Action, Asked, HostProgress, MemberInfo, MemberState, MemberStats, Phase, PhaseReport, TagBytes,
 };
@@ -83,12 +83,9 @@ pub struct MemberConfig {
     /// Tenants that name the same family may open each other's memory.
     pub family: Option<FamilyName>,
     /// How long opening memory of another tenant waits while that is paused, or on its way.
-    pub family_timeout: Duration,
-    /// What the tenant is to others when they take turns, and how many quanta it has at a time.
-    pub turns: (Class, Weight),
-    /// Whether its resumes, and allocations that its devices have no room for, queue for others to make way, and for how long an allocation
-    /// waits.
-    pub queues: Option<Duration>,
+    pub family_wait: Duration,
+    /// How the tenant takes turns.
+    pub turns: TurnSettings,
     /// Start of the command line, for people.
     pub command: String,
     /// Version of the library, the same in all processes of a tenant.
@@ -101,8 +98,10 @@ pub struct MemberConfig {
     /// Up to how much host memory, in bytes, it brings in by itself ahead of its next pause, once what that would take has
     /// been the same for a while. None when it waits until it is asked.
     pub prepares_up_to: Option<u64>,
-    /// Where its saved contents may go when another tenant's pause is short of host memory. None when they stay.
-    pub spill_dir: Option<PathBuf>,
+    /// May its saved contents go to its file while it is paused, when another tenant's pause is short of host memory?
+    pub spills: bool,
+    /// Do files in this directory lie in host memory? Nothing is gained by moving contents there.
+    pub is_in_memory: fn(&Path) -> bool,
     /// On which NUMA node a device is; none where the machine has one only, or does not say.
     pub node_of: fn(PciAddress) -> Option<u32>,
     /// Contexts that the application has made for itself, asked at each pause: their work must end too.
@@ -139,15 +138,15 @@ impl MemberConfig {
             run_dir,
             tenant,
             family: None,
-            family_timeout: FAMILY_TIMEOUT,
-            turns: (Class::default(), Weight::default()),
-            queues: None,
+            family_wait: FAMILY_WAIT,
+            turns: TurnSettings::default(),
             command: command.to_owned(),
             version: version.to_owned(),
             host_limits: Vec::new,
             host_figures: Vec::new,
             prepares_up_to: None,
-            spill_dir: None,
+            spills: false,
+            is_in_memory: |_| false,
             node_of: |_| None,
             own_contexts: Vec::new,
             captures: Arc::default(),
@@ -476,7 +475,8 @@ impl<D: Driver> Member<D> {
 
     /// For how long an allocation waits that its device has no room for, where it queues.
     pub fn queues(&self) -> Option<Duration> {
-        self.config.queues
+        let turns = self.config.turns;
+        turns.queues.then_some(turns.wait)
     }
 
     /// How many stream captures are under way, or about to begin.
@@ -537,9 +537,9 @@ impl<D: Driver> Member<D> {
             id: self.id,
             pid: std::process::id(),
             family: self.config.family.as_ref().map(ToString::to_string),
-            class: self.config.turns.0,
-            weight: self.config.turns.1,
-            queues: self.config.queues.is_some(),
+            class: self.config.turns.class,
+            weight: self.config.turns.weight,
+            queues: self.config.turns.queues,
             command: self.config.command.clone(),
             version: self.config.version.clone(),
             state,
@@ -694,7 +694,7 @@ fn random_id() -> std::io::Result<MemberId> {
 }
 
 /// How long opening memory of another tenant waits while that is paused, where nothing is said.
-pub const FAMILY_TIMEOUT: Duration = Duration::from_secs(30);
+pub const FAMILY_WAIT: Duration = Duration::from_secs(30);
 
 /// Time for exchanges between agents that need no device.
 pub(crate) const AGENT_TIMEOUT: Duration = Duration::from_secs(30);

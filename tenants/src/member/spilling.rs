@@ -24,15 +24,19 @@ impl<D: Driver> Member<D> {
         let rests_ms = u64::try_from(changed_at.elapsed().as_millis()).unwrap_or(u64::MAX);
         let limits = (self.config.host_limits)();
         let said = SpillProgress { rests_ms, limits, ..SpillProgress::default() };
-        let dir = self.config.spill_dir.as_ref().filter(|_| state == MemberState::Paused);
-        let Some(dir) = dir else { return Reply::Spilled(Box::new(said)) };
+        let may_move = self.config.spills
+            && state == MemberState::Paused
+            && !(self.config.is_in_memory)(&self.pool.file_dir());
+        if !may_move {
+            return Reply::Spilled(Box::new(said));
+        }
         if step.most_bytes == 0 {
             let left_bytes = self.pool.movable_bytes();
             return Reply::Spilled(Box::new(SpillProgress { left_bytes, ..said }));
         }
         let is_called_off = || is_called_off.load(Ordering::Relaxed);
         let until = Instant::now() + STEP_TIME;
-        match self.pool.spill_unless(dir, step.most_bytes, until, &is_called_off) {
+        match self.pool.spill_unless(step.most_bytes, until, &is_called_off) {
             Ok(Spilled { moved_bytes, given_back_bytes, left_bytes }) => {
                 tracing::info!(
                     moved_bytes,
@@ -46,8 +50,7 @@ impl<D: Driver> Member<D> {
             Err(error) => {
                 let failure = pool_failure(&error);
                 self.note(format!(
-                    "saved contents were to go to {} to make room, and stay in host memory: {failure}",
-                    dir.display()
+                    "saved contents were to go to a file to make room, and stay in host memory: {failure}"
                 ));
                 self.refuse(failure)
             }

@@ -15,6 +15,7 @@ use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 use super::*;
 use crate::identity::MemberId;
 use crate::member::{Member, MemberConfig};
+use crate::turns::TurnSettings;
 
 const MIB: u64 = 1 << 20;
 
@@ -133,7 +134,7 @@ fn an_allocation_waits_for_memory_also_while_it_rests_between_two_tries() {
         "python train.py",
         "0.1.0",
     );
-    config.queues = Some(wait);
+    config.turns = TurnSettings { queues: true, wait, ..TurnSettings::default() };
     let node = SimNode::private(&[64 * MIB]).unwrap();
     let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
     let member = Member::join(config, driver).unwrap();
@@ -203,7 +204,8 @@ fn who_does_not_answer_may_hold_what_is_missing_so_nothing_is_refused_for_good()
     let run_dir = run_dir(&base);
     let tenant = TenantName::new("a").unwrap();
     let mut config = MemberConfig::new(run_dir.clone(), tenant.clone(), "python train.py", "0.1.0");
-    config.queues = Some(Duration::ZERO);
+    let wait = Duration::ZERO;
+    config.turns = TurnSettings { queues: true, wait, ..TurnSettings::default() };
     let node = SimNode::private(&[64 * MIB]).unwrap();
     let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
     let member = Member::join(config, driver).unwrap();

@@ -1,22 +1,18 @@
-//! What a tenant is to the others when they take turns.
+//! What a tenant is to the others when they take turns, and how its processes say so.
 
 use std::fmt;
 use std::num::NonZeroU32;
 use std::str::FromStr;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Name of the environment variable with the class of a process's tenant.
-pub const CLASS_VARIABLE: &str = "SUBLET_CLASS";
-/// Name of the environment variable with the weight of a process's tenant.
-pub const WEIGHT_VARIABLE: &str = "SUBLET_WEIGHT";
+use crate::time;
 
-/// Name of the environment variable that says whether resumes and allocations of a process's tenant queue: [`TURNS_AUTO`], or nothing.
+/// The environment variable with [`TurnSettings`].
 pub const TURNS_VARIABLE: &str = "SUBLET_TURNS";
-/// They do, and its processes come back by themselves when they were paused for another.
+/// The word for [`TurnSettings::queues`].
 pub const TURNS_AUTO: &str = "auto";
-/// Name of the environment variable that says for how long an allocation waits, in milliseconds.
-pub const TURNS_TIMEOUT_VARIABLE: &str = "SUBLET_TURNS_TIMEOUT_MS";
 
 /// Who gives way to whom; the greater comes first.
 #[derive(
@@ -110,9 +106,107 @@ impl FromStr for Weight {
     }
 }
 
+/// How a tenant takes turns. Written and read as `auto,class=background,weight=2,wait=2m`, or some of these, in any order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TurnSettings {
+    /// Do its resumes, and allocations that its devices have no room for, queue for others to make way, and do its processes
+    /// come back by themselves when they were paused for another?
+    pub queues: bool,
+    /// Who gives way to whom.
+    pub class: Class,
+    /// How many quanta it has at a time.
+    pub weight: Weight,
+    /// How long an allocation waits.
+    pub wait: Duration,
+}
+
+/// What is part of no [`TurnSettings`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TurnSettingsError {
+    /// A wrong class.
+    #[error(transparent)]
+    Class(#[from] ClassError),
+    /// A wrong weight.
+    #[error(transparent)]
+    Weight(#[from] WeightError),
+    /// A wrong time; the text says what is expected.
+    #[error("{0}")]
+    Wait(String),
+    /// Something else.
+    #[error("'{given}' is none of auto, class=, weight= and wait=")]
+    Unknown {
+        /// The start of it.
+        given: String,
+    },
+}
+
+impl TurnSettings {
+    /// For an allocation: less than the ten minutes after which PyTorch's watchdog ends a job whose ranks wait for each other.
+    const WAIT: Duration = Duration::from_mins(2);
+}
+
+impl Default for TurnSettings {
+    fn default() -> Self {
+        let (class, weight) = (Class::default(), Weight::default());
+        Self { queues: false, class, weight, wait: Self::WAIT }
+    }
+}
+
+impl FromStr for TurnSettings {
+    type Err = TurnSettingsError;
+
+    fn from_str(text: &str) -> Result<Self, TurnSettingsError> {
+        let mut read = Self::default();
+        for part in text.split(',').map(str::trim) {
+            match part.split_once('=') {
+                None if part == TURNS_AUTO => read.queues = true,
+                Some(("class", class)) => read.class = class.parse()?,
+                Some(("weight", weight)) => read.weight = weight.parse()?,
+                Some(("wait", wait)) => {
+                    read.wait = time::parse(wait).map_err(TurnSettingsError::Wait)?;
+                }
+                None | Some(_) => {
+                    let given = part.chars().take(60).collect();
+                    return Err(TurnSettingsError::Unknown { given });
+                }
+            }
+        }
+        Ok(read)
+    }
+}
+
+impl fmt::Display for TurnSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { queues, class, weight, wait } = self;
+        f.write_str(if *queues { "auto," } else { "" })?;
+        let wait = humantime::format_duration(*wait);
+        write!(f, "class={class},weight={weight},wait={wait}")
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn how_to_take_turns_is_read_in_parts_and_as_it_is_written() {
+        let usual = TurnSettings::default();
+        for (text, expected) in [
+            ("auto", TurnSettings { queues: true, ..usual }),
+            ("class=background", TurnSettings { class: Class::Background, ..usual }),
+            (
+                "weight=2, auto",
+                TurnSettings { queues: true, weight: "2".parse().unwrap(), ..usual },
+            ),
+            ("wait=1m 30s", TurnSettings { wait: Duration::from_secs(90), ..usual }),
+        ] {
+            assert_eq!(text.parse(), Ok(expected), "{text}");
+            assert_eq!(expected.to_string().parse(), Ok(expected), "{text}");
+        }
+        for text in ["often", "auto,", "auto=1", "class", "class=urgent", "weight=0", "wait=2d"] {
+            assert!(text.parse::<TurnSettings>().is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn classes_and_weights_are_read_and_others_are_refused_by_name() {

@@ -21,7 +21,7 @@ mod victims;
 mod tests;
 
 pub use class::{
-    CLASS_VARIABLE, Class, ClassError, TURNS_AUTO, TURNS_TIMEOUT_VARIABLE, TURNS_VARIABLE,
-    WEIGHT_VARIABLE, Weight, WeightError,
+    Class, ClassError, TURNS_AUTO, TURNS_VARIABLE, TurnSettings, TurnSettingsError, Weight,
+    WeightError,
 };
 pub use decide::{Decision, Settings, Verdict, decide, idle_after_us};

@@ -51,7 +51,7 @@ impl Stage {
     pub(crate) fn relative(&self, tenant: &str, family: Option<&str>) -> Arc<SimMember> {
         let change = |config: &mut MemberConfig| {
             config.family = family.map(|name| FamilyName::new(name).unwrap());
-            config.family_timeout = Duration::from_millis(300);
+            config.family_wait = Duration::from_millis(300);
         };
         let member = self.place.join_with(tenant, SimOptions::default(), change).unwrap();
         member.pool().driver().make_current(DeviceOrdinal(0)).unwrap();

@@ -60,7 +60,7 @@ impl Layout {
             if is_wanted {
                 let (size_bytes, parts) = (row.size_bytes(), row.copied_parts());
                 let fresh = survey.of(row.handle());
-                let wish = Wish::of(size_bytes, &parts, fresh, before, survey);
+                let wish = Wish::of(size_bytes, &parts, fresh, before);
                 taken.extend(wish.kept.iter().map(|extent| extent.place()));
                 wishes.push((row.handle(), before, wish));
             } else {

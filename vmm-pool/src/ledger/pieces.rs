@@ -27,18 +27,9 @@ const BRIDGED_BYTES_MAX: u64 = 128 << 10;
 #[derive(Debug, Default)]
 pub(crate) struct Survey {
     prints: HashMap<VirtualHandle, Arc<Prints>>,
-    /// Zeros are left out.
-    pub(crate) finds_zeros: bool,
-    /// What a copy has already is left out.
-    pub(crate) finds_unchanged: bool,
 }
 
 impl Survey {
-    /// One that has looked at nothing yet.
-    pub(crate) fn new(finds_zeros: bool, finds_unchanged: bool) -> Self {
-        Self { prints: HashMap::new(), finds_zeros, finds_unchanged }
-    }
-
     /// That of `row`, where it was looked at.
     pub(crate) fn of(&self, row: VirtualHandle) -> Option<&Arc<Prints>> {
         self.prints.get(&row)
@@ -81,17 +72,14 @@ impl Wish {
         parts: &[Range<u64>],
         fresh: Option<&Arc<Prints>>,
         before: Option<&Saved>,
-        survey: &Survey,
     ) -> Self {
         let Some(fresh) = fresh else {
             return Self::without_survey(size_bytes, parts, before);
         };
         let known = before.and_then(|before| before.prints.as_ref());
-        let known =
-            known.filter(|known| survey.finds_unchanged && known.piece_bytes == fresh.piece_bytes);
+        let known = known.filter(|known| known.piece_bytes == fresh.piece_bytes);
         let is_whole = matches!(parts, [only] if *only == (0..size_bytes));
-        if let (Some(before), Some(known), true, true) =
-            (before, known, is_whole, survey.finds_zeros)
+        if let (Some(before), Some(known), true) = (before, known, is_whole)
             && known.values == fresh.values
         {
             let kept = before.extents.to_vec();
@@ -99,7 +87,7 @@ impl Wish {
             let prints = Some(Arc::clone(known));
             return Self { kept, zero_bytes: size_bytes - held, prints, ..Self::default() };
         }
-        let mut pieces = Pieces::new(before, known.map(Arc::as_ref), survey.finds_zeros);
+        let mut pieces = Pieces::new(before, known.map(Arc::as_ref));
         let mut values = None;
         let mut wanted = parts.iter().peekable();
         let begins = (0..size_bytes).step_by(usize::try_from(fresh.piece_bytes).unwrap_or(1));
@@ -141,20 +129,19 @@ impl Wish {
 struct Pieces<'a> {
     held: &'a [Extent],
     known: Option<&'a Prints>,
-    finds_zeros: bool,
     wish: Wish,
     /// Where the pieces begin that are all saved, up to the last one.
     data_since: Option<Range<u64>>,
 }
 
 impl<'a> Pieces<'a> {
-    fn new(before: Option<&'a Saved>, known: Option<&'a Prints>, finds_zeros: bool) -> Self {
+    fn new(before: Option<&'a Saved>, known: Option<&'a Prints>) -> Self {
         let held = before.map(|before| &*before.extents).unwrap_or_default();
-        Self { held, known, finds_zeros, wish: Wish::default(), data_since: None }
+        Self { held, known, wish: Wish::default(), data_since: None }
     }
 
     fn add(&mut self, index: usize, piece: Range<u64>, print: Fingerprint) {
-        if self.finds_zeros && print.is_zero() {
+        if print.is_zero() {
             self.wish.zero_bytes += piece.end - piece.start;
             return;
         }
@@ -223,46 +210,30 @@ mod tests {
         Saved { store: Store::Host, extents: extents.into(), prints: Some(prints(bytes)) }
     }
 
-    const BOTH: (bool, bool) = (true, true);
-
-    fn wish(
-        (zeros, unchanged): (bool, bool),
-        parts: &[Range<u64>],
-        fresh: &[u8],
-        before: Option<&Saved>,
-    ) -> Wish {
-        let survey = Survey::new(zeros, unchanged);
-        Wish::of(fresh.len() as u64 * PIECE, parts, Some(&prints(fresh)), before, &survey)
+    fn wish(parts: &[Range<u64>], fresh: &[u8], before: Option<&Saved>) -> Wish {
+        Wish::of(fresh.len() as u64 * PIECE, parts, Some(&prints(fresh)), before)
     }
 
     #[test]
     fn zeros_need_no_place_and_the_rest_one_for_each_run() {
-        let wish = wish(BOTH, &[pieces(0..6)], &[0, 1, 2, 0, 0, 3], None);
+        let wish = wish(&[pieces(0..6)], &[0, 1, 2, 0, 0, 3], None);
         assert_eq!(wish.missing, [pieces(1..3), pieces(5..6)]);
         assert_eq!(wish.changed, wish.missing);
         assert_eq!((wish.zero_bytes, wish.kept.len()), (3 * PIECE, 0));
     }
 
     #[test]
-    fn zeros_are_saved_where_they_are_not_looked_for() {
-        let wish = wish((false, true), &[pieces(0..3)], &[0, 1, 0], None);
-        assert_eq!((wish.missing, wish.zero_bytes), (vec![pieces(0..3)], 0));
-    }
-
-    #[test]
     fn what_a_copy_has_is_not_copied_again() {
         let before = saved(&[extent(0, 2, 7), extent(3, 1, 20)], &[1, 2, 0, 3]);
-        let same = wish(BOTH, &[pieces(0..4)], &[1, 2, 0, 3], Some(&before));
+        let same = wish(&[pieces(0..4)], &[1, 2, 0, 3], Some(&before));
         assert_eq!(same.kept, [extent(0, 2, 7), extent(3, 1, 20)]);
         assert_eq!((same.missing.len(), same.changed.len(), same.zero_bytes), (0, 0, PIECE));
 
         // One has changed, one is zero, and one is zero no more.
-        let after = wish(BOTH, &[pieces(0..4)], &[1, 0, 4, 5], Some(&before));
+        let after = wish(&[pieces(0..4)], &[1, 0, 4, 5], Some(&before));
         assert_eq!(after.kept, [extent(0, 1, 7), extent(3, 1, 20)]);
         assert_eq!(after.missing, [pieces(2..3)]);
         assert_eq!(after.changed, [pieces(2..4)]);
-        let unknown = wish((true, false), &[pieces(0..4)], &[1, 2, 0, 3], Some(&before));
-        assert_eq!(unknown.changed, [pieces(0..2), pieces(3..4)]);
     }
 
     #[test]
@@ -273,11 +244,11 @@ mod tests {
         for changed in [0, 3, 7, 8] {
             after[changed] = 2;
         }
-        let wish = wish(BOTH, &[pieces(0..12)], &after, Some(&before));
+        let wish = wish(&[pieces(0..12)], &after, Some(&before));
         assert_eq!(wish.changed, [pieces(0..4), pieces(7..9)]);
         // Zeros between are none of it.
         let before = saved(&[extent(0, 1, 0), extent(2, 1, 1)], &[1, 0, 1]);
-        let wish = super::tests::wish(BOTH, &[pieces(0..3)], &[2, 0, 2], Some(&before));
+        let wish = super::tests::wish(&[pieces(0..3)], &[2, 0, 2], Some(&before));
         assert_eq!(wish.changed, [pieces(0..1), pieces(2..3)]);
     }
 
@@ -286,7 +257,7 @@ mod tests {
         let before = saved(&[extent(0, 4, 0)], &[1, 2, 3, 4]);
         // Half of the second piece is of worth.
         let parts = [0..PIECE + PIECE / 2, 3 * PIECE..4 * PIECE];
-        let wish = wish(BOTH, &parts, &[1, 2, 3, 4], Some(&before));
+        let wish = wish(&parts, &[1, 2, 3, 4], Some(&before));
         assert_eq!(wish.kept, [extent(0, 2, 0), extent(3, 1, 3)]);
         assert_eq!((wish.changed.len(), wish.missing.len()), (0, 0));
         let known: Vec<_> =
@@ -301,7 +272,7 @@ mod tests {
             piece_bytes: 2 * PIECE,
             ..Prints { piece_bytes: 0, values: prints(&[1]).values.clone() }
         }));
-        let wish = wish(BOTH, &[pieces(0..2)], &[1, 2], Some(&before));
+        let wish = wish(&[pieces(0..2)], &[1, 2], Some(&before));
         assert_eq!((wish.kept, wish.changed), (vec![extent(0, 2, 5)], vec![pieces(0..2)]));
     }
 
@@ -323,7 +294,6 @@ mod tests {
                 &[Range { start: 0, end: size_bytes }],
                 Some(&prints(&values(2))),
                 None,
-                &Survey::new(true, true),
             );
             let place = |part: &Range<u64>| Extent {
                 start: part.start,
@@ -337,9 +307,8 @@ mod tests {
             };
             let fresh = prints(&values(3));
             move || {
-                let survey = Survey::new(true, true);
                 let parts = [Range { start: 0, end: size_bytes }];
-                let wish = Wish::of(size_bytes, &parts, Some(&fresh), Some(&before), &survey);
+                let wish = Wish::of(size_bytes, &parts, Some(&fresh), Some(&before));
                 assert!(wish.missing.is_empty() && !wish.changed.is_empty());
             }
         });
@@ -347,12 +316,10 @@ mod tests {
 
     #[test]
     fn without_a_look_all_is_copied_and_what_has_no_place_gets_one() {
-        let survey = Survey::default();
-        let whole =
-            Wish::of(4 * PIECE, &[Range { start: PIECE, end: 2 * PIECE }], None, None, &survey);
+        let whole = Wish::of(4 * PIECE, &[Range { start: PIECE, end: 2 * PIECE }], None, None);
         assert_eq!((whole.missing, whole.changed), (vec![pieces(0..4)], vec![pieces(1..2)]));
         let before = saved(&[extent(1, 1, 9), extent(3, 1, 2)], &[0, 1, 0, 2]);
-        let again = Wish::of(4 * PIECE, &[pieces(0..4)], None, Some(&before), &survey);
+        let again = Wish::of(4 * PIECE, &[pieces(0..4)], None, Some(&before));
         assert_eq!(again.missing, [pieces(0..1), pieces(2..3)]);
         assert_eq!((again.kept, again.changed), (before.extents.to_vec(), vec![pieces(0..4)]));
         assert_eq!(again.prints, None);

@@ -1,7 +1,7 @@
 //! What becomes of contents that need not be copied, and of copies in host memory after a resume.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use crate::driver::{DeviceOrdinal, DriverError};
@@ -33,34 +33,18 @@ impl Default for PieceBytes {
     }
 }
 
-/// What a pause looks for before it copies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pieces {
-    /// The size of what is told apart.
-    pub piece_bytes: PieceBytes,
-    /// Pieces that are all zero are neither copied nor given host memory.
-    pub finds_zeros: bool,
-    /// Copies stay in host memory after a resume, and pieces that are as in the copy are not copied again.
-    pub finds_unchanged: bool,
-    /// What would not be copied is compared byte by byte; what differs is an error in the log, and is copied. Slow.
-    pub is_verified: bool,
-}
-
-impl Pieces {
-    /// Everything is copied.
-    pub const NONE: Self = Self {
-        piece_bytes: PieceBytes(64 << 10),
-        finds_zeros: false,
-        finds_unchanged: false,
-        is_verified: false,
-    };
-    /// Zero and unchanged pieces are left out.
-    pub const BOTH: Self = Self { finds_zeros: true, finds_unchanged: true, ..Self::NONE };
-
-    /// Is there anything to look for?
-    pub(crate) fn are_looked_for(self) -> bool {
-        self.finds_zeros || self.finds_unchanged
-    }
+/// Which kept contents a pause does not copy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ChangeDetection {
+    /// None: everything is copied.
+    Off,
+    /// Pieces that are all zero, which take no host memory either, and pieces that are as in the copy of the last pause.
+    /// That copy stays in host memory after a resume.
+    #[default]
+    On,
+    /// The same, and each piece that would not be copied is compared byte by byte. A difference is an error in the log, and
+    /// is copied. Slow.
+    Verify,
 }
 
 /// Bytes copied between two looks at a stream. At 55 GB/s the usual ones take 5 ms, in which the driver unmaps some 200 blocks:
@@ -79,16 +63,15 @@ impl Default for GroupBytes {
 pub(crate) struct CopyPolicy {
     are_retained: AtomicBool,
     is_given_back: AtomicBool,
-    pieces: AtomicU64,
+    /// A [`ChangeDetection`].
+    detection: AtomicU8,
+    /// A [`PieceBytes`]; 0 for the usual.
+    piece_bytes: AtomicU64,
     group_bytes: GroupBytes,
     /// Devices that would not tell, and the word on each.
     refusals: Mutex<BTreeMap<DeviceOrdinal, DriverError>>,
     has_told_of_room: AtomicBool,
 }
-
-const ZEROS: u64 = 1;
-const UNCHANGED: u64 = 2;
-const VERIFIED: u64 = 4;
 
 impl CopyPolicy {
     pub(crate) fn are_retained(&self) -> bool {
@@ -109,28 +92,25 @@ impl CopyPolicy {
 
     /// Do copies stay for the sake of the next pause?
     pub(crate) fn stay_for_pauses(&self) -> bool {
-        self.pieces().finds_unchanged && !self.is_given_back()
+        self.detection() != ChangeDetection::Off && !self.is_given_back()
     }
 
-    pub(crate) fn pieces(&self) -> Pieces {
-        let packed = self.pieces.load(Ordering::Relaxed);
-        let flags = packed & (PieceBytes::MIN.0 - 1);
-        // The size is a power of two above the flags.
-        let Some(piece_bytes) = PieceBytes::new(packed - flags) else { return Pieces::NONE };
-        Pieces {
-            piece_bytes,
-            finds_zeros: flags & ZEROS != 0,
-            finds_unchanged: flags & UNCHANGED != 0,
-            is_verified: flags & VERIFIED != 0,
-        }
+    pub(crate) fn detection(&self) -> ChangeDetection {
+        let all = [ChangeDetection::On, ChangeDetection::Verify];
+        let set = self.detection.load(Ordering::Relaxed);
+        all.into_iter().find(|detection| *detection as u8 == set).unwrap_or(ChangeDetection::Off)
     }
 
-    pub(super) fn set_pieces(&self, pieces: Pieces) {
-        let flag = |is_set: bool, flag: u64| if is_set { flag } else { 0 };
-        let flags = flag(pieces.finds_zeros, ZEROS)
-            | flag(pieces.finds_unchanged, UNCHANGED)
-            | flag(pieces.is_verified, VERIFIED);
-        self.pieces.store(pieces.piece_bytes.0 | flags, Ordering::Relaxed);
+    pub(super) fn set_detection(&self, detection: ChangeDetection) {
+        self.detection.store(detection as u8, Ordering::Relaxed);
+    }
+
+    pub(crate) fn piece_bytes(&self) -> PieceBytes {
+        PieceBytes::new(self.piece_bytes.load(Ordering::Relaxed)).unwrap_or_default()
+    }
+
+    pub(super) fn set_piece_bytes(&self, piece_bytes: PieceBytes) {
+        self.piece_bytes.store(piece_bytes.0, Ordering::Relaxed);
     }
 
     pub(crate) fn group_bytes(&self) -> u64 {
@@ -162,22 +142,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_set_is_what_is_looked_for() {
+    fn what_is_set_is_what_is_detected() {
         let policy = CopyPolicy::default();
-        assert_eq!(policy.pieces(), Pieces::NONE);
-        for bytes in [PieceBytes::MIN, PieceBytes::default(), PieceBytes::MAX] {
-            for bits in 0..8 {
-                let pieces = Pieces {
-                    piece_bytes: bytes,
-                    finds_zeros: bits & 1 != 0,
-                    finds_unchanged: bits & 2 != 0,
-                    is_verified: bits & 4 != 0,
-                };
-                policy.set_pieces(pieces);
-                assert_eq!(policy.pieces(), pieces);
-                assert_eq!(policy.stay_for_pauses(), pieces.finds_unchanged);
-            }
+        assert_eq!(policy.detection(), ChangeDetection::Off);
+        assert_eq!(policy.piece_bytes(), PieceBytes::default());
+        for detection in [ChangeDetection::On, ChangeDetection::Verify, ChangeDetection::Off] {
+            policy.set_detection(detection);
+            assert_eq!(policy.detection(), detection);
+            assert_eq!(policy.stay_for_pauses(), detection != ChangeDetection::Off);
         }
+        policy.set_piece_bytes(PieceBytes::MAX);
+        assert_eq!(policy.piece_bytes(), PieceBytes::MAX);
+        policy.set_detection(ChangeDetection::On);
         policy.set_given_back(true);
         assert!(!policy.stay_for_pauses());
     }

@@ -19,7 +19,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 
 pub(crate) use copies::CopyPolicy;
-pub use copies::{PieceBytes, Pieces};
+pub use copies::{ChangeDetection, PieceBytes};
 pub use sharing::{Borrowed, Export, ImportSource, LostImports};
 
 use crate::budget::Budget;
@@ -139,10 +139,9 @@ impl<D: Driver> Pool<D> {
         self.arena().disk.set_dir(dir);
     }
 
-    /// Do contents of [`crate::Contents::File`] go through the page cache, also where the filesystem takes them past it?
-    /// It counts from the next file on. Waits for a pause or resume under way.
-    pub fn use_page_cache(&self, is_used: bool) {
-        self.arena().disk.use_cache(is_used);
+    /// What was last said to [`Pool::set_file_dir`]. Waits for a pause or resume under way.
+    pub fn file_dir(&self) -> PathBuf {
+        self.arena().disk.dir().to_owned()
     }
 
     /// Are copies of contents in host memory kept for readers after a resume? Counts from the next resume on, which
@@ -159,9 +158,14 @@ impl<D: Driver> Pool<D> {
         self.copies.set_given_back(is_given_back);
     }
 
-    /// What a pause looks for before it copies; nothing at first. Counts from the next pause on.
-    pub fn set_pieces(&self, pieces: Pieces) {
-        self.copies.set_pieces(pieces);
+    /// Which kept contents pauses do not copy; all are copied at first. Counts from the next pause on.
+    pub fn detect_changes(&self, detection: ChangeDetection) {
+        self.copies.set_detection(detection);
+    }
+
+    /// The size of the pieces that are told apart for that. Counts from the next pause on.
+    pub fn set_piece_bytes(&self, piece_bytes: PieceBytes) {
+        self.copies.set_piece_bytes(piece_bytes);
     }
 
     /// How much of a device a pause copies between two looks at what is done, behind which it unmaps; 256 MiB at first. Less is for

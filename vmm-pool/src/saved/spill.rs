@@ -35,7 +35,7 @@ impl<D: Driver> Pool<D> {
     }
 
     /// Moves saved contents of memory that is away from host memory to the file, about `most_bytes` of them, and gives the
-    /// chunks back that hold none any more. The file is made in `dir` where there is none. A resume finds them there. What
+    /// chunks back that hold none any more. The file is that of [`Pool::set_file_dir`]. A resume finds them there. What
     /// somebody may be reading in place ([`Pool::saved_at`]) stays. To be called while no step of a pause or resume is under
     /// way, by whoever takes those steps. Blocks for as long as the disk takes, and at `until` for no longer than it takes for 64 MiB: what has been
     /// written as a whole by then has moved.
@@ -47,8 +47,8 @@ impl<D: Driver> Pool<D> {
     ///
     /// # Driver calls
     /// `cuMemHostUnregister`.
-    pub fn spill(&self, dir: &Path, most_bytes: u64, until: Instant) -> PoolResult<Spilled> {
-        self.spill_unless(dir, most_bytes, until, &|| false)
+    pub fn spill(&self, most_bytes: u64, until: Instant) -> PoolResult<Spilled> {
+        self.spill_unless(most_bytes, until, &|| false)
     }
 
     /// As [`Pool::spill`], and ends as at `until`, without an error, once it `is_called_off`, which is asked before each 64 MiB.
@@ -60,7 +60,6 @@ impl<D: Driver> Pool<D> {
     /// As [`Pool::spill`].
     pub fn spill_unless(
         &self,
-        dir: &Path,
         most_bytes: u64,
         until: Instant,
         is_called_off: &dyn Fn() -> bool,
@@ -71,14 +70,16 @@ impl<D: Driver> Pool<D> {
         let behind = self.ledger().end_in(Store::File);
         let mut moves = in_file(chosen, behind);
         let places: Vec<_> = moves.iter().flat_map(|(_, _, to)| to.places()).collect();
-        let written = arena.disk.reserve_in(dir, &places).and_then(|()| {
+        let written = arena.disk.reserve(&places).and_then(|()| {
             let mut count = 0;
             for (_, from, to) in &moves {
                 let is_over = || is_called_off() || Instant::now() >= until;
                 match write_whole(&arena, from, to, &is_over)? {
                     None => count += 1,
                     Some(_) if count > 0 || is_called_off() => break,
-                    Some(written_bytes) => return Err(too_slow(dir, from, written_bytes)),
+                    Some(written_bytes) => {
+                        return Err(too_slow(arena.disk.dir(), from, written_bytes));
+                    }
                 }
             }
             moves.truncate(count);
@@ -203,7 +204,7 @@ mod tests {
         drop(saved.unwrap().0.depart().release().unwrap());
         let before = pool.report().host_arena_bytes;
         pool.arena().disk.use_without_flush();
-        let error = pool.spill(Path::new("/dev/shm"), u64::MAX, soon).unwrap_err();
+        let error = pool.spill(u64::MAX, soon).unwrap_err();
         assert!(matches!(error, PoolError::FileRefused { operation: "writing", .. }), "{error}");
         let report = pool.report();
         assert_eq!((report.host_arena_bytes, report.spilled_bytes), (before, 0));

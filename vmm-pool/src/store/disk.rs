@@ -36,8 +36,6 @@ pub(crate) const ALIGNMENT_BYTES: u64 = 4096;
 pub(crate) struct Disk {
     dir: PathBuf,
     file: Option<ContentsFile>,
-    /// Is the page cache used for everything?
-    is_cached: bool,
 }
 
 /// The file. Disk space is held by its parts that have been reserved and not given back.
@@ -66,17 +64,16 @@ pub fn check_file_dir(dir: &Path) -> PoolResult<()> {
 
 impl Disk {
     pub(super) fn new() -> Self {
-        Self { dir: PathBuf::from(DEFAULT_DIR), file: None, is_cached: false }
+        Self { dir: PathBuf::from(DEFAULT_DIR), file: None }
+    }
+
+    pub(crate) fn dir(&self) -> &Path {
+        &self.dir
     }
 
     /// From the next file on.
     pub(crate) fn set_dir(&mut self, dir: PathBuf) {
         self.dir = dir;
-    }
-
-    /// Is all of it written and read through the page cache? From the next file on.
-    pub(crate) fn use_cache(&mut self, is_cached: bool) {
-        self.is_cached = is_cached;
     }
 
     #[cfg(test)]
@@ -127,27 +124,14 @@ impl Disk {
         let Some(end_bytes) = places.iter().map(|place| place.end).max() else {
             return Ok(());
         };
-        let dir = self.dir.clone();
-        let file = self.file_in(&dir)?;
+        let file = match self.file.take() {
+            Some(file) => file,
+            None => ContentsFile::create(&self.dir)?.past_the_cache(),
+        };
+        let file = self.file.insert(file);
         file.check_limit(end_bytes)?;
         file.check_space(places.iter().map(|place| place.end - place.start).sum())?;
         places.iter().try_for_each(|place| file.take_space(place))
-    }
-
-    /// As [`Disk::reserve`], with the file in `dir` where there is none yet.
-    pub(crate) fn reserve_in(&mut self, dir: &Path, places: &[Range<u64>]) -> PoolResult<()> {
-        self.file_in(dir)?;
-        self.reserve(places)
-    }
-
-    /// The file, made in `dir` where there is none.
-    fn file_in(&mut self, dir: &Path) -> PoolResult<&mut ContentsFile> {
-        let file = match self.file.take() {
-            Some(file) => file,
-            None if self.is_cached => ContentsFile::create(dir)?,
-            None => ContentsFile::create(dir)?.past_the_cache(),
-        };
-        Ok(self.file.insert(file))
     }
 
     /// Gives back all disk space but that of `live`, which are in order and apart. When nothing is left this

@@ -182,7 +182,7 @@ impl<D: Driver> Still<'_, D> {
             if given_up > 0 && self.pool.copies.tells_of_room() {
                 log.notes.push(format!(
                     "host memory had no room for {given_up} bytes of copies of the last pause: what they hold is copied \
-                     again by its next pause; allow more host memory, or set SUBLET_DELTA=0 (said once)"
+                     again by its next pause; allow more host memory, or set SUBLET_CHANGES=off (said once)"
                 ));
             }
             return Ok([kept, filed]);

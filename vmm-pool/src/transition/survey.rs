@@ -15,6 +15,7 @@ use crate::driver::{
 use crate::error::PoolResult;
 use crate::journal::StepLog;
 use crate::ledger::{Mapping, Row, Selection, Survey};
+use crate::pool::ChangeDetection;
 use crate::store::{Pinned, Prints};
 
 /// An allocation to look at, where its device reads it.
@@ -43,16 +44,16 @@ impl<D: Driver> Still<'_, D> {
     /// See [`super::Quiesced::survey`].
     pub(super) fn survey(&self, selection: &Selection) -> (Survey, StepLog) {
         let mut log = StepLog::default();
-        let pieces = self.pool.copies.pieces();
-        let mut survey = Survey::new(pieces.finds_zeros, pieces.finds_unchanged);
-        if !pieces.are_looked_for() {
+        let mut survey = Survey::default();
+        let detection = self.pool.copies.detection();
+        if detection == ChangeDetection::Off {
             return (survey, log);
         }
         let all = self.to_look_at(selection);
         if all.is_empty() {
             return (survey, log);
         }
-        let piece_bytes = pieces.piece_bytes.get();
+        let piece_bytes = self.pool.copies.piece_bytes().get();
         let looked = log.timed("fingerprint", |log| {
             self.pool.deferred.settle()?;
             self.look_at(log, &all, piece_bytes, &mut survey)
@@ -63,7 +64,7 @@ impl<D: Driver> Still<'_, D> {
                 "what is zero or unchanged could not be told, and everything is copied: {error}"
             ));
         }
-        if pieces.is_verified {
+        if detection == ChangeDetection::Verify {
             self.verify(&mut log, selection, &mut survey);
         }
         (survey, log)

@@ -5,7 +5,7 @@ use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, DriverCode, DriverOp, VaRange,
 };
-use vmm_pool::{Contents, Pieces, PoolError, PoolResult, StepLog, VirtualHandle};
+use vmm_pool::{ChangeDetection, Contents, PoolError, PoolResult, StepLog, VirtualHandle};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, class, create, free_bytes,
@@ -32,7 +32,7 @@ impl Pair {
         let node = node();
         let pools = [pool(&node), pool(&node)];
         for pool in &pools {
-            pool.set_pieces(Pieces::BOTH);
+            pool.detect_changes(ChangeDetection::On);
         }
         let mut contents = Vec::new();
         let mut seed = 1;

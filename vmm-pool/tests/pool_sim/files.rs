@@ -12,7 +12,7 @@ use nix::sys::resource::{Resource, setrlimit};
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverOp, VaRange};
 use vmm_pool::{
-    Class, Contents, HostBudget, Pieces, PoolError, SavedError, Selection, Tags, Whose,
+    ChangeDetection, Class, Contents, HostBudget, PoolError, SavedError, Selection, Tags, Whose,
     check_file_dir,
 };
 
@@ -171,7 +171,7 @@ fn unused_parts_take_no_disk_and_saved_bytes_are_read_from_the_file() {
 #[test]
 fn zeros_of_contents_in_a_file_come_back_wherever_they_are() {
     let (pool, _dir) = filing_pool(&node());
-    pool.set_pieces(Pieces::BOTH);
+    pool.detect_changes(ChangeDetection::On);
     let piece = |range: VaRange, first: u64, count: u64| {
         VaRange::new(DeviceAddress(range.start.0 + first * PIECE), count * PIECE)
     };
@@ -205,7 +205,7 @@ fn zeros_of_contents_in_a_file_come_back_wherever_they_are() {
 #[test]
 fn a_place_made_for_contents_stays_until_its_zeros_are_made_too() {
     let (pool, _dir) = filing_pool(&node());
-    pool.set_pieces(Pieces::BOTH);
+    pool.detect_changes(ChangeDetection::On);
     let range = filled(&pool, DEVICE, 1, tagged("weights"), 1);
     let zeros = VaRange::new(range.start, UNIT - PIECE);
     write(&pool, DEVICE, zeros, [0; 16]);
@@ -289,46 +289,43 @@ fn a_file_cut_short_leaves_the_memory_paused_and_what_is_put_back_is_read() {
 
 #[test]
 fn a_byte_that_has_changed_in_the_file_fails_the_resume_before_anything_is_handed_out() {
-    for is_cached in [false, true] {
-        let (pool, dir) = filing_pool(&node());
-        pool.use_page_cache(is_cached);
-        let first = filled(&pool, DEVICE, 3, tagged("weights"), 5);
-        let second = filled(&pool, OTHER, 20, tagged("weights"), 6);
-        pause(&pool);
-        let path = open_files(dir.path()).remove(0);
-        let file = File::options().read(true).write(true).open(path).expect("the same file");
-        let at = 5 * UNIT + 123;
-        let mut byte = [0];
-        file.read_exact_at(&mut byte, at).expect("a byte");
-        file.write_all_at(&[byte[0] ^ 1], at).expect("another");
+    let (pool, dir) = filing_pool(&node());
+    let first = filled(&pool, DEVICE, 3, tagged("weights"), 5);
+    let second = filled(&pool, OTHER, 20, tagged("weights"), 6);
+    pause(&pool);
+    let path = open_files(dir.path()).remove(0);
+    let file = File::options().read(true).write(true).open(path).expect("the same file");
+    let at = 5 * UNIT + 123;
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).expect("a byte");
+    file.write_all_at(&[byte[0] ^ 1], at).expect("another");
 
-        pool.create_own(&WHOLE).expect("memory");
-        let error = pool.restore_own(usize::MAX).expect_err("not what was written");
-        let PoolError::FileCorrupted { offset_bytes, size_bytes, .. } = error else {
-            panic!("{error}")
-        };
-        assert!((offset_bytes..offset_bytes + size_bytes).contains(&at), "{error}");
-        assert!(size_bytes <= 2 << 20, "{error}");
-        let text = error.to_string();
-        assert!(text.contains(&dir.path().display().to_string()), "{error}");
-        assert!(text.contains("stays paused"), "{error}");
-        pool.undo_resume().expect("given up again");
-        for device in [DEVICE, OTHER] {
-            assert_eq!(free_bytes(&pool, device), CAPACITY_BYTES);
-        }
-        // Readers of it are told, whatever part of the block they ask for; readers of others read.
-        let mut bytes = [0; 16];
-        let wrong = DeviceAddress(second.start.0 + 2 * UNIT + 8);
-        let unread = pool.read_saved(wrong, &mut bytes);
-        assert!(matches!(unread, Err(SavedError::Unreadable(..))), "{unread:?}");
-        pool.read_saved(first.start, &mut bytes).expect("saved");
-        assert_eq!(bytes, pattern(5));
-
-        file.write_all_at(&byte, at).expect("put back");
-        resume(&pool);
-        assert!(holds(&pool, DEVICE, first, pattern(5)));
-        assert!(holds(&pool, OTHER, second, pattern(6)));
+    pool.create_own(&WHOLE).expect("memory");
+    let error = pool.restore_own(usize::MAX).expect_err("not what was written");
+    let PoolError::FileCorrupted { offset_bytes, size_bytes, .. } = error else {
+        panic!("{error}")
+    };
+    assert!((offset_bytes..offset_bytes + size_bytes).contains(&at), "{error}");
+    assert!(size_bytes <= 2 << 20, "{error}");
+    let text = error.to_string();
+    assert!(text.contains(&dir.path().display().to_string()), "{error}");
+    assert!(text.contains("stays paused"), "{error}");
+    pool.undo_resume().expect("given up again");
+    for device in [DEVICE, OTHER] {
+        assert_eq!(free_bytes(&pool, device), CAPACITY_BYTES);
     }
+    // Readers of it are told, whatever part of the block they ask for; readers of others read.
+    let mut bytes = [0; 16];
+    let wrong = DeviceAddress(second.start.0 + 2 * UNIT + 8);
+    let unread = pool.read_saved(wrong, &mut bytes);
+    assert!(matches!(unread, Err(SavedError::Unreadable(..))), "{unread:?}");
+    pool.read_saved(first.start, &mut bytes).expect("saved");
+    assert_eq!(bytes, pattern(5));
+
+    file.write_all_at(&byte, at).expect("put back");
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, first, pattern(5)));
+    assert!(holds(&pool, OTHER, second, pattern(6)));
 }
 
 #[test]

@@ -6,8 +6,8 @@ use proptest::prelude::*;
 use proptest::test_runner::Config;
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
 use vmm_pool::{
-    AllocationId, Class, ClassBytes, Contents, PeerId, Pieces, Selection, Tags, VirtualHandle,
-    Whose,
+    AllocationId, ChangeDetection, Class, ClassBytes, Contents, PeerId, Selection, Tags,
+    VirtualHandle, Whose,
 };
 
 use crate::stage::{
@@ -130,7 +130,7 @@ fn nth<T>(items: &[T], pick: usize) -> Option<usize> {
 impl Model {
     fn new() -> Self {
         let pool = pool(&node());
-        pool.set_pieces(Pieces { is_verified: true, ..Pieces::BOTH });
+        pool.detect_changes(ChangeDetection::Verify);
         Self { pool, memories: BTreeMap::new(), places: Vec::new(), made: 0, paused: false }
     }
 

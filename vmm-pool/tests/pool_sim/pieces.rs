@@ -5,8 +5,8 @@ use proptest::test_runner::Config;
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
 use vmm_pool::{
-    Class, Contents, Copies, HostBudget, KeptBytes, PieceBytes, Pieces, SavedError, Selection,
-    StepLog, Tags, Whose,
+    ChangeDetection, Class, Contents, Copies, HostBudget, KeptBytes, PieceBytes, SavedError,
+    Selection, StepLog, Tags, Whose,
 };
 
 use crate::stage::{
@@ -20,7 +20,7 @@ const PIECE: u64 = 64 << 10;
 
 fn a_pool() -> SimPool {
     let pool = pool(&SimNode::private(&[2 * CHUNK]).expect("a node"));
-    pool.set_pieces(Pieces::BOTH);
+    pool.detect_changes(ChangeDetection::On);
     pool
 }
 
@@ -96,7 +96,8 @@ fn many_pieces_are_asked_about_in_turn_and_each_answer_is_its_own() {
     /// Of those that a device is asked about at once: twice as many are more than it is asked in its first two turns.
     const AT_ONCE: u64 = 16 << 10;
     let pool = pool(&SimNode::private(&[4 * CHUNK]).expect("a node"));
-    pool.set_pieces(Pieces { piece_bytes: PieceBytes::MIN, ..Pieces::BOTH });
+    pool.detect_changes(ChangeDetection::On);
+    pool.set_piece_bytes(PieceBytes::MIN);
     // The questions of a turn are about two allocations.
     let sizes = [3, 250, 3 * AT_ONCE * SMALL / UNIT - 200, 1];
     let ranges = sizes.map(|units| memory(&pool, "", Contents::Keep, units));
@@ -198,26 +199,17 @@ fn what_has_not_changed_is_left_out_also_by_stages() {
 }
 
 #[test]
-fn each_of_both_can_be_off() {
-    for (zeros, unchanged, first, second) in [
-        (true, false, (31, 0, 1), (31, 0, 1)),
-        (false, true, (0, 0, 32), (0, 32, 0)),
-        (false, false, (0, 0, 32), (0, 0, 32)),
-    ] {
-        let pool = a_pool();
-        let pieces_found =
-            Pieces { finds_zeros: zeros, finds_unchanged: unchanged, ..Pieces::BOTH };
-        pool.set_pieces(pieces_found);
-        let range = memory(&pool, "", Contents::Keep, 1);
-        fill(&pool, pieces(range, 3, 1), 1);
-        for expected in [first, second] {
-            assert_eq!(kept(&save(&pool, &WHOLE)), expected);
-            resume(&pool);
-            assert!(has(&pool, pieces(range, 3, 1), 1) && is_zero(&pool, pieces(range, 4, 28)));
-        }
-        let launched = pool.driver().faults().calls(DriverOp::LaunchKernel);
-        assert_eq!(launched > 0, zeros || unchanged);
+fn everything_is_copied_where_changes_are_not_detected() {
+    let pool = a_pool();
+    pool.detect_changes(ChangeDetection::Off);
+    let range = memory(&pool, "", Contents::Keep, 1);
+    fill(&pool, pieces(range, 3, 1), 1);
+    for _ in 0..2 {
+        assert_eq!(kept(&save(&pool, &WHOLE)), (0, 0, 32));
+        resume(&pool);
+        assert!(has(&pool, pieces(range, 3, 1), 1) && is_zero(&pool, pieces(range, 4, 28)));
     }
+    assert_eq!(pool.driver().faults().calls(DriverOp::LaunchKernel), 0);
 }
 
 #[test]
@@ -346,7 +338,7 @@ fn a_device_that_will_not_tell_has_all_copied_and_is_asked_no_more() {
 #[test]
 fn a_difference_that_fingerprints_do_not_show_is_an_error_and_is_copied() {
     let pool = a_pool();
-    pool.set_pieces(Pieces { is_verified: true, ..Pieces::BOTH });
+    pool.detect_changes(ChangeDetection::Verify);
     let range = memory(&pool, "", Contents::Keep, 1);
     fill(&pool, pieces(range, 0, 2), 1);
     assert_eq!(kept(&save(&pool, &WHOLE)), (30, 0, 2));
@@ -425,7 +417,7 @@ fn pieces_of_each_size_are_told_apart() {
     for kib in [16, 256, 2048] {
         let pool = a_pool();
         let piece_bytes = PieceBytes::new(kib << 10).expect("a size");
-        pool.set_pieces(Pieces { piece_bytes, ..Pieces::BOTH });
+        pool.set_piece_bytes(piece_bytes);
         let range = memory(&pool, "", Contents::Keep, 3);
         fill(&pool, VaRange::new(DeviceAddress(range.start.0 + UNIT + 16), 16), 1);
         let log = save(&pool, &WHOLE);
@@ -473,10 +465,8 @@ enum To {
 impl Changing {
     fn new() -> Self {
         let pool = pool(&SimNode::private(&[CHUNK]).expect("a node"));
-        pool.set_pieces(Pieces {
-            piece_bytes: PieceBytes::new(1 << 20).expect("a size"),
-            ..Pieces::BOTH
-        });
+        pool.detect_changes(ChangeDetection::On);
+        pool.set_piece_bytes(PieceBytes::new(1 << 20).expect("a size"));
         let contents = [("", Contents::Keep), ("tag", Contents::Keep), ("", Contents::File)];
         let ranges: Vec<_> = contents.map(|(tag, contents)| memory(&pool, tag, contents, 2)).into();
         let seeds = ranges.iter().map(|_| vec![vec![0]; 4]).collect();

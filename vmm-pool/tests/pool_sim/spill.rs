@@ -1,12 +1,11 @@
 //! Saved contents that make room in host memory: they go to the file, and come back from there.
 
 use std::cell::Cell;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DriverCode, DriverOp, VaRange};
-use vmm_pool::{Class, Contents, Pieces, PoolError, SavedError, Spilled};
+use vmm_pool::{ChangeDetection, Class, Contents, PoolError, SavedError, Spilled};
 
 use crate::stage::{
     DEVICE, GateAt, SimPool, UNIT, class, create, gate_of, holds, map, pattern, pause, pool,
@@ -26,7 +25,9 @@ fn later() -> Instant {
 
 fn a_pool() -> (SimPool, tempfile::TempDir) {
     let pool = pool(&SimNode::private(&[2 * CHUNK]).expect("a node"));
-    (pool, tempfile::tempdir().expect("a directory"))
+    let dir = tempfile::tempdir().expect("a directory");
+    pool.set_file_dir(dir.path().to_owned());
+    (pool, dir)
 }
 
 fn filled(pool: &SimPool, class: Class, units: u64, seed: u64) -> VaRange {
@@ -49,7 +50,7 @@ fn assert_holds(pool: &SimPool, ranges: [VaRange; 2]) {
 
 #[test]
 fn contents_go_to_the_file_step_by_step_and_come_back_from_there() {
-    let (pool, dir) = a_pool();
+    let (pool, _dir) = a_pool();
     let ranges = two(&pool, LARGE);
     // What passes to and from the file takes a chunk, which stays.
     for ring_bytes in [0, CHUNK] {
@@ -57,16 +58,16 @@ fn contents_go_to_the_file_step_by_step_and_come_back_from_there() {
         assert_eq!(pool.report().host_arena_bytes, 2 * CHUNK + ring_bytes);
         assert_eq!(pool.movable_bytes(), 2 * LARGE * UNIT);
         // What lies last goes first, one allocation at least.
-        let first = pool.spill(dir.path(), 1, later()).expect("room on the disk");
+        let first = pool.spill(1, later()).expect("room on the disk");
         let half = LARGE * UNIT;
         assert_eq!(first, Spilled { moved_bytes: half, given_back_bytes: CHUNK, left_bytes: half });
         let report = pool.report();
         assert_eq!((report.file_bytes, report.spilled_bytes), (half, half));
-        let second = pool.spill(dir.path(), u64::MAX, later()).expect("room on the disk");
+        let second = pool.spill(u64::MAX, later()).expect("room on the disk");
         assert_eq!(second, Spilled { moved_bytes: half, given_back_bytes: CHUNK, left_bytes: 0 });
         assert_eq!(pool.report().host_arena_bytes, ring_bytes);
         assert_eq!(gate_of(&pool), GateAt::Offloaded);
-        assert_eq!(pool.spill(dir.path(), u64::MAX, later()).expect("nothing"), Spilled::default());
+        assert_eq!(pool.spill(u64::MAX, later()).expect("nothing"), Spilled::default());
         let mut bytes = [0; 16];
         pool.read_saved(ranges[1].start, &mut bytes).expect("it reads the file");
         assert_eq!(bytes, pattern(2));
@@ -80,14 +81,14 @@ fn contents_go_to_the_file_step_by_step_and_come_back_from_there() {
 
 #[test]
 fn nothing_of_before_is_taken_for_unchanged_after_it() {
-    let (pool, dir) = a_pool();
-    pool.set_pieces(Pieces::BOTH);
+    let (pool, _dir) = a_pool();
+    pool.detect_changes(ChangeDetection::On);
     let ranges = two(&pool, SMALL);
     pause(&pool);
     resume(&pool);
     // Now all of it is as in the copies.
     pause(&pool);
-    pool.spill(dir.path(), u64::MAX, later()).expect("room on the disk");
+    pool.spill(u64::MAX, later()).expect("room on the disk");
     resume(&pool);
     write(&pool, DEVICE, ranges[0], pattern(7));
     pause(&pool);
@@ -102,7 +103,8 @@ fn what_has_no_room_on_the_disk_stays_in_host_memory() {
     let (pool, _dir) = a_pool();
     let ranges = two(&pool, SMALL);
     pause(&pool);
-    let error = pool.spill(Path::new("/nowhere"), u64::MAX, later()).unwrap_err();
+    pool.set_file_dir("/nowhere".into());
+    let error = pool.spill(u64::MAX, later()).unwrap_err();
     assert!(matches!(error, PoolError::FileRefused { operation: "making", .. }), "{error}");
     let report = pool.report();
     assert_eq!((report.file_bytes, report.host_arena_bytes), (0, CHUNK));
@@ -112,21 +114,21 @@ fn what_has_no_room_on_the_disk_stays_in_host_memory() {
 
 #[test]
 fn what_somebody_reads_in_place_stays_there_and_what_nothing_is_given_back_for() {
-    let (pool, dir) = a_pool();
+    let (pool, _dir) = a_pool();
     let ranges = two(&pool, SMALL);
     pause(&pool);
     let first = VaRange::new(ranges[1].start, 16);
     let place = pool.saved_at(first).expect("in host memory");
     // The chunk that both lie in stays.
     assert_eq!(pool.movable_bytes(), 0);
-    let spilled = pool.spill(dir.path(), u64::MAX, later()).expect("nothing");
+    let spilled = pool.spill(u64::MAX, later()).expect("nothing");
     assert_eq!(spilled, Spilled::default());
     assert_eq!(pool.saved_at(first), Ok(place));
     resume(&pool);
     assert_holds(&pool, ranges);
     // The next time it may.
     pause(&pool);
-    let spilled = pool.spill(dir.path(), u64::MAX, later()).expect("room");
+    let spilled = pool.spill(u64::MAX, later()).expect("room");
     assert_eq!(spilled.moved_bytes, 2 * SMALL * UNIT);
     resume(&pool);
     assert_holds(&pool, ranges);
@@ -134,14 +136,14 @@ fn what_somebody_reads_in_place_stays_there_and_what_nothing_is_given_back_for()
 
 #[test]
 fn only_what_lies_behind_what_stays_is_moved() {
-    let (pool, dir) = a_pool();
+    let (pool, _dir) = a_pool();
     let ranges = two(&pool, LARGE);
     for (lent, moved_bytes) in [(0, LARGE * UNIT), (1, 0)] {
         pause(&pool);
         let first = VaRange::new(ranges[lent].start, 16);
         let place = pool.saved_at(first).expect("in host memory");
         assert_eq!(pool.movable_bytes(), moved_bytes);
-        let spilled = pool.spill(dir.path(), u64::MAX, later()).expect("room on the disk");
+        let spilled = pool.spill(u64::MAX, later()).expect("room on the disk");
         let given_back_bytes = if moved_bytes > 0 { CHUNK } else { 0 };
         assert_eq!(spilled, Spilled { moved_bytes, given_back_bytes, left_bytes: 0 });
         assert_eq!(pool.saved_at(first), Ok(place));
@@ -152,10 +154,10 @@ fn only_what_lies_behind_what_stays_is_moved() {
 
 #[test]
 fn an_allocation_that_is_not_written_in_time_stays_and_is_named() {
-    let (pool, dir) = a_pool();
+    let (pool, _dir) = a_pool();
     let ranges = two(&pool, LARGE);
     pause(&pool);
-    let error = pool.spill(dir.path(), u64::MAX, Instant::now()).unwrap_err().to_string();
+    let error = pool.spill(u64::MAX, Instant::now()).unwrap_err().to_string();
     let bytes = LARGE * UNIT;
     assert!(
         error.contains(&format!("({bytes} bytes at 0: one allocation moves as a whole")),
@@ -163,7 +165,7 @@ fn an_allocation_that_is_not_written_in_time_stays_and_is_named() {
     );
     let report = pool.report();
     assert_eq!((report.file_bytes, report.host_arena_bytes), (0, 2 * CHUNK));
-    let spilled = pool.spill(dir.path(), u64::MAX, later()).expect("room on the disk");
+    let spilled = pool.spill(u64::MAX, later()).expect("room on the disk");
     assert_eq!(spilled.moved_bytes, 2 * bytes);
     resume(&pool);
     assert_holds(&pool, ranges);
@@ -171,7 +173,7 @@ fn an_allocation_that_is_not_written_in_time_stays_and_is_named() {
 
 #[test]
 fn what_is_called_off_ends_between_two_allocations_and_all_contents_are_somewhere() {
-    let (pool, dir) = a_pool();
+    let (pool, _dir) = a_pool();
     let ranges = two(&pool, LARGE);
     pause(&pool);
     let bytes = LARGE * UNIT;
@@ -179,11 +181,11 @@ fn what_is_called_off_ends_between_two_allocations_and_all_contents_are_somewher
     for (asked_max, moved_bytes) in [(0, 0), (bytes.div_ceil(64 << 20), bytes)] {
         let asked = Cell::new(0_u64);
         let is_called_off = || asked.replace(asked.get() + 1) >= asked_max;
-        let spilled = pool.spill_unless(dir.path(), u64::MAX, later(), &is_called_off);
+        let spilled = pool.spill_unless(u64::MAX, later(), &is_called_off);
         assert_eq!(spilled.expect("it is no failure").moved_bytes, moved_bytes, "{asked_max}");
         assert_eq!(pool.report().spilled_bytes, moved_bytes);
     }
-    let spilled = pool.spill(dir.path(), u64::MAX, later()).expect("room on the disk");
+    let spilled = pool.spill(u64::MAX, later()).expect("room on the disk");
     assert_eq!((spilled.moved_bytes, spilled.left_bytes), (bytes, 0));
     resume(&pool);
     assert_holds(&pool, ranges);
@@ -191,12 +193,12 @@ fn what_is_called_off_ends_between_two_allocations_and_all_contents_are_somewher
 
 #[test]
 fn host_memory_that_the_driver_will_not_unpin_stays_and_contents_are_safe() {
-    let (pool, dir) = a_pool();
+    let (pool, _dir) = a_pool();
     let ranges = two(&pool, SMALL);
     pause(&pool);
     let faults = pool.driver().faults();
     faults.fail(DriverOp::HostUnregister, FaultSpan::From(1), DriverCode::UNKNOWN);
-    pool.spill(dir.path(), u64::MAX, later()).unwrap_err();
+    pool.spill(u64::MAX, later()).unwrap_err();
     faults.clear();
     assert_eq!(pool.report().spilled_bytes, 2 * SMALL * UNIT);
     resume(&pool);
@@ -205,7 +207,7 @@ fn host_memory_that_the_driver_will_not_unpin_stays_and_contents_are_safe() {
 
 #[test]
 fn contents_that_are_set_aside_and_those_of_the_policy_file_keep_apart() {
-    let (pool, dir) = a_pool();
+    let (pool, _dir) = a_pool();
     let tagged = |tag: &str| Class { tag: tag.to_owned(), ..class(Contents::Keep) };
     let kv = filled(&pool, tagged("kv"), 3, 1);
     let rest = filled(&pool, tagged("rest"), 2, 2);
@@ -213,7 +215,7 @@ fn contents_that_are_set_aside_and_those_of_the_policy_file_keep_apart() {
     pause_tags(&pool, &["kv"]);
     pause(&pool);
     assert_eq!(pool.report().file_bytes, 4 * UNIT);
-    pool.spill(dir.path(), u64::MAX, later()).expect("room on the disk");
+    pool.spill(u64::MAX, later()).expect("room on the disk");
     let report = pool.report();
     assert_eq!((report.file_bytes, report.spilled_bytes), (9 * UNIT, 5 * UNIT));
     resume(&pool);

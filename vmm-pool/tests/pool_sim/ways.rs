@@ -2,14 +2,13 @@
 //! of them. Every byte is compared.
 
 use std::collections::BTreeSet;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, VaRange};
 use vmm_pool::{
-    ByDevice, Class, Contents, PieceBytes, Pieces, PoolResult, SavedError, Selection, Tags,
-    VirtualHandle, Whose,
+    ByDevice, ChangeDetection, Class, Contents, PieceBytes, PoolResult, SavedError, Selection,
+    Tags, VirtualHandle, Whose,
 };
 
 use crate::stage::{
@@ -169,13 +168,14 @@ impl World {
     fn set(&mut self) {
         let random = &mut self.random;
         let piece_bytes = PieceBytes::new(random.of(&[16, 64, 256, 2048]) << 10).expect("a size");
-        let (finds_zeros, finds_unchanged) = (!random.one_in(4), !random.one_in(4));
-        let pieces = Pieces { piece_bytes, finds_zeros, finds_unchanged, is_verified: false };
-        self.pool.set_pieces(pieces);
+        self.pool.set_piece_bytes(piece_bytes);
+        let detects = !random.one_in(4);
+        let detection = if detects { ChangeDetection::On } else { ChangeDetection::Off };
+        self.pool.detect_changes(detection);
         self.pool.retain_copies(random.one_in(4));
         self.pool.give_host_memory_back(random.one_in(6));
         self.pool.set_group_bytes(UNIT << random.below(4));
-        self.log.push(format!("set {pieces:?}"));
+        self.log.push(format!("set {piece_bytes:?} {detection:?}"));
     }
 
     fn mark_unused(&mut self) {
@@ -313,7 +313,7 @@ impl World {
                 1 => {
                     let most_bytes = UNIT * self.random.below(40);
                     let until = Instant::now() + Duration::from_mins(5);
-                    let spilled = self.pool.spill(Path::new("/dev/shm"), most_bytes, until);
+                    let spilled = self.pool.spill(most_bytes, until);
                     self.log.push(format!("  spill {most_bytes}: {spilled:?}"));
                 }
                 _ => {

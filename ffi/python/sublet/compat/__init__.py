@@ -3,7 +3,7 @@
 ``sublet.compat.torch_memory_saver`` and ``sublet.compat.vllm`` can be used by these names. To have
 programs find them that import the originals, see :func:`install` and :func:`alias_path`.
 
-``sublet.compat.slime``, ``verl``, ``openrlhf``, ``nemo_rl`` and ``areal`` each have an ``install()``, which
+``sublet.compat.slime``, ``verl``, ``openrlhf``, ``nemo_rl``, ``areal`` and ``vllm`` each have an ``install()``, which
 puts functions of Sublet's in the place of some of the framework's.
 """
 
@@ -20,7 +20,7 @@ from sublet._errors import Error, UsageError
 __all__ = ["FRAMEWORKS", "VARIABLE", "alias_path", "install", "install_if_asked"]
 
 #: Frameworks that have a module here.
-FRAMEWORKS = ("areal", "nemo_rl", "openrlhf", "slime", "verl")
+FRAMEWORKS = ("areal", "nemo_rl", "openrlhf", "slime", "verl", "vllm")
 #: Names of them, separated by commas: a process that imports torch then installs these.
 VARIABLE = "SUBLET_COMPAT"
 
@@ -40,19 +40,19 @@ def install(name: str) -> None:
     """Has this process find Sublet's drop-in where it imports ``name``.
 
     Processes that it starts by ``multiprocessing`` import it too; for others, such as Ray's
-    workers, set ``PYTHONPATH`` to :func:`alias_path`, or ``SUBLET_VLLM=1``.
+    workers, set ``PYTHONPATH`` to :func:`alias_path`, or ``SUBLET_COMPAT=vllm``.
 
     Args:
-        name: ``"torch_memory_saver"``, ``"vllm"``, or one of :data:`FRAMEWORKS`.
+        name: ``"torch_memory_saver"``, or one of :data:`FRAMEWORKS`.
 
     Raises:
         UsageError: the original is in use already, or there is no drop-in of that name.
     """
-    if name == "vllm" or name in FRAMEWORKS:
+    if name in FRAMEWORKS:
         importlib.import_module(f"sublet.compat.{name}").install()
         return
     if name != "torch_memory_saver":
-        known = ", ".join(repr(each) for each in ("torch_memory_saver", "vllm", *FRAMEWORKS))
+        known = ", ".join(repr(each) for each in ("torch_memory_saver", *FRAMEWORKS))
         raise UsageError(f"install: there is no drop-in for {name!r}: use one of {known}")
     loaded = sys.modules.get(name)
     origin = getattr(loaded, "__file__", None)
@@ -63,13 +63,18 @@ def install(name: str) -> None:
     importlib.import_module(name)
 
 
+def asked() -> list[str]:
+    """What ``SUBLET_COMPAT`` names."""
+    return os.environ.get(VARIABLE, "").replace(",", " ").split()
+
+
 def install_if_asked() -> None:
     """Installs what ``SUBLET_COMPAT`` names; what cannot be is warned of.
 
     ``import torch`` calls this, as it calls whatever packages offer for ``torch.backends``. It imports
     nothing and returns at once where ``SUBLET_COMPAT`` is not set.
     """
-    for name in os.environ.get(VARIABLE, "").replace(",", " ").split():
+    for name in asked():
         try:
             if name not in FRAMEWORKS:
                 raise UsageError(f"there is no {name!r}: use {', '.join(FRAMEWORKS)}")

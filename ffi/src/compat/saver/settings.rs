@@ -8,12 +8,12 @@ use sublet_torch_allocator::{Backend, Environment, Settings};
 use tenants::region;
 
 use crate::c_api::{self, last_call::fail_aloud};
+use crate::environment;
 use crate::runtime;
 
 /// The environment's settings, read once.
 pub(super) fn environment() -> &'static Environment {
-    static READ: LazyLock<Environment> =
-        LazyLock::new(|| Environment::read(|name| std::env::var(name).ok()));
+    static READ: LazyLock<Environment> = LazyLock::new(|| Environment::read(environment::variable));
     &READ
 }
 

@@ -327,14 +327,14 @@ mod tests {
     #[test]
     fn wrong_and_unknown_settings_are_findings() {
         let checks = variables(&Environment::of(
-            &[("SUBLET_ZERO", "banana"), ("SUBLET_FILE_DR", "/tmp"), ("SUBLET_TENANT", "a b")],
+            &[("SUBLET_SLABS", "banana"), ("SUBLET_CHANGE", "off"), ("SUBLET_TENANT", "a b")],
             None,
         ));
         let found: Vec<_> = checks.iter().map(|check| (check.level, &*check.finding)).collect();
         assert_eq!(found.len(), 3, "{found:?}");
-        assert!(found[0].0 == Level::Fail && found[0].1.starts_with("SUBLET_TENANT=a b: "));
-        assert_eq!(found[1], (Level::Fail, "SUBLET_ZERO=banana: expected 0 or 1"));
-        assert!(found[2].0 == Level::Warn && found[2].1.ends_with("did you mean SUBLET_FILE_DIR?"));
+        assert!(found[1].0 == Level::Fail && found[1].1.starts_with("SUBLET_TENANT=a b: "));
+        assert_eq!(found[0], (Level::Fail, "SUBLET_SLABS=banana: expected 0 or 1"));
+        assert!(found[2].0 == Level::Warn && found[2].1.ends_with("did you mean SUBLET_CHANGES?"));
     }
 
     #[test]

@@ -24,10 +24,11 @@ const ALL: SpillStep = SpillStep { most_bytes: u64::MAX };
 /// A paused process that may move its contents to a file in `dir`.
 fn paused_in(dir: &Path, host_limits: fn() -> Vec<HostLimit>) -> Job {
     let job = Job::with(1, |_, config| {
-        config.spill_dir = Some(dir.to_owned());
+        config.spills = true;
         config.host_limits = host_limits;
     });
     let pool = job.members[0].pool();
+    pool.set_file_dir(dir.to_owned());
     pool.driver().make_current(DEVICE).unwrap();
     let class = Class { library: "test", contents: Contents::Keep, ..Class::default() };
     let handle = memory::create(pool, DEVICE, UNITS, class);

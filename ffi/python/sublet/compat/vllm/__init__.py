@@ -1,9 +1,9 @@
 """vLLM's sleep mode on Sublet: its ``CuMemAllocator``, and how to have vLLM use it.
 
-Start vLLM under Sublet with ``SUBLET_VLLM=1``, and every process of it calls :func:`install` when
-it loads its plugins::
+Start vLLM under Sublet with ``SUBLET_COMPAT=vllm``, and every process of it calls :func:`install` when
+it imports torch, or loads its plugins::
 
-    SUBLET_VLLM=1 sublet run --tenant infer -- vllm serve MODEL --enable-sleep-mode
+    SUBLET_COMPAT=vllm sublet run --tenant infer -- vllm serve MODEL --enable-sleep-mode
 """
 
 from sublet.compat.vllm.allocator import AllocationData, CuMemAllocator

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from types import ModuleType
 from typing import Any, NoReturn
 
+from sublet import compat
 from sublet._errors import UsageError
 from sublet.compat._importing import forget, when_imported
 from sublet.compat.vllm.allocator import CuMemAllocator
 
 #: Where the allocator is. Recent trees have it in another place, and keep the old name.
 MODULES = ("vllm.device_allocator.cumem", "vllm.backends.platform.device_allocator.cumem")
-#: Set to 1, has vLLM's own loading of plugins install this in each of its processes.
-VARIABLE = "SUBLET_VLLM"
 
 
 def install() -> None:
@@ -29,8 +27,8 @@ def install() -> None:
 
 
 def install_if_asked() -> None:
-    """:func:`install`, where ``SUBLET_VLLM`` is 1: vLLM calls this when it loads plugins."""
-    if os.environ.get(VARIABLE) == "1":
+    """:func:`install`, if ``SUBLET_COMPAT`` names ``vllm``: vLLM calls this when it loads plugins."""
+    if "vllm" in compat.asked():
         install()
 
 

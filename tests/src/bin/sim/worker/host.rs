@@ -1,6 +1,6 @@
 //! The host memory and the disk that this process may take, as the simulation has it.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -46,13 +46,15 @@ pub(super) fn saved(member: &Sim) -> Saved {
     Saved { spilled_bytes: report.spilled_bytes }
 }
 
-/// Where this process may move what it has saved: most have room there, some name a place that is not there, or none.
-pub(super) fn spill_dir(node: &Path, seed: u64) -> Option<std::path::PathBuf> {
-    match (seed >> 40) % 8 {
-        0 => None,
-        1 => Some(node.join("nowhere")),
-        _ => node.parent().map(Path::to_owned),
-    }
+/// Where this process may move what it has saved: most have room there, and some name a place that is not there.
+pub(super) fn file_dir(node: &Path, seed: u64) -> PathBuf {
+    let nowhere = node.join("nowhere");
+    if (seed >> 40) % 8 == 1 { nowhere } else { node.parent().map_or(nowhere, Path::to_owned) }
+}
+
+/// May it?
+pub(super) fn spills(seed: u64) -> bool {
+    !(seed >> 40).is_multiple_of(8)
 }
 
 /// Does a resume of this process give host memory back, so that its next pause has to find some?

@@ -31,7 +31,7 @@ use tenants::scope::TagNames;
 use tenants::wire::Action;
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
-use vmm_pool::{PieceBytes, Pieces, Standing};
+use vmm_pool::{ChangeDetection, PieceBytes, Standing};
 
 use crate::orders::{Answer, Deal, Item, Order, Worked, write_line};
 use collectives::Collectives;
@@ -112,10 +112,12 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
     let tenant = TenantName::new(&charter.tenant)?;
     let command = format!("worker {}", charter.number);
     let plain = MemberConfig::new(run_dir, tenant, &command, "simulation");
-    let spill_dir = host::spill_dir(&charter.node, charter.seed);
-    let config = MemberConfig { host_limits: host::limits, spill_dir, ..plain };
+    let spills = host::spills(charter.seed);
+    let config = MemberConfig { host_limits: host::limits, spills, ..plain };
     let member = Member::join(config, driver)?;
-    member.pool().set_pieces(pieces(charter.seed));
+    member.pool().set_file_dir(host::file_dir(&charter.node, charter.seed));
+    member.pool().detect_changes(detection(charter.seed));
+    member.pool().set_piece_bytes(piece_bytes(charter.seed));
     member.pool().give_host_memory_back(host::gives_back(charter.seed));
     let home = charter.devices.first().copied().unwrap_or_default();
     let exchange = Arc::new(Exchange::new(Arc::clone(&member), charter));
@@ -138,16 +140,18 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
     Ok(())
 }
 
-/// Most find what is zero and what has not changed, some of these are proved wrong where they are, and some copy all.
-fn pieces(seed: u64) -> Pieces {
+/// Most find what is zero and what has not changed, some of these compare every byte, and some copy all.
+fn detection(seed: u64) -> ChangeDetection {
+    match seed % 8 {
+        0 => ChangeDetection::Off,
+        1 => ChangeDetection::Verify,
+        _ => ChangeDetection::On,
+    }
+}
+
+fn piece_bytes(seed: u64) -> PieceBytes {
     let sizes = [16 << 10, 64 << 10, 2 << 20].map(PieceBytes::new);
-    let piece_bytes = sizes[usize::try_from(seed >> 8).unwrap_or_default() % 3].unwrap_or_default();
-    let found = match seed % 8 {
-        0 => Pieces::NONE,
-        1 => Pieces { is_verified: true, ..Pieces::BOTH },
-        _ => Pieces::BOTH,
-    };
-    Pieces { piece_bytes, ..found }
+    sizes[usize::try_from(seed >> 8).unwrap_or_default() % 3].unwrap_or_default()
 }
 
 fn listen(
