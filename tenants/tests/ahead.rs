@@ -17,6 +17,8 @@ use vmm_pool::driver::{DeviceOrdinal, Driver as _, DriverCode, DriverOp, VaRange
 use vmm_pool::{Class, Contents, HOST_CHUNK_BYTES as CHUNK};
 
 const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
+/// What [`process`] keeps.
+const SMALL: u64 = 2 * memory::UNIT;
 const TOTAL: u64 = 1000 * CHUNK;
 /// Everything has happened by then.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -85,7 +87,7 @@ fn idle_memory_goes_back_while_the_machine_is_short_and_no_contents_do() {
     let place = Place::new(&[16 << 20]).unwrap();
     let (member, range) = process(&place, || machine(AVAILABLE.load(Ordering::Relaxed)));
     assert!(prepare(&place).is_complete());
-    assert_eq!((held_bytes(&member), member.pool().driver().census().host_ranges), (CHUNK, 1));
+    assert_eq!((held_bytes(&member), member.pool().driver().census().host_ranges), (SMALL, 1));
     let pauses = || coordinator(&place).pause(&mut |_| {}).map(drop);
     pauses().unwrap();
     AVAILABLE.store(TOTAL / 20 - 1, Ordering::Relaxed);
@@ -94,7 +96,7 @@ fn idle_memory_goes_back_while_the_machine_is_short_and_no_contents_do() {
         std::fs::remove_file(member.socket_path()).unwrap();
         wait_until("the agent has looked", || member.socket_path().exists());
     }
-    assert_eq!(held_bytes(&member), CHUNK, "it holds contents");
+    assert_eq!(held_bytes(&member), SMALL, "it holds contents");
     coordinator(&place).resume(&mut |_| {}).map(drop).unwrap();
     wait_until("idle memory is given back", || held_bytes(&member) == 0);
     assert_eq!(member.pool().driver().census().host_ranges, 0);
@@ -123,7 +125,7 @@ fn refused_pinning_ends_it_with_the_call_and_the_limit_that_it_may_be() {
     faults.clear();
     assert_eq!((held_bytes(&member), member.pool().driver().census().host_ranges), (0, 0));
     assert!(prepare(&place).is_complete());
-    assert_eq!(held_bytes(&member), CHUNK);
+    assert_eq!(held_bytes(&member), SMALL);
     assert_eq!(memory::holds(member.pool().driver(), DEVICE, range, 7), Ok(true));
     // The process ends: nothing comes in any more.
     member.leave();

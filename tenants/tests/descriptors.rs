@@ -36,12 +36,7 @@ fn what_was_paused_can_be_resumed_within_a_limit_that_the_application_lived_with
     let (owner, importer) = (join(), join());
     assert_eq!(soft_limit(), before, "the simulated driver has changed it");
     let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
-    let class = || Class {
-        library: "test",
-        tag: String::new(),
-        contents: Contents::Discard,
-        ..Class::default()
-    };
+    let class = || Class { library: "test", tag: String::new(), contents: Contents::Discard };
     for _ in 0..SHARED {
         let shared = owner.pool().enter().create(GRANULARITY_BYTES, &prop, class()).unwrap();
         let fd = owner.issue_ticket(&owner.pool().enter(), shared).unwrap();

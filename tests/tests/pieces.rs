@@ -46,8 +46,7 @@ fn a_mostly_zero_tenant_takes_little_host_memory_and_an_unchanged_one_copies_not
     assert!(copied < 40 * MIB, "{copied}");
     let steps = report["report"]["phases"].to_string();
     assert!(steps.contains("fingerprint"), "{steps}");
-    // One piece of the arena, where all of it would take two.
-    assert_eq!(host_bytes(&stage)?, 256 * MIB);
+    assert!(host_bytes(&stage)? <= 64 * MIB);
     stage.resume("train")?;
     job.verify()?;
 

@@ -96,16 +96,23 @@ fn host_without_room_refuses_the_pause() -> Outcome {
 #[test]
 fn host_with_room_for_each_process_alone_refuses_all_of_them_together() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    // Host memory comes in pieces of 256 MiB, so that each process needs one.
-    let limit = (400 * MIB).to_string();
-    let alone = stage.job(&JobOptions::new("alone", 1).with("SUBLET_HOST_BYTES_MAX", &limit))?;
-    stage.pause("alone")?;
-    stage.resume("alone")?;
+    let alone = stage.connected_job(&JobOptions::new("train", 2))?;
+    stage.pause("train")?;
+    let members = stage.members("train")?;
+    let held = members.iter().filter_map(|member| member["pool"]["host_arena_bytes"].as_u64());
+    let held: Vec<u64> = held.collect();
+    stage.resume("train")?;
     alone.exit()?;
-    let options = JobOptions::new("train", 2).with("SUBLET_HOST_BYTES_MAX", &limit);
+    let all_bytes: u64 = held.iter().sum();
+    let limit = all_bytes - 1;
+    assert!(held.len() == 2 && held.iter().all(|bytes| (1..limit).contains(bytes)), "{held:?}");
+    let options = JobOptions::new("train", 2).with("SUBLET_HOST_BYTES_MAX", &limit.to_string());
     let mut job = stage.connected_job(&options)?;
-    let words = ["of 2 process(es) needs 536870912 bytes of host memory", "leaves 419430400"];
-    refused(&stage, &["pause", "train"], &words)?;
+    let words = [
+        format!("of 2 process(es) needs {all_bytes} bytes of host memory"),
+        format!("leaves {limit}"),
+    ];
+    refused(&stage, &["pause", "train"], &words.each_ref().map(String::as_str))?;
     job.step(1)?;
     job.verify()?;
     job.exit()
@@ -114,8 +121,9 @@ fn host_with_room_for_each_process_alone_refuses_all_of_them_together() -> Outco
 /// The address space of a rank is limited after its start, so that the map for saved contents is refused.
 #[test]
 fn system_that_refuses_host_memory_refuses_the_pause() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let stage = Stage::new(&[512 * MIB; 2])?;
+    let options = JobOptions { tensor_mib: 136, ..JobOptions::new("train", 2) };
+    let mut job = stage.connected_job(&options)?;
     let pid = job.ranks[1].pid().to_string();
     let limit = |limit: &str| -> Outcome {
         let limits = format!("--as={limit}:");

@@ -18,8 +18,8 @@ use vmm_pool::driver::{DeviceOrdinal, VaRange};
 use vmm_pool::{Class, Contents, Pool};
 
 const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
-/// Host memory comes in as much at a time.
-const CHUNK_BYTES: u64 = 256 * MIB;
+/// What each tenant's pause takes.
+const CHUNK_BYTES: u64 = 4 * MIB;
 /// What one tenant finds room in, and two, a tenth of what is left staying free.
 const ONE_ARENA: u64 = CHUNK_BYTES + CHUNK_BYTES / 2;
 const TWO_ARENAS: u64 = ONE_ARENA + CHUNK_BYTES;

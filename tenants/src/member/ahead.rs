@@ -91,7 +91,7 @@ impl State {
 impl<D: Driver> Member<D> {
     /// How far it is. Waits for nothing.
     pub(super) fn host_progress(&self) -> HostProgress {
-        let HostStanding { held_bytes, wanted_bytes } = self.pool.host_standing();
+        let HostStanding { held_bytes, wanted_bytes, .. } = self.pool.host_standing();
         let progress = self.ahead.state().progress.clone();
         HostProgress { held_bytes, wanted_bytes, need: None, ..progress }
     }
@@ -235,9 +235,9 @@ impl<D: Driver> Member<D> {
             let room = self.room(self.pool.host_standing().held_bytes);
             let most_bytes = room.as_ref().map_or(u64::MAX, |room| room.most_bytes);
             match self.pool.bring_in(most_bytes.min(run.most_bytes)) {
-                Ok(BroughtIn::Chunk(log)) => self.note_chunk(run, &log),
+                Ok(BroughtIn::Chunk { size_bytes, log }) => self.note_chunk(run, size_bytes, &log),
                 Ok(BroughtIn::Enough) => {
-                    let HostStanding { held_bytes, wanted_bytes } = self.pool.host_standing();
+                    let HostStanding { held_bytes, wanted_bytes, .. } = self.pool.host_standing();
                     let is_all = held_bytes >= wanted_bytes || run.most_bytes < most_bytes;
                     return match room {
                         Some(room) if !is_all => HostStage::Stopped(room.refusal(wanted_bytes)),
@@ -250,7 +250,7 @@ impl<D: Driver> Member<D> {
         }
     }
 
-    fn note_chunk(&self, run: &Run, log: &StepLog) {
+    fn note_chunk(&self, run: &Run, size_bytes: u64, log: &StepLog) {
         let spent = |name| {
             let steps = log.steps.iter().filter(|step| step.name == name);
             steps.map(|step| step.elapsed_us).sum::<u64>()
@@ -258,7 +258,7 @@ impl<D: Driver> Member<D> {
         {
             let progress = &mut self.ahead.state().progress;
             progress.stage = HostStage::Grows;
-            progress.brought_in_bytes += vmm_pool::HOST_CHUNK_BYTES;
+            progress.brought_in_bytes += size_bytes;
             progress.elapsed_us = micros(run.begun.elapsed());
             progress.touching_us += spent("touch host memory");
             progress.pinning_us += spent("pin host memory");
@@ -352,10 +352,9 @@ impl Room {
 impl Calm {
     /// Is as much missing as at the last look, and no try too recent?
     fn is_due(&mut self, standing: HostStanding, most_bytes: u64) -> bool {
-        let HostStanding { held_bytes, wanted_bytes } = standing;
+        let HostStanding { held_bytes, wanted_bytes, next_bytes } = standing;
         let is_calm = std::mem::replace(&mut self.wanted_bytes, wanted_bytes) == wanted_bytes;
-        let is_missing = held_bytes < wanted_bytes
-            && held_bytes.saturating_add(vmm_pool::HOST_CHUNK_BYTES) <= most_bytes;
+        let is_missing = next_bytes > 0 && held_bytes.saturating_add(next_bytes) <= most_bytes;
         is_calm && is_missing && self.not_before.is_none_or(|time| Instant::now() >= time)
     }
 }
@@ -393,7 +392,10 @@ mod tests {
     #[test]
     fn what_grows_is_left_alone_until_it_is_the_same_twice() {
         let mut calm = Calm::default();
-        let standing = |held_bytes, wanted_bytes| HostStanding { held_bytes, wanted_bytes };
+        let standing = |held_bytes, wanted_bytes| {
+            let next_bytes = if held_bytes < wanted_bytes { CHUNK } else { 0 };
+            HostStanding { held_bytes, wanted_bytes, next_bytes }
+        };
         let due = [CHUNK, 2 * CHUNK, 2 * CHUNK, 3 * CHUNK, 3 * CHUNK]
             .map(|wanted_bytes| calm.is_due(standing(0, wanted_bytes), u64::MAX));
         assert_eq!(due, [false, false, true, false, true]);

@@ -239,17 +239,17 @@ impl Ledger {
     }
 
     /// Contents in host memory that may be moved, those first that lie last there, up to so many bytes, and one allocation
-    /// at least; and the bytes of all that there are. Host memory is given back from its end, in whole chunks of `chunk_bytes`, so what
+    /// at least; and the bytes of all that there are. Host memory is given back from its end, in whole chunks, of which `chunk_end` knows the ends, so what
     /// lies before the end of something that stays is not moved: nothing would be given back for it.
     pub(crate) fn movable(
         &self,
         most_bytes: u64,
-        chunk_bytes: u64,
+        chunk_end: impl Fn(u64) -> u64,
     ) -> (Vec<(VirtualHandle, Saved)>, u64) {
         let end = |saved: &Saved| saved.places().map(|place| place.end).max().unwrap_or(0);
         let stays = self.rows().filter(|row| row.movable().is_none());
         let stays = stays.filter_map(|row| row.held_in(Store::Host)).map(end).max().unwrap_or(0);
-        let kept_bytes = stays.next_multiple_of(chunk_bytes);
+        let kept_bytes = chunk_end(stays);
         let of = |row: &Row| Some((row.handle(), row.movable()?.clone()));
         let mut all: Vec<_> = self.rows().filter_map(of).collect();
         all.retain(|(_, saved)| end(saved) > kept_bytes);

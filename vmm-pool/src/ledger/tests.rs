@@ -403,12 +403,7 @@ fn a_mapping_is_refused_as_the_driver_would_refuse_it() {
 fn a_row_is_what_it_was_made_as() {
     let mut ledger = Ledger::default();
     let prop = AllocationProp::pinned_on(GPU);
-    let class = Class {
-        library: "test",
-        tag: "kv".to_owned(),
-        contents: Contents::Discard,
-        ..Class::default()
-    };
+    let class = Class { library: "test", tag: "kv".to_owned(), contents: Contents::Discard };
     let new = NewRow {
         id: id(1),
         size_bytes: SIZE_BYTES,

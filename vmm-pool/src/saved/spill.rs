@@ -11,7 +11,7 @@ use crate::VirtualHandle;
 use crate::driver::Driver;
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::pool::Pool;
-use crate::store::{ALIGNMENT_BYTES, CHUNK_BYTES, ContentsFile, Extent, HostArena, Saved, Store};
+use crate::store::{ALIGNMENT_BYTES, ContentsFile, Extent, HostArena, Saved, Store};
 
 /// What is written between two looks at the clock: whole pages.
 const AT_ONCE_BYTES: usize = 64 << 20;
@@ -31,7 +31,8 @@ impl<D: Driver> Pool<D> {
     /// How much of the saved contents in host memory [`Pool::spill`] may move, in bytes: those for which host memory would be given back. Does not
     /// block for long.
     pub fn movable_bytes(&self) -> u64 {
-        self.ledger().movable(0, CHUNK_BYTES).1
+        let arena = self.arena();
+        self.ledger().movable(0, |at| arena.chunk_end(at)).1
     }
 
     /// Moves saved contents of memory that is away from host memory to the file, about `most_bytes` of them, and gives the
@@ -66,7 +67,7 @@ impl<D: Driver> Pool<D> {
     ) -> PoolResult<Spilled> {
         let mut arena = self.arena();
         arena.take_delivered();
-        let (chosen, all_bytes) = self.ledger().movable(most_bytes, CHUNK_BYTES);
+        let (chosen, all_bytes) = self.ledger().movable(most_bytes, |at| arena.chunk_end(at));
         let behind = self.ledger().end_in(Store::File);
         let mut moves = in_file(chosen, behind);
         let places: Vec<_> = moves.iter().flat_map(|(_, _, to)| to.places()).collect();

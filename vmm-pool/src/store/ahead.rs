@@ -16,7 +16,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::arena::Held;
-use super::chunk::CHUNK_BYTES;
+use super::chunk::{CHUNK_BYTES, missing_chunks};
 
 /// How long a pause waits for the chunk that is on its way, before it brings one in itself: the driver may have the
 /// chunk, and be busy with something else.
@@ -44,6 +44,8 @@ struct Table {
 pub(crate) struct HeldFigures {
     /// Without the ring.
     pub(crate) chunk_bytes: u64,
+    /// The last chunk's.
+    pub(crate) last_chunk_bytes: u64,
     pub(crate) has_ring: bool,
     /// What the last completed pause used, and what there was to keep then.
     pub(crate) used: Option<Used>,
@@ -58,6 +60,29 @@ pub(crate) struct Used {
 }
 
 impl HeldFigures {
+    /// The chunk to bring in next if `[0, end_bytes)` is wanted, and the ring or not.
+    pub(super) fn missing(self, end_bytes: u64, wants_ring: bool) -> Option<Coming> {
+        if wants_ring && !self.has_ring {
+            return Some(Coming { chunk_bytes: CHUNK_BYTES, is_for_ring: true });
+        }
+        let chunk_bytes = missing_chunks(self.chunk_bytes, end_bytes).next()?;
+        Some(Coming { chunk_bytes, is_for_ring: false })
+    }
+
+    /// The size of that chunk, in bytes; 0 if nothing is missing.
+    pub(crate) fn missing_chunk_bytes(self, end_bytes: u64, wants_ring: bool) -> u64 {
+        self.missing(end_bytes, wants_ring).map_or(0, |missing| missing.chunk_bytes)
+    }
+
+    /// What the arena would hold with all that is missing, in bytes; what has no use counts only if it is part of a chunk that has.
+    pub(crate) fn wanted_bytes(self, end_bytes: u64, wants_ring: bool) -> u64 {
+        let ring_bytes = if wants_ring { CHUNK_BYTES } else { 0 };
+        let anew_bytes = missing_chunks(0, end_bytes).sum::<u64>();
+        let missing_bytes = missing_chunks(self.chunk_bytes, end_bytes).sum::<u64>();
+        let all_bytes = self.chunk_bytes + missing_bytes;
+        ring_bytes + if missing_bytes == 0 { all_bytes.min(anew_bytes) } else { all_bytes }
+    }
+
     /// All of it, in bytes.
     pub(crate) fn bytes(self) -> u64 {
         self.chunk_bytes + if self.has_ring { CHUNK_BYTES } else { 0 }
@@ -68,7 +93,7 @@ impl HeldFigures {
 enum Stage {
     #[default]
     Nothing,
-    OnItsWay,
+    OnItsWay(Coming),
     Here(Delivered),
 }
 
@@ -79,11 +104,18 @@ pub(super) struct Delivered {
     pub(super) is_for_ring: bool,
 }
 
+/// A chunk that somebody brings in, or has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Coming {
+    pub(super) chunk_bytes: u64,
+    pub(super) is_for_ring: bool,
+}
+
 /// The right, and the duty, to bring one chunk in. Dropped without delivery, nothing came of it.
 #[derive(Debug)]
 pub(crate) struct Claim {
     ahead: Arc<Ahead>,
-    pub(super) is_for_ring: bool,
+    pub(super) coming: Coming,
 }
 
 impl Ahead {
@@ -97,8 +129,11 @@ impl Ahead {
         let mut held = table.held;
         match &table.stage {
             Stage::Here(delivered) if delivered.is_for_ring => held.has_ring = true,
-            Stage::Here(_) => held.chunk_bytes += CHUNK_BYTES,
-            Stage::Nothing | Stage::OnItsWay => {}
+            Stage::Here(delivered) => {
+                held.last_chunk_bytes = delivered.held.chunk.size_bytes();
+                held.chunk_bytes += held.last_chunk_bytes;
+            }
+            Stage::Nothing | Stage::OnItsWay(_) => {}
         }
         held
     }
@@ -108,22 +143,26 @@ impl Ahead {
         self.table().held = held;
     }
 
-    /// Bytes of the chunk that is on its way or here.
-    pub(super) fn coming_bytes(&self) -> u64 {
-        match self.table().stage {
-            Stage::Nothing => 0,
-            Stage::OnItsWay | Stage::Here(_) => CHUNK_BYTES,
+    /// The chunk that is on its way or here.
+    pub(super) fn coming(&self) -> Option<Coming> {
+        match &self.table().stage {
+            Stage::Nothing => None,
+            Stage::OnItsWay(coming) => Some(*coming),
+            Stage::Here(Delivered { held, is_for_ring }) => {
+                let chunk_bytes = held.chunk.size_bytes();
+                Some(Coming { chunk_bytes, is_for_ring: *is_for_ring })
+            }
         }
     }
 
     /// One chunk is to be brought in, by whoever has the claim. None while another one is.
-    pub(super) fn begin(self: &Arc<Self>, is_for_ring: bool) -> Option<Claim> {
+    pub(super) fn begin(self: &Arc<Self>, coming: Coming) -> Option<Claim> {
         let mut table = self.table();
         if self.has_ended.load(Ordering::Relaxed) || !matches!(table.stage, Stage::Nothing) {
             return None;
         }
-        table.stage = Stage::OnItsWay;
-        Some(Claim { ahead: Arc::clone(self), is_for_ring })
+        table.stage = Stage::OnItsWay(coming);
+        Some(Claim { ahead: Arc::clone(self), coming })
     }
 
     /// The chunk that is here; waits for nothing.
@@ -131,7 +170,7 @@ impl Ahead {
         let mut table = self.table();
         match std::mem::take(&mut table.stage) {
             Stage::Here(delivered) => Some(delivered),
-            stage @ (Stage::Nothing | Stage::OnItsWay) => {
+            stage @ (Stage::Nothing | Stage::OnItsWay(_)) => {
                 table.stage = stage;
                 None
             }
@@ -147,7 +186,7 @@ impl Ahead {
     fn wait_until_settled(&self, timeout: Duration) {
         let deadline = Instant::now() + timeout;
         let mut table = self.table();
-        while matches!(table.stage, Stage::OnItsWay) {
+        while matches!(table.stage, Stage::OnItsWay(_)) {
             self.is_urgent.store(true, Ordering::Relaxed);
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -172,6 +211,11 @@ impl Ahead {
 }
 
 impl Claim {
+    /// In bytes.
+    pub(crate) fn size_bytes(&self) -> u64 {
+        self.coming.chunk_bytes
+    }
+
     /// Raised when the chunk is to be handed over as it is.
     pub(super) fn is_urgent(&self) -> &AtomicBool {
         &self.ahead.is_urgent
@@ -179,7 +223,7 @@ impl Claim {
 
     /// The chunk is there for whoever takes it.
     pub(super) fn deliver(self, held: Held) {
-        let delivered = Delivered { held, is_for_ring: self.is_for_ring };
+        let delivered = Delivered { held, is_for_ring: self.coming.is_for_ring };
         self.ahead.table().stage = Stage::Here(delivered);
         // What is dropped now tells whoever waits.
     }
@@ -189,7 +233,7 @@ impl Drop for Claim {
     fn drop(&mut self) {
         {
             let mut table = self.ahead.table();
-            if matches!(table.stage, Stage::OnItsWay) {
+            if matches!(table.stage, Stage::OnItsWay(_)) {
                 table.stage = Stage::Nothing;
             }
         }

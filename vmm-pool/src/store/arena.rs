@@ -1,12 +1,12 @@
 //! Host memory for saved contents, and the copies into and out of it.
 //!
-//! The arena is a list of equal chunks. A chunk is mapped with huge pages, touched by several threads at
+//! The arena is a list of chunks, of 2 to 256 MiB: a process that saves little holds little. A chunk is mapped with huge pages, touched by several threads at
 //! once (one thread brings in 1.6 to 3 GiB/s, sixteen 57 GiB/s), then pinned in one call. New chunks are
 //! made while copies into earlier ones are under way, so that a first pause runs at the speed of the
 //! slowest of the three. Chunks stay for the next pause.
 //!
 //! ```text
-//!   linear offset:  0 ............ chunk ............ 2*chunk ............ 3*chunk
+//!   linear offset:  0 ......... first chunk ......... second chunk ............
 //!   saved pieces:   [A      ][B ][C                      ][D   ]
 //! ```
 
@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crossbeam_channel::Receiver;
 
 use super::ahead::{Ahead, Claim, Delivered, HeldFigures, Used};
-use super::chunk::{BringIn, CHUNK_BYTES, CHUNK_LENGTH, Chunk, new_chunk};
+use super::chunk::{BringIn, CHUNK_BYTES, Chunk, missing_chunks, new_chunk, next_chunk_bytes};
 use super::disk::Disk;
 use super::ring::{self, Ring, SLOT_BYTES, Slot, Writing};
 use super::{Extent, HostBudget, Part, Saved, Store};
@@ -55,11 +55,25 @@ pub(super) struct Held {
     pub(super) pins: Pins,
 }
 
+/// A chunk of the arena.
+#[derive(Debug)]
+struct Placed {
+    held: Held,
+    /// Its linear offset.
+    start_bytes: u64,
+}
+
+impl Placed {
+    fn end_bytes(&self) -> u64 {
+        self.start_bytes + self.held.chunk.size_bytes()
+    }
+}
+
 /// Pinned host memory for the saved contents of one process.
 #[derive(Debug)]
 pub(crate) struct HostArena<D: Driver> {
     driver: Arc<D>,
-    chunks: Vec<Held>,
+    chunks: Vec<Placed>,
     /// Between devices and the file.
     ring: Option<Ring>,
     /// What the last completed pause used of the chunks, and whether it used the ring.
@@ -69,6 +83,8 @@ pub(crate) struct HostArena<D: Driver> {
     how: BringIn,
     /// Chunks on their way, brought in by a thread that runs ahead of the copies.
     coming: Option<Receiver<io::Result<Chunk>>>,
+    /// Up to where the pause that is under way needs it, as far as that is known.
+    wanted_bytes: u64,
     /// The chunk that comes in from outside a pause.
     ahead: Arc<Ahead>,
     /// The file. It is under the arena's lock, for the same steps use both.
@@ -88,6 +104,7 @@ impl<D: Driver> HostArena<D> {
             brought_in: (0, false),
             how: BringIn { toucher_threads, nodes: Vec::new() },
             coming: None,
+            wanted_bytes: 0,
             ahead: Arc::default(),
             disk: Disk::new(),
         }
@@ -107,17 +124,17 @@ impl<D: Driver> HostArena<D> {
     /// same time. Without a thread to be had, [`HostArena::grow_to`] does it all.
     pub(crate) fn begin_growth(&mut self, end_bytes: u64) {
         self.take_delivered();
-        let there_bytes = self.capacity_bytes() + self.ahead.coming_bytes();
-        let missing = end_bytes.saturating_sub(there_bytes).div_ceil(CHUNK_BYTES);
-        if missing == 0 {
+        self.wanted_bytes = end_bytes;
+        let mut missing = missing_chunks(self.coming_capacity_bytes(), end_bytes).peekable();
+        if missing.peek().is_none() {
             return;
         }
         let (ready, coming) = crossbeam_channel::bounded(CHUNKS_AHEAD);
         let how = self.how.clone();
         let bring_in = move || {
-            for _ in 0..missing {
+            for size_bytes in missing {
                 // Nobody listens any more when the pause has failed.
-                if ready.send(new_chunk(&how)).is_err() {
+                if ready.send(new_chunk(&how, size_bytes)).is_err() {
                     return;
                 }
             }
@@ -128,73 +145,116 @@ impl<D: Driver> HostArena<D> {
         }
     }
 
-    /// A chunk that is all there: what is on its way already, or a new one. It may be pinned.
-    fn next_chunk(&mut self) -> io::Result<Held> {
-        if let Some(Delivered { mut held, .. }) = self.ahead.take_soon() {
-            held.chunk.touch(self.how.toucher_threads, &AtomicBool::new(false));
-            return Ok(held);
+    /// The chunk that comes in from outside a pause, all there. It may be pinned. Waits for it for a bounded time.
+    fn take_soon(&mut self) -> Option<Delivered> {
+        let mut delivered = self.ahead.take_soon()?;
+        delivered.held.chunk.touch(self.how.toucher_threads, &AtomicBool::new(false));
+        Some(delivered)
+    }
+
+    /// The next chunk, all there, if `end_bytes` are needed. It may be pinned.
+    fn next_chunk(&mut self, end_bytes: u64) -> PoolResult<Held> {
+        while let Some(delivered) = self.take_soon() {
+            if !delivered.is_for_ring || self.ring.is_some() {
+                return Ok(delivered.held);
+            }
+            self.put(delivered);
         }
         let coming = self.coming.as_ref().and_then(|coming| coming.recv().ok());
+        let size_bytes = next_chunk_bytes(self.capacity_bytes(), end_bytes.max(self.wanted_bytes));
         let chunk = coming.unwrap_or_else(|| {
             self.coming = None;
-            new_chunk(&self.how)
+            new_chunk(&self.how, size_bytes)
         });
-        Ok(Held { chunk: chunk?, pins: Pins::Nobody })
+        Ok(Held { chunk: chunk.map_err(memory_refused(size_bytes))?, pins: Pins::Nobody })
+    }
+
+    /// As [`HostArena::next_chunk`], for the ring. A context must be current on this thread.
+    fn next_ring(&mut self, log: &mut StepLog) -> PoolResult<Held> {
+        while let Some(Delivered { held, is_for_ring }) = self.take_soon() {
+            if is_for_ring {
+                return Ok(held);
+            }
+            let held = self.pinned(log, held, Pins::All)?;
+            self.put(Delivered { held, is_for_ring });
+        }
+        let chunk = new_chunk(&self.how, CHUNK_BYTES).map_err(memory_refused(CHUNK_BYTES))?;
+        Ok(Held { chunk, pins: Pins::Nobody })
     }
 
     /// Puts the chunk that has come in from outside a pause where it belongs.
     pub(crate) fn take_delivered(&mut self) {
-        let Some(Delivered { held, is_for_ring }) = self.ahead.take_here() else {
-            return;
-        };
+        if let Some(delivered) = self.ahead.take_here() {
+            self.put(delivered);
+        }
+    }
+
+    fn put(&mut self, Delivered { held, is_for_ring }: Delivered) {
         if is_for_ring && self.ring.is_none() {
             self.ring = Some(Ring { held });
             self.brought_in.1 = true;
         } else {
-            self.chunks.push(held);
+            self.push(held);
             self.brought_in.0 = self.capacity_bytes();
         }
         self.note_held();
+    }
+
+    fn push(&mut self, held: Held) {
+        self.chunks.push(Placed { held, start_bytes: self.capacity_bytes() });
     }
 
     /// The right to bring in what is missing of `[0, end_bytes)`, or of the ring where that is wanted, one chunk of it,
     /// and how. None when nothing is, or somebody brings one in already.
     pub(crate) fn claim(&mut self, end_bytes: u64, wants_ring: bool) -> Option<(Claim, BringIn)> {
         self.take_delivered();
-        let is_for_ring = wants_ring && self.ring.is_none();
-        if self.capacity_bytes() >= end_bytes && !is_for_ring {
-            return None;
-        }
-        Some((self.ahead.begin(is_for_ring)?, self.how.clone()))
+        let coming = self.figures().missing(end_bytes, wants_ring)?;
+        Some((self.ahead.begin(coming)?, self.how.clone()))
     }
 
     fn note_held(&self) {
-        let used = self.used.0;
-        let has_ring = self.ring.is_some();
-        self.ahead.note(HeldFigures { chunk_bytes: self.capacity_bytes(), has_ring, used });
+        self.ahead.note(self.figures());
+    }
+
+    fn figures(&self) -> HeldFigures {
+        let last = self.chunks.last();
+        HeldFigures {
+            chunk_bytes: self.capacity_bytes(),
+            last_chunk_bytes: last.map_or(0, |last| last.held.chunk.size_bytes()),
+            has_ring: self.ring.is_some(),
+            used: self.used.0,
+        }
     }
 
     /// Calls off what [`HostArena::begin_growth`] has not brought in yet.
     pub(crate) fn end_growth(&mut self) {
         self.coming = None;
+        self.wanted_bytes = 0;
     }
 
     fn capacity_bytes(&self) -> u64 {
-        self.chunks.len() as u64 * CHUNK_BYTES
+        self.chunks.last().map_or(0, Placed::end_bytes)
+    }
+
+    /// With the chunk that is on its way.
+    fn coming_capacity_bytes(&self) -> u64 {
+        let coming = self.ahead.coming().filter(|coming| !coming.is_for_ring);
+        self.capacity_bytes() + coming.map_or(0, |coming| coming.chunk_bytes)
     }
 
     /// Host memory held, in bytes, with what is on its way.
     pub(crate) fn held_bytes(&self) -> u64 {
         let ring_bytes = self.ring.as_ref().map_or(0, |_| CHUNK_BYTES);
-        self.capacity_bytes() + ring_bytes + self.ahead.coming_bytes()
+        let coming_bytes = self.ahead.coming().map_or(0, |coming| coming.chunk_bytes);
+        self.capacity_bytes() + ring_bytes + coming_bytes
     }
 
     /// Host memory to be taken in addition, so that `host_bytes` fit here, and something passes to the file or nothing.
     pub(crate) fn growth(&self, host_bytes: u64, is_file_used: bool) -> u64 {
-        let missing = host_bytes.saturating_sub(self.capacity_bytes());
-        let ring_bytes = if is_file_used && self.ring.is_none() { CHUNK_BYTES } else { 0 };
-        let wanted_bytes = missing.next_multiple_of(CHUNK_BYTES) + ring_bytes;
-        wanted_bytes.saturating_sub(self.ahead.coming_bytes())
+        let ring_comes = || self.ahead.coming().is_some_and(|coming| coming.is_for_ring);
+        let has_ring = !is_file_used || self.ring.is_some() || ring_comes();
+        let ring_bytes = if has_ring { 0 } else { CHUNK_BYTES };
+        missing_chunks(self.coming_capacity_bytes(), host_bytes).sum::<u64>() + ring_bytes
     }
 
     /// Refuses what cannot be held within `budget`; changes nothing.
@@ -216,12 +276,12 @@ impl<D: Driver> HostArena<D> {
     /// names one), and no copy under way in a chunk.
     pub(crate) fn pin_again(&mut self, log: &mut StepLog, pins: Pins) -> PoolResult<()> {
         for index in 0..self.chunks.len() {
-            let present = self.chunks[index].pins;
+            let present = self.chunks[index].held.pins;
             if present == pins || present == Pins::All {
                 continue;
             }
             log.timed("pin host memory", |_| {
-                Self::pin_held(&self.driver, &mut self.chunks[index], pins)
+                Self::pin_held(&self.driver, &mut self.chunks[index].held, pins)
             })?;
         }
         Ok(())
@@ -269,10 +329,9 @@ impl<D: Driver> HostArena<D> {
         pins: Pins,
     ) -> PoolResult<()> {
         while self.capacity_bytes() < end_bytes {
-            let held =
-                log.timed("wait for host memory", |_| self.next_chunk().map_err(memory_refused))?;
+            let held = log.timed("wait for host memory", |_| self.next_chunk(end_bytes))?;
             let held = self.pinned(log, held, pins)?;
-            self.chunks.push(held);
+            self.push(held);
             self.note_held();
         }
         Ok(())
@@ -287,9 +346,7 @@ impl<D: Driver> HostArena<D> {
                 return Ok(());
             }
             Some(ring) => ring.held,
-            None => {
-                log.timed("wait for host memory", |_| self.next_chunk().map_err(memory_refused))?
-            }
+            None => log.timed("wait for host memory", |log| self.next_ring(log))?,
         };
         // The next pause may be of another device.
         let held = self.pinned(log, held, Pins::All)?;
@@ -333,13 +390,12 @@ impl<D: Driver> HostArena<D> {
         }
     }
 
-    /// Gives chunks back until at most `keep_bytes` (rounded up to a chunk) are held. A context must be
+    /// Gives all chunks back that lie wholly behind `keep_bytes`. A context must be
     /// current, and no contents saved beyond that.
     pub(crate) fn shrink_to(&mut self, keep_bytes: u64) -> PoolResult<()> {
-        while self.capacity_bytes() >= keep_bytes.saturating_add(CHUNK_BYTES) {
-            let Some(Held { chunk, pins }) = self.chunks.last() else {
-                break;
-            };
+        while let Some(Placed { held: Held { chunk, pins }, start_bytes }) = self.chunks.last()
+            && *start_bytes >= keep_bytes
+        {
             if *pins != Pins::Nobody {
                 self.unpin(chunk)?;
             }
@@ -354,8 +410,9 @@ impl<D: Driver> HostArena<D> {
     pub(crate) fn shrink_by_one(&mut self, keep_bytes: u64, ring_may_go: bool) -> PoolResult<u64> {
         self.take_delivered();
         let before_bytes = self.capacity_bytes();
-        if before_bytes >= keep_bytes.saturating_add(CHUNK_BYTES) {
-            self.shrink_to(before_bytes - CHUNK_BYTES)?;
+        let last = self.chunks.last().filter(|last| last.start_bytes >= keep_bytes);
+        if let Some(start_bytes) = last.map(|last| last.start_bytes) {
+            self.shrink_to(start_bytes)?;
         } else if ring_may_go && self.ring.is_some() {
             self.drop_ring()?;
             return Ok(CHUNK_BYTES);
@@ -397,6 +454,19 @@ impl<D: Driver> HostArena<D> {
         }
     }
 
+    /// The chunk that holds the byte `at`, which is held.
+    fn chunk_at(&self, at: u64) -> &Placed {
+        &self.chunks[self.chunks.partition_point(|placed| placed.end_bytes() <= at)]
+    }
+
+    /// Where the chunk that holds the byte before `at` ends: what lies behind that can be given back while this stays.
+    pub(crate) fn chunk_end(&self, at: u64) -> u64 {
+        if at == 0 || at > self.capacity_bytes() {
+            return at;
+        }
+        self.chunk_at(at - 1).end_bytes()
+    }
+
     /// Calls `each` with host pointer and length of every piece of `place`.
     fn pieces(
         &self,
@@ -407,12 +477,13 @@ impl<D: Driver> HostArena<D> {
         let mut done = 0;
         while done < size_bytes {
             let at = place.start + done;
-            let within = at % CHUNK_BYTES;
-            let length = (CHUNK_BYTES - within).min(size_bytes - done);
-            // CAST: an index of a chunk that exists; the next line panics otherwise, before any copy.
-            let chunk = &self.chunks[(at / CHUNK_BYTES) as usize].chunk;
-            // SAFETY: `within` is less than the chunk's length.
-            let pointer = unsafe { chunk.start.add(within as usize) };
+            // Panics if nothing is held, before any copy.
+            let placed = self.chunk_at(at);
+            let (chunk, within) = (&placed.held.chunk, at - placed.start_bytes);
+            let length = (placed.end_bytes() - at).min(size_bytes - done);
+            let within = usize::try_from(within).unwrap_or(chunk.length);
+            // SAFETY: inside the chunk.
+            let pointer = unsafe { chunk.start.add(within) };
             each(pointer, done, length)?;
             done += length;
         }
@@ -520,8 +591,8 @@ impl<D: Driver> HostArena<D> {
     }
 }
 
-fn memory_refused(source: io::Error) -> PoolError {
-    PoolError::HostMemoryRefused { size_bytes: CHUNK_BYTES, source }
+fn memory_refused(size_bytes: u64) -> impl Fn(io::Error) -> PoolError {
+    move |source| PoolError::HostMemoryRefused { size_bytes, source }
 }
 
 fn pin<D: Driver>(driver: &D, chunk: &Chunk, pins: Pins) -> PoolResult<()> {
@@ -531,9 +602,9 @@ fn pin<D: Driver>(driver: &D, chunk: &Chunk, pins: Pins) -> PoolResult<()> {
         Pins::All => (PinnedFor::AllContexts, None),
     };
     // SAFETY: whoever keeps the chunk keeps it mapped until `unpin`, or for good.
-    unsafe { driver.host_register(chunk.start, CHUNK_LENGTH, contexts) }.about(
+    unsafe { driver.host_register(chunk.start, chunk.length, contexts) }.about(
         || "pinning of host memory".to_owned(),
-        CHUNK_BYTES,
+        chunk.size_bytes(),
         device,
     )
 }
@@ -544,7 +615,9 @@ fn unpin<D: Driver>(driver: &D, chunk: &Chunk) -> PoolResult<()> {
     match unsafe { driver.host_unregister(chunk.start) } {
         // The context that it was pinned for has ended, and its pins with it.
         Err(error) if error.code == DriverCode::HOST_MEMORY_NOT_REGISTERED => Ok(()),
-        unpinned => unpinned.about(|| "unpinning of host memory".to_owned(), CHUNK_BYTES, None),
+        unpinned => {
+            unpinned.about(|| "unpinning of host memory".to_owned(), chunk.size_bytes(), None)
+        }
     }
 }
 
@@ -563,9 +636,11 @@ impl Claim {
     ) -> PoolResult<()> {
         let is_urgent = || self.is_urgent().load(Ordering::Relaxed);
         let chunk = log.timed("touch host memory", |_| {
-            Chunk::new(how, self.is_urgent()).map_err(memory_refused)
+            let size_bytes = self.coming.chunk_bytes;
+            let chunk = Chunk::new(how, size_bytes, self.is_urgent());
+            chunk.map_err(memory_refused(size_bytes))
         })?;
-        let pins = if self.is_for_ring && pins != Pins::Nobody { Pins::All } else { pins };
+        let pins = if self.coming.is_for_ring && pins != Pins::Nobody { Pins::All } else { pins };
         let mut held = Held { chunk, pins: Pins::Nobody };
         if !is_urgent() && pins != Pins::Nobody {
             log.timed("pin host memory", |_| pin(driver, &held.chunk, pins))?;
@@ -584,7 +659,7 @@ impl<D: Driver> Drop for HostArena<D> {
             tracing::error!(%error, "host memory stays pinned");
             // Unmapping pinned memory would pull it from under the driver: keep it for good.
             let ring = self.ring.take().map(|ring| ring.held.chunk);
-            let chunks = self.chunks.drain(..).map(|held| held.chunk);
+            let chunks = self.chunks.drain(..).map(|placed| placed.held.chunk);
             chunks.chain(ring).for_each(Chunk::keep_for_good);
         }
     }

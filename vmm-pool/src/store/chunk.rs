@@ -11,18 +11,39 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use memmap2::{Advice, MmapOptions, MmapRaw};
 
-/// Host memory for saved contents comes in pieces of this size, in bytes. Large enough that pinning runs at full speed (36 GiB/s measured with huge pages),
-/// small enough that the first copies start after some 10 ms.
+/// Host memory for saved contents comes in chunks of this size at most, in bytes. Large enough that pinning runs at full speed (36 GiB/s measured with huge
+/// pages), small enough that the first copies start after some 10 ms.
 pub const CHUNK_BYTES: u64 = 256 << 20;
-pub(super) const CHUNK_LENGTH: usize = 256 << 20;
+/// The least: a huge page.
+const CHUNK_BYTES_MIN: u64 = 2 << 20;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// [`CHUNK_BYTES`] of host memory.
+/// Size in bytes of the next chunk if `held_bytes` are held and `end_bytes` are needed: all that is missing, up to [`CHUNK_BYTES`], and as
+/// much as is held at least, so that chunks stay few.
+pub(crate) fn next_chunk_bytes(held_bytes: u64, end_bytes: u64) -> u64 {
+    let wanted_bytes = end_bytes.saturating_sub(held_bytes).max(held_bytes).min(CHUNK_BYTES);
+    wanted_bytes.next_power_of_two().max(CHUNK_BYTES_MIN)
+}
+
+/// If `held_bytes` are held: the sizes in bytes of the chunks that are missing of `end_bytes`.
+pub(crate) fn missing_chunks(held_bytes: u64, end_bytes: u64) -> impl Iterator<Item = u64> + Send {
+    let mut held_bytes = held_bytes;
+    std::iter::from_fn(move || {
+        let size_bytes = next_chunk_bytes(held_bytes, end_bytes);
+        let is_missing = held_bytes < end_bytes;
+        held_bytes += size_bytes;
+        is_missing.then_some(size_bytes)
+    })
+}
+
+/// A piece of host memory.
 #[derive(Debug)]
 pub(super) struct Chunk {
     map: MmapRaw,
     /// First huge-page boundary inside `map`.
     pub(super) start: NonNull<u8>,
+    /// In bytes, from `start` on.
+    pub(super) length: usize,
     /// All its pages have been brought in.
     is_touched: bool,
 }
@@ -42,14 +63,15 @@ unsafe impl Send for Chunk {}
 
 impl Chunk {
     /// Maps a chunk and brings all its pages in, until `stop` is raised.
-    pub(super) fn new(how: &BringIn, stop: &AtomicBool) -> io::Result<Self> {
-        let mut chunk = Self::mapped(how)?;
+    pub(super) fn new(how: &BringIn, size_bytes: u64, stop: &AtomicBool) -> io::Result<Self> {
+        let mut chunk = Self::mapped(how, size_bytes)?;
         chunk.touch(how.toucher_threads, stop);
         Ok(chunk)
     }
 
-    fn mapped(how: &BringIn) -> io::Result<Self> {
-        let map = MmapOptions::new().len(CHUNK_LENGTH + HUGE_PAGE_BYTES).map_anon()?;
+    fn mapped(how: &BringIn, size_bytes: u64) -> io::Result<Self> {
+        let length = usize::try_from(size_bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        let map = MmapOptions::new().len(length + HUGE_PAGE_BYTES).map_anon()?;
         let map = MmapRaw::from(map);
         if let Err(error) = map.advise(Advice::HugePage) {
             tracing::debug!(%error, "no huge pages: the first pause will be slower");
@@ -67,15 +89,19 @@ impl Chunk {
         // SAFETY: the map is one huge page longer than the chunk, and `padding` at most that.
         let start = unsafe { base.add(padding) };
         let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { map, start, is_touched: false })
+        Ok(Self { map, start, length, is_touched: false })
     }
 
     /// Brings in what is not in yet, until `stop` is raised. Nobody else may use the chunk meanwhile.
     pub(super) fn touch(&mut self, threads: usize, stop: &AtomicBool) {
         if !self.is_touched && threads > 0 {
-            touch(self.start, CHUNK_LENGTH, threads, stop);
+            touch(self.start, self.length, threads, stop);
             self.is_touched = !stop.load(Ordering::Relaxed);
         }
+    }
+
+    pub(super) fn size_bytes(&self) -> u64 {
+        self.length as u64
     }
 
     /// Never unmaps it: the driver holds its pages.
@@ -144,8 +170,8 @@ fn touch(start: NonNull<u8>, length: usize, threads: usize, stop: &AtomicBool) {
 }
 
 /// As [`Chunk::new`], to the end.
-pub(super) fn new_chunk(how: &BringIn) -> io::Result<Chunk> {
-    Chunk::new(how, &AtomicBool::new(false))
+pub(super) fn new_chunk(how: &BringIn, size_bytes: u64) -> io::Result<Chunk> {
+    Chunk::new(how, size_bytes, &AtomicBool::new(false))
 }
 
 #[cfg(test)]
@@ -153,6 +179,31 @@ mod tests {
     use std::fs;
 
     use super::*;
+
+    fn sizes_mib(held_mib: u64, end_mib: u64) -> Vec<u64> {
+        missing_chunks(held_mib << 20, end_mib << 20).map(|bytes| bytes >> 20).collect()
+    }
+
+    #[test]
+    fn chunks_are_as_large_as_what_is_missing_or_held_within_bounds() {
+        assert_eq!(missing_chunks(0, 1).collect::<Vec<_>>(), [CHUNK_BYTES_MIN]);
+        assert_eq!((sizes_mib(0, 0), sizes_mib(8, 8)), (vec![], vec![]));
+        assert_eq!([sizes_mib(0, 2), sizes_mib(0, 3), sizes_mib(0, 100)], [[2], [4], [128]]);
+        assert_eq!(sizes_mib(2, 9), [8]);
+        assert_eq!(sizes_mib(100, 101), [128]);
+        assert_eq!(sizes_mib(0, 1025), [256; 5]);
+        // Large ones do not depend on how it began.
+        assert_eq!(sizes_mib(2, 1024), [256; 4]);
+        // A little more each time takes few chunks.
+        let mut held_mib = 0;
+        let mut count = 0;
+        for end_mib in (1..=1024).step_by(2) {
+            let new = sizes_mib(held_mib, end_mib);
+            count += new.len();
+            held_mib += new.iter().sum::<u64>();
+        }
+        assert!(count <= 12, "{count}");
+    }
 
     /// Flags of the map that holds `address`, as the kernel names them.
     fn flags_at(address: u64) -> Vec<String> {
@@ -175,7 +226,8 @@ mod tests {
 
     #[test]
     fn a_fork_leaves_every_byte_of_a_chunk_out() {
-        let chunk = new_chunk(&BringIn { toucher_threads: 1, nodes: Vec::new() }).unwrap();
+        let chunk =
+            new_chunk(&BringIn { toucher_threads: 1, nodes: Vec::new() }, CHUNK_BYTES).unwrap();
         let start = chunk.start.as_ptr().addr() as u64;
         for address in [start, start + CHUNK_BYTES / 2, start + CHUNK_BYTES - 1] {
             let flags = flags_at(address);
@@ -187,7 +239,7 @@ mod tests {
     #[test]
     fn touching_ends_at_a_huge_page_when_told_and_goes_on_where_it_is_wanted() {
         let how = BringIn { toucher_threads: 2, nodes: Vec::new() };
-        let mut chunk = Chunk::new(&how, &AtomicBool::new(true)).unwrap();
+        let mut chunk = Chunk::new(&how, CHUNK_BYTES, &AtomicBool::new(true)).unwrap();
         assert!(!chunk.is_touched);
         chunk.touch(2, &AtomicBool::new(false));
         assert!(chunk.is_touched);
@@ -209,14 +261,15 @@ mod tests {
 
     #[test]
     fn a_chunk_is_placed_on_its_node_and_one_that_cannot_be_is_used_all_the_same() {
-        let chunk = new_chunk(&BringIn { toucher_threads: 1, nodes: vec![0] }).unwrap();
+        let chunk =
+            new_chunk(&BringIn { toucher_threads: 1, nodes: vec![0] }, CHUNK_BYTES).unwrap();
         if let Some(policy) = policy_at(chunk.start.as_ptr().addr() as u64) {
             // Where a container forbids the call, it stays the default.
             assert!(["prefer:0", "default"].contains(&policy.as_str()), "{policy}");
         }
         // No such node.
         for nodes in [vec![1023], vec![70_000], vec![0, 1023]] {
-            new_chunk(&BringIn { toucher_threads: 1, nodes }).unwrap();
+            new_chunk(&BringIn { toucher_threads: 1, nodes }, CHUNK_BYTES_MIN).unwrap();
         }
     }
 }

@@ -266,7 +266,8 @@ mod tests {
     }
 
     fn ring() -> Ring {
-        let chunk = new_chunk(&BringIn { toucher_threads: 1, nodes: Vec::new() }).unwrap();
+        let chunk =
+            new_chunk(&BringIn { toucher_threads: 1, nodes: Vec::new() }, CHUNK_BYTES).unwrap();
         Ring { held: Held { chunk, pins: Pins::Nobody } }
     }
 

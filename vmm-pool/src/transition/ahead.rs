@@ -7,7 +7,7 @@ use crate::error::{Describe, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Layout, Selection, Survey};
 use crate::pool::Pool;
-use crate::store::{CHUNK_BYTES, Copies, Pins, Store};
+use crate::store::{Copies, Pins, Store};
 
 /// Threads that touch memory beside the application.
 const TOUCHERS_MAX: usize = 2;
@@ -20,6 +20,8 @@ pub struct HostStanding {
     /// What a pause of everything would hold, in bytes: as much as is kept of device memory, and after a pause what
     /// that used and what has come to it since.
     pub wanted_bytes: u64,
+    /// The size of what is brought in next, in bytes; 0 when nothing is missing.
+    pub next_bytes: u64,
 }
 
 /// What came of [`Pool::bring_in`].
@@ -28,7 +30,12 @@ pub enum BroughtIn {
     /// Nothing is missing.
     Enough,
     /// One chunk more is held, or on its way to a pause that waited for it.
-    Chunk(StepLog),
+    Chunk {
+        /// Its size.
+        size_bytes: u64,
+        /// What was done for it.
+        log: StepLog,
+    },
     /// A pause or resume is under way, or another thread brings a chunk in.
     NotNow,
 }
@@ -37,10 +44,11 @@ impl<D: Driver> Pool<D> {
     /// What is held of host memory, and what a pause would hold. Waits for nothing.
     pub fn host_standing(&self) -> HostStanding {
         let (kept, filed) = self.wanted_places();
-        let ring_bytes = if filed > 0 { CHUNK_BYTES } else { 0 };
+        let held = self.ahead.figures();
         HostStanding {
-            held_bytes: self.ahead.figures().bytes(),
-            wanted_bytes: kept.next_multiple_of(CHUNK_BYTES) + ring_bytes,
+            held_bytes: held.bytes(),
+            wanted_bytes: held.wanted_bytes(kept, filed > 0),
+            next_bytes: held.missing_chunk_bytes(kept, filed > 0),
         }
     }
 
@@ -81,8 +89,8 @@ impl<D: Driver> Pool<D> {
             };
             arena.take_delivered();
             let held = self.ahead.figures();
-            let is_missing = held.chunk_bytes < kept || (filed > 0 && !held.has_ring);
-            if !is_missing || held.bytes() + CHUNK_BYTES > most_bytes {
+            let next_bytes = held.missing_chunk_bytes(kept, filed > 0);
+            if next_bytes == 0 || held.bytes() + next_bytes > most_bytes {
                 return Ok(BroughtIn::Enough);
             }
             arena.set_nodes(nodes);
@@ -92,17 +100,18 @@ impl<D: Driver> Pool<D> {
             return Ok(BroughtIn::NotNow);
         };
         how.toucher_threads = how.toucher_threads.clamp(1, TOUCHERS_MAX);
-        let pins = self.pins_beside_work(&devices)?;
+        let size_bytes = claim.size_bytes();
+        let pins = self.pins_beside_work(&devices, size_bytes)?;
         let mut log = StepLog::default();
         claim.bring_in(&mut log, &*self.driver, &how, pins)?;
         if let Some(mut arena) = self.try_arena() {
             arena.take_delivered();
         }
-        Ok(BroughtIn::Chunk(log))
+        Ok(BroughtIn::Chunk { size_bytes, log })
     }
 
-    /// For whom this thread can pin memory without making a context, one of which is current then.
-    fn pins_beside_work(&self, devices: &[DeviceOrdinal]) -> PoolResult<Pins> {
+    /// For whom this thread can pin `size_bytes` without making a context, one of which is current then.
+    fn pins_beside_work(&self, devices: &[DeviceOrdinal], size_bytes: u64) -> PoolResult<Pins> {
         let about = || "pinning of host memory".to_owned();
         let has_context = |device: &DeviceOrdinal| self.driver.has_primary_context(*device);
         let with_context = devices.iter().find(|device| has_context(device).unwrap_or(false));
@@ -110,8 +119,8 @@ impl<D: Driver> Pool<D> {
             return Ok(Pins::Nobody);
         };
         // A call of this thread must not spoil a capture of another one's.
-        self.driver.stand_beside_captures().about(about, CHUNK_BYTES, Some(device))?;
-        self.driver.make_current(device).about(about, CHUNK_BYTES, Some(device))?;
+        self.driver.stand_beside_captures().about(about, size_bytes, Some(device))?;
+        self.driver.make_current(device).about(about, size_bytes, Some(device))?;
         Ok(Pins::of(devices))
     }
 
@@ -119,7 +128,8 @@ impl<D: Driver> Pool<D> {
     pub fn holds_idle_memory(&self) -> bool {
         let saved_bytes = self.ledger().end_in(Store::Host);
         let held = self.ahead.figures();
-        held.has_ring || held.chunk_bytes >= saved_bytes.saturating_add(CHUNK_BYTES)
+        let last_start_bytes = held.chunk_bytes - held.last_chunk_bytes;
+        held.has_ring || (held.last_chunk_bytes > 0 && last_start_bytes >= saved_bytes)
     }
 
     /// Gives one chunk of host memory back that holds no contents and no copies for readers. Returns its bytes: none
@@ -144,7 +154,7 @@ impl<D: Driver> Pool<D> {
             let ledger = self.ledger();
             (ledger.end_in(Store::Host), ledger.end_in(Store::File) > 0)
         };
-        self.pins_beside_work(&devices)?;
+        self.pins_beside_work(&devices, 0)?;
         arena.shrink_by_one(end_bytes, !is_file_used)
     }
 

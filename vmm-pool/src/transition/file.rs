@@ -220,12 +220,7 @@ mod tests {
         let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
         driver.make_current(GPU).unwrap();
         let (pool, keeper) = Pool::new(Arc::clone(&driver), 1, Vec::new);
-        let class = |contents| Class {
-            library: "test",
-            tag: "weights".to_owned(),
-            contents,
-            ..Class::default()
-        };
+        let class = |contents| Class { library: "test", tag: "weights".to_owned(), contents };
         for contents in [Contents::Keep, Contents::File] {
             let prop = AllocationProp::pinned_on(GPU);
             let entered = pool.enter();

@@ -41,7 +41,7 @@ fn bring_in(pool: &SimPool, most_bytes: u64) -> Vec<StepLog> {
     let mut logs = Vec::new();
     loop {
         match pool.bring_in(most_bytes).expect("host memory") {
-            BroughtIn::Chunk(log) => logs.push(log),
+            BroughtIn::Chunk { log, .. } => logs.push(log),
             BroughtIn::Enough => return logs,
             BroughtIn::NotNow => panic!("nobody else is there"),
         }
@@ -53,7 +53,7 @@ fn names(log: &StepLog) -> Vec<&'static str> {
 }
 
 fn held(pool: &SimPool) -> (u64, u64) {
-    let HostStanding { held_bytes, wanted_bytes } = pool.host_standing();
+    let HostStanding { held_bytes, wanted_bytes, .. } = pool.host_standing();
     assert_eq!(pool.report().host_arena_bytes, held_bytes);
     (held_bytes, wanted_bytes)
 }
@@ -131,7 +131,7 @@ fn refused_pinning_leaves_nothing_behind_and_names_the_call() {
     {
         faults.fail(op, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
         let error = pool.bring_in(u64::MAX).expect_err("refused");
-        assert!(matches!(error, PoolError::Driver { size_bytes: CHUNK, .. }), "{error}");
+        assert!(matches!(error, PoolError::Driver { size_bytes: UNIT, .. }), "{error}");
         assert!(error.to_string().contains("pinning of host memory"), "{error}");
         faults.clear();
         assert_eq!((held(&pool).0, pool.driver().census().host_ranges), (0, 0), "{op}");
@@ -171,9 +171,9 @@ fn after_a_pause_what_it_used_and_what_has_come_is_wanted() {
     pause(&pool);
     resume(&pool);
     let (held_bytes, wanted_bytes) = held(&pool);
-    assert_eq!((held_bytes, wanted_bytes), (CHUNK, CHUNK), "as much as the pause used");
+    assert_eq!((held_bytes, wanted_bytes), (UNIT, UNIT), "as much as the pause used");
     filled(&pool, DEVICE, CHUNK, Contents::Keep);
-    assert_eq!(held(&pool), (CHUNK, 2 * CHUNK));
+    assert_eq!(held(&pool), (UNIT, UNIT + CHUNK));
     assert_eq!(bring_in(&pool, u64::MAX).len(), 1);
 }
 
@@ -187,7 +187,7 @@ fn pauses_beside_it_take_what_is_on_its_way_and_never_more_than_they_need() {
         scope.spawn(|| {
             while !is_over.load(Ordering::Relaxed) {
                 match pool.bring_in(u64::MAX).expect("host memory") {
-                    BroughtIn::Chunk(_) => drop(brought_in.fetch_add(1, Ordering::Relaxed)),
+                    BroughtIn::Chunk { .. } => drop(brought_in.fetch_add(1, Ordering::Relaxed)),
                     BroughtIn::Enough | BroughtIn::NotNow => std::thread::yield_now(),
                 }
             }
@@ -221,7 +221,7 @@ fn nothing_is_brought_in_once_the_process_ends() {
     assert_eq!(held(&pool).0, 0);
     pause(&pool);
     resume(&pool);
-    assert_eq!(held(&pool).0, CHUNK, "a pause takes what it needs");
+    assert_eq!(held(&pool).0, UNIT, "a pause takes what it needs");
 }
 
 static ASKED: AtomicU32 = AtomicU32::new(0);

@@ -2,18 +2,63 @@
 
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
-use vmm_pool::{Class, Contents, Selection, Tags, Whose};
+use vmm_pool::{Class, Contents, HostBudget, Selection, Tags, Whose};
 
 use crate::stage::{
     DEVICE, SimPool, UNIT, UNLIMITED, WHOLE, create, holds, kept, map, pattern, pause, pool,
     resume, write,
 };
 
-/// Host memory is taken in pieces of this size.
+/// Host memory is taken in pieces of this size at most.
 const CHUNK: u64 = 256 << 20;
 
 fn arena_bytes(pool: &SimPool) -> u64 {
     pool.report().host_arena_bytes
+}
+
+#[test]
+fn processes_that_save_little_take_little_host_memory() {
+    let node = SimNode::private(&[64 * UNIT]).expect("a node");
+    let pools: Vec<_> = (0..8).map(|_| pool(&node)).collect();
+    let places: Vec<_> = (1..)
+        .zip(&pools)
+        .map(|(seed, pool)| {
+            let place =
+                map(pool, create(pool, DEVICE, 1, kept()), UNIT, &[AccessDesc::read_write(DEVICE)]);
+            write(pool, DEVICE, place, pattern(seed));
+            assert!(pool.host_demand(&WHOLE).grow_bytes <= 8 << 20);
+            pool.save(&WHOLE, HostBudget(Some(8 << 20))).expect("room for what it saves");
+            pool.release_selected().expect("released");
+            place
+        })
+        .collect();
+    let held: u64 = pools.iter().map(arena_bytes).sum();
+    assert!(held <= 64 << 20, "{held}");
+    for (seed, (pool, place)) in (1..).zip(pools.iter().zip(places)) {
+        resume(pool);
+        assert!(holds(pool, DEVICE, place, pattern(seed)));
+    }
+}
+
+/// A second pause saves a little more than the first, and what lies across both chunks comes back as it was.
+#[test]
+fn an_arena_that_grows_a_little_holds_contents_across_its_chunks() {
+    let pool = pool(&SimNode::private(&[64 * UNIT]).expect("a node"));
+    let mut places = Vec::new();
+    for (seed, units) in [(1, 3), (2, 2), (3, 9)] {
+        let place = map(
+            &pool,
+            create(&pool, DEVICE, units, kept()),
+            units * UNIT,
+            &[AccessDesc::read_write(DEVICE)],
+        );
+        write(&pool, DEVICE, place, pattern(seed));
+        places.push((place, seed));
+        pause(&pool);
+        resume(&pool);
+        assert!(places.iter().all(|(place, seed)| holds(&pool, DEVICE, *place, pattern(*seed))));
+    }
+    assert_eq!((arena_bytes(&pool), pool.driver().census().host_ranges), (16 * UNIT, 3));
 }
 
 #[test]
@@ -39,7 +84,7 @@ fn host_memory_of_a_pause_that_failed_goes_back_to_what_the_last_one_used() {
 
     pause(&pool);
     resume(&pool);
-    assert_eq!(arena_bytes(&pool), CHUNK, "kept for the next pause");
+    assert_eq!(arena_bytes(&pool), UNIT, "kept for the next pause");
     let more = create(&pool, DEVICE, CHUNK / UNIT, kept());
     assert_eq!(pool.host_demand(&WHOLE).grow_bytes, CHUNK);
     faults.fail(DriverOp::HostRegister, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
@@ -47,7 +92,7 @@ fn host_memory_of_a_pause_that_failed_goes_back_to_what_the_last_one_used() {
     assert!(error.to_string().contains("pinning of host memory"), "{error}");
     faults.clear();
     pool.remount().expect("mapped again");
-    assert_eq!(arena_bytes(&pool), CHUNK, "what the last pause used stays");
+    assert_eq!(arena_bytes(&pool), UNIT, "what the last pause used stays");
     pool.release(more).expect("release");
     assert!(holds(&pool, DEVICE, place, pattern(3)));
     pause(&pool);
@@ -60,12 +105,8 @@ fn host_memory_behind_a_gap_is_not_given_back_while_contents_lie_there() {
     let node = SimNode::private(&[CHUNK + 64 * UNIT]).expect("a node");
     let pool = pool(&node);
     let tags = |tag: &str| Tags::Named([tag.to_owned()].into());
-    let class = |tag: &str| Class {
-        library: "test",
-        tag: tag.to_owned(),
-        contents: Contents::Keep,
-        ..Class::default()
-    };
+    let class =
+        |tag: &str| Class { library: "test", tag: tag.to_owned(), contents: Contents::Keep };
     let pause_tag = |tag: &str| {
         let selection = Selection::Tagged(tags(tag), Whose::Everybody);
         pool.save(&selection, UNLIMITED).expect("saved");
@@ -98,7 +139,7 @@ fn host_memory_behind_a_gap_is_not_given_back_while_contents_lie_there() {
     // One that comes to nothing gives back what the last one has not used.
     pool.save(&Selection::Tagged(tags("another"), Whose::Everybody), UNLIMITED).expect("nothing");
     pool.remount().expect("undone");
-    assert_eq!(arena_bytes(&pool), 2 * CHUNK);
+    assert_eq!(arena_bytes(&pool), UNIT + 2 * CHUNK);
     resume_tag("behind");
     assert!(holds(&pool, DEVICE, behind, pattern(3)));
 }

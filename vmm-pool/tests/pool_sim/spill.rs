@@ -107,7 +107,7 @@ fn what_has_no_room_on_the_disk_stays_in_host_memory() {
     let error = pool.spill(u64::MAX, later()).unwrap_err();
     assert!(matches!(error, PoolError::FileRefused { operation: "making", .. }), "{error}");
     let report = pool.report();
-    assert_eq!((report.file_bytes, report.host_arena_bytes), (0, CHUNK));
+    assert_eq!((report.file_bytes, report.host_arena_bytes), (0, 2 * SMALL * UNIT));
     resume(&pool);
     assert_holds(&pool, ranges);
 }

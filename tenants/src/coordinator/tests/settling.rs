@@ -77,12 +77,7 @@ fn kv() -> Scope {
 fn allocate(member: &Member<SimDriver>) {
     let pool = member.pool();
     pool.driver().make_current(DEVICE).unwrap();
-    let class = Class {
-        library: "test",
-        tag: "kv".to_owned(),
-        contents: Contents::Keep,
-        ..Class::default()
-    };
+    let class = Class { library: "test", tag: "kv".to_owned(), contents: Contents::Keep };
     let prop = AllocationProp::pinned_on(DEVICE);
     pool.enter().block_allocate(GRANULARITY_BYTES, &prop, &[DEVICE], class).unwrap();
 }

@@ -4,7 +4,6 @@ use std::fs;
 use std::path::Path;
 
 use sublet_tests::Outcome;
-use vmm_pool::HOST_CHUNK_BYTES;
 
 /// Resident memory and descriptors of this process.
 #[derive(Clone, Copy, Debug)]
@@ -15,17 +14,28 @@ pub(crate) struct Usage {
     pub(crate) fds: usize,
 }
 
-/// Host memory that a process holds for saved contents, in bytes, as its resident memory shows; none where it has ended.
+/// Host memory that a process holds for saved contents, in bytes, as its maps show: a fork leaves out those alone. None
+/// if it has ended.
 pub(crate) fn held_host_bytes(pid: u32) -> u64 {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    resident_bytes(&status) / HOST_CHUNK_BYTES * HOST_CHUNK_BYTES
+    let maps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap_or_default();
+    let (mut held_kib, mut map_kib) = (0, 0);
+    for line in maps.lines() {
+        if let Some(text) = line.strip_prefix("Rss:") {
+            map_kib = kib(text);
+        } else if let Some(flags) = line.strip_prefix("VmFlags:") {
+            held_kib += if flags.split_whitespace().any(|flag| flag == "dc") { map_kib } else { 0 };
+        }
+    }
+    held_kib * 1024
+}
+
+fn kib(text: &str) -> u64 {
+    text.trim().trim_end_matches("kB").trim().parse().unwrap_or(0)
 }
 
 fn resident_bytes(status: &str) -> u64 {
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
-    let kib: u64 =
-        line.and_then(|text| text.trim().trim_end_matches("kB").trim().parse().ok()).unwrap_or(0);
-    kib * 1024
+    line.map_or(0, kib) * 1024
 }
 
 impl Usage {

@@ -2,7 +2,6 @@
 
 use sublet_tests::{Outcome, Trouble};
 use tenants::wire::MemberState;
-use vmm_pool::HOST_CHUNK_BYTES;
 use vmm_pool::driver::sim::GRANULARITY_BYTES;
 
 use super::Script;
@@ -36,8 +35,8 @@ impl Script {
         let pids: Vec<u32> = workers().map(Worker::pid).collect();
         let held: u64 = pids.iter().map(|pid| held_host_bytes(*pid)).sum();
         // From nothing to what some of those who are about to save take.
-        let quarters = self.world.random.u64(..8);
-        let total_bytes = held + quarters * HOST_CHUNK_BYTES / 4;
+        let units = self.world.random.u64(..16);
+        let total_bytes = held + units * GRANULARITY_BYTES;
         let room = HostRoom::Shared { total_bytes, pids };
         self.tell(&format!(
             "host memory is short: {total_bytes} bytes in all, {held} of them held"
