@@ -339,7 +339,7 @@ impl<D: Driver> Member<D> {
                 Ok(PhaseReport { stayed_bytes, ..self.staged(moved, BTreeMap::new()) })
             }
             Err(Failed { state, error }) => {
-                self.set_progress(Progress::Departing(*state, next));
+                self.set_progress(Progress::Departing(state, next));
                 Err(pool_failure(&error))
             }
         }

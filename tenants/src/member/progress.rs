@@ -25,7 +25,7 @@ pub(super) enum Progress<D: Driver> {
     /// All that comes before the release is done.
     Prepared(Prepared<D>),
     /// Memory goes; this is the number of the next stage.
-    Departing(Departing<D>, u32),
+    Departing(Box<Departing<D>>, u32),
     /// This memory is released, and what stays is still to be told. Nothing else is under way.
     Released(Keeper<D>, Selection),
     /// Own memory comes back; this is the number of the next stage.
@@ -117,9 +117,11 @@ impl<D: Driver> Progress<D> {
     pub(super) fn into_departing(
         self,
         stage: Option<u32>,
-    ) -> Result<(Departing<D>, u32), Box<Self>> {
+    ) -> Result<(Box<Departing<D>>, u32), Box<Self>> {
         match self {
-            Self::Prepared(prepared) if stage.unwrap_or(0) == 0 => Ok((prepared.depart(), 0)),
+            Self::Prepared(prepared) if stage.unwrap_or(0) == 0 => {
+                Ok((Box::new(prepared.depart()), 0))
+            }
             Self::Departing(departing, next) if stage.unwrap_or(next) == next => {
                 Ok((departing, next))
             }
