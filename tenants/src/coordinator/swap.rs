@@ -89,8 +89,9 @@ pub fn swap(
                 let resumed = Outcome::AlreadyActive;
                 return Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) });
             }
-            Ok(Moving::OneThatComes) => {
-                let paused = from.act(Action::Pause, progress).map_err(SwapError::Pause)?;
+            // What the first has made since then stays: if it left and the second did not come, the error would not say so.
+            Ok(Moving::OneThatComes { stayed_bytes }) => {
+                let paused = Outcome::AlreadyPaused { stayed_bytes };
                 let resumed = to.act(Action::Resume, progress).map_err(SwapError::NoTarget)?;
                 return Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) });
             }
@@ -102,7 +103,10 @@ pub fn swap(
 enum Moving {
     Both(Box<Swap>),
     OneThatLeaves,
-    OneThatComes,
+    /// When it was greeted, the first had nothing that leaves but what its pause should have given back and has not.
+    OneThatComes {
+        stayed_bytes: u64,
+    },
 }
 
 /// Takes both locks in the order of the names: two swaps the opposite way do not wait for each other.
@@ -170,7 +174,7 @@ fn overlapped(
         .map_err(SwapError::NoTarget)?;
     let comers = coming.members_for(Action::Resume).map_err(SwapError::NoTarget)?;
     if leavers.is_empty() {
-        return Ok(Moving::OneThatComes);
+        return Ok(Moving::OneThatComes { stayed_bytes: leaving.stayed_bytes() });
     }
     if comers.is_empty() {
         return Ok(Moving::OneThatLeaves);
