@@ -42,6 +42,8 @@ pub(crate) struct Stage {
     seeds: u64,
     resident: Vec<u64>,
     census: Vec<Census>,
+    /// Host memory that each held then.
+    held_bytes: Vec<u64>,
     /// Do pauses release while they save?
     pub(crate) releases_early: bool,
     _place: Place,
@@ -103,6 +105,7 @@ impl Stage {
             seeds: 0,
             resident: Vec::new(),
             census: Vec::new(),
+            held_bytes: Vec::new(),
             releases_early: false,
             _place: place,
         };
@@ -114,6 +117,8 @@ impl Stage {
         stage.must(Action::Resume);
         stage.resident = stage.used();
         stage.census = stage.members.iter().map(|m| m.pool().driver().census()).collect();
+        let held = |member: &Process| member.pool().report().host_arena_bytes;
+        stage.held_bytes = stage.members.iter().map(held).collect();
         stage.assert_intact("at first");
         stage
     }
@@ -273,8 +278,16 @@ impl Stage {
         assert_eq!(self.used(), self.resident, "{when}: bytes in use");
         for (index, member) in self.members.iter().enumerate() {
             let census = member.pool().driver().census();
-            assert_eq!(census, self.census[index], "{when}: objects of member {index}");
             let report = member.pool().report();
+            // A pause that had more to save has made more host memory, one range a chunk.
+            let more_bytes = report.host_arena_bytes.saturating_sub(self.held_bytes[index]);
+            let expected = self.census[index];
+            let host_ranges = census.host_ranges;
+            let more = host_ranges.saturating_sub(expected.host_ranges) as u64;
+            assert!(more <= more_bytes / UNIT, "{when}: {more} ranges of {more_bytes} bytes");
+            let expected =
+                Census { host_ranges: host_ranges.max(expected.host_ranges), ..expected };
+            assert_eq!(census, expected, "{when}: objects of member {index}");
             for row in &report.devices {
                 let resident: u64 = row.classes.iter().map(|class| class.resident_bytes).sum();
                 assert_eq!(resident, row.own_bytes(), "{when}: accounts of member {index}");
