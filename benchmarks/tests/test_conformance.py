@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -17,9 +16,9 @@ sys.path.insert(0, str(BENCHMARKS / "jobs"))
 import conformance  # noqa: E402
 
 
-def test_cases_of_a_recorded_run_are_counted() -> None:
-    record = json.loads((BENCHMARKS / "results" / "conformance-1xh200-a40be64.json").read_text())
-    assert conformance.verdict(record["output_tail"]) == "51 passed, 0 failed"
+def test_the_last_totals_of_the_output_count() -> None:
+    output = "ok      one_case\n1 passed, 0 failed\nok      another_case\n51 passed, 0 failed\n"
+    assert conformance.verdict(output) == "51 passed, 0 failed"
 
 
 def test_output_without_totals_is_said_to_have_none() -> None:

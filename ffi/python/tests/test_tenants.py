@@ -42,7 +42,7 @@ def test_host_memory_of_a_first_pause_is_brought_in_before(stage: Stage) -> None
     report = train.prepare(timeout=TIMEOUT_S)
     assert report["outcome"] == "completed"
     host = train.stats()["members"][0]["host"]
-    assert host["held_bytes"] == host["wanted_bytes"] == 256 << 20
+    assert host["held_bytes"] == host["wanted_bytes"] == 4 << 20
     train.pause()
     train.resume()
     assert train.stats()["members"][0]["host"]["held_bytes"] == host["held_bytes"]

@@ -278,7 +278,7 @@ impl<D: Driver> Pool<D> {
     }
 
     /// A descriptor for `importer`, which has redeemed its ticket before and gave the memory up for a pause.
-    /// Open tickets are not touched; a descriptor made by [`crate::Returning::restore_own`] is used where there is one, and kept
+    /// Open tickets are not touched; a descriptor made by [`crate::Arriving::restore_rest`] is used where there is one, and kept
     /// for other importers.
     ///
     /// # Errors
