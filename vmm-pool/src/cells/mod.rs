@@ -61,8 +61,9 @@ impl<D: Driver> Entered<'_, D, Use> {
             self.pool.slabs().aim(this_thread(), Some(cell));
             return Ok(cell);
         }
-        self.pool.slabs().aim(this_thread(), None);
-        self.create(size_bytes, prop, recipe.class)
+        let again = self.pool.slabs().take_vacancy(size_bytes, &recipe);
+        self.pool.slabs().aim(this_thread(), again);
+        again.map_or_else(|| self.create(size_bytes, prop, recipe.class), Ok)
     }
 
     /// Creates an allocation of its own, of which it is known that it is to be mapped where a cell cannot be.

@@ -156,6 +156,35 @@ impl Table {
         }
     }
 
+    /// A cell where a caller keeps addresses of as many bytes with nothing there, as one does that suspends a communicator: a device that has no
+    /// room for a further slab has these bytes. None if there is no such place.
+    pub(crate) fn take_vacancy(
+        &mut self,
+        size_bytes: u64,
+        recipe: &Recipe,
+    ) -> Option<VirtualHandle> {
+        if !self.is_on || !recipe.is_for_cells(size_bytes) {
+            return None;
+        }
+        let (key, part) =
+            self.windows.values().filter(|window| !window.is_room).find_map(|window| {
+                let Under::Slab(key, base) = window.under else { return None };
+                let slab = self.slabs.get(&key).filter(|slab| slab.is_of(recipe))?;
+                let spots =
+                    window.spots.iter().filter(|(_, spot_bytes)| **spot_bytes == size_bytes);
+                let mut parts =
+                    spots.map(|(start, _)| Part { offset_bytes: start - base, size_bytes });
+                let is_free = |part: &Part| {
+                    slab.cells_in(*part).next().is_none()
+                        && (self.is_home || !slab.is_abroad(*part))
+                };
+                parts.find(is_free).map(|part| (key, part))
+            })?;
+        let handle = self.add_cell(key, part, true)?;
+        self.cell_mut(handle)?.is_unclean = true;
+        Some(handle)
+    }
+
     /// The cell, which can leave, is `part` of the slab `key` from now on. False if something is there, or was that another process may hold.
     fn put_at(&mut self, found: CellAt, key: SlabKey, part: Part) -> bool {
         let recipe = self.recipe_of(found.slab).filter(|_| found.can_leave);

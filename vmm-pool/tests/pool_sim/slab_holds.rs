@@ -7,7 +7,7 @@ use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DriverCode, Dr
 use vmm_pool::{Known, PoolError, PoolResult, VirtualHandle};
 
 use crate::slabs::{allocate, assert_nothing_left, create, free, free_range, nccl, slabbed};
-use crate::stage::{DEVICE, SimPool, UNIT, is_clear, node, pattern, write};
+use crate::stage::{DEVICE, SimPool, UNIT, free_bytes, is_clear, node, pattern, write};
 use crate::tags::{pause_tags, resume_tags};
 
 /// Long enough for a thread to come to a call.
@@ -129,5 +129,21 @@ fn the_driver_answers_for_addresses_that_nothing_is_mapped_at() {
     assert_eq!(pool.who_answers(behind), Known::Nobody, "the caller has not reserved them");
     free_range(&pool, VaRange::new(start, 2 * UNIT));
     free(&pool, kept);
+    assert_nothing_left(&pool);
+}
+
+#[test]
+fn addresses_that_are_kept_take_new_memory_on_a_device_that_is_full() {
+    let pool = slabbed(&node());
+    let (kept, spot) = full_slab(&pool);
+    let left = free_bytes(&pool, DEVICE);
+    let hog = pool.create(left, &AllocationProp::pinned_on(DEVICE), nccl()).expect("memory");
+    let handle = create(&pool, 1).expect("the bytes are there");
+    map(&pool, spot, handle).expect("mapped");
+    assert!(is_clear_and_readable(&pool, spot));
+    pool.release(hog).expect("released");
+    for range in [kept, spot] {
+        free(&pool, range);
+    }
     assert_nothing_left(&pool);
 }
