@@ -163,7 +163,8 @@ impl Table {
         size_bytes: u64,
         recipe: &Recipe,
     ) -> Option<VirtualHandle> {
-        if !self.is_on || !recipe.is_for_cells(size_bytes) {
+        // Also where no more slabs are made: an allocation of its own could not be mapped there.
+        if !recipe.is_for_cells(size_bytes) {
             return None;
         }
         let (key, part) =

@@ -133,8 +133,18 @@ fn the_driver_answers_for_addresses_that_nothing_is_mapped_at() {
 }
 
 #[test]
-fn addresses_that_are_kept_take_new_memory_on_a_device_that_is_full() {
+fn addresses_that_are_kept_take_new_memory_where_no_slab_is_made_for_it() {
     let pool = slabbed(&node());
+    let (kept, spot) = full_slab(&pool);
+    pool.use_slabs(false);
+    let handle = create(&pool, 1).expect("memory");
+    map(&pool, spot, handle).expect("mapped");
+    assert!(is_clear_and_readable(&pool, spot));
+    for range in [kept, spot] {
+        free(&pool, range);
+    }
+    assert_nothing_left(&pool);
+    pool.use_slabs(true);
     let (kept, spot) = full_slab(&pool);
     let left = free_bytes(&pool, DEVICE);
     let hog = pool.create(left, &AllocationProp::pinned_on(DEVICE), nccl()).expect("memory");
