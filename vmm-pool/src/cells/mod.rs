@@ -61,9 +61,17 @@ impl<D: Driver> Entered<'_, D, Use> {
             self.pool.slabs().aim(this_thread(), Some(cell));
             return Ok(cell);
         }
-        let again = self.pool.slabs().take_vacancy(size_bytes, &recipe);
-        self.pool.slabs().aim(this_thread(), again);
+        self.pool.slabs().aim(this_thread(), None);
+        let vacancies = self.pool.slabs().vacancies(size_bytes, &recipe);
+        let again = vacancies.into_iter().find_map(|(key, row, part)| {
+            self.is_here(row).then(|| self.pool.slabs().refill(key, part))?
+        });
         again.map_or_else(|| self.create(size_bytes, prop, recipe.class), Ok)
+    }
+
+    /// Is the memory of `row` on its device?
+    fn is_here(&self, row: VirtualHandle) -> bool {
+        self.pool.ledger().row(row).is_some_and(Row::is_resident)
     }
 
     /// Creates an allocation of its own, of which it is known that it is to be mapped where a cell cannot be.
@@ -86,8 +94,7 @@ impl<D: Driver> Entered<'_, D, Use> {
     fn cell(&self, size_bytes: u64, recipe: &Recipe, slab_bytes: u64) -> Option<VirtualHandle> {
         let with_room = self.pool.slabs().with_room(size_bytes, recipe);
         let carved = with_room.into_iter().find_map(|(key, row)| {
-            let is_there = self.pool.ledger().row(row).is_some_and(Row::is_resident);
-            if is_there { self.pool.slabs().carve(key, size_bytes) } else { None }
+            self.is_here(row).then(|| self.pool.slabs().carve(key, size_bytes))?
         });
         if carved.is_some() {
             return carved;

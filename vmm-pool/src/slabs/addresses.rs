@@ -156,45 +156,50 @@ impl Table {
         }
     }
 
-    /// A cell where a caller keeps addresses of as many bytes with nothing there, as one does that suspends a communicator: a device that has no
-    /// room for a further slab has these bytes. None if there is no such place.
-    pub(crate) fn take_vacancy(
-        &mut self,
+    /// Where callers keep addresses of as many bytes with nothing there, as those do that suspend a communicator: the slab, its row and the
+    /// part. A device without room for a further slab has these bytes. Also if no more slabs are made, for an allocation of its own
+    /// could not be mapped there.
+    pub(crate) fn vacancies(
+        &self,
         size_bytes: u64,
         recipe: &Recipe,
-    ) -> Option<VirtualHandle> {
-        // Also where no more slabs are made: an allocation of its own could not be mapped there.
+    ) -> Vec<(SlabKey, VirtualHandle, Part)> {
         if !recipe.is_for_cells(size_bytes) {
-            return None;
+            return Vec::new();
         }
-        let (key, part) =
-            self.windows.values().filter(|window| !window.is_room).find_map(|window| {
-                let Under::Slab(key, base) = window.under else { return None };
-                let slab = self.slabs.get(&key).filter(|slab| slab.is_of(recipe))?;
-                let spots =
-                    window.spots.iter().filter(|(_, spot_bytes)| **spot_bytes == size_bytes);
-                let mut parts =
-                    spots.map(|(start, _)| Part { offset_bytes: start - base, size_bytes });
-                let is_free = |part: &Part| {
-                    slab.cells_in(*part).next().is_none()
-                        && (self.is_home || !slab.is_abroad(*part))
-                };
-                parts.find(is_free).map(|part| (key, part))
-            })?;
+        let of_window = |window: &Window| {
+            let Under::Slab(key, base) = window.under else { return Vec::new() };
+            let Some(slab) = self.slabs.get(&key).filter(|slab| slab.is_of(recipe)) else {
+                return Vec::new();
+            };
+            let spots = window.spots.iter().filter(|(_, spot_bytes)| **spot_bytes == size_bytes);
+            let parts = spots.map(|(start, _)| Part { offset_bytes: start - base, size_bytes });
+            let free = parts.filter(|part| self.is_free(slab, *part, None));
+            free.map(|part| (key, slab.new.row, part)).collect()
+        };
+        self.windows.values().filter(|window| !window.is_room).flat_map(of_window).collect()
+    }
+
+    /// A cell in a vacancy, unless that is taken by now. What was there is cleared when the cell is mapped.
+    pub(crate) fn refill(&mut self, key: SlabKey, part: Part) -> Option<VirtualHandle> {
+        self.slabs.get(&key).filter(|slab| self.is_free(slab, part, None))?;
         let handle = self.add_cell(key, part, true)?;
         self.cell_mut(handle)?.is_unclean = true;
         Some(handle)
+    }
+
+    /// Is no cell in `part`, but for one that would move, and was none that another process may hold?
+    fn is_free(&self, slab: &Slab, part: Part, mover: Option<VirtualHandle>) -> bool {
+        slab.cells_in(part).all(|cell| Some(cell.handle) == mover)
+            && (self.is_home || !slab.is_abroad(part))
     }
 
     /// The cell, which can leave, is `part` of the slab `key` from now on. False if something is there, or was that another process may hold.
     fn put_at(&mut self, found: CellAt, key: SlabKey, part: Part) -> bool {
         let recipe = self.recipe_of(found.slab).filter(|_| found.can_leave);
         let is_alike = recipe.is_some() && recipe == self.recipe_of(key);
-        let is_free = self.slabs.get(&key).filter(|_| is_alike).is_some_and(|there| {
-            let is_abroad = !self.is_home && there.is_abroad(part);
-            !is_abroad && there.cells_in(part).all(|cell| cell.handle == found.handle)
-        });
-        if !is_free {
+        let there = self.slabs.get(&key).filter(|_| is_alike);
+        if !there.is_some_and(|there| self.is_free(there, part, Some(found.handle))) {
             return false;
         }
         self.take_cell(found.slab, found.part.offset_bytes);

@@ -157,3 +157,18 @@ fn addresses_that_are_kept_take_new_memory_where_no_slab_is_made_for_it() {
     }
     assert_nothing_left(&pool);
 }
+
+#[test]
+fn addresses_of_a_slab_that_is_set_aside_give_no_memory() {
+    let pool = slabbed(&node());
+    let (kept, spot) = full_slab(&pool);
+    pool.use_slabs(false);
+    pause_tags(&pool, &["nccl"]);
+    let handle = create(&pool, 1).expect("memory");
+    assert_eq!(pool.report().slabs.cells, 1, "it stands alone");
+    release(&pool, handle).expect("released");
+    resume_tags(&pool, &["nccl"]);
+    free(&pool, kept);
+    free_range(&pool, spot);
+    assert_nothing_left(&pool);
+}
