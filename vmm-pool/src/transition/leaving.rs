@@ -94,7 +94,7 @@ pub struct Departing<D: Driver> {
     queue: Queue,
     laid_out: LaidOut,
     /// What has gone in windows that failed, to be told with the next that does not.
-    untold: Box<Moved>,
+    untold: Moved,
 }
 
 /// A pause that came to nothing.
@@ -250,7 +250,7 @@ impl<D: Driver> Prepared<D> {
                 queue.add(if is_import(row) { waiting } else { waiting.counting(row) });
             }
         }
-        Departing { leaving, queue, laid_out, untold: Box::default() }
+        Departing { leaving, queue, laid_out, untold: Moved::default() }
     }
 
     /// As [`Leaving::undo`].
@@ -297,7 +297,7 @@ impl<D: Driver> Departing<D> {
         let picked = self.pick(|device| window.get(&device).copied());
         let outcome = self.give_back(&picked);
         self.put_back(&picked);
-        outcome.map(|()| std::mem::take(&mut *self.untold))
+        outcome.map(|()| std::mem::take(&mut self.untold))
     }
 
     /// The end of a pause: saves and gives back all that is left, each part as soon as it is saved. If that fails, it goes on
@@ -324,7 +324,7 @@ impl<D: Driver> Departing<D> {
         }
         Still::drained(&self.leaving.quiesced).note_used();
         let Self { leaving, untold, .. } = self;
-        Ok((leaving.into_released(), *untold))
+        Ok((leaving.into_released(), untold))
     }
 
     /// Puts nothing back, because the context is lost, and leaves the gate shut.
