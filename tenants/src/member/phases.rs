@@ -302,7 +302,7 @@ impl<D: Driver> Member<D> {
         wrong_state(message)
     }
 
-    /// What would leave is told by device, so that another tenant can count on it.
+    /// Unless it is saved by then, what would leave is told by device, so that another tenant can count on it.
     fn prepare(
         &self,
         stays: &[Stay],
@@ -316,8 +316,11 @@ impl<D: Driver> Member<D> {
         let budget = |held_bytes| budget(held_bytes, &(self.config.host_limits)());
         match quiesced.prepare(selection, &stays, copies, budget, schedule) {
             Ok((prepared, log)) => {
-                let leaving = self.by_device(self.pool.resident_bytes(prepared.selection()));
-                let devices = self.deltas(&leaving);
+                let leaving = match schedule {
+                    Schedule::SaveFirst => BTreeMap::new(),
+                    Schedule::SaveMeanwhile => self.pool.resident_bytes(prepared.selection()),
+                };
+                let devices = self.deltas(&self.by_device(leaving));
                 self.set_progress(Progress::Prepared(prepared));
                 Ok(PhaseReport { devices, ..report(log) })
             }
