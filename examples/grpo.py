@@ -76,7 +76,7 @@ def trainer() -> None:
 
 
 def generator() -> None:
-    """A process of tenant `infer`. Nothing of it needs to be saved: weights come anew in each step, and the cache is scratch."""
+    """A process of tenant `infer`. Nothing of it needs to be saved: new weights come in each step, and the cache is scratch."""
     import sublet
 
     device = stage.device()
@@ -113,7 +113,7 @@ def main() -> None:
     infer.pause(tags="kv")
     infer.swap_to(train)
     for step in range(STEPS):
-        # The weights alone: what was paused by tag stays away until its tag is asked for.
+        # The weights alone: what was paused by tag stays away until its tag is resumed.
         infer.resume()
         stage.ask(generating, f"copy {stage.ask(training, 'lend')}")
         began = time.monotonic()

@@ -10,7 +10,7 @@ and resumed together, `--cycles` times, by three ways, each in a process of its 
 Half of the cycles resume at once, half after a rest: the driver clears memory in the background after it was given back,
 and copies that follow at once share the device with that.
 
-The weights are written anew before each pause, so that nobody gains by what is saved already. Every word of them is checked
+The weights are written again before each pause, so that nobody gains by what is saved already. Every word of them is checked
 on the device after each resume, and with sublet a piece of `host_copy` while paused.
 
 Bound: 20 GB at 55 GB/s are 0.36 s each way; pinning 20 GB takes some 6 s, so `saver` is bound by that and gets fewer

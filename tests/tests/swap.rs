@@ -1,4 +1,4 @@
-//! Two tenants that change places: both directions at once, in bounded memory.
+//! Two tenants that change places: both directions simultaneously, in bounded memory.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -1,6 +1,6 @@
 //! `book`: the documents as one book, by mdBook, with every link looked at by lychee.
 //!
-//! Pages of `docs` link to files beside that folder. So the book is built of a copy of the project, with the list of
+//! Pages of `docs` link to files next to that folder. So the book is built of a copy of the project, with the list of
 //! contents at its top.
 
 use std::fs;

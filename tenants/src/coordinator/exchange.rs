@@ -2,7 +2,7 @@
 //! processes say.
 //!
 //! No device holds more than the larger of what leaves and what comes there, and a window. Memory that has just been
-//! released is given to whoever comes as it is told; what leaves waits for nobody.
+//! released is given to the tenant that comes as it is told; what leaves waits for nobody.
 
 use std::collections::{BTreeMap, VecDeque};
 

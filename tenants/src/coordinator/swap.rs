@@ -154,7 +154,7 @@ impl Held<'_> {
     }
 }
 
-/// Both at once, where both have something to move.
+/// Both simultaneously, if both have something to move.
 fn overlapped(
     from: &Held<'_>,
     to: &Held<'_>,

@@ -50,7 +50,7 @@ impl<D: Driver> Member<D> {
         }
     }
 
-    /// Refuses what would come back to this process alone, and is others' too: whoever asked for it may have looked before
+    /// Refuses what would come back to this process alone, and is others' too: the caller may have looked before
     /// they came for it. Nobody comes while it is away.
     pub(super) fn refuse_shared(&self, scope: &Scope) -> Result<(), Failure> {
         let acts_alone = self.status().rounds.acts_alone();

@@ -673,7 +673,7 @@ impl Ledger {
         exports
     }
 
-    /// The end of a resume of `selection`: nothing stays for the others' sake any more, and whoever has fetched memory
+    /// The end of a resume of `selection`: nothing stays for the others' sake any more, and a process that has fetched memory
     /// again is its importer, and keeps alive from now on what its owner's application freed while it was away. That comes out.
     pub(crate) fn end_fetching(&mut self, selection: &Selection) -> Vec<Row> {
         let handles: Vec<_> = self.rows().map(Row::handle).collect();

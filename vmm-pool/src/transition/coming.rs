@@ -130,7 +130,7 @@ impl<D: Driver> Arriving<D> {
     }
 
     /// Resume 2, to its end: the same for all that is left. Meanwhile it exports what peers had imported of all that comes back, as
-    /// far as `exports_max` descriptors go: the rest is exported when it is asked for.
+    /// far as `exports_max` descriptors go: the rest is exported when a process comes for it.
     ///
     /// # Errors
     /// As [`Arriving::restore_stage`], in a state that can be undone.

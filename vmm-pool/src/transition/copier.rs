@@ -1,5 +1,5 @@
 //! The one way that contents are copied in a pause or resume: between devices and the arena, or through its ring to and from
-//! the file (`file.rs` beside this).
+//! the file (`file.rs`).
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 

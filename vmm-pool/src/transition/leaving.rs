@@ -5,7 +5,7 @@
 //!                                                | ^ release_stage
 //! ```
 //!
-//! There is one way out, with two schedules, which whoever begins chooses ([`Schedule`]). A window is the same save and
+//! There is one way out, with two schedules, of which the caller chooses one ([`Schedule`]). A window is the same save and
 //! release, of the allocations that it picks ([`Selection::Part`]). A pause is one window; a swap gives memory back as fast
 //! as the other tenant takes it.
 

@@ -254,7 +254,7 @@ struct Agent {
     written: AtomicU64,
     /// Of what it holds, out or in.
     moved: AtomicU64,
-    /// The connection of whoever leads a pause or resume of it: orders that come over another are refused. Zero for none.
+    /// The connection of the coordinator that leads a pause or resume of it: orders that come over another are refused. Zero for none.
     leader: AtomicU64,
 }
 
@@ -298,7 +298,7 @@ impl Agent {
         listener.close().unwrap();
     }
 
-    /// Does whoever asks over this connection lead from here on, until the last phase of its round?
+    /// Does the coordinator of this connection lead from here on, until the last phase of its round?
     fn is_led_by(&self, number: u64, phase: Phase) -> bool {
         let leader = self.leader.load(Ordering::Relaxed);
         let leads = leader == 0 || leader == number || phase == Phase::Settle;
