@@ -14,6 +14,7 @@
 mod accounting;
 mod bytes;
 mod contexts;
+mod events;
 mod pieces;
 mod refusals;
 
@@ -47,6 +48,7 @@ pub fn cases<D: Driver>() -> Vec<Case<D>> {
     all.extend(refusals::cases());
     all.extend(accounting::cases());
     all.extend(contexts::cases());
+    all.extend(events::cases());
     all.extend(pieces::cases());
     all
 }

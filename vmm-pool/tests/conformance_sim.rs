@@ -7,7 +7,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 
 use vmm_pool::conformance::{Limits, cases};
-use vmm_pool::driver::sim::{FaultSpan, GRANULARITY_BYTES, SimDriver, SimNode, SimOptions, Touch};
+use vmm_pool::driver::sim::{
+    FaultSpan, GRANULARITY_BYTES, SimDriver, SimNode, SimOptions, Touch, Work,
+};
 use vmm_pool::driver::{
     AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverOp, Location,
     LocationKind, RawStream, VaRange,
@@ -169,6 +171,62 @@ fn two_streams_at_the_same_bytes_without_a_wait_between_cost_the_context() {
         .expect("begun");
     let lost = driver.synchronize().expect_err("the context is lost");
     assert_eq!(lost.code, DriverCode::ILLEGAL_ADDRESS);
+}
+
+#[test]
+fn an_order_by_an_event_holds_for_what_came_before_it_and_for_nothing_else() {
+    let mut host = [0_u8; 64];
+    let driver = driver();
+    let (range, stream) = copying(&driver, &mut host);
+    let other = driver.stream_create().expect("another");
+    let third = driver.stream_create().expect("a third");
+    let event = driver.event_create().expect("an event");
+    driver.event_record(event, stream).expect("recorded");
+    driver.stream_wait_event(other, event).expect("ordered");
+    // SAFETY: it stays mapped.
+    unsafe { driver.fill_with_zeros(range, other) }.expect("behind the copy");
+    driver.event_record(event, other).expect("recorded");
+    driver.stream_wait_event(third, event).expect("ordered");
+    // SAFETY: as above.
+    unsafe { driver.fill_with_zeros(range, third) }.expect("behind both");
+    driver.event_synchronize(event).expect("no harm");
+    // SAFETY: as above; the first copy was waited for, through the second stream.
+    unsafe { driver.fill_with_zeros(range, third) }.expect("on the same stream");
+    driver.stream_synchronize(third).expect("no harm");
+    driver.unmap_memory(range).expect("nothing uses it");
+    driver.synchronize().expect("a context");
+
+    let (range, stream) = copying(&driver, &mut host);
+    driver.event_record(event, stream).expect("recorded");
+    // SAFETY: as above.
+    unsafe { driver.fill_with_zeros(range, stream) }.expect("after the event");
+    driver.stream_wait_event(other, event).expect("ordered");
+    // SAFETY: as above.
+    unsafe { driver.fill_with_zeros(range, other) }.expect("behind the copy alone");
+    let lost = driver.synchronize().expect_err("the context is lost");
+    assert_eq!(lost.code, DriverCode::ILLEGAL_ADDRESS);
+}
+
+#[test]
+fn a_later_record_delays_no_stream_that_waits_already() {
+    let driver = driver();
+    driver.make_current(DEVICE).expect("current");
+    let [stream, other] = [(); 2].map(|()| driver.stream_create().expect("a stream"));
+    let event = driver.event_create().expect("an event");
+    driver.event_record(event, stream).expect("recorded");
+    driver.stream_wait_event(other, event).expect("ordered");
+    let (go, goes) = std::sync::mpsc::channel::<()>();
+    let goes = std::sync::Mutex::new(goes);
+    let held = Work::new(move |_| {
+        let _gone = goes.lock().map(|goes| goes.recv());
+        Ok(())
+    });
+    driver.core().enqueue(stream, held).expect("held");
+    driver.event_record(event, stream).expect("recorded again");
+    driver.stream_synchronize(other).expect("what it waits for is done");
+    assert!(!driver.event_is_done(event).expect("query"), "its work is held");
+    drop(go);
+    driver.event_synchronize(event).expect("done");
 }
 
 #[test]

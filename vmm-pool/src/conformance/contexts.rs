@@ -102,6 +102,7 @@ fn a_thread_without_a_context_is_refused_what_needs_one<D: Driver>(driver: &D, _
         refused(driver.synchronize(), no_context, "wait for a device");
         refused(driver.memory_info(), no_context, "memory info");
         refused(driver.stream_create(), no_context, "stream");
+        refused(driver.event_create(), no_context, "event");
         let mut memory = vec![0_u8; 1 << 20];
         let start = NonNull::from(memory.as_mut_slice()).cast();
         // SAFETY: it is refused.

@@ -22,7 +22,8 @@ use super::fingerprint::PieceSlot;
 use super::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, DeviceUuid, Driver,
     DriverCode, DriverError, DriverOp, DriverResult, DriverVersion, Granularity,
-    HANDLE_TYPE_POSIX_FD, MemoryInfo, PinnedFor, RawContext, RawHandle, RawStream, VaRange,
+    HANDLE_TYPE_POSIX_FD, MemoryInfo, PinnedFor, RawContext, RawEvent, RawHandle, RawStream,
+    VaRange,
 };
 
 /// The name every consumer of the driver opens.
@@ -30,6 +31,8 @@ const LIBRARY_NAME: &str = "libcuda.so.1";
 
 const DEVICES_MAX: usize = 64;
 const STREAM_NON_BLOCKING: c_uint = 1;
+/// `CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING`.
+const EVENT_PLAIN: c_uint = 3;
 const HOST_REGISTER_PORTABLE: c_uint = 1;
 const CAPTURE_MODE_RELAXED: c_int = 2;
 const GRANULARITY_MINIMUM: c_int = 0;
@@ -128,6 +131,12 @@ driver_table! {
     stream_destroy: cuStreamDestroy_v2(u64);
     stream_synchronize: cuStreamSynchronize(u64);
     stream_query: cuStreamQuery(u64);
+    event_create: cuEventCreate(*mut u64, c_uint);
+    event_destroy: cuEventDestroy_v2(u64);
+    event_record: cuEventRecord(u64, u64);
+    event_query: cuEventQuery(u64);
+    event_synchronize: cuEventSynchronize(u64);
+    stream_wait_event: cuStreamWaitEvent(u64, u64, c_uint);
     copy_to_host: cuMemcpyDtoHAsync_v2(*mut c_void, u64, usize, u64);
     copy_to_device: cuMemcpyHtoDAsync_v2(u64, *const c_void, usize, u64);
     copy_between: cuMemcpyDtoDAsync_v2(u64, u64, usize, u64);
@@ -567,6 +576,46 @@ impl Driver for CudaDriver {
             return Ok(false);
         }
         check(DriverOp::StreamQuery, code).map(|()| true)
+    }
+
+    fn event_create(&self) -> DriverResult<RawEvent> {
+        let mut event = 0_u64;
+        // SAFETY: `event` is a valid out-pointer of pointer size.
+        let code = unsafe { (self.table.event_create)(&raw mut event, EVENT_PLAIN) };
+        check(DriverOp::EventCreate, code)?;
+        Ok(RawEvent(event))
+    }
+
+    unsafe fn event_destroy(&self, event: RawEvent) -> DriverResult<()> {
+        // SAFETY: the caller gives the event up.
+        check(DriverOp::EventDestroy, unsafe { (self.table.event_destroy)(event.0) })
+    }
+
+    fn event_record(&self, event: RawEvent, stream: RawStream) -> DriverResult<()> {
+        // SAFETY: no pointer is passed; what is none of the driver's is refused.
+        let code = unsafe { (self.table.event_record)(event.0, stream.0) };
+        check(DriverOp::EventRecord, code)
+    }
+
+    fn event_is_done(&self, event: RawEvent) -> DriverResult<bool> {
+        // SAFETY: as for `event_record`.
+        let code = unsafe { (self.table.event_query)(event.0) };
+        if DriverCode(code) == DriverCode::NOT_READY {
+            return Ok(false);
+        }
+        check(DriverOp::EventQuery, code).map(|()| true)
+    }
+
+    fn event_synchronize(&self, event: RawEvent) -> DriverResult<()> {
+        // SAFETY: as for `event_record`.
+        let code = unsafe { (self.table.event_synchronize)(event.0) };
+        check(DriverOp::EventSynchronize, code)
+    }
+
+    fn stream_wait_event(&self, stream: RawStream, event: RawEvent) -> DriverResult<()> {
+        // SAFETY: as for `event_record`.
+        let code = unsafe { (self.table.stream_wait_event)(stream.0, event.0, 0) };
+        check(DriverOp::StreamWaitEvent, code)
     }
 
     unsafe fn copy_to_host(

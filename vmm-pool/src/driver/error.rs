@@ -202,6 +202,18 @@ driver_ops! {
     StreamSynchronize => "cuStreamSynchronize",
     /// Ask whether a stream is done.
     StreamQuery => "cuStreamQuery",
+    /// Make an event.
+    EventCreate => "cuEventCreate",
+    /// End an event.
+    EventDestroy => "cuEventDestroy",
+    /// Have an event stand for the work of a stream so far.
+    EventRecord => "cuEventRecord",
+    /// Ask whether what an event stands for is done.
+    EventQuery => "cuEventQuery",
+    /// Wait for what an event stands for.
+    EventSynchronize => "cuEventSynchronize",
+    /// Have a stream wait for what an event stands for.
+    StreamWaitEvent => "cuStreamWaitEvent",
     /// Copy from the device.
     CopyToHost => "cuMemcpyDtoHAsync",
     /// Copy to the device.

@@ -27,7 +27,7 @@ pub use types::{
     ALLOCATION_KIND_PINNED, AccessDesc, AllocationFlags, AllocationProp, DeviceAddress,
     DeviceAttribute, DeviceOrdinal, DeviceUuid, DriverVersion, Granularity, HANDLE_TYPE_FABRIC,
     HANDLE_TYPE_POSIX_FD, Location, LocationKind, MemoryInfo, PciAddress, PinnedFor, RawContext,
-    RawHandle, RawStream, VaRange,
+    RawEvent, RawHandle, RawStream, VaRange,
 };
 
 /// Result of a driver call.
@@ -268,6 +268,53 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// What the driver returned, including the failure of earlier work.
     #[doc(alias = "cuStreamQuery")]
     fn stream_is_done(&self, stream: RawStream) -> DriverResult<bool>;
+
+    /// An event of the current context, which takes no time of day. A wait for it sleeps. *Context.*
+    ///
+    /// # Errors
+    /// What the driver returned.
+    #[doc(alias = "cuEventCreate")]
+    fn event_create(&self) -> DriverResult<RawEvent>;
+
+    /// Ends an event; waits of streams that were queued on it hold.
+    ///
+    /// # Safety
+    /// The caller owns `event` and uses it no more.
+    ///
+    /// # Errors
+    /// What the driver returned.
+    #[doc(alias = "cuEventDestroy_v2")]
+    unsafe fn event_destroy(&self, event: RawEvent) -> DriverResult<()>;
+
+    /// Has `event` stand for all work of `stream` so far, and for nothing that it stood for before. On a stream that is
+    /// captured it stands for a place in the graph, and can be neither asked about nor waited for.
+    ///
+    /// # Errors
+    /// `INVALID_HANDLE` when `stream` is of another context than `event`; what else the driver returned.
+    #[doc(alias = "cuEventRecord")]
+    fn event_record(&self, event: RawEvent, stream: RawStream) -> DriverResult<()>;
+
+    /// Is the work done that `event` stands for? That of an event never recorded is.
+    ///
+    /// # Errors
+    /// What the driver returned, including the failure of earlier work.
+    #[doc(alias = "cuEventQuery")]
+    fn event_is_done(&self, event: RawEvent) -> DriverResult<bool>;
+
+    /// Waits for the work that `event` stands for now. *Blocks.*
+    ///
+    /// # Errors
+    /// As [`Driver::event_is_done`].
+    #[doc(alias = "cuEventSynchronize")]
+    fn event_synchronize(&self, event: RawEvent) -> DriverResult<()>;
+
+    /// Has all later work of `stream` wait for the work that `event` stands for now, of the same device or another. A later
+    /// record changes nothing about it.
+    ///
+    /// # Errors
+    /// What the driver returned. `STREAM_CAPTURE_ISOLATION` for a stream that is captured.
+    #[doc(alias = "cuStreamWaitEvent")]
+    fn stream_wait_event(&self, stream: RawStream, event: RawEvent) -> DriverResult<()>;
 
     /// Starts a copy of `source` to host memory.
     ///

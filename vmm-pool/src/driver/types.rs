@@ -103,6 +103,10 @@ pub struct RawHandle(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RawStream(pub u64);
 
+/// An event made by us through [`super::Driver::event_create`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RawEvent(pub u64);
+
 /// A context that the application made for itself (`CUcontext`), beside a device's primary one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RawContext(pub u64);

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, DeviceUuid, Driver,
     DriverCode, DriverError, DriverOp, DriverResult, DriverVersion, Granularity, MemoryInfo,
-    PieceSlot, PinnedFor, RawContext, RawHandle, RawStream, VaRange,
+    PieceSlot, PinnedFor, RawContext, RawEvent, RawHandle, RawStream, VaRange,
 };
 
 /// See the head of this module.
@@ -137,6 +137,30 @@ impl Driver for IdleDriver {
 
     fn stream_is_done(&self, _: RawStream) -> DriverResult<bool> {
         Ok(true)
+    }
+
+    fn event_create(&self) -> DriverResult<RawEvent> {
+        Ok(RawEvent(1))
+    }
+
+    unsafe fn event_destroy(&self, _: RawEvent) -> DriverResult<()> {
+        Ok(())
+    }
+
+    fn event_record(&self, _: RawEvent, _: RawStream) -> DriverResult<()> {
+        Ok(())
+    }
+
+    fn event_is_done(&self, _: RawEvent) -> DriverResult<bool> {
+        Ok(true)
+    }
+
+    fn event_synchronize(&self, _: RawEvent) -> DriverResult<()> {
+        Ok(())
+    }
+
+    fn stream_wait_event(&self, _: RawStream, _: RawEvent) -> DriverResult<()> {
+        Ok(())
     }
 
     unsafe fn copy_to_host(&self, _: NonNull<u8>, _: VaRange, _: RawStream) -> DriverResult<()> {

@@ -3,9 +3,10 @@
 //! Work of streams runs on this type, and a C interface on top of the simulation calls it directly for
 //! what the trait does not offer: contexts by device, access to memory from kernels, streams of any kind.
 //!
-//! Lock order: `submit` before `streams` before the queue of a stream; `memory` alone.
+//! Lock order: `submit` before `streams` before the queue of a stream; `events` and `memory` alone.
 
 mod bytes;
+mod events;
 mod kernels;
 mod memory;
 mod streams;
@@ -13,6 +14,7 @@ mod streams;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use self::events::Events;
 use self::streams::Streams;
 use super::memory::{Census, Coded, Memory, io_code};
 use super::node::{Block, SimNode};
@@ -55,6 +57,7 @@ pub struct Core {
     devices: Vec<Device>,
     memory: RwLock<Memory>,
     streams: Mutex<Streams>,
+    events: Mutex<Events>,
     /// Held while work is submitted to a stream that is ordered against another.
     submit: Mutex<()>,
     closing: AtomicBool,
@@ -89,6 +92,7 @@ impl Core {
             devices,
             memory: RwLock::new(Memory::new(std::process::id())),
             streams: Mutex::new(Streams::new()),
+            events: Mutex::default(),
             submit: Mutex::new(()),
             closing: AtomicBool::new(false),
             foreign_pins: AtomicU64::new(0),
@@ -136,7 +140,8 @@ impl Core {
 
     /// What this process holds now. For tests of leaks.
     pub fn census(&self) -> Census {
-        Census { streams: self.stream_count(), ..self.read().census() }
+        let (streams, events) = (self.stream_count(), self.event_count());
+        Census { streams, events, ..self.read().census() }
     }
 
     // Devices.

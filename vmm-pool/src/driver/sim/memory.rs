@@ -68,6 +68,8 @@ pub struct Census {
     pub host_ranges: usize,
     /// Streams, default ones not counted.
     pub streams: usize,
+    /// Events.
+    pub events: usize,
 }
 
 #[derive(Debug)]
@@ -150,7 +152,7 @@ impl Memory {
         }
     }
 
-    /// Objects by kind; streams are not in this table.
+    /// Objects by kind; streams and events are not in this table.
     pub(super) fn census(&self) -> Census {
         Census {
             handles: self.handles.len(),
@@ -158,6 +160,7 @@ impl Memory {
             mappings: self.mappings.len(),
             host_ranges: self.host.len(),
             streams: 0,
+            events: 0,
         }
     }
 

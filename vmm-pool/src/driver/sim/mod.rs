@@ -12,7 +12,7 @@
 //! writes anything else, whatever other threads unmap meanwhile. Unmapping waits for no work: what is queued or runs there
 //! has failed, and the device with it. Of copies, fills and kernels of the trait's that holds until somebody has waited for
 //! them: here they are fast, and on a device they would be under way still. For the same reason two of them on two streams
-//! that touch the same bytes, and one writes, have failed: nothing says which comes first.
+//! that touch the same bytes, and one writes, have failed unless a wait for an event says which comes first.
 //!
 //! New memory has bytes other than zero in it, in every 64 KiB: nothing that NVIDIA documents says that it is zero.
 //!
@@ -51,7 +51,7 @@ pub use self::stream::{StreamKind, Work};
 use super::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, DeviceUuid, Driver,
     DriverCode, DriverError, DriverOp, DriverResult, DriverVersion, Granularity, MemoryInfo,
-    PieceSlot, PinnedFor, RawContext, RawHandle, RawStream, VaRange,
+    PieceSlot, PinnedFor, RawContext, RawEvent, RawHandle, RawStream, VaRange,
 };
 
 /// A context of a device. Streams, and waits for them, are of one.
@@ -350,6 +350,30 @@ impl Driver for SimDriver {
 
     fn stream_is_done(&self, stream: RawStream) -> DriverResult<bool> {
         self.call(DriverOp::StreamQuery, |core| core.stream_idle(stream))
+    }
+
+    fn event_create(&self) -> DriverResult<RawEvent> {
+        self.call_on_device(DriverOp::EventCreate, Core::new_event)
+    }
+
+    unsafe fn event_destroy(&self, event: RawEvent) -> DriverResult<()> {
+        self.call(DriverOp::EventDestroy, |core| core.end_event(event))
+    }
+
+    fn event_record(&self, event: RawEvent, stream: RawStream) -> DriverResult<()> {
+        self.call(DriverOp::EventRecord, |core| core.record_event(event, stream))
+    }
+
+    fn event_is_done(&self, event: RawEvent) -> DriverResult<bool> {
+        self.call(DriverOp::EventQuery, |core| core.event_idle(event))
+    }
+
+    fn event_synchronize(&self, event: RawEvent) -> DriverResult<()> {
+        self.call(DriverOp::EventSynchronize, |core| core.wait_event(event))
+    }
+
+    fn stream_wait_event(&self, stream: RawStream, event: RawEvent) -> DriverResult<()> {
+        self.call(DriverOp::StreamWaitEvent, |core| core.order_behind(stream, event))
     }
 
     unsafe fn copy_to_host(

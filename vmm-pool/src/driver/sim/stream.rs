@@ -1,8 +1,8 @@
 //! Streams: one worker thread each, which does the submitted work later and in order.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 
 use super::SimContext;
@@ -89,6 +89,70 @@ impl InUse {
     }
 }
 
+/// Points of streams that something comes after.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Behind {
+    /// By the place of the stream in memory, which nothing else takes as long as it is here.
+    points: BTreeMap<usize, (Weak<Stream>, u64)>,
+}
+
+impl Behind {
+    /// The point of `stream` among them; 0 for none.
+    pub(super) fn of(&self, stream: &Arc<Stream>) -> u64 {
+        self.points.get(&Arc::as_ptr(stream).addr()).map_or(0, |(_, point)| *point)
+    }
+
+    fn add(&mut self, stream: &Weak<Stream>, point: u64) {
+        let entry = self.points.entry(stream.as_ptr().addr());
+        let known = &mut entry.or_insert_with(|| (stream.clone(), 0)).1;
+        *known = point.max(*known);
+    }
+
+    fn join(&mut self, other: &Self) {
+        other.points.values().for_each(|(stream, point)| self.add(stream, *point));
+        self.points.retain(|_, (stream, _)| stream.strong_count() > 0);
+    }
+}
+
+/// A point of a stream, and what the stream has waited for before it.
+#[derive(Clone, Debug)]
+pub(super) struct Mark {
+    stream: Weak<Stream>,
+    point: u64,
+    behind: Behind,
+}
+
+impl Mark {
+    /// Waits until the stream has come there. The work of a stream that is gone is done.
+    pub(super) fn wait(&self) {
+        if let Some(stream) = self.stream.upgrade() {
+            stream.wait_until(self.point);
+        }
+    }
+
+    /// Has the stream come there?
+    pub(super) fn is_reached(&self) -> bool {
+        self.stream.upgrade().is_none_or(|stream| stream.lock().completed >= self.point)
+    }
+
+    /// Waits as [`Self::wait`] does, for a caller who then knows that all of it is done, on every stream.
+    pub(super) fn show(&self) {
+        self.wait();
+        for (stream, point) in self.all().points.values() {
+            if let Some(stream) = stream.upgrade() {
+                let mut queue = stream.lock();
+                queue.seen = queue.seen.max(*point);
+            }
+        }
+    }
+
+    fn all(&self) -> Behind {
+        let mut all = self.behind.clone();
+        all.add(&self.stream, self.point);
+        all
+    }
+}
+
 /// How a stream relates to the default stream of its context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StreamKind {
@@ -108,6 +172,8 @@ struct Queue {
     /// How far the stream's caller knows it to be.
     seen: u64,
     in_use: Vec<InUse>,
+    /// What later work waits for.
+    behind: Behind,
     /// No more work comes; the worker ends when the queue is empty.
     ending: bool,
     /// The driver is going away: queued work is dropped and nobody waits any more.
@@ -193,8 +259,8 @@ impl Stream {
         }
     }
 
-    /// Adds work and returns the point that the stream reaches when it is done.
-    pub(super) fn submit(&self, work: Work) -> u64 {
+    /// Adds work. Says where the stream is when it is done.
+    pub(super) fn submit(self: &Arc<Self>, work: Work) -> Mark {
         let mut queue = self.lock();
         queue.submitted += 1;
         let point = queue.submitted;
@@ -204,9 +270,24 @@ impl Stream {
             queue.in_use.push(InUse { point, touches, ends: work.ends });
         }
         queue.work.push_back(work);
+        let mark = Mark { stream: Arc::downgrade(self), point, behind: queue.behind.clone() };
         drop(queue);
         self.changed.notify_all();
-        point
+        mark
+    }
+
+    /// Has later work wait for `mark`.
+    pub(super) fn come_behind(self: &Arc<Self>, mark: Mark) {
+        self.lock().behind.join(&mark.all());
+        self.submit(Work::new(move |_| {
+            mark.wait();
+            Ok(())
+        }));
+    }
+
+    /// What later work waits for.
+    pub(super) fn behind(&self) -> Behind {
+        self.lock().behind.clone()
     }
 
     /// The point that the stream reaches when all work submitted so far is done; `None` when it is.
@@ -216,34 +297,25 @@ impl Stream {
     }
 
     pub(super) fn wait_until(&self, point: u64) {
-        drop(self.reach(point));
-    }
-
-    fn reach(&self, point: u64) -> MutexGuard<'_, Queue> {
         let mut queue = self.lock();
         while queue.completed < point && !queue.aborted {
             queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
         }
-        queue
     }
 
-    /// So much has been submitted.
-    pub(super) fn submitted(&self) -> u64 {
-        self.lock().submitted
-    }
-
-    /// Waits as [`Self::wait_until`] does, for the stream's caller.
-    pub(super) fn show(&self, point: u64) {
-        let mut queue = self.reach(point);
-        queue.seen = queue.seen.max(point);
+    /// Where it is when all is done that has been submitted.
+    pub(super) fn mark(self: &Arc<Self>) -> Mark {
+        let queue = self.lock();
+        let (point, behind) = (queue.submitted, queue.behind.clone());
+        Mark { stream: Arc::downgrade(self), point, behind }
     }
 
     /// Is all done that was submitted? Asked by the stream's caller.
-    pub(super) fn show_if_idle(&self) -> bool {
-        let mut queue = self.lock();
-        let is_idle = queue.completed == queue.submitted;
+    pub(super) fn show_if_idle(self: &Arc<Self>) -> bool {
+        let mark = self.mark();
+        let is_idle = mark.is_reached();
         if is_idle {
-            queue.seen = queue.submitted;
+            mark.show();
         }
         is_idle
     }
@@ -260,13 +332,14 @@ impl Stream {
         queue.completed < queue.submitted || queue.in_use.iter().any(|used| !used.is_over(&queue))
     }
 
-    /// Does its work use bytes of `work`, which is for another stream and waits for none of it?
-    pub(super) fn races_with(&self, work: &Work) -> bool {
+    /// Does its work use bytes of `work`, which is for another stream and waits for what comes until `point`, and no more?
+    pub(super) fn races_with(&self, work: &Work, point: u64) -> bool {
         if work.ends == Ends::Done {
             return false;
         }
         let queue = self.lock();
-        let mut used = queue.in_use.iter().filter(|used| used.ends == Ends::Seen);
+        let later = queue.in_use.iter().filter(|used| used.point > point);
+        let mut used = later.filter(|used| used.ends == Ends::Seen);
         used.any(|used| !used.is_over(&queue) && used.conflicts(work))
     }
 

@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use super::{Core, lock};
 use crate::driver::sim::SimContext;
 use crate::driver::sim::memory::Coded;
-use crate::driver::sim::stream::{Stream, StreamKind, Work};
+use crate::driver::sim::stream::{Mark, Stream, StreamKind, Work};
 use crate::driver::{DeviceOrdinal, DriverCode, RawStream, VaRange};
 
 const STREAM_ID_FIRST: u64 = 0x5000_0000;
@@ -91,7 +91,7 @@ impl Core {
         Ok(stream.id)
     }
 
-    fn stream(&self, stream: RawStream) -> Coded<Arc<Stream>> {
+    pub(super) fn stream(&self, stream: RawStream) -> Coded<Arc<Stream>> {
         lock(&self.streams).live.get(&stream.0).cloned().ok_or(DriverCode::INVALID_HANDLE)
     }
 
@@ -149,10 +149,15 @@ impl Core {
     /// # Errors
     /// `INVALID_HANDLE`; the failure of earlier work on the device.
     pub fn enqueue(&self, stream: RawStream, work: Work) -> Coded<()> {
-        let entry = self.stream(stream)?;
+        self.submit_to(&self.stream(stream)?, work).map(drop)
+    }
+
+    /// As [`Self::enqueue`]. Says where the stream is when the work is done.
+    pub(super) fn submit_to(&self, entry: &Arc<Stream>, work: Work) -> Coded<Mark> {
         self.device_failure(entry.context.device)?;
         let mut others = self.all_streams().into_iter().filter(|other| other.id != entry.id);
-        if let Some(other) = others.find(|other| other.races_with(&work)) {
+        let behind = entry.behind();
+        if let Some(other) = others.find(|other| other.races_with(&work, behind.of(other))) {
             tracing::error!(
                 ?work,
                 ?other,
@@ -162,11 +167,10 @@ impl Core {
             self.fail_device(entry.context.device, DriverCode::ILLEGAL_ADDRESS);
         }
         if entry.kind == StreamKind::NonBlocking {
-            entry.submit(work);
-            return Ok(());
+            return Ok(entry.submit(work));
         }
         let _order = lock(&self.submit);
-        for other in self.ordered_before(&entry) {
+        for other in self.ordered_before(entry) {
             if let Some(point) = other.pending() {
                 entry.submit(Work::new(move |_| {
                     other.wait_until(point);
@@ -174,8 +178,7 @@ impl Core {
                 }));
             }
         }
-        entry.submit(work);
-        Ok(())
+        Ok(entry.submit(work))
     }
 
     /// The streams whose earlier work comes before new work of `stream`.
@@ -214,7 +217,7 @@ impl Core {
     /// `INVALID_HANDLE`; the failure of earlier work on the device.
     pub fn wait_stream(&self, stream: RawStream) -> Coded<()> {
         let entry = self.stream(stream)?;
-        entry.show(entry.submitted());
+        entry.mark().show();
         self.device_failure(entry.context.device)
     }
 
@@ -257,10 +260,8 @@ impl Core {
 
     fn wait_for(&self, is_meant: impl Fn(&Stream) -> bool) {
         let meant = self.all_streams().into_iter().filter(|stream| is_meant(stream));
-        let points: Vec<_> = meant.map(|stream| (stream.submitted(), stream)).collect();
-        for (point, stream) in points {
-            stream.show(point);
-        }
+        let marks: Vec<_> = meant.map(|stream| stream.mark()).collect();
+        marks.iter().for_each(Mark::show);
     }
 
     /// Ends all streams of a context that ends.
