@@ -55,7 +55,7 @@ impl Layout {
         let mut taken = Vec::new();
         let mut wishes = Vec::new();
         for row in ledger.rows() {
-            let is_wanted = row.is_resident() && selection.has(row) && row.is_saved_to(store);
+            let is_wanted = row.has_contents() && selection.has(row) && row.is_saved_to(store);
             let before = row.retained_in(store, copies, is_wanted);
             if is_wanted {
                 let (size_bytes, parts) = (row.size_bytes(), row.copied_parts());
@@ -272,9 +272,16 @@ impl Ledger {
     }
 
     /// Copies of what has come back are kept for readers, or for the next pause, or not.
-    pub(crate) fn retain_copies(&mut self, for_readers: bool, for_pauses: bool) {
+    pub(crate) fn retain_copies(
+        &mut self,
+        selection: &Selection,
+        for_readers: bool,
+        for_pauses: bool,
+    ) {
         for (_, row) in &mut self.rows {
-            row.retain_copy(for_readers, for_pauses);
+            if selection.has(row) || !row.is_coming() {
+                row.retain_copy(for_readers, for_pauses);
+            }
         }
     }
 

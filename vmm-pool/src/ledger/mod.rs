@@ -599,10 +599,26 @@ impl Ledger {
         }
     }
 
-    /// Where memory is resident, the contents on the device are the contents, and copies are void.
+    /// Saved contents of `handle` are about to be written to its memory.
+    pub(crate) fn begin_refill(&mut self, handle: VirtualHandle) {
+        if let Some(row) = self.row_mut(handle) {
+            row.begin_refill();
+        }
+    }
+
+    /// The contents of `selection` are on their devices again, as far as it came back.
+    pub(crate) fn arrived(&mut self, selection: &Selection) {
+        self.change_in(selection, |row| {
+            if row.is_coming() {
+                let _none = row.change(Change::Arrived);
+            }
+        });
+    }
+
+    /// Where a device has the contents, copies are void.
     pub(crate) fn void_copies(&mut self) {
         for (_, row) in &mut self.rows {
-            if row.is_resident() {
+            if row.has_contents() {
                 let _none = row.change(Change::ContentsVoid);
             }
         }

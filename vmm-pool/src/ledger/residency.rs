@@ -1,18 +1,22 @@
 //! Where an allocation's memory and contents are: one state, one transition function.
 //!
 //! ```text
-//!              Saved                Released
-//!   Resident ---------> Moving -----------------> Offloaded ---Lost---> Lost
-//!      ^  |               ^ |  <----------------      ^                (imports only)
-//!      |  |      Resumed  | |      Returned           |
-//!      +--|---------------|-+                         |
-//!         +---------------|-----------Released--------+
+//!                Saved                 Released
+//!   Resident -----------> Moving out ------------> Offloaded ----GivenUp----> Lost
+//!     ^ ^ |                   |                      ^  |                (imports only)
+//!     | | '-------------------|-------Released-------'  |
+//!     | '--------Runs---------'            ^            | Returned
+//!     |                                    '-Released-. v
+//!     '-------------------Arrived------------------ Moving in
 //! ```
 //!
-//! Contents that nobody saves (imports, memory of the policy `discard`) go from Resident to Offloaded at once.
+//! On its way out the device has the contents, and what is saved is a copy. On its way in what is saved are the contents, and
+//! what the device holds is nobody's, until all of it has arrived. Contents that nobody saves (imports, memory of the policy
+//! `discard`) go from Resident to Offloaded immediately.
 
 use std::ops::Range;
 
+use crate::copies::Way;
 use crate::deferred::Physical;
 use crate::store::Saved;
 
@@ -25,8 +29,8 @@ pub(crate) enum Residency {
         /// Parts, by offset, whose contents the next pause need not save. In order, none empty, none touching another.
         unused: Vec<Range<u64>>,
     },
-    /// On its device, and on its way out or in.
-    Moving { handle: Physical, kept: Kept },
+    /// On its device, and on its way out or in: see the head of this file for who has its contents.
+    Moving { way: Way, handle: Physical, kept: Kept },
     /// Given back to the driver.
     Offloaded { kept: Kept },
     /// Imported from a process that has ended, and given up: it never comes back, and waits for its user to unmap
@@ -56,9 +60,13 @@ pub(crate) enum Change {
     Released,
     /// It is created or imported again.
     Returned(Physical),
+    /// Contents are about to be written to its memory, which a pause has saved and could not release.
+    Refilled,
+    /// All that was saved of it is on its device again.
+    Arrived,
     /// The device has the contents: what was saved of them is void.
     ContentsVoid,
-    /// The process runs: what is wholly mapped is resident, and the rest it goes on without.
+    /// The process runs: what is wholly mapped is resident, but for what has not arrived. The rest it goes on without.
     Runs { is_mapped: bool },
     /// The next pause need not save these parts.
     Unused(Vec<Range<u64>>),
@@ -75,10 +83,11 @@ impl Residency {
         Ok(match (self, change) {
             (Self::Resident { handle, unused }, Change::Saved(saved)) => {
                 let kept = Kept { saved: Some(saved), unused, is_set_aside: false };
-                (Self::Moving { handle, kept }, None)
+                (Self::Moving { way: Way::Out, handle, kept }, None)
             }
-            (Self::Moving { handle, kept }, Change::Saved(saved)) => {
-                (Self::Moving { handle, kept: Kept { saved: Some(saved), ..kept } }, None)
+            (Self::Moving { way: Way::Out, handle, kept }, Change::Saved(saved)) => {
+                let kept = Kept { saved: Some(saved), ..kept };
+                (Self::Moving { way: Way::Out, handle, kept }, None)
             }
             (
                 Self::Offloaded { kept: kept @ Kept { saved: Some(_), .. } },
@@ -88,30 +97,36 @@ impl Residency {
                 let kept = Kept { unused, ..Kept::default() };
                 (Self::Offloaded { kept }, Some(handle))
             }
-            (Self::Moving { handle, kept }, Change::Released) => {
+            (Self::Moving { handle, kept, .. }, Change::Released) => {
                 (Self::Offloaded { kept }, Some(handle))
             }
             (Self::Offloaded { kept }, Change::Returned(handle)) => {
-                (Self::Moving { handle, kept }, None)
-            }
-            (Self::Resident { handle, .. }, Change::ContentsVoid) => {
-                (Self::Resident { handle, unused: Vec::new() }, None)
-            }
-            (Self::Moving { handle, kept }, Change::ContentsVoid) => {
-                let kept = Kept { is_set_aside: kept.is_set_aside, ..Kept::default() };
-                (Self::Moving { handle, kept }, None)
+                (Self::Moving { way: Way::In, handle, kept }, None)
             }
             (
-                Self::Resident { handle, .. } | Self::Moving { handle, .. },
+                Self::Moving { handle, kept: kept @ Kept { saved: Some(_), .. }, .. },
+                Change::Refilled,
+            ) => (Self::Moving { way: Way::In, handle, kept }, None),
+            (Self::Moving { way: Way::In, handle, .. }, Change::Arrived)
+            | (
+                Self::Resident { handle, .. } | Self::Moving { way: Way::Out, handle, .. },
                 Change::Runs { is_mapped: true },
-            ) => (Self::Resident { handle, unused: Vec::new() }, None),
+            )
+            | (Self::Resident { handle, .. }, Change::ContentsVoid) => {
+                (Self::Resident { handle, unused: Vec::new() }, None)
+            }
+            (Self::Moving { way: Way::Out, handle, kept }, Change::ContentsVoid) => {
+                let kept = Kept { is_set_aside: kept.is_set_aside, ..Kept::default() };
+                (Self::Moving { way: Way::Out, handle, kept }, None)
+            }
             // The driver has unmapped it in part, and refused the rest.
             (Self::Resident { handle, unused }, Change::Runs { is_mapped: false }) => {
                 let kept = Kept { saved: None, unused, is_set_aside: true };
-                (Self::Moving { handle, kept }, None)
+                (Self::Moving { way: Way::Out, handle, kept }, None)
             }
-            (Self::Moving { handle, kept }, Change::Runs { is_mapped: false }) => {
-                (Self::Moving { handle, kept: Kept { is_set_aside: true, ..kept } }, None)
+            // So it has where the process runs on without what has come back in part, mapped or not.
+            (Self::Moving { way, handle, kept }, Change::Runs { .. }) => {
+                (Self::Moving { way, handle, kept: Kept { is_set_aside: true, ..kept } }, None)
             }
             (Self::Offloaded { kept }, Change::Runs { .. }) => {
                 (Self::Offloaded { kept: Kept { is_set_aside: true, ..kept } }, None)
@@ -122,11 +137,12 @@ impl Residency {
             (Self::Offloaded { .. }, Change::GivenUp) => (Self::Lost, None),
             // It has come back meanwhile, or is gone for good.
             (state, Change::Returned(handle)) => (state, Some(handle)),
-            (state, Change::Spilled(_))
+            (state, Change::Spilled(_) | Change::Refilled | Change::Arrived)
             | (
-                state @ (Self::Offloaded { .. } | Self::Lost),
-                Change::Saved(_) | Change::Released | Change::ContentsVoid,
+                state @ (Self::Moving { way: Way::In, .. } | Self::Offloaded { .. } | Self::Lost),
+                Change::Saved(_) | Change::ContentsVoid,
             )
+            | (state @ (Self::Offloaded { .. } | Self::Lost), Change::Released)
             | (
                 state @ (Self::Moving { .. } | Self::Offloaded { .. } | Self::Lost),
                 Change::Unused(_),
@@ -160,6 +176,19 @@ impl Residency {
             Self::Resident { .. } => false,
             Self::Moving { .. } | Self::Offloaded { .. } | Self::Lost => true,
         }
+    }
+
+    /// Does its device have its contents?
+    pub(crate) fn has_contents(&self) -> bool {
+        match self {
+            Self::Resident { .. } | Self::Moving { way: Way::Out, .. } => true,
+            Self::Moving { way: Way::In, .. } | Self::Offloaded { .. } | Self::Lost => false,
+        }
+    }
+
+    /// Is it on its device again, and its contents are what is saved of it?
+    pub(super) fn is_coming(&self) -> bool {
+        matches!(self, Self::Moving { way: Way::In, .. })
     }
 
     /// Where its contents are saved; none when they are not.
@@ -212,7 +241,7 @@ mod tests {
 
     fn change(index: u8) -> Change {
         let saved = Saved::whole(Store::Host, u64::from(index), 1);
-        match index % 11 {
+        match index % 13 {
             0 => Change::Saved(saved),
             1 | 2 => Change::Released,
             3 | 4 => Change::Returned(handle(u64::from(index))),
@@ -221,6 +250,8 @@ mod tests {
             7 => Change::Runs { is_mapped: false },
             8 => Change::Unused(vec![Range { start: 0, end: 1 }]),
             9 => Change::Spilled(saved),
+            10 => Change::Refilled,
+            11 => Change::Arrived,
             _ => Change::GivenUp,
         }
     }
@@ -261,7 +292,7 @@ mod tests {
     #[derive(Clone, Debug, PartialEq, Eq)]
     enum Seen {
         Resident { raw: u64, unused: Vec<Range<u64>> },
-        Moving { raw: u64, kept: Kept },
+        Moving { way: Way, raw: u64, kept: Kept },
         Offloaded { kept: Kept },
         Lost,
     }
@@ -272,8 +303,8 @@ mod tests {
                 Residency::Resident { handle, unused } => {
                     Self::Resident { raw: handle.raw().0, unused: unused.clone() }
                 }
-                Residency::Moving { handle, kept } => {
-                    Self::Moving { raw: handle.raw().0, kept: kept.clone() }
+                Residency::Moving { way, handle, kept } => {
+                    Self::Moving { way: *way, raw: handle.raw().0, kept: kept.clone() }
                 }
                 Residency::Offloaded { kept } => Self::Offloaded { kept: kept.clone() },
                 Residency::Lost => Self::Lost,
@@ -285,7 +316,9 @@ mod tests {
                 Self::Resident { raw, unused } => {
                     Residency::Resident { handle: handle(raw), unused }
                 }
-                Self::Moving { raw, kept } => Residency::Moving { handle: handle(raw), kept },
+                Self::Moving { way, raw, kept } => {
+                    Residency::Moving { way, handle: handle(raw), kept }
+                }
                 Self::Offloaded { kept } => Residency::Offloaded { kept },
                 Self::Lost => Residency::Lost,
             }
@@ -301,9 +334,15 @@ mod tests {
         Seen::Resident { raw: 1, unused: part(0) }
     }
 
-    /// On its device and saved, but for that part.
-    fn moving(is_set_aside: bool) -> Seen {
-        Seen::Moving { raw: 1, kept: kept(Some(at()), part(0), is_set_aside) }
+    /// On its device and saved, but for that part, and on its way out.
+    fn leaving(is_set_aside: bool) -> Seen {
+        let kept = kept(Some(at()), part(0), is_set_aside);
+        Seen::Moving { way: Way::Out, raw: 1, kept }
+    }
+
+    /// The same, on its way in.
+    fn coming(is_set_aside: bool) -> Seen {
+        Seen::Moving { way: Way::In, raw: 1, kept: kept(Some(at()), part(0), is_set_aside) }
     }
 
     fn offloaded(is_set_aside: bool) -> Seen {
@@ -316,12 +355,14 @@ mod tests {
     /// The state does not have the change.
     const REFUSED: After = None;
 
-    /// What comes of each state by `change`.
-    fn assert_after(change: impl Fn() -> Change, expected: [After; 6]) {
+    /// What comes of each state by `change`, in the order of `before`.
+    fn assert_after(change: impl Fn() -> Change, expected: [After; 8]) {
         let before = [
             resident(),
-            moving(false),
-            moving(true),
+            leaving(false),
+            leaving(true),
+            coming(false),
+            coming(true),
             offloaded(false),
             offloaded(true),
             Seen::Lost,
@@ -338,20 +379,38 @@ mod tests {
         }
     }
 
+    /// That state, and no handle comes out.
+    fn stays(seen: Seen) -> After {
+        Some((seen, None))
+    }
+
+    /// That state, and the handle that there was comes out.
+    fn goes(seen: Seen) -> After {
+        Some((seen, Some(1)))
+    }
+
+    /// As a process has it that runs.
+    fn runs() -> After {
+        stays(Seen::Resident { raw: 1, unused: Vec::new() })
+    }
+
     #[test]
-    fn what_is_saved_is_on_its_way_and_keeps_its_handle() {
-        let moving = |aside| {
-            Some((Seen::Moving { raw: 1, kept: kept(Some(elsewhere()), part(0), aside) }, None))
+    fn what_is_saved_is_on_its_way_out_and_keeps_its_handle() {
+        let saved = |aside| {
+            let kept = kept(Some(elsewhere()), part(0), aside);
+            stays(Seen::Moving { way: Way::Out, raw: 1, kept })
         };
-        let expected = [moving(false), moving(false), moving(true), REFUSED, REFUSED, REFUSED];
+        let [whole, aside] = [saved(false), saved(true)];
+        let expected = [whole.clone(), whole, aside, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED];
         assert_after(|| Change::Saved(elsewhere()), expected);
     }
 
     #[test]
     fn only_saved_contents_that_are_away_lie_elsewhere_from_then_on() {
         let spilled =
-            |aside| Some((Seen::Offloaded { kept: kept(Some(elsewhere()), part(0), aside) }, None));
-        let expected = [REFUSED, REFUSED, REFUSED, spilled(false), spilled(true), REFUSED];
+            |aside| stays(Seen::Offloaded { kept: kept(Some(elsewhere()), part(0), aside) });
+        let (whole, aside) = (spilled(false), spilled(true));
+        let expected = [REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, whole, aside, REFUSED];
         assert_after(|| Change::Spilled(elsewhere()), expected);
     }
 
@@ -359,9 +418,11 @@ mod tests {
     fn what_is_released_gives_its_handle_out_once_and_keeps_what_is_saved() {
         let unsaved = Seen::Offloaded { kept: kept(None, part(0), false) };
         let expected = [
-            Some((unsaved, Some(1))),
-            Some((offloaded(false), Some(1))),
-            Some((offloaded(true), Some(1))),
+            goes(unsaved),
+            goes(offloaded(false)),
+            goes(offloaded(true)),
+            goes(offloaded(false)),
+            goes(offloaded(true)),
             REFUSED,
             REFUSED,
             REFUSED,
@@ -371,51 +432,69 @@ mod tests {
 
     #[test]
     fn a_handle_that_comes_back_is_taken_where_there_is_none() {
-        let back =
-            |aside| Some((Seen::Moving { raw: 2, kept: kept(Some(at()), part(0), aside) }, None));
+        let back = |aside| {
+            let kept = kept(Some(at()), part(0), aside);
+            stays(Seen::Moving { way: Way::In, raw: 2, kept })
+        };
+        let unwanted = |seen| Some((seen, Some(2)));
         let expected = [
-            Some((resident(), Some(2))),
-            Some((moving(false), Some(2))),
-            Some((moving(true), Some(2))),
+            unwanted(resident()),
+            unwanted(leaving(false)),
+            unwanted(leaving(true)),
+            unwanted(coming(false)),
+            unwanted(coming(true)),
             back(false),
             back(true),
-            Some((Seen::Lost, Some(2))),
+            unwanted(Seen::Lost),
         ];
         assert_after(|| Change::Returned(handle(2)), expected);
     }
 
     #[test]
+    fn what_was_saved_and_is_written_to_again_is_on_its_way_in() {
+        let whole = || stays(coming(false));
+        let aside = || stays(coming(true));
+        let expected = [REFUSED, whole(), aside(), whole(), aside(), REFUSED, REFUSED, REFUSED];
+        assert_after(|| Change::Refilled, expected);
+        let unsaved = Seen::Moving { way: Way::Out, raw: 1, kept: Kept::default() };
+        unsaved.state().next(Change::Refilled).expect_err("nothing can be written to it");
+    }
+
+    #[test]
+    fn only_what_is_on_its_way_in_arrives() {
+        let expected = [REFUSED, REFUSED, REFUSED, runs(), runs(), REFUSED, REFUSED, REFUSED];
+        assert_after(|| Change::Arrived, expected);
+    }
+
+    #[test]
     fn copies_are_void_where_the_device_has_the_contents() {
-        let void =
-            |aside| Some((Seen::Moving { raw: 1, kept: kept(None, Vec::new(), aside) }, None));
-        let expected = [
-            Some((Seen::Resident { raw: 1, unused: Vec::new() }, None)),
-            void(false),
-            void(true),
-            REFUSED,
-            REFUSED,
-            REFUSED,
-        ];
+        let void = |aside| {
+            stays(Seen::Moving { way: Way::Out, raw: 1, kept: kept(None, Vec::new(), aside) })
+        };
+        let expected =
+            [runs(), void(false), void(true), REFUSED, REFUSED, REFUSED, REFUSED, REFUSED];
         assert_after(|| Change::ContentsVoid, expected);
     }
 
     #[test]
-    fn what_is_wholly_mapped_when_its_process_runs_is_resident_and_nothing_else_is_kept_of_it() {
-        let runs = || Some((Seen::Resident { raw: 1, unused: Vec::new() }, None));
-        let aside = || Some((offloaded(true), None));
-        let expected = [runs(), runs(), runs(), aside(), aside(), REFUSED];
+    fn what_is_wholly_mapped_when_its_process_runs_is_resident_but_for_what_has_not_arrived() {
+        let aside = || stays(offloaded(true));
+        let half = || stays(coming(true));
+        let expected = [runs(), runs(), runs(), half(), half(), aside(), aside(), REFUSED];
         assert_after(|| Change::Runs { is_mapped: true }, expected);
     }
 
     #[test]
     fn what_is_not_wholly_mapped_when_its_process_runs_is_set_aside() {
-        let unsaved = Seen::Moving { raw: 1, kept: kept(None, part(0), true) };
+        let unsaved = Seen::Moving { way: Way::Out, raw: 1, kept: kept(None, part(0), true) };
         let expected = [
-            Some((unsaved, None)),
-            Some((moving(true), None)),
-            Some((moving(true), None)),
-            Some((offloaded(true), None)),
-            Some((offloaded(true), None)),
+            stays(unsaved),
+            stays(leaving(true)),
+            stays(leaving(true)),
+            stays(coming(true)),
+            stays(coming(true)),
+            stays(offloaded(true)),
+            stays(offloaded(true)),
             REFUSED,
         ];
         assert_after(|| Change::Runs { is_mapped: false }, expected);
@@ -423,15 +502,15 @@ mod tests {
 
     #[test]
     fn parts_are_marked_unused_only_where_the_device_alone_has_the_contents() {
-        let marked = Some((Seen::Resident { raw: 1, unused: part(4) }, None));
-        let expected = [marked, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED];
+        let marked = stays(Seen::Resident { raw: 1, unused: part(4) });
+        let expected = [marked, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED];
         assert_after(|| Change::Unused(part(4)), expected);
     }
 
     #[test]
     fn only_what_is_away_is_given_up() {
-        let lost = || Some((Seen::Lost, None));
-        let expected = [REFUSED, REFUSED, REFUSED, lost(), lost(), REFUSED];
+        let lost = || stays(Seen::Lost);
+        let expected = [REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, lost(), lost(), REFUSED];
         assert_after(|| Change::GivenUp, expected);
     }
 
@@ -440,18 +519,28 @@ mod tests {
         let says = |seen: Seen| {
             let state = seen.state();
             let raw = state.handle().map(|handle| handle.raw().0);
-            (raw, state.saved().cloned(), state.unused().to_vec(), state.is_set_aside())
+            let has_contents = (state.has_contents(), state.is_coming());
+            (
+                raw,
+                state.saved().cloned(),
+                has_contents,
+                state.unused().to_vec(),
+                state.is_set_aside(),
+            )
         };
-        assert_eq!(says(resident()), (Some(1), None, part(0), false));
+        let (here, on_its_way_in, away) = ((true, false), (false, true), (false, false));
+        assert_eq!(says(resident()), (Some(1), None, here, part(0), false));
         for aside in [false, true] {
-            assert_eq!(says(moving(aside)), (Some(1), Some(at()), part(0), aside));
-            assert_eq!(says(offloaded(aside)), (None, Some(at()), part(0), aside));
+            assert_eq!(says(leaving(aside)), (Some(1), Some(at()), here, part(0), aside));
+            assert_eq!(says(coming(aside)), (Some(1), Some(at()), on_its_way_in, part(0), aside));
+            assert_eq!(says(offloaded(aside)), (None, Some(at()), away, part(0), aside));
         }
-        assert_eq!(says(Seen::Lost), (None, None, Vec::new(), true), "its process runs without it");
+        let lost = (None, None, away, Vec::new(), true);
+        assert_eq!(says(Seen::Lost), lost, "its process runs without it");
     }
 
     #[test]
-    fn what_was_saved_of_memory_that_runs_again_is_void() {
+    fn what_was_saved_of_memory_that_has_arrived_is_void() {
         let saved = at();
         let state = Residency::Resident { handle: handle(1), unused: Vec::new() };
         let (state, _) = state.next(Change::Saved(saved.clone())).unwrap();
@@ -459,8 +548,9 @@ mod tests {
         assert!(out.is_some());
         assert_eq!(state.saved(), Some(&saved));
         let (state, _) = state.next(Change::Returned(handle(2))).unwrap();
-        assert_eq!(state.saved(), Some(&saved), "the copy is the contents until the process runs");
-        let (state, _) = state.next(Change::Runs { is_mapped: true }).unwrap();
+        assert_eq!(state.saved(), Some(&saved), "the copy is the contents until it has arrived");
+        let (state, _) = state.next(Change::Arrived).unwrap();
         assert_eq!(state.saved(), None);
+        assert!(matches!(state, Residency::Resident { .. }));
     }
 }

@@ -242,6 +242,23 @@ impl Row {
         self.residency.handle().is_some()
     }
 
+    /// Does its device have its contents? Not while they come back: what is saved are the contents until then.
+    pub(crate) fn has_contents(&self) -> bool {
+        self.residency.has_contents()
+    }
+
+    /// Is it on its device again, and its contents are what is saved of it?
+    pub(super) fn is_coming(&self) -> bool {
+        self.residency.is_coming()
+    }
+
+    /// Its saved contents are about to be written to its memory. That may be memory which a pause could not release.
+    pub(super) fn begin_refill(&mut self) {
+        if self.has_contents() && self.saved().is_some() {
+            let _none = self.change(Change::Refilled);
+        }
+    }
+
     /// Where its contents are saved.
     pub(crate) fn saved(&self) -> Option<&Saved> {
         self.residency.saved()

@@ -217,6 +217,7 @@ fn what_its_application_freed_while_it_was_away_goes_when_its_importers_have_it(
     ledger.begin_fetching(&Selection::Whole);
     ledger.fetched(id(1), PEER);
     // In the order of a resume's end.
+    ledger.arrived(&Selection::Whole);
     ledger.run_on();
     let gone = ledger.end_fetching(&Selection::Whole);
     assert_eq!(

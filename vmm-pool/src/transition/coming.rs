@@ -300,7 +300,13 @@ impl<D: Driver> Restored<D> {
     #[must_use = "closing the descriptors gives back what they hold"]
     pub fn commit(self) -> (Done<D>, Vec<OwnedFd>) {
         let (pool, selection) = (self.pool(), self.selection());
-        pool.ledger().retain_copies(pool.copies.are_retained(), pool.copies.stay_for_pauses());
+        {
+            let (for_readers, for_pauses) =
+                (pool.copies.are_retained(), pool.copies.stay_for_pauses());
+            let mut ledger = pool.ledger();
+            ledger.retain_copies(selection, for_readers, for_pauses);
+            ledger.arrived(selection);
+        }
         if let Selection::Staged(_) = selection {
             // It was paused as a whole, and its importers run on without the other tags too.
             pool.ledger().owe_by_tag(|row| !selection.has(row));

@@ -210,7 +210,8 @@ impl<D: Driver> Still<'_, D> {
         device: DeviceOrdinal,
     ) -> PoolResult<Option<Target>> {
         let ((store, extents, zeros), writable, raw, size_bytes) = {
-            let ledger = self.pool.ledger();
+            let mut ledger = self.pool.ledger();
+            ledger.begin_refill(row);
             let Some(found) = ledger.row(row) else { return Ok(None) };
             let Some(saved) = found.saved() else { return Ok(None) };
             let writable = ledger.mappings_of(found).find(|mapping| {
