@@ -133,7 +133,7 @@ impl Ledger {
 
     /// Contents that are in the file.
     pub(crate) fn file_bytes(&self) -> u64 {
-        let filed = self.rows().filter_map(|row| Some((row, row.held_in(Store::File)?)));
+        let filed = self.rows().filter_map(|row| Some((row, row.backing().held_in(Store::File)?)));
         filed.map(|(row, saved)| saved.stored_bytes(&row.copied_parts())).sum()
     }
 

@@ -55,8 +55,9 @@ impl Layout {
         let mut taken = Vec::new();
         let mut wishes = Vec::new();
         for row in ledger.rows() {
-            let is_wanted = row.has_contents() && selection.has(row) && row.is_saved_to(store);
-            let before = row.retained_in(store, copies, is_wanted);
+            let is_wanted =
+                row.backing().has_contents() && selection.has(row) && row.is_saved_to(store);
+            let before = row.backing().retained_in(store, copies, is_wanted);
             if is_wanted {
                 let (size_bytes, parts) = (row.size_bytes(), row.copied_parts());
                 let fresh = survey.of(row.handle());
@@ -228,13 +229,13 @@ impl Gaps {
 impl Ledger {
     /// Where saved contents and copies of them lie in `store`, in order and apart.
     pub(crate) fn places_in(&self, store: Store) -> Vec<Range<u64>> {
-        let held = self.rows().filter_map(|row| row.held_in(store));
+        let held = self.rows().filter_map(|row| row.backing().held_in(store));
         merged(held.flat_map(Saved::places).collect())
     }
 
     /// Where the last of them ends.
     pub(crate) fn end_in(&self, store: Store) -> u64 {
-        let held = self.rows().filter_map(|row| row.held_in(store));
+        let held = self.rows().filter_map(|row| row.backing().held_in(store));
         held.flat_map(Saved::places).map(|place| place.end).max().unwrap_or(0)
     }
 
@@ -248,7 +249,8 @@ impl Ledger {
     ) -> (Vec<(VirtualHandle, Saved)>, u64) {
         let end = |saved: &Saved| saved.places().map(|place| place.end).max().unwrap_or(0);
         let stays = self.rows().filter(|row| row.movable().is_none());
-        let stays = stays.filter_map(|row| row.held_in(Store::Host)).map(end).max().unwrap_or(0);
+        let stays =
+            stays.filter_map(|row| row.backing().held_in(Store::Host)).map(end).max().unwrap_or(0);
         let kept_bytes = chunk_end(stays);
         let of = |row: &Row| Some((row.handle(), row.movable()?.clone()));
         let mut all: Vec<_> = self.rows().filter_map(of).collect();
@@ -268,7 +270,7 @@ impl Ledger {
 
     /// The contents of this one lie there now. False when it has gone, or come back, meanwhile.
     pub(crate) fn spilled(&mut self, handle: VirtualHandle, saved: Saved) -> bool {
-        self.row_mut(handle).is_some_and(|row| row.spill_to(saved))
+        self.row_mut(handle).is_some_and(|row| row.backing_mut().spill_to(saved))
     }
 
     /// Copies of what has come back are kept for readers, or for the next pause, or not.
@@ -279,8 +281,8 @@ impl Ledger {
         for_pauses: bool,
     ) {
         for (_, row) in &mut self.rows {
-            if selection.has(row) || !row.is_coming() {
-                row.retain_copy(for_readers, for_pauses);
+            if selection.has(row) || !row.backing().is_coming() {
+                row.backing_mut().retain_copy(for_readers, for_pauses);
             }
         }
     }
@@ -296,7 +298,7 @@ impl Ledger {
     /// The copy of this one does not count.
     pub(crate) fn forget_copy(&mut self, handle: VirtualHandle) {
         if let Some(row) = self.row_mut(handle) {
-            row.forget_copy();
+            row.backing_mut().forget_copy();
         }
     }
 
@@ -305,7 +307,7 @@ impl Ledger {
         let handles: Vec<_> = overlapping(&self.mappings, range).map(Mapping::allocation).collect();
         for handle in handles {
             if let Some(row) = self.row_mut(handle) {
-                row.forget_prints();
+                row.backing_mut().forget_prints();
             }
         }
     }
@@ -316,7 +318,7 @@ impl Ledger {
         let mut bytes = 0;
         for (_, row) in &mut self.rows {
             let is_wanted = selection.has(row);
-            bytes += row.give_copy_up(copies, is_wanted);
+            bytes += row.backing_mut().give_copy_up(copies, is_wanted);
         }
         bytes
     }

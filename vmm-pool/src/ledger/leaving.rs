@@ -33,6 +33,6 @@ impl Ledger {
         let row = self.row_mut(handle).filter(|row| row.is_resident() && choose(row))?;
         row.call_off_fetching();
         let export = row.take_export();
-        row.change(Change::Released).map(|physical| (physical, export))
+        row.backing_mut().change(Change::Released).map(|physical| (physical, export))
     }
 }

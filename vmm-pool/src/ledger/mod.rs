@@ -18,10 +18,12 @@
 //! 4. A driver's handle is in one row, or in none and then its holder's to release.
 
 mod accounts;
+mod backing;
 mod inventory;
 mod layout;
 mod leases;
 mod leaving;
+mod mapping;
 mod natives;
 mod pieces;
 mod plain;
@@ -40,6 +42,7 @@ pub use accounts::TagTotals;
 pub use inventory::{Holding, HoldingSource, Standing};
 pub(crate) use layout::{Layout, Placed};
 pub use leases::{Lease, LentTotals};
+pub(crate) use mapping::{Mapping, Presence};
 pub(crate) use natives::Native;
 pub(crate) use pieces::{Survey, Wish};
 pub use plain::PlainMemory;
@@ -47,7 +50,7 @@ pub use questions::{Facts, Known, Sight};
 pub use references::{Held, References, StayReason};
 use residency::Change;
 pub use row::Class;
-pub(crate) use row::{Mapping, NewRow, Origin, Presence, Row};
+pub(crate) use row::{NewRow, Origin, Row};
 pub use selection::{LIBRARY_TAGS, Selection, Tags, Whose};
 use slab::Slab;
 pub use tickets::TicketWatch;
@@ -479,7 +482,7 @@ impl Ledger {
             if is_import_away(row, &choose) {
                 lost = (lost.0 + 1, lost.1 + row.size_bytes());
                 if !row.is_lost() {
-                    let _none = row.change(Change::GivenUp);
+                    let _none = row.backing_mut().change(Change::GivenUp);
                 }
             }
         }
@@ -562,7 +565,7 @@ impl Ledger {
         let Some(row) = self.row_mut(handle) else {
             return Vec::new();
         };
-        let _none = row.change(Change::Saved(saved));
+        let _none = row.backing_mut().change(Change::Saved(saved));
         let Some(row) = self.row(handle) else {
             return Vec::new();
         };
@@ -583,7 +586,7 @@ impl Ledger {
         let unmapped: Vec<_> = unmapped.map(Row::handle).collect();
         let taken = unmapped
             .into_iter()
-            .filter_map(|handle| self.row_mut(handle)?.change(Change::Released));
+            .filter_map(|handle| self.row_mut(handle)?.backing_mut().change(Change::Released));
         taken.collect()
     }
 
@@ -594,7 +597,7 @@ impl Ledger {
         physical: Physical,
     ) -> Option<Physical> {
         match self.row_mut(handle) {
-            Some(row) => row.change(Change::Returned(physical)),
+            Some(row) => row.backing_mut().change(Change::Returned(physical)),
             None => Some(physical),
         }
     }
@@ -602,15 +605,15 @@ impl Ledger {
     /// Saved contents of `handle` are about to be written to its memory.
     pub(crate) fn begin_refill(&mut self, handle: VirtualHandle) {
         if let Some(row) = self.row_mut(handle) {
-            row.begin_refill();
+            row.backing_mut().begin_refill();
         }
     }
 
     /// The contents of `selection` are on their devices again, as far as it came back.
     pub(crate) fn arrived(&mut self, selection: &Selection) {
         self.change_in(selection, |row| {
-            if row.is_coming() {
-                let _none = row.change(Change::Arrived);
+            if row.backing().is_coming() {
+                let _none = row.backing_mut().change(Change::Arrived);
             }
         });
     }
@@ -618,8 +621,8 @@ impl Ledger {
     /// Where a device has the contents, copies are void.
     pub(crate) fn void_copies(&mut self) {
         for (_, row) in &mut self.rows {
-            if row.has_contents() {
-                let _none = row.change(Change::ContentsVoid);
+            if row.backing().has_contents() {
+                let _none = row.backing_mut().change(Change::ContentsVoid);
             }
         }
     }
@@ -634,7 +637,7 @@ impl Ledger {
             let is_mapped = at.all(Mapping::is_present);
             drop(at);
             if !row.is_lost() {
-                let _none = row.change(Change::Runs { is_mapped });
+                let _none = row.backing_mut().change(Change::Runs { is_mapped });
             }
         }
     }
@@ -721,8 +724,8 @@ impl Ledger {
             // Memory that is mapped twice may be in use under its other address.
             let counts = row.is_own() && row.mapped_at().len() == 1;
             let unused = parts.remove(&row.handle()).filter(|_| counts).unwrap_or_default();
-            if row.is_at_rest() {
-                let _none = row.change(Change::Unused(merged(unused)));
+            if row.backing().is_at_rest() {
+                let _none = row.backing_mut().change(Change::Unused(merged(unused)));
             }
         }
     }

@@ -32,7 +32,9 @@ impl Ledger {
         make: impl Fn(u64, Option<DeviceOrdinal>) -> Option<Charge>,
     ) {
         for (_, row) in &mut self.rows {
-            row.own_physical().into_iter().for_each(|physical| physical.charge_with(&make));
+            if let (true, Some(physical)) = (row.is_own(), row.backing_mut().handle_mut()) {
+                physical.charge_with(&make);
+            }
         }
         for native in self.natives.values_mut() {
             if let Counted::Yes(charge @ None) = &mut native.counted {

@@ -170,14 +170,6 @@ impl Residency {
         }
     }
 
-    /// Is it not simply on its device, where whoever else has it holds it?
-    pub(super) fn is_away_or_to_be(&self) -> bool {
-        match self {
-            Self::Resident { .. } => false,
-            Self::Moving { .. } | Self::Offloaded { .. } | Self::Lost => true,
-        }
-    }
-
     /// Does its device have its contents?
     pub(crate) fn has_contents(&self) -> bool {
         match self {

@@ -1,24 +1,19 @@
 //! One allocation: what it is, who holds it, and where it is.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::os::fd::{AsFd as _, OwnedFd};
 
+use super::backing::Backing;
 use super::leases::{Lease, Leases};
-use super::residency::{Change, Residency};
+use super::residency::Change;
 use super::tickets::{TicketWatch, Tickets};
 use crate::deferred::Physical;
 use crate::descriptors::UninheritedFd;
-use crate::driver::{
-    AccessDesc, AllocationProp, DeviceOrdinal, Location, LocationKind, RawContext, RawHandle,
-    VaRange,
-};
+use crate::driver::{AllocationProp, DeviceOrdinal, LocationKind, RawHandle};
 use crate::report::Contents;
-use crate::store::{Copies, Saved, Store};
+use crate::store::{Saved, Store};
 use crate::{AllocationId, PeerId, VirtualHandle};
-
-/// Smallest unused part that is worth leaving out: below, a copy more costs as much as the bytes.
-const UNUSED_BYTES_MIN: u64 = 1 << 20;
 
 /// Who asked for memory, under which tag, and what a pause does with it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -63,7 +58,7 @@ pub(crate) struct Row {
     mappings: BTreeSet<u64>,
     /// Somebody may have written it.
     was_mapped: bool,
-    residency: Residency,
+    backing: Backing,
     sharing: Sharing,
     /// Why a pause must leave it where it is.
     pinned: Option<&'static str>,
@@ -75,29 +70,6 @@ pub(crate) struct Row {
     stays: Option<&'static str>,
     /// For memory made as a block: the size that the caller asked for.
     block_size_bytes: Option<u64>,
-    /// While it is on its device: the copy of the last pause that is still in host memory.
-    retained: Option<Retained>,
-    /// Somebody may read its saved contents where they lie, until it is back.
-    is_lent: bool,
-}
-
-/// A copy in host memory of what an allocation held when it was paused.
-#[derive(Debug)]
-struct Retained {
-    saved: Saved,
-    /// Readers may ask for it: it stays whatever the next pause needs.
-    is_for_readers: bool,
-}
-
-impl Retained {
-    fn stays(&self, copies: Copies, is_wanted: bool) -> bool {
-        self.is_for_readers
-            || match copies {
-                Copies::All => true,
-                Copies::Needed => is_wanted,
-                Copies::None => false,
-            }
-    }
 }
 
 /// Who else may hold an allocation.
@@ -124,14 +96,12 @@ impl Row {
             references: 1,
             mappings: BTreeSet::new(),
             was_mapped: false,
-            residency: Residency::Resident { handle: physical, unused: Vec::new() },
+            backing: Backing::new(physical),
             sharing: Sharing::default(),
             pinned: None,
             registered: None,
             stays: None,
             block_size_bytes: None,
-            retained: None,
-            is_lent: false,
         }
     }
 
@@ -174,14 +144,23 @@ impl Row {
 
     /// Whom to ask for it, for an import that is not lost.
     pub(crate) fn owner(&self) -> Option<PeerId> {
-        match (&self.new.origin, &self.residency) {
-            (Origin::Imported { .. }, Residency::Lost) | (Origin::Own | Origin::Foreign, _) => None,
-            (Origin::Imported { owner }, _) => Some(*owner),
+        match self.new.origin {
+            Origin::Imported { owner } if !self.is_lost() => Some(owner),
+            Origin::Imported { .. } | Origin::Own | Origin::Foreign => None,
         }
     }
 
+    /// Its memory, and its contents.
+    pub(crate) fn backing(&self) -> &Backing {
+        &self.backing
+    }
+
+    pub(super) fn backing_mut(&mut self) -> &mut Backing {
+        &mut self.backing
+    }
+
     pub(crate) fn is_lost(&self) -> bool {
-        matches!(self.residency, Residency::Lost)
+        self.backing.is_lost()
     }
 
     /// Does a pause take this allocation's memory away?
@@ -201,7 +180,7 @@ impl Row {
 
     /// Must a pause copy its contents to `store`?
     pub(crate) fn is_saved_to(&self, store: Store) -> bool {
-        let is_wholly_unused = self.residency.unused().first() == Some(&(0..self.size_bytes()));
+        let is_wholly_unused = self.backing.unused().first() == Some(&(0..self.size_bytes()));
         self.is_own()
             && self.can_leave()
             && Store::of(self.class().contents) == Some(store)
@@ -221,127 +200,30 @@ impl Row {
 
     /// The parts whose contents are saved and put back, by offset.
     pub(crate) fn copied_parts(&self) -> Vec<Range<u64>> {
-        let mut parts = Vec::new();
-        let mut begin = 0;
-        let unused = self.residency.unused().iter();
-        for unused in unused.filter(|part| part.end - part.start >= UNUSED_BYTES_MIN) {
-            parts.push(begin..unused.start);
-            begin = unused.end;
-        }
-        parts.push(begin..self.size_bytes());
-        parts.retain(|part| part.start < part.end);
-        parts
+        self.backing.copied_parts(self.size_bytes())
     }
 
     /// The driver's handle, while it is on its device.
     pub(crate) fn raw(&self) -> Option<RawHandle> {
-        self.residency.handle().map(Physical::raw)
+        self.backing.handle().map(Physical::raw)
     }
 
     pub(crate) fn is_resident(&self) -> bool {
-        self.residency.handle().is_some()
-    }
-
-    /// Does its device have its contents? Not while they come back: what is saved are the contents until then.
-    pub(crate) fn has_contents(&self) -> bool {
-        self.residency.has_contents()
-    }
-
-    /// Is it on its device again, and its contents are what is saved of it?
-    pub(super) fn is_coming(&self) -> bool {
-        self.residency.is_coming()
-    }
-
-    /// Its saved contents are about to be written to its memory. That may be memory which a pause could not release.
-    pub(super) fn begin_refill(&mut self) {
-        if self.has_contents() && self.saved().is_some() {
-            let _none = self.change(Change::Refilled);
-        }
+        self.backing.handle().is_some()
     }
 
     /// Where its contents are saved.
     pub(crate) fn saved(&self) -> Option<&Saved> {
-        self.residency.saved()
-    }
-
-    /// Its contents, or a copy of them, in `store`, when they are there.
-    pub(crate) fn held_in(&self, store: Store) -> Option<&Saved> {
-        let retained = self.retained.as_ref().map(|retained| &retained.saved);
-        self.saved().or(retained).filter(|saved| saved.store == store)
-    }
-
-    /// The copy of the last pause in `store`, while it is on its device, where one stays that keeps `copies`.
-    /// `is_wanted` says whether this is memory of that pause.
-    pub(super) fn retained_in(
-        &self,
-        store: Store,
-        copies: Copies,
-        is_wanted: bool,
-    ) -> Option<&Saved> {
-        let retained = self.retained.as_ref().filter(|kept| kept.saved.store == store)?;
-        retained.stays(copies, is_wanted).then_some(&retained.saved)
-    }
-
-    /// The copy of the last pause that is kept for readers, while it is on its device.
-    pub(crate) fn retained(&self) -> Option<&Saved> {
-        self.retained.as_ref().filter(|kept| kept.is_for_readers).map(|kept| &kept.saved)
-    }
-
-    /// It is back on its device: its copy in host memory is kept for readers, or for the next pause, or not.
-    /// What was kept for the next pause alone goes where nothing is kept for that, of memory that has been back for
-    /// longer too.
-    pub(super) fn retain_copy(&mut self, for_readers: bool, for_pauses: bool) {
-        self.is_lent &= !self.is_resident();
-        if !for_pauses {
-            self.retained.take_if(|kept| !kept.is_for_readers);
-        }
-        let in_memory = self.saved().filter(|saved| saved.store == Store::Host);
-        let Some(saved) = in_memory.filter(|_| self.is_resident()) else { return };
-        let is_kept = for_readers || (for_pauses && saved.prints.is_some());
-        let kept = Retained { saved: saved.clone(), is_for_readers: for_readers };
-        self.retained = is_kept.then_some(kept);
-    }
-
-    /// Somebody was given the place of its copy, and may write there: nobody takes fingerprints of it for its bytes.
-    pub(super) fn forget_prints(&mut self) {
-        self.is_lent = true;
-        self.residency.forget_prints();
-        if let Some(kept) = &mut self.retained {
-            kept.saved.prints = None;
-        }
-    }
-
-    /// What was kept of it is about to be written over, or given up.
-    pub(crate) fn forget_copy(&mut self) {
-        self.retained = None;
-    }
-
-    /// Gives its copy up, unless it stays in a pause that keeps `copies`. Says how much it held.
-    pub(super) fn give_copy_up(&mut self, copies: Copies, is_wanted: bool) -> u64 {
-        let goes = self.retained.take_if(|kept| !kept.stays(copies, is_wanted));
-        goes.map_or(0, |kept| kept.saved.extents.iter().map(|extent| extent.size_bytes).sum())
+        self.backing.saved()
     }
 
     pub(crate) fn is_set_aside(&self) -> bool {
-        self.residency.is_set_aside()
+        self.backing.is_set_aside()
     }
 
     /// What of it lies in host memory while it is away, and may be moved: nobody was given its place.
     pub(super) fn movable(&self) -> Option<&Saved> {
-        let is_away = self.is_own() && !self.is_resident() && !self.is_lent;
-        let in_memory = self.saved().filter(|saved| saved.store == Store::Host);
-        in_memory.filter(|saved| is_away && !saved.extents.is_empty())
-    }
-
-    /// Its contents, which are away, lie there from now on. The places that they had are free. False when it has changed
-    /// meanwhile.
-    pub(super) fn spill_to(&mut self, saved: Saved) -> bool {
-        let moves = self.movable().is_some();
-        if moves {
-            self.retained = None;
-            let _none = self.change(Change::Spilled(saved));
-        }
-        moves
+        self.backing.movable().filter(|_| self.is_own())
     }
 
     /// Was it saved to host memory, and is it in the file all the same?
@@ -386,7 +268,7 @@ impl Row {
     pub(super) fn is_garbage(&self, is_paused: bool) -> bool {
         // Resident memory the driver keeps for its importers. What is away nobody but its owner can bring back, nor what was to be and that the
         // driver has not let go.
-        let is_away = is_paused || self.residency.is_away_or_to_be() || self.sharing.is_owed_by_tag;
+        let is_away = is_paused || !self.backing.is_at_rest() || self.sharing.is_owed_by_tag;
         let is_owed = self.is_own() && is_away && !self.sharing.importers.is_empty();
         let is_held = self.references > 0 || !self.mappings.is_empty();
         // Tickets last: each is a question to the system.
@@ -395,17 +277,7 @@ impl Row {
 
     /// Takes the handle out of a row that is in the ledger no more.
     pub(crate) fn take_physical(&mut self) -> Option<Physical> {
-        if self.is_resident() { self.change(Change::Released) } else { None }
-    }
-
-    /// Is it on its device, which alone has its contents, with no pause or resume of it under way?
-    pub(super) fn is_at_rest(&self) -> bool {
-        !self.residency.is_away_or_to_be()
-    }
-
-    /// Its handle, where it is own memory on its device.
-    pub(super) fn own_physical(&mut self) -> Option<&mut Physical> {
-        if self.is_own() { self.residency.handle_mut() } else { None }
+        if self.is_resident() { self.backing.change(Change::Released) } else { None }
     }
 
     pub(crate) fn describe(&self) -> String {
@@ -416,21 +288,6 @@ impl Row {
             Some(start) => format!("{library} {what} at {start:#x}{of_tag}{tag}"),
             None => format!("{library} {what}{of_tag}{tag}"),
         }
-    }
-
-    /// The change of its residency, in place, which it must have. A handle that comes out must be released.
-    pub(super) fn change(&mut self, change: Change) -> Option<Physical> {
-        let before = std::mem::replace(&mut self.residency, Residency::Lost);
-        let (after, handle) = before.next(change).unwrap_or_else(|state| {
-            debug_assert!(false, "a change that is none of {state:?}");
-            tracing::error!(
-                ?state,
-                "memory is not where a step of a pause or resume takes it to be"
-            );
-            (*state, None)
-        });
-        self.residency = after;
-        handle
     }
 
     pub(super) fn add_reference(&mut self) {
@@ -570,134 +427,5 @@ impl Row {
         if let Some(fetched) = fetched {
             self.sharing.importers = fetched;
         }
-    }
-}
-
-/// A place where an allocation is mapped, and the rights set on it.
-#[derive(Debug)]
-pub(crate) struct Mapping {
-    range: VaRange,
-    allocation: VirtualHandle,
-    /// Rights by place, as last set. Empty: never set, so nobody may touch it.
-    access: BTreeMap<Location, i32>,
-    presence: Presence,
-    /// It is about to be taken out of the driver's page tables: what the driver says of it holds no more.
-    is_leaving: bool,
-    /// How often that has begun.
-    departures: u64,
-    /// How often a block of another process was opened here and not closed yet; 0 for any other mapping.
-    opened: u32,
-    /// For a block: the context that it was asked for in, with which it ends.
-    context: Option<RawContext>,
-    /// Rights were set on a part of it: what is recorded of them may not hold for all.
-    is_uneven: bool,
-}
-
-/// How much of a mapping is in the driver's page tables now.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Presence {
-    /// Nothing.
-    Absent,
-    /// It is mapped, and its rights are still to be set.
-    Bare,
-    /// All that its record says.
-    Whole,
-}
-
-impl Mapping {
-    pub(super) fn new(range: VaRange, allocation: VirtualHandle) -> Self {
-        let (access, presence) = (BTreeMap::new(), Presence::Absent);
-        Self {
-            range,
-            allocation,
-            access,
-            presence,
-            is_leaving: false,
-            departures: 0,
-            opened: 0,
-            context: None,
-            is_uneven: false,
-        }
-    }
-
-    pub(crate) fn range(&self) -> VaRange {
-        self.range
-    }
-
-    pub(crate) fn allocation(&self) -> VirtualHandle {
-        self.allocation
-    }
-
-    pub(crate) fn presence(&self) -> Presence {
-        self.presence
-    }
-
-    /// Is anything of it in the driver's page tables?
-    pub(crate) fn is_present(&self) -> bool {
-        self.presence != Presence::Absent
-    }
-
-    /// Rights are about to be set on a part of it.
-    pub(super) fn set_uneven(&mut self) {
-        self.is_uneven = true;
-    }
-
-    /// May a kernel on `place` read all of it, as far as is known?
-    pub(crate) fn is_readable_by_kernels(&self, place: Location) -> bool {
-        let rights = self.rights_of(place).unwrap_or(0);
-        self.presence == Presence::Whole && !self.is_leaving && !self.is_uneven && rights != 0
-    }
-
-    pub(crate) fn access_list(&self) -> Vec<AccessDesc> {
-        self.access.iter().map(|(&location, &flags)| AccessDesc { location, flags }).collect()
-    }
-
-    /// The rights of `place`; none where they were never set.
-    pub(crate) fn rights_of(&self, place: Location) -> Option<i32> {
-        self.access.get(&place).copied()
-    }
-
-    /// Who has rights.
-    pub(crate) fn accessors(&self) -> impl Iterator<Item = Location> {
-        self.access.keys().copied()
-    }
-
-    pub(crate) fn opened(&self) -> u32 {
-        self.opened
-    }
-
-    /// What [`super::Ledger::sight_of`] tells two looks apart by; `None` while the driver knows less than the record.
-    pub(super) fn standing(&self) -> Option<u64> {
-        (self.presence == Presence::Whole && !self.is_leaving).then_some(self.departures)
-    }
-
-    pub(super) fn set_presence(&mut self, presence: Presence) {
-        self.presence = presence;
-        self.is_leaving = false;
-    }
-
-    pub(super) fn begin_leaving(&mut self) {
-        self.is_leaving = true;
-        self.departures += 1;
-    }
-
-    pub(super) fn call_off_leaving(&mut self) {
-        self.is_leaving = false;
-    }
-
-    pub(super) fn add_access(&mut self, access: &[AccessDesc]) {
-        self.access.extend(access.iter().map(|desc| (desc.location, desc.flags)));
-    }
-
-    pub(crate) fn context(&self) -> Option<RawContext> {
-        self.context
-    }
-
-    pub(super) fn set_context(&mut self, context: Option<RawContext>) {
-        self.context = context;
-    }
-
-    pub(super) fn set_opened(&mut self, opened: u32) {
-        self.opened = opened;
     }
 }

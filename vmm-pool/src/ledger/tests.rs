@@ -512,7 +512,8 @@ fn saved_contents_have_a_place_in_one_store() {
     let saved = Saved::whole(Store::File, 100, SIZE_BYTES);
     assert_eq!(ledger.saved(handle, saved), [range(1)], "it is mapped there still");
     let row = ledger.row(handle).unwrap();
-    assert!(row.held_in(Store::File).is_some() && row.held_in(Store::Host).is_none());
+    let held_in = |store| row.backing().held_in(store);
+    assert!(held_in(Store::File).is_some() && held_in(Store::Host).is_none());
     assert_eq!(ledger.places_in(Store::File), vec![Range { start: 100, end: 100 + SIZE_BYTES }]);
     ledger.void_copies();
     assert!(ledger.places_in(Store::File).is_empty());

@@ -47,7 +47,7 @@ type Find = fn(&Row) -> Option<&Saved>;
 
 /// The contents themselves while the memory is away, and the copy for readers while it is not.
 fn saved_or_retained(row: &Row) -> Option<&Saved> {
-    if row.is_resident() { row.retained() } else { row.saved() }
+    if row.is_resident() { row.backing().retained() } else { row.saved() }
 }
 
 impl<D: Driver> Pool<D> {
@@ -145,7 +145,7 @@ impl<D: Driver> Pool<D> {
             let found = ledger.mapped_at(at);
             let (mapping, row) = found.ok_or(SavedError::NotOurs(range.start, range.end()))?;
             let saved = find(row);
-            if row.is_resident() && (saved.is_none() || saved != row.retained()) {
+            if row.is_resident() && (saved.is_none() || saved != row.backing().retained()) {
                 return Err(SavedError::Resident(at));
             }
             let saved = saved.ok_or(SavedError::NotKept(at))?.clone();

@@ -477,7 +477,7 @@ impl<D: Driver> Still<'_, D> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
         log.timed("map again", |log| {
-            self.map_rows_again(log, |row| row.has_contents() && selection.has(row))
+            self.map_rows_again(log, |row| row.backing().has_contents() && selection.has(row))
         })?;
         let spare = self.pool.run_again(selection);
         self.pool.give_back_host_memory();

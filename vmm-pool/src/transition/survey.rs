@@ -73,7 +73,8 @@ impl<D: Driver> Still<'_, D> {
     /// What is saved, by device, where a kernel may read it. What has no such place is saved as a whole.
     fn to_look_at(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, Vec<Looked>> {
         let ledger = self.pool.ledger();
-        let is_saved = |row: &&Row| row.has_contents() && selection.has(row) && row.is_kept();
+        let is_saved =
+            |row: &&Row| row.backing().has_contents() && selection.has(row) && row.is_kept();
         let mut all: BTreeMap<DeviceOrdinal, Vec<Looked>> = BTreeMap::new();
         for row in ledger.rows().filter(is_saved) {
             let Some(device) = row.device().filter(|device| !self.pool.copies.is_refused(*device))

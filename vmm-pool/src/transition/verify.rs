@@ -63,7 +63,7 @@ impl<D: Driver> Still<'_, D> {
             let readable = mappings.find(|mapping| mapping.is_readable_by_kernels(location));
             let Some(range) = readable.map(Mapping::range) else { continue };
             let parts = row.copied_parts();
-            let before = row.held_in(Store::Host);
+            let before = row.backing().held_in(Store::Host);
             let wish = Wish::of(row.size_bytes(), &parts, Some(fresh), before);
             let changed = wish.changed.into_iter().map(|Range { start, end }| Extent {
                 start,
