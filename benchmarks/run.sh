@@ -5,16 +5,16 @@
 #         anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
 #         cycles deaths shortage watchdog zeroed
 #         sharing generate unused attach compat contents (of the Python package, from python/*.whl)
-#         strangers graphs stepping nccl_alone race rl
-# Lies beside jobs/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results): one JSON file per suite
-# and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the cycles of nccl, MANY_CYCLES
-# those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, of rebuild, and of each of the five programs of
-# one_process, ANYTIME_SEED their instants, also those of strangers. STRANGERS_PAUSES are the pauses of each of its rows,
-# STRANGERS_ROWS the words, by comma, that rows to run have in their names. GRAPHS_CYCLES are the pauses of the idle process of
-# graphs, and of the one that replays; STEPPING_PAUSES and STEPPING_ROWS as those of strangers. RACE_CASES are the words, by
-# comma, that cases of race to run have in their names, RACE_GIB what its processes hold each; it draws $OUT/race.svg.
-# RL_GPUS, RL_MODES, RL_SHAPE, RL_HANDOVER, RL_KV_GIB, RL_STEPS, RL_TOKENS, RL_GENERATIONS and RL_MICRO_BATCH are
-# those of rl/run.py, whose page is $OUT/rl_grpo.html.
+#         strangers graphs stepping replay nccl_alone race rl
+# Lies beside jobs/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results): one JSON file per suite and
+# logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the cycles of nccl, MANY_CYCLES those
+# of cycles, ANYTIME_PAUSES the pauses of the anytime suites, of rebuild, and of each of the five programs of one_process,
+# ANYTIME_SEED their instants, also those of strangers. STRANGERS_PAUSES are the pauses of each of its rows, STRANGERS_ROWS
+# the words, by comma, that rows to run have in their names. GRAPHS_CYCLES are the pauses of the idle process of graphs, and
+# of the one that replays; STEPPING_PAUSES, STEPPING_ROWS, REPLAY_PAUSES and REPLAY_ROWS as those of strangers. RACE_CASES
+# are the words, by comma, that cases of race to run have in their names, RACE_GIB what its processes hold each; it draws
+# $OUT/race.svg. RL_GPUS, RL_MODES, RL_SHAPE, RL_HANDOVER, RL_KV_GIB, RL_STEPS, RL_TOKENS, RL_GENERATIONS and RL_MICRO_BATCH
+# are those of rl/run.py, whose page is $OUT/rl_grpo.html.
 set -u
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 OUT=${OUT:-$PWD/results}
@@ -24,7 +24,7 @@ CYCLES=${CYCLES:-20}
 SUITES=(smoke conformance nccl legacy_ipc overhead expandable rates
     anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
     cycles deaths shortage watchdog zeroed sharing generate unused attach compat contents
-    strangers graphs stepping nccl_alone race rl)
+    strangers graphs stepping replay nccl_alone race rl)
 JOBS=$HERE/jobs
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
@@ -39,7 +39,7 @@ export PYTHONDONTWRITEBYTECODE=1
 [ -x "$HERE/bin/sublet" ] && export SUBLET_BIN=${SUBLET_BIN:-$HERE/bin/sublet}
 [ -x "$HERE/bin/conformance_gpu" ] && export SUBLET_CONFORMANCE=${SUBLET_CONFORMANCE:-$HERE/bin/conformance_gpu}
 case "${1:-all}" in
-    -h | --help) sed -n '2,18p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '2,17p' "${BASH_SOURCE[0]}"; exit 0 ;;
 esac
 if [ ! -f "$JOBS/common.py" ]; then echo "run.sh: $JOBS/common.py is missing" >&2; exit 2; fi
 
@@ -120,6 +120,10 @@ run_graphs() {
 run_stepping() {
     suite stepping 590 stepping_job.py --pauses "${STEPPING_PAUSES:-200}" --seed "${ANYTIME_SEED:-1}" \
         --rows "${STEPPING_ROWS:-}"
+}
+run_replay() {
+    GPUS=1 suite replay 590 replay_job.py --pauses "${REPLAY_PAUSES:-100}" --seed "${ANYTIME_SEED:-1}" \
+        --rows "${REPLAY_ROWS:-}" --gap-ms 5,400 --pause-timeout 30
 }
 run_race() {
     suite race "${RACE_LIMIT_S:-285}" race_job.py --cases "${RACE_CASES:-}" --kept-gib "${RACE_GIB:-60}" \

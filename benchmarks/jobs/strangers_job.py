@@ -52,6 +52,8 @@ class Row:
     gpus_min: int = 1
     #: GPUs that it uses at most; 0 is as many as there are.
     gpus_max: int = 0
+    #: Processes that `launch` starts; 0 is one for each GPU.
+    ranks: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
     #: Steps before the first pause.
     warm_steps: int = anytime_job.WARM_STEPS
@@ -120,7 +122,7 @@ class Stranger(anytime_job.Job):
         self.row, self.sites = row, sites
         self.gpus = min(self.gpus, row.gpus_max or self.gpus)
         self.launcher = row.launcher
-        self.ranks = 1 if row.launcher == "alone" else self.gpus
+        self.ranks = 1 if row.launcher == "alone" else row.ranks or self.gpus
         self.devices = ["--devices", str(self.gpus)] if row.launcher == "alone" else []
         self.warm_steps, self.patience_s = row.warm_steps, row.patience_s
         cache = work / "compiled"

@@ -15,8 +15,11 @@ if sys.version_info < (3, 11):
 JOBS = Path(__file__).resolve().parent.parent / "jobs"
 sys.path.insert(0, str(JOBS))
 
+import replay_job  # noqa: E402
+import sim_node  # noqa: E402
 import stepping_job  # noqa: E402
 import strangers_job  # noqa: E402
+import common  # noqa: E402
 from common import JobError, Result  # noqa: E402
 from strangers_job import ROWS, Row, Strangers  # noqa: E402
 
@@ -40,6 +43,16 @@ def test_row_that_comes_through_its_pauses_has_their_times(work: Path, capfd: py
     table = capfd.readouterr().out
     assert re.search(r"contents +3/3 +0 +0 +ok +\d+ / \d+ ", table)
     assert (work / "contents-plain.log").is_file() and (work / "contents-hooked0.log").is_file()
+
+
+def test_processes_that_share_one_gpu_come_through_their_pauses(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sim_node.make(work / "node", [1024 * common.MIB])
+    monkeypatch.setenv("SIMCUDA_NODE", str(work / "node"))
+    monkeypatch.setenv("COMMUNICATORS", "6")
+    data = job(work, list(replay_job.ROWS), "--gpus", "1", "--rows", "4 processes")
+    assert data["status"] == "passed", data["checks"]
+    assert data["rows"]["4 processes"]["counts"]["succeeded"] == 3
+    assert len(list((work / "4-processes" / "hooked0").glob("rank*.txt"))) == 4
 
 
 def test_library_that_is_not_here_is_named_and_fails_nothing(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +89,7 @@ def test_row_without_time_left_is_said_to_have_had_no_turn(work: Path) -> None:
         job(work, list(ROWS), "--rows", "nonsense")
 
 
-@pytest.mark.parametrize("rows", [ROWS, stepping_job.ROWS], ids=["strangers", "stepping"])
+@pytest.mark.parametrize("rows", [ROWS, stepping_job.ROWS, replay_job.ROWS], ids=["strangers", "stepping", "replay"])
 def test_every_row_has_its_program_and_a_name_of_its_own(rows: tuple[Row, ...]) -> None:
     assert len({row.name for row in rows}) == len(rows)
     assert [row.name for row in rows if not (JOBS / "programs" / f"{row.program}.py").is_file()] == []

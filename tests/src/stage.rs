@@ -288,6 +288,21 @@ impl Stage {
         ranks: usize,
         arguments: &[&str],
     ) -> Outcome<(Rank, PathBuf)> {
+        self.lane_program_with(tenant, program, ranks, arguments, &[])
+    }
+
+    /// As [`Stage::lane_program`], with variables of its environment.
+    ///
+    /// # Errors
+    /// When it could not be started.
+    pub fn lane_program_with(
+        &self,
+        tenant: Option<&str>,
+        program: &str,
+        ranks: usize,
+        arguments: &[&str],
+        environment: &[(&str, &str)],
+    ) -> Outcome<(Rank, PathBuf)> {
         let dir = self.job_dir()?;
         let jobs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../benchmarks/jobs");
         let mut command = self.program(tenant, Path::new("python3"));
@@ -302,6 +317,7 @@ impl Stage {
         );
         command.env("LD_LIBRARY_PATH", libraries).env("SIMNCCL_DIR", &dir);
         command.env("PYTHONDONTWRITEBYTECODE", "1").env("PYTHONUNBUFFERED", "1");
+        command.envs(environment.iter().copied());
         Ok((Rank::start(0, &mut command)?, dir))
     }
 

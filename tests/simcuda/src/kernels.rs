@@ -6,6 +6,8 @@
 //! | `add_u32` | `dst, a, b, count: u64` | `dst[i] = a[i] + b[i]`, wrapping |
 //! | `affine_u32` | `data, mul: u32, add: u32, count: u64` | `data[i] = data[i] * mul + add`, wrapping |
 //! | `sum_u32` | `out, in, count: u64` | `*(u64 *)out` is the sum of `in[i]` |
+//! | `count_up_u32` | `dst, first: u32, step: u32, count: u64` | `dst[i] = first + i * step`, wrapping |
+//! | `differs_u32` | `out, data, first: u32, step: u32, count: u64` | adds to `*(u64 *)out` how many `data[i]` are not `first + i * step` |
 //! | `store_u32` | `dst, value: u32` | `*dst = value`, atomically |
 //! | `spin_until_nonzero` | `flag` | waits until `*flag` is not 0, as a collective waits for its peer |
 //! | `wait_at_least_u32` | `flag, value: u32` | waits until `*flag` is `value` or more, as an all-reduce written by hand does |
@@ -40,6 +42,8 @@ pub(crate) enum Kernel {
     Add,
     Affine,
     Sum,
+    CountUp,
+    Differs,
     Store,
     Spin,
     WaitAtLeast,
@@ -51,6 +55,8 @@ const ALL: &[(&str, Kernel)] = &[
     ("add_u32", Kernel::Add),
     ("affine_u32", Kernel::Affine),
     ("sum_u32", Kernel::Sum),
+    ("count_up_u32", Kernel::CountUp),
+    ("differs_u32", Kernel::Differs),
     ("store_u32", Kernel::Store),
     ("spin_until_nonzero", Kernel::Spin),
     ("wait_at_least_u32", Kernel::WaitAtLeast),
@@ -92,7 +98,8 @@ pub(crate) fn launch(
         Kernel::Spin | Kernel::Fingerprint => 1,
         Kernel::Store | Kernel::WaitAtLeast => 2,
         Kernel::Fill | Kernel::Sum => 3,
-        Kernel::Add | Kernel::Affine => 4,
+        Kernel::Add | Kernel::Affine | Kernel::CountUp => 4,
+        Kernel::Differs => 5,
     };
     let params = params.list(count)?;
     let wide = |index: usize| params[index].cast::<u64>().get();
@@ -118,6 +125,17 @@ pub(crate) fn launch(
         Kernel::Sum => {
             let (out, data, count) = (wide(0)?, wide(1)?, wide(2)?);
             let work = Work::new(move |core| sum(core, device, out, data, count));
+            (work, vec![writes(out, 2), reads(data, count)])
+        }
+        Kernel::CountUp => {
+            let (dst, first, step, count) = (wide(0)?, narrow(1)?, narrow(2)?, wide(3)?);
+            let work = Work::new(move |core| count_up(core, device, dst, (first, step), count));
+            (work, vec![writes(dst, count)])
+        }
+        Kernel::Differs => {
+            let (out, data, count) = (wide(0)?, wide(1)?, wide(4)?);
+            let pattern = (narrow(2)?, narrow(3)?);
+            let work = Work::new(move |core| differs(core, device, out, data, pattern, count));
             (work, vec![writes(out, 2), reads(data, count)])
         }
         Kernel::Store => {
@@ -233,6 +251,47 @@ fn sum(core: &Core, device: DeviceOrdinal, out: u64, data: u64, count: u64) -> C
     }
     // SAFETY: `_guard` covers eight bytes at `out`.
     unsafe { element::<u64>(out, 0).write_unaligned(total) };
+    Ok(())
+}
+
+fn count_up(
+    core: &Core,
+    device: DeviceOrdinal,
+    dst: u64,
+    (first, step): (u32, u32),
+    count: u64,
+) -> Coded<()> {
+    let _guard = core.access(device, &[(words(dst, count)?, Touch::Write)])?;
+    let mut value = first;
+    for index in 0..count {
+        // SAFETY: `_guard` covers `count` elements of `dst`.
+        unsafe { put(dst, index, value) };
+        value = value.wrapping_add(step);
+    }
+    Ok(())
+}
+
+fn differs(
+    core: &Core,
+    device: DeviceOrdinal,
+    out: u64,
+    data: u64,
+    (first, step): (u32, u32),
+    count: u64,
+) -> Coded<()> {
+    let ranges = [(words(out, 2)?, Touch::Write), (words(data, count)?, Touch::Read)];
+    let _guard = core.access(device, &ranges)?;
+    let (mut total, mut wanted) = (0_u64, first);
+    for index in 0..count {
+        // SAFETY: `_guard` covers `count` elements of `data`.
+        total += u64::from(unsafe { load(data, index) } != wanted);
+        wanted = wanted.wrapping_add(step);
+    }
+    let sum: *mut u64 = element(out, 0);
+    // SAFETY: `_guard` covers eight bytes at `out`.
+    let before = unsafe { sum.read_unaligned() };
+    // SAFETY: as above.
+    unsafe { sum.write_unaligned(before + total) };
     Ok(())
 }
 
