@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 if __package__ in (None, ""):  # started by its path
-    sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "jobs")]
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "gpu-lane")]
 
 from rl import page, record, space
 from rl.arguments import Options, parse

@@ -13,13 +13,15 @@ import pytest
 if sys.version_info < (3, 11):
     pytest.skip("the jobs are written for Python 3.11", allow_module_level=True)
 
-JOB = Path(__file__).resolve().parent.parent / "jobs" / "rl_job.py"
+import common
+
+JOB = Path(__file__).resolve().parent.parent / "rl_job.py"
 
 
 def job(out: Path, *words: str) -> tuple[int, dict[str, Any]]:
     """Exit code and record of the job."""
     command = [sys.executable, str(JOB), "--simulate", "--out", str(out / "rl.json"), "--logs", str(out / "logs.txt"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=common.child_env(), capture_output=True, text=True, timeout=600)
     (record,) = json.loads((out / "rl.json").read_text())
     return done.returncode, record
 
@@ -29,7 +31,7 @@ def test_a_run_leaves_verdicts_figures_and_the_page(work: Path, tmp_path: Path) 
     assert code == 0, record
     assert [entry["passed"] for entry in record["checks"]] == [True] * 4, record["checks"]
     assert record["summary"]["sublet"]["left_bytes"]["train"] < record["summary"]["keep-both"]["left_bytes"]["train"]
-    shown = subprocess.run([sys.executable, str(JOB.with_name("summary.py")), str(tmp_path)], capture_output=True, text=True, timeout=60)
+    shown = subprocess.run([sys.executable, str(common.ROOT / "gpu-lane" / "summary.py"), str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert shown.returncode == 0 and "cannot be shown" not in shown.stdout and "sublet: lost_share" in shown.stdout, shown.stdout
     assert (tmp_path / "rl_grpo.html").is_file() and (tmp_path / "rl_grpo.json").is_file()
 

@@ -11,8 +11,7 @@ import pytest
 if sys.version_info < (3, 11):
     pytest.skip("the jobs are written for Python 3.11", allow_module_level=True)
 
-JOBS = Path(__file__).resolve().parent.parent / "jobs"
-sys.path.insert(0, str(JOBS))
+JOBS = Path(__file__).resolve().parent.parent
 
 import common  # noqa: E402
 import scaling_job  # noqa: E402

@@ -276,7 +276,7 @@ impl Stage {
         Ok(process)
     }
 
-    /// Starts a program of the GPU lane, `benchmarks/jobs/programs`, on this node, over the simulated NCCL. Its
+    /// Starts a program of the GPU lane, `gpu-tests/programs`, on this node, over the simulated NCCL. Its
     /// values go to the directory that comes with it.
     ///
     /// # Errors
@@ -304,12 +304,17 @@ impl Stage {
         environment: &[(&str, &str)],
     ) -> Outcome<(Rank, PathBuf)> {
         let dir = self.job_dir()?;
-        let jobs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../benchmarks/jobs");
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let lane = root.join("gpu-lane");
         let mut command = self.program(tenant, Path::new("python3"));
         if ranks > 1 {
-            command.arg(jobs.join("launch.py")).arg(ranks.to_string());
+            command.arg(lane.join("launch.py")).arg(ranks.to_string());
         }
-        command.arg(jobs.join("programs").join(program)).args(arguments).arg("--out").arg(&dir);
+        command
+            .arg(root.join("gpu-tests/programs").join(program))
+            .args(arguments)
+            .arg("--out")
+            .arg(&dir);
         let libraries = format!(
             "{}:{}",
             self.files.simcuda_dir.display(),
@@ -317,6 +322,7 @@ impl Stage {
         );
         command.env("LD_LIBRARY_PATH", libraries).env("SIMNCCL_DIR", &dir);
         command.env("PYTHONDONTWRITEBYTECODE", "1").env("PYTHONUNBUFFERED", "1");
+        command.env("PYTHONPATH", lane);
         command.envs(environment.iter().copied());
         Ok((Rank::start(0, &mut command)?, dir))
     }

@@ -15,12 +15,11 @@ use crate::{Outcome, build, process};
 const BUNDLE_BYTES_MAX: u64 = 60 * 1024 * 1024;
 /// The oldest C library that the bundle must start with.
 const GLIBC_MAX: Glibc = Glibc(2, 36);
-const JOBS: &str = "benchmarks/jobs";
-/// What the suite `rl` runs.
-const RL: &str = "benchmarks/rl";
-/// Scripts that a job runs as a user would.
-const EXAMPLES: &str = "examples";
-const RUNNER: &str = "benchmarks/run.sh";
+/// What both kinds of suites need, the suites about correctness and about speed, and scripts that a job runs as a user would.
+const FOLDERS: [&str; 4] = ["gpu-lane", "gpu-tests", "benchmarks", "examples"];
+/// Parts of them that are for the source tree alone.
+const LEFT_OUT: [&str; 2] = ["tests", "results"];
+const RUNNER: &str = "gpu-lane/run.sh";
 /// Where in the bundle Python packages are, as wheels that the jobs install.
 const WHEELS: &str = "python";
 /// What jobs measure ours against or run, and such machines lack. It is fetched as it is published, and not kept among
@@ -125,15 +124,18 @@ fn add_fetched(workspace: &Workspace, folder: &Path) -> Outcome {
 }
 
 fn copy_jobs(workspace: &Workspace, bundle: &Path) -> Outcome {
-    for (from, to) in [(JOBS, "jobs"), (RL, "rl"), (EXAMPLES, EXAMPLES)] {
-        let files: Vec<PathBuf> =
-            workspace.files()?.into_iter().filter(|path| path.starts_with(from)).collect();
-        if files.is_empty() {
-            return Err(format!("{from} is empty; the bundle would have nothing to run").into());
+    let files = workspace.files()?;
+    for folder in FOLDERS {
+        let is_shipped = |path: &&PathBuf| {
+            let within = path.strip_prefix(folder);
+            within.is_ok_and(|within| !LEFT_OUT.iter().any(|name| within.starts_with(name)))
+        };
+        let mut shipped = files.iter().filter(is_shipped).peekable();
+        if shipped.peek().is_none() {
+            return Err(format!("{folder} is empty; the bundle would have nothing to run").into());
         }
-        for file in files {
-            let name = Path::new(to).join(file.strip_prefix(from)?);
-            build::install(&workspace.root.join(&file), &bundle.join(name))?;
+        for file in shipped {
+            build::install(&workspace.root.join(file), &bundle.join(file))?;
         }
     }
     let runner = bundle.join("run.sh");

@@ -119,10 +119,10 @@ fn is_rust_summary(line: &str) -> bool {
 
 fn gpu_lane(gpu_is_here: bool) -> &'static str {
     if gpu_is_here {
-        "the GPU lane (conformance on the real driver, benchmarks/jobs): it is a lane of its own, \
+        "the GPU lane (conformance on the real driver, gpu-tests, benchmarks): it is a lane of its own, \
          run it from `cargo xtask gpu-bundle`"
     } else {
-        "the GPU lane (conformance on the real driver, benchmarks/jobs): this machine has no NVIDIA \
+        "the GPU lane (conformance on the real driver, gpu-tests, benchmarks): this machine has no NVIDIA \
          driver; `cargo xtask gpu-bundle` packs it for one that has"
     }
 }

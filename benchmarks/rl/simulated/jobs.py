@@ -35,9 +35,9 @@ class SimulatedJobs:
         }  # fmt: skip
         for name in ("CUDA_VISIBLE_DEVICES", "LD_PRELOAD", "SUBLET_TENANT", "SUBLET_FAMILY", "SUBLET_BUDGET"):
             self._environment.pop(name, None)
-        # Memory of a device is the examples', which lie beside this folder's in a bundle, and above in the source tree.
+        # Memory of a device is the examples'.
         here = Path(__file__).resolve().parents[2]
-        folders = [str(here), str(here / "examples"), str(here.parent / "examples"), os.environ.get("PYTHONPATH", "")]
+        folders = [str(here), str(here.parent / "examples"), os.environ.get("PYTHONPATH", "")]
         self._environment["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
 
     def train(self, mode: str, work: Path) -> Team:

@@ -31,7 +31,7 @@ pub(crate) fn check(
             continue;
         }
         let mut found = |what: String| {
-            let next = "name a test that shows it, or a job of benchmarks/jobs";
+            let next = "name a test that shows it, or a job of gpu-tests";
             findings.push(Finding::new(PAGE, number + 1, what, next));
         };
         let names: Vec<&str> = last.split('`').skip(1).step_by(2).collect();
@@ -80,13 +80,13 @@ mod tests {
 
     fn found(page: &str) -> Vec<String> {
         let rust = [("a.rs".to_owned(), RUST.to_owned())];
-        let paths = ["benchmarks/jobs/x.py".to_owned()].into();
+        let paths = ["gpu-tests/x.py".to_owned()].into();
         check(page, &rust, &paths).iter().map(ToString::to_string).collect()
     }
 
     #[test]
     fn rows_name_tests_and_jobs_that_exist() {
-        let page = "| what | test |\n| --- | --- |\n| a | `one_works`, `two_works` |\n| b | `benchmarks/jobs/x.py` |\n\
+        let page = "| what | test |\n| --- | --- |\n| a | `one_works`, `two_works` |\n| b | `gpu-tests/x.py` |\n\
                     \n| what | why |\n| --- | --- |\n| c | because |\n";
         assert_eq!(found(page), Vec::<String>::new());
     }
@@ -97,7 +97,7 @@ mod tests {
         for (row, what) in [
             ("| a | `helper` |", "there is no test helper"),
             ("| a | `comment` |", "there is no test comment"),
-            ("| a | `benchmarks/jobs/y.py` |", "there is no test benchmarks/jobs/y.py"),
+            ("| a | `gpu-tests/y.py` |", "there is no test gpu-tests/y.py"),
             ("| a | |", "a row without a test"),
         ] {
             let all = found(&format!("{head}{row}\n"));

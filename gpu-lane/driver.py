@@ -1,4 +1,5 @@
-"""The CUDA driver by ctypes: plain memory, and virtual memory with one physical handle a block.
+"""The CUDA driver by ctypes, for jobs and programs alike: contexts, plain memory, and virtual memory with one physical handle
+a block.
 
 Loads libcuda at first use; no torch, nothing preloaded.
 """
@@ -125,34 +126,48 @@ class Block:
         return array_interface(self.address, self.size_bytes, "|u1")
 
 
-# ---------------------------------------------------------------- all GPUs of a process
+# ---------------------------------------------------------------- GPUs of a process
 
 
-class Driver:
+class Contexts:
+    """The primary contexts of the GPUs that this process has used."""
+
+    def __init__(self) -> None:
+        call("cuInit", ctypes.c_uint(0))
+        self.contexts: dict[int, ctypes.c_void_p] = {}
+
+    def device_count(self) -> int:
+        """How many GPUs there are."""
+        count = ctypes.c_int()
+        call("cuDeviceGetCount", ctypes.byref(count))
+        return count.value
+
+    def use(self, gpu: int) -> None:
+        """Makes the context of `gpu` current."""
+        if gpu not in self.contexts:
+            device, context = ctypes.c_int(), ctypes.c_void_p()
+            call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(gpu))
+            call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            self.contexts[gpu] = context
+        call("cuCtxSetCurrent", self.contexts[gpu])
+
+
+class Driver(Contexts):
     """A context on every GPU, or on `only` one, and memory that a process takes to see how much there is."""
 
     def __init__(self, only: int | None = None) -> None:
-        call("cuInit", ctypes.c_uint(0))
-        count = ctypes.c_int()
-        call("cuDeviceGetCount", ctypes.byref(count))
-        self.contexts: dict[int, ctypes.c_void_p] = {}
-        for ordinal in range(count.value) if only is None else [only]:
-            device, context = ctypes.c_int(), ctypes.c_void_p()
-            call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-            call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-            self.contexts[ordinal] = context
+        super().__init__()
+        count = self.device_count()
+        for gpu in range(count) if only is None else [only]:
+            self.use(gpu)
         version, name = ctypes.c_int(), ctypes.create_string_buffer(128)
         call("cuDriverGetVersion", ctypes.byref(version))
         if self.contexts:
             call("cuDeviceGetName", name, ctypes.c_int(128), ctypes.c_int(0))
-        self.info = {"count": count.value, "name": name.value.decode(), "driver_api": version.value}
+        self.info = {"count": count, "name": name.value.decode(), "driver_api": version.value}
         self.held: list[tuple[int, ctypes.c_uint64]] = []
         for gpu in self.contexts:  # loads the driver's own fill kernel, so that later readings are flat
             self.take(gpu, 0, 2 * common.MIB)
-
-    def use(self, gpu: int) -> None:
-        """Makes the context of `gpu` current."""
-        call("cuCtxSetCurrent", self.contexts[gpu])
 
     def free(self) -> list[int]:
         """Free bytes per GPU that there is a context on, in order."""

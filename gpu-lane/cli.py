@@ -10,24 +10,24 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from common import EXIT_DEADLINE, JOBS, adopt, child_env, release, stop_child
+from common import EXIT_DEADLINE, ROOT, adopt, child_env, release, stop_child
 
 
 def find_beside(variable: str, *candidates: str) -> str:
-    """A file named by the environment or found beside this folder; the first candidate if none exists."""
+    """A file named by the environment or found in the bundle; the first candidate if none exists."""
     given = os.environ.get(variable)
     if given:
         return given
     for candidate in candidates:
-        path = (JOBS.parent / candidate).resolve()
+        path = (ROOT / candidate).resolve()
         if path.exists():
             return str(path)
-    return str((JOBS.parent / candidates[0]).resolve())
+    return str((ROOT / candidates[0]).resolve())
 
 
 def sublet_bin() -> str:
     """The `sublet` command: $SUBLET_BIN, the bundle's, or a build of the source tree."""
-    return find_beside("SUBLET_BIN", "bin/sublet", "../target/release/sublet")
+    return find_beside("SUBLET_BIN", "bin/sublet", "target/release/sublet")
 
 
 def tenant_command(tenant: str | None, cmd: Sequence[str]) -> list[str]:

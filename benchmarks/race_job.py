@@ -44,7 +44,7 @@ from common import GIB, MIB, JobError, Result
 from phases import Phases
 from runner import Ranks
 
-HOLDER = str(common.JOBS / "race_memory.py")
+HOLDER = str(Path(__file__).resolve().parent / "race_memory.py")
 #: What a run needs at its end: the figures, the picture, the processes' ends.
 END_S = 6.0
 #: Rounds of each kind of change.

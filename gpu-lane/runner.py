@@ -38,7 +38,7 @@ from common import JobError, Result
 
 _MARK = "@said "
 _SAID = re.compile(rf"^{_MARK}(.*)$", re.MULTILINE)
-WHEELS = common.JOBS.parent / "python"
+WHEELS = common.ROOT / "python"
 #: Seconds in which all ranks must have come.
 START_S = 120.0
 
@@ -187,7 +187,7 @@ def start_command(script: Sequence[str], ranks: int = 1, launcher: str = "alone"
     if launcher == "alone":
         return [sys.executable, *script]
     if launcher == "launch":
-        return [sys.executable, str(common.JOBS / "launch.py"), str(ranks), *script]
+        return [sys.executable, str(Path(launch.__file__).resolve()), str(ranks), *script]
     torchrun = shutil.which("torchrun") or str(Path(sys.executable).parent / "torchrun")
     return [torchrun, "--standalone", "--nproc-per-node", str(ranks), *script]
 

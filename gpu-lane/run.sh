@@ -6,17 +6,19 @@
 #         cycles deaths shortage watchdog zeroed
 #         sharing generate unused attach compat contents (of the Python package, from python/*.whl)
 #         strangers graphs stepping replay nccl_alone race rl
-# Lies beside jobs/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results): one JSON file per suite and
-# logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the cycles of nccl, MANY_CYCLES those
-# of cycles, ANYTIME_PAUSES the pauses of the anytime suites, of rebuild, and of each of the five programs of one_process,
-# ANYTIME_SEED their instants, also those of strangers. STRANGERS_PAUSES are the pauses of each of its rows, STRANGERS_ROWS
-# the words, by comma, that rows to run have in their names. GRAPHS_CYCLES are the pauses of the idle process of graphs, and
-# of the one that replays; STEPPING_PAUSES, STEPPING_ROWS, REPLAY_PAUSES and REPLAY_ROWS as those of strangers. RACE_CASES
-# are the words, by comma, that cases of race to run have in their names, RACE_GIB what its processes hold each; it draws
-# $OUT/race.svg. RL_GPUS, RL_MODES, RL_SHAPE, RL_HANDOVER, RL_KV_GIB, RL_STEPS, RL_TOKENS, RL_GENERATIONS and RL_MICRO_BATCH
-# are those of rl/run.py, whose page is $OUT/rl_grpo.html.
+# Lies beside gpu-lane/, gpu-tests/, benchmarks/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results):
+# one JSON file per suite and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the
+# cycles of nccl, MANY_CYCLES those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, of rebuild, and of each of
+# the five programs of one_process, ANYTIME_SEED their instants, also those of strangers. STRANGERS_PAUSES are the pauses of
+# each of its rows, STRANGERS_ROWS the words, by comma, that rows to run have in their names. GRAPHS_CYCLES are the pauses
+# of the idle process of graphs, and of the one that replays; STEPPING_PAUSES, STEPPING_ROWS, REPLAY_PAUSES and REPLAY_ROWS
+# as those of strangers. RACE_CASES are the words, by comma, that cases of race to run have in their names, RACE_GIB what
+# its processes hold each; it draws $OUT/race.svg. RL_GPUS, RL_MODES, RL_SHAPE, RL_HANDOVER, RL_KV_GIB, RL_STEPS, RL_TOKENS,
+# RL_GENERATIONS and RL_MICRO_BATCH are those of rl/run.py, whose page is $OUT/rl_grpo.html.
 set -u
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# In the source tree it lies in gpu-lane.
+[ -d "$HERE/gpu-lane" ] || HERE=$(dirname "$HERE")
 OUT=${OUT:-$PWD/results}
 PYTHON=${PYTHON:-python3}
 GPUS=${GPUS:-0}
@@ -25,7 +27,6 @@ SUITES=(smoke conformance nccl legacy_ipc overhead expandable rates
     anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
     cycles deaths shortage watchdog zeroed sharing generate unused attach compat contents
     strangers graphs stepping replay nccl_alone race rl)
-JOBS=$HERE/jobs
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
 
@@ -41,7 +42,8 @@ export PYTHONDONTWRITEBYTECODE=1
 case "${1:-all}" in
     -h | --help) sed -n '2,17p' "${BASH_SOURCE[0]}"; exit 0 ;;
 esac
-if [ ! -f "$JOBS/common.py" ]; then echo "run.sh: $JOBS/common.py is missing" >&2; exit 2; fi
+if [ ! -f "$HERE/gpu-lane/common.py" ]; then echo "run.sh: $HERE/gpu-lane/common.py is missing" >&2; exit 2; fi
+export PYTHONPATH=$HERE/gpu-lane:$HERE/gpu-tests:$HERE/benchmarks${PYTHONPATH:+:$PYTHONPATH}
 
 worst=0
 kernel_lines() { timeout 5 dmesg 2>/dev/null | wc -l; }
@@ -51,8 +53,9 @@ DMESG_BEFORE=$(kernel_lines)
 suite() {
     local file=$1 limit=$2 script=$3 code=0
     shift 3
+    [ -f "$HERE/gpu-tests/$script" ] && script=gpu-tests/$script || script=benchmarks/$script
     echo "== $file: $script $* (at most $limit s)"
-    timeout -k 10 "$limit" "$PYTHON" "$JOBS/$script" --out "$OUT/$file.json" --logs "$LOGS" \
+    timeout -k 10 "$limit" "$PYTHON" "$HERE/$script" --out "$OUT/$file.json" --logs "$LOGS" \
         --gpus "$GPUS" --deadline $((limit - 25)) "$@" 2>&1 | tee -a "$OUT/.console"
     code=${PIPESTATUS[0]}
     [ "$code" -eq 0 ] || { echo "== $file: $script ended with $code"; worst=1; }
@@ -164,13 +167,13 @@ done
     timeout 5 dmesg 2>/dev/null | tail -n +$((DMESG_BEFORE + 1)) | tail -n 200
 } >>"$LOGS"
 rm -f "$OUT/.console"
-"$PYTHON" "$JOBS/compact.py" "$OUT"/*.json
+"$PYTHON" "$HERE/gpu-lane/compact.py" "$OUT"/*.json
 # Keeps the log under 8 MiB: the end says most.
 if [ "$(stat -c %s "$LOGS")" -gt 8388608 ]; then tail -c 8000000 "$LOGS" >"$LOGS.part" && mv "$LOGS.part" "$LOGS"; fi
 
 echo
 echo "==================== summary"
-"$PYTHON" "$JOBS/summary.py" "$OUT" || worst=1
+"$PYTHON" "$HERE/gpu-lane/summary.py" "$OUT" || worst=1
 echo "NCCL WARN lines: $(grep -c 'NCCL WARN' "$LOGS")"
 if [ "$DMESG_BEFORE" -gt 0 ]; then
     new=$(timeout 5 dmesg 2>/dev/null | tail -n +$((DMESG_BEFORE + 1)))

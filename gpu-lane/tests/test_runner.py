@@ -1,4 +1,4 @@
-"""The machinery of the GPU lane's jobs, without a GPU and without torch: `jobs/runner.py` and what lies beside it.
+"""The machinery of the GPU lane's jobs, without a GPU and without torch: `runner.py` and what lies beside it.
 
 A name that is not there costs minutes on a machine with GPUs, so every job is imported here too.
 """
@@ -24,8 +24,6 @@ if sys.version_info < (3, 11):
     pytest.skip("the jobs are written for Python 3.11", allow_module_level=True)
 
 FOLDER = Path(__file__).resolve().parent
-JOBS = FOLDER.parent / "jobs"
-sys.path.insert(0, str(JOBS))
 
 import cli  # noqa: E402
 import common  # noqa: E402
@@ -37,14 +35,14 @@ from runner import Child, Ranks  # noqa: E402
 
 MIB = common.MIB
 STEPS, SAYS = str(FOLDER / "steps.py"), str(FOLDER / "says.py")
-FILES = sorted([*JOBS.glob("*.py"), *JOBS.glob("programs/*.py")])
-MODULES = {path.stem for path in JOBS.glob("*.py")}
+FILES = sorted(path for folder in common.FOLDERS for glob in ("*.py", "programs/*.py") for path in folder.glob(glob))
+MODULES = {path.stem for path in FILES if path.parent in common.FOLDERS}
 #: What is no script of its own: it is imported, or run by others.
 PARTS = {
     "bench_ops", "checksum", "cli", "common", "compact", "driver", "launch", "observer", "phases", "race_figures",
     "race_memory", "race_nccl", "race_picture", "race_saver", "rank", "runner", "sim_node", "summary", "training_run",
 }  # fmt: skip
-SCRIPTS = [path for path in FILES if path.parent == JOBS and path.stem not in PARTS]
+SCRIPTS = [path for path in FILES if path.parent in common.FOLDERS and path.stem not in PARTS]
 
 
 @pytest.fixture
@@ -377,6 +375,6 @@ def test_job_can_be_imported_and_reads_its_options(job: Path) -> None:
 
 
 def test_every_suite_has_its_job() -> None:
-    text = (JOBS.parent / "run.sh").read_text()
+    text = (FOLDER.parent / "run.sh").read_text()
     jobs = set(re.findall(r"\b(?:\w+_job|selfcheck|conformance)\.py\b", text))
     assert jobs | {"scaling_job.py"} == {path.name for path in SCRIPTS}, "scaling needs no GPU"

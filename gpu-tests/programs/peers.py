@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from driver import call
 from rawcuda import AFFINE, WORD_MASK, Driver
 from steps import Steps, not_run, program_failed
 
@@ -117,7 +118,7 @@ class Peer:
         if ptx is None and self.kind != "simple":
             not_run("neither NVRTC nor nvcc is here")
         # The simulated driver knows kernels by their names.
-        self.driver.call("cuModuleLoadData", ctypes.byref(self.module), ctypes.c_char_p(ptx or AFFINE))
+        call("cuModuleLoadData", ctypes.byref(self.module), ctypes.c_char_p(ptx or AFFINE))
         self.words = WORDS_PER_WIDTH * steps.args.width
         self.flags, self.peer_flags = self.shared("flags", FLAG_BYTES)
 
@@ -131,27 +132,27 @@ class Peer:
     def shared(self, name: str, size_bytes: int) -> tuple[int, int]:
         """Memory of this process's, all zero, and the other's, as it is mapped here."""
         address, handle = self.own(max(size_bytes, SHARED_BYTES_MIN)), IpcHandle()
-        self.driver.call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+        call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         self.steps.tell(f"{name}.{self.rank}", bytes(handle))
         theirs, peer = IpcHandle.from_buffer_copy(self.steps.hear(f"{name}.{1 - self.rank}")), ctypes.c_uint64()
-        self.driver.call("cuIpcOpenMemHandle_v2", ctypes.byref(peer), theirs, ctypes.c_uint(1))
+        call("cuIpcOpenMemHandle_v2", ctypes.byref(peer), theirs, ctypes.c_uint(1))
         return address, peer.value
 
     def launch(self, name: str, *arguments: Any, grid: int = GRID, block: int = BLOCK) -> None:
         """Launches a kernel with ctypes numbers as its arguments."""
         if name not in self.functions:
             found = ctypes.c_void_p()
-            self.driver.call("cuModuleGetFunction", ctypes.byref(found), self.module, ctypes.c_char_p(name.encode()))
+            call("cuModuleGetFunction", ctypes.byref(found), self.module, ctypes.c_char_p(name.encode()))
             self.functions[name] = found
         pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(value) for value in arguments])
         sizes = [ctypes.c_uint(size) for size in (grid, 1, 1, block, 1, 1, 0)]
-        self.driver.call("cuLaunchKernel", self.functions[name], *sizes, self.stream, pointers, None)
+        call("cuLaunchKernel", self.functions[name], *sizes, self.stream, pointers, None)
 
     def read(self, address: int, words: int = 1) -> list[int]:
         """Words of the device, after the work of the stream."""
         place = (ctypes.c_uint32 * words)()
         size = ctypes.c_size_t(4 * words)
-        self.driver.call("cuMemcpyDtoHAsync_v2", place, ctypes.c_uint64(address), size, self.stream)
+        call("cuMemcpyDtoHAsync_v2", place, ctypes.c_uint64(address), size, self.stream)
         self.driver.wait(self.stream)
         return list(place)
 
@@ -248,7 +249,7 @@ class Exchange(Checked):
         super().__init__(peer)
         atomics = ctypes.c_int()
         places = ctypes.c_int(peer.rank), ctypes.c_int(1 - peer.rank)
-        peer.driver.call("cuDeviceGetP2PAttribute", ctypes.byref(atomics), ctypes.c_int(NATIVE_ATOMICS), *places)
+        call("cuDeviceGetP2PAttribute", ctypes.byref(atomics), ctypes.c_int(NATIVE_ATOMICS), *places)
         if not atomics.value:
             not_run("these GPUs cannot count in each other's memory")
         words = TOKENS * TOKEN_WORDS

@@ -22,7 +22,7 @@ import common
 from common import JobError, Result
 from runner import Process, start_command
 
-PROGRAMS = common.JOBS / "programs"
+PROGRAMS = Path(__file__).resolve().parent / "programs"
 STEP = re.compile(rb"step (\d+) loss [^\n]+\n")
 
 

@@ -12,7 +12,7 @@ Bound: each allocation is unmapped and released, then created, mapped and given 
 take as much longer, an exponent of 1, and no more. The run takes some 40 s on two cores, in the repository:
 
     cargo xtask built --release sh -c 'SUBLET_BIN=$SUBLET_TEST_BIN LD_LIBRARY_PATH=$SUBLET_TEST_SIMCUDA_DIR \
-        SUBLET_COMMIT=$(git describe --always --dirty) python3 benchmarks/jobs/scaling_job.py --profile release --out scaling.json'
+        SUBLET_COMMIT=$(git describe --always --dirty) PYTHONPATH=gpu-lane python3 benchmarks/scaling_job.py --profile release --out scaling.json'
 """
 
 from __future__ import annotations

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
 if sys.version_info < (3, 11):
     pytest.skip("the jobs are written for Python 3.11", allow_module_level=True)
 
-BENCHMARKS = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(BENCHMARKS / "jobs"))
-
-import conformance  # noqa: E402
+import conformance
 
 
 def test_the_last_totals_of_the_output_count() -> None:

@@ -11,8 +11,10 @@ import faulthandler
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 #: Steps that `--seconds` times first, and how many of them are not counted. Both hold whole rounds of rebuild.py.
 TIMED_STEPS, UNTIMED_STEPS = 80, 40
@@ -38,6 +40,11 @@ def program_failed(what: str) -> None:
     os._exit(3)
 
 
+def _end_by_exception(kind: type[BaseException], error: BaseException, where: Any) -> None:
+    traceback.print_exception(kind, error, where)
+    program_failed(str(error))
+
+
 class Steps:
     """Arguments, and the loop around a program's own step."""
 
@@ -57,6 +64,7 @@ class Steps:
         self.timing = self.args.seconds is not None
         self.total = self.timed if self.timing else self.args.steps
         faulthandler.enable()
+        sys.excepthook = _end_by_exception
         faulthandler.dump_traceback_later(LIFE_S, exit=True)
 
     def run(self, step: Callable[[int], str], finish: Callable[[], str]) -> None:

@@ -25,7 +25,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-JOBS = Path(__file__).resolve().parent
+#: The bundle, or the source tree.
+ROOT = Path(__file__).resolve().parent.parent
+#: Folders whose modules jobs and their processes import.
+FOLDERS = tuple(ROOT / name for name in ("gpu-lane", "gpu-tests", "benchmarks"))
 MIB = 1 << 20
 GIB = 1 << 30
 EXIT_FAILED = 1
@@ -140,7 +143,7 @@ def child_env(extra: dict[str, str] | None = None) -> dict[str, str]:
     env.setdefault("NCCL_DEBUG", "WARN")
     env.setdefault("PYTHONUNBUFFERED", "1")
     env.setdefault("OMP_NUM_THREADS", "4")
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(JOBS), env.get("PYTHONPATH")]))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, FOLDERS), env.get("PYTHONPATH")]))
     env.update(extra or {})
     return env
 
@@ -208,7 +211,7 @@ def touch_host_memory(gib: float) -> dict[str, float]:
 
 def manifest_commit() -> str:
     """The commit that the bundle was built from, read from its MANIFEST."""
-    for path in (JOBS.parent / "MANIFEST", JOBS.parent / "MANIFEST.json", JOBS.parent / "MANIFEST.txt"):
+    for path in (ROOT / "MANIFEST", ROOT / "MANIFEST.json", ROOT / "MANIFEST.txt"):
         with contextlib.suppress(OSError):
             text = path.read_text(errors="replace")
             named = re.search(r"commit\W+([0-9a-f]{7,40}\S*)", text, re.IGNORECASE)

@@ -48,7 +48,7 @@ def body(args: Any, result: Result, work: Path) -> None:
     sites = [runner.package(work, name) for name in packages]
     out = work / "out"
     wait_s = max(30.0, args.deadline - 30)
-    command = [sys.executable, str(common.JOBS.parent / "rl" / "run.py"), "--modes", args.modes, "--handover", args.handover, "--steps", str(args.steps)]
+    command = [sys.executable, str(Path(__file__).resolve().parent / "rl" / "run.py"), "--modes", args.modes, "--handover", args.handover, "--steps", str(args.steps)]
     command += ["--out", str(out), "--gpus", str(args.gpus or 1), "--deadline", str(min(300.0, wait_s))]
     command += ["--simulate"] if args.simulate else ["--shape", args.shape, "--kv-gib", str(args.kv_gib)]
     command += ["--tokens", str(args.tokens), "--generations", str(args.generations)]

@@ -1,4 +1,4 @@
-"""The CUDA driver and NCCL by ctypes, as vLLM's PyNccl has them. Nothing here knows Sublet, and nothing needs torch.
+"""What programs ask of the CUDA driver, and NCCL by ctypes, as vLLM's PyNccl has it. Nothing here needs torch.
 
 All words of a buffer are one number, so that a host knows what a buffer must hold and a device fills it fast. The
 kernel has the name and the arguments that the simulated driver knows: the programs run there too.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+from driver import Contexts, call
 from steps import program_failed
 
 WORD_MASK = 0xFFFFFFFF
@@ -60,37 +61,21 @@ class UniqueId(ctypes.Structure):
     _fields_ = [("internal", ctypes.c_byte * 128)]
 
 
-class Driver:
-    """Calls of the driver, each of which must succeed."""
+class Driver(Contexts):
+    """What programs ask of the driver; each call must succeed."""
 
     def __init__(self) -> None:
-        self._library = ctypes.CDLL("libcuda.so.1")
-        self.call("cuInit", ctypes.c_uint(0))
-        self.contexts: dict[int, ctypes.c_void_p] = {}
+        super().__init__()
         self._kernels: dict[int, ctypes.c_void_p] = {}
 
-    def call(self, name: str, *arguments: Any) -> None:
-        """Calls a function; a code other than 0 ends the program."""
-        code = getattr(self._library, name)(*arguments)
-        if code != 0:
-            program_failed(f"{name} returned {code}")
-
-    def device_count(self) -> int:
-        """How many devices there are."""
-        count = ctypes.c_int()
-        self.call("cuDeviceGetCount", ctypes.byref(count))
-        return count.value
-
-    def use(self, device: int) -> None:
-        """Makes the primary context of `device` current."""
-        if device not in self.contexts:
-            context, module, kernel = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(device))
-            self.call("cuCtxSetCurrent", context)
-            self.call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(AFFINE))
-            self.call("cuModuleGetFunction", ctypes.byref(kernel), module, ctypes.c_char_p(b"affine_u32"))
-            self.contexts[device], self._kernels[device] = context, kernel
-        self.call("cuCtxSetCurrent", self.contexts[device])
+    def use(self, gpu: int) -> None:
+        """Makes the context of `gpu` current; it has the kernel."""
+        super().use(gpu)
+        if gpu not in self._kernels:
+            module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+            call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(AFFINE))
+            call("cuModuleGetFunction", ctypes.byref(kernel), module, ctypes.c_char_p(b"affine_u32"))
+            self._kernels[gpu] = kernel
 
     def kernel(self, device: int) -> ctypes.c_void_p:
         """The affine kernel of a device that was used."""
@@ -99,23 +84,23 @@ class Driver:
     def allocate(self, size_bytes: int) -> int:
         """Memory of the current device."""
         address = ctypes.c_uint64()
-        self.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size_bytes))
+        call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size_bytes))
         return address.value
 
     def free(self, address: int) -> None:
         """Gives memory back."""
-        self.call("cuMemFree_v2", ctypes.c_uint64(address))
+        call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def stream(self) -> ctypes.c_void_p:
         """A stream of the current device."""
         stream = ctypes.c_void_p()
-        self.call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING))
+        call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING))
         return stream
 
     def fill(self, address: int, value: int, words: int, stream: ctypes.c_void_p) -> None:
         """All of `words` words become `value`."""
         value &= WORD_MASK
-        self.call(
+        call(
             "cuMemsetD32Async", ctypes.c_uint64(address), ctypes.c_uint(value), ctypes.c_size_t(words), stream
         )
 
@@ -129,23 +114,23 @@ class Driver:
         )
         pointers = (ctypes.c_void_p * 4)(*[ctypes.addressof(value) for value in values])
         sizes = [ctypes.c_uint(size) for size in (GRID, 1, 1, BLOCK, 1, 1, 0)]
-        self.call("cuLaunchKernel", self._kernels[device], *sizes, stream, pointers, None)
+        call("cuLaunchKernel", self._kernels[device], *sizes, stream, pointers, None)
 
     def copy(self, target: int, source: int, words: int, stream: ctypes.c_void_p) -> None:
         """Copies between devices, or within one."""
         size = ctypes.c_size_t(4 * words)
-        self.call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), size, stream)
+        call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), size, stream)
 
     def wait(self, stream: ctypes.c_void_p) -> None:
         """Waits for a stream."""
-        self.call("cuStreamSynchronize", stream)
+        call("cuStreamSynchronize", stream)
 
     def expect(self, what: str, address: int, value: int, words: int, stream: ctypes.c_void_p) -> None:
         """Ends the program unless each word is `value`, after the work of `stream`."""
         value &= WORD_MASK
         size = 4 * words
         seen = ctypes.create_string_buffer(size)
-        self.call("cuMemcpyDtoHAsync_v2", seen, ctypes.c_uint64(address), ctypes.c_size_t(size), stream)
+        call("cuMemcpyDtoHAsync_v2", seen, ctypes.c_uint64(address), ctypes.c_size_t(size), stream)
         self.wait(stream)
         wanted = value.to_bytes(4, "little") * words
         if seen.raw != wanted:
