@@ -43,6 +43,11 @@ typedef struct {
 } CUipcMemHandle;
 
 typedef struct {
+    unsigned timeout_ms, reserved0;
+    uint64_t reserved1[7];
+} CUlockArgs; /* CUcheckpointLockArgs */
+
+typedef struct {
     unsigned grid[3], block[3], shared_bytes;
     CUstream stream;
     void *attributes;

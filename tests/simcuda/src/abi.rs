@@ -152,13 +152,30 @@ pub(crate) fn with_per_thread(call: impl FnOnce() -> i32) -> i32 {
     code
 }
 
-/// Runs the body of a call: counts it, fails it when a rule says so, and keeps panics from C.
+/// Calls after which this process may hold more or less of others' memory.
+const OF_SHARING: [&str; 5] = [
+    "cuIpcCloseMemHandle",
+    "cuIpcOpenMemHandle",
+    "cuMemImportFromShareableHandle",
+    "cuMemRelease",
+    "cuMemUnmap",
+];
+
+/// Runs the body of a call: waits while another process has locked this one, counts it, fails it when a rule says so, and keeps
+/// panics from C.
 pub(crate) fn enter(symbol: &'static str, body: impl FnOnce() -> Coded<()>) -> i32 {
     let call = AssertUnwindSafe(|| {
-        if let Ok(sim) = sim::get() {
-            sim.core.enter(symbol)?;
+        let Ok(sim) = sim::get() else { return body() };
+        // Those are about other processes, and the driver takes them at any time.
+        let is_about_others = symbol.starts_with("cuCheckpoint");
+        let _inside = (!is_about_others).then(|| sim.standing.enter());
+        sim.core.enter(symbol)?;
+        let done = body();
+        if OF_SHARING.contains(&symbol) {
+            let (imports, opened) = sim.core.foreign();
+            sim.standing.note_foreign(imports, opened);
         }
-        body()
+        done
     });
     match catch_unwind(call) {
         Ok(Ok(())) => 0,

@@ -1,5 +1,6 @@
 //! The functions of the driver's interface, by family.
 
+mod checkpoint;
 mod context;
 mod copy;
 mod device;
@@ -19,6 +20,7 @@ use crate::abi::Symbol;
 /// Every function that `cuGetProcAddress` knows.
 fn symbols() -> Vec<Symbol> {
     [
+        checkpoint::symbols(),
         context::symbols(),
         copy::symbols(),
         device::symbols(),

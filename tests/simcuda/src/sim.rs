@@ -7,7 +7,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use vmm_pool::driver::sim::{Core, Latency, SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::sim::{Core, Latency, SimDriver, SimNode, SimOptions, Standing};
 use vmm_pool::driver::{DriverCode, DriverVersion};
 
 use crate::abi::Coded;
@@ -25,6 +25,8 @@ pub(crate) struct Sim {
     /// Never dropped: worker threads run until the process ends.
     _driver: SimDriver,
     pub(crate) core: Arc<Core>,
+    /// By which other processes find this one.
+    pub(crate) standing: Standing,
     pub(crate) contexts: Mutex<Contexts>,
     pub(crate) allocations: Mutex<Allocations>,
     pub(crate) events: Mutex<Events>,
@@ -104,12 +106,14 @@ impl Sim {
             let dir = node.dir().to_owned();
             (node, Some(dir))
         };
+        let standing = node.stand().map_err(unusable)?;
         let driver = SimDriver::new(node, options()?);
         if let Ok(rules) = env::var("SIMCUDA_FAULTS") {
             driver.faults().parse(&rules).map_err(|_| DriverCode::INVALID_VALUE)?;
         }
         Ok(Self {
             core: driver.core().clone(),
+            standing,
             _driver: driver,
             contexts: Mutex::default(),
             allocations: Mutex::default(),

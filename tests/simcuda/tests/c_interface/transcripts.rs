@@ -10,6 +10,7 @@ const SHARE: &str = include_str!("../../programs/share.expected");
 const EDGES: &str = include_str!("../../programs/edges.expected");
 const CONTEXTS: &str = include_str!("../../programs/contexts.expected");
 const OWN_CONTEXTS: &str = include_str!("../../programs/own_contexts.expected");
+const CHECKPOINT: &str = include_str!("../../programs/checkpoint.expected");
 const PYTHON: &str = include_str!("../../programs/basic.py.expected");
 
 #[test]
@@ -71,6 +72,14 @@ fn each_context_is_waited_for_and_paid_for_by_itself() {
     let program = stage.compile("own_contexts");
     let output = stage.command(&program).env("SIMCUDA_CONTEXT_BYTES", "10485760").output();
     assert_eq!(transcript(&output.expect("it starts")), OWN_CONTEXTS);
+}
+
+#[test]
+fn one_process_takes_anothers_memory_off_the_device_and_brings_it_back() {
+    let stage = Stage::new();
+    let program = stage.compile("checkpoint");
+    let output = stage.command(&program).env("SIMCUDA_CONTEXT_BYTES", "10485760").output();
+    assert_eq!(transcript(&output.expect("it starts")), CHECKPOINT);
 }
 
 #[test]

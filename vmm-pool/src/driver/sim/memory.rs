@@ -35,6 +35,18 @@ struct Handle {
     prop: AllocationProp,
     references: u64,
     mappings: u64,
+    whose: Whose,
+}
+
+/// How a handle came about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Whose {
+    /// This process made the memory.
+    Own,
+    /// Imported from a descriptor.
+    Imported,
+    /// Opened by its published name.
+    Opened,
 }
 
 #[derive(Debug)]
@@ -92,6 +104,8 @@ pub(super) struct Memory {
     host: BTreeMap<u64, u64>,
     /// Starts of host memory that was registered for the context of one device alone.
     pinned_for_one: BTreeMap<u64, DeviceOrdinal>,
+    /// How many handles are imports, and how many were opened by name.
+    foreign: (u32, u32),
 }
 
 pub(super) fn io_code(error: &io::Error) -> DriverCode {
@@ -149,6 +163,20 @@ impl Memory {
             freed: Vec::new(),
             host: BTreeMap::new(),
             pinned_for_one: BTreeMap::new(),
+            foreign: (0, 0),
+        }
+    }
+
+    /// How many handles are imports, and how many were opened by a published name.
+    pub(super) fn foreign(&self) -> (u32, u32) {
+        self.foreign
+    }
+
+    fn count_foreign(&mut self, whose: Whose, change: impl Fn(u32) -> u32) {
+        match whose {
+            Whose::Own => {}
+            Whose::Imported => self.foreign.0 = change(self.foreign.0),
+            Whose::Opened => self.foreign.1 = change(self.foreign.1),
         }
     }
 
@@ -239,12 +267,18 @@ impl Memory {
 
     // Handles.
 
-    pub(super) fn add_handle(&mut self, block: Block, prop: AllocationProp) -> RawHandle {
+    pub(super) fn add_handle(
+        &mut self,
+        block: Block,
+        prop: AllocationProp,
+        whose: Whose,
+    ) -> RawHandle {
+        self.count_foreign(whose, |count| count + 1);
         let value = self.handles_gone.pop().unwrap_or_else(|| {
             self.handle_next += 0x10;
             self.handle_next - 0x10
         });
-        self.handles.insert(value, Handle { block, prop, references: 1, mappings: 0 });
+        self.handles.insert(value, Handle { block, prop, references: 1, mappings: 0, whose });
         RawHandle(value)
     }
 
@@ -272,6 +306,8 @@ impl Memory {
         if entry.references > 0 || entry.mappings > 0 {
             return None;
         }
+        let whose = entry.whose;
+        self.count_foreign(whose, |count| count - 1);
         self.handles_gone.push(handle);
         self.handles.remove(&handle).map(|entry| entry.block)
     }
@@ -518,6 +554,7 @@ impl Memory {
         }
         // After the mappings: a block is settled once nothing holds its file.
         self.handles.clear();
+        self.foreign = (0, 0);
         self.host.clear();
         self.pinned_for_one.clear();
     }

@@ -31,6 +31,7 @@ mod core;
 mod faults;
 mod memory;
 mod node;
+mod processes;
 mod stream;
 mod vm;
 
@@ -46,6 +47,7 @@ pub use self::core::{AccessGuard, ContextCost, Core, PublishedName, Touch};
 pub use self::faults::{FaultSpan, Faults, Hold, Latency};
 pub use self::memory::{Census, GRANULARITY_BYTES, MappingInfo};
 pub use self::node::{SOIL, SimNode};
+pub use self::processes::{InCall, ProcessState, Standing};
 pub use self::stream::{StreamKind, Work};
 
 use super::{

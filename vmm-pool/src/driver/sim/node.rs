@@ -10,12 +10,14 @@
 //! <node>/dev0/ledger          8 bytes: bytes in use; its flock serialises creation and removal
 //! <node>/dev0/h-<id>-<size>-..  one allocation
 //! <node>/host/...             the same for host memory, without a limit
+//! <node>/processes/<pid>      where a process stands that `cuCheckpointProcess*` may be about
 //! ```
 //!
 //! The ledger never says too little. It may say too much after a process was killed half-way, or while a
 //! descriptor outlives the handle that it came from; [`Account::reconcile`] makes it exact by looking at
 //! every file, and runs only when memory would run out or somebody asks how much is free.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
@@ -31,6 +33,8 @@ use crate::driver::{
 const CONFIG: &str = "node.conf";
 const LEDGER: &str = "ledger";
 const OWNER: &str = "owner";
+/// Of the file of an allocation that a checkpoint has taken off its device.
+const ASIDE_PREFIX: &str = "aside-";
 const PRIVATE_PREFIX: &str = "sublet-sim-private-";
 const VERSION_DEFAULT: DriverVersion = DriverVersion(13000);
 /// What others left in new memory.
@@ -219,6 +223,22 @@ impl SimNode {
         }))
     }
 
+    /// The allocations of this node that the process `pid` holds, each once, as its descriptors say.
+    pub(super) fn blocks_held_by(&self, pid: u32) -> io::Result<Vec<HeldBlock>> {
+        let mut held = BTreeMap::new();
+        for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
+            // It may have been closed since.
+            let Ok(link) = fs::read_link(entry?.path()) else { continue };
+            let name = link.file_name().and_then(|name| name.to_str());
+            let Some(name) = name else { continue };
+            let plain = link.with_file_name(name.strip_prefix(ASIDE_PREFIX).unwrap_or(name));
+            if let Some((account, name)) = self.recognise(&plain) {
+                held.entry(plain).or_insert(HeldBlock { account, name });
+            }
+        }
+        Ok(held.into_values().collect())
+    }
+
     fn recognise(&self, path: &Path) -> Option<(Arc<Account>, BlockName)> {
         let parent = path.parent()?;
         let name = BlockName::parse(path.file_name()?.to_str()?)?;
@@ -372,6 +392,10 @@ impl Account {
         for entry in fs::read_dir(&self.dir)? {
             let entry = entry?;
             let Some(name) = entry.file_name().to_str().and_then(BlockName::parse) else {
+                // Of a process that ended while its memory was set aside.
+                if entry.file_name().to_str().is_some_and(|name| name.starts_with(ASIDE_PREFIX)) {
+                    remove_if_unheld(&entry.path())?;
+                }
                 continue;
             };
             if !remove_if_unheld(&entry.path())? {
@@ -386,6 +410,58 @@ impl Account {
     pub(super) fn used_bytes(&self) -> io::Result<u64> {
         let ledger = self.lock()?;
         self.reconcile(&ledger)
+    }
+}
+
+/// An allocation that some process holds, by its name.
+#[derive(Debug)]
+pub(super) struct HeldBlock {
+    account: Arc<Account>,
+    name: BlockName,
+}
+
+impl HeldBlock {
+    pub(super) fn place(&self) -> LocationKind {
+        self.name.prop.location.kind
+    }
+
+    fn paths(&self) -> (PathBuf, PathBuf) {
+        let name = self.name.to_string();
+        let aside = self.account.dir.join(format!("{ASIDE_PREFIX}{name}"));
+        (self.account.dir.join(name), aside)
+    }
+
+    /// Takes what is on a device off it; its holders keep it. Nothing to do where that is done.
+    pub(super) fn set_aside(&self) -> io::Result<()> {
+        if self.place() != LocationKind::DEVICE {
+            return Ok(());
+        }
+        let (here, aside) = self.paths();
+        let ledger = self.account.lock()?;
+        if here.exists() {
+            fs::rename(here, aside)?;
+            let used = ledger.used_bytes()?;
+            ledger.set_used_bytes(used.saturating_sub(self.name.size_bytes))?;
+        }
+        Ok(())
+    }
+
+    /// Undoes [`Self::set_aside`]; false where the device has no room.
+    pub(super) fn take_back(&self) -> io::Result<bool> {
+        let (here, aside) = self.paths();
+        let ledger = self.account.lock()?;
+        if !aside.exists() {
+            return Ok(true);
+        }
+        let used = self.account.reconcile(&ledger)?;
+        let size_bytes = self.name.size_bytes;
+        if size_bytes > self.account.capacity_bytes.saturating_sub(used) {
+            return Ok(false);
+        }
+        fs::rename(aside, here)?;
+        // OVERFLOW: the sum is at most the capacity.
+        ledger.set_used_bytes(used + size_bytes)?;
+        Ok(true)
     }
 }
 

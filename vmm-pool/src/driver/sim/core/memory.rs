@@ -3,7 +3,7 @@
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use super::Core;
-use crate::driver::sim::memory::{Coded, GRANULARITY_BYTES, MappingInfo, io_code};
+use crate::driver::sim::memory::{Coded, GRANULARITY_BYTES, MappingInfo, Whose, io_code};
 use crate::driver::sim::node::{Block, BlockName};
 use crate::driver::{
     ALLOCATION_KIND_PINNED, AccessDesc, AllocationFlags, AllocationProp, DeviceAddress,
@@ -125,7 +125,7 @@ impl Core {
             return Err(DriverCode::INVALID_VALUE);
         }
         let block = self.make_block(size_bytes, prop)?;
-        Ok(self.write().add_handle(block, *prop))
+        Ok(self.write().add_handle(block, *prop, Whose::Own))
     }
 
     /// As [`crate::driver::Driver::release`], but safe: no address depends on a handle.
@@ -172,12 +172,17 @@ impl Core {
         let prop = self.as_seen_here(&block.name().prop)?;
         // Driver 580: only the process that created memory exports it.
         let prop = AllocationProp { requested_handle_types: 0, ..prop };
-        Ok(self.write().add_handle(block, prop))
+        Ok(self.write().add_handle(block, prop, Whose::Imported))
     }
 
     fn adopt(&self, block: Block) -> Coded<RawHandle> {
         let prop = self.as_seen_here(&block.name().prop)?;
-        Ok(self.write().add_handle(block, prop))
+        Ok(self.write().add_handle(block, prop, Whose::Opened))
+    }
+
+    /// How many handles of this process are imports, and how many were opened by a published name.
+    pub fn foreign(&self) -> (u32, u32) {
+        self.read().foreign()
     }
 
     /// The name of the memory mapped at `address`.
@@ -307,7 +312,7 @@ impl Core {
         let mut prop = AllocationProp::pinned_on(device);
         prop.requested_handle_types = 0;
         let block = self.make_block(size_bytes, &prop)?;
-        let handle = self.write().add_handle(block, prop);
+        let handle = self.write().add_handle(block, prop, Whose::Own);
         self.attach(handle, size_bytes)
     }
 
