@@ -51,3 +51,6 @@ const UNSEEN_PINS: fn() -> Option<String> = attach::unseen_pins;
 
 /// Why NCCL's memory cannot leave this process while it runs on, as a member asks it.
 const UNSEEN_NCCL: fn() -> Option<String> = nccl::unseen_work;
+
+/// Why the driver could not bring this process back from a deep pause, as a member asks it.
+const UNFREEZABLE: fn() -> Option<String> = replaced::unfreezable;

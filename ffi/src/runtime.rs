@@ -278,6 +278,7 @@ fn try_join() -> Result<Arc<Member>, String> {
         ungated: crate::UNGATED,
         unseen_pins: crate::UNSEEN_PINS,
         unseen_nccl: crate::UNSEEN_NCCL,
+        unfreezable: crate::UNFREEZABLE,
         toucher_threads: cores.clamp(1, TOUCHER_THREADS_MAX),
         budgets: settings.budgets.clone(),
         gpu_index: environment::gpu_index,

@@ -84,7 +84,9 @@ impl From<&CoordinatorError> for Code {
             CoordinatorError::VersionsDiffer { .. } => Self::VersionsDiffer,
             CoordinatorError::Faulted { .. } | CoordinatorError::Unrecovered { .. } => Self::Lost,
             CoordinatorError::UnknownTags { .. } => Self::UnknownTag,
-            CoordinatorError::PausedAlready { .. } => Self::WrongState,
+            CoordinatorError::PausedAlready { .. } | CoordinatorError::NotDeep { .. } => {
+                Self::WrongState
+            }
             CoordinatorError::Joined { .. } => Self::Joined,
             CoordinatorError::CalledOff { .. } => Self::CalledOff,
             CoordinatorError::FailedTogether { .. } => Self::Other,

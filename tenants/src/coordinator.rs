@@ -6,8 +6,8 @@
 //! [`Phase::Activate`] of a resume) is undone in all of them; after it the members that are left are taken
 //! to the end, and those that were lost are reported.
 //!
-//! No thread is started: a step is sent to all members, then one poll waits for all answers. Every call
-//! blocks, for a bounded time.
+//! A step is sent to all members, then one poll waits for all answers. Threads are started for calls of the driver's about other processes
+//! alone (`freezing.rs`). Every call blocks, for a bounded time.
 
 mod ahead;
 mod budgets;
@@ -15,6 +15,7 @@ mod cutting;
 mod early_release;
 mod error;
 mod exchange;
+mod freezing;
 mod holdings;
 mod interrupt;
 mod lending;
@@ -34,11 +35,13 @@ mod swap;
 #[cfg(test)]
 mod tests;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use ahead::{PrepareError, PrepareReport, PreparedProcess, Waits};
 pub use budgets::{BudgetReport, GpuBudget};
 pub use error::{CoordinatorError, SwapError};
+pub use freezing::{CheckpointError, Checkpointer, ProcessState};
 pub use interrupt::Interrupt;
 pub use report::{
     CutSummary, DeviceTotal, DrainSummary, Event, MemberFailure, MemberPhase, Outcome,
@@ -99,6 +102,10 @@ pub struct Options {
     /// Of a swap, which takes those of its first tenant: how much of a device one stage moves, and how much more than the larger
     /// of the two it may hold for that. None for the usual, which fits tenants of many gigabytes.
     pub window_bytes: Option<u64>,
+    /// What a pause takes off the devices.
+    pub depth: Depth,
+    /// How the driver is called about other processes, for that and for the way back. Without it both are refused.
+    pub checkpointer: Option<Arc<dyn Checkpointer>>,
     /// Which memory the action is about.
     pub scope: Scope,
     /// Who takes part.
@@ -115,6 +122,16 @@ pub enum TakesPart {
     /// peers run on: nobody is brought to a cut, so what it has launched must be able to end without more
     /// launches of its own.
     Alone(MemberId),
+}
+
+/// What a pause takes off the devices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Depth {
+    /// The processes' memory.
+    #[default]
+    Memory,
+    /// And then their contexts, with all that the driver keeps of them there.
+    Contexts,
 }
 
 /// What becomes of memory that was imported from a process that ended while its tenant was paused. It
@@ -145,6 +162,8 @@ impl Default for Options {
             passes_by_memory_waits: false,
             releases_early: false,
             window_bytes: None,
+            depth: Depth::Memory,
+            checkpointer: None,
             scope: Scope::Whole,
             takes_part: TakesPart::Everybody,
         }
@@ -162,7 +181,9 @@ impl Options {
         let timeout = self.timeout.unwrap_or_else(|| phase.timeout());
         match phase.stage() {
             Stage::Prepare => timeout,
-            Stage::Commit | Stage::Abort | Stage::Settle => timeout.max(self.finish_timeout),
+            Stage::Commit | Stage::Abort | Stage::Settle | Stage::AtRest => {
+                timeout.max(self.finish_timeout)
+            }
         }
     }
 
@@ -300,13 +321,23 @@ impl Coordinator {
         session.patience = patience;
         session.recover()?;
         let members = session.members_for(action)?;
+        let is_deep = action == Action::Pause && self.options.depth == Depth::Contexts;
+        if is_deep {
+            session.refuse_shallow()?;
+        }
         if members.is_empty() {
+            if let Some(report) = is_deep.then(|| session.deepen()).flatten() {
+                return Ok(Outcome::Completed(Box::new(report)));
+            }
             return Ok(match action {
                 Action::Pause => Outcome::AlreadyPaused { stayed_bytes: session.stayed_bytes() },
                 Action::Resume => Outcome::AlreadyActive,
             });
         }
         let done = session.run(action, members);
+        if done.as_ref().is_err_and(CoordinatorError::left_unchanged) {
+            session.freeze_again();
+        }
         *short = session.host_short.take();
         let report = done.map_err(|error| self.with_holders(error, None))?;
         tracing::info!(wall_us = report.wall_us, losses = report.losses.len(), "done");

@@ -4,6 +4,9 @@
 //! of [`Stage::Commit`], and until then [`Stage::Abort`] takes each of them back. A new step is a row here, an
 //! [`Order`], and the code in the member that does it.
 //!
+//! A deep pause is no transaction more: its processes are paused already when their contexts leave, and stay so whatever fails
+//! ([`Stage::AtRest`]).
+//!
 //! Exports, transfer and imports are steps of their own because the driver makes both ten times slower and more when one
 //! process exports while another thread of it imports.
 
@@ -41,8 +44,13 @@ pub enum Phase {
     Release,
     /// Pause 5: compare the device's free memory with what was released.
     Verify,
+    /// Behind a deep pause, when it is over: the process learns that its contexts leave, and calls the driver for nothing
+    /// from then on. Then the coordinator has the driver take them.
+    Freeze,
     /// Undo of pause 1 to 3: map again, then open the gate. Nobody else is needed for that.
     AbortPause,
+    /// Before a resume, when the driver has brought the contexts back: the process may call it again.
+    Thaw,
     /// Resume 1: create all memory, or none.
     CreateOwn,
     /// In place of [`Phase::CreateOwn`], by stages, any number of times: create as much as is allowed, map it at its old
@@ -76,6 +84,8 @@ pub enum Stage {
     Abort,
     /// It commits or aborts, whichever the others do.
     Settle,
+    /// It is none of that: taken while the process stands paused and nothing is under way, and undone by its counterpart.
+    AtRest,
 }
 
 /// What there is to know of a phase.
@@ -148,13 +158,15 @@ pub struct Told<'a> {
     pub schedule: Schedule,
     /// Of a stage.
     pub window: Window,
+    /// The contexts are to leave when the pause is over.
+    pub is_deep: bool,
 }
 
 impl<'a> Told<'a> {
     /// For phases that are no stages.
     pub fn new(scope: &'a Scope, stays: &'a [Stay]) -> Self {
         let (copies, schedule) = (Copies::default(), Schedule::default());
-        Self { scope, stays, copies, schedule, window: Window::default() }
+        Self { scope, stays, copies, schedule, window: Window::default(), is_deep: false }
     }
 }
 
@@ -190,15 +202,16 @@ const fn row(
 }
 
 /// One row for each phase, in the order of [`Phase`], which is that of a pause and of a resume.
-const TABLE: [Row; 15] = {
+const TABLE: [Row; 17] = {
     use Action::{Pause, Resume};
-    use Stage::{Abort, Commit, Prepare, Settle};
+    use Stage::{Abort, AtRest, Commit, Prepare, Settle};
     [
         Row {
             timeout: Duration::from_secs(10),
             at_cut: true,
             ..row(Phase::CloseGate, "close gate", Pause, Prepare, |told| Order::CloseGate {
                 scope: told.scope.clone(),
+                is_deep: told.is_deep,
             })
         },
         Row {
@@ -225,7 +238,9 @@ const TABLE: [Row; 15] = {
             ..row(Phase::Release, "release memory", Pause, Commit, |_| Order::Release)
         },
         row(Phase::Verify, "verify", Pause, Commit, |_| Order::Verify),
+        row(Phase::Freeze, "freeze", Pause, AtRest, |_| Order::Freeze),
         row(Phase::AbortPause, "undo pause", Pause, Abort, |_| Order::AbortPause),
+        row(Phase::Thaw, "thaw", Resume, AtRest, |_| Order::Thaw),
         Row {
             moves_memory: true,
             when: When::AtOnce,
@@ -356,11 +371,13 @@ impl Phase {
         matches!(self.stage(), Stage::Abort | Stage::Settle)
     }
 
-    /// Is a pause or resume over when this is done?
+    /// Is nothing under way when this is done?
     pub fn is_last(self) -> bool {
         let is_decided = |row: &&Row| row.stage == Stage::Commit && row.action == self.action();
         let last = TABLE.iter().rfind(is_decided);
-        self.ends_early() || last.is_some_and(|row| row.phase == self)
+        self.ends_early()
+            || self.stage() == Stage::AtRest
+            || last.is_some_and(|row| row.phase == self)
     }
 
     /// Is it taken at a common cut of the ranks, where all processes take part?
@@ -396,6 +413,8 @@ pub enum Order {
     CloseGate {
         /// Which memory the pause is about.
         scope: Scope,
+        /// Is [`Phase::Freeze`] to follow? What stands in the way of that refuses the pause.
+        is_deep: bool,
     },
     /// [`Phase::Drain`].
     Drain,
@@ -417,8 +436,12 @@ pub enum Order {
     Release,
     /// [`Phase::Verify`].
     Verify,
+    /// [`Phase::Freeze`].
+    Freeze,
     /// [`Phase::AbortPause`].
     AbortPause,
+    /// [`Phase::Thaw`].
+    Thaw,
     /// [`Phase::CreateOwn`].
     CreateOwn {
         /// Which memory the resume is about.
@@ -455,7 +478,9 @@ impl Order {
             Self::ReleaseStage { .. } => Phase::ReleaseStage,
             Self::Release => Phase::Release,
             Self::Verify => Phase::Verify,
+            Self::Freeze => Phase::Freeze,
             Self::AbortPause => Phase::AbortPause,
+            Self::Thaw => Phase::Thaw,
             Self::CreateOwn { .. } => Phase::CreateOwn,
             Self::RestoreStage { .. } => Phase::RestoreStage,
             Self::Restore => Phase::Restore,
@@ -509,6 +534,9 @@ mod tests {
             assert_eq!(of(Action::Resume, Stage::Commit), [Activate]);
         }
         assert_eq!((Action::Pause.commit(), Action::Resume.commit()), (Release, Activate));
+        for (action, phase) in [(Action::Pause, Phase::Freeze), (Action::Resume, Phase::Thaw)] {
+            assert_eq!(action.phases(Stage::AtRest, Manner::default()), [phase]);
+        }
         let aborts = (Action::Pause.abort(), Action::Resume.abort());
         assert_eq!(aborts, (Phase::AbortPause, Phase::AbortResume));
     }
@@ -516,8 +544,15 @@ mod tests {
     #[test]
     fn a_pause_or_resume_is_over_after_its_last_phase_or_when_it_is_undone_or_settled() {
         let over: Vec<Phase> = all().into_iter().filter(|phase| phase.is_last()).collect();
-        let expected =
-            [Phase::Verify, Phase::AbortPause, Phase::Activate, Phase::AbortResume, Phase::Settle];
+        let expected = [
+            Phase::Verify,
+            Phase::Freeze,
+            Phase::AbortPause,
+            Phase::Thaw,
+            Phase::Activate,
+            Phase::AbortResume,
+            Phase::Settle,
+        ];
         assert_eq!(over, expected);
     }
 }

@@ -30,11 +30,11 @@ pub fn act_together<D: Driver>(
     action: Action,
     timeout: Duration,
 ) -> Result<Option<Outcome>, CoordinatorError> {
-    let reached = match action {
-        Action::Pause => MemberState::Paused,
-        Action::Resume => MemberState::Active,
+    let has_happened = match action {
+        Action::Pause => matches!(member.state(), MemberState::Paused | MemberState::Deep),
+        Action::Resume => member.state() == MemberState::Active,
     };
-    if member.state() == reached {
+    if has_happened {
         return Ok(None);
     }
     let deadline = Instant::now() + timeout;

@@ -12,6 +12,9 @@ pub enum MemberState {
     Offloading,
     /// Waiting at the gate; memory given back.
     Paused,
+    /// The same, and nothing of it is on a device: its contexts are away too, or about to leave or to come. It calls the
+    /// driver for nothing.
+    Deep,
     /// On the way to [`MemberState::Active`].
     Restoring,
     /// Something was lost; the process should be ended.
@@ -22,7 +25,7 @@ impl MemberState {
     /// Is it neither on its way to a pause nor to a resume?
     pub(crate) fn rests(self) -> bool {
         match self {
-            Self::Active | Self::Paused | Self::Faulted => true,
+            Self::Active | Self::Paused | Self::Deep | Self::Faulted => true,
             Self::Offloading | Self::Restoring => false,
         }
     }
@@ -49,6 +52,10 @@ pub enum Event {
     TagResumeBegun,
     /// That was undone, and the process goes on without.
     TagResumeUndone,
+    /// Paused, it was told that its contexts leave.
+    Frozen,
+    /// Its contexts are back.
+    Thawed,
     /// Something cannot be had back.
     Lost,
 }
@@ -68,16 +75,19 @@ pub struct InvalidTransition {
 /// # Errors
 /// [`InvalidTransition`] when the event does not fit `state`.
 pub fn next(state: MemberState, event: Event) -> Result<MemberState, InvalidTransition> {
-    use MemberState::{Active, Faulted, Offloading, Paused, Restoring};
+    use MemberState::{Active, Deep, Faulted, Offloading, Paused, Restoring};
     match (state, event) {
         (Active, Event::PauseBegun) => Ok(Offloading),
         (Offloading, Event::PauseUndone | Event::TagsReleased)
         | (Restoring, Event::Resumed | Event::TagResumeUndone) => Ok(Active),
-        (Offloading, Event::Released) | (Restoring, Event::ResumeUndone) => Ok(Paused),
+        (Offloading, Event::Released)
+        | (Restoring, Event::ResumeUndone)
+        | (Deep, Event::Thawed) => Ok(Paused),
+        (Paused, Event::Frozen) => Ok(Deep),
         (Paused, Event::ResumeBegun) | (Active, Event::TagResumeBegun) => Ok(Restoring),
         (_, Event::Lost) => Ok(Faulted),
         (
-            Active | Offloading | Paused | Restoring | Faulted,
+            Active | Offloading | Paused | Deep | Restoring | Faulted,
             Event::PauseBegun
             | Event::PauseUndone
             | Event::Released
@@ -86,7 +96,9 @@ pub fn next(state: MemberState, event: Event) -> Result<MemberState, InvalidTran
             | Event::Resumed
             | Event::TagsReleased
             | Event::TagResumeBegun
-            | Event::TagResumeUndone,
+            | Event::TagResumeUndone
+            | Event::Frozen
+            | Event::Thawed,
         ) => Err(InvalidTransition { state, event }),
     }
 }
@@ -97,7 +109,7 @@ mod tests {
 
     #[test]
     fn only_the_drawn_transitions_exist() {
-        use MemberState::{Active, Faulted, Offloading, Paused, Restoring};
+        use MemberState::{Active, Deep, Faulted, Offloading, Paused, Restoring};
         let events = [
             Event::PauseBegun,
             Event::PauseUndone,
@@ -108,6 +120,8 @@ mod tests {
             Event::TagsReleased,
             Event::TagResumeBegun,
             Event::TagResumeUndone,
+            Event::Frozen,
+            Event::Thawed,
         ];
         let allowed = [
             (Active, Event::PauseBegun, Offloading),
@@ -119,8 +133,10 @@ mod tests {
             (Offloading, Event::TagsReleased, Active),
             (Active, Event::TagResumeBegun, Restoring),
             (Restoring, Event::TagResumeUndone, Active),
+            (Paused, Event::Frozen, Deep),
+            (Deep, Event::Thawed, Paused),
         ];
-        for state in [Active, Offloading, Paused, Restoring, Faulted] {
+        for state in [Active, Offloading, Paused, Deep, Restoring, Faulted] {
             for event in events {
                 let expected = allowed.iter().find(|row| row.0 == state && row.1 == event);
                 assert_eq!(

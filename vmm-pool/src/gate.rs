@@ -327,6 +327,11 @@ impl Gate {
         self.slots.mark()
     }
 
+    /// Where it is.
+    pub(crate) fn mode(&self) -> Mode {
+        Mode::of(self.mode.load(Ordering::SeqCst))
+    }
+
     /// Is a pause or resume under way?
     pub fn is_shut(&self) -> bool {
         self.mode.load(Ordering::SeqCst) == Mode::Shut as u8

@@ -39,7 +39,7 @@ pub use journal::{Step, StepLog};
 pub use ledger::{
     Class, Facts, Held, Holding, HoldingSource, Known, LIBRARY_TAGS, Lease, LentTotals,
     PlainMemory, References, Selection, Sight, Standing, StayReason, TagTotals, Tags, TicketWatch,
-    Whose,
+    Unfreezable, Whose,
 };
 pub use peer::PeerId;
 pub use pool::{
@@ -57,7 +57,7 @@ pub use store::{
 };
 pub use transition::{
     Activity, Arriving, Aside, Away, BroughtIn, ByDevice, Departing, Done, DrainError, Draining,
-    Failed, FromOffloaded, FromOpen, HostStanding, ImportRequest, Keeper, Leaving, Left, Moved,
-    NotShut, Origin, Prepared, Quiesced, Restored, Returning, Shut, Undone,
+    Failed, FromOffloaded, FromOpen, Frozen, HostStanding, ImportRequest, Keeper, Leaving, Left,
+    Moved, NotFrozen, NotShut, Origin, Prepared, Quiesced, Restored, Returning, Shut, Undone,
 };
 pub use waits::Waited;

@@ -299,6 +299,7 @@ fn code_of(error: &CoordinatorError) -> c_int {
         | CoordinatorError::NoGreeting { .. }
         | CoordinatorError::VersionsDiffer { .. }
         | CoordinatorError::CalledOff { .. }
+        | CoordinatorError::NotDeep { .. }
         | CoordinatorError::FailedTogether { .. }
         | CoordinatorError::Refused { .. } => {
             if failed(FailureKind::Faulted) || failed(FailureKind::PeerGone) {

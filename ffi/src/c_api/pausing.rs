@@ -314,7 +314,8 @@ pub unsafe extern "C" fn sublet_resume_tags(
 /// 1 while the calling process is paused as a whole.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_is_paused() -> c_int {
-    c_int::from(runtime::member().is_some_and(|member| member.state() == MemberState::Paused))
+    let is_away = |state| matches!(state, MemberState::Paused | MemberState::Deep);
+    c_int::from(runtime::member().is_some_and(|member| is_away(member.state())))
 }
 
 /// How many steps of pauses and resumes the calling process has come through. As long as that is the same, a tag whose

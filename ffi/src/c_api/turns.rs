@@ -21,7 +21,8 @@ const WAIT: Duration = Duration::from_mins(10);
 static TURNS: Mutex<Vec<Turn>> = Mutex::new(Vec::new());
 
 fn is_paused() -> bool {
-    runtime::member().is_some_and(|member| member.state() == MemberState::Paused)
+    let is_away = |state| matches!(state, MemberState::Paused | MemberState::Deep);
+    runtime::member().is_some_and(|member| is_away(member.state()))
 }
 
 /// Has a tenant get its GPUs.

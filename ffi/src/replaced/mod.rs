@@ -28,8 +28,8 @@ pub use control::*;
 pub use figures::*;
 pub use graph::*;
 pub use native::*;
-pub(crate) use plain::settle;
 pub use plain::*;
+pub(crate) use plain::{settle, unfreezable};
 pub use pointer::*;
 pub use vmm::*;
 

@@ -2,7 +2,9 @@
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
+use std::collections::BTreeSet;
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
+use std::sync::{Mutex, PoisonError};
 
 use sublet_cuda_driver::blocks::Native;
 use sublet_cuda_driver::{Answer, blocks, ipc, vmm};
@@ -219,6 +221,21 @@ pub unsafe extern "C" fn cuIpcGetMemHandle(
 #[repr(C)]
 pub struct IpcHandle([u8; ipc::HANDLE_BYTES]);
 
+/// Memory that this process has open by handles of the driver's own.
+static OPENED_BY_DRIVER: Mutex<BTreeSet<Address>> = Mutex::new(BTreeSet::new());
+
+/// Why the driver could not bring this process back from a deep pause. Driver 580: its restore fails with
+/// `CUDA_ERROR_INVALID_VALUE` while such memory is open.
+pub(crate) fn unfreezable() -> Option<String> {
+    let count = OPENED_BY_DRIVER.lock().unwrap_or_else(PoisonError::into_inner).len();
+    (count > 0).then(|| {
+        format!(
+            "{count} allocations are open by cudaIpc handles of processes that do not run under Sublet: start those in the same \
+             tenant, or in one of its family"
+        )
+    })
+}
+
 macro_rules! ipc_open {
     ($symbol:ident) => {
         /// Opens another process's plain memory.
@@ -232,9 +249,16 @@ macro_rules! ipc_open {
             flags: c_uint,
         ) -> c_int {
             let driver = || {
-                call_driver!($symbol(
+                let code = call_driver!($symbol(
                     address => *mut Address, handle => IpcHandle, flags => c_uint
-                ))
+                ));
+                if code == 0 {
+                    // SAFETY: the driver has written there.
+                    let opened = unsafe { *address };
+                    let mut all = OPENED_BY_DRIVER.lock().unwrap_or_else(PoisonError::into_inner);
+                    all.insert(opened);
+                }
+                code
             };
             if address.is_null() {
                 return driver();
@@ -275,7 +299,13 @@ pub unsafe extern "C" fn cuIpcCloseMemHandle(address: Address) -> c_int {
             let address = DeviceAddress(address);
             ipc::close(member, address, || settle(member, address))
         },
-        || call_driver!(cuIpcCloseMemHandle(address => Address)),
+        || {
+            let code = call_driver!(cuIpcCloseMemHandle(address => Address));
+            if code == 0 {
+                OPENED_BY_DRIVER.lock().unwrap_or_else(PoisonError::into_inner).remove(&address);
+            }
+            code
+        },
     )
 }
 

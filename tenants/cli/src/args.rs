@@ -196,6 +196,9 @@ pub(crate) struct PauseArgs {
     pub(crate) tenant: TenantName,
     #[command(flatten)]
     pub(crate) tags: TagArgs,
+    /// Take the processes' contexts off the GPUs too, behind their memory; the tenant must be paused as a whole, and resume brings all back
+    #[arg(long, conflicts_with_all = ["tags", "libraries"])]
+    pub(crate) deep: bool,
     /// Time for each phase up to the point of no return, such as 500ms, 30s or 2m; each phase has its own default
     #[arg(long, value_name = "TIME", value_parser = time::parse)]
     pub(crate) timeout: Option<Duration>,
@@ -266,6 +269,9 @@ pub(crate) struct SwapArgs {
     pub(crate) to: TenantName,
     #[command(flatten)]
     pub(crate) tags: SwapTagArgs,
+    /// Take the contexts of FROM's processes off the GPUs too, once TO runs
+    #[arg(long, conflicts_with_all = ["both", "libraries", "out"])]
+    pub(crate) deep: bool,
     #[command(flatten)]
     pub(crate) wait: WaitArgs,
     /// Time for each phase; each phase has its own default
@@ -443,6 +449,8 @@ mod tests {
             "sublet run --tenant ../x -- true",
             "sublet pause",
             "sublet pause train --timeout fast",
+            "sublet pause train --deep --tag kv",
+            "sublet swap train infer --deep --out-tag kv",
             "sublet swap train",
             "sublet switch",
             "sublet switch train infer",

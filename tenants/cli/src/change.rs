@@ -4,11 +4,12 @@ mod document;
 
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tenants::coordinator::{
-    self, Coordinator, CoordinatorError, DeviceShortage, Event, Interrupt, LostImports, Options,
-    Outcome, Report, Swap, SwapError,
+    self, Checkpointer, Coordinator, CoordinatorError, Depth, DeviceShortage, Event, Interrupt,
+    LostImports, Options, Outcome, Report, Swap, SwapError,
 };
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
@@ -18,6 +19,7 @@ use tenants::switching::{self, SwitchOptions};
 use tenants::wire::Action;
 
 use crate::args::{PauseArgs, ResumeArgs, SwapArgs};
+use crate::checkpoints::CudaCheckpoints;
 use crate::failure::{EXIT_PARTIAL, EXIT_USAGE, Failure, exit_code_of};
 use crate::gpus::Gpus;
 use crate::output::{self, Output};
@@ -43,7 +45,11 @@ pub(crate) fn pause(
     if scope == Scope::Whole {
         switching::stays_away(&run_dir, &args.tenant);
     }
-    let options = Options { scope: scope.clone(), ..options(args.timeout, &signals::watch()?) };
+    let options = Options {
+        scope: scope.clone(),
+        depth: depth(args.deep),
+        ..options(args.timeout, &signals::watch()?)
+    };
     let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
     let result = {
         let mut progress = Progress::start();
@@ -99,6 +105,7 @@ fn resume_in_turn(
         timeout: args.timeout,
         interrupt: Some(interrupt),
         lost_imports,
+        checkpointer: Some(checkpointer()),
         is_dry: false,
     };
     let result = {
@@ -193,7 +200,9 @@ fn waiting_for(error: &CoordinatorError, gpus: &Gpus) -> Option<String> {
     let devices: Vec<_> =
         error.shortages().iter().map(|shortage| shortage_line(shortage, gpus)).collect();
     if devices.is_empty() {
-        return Some(format!("waits for {} of GPU memory", units::bytes(missing_bytes)));
+        // How much its contexts need the driver does not say.
+        let much = (missing_bytes > 0).then(|| format!("{} of ", units::bytes(missing_bytes)));
+        return Some(format!("waits for {}GPU memory", much.unwrap_or_default()));
     }
     Some(format!("waits for {}", devices.join("; ")))
 }
@@ -222,12 +231,12 @@ pub(crate) fn swap(
     }
     check(args.trace.as_deref())?;
     let interrupt = signals::watch()?;
-    let coordinator = |tenant: &TenantName, scope: Scope| {
-        let options = Options { scope, ..options(args.timeout, &interrupt) };
+    let coordinator = |tenant: &TenantName, scope: Scope, depth| {
+        let options = Options { scope, depth, ..options(args.timeout, &interrupt) };
         Coordinator::new(run_dir.clone(), tenant.clone(), options)
     };
-    let mut from = coordinator(&args.from, args.tags.out_scope());
-    let mut to = coordinator(&args.to, args.tags.in_scope());
+    let mut from = coordinator(&args.from, args.tags.out_scope(), depth(args.deep));
+    let mut to = coordinator(&args.to, args.tags.in_scope(), Depth::Memory);
     let wait = args.wait.at_most();
     let result = {
         let mut progress = Progress::start();
@@ -374,8 +383,22 @@ fn show_halves(
     Ok(code)
 }
 
+fn depth(is_deep: bool) -> Depth {
+    if is_deep { Depth::Contexts } else { Depth::Memory }
+}
+
+/// How the driver is called about processes of a tenant. Nothing is loaded yet.
+pub(crate) fn checkpointer() -> Arc<dyn Checkpointer> {
+    Arc::new(CudaCheckpoints::default())
+}
+
 fn options(timeout: Option<Duration>, interrupt: &Interrupt) -> Options {
-    Options { timeout, interrupt: Some(interrupt.clone()), ..Options::default() }
+    Options {
+        timeout,
+        interrupt: Some(interrupt.clone()),
+        checkpointer: Some(checkpointer()),
+        ..Options::default()
+    }
 }
 
 /// The error of a change for a person, with the processes that hold GPUs which are too full.
@@ -519,7 +542,7 @@ fn render(scope: &Scope, report: &Report, look: fn() -> Gpus, output: &mut Outpu
         }
         output.table(&devices);
     }
-    if !report.notes.is_empty() || !report.losses.is_empty() {
+    if !report.remarks().is_empty() {
         output.line("");
     }
     remark(report, output);
@@ -529,6 +552,9 @@ fn render(scope: &Scope, report: &Report, look: fn() -> Gpus, output: &mut Outpu
 pub(crate) fn remark(report: &Report, output: &mut Output) {
     for note in &report.notes {
         output.line(format!("note: {note}"));
+    }
+    for shallow in report.shallow() {
+        output.line(shallow);
     }
     for loss in &report.losses {
         output.line(format!("lost: {loss}"));

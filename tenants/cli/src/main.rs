@@ -8,6 +8,7 @@
 mod args;
 mod budget;
 mod change;
+mod checkpoints;
 mod doctor;
 mod environment;
 mod failure;

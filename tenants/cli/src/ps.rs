@@ -146,6 +146,8 @@ fn remarks(view: &View, tenant: &TenantStats) -> Vec<String> {
         }
         remarks
             .extend(member.lent.iter().map(|lent| format!("{name} {pid}: {}", lent_remark(lent))));
+        remarks
+            .extend(deep_remark(&member.member, name).map(|text| format!("{name} {pid}: {text}")));
         remarks.extend(stayed_remark(&member.member).map(|text| format!("{name} {pid}: {text}")));
         remarks.extend(host_remark(&member.host).map(|text| format!("{name} {pid}: {text}")));
         remarks.extend(spilled_remark(&member.pool).map(|text| format!("{name} {pid}: {text}")));
@@ -179,6 +181,13 @@ fn lent_remark(lent: &Lent) -> String {
         lent.handles + lent.tickets,
         lent.tenant
     )
+}
+
+/// Its contexts are away too.
+fn deep_remark(member: &MemberInfo, tenant: &str) -> Option<String> {
+    (member.state == MemberState::Deep).then(|| {
+        format!("deep pause: nothing of it is on a GPU, its contexts neither; `sublet resume {tenant}` brings it back")
+    })
 }
 
 /// Memory that a pause has left behind.
@@ -255,6 +264,7 @@ pub(crate) fn state_label(state: MemberState) -> &'static str {
         MemberState::Active => "active",
         MemberState::Offloading => "offloading",
         MemberState::Paused => "paused",
+        MemberState::Deep => "deep",
         MemberState::Restoring => "restoring",
         MemberState::Faulted => "FAULTED",
     }

@@ -48,6 +48,7 @@ pub(crate) fn switch(
         timeout: args.timeout,
         interrupt: Some(signals::watch()?),
         is_dry: args.dry_run,
+        checkpointer: Some(change::checkpointer()),
         ..SwitchOptions::default()
     };
     let result = {

@@ -101,6 +101,17 @@ pub enum CoordinatorError {
         /// The tenant.
         tenant: TenantName,
     },
+    /// A deep pause of processes that the driver cannot freeze.
+    #[error(
+        "tenant '{tenant}' cannot be paused deep: {why}; nothing was changed. `sublet pause {tenant}` frees its memory, and \
+         leaves its contexts on the GPUs"
+    )]
+    NotDeep {
+        /// The tenant.
+        tenant: TenantName,
+        /// What is in the way.
+        why: String,
+    },
     /// An earlier coordinator died half-way, and what it left can neither be undone nor finished.
     #[error(
         "an earlier pause or resume of tenant '{tenant}' was left half done and could not be finished: {}; \
@@ -198,6 +209,7 @@ impl CoordinatorError {
             | Self::NoGreeting { .. }
             | Self::UnknownTags { .. }
             | Self::PausedAlready { .. }
+            | Self::NotDeep { .. }
             | Self::VersionsDiffer { .. }
             | Self::Faulted { .. }
             | Self::CalledOff { .. }
@@ -253,6 +265,7 @@ impl CoordinatorError {
             | Self::NoGreeting { .. }
             | Self::UnknownTags { .. }
             | Self::PausedAlready { .. }
+            | Self::NotDeep { .. }
             | Self::VersionsDiffer { .. }
             | Self::FailedTogether { .. }
             | Self::Unrecovered { .. }
@@ -275,6 +288,7 @@ impl CoordinatorError {
             | Self::NoGreeting { .. }
             | Self::UnknownTags { .. }
             | Self::PausedAlready { .. }
+            | Self::NotDeep { .. }
             | Self::VersionsDiffer { .. }
             | Self::Faulted { .. } => true,
         }

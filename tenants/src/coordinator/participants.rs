@@ -10,7 +10,7 @@ use crate::scope::{LIBRARY_TAGS, NCCL_TAG, Scope, TagNames};
 use crate::wire::{Action, MemberState, Phase};
 
 impl Session<'_> {
-    fn state(&self, index: usize) -> Option<MemberState> {
+    pub(super) fn state(&self, index: usize) -> Option<MemberState> {
         self.peers.list[index].info.as_ref().map(|info| info.state)
     }
 
@@ -30,7 +30,8 @@ impl Session<'_> {
     pub(super) fn members_for(&mut self, action: Action) -> Result<Vec<usize>, CoordinatorError> {
         self.refuse_unknown_tags()?;
         let active = self.members_in(MemberState::Active);
-        let paused = self.members_in(MemberState::Paused);
+        let mut paused = self.members_in(MemberState::Paused);
+        paused.extend(self.members_in(MemberState::Deep));
         if action == Action::Resume && paused.is_empty() && self.scope == Scope::Whole {
             self.scope = Scope::Tags { tags: TagNames::All, owner: None };
         }
@@ -114,7 +115,7 @@ impl Session<'_> {
             Some(info) => match info.state {
                 MemberState::Offloading | MemberState::Restoring => true,
                 MemberState::Active => info.held,
-                MemberState::Paused | MemberState::Faulted => false,
+                MemberState::Paused | MemberState::Deep | MemberState::Faulted => false,
             },
             None => false,
         };
@@ -150,6 +151,7 @@ impl Session<'_> {
                 }
                 MemberState::Active
                 | MemberState::Paused
+                | MemberState::Deep
                 | MemberState::Offloading
                 | MemberState::Restoring => {}
             }

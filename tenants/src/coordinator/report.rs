@@ -233,6 +233,8 @@ pub struct Report {
     pub devices: Vec<DeviceTotal>,
     /// Of a pause: device memory that should have gone and has not. The notes name it.
     pub stayed_bytes: u64,
+    /// Of a deep pause: why processes kept their contexts. All stand paused, and a resume brings them back.
+    pub not_deep: Vec<MemberFailure>,
     /// Things worth telling a person.
     pub notes: Vec<String>,
     /// Members that were lost after the point of no return. The others did their part.
@@ -351,6 +353,7 @@ impl Report {
             stages: Vec::new(),
             devices: Vec::new(),
             stayed_bytes: 0,
+            not_deep: Vec::new(),
             notes: Vec::new(),
             losses: Vec::new(),
         }
@@ -359,12 +362,22 @@ impl Report {
     /// What a person should know of it, and what was lost.
     pub fn remarks(&self) -> Vec<String> {
         let losses = self.losses.iter().map(|loss| format!("lost: {loss}"));
-        self.notes.iter().cloned().chain(losses).collect()
+        self.notes.iter().cloned().chain(self.shallow()).chain(losses).collect()
+    }
+
+    /// Why a deep pause was a plain one, in words.
+    pub fn shallow(&self) -> impl Iterator<Item = String> {
+        self.not_deep.iter().map(|failure| {
+            format!(
+                "not deep: {failure}; the tenant is paused with all contents: `sublet pause {} --deep` tries again",
+                self.tenant
+            )
+        })
     }
 
     /// Is it not wholly as asked?
     pub fn is_partial(&self) -> bool {
-        !self.losses.is_empty() || self.stayed_bytes > 0
+        !self.losses.is_empty() || self.stayed_bytes > 0 || !self.not_deep.is_empty()
     }
 
     /// Adds a phase. Bytes of devices count in the phases that give memory back or take it; what is free

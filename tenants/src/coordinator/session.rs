@@ -12,7 +12,7 @@ use super::lending::Patience;
 use super::peers::{Answer, Peers, Question, Reached, reach};
 use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Report, Step};
 use super::shortage::short_devices;
-use super::{CoordinatorError, Interrupt, LostImports, Options, TakesPart};
+use super::{CoordinatorError, Depth, Interrupt, LostImports, Options, TakesPart};
 use crate::host_memory::{self, HostShortage};
 use crate::identity::TenantName;
 use crate::phase::{Manner, Stage, Told};
@@ -81,6 +81,8 @@ pub(super) struct Session<'a> {
     pub(super) patience: Patience,
     /// The limit that a pause of its members exceeds, where that is why it ends.
     pub(super) host_short: Option<HostShortage>,
+    /// What came of bringing contexts back, where this resume had to.
+    pub(super) thawed: Option<PhaseSummary>,
     /// Processes whose sockets were found and removed.
     dead: usize,
 }
@@ -153,6 +155,7 @@ impl<'a> Session<'a> {
             agreed: Agreed::default(),
             patience: Patience::new(options),
             host_short: None,
+            thawed: None,
             dead: 0,
         };
         dir.until_names_are_back(|| session.is_called_off());
@@ -264,6 +267,7 @@ impl<'a> Session<'a> {
     ) -> Result<Report, CoordinatorError> {
         let plan = Plan::new(action, self.manner(false));
         let started = Instant::now();
+        self.thaw_for(action, &members)?;
         let mut report = self.new_report(action);
         if let Err(stop) = self.prepare(&plan, &members, &mut report) {
             let error = self.roll_back(action, &members, stop);
@@ -273,6 +277,9 @@ impl<'a> Session<'a> {
             return Err(error);
         }
         self.commit(&plan.commit, members, &mut report);
+        if self.is_deep() {
+            self.freeze_all(&mut report);
+        }
         report.wall_us = micros(started.elapsed());
         self.note_latecomers(&mut report);
         self.note_nothing_of_nccl(&mut report);
@@ -293,7 +300,15 @@ impl<'a> Session<'a> {
                 self.dead
             ));
         }
+        if let Some(thawed) = self.thawed.clone().filter(|_| action == Action::Resume) {
+            report.add(thawed);
+        }
         report
+    }
+
+    /// Is this a pause that takes contexts too?
+    pub(super) fn is_deep(&self) -> bool {
+        self.action == Action::Pause && self.options.depth == Depth::Contexts
     }
 
     /// All that can be undone: consent, the phases that prepare, and a last look at who is there.
@@ -614,7 +629,8 @@ impl<'a> Session<'a> {
     /// What orders of this pause or resume say.
     pub(super) fn told(&self) -> Told<'_> {
         let Agreed { stays, copies, schedule, .. } = &self.agreed;
-        Told { copies: *copies, schedule: *schedule, ..Told::new(&self.scope, stays) }
+        let is_deep = self.is_deep();
+        Told { copies: *copies, schedule: *schedule, is_deep, ..Told::new(&self.scope, stays) }
     }
 
     /// `phase` as part of this pause or resume.

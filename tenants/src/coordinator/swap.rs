@@ -20,7 +20,7 @@ use super::report::{Event, MemberFailure, Outcome, Report, Step, Swap, Who};
 use super::session::{Plan, Session, Stop, micros};
 use super::shortage::{DeviceShortage, short_devices};
 use super::spilling::Room;
-use super::{Coordinator, CoordinatorError, JOINED_TRIES_MAX, Options};
+use super::{Coordinator, CoordinatorError, Depth, JOINED_TRIES_MAX, Options};
 use crate::host_memory::HostShortage;
 use crate::identity::TenantName;
 use crate::phase::Manner;
@@ -89,9 +89,29 @@ pub fn swap(
                 let resumed = Outcome::AlreadyActive;
                 return Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) });
             }
+            // There is no room for the contexts of the second beside the first.
+            Ok(Moving::OneAfterTheOther { left }) => {
+                let paused = from.act(Action::Pause, progress).map_err(SwapError::Pause)?;
+                return match to.act(Action::Resume, progress) {
+                    Ok(resumed) => Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) }),
+                    Err(source) => {
+                        let paused = match paused {
+                            Outcome::Completed(report) => *report,
+                            Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => {
+                                Report::new(&from.coordinator.tenant, Action::Pause)
+                            }
+                        };
+                        Err(go_back((&from, &to), left, paused, source, progress))
+                    }
+                };
+            }
             // What the first has made since then stays: if it left and the second did not come, the error would not say so.
             Ok(Moving::OneThatComes { stayed_bytes }) => {
-                let paused = Outcome::AlreadyPaused { stayed_bytes };
+                let paused = if from.coordinator.options.depth == Depth::Contexts {
+                    from.act(Action::Pause, progress).map_err(SwapError::Pause)?
+                } else {
+                    Outcome::AlreadyPaused { stayed_bytes }
+                };
                 let resumed = to.act(Action::Resume, progress).map_err(SwapError::NoTarget)?;
                 return Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) });
             }
@@ -103,6 +123,10 @@ pub fn swap(
 enum Moving {
     Both(Box<Swap>),
     OneThatLeaves,
+    /// The contexts of the second do not fit beside the first, of which this would leave.
+    OneAfterTheOther {
+        left: Scope,
+    },
     /// When it was greeted, the first had nothing that leaves but what its pause should have given back and has not.
     OneThatComes {
         stayed_bytes: u64,
@@ -179,8 +203,39 @@ fn overlapped(
     if comers.is_empty() {
         return Ok(Moving::OneThatLeaves);
     }
+    if leaving.is_deep() {
+        leaving.refuse_shallow().map_err(SwapError::Pause)?;
+    }
     leaving.patience = patience;
     let left = leaving.resident_part(&leavers);
+    if let Err(error) = coming.thaw_for(Action::Resume, &comers) {
+        coming.freeze_again();
+        return match error.missing_device_bytes() {
+            Some(_) => Ok(Moving::OneAfterTheOther { left }),
+            None => Err(SwapError::NoTarget(error)),
+        };
+    }
+    let moved = change_places(
+        (from, to),
+        (&mut leaving, leavers, left),
+        (&mut coming, comers),
+        (short, started),
+        &mut tell_after,
+    );
+    if moved.as_ref().is_err_and(|error| error.in_the_way().is_some()) {
+        coming.freeze_again();
+    }
+    moved
+}
+
+/// Both have something to move, and all that does is asked.
+fn change_places<'s>(
+    (from, to): (&Held<'_>, &Held<'_>),
+    (leaving, leavers, left): (&mut Session<'s>, Vec<usize>, Scope),
+    (coming, comers): (&mut Session<'s>, Vec<usize>),
+    (short, started): (&mut Option<HostShortage>, Instant),
+    tell_after: &mut dyn FnMut(Event<'_>),
+) -> Result<Moving, SwapError> {
     let runs = coming.runs(comers[0]);
     let target = Target { from, to, who: coming.peers.list[comers[0]].who, runs };
     // What it wants of a tenant that runs on it can have.
@@ -222,8 +277,8 @@ fn overlapped(
     let mut resumed = coming.new_report(Action::Resume);
     report.window_bytes = Some(stages.window_bytes());
     resumed.window_bytes = report.window_bytes;
-    let mut leaving = Side::new(&mut leaving, leavers, report);
-    let mut coming = Side::new(&mut coming, comers, resumed);
+    let mut leaving = Side::new(leaving, leavers, report);
+    let mut coming = Side::new(coming, comers, resumed);
     let hindrance = exchange(&mut leaving, &mut coming, stages, started);
     let mut paused = leaving.report;
     paused.wall_us = micros(started.elapsed());
@@ -239,7 +294,11 @@ fn overlapped(
         let source = to.coordinator.with_holders(error, None);
         // One that has not finished its part obeys nobody else as long as this leads it.
         leaving.session.peers.list.clear();
-        return Err(go_back((from, to), left, paused, source, &mut tell_after));
+        return Err(go_back((from, to), left, paused, source, tell_after));
+    }
+    // Behind the second, which runs by then.
+    if leaving.session.is_deep() {
+        leaving.session.freeze_all(&mut paused);
     }
     resumed.wall_us = micros(started.elapsed());
     coming.note_latecomers(&mut resumed);

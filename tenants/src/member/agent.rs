@@ -25,6 +25,7 @@ use super::saving::Saving;
 use super::sockets::Noted;
 use super::{AGENT_TIMEOUT, Member};
 use crate::host_memory::Pressure;
+use crate::phase::Stage;
 use crate::run_dir::NAME_LOOK_EVERY;
 use crate::scope::Scope;
 use crate::transport::{Listener, TransportError, poll_until};
@@ -231,6 +232,9 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
 /// Does a job; none when nobody waits for an answer.
 fn do_job<D: Driver>(member: &Member<D>, saving: &mut Option<Saving>, job: Job) -> Option<Reply> {
     let Job { connection, work, deadline } = job;
+    if member.state() == MemberState::Deep && work.needs_driver() {
+        return Some(Reply::Failed(member.frozen()));
+    }
     Some(match work {
         Work::Phase(round, order) => {
             // It moves what is being written.
@@ -279,6 +283,24 @@ fn text_of(panic: &(dyn Any + Send)) -> &str {
 }
 
 impl Work {
+    /// Could it call the driver? Asked of a process whose contexts are away.
+    fn needs_driver(&self) -> bool {
+        match self {
+            Self::Phase(_, order) => {
+                let phase = order.phase();
+                phase.stage() != Stage::AtRest && !phase.ends_early()
+            }
+            Self::Needs(..) | Self::Cut { .. } | Self::Step { .. } | Self::Count => true,
+            // These look at the state first, or at host memory alone.
+            Self::Spill(..)
+            | Self::Idle(_)
+            | Self::Say(_)
+            | Self::Save(_)
+            | Self::EndTickets
+            | Self::EndSave(_) => false,
+        }
+    }
+
     fn phase(&self) -> Option<Phase> {
         match self {
             Self::Phase(_, order) => Some(order.phase()),

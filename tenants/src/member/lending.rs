@@ -80,8 +80,13 @@ impl<D: Driver> Member<D> {
         if !self.dir.has_member(*importer) {
             return Err(no_process_of(*importer, self.tenant()));
         }
-        if self.state() == MemberState::Faulted {
-            return Err(faulted());
+        match self.state() {
+            MemberState::Faulted => return Err(faulted()),
+            MemberState::Deep => return Err(self.frozen()),
+            MemberState::Active
+            | MemberState::Offloading
+            | MemberState::Paused
+            | MemberState::Restoring => {}
         }
         let pool = self.pool();
         let mut handed = HandedOut::default();
@@ -163,7 +168,7 @@ impl<D: Driver> Member<D> {
     fn may_lend(&self) -> Result<(), Failure> {
         match self.state() {
             MemberState::Active => Ok(()),
-            MemberState::Paused => {
+            MemberState::Paused | MemberState::Deep => {
                 Err(self.lender_away(&format!("tenant '{}' is paused", self.tenant())))
             }
             state @ (MemberState::Offloading | MemberState::Restoring) => Err(Failure {

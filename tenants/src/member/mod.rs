@@ -18,6 +18,7 @@ mod captures;
 mod clients;
 mod failures;
 mod fetch;
+mod freezing;
 mod idleness;
 mod lending;
 mod limit;
@@ -119,6 +120,8 @@ pub struct MemberConfig {
     pub unseen_pins: fn() -> Option<String>,
     /// Why NCCL's memory cannot leave while the process runs on: work may need it that is not held back.
     pub unseen_nccl: fn() -> Option<String>,
+    /// Why the driver could not bring this process back from a deep pause, as far as the pool does not know; asked before one.
+    pub unfreezable: fn() -> Option<String>,
     /// How many threads bring new host memory in. With none it comes in as contents are copied there.
     pub toucher_threads: usize,
     /// What the tenant may hold on each GPU, where this process is the first to count.
@@ -131,7 +134,7 @@ pub struct MemberConfig {
 
 impl MemberConfig {
     /// What must be said, and no more: no family; a fair tenant that does not queue; host memory without a limit, anywhere, and none ahead of a pause; no contexts of the
-    /// application's own, nothing known to be unused, everything gated, no pins and no work of NCCL's unseen, one thread
+    /// application's own, nothing known to be unused, everything gated, no pins and no work of NCCL's unseen, nothing that keeps it from a deep pause, one thread
     /// for new host memory, and no budgets.
     pub fn new(run_dir: RunDir, tenant: TenantName, command: &str, version: &str) -> Self {
         Self {
@@ -154,6 +157,7 @@ impl MemberConfig {
             ungated: || None,
             unseen_pins: || None,
             unseen_nccl: || None,
+            unfreezable: || None,
             toucher_threads: 1,
             budgets: None,
             gpu_index: |device, _| u32::try_from(device.0).ok(),
@@ -569,7 +573,14 @@ impl<D: Driver> Member<D> {
     /// What it holds, for others. Does not wait for a phase under way.
     pub fn stats(&self) -> MemberStats {
         let member = self.info();
-        let pool = self.pool.report();
+        let mut pool = self.pool.report();
+        if member.state == MemberState::Deep {
+            // What a pause leaves in place the driver has taken with the contexts.
+            for device in &mut pool.devices {
+                device.pinned.clear();
+                device.classes.iter_mut().for_each(|class| class.resident_bytes = 0);
+            }
+        }
         let communicators = self.cut.ranks();
         let lent = self.lent(&Selection::Whole);
         let idleness = self.idleness();

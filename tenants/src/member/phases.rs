@@ -35,13 +35,15 @@ impl<D: Driver> Member<D> {
     pub(super) fn run_phase(&self, round: Option<u64>, order: &Order, deadline: Instant) -> Reply {
         let (phase, begin) = (order.phase(), Instant::now());
         let outcome = match order {
-            Order::CloseGate { scope } => self.close_gate(scope),
+            Order::CloseGate { scope, is_deep } => self.close_gate(scope, *is_deep),
             Order::Drain => self.drain(deadline),
             Order::Prepare { stays, copies, schedule } => self.prepare(stays, *copies, *schedule),
             Order::ReleaseStage { window } => self.release_stage(window),
             Order::Release => self.release(),
             Order::Verify => self.verify(),
+            Order::Freeze => self.freeze(),
             Order::AbortPause => self.abort_pause(),
+            Order::Thaw => self.thaw(),
             Order::CreateOwn { scope } => self.create_own(scope, deadline),
             Order::RestoreStage { scope, window } => self.restore_stage(scope, window, deadline),
             Order::Restore => self.restore(),
@@ -144,8 +146,11 @@ impl<D: Driver> Member<D> {
         )))
     }
 
-    fn close_gate(&self, scope: &Scope) -> Result<PhaseReport, Failure> {
+    fn close_gate(&self, scope: &Scope, is_deep: bool) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Active)?;
+        if is_deep {
+            self.refuse_unfreezable()?;
+        }
         self.refuse_ungated()?;
         self.refuse_unseen_pins(scope)?;
         self.refuse_unseen_nccl(scope)?;
@@ -169,7 +174,7 @@ impl<D: Driver> Member<D> {
     }
 
     /// What something begins with that nothing else is under way for.
-    fn take_keeper(&self) -> Result<Keeper<D>, Failure> {
+    pub(super) fn take_keeper(&self) -> Result<Keeper<D>, Failure> {
         let progress = self.take_progress();
         if matches!(progress, Progress::Taken) {
             return self.pool.keeper().ok_or_else(|| self.out_of_turn(progress));
@@ -472,7 +477,7 @@ impl<D: Driver> Member<D> {
                 self.cut.release();
                 return Ok(PhaseReport::default());
             }
-            MemberState::Paused => return Ok(PhaseReport::default()),
+            MemberState::Paused | MemberState::Deep => return Ok(PhaseReport::default()),
             MemberState::Faulted => return Err(faulted()),
             state @ MemberState::Restoring => {
                 return Err(wrong_state(format!("a pause cannot be undone while {state:?}")));
@@ -487,6 +492,7 @@ impl<D: Driver> Member<D> {
             | Progress::Rest(_)
             | Progress::Departing(..)
             | Progress::Released(..)
+            | Progress::Frozen(_)
             | Progress::Arriving(..)
             | Progress::Returning(_)
             | Progress::Restored(_)) => return Err(self.out_of_turn(progress)),
@@ -650,7 +656,9 @@ impl<D: Driver> Member<D> {
     pub(super) fn abort_resume(&self) -> Result<PhaseReport, Failure> {
         match self.state() {
             MemberState::Restoring => {}
-            MemberState::Active | MemberState::Paused => return Ok(PhaseReport::default()),
+            MemberState::Active | MemberState::Paused | MemberState::Deep => {
+                return Ok(PhaseReport::default());
+            }
             MemberState::Faulted => return Err(faulted()),
             state @ MemberState::Offloading => {
                 return Err(wrong_state(format!("a resume cannot be undone while {state:?}")));
@@ -667,6 +675,7 @@ impl<D: Driver> Member<D> {
             | Progress::Leaving(_)
             | Progress::Prepared(_)
             | Progress::Departing(..)
+            | Progress::Frozen(_)
             | Progress::Released(..)) => return Err(self.out_of_turn(progress)),
         };
         let (done, log) = undone.map_err(|Failed { state, error }| {
@@ -701,6 +710,7 @@ impl<D: Driver> Member<D> {
                 Reply::Needs(Needed { devices: self.deltas(&away), largest_bytes })
             }
             MemberState::Faulted => Reply::Failed(faulted()),
+            MemberState::Deep => Reply::Failed(self.frozen()),
             state @ (MemberState::Offloading | MemberState::Restoring) => {
                 Reply::Failed(wrong_state(format!(
                     "process {} is {state:?}: what a resume needs is known when it runs or is paused",
@@ -748,9 +758,14 @@ pub(super) struct DeviceBytes {
 impl Status {
     fn record(&mut self, phase: Phase, report: &PhaseReport) {
         let phases = match (phase.stage(), phase.action()) {
-            (Stage::Prepare | Stage::Commit, Some(Action::Pause)) => &mut self.last_pause,
+            (Stage::Prepare | Stage::Commit | Stage::AtRest, Some(Action::Pause)) => {
+                &mut self.last_pause
+            }
             (Stage::Prepare | Stage::Commit, Some(Action::Resume)) => &mut self.last_resume,
-            (Stage::Abort | Stage::Settle, _) | (_, None) => return,
+            // A thaw comes before the resume begins, which clears what the last has left.
+            (Stage::Abort | Stage::Settle, _)
+            | (_, None)
+            | (Stage::AtRest, Some(Action::Resume)) => return,
         };
         match phases.last_mut() {
             Some((last, stages)) if *last == phase && phase.is_staged() => {

@@ -5,8 +5,8 @@
 
 use vmm_pool::driver::Driver;
 use vmm_pool::{
-    Arriving, Departing, Draining, Keeper, Leaving, Prepared, Quiesced, Restored, Returning,
-    Selection,
+    Arriving, Departing, Draining, Frozen, Keeper, Leaving, Prepared, Quiesced, Restored,
+    Returning, Selection,
 };
 
 /// See the head of this module.
@@ -28,6 +28,9 @@ pub(super) enum Progress<D: Driver> {
     Departing(Box<Departing<D>>, u32),
     /// This memory is released, and what stays is still to be told. Nothing else is under way.
     Released(Keeper<D>, Selection),
+    /// The process's contexts are away, or about to leave or to come. Nothing else is under way, and no step can begin: there is nothing here to
+    /// call the driver with.
+    Frozen(Frozen<D>),
     /// Own memory comes back; this is the number of the next stage.
     Arriving(Arriving<D>, u32),
     /// Own memory is back, and imports follow.
@@ -55,6 +58,7 @@ impl<D: Driver> Progress<D> {
             | Self::Quiesced(..)
             | Self::Leaving(_)
             | Self::Released(..)
+            | Self::Frozen(_)
             | Self::Arriving(..)
             | Self::Returning(_) => Outlook::Aborts,
         }
@@ -73,6 +77,7 @@ impl<D: Driver> Progress<D> {
             | Self::Rest(_)
             | Self::Draining(..)
             | Self::Quiesced(..)
+            | Self::Frozen(_)
             | Self::Released(..) => {}
         }
     }
@@ -102,6 +107,13 @@ impl<D: Driver> Progress<D> {
     pub(super) fn into_keeper(self) -> Result<Keeper<D>, Box<Self>> {
         match self {
             Self::Rest(keeper) | Self::Released(keeper, _) => Ok(keeper),
+            other => Err(Box::new(other)),
+        }
+    }
+
+    pub(super) fn into_frozen(self) -> Result<Frozen<D>, Box<Self>> {
+        match self {
+            Self::Frozen(frozen) => Ok(frozen),
             other => Err(Box::new(other)),
         }
     }

@@ -112,7 +112,9 @@ impl Rounds {
                 return Admission::Refused;
             }
             (_, Stage::Abort) => return Admission::NothingToUndo,
-            (_, Stage::Prepare | Stage::Commit | Stage::Settle) => return Admission::Refused,
+            (_, Stage::Prepare | Stage::Commit | Stage::Settle | Stage::AtRest) => {
+                return Admission::Refused;
+            }
         };
         match (*told, stage) {
             (RoundEnd::Open, Stage::Commit) => *told = RoundEnd::Commit,

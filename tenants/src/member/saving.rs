@@ -116,6 +116,7 @@ impl<D: Driver> Member<D> {
             MemberState::Active => Standing::Runs,
             MemberState::Offloading
             | MemberState::Paused
+            | MemberState::Deep
             | MemberState::Restoring
             | MemberState::Faulted => Standing::StandsStill,
         };

@@ -44,6 +44,7 @@ impl<D: Driver> Member<D> {
                 Scope::Tags { tags, owner },
                 MemberState::Active
                 | MemberState::Offloading
+                | MemberState::Deep
                 | MemberState::Restoring
                 | MemberState::Faulted,
             ) => Resumed::Aside(Aside(tags.to_resume(), self.whose(*owner))),

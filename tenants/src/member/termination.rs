@@ -91,7 +91,8 @@ impl<D: Driver> Member<D> {
                 self.cut().release();
                 return Ok(PhaseReport::default());
             }
-            MemberState::Paused => return Ok(PhaseReport::default()),
+            // Whether its contexts are away only the driver knows: the next command asks it.
+            MemberState::Paused | MemberState::Deep => return Ok(PhaseReport::default()),
             MemberState::Faulted => {
                 let message = format!("process {} is faulted: end it", std::process::id());
                 return Err(Failure { kind: FailureKind::Faulted, message });

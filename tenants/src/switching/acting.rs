@@ -26,6 +26,7 @@ pub(super) fn coordinator(
         timeout: options.timeout,
         interrupt: options.interrupt.clone(),
         lost_imports: options.lost_imports,
+        checkpointer: options.checkpointer.clone(),
         passes_by_memory_waits: true,
         ..Options::default()
     };

@@ -191,7 +191,9 @@ pub(super) fn complete(scene: &mut Scene, tenant: &TenantName, is_away: bool) {
 fn standing_of(stats: &TenantStats) -> Standing {
     let mut standing = Standing::default();
     let members = &stats.members;
-    let is_away = |member: &MemberStats| member.member.state == MemberState::Paused;
+    let is_away = |member: &MemberStats| {
+        matches!(member.member.state, MemberState::Paused | MemberState::Deep)
+    };
     // One on its way out is somebody else's to bring back.
     let is_active = |member: &MemberStats| member.member.state == MemberState::Active;
     standing.is_active = !members.is_empty() && members.iter().all(is_active);

@@ -15,10 +15,11 @@ mod room;
 mod tests;
 mod turn;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::coordinator::{
-    Coordinator, CoordinatorError, Event, Interrupt, LostImports, Options, Outcome,
+    Checkpointer, Coordinator, CoordinatorError, Event, Interrupt, LostImports, Options, Outcome,
 };
 use crate::error_text::chain;
 use crate::identity::TenantName;
@@ -66,6 +67,8 @@ pub struct SwitchOptions {
     pub interrupt: Option<Interrupt>,
     /// Does it come without memory that it had imported from processes that have ended since?
     pub lost_imports: LostImports,
+    /// See [`Options::checkpointer`].
+    pub checkpointer: Option<Arc<dyn Checkpointer>>,
     /// Say what would be done, and change nothing.
     pub is_dry: bool,
 }

@@ -18,6 +18,17 @@ pub struct TagTotals {
     pub imported_away_bytes: u64,
 }
 
+/// What stays with a process in a pause, and what the driver does not bring back with its contexts, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Unfreezable {
+    /// Made by the driver's allocator in host memory.
+    pub host_bytes: u64,
+    /// Imported, and not given up by the pause.
+    pub imported_bytes: u64,
+    /// Registered with a network card.
+    pub registered_bytes: u64,
+}
+
 /// Who holds what.
 #[derive(Debug, Default)]
 pub(crate) struct Accounts {
@@ -53,6 +64,23 @@ impl Ledger {
             accounts.add_pinned(native.device, native.reason, native.size_bytes);
         }
         accounts
+    }
+
+    /// What the driver could not bring back with the contexts of this process, once its memory `is_away` or as it is now.
+    pub(crate) fn unfreezable(&self, is_away: bool) -> Unfreezable {
+        let mut bytes = Unfreezable::default();
+        for row in self.rows() {
+            let stays =
+                *row.origin() == Origin::Foreign || (is_away && !row.is_own() && row.is_resident());
+            if row.is_host() {
+                bytes.host_bytes += row.size_bytes();
+            } else if stays {
+                bytes.imported_bytes += row.size_bytes();
+            } else if row.is_pinned() {
+                bytes.registered_bytes += row.size_bytes();
+            }
+        }
+        bytes
     }
 
     /// Own memory of `selection` that is on its device and would leave in a pause.

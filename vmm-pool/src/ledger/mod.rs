@@ -38,7 +38,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 
-pub use accounts::TagTotals;
+pub use accounts::{TagTotals, Unfreezable};
 pub use inventory::{Holding, HoldingSource, Standing};
 pub(crate) use layout::{Layout, Placed};
 pub use leases::{Lease, LentTotals};

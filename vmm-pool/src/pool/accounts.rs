@@ -6,7 +6,10 @@ use std::sync::PoisonError;
 use super::Pool;
 use crate::deferred;
 use crate::driver::{DeviceOrdinal, Driver};
-use crate::ledger::{Holding, LentTotals, References, Row, Selection, Standing, TagTotals};
+use crate::gate::Mode;
+use crate::ledger::{
+    Holding, LentTotals, References, Row, Selection, Standing, TagTotals, Unfreezable,
+};
 use crate::report::{DeviceReport, PoolReport};
 use crate::{AllocationId, PeerId};
 
@@ -38,6 +41,12 @@ impl<D: Driver> Pool<D> {
         };
         devices.extend(guests.into_iter().filter(has_context));
         devices.into_iter().collect()
+    }
+
+    /// What the driver could not bring back with the contexts of this process. *While offloaded.*
+    pub fn unfreezable(&self) -> Unfreezable {
+        let is_away = self.gate().mode() == Mode::Offloaded;
+        self.ledger().unfreezable(is_away)
     }
 
     /// Who holds what now. *While offloaded.*

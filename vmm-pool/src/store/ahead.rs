@@ -31,6 +31,8 @@ pub(crate) struct Ahead {
     is_urgent: AtomicBool,
     /// Nothing is brought in any more: the process ends.
     has_ended: AtomicBool,
+    /// Nothing is brought in, nor given back, for now: the process's own driver calls are held back.
+    is_held: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -158,7 +160,8 @@ impl Ahead {
     /// One chunk is to be brought in, by whoever has the claim. None while another one is.
     pub(super) fn begin(self: &Arc<Self>, coming: Coming) -> Option<Claim> {
         let mut table = self.table();
-        if self.has_ended.load(Ordering::Relaxed) || !matches!(table.stage, Stage::Nothing) {
+        let is_over = self.has_ended() || self.is_held();
+        if is_over || !matches!(table.stage, Stage::Nothing) {
             return None;
         }
         table.stage = Stage::OnItsWay(coming);
@@ -202,6 +205,23 @@ impl Ahead {
     pub(crate) fn end(&self, timeout: Duration) {
         self.has_ended.store(true, Ordering::Relaxed);
         self.wait_until_settled(timeout);
+    }
+
+    /// Nothing is brought in, nor given back, until [`Self::go_on`]. Waits a while for what is on its way: has it come?
+    pub(crate) fn hold(&self, timeout: Duration) -> bool {
+        self.is_held.store(true, Ordering::SeqCst);
+        self.wait_until_settled(timeout);
+        !matches!(self.table().stage, Stage::OnItsWay(_))
+    }
+
+    /// Ends [`Self::hold`].
+    pub(crate) fn go_on(&self) {
+        self.is_held.store(false, Ordering::SeqCst);
+    }
+
+    /// See [`Self::hold`].
+    pub(crate) fn is_held(&self) -> bool {
+        self.is_held.load(Ordering::SeqCst)
     }
 
     /// Is nothing brought in any more?

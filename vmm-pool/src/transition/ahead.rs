@@ -80,6 +80,9 @@ impl<D: Driver> Pool<D> {
     /// # Driver calls
     /// `cuThreadExchangeStreamCaptureMode`, `cuDevicePrimaryCtxGetState`, `cuCtxSetCurrent`, `cuMemHostRegister`.
     pub fn bring_in(&self, most_bytes: u64) -> PoolResult<BroughtIn> {
+        if self.ahead.is_held() {
+            return Ok(BroughtIn::NotNow);
+        }
         let (kept, filed) = self.wanted_places();
         let devices = self.devices();
         let nodes = self.nodes_of(&devices);
@@ -147,7 +150,7 @@ impl<D: Driver> Pool<D> {
             return Ok(0);
         };
         // Looked at behind the lock: a pause takes its host memory under it, and has no other behind the point of no return.
-        if self.gate().is_shut() {
+        if self.gate().is_shut() || self.ahead.is_held() {
             return Ok(0);
         }
         let (end_bytes, is_file_used) = {

@@ -195,6 +195,14 @@ impl<D: Driver> Keeper<D> {
         Self { pool, right }
     }
 
+    pub(super) fn pool(&self) -> &Arc<Pool<D>> {
+        &self.pool
+    }
+
+    pub(super) fn into_parts(self) -> (Arc<Pool<D>>, Arc<Right>) {
+        (self.pool, self.right)
+    }
+
     /// Shuts the gate of a process that runs for a pause, and waits for nobody.
     ///
     /// # Errors

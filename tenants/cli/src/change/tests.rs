@@ -48,6 +48,7 @@ fn report() -> Report {
             total_bytes: 80 << 30,
         }],
         stayed_bytes: 0,
+        not_deep: Vec::new(),
         notes: vec!["process 10: 4 MiB stay".to_owned()],
         losses: vec![MemberFailure {
             who: who(11),
@@ -169,6 +170,7 @@ fn an_unknown_tenant_is_one_line_and_exit_code_1() {
     let args = |json| PauseArgs {
         tenant: tenant.clone(),
         tags: crate::args::TagArgs::default(),
+        deep: false,
         timeout: None,
         trace: None,
         json: crate::args::JsonArgs { json },

@@ -55,7 +55,7 @@ impl Style {
     fn state(self, state: &str) -> Look {
         match state {
             "active" => self.coloured(Color::Green),
-            "paused" => self.coloured(Color::Blue),
+            "paused" | "deep" => self.coloured(Color::Blue),
             "FAULTED" => self.coloured(Color::Red).add_modifier(Modifier::BOLD),
             _ => self.coloured(Color::Yellow),
         }
@@ -399,6 +399,7 @@ fn state_of(members: &[MemberStats]) -> &'static str {
         MemberState::Restoring,
         MemberState::Active,
         MemberState::Paused,
+        MemberState::Deep,
     ];
     let is_there = |state: &MemberState| members.iter().any(|member| member.member.state == *state);
     by_weight.into_iter().find(is_there).map_or("-", ps::state_label)

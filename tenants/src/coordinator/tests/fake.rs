@@ -454,7 +454,9 @@ impl Agent {
             }
             Order::Drain
             | Order::Prepare { .. }
+            | Order::Freeze
             | Order::AbortPause
+            | Order::Thaw
             | Order::CreateOwn { .. }
             | Order::Import
             | Order::ImportFromLiving
@@ -478,7 +480,10 @@ impl Agent {
             Phase::CloseGate | Phase::Drain | Phase::Prepare | Phase::ReleaseStage => {
                 MemberState::Offloading
             }
-            Phase::Release | Phase::Verify | Phase::AbortResume => MemberState::Paused,
+            Phase::Release | Phase::Verify | Phase::AbortResume | Phase::Thaw => {
+                MemberState::Paused
+            }
+            Phase::Freeze => MemberState::Deep,
             Phase::CreateOwn
             | Phase::RestoreStage
             | Phase::Restore

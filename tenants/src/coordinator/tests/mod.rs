@@ -4,6 +4,7 @@ mod cuts;
 mod exchanges;
 mod fake;
 mod faults;
+mod freezing;
 mod gone;
 mod panics;
 mod rounds;

@@ -7,6 +7,7 @@ use vmm_pool::driver::Driver;
 use super::{AGENT_TIMEOUT, Agent, SILENCE_MAX, Work, wait_of};
 use crate::member::failures::wrong_state;
 use crate::member::rounds::{Admission, OfRound};
+use crate::phase::Stage;
 use crate::wire::{Asked, Order, PhaseReport, Reply, RoundEnd, TakePhase};
 
 impl<D: Driver> Agent<D> {
@@ -71,8 +72,11 @@ impl<D: Driver> Agent<D> {
         }
     }
 
-    /// An order of a round.
+    /// An order of a round, or of none.
     pub(super) fn take_phase(&mut self, number: u64, request: TakePhase) {
+        if request.order.phase().stage() == Stage::AtRest {
+            return self.take_at_rest(number, request);
+        }
         let TakePhase { round, alone, order, timeout_ms } = request;
         let (phase, wait) = (order.phase(), wait_of(timeout_ms));
         self.pass_by_the_dead(number);
@@ -97,6 +101,19 @@ impl<D: Driver> Agent<D> {
             }
             Admission::Refused => self.refuse(number),
         }
+    }
+
+    /// A step that belongs to no pause or resume, for a process that is in none. Whoever asks leads until it is answered.
+    fn take_at_rest(&mut self, number: u64, request: TakePhase) {
+        let TakePhase { round, order, timeout_ms, .. } = request;
+        let (phase, wait) = (order.phase(), wait_of(timeout_ms));
+        let is_free = self.member.status().rounds.under_way().is_none();
+        if !is_free || !self.follow(number, wait) {
+            self.refuse(number);
+            return;
+        }
+        self.member.status().asked = Some(Asked { round, phase });
+        self.submit(number, Work::Phase(None, order), wait);
     }
 
     /// Whoever asks finds a round left half done, or does not know of the one that leads it now: its orders are taken no more.

@@ -1,6 +1,7 @@
 //! The ways in which a pause or resume is asked for: by the library in this process, by a process of its own
 //! that may be killed, or by the real command.
 
+mod checkpoints;
 mod document;
 mod refusal;
 
@@ -14,12 +15,15 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use sublet_tests::{Outcome, Trouble};
-use tenants::coordinator::{Coordinator, Interrupt, LostImports, Options, Outcome as Done, swap};
+use tenants::coordinator::{
+    Coordinator, Depth, Interrupt, LostImports, Options, Outcome as Done, swap,
+};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::scope::{Scope, TagNames};
 use tenants::wire::Action;
 
+pub(crate) use checkpoints::{CALLS, Fails, NodeCheckpoints};
 pub(crate) use refusal::Refusal;
 
 /// Longer than any phase takes on a busy machine.
@@ -48,6 +52,10 @@ pub(crate) struct Request {
     pub(crate) lost_imports: LostImports,
     /// Does a pause release while it saves?
     pub(crate) early_release: bool,
+    /// Does a pause take contexts too?
+    pub(crate) is_deep: bool,
+    /// A call of the driver's about other processes that fails; none where a child or the command asks.
+    pub(crate) fails: Option<Fails>,
     pub(crate) scope: Scope,
     /// The tenant that comes while this one leaves.
     pub(crate) swap: Option<SwapWith>,
@@ -61,6 +69,8 @@ impl Request {
             action,
             lost_imports: LostImports::LeaveOut,
             early_release: false,
+            is_deep: false,
+            fails: None,
             scope: Scope::Whole,
             swap: None,
         }
@@ -97,6 +107,8 @@ pub(crate) enum Verdict {
 pub(crate) struct Desk {
     pub(crate) run_dir: RunDir,
     pub(crate) run_dir_path: PathBuf,
+    /// The directory of the node.
+    pub(crate) node: PathBuf,
     /// The `sublet` command, where it has been built.
     pub(crate) sublet: Option<PathBuf>,
 }
@@ -115,7 +127,7 @@ impl Desk {
     }
 
     fn ask_library(&self, request: &Request, interrupt: Option<Interrupt>) -> Verdict {
-        match act(&self.run_dir, request, interrupt) {
+        match act(&self.run_dir, &self.node, request, interrupt) {
             Ok(done) => Verdict::Done {
                 losses: done.iter().map(losses).sum(),
                 overlapped: done.iter().any(overlapped),
@@ -147,6 +159,7 @@ impl Desk {
         command.arg("coordinate").arg(&self.run_dir_path).arg(request.tenant.as_str());
         command.args(words(request)).arg(serde_json::to_string(&request.scope)?);
         command.arg(serde_json::to_string(&request.swap)?);
+        command.arg(&self.node).arg(if request.is_deep { "deep" } else { "plain" });
         let (mut ours, theirs) = UnixStream::pair()?;
         let mut child = command
             .stdin(Stdio::null())
@@ -180,7 +193,13 @@ impl Desk {
             command.args([action, first]).args(leaves_out.then_some("--without-lost"));
             command.args(tags_of(&request.scope).flat_map(|name| ["--tag", name]));
         }
+        command.args(request.is_deep.then_some("--deep"));
         command.args(["--timeout", "30s", "--json"]);
+        // For the driver's calls about other processes.
+        command.env("SIMCUDA_NODE", &self.node);
+        if let Some(dir) = std::env::var_os("SUBLET_TEST_SIMCUDA_DIR") {
+            command.env("LD_LIBRARY_PATH", dir);
+        }
         command.env("SUBLET_RUN_DIR", &self.run_dir_path).env_remove("LD_PRELOAD");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let begin = Instant::now();
@@ -215,7 +234,7 @@ fn words(request: &Request) -> [&'static str; 3] {
 
 /// The child's part: does as its words say, and says `k` when it has succeeded.
 pub(crate) fn run(arguments: &[String]) -> Outcome {
-    let [run_dir, tenant, action, lost, release, scope, swap] = arguments else {
+    let [run_dir, tenant, action, lost, release, scope, swap, node, depth] = arguments else {
         return Err(Trouble::new("a coordinator is started by the simulation only"));
     };
     let request = Request {
@@ -226,11 +245,14 @@ pub(crate) fn run(arguments: &[String]) -> Outcome {
             _ => LostImports::LeaveOut,
         },
         early_release: release == "early",
+        is_deep: depth == "deep",
+        fails: None,
         scope: serde_json::from_str(scope)?,
         swap: serde_json::from_str(swap)?,
     };
     let run_dir = RunDir::open(Some(run_dir.into()), None)?;
-    let done = act(&run_dir, &request, None).map_err(|refusal| Trouble::new(refusal.text))?;
+    let done = act(&run_dir, Path::new(node), &request, None)
+        .map_err(|refusal| Trouble::new(refusal.text))?;
     if done.iter().map(losses).sum::<usize>() == 0 {
         std::io::stdout().write_all(b"k")?;
     }
@@ -240,19 +262,25 @@ pub(crate) fn run(arguments: &[String]) -> Outcome {
 /// What came of each part: one, or two of a swap.
 fn act(
     run_dir: &RunDir,
+    node: &Path,
     request: &Request,
     interrupt: Option<Interrupt>,
 ) -> Result<Vec<Done>, Refusal> {
+    // Without a node there is nobody to freeze.
+    let checkpointer = NodeCheckpoints::open(node, request.fails.clone()).ok();
     let options = Options {
         timeout: Some(PHASE_TIMEOUT),
         lost_imports: request.lost_imports,
         releases_early: request.early_release,
         window_bytes: request.swap.as_ref().and_then(|with| with.window_bytes),
         interrupt,
+        checkpointer,
         ..Options::default()
     };
     let coordinator = |tenant: &TenantName, scope: &Scope| {
-        let options = Options { scope: scope.clone(), ..options.clone() };
+        let is_deep = request.is_deep && *tenant == request.tenant;
+        let depth = if is_deep { Depth::Contexts } else { Depth::Memory };
+        let options = Options { scope: scope.clone(), depth, ..options.clone() };
         Coordinator::new(run_dir.clone(), tenant.clone(), options)
     };
     let mut first = coordinator(&request.tenant, &request.scope);

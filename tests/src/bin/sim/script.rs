@@ -199,13 +199,25 @@ impl Script {
         let way = self.choose_way(&mishap);
         // The command has no word for it.
         let early_release = self.world.random.bool() && way != Way::Command;
-        let request =
-            Request { tenant: name, action, lost_imports, early_release, scope, swap: None };
+        let is_whole_pause = action == Action::Pause && scope == Scope::Whole;
+        let is_deep = is_whole_pause && self.world.random.u8(..3) == 0;
+        let fails = mishap.fails();
+        let request = Request {
+            tenant: name,
+            action,
+            lost_imports,
+            early_release,
+            is_deep,
+            fails: fails.clone(),
+            scope,
+            swap: None,
+        };
         self.tell(&format!(
-            "{action:?} of {} {:?} by {way:?}{} with {mishap:?}",
+            "{action:?} of {} {:?} by {way:?}{}{} with {mishap:?}",
             request.tenant,
             request.scope,
-            if early_release { ", released early" } else { "" }
+            if early_release { ", released early" } else { "" },
+            if is_deep { ", deep" } else { "" }
         ));
         if !mishap.is_none() {
             self.world.tenants[tenant].market.is_in_trouble();
@@ -217,6 +229,9 @@ impl Script {
         let verdict = self.ask(tenant, way, &request, &mishap)?;
         let took = begin.elapsed();
         let fired = self.clear(&mishap)?;
+        if let Some(fails) = &fails {
+            Tally::count(&mut self.world.tally.faults, fails.call, fails.fired());
+        }
         if took > self.world.tally.slowest.0 {
             let what = format!("{action:?} with {mishap:?}: {}", outline(&verdict));
             self.world.tally.slowest = (took, what);
@@ -266,6 +281,7 @@ impl Script {
             | Mishap::Stopped { .. }
             | Mishap::SecondCommand { .. }
             | Mishap::RunDirGone { .. }
+            | Mishap::CheckpointFails { .. }
             | Mishap::DeadSockets { .. }
             | Mishap::Stranger { .. } => Way::Library,
         }
@@ -415,7 +431,9 @@ impl Script {
                 let is_gone = request.scope != Scope::Whole && refusal.is_before_all();
                 let is_lost = has_orphans && refusal.is_for_lost_imports();
                 let has_no_host = is_scarce && refusal.is_short_of_host();
-                (!is_short && !is_lost && !is_gone && !has_no_host)
+                // What is registered, or foreign, keeps a process from a deep pause.
+                let is_unfreezable = request.is_deep && refusal.left_unchanged;
+                (!is_short && !is_lost && !is_gone && !has_no_host && !is_unfreezable)
                     .then_some("it was refused without a reason")
             }
             Verdict::Done { .. } | Verdict::Refused(_) | Verdict::Killed => None,
@@ -437,7 +455,10 @@ impl Script {
         match (verdict, request.action) {
             (Verdict::Done { .. }, Action::Pause) if by_tag => tally.tag_pauses += 1,
             (Verdict::Done { .. }, Action::Resume) if by_tag => tally.tag_resumes += 1,
-            (Verdict::Done { .. }, Action::Pause) => tally.pauses += 1,
+            (Verdict::Done { .. }, Action::Pause) => {
+                tally.pauses += 1;
+                tally.deep += u64::from(request.is_deep);
+            }
             (Verdict::Done { .. }, Action::Resume) => tally.resumes += 1,
             (Verdict::Refused(refusal), _) => {
                 let cause = if mishap.is_none() { cause_of(refusal) } else { mishap.cause() };

@@ -16,6 +16,8 @@ pub(crate) struct Tally {
     pub(crate) pauses: u64,
     /// Pauses that released while they saved, by tag too.
     pub(crate) early: u64,
+    /// Pauses that were to take contexts too.
+    pub(crate) deep: u64,
     pub(crate) resumes: u64,
     pub(crate) swaps: u64,
     /// Of these, with both on their way at once.
@@ -80,8 +82,8 @@ impl fmt::Display for Tally {
         writeln!(f, "cycles          {}", self.cycles)?;
         writeln!(
             f,
-            "succeeded       {} pauses, {} resumes, {} swaps of which {} overlapped; {} released early",
-            self.pauses, self.resumes, self.swaps, self.overlapped, self.early
+            "succeeded       {} pauses, {} resumes, {} swaps of which {} overlapped; {} released early, {} deep",
+            self.pauses, self.resumes, self.swaps, self.overlapped, self.early, self.deep
         )?;
         writeln!(f, "swapped         {}", listed(&self.swapped))?;
         writeln!(f, "refused         {}: {}", sum(&self.refused), listed(&self.refused))?;

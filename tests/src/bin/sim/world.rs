@@ -12,7 +12,7 @@ use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::wire::{MemberState, MemberStats};
 use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::sim::{GRANULARITY_BYTES, ProcessState, SimDriver, SimNode, SimOptions};
 
 use crate::coordinate::Desk;
 use crate::orders::{Answer, Deal, Generation, Item, Order, Worked};
@@ -134,7 +134,7 @@ impl World {
         };
         Ok(Self {
             tenants: names.map(|name| name.map(tenant)).collect::<Result<_, _>>()?,
-            desk: Desk { run_dir, run_dir_path, sublet },
+            desk: Desk { run_dir, run_dir_path, node: dir.path().join("node"), sublet },
             random: Rng::with_seed(seed),
             tally: Tally::default(),
             observer: SimDriver::new(node, SimOptions::default()),
@@ -343,12 +343,18 @@ impl World {
         let coordinator = self.questioner(index);
         loop {
             let members = coordinator.stats()?.members;
-            let states = members.iter().map(|m| (m.member.pid, m.member.state)).collect();
+            // One that stands deep is paused, and so are some of a tenant whose deep pause failed for others.
+            let shown =
+                |state| if state == MemberState::Deep { MemberState::Paused } else { state };
+            let states = members.iter().map(|m| (m.member.pid, shown(m.member.state))).collect();
             let standing = Standing { states, members };
             let pids = tenant.workers.iter().map(Worker::pid);
             let answered = pids.clone().all(|pid| standing.states.contains_key(&pid));
             let at_rest = standing.states.values().all(|state| match state {
-                MemberState::Active | MemberState::Paused | MemberState::Faulted => true,
+                MemberState::Active
+                | MemberState::Paused
+                | MemberState::Deep
+                | MemberState::Faulted => true,
                 MemberState::Offloading | MemberState::Restoring => false,
             });
             let held = standing
@@ -432,8 +438,20 @@ impl World {
 
     /// What the processes of a tenant have on record, by process id.
     fn items(&mut self, tenant: usize) -> Outcome<Vec<(u32, Vec<Item>)>> {
+        let node = self.observer.core().node();
         let workers = self.tenants[tenant].workers.iter_mut();
-        workers.map(|worker| Ok((worker.pid(), worker.inventory()?))).collect()
+        workers
+            .map(|worker| {
+                let mut items = worker.inventory()?;
+                if node.process_state(worker.pid()) == Ok(ProcessState::Checkpointed) {
+                    // What a pause left there the driver has taken.
+                    for item in &mut items {
+                        item.is_resident = false;
+                    }
+                }
+                Ok((worker.pid(), items))
+            })
+            .collect()
     }
 
     /// Bytes by device that the processes of a paused tenant need at most to run again.
@@ -450,6 +468,7 @@ impl World {
 
     /// What this process and its files take now.
     pub(crate) fn footprint(&self) -> Outcome<Footprint> {
+        self.observer.core().node().sweep_processes();
         Ok(Footprint {
             own: Usage::now(0)?,
             shared_entries: entries(&self.dir.path().join("node"))?,

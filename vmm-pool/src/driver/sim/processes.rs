@@ -61,6 +61,7 @@ impl ProcessState {
     }
 }
 
+const PROCESSES: &str = "processes";
 /// Words of a page.
 const STATE: usize = 0;
 const INSIDE: usize = 1;
@@ -148,7 +149,7 @@ impl Standing {
 
 impl SimNode {
     fn page_path(&self, pid: u32) -> PathBuf {
-        self.dir().join("processes").join(pid.to_string())
+        self.dir().join(PROCESSES).join(pid.to_string())
     }
 
     /// Makes the page of this process, which has called `cuInit`.
@@ -156,16 +157,28 @@ impl SimNode {
     /// # Errors
     /// What the file system said.
     pub fn stand(&self) -> io::Result<Standing> {
-        fs::create_dir_all(self.dir().join("processes"))?;
+        fs::create_dir_all(self.dir().join(PROCESSES))?;
+        self.sweep_processes();
         let path = self.page_path(std::process::id());
-        // Of a process that had the same id.
-        match fs::remove_file(&path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            Ok(()) | Err(_) => {}
-        }
-        let page = Page::open(OpenOptions::new().read(true).write(true).create_new(true), &path)?;
+        // Locked before it has its name: one without a lock is of a process that has ended.
+        let draft = path.with_extension("new");
+        let page = Page::open(OpenOptions::new().read(true).write(true).create(true), &draft)?;
         page.file.lock_shared()?;
+        fs::rename(draft, path)?;
         Ok(Standing(page))
+    }
+
+    /// Removes the pages of processes that have ended.
+    pub fn sweep_processes(&self) {
+        for entry in fs::read_dir(self.dir().join(PROCESSES)).into_iter().flatten().flatten() {
+            let is_page =
+                entry.file_name().to_str().is_some_and(|name| name.parse::<u32>().is_ok());
+            let is_dead = || File::open(entry.path()).is_ok_and(|page| page.try_lock().is_ok());
+            if is_page && is_dead() {
+                // Somebody else may be sweeping too.
+                fs::remove_file(entry.path()).ok();
+            }
+        }
     }
 
     /// The page of a process that lives.
@@ -278,7 +291,7 @@ impl SimNode {
     ) -> Coded<()> {
         let page = self.page_of(pid)?;
         // Beside the page, whose lock says that its process lives.
-        let gate = self.dir().join("processes").join("lock");
+        let gate = self.dir().join(PROCESSES).join("lock");
         let gate = OpenOptions::new().write(true).create(true).truncate(false).open(gate);
         let gate = gate.map_err(|error| io_code(&error))?;
         let until = Instant::now() + STEP_TIMEOUT;

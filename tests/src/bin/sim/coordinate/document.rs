@@ -31,6 +31,7 @@ struct Report {
     notes: Vec<String>,
     losses: Vec<serde::de::IgnoredAny>,
     stayed_bytes: u64,
+    not_deep: Vec<serde::de::IgnoredAny>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -66,7 +67,8 @@ impl Change {
     }
 
     fn has_stayed(&self) -> bool {
-        self.report.as_ref().is_some_and(|report| report.stayed_bytes > 0)
+        let is_left = |report: &Report| report.stayed_bytes > 0 || !report.not_deep.is_empty();
+        self.report.as_ref().is_some_and(is_left)
     }
 
     fn refusal(self, both_are_paused: bool) -> Refusal {

@@ -11,7 +11,7 @@ use vmm_pool::driver::{AllocationProp, DeviceOrdinal, Driver as _, DriverCode, D
 
 use super::Script;
 use super::scarcity::Scarcity;
-use crate::coordinate::{Request, Verdict, Way};
+use crate::coordinate::{CALLS, Fails, Request, Verdict, Way};
 use crate::orders::{HostRoom, Order};
 use crate::process::Worker;
 use crate::tally::Tally;
@@ -42,6 +42,8 @@ pub(super) enum Mishap {
     SecondCommand { after: Duration, action: Action },
     /// The run directory is removed after some time, perhaps with a second command behind that.
     RunDirGone { after: Duration, second: Option<(Duration, Action)> },
+    /// A call of the driver's about another process fails, behind so many that do not.
+    CheckpointFails { call: &'static str, behind: u64 },
     /// The tenant's directory holds more sockets of dead processes than a tenant may have processes.
     DeadSockets { tenant: usize },
 }
@@ -49,6 +51,14 @@ pub(super) enum Mishap {
 impl Mishap {
     pub(super) fn is_none(&self) -> bool {
         matches!(self, Self::None)
+    }
+
+    /// What is to fail of the driver's calls about other processes.
+    pub(super) fn fails(&self) -> Option<Fails> {
+        if let Self::CheckpointFails { call, behind } = self {
+            return Some(Fails::behind(call, *behind));
+        }
+        None
     }
 
     pub(super) fn loses_context_of(&self, number: u64) -> bool {
@@ -68,6 +78,7 @@ impl Mishap {
             Self::Stopped { .. } => "a process was stopped",
             Self::SecondCommand { .. } => "a second command",
             Self::RunDirGone { .. } => "the run directory was removed",
+            Self::CheckpointFails { .. } => "a call of the driver's about another process failed",
             Self::DeadSockets { .. } => "sockets of dead processes",
         }
     }
@@ -187,6 +198,10 @@ impl Script {
             }
             (45..48, _) => Mishap::RunDirGone { after, second: None },
             (48, _) => Mishap::DeadSockets { tenant },
+            (49..58, _) => {
+                let call = CALLS[random.usize(..CALLS.len())];
+                Mishap::CheckpointFails { call, behind: random.u64(..4) }
+            }
             _ => Mishap::None,
         }
     }
@@ -234,6 +249,7 @@ impl Script {
             | Mishap::Faults { .. }
             | Mishap::ContextLost { .. }
             | Mishap::NoHostMemory { .. }
+            | Mishap::CheckpointFails { .. }
             | Mishap::CalledOff { .. }
             | Mishap::DeadSockets { .. }
             | Mishap::Stranger { .. } => self.world.desk.ask(way, request),
@@ -292,6 +308,7 @@ impl Script {
             }
             Mishap::DeadSockets { tenant } => self.leave_dead_sockets(*tenant).map(|()| None),
             Mishap::None
+            | Mishap::CheckpointFails { .. }
             | Mishap::CalledOff { .. }
             | Mishap::WorkerKilled { .. }
             | Mishap::Stopped { .. }
@@ -324,6 +341,7 @@ impl Script {
             }
             Mishap::RunDirGone { .. } => self.end_rivals(mishap).map(|()| 0),
             Mishap::None
+            | Mishap::CheckpointFails { .. }
             | Mishap::Stranger { .. }
             | Mishap::CalledOff { .. }
             | Mishap::WorkerKilled { .. }

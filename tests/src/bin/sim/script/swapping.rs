@@ -60,7 +60,8 @@ impl Script {
         let scarcity = self.make_scarce(&[from, to])?;
         let mishap = self.choose_mishap(victim, action, scarcity.as_ref());
         let way = self.choose_way(&mishap);
-        let request = self.swap_request(pair, way);
+        let fails = mishap.fails();
+        let request = Request { fails: fails.clone(), ..self.swap_request(pair, way) };
         let changes = self.changes(pair, &request);
         self.tell(&format!(
             "swap of {} {:?} with {:?} by {way:?} with {mishap:?} in {}",
@@ -75,6 +76,9 @@ impl Script {
         let deaths = self.world.deaths;
         let verdict = self.ask(victim, way, &request, &mishap)?;
         let fired = self.clear(&mishap)?;
+        if let Some(fails) = &fails {
+            Tally::count(&mut self.world.tally.faults, fails.call, fails.fired());
+        }
         self.tell(&format!("  {}", outline(&verdict)));
         if let Some(scarcity) = &scarcity {
             self.end_scarcity(scarcity, &verdict)?;
@@ -122,6 +126,7 @@ impl Script {
         let random = &mut self.world.random;
         let units = random.u64(1..=4);
         let window_bytes = random.bool().then_some(units * GRANULARITY_BYTES);
+        let is_whole = scope == Scope::Whole;
         // The command has no word for it.
         let leaves_out = way != Way::Command && random.u8(..4) > 0;
         Request {
@@ -129,6 +134,8 @@ impl Script {
             action: Action::Pause,
             lost_imports: if leaves_out { LostImports::LeaveOut } else { LostImports::Refuse },
             early_release: random.bool(),
+            is_deep: is_whole && random.u8(..3) == 0,
+            fails: None,
             scope,
             swap: Some(SwapWith { window_bytes, ..with }),
         }
@@ -225,7 +232,9 @@ impl Script {
                 // The last memory of a tag may be freed just then.
                 let is_gone = is_by_tag(request) != [false, false] && refusal.is_before_all();
                 let has_no_host = is_scarce && refusal.is_short_of_host();
-                (!refusal.is_short_of_devices() && !is_lost && !is_gone && !has_no_host)
+                let is_unfreezable = request.is_deep && refusal.left_unchanged;
+                let is_explained = is_lost || is_gone || has_no_host || is_unfreezable;
+                (!refusal.is_short_of_devices() && !is_explained)
                     .then_some("it was refused without a reason")
             }
             Verdict::Done { .. } | Verdict::Refused(_) | Verdict::Killed => None,

@@ -107,6 +107,8 @@ struct Application {
 pub(crate) fn run(charter: &Charter) -> Outcome {
     let stream = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
     let node = SimNode::open(&charter.node)?;
+    // Others find it by its id as long as it lives.
+    let _standing = node.stand()?;
     let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
     let run_dir = RunDir::open(Some(charter.run_dir.clone()), None)?;
     let tenant = TenantName::new(&charter.tenant)?;

@@ -1,0 +1,147 @@
+//! The driver's calls about other processes, from `libcuda.so.1`. It is loaded when the first of them is made: no other command needs it.
+//!
+//! Layouts are those of `cuda.h` of CUDA 12.8, the first with these calls (driver 570). No context is made.
+
+#![expect(unsafe_code, reason = "calls the driver's functions")]
+
+use std::ffi::{c_int, c_uint, c_void};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use tenants::coordinator::{CheckpointError, Checkpointer, ProcessState};
+use vmm_pool::driver::DriverCode;
+
+const LIBRARY: &str = "libcuda.so.1";
+
+/// See the head of this module.
+#[derive(Debug, Default)]
+pub(crate) struct CudaCheckpoints(OnceLock<Result<Functions, CheckpointError>>);
+
+/// `CUcheckpointLockArgs`.
+#[repr(C)]
+struct LockArgs {
+    timeout_ms: c_uint,
+    reserved_word: c_uint,
+    reserved: [u64; 7],
+}
+
+type GetState = unsafe extern "C" fn(c_int, *mut c_uint) -> c_int;
+type Act = unsafe extern "C" fn(c_int, *const c_void) -> c_int;
+
+/// # Invariants
+/// 1. Each is the function of that name of `library`, which stays open as long as this lives.
+#[derive(Debug)]
+struct Functions {
+    get_state: GetState,
+    lock: Act,
+    checkpoint: Act,
+    restore: Act,
+    unlock: Act,
+    _library: libloading::Library,
+}
+
+fn unavailable(reason: String) -> CheckpointError {
+    CheckpointError::Unavailable { reason }
+}
+
+fn coded(call: &'static str, code: c_int) -> Result<(), CheckpointError> {
+    match DriverCode(code) {
+        DriverCode::SUCCESS => Ok(()),
+        DriverCode::NOT_SUPPORTED => Err(unavailable(format!(
+            "the driver does not support {call} here (a driver before 570, or a GPU that cannot)"
+        ))),
+        code => Err(CheckpointError::Driver { call, code }),
+    }
+}
+
+impl Functions {
+    fn load() -> Result<Self, CheckpointError> {
+        // SAFETY: opening the driver runs NVIDIA's initialisers, which need nothing from us.
+        let library = unsafe { libloading::Library::new(LIBRARY) }
+            .map_err(|error| unavailable(format!("{LIBRARY} cannot be opened ({error})")))?;
+        let missing = |name: &str| {
+            unavailable(format!("{LIBRARY} has no {name}: the driver must be 570 or newer"))
+        };
+        let act = |name: &str| -> Result<Act, CheckpointError> {
+            // SAFETY: the header declares it so; the arguments are a pointer to a structure, or null.
+            let found = unsafe { library.get::<Act>(name.as_bytes()) };
+            found.map(|found| *found).map_err(|_| missing(name))
+        };
+        const STATE: &str = "cuCheckpointProcessGetState";
+        // SAFETY: the header declares it so.
+        let get_state = unsafe { library.get::<GetState>(STATE.as_bytes()) };
+        let get_state = *get_state.map_err(|_| missing(STATE))?;
+        // SAFETY: the header declares it so.
+        let init = unsafe { library.get::<unsafe extern "C" fn(c_uint) -> c_int>(b"cuInit") };
+        let init = *init.map_err(|_| missing("cuInit"))?;
+        // SAFETY: it may be called at any time, and takes 0.
+        coded("cuInit", unsafe { init(0) })?;
+        Ok(Self {
+            get_state,
+            lock: act("cuCheckpointProcessLock")?,
+            checkpoint: act("cuCheckpointProcessCheckpoint")?,
+            restore: act("cuCheckpointProcessRestore")?,
+            unlock: act("cuCheckpointProcessUnlock")?,
+            _library: library,
+        })
+    }
+}
+
+impl CudaCheckpoints {
+    fn functions(&self) -> Result<&Functions, CheckpointError> {
+        self.0.get_or_init(Functions::load).as_ref().map_err(Clone::clone)
+    }
+
+    fn act(
+        &self,
+        call: &'static str,
+        pid: u32,
+        which: impl FnOnce(&Functions) -> Act,
+    ) -> Result<(), CheckpointError> {
+        let function = which(self.functions()?);
+        // SAFETY: these take null for their arguments, and any number for a process.
+        coded(call, unsafe { function(pid.cast_signed(), std::ptr::null()) })
+    }
+}
+
+impl Checkpointer for CudaCheckpoints {
+    fn state(&self, pid: u32) -> Result<ProcessState, CheckpointError> {
+        if pid == std::process::id() {
+            return Err(unavailable("a process cannot freeze itself".to_owned()));
+        }
+        let get_state = self.functions()?.get_state;
+        let mut state = 0;
+        // SAFETY: it writes one number.
+        let code = unsafe { get_state(pid.cast_signed(), &raw mut state) };
+        coded("cuCheckpointProcessGetState", code)?;
+        Ok(match state {
+            0 => ProcessState::Running,
+            1 => ProcessState::Locked,
+            2 => ProcessState::Checkpointed,
+            3 => ProcessState::Failed,
+            other => ProcessState::Other(other),
+        })
+    }
+
+    fn lock(&self, pid: u32, timeout: Duration) -> Result<(), CheckpointError> {
+        // 0 stands for no limit.
+        let timeout_ms = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX).max(1);
+        let args = LockArgs { timeout_ms, reserved_word: 0, reserved: [0; 7] };
+        let lock = self.functions()?.lock;
+        // SAFETY: the structure is as the header has it, and read during the call.
+        let code = unsafe { lock(pid.cast_signed(), (&raw const args).cast()) };
+        coded("cuCheckpointProcessLock", code)
+    }
+
+    fn checkpoint(&self, pid: u32) -> Result<(), CheckpointError> {
+        self.act("cuCheckpointProcessCheckpoint", pid, |functions| functions.checkpoint)
+    }
+
+    fn restore(&self, pid: u32) -> Result<(), CheckpointError> {
+        self.act("cuCheckpointProcessRestore", pid, |functions| functions.restore)
+    }
+
+    fn unlock(&self, pid: u32) -> Result<(), CheckpointError> {
+        self.act("cuCheckpointProcessUnlock", pid, |functions| functions.unlock)
+    }
+}

@@ -1,0 +1,508 @@
+//! A deep pause, and the way back: the driver takes the contexts of a tenant's processes off the GPUs, by their process ids, when all of them stand paused.
+//!
+//! No transaction more: whatever fails, the tenant stays paused, with all contents, and a resume brings it back. All processes are told
+//! first ([`Phase::Freeze`]), then locked, then checkpointed: one that knows calls the driver for nothing. What one process could not do is undone
+//! in the others. A coordinator that ends half-way leaves processes that stand deep, and the driver alone knows how far each has come; the
+//! next one asks it, and goes on from there.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vmm_pool::driver::DriverCode;
+
+use super::CoordinatorError;
+use super::report::{MemberFailure, MemberPhase, Report, Step};
+use super::session::{OnFailure, Session, micros};
+use crate::scope::Scope;
+use crate::wire::{Action, Failure, FailureKind, MemberState, Phase, PhaseReport};
+
+/// How long a checkpoint or a restore may take, which have no timeout of the driver's. By what was measured, enough for 8 TiB of pinned host memory.
+const DRIVER_TIMEOUT: Duration = Duration::from_mins(3);
+/// Beyond the timeout that the driver is told, for its answer.
+const ANSWER_MARGIN: Duration = Duration::from_secs(5);
+/// Where CUDA programs look for the control daemon of MPS, where nothing else is said.
+const MPS_PIPE_DIR: &str = "/tmp/nvidia-mps";
+const MPS_PIPE_VARIABLE: &str = "CUDA_MPS_PIPE_DIRECTORY=";
+
+/// Where the driver says that a process stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProcessState {
+    /// It may call the driver.
+    Running,
+    /// Its calls wait.
+    Locked,
+    /// The same, and nothing of it is on a device.
+    Checkpointed,
+    /// The driver cannot bring it back.
+    Failed,
+    /// Something that this version does not know, such as on its way.
+    Other(u32),
+}
+
+/// Why the driver did not do its part for one process.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CheckpointError {
+    /// There is no driver here that can.
+    #[error("{reason}")]
+    Unavailable {
+        /// Why.
+        reason: String,
+    },
+    /// It refused.
+    #[error("{call} failed with {code}")]
+    Driver {
+        /// The call.
+        call: &'static str,
+        /// What it returned.
+        code: DriverCode,
+    },
+    /// It did not answer, and may still be at it.
+    #[error("{call} did not return within {} s", waited.as_secs())]
+    Silent {
+        /// The call.
+        call: &'static str,
+        /// For how long it was waited for.
+        waited: Duration,
+    },
+    /// The process is not where the call needs it.
+    #[error("the driver says that it is {state:?}")]
+    State {
+        /// Where it is.
+        state: ProcessState,
+    },
+}
+
+/// The calls of the driver's that are about another process, by its id in this pid namespace. From any thread.
+pub trait Checkpointer: std::fmt::Debug + Send + Sync {
+    /// Where a process stands. Does not wait for it.
+    ///
+    /// # Errors
+    /// [`CheckpointError`].
+    fn state(&self, pid: u32) -> Result<ProcessState, CheckpointError>;
+
+    /// Has the process's driver calls wait from now on. Waits for those under way, at most for `timeout`.
+    ///
+    /// # Errors
+    /// [`CheckpointError`]; it runs on.
+    fn lock(&self, pid: u32, timeout: Duration) -> Result<(), CheckpointError>;
+
+    /// Takes what a locked process has on devices off them. Blocks as long as that takes.
+    ///
+    /// # Errors
+    /// [`CheckpointError`].
+    fn checkpoint(&self, pid: u32) -> Result<(), CheckpointError>;
+
+    /// Undoes that. Blocks as long as that takes.
+    ///
+    /// # Errors
+    /// [`CheckpointError`]; with `OUT_OF_MEMORY` it can be tried again.
+    fn restore(&self, pid: u32) -> Result<(), CheckpointError>;
+
+    /// Lets the calls of a locked process go on.
+    ///
+    /// # Errors
+    /// [`CheckpointError`].
+    fn unlock(&self, pid: u32) -> Result<(), CheckpointError>;
+}
+
+/// One call of [`Checkpointer`].
+#[derive(Clone, Copy)]
+enum Call {
+    Lock(Duration),
+    Checkpoint,
+    Restore,
+    Unlock,
+}
+
+impl Call {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Lock(_) => "cuCheckpointProcessLock",
+            Self::Checkpoint => "cuCheckpointProcessCheckpoint",
+            Self::Restore => "cuCheckpointProcessRestore",
+            Self::Unlock => "cuCheckpointProcessUnlock",
+        }
+    }
+
+    /// What reports call the time that it took.
+    fn step(self) -> &'static str {
+        match self {
+            Self::Lock(_) => "lock",
+            Self::Checkpoint => "checkpoint",
+            Self::Restore => "restore",
+            Self::Unlock => "unlock",
+        }
+    }
+
+    fn timeout(self) -> Duration {
+        match self {
+            Self::Lock(timeout) => timeout + ANSWER_MARGIN,
+            Self::Checkpoint | Self::Restore | Self::Unlock => DRIVER_TIMEOUT,
+        }
+    }
+
+    fn make(self, driver: &dyn Checkpointer, pid: u32) -> Result<(), CheckpointError> {
+        match self {
+            Self::Lock(timeout) => driver.lock(pid, timeout),
+            Self::Checkpoint => driver.checkpoint(pid),
+            Self::Restore => driver.restore(pid),
+            Self::Unlock => driver.unlock(pid),
+        }
+    }
+}
+
+/// Some of a session's members, what the driver has done with each, and how long that took.
+#[derive(Default)]
+struct Moved {
+    done: Vec<(usize, PhaseReport)>,
+    failures: Vec<MemberFailure>,
+}
+
+impl Moved {
+    fn note(&mut self, index: usize, call: Call, took: Duration) {
+        let position = self.done.iter().position(|(known, _)| *known == index);
+        let position = position.unwrap_or_else(|| {
+            self.done.push((index, PhaseReport::default()));
+            self.done.len() - 1
+        });
+        let report = &mut self.done[position].1;
+        report.steps.push((call.step().to_owned(), micros(took)));
+        report.elapsed_us += micros(took);
+        report.driver_calls += 1;
+    }
+}
+
+impl Session<'_> {
+    /// Refuses a deep pause that would not come to its end, before anything moves.
+    pub(super) fn refuse_shallow(&self) -> Result<(), CoordinatorError> {
+        let refused = |why: String| CoordinatorError::NotDeep { tenant: self.tenant(), why };
+        if self.scope != Scope::Whole {
+            let why = "its processes run on without the memory of a tag, and need their contexts";
+            return Err(refused(why.to_owned()));
+        }
+        let driver = self.driver().map_err(|error| refused(error.to_string()))?;
+        for index in 0..self.peers.list.len() {
+            let who = self.peers.list[index].who;
+            let why = match who.pid {
+                None => Some("the kernel does not tell its id in this pid namespace".to_owned()),
+                Some(pid) => obstacle(&*driver, pid),
+            };
+            if let Some(why) = why {
+                return Err(refused(format!("{who}: {why}")));
+            }
+        }
+        Ok(())
+    }
+
+    fn driver(&self) -> Result<Arc<dyn Checkpointer>, CheckpointError> {
+        self.options.checkpointer.clone().ok_or_else(|| CheckpointError::Unavailable {
+            reason: format!(
+                "a process of a job cannot have the driver freeze processes, nor thaw them: the command can (sublet pause {0} --deep, sublet \
+                 resume {0})",
+                self.dir.tenant()
+            ),
+        })
+    }
+
+    /// Freezes a tenant that stands paused; none if all of it is frozen.
+    pub(super) fn deepen(&mut self) -> Option<Report> {
+        let members = self.not_checkpointed();
+        if members.is_empty() {
+            return None;
+        }
+        let began = Instant::now();
+        let mut report = self.new_report(Action::Pause);
+        self.freeze(&members, &mut report);
+        report.wall_us = micros(began.elapsed());
+        Some(report)
+    }
+
+    /// The pause of all members that are not lost is complete: freezes them, and those that were paused before.
+    pub(super) fn freeze_all(&mut self, report: &mut Report) {
+        let lost = |index: &usize| {
+            let who = self.peers.list[*index].who;
+            !self.peers.is_up(*index) || report.losses.iter().any(|loss| loss.who == who)
+        };
+        let members: Vec<usize> = (0..self.peers.list.len()).filter(|index| !lost(index)).collect();
+        for index in &members {
+            if let Some(info) = &mut self.peers.list[*index].info {
+                info.state = MemberState::Paused;
+            }
+        }
+        self.freeze(&members, report);
+    }
+
+    /// See [`Session::thaw`].
+    ///
+    /// # Errors
+    /// [`CoordinatorError::Refused`].
+    pub(super) fn thaw_for(
+        &mut self,
+        action: Action,
+        members: &[usize],
+    ) -> Result<(), CoordinatorError> {
+        if action == Action::Pause {
+            return Ok(());
+        }
+        self.thaw(members).map_err(|failures| CoordinatorError::Refused {
+            tenant: self.tenant(),
+            action,
+            runs: false,
+            failures,
+            undo_failures: Vec::new(),
+            shortages: Vec::new(),
+        })
+    }
+
+    /// Those of all members that the driver has not taken off the devices.
+    fn not_checkpointed(&self) -> Vec<usize> {
+        let is_meant = |index: &usize| {
+            let state = self.state(*index);
+            let is_away = || self.driver_state(*index) == Ok(ProcessState::Checkpointed);
+            self.peers.is_up(*index)
+                && (state == Some(MemberState::Paused)
+                    || state == Some(MemberState::Deep) && !is_away())
+        };
+        (0..self.peers.list.len()).filter(is_meant).collect()
+    }
+
+    /// Takes the contexts of `members`, which stand paused, off the devices. What failed is in `report`, and those members, and all others,
+    /// are paused as before.
+    pub(super) fn freeze(&mut self, members: &[usize], report: &mut Report) {
+        let began = Instant::now();
+        let told = self.phase_step(Phase::Freeze, members, OnFailure::WaitForAll);
+        let ready: Vec<usize> = told.done.iter().map(|(index, _)| *index).collect();
+        let mut moved = Moved::default();
+        moved.failures.extend(told.failures.into_iter().map(|(_, failure)| failure));
+        if moved.failures.is_empty() {
+            self.take_off(&ready, &mut moved);
+        }
+        if moved.failures.is_empty() {
+            report.add(self.summary(Phase::Freeze, began.elapsed(), moved.done));
+            return;
+        }
+        // All stand alike again, as far as that goes; a resume does the rest.
+        let mut undone = Moved::default();
+        self.bring_back(&ready, Phase::Freeze, &mut undone);
+        report.not_deep = moved.failures;
+        report.not_deep.extend(undone.failures);
+    }
+
+    /// Locks all, then has all checkpointed. Stops behind the first step that failed for somebody.
+    fn take_off(&self, members: &[usize], moved: &mut Moved) {
+        let lock = Call::Lock(self.options.phase_timeout(Phase::Freeze));
+        let is = |index: &usize, state| self.driver_state(*index) == Ok(state);
+        let of = |state| members.iter().copied().filter(|index| is(index, state)).collect();
+        let running: Vec<usize> = of(ProcessState::Running);
+        self.make_each(lock, &running, Phase::Freeze, moved);
+        if moved.failures.is_empty() {
+            let locked: Vec<usize> = of(ProcessState::Locked);
+            self.make_each(Call::Checkpoint, &locked, Phase::Freeze, moved);
+        }
+        if moved.failures.is_empty() {
+            for index in members {
+                match self.driver_state(*index) {
+                    Ok(ProcessState::Checkpointed) => {}
+                    Ok(state) => {
+                        let error = CheckpointError::State { state };
+                        moved.failures.push(self.failure(*index, Phase::Freeze, &error));
+                    }
+                    Err(error) => moved.failures.push(self.failure(*index, Phase::Freeze, &error)),
+                }
+            }
+        }
+    }
+
+    /// Brings the contexts of all members back that stand deep, for a resume.
+    ///
+    /// # Errors
+    /// Those that are not back. They stand deep, and the others paused until [`Session::freeze_again`].
+    pub(super) fn thaw(&mut self, members: &[usize]) -> Result<(), Vec<MemberFailure>> {
+        let is_deep = |index: &usize| self.state(*index) == Some(MemberState::Deep);
+        let deep: Vec<usize> = members.iter().copied().filter(is_deep).collect();
+        if deep.is_empty() {
+            return Ok(());
+        }
+        let began = Instant::now();
+        let mut moved = Moved::default();
+        self.bring_back(&deep, Phase::Thaw, &mut moved);
+        self.thawed = Some(self.summary(Phase::Thaw, began.elapsed(), moved.done));
+        if moved.failures.is_empty() { Ok(()) } else { Err(moved.failures) }
+    }
+
+    /// A resume came to nothing: what it has thawed is as before, as far as the driver does its part.
+    pub(super) fn freeze_again(&mut self) {
+        let Some(thawed) = self.thawed.take() else { return };
+        let was_thawed = |index: &usize| {
+            let who = self.peers.list[*index].who;
+            thawed.members.iter().any(|MemberPhase { who: other, .. }| *other == who)
+        };
+        let members: Vec<usize> = (0..self.peers.list.len())
+            .filter(|index| self.peers.is_up(*index) && was_thawed(index))
+            .collect();
+        let mut report = self.new_report(Action::Pause);
+        self.freeze(&members, &mut report);
+        for failure in report.not_deep {
+            tracing::warn!(%failure, "paused, and not deep as before");
+        }
+    }
+
+    /// From wherever each of `members` is. `phase` is what it is part of.
+    fn bring_back(&mut self, members: &[usize], phase: Phase, moved: &mut Moved) {
+        let of = |session: &Self, state| -> Vec<usize> {
+            let is = |index: &usize| session.driver_state(*index) == Ok(state);
+            members.iter().copied().filter(is).collect()
+        };
+        let away = of(self, ProcessState::Checkpointed);
+        self.make_each(Call::Restore, &away, phase, moved);
+        let locked = of(self, ProcessState::Locked);
+        self.make_each(Call::Unlock, &locked, phase, moved);
+        let mut back = Vec::new();
+        for index in members {
+            let who = self.peers.list[*index].who;
+            match self.driver_state(*index) {
+                Ok(ProcessState::Running) => back.push(*index),
+                // Why is said already.
+                _ if moved.failures.iter().any(|failure| failure.who == who) => {}
+                Ok(state) => {
+                    let error = CheckpointError::State { state };
+                    moved.failures.push(self.failure(*index, phase, &error));
+                }
+                Err(error) => moved.failures.push(self.failure(*index, phase, &error)),
+            }
+        }
+        let told = self.phase_step(Phase::Thaw, &back, OnFailure::WaitForAll);
+        for (index, _) in &told.done {
+            if let Some(info) = &mut self.peers.list[*index].info {
+                info.state = MemberState::Paused;
+            }
+        }
+        moved.failures.extend(told.into_failures());
+    }
+
+    /// Makes one call about each of `members` at the same time, and waits for all, with a deadline.
+    fn make_each(&self, call: Call, members: &[usize], phase: Phase, moved: &mut Moved) {
+        let driver = match self.driver() {
+            Ok(driver) => driver,
+            Err(error) => {
+                let failed = members.iter().map(|index| self.failure(*index, phase, &error));
+                moved.failures.extend(failed);
+                return;
+            }
+        };
+        let (say, hear) = crossbeam_channel::unbounded();
+        let mut waited_for = Vec::new();
+        for &index in members {
+            let (driver, say) = (Arc::clone(&driver), say.clone());
+            let pid = self.peers.list[index].who.pid.unwrap_or(0);
+            // Not one after the other: each takes some 0.4 s and more.
+            let made =
+                std::thread::Builder::new().name("sublet-driver".to_owned()).spawn(move || {
+                    let began = Instant::now();
+                    let made = call.make(&*driver, pid);
+                    // Whoever waited may have given up.
+                    let _heard = say.send((index, made, began.elapsed()));
+                });
+            match made {
+                Ok(_) => waited_for.push(index),
+                Err(error) => {
+                    let reason = format!("no thread to call the driver on ({error})");
+                    let error = CheckpointError::Unavailable { reason };
+                    moved.failures.push(self.failure(index, phase, &error));
+                }
+            }
+        }
+        let until = Instant::now() + call.timeout();
+        while !waited_for.is_empty() {
+            let Ok((index, made, took)) = hear.recv_deadline(until) else { break };
+            waited_for.retain(|waited| *waited != index);
+            match made {
+                Ok(()) => moved.note(index, call, took),
+                Err(error) => moved.failures.push(self.failure(index, phase, &error)),
+            }
+        }
+        let silent = CheckpointError::Silent { call: call.name(), waited: call.timeout() };
+        moved.failures.extend(waited_for.iter().map(|index| self.failure(*index, phase, &silent)));
+    }
+
+    fn driver_state(&self, index: usize) -> Result<ProcessState, CheckpointError> {
+        self.driver()?.state(self.peers.list[index].who.pid.unwrap_or(0))
+    }
+
+    fn failure(&self, index: usize, phase: Phase, error: &CheckpointError) -> MemberFailure {
+        let kind = match error {
+            // How much is missing the driver does not say.
+            CheckpointError::Driver { code: DriverCode::OUT_OF_MEMORY, .. }
+                if phase == Phase::Thaw =>
+            {
+                FailureKind::OutOfDeviceMemory { missing_bytes: 0 }
+            }
+            CheckpointError::Unavailable { .. } => FailureKind::WrongState,
+            CheckpointError::Driver { .. }
+            | CheckpointError::Silent { .. }
+            | CheckpointError::State { .. } => FailureKind::Driver,
+        };
+        let who = self.peers.list[index].who;
+        let failure = Failure { kind, message: error.to_string() };
+        MemberFailure { who, step: Step::Phase(phase), failure }
+    }
+}
+
+/// What keeps the driver from taking the contexts of process `pid` away, or from bringing them back.
+fn obstacle(driver: &dyn Checkpointer, pid: u32) -> Option<String> {
+    if let Some(tracer) = tracer_of(&PathBuf::from(format!("/proc/{pid}/status"))) {
+        return Some(format!("process {tracer} traces it (a debugger?): end that first"));
+    }
+    if let Some(dir) = mps_of(&PathBuf::from(format!("/proc/{pid}/environ"))) {
+        return Some(format!(
+            "it runs under MPS ({}), where the driver cannot freeze a process",
+            dir.display()
+        ));
+    }
+    match driver.state(pid) {
+        Ok(ProcessState::Failed) => {
+            Some("the driver says that it could not bring it back: end it".to_owned())
+        }
+        Ok(_) => None,
+        Err(error) => Some(error.to_string()),
+    }
+}
+
+/// Who traces a process, by what the kernel says of it.
+fn tracer_of(status: &Path) -> Option<u32> {
+    let status = fs::read_to_string(status).ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("TracerPid:"))?;
+    line.trim().parse().ok().filter(|pid| *pid > 0)
+}
+
+/// Where the control daemon of MPS listens that a process with this environment finds.
+fn mps_of(environ: &Path) -> Option<PathBuf> {
+    let environ = fs::read(environ).unwrap_or_default();
+    let mut words = environ.split(|byte| *byte == 0).map(String::from_utf8_lossy);
+    let named = words.find_map(|word| word.strip_prefix(MPS_PIPE_VARIABLE).map(PathBuf::from));
+    Some(named.unwrap_or_else(|| MPS_PIPE_DIR.into())).filter(|dir| dir.join("control").exists())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tracer_and_a_daemon_of_mps_are_seen() {
+        let base = tempfile::tempdir().unwrap();
+        let status = base.path().join("status");
+        for (text, tracer) in [("Name:\tx\nTracerPid:\t0\n", None), ("TracerPid:\t71\n", Some(71))]
+        {
+            fs::write(&status, text).unwrap();
+            assert_eq!(tracer_of(&status), tracer);
+        }
+        let (environ, dir) = (base.path().join("environ"), base.path().join("mps"));
+        fs::write(&environ, format!("A=1\0{MPS_PIPE_VARIABLE}{}\0", dir.display())).unwrap();
+        fs::create_dir(&dir).unwrap();
+        assert_eq!(mps_of(&environ), None, "nobody listens");
+        fs::write(dir.join("control"), "").unwrap();
+        assert_eq!(mps_of(&environ), Some(dir));
+    }
+}

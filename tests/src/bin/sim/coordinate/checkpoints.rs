@@ -1,0 +1,98 @@
+//! The driver's part of deep pauses, on the simulated node. One of its calls may fail.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use sublet_tests::Outcome;
+use tenants::coordinator::{CheckpointError, Checkpointer, ProcessState};
+use vmm_pool::driver::DriverCode;
+use vmm_pool::driver::sim::{self, SimNode};
+
+/// The calls that can fail.
+pub(crate) const CALLS: [&str; 4] = [
+    "cuCheckpointProcessLock",
+    "cuCheckpointProcessCheckpoint",
+    "cuCheckpointProcessRestore",
+    "cuCheckpointProcessUnlock",
+];
+
+/// A call that fails once.
+#[derive(Clone, Debug)]
+pub(crate) struct Fails {
+    pub(crate) call: &'static str,
+    /// So many that are made before it do not.
+    left: Arc<AtomicU64>,
+    fired: Arc<AtomicU64>,
+}
+
+impl Fails {
+    /// The one behind so many others fails.
+    pub(crate) fn behind(call: &'static str, others: u64) -> Self {
+        Self { call, left: Arc::new((others + 1).into()), fired: Arc::default() }
+    }
+
+    /// How often it has failed.
+    pub(crate) fn fired(&self) -> u64 {
+        self.fired.load(Ordering::Relaxed)
+    }
+
+    fn now(&self, call: &str) -> bool {
+        let fails = self.call == call && self.left.fetch_sub(1, Ordering::Relaxed) == 1;
+        self.fired.fetch_add(u64::from(fails), Ordering::Relaxed);
+        fails
+    }
+}
+
+/// See the head of this module.
+#[derive(Debug)]
+pub(crate) struct NodeCheckpoints {
+    node: SimNode,
+    fails: Option<Fails>,
+}
+
+impl NodeCheckpoints {
+    pub(crate) fn open(node: &Path, fails: Option<Fails>) -> Outcome<Arc<dyn Checkpointer>> {
+        Ok(Arc::new(Self { node: SimNode::open(node)?, fails }))
+    }
+
+    fn call(
+        &self,
+        call: &'static str,
+        make: impl FnOnce(&SimNode) -> Result<(), DriverCode>,
+    ) -> Result<(), CheckpointError> {
+        let fails = self.fails.as_ref().is_some_and(|fails| fails.now(call));
+        let made = if fails { Err(DriverCode::UNKNOWN) } else { make(&self.node) };
+        made.map_err(|code| CheckpointError::Driver { call, code })
+    }
+}
+
+impl Checkpointer for NodeCheckpoints {
+    fn state(&self, pid: u32) -> Result<ProcessState, CheckpointError> {
+        let call = "cuCheckpointProcessGetState";
+        let state = self.node.process_state(pid);
+        Ok(match state.map_err(|code| CheckpointError::Driver { call, code })? {
+            sim::ProcessState::Running => ProcessState::Running,
+            sim::ProcessState::Locked => ProcessState::Locked,
+            sim::ProcessState::Checkpointed => ProcessState::Checkpointed,
+            sim::ProcessState::Failed => ProcessState::Failed,
+        })
+    }
+
+    fn lock(&self, pid: u32, timeout: Duration) -> Result<(), CheckpointError> {
+        self.call(CALLS[0], |node| node.lock_process(pid, Some(timeout)))
+    }
+
+    fn checkpoint(&self, pid: u32) -> Result<(), CheckpointError> {
+        self.call(CALLS[1], |node| node.checkpoint_process(pid))
+    }
+
+    fn restore(&self, pid: u32) -> Result<(), CheckpointError> {
+        self.call(CALLS[2], |node| node.restore_process(pid))
+    }
+
+    fn unlock(&self, pid: u32) -> Result<(), CheckpointError> {
+        self.call(CALLS[3], |node| node.unlock_process(pid))
+    }
+}
