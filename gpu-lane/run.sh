@@ -4,7 +4,7 @@
 # Suites: smoke conformance nccl legacy_ipc overhead expandable rates
 #         anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
 #         cycles deaths shortage watchdog zeroed
-#         sharing generate unused attach compat contents (of the Python package, from python/*.whl)
+#         sharing generate unused attach compat contents deep (of the Python package, from python/*.whl)
 #         strangers graphs stepping replay nccl_alone race rl
 # Lies beside gpu-lane/, gpu-tests/, benchmarks/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results):
 # one JSON file per suite and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the
@@ -25,7 +25,7 @@ GPUS=${GPUS:-0}
 CYCLES=${CYCLES:-20}
 SUITES=(smoke conformance nccl legacy_ipc overhead expandable rates
     anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
-    cycles deaths shortage watchdog zeroed sharing generate unused attach compat contents
+    cycles deaths shortage watchdog zeroed sharing generate unused attach compat contents deep
     strangers graphs stepping replay nccl_alone race rl)
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
@@ -138,6 +138,8 @@ run_rl() {
         --handover "${RL_HANDOVER:-ipc}" --kv-gib "${RL_KV_GIB:-20}" --steps "${RL_STEPS:-20}" \
         --tokens "${RL_TOKENS:-192}" --generations "${RL_GENERATIONS:-16}" ${RL_MICRO_BATCH:+--micro-batch "$RL_MICRO_BATCH"}
 }
+# Deep pauses; DEEP_GIB are the sizes of its processes, by comma, DEEP_CYCLES the cycles of two that share memory.
+run_deep() { GPUS=1 suite deep 590 deep_job.py --gib "${DEEP_GIB:-0.5,16,48}" --cycles "${DEEP_CYCLES:-200}"; }
 run_attach() { GPUS=1 suite attach 115 attach_job.py; }
 
 # wanted NAME: runs the suite of that name, or says which there are.

@@ -1,0 +1,325 @@
+"""Does a deep pause leave nothing on the GPU, and bring all of it back?
+
+A process of `--gib` GiB each (three sizes), with a captured graph, is paused by turns plainly and deep, and resumed. What is left
+on the GPU is what `nvidia-smi` says, less what it says of an idle GPU. After each resume a graph is replayed and all contents are added up.
+The same program without Sublet is taken off the GPU and back by the driver's own checkpoint calls. Then two
+processes that share a tensor by CUDA IPC go through `--cycles` deep pauses, and two tenants change places.
+
+Bound: what a plain pause and resume take (contents over the link at 55 GB/s), and some 0.4 s and 0.25 s for a context by the driver; the driver alone
+copies at some 2.3 and 6 GB/s. The run is nine starts of torch, some 70 s, and 200 cycles of some 1 s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import cli
+import common
+import driver
+import runner
+from common import JobError, Result
+from race_memory import Checkpoints
+
+SIZES_GIB = "0.5,16,48"
+#: What may be left of a job on a GPU.
+LEFT_MIB = 16
+ROUNDS = 3
+
+
+def parse(argv: list[str]) -> Any:
+    """The options."""
+    parser = common.job_parser(__doc__, deadline_s=560)
+    parser.add_argument("--gib", default=SIZES_GIB, help="sizes of the processes, by comma")
+    parser.add_argument("--cycles", type=int, default=200, help="deep pauses of two processes that share memory")
+    parser.add_argument("--role", choices=["holder", "owner"], help="used by the job itself")
+    return parser.parse_args(argv)
+
+
+# ---------------------------------------------------------------- the processes
+
+
+class Holder:
+    """Tensors and a graph, and what their sums are."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Any] = []
+        self.graph: Any = None
+        self.total: Any = None
+        self.wanted: list[float] = []
+
+    def hold(self, gib: float) -> dict[str, Any]:
+        """Makes them."""
+        import torch
+
+        random = torch.Generator(device="cuda")
+        random.manual_seed(7)
+        words = int(gib * common.GIB / 8 / 8)
+        self.tensors = [
+            torch.empty(words, dtype=torch.float64, device="cuda").uniform_(generator=random) for _ in range(8)
+        ]
+        matrix = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        torch.mm(matrix, matrix)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.total = torch.mm(matrix, matrix).sum()
+        self.wanted = self._sums()
+        return runner.versions()
+
+    def _sums(self) -> list[float]:
+        import torch
+
+        self.graph.replay()
+        torch.cuda.synchronize()
+        return [tensor.sum().item() for tensor in self.tensors] + [self.total.item()]
+
+    def same(self) -> dict[str, Any]:
+        """Are the graph's result and all sums as at first, and how long did the first replay take?"""
+        import torch
+
+        began = time.perf_counter()
+        self.graph.replay()
+        torch.cuda.synchronize()
+        first_ms = 1000 * (time.perf_counter() - began)
+        return {"same": self._sums() == self.wanted, "first_ms": first_ms}
+
+
+def reader(inbox: Any, outbox: Any) -> None:
+    """The process that shares the owner's tensor: says its sum each time, and adds 1."""
+    runner.begin(540)
+    import torch
+
+    tensor = inbox.get(timeout=60)
+    outbox.put(os.getpid())
+    while inbox.get(timeout=120):
+        total = int(tensor.sum().item())
+        tensor.add_(1)
+        torch.cuda.synchronize()
+        outbox.put(total)
+
+
+class Owner:
+    """The process that made it."""
+
+    def __init__(self) -> None:
+        self.queues: Any = None
+        self.tensor: Any = None
+        self.child: Any = None
+
+    def share(self) -> list[int]:
+        """Starts the other one; both process ids."""
+        import torch
+        import torch.multiprocessing as processes
+
+        context = processes.get_context("spawn")
+        self.queues = context.SimpleQueue(), context.SimpleQueue()
+        self.tensor = torch.zeros(1 << 27, dtype=torch.int64, device="cuda")
+        self.child = context.Process(target=reader, args=(_Queue(self.queues[0]), self.queues[1]), daemon=True)
+        self.child.start()
+        self.queues[0].put(self.tensor)
+        return [os.getpid(), self.queues[1].get()]
+
+    def same(self) -> bool:
+        """Does each see what the other has written?"""
+        import torch
+
+        self.tensor.add_(1)
+        torch.cuda.synchronize()
+        before = int(self.tensor.sum().item())
+        self.queues[0].put(True)
+        seen = self.queues[1].get()
+        return bool(seen == before and int(self.tensor.sum().item()) == before + self.tensor.numel())
+
+
+class _Queue:
+    """A queue without `timeout`, as one with it."""
+
+    def __init__(self, queue: Any) -> None:
+        self.queue = queue
+
+    def get(self, timeout: float) -> Any:
+        """What comes next."""
+        del timeout
+        return self.queue.get()
+
+
+def serve(role: str) -> None:
+    """One of them."""
+    link = runner.connect()
+    if role == "holder":
+        holder = Holder()
+        runner.serve(link, {"hold": holder.hold, "same": holder.same})
+    owner = Owner()
+    runner.serve(link, {"share": owner.share, "same": owner.same})
+
+
+# ---------------------------------------------------------------- the job
+
+
+def used_mib() -> int:
+    """What nvidia-smi says of the first GPU."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    return int(done.stdout.split()[0])
+
+
+class Deep:
+    """The run."""
+
+    def __init__(self, args: Any, result: Result, work: Path) -> None:
+        self.args, self.result, self.work = args, result, work
+        self.end = time.monotonic() + args.deadline - 15
+        driver.call("cuInit", ctypes.c_uint(0))
+        self.idle_mib = used_mib()
+        result.data["baseline"]["idle_mib"] = self.idle_mib
+        self.rows: list[tuple[str, ...]] = [("process", "way", "out s", "left MiB", "back s", "first replay ms")]
+
+    def left_s(self) -> float:
+        """Until the job should have ended."""
+        return self.end - time.monotonic()
+
+    def start(self, label: str, role: str, tenant: str | None) -> runner.Ranks:
+        """A process of this script."""
+        script = [__file__, "--role", role]
+        env = {} if tenant is None else {"SUBLET_REQUIRED": "1"}
+        return runner.Ranks(self.work, label, 1, script, launcher="alone", life_s=self.args.deadline, tenant=tenant, env=env)
+
+    def act(self, *words: str) -> float:
+        """A command that must succeed; its time."""
+        told = cli.sublet(*words, "--json", timeout_s=min(90, max(5, self.left_s())))
+        if told["exit"] != 0:
+            raise JobError(cli.say(told))
+        return float(told["wall_s"])
+
+    def cycle(self, label: str, tenant: str, way: str) -> tuple[float, int, float]:
+        """One pause and resume; how long each took, and what was left between."""
+        words = ["pause", tenant, "--deep"] if way == "deep" else ["pause", tenant]
+        out_s = self.act(*words)
+        left = used_mib() - self.idle_mib
+        back_s = self.act("resume", tenant)
+        for name, value in (("out_s", out_s), ("left_mib", left), ("back_s", back_s)):
+            self.result.sample(f"{label}_{way}_{name}", value)
+        return out_s, left, back_s
+
+    def row(self, label: str, way: str) -> None:
+        """Adds the medians of `way`."""
+        samples = self.result.data["samples"]
+
+        def middle(name: str, digits: int) -> str:
+            value = common.summarise(samples.get(f"{label}_{way}_{name}", []))["median"]
+            return "-" if value is None else f"{value:.{digits}f}"
+
+        self.rows.append((label, way, middle("out_s", 2), middle("left_mib", 0), middle("back_s", 2), middle("first_ms", 1)))
+
+    def size(self, gib: float) -> None:
+        """One size: the driver alone, then a tenant."""
+        label = f"{gib:g}GiB"
+        self.driver_alone(label, gib)
+        tenant = f"deep-{label}-{os.getpid()}"
+        child = self.start(label, "holder", tenant)
+        self.result.data["versions"].update(child.call("hold", 90, gib=gib)[0] or {})
+        wrong = 0
+        # The first pause of each way brings host memory in.
+        self.act("pause", tenant)
+        self.act("resume", tenant)
+        for _ in range(ROUNDS):
+            for way in ("plain", "deep"):
+                _, left, _ = self.cycle(label, tenant, way)
+                told = child.call("same", 60)[0]
+                self.result.sample(f"{label}_{way}_first_ms", told["first_ms"])
+                wrong += not told["same"]
+                if way == "deep":
+                    what = f"{label}: {LEFT_MIB} MiB or less are left"
+                    self.result.check(what, left <= LEFT_MIB, f"{left} MiB")
+        self.result.check(f"{label}: contents and graph are the same after {2 * ROUNDS} pauses", wrong == 0, f"{wrong} wrong")
+        child.close()
+        for way in ("driver", "plain", "deep"):
+            self.row(label, way)
+
+    def driver_alone(self, label: str, gib: float) -> None:
+        """The driver's own calls, on the same program without Sublet."""
+        child = self.start(f"driver-{label}", "holder", None)
+        child.call("hold", 90, gib=gib)
+        took: dict[str, float] = {}
+        for step in ("lock", "checkpoint", "restore", "unlock"):
+            told = Checkpoints.step(step, child.pids[0], 30_000)
+            if told["code"] != 0:
+                raise JobError(f"the driver's {step} of a process without Sublet returned {told['code']}")
+            took[step] = told["seconds"]
+            if step == "checkpoint":
+                self.result.sample(f"{label}_driver_left_mib", used_mib() - self.idle_mib)
+        self.result.sample(f"{label}_driver_out_s", took["lock"] + took["checkpoint"])
+        self.result.sample(f"{label}_driver_back_s", took["restore"] + took["unlock"])
+        told = child.call("same", 60)[0]
+        self.result.sample(f"{label}_driver_first_ms", told["first_ms"])
+        self.result.check(f"{label}: the driver alone brings the same back", told["same"])
+        child.close()
+
+    def shared(self) -> None:
+        """Two processes that share a tensor."""
+        label, tenant = "shared", f"deep-shared-{os.getpid()}"
+        child = self.start(label, "owner", tenant)
+        child.call("share", 90)
+        wrong, most, done = int(not child.call("same", 60)[0]), 0, 0
+        for _ in range(self.args.cycles):
+            if self.left_s() < 60:
+                break
+            _, left, _ = self.cycle(label, tenant, "deep")
+            wrong += not child.call("same", 60)[0]
+            most, done = max(most, left), done + 1
+        self.result.check(f"two processes that share memory: {self.args.cycles} cycles", done == self.args.cycles, f"{done} done")
+        self.result.check("each sees what the other has written after each", wrong == 0, f"{wrong} wrong")
+        self.result.check(f"{LEFT_MIB} MiB or less are left after each", most <= LEFT_MIB, f"at most {most} MiB")
+        child.close()
+        self.row(label, "deep")
+
+    def swap(self) -> None:
+        """Two tenants that change places, deep."""
+        names = [f"deep-{name}-{os.getpid()}" for name in ("one", "two")]
+        children = [self.start("one", "holder", names[0])]
+        children[0].call("hold", 90, gib=4.0)
+        self.act("pause", names[0], "--deep")
+        children.append(self.start("two", "holder", names[1]))
+        children[1].call("hold", 90, gib=4.0)
+        wrong, leaves = 0, names[0]
+        for number in range(4):
+            leaves, comes = names[(number + 1) % 2], names[number % 2]
+            self.result.sample("swap_deep_s", self.act("swap", leaves, comes, "--deep"))
+            wrong += not children[number % 2].call("same", 60)[0]["same"]
+        self.result.check("two tenants change places 4 times, deep: the same", wrong == 0, f"{wrong} wrong")
+        # The last to leave: a process in a deep pause would not hear that it is to end.
+        self.act("resume", leaves)
+        for child in children:
+            child.close()
+
+
+def body(args: Any, result: Result, work: Path) -> None:
+    """All of it, then the table."""
+    if not Checkpoints.present():
+        raise JobError("this driver has no cuCheckpointProcess functions: it must be 570 or newer")
+    sizes = [float(size) for size in args.gib.split(",")]
+    common.touch_host_memory(1.3 * max(sizes))
+    deep = Deep(args, result, work)
+    for gib in sizes:
+        deep.size(gib)
+        result.save()
+    deep.swap()
+    deep.shared()
+    after = used_mib() - deep.idle_mib
+    result.check("nothing is left at the end", after <= LEFT_MIB, f"{after} MiB")
+    runner.verdicts(result)
+    print()
+    runner.table(deep.rows)
+
+
+if __name__ == "__main__":
+    options = parse(sys.argv[1:])
+    if options.role:
+        serve(options.role)
+    sys.exit(common.run_job(options, "deep", body))
