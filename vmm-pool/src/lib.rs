@@ -37,7 +37,7 @@ pub use error::{PoolError, PoolResult};
 pub use ids::{AllocationId, VirtualHandle};
 pub use journal::{Step, StepLog};
 pub use ledger::{
-    Class, Facts, Held, Holding, HoldingSource, Known, LIBRARY_TAGS, Lease, LentTotals,
+    After, Class, Facts, Held, Holding, HoldingSource, Known, LIBRARY_TAGS, Lease, LentTotals,
     PlainMemory, References, Selection, Sight, Standing, StayReason, TagTotals, Tags, TicketWatch,
     Unfreezable, Whose,
 };

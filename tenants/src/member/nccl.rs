@@ -18,10 +18,7 @@ impl<D: Driver> Member<D> {
             Selection::Tagged(tags, whose) if is_about_own(whose) => Some((tags, true)),
             Selection::SetAside(tags, whose) if is_about_own(whose) => Some((tags, false)),
             Selection::Staged(tags) => Some((tags, false)),
-            Selection::Whole
-            | Selection::Tagged(..)
-            | Selection::SetAside(..)
-            | Selection::Part(_) => None,
+            Selection::Whole | Selection::Tagged(..) | Selection::SetAside(..) => None,
         };
         let is_asked_away = {
             let mut status = self.status();

@@ -6,8 +6,8 @@ use std::time::Instant;
 use vmm_pool::driver::{DeviceOrdinal, Driver};
 use vmm_pool::gate::Call;
 use vmm_pool::{
-    Aside, Away, Copies, Done, Draining, Failed, FromOffloaded, FromOpen, Keeper, NotShut, Origin,
-    Returning, Schedule, Selection, Shut, StepLog, Undone, UninheritedFd,
+    After, Aside, Away, Copies, Done, Draining, Failed, FromOffloaded, FromOpen, Keeper, NotShut,
+    Origin, Returning, Schedule, Selection, Shut, StepLog, Undone, UninheritedFd,
 };
 
 use super::failures::{
@@ -380,8 +380,8 @@ impl<D: Driver> Member<D> {
         done: Done<D>,
     ) -> Result<u64, Failure> {
         let stayed_bytes = self.pool.overdue_bytes(&selection);
-        let keeper = match &selection {
-            Selection::Tagged(..) => {
+        let keeper = match selection.after_pause() {
+            After::Running => {
                 self.transition(Event::TagsReleased)?;
                 // Before the gate opens: what stands at it may be a launch.
                 self.nccl_follows(&selection);
@@ -389,10 +389,7 @@ impl<D: Driver> Member<D> {
                 self.cut.release();
                 keeper
             }
-            Selection::Whole
-            | Selection::SetAside(..)
-            | Selection::Staged(_)
-            | Selection::Part(_) => {
+            After::Paused => {
                 self.transition(Event::Released)?;
                 self.status().is_pausing = true;
                 self.cut.pause();
@@ -430,7 +427,7 @@ impl<D: Driver> Member<D> {
     fn verify(&self) -> Result<PhaseReport, Failure> {
         let (keeper, selection) = self.next_of(Progress::into_released)?;
         self.set_progress(Progress::Rest(keeper));
-        if let Selection::Tagged(..) = selection {
+        if selection.after_pause() == After::Running {
             return Ok(self.verify_tags(&selection));
         }
         self.expect(MemberState::Paused)?;
@@ -742,9 +739,7 @@ impl<D: Driver> Resume<D> {
 fn undone_resume(selection: &Selection) -> Event {
     match selection {
         Selection::SetAside(..) => Event::TagResumeUndone,
-        Selection::Whole | Selection::Staged(_) | Selection::Tagged(..) | Selection::Part(_) => {
-            Event::ResumeUndone
-        }
+        Selection::Whole | Selection::Staged(_) | Selection::Tagged(..) => Event::ResumeUndone,
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Class, Ledger, Origin, Row, Selection};
+use super::{Class, Ledger, Origin, Row, Rows, Selection};
 use crate::driver::{DeviceOrdinal, Location};
 use crate::report::{ClassBytes, PinnedBytes};
 use crate::store::Store;
@@ -85,7 +85,7 @@ impl Ledger {
 
     /// Own memory of `selection` that is on its device and would leave in a pause.
     pub(crate) fn resident_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
-        self.own_bytes(selection, |row| row.is_resident() && row.can_leave())
+        self.own_bytes(&self.choose(selection), |row| row.is_resident() && row.can_leave())
     }
 
     /// Memory that is on a device though a pause of `selection` lets it go: own, and others' that is imported.
@@ -99,17 +99,18 @@ impl Ledger {
 
     /// Own memory of `selection` that a pause must leave in place.
     pub(crate) fn pinned_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
-        self.own_bytes(selection, |row| row.reason_to_stay().is_some())
+        self.own_bytes(&self.choose(selection), |row| row.reason_to_stay().is_some())
     }
 
     /// Own memory of `selection` that is not on its device now.
     pub(crate) fn offloaded_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
-        self.own_bytes(selection, |row| !row.is_resident())
+        self.own_bytes(&self.choose(selection), |row| !row.is_resident())
     }
 
     /// The largest own allocation of `selection` that is not on its device now, in bytes.
     pub(crate) fn largest_offloaded_bytes(&self, selection: &Selection) -> u64 {
-        let away = self.rows_in(selection).filter(|row| row.is_own() && !row.is_resident());
+        let rows = self.choose(selection);
+        let away = self.rows_in(&rows).filter(|row| row.is_own() && !row.is_resident());
         away.map(Row::size_bytes).max().unwrap_or(0)
     }
 
@@ -121,14 +122,14 @@ impl Ledger {
         self.rows().filter(is_kept).map(Row::size_bytes).sum()
     }
 
-    /// Own memory that `choose` picks of `selection`.
+    /// Own memory that `choose` picks of `rows`.
     pub(crate) fn own_bytes(
         &self,
-        selection: &Selection,
+        rows: &Rows,
         choose: impl Fn(&Row) -> bool,
     ) -> BTreeMap<DeviceOrdinal, u64> {
         let mut bytes = BTreeMap::new();
-        for row in self.rows_in(selection) {
+        for row in self.rows_in(rows) {
             if let (true, Some(device)) = (row.is_own() && choose(row), row.device()) {
                 *bytes.entry(device).or_insert(0) += row.size_bytes();
             }

@@ -8,7 +8,7 @@
 use std::ops::Range;
 
 use super::pieces::{Survey, Wish};
-use super::{Ledger, Mapping, Row, Selection, merged, overlapping};
+use super::{Ledger, Mapping, Row, Rows, merged, overlapping};
 use crate::VirtualHandle;
 use crate::driver::VaRange;
 use crate::store::{Copies, Extent, Saved, Store, append};
@@ -43,11 +43,11 @@ impl Placed {
 }
 
 impl Layout {
-    /// For all of `selection`, of which `survey` says what it holds; of the copies that are left those stay that
+    /// For all of `rows`, of which `survey` says what it holds; of the copies that are left those stay that
     /// `copies` says.
     pub(crate) fn of(
         ledger: &Ledger,
-        selection: &Selection,
+        rows: &Rows,
         store: Store,
         survey: &Survey,
         copies: Copies,
@@ -55,8 +55,7 @@ impl Layout {
         let mut taken = Vec::new();
         let mut wishes = Vec::new();
         for row in ledger.rows() {
-            let is_wanted =
-                row.backing().has_contents() && selection.has(row) && row.is_saved_to(store);
+            let is_wanted = row.backing().has_contents() && rows.has(row) && row.is_saved_to(store);
             let before = row.backing().retained_in(store, copies, is_wanted);
             if is_wanted {
                 let (size_bytes, parts) = (row.size_bytes(), row.copied_parts());
@@ -274,14 +273,9 @@ impl Ledger {
     }
 
     /// Copies of what has come back are kept for readers, or for the next pause, or not.
-    pub(crate) fn retain_copies(
-        &mut self,
-        selection: &Selection,
-        for_readers: bool,
-        for_pauses: bool,
-    ) {
+    pub(crate) fn retain_copies(&mut self, rows: &Rows, for_readers: bool, for_pauses: bool) {
         for (_, row) in &mut self.rows {
-            if selection.has(row) || !row.backing().is_coming() {
+            if rows.has(row) || !row.backing().is_coming() {
                 row.backing_mut().retain_copy(for_readers, for_pauses);
             }
         }
@@ -312,12 +306,12 @@ impl Ledger {
         }
     }
 
-    /// Gives up copies that only the next pause has use for, but those that `copies` says of a pause of `selection`.
+    /// Gives up copies that only the next pause has use for, but those that `copies` says of a pause of `rows`.
     /// Says how much they hold.
-    pub(crate) fn give_copies_up(&mut self, selection: &Selection, copies: Copies) -> u64 {
+    pub(crate) fn give_copies_up(&mut self, rows: &Rows, copies: Copies) -> u64 {
         let mut bytes = 0;
         for (_, row) in &mut self.rows {
-            let is_wanted = selection.has(row);
+            let is_wanted = rows.has(row);
             bytes += row.backing_mut().give_copy_up(copies, is_wanted);
         }
         bytes

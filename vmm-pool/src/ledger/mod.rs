@@ -51,7 +51,8 @@ pub use references::{Held, References, StayReason};
 use residency::Change;
 pub use row::Class;
 pub(crate) use row::{NewRow, Origin, Row};
-pub use selection::{LIBRARY_TAGS, Selection, Tags, Whose};
+pub(crate) use selection::Rows;
+pub use selection::{After, LIBRARY_TAGS, Selection, Tags, Whose};
 use slab::Slab;
 pub use tickets::TicketWatch;
 
@@ -147,26 +148,19 @@ impl Ledger {
         self.rows.iter().map(|(_, row)| row)
     }
 
-    /// The rows of `selection`, in the same order. Those of a part are found without a look at the others.
-    pub(crate) fn rows_in<'a>(
-        &'a self,
-        selection: &'a Selection,
-    ) -> impl Iterator<Item = &'a Row> + use<'a> {
-        let part = selection.part_in_order();
-        let all = part.is_none().then(|| self.rows().filter(|row| selection.has(row)));
-        let part = part.into_iter().flatten().filter_map(|handle| self.row(handle));
-        part.chain(all.into_iter().flatten())
+    /// Those of them that live, in the same order.
+    pub(crate) fn rows_in<'a>(&'a self, rows: &'a Rows) -> impl Iterator<Item = &'a Row> + use<'a> {
+        rows.handles().filter_map(|handle| self.row(handle))
     }
 
-    /// Has `each` change the rows of `selection`.
-    fn change_in(&mut self, selection: &Selection, mut each: impl FnMut(&mut Row)) {
-        if let Some(part) = selection.part_in_order() {
-            for handle in part {
-                self.row_mut(handle).into_iter().for_each(&mut each);
-            }
-        } else {
-            let rows = self.rows.iter_mut().map(|(_, row)| row);
-            rows.filter(|row| selection.has(row)).for_each(each);
+    /// Has `each` change those that live.
+    fn change_in(
+        &mut self,
+        handles: impl Iterator<Item = VirtualHandle>,
+        mut each: impl FnMut(&mut Row),
+    ) {
+        for handle in handles {
+            self.row_mut(handle).into_iter().for_each(&mut each);
         }
     }
 
@@ -547,13 +541,13 @@ impl Ledger {
         }
     }
 
-    /// Ranges that are mapped now, in order, of the rows of `selection` that `choose` picks.
+    /// Ranges that are mapped now, in order, of those of `rows` that `choose` picks.
     pub(crate) fn present_mappings(
         &self,
-        selection: &Selection,
+        rows: &Rows,
         choose: impl Fn(&Row) -> bool,
     ) -> Vec<VaRange> {
-        let chosen = self.rows_in(selection).filter(|row| choose(row));
+        let chosen = self.rows_in(rows).filter(|row| choose(row));
         let present = chosen.flat_map(|row| self.mappings_of(row)).filter(|at| at.is_present());
         let mut ranges: Vec<_> = present.map(Mapping::range).collect();
         ranges.sort_unstable_by_key(|range| range.start);
@@ -573,13 +567,13 @@ impl Ledger {
         present.map(Mapping::range).collect()
     }
 
-    /// Gives up the handles of the rows of `selection` that `choose` picks and that are nowhere mapped.
+    /// Gives up the handles of those of `rows` that `choose` picks and that are nowhere mapped.
     pub(crate) fn take_unmapped(
         &mut self,
-        selection: &Selection,
+        rows: &Rows,
         choose: impl Fn(&Row) -> bool,
     ) -> Vec<Physical> {
-        let unmapped = self.rows_in(selection).filter(|row| {
+        let unmapped = self.rows_in(rows).filter(|row| {
             let is_unmapped = self.mappings_of(row).all(|mapping| !mapping.is_present());
             is_unmapped && row.is_resident() && choose(row)
         });
@@ -609,9 +603,9 @@ impl Ledger {
         }
     }
 
-    /// The contents of `selection` are on their devices again, as far as it came back.
-    pub(crate) fn arrived(&mut self, selection: &Selection) {
-        self.change_in(selection, |row| {
+    /// The contents of `rows` are on their devices again, as far as they came back.
+    pub(crate) fn arrived(&mut self, rows: &Rows) {
+        self.change_in(rows.handles(), |row| {
             if row.backing().is_coming() {
                 let _none = row.backing_mut().change(Change::Arrived);
             }
@@ -642,25 +636,21 @@ impl Ledger {
         }
     }
 
-    /// The process is about to run on without what `choose` picks, and so are its importers, wherever it is.
-    pub(crate) fn owe_by_tag(&mut self, choose: impl Fn(&Row) -> bool) {
-        let rows = self.rows.iter_mut().map(|(_, row)| row);
-        rows.filter(|row| choose(row)).for_each(Row::owe_by_tag);
+    /// The process is about to run on without `rows`, and so are their importers, wherever they are.
+    pub(crate) fn owe_by_tag(&mut self, rows: &Rows) {
+        self.change_in(rows.handles(), Row::owe_by_tag);
     }
 
-    /// Has `each` change what importers fetch in a resume of `selection`: some of it may be here already.
-    fn change_fetched(&mut self, selection: &Selection, mut each: impl FnMut(&mut Row)) {
-        self.change_in(selection, &mut each);
-        let is_here = |row: &&mut Row| {
-            row.is_owed_by_tag() && selection.brings_tag_of(row) && !selection.has(row)
-        };
-        self.rows.iter_mut().map(|(_, row)| row).filter(is_here).for_each(each);
+    /// The same, without all but `rows`.
+    pub(crate) fn owe_all_but(&mut self, rows: &Rows) {
+        let others = self.rows.iter_mut().map(|(_, row)| row).filter(|row| !rows.has(row));
+        others.for_each(Row::owe_by_tag);
     }
 
-    /// Importers are about to fetch what they hold of `selection`. Returns what has to be exported for that.
-    pub(crate) fn begin_fetching(&mut self, selection: &Selection) -> Vec<(AllocationId, u64)> {
+    /// Importers are about to fetch what they hold of `rows`. Returns what has to be exported for that.
+    pub(crate) fn begin_fetching(&mut self, rows: &Rows) -> Vec<(AllocationId, u64)> {
         let mut wanted = Vec::new();
-        self.change_fetched(selection, |row| {
+        self.change_in(rows.fetched(), |row| {
             if !row.is_shared() {
                 return;
             }
@@ -675,15 +665,15 @@ impl Ledger {
         wanted
     }
 
-    /// What `choose` picks of `selection` is leaving: nobody fetches it, and no descriptor is kept for those who would.
+    /// What `choose` picks of `rows` is leaving: nobody fetches it, and no descriptor is kept for those who would.
     /// Those come out.
     pub(crate) fn call_off_fetching(
         &mut self,
-        selection: &Selection,
+        rows: &Rows,
         choose: impl Fn(&Row) -> bool,
     ) -> Vec<OwnedFd> {
         let mut exports = Vec::new();
-        self.change_fetched(selection, |row| {
+        self.change_in(rows.fetched(), |row| {
             if choose(row) {
                 row.call_off_fetching();
                 exports.extend(row.take_export());
@@ -692,13 +682,13 @@ impl Ledger {
         exports
     }
 
-    /// The end of a resume of `selection`: nothing stays for the others' sake any more, and a process that has fetched memory
+    /// The end of a resume of `rows`: nothing stays for the others' sake any more, and a process that has fetched memory
     /// again is its importer, and keeps alive from now on what its owner's application freed while it was away. That comes out.
-    pub(crate) fn end_fetching(&mut self, selection: &Selection) -> Vec<Row> {
+    pub(crate) fn end_fetching(&mut self, rows: &Rows) -> Vec<Row> {
         let handles: Vec<_> = self.rows().map(Row::handle).collect();
         for (_, row) in &mut self.rows {
             row.set_stays(None);
-            row.end_fetching(selection.brings_tag_of(row));
+            row.end_fetching(rows.owes(row));
         }
         handles.into_iter().filter_map(|handle| self.take_garbage(handle)).collect()
     }

@@ -341,11 +341,16 @@ mod tests {
         Seen::Offloaded { kept: kept(Some(at()), part(0), is_set_aside) }
     }
 
-    /// What comes of a state, with the handle that comes out.
-    type After = Option<(Seen, Option<u64>)>;
+    /// What comes of a state by a change.
+    #[derive(Clone, Debug, PartialEq, Eq)]
+    enum After {
+        /// That state, and the handle that comes out.
+        Is(Seen, Option<u64>),
+        /// It does not have the change.
+        Refused,
+    }
 
-    /// The state does not have the change.
-    const REFUSED: After = None;
+    const REFUSED: After = After::Refused;
 
     /// What comes of each state by `change`, in the order of `before`.
     fn assert_after(change: impl Fn() -> Change, expected: [After; 8]) {
@@ -361,7 +366,7 @@ mod tests {
         ];
         for (before, expected) in before.into_iter().zip(expected) {
             let after = match before.state().next(change()) {
-                Ok((after, out)) => Some((Seen::of(&after), out.map(|out| out.raw().0))),
+                Ok((after, out)) => After::Is(Seen::of(&after), out.map(|out| out.raw().0)),
                 Err(state) => {
                     assert_eq!(Seen::of(&state), before, "{:?} changes nothing", change());
                     REFUSED
@@ -373,12 +378,12 @@ mod tests {
 
     /// That state, and no handle comes out.
     fn stays(seen: Seen) -> After {
-        Some((seen, None))
+        After::Is(seen, None)
     }
 
     /// That state, and the handle that there was comes out.
     fn goes(seen: Seen) -> After {
-        Some((seen, Some(1)))
+        After::Is(seen, Some(1))
     }
 
     /// As a process has it that runs.
@@ -428,7 +433,7 @@ mod tests {
             let kept = kept(Some(at()), part(0), aside);
             stays(Seen::Moving { way: Way::In, raw: 2, kept })
         };
-        let unwanted = |seen| Some((seen, Some(2)));
+        let unwanted = |seen| After::Is(seen, Some(2));
         let expected = [
             unwanted(resident()),
             unwanted(leaving(false)),

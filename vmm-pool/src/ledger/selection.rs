@@ -1,8 +1,8 @@
 //! Which memory a pause or resume is about.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::BTreeSet;
 
-use super::Row;
+use super::{Ledger, Row};
 use crate::{PeerId, VirtualHandle};
 
 /// Tags that libraries' own memory has by itself: its library sees to it that nobody touches it while it is away. No
@@ -47,7 +47,7 @@ pub enum Whose {
     Owner(PeerId),
 }
 
-/// Memory that one pause or resume moves; the same from its first step to its last.
+/// Which memory one pause or resume is to move. When it begins, that becomes a list of allocations.
 ///
 /// Memory that a pause by tag has given up while the process runs on is *set aside*. A pause of everything
 /// finds it gone and leaves it so, and the resume after it too.
@@ -62,8 +62,78 @@ pub enum Selection {
     SetAside(Tags, Whose),
     /// A resume by tag of a process that is wholly paused: what belongs to no region, and these tags.
     Staged(Tags),
-    /// What one stage moves of a selection that moves by stages.
-    Part(HashSet<VirtualHandle>),
+}
+
+/// How a process is when a pause of it is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum After {
+    /// Only calls go in that give memory up or ask about it.
+    Paused,
+    /// It runs on without the memory that has left.
+    Running,
+}
+
+/// What one pause or resume moves, or one window of it, in the ledger's order. It is chosen once, at the beginning, so that
+/// the last step is about the same allocations as the first.
+///
+/// None is added meanwhile: what makes or imports memory waits at the gate. An allocation may go meanwhile, with its last
+/// ticket. Then its handle finds nothing, and the steps that are left pass over it. Which of these may leave is asked at each
+/// step: what is not to leave can be known after the choice ([`Ledger::set_stays`]), and an import can be lost.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Rows {
+    handles: Vec<VirtualHandle>,
+    /// A resume brings their tag back, and importers are still without them; some are on their devices already.
+    owed: Vec<VirtualHandle>,
+}
+
+impl Rows {
+    /// Those of a window.
+    pub(crate) fn of(handles: impl Iterator<Item = VirtualHandle>) -> Self {
+        let mut handles: Vec<_> = handles.collect();
+        handles.sort_unstable_by_key(|handle| handle.index());
+        Self { handles, owed: Vec::new() }
+    }
+
+    pub(crate) fn has(&self, row: &Row) -> bool {
+        is_in(&self.handles, row)
+    }
+
+    /// Does a resume bring its tag back, without which its importers are?
+    pub(super) fn owes(&self, row: &Row) -> bool {
+        is_in(&self.owed, row)
+    }
+
+    pub(super) fn handles(&self) -> impl Iterator<Item = VirtualHandle> + use<'_> {
+        self.handles.iter().copied()
+    }
+
+    /// All that importers fetch again.
+    pub(super) fn fetched(&self) -> impl Iterator<Item = VirtualHandle> + use<'_> {
+        let others = self.owed.iter().filter(|handle| find(&self.handles, **handle).is_err());
+        self.handles().chain(others.copied())
+    }
+}
+
+/// Where `handle` is in what is in order, or another one of its index.
+fn find(handles: &[VirtualHandle], handle: VirtualHandle) -> Result<usize, usize> {
+    handles.binary_search_by_key(&handle.index(), |handle| handle.index())
+}
+
+fn is_in(handles: &[VirtualHandle], row: &Row) -> bool {
+    find(handles, row.handle()).is_ok_and(|at| handles[at] == row.handle())
+}
+
+impl Ledger {
+    /// What `selection` is now.
+    pub(crate) fn choose(&self, selection: &Selection) -> Rows {
+        let of = |choose: &dyn Fn(&Row) -> bool| {
+            self.rows().filter(|row| choose(row)).map(Row::handle).collect()
+        };
+        Rows {
+            handles: of(&|row| selection.has(row)),
+            owed: of(&|row| row.is_owed_by_tag() && selection.brings_tag_of(row)),
+        }
+    }
 }
 
 impl Selection {
@@ -74,33 +144,32 @@ impl Selection {
             Self::Tagged(tags, whose) => tags.has(tag) && whose.has(row),
             Self::SetAside(tags, whose) => row.is_set_aside() && tags.has(tag) && whose.has(row),
             Self::Staged(tags) => (is_of_no_region(tag) && !row.is_set_aside()) || tags.has(tag),
-            Self::Part(rows) => rows.contains(&row.handle()),
         }
     }
 
     /// Is it a resume that brings back the tag of `row`?
-    pub(super) fn brings_tag_of(&self, row: &Row) -> bool {
+    fn brings_tag_of(&self, row: &Row) -> bool {
         let tag = &row.class().tag;
         match self {
             Self::SetAside(tags, whose) => tags.has(tag) && whose.has(row),
             Self::Staged(tags) => tags.has(tag),
-            Self::Whole | Self::Tagged(..) | Self::Part(_) => false,
+            Self::Whole | Self::Tagged(..) => false,
         }
     }
 
-    /// The allocations of a part, in the ledger's order.
-    pub(super) fn part_in_order(&self) -> Option<Vec<VirtualHandle>> {
-        let Self::Part(rows) = self else { return None };
-        let mut rows: Vec<_> = rows.iter().copied().collect();
-        rows.sort_unstable_by_key(|row| row.index());
-        Some(rows)
+    /// How a process is that a pause of it has been carried out in.
+    pub fn after_pause(&self) -> After {
+        match self {
+            Self::Tagged(..) => After::Running,
+            Self::Whole | Self::SetAside(..) | Self::Staged(_) => After::Paused,
+        }
     }
 
     /// Is it about tags, and not about all that is not set aside?
     pub(crate) fn is_by_tag(&self) -> bool {
         match self {
             Self::Tagged(..) | Self::SetAside(..) | Self::Staged(_) => true,
-            Self::Whole | Self::Part(_) => false,
+            Self::Whole => false,
         }
     }
 }

@@ -59,6 +59,11 @@ fn numbers(descriptors: &[OwnedFd]) -> Vec<RawFd> {
     descriptors.iter().map(OwnedFd::as_raw_fd).collect()
 }
 
+/// All that a pause of everything moves now.
+fn whole(ledger: &Ledger) -> Rows {
+    ledger.choose(&Selection::Whole)
+}
+
 /// Memory that [`PEER`] has imported, its application's reference, and no mapping.
 fn shared(ledger: &mut Ledger, number: u8) -> VirtualHandle {
     let handle = insert(ledger, number);
@@ -103,7 +108,7 @@ fn only_what_is_nowhere_mapped_gives_its_handle_up() {
     ledger.set_presence(range(3).start.0, Presence::Absent);
     let choose = |row: &Row| row.handle() != unchosen;
     assert_eq!(
-        raws(&ledger.take_unmapped(&Selection::Whole, choose)),
+        raws(&ledger.take_unmapped(&whole(&ledger), choose)),
         [1],
         "a part of the third is mapped"
     );
@@ -112,10 +117,34 @@ fn only_what_is_nowhere_mapped_gives_its_handle_up() {
     // A mapping whose rights are still to be set is one too.
     ledger.set_presence(range(1).start.0, Presence::Bare);
     ledger.set_presence(range(2).start.0, Presence::Absent);
-    assert_eq!(raws(&ledger.take_unmapped(&Selection::Whole, choose)), [3]);
+    assert_eq!(raws(&ledger.take_unmapped(&whole(&ledger), choose)), [3]);
     ledger.set_presence(range(1).start.0, Presence::Absent);
-    assert_eq!(raws(&ledger.take_unmapped(&Selection::Whole, choose)), [2]);
-    assert_eq!(raws(&ledger.take_unmapped(&Selection::Whole, choose)), [0; 0], "each once");
+    assert_eq!(raws(&ledger.take_unmapped(&whole(&ledger), choose)), [2]);
+    assert_eq!(raws(&ledger.take_unmapped(&whole(&ledger), choose)), [0; 0], "each once");
+}
+
+#[test]
+fn what_goes_after_the_choice_is_passed_over_with_what_comes_in_its_place() {
+    let mut ledger = Ledger::default();
+    let [first, by_ticket, last] = [1, 2, 3].map(|number| insert(&mut ledger, number));
+    let serial = ledger.begin_export(by_ticket).unwrap().serial;
+    assert!(ledger.drop_reference(by_ticket).unwrap().is_none(), "its ticket keeps it");
+    let chosen = whole(&ledger);
+    let handles = |ledger: &Ledger| ledger.rows_in(&chosen).map(Row::handle).collect::<Vec<_>>();
+    assert_eq!(handles(&ledger), [first, by_ticket, last]);
+    // Its last ticket goes, on another thread.
+    assert!(ledger.export_failed(id(2), serial).is_some(), "nobody holds it");
+    assert_eq!(handles(&ledger), [first, last]);
+    let in_its_place = insert(&mut ledger, 4);
+    assert_eq!(in_its_place.index(), by_ticket.index(), "rows are used again");
+    assert_eq!(handles(&ledger), [first, last]);
+    assert!(!chosen.has(ledger.row(in_its_place).unwrap()));
+    assert_eq!(raws(&ledger.take_unmapped(&chosen, |_| true)), [1, 3]);
+    assert!(ledger.row(in_its_place).unwrap().is_resident());
+    // What has left by the same choice is chosen no more: its last step is about it all the same.
+    ledger.run_on();
+    assert!(whole(&ledger).handles().eq([in_its_place]));
+    assert_eq!(handles(&ledger), [first, last]);
 }
 
 #[test]
@@ -157,15 +186,15 @@ fn who_fetches_again_is_an_importer_and_nobody_else_is() {
     let mut ledger = Ledger::default();
     let [fetched, forgotten] = [1, 2].map(|number| shared(&mut ledger, number));
     ledger.fetched(id(1), OTHER_PEER);
-    let wanted = ledger.begin_fetching(&Selection::Whole);
+    let wanted = ledger.begin_fetching(&whole(&ledger));
     assert_eq!(wanted.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [id(1), id(2)]);
     ledger.fetched(id(1), OTHER_PEER);
-    assert!(ledger.end_fetching(&Selection::Whole).is_empty(), "its application holds both");
+    assert!(ledger.end_fetching(&whole(&ledger)).is_empty(), "its application holds both");
     assert_eq!(ledger.row(fetched).unwrap().importers(), [OTHER_PEER]);
     assert!(ledger.row(forgotten).unwrap().importers().is_empty());
     // From then on nobody is forgotten.
     ledger.fetched(id(1), PEER);
-    assert!(ledger.end_fetching(&Selection::Whole).is_empty());
+    assert!(ledger.end_fetching(&whole(&ledger)).is_empty());
     assert_eq!(ledger.row(fetched).unwrap().importers(), [PEER, OTHER_PEER]);
 }
 
@@ -178,14 +207,14 @@ fn what_has_a_descriptor_or_stays_or_is_nobody_elses_is_not_exported_again() {
     let (fd, _) = descriptor();
     assert!(ledger.keep_export(id(1), fd).is_none());
     ledger.set_stays(&[(id(2), StayReason::Pinned)]).unwrap();
-    let wanted = ledger.begin_fetching(&Selection::Whole);
+    let wanted = ledger.begin_fetching(&whole(&ledger));
     assert_eq!(wanted.iter().map(|(id, ..)| *id).collect::<Vec<_>>(), [id(2)]);
     // Nobody fetches what stays, and whoever has it keeps it.
-    assert!(ledger.end_fetching(&Selection::Whole).is_empty());
+    assert!(ledger.end_fetching(&whole(&ledger)).is_empty());
     assert_eq!(ledger.row(stays).unwrap().importers(), [PEER]);
     assert_eq!(ledger.row(stays).unwrap().reason_to_stay(), None, "the pause is over");
     // Of another selection nothing is looked at.
-    let none = Selection::Tagged(Tags::All, Whose::Everybody);
+    let none = ledger.choose(&Selection::Tagged(Tags::All, Whose::Everybody));
     assert!(ledger.begin_fetching(&none).is_empty());
 }
 
@@ -193,15 +222,15 @@ fn what_has_a_descriptor_or_stays_or_is_nobody_elses_is_not_exported_again() {
 fn a_resume_that_is_called_off_keeps_the_importers_of_before() {
     let mut ledger = Ledger::default();
     let [called_off, goes_on] = [1, 2].map(|number| shared(&mut ledger, number));
-    ledger.begin_fetching(&Selection::Whole);
+    ledger.begin_fetching(&whole(&ledger));
     let kept = [1, 2].map(|number| {
         let (fd, kept) = descriptor();
         assert!(ledger.keep_export(id(number), fd).is_none());
         kept
     });
-    let out = ledger.call_off_fetching(&Selection::Whole, |row| row.handle() == called_off);
+    let out = ledger.call_off_fetching(&whole(&ledger), |row| row.handle() == called_off);
     assert_eq!(numbers(&out), [kept[0]], "no descriptor is kept for those who would fetch it");
-    assert!(ledger.end_fetching(&Selection::Whole).is_empty());
+    assert!(ledger.end_fetching(&whole(&ledger)).is_empty());
     assert_eq!(ledger.row(called_off).unwrap().importers(), [PEER]);
     assert!(ledger.row(goes_on).unwrap().importers().is_empty(), "nobody has fetched it");
     assert_eq!(numbers(&ledger.take_spare_exports()), [kept[1]]);
@@ -211,15 +240,15 @@ fn a_resume_that_is_called_off_keeps_the_importers_of_before() {
 fn what_its_application_freed_while_it_was_away_goes_when_its_importers_have_it() {
     let mut ledger = Ledger::default();
     let handle = shared(&mut ledger, 1);
-    assert_eq!(raws(&ledger.take_unmapped(&Selection::Whole, |_| true)), [1]);
+    assert_eq!(raws(&ledger.take_unmapped(&whole(&ledger), |_| true)), [1]);
     assert!(ledger.drop_reference(handle).unwrap().is_none(), "an importer may want it");
     assert!(ledger.returned(handle, physical(2)).is_none());
-    ledger.begin_fetching(&Selection::Whole);
+    ledger.begin_fetching(&whole(&ledger));
     ledger.fetched(id(1), PEER);
     // In the order of a resume's end.
-    ledger.arrived(&Selection::Whole);
+    ledger.arrived(&whole(&ledger));
     ledger.run_on();
-    let gone = ledger.end_fetching(&Selection::Whole);
+    let gone = ledger.end_fetching(&whole(&ledger));
     assert_eq!(
         gone.into_iter()
             .filter_map(|mut row| row.take_physical())
@@ -366,7 +395,7 @@ fn what_is_lost_is_neither_held_again_nor_mapped_nor_asked_for() {
     });
     let choose = |theirs, owner| theirs == id(2) && owner == PEER;
     assert_eq!(ledger.give_up(choose), (0, 0), "it is there");
-    assert_eq!(raws(&ledger.take_unmapped(&Selection::Whole, |row| row.handle() == lost)), [2]);
+    assert_eq!(raws(&ledger.take_unmapped(&whole(&ledger), |row| row.handle() == lost)), [2]);
     assert_eq!(ledger.imports_away(|_, _| true), (1, SIZE_BYTES));
     assert_eq!(ledger.give_up(choose), (1, SIZE_BYTES));
     assert_eq!(ledger.imports_away(|_, _| true), (0, 0));
@@ -392,7 +421,7 @@ fn a_mapping_is_refused_as_the_driver_would_refuse_it() {
     assert_eq!(code(&mut ledger, range(5), 1), Some(DriverCode::NOT_SUPPORTED));
     // While its process runs without it.
     ledger.set_presence(range(3).start.0, Presence::Absent);
-    assert_eq!(raws(&ledger.take_unmapped(&Selection::Whole, |_| true)), [1]);
+    assert_eq!(raws(&ledger.take_unmapped(&whole(&ledger), |_| true)), [1]);
     assert_eq!(code(&mut ledger, range(5), 0), Some(DriverCode::NOT_READY));
     ledger.run_on();
     let refused = ledger.begin_mapping(range(5), 0, handle);

@@ -57,9 +57,8 @@ impl<D: Driver> Pool<D> {
         let (kept, filed, kept_bytes) = {
             let ledger = self.ledger();
             let survey = Survey::default();
-            let end = |store| {
-                Layout::of(&ledger, &Selection::Whole, store, &survey, Copies::All).end_bytes
-            };
+            let whole = ledger.choose(&Selection::Whole);
+            let end = |store| Layout::of(&ledger, &whole, store, &survey, Copies::All).end_bytes;
             (end(Store::Host), end(Store::File), ledger.kept_bytes())
         };
         let kept = match self.ahead.figures().used {

@@ -23,7 +23,7 @@ use crate::driver::{DeviceOrdinal, Driver};
 use crate::error::PoolResult;
 use crate::gate::Mode;
 use crate::journal::StepLog;
-use crate::ledger::{Row, Selection};
+use crate::ledger::{Row, Rows, Selection};
 use crate::pool::{Borrowed, Pool};
 
 /// Own memory of a selection is on its way back. Dropping it gives that up again, contents kept.
@@ -42,6 +42,8 @@ pub struct Arriving<D: Driver> {
 pub struct Returning<D: Driver> {
     shut: ShutGate<D>,
     selection: Selection,
+    /// What that was when the resume began.
+    rows: Arc<Rows>,
 }
 
 /// All of it is back, and the process can run. Dropping it is going back.
@@ -62,32 +64,32 @@ impl<D: Driver, W: Origin> Shut<D, W> {
     /// # Driver calls
     /// `cuMemGetInfo`, `cuMemCreate`.
     pub fn create_own(self, brings: W::Brings) -> Result<(Arriving<D>, StepLog), Failed<Done<D>>> {
-        let (mut shut, selection) = (self.into_gate(), brings.into());
+        let (shut, selection) = (self.into_gate(), brings.into());
         shut.pool().freeze();
-        match Still::not_touched_yet(&shut).create_own(&selection, Room::of(&selection)) {
-            Ok(log) => {
-                shut.begin_resume(selection.clone());
-                Ok((Arriving::new(shut, selection), log))
-            }
+        let rows = shut.pool().ledger().choose(&selection);
+        match Still::not_touched_yet(&shut).create_own(&rows, Room::of(&selection)) {
+            Ok(log) => Ok((Arriving::new(shut, selection, rows), log)),
             Err(error) => Err(Failed::new(shut.end_as_before(), error)),
         }
     }
 
     /// The same, but creates nothing yet.
     pub fn arrive(self, brings: W::Brings) -> Arriving<D> {
-        let (mut shut, selection) = (self.into_gate(), brings.into());
+        let (shut, selection) = (self.into_gate(), brings.into());
         shut.pool().freeze();
-        shut.begin_resume(selection.clone());
-        Arriving::new(shut, selection)
+        let rows = shut.pool().ledger().choose(&selection);
+        Arriving::new(shut, selection, rows)
     }
 }
 
 impl<D: Driver> Arriving<D> {
-    fn new(shut: ShutGate<D>, selection: Selection) -> Self {
+    fn new(mut shut: ShutGate<D>, selection: Selection, rows: Rows) -> Self {
+        let rows = Arc::new(rows);
+        shut.begin_resume(Arc::clone(&rows));
         let mut queue = Queue::default();
         {
             let ledger = shut.pool().ledger();
-            for row in ledger.rows_in(&selection).filter(|row| row.is_own()) {
+            for row in ledger.rows_in(&rows).filter(|row| row.is_own()) {
                 queue.add(if row.is_resident() {
                     // It takes no memory any more.
                     Waiting::unlimited(row)
@@ -97,7 +99,7 @@ impl<D: Driver> Arriving<D> {
                 });
             }
         }
-        Self { returning: Returning { shut, selection }, queue }
+        Self { returning: Returning { shut, selection, rows }, queue }
     }
 
     /// The memory that it is about.
@@ -166,7 +168,7 @@ impl<D: Driver> Arriving<D> {
         exports_max: Option<usize>,
     ) -> PoolResult<Moved> {
         let picked = self.pick(allowed);
-        let part = Selection::Part(picked.iter().map(|waiting| waiting.row).collect());
+        let part = Rows::of(picked.iter().map(|waiting| waiting.row));
         let bytes = self.pool().ledger().own_bytes(&part, |row| !row.is_resident());
         match self.fill(&part, exports_max) {
             Ok((log, copied_bytes)) => Ok(Moved { log, bytes, copied_bytes }),
@@ -181,11 +183,11 @@ impl<D: Driver> Arriving<D> {
     }
 
     /// Creates what is missing of `part`, and puts its contents back. Says how much was copied, in bytes.
-    fn fill(&self, part: &Selection, exports_max: Option<usize>) -> PoolResult<(StepLog, u64)> {
-        let Returning { selection, .. } = &self.returning;
+    fn fill(&self, part: &Rows, exports_max: Option<usize>) -> PoolResult<(StepLog, u64)> {
+        let Returning { selection, rows, .. } = &self.returning;
         let still = self.returning.still();
         let mut log = still.create_own(part, Room::of(selection))?;
-        let mut restored = still.restore_own(part, exports_max.map(|most| (selection, most)))?;
+        let mut restored = still.restore_own(part, exports_max.map(|most| (&**rows, most)))?;
         let copied_bytes = std::mem::take(&mut restored.bytes);
         log.add(restored);
         Ok((log, copied_bytes))
@@ -229,7 +231,7 @@ impl<D: Driver> Returning<D> {
 
     /// What must be fetched from whom, by owner, in the ledger's order.
     pub fn import_requests(&self) -> Vec<ImportRequest> {
-        self.pool().import_requests(&self.selection)
+        self.pool().import_requests(&self.rows)
     }
 
     /// Resume 3: imports from `descriptors`, which are closed then. May be called any number of times.
@@ -255,7 +257,7 @@ impl<D: Driver> Returning<D> {
     /// # Driver calls
     /// `cuMemMap` and `cuMemSetAccess` for all.
     pub fn map_imports(self) -> Result<(Restored<D>, StepLog), Failed<Self>> {
-        match self.still().map_imports(&self.selection) {
+        match self.still().map_imports(&self.rows) {
             Ok(log) => Ok((Restored { returning: self }, log)),
             Err(error) => Err(Failed::new(self, error)),
         }
@@ -270,7 +272,7 @@ impl<D: Driver> Returning<D> {
     /// # Driver calls
     /// `cuMemUnmap`, `cuMemRelease`, `cuMemPoolTrimTo`.
     pub fn undo(self) -> Result<(Done<D>, StepLog), Failed<Self>> {
-        match self.still().take_back(&self.selection) {
+        match self.still().take_back(&self.rows) {
             Ok(log) => Ok((self.shut.end_as_before(), log)),
             Err(error) => Err(Failed::new(self, error)),
         }
@@ -299,19 +301,19 @@ impl<D: Driver> Restored<D> {
     /// filesystem longer for the other, so the caller lets the application run on first.
     #[must_use = "closing the descriptors gives back what they hold"]
     pub fn commit(self) -> (Done<D>, Vec<OwnedFd>) {
-        let (pool, selection) = (self.pool(), self.selection());
+        let (pool, rows) = (self.pool(), &*self.returning.rows);
         {
             let (for_readers, for_pauses) =
                 (pool.copies.are_retained(), pool.copies.stay_for_pauses());
             let mut ledger = pool.ledger();
-            ledger.retain_copies(selection, for_readers, for_pauses);
-            ledger.arrived(selection);
+            ledger.retain_copies(rows, for_readers, for_pauses);
+            ledger.arrived(rows);
+            if let Selection::Staged(_) = self.selection() {
+                // It was paused as a whole, and its importers run on without the other tags too.
+                ledger.owe_all_but(rows);
+            }
         }
-        if let Selection::Staged(_) = selection {
-            // It was paused as a whole, and its importers run on without the other tags too.
-            pool.ledger().owe_by_tag(|row| !selection.has(row));
-        }
-        let spare = pool.run_again(selection);
+        let spare = pool.run_again(rows);
         if pool.copies.is_given_back() {
             pool.give_back_idle_host_memory();
         }
@@ -333,10 +335,10 @@ impl<D: Driver> Restored<D> {
 }
 
 impl<D: Driver> Still<'_, D> {
-    /// Undo of all that a resume of `selection` has done.
-    pub(super) fn take_back(&self, selection: &Selection) -> PoolResult<StepLog> {
-        let mut log = self.drop_imports(selection)?;
-        log.add(self.release_selected(selection)?);
+    /// Undo of all that a resume of `rows` has done.
+    pub(super) fn take_back(&self, rows: &Rows) -> PoolResult<StepLog> {
+        let mut log = self.drop_imports(rows)?;
+        log.add(self.release_selected(rows)?);
         Ok(log)
     }
 }
@@ -350,14 +352,14 @@ impl<D: Driver> Pool<D> {
         self.deferred.release_again();
     }
 
-    /// The contents on the device are the contents, what is not back with `selection` is set aside, and others are given
+    /// The contents on the device are the contents, what is not back with `rows` is set aside, and others are given
     /// memory again. Returns descriptors that nobody needs.
-    pub(super) fn run_again(&self, selection: &Selection) -> Vec<OwnedFd> {
+    pub(super) fn run_again(&self, rows: &Rows) -> Vec<OwnedFd> {
         let garbage = {
             let mut ledger = self.ledger();
             ledger.void_copies();
             ledger.run_on();
-            ledger.end_fetching(selection)
+            ledger.end_fetching(rows)
         };
         self.dispose_quietly(garbage);
         let mut arena = self.arena();

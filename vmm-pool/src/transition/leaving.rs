@@ -6,7 +6,7 @@
 //! ```
 //!
 //! There is one way out, with two schedules, of which the caller chooses one ([`Schedule`]). A window is the same save and
-//! release, of the allocations that it picks ([`Selection::Part`]). A pause is one window; a swap gives memory back as fast
+//! release, of the allocations that it picks. A pause is one window; a swap gives memory back as fast
 //! as the other tenant takes it.
 
 use std::collections::{BTreeMap, HashMap};
@@ -24,7 +24,7 @@ use crate::driver::{DeviceOrdinal, Driver};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::Mode;
 use crate::journal::StepLog;
-use crate::ledger::{Layout, Placed, Row, Selection, StayReason, Survey};
+use crate::ledger::{After, Layout, Placed, Row, Rows, Selection, StayReason, Survey};
 use crate::pool::Pool;
 use crate::store::{Copies, HostBudget, Pins, Schedule, Store};
 use crate::{AllocationId, VirtualHandle};
@@ -73,6 +73,8 @@ impl LaidOut {
 pub struct Leaving<D: Driver> {
     quiesced: Quiesced<D>,
     selection: Selection,
+    /// What that was when the pause began.
+    rows: Arc<Rows>,
 }
 
 /// This process alone can go on, for all that saving takes is held, or all is saved; and it can go back. Dropping it is
@@ -132,8 +134,8 @@ impl<D: Driver> Quiesced<D> {
         budget: impl FnOnce(u64) -> HostBudget,
         schedule: Schedule,
     ) -> Result<(Prepared<D>, StepLog), Failed<Leaving<D>>> {
-        self.shut_mut().begin_pause(selection.clone());
-        let leaving = Leaving { quiesced: self, selection };
+        let rows = self.shut_mut().begin_pause(&selection);
+        let leaving = Leaving { quiesced: self, selection, rows };
         match leaving.prepare(stays, copies, budget, schedule) {
             Ok((laid_out, log)) => Ok((Prepared { leaving, laid_out }, log)),
             Err(error) => Err(Failed::new(leaving, error)),
@@ -159,17 +161,15 @@ impl<D: Driver> Leaving<D> {
         let budget = budget(held_bytes);
         let still = Still::drained(&self.quiesced);
         let seen = self.quiesced.seen();
-        let (mut log, layouts) = still.lay_out(&self.selection, seen, copies, budget)?;
+        let (mut log, layouts) = still.lay_out(&self.rows, seen, copies, budget)?;
         let prepared = match schedule {
             Schedule::SaveMeanwhile => {
                 still.hold_space(&mut log, &layouts).map(|()| LaidOut::new(layouts))
             }
-            Schedule::SaveFirst => {
-                still.save(Behind::Keeps(&self.selection), layouts).map(|saved| {
-                    log.add(saved);
-                    LaidOut::default()
-                })
-            }
+            Schedule::SaveFirst => still.save(Behind::Keeps(&self.rows), layouts).map(|saved| {
+                log.add(saved);
+                LaidOut::default()
+            }),
         };
         if prepared.is_err() {
             still.give_space_back();
@@ -185,7 +185,7 @@ impl<D: Driver> Leaving<D> {
     /// # Driver calls
     /// `cuMemMap`, `cuMemSetAccess`, `cuMemHostUnregister`.
     pub fn undo(self) -> Result<Undone<D>, Failed<Self>> {
-        match Still::drained(&self.quiesced).put_back(&self.selection) {
+        match Still::drained(&self.quiesced).put_back(&self.rows) {
             Ok((log, spare)) => {
                 let done = self.quiesced.into_shut().end_as_before();
                 Ok(Undone { done, log, spare })
@@ -202,17 +202,14 @@ impl<D: Driver> Leaving<D> {
     /// All that leaves is released: when the result is dropped, the process runs on without some tags, or the gate
     /// admits only calls that give memory up or ask about it.
     pub(super) fn into_released(self) -> Done<D> {
-        let then = match &self.selection {
-            selection @ Selection::Tagged(..) => {
+        let then = match self.selection.after_pause() {
+            After::Running => {
                 let mut ledger = self.pool().ledger();
-                ledger.owe_by_tag(|row| selection.has(row));
+                ledger.owe_by_tag(&self.rows);
                 ledger.run_on();
                 Mode::Open
             }
-            Selection::Whole
-            | Selection::SetAside(..)
-            | Selection::Staged(_)
-            | Selection::Part(_) => Mode::Offloaded,
+            After::Paused => Mode::Offloaded,
         };
         self.quiesced.into_shut().end_in(then)
     }
@@ -240,9 +237,7 @@ impl<D: Driver> Prepared<D> {
             for row in laid_out.changing() {
                 ledger.forget_copy(row);
             }
-            for row in
-                ledger.rows_in(&leaving.selection).filter(|row| is_to_go(row, &leaving.selection))
-            {
+            for row in ledger.rows_in(&leaving.rows).filter(|row| is_to_go(row)) {
                 let waiting = match laid_out.copied_bytes(row.handle()) {
                     0 => Waiting::unlimited(row),
                     copied_bytes => Waiting::of(row, 0, copied_bytes),
@@ -361,7 +356,7 @@ impl<D: Driver> Departing<D> {
 
     /// Saves these, and gives each part back as soon as it is saved.
     fn give_back(&mut self, picked: &[Waiting]) -> PoolResult<()> {
-        let part = Selection::Part(picked.iter().map(|waiting| waiting.row).collect());
+        let part = Rows::of(picked.iter().map(|waiting| waiting.row));
         let before = self.resident_of(&part);
         let still = Still::drained(&self.leaving.quiesced);
         let behind = Behind::GivesBack(Meanwhile::new(&part));
@@ -390,9 +385,7 @@ impl<D: Driver> Departing<D> {
         let Self { leaving, queue, .. } = self;
         let ledger = leaving.pool().ledger();
         let window = |device| window(device).map(Window::AtLeastOne);
-        let (mut picked, others) = queue.take(window, |row| {
-            ledger.row(row).is_some_and(|row| is_to_go(row, &leaving.selection))
-        });
+        let (mut picked, others) = queue.take(window, |row| ledger.row(row).is_some_and(is_to_go));
         picked.extend(others);
         picked
     }
@@ -402,27 +395,27 @@ impl<D: Driver> Departing<D> {
         let Self { leaving, queue, .. } = self;
         let ledger = leaving.pool().ledger();
         for waiting in picked.iter().rev() {
-            if ledger.row(waiting.row).is_some_and(|row| is_to_go(row, &leaving.selection)) {
+            if ledger.row(waiting.row).is_some_and(is_to_go) {
                 queue.put_back(*waiting);
             }
         }
     }
 
-    fn resident_of(&self, part: &Selection) -> ByDevice {
+    fn resident_of(&self, part: &Rows) -> ByDevice {
         self.pool().ledger().own_bytes(part, Row::is_resident)
     }
 }
 
-/// Is it on its device, and leaves in a pause of `selection`?
-fn is_to_go(row: &Row, selection: &Selection) -> bool {
-    row.is_resident() && row.can_leave() && selection.has(row)
+/// Is it on its device, and leaves in a pause of it?
+fn is_to_go(row: &Row) -> bool {
+    row.is_resident() && row.can_leave()
 }
 
 impl<D: Driver> Still<'_, D> {
-    /// Lays out where `selection` is saved, within `budget`, and takes the disk space for it.
+    /// Lays out where `rows` are saved, within `budget`, and takes the disk space for it.
     fn lay_out(
         &self,
-        selection: &Selection,
+        rows: &Rows,
         survey: &Survey,
         copies: Copies,
         budget: HostBudget,
@@ -431,7 +424,7 @@ impl<D: Driver> Still<'_, D> {
         self.pool.deferred.settle()?;
         let mut arena = self.pool.arena();
         let layouts = log.timed("lay out", |log| {
-            self.layouts_within(log, &arena, selection, survey, copies, budget)
+            self.layouts_within(log, &arena, rows, survey, copies, budget)
         })?;
         let [_, filed] = &layouts;
         let reserved = log.timed("reserve disk", |_| arena.disk.reserve(&filed.copied_places()));
@@ -473,13 +466,13 @@ impl<D: Driver> Still<'_, D> {
 
     /// Undo of [`Still::save`]: own memory and imports are still there, with their contents; they are mapped again,
     /// and the process goes on as before.
-    pub(super) fn put_back(&self, selection: &Selection) -> PoolResult<(StepLog, Vec<OwnedFd>)> {
+    pub(super) fn put_back(&self, rows: &Rows) -> PoolResult<(StepLog, Vec<OwnedFd>)> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
         log.timed("map again", |log| {
-            self.map_rows_again(log, |row| row.backing().has_contents() && selection.has(row))
+            self.map_rows_again(log, rows, |row| row.backing().has_contents())
         })?;
-        let spare = self.pool.run_again(selection);
+        let spare = self.pool.run_again(rows);
         self.pool.give_back_host_memory();
         Ok((log, spare))
     }

@@ -7,7 +7,7 @@ use crate::VirtualHandle;
 use crate::driver::{Driver, VaRange};
 use crate::error::{Describe, PoolResult};
 use crate::journal::StepLog;
-use crate::ledger::{Presence, Remount, Row, Selection};
+use crate::ledger::{Presence, Remount, Row, Rows};
 
 impl<D: Driver> Still<'_, D> {
     /// Takes a mapping out of the driver's page tables and keeps its record.
@@ -27,9 +27,9 @@ impl<D: Driver> Still<'_, D> {
         unmapped
     }
 
-    /// Unmaps what `selection` has of imports, as many as can be; their handles are kept.
-    pub(super) fn unmap_imports(&self, log: &mut StepLog, selection: &Selection) -> PoolResult<()> {
-        let ranges = self.pool.ledger().present_mappings(selection, is_import);
+    /// Unmaps what `rows` has of imports, as many as can be; their handles are kept.
+    pub(super) fn unmap_imports(&self, log: &mut StepLog, rows: &Rows) -> PoolResult<()> {
+        let ranges = self.pool.ledger().present_mappings(rows, is_import);
         let mut first_error = Ok(());
         for range in ranges {
             first_error = first_error.and(self.unmap(log, range));
@@ -68,15 +68,16 @@ impl<D: Driver> Still<'_, D> {
         starts.into_iter().try_for_each(|start| self.map_again(log, start))
     }
 
-    /// As [`Still::map_row_again`], of all that `choose` picks.
+    /// As [`Still::map_row_again`], of all that `choose` picks of `rows`.
     pub(super) fn map_rows_again(
         &self,
         log: &mut StepLog,
+        rows: &Rows,
         choose: impl Fn(&Row) -> bool,
     ) -> PoolResult<()> {
         let handles: Vec<VirtualHandle> = {
             let ledger = self.pool.ledger();
-            ledger.rows().filter(|row| choose(row)).map(Row::handle).collect()
+            ledger.rows_in(rows).filter(|row| choose(row)).map(Row::handle).collect()
         };
         handles.into_iter().try_for_each(|handle| self.map_row_again(log, handle))
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::driver::{Driver, VaRange};
 use crate::error::PoolError;
 use crate::gate::Mode;
-use crate::ledger::{Selection, Survey};
+use crate::ledger::{Rows, Selection, Survey};
 use crate::pool::{Pool, Right};
 use crate::store::HostDemand;
 
@@ -30,10 +30,10 @@ pub(super) struct ShutGate<D: Driver> {
 enum OnDrop {
     /// Puts the gate there.
     Set(Mode),
-    /// Undoes the pause of this memory, then puts the gate where it was.
-    UndoPause(Selection),
-    /// Undoes the resume of this memory, then puts the gate where it was.
-    UndoResume(Selection),
+    /// Undoes the pause of these, then puts the gate where it was.
+    UndoPause(Arc<Rows>),
+    /// Undoes the resume of these, then puts the gate where it was.
+    UndoResume(Arc<Rows>),
 }
 
 /// The gate is shut, and the devices have nothing left to do. Dropping it puts the gate where it was.
@@ -89,12 +89,10 @@ impl<D: Driver> Drop for ShutGate<D> {
             OnDrop::Set(mode) => return self.set(*mode),
             // Whatever has failed may fail again here, and that would end the process. Its calls stay held back.
             _ if std::thread::panicking() => return,
-            OnDrop::UndoPause(selection) => {
-                Still::of_dropped(self).put_back(selection).map(|(_, spare)| drop(spare))
+            OnDrop::UndoPause(rows) => {
+                Still::of_dropped(self).put_back(rows).map(|(_, spare)| drop(spare))
             }
-            OnDrop::UndoResume(selection) => {
-                Still::of_dropped(self).take_back(selection).map(|_| ())
-            }
+            OnDrop::UndoResume(rows) => Still::of_dropped(self).take_back(rows).map(|_| ()),
         };
         match undone {
             Ok(()) => self.set(self.before),
@@ -130,14 +128,16 @@ impl<D: Driver> ShutGate<D> {
         self.pool.gate().set(mode);
     }
 
-    /// From here on, dropping it undoes a pause of `selection`.
-    pub(super) fn begin_pause(&mut self, selection: Selection) {
-        self.on_drop = OnDrop::UndoPause(selection);
+    /// Chooses what a pause of `selection` moves. From here on, dropping it undoes that.
+    pub(super) fn begin_pause(&mut self, selection: &Selection) -> Arc<Rows> {
+        let rows = Arc::new(self.pool.ledger().choose(selection));
+        self.on_drop = OnDrop::UndoPause(Arc::clone(&rows));
+        rows
     }
 
-    /// From here on, dropping it undoes a resume of `selection`.
-    pub(super) fn begin_resume(&mut self, selection: Selection) {
-        self.on_drop = OnDrop::UndoResume(selection);
+    /// From here on, dropping it undoes a resume of `rows`.
+    pub(super) fn begin_resume(&mut self, rows: Arc<Rows>) {
+        self.on_drop = OnDrop::UndoResume(rows);
     }
 
     /// From here on there is no way back: dropping it leaves the gate shut.
@@ -191,7 +191,8 @@ impl<D: Driver> Quiesced<D> {
     /// `cuMemHostRegister`, `cuStreamCreate`, `cuLaunchKernel` once a device, `cuStreamSynchronize`; the first time also
     /// `cuModuleLoadData`.
     pub fn survey(&mut self, selection: &Selection) -> StepLog {
-        let (survey, log) = Still::drained(self).survey(selection);
+        let rows = self.pool().ledger().choose(selection);
+        let (survey, log) = Still::drained(self).survey(&rows);
         self.survey = survey;
         log
     }

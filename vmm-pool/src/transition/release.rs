@@ -9,7 +9,7 @@ use crate::deferred::Physical;
 use crate::driver::Driver;
 use crate::error::{Describe, PoolResult};
 use crate::journal::StepLog;
-use crate::ledger::{Row, Selection};
+use crate::ledger::{Row, Rows};
 use crate::store::{Store, Used};
 
 /// What is given back between two groups of copies at most, beside one allocation more: the driver takes a millisecond and a half for 2 GiB
@@ -18,10 +18,10 @@ const BETWEEN_BYTES: u64 = 2 << 30;
 /// The same, in allocations: two groups of the smallest.
 const BETWEEN_MOST: usize = 256;
 
-/// Memory of a selection is given back while other contents of it are still on their way, behind the point of no return.
+/// Memory is given back while other contents of it are still on their way, behind the point of no return.
 #[derive(Debug)]
 pub(super) struct Meanwhile<'a> {
-    selection: &'a Selection,
+    rows: &'a Rows,
     /// Has it begun? What was imported has gone then, and what needs no copy is among what is ready.
     has_begun: bool,
     /// What can go.
@@ -31,12 +31,12 @@ pub(super) struct Meanwhile<'a> {
 }
 
 impl<'a> Meanwhile<'a> {
-    pub(super) fn new(selection: &'a Selection) -> Self {
-        Self { selection, has_begun: false, ready: VecDeque::new(), is_refused: false }
+    pub(super) fn new(rows: &'a Rows) -> Self {
+        Self { rows, has_begun: false, ready: VecDeque::new(), is_refused: false }
     }
 
-    pub(super) fn selection(&self) -> &'a Selection {
-        self.selection
+    pub(super) fn rows(&self) -> &'a Rows {
+        self.rows
     }
 
     /// These are saved, and mapped nowhere.
@@ -51,15 +51,13 @@ impl<D: Driver> Still<'_, D> {
     /// Gives some of that back of which nothing is lost: imports, what nobody keeps, and what is saved by now. What the driver refuses
     /// is left to [`Still::release_selected`], which says so.
     pub(super) fn give_back_meanwhile(&self, log: &mut StepLog, meanwhile: &mut Meanwhile<'_>) {
-        let selection = meanwhile.selection;
-        let goes = |row: &Row| selection.has(row) && loses_nothing(row);
+        let rows = meanwhile.rows;
         if !meanwhile.has_begun {
             meanwhile.has_begun = true;
-            self.release_unmapped(log, selection, is_import);
+            self.release_unmapped(log, rows, is_import);
             let ledger = self.pool.ledger();
-            let rows = ledger.rows_in(selection);
-            let rows = rows.filter(|row| row.is_own() && row.is_resident() && goes(row));
-            meanwhile.ready = rows.map(Row::handle).collect();
+            let goes = |row: &&Row| row.is_own() && row.is_resident() && loses_nothing(row);
+            meanwhile.ready = ledger.rows_in(rows).filter(goes).map(Row::handle).collect();
         }
         let mut bytes = 0;
         for _ in 0..BETWEEN_MOST {
@@ -67,11 +65,11 @@ impl<D: Driver> Still<'_, D> {
                 break;
             }
             let Some(row) = meanwhile.ready.pop_front() else { break };
-            let ranges = self.pool.ledger().present_of(row, goes);
+            let ranges = self.pool.ledger().present_of(row, loses_nothing);
             for range in ranges {
                 meanwhile.is_refused |= self.unmap(log, range).is_err();
             }
-            let taken = self.pool.ledger().take_one_unmapped(row, goes);
+            let taken = self.pool.ledger().take_one_unmapped(row, loses_nothing);
             if let Some((physical, export)) = taken {
                 drop(export);
                 bytes += self.release_all(log, vec![physical]);
@@ -79,25 +77,25 @@ impl<D: Driver> Still<'_, D> {
         }
     }
 
-    /// Unmaps and releases what `selection` has of all that was imported from other processes of the tenant.
+    /// Unmaps and releases what `rows` has of all that was imported from other processes of the tenant.
     ///
     /// # Errors
     /// [`crate::PoolError::Driver`] for the first that failed; the others are dropped all the same.
     ///
     /// # Driver calls
     /// `cuMemUnmap`, `cuMemRelease`.
-    pub(super) fn drop_imports(&self, selection: &Selection) -> PoolResult<StepLog> {
+    pub(super) fn drop_imports(&self, rows: &Rows) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
         log.timed("drop imports", |log| {
-            let unmapped = self.unmap_imports(log, selection);
-            self.release_unmapped(log, selection, is_import);
+            let unmapped = self.unmap_imports(log, rows);
+            self.release_unmapped(log, rows, is_import);
             unmapped
         })?;
         Ok(log)
     }
 
-    /// Releases imports, unmaps what is mapped of own memory and releases it, as far as `selection` has them. A block
+    /// Releases imports, unmaps what is mapped of own memory and releases it, as far as `rows` has them. A block
     /// that the driver would not let go stays resident, and is named in the notes. One whose contents are nowhere else
     /// stays: who undoes a resume finds such where a pause had to leave it.
     ///
@@ -106,8 +104,8 @@ impl<D: Driver> Still<'_, D> {
     ///
     /// # Driver calls
     /// `cuMemUnmap`, `cuMemRelease`, `cuMemPoolTrimTo`.
-    pub(super) fn release_selected(&self, selection: &Selection) -> PoolResult<StepLog> {
-        let log = self.release_some(selection)?;
+    pub(super) fn release_selected(&self, rows: &Rows) -> PoolResult<StepLog> {
+        let log = self.release_some(rows)?;
         self.note_used();
         Ok(log)
     }
@@ -130,13 +128,13 @@ impl<D: Driver> Still<'_, D> {
     ///
     /// # Driver calls
     /// As [`Still::release_selected`].
-    pub(super) fn release_some(&self, selection: &Selection) -> PoolResult<StepLog> {
+    pub(super) fn release_some(&self, rows: &Rows) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
         log.timed("unmap own", |log| {
             // None, unless a step before this one failed half-way.
             self.drop_views(log);
-            let ranges = self.pool.ledger().present_mappings(selection, loses_nothing);
+            let ranges = self.pool.ledger().present_mappings(rows, loses_nothing);
             for range in ranges {
                 if let Err(error) = self.unmap(log, range) {
                     log.notes.push(format!("stays mapped: {error}"));
@@ -145,17 +143,16 @@ impl<D: Driver> Still<'_, D> {
             Ok(())
         })?;
         log.timed("close exports", |_| {
-            let exports = self.pool.ledger().call_off_fetching(selection, loses_nothing);
+            let exports = self.pool.ledger().call_off_fetching(rows, loses_nothing);
             drop(exports);
             Ok(())
         })?;
         log.timed("release imports", |log| {
-            self.release_unmapped(log, selection, is_import);
+            self.release_unmapped(log, rows, is_import);
             Ok(())
         })?;
         log.timed("release own", |log| {
-            log.bytes =
-                self.release_unmapped(log, selection, |row| row.is_own() && loses_nothing(row));
+            log.bytes = self.release_unmapped(log, rows, |row| row.is_own() && loses_nothing(row));
             Ok(())
         })?;
         for device in self.pool.devices_with_any() {
@@ -167,14 +164,14 @@ impl<D: Driver> Still<'_, D> {
         Ok(log)
     }
 
-    /// Releases what `choose` picks of `selection` and what is nowhere mapped; returns the bytes released.
+    /// Releases what `choose` picks of `rows` and what is nowhere mapped; returns the bytes released.
     fn release_unmapped(
         &self,
         log: &mut StepLog,
-        selection: &Selection,
+        rows: &Rows,
         choose: impl Fn(&Row) -> bool,
     ) -> u64 {
-        let handles = self.pool.ledger().take_unmapped(selection, choose);
+        let handles = self.pool.ledger().take_unmapped(rows, choose);
         self.release_all(log, handles)
     }
 

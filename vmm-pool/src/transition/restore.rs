@@ -15,7 +15,7 @@ use crate::deferred::Physical;
 use crate::driver::{AccessDesc, AllocationProp, DeviceOrdinal, Driver, DriverCode, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
-use crate::ledger::{Mapping, Row, Selection};
+use crate::ledger::{Mapping, Row, Rows, Selection};
 use crate::pool::{Borrowed, Pool};
 use crate::store::{Extent, Part, Store};
 use crate::{AllocationId, PeerId, VirtualHandle};
@@ -40,7 +40,7 @@ pub(super) enum Room {
 }
 
 impl Room {
-    /// For a resume of `selection`, also where it comes in parts.
+    /// For a resume of `selection`.
     pub(super) fn of(selection: &Selection) -> Self {
         if selection.is_by_tag() { Self::Asked } else { Self::Owed }
     }
@@ -67,15 +67,14 @@ impl Target {
 
 impl<D: Driver> Still<'_, D> {
     /// See [`super::Shut::create_own`].
-    pub(super) fn create_own(&self, selection: &Selection, room: Room) -> PoolResult<StepLog> {
+    pub(super) fn create_own(&self, rows: &Rows, room: Room) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
         log.timed("create own", |log| {
-            self.check_device_budget(log, selection)?;
+            self.check_device_budget(log, rows)?;
             let wanted: Vec<_> = {
                 let ledger = self.pool.ledger();
-                let away =
-                    ledger.rows_in(selection).filter(|row| row.is_own() && !row.is_resident());
+                let away = ledger.rows_in(rows).filter(|row| row.is_own() && !row.is_resident());
                 away.map(|row| (row.handle(), row.size_bytes(), *row.prop())).collect()
             };
             let mut room = self.take_room(room, &wanted)?;
@@ -93,7 +92,7 @@ impl<D: Driver> Still<'_, D> {
                     Err(error) => {
                         self.release_all(log, created.into_iter().map(|(_, made)| made).collect());
                         if let (DriverCode::OUT_OF_MEMORY, Some(device)) = (error.code, device) {
-                            return Err(self.out_of_device_memory(device, selection));
+                            return Err(self.out_of_device_memory(device, rows));
                         }
                         let again = || "allocation, again".to_owned();
                         return Err(error).about(again, size_bytes, device);
@@ -138,8 +137,8 @@ impl<D: Driver> Still<'_, D> {
         Ok(taken)
     }
 
-    fn check_device_budget(&self, log: &mut StepLog, selection: &Selection) -> PoolResult<()> {
-        for (device, needed_bytes) in self.pool.offloaded_bytes(selection) {
+    fn check_device_budget(&self, log: &mut StepLog, rows: &Rows) -> PoolResult<()> {
+        for (device, needed_bytes) in self.missing_bytes(rows) {
             let about = || "free memory".to_owned();
             log.driver_calls += 2;
             self.pool.driver.make_current(device).about(about, 0, Some(device))?;
@@ -152,20 +151,25 @@ impl<D: Driver> Still<'_, D> {
         Ok(())
     }
 
-    fn out_of_device_memory(&self, device: DeviceOrdinal, selection: &Selection) -> PoolError {
-        let needed_bytes = self.pool.offloaded_bytes(selection).get(&device).copied().unwrap_or(0);
+    /// Own memory of `rows` that is not on its device.
+    fn missing_bytes(&self, rows: &Rows) -> BTreeMap<DeviceOrdinal, u64> {
+        self.pool.ledger().own_bytes(rows, |row| !row.is_resident())
+    }
+
+    fn out_of_device_memory(&self, device: DeviceOrdinal, rows: &Rows) -> PoolError {
+        let needed_bytes = self.missing_bytes(rows).get(&device).copied().unwrap_or(0);
         let info =
             self.pool.driver.make_current(device).and_then(|()| self.pool.driver.memory_info());
         let free_bytes = info.map_or(0, |info| info.free_bytes);
         PoolError::OutOfDeviceMemory { device, needed_bytes, free_bytes }
     }
 
-    /// Maps `part` at its old addresses and puts contents back. Meanwhile it exports what peers had imported of a selection, if one
-    /// is given, as far as so many descriptors go.
+    /// Maps `part` at its old addresses and puts contents back. Meanwhile it exports what peers had imported of all that comes, if
+    /// that is given, as far as so many descriptors go.
     pub(super) fn restore_own(
         &self,
-        part: &Selection,
-        exports: Option<(&Selection, usize)>,
+        part: &Rows,
+        exports: Option<(&Rows, usize)>,
     ) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         let mut copier = Copier::new(self.pool);
@@ -289,14 +293,14 @@ impl<D: Driver> Still<'_, D> {
         views.try_for_each(|target| self.drop_view(log, target.range))
     }
 
-    /// Descriptors for what others imported before of `selection`, in one batch.
+    /// Descriptors for what others imported before of `rows`, in one batch.
     pub(super) fn export_again(
         &self,
         log: &mut StepLog,
-        selection: &Selection,
+        rows: &Rows,
         exports_max: usize,
     ) -> PoolResult<()> {
-        let wanted = self.pool.ledger().begin_fetching(selection);
+        let wanted = self.pool.ledger().begin_fetching(rows);
         for (id, size_bytes) in wanted.into_iter().take(exports_max) {
             let Some(raw) = self.pool.ledger().by_id(id).and_then(Row::raw) else { continue };
             log.call();
@@ -350,22 +354,21 @@ impl<D: Driver> Still<'_, D> {
     }
 
     /// See [`super::Returning::map_imports`].
-    pub(super) fn map_imports(&self, selection: &Selection) -> PoolResult<StepLog> {
+    pub(super) fn map_imports(&self, rows: &Rows) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
         log.timed("map imports", |log| {
-            self.map_rows_again(log, |row| row.owner().is_some() && selection.has(row))
+            self.map_rows_again(log, rows, |row| row.owner().is_some())
         })?;
         Ok(log)
     }
 }
 
 impl<D: Driver> Pool<D> {
-    /// What must be fetched from whom before `selection` is all there, in the ledger's order.
-    pub(super) fn import_requests(&self, selection: &Selection) -> Vec<ImportRequest> {
+    /// What must be fetched from whom before `rows` are all there, in the ledger's order.
+    pub(super) fn import_requests(&self, rows: &Rows) -> Vec<ImportRequest> {
         let ledger = self.ledger();
         let mut by_owner: BTreeMap<PeerId, Vec<AllocationId>> = BTreeMap::new();
-        let absent = |row: &&Row| !row.is_resident() && selection.has(row);
-        for row in ledger.rows().filter(absent) {
+        for row in ledger.rows_in(rows).filter(|row| !row.is_resident()) {
             if let Some(owner) = row.owner() {
                 by_owner.entry(owner).or_default().push(row.id());
             }

@@ -14,7 +14,7 @@ use crate::copies::Way;
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, VaRange};
 use crate::error::PoolResult;
 use crate::journal::StepLog;
-use crate::ledger::{Layout, Mapping, Placed, Presence, Selection, Survey};
+use crate::ledger::{Layout, Mapping, Placed, Presence, Rows, Selection, Survey};
 use crate::pool::Pool;
 use crate::report::KeptBytes;
 use crate::store::{
@@ -66,16 +66,16 @@ impl Plan {
 #[derive(Debug)]
 pub(super) enum Behind<'a> {
     /// It is unmapped and stays, for an undo.
-    Keeps(&'a Selection),
+    Keeps(&'a Rows),
     /// It is given back, behind the point of no return.
     GivesBack(Meanwhile<'a>),
 }
 
 impl<'a> Behind<'a> {
-    fn selection(&self) -> &'a Selection {
+    fn rows(&self) -> &'a Rows {
         match self {
-            Self::Keeps(selection) => selection,
-            Self::GivesBack(meanwhile) => meanwhile.selection(),
+            Self::Keeps(rows) => rows,
+            Self::GivesBack(meanwhile) => meanwhile.rows(),
         }
     }
 }
@@ -163,14 +163,14 @@ impl<D: Driver> Still<'_, D> {
         &self,
         log: &mut StepLog,
         arena: &HostArena<D>,
-        selection: &Selection,
+        rows: &Rows,
         survey: &Survey,
         copies: Copies,
         budget: HostBudget,
     ) -> PoolResult<[Layout; 2]> {
         let mut fits = Ok(());
         for copies in Copies::FEWER.into_iter().filter(|fewer| *fewer <= copies) {
-            let [kept, filed] = self.pool.layouts(selection, survey, copies);
+            let [kept, filed] = self.pool.layouts(rows, survey, copies);
             let file_bytes = filed.end_bytes;
             let grow_bytes = arena.growth(kept.end_bytes, file_bytes > 0);
             let needed_bytes = kept.end_bytes + file_bytes;
@@ -178,7 +178,7 @@ impl<D: Driver> Still<'_, D> {
             if fits.is_err() {
                 continue;
             }
-            let given_up = self.pool.ledger().give_copies_up(selection, copies);
+            let given_up = self.pool.ledger().give_copies_up(rows, copies);
             if given_up > 0 && self.pool.copies.tells_of_room() {
                 log.notes.push(format!(
                     "host memory had no room for {given_up} bytes of copies of the last pause: what they hold is copied \
@@ -214,7 +214,7 @@ impl<D: Driver> Still<'_, D> {
         copier: &mut Copier<'_, D>,
         plan: &Plan,
     ) -> PoolResult<()> {
-        let selection = behind.selection();
+        let rows = behind.rows();
         // Also where this pause is of one of several devices only: the memory is there for the next one too.
         let pins = Pins::of(&self.pool.devices());
         if !plan.groups.is_empty() {
@@ -238,14 +238,14 @@ impl<D: Driver> Still<'_, D> {
                 })
             })?;
             if number == 0 {
-                self.unmap_uncopied(log, selection, plan)?;
+                self.unmap_uncopied(log, rows, plan)?;
             }
             if let Some(done) = done {
                 self.leave_behind(log, behind, done)?;
             }
         }
         if plan.groups.is_empty() {
-            self.unmap_uncopied(log, selection, plan)?;
+            self.unmap_uncopied(log, rows, plan)?;
         }
         for (device, flying) in in_flight {
             let copies = copier.streams.of(device)?;
@@ -276,13 +276,8 @@ impl<D: Driver> Still<'_, D> {
     }
 
     /// What no copy reads: imports, and what is saved as it is.
-    fn unmap_uncopied(
-        &self,
-        log: &mut StepLog,
-        selection: &Selection,
-        plan: &Plan,
-    ) -> PoolResult<()> {
-        log.timed("unmap imports", |log| self.unmap_imports(log, selection))?;
+    fn unmap_uncopied(&self, log: &mut StepLog, rows: &Rows, plan: &Plan) -> PoolResult<()> {
+        log.timed("unmap imports", |log| self.unmap_imports(log, rows))?;
         if plan.as_is.is_empty() {
             return Ok(());
         }
@@ -358,14 +353,9 @@ impl<D: Driver> Still<'_, D> {
 }
 
 impl<D: Driver> Pool<D> {
-    pub(super) fn layouts(
-        &self,
-        selection: &Selection,
-        survey: &Survey,
-        copies: Copies,
-    ) -> [Layout; 2] {
+    pub(super) fn layouts(&self, rows: &Rows, survey: &Survey, copies: Copies) -> [Layout; 2] {
         let ledger = self.ledger();
-        let layout = |store| Layout::of(&ledger, selection, store, survey, copies);
+        let layout = |store| Layout::of(&ledger, rows, store, survey, copies);
         [Store::Host, Store::File].map(layout)
     }
 
@@ -385,9 +375,10 @@ impl<D: Driver> Pool<D> {
     /// As [`Pool::host_demand`], of a pause that copies what `survey` says.
     pub(super) fn demand_of(&self, selection: &Selection, survey: &Survey) -> HostDemand {
         let arena = self.arena();
+        let rows = self.ledger().choose(selection);
         let growth =
             |[kept, filed]: &[Layout; 2]| arena.growth(kept.end_bytes, filed.end_bytes > 0);
-        let with_all = self.layouts(selection, survey, Copies::All);
+        let with_all = self.layouts(&rows, survey, Copies::All);
         let grow_with_all_bytes = growth(&with_all);
         let [kept, filed] = with_all;
         let to_memory_bytes = kept.placed.iter().map(Placed::copied_bytes).sum();
@@ -395,7 +386,7 @@ impl<D: Driver> Pool<D> {
         // Where that takes nothing, nothing less can be asked for.
         let least = |copies, more: u64| match more {
             0 => 0,
-            more => growth(&self.layouts(selection, survey, copies)).min(more),
+            more => growth(&self.layouts(&rows, survey, copies)).min(more),
         };
         let grow_with_needed_bytes = least(Copies::Needed, grow_with_all_bytes);
         let grow_bytes = least(Copies::None, grow_with_needed_bytes);

@@ -6,7 +6,7 @@ use crate::pool::Pool;
 
 /// While it lives, no call of the application's is under way, and no work of its on a device can touch the memory
 /// that is moved. It covers all memory of the process. One of a part (of a set of allocations whose last work has been
-/// waited for) would be one more way to make it, and a [`crate::Selection`] of that set.
+/// waited for) would be one more way to make it, and the rows of that set.
 pub(super) struct Still<'a, D: Driver> {
     pub(super) pool: &'a Pool<D>,
 }

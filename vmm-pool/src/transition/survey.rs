@@ -14,7 +14,7 @@ use crate::driver::{
 };
 use crate::error::PoolResult;
 use crate::journal::StepLog;
-use crate::ledger::{Mapping, Row, Selection, Survey};
+use crate::ledger::{Mapping, Row, Rows, Survey};
 use crate::pool::ChangeDetection;
 use crate::store::{Pinned, Prints};
 
@@ -42,14 +42,14 @@ impl Looked {
 
 impl<D: Driver> Still<'_, D> {
     /// See [`super::Quiesced::survey`].
-    pub(super) fn survey(&self, selection: &Selection) -> (Survey, StepLog) {
+    pub(super) fn survey(&self, rows: &Rows) -> (Survey, StepLog) {
         let mut log = StepLog::default();
         let mut survey = Survey::default();
         let detection = self.pool.copies.detection();
         if detection == ChangeDetection::Off {
             return (survey, log);
         }
-        let all = self.to_look_at(selection);
+        let all = self.to_look_at(rows);
         if all.is_empty() {
             return (survey, log);
         }
@@ -65,18 +65,17 @@ impl<D: Driver> Still<'_, D> {
             ));
         }
         if detection == ChangeDetection::Verify {
-            self.verify(&mut log, selection, &mut survey);
+            self.verify(&mut log, rows, &mut survey);
         }
         (survey, log)
     }
 
     /// What is saved, by device, where a kernel may read it. What has no such place is saved as a whole.
-    fn to_look_at(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, Vec<Looked>> {
+    fn to_look_at(&self, rows: &Rows) -> BTreeMap<DeviceOrdinal, Vec<Looked>> {
         let ledger = self.pool.ledger();
-        let is_saved =
-            |row: &&Row| row.backing().has_contents() && selection.has(row) && row.is_kept();
+        let is_saved = |row: &&Row| row.backing().has_contents() && row.is_kept();
         let mut all: BTreeMap<DeviceOrdinal, Vec<Looked>> = BTreeMap::new();
-        for row in ledger.rows().filter(is_saved) {
+        for row in ledger.rows_in(rows).filter(is_saved) {
             let Some(device) = row.device().filter(|device| !self.pool.copies.is_refused(*device))
             else {
                 continue;

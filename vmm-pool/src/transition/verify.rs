@@ -10,7 +10,7 @@ use crate::copies::DeviceStreams;
 use crate::driver::{DeviceOrdinal, Driver, VaRange};
 use crate::error::{Describe, PoolResult};
 use crate::journal::StepLog;
-use crate::ledger::{Mapping, Selection, Survey, Wish};
+use crate::ledger::{Mapping, Rows, Survey, Wish};
 use crate::store::{Extent, Part, Pinned, Saved, Store};
 
 /// What is compared at once.
@@ -29,8 +29,8 @@ struct Claim {
 impl<D: Driver> Still<'_, D> {
     /// Compares all that `survey` says is zero or unchanged. What is not so is forgotten, with its copy, so that it is
     /// copied as a whole.
-    pub(super) fn verify(&self, log: &mut StepLog, selection: &Selection, survey: &mut Survey) {
-        for claim in self.claims(selection, survey) {
+    pub(super) fn verify(&self, log: &mut StepLog, rows: &Rows, survey: &mut Survey) {
+        for claim in self.claims(rows, survey) {
             let compared = log.timed("verify", |log| self.first_difference(log, &claim));
             let about = match compared {
                 Ok(None) => continue,
@@ -51,10 +51,10 @@ impl<D: Driver> Still<'_, D> {
         }
     }
 
-    fn claims(&self, selection: &Selection, survey: &Survey) -> Vec<Claim> {
+    fn claims(&self, rows: &Rows, survey: &Survey) -> Vec<Claim> {
         let ledger = self.pool.ledger();
         let mut claims = Vec::new();
-        for row in ledger.rows().filter(|row| row.is_resident() && selection.has(row)) {
+        for row in ledger.rows_in(rows).filter(|row| row.is_resident()) {
             let (Some(fresh), Some(device)) = (survey.of(row.handle()), row.device()) else {
                 continue;
             };

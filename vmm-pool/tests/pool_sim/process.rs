@@ -247,7 +247,7 @@ impl SimPool {
             }
             Selection::Whole => self.shut::<FromOffloaded>().create_own(Away::Whole),
             Selection::Staged(tags) => self.shut::<FromOffloaded>().create_own(Away::Staged(tags)),
-            selection => panic!("no resume is of {selection:?}"),
+            selection @ Selection::Tagged(..) => panic!("no resume is of {selection:?}"),
         };
         match created {
             Ok((arriving, log)) => {

@@ -223,23 +223,12 @@ fn a_failed_resume_of_a_tag_leaves_new_memory_of_it_alone() {
 
 #[test]
 fn saved_contents_outlive_memory_that_a_failed_resume_could_not_give_back() {
-    let others: [(&str, fn(&SimPool)); 4] = [
-        ("nothing else", |_| ()),
-        ("a pause of other memory that is undone", |pool| {
-            pool.save(&Selection::Tagged(names(&["other"]), Whose::Everybody), UNLIMITED)
-                .expect("saved");
-            pool.remount().expect("as before");
-            drop(pool.commit_resume());
-        }),
-        ("a pause of the same memory", |pool| pause_tags(pool, &["kv"])),
-        ("a pause of the same memory that is undone", |pool| {
-            pool.save(&Selection::Tagged(names(&["kv"]), Whose::Everybody), UNLIMITED)
-                .expect("saved");
-            pool.remount().expect("as before");
-            drop(pool.commit_resume());
-        }),
-    ];
-    for (what, other) in others {
+    let undone = |pool: &SimPool, tag| {
+        pool.save(&Selection::Tagged(names(&[tag]), Whose::Everybody), UNLIMITED).expect("saved");
+        pool.remount().expect("as before");
+        drop(pool.commit_resume());
+    };
+    for what in ["nothing else", "a pause", "an undone pause", "an undone pause of other memory"] {
         let pool = pool(&node());
         let range = filled(&pool, 2, tagged("kv", Contents::Keep), 1);
         filled(&pool, 1, tagged("other", Contents::Keep), 2);
@@ -252,7 +241,12 @@ fn saved_contents_outlive_memory_that_a_failed_resume_could_not_give_back() {
         pool.undo_resume().expect("as far as the driver lets it go");
         faults.clear();
         assert!(pool.is_set_aside("kv"), "its process runs without it");
-        other(&pool);
+        match what {
+            "a pause" => pause_tags(&pool, &["kv"]),
+            "an undone pause" => undone(&pool, "kv"),
+            "an undone pause of other memory" => undone(&pool, "other"),
+            _ => {}
+        }
         resume_tags(&pool, &["kv"]);
         assert!(holds(&pool, DEVICE, range, pattern(1)), "after {what}");
     }
