@@ -9,7 +9,7 @@ use super::*;
 use crate::driver::{AllocationProp, LocationKind};
 use crate::report::Contents;
 use crate::scaling::assert_not_quadratic;
-use crate::store::Store;
+use crate::store::{Saved, Store};
 
 const GPU: DeviceOrdinal = DeviceOrdinal(0);
 const SIZE_BYTES: u64 = 2 << 20;

@@ -1,0 +1,275 @@
+//! What a pause and a resume change: of many rows, of one after the other, and of what importers fetch again.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+
+use super::residency::Change;
+use super::{Ledger, Mapping, Presence, Remount, Row, Rows, merged, overlapping};
+use crate::deferred::Physical;
+use crate::driver::VaRange;
+use crate::error::{PoolError, PoolResult};
+use crate::store::Saved;
+use crate::{AllocationId, VirtualHandle};
+
+impl Ledger {
+    /// What `range`, the first of a recorded mapping, needs to be mapped again; `None` when there is no such record.
+    ///
+    /// # Errors
+    /// [`PoolError::MissingImport`] when its memory is not there.
+    pub(crate) fn to_remount(&self, start: u64) -> PoolResult<Option<Remount>> {
+        let Some(mapping) = self.mapping(start) else {
+            return Ok(None);
+        };
+        let range = mapping.range();
+        let row = self.row(mapping.allocation());
+        let Some((row, raw)) = row.and_then(|row| Some((row, row.raw()?))) else {
+            let (address, size_bytes) = (range.start, range.size_bytes);
+            return Err(PoolError::MissingImport { address, size_bytes });
+        };
+        let (access, presence) = (mapping.access_list(), mapping.presence());
+        Ok(Some(Remount { range, raw, access, device: row.device(), presence }))
+    }
+
+    /// How much of the mapping that begins at `start` the driver has now.
+    pub(crate) fn set_presence(&mut self, start: u64, presence: Presence) {
+        if let Some(mapping) = self.mappings.get_mut(&start) {
+            mapping.set_presence(presence);
+        }
+    }
+
+    /// The mapping that begins at `start` is about to be taken out of the driver's page tables.
+    pub(crate) fn begin_leaving(&mut self, start: u64) {
+        if let Some(mapping) = self.mappings.get_mut(&start) {
+            mapping.begin_leaving();
+        }
+    }
+
+    /// It was not.
+    pub(crate) fn call_off_leaving(&mut self, start: u64) {
+        if let Some(mapping) = self.mappings.get_mut(&start) {
+            mapping.call_off_leaving();
+        }
+    }
+
+    /// Ranges that are mapped now, in order, of those of `rows` that `choose` picks.
+    pub(crate) fn present_mappings(
+        &self,
+        rows: &Rows,
+        choose: impl Fn(&Row) -> bool,
+    ) -> Vec<VaRange> {
+        let chosen = self.rows_in(rows).filter(|row| choose(row));
+        let present = chosen.flat_map(|row| self.mappings_of(row)).filter(|at| at.is_present());
+        let mut ranges: Vec<_> = present.map(Mapping::range).collect();
+        ranges.sort_unstable_by_key(|range| range.start);
+        ranges
+    }
+
+    /// Contents are saved: the copy counts from now on too. Returns where they are still mapped.
+    pub(crate) fn saved(&mut self, handle: VirtualHandle, saved: Saved) -> Vec<VaRange> {
+        let Some(row) = self.row_mut(handle) else {
+            return Vec::new();
+        };
+        let _none = row.backing_mut().change(Change::Saved(saved));
+        let Some(row) = self.row(handle) else {
+            return Vec::new();
+        };
+        let present = self.mappings_of(row).filter(|mapping| mapping.is_present());
+        present.map(Mapping::range).collect()
+    }
+
+    /// Gives up the handles of those of `rows` that `choose` picks and that are nowhere mapped.
+    pub(crate) fn take_unmapped(
+        &mut self,
+        rows: &Rows,
+        choose: impl Fn(&Row) -> bool,
+    ) -> Vec<Physical> {
+        let unmapped = self.rows_in(rows).filter(|row| {
+            let is_unmapped = self.mappings_of(row).all(|mapping| !mapping.is_present());
+            is_unmapped && row.is_resident() && choose(row)
+        });
+        let unmapped: Vec<_> = unmapped.map(Row::handle).collect();
+        let taken = unmapped
+            .into_iter()
+            .filter_map(|handle| self.row_mut(handle)?.backing_mut().change(Change::Released));
+        taken.collect()
+    }
+
+    /// It is created or imported again. A handle that is not wanted comes back.
+    pub(crate) fn returned(
+        &mut self,
+        handle: VirtualHandle,
+        physical: Physical,
+    ) -> Option<Physical> {
+        match self.row_mut(handle) {
+            Some(row) => row.backing_mut().change(Change::Returned(physical)),
+            None => Some(physical),
+        }
+    }
+
+    /// Saved contents of `handle` are about to be written to its memory.
+    pub(crate) fn begin_refill(&mut self, handle: VirtualHandle) {
+        if let Some(row) = self.row_mut(handle) {
+            row.backing_mut().begin_refill();
+        }
+    }
+
+    /// The contents of `rows` are on their devices again, as far as they came back.
+    pub(crate) fn arrived(&mut self, rows: &Rows) {
+        self.change_in(rows.handles(), |row| {
+            if row.backing().is_coming() {
+                let _none = row.backing_mut().change(Change::Arrived);
+            }
+        });
+    }
+
+    /// Where a device has the contents, copies are void.
+    pub(crate) fn void_copies(&mut self) {
+        for (_, row) in &mut self.rows {
+            if row.backing().has_contents() {
+                let _none = row.backing_mut().change(Change::ContentsVoid);
+            }
+        }
+    }
+
+    /// The process runs, and what is not wholly there it goes on without, until that is brought back by tag.
+    /// Importers are given what they ask for again.
+    pub(crate) fn run_on(&mut self) {
+        self.is_frozen = false;
+        let mappings = &self.mappings;
+        for (_, row) in &mut self.rows {
+            let mut at = row.mapped_at().filter_map(|start| mappings.get(&start));
+            let is_mapped = at.all(Mapping::is_present);
+            drop(at);
+            if !row.is_lost() {
+                let _none = row.backing_mut().change(Change::Runs { is_mapped });
+            }
+        }
+    }
+
+    /// The process is about to run on without `rows`, and so are their importers, wherever they are.
+    pub(crate) fn owe_by_tag(&mut self, rows: &Rows) {
+        self.change_in(rows.handles(), Row::owe_by_tag);
+    }
+
+    /// The same, without all but `rows`.
+    pub(crate) fn owe_all_but(&mut self, rows: &Rows) {
+        let others = self.rows.iter_mut().map(|(_, row)| row).filter(|row| !rows.has(row));
+        others.for_each(Row::owe_by_tag);
+    }
+
+    /// Importers are about to fetch what they hold of `rows`. Returns what has to be exported for that.
+    pub(crate) fn begin_fetching(&mut self, rows: &Rows) -> Vec<(AllocationId, u64)> {
+        let mut wanted = Vec::new();
+        self.change_in(rows.fetched(), |row| {
+            if !row.is_shared() {
+                return;
+            }
+            // Whoever still wants it asks again, and is an importer when the resume is committed.
+            if row.can_leave() || row.is_owed_by_tag() {
+                row.begin_fetching();
+            }
+            if row.is_resident() && !row.is_exported() {
+                wanted.push((row.id(), row.size_bytes()));
+            }
+        });
+        wanted
+    }
+
+    /// What `choose` picks of `rows` is leaving: nobody fetches it, and no descriptor is kept for those who would.
+    /// Those come out.
+    pub(crate) fn call_off_fetching(
+        &mut self,
+        rows: &Rows,
+        choose: impl Fn(&Row) -> bool,
+    ) -> Vec<OwnedFd> {
+        let mut exports = Vec::new();
+        self.change_in(rows.fetched(), |row| {
+            if choose(row) {
+                row.call_off_fetching();
+                exports.extend(row.take_export());
+            }
+        });
+        exports
+    }
+
+    /// The end of a resume of `rows`: nothing stays for the others' sake any more, and a process that has fetched memory
+    /// again is its importer, and keeps alive from now on what its owner's application freed while it was away. That comes out.
+    pub(crate) fn end_fetching(&mut self, rows: &Rows) -> Vec<Row> {
+        let handles: Vec<_> = self.rows().map(Row::handle).collect();
+        for (_, row) in &mut self.rows {
+            row.set_stays(None);
+            row.end_fetching(rows.owes(row));
+        }
+        handles.into_iter().filter_map(|handle| self.take_garbage(handle)).collect()
+    }
+
+    /// Descriptors that no ticket needs.
+    pub(crate) fn take_spare_exports(&mut self) -> Vec<OwnedFd> {
+        self.take_exports(|row| !row.has_tickets())
+    }
+
+    /// Parts of own memory whose contents nobody needs: unless the process touches them first, the next pause
+    /// gives them up without saving. Marks of before are void. Ranges of other memory are passed over.
+    pub(crate) fn mark_unused(&mut self, ranges: &[VaRange]) {
+        let mut parts: HashMap<VirtualHandle, Vec<Range<u64>>> = HashMap::new();
+        for range in ranges {
+            for mapping in overlapping(&self.mappings, *range) {
+                let start = mapping.range().start.0;
+                let begin = range.start.0.max(start) - start;
+                let end = range.end().0.min(mapping.range().end().0) - start;
+                parts.entry(mapping.allocation()).or_default().push(begin..end);
+            }
+        }
+        for (_, row) in &mut self.rows {
+            // Memory that is mapped twice may be in use under its other address.
+            let counts = row.is_own() && row.mapped_at().len() == 1;
+            let unused = parts.remove(&row.handle()).filter(|_| counts).unwrap_or_default();
+            if row.backing().is_at_rest() {
+                let _none = row.backing_mut().change(Change::Unused(merged(unused)));
+            }
+        }
+    }
+
+    /// A place made for a copy. It is here from its reservation on, until it is gone.
+    pub(crate) fn add_view(&mut self, range: VaRange) {
+        self.views.insert(range.start.0, range);
+    }
+
+    /// Forgets one.
+    pub(crate) fn remove_view(&mut self, range: VaRange) {
+        self.views.remove(&range.start.0);
+    }
+
+    /// All of them.
+    pub(crate) fn views(&self) -> Vec<VaRange> {
+        self.views.values().copied().collect()
+    }
+
+    /// Where `handle` is mapped now; nowhere, unless `choose` picks it.
+    pub(crate) fn present_of(
+        &self,
+        handle: VirtualHandle,
+        choose: impl Fn(&Row) -> bool,
+    ) -> Vec<VaRange> {
+        let Some(row) = self.row(handle).filter(|row| choose(row)) else { return Vec::new() };
+        let present = self.mappings_of(row).filter(|mapping| mapping.is_present());
+        present.map(Mapping::range).collect()
+    }
+
+    /// Gives up the driver's handle of `handle`, where `choose` picks it and it is nowhere mapped. Nobody fetches it any more; a descriptor
+    /// that was kept for those who would comes out too.
+    pub(crate) fn take_one_unmapped(
+        &mut self,
+        handle: VirtualHandle,
+        choose: impl Fn(&Row) -> bool,
+    ) -> Option<(Physical, Option<OwnedFd>)> {
+        if !self.present_of(handle, |_| true).is_empty() {
+            return None;
+        }
+        let row = self.row_mut(handle).filter(|row| row.is_resident() && choose(row))?;
+        row.call_off_fetching();
+        let export = row.take_export();
+        row.backing_mut().change(Change::Released).map(|physical| (physical, export))
+    }
+}
