@@ -1,4 +1,5 @@
-//! Copies between devices and the host: two streams of each device, taken in turn.
+//! Copies between devices and the host: two streams of each device, taken in turn. They are made once: between two steps
+//! [`Deferred`] has them, until a context ends or the pool goes.
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
@@ -30,17 +31,32 @@ pub(crate) struct CopyStreams<'a, D: Driver> {
     device: DeviceOrdinal,
     streams: [RawStream; 2],
     next: usize,
+    /// There may be work that was not waited for.
+    is_busy: [bool; 2],
+    /// The driver has refused work: the next step makes its own.
+    is_refused: bool,
 }
 
 impl<'a, D: Driver> CopyStreams<'a, D> {
-    /// Makes `device`'s context current on this thread and two streams in it.
+    /// Makes `device`'s context current on this thread, and two streams in it where none are left of an earlier step.
     pub(crate) fn open(deferred: &'a Deferred<D>, device: DeviceOrdinal) -> PoolResult<Self> {
         let about = || "stream for copies".to_owned();
         let driver = deferred.driver();
         driver.make_current(device).about(about, 0, Some(device))?;
+        let with = |streams| Self {
+            deferred,
+            device,
+            streams,
+            next: 0,
+            is_busy: [false; 2],
+            is_refused: false,
+        };
+        if let Some(streams) = deferred.take_streams(device) {
+            return Ok(with(streams));
+        }
         let first = driver.stream_create().about(about, 0, Some(device))?;
         match driver.stream_create() {
-            Ok(second) => Ok(Self { deferred, device, streams: [first, second], next: 0 }),
+            Ok(second) => Ok(with([first, second])),
             Err(error) => {
                 end(deferred, device, first);
                 Err(error).about(about, 0, Some(device))
@@ -50,16 +66,24 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
 
     /// The stream whose turn it is, after its earlier work is done. Its device's context is current then.
     pub(crate) fn take_idle(&mut self) -> PoolResult<RawStream> {
-        let stream = self.take()?;
-        self.finish(stream)?;
-        Ok(stream)
+        self.make_current()?;
+        let next = 1 - self.next;
+        if self.is_busy[next] {
+            self.finish(self.streams[next])?;
+        }
+        Ok(self.take_next())
     }
 
     /// The stream whose turn it is. Its device's context is current then.
     pub(crate) fn take(&mut self) -> PoolResult<RawStream> {
         self.make_current()?;
+        Ok(self.take_next())
+    }
+
+    fn take_next(&mut self) -> RawStream {
         self.next = 1 - self.next;
-        Ok(self.taken())
+        self.is_busy[self.next] = true;
+        self.taken()
     }
 
     /// The stream that was taken last.
@@ -72,7 +96,7 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
     /// # Safety
     /// The device may reach the range. Both stay where they are until the stream is done, and nobody else uses them.
     pub(crate) unsafe fn start(
-        &self,
+        &mut self,
         way: Way,
         host: NonNull<u8>,
         range: VaRange,
@@ -84,6 +108,7 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
             // SAFETY: as the caller vouches.
             Way::In => ("restoring", unsafe { driver.copy_to_device(range, host, stream) }),
         };
+        self.is_refused |= begun.is_err();
         let about = || format!("{what} of {}", range.start);
         begun.about(about, range.size_bytes, Some(self.device))
     }
@@ -92,9 +117,10 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
     ///
     /// # Safety
     /// As [`CopyStreams::start`].
-    pub(crate) unsafe fn start_zeros(&self, range: VaRange) -> PoolResult<()> {
+    pub(crate) unsafe fn start_zeros(&mut self, range: VaRange) -> PoolResult<()> {
         // SAFETY: as the caller vouches.
         let begun = unsafe { self.deferred.driver().fill_with_zeros(range, self.taken()) };
+        self.is_refused |= begun.is_err();
         begun.about(|| format!("zeros of {}", range.start), range.size_bytes, Some(self.device))
     }
 
@@ -104,19 +130,27 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
     }
 
     /// Waits for `stream`, one of the two.
-    pub(crate) fn finish(&self, stream: RawStream) -> PoolResult<()> {
+    pub(crate) fn finish(&mut self, stream: RawStream) -> PoolResult<()> {
         let waited = self.deferred.driver().stream_synchronize(stream);
+        if let Some(at) = self.streams.iter().position(|known| *known == stream) {
+            self.is_busy[at] = waited.is_err();
+        }
         waited.about(|| "copies of contents".to_owned(), 0, Some(self.device))
     }
 
-    /// Waits for both streams.
-    pub(crate) fn finish_all(&self) -> PoolResult<()> {
-        let first = self.finish(self.streams[0]);
-        first.and(self.finish(self.streams[1]))
+    /// Waits for both streams, where they may have work.
+    pub(crate) fn finish_all(&mut self) -> PoolResult<()> {
+        let mut all = Ok(());
+        for (stream, is_busy) in self.streams.into_iter().zip(self.is_busy) {
+            if is_busy {
+                all = all.and(self.finish(stream));
+            }
+        }
+        all
     }
 
     /// See [`DeviceStreams::finish_or_leave`].
-    fn finish_or_leave(&self) -> PoolResult<()> {
+    fn finish_or_leave(&mut self) -> PoolResult<()> {
         let first = self.finish_all();
         if first.is_err() && self.finish_all().is_err() {
             self.deferred.leave_unsettled(self.device);
@@ -147,14 +181,17 @@ impl<'a, D: Driver> DeviceStreams<'a, D> {
 
     /// Waits for all copies of a step, on each device whatever the others say. A wait that failed is tried once more; when
     /// that fails too, the device is left unsettled, and nothing is unmapped before [`Deferred::settle`] has waited for it.
-    pub(crate) fn finish_or_leave(&self) -> PoolResult<()> {
-        let all = self.by_device.values().map(CopyStreams::finish_or_leave);
+    pub(crate) fn finish_or_leave(&mut self) -> PoolResult<()> {
+        let all = self.by_device.values_mut().map(CopyStreams::finish_or_leave);
         all.fold(Ok(()), Result::and)
     }
 }
 
 impl<D: Driver> Drop for CopyStreams<'_, D> {
     fn drop(&mut self) {
+        if self.is_busy == [false; 2] && !self.is_refused {
+            return self.deferred.keep_streams(self.device, self.streams);
+        }
         for stream in self.streams {
             end(self.deferred, self.device, stream);
         }

@@ -3,7 +3,7 @@
 //!
 //! What the driver refuses once it may take the next time, and whoever gave the object up can do nothing
 //! about it. So it is kept here, counted in the report, and offered again at each step of a pause or resume:
-//! no single failure leaks memory, addresses or streams for good.
+//! no single failure leaks memory, addresses or streams for good. Idle streams for copies wait here for the next step too.
 
 #![expect(unsafe_code, reason = "gives objects back to the driver")]
 
@@ -86,6 +86,8 @@ struct Lists {
     /// Reservations, and whatever is still mapped in them.
     ranges: Vec<VaRange>,
     streams: Vec<(DeviceOrdinal, RawStream)>,
+    /// For copies: idle, and between two steps.
+    idle_streams: Vec<(DeviceOrdinal, [RawStream; 2])>,
     /// Copies may still be under way there: nothing may be unmapped before [`Deferred::settle`] has waited.
     unsettled: BTreeSet<DeviceOrdinal>,
 }
@@ -163,6 +165,37 @@ impl<D: Driver> Deferred<D> {
         self.lists().streams.push((device, stream));
     }
 
+    /// Two idle streams of `device`, if an earlier step has left some. Nobody else has them.
+    pub(crate) fn take_streams(&self, device: DeviceOrdinal) -> Option<[RawStream; 2]> {
+        let idle = &mut self.lists().idle_streams;
+        let at = idle.iter().position(|(of, _)| *of == device)?;
+        Some(idle.swap_remove(at).1)
+    }
+
+    /// Keeps two idle streams for the next step, which may end them instead.
+    pub(crate) fn keep_streams(&self, device: DeviceOrdinal, streams: [RawStream; 2]) {
+        self.lists().idle_streams.push((device, streams));
+    }
+
+    /// Ends all streams that are kept here. For a context that is about to end: afterwards the driver may give their values to
+    /// streams of the application, so what it refuses is not offered again.
+    ///
+    /// # Driver calls
+    /// `cuStreamDestroy`.
+    pub(crate) fn end_streams(&self) {
+        let (refused, idle) = {
+            let Lists { streams, idle_streams, .. } = &mut *self.lists();
+            (std::mem::take(streams), std::mem::take(idle_streams))
+        };
+        let idle = idle.into_iter().flat_map(|(_, streams)| streams);
+        for stream in refused.into_iter().map(|(_, stream)| stream).chain(idle) {
+            // SAFETY: the stream is ours, and nobody uses it any more.
+            if let Err(error) = unsafe { self.driver.stream_destroy(stream) } {
+                tracing::error!(%error, "a stream for copies ends with its context");
+            }
+        }
+    }
+
     /// Copies may be under way on `device`, and could not be waited for.
     pub(crate) fn leave_unsettled(&self, device: DeviceOrdinal) {
         self.lists().unsettled.insert(device);
@@ -231,6 +264,12 @@ impl<D: Driver> Deferred<D> {
             log_kept(ended.about(|| "stream for copies".to_owned(), 0, Some(device)));
         }
         Ok(())
+    }
+}
+
+impl<D: Driver> Drop for Deferred<D> {
+    fn drop(&mut self) {
+        self.end_streams();
     }
 }
 

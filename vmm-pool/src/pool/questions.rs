@@ -42,8 +42,13 @@ impl<D: Driver> Pool<D> {
 
     /// Takes the plain memory of `context`, which is about to be ended, from it: [`crate::Entered::plain_memory_ends`] or
     /// [`Pool::plain_memory_stays`] comes next. Nobody finds it by the context's value from now on, which may be another context's at once.
+    /// No streams of ours are left in it either. No step of a pause or resume may be under way.
+    ///
+    /// # Driver calls
+    /// `cuStreamDestroy`, for streams of all contexts.
     #[doc(alias = "cuCtxDestroy")]
     pub fn take_plain_memory(&self, context: RawContext) -> PlainMemory {
+        self.deferred.end_streams();
         self.ledger().take_plain_memory(context)
     }
 

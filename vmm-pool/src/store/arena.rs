@@ -581,7 +581,7 @@ impl<D: Driver> HostArena<D> {
         way: Way,
         range: VaRange,
         extent: Extent,
-        copies: &CopyStreams<'_, D>,
+        copies: &mut CopyStreams<'_, D>,
     ) -> PoolResult<()> {
         let range = range.part(&extent.part());
         self.pieces(&extent.place(), |pointer, offset, length| {

@@ -5,8 +5,8 @@ use vmm_pool::driver::{AccessDesc, DeviceOrdinal, Driver, DriverCode, DriverOp, 
 use vmm_pool::{Class, Contents, PoolResult, StepLog, VirtualHandle};
 
 use crate::stage::{
-    SimPool, UNIT, UNLIMITED, WHOLE, class, create, free_bytes, holds, kept, map, node, pattern,
-    pause, pool, resume, write,
+    SimPool, UNIT, UNLIMITED, WHOLE, class, create, end_streams, free_bytes, holds, kept, map,
+    node, pattern, pause, pool, resume, write,
 };
 use crate::tags::{pause_tags, resume_tags};
 
@@ -114,7 +114,7 @@ fn contents_of_all_devices_come_back_to_each() {
         all.assert_free(all.device_bytes, "resumed");
     }
     assert_eq!(all.pool.driver().copies_pinned_for_others(), 0, "copies are slow");
-    assert_eq!(all.pool.driver().census().streams, 0);
+    assert_eq!(end_streams(&all.pool), 0);
 }
 
 #[test]
@@ -234,6 +234,7 @@ fn each_fault(
     for &op in DriverOp::ALL {
         for nth in 1.. {
             before();
+            assert_eq!(end_streams(&all.pool), 0, "streams stay before call {nth} of {op}");
             let fired = faults.fired();
             faults.fail(op, FaultSpan::Nth(nth), DriverCode::UNKNOWN);
             let outcome = step();
@@ -250,7 +251,7 @@ fn each_fault(
             met += 1;
         }
     }
-    assert_eq!(all.pool.driver().census().streams, 0, "streams stay");
+    assert_eq!(end_streams(&all.pool), 0, "streams stay");
     met
 }
 

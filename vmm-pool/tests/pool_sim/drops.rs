@@ -16,8 +16,8 @@ use vmm_pool::{
 use crate::faults::Pair;
 use crate::process::SimPool;
 use crate::stage::{
-    CAPACITY_BYTES, DEVICE, GateAt, UNIT, UNLIMITED, WHOLE, class, create, free_bytes, gate_of,
-    holds, is_frozen, kept, map, node, pattern, pool, resume, write,
+    CAPACITY_BYTES, DEVICE, GateAt, UNIT, UNLIMITED, WHOLE, class, create, end_streams, free_bytes,
+    gate_of, holds, is_frozen, kept, map, node, pattern, pool, resume, write,
 };
 
 type Steps = fn(&Pair);
@@ -27,7 +27,7 @@ fn assert_runs(pair: &Pair, when: &str) {
     for pool in &pair.pools {
         assert_eq!(gate_of(pool), GateAt::Open, "{when}");
         assert!(!is_frozen(pool), "{when}: importers are given memory");
-        assert_eq!(pool.driver().census().streams, 0, "{when}");
+        assert_eq!(end_streams(pool), 0, "{when}");
     }
     pair.assert_balance(true, when);
     pair.assert_intact(when);
@@ -42,7 +42,7 @@ fn assert_is_paused(pair: &Pair, when: &str) {
     for pool in &pair.pools {
         assert_eq!(gate_of(pool), GateAt::Offloaded, "{when}");
         assert!(is_frozen(pool), "{when}: nothing is given that is away");
-        assert_eq!(pool.driver().census().streams, 0, "{when}");
+        assert_eq!(end_streams(pool), 0, "{when}");
     }
     pair.assert_balance(false, when);
     pair.resume().expect("another resume");

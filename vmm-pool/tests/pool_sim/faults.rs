@@ -8,8 +8,8 @@ use vmm_pool::driver::{
 use vmm_pool::{ChangeDetection, Contents, PoolError, PoolResult, StepLog, VirtualHandle};
 
 use crate::stage::{
-    CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, class, create, free_bytes,
-    holds, import_again, kept, map, node, pattern, pool, share, write,
+    CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, class, create, end_streams,
+    free_bytes, holds, import_again, kept, map, node, pattern, pool, share, write,
 };
 
 /// Two processes that share memory in both directions, with one of each kind of mapping.
@@ -196,7 +196,7 @@ pub(crate) fn each_fault(mut round: impl FnMut(&Pair, Fault) -> bool) -> u64 {
                 pair.assert_intact(&format!("{fault:?}"));
                 pair.assert_balance(true, &format!("{fault:?}"));
                 for pool in &pair.pools {
-                    assert_eq!(pool.driver().census().streams, 0, "{fault:?}: streams stay");
+                    assert_eq!(end_streams(pool), 0, "{fault:?}: streams stay");
                 }
             }
         }

@@ -1,14 +1,14 @@
 //! Pauses and resumes in which every driver call succeeds.
 
-use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::sim::{FaultSpan, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{
-    AccessDesc, AllocationProp, DeviceAddress, Driver, DriverOp, Location, VaRange,
+    AccessDesc, AllocationProp, DeviceAddress, Driver, DriverCode, DriverOp, Location, VaRange,
 };
 use vmm_pool::{Contents, HostBudget, PoolError};
 
 use crate::stage::{
-    CAPACITY_BYTES, DEVICE, OTHER, UNIT, UNLIMITED, WHOLE, class, create, free_bytes, holds,
-    import_again, kept, map, node, pattern, pause, pool, resume, share, write,
+    CAPACITY_BYTES, DEVICE, OTHER, UNIT, UNLIMITED, WHOLE, class, create, end_streams, free_bytes,
+    holds, import_again, kept, map, node, pattern, pause, pool, resume, share, write,
 };
 
 const RW: fn(vmm_pool::driver::DeviceOrdinal) -> AccessDesc = AccessDesc::read_write;
@@ -336,4 +336,39 @@ fn nothing_is_unmapped_before_its_copy_is_done_however_many_groups_there_are() {
             assert!(holds(&pool, DEVICE, used(place), pattern(seed)), "{round}: {seed}");
         }
     }
+}
+
+#[test]
+fn streams_for_copies_are_made_once_and_end_with_a_context_and_with_the_pool() {
+    let pool = pool(&node());
+    let driver = std::sync::Arc::clone(pool.driver());
+    let faults = driver.faults();
+    let made = || faults.calls(DriverOp::StreamCreate);
+    let handle = create(&pool, DEVICE, 2, kept());
+    let range = map(&pool, handle, 2 * UNIT, &[RW(DEVICE)]);
+    let round = |seed| {
+        write(&pool, DEVICE, range, pattern(seed));
+        pause(&pool);
+        resume(&pool);
+        assert!(holds(&pool, DEVICE, range, pattern(seed)));
+    };
+    round(1);
+    let (first, live) = (made(), driver.census().streams);
+    assert_eq!((first, live), (2, 2), "one device, and steps that follow each other");
+    round(2);
+    assert_eq!((made(), driver.census().streams), (first, live));
+    // Those of a context that ends may be another's streams afterwards.
+    assert_eq!(end_streams(&pool), 0);
+    round(3);
+    assert_eq!((made(), driver.census().streams), (2 * first, live));
+    // Those that the driver has refused a copy on are not taken again.
+    faults.fail(DriverOp::CopyToHost, FaultSpan::Nth(1), DriverCode::INVALID_HANDLE);
+    assert!(pool.save(&WHOLE, UNLIMITED).is_err(), "it was made to fail");
+    pool.remount().expect("as before");
+    drop(pool.commit_resume());
+    assert_eq!(driver.census().streams, 0);
+    round(4);
+    assert_eq!((made(), driver.census().streams), (3 * first, live));
+    drop(pool);
+    assert_eq!(driver.census().streams, 0);
 }

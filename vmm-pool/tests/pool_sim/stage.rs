@@ -5,7 +5,9 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
-use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, VaRange};
+use vmm_pool::driver::{
+    AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, RawContext, VaRange,
+};
 use vmm_pool::{
     AllocationId, Class, Contents, HostBudget, ImportSource, PeerId, Pool, PoolError, PoolResult,
     Selection, StepLog, VirtualHandle,
@@ -198,6 +200,13 @@ pub(crate) fn gate_of(pool: &SimPool) -> GateAt {
 pub(crate) fn is_frozen(pool: &SimPool) -> bool {
     let nobodys = pool.redeem(AllocationId([0; 16]), 0, PeerId(1));
     matches!(nobodys, Err(PoolError::Frozen))
+}
+
+/// Ends the streams that the pool keeps from step to step, as the end of a context does, so that the next step makes its own.
+/// Says how many there are then.
+pub(crate) fn end_streams(pool: &SimPool) -> usize {
+    let _none = pool.take_plain_memory(RawContext(0));
+    pool.driver().census().streams
 }
 
 /// A whole pause of one pool without peers.

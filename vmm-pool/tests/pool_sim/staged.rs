@@ -10,7 +10,7 @@ use vmm_pool::{ByDevice, Contents, HostBudget, PoolError, PoolResult};
 use crate::faults::{Pair, each_fault, peer};
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, GateAt, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, class, create,
-    free_bytes, gate_of, holds, map, node, pattern, pool, resume, write,
+    end_streams, free_bytes, gate_of, holds, map, node, pattern, pool, resume, write,
 };
 
 /// So much of both devices.
@@ -301,6 +301,7 @@ fn what_stayed_with_its_contents_stays_when_a_resume_is_given_up() {
         let contents = filled(&pool, 4);
         pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
         pool.release_stage(&window(2)).expect("a stage");
+        end_streams(&pool);
         let faults = pool.driver().faults();
         faults.fail(op, FaultSpan::From(1), DriverCode::UNKNOWN);
         pool.release_rest().expect("no error: there is no way back");
