@@ -337,6 +337,11 @@ impl Gate {
         self.mode.load(Ordering::SeqCst) == Mode::Shut as u8
     }
 
+    /// Does it let every call in?
+    pub fn is_open(&self) -> bool {
+        self.mode.load(Ordering::SeqCst) == Mode::Open as u8
+    }
+
     /// Is the calling thread inside, or past the gate in a call of its own?
     pub fn is_inside() -> bool {
         INSIDE.get().depth > 0

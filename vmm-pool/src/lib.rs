@@ -18,6 +18,7 @@ pub mod gate;
 mod ids;
 mod journal;
 mod ledger;
+pub mod paging;
 mod peer;
 mod pool;
 mod report;

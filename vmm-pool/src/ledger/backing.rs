@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::residency::{Change, Residency};
+use super::residency::{Change, Kept, Residency};
 use crate::deferred::Physical;
 use crate::store::{Copies, Saved, Store};
 
@@ -17,6 +17,8 @@ pub(crate) struct Backing {
     retained: Option<Retained>,
     /// Somebody may read its saved contents where they lie, until it is back.
     is_lent: bool,
+    /// It is a chunk of a window, which leaves and comes back while the process runs.
+    is_chunk: bool,
 }
 
 /// A copy in host memory of what an allocation held when it was paused.
@@ -25,11 +27,14 @@ struct Retained {
     saved: Saved,
     /// Readers may ask for it: it stays whatever the next pause needs.
     is_for_readers: bool,
+    /// It is the place of a chunk, which stays too. The bytes there may be old.
+    is_of_chunk: bool,
 }
 
 impl Retained {
     fn stays(&self, copies: Copies, is_wanted: bool) -> bool {
         self.is_for_readers
+            || self.is_of_chunk
             || match copies {
                 Copies::All => true,
                 Copies::Needed => is_wanted,
@@ -41,7 +46,28 @@ impl Retained {
 impl Backing {
     pub(super) fn new(handle: Physical) -> Self {
         let residency = Residency::Resident { handle, unused: Vec::new() };
-        Self { residency, retained: None, is_lent: false }
+        Self { residency, retained: None, is_lent: false, is_chunk: false }
+    }
+
+    /// A chunk of a window that is away, and of which nothing is saved: it is zero.
+    pub(super) fn of_chunk() -> Self {
+        let kept = Kept { is_set_aside: true, ..Kept::default() };
+        let residency = Residency::Offloaded { kept };
+        Self { residency, retained: None, is_lent: false, is_chunk: true }
+    }
+
+    pub(crate) fn is_chunk(&self) -> bool {
+        self.is_chunk
+    }
+
+    /// The place of a chunk's contents in host memory.
+    pub(super) fn chunk_copy(&self) -> Option<&Saved> {
+        self.retained.as_ref().filter(|kept| kept.is_of_chunk).map(|kept| &kept.saved)
+    }
+
+    /// Gives a chunk's contents this place, also while it is on its device.
+    pub(super) fn keep_chunk_copy(&mut self, saved: Saved) {
+        self.retained = Some(Retained { saved, is_for_readers: false, is_of_chunk: true });
     }
 
     /// The handle, while it is on its device.
@@ -59,7 +85,7 @@ impl Backing {
     }
 
     /// Is it on its device, which alone has its contents, with no pause or resume of it under way?
-    pub(super) fn is_at_rest(&self) -> bool {
+    pub(crate) fn is_at_rest(&self) -> bool {
         matches!(self.residency, Residency::Resident { .. })
     }
 
@@ -151,6 +177,12 @@ impl Backing {
     /// longer too.
     pub(super) fn retain_copy(&mut self, for_readers: bool, for_pauses: bool) {
         let is_back = self.handle().is_some();
+        if self.is_chunk {
+            if let Some(saved) = self.saved().filter(|_| is_back).cloned() {
+                self.keep_chunk_copy(saved);
+            }
+            return;
+        }
         self.is_lent &= !is_back;
         if !for_pauses {
             self.retained.take_if(|kept| !kept.is_for_readers);
@@ -158,7 +190,8 @@ impl Backing {
         let in_memory = self.saved().filter(|saved| is_back && saved.store == Store::Host);
         let Some(saved) = in_memory else { return };
         let is_kept = for_readers || (for_pauses && saved.prints.is_some());
-        let kept = Retained { saved: saved.clone(), is_for_readers: for_readers };
+        let (saved, is_for_readers) = (saved.clone(), for_readers);
+        let kept = Retained { saved, is_for_readers, is_of_chunk: false };
         self.retained = is_kept.then_some(kept);
     }
 
@@ -185,7 +218,8 @@ impl Backing {
     /// What of it lies in host memory while it is away, and nobody was given its place.
     pub(super) fn movable(&self) -> Option<&Saved> {
         let in_memory = self.saved().filter(|saved| saved.store == Store::Host);
-        let is_away = self.handle().is_none() && !self.is_lent;
+        // A chunk may be wanted any moment, by a thread that reads no file.
+        let is_away = self.handle().is_none() && !self.is_lent && !self.is_chunk;
         in_memory.filter(|saved| is_away && !saved.extents.is_empty())
     }
 

@@ -139,15 +139,15 @@ fn placed(
 
 /// Places for contents, found among those that are taken.
 #[derive(Debug, PartialEq, Eq)]
-struct Places<K> {
+pub(super) struct Places<K> {
     /// For whom, and where it begins, in the order asked for.
-    places: Vec<(K, u64)>,
+    pub(super) places: Vec<(K, u64)>,
     /// Where the last one ends, old and new.
     end_bytes: u64,
 }
 
 impl<K> Places<K> {
-    fn find(mut taken: Vec<Range<u64>>, wanted: impl Iterator<Item = (K, u64)>) -> Self {
+    pub(super) fn find(mut taken: Vec<Range<u64>>, wanted: impl Iterator<Item = (K, u64)>) -> Self {
         taken.sort_unstable_by_key(|range| range.start);
         let mut end_bytes = 0;
         let mut gaps = Vec::new();

@@ -25,6 +25,7 @@ mod leases;
 mod mapping;
 mod moving;
 mod natives;
+mod paged;
 mod pieces;
 mod plain;
 mod questions;
@@ -39,6 +40,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 
 pub use accounts::{TagTotals, Unfreezable};
+use backing::Backing;
 pub use inventory::{Holding, HoldingSource, Standing};
 pub(crate) use layout::{Layout, Placed};
 pub use leases::{Lease, LentTotals};
@@ -102,11 +104,15 @@ pub(crate) struct Remount {
 impl Ledger {
     /// Enters what has just been created or imported, with one reference.
     pub(crate) fn insert(&mut self, new: NewRow, physical: Physical) -> VirtualHandle {
+        self.enter(new, Backing::new(physical))
+    }
+
+    fn enter(&mut self, new: NewRow, backing: Backing) -> VirtualHandle {
         self.next_generation = (self.next_generation + 1) & VirtualHandle::GENERATION_MASK;
         let id = new.id;
         let vacant = self.rows.vacant_entry();
         let handle = VirtualHandle::new(vacant.key(), self.next_generation);
-        let row = vacant.insert(Row::new(new, handle, physical));
+        let row = vacant.insert(Row::new(new, handle, backing));
         if let (true, Some(device)) = (row.is_own(), row.device()) {
             *self.own_on.entry(device).or_insert(0) += 1;
         }

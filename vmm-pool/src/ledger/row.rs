@@ -89,14 +89,14 @@ struct Sharing {
 }
 
 impl Row {
-    pub(super) fn new(new: NewRow, handle: VirtualHandle, physical: Physical) -> Self {
+    pub(super) fn new(new: NewRow, handle: VirtualHandle, backing: Backing) -> Self {
         Self {
             new,
             handle,
             references: 1,
             mappings: BTreeSet::new(),
             was_mapped: false,
-            backing: Backing::new(physical),
+            backing,
             sharing: Sharing::default(),
             pinned: None,
             registered: None,

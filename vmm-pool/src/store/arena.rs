@@ -490,15 +490,23 @@ impl<D: Driver> HostArena<D> {
         Ok(())
     }
 
+    /// Where `place` lies: host pointers, and the offsets in `place` that each holds.
+    pub(crate) fn pieces_of(&self, place: &Range<u64>) -> Vec<(NonNull<u8>, Range<u64>)> {
+        let mut pieces = Vec::new();
+        let looked = self.pieces(place, |pointer, offset, length| {
+            pieces.push((pointer, offset..offset + length));
+            Ok(())
+        });
+        debug_assert!(looked.is_ok(), "nothing in the closure fails");
+        pieces
+    }
+
     /// Where `place` lies, when that is one piece.
     pub(crate) fn one_piece(&self, place: &Range<u64>) -> Option<NonNull<u8>> {
-        let mut pieces = Vec::new();
-        self.pieces(place, |pointer, _, _| {
-            pieces.push(pointer);
-            Ok(())
-        })
-        .ok()?;
-        if pieces.len() == 1 { pieces.pop() } else { None }
+        match *self.pieces_of(place) {
+            [(only, _)] => Some(only),
+            _ => None,
+        }
     }
 
     /// Copies what lies at `place` out, which is as long as `target`. No copy of the driver's may be under way there.

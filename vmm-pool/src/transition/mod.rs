@@ -29,6 +29,7 @@ mod keeper;
 mod leaving;
 mod mappings;
 mod moved;
+mod paging;
 mod queue;
 mod quiesced;
 mod release;
@@ -46,8 +47,10 @@ pub use frozen::{Frozen, NotFrozen};
 pub use keeper::{Aside, Away, FromOffloaded, FromOpen, Keeper, NotShut, Origin, Shut};
 pub use leaving::{Departing, Leaving, Prepared, Undone};
 pub use moved::{ByDevice, Left, Moved};
+pub(crate) use paging::{frame_access, frame_prop};
 pub use quiesced::{Done, Failed, Quiesced};
 pub use restore::ImportRequest;
+pub(crate) use still::StillChunk;
 
 #[cfg(test)]
 mod tests;

@@ -19,6 +19,7 @@ mod model;
 mod odd_orders;
 mod offload;
 mod orphans;
+mod paging;
 mod pieces;
 mod process;
 mod questions;

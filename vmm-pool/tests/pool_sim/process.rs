@@ -76,6 +76,11 @@ impl SimPool {
         Self { pool, stage: Mutex::new(Stage::Rest), told: Mutex::default() }
     }
 
+    /// Another hand on the same pool.
+    pub(crate) fn of(pool: Arc<Pool<SimDriver>>) -> Self {
+        Self { pool, stage: Mutex::new(Stage::Rest), told: Mutex::default() }
+    }
+
     pub(crate) fn pool(&self) -> &Arc<Pool<SimDriver>> {
         &self.pool
     }

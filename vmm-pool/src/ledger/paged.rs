@@ -1,0 +1,123 @@
+//! Chunks of a window ([`crate::paging`]): own memory that leaves and comes back while its process runs.
+//!
+//! Each is a row as any other. While it is away it is set aside, and its contents lie in host memory. Its place there stays
+//! its own, also while it is on its device: it is the row's retained copy, whose bytes count only if the pager says so.
+
+use super::backing::Backing;
+use super::layout::Places;
+use super::residency::Change;
+use super::{Ledger, Mapping, NewRow, Presence, Row};
+use crate::VirtualHandle;
+use crate::deferred::Physical;
+use crate::driver::{AccessDesc, VaRange};
+use crate::store::{Extent, Saved, Store};
+
+impl Ledger {
+    /// Enters a chunk that is to be mapped at `range`, with these rights. It is away, and nothing is saved of it: it is zero.
+    pub(crate) fn insert_chunk(
+        &mut self,
+        new: NewRow,
+        range: VaRange,
+        access: &[AccessDesc],
+    ) -> VirtualHandle {
+        let handle = self.enter(new, Backing::of_chunk());
+        let mut mapping = Mapping::new(range, handle);
+        mapping.add_access(access);
+        self.mappings.insert(range.start.0, mapping);
+        if let Some(row) = self.row_mut(handle) {
+            row.mapped(range.start.0);
+        }
+        handle
+    }
+
+    /// Why a chunk may not leave: what else holds its pages does not wait for the pager.
+    pub(crate) fn chunk_stays(&self, handle: VirtualHandle) -> Option<&'static str> {
+        let row = self.row(handle)?;
+        let shared = row.is_shared().then_some("another process may hold it");
+        let twice = (row.mapped_at().len() > 1).then_some("it is mapped at another address too");
+        row.reason_to_stay().or(shared).or(twice)
+    }
+
+    /// The row of a chunk goes, which is mapped nowhere.
+    pub(crate) fn remove_chunk(&mut self, handle: VirtualHandle) -> Vec<Row> {
+        let starts: Vec<_> = self.row(handle).into_iter().flat_map(Row::mapped_at).collect();
+        let mut garbage = self.forget_mappings(&starts);
+        garbage.extend(self.drop_reference(handle).ok().flatten());
+        garbage
+    }
+
+    /// Where its device sees a chunk, if it is there.
+    pub(crate) fn chunk_range(&self, handle: VirtualHandle) -> Option<VaRange> {
+        let row = self.row(handle).filter(|row| row.backing().is_chunk())?;
+        let mapping = self.mappings_of(row).next()?;
+        Some(mapping.range())
+    }
+
+    /// Is the place of a chunk's contents its own, and large enough for all of them?
+    pub(crate) fn has_chunk_place(&self, handle: VirtualHandle) -> bool {
+        let kept = self.row(handle).and_then(|row| row.backing().chunk_copy());
+        kept.is_some()
+    }
+
+    /// The place of a chunk's contents, which are about to be copied there: the one that it has, or a new one. What lies
+    /// there has no fingerprints from now on.
+    pub(crate) fn take_chunk_place(&mut self, handle: VirtualHandle) -> Option<Extent> {
+        let row = self.row(handle).filter(|row| row.backing().is_chunk() && row.is_resident())?;
+        let size_bytes = row.size_bytes();
+        let whole = row.backing().chunk_copy().and_then(|saved| match &*saved.extents {
+            [only] if only.size_bytes == size_bytes => Some(*only),
+            _ => None,
+        });
+        let extent = if let Some(whole) = whole {
+            whole
+        } else {
+            // What it has in pieces goes: the contents move as a whole.
+            self.forget_copy(handle);
+            let taken = self.places_in(Store::Host);
+            let at = Places::find(taken, std::iter::once(((), size_bytes))).places;
+            Extent { start: 0, size_bytes, at: at.first()?.1 }
+        };
+        let saved = Saved { store: Store::Host, extents: [extent].into(), prints: None };
+        self.row_mut(handle)?.backing_mut().keep_chunk_copy(saved);
+        Some(extent)
+    }
+
+    /// A chunk that is mapped nowhere any more has left: its process goes on without it. Its contents lie in its place,
+    /// or nobody needs them.
+    pub(crate) fn chunk_left(
+        &mut self,
+        handle: VirtualHandle,
+        has_contents: bool,
+    ) -> Option<Physical> {
+        let row = self.row_mut(handle)?;
+        if let Some(copy) = row.backing().chunk_copy().cloned().filter(|_| has_contents) {
+            let _none = row.backing_mut().change(Change::Saved(copy));
+        }
+        let physical = row.backing_mut().change(Change::Released);
+        let _none = row.backing_mut().change(Change::Runs { is_mapped: false });
+        physical
+    }
+
+    /// A chunk is mapped again, and its contents are there, or on their way behind an event.
+    pub(crate) fn chunk_came(&mut self, handle: VirtualHandle) {
+        let Some(row) = self.row_mut(handle) else { return };
+        if let Some(saved) = row.backing().saved().cloned() {
+            row.backing_mut().keep_chunk_copy(saved);
+        }
+        let _none = row.backing_mut().change(Change::Arrived);
+    }
+
+    /// A chunk that was to come and could not: it is away as before. Its memory comes out if it is mapped nowhere.
+    pub(crate) fn chunk_did_not_come(&mut self, handle: VirtualHandle) -> Option<Physical> {
+        let row = self.row(handle)?;
+        let is_mapped = self.mappings_of(row).any(|found| found.presence() != Presence::Absent);
+        let row = self.row_mut(handle)?;
+        let physical = if is_mapped || !row.is_resident() {
+            None
+        } else {
+            row.backing_mut().change(Change::Released)
+        };
+        let _none = row.backing_mut().change(Change::Runs { is_mapped: false });
+        physical
+    }
+}

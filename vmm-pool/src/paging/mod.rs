@@ -1,0 +1,521 @@
+//! Larger than memory: a window of addresses whose contents are on the device by turns, while the process runs.
+//!
+//! ```text
+//!   window:   [chunk 0][chunk 1][chunk 2][chunk 3] ...    addresses, for good; each chunk is an own row of the ledger
+//!                 |                 |
+//!   frames:    [frame]           [frame]                  device memory, with its charge against the budget
+//!
+//!   host arena:    [place of 1][place of 0]  ...          each chunk keeps its place
+//! ```
+//!
+//! A *frame* is the [`crate::deferred::Physical`] of one chunk. An exchange takes it from a chunk that nobody uses and gives
+//! it to one that somebody wants: the same changes that a pause and a resume make of a row, for one chunk
+//! ([`crate::transition::StillChunk`]). A chunk that is away is set aside, so that pauses and resumes of everything pass over
+//! it. One on the device they handle as any other.
+//!
+//! What [`table`] decides, [`thread`] carries out, on the thread `sublet-pager`. It waits for work of devices outside the
+//! gate, and goes in, as an application's call does, to begin a copy or to exchange: nothing of that waits. So a pause stops
+//! it between two such steps, and copies that are under way then end before the devices are idle.
+//!
+//! The caller's part: each use of a span is between [`Pager::acquire`] and [`Pager::release`], and the work of it is
+//! launched on the stream that both were told. What is launched outside of that finds addresses without memory, which ends
+//! the context.
+//!
+//! Locks: the table's is a leaf, and never held across a driver call.
+
+mod table;
+mod thread;
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use self::table::{Mark, Table};
+use crate::AllocationId;
+use crate::driver::{
+    DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError, DriverOp, RawEvent, RawStream,
+    VaRange,
+};
+use crate::error::{Describe, PoolError, PoolResult};
+use crate::ledger::{Class, NewRow, Origin};
+use crate::pool::Pool;
+use crate::report::Contents;
+use crate::transition::{frame_access, frame_prop};
+
+/// How often a wait looks whether the process is paused, which does not count.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// How long the end of a pager waits for its thread.
+const END_WAIT: Duration = Duration::from_secs(10);
+/// The library that chunks are counted under.
+const LIBRARY: &str = "paged";
+
+/// How large a window and its parts are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WindowSize {
+    /// Addresses, in bytes: the most that all spans together may have. They cost no memory.
+    pub window_bytes: u64,
+    /// The size of a chunk, a multiple of the device's granularity.
+    pub chunk_bytes: u64,
+    /// The most device memory that chunks may take, in bytes.
+    pub frames_bytes: u64,
+}
+
+/// Why paging did not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum PageError {
+    /// The pool or the driver refused.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+    /// What is used together does not fit.
+    #[error(
+        "{needed_bytes} bytes are used together and the frames for paging have {frames_bytes}: give at least \
+         {needed_bytes} bytes of frames, or use less together"
+    )]
+    TooFewFrames {
+        /// What is asked for now, in bytes.
+        needed_bytes: u64,
+        /// What the frames hold, in bytes.
+        frames_bytes: u64,
+    },
+    /// The window has no room for more.
+    #[error(
+        "{asked_bytes} bytes do not fit the window of {window_bytes} bytes for paging: free what is not needed there"
+    )]
+    WindowFull {
+        /// What was asked for, in bytes.
+        asked_bytes: u64,
+        /// All of the window, in bytes.
+        window_bytes: u64,
+    },
+    /// There is no such span.
+    #[error(
+        "{address} is the start of nothing that is paged: give an address that came from there"
+    )]
+    NotPaged {
+        /// What was given.
+        address: DeviceAddress,
+    },
+    /// Something did not happen in time.
+    #[error("waiting for {what} took longer than {} s: is the GPU busy with work that does not end?", limit.as_secs())]
+    Late {
+        /// What.
+        what: String,
+        /// The deadline.
+        limit: Duration,
+    },
+    /// The pager has ended.
+    #[error("paging on {device} has ended: make it again")]
+    Ended {
+        /// The device.
+        device: DeviceOrdinal,
+    },
+    /// The thread could not be started.
+    #[error("no thread for paging could be had: {0}")]
+    NoThread(#[source] std::io::Error),
+    /// The same as another caller was told.
+    #[error(transparent)]
+    Shared(Arc<PageError>),
+}
+
+/// Result of a call about paging.
+pub type PageResult<T> = Result<T, PageError>;
+
+/// What a pager holds and has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct PageReport {
+    /// Size of one chunk, in bytes.
+    pub chunk_bytes: u64,
+    /// All spans, in bytes of whole chunks.
+    pub paged_bytes: u64,
+    /// The most device memory that they may take, in bytes.
+    pub frames_bytes: u64,
+    /// What they take now, in bytes.
+    pub resident_bytes: u64,
+    /// What may not leave, in bytes: something else holds it there.
+    pub stays_bytes: u64,
+    /// Bytes copied to the host so far.
+    pub out_bytes: u64,
+    /// Bytes copied to the device so far.
+    pub in_bytes: u64,
+    /// Frames that went from one chunk to another so far.
+    pub exchanges: u64,
+    /// Uses that found all of their memory on the device.
+    pub hits: u64,
+    /// Uses that did not.
+    pub misses: u64,
+}
+
+/// The window of one device. Any thread may call; none may be inside the pool's gate.
+#[derive(Debug)]
+pub struct Pager<D: Driver> {
+    shared: Arc<Shared<D>>,
+}
+
+struct Shared<D: Driver> {
+    pool: Arc<Pool<D>>,
+    device: DeviceOrdinal,
+    window: VaRange,
+    chunk_bytes: u64,
+    table: Mutex<Table>,
+    /// The thread has done something, or is to do something.
+    changed: Condvar,
+    /// Events that nobody uses now.
+    spare: Arc<Mutex<Vec<RawEvent>>>,
+}
+
+impl<D: Driver> fmt::Debug for Shared<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pager").field("device", &self.device).finish_non_exhaustive()
+    }
+}
+
+impl<D: Driver> Shared<D> {
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn range_of(&self, chunk: usize) -> VaRange {
+        let start = self.window.start.0 + chunk as u64 * self.chunk_bytes;
+        VaRange::new(DeviceAddress(start), self.chunk_bytes)
+    }
+
+    /// An event that nobody uses. A context of the device is current.
+    fn mark(&self) -> PoolResult<Arc<Mark>> {
+        let spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let event = if let Some(event) = spare {
+            event
+        } else {
+            let made = self.pool.driver.event_create();
+            made.about(|| "event for paging".to_owned(), 0, Some(self.device))?
+        };
+        Ok(Mark::new(event, &self.spare))
+    }
+
+    /// Waits until `look` says something, for `limit` of the time that the process is not paused.
+    fn wait_for<T>(
+        &self,
+        limit: Duration,
+        what: impl Fn() -> String,
+        mut look: impl FnMut(&mut Table) -> Option<PageResult<T>>,
+    ) -> PageResult<T> {
+        let mut deadline = Instant::now() + limit;
+        let mut table = self.table();
+        loop {
+            if let Some(answer) = look(&mut table) {
+                return answer;
+            }
+            if let Some(error) = &table.broken {
+                return Err(PageError::Shared(Arc::clone(error)));
+            }
+            if table.has_ended || table.is_ending {
+                return Err(PageError::Ended { device: self.device });
+            }
+            let now = Instant::now();
+            if !self.pool.gate().is_open() {
+                deadline = now + limit;
+            }
+            let Some(left) = deadline.checked_duration_since(now).filter(|left| !left.is_zero())
+            else {
+                return Err(PageError::Late { what: what(), limit });
+            };
+            let waited = self.changed.wait_timeout(table, left.min(LOOK_EVERY));
+            table = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl<D: Driver> Pager<D> {
+    /// A window on `device`, with nothing in it. *Blocks* on the driver.
+    ///
+    /// # Errors
+    /// [`PageError::Pool`] when the driver gives no addresses or streams; [`PageError::TooFewFrames`] when not one chunk fits;
+    /// [`PageError::NoThread`].
+    ///
+    /// # Driver calls
+    /// `cuMemAddressReserve`, `cuStreamCreate`.
+    pub fn new(pool: Arc<Pool<D>>, device: DeviceOrdinal, size: WindowSize) -> PageResult<Self> {
+        let WindowSize { window_bytes, chunk_bytes, frames_bytes } = size;
+        let frames = frames_bytes.checked_div(chunk_bytes).unwrap_or(0);
+        let chunks = window_bytes.checked_div(chunk_bytes).unwrap_or(0);
+        let bounded = |count: u64| usize::try_from(count).unwrap_or(usize::MAX);
+        if frames == 0 {
+            return Err(PageError::TooFewFrames { needed_bytes: chunk_bytes, frames_bytes });
+        }
+        let reserved = pool.driver.address_reserve(window_bytes, 0, DeviceAddress(0));
+        let about = || "addresses for paging".to_owned();
+        let start = reserved.about(about, window_bytes, Some(device))?;
+        let shared = Arc::new(Shared {
+            pool,
+            device,
+            window: VaRange::new(start, window_bytes),
+            chunk_bytes,
+            table: Mutex::new(Table::new(bounded(chunks), bounded(frames))),
+            changed: Condvar::new(),
+            spare: Arc::default(),
+        });
+        let begun = Self::begin(&shared);
+        if begun.is_err()
+            && let Err(error) = shared.pool.deferred.free_addresses(shared.window)
+        {
+            tracing::error!(%error, "addresses for paging stay until the next pause");
+        }
+        begun.map(|()| Self { shared })
+    }
+
+    fn begin(shared: &Arc<Shared<D>>) -> PageResult<()> {
+        let (tell, told) = crossbeam_channel::bounded(1);
+        let for_thread = Arc::clone(shared);
+        let thread = std::thread::Builder::new().name("sublet-pager".to_owned());
+        let spawned = thread.spawn(move || thread::run(&for_thread, &tell));
+        spawned.map_err(PageError::NoThread)?;
+        let ended = PageError::Ended { device: shared.device };
+        Ok(told.recv().map_err(|_| ended)??)
+    }
+
+    /// Addresses for `size_bytes`, in whole chunks. All of it is zero. Takes no device memory.
+    ///
+    /// # Errors
+    /// [`PageError::WindowFull`].
+    pub fn alloc(&self, size_bytes: u64) -> PageResult<DeviceAddress> {
+        let shared = &self.shared;
+        let count = usize::try_from(size_bytes.div_ceil(shared.chunk_bytes)).unwrap_or(usize::MAX);
+        let full = PageError::WindowFull {
+            asked_bytes: size_bytes,
+            window_bytes: shared.window.size_bytes,
+        };
+        let chunks = shared.table().alloc(count).ok_or(full)?;
+        let first = chunks.start;
+        let rows = chunks.map(|chunk| self.insert(chunk)).collect::<PageResult<Vec<_>>>();
+        let mut table = shared.table();
+        match rows {
+            Ok(rows) => {
+                for (chunk, row) in (first..).zip(rows) {
+                    table.chunks[chunk].row = Some(row);
+                }
+                Ok(shared.range_of(first).start)
+            }
+            Err(error) => {
+                table.free(first);
+                Err(error)
+            }
+        }
+    }
+
+    fn insert(&self, chunk: usize) -> PageResult<crate::VirtualHandle> {
+        let (device, size_bytes) = (self.shared.device, self.shared.chunk_bytes);
+        let no_id = DriverError { op: DriverOp::Create, code: DriverCode::UNKNOWN };
+        let id = AllocationId::random().ok_or(no_id).about(
+            || "no randomness for an allocation's identity".to_owned(),
+            size_bytes,
+            Some(device),
+        )?;
+        let class = Class { library: LIBRARY, tag: String::new(), contents: Contents::Keep };
+        let new = NewRow { id, size_bytes, prop: frame_prop(device), origin: Origin::Own, class };
+        let range = self.shared.range_of(chunk);
+        Ok(self.shared.pool.ledger().insert_chunk(new, range, &frame_access(device)))
+    }
+
+    /// Gives a span up, which nobody holds. Its device memory goes when the last use is over.
+    ///
+    /// # Errors
+    /// [`PageError::NotPaged`].
+    pub fn free(&self, span: DeviceAddress) -> PageResult<()> {
+        let first = self.chunks_of(&[span])?.first().copied();
+        let away = first.map(|first| self.shared.table().free(first)).unwrap_or_default();
+        // Rows that are away have no memory: nothing is called.
+        let garbage: Vec<_> = {
+            let mut ledger = self.shared.pool.ledger();
+            away.into_iter().flat_map(|row| ledger.remove_chunk(row)).collect()
+        };
+        self.shared.pool.dispose_quietly(garbage);
+        self.shared.changed.notify_all();
+        Ok(())
+    }
+
+    fn chunks_of(&self, spans: &[DeviceAddress]) -> PageResult<Vec<usize>> {
+        let table = self.shared.table();
+        let mut all = Vec::new();
+        for &address in spans {
+            all.extend(self.span_in(&table, address)?);
+        }
+        Ok(all)
+    }
+
+    fn span_in(&self, table: &Table, address: DeviceAddress) -> PageResult<Range<usize>> {
+        let (window, chunk_bytes) = (self.shared.window, self.shared.chunk_bytes);
+        let offset = address.0.checked_sub(window.start.0);
+        let first = offset.filter(|offset| offset.is_multiple_of(chunk_bytes));
+        let first = first.and_then(|offset| usize::try_from(offset / chunk_bytes).ok());
+        first.and_then(|first| table.span(first)).ok_or(PageError::NotPaged { address })
+    }
+
+    /// Waits until all of `spans` is on the device, for at most `limit` of the time that the process is not paused, and has
+    /// `stream` wait for what is still being copied. They stay until [`Pager::release`]. A context of the device is current.
+    /// *Blocks.*
+    ///
+    /// # Errors
+    /// [`PageError::TooFewFrames`], [`PageError::NotPaged`] immediately. [`PageError::Late`] and what the driver or the
+    /// budget refused: nothing is held.
+    ///
+    /// # Driver calls
+    /// `cuStreamWaitEvent`.
+    pub fn acquire(
+        &self,
+        spans: &[DeviceAddress],
+        stream: RawStream,
+        limit: Duration,
+    ) -> PageResult<()> {
+        let shared = &self.shared;
+        let ids = self.chunks_of(spans)?;
+        let needed_bytes = ids.len() as u64 * shared.chunk_bytes;
+        let what = || format!("{needed_bytes} bytes that are paged to be on {}", shared.device);
+        let mut is_held = false;
+        let mut before = Vec::new();
+        let here = shared.wait_for(limit, what, |table| {
+            if !is_held {
+                let frames = table.frames;
+                if ids.len() > frames {
+                    let frames_bytes = frames as u64 * shared.chunk_bytes;
+                    return Some(Err(PageError::TooFewFrames { needed_bytes, frames_bytes }));
+                }
+                if !table.fits(&ids) {
+                    return None;
+                }
+                before = ids.iter().map(|&id| table.chunks[id].failures()).collect();
+                table.hold(&ids);
+                is_held = true;
+                shared.changed.notify_all();
+            }
+            let mut failed = ids.iter().zip(&before);
+            let failed = failed.find_map(|(&id, &before)| table.failure_since(id, before));
+            if let Some(error) = failed {
+                return Some(Err(PageError::Shared(error)));
+            }
+            if !table.are_here(&ids) {
+                return None;
+            }
+            let awaited = ids.iter().flat_map(|&id| table.chunks[id].awaited().cloned());
+            let mut awaited: Vec<_> = awaited.collect();
+            awaited.dedup_by(|one, other| Arc::ptr_eq(one, other));
+            Some(Ok(awaited))
+        });
+        let ordered = here.and_then(|awaited| {
+            for mark in awaited {
+                let ordered = shared.pool.driver.stream_wait_event(stream, mark.event);
+                let about = || "a stream that uses paged memory".to_owned();
+                ordered.about(about, needed_bytes, Some(shared.device))?;
+            }
+            Ok(())
+        });
+        if ordered.is_err() && is_held {
+            shared.table().let_go(&ids);
+            shared.changed.notify_all();
+        }
+        ordered
+    }
+
+    /// The use of `spans` ends with what `stream` has been given so far; `has_written` says if it wrote there. The context
+    /// of the device is current.
+    ///
+    /// # Errors
+    /// [`PageError::NotPaged`]; [`PageError::Pool`] when the driver does not say when that is over: they stay on the
+    /// device, and the call may be tried again.
+    ///
+    /// # Driver calls
+    /// `cuEventRecord`, at first `cuEventCreate`.
+    pub fn release(
+        &self,
+        spans: &[DeviceAddress],
+        stream: RawStream,
+        has_written: bool,
+    ) -> PageResult<()> {
+        let shared = &self.shared;
+        let ids = self.chunks_of(spans)?;
+        let mark = shared.mark()?;
+        let recorded = shared.pool.driver.event_record(mark.event, stream);
+        recorded.about(|| "the end of a use of paged memory".to_owned(), 0, Some(shared.device))?;
+        shared.table().used(&ids, &mark, has_written);
+        shared.changed.notify_all();
+        Ok(())
+    }
+
+    /// Says that `spans` are used next, in this order, behind what was announced before: they come while the device does other
+    /// work.
+    ///
+    /// # Errors
+    /// [`PageError::NotPaged`].
+    pub fn announce(&self, spans: &[DeviceAddress]) -> PageResult<()> {
+        let ids = self.chunks_of(spans)?;
+        self.shared.table().announce(&ids);
+        self.shared.changed.notify_all();
+        Ok(())
+    }
+
+    /// Waits until the host has all that was written, for at most `limit` of the time that the process is not paused.
+    /// *Blocks.*
+    ///
+    /// # Errors
+    /// [`PageError::Late`].
+    pub fn flush(&self, limit: Duration) -> PageResult<()> {
+        self.shared.changed.notify_all();
+        let what = || "what was written to be copied to the host".to_owned();
+        self.shared.wait_for(limit, what, |table| table.is_all_clean().then_some(Ok(())))
+    }
+
+    /// From now on chunks take at most so much device memory, and in `limit` no more than that. *Blocks.*
+    ///
+    /// # Errors
+    /// [`PageError::TooFewFrames`] when not one chunk fits; [`PageError::Late`] when uses do not end in time: it shrinks
+    /// when they do.
+    pub fn set_frames(&self, frames_bytes: u64, limit: Duration) -> PageResult<()> {
+        let chunk_bytes = self.shared.chunk_bytes;
+        let frames = usize::try_from(frames_bytes / chunk_bytes).unwrap_or(usize::MAX);
+        if frames == 0 {
+            return Err(PageError::TooFewFrames { needed_bytes: chunk_bytes, frames_bytes });
+        }
+        {
+            let mut table = self.shared.table();
+            table.frames = frames;
+            table.given = None;
+        }
+        self.shared.changed.notify_all();
+        let what = || "device memory to be given back".to_owned();
+        self.shared.wait_for(limit, what, |table| (table.resident() <= frames).then_some(Ok(())))
+    }
+
+    /// What it holds and has done.
+    pub fn report(&self) -> PageReport {
+        let table = self.shared.table();
+        let chunk_bytes = self.shared.chunk_bytes;
+        let bytes = |chunks: usize| chunks as u64 * chunk_bytes;
+        let counts = table.counts;
+        PageReport {
+            chunk_bytes,
+            paged_bytes: bytes(table.owned()),
+            frames_bytes: bytes(table.frames),
+            resident_bytes: bytes(table.resident()),
+            stays_bytes: bytes(table.staying()),
+            out_bytes: counts.copied_out * chunk_bytes,
+            in_bytes: counts.copied_in * chunk_bytes,
+            exchanges: counts.exchanges,
+            hits: counts.hits,
+            misses: counts.misses,
+        }
+    }
+}
+
+impl<D: Driver> Drop for Pager<D> {
+    /// Gives all of the window back when the last use is over. A paused process does that when it runs again.
+    fn drop(&mut self) {
+        let mut table = self.shared.table();
+        table.is_ending = true;
+        self.shared.changed.notify_all();
+        let deadline = Instant::now() + END_WAIT;
+        while !table.has_ended && self.shared.pool.gate().is_open() {
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else { return };
+            let waited = self.shared.changed.wait_timeout(table, left.min(LOOK_EVERY));
+            table = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}

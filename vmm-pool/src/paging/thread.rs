@@ -1,0 +1,536 @@
+//! What the thread `sublet-pager` does: looks what is over, begins copies, exchanges.
+
+#![expect(unsafe_code, reason = "starts copies through the driver")]
+
+use std::ptr::NonNull;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use crossbeam_channel::Sender;
+
+use super::table::{Mark, Place, Table};
+use super::{PageError, PageResult, Shared};
+use crate::VirtualHandle;
+use crate::driver::{Driver, DriverResult, RawEvent, RawStream, VaRange};
+use crate::error::{Describe, PoolError, PoolResult};
+use crate::journal::StepLog;
+use crate::pool::{Entered, Use};
+use crate::store::{Extent, Part, Pins};
+use crate::transition::StillChunk;
+
+/// Between two looks while something that is wanted waits for the device.
+const LOOK_SOON: Duration = Duration::from_micros(50);
+/// The same while nobody waits.
+const LOOK_LATER: Duration = Duration::from_millis(1);
+/// The same when nothing is under way: a message comes before.
+const LOOK_SELDOM: Duration = Duration::from_secs(1);
+/// Copies out under way at most: what is queued behind them waits as long.
+const COPIES_OUT_MAX: usize = 4;
+
+/// What is to be done next.
+enum Job {
+    /// Takes the frame of `victim`, or a new one, for `newcomer`.
+    Bring {
+        newcomer: usize,
+        victim: Option<usize>,
+    },
+    /// Copies this out.
+    Clean(usize),
+    /// Gives the frame of this back to the driver.
+    Shrink(usize),
+    /// Looks again after this time.
+    Wait(Duration),
+    End,
+}
+
+struct Streams {
+    out: RawStream,
+    coming: RawStream,
+}
+
+/// Until the pager ends. `told` hears if it has begun.
+pub(super) fn run<D: Driver>(shared: &Arc<Shared<D>>, told: &Sender<PoolResult<()>>) {
+    match begin(shared) {
+        Ok(streams) => {
+            let _told = told.send(Ok(()));
+            let pager = Worker { shared, streams };
+            while pager.step() {}
+            finish(shared, &pager.streams);
+        }
+        Err(error) => {
+            let _told = told.send(Err(error));
+        }
+    }
+}
+
+/// Frees all spans. Rows that are away go immediately.
+fn remove_all<D: Driver>(shared: &Shared<D>) {
+    let away = shared.table().free_all();
+    for row in away {
+        remove(shared, row);
+    }
+}
+
+/// A row whose span was freed, and that is away now.
+fn remove<D: Driver>(shared: &Shared<D>, row: VirtualHandle) {
+    let garbage = shared.pool.ledger().remove_chunk(row);
+    shared.pool.dispose_quietly(garbage);
+}
+
+fn begin<D: Driver>(shared: &Shared<D>) -> PoolResult<Streams> {
+    let about = || "stream for paging".to_owned();
+    let (driver, device) = (&*shared.pool.driver, shared.device);
+    driver.make_current(device).about(about, 0, Some(device))?;
+    let out = driver.stream_create().about(about, 0, Some(device))?;
+    match driver.stream_create() {
+        Ok(coming) => Ok(Streams { out, coming }),
+        Err(error) => {
+            let _deferred = shared.pool.deferred.end_stream(device, out);
+            Err(error).about(about, 0, Some(device))
+        }
+    }
+}
+
+/// Gives everything back: chunks that are idle, streams, events, addresses.
+fn finish<D: Driver>(shared: &Shared<D>, streams: &Streams) {
+    let (pool, device) = (&shared.pool, shared.device);
+    for stream in [streams.out, streams.coming] {
+        if let Err(error) = pool.deferred.end_stream(device, stream) {
+            tracing::error!(%error, "a stream for paging stays until the next pause");
+        }
+    }
+    let spare = std::mem::take(&mut *shared.spare.lock().unwrap_or_else(PoisonError::into_inner));
+    for event in spare {
+        // SAFETY: nobody has it.
+        if let Err(error) = unsafe { pool.driver.event_destroy(event) } {
+            tracing::debug!(%error, "an event for paging is not ended");
+        }
+    }
+    let is_empty = shared.table().resident() == 0;
+    if is_empty && let Err(error) = pool.deferred.free_addresses(shared.window) {
+        tracing::error!(%error, "addresses for paging stay until the next pause");
+    }
+    shared.table().has_ended = true;
+    shared.changed.notify_all();
+}
+
+struct Worker<'a, D: Driver> {
+    shared: &'a Shared<D>,
+    streams: Streams,
+}
+
+impl<D: Driver> Worker<'_, D> {
+    fn driver(&self) -> &D {
+        &self.shared.pool.driver
+    }
+
+    /// Does the next thing. False when the pager ends.
+    fn step(&self) -> bool {
+        self.look();
+        let is_ending = self.shared.table().is_ending;
+        if is_ending {
+            remove_all(self.shared);
+        }
+        let mut table = self.shared.table();
+        match choose(&mut table) {
+            Job::End => return false,
+            Job::Wait(time) => {
+                let waited = self.shared.changed.wait_timeout(table, time);
+                let (mut table, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+                if time == LOOK_SELDOM && timeout.timed_out() {
+                    table.try_again();
+                }
+                return true;
+            }
+            Job::Bring { newcomer, victim } => {
+                drop(table);
+                self.bring(newcomer, victim);
+            }
+            Job::Clean(chunk) => {
+                drop(table);
+                self.clean(chunk);
+            }
+            Job::Shrink(chunk) => {
+                drop(table);
+                self.shrink(chunk);
+            }
+        }
+        self.shared.changed.notify_all();
+        true
+    }
+
+    /// Asks the driver what is over.
+    fn look(&self) {
+        let marks = self.shared.table().marks();
+        let mut over = Vec::new();
+        for mark in marks {
+            match self.driver().event_is_done(mark.event) {
+                Ok(true) => over.push(mark),
+                Ok(false) => {}
+                Err(error) => {
+                    if !error.poisons_context() {
+                        tracing::debug!(%error, "an event for paging is asked again");
+                        continue;
+                    }
+                    let error = Err::<(), _>(error).about(
+                        || "work that uses paged memory".to_owned(),
+                        0,
+                        Some(self.shared.device),
+                    );
+                    let broken = error.err().map(PageError::from).map(Arc::new);
+                    self.shared.table().broken = broken;
+                    self.shared.changed.notify_all();
+                    return;
+                }
+            }
+        }
+        if !over.is_empty() {
+            self.shared.table().are_over(&over);
+            self.shared.changed.notify_all();
+        }
+    }
+
+    /// Gives `newcomer` a frame, and begins the copy of its contents.
+    fn bring(&self, newcomer: usize, victim: Option<usize>) {
+        let entered = self.shared.pool.enter();
+        let frame = match victim {
+            Some(victim) => match self.take_frame(&entered, victim) {
+                Ok(Some(frame)) => Ok(frame),
+                // Looked at again.
+                Ok(None) => return,
+                Err(error) => Err(error),
+            },
+            None => {
+                entered.make_frame(self.shared.device, self.shared.chunk_bytes).map_err(Into::into)
+            }
+        };
+        let frame = match frame {
+            Ok(frame) => frame,
+            Err(error) => {
+                let mut table = self.shared.table();
+                let present = table.resident();
+                if victim.is_none() && !table.victims(newcomer).is_empty() {
+                    // What there is has to do.
+                    table.given = Some(present);
+                } else {
+                    table.failed(newcomer, Arc::new(error));
+                }
+                return;
+            }
+        };
+        let row = {
+            let mut table = self.shared.table();
+            let chunk = &mut table.chunks[newcomer];
+            chunk.place = Place::Coming;
+            chunk.row
+        };
+        let came = match row {
+            Some(row) => self.fill(&entered, row, frame),
+            // It was freed meanwhile.
+            None => entered.release_frame(frame).and(Err(PoolError::NotOurs)),
+        };
+        drop(entered);
+        let mut table = self.shared.table();
+        match came {
+            Ok((mark, was_copied)) => {
+                table.counts.exchanges += u64::from(victim.is_some());
+                table.came(newcomer, mark, was_copied);
+            }
+            Err(error) => table.failed(newcomer, Arc::new(error.into())),
+        }
+        let freed = table.take_freed(newcomer);
+        drop(table);
+        if let Some(row) = freed {
+            remove(self.shared, row);
+        }
+    }
+
+    /// The frame of a chunk that is idle and clean. `None` when it is not so after all.
+    fn take_frame(
+        &self,
+        entered: &Entered<'_, D, Use>,
+        victim: usize,
+    ) -> PageResult<Option<crate::deferred::Physical>> {
+        let claimed = self.shared.table().claim(victim);
+        let Some((row, has_contents)) = claimed else { return Ok(None) };
+        let (stays, has_place) = {
+            let ledger = self.shared.pool.ledger();
+            (ledger.chunk_stays(row), ledger.has_chunk_place(row))
+        };
+        self.shared.table().stays(victim, stays);
+        if stays.is_some() || (has_contents && !has_place) {
+            let mut table = self.shared.table();
+            if !has_place {
+                // A pause that came to nothing has taken it.
+                table.forget_copy(victim);
+            }
+            if stays.is_some() {
+                table.used_now(victim);
+            }
+            table.unclaim(victim);
+            return Ok(None);
+        }
+        let left = self.still(entered, row).and_then(|still| match still {
+            Some(still) => still.leave(has_contents),
+            None => Ok(None),
+        });
+        match left {
+            Ok(Some(frame)) => {
+                let freed = {
+                    let mut table = self.shared.table();
+                    table.chunks[victim].place = Place::Away;
+                    table.take_freed(victim)
+                };
+                if let Some(row) = freed {
+                    remove(self.shared, row);
+                }
+                Ok(Some(frame))
+            }
+            Ok(None) => {
+                self.shared.table().unclaim(victim);
+                Ok(None)
+            }
+            Err(error) => {
+                self.shared.table().unclaim(victim);
+                Err(error.into())
+            }
+        }
+    }
+
+    fn still<'e>(
+        &self,
+        entered: &'e Entered<'_, D, Use>,
+        row: VirtualHandle,
+    ) -> PoolResult<Option<StillChunk<'e, D>>> {
+        let uses: Vec<RawEvent> = {
+            let table = self.shared.table();
+            let chunk = table.chunks.iter().find(|chunk| chunk.row == Some(row));
+            chunk.into_iter().flat_map(|chunk| chunk.marks().map(|mark| mark.event)).collect()
+        };
+        StillChunk::of(entered, row, &uses)
+    }
+
+    /// Gives a row `frame`, maps it and begins the copy of its contents. What is over when they are there, if that is not
+    /// so already, and if anything was copied.
+    fn fill(
+        &self,
+        entered: &Entered<'_, D, Use>,
+        row: VirtualHandle,
+        frame: crate::deferred::Physical,
+    ) -> PoolResult<(Option<Arc<Mark>>, bool)> {
+        let Some(still) = StillChunk::away(entered, row) else {
+            entered.release_frame(frame)?;
+            return Err(PoolError::NotOurs);
+        };
+        let begun = still.come(frame).and_then(|()| self.start_in(row));
+        match begun {
+            Ok(was_copied) => match self.mark_behind(self.streams.coming) {
+                Ok(mark) => {
+                    still.came();
+                    Ok((mark, was_copied))
+                }
+                Err(error) => {
+                    // Whether the copy has ended nobody knows: the chunk keeps what it has, and nobody is given it.
+                    self.shared.pool.deferred.leave_unsettled(self.shared.device);
+                    Err(error)
+                }
+            },
+            Err(error) => {
+                let ended = self.driver().stream_synchronize(self.streams.coming);
+                if ended.is_ok() {
+                    still.did_not_come();
+                } else {
+                    self.shared.pool.deferred.leave_unsettled(self.shared.device);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Begins the copy of the contents of `row`, which is mapped. Was anything copied?
+    fn start_in(&self, row: VirtualHandle) -> PoolResult<bool> {
+        let (range, saved) = {
+            let ledger = self.shared.pool.ledger();
+            let saved = ledger.row(row).and_then(|row| row.saved()).cloned();
+            (ledger.chunk_range(row).ok_or(PoolError::NotOurs)?, saved)
+        };
+        let all = 0..range.size_bytes;
+        let parts: Vec<Part> = match &saved {
+            Some(saved) => saved.parts_of(all).collect(),
+            None => vec![Part::Zeros(all)],
+        };
+        for part in parts {
+            match part {
+                Part::Zeros(zeros) => {
+                    // SAFETY: the chunk is mapped, and nobody has it before this is over.
+                    let begun = unsafe {
+                        self.driver().fill_with_zeros(range.part(&zeros), self.streams.coming)
+                    };
+                    self.said(begun, range)?;
+                }
+                Part::Stored(extent) => self.copy(range, extent, |host, part| {
+                    // SAFETY: as above; its place stays its own.
+                    unsafe { self.driver().copy_to_device(part, host, self.streams.coming) }
+                })?,
+            }
+        }
+        Ok(saved.is_some_and(|saved| !saved.extents.is_empty()))
+    }
+
+    /// Copies `chunk` to its place in host memory, which it gets if it has none.
+    fn clean(&self, chunk: usize) {
+        let entered = self.shared.pool.enter();
+        let claimed = self.shared.table().claim(chunk);
+        let Some((row, _)) = claimed else { return };
+        let begun = self.start_out(row);
+        let begun = begun.and_then(|()| self.mark_behind(self.streams.out));
+        drop(entered);
+        match begun {
+            Ok(mark) => {
+                let mut table = self.shared.table();
+                match mark {
+                    Some(mark) => table.copying_out(chunk, mark),
+                    None => table.copied_out(chunk),
+                }
+                table.unclaim(chunk);
+            }
+            Err(error) => self.not_cleaned(chunk, error),
+        }
+    }
+
+    /// Who waits for a frame is told. What was begun is waited for: it reads the chunk.
+    fn not_cleaned(&self, chunk: usize, error: PoolError) {
+        if self.driver().stream_synchronize(self.streams.out).is_err() {
+            self.shared.pool.deferred.leave_unsettled(self.shared.device);
+            self.shared.table().stays(chunk, Some("a copy of it did not end"));
+        }
+        tracing::warn!(%error, "paged memory was not copied to the host");
+        let error = Arc::new(PageError::from(error));
+        let mut table = self.shared.table();
+        table.refused(chunk);
+        table.unclaim(chunk);
+        if let Some(wanted) = table.next_wanted() {
+            table.failed(wanted, error);
+        }
+    }
+
+    fn start_out(&self, row: VirtualHandle) -> PoolResult<()> {
+        let pool = &self.shared.pool;
+        let (range, extent) = {
+            let mut ledger = pool.ledger();
+            let range = ledger.chunk_range(row).ok_or(PoolError::NotOurs)?;
+            (range, ledger.take_chunk_place(row).ok_or(PoolError::NotOurs)?)
+        };
+        let held = {
+            let devices = pool.devices();
+            let nodes = pool.nodes_of(&devices);
+            let mut arena = pool.arena();
+            arena.set_nodes(nodes);
+            arena.grow_to(&mut StepLog::default(), extent.place().end, Pins::of(&devices))
+        };
+        if let Err(error) = held {
+            pool.ledger().forget_copy(row);
+            return Err(error);
+        }
+        self.copy(range, extent, |host, part| {
+            // SAFETY: nobody writes the chunk before the copy is over: it is idle until then, and whoever acquires it waits
+            // for the event behind it. Its place is its own.
+            unsafe { self.driver().copy_to_host(host, part, self.streams.out) }
+        })
+    }
+
+    /// Has `each` begin the copy of every piece of `extent`.
+    fn copy(
+        &self,
+        range: VaRange,
+        extent: Extent,
+        each: impl Fn(NonNull<u8>, VaRange) -> DriverResult<()>,
+    ) -> PoolResult<()> {
+        let pieces = self.shared.pool.arena().pieces_of(&extent.place());
+        let part = range.part(&extent.part());
+        for (host, piece) in pieces {
+            self.said(each(host, part.part(&piece)), range)?;
+        }
+        Ok(())
+    }
+
+    fn said(&self, result: DriverResult<()>, range: VaRange) -> PoolResult<()> {
+        let about = || format!("paging of {}", range.start);
+        result.about(about, range.size_bytes, Some(self.shared.device))
+    }
+
+    /// What is over when all is that `stream` was given. `None` when it has been waited for, for want of an event.
+    fn mark_behind(&self, stream: RawStream) -> PoolResult<Option<Arc<Mark>>> {
+        let mark = self.shared.mark().and_then(|mark| {
+            let recorded = self.driver().event_record(mark.event, stream);
+            recorded.about(|| "copy for paging".to_owned(), 0, Some(self.shared.device))?;
+            Ok(mark)
+        });
+        let Err(error) = &mark else { return mark.map(Some) };
+        tracing::debug!(%error, "a copy for paging is waited for");
+        let waited = self.driver().stream_synchronize(stream);
+        waited.about(|| "copy for paging".to_owned(), 0, Some(self.shared.device))?;
+        Ok(None)
+    }
+
+    /// Gives the frame of an idle chunk back to the driver.
+    fn shrink(&self, chunk: usize) {
+        let entered = self.shared.pool.enter();
+        match self.take_frame(&entered, chunk) {
+            Ok(Some(frame)) => {
+                if let Err(error) = entered.release_frame(frame) {
+                    tracing::error!(%error, "memory for paging stays until the next pause");
+                }
+            }
+            Ok(None) => {}
+            Err(error) => {
+                tracing::error!(%error, "memory for paging is not given back yet");
+                self.shared.table().refused(chunk);
+            }
+        }
+    }
+}
+
+/// What is to be done next.
+fn choose(table: &mut Table) -> Job {
+    if table.broken.is_some() {
+        return if table.is_ending { Job::End } else { Job::Wait(LOOK_SELDOM) };
+    }
+    if table.is_ending && table.resident() == 0 {
+        return Job::End;
+    }
+    if let Some(surplus) = table.surplus() {
+        let is_clean = table.chunks[surplus].is_clean();
+        return if is_clean { Job::Shrink(surplus) } else { Job::Clean(surplus) };
+    }
+    let has_room = table.copies_out() < COPIES_OUT_MAX;
+    let wanted = table.next_wanted();
+    if let Some(newcomer) = wanted {
+        let victims = table.victims(newcomer);
+        if victims.is_empty() && table.chunks[newcomer].holders > 0 {
+            // Without another frame who waits waits for ever: what refuses one is told.
+            table.given = None;
+        }
+        if table.resident() < table.frames_now() {
+            return Job::Bring { newcomer, victim: None };
+        }
+        let mut idle = victims.into_iter().filter(|&id| table.chunks[id].is_idle());
+        let first = idle.next();
+        let ready = first.into_iter().chain(idle).find(|&id| table.chunks[id].is_clean());
+        if ready.is_some() {
+            return Job::Bring { newcomer, victim: ready };
+        }
+        if let Some(first) = first.filter(|_| has_room) {
+            return Job::Clean(first);
+        }
+    }
+    if let Some(dirty) = table.to_clean().filter(|_| has_room) {
+        return Job::Clean(dirty);
+    }
+    let is_busy = !table.marks().is_empty();
+    Job::Wait(match (is_busy, wanted) {
+        (true, Some(_)) => LOOK_SOON,
+        (true, None) => LOOK_LATER,
+        (false, _) => LOOK_SELDOM,
+    })
+}

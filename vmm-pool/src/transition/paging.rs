@@ -1,0 +1,150 @@
+//! One chunk of a window out of its device, or back, while the process runs ([`crate::paging`]). The states are those of any
+//! allocation, and so are the changes.
+
+#![expect(unsafe_code, reason = "unmaps through the driver")]
+
+use super::still::StillChunk;
+use crate::deferred::Physical;
+use crate::driver::{AccessDesc, AllocationProp, DeviceOrdinal, Driver, VaRange};
+use crate::error::{Describe, PoolError, PoolResult};
+use crate::ledger::{Mapping, Presence, Remount};
+use crate::pool::{Entered, Use};
+
+impl<D: Driver> StillChunk<'_, D> {
+    /// Unmaps the chunk, whose contents lie in its place, or are nobody's. Its memory comes out.
+    ///
+    /// # Errors
+    /// [`PoolError::Driver`]: it is where it was.
+    ///
+    /// # Driver calls
+    /// `cuMemUnmap`.
+    pub(crate) fn leave(self, has_contents: bool) -> PoolResult<Option<Physical>> {
+        if let Some(range) = self.mapped_at() {
+            self.unmap(range)?;
+        }
+        Ok(self.pool.ledger().chunk_left(self.row, has_contents))
+    }
+
+    /// Gives the chunk memory and maps it. Its contents are not there yet: whoever brings them says [`StillChunk::came`], or
+    /// [`StillChunk::did_not_come`].
+    ///
+    /// # Errors
+    /// [`PoolError::Driver`].
+    ///
+    /// # Driver calls
+    /// `cuMemMap`, `cuMemSetAccess`.
+    pub(crate) fn come(&self, physical: Physical) -> PoolResult<()> {
+        let spare = self.pool.ledger().returned(self.row, physical);
+        if let Some(spare) = spare {
+            // A try of before has left it its own.
+            self.give_back(spare);
+        }
+        let start = self.pool.ledger().chunk_range(self.row).map_or(0, |range| range.start.0);
+        let wanted = self.pool.ledger().to_remount(start)?;
+        let Some(Remount { range, raw, access, device, presence }) = wanted else {
+            return Err(PoolError::NotOurs);
+        };
+        let about = || format!("chunk at {}", range.start);
+        if presence == Presence::Absent {
+            self.pool.driver.map(range, raw).about(about, range.size_bytes, device)?;
+            self.pool.ledger().set_presence(start, Presence::Bare);
+        }
+        if presence != Presence::Whole {
+            let set = self.pool.driver.set_access(range, &access);
+            set.about(about, range.size_bytes, device)?;
+            self.pool.ledger().set_presence(start, Presence::Whole);
+        }
+        Ok(())
+    }
+
+    /// The contents of the chunk are there, or on their way.
+    pub(crate) fn came(self) {
+        self.pool.ledger().chunk_came(self.row);
+    }
+
+    /// The contents of the chunk do not come: it is away as before, and its memory goes back to the driver. No copy of it
+    /// is under way. What the driver does not unmap is for the next try.
+    ///
+    /// # Driver calls
+    /// `cuMemUnmap`, `cuMemRelease`.
+    pub(crate) fn did_not_come(self) {
+        if let Some(range) = self.mapped_at()
+            && let Err(error) = self.unmap(range)
+        {
+            tracing::error!(%error, "a chunk that is away stays mapped until it is wanted");
+        }
+        let physical = self.pool.ledger().chunk_did_not_come(self.row);
+        if let Some(physical) = physical {
+            self.give_back(physical);
+        }
+    }
+
+    fn mapped_at(&self) -> Option<VaRange> {
+        let ledger = self.pool.ledger();
+        let range = ledger.chunk_range(self.row)?;
+        ledger.mapping(range.start.0).is_some_and(Mapping::is_present).then_some(range)
+    }
+
+    fn unmap(&self, range: VaRange) -> PoolResult<()> {
+        self.pool.ledger().begin_leaving(range.start.0);
+        // SAFETY: `self` proves that no work uses the range, and that none will before it is mapped again.
+        let unmapped = unsafe { self.pool.driver.unmap(range) };
+        match &unmapped {
+            Ok(()) => self.pool.ledger().set_presence(range.start.0, Presence::Absent),
+            Err(_) => self.pool.ledger().call_off_leaving(range.start.0),
+        }
+        unmapped.about(|| format!("chunk at {}", range.start), range.size_bytes, None)
+    }
+
+    fn give_back(&self, physical: Physical) {
+        if let Err(error) = self.pool.deferred.release(physical) {
+            tracing::error!(%error, "the driver keeps memory of a chunk until the next pause");
+        }
+    }
+}
+
+impl<D: Driver> Entered<'_, D, Use> {
+    /// Makes memory for a chunk.
+    ///
+    /// # Errors
+    /// [`PoolError::OverBudget`], [`PoolError::Driver`].
+    ///
+    /// # Driver calls
+    /// `cuMemCreate`.
+    pub(crate) fn make_frame(
+        &self,
+        device: DeviceOrdinal,
+        size_bytes: u64,
+    ) -> PoolResult<Physical> {
+        let charge = self.pool.budget.charge(Some(device), size_bytes)?;
+        let made = self.pool.driver.create(size_bytes, &frame_prop(device));
+        let raw = made.about(|| "memory for paging".to_owned(), size_bytes, Some(device))?;
+        let mut made = Physical::new(raw, size_bytes, Some(device)).charged(charge);
+        // Counting may have begun meanwhile.
+        made.charge_with(|bytes, device| self.pool.budget.charge_anyway(device, bytes));
+        Ok(made)
+    }
+
+    /// Gives the memory of a chunk back to the driver.
+    ///
+    /// # Errors
+    /// [`PoolError::Driver`]: it goes at the next pause.
+    ///
+    /// # Driver calls
+    /// `cuMemRelease`.
+    pub(crate) fn release_frame(&self, frame: Physical) -> PoolResult<()> {
+        let (size_bytes, device) = frame.extent();
+        let released = self.pool.deferred.release(frame);
+        released.about(|| "memory for paging".to_owned(), size_bytes, device)
+    }
+}
+
+/// What chunks on `device` are made of. No other process can be given them.
+pub(crate) fn frame_prop(device: DeviceOrdinal) -> AllocationProp {
+    AllocationProp { requested_handle_types: 0, ..AllocationProp::pinned_on(device) }
+}
+
+/// Who may touch chunks on `device`.
+pub(crate) fn frame_access(device: DeviceOrdinal) -> [AccessDesc; 1] {
+    [AccessDesc::read_write(device)]
+}

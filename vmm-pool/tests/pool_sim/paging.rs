@@ -1,0 +1,648 @@
+//! Windows that are larger than their frames: every byte against a plain memory.
+
+#![expect(unsafe_code, reason = "uses of paged memory are copies through the driver")]
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+use std::time::Duration;
+
+use proptest::prelude::*;
+use vmm_pool::driver::sim::{FaultSpan, SimDriver, Work};
+use vmm_pool::driver::{
+    AccessDesc, DeviceAddress, Driver, DriverCode, DriverOp, DriverResult, RawEvent, RawStream,
+    VaRange,
+};
+use vmm_pool::paging::{PageError, Pager, WindowSize};
+
+use crate::process::SimPool;
+use crate::stage::{
+    CAPACITY_BYTES, DEVICE, UNIT, UNLIMITED, WHOLE, create, free_bytes, kept, map, node, pattern,
+    pause, pool, resume, write,
+};
+
+const LIMIT: Duration = Duration::from_mins(1);
+/// For what is expected not to come.
+const SHORT: Duration = Duration::from_millis(200);
+const WINDOW_CHUNKS: u64 = 32;
+
+fn pager(pool: &SimPool, frames: u64) -> Pager<SimDriver> {
+    let size = WindowSize {
+        window_bytes: WINDOW_CHUNKS * UNIT,
+        chunk_bytes: UNIT,
+        frames_bytes: frames * UNIT,
+    };
+    Pager::new(Arc::clone(pool.pool()), DEVICE, size).expect("a window")
+}
+
+/// One chunk, and what is to be there: a pattern, or zeros.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    address: DeviceAddress,
+    seed: Option<u64>,
+}
+
+fn bytes_of(seed: Option<u64>) -> Vec<u8> {
+    let count = usize::try_from(UNIT).expect("small");
+    seed.map_or_else(|| vec![0; count], |seed| pattern(seed).repeat(count / 16))
+}
+
+/// A program that uses paged memory on two streams.
+struct Stage {
+    /// Work that waits until it is dropped, which is first.
+    held: Vec<Sender<()>>,
+    pool: SimPool,
+    pager: Option<Pager<SimDriver>>,
+    streams: [RawStream; 2],
+    /// Behind the last use on each, for the order of the program itself.
+    order: [RawEvent; 2],
+    /// What copies write to or read from, until they have been waited for.
+    buffers: Vec<Box<[u8]>>,
+    /// What was read, and what it must be.
+    reads: Vec<(Box<[u8]>, Option<u64>)>,
+    spans: Vec<Vec<Place>>,
+    next_seed: u64,
+}
+
+impl Stage {
+    fn new(frames: u64) -> Self {
+        let pool = pool(&node());
+        let driver = Arc::clone(pool.driver());
+        let streams = [(); 2].map(|()| driver.stream_create().expect("a stream"));
+        let order = [(); 2].map(|()| driver.event_create().expect("an event"));
+        let pager = Some(pager(&pool, frames));
+        Self {
+            pool,
+            pager,
+            streams,
+            order,
+            buffers: Vec::new(),
+            reads: Vec::new(),
+            held: Vec::new(),
+            spans: Vec::new(),
+            next_seed: 1,
+        }
+    }
+
+    fn pager(&self) -> &Pager<SimDriver> {
+        self.pager.as_ref().expect("until the end")
+    }
+
+    fn driver(&self) -> &SimDriver {
+        self.pool.driver()
+    }
+
+    fn alloc(&mut self, chunks: u64) -> Option<usize> {
+        let start = self.pager().alloc(chunks * UNIT).ok()?;
+        let places = (0..chunks)
+            .map(|index| Place { address: DeviceAddress(start.0 + index * UNIT), seed: None });
+        self.spans.push(places.collect());
+        Some(self.spans.len() - 1)
+    }
+
+    fn start_of(&self, span: usize) -> DeviceAddress {
+        self.spans[span][0].address
+    }
+
+    /// Work on this stream waits from here on, until somebody has to wait for it.
+    fn hold(&mut self, stream: usize) {
+        let (go, goes) = std::sync::mpsc::channel::<()>();
+        let goes = std::sync::Mutex::new(goes);
+        let held = Work::new(move |_| {
+            let _gone = goes.lock().map(|goes| goes.recv());
+            Ok(())
+        });
+        self.driver().core().enqueue(self.streams[stream], held).expect("held");
+        self.held.push(go);
+    }
+
+    fn try_use(&mut self, spans: &[usize], stream: usize, writes: bool) -> Result<(), String> {
+        let starts: Vec<_> = spans.iter().map(|&span| self.start_of(span)).collect();
+        let raw = self.streams[stream];
+        self.held.clear();
+        let text = |error: PageError| error.to_string();
+        self.pager().acquire(&starts, raw, LIMIT).map_err(text)?;
+        let launched = self.launch(spans, stream, writes);
+        // Whatever was launched is behind the event.
+        while let Err(error) = self.pager().release(&starts, raw, writes) {
+            assert!(matches!(error, PageError::Pool(_)), "{error}");
+        }
+        launched.map_err(|error| error.to_string())
+    }
+
+    fn launch(&mut self, spans: &[usize], stream: usize, writes: bool) -> DriverResult<()> {
+        let pool = Arc::clone(self.pool.pool());
+        let driver = Arc::clone(self.pool.driver());
+        let _entered = pool.enter();
+        let raw = self.streams[stream];
+        // What the program itself sees to: one use comes after another.
+        for event in self.order {
+            driver.stream_wait_event(raw, event)?;
+        }
+        for &span in spans {
+            for index in 0..self.spans[span].len() {
+                let place = self.spans[span][index];
+                let range = VaRange::new(place.address, UNIT);
+                if writes {
+                    let seed = Some(self.next_seed);
+                    let source = bytes_of(seed).into_boxed_slice();
+                    let pointer = NonNull::from(&source[..]).cast();
+                    // SAFETY: the buffer is kept until the devices have been waited for; the chunk is acquired.
+                    unsafe { driver.copy_to_device(range, pointer, raw) }?;
+                    self.next_seed += 1;
+                    self.spans[span][index].seed = seed;
+                    self.buffers.push(source);
+                } else {
+                    let mut target = vec![1; bytes_of(None).len()].into_boxed_slice();
+                    let pointer = NonNull::from(&mut target[..]).cast();
+                    // SAFETY: as above.
+                    unsafe { driver.copy_to_host(pointer, range, raw) }?;
+                    self.reads.push((target, place.seed));
+                }
+            }
+        }
+        driver.event_record(self.order[stream], raw)
+    }
+
+    /// Waits for the device and looks at all that was read.
+    fn check(&mut self) {
+        self.held.clear();
+        self.driver().synchronize().expect("the context lives");
+        for (read, seed) in self.reads.drain(..) {
+            assert!(read[..] == bytes_of(seed)[..], "not what was written: {seed:?}");
+        }
+        self.buffers.clear();
+    }
+
+    fn use_all(&mut self, writes: bool) {
+        for span in 0..self.spans.len() {
+            self.try_use(&[span], span % 2, writes).expect("a use");
+        }
+    }
+
+    /// All is given back.
+    fn end(mut self) {
+        self.check();
+        let pager = self.pager.take();
+        drop(pager);
+        for stream in self.streams {
+            // SAFETY: the stage's own.
+            unsafe { self.driver().stream_destroy(stream) }.expect("ended");
+        }
+        for event in self.order {
+            // SAFETY: the stage's own.
+            unsafe { self.driver().event_destroy(event) }.expect("ended");
+        }
+        let census = self.driver().census();
+        assert_eq!((census.streams, census.events), (0, 0), "{census:?}");
+        assert_eq!(free_bytes(&self.pool, DEVICE), CAPACITY_BYTES);
+        assert_eq!((census.handles, census.reservations, census.mappings), (0, 0, 0), "{census:?}");
+    }
+}
+
+#[test]
+fn four_times_as_much_as_the_frames_hold_is_all_there() {
+    let mut stage = Stage::new(2);
+    for _ in 0..8 {
+        stage.alloc(1).expect("addresses");
+    }
+    stage.use_all(false);
+    stage.check();
+    for _ in 0..3 {
+        stage.use_all(true);
+        stage.use_all(false);
+    }
+    stage.check();
+    let report = stage.pager().report();
+    assert!(report.resident_bytes <= 2 * UNIT, "{report:?}");
+    assert_eq!((report.paged_bytes, report.frames_bytes), (8 * UNIT, 2 * UNIT));
+    let taken = CAPACITY_BYTES - free_bytes(&stage.pool, DEVICE);
+    assert!(taken <= 2 * UNIT, "{taken}");
+    assert!(stage.driver().faults().calls(DriverOp::Create) <= 2, "frames go from hand to hand");
+    stage.end();
+}
+
+#[test]
+fn what_was_only_read_is_not_copied_out_again() {
+    let mut stage = Stage::new(1);
+    for _ in 0..3 {
+        stage.alloc(1).expect("addresses");
+    }
+    stage.use_all(true);
+    stage.pager().flush(LIMIT).expect("copied");
+    let before = stage.pager().report();
+    assert_eq!(before.out_bytes, 3 * UNIT);
+    stage.use_all(false);
+    stage.use_all(false);
+    stage.check();
+    let after = stage.pager().report();
+    assert_eq!((after.out_bytes, after.in_bytes - before.in_bytes), (before.out_bytes, 6 * UNIT));
+    let places = stage.pool.report().host_arena_bytes;
+    stage.use_all(true);
+    stage.use_all(true);
+    assert_eq!(stage.pool.report().host_arena_bytes, places, "places are kept");
+    stage.end();
+}
+
+#[test]
+fn a_use_of_more_than_the_frames_is_refused_with_the_least_that_works() {
+    let mut stage = Stage::new(2);
+    stage.alloc(3).expect("addresses");
+    let start = stage.start_of(0);
+    let error = stage.pager().acquire(&[start], stage.streams[0], LIMIT).expect_err("three of two");
+    let PageError::TooFewFrames { needed_bytes, frames_bytes } = error else { panic!("{error}") };
+    assert_eq!((needed_bytes, frames_bytes), (3 * UNIT, 2 * UNIT));
+    stage.pager().set_frames(3 * UNIT, LIMIT).expect("more");
+    stage.try_use(&[0], 0, true).expect("now it fits");
+    stage.end();
+}
+
+#[test]
+fn frames_are_waited_for_and_who_waits_too_long_is_told_for_what() {
+    let mut stage = Stage::new(2);
+    stage.alloc(2).expect("addresses");
+    stage.alloc(1).expect("addresses");
+    let (two, one, stream) = (stage.start_of(0), stage.start_of(1), stage.streams[0]);
+    stage.pager().acquire(&[two], stream, LIMIT).expect("both");
+    let error = stage.pager().acquire(&[one], stream, SHORT).expect_err("both are held");
+    let PageError::Late { what, limit } = error else { panic!("{error}") };
+    assert_eq!(limit, SHORT);
+    assert!(what.contains(&UNIT.to_string()), "{what}");
+    stage.pager().release(&[two], stream, false).expect("released");
+    stage.try_use(&[1], 1, true).expect("now there is room");
+    stage.end();
+}
+
+#[test]
+fn a_chunk_goes_only_when_uses_on_all_streams_are_over() {
+    let mut stage = Stage::new(1);
+    stage.alloc(1).expect("addresses");
+    stage.alloc(1).expect("addresses");
+    let (first, second, streams) = (stage.start_of(0), stage.start_of(1), stage.streams);
+    stage.pager().acquire(&[first], streams[0], LIMIT).expect("here");
+    stage.pager().acquire(&[first], streams[1], LIMIT).expect("here");
+    stage.hold(0);
+    stage.pager().release(&[first], streams[0], false).expect("a use that is not over");
+    stage.pager().release(&[first], streams[1], false).expect("a later one that is");
+    let error = stage.pager().acquire(&[second], streams[1], SHORT).expect_err("in use");
+    assert!(matches!(error, PageError::Late { .. }), "{error}");
+    stage.held.clear();
+    stage.pager().acquire(&[second], streams[1], LIMIT).expect("now it is over");
+    stage.pager().release(&[second], streams[1], false).expect("released");
+    stage.end();
+}
+
+#[test]
+fn a_pause_takes_what_is_there_and_paging_goes_on_behind_the_resume() {
+    let mut stage = Stage::new(3);
+    let other = create(&stage.pool, DEVICE, 2, kept());
+    let range = map(&stage.pool, other, 2 * UNIT, &[AccessDesc::read_write(DEVICE)]);
+    write(&stage.pool, DEVICE, range, pattern(77));
+    for _ in 0..6 {
+        stage.alloc(1).expect("addresses");
+    }
+    stage.use_all(true);
+    for round in 0..3 {
+        pause(&stage.pool);
+        assert_eq!(free_bytes(&stage.pool, DEVICE), CAPACITY_BYTES, "all of it is free");
+        resume(&stage.pool);
+        assert!(crate::stage::holds(&stage.pool, DEVICE, range, pattern(77)));
+        stage.use_all(false);
+        if round == 1 {
+            stage.use_all(true);
+        }
+        stage.pool.save(&WHOLE, UNLIMITED).expect("saved");
+        stage.pool.remount().expect("undone");
+        drop(stage.pool.commit_resume());
+        stage.use_all(false);
+        stage.check();
+    }
+    stage.pool.unmap(range).expect("unmapped");
+    stage.pool.release(other).expect("released");
+    crate::stage::free_addresses(&stage.pool, range);
+    stage.end();
+}
+
+#[test]
+fn a_use_waits_through_a_pause_however_long_that_is() {
+    let mut stage = Stage::new(1);
+    stage.alloc(1).expect("addresses");
+    stage.alloc(1).expect("addresses");
+    stage.use_all(true);
+    stage.check();
+    pause(&stage.pool);
+    let (first, stream) = (stage.start_of(0), stage.streams[0]);
+    std::thread::scope(|scope| {
+        let pager = stage.pager();
+        let (tell, told) = std::sync::mpsc::channel();
+        scope.spawn(move || tell.send(pager.acquire(&[first], stream, SHORT)));
+        // The pager has come to the gate.
+        while !stage.pool.gate().waiting().iter().any(|call| call.passage.can_step()) {
+            std::thread::yield_now();
+        }
+        assert!(told.recv_timeout(2 * SHORT).is_err(), "the time of a pause does not count");
+        resume(&stage.pool);
+        told.recv().expect("no panic").expect("here");
+    });
+    stage.pager().release(&[first], stream, false).expect("released");
+    stage.use_all(false);
+    stage.end();
+}
+
+#[test]
+fn freed_spans_give_their_frames_and_addresses_back_and_come_again_as_zeros() {
+    let mut stage = Stage::new(2);
+    for _ in 0..40 {
+        let span = stage.alloc(2).expect("addresses of those that were freed");
+        stage.try_use(&[span], 0, false).expect("zeros");
+        stage.try_use(&[span], 1, true).expect("written");
+        let start = stage.start_of(span);
+        stage.pager().free(start).expect("freed");
+        stage.spans.pop();
+        let error = stage.pager().free(start).expect_err("twice");
+        assert!(matches!(error, PageError::NotPaged { .. }), "{error}");
+        // What leaves behind its last use needs its addresses until then.
+        while stage.pager().report().resident_bytes > 0 {
+            stage.check();
+            std::thread::yield_now();
+        }
+    }
+    stage.end();
+}
+
+#[test]
+fn pinned_chunks_stay_and_are_counted() {
+    let mut stage = Stage::new(2);
+    for _ in 0..4 {
+        stage.alloc(1).expect("addresses");
+    }
+    stage.use_all(true);
+    stage.try_use(&[0], 0, true).expect("here");
+    let range = VaRange::new(stage.start_of(0), UNIT);
+    let registered = stage.pool.enter().register(range, "registered with a network card");
+    for _ in 0..2 {
+        for span in 1..4 {
+            stage.try_use(&[span], 0, true).expect("through the other frame");
+        }
+    }
+    stage.check();
+    assert_eq!(stage.pager().report().stays_bytes, UNIT);
+    assert!(crate::stage::holds(
+        &stage.pool,
+        DEVICE,
+        range,
+        pattern(stage.spans[0][0].seed.expect("written"))
+    ));
+    stage.pool.enter().unregister(&registered);
+    stage.use_all(false);
+    stage.end();
+}
+
+/// What a random program does next.
+#[derive(Clone, Debug)]
+enum Step {
+    Use { spans: Vec<usize>, stream: usize, writes: bool, holds: bool },
+    Announce(Vec<usize>),
+    Frames(u64),
+    Alloc(u64),
+    Free(usize),
+    Flush,
+    Check,
+    Pause,
+    PauseUndone,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let spans = || prop::collection::vec(0usize..8, 1..3);
+    let step = prop_oneof![
+        12 => (spans(), 0usize..2, any::<bool>(), any::<bool>())
+            .prop_map(|(spans, stream, writes, holds)| Step::Use { spans, stream, writes, holds }),
+        4 => spans().prop_map(Step::Announce),
+        1 => (2u64..6).prop_map(Step::Frames),
+        2 => (1u64..3).prop_map(Step::Alloc),
+        1 => (0usize..8).prop_map(Step::Free),
+        1 => Just(Step::Flush),
+        2 => Just(Step::Check),
+        1 => Just(Step::Pause),
+        1 => Just(Step::PauseUndone),
+    ];
+    prop::collection::vec(step, 1..60)
+}
+
+/// Spans of the program that are distinct, live, and small enough together.
+fn chosen(stage: &Stage, wanted: &[usize], most: usize) -> Vec<usize> {
+    let mut spans: Vec<_> = wanted.iter().map(|span| span % stage.spans.len()).collect();
+    spans.sort_unstable();
+    spans.dedup();
+    let mut chunks = 0;
+    spans.retain(|&span| {
+        chunks += stage.spans[span].len();
+        chunks <= most
+    });
+    spans
+}
+
+fn run(program: Vec<Step>, pauses_beside: bool) {
+    let mut stage = Stage::new(3);
+    let mut frames = 3;
+    stage.alloc(1).expect("addresses");
+    let pool = Arc::clone(stage.pool.pool());
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        if pauses_beside {
+            let (pool, stop) = (Arc::clone(&pool), &stop);
+            scope.spawn(move || {
+                pool.driver().make_current(DEVICE).expect("device 0");
+                let process = SimPool::of(pool);
+                while !stop.load(Ordering::Acquire) {
+                    pause(&process);
+                    resume(&process);
+                    // At least one call goes in before the next.
+                    let mark = process.gate().mark();
+                    while process.gate().mark() == mark && !stop.load(Ordering::Acquire) {
+                        std::thread::yield_now();
+                    }
+                }
+            });
+        }
+        for step in program {
+            match step {
+                Step::Use { spans, stream, writes, holds } => {
+                    let spans = chosen(&stage, &spans, frames);
+                    if spans.is_empty() {
+                        continue;
+                    }
+                    stage.try_use(&spans, stream, writes).expect("a use");
+                    if holds && !pauses_beside {
+                        stage.hold(stream);
+                        stage.try_hold_use(&spans, stream);
+                    }
+                }
+                Step::Announce(spans) => {
+                    let spans = chosen(&stage, &spans, frames);
+                    let starts: Vec<_> = spans.iter().map(|&span| stage.start_of(span)).collect();
+                    stage.pager().announce(&starts).expect("announced");
+                }
+                Step::Frames(count) => {
+                    stage.held.clear();
+                    frames = usize::try_from(count).expect("small");
+                    stage.pager().set_frames(count * UNIT, LIMIT).expect("frames");
+                }
+                Step::Alloc(chunks) => {
+                    if stage.spans.len() < 8 {
+                        stage.alloc(chunks).expect("addresses");
+                    }
+                }
+                Step::Free(span) => {
+                    if stage.spans.len() > 1 {
+                        let span = span % stage.spans.len();
+                        let start = stage.start_of(span);
+                        stage.pager().free(start).expect("freed");
+                        stage.spans.remove(span);
+                    }
+                }
+                Step::Flush => {
+                    stage.held.clear();
+                    stage.pager().flush(LIMIT).expect("flushed");
+                }
+                Step::Check => stage.check(),
+                Step::Pause if !pauses_beside => {
+                    stage.held.clear();
+                    pause(&stage.pool);
+                    resume(&stage.pool);
+                }
+                Step::PauseUndone if !pauses_beside => {
+                    stage.held.clear();
+                    stage.pool.save(&WHOLE, UNLIMITED).expect("saved");
+                    stage.pool.remount().expect("undone");
+                    drop(stage.pool.commit_resume());
+                }
+                Step::Pause | Step::PauseUndone => {}
+            }
+        }
+        stop.store(true, Ordering::Release);
+    });
+    stage.use_all(false);
+    stage.end();
+}
+
+impl Stage {
+    /// A use behind held work: it is not over when the next step begins.
+    fn try_hold_use(&mut self, spans: &[usize], stream: usize) {
+        let starts: Vec<_> = spans.iter().map(|&span| self.start_of(span)).collect();
+        // They were used just now; with others' announcements they may have left all the same.
+        if self.pager().acquire(&starts, self.streams[stream], SHORT).is_ok() {
+            self.launch(spans, stream, true).expect("launched");
+            self.pager().release(&starts, self.streams[stream], true).expect("released");
+        }
+    }
+}
+
+/// A thread has one slot, at the gate of the first pool that it meets.
+fn on_a_thread(body: impl FnOnce() + Send + 'static) {
+    let ended = std::thread::spawn(body).join();
+    ended.expect("what the thread says above");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    #[test]
+    fn random_programs_find_every_byte(program in steps()) {
+        on_a_thread(move || run(program, false));
+    }
+
+    #[test]
+    fn random_programs_find_every_byte_with_pauses_at_any_instant(program in steps()) {
+        on_a_thread(move || run(program, true));
+    }
+}
+
+/// Every kind of call fails once, at each place where it is made: the use that meets it is told or not, the next works.
+#[test]
+fn any_call_may_fail_once() {
+    let (tell, told) = std::sync::mpsc::channel();
+    let mut at = 1;
+    loop {
+        let tell = tell.clone();
+        on_a_thread(move || {
+            let _told = tell.send(fail_at(at));
+        });
+        if told.recv().expect("an answer") == 0 {
+            break;
+        }
+        at += 1;
+    }
+    assert!(at > 100, "{at} calls");
+}
+
+/// Has the call of this number fail. How many did.
+fn fail_at(at: u64) -> u64 {
+    let mut stage = Stage::new(2);
+    for _ in 0..3 {
+        stage.alloc(1).expect("addresses");
+    }
+    let code = if at.is_multiple_of(2) { DriverCode::UNKNOWN } else { DriverCode::OUT_OF_MEMORY };
+    stage.driver().faults().fail_any(FaultSpan::Nth(at), code);
+    for writes in [true, true, false] {
+        for span in 0..3 {
+            for attempt in 0.. {
+                let outcome = stage.try_use(&[span], span % 2, writes);
+                let Err(error) = outcome else { break };
+                assert!(attempt < 2, "{at}: {error}");
+            }
+        }
+    }
+    let fired = stage.driver().faults().fired();
+    stage.driver().faults().clear();
+    stage.use_all(false);
+    pause(&stage.pool);
+    assert_eq!(free_bytes(&stage.pool, DEVICE), CAPACITY_BYTES, "after call {at} failed");
+    resume(&stage.pool);
+    stage.use_all(false);
+    stage.use_all(true);
+    stage.use_all(false);
+    stage.end();
+    fired
+}
+
+#[test]
+fn a_device_that_is_full_pages_with_what_it_gave() {
+    let mut stage = Stage::new(4);
+    for _ in 0..4 {
+        stage.alloc(1).expect("addresses");
+    }
+    let hog = create(&stage.pool, DEVICE, CAPACITY_BYTES / UNIT - 2, kept());
+    stage.use_all(true);
+    stage.use_all(false);
+    stage.check();
+    assert_eq!(free_bytes(&stage.pool, DEVICE), 0);
+    let all: Vec<_> = (0..3).collect();
+    let error = stage.try_use(&all, 0, false).expect_err("three of two");
+    assert!(error.contains("cuMemCreate"), "{error}");
+    stage.pool.release(hog).expect("released");
+    stage.try_use(&all, 0, false).expect("three");
+    stage.end();
+}
+
+#[test]
+fn a_pager_that_cannot_begin_leaves_nothing_behind() {
+    let pool = pool(&node());
+    let size = WindowSize { window_bytes: 4 * UNIT, chunk_bytes: UNIT, frames_bytes: UNIT };
+    for at in 1.. {
+        pool.driver().faults().fail_any(FaultSpan::Nth(at), DriverCode::UNKNOWN);
+        let made = Pager::new(Arc::clone(pool.pool()), DEVICE, size);
+        pool.driver().faults().clear();
+        let is_made = made.is_ok();
+        drop(made);
+        let census = pool.driver().census();
+        assert_eq!((census.reservations, census.streams), (0, 0), "{at}: {census:?}");
+        if is_made {
+            break;
+        }
+    }
+    let none = WindowSize { frames_bytes: UNIT - 1, ..size };
+    let error = Pager::new(Arc::clone(pool.pool()), DEVICE, none).expect_err("not one chunk");
+    assert!(matches!(error, PageError::TooFewFrames { needed_bytes: UNIT, .. }), "{error}");
+}
