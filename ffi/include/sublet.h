@@ -170,6 +170,33 @@ typedef void (*sublet_unused_source)(void *context, uint64_t token);
 int sublet_set_unused_source(sublet_unused_source source, void *context);
 int sublet_unused(uint64_t token, const uint64_t *starts, const uint64_t *sizes, size_t count);
 
+/* Larger than memory: addresses whose contents are on the device by turns, while the process runs. A pager is a window of
+ * addresses on one device, in chunks, of which at most frames_bytes are on the device; the rest lies in host memory. A use of a
+ * span (what sublet_page_alloc gave) is between sublet_page_acquire and sublet_page_release, and its work is launched
+ * on the stream (a CUstream) that both are told. What touches the addresses outside of that is an illegal access. The device's context is current on the
+ * calling thread, no stream is under capture, and no more is used together than the frames hold.
+ *
+ * sublet_page_acquire waits for at most timeout_ms of the time that the process is not paused, until all is on the device, and has the
+ * stream wait for what is still being copied. sublet_page_release says if anything was written. sublet_page_announce has spans come
+ * while the device works, in this order. sublet_page_flush waits until the host has all that was written. Errors:
+ * SUBLET_ERROR_ARGUMENT when more is used together than fits (the text says how much is needed), SUBLET_ERROR_RETRY when it
+ * took too long, SUBLET_ERROR_OUT_OF_DEVICE_MEMORY and SUBLET_ERROR_OUT_OF_HOST_MEMORY when there is no memory for a frame, or for contents. */
+int sublet_page_open(int device, uint64_t window_bytes, uint64_t chunk_bytes, uint64_t frames_bytes, uint64_t *pager);
+/* Gives all of its memory back when the last use is over. */
+int sublet_page_close(uint64_t pager);
+/* In whole chunks; all of it is zero. Takes no device memory. */
+int sublet_page_alloc(uint64_t pager, uint64_t size_bytes, uint64_t *span);
+int sublet_page_free(uint64_t pager, uint64_t span);
+int sublet_page_acquire(uint64_t pager, const uint64_t *spans, size_t count, uint64_t stream, uint32_t timeout_ms);
+int sublet_page_release(uint64_t pager, const uint64_t *spans, size_t count, uint64_t stream, int has_written);
+int sublet_page_announce(uint64_t pager, const uint64_t *spans, size_t count);
+int sublet_page_flush(uint64_t pager, uint32_t timeout_ms);
+/* From now on at most so much is on the device. */
+int sublet_page_set_frames(uint64_t pager, uint64_t frames_bytes, uint32_t timeout_ms);
+/* JSON: "chunk_bytes", "paged_bytes", "frames_bytes", "resident_bytes", "stays_bytes", and so far "out_bytes", "in_bytes", "exchanges",
+ * "hits" and "misses" (uses that found all of their memory on the device, and that did not). */
+int64_t sublet_page_json(uint64_t pager, char *buffer, size_t size);
+
 /* For torch's CUDAPluggableAllocator. What sublet_torch_malloc gives can be paused whatever its size, lies on
  * `device` whichever is current, and belongs to the region of the calling thread; NULL when size is not positive
  * or there is no memory. sublet_torch_free waits for the device's work first. `stream` is not used. */

@@ -141,6 +141,38 @@ unsafe extern "C" {
         sizes: *const u64,
         count: usize,
     ) -> ::core::ffi::c_int;
+    pub fn sublet_page_open(
+        device: ::core::ffi::c_int,
+        window_bytes: u64,
+        chunk_bytes: u64,
+        frames_bytes: u64,
+        pager: *mut u64,
+    ) -> ::core::ffi::c_int;
+    pub fn sublet_page_close(pager: u64) -> ::core::ffi::c_int;
+    pub fn sublet_page_alloc(pager: u64, size_bytes: u64, span: *mut u64) -> ::core::ffi::c_int;
+    pub fn sublet_page_free(pager: u64, span: u64) -> ::core::ffi::c_int;
+    pub fn sublet_page_acquire(
+        pager: u64,
+        spans: *const u64,
+        count: usize,
+        stream: u64,
+        timeout_ms: u32,
+    ) -> ::core::ffi::c_int;
+    pub fn sublet_page_release(
+        pager: u64,
+        spans: *const u64,
+        count: usize,
+        stream: u64,
+        has_written: ::core::ffi::c_int,
+    ) -> ::core::ffi::c_int;
+    pub fn sublet_page_announce(pager: u64, spans: *const u64, count: usize) -> ::core::ffi::c_int;
+    pub fn sublet_page_flush(pager: u64, timeout_ms: u32) -> ::core::ffi::c_int;
+    pub fn sublet_page_set_frames(
+        pager: u64,
+        frames_bytes: u64,
+        timeout_ms: u32,
+    ) -> ::core::ffi::c_int;
+    pub fn sublet_page_json(pager: u64, buffer: *mut ::core::ffi::c_char, size: usize) -> i64;
     pub fn sublet_torch_malloc(
         size: isize,
         device: ::core::ffi::c_int,

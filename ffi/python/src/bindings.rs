@@ -214,6 +214,62 @@ pub struct Functions {
         ) -> ::core::ffi::c_int,
         ::libloading::Error,
     >,
+    pub sublet_page_open: Result<
+        unsafe extern "C" fn(
+            device: ::core::ffi::c_int,
+            window_bytes: u64,
+            chunk_bytes: u64,
+            frames_bytes: u64,
+            pager: *mut u64,
+        ) -> ::core::ffi::c_int,
+        ::libloading::Error,
+    >,
+    pub sublet_page_close:
+        Result<unsafe extern "C" fn(pager: u64) -> ::core::ffi::c_int, ::libloading::Error>,
+    pub sublet_page_alloc: Result<
+        unsafe extern "C" fn(pager: u64, size_bytes: u64, span: *mut u64) -> ::core::ffi::c_int,
+        ::libloading::Error,
+    >,
+    pub sublet_page_free: Result<
+        unsafe extern "C" fn(pager: u64, span: u64) -> ::core::ffi::c_int,
+        ::libloading::Error,
+    >,
+    pub sublet_page_acquire: Result<
+        unsafe extern "C" fn(
+            pager: u64,
+            spans: *const u64,
+            count: usize,
+            stream: u64,
+            timeout_ms: u32,
+        ) -> ::core::ffi::c_int,
+        ::libloading::Error,
+    >,
+    pub sublet_page_release: Result<
+        unsafe extern "C" fn(
+            pager: u64,
+            spans: *const u64,
+            count: usize,
+            stream: u64,
+            has_written: ::core::ffi::c_int,
+        ) -> ::core::ffi::c_int,
+        ::libloading::Error,
+    >,
+    pub sublet_page_announce: Result<
+        unsafe extern "C" fn(pager: u64, spans: *const u64, count: usize) -> ::core::ffi::c_int,
+        ::libloading::Error,
+    >,
+    pub sublet_page_flush: Result<
+        unsafe extern "C" fn(pager: u64, timeout_ms: u32) -> ::core::ffi::c_int,
+        ::libloading::Error,
+    >,
+    pub sublet_page_set_frames: Result<
+        unsafe extern "C" fn(pager: u64, frames_bytes: u64, timeout_ms: u32) -> ::core::ffi::c_int,
+        ::libloading::Error,
+    >,
+    pub sublet_page_json: Result<
+        unsafe extern "C" fn(pager: u64, buffer: *mut ::core::ffi::c_char, size: usize) -> i64,
+        ::libloading::Error,
+    >,
     pub sublet_torch_malloc: Result<
         unsafe extern "C" fn(
             size: isize,
@@ -324,6 +380,16 @@ impl Functions {
         let sublet_host_copy_out = __library.get(b"sublet_host_copy_out\0").map(|sym| *sym);
         let sublet_set_unused_source = __library.get(b"sublet_set_unused_source\0").map(|sym| *sym);
         let sublet_unused = __library.get(b"sublet_unused\0").map(|sym| *sym);
+        let sublet_page_open = __library.get(b"sublet_page_open\0").map(|sym| *sym);
+        let sublet_page_close = __library.get(b"sublet_page_close\0").map(|sym| *sym);
+        let sublet_page_alloc = __library.get(b"sublet_page_alloc\0").map(|sym| *sym);
+        let sublet_page_free = __library.get(b"sublet_page_free\0").map(|sym| *sym);
+        let sublet_page_acquire = __library.get(b"sublet_page_acquire\0").map(|sym| *sym);
+        let sublet_page_release = __library.get(b"sublet_page_release\0").map(|sym| *sym);
+        let sublet_page_announce = __library.get(b"sublet_page_announce\0").map(|sym| *sym);
+        let sublet_page_flush = __library.get(b"sublet_page_flush\0").map(|sym| *sym);
+        let sublet_page_set_frames = __library.get(b"sublet_page_set_frames\0").map(|sym| *sym);
+        let sublet_page_json = __library.get(b"sublet_page_json\0").map(|sym| *sym);
         let sublet_torch_malloc = __library.get(b"sublet_torch_malloc\0").map(|sym| *sym);
         let sublet_torch_free = __library.get(b"sublet_torch_free\0").map(|sym| *sym);
         let sublet_stats_json = __library.get(b"sublet_stats_json\0").map(|sym| *sym);
@@ -371,6 +437,16 @@ impl Functions {
             sublet_host_copy_out,
             sublet_set_unused_source,
             sublet_unused,
+            sublet_page_open,
+            sublet_page_close,
+            sublet_page_alloc,
+            sublet_page_free,
+            sublet_page_acquire,
+            sublet_page_release,
+            sublet_page_announce,
+            sublet_page_flush,
+            sublet_page_set_frames,
+            sublet_page_json,
             sublet_torch_malloc,
             sublet_torch_free,
             sublet_stats_json,
@@ -616,6 +692,101 @@ impl Functions {
     ) -> ::core::ffi::c_int {
         (self.sublet_unused.as_ref().expect("Expected function, got error."))(
             token, starts, sizes, count,
+        )
+    }
+    pub unsafe fn sublet_page_open(
+        &self,
+        device: ::core::ffi::c_int,
+        window_bytes: u64,
+        chunk_bytes: u64,
+        frames_bytes: u64,
+        pager: *mut u64,
+    ) -> ::core::ffi::c_int {
+        (self.sublet_page_open.as_ref().expect("Expected function, got error."))(
+            device,
+            window_bytes,
+            chunk_bytes,
+            frames_bytes,
+            pager,
+        )
+    }
+    pub unsafe fn sublet_page_close(&self, pager: u64) -> ::core::ffi::c_int {
+        (self.sublet_page_close.as_ref().expect("Expected function, got error."))(pager)
+    }
+    pub unsafe fn sublet_page_alloc(
+        &self,
+        pager: u64,
+        size_bytes: u64,
+        span: *mut u64,
+    ) -> ::core::ffi::c_int {
+        (self.sublet_page_alloc.as_ref().expect("Expected function, got error."))(
+            pager, size_bytes, span,
+        )
+    }
+    pub unsafe fn sublet_page_free(&self, pager: u64, span: u64) -> ::core::ffi::c_int {
+        (self.sublet_page_free.as_ref().expect("Expected function, got error."))(pager, span)
+    }
+    pub unsafe fn sublet_page_acquire(
+        &self,
+        pager: u64,
+        spans: *const u64,
+        count: usize,
+        stream: u64,
+        timeout_ms: u32,
+    ) -> ::core::ffi::c_int {
+        (self.sublet_page_acquire.as_ref().expect("Expected function, got error."))(
+            pager, spans, count, stream, timeout_ms,
+        )
+    }
+    pub unsafe fn sublet_page_release(
+        &self,
+        pager: u64,
+        spans: *const u64,
+        count: usize,
+        stream: u64,
+        has_written: ::core::ffi::c_int,
+    ) -> ::core::ffi::c_int {
+        (self.sublet_page_release.as_ref().expect("Expected function, got error."))(
+            pager,
+            spans,
+            count,
+            stream,
+            has_written,
+        )
+    }
+    pub unsafe fn sublet_page_announce(
+        &self,
+        pager: u64,
+        spans: *const u64,
+        count: usize,
+    ) -> ::core::ffi::c_int {
+        (self.sublet_page_announce.as_ref().expect("Expected function, got error."))(
+            pager, spans, count,
+        )
+    }
+    pub unsafe fn sublet_page_flush(&self, pager: u64, timeout_ms: u32) -> ::core::ffi::c_int {
+        (self.sublet_page_flush.as_ref().expect("Expected function, got error."))(pager, timeout_ms)
+    }
+    pub unsafe fn sublet_page_set_frames(
+        &self,
+        pager: u64,
+        frames_bytes: u64,
+        timeout_ms: u32,
+    ) -> ::core::ffi::c_int {
+        (self.sublet_page_set_frames.as_ref().expect("Expected function, got error."))(
+            pager,
+            frames_bytes,
+            timeout_ms,
+        )
+    }
+    pub unsafe fn sublet_page_json(
+        &self,
+        pager: u64,
+        buffer: *mut ::core::ffi::c_char,
+        size: usize,
+    ) -> i64 {
+        (self.sublet_page_json.as_ref().expect("Expected function, got error."))(
+            pager, buffer, size,
         )
     }
     pub unsafe fn sublet_torch_malloc(

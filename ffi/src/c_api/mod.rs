@@ -5,6 +5,7 @@
 //! * [`turns`]: getting the GPUs from others, and turns on them.
 //! * [`regions`]: which memory belongs to which tag.
 //! * [`contents`]: contents while they are offloaded, and contents that the application does not need.
+//! * [`paging`]: addresses whose contents are on the device by turns.
 //! * [`stats`]: the memory that processes hold, as JSON.
 //! * [`attach`]: coming under Sublet without `LD_PRELOAD`.
 //! * [`last_call`]: the error and the report of each thread's last call.
@@ -15,6 +16,7 @@ pub mod attach;
 pub mod budgets;
 pub mod contents;
 pub mod last_call;
+pub mod paging;
 pub mod pausing;
 pub mod regions;
 pub mod stats;
@@ -91,6 +93,18 @@ agrees! {
         unsafe extern "C" fn(bindings::sublet_unused_source, *mut c_void) -> c_int;
     sublet_unused in contents:
         unsafe extern "C" fn(u64, *const u64, *const u64, usize) -> c_int;
+    sublet_page_open in paging: unsafe extern "C" fn(c_int, u64, u64, u64, *mut u64) -> c_int;
+    sublet_page_close in paging: unsafe extern "C" fn(u64) -> c_int;
+    sublet_page_alloc in paging: unsafe extern "C" fn(u64, u64, *mut u64) -> c_int;
+    sublet_page_free in paging: unsafe extern "C" fn(u64, u64) -> c_int;
+    sublet_page_acquire in paging:
+        unsafe extern "C" fn(u64, *const u64, usize, u64, u32) -> c_int;
+    sublet_page_release in paging:
+        unsafe extern "C" fn(u64, *const u64, usize, u64, c_int) -> c_int;
+    sublet_page_announce in paging: unsafe extern "C" fn(u64, *const u64, usize) -> c_int;
+    sublet_page_flush in paging: unsafe extern "C" fn(u64, u32) -> c_int;
+    sublet_page_set_frames in paging: unsafe extern "C" fn(u64, u64, u32) -> c_int;
+    sublet_page_json in paging: unsafe extern "C" fn(u64, *mut c_char, usize) -> i64;
     sublet_torch_malloc in pluggable: unsafe extern "C" fn(isize, c_int, *mut c_void) -> *mut c_void;
     sublet_torch_free in pluggable: unsafe extern "C" fn(*mut c_void, isize, c_int, *mut c_void);
     sublet_stats_json in stats: unsafe extern "C" fn(*mut c_char, usize) -> i64;

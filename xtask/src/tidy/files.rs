@@ -4,7 +4,7 @@ use super::{Finding, has_extension, is_rust};
 
 const LINES_MAX: usize = 800;
 /// Made by a program, so its size is not a choice.
-const GENERATED: [&str; 1] = ["ffi/src/bindings.rs"];
+const GENERATED: [&str; 2] = ["ffi/src/bindings.rs", "ffi/python/src/bindings.rs"];
 
 /// All findings about one file.
 pub(crate) fn check(path: &str, text: &str) -> Vec<Finding> {

@@ -1,0 +1,231 @@
+//! Addresses whose contents are on the device by turns.
+
+#![expect(unsafe_code, reason = "exports the C interface")]
+
+use std::collections::BTreeMap;
+use std::ffi::{c_char, c_int};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tenants::error_text::chain;
+use vmm_pool::PoolError;
+use vmm_pool::driver::{CudaDriver, DeviceAddress, DeviceOrdinal, DriverCode, RawStream};
+use vmm_pool::paging::{PageError, PageResult, Pager, WindowSize};
+
+use super::last_call::{fail, guarded, guarded_length, not_joined};
+use super::stats::answer;
+use super::{ARGUMENT, OK, OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY, REFUSED, RETRY};
+use crate::runtime;
+
+/// All pagers of the process, by number. A leaf.
+static PAGERS: Mutex<Pagers> = Mutex::new(Pagers { open: BTreeMap::new(), last: 0 });
+
+struct Pagers {
+    open: BTreeMap<u64, Arc<Pager<CudaDriver>>>,
+    last: u64,
+}
+
+fn pagers() -> MutexGuard<'static, Pagers> {
+    PAGERS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn code_of(error: &PageError) -> c_int {
+    match error {
+        PageError::TooFewFrames { .. }
+        | PageError::WindowFull { .. }
+        | PageError::NotPaged { .. } => ARGUMENT,
+        PageError::Late { .. } | PageError::NoThread(_) => RETRY,
+        PageError::Shared(error) => code_of(error),
+        PageError::Pool(PoolError::OverBudget { .. } | PoolError::OutOfDeviceMemory { .. }) => {
+            OUT_OF_DEVICE_MEMORY
+        }
+        PageError::Pool(PoolError::HostMemoryRefused { .. }) => OUT_OF_HOST_MEMORY,
+        PageError::Pool(PoolError::Driver { source, .. })
+            if source.code == DriverCode::OUT_OF_MEMORY =>
+        {
+            OUT_OF_DEVICE_MEMORY
+        }
+        PageError::Ended { .. } | PageError::Pool(_) => REFUSED,
+    }
+}
+
+fn done(result: PageResult<()>) -> c_int {
+    match result {
+        Ok(()) => OK,
+        Err(error) => fail(code_of(&error), &chain(&error)),
+    }
+}
+
+/// Does `work` with the pager of this number.
+fn with(number: u64, work: impl FnOnce(&Pager<CudaDriver>) -> c_int) -> c_int {
+    guarded(|| {
+        if runtime::member().is_none() {
+            return not_joined();
+        }
+        let pager = pagers().open.get(&number).cloned();
+        match pager {
+            Some(pager) => work(&pager),
+            None => fail(ARGUMENT, &format!("{number} is no pager: open one first")),
+        }
+    })
+}
+
+/// # Safety
+/// `spans` is valid for reads of `count` addresses, or `count` is 0.
+unsafe fn spans_of(spans: *const u64, count: usize) -> Vec<DeviceAddress> {
+    if spans.is_null() || count == 0 {
+        return Vec::new();
+    }
+    // SAFETY: as this function's caller promises.
+    let spans = unsafe { std::slice::from_raw_parts(spans, count) };
+    spans.iter().copied().map(DeviceAddress).collect()
+}
+
+/// Makes a window on a device.
+///
+/// # Safety
+/// `pager` is null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_page_open(
+    device: c_int,
+    window_bytes: u64,
+    chunk_bytes: u64,
+    frames_bytes: u64,
+    pager: *mut u64,
+) -> c_int {
+    guarded(|| {
+        let Some(member) = runtime::join() else { return not_joined() };
+        if pager.is_null() || device < 0 {
+            return fail(ARGUMENT, "paging needs a device, and a place for the pager's number");
+        }
+        let size = WindowSize { window_bytes, chunk_bytes, frames_bytes };
+        let made = Pager::new(Arc::clone(member.pool()), DeviceOrdinal(device), size);
+        done(made.map(|made| {
+            let mut pagers = pagers();
+            pagers.last += 1;
+            let number = pagers.last;
+            pagers.open.insert(number, Arc::new(made));
+            // SAFETY: checked not to be null; the caller's for one number.
+            unsafe { pager.write(number) };
+        }))
+    })
+}
+
+/// Gives a window back.
+#[unsafe(no_mangle)]
+pub extern "C" fn sublet_page_close(pager: u64) -> c_int {
+    with(pager, |_| {
+        let closed = pagers().open.remove(&pager);
+        drop(closed);
+        OK
+    })
+}
+
+/// Gives addresses out.
+///
+/// # Safety
+/// `span` is null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_page_alloc(pager: u64, size_bytes: u64, span: *mut u64) -> c_int {
+    with(pager, |pager| {
+        if span.is_null() {
+            return fail(ARGUMENT, "sublet_page_alloc needs a place for the address");
+        }
+        done(pager.alloc(size_bytes).map(|start| {
+            // SAFETY: checked not to be null; the caller's for one address.
+            unsafe { span.write(start.0) };
+        }))
+    })
+}
+
+/// Gives addresses up.
+#[unsafe(no_mangle)]
+pub extern "C" fn sublet_page_free(pager: u64, span: u64) -> c_int {
+    with(pager, |pager| done(pager.free(DeviceAddress(span))))
+}
+
+/// Begins a use.
+///
+/// # Safety
+/// `spans` is valid for reads of `count` addresses.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_page_acquire(
+    pager: u64,
+    spans: *const u64,
+    count: usize,
+    stream: u64,
+    timeout_ms: u32,
+) -> c_int {
+    with(pager, |pager| {
+        // SAFETY: as this function's caller promises.
+        let spans = unsafe { spans_of(spans, count) };
+        let limit = Duration::from_millis(timeout_ms.into());
+        done(pager.acquire(&spans, RawStream(stream), limit))
+    })
+}
+
+/// Ends a use.
+///
+/// # Safety
+/// `spans` is valid for reads of `count` addresses.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_page_release(
+    pager: u64,
+    spans: *const u64,
+    count: usize,
+    stream: u64,
+    has_written: c_int,
+) -> c_int {
+    with(pager, |pager| {
+        // SAFETY: as this function's caller promises.
+        let spans = unsafe { spans_of(spans, count) };
+        done(pager.release(&spans, RawStream(stream), has_written != 0))
+    })
+}
+
+/// Says what is used next.
+///
+/// # Safety
+/// `spans` is valid for reads of `count` addresses.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_page_announce(
+    pager: u64,
+    spans: *const u64,
+    count: usize,
+) -> c_int {
+    with(pager, |pager| {
+        // SAFETY: as this function's caller promises.
+        let spans = unsafe { spans_of(spans, count) };
+        done(pager.announce(&spans))
+    })
+}
+
+/// Waits until the host has all that was written.
+#[unsafe(no_mangle)]
+pub extern "C" fn sublet_page_flush(pager: u64, timeout_ms: u32) -> c_int {
+    with(pager, |pager| done(pager.flush(Duration::from_millis(timeout_ms.into()))))
+}
+
+/// Says how much may be on the device.
+#[unsafe(no_mangle)]
+pub extern "C" fn sublet_page_set_frames(pager: u64, frames_bytes: u64, timeout_ms: u32) -> c_int {
+    let limit = Duration::from_millis(timeout_ms.into());
+    with(pager, |pager| done(pager.set_frames(frames_bytes, limit)))
+}
+
+/// What a pager holds and has done, as JSON.
+///
+/// # Safety
+/// `buffer` is null or valid for writes of `size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_page_json(pager: u64, buffer: *mut c_char, size: usize) -> i64 {
+    guarded_length(|| {
+        let found = pagers().open.get(&pager).cloned();
+        let Some(found) = found else {
+            fail(ARGUMENT, &format!("{pager} is no pager: open one first"));
+            return -1;
+        };
+        // SAFETY: as this function's caller promises.
+        unsafe { answer(&found.report(), buffer, size) }
+    })
+}
