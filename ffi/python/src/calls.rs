@@ -431,6 +431,105 @@ impl Library {
         Ok(bytes)
     }
 
+    /// Opens a window for memory that is on a device by turns; its number.
+    fn page_open(
+        &self,
+        py: Python<'_>,
+        device: c_int,
+        window_bytes: u64,
+        chunk_bytes: u64,
+        frames_bytes: u64,
+    ) -> PyResult<u64> {
+        let open = function!(self, py, sublet_page_open);
+        let mut pager = 0_u64;
+        let place = &mut pager;
+        self.run(py, "paged", || {
+            // SAFETY: a place for one number, which outlives the call.
+            unsafe { open(device, window_bytes, chunk_bytes, frames_bytes, place) }
+        })?;
+        Ok(pager)
+    }
+
+    /// Gives a window back.
+    fn page_close(&self, py: Python<'_>, pager: u64) -> PyResult<()> {
+        let close = function!(self, py, sublet_page_close);
+        self.run(py, "paged", || {
+            // SAFETY: no pointer is passed.
+            unsafe { close(pager) }
+        })
+    }
+
+    /// Addresses in a window.
+    fn page_alloc(&self, py: Python<'_>, pager: u64, size_bytes: u64) -> PyResult<u64> {
+        let alloc = function!(self, py, sublet_page_alloc);
+        let mut span = 0_u64;
+        let place = &mut span;
+        self.run(py, "paged", || {
+            // SAFETY: a place for one address, which outlives the call.
+            unsafe { alloc(pager, size_bytes, place) }
+        })?;
+        Ok(span)
+    }
+
+    /// Gives addresses up.
+    fn page_free(&self, py: Python<'_>, pager: u64, span: u64) -> PyResult<()> {
+        let free = function!(self, py, sublet_page_free);
+        self.run(py, "paged", || {
+            // SAFETY: no pointer is passed.
+            unsafe { free(pager, span) }
+        })
+    }
+
+    /// Begins a use.
+    fn page_acquire(
+        &self,
+        py: Python<'_>,
+        pager: u64,
+        spans: Vec<u64>,
+        stream: u64,
+        timeout_ms: u32,
+    ) -> PyResult<()> {
+        let acquire = function!(self, py, sublet_page_acquire);
+        self.run(py, "paged", move || {
+            // SAFETY: as many addresses as are said, which outlive the call.
+            unsafe { acquire(pager, spans.as_ptr(), spans.len(), stream, timeout_ms) }
+        })
+    }
+
+    /// Ends a use.
+    fn page_release(
+        &self,
+        py: Python<'_>,
+        pager: u64,
+        spans: Vec<u64>,
+        stream: u64,
+        has_written: bool,
+    ) -> PyResult<()> {
+        let release = function!(self, py, sublet_page_release);
+        self.run(py, "paged", move || {
+            // SAFETY: as above.
+            unsafe { release(pager, spans.as_ptr(), spans.len(), stream, has_written.into()) }
+        })
+    }
+
+    /// Says what is used next.
+    fn page_announce(&self, py: Python<'_>, pager: u64, spans: Vec<u64>) -> PyResult<()> {
+        let announce = function!(self, py, sublet_page_announce);
+        self.run(py, "paged", move || {
+            // SAFETY: as above.
+            unsafe { announce(pager, spans.as_ptr(), spans.len()) }
+        })
+    }
+
+    /// What a window holds and has done.
+    fn page_report(&self, py: Python<'_>, pager: u64) -> PyResult<String> {
+        let write = function!(self, py, sublet_page_json);
+        self.answer(py, "report", &|buffer, size| {
+            // SAFETY: the buffer has `size` bytes.
+            unsafe { write(pager, buffer, size) }
+        })
+    }
+
     /// Has `source` asked in each pause, whoever wants it, for memory whose contents nobody needs: a list of
     /// addresses and bytes. `None`: nobody is asked.
     fn set_unused_source(&self, py: Python<'_>, source: Option<Py<PyAny>>) -> PyResult<()> {

@@ -28,6 +28,7 @@ from sublet._library import (
 )
 from sublet._memory import host_copy, set_file_dir
 from sublet._native import __version__ as __version__
+from sublet._paging import paged, report
 from sublet._pausing import pause, paused, resume, stats
 from sublet._regions import Region, region
 from sublet._tenants import Tenant, swap, tenants
@@ -52,9 +53,11 @@ __all__ = [
     "host_copy",
     "library_path",
     "nccl_library_path",
+    "paged",
     "pause",
     "paused",
     "region",
+    "report",
     "resume",
     "set_file_dir",
     "stats",

@@ -1,0 +1,473 @@
+"""Optimizers whose state is on the device by turns, and in host memory otherwise."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+import weakref
+from collections import defaultdict
+from typing import Any, Literal, Optional, TypeVar, Union
+
+from sublet._errors import UsageError
+from sublet._library import own_library
+from sublet._native import Library
+
+Step = Literal["backward", "after"]
+
+#: What moves at once.
+_CHUNK_BYTES = 64 << 20
+#: Addresses of one optimizer. They cost no memory.
+_WINDOW_BYTES = 1 << 40
+#: How long a block waits for its state. The time of a pause does not count.
+_WAIT_MS = 600_000
+#: Between two tensors of a span, as PyTorch's own allocator has it.
+_ALIGNMENT_BYTES = 512
+#: How many blocks are brought in ahead: two hide the copies, and more take frames from those in use.
+_BLOCKS_AHEAD = 2
+_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+_Optimizer = TypeVar("_Optimizer")
+
+
+def _bytes_of(size: Union[int, str]) -> int:
+    """A number of bytes, as a number or as text."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    if isinstance(size, str):
+        for unit, factor in sorted(_UNITS.items(), key=lambda item: -len(item[0])):
+            number = size[: -len(unit)].strip() if size.endswith(unit) else ""
+            if number.replace(".", "", 1).isdecimal():
+                return int(float(number) * factor)
+    raise UsageError(f"paged: a size is a number of bytes or text such as '2GiB', not {size!r}")
+
+
+class _Bytes:
+    """Memory at an address, as PyTorch takes it."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+class _Block:
+    """Parameters that step together, and where their state lies."""
+
+    def __init__(self) -> None:
+        #: Each with the number of its group.
+        self.params: list[tuple[int, Any]] = []
+        self.span: Optional[int] = None
+        #: What lies in the span, by parameter and name.
+        self.tensors: dict[tuple[int, str], Any] = {}
+        #: Since the last step of the optimizer: whose gradients are there, and did it step?
+        self.ready: set[int] = set()
+        self.has_stepped = False
+
+    def wanted(self) -> int:
+        return sum(1 for _, param in self.params if param.requires_grad)
+
+
+class _State(defaultdict):  # type: ignore[type-arg]
+    """The state of a paged optimizer, as readers see it: what is paged comes as copies in host memory."""
+
+    def __init__(self, owner: _Paged, state: dict[Any, dict[str, Any]]) -> None:
+        super().__init__(dict, state)
+        self._owner = owner
+
+    def __getitem__(self, param: Any) -> Any:
+        return self._owner.readable(param, super().__getitem__(param))
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        return self[param] if param in self else default
+
+    def values(self) -> Any:
+        return [self[param] for param in self]
+
+    def items(self) -> Any:
+        return [(param, self[param]) for param in self]
+
+    def real(self, param: Any) -> dict[str, Any]:
+        """The tensors themselves, to be touched only while their block is held."""
+        found: dict[str, Any] = super().__getitem__(param)
+        return found
+
+    def __reduce__(self) -> Any:
+        return (defaultdict, (dict,), None, None, iter(self.items()))
+
+
+class _Paged:
+    """What makes one optimizer paged."""
+
+    def __init__(self, optimizer: Any, torch: Any, library: Library, frames: int, step: Step) -> None:
+        self._torch = torch
+        self._library = library
+        self._optimizer = weakref.ref(optimizer)
+        self._stock_step = _unbound(optimizer.step)
+        self._stock_load = _unbound(optimizer.load_state_dict)
+        self._when = step
+        self._blocks: list[_Block] = []
+        self._block_of: dict[int, _Block] = {}
+        self._device = _device_of(optimizer)
+        self._make_blocks(optimizer)
+        #: The blocks in the order in which this backward pass has ended them, and in which the last one had.
+        self._order: list[_Block] = []
+        self._expected = self._blocks[::-1]
+        self.pager = library.page_open(self._device.index, _WINDOW_BYTES, _CHUNK_BYTES, frames)
+        weakref.finalize(optimizer, library.page_close, self.pager).atexit = False
+        self._install(optimizer, optimizer.state)
+
+    def _make_blocks(self, optimizer: Any) -> None:
+        size = 0
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if not self._blocks or size >= _CHUNK_BYTES:
+                    self._blocks.append(_Block())
+                    size = 0
+                block = self._blocks[-1]
+                block.params.append((number, param))
+                self._block_of[id(param)] = block
+                # As Adam has it; others have less.
+                size += 2 * param.numel() * param.element_size()
+
+    def _install(self, optimizer: Any, state: dict[Any, dict[str, Any]]) -> None:
+        """Takes state over that is in the device's memory, block by block."""
+        optimizer.state = _State(self, {})
+        known = dict(state)
+        state.clear()
+        for block in self._blocks:
+            found = {param: known.pop(param) for _, param in block.params if param in known}
+            dict.update(optimizer.state, found)
+            del found
+            self._adopt(optimizer, block)
+        dict.update(optimizer.state, known)
+
+    # Uses.
+
+    def _stream(self) -> int:
+        return int(self._torch.cuda.current_stream(self._device).cuda_stream)
+
+    def _hold(self, span: int) -> None:
+        if self._torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                "paged: the optimizer's state is paged, which a graph under capture cannot use: "
+                "step outside of the graph"
+            )
+        self._library.page_acquire(self.pager, [span], self._stream(), _WAIT_MS)
+
+    def _let_go(self, span: int, has_written: bool) -> None:
+        self._library.page_release(self.pager, [span], self._stream(), has_written)
+
+    def _announce(self, blocks: list[_Block]) -> None:
+        spans = [block.span for block in blocks if block.span is not None]
+        if spans:
+            self._library.page_announce(self.pager, spans)
+
+    def readable(self, param: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """``state`` of ``param``, with copies in place of what is paged."""
+        block = self._block_of.get(id(param))
+        if block is None or block.span is None:
+            return state
+        paged = {name for name in state if (id(param), name) in block.tensors}
+        with self._torch.cuda.device(self._device):
+            self._hold(block.span)
+            try:
+                copies = {name: state[name].detach().cpu() for name in paged}
+            finally:
+                self._let_go(block.span, False)
+        return {name: copies.get(name, value) for name, value in state.items()}
+
+    def _adopt(self, optimizer: Any, block: _Block) -> None:
+        """Moves tensors of the block's state into its span, which is made anew where there are new ones."""
+        tensors = [
+            (param, name, value)
+            for _, param in block.params
+            if param in optimizer.state
+            for name, value in optimizer.state.real(param).items()
+            if self._is_paged_kind(param, value)
+        ]
+        if all(block.tensors.get((id(param), name)) is value for param, name, value in tensors):
+            return
+        places, size = [], 0
+        for _, _, value in tensors:
+            places.append(size)
+            size += -(-value.numel() * value.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        span = self._library.page_alloc(self.pager, size)
+        old, moved = block.span, {}
+        with self._torch.cuda.device(self._device):
+            held = [span] if old is None else [span, old]
+            stream = self._stream()
+            self._library.page_acquire(self.pager, held, stream, _WAIT_MS)
+            try:
+                for (param, name, value), place in zip(tensors, places):
+                    tensor = self._tensor_at(span + place, value)
+                    tensor.copy_(value)
+                    moved[id(param), name] = tensor
+                    optimizer.state.real(param)[name] = tensor
+            finally:
+                self._library.page_release(self.pager, held, stream, True)
+        block.span, block.tensors = span, moved
+        if old is not None:
+            self._library.page_free(self.pager, old)
+
+    def _is_paged_kind(self, param: Any, value: Any) -> bool:
+        is_tensor = isinstance(value, self._torch.Tensor)
+        return is_tensor and value.device == self._device and value.shape == param.shape and value.numel() > 1
+
+    def _tensor_at(self, address: int, like: Any) -> Any:
+        size_bytes = like.numel() * like.element_size()
+        # The address has memory now: PyTorch asks the driver whose it is.
+        raw = self._torch.as_tensor(_Bytes(address, size_bytes), device=self._device)
+        if raw.data_ptr() != address:
+            raise UsageError("paged: this PyTorch copies memory that it is given: use another version")
+        flat = raw.view(like.dtype)
+        if like.is_contiguous():
+            return flat.view(like.shape)
+        # Dense in another order of dimensions, as after `memory_format`.
+        return flat.as_strided(like.shape, like.stride())
+
+    # Steps.
+
+    def step_block(self, block: _Block) -> None:
+        """Has the optimizer's own step run for the block's parameters, where they have gradients."""
+        optimizer = self._optimizer()
+        params = [(number, param) for number, param in block.params if param.grad is not None]
+        if optimizer is None or not params:
+            return
+        groups, state = optimizer.param_groups, optimizer.state
+        chosen: dict[int, list[Any]] = {}
+        for number, param in params:
+            chosen.setdefault(number, []).append(param)
+        with self._torch.cuda.device(self._device):
+            held = block.span
+            if held is not None:
+                self._hold(held)
+            try:
+                optimizer.param_groups = [
+                    {**groups[number], "params": some} for number, some in sorted(chosen.items())
+                ]
+                optimizer.state = defaultdict(
+                    dict, {param: state.real(param) for _, param in params if param in state}
+                )
+                self._stock_step(optimizer)
+                dict.update(state, optimizer.state)
+            finally:
+                optimizer.param_groups, optimizer.state = groups, state
+                if held is not None:
+                    self._let_go(held, True)
+            self._adopt(optimizer, block)
+
+    def step(self, closure: Any = None) -> Any:
+        """What the optimizer's ``step`` does now."""
+        optimizer = self._optimizer()
+        loss = None
+        if closure is not None:
+            with self._torch.enable_grad():
+                loss = closure()
+        if self._when == "backward":
+            if getattr(optimizer, "grad_scale", None) is not None:
+                raise UsageError(_not_in_backward("a GradScaler"))
+            # What has gradients left: backward did not reach all parameters of its block.
+            for block in self._blocks:
+                self.step_block(block)
+                block.ready.clear()
+                block.has_stepped = False
+            self._expected, self._order = self._order or self._expected, []
+            self._announce(self._expected[:_BLOCKS_AHEAD])
+            return loss
+        self._announce(self._blocks[:_BLOCKS_AHEAD])
+        for index, block in enumerate(self._blocks):
+            self._announce(self._blocks[index + 1 : index + 1 + _BLOCKS_AHEAD])
+            self.step_block(block)
+        return loss
+
+    def gradient_is_there(self, param: Any) -> None:
+        """Backward has all of the gradient of ``param``."""
+        if self._optimizer() is None:
+            return
+        block = self._block_of[id(param)]
+        if block.has_stepped or id(param) in block.ready:
+            raise UsageError(_not_in_backward("gradients that are accumulated over several backward passes"))
+        block.ready.add(id(param))
+        if len(block.ready) < block.wanted():
+            return
+        block.has_stepped = True
+        self._order.append(block)
+        next_one = len(self._order)
+        self._announce(self._expected[next_one : next_one + _BLOCKS_AHEAD])
+        self.step_block(block)
+        for _, each in block.params:
+            each.grad = None
+
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer's ``load_state_dict``; no more than one block of it is in other memory of the device."""
+        optimizer = self._optimizer()
+        state = dict(state_dict["state"])
+        self._stock_load(optimizer, {**state_dict, "state": {}})
+        for block in self._blocks:
+            if block.span is not None:
+                self._library.page_free(self.pager, block.span)
+            block.span, block.tensors = None, {}
+        optimizer.state = _State(self, {})
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        number_of = {id(param): number for number, param in zip(saved, params)}
+        cast = self._torch.optim.Optimizer._process_value_according_to_param_policy
+        for block in self._blocks:
+            for _, param in block.params:
+                number = number_of[id(param)]
+                entries = {
+                    name: cast(param, value, number, state_dict["param_groups"], name)
+                    if isinstance(value, self._torch.Tensor)
+                    else value
+                    for name, value in state.pop(number, {}).items()
+                }
+                if entries:
+                    dict.__setitem__(optimizer.state, param, entries)
+            self._adopt(optimizer, block)
+        dict.update(optimizer.state, state)
+
+    def report(self) -> dict[str, Any]:
+        """What is where, and what was copied."""
+        found: dict[str, Any] = json.loads(self._library.page_report(self.pager))
+        return {"device": self._device.index, "step": self._when, "blocks": len(self._blocks), **found}
+
+
+#: Those whose optimizer lives.
+_live: weakref.WeakSet[_Paged] = weakref.WeakSet()
+
+
+def _unbound(method: Any) -> Any:
+    """``method`` as a function of its object, which it does not keep alive."""
+    if isinstance(method, types.MethodType):
+        return method.__func__
+    # As a learning-rate scheduler leaves it: it knows its optimizer.
+    return lambda _self, *args, **kwargs: method(*args, **kwargs)
+
+
+def _not_in_backward(what: str) -> str:
+    return (
+        f'paged: {what} cannot be with step="backward", where a block steps as soon as its gradients are there: '
+        'use step="after"'
+    )
+
+
+def _device_of(optimizer: Any) -> Any:
+    devices = {param.device for group in optimizer.param_groups for param in group["params"]}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        raise UsageError(
+            f"paged: all parameters of the optimizer are on one CUDA device, not {sorted(map(str, devices))}"
+        )
+    return devices.pop()
+
+
+def _refuse_clipping(torch: Any) -> None:
+    """Clipping by a norm of gradients that are gone already would do nothing, and say nothing."""
+    clip_grad = torch.nn.utils.clip_grad
+    for name in ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_", "clip_grads_with_norm_"):
+        stock = getattr(clip_grad, name, None)
+        if stock is None or hasattr(stock, "_is_of_sublet"):
+            continue
+
+        def checked(parameters: Any, *args: Any, _stock: Any = stock, **kwargs: Any) -> Any:
+            if not isinstance(parameters, torch.Tensor):
+                parameters = list(parameters)
+            each = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+            if any(getattr(param, "_steps_in_backward", False) for param in each):
+                raise UsageError(_not_in_backward("clipping of gradients"))
+            return _stock(parameters, *args, **kwargs)
+
+        checked._is_of_sublet = True  # type: ignore[attr-defined]
+        setattr(clip_grad, name, checked)
+        if getattr(torch.nn.utils, name, None) is stock:
+            setattr(torch.nn.utils, name, checked)
+
+
+def paged(optimizer: _Optimizer, *, frames: Union[int, str], step: Step = "after") -> _Optimizer:
+    """Moves the state of a PyTorch optimizer to host memory, with a part of it on the device by turns.
+
+    Its own ``step`` runs, on blocks of parameters: results are bitwise the same. Call it once, before or
+    after the first step. Learning-rate schedulers go on as they are.
+
+    Args:
+        optimizer: a ``torch.optim.Optimizer`` whose parameters are on one CUDA device. Its step must treat each
+            parameter by itself, as all of PyTorch's do but ``LBFGS``.
+        frames: the most device memory for state, in bytes or as text such as ``"2GiB"``. It must hold
+            what one block of parameters needs.
+        step: ``"after"``: in ``optimizer.step()``, block by block. ``"backward"``: in ``backward()``, as soon
+            as all gradients of a block are there, which are freed then. That hides the copies, and excludes
+            accumulation, clipping and a ``GradScaler``.
+
+    Returns:
+        ``optimizer``, the same object. ``optimizer.state`` and ``state_dict()`` give copies in host memory.
+
+    Raises:
+        UsageError: it is no such optimizer, it is paged already, or ``frames`` is too small. Later: something
+            that ``step="backward"`` excludes was done; the message names ``"after"``.
+        NotAttachedError: this process is not under Sublet.
+        OutOfDeviceMemory: there is no device memory for the first frame.
+
+    >>> optimizer = sublet.paged(torch.optim.AdamW(model.parameters(), fused=True), frames="2GiB")  # doctest: +SKIP
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"paged: a torch.optim.Optimizer is needed, not {type(optimizer).__name__}")
+    if step not in ("backward", "after"):
+        raise UsageError(f"paged: step is 'backward' or 'after', not {step!r}")
+    target: Any = optimizer
+    if hasattr(target, "_sublet_paged"):
+        raise UsageError("paged: this optimizer is paged already")
+    if isinstance(target, torch.optim.LBFGS):
+        raise UsageError("paged: LBFGS has one state for all parameters, which are needed together")
+    if target._optimizer_step_pre_hooks or target._optimizer_step_post_hooks:
+        raise UsageError("paged: hooks of the optimizer's step would run for each block: remove them first")
+    owner = _Paged(target, torch, own_library(), _bytes_of(frames), step)
+    _wrap(target, owner)
+    if step == "backward":
+        _refuse_clipping(torch)
+        # A GradScaler hands its scale to an optimizer that says so, which then refuses it.
+        target._step_supports_amp_scaling = True
+        for group in target.param_groups:
+            for param in group["params"]:
+                param._steps_in_backward = True
+                if param.requires_grad:
+                    param.register_post_accumulate_grad_hook(owner.gradient_is_there)
+    _live.add(owner)
+    return optimizer
+
+
+def _wrap(target: Any, owner: _Paged) -> None:
+    """Has the optimizer's methods be ours, as learning-rate schedulers do: on the object."""
+
+    def step(_self: Any, closure: Any = None, **_kwargs: Any) -> Any:
+        return owner.step(closure)
+
+    def load_state_dict(_self: Any, state_dict: dict[str, Any]) -> None:
+        owner.load(state_dict)
+
+    def add_param_group(_self: Any, _group: Any) -> None:
+        raise UsageError("paged: add all groups of parameters before the optimizer is paged")
+
+    if hasattr(target.step, "_wrapped_by_lr_sched"):
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    for function in (step, load_state_dict, add_param_group):
+        setattr(target, function.__name__, types.MethodType(function, target))
+    target._sublet_paged = owner
+
+
+def report() -> list[dict[str, Any]]:
+    """What the paged optimizers of this process hold, and have copied.
+
+    Returns:
+        For each a dict with ``device``, ``step``, ``blocks`` (of parameters); ``paged_bytes`` (all state),
+        ``frames_bytes`` (the most on the device), ``resident_bytes`` (what is there now), ``stays_bytes`` (what
+        may not leave), ``chunk_bytes``; and so far ``out_bytes``, ``in_bytes``, ``exchanges``, ``hits`` and
+        ``misses`` (uses that found their state on the device, and that did not).
+
+    >>> sublet.report()
+    []
+    """
+    return [owner.report() for owner in list(_live)]

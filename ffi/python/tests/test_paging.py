@@ -1,0 +1,71 @@
+"""Memory that is on a device by turns, and what `sublet.paged` refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import sublet
+from sublet import _paging
+from sublet._library import own_library
+from simdriver import MIB, Memory, allocate, call, free_bytes
+
+CHUNK = 2 * MIB
+WAIT_MS = 30_000
+
+
+@pytest.mark.tenant("paging")
+def test_four_spans_go_through_the_frames_of_two_and_keep_their_bytes() -> None:
+    allocate(CHUNK).free()
+    library = own_library()
+    pager = library.page_open(0, 64 * MIB, CHUNK, 2 * CHUNK)
+    spans = [library.page_alloc(pager, CHUNK) for _ in range(4)]
+    before = free_bytes()
+    for fill, span in enumerate(spans, 1):
+        library.page_acquire(pager, [span], 0, WAIT_MS)
+        memory = Memory(span, CHUNK, 0)
+        assert memory.read() == bytes(CHUNK)
+        memory.write(bytes([fill]) * CHUNK)
+        library.page_release(pager, [span], 0, True)
+    assert before - free_bytes() <= 2 * CHUNK
+    library.page_announce(pager, spans[:1])
+    sublet.pause()
+    sublet.resume()
+    for fill, span in enumerate(spans, 1):
+        library.page_acquire(pager, [span], 0, WAIT_MS)
+        assert Memory(span, CHUNK, 0).read() == bytes([fill]) * CHUNK
+        library.page_release(pager, [span], 0, False)
+    told = json.loads(library.page_report(pager))
+    assert (told["paged_bytes"], told["frames_bytes"], told["chunk_bytes"]) == (4 * CHUNK, 2 * CHUNK, CHUNK)
+    assert told["resident_bytes"] <= 2 * CHUNK and told["exchanges"] > 0
+    with pytest.raises(sublet.UsageError, match=f"give at least {3 * CHUNK} bytes"):
+        library.page_acquire(pager, spans[:3], 0, WAIT_MS)
+    with pytest.raises(sublet.UsageError, match="nothing that is paged"):
+        library.page_free(pager, spans[0] + 1)
+    call("cuCtxSynchronize")
+    library.page_close(pager)
+    assert free_bytes() >= before
+    with pytest.raises(sublet.UsageError, match="is no pager"):
+        library.page_alloc(pager, CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [(5, 5), ("2GiB", 2 << 30), ("1.5 MiB", 3 << 19), ("64KiB", 64 << 10), ("7B", 7)],
+)
+def test_sizes_are_bytes_or_text(size: Any, count: int) -> None:
+    assert _paging._bytes_of(size) == count
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, "2GB", "many", "GiB", None, 1.5])
+def test_what_is_no_size_is_refused(wrong: Any) -> None:
+    with pytest.raises(sublet.UsageError, match="2GiB"):
+        _paging._bytes_of(wrong)
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(sublet.UsageError, match="torch.optim.Optimizer is needed, not object"):
+        sublet.paged(object(), frames="1GiB")
+    assert sublet.report() == []
