@@ -5,7 +5,7 @@
 #         anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
 #         cycles deaths shortage watchdog zeroed
 #         sharing generate unused attach compat contents deep (of the Python package, from python/*.whl)
-#         strangers graphs stepping replay nccl_alone race rl
+#         strangers graphs stepping replay nccl_alone race rl larger
 # Lies beside gpu-lane/, gpu-tests/, benchmarks/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results):
 # one JSON file per suite and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the
 # cycles of nccl, MANY_CYCLES those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, of rebuild, and of each of
@@ -26,7 +26,7 @@ CYCLES=${CYCLES:-20}
 SUITES=(smoke conformance nccl legacy_ipc overhead expandable rates
     anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
     cycles deaths shortage watchdog zeroed sharing generate unused attach compat contents deep
-    strangers graphs stepping replay nccl_alone race rl)
+    strangers graphs stepping replay nccl_alone race rl larger)
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
 
@@ -140,6 +140,11 @@ run_rl() {
 }
 # Deep pauses; DEEP_GIB are the sizes of its processes, by comma, DEEP_CYCLES the cycles of two that share memory.
 run_deep() { GPUS=1 suite deep 590 deep_job.py --gib "${DEEP_GIB:-0.5,16,48}" --cycles "${DEEP_CYCLES:-200}"; }
+# LARGER_ROWS, by comma; LARGER_FRAMES, the device memory for state.
+run_larger() {
+    GPUS=1 suite larger "${LARGER_LIMIT_S:-590}" larger_job.py --rows "${LARGER_ROWS:-resident,backward,after,pauses,fsdp2,torchao}" \
+        --frames "${LARGER_FRAMES:-2GiB}" --steps "${LARGER_STEPS:-20}"
+}
 run_attach() { GPUS=1 suite attach 115 attach_job.py; }
 
 # wanted NAME: runs the suite of that name, or says which there are.

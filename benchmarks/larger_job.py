@@ -1,0 +1,232 @@
+"""Is a training with its optimizer's state off the device as fast, and the same bit for bit?
+
+A transformers model of Llama's architecture with some 2 billion parameters in fp32 trains with bf16 autocast,
+checkpointing and 16k tokens a step, by stock fused AdamW. Its 16.6 GB of moments are on the device (`resident`), or go
+through frames by `sublet.paged` (`backward`, `after`, and `pauses`, which is `backward` with the whole tenant paused
+and resumed in every fifth step). Beside them what others do: FSDP2 with `CPUOffloadPolicy`, and torchao's
+`CPUOffloadOptimizer` if it is installed. Losses of all steps and the sum of all weights' bits are compared with those of
+`resident`.
+
+Attention is flash attention with a deterministic backward pass: otherwise stock differs from stock.
+
+Bound: moments are read and written once a step, 16.6 GB each way at 50 GB/s: 0.33 s, hidden behind some 0.5 s of backward.
+So `backward` should be within a few percent of `resident`, and `after` some 0.33 s behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+import runner
+from common import Result
+
+PAGED = ("backward", "after", "pauses")
+OTHERS = ("fsdp2", "torchao")
+ROWS = ("resident", *PAGED, *OTHERS)
+PAUSE_EVERY = 5
+
+
+def parse(argv: list[str]) -> Any:
+    """The options."""
+    parser = common.job_parser(__doc__, deadline_s=560)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--layers", type=int, default=24, help="layers of the model; 24 make 2 billion parameters")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of 2,048 tokens a step")
+    parser.add_argument("--frames", default="2GiB")
+    parser.add_argument("--rows", default=",".join(ROWS), help="rows to run, by comma")
+    parser.add_argument("--role", choices=ROWS, help="used by the job itself")
+    return parser.parse_args(argv)
+
+
+# ---------------------------------------------------------------- one training
+
+
+def role(args: Any) -> int:
+    """A process that trains."""
+    runner.begin(args.deadline)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    runner.fact("versions", runner.versions())
+    torch.manual_seed(1)
+    # Flash attention alone has a deterministic backward pass.
+    for other in (torch.backends.cuda.enable_mem_efficient_sdp, torch.backends.cuda.enable_cudnn_sdp):
+        other(False)
+    torch.backends.cuda.enable_math_sdp(False)
+    # The others' own kernels have no say in what is compared.
+    torch.use_deterministic_algorithms(True, warn_only=args.role in OTHERS)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    config = LlamaConfig(
+        hidden_size=2560,
+        num_hidden_layers=args.layers,
+        intermediate_size=6912,
+        vocab_size=32000,
+        num_attention_heads=20,
+        num_key_value_heads=20,
+        max_position_embeddings=2048,
+        attn_implementation="sdpa",
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    runner.fact("parameters", sum(parameter.numel() for parameter in model.parameters()))
+    generator = torch.Generator("cuda").manual_seed(2)
+    data = [torch.randint(0, 32000, (args.batch, 2048), device="cuda", generator=generator) for _ in range(4)]
+    autocast = contextlib.nullcontext if args.role == "fsdp2" else lambda: torch.autocast(
+        "cuda", torch.bfloat16, cache_enabled=False
+    )
+    optimizer = optimizer_of(args, model)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    peak_bytes, losses = 0, []
+    for step in range(args.steps):
+        batch = data[step % len(data)]
+        began = time.perf_counter()
+        with autocast():
+            loss = model(input_ids=batch, labels=batch).loss
+        pauser = pause_soon() if args.role == "pauses" and step % PAUSE_EVERY == PAUSE_EVERY - 1 else None
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        took = time.perf_counter() - began
+        if pauser is not None:
+            runner.row(f"step {step}: paused and resumed", pauser.wait(60) == 0)
+        elif step > 0:  # the first makes the state
+            runner.sample("step_s", took)
+        losses.append(float(loss))
+        free, total = torch.cuda.mem_get_info()
+        peak_bytes = max(peak_bytes, total - free)
+    runner.fact("losses", losses)
+    if args.role not in OTHERS:
+        runner.fact("weights", bits_of(torch, model))
+    runner.fact("torch_peak_bytes", torch.cuda.max_memory_allocated())
+    runner.fact("device_bytes", peak_bytes)
+    if args.role in PAGED:
+        runner.fact("report", sublet.report())
+    return 0
+
+
+def optimizer_of(args: Any, model: Any) -> Any:
+    """The optimizer of this row."""
+    import torch
+
+    how = {"lr": 1e-4, "weight_decay": 0.1, "fused": True}
+    if args.role == "fsdp2":
+        from torch.distributed import init_process_group
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        place = f"file:///tmp/larger.{os.getpid()}"
+        init_process_group("cpu:gloo,cuda:nccl", init_method=place, rank=0, world_size=1)
+        policy = {
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            "offload_policy": CPUOffloadPolicy(pin_memory=True),
+        }
+        for layer in model.model.layers:
+            fully_shard(layer, **policy)
+        fully_shard(model, **policy)
+        # Its step is the CPU's.
+        with contextlib.suppress(RuntimeError):
+            return torch.optim.AdamW(model.parameters(), **how)
+        return torch.optim.AdamW(model.parameters(), **{**how, "fused": False})
+    if args.role == "torchao":
+        from torchao.optim import CPUOffloadOptimizer
+
+        return CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, **how)
+    optimizer = torch.optim.AdamW(model.parameters(), **how)
+    if args.role in PAGED:
+        import sublet
+
+        step = "after" if args.role == "after" else "backward"
+        optimizer = sublet.paged(optimizer, frames=args.frames, step=step)
+    return optimizer
+
+
+def pause_soon() -> subprocess.Popen[bytes]:
+    """Pauses and resumes this tenant from outside, while it goes on."""
+    sublet, tenant = os.environ["SUBLET_BIN"], os.environ["SUBLET_TENANT"]
+    script = f'"{sublet}" pause "{tenant}" && "{sublet}" resume "{tenant}"'
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    return subprocess.Popen(["sh", "-c", script], env=env)
+
+
+def bits_of(torch: Any, model: Any) -> str:
+    """A number that changes with any bit of any weight."""
+    total = 0
+    for number, parameter in enumerate(model.parameters()):
+        words = parameter.detach().contiguous().view(torch.int32).flatten()
+        places = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64)
+        total = (total * 31 + int((words * places).sum()) + number) % (1 << 64)
+        del words, places
+    return f"{total:016x}"
+
+
+# ---------------------------------------------------------------- the job
+
+
+def body(args: Any, result: Result, work: Path) -> None:
+    """One row after the other, each with the device to itself."""
+    wanted = [row for row in ROWS if row in args.rows.split(",")]
+    site = runner.package(work, "sublet")
+    began = time.monotonic()
+    for row in wanted:
+        left = args.deadline - (time.monotonic() - began) - 15
+        if left < 45 or (row == "torchao" and importlib.util.find_spec("torchao") is None):
+            result.note(f"{row}: NOT RUN: {'no time is left' if left < 45 else 'it is not installed'}")
+            continue
+        limit = min(left, 150)
+        command = [__file__, "--role", row, "--deadline", str(limit), "--steps", str(args.steps)]
+        command += ["--layers", str(args.layers), "--batch", str(args.batch), "--frames", args.frames]
+        how: dict[str, Any] = {"env": {"TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}}
+        if row in PAGED:
+            how |= {"tenant": f"larger-{row}-{os.getpid()}", "sites": [site]}
+        child = runner.Child(work, row, command, **how)
+        child.finish(result, limit + 10)
+    facts = result.data["facts"]
+    reference = facts.get("resident", {})
+    for row in (row for row in wanted if row in PAGED and row in facts):
+        result.check(f"{row}: losses, bit for bit", facts[row].get("losses") == reference.get("losses") is not None)
+        result.check(f"{row}: weights, bit for bit", facts[row].get("weights") == reference.get("weights") is not None)
+    result.data["baseline"] = {name: reference.get(name) for name in ("parameters", "device_bytes", "torch_peak_bytes")}
+    runner.verdicts(result)
+    print()
+    show(result, [row for row in wanted if row in facts])
+
+
+def show(result: Result, rows: list[str]) -> None:
+    """The figures, one line a row."""
+    base = summary(result, "resident")["median"]
+    lines: list[tuple[str, ...]] = [("row", "step s", "p99 s", "over resident", "device GB", "torch peak GB")]
+    for row in rows:
+        facts, found = result.data["facts"][row], summary(result, row)
+        if found["median"] is None:
+            continue
+        over = "-" if not base else f"{found['median'] / base:.3f}"
+        sizes = [f"{facts.get(name, 0) / 1e9:.1f}" for name in ("device_bytes", "torch_peak_bytes")]
+        lines.append((row, f"{found['median']:.3f}", f"{found['p99']:.3f}", over, *sizes))
+    runner.table(lines)
+
+
+def summary(result: Result, row: str) -> dict[str, Any]:
+    """Of the steps of a row."""
+    return common.summarise(result.data["samples"].get(f"{row}_step_s", []))
+
+
+if __name__ == "__main__":
+    options = parse(sys.argv[1:])
+    if options.role:
+        sys.exit(role(options))
+    sys.exit(common.run_job(options, "larger", body))
