@@ -12,6 +12,8 @@
 #[cfg(test)]
 mod busy_tests;
 #[cfg(test)]
+mod posted_tests;
+#[cfg(test)]
 mod tests;
 
 use std::fmt;
@@ -225,6 +227,15 @@ impl Stepper {
         self.rounds
     }
 
+    /// Is one of the devices idle that was busy at the last decision? Calls that others still make may be more than are
+    /// needed. `fresh` is the latest word of each that was given since, in the order of the activities.
+    pub fn is_idle_now<'a>(&self, fresh: impl IntoIterator<Item = Option<&'a Activity>>) -> bool {
+        let is_new = |(fresh, was_idle): (Option<&Activity>, &bool)| {
+            !was_idle && fresh.is_some_and(|activity| activity.is_idle)
+        };
+        fresh.into_iter().zip(&self.idle).any(is_new)
+    }
+
     /// The most calls that one thread of a busy process makes in its turn; 0 when something has come of all turns.
     pub fn further(&self) -> u32 {
         self.further.iter().copied().max().unwrap_or(0)
@@ -285,10 +296,12 @@ impl Stepper {
         if candidates.contains(&true) {
             self.forget_turns();
         }
-        let (chosen, allowed) = if may_be_busy && (is_turn_of_busy || !candidates.contains(&true)) {
-            let next = self.next_in_turn(activities, &is_behind);
-            let calls = next.map_or(0, |index| self.begin_turn(index, activities));
-            ((0..activities.len()).map(|index| Some(index) == next).collect(), Calls::Turn(calls))
+        let next = (may_be_busy && (is_turn_of_busy || !candidates.contains(&true)))
+            .then(|| self.next_in_turn(activities, &is_behind))
+            .flatten();
+        let (chosen, allowed) = if let Some(next) = next {
+            let calls = self.begin_turn(next, activities);
+            ((0..activities.len()).map(|index| index == next).collect(), Calls::Turn(calls))
         } else {
             (candidates.clone(), Calls::Ready(self.budget))
         };
@@ -308,11 +321,12 @@ impl Stepper {
         Decision::Open(calls)
     }
 
-    /// The busy one among those that wait which was let on least often; an idle one where there is none.
+    /// The busy one among those that wait which was let on least often.
     fn next_in_turn(&self, activities: &[&Activity], is_behind: &[bool]) -> Option<usize> {
-        let waiting = (0..activities.len()).filter(|i| activities[*i].waits() && !is_behind[*i]);
-        let turns = |index: usize| self.turns.get(index).copied().unwrap_or(0);
-        waiting.min_by_key(|index| (activities[*index].is_idle, turns(*index)))
+        let is_busy =
+            |i: &usize| activities[*i].waits() && !activities[*i].is_idle && !is_behind[*i];
+        let turns = |index: &usize| self.turns.get(*index).copied().unwrap_or(0);
+        (0..activities.len()).filter(is_busy).min_by_key(turns)
     }
 
     /// Begins the turn of a process, and says how many calls each of its threads makes.

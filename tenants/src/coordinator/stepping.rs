@@ -36,6 +36,8 @@ struct Stepped {
     activity: Option<Activity>,
     /// The last order that it was sent.
     sent: u64,
+    /// The calls that this let it make.
+    calls: Calls,
     /// The limits that it was sent last; none before it was sent any in this drain: then those of the cut.
     limits: Option<Limits>,
     /// Answers that it owes.
@@ -43,9 +45,19 @@ struct Stepped {
 }
 
 impl Stepped {
+    fn new(index: usize) -> Self {
+        let (activity, calls, limits) = (None, Calls::None, None);
+        Self { index, activity, sent: 0, calls, limits, due: 0 }
+    }
+
     /// What it does, said under the last order.
     fn fresh(&self) -> Option<&Activity> {
         self.activity.as_ref().filter(|activity| activity.order == self.sent)
+    }
+
+    /// May it still be making calls that others make unnecessary?
+    fn is_sent_on(&self) -> bool {
+        self.fresh().is_none() && matches!(self.calls, Calls::Ready(_) | Calls::Turn(_))
     }
 }
 
@@ -91,8 +103,7 @@ impl Session<'_> {
         let held = plan.as_ref().map(|plan| plan.limits().clone());
         let mut stepper = Stepper::new(plan.unwrap_or_default());
         let mut still = Stillness::new(Vec::new());
-        let new = |&index| Stepped { index, activity: None, sent: 0, limits: None, due: 0 };
-        let mut all: Vec<Stepped> = members.iter().map(new).collect();
+        let mut all: Vec<_> = members.iter().map(|&index| Stepped::new(index)).collect();
         loop {
             if self.is_called_off() {
                 return Err(Stop::CalledOff);
@@ -123,6 +134,8 @@ impl Session<'_> {
                         }
                     }
                 }
+            } else if stepper.is_idle_now(all.iter().map(Stepped::fresh)) {
+                self.stop_calls(&mut all)?;
             }
             if Instant::now() >= deadline {
                 return Err(Stop::Failed(self.not_drained(&all)));
@@ -160,9 +173,28 @@ impl Session<'_> {
         if changed.is_some() {
             stepped.limits.clone_from(&changed);
         }
-        stepped.sent += 1;
-        let step = StepOrder { order: stepped.sent, limits: changed, calls };
         let wait = if calls == Calls::None { SLICE } else { STEP_TIME };
+        self.send_order(stepped, changed, calls, wait)
+    }
+
+    /// Those that still make calls stop behind the one that they are in, and say what they do.
+    fn stop_calls(&mut self, all: &mut [Stepped]) -> Result<(), Vec<MemberFailure>> {
+        for stepped in all.iter_mut().filter(|stepped| stepped.is_sent_on()) {
+            self.send_order(stepped, None, Calls::None, Duration::ZERO)?;
+        }
+        Ok(())
+    }
+
+    fn send_order(
+        &mut self,
+        stepped: &mut Stepped,
+        limits: Option<Limits>,
+        calls: Calls,
+        wait: Duration,
+    ) -> Result<(), Vec<MemberFailure>> {
+        stepped.sent += 1;
+        stepped.calls = calls;
+        let step = StepOrder { order: stepped.sent, limits, calls };
         self.ask_for_activity(stepped, step, wait)
     }
 
@@ -242,7 +274,7 @@ mod tests {
     #[test]
     fn an_answer_counts_when_it_was_given_under_the_order_sent_last() {
         let given = |order| Some(Activity { order, ..Activity::default() });
-        let mut stepped = Stepped { index: 0, activity: None, sent: 0, limits: None, due: 0 };
+        let mut stepped = Stepped::new(0);
         assert!(stepped.fresh().is_none());
         stepped.activity = given(0);
         assert!(stepped.fresh().is_some());

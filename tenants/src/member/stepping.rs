@@ -20,6 +20,11 @@ const CALL_PATIENCE: Duration = Duration::from_millis(5);
 const BUSY_PATIENCE: Duration = Duration::from_millis(2);
 /// The same in the turn of a busy process, which may be hundreds of calls.
 const TURN_PATIENCE: Duration = Duration::from_millis(1);
+/// How many calls a process makes one right after the other while its devices stay idle. The coordinator hears of
+/// each later one before the next is made, if it has made a device of another process idle.
+const CALLS_AT_SPEED: u64 = 64;
+/// How long that takes.
+const WORD_TIME: Duration = Duration::from_millis(1);
 /// How long threads may take from one call to the next.
 const COME_PATIENCE: Duration = Duration::from_millis(1);
 /// Waiting calls that a report lists.
@@ -122,6 +127,9 @@ impl<D: Driver> Member<D> {
             }
             if is_idle != was_idle {
                 break;
+            }
+            if draining.steps() > CALLS_AT_SPEED {
+                self.wait_until(WORD_TIME, draining, watch, |_| false);
             }
         }
         Ok(())

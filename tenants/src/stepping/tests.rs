@@ -106,6 +106,8 @@ enum Action {
     Deliver(usize),
     /// It lets all that wait make a call, or one that is ready.
     Step(usize),
+    /// It is told to make no more of these calls, for a device has become idle.
+    Stop(usize),
     /// It says where it stands.
     Report(usize),
     /// Nothing has moved for a while.
@@ -332,6 +334,15 @@ impl Run {
                 }
                 self.step(state, &mut next, process);
             }
+            Action::Stop(process) => {
+                let fresh = state.processes.iter().map(|process| process.report.as_ref());
+                let makes_calls = self.can_step(state, process)
+                    && matches!(state.processes[process].calls, Calls::Ready(_) | Calls::Turn(_));
+                if !makes_calls || !state.stepper.is_idle_now(fresh) {
+                    return None;
+                }
+                next.processes[process].calls = Calls::None;
+            }
             Action::Report(process) => {
                 if state.processes[process].order.is_some() || self.can_step(state, process) {
                     return None;
@@ -414,7 +425,8 @@ impl Run {
         let moves = self.threads().map(|(process, thread)| Action::Move(process, thread));
         let processes = 0..self.program.processes.len();
         moves.chain(processes.flat_map(|process| {
-            [Action::Deliver(process), Action::Step(process), Action::Report(process)]
+            [Action::Deliver, Action::Step, Action::Stop, Action::Report]
+                .map(|action| action(process))
         }))
     }
 

@@ -19,7 +19,7 @@ use crate::identity::{MemberId, TenantName};
 use crate::references::References;
 use crate::run_dir::RunDir;
 use crate::saving::map::SaveAccount;
-use crate::stepping::{Activity, StepOrder};
+use crate::stepping::{Activity, Calls, StepOrder};
 use crate::transport::frame::encode;
 use crate::transport::{Connection, Listener, TransportError, poll_until};
 use crate::wire::{
@@ -64,6 +64,15 @@ pub(super) enum Line {
     CalledOff(u64),
 }
 
+/// Behind the shut gates.
+#[derive(Clone)]
+pub(super) enum AtTheGate {
+    /// Its device is busy until the other is let make calls.
+    WaitsForCalls(Arc<AtomicBool>),
+    /// Has a thread that makes the calls it is let make, and never ends with them by itself.
+    MakesCalls(Arc<AtomicBool>),
+}
+
 /// How many have been asked, and what tells those that wait for more.
 type Meeting = Arc<(Mutex<usize>, Condvar)>;
 
@@ -93,8 +102,32 @@ pub(super) struct Script {
     pub(super) uuid: &'static str,
     /// Of its allocations.
     pub(super) unit_bytes: u64,
+    /// None when its device is idle and no thread waits.
+    pub(super) at_the_gate: Option<AtTheGate>,
     /// Which one of the orders for a phase its fault is about; each where that is none.
     pub(super) fault_at: Option<usize>,
+}
+
+impl AtTheGate {
+    /// What it says to this order, and to those that it has not answered.
+    fn answers(&self, order: u64, calls: Calls) -> Vec<Activity> {
+        let idle = Activity { order, is_idle: true, ..Activity::default() };
+        match self {
+            Self::WaitsForCalls(are_made) => {
+                vec![Activity { is_idle: are_made.load(Ordering::Relaxed), ..idle }]
+            }
+            Self::MakesCalls(are_made) if calls != Calls::None => {
+                are_made.store(true, Ordering::Relaxed);
+                Vec::new()
+            }
+            Self::MakesCalls(are_made) => {
+                let waiting = Activity { waiting: 1, ready: 1, ..idle };
+                let before = || Activity { order: order - 1, ..waiting.clone() };
+                let owed = are_made.load(Ordering::Relaxed).then(before);
+                owed.into_iter().chain([waiting]).collect()
+            }
+        }
+    }
 }
 
 impl Script {
@@ -116,6 +149,7 @@ impl Script {
             free_bytes: 5 * GIB,
             uuid: "gpu-a",
             unit_bytes: GIB / 64,
+            at_the_gate: None,
             fault_at: None,
         }
     }
@@ -322,6 +356,13 @@ impl Agent {
             meeting.1.notify_all();
             let limit = Duration::from_secs(30);
             drop(meeting.1.wait_timeout_while(come, limit, |come| *come < *number).unwrap());
+        }
+        if let (Request::Step(step), Some(part)) = (request, &self.script.at_the_gate) {
+            for activity in part.answers(step.step.order, step.step.calls) {
+                let reply = Reply::Activity(Box::new(activity));
+                connection.send(&reply, &[], Instant::now() + Duration::from_secs(1)).ok();
+            }
+            return true;
         }
         let fault = match request {
             Request::Hello | Request::Withdraw(_) => self.script.hello,

@@ -15,9 +15,11 @@ mod swaps;
 mod termination;
 
 use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use fake::{Fault, GIB, Line, Script, World, options, quiet, tenant};
+use fake::{AtTheGate, Fault, GIB, Line, Script, World, options, quiet, tenant};
 
 use super::*;
 use crate::identity::MemberId;
@@ -98,6 +100,18 @@ fn a_pause_and_a_resume_take_all_members_through_all_phases_together() {
     assert_eq!(world.states(), [MemberState::Active; 3]);
     assert_eq!(resumed.devices[0].bytes, 3 * GIB);
     assert_eq!(coordinator.resume(&mut quiet).unwrap(), Outcome::AlreadyActive);
+}
+
+#[test]
+fn whoever_makes_calls_is_stopped_when_the_device_is_idle_that_they_were_for() {
+    let are_made = Arc::new(AtomicBool::new(false));
+    let waits = AtTheGate::WaitsForCalls(Arc::clone(&are_made));
+    let parts = [waits, AtTheGate::MakesCalls(are_made)];
+    let world = World::of(&parts.map(|part| Script { at_the_gate: Some(part), ..active() }));
+    let options = Options { timeout: Some(Duration::from_secs(20)), ..options() };
+    let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), options);
+    report(coordinator.pause(&mut quiet).unwrap());
+    assert_eq!(world.states(), [MemberState::Paused; 2]);
 }
 
 #[test]
