@@ -116,6 +116,9 @@ pub(super) fn gather(
         }
         // One that has ended, or cannot be spoken to, makes no way for anybody.
         let Ok(stats) = stats else { continue };
+        if stats.members.iter().any(|member| !member.member.state.rests()) {
+            scene.moving.insert(name.clone());
+        }
         let mut standing = standing_of(&stats);
         let has_claim = |found: &Found| {
             found.claim.tenant == name.as_str()

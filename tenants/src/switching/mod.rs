@@ -506,17 +506,18 @@ impl Queue {
                     }
                 }
                 // What has just ended may not be free yet, and is nobody's that could give it. Nor may it be of whoever does not answer.
-                Verdict::Never if self.looks_again(!scene.unheard.is_empty()) => {
-                    lock = None;
-                    self.look_around(&watch, LOOK_MAX, interrupt, is_over)?;
-                }
-                // Who rests may answer by now.
-                Verdict::Never if !scene.unheard.is_empty() && !has_asked_all => {
-                    (lock, asks_all, has_asked_all) = (None, true, true);
-                }
                 Verdict::Never => {
-                    self.tell(lock.as_ref(), &decision.reasons);
-                    return Err(fits_nowhere(&self.tenant, &scene, &decision.reasons));
+                    let unheard = !scene.unheard.is_empty();
+                    if let Some(look) = self.looks_again(unheard) {
+                        lock = None;
+                        self.look_around(&watch, look, interrupt, is_over)?;
+                    } else if unheard && !has_asked_all {
+                        // Who rests may answer by now.
+                        (lock, asks_all, has_asked_all) = (None, true, true);
+                    } else {
+                        self.tell(lock.as_ref(), &decision.reasons);
+                        return Err(fits_nowhere(&self.tenant, &scene, &decision.reasons));
+                    }
                 }
                 Verdict::Wait(until_us) => {
                     lock = None;
@@ -620,15 +621,21 @@ impl Queue {
         self.never_since = None;
     }
 
-    /// May what is found to fit nowhere fit in a moment? An allocation that nobody was in the way of is refused at once: its library may have caches to free.
-    /// Where somebody is `unheard`, that is not known.
-    fn looks_again(&mut self, unheard: bool) -> bool {
-        if !unheard && !self.has_told && matches!(self.wish, Wish::Memory(_)) {
-            return false;
-        }
+    /// How long until what is found to fit nowhere is looked at again; none if it is not. An allocation that nobody was in the way of is refused
+    /// soon: its library may have caches to free. One look is not enough for that: tenants are asked one after the other, and meanwhile another one
+    /// may have got memory that it did not have when it was asked. If somebody is `unheard`, who is in the way is not known.
+    fn looks_again(&mut self, unheard: bool) -> Option<Duration> {
+        let nobody_was_in_the_way =
+            !unheard && !self.has_told && matches!(self.wish, Wish::Memory(_));
+        let is_first = self.never_since.is_none();
         let since = *self.never_since.get_or_insert_with(Instant::now);
-        let is_in_time = self.deadline.is_none_or(|deadline| Instant::now() < deadline);
-        is_in_time && since.elapsed() < NEVER_MAX
+        if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            return None;
+        }
+        if nobody_was_in_the_way {
+            return is_first.then_some(AGAIN_AFTER);
+        }
+        (since.elapsed() < NEVER_MAX).then_some(LOOK_MAX)
     }
 
     /// Waits until claims change, for at most `look`.

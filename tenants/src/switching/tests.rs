@@ -13,9 +13,11 @@ use std::mem::MaybeUninit;
 use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 
 use super::*;
+use crate::coordinator::Step;
 use crate::identity::MemberId;
 use crate::member::{Member, MemberConfig};
 use crate::turns::TurnSettings;
+use crate::wire::Phase;
 
 const MIB: u64 = 1 << 20;
 
@@ -225,9 +227,9 @@ fn who_does_not_answer_may_hold_what_is_missing_so_nothing_is_refused_for_good()
     assert_ne!(turns_of(&run_dir), Silent::default());
     // There is time until it is asked again, and no longer.
     queue.wait_anew(Instant::now() + Duration::from_mins(1));
-    assert!(queue.looks_again(true));
+    assert_eq!(queue.looks_again(true), Some(LOOK_MAX));
     queue.never_since = queue.never_since.and_then(|since| since.checked_sub(NEVER_MAX));
-    assert!(!queue.looks_again(true));
+    assert_eq!(queue.looks_again(true), None);
     // It has ended.
     drop((listener, std::fs::remove_file(socket)));
     std::fs::remove_file(run_dir.path().join(".turns/silent")).unwrap();
@@ -235,6 +237,61 @@ fn who_does_not_answer_may_hold_what_is_missing_so_nothing_is_refused_for_good()
     let error = queue.wait_and_go(&options, &never, &mut |_| {}).unwrap_err();
     assert!(matches!(error, SwitchError::Never { .. }), "{error}");
     member.leave();
+}
+
+/// A tenant whose one process is a thread of this one, on the device of `node`, and queues.
+fn queuing(run_dir: &RunDir, tenant: &str, node: &SimNode) -> Arc<Member<SimDriver>> {
+    let tenant = TenantName::new(tenant).unwrap();
+    let mut config = MemberConfig::new(run_dir.clone(), tenant, "python train.py", "0.1.0");
+    config.turns = TurnSettings { queues: true, ..TurnSettings::default() };
+    let driver = SimDriver::new(node.clone(), SimOptions::default());
+    let member = Member::join(config, Arc::new(driver)).unwrap();
+    member.pool().driver().make_current(DeviceOrdinal(0)).unwrap();
+    member
+}
+
+#[test]
+fn memory_of_a_tenant_that_is_being_paused_may_be_free_soon_and_is_waited_for() {
+    let base = tempfile::tempdir().unwrap();
+    let run_dir = run_dir(&base);
+    let node = SimNode::private(&[64 * MIB]).unwrap();
+    let [leaves, wants] = ["leaves", "wants"].map(|name| queuing(&run_dir, name, &node));
+    let device = DeviceOrdinal(0);
+    let prop = AllocationProp::pinned_on(device);
+    let entered = leaves.pool().enter();
+    entered.block_allocate(48 * MIB, &prop, &[device], Contents::default()).unwrap();
+    drop(entered);
+    let wish = Wish::Memory([(wants.pool().uuid(device), 32 * MIB)].into());
+    let none = Duration::ZERO;
+    let mut queue = Queue::enter(&run_dir, wants.tenant(), wish, none, (None, &never)).unwrap();
+    let mut said = Vec::new();
+    let coordinator =
+        Coordinator::new(run_dir.clone(), leaves.tenant().clone(), Options::default());
+    let paused = { coordinator }.pause(&mut |event| {
+        if let Event::StepStarted { step: Step::Phase(Phase::Prepare), .. } = event {
+            said.push(queue.wait_and_go(&SwitchOptions::default(), &never, &mut |_| {}));
+        }
+    });
+    let _report = paused.unwrap();
+    let error = said.pop().unwrap().unwrap_err();
+    assert!(matches!(error, SwitchError::Busy { .. }) && error.is_retryable(), "{error}");
+    assert!(error.to_string().contains("'leaves' is being paused or resumed"), "{error}");
+    queue.wait_anew(Instant::now() + Duration::from_mins(1));
+    queue.wait_and_go(&SwitchOptions::default(), &never, &mut |_| {}).unwrap();
+    leaves.leave();
+    wants.leave();
+}
+
+#[test]
+fn an_allocation_that_seems_to_fit_nowhere_is_looked_at_once_more() {
+    let base = tempfile::tempdir().unwrap();
+    let (run_dir, tenant) = (run_dir(&base), TenantName::new("a").unwrap());
+    let (wish, wait) = (Wish::Memory([("gpu".to_owned(), MIB)].into()), Duration::from_mins(1));
+    let mut queue = Queue::enter(&run_dir, &tenant, wish, wait, (None, &never)).unwrap();
+    assert_eq!(queue.looks_again(false), Some(AGAIN_AFTER));
+    assert_eq!(queue.looks_again(false), None);
+    queue.wait_anew(Instant::now());
+    assert_eq!(queue.looks_again(false), None, "its time is over");
 }
 
 #[test]

@@ -247,6 +247,11 @@ impl<'a> View<'a> {
             });
         }
         if choose(&all, short).is_none() {
+            if let Some(moving) = self.moving(waiting, short) {
+                let until_us = self.now_us.saturating_add(self.settings.quantum_min_us);
+                let why = format!("'{moving}' is being paused or resumed");
+                return Decision::wait(waiting, Some(until_us), &why);
+            }
             let reason = format!(
                 "'{}' cannot {}, whoever makes way: {}{}",
                 waiting.tenant,
@@ -294,6 +299,15 @@ impl<'a> View<'a> {
         reasons.push(format!("'{}' {what}: it lacked {}", waiting.tenant, missing.join(", ")));
         let victims = victims.into_iter().cloned().collect();
         Decision::new(waiting, Verdict::Go(victims), reasons)
+    }
+
+    /// Another tenant that is on its way out or back, with memory on a GPU that is short of it.
+    fn moving(&self, waiting: &Waiting, short: &BTreeMap<&'a str, u64>) -> Option<&'a TenantName> {
+        let is_in_the_way = |tenant: &&TenantName| {
+            let mut gpus = self.scene.tenants.get(*tenant).into_iter().flat_map(Standing::gpus);
+            **tenant != waiting.tenant && gpus.any(|gpu| short.contains_key(gpu))
+        };
+        self.scene.moving.iter().find(is_in_the_way)
     }
 
     /// What of `lacks` is not free.

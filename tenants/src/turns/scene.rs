@@ -16,6 +16,8 @@ pub struct Scene {
     pub tenants: BTreeMap<TenantName, Standing>,
     /// Tenants with processes that do not answer for now, wholly or in part: what they hold is not known.
     pub unheard: BTreeSet<TenantName>,
+    /// Tenants that are being paused or resumed: what they hold is free in a moment, or theirs to give.
+    pub moving: BTreeSet<TenantName>,
     /// Who waits, in the order in which they came. A tenant that waits in several processes is here as often.
     pub waiting: Vec<Waiting>,
 }

@@ -79,6 +79,22 @@ fn what_is_in_the_way_is_paused_and_both_lines_say_why() {
 }
 
 #[test]
+fn what_a_tenant_on_its_way_holds_may_be_had_in_a_moment() {
+    let leaves = Standing { is_active: false, ..active(Class::Fair, 80) };
+    let wish = Wish::Memory(BTreeMap::from([(gpu(0), 60)]));
+    let more = |tenant: &str| Waiting { tenant: name(tenant), wish: wish.clone() };
+    let tenants = [("first", active(Class::Fair, 0)), ("leaves", leaves)];
+    let mut scene = scene(&tenants, &[more("first")]);
+    scene.moving.insert(name("leaves"));
+    let decision = only(&scene, &History::default());
+    assert_eq!(decision.verdict, Verdict::Wait(Some(NOW + 100_000)));
+    assert_eq!(decision.reasons, ["'first' waits: 'leaves' is being paused or resumed"]);
+    // One that has lost something gives nothing.
+    scene.moving.clear();
+    assert_eq!(only(&scene, &History::default()).verdict, Verdict::Never);
+}
+
+#[test]
 fn one_tenant_that_is_in_the_way_of_two_on_two_gpus_is_paused_for_the_first_of_them_alone() {
     let on = |index: usize, held: Held| BTreeMap::from([(gpu(index), held)]);
     let holds = Held { copied_bytes: 80, ..Held::default() };
