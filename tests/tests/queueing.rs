@@ -416,9 +416,9 @@ fn is_refused_in_time(stage: &Stage, rank: &mut Rank, why: &str) -> Outcome {
 fn an_allocation_is_refused_at_its_deadline_though_another_process_switches_for_long() -> Outcome {
     let (stage, _train, _infer) = pair(AUTO, AUTO)?;
     let mut third = impatient(&stage)?;
-    let turns = stage.run_dir_path().join(".turns");
-    std::fs::DirBuilder::new().mode(0o700).recursive(true).create(&turns)?;
-    let lock = turns.join("lock");
+    let run = stage.run_dir_path();
+    std::fs::DirBuilder::new().mode(0o700).recursive(true).create(&run)?;
+    let lock = run.join(".turns.lock");
     let held = std::fs::File::options().create(true).truncate(false).write(true).open(lock)?;
     held.lock()?;
     is_refused_in_time(&stage, &mut third, "tenants are being switched by")?;

@@ -1,8 +1,9 @@
 //! The files by which processes agree on turns.
 //!
 //! ```text
+//! <run>/.turns.lock     held while somebody decides, and while tenants are switched. It is not among the others, which a
+//!                       cleaner may remove meanwhile
 //! <run>/.turns/
-//!   lock                held while somebody decides, and while tenants are switched
 //!   <number>.claim      one for each that waits or is in its turn: locked by its process, so that it ends with it. Its time of
 //!                       change is its process's last sign of life, in the clock of turns
 //!   claim.next          one that is just being made
@@ -11,7 +12,7 @@
 //!   log                 decisions, one a line; of bounded length
 //! ```
 //!
-//! Whoever holds the lock changes all of them, but for lines of the log, which anybody adds, and what a claim says. Claims are numbered in the
+//! Whoever holds the lock changes all the others, but for lines of the log, which anybody adds, and what a claim says. Claims are numbered in the
 //! order in which they were made.
 
 use std::fs::{self, File, FileTimes, OpenOptions};
@@ -37,6 +38,7 @@ use crate::transport::poll_until;
 use crate::turns::scene::Wish;
 
 const NAME: &str = ".turns";
+const LOCK_NAME: &str = ".turns.lock";
 const CLAIM_EXTENSION: &str = ".claim";
 const LOG_BYTES_MAX: u64 = 256 << 10;
 /// Changes whenever what a claim says does.
@@ -150,7 +152,7 @@ impl TurnDir {
     /// # Errors
     /// [`RunDirError::Switching`]; [`RunDirError::Io`].
     pub(crate) fn lock(&self, deadline: Instant) -> Result<TurnLock, RunDirError> {
-        let path = self.path.join("lock");
+        let path = self.path.with_file_name(LOCK_NAME);
         let open = || open_lock_file(&path).map_err(io_error("opening", &path));
         let locked = |holder_pids, waited_ms| RunDirError::Switching { holder_pids, waited_ms };
         wait_for_lock(&path, deadline, open, File::try_lock, locked).map(TurnLock)
@@ -453,6 +455,19 @@ mod tests {
 
     fn soon() -> Instant {
         Instant::now() + Duration::from_secs(30)
+    }
+
+    #[test]
+    fn whoever_switches_does_so_alone_also_when_the_files_are_removed_meanwhile() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = dir(&base);
+        let held = dir.lock(soon()).unwrap();
+        fs::remove_dir_all(&dir.path).unwrap();
+        let again = RunDir::open(Some(base.path().join("run")), None).unwrap().turns().unwrap();
+        let refused = again.lock(Instant::now()).unwrap_err();
+        assert!(matches!(refused, RunDirError::Switching { .. }), "{refused}");
+        drop(held);
+        again.lock(Instant::now()).unwrap();
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! from the same claims, so all agree who is next. Who is to go takes a lock, decides once more and acts, so that one acts at a time; who waits
 //! has no lock, and keeps nobody from anything when it is stopped. A claim ends with its process.
 //!
-//! Lock order: the lock of `.turns`, then those of tenants.
+//! Lock order: the lock of turns, then those of tenants.
 
 mod acting;
 mod back;
