@@ -35,12 +35,24 @@ struct Table {
     going: BTreeSet<Address>,
     /// Those of them whose stream has come there.
     due: BTreeSet<Address>,
+    /// Those that the driver would not take back. They are due again with the next one, and when somebody asks for memory.
+    refused: BTreeSet<Address>,
     has_thread: bool,
 }
 
 impl Table {
     const fn new() -> Self {
-        Self { going: BTreeSet::new(), due: BTreeSet::new(), has_thread: false }
+        Self {
+            going: BTreeSet::new(),
+            due: BTreeSet::new(),
+            refused: BTreeSet::new(),
+            has_thread: false,
+        }
+    }
+
+    fn offer_again(&mut self) {
+        self.due.append(&mut self.refused);
+        CHANGED.notify_all();
     }
 }
 
@@ -63,8 +75,15 @@ pub(crate) fn settle() {
         return;
     }
     let is_any_due = |table: &mut Table| !table.due.is_empty();
-    let waited = CHANGED.wait_timeout_while(table(), SETTLED_WITHIN, is_any_due);
-    drop(waited);
+    let done = |table| {
+        let waited = CHANGED.wait_timeout_while(table, SETTLED_WITHIN, is_any_due);
+        waited.unwrap_or_else(PoisonError::into_inner).0
+    };
+    let mut table = done(table());
+    if !table.refused.is_empty() {
+        table.offer_again();
+        drop(done(table));
+    }
 }
 
 /// Gives the block at `address` up once the stream has come here that `launch` has a function called back on.
@@ -107,8 +126,9 @@ fn arrange(
 
 /// Called by the driver, on a thread of its own, when the stream has come there.
 extern "C" fn is_due(data: *mut c_void) {
-    table().due.insert(data.addr() as u64);
-    CHANGED.notify_all();
+    let mut table = table();
+    table.due.insert(data.addr() as u64);
+    table.offer_again();
 }
 
 fn forget(address: Address) {
@@ -134,19 +154,25 @@ fn give_up_what_is_due() {
         };
         let Some(address) = address else { continue };
         // The next ones go, whatever becomes of this one.
-        if catch_unwind(|| give_up(address)).is_err() {
-            tracing::error!(address, "a block that its stream has passed stays: a panic");
+        match catch_unwind(|| give_up(address)) {
+            Ok(Answer::Refused(code)) => {
+                tracing::warn!(?code, address, "a block that its stream has passed stays for now");
+                let mut table = table();
+                table.due.remove(&address);
+                table.refused.insert(address);
+                CHANGED.notify_all();
+            }
+            // Its context may have ended meanwhile, and the block with it.
+            Ok(Answer::Done(()) | Answer::AskDriver) => forget(address),
+            Err(_) => {
+                tracing::error!(address, "a block that its stream has passed stays: a panic");
+                forget(address);
+            }
         }
-        forget(address);
     }
 }
 
-fn give_up(address: Address) {
-    let Some(member) = runtime::member() else { return };
-    // Its context may have ended meanwhile, and the block with it.
-    if let Answer::Refused(code) =
-        blocks::free(member, DeviceAddress(address), || DriverCode::SUCCESS)
-    {
-        tracing::warn!(?code, address, "a block that its stream has passed stays");
-    }
+fn give_up(address: Address) -> Answer<()> {
+    let Some(member) = runtime::member() else { return Answer::AskDriver };
+    blocks::free(member, DeviceAddress(address), || DriverCode::SUCCESS)
 }

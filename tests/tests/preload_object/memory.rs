@@ -81,6 +81,16 @@ fn what_a_stream_is_to_free_is_freed_once() {
 }
 
 #[test]
+fn what_the_driver_refuses_to_free_behind_a_stream_is_offered_again() {
+    let stage = Stage::new();
+    let mut command = stage.command(stage.program("late_frees"), Preload::With);
+    let command = command.arg("order").env("SIMCUDA_FAULTS", "cuMemUnmap:1:1");
+    let text = transcript(&command.output().expect("it starts"));
+    let freed = "order: freed CUDA_SUCCESS, and the work goes on: 1\n";
+    assert_eq!(text, format!("{freed}order: stream CUDA_SUCCESS, 0 bytes less are free\n"));
+}
+
+#[test]
 fn a_pool_of_another_device_is_counted_against_that_devices_budget() {
     let stage = Stage::new();
     let program = stage.program("pools");
