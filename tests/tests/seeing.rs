@@ -314,6 +314,28 @@ fn a_process_that_is_stopped_keeps_its_row_with_why_and_what_it_holds() -> Outco
 }
 
 #[test]
+fn a_job_without_gpu_memory_is_listed_and_who_pauses_it_is_told_that_it_has_none_yet() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut command = stage.command(&stage.files().sublet);
+    command.args(["run", "--tenant", "early", "--library"]).arg(&stage.files().preload);
+    let mut job = command.args(["--", "sleep", "60"]).spawn()?;
+    let listed = |words: &[&str]| -> Outcome<bool> {
+        let shown = stage.sublet(&["ps"])?.succeeded()?.stdout;
+        Ok(shown.lines().any(|line| words.iter().all(|word| line.contains(word))))
+    };
+    let pid = job.id().to_string();
+    let row = ["early", pid.as_str(), "no memory yet", "sleep 60"];
+    sublet_tests::until("it is listed", TIMEOUT, || listed(&row))?;
+    let refused = stage.sublet(&["pause", "early"])?.exited(1)?.stderr;
+    let told = format!("process {pid} (sleep 60) runs as tenant 'early' and has no GPU memory yet");
+    assert!(refused.contains(&told), "{refused}");
+    job.kill()?;
+    job.wait()?;
+    assert!(!listed(&["early"])?);
+    Ok(())
+}
+
+#[test]
 fn metrics_are_those_of_the_tenants_on_standard_output_and_in_a_file() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let job = stage.connected_job(&JobOptions::new("train", 2))?;

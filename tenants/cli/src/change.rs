@@ -415,7 +415,7 @@ fn failure_of(error: &CoordinatorError) -> Failure {
             parts.push(format!("it is {}", gpu.in_words()));
         }
     }
-    Failure::new(parts.join("; "), exit_code_of(error)).because(error)
+    Failure::of_change(parts.join("; "), error)
 }
 
 /// Prints how it went; the exit code says it once more. GPUs are looked for by `look` afterwards, when nothing is held up by

@@ -8,6 +8,7 @@ use serde::Serialize;
 use tenants::code::Code;
 use tenants::coordinator::{CoordinatorError, SwapError};
 use tenants::error_text::chain;
+use tenants::identity::TenantName;
 use tenants::run_dir::RunDirError;
 
 /// Refused or failed, nothing changed.
@@ -29,6 +30,8 @@ pub(crate) struct Failure {
     message: String,
     exit: u8,
     code: Code,
+    /// The tenant that it is about, if that has no process.
+    nobody: Option<TenantName>,
 }
 
 /// A failure as programs read it.
@@ -45,7 +48,7 @@ impl Failure {
             EXIT_CALLED_OFF => Code::CalledOff,
             _ => Code::Other,
         };
-        Self { message, exit, code }
+        Self { message, exit, code, nobody: None }
     }
 
     /// `error` and its causes, in one line.
@@ -53,9 +56,26 @@ impl Failure {
         Self::new(chain(error), exit)
     }
 
+    /// Of a coordinator, in the words of `message`.
+    pub(crate) fn of_change(message: String, error: &CoordinatorError) -> Self {
+        let nobody = if let CoordinatorError::NoSuchTenant { tenant, .. }
+        | CoordinatorError::NoProcess { tenant, .. } = error
+        {
+            Some(tenant.clone())
+        } else {
+            None
+        };
+        Self { nobody, ..Self::new(message, exit_code_of(error)).because(error) }
+    }
+
     /// With a word that says more than the exit code.
     pub(crate) fn because(self, code: impl Into<Code>) -> Self {
         Self { code: code.into(), ..self }
+    }
+
+    /// The tenant that was not found.
+    pub(crate) fn nobody(&self) -> Option<&TenantName> {
+        self.nobody.as_ref()
     }
 
     pub(crate) fn exit_code(&self) -> ExitCode {
@@ -81,7 +101,7 @@ impl From<RunDirError> for Failure {
 
 impl From<CoordinatorError> for Failure {
     fn from(error: CoordinatorError) -> Self {
-        Self::of(&error, exit_code_of(&error)).because(&error)
+        Self::of_change(chain(&error), &error)
     }
 }
 

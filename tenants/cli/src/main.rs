@@ -10,6 +10,7 @@ mod budget;
 mod change;
 mod checkpoints;
 mod doctor;
+mod early;
 mod environment;
 mod failure;
 mod files;
@@ -53,6 +54,10 @@ fn main() -> ExitCode {
         Ok(code) => code,
         Err(failure) => {
             output::complain(&failure.to_string());
+            let early = failure.nobody().zip(open_run_dir(&environment).ok());
+            if let Some(remark) = early.and_then(|(tenant, dir)| early::remark(&dir, tenant)) {
+                output::complain(&remark);
+            }
             if wants_json {
                 let mut document = Output::new();
                 // Where standard output takes nothing, the line above and the exit code say it.
@@ -73,6 +78,11 @@ fn raise_descriptor_limit() {
     }
 }
 
+fn open_run_dir(environment: &Environment) -> Result<RunDir, Failure> {
+    let (explicit, xdg) = environment.run_dir_sources();
+    Ok(RunDir::open(explicit, xdg)?)
+}
+
 fn dispatch(
     command: Command,
     environment: &Environment,
@@ -82,10 +92,7 @@ fn dispatch(
     if !matches!(command, Command::Run(_)) {
         raise_descriptor_limit();
     }
-    let open_run_dir = || -> Result<RunDir, Failure> {
-        let (explicit, xdg) = environment.run_dir_sources();
-        Ok(RunDir::open(explicit, xdg)?)
-    };
+    let open_run_dir = || open_run_dir(environment);
     match command {
         Command::Run(args) => run::run(&args, environment, &open_run_dir()?),
         Command::Budget(args) => budget::budget(&args, open_run_dir()?, output),

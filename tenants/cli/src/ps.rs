@@ -1,5 +1,6 @@
 //! `sublet ps`: tenants, their processes, and their bytes on each GPU.
 
+use std::collections::BTreeMap;
 use std::process::ExitCode;
 
 use tenants::coordinator::TenantStats;
@@ -14,7 +15,7 @@ use crate::failure::Failure;
 use crate::output::{self, Output};
 use crate::silent::Silent;
 use crate::view::{TenantView, View};
-use crate::{budget, units};
+use crate::{budget, early, outsiders, units};
 
 const COMMAND_CHARS_MAX: usize = 40;
 
@@ -23,13 +24,16 @@ pub(crate) fn ps(run_dir: &RunDir, json: bool, output: &mut Output) -> Result<Ex
     if json {
         output.json(&view)?;
     } else {
-        render(&view, output);
+        let mut early = early::find(run_dir);
+        early.retain(|name, _| view.tenants.iter().all(|tenant| tenant.stats.tenant != *name));
+        render(&view, &early, output);
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn render(view: &View, output: &mut Output) {
-    if view.tenants.is_empty() {
+/// `early` has no GPU memory yet.
+fn render(view: &View, early: &BTreeMap<String, u32>, output: &mut Output) {
+    if view.tenants.is_empty() && early.is_empty() {
         output.line(
             "no tenant is running; start one with: sublet run --tenant NAME -- COMMAND ARGUMENTS",
         );
@@ -61,6 +65,15 @@ fn render(view: &View, output: &mut Output) {
                 table.add_row(row);
             }
         }
+    }
+    for (tenant, pid) in early {
+        let mut row = vec![tenant.clone(), pid.to_string(), "no memory yet".to_owned()];
+        row.extend(std::iter::repeat_n("-".to_owned(), 7));
+        row.push(units::shortened(&outsiders::command_of(*pid), COMMAND_CHARS_MAX));
+        if has_family {
+            row.insert(1, "-".to_owned());
+        }
+        table.add_row(row);
     }
     output.table(&table);
     let remarks: Vec<_> =
@@ -399,7 +412,7 @@ pub(crate) mod tests {
         let silent = vec![silent(12, held), silent(13, Vec::new())];
         let tenants = vec![TenantView { stats, changed_by: Vec::new(), silent }];
         let mut output = Output::new();
-        render(&View::of(tenants, &Gpus::of(vec![h200()])), &mut output);
+        render(&View::of(tenants, &Gpus::of(vec![h200()])), &BTreeMap::new(), &mut output);
         let expected = "\
 TENANT  PID  STATE                         GPU  LIBRARY  TAG       CONTENTS   ON GPU   AWAY  IMPORTED  COMMAND
 train    10  active (kv, nccl away)        3    torch    kv_cache  discard     8 GiB      -         -  python train.py

@@ -158,7 +158,7 @@ fn prepend(library: &Path, before: Option<&OsStr>) -> Result<OsString, Failure> 
 }
 
 /// The command may change its directory; a path that cannot be made absolute is used as it is.
-fn absolute(path: &Path) -> PathBuf {
+pub(crate) fn absolute(path: &Path) -> PathBuf {
     path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }
 
