@@ -1,6 +1,6 @@
 //! Turns of processes whose devices are busy: how many calls each is let make.
 
-use super::{Activity, BUSY_AFTER, Calls, Decision, FURTHER_MAX, Stepper};
+use super::{Activity, BUSY_AFTER, BUSY_EVERY, Calls, Decision, FURTHER_MAX, Stepper};
 use crate::cut::plan::{Pace, Plan};
 
 /// Two processes whose one thread has launched what keeps the device busy, until the second has made so many more calls.
@@ -65,4 +65,31 @@ fn turns_of_busy_processes_are_one_call_again_when_a_device_becomes_idle_or_a_th
     assert_eq!(turn(&idle), [Calls::Turn(2), Calls::None]);
     assert!(matches!(turn(&Activity { is_idle: true, ..busy(1) })[1], Calls::Ready(_)));
     assert_eq!(turn(&idle), [Calls::Turn(1), Calls::None]);
+}
+
+#[test]
+fn one_whose_threads_are_always_ready_leaves_each_fourth_turn_to_one_that_is_busy() {
+    let mut stepper = Stepper::new(Plan::default());
+    let mut steps = [0_u64; 2];
+    for missing in [1, 5, 40] {
+        let (rounds, before) = (stepper.rounds(), steps[0]);
+        while steps[0] < before + missing {
+            let busy = Activity { steps: steps[0], waiting: 1, ..Activity::default() };
+            // It computes for itself, and whatever it launches ends immediately.
+            let ready =
+                Activity { steps: steps[1], waiting: 1, ready: 1, is_idle: true, ..busy.clone() };
+            let Decision::Open(calls) = stepper.update(&[&busy, &ready], Pace::Stalled) else {
+                panic!("a device is busy");
+            };
+            match calls[..] {
+                [Calls::Turn(count), Calls::None] => steps[0] += u64::from(count),
+                [Calls::None, Calls::Ready(count)] => steps[1] += u64::from(count),
+                _ => panic!("{calls:?}"),
+            }
+            assert!(stepper.rounds() < 1000, "{steps:?}");
+        }
+        let most = BUSY_AFTER + BUSY_EVERY * u32::try_from(missing).unwrap();
+        assert!(stepper.rounds() - rounds <= most, "{} for {missing}", stepper.rounds() - rounds);
+        assert_eq!(steps[0], before + missing, "it goes no further");
+    }
 }
