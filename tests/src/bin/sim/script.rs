@@ -200,8 +200,8 @@ impl Script {
         // The command has no word for it.
         let early_release = self.world.random.bool() && way != Way::Command;
         let is_whole_pause = action == Action::Pause && scope == Scope::Whole;
-        let is_deep = is_whole_pause && self.world.random.u8(..3) == 0;
         let fails = mishap.fails();
+        let is_deep = is_whole_pause && (fails.is_some() || self.world.random.u8(..3) == 0);
         let request = Request {
             tenant: name,
             action,

@@ -26,6 +26,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::processes;
 use crate::driver::{
     AllocationFlags, AllocationProp, DeviceUuid, DriverVersion, Location, LocationKind,
 };
@@ -89,6 +90,7 @@ impl SimNode {
             fs::create_dir(&place)?;
             fs::write(place.join(LEDGER), 0_u64.to_le_bytes())?;
         }
+        processes::make_place(dir)?;
         // Last, and in one step: a node that can be opened is complete.
         let draft = dir.join("node.conf.new");
         fs::write(&draft, config)?;

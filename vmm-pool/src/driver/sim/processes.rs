@@ -12,7 +12,7 @@
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -62,6 +62,8 @@ impl ProcessState {
 }
 
 const PROCESSES: &str = "processes";
+/// Locked while one process does something to another.
+const LOCK: &str = "lock";
 /// Words of a page.
 const STATE: usize = 0;
 const INSIDE: usize = 1;
@@ -147,6 +149,12 @@ impl Standing {
     }
 }
 
+/// What processes of the node at `dir` find each other by.
+pub(super) fn make_place(dir: &Path) -> io::Result<()> {
+    fs::create_dir(dir.join(PROCESSES))?;
+    File::create(dir.join(PROCESSES).join(LOCK)).map(drop)
+}
+
 impl SimNode {
     fn page_path(&self, pid: u32) -> PathBuf {
         self.dir().join(PROCESSES).join(pid.to_string())
@@ -157,7 +165,6 @@ impl SimNode {
     /// # Errors
     /// What the file system said.
     pub fn stand(&self) -> io::Result<Standing> {
-        fs::create_dir_all(self.dir().join(PROCESSES))?;
         self.sweep_processes();
         let path = self.page_path(std::process::id());
         // Locked before it has its name: one without a lock is of a process that has ended.
@@ -291,8 +298,7 @@ impl SimNode {
     ) -> Coded<()> {
         let page = self.page_of(pid)?;
         // Beside the page, whose lock says that its process lives.
-        let gate = self.dir().join(PROCESSES).join("lock");
-        let gate = OpenOptions::new().write(true).create(true).truncate(false).open(gate);
+        let gate = File::open(self.dir().join(PROCESSES).join(LOCK));
         let gate = gate.map_err(|error| io_code(&error))?;
         let until = Instant::now() + STEP_TIMEOUT;
         while gate.try_lock().is_err() {

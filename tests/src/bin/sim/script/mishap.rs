@@ -199,8 +199,9 @@ impl Script {
             (45..48, _) => Mishap::RunDirGone { after, second: None },
             (48, _) => Mishap::DeadSockets { tenant },
             (49..58, _) => {
-                let call = CALLS[random.usize(..CALLS.len())];
-                Mishap::CheckpointFails { call, behind: random.u64(..4) }
+                let calls = if action == Action::Pause { &CALLS[..2] } else { &CALLS[2..] };
+                let call = calls[random.usize(..calls.len())];
+                Mishap::CheckpointFails { call, behind: random.u64(..2) }
             }
             _ => Mishap::None,
         }
