@@ -161,13 +161,17 @@ struct Moved {
 }
 
 impl Moved {
-    fn note(&mut self, index: usize, call: Call, took: Duration) {
+    fn of(&mut self, index: usize) -> &mut PhaseReport {
         let position = self.done.iter().position(|(known, _)| *known == index);
         let position = position.unwrap_or_else(|| {
             self.done.push((index, PhaseReport::default()));
             self.done.len() - 1
         });
-        let report = &mut self.done[position].1;
+        &mut self.done[position].1
+    }
+
+    fn note(&mut self, index: usize, call: Call, took: Duration) {
+        let report = self.of(index);
         report.steps.push((call.step().to_owned(), micros(took)));
         report.elapsed_us += micros(took);
         report.driver_calls += 1;
@@ -274,8 +278,8 @@ impl Session<'_> {
         let began = Instant::now();
         let told = self.phase_step(Phase::Freeze, members, OnFailure::WaitForAll);
         let ready: Vec<usize> = told.done.iter().map(|(index, _)| *index).collect();
-        let mut moved = Moved::default();
-        moved.failures.extend(told.failures.into_iter().map(|(_, failure)| failure));
+        let failures = told.failures.into_iter().map(|(_, failure)| failure).collect();
+        let mut moved = Moved { done: told.done, failures };
         if moved.failures.is_empty() {
             self.take_off(&ready, &mut moved);
         }
@@ -374,10 +378,11 @@ impl Session<'_> {
             }
         }
         let told = self.phase_step(Phase::Thaw, &back, OnFailure::WaitForAll);
-        for (index, _) in &told.done {
+        for (index, report) in &told.done {
             if let Some(info) = &mut self.peers.list[*index].info {
                 info.state = MemberState::Paused;
             }
+            moved.of(*index).add(report.clone());
         }
         moved.failures.extend(told.into_failures());
     }

@@ -8,6 +8,7 @@ use vmm_pool::{Failed, Unfreezable};
 
 use super::Member;
 use super::failures::wrong_state;
+use super::phases::report;
 use super::progress::Progress;
 use crate::state::Event;
 use crate::wire::{Failure, FailureKind, MemberState, PhaseReport};
@@ -25,10 +26,10 @@ impl<D: Driver> Member<D> {
         self.refuse_unfreezable()?;
         let keeper = self.take_keeper()?;
         match keeper.freeze(PINNING_TIMEOUT) {
-            Ok(frozen) => {
+            Ok((frozen, log)) => {
                 self.transition(Event::Frozen)?;
                 self.set_progress(Progress::Frozen(frozen));
-                Ok(PhaseReport::default())
+                Ok(report(log))
             }
             Err(Failed { state, error }) => {
                 self.set_progress(Progress::Rest(*state));
@@ -46,9 +47,10 @@ impl<D: Driver> Member<D> {
         }
         self.expect(MemberState::Deep)?;
         let frozen = self.next_of(Progress::into_frozen)?;
-        self.set_progress(Progress::Rest(frozen.thaw()));
+        let (keeper, log) = frozen.thaw();
+        self.set_progress(Progress::Rest(keeper));
         self.transition(Event::Thawed)?;
-        Ok(PhaseReport::default())
+        Ok(report(log))
     }
 
     /// Refuses a deep pause where the driver could not bring the process's contexts back: that would cost the job.

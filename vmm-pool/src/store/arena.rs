@@ -287,6 +287,21 @@ impl<D: Driver> HostArena<D> {
         Ok(())
     }
 
+    /// Gives all pins of chunks up; what is in them stays. What the driver will not unpin stays pinned. A context must be current on
+    /// this thread, and no copy under way in a chunk.
+    pub(crate) fn unpin_all(&mut self, log: &mut StepLog) {
+        self.take_delivered();
+        for Placed { held, .. } in &mut self.chunks {
+            if held.pins == Pins::Nobody {
+                continue;
+            }
+            match log.timed("unpin host memory", |_| unpin(&*self.driver, &held.chunk)) {
+                Ok(()) => held.pins = Pins::Nobody,
+                Err(error) => tracing::warn!(%error, "host memory stays pinned in a deep pause"),
+            }
+        }
+    }
+
     /// Pins `held` for `pins` too, whoever it is pinned for. What it was pinned for it may not be any more when this
     /// fails.
     fn pin_held(driver: &D, held: &mut Held, pins: Pins) -> PoolResult<()> {

@@ -126,6 +126,23 @@ impl<D: Driver> Pool<D> {
         Ok(Pins::of(devices))
     }
 
+    /// Gives the pins of host memory up, or takes them again. What cannot be pinned again is copied slower, until a pause pins it.
+    pub(super) fn set_pinned(&self, is_pinned: bool) -> StepLog {
+        let (mut log, devices) = (StepLog::default(), self.devices());
+        let mut arena = self.arena();
+        let done = self.pins_beside_work(&devices, 0).and_then(|pins| {
+            if is_pinned {
+                return arena.pin_again(&mut log, pins);
+            }
+            arena.unpin_all(&mut log);
+            Ok(())
+        });
+        if let Err(error) = done {
+            tracing::warn!(%error, is_pinned, "host memory is pinned as it was");
+        }
+        log
+    }
+
     /// Is host memory held that may be idle? Waits for nothing.
     pub fn holds_idle_memory(&self) -> bool {
         let saved_bytes = self.ledger().end_in(Store::Host);

@@ -9,7 +9,7 @@
 //! # use vmm_pool::{Keeper, driver::Driver};
 //! fn back<D: Driver>(keeper: Keeper<D>) -> Keeper<D> {
 //!     match keeper.freeze(Duration::from_secs(1)) {
-//!         Ok(frozen) => frozen.thaw(),
+//!         Ok((frozen, _)) => frozen.thaw().0,
 //!         Err(failed) => *failed.state,
 //!     }
 //! }
@@ -29,6 +29,7 @@ use super::keeper::Keeper;
 use super::quiesced::Failed;
 use crate::driver::Driver;
 use crate::gate::Mode;
+use crate::journal::StepLog;
 use crate::pool::{Pool, Right};
 
 /// Nothing of the pool calls the driver, from the moment that this is made until [`Frozen::thaw`]. Dropping it leaves that so.
@@ -51,13 +52,17 @@ pub enum NotFrozen {
 }
 
 impl<D: Driver> Keeper<D> {
-    /// Ends what threads of ours do at the driver, and keeps them from it. Waits at most for `timeout`, for a call under way that pins host
+    /// Ends what threads of ours do at the driver, gives the pins of host memory up, which cost the driver more to take along, and keeps all of the pool
+    /// from the driver. Says what that took. Waits at most for `timeout`, for a call under way that pins host
     /// memory. Application threads that wait at the gate stay there; those that give memory up may call the driver still, and wait
     /// there.
     ///
     /// # Errors
     /// [`NotFrozen`].
-    pub fn freeze(self, timeout: Duration) -> Result<Frozen<D>, Failed<Self, NotFrozen>> {
+    pub fn freeze(
+        self,
+        timeout: Duration,
+    ) -> Result<(Frozen<D>, StepLog), Failed<Self, NotFrozen>> {
         if self.pool().gate().mode() != Mode::Offloaded {
             return Err(Failed::new(self, NotFrozen::NotAway));
         }
@@ -66,17 +71,105 @@ impl<D: Driver> Keeper<D> {
             return Err(Failed::new(self, NotFrozen::Pinning));
         }
         // Whoever gives host memory back does so under this lock, and looks there whether it may.
-        drop(self.pool().arena());
+        let log = self.pool().set_pinned(false);
         let (pool, right) = self.into_parts();
-        Ok(Frozen { pool, right })
+        Ok((Frozen { pool, right }, log))
     }
 }
 
 impl<D: Driver> Frozen<D> {
-    /// The driver takes calls again.
-    pub fn thaw(self) -> Keeper<D> {
+    /// The driver takes calls again. Says what it took to pin host memory again.
+    pub fn thaw(self) -> (Keeper<D>, StepLog) {
         let Self { pool, right } = self;
+        let log = pool.set_pinned(true);
         pool.ahead.go_on();
-        Keeper::new(pool, right)
+        (Keeper::new(pool, right), log)
+    }
+}
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+    use crate::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
+    use crate::driver::{
+        AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Location, LocationKind, VaRange,
+    };
+    use crate::{
+        Away, BroughtIn, Class, Copies, FromOffloaded, HostBudget, Schedule, Selection, Unfreezable,
+    };
+
+    const GPU: DeviceOrdinal = DeviceOrdinal(0);
+    const SOON: Duration = Duration::from_mins(1);
+
+    fn pool() -> (Arc<Pool<SimDriver>>, Keeper<SimDriver>) {
+        let driver = SimDriver::new(SimNode::private(&[64 << 20]).unwrap(), SimOptions::default());
+        driver.make_current(GPU).unwrap();
+        Pool::new(Arc::new(driver), 1, Vec::new)
+    }
+
+    /// A pool with one allocation full of sevens, away.
+    fn paused() -> (Arc<Pool<SimDriver>>, Keeper<SimDriver>, VaRange) {
+        let (pool, keeper) = pool();
+        let (entered, prop) = (pool.enter(), AllocationProp::pinned_on(GPU));
+        let handle = entered.create(GRANULARITY_BYTES, &prop, Class::default()).unwrap();
+        let start = pool.driver().reserve(GRANULARITY_BYTES, 0, DeviceAddress(0)).unwrap();
+        let range = VaRange::new(start, GRANULARITY_BYTES);
+        entered.map(range, 0, handle).unwrap();
+        entered.set_access(range, &[AccessDesc::read_write(GPU)]).unwrap();
+        drop(entered);
+        pool.driver().core().fill_device(GPU, range, &[7; 16]).unwrap();
+        let never = crossbeam_channel::never();
+        let drained = keeper.close().unwrap().drain(Instant::now() + SOON, &never);
+        let (whole, budget) = (Selection::Whole, |_| HostBudget(None));
+        let quiesced = drained.unwrap().0;
+        let prepared = quiesced.prepare(whole, &[], Copies::All, budget, Schedule::SaveFirst);
+        let keeper = prepared.unwrap().0.depart().release().unwrap().0.end();
+        (pool, keeper, range)
+    }
+
+    #[test]
+    fn a_frozen_pool_holds_no_pins_and_calls_no_driver_until_it_is_thawed() {
+        let (pool, keeper, range) = paused();
+        let pins = || pool.driver().core().census().host_ranges;
+        let before = pins();
+        assert!(before > 0, "saved contents lie in pinned memory");
+        let (frozen, log) = keeper.freeze(SOON).unwrap();
+        assert_eq!(pins(), 0);
+        assert!(log.steps.iter().any(|step| step.name == "unpin host memory"));
+        let calls = pool.driver().faults().calls_total();
+        assert_eq!(pool.bring_in(u64::MAX).unwrap(), BroughtIn::NotNow);
+        assert_eq!(pool.give_idle_chunk_back().unwrap(), 0);
+        assert_eq!(pool.driver().faults().calls_total(), calls);
+        let (keeper, _) = frozen.thaw();
+        assert_eq!(pins(), before);
+        let shut = keeper.shut::<FromOffloaded>(Instant::now() + SOON, || false).unwrap();
+        let (arriving, _) = shut.create_own(Away::Whole).unwrap();
+        let restored = arriving.restore_rest(0).unwrap().0.map_imports().unwrap().0;
+        drop(restored.commit().0.end());
+        assert!(pool.driver().core().device_holds(GPU, range, &[7; 16]).unwrap());
+    }
+
+    #[test]
+    fn a_pool_that_runs_is_not_frozen_and_goes_on() {
+        let (pool, keeper) = pool();
+        let failed = keeper.freeze(SOON).unwrap_err();
+        assert_eq!(failed.error, NotFrozen::NotAway);
+        assert!(pool.bring_in(u64::MAX).unwrap() == BroughtIn::Enough);
+    }
+
+    #[test]
+    fn host_memory_of_the_drivers_allocator_keeps_a_process_from_being_frozen() {
+        let (pool, _keeper) = pool();
+        assert_eq!(pool.unfreezable(), Unfreezable::default());
+        let prop = AllocationProp {
+            location: Location { kind: LocationKind::HOST_NUMA, id: 0 },
+            ..AllocationProp::pinned_on(GPU)
+        };
+        let made = pool.enter().create(GRANULARITY_BYTES, &prop, Class::default());
+        drop(made.unwrap());
+        let host_bytes = GRANULARITY_BYTES;
+        assert_eq!(pool.unfreezable(), Unfreezable { host_bytes, ..Unfreezable::default() });
     }
 }
