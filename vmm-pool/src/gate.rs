@@ -327,9 +327,9 @@ impl Gate {
         self.slots.mark()
     }
 
-    /// Where it is.
-    pub(crate) fn mode(&self) -> Mode {
-        Mode::of(self.mode.load(Ordering::SeqCst))
+    /// Is memory away, and no pause or resume under way?
+    pub fn is_offloaded(&self) -> bool {
+        Mode::of(self.mode.load(Ordering::SeqCst)) == Mode::Offloaded
     }
 
     /// Is a pause or resume under way?

@@ -6,7 +6,6 @@ use std::sync::PoisonError;
 use super::Pool;
 use crate::deferred;
 use crate::driver::{DeviceOrdinal, Driver};
-use crate::gate::Mode;
 use crate::ledger::{
     Holding, LentTotals, References, Row, Selection, Standing, TagTotals, Unfreezable,
 };
@@ -45,7 +44,7 @@ impl<D: Driver> Pool<D> {
 
     /// What the driver could not bring back with the contexts of this process. *While offloaded.*
     pub fn unfreezable(&self) -> Unfreezable {
-        let is_away = self.gate().mode() == Mode::Offloaded;
+        let is_away = self.gate().is_offloaded();
         self.ledger().unfreezable(is_away)
     }
 

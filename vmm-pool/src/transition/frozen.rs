@@ -28,7 +28,6 @@ use std::time::Duration;
 use super::keeper::Keeper;
 use super::quiesced::Failed;
 use crate::driver::Driver;
-use crate::gate::Mode;
 use crate::journal::StepLog;
 use crate::pool::{Pool, Right};
 
@@ -63,7 +62,7 @@ impl<D: Driver> Keeper<D> {
         self,
         timeout: Duration,
     ) -> Result<(Frozen<D>, StepLog), Failed<Self, NotFrozen>> {
-        if self.pool().gate().mode() != Mode::Offloaded {
+        if !self.pool().gate().is_offloaded() {
             return Err(Failed::new(self, NotFrozen::NotAway));
         }
         if !self.pool().ahead.hold(timeout) {
@@ -168,7 +167,7 @@ mod tests {
             ..AllocationProp::pinned_on(GPU)
         };
         let made = pool.enter().create(GRANULARITY_BYTES, &prop, Class::default());
-        drop(made.unwrap());
+        assert!(made.is_ok());
         let host_bytes = GRANULARITY_BYTES;
         assert_eq!(pool.unfreezable(), Unfreezable { host_bytes, ..Unfreezable::default() });
     }
