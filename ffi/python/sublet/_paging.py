@@ -196,7 +196,7 @@ class _Paged:
             places.append(size)
             size += -(-value.numel() * value.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         span = self._library.page_alloc(self.pager, size)
-        old, moved = block.span, {}
+        old, moved = block.span, []
         with self._torch.cuda.device(self._device):
             held = [span] if old is None else [span, old]
             stream = self._stream()
@@ -205,11 +205,12 @@ class _Paged:
                 for (param, name, value), place in zip(tensors, places):
                     tensor = self._tensor_at(span + place, value)
                     tensor.copy_(value)
-                    moved[id(param), name] = tensor
-                    optimizer.state.real(param)[name] = tensor
+                    moved.append((param, name, tensor))
             finally:
                 self._library.page_release(self.pager, held, stream, True)
-        block.span, block.tensors = span, moved
+        block.span, block.tensors = span, {(id(param), name): tensor for param, name, tensor in moved}
+        for param, name, tensor in moved:
+            optimizer.state.real(param)[name] = tensor
         if old is not None:
             self._library.page_free(self.pager, old)
 
@@ -304,7 +305,7 @@ class _Paged:
 
     def load(self, state_dict: dict[str, Any]) -> None:
         """As the optimizer's ``load_state_dict``; no more than one block of it is in other memory of the device."""
-        optimizer = self._optimizer()
+        optimizer: Any = self._optimizer()
         state = dict(state_dict["state"])
         self._stock_load(optimizer, {**state_dict, "state": {}})
         for block in self._blocks:
