@@ -8,12 +8,12 @@
 //!   host arena:    [place of 1][place of 0]  ...          each chunk keeps its place
 //! ```
 //!
-//! A *frame* is the [`crate::deferred::Physical`] of one chunk. An exchange takes it from a chunk that nobody uses and gives
+//! A *frame* is the `Physical` of one chunk. An exchange takes it from a chunk that nobody uses and gives
 //! it to one that somebody wants: the same changes that a pause and a resume make of a row, for one chunk
-//! ([`crate::transition::StillChunk`]). A chunk that is away is set aside, so that pauses and resumes of everything pass over
+//! (`StillChunk`). A chunk that is away is set aside, so that pauses and resumes of everything pass over
 //! it. One on the device they handle as any other.
 //!
-//! What [`table`] decides, [`thread`] carries out, on the thread `sublet-pager`. It waits for work of devices outside the
+//! What `table` decides, `thread` carries out, on the thread `sublet-pager`. It waits for work of devices outside the
 //! gate, and goes in, as an application's call does, to begin a copy or to exchange: nothing of that waits. So a pause stops
 //! it between two such steps, and copies that are under way then end before the devices are idle.
 //!
