@@ -87,6 +87,7 @@ impl<D: Driver> Frozen<D> {
 }
 
 #[cfg(all(test, feature = "sim"))]
+#[expect(clippy::unwrap_used, reason = "a test fails by panicking, helpers of it too")]
 mod tests {
     use std::time::Instant;
 
