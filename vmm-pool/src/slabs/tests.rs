@@ -1,4 +1,5 @@
 use super::*;
+use crate::driver::AccessDesc;
 use crate::driver::DeviceOrdinal;
 
 const UNIT: u64 = 2 << 20;
