@@ -23,6 +23,7 @@ mod needs;
 mod overlap;
 mod participants;
 mod peers;
+mod questions;
 mod report;
 mod saving;
 mod session;

@@ -9,14 +9,12 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags};
 
+pub(super) use super::questions::Question;
 use super::report::{MemberFailure, Step, Who};
 use super::{CoordinatorError, Interrupt};
 use crate::run_dir::{MemberSocket, TenantDir};
 use crate::transport::{Connection, Process, TransportError, poll_until};
-use crate::wire::{
-    Ask, AskLent, AwaitConsent, Count, Failure, FailureKind, GiveUp, Hello, Hold, HostStep,
-    LookIdle, MemberInfo, Needs, Reply, SaveStep, SpillStep, Stats, StepOn, TakePhase,
-};
+use crate::wire::{Failure, FailureKind, Hello, MemberInfo, Reply};
 
 /// Requests are a few bytes; a peer that cannot take one for this long does not read its socket at all.
 const SEND_TIMEOUT: Duration = Duration::from_secs(1);
@@ -61,96 +59,6 @@ struct Owed {
     deadline: Instant,
     /// Reported as missing already; it may still come, and then comes before later ones.
     overdue: bool,
-}
-
-/// A question of the coordinator's, which is one of its steps.
-pub(super) trait Question: Ask {
-    /// What people read of it.
-    fn step(&self) -> Step;
-}
-
-impl Question for Hello {
-    fn step(&self) -> Step {
-        Step::Hello
-    }
-}
-
-impl Question for Stats {
-    fn step(&self) -> Step {
-        Step::Stats
-    }
-}
-
-impl Question for Count {
-    fn step(&self) -> Step {
-        Step::Count
-    }
-}
-
-impl Question for AwaitConsent {
-    fn step(&self) -> Step {
-        Step::Consent(self.action)
-    }
-}
-
-impl Question for GiveUp {
-    fn step(&self) -> Step {
-        Step::Consent(self.action)
-    }
-}
-
-impl Question for Needs {
-    fn step(&self) -> Step {
-        Step::Needs
-    }
-}
-
-impl Question for LookIdle {
-    fn step(&self) -> Step {
-        Step::Stats
-    }
-}
-
-impl Question for Hold {
-    fn step(&self) -> Step {
-        Step::Cut
-    }
-}
-
-impl Question for StepOn {
-    fn step(&self) -> Step {
-        Step::Drain
-    }
-}
-
-impl Question for SaveStep {
-    fn step(&self) -> Step {
-        Step::Save
-    }
-}
-
-impl Question for HostStep {
-    fn step(&self) -> Step {
-        Step::Host
-    }
-}
-
-impl Question for SpillStep {
-    fn step(&self) -> Step {
-        Step::Spill
-    }
-}
-
-impl Question for AskLent {
-    fn step(&self) -> Step {
-        Step::Lending
-    }
-}
-
-impl Question for TakePhase {
-    fn step(&self) -> Step {
-        Step::Phase(self.order.phase())
-    }
 }
 
 /// A reply, or the news that none will come in time.
