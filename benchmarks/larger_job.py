@@ -116,6 +116,8 @@ def role(args: Any) -> int:
     runner.fact("torch_peak_bytes", torch.cuda.max_memory_allocated())
     runner.fact("device_bytes", peak_bytes)
     if args.role in PAGED:
+        import sublet
+
         runner.fact("report", sublet.report())
     return 0
 
