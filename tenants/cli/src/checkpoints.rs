@@ -12,6 +12,7 @@ use tenants::coordinator::{CheckpointError, Checkpointer, ProcessState};
 use vmm_pool::driver::DriverCode;
 
 const LIBRARY: &str = "libcuda.so.1";
+const STATE: &str = "cuCheckpointProcessGetState";
 
 /// See the head of this module.
 #[derive(Debug, Default)]
@@ -67,7 +68,6 @@ impl Functions {
             let found = unsafe { library.get::<Act>(name.as_bytes()) };
             found.map(|found| *found).map_err(|_| missing(name))
         };
-        const STATE: &str = "cuCheckpointProcessGetState";
         // SAFETY: the header declares it so.
         let get_state = unsafe { library.get::<GetState>(STATE.as_bytes()) };
         let get_state = *get_state.map_err(|_| missing(STATE))?;
