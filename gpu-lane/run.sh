@@ -2,7 +2,7 @@
 # Runs the GPU lane: bash run.sh [SUITE...], without arguments every suite.
 #
 # Suites: smoke conformance nccl legacy_ipc overhead expandable rates
-#         anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
+#         anytime_ddp anytime_deep anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
 #         cycles deaths shortage watchdog zeroed
 #         sharing generate unused attach compat contents deep (of the Python package, from python/*.whl)
 #         strangers graphs stepping replay nccl_alone race rl larger
@@ -24,7 +24,7 @@ PYTHON=${PYTHON:-python3}
 GPUS=${GPUS:-0}
 CYCLES=${CYCLES:-20}
 SUITES=(smoke conformance nccl legacy_ipc overhead expandable rates
-    anytime_ddp anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
+    anytime_ddp anytime_deep anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
     cycles deaths shortage watchdog zeroed sharing generate unused attach compat contents deep
     strangers graphs stepping replay nccl_alone race rl larger)
 LOGS=$OUT/logs.txt
@@ -82,6 +82,11 @@ anytime() {
     suite "anytime_$1" "$3" anytime_job.py --program "$1" --pauses "${ANYTIME_PAUSES:-$2}" --seed "${ANYTIME_SEED:-1}"
 }
 run_anytime_ddp() { anytime ddp 200 265; }
+# Deep pauses of live communicators. The driver cannot bring NCCL's host memory back, so NCCL does without.
+run_anytime_deep() {
+    NCCL_CUMEM_HOST_ENABLE=0 suite anytime_deep 190 anytime_job.py --program ddp --deep --pauses "${ANYTIME_PAUSES:-40}" \
+        --active-ms 300 --pause-timeout 10 --seed "${ANYTIME_SEED:-1}"
+}
 run_anytime_tpdp() { anytime tpdp 100 190; }
 run_anytime_pipeline() { anytime pipeline 100 190; }
 run_anytime_graphs() { anytime graphs 100 190; }

@@ -18,6 +18,7 @@ take no longer than the steps that the slowest rank is behind, a few ms; two sta
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -47,6 +48,8 @@ LAUNCHERS = {
 PROGRAMS = ("ddp", "tpdp", "pipeline", "graphs", *LAUNCHERS)
 #: Programs that find the CUDA libraries by their names, as torch's processes need not.
 BY_NAME = ("rebuild", "one_nccl", "one_contents")
+#: What may be in use on a GPU behind a deep pause; an idle one has 4.
+LEFT_MIB = 20
 #: Texts of failed pauses to keep.
 FAILURES_MAX = 40
 
@@ -61,6 +64,7 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--active-ms", type=float, default=110, help="time that the job is expected to run a pause")
     parser.add_argument("--pause-timeout", type=float, default=5.0, help="seconds for each phase of a pause")
     parser.add_argument("--library", default="", help="whose own memory alone is paused, such as nccl; all, without")
+    parser.add_argument("--deep", action="store_true", help="the contexts leave the GPUs too; says what is left there")
     parser.add_argument("--stuck-s", type=float, default=20.0, help="without a step for so long, the job is stuck")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--failures-max", type=int, default=25, help="failed pauses after which the job gives up")
@@ -120,7 +124,15 @@ class Job(TrainingJob):
         """Runs the command."""
         limit = ["--timeout", f"{max(1, round(self.args.pause_timeout))}s"]
         whose = ["--library", self.args.library] if self.args.library else []
+        if self.args.deep and action == "pause":
+            whose = [*whose, "--deep"]
         return cli.sublet(action, tenant, *limit, *whose, "--json", timeout_s=8 * self.args.pause_timeout)
+
+    def left_mib(self) -> list[int]:
+        """What nvidia-smi says is used of each GPU of the job."""
+        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return [int(line) for line in done.stdout.split()][: self.gpus]
 
     def note_report(self, action: str, told: dict[str, Any]) -> None:
         """Adds the times of each phase, and what the report says beside them."""
@@ -164,6 +176,8 @@ class Job(TrainingJob):
             if told["exit"] == 1:
                 return
         at_rest = run.poll()
+        if self.args.deep and told["exit"] == 0:
+            self.result.sample("left_mib", max(self.left_mib()))
         if self.counts["succeeded"] % 10 == 0:
             time.sleep(0.05)
             # A rank that had its loss already may still print it before it comes to its next launch.
@@ -233,6 +247,9 @@ class Job(TrainingJob):
                 break
         wanted = self.args.pauses
         self.result.check(f"{wanted} pauses at random instants succeeded", self.counts["succeeded"] >= wanted, str(self.counts))
+        if self.args.deep:
+            left = self.result.data["samples"].get("left_mib", [])
+            self.result.check(f"{LEFT_MIB} MiB or less are in use on each GPU", bool(left) and max(left) <= LEFT_MIB, str(left[:3]))
         self.result.check("no pause timed out or was refused", self.failed() == 0, str(self.data["failures"][:1]))
 
     def report(self) -> None:
