@@ -59,7 +59,7 @@ fn c_programs_call_every_function() {
         let source = root().join(format!("tests/programs/preload_{name}.c"));
         std::fs::read_to_string(source).expect("the program")
     };
-    let texts = ["header", "tags"].map(read);
+    let texts = ["header", "paging", "tags"].map(read);
     for name in declared() {
         let call = format!("{name}(");
         assert!(texts.iter().any(|text| text.contains(&call)), "no program calls {name}");
@@ -125,5 +125,22 @@ fn a_c_program_has_the_calls_of_amem_and_for_the_whole_tenant() {
          budget 0 1, none 0 1, wrong 1, of nobody 1 -1\n\
          family 1\n\
          attached 0, report 1, held 1\n"
+    );
+}
+
+#[test]
+fn a_c_program_uses_more_memory_than_its_frames_and_is_paused_meanwhile() {
+    let stage = Stage::new();
+    let program = stage.program_with("paging", &preload_path());
+    let mut command = stage.command(&program, Preload::With);
+    let output = command.env("SUBLET_TENANT", "paging").output().expect("it starts");
+    assert_eq!(
+        transcript(&output),
+        "opened 0, spans 6, written 6\n\
+         announced 0, paused 0, resumed 0, read 6\n\
+         flushed 0, report 1 1 1\n\
+         too many 1 1\n\
+         shrunk 0, read 6\n\
+         freed 0, not twice 1, closed 0, gone 1\n"
     );
 }

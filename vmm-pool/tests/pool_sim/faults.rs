@@ -317,8 +317,7 @@ fn nothing_is_unmapped_under_copies_whose_end_nobody_has_seen() {
     create(&pool, DEVICE, 1, kept());
     let faults = pool.driver().faults();
     let unmapped = faults.calls(DriverOp::Unmap);
-    // The first wait is for a stream that nothing has been queued on.
-    faults.fail(DriverOp::StreamSynchronize, FaultSpan::From(2), DriverCode::UNKNOWN);
+    faults.fail(DriverOp::StreamSynchronize, FaultSpan::From(1), DriverCode::UNKNOWN);
     assert!(pool.save(&WHOLE, UNLIMITED).is_err(), "no wait for a copy succeeded");
     assert!(faults.calls(DriverOp::CopyToHost) > 0);
     faults.clear();

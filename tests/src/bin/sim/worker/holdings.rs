@@ -5,7 +5,7 @@ use std::sync::Arc;
 use fastrand::Rng;
 use sublet_tests::{Outcome, Trouble};
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, StreamKind};
-use vmm_pool::driver::{AllocationProp, DeviceOrdinal, RawStream, VaRange};
+use vmm_pool::driver::{AllocationProp, DeviceOrdinal, RawContext, RawStream, VaRange};
 use vmm_pool::gate::Passage;
 use vmm_pool::{Class, Contents, VirtualHandle};
 
@@ -375,6 +375,8 @@ impl Holdings {
                 )));
             }
         }
+        // Those that the pool keeps from step to step are not counted.
+        let _none = self.member.pool().take_plain_memory(RawContext(0));
         let census = self.driver().census();
         let own_places: usize = self.list.iter().map(|holding| holding.places.len()).sum();
         let places = own_places + shared.places + cells.places;

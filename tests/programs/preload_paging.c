@@ -1,0 +1,63 @@
+/* Memory larger than the device, as sublet.h offers it: six spans of one chunk go through two frames, with a whole pause between.
+ * Prints what came. */
+#include "driver.h"
+
+#include <sublet.h>
+
+enum { CHUNK = 2 << 20, SPANS = 6, WAIT_MS = 30000 };
+
+static char text[1 << 12];
+
+static int has(const char *what)
+{
+    return strstr(text, what) != NULL;
+}
+
+/* Writes each span, or counts those whose last byte is as it was written. */
+static int visit(uint64_t pager, const uint64_t *spans, CUstream stream, int writes)
+{
+    int right = 0;
+    for (int index = 0; index < SPANS; index++) {
+        CUdeviceptr last = spans[index] + CHUNK - 1;
+        unsigned char byte = 0;
+        if (sublet_page_acquire(pager, &spans[index], 1, (uintptr_t)stream, WAIT_MS) != 0)
+            return -1;
+        if (writes)
+            OK(cuMemsetD32Async(spans[index], 0x01010101u * (unsigned)(index + 1), CHUNK / 4, stream));
+        OK(cuMemcpyDtoHAsync(&byte, last, 1, stream));
+        OK(cuStreamSynchronize(stream));
+        right += byte == index + 1;
+        if (sublet_page_release(pager, &spans[index], 1, (uintptr_t)stream, writes) != 0)
+            return -1;
+    }
+    return right;
+}
+
+int main(void)
+{
+    uint64_t pager = 0, spans[SPANS] = {0};
+    CUstream stream = NULL;
+    int made = 0;
+    driver_start();
+    OK(cuStreamCreate(&stream, 1));
+    int opened = sublet_page_open(0, 16 * (uint64_t)CHUNK, CHUNK, 2 * (uint64_t)CHUNK, &pager);
+    for (int index = 0; index < SPANS; index++)
+        made += sublet_page_alloc(pager, CHUNK - index, &spans[index]) == 0;
+    printf("opened %d, spans %d, written %d\n", opened, made, visit(pager, spans, stream, 1));
+    int announced = sublet_page_announce(pager, spans, 2);
+    int paused = sublet_pause_tenant(NULL, 0), resumed = sublet_resume_tenant(NULL, 0);
+    printf("announced %d, paused %d, resumed %d, read %d\n", announced, paused, resumed, visit(pager, spans, stream, 0));
+    int flushed = sublet_page_flush(pager, WAIT_MS);
+    int64_t length = sublet_page_json(pager, text, sizeof text);
+    printf("flushed %d, report %d %d %d\n", flushed, length > 0 && strlen(text) == (size_t)length,
+           has("\"paged_bytes\":12582912"), has("\"frames_bytes\":4194304"));
+    int too_many = sublet_page_acquire(pager, spans, 3, (uintptr_t)stream, WAIT_MS);
+    printf("too many %d %d\n", too_many == SUBLET_ERROR_ARGUMENT, strstr(sublet_last_error(), "6291456") != NULL);
+    int shrunk = sublet_page_set_frames(pager, CHUNK, WAIT_MS);
+    printf("shrunk %d, read %d\n", shrunk, visit(pager, spans, stream, 0));
+    int freed = sublet_page_free(pager, spans[0]);
+    int again = sublet_page_free(pager, spans[0]) != 0;
+    int closed = sublet_page_close(pager);
+    printf("freed %d, not twice %d, closed %d, gone %d\n", freed, again, closed, sublet_page_json(pager, NULL, 0) == -1);
+    return 0;
+}
