@@ -3,7 +3,7 @@
 A transformers model of Llama's architecture with some 2 billion parameters in fp32 trains with bf16 autocast,
 checkpointing and 16k tokens a step, by stock fused AdamW. Its 16.6 GB of moments are on the device (`resident`), or go
 through frames by `sublet.paged` (`backward`, `after`, and `pauses`, which is `backward` with the whole tenant paused
-and resumed in every fifth step). Beside them what others do: FSDP2 with `CPUOffloadPolicy`, and torchao's
+and resumed in every fifth step). Next to them what others do: FSDP2 with `CPUOffloadPolicy`, and torchao's
 `CPUOffloadOptimizer` if it is installed. Losses of all steps and the sum of all weights' bits are compared with those of
 `resident`.
 

@@ -114,7 +114,7 @@ fn two_tenants_change_places_and_the_contexts_of_the_first_follow() -> Outcome {
     infer.exit()
 }
 
-/// Where there is no room for the contexts of the second beside the first, the first leaves before.
+/// If the contexts of both do not fit together, the first leaves before.
 #[test]
 fn two_tenants_change_places_whose_contexts_do_not_fit_side_by_side() -> Outcome {
     let stage = Stage::new(&[48 * MIB; 3])?;

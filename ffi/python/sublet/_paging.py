@@ -15,7 +15,7 @@ from sublet._native import Library
 
 Step = Literal["backward", "after"]
 
-#: What moves at once.
+#: What moves together.
 _CHUNK_BYTES = 64 << 20
 #: Addresses of one optimizer. They cost no memory.
 _WINDOW_BYTES = 1 << 40
@@ -181,7 +181,7 @@ class _Paged:
         return {name: copies.get(name, value) for name, value in state.items()}
 
     def _adopt(self, optimizer: Any, block: _Block) -> None:
-        """Moves tensors of the block's state into its span, which is made anew where there are new ones."""
+        """Moves tensors of the block's state into its span, which is made again if there are new ones."""
         tensors = [
             (param, name, value)
             for _, param in block.params

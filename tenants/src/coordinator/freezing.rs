@@ -407,7 +407,7 @@ impl Session<'_> {
                 std::thread::Builder::new().name("sublet-driver".to_owned()).spawn(move || {
                     let began = Instant::now();
                     let made = call.make(&*driver, pid);
-                    // Whoever waited may have given up.
+                    // The thread that waited may have given up.
                     let _heard = say.send((index, made, began.elapsed()));
                 });
             match made {

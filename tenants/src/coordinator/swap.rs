@@ -89,7 +89,7 @@ pub fn swap(
                 let resumed = Outcome::AlreadyActive;
                 return Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) });
             }
-            // There is no room for the contexts of the second beside the first.
+            // The contexts of both do not fit together.
             Ok(Moving::OneAfterTheOther { left }) => {
                 let paused = from.act(Action::Pause, progress).map_err(SwapError::Pause)?;
                 return match to.act(Action::Resume, progress) {

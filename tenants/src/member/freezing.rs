@@ -1,5 +1,5 @@
 //! A deep pause: the process learns that its contexts leave, before they do, and that they are back. Between the two it calls the driver for
-//! nothing, since whoever leads has the driver hold such calls back: [`Progress::Frozen`] has nothing to call it with.
+//! nothing, since the coordinator has the driver hold such calls back: [`Progress::Frozen`] has nothing to call it with.
 
 use std::time::Duration;
 
@@ -78,7 +78,7 @@ impl<D: Driver> Member<D> {
         })
     }
 
-    /// What whoever asks for the driver is told meanwhile.
+    /// What callers that need the driver are told meanwhile.
     pub(super) fn frozen(&self) -> Failure {
         Failure {
             kind: FailureKind::NotNow,

@@ -12,7 +12,7 @@
 //!   log                 decisions, one a line; of bounded length
 //! ```
 //!
-//! Whoever holds the lock changes all the others, but for lines of the log, which anybody adds, and what a claim says. Claims are numbered in the
+//! The holder of the lock changes all the others, but for lines of the log, which anybody adds, and what a claim says. Claims are numbered in the
 //! order in which they were made.
 
 use std::fs::{self, File, FileTimes, OpenOptions};

@@ -35,7 +35,7 @@ pub(crate) enum Origin {
 pub(crate) struct Allocation {
     /// What is mapped.
     pub(crate) range: VaRange,
-    /// What was asked for, in bytes.
+    /// What was wanted, in bytes.
     pub(crate) asked_bytes: u64,
     pub(crate) device: DeviceOrdinal,
     pub(crate) context: u64,

@@ -73,7 +73,7 @@ pub enum PageError {
          {needed_bytes} bytes of frames, or use less together"
     )]
     TooFewFrames {
-        /// What is asked for now, in bytes.
+        /// What is wanted now, in bytes.
         needed_bytes: u64,
         /// What the frames hold, in bytes.
         frames_bytes: u64,
@@ -83,7 +83,7 @@ pub enum PageError {
         "{asked_bytes} bytes do not fit the window of {window_bytes} bytes for paging: free what is not needed there"
     )]
     WindowFull {
-        /// What was asked for, in bytes.
+        /// What was wanted, in bytes.
         asked_bytes: u64,
         /// All of the window, in bytes.
         window_bytes: u64,

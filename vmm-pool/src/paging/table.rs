@@ -231,7 +231,7 @@ impl Table {
         self.clock
     }
 
-    /// Could all of these be held beside what is held?
+    /// Could all of these be held, with what is held already?
     pub(super) fn fits(&self, ids: &[usize]) -> bool {
         let others = self.chunks.iter().enumerate();
         let others = others.filter(|(id, chunk)| {
@@ -317,7 +317,7 @@ impl Table {
         (self.chunks[first].place == Place::Away).then_some(first)
     }
 
-    /// Takes an idle chunk out of use, for a copy out to begin or for its frame: whoever wants it waits. Its row, and whether its
+    /// Takes an idle chunk out of use, for a copy out to begin or for its frame: a thread that wants it waits. Its row, and whether its
     /// contents are somebody's. `None` if it is not idle.
     pub(super) fn claim(&mut self, id: usize) -> Option<(VirtualHandle, bool)> {
         let chunk = &mut self.chunks[id];

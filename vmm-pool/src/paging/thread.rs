@@ -433,7 +433,7 @@ impl<D: Driver> Worker<'_, D> {
             return Err(error);
         }
         self.copy(range, extent, |host, part| {
-            // SAFETY: nobody writes the chunk before the copy is over: it is idle until then, and whoever acquires it waits
+            // SAFETY: nobody writes the chunk before the copy is over: it is idle until then, and a thread that acquires it waits
             // for the event behind it. Its place is its own.
             unsafe { self.driver().copy_to_host(host, part, self.streams.out) }
         })

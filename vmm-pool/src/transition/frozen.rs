@@ -69,7 +69,7 @@ impl<D: Driver> Keeper<D> {
             self.pool().ahead.go_on();
             return Err(Failed::new(self, NotFrozen::Pinning));
         }
-        // Whoever gives host memory back does so under this lock, and looks there whether it may.
+        // Host memory is given back under this lock alone, and looks there whether it may.
         let log = self.pool().set_pinned(false);
         let (pool, right) = self.into_parts();
         Ok((Frozen { pool, right }, log))

@@ -25,7 +25,7 @@ impl<D: Driver> StillChunk<'_, D> {
         Ok(self.pool.ledger().chunk_left(self.row, has_contents))
     }
 
-    /// Gives the chunk memory and maps it. Its contents are not there yet: whoever brings them says [`StillChunk::came`], or
+    /// Gives the chunk memory and maps it. Its contents are not there yet: the caller that brings them says [`StillChunk::came`], or
     /// [`StillChunk::did_not_come`].
     ///
     /// # Errors

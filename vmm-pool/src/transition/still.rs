@@ -39,7 +39,7 @@ pub(crate) struct StillChunk<'a, D: Driver> {
 
 impl<'a, D: Driver> StillChunk<'a, D> {
     /// Asks the driver whether every use of the chunk is over: `uses` are the events behind each of them and behind
-    /// copies of it, on every stream. Whoever asks gives the chunk to nobody before this is dropped. `None` if one is not
+    /// copies of it, on every stream. The caller gives the chunk to nobody before this is dropped. `None` if one is not
     /// over, or if it is no chunk on its device.
     ///
     /// # Errors

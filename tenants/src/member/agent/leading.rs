@@ -103,7 +103,7 @@ impl<D: Driver> Agent<D> {
         }
     }
 
-    /// A step that belongs to no pause or resume, for a process that is in none. Whoever asks leads until it is answered.
+    /// A step that belongs to no pause or resume, for a process that is in none. The one that asks leads until it is answered.
     fn take_at_rest(&mut self, number: u64, request: TakePhase) {
         let TakePhase { round, order, timeout_ms, .. } = request;
         let (phase, wait) = (order.phase(), wait_of(timeout_ms));

@@ -1,7 +1,7 @@
 //! What one process of a node does to another's by its id: `cuCheckpointProcess*`, which takes a process's memory off the devices, its
 //! contexts' too, and brings it back.
 //!
-//! Each process has a page that all of the node share, with its state and how many of its threads are inside a call. Whoever checkpoints a process
+//! Each process has a page that all of the node share, with its state and how many of its threads are inside a call. The caller that checkpoints a process
 //! finds the device memory that it holds by its descriptors, so the process itself takes no part, and may be killed at any moment.
 //!
 //! From driver 580 (H100, H200): a checkpoint succeeds, and the restore fails with `NOT_SUPPORTED` while the process holds imports or memory of a host
