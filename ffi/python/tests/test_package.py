@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import sublet
-from conftest import Stage
+from stage import Stage
 
 
 def test_importing_needs_no_torch_and_no_driver() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import sublet
-from conftest import Stage
+from stage import Stage
 
 
 @pytest.fixture(autouse=True)

@@ -151,8 +151,9 @@ impl Standing {
 
 /// What processes of the node at `dir` find each other by.
 pub(super) fn make_place(dir: &Path) -> io::Result<()> {
-    fs::create_dir(dir.join(PROCESSES))?;
-    File::create(dir.join(PROCESSES).join(LOCK)).map(drop)
+    fs::create_dir_all(dir.join(PROCESSES))?;
+    let mut lock = OpenOptions::new();
+    lock.append(true).create(true).open(dir.join(PROCESSES).join(LOCK)).map(drop)
 }
 
 impl SimNode {
@@ -165,6 +166,8 @@ impl SimNode {
     /// # Errors
     /// What the file system said.
     pub fn stand(&self) -> io::Result<Standing> {
+        // A node that a script has made need not have it.
+        make_place(self.dir())?;
         self.sweep_processes();
         let path = self.page_path(std::process::id());
         // Locked before it has its name: one without a lock is of a process that has ended.
