@@ -15,7 +15,7 @@ from typing import Optional
 
 import pytest
 
-from stage import TIMEOUT_S, Stage, python
+from package_stage import TIMEOUT_S, Stage, python
 
 INSIDE = "SUBLET_TEST_INSIDE"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stage import Stage
+from package_stage import Stage
 
 
 def test_attached_process_pauses_as_a_preloaded_one(stage: Stage) -> None:

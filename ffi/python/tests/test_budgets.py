@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import sublet
-from stage import Stage
+from package_stage import Stage
 from simdriver import MIB
 
 OUT_OF_MEMORY = ["DriverError", ["cuMemAlloc_v2 failed with 2"]]

@@ -17,7 +17,7 @@ import pytest
 
 import simdriver
 import sublet
-from stage import Stage
+from package_stage import Stage
 from simdriver import MIB, free_bytes
 from standins import Bodies, Model, Optimizer, Torch, standing_in
 from sublet.compat import areal, nemo_rl, openrlhf, slime

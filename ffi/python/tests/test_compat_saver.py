@@ -14,7 +14,7 @@ from typing import Any, Optional
 import pytest
 
 import sublet
-from stage import Stage
+from package_stage import Stage
 from simdriver import MIB, OUT_OF_MEMORY, DriverError, Memory, allocate, call, free_bytes
 from sublet.compat import alias_path
 from sublet.compat.torch_memory_saver import TorchMemorySaver, configure_subprocess, preload

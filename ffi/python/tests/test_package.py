@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import sublet
-from stage import Stage
+from package_stage import Stage
 
 
 def test_importing_needs_no_torch_and_no_driver() -> None:

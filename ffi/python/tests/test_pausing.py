@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import sublet
-from stage import Stage
+from package_stage import Stage
 from simdriver import MIB, SUCCESS, Capture, Memory, allocate, free_bytes
 
 tenant = pytest.mark.tenant("train")

@@ -20,7 +20,7 @@ import pytest
 
 import sublet
 import sublet.ray
-from stage import TIMEOUT_S, Stage
+from package_stage import TIMEOUT_S, Stage
 from simdriver import MIB
 from worker import Worker
 

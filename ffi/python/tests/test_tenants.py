@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import sublet
-from stage import TIMEOUT_S, Stage
+from package_stage import TIMEOUT_S, Stage
 
 
 @pytest.fixture(autouse=True)

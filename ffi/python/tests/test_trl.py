@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import sublet
-from stage import Stage
+from package_stage import Stage
 from simdriver import MIB, free_bytes
 from standins import Optimizer, standing_in
 from sublet.trl import EVENTS, TakeTurns

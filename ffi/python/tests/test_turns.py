@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import sublet
-from stage import Stage
+from package_stage import Stage
 
 
 @pytest.fixture(autouse=True)
