@@ -297,23 +297,16 @@ impl Session<'_> {
     /// Locks all, then has all checkpointed. Stops behind the first step that failed for somebody.
     fn take_off(&self, members: &[usize], moved: &mut Moved) {
         let lock = Call::Lock(self.options.phase_timeout(Phase::Freeze));
-        let is = |index: &usize, state| self.driver_state(*index) == Ok(state);
-        let of = |state| members.iter().copied().filter(|index| is(index, state)).collect();
-        let running: Vec<usize> = of(ProcessState::Running);
+        let running = self.in_state(members, ProcessState::Running);
         self.make_each(lock, &running, Phase::Freeze, moved);
         if moved.failures.is_empty() {
-            let locked: Vec<usize> = of(ProcessState::Locked);
+            let locked = self.in_state(members, ProcessState::Locked);
             self.make_each(Call::Checkpoint, &locked, Phase::Freeze, moved);
         }
         if moved.failures.is_empty() {
             for index in members {
-                match self.driver_state(*index) {
-                    Ok(ProcessState::Checkpointed) => {}
-                    Ok(state) => {
-                        let error = CheckpointError::State { state };
-                        moved.failures.push(self.failure(*index, Phase::Freeze, &error));
-                    }
-                    Err(error) => moved.failures.push(self.failure(*index, Phase::Freeze, &error)),
+                if let Err(error) = self.expect_state(*index, ProcessState::Checkpointed) {
+                    moved.failures.push(self.failure(*index, Phase::Freeze, &error));
                 }
             }
         }
@@ -355,25 +348,17 @@ impl Session<'_> {
 
     /// From wherever each of `members` is. `phase` is what it is part of.
     fn bring_back(&mut self, members: &[usize], phase: Phase, moved: &mut Moved) {
-        let of = |session: &Self, state| -> Vec<usize> {
-            let is = |index: &usize| session.driver_state(*index) == Ok(state);
-            members.iter().copied().filter(is).collect()
-        };
-        let away = of(self, ProcessState::Checkpointed);
+        let away = self.in_state(members, ProcessState::Checkpointed);
         self.make_each(Call::Restore, &away, phase, moved);
-        let locked = of(self, ProcessState::Locked);
+        let locked = self.in_state(members, ProcessState::Locked);
         self.make_each(Call::Unlock, &locked, phase, moved);
         let mut back = Vec::new();
         for index in members {
             let who = self.peers.list[*index].who;
-            match self.driver_state(*index) {
-                Ok(ProcessState::Running) => back.push(*index),
+            match self.expect_state(*index, ProcessState::Running) {
+                Ok(()) => back.push(*index),
                 // Why is said already.
-                _ if moved.failures.iter().any(|failure| failure.who == who) => {}
-                Ok(state) => {
-                    let error = CheckpointError::State { state };
-                    moved.failures.push(self.failure(*index, phase, &error));
-                }
+                Err(_) if moved.failures.iter().any(|failure| failure.who == who) => {}
                 Err(error) => moved.failures.push(self.failure(*index, phase, &error)),
             }
         }
@@ -434,6 +419,17 @@ impl Session<'_> {
 
     fn driver_state(&self, index: usize) -> Result<ProcessState, CheckpointError> {
         self.driver()?.state(self.peers.list[index].who.pid.unwrap_or(0))
+    }
+
+    /// Those of `members` that stand in `state`, by the driver.
+    fn in_state(&self, members: &[usize], state: ProcessState) -> Vec<usize> {
+        let is = |index: &usize| self.driver_state(*index) == Ok(state);
+        members.iter().copied().filter(is).collect()
+    }
+
+    fn expect_state(&self, index: usize, wanted: ProcessState) -> Result<(), CheckpointError> {
+        let state = self.driver_state(index)?;
+        if state == wanted { Ok(()) } else { Err(CheckpointError::State { state }) }
     }
 
     fn failure(&self, index: usize, phase: Phase, error: &CheckpointError) -> MemberFailure {
