@@ -206,6 +206,13 @@ def touch_host_memory(gib: float) -> dict[str, float]:
     return {"gib": gib, "seconds": time.perf_counter() - began}
 
 
+def used_mib() -> list[int]:
+    """What nvidia-smi says is used of each GPU of the machine."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    return [int(line) for line in done.stdout.split()]
+
+
 # ---------------------------------------------------------------- results
 
 

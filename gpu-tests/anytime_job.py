@@ -18,7 +18,6 @@ take no longer than the steps that the slowest rank is behind, a few ms; two sta
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -128,12 +127,6 @@ class Job(TrainingJob):
             whose = [*whose, "--deep"]
         return cli.sublet(action, tenant, *limit, *whose, "--json", timeout_s=8 * self.args.pause_timeout)
 
-    def left_mib(self) -> list[int]:
-        """What nvidia-smi says is used of each GPU of the job."""
-        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return [int(line) for line in done.stdout.split()][: self.gpus]
-
     def note_report(self, action: str, told: dict[str, Any]) -> None:
         """Adds the times of each phase, and what the report says beside them."""
         report = (told.get("json") or {}).get("report") or {}
@@ -177,7 +170,7 @@ class Job(TrainingJob):
                 return
         at_rest = run.poll()
         if self.args.deep and told["exit"] == 0:
-            self.result.sample("left_mib", max(self.left_mib()))
+            self.result.sample("left_mib", max(common.used_mib()[: self.gpus]))
         if self.counts["succeeded"] % 10 == 0:
             time.sleep(0.05)
             # A rank that had its loss already may still print it before it comes to its next launch.

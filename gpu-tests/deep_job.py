@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -162,13 +161,6 @@ def serve(role: str) -> None:
 # ---------------------------------------------------------------- the job
 
 
-def used_mib() -> int:
-    """What nvidia-smi says of the first GPU."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    return int(done.stdout.split()[0])
-
-
 class Deep:
     """The run."""
 
@@ -176,7 +168,7 @@ class Deep:
         self.args, self.result, self.work = args, result, work
         self.end = time.monotonic() + args.deadline - 15
         driver.call("cuInit", ctypes.c_uint(0))
-        self.idle_mib = used_mib()
+        self.idle_mib = common.used_mib()[0]
         result.data["baseline"]["idle_mib"] = self.idle_mib
         self.rows: list[tuple[str, ...]] = [("process", "way", "out s", "left MiB", "back s", "first replay ms")]
 
@@ -201,7 +193,7 @@ class Deep:
         """One pause and resume; how long each took, and what was left between."""
         words = ["pause", tenant, "--deep"] if way == "deep" else ["pause", tenant]
         out_s = self.act(*words)
-        left = used_mib() - self.idle_mib
+        left = common.used_mib()[0] - self.idle_mib
         back_s = self.act("resume", tenant)
         for name, value in (("out_s", out_s), ("left_mib", left), ("back_s", back_s)):
             self.result.sample(f"{label}_{way}_{name}", value)
@@ -253,7 +245,7 @@ class Deep:
                 raise JobError(f"the driver's {step} of a process without Sublet returned {told['code']}")
             took[step] = told["seconds"]
             if step == "checkpoint":
-                self.result.sample(f"{label}_driver_left_mib", used_mib() - self.idle_mib)
+                self.result.sample(f"{label}_driver_left_mib", common.used_mib()[0] - self.idle_mib)
         self.result.sample(f"{label}_driver_out_s", took["lock"] + took["checkpoint"])
         self.result.sample(f"{label}_driver_back_s", took["restore"] + took["unlock"])
         told = child.call("same", 60)[0]
@@ -311,7 +303,7 @@ def body(args: Any, result: Result, work: Path) -> None:
         result.save()
     deep.swap()
     deep.shared()
-    after = used_mib() - deep.idle_mib
+    after = common.used_mib()[0] - deep.idle_mib
     result.check("nothing is left at the end", after <= LEFT_MIB, f"{after} MiB")
     runner.verdicts(result)
     print()
