@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -70,6 +71,43 @@ def sublet(*args: str, timeout_s: float = 90.0) -> dict[str, Any]:
     if err.strip():
         record["stderr"] = err.decode(errors="replace").strip()[-2000:]
     return record
+
+
+def killed(*args: str, after_s: float, victim: int | None = None, timeout_s: float = 30.0) -> dict[str, Any]:
+    """Runs `sublet *args --json` and sends SIGKILL after `after_s`, to process `victim` or to the command itself.
+
+    A command that hangs for `timeout_s` after that is stopped, and the record's exit is EXIT_DEADLINE."""
+    child = subprocess.Popen(
+        [sublet_bin(), *args, "--json"],
+        env=child_env(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    adopt(child)
+    time.sleep(after_s)
+    ended_before = child.poll() is not None
+    if victim or not ended_before:
+        os.kill(victim or child.pid, signal.SIGKILL)
+    began = time.perf_counter()
+    try:
+        out, err = child.communicate(timeout=timeout_s)
+        code = child.returncode
+    except subprocess.TimeoutExpired as late:
+        code, out, err = EXIT_DEADLINE, late.stdout or b"", late.stderr or b""
+        stop_child(child)
+    release(child)
+    said = out.decode(errors="replace").strip()
+    return {
+        "args": list(args),
+        "delay_s": after_s,
+        "ended_before": ended_before,
+        "exit": code,
+        "after_s": time.perf_counter() - began,
+        "json": parse_json(said),
+        "said": f"{said}{err.decode(errors='replace')}".strip(),
+    }
 
 
 def parse_json(text: str) -> Any:

@@ -143,8 +143,12 @@ run_rl() {
         --handover "${RL_HANDOVER:-ipc}" --kv-gib "${RL_KV_GIB:-20}" --steps "${RL_STEPS:-20}" \
         --tokens "${RL_TOKENS:-192}" --generations "${RL_GENERATIONS:-16}" ${RL_MICRO_BATCH:+--micro-batch "$RL_MICRO_BATCH"}
 }
-# Deep pauses; DEEP_GIB are the sizes of its processes, by comma, DEEP_CYCLES the cycles of two that share memory.
-run_deep() { GPUS=1 suite deep 590 deep_job.py --gib "${DEEP_GIB:-0.5,16,48}" --cycles "${DEEP_CYCLES:-200}"; }
+# Deep pauses; DEEP_GIB are the sizes of its processes, by comma, DEEP_CYCLES the cycles of two that share memory, DEEP_KILLS
+# the commands that are killed, DEEP_DEATHS the processes.
+run_deep() {
+    GPUS=1 suite deep 590 deep_job.py --gib "${DEEP_GIB:-0.5,16,48}" --cycles "${DEEP_CYCLES:-200}" \
+        --kills "${DEEP_KILLS:-40}" --deaths "${DEEP_DEATHS:-6}" --seed "${ANYTIME_SEED:-1}"
+}
 # LARGER_ROWS, by comma; LARGER_FRAMES, the device memory for state.
 run_larger() {
     GPUS=1 suite larger "${LARGER_LIMIT_S:-590}" larger_job.py --rows "${LARGER_ROWS:-resident,backward,after,pauses,fsdp2,torchao}" \

@@ -15,7 +15,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -97,38 +96,12 @@ class Round:
 
     def killed_during(self, action: str, took_s: float, victim: int | None) -> dict[str, Any]:
         """Starts the command and kills `victim`, or the command itself, at a random time in it."""
-        delay = self.job.random.uniform(0.0, 0.9 * took_s)
-        child = subprocess.Popen(
-            [cli.sublet_bin(), action, self.tenant, "--json"],
-            env=common.child_env(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        common.adopt(child)
-        time.sleep(delay)
-        ended_before = child.poll() is not None
-        if victim or not ended_before:
-            os.kill(victim or child.pid, signal.SIGKILL)
-        killed = time.perf_counter()
-        try:
-            out, err = child.communicate(timeout=30)
-        except subprocess.TimeoutExpired:
+        delay_s = self.job.random.uniform(0.0, 0.9 * took_s)
+        told = cli.killed(action, self.tenant, after_s=delay_s, victim=victim)
+        if told["exit"] == common.EXIT_DEADLINE:
             self.ranks.print_stacks()
-            common.stop_child(child)
-            raise JobError(f"{self.title}: the command hung for 30 s after the death") from None
-        common.release(child)
-        return {
-            "action": action,
-            "delay_s": delay,
-            "took_s": took_s,
-            "ended_before": ended_before,
-            "exit": child.returncode,
-            "after_s": time.perf_counter() - killed,
-            "json": cli.parse_json(out.decode(errors="replace").strip()),
-            "said": (out.decode(errors="replace") + err.decode(errors="replace")).strip(),
-        }
+            raise JobError(f"{self.title}: the command hung for 30 s after the death")
+        return {**told, "action": action, "took_s": took_s}
 
     def judge(self, told: dict[str, Any]) -> None:
         """The command must have ended in time, and have named the dead."""

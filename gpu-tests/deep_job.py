@@ -3,7 +3,8 @@
 A process of `--gib` GiB each (three sizes), with a captured graph, is paused by turns plainly and deep, and resumed. What is left
 on the GPU is what `nvidia-smi` says, less what it says of an idle GPU. After each resume a graph is replayed and all contents are added up.
 The same program without Sublet is taken off the GPU and back by the driver's own checkpoint calls. Then two
-processes that share a tensor by CUDA IPC go through `--cycles` deep pauses, and two tenants change places.
+processes that share a tensor by CUDA IPC go through `--cycles` deep pauses, and two tenants change places. `--kills` commands
+are killed at random instants, half of them pauses and half resumes; the same command, given once more, must succeed.
 
 Bound: what a plain pause and resume take (contents over the link at 55 GB/s), and some 0.4 s and 0.25 s for a context by the driver; the driver alone
 copies at some 2.3 and 6 GB/s. The run is nine starts of torch, some 70 s, and 200 cycles of some 1 s.
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -36,6 +39,9 @@ def parse(argv: list[str]) -> Any:
     parser = common.job_parser(__doc__, deadline_s=560)
     parser.add_argument("--gib", default=SIZES_GIB, help="sizes of the processes, by comma")
     parser.add_argument("--cycles", type=int, default=200, help="deep pauses of two processes that share memory")
+    parser.add_argument("--kills", type=int, default=40, help="commands to kill, pauses and resumes by turns")
+    parser.add_argument("--deaths", type=int, default=6, help="processes to kill that share memory with another")
+    parser.add_argument("--seed", type=int, default=1, help="of the instants at which commands are killed")
     parser.add_argument("--role", choices=["holder", "owner"], help="used by the job itself")
     return parser.parse_args(argv)
 
@@ -56,11 +62,11 @@ class Holder:
         """Makes them."""
         import torch
 
-        random = torch.Generator(device="cuda")
-        random.manual_seed(7)
+        numbers = torch.Generator(device="cuda")
+        numbers.manual_seed(7)
         words = int(gib * common.GIB / 8 / 8)
         self.tensors = [
-            torch.empty(words, dtype=torch.float64, device="cuda").uniform_(generator=random) for _ in range(8)
+            torch.empty(words, dtype=torch.float64, device="cuda").uniform_(generator=numbers) for _ in range(8)
         ]
         matrix = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
         torch.mm(matrix, matrix)
@@ -118,11 +124,16 @@ class Owner:
 
         context = processes.get_context("spawn")
         self.queues = context.SimpleQueue(), context.SimpleQueue()
-        self.tensor = torch.zeros(1 << 27, dtype=torch.int64, device="cuda")
+        if self.tensor is None:
+            self.tensor = torch.zeros(1 << 27, dtype=torch.int64, device="cuda")
         self.child = context.Process(target=reader, args=(_Queue(self.queues[0]), self.queues[1]), daemon=True)
         self.child.start()
         self.queues[0].put(self.tensor)
         return [os.getpid(), self.queues[1].get()]
+
+    def first_last(self) -> list[int]:
+        """What its tensor begins and ends with; nobody writes it then."""
+        return [int(self.tensor[at].item()) for at in (0, -1)]
 
     def same(self) -> bool:
         """Does each see what the other has written?"""
@@ -155,7 +166,7 @@ def serve(role: str) -> None:
         holder = Holder()
         runner.serve(link, {"hold": holder.hold, "same": holder.same})
     owner = Owner()
-    runner.serve(link, {"share": owner.share, "same": owner.same})
+    runner.serve(link, {"share": owner.share, "same": owner.same, "first_last": owner.first_last})
 
 
 # ---------------------------------------------------------------- the job
@@ -268,8 +279,61 @@ class Deep:
         self.result.check(f"two processes that share memory: {self.args.cycles} cycles", done == self.args.cycles, f"{done} done")
         self.result.check("each sees what the other has written after each", wrong == 0, f"{wrong} wrong")
         self.result.check(f"{LEFT_MIB} MiB or less are left after each", most <= LEFT_MIB, f"at most {most} MiB")
-        child.close()
         self.row(label, "deep")
+        self.kills(child, tenant)
+        child.close()
+        self.deaths()
+
+    def kills(self, child: runner.Ranks, tenant: str) -> None:
+        """Commands are killed; the same command once more finds a way on."""
+        instants = random.Random(self.args.seed)
+        summary = {name: common.summarise(self.result.data["samples"][f"shared_deep_{name}"]) for name in ("out_s", "back_s")}
+        wrong, in_time, done = 0, 0, 0
+        for number in range(self.args.kills):
+            if self.left_s() < 30:
+                break
+            name, words = (("out_s", ("pause", tenant, "--deep")), ("back_s", ("resume", tenant)))[number % 2]
+            told = cli.killed(*words, after_s=instants.uniform(0, float(summary[name]["median"] or 1)))
+            in_time += not told["ended_before"]
+            self.result.sample(f"shared_killed_{name}", self.act(*words))
+            if name == "back_s":
+                wrong += not child.call("same", 60)[0]
+            else:
+                left = common.used_mib()[0] - self.idle_mib
+                wrong += left > LEFT_MIB
+            done += 1
+        what = f"{self.args.kills} commands killed, the same command then succeeds, contents right, {LEFT_MIB} MiB or less left"
+        self.result.check(what, wrong == 0 and done == self.args.kills, f"{done} done, {in_time} before they had ended, {wrong} wrong")
+
+    def deaths(self) -> None:
+        """Of the two that share, the reader is killed: in a deep pause, while it is frozen, in a resume."""
+        tenant = f"deep-deaths-{os.getpid()}"
+        child = self.start("deaths", "owner", tenant)
+        instants = random.Random(self.args.seed)
+        wrong, done = 0, 0
+        for number in range(self.args.deaths):
+            if self.left_s() < 40:
+                break
+            victim = child.call("share", 90)[0][1]
+            wrong += not child.call("same", 60)[0]
+            before = child.call("first_last", 60)[0]
+            moment = ("pause", "frozen", "resume")[number % 3]
+            if moment == "pause":
+                cli.killed("pause", tenant, "--deep", after_s=instants.uniform(0, 0.5), victim=victim)
+            else:
+                self.act("pause", tenant, "--deep")
+            if moment == "frozen":
+                os.kill(victim, signal.SIGKILL)
+            elif moment == "resume":
+                cli.killed("resume", tenant, after_s=instants.uniform(0, 0.3), victim=victim)
+            # The first may end by naming the dead one.
+            if cli.sublet("resume", tenant, "--json", timeout_s=60)["exit"] != 0:
+                self.act("resume", tenant)
+            wrong += child.call("first_last", 60)[0] != before
+            done += 1
+        what = f"{self.args.deaths} readers killed, the owner comes back with its contents"
+        self.result.check(what, wrong == 0 and done == self.args.deaths, f"{done} done, {wrong} wrong")
+        child.close()
 
     def swap(self) -> None:
         """Two tenants that change places, deep."""
