@@ -6,11 +6,14 @@ the trainer in every step. The record has the figures of each mode; `rl_grpo.jso
 
 Bound: 0.5B in bf16 with Adam are some 4 GB to save and restore, 0.15 s a switch at 55 GB/s, against a step of some 3 s. The
 run is a start of torch for each tenant and mode, and one a step in mode `restart`: with all five modes some 15 minutes.
+
+`--too-large` names modes that cannot hold both jobs on the GPU: the result of such a mode is that a tenant runs out of memory.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -38,6 +41,8 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--generations", type=int, default=16)
     parser.add_argument("--micro-batch", type=int, help="all completions of a step by default")
+    parser.add_argument("--too-large", default="", help="modes, by comma, in which a tenant must run out of device memory")
+    parser.add_argument("--gpu-mib", type=int, help="memory of a simulated GPU")
     parser.add_argument("--simulate", action="store_true", help="a rehearsal without GPUs")
     return parser.parse_args(argv)
 
@@ -53,6 +58,7 @@ def body(args: Any, result: Result, work: Path) -> None:
     command += ["--simulate"] if args.simulate else ["--shape", args.shape, "--kv-gib", str(args.kv_gib)]
     command += ["--tokens", str(args.tokens), "--generations", str(args.generations)]
     command += ["--micro-batch", str(args.micro_batch)] if args.micro_batch is not None else []
+    command += ["--gpu-mib", str(args.gpu_mib)] if args.gpu_mib is not None else []
     process = runner.Process(work, "rl_grpo", command, sites=sites)
     try:
         common.wait_until("the end of the run", lambda: process.ended, wait_s)
@@ -67,20 +73,35 @@ def body(args: Any, result: Result, work: Path) -> None:
             shutil.copy(path, place)
         # Modes that came to their end count, though a later one did not.
         if (out / "rl_grpo.json").is_file():
-            take(args, result, json.loads((out / "rl_grpo.json").read_text()))
+            take(args, result, json.loads((out / "rl_grpo.json").read_text()), out)
     if not result.data["checks"]:
         raise JobError(f"the run has written no record: {process.why()}")
-    result.check("the run ended by itself", process.process.returncode == 0, process.why())
+    # A run with a mode that fails ends with 1.
+    wanted = 1 if args.too_large else 0
+    result.check("the run ended by itself", process.process.returncode == wanted, process.why())
 
 
-def take(args: Any, result: Result, record: dict[str, Any]) -> None:
+def shortage(out: Path, mode: str) -> str:
+    """What a tenant of `mode` said when it ran out of device memory; empty if none did."""
+    for log in sorted(out.glob(f"{mode}-*.log")):
+        for line in log.read_text(errors="replace").splitlines():
+            if re.search(r"out.?of.?memory", line, re.IGNORECASE):
+                return line.strip()
+    return ""
+
+
+def take(args: Any, result: Result, record: dict[str, Any], out: Path) -> None:
     """Verdicts, figures and samples of its record; which modes it does not have."""
     result.data["versions"].update(record["versions"])
     result.data["commands"] = {}
     for run in record["runs"]:
         mode = run["mode"]
-        what = f"{mode}: {args.steps} steps"
-        result.check(what, run["failure"] is None and len(run["steps"]) == args.steps, run["failure"] or "")
+        if mode in args.too_large.split(","):
+            told = shortage(out, mode)
+            result.check(f"{mode}: does not fit, a tenant runs out of device memory", run["failure"] is not None and told != "", told)
+        else:
+            what = f"{mode}: {args.steps} steps"
+            result.check(what, run["failure"] is None and len(run["steps"]) == args.steps, run["failure"] or "")
         result.data["summary"][mode] = {name: run["metrics"][name] for name in FIGURES}
         result.data["commands"][mode] = run["commands"]
         for phase in run["phases"]:

@@ -70,7 +70,9 @@ class Device:
         """Calls the driver."""
         code = getattr(self._driver, name)(*arguments)
         if code != _SUCCESS:
-            raise DriverError(f"{name} failed with {code}")
+            word = ctypes.c_char_p()
+            self._driver.cuGetErrorName(code, ctypes.byref(word))
+            raise DriverError(f"{name} failed with {code} ({(word.value or b'an unknown code').decode()})")
 
     def allocate(self, size_bytes: int) -> Memory:
         """Memory of this process's own."""

@@ -14,7 +14,8 @@
 # of the idle process of graphs, and of the one that replays; STEPPING_PAUSES, STEPPING_ROWS, REPLAY_PAUSES and REPLAY_ROWS
 # as those of strangers. RACE_CASES are the words, by comma, that cases of race to run have in their names, RACE_GIB what
 # its processes hold each; it draws $OUT/race.svg. RL_GPUS, RL_MODES, RL_SHAPE, RL_HANDOVER, RL_KV_GIB, RL_STEPS, RL_TOKENS,
-# RL_GENERATIONS and RL_MICRO_BATCH are those of rl/run.py, whose page is $OUT/rl_grpo.html.
+# RL_GENERATIONS and RL_MICRO_BATCH are those of rl/run.py, whose page is $OUT/rl_grpo.html; RL_TOO_LARGE are the modes that must
+# run out of device memory.
 set -u
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # In the source tree it lies in gpu-lane.
@@ -40,7 +41,7 @@ export PYTHONDONTWRITEBYTECODE=1
 [ -x "$HERE/bin/sublet" ] && export SUBLET_BIN=${SUBLET_BIN:-$HERE/bin/sublet}
 [ -x "$HERE/bin/conformance_gpu" ] && export SUBLET_CONFORMANCE=${SUBLET_CONFORMANCE:-$HERE/bin/conformance_gpu}
 case "${1:-all}" in
-    -h | --help) sed -n '2,17p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '2,20p' "${BASH_SOURCE[0]}"; exit 0 ;;
 esac
 if [ ! -f "$HERE/gpu-lane/common.py" ]; then echo "run.sh: $HERE/gpu-lane/common.py is missing" >&2; exit 2; fi
 export PYTHONPATH=$HERE/gpu-lane:$HERE/gpu-tests:$HERE/benchmarks${PYTHONPATH:+:$PYTHONPATH}
@@ -141,7 +142,8 @@ run_race() {
 run_rl() {
     GPUS=${RL_GPUS:-1} suite rl "${RL_LIMIT_S:-1190}" rl_job.py --modes "${RL_MODES:-all}" --shape "${RL_SHAPE:-0.5b}" \
         --handover "${RL_HANDOVER:-ipc}" --kv-gib "${RL_KV_GIB:-20}" --steps "${RL_STEPS:-20}" \
-        --tokens "${RL_TOKENS:-192}" --generations "${RL_GENERATIONS:-16}" ${RL_MICRO_BATCH:+--micro-batch "$RL_MICRO_BATCH"}
+        --tokens "${RL_TOKENS:-192}" --generations "${RL_GENERATIONS:-16}" ${RL_MICRO_BATCH:+--micro-batch "$RL_MICRO_BATCH"} \
+        --too-large "${RL_TOO_LARGE:-}"
 }
 # Deep pauses; DEEP_GIB are the sizes of its processes, by comma, DEEP_CYCLES the cycles of two that share memory, DEEP_KILLS
 # the commands that are killed, DEEP_DEATHS the processes.

@@ -40,3 +40,14 @@ def test_a_run_that_cannot_start_says_why(work: Path, tmp_path: Path) -> None:
     code, record = job(tmp_path, "--modes", "none")
     assert code != 0 and record["status"] == "error"
     assert any("no record" in note for note in record["notes"]), record["notes"]
+
+
+def test_a_mode_that_cannot_hold_both_must_run_out_of_memory(work: Path, tmp_path: Path) -> None:
+    words = ("--modes", "sublet,keep-both", "--steps", "1", "--too-large", "keep-both")
+    code, record = job(tmp_path, *words, "--gpu-mib", "100")
+    assert code == 0, record
+    short = record["checks"][1]
+    assert "does not fit" in short["what"] and "OUT_OF_MEMORY" in short["detail"], record["checks"]
+    (tmp_path / "fits").mkdir()
+    code, record = job(tmp_path / "fits", *words)
+    assert code != 0 and not record["checks"][1]["passed"], "a mode that holds both is no such mode"
