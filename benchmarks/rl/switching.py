@@ -11,7 +11,7 @@ Where `to_generator` says `leaves_meanwhile`, the conductor calls `leave` in a t
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, Optional
 
 from rl.problem import Problem
 from rl.teams import Team
@@ -108,8 +108,22 @@ class BySublet(Switch):
     def before(self) -> None:
         # Weights and graphs alone: what was paused by tag stays away until it is asked for by tag.
         if self.by_ipc and not self.generator_is_back:
-            self.note(self._generator.resume(timeout=self.timeout_s))
+            self._resume_beside_trainer()
         self.generator_is_back = False
+
+    def _resume_beside_trainer(self, tags: Optional[str] = None) -> None:
+        """The generator, or its cache, comes while the trainer is there. If that lacks room, the trainer gives up what it has
+        cached, in this step and all later ones."""
+        if self._trims:
+            self.train.ask("trim")
+        try:
+            about = {} if tags is None else {"tags": tags}
+            self.note(self._generator.resume(timeout=self.timeout_s, **about))
+        except self._does_not_fit:
+            if self._trims:
+                raise
+            self._trims = True
+            self._resume_beside_trainer(tags)
 
     def to_generator(self) -> None:
         self.leaves_meanwhile = self._may_overlap and not self._is_first and self._fits()
@@ -123,16 +137,10 @@ class BySublet(Switch):
             self.note(self._trainer.swap_to(self._generator, timeout=self.timeout_s))
 
     def _fits(self) -> bool:
-        """The cache comes while the trainer is still there; where that lacks room, without what the trainer has cached. Where there
-        is no room then either, it is not tried again."""
-        if self._trims:
-            self.train.ask("trim")
+        """The cache comes while the trainer is still there. If there is no room, that is not tried again."""
         try:
-            self.note(self._generator.resume(tags="kv", timeout=self.timeout_s))
+            self._resume_beside_trainer("kv")
         except self._does_not_fit:
-            if not self._trims:
-                self._trims = True
-                return self._fits()
             self._may_overlap = False
         return self._may_overlap
 

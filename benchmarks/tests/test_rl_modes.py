@@ -223,6 +223,9 @@ def test_without_room_for_both_the_trainer_leaves_before(tmp_path: Path) -> None
 class Tenants:
     """`sublet.Tenant`, without tenants: what was asked of whom; a cache does not come while the trainer is there."""
 
+    #: What there is room after.
+    makes_room = "pause train all"
+
     def __init__(self, error: type[Exception]) -> None:
         self.asked: list[str] = []
         self.error, self.name = error, ""
@@ -245,7 +248,7 @@ class Tenants:
 
     def resume(self, tags: str = "all", timeout: float = 0) -> dict[str, Any]:
         self.asked.append(f"resume {self.name} {tags}")
-        if self.asked[-2:-1] != ["pause train all"]:
+        if self.asked[-2:-1] != [self.makes_room]:
             raise self.error("no room")
         return {}
 
@@ -277,6 +280,21 @@ def test_a_cache_that_has_no_room_beside_the_trainer_is_tried_once(monkeypatch: 
     with pytest.raises(sublet.RetryError):
         made.to_generator()
     assert asked == [*before, "resume infer kv"]
+
+
+def test_a_generator_that_has_no_room_beside_the_trainer_comes_when_that_has_emptied_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sublet
+
+    monkeypatch.setattr(Tenants, "makes_room", "trim")
+    made, asked = switch(monkeypatch, sublet.OutOfDeviceMemory)
+    made.before()
+    assert asked == ["resume infer all", "trim", "resume infer all"]
+    asked.clear()
+    made.before()
+    assert asked == ["trim", "resume infer all"], "each later step begins with it"
+    monkeypatch.setattr(Tenants, "makes_room", "nothing")
+    with pytest.raises(sublet.OutOfDeviceMemory):
+        made.before()
 
 
 def test_a_trainer_that_has_no_room_beside_the_generator_comes_back_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
