@@ -19,6 +19,7 @@ JOBS = Path(__file__).resolve().parent.parent
 
 import cli  # noqa: E402
 import common  # noqa: E402
+import head_to_head  # noqa: E402
 import race_figures  # noqa: E402
 import race_job  # noqa: E402
 import race_memory  # noqa: E402
@@ -462,3 +463,11 @@ def test_picture_is_drawn_from_a_file_and_bad_files_are_refused(tmp_path: Path) 
 def test_axis_ends_at_a_round_number(largest: float, last: float) -> None:
     found = race_picture.ticks(largest)
     assert found[0] == 0 and found[-1] == pytest.approx(last) and len(found) <= 7
+
+
+def test_head_to_head_picture_of_the_readme_is_that_of_its_records() -> None:
+    drawn = JOBS.parent / "docs" / "head-to-head.svg"
+    assert drawn.read_text() == head_to_head.picture()
+    # Sublet is the first bar of each group, and the least of what leaves the GPU as completely.
+    for group in head_to_head.groups():
+        assert group.bars[0][0] == "Sublet" and group.bars[0][1] < group.bars[1][1]
