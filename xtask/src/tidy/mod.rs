@@ -8,6 +8,7 @@ mod messages;
 mod modules;
 mod named_tests;
 mod results;
+mod words;
 
 use std::fmt::{self, Display};
 use std::fs;
@@ -42,7 +43,7 @@ impl Display for Finding {
 pub(crate) fn run(workspace: &Workspace) -> Outcome {
     let mut findings = Vec::new();
     let (mut errors, mut promises) = (String::new(), String::new());
-    let mut rust = Vec::new();
+    let (mut rust, mut read) = (Vec::new(), Vec::new());
     let paths = workspace.files()?;
     for path in &paths {
         // Text is what the rules are about; a file of another kind has no lines.
@@ -52,6 +53,9 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
         let path = path_text(path);
         findings.extend(files::check(&path, &text));
         findings.extend(results::check(&path, &text));
+        if words::is_read(&path) {
+            read.push((path.clone(), text.clone()));
+        }
         if path == messages::PAGE {
             errors = text;
         } else if path == named_tests::PAGE {
@@ -64,6 +68,7 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
     findings.extend(modules::check(&rust));
     findings.extend(named_tests::check(&promises, &rust, &names));
     findings.extend(messages::check(&errors, &rust));
+    findings.extend(words::check(&read));
     for finding in &findings {
         println!("{finding}");
     }
