@@ -13,7 +13,6 @@ run is a start of torch for each tenant and mode, and one a step in mode `restar
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -73,7 +72,7 @@ def body(args: Any, result: Result, work: Path) -> None:
             shutil.copy(path, place)
         # Modes that came to their end count, though a later one did not.
         if (out / "rl_grpo.json").is_file():
-            take(args, result, json.loads((out / "rl_grpo.json").read_text()), out)
+            take(args, result, json.loads((out / "rl_grpo.json").read_text()))
     if not result.data["checks"]:
         raise JobError(f"the run has written no record: {process.why()}")
     # A run with a mode that fails ends with 1.
@@ -81,24 +80,15 @@ def body(args: Any, result: Result, work: Path) -> None:
     result.check("the run ended by itself", process.process.returncode == wanted, process.why())
 
 
-def shortage(out: Path, mode: str) -> str:
-    """What a tenant of `mode` said when it ran out of device memory; empty if none did."""
-    for log in sorted(out.glob(f"{mode}-*.log")):
-        for line in log.read_text(errors="replace").splitlines():
-            if re.search(r"out.?of.?memory", line, re.IGNORECASE):
-                return line.strip()
-    return ""
-
-
-def take(args: Any, result: Result, record: dict[str, Any], out: Path) -> None:
+def take(args: Any, result: Result, record: dict[str, Any]) -> None:
     """Verdicts, figures and samples of its record; which modes it does not have."""
     result.data["versions"].update(record["versions"])
     result.data["commands"] = {}
     for run in record["runs"]:
         mode = run["mode"]
         if mode in args.too_large.split(","):
-            told = shortage(out, mode)
-            result.check(f"{mode}: does not fit, a tenant runs out of device memory", run["failure"] is not None and told != "", told)
+            told = run["shortage"]
+            result.check(f"{mode}: does not fit, a tenant runs out of device memory", told is not None, told or run["failure"] or "")
         else:
             what = f"{mode}: {args.steps} steps"
             result.check(what, run["failure"] is None and len(run["steps"]) == args.steps, run["failure"] or "")

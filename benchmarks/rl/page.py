@@ -67,12 +67,15 @@ def _head(record: dict[str, Any]) -> str:
     )
 
 
+def _failure(run: dict[str, Any]) -> str:
+    mode = f"Mode <b>{escape(run['mode'])}</b>"
+    if run.get("shortage"):
+        return f'<p class="bad">{mode} does not fit on this GPU: {escape(run["shortage"])}</p>'
+    return f'<p class="bad">{mode} did not come to its end: {escape(run["failure"])}</p>'
+
+
 def _verdict(record: dict[str, Any]) -> str:
-    failures = "".join(
-        f'<p class="bad">Mode <b>{escape(run["mode"])}</b> did not come to its end: {escape(run["failure"])}</p>'
-        for run in record["runs"]
-        if run["failure"] is not None
-    )
+    failures = "".join(_failure(run) for run in record["runs"] if run["failure"] is not None)
     if record["identical"] is None:
         return failures
     if record["identical"]:

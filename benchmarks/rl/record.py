@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -34,6 +36,17 @@ class Run:
     metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
     #: Why it did not come to its end.
     failure: Optional[str] = None
+    #: What a tenant of it said when it ran out of device memory.
+    shortage: Optional[str] = None
+
+
+def shortage(logs: Sequence[Path]) -> Optional[str]:
+    """The first line of these logs about device memory that ran out."""
+    for log in sorted(logs):
+        for line in log.read_text(errors="replace").splitlines():
+            if re.search(r"out.?of.?memory", line, re.IGNORECASE):
+                return line.strip()
+    return None
 
 
 def results(run: Run) -> list[tuple[Any, ...]]:

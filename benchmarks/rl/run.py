@@ -106,6 +106,7 @@ def _play(options: Options, jobs: Jobs, place: Path) -> list[record.Run]:
         for log in work.glob("*.log"):
             shutil.copy(log, options.out / f"{mode}-{log.name}")
         if run.failure is not None:
+            run.shortage = record.shortage(list(work.glob("*.log")))
             print(f"{mode}: {run.failure}", file=sys.stderr, flush=True)
         runs.append(run)
         # After each mode, so that a run that is ended leaves what it has.

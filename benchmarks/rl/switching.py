@@ -217,6 +217,8 @@ class ByHand(Switch):
 
     def before(self) -> None:
         if self.by_ipc:
+            # What PyTorch has cached after a step can leave no room for the generator's weights: 7B on 80 GB.
+            self.train.ask("trim")
             self.infer.ask("arrive", parts=[WEIGHTS])
 
     def to_generator(self) -> None:

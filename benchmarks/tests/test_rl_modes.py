@@ -365,13 +365,13 @@ def returns_early(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     as_it_is, dues = beside.Habits.due_s, list[float]()
 
-    def due_s(habits: Any, begin_s: float) -> Optional[float]:
+    def due_s(habits: Habits, begin_s: float) -> Optional[float]:
         if as_it_is(habits, begin_s) is None:
             return None
         dues.append(begin_s + SETS_OUT_S)
         return dues[-1]
 
-    monkeypatch.setattr(beside.Habits, "due_s", due_s)
+    monkeypatch.setattr(Habits, "due_s", due_s)
     return dues
 
 
@@ -484,12 +484,20 @@ def test_a_trainer_that_made_room_by_its_cache_works_alone(monkeypatch: pytest.M
 @pytest.mark.parametrize("act", ["generator_leave", "generator_arrive"])
 def test_a_pause_or_return_beside_the_trainer_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch, act: str) -> None:
     import sublet
+    from rl.beside import Habits
     from rl.simulated import jobs
 
     def refused(_: Any) -> None:
         raise sublet.RefusedError("the driver says no")
 
-    monkeypatch.setattr(jobs, "_TRAIN_S", 1.5)
+    usual = Habits.due_s
+
+    def due_s(habits: Habits, begin_s: float) -> Optional[float]:
+        # In the midst of the trainer's turn, however slow the machine is.
+        return begin_s + 3.0 if (habits._turn_s or 0) > 5 else usual(habits, begin_s)
+
+    monkeypatch.setattr(jobs, "_TRAIN_S", 6.0)
+    monkeypatch.setattr(Habits, "due_s", due_s)
     run = play_here(monkeypatch, **{act: refused})
     assert run.failure == "the driver says no" and len(run.steps) == 2, "after the trainer's turn"
 

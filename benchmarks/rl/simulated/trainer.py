@@ -125,16 +125,17 @@ class Trainer:
 
     def _leave(self) -> int:
         """By hand: contents to the host, memory freed."""
-        for tag in self._sizes:
-            self._spare[tag] = self._memory[tag].read() if tag != "caches" else b""
-            self._memory[tag].free()
+        self._trim()
+        for tag, memory in self._memory.items():
+            self._spare[tag] = memory.read()
+            memory.free()
         return sum(map(len, self._spare.values()))
 
     def _arrive(self) -> None:
         for tag, size_bytes in self._sizes.items():
             with self._region(tag):
                 self._memory[tag] = self._device.allocate(size_bytes)
-            self._memory[tag].write(self._spare.pop(tag))
+            self._memory[tag].write(self._spare.pop(tag, b""))
 
 
 def main() -> None:
