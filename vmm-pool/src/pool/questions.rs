@@ -65,11 +65,19 @@ impl<D: Driver> Pool<D> {
     /// Goes in for the call `what`, which touches these addresses and nothing else. While all memory of the process is away that
     /// can be, such a call need not wait where its addresses are not the pool's, or in what a pause leaves in place:
     /// nothing that a pause or resume moves is touched. Otherwise as [`Passage::Use`].
+    #[inline]
     pub fn pass_touching(&self, what: &'static str, touched: &[VaRange]) -> Pass<'_> {
         let pass = self.gate().pass_for(what, Passage::GiveUp);
-        if !pass.is_offloaded() {
-            return pass;
-        }
+        if pass.is_offloaded() { self.pass_if_there(pass, what, touched) } else { pass }
+    }
+
+    #[cold]
+    fn pass_if_there<'a>(
+        &'a self,
+        pass: Pass<'a>,
+        what: &'static str,
+        touched: &[VaRange],
+    ) -> Pass<'a> {
         let is_any_away = {
             let ledger = self.ledger();
             touched.iter().any(|range| ledger.is_any_away(*range))

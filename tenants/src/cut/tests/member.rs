@@ -430,7 +430,7 @@ fn a_launch_that_a_thread_makes_while_it_ends_waits_at_the_hold() {
             let late = Arc::clone(&cut);
             // Made before the thread's first launch, so it ends after what the cut keeps for the thread.
             AT_END.set(Some(AtEnd(Box::new(move || {
-                assert!(OWN.try_with(|_| ()).is_err(), "it is gone by now");
+                assert!(LEASE.try_with(|_| ()).is_err(), "the slot is gone by now");
                 wait.recv().unwrap();
                 let increments = [increment(&late, collectives(1), 1)];
                 let launch = late.enter("ncclBroadcast", &increments);
