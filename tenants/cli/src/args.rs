@@ -62,6 +62,8 @@ pub(crate) enum Command {
     Man(ManArgs),
     /// Check whether this machine is able, and what is in the way
     Doctor(JsonArgs),
+    /// Print versions, settings and the documents of `doctor`, `ps` and `turns`, for a report of a fault
+    BugReport,
 }
 
 impl Command {
@@ -82,7 +84,8 @@ impl Command {
             | Self::Metrics(_)
             | Self::Trace(_)
             | Self::Completions(_)
-            | Self::Man(_) => false,
+            | Self::Man(_)
+            | Self::BugReport => false,
         }
     }
 }
@@ -468,6 +471,7 @@ mod tests {
             "sublet metrics --listen 9400 --every 5s",
             "sublet completions tcsh",
             "sublet top train",
+            "sublet bug-report train",
             "sublet man",
             "sublet budget",
             "sublet budget train 60PB",

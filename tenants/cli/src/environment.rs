@@ -48,6 +48,11 @@ impl Environment {
         (!value.is_empty()).then_some(value)
     }
 
+    /// All variables, by name.
+    pub(crate) fn all(&self) -> impl Iterator<Item = (&OsString, &OsString)> {
+        self.variables.iter()
+    }
+
     /// As [`Environment::get`], when it is text.
     pub(crate) fn text(&self, name: &str) -> Option<&str> {
         self.get(name)?.to_str()

@@ -7,6 +7,7 @@
 
 mod args;
 mod budget;
+mod bug_report;
 mod change;
 mod checkpoints;
 mod doctor;
@@ -110,6 +111,7 @@ fn dispatch(
         Command::Trace(args) => trace::trace(&args, &open_run_dir()?, output),
         Command::Completions(args) => manual::completions(&args, output),
         Command::Man(args) => manual::man(&args, output),
+        Command::BugReport => Ok(bug_report::bug_report(environment, open_run_dir(), output)),
         Command::Doctor(args) => doctor::doctor(args.json, environment, output),
     }
 }

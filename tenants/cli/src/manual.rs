@@ -83,7 +83,9 @@ mod tests {
         assert_eq!(man(&args, &mut Output::new()).unwrap(), ExitCode::SUCCESS);
         for name in names() {
             let text = fs::read_to_string(dir.path().join(format!("sublet-{name}.1"))).unwrap();
-            assert!(text.contains(&format!("sublet {name}")), "{name}: {text}");
+            // A hyphen is `\-` in a manual page.
+            let shown = name.replace('-', "\\-");
+            assert!(text.contains(&format!("sublet {shown}")), "{name}: {text}");
         }
         let swap = fs::read_to_string(dir.path().join("sublet-swap.1")).unwrap();
         assert!(swap.contains("out\\-tag") && swap.contains("timeout"), "{swap}");
