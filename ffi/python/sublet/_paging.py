@@ -12,6 +12,14 @@ from typing import Any, Literal, Optional, TypeVar, Union
 from sublet._errors import UsageError
 from sublet._library import own_library
 from sublet._native import Library
+from sublet._paging_refusals import (
+    PAGED_BY,
+    device_of,
+    not_in_backward,
+    refuse_changed_groups,
+    refuse_clipping,
+    refuse_unfit,
+)
 
 Step = Literal["backward", "after"]
 
@@ -111,14 +119,19 @@ class _Paged:
         self._when = step
         self._blocks: list[_Block] = []
         self._block_of: dict[int, _Block] = {}
-        self._device = _device_of(optimizer)
+        self._device = device_of(optimizer)
         self._make_blocks(optimizer)
+        self._check_frames(optimizer, frames)
         #: The blocks in the order in which this backward pass has ended them, and in which the last one had.
         self._order: list[_Block] = []
         self._expected = self._blocks[::-1]
         self.pager = library.page_open(self._device.index, _WINDOW_BYTES, _CHUNK_BYTES, frames)
         weakref.finalize(optimizer, library.page_close, self.pager).atexit = False
-        self._install(optimizer, optimizer.state)
+        try:
+            self._install(optimizer, optimizer.state)
+        except BaseException:
+            self._give_back(optimizer)
+            raise
 
     def _make_blocks(self, optimizer: Any) -> None:
         size = 0
@@ -133,17 +146,57 @@ class _Paged:
                 # As Adam has it; others have less.
                 size += 2 * param.numel() * param.element_size()
 
+    def _check_frames(self, optimizer: Any, frames: int) -> None:
+        """Raises UsageError where a block would not fit, before anything has moved."""
+        needed = 0
+        for block in self._blocks:
+            there = [
+                value
+                for _, param in block.params
+                for value in optimizer.state.get(param, {}).values()
+                if self._is_paged_kind(param, value)
+            ]
+            to_come = [param for number, param in block.params for _ in range(self._made_by_steps(optimizer, number))]
+            needed = max(needed, _span_bytes(there), _span_bytes(to_come))
+        least = max(1, -(-needed // _CHUNK_BYTES)) * _CHUNK_BYTES
+        if frames // _CHUNK_BYTES * _CHUNK_BYTES < least:
+            raise UsageError(
+                f"paged: frames of {frames} bytes do not hold the state of one block of parameters, which takes {least} "
+                f"bytes: give at least '{least >> 20}MiB', better twice that"
+            )
+
+    def _made_by_steps(self, optimizer: Any, number: int) -> int:
+        """How many tensors like a parameter the optimizer makes for it, as far as that is known here."""
+        if not isinstance(optimizer, (self._torch.optim.Adam, self._torch.optim.AdamW)):
+            return 0
+        return 3 if optimizer.param_groups[number].get("amsgrad") else 2
+
     def _install(self, optimizer: Any, state: dict[Any, dict[str, Any]]) -> None:
         """Takes state over that is in the device's memory, block by block."""
         optimizer.state = _State(self, {})
         known = dict(state)
         state.clear()
+        try:
+            for block in self._blocks:
+                found = {param: known.pop(param) for _, param in block.params if param in known}
+                dict.update(optimizer.state, found)
+                del found
+                self._adopt(optimizer, block)
+        finally:
+            dict.update(optimizer.state, known)
+
+    def _give_back(self, optimizer: Any) -> None:
+        """The optimizer has its state in ordinary memory of the device again."""
+        state = optimizer.state
+        plain: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         for block in self._blocks:
-            found = {param: known.pop(param) for _, param in block.params if param in known}
-            dict.update(optimizer.state, found)
-            del found
-            self._adopt(optimizer, block)
-        dict.update(optimizer.state, known)
+            for _, param in block.params:
+                if param in state:
+                    names = {name for name in state.real(param) if (id(param), name) in block.tensors}
+                    plain[param] = {
+                        name: value.to(self._device) if name in names else value for name, value in state[param].items()
+                    }
+        optimizer.state = plain
 
     # Uses.
 
@@ -191,11 +244,9 @@ class _Paged:
         ]
         if all(block.tensors.get((id(param), name)) is value for param, name, value in tensors):
             return
-        places, size = [], 0
-        for _, _, value in tensors:
-            places.append(size)
-            size += -(-value.numel() * value.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        span = self._library.page_alloc(self.pager, size)
+        values = [value for _, _, value in tensors]
+        places = [_span_bytes(values[:index]) for index in range(len(values))]
+        span = self._library.page_alloc(self.pager, _span_bytes(values))
         old, moved = block.span, []
         with self._torch.cuda.device(self._device):
             held = [span] if old is None else [span, old]
@@ -246,15 +297,16 @@ class _Paged:
             held = block.span
             if held is not None:
                 self._hold(held)
+            now = [{**groups[number], "params": some} for number, some in sorted(chosen.items())]
+            before = [dict(group) for group in now]
             try:
-                optimizer.param_groups = [
-                    {**groups[number], "params": some} for number, some in sorted(chosen.items())
-                ]
+                optimizer.param_groups = now
                 optimizer.state = defaultdict(
                     dict, {param: state.real(param) for _, param in params if param in state}
                 )
                 self._stock_step(optimizer)
                 dict.update(state, optimizer.state)
+                refuse_changed_groups(before, optimizer.param_groups)
             finally:
                 optimizer.param_groups, optimizer.state = groups, state
                 if held is not None:
@@ -270,7 +322,7 @@ class _Paged:
                 loss = closure()
         if self._when == "backward":
             if getattr(optimizer, "grad_scale", None) is not None:
-                raise UsageError(_not_in_backward("a GradScaler"))
+                raise UsageError(not_in_backward("a GradScaler"))
             # What has gradients left: backward did not reach all parameters of its block.
             for block in self._blocks:
                 self.step_block(block)
@@ -291,7 +343,7 @@ class _Paged:
             return
         block = self._block_of[id(param)]
         if block.has_stepped or id(param) in block.ready:
-            raise UsageError(_not_in_backward("gradients that are accumulated over several backward passes"))
+            raise UsageError(not_in_backward("gradients that are accumulated over several backward passes"))
         block.ready.add(id(param))
         if len(block.ready) < block.wanted():
             return
@@ -349,42 +401,10 @@ def _unbound(method: Any) -> Any:
     return lambda _self, *args, **kwargs: method(*args, **kwargs)
 
 
-def _not_in_backward(what: str) -> str:
-    return (
-        f'paged: {what} cannot be with step="backward", where a block steps as soon as its gradients are there: '
-        'use step="after"'
-    )
-
-
-def _device_of(optimizer: Any) -> Any:
-    devices = {param.device for group in optimizer.param_groups for param in group["params"]}
-    if len(devices) != 1 or next(iter(devices)).type != "cuda":
-        raise UsageError(
-            f"paged: all parameters of the optimizer are on one CUDA device, not {sorted(map(str, devices))}"
-        )
-    return devices.pop()
-
-
-def _refuse_clipping(torch: Any) -> None:
-    """Clipping by a norm of gradients that are gone already would do nothing, and say nothing."""
-    clip_grad = torch.nn.utils.clip_grad
-    for name in ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_", "clip_grads_with_norm_"):
-        stock = getattr(clip_grad, name, None)
-        if stock is None or hasattr(stock, "_is_of_sublet"):
-            continue
-
-        def checked(parameters: Any, *args: Any, _stock: Any = stock, **kwargs: Any) -> Any:
-            if not isinstance(parameters, torch.Tensor):
-                parameters = list(parameters)
-            each = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-            if any(getattr(param, "_steps_in_backward", False) for param in each):
-                raise UsageError(_not_in_backward("clipping of gradients"))
-            return _stock(parameters, *args, **kwargs)
-
-        checked._is_of_sublet = True  # type: ignore[attr-defined]
-        setattr(clip_grad, name, checked)
-        if getattr(torch.nn.utils, name, None) is stock:
-            setattr(torch.nn.utils, name, checked)
+def _span_bytes(tensors: list[Any]) -> int:
+    """What these take in a span."""
+    sizes = (tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes)
 
 
 def paged(optimizer: _Optimizer, *, frames: Union[int, str], step: Step = "after") -> _Optimizer:
@@ -395,9 +415,10 @@ def paged(optimizer: _Optimizer, *, frames: Union[int, str], step: Step = "after
 
     Args:
         optimizer: a ``torch.optim.Optimizer`` whose parameters are on one CUDA device. Its step must treat each
-            parameter by itself, as all of PyTorch's do but ``LBFGS``.
+            parameter by itself, as all of PyTorch's do but ``LBFGS``. Parameters of FSDP, DTensor and DeepSpeed are refused, and
+            so is an optimizer that a drop-in of Sublet's moves.
         frames: the most device memory for state, in bytes or as text such as ``"2GiB"``. It must hold
-            what one block of parameters needs.
+            what one block of parameters needs; the error for less says how much that is.
         step: ``"after"``: in ``optimizer.step()``, block by block. ``"backward"``: in ``backward()``, as soon
             as all gradients of a block are there, which are freed then. That hides the copies, and excludes
             accumulation, clipping and a ``GradScaler``.
@@ -419,16 +440,13 @@ def paged(optimizer: _Optimizer, *, frames: Union[int, str], step: Step = "after
     if step not in ("backward", "after"):
         raise UsageError(f"paged: step is 'backward' or 'after', not {step!r}")
     target: Any = optimizer
-    if hasattr(target, "_sublet_paged"):
+    if hasattr(target, PAGED_BY):
         raise UsageError("paged: this optimizer is paged already")
-    if isinstance(target, torch.optim.LBFGS):
-        raise UsageError("paged: LBFGS has one state for all parameters, which are needed together")
-    if target._optimizer_step_pre_hooks or target._optimizer_step_post_hooks:
-        raise UsageError("paged: hooks of the optimizer's step would run for each block: remove them first")
+    refuse_unfit(target, torch)
     owner = _Paged(target, torch, own_library(), _bytes_of(frames), step)
     _wrap(target, owner)
     if step == "backward":
-        _refuse_clipping(torch)
+        refuse_clipping(torch)
         # A GradScaler hands its scale to an optimizer that says so, which then refuses it.
         target._step_supports_amp_scaling = True
         for group in target.param_groups:
@@ -456,7 +474,7 @@ def _wrap(target: Any, owner: _Paged) -> None:
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     for function in (step, load_state_dict, add_param_group):
         setattr(target, function.__name__, types.MethodType(function, target))
-    target._sublet_paged = owner
+    setattr(target, PAGED_BY, owner)
 
 
 def report() -> list[dict[str, Any]]:

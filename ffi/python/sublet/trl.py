@@ -18,6 +18,7 @@ from typing import Any, Callable, TypeVar, Union, cast
 
 from sublet._errors import UsageError
 from sublet._library import attached
+from sublet._paging_refusals import moved_by
 from sublet._pausing import pause, resume
 from sublet._regions import checked_tag
 from sublet._tenants import Tenant
@@ -147,6 +148,7 @@ class TakeTurns:
             self._moves_optimizer = False
             return
         optimizer = _unwrapped(kwargs.get("optimizer"))
+        moved_by(optimizer, "sublet.trl.TakeTurns")
         for register in ("register_state_dict_pre_hook", "register_load_state_dict_pre_hook"):
             # Whoever reads or writes it, as a checkpoint does, finds it on its device.
             getattr(optimizer, register)(lambda *_: self._moved.stay())

@@ -23,6 +23,7 @@ from typing import Any, Callable, Optional
 
 from sublet._errors import UsageError
 from sublet._library import own_library
+from sublet._paging_refusals import moved_by
 from sublet._pausing import pause, resume
 from sublet._regions import region
 
@@ -207,6 +208,8 @@ class Movables:
         with self._lock:
             kinds = self._of.setdefault(owner, {})
             if kind not in kinds:
+                if kind == "optimizer":
+                    moved_by(owner, f"sublet.compat.{self._prefix}")
                 kinds[kind] = Moved(f"{self._prefix}/{kind}/{next(self._numbers)}")
             return kinds[kind]
 

@@ -1,0 +1,326 @@
+"""What `sublet.paged` makes of an optimizer, and what it refuses: over a torch of a few lines, whose device is a dict."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import types
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import pytest
+
+import sublet
+from sublet import _paging
+from sublet._paging_refusals import moved_by
+
+CHUNK = 64 << 20
+
+
+@dataclass(frozen=True)
+class Device:
+    """As torch has it."""
+
+    type: str
+    index: int
+
+
+DEVICE, CPU = Device("cuda", 0), Device("cpu", 0)
+
+
+class Tensor:
+    """Numbers that are all the same, on a device at an address."""
+
+    memory: dict[int, float] = {}
+    addresses = iter(range(1 << 40, 1 << 50, 1 << 30))
+
+    def __init__(self, count: int, value: float = 0.0, device: Any = DEVICE, address: Optional[int] = None) -> None:
+        self.count, self.device = count, device
+        self.address = next(Tensor.addresses) if address is None else address
+        if address is None:
+            Tensor.memory[self.address] = value
+        self.shape, self.dtype, self.requires_grad = (count,), "float32", True
+        self.grad: Optional[Tensor] = None
+        self.hooks: list[Any] = []
+
+    value = property(lambda self: Tensor.memory[self.address])
+
+    def numel(self) -> int:
+        return self.count
+
+    def element_size(self) -> int:
+        return 4
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def view(self, *_: object) -> Tensor:
+        return self
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def detach(self) -> Tensor:
+        return self
+
+    def copy_(self, other: Tensor) -> None:
+        Tensor.memory[self.address] = other.value
+
+    def cpu(self) -> Tensor:
+        return Tensor(self.count, self.value, CPU)
+
+    def to(self, device: Any) -> Tensor:
+        return Tensor(self.count, self.value, device)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> None:
+        self.hooks.append(hook)
+
+    def backward(self, value: float) -> None:
+        """Gets a gradient."""
+        self.grad = Tensor(self.count, value)
+        for hook in self.hooks:
+            hook(self)
+
+
+class Optimizer:
+    """Adds up gradients in a state of one tensor, and counts steps."""
+
+    def __init__(self, params: list[Tensor], **options: Any) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": params, "lr": 1.0, **options}]
+        self.state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        self._optimizer_step_pre_hooks: dict[int, Any] = {}
+        self._optimizer_step_post_hooks: dict[int, Any] = {}
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    total = state.setdefault("sum", Tensor(param.count))
+                    Tensor.memory[total.address] += param.grad.value
+                    state["steps"] = state.get("steps", 0) + 1
+
+    def load_state_dict(self, _state: dict[str, Any]) -> None: ...
+
+
+class Adam(Optimizer):
+    """By its name alone."""
+
+
+class LBFGS(Optimizer):
+    """By its name alone."""
+
+
+class CountsInGroup(Optimizer):
+    """As NVIDIA's fused Adam has its count of steps."""
+
+    def step(self) -> None:
+        super().step()
+        self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
+
+
+class Library:
+    """Frames without a device: spans are addresses."""
+
+    def __init__(self) -> None:
+        self.opened: list[int] = []
+        self.held: list[int] = []
+        self.spans = iter(range(1 << 50, 1 << 60, 1 << 40))
+        self.fails_at = -1
+
+    def page_open(self, device: int, window: int, chunk: int, frames: int) -> int:
+        self.opened.append(frames)
+        return len(self.opened)
+
+    def page_close(self, pager: int) -> None: ...
+
+    def page_alloc(self, pager: int, size_bytes: int) -> int:
+        self.fails_at -= 1
+        if self.fails_at == 0:
+            raise sublet.OutOfDeviceMemory("no first frame")
+        return next(self.spans)
+
+    def page_free(self, pager: int, span: int) -> None: ...
+
+    def page_acquire(self, pager: int, spans: list[int], stream: int, wait_ms: int) -> None:
+        self.held += spans
+
+    def page_release(self, pager: int, spans: list[int], stream: int, has_written: bool) -> None:
+        for span in spans:
+            self.held.remove(span)
+
+    def page_announce(self, pager: int, spans: list[int]) -> None: ...
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float) -> float:
+    """Torch's own."""
+    return math.sqrt(sum(param.grad.value**2 for param in parameters if param.grad is not None))
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    """A process under Sublet with a torch."""
+    torch: Any = types.ModuleType("torch")
+    optim = types.SimpleNamespace(Optimizer=Optimizer, LBFGS=LBFGS, Adam=Adam, AdamW=Adam)
+    cuda = types.SimpleNamespace(
+        device=lambda _device: contextlib.nullcontext(),
+        current_stream=lambda _device: types.SimpleNamespace(cuda_stream=0),
+        is_current_stream_capturing=lambda: False,
+    )
+    torch.optim, torch.cuda, torch.Tensor = optim, cuda, Tensor
+    torch.as_tensor = lambda raw, device: Tensor(
+        raw.__cuda_array_interface__["shape"][0] // 4, device=device, address=raw.__cuda_array_interface__["data"][0]
+    )
+    clip_grad: Any = types.ModuleType("torch.nn.utils.clip_grad")
+    clip_grad.clip_grad_norm_ = clip_grad_norm_
+    torch.nn = types.SimpleNamespace(utils=types.SimpleNamespace(clip_grad=clip_grad))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch.nn.utils.clip_grad", clip_grad)
+    # It is put into every module that has it by name, this one too.
+    monkeypatch.setattr(sys.modules[__name__], "clip_grad_norm_", clip_grad_norm_)
+    library = Library()
+    monkeypatch.setattr(_paging, "own_library", lambda: library)
+    # They live until they are collected, and `sublet.report` would ask them.
+    monkeypatch.setattr(_paging, "_live", weakref.WeakSet())
+    return library
+
+
+def parameters(*counts: int) -> list[Tensor]:
+    """Parameters of so many numbers."""
+    return [Tensor(count) for count in counts]
+
+
+def test_state_comes_as_copies_and_steps_are_the_stock_ones(library: Library) -> None:
+    params = parameters(CHUNK // 4, CHUNK // 4, 8)
+    stock, optimizer = Optimizer(params), Optimizer(params)
+    sublet.paged(optimizer, frames="256MiB")
+    for step in (1.0, 2.0):
+        for param in params:
+            param.grad = Tensor(param.count, step)
+        stock.step()
+        optimizer.step()
+    for param in params:
+        ours, theirs = optimizer.state[param], stock.state[param]
+        assert (ours["sum"].value, ours["steps"]) == (theirs["sum"].value, theirs["steps"]) == (3.0, 2)
+        assert ours["sum"].device is CPU
+    assert library.held == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "frames", "least"),
+    [(Adam, "128MiB", "256MiB"), (Optimizer, "63MiB", "64MiB")],
+)
+def test_frames_that_do_not_hold_a_block_are_refused_with_the_least_that_works(
+    library: Library, kind: type[Optimizer], frames: str, least: str
+) -> None:
+    # 128 MiB of state for each of Adam's two, and nothing known of the other's.
+    optimizer = kind(parameters(2 * CHUNK // 4, 16))
+    with pytest.raises(sublet.UsageError, match=f"give at least '{least}'"):
+        sublet.paged(optimizer, frames=frames)
+    assert library.opened == []
+    sublet.paged(optimizer, frames=least)
+
+
+def test_state_that_is_there_is_counted_and_stays_where_a_call_is_refused(library: Library) -> None:
+    optimizer = Optimizer(parameters(3 * CHUNK // 4, 16))
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = Tensor(param.count, 5.0)
+    optimizer.step()
+    before = {param: state["sum"] for param, state in optimizer.state.items()}
+    with pytest.raises(sublet.UsageError, match="give at least '192MiB'"):
+        sublet.paged(optimizer, frames="128MiB")
+    assert {param: state["sum"] for param, state in optimizer.state.items()} == before
+    # The second of two blocks finds no frame.
+    library.fails_at = 2
+    with pytest.raises(sublet.OutOfDeviceMemory):
+        sublet.paged(optimizer, frames="192MiB")
+    assert type(optimizer.state) is defaultdict
+    found = [optimizer.state[param] for param in before]
+    assert [(state["sum"].value, state["sum"].device, state["steps"]) for state in found] == [(5.0, DEVICE, 1)] * 2
+    optimizer.step()
+    sublet.paged(optimizer, frames="192MiB")
+    assert [optimizer.state[param]["sum"].value for param in before] == [10.0, 10.0]
+
+
+class Wrapper(Optimizer):
+    """As accelerate hands one out."""
+
+    optimizer = Optimizer([])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (LBFGS(parameters(8)), "LBFGS has one state for all"),
+        (Wrapper(parameters(8)), "Wrapper wraps another optimizer"),
+        (Optimizer(parameters(8), max_grad_norm=1.0), "Optimizer clips by the norm of all"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Optimizer) else "",
+)
+def test_optimizers_that_look_across_parameters_are_refused_by_name(
+    library: Library, optimizer: Optimizer, said: str
+) -> None:
+    with pytest.raises(sublet.UsageError, match=said):
+        sublet.paged(optimizer, frames="1GiB")
+    assert library.opened == []
+
+
+def test_step_that_keeps_something_in_its_group_is_refused_at_its_first_block(library: Library) -> None:
+    optimizer = CountsInGroup(parameters(CHUNK // 4, CHUNK // 4))
+    sublet.paged(optimizer, frames="1GiB")
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = Tensor(param.count, 1.0)
+    with pytest.raises(sublet.UsageError, match="changes 'count' of its group"):
+        optimizer.step()
+    assert library.held == [] and "count" not in optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize(
+    ("attribute", "whose"),
+    [("_local_tensor", "FSDP2"), ("_is_flat_param", "FSDP,"), ("_fsdp_flattened", "FSDP,"), ("ds_id", "DeepSpeed")],
+)
+def test_parameters_that_others_manage_are_refused(library: Library, attribute: str, whose: str) -> None:
+    params = parameters(8, 8)
+    setattr(params[1], attribute, True)
+    with pytest.raises(sublet.UsageError, match=f"managed by {whose}"):
+        sublet.paged(Optimizer(params), frames="1GiB")
+
+
+def test_state_is_moved_by_paging_or_by_a_drop_in_and_not_by_both(library: Library) -> None:
+    from sublet.compat.verl import _movables
+
+    moved, paged = Optimizer(parameters(8)), Optimizer(parameters(8))
+    _movables.of(moved, "optimizer")
+    with pytest.raises(sublet.UsageError, match="moved by sublet.compat.verl already"):
+        sublet.paged(moved, frames="1GiB")
+    sublet.paged(paged, frames="1GiB")
+    with pytest.raises(sublet.UsageError, match="is paged"):
+        _movables.of(paged, "optimizer")
+    with pytest.raises(sublet.UsageError, match="sublet.trl.TakeTurns: this optimizer is paged"):
+        moved_by(paged, "sublet.trl.TakeTurns")
+
+
+def test_what_cannot_be_in_backward_is_refused_and_named(library: Library) -> None:
+    params = parameters(8, 8)
+    optimizer = Optimizer(params)
+    sublet.paged(optimizer, frames="1GiB", step="backward")
+    for param in params:
+        param.backward(2.0)
+    assert all(param.grad is None for param in params)
+    with pytest.raises(sublet.UsageError, match='clipping of gradients.*step="after"'):
+        clip_grad_norm_(iter(params), 1.0)
+    others = parameters(8)
+    others[0].grad = Tensor(8, 3.0)
+    assert clip_grad_norm_(others, 1.0) == 3.0
+    setattr(optimizer, "grad_scale", Tensor(1))
+    with pytest.raises(sublet.UsageError, match='a GradScaler.*step="after"'):
+        optimizer.step()
+    delattr(optimizer, "grad_scale")
+    optimizer.step()
+    for param in params:
+        param.backward(2.0)
+    with pytest.raises(sublet.UsageError, match='accumulated.*step="after"'):
+        params[0].backward(2.0)
