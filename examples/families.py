@@ -46,7 +46,7 @@ def main() -> None:
     except sublet.Error as error:
         print(f"a pause of the lender meanwhile is refused: {error}")
     print(stage.ask(infer, "close"))
-    print("a pause of the lender now:", sublet.Tenant("train").pause()["outcome"])
+    print("a pause of the lender now:", sublet.Tenant("train").pause())
     sublet.Tenant("train").resume()
     stage.end(train, infer)
 

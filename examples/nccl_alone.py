@@ -41,7 +41,7 @@ def main() -> None:
     show("NCCL on the GPU")
     dist.barrier(meeting)
     if rank == 0:
-        sublet.pause("nccl", whose="tenant")
+        sublet.Tenant().pause("nccl")
     dist.barrier(meeting)
     show("NCCL away")
     # Everything but NCCL works.
@@ -49,7 +49,7 @@ def main() -> None:
     (square @ square).sum().item()
     dist.barrier(meeting)
     if rank == 0:
-        sublet.resume("nccl", whose="tenant")
+        sublet.Tenant().resume("nccl")
     dist.barrier(meeting)
     after = sum_of_all()
     show("NCCL back")

@@ -47,7 +47,7 @@ def main() -> None:
     running = job(ranks, tenant=True)
     found = losses(running, PAUSED_AFTER)
     report = sublet.Tenant("train").pause()
-    print(f"paused after {PAUSED_AFTER} steps: {report['outcome']}")
+    print(f"paused after {PAUSED_AFTER} steps: {report.outcome}")
     left = [entry for member in sublet.Tenant("train").stats()["members"] for entry in member["pool"]["devices"]]
     print("left on the GPUs, by reason:", json.dumps([device["pinned"] for device in left]))
     sublet.Tenant("train").resume()

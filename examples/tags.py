@@ -27,7 +27,7 @@ def main() -> None:
     show("both on the GPU")
     for tag in ("kv", "weights"):
         report = sublet.pause(tags=tag)
-        show(f"'{tag}' away, {report['outcome']}")
+        show(f"'{tag}' away, {report.outcome}")
     # The process runs on: here it reads the saved bytes where they lie in host memory.
     print(f"{'':32} first saved byte: {sublet.host_copy(weights)[0]}")
     sublet.resume(tags=["weights", "kv"])

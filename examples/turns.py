@@ -31,7 +31,7 @@ def tenant(fill: int) -> None:
                 raise SystemExit("wrong bytes")
             fill += 1
             memory.write(bytes([fill]) * SIZE_BYTES)
-        print(", ".join(had["paused"]) or "nobody", flush=True)
+        print(", ".join(had.paused) or "nobody", flush=True)
     sys.stdin.readline()
 
 

@@ -121,7 +121,7 @@ class Owner:
         """From inside, this process's memory alone."""
         function = self.sublet.pause if action == "pause" else self.sublet.resume
         try:
-            function(tags=TAG, whose="process", timeout=20)
+            function(tags=TAG, timeout=20)
         except self.sublet.Error as error:
             return f"{type(error).__name__}: {error}"
         return ""

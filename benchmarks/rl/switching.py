@@ -192,8 +192,8 @@ class BySublet(Switch):
             for each in told:
                 self.note(each)
             return
-        halves = (told.get("paused"), told.get("resumed")) if "paused" in told else (told,)
-        self.said += [command(half) for half in halves if half and "phases" in half]
+        halves = (told.paused, told.resumed) if hasattr(told, "resumed") else (told,)
+        self.said += [command(half.details) for half in halves if "phases" in half.details]
 
 
 def command(report: dict[str, Any]) -> dict[str, Any]:

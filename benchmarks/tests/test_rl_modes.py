@@ -227,30 +227,33 @@ class Tenants:
     makes_room = "pause train all"
 
     def __init__(self, error: type[Exception]) -> None:
+        import sublet
+
         self.asked: list[str] = []
         self.error, self.name = error, ""
+        self.said: Any = sublet.Report("already")
 
     def __call__(self, name: str) -> Any:
         made = Tenants(self.error)
         made.asked, made.name = self.asked, name
         return made
 
-    def pause(self, tags: str = "all", timeout: float = 0) -> dict[str, Any]:
+    def pause(self, tags: str = "all", timeout: float = 0) -> Any:
         self.asked.append(f"pause {self.name} {tags}")
-        return {}
+        return self.said
 
     def ask(self, op: str) -> None:
         self.asked.append(op)
 
-    def swap_to(self, other: Any, timeout: float = 0) -> dict[str, Any]:
+    def swap_to(self, other: Any, timeout: float = 0) -> Any:
         self.asked.append(f"swap {self.name} {other.name}")
-        return {}
+        return self.said
 
-    def resume(self, tags: str = "all", timeout: float = 0) -> dict[str, Any]:
+    def resume(self, tags: str = "all", timeout: float = 0) -> Any:
         self.asked.append(f"resume {self.name} {tags}")
         if self.asked[-2:-1] != [self.makes_room]:
             raise self.error("no room")
-        return {}
+        return self.said
 
 
 def switch(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> tuple[Any, list[str]]:

@@ -29,8 +29,9 @@ from sublet._library import (
 from sublet._memory import host_copy, set_file_dir
 from sublet._native import __version__ as __version__
 from sublet._paging import paged, report
-from sublet._pausing import pause, paused, resume, stats
+from sublet._pausing import is_paused, pause, paused, resume, stats
 from sublet._regions import Region, region
+from sublet._report import Report, SwapReport
 from sublet._tenants import Tenant, swap, tenants
 from sublet._turns import turn
 
@@ -43,7 +44,9 @@ __all__ = [
     "OutOfHostMemory",
     "RefusedError",
     "Region",
+    "Report",
     "RetryError",
+    "SwapReport",
     "Tenant",
     "UsageError",
     "attach",
@@ -51,6 +54,7 @@ __all__ = [
     "budget",
     "configure_subprocess",
     "host_copy",
+    "is_paused",
     "library_path",
     "nccl_library_path",
     "paged",

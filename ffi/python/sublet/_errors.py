@@ -24,8 +24,10 @@ class Error(RuntimeError):
     """
 
 
-class UsageError(Error):
+class UsageError(Error, ValueError):
     """The call is wrong: fix the call. Nothing has changed.
+
+    A ``ValueError`` too, as programs catch for wrong arguments.
 
     Attributes:
         tags: the tags that this process or tenant has, when the call named one that it has not.
@@ -121,6 +123,30 @@ def from_code(what: str, code: int, message: str, report: Optional[str]) -> Erro
     if code == ERROR_LOST:
         return LostError(text)
     return RefusedError(text)
+
+
+#: Words of the command's documents that mean that the call is wrong.
+_WRONG_CALL = ("usage", "no_such_tenant", "unknown_tag")
+
+
+def from_document(what: str, document: dict[str, Any]) -> Error:
+    """The exception for a failure of the ``sublet`` command.
+
+    Args:
+        what: the operation, such as ``"pause"``.
+        document: what the command printed with ``--json``: its fields ``error``, ``code`` and ``retryable``.
+    """
+    text, code = f"{what}: {document.get('error')}", document.get("code")
+    if code in _WRONG_CALL:
+        return UsageError(text)
+    if code == "out_of_device_memory":
+        devices, missing_bytes = document.get("shortages") or (), document.get("missing_device_bytes")
+        return OutOfDeviceMemory(text, missing_bytes=missing_bytes, devices=devices)
+    if code == "out_of_host_memory":
+        return OutOfHostMemory(text)
+    if code == "lost":
+        return LostError(text)
+    return RetryError(text) if document.get("retryable") else RefusedError(text)
 
 
 def missing_function(name: str, version: str) -> RefusedError:

@@ -78,6 +78,10 @@ class _Loaded:
                 self._opened = Library.open(library_path())
             return self._opened
 
+    def report(self) -> Optional[AttachReport]:
+        """What an attach found; ``None`` before there was one."""
+        return self._report
+
     def attach(self, tenant: Optional[str], family: Optional[str]) -> AttachReport:
         library = self.any()
         with self._lock:
@@ -161,6 +165,21 @@ def own_library() -> Library:
     if library is None:
         raise NotAttachedError(_HOW_TO_ATTACH)
     return library
+
+
+def own_tenant() -> str:
+    """The tenant that this process was told to be of.
+
+    Raises:
+        NotAttachedError: this process is not under Sublet.
+        UsageError: nothing names the tenant.
+    """
+    own_library()
+    report = _loaded.report()
+    name = (report.tenant if report is not None else None) or os.environ.get(_TENANT)
+    if not name:
+        raise UsageError("this process was not told the name of its tenant: `sublet ps` shows it; use sublet.Tenant(NAME)")
+    return name
 
 
 def any_library() -> Library:

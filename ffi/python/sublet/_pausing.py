@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
-from typing import Any, Literal, Optional, Union, cast
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, Callable, Optional, Union, cast
 
+from sublet import _command, _report
 from sublet._adapter import answer_pauses
-from sublet._errors import NotAttachedError, UsageError
-from sublet._library import own_library
-from sublet._native import WHOSE_PROCESS, WHOSE_TENANT, Library
+from sublet._errors import NotAttachedError, OutOfDeviceMemory, RefusedError, UsageError
+from sublet._library import own_library, own_tenant
+from sublet._native import WHOSE_PROCESS, Library
 from sublet._regions import checked_tag, refuse_open
+from sublet._report import Report
 
 Tags = Union[str, Iterable[str], None]
-Whose = Literal["process", "tenant"]
 
-_WHOSE: dict[str, int] = {"tenant": WHOSE_TENANT, "process": WHOSE_PROCESS}
 _TIMEOUT_MS_MAX = 2**32 - 1
+#: Between two tries of a resume that waits for device memory, in seconds; the first and the longest.
+_BACK_OFF_S = (0.05, 1.0)
 
 
 def tag_list(tags: Tags) -> Optional[list[str]]:
@@ -25,18 +29,20 @@ def tag_list(tags: Tags) -> Optional[list[str]]:
         return None
     if isinstance(tags, str):
         tags = [tags]
+    if not isinstance(tags, Iterable):
+        raise UsageError(f"tags are a str, several, or None for all, not {tags!r}")
     listed = [checked_tag(tag) for tag in tags]
     if not listed:
         raise UsageError("no tag is named: give tags, or None for all")
     return listed
 
 
-def timeout_ms(timeout: Optional[float]) -> int:
-    """Seconds as the library takes them; 0 for its defaults."""
+def timeout_ms(timeout: Optional[float], name: str = "timeout") -> int:
+    """Seconds as the library takes them; 0 for its defaults. ``name`` is the argument's."""
     if timeout is None:
         return 0
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise UsageError(f"timeout is a number of seconds above 0, or None, not {timeout!r}")
+        raise UsageError(f"{name} is a number of seconds above 0, or None, not {timeout!r}")
     return max(1, min(_TIMEOUT_MS_MAX, int(min(timeout, _TIMEOUT_MS_MAX / 1000) * 1000)))
 
 
@@ -45,166 +51,240 @@ def parsed(text: str) -> dict[str, Any]:
     return cast("dict[str, Any]", json.loads(text))
 
 
-def _whose(whose: str) -> int:
-    if whose not in _WHOSE:
-        raise UsageError(f"whose is 'process' or 'tenant', not {whose!r}")
-    return _WHOSE[whose]
-
-
 def _own_library() -> Library:
     library = own_library()
     answer_pauses(library)
     return library
 
 
-def _not_with_together(tags: Optional[list[str]], timeout: Optional[float]) -> None:
-    if tags is not None or timeout is not None:
+def _not_with_together(**others: object) -> None:
+    given = [name for name, value in others.items() if value]
+    if given:
         raise UsageError(
-            "together=True means the whole tenant and has a limit of its own "
-            "(SUBLET_WAIT): leave tags and timeout out"
+            f"together=True means the whole tenant and has a limit of its own (SUBLET_WAIT): leave {given[0]} out"
         )
+
+
+def waiting(resumes: Callable[[], Report], wait: Optional[float]) -> Report:
+    """What ``resumes`` returns, tried again for ``wait`` seconds while a device has too little memory."""
+    timeout_ms(wait, "wait")
+    until = time.monotonic() + (wait or 0)
+    pause_s, longest_s = _BACK_OFF_S
+    while True:
+        try:
+            return resumes()
+        except OutOfDeviceMemory:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                raise
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, longest_s)
+
+
+def or_by_command(
+    by_library: Callable[[], str], library: Library, tenant: Optional[str], by_command: Callable[[], Any]
+) -> Any:
+    """What the library answers. If it is refused since the processes of ``tenant`` are frozen, what the command does."""
+    try:
+        return parsed(by_library())
+    except RefusedError:
+        # Not this process: the command alone can have the driver thaw them.
+        if not _command.is_deep(library, tenant):
+            raise
+    return by_command()
 
 
 def pause(
     tags: Tags = None,
     *,
-    whose: Whose = "process",
     timeout: Optional[float] = None,
     together: bool = False,
-) -> dict[str, Any]:
+    deep: bool = False,
+) -> Report:
     """Gives device memory back; returns when others can allocate it.
 
-    Without tags the whole tenant is paused: every process of it stands still at its next use of a
-    device until the resume. With tags only their memory leaves, and the processes run on; touching
-    that memory before its resume is an illegal access. What is paused already stays so, and is a
-    success, unless memory stays that should have gone. Memory that PyTorch has cached and no tensor
-    uses is given back without being saved.
+    Without tags everything leaves, of the whole tenant: every process of it stands still at its next use of a device until the
+    resume, since a process that ran on would wait for one that does not. With tags their memory in the calling process leaves, and
+    all processes run on; touching that memory before its resume is an illegal access. (The memory of tags in all processes:
+    ``sublet.Tenant().pause(tags)``.) What is paused already stays so, and is a success, unless memory stays that should have gone.
+    Memory that PyTorch has cached and no tensor uses is given back without being saved.
 
     Args:
-        tags: a tag, several, or ``None`` for everything. ``"nccl"`` is NCCL's own memory in all
-            processes of the tenant: calls into NCCL wait for the resume meanwhile. It goes in a call
-            of its own, or with ``whose="tenant"``.
-        whose: whose memory the tags mean: ``"process"``, the calling process's (and what other
-            processes import of it), or ``"tenant"``, that of every process of the tenant.
-        timeout: limit of each phase in seconds, up to the point of no return; by default those of
-            ``sublet pause``.
-        together: every process of the tenant makes this call, as ``ncclPause``, and it returns when
-            all have.
+        tags: a tag, several, or ``None`` for everything. ``"nccl"`` is NCCL's own memory in all processes of the tenant: calls
+            into NCCL wait for the resume meanwhile. It goes in a call of its own.
+        timeout: limit of each phase in seconds, up to the point of no return; by default those of ``sublet pause``.
+        together: every process of the tenant makes this call, as ``ncclPause``, and it returns when all have.
+        deep: the contexts leave too, so that nothing is left on the GPUs. A process cannot freeze itself: the package's
+            ``sublet`` command does it, and this waits for it. Until the resume no thread of the tenant may wait for the driver.
 
     Returns:
-        What was done: ``outcome`` is ``"completed"``, ``"already"``, ``"nothing"``: no process of
-        the tenant has device memory yet, and none is paused; or ``"partial"``: processes
-        were lost, or memory stays that the driver would not copy or let go (``stayed_bytes``; ``notes``
-        name it, and a resume brings all back); durations end in ``_us`` (microseconds), sizes in
-        ``_bytes``.
+        What was done (:class:`sublet.Report`).
 
     Raises:
-        UsageError: a tag is unknown (``tags`` lists those there are), a region of it is open, or an
-            argument is wrong.
+        UsageError: a tag is unknown (``tags`` lists those there are), a region of it is open, or an argument is wrong.
         NotAttachedError: this process is not under Sublet; or, with tags, holds no device memory yet.
         RetryError: not now, for example while a CUDA graph is captured; nothing has changed.
         RefusedError: the same call would fail again; nothing has changed.
         OutOfHostMemory: the contents do not fit into host memory; nothing has changed.
         LostError: end the processes that it names.
 
-    Blocks, without the interpreter lock, and may be called from any thread. A signal that comes
-    meanwhile is handled after it.
+    Blocks, without the interpreter lock, and may be called from any thread. A signal that comes meanwhile is handled after it.
 
     >>> with sublet.region("kv", contents="discard"):
     ...     cache = allocate(4 << 20)
-    >>> sublet.pause(tags=["kv"])["outcome"]
-    'completed'
-    >>> sublet.paused("kv")
+    >>> sublet.pause("kv").freed_bytes
+    4194304
+    >>> sublet.is_paused("kv")
     True
-    >>> sublet.resume(tags=["kv"])["outcome"]
+    >>> sublet.resume("kv").outcome
     'completed'
     """
     listed = tag_list(tags)
     limit_ms = timeout_ms(timeout)
-    owner = _whose(whose)
+    if together:
+        _not_with_together(tags=listed, timeout=timeout, deep=deep)
+    if deep and listed is not None:
+        raise UsageError("pause: deep=True means the whole tenant, since a process that runs on needs its context: leave tags out")
     library = _own_library()
     if together:
-        _not_with_together(listed, timeout)
-        return parsed(library.pause_together())
+        return _report.of(parsed(library.pause_together()))
+    if deep:
+        return _report.of(_command.run("pause", "--deep", own_tenant(), timeout_ms=limit_ms))
     if listed is None:
-        return parsed(library.pause_tenant(None, limit_ms))
+        return _report.of(parsed(library.pause_tenant(None, limit_ms)))
     refuse_open(listed)
-    return parsed(library.pause_tags(None, listed, owner, limit_ms))
+    return _report.of(parsed(library.pause_tags(None, listed, WHOSE_PROCESS, limit_ms)))
 
 
 def resume(
     tags: Tags = None,
     *,
-    whose: Whose = "process",
     timeout: Optional[float] = None,
+    wait: Optional[float] = None,
     together: bool = False,
-) -> dict[str, Any]:
+) -> Report:
     """Brings device memory back to the same addresses, with the contents that were kept.
 
-    Without tags on a paused tenant, what the whole pause took comes back, and tags that had been
-    paused before stay away; on a tenant that runs, all tags of ``whose`` come back. With tags these come
-    back, and a tenant that was paused as a whole runs again. What is resident already is a success.
+    Without tags on a paused tenant, what the whole pause took comes back, and tags that had been paused before stay away; on a
+    tenant that runs, all tags of the calling process come back. With tags these come back, and a tenant that was paused as a whole
+    runs again. What is resident already is a success.
 
     Args:
         tags: a tag, several, or ``None``.
-        whose: as for :func:`pause`.
         timeout: limit of each phase in seconds; by default those of ``sublet resume``.
+        wait: while a device has too little free memory, try again for so many seconds; by default not at all.
         together: every process of the tenant makes this call, as ``ncclResume``.
 
     Returns:
         As :func:`pause`.
 
     Raises:
-        OutOfDeviceMemory: a device has too little free memory (``missing_bytes``, ``devices``). What
-            was paused still is, and the same call works once memory is free.
+        OutOfDeviceMemory: a device has too little free memory (``missing_bytes``, ``devices``). What was paused still is, and the
+            same call works once memory is free.
         UsageError, NotAttachedError, RetryError, RefusedError, LostError: as for :func:`pause`.
 
     Blocks as :func:`pause` does.
 
-    >>> sublet.pause()["outcome"], sublet.paused()
+    >>> sublet.pause().outcome, sublet.is_paused()
     ('completed', True)
-    >>> sublet.resume()["outcome"], sublet.paused()
+    >>> sublet.resume().outcome, sublet.is_paused()
     ('completed', False)
     """
     listed = tag_list(tags)
     limit_ms = timeout_ms(timeout)
-    owner = _whose(whose)
+    if together:
+        _not_with_together(tags=listed, timeout=timeout, wait=wait)
     library = _own_library()
     if together:
-        _not_with_together(listed, timeout)
-        return parsed(library.resume_together())
-    if listed is not None:
-        return parsed(library.resume_tags(None, listed, owner, limit_ms))
-    if library.is_paused():
-        return parsed(library.resume_tenant(None, limit_ms))
+        return _report.of(parsed(library.resume_together()))
+
+    def by_command() -> dict[str, Any]:
+        named = [f"--tag={tag}" for tag in listed or ()]
+        return _command.run("resume", own_tenant(), *named, timeout_ms=limit_ms)
+
+    def by_library() -> str:
+        if listed is not None:
+            return library.resume_tags(None, listed, WHOSE_PROCESS, limit_ms)
+        if library.is_paused():
+            return library.resume_tenant(None, limit_ms)
+        try:
+            return library.resume_tags(None, [], WHOSE_PROCESS, limit_ms)
+        except NotAttachedError:
+            # A process without device memory, such as a launcher, can have paused its tenant all the same.
+            return library.resume_tenant(None, limit_ms)
+
+    return waiting(lambda: _report.of(or_by_command(by_library, library, None, by_command)), wait)
+
+
+@contextlib.contextmanager
+def back_afterwards(report: Report, resumes: Callable[[], Report]) -> Iterator[Report]:
+    """Inside, what ``report`` says is away; afterwards it is back, unless it was away before."""
     try:
-        return parsed(library.resume_tags(None, [], owner, limit_ms))
-    except NotAttachedError:
-        # A process without device memory, such as a launcher, can have paused its tenant all the same.
-        return parsed(library.resume_tenant(None, limit_ms))
+        yield report
+    finally:
+        if report.outcome in ("completed", "partial"):
+            resumes()
 
 
-def paused(tag: Optional[str] = None) -> bool:
+@contextlib.contextmanager
+def paused(
+    tags: Tags = None,
+    *,
+    timeout: Optional[float] = None,
+    wait: Optional[float] = None,
+    deep: bool = False,
+) -> Iterator[Report]:
+    """Device memory is away inside the ``with`` block, and back after it, also if the block raises.
+
+    What was away before stays away. Is something paused? :func:`is_paused` says.
+
+    Args:
+        tags, timeout, deep: as of :func:`pause`.
+        wait: as of :func:`resume`.
+
+    Yields:
+        The report of the pause.
+
+    Raises:
+        What :func:`pause` and :func:`resume` raise.
+
+    >>> with sublet.region("kv", contents="discard"):
+    ...     cache = allocate(4 << 20)
+    >>> with sublet.paused("kv") as report:
+    ...     print(report.freed_bytes)
+    4194304
+    >>> sublet.is_paused("kv")
+    False
+    """
+    listed = tag_list(tags)
+    timeout_ms(wait, "wait")
+    with back_afterwards(
+        pause(listed, timeout=timeout, deep=deep), lambda: resume(listed, timeout=timeout, wait=wait)
+    ) as report:
+        yield report
+
+
+def is_paused(tag: Optional[str] = None) -> bool:
     """Is this process paused as a whole; or, with a tag, is some memory of that tag away?
 
     Raises:
         UsageError: the tag is unknown.
         NotAttachedError: this process is not under Sublet.
 
-    >>> sublet.paused()
+    >>> sublet.is_paused()
     False
     """
     library = _own_library()
     if tag is None:
         return library.is_paused()
-    is_paused = library.tag_is_paused(checked_tag(tag))
-    if is_paused is None:
+    found = library.tag_is_paused(checked_tag(tag))
+    if found is None:
         known = _known_tags(library)
         shown = ", ".join(known) or "none"
         raise UsageError(
-            f"paused: this process has no memory with tag '{tag}'; its tags: {shown}", tags=known
+            f"is_paused: this process has no memory with tag '{tag}'; its tags: {shown}", tags=known
         )
-    return is_paused
+    return found
 
 
 def _known_tags(library: Library) -> list[str]:

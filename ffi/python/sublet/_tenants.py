@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+from collections.abc import Iterator
 from typing import Any, Optional, Union
 
+from sublet import _command, _report
 from sublet._budgets import Budget, of_tenant
 from sublet._errors import UsageError
-from sublet._library import any_library
+from sublet._library import any_library, own_tenant
 from sublet._native import WHOSE_TENANT
-from sublet._pausing import Tags, parsed, tag_list, timeout_ms
+from sublet._pausing import Tags, back_afterwards, or_by_command, parsed, tag_list, timeout_ms, waiting
+from sublet._report import Report, SwapReport
+
+#: What `tenants::identity::TenantName` takes.
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,39}")
 
 
 class Tenant:
     """A tenant by its name. Its processes may run or not; each method looks afresh.
 
-    Methods that pause or resume block, without the interpreter lock, and raise what
-    :func:`sublet.pause` and :func:`sublet.resume` raise. ``timeout`` is the limit of each phase in
-    seconds, by default that of the ``sublet`` command.
+    Methods that pause or resume are about all processes of the tenant. They block, without the interpreter lock, and raise what
+    :func:`sublet.pause` and :func:`sublet.resume` raise. ``timeout`` is the limit of each phase in seconds, by default that of the
+    ``sublet`` command.
 
-    >>> train = sublet.Tenant("train")
-    >>> train.pause()["outcome"]
-    'completed'
-    >>> train.resume()["outcome"]
-    'completed'
+    Args:
+        name: 1 to 40 letters, digits, ``.``, ``_`` or ``-``; by default the tenant of this process.
+
+    Raises:
+        UsageError: it is no such name, or none is given and this process was not told one.
+        NotAttachedError: none is given, and this process is not under Sublet.
+
+    >>> with sublet.Tenant("train").paused() as report:
+    ...     print(report.outcome)
+    completed
     """
 
-    def __init__(self, name: str) -> None:
-        if not isinstance(name, str) or not name:
-            raise UsageError(f"a tenant has a name, not {name!r}")
+    def __init__(self, name: Optional[str] = None) -> None:
+        name = own_tenant() if name is None else name
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise UsageError(
+                f"a tenant's name is 1 to 40 letters, digits, '.', '_' or '-', not starting with '.', not {name!r}"
+            )
         self._name = name
 
     @property
@@ -45,14 +61,22 @@ class Tenant:
     def __hash__(self) -> int:
         return hash((Tenant, self._name))
 
-    def pause(self, tags: Tags = None, *, timeout: Optional[float] = None) -> dict[str, Any]:
-        """Pauses the tenant; with tags, that memory of all its processes, which run on."""
+    def pause(self, tags: Tags = None, *, timeout: Optional[float] = None, deep: bool = False) -> Report:
+        """Pauses the tenant; with tags, that memory of all its processes, which run on.
+
+        With ``deep`` the contexts of its processes leave too, and nothing of them is left on the GPUs. The package's ``sublet``
+        command does it. One that is paused already is deepened.
+        """
         listed = tag_list(tags)
         limit_ms = timeout_ms(timeout)
+        if deep and listed is not None:
+            raise UsageError("pause: deep=True means the whole tenant, since a process that runs on needs its context: leave tags out")
+        if deep:
+            return _report.of(_command.run("pause", "--deep", self._name, timeout_ms=limit_ms))
         library = any_library()
         if listed is None:
-            return parsed(library.pause_tenant(self._name, limit_ms))
-        return parsed(library.pause_tags(self._name, listed, WHOSE_TENANT, limit_ms))
+            return _report.of(parsed(library.pause_tenant(self._name, limit_ms)))
+        return _report.of(parsed(library.pause_tags(self._name, listed, WHOSE_TENANT, limit_ms)))
 
     def resume(
         self,
@@ -61,28 +85,51 @@ class Tenant:
         timeout: Optional[float] = None,
         queue: bool = False,
         wait: Optional[float] = None,
-    ) -> dict[str, Any]:
-        """Resumes the tenant; with tags, that memory of all its processes.
+    ) -> Report:
+        """Resumes the tenant, however deep it was paused; with tags, that memory of all its processes.
 
-        With ``queue``, in its place among those that wait for the GPUs: what is in the way is paused
-        once it has had its quantum, for which this waits ``wait`` seconds at most, by default not at
-        all. The report says in ``paused`` who made way, and in ``reasons`` why.
+        While a device has too little free memory, tries again for ``wait`` seconds, by default not at all. With ``queue``, in its
+        place among those that wait for the GPUs: what is in the way is paused once it has had its quantum, for which this waits
+        ``wait`` seconds at most. The report says in ``paused`` who made way, and in ``reasons`` why.
 
         Raises:
             RetryError: with ``queue``, somebody else comes first, whom the message names.
         """
+        library = any_library()
         if queue:
             if tags is not None or timeout is not None:
                 raise UsageError("a resume that queues is of the whole tenant: leave tags and timeout out")
-            return parsed(any_library().resume_in_turn(self._name, timeout_ms(wait)))
-        if wait is not None:
-            raise UsageError("only a resume that queues waits for others: say queue=True")
+            return _report.of(parsed(library.resume_in_turn(self._name, timeout_ms(wait, "wait"))))
         listed = tag_list(tags)
         limit_ms = timeout_ms(timeout)
-        library = any_library()
-        if listed is None:
-            return parsed(library.resume_tenant(self._name, limit_ms))
-        return parsed(library.resume_tags(self._name, listed, WHOSE_TENANT, limit_ms))
+
+        def by_command() -> dict[str, Any]:
+            return _command.run("resume", self._name, *(f"--tag={tag}" for tag in listed or ()), timeout_ms=limit_ms)
+
+        def by_library() -> str:
+            if listed is None:
+                return library.resume_tenant(self._name, limit_ms)
+            return library.resume_tags(self._name, listed, WHOSE_TENANT, limit_ms)
+
+        return waiting(lambda: _report.of(or_by_command(by_library, library, self._name, by_command)), wait)
+
+    @contextlib.contextmanager
+    def paused(
+        self,
+        tags: Tags = None,
+        *,
+        timeout: Optional[float] = None,
+        wait: Optional[float] = None,
+        deep: bool = False,
+    ) -> Iterator[Report]:
+        """Paused inside the ``with`` block, and resumed after it, also if the block raises; as :func:`sublet.paused`."""
+        listed = tag_list(tags)
+        timeout_ms(wait, "wait")
+        with back_afterwards(
+            self.pause(listed, timeout=timeout, deep=deep),
+            lambda: self.resume(listed, timeout=timeout, wait=wait),
+        ) as report:
+            yield report
 
     def prepare(self, *, wait: bool = True, timeout: Optional[float] = None) -> dict[str, Any]:
         """Brings in, while the tenant runs, the host memory that its next pause takes.
@@ -118,21 +165,21 @@ class Tenant:
         """
         return parsed(any_library().tenant_stats(self._name))
 
-    def switch(self, *, wait: Optional[float] = None) -> dict[str, Any]:
+    def switch(self, *, wait: Optional[float] = None) -> Report:
         """Has the tenant get its GPUs: pauses what is in the way there, and resumes it.
 
         Args:
             wait: while somebody in the way is in a turn, how long to wait, in seconds; by default not at all.
 
         Returns:
-            ``outcome`` (``"already"`` when it had them), ``paused`` (who was paused) and ``reasons``.
+            Its ``outcome`` is ``"already"`` when the tenant had them; ``paused`` says who was paused, and ``reasons`` why.
 
         Raises:
             RetryError: somebody in the way is in a turn, which the message names.
             OutOfDeviceMemory: the tenant does not fit, whoever makes way.
             UsageError: there is no such tenant.
         """
-        return parsed(any_library().switch_tenant(self._name, timeout_ms(wait)))
+        return _report.of(parsed(any_library().switch_tenant(self._name, timeout_ms(wait, "wait"))))
 
     def swap_to(
         self,
@@ -142,9 +189,10 @@ class Tenant:
         out_tags: Tags = None,
         in_tags: Tags = None,
         timeout: Optional[float] = None,
-    ) -> dict[str, Any]:
-        """Pauses this tenant and resumes the other, both at once; by tag as :func:`sublet.swap`."""
-        return swap(self, other, tags, out_tags=out_tags, in_tags=in_tags, timeout=timeout)
+        deep: bool = False,
+    ) -> SwapReport:
+        """Pauses this tenant and resumes the other, both simultaneously; as :func:`sublet.swap`."""
+        return swap(self, other, tags, out_tags=out_tags, in_tags=in_tags, timeout=timeout, deep=deep)
 
 
 def swap(
@@ -155,8 +203,9 @@ def swap(
     out_tags: Tags = None,
     in_tags: Tags = None,
     timeout: Optional[float] = None,
-) -> dict[str, Any]:
-    """Pauses one tenant and resumes another, both at once and in bounded device memory.
+    deep: bool = False,
+) -> SwapReport:
+    """Pauses one tenant and resumes another, both simultaneously and in bounded device memory.
 
     With tags, only their memory leaves or comes, in all processes of its tenant, as
     ``Tenant.pause(tags)`` and ``Tenant.resume(tags)`` have it. A tenant without tags of its own is
@@ -168,9 +217,10 @@ def swap(
         out_tags: of the first, beside ``tags``.
         in_tags: of the second, beside ``tags``.
         timeout: limit of each phase in seconds.
+        deep: the contexts of the first leave too, once the second runs; the first has no tags then.
 
-    Returns the reports of both as ``paused`` and ``resumed``, and raises what :func:`sublet.pause` and
-    :func:`sublet.resume` do. When the second cannot be resumed, the first runs again, with its tags.
+    Returns the reports of both, and raises what :func:`sublet.pause` and :func:`sublet.resume` do. When
+    the second cannot be resumed, the first runs again, with its tags.
 
     >>> sublet.swap("train", "train")
     Traceback (most recent call last):
@@ -188,9 +238,19 @@ def swap(
     back = both + (tag_list(in_tags) or [])
     limit_ms = timeout_ms(timeout)
     library = any_library()
-    if not out and not back:
-        return parsed(library.swap_tenants(names[0], names[1], limit_ms))
-    return parsed(library.swap_tags(names[0], out, names[1], back, limit_ms))
+    options = [f"--out-tag={tag}" for tag in out] + [f"--in-tag={tag}" for tag in back]
+
+    def by_command() -> dict[str, Any]:
+        deepened = ["--deep"] if deep else []
+        return _command.run("swap", *names, *options, *deepened, timeout_ms=limit_ms)
+
+    def by_library() -> str:
+        if options:
+            return library.swap_tags(names[0], out, names[1], back, limit_ms)
+        return library.swap_tenants(names[0], names[1], limit_ms)
+
+    done = by_command() if deep else or_by_command(by_library, library, names[1], by_command)
+    return _report.of_swap(done)
 
 
 def tenants() -> list[str]:

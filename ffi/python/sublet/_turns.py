@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Optional
 
+from sublet import _report
 from sublet._library import any_library
 from sublet._pausing import parsed, timeout_ms
+from sublet._report import Report
 
 
 @contextlib.contextmanager
-def turn(*, timeout: Optional[float] = None) -> Iterator[dict[str, Any]]:
+def turn(*, timeout: Optional[float] = None) -> Iterator[Report]:
     """The tenant of this process has its GPUs inside the ``with`` block.
 
     Waits until they are free, or until it may pause what is in the way, and does that: the least that
@@ -27,8 +29,7 @@ def turn(*, timeout: Optional[float] = None) -> Iterator[dict[str, Any]]:
         timeout: how long to wait, in seconds; by default ten minutes.
 
     Yields:
-        ``outcome`` (``"already"`` when the tenant had its GPUs), ``paused`` (whom it had paused) and
-        ``reasons``, a line each.
+        Its ``outcome`` is ``"already"`` when the tenant had its GPUs; ``paused`` says whom it had paused, and ``reasons`` why.
 
     Raises:
         RetryError: the time was up, and the message says who was in the way.
@@ -39,11 +40,11 @@ def turn(*, timeout: Optional[float] = None) -> Iterator[dict[str, Any]]:
     Blocks without the interpreter lock. A signal that comes meanwhile is handled after it.
 
     >>> with sublet.turn() as had:
-    ...     had["outcome"], sublet.paused()
+    ...     had.outcome, sublet.is_paused()
     ('already', False)
     """
     library = any_library()
-    report = parsed(library.turn_begin(timeout_ms(timeout)))
+    report = _report.of(parsed(library.turn_begin(timeout_ms(timeout))))
     try:
         yield report
     finally:

@@ -16,6 +16,7 @@ from sublet._budgets import Budget, budget_text
 from sublet._errors import Error, UsageError
 from sublet._library import preload_with
 from sublet._pausing import Tags, tag_list, timeout_ms
+from sublet._report import Report
 from sublet._tenants import Tenant, swap, tenants
 from sublet.compat import FRAMEWORKS, VARIABLE
 
@@ -48,7 +49,7 @@ class NodeOutcome:
             it did not answer; ``"standing"``, when it did its part and could not be put back.
         error: why, where something failed.
         states: the state of each tenant there, where it was asked after a failure.
-        report: what the node's own call returned, where it completed.
+        reports: what the node's own call returned, by tenant, where it completed.
     """
 
     node: str
@@ -56,7 +57,7 @@ class NodeOutcome:
     outcome: str
     error: Optional[str] = None
     states: Optional[dict[str, str]] = None
-    report: Optional[dict[str, Any]] = None
+    reports: Optional[dict[str, Report]] = None
 
     def __str__(self) -> str:
         said = f"node {self.address} ({self.node[:12]}): {self.outcome}"
@@ -207,10 +208,10 @@ def _act(order: _Order) -> dict[str, Any]:
     act, names, tags, seconds, grace = order
     begin, parent = time.monotonic(), os.getppid()
     try:
-        report = _done(act, names, tags, seconds)
+        reports = _done(act, names, tags, seconds)
     except Error as error:
         return {"outcome": "failed", "error": f"{type(error).__name__}: {error}"}
-    outcome = _outcome(report)
+    outcome = "already" if all(report.outcome == "already" for report in reports.values()) else "completed"
     # Ray's own process of the node is a worker's parent: without it nobody hears the answer.
     is_lost = os.getppid() != parent
     if outcome == "completed" and (is_lost or time.monotonic() - begin > seconds + grace):
@@ -219,21 +220,16 @@ def _act(order: _Order) -> dict[str, Any]:
         except Error as error:
             return {"outcome": "standing", "error": f"too late, and cannot be put back: {error}"}
         return {"outcome": "undone", "error": "too late"}
-    return {"outcome": outcome, "report": report}
+    return {"outcome": outcome, "reports": reports}
 
 
-def _done(act: str, names: tuple[str, ...], tags: Optional[list[str]], seconds: float) -> dict[str, Any]:
+def _done(act: str, names: tuple[str, ...], tags: Optional[list[str]], seconds: float) -> dict[str, Report]:
     if act == "switch":
-        return swap(names[0], names[1], timeout=seconds)
+        swapped = swap(names[0], names[1], timeout=seconds)
+        return {names[0]: swapped.paused, names[1]: swapped.resumed}
     tenant = Tenant(names[0])
-    if act == "pause":
-        return tenant.pause(tags, timeout=seconds)
-    return tenant.resume(tags, timeout=seconds)
-
-
-def _outcome(report: dict[str, Any]) -> str:
-    said = [part.get("outcome") for part in (report, *report.values()) if isinstance(part, dict)]
-    return "already" if said and all(word in ("already", None) for word in said) else "completed"
+    act_on = tenant.pause if act == "pause" else tenant.resume
+    return {names[0]: act_on(tags, timeout=seconds)}
 
 
 def _opposite(act: str, names: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
@@ -409,7 +405,7 @@ class _Round:
                 found[node] = self._of(node, "unknown", answer)
             else:
                 found[node] = self._of(
-                    node, answer["outcome"], answer.get("error"), answer.get("report")
+                    node, answer["outcome"], answer.get("error"), answer.get("reports")
                 )
         return found
 
@@ -418,10 +414,10 @@ class _Round:
         node: str,
         outcome: str,
         error: Optional[str] = None,
-        report: Optional[dict[str, Any]] = None,
+        reports: Optional[dict[str, Report]] = None,
         states: Optional[dict[str, str]] = None,
     ) -> NodeOutcome:
-        return NodeOutcome(node, self._nodes[node], outcome, error, states, report)
+        return NodeOutcome(node, self._nodes[node], outcome, error, states, reports)
 
     def _in_order(self, standing: dict[str, NodeOutcome]) -> tuple[NodeOutcome, ...]:
         return tuple(standing[node] for node in self._nodes)

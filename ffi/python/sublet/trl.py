@@ -84,7 +84,7 @@ class TakeTurns:
             UsageError: no generator is named, or there is no such tenant.
             NotAttachedError: this process is not under Sublet.
             OutOfDeviceMemory, RefusedError, RetryError: on entry, the trainer runs on. On leaving, it may
-                still be paused: ``sublet.paused()`` says so, and ``sublet.resume(together=True)`` can be
+                still be paused: ``sublet.is_paused()`` says so, and ``sublet.resume(together=True)`` can be
                 called again.
         """
         generator = self._generator

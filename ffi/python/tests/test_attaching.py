@@ -15,7 +15,7 @@ def test_attached_process_pauses_as_a_preloaded_one(stage: Stage) -> None:
     assert worker.do("sublet.attached()") is True
     worker.do("weights = sublet.region('weights')(simdriver.allocate)(4 * MIB, fill=7)")
     worker.do("sublet.pause('weights')")
-    assert worker.do("sublet.paused('weights')") is True
+    assert worker.do("sublet.is_paused('weights')") is True
     worker.do("sublet.resume()")
     worker.do("sublet.pause(); sublet.resume()")
     assert worker.do("weights.read() == b'\\x07' * 4 * MIB") is True

@@ -371,7 +371,7 @@ def test_all_ranks_may_pause_and_resume_nccl_at_once(stage: Stage, nccl_like: Pa
     for _ in range(4):
         for call in ("pause", "resume"):
             for rank in ranks:
-                rank.tell(f"sublet.{call}('nccl')['outcome']")
+                rank.tell(f"sublet.{call}('nccl').outcome")
             outcomes = [rank.answer() for rank in ranks]
             assert set(outcomes) <= {"completed", "already"} and "completed" in outcomes
             wanted = 0 if call == "pause" else 4 * MIB

@@ -13,7 +13,7 @@ import pytest
 import simdriver
 import sublet
 
-MODULES = ("_errors", "_library", "_memory", "_pausing", "_regions", "_tenants", "ray")
+MODULES = ("_errors", "_library", "_memory", "_pausing", "_regions", "_report", "_tenants", "_turns", "ray")
 
 
 def examples() -> list[doctest.DocTest]:

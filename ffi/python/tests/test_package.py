@@ -50,7 +50,7 @@ def test_process_without_sublet_is_told_both_ways_in() -> None:
     calls: list[Callable[[], object]] = [
         sublet.pause,
         sublet.resume,
-        sublet.paused,
+        sublet.is_paused,
         sublet.stats,
         sublet.region("kv").__enter__,
         lambda: sublet.host_copy(ArrayLike()),
@@ -63,13 +63,12 @@ def test_process_without_sublet_is_told_both_ways_in() -> None:
 @pytest.mark.tenant("train")
 def test_process_without_device_memory_is_told_so() -> None:
     assert sublet.attached()
-    assert not sublet.paused()
+    assert not sublet.is_paused()
     with pytest.raises(sublet.NotAttachedError, match="this process of tenant 'train' has no GPU memory yet"):
         sublet.stats()
     for call in (sublet.pause, sublet.resume):
-        assert call() == {"outcome": "nothing"}
-        assert call(together=True) == {"outcome": "nothing"}
-    assert not sublet.paused()
+        assert call() == call(together=True) == sublet.Report("nothing")
+    assert not sublet.is_paused()
     with pytest.raises(sublet.UsageError, match="there is no tenant 'other'"):
         sublet.Tenant("other").pause()
 
@@ -94,10 +93,15 @@ def test_bad_arguments_are_refused_before_anything_is_done() -> None:
             sublet.pause(timeout=timeout)  # type: ignore[arg-type]
     with pytest.raises(sublet.UsageError, match="no tag"):
         sublet.pause(tags=[])
-    with pytest.raises(sublet.UsageError, match="'process' or 'tenant'"):
-        sublet.resume("kv", whose="mine")  # type: ignore[arg-type]
-    with pytest.raises(sublet.UsageError, match="name"):
-        sublet.Tenant("")
+    with pytest.raises(sublet.UsageError, match="not 3"):
+        sublet.pause(3)  # type: ignore[arg-type]
+    with pytest.raises(sublet.UsageError, match="wait is a number of seconds"):
+        sublet.Tenant("a").resume(wait=-1)
+    with pytest.raises(sublet.UsageError, match="leave tags out"):
+        sublet.Tenant("a").pause("kv", deep=True)
+    for name in ("", "a b", ".a", "no/name", "x" * 41, 7):
+        with pytest.raises(ValueError, match="a tenant's name is 1 to 40"):
+            sublet.Tenant(name)  # type: ignore[arg-type]
     with pytest.raises(sublet.UsageError, match="both"):
         sublet.swap("a", sublet.Tenant("a"))
 

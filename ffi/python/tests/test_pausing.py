@@ -13,6 +13,7 @@ import pytest
 import sublet
 from package_stage import Stage
 from simdriver import MIB, SUCCESS, Capture, Memory, allocate, free_bytes
+from sublet import _pausing
 
 tenant = pytest.mark.tenant("train")
 
@@ -39,26 +40,26 @@ def test_kept_tag_comes_back_with_its_bytes_and_discarded_one_without() -> None:
     before_bytes = free_bytes()
 
     report = sublet.pause(["weights", "kv"])
-    assert report["outcome"] == "completed"
+    assert report.outcome == "completed"
     assert free_bytes() == before_bytes + 12 * MIB
-    assert sublet.paused("weights") and sublet.paused("kv") and not sublet.paused()
+    assert sublet.is_paused("weights") and sublet.is_paused("kv") and not sublet.is_paused()
     # The process runs on with what was not named.
     assert other.read() == b"\x09" * (2 * MIB)
-    assert sublet.pause(["weights", "kv"])["outcome"] == "already"
+    assert sublet.pause(["weights", "kv"]).outcome == "already"
 
-    assert sublet.resume(["weights", "kv"])["outcome"] == "completed"
+    assert sublet.resume(["weights", "kv"]).outcome == "completed"
     assert free_bytes() == before_bytes
     assert weights.read() == b"\x07" * (4 * MIB)
     assert len(cache.read()) == 8 * MIB
-    assert not sublet.paused("weights")
-    assert sublet.resume("weights")["outcome"] == "already"
+    assert not sublet.is_paused("weights")
+    assert sublet.resume("weights").outcome == "already"
 
 
 @tenant
 def test_one_tag_leaves_and_the_other_stays_usable() -> None:
     weights, cache = in_region("weights", "keep"), in_region("kv", "keep", fill=8)
     sublet.pause("kv")
-    assert (sublet.paused("kv"), sublet.paused("weights")) == (True, False)
+    assert (sublet.is_paused("kv"), sublet.is_paused("weights")) == (True, False)
     assert weights.read() == b"\x07" * (4 * MIB)
     weights.write(b"\x01")
     sublet.resume()
@@ -72,10 +73,10 @@ def test_whole_pause_takes_everything_and_leaves_tags_away_that_were() -> None:
     other = allocate(2 * MIB, fill=9)
     sublet.pause("kv")
     sublet.pause()
-    assert sublet.paused()
-    assert sublet.resume()["outcome"] == "completed"
-    assert not sublet.paused()
-    assert sublet.paused("kv") and not sublet.paused("weights")
+    assert sublet.is_paused()
+    assert sublet.resume().outcome == "completed"
+    assert not sublet.is_paused()
+    assert sublet.is_paused("kv") and not sublet.is_paused("weights")
     assert weights.read() == b"\x07" * (4 * MIB) and other.read() == b"\x09" * (2 * MIB)
     sublet.resume()
     assert cache.read() == b"\x08" * (4 * MIB)
@@ -87,7 +88,7 @@ def test_resume_of_a_tag_lets_a_wholly_paused_tenant_run() -> None:
     other = allocate(2 * MIB, fill=9)
     sublet.pause()
     sublet.resume("weights")
-    assert not sublet.paused() and not sublet.paused("weights") and sublet.paused("kv")
+    assert not sublet.is_paused() and not sublet.is_paused("weights") and sublet.is_paused("kv")
     assert weights.read() == b"\x07" * (4 * MIB) and other.read() == b"\x09" * (2 * MIB)
     sublet.resume("kv")
     assert cache.read() == b"\x08" * (4 * MIB)
@@ -96,10 +97,10 @@ def test_resume_of_a_tag_lets_a_wholly_paused_tenant_run() -> None:
 @tenant
 def test_resume_of_what_runs_is_a_success() -> None:
     allocate(2 * MIB)
-    assert sublet.resume()["outcome"] == "already"
+    assert sublet.resume().outcome == "already"
     in_region("kv", "keep")
     for tags in (None, "kv"):
-        assert sublet.resume(tags)["outcome"] == "already"
+        assert sublet.resume(tags).outcome == "already"
 
 
 @tenant
@@ -110,7 +111,7 @@ def test_unknown_tag_is_named_with_those_there_are() -> None:
             call("caches")
         assert set(caught.value.tags) == {"weights", "kv"}
     with pytest.raises(sublet.UsageError, match="kv, weights") as caught:
-        sublet.paused("caches")
+        sublet.is_paused("caches")
     assert set(caught.value.tags) == {"weights", "kv"}
 
 
@@ -119,11 +120,11 @@ def test_nccls_tag_is_no_regions_and_goes_in_a_call_of_its_own() -> None:
     in_region("kv", "keep")
     for call in (sublet.pause, sublet.resume):
         # No communicator is there; one that were made would wait.
-        assert [call("nccl")["outcome"] for _ in range(2)] == ["completed", "already"]
+        assert [call("nccl").outcome for _ in range(2)] == ["completed", "already"]
         with pytest.raises(sublet.UsageError, match="in a call of its own"):
             call(["kv", "nccl"])
-    assert sublet.pause(["kv", "nccl"], whose="tenant")["outcome"] == "completed"
-    assert sublet.resume(["kv", "nccl"], whose="tenant")["outcome"] == "completed"
+    assert sublet.Tenant().pause(["kv", "nccl"]).outcome == "completed"
+    assert sublet.Tenant().resume(["kv", "nccl"]).outcome == "completed"
     with pytest.raises(sublet.UsageError, match="nccl's own memory"), sublet.region("nccl"):
         pass
 
@@ -250,11 +251,11 @@ def test_tag_with_an_open_region_is_not_paused() -> None:
     assert opened.wait(30)
     with pytest.raises(sublet.UsageError, match="open") as caught:
         sublet.pause("kv")
-    assert caught.value.tags == ("kv",) and not sublet.paused("kv")
+    assert caught.value.tags == ("kv",) and not sublet.is_paused("kv")
     done.set()
     thread.join()
-    assert sublet.pause("kv")["outcome"] == "completed"
-    assert sublet.resume("kv")["outcome"] == "completed"
+    assert sublet.pause("kv").outcome == "completed"
+    assert sublet.resume("kv").outcome == "completed"
 
 
 @tenant
@@ -264,7 +265,7 @@ def test_pause_in_the_middle_of_a_capture_is_for_later() -> None:
         for tags in (None, "kv"):
             with pytest.raises(sublet.RetryError, match="captur"):
                 sublet.pause(tags, timeout=1)
-    assert sublet.pause("kv")["outcome"] == "completed"
+    assert sublet.pause("kv").outcome == "completed"
 
 
 @tenant
@@ -281,10 +282,72 @@ def test_shortage_at_resume_names_the_bytes_and_a_retry_works() -> None:
         (device,) = caught.value.devices
         assert device["uuid"] == uuid
         assert (device["free_bytes"], device["needed_bytes"]) == (left_bytes, 8 * MIB)
-        assert sublet.paused("weights")
+        assert sublet.is_paused("weights")
     hoard.free()
-    assert sublet.resume("weights")["outcome"] == "completed"
+    assert sublet.resume("weights").outcome == "completed"
     assert weights.read() == b"\x07" * (8 * MIB)
+
+
+class Clock:
+    """Time that passes in sleeps alone, each of which does something."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.now, self.then = 0.0, then
+
+    def monotonic(self) -> float:
+        """What it shows."""
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """What it shows afterwards."""
+        self.now += seconds
+        self.then()
+
+
+@tenant
+def test_resume_that_waits_tries_again_until_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = in_region("weights", "keep", 8 * MIB)
+    hoards: list[Memory] = []
+
+    def free() -> None:
+        if clock.now > 5:
+            hoards.pop().free()
+
+    clock = Clock(free)
+    monkeypatch.setattr(_pausing, "time", clock)
+    calls: list[Callable[..., sublet.Report]] = [sublet.resume, sublet.Tenant().resume]
+    for call in calls:
+        sublet.pause("weights")
+        hoards.append(allocate(free_bytes() - 6 * MIB))
+        clock.now = 0.0
+        with pytest.raises(sublet.OutOfDeviceMemory):
+            call("weights", wait=3)
+        assert clock.now == 3 and sublet.is_paused("weights")
+        clock.now = 0.0
+        assert call("weights", wait=60).returned_bytes == 8 * MIB
+        assert 5 < clock.now < 60 and not hoards
+    assert weights.read() == b"\x07" * (8 * MIB)
+
+
+@tenant
+def test_block_in_which_memory_is_away_brings_back_what_it_took() -> None:
+    cache = in_region("kv", "keep", fill=8)
+    with sublet.paused("kv") as report:
+        assert (report.outcome, report.freed_bytes) == ("completed", 4 * MIB)
+        with sublet.paused("kv") as inner:
+            assert inner.outcome == "already"
+        # It was away before.
+        assert sublet.is_paused("kv")
+    assert not sublet.is_paused("kv")
+    for blocks in (sublet.paused, sublet.Tenant().paused):
+        with pytest.raises(ZeroDivisionError), blocks():
+            assert sublet.is_paused()
+            _ = 1 // 0
+        assert not sublet.is_paused()
+    with pytest.raises(sublet.UsageError, match="wait is a number"), sublet.paused("kv", wait=0):
+        pass
+    assert not sublet.is_paused("kv")
+    assert cache.read() == b"\x08" * (4 * MIB)
 
 
 def test_shortage_of_host_memory_at_pause_changes_nothing(stage: Stage) -> None:
@@ -293,7 +356,7 @@ def test_shortage_of_host_memory_at_pause_changes_nothing(stage: Stage) -> None:
     kind, missing_bytes = worker.do("failure(sublet.pause, 'missing_bytes')")
     assert kind == "OutOfHostMemory"
     assert missing_bytes is None or missing_bytes > 0
-    assert worker.do("sublet.paused()") is False
+    assert worker.do("sublet.is_paused()") is False
     assert worker.do("memory.read() == b'\\x07' * 4 * MIB") is True
 
 
@@ -301,15 +364,18 @@ def test_shortage_of_host_memory_at_pause_changes_nothing(stage: Stage) -> None:
 def test_reports_and_statistics_are_plain_and_in_their_units() -> None:
     in_region("weights", "keep")
     report = sublet.pause()
-    assert json.loads(json.dumps(report)) == report
-    assert report["wall_us"] > 0
+    assert json.loads(json.dumps(report.details)) == report.details
+    assert (report.freed_bytes, report.returned_bytes, report.stayed_bytes) == (4 * MIB, 0, 0)
+    assert report.seconds == report.details["wall_us"] / 1e6 > 0
+    assert str(report) == f"completed in {report.seconds:.3f} s: 4.0 MiB given back"
     held = sublet.stats()
     assert json.loads(json.dumps(held)) == held
     assert held["member"]["pid"] == os.getpid()
     assert held["member"]["state"] == "paused"
     assert held["pauses"] == 1 and held["last_pause"]
-    sublet.resume()
+    assert sublet.resume().returned_bytes == 4 * MIB
     assert sublet.stats()["resumes"] == 1
+    assert sublet.resume() == sublet.Report("already")
 
 
 @tenant

@@ -59,7 +59,7 @@ def test_environment_that_contradicts_is_refused() -> None:
         sublet.ray.env("train", runtime_env={"env_vars": {"SUBLET_TENANT": "infer"}})
     with pytest.raises(sublet.UsageError, match="no 'nobody'"):
         sublet.ray.env("train", compat="nobody")
-    with pytest.raises(sublet.UsageError, match="a tenant has a name"):
+    with pytest.raises(sublet.UsageError, match="a tenant's name is"):
         sublet.ray.env("")
 
 
@@ -83,7 +83,7 @@ def test_node_that_is_too_late_puts_its_part_back(
     worker.do("memory = simdriver.allocate(2 * MIB)")
     late = sublet.ray._act(("pause", ("train",), None, TIMEOUT_S, -TIMEOUT_S))
     assert late == {"outcome": "undone", "error": "too late"}
-    assert worker.do("sublet.paused()") is False
+    assert worker.do("sublet.is_paused()") is False
     assert sublet.ray._act(("pause", ("train",), None, TIMEOUT_S, 0.0))["outcome"] == "completed"
     assert sublet.ray._look(("train", "infer")) == {"train": "paused"}
     # What was done already is not put back.
@@ -116,7 +116,7 @@ class Machine:
 
     def is_paused(self, tenant: str) -> bool:
         """Is it, by its own word?"""
-        found: bool = self.workers[tenant].do("sublet.paused()")
+        found: bool = self.workers[tenant].do("sublet.is_paused()")
         return found
 
     def standing(self) -> dict[str, bool]:
@@ -272,8 +272,8 @@ def test_tenants_are_switched_on_every_node(cluster: RayCluster) -> None:
     nodes = sublet.ray.switch("train", sublet.Tenant("infer"))
     assert outcomes(nodes, cluster) == ["completed"] * 2
     for node in nodes:
-        assert node.address == "127.0.0.1" and node.error is None and node.report is not None
-        assert node.report["paused"]["outcome"] == node.report["resumed"]["outcome"] == "completed"
+        assert node.address == "127.0.0.1" and node.error is None and node.reports is not None
+        assert node.reports["train"].outcome == node.reports["infer"].outcome == "completed"
     for machine in cluster.machines:
         assert machine.standing() == {"train": True, "infer": False}
         assert machine.workers["infer"].do(f"memory.read() == bytes([5]) * {HELD}") is True
@@ -298,7 +298,7 @@ def test_actor_with_the_environment_is_of_the_tenant(cluster: RayCluster) -> Non
         def holds(self) -> tuple[bool, bool]:
             import sublet
 
-            return sublet.paused(), sublet.paused() or self.memory.read()[:1] == b"\t"
+            return sublet.is_paused(), sublet.is_paused() or self.memory.read()[:1] == b"\t"
 
     one = cluster.machines[0]
     strategies: Any = importlib.import_module("ray.util.scheduling_strategies")

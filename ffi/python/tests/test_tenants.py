@@ -24,12 +24,12 @@ def test_tenant_is_paused_and_resumed_from_outside(stage: Stage) -> None:
     worker.do("memory = simdriver.allocate(4 * MIB, fill=7)")
     train = sublet.Tenant("train")
     assert sublet.tenants() == ["train"]
-    assert train.pause()["outcome"] == "completed"
-    assert train.pause()["outcome"] == "already"
-    assert worker.do("sublet.paused()") is True
+    assert train.pause().outcome == "completed"
+    assert train.pause().outcome == "already"
+    assert worker.do("sublet.is_paused()") is True
     members = train.stats()["members"]
     assert [member["member"]["pid"] for member in members] == [worker.pid]
-    assert train.resume()["outcome"] == "completed"
+    assert train.resume().outcome == "completed"
     assert worker.do("memory.read() == b'\\x07' * 4 * MIB") is True
     assert not sublet.attached()
 
@@ -75,7 +75,7 @@ def test_tags_of_all_processes_leave_and_the_processes_run_on(stage: Stage) -> N
     train = sublet.Tenant("train")
     train.pause("weights")
     for worker in workers:
-        assert worker.do("(sublet.paused('weights'), sublet.paused())") == [True, False]
+        assert worker.do("(sublet.is_paused('weights'), sublet.is_paused())") == [True, False]
         assert worker.do("other.read() == b'\\x09' * 2 * MIB") is True
     train.resume(["weights"])
     for worker in workers:
@@ -90,10 +90,10 @@ def test_tags_of_one_process_or_of_its_tenant(stage: Stage) -> None:
     for worker in (one, other):
         worker.do("weights = sublet.region('weights')(simdriver.allocate)(4 * MIB, fill=7)")
     one.do("sublet.pause('weights')")
-    assert (one.do("sublet.paused('weights')"), other.do("sublet.paused('weights')")) == (True, False)
-    one.do("sublet.pause('weights', whose='tenant')")
-    assert other.do("sublet.paused('weights')") is True
-    one.do("sublet.resume(whose='tenant')")
+    assert (one.do("sublet.is_paused('weights')"), other.do("sublet.is_paused('weights')")) == (True, False)
+    one.do("sublet.Tenant().pause('weights')")
+    assert other.do("sublet.is_paused('weights')") is True
+    one.do("sublet.Tenant().resume()")
     for worker in (one, other):
         assert worker.do("weights.read() == b'\\x07' * 4 * MIB") is True
 
@@ -102,9 +102,9 @@ def test_process_without_device_memory_pauses_its_tenant(stage: Stage) -> None:
     launcher, worker = stage.worker("train"), stage.worker("train")
     worker.do("weights = sublet.region('weights')(simdriver.allocate)(4 * MIB, fill=7)")
     launcher.do("sublet.pause()")
-    assert worker.do("sublet.paused()") is True
+    assert worker.do("sublet.is_paused()") is True
     launcher.do("sublet.resume()")
-    assert worker.do("sublet.paused()") is False
+    assert worker.do("sublet.is_paused()") is False
     worker.do("sublet.pause('weights')")
     launcher.do("sublet.resume()")
     assert worker.do("weights.read() == b'\\x07' * 4 * MIB") is True
@@ -121,7 +121,7 @@ def test_processes_pause_together_without_the_interpreter_lock(stage: Stage) -> 
         assert one.do(f"{never} or pause.is_alive()") is True
     other.do("sublet.pause(together=True)")
     one.do(f"pause.join({TIMEOUT_S})")
-    assert one.do("sublet.paused()") is True and other.do("sublet.paused()") is True
+    assert one.do("sublet.is_paused()") is True and other.do("sublet.is_paused()") is True
     one.tell("sublet.resume(together=True)")
     other.do("sublet.resume(together=True)")
     one.answer()
@@ -135,7 +135,7 @@ def test_process_that_does_not_pause_together_is_named(stage: Stage) -> None:
         worker.do("memory = simdriver.allocate(2 * MIB)")
     kind, args = one.do("failure(lambda: sublet.pause(together=True), 'args')")
     assert kind == "RetryError" and f"process {other.pid} has not called" in args[0]
-    assert one.do("sublet.paused()") is False
+    assert one.do("sublet.is_paused()") is False
 
 
 def test_together_takes_no_tags_and_no_timeout(stage: Stage) -> None:
@@ -154,9 +154,9 @@ def test_tenants_are_swapped(stage: Stage) -> None:
     assert sublet.tenants() == ["infer", "train"]
     infer.pause()
     train.swap_to(infer)
-    assert workers["train"].do("sublet.paused()") and not workers["infer"].do("sublet.paused()")
+    assert workers["train"].do("sublet.is_paused()") and not workers["infer"].do("sublet.is_paused()")
     sublet.swap("infer", train)
-    assert not workers["train"].do("sublet.paused()") and workers["infer"].do("sublet.paused()")
+    assert not workers["train"].do("sublet.is_paused()") and workers["infer"].do("sublet.is_paused()")
     assert workers["train"].do("memory.read() == b'\\x07' * 4 * MIB") is True
     infer.resume()
 
@@ -169,12 +169,13 @@ def test_tenants_are_swapped_by_tag(stage: Stage) -> None:
     train, infer = sublet.Tenant("train"), sublet.Tenant("infer")
     infer.pause("kv")
     done = train.swap_to(infer, "kv")
-    assert done["paused"]["window_bytes"] == done["resumed"]["window_bytes"] > 0
-    assert workers["train"].do("sublet.paused('kv')") and not workers["train"].do("sublet.paused()")
+    assert done.paused.details["window_bytes"] == done.resumed.details["window_bytes"] > 0
+    assert (done.paused.freed_bytes, done.resumed.returned_bytes) == (4 << 20, 4 << 20)
+    assert workers["train"].do("sublet.is_paused('kv')") and not workers["train"].do("sublet.is_paused()")
     assert workers["infer"].do("cache.read() == b'\\x08' * 4 * MIB") is True
     # All of the one, for a tag of the other.
     sublet.swap(infer, "train", in_tags=["kv"])
-    assert workers["infer"].do("sublet.paused()") is True
+    assert workers["infer"].do("sublet.is_paused()") is True
     assert workers["train"].do("cache.read() == b'\\x08' * 4 * MIB") is True
     with pytest.raises(sublet.UsageError, match="no memory with the tag 'no'"):
         train.swap_to(infer, out_tags="no")
@@ -198,5 +199,5 @@ def test_command_of_the_package_drives_tenants_too(stage: Stage) -> None:
     ran = stage.run("-m", "sublet", "ps")
     assert ran.returncode == 0 and "train" in ran.stdout and str(worker.pid) in ran.stdout
     assert stage.run("-m", "sublet", "pause", "train").returncode == 0
-    assert worker.do("sublet.paused()") is True
+    assert worker.do("sublet.is_paused()") is True
     assert stage.run("-m", "sublet", "resume", "train").returncode == 0

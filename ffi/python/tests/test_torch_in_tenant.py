@@ -45,11 +45,11 @@ def half_used(torch: FakeTorch, memory: Memory, pool: Any) -> None:
     )
 
 
-def saved_bytes(report: Dict[str, Any]) -> int:
+def saved_bytes(report: sublet.Report) -> int:
     """How much a pause copied."""
     members: List[Dict[str, Any]] = [
         member
-        for phase in report["phases"]
+        for phase in report.details["phases"]
         if phase["phase"] == "Prepare"
         for member in phase["members"]
     ]

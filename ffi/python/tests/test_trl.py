@@ -114,7 +114,7 @@ def test_what_cannot_be_is_refused_by_name(transformers: Path) -> None:
         pass
     with pytest.raises(sublet.UsageError, match="nobody"), TakeTurns("nobody").away():
         pass
-    assert sublet.paused() is False
+    assert sublet.is_paused() is False
     callback: Any = importlib.import_module("transformers").TrainerCallback
     del callback.on_optimizer_step
     importlib.import_module("sublet.trl")._classes.clear()
@@ -167,9 +167,9 @@ def test_trainer_is_away_while_the_generator_runs(stage: Stage, transformers: Pa
         train.do("asked.clear(); told.clear()")
         train.do(f"thread = threading.Thread(target=step, args=({prompts!r},)); thread.start()")
         train.do("asked.wait(60)")
-        assert train.do("sublet.paused()") is True and infer.do("sublet.paused()") is False
+        assert train.do("sublet.is_paused()") is True and infer.do("sublet.is_paused()") is False
         assert infer.do("memory.read() == b'\\x07' * 4 * MIB") is True
         train.do("told.set(); thread.join(60)")
         assert train.do("said.pop()") == answer
-        assert train.do("sublet.paused()") is False and infer.do("sublet.paused()") is True
+        assert train.do("sublet.is_paused()") is False and infer.do("sublet.is_paused()") is True
         assert train.do("memory.read() == b'\\x07' * 4 * MIB") is True

@@ -31,25 +31,29 @@ def use() -> None:
         pass
     assert_type(sublet.library_path(), str)
     assert_type(sublet.nccl_library_path(), str)
-    assert_type(sublet.pause(), dict[str, Any])
-    assert_type(sublet.pause("kv", whose="tenant", timeout=2.5), dict[str, Any])
-    assert_type(sublet.resume(("kv", "weights")), dict[str, Any])
+    assert_type(sublet.pause(deep=True), sublet.Report)
+    assert_type(sublet.pause("kv", timeout=2.5).freed_bytes, int)
+    assert_type(sublet.resume(("kv", "weights"), wait=5).seconds, float)
     sublet.resume({"kv": 1}.keys(), together=False)
-    assert_type(sublet.paused(), bool)
-    assert_type(sublet.paused("kv"), bool)
+    assert_type(sublet.is_paused(), bool)
+    assert_type(sublet.is_paused("kv"), bool)
+    with sublet.paused("kv", wait=2) as report:
+        assert_type(report, sublet.Report)
+    with sublet.Tenant().paused(deep=True) as report:
+        assert_type(report.details, dict[str, Any])
     assert_type(sublet.stats(), dict[str, Any])
     assert_type(sublet.tenants(), list[str])
     assert_type(sublet.budget("0=40GiB"), dict[str, Any])
     assert_type(sublet.Tenant("train").budget({0: "40GiB", 1: "none"}), dict[str, Any])
     with sublet.turn(timeout=3) as turn:
-        assert_type(turn, dict[str, Any])
+        assert_type(turn, sublet.Report)
     train = sublet.Tenant("train")
-    assert_type(train.switch(wait=1), dict[str, Any])
+    assert_type(train.switch(wait=1), sublet.Report)
     assert_type(train.name, str)
-    assert_type(train.swap_to("infer", timeout=1), dict[str, Any])
-    assert_type(sublet.swap(train, "infer"), dict[str, Any])
-    assert_type(train.swap_to("infer", "kv", in_tags=["weights"]), dict[str, Any])
-    assert_type(sublet.swap(train, "infer", out_tags="kv"), dict[str, Any])
+    assert_type(train.swap_to("infer", timeout=1, deep=True), sublet.SwapReport)
+    assert_type(sublet.swap(train, "infer").resumed, sublet.Report)
+    train.swap_to("infer", "kv", in_tags=["weights"])
+    sublet.swap(train, "infer", out_tags="kv")
 
 
 def clusters() -> None:

@@ -306,7 +306,7 @@ class Implementation:
         """Pauses or resumes this process's memory of ``tag``."""
         tags = self._binary_wrapper.tags(tag or None)
         if tags:
-            act(tags, whose="process")
+            act(tags)
             # Asked for nothing, it frees what it has made for backups that there are no more.
             self.functions.tms_get_cpu_backup_pointer(None, 0)
 

@@ -189,7 +189,7 @@ class CuMemAllocator:
         known = set(self._tags.values())
         wanted = known if tags is None else known.intersection(tags)
         if wanted:
-            sublet.resume([PREFIX + tag for tag in sorted(wanted)], whose="process")
+            sublet.resume([PREFIX + tag for tag in sorted(wanted)])
 
     def _fall_asleep(self, tags: set[str], unsaved: set[str]) -> None:
         if not tags:
@@ -200,7 +200,7 @@ class CuMemAllocator:
             if data.tag in unsaved
         ]
         with giving_up(self._library, given_up):
-            sublet.pause([PREFIX + tag for tag in sorted(tags)], whose="process")
+            sublet.pause([PREFIX + tag for tag in sorted(tags)])
 
     def _give_back_unused(self) -> None:
         gc.collect()

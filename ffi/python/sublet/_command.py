@@ -1,0 +1,60 @@
+"""Pauses and resumes that only the ``sublet`` command can carry out: a process cannot have the driver freeze or thaw itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from typing import Any, Optional
+
+from sublet._errors import RefusedError, UsageError, from_document
+from sublet._library import command_path
+from sublet._native import Library
+
+#: What a report says of a change that was made, but not wholly as asked.
+_SHORTFALLS = ("stayed_bytes", "losses", "not_deep")
+
+
+def run(action: str, *arguments: str, timeout_ms: int = 0) -> dict[str, Any]:
+    """Runs the command, and returns the halves or the one report of its document as the library would have them.
+
+    Blocks until the command ends, which has a limit for each of its phases. A Ctrl-C does not reach the command.
+
+    Raises:
+        UsageError, RetryError, RefusedError, OutOfDeviceMemory, OutOfHostMemory, LostError: as the command said.
+    """
+    limit = [f"--timeout={timeout_ms}ms"] if timeout_ms else []
+    # It speaks to the driver for itself, without us in between.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    command = [command_path(), action, "--json", *limit, *arguments]
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    try:
+        child = subprocess.Popen(
+            command, env=environment, text=True, stdin=nothing, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+    except OSError as error:
+        raise RefusedError(f"{action}: cannot start {command[0]}: {error}; install the package again") from error
+    with child:
+        said, complaint = child.communicate()
+    if not said:
+        # It has not understood the command line, or has died.
+        raise UsageError(f"{action}: {complaint.strip() or f'{command[0]} ended with {child.returncode}'}")
+    document = json.loads(said)
+    halves = [_answer(action, half) for half in document.get("halves") or [document]]
+    return halves[0] if len(halves) == 1 else {"paused": halves[0], "resumed": halves[1]}
+
+
+def _answer(action: str, half: dict[str, Any]) -> dict[str, Any]:
+    outcome = half.get("outcome", "failed")
+    if outcome == "failed":
+        raise from_document(action, half)
+    report = half["report"] or {"stayed_bytes": half["stayed_bytes"]}
+    if any(report.get(name) for name in _SHORTFALLS):
+        outcome = "partial"
+    return {**report, "outcome": outcome, "paused": half["paused"], "reasons": half["reasons"]}
+
+
+def is_deep(library: Library, tenant: Optional[str]) -> bool:
+    """Is a process of the tenant frozen? ``None`` is the caller's own tenant."""
+    members = json.loads(library.tenant_stats(tenant))["members"]
+    return any(member["member"]["state"] == "deep" for member in members)
