@@ -48,8 +48,11 @@ def test_every_module_has_its_names(find: Any) -> None:
     wanted = {
         "torch_memory_saver": ["TorchMemorySaver", "configure_subprocess", "torch_memory_saver"],
         "torch_memory_saver.binary_wrapper": ["BinaryWrapper"],
-        "torch_memory_saver.entrypoint": ["TorchMemorySaver", "is_xpu"],
+        "torch_memory_saver.entrypoint": ["TorchMemorySaver", "_TorchMemorySaverImpl", "is_xpu"],
+        "torch_memory_saver.hooks.base": ["HookMode", "HookUtilBase"],
+        "torch_memory_saver.hooks.mode_torch": ["HookUtilModeTorch"],
         "torch_memory_saver.hooks.mode_preload": [
+            "HookUtilModePreload",
             "configure_subprocess",
             "get_binary_path_from_package",
         ],
@@ -178,3 +181,30 @@ def test_tests_of_programs_ask_which_device_there_is_and_what_it_holds(
         utils.empty_cache()
         assert utils.get_and_print_gpu_memory("now", gpu_id=1) == 1 << 30
         assert capsys.readouterr().out == "GPU 1 memory: 1.00 GiB (now)\n"
+
+
+def test_hook_modes_name_the_object_and_an_allocator_over_its_functions(
+    find: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = find("torch_memory_saver.hooks.base")
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    by_preload = base.HookUtilBase.create("preload")
+    assert by_preload.get_path_binary() == str(preload.get_binary_path_from_package(STEM))
+    assert by_preload.get_allocator() is None
+    monkeypatch.setenv("LD_PRELOAD", f"/other.so:/copied/{STEM}.so")
+    assert by_preload.get_path_binary() == f"/copied/{STEM}.so"
+
+    made: list[tuple[str, ...]] = []
+    memory = types.ModuleType("torch.cuda.memory")
+
+    def allocator(*given: str) -> Any:
+        made.append(given)
+        return types.SimpleNamespace(allocator=lambda: "an allocator")
+
+    setattr(memory, "CUDAPluggableAllocator", allocator)
+    monkeypatch.setitem(sys.modules, "torch.cuda.memory", memory)
+    by_torch = base.HookUtilBase.create("torch")
+    assert made == [(by_torch.get_path_binary(), "tms_torch_malloc", "tms_torch_free")]
+    assert by_torch.get_allocator() == "an allocator"
+    with pytest.raises(ValueError, match="'preload' or 'torch', not 'sublet'"):
+        base.HookUtilBase.create("sublet")

@@ -3,9 +3,9 @@
 import sys
 
 from sublet.compat.torch_memory_saver import saver
-from sublet.compat.torch_memory_saver.saver import TorchMemorySaver, is_xpu
+from sublet.compat.torch_memory_saver.saver import TorchMemorySaver, _TorchMemorySaverImpl, is_xpu
 
-__all__ = ["TorchMemorySaver", "is_xpu"]
+__all__ = ["TorchMemorySaver", "_TorchMemorySaverImpl", "is_xpu"]
 
 # What is set here is set there.
 sys.modules[__name__] = saver

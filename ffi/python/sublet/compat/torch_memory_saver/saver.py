@@ -329,6 +329,10 @@ class Implementation:
         return backup if zero_copy else backup.clone()
 
 
+#: By the name that programs and tests reach for.
+_TorchMemorySaverImpl = Implementation
+
+
 @contextlib.contextmanager
 def _passing_pool(adapter: Any) -> Iterator[None]:
     """torch allocates from a pool that goes at the end, whichever region is open."""
