@@ -6,14 +6,16 @@ import contextlib
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 
 import sublet
 from fake_torch import FakeTorch
+from package_stage import Stage
 from simdriver import MIB, Memory, allocate, free_bytes
 from sublet.compat import vllm as compat
 
@@ -184,6 +186,61 @@ def test_what_was_freed_in_a_pool_goes_back_at_its_end() -> None:
     assert quantized.read()[:1] == b"\2"
 
 
+@pytest.mark.tenant("vllm")
+def test_wake_up_by_tag_takes_along_what_may_not_stay_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = PooledTorch()
+    allocator = compat.CuMemAllocator.get_instance()
+    with allocator.use_memory_pool("empty"):
+        pass
+    made = {}
+    for fill, tag in enumerate(("weights", "kv_cache", "runtime"), 1):
+        with allocator.use_memory_pool(tag):
+            made[tag] = torch.tensor(fill)
+    # Versions that have no such list wake up what is named, and no more.
+    for deferrable, awake in ((None, {"weights"}), (("weights", "kv_cache"), {"weights", "runtime"})):
+        module = types.ModuleType("vllm.device_allocator")
+        if deferrable is not None:
+            setattr(module, "DEFERRABLE_TAGS", deferrable)
+        monkeypatch.setitem(sys.modules, "vllm.device_allocator", module)
+        allocator.sleep(("weights", "runtime"))
+        assert all(data.is_asleep for data in allocator.pointer_to_data.values())
+        allocator.wake_up(["weights"])
+        found = {data.tag for data in allocator.pointer_to_data.values() if not data.is_asleep}
+        assert found == awake
+        allocator.wake_up()
+    allocator.discard("runtime")
+    assert [data.tag for data in allocator.pointer_to_data.values() if data.is_asleep] == ["runtime"]
+    allocator.wake_up()
+    assert made["weights"].read()[:1] == b"\1"
+
+
+@pytest.mark.tenant("vllm")
+def test_what_graphs_are_captured_into_sleeps_with_its_contents() -> None:
+    torch = PooledTorch()
+    allocator = compat.CuMemAllocator.get_instance()
+    outside = torch.tensor(4)
+    pools = []
+    for fill in (1, 2):
+        with allocator.cudagraph_pool() as pool:
+            assert allocator.current_tag == "cudagraph"
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=pool)
+            made = torch.tensor(fill)
+            graph.capture_end()
+            pools.append((pool, made))
+    assert pools[0][0] == pools[1][0] and allocator.current_tag == "default"
+    assert {data.tag for data in allocator.pointer_to_data.values()} == {"cudagraph"}
+    before = free_bytes()
+    allocator.sleep(("weights", "runtime", "cudagraph"))
+    assert free_bytes() == before + 2 * BYTES
+    assert outside.read()[:1] == b"\4"
+    allocator.wake_up()
+    assert [made.read()[:1] for _, made in pools] == [b"\1", b"\2"]
+    # As a worker does when it ends, and more than once.
+    for _ in range(2):
+        allocator.release_pools()
+
+
 def test_process_without_sublet_is_told_so() -> None:
     with pytest.raises(sublet.NotAttachedError):
         compat.CuMemAllocator.get_instance()
@@ -202,8 +259,9 @@ USES_VLLM = """
 import os
 if os.environ.get("EARLY"):
     from vllm.device_allocator.cumem import CuMemAllocator as early
-from sublet.compat.vllm import CuMemAllocator as ours, install, install_if_asked
-install_if_asked()
+from sublet.compat.vllm import CuMemAllocator as ours, load_plugin
+load_plugin()
+load_plugin()
 import vllm.worker
 from vllm.device_allocator import cumem
 bound = vllm.worker.CuMemAllocator is ours
@@ -260,3 +318,74 @@ def test_an_allocator_with_memory_is_not_replaced(tree: Path) -> None:
         env={**os.environ, "PYTHONPATH": path},
     )
     assert "before the model is loaded" in ran.stderr
+
+
+BACKENDS = """
+class SleepModeBackend:
+    state = "RUNNING"
+    @classmethod
+    def is_supported(cls): return True
+    @classmethod
+    def preserves_graphs_with_communicators(cls): return False
+class CuMemBackend(SleepModeBackend):
+    def suspend(self, level=1):
+        from vllm.device_allocator import cumem
+        print(cumem.CuMemAllocator.__module__)
+class SleepModeBackendFactory:
+    registry = {}
+    @classmethod
+    def register_backend(cls, name, module_path, class_name):
+        if name in cls.registry: raise ValueError(name)
+        cls.registry[name] = (module_path, class_name)
+"""
+
+WORKER = """
+class Worker:
+    def __init__(self, vllm_config, local_rank):
+        self.vllm_config = vllm_config
+"""
+
+USES_BACKEND = """
+import importlib, sys, types
+import sublet.compat.vllm
+# vLLM loads its plugins in each process, some more than once.
+for _ in range(2):
+    sublet.compat.vllm.load_plugin()
+print("vllm" in sys.modules)
+from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory as factory
+from vllm.v1.worker.gpu_worker import Worker
+model = types.SimpleNamespace(sleep_mode_backend=sys.argv[1], sleep_mode_offload_cudagraph=True)
+worker = Worker(types.SimpleNamespace(model_config=model), local_rank=0)
+module, name = factory.registry["sublet"]
+backend = getattr(importlib.import_module(module), name)
+print(backend.is_supported(), backend.preserves_graphs_with_communicators(), isinstance(backend(), backend.__mro__[1]))
+backend().suspend()
+"""
+
+
+@pytest.mark.parametrize("chosen", ["sublet", "cumem"])
+def test_backend_that_is_chosen_finds_our_allocator(stage: Stage, tree: Path, chosen: str) -> None:
+    ran = run_backend(stage, tree, chosen, tenant="infer")
+    whose = "sublet.compat.vllm.allocator" if chosen == "sublet" else "vllm.device_allocator.cumem"
+    assert ran.stdout == f"False\nTrue True True\n{whose}\n", ran.stderr
+    assert ("SUBLET_COMPAT=vllm" in ran.stderr) == (chosen == "sublet")
+
+
+def test_backend_without_sublet_is_refused_with_the_way_in(stage: Stage, tree: Path) -> None:
+    ran = run_backend(stage, tree, "sublet", tenant=None)
+    assert ran.returncode != 0
+    assert "NotAttachedError" in ran.stderr and "sublet run" in ran.stderr
+
+
+def run_backend(
+    stage: Stage, tree: Path, chosen: str, tenant: Optional[str]
+) -> subprocess.CompletedProcess[str]:
+    """A vLLM of a few files, in a process of its own."""
+    (tree / "vllm" / "device_allocator" / "sleep_mode_backend.py").write_text(BACKENDS)
+    worker = tree / "vllm" / "v1" / "worker"
+    worker.mkdir(parents=True)
+    for folder in (worker.parent, worker):
+        (folder / "__init__.py").touch()
+    (worker / "gpu_worker.py").write_text(WORKER)
+    program = f"import sys; sys.path.insert(0, {str(tree)!r})\n{USES_BACKEND}"
+    return stage.run("-c", program, chosen, tenant=tenant)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from sublet._torch_pools import ExpandableSegments
 
 #: What tags of this interface begin with in Sublet's reports.
 PREFIX = "vllm/"
+#: The tag of what vLLM captures graphs into.
+CUDAGRAPH = "cudagraph"
 #: Device, size in bytes, address, and 0 in the place of the driver's handle, which changes.
 Handle = tuple[int, int, int, int]
 
@@ -31,11 +34,13 @@ class AllocationData:
         tag: the tag of the pool that it belongs to.
         cpu_backup_tensor: always ``None``: backups lie in Sublet's host memory
             (``sublet.host_copy``).
+        is_asleep: whether it is away.
     """
 
     handle: Handle
     tag: str
     cpu_backup_tensor: Any = None
+    is_asleep: bool = False
 
 
 class _Entered(threading.local):
@@ -76,6 +81,8 @@ class CuMemAllocator:
         self.current_tag: str = CuMemAllocator.default_tag
         self.allocator_and_pools: dict[str, Any] = {}
         self._entered = _Entered()
+        #: What graphs are captured into; the driver's memory of it lives as long as this.
+        self._graph_pool: Any = None
         #: Tags of all pools that there were, by the identity that torch's snapshots show.
         self._tags: dict[tuple[int, int], str] = {}
 
@@ -109,11 +116,41 @@ class CuMemAllocator:
             self._library.region_end()
             self.current_tag = outer_tag
             self._expandable.restore()
-            del self.allocator_and_pools[tag]
+            self.allocator_and_pools.pop(tag, None)
             if outer_pool is not None:
                 self.allocator_and_pools[tag] = outer_pool
             # The last reference: torch then gives back what the pool has cached.
             del pool
+
+    @contextlib.contextmanager
+    def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
+        """Gives the pool to capture graphs into inside, on this thread; its memory sleeps and wakes up with the tag ``cudagraph``.
+
+        The pool is the same each time, so that graphs share memory. Addresses stay, so they replay after a wake-up.
+        """
+        if self._graph_pool is None:
+            self._graph_pool = self._torch.cuda.MemPool()
+        pool = self._graph_pool
+        identity = (int(pool.id[0]), int(pool.id[1]))
+        self._tags[identity] = CUDAGRAPH
+        outer_tag, self.current_tag = self.current_tag, CUDAGRAPH
+        self._expandable.suspend({self._torch.cuda.current_device(): identity})
+        self._library.region_begin(PREFIX + CUDAGRAPH, 0, None)
+        try:
+            # The capture itself has torch allocate from it.
+            yield pool.id
+        finally:
+            self._library.region_end()
+            self._expandable.restore()
+            self.current_tag = outer_tag
+
+    def release_pools(self) -> None:
+        """Lets go of the pools, so that torch gives back what nobody uses of them. May be called more than once."""
+        self.allocator_and_pools.clear()
+        self._graph_pool = None
+        gc.collect()
+
+    close = release_pools
 
     @contextlib.contextmanager
     def _in_front(self, pool: tuple[int, int]) -> Iterator[None]:
@@ -135,12 +172,13 @@ class CuMemAllocator:
     def pointer_to_data(self) -> dict[int, AllocationData]:
         """What the allocator has from the driver now, by address, asleep or awake."""
         found: dict[int, AllocationData] = {}
+        asleep = {tag for tag in set(self._tags.values()) if self._library.tag_is_paused(PREFIX + tag)}
         for segment in self._torch.cuda.memory_snapshot():
             tag = self._tags.get(tuple(segment["segment_pool_id"]))
             if tag is not None:
                 address, size_bytes = int(segment["address"]), int(segment["total_size"])
                 handle = (int(segment["device"]), size_bytes, address, 0)
-                found[address] = AllocationData(handle, tag)
+                found[address] = AllocationData(handle, tag, None, tag in asleep)
         return found
 
     def get_current_usage(self) -> int:
@@ -166,20 +204,22 @@ class CuMemAllocator:
         self._fall_asleep(tags, tags.difference(saved))
         self._give_back_unused()
 
-    def discard(self, tags: Sequence[str]) -> None:
+    def discard(self, tags: Union[Sequence[str], str]) -> None:
         """Gives the memory of ``tags`` back to the driver; their contents are lost.
 
         Raises:
             RetryError, RefusedError: all is awake, and the contents may be lost.
         """
-        known = set(self._tags.values()).intersection(tags)
+        named = (tags,) if isinstance(tags, str) else tags
+        known = set(self._tags.values()).intersection(named)
         self._fall_asleep(known, known)
 
     def wake_up(self, tags: Optional[Sequence[str]] = None) -> None:
         """Brings memory back to the same addresses, with the contents that were saved.
 
         Args:
-            tags: the tags that are to wake up; by default all.
+            tags: the tags that are to wake up; by default all. Versions of vLLM that name tags that a wake-up may leave asleep
+                (``vllm.device_allocator.DEFERRABLE_TAGS``) have all others wake up with any.
 
         Raises:
             OutOfDeviceMemory: nothing has woken up, and all that was saved still is: call again
@@ -187,7 +227,7 @@ class CuMemAllocator:
             RetryError, RefusedError: as above.
         """
         known = set(self._tags.values())
-        wanted = known if tags is None else known.intersection(tags)
+        wanted = known if tags is None else known.intersection([*tags, *_not_deferrable(known)])
         if wanted:
             sublet.resume([PREFIX + tag for tag in sorted(wanted)])
 
@@ -205,3 +245,9 @@ class CuMemAllocator:
     def _give_back_unused(self) -> None:
         gc.collect()
         self._torch.cuda.empty_cache()
+
+
+def _not_deferrable(tags: set[str]) -> set[str]:
+    """Those of ``tags`` that wake up whatever is named."""
+    deferrable = getattr(sys.modules.get("vllm.device_allocator"), "DEFERRABLE_TAGS", None)
+    return set() if deferrable is None else tags.difference(deferrable)

@@ -1,18 +1,25 @@
-"""Has vLLM use Sublet's allocator, by the names under which its modules are imported."""
+"""Has vLLM use Sublet's allocator and backend, by the names under which its modules are imported."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
+import warnings
 from types import ModuleType
 from typing import Any, NoReturn
 
 from sublet import compat
 from sublet._errors import UsageError
+from sublet._library import own_library
 from sublet.compat._importing import forget, when_imported
 from sublet.compat.vllm.allocator import CuMemAllocator
 
 #: Where the allocator is. Recent trees have it in another place, and keep the old name.
 MODULES = ("vllm.device_allocator.cumem", "vllm.backends.platform.device_allocator.cumem")
+#: Where backends are registered by name, and where one is asked for.
+BACKENDS, WORKER = "vllm.device_allocator.sleep_mode_backend", "vllm.v1.worker.gpu_worker"
+BACKEND = "sublet"
 
 
 def install() -> None:
@@ -26,10 +33,53 @@ def install() -> None:
         when_imported(name, _bind)
 
 
-def install_if_asked() -> None:
-    """:func:`install`, if ``SUBLET_COMPAT`` names ``vllm``: vLLM calls this when it loads plugins."""
+def load_plugin() -> None:
+    """What vLLM calls in each of its processes, as one of its plugins; imports nothing of vLLM.
+
+    Offers ``--sleep-mode-backend sublet``, and does :func:`install` if ``SUBLET_COMPAT`` names ``vllm``.
+    """
+    for name, action in ((BACKENDS, _offer), (WORKER, _follow)):
+        forget(name, action)
+        when_imported(name, action)
     if "vllm" in compat.asked():
         install()
+
+
+def _offer(module: ModuleType) -> None:
+    # A second registration of a name is an error there.
+    with contextlib.suppress(ValueError):
+        module.SleepModeBackendFactory.register_backend(BACKEND, "sublet.compat.vllm.backend", "SubletBackend")
+
+
+def _follow(module: ModuleType) -> None:
+    """A worker that is to sleep by our backend gets our allocator: its first tensors come long before it asks for the backend."""
+    worker: Any = getattr(module, "Worker", None)
+    theirs = getattr(worker, "__init__", None)
+    if theirs is None or hasattr(theirs, "_is_of_sublet"):
+        return
+
+    @functools.wraps(theirs)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        theirs(self, *args, **kwargs)
+        model = self.vllm_config.model_config
+        if getattr(model, "sleep_mode_backend", None) == BACKEND:
+            _choose(model)
+
+    setattr(made, "_is_of_sublet", True)
+    worker.__init__ = made
+
+
+def _choose(model: Any) -> None:
+    """Raises NotAttachedError where the process is not under Sublet."""
+    own_library()
+    install()
+    if getattr(model, "sleep_mode_offload_cudagraph", False):
+        warnings.warn(
+            "sublet: vLLM has graphs sleep with its backend 'cumem' alone: leave --sleep-mode-backend out and set "
+            "SUBLET_COMPAT=vllm to have Sublet take them too",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _bind(module: ModuleType) -> None:
