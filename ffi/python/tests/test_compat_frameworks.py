@@ -360,6 +360,11 @@ def test_nccl_leaves_with_areals_engines(
             assert nccl_resident() == resident
             failing.clear()
             met.clear()
+            engine._awex_adapter = object()
+            engine.offload()
+            engine.onload()
+            assert met == [resident, resident]
+            met.clear()
             areal.uninstall()
 
 

@@ -43,6 +43,9 @@ _nccl = _Nccl()
 
 def _offload(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def offload(engine: Any) -> Any:
+        # That adapter goes on working on the device while the engine is away.
+        if getattr(engine, "_awex_adapter", None) is not None:
+            return theirs(engine)
         # All ranks first: one that still waits for a collective needs NCCL.
         torch: Any = sys.modules["torch"]
         torch.distributed.barrier(group=engine.cpu_group)
