@@ -1,6 +1,7 @@
 //! One process of a job.
 
 use std::io::Write as _;
+use std::os::unix::process::CommandExt as _;
 use std::process::{Command, ExitStatus};
 use std::time::{Duration, Instant};
 
@@ -10,7 +11,7 @@ use nix::unistd::Pid;
 
 use crate::child::LineChild;
 use crate::job::look_again_later;
-use crate::{Outcome, Trouble};
+use crate::{Files, Outcome, Trouble};
 
 /// How long a rank may take to answer, unless a test says otherwise.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(40);
@@ -54,6 +55,17 @@ impl Rank {
     /// Starts rank `index` of a job. It answers once by itself, when its memory is there.
     pub(crate) fn start(index: usize, command: &mut Command) -> Outcome<Self> {
         Ok(Self { index, child: LineChild::start(command)? })
+    }
+
+    /// Starts a script of the shell on simulated GPUs, by `sublet simulate`, as a group of processes of its own. It answers when
+    /// the script does.
+    ///
+    /// # Errors
+    /// When the built files are not named in the environment, or it could not be started.
+    pub fn simulated(script: &str) -> Outcome<Self> {
+        let mut command = Command::new(Files::from_environment()?.sublet);
+        command.args(["simulate", "--gpus", "1", "--memory", "64MiB", "--", "sh", "-c", script]);
+        Self::start(0, command.process_group(0))
     }
 
     /// Its process id.

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use cargo_metadata::{Message, TargetKind};
 
 use crate::workspace::Workspace;
-use crate::{Outcome, shims};
+use crate::{Outcome, shims, simulated};
 
 /// What was built, each at a path that later builds do not touch.
 ///
@@ -20,7 +20,7 @@ pub(crate) struct Built {
     pub(crate) preload: PathBuf,
     /// A directory that holds the simulated driver as `libcuda.so.1`.
     pub(crate) simcuda_dir: PathBuf,
-    /// The `sublet` command.
+    /// The `sublet` command, with simulated GPUs next to it.
     pub(crate) sublet: PathBuf,
     /// The library that is loaded in place of NCCL.
     pub(crate) nccl: PathBuf,
@@ -29,11 +29,10 @@ pub(crate) struct Built {
 impl Built {
     /// Builds all of them and copies them to their places.
     pub(crate) fn build(workspace: &Workspace, release: bool) -> Outcome<Self> {
-        let profile = if release { "--profile=release" } else { "--profile=dev" };
-        // Two builds, because one would turn the simulated driver on in the preload object too.
-        let shipped = ["--package", "sublet-ffi", "--package", "sublet-cli", profile];
+        let profile = if release { "release" } else { "dev" };
+        let shipped = ["--package", "sublet-ffi", "--package", "sublet-cli", "--profile", profile];
         let shipped = build(workspace, &shipped)?;
-        let simulated = build(workspace, &["--package", "simcuda", profile])?;
+        let driver = simulated::driver(workspace, profile)?;
 
         let place = workspace.target.join(if release { "built-release" } else { "built" });
         let simcuda_dir =
@@ -47,7 +46,8 @@ impl Built {
         install(shipped.library("sublet")?, &built.preload)?;
         install(shipped.binary("sublet")?, &built.sublet)?;
         shims::build(workspace, &place)?;
-        install(simulated.library("cuda")?, &simcuda_dir.join("libcuda.so.1"))?;
+        install(&driver, &simcuda_dir.join(simulated::DRIVER))?;
+        simulated::install(workspace, &driver, &place)?;
         Ok(built)
     }
 

@@ -19,6 +19,7 @@ mod package;
 mod process;
 mod python;
 mod shims;
+mod simulated;
 mod stages;
 mod test;
 mod tidy;

@@ -61,13 +61,17 @@ pub(crate) fn build(workspace: &Workspace, package: &Path) -> Outcome {
 /// Links one source file of no code, with `flags`, into the library `to`.
 fn link(workspace: &Workspace, source: &Path, to: &Path, flags: &[&str]) -> Outcome {
     fs::create_dir_all(to.parent().ok_or("a library to link has no folder")?)?;
-    let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
-    let mut command = workspace.command(&compiler);
+    let mut command = workspace.command(compiler());
     command.args(["-shared", "-fPIC", "-nostdlib", "-s", "-Wl,--enable-new-dtags", "-o"]);
     command.arg(to).arg(source).args(flags);
     process::output(&mut command).map(drop).map_err(|error| {
         format!("{}: {error}; install a C compiler, such as gcc", to.display()).into()
     })
+}
+
+/// The C compiler.
+pub(crate) fn compiler() -> String {
+    std::env::var("CC").unwrap_or_else(|_| "cc".to_owned())
 }
 
 fn path_text(path: &Path) -> Outcome<&str> {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::python::{MATURIN, Python};
 use crate::workspace::Workspace;
-use crate::{Outcome, build, glibc, process, shims};
+use crate::{Outcome, build, glibc, process, shims, simulated};
 
 /// Where the package's source is.
 pub(crate) const SOURCE: &str = "ffi/python";
@@ -18,7 +18,7 @@ pub(crate) struct Parts<'a> {
     pub(crate) preload: &'a Path,
     /// The `sublet` command.
     pub(crate) command: &'a Path,
-    /// Cargo's profile for the native module.
+    /// Cargo's profile for the native module and the simulated driver.
     pub(crate) profile: &'static str,
     /// The folder of the wheel. Older wheels in it are removed.
     pub(crate) folder: &'a Path,
@@ -61,6 +61,8 @@ pub(crate) fn pack(workspace: &Workspace, parts: &Parts<'_>) -> Outcome<PathBuf>
         process::strip(workspace, to)?;
         fs::set_permissions(to, fs::Permissions::from_mode(0o755))?;
     }
+    let driver = simulated::driver(workspace, parts.profile)?;
+    let [driver, management] = simulated::install(workspace, &driver, &package.join("lib"))?;
     shims::build(workspace, &package)?;
     for old in wheels(parts.folder)? {
         fs::remove_file(old)?;
@@ -70,8 +72,8 @@ pub(crate) fn pack(workspace: &Workspace, parts: &Parts<'_>) -> Outcome<PathBuf>
     maturin.arg("--manifest-path").arg(workspace.root.join(SOURCE).join("Cargo.toml"));
     maturin.arg("--target-dir").arg(&workspace.target).arg("--out").arg(parts.folder);
     maturin.arg("--interpreter").arg(python.interpreter());
-    // Maturin looks at the native module alone, and the tag speaks for all three files.
-    let tag = platform_tag(workspace, &[&library, &command])?;
+    // Maturin looks at the native module alone, and the tag speaks for all files.
+    let tag = platform_tag(workspace, &[&library, &command, &driver, &management])?;
     process::run(maturin.args(["--compatibility", &tag]))?;
     match wheels(parts.folder)?.as_slice() {
         [wheel] => Ok(wheel.clone()),

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::metrics::serve::{ADDRESS, address};
+use crate::simulate::SimulateArgs;
 use clap::{Args, Parser, Subcommand};
 use tenants::budget::{BudgetError, Budgets};
 use tenants::identity::{FamilyName, TenantName};
@@ -16,7 +17,7 @@ use tenants::turns::{Class, ClassError, TURNS_AUTO, Weight, WeightError};
 
 const EXIT_CODES: &str = "\
 Exit codes: 0 done; 1 refused or failed, nothing changed; 2 wrong usage; 3 changed, but not wholly as asked; 130 called off by \
-Ctrl-C or SIGTERM, nothing changed. `sublet run` exits as the command that it runs.";
+Ctrl-C or SIGTERM, nothing changed. `sublet run` and `sublet simulate` exit as the command that they run.";
 
 /// Lets several jobs share the same GPUs by turns.
 #[derive(Debug, Parser)]
@@ -64,6 +65,8 @@ pub(crate) enum Command {
     Doctor(JsonArgs),
     /// Print versions, settings and the documents of `doctor`, `ps` and `turns`, for a report of a fault
     BugReport,
+    /// Run a command on simulated GPUs, to try Sublet without a GPU
+    Simulate(SimulateArgs),
 }
 
 impl Command {
@@ -80,6 +83,7 @@ impl Command {
             Self::Budget(args) => args.json.json,
             Self::Stats(args) => args.json.json,
             Self::Run(_)
+            | Self::Simulate(_)
             | Self::Top
             | Self::Metrics(_)
             | Self::Trace(_)
@@ -477,6 +481,11 @@ mod tests {
             "sublet budget train 60PB",
             "sublet budget train gpu=1GiB",
             "sublet run --tenant train --budget 0=0 -- true",
+            "sublet simulate",
+            "sublet simulate --gpus 0 -- true",
+            "sublet simulate --gpus 17 -- true",
+            "sublet simulate --memory 1MiB -- true",
+            "sublet simulate --memory much -- true",
         ] {
             assert_eq!(parse(line).unwrap_err().exit_code(), 2, "{line}");
         }

@@ -2,8 +2,8 @@
 //!
 //! Exit codes: 0 done; 1 refused or failed, nothing changed; 2 wrong usage; 3 changed, but not wholly as
 //! asked (a process was lost on the way, only the first half of a swap was done, or not every process has
-//! written what it had saved, or brought in what its next pause takes); 130 called off by Ctrl-C or SIGTERM, nothing changed. `sublet run` exits as
-//! the command that it runs.
+//! written what it had saved, or brought in what its next pause takes); 130 called off by Ctrl-C or SIGTERM, nothing changed. `sublet run` and
+//! `sublet simulate` exit as the command that they run.
 
 mod args;
 mod budget;
@@ -27,6 +27,7 @@ mod run;
 mod save;
 mod signals;
 mod silent;
+mod simulate;
 mod stats;
 mod switch;
 mod top;
@@ -90,12 +91,13 @@ fn dispatch(
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     // A program that is run keeps its own.
-    if !matches!(command, Command::Run(_)) {
+    if !matches!(command, Command::Run(_) | Command::Simulate(_)) {
         raise_descriptor_limit();
     }
     let open_run_dir = || open_run_dir(environment);
     match command {
         Command::Run(args) => run::run(&args, environment, &open_run_dir()?),
+        Command::Simulate(args) => simulate::simulate(&args, environment),
         Command::Budget(args) => budget::budget(&args, open_run_dir()?, output),
         Command::Ps(args) => ps::ps(&open_run_dir()?, args.json, output),
         Command::Pause(args) => change::pause(&args, open_run_dir()?, output),

@@ -16,6 +16,8 @@
 //! | `SIMCUDA_LATENCY` | `symbol:microseconds,...` |
 //! | `CUDA_VISIBLE_DEVICES` | list of device numbers |
 //!
+//! `simcuda_make_node` makes a node, for programs that bring this library along: `sublet simulate`.
+//!
 //! Deliberately absent: textures, the shape of arrays (they are bytes in a row), memory that moves by itself, multicast, fabric
 //! handles, compilation. Of the functions that Sublet hooks, `tests/tests/preload_object/hooks.rs` lists those that are absent.
 
@@ -27,5 +29,6 @@ mod codes;
 mod contexts;
 mod events;
 mod kernels;
+mod node;
 mod sim;
 mod work;
