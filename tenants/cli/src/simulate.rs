@@ -36,7 +36,7 @@ use crate::failure::{EXIT_UNCHANGED, Failure};
 use crate::output;
 use crate::run::{absolute, not_started};
 
-/// Beside this command or in `../lib`: the folder of the simulated driver.
+/// Next to this command or in `../lib`: the folder of the simulated driver.
 const FOLDER: &str = "simulated";
 /// File name of the simulated driver.
 const DRIVER: &str = "libcuda.so.1";
