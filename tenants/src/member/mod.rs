@@ -44,7 +44,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender};
 use vmm_pool::driver::{DeviceOrdinal, Driver, PciAddress, RawContext, VaRange};
 use vmm_pool::support::Unsupported;
-use vmm_pool::{Pool, Selection, TagTotals, UninheritedFd};
+use vmm_pool::{HostBudget, Pool, Selection, TagTotals, UninheritedFd};
 
 pub(crate) use agent::block_signals;
 pub use captures::{BeforeCapture, Captures, ContextWait};
@@ -54,7 +54,7 @@ pub(crate) use spilling::STEP_TIME as SPILL_STEP_TIME;
 
 use crate::budget::Budgets;
 use crate::cut::Cut;
-use crate::host_memory::{HostFigure, HostLimit};
+use crate::host_memory::{HostFigure, HostLimit, budget};
 use crate::identity::{FamilyName, MemberId, TenantName};
 use crate::region;
 use crate::run_dir::{RunDir, RunDirError, SOCKET_EXTENSION, TenantDir};
@@ -436,6 +436,12 @@ impl<D: Driver> Member<D> {
     /// fits where the own one did.
     pub fn socket_path_of(&self, member: MemberId) -> PathBuf {
         self.socket_path.with_file_name(format!("{member}.{SOCKET_EXTENSION}"))
+    }
+
+    /// By how much its host memory may grow that holds so many bytes of contents. What comes out reads the machine's figures each time.
+    pub fn host_budget(&self) -> impl Fn(u64) -> HostBudget + Send + Sync + use<D> {
+        let limits = self.config.host_limits;
+        move |held_bytes| budget(held_bytes, &limits())
     }
 
     /// Its device memory.

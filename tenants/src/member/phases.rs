@@ -20,7 +20,7 @@ use super::selection::Resumed;
 use super::{Member, Status};
 use crate::cut::{Limits, Seen};
 use crate::descriptors::free_descriptors;
-use crate::host_memory::{HostNeed, budget};
+use crate::host_memory::HostNeed;
 use crate::phase::{Action, Stage};
 use crate::references::{References, Stay};
 use crate::scope::Scope;
@@ -318,8 +318,7 @@ impl<D: Driver> Member<D> {
         let (quiesced, selection) = self.next_of(Progress::into_quiesced)?;
         self.forget_ended();
         let stays: Vec<_> = stays.iter().map(|stay| (stay.id, stay.reason)).collect();
-        let budget = |held_bytes| budget(held_bytes, &(self.config.host_limits)());
-        match quiesced.prepare(selection, &stays, copies, budget, schedule) {
+        match quiesced.prepare(selection, &stays, copies, self.host_budget(), schedule) {
             Ok((prepared, log)) => {
                 let leaving = match schedule {
                     Schedule::SaveFirst => BTreeMap::new(),

@@ -2,7 +2,6 @@
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
-use std::ptr::NonNull;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
@@ -11,12 +10,13 @@ use crossbeam_channel::Sender;
 use super::table::{Mark, Place, Table};
 use super::{PageError, PageResult, Shared};
 use crate::VirtualHandle;
-use crate::driver::{Driver, DriverResult, RawEvent, RawStream, VaRange};
+use crate::copies::{CopyStreams, Way};
+use crate::driver::{Driver, RawEvent, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 use crate::pool::{Entered, Use};
-use crate::store::{Extent, Part, Pins};
-use crate::transition::StillChunk;
+use crate::store::{Extent, HostArena, Pins};
+use crate::transition::{Copier, StillChunk, Transfer};
 
 /// Between two looks while something that is wanted waits for the device.
 const LOOK_SOON: Duration = Duration::from_micros(50);
@@ -43,23 +43,16 @@ enum Job {
     End,
 }
 
-struct Streams {
-    out: RawStream,
-    coming: RawStream,
-}
-
 /// Until the pager ends. `told` hears if it has begun.
 pub(super) fn run<D: Driver>(shared: &Arc<Shared<D>>, told: &Sender<PoolResult<()>>) {
-    match begin(shared) {
-        Ok(streams) => {
-            let _told = told.send(Ok(()));
-            let pager = Worker { shared, streams };
-            while pager.step() {}
-            finish(shared, &pager.streams);
-        }
-        Err(error) => {
-            let _told = told.send(Err(error));
-        }
+    let mut copier = Copier::new(&shared.pool);
+    let begun = copier.streams.of(shared.device).map(drop);
+    let has_begun = begun.is_ok();
+    let _told = told.send(begun);
+    if has_begun {
+        let mut pager = Worker { shared, copier };
+        while pager.step() {}
+        finish(pager);
     }
 }
 
@@ -77,28 +70,14 @@ fn remove<D: Driver>(shared: &Shared<D>, row: VirtualHandle) {
     shared.pool.dispose_quietly(garbage);
 }
 
-fn begin<D: Driver>(shared: &Shared<D>) -> PoolResult<Streams> {
-    let about = || "stream for paging".to_owned();
-    let (driver, device) = (&*shared.pool.driver, shared.device);
-    driver.make_current(device).about(about, 0, Some(device))?;
-    let out = driver.stream_create().about(about, 0, Some(device))?;
-    match driver.stream_create() {
-        Ok(coming) => Ok(Streams { out, coming }),
-        Err(error) => {
-            let _deferred = shared.pool.deferred.end_stream(device, out);
-            Err(error).about(about, 0, Some(device))
-        }
-    }
-}
-
 /// Gives everything back: chunks that are idle, streams, events, addresses.
-fn finish<D: Driver>(shared: &Shared<D>, streams: &Streams) {
-    let (pool, device) = (&shared.pool, shared.device);
-    for stream in [streams.out, streams.coming] {
-        if let Err(error) = pool.deferred.end_stream(device, stream) {
-            tracing::error!(%error, "a stream for paging stays until the next pause");
-        }
+fn finish<D: Driver>(mut pager: Worker<'_, D>) {
+    let shared = pager.shared;
+    let pool = &shared.pool;
+    if let Err(error) = pager.copies().and_then(CopyStreams::finish_all) {
+        tracing::error!(%error, "copies for paging were not seen to end");
     }
+    drop(pager);
     let spare = std::mem::take(&mut *shared.spare.lock().unwrap_or_else(PoisonError::into_inner));
     for event in spare {
         // SAFETY: nobody has it.
@@ -116,16 +95,31 @@ fn finish<D: Driver>(shared: &Shared<D>, streams: &Streams) {
 
 struct Worker<'a, D: Driver> {
     shared: &'a Shared<D>,
-    streams: Streams,
+    copier: Copier<'a, D>,
 }
 
-impl<D: Driver> Worker<'_, D> {
+impl<'a, D: Driver> Worker<'a, D> {
     fn driver(&self) -> &D {
         &self.shared.pool.driver
     }
 
+    fn copies(&mut self) -> PoolResult<&mut CopyStreams<'a, D>> {
+        self.copier.streams.of(self.shared.device)
+    }
+
+    /// Waits for all that was begun. Has it been seen to end?
+    fn have_ended(&mut self) -> bool {
+        self.copies().is_ok_and(|copies| {
+            let ended = copies.finish_all();
+            if ended.is_err() {
+                copies.leave_unsettled();
+            }
+            ended.is_ok()
+        })
+    }
+
     /// Does the next thing. False when the pager ends.
-    fn step(&self) -> bool {
+    fn step(&mut self) -> bool {
         self.look();
         let is_ending = self.shared.table().is_ending;
         if is_ending {
@@ -191,8 +185,9 @@ impl<D: Driver> Worker<'_, D> {
     }
 
     /// Gives `newcomer` a frame, and begins the copy of its contents.
-    fn bring(&self, newcomer: usize, victim: Option<usize>) {
-        let entered = self.shared.pool.enter();
+    fn bring(&mut self, newcomer: usize, victim: Option<usize>) {
+        let shared = self.shared;
+        let entered = shared.pool.enter();
         let frame = match victim {
             Some(victim) => match self.take_frame(&entered, victim) {
                 Ok(Some(frame)) => Ok(frame),
@@ -313,7 +308,7 @@ impl<D: Driver> Worker<'_, D> {
     /// Gives a row `frame`, maps it and begins the copy of its contents. What is over when they are there, if that is not
     /// so already, and if anything was copied.
     fn fill(
-        &self,
+        &mut self,
         entered: &Entered<'_, D, Use>,
         row: VirtualHandle,
         frame: crate::deferred::Physical,
@@ -324,23 +319,14 @@ impl<D: Driver> Worker<'_, D> {
         };
         let begun = still.come(frame).and_then(|()| self.start_in(row));
         match begun {
-            Ok(was_copied) => match self.mark_behind(self.streams.coming) {
-                Ok(mark) => {
-                    still.came();
-                    Ok((mark, was_copied))
-                }
-                Err(error) => {
-                    // Whether the copy has ended nobody knows: the chunk keeps what it has, and nobody is given it.
-                    self.shared.pool.deferred.leave_unsettled(self.shared.device);
-                    Err(error)
-                }
-            },
+            // Without that nobody knows if the copy has ended: the chunk keeps what it has, and nobody is given it.
+            Ok(was_copied) => self.mark_behind().map(|mark| {
+                still.came();
+                (mark, was_copied)
+            }),
             Err(error) => {
-                let ended = self.driver().stream_synchronize(self.streams.coming);
-                if ended.is_ok() {
+                if self.have_ended() {
                     still.did_not_come();
-                } else {
-                    self.shared.pool.deferred.leave_unsettled(self.shared.device);
                 }
                 Err(error)
             }
@@ -348,42 +334,34 @@ impl<D: Driver> Worker<'_, D> {
     }
 
     /// Begins the copy of the contents of `row`, which is mapped. Was anything copied?
-    fn start_in(&self, row: VirtualHandle) -> PoolResult<bool> {
+    fn start_in(&mut self, row: VirtualHandle) -> PoolResult<bool> {
         let (range, saved) = {
             let ledger = self.shared.pool.ledger();
             let saved = ledger.row(row).and_then(|row| row.saved()).cloned();
             (ledger.chunk_range(row).ok_or(PoolError::NotOurs)?, saved)
         };
         let all = 0..range.size_bytes;
-        let parts: Vec<Part> = match &saved {
-            Some(saved) => saved.parts_of(all).collect(),
-            None => vec![Part::Zeros(all)],
+        let (extents, zeros) = match &saved {
+            Some(saved) => saved.split(&[all]),
+            None => (Vec::new(), vec![all]),
         };
-        for part in parts {
-            match part {
-                Part::Zeros(zeros) => {
-                    // SAFETY: the chunk is mapped, and nobody has it before this is over.
-                    let begun = unsafe {
-                        self.driver().fill_with_zeros(range.part(&zeros), self.streams.coming)
-                    };
-                    self.said(begun, range)?;
-                }
-                Part::Stored(extent) => self.copy(range, extent, |host, part| {
-                    // SAFETY: as above; its place stays its own.
-                    unsafe { self.driver().copy_to_device(part, host, self.streams.coming) }
-                })?,
-            }
-        }
+        let (log, transfer) = (&mut StepLog::default(), self.transfer(range, extents));
+        self.copies()?.take_for(Way::In)?;
+        // SAFETY: the chunk is mapped, and nobody has it before this is over.
+        unsafe { self.copier.start_zeros(log, &transfer, &zeros) }?;
+        // SAFETY: as above; its place stays its own.
+        unsafe { self.copier.start(log, Way::In, &transfer) }?;
         Ok(saved.is_some_and(|saved| !saved.extents.is_empty()))
     }
 
     /// Copies `chunk` to its place in host memory, which it gets if it has none.
-    fn clean(&self, chunk: usize) {
-        let entered = self.shared.pool.enter();
+    fn clean(&mut self, chunk: usize) {
+        let shared = self.shared;
+        let entered = shared.pool.enter();
         let claimed = self.shared.table().claim(chunk);
         let Some((row, _)) = claimed else { return };
         let begun = self.start_out(row);
-        let begun = begun.and_then(|()| self.mark_behind(self.streams.out));
+        let begun = begun.and_then(|()| self.mark_behind());
         drop(entered);
         match begun {
             Ok(mark) => {
@@ -399,9 +377,8 @@ impl<D: Driver> Worker<'_, D> {
     }
 
     /// Who waits for a frame is told. What was begun is waited for: it reads the chunk.
-    fn not_cleaned(&self, chunk: usize, error: PoolError) {
-        if self.driver().stream_synchronize(self.streams.out).is_err() {
-            self.shared.pool.deferred.leave_unsettled(self.shared.device);
+    fn not_cleaned(&mut self, chunk: usize, error: PoolError) {
+        if !self.have_ended() {
             self.shared.table().stays(chunk, Some("a copy of it did not end"));
         }
         tracing::warn!(%error, "paged memory was not copied to the host");
@@ -414,63 +391,58 @@ impl<D: Driver> Worker<'_, D> {
         }
     }
 
-    fn start_out(&self, row: VirtualHandle) -> PoolResult<()> {
+    fn start_out(&mut self, row: VirtualHandle) -> PoolResult<()> {
         let pool = &self.shared.pool;
         let (range, extent) = {
             let mut ledger = pool.ledger();
             let range = ledger.chunk_range(row).ok_or(PoolError::NotOurs)?;
             (range, ledger.take_chunk_place(row).ok_or(PoolError::NotOurs)?)
         };
-        let held = {
-            let devices = pool.devices();
-            let nodes = pool.nodes_of(&devices);
-            let mut arena = pool.arena();
-            arena.set_nodes(nodes);
-            arena.grow_to(&mut StepLog::default(), extent.place().end, Pins::of(&devices))
+        self.hold_place(extent.place().end).inspect_err(|_| pool.ledger().forget_copy(row))?;
+        self.copies()?.take_for(Way::Out)?;
+        let transfer = self.transfer(range, vec![extent]);
+        // SAFETY: nobody writes the chunk before the copy is over: it is idle until then, and a thread that acquires it waits
+        // for the event behind it. Its place is its own.
+        unsafe { self.copier.start(&mut StepLog::default(), Way::Out, &transfer) }
+    }
+
+    /// Sees that host memory is held up to `end_bytes`, within the limits of the process.
+    fn hold_place(&self, end_bytes: u64) -> PoolResult<()> {
+        let pool = &self.shared.pool;
+        let (grow_bytes, held_bytes) = {
+            let arena = pool.arena();
+            (arena.growth(end_bytes, false), arena.held_bytes())
         };
-        if let Err(error) = held {
-            pool.ledger().forget_copy(row);
-            return Err(error);
+        if grow_bytes == 0 {
+            return Ok(());
         }
-        self.copy(range, extent, |host, part| {
-            // SAFETY: nobody writes the chunk before the copy is over: it is idle until then, and a thread that acquires it waits
-            // for the event behind it. Its place is its own.
-            unsafe { self.driver().copy_to_host(host, part, self.streams.out) }
-        })
+        let budget = (self.shared.host_budget)(held_bytes);
+        HostArena::<D>::check_budget(end_bytes, grow_bytes, budget)?;
+        let devices = pool.devices();
+        let nodes = pool.nodes_of(&devices);
+        let mut arena = pool.arena();
+        arena.set_nodes(nodes);
+        arena.grow_to(&mut StepLog::default(), end_bytes, Pins::of(&devices))
     }
 
-    /// Has `each` begin the copy of every piece of `extent`.
-    fn copy(
-        &self,
-        range: VaRange,
-        extent: Extent,
-        each: impl Fn(NonNull<u8>, VaRange) -> DriverResult<()>,
-    ) -> PoolResult<()> {
-        let pieces = self.shared.pool.arena().pieces_of(&extent.place());
-        let part = range.part(&extent.part());
-        for (host, piece) in pieces {
-            self.said(each(host, part.part(&piece)), range)?;
-        }
-        Ok(())
+    fn transfer(&self, range: VaRange, extents: Vec<Extent>) -> Transfer {
+        Transfer { device: self.shared.device, range, extents }
     }
 
-    fn said(&self, result: DriverResult<()>, range: VaRange) -> PoolResult<()> {
-        let about = || format!("paging of {}", range.start);
-        result.about(about, range.size_bytes, Some(self.shared.device))
-    }
-
-    /// What is over when all is that `stream` was given. `None` when it has been waited for, for want of an event.
-    fn mark_behind(&self, stream: RawStream) -> PoolResult<Option<Arc<Mark>>> {
-        let mark = self.shared.mark().and_then(|mark| {
-            let recorded = self.driver().event_record(mark.event, stream);
-            recorded.about(|| "copy for paging".to_owned(), 0, Some(self.shared.device))?;
-            Ok(mark)
+    /// What is over when all is that the stream taken last was given. `None` when it has been waited for, for want of an event.
+    fn mark_behind(&mut self) -> PoolResult<Option<Arc<Mark>>> {
+        let shared = self.shared;
+        let mark = shared.mark().and_then(|mut mark| {
+            mark.in_use = self.copies()?.record(mark.event)?;
+            Ok(Arc::new(mark))
         });
-        let Err(error) = &mark else { return mark.map(Some) };
-        tracing::debug!(%error, "a copy for paging is waited for");
-        let waited = self.driver().stream_synchronize(stream);
-        waited.about(|| "copy for paging".to_owned(), 0, Some(self.shared.device))?;
-        Ok(None)
+        match mark {
+            Ok(mark) => Ok(Some(mark)),
+            Err(error) => {
+                tracing::debug!(%error, "a copy for paging is waited for");
+                if self.have_ended() { Ok(None) } else { Err(error) }
+            }
+        }
     }
 
     /// Gives the frame of an idle chunk back to the driver.

@@ -134,12 +134,12 @@ impl<D: Driver> Pool<D> {
 
     /// Where contents of [`crate::Contents::File`] go, `/tmp` at first. It counts from the next pause on that begins
     /// while no such contents are saved; that pause fails if the directory cannot be used, which
-    /// [`crate::check_file_dir`] tells in advance. Waits for a pause or resume under way.
+    /// [`crate::check_file_dir`] tells in advance. Waits while host memory grows.
     pub fn set_file_dir(&self, dir: PathBuf) {
         self.arena().disk.set_dir(dir);
     }
 
-    /// What was last said to [`Pool::set_file_dir`]. Waits for a pause or resume under way.
+    /// What was last said to [`Pool::set_file_dir`]. Waits while host memory grows.
     pub fn file_dir(&self) -> PathBuf {
         self.arena().disk.dir().to_owned()
     }
@@ -194,7 +194,7 @@ impl<D: Driver> Pool<D> {
         self.slabs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Taken before the ledger where both are. Waits for a pause or resume under way.
+    /// Taken before the ledger where both are. Waits while host memory grows.
     pub(crate) fn arena(&self) -> MutexGuard<'_, HostArena<D>> {
         self.arena.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -15,6 +15,7 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::errno::Errno;
@@ -35,7 +36,7 @@ pub(crate) const ALIGNMENT_BYTES: u64 = 4096;
 #[derive(Debug)]
 pub(crate) struct Disk {
     dir: PathBuf,
-    file: Option<ContentsFile>,
+    file: Option<Arc<ContentsFile>>,
 }
 
 /// The file. Disk space is held by its parts that have been reserved and not given back.
@@ -78,7 +79,7 @@ impl Disk {
 
     #[cfg(test)]
     pub(crate) fn use_without_flush(&mut self) {
-        self.file = Some(ContentsFile::without_flush());
+        self.file = Some(Arc::new(ContentsFile::without_flush()));
     }
 
     #[cfg(test)]
@@ -86,12 +87,12 @@ impl Disk {
         let file = ContentsFile::full();
         // It reads as zeros without end.
         file.sums.note(0, &[0; 4096], &[4096]);
-        self.file = Some(file);
+        self.file = Some(Arc::new(file));
     }
 
     /// The file; there is one while anything is saved in it.
-    pub(crate) fn file(&self) -> Option<&ContentsFile> {
-        self.file.as_ref()
+    pub(crate) fn file(&self) -> Option<Arc<ContentsFile>> {
+        self.file.clone()
     }
 
     /// That there is no file, or no ring before it, where one is needed.
@@ -126,7 +127,7 @@ impl Disk {
         };
         let file = match self.file.take() {
             Some(file) => file,
-            None => ContentsFile::create(&self.dir)?.past_the_cache(),
+            None => Arc::new(ContentsFile::create(&self.dir)?.past_the_cache()),
         };
         let file = self.file.insert(file);
         file.check_limit(end_bytes)?;
@@ -135,10 +136,10 @@ impl Disk {
     }
 
     /// Gives back all disk space but that of `live`, which are in order and apart. When nothing is left this
-    /// returns the file: closing it gives the space back, which takes a while.
+    /// returns the file: closing it gives the space back, which takes a while. Who reads it now closes it.
     pub(crate) fn keep_only(&mut self, live: &[Range<u64>]) -> Option<OwnedFd> {
         let Some(last) = live.last() else {
-            return self.file.take().map(|file| file.file.into());
+            return self.file.take().and_then(Arc::into_inner).map(|file| file.file.into());
         };
         let file = self.file.as_ref()?;
         let mut begin = 0;
@@ -298,20 +299,8 @@ impl ContentsFile {
         }
     }
 
-    /// As [`ContentsFile::write`], of bytes that are read back: those of one allocation behind the other's, each as long
-    /// as `lengths_bytes` say.
-    pub(super) fn write_summed(
-        &self,
-        offset_bytes: u64,
-        bytes: &[u8],
-        lengths_bytes: &[u64],
-    ) -> PoolResult<()> {
-        self.sums.note(offset_bytes, bytes, lengths_bytes);
-        self.write(offset_bytes, bytes)
-    }
-
     /// Writes at `offset_bytes`; [`ContentsFile::drop_cached`] sees it to the disk.
-    pub(crate) fn write(&self, offset_bytes: u64, bytes: &[u8]) -> PoolResult<()> {
+    fn write(&self, offset_bytes: u64, bytes: &[u8]) -> PoolResult<()> {
         let place = offset_bytes..offset_bytes + bytes.len() as u64;
         match self.direct(offset_bytes, bytes).map(|file| file.write_all_at(bytes, offset_bytes)) {
             Some(Ok(())) => return Ok(()),
@@ -326,7 +315,7 @@ impl ContentsFile {
     }
 
     /// Waits until `place` is on the disk, and takes it out of host memory.
-    pub(crate) fn drop_cached(&self, place: &Range<u64>) -> PoolResult<()> {
+    fn drop_cached(&self, place: &Range<u64>) -> PoolResult<()> {
         let all = libc::SYNC_FILE_RANGE_WAIT_BEFORE
             | libc::SYNC_FILE_RANGE_WRITE
             | libc::SYNC_FILE_RANGE_WAIT_AFTER;
@@ -470,6 +459,42 @@ impl ContentsFile {
             size_bytes: place.end - place.start,
             source,
         }
+    }
+}
+
+/// Writes pieces of one file one behind the other: each is on its way to the disk while the next is written.
+#[derive(Debug, Default)]
+pub(crate) struct Writer {
+    /// Written last, and perhaps still on its way to the disk.
+    unsettled: Option<Range<u64>>,
+}
+
+impl Writer {
+    /// Writes `bytes` at `offset_bytes`, and sees the piece before to the disk and out of host memory. What is to be read back gets
+    /// checksums: that is of allocations one behind the other, each as long as `lengths_bytes` say.
+    ///
+    /// # Errors
+    /// [`PoolError::FileRefused`], also of the piece before.
+    pub(crate) fn write(
+        &mut self,
+        file: &ContentsFile,
+        offset_bytes: u64,
+        bytes: &[u8],
+        lengths_bytes: &[u64],
+    ) -> PoolResult<()> {
+        file.sums.note(offset_bytes, bytes, lengths_bytes);
+        let written = file.write(offset_bytes, bytes);
+        let settled = self.settle(file);
+        self.unsettled = Some(offset_bytes..offset_bytes + bytes.len() as u64);
+        written.and(settled)
+    }
+
+    /// Sees the last piece to the disk and out of host memory; [`ContentsFile::finish`] comes behind all writers.
+    ///
+    /// # Errors
+    /// [`PoolError::FileRefused`].
+    pub(crate) fn settle(&mut self, file: &ContentsFile) -> PoolResult<()> {
+        self.unsettled.take().map_or(Ok(()), |place| file.drop_cached(&place))
     }
 }
 

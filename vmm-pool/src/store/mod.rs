@@ -7,6 +7,7 @@ mod ahead;
 mod arena;
 mod chunk;
 mod disk;
+mod located;
 mod pinned;
 mod places;
 mod ring;
@@ -16,10 +17,11 @@ pub(crate) use ahead::{Ahead, Used};
 pub(crate) use arena::{HostArena, Pins};
 pub use chunk::CHUNK_BYTES;
 pub use disk::check_file_dir;
-pub(crate) use disk::{ALIGNMENT_BYTES, ContentsFile};
+pub(crate) use disk::{ALIGNMENT_BYTES, ContentsFile, Writer};
+pub(crate) use located::{Located, Piece};
 pub(crate) use pinned::Pinned;
 pub(crate) use places::{Extent, Part, Prints, Saved, append};
-pub(crate) use ring::{SLOT_BYTES, Slot};
+pub(crate) use ring::{SLOT_BYTES, SLOT_LENGTH, Slot, read_ahead, write_behind};
 
 use crate::report::Contents;
 

@@ -1,38 +1,35 @@
-//! The one way that contents are copied in a pause or resume: between devices and the arena, or through its ring to and from
-//! the file (`file.rs`).
+//! The one way that contents are copied: between devices and the arena, or through its ring to and from the file (`file.rs`). Pauses,
+//! resumes and the pager have one each. The arena is locked to look places up alone.
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
-use std::borrow::Cow;
 use std::ops::Range;
-use std::sync::MutexGuard;
 
 use crate::copies::{DeviceStreams, Way};
 use crate::driver::{DeviceOrdinal, Driver, VaRange};
 use crate::error::PoolResult;
 use crate::journal::StepLog;
 use crate::pool::Pool;
-use crate::store::{Extent, HostArena};
+use crate::store::Extent;
 
 /// Contents of one allocation, where their device reaches them, and where they lie in a store.
 #[derive(Clone, Debug)]
-pub(super) struct Transfer<'a> {
-    pub(super) device: DeviceOrdinal,
-    pub(super) range: VaRange,
+pub(crate) struct Transfer {
+    pub(crate) device: DeviceOrdinal,
+    pub(crate) range: VaRange,
     /// Parts of `range`, and the place of each.
-    pub(super) extents: Cow<'a, [Extent]>,
+    pub(crate) extents: Vec<Extent>,
 }
 
-/// What copies in one step. Its streams end before anybody else has the arena.
-pub(super) struct Copier<'a, D: Driver> {
-    pub(super) streams: DeviceStreams<'a, D>,
-    pub(super) arena: MutexGuard<'a, HostArena<D>>,
+/// What copies, for one thread.
+pub(crate) struct Copier<'a, D: Driver> {
+    pub(super) pool: &'a Pool<D>,
+    pub(crate) streams: DeviceStreams<'a, D>,
 }
 
 impl<'a, D: Driver> Copier<'a, D> {
-    /// Waits for the arena.
-    pub(super) fn new(pool: &'a Pool<D>) -> Self {
-        Self { streams: DeviceStreams::new(&pool.deferred), arena: pool.arena() }
+    pub(crate) fn new(pool: &'a Pool<D>) -> Self {
+        Self { pool, streams: DeviceStreams::new(&pool.deferred) }
     }
 
     /// Starts copying between a device and the arena, on the stream of the device that was taken last.
@@ -40,37 +37,40 @@ impl<'a, D: Driver> Copier<'a, D> {
     /// # Safety
     /// The device may reach all of the contents. They stay mapped until the stream is done, and nobody else uses them, or
     /// their places.
-    pub(super) unsafe fn start(
+    pub(crate) unsafe fn start(
         &mut self,
         log: &mut StepLog,
         way: Way,
-        transfer: &Transfer<'_>,
+        transfer: &Transfer,
     ) -> PoolResult<()> {
         let copies = self.streams.of(transfer.device)?;
-        for extent in transfer.extents.iter() {
+        for extent in &transfer.extents {
             log.call();
-            // SAFETY: as the caller vouches.
-            unsafe { self.arena.start(way, transfer.range, *extent, copies) }?;
+            let range = transfer.range.part(&extent.part());
+            let pieces = self.pool.arena().pieces_of(&extent.place());
+            for piece in pieces {
+                // SAFETY: as the caller vouches.
+                unsafe { copies.start(way, &piece, range.part(&piece.part)) }?;
+            }
         }
         Ok(())
     }
 
-    /// Starts making parts of `range` zero, on a stream of the device that is taken for it.
+    /// Starts making parts of the range zero, on the stream of the device that was taken last.
     ///
     /// # Safety
     /// As [`Copier::start`].
-    pub(super) unsafe fn start_zeros(
+    pub(crate) unsafe fn start_zeros(
         &mut self,
         log: &mut StepLog,
-        (device, range): (DeviceOrdinal, VaRange),
+        transfer: &Transfer,
         parts: &[Range<u64>],
     ) -> PoolResult<()> {
-        let copies = self.streams.of(device)?;
-        copies.take()?;
+        let copies = self.streams.of(transfer.device)?;
         for part in parts {
             log.call();
             // SAFETY: as the caller vouches.
-            unsafe { copies.start_zeros(range.part(part)) }?;
+            unsafe { copies.start_zeros(transfer.range.part(part)) }?;
         }
         Ok(())
     }

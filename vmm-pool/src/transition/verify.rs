@@ -11,6 +11,7 @@ use crate::driver::{DeviceOrdinal, Driver, VaRange};
 use crate::error::{Describe, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Mapping, Rows, Survey, Wish};
+use crate::store::Located;
 use crate::store::{Extent, Part, Pinned, Saved, Store};
 
 /// What is compared at once.
@@ -116,7 +117,8 @@ impl<D: Driver> Still<'_, D> {
                 }
                 queued.and(finished)?;
                 let expected = &mut expected[..length];
-                self.pool.arena().read(&claim.saved, at, expected)?;
+                let located = self.pool.arena().locate(&claim.saved, at..at + size_bytes)?;
+                Located::read(&located, expected)?;
                 let found = pinned.bytes(length);
                 if let Some(index) = differs_at(found, expected) {
                     return Ok(Some(at + index as u64));
