@@ -52,7 +52,7 @@ def main() -> None:
     timed("first replay after it", graph.replay)
     same = torch.equal(given, expected)
     print("the same bytes" if same else "OTHER bytes")
-    timed("capture anew", capture)
+    timed("capture again", capture)
     raise SystemExit(0 if same else 1)
 
 

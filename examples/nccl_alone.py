@@ -4,7 +4,7 @@
 
 Every rank makes an all-reduce, NCCL's memory is paused for all of them, they go on computing without it, it is resumed, and
 the same communicator makes the same all-reduce. You see what is free on GPU 0 at each point. From outside it is
-`sublet pause train --library nccl`. No group is destroyed, and none is built anew.
+`sublet pause train --library nccl`. No group is destroyed or rebuilt.
 """
 
 import os

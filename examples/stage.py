@@ -1,7 +1,7 @@
 """What the short examples stand on: a process under Sublet, on a real GPU or on a simulated one.
 
 `--simulate` runs an example on simulated GPUs: `SUBLET_TEST_SIMCUDA_DIR` names the folder of the simulated driver, as
-`cargo xtask test` sets it. Memory is asked for by calls of the driver, so that no other library is needed.
+`cargo xtask test` sets it. Memory is allocated by calls of the driver, so that no other library is needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two tenants that do not fit together take turns by themselves: whoever begins one pauses what is in its way.
+"""Two tenants that do not fit together take turns by themselves: the one that begins a turn pauses what is in its way.
 
     python examples/turns.py               # on a GPU; no PyTorch needed
     python examples/turns.py --simulate    # on a simulated one

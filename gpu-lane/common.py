@@ -309,7 +309,7 @@ class Result:
         return passed and status is None
 
     def save(self) -> None:
-        """Writes the record into its file, beside the records of other names."""
+        """Writes the record into its file, next to the records of other names."""
         with self._lock:
             records: list[dict[str, Any]] = []
             with contextlib.suppress(OSError, ValueError):

@@ -311,7 +311,7 @@ class Rank:
         return {"destroy_s": destroyed - began, "empty_cache_s": time.perf_counter() - destroyed}
 
     def op_reconnect(self) -> dict[str, Any]:
-        """Makes the communicators anew and runs the same collectives."""
+        """Makes the communicators again and runs the same collectives."""
         began = time.perf_counter()
         self.op_connect()
         connected = time.perf_counter()

@@ -6,7 +6,7 @@
 #         cycles deaths shortage watchdog zeroed
 #         sharing generate unused attach compat contents deep (of the Python package, from python/*.whl)
 #         strangers graphs stepping replay nccl_alone race rl larger
-# Lies beside gpu-lane/, gpu-tests/, benchmarks/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results):
+# Lies next to gpu-lane/, gpu-tests/, benchmarks/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results):
 # one JSON file per suite and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the
 # cycles of nccl, MANY_CYCLES those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, of rebuild, and of each of
 # the five programs of one_process, ANYTIME_SEED their instants, also those of strangers. STRANGERS_PAUSES are the pauses of

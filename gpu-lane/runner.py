@@ -311,13 +311,13 @@ class Child(Process):
         return facts
 
 
-#: In the order in which `free_port` tries them, each once, whichever threads ask at once.
+#: In the order in which `free_port` tries them, each once, even if threads ask simultaneously.
 PORTS = iter(random.sample(range(20_000, 30_000), 10_000))
 
 
 def free_port() -> int:
     """A TCP port that nobody has on any address of this machine, as torch listens on all of them, below the range that outgoing
-    connections take theirs from. No port is given twice: whoever was given it may not listen yet.
+    connections take theirs from. No port is given twice: the one that was given it may not listen yet.
     """
     for port in itertools.islice(PORTS, 100):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):

@@ -128,7 +128,7 @@ class Job(TrainingJob):
         return cli.sublet(action, tenant, *limit, *whose, "--json", timeout_s=8 * self.args.pause_timeout)
 
     def note_report(self, action: str, told: dict[str, Any]) -> None:
-        """Adds the times of each phase, and what the report says beside them."""
+        """Adds the times of each phase, and what else the report says."""
         report = (told.get("json") or {}).get("report") or {}
         self.phases.add(action, report)
         if action == "pause" and report:

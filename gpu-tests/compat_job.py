@@ -2,7 +2,7 @@
 
 Four processes on one GPU, one after the other, each as its user would start it:
 
-- saver: `torch_memory_saver` by Sublet's alias, preloaded by the object found beside it: a region with and one without
+- saver: `torch_memory_saver` by Sublet's alias, preloaded by the object found next to it: a region with and one without
   backups, a captured graph, `get_cpu_backup`, `disable`, a resume that does not fit and is repeated, a replay while the
   graph's tag is away, backups that are kept, and such that leave no host memory;
 - enabled: the same package set by the environment, as a training framework starts its actors;
@@ -28,7 +28,7 @@ from phases import copied_bytes
 
 ROLES = ("saver", "enabled", "vllm", "nccl")
 KEPT_BYTES, LOST_BYTES = GIB, 2 * GIB
-#: What may be on the device beside what is meant: contexts grow when kernels are loaded.
+#: What else may be on the device: contexts grow when kernels are loaded.
 SLACK_BYTES = 64 * MIB
 
 
@@ -97,7 +97,7 @@ def saver_role() -> None:
     import sublet
 
     runner.row("the alias is imported", Path(package.__file__).is_relative_to(sublet.__path__[0]), package.__file__)
-    runner.row("preloaded by the object beside it", sublet.attached())
+    runner.row("preloaded by the object next to it", sublet.attached())
     with saver.region("weights", enable_cpu_backup=True):
         weights = pattern(KEPT_BYTES, 1)
     with saver.region("kv_cache"):

@@ -2,11 +2,11 @@
 
 One job of NCCL ranks a round. `kill -9` takes one rank at a random time in a pause from outside, in a resume, in a pause
 from inside (ncclPause on every rank), or while all stand paused; in one round it takes the command itself, again and
-again. Whoever waits for the dead rank must be told which process died within 2 s of it. The survivors must then
+again. All that wait for the dead rank must be told which process died within 2 s of it. The survivors must then
 be paused, or be pausable, and another process must be able to allocate 90% of what they had. When the rest is ended too,
 no file, socket, shared memory or device memory may be left.
 
-Bound: a dead process's socket closes at once, so an error should take some ms; a round is the start of a job, 10 s.
+Bound: a dead process's socket closes immediately, so an error should take some ms; a round is the start of a job, 10 s.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ def common_options(args: Any) -> list[str]:
 def body(args: Any, result: Result, work: Path) -> None:
     """The reference, and each allocator: a script paused from outside and one that pauses itself, side by side."""
     site = runner.package(work, "sublet")
-    # Two models are away at once; a layer has some 202 million weights, what is around them 262 million.
+    # Two models are away simultaneously; a layer has some 202 million weights, what is around them 262 million.
     result.data["host_warmed"] = common.touch_host_memory(2.2 * 2 * (args.layers * 202e6 + 262e6) / common.GIB)
     plain = runner.Child(
         work, "plain", [__file__, "--role", "plain", *common_options(args)], env=environment("native")

@@ -1,4 +1,4 @@
-"""What does the first replay of a CUDA graph cost after a resume, beside a normal one and beside capturing it again?
+"""What does the first replay of a CUDA graph cost after a resume, compared with a normal one and with capturing it again?
 
 A decoder (attention over a cache, two dense layers, `--layers` times) has a graph for each batch size from 1 to
 `--graphs`, as inference engines do, all in one shared pool. In one process: every graph replayed `ROUNDS` times, then
@@ -122,7 +122,7 @@ class Graphs:
             return [self.capture_one(batch) for batch in self.sizes]
 
     def capture_one(self, batch: int) -> float:
-        """Captures the graph of a batch size in place of the one there was, and makes it executable; the milliseconds.
+        """Captures the graph of a batch size instead of the one there was, and makes it executable; the milliseconds.
 
         By torch's own calls: its context manager also collects garbage, which is not what is asked here.
         """

@@ -73,7 +73,7 @@ class Check:
         return self.ranks.call("graph_check", 40, value=value)[0]["right"], f"y = 2 * {value} + 1"
 
     def pause(self) -> tuple[bool, str]:
-        """Pauses from outside; 320 MiB and more must come free, at once."""
+        """Pauses from outside; 320 MiB and more must come free, immediately."""
         before = self.observer.free()[0]
         passed, detail = self.command("pause", self.tenant, "--json")
         freed = (self.observer.free()[0] - before) / MIB

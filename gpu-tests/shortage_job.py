@@ -1,7 +1,7 @@
 """What does a resume do when another process has taken the memory?
 
 A job of NCCL ranks with kept tensors is paused; a holder then takes so much of every GPU that half of what the job
-needs is missing. `sublet resume` must refuse at once, say how many bytes are missing and who holds them, and leave the
+needs is missing. `sublet resume` must refuse immediately, say how many bytes are missing and who holds them, and leave the
 job paused. `sublet resume --wait` in the background must return soon after the holder lets go, and every kept
 word and collective must be as before. One round with a holder outside of any tenant, one with a tenant.
 

@@ -157,7 +157,7 @@ class Stranger(anytime_job.Job):
         """What the program said of this machine; empty when it said nothing."""
         run = self.current
         text = run.log.read_text(errors="replace") if run is not None and run.ended else ""
-        # Ranks that say it at once may do so in one line.
+        # Ranks that say it simultaneously may do so in one line.
         return text.split(NOT_RUN)[1].partition("\n")[0].strip() if NOT_RUN in text else ""
 
 

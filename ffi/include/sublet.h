@@ -1,7 +1,7 @@
 /* sublet.h: the C interface of libsublet.so.
  *
  * Every function may be called from any thread. Functions that pause or resume block until it has
- * happened or failed; all others return at once. Unless it says otherwise, a function returns 0 for
+ * happened or failed; all others return immediately. Unless it says otherwise, a function returns 0 for
  * success and one of the SUBLET_ERROR_ codes otherwise; sublet_last_error() then says, for the calling
  * thread, what was tried on what, and what to do next.
  *
@@ -76,7 +76,7 @@ int sublet_resume_tenant(const char *tenant, uint32_t timeout_ms);
  * paused when it has had its quantum, the least that suffices; until then this waits up to wait_ms. Errors are as of sublet_switch_tenant. */
 int sublet_resume_in_turn(const char *tenant, uint32_t wait_ms);
 
-/* Pauses one tenant and resumes the other, both at once and in bounded device memory. When the other cannot
+/* Pauses one tenant and resumes the other, simultaneously and in bounded device memory. When the other cannot
  * come, the first runs again; the error says so where it does not. */
 int sublet_swap_tenants(const char *from, const char *to, uint32_t timeout_ms);
 /* The same by tag, with out_tags[0..out_count) of the one and in_tags[0..in_count) of the other, of all their processes as
@@ -88,7 +88,7 @@ int sublet_swap_tags(const char *from, const char *const *out_tags, size_t out_c
 /* Has a tenant get its GPUs: pauses what is in the way there, the least that suffices, and resumes it. When it cannot come, those that were
  * paused for it run again; the error says where not. One in the way may be in a turn: then this waits up to wait_ms for the turn to end, or
  * to have lasted its quantum. SUBLET_ERROR_RETRY when that was not enough, and SUBLET_ERROR_OUT_OF_DEVICE_MEMORY when the tenant does not
- * fit, whoever makes way. sublet_last_report_json says who was paused, and why. */
+ * fit even if all others made way. sublet_last_report_json says who was paused, and why. */
 int sublet_switch_tenant(const char *tenant, uint32_t wait_ms);
 
 /* A turn of the calling process: waits until its tenant has its GPUs, or may pause what is in the way, and does that. Those that wait come
@@ -108,7 +108,7 @@ int sublet_prepare_tenant(const char *tenant, uint32_t wait_ms);
 
 /* How much GPU memory a tenant may hold from now on, all its processes together; NULL is the caller's own tenant, which must have a process with
  * device memory. budgets is what `sublet budget` takes, joined by commas: "40GiB" of every GPU, "0=40GiB" of the one that nvidia-smi
- * shows as 0, "0=none" or "none" to take it back. It counts at once. Less than is held takes nothing away: new allocations fail as if
+ * shows as 0, "0=none" or "none" to take it back. It counts immediately. Less than is held takes nothing away: new allocations fail as if
  * memory were used up until it fits. sublet_last_report_json is what sublet_budget_json writes, with "outcome": "completed" when all
  * processes count what they hold, else "partial". SUBLET_ERROR_ARGUMENT when the text is no budget or there is no such tenant. */
 int sublet_set_budget(const char *tenant, const char *budgets);
@@ -162,7 +162,7 @@ int sublet_set_file_dir(const char *path);
 int sublet_host_copy(uint64_t address, uint64_t size_bytes, const void **host);
 int sublet_host_copy_out(uint64_t address, uint64_t size_bytes, void *target);
 
-/* In each pause of the calling process, whoever asks for it, `source` is called with `context` and a token
+/* In each pause of the calling process, also one from outside, `source` is called with `context` and a token
  * when nothing of the application's can reach a device any more. It runs on a thread of its own and may answer
  * with sublet_unused, once: ranges of this process's memory whose contents nobody needs, which are then not
  * saved. The pause waits 250 ms for it; an answer that comes later is refused. NULL: nobody is asked. */
@@ -213,7 +213,7 @@ int64_t sublet_tenants_json(char *buffer, size_t size);
  * 4 ncclInvalidArgument, 5 ncclInvalidUsage.
  *
  * ncclPause and ncclResume are called by every process of the tenant; the argument is ignored. They
- * return when it has happened everywhere, and at once when it had happened before. */
+ * return when it has happened everywhere, and immediately if it had happened before. */
 int ncclPause(void *comm);
 int ncclResume(void *comm);
 /* Prints this process's device memory to standard output: one line per class, then the total. */
@@ -223,14 +223,14 @@ int ncclMemStats(void);
 int ncclSetGroupID(int id);
 int ncclGetGroupID(int *id);
 
-/* The family that this process names, in place of SUBLET_FAMILY: tenants that name the same one may open each other's
+/* The family that this process names, instead of SUBLET_FAMILY: tenants that name the same one may open each other's
  * device memory, by cudaIpc handles and by descriptors of cuMemExportToShareableHandle. Best before the first use of CUDA:
  * SUBLET_ERROR_ARGUMENT when the process has joined its tenant with another family or none, or the name is none. */
 int sublet_set_family(const char *family);
 
 /* Brings a process that was not started with `sublet run` or LD_PRELOAD under Sublet, for one that has opened
  * libsublet.so itself: the libraries that are loaded, and those loaded later, call Sublet's functions from
- * here on. Best before the first use of CUDA: memory asked for earlier stays on the device at a pause.
+ * here on. Best before the first use of CUDA: memory allocated earlier stays on the device at a pause.
  * `tenant` is the tenant to join at the first device memory; NULL is the one that the environment names.
  * SUBLET_ERROR_ARGUMENT when another one has been joined, SUBLET_ERROR_REFUSED in a child that an attached
  * process has forked. Attaching twice, or under LD_PRELOAD, is a success. */

@@ -112,7 +112,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The device's primary context, which torch and the CUDA runtime use. Retained when first asked for, and for
+/// The device's primary context, which torch and the CUDA runtime use. Retained when first needed, and for
 /// good, as they do: memory in it must not go with a release of ours. Two threads may both retain it, once.
 pub(crate) fn primary_context(device: c_int) -> Option<Pointer> {
     let known = || lock(&PRIMARY_CONTEXTS);

@@ -1,4 +1,4 @@
-//! Our functions in place of the driver's, and those of them that only wait.
+//! Our functions instead of the driver's, and those of them that only wait.
 //!
 //! | what we do | means | where |
 //! | --- | --- | --- |

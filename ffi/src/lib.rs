@@ -4,7 +4,7 @@
 //! `sublet_cuda_driver::vmm::map` passes the gate, and `vmm_pool::Pool::map` does it. How NCCL came to call us instead of
 //! the driver is the matter of [`interpose`].
 //!
-//! * [`interpose`]: the engine that has callers find our functions in place of others'. It has no table of its own.
+//! * [`interpose`]: the engine that has callers find our functions instead of others'. It has no table of its own.
 //! * [`interposed`]: what is handed to it: the driver's functions of [`hooks`], NCCL's of [`nccl`], and `dlsym`.
 //! * [`replaced`]: the driver's functions that the pool answers; those that only wait are in [`hooks`].
 //! * [`nccl`]: NCCL's own public functions, counted for the consistent cut.

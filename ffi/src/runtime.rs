@@ -39,7 +39,7 @@ pub(crate) use crate::contexts::{
 };
 
 /// How many threads bring new host memory in. More would only get in the way of the thread that pins it:
-/// with 4 processes at once on 64 cores, 4 threads each gave a first pause of 48 GB/s in all and 16 each
+/// with 4 processes together on 64 cores, 4 threads each gave a first pause of 48 GB/s in all and 16 each
 /// 40 GB/s; 6 still feed one process alone at the speed it can pin.
 const TOUCHER_THREADS_MAX: usize = 6;
 
@@ -233,7 +233,7 @@ pub(crate) fn start_log() {
 
 /// The run directory that the environment names.
 pub(crate) fn run_dir() -> Result<RunDir, String> {
-    // Whoever takes a lock comes here first, also before this process has joined.
+    // Every thread that takes a lock comes here first, also before this process has joined.
     watch_forks();
     let Environment { settings, session_dir, .. } = environment::current().into_owned();
     RunDir::open(settings.run_dir, session_dir).map_err(|error| chain(&error))

@@ -1,4 +1,4 @@
-"""The machinery of the GPU lane's jobs, without a GPU and without torch: `runner.py` and what lies beside it.
+"""The machinery of the GPU lane's jobs, without a GPU and without torch: `runner.py` and the modules next to it.
 
 A name that is not there costs minutes on a machine with GPUs, so every job is imported here too.
 """
@@ -341,7 +341,7 @@ def undefined_names(path: Path) -> list[str]:
 
 
 def missing_of_own_modules(path: Path) -> list[str]:
-    """Names that a file takes from modules beside it and that are not there."""
+    """Names that a file takes from modules next to it and that are not there."""
     tree = ast.parse(path.read_text())
     own: dict[str, str] = {}
     found: list[str] = []

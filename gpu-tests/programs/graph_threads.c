@@ -1,4 +1,4 @@
-// Graphs that are made, cloned, updated and destroyed by many threads at once, each with its own stream and words.
+// Graphs that are made, cloned, updated and destroyed by many threads simultaneously, each with its own stream and words.
 //
 // A step of a thread captures one kernel, instantiates a clone of the graph, launches it, updates it from a second capture
 // with other factors, launches it again, and runs a third graph that has its memory from nodes of its own. All words of a

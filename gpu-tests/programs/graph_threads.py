@@ -1,4 +1,4 @@
-"""Graphs that many threads make, clone, update, launch and destroy at once, on one GPU: graph_threads.c, by driver calls.
+"""Graphs that many threads make, clone, update, launch and destroy simultaneously, on one GPU: graph_threads.c, by driver calls.
 
     python3 programs/graph_threads.py --steps 500
 

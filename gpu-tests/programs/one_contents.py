@@ -2,7 +2,7 @@
 
     python3 programs/one_contents.py --steps 500
 
-The regions are there when libsublet.so is; without it all memory is the same. What may be lost is written anew before
+The regions are there when libsublet.so is; without it all memory is the same. What may be lost is written again before
 it is read. Copies go around all devices, with whatever context is current, and memory comes and goes.
 """
 
@@ -24,7 +24,7 @@ SEEN_WORDS = 1 << 12
 
 @contextlib.contextmanager
 def region(tag: str) -> Iterator[None]:
-    """Memory that is asked for inside belongs to `tag`, under Sublet."""
+    """Memory that is allocated inside belongs to `tag`, under Sublet."""
     library = ctypes.CDLL(None)
     begin, end = (getattr(library, name, None) for name in ("sublet_region_begin", "sublet_region_end"))
     is_open = begin is not None and begin(tag.encode(), POLICIES[tag]) == 0

@@ -31,7 +31,7 @@ TOKENS, TOKEN_WORDS = 512, 1024
 GRID, BLOCK = 32, 512
 #: Steps after which the host waits for its GPU.
 READ_EVERY = 4
-#: For simple: flags of steps that may be under way at once, and as many that are made ready for later ones.
+#: For simple: flags of steps that may be under way simultaneously, and as many that are made ready for later ones.
 SLOTS = 16
 FLAG_BYTES, STATE_BYTES = 64 << 10, 128
 ARCHITECTURE = "compute_80"

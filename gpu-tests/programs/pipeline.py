@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 4 pipeline.py --steps 300
 
 Filling and emptying the pipeline uses isend and irecv, which have a communicator for each pair of neighbours. In between
-a stage exchanges with its neighbour in both directions at once, by batch_isend_irecv on the communicator of all.
+a stage exchanges with its neighbour in both directions together, by batch_isend_irecv on the communicator of all.
 The last stage has the loss; what the others record is the sum of squares of their gradients.
 """
 
@@ -52,7 +52,7 @@ class Stage:
         return room
 
     def exchange(self, tensor: torch.Tensor | None, neighbour: int) -> torch.Tensor | None:
-        """Sends to and receives from one neighbour at once."""
+        """Sends to and receives from one neighbour simultaneously."""
         if not 0 <= neighbour <= self.last:
             return None
         room = self.empty()

@@ -402,7 +402,7 @@ static int verify(struct communicator *c, uint64_t *words) {
     return 1;
 }
 
-// Tensors of the application beside the communicators, each a pattern of its own that stays.
+// Tensors of the application, in addition to the communicators, each a pattern of its own that stays.
 static struct block tensor(unsigned i) {
     return (struct block){.address = job.tensors[i], .bytes = tensor_bytes[i] / job.parts, .index = i};
 }

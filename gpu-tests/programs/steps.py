@@ -35,7 +35,7 @@ def not_run(why: str) -> None:
 
 
 def program_failed(what: str) -> None:
-    """Says what is wrong and ends the process at once: an orderly end would wait for peers and devices."""
+    """Says what is wrong and ends the process immediately: an orderly end would wait for peers and devices."""
     print(f"failed: {what}", file=sys.stderr, flush=True)
     os._exit(3)
 

@@ -63,7 +63,7 @@ def main() -> None:
     model = nn.Sequential(*layers, nn.Linear(width, width)).to(training.device)
     parameters = list(model.parameters())
     sizes = [parameter.numel() for parameter in parameters]
-    # The kernels copy 16 bytes at once, and each rank an equal part.
+    # The kernels copy 16 bytes at a time, and each rank an equal part.
     unit = 64 * training.world
     sums = Sums(training, -(-sum(sizes) // unit) * unit)
 

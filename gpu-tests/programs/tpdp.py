@@ -4,7 +4,7 @@
 
 The first layer of each block is split by columns, the second by rows. Between blocks each rank of a tensor-parallel pair
 keeps half of the rows: they are gathered before a block and summed and scattered after it. Gradients are summed
-over the data-parallel pair as soon as each is ready, beside the rest of backward. The norm of all gradients and the mean
+over the data-parallel pair as soon as each is ready, during the rest of backward. The norm of all gradients and the mean
 loss are summed over all ranks, the loss on a stream of its own.
 """
 

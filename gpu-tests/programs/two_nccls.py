@@ -1,4 +1,4 @@
-"""Training with two NCCLs in each process: torch's adds the gradients, and a copy of its file, loaded beside it, adds
+"""Training with two NCCLs in each process: torch's adds the gradients, and a copy of its file, loaded next to it, adds
 words that the host knows.
 
     torchrun --standalone --nproc-per-node 2 two_nccls.py --steps 500

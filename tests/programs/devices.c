@@ -153,7 +153,7 @@ static void work_on(Buffer *buffer, int device, uint32_t mul, uint32_t add)
     buffer->value = buffer->value * mul + add;
 }
 
-/* Memory that comes, is used by a device, and is freed at once, while another context is current. */
+/* Memory that comes, is used by a device, and is freed immediately, while another context is current. */
 static void use_and_free(int device)
 {
     CUdeviceptr passing = 0;
@@ -181,7 +181,7 @@ static void step(void)
     for (int device = 0; device < guest; device++) {
         int next = (device + 1) % guest;
         wander();
-        /* The next device's plain memory becomes what is here, whoever's context is current. */
+        /* The next device's plain memory becomes what is here, with any context current. */
         OK(cuStreamWaitEvent(all[device].stream, all[next].event, 0));
         Buffer *from = &all[device].buffers[SHARED - PLAIN], *to = &all[next].buffers[0];
         OK(cuMemcpyDtoDAsync(to->address, from->address, BYTES, all[device].stream));

@@ -6,7 +6,7 @@
  *   spare TAG              another one, which is never looked at
  *   away TAG | back TAG    pauses or resumes its own memory of a tag by itself
  *   create SEED            the same by cuMemCreate, which can be exported
- *   fill SEED              fills it anew
+ *   fill SEED              fills it again
  *   own SEED               does it hold that?
  *   free                   gives it up
  *   handle                 its cudaIpc handle, as text
@@ -15,7 +15,7 @@
  *   import PID FD          the same by a descriptor
  *   look SEED              does what is open hold that?
  *   store SEED             fills it
- *   again                  the handle of what is open, asked for here
+ *   again                  the handle of what is open, requested here
  *   close                  closes it, by the way it came
  *   fork                   leaves a child that stands still
  *   buckets COUNT SEED HANDLE   opens, looks and closes so often

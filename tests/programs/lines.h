@@ -1,4 +1,4 @@
-/* A program that obeys lines on standard input, one after the other, until its end, or that of whoever started it. */
+/* A program that obeys lines on standard input, one after the other, until its end, or that of the process that started it. */
 #ifndef SUBLET_TEST_LINES_H
 #define SUBLET_TEST_LINES_H
 

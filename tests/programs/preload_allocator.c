@@ -1,4 +1,4 @@
-/* An allocator that stands before the C library's, and finds that by dlsym in its first call. What is asked for meanwhile
+/* An allocator that stands before the C library's, and finds that by dlsym in its first call. What is allocated meanwhile
  * comes from a small buffer of its own: exit code 9 is that it was not enough. */
 #define _GNU_SOURCE
 #include <dlfcn.h>

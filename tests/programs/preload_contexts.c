@@ -1,9 +1,9 @@
 /* Memory that ends with its context, one word an argument:
  *
- *   destroy   a context of the program's own, beside the primary one
+ *   destroy   a context of the program's own, next to the primary one
  *   detach    the same, by its last reference
  *   release   the primary context, by its last reference, after a pause
- *   reset     the primary context, whoever retains it
+ *   reset     the primary context, even if others retain it
  *   paused    a context ends while the process is paused
  *   storm     contexts come and go while the process is paused and resumed
  *   alone     a program that has a context of its own alone is paused, and gets no primary one
@@ -164,7 +164,7 @@ static void end_primary(const char *what, bool by_reset)
     OK(cuMemAlloc(&made[1], 512));
     OK(cuMemsetD8(made[0], 3, BYTES));
     OK(cuCtxSynchronize());
-    /* Whoever pauses retains the context too. */
+    /* The process that pauses retains the context too. */
     inside_pause();
     inside_resume();
     OK(cuDevicePrimaryCtxRetain(&third, 1));

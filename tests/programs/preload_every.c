@@ -1,4 +1,4 @@
-/* Calls that few libraries make, each once before a pause and once beside it: copies of rows, boxes and batches, fills of
+/* Calls that few libraries make, each once before a pause and once during it: copies of rows, boxes and batches, fills of
  * rows, waits for values and writes of them, cooperative launches.
  *
  * Each writes a value of its own where it alone writes. The process pauses itself, a thread a call then makes all of them, and
@@ -404,12 +404,12 @@ int main(void)
     for (size_t call = 0; call < CALLS; call++)
         if (pthread_create(&threads[call], NULL, make_call, (void *)call) != 0)
             return 1;
-    /* Whoever is not held is done by then, on a machine that is not busy; who is late waits behind it. */
+    /* A call that is not held is done by then, on a machine that is not busy; a late one waits behind it. */
     usleep(300000);
     atomic_store(&is_resumed, 1);
     inside_resume();
     for (size_t call = 0; call < CALLS; call++)
         pthread_join(threads[call], NULL);
-    check("beside a pause");
+    check("during a pause");
     return 0;
 }

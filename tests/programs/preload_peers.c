@@ -1,6 +1,6 @@
 /* A device works on plain memory of another by peer access, one word an argument:
  *
- *   late      access was enabled before Sublet came, and memory is asked for afterwards
+ *   late      access was enabled before Sublet came, and memory is allocated afterwards
  *   never     access was never enabled: an attempt to enable it still succeeds
  *   opened    access was enabled before memory of another process is opened; opened-old: by the form of CUDA 4
  *   opening   access is enabled after it was opened

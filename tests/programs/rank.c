@@ -5,7 +5,7 @@
  *        [--nccl LIBRARY] [--plain]
  *
  * It says `ok ready` when its memory is there. The ranks of a job share DIR. --plain uses no virtual memory
- * management and shares nothing. At the end of its input it ends; it dies with whoever started it.
+ * management and shares nothing. At the end of its input it ends; it dies with the process that started it.
  */
 #include "lines.h"
 #include "rank/children.h"

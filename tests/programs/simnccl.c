@@ -2,9 +2,9 @@
  * come to be and end by a meeting of all ranks on the host; memory is created, exported and imported; and
  * work waits on the device until the peers have launched theirs. It knows unsigned 32-bit sums of up to
  * 64 KiB. Calls between ncclGroupStart and ncclGroupEnd run at the end. What a non-blocking communicator is
- * asked for goes on in a thread of its own. A suspended communicator has given its memory up and kept its
+ * requested goes on in a thread of its own. A suspended communicator has given its memory up and kept its
  * addresses. As in NCCL, an error within a group makes its end fail, and a communicator that was aborted or destroyed
- * must not be named any more: whoever does ends the process with a word.
+ * must not be named any more: a call that does ends the process with a word.
  */
 #include "simnccl/simnccl.h"
 

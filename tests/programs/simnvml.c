@@ -1,4 +1,4 @@
-/* An NVML without GPUs: what nvidia-smi, pynvml and others ask, answered from the simulated node. Who holds memory is whoever has a
+/* An NVML without GPUs: what nvidia-smi, pynvml and others ask, answered from the simulated node. A holder of memory is a process that has a
  * file of the node open, so it sees every process, under Sublet or not. As strict as the real one: nothing before nvmlInit, no handle
  * but its own, no structure of an unknown version, no row beyond the caller's buffer.
  *

@@ -78,7 +78,7 @@ def main():
     check(cuda.cuStreamSynchronize(stream), "cuStreamSynchronize")
     check(cuda.cuMemcpyDtoH_v2(words, data, ctypes.c_size_t(WORDS * 4)), "cuMemcpyDtoH")
     if "SPMD_NCCL" in os.environ:
-        # What is loaded in place of NCCL has the calls of AMem beside NCCL's; all ranks make them.
+        # What is loaded instead of NCCL has the calls of AMem and NCCL's; all ranks make them.
         check(nccl.ncclPause(None), "ncclPause")
         check(nccl.ncclResume(None), "ncclResume")
     check(nccl.ncclCommDestroy(comm), "ncclCommDestroy")

@@ -1,9 +1,9 @@
 /* A process that takes turns. It obeys lines on standard input and answers each with one line, `ok ...` or `no CODE WORDS`:
  *
  *   allocate MIB SEED   a block, filled
- *   fill SEED           fills it anew
+ *   fill SEED           fills it again
  *   own SEED            does it hold that?
- *   more MIB SEED       a second block beside it, filled
+ *   more MIB SEED       a second block next to it, filled
  *   owns SEED           does that one hold that?
  *   begin MS            a turn, waited for so long
  *   end                 its end

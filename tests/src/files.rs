@@ -13,7 +13,7 @@ pub struct Files {
     pub simcuda_dir: PathBuf,
     /// The `sublet` command.
     pub sublet: PathBuf,
-    /// The library that is loaded in place of NCCL.
+    /// The library that is loaded instead of NCCL.
     pub nccl: PathBuf,
 }
 

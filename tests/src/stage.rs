@@ -161,7 +161,7 @@ impl Stage {
         Ok(process)
     }
 
-    /// Where the loader finds the simulated driver, and the simulated management library beside it.
+    /// Where the loader finds the simulated driver, and the simulated management library next to it.
     pub fn libraries_with_nvml(&self) -> String {
         format!("{}:{}", self.files.simcuda_dir.display(), Files::library_dir("simnvml").display())
     }
@@ -227,7 +227,7 @@ impl Stage {
         Ok(process)
     }
 
-    /// Starts `programs/turns.c` on a device, in a tenant, by `sublet run` with these words beside, and waits until it has joined.
+    /// Starts `programs/turns.c` on a device, in a tenant, by `sublet run` with these additional words, and waits until it has joined.
     ///
     /// # Errors
     /// When it does not come up.
@@ -256,7 +256,7 @@ impl Stage {
         Ok(process)
     }
 
-    /// Starts `programs/family.c` in a tenant, by `sublet run` with these words beside, and waits until it has joined.
+    /// Starts `programs/family.c` in a tenant, by `sublet run` with these additional words, and waits until it has joined.
     /// `settings` are variables of its environment.
     ///
     /// # Errors

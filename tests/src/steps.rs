@@ -22,7 +22,7 @@ pub const RESUME: [Phase; 4] = [Phase::CreateOwn, Phase::Restore, Phase::Import,
 /// One end of a phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Boundary {
-    /// All are about to be asked for it.
+    /// All are about to be told to do it.
     Started(Phase),
     /// All have done it.
     Done(Phase),

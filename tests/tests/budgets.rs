@@ -144,9 +144,9 @@ fn the_share_of_a_process_that_is_killed_is_free_again() -> Outcome {
     is_full(&mut survivor, "create", 2 * MIB)?;
     survivor.kill()?;
     // With the last of them the count goes, and what the tenant was told.
-    let mut anew = stage.hoard("infer", &["--budget", "0=128MiB"], &[])?;
-    takes(&mut anew, "create", 128 * MIB)?;
-    is_full(&mut anew, "create", 2 * MIB)
+    let mut again = stage.hoard("infer", &["--budget", "0=128MiB"], &[])?;
+    takes(&mut again, "create", 128 * MIB)?;
+    is_full(&mut again, "create", 2 * MIB)
 }
 
 #[test]
@@ -241,7 +241,7 @@ fn processes_that_take_and_free_at_once_never_hold_more_and_leave_nothing_counte
     let start = || stage.hoard("infer", &options, &[]);
     let mut all = vec![(start()?, Vec::new()), (start()?, Vec::new()), (start()?, Vec::new())];
     for step in 0..60 {
-        // All of them at once: what each is told is its own affair, the sum is everybody's.
+        // All of them simultaneously: what each is told is its own affair, the sum is everybody's.
         for (process, _) in &mut all {
             process.say(&format!("create 0 {}", UNIT * (1 + random.below(4))))?;
         }

@@ -1,6 +1,6 @@
 //! Processes that are killed at every boundary between two phases, and at random instants.
 //!
-//! Whoever is left must be told who died and what it was, when that happens and not at a deadline; must hang nowhere; and its
+//! The survivors must be told who died and what it was, when that happens and not at a deadline; must hang nowhere; and its
 //! device memory must go to another tenant by the next command.
 
 #![expect(clippy::print_stdout, reason = "a failure shows the seed and the times")]
@@ -24,7 +24,7 @@ fn steps(stage: &Stage, words: &[&str]) -> Outcome<Steps> {
     Steps::start(stage, Path::new(env!("CARGO_BIN_EXE_sublet-steps")), "train", words)
 }
 
-/// No process is on its way any more, whoever settles that.
+/// No process is on its way any more.
 fn settled(stage: &Stage) -> Outcome<Vec<String>> {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
@@ -58,7 +58,7 @@ fn survivors_can_go_on(stage: &Stage, job: &mut Job, dead: usize) -> Outcome {
     let ran = stage.sublet(&["resume", "train", "--without-lost"])?.succeeded()?;
     assert!(ran.stdout.contains(&who) && ran.stdout.contains("are lost"), "{ran:#?}");
     assert_eq!(stage.states("train")?, ["active"]);
-    // Twice around: what is lost is not asked for again.
+    // Twice around: what is lost is not fetched again.
     stage.pause("train")?;
     stage.resume("train")?;
     for rank in job.others(dead) {

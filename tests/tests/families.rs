@@ -1,4 +1,4 @@
-//! Tenants of one family, by the real command: memory that one lends and another has open, beside pauses of both.
+//! Tenants of one family, by the real command: memory that one lends and another has open, during pauses of both.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -493,7 +493,7 @@ fn a_lender_that_is_killed_in_any_step_of_its_own_leaves_its_borrower_running() 
     Ok(())
 }
 
-/// Whoever pauses the lender is killed while it waits for the borrower, or behind shut gates: all goes on.
+/// The command that pauses the lender is killed while it waits for the borrower, or behind shut gates: all goes on.
 #[test]
 fn a_command_that_is_killed_while_it_waits_leaves_both_running() -> Outcome {
     let mut pair = pair()?;

@@ -15,7 +15,7 @@ fn tenant_pauses_when_every_rank_has_asked() -> Outcome {
         for answer in job.all("is paused")? {
             assert_eq!(answer.text, "1");
         }
-        // Asking again changes nothing and returns at once.
+        // Asking again changes nothing and returns immediately.
         job.all("pause inside")?;
         job.all("resume inside")?;
         assert_eq!(stage.used_bytes(1)?, before_bytes);

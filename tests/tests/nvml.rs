@@ -8,7 +8,7 @@ use serde_json::Value;
 use sublet_tests::{Files, MIB, Outcome, Rank, Stage};
 
 const CAPACITY: u64 = 256 * MIB;
-/// What the simulated driver keeps for itself, beside what CUDA shows.
+/// What the simulated driver keeps for itself, in addition to what CUDA shows.
 const RESERVED: u64 = 3 * MIB;
 const INSUFFICIENT_SIZE: u64 = 7;
 
@@ -62,7 +62,7 @@ fn a_gpu_is_as_large_as_the_budget_also_to_one_that_never_uses_cuda() -> Outcome
     let [free, total] = holder.do_it("info 0")?.numbers()?;
     assert_eq!([total, free], [64 * MIB, 16 * MIB]);
     assert_eq!(memory(&mut asker, 0)?, [total, free, total - free]);
-    // A pause gives it back, and a change counts at once.
+    // A pause gives it back, and a change counts immediately.
     stage.pause("infer")?;
     assert_eq!(memory(&mut asker, 0)?[1..], [40 * MIB, 24 * MIB]);
     stage.resume("infer")?;

@@ -29,7 +29,7 @@ fn until(what: &str, is_so: impl FnMut() -> Outcome<bool>) -> Outcome {
     sublet_tests::until(what, WAIT, is_so)
 }
 
-/// Whoever has come back runs a moment before its place in the queue is given up.
+/// A tenant that has come back runs a moment before its place in the queue is given up.
 fn nobody_claims(stage: &Stage) -> Outcome {
     until("nobody is in its turn or waits", || Ok(claims(stage)? == (Vec::new(), Vec::new())))
 }
@@ -213,7 +213,7 @@ fn at_its_deadline_an_allocation_is_refused_and_a_note_names_who_was_in_the_way(
 #[test]
 fn nobody_waits_for_what_is_nowhere_or_is_nobodys_to_give() -> Outcome {
     let (stage, mut train, mut infer) = pair(&[], AUTO)?;
-    // More than the device has; in the hands of one that would not come back; beside a capture; beyond a budget; by one that does not queue.
+    // More than the device has; in the hands of one that would not come back; during a capture; beyond a budget; by one that does not queue.
     assert!(!infer.ask("allocate 40 200")?.is_ok);
     assert!(!infer.ask("allocate 14 200")?.is_ok);
     let notes = stage.members("infer")?[0]["notes"].to_string();
@@ -312,7 +312,7 @@ fn it_is_said_since_when_somebody_is_idle() -> Outcome {
     Ok(())
 }
 
-/// `a`, `b` and `c` need the whole device for each of their rounds, allocate and free, and all begin at once.
+/// `a`, `b` and `c` need the whole device for each of their rounds, allocate and free, and all begin together.
 #[test]
 fn three_that_each_fill_the_device_share_it_and_every_byte_is_right() -> Outcome {
     let stage = Stage::new(&[24 * MIB])?;

@@ -25,7 +25,7 @@ fn commands(page: &str) -> Outcome<Vec<Vec<String>>> {
 fn start(stage: &Stage, command: &[String]) -> Outcome<Job> {
     let tenant = command.iter().skip_while(|word| *word != "--tenant").nth(1);
     let tenant = tenant.ok_or_else(|| Trouble::new(format!("no tenant in {command:?}")))?;
-    // Two of them do not fit beside each other.
+    // Two of them do not fit together.
     stage.connected_job(&JobOptions { tensor_mib: 60, ..JobOptions::new(tenant, 2) })
 }
 
@@ -40,7 +40,7 @@ fn typed(page: &str, jobs_wanted: usize) -> Outcome {
         }
     }
     assert_eq!(jobs.len(), jobs_wanted, "jobs that {page} starts");
-    // Whoever stands paused at the end of the page comes back as it was.
+    // A tenant that is paused at the end of the page comes back as it was.
     for mut job in jobs.into_iter().rev() {
         stage.resume(job.tenant())?;
         job.verify()?;

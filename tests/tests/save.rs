@@ -103,7 +103,7 @@ fn entries(dir: &Path) -> Outcome<Vec<String>> {
     Ok(names)
 }
 
-/// Where files of this test go: beside the node, and gone with it.
+/// Where files of this test go: next to the node, and gone with it.
 fn place(stage: &Stage, name: &str) -> PathBuf {
     stage.node_path().with_file_name(name)
 }

@@ -248,7 +248,7 @@ fn who_is_killed_in_its_turn_or_in_its_wait_leaves_nothing_behind() -> Outcome {
     other.say("begin 60000")?;
     until("two wait", || Ok(claims(&stage)?.1 == ["train", "other"]))?;
     train.kill()?;
-    // It fits beside the turn in the way, and nobody is before it any more.
+    // It fits next to the turn in the way, and nobody is before it any more.
     assert!(other.answer()?.is_ok);
     other.do_it("own 300")?;
     let mut third = stage.turn_taker("third", &["--weight", "100"], 0)?;

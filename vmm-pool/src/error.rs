@@ -8,7 +8,7 @@ use crate::driver::{DeviceAddress, DeviceOrdinal, DriverCode, DriverError};
 /// every variant what its caller can do.
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
-    /// The handle or address is not the pool's: whoever asked should ask the driver itself.
+    /// The handle or address is not the pool's: the caller should ask the driver itself.
     #[error("not memory of the pool")]
     NotOurs,
     /// The handle was the pool's and has been released.
@@ -72,7 +72,7 @@ pub enum PoolError {
     OverBudget {
         /// The device.
         device: DeviceOrdinal,
-        /// Bytes asked for.
+        /// Requested bytes.
         asked_bytes: u64,
         /// Bytes that all processes of the tenant hold there.
         held_bytes: u64,
@@ -98,7 +98,7 @@ pub enum PoolError {
          of the process (ulimit -v, or the container's), or mark memory whose contents can go as discard"
     )]
     HostMemoryRefused {
-        /// Bytes asked for at once.
+        /// Bytes that are needed together.
         size_bytes: u64,
         /// What the system said.
         #[source]

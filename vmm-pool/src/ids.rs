@@ -1,4 +1,4 @@
-//! Identities: of memory, the same in every process, and of what callers hold in place of the driver's handles.
+//! Identities: of memory, the same in every process, and of what callers hold instead of the driver's handles.
 
 use std::fmt;
 
@@ -46,7 +46,7 @@ impl AllocationId {
     }
 }
 
-/// A value of ours that callers hold in place of the driver's handle.
+/// A value of ours that callers hold instead of the driver's handle.
 ///
 /// Layout of an allocation's, high to low: 16 bits of a mark that no handle of driver 580 has (those are host addresses of
 /// user space, whose top 17 bits are zero), 24 bits generation, 24 bits index. The generation makes a

@@ -48,7 +48,7 @@ impl KeptBytes {
     }
 }
 
-/// Bytes of one class of memory (who asked for it, under which tag, with which policy) on one device.
+/// Bytes of one class of memory (which library allocated it, under which tag, with which policy) on one device.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClassBytes {
     /// The library that asked, such as `nccl` or `torch`.

@@ -10,7 +10,7 @@ pub(crate) use idle::IdleDriver;
 
 const FEW: usize = 5_000;
 const MANY: usize = 20_000;
-/// 4 is linear, 16 quadratic; a busy machine is somewhere beside.
+/// 4 is linear, 16 quadratic; a busy machine is somewhere in between.
 const RATIO_MAX: u32 = 9;
 
 /// Fails when what `prepare` makes for four times as many takes some sixteen times as long. Time is the calling

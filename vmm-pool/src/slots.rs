@@ -1,8 +1,8 @@
-//! Which threads are inside a call, without a lock that they share: each thread marks a slot of its own, and whoever
+//! Which threads are inside a call, without a lock that they share: each thread marks a slot of its own, and a thread that
 //! must know reads them all.
 //!
 //! A thread marks its slot with one sequentially consistent addition and then loads the mode that says
-//! whether it may go in; whoever closes stores the mode, sequentially consistent too, and then looks at
+//! whether it may go in; the thread that closes stores the mode, sequentially consistent too, and then looks at
 //! the slots. So either the thread sees the new mode and steps out, or the other sees it inside.
 
 use std::cell::Cell;

@@ -1,5 +1,5 @@
 //! Waiting for devices, on threads of their own: a wait inside the driver cannot be called off. One that is not over when
-//! nobody wants it any more goes on, and serves whoever waits for the same place next, so there is never more than
+//! nobody wants it any more goes on, and serves the next waiter for the same place, so there is never more than
 //! one thread a place.
 //!
 //! Lock order: `table` is a leaf, and never held across a driver call.
@@ -153,7 +153,7 @@ impl<D: Driver> Waits<D> {
     }
 
     /// Waits until no wait is under way that was taken up less than `limit` ago, which is over then at the latest. Is none at all? One that has only just been
-    /// asked for may be about to begin, though nobody wants to know any more.
+    /// requested may be about to begin, though nobody wants to know any more.
     pub(crate) fn let_end(&self, limit: Duration) -> bool {
         let is_young = |row: &Place| row.began.is_some_and(|began| began.elapsed() < limit);
         let is_any = |table: &mut Table| table.places.values().any(is_young);
@@ -172,7 +172,7 @@ impl<D: Driver> Waits<D> {
         !is_there(&mut table)
     }
 
-    /// Nobody wants to know any more. No wait is taken up after this: one beside a stream capture would end that.
+    /// Nobody wants to know any more. No wait is taken up after this: one during a stream capture would end that.
     pub(crate) fn forget(&self) {
         for row in self.shared.table().places.values_mut() {
             row.asked = row.answered;

@@ -130,7 +130,7 @@ fn copying(driver: &SimDriver, host: &mut [u8]) -> (VaRange, RawStream) {
     let range = driver.allocate(DEVICE, GRANULARITY_BYTES).expect("memory");
     let stream = driver.stream_create().expect("a stream");
     let part = VaRange::new(range.start, host.len() as u64);
-    // SAFETY: whoever asks for it keeps the host memory until the driver is gone.
+    // SAFETY: the caller keeps the host memory until the driver is gone.
     unsafe { driver.copy_to_host(NonNull::from(host).cast(), part, stream) }.expect("begun");
     (range, stream)
 }
@@ -160,14 +160,14 @@ fn two_streams_at_the_same_bytes_without_a_wait_between_cost_the_context() {
     let driver = driver();
     let (range, stream) = copying(&driver, &mut host);
     let other = driver.stream_create().expect("another");
-    let beside = VaRange::new(DeviceAddress(range.start.0 + 64), 64);
+    let next = VaRange::new(DeviceAddress(range.start.0 + 64), 64);
     // SAFETY: it stays mapped.
-    unsafe { driver.fill_with_zeros(beside, other) }.expect("other bytes");
+    unsafe { driver.fill_with_zeros(next, other) }.expect("other bytes");
     driver.stream_synchronize(stream).expect("no harm");
     // SAFETY: as above.
     unsafe { driver.fill_with_zeros(range, other) }.expect("after what was waited for");
     // SAFETY: as above; the host memory outlives the driver.
-    unsafe { driver.copy_to_host(NonNull::from(&mut host[..]).cast(), beside, stream) }
+    unsafe { driver.copy_to_host(NonNull::from(&mut host[..]).cast(), next, stream) }
         .expect("begun");
     let lost = driver.synchronize().expect_err("the context is lost");
     assert_eq!(lost.code, DriverCode::ILLEGAL_ADDRESS);

@@ -168,7 +168,7 @@ fn generate(workspace: &Workspace, view: &View) -> Outcome<String> {
         .disable_header_comment()
         .formatter(Formatter::None);
     if let Some(table) = view.table {
-        // A function that an older library lacks is known only when it is asked for.
+        // A function that an older library lacks is known only when it is looked up.
         builder = builder.dynamic_library_name(table).dynamic_link_require_all(false);
     }
     // libclang alone lacks the compiler's own headers, stddef.h among them; these come last.

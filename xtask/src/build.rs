@@ -16,13 +16,13 @@ use crate::{Outcome, shims, simulated};
 /// that. These are copies, so that tests run what a user would run.
 #[derive(Debug)]
 pub(crate) struct Built {
-    /// `libsublet.so`, the preload object. The command lies beside it and finds it there.
+    /// `libsublet.so`, the preload object. The command lies next to it and finds it there.
     pub(crate) preload: PathBuf,
     /// A directory that holds the simulated driver as `libcuda.so.1`.
     pub(crate) simcuda_dir: PathBuf,
     /// The `sublet` command, with simulated GPUs next to it.
     pub(crate) sublet: PathBuf,
-    /// The library that is loaded in place of NCCL.
+    /// The library that is loaded instead of NCCL.
     pub(crate) nccl: PathBuf,
 }
 

@@ -71,7 +71,7 @@ pub(crate) fn strip(workspace: &Workspace, program: &Path) -> Outcome {
 /// Runs `command`, passes its lines on, and holds back those that `is_summary` names.
 ///
 /// The held lines come back for the caller to print, so that each is printed once. They come back
-/// beside the outcome, since a runner that failed has a summary too.
+/// next to the outcome, since a runner that failed has a summary too.
 pub(crate) fn stream(
     command: &mut Command,
     is_summary: fn(&str) -> bool,

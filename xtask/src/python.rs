@@ -60,7 +60,7 @@ pub(crate) fn program(workspace: &Workspace, requirement: &str, name: &str) -> O
     Ok(program)
 }
 
-/// A Python interpreter that can import what it was asked for.
+/// A Python interpreter that can import the wanted package.
 #[derive(Debug)]
 pub(crate) struct Python {
     interpreter: PathBuf,
@@ -69,16 +69,16 @@ pub(crate) struct Python {
 }
 
 impl Python {
-    /// A Python with `package`: from our environment, from the system, or installed beside it.
+    /// A Python with `package`: from our environment, from the system, or installed next to it.
     pub(crate) fn with(workspace: &Workspace, package: &Package) -> Outcome<Self> {
         let environment = workspace.target.join("venv");
         let ours = Self { interpreter: environment.join("bin/python"), import_path: Vec::new() };
-        let beside = Self {
+        let extra = Self {
             interpreter: "python3".into(),
             // A folder for each: pip adds no programs to a folder that has some.
             import_path: vec![workspace.target.join("python-packages").join(package.module)],
         };
-        for python in [&ours, &beside] {
+        for python in [&ours, &extra] {
             if python.imports(workspace, package) {
                 return Ok(Self {
                     interpreter: python.interpreter.clone(),
@@ -95,14 +95,14 @@ impl Python {
         if made.is_ok() && ours.pip_install(workspace, &[package.requirement], None).is_ok() {
             return Ok(ours);
         }
-        let folder = Some(beside.import_path[0].as_path());
-        beside.pip_install(workspace, &[package.requirement], folder).map_err(|error| {
+        let folder = Some(extra.import_path[0].as_path());
+        extra.pip_install(workspace, &[package.requirement], folder).map_err(|error| {
             format!(
                 "cannot install {}: {error}; install python3-venv or python3-pip, or {} itself",
                 package.requirement, package.module
             )
         })?;
-        Ok(beside)
+        Ok(extra)
     }
 
     /// A Python that has `wheel` and nothing else, made afresh in `folder`.
@@ -124,10 +124,10 @@ impl Python {
         if folder.exists() {
             fs::remove_dir_all(folder)?;
         }
-        // The pip that we installed packages beside the system's with.
-        let beside = Self { interpreter: "python3".into(), import_path: vec![folder.to_owned()] };
-        beside.pip_install(workspace, &arguments, Some(folder))?;
-        Ok(beside)
+        // The pip with which we installed packages next to the system's.
+        let extra = Self { interpreter: "python3".into(), import_path: vec![folder.to_owned()] };
+        extra.pip_install(workspace, &arguments, Some(folder))?;
+        Ok(extra)
     }
 
     /// A command that runs this interpreter in the repository root; `folders` are imported from first.
@@ -163,13 +163,13 @@ impl Python {
 
     /// A program that comes with a package, such as `maturin`.
     pub(crate) fn script(&self, workspace: &Workspace, name: &str) -> Command {
-        let beside = match self.import_path.first() {
+        let found = match self.import_path.first() {
             // What pip puts there when it installs into a folder.
             Some(folder) => folder.join("bin").join(name),
             None => self.interpreter.with_file_name(name),
         };
         // A package of the system's own has its programs on the path.
-        workspace.command(if beside.is_file() { beside } else { name.into() })
+        workspace.command(if found.is_file() { found } else { name.into() })
     }
 
     fn imports(&self, workspace: &Workspace, package: &Package) -> bool {

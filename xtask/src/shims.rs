@@ -2,7 +2,7 @@
 //!
 //! | file | what it is for |
 //! | --- | --- |
-//! | `lib/libsublet_nccl.so` | loaded in place of NCCL: has NCCL's functions and `ncclPause`... side by side |
+//! | `lib/libsublet_nccl.so` | loaded instead of NCCL: has NCCL's functions and `ncclPause`... side by side |
 //! | `alias/torch_memory_saver_hook_mode_preload*.abi3.so` | preloaded by who looks for `torch_memory_saver`'s object |
 //!
 //! The first needs `libsublet.so` and then `libnccl.so.2`; a handle of it finds the functions of both. It is
@@ -18,9 +18,9 @@ use std::path::Path;
 use crate::workspace::Workspace;
 use crate::{Outcome, process};
 
-/// What finds `libsublet.so` from `sublet/alias` and from beside the package, where others look for the alias.
+/// What finds `libsublet.so` from `sublet/alias` and from next to the package, where others look for the alias.
 const ALIAS_RUNPATH: &str = "-Wl,-rpath,$ORIGIN/../lib:$ORIGIN/sublet/lib";
-/// What finds `libsublet.so` beside, and NCCL where its wheel puts it.
+/// What finds `libsublet.so` next to it, and NCCL where its wheel puts it.
 const NCCL_RUNPATH: &str = "-Wl,-rpath,$ORIGIN:$ORIGIN/../../nvidia/nccl/lib";
 /// Names under which frameworks look for the object, without and with the version of the CUDA runtime.
 const ALIASES: [&str; 3] = ["", "_cu12", "_cu13"];

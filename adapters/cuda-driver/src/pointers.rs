@@ -119,7 +119,7 @@ pub fn said(
 }
 
 /// What the driver says otherwise of a block than of the plain memory that it stands for: a block is larger than was
-/// asked for, the driver knows no context of virtual memory, and none of it can be shared by `cuIpcGetMemHandle`. And of a cell, of which it sees the slab alone, and of addresses that are
+/// requested, the driver knows no context of virtual memory, and none of it can be shared by `cuIpcGetMemHandle`. And of a cell, of which it sees the slab alone, and of addresses that are
 /// a part of what is reserved for slabs.
 pub fn correction<D: Driver>(
     member: &Member<D>,

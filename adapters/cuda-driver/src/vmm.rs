@@ -105,7 +105,7 @@ pub fn address_free<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()>
     Answer::of(entered.free_cell_addresses(range))
 }
 
-/// Addresses for memory that `library` has asked for, or may want there. The driver gives all others.
+/// Addresses for memory that `library` has allocated, or may allocate there. The driver gives all others.
 #[doc(alias = "cuMemAddressReserve")]
 pub fn address_reserve<D: Driver>(
     member: &Member<D>,
@@ -131,7 +131,7 @@ pub fn set_access<D: Driver>(
     Answer::of(entered.set_cell_access(range, access))
 }
 
-/// A ticket in place of the driver's descriptor.
+/// A ticket instead of the driver's descriptor.
 #[doc(alias = "cuMemExportToShareableHandle")]
 pub fn export<D: Driver>(member: &Member<D>, handle: u64) -> Answer<OwnedFd> {
     let entered = member.pool().enter();

@@ -3,7 +3,7 @@
 //! Collectives on a stream under capture launch nothing. Their increments follow the work: capture, graph,
 //! executable graph, launch; and go with copies, child graphs and updates. A process none of whose graphs
 //! holds a collective pays one atomic load a call. Bodies of conditional nodes are not followed: how often
-//! they run is decided on the device. Whoever captures a collective into one is told so ([`Counted`]). Nor is a child graph that `cuGraphExecNodeSetParams` exchanges: it must
+//! they run is decided on the device. A program that captures a collective into one is told so ([`Counted`]). Nor is a child graph that `cuGraphExecNodeSetParams` exchanges: it must
 //! have the form of the one before.
 //!
 //! A program launches the same graphs again and again, a few microseconds each. So every thread remembers what
@@ -123,7 +123,7 @@ impl Graphs {
         let is_used = self.is_used.load(Ordering::Acquire);
         is_used.then(|| {
             let tables = self.tables.write().unwrap_or_else(PoisonError::into_inner);
-            // Whoever asks before the change is made asks under the lock, and remembers what was right then;
+            // A caller that asks before the change is made asks under the lock, and remembers what was right then;
             // the change that follows must be seen by those who have this number already.
             self.changes.fetch_add(1, Ordering::Release);
             tables

@@ -55,7 +55,7 @@ impl Narrow for Memory {
 impl Narrow for MemoryV2 {
     fn within(self, bound: Bound) -> Self {
         let total = self.total.min(bound.budget_bytes);
-        // What the driver keeps for itself is beside a budget.
+        // What the driver keeps for itself does not count against a budget.
         let reserved = if total < self.total { 0 } else { self.reserved };
         let free = left(self.free, bound).min(total.saturating_sub(reserved));
         let used = total.saturating_sub(reserved).saturating_sub(free);

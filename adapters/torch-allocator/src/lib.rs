@@ -1,7 +1,7 @@
 //! What callers of torch's allocators ask for beyond device memory: the settings of `torch_memory_saver`.
 //!
 //! Memory of one tag may be kept, discarded or written to files there, as the calling thread was set when it
-//! asked for it. A tag of ours has one policy, so each such pair is a tag of its own, `tms/<tag>/<policy>`, and
+//! allocated it. A tag of ours has one policy, so each such pair is a tag of its own, `tms/<tag>/<policy>`, and
 //! pausing a tag pauses all that it has. The memory itself is the driver's calls' to make; who has set what is
 //! remembered by those who export the functions.
 

@@ -142,7 +142,7 @@ fn tag_name(tag: &str, contents: Contents) -> String {
     format!("{PREFIX}{tag}/{policy}")
 }
 
-/// The tags that memory of `tag` was ever asked for with; of all tags when that is `None`.
+/// The tags with which memory of `tag` was ever allocated; of all tags if that is `None`.
 pub fn tags_of(tag: Option<&str>) -> Vec<String> {
     region::tags().into_keys().filter(|name| is_of(name, tag)).collect()
 }

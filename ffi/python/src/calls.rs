@@ -530,7 +530,7 @@ impl Library {
         })
     }
 
-    /// Has `source` asked in each pause, whoever wants it, for memory whose contents nobody needs: a list of
+    /// Has `source` asked in each pause, also one from outside, for memory whose contents nobody needs: a list of
     /// addresses and bytes. `None`: nobody is asked.
     fn set_unused_source(&self, py: Python<'_>, source: Option<Py<PyAny>>) -> PyResult<()> {
         let set = function!(self, py, sublet_set_unused_source);

@@ -59,7 +59,7 @@ def reserved_bytes() -> dict[int, int]:
     return {} if adapter is None else adapter.reserved_bytes()
 
 
-#: Memory that a program gives up with the pause it asks for, beside what PyTorch has unused.
+#: Memory that a program gives up with a pause that it makes, in addition to what PyTorch has unused.
 _given_up: list[tuple[int, int]] = []
 
 
@@ -105,7 +105,7 @@ _questions = _Questions()
 
 
 def answer_pauses(library: Library) -> None:
-    """From now on a pause, whoever asks for it, leaves out what PyTorch has cached and nobody uses."""
+    """From now on a pause, also one from outside, leaves out what PyTorch has cached and nobody uses."""
     if torch_adapter() is not None:
         _questions.answer_from_now_on(library)
 

@@ -220,7 +220,7 @@ class _Paged:
             self._library.page_announce(self.pager, spans)
 
     def readable(self, param: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` of ``param``, with copies in place of what is paged."""
+        """``state`` of ``param``, with copies instead of what is paged."""
         block = self._block_of.get(id(param))
         if block is None or block.span is None:
             return state

@@ -1,4 +1,4 @@
-"""Regions: memory that is asked for inside one belongs to its tag."""
+"""Regions: memory that is allocated inside one belongs to its tag."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ _open = _Open()
 def refuse_open(tags: Optional[list[str]]) -> None:
     """Raises UsageError where a region of one of `tags` (of all for None) is open on some thread.
 
-    What is asked for in it after the pause could be memory that PyTorch has cached, and that is away.
+    What is allocated in it after the pause could be memory that PyTorch has cached, and that is away.
     """
     opened = _open.of(tags)
     if opened:
         raise UsageError(
-            f"pause: a region of tag '{opened[0]}' is open: memory asked for in it could then be memory "
+            f"pause: a region of tag '{opened[0]}' is open: memory allocated in it could then be memory "
             "that is away; leave the region first",
             tags=opened,
         )
@@ -104,7 +104,7 @@ class Region:
         library = own_library()
         if library.tag_is_paused(self.tag):
             raise UsageError(
-                f"region: tag '{self.tag}' is paused, and memory asked for now could be memory that "
+                f"region: tag '{self.tag}' is paused, and memory allocated now could be memory that "
                 f"is away: call sublet.resume(tags=['{self.tag}']) first"
             )
         answer_pauses(library)
@@ -175,7 +175,7 @@ def region(
     device: Optional[int] = None,
     all_threads: bool = False,
 ) -> Region:
-    """Device memory asked for inside belongs to ``tag``, and can be paused and resumed by it.
+    """Device memory allocated inside belongs to ``tag``, and can be paused and resumed by it.
 
     Use it by ``with`` or as a decorator. Regions nest, and the innermost counts. A region is the
     calling thread's; memory that NCCL, cuBLAS and cuDNN ask for belongs to no tag.

@@ -176,7 +176,7 @@ class Tenant:
 
         Raises:
             RetryError: somebody in the way is in a turn, which the message names.
-            OutOfDeviceMemory: the tenant does not fit, whoever makes way.
+            OutOfDeviceMemory: the tenant does not fit, even if all others made way.
             UsageError: there is no such tenant.
         """
         return _report.of(parsed(any_library().switch_tenant(self._name, timeout_ms(wait, "wait"))))
@@ -191,7 +191,7 @@ class Tenant:
         timeout: Optional[float] = None,
         deep: bool = False,
     ) -> SwapReport:
-        """Pauses this tenant and resumes the other, both simultaneously; as :func:`sublet.swap`."""
+        """Pauses this tenant and resumes the other, simultaneously; as :func:`sublet.swap`."""
         return swap(self, other, tags, out_tags=out_tags, in_tags=in_tags, timeout=timeout, deep=deep)
 
 
@@ -205,7 +205,7 @@ def swap(
     timeout: Optional[float] = None,
     deep: bool = False,
 ) -> SwapReport:
-    """Pauses one tenant and resumes another, both simultaneously and in bounded device memory.
+    """Pauses one tenant and resumes another, simultaneously and in bounded device memory.
 
     With tags, only their memory leaves or comes, in all processes of its tenant, as
     ``Tenant.pause(tags)`` and ``Tenant.resume(tags)`` have it. A tenant without tags of its own is
@@ -214,8 +214,8 @@ def swap(
     Args:
         from_tenant, to_tenant: by name, or as :class:`sublet.Tenant`.
         tags: of both.
-        out_tags: of the first, beside ``tags``.
-        in_tags: of the second, beside ``tags``.
+        out_tags: of the first, in addition to ``tags``.
+        in_tags: of the second, in addition to ``tags``.
         timeout: limit of each phase in seconds.
         deep: the contexts of the first leave too, once the second runs; the first has no tags then.
 

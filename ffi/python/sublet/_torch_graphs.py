@@ -34,7 +34,7 @@ class Graphs:
 
     Args:
         torch: the module.
-        library: whose tags are asked for.
+        library: whose tags are wanted.
     """
 
     def __init__(self, torch: Any, library: Optional[Library]) -> None:

@@ -23,7 +23,7 @@ def turn(*, timeout: Optional[float] = None) -> Iterator[Report]:
     least its class waits; the tenant then comes back by itself.
 
     Blocks nest, and those of a tenant's processes and threads are one turn, which ends with the last of
-    them. Tenants that fit beside each other have their turns at the same time.
+    them. Tenants that fit together have their turns at the same time.
 
     Args:
         timeout: how long to wait, in seconds; by default ten minutes.
@@ -33,9 +33,9 @@ def turn(*, timeout: Optional[float] = None) -> Iterator[Report]:
 
     Raises:
         RetryError: the time was up, and the message says who was in the way.
-        OutOfDeviceMemory: the tenant does not fit, whoever makes way.
+        OutOfDeviceMemory: the tenant does not fit, even if all others made way.
         UsageError, RefusedError, LostError: as for :func:`sublet.pause`, of a tenant in the way or of this
-            one. Whoever was paused for it runs again, unless the message says otherwise.
+            one. A tenant that was paused for it runs again, unless the message says otherwise.
 
     Blocks without the interpreter lock. A signal that comes meanwhile is handled after it.
 

@@ -24,7 +24,7 @@ __all__ = ["ClusterError", "NodeOutcome", "env", "pause", "resume", "switch"]
 
 #: Seconds that each phase on a node may take.
 TIMEOUT_S = 120.0
-#: Seconds that a node has beside, for Ray to start a worker and to bring the answer.
+#: Seconds that a node has in addition, for Ray to start a worker and to bring the answer.
 GRACE_S = 30.0
 
 #: How often it is looked whether nodes are alive that have not answered.
@@ -32,7 +32,7 @@ _LOOK_EVERY_S = 2.0
 #: Outcomes for which a call fails.
 _FAILURES = ("failed", "undone", "unknown", "standing")
 
-#: What one node is asked to do: the act, its tenants, tags, seconds of a phase, and seconds beside.
+#: What one node is asked to do: the act, its tenants, tags, seconds of a phase, and additional seconds.
 _Order = tuple[str, tuple[str, ...], Optional[list[str]], float, float]
 
 
@@ -94,7 +94,7 @@ def env(
         budget: how much of each GPU the tenant's processes on a node may hold, as ``sublet run --budget``
             takes it, such as ``"0=60GiB"``, or ``{0: "60GiB"}``.
         compat: frameworks whose functions Sublet serves (``sublet.compat.FRAMEWORKS``): a name, or several.
-        runtime_env: what the workers get beside. Of ``env_vars``, entries of ``LD_PRELOAD`` come after
+        runtime_env: what else the workers get. Of ``env_vars``, entries of ``LD_PRELOAD`` come after
             Sublet's library; what this function sets otherwise must not be set there to something else.
 
     The package lies at the same path on all nodes; where it does not, nodes have a ``runtime_env`` each.
@@ -137,7 +137,7 @@ def switch(
     timeout: Optional[float] = None,
     nodes: Optional[Iterable[str]] = None,
 ) -> tuple[NodeOutcome, ...]:
-    """Pauses one tenant and resumes another on every node of the cluster, all nodes at once.
+    """Pauses one tenant and resumes another on all nodes of the cluster simultaneously.
 
     A task without CPUs runs on each node and calls :func:`sublet.swap` there. Before anything changes, all
     nodes are asked: one with neither tenant is left alone (``"absent"``), one with a single one of them is an
@@ -204,7 +204,7 @@ def _name(tenant: Union[Tenant, str]) -> str:
 
 
 def _act(order: _Order) -> dict[str, Any]:
-    """What one node does. Puts its part back when it is done too late for whoever asked, or for nobody."""
+    """What one node does. Puts its part back when it is done too late for the caller, or for nobody."""
     act, names, tags, seconds, grace = order
     begin, parent = time.monotonic(), os.getppid()
     try:

@@ -150,7 +150,7 @@ class TakeTurns:
         optimizer = _unwrapped(kwargs.get("optimizer"))
         moved_by(optimizer, "sublet.trl.TakeTurns")
         for register in ("register_state_dict_pre_hook", "register_load_state_dict_pre_hook"):
-            # Whoever reads or writes it, as a checkpoint does, finds it on its device.
+            # Code that reads or writes it, as a checkpoint does, finds it on its device.
             getattr(optimizer, register)(lambda *_: self._moved.stay())
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -168,7 +168,7 @@ class TakeTurns:
         self._leave(**kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The state comes back, for whoever uses it after the training."""
+        """The state comes back, for use after the training."""
         self.on_pre_optimizer_step(args, state, control, **kwargs)
 
     def _leave(self, **kwargs: Any) -> None:

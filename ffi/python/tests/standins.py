@@ -96,7 +96,7 @@ def dotted(name: str, names: dict[str, Any]) -> Any:
 
 
 class Torch(types.ModuleType):
-    """As much of torch as frameworks use beside tensors; has no device, so memory is the driver's own."""
+    """As much of torch as frameworks use in addition to tensors; has no device, so memory is the driver's own."""
 
     def __init__(self, meet: Optional[Callable[[], None]] = None) -> None:
         super().__init__("torch")

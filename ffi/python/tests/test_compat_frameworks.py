@@ -250,7 +250,7 @@ def nccl_like(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def nccl_memory(library: Path, fill: int) -> simdriver.Memory:
-    """Device memory that NCCL has asked for."""
+    """Device memory that NCCL has allocated."""
     simdriver.free_bytes()
     address, size_bytes = ctypes.c_uint64(), 4 * MIB
     code = ctypes.CDLL(str(library)).allocate(ctypes.byref(address), ctypes.c_uint64(size_bytes))

@@ -356,7 +356,7 @@ print("done")
 
 
 def test_alias_and_environment_serve_a_launcher_that_preloads_by_name(stage: Stage) -> None:
-    """As slime starts its actors: found beside the package, preloaded, set by the environment."""
+    """As slime starts its actors: found next to the package, preloaded, set by the environment."""
     import_path = os.pathsep.join([alias_path(), os.environ.get("PYTHONPATH", "")])
     found = subprocess.run(
         [sys.executable, "-c", "import torch_memory_saver as t; print(t.__file__)"],
@@ -365,9 +365,9 @@ def test_alias_and_environment_serve_a_launcher_that_preloads_by_name(stage: Sta
         capture_output=True,
         check=True,
     )
-    beside = Path(found.stdout.strip()).parent.parent
+    folder = Path(found.stdout.strip()).parent.parent
     for suffix in ("", "_cu12", "_cu13"):
-        path = beside / f"torch_memory_saver_hook_mode_preload{suffix}.abi3.so"
+        path = folder / f"torch_memory_saver_hook_mode_preload{suffix}.abi3.so"
         assert b"TMS_INIT_ENABLE_DISK_BACKUP" in path.read_bytes()
         environment = {
             **stage.environment(),

@@ -163,7 +163,7 @@ def test_weights_are_read_while_they_would_be_away(theirs: Verl, stages: bool, r
         assert config == {"peft": None} and free_bytes() == before + OPTIMIZER
         assert list(parameters) == [("p0", 1), ("p1", 2), ("p2", 3)]
         assert free_bytes() == away
-    # Somebody who reads nothing of it, and two at once.
+    # Somebody who reads nothing of it, and two simultaneously.
     one, other = getattr(engine, read)()[0], getattr(engine, read)()[0]
     del one
     assert free_bytes() == before + OPTIMIZER

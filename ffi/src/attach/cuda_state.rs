@@ -56,7 +56,7 @@ fn used(device: c_int) -> Option<Device> {
 }
 
 /// Notes which devices had been given access to which devices' plain memory before the attach. The driver has no question
-/// for that: access that may be enabled is, and taken back at once where it was not there. The caller's current context is
+/// for that: access that may be enabled is, and taken back immediately if it was not there. The caller's current context is
 /// as before. The driver is up.
 pub(super) fn learn_peer_access() {
     let mut count: c_int = 0;

@@ -111,7 +111,7 @@ pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), Refusal> {
 fn earlier_memory(device: Device) -> String {
     format!(
         "GPU {} had a context before sublet_attach, and {} bytes in use by all processes: what this process \
-         had asked for by then stays on the device at a pause; attach before the first use of CUDA, or start \
+         had allocated by then stays on the device at a pause; attach before the first use of CUDA, or start \
          the process with `sublet run`",
         device.device, device.used_bytes
     )
@@ -195,7 +195,7 @@ fn library(path: String, entry: &Entry, is_preloaded: bool, driver_is_up: bool) 
         (None, Table::Silent(code)) => (
             State::Unknown,
             format!(
-                "its CUDA runtime failed with {code} when asked for a function of the driver's"
+                "its CUDA runtime failed with {code} when it should look up a function of the driver's"
             ),
         ),
         (None, Table::Ours) => {

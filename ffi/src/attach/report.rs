@@ -47,7 +47,7 @@ pub(crate) enum State {
 pub(crate) struct Device {
     /// The ordinal in this process.
     pub(crate) device: i32,
-    /// Bytes of it in use then, by all processes: what this process had asked for earlier is among them, and
+    /// Bytes of it in use then, by all processes: what this process had allocated earlier is among them, and
     /// stays where it is.
     pub(crate) used_bytes: u64,
 }

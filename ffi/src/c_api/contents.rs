@@ -197,7 +197,7 @@ fn ask_unused() -> Vec<VaRange> {
     };
     let ask = move || {
         let source = source;
-        // SAFETY: whoever set the source allows calls with its context from any thread.
+        // SAFETY: the caller that set the source allows calls with its context from any thread.
         unsafe { (source.function)(source.context, token) };
     };
     let thread = std::thread::Builder::new().name("sublet-unused".to_owned()).spawn(ask);

@@ -145,7 +145,7 @@ pub(crate) fn switched(outcome: Result<Switched, SwitchError>) -> c_int {
     }
 }
 
-/// [`settled`] for a resume that queued: its report, and beside it who was paused and why.
+/// [`settled`] for a resume that queued: its report, and who was paused and why.
 pub(crate) fn resumed_in_turn(outcome: Result<Switched, SwitchError>) -> c_int {
     match outcome {
         Ok(Switched { victims, reasons, changes, unrecorded, .. }) => {
@@ -197,7 +197,7 @@ pub(crate) fn budgeted(outcome: Result<BudgetReport, CoordinatorError>) -> c_int
     }
 }
 
-/// [`settled`] for an action that all processes of a tenant asked for together.
+/// [`settled`] for an action that all processes of a tenant began together.
 pub(crate) fn settled_together(outcome: Result<Option<Outcome>, CoordinatorError>) -> c_int {
     match outcome {
         Ok(Some(outcome)) => keep_report(json_of(&outcome)),

@@ -125,7 +125,7 @@ pub unsafe extern "C" fn sublet_resume_in_turn(tenant: *const c_char, wait_ms: u
     })
 }
 
-/// Pauses one tenant and resumes another, both at once.
+/// Pauses one tenant and resumes another simultaneously.
 ///
 /// # Safety
 /// Both are null or terminated strings.
@@ -176,7 +176,7 @@ unsafe fn scope_of(tags: *const *const c_char, count: usize) -> Result<Scope, c_
     Ok(Scope::Tags { tags, owner: None })
 }
 
-/// Pauses tags of one tenant and resumes tags of another, both at once.
+/// Pauses tags of one tenant and resumes tags of another simultaneously.
 ///
 /// # Safety
 /// Both names are null or terminated strings; tags are null or point to as many of them as is said.

@@ -4,7 +4,7 @@
 //! the process's owner is told. A copy is known by where its landmark is, a name that no table has.
 //!
 //! No lock of ours is held around the loader's functions, which take its own: callers may be inside of a
-//! library's initialiser. Two threads may then find the same copy at once, and one finds it again.
+//! library's initialiser. Two threads may then find the same copy simultaneously, and one finds it again.
 
 #![expect(unsafe_code, reason = "asks the dynamic loader which library calls, and which it calls")]
 
@@ -359,7 +359,7 @@ impl Sites {
             .find(|site| site.is_at(caller))
     }
 
-    /// Two threads may take one place at once; the one that loses it is looked up again.
+    /// Two threads may take one place simultaneously; the one that loses it is looked up again.
     fn keep(&self, site: Site, caller: usize) {
         let free = self.places(caller).find(|place| place.load(Ordering::Relaxed) == 0);
         if let Some(place) = free.or_else(|| self.places(caller).next()) {

@@ -94,7 +94,7 @@ fn next_driver(name: &CStr, caller: usize) -> Option<NonNull<c_void>> {
         .ok()
 }
 
-/// The answer about function `number` of a library, asked for behind `caller`. A library that stands between us and the
+/// The answer about function `number` of a library, looked up behind `caller`. A library that stands between us and the
 /// watched copy gets what is behind it: what we call calls on there.
 fn decide_next(
     library: &'static Library,

@@ -1,4 +1,4 @@
-//! How callers come to call us in place of the driver, of NCCL, or of another library.
+//! How callers come to call us instead of the driver, NCCL, or another library.
 //!
 //! An engine without a table of its own: the functions of others and ours in their place are handed to it as a value, an
 //! `Interposition`, by [`crate::interposed`]. A further library is a further `Library` in that value.
@@ -213,7 +213,7 @@ impl Interposition {
         })
     }
 
-    /// True when the loader binds the program to our functions in place of its own, such as `dlsym`.
+    /// True when the loader binds the program to our functions instead of its own, such as `dlsym`.
     pub(crate) fn is_bound_by_loader(&self) -> bool {
         let known = self.is_ours_first.load(Ordering::Relaxed);
         if known != UNASKED {

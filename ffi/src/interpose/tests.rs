@@ -48,7 +48,7 @@ thread_local! {
     static CALLED: RefCell<Vec<CString>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Functions in place of the library's.
+/// Functions instead of the library's.
 mod ours {
     use super::*;
 
@@ -150,7 +150,7 @@ fn further_library_is_found_replaced_and_patched_by_its_table_alone() {
         entries.iter().map(|(path, entry)| (Path::new(path), entry.slots)).collect();
     assert_eq!(slots, [(&*first_user, 2)]);
 
-    // Asked for by name.
+    // Looked up by name.
     let copy = Opened::new(&first);
     let work = ask(copy.0, c"sublettest_work");
     assert_eq!(work, Decision::answer((ours::sublettest_work as *const ()).expose_provenance()));

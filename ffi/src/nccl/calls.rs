@@ -118,7 +118,7 @@ impl Process for Here {
     }
 
     fn spoil_group(&self) {
-        // A call in a group without a communicator is refused at once, and the group's end is then its failure
+        // A call in a group without a communicator is refused immediately, and the group's end is then its failure
         // (`ncclEnqueueCheck` and `ncclGroupErrCheck` in NCCL's `src/enqueue.cc` and `src/group.h`, 2.27 to 2.30; tried
         // with 2.31.2 and 2.32.3).
         let none: Pointer = std::ptr::null_mut();

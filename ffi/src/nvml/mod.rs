@@ -45,7 +45,7 @@ interpose_library! {
 
 /// Longest text of a GPU's identity, in bytes (`NVML_DEVICE_UUID_V2_BUFFER_SIZE`); that of a version is shorter.
 const TEXT_BYTES: usize = 96;
-/// How often a list that grows while it is asked for is asked for again.
+/// How often a list that grows while it is read is read again.
 const TRIES_MAX: usize = 8;
 
 const SUCCESS: c_int = NvmlCode::SUCCESS.0;
@@ -226,7 +226,7 @@ fn answer<R: Row>(
     code.0
 }
 
-/// The functions in place of NVML's.
+/// The functions instead of NVML's.
 #[expect(non_snake_case, reason = "named as NVML names them")]
 mod calls {
     use std::ffi::{c_int, c_uint};

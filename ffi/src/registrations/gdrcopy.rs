@@ -31,7 +31,7 @@ interpose_library! {
     told {}
 }
 
-/// The functions in place of the library's.
+/// The functions instead of the library's.
 mod calls {
     use std::ffi::{c_int, c_ulong};
 

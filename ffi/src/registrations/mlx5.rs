@@ -25,7 +25,7 @@ interpose_library! {
     told {}
 }
 
-/// The functions in place of the library's.
+/// The functions instead of the library's.
 mod calls {
     use std::ffi::c_int;
 

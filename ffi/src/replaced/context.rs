@@ -65,7 +65,7 @@ create_context!(cuCtxCreate_v2(flags: c_uint, device: c_int));
 create_context!(cuCtxCreate_v3(affinity: Pointer, count: c_int, flags: c_uint, device: c_int));
 create_context!(cuCtxCreate_v4(parameters: Pointer, flags: c_uint, device: c_int));
 
-/// What ends with `context`. The value is forgotten before the driver lets it go: it may be another context's at once.
+/// What ends with `context`. The value is forgotten before the driver lets it go: it may be another context's immediately.
 /// `prepare` is called once no pause can begin, with or without a tenant.
 fn ending(
     context: RawContext,
@@ -78,7 +78,7 @@ fn ending(
     Some(blocks::ending(member, context, || prepare(Some(member))))
 }
 
-/// The driver ends a context whoever uses it, which its documentation forbids. A wait of ours may have been left behind there by a pause that was called off.
+/// The driver ends a context even if it is used, which its documentation forbids. A wait of ours may have been left behind there by a pause that was called off.
 fn let_waits_end(member: &Member, place: Waited) {
     if !member.pool().let_waits_at_end(place, WAITS_BEFORE_END) {
         let seconds = WAITS_BEFORE_END.as_secs();
@@ -191,7 +191,7 @@ release_primary!(cuDevicePrimaryCtxRelease);
 release_primary!(cuDevicePrimaryCtxRelease_v2);
 
 /// Gives up our own references to the primary context of `device`, and says whether it was the last that kept it.
-/// Otherwise whoever of us needs it next retains it anew.
+/// Otherwise the next of us that needs it retains it again.
 fn is_over_without_us(device: c_int) -> bool {
     if let Some(member) = runtime::member() {
         let given_back = member.pool().driver().let_primary_context_go(DeviceOrdinal(device));
@@ -205,7 +205,7 @@ fn is_over_without_us(device: c_int) -> bool {
 
 macro_rules! reset_primary {
     ($symbol:ident) => {
-        /// Ends a device's primary context, with its plain memory, whoever retains it.
+        /// Ends a device's primary context, with its plain memory, even if others retain it.
         ///
         /// # Safety
         /// As the driver's function of this name.

@@ -54,25 +54,25 @@ refused! {
     /// Refuses: multicast objects cannot be paused yet. The device attribute says so already, and not all callers ask for
     /// it.
     cuMulticastCreate(_handle: *mut Handle, _prop: *const c_void)
-    because "a library asked for a multicast object, which cannot be paused yet; it was refused"
+    because "a library requested a multicast object, which cannot be paused yet; it was refused"
 }
 
 refused! {
     /// Refuses: a logical endpoint keeps what is bound to it by its pages, which a pause gives back.
     cuLogicalEndpointIdReserve(_base: *mut c_uint, _count: c_uint)
-    because "a library asked for logical endpoints, which cannot be paused; they were refused"
+    because "a library requested logical endpoints, which cannot be paused; they were refused"
 }
 
 refused! {
     /// Refuses, as reserving one.
     cuLogicalEndpointCreate(_endpoint: c_uint, _prop: *const c_void)
-    because "a library asked for a logical endpoint, which cannot be paused; it was refused"
+    because "a library requested a logical endpoint, which cannot be paused; it was refused"
 }
 
 refused! {
     /// Refuses, as reserving one.
     cuLogicalEndpointImport(_endpoint: c_uint, _handle: *const c_void, _kind: c_int)
-    because "a library asked for another process's logical endpoint, which cannot be paused; it was refused"
+    because "a library requested another process's logical endpoint, which cannot be paused; it was refused"
 }
 
 /// What a stream's capture is known by. Each thread has a stream of its own under the value of the per-thread stream, which

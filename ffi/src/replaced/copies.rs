@@ -2,7 +2,7 @@
 //!
 //! The driver copies what `cuMemAlloc` gave between any two devices, and whatever context is current. Mapped memory, which
 //! ours is, it takes only where the current context's device may reach it (driver 580). So devices are given access to each
-//! other's first. Where the machine does not join them, the copy is asked for in the contexts of the memory.
+//! other's first. Where the machine does not join them, the copy is made in the contexts of the memory.
 
 #![expect(unsafe_code, reason = "calls the driver")]
 

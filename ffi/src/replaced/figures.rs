@@ -61,7 +61,7 @@ pub unsafe extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int) -
     code
 }
 
-/// Writes `most` in place of anything greater.
+/// Writes `most` instead of anything greater.
 fn lower(place: *mut usize, most: usize) {
     if place.is_null() {
         return;

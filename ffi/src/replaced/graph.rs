@@ -148,7 +148,7 @@ fn turned_back(member: &Member, withdrawal: &Withdrawal<'_>) -> c_int {
     let (text, code) = match withdrawal.why() {
         TurnedBack::RankLeft => (
             "cuGraphLaunch was held for a pause while another thread ended a communicator that its graph uses: it failed as \
-             for a graph that is gone, and launched nothing. Capture the graph anew",
+             for a graph that is gone, and launched nothing. Capture the graph again",
             DriverCode::INVALID_HANDLE,
         ),
         TurnedBack::Away => (

@@ -1,6 +1,6 @@
 //! Memory that stays with the driver: stream-ordered, managed and pitched memory, and arrays.
 //!
-//! Whoever asks for some joins its tenant, so that a pause sees the process, and what it has is counted under its reason.
+//! A process that allocates some joins its tenant, so that a pause sees the process, and what it has is counted under its reason.
 //! New memory waits as long as the other memory is away: a pause would take less than it gives otherwise.
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
@@ -99,7 +99,7 @@ fn device_of_stream(stream: usize) -> Option<DeviceOrdinal> {
 enum PoolOf {
     /// The stream's.
     Stream,
-    /// A pool's, which nobody can be asked for. So the memory is made first.
+    /// A pool's, which cannot be queried. So the memory is made first.
     Caller,
 }
 
@@ -310,7 +310,7 @@ create_array!(cuArray3DCreate_v2, Array3dDescriptor, |wanted| {
 pub unsafe extern "C" fn cuArrayDestroy(array: Pointer) -> c_int {
     runtime::caught(|| {
         if let Some(member) = runtime::member() {
-            // Before the driver lets the value go, which may be another array's at once.
+            // Before the driver lets the value go, which may be another array's immediately.
             member.pool().native_freed(DeviceAddress(array.addr() as u64));
         }
         call_driver!(cuArrayDestroy(array => Pointer))
@@ -369,7 +369,7 @@ runtime::caught(|| {
         prefetch!(@batch $discarding);
     };
     (@batch $symbol:ident) => {
-        /// Moves managed memory, several ranges at once.
+        /// Moves managed memory, several ranges in one call.
         ///
         /// # Safety
         /// As the driver's function of this name.

@@ -66,7 +66,7 @@ fn settle_here() -> c_int {
 
 /// Waits for the work of the current context by a free of the driver's own, where a stream of the context may be under
 /// capture: a wait for a context spoils all captures in it, in any mode and by any thread. A free waits too, and the driver
-/// lets it pass for just those threads that it lets pass with the free that was asked for.
+/// lets it pass for just those threads that it lets pass with the requested free.
 fn settle_beside_captures() -> c_int {
     // A size that the driver maps by itself, and one that finds a place in what it has.
     for bytes in [2_usize << 20, 1] {

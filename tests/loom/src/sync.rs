@@ -31,7 +31,7 @@ impl Turnstile {
         Self(model::atomic::AtomicUsize::new(0))
     }
 
-    /// After a store: what this thread did before is behind whoever loads later.
+    /// After a store: what this thread did before is visible to every later load.
     fn stored(&self, order: Ordering) {
         if order == Ordering::SeqCst {
             self.0.fetch_add(1, Ordering::Release);

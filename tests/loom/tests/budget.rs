@@ -1,4 +1,4 @@
-//! Processes that take room in a budget at once, in every interleaving: never do they hold more than it, and where one
+//! Processes that take room in a budget simultaneously, in every interleaving: never do they hold more than it, and where one
 //! fits, one passes.
 
 #![expect(clippy::expect_used, reason = "a thread of a test that panics ends the test")]
@@ -15,7 +15,7 @@ fn slots(count: usize) -> Arc<Vec<Slot>> {
     Arc::new((0..count).map(|_| Slot::default()).collect())
 }
 
-/// Each of two takes so much at once; how many did.
+/// Each of two takes so much simultaneously; how many did.
 fn both_take(bytes: [u64; 2]) -> usize {
     let slots = slots(2);
     let other = {

@@ -1,6 +1,6 @@
 //! The hold of the cut in every interleaving of a thread that launches and one that holds.
 //!
-//! A launch adds to a counter that no ordering helps along. Whoever reports a process at rest must find in the
+//! A launch adds to a counter that no ordering helps along. A thread that reports a process at rest must find in the
 //! report what that counter says, and find it unchanged until it lets go. Loom reports a deadlock where a launch is
 //! never woken. Each ordering of `cut/mod.rs` and `cut/hold.rs` was weakened by hand to see a model here fail.
 

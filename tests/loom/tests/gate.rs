@@ -278,7 +278,7 @@ fn who_is_let_in_at_a_shut_gate_is_seen_until_it_is_out_and_waits_for_its_next_c
         });
         keeper::close(&world.gate);
         keeper::step(&world.gate);
-        // Whoever is let in once cannot come in again, so memory that is found untouched stays so.
+        // A thread that is let in once cannot come in again, so memory that is found untouched stays so.
         if keeper::is_clear(&world.gate) {
             world.device.taken_away();
         }

@@ -1,5 +1,5 @@
 /* Commands by which a rank makes children, and ends, as Python and its libraries do. None of them uses the
- * driver in the rank itself, so they answer at once in every phase of a pause. */
+ * driver in the rank itself, so they answer immediately in every phase of a pause. */
 #ifndef SUBLET_TEST_RANK_CHILDREN_H
 #define SUBLET_TEST_RANK_CHILDREN_H
 

@@ -208,7 +208,7 @@ static void make_shareable_memory(void)
     job.ring = make_buffer(FOR_RING);
     for (unsigned i = 0; i < job.static_count; i++)
         job.statics[i] = make_buffer(FOR_STATIC + i);
-    /* As NCCL does for its windows: the handle is asked for by address, mapped once more, given back. */
+    /* As NCCL does for its windows: the handle is looked up by address, mapped once more, given back. */
     CUhandle again = 0;
     OK(cuMemRetainAllocationHandle(&again, (void *)(uintptr_t)job.window.address));
     if (again != job.window.handle)

@@ -120,7 +120,7 @@ static void serve(int peer)
         send_with_fd(peer, &code, sizeof code, -1);
         break;
     default:
-        die("a peer asked for %u", request.kind);
+        die("a peer requested %u", request.kind);
     }
 }
 
@@ -159,7 +159,7 @@ static void start_service(void)
         die("no thread");
 }
 
-/* Sends one request to `rank`, with `fd` beside it unless that is -1, and waits for its answer. */
+/* Sends one request to `rank`, with `fd` unless that is -1, and waits for its answer. */
 static int ask(int rank, Request request, int fd, void *answer, size_t size)
 {
     struct sockaddr_un address = address_of(rank);

@@ -1,10 +1,10 @@
-/* Modes beside the collectives: windows, signals, experts, and communicators that grow, shrink or are given up. */
+/* Modes other than the collectives: windows, signals, experts, and communicators that grow, shrink or are given up. */
 #ifndef SUBLET_TEST_SPMD_OTHERS_H
 #define SUBLET_TEST_SPMD_OTHERS_H
 
 #include "../simnccl/simnccl_ep.h"
 
-/* All register a window each step; rank 0 deregisters it at once, the others at the end. */
+/* All register a window each step; rank 0 deregisters it immediately, the others at the end. */
 static uint64_t run_window(void)
 {
     ncclComm_t comm = world(0);
@@ -57,7 +57,7 @@ static uint64_t run_given(bool for_kernels)
     return sum;
 }
 
-/* Each rank signals the next, and waits for what the one before has signalled, now and then for two at once. The last
+/* Each rank signals the next, and waits for what the one before has signalled, now and then for two together. The last
  * signals nobody waits for. */
 static uint64_t run_signal(void)
 {

@@ -118,6 +118,6 @@ int main(void)
     OK(cuStreamCreate(&first, 1));
     OK(cuStreamDestroy(first));
     OK(cuStreamCreate(&second, 1));
-    printf("a stream's value comes again at once: %d\n", first == second);
+    printf("a stream's value comes again immediately: %d\n", first == second);
     return 0;
 }

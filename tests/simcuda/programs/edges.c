@@ -38,7 +38,7 @@ static void forked(void)
     waitpid(child, &status, 0);
 }
 
-/* No call of this family has flags yet: each refuses them, whoever made the handle, and does nothing. */
+/* No call of this family has flags yet: each refuses them, for every handle, and does nothing. */
 static void flags(void)
 {
     CUprop prop = driver_prop();

@@ -1,4 +1,4 @@
-/* Contexts of the program's own beside the primary one: each costs memory, each is waited for by itself, streams and events of
+/* Contexts of the program's own next to the primary one: each costs memory, each is waited for by itself, streams and events of
  * one are not the other's, and the driver has the functions that make and end them by their first names too. */
 #include "driver.h"
 
@@ -58,7 +58,7 @@ int main(void)
     OK(cuCtxSetCurrent(own));
     OK(cuMemsetD32Async(flag, 1, 1, NULL));
     OK(exchange_mode(&mode));
-    printf("wait beside a capture of another context: %s\n", driver_error(cuCtxSynchronize()));
+    printf("wait during a capture of another context: %s\n", driver_error(cuCtxSynchronize()));
     OK(cuStreamEndCapture(other, &graph));
     OK(destroy_event(event));
     OK(destroy(own));

@@ -1,5 +1,5 @@
 /* Two processes: the first shares memory with the second, both by file descriptor and by IPC handle, and
- * waits on a device flag that the second sets. The second is the same program, started anew by exec. They
+ * waits on a device flag that the second sets. The second is the same program, started again by exec. They
  * take turns through a socket, so that the transcript has one order. */
 #include "driver.h"
 

@@ -135,7 +135,7 @@ impl Captures {
         self.made
     }
 
-    /// A value for a graph or an executable: that of one that has ended comes again at once, as the real driver's do.
+    /// A value for a graph or an executable: that of one that has ended comes again immediately, as the real driver's do.
     fn next_value(&self) -> u64 {
         let is_used = |id: &u64| self.graphs.contains_key(id) || self.executables.contains_key(id);
         let mut values = (1..).map(|number| FIRST + number * STEP);
@@ -215,7 +215,7 @@ impl Sim {
         Ok(id)
     }
 
-    /// Ends a stream, and what is known of it: its value may be another's at once.
+    /// Ends a stream, and what is known of it: its value may be another's immediately.
     pub(crate) fn end_stream(&self, stream: RawStream) -> Coded<()> {
         self.core.end_stream(stream)?;
         lock(&self.captures).by_stream.remove(&stream.0);
@@ -274,7 +274,7 @@ impl Sim {
         self.spoil(DriverCode::STREAM_CAPTURE_UNSUPPORTED, |_, capture| capture.forbids(mode))
     }
 
-    /// Refuses to wait for a context while any of its streams is captured, whoever captures and in whatever mode.
+    /// Refuses to wait for a context while any of its streams is captured, by any thread and in any mode.
     pub(crate) fn forbid_wait_for_context(&self, context: SimContext) -> Coded<()> {
         self.spoil(DriverCode::STREAM_CAPTURE_UNSUPPORTED, |_, capture| capture.context == context)
     }

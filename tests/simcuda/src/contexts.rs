@@ -147,7 +147,7 @@ impl Sim {
         Ok(())
     }
 
-    /// Ends the primary context whoever retains it; those have to retain it anew.
+    /// Ends the primary context even if others retain it; those have to retain it again.
     pub(crate) fn reset_primary(&self, device: DeviceOrdinal) -> Coded<()> {
         lock(&self.contexts).primary.remove(&device.0);
         match self.end_context(primary_of(device)) {

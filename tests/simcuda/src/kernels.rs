@@ -158,7 +158,7 @@ pub(crate) fn launch(
             let [blocks, 1, 1] = grid else { return Err(DriverCode::INVALID_VALUE) };
             let count = usize::try_from(blocks).map_err(|_| DriverCode::INVALID_VALUE)?;
             let work = Work::new(move |core| {
-                // SAFETY: whoever launches it keeps the slots until the stream has passed; they are registered.
+                // SAFETY: the caller that launches it keeps the slots until the stream has passed; they are registered.
                 unsafe { core.fingerprint(device, slots, count) }
             });
             (work, Vec::new())

@@ -106,7 +106,7 @@ impl Sim {
         let current = self.current_device().unwrap_or(device);
         let ranges = [target, source].map(|at| VaRange::new(DeviceAddress(at), size_bytes));
         self.core.check_copy(current, &ranges)?;
-        // Whatever stream it goes to, the context counts that it is asked for in.
+        // Whatever stream it goes to, the context counts in which it is launched.
         let side = |address| Side { device: current, address };
         self.copy_sides_on(stream, side(target), side(source), size_bytes)
     }

@@ -21,7 +21,7 @@ use tenants::wire::{FetchFds, FetchPurpose, Request};
 
 /// How long the other side may take to hang up on us.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// Connections of a flood, and descriptors beside each message of it.
+/// Connections of a flood, and descriptors with each message of it.
 const FLOOD_CONNECTIONS: usize = 300;
 const FLOOD_FDS: usize = 250;
 

@@ -52,7 +52,7 @@ impl Place {
         self.path().join("run")
     }
 
-    /// Where tenants live, made when it is first asked for.
+    /// Where tenants live, made when it is first needed.
     ///
     /// # Panics
     /// When it is not usable.

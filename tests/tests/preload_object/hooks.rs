@@ -42,7 +42,7 @@ fn every_declared_function_is_hooked_or_passed_for_a_reason() {
     assert_eq!(names.len(), passed.len(), "a function is passed for two reasons");
     let declared = declared();
     // The header has no older forms. Those that take addresses of 32 bits are for programs of CUDA 3 alone; the others are
-    // hooked beside the newer ones.
+    // hooked as the newer ones are.
     let is_placed = |name: &String| hooked.contains(&**name) || names.contains(&**name);
     let forgotten: Vec<_> = declared.iter().filter(|name| !is_placed(name)).collect();
     assert!(forgotten.is_empty(), "neither hooked nor passed for a reason: {forgotten:?}");

@@ -10,7 +10,7 @@ use crate::stage::{Preload, Stage, exported, preload_path, transcript};
 const DECLARED: [&str; 2] =
     [include_str!("../../functions/nccl.txt"), include_str!("../../functions/nccl_ep.txt")];
 
-/// Functions that are hooked, and not counted: whoever uses one is told that a pause does not see it.
+/// Functions that are hooked, and not counted: a program that uses one is told that a pause does not see it.
 const NOTED: &[&str] = &["ncclEpMaskClean"];
 
 /// Functions that are not hooked, each with why. Every other function of the headers is counted.

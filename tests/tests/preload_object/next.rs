@@ -1,4 +1,4 @@
-//! `dlsym(RTLD_NEXT, ...)`: ours in place of the driver's and of NCCL's, and whatever else comes next is what it is without us.
+//! `dlsym(RTLD_NEXT, ...)`: ours instead of the driver's and NCCL's, and whatever else comes next is what it is without us.
 
 use std::path::Path;
 

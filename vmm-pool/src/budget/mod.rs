@@ -1,7 +1,7 @@
 //! Device memory that counts against a budget.
 //!
-//! The pool knows no tenant and no other process: whoever keeps the count for all of them is an [`Account`], given to
-//! [`crate::Pool::count_against`]. What one allocation has taken of it is a [`Charge`], which lives beside the driver's
+//! The pool knows no tenant and no other process: the count for all of them is an [`Account`], given to
+//! [`crate::Pool::count_against`]. What one allocation has taken of it is a [`Charge`], which lives next to the driver's
 //! handle and gives back when it is dropped. Until an account is given, making memory costs one load more.
 //!
 //! An allocation that does not fit is refused in `Budget::charge`, before any call of the driver's.
@@ -18,7 +18,7 @@ pub use shared::{GPUS_MAX, Gpu, Shared};
 use crate::driver::DeviceOrdinal;
 use crate::error::{PoolError, PoolResult};
 
-/// Where an account counts what it was asked for, as long as the account lasts.
+/// Where an account counts what was allocated, as long as the account lasts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place(pub usize);
 

@@ -5,7 +5,7 @@
 //! 8                 how many slots have ever been used
 //! 16                how many GPUs are known
 //! 64                GPUs: identity (16 bytes), budget, index + 1, total; 40 bytes each
-//! 4096 .. 8192      for whoever owns the file: not mapped memory's business
+//! 4096 .. 8192      for the owner of the file: not mapped memory's business
 //! 8192              for each GPU all slots, 16 bytes each
 //! ```
 //!
@@ -79,7 +79,7 @@ impl Shared {
         self.word(MAGIC_AT).load(Ordering::SeqCst) == MAGIC
     }
 
-    /// Makes it what it must be. The file was made anew, and nobody else has it.
+    /// Makes it what it must be. The file is new, and nobody else has it.
     pub fn begin(&self) {
         self.word(MAGIC_AT).store(MAGIC, Ordering::SeqCst);
     }

@@ -382,7 +382,7 @@ impl<D: Driver> Pool<D> {
         self.slabs().is_on()
     }
 
-    /// Whoever shares memory by parts of slabs here lets all others give it up before it makes it again at the same addresses, as a
+    /// Call this if all processes give up memory that they share by parts of slabs, before any makes it again at the same addresses, as a
     /// communicator does that is suspended. Without that such addresses take no new memory, for who held the old one would see it.
     pub fn take_shared_addresses_again(&self) {
         self.slabs().set_home();

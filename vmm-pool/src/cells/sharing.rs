@@ -83,7 +83,7 @@ impl<D: Driver> Entered<'_, D, Use> {
         part.map_or(Ok(row), |part| self.hold_part(source.id, row, part))
     }
 
-    /// A reference to `part` of the slab `id`, in place of one to its whole row.
+    /// A reference to `part` of the slab `id`, instead of one to its whole row.
     fn hold_part(
         &self,
         id: AllocationId,

@@ -2,7 +2,7 @@
 //!
 //! Only types and constants come from `cudarc`; its functions return a Rust `enum`, which a code newer
 //! than its bindings would make undefined. So the calls here go through a table of our own, with plain
-//! integers, filled by whoever can look names up: [`CudaDriver::load`] opens `libcuda.so.1`, and the
+//! integers, filled by a caller that can look names up: [`CudaDriver::load`] opens `libcuda.so.1`, and the
 //! preload object hands in the driver's own pointers, past its own hooks.
 
 #![expect(unsafe_code, reason = "calls the CUDA driver")]
@@ -149,7 +149,7 @@ impl CudaDriver {
         Ok(Some(own))
     }
 
-    /// Kernels that are loaded in another context than the one to work in are loaded anew.
+    /// Kernels that are loaded in another context than the one to work in are loaded again.
     fn settle_kernels(&self, device: DeviceOrdinal) -> DriverResult<()> {
         let now = self.stand_in(device)?.map_or(0, |own| own.0);
         // The device is one of these: its context has just been looked at.
@@ -211,7 +211,7 @@ impl CudaDriver {
     }
 
     /// Says that the application has reset the primary context of `device`, and with it all references to it: the next
-    /// use retains it anew.
+    /// use retains it again.
     #[doc(alias = "cuDevicePrimaryCtxReset")]
     pub fn primary_context_was_reset(&self, device: DeviceOrdinal) {
         self.kernels.forget(device);
@@ -316,7 +316,7 @@ impl Driver for CudaDriver {
 
     fn synchronize(&self) -> DriverResult<()> {
         let mut status = 0;
-        // SAFETY: `status` is a valid out-pointer. Beside a capture the driver refuses the question, and lets the capture be.
+        // SAFETY: `status` is a valid out-pointer. During a capture the driver refuses the question, and lets the capture be.
         let asked = unsafe { (self.table.stream_is_capturing)(STREAM_LEGACY, &raw mut status) };
         if DriverCode(asked) == DriverCode::STREAM_CAPTURE_IMPLICIT {
             return check(DriverOp::ContextSynchronize, asked);
@@ -407,7 +407,7 @@ impl Driver for CudaDriver {
         let fd = unsafe { fd.assume_init() };
         // SAFETY: the descriptor is new and ours alone.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        // It holds memory: a program that is started beside must not have it.
+        // It holds memory: a program that is started meanwhile must not have it.
         if let Err(errno) = fcntl(&fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)) {
             tracing::warn!(%errno, "programs that are started meanwhile hold memory");
         }
@@ -416,7 +416,7 @@ impl Driver for CudaDriver {
 
     fn import_fd(&self, fd: BorrowedFd<'_>) -> DriverResult<RawHandle> {
         let mut handle = 0_u64;
-        // The driver takes the number itself in place of a pointer.
+        // The driver takes the number itself instead of a pointer.
         let number = std::ptr::without_provenance_mut(usize::try_from(fd.as_raw_fd()).unwrap_or(0));
         // SAFETY: `handle` is a valid out-pointer; the descriptor stays open during the call.
         let code = unsafe { (self.table.import)(&raw mut handle, number, HANDLE_TYPE_POSIX_FD) };

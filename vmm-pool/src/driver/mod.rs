@@ -80,14 +80,14 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuCtxSetCurrent")]
     fn make_current(&self, device: DeviceOrdinal) -> DriverResult<()>;
 
-    /// Is there a primary context of `device` in this process, whoever retains it? Makes none.
+    /// Is there a primary context of `device` in this process, retained by anybody? Makes none.
     ///
     /// # Errors
     /// What the driver returned.
     #[doc(alias = "cuDevicePrimaryCtxGetState")]
     fn has_primary_context(&self, device: DeviceOrdinal) -> DriverResult<bool>;
 
-    /// Lets calls of this thread, which must be one of ours, stand beside the captures of other threads: some would end
+    /// Lets calls of this thread, which must be one of ours, run during captures of other threads: some would end
     /// them otherwise.
     ///
     /// # Errors

@@ -107,7 +107,7 @@ pub struct RawStream(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RawEvent(pub u64);
 
-/// A context that the application made for itself (`CUcontext`), beside a device's primary one.
+/// A context that the application made for itself (`CUcontext`), in addition to a device's primary one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RawContext(pub u64);
 
@@ -155,7 +155,7 @@ impl Location {
 )]
 #[repr(C)]
 pub struct AllocationFlags {
-    /// Compression asked for (`CUmemAllocationCompType`).
+    /// Requested compression (`CUmemAllocationCompType`).
     pub compression: u8,
     /// Non-zero: a network card may read and write the memory.
     pub gpu_direct_rdma_capable: u8,
@@ -249,7 +249,7 @@ pub struct MemoryInfo {
 
 /// Whose copies pinned host memory speeds up.
 ///
-/// Pinning for the current context alone is faster when several processes do it at once: 79 GB/s together
+/// Pinning for the current context alone is faster when several processes do it simultaneously: 79 GB/s together
 /// against 46 on 4 H200 with driver 580, and 35 against 32 for one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PinnedFor {

@@ -11,7 +11,7 @@ use crate::{AllocationId, PeerId};
 pub struct Holding {
     /// Its identity.
     pub id: AllocationId,
-    /// Who asked for it, its tag, and what a pause does with its contents.
+    /// Which library allocated it, its tag, and what a pause does with its contents.
     pub class: Class,
     /// Where it lives; none for host memory.
     pub device: Option<DeviceOrdinal>,

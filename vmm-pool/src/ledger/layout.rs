@@ -1,6 +1,6 @@
 //! Where in the host arena, or in the file, a pause puts what it saves there.
 //!
-//! Contents that are set aside lie there already and stay where they are. What is saved beside them goes into
+//! Contents that are set aside lie there already and stay where they are. What else is saved goes into
 //! the first gap that holds it, in the table's order, so that a pause of everything fills the arena from end
 //! to end. Where a copy of the last pause is kept, what the next one of the same memory saves takes its place, piece
 //! by piece ([`super::pieces`]); pieces without one get their own.
@@ -140,7 +140,7 @@ fn placed(
 /// Places for contents, found among those that are taken.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Places<K> {
-    /// For whom, and where it begins, in the order asked for.
+    /// For whom, and where it begins, in the order of requests.
     pub(super) places: Vec<(K, u64)>,
     /// Where the last one ends, old and new.
     end_bytes: u64,
@@ -176,7 +176,7 @@ impl<K> Places<K> {
 /// asks for each allocation, and there can be as many gaps.
 struct Gaps {
     gaps: Vec<Range<u64>>,
-    /// How much fits at once, as a binary tree: the root is at 1, below `n` are `2 * n` and `2 * n + 1`, and the
+    /// How much fits in one piece, as a binary tree: the root is at 1, below `n` are `2 * n` and `2 * n + 1`, and the
     /// lowest level is the gaps. Each node has the larger of those below.
     largest_bytes: Vec<u64>,
 }

@@ -19,7 +19,7 @@ pub(crate) struct Mapping {
     departures: u64,
     /// How often a block of another process was opened here and not closed yet; 0 for any other mapping.
     opened: u32,
-    /// For a block: the context that it was asked for in, with which it ends.
+    /// For a block: the context in which it was allocated, with which it ends.
     context: Option<RawContext>,
     /// Rights were set on a part of it: what is recorded of them may not hold for all.
     is_uneven: bool,

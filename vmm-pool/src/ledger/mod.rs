@@ -1,4 +1,4 @@
-//! The ledger: what device memory exists, who asked for it, where it is mapped, and where its contents are.
+//! The ledger: what device memory exists, which library allocated it, where it is mapped, and where its contents are.
 //!
 //! ```text
 //!   VirtualHandle --> Row --residency--> Physical, the driver's handle (while on its device)
@@ -7,7 +7,7 @@
 //!                      +---------------- one allocation, any number of mappings
 //! ```
 //!
-//! It calls nobody: whoever changes it has made, or is about to make, the driver agree. A row is found by its handle,
+//! It calls nobody: a caller that changes it has made, or is about to make, the driver agree. A row is found by its handle,
 //! whose generation makes a look at a row that is gone find nothing.
 //!
 //! # Invariants
@@ -116,7 +116,7 @@ impl Ledger {
         if let (true, Some(device)) = (row.is_own(), row.device()) {
             *self.own_on.entry(device).or_insert(0) += 1;
         }
-        // Two threads may import the same at once: the first is found by its identity.
+        // Two threads may import the same simultaneously: the first is found by its identity.
         self.by_id.entry(id).or_insert(handle);
         handle
     }

@@ -165,7 +165,7 @@ impl Ledger {
             if !row.is_shared() {
                 return;
             }
-            // Whoever still wants it asks again, and is an importer when the resume is committed.
+            // A process that still wants it asks again, and is an importer when the resume is committed.
             if row.can_leave() || row.is_owed_by_tag() {
                 row.begin_fetching();
             }

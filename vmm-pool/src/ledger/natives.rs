@@ -9,7 +9,7 @@ use crate::driver::{DeviceAddress, DeviceOrdinal, RawContext};
 pub(crate) struct Native {
     pub(crate) size_bytes: u64,
     pub(crate) device: DeviceOrdinal,
-    /// The context that it was asked for in, where that is known.
+    /// The context in which it was allocated, if that is known.
     pub(crate) context: Option<RawContext>,
     pub(crate) reason: &'static str,
     pub(crate) counted: Counted,

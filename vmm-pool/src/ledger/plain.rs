@@ -1,12 +1,12 @@
 //! The plain memory of a context, while that is being ended.
 //!
-//! The driver gives the value of an ended context to the next one at once, so "the memory of the context of this value" may be that of two. Whoever
+//! The driver gives the value of an ended context to the next one immediately, so "the memory of the context of this value" may be that of two. A caller that
 //! ends a context takes its memory out first: nobody else finds it by the value from then on.
 
 use super::{Ledger, VirtualHandle};
 use crate::driver::{DeviceAddress, RawContext, VaRange};
 
-/// What of plain memory was asked for in a context: blocks, and what was left to the driver.
+/// What of plain memory was allocated in a context: blocks, and what was left to the driver.
 #[derive(Debug, Default)]
 #[must_use = "it belongs to no context any more"]
 pub struct PlainMemory {

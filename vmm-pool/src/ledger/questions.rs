@@ -1,7 +1,7 @@
 //! What the ledger knows of an address, for calls that ask about one.
 //!
 //! The driver knows more, and is asked wherever it can answer. It cannot while memory is away, and what it says in the
-//! middle of a pause or resume may be half of the truth. So whoever asks looks here first and again afterwards.
+//! middle of a pause or resume may be half of the truth. So a caller looks here first and again afterwards.
 
 use super::Ledger;
 use crate::driver::{
@@ -22,7 +22,7 @@ pub struct Facts {
     pub mapping: VaRange,
     /// A number that the memory has alone.
     pub number: u64,
-    /// For a block: the size that its caller asked for, in bytes.
+    /// For a block: the size that its caller requested, in bytes.
     pub block_bytes: Option<u64>,
     /// What the caller was given to map it in, where the driver has reserved more for us.
     pub reserved: Option<VaRange>,
@@ -30,7 +30,7 @@ pub struct Facts {
     pub prop: AllocationProp,
     /// The rights set on it.
     pub access: Vec<AccessDesc>,
-    /// For a block: the context that it was asked for in, where that is known.
+    /// For a block: the context in which it was allocated, if that is known.
     pub context: Option<RawContext>,
 }
 
@@ -75,7 +75,7 @@ impl Ledger {
     }
 
     /// The range that the driver would report for `address`, where the driver cannot or would say something else: mappings
-    /// whose memory is away, and blocks that are larger than was asked for.
+    /// whose memory is away, and blocks that are larger than was requested.
     pub(crate) fn range_of(&self, address: DeviceAddress) -> Option<VaRange> {
         let (mapping, row) = self.mapped_at(address)?;
         match row.block_size_bytes() {
@@ -84,7 +84,7 @@ impl Ledger {
         }
     }
 
-    /// Notes that the block that begins at `start` was asked for in `context`.
+    /// Notes that the block that begins at `start` was allocated in `context`.
     pub(crate) fn set_context(&mut self, start: u64, context: RawContext) {
         if let Some(mapping) = self.mappings.get_mut(&start) {
             mapping.set_context(Some(context));

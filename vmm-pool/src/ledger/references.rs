@@ -83,7 +83,7 @@ impl Ledger {
         self.rows().any(|row| row.is_shared() && selection.has(row))
     }
 
-    /// What the pause under way leaves in place, in place of what the one before did. Allocations that this process
+    /// What the pause under way leaves where it is, instead of what the one before did. Allocations that this process
     /// does not hold are passed over.
     ///
     /// # Errors

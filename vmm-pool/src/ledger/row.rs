@@ -15,7 +15,7 @@ use crate::report::Contents;
 use crate::store::{Saved, Store};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
-/// Who asked for memory, under which tag, and what a pause does with it.
+/// Which library allocated memory, under which tag, and what a pause does with it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Class {
     /// The library that asked, such as `nccl`.
@@ -68,7 +68,7 @@ pub(crate) struct Row {
     /// Why the pause under way, or the last one, leaves it where it is in all processes that hold it: nobody could
     /// save it, or somebody else has pinned it.
     stays: Option<&'static str>,
-    /// For memory made as a block: the size that the caller asked for.
+    /// For memory made as a block: the size that the caller requested.
     block_size_bytes: Option<u64>,
 }
 
@@ -78,9 +78,9 @@ struct Sharing {
     tickets: Tickets,
     /// Processes of other tenants that have it open.
     leases: Leases,
-    /// Processes that may hold it: whoever was given a descriptor since it was last created.
+    /// Processes that may hold it: those that were given a descriptor since it was last created.
     importers: BTreeSet<PeerId>,
-    /// From its restoring to the end of that resume: whoever has fetched it again, the importers to come.
+    /// From its restoring to the end of that resume: those that have fetched it again, the importers to come.
     fetched: Option<BTreeSet<PeerId>>,
     /// Importers have given it up by its tag, and come for it when that is brought back, wherever it is meanwhile.
     is_owed_by_tag: bool,
@@ -416,7 +416,7 @@ impl Row {
         self.sharing.fetched = None;
     }
 
-    /// Whoever has fetched it is its importer from now on, and nobody else. Where importers are without it until its
+    /// A process that has fetched it is its importer from now on, and nobody else. Where importers are without it until its
     /// tag is back, that is so if `is_tag_back`.
     pub(super) fn end_fetching(&mut self, is_tag_back: bool) {
         let fetched = self.sharing.fetched.take();

@@ -209,7 +209,7 @@ fn what_has_a_descriptor_or_stays_or_is_nobody_elses_is_not_exported_again() {
     ledger.set_stays(&[(id(2), StayReason::Pinned)]).unwrap();
     let wanted = ledger.begin_fetching(&whole(&ledger));
     assert_eq!(wanted.iter().map(|(id, ..)| *id).collect::<Vec<_>>(), [id(2)]);
-    // Nobody fetches what stays, and whoever has it keeps it.
+    // Nobody fetches what stays, and a process that has it keeps it.
     assert!(ledger.end_fetching(&whole(&ledger)).is_empty());
     assert_eq!(ledger.row(stays).unwrap().importers(), [PEER]);
     assert_eq!(ledger.row(stays).unwrap().reason_to_stay(), None, "the pause is over");
@@ -416,8 +416,8 @@ fn a_mapping_is_refused_as_the_driver_would_refuse_it() {
     let code = |ledger: &mut Ledger, at: VaRange, offset_bytes| {
         ledger.begin_mapping(at, offset_bytes, handle).unwrap_err().code()
     };
-    let beside = VaRange::new(DeviceAddress(range(3).end().0 - 1), SIZE_BYTES);
-    assert_eq!(code(&mut ledger, beside, 0), Some(DriverCode::INVALID_VALUE));
+    let overlapping = VaRange::new(DeviceAddress(range(3).end().0 - 1), SIZE_BYTES);
+    assert_eq!(code(&mut ledger, overlapping, 0), Some(DriverCode::INVALID_VALUE));
     assert_eq!(code(&mut ledger, range(5), 1), Some(DriverCode::NOT_SUPPORTED));
     // While its process runs without it.
     ledger.set_presence(range(3).start.0, Presence::Absent);

@@ -1,4 +1,4 @@
-//! What the pool holds, for people and for whoever coordinates.
+//! What the pool holds, for people and for coordinators.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::PoisonError;

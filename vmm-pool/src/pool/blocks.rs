@@ -130,7 +130,7 @@ impl<D: Driver> Entered<'_, D, Use> {
     }
 
     /// The address at which `accessor` has `handle` open already, counted once more. Two threads that open it
-    /// for the first time at once get an address each, and close each.
+    /// for the first time simultaneously get an address each, and close each.
     fn block_open_once_more(
         &self,
         handle: VirtualHandle,
@@ -204,7 +204,7 @@ impl<D: Driver> Entered<'_, D, Use> {
 }
 
 impl<D: Driver, K: Kind> Entered<'_, D, K> {
-    /// Identity, size asked for and size on the device of the own block that holds `address`. What another process owns is not shared further, and the padding behind what was asked for
+    /// Identity, requested size and size on the device of the own block that holds `address`. What another process owns is not shared further, and the padding behind what was requested
     /// is nobody's.
     pub fn block_identity(
         &self,
@@ -271,7 +271,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         self.unmap(range)?;
         // SAFETY: the application gives the block up, and nothing is mapped in the range any more.
         if let Err(error) = unsafe { self.pool.driver.address_free(range) } {
-            // The memory is gone, which is what was asked for; the addresses follow.
+            // The memory is gone, which is what was requested; the addresses follow.
             tracing::error!(%error, address = %range.start, "addresses stay until the next pause");
             self.pool.deferred.free_range_later(range);
         }

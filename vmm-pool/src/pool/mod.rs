@@ -237,7 +237,7 @@ impl<D: Driver> Pool<D> {
         self.deferred.release(physical).about(|| row.describe(), size_bytes, device)
     }
 
-    /// As [`Pool::dispose`], where what the caller asked for is done already: a refusal is only logged.
+    /// As [`Pool::dispose`], if what the caller requested is done already: a refusal is only logged.
     pub(crate) fn dispose_quietly(&self, garbage: impl IntoIterator<Item = Row>) {
         for row in garbage {
             if let Err(error) = self.dispose(row) {

@@ -234,7 +234,7 @@ impl<D: Driver> Pool<D> {
     }
 
     /// As [`Pool::redeem`], on behalf of a process of another tenant, which holds it as long as its lease is open. It is
-    /// none of the importers that a pause waits to see again: it asks anew.
+    /// none of the importers that a pause waits to see again: it asks again.
     ///
     /// # Errors
     /// As [`Pool::redeem`].
@@ -324,7 +324,7 @@ impl<D: Driver> Pool<D> {
         self.ledger().imports_away(|_, theirs| theirs == owner).into()
     }
 
-    /// Gives up on what was imported from `owner` and is not resident: it is not asked for any more, and
+    /// Gives up on what was imported from `owner` and is not resident: it is not fetched any more, and
     /// its mappings stay absent until their user unmaps them. Says how much that is.
     pub fn give_up_imports(&self, owner: PeerId) -> LostImports {
         self.ledger().give_up(|_, theirs| theirs == owner).into()

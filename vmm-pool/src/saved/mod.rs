@@ -103,7 +103,7 @@ impl<D: Driver> Pool<D> {
         let found = place.map(|place| arena.pieces_of(&place)).unwrap_or_default();
         let [found] = &found[..] else { return Err(SavedError::InPieces(range.start)) };
         let found = found.start();
-        // Whoever has the place can write there, and the next pause would take it for unchanged.
+        // A caller that has the place can write there, and the next pause would take it for unchanged.
         self.ledger().lend_copies(range);
         Ok(found)
     }

@@ -19,7 +19,7 @@ use crate::ledger::{Holding, Row};
 use crate::pool::Pool;
 use crate::store::{ALIGNMENT_BYTES, ContentsFile, Located, Writer};
 
-/// What is read and written at once: between two pieces others have their turn at the arena, and the time is looked
+/// What is read and written in one piece: between two pieces others have their turn at the arena, and the time is looked
 /// at.
 const PIECE_LENGTH: usize = 8 << 20;
 

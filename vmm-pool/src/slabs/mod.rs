@@ -295,7 +295,7 @@ impl Ended {
     fn add(&mut self, other: Self) {
         self.mounted.extend(other.mounted);
         self.windows.extend(other.windows);
-        debug_assert!(self.row.is_none() || other.row.is_none(), "two slabs end at once");
+        debug_assert!(self.row.is_none() || other.row.is_none(), "two slabs end together");
         self.row = self.row.or(other.row);
     }
 }
@@ -307,7 +307,7 @@ pub(crate) enum AccessPlan {
     Done,
     /// They are set on what is mapped here, in the window that begins at `window`; then [`Table::granted`].
     Grant { window: u64, mounted: VaRange },
-    /// They are set where they were asked for, on allocations that stand alone.
+    /// They are set where they were requested, on allocations that stand alone.
     Rows,
     /// It cannot be, for this reason.
     Refused(DriverCode),

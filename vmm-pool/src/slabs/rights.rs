@@ -40,7 +40,7 @@ impl Table {
         AccessPlan::Grant { window: window.range.start.0, mounted }
     }
 
-    /// What the driver is to be asked for, so that `access` is there and nothing that was is lost.
+    /// What the driver is to set, so that `access` is there and nothing that was is lost.
     pub(crate) fn wider(&self, window: u64, access: &[AccessDesc]) -> Vec<AccessDesc> {
         let held = self.windows.get(&window).map(|window| &window.rights);
         let wider = access.iter().map(|desc| {

@@ -272,7 +272,7 @@ fn a_room_takes_what_stands_alone_in_parts_and_cells_that_fit_nowhere_else_stand
     let fresh = table.carve(key, UNIT).unwrap();
     assert_eq!(table.map(fresh, rest), MapPlan::StandAlone);
     let (used, range) = placed(&mut table, key, 1);
-    assert_eq!(table.map(used, rest), MapPlan::Odd, "no room for its slab beside the other");
+    assert_eq!(table.map(used, rest), MapPlan::Odd, "no room for its slab next to the other");
     table.unmap(range).unwrap();
     assert_eq!(table.map(used, rest), MapPlan::Odd, "it has bytes");
     let beyond = VaRange::new(rest.start, 2 * UNIT);

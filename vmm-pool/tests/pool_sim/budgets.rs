@@ -1,5 +1,5 @@
 //! What processes hold counts against a budget that they share: always just what their driver has given them, whatever
-//! fails, and never more than the budget where that was asked for.
+//! fails, and never more than the budget where that was requested.
 
 use std::sync::Arc;
 

@@ -136,7 +136,7 @@ fn what_comes_back_first_gives_its_disk_back_first() {
     assert!(holds(&pool, DEVICE, first, pattern(1)) && holds(&pool, DEVICE, third, pattern(3)));
     assert_eq!(pool.report().file_bytes, 8 * UNIT);
     assert!(disk_bytes(dir.path()) <= all - 16 * UNIT, "a hole and a shorter file");
-    // What leaves beside it takes the gap, and another directory waits for an empty file.
+    // What leaves with it takes the gap, and another directory waits for an empty file.
     let other = tempfile::tempdir().expect("a directory");
     pool.set_file_dir(other.path().to_owned());
     pause(&pool);

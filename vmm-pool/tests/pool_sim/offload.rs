@@ -324,7 +324,7 @@ fn nothing_is_unmapped_before_its_copy_is_done_however_many_groups_there_are() {
         })
         .collect();
     let used = |place: &VaRange| VaRange::new(DeviceAddress(place.end().0 - USED), USED);
-    // In the first pause host memory is brought in between; in the second the groups follow at once.
+    // In the first pause host memory is brought in between; in the second the groups follow immediately.
     for round in 0..2 {
         for (place, seed) in places.iter().zip(10 * round..) {
             write(&pool, DEVICE, used(place), pattern(seed));

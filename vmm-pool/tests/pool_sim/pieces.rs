@@ -93,7 +93,7 @@ fn zeros_take_no_host_memory_and_come_back_as_zeros() {
 #[test]
 fn many_pieces_are_asked_about_in_turn_and_each_answer_is_its_own() {
     const SMALL: u64 = 16 << 10;
-    /// Of those that a device is asked about at once: twice as many are more than it is asked in its first two turns.
+    /// Of those that a device is asked about in one turn: twice as many are more than it is asked in its first two turns.
     const AT_ONCE: u64 = 16 << 10;
     let pool = pool(&SimNode::private(&[4 * CHUNK]).expect("a node"));
     pool.detect_changes(ChangeDetection::On);
@@ -379,7 +379,7 @@ fn a_copy_whose_place_was_lent_is_not_taken_for_unchanged() {
         resume(&pool);
         assert!(has(&pool, range, 1));
     }
-    assert_eq!(kept(&save(&pool, &WHOLE)), (0, 32, 0), "made anew");
+    assert_eq!(kept(&save(&pool, &WHOLE)), (0, 32, 0), "made again");
     resume(&pool);
 }
 

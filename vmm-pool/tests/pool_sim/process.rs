@@ -1,5 +1,5 @@
 //! A pool as the process has it that owns it: calls go in through the gate, and the steps of a pause and resume are
-//! asked for one at a time, as a coordinator does.
+//! made one at a time, as a coordinator does.
 
 #![expect(clippy::wildcard_enum_match_arm, reason = "every stage out of turn ends the test")]
 
@@ -124,7 +124,7 @@ impl SimPool {
         self.prepare(selection, budget, Schedule::SaveFirst)
     }
 
-    /// In place of a save.
+    /// Instead of a save.
     pub(crate) fn reserve(&self, selection: &Selection, budget: HostBudget) -> PoolResult<StepLog> {
         self.prepare(selection, budget, Schedule::SaveMeanwhile)
     }
@@ -216,7 +216,7 @@ impl SimPool {
         }
     }
 
-    /// In place of creating, by stages. The first shuts the gate.
+    /// Instead of creating, by stages. The first shuts the gate.
     pub(crate) fn restore_stage(&self, allowed: &ByDevice) -> PoolResult<Moved> {
         let mut arriving = match self.take() {
             Stage::Arriving(arriving) => arriving,

@@ -69,7 +69,7 @@ fn the_plain_memory_of_a_context_is_found_by_it() {
     assert!(pool.range_of(other).is_some());
 }
 
-/// The driver gives the value of an ended context to the next one at once.
+/// The driver gives the value of an ended context to the next one immediately.
 #[test]
 fn what_ends_with_a_context_is_not_taken_for_that_of_the_next_of_its_value() {
     let pool = pool(&node());

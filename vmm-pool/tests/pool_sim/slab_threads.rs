@@ -1,4 +1,4 @@
-//! Cells of slabs under several threads at once.
+//! Cells of slabs under several threads together.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -202,13 +202,13 @@ fn a_failed_resume_of_a_tag_leaves_new_memory_of_it_alone() {
     pause_tags(&pool, &["kv"]);
     let selection = Selection::SetAside(names(&["kv"]), Whose::Everybody);
     let fits = filled(&pool, 20, tagged("kv", Contents::Keep), 4);
-    pool.create_own(&selection).expect("it fits beside the new");
+    pool.create_own(&selection).expect("it fits next to the new");
     pool.restore_own(usize::MAX).expect("contents");
     pool.undo_resume().expect("given up again");
     assert!(holds(&pool, DEVICE, fits, pattern(4)));
     pool.unmap(fits).expect("the handle keeps it");
     let new = filled(&pool, 40, tagged("kv", Contents::Keep), 2);
-    let error = pool.create_own(&selection).expect_err("it does not fit beside the new");
+    let error = pool.create_own(&selection).expect_err("it does not fit next to the new");
     assert!(error.to_string().contains("free"), "{error}");
     assert!(holds(&pool, DEVICE, new, pattern(2)));
     pool.unmap(new).expect("the handle keeps it");
@@ -261,7 +261,7 @@ fn imports_follow_the_owner_that_is_named() {
     write(&owner, DEVICE, at_owner, pattern(1));
     let imported = share(&owner, handle, &importer, 7);
     let there = map(&importer, imported, 2 * UNIT, &[RW(OTHER)]);
-    // The import has no tag of its own here: whoever redeems a ticket learns the owner's.
+    // The import has no tag of its own here: a process that redeems a ticket learns the owner's.
     let all_of = |whose| Selection::Tagged(Tags::All, whose);
     importer.save(&all_of(Whose::Owner(PeerId(1))), UNLIMITED).expect("nothing");
     assert!(holds(&importer, OTHER, there, pattern(1)));

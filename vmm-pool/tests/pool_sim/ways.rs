@@ -66,7 +66,7 @@ struct World {
     random: Random,
     last_seed: u64,
     unused: Vec<VaRange>,
-    /// What was done, for whoever reads a failure.
+    /// What was done, for readers of a failure.
     log: Vec<String>,
 }
 

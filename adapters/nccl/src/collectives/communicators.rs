@@ -29,7 +29,7 @@ pub(super) struct Communicator {
     is_given_up: AtomicBool,
     /// A call in non-blocking mode goes on, as far as the application has seen.
     is_in_progress: AtomicBool,
-    /// Held around questions about progress: NCCL does not expect two at once.
+    /// Held around questions about progress: NCCL does not expect two simultaneously.
     polling: Mutex<()>,
 }
 

@@ -19,7 +19,7 @@ pub(super) struct Group {
     pub(super) rare: Option<Box<Rare>>,
 }
 
-/// What a group does beside launching.
+/// What a group does in addition to launching.
 #[derive(Debug, Default)]
 pub(super) struct Rare {
     /// Recorded into captures when the group ends.
@@ -43,7 +43,7 @@ impl Group {
         self.rare.get_or_insert_default()
     }
 
-    /// The seats, beside those of `increments`, that must be taken still when the group ends. For collectives there are
+    /// The seats, in addition to those of `increments`, that must be taken still when the group ends. For collectives there are
     /// none.
     pub(super) fn other_seats(&self, increments: &[Increment]) -> Vec<Arc<Counter>> {
         let is_other = |seat: &&Arc<Counter>| {

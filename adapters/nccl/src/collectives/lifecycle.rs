@@ -9,7 +9,7 @@ use tenants::cut::{CommunicatorId, Counter, Increment, Lane, Rank, Series};
 use super::communicators::{Communicator, Derived, UseLeft};
 use super::{Collectives, NcclResult, Process, group, identity, turned_back};
 
-/// How long whoever ends a communicator waits for threads that were held with it in hand. They have only to end a group
+/// How long a thread that ends a communicator waits for threads that were held with it in hand. They have only to end a group
 /// in failure, which waits for nobody.
 const WITHDRAWAL_TIMEOUT: Duration = Duration::from_secs(5);
 

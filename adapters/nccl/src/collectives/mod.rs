@@ -19,7 +19,7 @@
 //!
 //! A thread that is held while another ends its communicator must not go on to NCCL with what has been freed: it is
 //! turned back, with `ncclInvalidUsage`. Where it holds a group of NCCL's open that names the communicator, it ends that
-//! group in failure, while whoever ends the communicator waits for it ([`Collectives::abort`]).
+//! group in failure, while the thread that ends the communicator waits for it ([`Collectives::abort`]).
 //!
 //! Nothing here calls NCCL but through the caller's closures and [`Process`], so all of it is tested
 //! without.
@@ -470,8 +470,8 @@ fn turned_back<P: Process>(
     process.note(&match why {
         TurnedBack::RankLeft => format!(
             "{what} was held for a pause while another thread ended its communicator (by ncclCommAbort, ncclCommRevoke, \
-             ncclCommDestroy or ncclCommShrink): it returned ncclInvalidUsage and launched nothing. Make the communicator \
-             anew before it is used again"
+             ncclCommDestroy or ncclCommShrink): it returned ncclInvalidUsage and launched nothing. Make a new \
+             communicator"
         ),
         TurnedBack::Away => format!(
             "{what} was called while NCCL's memory was away: it returned ncclInvalidUsage and launched nothing, as \

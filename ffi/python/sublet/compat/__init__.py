@@ -30,7 +30,7 @@ _ALIAS = Path(__file__).resolve().parent.parent / "alias"
 def alias_path() -> str:
     """The folder from which ``import torch_memory_saver`` finds Sublet's, for ``PYTHONPATH``.
 
-    Frameworks look beside that package for an object to preload; those are there too, each a few
+    Frameworks look next to that package for an object to preload; those are there too, each a few
     KiB that lead the loader to ``libsublet.so``.
     """
     return str(_ALIAS)
@@ -72,7 +72,7 @@ def install_if_asked() -> None:
     """Installs what ``SUBLET_COMPAT`` names; what cannot be is warned of.
 
     ``import torch`` calls this, as it calls whatever packages offer for ``torch.backends``. It imports
-    nothing and returns at once where ``SUBLET_COMPAT`` is not set.
+    nothing and returns immediately if ``SUBLET_COMPAT`` is not set.
     """
     for name in asked():
         try:

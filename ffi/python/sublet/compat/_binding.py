@@ -241,7 +241,7 @@ def _unbind(bound: _Bound) -> None:
     for name, theirs, ours in bound.shared:
         _exchange(name, ours, theirs)
     for holder, name, own, ours in bound.places:
-        # Whoever has replaced ours since keeps what they have put there.
+        # Code that has replaced ours since keeps what it has put there.
         if vars(holder).get(name) is not ours:
             continue
         if own is _MISSING:

@@ -119,7 +119,7 @@ class Moved:
 
     @contextlib.contextmanager
     def resident(self) -> Iterator[None]:
-        """Inside, it is readable; afterwards it is away again if it was, or if that was asked for inside."""
+        """Inside, it is readable; afterwards it is away again if it was, or if that was requested inside."""
         hold = self.hold()
         try:
             yield
@@ -136,7 +136,7 @@ class Moved:
             return Hold(self)
 
     def end_holds(self) -> None:
-        """Whoever holds it is done with it."""
+        """The holder is done with it."""
         with self._lock:
             self._holds, self._then = 0, None
 

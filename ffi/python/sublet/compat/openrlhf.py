@@ -36,7 +36,7 @@ def _offload(theirs: Callable[..., Any]) -> Callable[..., Any]:
         was_tagged = _states(model).is_tagged
         _states(model).offload(lambda: theirs(model, pin_memory, non_blocking), _no_tensors)
         if was_tagged:
-            # What theirs does beside the copies.
+            # What theirs does in addition to the copies.
             model.empty_partition_cache()
             _finish()
 

@@ -3,7 +3,7 @@
     python record.py GIT_DIRECTORY NAME.json [COMMIT]
     python record.py FOLDER NAME.json VERSION
 
-reads a repository at a commit (default HEAD), or an unpacked wheel, and writes the recording anew, for the
+reads a repository at a commit (default HEAD), or an unpacked wheel, and writes the recording again, for the
 modules and names that it lists already. Parameters are recorded without annotations; of bodies only which of the names under `calls`
 are called, in their order.
 """

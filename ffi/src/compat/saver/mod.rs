@@ -133,7 +133,7 @@ switch!(
     disk_backup
 );
 
-/// Sets what kind of host memory backups lie in. It is pinned in either case; once memory was asked for with `mmap`, each
+/// Sets what kind of host memory backups lie in. It is pinned in either case; once memory was allocated with `mmap`, each
 /// resume gives back what holds no backup, and otherwise it stays for the next pause. Unknown words change nothing.
 ///
 /// # Safety

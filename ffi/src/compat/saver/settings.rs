@@ -17,7 +17,7 @@ pub(super) fn environment() -> &'static Environment {
     &READ
 }
 
-/// Has any memory been asked for whose backups are to lie in host memory that a resume gives back?
+/// Has any memory been allocated whose backups are to lie in host memory that a resume gives back?
 static HAS_MAPPED_BACKUPS: AtomicBool = AtomicBool::new(false);
 
 thread_local! {

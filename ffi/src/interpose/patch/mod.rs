@@ -4,7 +4,7 @@
 //! 1. A library's import slots ([`slots`], found by [`object`]) of functions that we stand in for lead to us.
 //! 2. Addresses of such functions of the driver's that it keeps in its own data are exchanged ([`kept_addresses`]).
 //! 3. Libraries that are loaded later are looked at in the next call of our `dlsym`: a program that opens a library asks it
-//!    for a symbol next. At a pause all are looked at again, also those that nobody asked for a symbol.
+//!    for a symbol next. At a pause all are looked at again, also those in which nobody looked up a symbol.
 //!
 //! In a process that the loader bound to us all this is for libraries that have an order of their own
 //! (`RTLD_DEEPBIND`), in which the C library's `dlsym` and the driver come before us. All others lead to us already.
@@ -401,7 +401,7 @@ impl Walk {
             entry.looked_up_at = Some(walk);
         }
         if turned {
-            // What it asked for by then it did not ask us for.
+            // What it looked up by then it did not look up through us.
             entry.is_searched = false;
             entry.was_turned = true;
             entry.ran_past_us |= self.purpose == Purpose::Pause;

@@ -117,7 +117,7 @@ mod tests {
     #[test]
     fn a_slot_that_the_loader_has_filled_is_written_once() {
         let mut image = Image::new();
-        // Bound lazily it leads into the library itself, and bound at once somewhere else.
+        // Bound lazily it leads into the library itself, and bound immediately somewhere else.
         let unbound = image.bias() + 0x1036;
         assert_eq!(settled(&mut image, unbound, false), (Settled::Ours, OURS));
         assert_eq!(settled(&mut image, 0x7fff_dead_0000, false), (Settled::Turned, OURS));

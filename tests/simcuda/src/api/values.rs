@@ -60,7 +60,7 @@ fn batch(stream: u64, count: u32, operations: In<Operation>, flags: u32) -> Code
             WAIT_64 => wait(stream, address, value, flags, 8)?,
             WRITE_32 => write(stream, address, value, 4)?,
             WRITE_64 => write(stream, address, value, 8)?,
-            // What was written before is seen by all at once here.
+            // What was written before is seen by all immediately here.
             FLUSH | BARRIER => {}
             _ => return Err(DriverCode::INVALID_VALUE),
         }

@@ -56,7 +56,7 @@ pub(crate) fn source(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("programs").join(name)
 }
 
-/// The library that this test run was built with, which lies beside the test.
+/// The library that this test run was built with, which lies next to the test.
 fn library_path() -> PathBuf {
     let test = std::env::current_exe().expect("the path of this test");
     let deps = test.parent().expect("a directory of build outputs");

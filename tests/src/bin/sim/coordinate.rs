@@ -1,4 +1,4 @@
-//! The ways in which a pause or resume is asked for: by the library in this process, by a process of its own
+//! The ways in which a pause or resume is made: by the library in this process, by a process of its own
 //! that may be killed, or by the real command.
 
 mod checkpoints;
@@ -98,7 +98,7 @@ pub(crate) enum Verdict {
     },
     /// It did not.
     Refused(Refusal),
-    /// Whoever asked was killed.
+    /// The coordinator was killed.
     Killed,
 }
 
@@ -299,7 +299,7 @@ fn act(
     done.map(|done| vec![done]).map_err(|error| Refusal::of(&error))
 }
 
-/// Did it go by stages, with another tenant on its way at once?
+/// Did it go by stages, with another tenant on its way simultaneously?
 fn overlapped(done: &Done) -> bool {
     match done {
         Done::Completed(report) => !report.stages.is_empty(),

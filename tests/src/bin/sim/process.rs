@@ -38,7 +38,7 @@ impl Worker {
             .args(charter.to_words())
             // Deals are made by threads of their own; an arena of host memory for each would look like growth.
             .env("MALLOC_ARENA_MAX", "1")
-            // And what a large buffer took goes back at once, so that growth is growth.
+            // And what a large buffer took goes back immediately, so that growth is growth.
             .env("MALLOC_MMAP_THRESHOLD_", "131072")
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .spawn()?;
@@ -108,7 +108,7 @@ impl Worker {
         let (away, open) = (away.to_vec(), open.to_vec());
         let answer = self.obey(&Order::Check { away, open })?;
         let Answer::Account(account) = answer else {
-            return Err(Trouble::new(format!("{answer:?} in place of an account")));
+            return Err(Trouble::new(format!("{answer:?} instead of an account")));
         };
         self.account = account;
         Ok(&self.account)
@@ -129,7 +129,7 @@ impl Worker {
     pub(crate) fn inventory(&mut self) -> Outcome<Vec<Item>> {
         let answer = self.obey(&Order::Inventory)?;
         let Answer::Inventory(items) = answer else {
-            return Err(Trouble::new(format!("{answer:?} in place of an inventory")));
+            return Err(Trouble::new(format!("{answer:?} instead of an inventory")));
         };
         Ok(items)
     }
@@ -138,7 +138,7 @@ impl Worker {
     pub(crate) fn saved(&mut self) -> Outcome<Saved> {
         let answer = self.obey(&Order::Saved)?;
         let Answer::Saved(saved) = answer else {
-            return Err(Trouble::new(format!("{answer:?} in place of what is saved")));
+            return Err(Trouble::new(format!("{answer:?} instead of what is saved")));
         };
         Ok(saved)
     }
@@ -147,7 +147,7 @@ impl Worker {
     pub(crate) fn fail_no_more(&mut self) -> Outcome<u64> {
         let answer = self.obey(&Order::FailNoMore)?;
         let Answer::Failed(fired) = answer else {
-            return Err(Trouble::new(format!("{answer:?} in place of a count")));
+            return Err(Trouble::new(format!("{answer:?} instead of a count")));
         };
         let fresh = fired - self.fired;
         self.fired = fired;
@@ -158,7 +158,7 @@ impl Worker {
     pub(crate) fn leave(mut self, away: Vec<String>, open: Vec<u128>) -> Outcome<Account> {
         let answer = self.obey(&Order::Leave { away, open })?;
         let Answer::Account(account) = answer else {
-            return Err(Trouble::new(format!("{answer:?} in place of a last account")));
+            return Err(Trouble::new(format!("{answer:?} instead of a last account")));
         };
         // It ends with its input.
         self.link = Link::new(UnixStream::pair()?.0)?;

@@ -30,7 +30,7 @@ const HISTORY_LINES: usize = 60;
 /// How much larger the veteran may be at the end than after a tenth of the cycles.
 const VETERAN_GROWTH_BYTES_MAX: u64 = 8 << 20;
 
-/// What a simulation is asked for.
+/// What a simulation is to do.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Settings {
     pub(crate) seed: u64,
@@ -252,7 +252,7 @@ impl Script {
         }
         if self.world.tenants[tenant].workers.is_empty() {
             self.count(&request, &verdict, &mishap);
-            // All are dead: the next one to join starts anew.
+            // All are dead: the next one to join starts from nothing.
             self.world.tenants[tenant].is_paused = false;
             return Ok(());
         }

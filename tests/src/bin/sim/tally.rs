@@ -20,7 +20,7 @@ pub(crate) struct Tally {
     pub(crate) deep: u64,
     pub(crate) resumes: u64,
     pub(crate) swaps: u64,
-    /// Of these, with both on their way at once.
+    /// Of these, with both on their way simultaneously.
     pub(crate) overlapped: u64,
     /// Of the swaps, by what of each tenant moved.
     pub(crate) swapped: Counts,
@@ -42,7 +42,7 @@ pub(crate) struct Tally {
     pub(crate) offered: u64,
     /// Papers for memory of others, by what came of them.
     pub(crate) papers: Counts,
-    /// What was begun beside a command, by name.
+    /// What was begun during a command, by name.
     pub(crate) deals: Counts,
     /// Slabs and parts of them that were there when all was compared, each time.
     pub(crate) slabs: u64,
@@ -93,7 +93,7 @@ impl fmt::Display for Tally {
         writeln!(f, "repairs         {}", self.repairs)?;
         writeln!(
             f,
-            "processes       {} joined, {} left, {} at once at most",
+            "processes       {} joined, {} left, {} together at most",
             self.joined, self.left, self.processes_max
         )?;
         writeln!(

@@ -45,7 +45,7 @@ pub(crate) struct Market {
 }
 
 impl Market {
-    /// A pause of this tag has been asked for.
+    /// A pause of this tag has been requested.
     pub(crate) fn tag_goes(&mut self, tag: &str) {
         self.away_lately.insert(tag.to_owned());
         self.away.insert(tag.to_owned());
@@ -214,7 +214,7 @@ impl Market {
         Ok(())
     }
 
-    /// Whoever said that memory is gone must have been right.
+    /// A process that said that memory is gone must have been right.
     fn settle_gone(&mut self, workers: &mut [Worker]) -> Outcome {
         for (owner, id) in std::mem::take(&mut self.said_gone) {
             let Some(worker) = workers.iter_mut().find(|worker| worker.number == owner) else {

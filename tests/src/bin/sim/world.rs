@@ -1,4 +1,4 @@
-//! The simulated machine: a node whose devices cannot hold all tenants at once, and the tenants' processes.
+//! The simulated machine: a node whose devices cannot hold all tenants together, and the tenants' processes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;

@@ -1,5 +1,5 @@
 //! Our own kernel, which takes fingerprints: compiled by the driver for a device, in its primary context, when it is first
-//! asked for.
+//! needed.
 
 #![expect(unsafe_code, reason = "calls the CUDA driver")]
 

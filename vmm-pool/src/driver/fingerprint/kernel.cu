@@ -1,4 +1,4 @@
-// Fingerprints of pieces of device memory: `mod.rs` beside this says what they are, and computes the same on the host.
+// Fingerprints of pieces of device memory: `mod.rs` next to this says what they are, and computes the same on the host.
 //
 // A block takes one piece. It reads the piece's address and size from its slot, which lies in pinned host memory, and
 // writes the fingerprint there in their place. `kernel.ptx` is made of this file by `ptx.py`.

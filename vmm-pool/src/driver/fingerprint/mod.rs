@@ -1,4 +1,4 @@
-//! Fingerprints of pieces of device memory: what the kernel beside this computes, and the same on the host.
+//! Fingerprints of pieces of device memory: what the kernel next to this file computes, and the same on the host.
 //!
 //! A fingerprint is two sums over the 16-byte words of a piece. Each word is combined with keys that depend on where it
 //! lies, both halves are multiplied to 128 bits and folded, so that a changed, moved or swapped word changes both sums;

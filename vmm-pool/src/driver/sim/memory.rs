@@ -95,7 +95,7 @@ pub(super) struct Memory {
     reservations: BTreeMap<u64, u64>,
     /// By start; each lies inside one reservation, never overlapping.
     mappings: BTreeMap<u64, Mapping>,
-    /// Where addresses that were not asked for by a hint begin, and where the next one lies.
+    /// Where addresses without a hint begin, and where the next one lies.
     va_first: u64,
     va_next: u64,
     /// Freed ranges, reused last in first out as the real driver does.

@@ -22,7 +22,7 @@
 //! | --- | --- | --- | --- |
 //! | unmapping a range with holes, or of two reservations | unmaps what is there | documented for whole mappings alone | driver 580 lets even an unmapping of nothing pass: a refusal would be a guess |
 //! | rights on a part of a mapping | refused | allowed by granularity | a file is mapped with one protection; what follows is tested on the ledger |
-//! | a copy of unmapped addresses | taken, and the context is lost when it runs | may be refused at once, without harm | the harsher of the two |
+//! | a copy of unmapped addresses | taken, and the context is lost when it runs | may be refused immediately, without harm | the harsher of the two |
 //! | a module is loaded | takes no device memory | takes some | a device that is full is made so by a rule of [`Faults`] |
 
 #![expect(unsafe_code, reason = "implements the unsafe methods of the driver trait")]

@@ -2,7 +2,7 @@
 //!
 //! A physical allocation is a file whose name says everything the driver was told about it. Its holders
 //! are open file descriptions with a shared `flock`; a mapping, a duplicate and a descriptor in flight all
-//! keep their description, and so the lock, alive. Whoever gets an exclusive lock on a fresh description
+//! keep their description, and so the lock, alive. A process that gets an exclusive lock on a fresh description
 //! has therefore proved that nobody in any process holds the memory, even after a `SIGKILL`.
 //!
 //! ```text
@@ -292,7 +292,7 @@ fn sweep_private(base: &Path) {
         let orphaned =
             File::open(entry.path().join(OWNER)).is_ok_and(|owner| owner.try_lock().is_ok());
         if orphaned {
-            // Somebody else may be sweeping too; whoever is second finds nothing.
+            // Somebody else may be sweeping too; the second finds nothing.
             fs::remove_dir_all(entry.path()).ok();
         }
     }

@@ -300,7 +300,7 @@ impl SimNode {
         work: impl FnOnce() -> Coded<ProcessState>,
     ) -> Coded<()> {
         let page = self.page_of(pid)?;
-        // Beside the page, whose lock says that its process lives.
+        // Next to the page, whose lock says that its process lives.
         let gate = File::open(self.dir().join(PROCESSES).join(LOCK));
         let gate = gate.map_err(|error| io_code(&error))?;
         let until = Instant::now() + STEP_TIMEOUT;

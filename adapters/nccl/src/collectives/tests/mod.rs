@@ -228,7 +228,7 @@ fn communicators_of_a_group_are_there_when_the_group_has_ended() {
     let (fake, all) = (Fake::default(), Collectives::default());
     let other = CommunicatorId(78);
     all.group_start(ok);
-    // NCCL writes the first pointer at once, and the second at the end.
+    // NCCL writes the first pointer immediately, and the second at the end.
     all.create(&fake, "init", (ID, 1, 4), 8, || {
         fake.write(8, 500);
         ok()

@@ -91,7 +91,7 @@ fn a_group_of_experts_is_a_collective_and_its_exchanges_have_a_series_of_their_o
     // What a handle's making does with NCCL counts by itself.
     all.make_expert_handle(&fake, GROUP, 32, || reduce(&fake, &all, ok()));
     assert_eq!(fake.collectives(), 2);
-    // A second group is numbered alike on all ranks, whoever has failed to make one before.
+    // A second group is numbered alike on all ranks, even if some have failed to make one before.
     all.make_expert_group(&fake, 500, 24, || FAILED);
     experts(&fake, &all);
     exchange(&fake, &all, ok());

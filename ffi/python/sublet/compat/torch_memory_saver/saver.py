@@ -26,7 +26,7 @@ _BACKENDS = ("pinned", "mmap")
 
 
 class TorchMemorySaver:
-    """Memory asked for in a region can be paused and resumed by the region's tag.
+    """Memory allocated in a region can be paused and resumed by the region's tag.
 
     One object serves a process. Regions are the calling thread's. Nothing happens before the first
     call.
@@ -53,11 +53,11 @@ class TorchMemorySaver:
             enable_cpu_backup: a pause saves the contents to host memory; otherwise they are lost.
             enable_disk_backup: contents are saved to a file (:meth:`set_disk_backup_dir`).
             cpu_backup_backend: ``"pinned"`` or ``"mmap"``. Host memory is pinned in either case; once
-                memory was asked for with ``"mmap"``, each resume gives back what holds no backup.
+                memory was allocated with ``"mmap"``, each resume gives back what holds no backup.
 
         Raises:
             ValueError: a backend without a backup in host memory, or one that there is not.
-            UsageError: both kinds of backup at once.
+            UsageError: both kinds of backup together.
             NotAttachedError: this process is not under Sublet.
         """
         _check_backend(enable_cpu_backup, cpu_backup_backend)
@@ -104,7 +104,7 @@ class TorchMemorySaver:
 
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
-        """Memory asked for inside belongs to no tag; what torch has cached of it goes at the end.
+        """Memory allocated inside belongs to no tag; what torch has cached of it goes at the end.
 
         Raises:
             UsageError: this thread is in no region.
@@ -307,7 +307,7 @@ class Implementation:
         tags = self._binary_wrapper.tags(tag or None)
         if tags:
             act(tags)
-            # Asked for nothing, it frees what it has made for backups that there are no more.
+            # Called with nothing, it frees what it has made for backups that there are no more.
             self.functions.tms_get_cpu_backup_pointer(None, 0)
 
     def get_cpu_backup(self, x: Any, zero_copy: bool) -> Any:

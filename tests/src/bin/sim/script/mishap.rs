@@ -30,7 +30,7 @@ pub(super) enum Mishap {
     NoHostMemory { worker: u64 },
     /// A worker is killed after some time.
     WorkerKilled { worker: u64, after: Duration, kernels_give_up_at_once: bool },
-    /// Whoever coordinates is killed after some time, and perhaps a worker right behind.
+    /// The coordinator is killed after some time, and perhaps a worker right behind.
     CoordinatorKilled { after: Duration, with: Option<u64> },
     /// The command is called off after some time.
     CalledOff { after: Duration },

@@ -25,7 +25,7 @@ impl Script {
         for index in &active {
             if self.world.processes() < self.crowd.processes {
                 let missing = self.crowd.processes - self.world.processes();
-                // A crowd comes at once, since it does not stay long.
+                // A crowd comes together, since it does not stay long.
                 let joining = self.world.random.usize(..=missing.div_ceil(active.len()) * 2);
                 for _ in 0..joining.min(missing) {
                     self.join(*index)?;

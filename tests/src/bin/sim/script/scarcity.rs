@@ -66,7 +66,7 @@ impl Script {
         let (mut moved_bytes, mut movers) = (0, 0);
         for giver in &scarcity.givers {
             if self.world.tenants[*giver].workers.is_empty() {
-                // All are dead: the next one to join starts anew.
+                // All are dead: the next one to join starts from nothing.
                 self.world.tenants[*giver].is_paused = false;
                 continue;
             }
@@ -81,7 +81,7 @@ impl Script {
             let standing = self.world.standing(*giver)?;
             if !standing.all_are(MemberState::Paused) {
                 let states = &standing.states;
-                return Err(Trouble::new(format!("tenant{giver} was asked for room: {states:?}")));
+                return Err(Trouble::new(format!("tenant{giver} was to make room: {states:?}")));
             }
         }
         let tally = &mut self.world.tally;

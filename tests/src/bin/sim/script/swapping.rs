@@ -95,7 +95,7 @@ impl Script {
         let mut endings = Vec::new();
         for (tenant, action) in [(from, Action::Pause), (to, Action::Resume)] {
             if self.world.tenants[tenant].workers.is_empty() {
-                // All are dead: the next one to join starts anew.
+                // All are dead: the next one to join starts from nothing.
                 self.world.tenants[tenant].is_paused = false;
                 continue;
             }

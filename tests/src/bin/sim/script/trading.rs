@@ -8,7 +8,7 @@ use super::Script;
 use crate::orders::{Deal, EndOrder};
 use crate::worker::TAGS;
 
-/// Of a crowd not all trade at once.
+/// Of a crowd not all trade simultaneously.
 const TRADERS_MAX: usize = 8;
 /// From before the first message of a command to after the last.
 const TRADE_SPREAD_US: u64 = 30_000;

@@ -14,7 +14,7 @@ use super::calls::{device_refused, fired, insist, judged};
 use super::memory::Paint;
 use super::{Charter, Sim, memory};
 
-/// So many at once at most.
+/// So many together at most.
 const CELLS_MAX: usize = 8;
 
 #[derive(Clone, Copy, Debug)]
@@ -71,7 +71,7 @@ impl Cells {
             (8..10, Some(index)) => self.renew(index),
             (10, Some(index)) => self.rewrite(index).map(|()| true),
             (11, _) => {
-                // As a library that is loaded anew with another setting: those that are stay as they are.
+                // As a library that is loaded again with another setting: those that are stay as they are.
                 let pool = self.member.pool();
                 pool.use_slabs(!pool.uses_slabs());
                 Ok(true)

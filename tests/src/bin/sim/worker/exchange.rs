@@ -24,7 +24,7 @@ use crate::orders::{Account, EndOrder, Offer, Paper, Taken, TakenHow, Why};
 
 /// Of regions, as processes use them.
 pub(crate) const TAGS: [&str; 2] = ["kv", "weights"];
-/// In place of a region.
+/// Instead of a region.
 const LIBRARY: &str = "simulation";
 
 /// Where memory came from.
@@ -264,7 +264,7 @@ impl Exchange {
         }
     }
 
-    /// Comes for what is offered. What is refused is for whoever offered it to judge.
+    /// Comes for what is offered. The process that offered it judges a refusal.
     pub(super) fn accept(&self, offers: Vec<Offer>) -> Outcome<Vec<Taken>> {
         let mut taken = Vec::new();
         for offer in offers {

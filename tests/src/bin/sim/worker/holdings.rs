@@ -345,7 +345,7 @@ impl Holdings {
         if holding.contents == Contents::Discard { self.renew_discarded(index) } else { Ok(()) }
     }
 
-    /// Memory whose contents a pause may give up is written anew, so that it can be told from others.
+    /// Memory whose contents a pause may give up is written again, so that it can be told from others.
     fn renew_discarded(&self, index: usize) -> Outcome {
         let holding = &self.list[index];
         memory::write(self.driver(), holding.readers[0], holding.places[0], holding.paint)

@@ -171,7 +171,7 @@ fn listen(
                 let_time_pass(Duration::from_micros(after_us));
                 let answer = deal_with(&member, &exchange, deal)
                     .unwrap_or_else(|trouble| Answer::Violation(trouble.to_string()));
-                // Whoever asked may have ended.
+                // The process that asked may have ended.
                 say(&writer, number, &answer).ok();
             });
         } else if order.is_aside() {
