@@ -38,7 +38,7 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
         fs::copy(workspace.root.join("docs").join(name), book.join(name))?;
     }
 
-    let mut mdbook = workspace.command(program(workspace, MDBOOK, "mdbook")?);
+    let mut mdbook = workspace.command(program(workspace, MDBOOK, "bin/mdbook")?);
     mdbook.arg("build").arg(&book);
     mdbook.env("MDBOOK_BOOK__SRC", "src").env("MDBOOK_BUILD__BUILD_DIR", "html");
     let said = process::both_outputs(&mut mdbook)?;
@@ -55,7 +55,7 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
 
 /// Fails if a link of `pages`, or of the pages in folders among them, leads nowhere. Other sites are not asked.
 fn links(workspace: &Workspace, pages: Vec<PathBuf>) -> Outcome {
-    let mut lychee = workspace.command(program(workspace, LYCHEE, "lychee")?);
+    let mut lychee = workspace.command(program(workspace, LYCHEE, "bin/lychee")?);
     lychee.args([
         "--offline",
         "--include-fragments",

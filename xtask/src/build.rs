@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use cargo_metadata::{Message, TargetKind};
 
 use crate::workspace::Workspace;
-use crate::{Outcome, shims, simulated};
+use crate::{Outcome, process, shims, simulated};
 
 /// What was built, each at a path that later builds do not touch.
 ///
@@ -32,7 +32,7 @@ impl Built {
         let profile = if release { "release" } else { "dev" };
         let shipped = ["--package", "sublet-ffi", "--package", "sublet-cli", "--profile", profile];
         let shipped = build(workspace, &shipped)?;
-        let driver = simulated::driver(workspace, profile)?;
+        let driver = simulated::driver(workspace, profile, None)?;
 
         let place = workspace.target.join(if release { "built-release" } else { "built" });
         let simcuda_dir =
@@ -47,7 +47,7 @@ impl Built {
         install(shipped.binary("sublet")?, &built.sublet)?;
         shims::build(workspace, &place)?;
         install(&driver, &simcuda_dir.join(simulated::DRIVER))?;
-        simulated::install(workspace, &driver, &place)?;
+        simulated::install(workspace, &driver, &place, None)?;
         Ok(built)
     }
 
@@ -105,11 +105,14 @@ impl Artifacts {
 
 /// Runs `cargo build` with `arguments` and returns what it made.
 pub(crate) fn build(workspace: &Workspace, arguments: &[&str]) -> Outcome<Artifacts> {
-    let mut child = workspace
-        .cargo(&["build", "--message-format=json-render-diagnostics"])
-        .args(arguments)
-        .stdout(Stdio::piped())
-        .spawn()?;
+    artifacts(workspace.cargo(&["build"]).args(arguments))
+}
+
+/// Runs `command`, which builds as `cargo build` does, and returns what it made.
+pub(crate) fn artifacts(command: &mut Command) -> Outcome<Artifacts> {
+    command.arg("--message-format=json-render-diagnostics").stdout(Stdio::piped());
+    let mut child =
+        command.spawn().map_err(|error| format!("{}: {error}", process::name(command)))?;
     let stdout = child.stdout.take().ok_or("cargo has no output")?;
     let mut artifacts = Vec::new();
     for message in Message::parse_stream(BufReader::new(stdout)) {
@@ -125,7 +128,7 @@ pub(crate) fn build(workspace: &Workspace, arguments: &[&str]) -> Outcome<Artifa
     if child.wait()?.success() {
         Ok(Artifacts(artifacts))
     } else {
-        Err(format!("cargo build {} failed", arguments.join(" ")).into())
+        Err(format!("{} failed", process::name(command)).into())
     }
 }
 

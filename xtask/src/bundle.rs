@@ -95,6 +95,7 @@ fn build_programs(workspace: &Workspace, bundle: &Path) -> Outcome<Vec<PathBuf>>
         preload: shipped.library("sublet")?,
         command: shipped.binary("sublet")?,
         profile: "release",
+        portable: None,
         folder: &bundle.join(WHEELS),
     };
     wheel::pack(workspace, &parts)?;
@@ -158,12 +159,7 @@ fn check_glibc(workspace: &Workspace, programs: &[PathBuf]) -> Outcome<Option<Gl
 }
 
 fn manifest(workspace: &Workspace, glibc: Option<Glibc>) -> Outcome<String> {
-    let version = workspace
-        .metadata
-        .workspace_packages()
-        .iter()
-        .find(|package| package.name == "sublet-ffi")
-        .map_or_else(|| "unknown".to_owned(), |package| package.version.to_string());
+    let version = workspace.version()?;
     let glibc = glibc.map_or_else(|| "not checked".to_owned(), |glibc| glibc.to_string());
     let mut text = String::new();
     writeln!(text, "commit {}", process::commit(workspace)?)?;

@@ -15,9 +15,13 @@ mod build;
 mod bundle;
 mod functions;
 mod glibc;
+mod notices;
 mod package;
+mod portable;
 mod process;
 mod python;
+mod release;
+mod scripts;
 mod shims;
 mod simulated;
 mod stages;
@@ -73,6 +77,11 @@ enum Command {
     GpuBundle,
     /// Build the Python package as one wheel, into `target/wheels`.
     Wheel,
+    /// Write the files of a release into `target/release-files`: wheel, source, checksums and notes.
+    Release {
+        /// The tag, which must be of the version that `Cargo.toml` names, such as `v0.1.0`.
+        tag: String,
+    },
     /// Write which functions the public headers of NCCL's versions declare, for the test that compares them with ours.
     NcclFunctions {
         /// The file to write, such as `tests/functions/nccl.txt`.
@@ -126,6 +135,7 @@ fn dispatch(command: &Command) -> Outcome {
         Command::Book => book::run(&workspace),
         Command::GpuBundle => bundle::run(&workspace),
         Command::Wheel => wheel::run(&workspace),
+        Command::Release { tag } => release::run(&workspace, tag),
         Command::NcclFunctions { target, headers } => functions::write(&workspace, target, headers),
         Command::Bindgen { check: true } => bindings::check(&workspace),
         Command::Bindgen { check: false } => bindings::write(&workspace),

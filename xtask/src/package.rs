@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::build::Built;
-use crate::python::{MYPY, PYTEST, Python, RAY};
+use crate::python::{MYPY, OPTIONAL, PYTEST, Python};
 use crate::stages::{Ran, Stages};
 use crate::wheel::{self, Parts};
 use crate::workspace::Workspace;
@@ -11,10 +11,6 @@ use crate::{Outcome, process};
 
 /// Name of the stage that all others of the package need.
 pub(crate) const WHEEL: &str = "python wheel";
-
-/// What shows that the package asks for nothing: no PyTorch, no driver, no other package.
-const IMPORT: &str = "import sys, sublet; assert 'torch' not in sys.modules; \
-     print(sublet.__file__.rpartition('/sublet/')[0])";
 
 /// Runs the stages of the package.
 pub(crate) fn stages(workspace: &Workspace, built: &Built, stages: &mut Stages) {
@@ -43,14 +39,15 @@ pub(crate) fn installed(workspace: &Workspace, built: &Built) -> Outcome<PathBuf
         preload: &built.preload,
         command: &built.sublet,
         profile: "dev",
+        portable: None,
         folder: &workspace.target.join("built/wheels"),
     };
     let wheel = wheel::pack(workspace, &parts)?;
     let clean =
         Python::with_wheel_alone(workspace, &workspace.target.join("built/python"), &wheel)?;
-    let site = process::output(clean.command(workspace, &[]).args(["-c", IMPORT]))?;
-    eprintln!("{} is installed in {site}", wheel.display());
-    Ok(site.into())
+    let site = clean.site(workspace)?;
+    eprintln!("{} is installed in {}", wheel.display(), site.display());
+    Ok(site)
 }
 
 fn api_tests(
@@ -63,10 +60,12 @@ fn api_tests(
         workspace.files()?.into_iter().filter(|path| is_python_test(path)).collect();
     let python = Python::with(workspace, &PYTEST)?;
     let mut folders = vec![site.to_owned()];
-    match Python::with(workspace, &RAY) {
-        Ok(ray) => folders.extend_from_slice(ray.import_path()),
-        // Not for every Python is there a Ray. Its tests are skipped then, and that is said.
-        Err(error) => lines.push(format!("sublet.ray was not tested with a cluster: {error}")),
+    for (package, what) in &OPTIONAL {
+        match Python::with(workspace, package) {
+            Ok(found) => folders.extend_from_slice(found.import_path()),
+            // The tests are skipped then, and that is said.
+            Err(error) => lines.push(format!("not tested: {what}: {error}")),
+        }
     }
     let mut command = python.command(workspace, &folders);
     command.args(["-m", "pytest", "-c"]).arg(wheel::SOURCE.to_owned() + "/pyproject.toml");

@@ -147,7 +147,8 @@ fn without_colour(line: &str) -> String {
     plain
 }
 
-fn name(command: &Command) -> String {
+/// The program and its first argument, for messages.
+pub(crate) fn name(command: &Command) -> String {
     let program = command.get_program().to_string_lossy();
     let program = program.rsplit('/').next().unwrap_or_default();
     match command.get_args().next() {

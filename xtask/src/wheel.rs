@@ -4,12 +4,23 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use crate::python::{MATURIN, Python};
+use crate::glibc::{self, Glibc};
+use crate::portable::Portable;
+use crate::python::{MATURIN, PYTEST, Python};
 use crate::workspace::Workspace;
-use crate::{Outcome, build, glibc, process, shims, simulated};
+use crate::{Outcome, build, notices, process, shims, simulated};
 
 /// Where the package's source is.
 pub(crate) const SOURCE: &str = "ffi/python";
+
+/// The oldest C library that a wheel for users starts with: that of RHEL 8, and of PyTorch's own wheels.
+const GLIBC: Glibc = Glibc(2, 28);
+/// Files that are written for the wheel, and ignored by git: `pyproject.toml` names them.
+const LICENCES: [&str; 3] = ["LICENSE", "THIRD-PARTY.txt", "RUST-STANDARD-LIBRARY.html"];
+/// The tests that ask whether a wheel is fit for users.
+const TESTS: &str = "tests/test_wheel.py";
+/// Tells these tests that the wheel is one for users, of any machine.
+const IS_PORTABLE: &str = "SUBLET_TEST_PORTABLE";
 
 /// What a wheel is made of, and where it goes.
 #[derive(Debug)]
@@ -20,23 +31,15 @@ pub(crate) struct Parts<'a> {
     pub(crate) command: &'a Path,
     /// Cargo's profile for the native module and the simulated driver.
     pub(crate) profile: &'static str,
+    /// How the native module is built for older systems; nothing for a wheel that stays here.
+    pub(crate) portable: Option<&'a Portable>,
     /// The folder of the wheel. Older wheels in it are removed.
     pub(crate) folder: &'a Path,
 }
 
-/// Builds all parts in release and packs them into `target/wheels`.
+/// Makes the wheel for users and says where it is.
 pub(crate) fn run(workspace: &Workspace) -> Outcome {
-    let shipped = ["--release", "--package", "sublet-ffi", "--package", "sublet-cli"];
-    let shipped = build::build(workspace, &shipped)?;
-    let wheel = pack(
-        workspace,
-        &Parts {
-            preload: shipped.library("sublet")?,
-            command: shipped.binary("sublet")?,
-            profile: "release",
-            folder: &workspace.target.join("wheels"),
-        },
-    )?;
+    let wheel = release(workspace)?;
     let size_bytes = fs::metadata(&wheel)?.len();
     println!(
         "{}: {}.{} MiB",
@@ -45,6 +48,26 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
         ((size_bytes & 0xf_ffff) * 10) >> 20
     );
     Ok(())
+}
+
+/// Builds all parts in release for older systems too, packs them into `target/wheels`, and tests the wheel where nothing else
+/// is installed. Returns its path.
+pub(crate) fn release(workspace: &Workspace) -> Outcome<PathBuf> {
+    let portable = Portable::install(workspace, GLIBC)?;
+    let shipped = ["--release", "--package", "sublet-ffi", "--package", "sublet-cli"];
+    let shipped = portable.build(workspace, &shipped)?;
+    let wheel = pack(
+        workspace,
+        &Parts {
+            preload: shipped.library("sublet")?,
+            command: shipped.binary("sublet")?,
+            profile: "release",
+            portable: Some(&portable),
+            folder: &workspace.target.join("wheels"),
+        },
+    )?;
+    test(workspace, &wheel)?;
+    Ok(wheel)
 }
 
 /// Packs a wheel and returns its path.
@@ -61,9 +84,14 @@ pub(crate) fn pack(workspace: &Workspace, parts: &Parts<'_>) -> Outcome<PathBuf>
         process::strip(workspace, to)?;
         fs::set_permissions(to, fs::Permissions::from_mode(0o755))?;
     }
-    let driver = simulated::driver(workspace, parts.profile)?;
-    let [driver, management] = simulated::install(workspace, &driver, &package.join("lib"))?;
+    let driver = simulated::driver(workspace, parts.profile, parts.portable)?;
+    let place = package.join("lib");
+    let [driver, management] = simulated::install(workspace, &driver, &place, parts.portable)?;
     shims::build(workspace, &package)?;
+    let [licence, crates, standard_library] =
+        LICENCES.map(|name| workspace.root.join(SOURCE).join(name));
+    build::install(&workspace.root.join("LICENSE"), &licence)?;
+    notices::write(workspace, &crates, &standard_library)?;
     for old in wheels(parts.folder)? {
         fs::remove_file(old)?;
     }
@@ -72,8 +100,12 @@ pub(crate) fn pack(workspace: &Workspace, parts: &Parts<'_>) -> Outcome<PathBuf>
     maturin.arg("--manifest-path").arg(workspace.root.join(SOURCE).join("Cargo.toml"));
     maturin.arg("--target-dir").arg(&workspace.target).arg("--out").arg(parts.folder);
     maturin.arg("--interpreter").arg(python.interpreter());
+    if let Some(portable) = parts.portable {
+        portable.prepare(&mut maturin);
+        maturin.args(["--zig", "--target", &Portable::target()]);
+    }
     // Maturin looks at the native module alone, and the tag speaks for all files.
-    let tag = platform_tag(workspace, &[&library, &command, &driver, &management])?;
+    let tag = platform_tag(workspace, &[&library, &command, &driver, &management], parts.portable)?;
     process::run(maturin.args(["--compatibility", &tag]))?;
     match wheels(parts.folder)?.as_slice() {
         [wheel] => Ok(wheel.clone()),
@@ -81,13 +113,44 @@ pub(crate) fn pack(workspace: &Workspace, parts: &Parts<'_>) -> Outcome<PathBuf>
     }
 }
 
-/// The platform tag that is true of `programs`: the oldest C library that they start with.
-fn platform_tag(workspace: &Workspace, programs: &[&Path]) -> Outcome<String> {
-    Ok(match glibc::newest(workspace, programs)? {
-        Some(glibc::Glibc(major, minor)) => format!("manylinux_{major}_{minor}"),
-        // Nothing is promised then but that it starts on machines like this one.
-        None => "linux".to_owned(),
-    })
+/// The platform tag that is true of `programs`: the oldest C library that they start with. One that is for older systems has
+/// the tag of that system, or is refused.
+fn platform_tag(
+    workspace: &Workspace,
+    programs: &[&Path],
+    portable: Option<&Portable>,
+) -> Outcome<String> {
+    let needed = glibc::newest(workspace, programs)?;
+    let Some(promised) = portable.map(Portable::glibc) else {
+        return Ok(match needed {
+            Some(Glibc(major, minor)) => format!("manylinux_{major}_{minor}"),
+            // Nothing is promised then but that it starts on machines like this one.
+            None => "linux".to_owned(),
+        });
+    };
+    match needed {
+        Some(needed) if needed <= promised => {
+            let Glibc(major, minor) = promised;
+            Ok(format!("manylinux_{major}_{minor}"))
+        }
+        Some(needed) => Err(format!(
+            "the programs of the wheel need glibc {needed}, newer than {promised}; `objdump -T` shows for which symbols"
+        )
+        .into()),
+        None => Err("a wheel for older systems is not packed without a look at its symbols; install binutils".into()),
+    }
+}
+
+/// Installs `wheel` where nothing else is, and asks the tests whether it is fit for users.
+fn test(workspace: &Workspace, wheel: &Path) -> Outcome {
+    let clean = Python::with_wheel_alone(workspace, &workspace.target.join("wheels/venv"), wheel)?;
+    let site = clean.site(workspace)?;
+    let pytest = Python::with(workspace, &PYTEST)?;
+    let mut command = pytest.command(workspace, &[site]);
+    let source = workspace.root.join(SOURCE);
+    command.args(["-m", "pytest", "--quiet", "--rootdir"]).arg(&workspace.root);
+    command.arg("-c").arg(source.join("pyproject.toml")).arg(source.join(TESTS));
+    process::run(command.env(IS_PORTABLE, "1"))
 }
 
 /// The wheels in `folder`, which is made where it is not there.

@@ -46,6 +46,13 @@ impl Workspace {
         })
     }
 
+    /// The version of all our packages.
+    pub(crate) fn version(&self) -> Outcome<String> {
+        let packages = self.metadata.workspace_packages();
+        let package = packages.iter().find(|package| package.name == "sublet-ffi");
+        Ok(package.ok_or("there is no package sublet-ffi")?.version.to_string())
+    }
+
     /// A command that runs in the repository root.
     pub(crate) fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new(program);

@@ -1,0 +1,97 @@
+"""What a user gets by installing the wheel: files, licences, description and tag.
+
+`cargo xtask wheel` runs these tests on a wheel for users, which must start on older systems and must not name folders of the
+machine that built it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+from importlib.metadata import Distribution, PackagePath, distribution
+from pathlib import Path
+
+import pytest
+
+from simdriver import MIB
+
+IS_PORTABLE = os.environ.get("SUBLET_TEST_PORTABLE") == "1"
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAMS = ["sublet/bin/sublet", "sublet/lib/libsublet.so", "sublet/_native.abi3.so"]
+
+
+@pytest.fixture
+def wheel() -> Distribution:
+    """The package as it is installed."""
+    return distribution("sublet")
+
+
+def files(wheel: Distribution) -> dict[str, PackagePath]:
+    assert wheel.files is not None
+    return {str(file): file for file in wheel.files}
+
+
+def located(wheel: Distribution, name: str) -> Path:
+    return Path(str(files(wheel)[name].locate()))
+
+
+def test_licences_of_all_that_is_in_it_are_there(wheel: Distribution) -> None:
+    texts = {Path(name).name: file.read_text() for name, file in files(wheel).items() if "/licenses/" in name}
+    assert set(wheel.metadata.get_all("License-File") or []) == set(texts)
+    assert wheel.metadata["License-Expression"] == "Apache-2.0"
+    assert texts["LICENSE"] == (ROOT / "LICENSE").read_text()
+    # Crates of the library, of the command and of the module; and none that is only for tests.
+    for crate in ["postcard", "tracing-subscriber", "ratatui", "hyper", "pyo3", "libloading"]:
+        assert re.search(rf"^{crate} \d", texts["THIRD-PARTY.txt"], re.MULTILINE), crate
+    assert not re.search(r"^(proptest|bindgen|jsonschema) \d", texts["THIRD-PARTY.txt"], re.MULTILINE)
+    assert "Permission is hereby granted" in texts["THIRD-PARTY.txt"]
+    assert "The Rust Standard Library" in texts["RUST-STANDARD-LIBRARY.html"]
+
+
+def test_package_index_has_what_it_shows(wheel: Distribution) -> None:
+    metadata = wheel.metadata
+    assert metadata["Description-Content-Type"].startswith("text/markdown")
+    assert "pip install sublet" in (wheel.read_text("METADATA") or "")
+    assert metadata["Author"] or metadata["Author-email"]
+    assert metadata["Requires-Python"] == ">=3.9"
+    assert not [needed for needed in wheel.requires or [] if "extra ==" not in needed]
+
+
+def test_entry_points_and_programs_are_there(wheel: Distribution) -> None:
+    entries = {(entry.group, entry.name, entry.value) for entry in wheel.entry_points}
+    assert entries == {
+        ("console_scripts", "sublet", "sublet.__main__:main"),
+        ("torch.backends", "sublet", "sublet._autoload:torch_was_imported"),
+        ("vllm.general_plugins", "sublet", "sublet.compat.vllm:install_if_asked"),
+    }
+    for name in [*PROGRAMS, "sublet/py.typed", "sublet/lib/libsublet_nccl.so"]:
+        assert located(wheel, name).is_file(), name
+    assert located(wheel, PROGRAMS[0]).stat().st_mode & stat.S_IXOTH
+    ran = subprocess.run([located(wheel, PROGRAMS[0]), "--version"], text=True, capture_output=True, check=True)
+    assert ran.stdout == f"sublet {wheel.version}\n"
+
+
+def test_tag_is_of_an_old_system_and_of_every_later_python(wheel: Distribution) -> None:
+    text = next(file for name, file in files(wheel).items() if name.endswith(".dist-info/WHEEL")).read_text()
+    tag = re.search(r"^Tag: cp39-abi3-(\S+)$", text, re.MULTILINE)
+    assert tag is not None, text
+    if IS_PORTABLE:
+        # That the programs keep it was looked at when the wheel was packed.
+        assert tag[1].startswith("manylinux_2_28_")
+
+
+@pytest.mark.skipif(not IS_PORTABLE, reason="only a wheel for users must not name folders of this machine")
+def test_no_folder_of_the_building_machine_is_named(wheel: Distribution) -> None:
+    folders = [str(ROOT), str(Path.home()), os.environ.get("CARGO_HOME", str(ROOT))]
+    for name in files(wheel):
+        path = located(wheel, name)
+        if ".dist-info/" in name and "/licenses/" not in name or path.suffix == ".pyc":
+            # Written by the installation.
+            continue
+        content = path.read_bytes()
+        for folder in folders:
+            assert folder.encode() + b"/" not in content, f"{name} names {folder}"
+    total = sum(located(wheel, name).stat().st_size for name in files(wheel))
+    assert total < 64 * MIB
