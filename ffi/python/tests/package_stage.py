@@ -65,6 +65,16 @@ _OURS = {
 }
 
 
+def simulated_node(folder: Path, *gpu_bytes: int) -> dict[str, str]:
+    """A node of its own with GPUs of these sizes, and the variable that leads processes to it."""
+    for place in [*(f"dev{number}" for number in range(len(gpu_bytes))), "host"]:
+        (folder / place).mkdir(parents=True)
+        (folder / place / "ledger").write_bytes(bytes(8))
+    sizes = " ".join(map(str, gpu_bytes))
+    (folder / "node.conf").write_text(f"id = {os.urandom(16).hex()}\nversion = 13000\ncapacities_bytes = {sizes}\n")
+    return {"SIMCUDA_NODE": str(folder)}
+
+
 def python(tenant: Optional[str]) -> list[str]:
     """The command line of this Python, as a process of `tenant`."""
     if tenant is None:
