@@ -47,10 +47,9 @@ impl<D: Driver> Member<D> {
         }
         self.expect(MemberState::Deep)?;
         let frozen = self.next_of(Progress::into_frozen)?;
-        let (keeper, log) = frozen.thaw();
-        self.set_progress(Progress::Rest(keeper));
+        self.set_progress(Progress::Rest(frozen.thaw()));
         self.transition(Event::Thawed)?;
-        Ok(report(log))
+        Ok(PhaseReport::default())
     }
 
     /// Refuses a deep pause where the driver could not bring the process's contexts back: that would cost the job.

@@ -156,7 +156,10 @@ impl<D: Driver> Member<D> {
         self.refuse_unseen_nccl(scope)?;
         self.refuse_capture()?;
         self.end_closed_tickets();
-        let draining = self.begin_pause()?;
+        let mut draining = self.begin_pause()?;
+        if is_deep {
+            draining.will_be_frozen();
+        }
         self.transition(Event::PauseBegun)?;
         self.status().last_pause.clear();
         self.set_progress(Progress::Draining(draining, self.paused_selection(scope)));

@@ -48,7 +48,7 @@ impl Pins {
 }
 
 /// A chunk that is held. The arena has it, and everybody who has a piece of it.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Held {
     pub(super) chunk: Arc<Chunk>,
     pub(super) pins: Pins,
@@ -71,8 +71,8 @@ impl Held {
 }
 
 /// A chunk of the arena.
-#[derive(Debug)]
-struct Placed {
+#[derive(Clone, Debug)]
+pub(crate) struct Placed {
     held: Held,
     /// Its linear offset.
     start_bytes: u64,
@@ -82,10 +82,24 @@ impl Placed {
     fn end_bytes(&self) -> u64 {
         self.start_bytes + self.held.chunk.size_bytes()
     }
+
+    /// Where it lies in the arena.
+    pub(crate) fn place(&self) -> Range<u64> {
+        self.start_bytes..self.end_bytes()
+    }
+
+    /// Pins it for `pins` too, or gives its pins up. A context must be current on this thread, and the driver be copying nothing
+    /// that is in it. [`HostArena::note_pins`] comes behind, whatever came of it.
+    pub(crate) fn change_pins<D: Driver>(&mut self, driver: &D, pins: Pins) -> PoolResult<()> {
+        match pins {
+            Pins::Nobody => unpin(driver, &mut self.held),
+            Pins::Only(_) | Pins::All => pin_held(driver, &mut self.held, pins),
+        }
+    }
 }
 
-/// Pinned host memory for the saved contents of one process. Its lock is taken to look up and to grow, and for no copy: whoever
-/// copies has [`Piece`]s, whose chunks are not given back meanwhile.
+/// Pinned host memory for the saved contents of one process. Its lock is taken to look up and to grow, and for no copy: a copy
+/// has [`Piece`]s, whose chunks are not given back meanwhile.
 #[derive(Debug)]
 pub(crate) struct HostArena<D: Driver> {
     driver: Arc<D>,
@@ -300,47 +314,29 @@ impl<D: Driver> HostArena<D> {
                 continue;
             }
             log.timed("pin host memory", |_| {
-                Self::pin_held(&self.driver, &mut self.chunks[index].held, pins)
+                pin_held(&*self.driver, &mut self.chunks[index].held, pins)
             })?;
         }
         Ok(())
     }
 
-    /// Gives all pins of chunks up; what is in them stays. What the driver will not unpin stays pinned. A context must be current on
-    /// this thread, and no copy under way in a chunk.
-    pub(crate) fn unpin_all(&mut self, log: &mut StepLog) {
-        self.take_delivered();
-        for Placed { held, .. } in &mut self.chunks {
-            if held.pins == Pins::Nobody {
-                continue;
-            }
-            match log.timed("unpin host memory", |_| unpin(&*self.driver, held)) {
-                Ok(()) => held.pins = Pins::Nobody,
-                Err(error) => tracing::warn!(%error, "host memory stays pinned in a deep pause"),
-            }
+    /// Chunks that are pinned, or that are not.
+    pub(crate) fn chunks(&self, are_pinned: bool) -> Vec<Placed> {
+        let wanted = |placed: &&Placed| (placed.held.pins != Pins::Nobody) == are_pinned;
+        self.chunks.iter().filter(wanted).cloned().collect()
+    }
+
+    /// Takes note of whom this chunk is pinned for now.
+    pub(crate) fn note_pins(&mut self, changed: &Placed) {
+        let at = self.chunks.iter_mut().find(|placed| placed.start_bytes == changed.start_bytes);
+        if let Some(placed) = at {
+            placed.held.pins = changed.held.pins;
         }
     }
 
-    /// Pins `held` for `pins` too, whoever it is pinned for. What it was pinned for it may not be any more when this
-    /// fails.
-    fn pin_held(driver: &D, held: &mut Held, pins: Pins) -> PoolResult<()> {
-        let present = held.pins;
-        if present == pins || present == Pins::All {
-            return Ok(());
-        }
-        unpin(driver, held)?;
-        held.pins = Pins::Nobody;
-        // Whoever has used two devices may use them again.
-        let wanted = if present == Pins::Nobody { pins } else { Pins::All };
-        pin(driver, &held.chunk, wanted)?;
-        held.pins = wanted;
-        Ok(())
-    }
-
-    /// As [`HostArena::pin_held`], of a chunk that is in no list yet: what cannot be unpinned again stays mapped for good.
+    /// As [`pin_held`], of a chunk that is in no list yet: what cannot be unpinned again stays mapped for good.
     fn pinned(&self, log: &mut StepLog, mut held: Held, pins: Pins) -> PoolResult<Held> {
-        let outcome =
-            log.timed("pin host memory", |_| Self::pin_held(&self.driver, &mut held, pins));
+        let outcome = log.timed("pin host memory", |_| pin_held(&*self.driver, &mut held, pins));
         match outcome {
             Ok(()) => Ok(held),
             Err(error) => {
@@ -395,7 +391,7 @@ impl<D: Driver> HostArena<D> {
     /// Gives all chunks back that lie wholly behind `keep_bytes` and behind the last one that is in use. A context must be
     /// current, and no contents saved beyond that.
     pub(crate) fn shrink_to(&mut self, keep_bytes: u64) -> PoolResult<()> {
-        while let Some(Placed { held, start_bytes }) = self.chunks.last()
+        while let Some(Placed { held, start_bytes }) = self.chunks.last_mut()
             && *start_bytes >= keep_bytes
             && !held.is_in_use()
         {
@@ -423,11 +419,9 @@ impl<D: Driver> HostArena<D> {
 
     /// Gives the ring back, unless somebody has it. A context must be current.
     fn drop_ring(&mut self) -> PoolResult<()> {
-        if let Some(held) = self.ring.take_if(|held| !held.is_in_use())
-            && let Err(error) = unpin(&*self.driver, &held)
-        {
-            self.ring = Some(held);
-            return Err(error);
+        if let Some(held) = self.ring.as_mut().filter(|held| !held.is_in_use()) {
+            unpin(&*self.driver, held)?;
+            self.ring = None;
         }
         self.note_held();
         Ok(())
@@ -523,19 +517,37 @@ fn pin<D: Driver>(driver: &D, chunk: &Chunk, pins: Pins) -> PoolResult<()> {
     )
 }
 
+/// Pins `held` for `pins` too, whoever it is pinned for. What it was pinned for it may not be any more when this
+/// fails.
+fn pin_held<D: Driver>(driver: &D, held: &mut Held, pins: Pins) -> PoolResult<()> {
+    let present = held.pins;
+    if present == pins || present == Pins::All {
+        return Ok(());
+    }
+    unpin(driver, held)?;
+    // A process that has used two devices may use them again.
+    let wanted = if present == Pins::Nobody { pins } else { Pins::All };
+    pin(driver, &held.chunk, wanted)?;
+    held.pins = wanted;
+    Ok(())
+}
+
 /// The driver may be copying nothing that is in `held`.
-fn unpin<D: Driver>(driver: &D, Held { chunk, pins }: &Held) -> PoolResult<()> {
-    if *pins == Pins::Nobody {
+fn unpin<D: Driver>(driver: &D, held: &mut Held) -> PoolResult<()> {
+    if held.pins == Pins::Nobody {
         return Ok(());
     }
     // SAFETY: the caller vouches that no copy uses it.
-    match unsafe { driver.host_unregister(chunk.start) } {
+    match unsafe { driver.host_unregister(held.chunk.start) } {
         // The context that it was pinned for has ended, and its pins with it.
-        Err(error) if error.code == DriverCode::HOST_MEMORY_NOT_REGISTERED => Ok(()),
+        Err(error) if error.code == DriverCode::HOST_MEMORY_NOT_REGISTERED => {}
         unpinned => {
-            unpinned.about(|| "unpinning of host memory".to_owned(), chunk.size_bytes(), None)
+            let size_bytes = held.chunk.size_bytes();
+            unpinned.about(|| "unpinning of host memory".to_owned(), size_bytes, None)?;
         }
     }
+    held.pins = Pins::Nobody;
+    Ok(())
 }
 
 impl Claim {

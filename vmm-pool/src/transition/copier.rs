@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use super::pins;
 use crate::copies::{DeviceStreams, Way};
 use crate::driver::{DeviceOrdinal, Driver, VaRange};
 use crate::error::PoolResult;
@@ -25,11 +26,13 @@ pub(crate) struct Transfer {
 pub(crate) struct Copier<'a, D: Driver> {
     pub(super) pool: &'a Pool<D>,
     pub(crate) streams: DeviceStreams<'a, D>,
+    /// What copies wait for.
+    pub(super) pins: Option<pins::Ahead>,
 }
 
 impl<'a, D: Driver> Copier<'a, D> {
     pub(crate) fn new(pool: &'a Pool<D>) -> Self {
-        Self { pool, streams: DeviceStreams::new(&pool.deferred) }
+        Self { pool, streams: DeviceStreams::new(&pool.deferred), pins: None }
     }
 
     /// Starts copying between a device and the arena, on the stream of the device that was taken last.
@@ -43,12 +46,16 @@ impl<'a, D: Driver> Copier<'a, D> {
         way: Way,
         transfer: &Transfer,
     ) -> PoolResult<()> {
-        let copies = self.streams.of(transfer.device)?;
+        let Self { pool, streams, pins } = self;
+        let copies = streams.of(transfer.device)?;
         for extent in &transfer.extents {
             log.call();
             let range = transfer.range.part(&extent.part());
-            let pieces = self.pool.arena().pieces_of(&extent.place());
+            let pieces = pool.arena().pieces_of(&extent.place());
             for piece in pieces {
+                if let Some(pins) = pins {
+                    pins.wait_for(extent.at + piece.part.start);
+                }
                 // SAFETY: as the caller vouches.
                 unsafe { copies.start(way, &piece, range.part(&piece.part)) }?;
             }

@@ -111,6 +111,12 @@ impl<D: Driver> Draining<D> {
         self.shut.pool()
     }
 
+    /// The process is to be frozen behind this pause ([`super::Keeper::freeze`]): host memory is unpinned as soon as the last copy that
+    /// uses it is done.
+    pub fn will_be_frozen(&mut self) {
+        self.shut.is_deep = true;
+    }
+
     /// Is nobody inside a call?
     pub fn is_clear(&self) -> bool {
         self.pool().gate().inside() == 0

@@ -290,7 +290,7 @@ impl<D: Driver> Departing<D> {
     /// Those of [`Quiesced::prepare`], and `cuMemUnmap`, `cuMemRelease`, `cuMemPoolTrimTo`.
     pub fn release_stage(&mut self, window: &ByDevice) -> PoolResult<Moved> {
         let picked = self.pick(|device| window.get(&device).copied());
-        let outcome = self.give_back(&picked);
+        let outcome = self.give_back(&picked, false);
         self.put_back(&picked);
         outcome.map(|()| std::mem::take(&mut self.untold))
     }
@@ -307,7 +307,7 @@ impl<D: Driver> Departing<D> {
     /// As [`Departing::release_stage`].
     pub fn release(mut self) -> Result<(Done<D>, Moved), Failed<Self>> {
         let picked = self.pick(|_| Some(u64::MAX));
-        if let Err(error) = self.give_back(&picked) {
+        if let Err(error) = self.give_back(&picked, true) {
             self.put_back(&picked);
             if !self.may_go_on(&error) {
                 return Err(Failed::new(self, error));
@@ -332,7 +332,7 @@ impl<D: Driver> Departing<D> {
         let mut left = self.pick(|_| Some(u64::MAX)).into_iter();
         let mut stuck: Option<(u64, PoolError)> = None;
         while let Some(one) = left.next() {
-            let Err(error) = self.give_back(&[one]) else { continue };
+            let Err(error) = self.give_back(&[one], false) else { continue };
             if !self.may_go_on(&error) {
                 let left: Vec<_> = std::iter::once(one).chain(left).collect();
                 self.put_back(&left);
@@ -354,11 +354,12 @@ impl<D: Driver> Departing<D> {
         !error.poisons_context() && self.pool().deferred.is_settled()
     }
 
-    /// Saves these, and gives each part back as soon as it is saved.
-    fn give_back(&mut self, picked: &[Waiting]) -> PoolResult<()> {
+    /// Saves these, and gives each part back as soon as it is saved. Are they all that is left?
+    fn give_back(&mut self, picked: &[Waiting], are_last: bool) -> PoolResult<()> {
         let part = Rows::of(picked.iter().map(|waiting| waiting.row));
         let before = self.resident_of(&part);
-        let still = Still::drained(&self.leaving.quiesced);
+        let mut still = Still::drained(&self.leaving.quiesced);
+        still.is_deep &= are_last;
         let behind = Behind::GivesBack(Meanwhile::new(&part));
         let mut copied_bytes = 0;
         let outcome = still.save(behind, self.laid_out.of(picked)).and_then(|mut log| {

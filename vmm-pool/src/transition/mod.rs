@@ -30,6 +30,7 @@ mod leaving;
 mod mappings;
 mod moved;
 mod paging;
+mod pins;
 mod queue;
 mod quiesced;
 mod release;

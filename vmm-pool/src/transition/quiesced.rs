@@ -23,6 +23,8 @@ pub(super) struct ShutGate<D: Driver> {
     /// Where the gate was.
     before: Mode,
     on_drop: OnDrop,
+    /// The contexts of the process are to leave behind this.
+    pub(super) is_deep: bool,
 }
 
 /// What dropping a proof does.
@@ -106,7 +108,7 @@ impl<D: Driver> Drop for ShutGate<D> {
 impl<D: Driver> ShutGate<D> {
     /// Of a gate that was at `before`.
     pub(super) fn new(pool: Arc<Pool<D>>, right: Arc<Right>, before: Mode) -> Self {
-        Self { pool, right, before, on_drop: OnDrop::Set(before) }
+        Self { pool, right, before, on_drop: OnDrop::Set(before), is_deep: false }
     }
 
     /// The memory that it is about.
@@ -200,6 +202,11 @@ impl<D: Driver> Quiesced<D> {
     /// Host memory that a pause of `selection` takes now, with what is saved there already, by what has been seen of it.
     pub fn host_demand(&self, selection: &Selection) -> HostDemand {
         self.pool().demand_of(selection, &self.survey)
+    }
+
+    /// Are the contexts of the process to leave behind this pause?
+    pub(super) fn is_deep(&self) -> bool {
+        self.shut.is_deep
     }
 
     pub(super) fn seen(&self) -> &Survey {

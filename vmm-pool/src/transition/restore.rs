@@ -7,6 +7,7 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 
 use super::copier::{Copier, Transfer};
+use super::pins;
 use super::still::Still;
 use crate::budget::Charge;
 use crate::copies::Way;
@@ -16,7 +17,7 @@ use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Mapping, Row, Rows, Selection};
 use crate::pool::{Borrowed, Pool};
-use crate::store::Store;
+use crate::store::{Saved, Store};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
 /// Allocations to fetch again from one owner.
@@ -156,13 +157,50 @@ impl<D: Driver> Still<'_, D> {
 
     /// Maps `part` at its old addresses and puts contents back. Meanwhile it exports what peers had imported of all that comes, if
     /// that is given, as far as so many descriptors go.
+    /// Host memory that is not pinned is pinned meanwhile, ahead of its copies.
     pub(super) fn restore_own(
         &self,
         part: &Rows,
         exports: Option<(&Rows, usize)>,
     ) -> PoolResult<StepLog> {
-        let mut log = StepLog::default();
+        let unpinned = self.pool.arena().chunks(false);
+        let (mut chunks, others) = {
+            let ledger = self.pool.ledger();
+            let saved = ledger.rows_in(part).filter_map(|row| row.backing().held_in(Store::Host));
+            pins::in_order_of_use(unpinned, saved.flat_map(Saved::places))
+        };
+        if exports.is_some() {
+            // Nothing comes after this.
+            chunks.extend(others);
+        }
         let mut copier = Copier::new(self.pool);
+        std::thread::scope(|scope| {
+            let (tell, told) = crossbeam_channel::unbounded();
+            copier.pins = Some(pins::Ahead::new(&chunks, told));
+            let has_any = !chunks.is_empty();
+            let pin = move || self.pool.pin(chunks, &tell);
+            let pinning = has_any.then(|| pins::spawn(scope, pin)).flatten();
+            let outcome = self.restore_with(&mut copier, part, exports);
+            if outcome.is_err() {
+                // Nobody waits for the rest.
+                copier.pins = None;
+            }
+            let mut log = StepLog::default();
+            pins::join(&mut log, pinning);
+            outcome.map(|restored| {
+                log.add(restored);
+                log
+            })
+        })
+    }
+
+    fn restore_with(
+        &self,
+        copier: &mut Copier<'_, D>,
+        part: &Rows,
+        exports: Option<(&Rows, usize)>,
+    ) -> PoolResult<StepLog> {
+        let mut log = StepLog::default();
         let own: Vec<_> = {
             let ledger = self.pool.ledger();
             let own = ledger.rows_in(part).filter(|row| row.is_own() && row.is_resident());
@@ -175,14 +213,14 @@ impl<D: Driver> Still<'_, D> {
                 let Some(device) = device else { continue };
                 let Some(target) = self.target_of(log, row, device)? else { continue };
                 match target.store {
-                    Store::Host => self.restore_from_memory(log, &mut copier, &target)?,
+                    Store::Host => self.restore_from_memory(log, copier, &target)?,
                     Store::File => from_file.push(target),
                 }
             }
             Ok(())
         });
         let outcome = queued
-            .and_then(|()| self.restore_from_file(&mut log, &mut copier, &from_file))
+            .and_then(|()| self.restore_from_file(&mut log, copier, &from_file))
             .and_then(|()| {
                 let Some((exported, exports_max)) = exports else { return Ok(()) };
                 log.timed("export", |log| self.export_again(log, exported, exports_max))

@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::OwnedFd;
 
 use super::copier::{Copier, Transfer};
+use super::pins;
 use super::release::Meanwhile;
 use super::still::Still;
 use crate::VirtualHandle;
@@ -16,7 +17,9 @@ use crate::journal::StepLog;
 use crate::ledger::{Layout, Mapping, Placed, Presence, Rows, Selection, Survey};
 use crate::pool::Pool;
 use crate::report::KeptBytes;
-use crate::store::{Copies, Copying, HostArena, HostBudget, HostDemand, Pins, Saved, Store};
+use crate::store::{
+    Copies, Copying, Extent, HostArena, HostBudget, HostDemand, Pins, Saved, Store,
+};
 
 #[derive(Debug)]
 pub(super) struct Item {
@@ -77,6 +80,12 @@ struct Group {
     items: Vec<Item>,
 }
 
+impl Group {
+    fn extents(&self) -> impl Iterator<Item = &Extent> {
+        self.items.iter().flat_map(|item| &item.transfer.extents)
+    }
+}
+
 /// Neighbours of one device in groups, devices in turn.
 fn in_groups(items: Vec<Item>, group_bytes: u64) -> Vec<Group> {
     let mut by_device: BTreeMap<DeviceOrdinal, (Vec<Group>, u64)> = BTreeMap::new();
@@ -126,7 +135,16 @@ impl<D: Driver> Still<'_, D> {
         let outcome = planned.and_then(|plan| {
             let nodes = self.pool.nodes_of(&self.pool.devices());
             self.pool.arena().begin_growth(nodes, end_bytes);
-            let kept = self.save_to_memory(&mut log, &mut behind, &mut copier, &plan);
+            let kept = std::thread::scope(|scope| {
+                let (tell, chunks) = crossbeam_channel::unbounded();
+                let unpinning =
+                    self.is_deep.then(|| pins::spawn(scope, || self.pool.unpin(chunks)));
+                let extents = plan.groups.iter().flat_map(Group::extents);
+                let pins = unpinning.is_some().then(|| pins::Behind::new(extents, tell));
+                let kept = self.save_to_memory(&mut log, &mut behind, &mut copier, &plan, pins);
+                pins::join(&mut log, unpinning.flatten());
+                kept
+            });
             self.pool.arena().end_growth();
             kept.and_then(|()| self.save_to_file(&mut log, &mut copier, &plan.to_file))?;
             Ok(plan)
@@ -203,6 +221,7 @@ impl<D: Driver> Still<'_, D> {
         behind: &mut Behind<'_>,
         copier: &mut Copier<'_, D>,
         plan: &Plan,
+        mut unpinned: Option<pins::Behind>,
     ) -> PoolResult<()> {
         let rows = behind.rows();
         // Also where this pause is of one of several devices only: the memory is there for the next one too.
@@ -210,6 +229,12 @@ impl<D: Driver> Still<'_, D> {
         if !plan.groups.is_empty() {
             self.pool.arena().pin_again(log, pins)?;
         }
+        let mut are_done = |group: Option<&Group>| {
+            if let Some(unpinned) = &mut unpinned {
+                unpinned.are_done(self.pool, group.into_iter().flat_map(Group::extents));
+            }
+        };
+        are_done(None);
         // Two groups may be in flight on a device; when the third is queued the first is done.
         let mut in_flight: BTreeMap<DeviceOrdinal, VecDeque<&Group>> = BTreeMap::new();
         for (number, group) in plan.groups.iter().enumerate() {
@@ -231,6 +256,7 @@ impl<D: Driver> Still<'_, D> {
                 self.unmap_uncopied(log, rows, plan)?;
             }
             if let Some(done) = done {
+                are_done(Some(done));
                 self.leave_behind(log, behind, done)?;
             }
         }
@@ -241,6 +267,7 @@ impl<D: Driver> Still<'_, D> {
             let copies = copier.streams.of(device)?;
             log.timed("wait for copies", |_| copies.finish_all())?;
             for group in flying {
+                are_done(Some(group));
                 self.leave_behind(log, behind, group)?;
             }
         }
