@@ -11,7 +11,7 @@ use crate::workspace::Workspace;
 use crate::{Outcome, process};
 
 /// The packages whose programs are in the wheel.
-const SHIPPED: [&str; 3] = ["sublet-ffi", "sublet-cli", "sublet-python"];
+const SHIPPED: [&str; 4] = ["sublet-ffi", "sublet-cli", "sublet-python", "simcuda"];
 /// How the names of files begin that hold what a licence asks to be passed on.
 const NAMES: [&str; 5] = ["licen", "copying", "copyright", "notice", "unlicense"];
 /// Where the compiler keeps the notices of its standard library, which is in all our programs.

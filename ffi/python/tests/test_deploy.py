@@ -208,7 +208,8 @@ def test_slurm_job_is_suspended_off_its_gpu_and_resumed(slurm: dict[str, str], s
     worker = stage.worker("job-4711", **simulated_node(tmp_path / "node", 64 * MIB))
     worker.do("memory = simdriver.allocate(48 * MIB, fill=7)")
     output_of(DEPLOY / "slurm/sublet-job", "suspend", "4711", **slurm)
-    assert worker.do("sublet.paused()") is True
+    [tenant] = json.loads(output_of("sublet", "ps", "--json", **slurm))["tenants"]
+    assert [process["member"]["state"] for process in tenant["members"]] == ["paused"]
     output_of(DEPLOY / "slurm/sublet-job", "resume", "4711", **slurm)
     assert worker.do("memory.read() == b'\\x07' * 48 * MIB") is True
     ran = subprocess.run([DEPLOY / "slurm/sublet-job", "stop", "4711"], env=slurm, timeout=TIMEOUT_S)
