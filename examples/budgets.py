@@ -1,7 +1,7 @@
 """A budget of device memory: a tenant sees a smaller GPU, and gets no more than that.
 
-    python examples/budgets.py               # on a GPU; no PyTorch needed
-    python examples/budgets.py --simulate    # on a simulated one
+    python examples/budgets.py                       # on a GPU; no PyTorch needed
+    sublet simulate -- python examples/budgets.py    # on a simulated one
 
 You see what the driver tells a process with a budget of 128 MiB, an allocation that is refused as on a full GPU, and the
 same one that succeeds once `sublet budget` has raised the budget, while the process runs.

@@ -1,7 +1,7 @@
 """Two tenants of one family: one lends a bucket by a CUDA IPC handle, the other copies from it.
 
-    python examples/families.py               # on a GPU; no PyTorch needed
-    python examples/families.py --simulate    # on a simulated one
+    python examples/families.py                       # on a GPU; no PyTorch needed
+    sublet simulate -- python examples/families.py    # on a simulated one
 
 You see the bytes arrive, a pause of the lender that is refused while the bucket is open and names who has it, and the same
 pause that succeeds once it is closed. Without `--family` on both sides the handle would not open.

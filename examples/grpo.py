@@ -1,7 +1,7 @@
 """GRPO with a trainer and a generator by turns on one GPU: what a conductor has to call, to be copied.
 
-    python examples/grpo.py               # on a GPU; no PyTorch needed
-    python examples/grpo.py --simulate    # on a simulated one; in the repository, `cargo demo` does so
+    python examples/grpo.py                       # on a GPU; no PyTorch needed
+    sublet simulate -- python examples/grpo.py    # on a simulated one; in the repository, `cargo demo` does so
 
 Both are tenants of one family, processes that know nothing of turns. In each step the conductor, which is `main`, makes
 five calls of Sublet. With TRL, verl or a trainer of your own, `learn` is its step and `generate` is the engine's; the calls

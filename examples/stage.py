@@ -1,56 +1,31 @@
 """What the short examples stand on: a process under Sublet, on a real GPU or on a simulated one.
 
-`--simulate` runs an example on simulated GPUs: `SUBLET_TEST_SIMCUDA_DIR` names the folder of the simulated driver, as
-`cargo xtask test` sets it. Memory is allocated by calls of the driver, so that no other library is needed.
+`sublet simulate -- python examples/tags.py` runs one on simulated GPUs. Memory is allocated by calls of the driver, so that no
+other library is needed.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import NoReturn
 
 from device import Device
 
 MIB = 1 << 20
-_DRIVER = "SUBLET_TEST_SIMCUDA_DIR"
-_GPUS, _GPU_BYTES = 2, 512 * MIB
 _TIMEOUT_S = 300
 SUBLET = [sys.executable, "-m", "sublet"]
 
 
 def begin(tenant: str | None) -> None:
-    """Called first. With --simulate the example runs again, on simulated GPUs, and ends with that. Else this process
-    comes under Sublet as one of `tenant`, unless that is None."""
+    """Called first. This process comes under Sublet as one of `tenant`, unless that is None."""
     try:
         import sublet
     except ImportError:
         leave("Python finds no 'sublet': cargo xtask wheel, then pip install target/wheels/*.whl")
-    if "--simulate" in sys.argv:
-        with tempfile.TemporaryDirectory(prefix="sublet-example-") as place:
-            words = [word for word in sys.argv if word != "--simulate"]
-            done = subprocess.run([sys.executable, *words], env={**os.environ, **simulated(Path(place), _GPU_BYTES)}, timeout=_TIMEOUT_S)
-            sys.exit(done.returncode)
     if tenant is not None:
         sublet.attach(tenant=tenant)
-
-
-def simulated(place: Path, gpu_bytes: int) -> dict[str, str]:
-    """A node of simulated GPUs in `place`, and a run directory; the environment that leads processes to them."""
-    driver = os.environ.get(_DRIVER)
-    if driver is None or not (Path(driver) / "libcuda.so.1").is_file():
-        leave(f"--simulate needs the simulated driver: put `cargo xtask built --python` before it, or set {_DRIVER} to its folder")
-    node, run_dir = place / "node", place / "run"
-    run_dir.mkdir(mode=0o700)
-    for folder in [*(f"dev{number}" for number in range(_GPUS)), "host"]:
-        (node / folder).mkdir(parents=True)
-        (node / folder / "ledger").write_bytes(bytes(8))
-    sizes = " ".join([str(gpu_bytes)] * _GPUS)
-    (node / "node.conf").write_text(f"id = {os.urandom(16).hex()}\nversion = 13000\ncapacities_bytes = {sizes}\n")
-    return {"SIMCUDA_NODE": str(node), "LD_LIBRARY_PATH": str(driver), "SUBLET_RUN_DIR": str(run_dir)}
 
 
 def leave(why: str) -> NoReturn:

@@ -1,7 +1,7 @@
 """Two tenants change places, three times: while one leaves the other comes, in bounded device memory.
 
-    python examples/swap.py               # on a GPU; no PyTorch needed
-    python examples/swap.py --simulate    # on a simulated one
+    python examples/swap.py                       # on a GPU; no PyTorch needed
+    sublet simulate -- python examples/swap.py    # on a simulated one
 
 Each tenant holds 64 MiB and counts in it while it has its turn. You see the time of each swap, and at the end that both
 have counted to three without a byte wrong.

@@ -1,7 +1,7 @@
 """Memory by tag: weights are kept, a KV cache is discarded, and each leaves and comes back by itself.
 
-    python examples/tags.py               # on a GPU; no PyTorch needed
-    python examples/tags.py --simulate    # on a simulated one
+    python examples/tags.py                       # on a GPU; no PyTorch needed
+    sublet simulate -- python examples/tags.py    # on a simulated one
 
 You see what is free on the GPU before, while each tag is away, and after. The weights have their bytes again, at the same
 address; what the discarded cache holds is undefined, and nothing of it was copied.

@@ -1,7 +1,7 @@
 """Two tenants that do not fit together take turns by themselves: the one that begins a turn pauses what is in its way.
 
-    python examples/turns.py               # on a GPU; no PyTorch needed
-    python examples/turns.py --simulate    # on a simulated one
+    python examples/turns.py                       # on a GPU; no PyTorch needed
+    sublet simulate -- python examples/turns.py    # on a simulated one
 
 Each tenant counts in memory of its own, three times, inside `with sublet.turn():`. You see who had to make way for each
 turn, and at the end that both have counted to three without a byte wrong. On a GPU with room for both, which 576 MiB free are,

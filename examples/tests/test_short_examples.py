@@ -12,18 +12,19 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 300.0
-MIB = 1 << 20
+SUBLET = [sys.executable, "-m", "sublet"]
+SIMULATE = [*SUBLET, "simulate", "--"]
 
 
-def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end."""
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **variables}
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=TIMEOUT_S)
 
 
 def simulated(name: str) -> str:
     """What an example prints on simulated GPUs, where it succeeds."""
-    done = run(sys.executable, str(EXAMPLES / name), "--simulate")
+    done = run(*SIMULATE, sys.executable, str(EXAMPLES / name))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -69,27 +70,18 @@ def test_a_family_hands_over_and_names_who_has_it_open() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="PyTorch is here")
 @pytest.mark.parametrize("name", ["graphs.py", "nccl_alone.py", "pause_torchrun.py"])
 def test_without_pytorch_an_example_says_so(name: str) -> None:
-    done = run(sys.executable, str(EXAMPLES / name), "--simulate")
+    done = run(*SIMULATE, sys.executable, str(EXAMPLES / name))
     assert done.returncode == 2 and "needs PyTorch" in done.stderr, done.stdout + done.stderr
 
 
-def test_without_the_simulated_driver_an_example_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SUBLET_TEST_SIMCUDA_DIR")
-    done = run(sys.executable, str(EXAMPLES / "tags.py"), "--simulate")
-    assert done.returncode == 2 and "cargo xtask built --python" in done.stderr, done.stderr
-
-
 def test_the_c_program_pauses_by_ncclpause(tmp_path: Path) -> None:
-    sys.path.insert(0, str(EXAMPLES))
-    from stage import simulated as node
-
     program = tmp_path / "nccl_pause"
     made = run(os.environ.get("CC", "cc"), "-Wall", "-Wextra", "-Werror", "-o", str(program), str(EXAMPLES / "nccl_pause.c"), "-ldl")
     assert made.returncode == 0, made.stderr
-    places = node(tmp_path, 256 * MIB)
-    alone = run(str(program), **places)
+    simulate = [*SUBLET, "simulate", "--memory", "256MiB", "--"]
+    alone = run(*simulate, str(program))
     assert alone.returncode == 2 and "sublet run --tenant train" in alone.stderr
-    under = run(sys.executable, "-m", "sublet", "run", "--tenant", "train", "--", str(program), **places)
+    under = run(*simulate, *SUBLET, "run", "--tenant", "train", "--", str(program))
     assert under.returncode == 0, under.stdout + under.stderr
     free = [int(line.split()[1]) for line in under.stdout.splitlines() if line.endswith("MiB free")]
     assert free == [192, 256, 192], under.stdout
