@@ -29,6 +29,21 @@ pub(crate) fn held_host_bytes(pid: u32) -> u64 {
     held_kib * 1024
 }
 
+/// The mappings of this process with the most anonymous memory, for an error.
+pub(crate) fn largest_mappings() -> String {
+    let maps = fs::read_to_string("/proc/self/smaps").unwrap_or_default();
+    let (mut head, mut all) = ("", Vec::new());
+    for line in maps.lines() {
+        if let Some(text) = line.strip_prefix("Anonymous:") {
+            all.push((kib(text), head));
+        } else if line.split_whitespace().next().is_some_and(|first| first.contains('-')) {
+            head = line;
+        }
+    }
+    all.sort_unstable_by(|one, other| other.cmp(one));
+    all.iter().take(8).map(|(kib, head)| format!("{kib} KiB at {head}\n")).collect()
+}
+
 fn kib(text: &str) -> u64 {
     text.trim().trim_end_matches("kB").trim().parse().unwrap_or(0)
 }

@@ -493,6 +493,12 @@ impl Exchange {
         Ok(shared)
     }
 
+    /// What it knows, for an error.
+    pub(super) fn told(&self) -> String {
+        let model = self.model();
+        format!("shared: {:?}; let go: {:?}", model.pieces, model.let_go)
+    }
+
     /// Is it there?
     fn check_one(
         &self,

@@ -1,6 +1,9 @@
 //! What one process holds alone, and what must be in it: the model that its member is compared with.
 
+use std::io::{self, Write as _};
 use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use sublet_tests::{Outcome, Trouble};
@@ -15,10 +18,16 @@ use super::exchange::{Exchange, Shared};
 use super::memory::Paint;
 use super::{Charter, Sim, memory};
 use crate::orders::{Account, EndOrder};
-use crate::usage::Usage;
+use crate::usage::{Usage, largest_mappings};
 
 /// More descriptors than this for other things than memory are a leak.
 const FDS_MAX: usize = 400;
+
+/// From here on a process says which of its mappings are large: a simulation may find that it has grown.
+const RESIDENT_BYTES_TELLING: u64 = 12 << 20;
+
+/// What only a closed ticket kept is gone by then.
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[derive(Clone, Debug)]
 struct Holding {
@@ -323,7 +332,14 @@ impl Holdings {
             self.check_one(index, &mut account)?;
         }
         let shared = exchange.check(away, open, &mut account)?;
-        self.settle(&mut account, &shared, away.is_empty())?;
+        // The kernel may close a ticket of a process that was killed after its death was heard of.
+        let until = Instant::now() + SETTLE_TIMEOUT;
+        while let Err(trouble) = self.settle(&mut account, &shared, away.is_empty()) {
+            if Instant::now() > until {
+                return Err(Trouble::new(format!("{trouble}; {}", exchange.told())));
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
         Ok(account)
     }
 
@@ -392,6 +408,10 @@ impl Holdings {
             return Err(Trouble::new(format!("{census:?}, but {places} places are mapped")));
         }
         let usage = Usage::now(report.host_arena_bytes)?;
+        if usage.resident_bytes > RESIDENT_BYTES_TELLING {
+            let told = largest_mappings();
+            writeln!(io::stderr(), "process {}: {usage:?}:\n{told}", std::process::id()).ok();
+        }
         if usage.fds > FDS_MAX {
             return Err(Trouble::new(format!("{} descriptors are open", usage.fds)));
         }
