@@ -65,7 +65,7 @@ impl Held {
     }
 
     /// Never unmaps it: the driver holds its pages.
-    fn keep_for_good(self) {
+    pub(super) fn keep_for_good(self) {
         let _kept = std::mem::ManuallyDrop::new(self.chunk);
     }
 }
@@ -176,43 +176,33 @@ impl<D: Driver> HostArena<D> {
         }
     }
 
-    /// The chunk that comes in from outside a pause, all there. It may be pinned. Waits for it for a bounded time.
-    fn take_soon(&mut self) -> Option<Delivered> {
-        let mut delivered = self.ahead.take_soon()?;
-        if let Some(chunk) = Arc::get_mut(&mut delivered.held.chunk) {
-            chunk.touch(self.how.toucher_threads, &AtomicBool::new(false));
-        }
-        Some(delivered)
-    }
-
-    /// The next chunk, all there, if `end_bytes` are needed. It may be pinned.
-    fn next_chunk(&mut self, end_bytes: u64) -> PoolResult<Held> {
-        while let Some(delivered) = self.take_soon() {
-            if !delivered.is_for_ring || self.ring.is_some() {
+    /// The next chunk, all there, if contents up to `end_bytes` need one, or the ring does. It may be pinned. Waits for a bounded time
+    /// for one that comes in from outside a pause. A context must be current on this thread.
+    fn next_chunk(
+        &mut self,
+        log: &mut StepLog,
+        end_bytes: u64,
+        is_for_ring: bool,
+    ) -> PoolResult<Held> {
+        while let Some(mut delivered) = self.ahead.take_soon() {
+            if let Some(chunk) = Arc::get_mut(&mut delivered.held.chunk) {
+                chunk.touch(self.how.toucher_threads, &AtomicBool::new(false));
+            }
+            if delivered.is_for_ring == is_for_ring || self.ring.is_some() {
                 return Ok(delivered.held);
             }
+            delivered.held = self.pinned(log, delivered.held, Pins::All)?;
             self.put(delivered);
         }
-        let coming = self.coming.as_ref().and_then(|coming| coming.recv().ok());
-        let size_bytes = next_chunk_bytes(self.capacity_bytes(), end_bytes.max(self.wanted_bytes));
-        let chunk = coming.unwrap_or_else(|| {
-            self.coming = None;
-            new_chunk(&self.how, size_bytes)
-        });
+        let (coming, size_bytes) = if is_for_ring {
+            (None, CHUNK_BYTES)
+        } else {
+            // None when its thread has ended.
+            let coming = self.coming.as_ref().and_then(|coming| coming.recv().ok());
+            (coming, next_chunk_bytes(self.capacity_bytes(), end_bytes.max(self.wanted_bytes)))
+        };
+        let chunk = coming.unwrap_or_else(|| new_chunk(&self.how, size_bytes));
         Ok(Held::new(chunk.map_err(memory_refused(size_bytes))?))
-    }
-
-    /// As [`HostArena::next_chunk`], for the ring. A context must be current on this thread.
-    fn next_ring(&mut self, log: &mut StepLog) -> PoolResult<Held> {
-        while let Some(Delivered { held, is_for_ring }) = self.take_soon() {
-            if is_for_ring {
-                return Ok(held);
-            }
-            let held = self.pinned(log, held, Pins::All)?;
-            self.put(Delivered { held, is_for_ring });
-        }
-        let chunk = new_chunk(&self.how, CHUNK_BYTES).map_err(memory_refused(CHUNK_BYTES))?;
-        Ok(Held::new(chunk))
     }
 
     /// Puts the chunk that has come in from outside a pause where it belongs.
@@ -357,7 +347,8 @@ impl<D: Driver> HostArena<D> {
         pins: Pins,
     ) -> PoolResult<()> {
         while self.capacity_bytes() < end_bytes {
-            let held = log.timed("wait for host memory", |_| self.next_chunk(end_bytes))?;
+            let held =
+                log.timed("wait for host memory", |log| self.next_chunk(log, end_bytes, false))?;
             let held = self.pinned(log, held, pins)?;
             self.push(held);
             self.note_held();
@@ -374,7 +365,7 @@ impl<D: Driver> HostArena<D> {
                 return Ok(());
             }
             Some(held) => held,
-            None => log.timed("wait for host memory", |log| self.next_ring(log))?,
+            None => log.timed("wait for host memory", |log| self.next_chunk(log, 0, true))?,
         };
         // The next pause may be of another device.
         self.ring = Some(self.pinned(log, held, Pins::All)?);
@@ -499,7 +490,7 @@ impl<D: Driver> HostArena<D> {
     }
 }
 
-fn memory_refused(size_bytes: u64) -> impl Fn(io::Error) -> PoolError {
+pub(super) fn memory_refused(size_bytes: u64) -> impl Fn(io::Error) -> PoolError {
     move |source| PoolError::HostMemoryRefused { size_bytes, source }
 }
 
@@ -519,7 +510,7 @@ fn pin<D: Driver>(driver: &D, chunk: &Chunk, pins: Pins) -> PoolResult<()> {
 
 /// Pins `held` for `pins` too, whoever it is pinned for. What it was pinned for it may not be any more when this
 /// fails.
-fn pin_held<D: Driver>(driver: &D, held: &mut Held, pins: Pins) -> PoolResult<()> {
+pub(super) fn pin_held<D: Driver>(driver: &D, held: &mut Held, pins: Pins) -> PoolResult<()> {
     let present = held.pins;
     if present == pins || present == Pins::All {
         return Ok(());
@@ -533,7 +524,7 @@ fn pin_held<D: Driver>(driver: &D, held: &mut Held, pins: Pins) -> PoolResult<()
 }
 
 /// The driver may be copying nothing that is in `held`.
-fn unpin<D: Driver>(driver: &D, held: &mut Held) -> PoolResult<()> {
+pub(super) fn unpin<D: Driver>(driver: &D, held: &mut Held) -> PoolResult<()> {
     if held.pins == Pins::Nobody {
         return Ok(());
     }

@@ -333,29 +333,24 @@ impl ContentsFile {
         self.file.sync_data().map_err(|source| self.refused("writing", &(0..0), source))
     }
 
-    /// Reads exactly what `bytes` holds, all of which was written, and takes it out of the page cache.
+    /// Reads exactly what `bytes` holds, and takes it out of the page cache. What was not written is not checked, and refused if all
+    /// `is_written`.
     ///
     /// # Errors
     /// [`PoolError::FileUnreadable`]; [`PoolError::FileCorrupted`] where it is not what was written.
-    pub(crate) fn read(&self, offset_bytes: u64, bytes: &mut [u8]) -> PoolResult<()> {
+    pub(super) fn read(
+        &self,
+        offset_bytes: u64,
+        bytes: &mut [u8],
+        is_written: bool,
+    ) -> PoolResult<()> {
         let place = offset_bytes..offset_bytes + bytes.len() as u64;
         let read = self.read_any(offset_bytes, bytes);
         read.map_err(|source| self.unreadable(&place, source))?;
         let checked_bytes = self.check(offset_bytes, bytes)?;
-        if checked_bytes < bytes.len() as u64 {
-            // Nobody has written some of it.
+        if is_written && checked_bytes < bytes.len() as u64 {
             return Err(self.corrupted(&place));
         }
-        self.forget_cached(&place);
-        Ok(())
-    }
-
-    /// As [`ContentsFile::read`], of any size, and of what was not written too, which is not checked.
-    pub(crate) fn copy_out(&self, offset_bytes: u64, target: &mut [u8]) -> PoolResult<()> {
-        let place = offset_bytes..offset_bytes + target.len() as u64;
-        let read = self.file.read_exact_at(target, offset_bytes);
-        read.map_err(|source| self.unreadable(&place, source))?;
-        self.check(offset_bytes, target)?;
         self.forget_cached(&place);
         Ok(())
     }

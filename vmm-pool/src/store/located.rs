@@ -97,7 +97,7 @@ impl Located {
                 Self::InMemory(piece) => unsafe {
                     bytes.as_mut_ptr().copy_from_nonoverlapping(piece.start().as_ptr(), length);
                 },
-                Self::InFile(file, extent) => file.copy_out(extent.at, bytes)?,
+                Self::InFile(file, extent) => file.read(extent.at, bytes, false)?,
             }
             left = rest;
         }

@@ -209,7 +209,7 @@ fn read_all(
         let Ok(mut slot) = idle.recv() else {
             return;
         };
-        let read = file.read(place.start, slot.bytes_mut(length_of(place)));
+        let read = file.read(place.start, slot.bytes_mut(length_of(place)), true);
         if tell.send((index, slot, read)).is_err() {
             return;
         }

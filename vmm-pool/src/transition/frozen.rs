@@ -71,7 +71,7 @@ impl<D: Driver> Keeper<D> {
         }
         // What the pause has not unpinned. Host memory is given back under this lock alone, and looks there whether it may.
         let pinned = self.pool().arena().chunks(true);
-        let log = self.pool().unpin(pinned);
+        let log = self.pool().set_pinned(false, pinned, |_| true);
         let (pool, right) = self.into_parts();
         Ok((Frozen { pool, right }, log))
     }

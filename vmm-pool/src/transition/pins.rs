@@ -30,53 +30,43 @@ pub(super) fn join(log: &mut StepLog, thread: Option<ScopedJoinHandle<'_, StepLo
 }
 
 impl<D: Driver> Pool<D> {
-    /// Gives the pins of all `chunks` up, where the driver copies nothing; what is in them stays. What the driver will not unpin
-    /// stays pinned, and its checkpoint takes longer.
+    /// Pins all `chunks`, where the driver copies nothing, or gives their pins up; what is in them stays. Stops when `goes_on` says so,
+    /// which is asked behind each. What the driver will not unpin stays pinned, and its checkpoint takes longer. What it will not pin
+    /// is copied slower, until a pause pins it.
     ///
     /// # Driver calls
-    /// `cuMemHostUnregister`.
-    pub(super) fn unpin(&self, chunks: impl IntoIterator<Item = Placed>) -> StepLog {
-        self.change_pins("unpin host memory", |_| Pins::Nobody, chunks, |_| true)
-    }
-
-    /// Pins all `chunks`, where the driver copies nothing, and tells of each when that is over, until nobody listens. What the driver
-    /// will not pin is copied slower, until a pause pins it.
-    ///
-    /// # Driver calls
-    /// `cuMemHostRegister`.
-    pub(super) fn pin(&self, chunks: Vec<Placed>, tell: &Sender<u64>) -> StepLog {
-        let tell = |chunk: &Placed| tell.send(chunk.place().start).is_ok();
-        self.change_pins("pin host memory", |pins| pins, chunks, tell)
-    }
-
-    fn change_pins(
+    /// `cuMemHostRegister`, `cuMemHostUnregister`.
+    pub(super) fn set_pinned(
         &self,
-        step: &'static str,
-        choose: impl FnOnce(Pins) -> Pins,
+        are_pinned: bool,
         chunks: impl IntoIterator<Item = Placed>,
         goes_on: impl Fn(&Placed) -> bool,
     ) -> StepLog {
         let mut log = StepLog::default();
-        let pins = match self.pins_beside_work(&self.devices(), 0) {
-            Ok(pins) => choose(pins),
-            Err(error) => {
-                tracing::warn!(%error, step, "host memory is pinned as it was");
-                return log;
+        let step = if are_pinned { "pin host memory" } else { "unpin host memory" };
+        let changed = self.pins_beside_work(&self.devices(), 0).map(|pins| {
+            let pins = if are_pinned { pins } else { Pins::Nobody };
+            for mut chunk in chunks {
+                let changed = log.timed(step, |_| chunk.change_pins(&*self.driver, pins));
+                self.arena().note_pins(&chunk);
+                if let Err(error) = changed {
+                    tracing::warn!(%error, step, "a chunk of host memory is pinned as it was");
+                }
+                if !goes_on(&chunk) {
+                    break;
+                }
             }
-        };
-        for mut chunk in chunks {
-            log.call();
-            let changed = log.timed(step, |_| chunk.change_pins(&*self.driver, pins));
-            self.arena().note_pins(&chunk);
-            if let Err(error) = changed {
-                tracing::warn!(%error, step, "a chunk of host memory is pinned as it was");
-            }
-            if !goes_on(&chunk) {
-                break;
-            }
+        });
+        if let Err(error) = changed {
+            tracing::warn!(%error, step, "host memory is pinned as it was");
         }
         log
     }
+}
+
+/// Does something of `places` lie in `part`? They are where parts of the arena begin and end, apart.
+pub(super) fn overlap(places: &BTreeMap<u64, u64>, part: &Range<u64>) -> bool {
+    places.range(..part.end).next_back().is_some_and(|(_, end)| *end > part.start)
 }
 
 /// Chunks whose pins are given up behind the copies of a pause.
@@ -105,10 +95,10 @@ impl Behind {
         for extent in extents {
             self.pending.remove(&extent.at);
         }
-        for chunk in pool.arena().chunks(true) {
+        let pinned = pool.arena().chunks(true);
+        for chunk in pinned {
             let place = chunk.place();
-            let last = self.pending.range(..place.end).next_back();
-            if last.is_none_or(|(_, end)| *end <= place.start) && self.told.insert(place.start) {
+            if !overlap(&self.pending, &place) && self.told.insert(place.start) {
                 // With nobody there it stays pinned until the process is frozen.
                 let _told = self.tell.send(chunk);
             }
@@ -133,7 +123,7 @@ impl Ahead {
 
     /// Waits until the chunk that holds the byte `at` is pinned, or will not be.
     pub(super) fn wait_for(&mut self, at: u64) {
-        while self.left.range(..=at).next_back().is_some_and(|(_, end)| at < *end) {
+        while overlap(&self.left, &(at..at + 1)) {
             match self.told.recv() {
                 Ok(start) => drop(self.left.remove(&start)),
                 // Nobody pins any more.
@@ -141,24 +131,4 @@ impl Ahead {
             }
         }
     }
-}
-
-/// The chunks that hold something of `places`, in the order of those, then the others.
-pub(super) fn in_order_of_use(
-    chunks: Vec<Placed>,
-    places: impl Iterator<Item = Range<u64>>,
-) -> (Vec<Placed>, Vec<Placed>) {
-    let by_start: BTreeMap<u64, usize> =
-        chunks.iter().enumerate().map(|(index, chunk)| (chunk.place().start, index)).collect();
-    let mut chunks: Vec<_> = chunks.into_iter().map(Some).collect();
-    let mut used = Vec::new();
-    for place in places {
-        let before = by_start.range(..=place.start).next_back();
-        let within = by_start.range(place.start + 1..place.end.max(place.start + 1));
-        for (_, &index) in before.into_iter().chain(within) {
-            let is_of = |chunk: &mut Placed| chunk.place().end > place.start;
-            used.extend(chunks[index].take_if(is_of));
-        }
-    }
-    (used, chunks.into_iter().flatten().collect())
 }

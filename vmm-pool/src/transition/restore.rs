@@ -17,7 +17,7 @@ use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Mapping, Row, Rows, Selection};
 use crate::pool::{Borrowed, Pool};
-use crate::store::{Saved, Store};
+use crate::store::{Placed, Saved, Store};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
 /// Allocations to fetch again from one owner.
@@ -163,23 +163,23 @@ impl<D: Driver> Still<'_, D> {
         part: &Rows,
         exports: Option<(&Rows, usize)>,
     ) -> PoolResult<StepLog> {
-        let unpinned = self.pool.arena().chunks(false);
-        let (mut chunks, others) = {
+        let mut chunks = self.pool.arena().chunks(false);
+        if exports.is_none() {
+            // Of the others some are for what comes later.
             let ledger = self.pool.ledger();
             let saved = ledger.rows_in(part).filter_map(|row| row.backing().held_in(Store::Host));
-            pins::in_order_of_use(unpinned, saved.flat_map(Saved::places))
-        };
-        if exports.is_some() {
-            // Nothing comes after this.
-            chunks.extend(others);
+            let places = saved.flat_map(Saved::places).map(|place| (place.start, place.end));
+            let places = places.collect();
+            chunks.retain(|chunk| pins::overlap(&places, &chunk.place()));
         }
         let mut copier = Copier::new(self.pool);
         std::thread::scope(|scope| {
             let (tell, told) = crossbeam_channel::unbounded();
             copier.pins = Some(pins::Ahead::new(&chunks, told));
-            let has_any = !chunks.is_empty();
-            let pin = move || self.pool.pin(chunks, &tell);
-            let pinning = has_any.then(|| pins::spawn(scope, pin)).flatten();
+            let pin = !chunks.is_empty();
+            let tell = move |chunk: &Placed| tell.send(chunk.place().start).is_ok();
+            let pin = pin.then_some(move || self.pool.set_pinned(true, chunks, tell));
+            let pinning = pin.and_then(|pin| pins::spawn(scope, pin));
             let outcome = self.restore_with(&mut copier, part, exports);
             if outcome.is_err() {
                 // Nobody waits for the rest.

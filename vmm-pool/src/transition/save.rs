@@ -137,8 +137,9 @@ impl<D: Driver> Still<'_, D> {
             self.pool.arena().begin_growth(nodes, end_bytes);
             let kept = std::thread::scope(|scope| {
                 let (tell, chunks) = crossbeam_channel::unbounded();
-                let unpinning =
-                    self.is_deep.then(|| pins::spawn(scope, || self.pool.unpin(chunks)));
+                let unpinning = self
+                    .is_deep
+                    .then(|| pins::spawn(scope, || self.pool.set_pinned(false, chunks, |_| true)));
                 let extents = plan.groups.iter().flat_map(Group::extents);
                 let pins = unpinning.is_some().then(|| pins::Behind::new(extents, tell));
                 let kept = self.save_to_memory(&mut log, &mut behind, &mut copier, &plan, pins);
