@@ -2,7 +2,7 @@
 
 A process has `--gb` GB in each of three regions, kept in host memory, saved to a file and discarded, and pauses and resumes
 each by its tag, `--cycles` times, then all of them together. Every word of what is not discarded is checked on the
-device after each resume, and some saved bytes while the memory is away. Beside it: the same bytes written to a file of
+device after each resume, and some saved bytes while the memory is away. To compare: the same bytes written to a file of
 the same folder and read again, by plain calls with the page cache dropped.
 
 Bound: 4 GB at 55 GB/s are 0.07 s each way; at the 3 GB/s of a local disk 1.3 s. The run is one start of torch and some

@@ -55,7 +55,7 @@ def measure(args: Any, result: Result, work: Path, world: int, label: str, tenan
 def body(args: Any, result: Result, work: Path) -> None:
     """Rounds, then ratios."""
     data = result.data
-    # The observer's context would sit beside the timed work: it only says what the machine is.
+    # The observer's context would sit next to the timed work: it only says what the machine is.
     observer, world = observed(args, result, work)
     data["probe"] = observer.info
     observer.close()

@@ -46,11 +46,11 @@ FIGURES = (
     Figure("rates", "kept_scattered", SUBLET, "a tenth rewritten, scattered", "reading the device once, and a tenth of the link's time"),
     Figure("rates", "kept_nothing", SUBLET, "nothing rewritten", "reading the device once, releasing and creating"),
     Figure("rates", "kept_zero", SUBLET, "all zero", "reading the device once, releasing, creating and clearing"),
-    Figure("rates", "swap", SUBLET, "swap", "the link, both ways at once",
-           ("pinned_both_gb_s", ""), ("s", ""), baseline="pinned copies both ways at once, each way"),
-    Figure("rates", "every", SUBLET, "all GPUs at once", "what the links and the host's memory carry together",
-           ("pinned_every_out_gb_s", "pinned_every_in_gb_s"), baseline="as many pinned copies at once", of_each=True),
-    Figure("rates", "saver_sublet", SUBLET, "by tag, resume at once", LINK),
+    Figure("rates", "swap", SUBLET, "swap", "the link, both ways together",
+           ("pinned_both_gb_s", ""), ("s", ""), baseline="pinned copies both ways together, each way"),
+    Figure("rates", "every", SUBLET, "all GPUs together", "what the links and the host's memory carry together",
+           ("pinned_every_out_gb_s", "pinned_every_in_gb_s"), baseline="as many pinned copies together", of_each=True),
+    Figure("rates", "saver_sublet", SUBLET, "by tag, resume immediately", LINK),
     Figure("rates", "saver_retained", TORCH_SAVER, "backup retained", LINK, baseline="Sublet, by tag"),
     Figure("rates", "saver_saver", TORCH_SAVER, "as it comes", "pinned memory made at each pause", baseline="Sublet, by tag"),
     Figure("rates", "checkpoint", "driver", "checkpoint of the process", "copies through pageable memory",
@@ -148,7 +148,7 @@ def goals(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         return None if value is None else factor * value
 
     for way in ("out", "in"):
-        for key, name in (("kept_all", "everything rewritten"), ("every", "all GPUs at once")):
+        for key, name in (("kept_all", "everything rewritten"), ("every", "all GPUs together")):
             add(f"{name}, {way}: 95 % of the pinned copy", of(key, way), times(0.95, limit(key, way)), "GB/s")
         for key, name in (("kept_nothing", "nothing rewritten"), ("kept_zero", "all zero")):
             add(f"{name}, {way}: 10 times as fast as copying", of(key, way), times(10, of("kept_all", way)), "GB/s")
@@ -157,7 +157,7 @@ def goals(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             add(f"{key.removeprefix('kept_')}, {way}: within 1.3 of copying a tenth", of(key, way), least, "GB/s")
         least = of("saver_retained", way)
         add(f"by tag, {way}: as fast as torch_memory_saver's best mode", of("saver_sublet", way), least, "GB/s")
-    add("swap: 90 % of both ways at once", of("swap", "out"), times(0.9, limit("swap", "out")), "GB/s each way")
+    add("swap: 90 % of both ways together", of("swap", "out"), times(0.9, limit("swap", "out")), "GB/s each way")
     add("first pause, prepared: 50 % of the pinned copy", of("prepared_first", "out"), times(0.5, limit("prepared_first", "out")), "GB/s")
     gpus = record.get("parameters", {}).get("gpus")
     for key, most_ms in (("nccl2", {2: 60.0, 4: 250.0}), ("nccl20", {2: 350.0})):

@@ -1,21 +1,21 @@
-"""How fast is a switch beside what bounds it and beside what others do, in one run?
+"""How fast is a switch, compared with its limit and with others, in one run?
 
 Each case has a time limit of its own, one that has no time left, no GPUs or no such driver or library is skipped by
 name, and one that fails leaves the others their turn:
 
-- pinned: plain pinned copies out, in, and both at once: the limit of everything else;
+- pinned: plain pinned copies out, in, and both together: the limit of everything else;
 - kept: one process that holds `--kept-gib` GiB: its very first pause; then pauses after everything was rewritten, a tenth
-  in a row, a tenth in scattered pieces of 2 MiB, nothing, and everything with zeros. Each resume follows at once;
+  in a row, a tenth in scattered pieces of 2 MiB, nothing, and everything with zeros. Each resume follows immediately;
 - prepared: the first pause of another such process after `sublet prepare`;
 - swap: two tenants that take turns by `sublet swap`, everything rewritten between;
-- every: `--every-gib` GiB on each GPU at once, against as many pinned copies at once;
+- every: `--every-gib` GiB on each GPU together, against as many pinned copies together;
 - nccl: ranks with 2 communicators and then with 20, and nothing else; destroyed and rebuilt, by `ncclCommSuspend` where the
   NCCL at hand has it, and paused from outside;
 - saver: `race_saver.py`'s ways by tag, 20 GB kept and rewritten before each pause, 40 GB discarded;
 - checkpoint: the driver's checkpoint API on a process that holds as much as `kept`'s.
 
 After each resume all contents are added up on the device. The record has every sample, of every figure its limit, its
-baseline and what bounds it, and the job draws it as `race.svg` beside it.
+baseline and what bounds it, and the job draws it as `race.svg` next to it.
 
 Bound: 60 GiB at 55 GB/s are 1.2 s each way, so kept takes some 50 s when everything is copied each time; the checkpoint
 of as much takes 40 s at its 2.3 and 6 GB/s; communicators take some 0.3 s each to make. On one GPU some 240 s.
@@ -118,7 +118,7 @@ class Race:
             raise JobError(f"{self.gpus} GPUs wanted, {self.info['count']} found")
         self.data["parameters"]["gpus"] = self.gpus
         result.machine({**self.info, "count": self.gpus})
-        # The processes beside it are their own cases'.
+        # The processes next to it are their own cases'.
         self.started.clear()
 
     # ------------------------------------------------------------ time
@@ -183,7 +183,7 @@ class Race:
         room = int(available * HOST_SHARE / processes) // MIB * MIB if available else 0
         wanted = int(wanted_gib * GIB)
         if room and room < wanted:
-            self.result.note(f"{room / GIB:.0f} in place of {wanted_gib:g} GiB a process: the host has {available / GIB:.0f} GiB")
+            self.result.note(f"{room / GIB:.0f} instead of {wanted_gib:g} GiB a process: the host has {available / GIB:.0f} GiB")
         return min(wanted, room or wanted)
 
     def hold(self, label: str, size_bytes: int, ranks: int = 1) -> Ranks:
@@ -196,7 +196,7 @@ class Race:
         return started
 
     def pinned(self, ranks: Ranks, prefix: str) -> None:
-        """Plain copies of all of `ranks` at once."""
+        """Plain copies of all of `ranks` together."""
         ranks.call("pinned_setup", self.left(60), size_bytes=self.args.copy_mib * MIB)
         for _ in range(PINNED_REPEATS):
             for way in ("out", "in", "both"):
@@ -290,7 +290,7 @@ class Race:
         return told
 
     def case_every(self) -> None:
-        """All GPUs at once."""
+        """All GPUs together."""
         size = self.size(self.args.every_gib, self.gpus)
         plain = self.start("pinned-every", None, self.gpus)
         self.pinned(plain, "pinned_every")
@@ -309,7 +309,7 @@ class Race:
         race_nccl.run(self)
 
     def case_saver(self) -> None:
-        """By tag, beside torch_memory_saver."""
+        """By tag, compared with torch_memory_saver."""
         needs_torch()
         for way in ("sublet", "retained", "saver"):
             label = f"saver_{way}"
@@ -426,7 +426,7 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--cases", default="", help="words, with commas: cases with one of them in their name (default: all)")
     parser.add_argument("--kept-gib", type=float, default=60.0, help="GiB of the process that is paused alone")
     parser.add_argument("--swap-gib", type=float, default=60.0, help="GiB of each of the two tenants that swap")
-    parser.add_argument("--every-gib", type=float, default=16.0, help="GiB a GPU, on all GPUs at once")
+    parser.add_argument("--every-gib", type=float, default=16.0, help="GiB a GPU, on all GPUs together")
     parser.add_argument("--tag-gb", type=float, default=20.0, help="GB kept by tag; twice as much is discarded")
     parser.add_argument("--checkpoint-gib", type=float, default=0.0, help="GiB of the process that is checkpointed (0: as --kept-gib)")
     parser.add_argument("--block-mib", type=int, default=512, help="size of one allocation")
@@ -436,7 +436,7 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--nccl-cycles", type=int, default=8, help="cycles with 2 communicators; half as many with more")
     parser.add_argument("--cold-host", action="store_true", help="do not touch host memory first")
     parser.add_argument("--scale", type=float, default=1.0, help="of the time that a case must have left to be begun")
-    parser.add_argument("--picture", type=Path, help="where to draw (default: race.svg beside --out)")
+    parser.add_argument("--picture", type=Path, help="where to draw (default: race.svg next to --out)")
     return parser.parse_args(argv)
 
 

@@ -276,7 +276,7 @@ class Held:
 
 
 class Pinned:
-    """Two pinned pieces of host memory and two of the device, for copies both ways at once."""
+    """Two pinned pieces of host memory and two of the device, for copies both ways together."""
 
     def __init__(self, gpus: Driver, gpu: int, size_bytes: int) -> None:
         self.gpus, self.gpu, self.size = gpus, gpu, ctypes.c_size_t(size_bytes)
@@ -297,7 +297,7 @@ class Pinned:
             self.copy(way, 1)
 
     def copy(self, way: str, times: int) -> float:
-        """GB/s of copies `out`, `in`, or `both` at once, of each of them then."""
+        """GB/s of copies `out`, `in`, or `both` together, of each of them then."""
         self.gpus.use(self.gpu)
         began = time.perf_counter()
         for _ in range(times):

@@ -1,4 +1,4 @@
-"""Draws the record of a race as one picture: bars beside the limit of the same run, and what each GPU did when.
+"""Draws the record of a race as one picture: bars next to the limit of the same run, and what each GPU did when.
 
 `python3 race_picture.py RECORD.json PICTURE.svg`. Only the standard library; the same record gives the same bytes. It
 draws what the record has (`figures` and `timelines`, which race_figures.py writes) and leaves out what it has not. Colours
@@ -291,7 +291,7 @@ def picture(record: dict[str, Any]) -> str:
     height = canvas.y + MARGIN / 2
     size = f'width="{WIDTH}" height="{height:.0f}" viewBox="0 0 {WIDTH} {height:.0f}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
-    title = "<title>Sublet beside its limits and beside others, in one run</title>"
+    title = "<title>Sublet, its limits and others, in one run</title>"
     back = f'<rect class="back" width="{WIDTH}" height="{height:.0f}"/>'
     return "\n".join([head, title, f"<style>{style()}</style>", back, *canvas.parts, "</svg>", ""])
 

@@ -7,8 +7,8 @@ and resumed together, `--cycles` times, by three ways, each in a process of its 
 - saver: torch_memory_saver 0.0.10 as it comes, which allocates pinned memory at each pause and frees it at each resume;
 - retained: the same with `retain_cpu_backup`, its best mode.
 
-Half of the cycles resume at once, half after a rest: the driver clears memory in the background after it was given back,
-and copies that follow at once share the device with that.
+Half of the cycles resume immediately, half after a rest: the driver clears memory in the background after it was given back,
+and copies that follow immediately share the device with that.
 
 The weights are written again before each pause, so that nobody gains by what is saved already. Every word of them is checked
 on the device after each resume, and with sublet a piece of `host_copy` while paused.

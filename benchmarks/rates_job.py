@@ -5,7 +5,7 @@ once, and the order flips, so that whatever drifts falls on both. Measured are l
 graph of one kernel), all-reduce calls a second of 8 bytes and 1 KiB, and launches of a graph with all-reduces in it. A
 process may be faster than another of its kind, by where its memory lies, and the same process goes at half its speed for
 some samples of a few milliseconds: so samples are short and many, a process's rate is that of its best tenth, a pair's figure
-is the ratio of the two, hooked to unhooked, and the figure of all is the median of the pairs, beside the smallest and the
+is the ratio of the two, hooked to unhooked, and the figure of all is the median of the pairs, with the smallest and the
 largest. The median of the rounds' ratios is recorded too.
 
 Bound: an open gate is an exchange and a load on the thread's own cache line, counting a collective a few more: some
@@ -70,7 +70,7 @@ def measure(args: Any, ranks: NcclRanks) -> dict[str, float]:
 def body(args: Any, result: Result, work: Path) -> None:
     """Rounds, then ratios."""
     data, began = result.data, time.monotonic()
-    # The observer's context would sit beside the timed work: it only says what the machine is.
+    # The observer's context would sit next to the timed work: it only says what the machine is.
     observer, world = observed(args, result, work)
     data["probe"] = observer.info
     observer.close()

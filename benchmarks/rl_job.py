@@ -2,7 +2,7 @@
 
 `benchmarks/rl`: TRL's GRPO trainer and a generator on the same GPUs, `--steps` steps in each of its
 modes from the same seeds. Rewards, losses and weights must be identical in all modes, and the generator's weights those of
-the trainer in every step. The record has the figures of each mode; `rl_grpo.json` and the page `rl_grpo.html` lie beside it.
+the trainer in every step. The record has the figures of each mode; `rl_grpo.json` and the page `rl_grpo.html` lie next to it.
 
 Bound: 0.5B in bf16 with Adam are some 4 GB to save and restore, 0.15 s a switch at 55 GB/s, against a step of some 3 s. The
 run is a start of torch for each tenant and mode, and one a step in mode `restart`: with all five modes some 15 minutes.
@@ -22,7 +22,7 @@ import common
 import runner
 from common import JobError, Result
 
-#: What a run needs beside torch and transformers; the bundle carries a wheel where it is not installed.
+#: What a run needs in addition to torch and transformers; the bundle carries a wheel where it is not installed.
 PACKAGES = ("sublet", "trl", "datasets", "dill", "multiprocess")
 #: What the run is given to write its record once it is told to end; the job keeps 30 s behind its wait.
 END_S = 15.0

@@ -54,7 +54,7 @@ def parser(epilog: str) -> argparse.ArgumentParser:
     add("--steps", type=int, help="of the trainer (20; 12 with --simulate)")
     add("--shape", choices=SHAPES, default="tiny", help="size of the model; its weights are random")
     add("--generations", type=int, default=16, help="completions a step and GPU, all of one prompt")
-    add("--micro-batch", type=int, help="completions that the trainer computes gradients of at once (all of a step's)")
+    add("--micro-batch", type=int, help="completions that the trainer computes gradients of together (all of a step's)")
     add("--tokens", type=int, help="of each completion (192; 96 with --simulate)")
     add("--kv-gib", type=float, default=1.0, help="what the generator's KV cache takes on each GPU")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: no mode sublet, and hand-over by a file")

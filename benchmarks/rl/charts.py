@@ -112,7 +112,7 @@ def plot(shapes: Iterable[str], label: str, kind: str, over: str = "") -> str:
 
 
 def upright(y_axis: Axis, text: Callable[[float], str]) -> str:
-    """Labels beside a plot."""
+    """Labels next to a plot."""
     labels = "".join(
         f'<span style="top:{number(100 * (1 - y_axis.share(mark)))}%">{escape(text(mark))}</span>' for mark in y_axis.marks()
     )
@@ -120,7 +120,7 @@ def upright(y_axis: Axis, text: Callable[[float], str]) -> str:
 
 
 def lanes(names: Sequence[str]) -> str:
-    """Labels beside rows of equal height."""
+    """Labels next to rows of equal height."""
     height = 100 / len(names)
     labels = "".join(
         f'<span style="top:{number(height * (index + 0.5))}%">{escape(name)}</span>' for index, name in enumerate(names)

@@ -27,7 +27,7 @@ class Late(Exception):
 
 
 class Link:
-    """One end. Not for two threads at once."""
+    """One end. Not for two threads simultaneously."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._buffer = sock, b""
@@ -72,7 +72,7 @@ class Worker:
     before any memory of a device is taken: it waits until it is this tenant's turn to do that."""
 
     def __init__(self, role: str, rank: int) -> None:
-        # Whoever started this process ends it with itself: a process that waits for a device cannot look.
+        # The process that started this one ends it with itself: a process that waits for a device cannot look.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         self._role, self._rank = role, rank
         self._timeout_s = float(os.environ[DEADLINE])

@@ -5,9 +5,9 @@
 | `lost_share` | to_generator, to_trainer and the hand-over, by the whole step; sums over all steps but the first |
 | `step_s` | median seconds of a step, and of each phase |
 | `switch_s` | one switch, either way: median, 99th percentile, and the first one by itself |
-| `leaves_s` | median seconds of the trainer's pauses beside the generator's work; what is left of one after that is to_trainer |
-| `arrives_s` | the same of the trainer's returns beside the generator's work |
-| `generator_leaves_s`, `generator_arrives_s` | the same of the generator beside the trainer's work; what is left after that is to_generator |
+| `leaves_s` | median seconds of the trainer's pauses during the generator's work; what is left of one after that is to_trainer |
+| `arrives_s` | the same of the trainer's returns during the generator's work |
+| `generator_leaves_s`, `generator_arrives_s` | the same of the generator during the trainer's work; what is left after that is to_generator |
 | `left_bytes` | of a tenant, on its fullest GPU, while the other works: largest of the samples at that point |
 | `handover_peak_bytes`, `peak_bytes` | both tenants on one GPU, at the hand-over and at any time, as sampled |
 | `kv_bytes_free` | what a KV cache could take while the generator works: its own, and what is free then |
@@ -73,7 +73,7 @@ def seconds(run: Run) -> dict[int, dict[str, float]]:
 
 
 def _beside(run: Run, name: str, steps: Container[int]) -> list[float]:
-    """Seconds of what went on beside the other's work, in `steps`."""
+    """Seconds of what went on during the other's work, in `steps`."""
     return [phase["end_s"] - phase["begin_s"] for phase in run.phases if phase["phase"] == name and phase["step"] in steps]
 
 

@@ -23,7 +23,7 @@ _MODES = {
     "cpu": "tensors are moved to the CPU and back by hand, and caches emptied",
     "keep-both": "both stay on the GPU",
     "restart": "the trainer stays; a generator is started for each of its turns",
-    "destroy-groups": "by hand, and process groups are destroyed and built anew",
+    "destroy-groups": "by hand, and process groups are destroyed and rebuilt",
 }
 
 
@@ -221,10 +221,10 @@ ROWS: list[tuple[str, Callable[[Any], str], tuple[str, ...]]] = [
     ("Switch, median", _time_text, ("switch_s", "median")),
     ("Switch, 99th percentile", _time_text, ("switch_s", "p99")),
     ("Switch, the first", _time_text, ("switch_s", "first")),
-    ("Trainer leaves beside the generator, median", _time_text, ("leaves_s",)),
-    ("Trainer comes back beside the generator, median", _time_text, ("arrives_s",)),
-    ("Generator leaves beside the trainer, median", _time_text, ("generator_leaves_s",)),
-    ("Generator comes back beside the trainer, median", _time_text, ("generator_arrives_s",)),
+    ("Trainer leaves during the generator's work, median", _time_text, ("leaves_s",)),
+    ("Trainer comes back during the generator's work, median", _time_text, ("arrives_s",)),
+    ("Generator leaves during the trainer's work, median", _time_text, ("generator_leaves_s",)),
+    ("Generator comes back during the trainer's work, median", _time_text, ("generator_arrives_s",)),
     ("Hand-over, median", _time_text, ("step_s", "handover")),
     ("Trainer left on the GPU while away", _bytes, ("left_bytes", "train")),
     ("Generator left on the GPU while away", _bytes, ("left_bytes", "infer")),

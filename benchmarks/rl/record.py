@@ -19,7 +19,7 @@ class Run:
     mode: str
     handover: str
     #: `phase` (start, train, to_generator, handover, generate, to_trainer), `step`, `begin_s`, `end_s`; and `leaves` and `arrives`,
-    #: a pause and a return of the trainer beside `generate`, and `generator_leaves` and `generator_arrives`, of the generator beside `train`.
+    #: a pause and a return of the trainer during `generate`, and `generator_leaves` and `generator_arrives`, of the generator during `train`.
     phases: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     #: `step`, `reward`, `loss`, `fingerprint` of the weights before it, `tokens`.
     steps: list[dict[str, Any]] = dataclasses.field(default_factory=list)

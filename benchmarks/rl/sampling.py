@@ -108,7 +108,7 @@ def host_bytes(document: Mapping[str, Any]) -> int:
 
 
 class Sampler:
-    """A thread that looks each `interval_s`, and whoever wants a look now. `off` where there are no GPUs."""
+    """A thread that looks each `interval_s`, and callers that want a look now. `off` where there are no GPUs."""
 
     def __init__(self, clock: Callable[[], float], interval_s: float, off: bool = False) -> None:
         self._clock, self._interval_s, self._off = clock, interval_s, off

@@ -46,7 +46,7 @@ class Switch:
         """The generator has all its memory, and the trainer is not there yet."""
 
     def before(self) -> None:
-        """The trainer has asked for completions: what the hand-over by CUDA IPC needs."""
+        """The trainer has requested completions: what the hand-over by CUDA IPC needs."""
 
     def to_generator(self) -> None:
         """The trainer's memory goes, the generator's comes."""
@@ -106,7 +106,7 @@ class BySublet(Switch):
         self.note(self._generator.pause(timeout=self.timeout_s))
 
     def before(self) -> None:
-        # Weights and graphs alone: what was paused by tag stays away until it is asked for by tag.
+        # Weights and graphs alone: what was paused by tag stays away until it is resumed by tag.
         if self.by_ipc and not self.generator_is_back:
             self._resume_beside_trainer()
         self.generator_is_back = False
@@ -237,7 +237,7 @@ class ByHand(Switch):
 
 
 class DestroyGroups(ByHand):
-    """As by hand, and the trainer's process groups are destroyed with each switch and built anew."""
+    """As by hand, and the trainer's process groups are destroyed with each switch and rebuilt."""
 
     def to_generator(self) -> None:
         self.train.ask("leave_groups")

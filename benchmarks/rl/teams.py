@@ -75,7 +75,7 @@ class Team:
                 link = Link(sock)
                 hello = link.receive(max(_POLL_S, end - time.monotonic()))
             except (socket.timeout, EOFError, Late):
-                # Whoever has died is found above.
+                # A process that has died is found above.
                 continue
             rank = hello["rank"]
             self._links[rank], self._sockets[rank] = link, sock
@@ -84,7 +84,7 @@ class Team:
     def tell(
         self, op: str, each: Optional[Sequence[Mapping[str, Any]]] = None, ranks: Optional[Sequence[int]] = None, **args: Any
     ) -> None:
-        """Sends `op` to `ranks` (all); with `each`, arguments of their own beside `args`."""
+        """Sends `op` to `ranks` (all); with `each`, arguments of their own in addition to `args`."""
         for place, rank in enumerate(self._chosen(ranks)):
             own = each[place] if each is not None else {}
             try:

@@ -342,7 +342,7 @@ def test_goals_say_what_was_reached_and_fail_nothing() -> None:
     assert goals["everything rewritten, out: 95 % of the pinned copy"]["reached"]
     assert not goals["everything rewritten, in: 95 % of the pinned copy"]["reached"]
     assert goals["nothing rewritten, out: 10 times as fast as copying"]["reached"]
-    assert goals["swap: 90 % of both ways at once"]["reached"]
+    assert goals["swap: 90 % of both ways together"]["reached"]
     assert not goals["nccl2: pause and resume together"]["reached"]
 
 

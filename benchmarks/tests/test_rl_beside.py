@@ -1,4 +1,4 @@
-"""What a tenant does beside the other's work, on a clock of the test's own: leave, wait, come back, and when to set out."""
+"""What a tenant does during the other's work, on a clock of the test's own: leave, wait, come back, and when to set out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 class Played:
-    """A sequence beside the generator, played on a clock of its own: what was done, and when."""
+    """A sequence during the generator's work, played on a clock of its own: what was done, and when."""
 
     def __init__(self, due_s: Optional[float], ends_s: float = 100.0, comes: Any = "came", pause_s: float = 2.0) -> None:
         from rl import beside

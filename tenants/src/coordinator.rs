@@ -1,6 +1,6 @@
 //! Pauses and resumes a tenant: takes all its processes through the phases together.
 //!
-//! There is no daemon: whoever wants a tenant paused (the command, one of its own processes, another
+//! There is no daemon: the process that wants a tenant paused (the command, one of its own processes, another
 //! tenant's policy) is its coordinator for that time, under a lock. All members finish a phase before any
 //! starts the next. A failure before the point of no return ([`Phase::Release`] of a pause,
 //! [`Phase::Activate`] of a resume) is undone in all of them; after it the members that are left are taken
@@ -84,7 +84,7 @@ pub struct Options {
     pub contact_timeout: Duration,
     /// For another coordinator of the tenant to finish.
     pub lock_timeout: Duration,
-    /// When given, do nothing until every member's application has asked for the action too, for at most
+    /// When given, do nothing until every member's application has requested the action too, for at most
     /// this long.
     pub consent: Option<Duration>,
     /// Before a resume creates anything, ask every member what is needed and free. For trying again and
@@ -119,7 +119,7 @@ pub enum TakesPart {
     /// All.
     #[default]
     Everybody,
-    /// This one alone, beside others that do the same. For memory that no other holds, of a process whose
+    /// This one alone, while others do the same. For memory that no other holds, of a process whose
     /// peers run on: nobody is brought to a cut, so what it has launched must be able to end without more
     /// launches of its own.
     Alone(MemberId),
@@ -259,7 +259,7 @@ impl Coordinator {
         Holdings::of_all(&[self]).remove(0).stats
     }
 
-    /// Everybody, for a question beside pauses and resumes.
+    /// Everybody, for a question outside of pauses and resumes.
     fn connect_all(&self, dir: &TenantDir) -> Result<Everybody, CoordinatorError> {
         Everybody::connect(dir, Step::Stats, Instant::now() + self.options.contact_timeout)
     }
@@ -345,7 +345,7 @@ impl Coordinator {
         Ok(Outcome::Completed(Box::new(report)))
     }
 
-    /// `error` with whoever holds the devices that are too full for this tenant, but for what is given to it.
+    /// `error` with the tenants that hold the devices that are too full for this tenant, but for what is given to it.
     fn with_holders(
         &self,
         mut error: CoordinatorError,

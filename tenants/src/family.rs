@@ -28,7 +28,7 @@ pub enum FamilyRefusal {
     NoFamily {
         /// Whose memory it is.
         lender: TenantName,
-        /// Who asked for it.
+        /// The tenant that opens it.
         borrower: TenantName,
     },
     /// One side names a family, and the other none.
@@ -39,7 +39,7 @@ pub enum FamilyRefusal {
     OneSided {
         /// Whose memory it is.
         lender: TenantName,
-        /// Who asked for it.
+        /// The tenant that opens it.
         borrower: TenantName,
         /// Who names it.
         named_by: TenantName,
@@ -58,7 +58,7 @@ pub enum FamilyRefusal {
         lender: TenantName,
         /// Its family.
         lenders: FamilyName,
-        /// Who asked for it.
+        /// The tenant that opens it.
         borrower: TenantName,
         /// That one's family.
         borrowers: FamilyName,

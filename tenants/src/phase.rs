@@ -1,6 +1,6 @@
 //! The steps of a pause and of a resume, in one table.
 //!
-//! Both are two-phase commits: all processes take every step of [`Stage::Prepare`] before any is asked for the first
+//! Both are two-phase commits: all processes take every step of [`Stage::Prepare`] before any is told to take the first
 //! of [`Stage::Commit`], and until then [`Stage::Abort`] takes each of them back. A new step is a row here, an
 //! [`Order`], and the code in the member that does it.
 //!
@@ -53,7 +53,7 @@ pub enum Phase {
     Thaw,
     /// Resume 1: create all memory, or none.
     CreateOwn,
-    /// In place of [`Phase::CreateOwn`], by stages, any number of times: create as much as is allowed, map it at its old
+    /// Instead of [`Phase::CreateOwn`], by stages, any number of times: create as much as is allowed, map it at its old
     /// addresses, and put its contents back.
     RestoreStage,
     /// Resume 2: map it at its old addresses, put contents back, export what peers will import. What is still away is
@@ -61,7 +61,7 @@ pub enum Phase {
     Restore,
     /// Resume 3: import peers' memory at its old addresses.
     Import,
-    /// In place of [`Phase::Import`]: the same, but what was imported from processes that have ended, or that do not
+    /// Instead of [`Phase::Import`]: the same, but what was imported from processes that have ended, or that do not
     /// have it any more, is left out for ever. Its addresses stay reserved and unmapped.
     ImportFromLiving,
     /// Resume 4: open the gate.
@@ -286,7 +286,7 @@ const TABLE: [Row; 17] = {
 };
 
 /// How long a pause that fails may have held launches of some processes while work of others ran on, unless other
-/// time-outs were asked for: the cut's, and those of closing the gate and of the drain.
+/// time-outs were requested: the cut's, and those of closing the gate and of the drain.
 pub const HELD_MAX: Duration = Duration::from_secs(70);
 
 /// The first phase of `action` that is of `stage` and always taken. There is one; else this does not compile.
@@ -360,13 +360,13 @@ impl Phase {
         self.row().timeout
     }
 
-    /// Is it the point of no return of its pause or resume, or behind it? Nobody is asked for such a
+    /// Is it the point of no return of its pause or resume, or behind it? Nobody is told to take such a
     /// step before everybody has done all steps before.
     pub fn is_decided(self) -> bool {
         self.stage() == Stage::Commit
     }
 
-    /// Is what is under way no longer wanted once this has been asked for?
+    /// Is what is under way no longer wanted once this has been requested?
     pub fn ends_early(self) -> bool {
         matches!(self.stage(), Stage::Abort | Stage::Settle)
     }

@@ -4,7 +4,7 @@
 //! reader of the tag must know what has become of its contents.
 //!
 //! Libraries' own memory (NCCL's buffers, handles of cuBLAS) belongs to no tag, whatever region it happens to
-//! be asked for in: it would leave under a library that knows nothing of tags.
+//! be allocated in: it would leave under a library that knows nothing of tags.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use vmm_pool::{Class, Contents, LIBRARY_TAGS};
 pub const DEPTH_MAX: usize = 64;
 /// Longest tag, in bytes.
 pub const TAG_BYTES_MAX: usize = 128;
-/// Most tags of a process; more is a tag made anew for each use.
+/// Most tags of a process; more is a new tag for each use.
 pub const TAGS_MAX: usize = 4096;
 
 /// Labels of libraries whose own memory belongs to no region.
@@ -92,7 +92,7 @@ pub enum RegionError {
         tag: String,
         /// Its policy.
         was: Contents,
-        /// What was asked for.
+        /// What was requested.
         now: Contents,
     },
     /// The tag is that of a library's own memory.
@@ -243,7 +243,7 @@ pub fn tags() -> BTreeMap<String, Contents> {
     shared().policies.clone()
 }
 
-/// Makes a call by which a library allocates for whoever calls it: that memory is no memory of the library's own.
+/// Makes a call by which a library allocates for its caller: that memory is no memory of the library's own.
 pub fn for_caller<T>(call: impl FnOnce() -> T) -> T {
     let before = FOR_CALLER.replace(true);
     let made = call();

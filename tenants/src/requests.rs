@@ -17,7 +17,7 @@ use crate::wire::{Action, MemberState};
 const LOOK: Duration = Duration::from_millis(50);
 
 /// Pauses or resumes the caller's whole tenant once **every** process of it has called this. Returns when
-/// it has happened everywhere; at once when the process is already so. The account is that of whoever
+/// it has happened everywhere; immediately if the process is already so. The account is that of the process that
 /// coordinates.
 ///
 /// One of the callers coordinates; the others wait for it to happen to them. None of them holds a lock

@@ -279,7 +279,7 @@ impl TenantDir {
 
     /// Removes sockets whose process is dead, then the directory if no socket is left in it and nobody
     /// coordinates in it. Says how many sockets went. Does not block: the kernel accepts or refuses a
-    /// local connection at once.
+    /// local connection immediately.
     ///
     /// # Errors
     /// [`RunDirError::Io`] when something cannot be removed.
@@ -414,7 +414,7 @@ impl TenantDir {
     }
 }
 
-/// Opens the file at `path` and locks it by `try_lock`, again and again until `deadline`. Whoever holds it then, and how many
+/// Opens the file at `path` and locks it by `try_lock`, again and again until `deadline`. The holder then, and how many
 /// milliseconds it was waited for, is for `locked` to say.
 fn wait_for_lock(
     path: &Path,

@@ -1,7 +1,7 @@
-//! Saved contents in files: the directory they are written to, and the maps beside them.
+//! Saved contents in files: the directory they are written to, and the maps next to them.
 //!
 //! A tenant whose resume cannot succeed keeps what it has saved, but only its own processes can read that. So each
-//! writes its own to a file, with a map of it; whoever asked for it writes the map of all.
+//! writes its own to a file, with a map of it; the coordinator writes the map of all.
 //!
 //! ```text
 //!   DIR/tenant.json                      which processes, written last

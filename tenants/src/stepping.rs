@@ -141,7 +141,7 @@ pub struct StepOrder {
 }
 
 impl Activity {
-    /// What whoever has read this knows.
+    /// What a reader of this knows.
     pub fn seen(&self) -> SeenActivity {
         let Self { cut, inside, waiting, is_idle, .. } = self;
         SeenActivity { cut: cut.seen, inside: *inside, waiting: *waiting, is_idle: *is_idle }
@@ -253,7 +253,7 @@ impl Stepper {
     /// * Where its threads wait at the cut and not at the gate, the limits are raised to what they need.
     /// * After a while, when no thread is ready, and now and then, a process that is busy goes on by a call, each in its
     ///   turn: what is missing may be launched by another thread of a process whose device waits for it, or by the same
-    ///   one on another stream. All at once would be the job in slow motion, with no moment at which all are idle.
+    ///   one on another stream. All together would be the job in slow motion, with no moment at which all are idle.
     /// * As long as no thread is ready and no device becomes idle or busy, each such turn is twice as many calls as the
     ///   last one of the same process. So a wait that N calls of it end costs no more than log2(N) + 1 of its turns.
     pub fn update(&mut self, activities: &[&Activity], pace: Pace) -> Decision {

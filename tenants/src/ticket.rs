@@ -1,4 +1,4 @@
-//! Tickets: what an application holds in place of the driver's descriptor of an exported allocation.
+//! Tickets: what an application holds instead of the driver's descriptor of an exported allocation.
 //!
 //! A ticket is a sealed memfd that names an allocation and its owner. It may be passed on, duplicated and kept for as
 //! long as the application likes. It names no place: the owner is looked for in the directory of the importer's own
@@ -226,7 +226,7 @@ fn sealed_and_locked(name: &str, bytes: &[u8]) -> io::Result<OwnedFd> {
 /// # Errors
 /// What the system returned, such as too many open files, or no `/proc`.
 pub fn watch(fd: BorrowedFd<'_>) -> io::Result<TicketWatch> {
-    // Opened anew: a duplicate would have the lock too.
+    // Opened again: a duplicate would have the lock too.
     let fd = OwnedFd::from(File::open(format!("/proc/self/fd/{}", fd.as_raw_fd()))?).into();
     Ok(TicketWatch { fd, is_closed })
 }

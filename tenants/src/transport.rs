@@ -1,15 +1,15 @@
-//! Framed messages over Unix sockets, with descriptors beside them.
+//! Framed messages over Unix sockets, with descriptors.
 //!
 //! ```text
 //! magic "SBLT" | version u16 | descriptors u16 | payload length u32 | payload (postcard)
 //! ```
 //!
-//! Integers are little-endian. Descriptors travel beside the first byte of a frame; the header says how
+//! Integers are little-endian. Descriptors travel with the first byte of a frame; the header says how
 //! many, and a frame that brings other than that is refused whole: what came is closed. A side that
 //! expects none ([`Limits::fds_max`]) reads with no room for any, so that the kernel never installs them.
 //! Every wait has a deadline. A receive that runs out of time may be continued, as nothing read is lost;
 //! after any other error the connection is [`TransportError::OutOfStep`]. Peers of another user are
-//! refused, by whoever connects and by whoever accepts.
+//! refused, by the connecting and by the accepting side.
 //!
 //! A process that reads a frame of another version answers with an empty frame of its own version, so
 //! that both sides can say who speaks what.
@@ -55,7 +55,7 @@ use outgoing::Outgoing;
 
 use crate::wire::FDS_PER_MESSAGE_MAX;
 
-/// How much of a payload is asked for at once: memory follows what arrives, not what a header claims.
+/// How much of a payload is read in one piece: memory follows what arrives, not what a header claims.
 const READ_BYTES: usize = 16 * 1024;
 /// A full queue of a listening socket gives no event when it has room again.
 const CONNECT_BACK_OFF: Duration = Duration::from_millis(5);
@@ -198,7 +198,7 @@ impl Connection {
         !self.outgoing.is_empty()
     }
 
-    /// Sends `message` with `fds` beside it; these stay the caller's. What was queued goes first.
+    /// Sends `message` with `fds`; these stay the caller's. What was queued goes first.
     ///
     /// # Errors
     /// [`TransportError::TooLong`] and [`TransportError::TooManyFds`] before anything is sent;
@@ -221,7 +221,7 @@ impl Connection {
         sent
     }
 
-    /// Queues `message` with `fds` beside it; [`Connection::flush`] sends it. Does not block.
+    /// Queues `message` with `fds`; [`Connection::flush`] sends it. Does not block.
     ///
     /// # Errors
     /// [`TransportError::TooLong`] and [`TransportError::TooManyFds`], with nothing queued;
@@ -306,7 +306,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Waits for the next message. The descriptors beside it are the caller's.
+    /// Waits for the next message. The descriptors with it are the caller's.
     ///
     /// # Errors
     /// [`TransportError::Deadline`], after which the same message may be waited for again;
@@ -423,7 +423,7 @@ impl Connection {
         }
     }
 
-    /// Waits for `events`. Whoever asks is told of the other's end here, also where a child of the other holds the
+    /// Waits for `events`. The caller is told of the other's end here, also where a child of the other holds the
     /// connection open.
     fn wait(
         &self,

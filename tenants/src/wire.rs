@@ -49,7 +49,7 @@ pub enum Request {
     GiveUp(GiveUp),
     /// Answered with [`Reply::Told`].
     Withdraw(Withdraw),
-    /// Answered with [`Reply::Fds`], and as many descriptors beside it.
+    /// Answered with [`Reply::Fds`], and as many descriptors with it.
     FetchFds(FetchFds),
     /// Answered with [`Reply::Saving`].
     Save(SaveStep),
@@ -101,14 +101,14 @@ pub enum Reply {
     Consented,
     /// To [`Request::GiveUp`].
     Noted,
-    /// To [`Request::FetchFds`]. Descriptors travel beside this message; `count` says how many. What is lent to another
+    /// To [`Request::FetchFds`]. Descriptors travel with this message; `count` says how many. What is lent to another
     /// tenant has two each: the driver's, and its lease.
     Fds {
         /// How many.
         count: u32,
         /// When tickets were redeemed: the tag of each allocation, in the same order.
         tags: Vec<String>,
-        /// Allocations asked for again that this process does not have any more. No descriptor comes for them.
+        /// Allocations requested again that this process does not have any more. No descriptor comes for them.
         missing: Vec<AllocationId>,
         /// Of what is lent to another tenant: the device of each allocation, in the same order, by its machine-wide
         /// name.
@@ -189,7 +189,7 @@ pub struct HostProgress {
 /// See [`HostProgress`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum HostStage {
-    /// Nothing is brought in: nobody has asked, or all that was asked for is there.
+    /// Nothing is brought in: nobody has asked, or all that was wanted is there.
     #[default]
     Rests,
     /// It is being brought in.
@@ -378,7 +378,7 @@ pub struct MemberInfo {
     pub held: bool,
     /// Do calls into NCCL wait until a resume of it?
     pub nccl_waits: bool,
-    /// The last step that it was asked for.
+    /// The last step that it was told to take.
     pub asked: Option<Asked>,
     /// The tags of its regions, in order of their names.
     pub tags: Vec<TagBytes>,

@@ -1,7 +1,7 @@
 //! Where fuzzing starts (`fuzz/corpus`), through the same decoders, in every build.
 //!
 //! Each file is one message of today as it is sent, without the magic and version before it. After a change of
-//! the wire, `SUBLET_WRITE_SEEDS=1 cargo test -p tenants --test corpus` writes them anew.
+//! the wire, `SUBLET_WRITE_SEEDS=1 cargo test -p tenants --test corpus` writes them again.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking, helpers of it too")]
 

@@ -32,7 +32,7 @@ const ALLOCATION: Allocation = Allocation {
     may_wait: true,
 };
 
-/// A process that queues where `wait` is some, beside one that holds five of eight units and would not come back.
+/// A process that queues where `wait` is some, next to one that holds five of eight units and would not come back.
 fn process(wait: Option<Duration>) -> (Place, Process) {
     let place = Place::new(&[UNITS * UNIT]).unwrap();
     let other = place.join("other", SimOptions::default()).unwrap();

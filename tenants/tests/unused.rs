@@ -1,4 +1,4 @@
-//! Whoever knows what memory is unused is asked by a pause only where an answer cannot come to wait for the resume.
+//! The source that knows what memory is unused is asked by a pause only if an answer cannot come to wait for the resume.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking, helpers of it too")]
 

@@ -1,6 +1,6 @@
 /* Plain memory is freed while a stream of the same context is captured, one word an argument:
  *
- *   beside    another thread captures in thread-local mode; a kernel still uses what is freed
+ *   meanwhile another thread captures in thread-local mode; a kernel still uses what is freed
  *   relaxed   the capturing thread frees, in relaxed mode
  *   global    another thread captures in global mode, which refuses the free
  *   thread    a capture that another thread may not end goes on
@@ -89,7 +89,7 @@ static CUresult by_thread(void *(*body)(void *))
     return code;
 }
 
-static void beside(void)
+static void meanwhile(void)
 {
     CUresult code = CU_OK;
     bool was_early;
@@ -104,9 +104,9 @@ static void beside(void)
     was_early = is_freed;
     OK(cuMemsetD32Async(flag, 1, 1, NULL));
     pthread_join(thread, NULL);
-    printf("beside: free %s, %s, stream %s\n", driver_error(code), was_early ? "too early" : "after the work",
+    printf("meanwhile: free %s, %s, stream %s\n", driver_error(code), was_early ? "too early" : "after the work",
         driver_error(cuStreamSynchronize(working)));
-    end("beside");
+    end("meanwhile");
 }
 
 static void relaxed(void)
@@ -227,8 +227,8 @@ int main(int count, char **words)
     driver_start();
     OK(cuDevicePrimaryCtxRetain(&context, 0));
     for (int i = 1; i < count; i++) {
-        if (strcmp(words[i], "beside") == 0)
-            beside();
+        if (strcmp(words[i], "meanwhile") == 0)
+            meanwhile();
         else if (strcmp(words[i], "relaxed") == 0)
             relaxed();
         else if (strcmp(words[i], "global") == 0)

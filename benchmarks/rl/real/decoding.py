@@ -32,7 +32,7 @@ class Slots(StaticCache):
         return keys, values
 
     def get_seq_length(self, *_: Any) -> int:
-        """Not asked for: positions are always given."""
+        """Not used: positions are always given."""
         return 0
 
 

@@ -60,7 +60,7 @@ class Generator:
         return sublet.region(tag, contents=contents)
 
     def _move_weights(self) -> None:
-        """Weights come anew with each hand-over, so nobody need save them; what else the model has does not, and stays outside
+        """Weights come again with each hand-over, so nobody need save them; what else the model has does not, and stays outside
         of the region."""
         with self._region("weights", "discard"):
             for parameter in self._model.parameters():
@@ -78,7 +78,7 @@ class Generator:
         return {"completions": found, "fingerprint": models.fingerprint(self._model), "tokens": sum(map(len, found))}
 
     def _leave(self, parts: list[str]) -> int:
-        """By hand. Weights come anew with each hand-over, and a graph is captured anew."""
+        """By hand. Weights come again with each hand-over, and a graph is captured again."""
         if "kv" in parts or "graphs" in parts:
             self._decoder = self._memory = None
         if "weights" in parts:

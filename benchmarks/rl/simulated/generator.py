@@ -60,7 +60,7 @@ class Generator:
     def _leave(self, parts: list[str]) -> int:
         for part in parts:
             self._memory.pop(part).free()
-        # Weights come anew with each hand-over, so that nothing is kept.
+        # Weights come again with each hand-over, so that nothing is kept.
         return 0
 
     def _arrive(self, parts: list[str]) -> None:

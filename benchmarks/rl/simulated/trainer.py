@@ -119,7 +119,7 @@ class Trainer:
         return len(data)
 
     def _trim(self) -> None:
-        """Gives up what is cached; the next step takes it anew."""
+        """Gives up what is cached; the next step takes it again."""
         if "caches" in self._memory:
             self._memory.pop("caches").free()
 

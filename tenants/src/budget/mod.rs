@@ -124,7 +124,7 @@ impl Budgets {
     }
 
     /// These with `changes` in their place: a GPU that is named gets what is said of it, and what is said of every GPU is
-    /// in place of all. `known` are the identities and numbers of GPUs, for one that is named by both.
+    /// instead of all. `known` are the identities and numbers of GPUs, for one that is named by both.
     #[must_use]
     pub fn changed_by(&self, changes: &Self, known: &[(DeviceUuid, Option<u32>)]) -> Self {
         if changes.0.contains_key(&Which::Every) {

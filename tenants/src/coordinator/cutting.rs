@@ -1,7 +1,7 @@
 //! The messages that bring the ranks of a tenant to a common cut, where a pause closes their gates.
 //!
 //! Every member is asked to launch no more than [`Plan::limits`] admits and to say when it has moved.
-//! Whoever answers is told the new limits at once, without waiting for the others: one that computes on
+//! A member that answers is told the new limits immediately, without waiting for the others: one that computes on
 //! its host for long delays nobody else.
 
 use std::time::{Duration, Instant};

@@ -16,7 +16,7 @@ use crate::wire::PhaseReport;
 const COPIED_BYTES_MIN: u64 = 1 << 30;
 
 /// What is not in host memory yet, against what is copied, where making it first costs less than is gained: a pause makes it
-/// beside its copies otherwise.
+/// during its copies otherwise.
 const GROWTH_SHARE: u64 = 16;
 
 /// A process copies to host memory at least as fast, in bytes a second, whatever else its machine does.

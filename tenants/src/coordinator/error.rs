@@ -88,7 +88,7 @@ pub enum CoordinatorError {
     UnknownTags {
         /// The tenant.
         tenant: TenantName,
-        /// The tags asked for that nobody knows.
+        /// The requested tags that nobody knows.
         unknown: Vec<String>,
         /// The tags there are.
         known: Vec<String>,
@@ -146,7 +146,7 @@ pub enum CoordinatorError {
         /// Who could not be taken back.
         undo_failures: Vec<MemberFailure>,
     },
-    /// The process that coordinated what all processes asked for has failed, and told the others.
+    /// The process that coordinated what all processes requested has failed, and told the others.
     #[error("{} tenant '{tenant}' together with its other processes failed: {why}", gerund(*action))]
     FailedTogether {
         /// The tenant.

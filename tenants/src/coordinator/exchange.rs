@@ -57,7 +57,7 @@ struct Device {
     leaving_bytes: u64,
     coming_bytes: u64,
     gone_bytes: u64,
-    /// Taken by whoever comes, or promised to them.
+    /// Taken by those that come, or promised to them.
     granted_bytes: u64,
 }
 
@@ -272,7 +272,7 @@ impl Exchange {
             return None;
         }
         let all_released = self.all_released();
-        // Whoever has least under way, and of those whoever needs most.
+        // The one with least under way, and of those the one that needs most.
         let mut order: Vec<usize> = (0..self.coming.len()).collect();
         order.sort_by_key(|index| {
             let comer = &self.coming[*index];
@@ -359,7 +359,7 @@ impl Exchange {
         }
     }
 
-    /// Too much time has passed. Whoever leaves is told to release what is left, whatever has come of its stages.
+    /// Too much time has passed. A process that leaves is told to release what is left, whatever has come of its stages.
     pub(super) fn hurry(&mut self) {
         for leaver in &mut self.leaving {
             if leaver.at == LeaverAt::Stages {

@@ -109,7 +109,7 @@ impl Session<'_> {
             .into_iter()
             .collect();
         if let Err(error) = poll_until(&mut fds, Instant::now() + rest) {
-            tracing::debug!(%error, "borrowers are asked again at once");
+            tracing::debug!(%error, "borrowers are asked again immediately");
         }
     }
 

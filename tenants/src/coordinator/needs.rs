@@ -1,4 +1,4 @@
-//! What a resume of a tenant would take, and what is free; and whether its devices have anything left to do: asked beside pauses and resumes, with no lock of theirs.
+//! What a resume of a tenant would take, and what is free; and whether its devices have anything left to do: asked outside of pauses and resumes, with no lock of theirs.
 
 use std::collections::BTreeMap;
 

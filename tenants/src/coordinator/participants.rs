@@ -61,7 +61,7 @@ impl Session<'_> {
                 (Action::Resume, false) => row.imported_away_bytes,
             }
         });
-        // Calls into NCCL wait by what was asked for, whether or not it has memory to give.
+        // Calls into NCCL wait as requested, whether or not it has memory to give.
         let nccl_waits = action == Action::Pause;
         let is_nccl_as_asked = !tags.has(NCCL_TAG)
             || infos()

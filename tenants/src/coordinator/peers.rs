@@ -74,7 +74,7 @@ impl Answer {
     /// What it says to `question`. A refusal, and a reply of another kind, are failures of the member.
     pub(super) fn to<Q: Question>(self, question: &Q) -> Result<Q::Answer, MemberFailure> {
         let (who, step) = (self.who, self.step);
-        // Descriptors beside a reply are taken before, by whoever knows what they are.
+        // Descriptors with a reply are taken before, by the code that knows what they are.
         match question.outcome_in(self.reply?, Vec::new()) {
             Some(Ok(answer)) => Ok(answer),
             Some(Err(failure)) => Err(MemberFailure { who, step, failure }),
@@ -228,7 +228,7 @@ impl Peers {
         Ok(())
     }
 
-    /// Those asked this question first have as long as the last: all that are silent are overdue at once, and named.
+    /// Those asked this question first have as long as the last: all that are silent are overdue together, and named.
     pub(super) fn give_all_the_time_of_the_last(&mut self, step: Step) {
         let all = self.list.iter_mut().filter_map(|peer| match &mut peer.link {
             Link::Up { owed, .. } => {

@@ -1,8 +1,8 @@
 //! Room in host memory for a pause that has none: saved contents of the tenant that has been paused for longest go to its file,
 //! where its processes have opted in.
 //!
-//! Whoever pauses asks for it between two tries, when all processes of its own tenant run again. It takes the other tenant's lock
-//! only where that is free, since it has a lock already, and for one step at a time, so that whoever wants that tenant itself comes in between. All of
+//! The coordinator of a pause does it between two tries, when all processes of its own tenant run again. It takes the other tenant's lock
+//! only where that is free, since it has a lock already, and for one step at a time, so that a command that wants that tenant itself comes in between. All of
 //! it has a deadline. Whatever it has come to when it ends, all contents are in host memory or in the file.
 //!
 //! What moves lies behind all that stays in the arena, for host memory goes back from the end of it, in chunks. An allocation
@@ -170,7 +170,7 @@ impl Coordinator {
                 None => drop(left.remove(&index)),
             }
             if self.is_called_off() {
-                // Hanging up ends a step that is under way, and whoever has the lock next waits for no more of it.
+                // Hanging up ends a step that is under way, and the next to have the lock waits for no more of it.
                 drop((peers, held));
                 break;
             }
@@ -185,7 +185,7 @@ impl Coordinator {
         let question = SpillStep { most_bytes };
         for index in 0..peers.list.len() {
             if let Err(failure) = peers.ask(index, &question, ASK_TIMEOUT) {
-                tracing::debug!(%failure, "a process was not asked for room");
+                tracing::debug!(%failure, "a process was not told to make room");
             }
         }
         self.answers(peers, question)
@@ -201,7 +201,7 @@ impl Coordinator {
     ) -> Option<SpillProgress> {
         let question = SpillStep { most_bytes };
         if let Err(failure) = peers.ask(index, &question, timeout) {
-            tracing::debug!(%failure, "a process was not asked for room");
+            tracing::debug!(%failure, "a process was not told to make room");
             return None;
         }
         self.answers(peers, question).remove(&index)

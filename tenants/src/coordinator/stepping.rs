@@ -27,7 +27,7 @@ const STEP_TIME: Duration = Duration::from_millis(200);
 const SLICE: Duration = Duration::from_millis(25);
 /// A drain that takes no longer is not worth a word.
 const QUIET: Duration = Duration::from_millis(500);
-/// Processes that an error names beside the one that it is about.
+/// Processes that an error names in addition to the one that it is about.
 const NAMED_MAX: usize = 8;
 
 /// One process behind its gate.
@@ -69,7 +69,7 @@ fn moves(activities: &[&Activity]) -> Vec<Moves> {
     activities.iter().map(of).collect()
 }
 
-/// For whoever looks at a drain that takes long.
+/// For readers of a drain that takes long.
 fn note_round(all: &[Stepped], activities: &[&Activity], calls: &[Calls]) {
     for ((stepped, activity), calls) in all.iter().zip(activities).zip(calls) {
         let Activity { steps, is_idle, .. } = activity;

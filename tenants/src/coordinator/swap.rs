@@ -1,4 +1,4 @@
-//! Two tenants that change places: one is paused, the other is resumed, both at once where both have something to move. Each is
+//! Two tenants that change places: one is paused, the other is resumed, simultaneously if both have something to move. Each is
 //! moved whole or by tag, as its coordinator's scope says.
 //!
 //! These are two transactions, a pause and a resume, each with its own decision, under one coordinator that holds both
@@ -123,7 +123,7 @@ pub fn swap(
 enum Moving {
     Both(Box<Swap>),
     OneThatLeaves,
-    /// The contexts of the second do not fit beside the first, of which this would leave.
+    /// The contexts of the second do not fit next to the first, of which this would leave.
     OneAfterTheOther {
         left: Scope,
     },
@@ -369,7 +369,7 @@ impl Target<'_> {
 }
 
 /// The second did not come, and the first takes back what has `left` of it. Where the second keeps some of the room for that, because it could not be taken
-/// back wholly, it is asked for it again for a moment.
+/// back wholly, it is told to again for a moment.
 fn go_back(
     (from, to): (&Held<'_>, &Held<'_>),
     left: Scope,

@@ -1,6 +1,6 @@
 //! Holding a process at its next launch, and telling where it stands.
 //!
-//! Who holds is named by a number (its connection): a hold ends with its holder, at once, whatever the
+//! Who holds is named by a number (its connection): a hold ends with its holder, immediately, whatever the
 //! worker thread is at.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -45,14 +45,14 @@ pub(super) struct Table {
     /// Moves with everything that happens while not open.
     pub(super) progress: u64,
     mode: Mode,
-    /// Memory that launches need is away while the process runs: whoever holds, only the end of a communicator is let
+    /// Memory that launches need is away while the process runs: with any holder, only the end of a communicator is let
     /// through.
     is_away: bool,
     /// Launches that can be turned back are, while that is so.
     fails_while_away: bool,
     limits: Limits,
     holder: Option<u64>,
-    /// Moves when whoever watches is to stop.
+    /// Moves when the watcher is to stop.
     asked: u64,
     pub(super) waiting: BTreeMap<u64, Waiter>,
     /// Since when allocations wait for memory that others hold, in the order in which they came.
@@ -88,7 +88,7 @@ impl Drop for MemoryWait<'_> {
 pub(super) struct Waiter {
     what: &'static str,
     increments: Vec<Increment>,
-    /// Counters of further ranks that it needs; none when it is let go whoever has left.
+    /// Counters of further ranks that it needs; none if it is let go whatever ranks have left.
     also: Option<Vec<Arc<Counter>>>,
     since: Instant,
 }
@@ -206,7 +206,7 @@ impl Cut {
         Ok(())
     }
 
-    /// `holder` is going to hold, or asks for something else: whoever watches for it stops.
+    /// `holder` is going to hold, or wants something else: the watcher of the old stops.
     pub fn claim(&self, holder: u64) -> u64 {
         let mut table = self.table();
         table.holder = Some(holder);
@@ -215,18 +215,18 @@ impl Cut {
         table.asked
     }
 
-    /// Has something else been asked for than what [`Cut::claim`] gave `asked` for?
+    /// Has something else been requested than what [`Cut::claim`] gave `asked` for?
     pub fn is_asked_since(&self, asked: u64) -> bool {
         self.table().asked != asked
     }
 
-    /// `holder` is gone: what it holds is let go, and nothing it has asked for is begun any more.
+    /// `holder` is gone: what it holds is let go, and nothing that it requested is begun any more.
     pub fn abandon(&self, holder: u64) {
         let mut table = self.table();
         if table.holder == Some(holder) {
             table.holder = None;
             if table.mode == Mode::Held {
-                tracing::warn!("whoever held this process is gone: it runs on");
+                tracing::warn!("the holder of this process is gone: it runs on");
                 self.set(&mut table, Mode::Open);
             }
         }
@@ -296,7 +296,7 @@ impl Cut {
     }
 
     /// Where the process stands, when that is other than `seen`, or at `until`, or as soon as something
-    /// else is asked for than what [`Cut::claim`] gave `asked` for. `captures` says how many there are.
+    /// else is requested than what [`Cut::claim`] gave `asked` for. `captures` says how many there are.
     ///
     /// Blocks. None when the hold has ended.
     pub fn watch(

@@ -16,7 +16,7 @@
 //! ```
 //!
 //! Open, a launch marks the thread's own slot (`slots.rs`), loads the mode and adds to its counters.
-//! Held, every launch takes `table`'s lock, so that its increments are admitted and counted as one. Whoever
+//! Held, every launch takes `table`'s lock, so that its increments are admitted and counted as one. A thread that
 //! reports looks at the slots first and at the counts after, so a thread that has stepped out has been
 //! counted.
 //!
@@ -99,7 +99,7 @@ pub enum Series {
     },
     /// Its end, where ranks wait for each other: 1 once a rank has gone in.
     End,
-    /// Exchanges between experts: what all its ranks do in the same order, beside the collectives.
+    /// Exchanges between experts: what all its ranks do in the same order, in addition to the collectives.
     Expert {
         /// Which of the groups of experts on it, in the order of their making.
         group: u32,
@@ -202,7 +202,7 @@ pub struct Cut {
     mode: AtomicU8,
     slots: Slots,
     table: Mutex<Table>,
-    /// Something has moved that whoever watches may want to know.
+    /// Something has moved that watchers may want to know.
     moved: Condvar,
     /// The mode or the limits have changed.
     admitted: Condvar,

@@ -1,6 +1,6 @@
 //! What the coordinator lets through next: a pure function of what it was told.
 //!
-//! `docs/consistent-cut.md` argues why this ends, and `tests/model.rs` beside this file tries it on all
+//! `docs/consistent-cut.md` argues why this ends, and `tests/model.rs` next to this file tries it on all
 //! interleavings of small programs.
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -11,7 +11,7 @@ use super::{CommunicatorId, Lane, Rank, Series};
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Limits {
     of: BTreeMap<Lane, u64>,
-    /// Of these, whoever is below a limit is not waited for.
+    /// Of these, a member below a limit is not waited for.
     given_up: BTreeSet<CommunicatorId>,
 }
 

@@ -2,7 +2,7 @@
 //!
 //! An application may end a communicator from one thread while another is about to launch on it. Without a hold that
 //! is a race of microseconds, which it must look after itself. A hold would make a certainty of it: the thread that is
-//! held would launch later on what is gone. So whoever leaves marks its counters, and a thread that is held at one
+//! held would launch later on what is gone. So a rank that leaves marks its counters, and a thread that is held at one
 //! of them is turned back ([`Withdrawal`]). Who frees what such threads have in hand waits for them first
 //! ([`Cut::wait_for_withdrawals`]).
 

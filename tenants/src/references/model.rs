@@ -357,7 +357,7 @@ impl State {
             return;
         }
         action.members[who] = false;
-        // Behind the point of no return whoever is left goes on; before it all go back.
+        // Behind the point of no return those that are left go on; before it all go back.
         if !matches!(action.step, Step::Release | Step::Activate) {
             self.go_back();
         }
@@ -615,7 +615,7 @@ impl State {
     }
 
     fn somebody_joined(&self, members: [bool; 3]) -> bool {
-        // Whoever was paused before is known; only a process that runs can be new.
+        // A process that was paused before is known; only a process that runs can be new.
         ALL.into_iter().any(|who| self.runs(who) && !members[who])
     }
 }

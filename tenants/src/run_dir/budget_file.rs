@@ -5,8 +5,8 @@
 //!
 //! | byte | who locks it |
 //! | --- | --- |
-//! | 0 | whoever changes what is in the file besides figures; for moments |
-//! | 1 | whoever changes budgets from outside, so that the file is not taken for left behind |
+//! | 0 | a process that changes more in the file than figures; for moments |
+//! | 1 | a command that changes budgets from outside, so that the file is not taken for left behind |
 //! | 2 + n | the process that has slot n |
 
 use std::fs::{File, OpenOptions};
@@ -132,7 +132,7 @@ fn write_budgets(file: &File, budgets: &Budgets) -> io::Result<()> {
 }
 
 impl BudgetFile {
-    /// The file of a tenant of which a process, or whoever changes its budgets, has it open; `None` where there is none.
+    /// The file of a tenant which a process, or a command that changes its budgets, has open; `None` where there is none.
     ///
     /// # Errors
     /// [`RunDirError::Io`].
@@ -154,7 +154,7 @@ impl BudgetFile {
         Ok(shared.map(|shared| Self { file, path, shared }))
     }
 
-    /// For a process: the tenant's file with a slot in it. What dead processes have left of it is begun anew, with
+    /// For a process: the tenant's file with a slot in it. What dead processes have left of it is begun again, with
     /// `budgets`; `None` where nobody counts and nothing is said. Blocks for moments.
     ///
     /// # Errors
@@ -175,7 +175,7 @@ impl BudgetFile {
         })
     }
 
-    /// For whoever changes budgets of a tenant that runs. Until it is dropped the file is not taken for left behind.
+    /// For a command that changes budgets of a tenant that runs. Until it is dropped the file is not taken for left behind.
     ///
     /// # Errors
     /// [`RunDirError::Io`]; `WouldBlock` inside where another one does so.
@@ -273,7 +273,7 @@ impl BudgetFile {
         read_budgets(&self.file).map_err(io_error("reading", &self.path))
     }
 
-    /// Changes the tenant's budgets, for all its processes at once.
+    /// Changes the tenant's budgets, for all its processes simultaneously.
     ///
     /// # Errors
     /// [`RunDirError::Io`].
@@ -295,7 +295,7 @@ impl BudgetFile {
     /// Forgets what processes hold that have ended; `own` is the slot of this process. Waits for nothing.
     pub(crate) fn forget_dead(&self, own: Option<usize>) {
         for slot in (0..self.shared.slots_used()).filter(|slot| Some(*slot) != own) {
-            // While the byte is locked here nobody takes the slot anew.
+            // While the byte is locked here nobody takes the slot again.
             if self.shared.is_slot_used(slot)
                 && lock(&self.file, byte_of(slot), libc::F_WRLCK).is_ok()
             {
@@ -430,7 +430,7 @@ mod tests {
         drop(joins);
         assert!(BudgetFile::existing(&dir).unwrap().is_some());
         drop(editor);
-        let (anew, _) = process(&dir, "0=50");
-        assert_eq!(anew.budgets().unwrap(), budgets("0=50"));
+        let (again, _) = process(&dir, "0=50");
+        assert_eq!(again.budgets().unwrap(), budgets("0=50"));
     }
 }

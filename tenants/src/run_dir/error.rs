@@ -60,7 +60,7 @@ pub enum RunDirError {
         /// How long we waited.
         waited_ms: u64,
     },
-    /// The lock's file was removed while it was held, so that another may hold one beside it.
+    /// The lock's file was removed while it was held, so that another may hold one simultaneously.
     #[error(
         "the file of the lock on tenant '{tenant}' was removed, as cleaners of old files do; nothing was changed: try again"
     )]

@@ -124,7 +124,7 @@ fn an_empty_directory_stays_while_somebody_coordinates_in_it() {
     assert!(dir.path().exists());
     dir.remove_stale_holding(&lock).unwrap();
     assert!(!dir.path().exists());
-    // The lock file went with the directory; the next coordinator starts anew.
+    // The lock file went with the directory; the next coordinator makes a new one.
     drop(dir.lock(soon()).unwrap());
 }
 

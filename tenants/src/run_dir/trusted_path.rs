@@ -110,7 +110,7 @@ fn refuse<T>(path: &Path, problem: String, next_step: String) -> Result<T, RunDi
     Err(RunDirError::NotOurs { path: path.to_owned(), problem, next_step })
 }
 
-/// A directory above ours: could somebody else put another in place of what lies in it?
+/// A directory above ours: could somebody else replace what lies in it?
 fn check_above(status: &FileStat, path: &Path) -> Result<(), RunDirError> {
     if kind(status) != SFlag::S_IFDIR {
         return Err(io_error("use", path)(Errno::ENOTDIR.into()));

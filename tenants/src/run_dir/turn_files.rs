@@ -252,7 +252,7 @@ impl TurnDir {
         serde_json::from_str(&text).unwrap_or_default()
     }
 
-    /// Keeps `history` in place of what was kept before, at once.
+    /// Keeps `history` instead of what was kept before, atomically.
     ///
     /// # Errors
     /// [`RunDirError::Io`].
@@ -273,7 +273,7 @@ impl TurnDir {
         serde_json::from_str(&text).unwrap_or_default()
     }
 
-    /// Keeps `silent` in place of what was kept before, immediately. Takes no lock: of two that do so simultaneously one is
+    /// Keeps `silent` instead of what was kept before, immediately. Takes no lock: of two that do so simultaneously one is
     /// kept, or none that can be read, and then who decides asks again.
     pub(crate) fn keep_silent<T: Serialize>(&self, silent: &T) {
         let text = serde_json::to_string(silent).unwrap_or_default();

@@ -324,7 +324,7 @@ mod tests {
         let path = base.path().join("saved");
         let name = SaveDir::prepare(&path).unwrap().name().unwrap();
         SaveDir::open(&name).unwrap();
-        // Two that exist at once have different numbers.
+        // Two that exist simultaneously have different numbers.
         fs::rename(&path, base.path().join("moved")).unwrap();
         SaveDir::prepare(&path).unwrap();
         assert!(matches!(SaveDir::open(&name), Err(SaveDirError::Elsewhere { .. })));

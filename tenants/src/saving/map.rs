@@ -1,4 +1,4 @@
-//! The maps beside saved contents, as `docs/save.md` describes them.
+//! The maps next to saved contents, as `docs/save.md` describes them.
 //!
 //! Identities and addresses are hexadecimal text: other languages' JSON loses digits of 64-bit numbers.
 
@@ -111,7 +111,7 @@ pub struct ProcessMap {
 pub struct SavedAllocation {
     /// Its identity, the same in every process that has it.
     pub id: String,
-    /// The library that asked for it.
+    /// The library that allocated it.
     pub library: String,
     /// The tag of its region; empty without one.
     pub tag: String,

@@ -1,4 +1,4 @@
-//! Bytes with descriptors beside them, sent and received without blocking.
+//! Bytes with descriptors, sent and received without blocking.
 //!
 //! Each descriptor is owned from the moment it exists, also where the kernel reports that not all of them fitted.
 
@@ -34,7 +34,7 @@ pub(super) enum Room {
     Full,
 }
 
-/// Receives at most `into.len()` bytes; descriptors beside them join `fds`, close-on-exec.
+/// Receives at most `into.len()` bytes; descriptors with them join `fds`, close-on-exec.
 pub(super) fn receive(
     socket: BorrowedFd<'_>,
     into: &mut [u8],
@@ -57,7 +57,7 @@ pub(super) fn receive(
     Ok(Received { bytes: received.bytes, fds_truncated })
 }
 
-/// Sends some of `bytes`, with `fds` beside the first; says how many.
+/// Sends some of `bytes`, with `fds` at the first; says how many.
 pub(super) fn send(
     socket: BorrowedFd<'_>,
     bytes: &[u8],

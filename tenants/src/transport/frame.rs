@@ -21,14 +21,14 @@ pub(super) const MAGIC: [u8; 4] = *b"SBLT";
 pub struct Limits {
     /// Bytes of a payload.
     pub payload_bytes_max: usize,
-    /// Descriptors beside a frame. More are never installed in this process.
+    /// Descriptors with a frame. More are never installed in this process.
     pub fds_max: usize,
 }
 
 impl Limits {
     /// Of one who is asked: requests are short and bring no descriptors.
     pub const REQUESTS: Self = Self { payload_bytes_max: REQUEST_BYTES_MAX, fds_max: 0 };
-    /// Of one who asks; descriptors only where they were asked for.
+    /// Of one who asks; descriptors only if they are expected.
     pub const REPLIES: Self = Self { payload_bytes_max: PAYLOAD_BYTES_MAX, fds_max: 0 };
     /// The most that any message may have.
     pub const ALL: Self =
@@ -38,7 +38,7 @@ impl Limits {
 /// What the header of a frame says is to come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Descriptors beside the frame.
+    /// Descriptors with the frame.
     pub fds: usize,
     /// Bytes of the payload.
     pub payload_bytes: usize,

@@ -16,7 +16,7 @@ use super::{Connection, Direction, Peer, TransportError, poll_until};
 pub(crate) const BINDING_EXTENSION: &str = "bind";
 
 /// A listening socket. Dropping it leaves its name behind, because a forked child drops its copy too;
-/// [`Listener::close`] removes the name, and a name without a listener is removed by whoever meets it.
+/// [`Listener::close`] removes the name, and a name without a listener is removed by the next that meets it.
 #[derive(Debug)]
 pub struct Listener {
     socket: UnixListener,

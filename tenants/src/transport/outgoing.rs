@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use vmm_pool::UninheritedFd;
 
-/// One frame, as far as it has not been sent. Its descriptors travel beside its first byte.
+/// One frame, as far as it has not been sent. Its descriptors travel with its first byte.
 #[derive(Debug)]
 pub(super) struct Frame {
     pub(super) bytes: Vec<u8>,

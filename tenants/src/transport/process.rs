@@ -2,7 +2,7 @@
 //!
 //! Its sockets do not tell: a child that it forked may hold them open, and then they take connections, and
 //! questions, that nobody will ever answer. Nor does its id, which stays taken until its parent has waited for
-//! it, and then may become another's. So the kernel is asked for a descriptor of the process itself.
+//! it, and then may become another's. So the kernel gives a descriptor of the process itself.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -18,7 +18,7 @@ use rustix::process::{PidfdFlags, pidfd_open};
 
 use super::{connect_now, poll_until};
 
-/// The process that a socket leads to: whoever listened, not whoever holds the socket now.
+/// The process that a socket leads to: the one that listened, not the one that holds the socket now.
 #[derive(Debug)]
 pub(crate) enum Process {
     /// Readable once the process has ended, also while nobody has waited for it.

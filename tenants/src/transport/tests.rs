@@ -70,7 +70,7 @@ fn borrow(files: &[File]) -> Vec<BorrowedFd<'_>> {
 fn messages_arrive_in_order_with_their_descriptors() {
     let (mut a, mut b) = pair();
     let file = tempfile::tempfile().unwrap();
-    (&file).write_all(b"beside").unwrap();
+    (&file).write_all(b"within").unwrap();
     a.send(&Request::Hello, &[], soon()).unwrap();
     a.send(&Request::Stats, &[file.as_fd()], soon()).unwrap();
     a.send(&Request::Hello, &[], soon()).unwrap();
@@ -83,7 +83,7 @@ fn messages_arrive_in_order_with_their_descriptors() {
     let mut received = File::from(fds.remove(0));
     std::io::Seek::rewind(&mut received).unwrap();
     received.read_to_string(&mut text).unwrap();
-    assert_eq!(text, "beside");
+    assert_eq!(text, "within");
     let flags = nix::fcntl::fcntl(&received, nix::fcntl::FcntlArg::F_GETFD).unwrap();
     assert_eq!(flags & libc::FD_CLOEXEC, libc::FD_CLOEXEC);
     let (third, fds) = b.receive::<Request>(soon()).unwrap();

@@ -46,7 +46,7 @@ pub enum Verdict {
     Go(Vec<TenantName>),
     /// Ask again at this time of the clock at the latest, where one is known, and when something has changed.
     Wait(Option<u64>),
-    /// Its tenant does not fit, whoever makes way.
+    /// Its tenant does not fit, even if all others make way.
     Never,
 }
 
@@ -70,7 +70,7 @@ enum Hold {
 
 /// What each of `scene.waiting` is to do at `now_us`, in the same order.
 ///
-/// Whoever may go does so before `scene` is looked at again; GPUs of one who goes or waits are nobody's who comes after it.
+/// A tenant that may go does so before `scene` is looked at again; GPUs of one who goes or waits are nobody's who comes after it.
 pub fn decide(scene: &Scene, history: &History, settings: &Settings, now_us: u64) -> Vec<Decision> {
     let view = View { scene, history, settings, now_us };
     let mut order: Vec<usize> = (0..scene.waiting.len()).collect();
@@ -103,7 +103,7 @@ pub fn decide(scene: &Scene, history: &History, settings: &Settings, now_us: u64
             for gpu in waiting.gpus(standing) {
                 taken.entry(gpu).or_insert(&waiting.tenant);
             }
-            // Two at once would pause one tenant twice.
+            // Two simultaneously would pause one tenant twice.
             if let Verdict::Go(victims) = &decision.verdict {
                 for name in victims {
                     let Some((name, victim)) = scene.tenants.get_key_value(name) else { continue };
@@ -203,8 +203,8 @@ impl<'a> View<'a> {
         }
         let short = self.short(lacks);
         if short.is_empty() {
-            let what = if standing.is_active { "has what it asked for" } else { "is resumed" };
-            let reason = format!("'{tenant}' {what}: it fits beside what is there");
+            let what = if standing.is_active { "has what it wanted" } else { "is resumed" };
+            let reason = format!("'{tenant}' {what}: it fits next to what is there");
             return Decision::new(waiting, Verdict::Go(Vec::new()), vec![reason]);
         }
         self.with_victims(waiting, standing, &short)
@@ -253,13 +253,13 @@ impl<'a> View<'a> {
                 return Decision::wait(waiting, Some(until_us), &why);
             }
             let reason = format!(
-                "'{}' cannot {}, whoever makes way: {}{}",
+                "'{}' cannot {}, even if all others make way: {}{}",
                 waiting.tenant,
                 if standing.is_active { "have more" } else { "come" },
                 self.lacking(waiting, short, &all),
                 self.unheard(&waiting.tenant)
             );
-            // Whoever wants to be back has as long as it lives.
+            // A tenant that wants to be back has as long as it lives.
             let lasts = waiting.wish == Wish::Back;
             let verdict = if lasts { Verdict::Wait(None) } else { Verdict::Never };
             return Decision::new(waiting, verdict, vec![reason]);

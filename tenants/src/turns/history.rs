@@ -109,7 +109,7 @@ impl History {
     }
 
     fn at(&mut self, tenant: &TenantName) -> &mut Past {
-        // Who comes anew has had no less than whoever has had least.
+        // A newcomer has had no less than the tenant that has had least.
         let least_us = self.tenants.values().map(|past| past.used_us).min().unwrap_or(0);
         self.tenants
             .entry(tenant.as_str().to_owned())
@@ -167,7 +167,7 @@ impl History {
         ))
     }
 
-    /// `tenant` is about to be paused for another. Known before it is, so that it comes back though whoever does it should die in between.
+    /// `tenant` is about to be paused for another. Known before it is, so that it comes back even if the process that does it dies in between.
     pub fn is_leaving(&mut self, tenant: &TenantName) {
         self.at(tenant).is_displaced = true;
     }
@@ -210,7 +210,7 @@ impl History {
         self.changed_us = now_us;
     }
 
-    /// Others made room for `tenant`, which had its GPUs already: what it has runs anew from here on, or they would be back at once.
+    /// Others made room for `tenant`, which had its GPUs already: its quantum begins again here, or they would be back immediately.
     pub fn got_more(&mut self, tenant: &TenantName, scene: &Scene, now_us: u64) {
         let standing = scene.tenants.get(tenant);
         let weight = standing.map_or(1, |standing| standing.weight.get());
@@ -233,7 +233,7 @@ impl History {
         self.changed_us = now_us;
     }
 
-    /// Who runs in `scene` is not away, whoever resumed it; and who does not could be paused, whoever did that.
+    /// A tenant that runs in `scene` is not away; one that does not run could be paused.
     pub fn note_back(&mut self, scene: &Scene) {
         for (name, past) in &mut self.tenants {
             let mut tenants = scene.tenants.iter();

@@ -4,7 +4,7 @@
 //! waits: go, with what is to be paused for it; wait, until when or for whom; or never. Every decision has its reason as one line.
 //! Nothing here reads a clock, a file or another process.
 //!
-//! * Whoever waits and may go takes all its GPUs at once. Until then it holds none, and nobody who came later gets one of them: no two
+//! * A tenant that waits and may go takes all its GPUs together. Until then it holds none, and nobody who came later gets one of them: no two
 //!   wait for each other, and nobody is passed by for ever.
 //! * A tenant keeps the GPUs for a *quantum*, ten times what switching it out and in again takes, so that switching costs less than a tenth
 //!   of the time. A waiter of a higher class waits for no longer than a bound.

@@ -114,7 +114,7 @@ impl Wish {
         *self == Self::Order
     }
 
-    /// Do only those make way for it that come back by themselves? Nobody has asked for it by a command or a call.
+    /// Do only those make way for it that come back by themselves? No command or call wants it.
     pub fn spares_others(&self) -> bool {
         match self {
             Self::Back | Self::Memory(_) => true,
@@ -122,7 +122,7 @@ impl Wish {
         }
     }
 
-    /// What it takes beside the tenant's own memory, by GPU.
+    /// What it takes in addition to the tenant's own memory, by GPU.
     pub fn bytes(&self) -> impl Iterator<Item = (&str, u64)> {
         let bytes = if let Self::Memory(bytes) = self { Some(bytes) } else { None };
         bytes.into_iter().flatten().map(|(gpu, bytes)| (gpu.as_str(), *bytes))
@@ -161,7 +161,7 @@ impl Standing {
         self.held.values().fold(0, |all, held| all.saturating_add(held.copied_bytes))
     }
 
-    /// What it takes on each GPU until it runs, with what it wants beside.
+    /// What it takes on each GPU until it runs, with what it wants in addition.
     pub fn lacks<'a>(&'a self, wish: &'a Wish) -> BTreeMap<&'a str, u64> {
         let away = self.held.iter().filter(|_| !self.is_active);
         let mut lacks: BTreeMap<&str, u64> =

@@ -13,7 +13,7 @@ pub(super) struct Candidate<'a> {
     pub(super) class: Class,
     /// Does it launch nothing? Then its pause holds nobody up.
     pub(super) is_idle: bool,
-    /// By how many of its quanta it has had more than whoever had least.
+    /// By how many of its quanta it has had more than the tenant that had least.
     pub(super) over_quanta: u64,
     /// What its pause would copy.
     pub(super) copied_bytes: u64,
@@ -115,9 +115,9 @@ mod tests {
         assert_eq!(chosen(&[("a", Fair, 0, 1, 10), ("b", Background, 0, 9, 10)], 10), ["b"]);
         // One that copies nothing before one that copies all.
         assert_eq!(chosen(&[("a", Fair, 0, 10, 10), ("b", Fair, 0, 0, 10)], 10), ["b"]);
-        // Whoever has had most beyond its share.
+        // The tenant that has had most beyond its share.
         assert_eq!(chosen(&[("a", Fair, 5, 10, 10), ("b", Fair, 0, 0, 10)], 10), ["a"]);
-        // One in place of two, and none that is not needed.
+        // One instead of two, and none that is not needed.
         let three = [("a", Fair, 0, 4, 4), ("b", Fair, 0, 5, 5), ("c", Fair, 0, 10, 10)];
         assert_eq!(chosen(&three, 10), ["c"]);
         assert_eq!(chosen(&three, 5), ["b"]);

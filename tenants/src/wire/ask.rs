@@ -24,12 +24,12 @@ pub trait Ask {
     /// As it is sent.
     fn to_request(&self) -> Request;
 
-    /// How many descriptors may come beside the answer.
+    /// How many descriptors may come with the answer.
     fn fds_max(&self) -> usize {
         0
     }
 
-    /// The answer in `reply` and the descriptors beside it; `None` when it is one to another question.
+    /// The answer in `reply` and the descriptors with it; `None` when it is one to another question.
     fn answer_in(&self, reply: Reply, fds: Vec<OwnedFd>) -> Option<Self::Answer>;
 
     /// As [`Ask::answer_in`], or why the question is refused.
@@ -207,10 +207,10 @@ impl Ask for StepOn {
     }
 }
 
-/// Wait until the application of this process has itself asked for `action`, and stands still in that call.
+/// Wait until the application of this process has itself requested `action`, and stands still in that call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AwaitConsent {
-    /// What the application must have asked for.
+    /// What the application must have requested.
     pub action: Action,
     /// Give up, and answer so, after this long.
     pub timeout_ms: u64,
@@ -228,11 +228,11 @@ impl Ask for AwaitConsent {
     }
 }
 
-/// The `action` that your application asked for and waits in will not happen now: let it go on with an error that
+/// The `action` that your application requested and waits in will not happen now: let it go on with an error that
 /// says why.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GiveUp {
-    /// What the application asked for.
+    /// What the application requested.
     pub action: Action,
     /// One sentence.
     pub why: String,
@@ -297,11 +297,11 @@ pub struct Borrower {
 pub struct SentFds {
     /// How many the owner says it has sent.
     pub count: usize,
-    /// What came, in the order of the allocations asked for; for a borrower two each, the driver's and the lease.
+    /// What came, in the order of the requested allocations; for a borrower two each, the driver's and the lease.
     pub fds: Vec<OwnedFd>,
     /// When tickets were redeemed: the tag of each allocation, in the same order.
     pub tags: Vec<String>,
-    /// Allocations asked for again that the owner does not have any more. No descriptor comes for them.
+    /// Allocations requested again that the owner does not have any more. No descriptor comes for them.
     pub missing: Vec<AllocationId>,
     /// For a borrower: the device of each allocation, in the same order, by its machine-wide name.
     pub devices: Vec<String>,
@@ -375,7 +375,7 @@ impl Ask for SaveStep {
 }
 
 /// Saved contents in host memory, where your process has opted in and stands paused: move some to a file, and say what is
-/// left. Whoever asks holds the lock of your tenant.
+/// left. The asking process holds the lock of your tenant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SpillStep {
     /// About so much; nothing, and the answer alone, where that is 0.

@@ -229,7 +229,7 @@ const NO_TIME: SaveStep = SaveStep::WriteOn { for_ms: 0 };
 #[test]
 fn what_is_not_whole_goes_with_its_asker_and_with_any_other_step() {
     let stage = Stage::new();
-    // More than is written at once.
+    // More than is written in one piece.
     let large = crate::stage::create(
         &stage.members[0],
         crate::stage::device_of(0),

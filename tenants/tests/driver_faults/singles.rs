@@ -139,7 +139,7 @@ fn a_short_timeout_does_not_end_the_saving_of_a_pause_that_releases_early() {
     let outcome = std::thread::scope(|threads| {
         let paused = threads.spawn(|| coordinator.pause(&mut |_| {}));
         assert!(hold.is_met(Duration::from_secs(30)));
-        // Longer than was asked for, and than an answer may take besides.
+        // Longer than was requested, and than an answer may take besides.
         let late = Instant::now() + 2 * (TIMEOUT + reply_margin);
         while Instant::now() < late {
             std::thread::yield_now();
@@ -153,7 +153,7 @@ fn a_short_timeout_does_not_end_the_saving_of_a_pause_that_releases_early() {
     stage.assert_intact("resumed");
 }
 
-/// Whoever is done first may find that others still hold device memory.
+/// The first to be done may find that others still hold device memory.
 #[test]
 fn a_pause_that_all_ask_for_returns_nowhere_before_it_has_happened_everywhere() {
     let stage = Stage::new();

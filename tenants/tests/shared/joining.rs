@@ -49,7 +49,7 @@ fn joined_in(phase: Phase) {
     assert!(outcome.is_ok(), "{phase:?}: {outcome:?}");
     let (importer, redeeming) = late.expect("it joined");
     assert_eq!(owner.state(), MemberState::Paused, "{phase:?}");
-    // Whoever is not paused waits with the ticket in its hand.
+    // A process that is not paused waits with the ticket in its hand.
     let is_there = importer.state() == MemberState::Active;
     if is_there {
         assert_used(&owner, 0, &format!("{phase:?}: nobody was given the old memory"));

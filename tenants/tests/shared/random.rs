@@ -232,7 +232,7 @@ impl Run {
         })
     }
 
-    /// Whoever runs sees what it must, where it sees anything.
+    /// A process that runs sees what it must, where it sees anything.
     fn check(&self) {
         for process in &self.processes {
             assert_ne!(process.state(), MemberState::Faulted, "{:#?}", self.last());

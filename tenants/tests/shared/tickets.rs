@@ -1,4 +1,4 @@
-//! Tickets hold memory as the driver's descriptors do: for as long as they are open anywhere, whoever has redeemed them.
+//! Tickets hold memory as the driver's descriptors do: for as long as they are open anywhere, redeemed or not.
 
 use std::os::fd::OwnedFd;
 
@@ -18,13 +18,13 @@ fn exported(owner: &Process) -> (vmm_pool::VirtualHandle, OwnedFd) {
 fn tickets_that_are_closed_and_never_redeemed_hold_no_memory() {
     let stage = Stage::new();
     let owner = stage.join();
-    // Closed before its memory is freed, which then goes at once.
+    // Closed before its memory is freed, which then goes immediately.
     let (handle, ticket) = exported(&owner);
     drop(ticket);
     owner.pool().enter_giving_up().release(handle).expect("released");
     let info = owner.pool().driver().memory_of(crate::stage::DEVICE).expect("memory");
     assert_eq!(info.free_bytes, info.total_bytes);
-    // And after it, more than are watched at once, all in all.
+    // And after it, more than are watched together, all in all.
     for _ in 0..2 * WATCHED_MAX {
         let (handle, ticket) = exported(&owner);
         owner.pool().enter_giving_up().release(handle).expect("released");

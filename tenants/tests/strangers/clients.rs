@@ -198,7 +198,7 @@ fn clients_that_stand_still_hold_nobody_up_and_are_closed() {
     // Both are closed when their time is up.
     let deadline = Instant::now() + STALL_MAX + Duration::from_secs(15);
     rest_of(&mut half, deadline);
-    // No event is asked for: what remains is that the other end has gone.
+    // No event is requested: what remains is that the other end has gone.
     let mut fds = [PollFd::new(deaf.as_fd(), PollFlags::empty())];
     assert!(poll_until(&mut fds, deadline).unwrap(), "a deaf client was kept");
     answers(&member);
@@ -251,7 +251,7 @@ fn as_many_requests_wait_as_the_limit_says_and_one_more_ends_the_connection() {
     let stage = Stage::new();
     let member = stage.member("train");
     let mut client = connect(&member);
-    // The longest wait that can be asked for must not break the agent's clock.
+    // The longest wait that can be requested must not break the agent's clock.
     let wait = Request::AwaitConsent(AwaitConsent { action: Action::Pause, timeout_ms: u64::MAX });
     for _ in 0..OPEN_REQUESTS_MAX {
         client.send(&wait, &[], soon()).unwrap();
@@ -351,7 +351,7 @@ fn memory_is_handed_to_members_of_the_tenant_and_in_numbers_within_the_limit() {
         }
     );
     assert_eq!(fds.len(), FDS_PER_MESSAGE_MAX);
-    // Whoever did not ask for descriptors gets none, though they were sent.
+    // A client that did not ask for descriptors gets none, though they were sent.
     let one = encode(&fetch(vec![ticket.allocation], peer.id()), 0).unwrap();
     assert!(decode::<Request>(&one, Limits::REQUESTS).is_ok());
     let error = client.exchange(&fetch(vec![ticket.allocation], peer.id()), 0, soon()).unwrap_err();

@@ -36,7 +36,7 @@ fn fetch(
 
 fn refused(client: &mut Connection, request: &Request) -> Failure {
     let (reply, fds) = client.exchange(request, FDS_PER_MESSAGE_MAX, soon()).unwrap();
-    assert!(fds.is_empty(), "descriptors beside {reply:?}");
+    assert!(fds.is_empty(), "descriptors with {reply:?}");
     let Reply::Failed(failure) = reply else { panic!("{reply:?}") };
     failure
 }
@@ -94,7 +94,7 @@ fn who_is_no_process_of_the_tenant_that_it_names_is_lent_nothing() {
 fn a_process_that_names_no_family_asks_nobody_of_another_tenant() {
     let stage = Stage::new();
     let (lender, stranger) = (stage.relative("train", RL), stage.relative("infer", None));
-    // Whoever is asked there would be seen.
+    // A process that is asked there would be seen.
     let dir = lender.socket_path().parent().unwrap().to_owned();
     let trap = UnixListener::bind(dir.join(format!("{}.sock", MemberId(77)))).unwrap();
     trap.set_nonblocking(true).unwrap();

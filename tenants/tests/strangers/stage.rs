@@ -38,7 +38,7 @@ impl Stage {
         Self { run_dir: place.run_dir().clone(), place }
     }
 
-    /// A directory beside the run directory.
+    /// A directory next to the run directory.
     pub(crate) fn base(&self) -> &Path {
         self.place.path()
     }

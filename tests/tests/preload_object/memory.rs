@@ -52,10 +52,10 @@ fn a_fill_of_memory_that_is_away_waits_for_the_resume() {
 #[test]
 fn a_free_beside_a_capture_waits_for_the_work_and_leaves_the_capture_alone() {
     assert_eq!(
-        said("captures", &["beside"]),
+        said("captures", &["meanwhile"]),
         [
-            "beside: free CUDA_SUCCESS, after the work, stream CUDA_SUCCESS",
-            "beside: capture CUDA_SUCCESS, sum 10485760",
+            "meanwhile: free CUDA_SUCCESS, after the work, stream CUDA_SUCCESS",
+            "meanwhile: capture CUDA_SUCCESS, sum 10485760",
         ]
     );
 }

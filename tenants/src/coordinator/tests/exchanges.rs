@@ -230,7 +230,7 @@ fn no_device_holds_more_than_it_may_and_all_comes_to_an_end() {
     }
 }
 
-/// Both go at one speed: whoever has been told something longest answers next, as soon as both have.
+/// Both go at one speed: the one that was told something longest ago answers next, as soon as both have.
 fn in_step(swapped: &mut Swapped) -> Idle {
     let mut idle = Idle::default();
     loop {

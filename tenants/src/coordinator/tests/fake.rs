@@ -31,7 +31,7 @@ use crate::wire::{
 pub(super) const GIB: u64 = 1 << 30;
 const STEP: Duration = Duration::from_millis(5);
 
-/// What a member does in place of its part.
+/// What a member does instead of its part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fault {
     Fail(FailureKind),
@@ -40,7 +40,7 @@ pub(super) enum Fault {
     /// Answers after so many milliseconds.
     Slow(u64),
     WrongAnswer,
-    /// Answers for another phase than the one it was asked for.
+    /// Answers for another phase than the one that was requested.
     OtherPhase,
     /// Answers, and says the same once more.
     Twice,
@@ -48,7 +48,7 @@ pub(super) enum Fault {
     Garbage,
     /// Sends the first half of its answer, then nothing.
     HalfAnswer,
-    /// Sends a descriptor beside its answer.
+    /// Sends a descriptor with its answer.
     WithFd,
 }
 
@@ -86,7 +86,7 @@ pub(super) struct Script {
     pub(super) stats: Option<Fault>,
     /// It says what it holds once so many as the number have been asked that, for at most half a minute.
     pub(super) stats_with: Option<(Meeting, usize)>,
-    /// In place of writing on, the second time.
+    /// Instead of writing on, the second time.
     pub(super) save: Option<Fault>,
     /// What it has to write; none when it runs with all its memory.
     pub(super) saved_bytes: Option<u64>,

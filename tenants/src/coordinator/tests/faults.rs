@@ -85,7 +85,7 @@ fn fault_in_each_reversible_phase(fault: Fault) {
                     failure.who.member == MemberId(victim_id) && failure.step == Step::Phase(*phase)
                 };
                 assert!(failures.iter().any(of_victim), "{error}");
-                // Beside one that is silent a busy machine may make others late.
+                // While one is silent, a busy machine may make others late.
                 assert!(fault == Fault::Silent || failures.len() == 1, "{error}");
                 let pid = std::process::id().to_string();
                 assert!(error.to_string().contains(&pid), "{error}");

@@ -71,7 +71,7 @@ fn a_step_whose_asker_has_hung_up_moves_nothing() {
     asker.0.send(&Request::Spill(ALL), &[], Instant::now() + SOON).unwrap();
     until("the step", || HAS_BEGUN.load(Ordering::SeqCst));
     drop(asker);
-    // Whoever asks afterwards is answered when the agent has seen that.
+    // A question afterwards is answered when the agent has seen that.
     assert!(matches!(Line::to(&job.members[0]).ask(&Request::Hello), Reply::Member(_)));
     *IS_HELD.lock().unwrap() = false;
     CHANGED.notify_all();

@@ -339,7 +339,7 @@ fn while_memory_is_away_launches_wait_whoever_holds_and_ends_pass() {
         assert!(cut.hold(COORDINATOR, limits));
         assert!(waits(), "its limits admit it");
         cut.abandon(COORDINATOR);
-        assert!(waits(), "whoever held is gone");
+        assert!(waits(), "the holder is gone");
         cut.pause();
         cut.release();
         assert!(waits(), "a pause of everything is over");

@@ -216,7 +216,7 @@ pub(super) fn tensor_and_data_parallel() -> Program {
     program
 }
 
-/// A pipeline of three stages: forward, then back and forth at once, then backward.
+/// A pipeline of three stages: forward, then back and forth together, then backward.
 pub(super) fn pipeline() -> Program {
     let mut program = Program::new(3, 1);
     let group = program.group(&[0, 1, 2]);

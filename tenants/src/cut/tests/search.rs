@@ -23,7 +23,7 @@ impl Model for Run {
 
     fn properties(&self) -> Vec<Property<Self>> {
         vec![
-            // Checked where nothing more can happen, which at a cut is so at once.
+            // Checked where nothing more can happen, which at a cut is so immediately.
             Property::eventually("it ends at a cut", |_, state: &State| state.settled),
             Property::always(
                 "what is launched at the cut is closed",

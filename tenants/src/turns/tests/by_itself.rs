@@ -12,7 +12,7 @@ use crate::turns::{Decision, Settings, Verdict, decide, idle_after_us};
 
 const SECOND: u64 = 1_000_000;
 
-/// One job: it does without the GPU for a while, allocates `more` beside its `base`, works, and frees that.
+/// One job: it does without the GPU for a while, allocates `more` in addition to its `base`, works, and frees that.
 #[derive(Clone, Copy, Debug)]
 struct Job {
     base: u64,

@@ -58,7 +58,7 @@ fn a_tenant_that_fits_comes_and_nobody_is_paused() {
     );
     let decision = only(&scene, &History::default());
     assert_eq!(decision.verdict, Verdict::Go(Vec::new()));
-    assert_eq!(decision.reasons, ["'infer' is resumed: it fits beside what is there"]);
+    assert_eq!(decision.reasons, ["'infer' is resumed: it fits next to what is there"]);
 }
 
 #[test]
@@ -239,10 +239,10 @@ fn an_allocation_that_fits_is_tried_again_and_one_that_does_not_has_the_least_pa
     assert_eq!(decision.reasons[1], "'train' gets more memory: it lacked 20 bytes on GPU-0");
     assert_eq!(decide(40).verdict, Verdict::Go(vec![name("other")]));
     assert!(matches!(&decide(60).verdict, Verdict::Go(both) if both.len() == 2));
-    // More than there is, whoever makes way: it is refused at once, and nobody is stopped for it.
+    // More than there is, even if all others make way: it is refused immediately, and nobody is stopped for it.
     let decision = decide(61);
     assert_eq!(decision.verdict, Verdict::Never);
-    assert!(decision.reasons[0].contains("'train' cannot have more, whoever makes way"));
+    assert!(decision.reasons[0].contains("'train' cannot have more, even if all others make way"));
 }
 
 #[test]

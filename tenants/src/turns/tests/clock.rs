@@ -8,7 +8,7 @@ use crate::turns::scene::{Cost, Held, Scene, Standing, Waiting, Wish};
 use crate::turns::{Class, Decision, Settings, Verdict, Weight, decide};
 
 pub(super) const GPU_BYTES: u64 = 100;
-/// Turns that are looked at in one run, unless more are asked for.
+/// Turns that are looked at in one run, unless more are requested.
 const WENT_MAX: u64 = 300;
 
 pub(super) fn name(text: &str) -> TenantName {
@@ -81,7 +81,7 @@ pub(super) struct World {
 }
 
 impl World {
-    /// All jobs are paused, and want their GPUs at once.
+    /// All jobs are paused, and want their GPUs together.
     pub(super) fn new(jobs: Vec<Job>) -> Self {
         let gpus = jobs.iter().flat_map(|job| &job.gpus).max().map_or(0, |most| most + 1);
         let count = jobs.len();
