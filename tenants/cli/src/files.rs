@@ -10,7 +10,7 @@ use crate::failure::{EXIT_UNCHANGED, Failure};
 /// Others read them: `node_exporter` runs as a user of its own.
 const MODE: u32 = 0o644;
 
-/// Puts a file with `text` in the place of `path` at once: a reader sees the one before or this one.
+/// Puts a file with `text` in the place of `path` atomically: a reader sees the one before or this one.
 pub(crate) fn replace(path: &Path, text: &str) -> Result<(), Failure> {
     try_replace(path, text).map_err(|error| failed(path, &error))
 }

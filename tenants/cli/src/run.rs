@@ -201,9 +201,9 @@ mod tests {
         let in_lib = root.join("lib/libsublet.so");
         fs::write(&in_lib, "").unwrap();
         assert_eq!(find_library(None, &plain).unwrap(), in_lib);
-        let beside = root.join("bin/libsublet.so");
-        fs::write(&beside, "").unwrap();
-        assert_eq!(find_library(None, &plain).unwrap(), beside);
+        let next = root.join("bin/libsublet.so");
+        fs::write(&next, "").unwrap();
+        assert_eq!(find_library(None, &plain).unwrap(), next);
 
         let named = root.join("other/custom.so");
         fs::write(&named, "").unwrap();

@@ -1,7 +1,7 @@
 //! Ctrl-C and SIGTERM on a command that changes a tenant.
 //!
 //! The first calls the action off: before its point of no return it is undone, after it it is finished, and
-//! either way the tenant is left in a state that the command names. The second leaves at once, with an exit
+//! either way the tenant is left in a state that the command names. The second leaves immediately, with an exit
 //! code that says whether there was a way back; the tenant's processes notice, and finish or undo their part
 //! by themselves.
 //!
@@ -44,7 +44,7 @@ impl Second {
     }
 }
 
-/// Something has changed that cannot be called off: whoever leaves by a second signal must not say that nothing has.
+/// Something has changed that cannot be called off: a command that leaves by a second signal must not say that nothing has.
 pub(crate) fn past_recall() {
     let mut second = SECOND.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(mut second) = second.take() {

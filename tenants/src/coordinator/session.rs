@@ -106,7 +106,7 @@ impl From<Vec<MemberFailure>> for Stop {
 /// Do the answers of the slow matter once somebody has failed?
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum OnFailure {
-    /// No: go back at once.
+    /// No: go back immediately.
     Stop,
     /// Yes: there is no way back.
     WaitForAll,
@@ -409,7 +409,7 @@ impl<'a> Session<'a> {
         Ok(Agreed { stays: self.agree_on_shared(drained)?, copies, schedule, saving })
     }
 
-    /// All phases that cannot be undone, of whoever is not lost on the way.
+    /// All phases that cannot be undone, of members that are not lost on the way.
     fn commit(&mut self, phases: &[Phase], members: Vec<usize>, report: &mut Report) {
         let mut left = members;
         let mut saving = self.agreed.saving;
@@ -427,7 +427,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Have any of `members`, which were asked for nothing yet, ended meanwhile?
+    /// Have any of `members`, which were not told anything yet, ended meanwhile?
     pub(super) fn check_all_alive(&mut self, members: &[usize]) -> Result<(), Vec<MemberFailure>> {
         let step = Step::Phase(Phase::RestoreStage);
         let dead: Vec<_> =
@@ -537,7 +537,7 @@ impl<'a> Session<'a> {
         };
         self.name_absent(&mut failures);
         (self.progress)(Event::RollingBack { failures: &failures });
-        // Whoever still waits for its application has done nothing yet, and stops when we hang up.
+        // A member that still waits for its application has done nothing yet, and stops when we hang up.
         for index in members {
             if self.peers.owes(*index, Step::Consent(action)) {
                 self.peers.drop_link(*index);

@@ -38,10 +38,10 @@ use crate::wire::{
 /// No request waits longer than this, whatever it says.
 const TIMEOUT_MAX: Duration = Duration::from_hours(24);
 /// How long the agent looks away from its listening socket when the system gives it no connection, as
-/// when the process has too many open files: the socket would wake it again at once.
+/// when the process has too many open files: the socket would wake it again immediately.
 const ACCEPT_BACK_OFF: Duration = Duration::from_millis(100);
 
-/// How long a coordinator may ask for nothing after all members had to be done with what it asked for last. It waits
+/// How long a coordinator may ask for nothing after all members had to be done with its last request. It waits
 /// for none of them longer than its margin for answers, which is two seconds.
 const SILENCE_MAX: Duration = Duration::from_secs(15);
 /// By when every process has its name again, after one has: busy machines take longer.
@@ -99,7 +99,7 @@ enum Work {
         asked: u64,
     },
     Save(SaveStep),
-    /// And whether whoever asked has gone: the next to lead waits behind it.
+    /// And whether the process that asked has gone: the next to lead waits behind it.
     Spill(SpillStep, Arc<AtomicBool>),
     /// See [`crate::wire::Count`].
     Count,
@@ -109,7 +109,7 @@ enum Work {
     Say(Reply),
     /// Memory that nothing but closed tickets holds is given back.
     EndTickets,
-    /// This connection, which had asked for [`Work::Save`], is closed.
+    /// This connection, which had requested [`Work::Save`], is closed.
     EndSave(u64),
 }
 
@@ -149,11 +149,11 @@ struct Agent<D: Driver> {
     pressure: Pressure,
     jobs: Sender<Job>,
     done: Receiver<Done>,
-    /// When the next request of whoever leads is due. When that one goes, the process settles what it led alone.
+    /// When the next request of the leader is due. When that one goes, the process settles what it led alone.
     due: Instant,
-    /// Who has asked for contents in files.
+    /// Who has requested contents in files.
     savers: BTreeSet<u64>,
-    /// Who has asked for room, and what tells the steps of it that they have gone.
+    /// Who has requested room, and what tells the steps of it that they have gone.
     spillers: BTreeMap<u64, Arc<AtomicBool>>,
 }
 
@@ -349,7 +349,7 @@ impl<D: Driver> Agent<D> {
         {
             self.member.begin_giving_back();
         }
-        // A coordinator holds a lock that went with the directory: another one shall not find us beside it.
+        // A coordinator holds a lock that went with the directory: another one must not find us meanwhile.
         if self.leading().is_some() {
             return;
         }
@@ -365,7 +365,7 @@ impl<D: Driver> Agent<D> {
         let path = member.socket_path.display();
         match member.config.run_dir.listen_again(member.tenant(), member.id) {
             Ok(listener) => {
-                // Whoever has connected already is served all the same.
+                // A client that has connected already is served all the same.
                 self.accept();
                 self.noted = member.sockets.note(&listener);
                 self.listener = listener;
@@ -583,7 +583,7 @@ impl<D: Driver> Agent<D> {
             Request::Lent(AskLent { scope }) => {
                 let reply = Reply::Lent(Box::new(self.member.lending(&scope)));
                 if self.leading() == Some(number) {
-                    // A look that the worker is still at was asked for before: it ends now, and is answered before.
+                    // A look that the worker is still at was requested before: it ends now, and is answered before.
                     self.member.cut().claim(number);
                     self.submit(number, Work::Say(reply), AGENT_TIMEOUT);
                 } else {

@@ -39,7 +39,7 @@ pub(super) struct Ahead {
 #[derive(Debug, Default)]
 struct State {
     has_thread: bool,
-    /// Somebody has asked for it: up to how much, in bytes.
+    /// Somebody has requested it: up to how much, in bytes.
     asked: Option<u64>,
     /// The machine is short: what is idle goes back.
     is_short: bool,
@@ -58,7 +58,7 @@ enum Task {
 struct Run {
     most_bytes: u64,
     begun: Instant,
-    /// Somebody has asked for it, and may call it off.
+    /// Somebody has requested it, and may call it off.
     is_asked: bool,
 }
 
@@ -76,7 +76,7 @@ impl Ahead {
 }
 
 impl State {
-    /// `run` is over. Who has asked for more meanwhile is told so by the next one.
+    /// `run` is over. The next one tells those that have requested more meanwhile.
     fn end(&mut self, run: &Run, stage: HostStage) {
         let done_bytes = if run.is_asked { run.most_bytes } else { 0 };
         if self.asked.is_some_and(|most_bytes| most_bytes > done_bytes) {

@@ -44,7 +44,7 @@ impl<D: Driver> Member<D> {
         self.config.family.as_ref()
     }
 
-    /// `owner`, of tenant `theirs`, is to be asked for memory: notes where it is. Nobody is contacted by a process that
+    /// `owner`, of tenant `theirs`, is to give memory: notes where it is. Nobody is contacted by a process that
     /// names no family.
     pub(super) fn approach(&self, owner: MemberId, theirs: &TenantName) -> Result<(), ImportError> {
         let refused = || ImportError::OtherTenant {

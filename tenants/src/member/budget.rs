@@ -177,14 +177,14 @@ impl<D: Driver> Member<D> {
         Ok(counting.is_some())
     }
 
-    /// Somebody has removed the file in which this process counts: those that join would not find it, nor whoever changes budgets.
+    /// Somebody has removed the file in which this process counts: those that join would not find it, nor would a command that changes budgets.
     fn count_again(&self, share: &Share) -> Result<(), RunDirError> {
         let budgets = share.seat().file.budgets()?;
         let Some((file, slot)) = BudgetFile::join(&self.dir, Some(&budgets))? else {
             return Ok(());
         };
         if file.budgets()?.is_empty() {
-            // Whoever made it knew of none.
+            // The process that made it knew of none.
             file.change(&budgets)?;
         }
         let places = self.places_in(&file)?;

@@ -1,6 +1,6 @@
 //! Stream captures, and waits of the application's threads for a context, which the driver spoils all captures in it for.
 //!
-//! Natively a free waits beside a capture; ours waits for the context first. So neither begins while the other is under way: a capture that is about to begin
+//! Natively a free waits during a capture; ours waits for the context first. So neither begins while the other is under way: a capture that is about to begin
 //! lets waits end, and a wait that finds one takes another way.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -62,7 +62,7 @@ impl Captures {
         BeforeCapture(self)
     }
 
-    /// The calling thread is about to wait for a context, until the answer is dropped; none beside a stream capture, which the wait would spoil.
+    /// The calling thread is about to wait for a context, until the answer is dropped; none during a stream capture, which the wait would spoil.
     pub fn wait(&self) -> Option<ContextWait<'_>> {
         let mut counts = self.counts();
         if counts.under_way + counts.about_to_begin > 0 {

@@ -15,7 +15,7 @@ use crate::transport::{Connection, Direction, TransportError};
 use crate::wire::{Failure, FailureKind, Reply, Request};
 
 /// Connections one agent keeps: peers on a node and a few commands fit. When all are taken, a new one
-/// takes the place of the one that has been idle longest, and that one's owner connects anew when it next asks
+/// takes the place of the one that has been idle longest, and that one's owner connects again when it next asks
 /// something. One whose question is not answered yet never goes: when there is no other, new ones wait in the
 /// listening socket's queue.
 pub const CONNECTIONS_MAX: usize = 256;
@@ -147,7 +147,7 @@ impl Clients {
         Ok(request.map(|(request, _no_fds)| request))
     }
 
-    /// Client `number` has asked for something that will be answered later. False when it has too much
+    /// Client `number` has requested something that will be answered later. False when it has too much
     /// of that already.
     pub(super) fn open_request(&mut self, number: u64) -> bool {
         let Some(client) = self.find(number) else {

@@ -80,7 +80,7 @@ impl<D: Driver> Member<D> {
             }
             draining.wait_for_change(left, self.calling_off.receiver());
         };
-        // Whoever has come to the gate since has something to launch.
+        // A thread that has come to the gate since has something to launch.
         let is_drained = is_idle && self.gate().mark() == mark;
         self.set_progress(Progress::Rest(draining.reopen().done.end()));
         if is_drained {

@@ -76,7 +76,7 @@ impl<D: Driver> Member<D> {
     /// To a process of the own tenant.
     fn hand_out_inside(&self, fetch: &FetchFds) -> Result<HandedOut, Failure> {
         let FetchFds { allocations, purpose, importer, .. } = fetch;
-        // Whoever is in no tenant of the family would have memory taken from under it by a pause of ours.
+        // A process in no tenant of the family would have memory taken from under it by a pause of ours.
         if !self.dir.has_member(*importer) {
             return Err(no_process_of(*importer, self.tenant()));
         }

@@ -1,7 +1,7 @@
 //! A process that runs on without NCCL's memory: its calls into NCCL wait at the cut.
 //!
 //! They wait from the end of a pause that names NCCL to the end of the resume, also where NCCL had no memory at that
-//! moment: what it is asked for later would be there in spite of the pause.
+//! moment: what it allocates later would be there in spite of the pause.
 
 use vmm_pool::driver::Driver;
 use vmm_pool::{Selection, Whose};

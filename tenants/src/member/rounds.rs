@@ -1,6 +1,6 @@
 //! Which pauses and resumes a process takes part in, one at a time, and what it was told of the end of each.
 //!
-//! A round is one pause or resume. Whoever leads it sends all its orders over one connection, and orders of other rounds are
+//! A round is one pause or resume. The leader sends all its orders over one connection, and orders of other rounds are
 //! refused as long as it is under way: two that lead at a time, each without knowing of the other, do not both get what
 //! they want. [`Order::Settle`](crate::phase::Order::Settle) is no order of a round: it ends the one under way.
 //!
@@ -59,7 +59,7 @@ pub(super) enum Admission {
 /// See the head of this module.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Rounds {
-    /// The connection of whoever leads, also before the first order of a round: it holds ranks on the way to a cut.
+    /// The connection of the leader, also before the first order of a round: it holds ranks on the way to a cut.
     leader: Option<u64>,
     under_way: Option<Round>,
     /// The newest last.
@@ -71,12 +71,12 @@ struct Round {
     number: u64,
     alone: bool,
     told: RoundEnd,
-    /// Whoever led it does so no more, so that none of its orders is taken.
+    /// The leader leads it no more, so that none of its orders is taken.
     is_closed: bool,
 }
 
 impl Rounds {
-    /// The connection of whoever leads.
+    /// The connection of the leader.
     pub(super) fn leader(&self) -> Option<u64> {
         self.leader
     }
@@ -134,7 +134,7 @@ impl Rounds {
         is_open && self.leader == Some(connection)
     }
 
-    /// Whoever led does so no more. Answers which round is to be settled.
+    /// The leader leads no more. Answers which round is to be settled.
     pub(super) fn end_leading(&mut self) -> Option<u64> {
         self.leader = None;
         let open = self.under_way.as_mut()?;

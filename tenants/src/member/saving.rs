@@ -109,7 +109,7 @@ impl<D: Driver> Member<D> {
         connection: u64,
         dir: SaveDir,
     ) -> SaveProgress {
-        // Whoever asks holds the tenant's lock, so one that began before has lost it, and has ended.
+        // The asking process holds the tenant's lock, so one that began before has lost it, and has ended.
         *saving = None;
         let info = self.info();
         let standing = match info.state {

@@ -9,7 +9,7 @@ use super::clients::CONNECTIONS_MAX;
 
 /// Stands where there is no socket.
 const NONE: RawFd = -1;
-/// Beside connections: the listening socket, and the one that takes its place.
+/// In addition to connections: the listening socket, and the one that takes its place.
 const OTHERS: usize = 2;
 
 /// Numbers of open sockets. No lock: a fork may come at any instant, on any thread.

@@ -11,7 +11,7 @@ use super::Member;
 use super::failures::pool_failure;
 use crate::wire::{MemberState, Reply, SpillProgress, SpillStep};
 
-/// How long one step lasts at most: the worker thread does nothing else meanwhile. Whoever asks waits for longer.
+/// How long one step lasts at most: the worker thread does nothing else meanwhile. The asking process waits for longer.
 pub(crate) const STEP_TIME: Duration = Duration::from_mins(1);
 
 impl<D: Driver> Member<D> {

@@ -1,4 +1,4 @@
-//! What a process does in a pause or resume by stages, where that differs from one at once. Runs on the worker thread.
+//! What a process does in a pause or resume by stages, where that differs from one in a single step. Runs on the worker thread.
 
 use std::collections::BTreeMap;
 use std::time::Instant;

@@ -12,7 +12,7 @@ use super::progress::Progress;
 use crate::stepping::{Activity, Calls, HeldCall, SeenActivity, StepOrder};
 use crate::wire::{Failure, FailureKind, MemberState, Reply};
 
-/// How long whoever watches goes without looking: threads come to the gate without a word to us.
+/// How long a watcher goes without looking: threads come to the gate without a word to us.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// How long a thread that was let in may be inside before the others go on without it: its call may wait for them.
 const CALL_PATIENCE: Duration = Duration::from_millis(5);
@@ -32,7 +32,7 @@ const LISTED_MAX: usize = 16;
 
 impl<D: Driver> Member<D> {
     /// Does `step`, and says what the process does as soon as that is other than `seen`, or at `until`, or when
-    /// something else is asked for than what [`crate::cut::Cut::claim`] gave `asked` for.
+    /// something else is requested than what [`crate::cut::Cut::claim`] gave `asked` for.
     pub(super) fn run_step(
         &self,
         holder: u64,

@@ -1,7 +1,7 @@
 //! Cooperative termination of a two-phase commit: what a process does when its coordinator has ended, or is silent. A
 //! silent one is hung up on, and counts as ended from then on.
 //!
-//! Nobody is asked for a step behind the point of no return before everybody has done all steps before it.
+//! Nobody is told to take a step behind the point of no return before everybody has done all steps before it.
 //! So a process that has prepared is in doubt: it cannot know alone which way the others went, and asks them: if one was
 //! told to commit, all commit; if none was, none ever will be, and all abort. A process that has not
 //! prepared knows that nobody was told, and aborts. One that has begun to release by stages knows that it was told, and
@@ -12,7 +12,7 @@
 //!
 //! The question needs a connection made after the coordinator's end was seen. Whatever the coordinator sent
 //! to the process that is asked lies in that one's socket by then, and its agent reads that first, so its answer
-//! counts it. A coordinator that was only stopped may go on at any time, though: so whoever is asked hangs up on it
+//! counts it. A coordinator that was only stopped may go on at any time, though: so a process that is asked hangs up on it
 //! before it answers, and can be told nothing afterwards that its answer did not count.
 
 use std::collections::VecDeque;
@@ -31,10 +31,10 @@ use crate::run_dir::MemberSocket;
 use crate::transport::{Connection, Process, TransportError, poll_until};
 use crate::wire::{Ask as _, Failure, FailureKind, MemberState, PhaseReport, RoundEnd, Withdraw};
 
-/// How long all others together may take to say what they were told. Agents answer at once; only a stopped
+/// How long all others together may take to say what they were told. Agents answer immediately; only a stopped
 /// process does not.
 const ASK_TIMEOUT: Duration = Duration::from_secs(5);
-/// Answers that have taken longer in all are asked for again: others wait for as long for a process that is stopped,
+/// Answers that have taken longer in all are requested again: others wait for as long for a process that is stopped,
 const ANSWERS_COUNT: Duration = Duration::from_secs(1);
 /// so often at most.
 const ASKED_TIMES_MAX: u32 = 3;
@@ -74,7 +74,7 @@ impl CallingOff {
         !self.raised.is_empty()
     }
 
-    /// For waiting on it beside something else, without taking what is in it.
+    /// For waiting on it together with something else, without taking what is in it.
     pub(super) fn receiver(&self) -> &Receiver<()> {
         &self.raised
     }

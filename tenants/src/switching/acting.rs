@@ -16,7 +16,7 @@ pub(super) struct Acting<'a> {
     pub(super) options: &'a SwitchOptions,
 }
 
-/// Whoever pauses or resumes `tenant` with these options.
+/// The coordinator that pauses or resumes `tenant` with these options.
 pub(super) fn coordinator(
     run_dir: &RunDir,
     tenant: &TenantName,

@@ -16,7 +16,7 @@ use crate::wire::MemberState;
 const LOOK: Duration = Duration::from_millis(20);
 /// How long it rests while it neither runs nor is paused.
 const ON_ITS_WAY: Duration = Duration::from_millis(100);
-/// How often a process that runs looks whether it still does, beside being told.
+/// How often a process that runs looks whether it still does, in addition to being told.
 const REST: Duration = Duration::from_hours(1);
 
 /// From now on, when the tenant of `member` was paused for another and a call of this process waits for its memory, a thread of its own waits for the

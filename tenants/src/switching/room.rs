@@ -1,6 +1,6 @@
 //! An allocation that its device has no room for waits until others have made some.
 //!
-//! The thread that waits stands outside the gate, in no call that the cut counts and beside no stream capture, and holds no lock of ours, so that its own tenant
+//! The thread that waits stands outside the gate, in no call that the cut counts and during no stream capture, and holds no lock of ours, so that its own tenant
 //! can be paused and resumed meanwhile. Where it stands otherwise, it does not wait. It waits for so long at most as the process was told.
 
 use std::cell::Cell;
@@ -34,7 +34,7 @@ pub struct Allocation {
     pub device: Option<DeviceOrdinal>,
     /// How much.
     pub size_bytes: u64,
-    /// Does whoever asks free what it caches when it is refused, and ask once more? Then the first refusal is for it.
+    /// Does the caller free what it caches when it is refused, and ask once more? Then the first refusal is for it.
     pub is_asked_twice: bool,
     /// Can it wait at all? Not in a call that holds others up.
     pub may_wait: bool,
@@ -86,7 +86,7 @@ pub fn with_room<D: Driver, T>(
     Err(refused)
 }
 
-/// Has the device no room? What is beyond a budget is refused whoever makes way.
+/// Has the device no room? What is beyond a budget is refused even if others make way.
 fn is_full(error: &PoolError) -> bool {
     matches!(error, PoolError::Driver { .. }) && error.code() == Some(DriverCode::OUT_OF_MEMORY)
 }
@@ -168,7 +168,7 @@ fn try_again<D: Driver, T>(
         } else if is_running() {
             return Err(why);
         } else {
-            // Its own tenant is away: this waits at the gate for that to end, as any call does, and its time begins anew.
+            // Its own tenant is away: this waits at the gate for that to end, as any call does, and its time begins again.
             drop(waits.take());
             match make() {
                 Err(error) if is_full(&error) => {}

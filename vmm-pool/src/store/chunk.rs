@@ -79,7 +79,7 @@ impl Chunk {
         if let Err(error) = map.advise(Advice::HugePage) {
             tracing::debug!(%error, "no huge pages: the first pause will be slower");
         }
-        // The chunk stays pinned, and since Linux 5.12 a fork copies pinned pages at once, where it shares others until
+        // The chunk stays pinned, and since Linux 5.12 a fork copies pinned pages immediately, where it shares others until
         // they are written. A child has no use for them.
         if let Err(error) = map.advise(Advice::DontFork) {
             tracing::warn!(%error, "a fork of this process copies its saved contents");

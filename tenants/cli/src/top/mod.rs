@@ -1,4 +1,4 @@
-//! `sublet top`: tenants, GPUs, switches and who waits for whom, drawn anew each second.
+//! `sublet top`: tenants, GPUs, switches and who waits for whom, drawn again each second.
 
 mod keys;
 mod screen;

@@ -1,4 +1,4 @@
-//! Whoever leads this process through a pause or resume: whose orders are taken, and what ends that.
+//! The coordinator that leads this process through a pause or resume: whose orders are taken, and what ends that.
 
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,7 @@ impl<D: Driver> Agent<D> {
             && Instant::now() >= self.due
         {
             self.member.note(
-                "whoever led a pause or resume was silent for too long (stopped?), and was hung up on".to_owned(),
+                "the leader of a pause or resume was silent for too long (stopped?), and was hung up on".to_owned(),
             );
             self.hang_up(number);
         }
@@ -29,7 +29,7 @@ impl<D: Driver> Agent<D> {
         self.forget(number);
     }
 
-    /// What whoever leads has sent counts.
+    /// What the leader has sent counts.
     fn hear_out(&mut self, number: u64) {
         while let Ok(Some(request)) = self.clients.next_request(number) {
             self.handle(number, request);
@@ -61,7 +61,7 @@ impl<D: Driver> Agent<D> {
         follows
     }
 
-    /// Whoever leads and has ended leads no more, where `number` asks for something.
+    /// A leader that has ended leads no more, if `number` wants something.
     fn pass_by_the_dead(&mut self, number: u64) {
         if let Some(leader) = self.leading()
             && leader != number
@@ -116,7 +116,7 @@ impl<D: Driver> Agent<D> {
         self.submit(number, Work::Phase(None, order), wait);
     }
 
-    /// Whoever asks finds a round left half done, or does not know of the one that leads it now: its orders are taken no more.
+    /// The asking process finds a round left half done, or does not know of the one that leads it now: its orders are taken no more.
     pub(super) fn settle(&mut self, number: u64, timeout: Duration) {
         if let Some(leader) = self.leading()
             && leader != number
@@ -135,7 +135,7 @@ impl<D: Driver> Agent<D> {
         self.submit(number, Work::Phase(round, Order::Settle), timeout);
     }
 
-    /// Another one leads, or what is asked for does not follow what was.
+    /// Another one leads, or the request does not follow the one before.
     pub(super) fn refuse(&mut self, number: u64) {
         let own = std::process::id();
         let other = self.leading().filter(|leader| *leader != number);
@@ -152,7 +152,7 @@ impl<D: Driver> Agent<D> {
         self.say(number, Reply::Failed(failure));
     }
 
-    /// Answers what [`Agent::opens`] has noted: at once, or behind what the worker answers before.
+    /// Answers what [`Agent::opens`] has noted: immediately, or behind what the worker answers before.
     fn say(&mut self, number: u64, reply: Reply) {
         if self.clients.owed(number) == 1 {
             self.clients.answer_open(number, &reply);
@@ -161,7 +161,7 @@ impl<D: Driver> Agent<D> {
         }
     }
 
-    /// The connection of whoever leads.
+    /// The connection of the leader.
     pub(super) fn leading(&self) -> Option<u64> {
         self.member.status().rounds.leader()
     }

@@ -477,7 +477,7 @@ impl State {
         let member = &mut self.members[m];
         let done = match member.admit(connection_of(c), round_of(c), false, order) {
             Admission::Taken => {
-                assert!(member.settling.is_none(), "an order beside settling");
+                assert!(member.settling.is_none(), "an order during settling");
                 let done = member.obey(round_of(c), order);
                 if order.is_last() {
                     member.rounds.stop_leading(connection_of(c));
@@ -576,7 +576,7 @@ impl State {
             return false;
         };
         let round = *round;
-        // Beside one that is silent, the others are asked once more.
+        // While one is silent, the others are asked once more.
         let is_silent = |(asked, member): (&bool, &Member)| !asked && member.is_stopped;
         let asks_again = asked.iter().zip(&self.members).any(is_silent);
         if (asked[other] && !asks_again) || self.knows(m).is_some() {
@@ -657,7 +657,7 @@ impl State {
         }
     }
 
-    /// `m` has waited in vain for long; whoever else waits as long will ask it again.
+    /// `m` has waited in vain for long; any other that waits as long will ask it again.
     fn ask_again(&mut self, m: usize) {
         for settling in self.members.iter_mut().filter_map(|member| member.settling.as_mut()) {
             settling.asked[m] = false;
