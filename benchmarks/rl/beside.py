@@ -145,7 +145,7 @@ class Beside:
         if self._thread.is_alive():
             what, other = "return" if self.state is State.ARRIVING else "pause", self.side.other
             raise Problem(
-                f"the {what} of tenant '{self.side.tenant}' that went on beside the {other} has not ended {waited_s:.0f} s after the {other} had: "
+                f"the {what} of tenant '{self.side.tenant}' that went on during the {other} has not ended {waited_s:.0f} s after the {other} had: "
                 f"`sublet stats` says how its processes stand"
             )
         if self._error is not None:

@@ -40,7 +40,7 @@ class Conductor:
         self._expected: tuple[type[Exception], ...] = (Problem, *self._switch.errors)
         no_gpus = not options.simulate and options.device == "cpu"
         self._sampler = sampling.Sampler(self._clock, options.sample_s, no_gpus)
-        #: What one does beside the other, and how long each of them takes.
+        #: What one does during the other's work, and how long each of them takes.
         self._beside: Optional[Beside] = None
         self._habits, self._generators_habits = Habits(), Habits()
         self._progress = Progress(mode, options.steps)
@@ -79,7 +79,7 @@ class Conductor:
     def _start(self) -> None:
         with self._phase("start", None):
             if not self._switch.restarts:
-                # Both import their libraries at once; each takes its memory alone.
+                # Both import their libraries together; each takes its memory alone.
                 self._train.launch()
                 self._infer.start()
                 self._meet(self._infer)
@@ -195,7 +195,7 @@ class Conductor:
         self._habits.worked(_length_s(turn))
         is_back = False
         if self._beside is not None:
-            # What is left of it, nobody works beside.
+            # During what is left of it, nobody works.
             with self._phase("to_trainer", step):
                 is_back = self._end_beside(step, self._beside, self._habits)
         self._sampler.take("both" if is_back else "generate")

@@ -27,15 +27,15 @@ class Switch:
     leaves_by_pause = False
     #: Whether a generator is started for each of its turns.
     restarts = False
-    #: What its acts raise beside Problem.
+    #: What its acts raise in addition to Problem.
     errors: tuple[type[Exception], ...] = ()
 
     def __init__(self, train: Team, infer: Team, handover: str, timeout_s: float) -> None:
         self.train, self.infer, self.timeout_s = train, infer, timeout_s
         self.by_ipc = handover == "ipc"
-        #: Whether the trainer is still to leave, beside the generator that works; and whether it may come back beside it.
+        #: Whether the trainer is still to leave, while the generator works; and whether it may come back meanwhile.
         self.leaves_meanwhile = self.may_return = False
-        #: The same of the generator, beside the trainer that works; and whether it has come back already.
+        #: The same of the generator, while the trainer works; and whether it has come back already.
         self.generator_leaves_meanwhile = self.generator_may_return = self.generator_is_back = False
         #: Bytes of host memory that hand-written copies hold, at most.
         self.host_bytes = 0
@@ -96,7 +96,7 @@ class BySublet(Switch):
         self._may_overlap, self._is_first = self.by_ipc, True
         self.may_return, self._is_back = self._may_overlap, False
         self.generator_may_return = self._may_overlap
-        #: Whether the trainer gives up what it has cached before the generator's cache comes beside it.
+        #: Whether the trainer gives up what it has cached before the generator's cache comes next to it.
         self._trims = False
         self._trainer, self._generator = sublet.Tenant("train"), sublet.Tenant("infer")
 
@@ -157,7 +157,7 @@ class BySublet(Switch):
         return told
 
     def to_trainer(self) -> None:
-        # Not where the trainer emptied its cache to make room: it may want more memory at once.
+        # Not where the trainer emptied its cache to make room: it may want more memory immediately.
         self.generator_leaves_meanwhile = self._is_back and not self._trims
         if self._is_back and not self.generator_leaves_meanwhile:
             self.note(self.generator_leave())

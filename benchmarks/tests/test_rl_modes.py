@@ -166,7 +166,7 @@ def actions(run: dict[str, Any], step: int) -> list[tuple[str, str]]:
     return [(each["tenant"], each["action"]) for each in run["commands"] if each["step"] == step]
 
 
-#: The ways of the trainer that leaves beside the generator, and comes back beside it, or in its place.
+#: The ways of the trainer that leaves during the generator's work, and comes back during it, or after it.
 OUT = [("infer", "Resume"), ("infer", "Resume"), ("train", "Pause")]
 BACK_BESIDE = [("train", "Resume"), ("infer", "Pause"), ("infer", "Pause")]
 BACK_AFTER = [("infer", "Pause"), ("infer", "Pause"), ("train", "Resume")]
@@ -332,7 +332,7 @@ def test_a_trainer_that_is_back_is_not_resumed_again(monkeypatch: pytest.MonkeyP
 
 def play_here(monkeypatch: pytest.MonkeyPatch, mode: str = "sublet", works_s: float = 1.0, **acts: Callable[[Any], Any]) -> Any:
     """Three steps in this process, with generators that work so long, and with other ways for the trainer to `leave` or to
-    `arrive` beside them. Generators do not come back beside the trainer, unless told how: that goes by its time."""
+    `arrive` during them. Generators do not come back during the trainer's work, unless told how: that goes by its time."""
     from rl import arguments, switching
     from rl.conductor import Conductor
     from rl.simulated import jobs
@@ -362,7 +362,7 @@ WORKS_S, SETS_OUT_S = 4.0, 2.0
 
 
 def returns_early(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Has returns beside the other's work begin early in it, for the order of events not to depend on the machine's speed. The
+    """Has returns during the other's work begin early in it, for the order of events not to depend on the machine's speed. The
     times at which they are due are added to what is returned."""
     from rl import beside
 
