@@ -154,6 +154,18 @@ def test_directory_that_the_init_container_makes_is_one_that_is_accepted(tmp_pat
     assert json.loads(output_of(PACKAGE_BIN / "sublet", "ps", "--json", **variables))["tenants"] == []
 
 
+def test_image_runs_commands_that_there_are() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    entry, command, health = (
+        json.loads(found[1])
+        for found in (re.search(pattern, text, re.MULTILINE) for pattern in [r"^ENTRYPOINT (.*)", r"^CMD (.*)", r"^HEALTHCHECK .* CMD (.*)"])
+        if found is not None
+    )
+    assert entry == ["sublet"] and health[0] == "sublet"
+    for words in [command, health[1:]]:
+        output_of(PACKAGE_BIN / "sublet", *words, "--help")
+
+
 def test_unit_is_what_systemd_reads(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
