@@ -11,6 +11,8 @@ from sublet._errors import RefusedError, UsageError, from_document
 from sublet._library import command_path
 from sublet._native import Library
 
+#: The command's exit code for a command line that it does not understand, of which it prints no document.
+_NOT_UNDERSTOOD = 2
 #: What a report says of a change that was made, but not wholly as asked.
 _SHORTFALLS = ("stayed_bytes", "losses", "not_deep")
 
@@ -37,8 +39,8 @@ def run(action: str, *arguments: str, timeout_ms: int = 0) -> dict[str, Any]:
     with child:
         said, complaint = child.communicate()
     if not said:
-        # It has not understood the command line, or has died.
-        raise UsageError(f"{action}: {complaint.strip() or f'{command[0]} ended with {child.returncode}'}")
+        kind = UsageError if child.returncode == _NOT_UNDERSTOOD else RefusedError
+        raise kind(f"{action}: {complaint.strip() or f'{command[0]} ended with {child.returncode}: `sublet ps` says what it left'}")
     document = json.loads(said)
     halves = [_answer(action, half) for half in document.get("halves") or [document]]
     return halves[0] if len(halves) == 1 else {"paused": halves[0], "resumed": halves[1]}

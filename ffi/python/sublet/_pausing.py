@@ -94,6 +94,36 @@ def or_by_command(
     return by_command()
 
 
+def pause_by(
+    library: Library, tenant: Optional[str], tags: Optional[list[str]], whose: int, limit_ms: int, deep: bool
+) -> Report:
+    """Pauses a tenant, the caller's own for ``None``; with tags, their memory of ``whose``."""
+    if deep and tags is not None:
+        raise UsageError("pause: deep=True means the whole tenant, since a process that runs on needs its context: leave tags out")
+    if deep:
+        return _report.of(_command.run("pause", "--deep", tenant or own_tenant(), timeout_ms=limit_ms))
+    if tags is None:
+        return _report.of(parsed(library.pause_tenant(tenant, limit_ms)))
+    return _report.of(parsed(library.pause_tags(tenant, tags, whose, limit_ms)))
+
+
+def resume_by(
+    library: Library,
+    tenant: Optional[str],
+    tags: Optional[list[str]],
+    by_library: Callable[[], str],
+    limit_ms: int,
+    wait: Optional[float],
+) -> Report:
+    """What ``by_library`` resumes, or the command if it must; tried again for ``wait`` seconds."""
+
+    def by_command() -> dict[str, Any]:
+        named = [f"--tag={tag}" for tag in tags or ()]
+        return _command.run("resume", tenant or own_tenant(), *named, timeout_ms=limit_ms)
+
+    return waiting(lambda: _report.of(or_by_command(by_library, library, tenant, by_command)), wait)
+
+
 def pause(
     tags: Tags = None,
     *,
@@ -143,17 +173,12 @@ def pause(
     limit_ms = timeout_ms(timeout)
     if together:
         _not_with_together(tags=listed, timeout=timeout, deep=deep)
-    if deep and listed is not None:
-        raise UsageError("pause: deep=True means the whole tenant, since a process that runs on needs its context: leave tags out")
     library = _own_library()
     if together:
         return _report.of(parsed(library.pause_together()))
-    if deep:
-        return _report.of(_command.run("pause", "--deep", own_tenant(), timeout_ms=limit_ms))
-    if listed is None:
-        return _report.of(parsed(library.pause_tenant(None, limit_ms)))
-    refuse_open(listed)
-    return _report.of(parsed(library.pause_tags(None, listed, WHOSE_PROCESS, limit_ms)))
+    if listed is not None:
+        refuse_open(listed)
+    return pause_by(library, None, listed, WHOSE_PROCESS, limit_ms, deep)
 
 
 def resume(
@@ -198,10 +223,6 @@ def resume(
     if together:
         return _report.of(parsed(library.resume_together()))
 
-    def by_command() -> dict[str, Any]:
-        named = [f"--tag={tag}" for tag in listed or ()]
-        return _command.run("resume", own_tenant(), *named, timeout_ms=limit_ms)
-
     def by_library() -> str:
         if listed is not None:
             return library.resume_tags(None, listed, WHOSE_PROCESS, limit_ms)
@@ -213,7 +234,7 @@ def resume(
             # A process without device memory, such as a launcher, can have paused its tenant all the same.
             return library.resume_tenant(None, limit_ms)
 
-    return waiting(lambda: _report.of(or_by_command(by_library, library, None, by_command)), wait)
+    return resume_by(library, None, listed, by_library, limit_ms, wait)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from sublet._budgets import Budget, of_tenant
 from sublet._errors import UsageError
 from sublet._library import any_library, own_tenant
 from sublet._native import WHOSE_TENANT
-from sublet._pausing import Tags, back_afterwards, or_by_command, parsed, tag_list, timeout_ms, waiting
+from sublet._pausing import Tags, back_afterwards, or_by_command, parsed, pause_by, resume_by, tag_list, timeout_ms
 from sublet._report import Report, SwapReport
 
 #: What `tenants::identity::TenantName` takes.
@@ -67,16 +67,7 @@ class Tenant:
         With ``deep`` the contexts of its processes leave too, and nothing of them is left on the GPUs. The package's ``sublet``
         command does it. One that is paused already is deepened.
         """
-        listed = tag_list(tags)
-        limit_ms = timeout_ms(timeout)
-        if deep and listed is not None:
-            raise UsageError("pause: deep=True means the whole tenant, since a process that runs on needs its context: leave tags out")
-        if deep:
-            return _report.of(_command.run("pause", "--deep", self._name, timeout_ms=limit_ms))
-        library = any_library()
-        if listed is None:
-            return _report.of(parsed(library.pause_tenant(self._name, limit_ms)))
-        return _report.of(parsed(library.pause_tags(self._name, listed, WHOSE_TENANT, limit_ms)))
+        return pause_by(any_library(), self._name, tag_list(tags), WHOSE_TENANT, timeout_ms(timeout), deep)
 
     def resume(
         self,
@@ -103,15 +94,12 @@ class Tenant:
         listed = tag_list(tags)
         limit_ms = timeout_ms(timeout)
 
-        def by_command() -> dict[str, Any]:
-            return _command.run("resume", self._name, *(f"--tag={tag}" for tag in listed or ()), timeout_ms=limit_ms)
-
         def by_library() -> str:
             if listed is None:
                 return library.resume_tenant(self._name, limit_ms)
             return library.resume_tags(self._name, listed, WHOSE_TENANT, limit_ms)
 
-        return waiting(lambda: _report.of(or_by_command(by_library, library, self._name, by_command)), wait)
+        return resume_by(library, self._name, listed, by_library, limit_ms, wait)
 
     @contextlib.contextmanager
     def paused(

@@ -457,10 +457,11 @@ def test_environment_names_what_is_installed(
         sublet.compat.install("nobody")
 
 
-def test_torch_finds_what_it_is_to_call() -> None:
+@pytest.mark.parametrize(
+    ("group", "called"), [("torch.backends", "torch_was_imported"), ("vllm.general_plugins", "load_plugin")]
+)
+def test_torch_and_vllm_find_what_they_are_to_call(group: str, called: str) -> None:
     from importlib.metadata import distribution
 
-    found = [
-        entry for entry in distribution("sublet").entry_points if entry.group == "torch.backends"
-    ]
-    assert [entry.load().__name__ for entry in found] == ["torch_was_imported"]
+    found = [entry for entry in distribution("sublet").entry_points if entry.group == group]
+    assert [entry.load().__name__ for entry in found] == [called]

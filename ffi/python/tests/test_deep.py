@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 import sublet
-from package_stage import Stage
+from package_stage import Stage, simulated_node
 from simdriver import MIB
 from worker import Worker
 
@@ -17,21 +16,9 @@ CONTEXT_BYTES = 64 * MIB
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Path:
-    """A simulated node of one device that several processes share: `vmm_pool::driver::sim::node` reads it."""
-    folder = tmp_path / "node"
-    for part in ("dev0", "host"):
-        (folder / part).mkdir(parents=True)
-        (folder / part / "ledger").write_bytes(bytes(8))
-    facts = {"id": os.urandom(16).hex(), "version": 13000, "capacities_bytes": DEVICE_BYTES}
-    (folder / "node.conf").write_text("".join(f"{name} = {value}\n" for name, value in facts.items()))
-    return folder
-
-
-@pytest.fixture
-def variables(node: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What processes need to meet on that node; this one and the command have it too."""
-    found = {"SIMCUDA_NODE": str(node), "SIMCUDA_CONTEXT_BYTES": str(CONTEXT_BYTES)}
+def variables(tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What processes need to meet on a node; this one and the command have it too."""
+    found = {**simulated_node(tmp_path / "node", DEVICE_BYTES), "SIMCUDA_CONTEXT_BYTES": str(CONTEXT_BYTES)}
     for name, value in {**stage.environment(), **found}.items():
         monkeypatch.setenv(name, value)
     return found
@@ -76,8 +63,8 @@ def test_process_pauses_itself_deep_and_comes_back(train: Worker) -> None:
     assert state("train") == "deep" and train.do("sublet.is_paused()") is True
     assert train.do("sublet.resume().outcome") == "completed"
     assert is_right(train)
-    assert train.do("[report.outcome for report in [sublet.paused(deep=True).__enter__()]]") == ["completed"]
-    sublet.Tenant("train").resume()
+    train.do("with sublet.paused(deep=True):\n    inside = sublet.Tenant().stats()['members'][0]['member']['state']")
+    assert train.do("inside") == "deep" and state("train") == "active"
     assert is_right(train)
 
 

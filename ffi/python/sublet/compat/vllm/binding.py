@@ -15,7 +15,7 @@ from sublet._library import own_library
 from sublet.compat._importing import forget, when_imported
 from sublet.compat.vllm.allocator import CuMemAllocator
 
-#: Where the allocator is. Recent trees have it in another place, and keep the old name.
+#: Where the allocator is. Development trees have had it in another place, behind the old name.
 MODULES = ("vllm.device_allocator.cumem", "vllm.backends.platform.device_allocator.cumem")
 #: Where backends are registered by name, and where one is looked up.
 BACKENDS, WORKER = "vllm.device_allocator.sleep_mode_backend", "vllm.v1.worker.gpu_worker"
