@@ -5,13 +5,16 @@ use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use sublet_tests::{Outcome, Trouble};
+use sublet_tests::{Outcome, Trouble, until};
 
 use crate::orders::{Account, Answer, Deal, Item, Link, Order, Saved};
 use crate::worker::Charter;
 
 /// How long a worker may take for anything while its tenant is active.
 const ANSWER_TIMEOUT: Duration = Duration::from_mins(1);
+
+/// How long a worker whose socket has closed may take to end.
+const ENDING_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A running worker. Killed when dropped.
 #[derive(Debug)]
@@ -63,10 +66,15 @@ impl Worker {
         self.child.id()
     }
 
-    fn failed(&self, what: &str, trouble: &Trouble) -> Trouble {
+    fn failed(&mut self, what: &str, trouble: &Trouble) -> Trouble {
+        let number = self.number;
+        // Its socket closes a little before the system knows of its end. One that lives needs no words.
+        let has_ended = || Ok(self.child.try_wait()?.is_some());
+        until("its end", ENDING_TIMEOUT, has_ended).ok();
+        let status = self.child.try_wait().ok().flatten();
+        let ending = status.map(|status| format!(" ({status})")).unwrap_or_default();
         Trouble::new(format!(
-            "worker {} (process {}) at {what}: {trouble}",
-            self.number,
+            "worker {number} (process {}) at {what}: {trouble}{ending}",
             self.pid()
         ))
     }
