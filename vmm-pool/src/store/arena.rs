@@ -490,7 +490,7 @@ impl<D: Driver> HostArena<D> {
     }
 }
 
-pub(super) fn memory_refused(size_bytes: u64) -> impl Fn(io::Error) -> PoolError {
+pub(crate) fn memory_refused(size_bytes: u64) -> impl Fn(io::Error) -> PoolError {
     move |source| PoolError::HostMemoryRefused { size_bytes, source }
 }
 

@@ -14,7 +14,7 @@ mod ring;
 mod sums;
 
 pub(crate) use ahead::{Ahead, Used};
-pub(crate) use arena::{HostArena, Pins, Placed};
+pub(crate) use arena::{HostArena, Pins, Placed, memory_refused};
 pub use chunk::CHUNK_BYTES;
 pub use disk::check_file_dir;
 pub(crate) use disk::{ALIGNMENT_BYTES, ContentsFile, Writer};
