@@ -20,9 +20,9 @@ pub(crate) fn check(path: &Path) -> Result<(), Failure> {
     if path.is_dir() {
         return Err(failed(path, &io::ErrorKind::IsADirectory.into()));
     }
-    let tried = beside(path).and_then(|beside| {
-        write(&beside, "")?;
-        fs::remove_file(beside)
+    let tried = temporary(path).and_then(|file| {
+        write(&file, "")?;
+        fs::remove_file(file)
     });
     tried.map_err(|error| failed(path, &error))
 }
@@ -36,18 +36,18 @@ fn failed(path: &Path, error: &io::Error) -> Failure {
 }
 
 /// The name of what will be in the place of `path`.
-fn beside(path: &Path) -> io::Result<PathBuf> {
+fn temporary(path: &Path) -> io::Result<PathBuf> {
     let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_string_lossy();
     // Not `*.prom`, which node_exporter would read.
     Ok(path.with_file_name(format!(".{name}.{}", std::process::id())))
 }
 
 fn try_replace(path: &Path, text: &str) -> io::Result<()> {
-    let beside = beside(path)?;
-    let written = write(&beside, text).and_then(|()| fs::rename(&beside, path));
+    let file = temporary(path)?;
+    let written = write(&file, text).and_then(|()| fs::rename(&file, path));
     if written.is_err() {
         // Should it stay, it is one hidden file.
-        fs::remove_file(&beside).ok();
+        fs::remove_file(&file).ok();
     }
     written
 }

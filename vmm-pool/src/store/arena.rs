@@ -500,7 +500,7 @@ fn pin<D: Driver>(driver: &D, chunk: &Chunk, pins: Pins) -> PoolResult<()> {
         Pins::Only(device) => (PinnedFor::CurrentContext, Some(device)),
         Pins::All => (PinnedFor::AllContexts, None),
     };
-    // SAFETY: whoever keeps the chunk keeps it mapped until `unpin`, or for good.
+    // SAFETY: the keeper of the chunk keeps it mapped until `unpin`, or for good.
     unsafe { driver.host_register(chunk.start, chunk.length, contexts) }.about(
         || "pinning of host memory".to_owned(),
         chunk.size_bytes(),
@@ -508,7 +508,7 @@ fn pin<D: Driver>(driver: &D, chunk: &Chunk, pins: Pins) -> PoolResult<()> {
     )
 }
 
-/// Pins `held` for `pins` too, whoever it is pinned for. What it was pinned for it may not be any more when this
+/// Pins `held` for `pins` too, besides those it is pinned for. What it was pinned for it may not be any more when this
 /// fails.
 pub(super) fn pin_held<D: Driver>(driver: &D, held: &mut Held, pins: Pins) -> PoolResult<()> {
     let present = held.pins;

@@ -3,7 +3,7 @@
 //! The file never has a name that outlives its making, so nothing is left behind however the process ends. It is
 //! written and read past the page cache (`O_DIRECT`) where the filesystem takes that and a piece begins and ends at a
 //! page. What is not goes through the cache, whose pages are sent to the disk and dropped behind the writer: no more than
-//! two pieces a writer are in host memory at once. Both may be in one file, for they share no page.
+//! two pieces a writer are in host memory together. Both may be in one file, for they share no page.
 //!
 //! What was written has checksums ([`super::sums`]), in this process; what is read and is something else is an error.
 

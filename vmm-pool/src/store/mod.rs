@@ -89,7 +89,7 @@ impl HostDemand {
 /// When contents are saved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Schedule {
-    /// All of them before anything is given back; host memory for them is made beside the copies. The pause can be undone
+    /// All of them before anything is given back; host memory for them is made during the copies. The pause can be undone
     /// until then.
     #[default]
     SaveFirst,
@@ -113,7 +113,7 @@ pub enum Schedule {
     serde::Deserialize,
 )]
 pub enum Copies {
-    /// None: what is saved is laid out anew, in the least room.
+    /// None: what is saved is laid out again, in the least room.
     None,
     /// Those of the memory that the pause is about.
     Needed,

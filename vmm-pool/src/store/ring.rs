@@ -22,7 +22,7 @@ use super::disk::{ContentsFile, Writer};
 use super::located::Piece;
 use crate::error::PoolResult;
 
-/// Size of a slot: what is written or read at once.
+/// Size of a slot: what is written or read in one piece.
 pub(crate) const SLOT_BYTES: u64 = SLOT_LENGTH as u64;
 /// The same.
 pub(crate) const SLOT_LENGTH: usize = 32 << 20;
@@ -36,7 +36,7 @@ const _: () = assert!(SLOT_BYTES * SLOTS as u64 == CHUNK_BYTES, "a ring is one c
 ///
 /// # Invariants
 /// 1. Nobody else has a piece of its bytes, but for copies of the driver's.
-/// 2. Whoever has the driver copy to or from them waits for that before the slot is passed on.
+/// 2. A thread that has the driver copy to or from them waits for that before the slot is passed on.
 #[derive(Debug)]
 pub(crate) struct Slot(Piece);
 
@@ -205,7 +205,7 @@ fn read_all(
     tell: &Sender<(usize, Slot, PoolResult<()>)>,
 ) {
     for (index, place) in wanted {
-        // Whoever gives slots is gone when another piece has failed.
+        // The giver of slots is gone when another piece has failed.
         let Ok(mut slot) = idle.recv() else {
             return;
         };
