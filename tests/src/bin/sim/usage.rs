@@ -41,7 +41,8 @@ pub(crate) fn largest_mappings() -> String {
         }
     }
     all.sort_unstable_by(|one, other| other.cmp(one));
-    all.iter().take(8).map(|(kib, head)| format!("{kib} KiB at {head}\n")).collect()
+    let largest = all.iter().take(8).map(|(kib, head)| format!("{kib} KiB at {head}"));
+    largest.collect::<Vec<_>>().join("\n")
 }
 
 fn kib(text: &str) -> u64 {

@@ -26,7 +26,7 @@ const FDS_MAX: usize = 400;
 /// From here on a process says which of its mappings are large: a simulation may find that it has grown.
 const RESIDENT_BYTES_TELLING: u64 = 12 << 20;
 
-/// What only a closed ticket kept is gone by then.
+/// What is under way has ended by then.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[derive(Clone, Debug)]
@@ -312,6 +312,10 @@ impl Holdings {
     }
 
     /// Compares everything that can be reached with what was written, and the accounts.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "what ends on other threads and in the kernel gives no event"
+    )]
     pub(super) fn check(
         &mut self,
         exchange: &Exchange,
@@ -327,20 +331,23 @@ impl Holdings {
             self.fired_before = self.fired;
             self.fired = self.driver().faults().fired();
         }
-        let mut account = Account::default();
-        for index in 0..self.list.len() {
-            self.check_one(index, &mut account)?;
-        }
-        let shared = exchange.check(away, open, &mut account)?;
-        // The kernel may close a ticket of a process that was killed after its death was heard of.
+        // Threads of its own may be about to let memory go, and the kernel may close a ticket of a process that was killed
+        // after its death was heard of.
         let until = Instant::now() + SETTLE_TIMEOUT;
-        while let Err(trouble) = self.settle(&mut account, &shared, away.is_empty()) {
-            if Instant::now() > until {
-                return Err(Trouble::new(format!("{trouble}; {}", exchange.told())));
+        loop {
+            let mut account = Account::default();
+            for index in 0..self.list.len() {
+                self.check_one(index, &mut account)?;
             }
-            thread::sleep(Duration::from_millis(20));
+            let shared = exchange.check(away, open, &mut account)?;
+            match self.settle(&mut account, &shared, away.is_empty()) {
+                Ok(_is_exact) => return Ok(account),
+                Err(trouble) if Instant::now() > until => {
+                    return Err(Trouble::new(format!("{trouble}; {}", exchange.told())));
+                }
+                Err(_) => thread::sleep(Duration::from_millis(20)),
+            }
         }
-        Ok(account)
     }
 
     fn check_one(&self, index: usize, account: &mut Account) -> Outcome {
