@@ -99,7 +99,7 @@ class Shell:
         mark = f"typed-{self._marks}"
         self._process.stdin.write(f"{block.typed}\necho {mark}\n")
         said: list[str] = []
-        left, has_ended = [pattern(line) for line in block.shown if line.strip() != "..."], False
+        left, has_ended = [pattern(line) for line in block.shown if line.strip() not in ("", "...")], False
         deadline = time.monotonic() + TIMEOUT_S
         while left or not has_ended:
             try:
@@ -114,7 +114,17 @@ class Shell:
             if left and left[0].fullmatch(line):
                 left.pop(0)
             elif TROUBLE.match(line):
-                pytest.fail(f"{block.page}: {block.typed}says what the page does not show: {line}")
+                said += self._rest()
+                pytest.fail(f"{block.page}: {block.typed}says what the page does not show: {line}, in\n" + "\n".join(said))
+
+    def _rest(self) -> list[str]:
+        """What more it says before it is silent for a while."""
+        said: list[str] = []
+        while True:
+            try:
+                said.append(self._lines.get(timeout=1.0))
+            except queue.Empty:
+                return said
 
     def close(self) -> None:
         """Ends it, with what it has started."""
