@@ -153,7 +153,7 @@ def members(told: dict[str, Any]) -> list[dict[str, Any]]:
 
 def nccl_bytes(pool: dict[str, Any]) -> int:
     """What NCCL holds of its own in one process; everything where nothing is NCCL's, as in a rehearsal."""
-    classes = [entry for device in pool["devices"] for entry in device["classes"]]
+    classes = [entry for device in pool["devices"] for entry in device["memory"]]
     own = [entry for entry in classes if "nccl" in entry["library"]]
     return sum(entry["own_bytes"] for entry in own or classes)
 
@@ -165,7 +165,7 @@ def note_memory(race: Race, ranks: NcclRanks, name: str) -> None:
         raise JobError("the tenant has no processes")
     race.data["sizes"][name] = max(nccl_bytes(pool) for pool in pools)
     for key in ("own_count", "imported_count"):
-        counts = [sum(entry[key] for device in pool["devices"] for entry in device["classes"]) for pool in pools]
+        counts = [sum(entry[key] for device in pool["devices"] for entry in device["memory"]) for pool in pools]
         race.result.sample(f"{name}_{key}", max(counts))
     common.log(f"{name}: {race.data['sizes'][name] / MIB:.0f} MiB of its own in the largest rank")
 

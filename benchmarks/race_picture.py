@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,15 +36,15 @@ DARK = {
 LIMIT = ("#cf222e", "#ff7b72")
 #: What each phase spends its time on.
 KINDS = {
-    "Prepare, saving": "contents",
-    "Restore": "contents",
-    "ReleaseStage": "contents",
-    "Release, saving": "contents",
-    "RestoreStage": "contents",
-    "Release": "memory",
-    "CreateOwn": "memory",
-    "Import": "sharing",
-    "ImportFromLiving": "sharing",
+    "prepare, saving": "contents",
+    "restore": "contents",
+    "release_stage": "contents",
+    "release, saving": "contents",
+    "restore_stage": "contents",
+    "release": "memory",
+    "create_own": "memory",
+    "import": "sharing",
+    "import_from_living": "sharing",
 }
 KIND_NAMES = {
     "contents": "copying contents, unmapping and mapping",
@@ -51,6 +52,11 @@ KIND_NAMES = {
     "sharing": "importing from peers",
     "agreeing": "agreeing, waiting for the GPU",
 }
+
+
+def snake(phase: str) -> str:
+    """The name of a phase as today's reports have it; older records say `ReleaseStage`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", phase).lower()
 
 
 def style() -> str:
@@ -252,7 +258,7 @@ def timeline(canvas: Canvas, line: dict[str, Any]) -> None:
         canvas.text(BARS_AT - 10, canvas.y + height / 2 + 4, cut(row, BARS_AT - 10 - MARGIN / 2), "text", "end")
         for span in (span for span in spans if span["row"] == row):
             begin, end = axis.x(span["begin_ms"]), axis.x(span["begin_ms"] + span["ms"])
-            kind = KINDS.get(span["phase"], "agreeing")
+            kind = KINDS.get(snake(span["phase"]), "agreeing")
             title = f"{row}, {span['phase']}: {span['ms']:.1f} ms from {span['begin_ms']:.1f} ms"
             canvas.box(begin, canvas.y + ROW_GAP / 2, end - begin - 0.5, BAR + 6, kind, title)
         total = max(span["begin_ms"] + span["ms"] for span in spans if span["row"] == row)

@@ -133,7 +133,7 @@ class Job(TrainingJob):
         self.phases.add(action, report)
         if action == "pause" and report:
             names = [phase["phase"] for phase in report["phases"]]
-            upto = names.index("Drain") + 1 if "Drain" in names else 0
+            upto = names.index("drain") + 1 if "drain" in names else 0
             cut = report.get("cut") or {}
             for name in ("rounds", "launches", "stalls", "retries"):
                 self.result.sample(f"cut_{name}", cut.get(name, 0))

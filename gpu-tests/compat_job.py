@@ -74,7 +74,7 @@ def only_fits(room_bytes: int) -> Any:
 
 def resident_bytes(stats: Any) -> int:
     """What a process holds on devices that a pause would take."""
-    return sum(entry["resident_bytes"] for device in stats["pool"]["devices"] for entry in device["classes"])
+    return sum(entry["resident_bytes"] for device in stats["pool"]["devices"] for entry in device["memory"])
 
 
 def refused(act: Any) -> int:

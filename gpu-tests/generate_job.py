@@ -213,7 +213,7 @@ def role_regions(args: Any) -> None:
             f"{done} cycles",
         )
     runner.row("tokens after all of them", generate() == first)
-    held = [entry for device in sublet.stats()["pool"]["devices"] for entry in device["classes"] if entry["tag"]]
+    held = [entry for device in sublet.stats()["pool"]["devices"] for entry in device["memory"] if entry["tag"]]
     runner.fact("held", held)
 
 

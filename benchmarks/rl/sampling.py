@@ -54,7 +54,7 @@ def by_kind(document: Mapping[str, Any], parts: Mapping[int, Mapping[str, int]],
         for member in tenant["members"]:
             pid = member["member"]["pid"]
             for device in member["pool"]["devices"]:
-                _classes(device["classes"], parts.get(pid, {}), held[device["uuid"]][tenant["tenant"]])
+                _classes(device["memory"], parts.get(pid, {}), held[device["uuid"]][tenant["tenant"]])
             if pid in contexts:
                 uuid, size_bytes = contexts[pid]
                 held[uuid][tenant["tenant"]]["context"] += size_bytes
@@ -91,7 +91,7 @@ def _contexts(tenants: dict[str, dict[str, int]], used_bytes: int) -> None:
 def places(document: Mapping[str, Any]) -> list[tuple[int, str, int]]:
     """Process, GPU, and bytes of its own there, whether they are on the device or away."""
     return [
-        (member["member"]["pid"], device["uuid"], sum(entry["own_bytes"] for entry in device["classes"]))
+        (member["member"]["pid"], device["uuid"], sum(entry["own_bytes"] for entry in device["memory"]))
         for tenant in document.get("tenants", [])
         if tenant["tenant"] in TENANTS
         for member in tenant["members"]

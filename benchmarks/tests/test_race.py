@@ -314,13 +314,13 @@ def made_up() -> dict[str, Any]:
     }
     sizes = {"kept_all": 60e9, "kept_nothing": 60e9, "every": 16e9, "swap": 60e9, "nccl2": 1.1e9}
     member = {"who": {"pid": 7}, "report": {"elapsed_us": 30_000}}
-    phases = [{"phase": "Prepare", "wall_us": 40_000, "members": [member]}, {"phase": "Release", "wall_us": 9_000, "members": []}]
-    report = {"action": "Pause", "wall_us": 50_000, "phases": phases}
+    phases = [{"phase": "prepare", "wall_us": 40_000, "members": [member]}, {"phase": "release", "wall_us": 9_000, "members": []}]
+    report = {"action": "pause", "wall_us": 50_000, "phases": phases}
     return {
         "name": "race", "date": "2026-01-02T03:04:05+00:00", "commit": "abc1234", "status": "passed", "driver": "580.1",
         "gpu": {"name": "Some GPU", "count": 2}, "versions": {"torch": "2.11.0", "nccl": "2.28.9"},
         "parameters": {"gpus": 2}, "samples": samples, "sizes": sizes, "baseline": {}, "summary": {},
-        "told": [report, {"json": {"version": 1, "halves": [{"report": report}]}}],
+        "told": [report, {"json": {"version": 1, "paused": {"report": report}}}],
     }  # fmt: skip
 
 
@@ -352,16 +352,16 @@ def test_reports_are_found_and_laid_out_in_time() -> None:
     line = race_figures.pause_and_resume("both", record["told"], {7: "GPU 0"})
     assert [(span["phase"], span["begin_ms"], span["ms"]) for span in line["spans"]] == [
         ("cut", 0.0, 1.0),
-        ("Prepare", 1.0, 30.0),
+        ("prepare", 1.0, 30.0),
         ("cut", 50.0, 1.0),
-        ("Prepare", 51.0, 30.0),
+        ("prepare", 51.0, 30.0),
     ]
     early = {"who": {"pid": 7}, "report": {"elapsed_us": 20_000, "kept": {"copied_bytes": 1}}}
-    report = {"wall_us": 20_000, "phases": [{"phase": "Release", "wall_us": 20_000, "members": [early]}]}
+    report = {"wall_us": 20_000, "phases": [{"phase": "release", "wall_us": 20_000, "members": [early]}]}
     drawn = race_figures.spans(report, {7: "GPU 0"})
     assert [race_picture.KINDS[span["phase"]] for span in drawn] == ["contents"]
     swap = race_figures.swap_timeline("swap", record["told"], 0.06, [{7: "leaves"}, {7: "comes"}])
-    assert [span["begin_ms"] for span in swap["spans"] if span["phase"] == "Prepare"] == [1.0, 11.0]
+    assert [span["begin_ms"] for span in swap["spans"] if span["phase"] == "prepare"] == [1.0, 11.0]
 
 
 def test_stages_of_a_swap_are_drawn_where_they_were() -> None:
@@ -370,20 +370,20 @@ def test_stages_of_a_swap_are_drawn_where_they_were() -> None:
     def phase(name: str, wall_us: int) -> dict[str, Any]:
         return {"phase": name, "wall_us": wall_us, "members": [{"who": who, "report": {"elapsed_us": wall_us}}]}
 
-    stages = [("ReleaseStage", 5_000, 9_000), ("ReleaseStage", 9_000, 12_000), ("Release", 12_000, 20_000)]
+    stages = [("release_stage", 5_000, 9_000), ("release_stage", 9_000, 12_000), ("release", 12_000, 20_000)]
     report = {
-        "action": "Pause", "wall_us": 21_000,
-        "phases": [phase("Drain", 1_000), phase("Prepare", 2_000), phase("ReleaseStage", 7_000), phase("Release", 8_000), phase("Verify", 500)],
+        "action": "pause", "wall_us": 21_000,
+        "phases": [phase("drain", 1_000), phase("prepare", 2_000), phase("release_stage", 7_000), phase("release", 8_000), phase("verify", 500)],
         "stages": [{"phase": name, "who": who, "began_us": begin, "ended_us": end} for name, begin, end in stages],
     }  # fmt: skip
-    drawn = race_figures.swap_timeline("swap", {"halves": [report]}, 0.021, [{7: "leaves"}])
+    drawn = race_figures.swap_timeline("swap", {"paused": report}, 0.021, [{7: "leaves"}])
     assert [(span["phase"], span["begin_ms"], span["ms"]) for span in drawn["spans"]] == [
-        ("Drain", 2.0, 1.0),
-        ("Prepare", 3.0, 2.0),
-        ("ReleaseStage", 5.0, 4.0),
-        ("ReleaseStage", 9.0, 3.0),
-        ("Release", 12.0, 8.0),
-        ("Verify", 20.0, 0.5),
+        ("drain", 2.0, 1.0),
+        ("prepare", 3.0, 2.0),
+        ("release_stage", 5.0, 4.0),
+        ("release_stage", 9.0, 3.0),
+        ("release", 12.0, 8.0),
+        ("verify", 20.0, 0.5),
     ]
 
 

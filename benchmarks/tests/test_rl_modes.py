@@ -106,9 +106,9 @@ def test_the_record_has_what_each_command_took(all_modes: Path) -> None:
     runs = {run["mode"]: run["commands"] for run in record(all_modes)["runs"]}
     assert all(not commands for mode, commands in runs.items() if mode != "sublet")
     trainer = [each for each in runs["sublet"] if each["tenant"] == "train"]
-    assert [(each["step"], each["action"]) for each in trainer] == [(step, action) for step in (0, 1) for action in ("Pause", "Resume")]
+    assert [(each["step"], each["action"]) for each in trainer] == [(step, action) for step in (0, 1) for action in ("pause", "resume")]
     assert all(each["wall_ms"] > 0 and each["phases"] for each in runs["sublet"])
-    assert all(each["saved_bytes"] > 0 for each in trainer if each["action"] == "Pause")
+    assert all(each["saved_bytes"] > 0 for each in trainer if each["action"] == "pause")
 
 
 def test_the_page_shows_what_the_record_says(all_modes: Path) -> None:
@@ -167,9 +167,9 @@ def actions(run: dict[str, Any], step: int) -> list[tuple[str, str]]:
 
 
 #: The ways of the trainer that leaves during the generator's work, and comes back during it, or after it.
-OUT = [("infer", "Resume"), ("infer", "Resume"), ("train", "Pause")]
-BACK_BESIDE = [("train", "Resume"), ("infer", "Pause"), ("infer", "Pause")]
-BACK_AFTER = [("infer", "Pause"), ("infer", "Pause"), ("train", "Resume")]
+OUT = [("infer", "resume"), ("infer", "resume"), ("train", "pause")]
+BACK_BESIDE = [("train", "resume"), ("infer", "pause"), ("infer", "pause")]
+BACK_AFTER = [("infer", "pause"), ("infer", "pause"), ("train", "resume")]
 
 
 def test_the_trainer_leaves_while_the_generator_works(all_modes: Path) -> None:
@@ -217,7 +217,7 @@ def test_without_room_for_both_the_trainer_leaves_before(tmp_path: Path) -> None
     run = written["runs"][0]
     assert not [each for each in run["phases"] if each["phase"] in ("leaves", "arrives")]
     for step in range(3):
-        assert actions(run, step)[:3] == [("infer", "Resume"), ("train", "Pause"), ("infer", "Resume")]
+        assert actions(run, step)[:3] == [("infer", "resume"), ("train", "pause"), ("infer", "resume")]
 
 
 class Tenants:
@@ -444,7 +444,7 @@ def test_the_generator_leaves_and_comes_back_while_the_trainer_works(monkeypatch
         (held,) = away["held"].values()
         assert sum(held["infer"].values()) == jobs.CONTEXT_BYTES and held["train"]["optimizer"]
     # All but its cache is there when the trainer asks for completions.
-    came = [("infer", "Resume")]
+    came = [("infer", "resume")]
     assert actions(found, 1) == [*OUT, *BACK_BESIDE, *came] and actions(found, 2) == [*OUT[1:], *BACK_BESIDE, *came]
     figures = found["metrics"]
     assert figures["left_bytes"]["infer"] == jobs.CONTEXT_BYTES
@@ -595,7 +595,7 @@ def test_a_generator_that_dies_at_any_moment_leaves_a_whole_trainer(monkeypatch:
     says = "the generator died in its turn, in step 1 (killed by signal 9); the trainer has resumed, and its weights are as they were"
     assert run.failure == says and len(run.steps) == 1
     found = dataclasses.asdict(run)
-    assert actions(found, 1) == [*OUT, ("train", "Resume")], "paused once, and resumed once"
+    assert actions(found, 1) == [*OUT, ("train", "resume")], "paused once, and resumed once"
     assert len(phases(found, "leaves", 1)) == 1 and len(phases(found, "arrives", 1)) == (act == "arrive")
 
 
@@ -778,7 +778,7 @@ def test_memory_is_told_apart_by_tag_by_library_and_by_what_its_process_says() -
         return {"library": library, "tag": tag, "resident_bytes": size_bytes, "own_bytes": size_bytes}
 
     classes = [entry("torch", "", 100), entry("nccl", "nccl", 7), entry("torch", "kv", 30)]
-    device = {"uuid": "GPU-a", "classes": classes}
+    device = {"uuid": "GPU-a", "memory": classes}
     member = {"member": {"pid": 5}, "pool": {"devices": [device]}}
     document = {"gpus": [], "tenants": [{"tenant": "train", "members": [member]}, {"tenant": "other", "members": [member]}]}
     found = sampling.by_kind(document, {5: {"weights": 40, "optimizer": 50}}, {5: ("GPU-a", 3)})

@@ -129,7 +129,7 @@ def test_step_may_answer_twice(work: Path) -> None:
 
 def resident_bytes(stats: dict[str, Any]) -> int:
     """What a process holds on devices."""
-    return sum(entry["resident_bytes"] for device in stats["pool"]["devices"] for entry in device["classes"])
+    return sum(entry["resident_bytes"] for device in stats["pool"]["devices"] for entry in device["memory"])
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_discarded_region_is_not_saved_and_the_log_has_the_numbers(tenant: Ranks
     tenant.call("take_in_region", 30, size_bytes=4 * MIB)
     tenant.call("act", 60, ranks=[0], how="tenant", action="pause")
     stats = tenant.call("stats", 20, print_too=True)[0]
-    saved = phases.phase_table(stats["last_pause"])["Prepare"]["bytes"]
+    saved = phases.phase_table(stats["last_pause"])["prepare"]["bytes"]
     assert saved == phases.copied_bytes(stats["last_pause"]) == 8 * MIB
     assert "tag=scratch contents=Discard own=4194304 resident=0" in tenant.tail()
 
@@ -171,7 +171,7 @@ def test_command_is_recorded_and_its_phases_are_gathered(tenant: Ranks) -> None:
         assert told["exit"] == 0, cli.say(told)
         gathered.add(action, told["json"]["report"])
     assert gathered.flat_walls()["pause.Prepare"][0] > 0
-    assert gathered.summaries()["pause"]["Prepare"]["bytes"]["median"] == 16 * MIB
+    assert gathered.summaries()["pause"]["prepare"]["bytes"]["median"] == 16 * MIB
     gathered.print()
     refused = cli.sublet("pause", "no-such-tenant", timeout_s=20)
     assert refused["exit"] != 0 and "no-such-tenant" in cli.say(refused)

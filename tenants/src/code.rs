@@ -1,15 +1,13 @@
-//! Why something failed, for programs: one word of a closed list.
+//! Why something failed: one word of a closed list, the same in messages, in JSON, and as the place in `docs/errors.md`.
 
-use serde::Serialize;
+use std::fmt;
 
-use crate::coordinator::{CoordinatorError, PrepareError, SaveError};
-use crate::run_dir::RunDirError;
-use crate::switching::SwitchError;
-use crate::wire::FailureKind;
+use serde::{Deserialize, Serialize};
 
-/// Why something failed. `docs/json.md` says what each means; words may be added.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
+/// Why something failed. `docs/errors.md` says what each means; words may be added.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum Code {
     /// The command line, or a setting.
     Usage,
@@ -24,9 +22,9 @@ pub enum Code {
     /// A process is stopped, silent or gone.
     NoAnswer,
     /// A GPU is too full.
-    OutOfDeviceMemory,
+    GpuFull,
     /// Host memory, or the disk that saved contents go to, is too full.
-    OutOfHostMemory,
+    HostFull,
     /// A CUDA graph is being captured.
     InCapture,
     /// The ranks or their devices did not come to rest in time.
@@ -51,107 +49,58 @@ pub enum Code {
     Other,
 }
 
-impl From<FailureKind> for Code {
-    fn from(kind: FailureKind) -> Self {
-        match kind {
-            FailureKind::InCapture => Self::InCapture,
-            FailureKind::CutNotReached | FailureKind::DrainTimeout => Self::NotInTime,
-            FailureKind::OutOfHostMemory => Self::OutOfHostMemory,
-            FailureKind::OutOfDeviceMemory { .. } => Self::OutOfDeviceMemory,
-            FailureKind::PeerGone => Self::NoAnswer,
-            FailureKind::NoConsent => Self::NoConsent,
-            FailureKind::CalledOff => Self::CalledOff,
-            FailureKind::WrongState | FailureKind::NotNow | FailureKind::Unknown => {
-                Self::WrongState
-            }
-            FailureKind::Shared | FailureKind::Lent | FailureKind::LenderAway => Self::Shared,
-            FailureKind::Driver => Self::Driver,
-            FailureKind::Faulted => Self::Lost,
+impl Code {
+    /// All of them.
+    pub const ALL: [Self; 19] = [
+        Self::Usage,
+        Self::NoSuchTenant,
+        Self::UnknownTag,
+        Self::Busy,
+        Self::CalledOff,
+        Self::NoAnswer,
+        Self::GpuFull,
+        Self::HostFull,
+        Self::InCapture,
+        Self::NotInTime,
+        Self::NoConsent,
+        Self::WrongState,
+        Self::Shared,
+        Self::Joined,
+        Self::VersionsDiffer,
+        Self::Lost,
+        Self::Driver,
+        Self::RunDir,
+        Self::Other,
+    ];
+
+    /// The word.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Usage => "usage",
+            Self::NoSuchTenant => "no-such-tenant",
+            Self::UnknownTag => "unknown-tag",
+            Self::Busy => "busy",
+            Self::CalledOff => "called-off",
+            Self::NoAnswer => "no-answer",
+            Self::GpuFull => "gpu-full",
+            Self::HostFull => "host-full",
+            Self::InCapture => "in-capture",
+            Self::NotInTime => "not-in-time",
+            Self::NoConsent => "no-consent",
+            Self::WrongState => "wrong-state",
+            Self::Shared => "shared",
+            Self::Joined => "joined",
+            Self::VersionsDiffer => "versions-differ",
+            Self::Lost => "lost",
+            Self::Driver => "driver",
+            Self::RunDir => "run-dir",
+            Self::Other => "other",
         }
     }
 }
 
-impl From<&CoordinatorError> for Code {
-    fn from(error: &CoordinatorError) -> Self {
-        match error {
-            CoordinatorError::NoSuchTenant { .. } | CoordinatorError::NoProcess { .. } => {
-                Self::NoSuchTenant
-            }
-            CoordinatorError::RunDir(error) => error.into(),
-            CoordinatorError::Unreachable { .. } | CoordinatorError::NoGreeting { .. } => {
-                Self::NoAnswer
-            }
-            CoordinatorError::VersionsDiffer { .. } => Self::VersionsDiffer,
-            CoordinatorError::Faulted { .. } | CoordinatorError::Unrecovered { .. } => Self::Lost,
-            CoordinatorError::UnknownTags { .. } => Self::UnknownTag,
-            CoordinatorError::PausedAlready { .. } | CoordinatorError::NotDeep { .. } => {
-                Self::WrongState
-            }
-            CoordinatorError::Joined { .. } => Self::Joined,
-            CoordinatorError::CalledOff { .. } => Self::CalledOff,
-            CoordinatorError::FailedTogether { .. } => Self::Other,
-            CoordinatorError::Refused { failures, .. } => {
-                // Those that were told to stop, because another failed, are not why.
-                let kinds = || failures.iter().map(|failure| failure.failure.kind);
-                let why = kinds().find(|kind| *kind != FailureKind::CalledOff);
-                why.or_else(|| kinds().next()).map_or(Self::Other, Self::from)
-            }
-        }
-    }
-}
-
-impl From<&RunDirError> for Code {
-    fn from(error: &RunDirError) -> Self {
-        match error {
-            RunDirError::Locked { .. }
-            | RunDirError::LockGone { .. }
-            | RunDirError::Switching { .. } => Self::Busy,
-            RunDirError::OtherTurns { .. } => Self::VersionsDiffer,
-            RunDirError::NotOurs { .. }
-            | RunDirError::PathTooLong { .. }
-            | RunDirError::TooManyMembers { .. }
-            | RunDirError::Listen(_)
-            | RunDirError::Io { .. } => Self::RunDir,
-        }
-    }
-}
-
-impl From<&SwitchError> for Code {
-    fn from(error: &SwitchError) -> Self {
-        match error {
-            SwitchError::Tenant(error) => error.into(),
-            SwitchError::RunDir(error) => error.into(),
-            SwitchError::Never { .. } => Self::OutOfDeviceMemory,
-            SwitchError::Busy { .. } => Self::Busy,
-            SwitchError::CalledOff { .. } => Self::CalledOff,
-            SwitchError::Undone { source, .. } | SwitchError::NotUndone { source, .. } => {
-                (&**source).into()
-            }
-        }
-    }
-}
-
-impl From<&PrepareError> for Code {
-    fn from(error: &PrepareError) -> Self {
-        match error {
-            PrepareError::Tenant(error) => error.into(),
-            PrepareError::Short { .. } => Self::OutOfHostMemory,
-            PrepareError::CalledOff { .. } => Self::CalledOff,
-        }
-    }
-}
-
-impl From<&SaveError> for Code {
-    fn from(error: &SaveError) -> Self {
-        match error {
-            SaveError::Tenant(error) => error.into(),
-            SaveError::Dir(_) => Self::Usage,
-            SaveError::NothingSaved { .. } => Self::WrongState,
-            SaveError::NoSpace { .. } => Self::OutOfHostMemory,
-            SaveError::CalledOff { .. } => Self::CalledOff,
-            SaveError::Failed { failures, .. } => {
-                failures.first().map_or(Self::Other, |failure| failure.failure.kind.into())
-            }
-        }
+impl fmt::Display for Code {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.word())
     }
 }

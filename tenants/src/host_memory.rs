@@ -24,6 +24,8 @@ const UNLIMITED_BYTES_MIN: u64 = 1 << 60;
 
 /// What limits host memory.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum LimitKind {
     /// `SUBLET_HOST_BYTES_MAX`: for all that the tenant keeps on the host.
     Configured,
@@ -41,7 +43,15 @@ pub enum LimitKind {
 
 /// Device and inode of a control group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct GroupIdentity(#[serde(with = "id_text")] pub u64, #[serde(with = "id_text")] pub u64);
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct GroupIdentity(
+    #[serde(with = "id_text")]
+    #[cfg_attr(feature = "schema", schemars(with = "String"))]
+    pub u64,
+    #[serde(with = "id_text")]
+    #[cfg_attr(feature = "schema", schemars(with = "String"))]
+    pub u64,
+);
 
 impl LimitKind {
     /// The user's next step.
@@ -70,6 +80,7 @@ impl fmt::Display for LimitKind {
 
 /// One limit and what it leaves.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct HostLimit {
     /// Which.
     pub kind: LimitKind,
@@ -124,6 +135,7 @@ impl Pressure {
 
 /// What one process must save, and what limits it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct HostNeed {
     /// Contents to save, in bytes.
     pub saved_bytes: u64,

@@ -94,7 +94,8 @@ fn is_name(name: &str) -> bool {
 
 /// The random identity of one process in a tenant. Process ids are not unique across namespaces.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct MemberId(pub u64);
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct MemberId(#[cfg_attr(feature = "schema", schemars(with = "String"))] pub u64);
 
 impl Serialize for MemberId {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {

@@ -20,6 +20,8 @@ use crate::scope::Scope;
 
 /// The two things that can be done to a tenant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum Action {
     /// Give the memory up.
     Pause,
@@ -29,6 +31,8 @@ pub enum Action {
 
 /// The steps of a pause and of a resume. All processes of a tenant finish one before any starts the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum Phase {
     /// Pause 1: hold back new work; calls under way leave. Refused during stream capture.
     CloseGate,

@@ -99,6 +99,15 @@ impl Scope {
         }
     }
 
+    /// Is memory with this tag what it is about? Without a tag it is empty.
+    pub fn names_tag(&self, tag: &str) -> bool {
+        match self {
+            Self::Whole => true,
+            Self::Tags { tags: TagNames::All, .. } => !tag.is_empty(),
+            Self::Tags { tags: TagNames::Named(names), .. } => names.contains(tag),
+        }
+    }
+
     /// What this is about of `tenant`, to begin a sentence.
     pub(crate) fn subject_first(&self, tenant: &TenantName) -> String {
         let subject = self.subject(tenant);

@@ -72,9 +72,11 @@ impl FromStr for Size {
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some((unit, shift)) = UNITS.iter().find(|(_, shift)| self.0 >= 1 << shift) else {
-            return write!(f, "{} bytes", self.0);
+            return write!(f, "{} B", self.0);
         };
-        let tenths = (u128::from(self.0) * 10) >> shift;
+        // Rounded to the nearest.
+        let unit_bytes = 1_u128 << shift;
+        let tenths = (u128::from(self.0) * 10 + unit_bytes / 2) / unit_bytes;
         match (tenths / 10, tenths % 10) {
             (whole, 0) => write!(f, "{whole} {unit}"),
             (whole, tenth) => write!(f, "{whole}.{tenth} {unit}"),
@@ -142,12 +144,14 @@ mod tests {
     #[test]
     fn sizes_are_written_for_people_and_exactly() {
         for (bytes, said, exact) in [
-            (0, "0 bytes", "0"),
-            (1023, "1023 bytes", "1023"),
+            (0, "0 B", "0"),
+            (1023, "1023 B", "1023"),
             (1 << 10, "1 KiB", "1KiB"),
             (1536, "1.5 KiB", "1536"),
             (3 << 29, "1.5 GiB", "1536MiB"),
             (5 << 40, "5 TiB", "5TiB"),
+            (209_610_342, "199.9 MiB", "209610342"),
+            (u64::MAX, "16777216 TiB", "18446744073709551615"),
         ] {
             assert_eq!(
                 (Size(bytes).to_string().as_str(), Size(bytes).exact().as_str()),

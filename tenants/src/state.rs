@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 /// Where a process stands, as others see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum MemberState {
     /// Running; memory on the device.
     Active,

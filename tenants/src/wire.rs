@@ -17,6 +17,7 @@ pub use ask::{
     Needs, SaveStep, SentFds, SpillStep, Stats, StepOn, TakePhase, Withdraw,
 };
 
+use crate::code::Code;
 use crate::cut::{CutReport, Rank};
 use crate::host_memory::{HostLimit, HostNeed};
 use crate::identity::{MemberId, id_text};
@@ -141,6 +142,7 @@ pub struct Lending {
 
 /// Memory that one process of another tenant has open.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Lent {
     /// Its tenant.
     pub tenant: String,
@@ -167,6 +169,7 @@ pub struct Wanted {
 
 /// How far a process is with host memory for its next pause.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct HostProgress {
     /// What it holds, in bytes.
     pub held_bytes: u64,
@@ -188,6 +191,8 @@ pub struct HostProgress {
 
 /// See [`HostProgress`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum HostStage {
     /// Nothing is brought in: nobody has asked, or all that was wanted is there.
     #[default]
@@ -242,6 +247,7 @@ pub struct SpillProgress {
 
 /// What one process did in one phase.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct PhaseReport {
     /// Wall time in that process.
     pub elapsed_us: u64,
@@ -309,6 +315,7 @@ impl PhaseReport {
 
 /// How far a process is with what it does by stages.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct StageReport {
     /// Contents copied between devices and host.
     pub copied_bytes: u64,
@@ -327,6 +334,7 @@ pub struct Needed {
 
 /// What is still to be moved on one device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct StageLeft {
     /// The machine-wide name, such as `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a`.
     pub uuid: String,
@@ -338,6 +346,7 @@ pub struct StageLeft {
 
 /// Bytes of one device, before and after.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct DeviceDelta {
     /// The ordinal in that process.
     pub device: DeviceOrdinal,
@@ -353,6 +362,7 @@ pub struct DeviceDelta {
 
 /// Who a process is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct MemberInfo {
     /// Its random identity.
     pub id: MemberId,
@@ -386,6 +396,7 @@ pub struct MemberInfo {
 
 /// Own memory of one tag in one process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct TagBytes {
     /// The tag.
     pub tag: String,
@@ -399,9 +410,11 @@ pub struct TagBytes {
 
 /// A step of one pause or resume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Asked {
     /// Which pause or resume, by a random number.
     #[serde(with = "id_text")]
+    #[cfg_attr(feature = "schema", schemars(with = "String"))]
     pub round: u64,
     /// The step.
     pub phase: Phase,
@@ -420,6 +433,7 @@ pub enum RoundEnd {
 
 /// What a process holds, and how its last pause and resume went.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct MemberStats {
     /// Who it is.
     pub member: MemberInfo,
@@ -447,9 +461,11 @@ pub struct MemberStats {
 
 /// For how long a process has done nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Idleness {
     /// For how long no thread of it has called the driver for work or memory, in microseconds, as far as somebody has looked.
     #[serde(serialize_with = "whole_seconds")]
+    #[cfg_attr(feature = "schema", schemars(with = "u64"))]
     pub quiet_us: u64,
     /// Were its devices seen to have nothing left to do in that time?
     pub is_drained: bool,
@@ -465,13 +481,51 @@ fn whole_seconds<S: Serializer>(us: &u64, serializer: S) -> Result<S::Ok, S::Err
 }
 
 /// Why a request was not carried out, by what the asker can do about it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Failure {
     /// What kind.
     pub kind: FailureKind,
     /// One sentence: operation, object, size, device, code, next step.
     pub message: String,
+}
+
+/// A failure as people's programs read it.
+#[derive(Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+struct ShownFailure<'a> {
+    /// Why, in one word.
+    code: Code,
+    /// Of a GPU that is too full: how much more must be free.
+    missing_bytes: Option<u64>,
+    /// Why, in words.
+    message: &'a str,
+}
+
+impl Serialize for Failure {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Self { kind, message } = self;
+        if !serializer.is_human_readable() {
+            return (kind, message).serialize(serializer);
+        }
+        let missing_bytes = if let FailureKind::OutOfDeviceMemory { missing_bytes } = kind {
+            Some(*missing_bytes)
+        } else {
+            None
+        };
+        ShownFailure { code: (*kind).into(), missing_bytes, message }.serialize(serializer)
+    }
+}
+
+#[cfg(feature = "schema")]
+impl schemars::JsonSchema for Failure {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "Failure".into()
+    }
+
+    fn json_schema(generator: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        ShownFailure::json_schema(generator)
+    }
 }
 
 /// The kinds of [`Failure`].
@@ -512,4 +566,24 @@ pub enum FailureKind {
     Driver,
     /// Something was lost; the process should be ended.
     Faulted,
+}
+
+impl From<FailureKind> for Code {
+    fn from(kind: FailureKind) -> Self {
+        match kind {
+            FailureKind::InCapture => Self::InCapture,
+            FailureKind::CutNotReached | FailureKind::DrainTimeout => Self::NotInTime,
+            FailureKind::OutOfHostMemory => Self::HostFull,
+            FailureKind::OutOfDeviceMemory { .. } => Self::GpuFull,
+            FailureKind::PeerGone => Self::NoAnswer,
+            FailureKind::NoConsent => Self::NoConsent,
+            FailureKind::CalledOff => Self::CalledOff,
+            FailureKind::WrongState | FailureKind::NotNow | FailureKind::Unknown => {
+                Self::WrongState
+            }
+            FailureKind::Shared | FailureKind::Lent | FailureKind::LenderAway => Self::Shared,
+            FailureKind::Driver => Self::Driver,
+            FailureKind::Faulted => Self::Lost,
+        }
+    }
 }

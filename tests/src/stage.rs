@@ -418,6 +418,6 @@ impl Stage {
 /// The sum of one figure over all classes of memory of a process, as `sublet stats --json` shows them.
 pub fn statistic(member: &Value, name: &str) -> u64 {
     let devices = member["pool"]["devices"].as_array().into_iter().flatten();
-    let classes = devices.flat_map(|device| device["classes"].as_array().into_iter().flatten());
+    let classes = devices.flat_map(|device| device["memory"].as_array().into_iter().flatten());
     classes.filter_map(|class| class[name].as_u64()).sum()
 }

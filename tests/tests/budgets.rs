@@ -186,7 +186,7 @@ fn a_budget_changes_while_the_tenant_runs() -> Outcome {
     let shown = &stats["tenants"][0]["budgets"][0];
     assert_eq!(shown["budget_bytes"], 160 * MIB, "{stats}");
     let metrics = stage.sublet(&["metrics"])?.succeeded()?.stdout;
-    let labels = format!("{{tenant=\"infer\",gpu=\"0\",uuid={}}} {}", shown["gpu"], 160 * MIB);
+    let labels = format!("{{tenant=\"infer\",gpu=\"0\",uuid={}}} {}", shown["uuid"], 160 * MIB);
     for name in ["sublet_budget_bytes", "sublet_budget_held_bytes"] {
         assert!(metrics.contains(&format!("{name}{labels}")), "no {name}{labels} in {metrics}");
     }
@@ -326,7 +326,7 @@ fn a_number_is_the_machines_whatever_a_process_sees() -> Outcome {
     assert_eq!(held(&stage, "infer", 1)?, 32 * MIB);
     assert_eq!(held(&stage, "infer", 0)?, 80 * MIB);
     // By its identity it is the same one.
-    let name = gpu(&stage, "infer", 1)?["gpu"].as_str().unwrap_or_default().to_owned();
+    let name = gpu(&stage, "infer", 1)?["uuid"].as_str().unwrap_or_default().to_owned();
     let report = change(&stage, "infer", &format!("{name}=36MiB"))?;
     assert_eq!(report["budgets"], format!("{name}=36MiB"), "{report}");
     takes(&mut turned, "create", 4 * MIB)?;

@@ -34,7 +34,7 @@ fn nothing_is_left_on_a_device_and_every_byte_comes_back() -> Outcome {
     for _ in 0..5 {
         let paused = stage.sublet(&["pause", "train", "--deep", "--json"])?.succeeded()?.json()?;
         let phases = paused["report"]["phases"].as_array().cloned().unwrap_or_default();
-        assert_eq!(phases.last().map(|phase| phase["phase"].clone()), Some("Freeze".into()));
+        assert_eq!(phases.last().map(|phase| phase["phase"].clone()), Some("freeze".into()));
         assert_eq!(stage.states("train")?, ["deep"]);
         assert_eq!(used_bytes(&stage)?, [0; 3]);
         stage.resume("train")?;
@@ -53,7 +53,7 @@ fn a_frozen_job_is_seen_and_refuses_what_needs_the_driver() -> Outcome {
     stage.sublet(&["pause", "train"])?.succeeded()?;
     assert!(used_bytes(&stage)?.iter().all(|bytes| *bytes >= 10 * MIB), "contexts stay");
     // Of a tenant that is paused the contexts follow.
-    let shown = stage.sublet(&["pause", "train", "--deep"])?.succeeded()?;
+    let shown = stage.sublet(&["pause", "train", "--deep", "-v"])?.succeeded()?;
     assert!(shown.stdout.contains("freeze"), "{shown:#?}");
     let again = stage.sublet(&["pause", "train", "--deep"])?.succeeded()?;
     assert!(again.stdout.contains("paused already"), "{again:#?}");

@@ -8,6 +8,9 @@ use serde_json::{Value, json};
 use sublet_tests::{JobOptions, MIB, Outcome, Spmd, SpmdOptions, Stage, Trouble};
 
 const CAPACITIES: [u64; 2] = [128 * MIB; 2];
+/// Definitions that take a death, a second family, NVIDIA's management library, or a control group with a limit.
+const NOT_HERE: [&str; 7] =
+    ["FailedProcess", "GroupIdentity", "HeldOnGpu", "Lent", "Occupant", "ProcessName", "StageLeft"];
 
 /// `docs/sublet.schema.json`, and which of its definitions documents have met.
 struct Schema {
@@ -129,10 +132,11 @@ fn every_command_that_fails_says_why_in_one_word() -> Outcome {
         ("switch", &["switch", "nobody"]),
     ] {
         let said = checked.run(kind, 1, words)?;
-        assert_eq!(said["code"], "no_such_tenant", "{words:?}: {said}");
+        assert_eq!(said["code"], "no-such-tenant", "{words:?}: {said}");
     }
-    let half = &checked.run("swap", 1, &["swap", "nobody", "somebody"])?["halves"][0];
-    assert_eq!(half["code"], "no_such_tenant");
+    let swap = checked.run("swap", 1, &["swap", "nobody", "somebody"])?;
+    assert_eq!([&swap["code"], &swap["resumed"]["code"]], ["no-such-tenant"; 2]);
+    assert_eq!(swap["paused"], Value::Null);
     assert_eq!(checked.run("failed", 2, &["swap", "a", "a"])?["code"], "usage");
 
     // Others may read the run directory: no command goes near it.
@@ -144,7 +148,7 @@ fn every_command_that_fails_says_why_in_one_word() -> Outcome {
         let ran = checked.stage.sublet_told("SUBLET_RUN_DIR", &open.to_string_lossy(), &words)?;
         let said = ran.exited(1)?.json()?;
         checked.schema.check("failed", &said)?;
-        assert_eq!(said["code"], "run_dir", "{words:?}: {said}");
+        assert_eq!(said["code"], "run-dir", "{words:?}: {said}");
     }
     Ok(())
 }
@@ -160,8 +164,9 @@ fn every_document_is_as_the_schema_says() -> Outcome {
     checked.run("view", 0, &["ps"])?;
     checked.run("budget", 0, &["budget", "train", "none"])?;
     checked.run("prepare", 0, &["prepare", "train"])?;
+    checked.run("plan", 0, &["pause", "train", "--dry-run"])?;
     checked.run("change", 0, &["pause", "train"])?;
-    checked.run("change", 0, &["pause", "train"])?;
+    checked.run("changes", 0, &["pause", "--all"])?;
     let shown = checked.run("view", 0, &["ps"])?;
     let member = &shown["tenants"][0]["members"][0];
     assert!(member["member"]["id"].is_string() && member["member"]["asked"]["round"].is_string());
@@ -175,9 +180,13 @@ fn every_document_is_as_the_schema_says() -> Outcome {
         .connected_job(&JobOptions { tensor_mib: 80, ..JobOptions::new("infer", 1) })?;
     let refused = checked.run("change", 1, &["resume", "train"])?;
     assert_eq!(refused["shortages"][0]["uuid"], gpu_of(&checked.stage, "infer")?);
-    assert_eq!(refused["code"], "out_of_device_memory");
-    let kind = &refused["failures"][0]["failure"]["kind"];
-    assert!(kind["OutOfDeviceMemory"]["missing_bytes"].is_u64(), "{refused}");
+    assert_eq!(refused["code"], "gpu-full");
+    let failure = &refused["failures"][0]["failure"];
+    assert_eq!(
+        (&failure["code"], &refused["failures"][0]["step"]),
+        (&json!("gpu-full"), &json!("create_own"))
+    );
+    assert!(failure["missing_bytes"].is_u64(), "{refused}");
     checked.run("swap", 0, &["swap", "infer", "train"])?;
     checked.run("swap", 0, &["swap", "train", "infer"])?;
     checked.run("switch", 0, &["switch", "train", "--dry-run"])?;
@@ -193,7 +202,7 @@ fn every_document_is_as_the_schema_says() -> Outcome {
     train.ranks[0].kill()?;
     checked.run("change", 1, &["resume", "train"])?;
     let nobody = checked.run("change", 1, &["pause", "nobody"])?;
-    assert_eq!(nobody["code"], "no_such_tenant");
+    assert_eq!(nobody["code"], "no-such-tenant");
     checked.run("doctor", 0, &["doctor"])?;
 
     let options = SpmdOptions { stuck: Some((0, 5)), ..SpmdOptions::new("data", 2, 20) };
@@ -206,6 +215,8 @@ fn every_document_is_as_the_schema_says() -> Outcome {
     assert_eq!(shown["tenants"][0]["silent"][0]["pid"], job.ranks[1].pid());
     assert_eq!(shown["tenants"][0]["silent"][0]["standing"], "stopped");
     drop(job);
-    assert_eq!(checked.schema.unmet(), [""; 0], "definitions that nothing was printed for");
+    let mut unmet = checked.schema.unmet();
+    unmet.retain(|name| !NOT_HERE.contains(&name.as_str()));
+    assert_eq!(unmet, [""; 0], "definitions that nothing was printed for");
     Ok(())
 }

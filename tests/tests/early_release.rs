@@ -96,11 +96,11 @@ fn a_pause_that_copies_much_does_it_once_its_host_memory_is_there_and_people_rea
     for is_early in [false, true] {
         job.step(1)?;
         let report = stage.sublet(&["pause", "train", "--json"])?.succeeded()?.json()?;
-        assert_eq!(saves_in(&report), if is_early { ["Release"] } else { ["Prepare"] });
+        assert_eq!(saves_in(&report), if is_early { ["release"] } else { ["prepare"] });
         stage.resume("train")?;
         job.verify()?;
     }
-    let said = stage.sublet(&["pause", "train"])?.succeeded()?.stdout;
+    let said = stage.sublet(&["pause", "train", "-v"])?.succeeded()?.stdout;
     assert!(said.contains(" kept: "), "{said}");
     stage.resume("train")?;
     job.verify()?;

@@ -123,7 +123,7 @@ fn memory_of_a_suspended_communicator_is_free_and_comes_back_with_it() -> Outcom
         let members = stage.members("spmd")?;
         let member = members.iter().find(|member| member["member"]["pid"] == pid);
         let classes = member
-            .map_or(&serde_json::Value::Null, |member| &member["pool"]["devices"][0]["classes"]);
+            .map_or(&serde_json::Value::Null, |member| &member["pool"]["devices"][0]["memory"]);
         let classes = classes.as_array().cloned().unwrap_or_default();
         assert!(!classes.is_empty(), "process {pid} is not in {members:?}");
         let nccl = classes.iter().filter(|class| class["library"] == "nccl");

@@ -23,7 +23,7 @@ fn nccl_bytes(stage: &Stage) -> Outcome<[u64; 3]> {
     let mut sums = [0; 3];
     for member in stage.members("spmd")? {
         let devices = member["pool"]["devices"].as_array().cloned().unwrap_or_default();
-        for class in devices.iter().filter_map(|device| device["classes"].as_array()).flatten() {
+        for class in devices.iter().filter_map(|device| device["memory"].as_array()).flatten() {
             let of = |name: &str| class[name].as_u64().unwrap_or(0);
             if class["tag"] == "nccl" {
                 sums[0] += of("own_bytes");

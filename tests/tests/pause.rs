@@ -115,12 +115,12 @@ fn discarded_contents_are_not_moved() -> Outcome {
     let member = &stage.members("train")?[0];
     let own_bytes = statistic(member, "own_bytes") - statistic(member, "pinned_bytes");
     let report = stage.pause("train")?;
-    let saved = phase_bytes(&report, "Prepare");
-    let released = phase_bytes(&report, "Release");
+    let saved = phase_bytes(&report, "prepare");
+    let released = phase_bytes(&report, "release");
     assert_eq!(released, own_bytes, "{report:#}");
     assert_eq!(saved, own_bytes - 32 * MIB, "{report:#}");
     let report = stage.resume("train")?;
-    assert_eq!(phase_bytes(&report, "Restore"), saved, "{report:#}");
+    assert_eq!(phase_bytes(&report, "restore"), saved, "{report:#}");
     job.step(1)?;
     job.verify()?;
     job.exit()
@@ -167,4 +167,52 @@ fn swap_exchanges_two_tenants_that_do_not_fit_together() -> Outcome {
         assert_eq!(stage.states("train")?, ["paused"]);
     }
     Ok(())
+}
+
+#[test]
+fn all_tenants_are_paused_by_one_command_and_one_that_refuses_keeps_no_other() -> Outcome {
+    let stage = Stage::new(&CAPACITIES[..1])?;
+    let train = stage.connected_job(&JobOptions::new("train", 1))?;
+    let mut infer = stage.connected_job(&JobOptions::new("infer", 1))?;
+    infer.ranks[0].do_it("capture begin")?;
+    let ran = stage.sublet(&["pause", "--all", "--timeout", "700ms"])?.exited(3)?;
+    assert!(ran.stdout.starts_with("paused tenant 'train' in "), "{ran:#?}");
+    let is_note = |line: &str| line.starts_with("note: ");
+    assert!(ran.stdout.lines().skip(1).all(is_note), "{ran:#?}");
+    let next = " [in-capture]; next: sublet pause infer --timeout 2m\n";
+    assert!(ran.stderr.ends_with(next), "{ran:#?}");
+    assert_eq!([stage.states("train")?, stage.states("infer")?], [["paused"], ["active"]]);
+    infer.ranks[0].do_it("capture end")?;
+    let changes = stage.sublet(&["pause", "--all", "--json"])?.succeeded()?.json()?;
+    let outcomes = changes["changes"].as_array().into_iter().flatten();
+    let outcomes = outcomes.map(|change| (change["tenant"].as_str(), change["outcome"].as_str()));
+    let expected = [("infer", "completed"), ("train", "already_paused")];
+    assert_eq!(outcomes.collect::<Vec<_>>(), expected.map(|(a, b)| (Some(a), Some(b))));
+    for (name, job) in [("train", train), ("infer", infer)] {
+        stage.resume(name)?;
+        job.exit()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_dry_run_says_what_a_pause_frees_and_moves_nothing() -> Outcome {
+    let stage = Stage::new(&CAPACITIES[..2])?;
+    let job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let plan = stage.sublet(&["pause", "train", "--dry-run", "--json"])?.succeeded()?.json()?;
+    let said = stage.sublet(&["pause", "train", "--dry-run"])?.succeeded()?.stdout;
+    assert!(said.starts_with("a pause of tenant 'train' would free "), "{said}");
+    assert_eq!(said.lines().count(), 1, "{said}");
+    assert_eq!(stage.states("train")?, ["active"]);
+    let done = stage.sublet(&["pause", "train", "--json"])?.succeeded()?.json()?;
+    assert_eq!(plan["freed_bytes"], done["freed_bytes"], "{plan:#}");
+    let kept = |name: &str| {
+        let members = done["report"]["phases"].as_array().into_iter().flatten();
+        let members = members.flat_map(|phase| phase["members"].as_array().into_iter().flatten());
+        members.filter_map(|member| member["report"]["kept"][name].as_u64()).sum::<u64>()
+    };
+    let all: u64 = ["zero_bytes", "unchanged_bytes", "copied_bytes"].map(kept).iter().sum();
+    assert!(plan["host_bytes_max"].as_u64() >= Some(all), "{all}: {plan:#}");
+    stage.resume("train")?;
+    job.exit()
 }

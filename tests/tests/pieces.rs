@@ -57,7 +57,7 @@ fn a_mostly_zero_tenant_takes_little_host_memory_and_an_unchanged_one_copies_not
     job.step(1)?;
     let ([_, _, changed], _) = pause(&stage)?;
     assert!(changed > 0 && changed < copied, "{changed} of {copied}");
-    let text = stage.sublet(&["stats", "train"])?.exited(0)?.stdout;
+    let text = stage.sublet(&["stats", "train", "-v"])?.exited(0)?.stdout;
     assert!(text.contains("fingerprint"), "{text}");
     stage.resume("train")?;
     job.verify()?;

@@ -206,7 +206,7 @@ fn share_of_a_limit_is_all_that_a_process_prepares_by_itself() -> Outcome {
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {
         let members = stage.members("train")?;
-        if members.iter().all(|member| stage_of(member)["Stopped"]["message"].is_string()) {
+        if members.iter().all(|member| stage_of(member)["stopped"]["message"].is_string()) {
             let text = stage_of(&members[0]).to_string();
             assert!(text.contains("SUBLET_HOST_BYTES_MAX"), "{text}");
             break;

@@ -158,10 +158,15 @@ fn device_without_room_refuses_the_resume_until_it_has() -> Outcome {
     let ran = refused(
         &stage,
         &["resume", "train"],
-        &["GPU 0", "The tenant is paused, contents kept as before"],
+        &["GPU-", "The tenant is paused, contents kept as before"],
     )?;
     // The other tenant is named with what it holds there.
-    let words = ["lacks", "held by tenant 'infer' (active): ", "outside Sublet: "];
+    let words = [
+        " free and ",
+        " more: tenant 'infer' holds ",
+        " are outside Sublet",
+        " [gpu-full]; next: sublet switch train\n",
+    ];
     for word in words {
         assert!(ran.stderr.contains(word), "no '{word}' in {ran:#?}");
     }

@@ -294,7 +294,7 @@ fn a_process_that_is_stopped_keeps_its_row_with_why_and_what_it_holds() -> Outco
     let mut top = Terminal::start(&stage, &[])?;
     top.until_shown(&format!("{stopped} active"))?;
     job.ranks[0].stop()?;
-    let ran = stage.sublet_told("LD_LIBRARY_PATH", &stage.libraries_with_nvml(), &["ps"])?;
+    let ran = stage.sublet_told("LD_LIBRARY_PATH", &stage.libraries_with_nvml(), &["ps", "-v"])?;
     let shown = ran.succeeded()?.stdout;
     let row = |pid: u32| {
         let pid = pid.to_string();
@@ -510,8 +510,36 @@ fn manual_pages_and_completions_are_written() -> Outcome {
     let page = fs::read_to_string(dir.join("sublet-swap.1"))?;
     assert!(page.starts_with(".ie") && page.contains("sublet swap"), "{page}");
     for shell in ["bash", "zsh", "fish"] {
-        assert!(stage.sublet(&["completions", shell])?.succeeded()?.stdout.contains("prepare"));
+        let script = stage.sublet(&["completions", shell])?.succeeded()?.stdout;
+        assert!(script.contains("COMPLETE="), "{script}");
     }
     stage.sublet(&["completions", "tcsh"])?.exited(2)?;
     Ok(())
+}
+
+#[test]
+fn shells_complete_the_names_of_tenants() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let jobs = ["train", "infer"].map(|name| stage.job(&JobOptions::new(name, 1)));
+    let mut command = stage.command(&stage.files().sublet);
+    command.env("COMPLETE", "bash").env("_CLAP_COMPLETE_INDEX", "2");
+    let shown = command.args(["--", "sublet", "pause", ""]).output()?;
+    let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
+    for name in ["train", "infer"] {
+        assert!(shown.lines().any(|line| line == name), "no {name} in {shown}");
+    }
+    jobs.into_iter().try_for_each(|job| job?.exit())
+}
+
+#[test]
+fn ps_of_one_job_is_one_row_and_takes_its_name() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let other = stage.job(&JobOptions::new("infer", 1))?;
+    let shown = stage.sublet(&["ps", "train"])?.succeeded()?.stdout;
+    let row = format!(" {} +1 ", job.ranks[0].pid());
+    assert!(shown.lines().count() <= 6 && shown.contains(&row), "{shown}");
+    assert!(!shown.contains("infer"), "{shown}");
+    job.exit()?;
+    other.exit()
 }

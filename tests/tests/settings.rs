@@ -13,7 +13,10 @@ fn run_refuses_a_wrong_setting_before_it_starts_the_job_and_warns_of_an_unknown_
     let job = ["run", "--tenant", "train", "--library", &library, "--", "touch", &path];
 
     let refused = stage.sublet_told("SUBLET_SLABS", "banana", &job)?.exited(2)?;
-    assert_eq!(refused.stderr, "sublet: SUBLET_SLABS=banana: expected 0 or 1\n");
+    assert_eq!(
+        refused.stderr,
+        "sublet: SUBLET_SLABS=banana: expected 0 or 1 [usage]; next: sublet run --help\n"
+    );
     assert!(!started.exists(), "the job was started");
 
     let warned = stage.sublet_told("SUBLET_CHANGE", "off", &job)?.exited(0)?;

@@ -90,7 +90,7 @@ fn memory_that_nccl_shares_by_legacy_ipc_stays_and_is_named() -> Outcome {
     assert!((6 * MIB..=8 * MIB).contains(&left_bytes), "{left_bytes} bytes stay");
     let listed = stage.sublet(&["ps"])?.succeeded()?.stdout;
     let hint =
-        "6 MiB in 1 allocations stay during a pause: NCCL shares plain allocations by legacy IPC";
+        "6 MiB in 1 allocation stay during a pause: NCCL shares plain allocations by legacy IPC";
     assert!(listed.contains(hint), "{listed}");
     // Both name the line that undoes it.
     for told in [listed, paused["report"]["notes"].to_string()] {

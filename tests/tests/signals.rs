@@ -353,7 +353,7 @@ fn job_that_releases_early(stage: &Stage, latency: &str) -> Outcome<Job> {
 fn pause_that_releases(stage: &Stage) -> Outcome<Child> {
     let command = start_command(stage, &["pause", "train"])?;
     let deadline = Instant::now() + SOON;
-    let releases = |member: &Value| member["member"]["asked"]["phase"] == "Release";
+    let releases = |member: &Value| member["member"]["asked"]["phase"] == "release";
     while !stage.members("train")?.iter().any(releases) {
         if Instant::now() >= deadline {
             return Err(Trouble::new("the processes do not release"));

@@ -77,9 +77,9 @@ fn every_byte_is_there_after_twenty_swaps_on_devices_that_hold_one_and_a_window(
     for round in 0..10 {
         let [out, back] = swap(&stage, "infer", "train")?;
         assert_eq!(out["window_bytes"], 8 * MIB);
-        let saves = stages(&out, "ReleaseStage");
-        let first_in = stages(&back, "RestoreStage")[0]["began_us"].as_u64();
-        let last_out = stages(&out, "Release").iter().filter_map(|s| s["ended_us"].as_u64()).max();
+        let saves = stages(&out, "release_stage");
+        let first_in = stages(&back, "restore_stage")[0]["began_us"].as_u64();
+        let last_out = stages(&out, "release").iter().filter_map(|s| s["ended_us"].as_u64()).max();
         assert!(saves.len() >= 4, "{out:#}");
         assert!(first_in < last_out, "round {round}: in at {first_in:?}, out until {last_out:?}");
         runs(&mut train)?;
@@ -127,7 +127,7 @@ fn a_tenant_that_does_not_fit_leaves_the_first_running() -> Outcome {
     let ran = stage.sublet(&["swap", "small", "train", "--json"])?.exited(1)?;
     let document = ran.json()?;
     assert_eq!(
-        (&document["halves"][0]["tenant"], &document["halves"][0]["unchanged"]),
+        (&document["resumed"]["tenant"], &document["resumed"]["unchanged"]),
         (&"train".into(), &true.into())
     );
     assert_eq!(stage.states("small")?, ["active"]);

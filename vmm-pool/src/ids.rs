@@ -7,7 +7,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// The random identity of a physical allocation, the same in every process that holds it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct AllocationId(pub [u8; 16]);
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct AllocationId(#[cfg_attr(feature = "schema", schemars(with = "String"))] pub [u8; 16]);
 
 /// For people's programs, as text.
 impl Serialize for AllocationId {

@@ -1,7 +1,7 @@
 //! Plain accounts of who holds what, in bytes. Sums are exact: every byte of pool memory is in exactly
 //! one [`ClassBytes`].
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 
 use crate::driver::DeviceOrdinal;
 
@@ -10,6 +10,7 @@ use crate::driver::DeviceOrdinal;
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
 #[serde(rename_all = "lowercase")]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum Contents {
     /// Saved to host memory and put back.
     #[default]
@@ -22,6 +23,7 @@ pub enum Contents {
 
 /// What a pause did with the contents that it keeps, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct KeptBytes {
     /// Zero: neither copied nor given host memory. The resume makes the zeros.
     pub zero_bytes: u64,
@@ -50,10 +52,13 @@ impl KeptBytes {
 
 /// Bytes of one class of memory (which library allocated it, under which tag, with which policy) on one device.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct ClassBytes {
     /// The library that asked, such as `nccl` or `torch`.
     pub library: String,
-    /// The region's tag; empty outside any region.
+    /// The region's tag; empty outside any region, which people's programs read as none.
+    #[serde(serialize_with = "none_if_empty")]
+    #[cfg_attr(feature = "schema", schemars(with = "Option<String>"))]
     pub tag: String,
     /// What a pause does with the contents.
     pub contents: Contents,
@@ -71,8 +76,16 @@ pub struct ClassBytes {
     pub imported_count: u64,
 }
 
+fn none_if_empty<S: Serializer>(text: &str, serializer: S) -> Result<S::Ok, S::Error> {
+    if serializer.is_human_readable() && text.is_empty() {
+        return serializer.serialize_none();
+    }
+    serializer.serialize_str(text)
+}
+
 /// Memory that a pause leaves on the device, and why.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct PinnedBytes {
     /// Why it stays, with what to do about it.
     pub reason: String,
@@ -84,12 +97,14 @@ pub struct PinnedBytes {
 
 /// Bytes of one process on one device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct DeviceReport {
     /// The ordinal in that process.
     pub device: DeviceOrdinal,
     /// The machine-wide name, such as `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a`.
     pub uuid: String,
     /// By class, largest first.
+    #[serde(rename = "memory")]
     pub classes: Vec<ClassBytes>,
     /// What a pause leaves in place.
     pub pinned: Vec<PinnedBytes>,
@@ -109,6 +124,7 @@ impl DeviceReport {
 
 /// Bytes of one process.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct PoolReport {
     /// By device, in ordinal order; devices without a byte are absent.
     pub devices: Vec<DeviceReport>,
@@ -126,6 +142,7 @@ pub struct PoolReport {
 
 /// Slabs of one process, in numbers and bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct SlabTotals {
     /// Slabs of its own.
     pub slabs: u64,

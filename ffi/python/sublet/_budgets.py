@@ -47,7 +47,7 @@ def budget(budget: Optional[Budget] = None) -> dict[str, Any]:
 
     Returns:
         ``tenant``; ``budgets``, as they were given (``""`` for none); ``gpus`` that its processes see,
-        each with ``gpu``, ``index``, ``budget_bytes`` (``None`` for none), ``held_bytes`` and
+        each with ``uuid``, ``index``, ``budget_bytes`` (``None`` for none), ``held_bytes`` and
         ``total_bytes``; and ``failures``, the processes that do not count. After a change also
         ``outcome``: ``"completed"``, or ``"partial"`` when there are such.
 

@@ -42,8 +42,10 @@ def run(action: str, *arguments: str, timeout_ms: int = 0) -> dict[str, Any]:
         kind = UsageError if child.returncode == _NOT_UNDERSTOOD else RefusedError
         raise kind(f"{action}: {complaint.strip() or f'{command[0]} ended with {child.returncode}: `sublet ps` says what it left'}")
     document = json.loads(said)
-    halves = [_answer(action, half) for half in document.get("halves") or [document]]
-    return halves[0] if len(halves) == 1 else {"paused": halves[0], "resumed": halves[1]}
+    if action != "swap" or "outcome" not in document:
+        return _answer(action, document)
+    # A half that was not tried is none, and then the other has failed.
+    return {name: _answer(action, document[name]) for name in ("paused", "resumed") if document[name]}
 
 
 def _answer(action: str, half: dict[str, Any]) -> dict[str, Any]:

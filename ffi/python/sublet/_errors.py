@@ -126,7 +126,7 @@ def from_code(what: str, code: int, message: str, report: Optional[str]) -> Erro
 
 
 #: Words of the command's documents that mean that the call is wrong.
-_WRONG_CALL = ("usage", "no_such_tenant", "unknown_tag")
+_WRONG_CALL = ("usage", "no-such-tenant", "unknown-tag")
 
 
 def from_document(what: str, document: dict[str, Any]) -> Error:
@@ -139,10 +139,10 @@ def from_document(what: str, document: dict[str, Any]) -> Error:
     text, code = f"{what}: {document.get('error')}", document.get("code")
     if code in _WRONG_CALL:
         return UsageError(text)
-    if code == "out_of_device_memory":
+    if code == "gpu-full":
         devices, missing_bytes = document.get("shortages") or (), document.get("missing_device_bytes")
         return OutOfDeviceMemory(text, missing_bytes=missing_bytes, devices=devices)
-    if code == "out_of_host_memory":
+    if code == "host-full":
         return OutOfHostMemory(text)
     if code == "lost":
         return LostError(text)

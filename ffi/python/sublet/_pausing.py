@@ -313,7 +313,7 @@ def _known_tags(library: Library) -> list[str]:
         held = parsed(library.stats())
     except NotAttachedError:
         return []
-    classes = (entry for device in held["pool"]["devices"] for entry in device["classes"])
+    classes = (entry for device in held["pool"]["devices"] for entry in device["memory"])
     return sorted({entry["tag"] for entry in classes if entry["tag"]})
 
 

@@ -81,14 +81,11 @@ def of(details: dict[str, Any]) -> Report:
     settled: Any = "already" if outcome.startswith("already") else outcome
     # A switch is pauses and a resume, each with a report of its own.
     parts = details.get("changes") or [details]
-    amounts = {"Pause": 0, "Resume": 0}
-    for part in parts:
-        amounts[part.get("action", "Pause")] += sum(row["bytes"] for row in part.get("devices") or ())
     return Report(
         outcome=settled,
         seconds=sum(part.get("wall_us", 0) for part in parts) / 1e6,
-        freed_bytes=amounts["Pause"],
-        returned_bytes=amounts["Resume"],
+        freed_bytes=sum(part.get("freed_bytes", 0) for part in parts),
+        returned_bytes=sum(part.get("taken_bytes", 0) for part in parts),
         stayed_bytes=sum(part.get("stayed_bytes", 0) for part in parts),
         paused=tuple(details.get("paused") or ()),
         reasons=tuple(details.get("reasons") or ()),

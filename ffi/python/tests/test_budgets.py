@@ -21,12 +21,12 @@ def test_a_process_shows_and_changes_the_budget_of_its_tenant(stage: Stage) -> N
     worker = stage.worker("infer")
     worker.do("memory = simdriver.allocate(16 * MIB, fill=7)")
     none = worker.do("sublet.budget()")
-    assert none == {"tenant": "infer", "budgets": "", "gpus": [], "failures": []}
+    assert none == {"tenant": "infer", "budgets": None, "gpus": [], "failures": []}
     changed = worker.do("sublet.budget('0=24MiB')")
     assert (changed["outcome"], changed["budgets"], changed["failures"]) == ("completed", "0=24MiB", [])
     gpu = changed["gpus"][0]
     assert (gpu["index"], gpu["budget_bytes"], gpu["held_bytes"]) == (0, 24 * MIB, 16 * MIB)
-    assert gpu["gpu"].startswith("GPU-") and gpu["total_bytes"] > 24 * MIB
+    assert gpu["uuid"].startswith("GPU-") and gpu["total_bytes"] > 24 * MIB
     assert worker.do("failure(lambda: simdriver.allocate(16 * MIB), 'args')") == OUT_OF_MEMORY
     # Less than is held takes nothing away.
     assert worker.do("sublet.budget({0: '8MiB'})['gpus'][0]['held_bytes']") == 16 * MIB
@@ -59,7 +59,7 @@ def test_what_is_no_budget_is_refused_and_changes_nothing(stage: Stage, wrong: o
         sublet.Tenant("infer").budget(wrong)  # type: ignore[arg-type]
     if "\0" not in str(wrong):
         assert isinstance(caught.value, sublet.UsageError) and "budget" in str(caught.value)
-    assert sublet.Tenant("infer").budget()["budgets"] == ""
+    assert sublet.Tenant("infer").budget()["budgets"] is None
 
 
 def test_a_tenant_that_nobody_is_in_and_a_process_outside_are_told(stage: Stage) -> None:

@@ -262,7 +262,7 @@ def nccl_memory(library: Path, fill: int) -> simdriver.Memory:
 
 def nccl_resident() -> int:
     """Bytes of NCCL's that are on the device."""
-    classes = (entry for device in sublet.stats()["pool"]["devices"] for entry in device["classes"])
+    classes = (entry for device in sublet.stats()["pool"]["devices"] for entry in device["memory"])
     return sum(entry["resident_bytes"] for entry in classes if entry["tag"] == "nccl")
 
 

@@ -39,7 +39,7 @@ def backup_of(memory: Memory, size_bytes: int = 8) -> Any:
 
 def tags() -> dict[str, int]:
     """Bytes on the device by tag, as Sublet counts them."""
-    classes = [entry for device in sublet.stats()["pool"]["devices"] for entry in device["classes"]]
+    classes = [entry for device in sublet.stats()["pool"]["devices"] for entry in device["memory"]]
     return {entry["tag"]: entry["resident_bytes"] for entry in classes if entry["own_bytes"]}
 
 

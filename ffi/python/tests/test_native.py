@@ -80,7 +80,7 @@ def test_memory_named_as_unused_is_not_saved() -> None:
     sublet.pause()
     assert asked == [1]
     phases = {name: phase["bytes"] for name, phase in sublet.stats()["last_pause"]}
-    assert (phases["Prepare"], phases["Release"]) == (4 * MIB, 12 * MIB)
+    assert (phases["prepare"], phases["release"]) == (4 * MIB, 12 * MIB)
     sublet.resume()
     assert weights.read() == b"\x07" * (4 * MIB)
     # The next one asks nobody.

@@ -27,7 +27,7 @@ def bytes_by_tag() -> dict[str, int]:
     """Own bytes of this process, by tag."""
     found: dict[str, int] = {}
     for device in sublet.stats()["pool"]["devices"]:
-        for entry in device["classes"]:
+        for entry in device["memory"]:
             found[entry["tag"]] = found.get(entry["tag"], 0) + entry["own_bytes"]
     return found
 

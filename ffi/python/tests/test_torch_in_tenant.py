@@ -50,7 +50,7 @@ def saved_bytes(report: sublet.Report) -> int:
     members: List[Dict[str, Any]] = [
         member
         for phase in report.details["phases"]
-        if phase["phase"] == "Prepare"
+        if phase["phase"] == "prepare"
         for member in phase["members"]
     ]
     return sum(member["report"]["bytes"] for member in members)
@@ -132,7 +132,7 @@ def test_a_region_for_all_threads_serves_another_thread_from_its_pool_and_with_i
             pool = backward.does(torch.serving)
             memory = backward.does(lambda: allocate(4 * MIB))
         assert backward.does(torch.serving) == (0, 0) != pool
-    classes = [entry for device in sublet.stats()["pool"]["devices"] for entry in device["classes"]]
+    classes = [entry for device in sublet.stats()["pool"]["devices"] for entry in device["memory"]]
     assert {entry["tag"]: entry["own_bytes"] for entry in classes}["step"] == memory.size_bytes
 
 
@@ -142,8 +142,8 @@ def test_a_torch_without_pools_is_refused_before_anything_is_begun(torch: FakeTo
     with pytest.raises(sublet.UsageError, match="cudaMallocAsync"), sublet.region("weights"):
         pass
     memory = allocate(2 * MIB)
-    classes = [entry for device in sublet.stats()["pool"]["devices"] for entry in device["classes"]]
-    assert {entry["tag"] for entry in classes} == {""} and memory.size_bytes
+    classes = [entry for device in sublet.stats()["pool"]["devices"] for entry in device["memory"]]
+    assert {entry["tag"] for entry in classes} == {None} and memory.size_bytes
 
 
 @tenant

@@ -6,20 +6,25 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::environment::Environment;
 use crate::metrics::serve::{ADDRESS, address};
 use crate::simulate::SimulateArgs;
 use clap::{Args, Parser, Subcommand};
+use clap_complete::engine::{ArgValueCandidates, CompletionCandidate};
 use tenants::budget::{BudgetError, Budgets};
 use tenants::identity::{FamilyName, TenantName};
+use tenants::run_dir::RunDir;
 use tenants::scope::{LIBRARY_TAGS, Scope, TagNames};
 use tenants::time;
 use tenants::turns::{Class, ClassError, TURNS_AUTO, Weight, WeightError};
 
 const EXIT_CODES: &str = "\
 Exit codes: 0 done; 1 refused or failed, nothing changed; 2 wrong usage; 3 changed, but not wholly as asked; 130 called off by \
-Ctrl-C or SIGTERM, nothing changed. `sublet run` and `sublet simulate` exit as the command that they run.";
+Ctrl-C or SIGTERM, nothing changed. `sublet run` and `sublet simulate` exit as the command that they run.
 
-/// Lets several jobs share the same GPUs by turns.
+A process that runs already attaches itself, from inside: sublet.attach() in Python, sublet_attach() in C.";
+
+/// Lets several jobs take turns on the same GPUs.
 #[derive(Debug, Parser)]
 #[command(name = "sublet", version, arg_required_else_help = true, after_long_help = EXIT_CODES)]
 pub(crate) struct Cli {
@@ -30,42 +35,64 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Run a command whose processes form a tenant
+    #[command(
+        after_help = "Example: sublet run --tenant train --budget 60GiB -- torchrun train.py"
+    )]
     Run(RunArgs),
-    /// Show tenants, their processes, and their bytes on each GPU
-    Ps(JsonArgs),
-    /// Have a tenant give its GPU memory back
+    /// Show tenants and what they hold on GPUs; with -v each process, by library and tag
+    #[command(visible_alias = "status", aliases = ["list", "ls"])]
+    #[command(after_help = "Example: sublet ps train -v")]
+    Ps(StatsArgs),
+    /// Pause a tenant: its GPU memory goes to the host and is free for others
+    #[command(after_help = "Example: sublet pause train")]
     Pause(PauseArgs),
-    /// Have a paused tenant take its GPU memory back, at the same addresses
+    /// Resume a paused tenant, at the same addresses
+    #[command(after_help = "Example: sublet resume train --wait 90s")]
     Resume(ResumeArgs),
     /// Pause one tenant and resume another, with both directions of the link busy
+    #[command(after_help = "Example: sublet swap infer train")]
     Swap(SwapArgs),
-    /// Have a tenant get its GPUs: pause what is in the way there, and resume it
+    /// Resume a tenant, and pause others if it does not fit
+    #[command(after_help = "Example: sublet switch train --dry-run")]
     Switch(SwitchArgs),
     /// Show who has a turn on the GPUs, who waits for one, and what was decided last and why
-    Turns(JsonArgs),
-    /// Bring in the host memory that a tenant's next pause takes, while it runs, so that this pause need not
+    #[command(after_help = "Example: sublet turns")]
+    Turns(ShowArgs),
+    /// Allocate host memory ahead, so that the first pause is fast
+    #[command(after_help = "Example: sublet prepare train")]
     Prepare(PrepareArgs),
     /// Write what a paused tenant has saved to files, with a map of them; the tenant stays as it is
+    #[command(after_help = "Example: sublet save train /data/saved")]
     Save(SaveArgs),
     /// Show or change how much GPU memory a tenant may hold
+    #[command(after_help = "Example: sublet budget train 0=60GiB")]
     Budget(BudgetArgs),
     /// Show what the processes of a tenant hold, and how their last pause and resume went
+    #[command(after_help = "Example: sublet stats train -v")]
     Stats(StatsArgs),
-    /// Show tenants, GPUs, switches and who waits for whom, once a second, until q is pressed
+    /// Show tenants, GPUs, switches and who waits for whom, each second, until q is pressed
+    #[command(after_help = "Example: sublet top")]
     Top,
     /// Print figures of tenants and GPUs for Prometheus
+    #[command(after_help = "Example: sublet metrics --listen 9400")]
     Metrics(MetricsArgs),
     /// Write a tenant's last pause and resume as a timeline for ui.perfetto.dev
+    #[command(after_help = "Example: sublet trace train -o t.json")]
     Trace(TraceArgs),
     /// Print a script with which a shell completes this command
+    #[command(after_help = "Example: source <(sublet completions bash)")]
     Completions(CompletionsArgs),
     /// Write a manual page for each command
+    #[command(after_help = "Example: sublet man ~/.local/share/man/man1")]
     Man(ManArgs),
-    /// Check whether this machine is able, and what is in the way
-    Doctor(JsonArgs),
+    /// Check whether this machine can run Sublet, and what is in the way
+    #[command(after_help = "Example: sublet doctor -v")]
+    Doctor(ShowArgs),
     /// Print versions, settings and the documents of `doctor`, `ps` and `turns`, for a report of a fault
+    #[command(after_help = "Example: sublet bug-report")]
     BugReport,
     /// Run a command on simulated GPUs, to try Sublet without a GPU
+    #[command(after_help = "Example: sublet simulate -- bash")]
     Simulate(SimulateArgs),
 }
 
@@ -73,15 +100,15 @@ impl Command {
     /// Was a document for programs asked for?
     pub(crate) fn wants_json(&self) -> bool {
         match self {
-            Self::Ps(json) | Self::Turns(json) | Self::Doctor(json) => json.json,
-            Self::Pause(args) => args.json.json,
-            Self::Resume(args) => args.json.json,
-            Self::Swap(args) => args.json.json,
-            Self::Switch(args) => args.json.json,
-            Self::Prepare(args) => args.json.json,
-            Self::Save(args) => args.json.json,
-            Self::Budget(args) => args.json.json,
-            Self::Stats(args) => args.json.json,
+            Self::Turns(show) | Self::Doctor(show) => show.json,
+            Self::Pause(args) => args.show.json,
+            Self::Resume(args) => args.show.json,
+            Self::Swap(args) => args.show.json,
+            Self::Switch(args) => args.show.json,
+            Self::Prepare(args) => args.show.json,
+            Self::Save(args) => args.show.json,
+            Self::Budget(args) => args.show.json,
+            Self::Ps(args) | Self::Stats(args) => args.show.json,
             Self::Run(_)
             | Self::Simulate(_)
             | Self::Top
@@ -102,13 +129,13 @@ pub(crate) struct RunArgs {
     /// Tenants with the same family may open each other's CUDA IPC handles and exported memory
     #[arg(long, value_name = "NAME", value_parser = family)]
     pub(crate) family: Option<FamilyName>,
-    /// What the tenant is to others when they take turns: guaranteed, fair (unless another is named) or background
+    /// Priority when tenants take turns: guaranteed, fair (default) or background
     #[arg(long, value_name = "CLASS", value_parser = class)]
     pub(crate) class: Option<Class>,
-    /// How many quanta a fair tenant has at a time, from 1 (unless another is named) to 100
+    /// How many quanta a fair tenant has at a time, from 1 (default) to 100
     #[arg(long, value_name = "NUMBER", value_parser = weight)]
     pub(crate) weight: Option<Weight>,
-    /// auto: its allocations that a GPU has no room for queue, and others that do the same make way and come back by themselves
+    /// auto: if a GPU is full, wait while another such job is paused; it comes back by itself
     #[arg(long, value_name = "HOW", value_parser = [TURNS_AUTO])]
     pub(crate) turns: Option<String>,
     /// How much GPU memory all its processes together may hold: 60GiB on each GPU, or 0=60GiB on the one that nvidia-smi
@@ -132,8 +159,12 @@ pub(crate) struct RunArgs {
     pub(crate) command: Vec<OsString>,
 }
 
-#[derive(Clone, Copy, Debug, Args)]
-pub(crate) struct JsonArgs {
+/// What is printed. A command says one line for each thing that it did, or a table.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub(crate) struct ShowArgs {
+    /// Print the details too
+    #[arg(short, long, conflicts_with = "json")]
+    pub(crate) verbose: bool,
     /// Print a report for programs
     #[arg(long)]
     pub(crate) json: bool,
@@ -141,12 +172,10 @@ pub(crate) struct JsonArgs {
 
 #[derive(Debug, Default, Args)]
 pub(crate) struct TagArgs {
-    /// Only memory of regions with this tag, in all processes: while it is away, they run on without it. May be given more than
-    /// once
+    /// Only memory of regions with this tag: the processes run on without it; may be given more than once
     #[arg(long = "tag", value_name = "TAG")]
     tags: Vec<String>,
-    /// Only this library's own memory, in all processes: while it is away, they run on, and calls into the library wait.
-    /// May be given beside tags
+    /// Only this library's own memory: the processes run on, and calls into the library wait
     #[arg(long = "library", value_name = "LIBRARY", value_parser = LIBRARY_TAGS)]
     libraries: Vec<String>,
 }
@@ -199,11 +228,17 @@ fn scope_of<const N: usize>(tags: [&Vec<String>; N]) -> Scope {
 #[derive(Debug, Args)]
 pub(crate) struct PauseArgs {
     /// The tenant
-    #[arg(value_parser = tenant)]
-    pub(crate) tenant: TenantName,
+    #[arg(value_parser = tenant, add = ArgValueCandidates::new(names), required_unless_present = "all")]
+    pub(crate) tenant: Option<TenantName>,
+    /// Every tenant, one after the other
+    #[arg(long, conflicts_with_all = ["tenant", "tags", "libraries", "dry_run", "trace"])]
+    pub(crate) all: bool,
+    /// Show what would be freed, and how much host memory it needs; nothing moves
+    #[arg(long, conflicts_with_all = ["deep", "trace", "timeout"])]
+    pub(crate) dry_run: bool,
     #[command(flatten)]
     pub(crate) tags: TagArgs,
-    /// Take the processes' contexts off the GPUs too, behind their memory; the tenant must be paused as a whole, and resume brings all back
+    /// Take the processes' CUDA contexts off the GPUs too
     #[arg(long, conflicts_with_all = ["tags", "libraries"])]
     pub(crate) deep: bool,
     /// Time for each phase up to the point of no return, such as 500ms, 30s or 2m; each phase has its own default
@@ -213,16 +248,20 @@ pub(crate) struct PauseArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) trace: Option<PathBuf>,
     #[command(flatten)]
-    pub(crate) json: JsonArgs,
+    pub(crate) show: ShowArgs,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct ResumeArgs {
     /// The tenant
-    #[arg(value_parser = tenant)]
+    #[arg(value_parser = tenant, add = ArgValueCandidates::new(names))]
     pub(crate) tenant: TenantName,
-    #[command(flatten)]
-    pub(crate) tags: TagArgs,
+    /// Bring back only memory with this tag; may be given more than once
+    #[arg(long = "tag", value_name = "TAG")]
+    tags: Vec<String>,
+    /// Bring back only this library's own memory
+    #[arg(long = "library", value_name = "LIBRARY", value_parser = LIBRARY_TAGS)]
+    libraries: Vec<String>,
     #[command(flatten)]
     pub(crate) wait: WaitArgs,
     /// Queue for the GPUs with those that take turns, and pause what is in the way when it is this tenant's turn; --wait says for how long
@@ -239,13 +278,19 @@ pub(crate) struct ResumeArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) trace: Option<PathBuf>,
     #[command(flatten)]
-    pub(crate) json: JsonArgs,
+    pub(crate) show: ShowArgs,
+}
+
+impl ResumeArgs {
+    /// What to resume.
+    pub(crate) fn scope(&self) -> Scope {
+        scope_of([&self.tags, &self.libraries])
+    }
 }
 
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct WaitArgs {
-    /// While GPU memory is short, or somebody in the way is in a turn, wait until that is over: without end, or for the time given, such as
-    /// --wait=90s
+    /// Wait while GPU memory is short, or somebody is in a turn: without end, or for a time such as --wait 90s
     #[arg(
         long,
         value_name = "TIME",
@@ -269,10 +314,10 @@ impl WaitArgs {
 #[derive(Debug, Args)]
 pub(crate) struct SwapArgs {
     /// The tenant to pause
-    #[arg(value_parser = tenant, value_name = "FROM")]
+    #[arg(value_parser = tenant, value_name = "FROM", add = ArgValueCandidates::new(names))]
     pub(crate) from: TenantName,
     /// The tenant to resume
-    #[arg(value_parser = tenant, value_name = "TO")]
+    #[arg(value_parser = tenant, value_name = "TO", add = ArgValueCandidates::new(names))]
     pub(crate) to: TenantName,
     #[command(flatten)]
     pub(crate) tags: SwapTagArgs,
@@ -288,13 +333,13 @@ pub(crate) struct SwapArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) trace: Option<PathBuf>,
     #[command(flatten)]
-    pub(crate) json: JsonArgs,
+    pub(crate) show: ShowArgs,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct SwitchArgs {
     /// The tenant that is to have its GPUs
-    #[arg(value_parser = tenant)]
+    #[arg(value_parser = tenant, add = ArgValueCandidates::new(names))]
     pub(crate) tenant: TenantName,
     /// Show what would be done and why, and change nothing
     #[arg(long, conflicts_with = "wait")]
@@ -305,59 +350,59 @@ pub(crate) struct SwitchArgs {
     #[arg(long, value_name = "TIME", value_parser = time::parse)]
     pub(crate) timeout: Option<Duration>,
     #[command(flatten)]
-    pub(crate) json: JsonArgs,
+    pub(crate) show: ShowArgs,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct PrepareArgs {
     /// The tenant
-    #[arg(value_parser = tenant)]
+    #[arg(value_parser = tenant, add = ArgValueCandidates::new(names))]
     pub(crate) tenant: TenantName,
     /// Return once it has begun; `sublet ps` shows how far it is
     #[arg(long)]
     pub(crate) no_wait: bool,
     #[command(flatten)]
-    pub(crate) json: JsonArgs,
+    pub(crate) show: ShowArgs,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct SaveArgs {
     /// The tenant
-    #[arg(value_parser = tenant)]
+    #[arg(value_parser = tenant, add = ArgValueCandidates::new(names))]
     pub(crate) tenant: TenantName,
     /// Where to: made, or empty and closed to others. All processes of the tenant must see it under this path
     pub(crate) dir: PathBuf,
     #[command(flatten)]
-    pub(crate) json: JsonArgs,
+    pub(crate) show: ShowArgs,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct BudgetArgs {
     /// The tenant
-    #[arg(value_parser = tenant)]
+    #[arg(value_parser = tenant, add = ArgValueCandidates::new(names))]
     pub(crate) tenant: TenantName,
     /// The new budgets: 60GiB for every GPU, 0=60GiB for one, 0=none or none to take them back; shown when not given
     #[arg(value_name = "[GPU=]SIZE", value_parser = budgets)]
     pub(crate) budgets: Vec<Budgets>,
     #[command(flatten)]
-    pub(crate) json: JsonArgs,
+    pub(crate) show: ShowArgs,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct StatsArgs {
     /// The tenant; all tenants when not given
-    #[arg(value_parser = tenant)]
+    #[arg(value_parser = tenant, add = ArgValueCandidates::new(names))]
     pub(crate) tenant: Option<TenantName>,
     #[command(flatten)]
-    pub(crate) json: JsonArgs,
+    pub(crate) show: ShowArgs,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct MetricsArgs {
-    /// Write to this file, at once, instead of standard output: a `*.prom` in the directory of `node_exporter`'s textfile collector
+    /// Write to this file atomically, instead of standard output: a `*.prom` for `node_exporter`'s textfile collector
     #[arg(long, value_name = "PATH")]
     pub(crate) textfile: Option<PathBuf>,
-    /// Go on until Ctrl-C or SIGTERM, and write the file anew after each such time, such as 15s
+    /// Go on until Ctrl-C or SIGTERM, and write the file again after each such time, such as 15s
     #[arg(long, value_name = "TIME", value_parser = time::parse, requires = "textfile")]
     pub(crate) every: Option<Duration>,
     /// Serve figures by HTTP at /metrics until Ctrl-C or SIGTERM; without an address or with a port alone to this machine only
@@ -371,7 +416,7 @@ pub(crate) struct MetricsArgs {
 #[derive(Debug, Args)]
 pub(crate) struct TraceArgs {
     /// The tenant
-    #[arg(value_parser = tenant)]
+    #[arg(value_parser = tenant, add = ArgValueCandidates::new(names))]
     pub(crate) tenant: TenantName,
     /// The file to write
     #[arg(short, long, value_name = "FILE")]
@@ -389,6 +434,47 @@ pub(crate) struct CompletionsArgs {
 pub(crate) struct ManArgs {
     /// A directory that is there
     pub(crate) dir: PathBuf,
+}
+
+/// The command line as clap reads it: `--wait 90s` is `--wait=90s`, and a tenant may be given as `--tenant NAME` everywhere. What
+/// `sublet run` and `sublet simulate` start keeps its own words.
+pub(crate) fn plain(words: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
+    let mut words: Vec<OsString> = words.into_iter().collect();
+    if words.get(1).is_none_or(|verb| verb == "run" || verb == "simulate") {
+        return words;
+    }
+    let mut index = 2;
+    while index < words.len() {
+        let next = words.get(index + 1).and_then(|next| next.to_str());
+        let is_time = |text: &&str| {
+            text.starts_with(|first: char| first.is_ascii_digit()) && time::parse(text).is_ok()
+        };
+        match words[index].to_str() {
+            Some("--wait") => {
+                if let Some(time) = next.filter(is_time) {
+                    words[index] = format!("--wait={time}").into();
+                    words.remove(index + 1);
+                }
+            }
+            Some("--tenant") => drop(words.remove(index)),
+            Some(word) => {
+                if let Some(name) = word.strip_prefix("--tenant=").map(OsString::from) {
+                    words[index] = name;
+                }
+            }
+            None => {}
+        }
+        index += 1;
+    }
+    words
+}
+
+/// Tenants in the run directory, for shells that complete.
+fn names() -> Vec<CompletionCandidate> {
+    let (explicit, xdg) = Environment::read().run_dir_sources();
+    let tenants = RunDir::open(explicit, xdg).and_then(|dir| dir.live_tenants());
+    let names = tenants.into_iter().flatten();
+    names.map(|name| CompletionCandidate::new(name.as_str())).collect()
 }
 
 fn tenant(text: &str) -> Result<TenantName, String> {
@@ -416,157 +502,4 @@ fn wait_time(text: &str) -> Result<Duration, String> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::fs;
-    use std::path::Path;
-
-    use clap::CommandFactory as _;
-
-    use super::*;
-
-    fn parse(line: &str) -> Result<Command, clap::Error> {
-        Cli::try_parse_from(line.split_whitespace()).map(|cli| cli.command)
-    }
-
-    #[test]
-    fn the_definition_is_consistent() {
-        Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn the_command_to_run_keeps_its_own_options() {
-        for line in [
-            "sublet run --tenant train -- torchrun --nproc-per-node 4 train.py -- x",
-            "sublet run --tenant train torchrun --nproc-per-node 4 train.py -- x",
-        ] {
-            let Command::Run(args) = parse(line).unwrap() else {
-                panic!("{line}");
-            };
-            assert_eq!(args.tenant.as_str(), "train");
-            assert_eq!(args.command, ["torchrun", "--nproc-per-node", "4", "train.py", "--", "x"]);
-        }
-    }
-
-    #[test]
-    fn bad_usage_is_refused() {
-        for line in [
-            "sublet",
-            "sublet run -- true",
-            "sublet run --tenant train",
-            "sublet run --tenant ../x -- true",
-            "sublet pause",
-            "sublet pause train --timeout fast",
-            "sublet pause train --deep --tag kv",
-            "sublet swap train infer --deep --out-tag kv",
-            "sublet swap train",
-            "sublet switch",
-            "sublet switch train infer",
-            "sublet switch train --dry-run --wait",
-            "sublet run --tenant train --class urgent -- true",
-            "sublet run --tenant train --weight 0 -- true",
-            "sublet prepare",
-            "sublet prepare train other",
-            "sublet save train",
-            "sublet wake train",
-            "sublet trace train",
-            "sublet metrics --every 5s",
-            "sublet metrics --listen localhost",
-            "sublet metrics --listen 9400 --textfile a.prom",
-            "sublet metrics --listen 9400 --every 5s",
-            "sublet completions tcsh",
-            "sublet top train",
-            "sublet bug-report train",
-            "sublet man",
-            "sublet budget",
-            "sublet budget train 60PB",
-            "sublet budget train gpu=1GiB",
-            "sublet run --tenant train --budget 0=0 -- true",
-            "sublet simulate",
-            "sublet simulate --gpus 0 -- true",
-            "sublet simulate --gpus 17 -- true",
-            "sublet simulate --memory 1MiB -- true",
-            "sublet simulate --memory much -- true",
-        ] {
-            assert_eq!(parse(line).unwrap_err().exit_code(), 2, "{line}");
-        }
-    }
-
-    #[test]
-    fn options_are_read() {
-        let Command::Resume(args) = parse("sublet resume a --wait=90 --json").unwrap() else {
-            panic!();
-        };
-        assert_eq!(args.wait.at_most(), Duration::from_secs(90));
-        assert!(args.json.json && !args.without_lost);
-        let Command::Swap(args) = parse("sublet swap --wait a b").unwrap() else {
-            panic!();
-        };
-        assert_eq!(args.wait.at_most(), Duration::MAX);
-        let Command::Resume(args) = parse("sublet resume a").unwrap() else {
-            panic!();
-        };
-        assert_eq!(args.wait.at_most(), Duration::ZERO);
-        for (line, wanted) in [
-            ("sublet metrics --listen", "127.0.0.1:9400"),
-            ("sublet metrics --listen 9401", "127.0.0.1:9401"),
-            ("sublet metrics --listen 10.0.0.7:9400", "10.0.0.7:9400"),
-        ] {
-            let Command::Metrics(args) = parse(line).unwrap() else {
-                panic!();
-            };
-            assert_eq!(args.listen, wanted.parse().ok(), "{line}");
-        }
-        let Command::Stats(args) = parse("sublet stats").unwrap() else {
-            panic!();
-        };
-        assert!(args.tenant.is_none());
-    }
-
-    /// What pages show of this command: code that begins with its name, each with the page.
-    fn shown() -> Vec<(String, String)> {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-        let docs = fs::read_dir(root.join("docs")).unwrap().map(|entry| entry.unwrap().path());
-        let pages = docs.filter(|path| path.extension().is_some_and(|extension| extension == "md"));
-        let mut found = Vec::new();
-        for page in pages.chain([root.join("README.md")]) {
-            let text = fs::read_to_string(&page).unwrap();
-            let parts: Vec<_> = text.split("```").collect();
-            let blocks = parts.iter().skip(1).step_by(2).flat_map(|block| block.lines());
-            let spans =
-                parts.iter().step_by(2).flat_map(|prose| prose.split('`').skip(1).step_by(2));
-            let ours = blocks.chain(spans).filter(|code| code.starts_with("sublet "));
-            found.extend(ours.map(|code| (page.display().to_string(), code.replace('\n', " "))));
-        }
-        found
-    }
-
-    #[test]
-    fn pages_show_commands_and_options_that_there_are() {
-        let cli = Cli::command();
-        let shown = shown();
-        assert!(shown.len() > 50, "{} commands in all pages", shown.len());
-        for (page, line) in shown {
-            let line = line.split(['#', '|', '>', '&']).next().unwrap_or_default();
-            let words: Vec<_> =
-                line.split_whitespace().skip(1).take_while(|word| *word != "--").collect();
-            let Some((first, rest)) = words
-                .split_first()
-                .filter(|(first, _)| first.bytes().all(|byte| byte.is_ascii_lowercase()))
-            else {
-                continue;
-            };
-            let command = cli.find_subcommand(first);
-            let command = command.unwrap_or_else(|| panic!("{page}: there is no `{line}`"));
-            let known: Vec<_> = command.get_arguments().filter_map(clap::Arg::get_long).collect();
-            for word in
-                rest.iter().filter_map(|word| word.trim_start_matches('[').strip_prefix("--"))
-            {
-                let name = word.split(['=', '[', ']']).next().unwrap_or_default();
-                assert!(
-                    name == "help" || known.contains(&name),
-                    "{page}: `{line}` has no --{name}"
-                );
-            }
-        }
-    }
-}
+mod tests;

@@ -33,8 +33,9 @@ pub(crate) fn budget(
             Some(coordinator.change_budgets(&changes)?)
         }
     };
-    if args.json.json {
-        output.json(&report)?;
+    if args.show.json {
+        let none = BudgetReport::none(&args.tenant);
+        output.json(report.as_ref().unwrap_or(&none))?;
     } else if let Some(report) = &report {
         render(report, output);
     } else {
@@ -55,7 +56,7 @@ fn one_of(given: &[Budgets]) -> Result<Option<Budgets>, Failure> {
 }
 
 fn render(report: &BudgetReport, output: &mut Output) {
-    let header = ["GPU", "BUDGET", "HELD", "ABOVE", "OF", "IDENTITY"];
+    let header = ["GPU", "BUDGET", "HELD", "ABOVE", "TOTAL", "UUID"];
     let mut table = output::table(&header, &[0, 1, 2, 3, 4]);
     for gpu in &report.gpus {
         table.add_row([

@@ -6,6 +6,7 @@ use std::process::{Command, ExitCode};
 
 use tenants::run_dir::RunDir;
 
+use crate::args::{ShowArgs, StatsArgs};
 use crate::environment::Environment;
 use crate::failure::Failure;
 use crate::output::Output;
@@ -32,11 +33,13 @@ pub(crate) fn bug_report(
     for (name, value) in settings(environment) {
         output.line(format!("{name}={value}"));
     }
-    part(output, "sublet doctor --json", |output| doctor::doctor(true, environment, output));
+    let show = ShowArgs { json: true, verbose: false };
+    let all = StatsArgs { tenant: None, show };
+    part(output, "sublet doctor --json", |output| doctor::doctor(show, environment, output));
     match run_dir {
         Ok(dir) => {
-            part(output, "sublet ps --json", |output| ps::ps(&dir, true, output));
-            part(output, "sublet turns --json", |output| switch::turns(&dir, true, output));
+            part(output, "sublet ps --json", |output| ps::ps(&all, &dir, output));
+            part(output, "sublet turns --json", |output| switch::turns(show, &dir, output));
         }
         Err(failure) => part(output, "run directory", |_| Err(failure)),
     }

@@ -1,6 +1,8 @@
 //! `sublet pause`, `resume` and `swap`.
 
-mod document;
+pub(crate) mod document;
+pub(crate) mod plan;
+mod shown;
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -9,16 +11,15 @@ use std::time::{Duration, Instant};
 
 use tenants::coordinator::{
     self, Checkpointer, Coordinator, CoordinatorError, Depth, DeviceShortage, Event, Interrupt,
-    LostImports, Options, Outcome, Report, Swap, SwapError,
+    LostImports, MemberFailure, Options, Outcome, Swap, SwapError,
 };
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::scope::Scope;
 use tenants::switching::{self, SwitchOptions};
-use tenants::wire::Action;
 
-use crate::args::{PauseArgs, ResumeArgs, SwapArgs};
+use crate::args::{PauseArgs, ResumeArgs, ShowArgs, SwapArgs};
 use crate::checkpoints::CudaCheckpoints;
 use crate::failure::{EXIT_PARTIAL, EXIT_USAGE, Failure, exit_code_of};
 use crate::gpus::Gpus;
@@ -27,40 +28,85 @@ use crate::outsiders;
 use crate::progress::Progress;
 use crate::signals;
 use crate::units;
-use crate::{files, switch, trace};
+use crate::{files, ps, switch, trace};
 
 pub(crate) use document::Document;
-use document::Halves;
+pub(crate) use shown::{details, line, remark};
+
+use document::{Changes, SwapDocument};
 
 const RETRY_MIN: Duration = Duration::from_millis(100);
 const RETRY_MAX: Duration = Duration::from_secs(2);
 
 pub(crate) fn pause(
     args: &PauseArgs,
-    run_dir: RunDir,
+    run_dir: &RunDir,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     check(args.trace.as_deref())?;
+    let Some(tenant) = &args.tenant else {
+        return pause_all(args, run_dir, output);
+    };
+    if args.dry_run {
+        return plan::plan(tenant, &args.tags.scope(), run_dir, args.show, output);
+    }
+    let result = pause_one(args, tenant, run_dir, &signals::watch()?);
+    let done = result.as_ref().map_or(&[][..], std::slice::from_ref);
+    let traced = write_trace(args.trace.as_deref(), done, None);
+    let code = show(tenant, &args.tags.scope(), result, args.show, Gpus::look, output)?;
+    Ok(traced.unwrap_or(code))
+}
+
+fn pause_one(
+    args: &PauseArgs,
+    tenant: &TenantName,
+    run_dir: &RunDir,
+    interrupt: &Interrupt,
+) -> Half {
     let scope = args.tags.scope();
     if scope == Scope::Whole {
-        switching::stays_away(&run_dir, &args.tenant);
+        switching::stays_away(run_dir, tenant);
     }
-    let options = Options {
-        scope: scope.clone(),
-        depth: depth(args.deep),
-        ..options(args.timeout, &signals::watch()?)
-    };
-    let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
-    let result = {
-        let mut progress = Progress::start();
-        coordinator.pause(&mut |event| progress.note(&event))
-    };
-    let traced = write_trace(
-        args.trace.as_deref(),
-        result.as_ref().map_or(&[][..], std::slice::from_ref),
-        None,
-    );
-    Ok(traced.unwrap_or(show(&args.tenant, &scope, result, args.json.json, Gpus::look, output)?))
+    let options = Options { scope, depth: depth(args.deep), ..options(args.timeout, interrupt) };
+    let mut coordinator = Coordinator::new(run_dir.clone(), tenant.clone(), options);
+    let mut progress = Progress::start();
+    coordinator.pause(&mut |event| progress.note(&event))
+}
+
+/// One tenant after the other: each has the whole link, and one that refuses keeps no other from being paused.
+fn pause_all(args: &PauseArgs, run_dir: &RunDir, output: &mut Output) -> Result<ExitCode, Failure> {
+    let interrupt = signals::watch()?;
+    let mut done = Vec::new();
+    for tenant in run_dir.live_tenants()? {
+        if !interrupt.is_raised() {
+            let result = pause_one(args, &tenant, run_dir, &interrupt);
+            done.push((tenant, result));
+        }
+    }
+    let is_changed = done.iter().any(|(_, result)| matches!(result, Ok(Outcome::Completed(_))));
+    if args.show.json {
+        let changes = done.iter().map(|(tenant, result)| Document::new(tenant, result)).collect();
+        output.json(&Changes { changes })?;
+    } else if done.is_empty() {
+        output.line(ps::NOBODY);
+    }
+    let mut code = ExitCode::SUCCESS;
+    for (tenant, result) in done {
+        let of_one = code_of_half(&result);
+        if of_one != ExitCode::SUCCESS {
+            code = if is_changed { ExitCode::from(EXIT_PARTIAL) } else { of_one };
+        }
+        let shown = if args.show.json {
+            result.map(drop).map_err(Failure::from)
+        } else {
+            show(&tenant, &Scope::Whole, result, args.show, Gpus::look, output).map(drop)
+        };
+        if let Err(failure) = shown {
+            let words = ["sublet", "pause", tenant.as_str()].map(str::to_owned);
+            output::complain(&failure.told_after(&words));
+        }
+    }
+    Ok(code)
 }
 
 pub(crate) fn resume(
@@ -71,7 +117,7 @@ pub(crate) fn resume(
     check(args.trace.as_deref())?;
     let interrupt = signals::watch()?;
     let lost_imports = if args.without_lost { LostImports::LeaveOut } else { LostImports::Refuse };
-    let scope = args.tags.scope();
+    let scope = args.scope();
     if args.queue {
         return resume_in_turn(args, &run_dir, lost_imports, interrupt, output);
     }
@@ -89,7 +135,7 @@ pub(crate) fn resume(
         result.as_ref().map_or(&[][..], std::slice::from_ref),
         None,
     );
-    Ok(traced.unwrap_or(show(&args.tenant, &scope, result, args.json.json, Gpus::look, output)?))
+    Ok(traced.unwrap_or(show(&args.tenant, &scope, result, args.show, Gpus::look, output)?))
 }
 
 /// Resumes a tenant in its place among those that wait for the GPUs.
@@ -116,7 +162,7 @@ fn resume_in_turn(
     let changes = result.as_ref().map_or(&[][..], |switched| &switched.changes);
     let done: Vec<_> = changes.iter().map(|(_, outcome)| outcome.clone()).collect();
     let traced = write_trace(args.trace.as_deref(), &done, None);
-    if args.json.json {
+    if args.show.json {
         output.json(&Document::queued(&args.tenant, &result))?;
         let code = result.map_or_else(
             |error| ExitCode::from(switch::code_of(&error)),
@@ -130,7 +176,7 @@ fn resume_in_turn(
     if switched.changes.iter().all(is_active) && switched.unrecorded.is_none() {
         output.line(format!("tenant '{}' is active already", args.tenant));
     } else {
-        switch::render(false, &switched, output);
+        switch::render(false, args.show, &switched, output);
     }
     Ok(traced.unwrap_or(switch::code_of_done(&switched)))
 }
@@ -159,6 +205,9 @@ fn wait_until_it_fits<T, E>(
         let left = wait.saturating_sub(started.elapsed());
         let goes_on = !left.is_zero() && !interrupt.is_raised();
         let Some(waiting_for) = waiting_for.filter(|_| goes_on) else {
+            if left.is_zero() && !wait.is_zero() {
+                progress.tell(&format!("gave up after {} s", wait.as_secs_f64()));
+            }
             return result;
         };
         if told != waiting_for {
@@ -274,113 +323,74 @@ fn write_trace(trace: Option<&Path>, done: &[Outcome], wall_us: Option<u64>) -> 
     Some(ExitCode::from(EXIT_PARTIAL))
 }
 
-/// Prints what became of both.
+type Half = Result<Outcome, CoordinatorError>;
+
+/// Prints what became of both, of those that were asked.
 fn show_swap(
     args: &SwapArgs,
     result: Result<Swap, SwapError>,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
-    let json = args.json.json;
-    let out = |result| Half { tenant: &args.from, scope: args.tags.out_scope(), result };
-    let back = |result| Half { tenant: &args.to, scope: args.tags.in_scope(), result };
-    let partial = |said: &str| {
-        output::complain(said);
-        ExitCode::from(EXIT_PARTIAL)
+    let json = args.show.json;
+    let lines = match &result {
+        Ok(swap) if !json => shown::swap(swap, args.show, Gpus::look),
+        Ok(_) | Err(_) => None,
     };
-    match result {
-        Ok(swap) => {
-            let line = rates(&swap);
-            let halves = vec![out(Ok(swap.paused)), back(Ok(swap.resumed))];
-            let code = show_halves(halves, json, output)?;
-            if let (Some(line), false) = (line, json) {
-                output.line(format!("\n{line}"));
-            }
-            Ok(code)
-        }
-        Err(SwapError::NoTarget(error)) => show_halves(vec![back(Err(error))], json, output),
-        Err(SwapError::Pause(error)) => show_halves(vec![out(Err(error))], json, output),
+    let wall_us = result.as_ref().ok().map(|swap| swap.wall_us);
+    // How both stand, where that is not as before.
+    let mut told = Vec::new();
+    let lost = |losses: Vec<MemberFailure>| {
+        losses.iter().map(|loss| format!("lost: {loss}")).collect::<Vec<_>>()
+    };
+    let (out, back): (Option<Half>, Option<Half>) = match result {
+        Ok(swap) => (Some(Ok(swap.paused)), Some(Ok(swap.resumed))),
+        Err(SwapError::NoTarget(error)) => (None, Some(Err(error))),
+        Err(SwapError::Pause(error)) => (Some(Err(error)), None),
         Err(SwapError::WentBack { tenant, left, losses, source }) => {
-            let code = show_halves(vec![back(Err(*source))], json, output)?;
-            output::complain(&format!(
-                "{} was paused for it, and is active again",
-                left.subject(&tenant)
-            ));
-            for loss in &losses {
-                output::complain(&format!("lost: {loss}"));
-            }
-            Ok(if losses.is_empty() { code } else { ExitCode::from(EXIT_PARTIAL) })
+            let subject = left.subject(&tenant);
+            told.push(format!("{subject} was paused for it, and is active again"));
+            told.extend(lost(losses));
+            (None, Some(Err(*source)))
         }
         Err(SwapError::NotBack { tenant, left, losses, resume, source }) => {
-            let halves = vec![out(Err(*resume)), back(Err(*source))];
-            show_halves(halves, json, output)?;
-            for loss in &losses {
-                output::complain(&format!("lost: {loss}"));
-            }
-            Ok(partial(&format!(
-                "{}: `{}` tries again",
-                left.is_away(&tenant),
-                left.resume_command(&tenant)
-            )))
+            told.extend(lost(losses));
+            let (state, resumes) = (left.is_away(&tenant), left.resume_command(&tenant));
+            told.push(format!("{state}: `{resumes}` tries again"));
+            (Some(Err(*resume)), Some(Err(*source)))
         }
-    }
-}
-
-/// Bytes each way and the time that both took together; none where one half came after the other.
-fn rates(swap: &Swap) -> Option<String> {
-    let (Outcome::Completed(paused), Outcome::Completed(resumed)) = (&swap.paused, &swap.resumed)
-    else {
-        return None;
     };
-    let window_bytes = paused.window_bytes?;
-    let copied = |report: &Report| {
-        let members = report.phases.iter().flat_map(|phase| &phase.members);
-        members.filter_map(|member| Some(member.report.stage.as_ref()?.copied_bytes)).sum()
-    };
-    Some(format!(
-        "swapped in {}: {} went out in {} stages and {} came in in {}, with a window of {}",
-        units::micros(swap.wall_us),
-        units::bytes_or_dash(copied(paused)),
-        paused.stages.len(),
-        units::bytes_or_dash(copied(resumed)),
-        resumed.stages.len(),
-        units::bytes(window_bytes),
-    ))
-}
-
-/// One half of a swap.
-struct Half<'a> {
-    tenant: &'a TenantName,
-    scope: Scope,
-    result: Result<Outcome, CoordinatorError>,
-}
-
-/// Prints both halves of a swap, or the one that ended it.
-fn show_halves(
-    halves: Vec<Half<'_>>,
-    json: bool,
-    output: &mut Output,
-) -> Result<ExitCode, Failure> {
+    // Something of the first has changed, but where all of it is back.
+    let is_partial = told.len() > usize::from(out.is_none());
     if json {
-        let halves = halves.iter().map(|half| Document::new(half.tenant, &half.result)).collect();
-        output.json(&Halves { halves })?;
+        let [out, back] = [(&args.from, &out), (&args.to, &back)]
+            .map(|(tenant, half)| half.as_ref().map(|half| Document::new(tenant, half)));
+        output.json(&SwapDocument::new(out, back, wall_us))?;
     }
     let mut code = ExitCode::SUCCESS;
-    for Half { tenant, scope, result } in halves {
-        if let Err(error) = &result {
-            code = ExitCode::from(exit_code_of(error));
+    for (tenant, scope, half) in
+        [(&args.from, args.tags.out_scope(), out), (&args.to, args.tags.in_scope(), back)]
+    {
+        let Some(half) = half else { continue };
+        let of_half = code_of_half(&half);
+        if of_half != ExitCode::SUCCESS {
+            code = of_half;
         }
-        let shown = if json {
-            result.map(|outcome| code_of([&outcome])).map_err(Failure::from)
+        let shown = if json || lines.is_some() {
+            half.map(drop).map_err(Failure::from)
         } else {
-            show(tenant, &scope, result, false, Gpus::look, output)
+            show(tenant, &scope, half, args.show, Gpus::look, output).map(drop)
         };
-        match shown {
-            Ok(half) if half != ExitCode::SUCCESS => code = half,
-            Ok(_) => {}
-            Err(failure) => output::complain(&failure.to_string()),
+        if let Err(failure) = shown {
+            output::complain(&failure.told());
         }
     }
-    Ok(code)
+    for line in told {
+        output::complain(&line);
+    }
+    for line in lines.iter().flatten() {
+        output.line(line);
+    }
+    Ok(if is_partial { ExitCode::from(EXIT_PARTIAL) } else { code })
 }
 
 fn depth(is_deep: bool) -> Depth {
@@ -404,15 +414,11 @@ fn options(timeout: Option<Duration>, interrupt: &Interrupt) -> Options {
 /// The error of a change for a person, with the processes that hold GPUs which are too full.
 fn failure_of(error: &CoordinatorError) -> Failure {
     let mut parts = vec![chain(error)];
-    let gpus = if error.shortages().is_empty() { Gpus::default() } else { Gpus::look() };
     for device in error.shortages() {
-        let gpu = gpus.find(&device.uuid);
-        let named: Vec<_> =
-            outsiders::largest_on(&device.uuid).iter().map(ToString::to_string).collect();
+        let occupants = outsiders::largest_on(&device.uuid);
+        let named: Vec<_> = occupants.iter().map(ToString::to_string).collect();
         if !named.is_empty() {
-            parts.push(format!("most of {} is held by {}", gpu.in_words(), named.join(", ")));
-        } else if gpu.index.is_some() {
-            parts.push(format!("it is {}", gpu.in_words()));
+            parts.push(format!("most of {} is held by {}", device.uuid, named.join(", ")));
         }
     }
     Failure::of_change(parts.join("; "), error)
@@ -423,39 +429,26 @@ fn failure_of(error: &CoordinatorError) -> Failure {
 fn show(
     tenant: &TenantName,
     scope: &Scope,
-    result: Result<Outcome, CoordinatorError>,
-    json: bool,
+    result: Half,
+    how: ShowArgs,
     look: fn() -> Gpus,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
-    if json {
+    let code = code_of_half(&result);
+    if how.json {
         output.json(&Document::new(tenant, &result))?;
-        return Ok(match &result {
-            Ok(outcome) => code_of([outcome]),
-            Err(error) => ExitCode::from(exit_code_of(error)),
-        });
+        return Ok(code);
     }
     let outcome = result.map_err(|error| failure_of(&error))?;
-    match &outcome {
-        Outcome::Completed(report) => render(scope, report, look, output),
-        Outcome::AlreadyPaused { .. } if *scope != Scope::Whole => {
-            let subject = scope.subject(tenant);
-            output.line(format!("{subject} is paused already: it has no memory on a GPU"));
-        }
-        Outcome::AlreadyActive if *scope != Scope::Whole => {
-            output.line(format!("{} is not paused", scope.subject(tenant)));
-        }
-        Outcome::AlreadyPaused { stayed_bytes: stayed_bytes @ 1.. } => output.line(format!(
-            "tenant '{tenant}' is paused already, and {} of its device memory should have gone and have not: resume it and \
-             pause it again (`sublet ps` names the processes)",
-            units::bytes(*stayed_bytes)
-        )),
-        Outcome::AlreadyPaused { .. } => {
-            output.line(format!("tenant '{tenant}' is paused already"));
-        }
-        Outcome::AlreadyActive => output.line(format!("tenant '{tenant}' is active already")),
+    shown::outcome(tenant, scope, &outcome, how, look, output);
+    Ok(code)
+}
+
+fn code_of_half(half: &Half) -> ExitCode {
+    match half {
+        Ok(outcome) => code_of([outcome]),
+        Err(error) => ExitCode::from(exit_code_of(error)),
     }
-    Ok(code_of([&outcome]))
 }
 
 /// The exit code of what was carried through: is any of it not wholly as asked?
@@ -470,103 +463,6 @@ pub(crate) fn code_of_switch<'a>(outcomes: impl IntoIterator<Item = &'a Outcome>
 
 fn partial_where(is_partial: bool) -> ExitCode {
     if is_partial { ExitCode::from(EXIT_PARTIAL) } else { ExitCode::SUCCESS }
-}
-
-/// What was done, and what that means for the job where it runs on without some of its memory.
-fn headline(scope: &Scope, report: &Report) -> String {
-    let (verb, took) = (done(report.action), units::micros(report.wall_us));
-    let members = report.phases.first().map_or(0, |phase| phase.members.len());
-    let word = if members == 1 { "process" } else { "processes" };
-    let (tenant, tags) = match (TenantName::new(&report.tenant), scope) {
-        (Ok(tenant), Scope::Tags { tags, .. }) => (tenant, tags),
-        (_, Scope::Whole) | (Err(_), Scope::Tags { .. }) => {
-            return format!("{verb} tenant '{}' in {took} ({members} {word})", report.tenant);
-        }
-    };
-    let moved = report.devices.iter().map(|device| device.bytes).fold(0, u64::saturating_add);
-    let (subject, moved) = (scope.subject(&tenant), units::bytes(moved));
-    if report.action == Action::Resume {
-        return format!("{verb} {subject} in {took} ({members} {word}): {moved} taken");
-    }
-    let way_on = match tags.names_nccl() {
-        (true, 0) => "; NCCL calls wait until",
-        (true, _) => " without that memory, and NCCL calls wait, until",
-        (false, _) => " without that memory until",
-    };
-    let resume = scope.resume_command(&tenant);
-    format!(
-        "{verb} {subject} in {took} ({members} {word}): {moved} freed, the job keeps running{way_on}: {resume}"
-    )
-}
-
-fn render(scope: &Scope, report: &Report, look: fn() -> Gpus, output: &mut Output) {
-    let moved = match report.action {
-        Action::Pause => "FREED",
-        Action::Resume => "TAKEN",
-    };
-    output.line(headline(scope, report));
-    output.line("");
-    let mut phases = output::table(&["PHASE", "SLOWEST", "WALL", "BYTES"], &[1, 2, 3]);
-    if let Some(cut) = &report.cut {
-        let wall = units::micros(cut.wall_us);
-        phases.add_row(["cut".to_owned(), "-".to_owned(), wall, "-".to_owned()]);
-    }
-    for phase in &report.phases {
-        phases.add_row([
-            phase.phase.label().to_owned(),
-            units::micros(phase.slowest_us()),
-            units::micros(phase.wall_us),
-            units::bytes_or_dash(phase.bytes()),
-        ]);
-    }
-    output.table(&phases);
-    if let Some(kept) = report.kept().filter(|kept| kept.total_bytes() > 0) {
-        output.line("");
-        output.line(units::kept(kept));
-    }
-    if !report.devices.is_empty() {
-        output.line("");
-        let gpus = look();
-        let header = ["GPU", "NAME", "UUID", moved, "FREE NOW", "OF"];
-        let mut devices = output::table(&header, &[3, 4, 5]);
-        for device in &report.devices {
-            let gpu = gpus.find(&device.uuid);
-            devices.add_row([
-                gpu.index.map_or_else(|| "-".to_owned(), |index| index.to_string()),
-                gpu.name.unwrap_or_else(|| "-".to_owned()),
-                gpu.uuid,
-                units::bytes(device.bytes),
-                units::bytes(device.free_bytes),
-                units::bytes(device.total_bytes),
-            ]);
-        }
-        output.table(&devices);
-    }
-    if !report.remarks().is_empty() {
-        output.line("");
-    }
-    remark(report, output);
-}
-
-/// What a person should know of it, and what was lost.
-pub(crate) fn remark(report: &Report, output: &mut Output) {
-    for note in &report.notes {
-        output.line(format!("note: {note}"));
-    }
-    for shallow in report.shallow() {
-        output.line(shallow);
-    }
-    for loss in &report.losses {
-        output.line(format!("lost: {loss}"));
-    }
-}
-
-/// In words, what was done to the tenant.
-pub(crate) fn done(action: Action) -> &'static str {
-    match action {
-        Action::Pause => "paused",
-        Action::Resume => "resumed",
-    }
 }
 
 #[cfg(test)]

@@ -11,6 +11,9 @@ use tenants::error_text::chain;
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDirError;
 
+use crate::advice;
+use crate::gpus::Gpus;
+
 /// Refused or failed, nothing changed.
 pub(crate) const EXIT_UNCHANGED: u8 = 1;
 /// Wrong usage.
@@ -36,6 +39,7 @@ pub(crate) struct Failure {
 
 /// A failure as programs read it.
 #[derive(Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub(crate) struct Document<'a> {
     error: &'a str,
     code: Code,
@@ -84,6 +88,24 @@ impl Failure {
 
     pub(crate) fn document(&self) -> Document<'_> {
         Document { error: &self.message, code: self.code }
+    }
+
+    /// For a person: with its code, GPUs by their short names, and a command to type next if it names none itself.
+    pub(crate) fn told(&self) -> String {
+        self.told_after(&advice::typed())
+    }
+
+    /// As [`Failure::told`], as if somebody had typed `words`.
+    pub(crate) fn told_after(&self, words: &[String]) -> String {
+        let said = self.message.trim_end_matches('.');
+        let said =
+            if said.contains("GPU-") { Gpus::look().named_in(said) } else { said.to_owned() };
+        let next = advice::next(self.code, words);
+        let next = next.filter(|_| !said.contains("`sublet "));
+        let next = next.map_or_else(String::new, |next| format!("; next: {next}"));
+        let code = (self.code != Code::Other).then(|| format!(" [{}]", self.code));
+        let code = code.unwrap_or_default();
+        format!("{said}{code}{next}")
     }
 }
 

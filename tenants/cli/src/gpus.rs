@@ -2,7 +2,7 @@
 //! share. NVIDIA's management library tells, or else what the kernel driver shows in `/proc`. Where neither does, a GPU
 //! has only its machine-wide name.
 
-use std::fmt::Write as _;
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 use std::sync::mpsc::channel;
@@ -19,8 +19,42 @@ const TIMEOUT: Duration = Duration::from_secs(3);
 /// How much of a machine-wide name tells a machine's GPUs apart: `GPU-5f00be66`.
 const SHORT_CHARS: usize = 12;
 
+/// Of a machine-wide name behind `GPU-`.
+const UUID_CHARS: usize = 36;
+
+fn is_uuid(text: &str) -> bool {
+    let fits = |(index, byte): (usize, u8)| match index {
+        8 | 13 | 18 | 23 => byte == b'-',
+        _ => byte.is_ascii_hexdigit(),
+    };
+    text.bytes().enumerate().all(fits)
+}
+
+/// Labels of GPUs, those with indices in order and as ranges: `0-3,6`.
+pub(crate) fn labels<'a>(gpus: impl IntoIterator<Item = &'a Gpu>) -> String {
+    let (mut indices, mut others) = (BTreeSet::new(), BTreeSet::new());
+    for gpu in gpus {
+        match gpu.index {
+            Some(index) => drop(indices.insert(index)),
+            None => drop(others.insert(gpu.label())),
+        }
+    }
+    let mut parts: Vec<(u32, u32)> = Vec::new();
+    for index in indices {
+        match parts.last_mut() {
+            Some((_, last)) if *last + 1 == index => *last = index,
+            _ => parts.push((index, index)),
+        }
+    }
+    let range = |(first, last): (u32, u32)| {
+        if first == last { first.to_string() } else { format!("{first}-{last}") }
+    };
+    parts.into_iter().map(range).chain(others).collect::<Vec<_>>().join(",")
+}
+
 /// One GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub(crate) struct Gpu {
     /// As `nvidia-smi` numbers them; an application's own ordinals may differ.
     pub(crate) index: Option<u32>,
@@ -47,17 +81,10 @@ impl Gpu {
         )
     }
 
-    /// For a sentence: `GPU 0 (NVIDIA H200, GPU-5f00be66-...)`, or the machine-wide name alone.
+    /// For a sentence: `GPU 0 (GPU-5f00be66)`, or `GPU-5f00be66`.
     pub(crate) fn in_words(&self) -> String {
-        let Some(index) = self.index else {
-            return self.uuid.clone();
-        };
-        let mut text = format!("GPU {index} (");
-        if let Some(name) = &self.name {
-            // Writing to a string does not fail.
-            write!(text, "{name}, ").ok();
-        }
-        text + &self.uuid + ")"
+        let short: String = self.uuid.chars().take(SHORT_CHARS).collect();
+        self.index.map_or_else(|| short.clone(), |index| format!("GPU {index} ({short})"))
     }
 }
 
@@ -85,6 +112,32 @@ impl Gpus {
     pub(crate) fn find(&self, uuid: &str) -> Gpu {
         let known = self.0.iter().find(|gpu| gpu.uuid == uuid);
         known.cloned().unwrap_or_else(|| Gpu::unknown(uuid))
+    }
+
+    /// Several, for a sentence: `GPU 0`, `GPU 0-3,6`, or the short names of those that have no index.
+    pub(crate) fn several<'a>(&self, uuids: impl IntoIterator<Item = &'a str>) -> String {
+        let found: Vec<_> = uuids.into_iter().map(|uuid| self.find(uuid)).collect();
+        let label = labels(found.iter());
+        if found.iter().any(|gpu| gpu.index.is_some()) { format!("GPU {label}") } else { label }
+    }
+
+    /// `text` with each whole machine-wide name as [`Gpu::in_words`] has it.
+    pub(crate) fn named_in(&self, text: &str) -> String {
+        let mut parts = text.split("GPU-");
+        let mut named = parts.next().unwrap_or_default().to_owned();
+        for part in parts {
+            let rest = part.get(UUID_CHARS..).filter(|_| is_uuid(&part[..UUID_CHARS]));
+            if let Some(rest) = rest {
+                let uuid = format!("GPU-{}", &part[..UUID_CHARS]);
+                named = named.strip_suffix("GPU ").map_or(named.clone(), str::to_owned);
+                named += &self.find(&uuid).in_words();
+                named += rest;
+            } else {
+                named += "GPU-";
+                named += part;
+            }
+        }
+        named
     }
 
     /// All that are known, and those of `uuids` besides.
@@ -193,11 +246,24 @@ pub(crate) mod tests {
         let gpus = Gpus::of(vec![h200()]);
         let known = gpus.find(UUID);
         assert_eq!(known.label(), "3");
-        assert_eq!(known.in_words(), format!("GPU 3 (NVIDIA H200, {UUID})"));
+        assert_eq!(known.in_words(), "GPU 3 (GPU-5f00be66)");
         let other = gpus.find("GPU-00000001-0000-0000-0000-000000000000");
         assert_eq!(other.label(), "GPU-00000001");
-        assert_eq!(other.in_words(), "GPU-00000001-0000-0000-0000-000000000000");
+        assert_eq!(other.in_words(), "GPU-00000001");
         assert_eq!(gpus.with([UUID, "ordinal-0", "ordinal-0"]).len(), 2);
+    }
+
+    #[test]
+    fn names_in_a_text_are_short_and_several_gpus_are_ranges() {
+        let gpus = Gpus::of(vec![h200()]);
+        let text = format!("room on {UUID}: 3 MiB; GPU {UUID} lacks, GPU-5f00be66 and GPU-x");
+        let expected = "room on GPU 3 (GPU-5f00be66): 3 MiB; GPU 3 (GPU-5f00be66) lacks, GPU-5f00be66 and GPU-x";
+        assert_eq!(gpus.named_in(&text), expected);
+        let at = |index| Gpu { index: Some(index), uuid: format!("GPU-{index}"), ..h200() };
+        let all = Gpus::of([6, 0, 1, 3, 2].map(at).to_vec());
+        assert_eq!(all.several(["GPU-0", "GPU-3", "GPU-2", "GPU-1", "GPU-6"]), "GPU 0-3,6");
+        assert_eq!(all.several(["GPU-3"]), "GPU 3");
+        assert_eq!(Gpus::default().several([UUID, "ordinal-0"]), "GPU-5f00be66,ordinal-0");
     }
 
     #[test]

@@ -5,6 +5,7 @@
 //! written what it had saved, or brought in what its next pause takes); 130 called off by Ctrl-C or SIGTERM, nothing changed. `sublet run` and
 //! `sublet simulate` exit as the command that they run.
 
+mod advice;
 mod args;
 mod budget;
 mod bug_report;
@@ -25,6 +26,8 @@ mod progress;
 mod ps;
 mod run;
 mod save;
+#[cfg(all(test, feature = "schema"))]
+mod schema;
 mod signals;
 mod silent;
 mod simulate;
@@ -37,7 +40,8 @@ mod view;
 
 use std::process::ExitCode;
 
-use clap::Parser as _;
+use clap::{CommandFactory as _, Parser as _};
+use clap_complete::CompleteEnv;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tenants::run_dir::RunDir;
 
@@ -47,7 +51,8 @@ use failure::Failure;
 use output::Output;
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    CompleteEnv::with_factory(Cli::command).complete();
+    let cli = Cli::parse_from(args::plain(std::env::args_os()));
     let environment = Environment::read();
     let mut output = Output::new();
     let wants_json = cli.command.wants_json();
@@ -55,7 +60,7 @@ fn main() -> ExitCode {
     match done.and_then(|code| output.finish().map(|()| code)) {
         Ok(code) => code,
         Err(failure) => {
-            output::complain(&failure.to_string());
+            output::complain(&failure.told());
             let early = failure.nobody().zip(open_run_dir(&environment).ok());
             if let Some(remark) = early.and_then(|(tenant, dir)| early::remark(&dir, tenant)) {
                 output::complain(&remark);
@@ -99,12 +104,12 @@ fn dispatch(
         Command::Run(args) => run::run(&args, environment, &open_run_dir()?),
         Command::Simulate(args) => simulate::simulate(&args, environment),
         Command::Budget(args) => budget::budget(&args, open_run_dir()?, output),
-        Command::Ps(args) => ps::ps(&open_run_dir()?, args.json, output),
-        Command::Pause(args) => change::pause(&args, open_run_dir()?, output),
+        Command::Ps(args) => ps::ps(&args, &open_run_dir()?, output),
+        Command::Pause(args) => change::pause(&args, &open_run_dir()?, output),
         Command::Resume(args) => change::resume(&args, open_run_dir()?, output),
         Command::Swap(args) => change::swap(&args, &open_run_dir()?, output),
         Command::Switch(args) => switch::switch(&args, &open_run_dir()?, output),
-        Command::Turns(args) => switch::turns(&open_run_dir()?, args.json, output),
+        Command::Turns(args) => switch::turns(args, &open_run_dir()?, output),
         Command::Prepare(args) => prepare::prepare(&args, open_run_dir()?, output),
         Command::Save(args) => save::save(&args, open_run_dir()?, output),
         Command::Stats(args) => stats::stats(&args, &open_run_dir()?, output),
@@ -114,6 +119,6 @@ fn dispatch(
         Command::Completions(args) => manual::completions(&args, output),
         Command::Man(args) => manual::man(&args, output),
         Command::BugReport => Ok(bug_report::bug_report(environment, open_run_dir(), output)),
-        Command::Doctor(args) => doctor::doctor(args.json, environment, output),
+        Command::Doctor(args) => doctor::doctor(args, environment, output),
     }
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use clap::CommandFactory as _;
-use clap_complete::{Shell, generate};
+use clap_complete::env::Shells;
 use clap_mangen::Man;
 
 use crate::args::{Cli, CompletionsArgs, ManArgs};
@@ -20,9 +20,12 @@ pub(crate) fn completions(
     args: &CompletionsArgs,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
-    let shell: Shell = args.shell.parse().map_err(|why: String| Failure::new(why, EXIT_USAGE))?;
+    let unknown = || Failure::new(format!("no script for {}", args.shell), EXIT_USAGE);
+    let shells = Shells::builtins();
+    let shell = shells.completer(&args.shell).ok_or_else(unknown)?;
     let mut script = Vec::new();
-    generate(shell, &mut Cli::command(), NAME, &mut script);
+    let written = shell.write_registration("COMPLETE", NAME, NAME, NAME, &mut script);
+    written.map_err(|error| Failure::of(&error, EXIT_UNCHANGED))?;
     output.text_block(&String::from_utf8_lossy(&script));
     Ok(ExitCode::SUCCESS)
 }
@@ -95,13 +98,11 @@ mod tests {
     }
 
     #[test]
-    fn every_shell_completes_every_command() {
+    fn every_shell_asks_this_command() {
         for shell in ["bash", "zsh", "fish"] {
-            let mut output = Output::new();
+            let mut output = Output::default();
             completions(&CompletionsArgs { shell: shell.to_owned() }, &mut output).unwrap();
-            for name in names() {
-                assert!(output.text().contains(&name), "{shell}: no {name}");
-            }
+            assert!(output.text().contains("COMPLETE="), "{shell}: {}", output.text());
         }
     }
 

@@ -1,24 +1,40 @@
 //! The one way to standard output. A reader that has gone away (`sublet ps | head -1`) is no error.
 
-use std::io::{self, ErrorKind, Write as _};
+use std::io::{self, ErrorKind, IsTerminal as _, Write as _};
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
+use ratatui::crossterm::terminal;
 use serde::Serialize;
 
 use crate::failure::{EXIT_UNCHANGED, Failure};
+use crate::units;
 
 /// Changes when a program that reads the documents of the version before would misread them (`docs/json.md`).
 pub(crate) const JSON_VERSION: u32 = 1;
+
+/// A document as it is printed.
+#[derive(Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub(crate) struct Versioned<T> {
+    /// 1. It changes when a program that reads documents of the version before would misread them.
+    version: u32,
+    #[serde(flatten)]
+    fields: T,
+}
 
 /// Lines to be printed, written at once at the end.
 #[derive(Debug, Default)]
 pub(crate) struct Output {
     text: String,
+    /// Columns of the terminal, if one reads.
+    columns: Option<usize>,
 }
 
 impl Output {
     pub(crate) fn new() -> Self {
-        Self::default()
+        let is_terminal = io::stdout().is_terminal();
+        let columns = is_terminal.then(|| terminal::size().ok()).flatten();
+        Self { text: String::new(), columns: columns.map(|(columns, _)| columns.into()) }
     }
 
     pub(crate) fn line(&mut self, line: impl AsRef<str>) {
@@ -26,25 +42,25 @@ impl Output {
         self.text.push('\n');
     }
 
+    pub(crate) fn lines(&mut self, lines: impl IntoIterator<Item = String>) {
+        lines.into_iter().for_each(|line| self.line(line));
+    }
+
     /// Text of any number of whole lines.
     pub(crate) fn text_block(&mut self, text: &str) {
         self.text.push_str(text);
     }
 
+    /// Lines are cut at the end of a terminal: what is longest stands last.
     pub(crate) fn table(&mut self, table: &Table) {
         for line in table.lines() {
-            self.line(line.trim_end());
+            let columns = self.columns.unwrap_or(usize::MAX);
+            self.line(units::shortened(line.trim_end(), columns));
         }
     }
 
     /// A document for programs, indented, with [`JSON_VERSION`] as its first field. `fields` is a struct.
     pub(crate) fn json(&mut self, fields: &impl Serialize) -> Result<(), Failure> {
-        #[derive(Serialize)]
-        struct Versioned<'a, T> {
-            version: u32,
-            #[serde(flatten)]
-            fields: &'a T,
-        }
         let text = serde_json::to_string_pretty(&Versioned { version: JSON_VERSION, fields })
             .map_err(|error| Failure::of(&error, EXIT_UNCHANGED))?;
         self.line(text);
@@ -62,6 +78,10 @@ impl Output {
             }
             Ok(()) | Err(_) => Ok(()),
         }
+    }
+
+    pub(crate) fn into_lines(self) -> Vec<String> {
+        self.text.lines().map(str::to_owned).collect()
     }
 
     #[cfg(test)]

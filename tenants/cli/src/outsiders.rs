@@ -17,6 +17,7 @@ const COMMAND_CHARS_MAX: usize = 60;
 
 /// A process with memory on a GPU.
 #[derive(Debug, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub(crate) struct Occupant {
     /// As the management library knows it; inside a container it may be another namespace's.
     pid: u32,
@@ -33,6 +34,7 @@ pub(crate) fn largest_on(uuid: &str) -> Vec<Occupant> {
 
 /// What a process has on one GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema), schemars(rename = "HeldOnGpu"))]
 pub(crate) struct Held {
     /// The GPU, by its machine-wide name.
     pub(crate) uuid: String,
@@ -86,7 +88,7 @@ fn occupants(uuid: &str) -> Option<Vec<Occupant>> {
 pub(crate) fn command_of(pid: u32) -> String {
     let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let words: Vec<_> = bytes.split(|byte| *byte == 0).map(String::from_utf8_lossy).collect();
-    words.join(" ").trim().chars().filter(|c| !c.is_control()).take(COMMAND_CHARS_MAX).collect()
+    units::command(words.join(" ").trim()).chars().take(COMMAND_CHARS_MAX).collect()
 }
 
 impl std::fmt::Display for Occupant {

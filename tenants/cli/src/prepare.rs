@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
+use comfy_table::Table;
 use tenants::coordinator::{
     Coordinator, Options, PrepareError, PrepareReport, PreparedProcess, Waits,
 };
@@ -30,10 +31,10 @@ pub(crate) fn prepare(
         coordinator.prepare(waits, &mut |processes| progress.say(line_of(tenant, processes)))
     };
     let report = result.map_err(|error| failure_of(&error))?;
-    if args.json.json {
+    if args.show.json {
         output.json(&report)?;
     } else {
-        render(&report, output);
+        render(&report, args.show.verbose, output);
     }
     let is_over = |process: &PreparedProcess| process.host.stage == HostStage::Rests;
     let is_as_asked = report.failures.is_empty()
@@ -65,7 +66,7 @@ fn line_of(tenant: &str, processes: &[PreparedProcess]) -> String {
     format!("{tenant}: {held} of {wanted} of host memory ready ({})", each.join(", "))
 }
 
-fn render(report: &PrepareReport, output: &mut Output) {
+fn render(report: &PrepareReport, verbose: bool, output: &mut Output) {
     let brought_in = report.processes.iter().map(|process| process.host.brought_in_bytes).sum();
     output.line(format!(
         "brought {} of host memory in for the next pause of tenant '{}' in {}",
@@ -73,7 +74,13 @@ fn render(report: &PrepareReport, output: &mut Output) {
         report.tenant,
         units::micros(report.wall_us)
     ));
-    output.line("");
+    if verbose {
+        output.table(&table(report));
+    }
+    output.lines(remarks(report));
+}
+
+fn table(report: &PrepareReport) -> Table {
     let header = ["PID", "HELD", "WANTED", "BROUGHT IN", "TIME", "TOUCHING", "PINNING", "COMMAND"];
     let mut table = output::table(&header, &[0, 1, 2, 3, 4, 5, 6]);
     for PreparedProcess { who, command, host } in &report.processes {
@@ -85,17 +92,10 @@ fn render(report: &PrepareReport, output: &mut Output) {
             time(host.elapsed_us),
             time(host.touching_us),
             time(host.pinning_us),
-            command.clone(),
+            units::command(command),
         ]);
     }
-    output.table(&table);
-    let remarks: Vec<_> = remarks(report).collect();
-    if !remarks.is_empty() {
-        output.line("");
-    }
-    for remark in remarks {
-        output.line(remark);
-    }
+    table
 }
 
 fn time(us: u64) -> String {
@@ -165,16 +165,14 @@ mod tests {
             failures: Vec::new(),
         };
         assert!(!report.is_complete());
-        let mut output = Output::new();
-        render(&report, &mut output);
+        let mut output = Output::default();
+        render(&report, true, &mut output);
         let expected = "\
 brought 9 GiB of host memory in for the next pause of tenant 'train' in 1.50 s
-
 PID   HELD  WANTED  BROUGHT IN    TIME  TOUCHING  PINNING  COMMAND
  10  4 GiB   4 GiB       3 GiB  1.40 s    1.00 s   300 ms  python train.py
  11  3 GiB   4 GiB       3 GiB  1.40 s    1.00 s   300 ms  python train.py
  12  3 GiB   4 GiB       3 GiB  1.40 s    1.00 s   300 ms  python train.py
-
 NOT ALL: process 11: a tenth of the memory stays free: free host memory
 process 12 goes on; `sublet ps` shows how far it is
 ";

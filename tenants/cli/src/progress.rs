@@ -27,7 +27,7 @@ impl Progress {
     pub(crate) fn start() -> Self {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         let shown = std::io::stderr().is_terminal();
-        if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} ({elapsed})") {
+        if let Ok(style) = ProgressStyle::with_template("{spinner} {elapsed} {wide_msg}") {
             bar.set_style(style);
         }
         Self { starter: shown.then(|| show_later(bar.clone())), bar, done: 0, members: 0 }
@@ -61,10 +61,14 @@ impl Progress {
                 self.bar.set_message(format!("waiting for the devices of {who}: {activity}{more}"));
             }
             Event::GoingOn => {
-                self.warn("it cannot be called off any more, and goes on to its end; once more leaves at once");
+                self.warn(
+                    "past the point of no return: it will finish; Ctrl-C again leaves this command",
+                );
             }
             Event::RollingBack { failures: [] } => {
-                self.warn("called off: going back; once more leaves at once");
+                self.warn(
+                    "cancelling, and undoing what was done; Ctrl-C again leaves this command",
+                );
             }
             Event::RollingBack { failures } => {
                 let why = failures.first().map(ToString::to_string);

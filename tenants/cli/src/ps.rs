@@ -1,49 +1,193 @@
 //! `sublet ps`: tenants, their processes, and their bytes on each GPU.
 
+mod remarks;
+
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 
-use tenants::coordinator::TenantStats;
 use tenants::run_dir::RunDir;
 use tenants::scope::NCCL_TAG;
-use tenants::wire::{
-    HostProgress, HostStage, Idleness, Lent, MemberInfo, MemberState, MemberStats, TagBytes,
-};
-use vmm_pool::{Contents, PoolReport};
+use tenants::wire::{Idleness, MemberInfo, MemberState, MemberStats, TagBytes};
+use vmm_pool::Contents;
 
+use crate::args::StatsArgs;
 use crate::failure::Failure;
+use crate::gpus::{self, Gpu};
 use crate::output::{self, Output};
 use crate::silent::Silent;
 use crate::view::{TenantView, View};
-use crate::{budget, early, outsiders, units};
+use crate::{early, outsiders, units};
+use remarks::{remarks_of_members, tenant_remarks};
 
-const COMMAND_CHARS_MAX: usize = 40;
+pub(crate) const NOBODY: &str =
+    "no tenant is running; start one with: sublet run --tenant NAME -- COMMAND ARGUMENTS";
 
-pub(crate) fn ps(run_dir: &RunDir, json: bool, output: &mut Output) -> Result<ExitCode, Failure> {
-    let view = View::gather(run_dir, None)?;
-    if json {
+/// So many GPUs are shown with what is free on each.
+const GPUS_APART_MAX: usize = 4;
+
+pub(crate) fn ps(
+    args: &StatsArgs,
+    run_dir: &RunDir,
+    output: &mut Output,
+) -> Result<ExitCode, Failure> {
+    let view = View::gather(run_dir, args.tenant.as_ref())?;
+    if args.show.json {
         output.json(&view)?;
-    } else {
-        let mut early = early::find(run_dir);
-        early.retain(|name, _| view.tenants.iter().all(|tenant| tenant.stats.tenant != *name));
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut early = early::find(run_dir);
+    early.retain(|name, _| {
+        args.tenant.as_ref().is_none_or(|wanted| wanted.as_str() == name)
+            && view.tenants.iter().all(|tenant| tenant.stats.tenant != *name)
+    });
+    if view.tenants.is_empty() && early.is_empty() {
+        output.line(NOBODY);
+    } else if args.show.verbose {
         render(&view, &early, output);
+    } else {
+        overview(&view, &early, output);
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// `early` has no GPU memory yet.
-fn render(view: &View, early: &BTreeMap<String, u32>, output: &mut Output) {
-    if view.tenants.is_empty() && early.is_empty() {
-        output.line(
-            "no tenant is running; start one with: sublet run --tenant NAME -- COMMAND ARGUMENTS",
-        );
-        return;
+/// Processes of one tenant that stand alike.
+#[derive(Default)]
+struct Group<'a> {
+    pids: Vec<u32>,
+    gpus: BTreeMap<&'a str, &'a Gpu>,
+    on_gpu_bytes: u64,
+    off_gpu_bytes: u64,
+    command: &'a str,
+    idleness: Option<Idleness>,
+}
+
+impl<'a> Group<'a> {
+    fn add(&mut self, pid: u32, command: &'a str) {
+        if self.pids.is_empty() {
+            self.command = command;
+        }
+        self.pids.push(pid);
     }
+
+    fn hold(&mut self, view: &'a View, uuid: &'a str, on_gpu_bytes: u64, off_gpu_bytes: u64) {
+        self.gpus.extend(view.gpus.iter().find(|gpu| gpu.uuid == uuid).map(|gpu| (uuid, gpu)));
+        self.on_gpu_bytes += on_gpu_bytes;
+        self.off_gpu_bytes += off_gpu_bytes;
+    }
+
+    fn row(&self, tenant: &str, family: Option<&str>, state: &str) -> Vec<String> {
+        let dash = || "-".to_owned();
+        let more = match self.pids.len() {
+            0 | 1 => String::new(),
+            count => format!(" +{}", count - 1),
+        };
+        let idle = self.idleness.as_ref().and_then(idle_label);
+        let gpus = gpus::labels(self.gpus.values().copied());
+        vec![
+            tenant.to_owned(),
+            family.map_or_else(dash, str::to_owned),
+            [Some(state.to_owned()), idle].into_iter().flatten().collect::<Vec<_>>().join(", "),
+            if gpus.is_empty() { dash() } else { gpus },
+            units::bytes_or_dash(self.on_gpu_bytes),
+            units::bytes_or_dash(self.off_gpu_bytes),
+            self.pids.first().map_or_else(dash, |pid| format!("{pid}{more}")),
+            units::command(self.command),
+        ]
+    }
+}
+
+/// A row for each tenant, or for those of its processes that stand alike; and what people should know.
+fn overview(view: &View, early: &BTreeMap<String, u32>, output: &mut Output) {
+    let mut rows = Vec::new();
+    for TenantView { stats, silent, .. } in &view.tenants {
+        let mut groups: BTreeMap<(Option<&str>, String), Group<'_>> = BTreeMap::new();
+        for member in &stats.members {
+            let info = &member.member;
+            let key = (info.family.as_deref(), state_with_tags(info));
+            let group = groups.entry(key).or_default();
+            group.add(info.pid, &info.command);
+            // A tenant is idle if all its processes are, and for as long as the last of them.
+            let other = group.idleness.unwrap_or(member.idleness);
+            group.idleness = Some(Idleness {
+                quiet_us: member.idleness.quiet_us.min(other.quiet_us),
+                is_drained: member.idleness.is_drained && other.is_drained,
+                ..other
+            })
+            .filter(|_| info.state == MemberState::Active);
+            for device in &member.pool.devices {
+                let on_gpu_bytes = device.resident_bytes();
+                let off_gpu_bytes = device.own_bytes().saturating_sub(on_gpu_bytes);
+                group.hold(view, &device.uuid, on_gpu_bytes, off_gpu_bytes);
+            }
+        }
+        for silent in silent {
+            let group = groups.entry((None, silent.standing.label().to_owned())).or_default();
+            group.add(silent.pid, &silent.command);
+            for held in &silent.gpus {
+                group.hold(view, &held.uuid, held.bytes, 0);
+            }
+        }
+        for ((family, state), group) in &groups {
+            rows.push(group.row(&stats.tenant, *family, state));
+        }
+    }
+    for (tenant, pid) in early {
+        let command = outsiders::command_of(*pid);
+        let group = Group { pids: vec![*pid], command: &command, ..Group::default() };
+        rows.push(group.row(tenant, None, "no memory yet"));
+    }
+    let mut header =
+        vec!["TENANT", "FAMILY", "STATE", "GPU", "ON GPU", "OFF GPU", "PID", "COMMAND"];
+    let mut numbers = [4, 5, 6];
+    if rows.iter().all(|row| row[1] == "-") {
+        // Most tenants are in none.
+        header.remove(1);
+        numbers = numbers.map(|column| column - 1);
+        for row in &mut rows {
+            row.remove(1);
+        }
+    }
+    let mut table = output::table(&header, &numbers);
+    table.add_rows(rows);
+    output.table(&table);
+    output.lines(free_line(view));
+    output.lines(view.tenants.iter().flat_map(|tenant| {
+        let name = &tenant.stats.tenant;
+        let mut remarks = tenant_remarks(&tenant.stats);
+        let said = remarks_of_members(view, &tenant.stats, false).into_iter();
+        let folded = units::folded(said.map(|(pid, text)| (pid.to_string(), text)));
+        remarks.extend(folded.into_iter().map(|(who, text)| format!("{name} {who}: {text}")));
+        remarks
+    }));
+}
+
+/// What is free, where the management library tells.
+fn free_line(view: &View) -> Option<String> {
+    let free = |gpu: &Gpu| Some(gpu.total_bytes?.saturating_sub(gpu.used_bytes?));
+    let known: Vec<_> = view.gpus.iter().filter_map(|gpu| Some((gpu, free(gpu)?))).collect();
+    let bytes = || known.iter().map(|(_, bytes)| *bytes);
+    let (least, most) = (bytes().min()?, bytes().max()?);
+    Some(if known.len() <= GPUS_APART_MAX {
+        let each = known
+            .iter()
+            .map(|(gpu, bytes)| format!("{} on GPU {}", units::bytes(*bytes), gpu.label()));
+        format!("free: {}", each.collect::<Vec<_>>().join(", "))
+    } else {
+        let all = gpus::labels(known.iter().map(|(gpu, _)| *gpu));
+        match (units::bytes(least), units::bytes(most)) {
+            (least, most) if least == most => format!("free: {least} on each of GPU {all}"),
+            (least, most) => format!("free: {least} to {most} on GPU {all}"),
+        }
+    })
+}
+
+/// Every process with its memory by GPU, library and tag. `early` has no GPU memory yet.
+fn render(view: &View, early: &BTreeMap<String, u32>, output: &mut Output) {
     // Most tenants are in none.
     let mut members = view.tenants.iter().flat_map(|tenant| &tenant.stats.members);
     let has_family = members.any(|member| member.member.family.is_some());
     let mut header = vec![
-        "TENANT", "PID", "STATE", "GPU", "LIBRARY", "TAG", "CONTENTS", "ON GPU", "AWAY",
+        "TENANT", "PID", "STATE", "GPU", "LIBRARY", "TAG", "CONTENTS", "ON GPU", "OFF GPU",
         "IMPORTED", "COMMAND",
     ];
     let mut numbers = [1, 7, 8, 9];
@@ -69,27 +213,25 @@ fn render(view: &View, early: &BTreeMap<String, u32>, output: &mut Output) {
     for (tenant, pid) in early {
         let mut row = vec![tenant.clone(), pid.to_string(), "no memory yet".to_owned()];
         row.extend(std::iter::repeat_n("-".to_owned(), 7));
-        row.push(units::shortened(&outsiders::command_of(*pid), COMMAND_CHARS_MAX));
+        row.push(units::command(&outsiders::command_of(*pid)));
         if has_family {
             row.insert(1, "-".to_owned());
         }
         table.add_row(row);
     }
     output.table(&table);
-    let remarks: Vec<_> =
-        view.tenants.iter().flat_map(|tenant| remarks(view, &tenant.stats)).collect();
-    if !remarks.is_empty() {
-        output.line("");
-    }
-    for remark in remarks {
-        output.line(remark);
+    for tenant in &view.tenants {
+        let name = &tenant.stats.tenant;
+        output.lines(tenant_remarks(&tenant.stats));
+        let each = remarks_of_members(view, &tenant.stats, true);
+        output.lines(each.into_iter().map(|(pid, text)| format!("{name} {pid}: {text}")));
     }
 }
 
 /// One row for each class of memory; a process without any has one row.
 fn member_rows(view: &View, tenant: &str, member: &MemberStats) -> Vec<Vec<String>> {
     let lead = [tenant.to_owned(), member.member.pid.to_string(), standing_label(member)];
-    let command = units::shortened(&member.member.command, COMMAND_CHARS_MAX);
+    let command = units::command(&member.member.command);
     let dash = || "-".to_owned();
     let mut rows = Vec::new();
     for device in &member.pool.devices {
@@ -124,7 +266,7 @@ fn silent_rows(view: &View, tenant: &str, silent: &Silent) -> Vec<Vec<String>> {
     let row = |gpu: String, bytes: String| {
         let dash = || "-".to_owned();
         let state = silent.standing.label().to_owned();
-        let command = units::shortened(&silent.command, COMMAND_CHARS_MAX);
+        let command = units::command(&silent.command);
         let (tenant, pid) = (tenant.to_owned(), silent.pid.to_string());
         vec![tenant, pid, state, gpu, dash(), dash(), dash(), bytes, dash(), dash(), command]
     };
@@ -139,126 +281,26 @@ fn silent_rows(view: &View, tenant: &str, silent: &Silent) -> Vec<Vec<String>> {
     rows
 }
 
-/// What a tenant holds of its budgets, what stays on a GPU and why, what members say, and who did not answer.
-fn remarks(view: &View, tenant: &TenantStats) -> Vec<String> {
-    let name = &tenant.tenant;
-    let mut remarks: Vec<_> = budget::remarks(tenant).collect();
-    remarks.extend(nccl_remark(tenant));
-    for member in &tenant.members {
-        let pid = member.member.pid;
-        for device in &member.pool.devices {
-            for pinned in &device.pinned {
-                remarks.push(format!(
-                    "{name} {pid} GPU {}: {} in {} allocations stay during a pause: {}",
-                    view.gpu_label(&device.uuid),
-                    units::bytes(pinned.bytes),
-                    pinned.count,
-                    pinned.reason
-                ));
-            }
-        }
-        remarks
-            .extend(member.lent.iter().map(|lent| format!("{name} {pid}: {}", lent_remark(lent))));
-        remarks
-            .extend(deep_remark(&member.member, name).map(|text| format!("{name} {pid}: {text}")));
-        remarks.extend(stayed_remark(&member.member).map(|text| format!("{name} {pid}: {text}")));
-        remarks.extend(host_remark(&member.host).map(|text| format!("{name} {pid}: {text}")));
-        remarks.extend(spilled_remark(&member.pool).map(|text| format!("{name} {pid}: {text}")));
-        for note in &member.notes {
-            remarks.push(format!("{name} {pid}: {note}"));
-        }
-    }
-    for failure in &tenant.failures {
-        remarks.push(format!("{name}: no answer from {failure}"));
-    }
-    remarks
+/// Where a process stands, and which tags it runs without.
+fn state_with_tags(member: &MemberInfo) -> String {
+    let state = state_label(member.state);
+    let tags = if member.state == MemberState::Active { tags_away(member) } else { Vec::new() };
+    if tags.is_empty() { state.to_owned() } else { format!("{state} ({} away)", tags.join(", ")) }
 }
 
-/// NCCL is paused by itself: what may look like a job that hangs.
-fn nccl_remark(tenant: &TenantStats) -> Option<String> {
-    let waiting = tenant.members.iter().filter(|member| member.member.nccl_waits).count();
-    let (name, all) = (&tenant.tenant, tenant.members.len());
-    (waiting > 0).then(|| {
-        format!(
-            "{name}: calls into NCCL wait in {waiting} of {all} processes until: sublet resume {name} --library nccl"
-        )
-    })
-}
-
-/// Memory that another tenant has open: a pause waits for it.
-fn lent_remark(lent: &Lent) -> String {
-    let pid = lent.pid.map_or_else(|| "?".to_owned(), |pid| pid.to_string());
-    format!(
-        "{} in {} allocations are open in process {pid} of tenant {}: a pause waits until they are closed",
-        units::bytes(lent.bytes),
-        lent.handles + lent.tickets,
-        lent.tenant
-    )
-}
-
-/// Its contexts are away too.
-fn deep_remark(member: &MemberInfo, tenant: &str) -> Option<String> {
-    (member.state == MemberState::Deep).then(|| {
-        format!("deep pause: nothing of it is on a GPU, its contexts neither; `sublet resume {tenant}` brings it back")
-    })
-}
-
-/// Memory that a pause has left behind.
-fn stayed_remark(member: &MemberInfo) -> Option<String> {
-    (member.stayed_bytes > 0).then(|| {
-        format!(
-            "{} of device memory should have gone with the pause and have not: a resume and another pause try again",
-            units::bytes(member.stayed_bytes)
-        )
-    })
-}
-
-/// Host memory that comes in ahead of a pause, or did not.
-fn host_remark(host: &HostProgress) -> Option<String> {
-    let (held, wanted) = (units::bytes(host.held_bytes), units::bytes(host.wanted_bytes));
-    match &host.stage {
-        HostStage::Rests if host.brought_in_bytes == 0 => None,
-        HostStage::Rests => Some(format!("{held} of {wanted} of host memory is ready for a pause")),
-        HostStage::Grows => Some(format!(
-            "{held} of {wanted} of host memory is ready for a pause, and more comes in"
-        )),
-        HostStage::Waits => Some(format!(
-            "{held} of {wanted} of host memory is ready for a pause; the rest waits for the one under way"
-        )),
-        HostStage::Stopped(failure) => Some(format!(
-            "{held} of {wanted} of host memory is ready for a pause, and no more comes in: {failure}"
-        )),
-    }
-}
-
-/// Saved contents that have made room for another tenant's.
-fn spilled_remark(pool: &PoolReport) -> Option<String> {
-    (pool.spilled_bytes > 0).then(|| {
-        format!(
-            "{} of saved contents are in a file, to make room in host memory: a resume reads them from there",
-            units::bytes(pool.spilled_bytes)
-        )
-    })
-}
-
-/// Where a process stands, which tags it runs without, and for how long it has done nothing where that is long: `idle` when its devices were
-/// seen to have nothing left to do, else `quiet`.
-fn standing_label(member: &MemberStats) -> String {
+/// For how long a process has done nothing, where that is long: `idle` when its devices were seen to have nothing left to do, else
+/// `quiet`.
+fn idle_label(idleness: &Idleness) -> Option<String> {
     const SHOWN_FROM_US: u64 = 1_000_000;
-    let state = state_label(member.member.state);
-    if member.member.state != MemberState::Active {
-        return state.to_owned();
-    }
-    let away = match tags_away(&member.member).join(", ") {
-        tags if tags.is_empty() => String::new(),
-        tags => format!(" ({tags} away)"),
-    };
-    let Idleness { quiet_us, is_drained, .. } = member.idleness;
-    if quiet_us < SHOWN_FROM_US {
-        return format!("{state}{away}");
-    }
-    let word = if is_drained { "idle" } else { "quiet" };
-    format!("{state}{away}, {word} {} s", quiet_us / 1_000_000)
+    let Idleness { quiet_us, is_drained, .. } = idleness;
+    let word = if *is_drained { "idle" } else { "quiet" };
+    (*quiet_us >= SHOWN_FROM_US).then(|| format!("{word} {} s", quiet_us / 1_000_000))
+}
+
+fn standing_label(member: &MemberStats) -> String {
+    let idle = idle_label(&member.idleness).filter(|_| member.member.state == MemberState::Active);
+    let state = state_with_tags(&member.member);
+    idle.map_or_else(|| state.clone(), |idle| format!("{state}, {idle}"))
 }
 
 /// The tags of memory that a process which runs is without. NCCL's is away also if it had no memory.
@@ -293,10 +335,11 @@ pub(crate) fn contents_label(contents: Contents) -> &'static str {
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use tenants::coordinator::TenantStats;
     use tenants::identity::{MemberId, TenantName};
-    use tenants::wire::MemberInfo;
+    use tenants::wire::{HostProgress, HostStage, MemberInfo};
     use vmm_pool::driver::DeviceOrdinal;
-    use vmm_pool::{ClassBytes, DeviceReport, PinnedBytes};
+    use vmm_pool::{ClassBytes, DeviceReport, PinnedBytes, PoolReport};
 
     use super::*;
     use crate::gpus::Gpus;
@@ -351,13 +394,15 @@ pub(crate) mod tests {
         let base = tempfile::tempdir().unwrap();
         let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
         run_dir.tenant(&TenantName::new("gone").unwrap()).unwrap();
-        let mut output = Output::new();
-        assert_eq!(ps(&run_dir, false, &mut output).unwrap(), ExitCode::SUCCESS);
+        let show = |json| crate::args::ShowArgs { json, verbose: false };
+        let args = |json| StatsArgs { tenant: None, show: show(json) };
+        let mut output = Output::default();
+        assert_eq!(ps(&args(false), &run_dir, &mut output).unwrap(), ExitCode::SUCCESS);
         assert!(output.text().starts_with("no tenant is running; start one with"));
         assert_eq!(output.text().lines().count(), 1);
         assert!(run_dir.tenants().unwrap().is_empty(), "leftovers stayed");
-        let mut output = Output::new();
-        ps(&run_dir, true, &mut output).unwrap();
+        let mut output = Output::default();
+        ps(&args(true), &run_dir, &mut output).unwrap();
         let document: serde_json::Value = serde_json::from_str(output.text()).unwrap();
         assert_eq!(document["version"], 1);
         assert_eq!(document["tenants"], serde_json::json!([]));
@@ -411,20 +456,69 @@ pub(crate) mod tests {
         let held = vec![Held { uuid: UUID.to_owned(), bytes: 4 << 30 }];
         let silent = vec![silent(12, held), silent(13, Vec::new())];
         let tenants = vec![TenantView { stats, changed_by: Vec::new(), silent }];
-        let mut output = Output::new();
-        render(&View::of(tenants, &Gpus::of(vec![h200()])), &BTreeMap::new(), &mut output);
+        let view = View::of(tenants, &Gpus::of(vec![h200()]));
+        let mut output = Output::default();
+        render(&view, &BTreeMap::new(), &mut output);
         let expected = "\
-TENANT  PID  STATE                         GPU  LIBRARY  TAG       CONTENTS   ON GPU   AWAY  IMPORTED  COMMAND
-train    10  active (kv, nccl away)        3    torch    kv_cache  discard     8 GiB      -         -  python train.py
-train    10  active (kv, nccl away)        3    nccl     -         keep      510 MiB  2 MiB    64 MiB  python train.py
-train    11  paused                        -    -        -         -               -      -         -  python train.py
-train    12  no answer: stopped (SIGSTOP)  3    -        -         -           4 GiB      -         -  python train.py
-train    13  no answer: stopped (SIGSTOP)  -    -        -         -               -      -         -  python train.py
-
+TENANT  PID  STATE                         GPU  LIBRARY  TAG       CONTENTS   ON GPU  OFF GPU  IMPORTED  COMMAND
+train    10  active (kv, nccl away)        3    torch    kv_cache  discard     8 GiB        -         -  python train.py
+train    10  active (kv, nccl away)        3    nccl     -         keep      510 MiB    2 MiB    64 MiB  python train.py
+train    11  paused                        -    -        -         -               -        -         -  python train.py
+train    12  no answer: stopped (SIGSTOP)  3    -        -         -           4 GiB        -         -  python train.py
+train    13  no answer: stopped (SIGSTOP)  -    -        -         -               -        -         -  python train.py
 train: calls into NCCL wait in 1 of 2 processes until: sublet resume train --library nccl
-train 10 GPU 3: 4 MiB in 2 allocations stay during a pause: registered with a network card
+train 10: GPU 3: 4 MiB in 2 allocations stay during a pause: registered with a network card
 train 10: 1 GiB of 3 GiB of host memory is ready for a pause, and more comes in
 train 10: 3 GiB of saved contents are in a file, to make room in host memory: a resume reads them from there
+";
+        assert_eq!(output.text(), expected);
+        let mut output = Output::default();
+        overview(&view, &BTreeMap::new(), &mut output);
+        let expected = "\
+TENANT  STATE                         GPU   ON GPU  OFF GPU    PID  COMMAND
+train   active (kv, nccl away)        3    8.5 GiB    2 MiB     10  python train.py
+train   no answer: stopped (SIGSTOP)  3      4 GiB        -  12 +1  python train.py
+train   paused                        -          -        -     11  python train.py
+free: 120 GiB on GPU 3
+train: calls into NCCL wait in 1 of 2 processes until: sublet resume train --library nccl
+train 10: 4 MiB in 2 allocations stay during a pause: registered with a network card
+train 10: 1 GiB of 3 GiB of host memory is ready for a pause, and more comes in
+train 10: 3 GiB of saved contents are in a file, to make room in host memory: a resume reads them from there
+";
+        assert_eq!(output.text(), expected);
+    }
+
+    #[test]
+    fn a_job_of_eight_ranks_is_one_row_and_says_what_is_alike_once() {
+        let uuid = |rank: u32| format!("GPU-{rank:08}");
+        let ranks = (0..8).map(|rank| {
+            let mut member = member(4711 + rank, MemberState::Active);
+            member.member.command = "/opt/rl/bin/python train.py".to_owned();
+            member.notes = vec!["a second NCCL is in use".to_owned()];
+            member.pool.devices = vec![DeviceReport {
+                device: DeviceOrdinal(0),
+                uuid: uuid(rank),
+                classes: vec![class("torch", "", 8 << 30, 8 << 30, 0)],
+                pinned: Vec::new(),
+            }];
+            member
+        });
+        let stats = TenantStats {
+            tenant: "train".to_owned(),
+            members: ranks.collect(),
+            budgets: Vec::new(),
+            failures: Vec::new(),
+        };
+        let tenants = vec![TenantView { stats, changed_by: Vec::new(), silent: Vec::new() }];
+        let gpu = |index| Gpu { index: Some(index), uuid: uuid(index), ..h200() };
+        let mut output = Output::default();
+        let view = View::of(tenants, &Gpus::of((0..8).map(gpu).collect()));
+        overview(&view, &BTreeMap::new(), &mut output);
+        let expected = "\
+TENANT  STATE   GPU  ON GPU  OFF GPU      PID  COMMAND
+train   active  0-7  64 GiB        -  4711 +7  python train.py
+free: 120 GiB on each of GPU 0-7
+train 8 processes: a second NCCL is in use
 ";
         assert_eq!(output.text(), expected);
     }

@@ -2,6 +2,7 @@
 
 use std::process::ExitCode;
 
+use comfy_table::Table;
 use tenants::coordinator::{Coordinator, Options, SaveError, SaveReport, SaveState};
 use tenants::run_dir::RunDir;
 use tenants::saving::map::{SavedProcess, TENANT_MAP};
@@ -26,10 +27,10 @@ pub(crate) fn save(
         coordinator.save(&args.dir, &mut |states| progress.say(line_of(tenant, states)))
     };
     let report = result.map_err(|error| failure_of(&error))?;
-    if args.json.json {
+    if args.show.json {
         output.json(&report)?;
     } else {
-        render(&report, output);
+        render(&report, args.show.verbose, output);
     }
     Ok(if report.map.complete { ExitCode::SUCCESS } else { ExitCode::from(EXIT_PARTIAL) })
 }
@@ -58,7 +59,7 @@ fn line_of(tenant: &str, states: &[SaveState]) -> String {
     format!("{tenant}: {written} of {total} written ({})", each.join(", "))
 }
 
-fn render(report: &SaveReport, output: &mut Output) {
+fn render(report: &SaveReport, verbose: bool, output: &mut Output) {
     let map = &report.map;
     let total = map.processes.iter().map(|process| process.account.saved_bytes).sum();
     output.line(format!(
@@ -68,7 +69,14 @@ fn render(report: &SaveReport, output: &mut Output) {
         report.dir.display(),
         units::micros(report.wall_us)
     ));
-    output.line("");
+    if verbose {
+        output.table(&table(report));
+    }
+    remarks(report, output);
+}
+
+fn table(report: &SaveReport) -> Table {
+    let map = &report.map;
     let header = ["PID", "SAVED", "NOT KEPT", "IN PLACE", "IMPORTED", "MAP"];
     let mut table = output::table(&header, &[0, 1, 2, 3, 4]);
     for SavedProcess { process, map, account } in &map.processes {
@@ -81,9 +89,7 @@ fn render(report: &SaveReport, output: &mut Output) {
             map.clone(),
         ]);
     }
-    output.table(&table);
-    output.line("");
-    remarks(report, output);
+    table
 }
 
 /// What was not there, who is missing, and where to begin reading.
@@ -104,8 +110,8 @@ fn remarks(report: &SaveReport, output: &mut Output) {
     }
     if report.ended > 0 {
         output.line(format!(
-            "{} process(es) of the tenant had ended, and what they had saved with them",
-            report.ended
+            "{} of the tenant had ended, and what was saved in them is gone too",
+            units::counted(report.ended, "process", "processes")
         ));
     }
     for failed in &map.failed {
@@ -164,18 +170,16 @@ mod tests {
 
     #[test]
     fn what_was_written_and_what_was_not_is_listed() {
-        let mut output = Output::new();
-        render(&report(), &mut output);
+        let mut output = Output::default();
+        render(&report(), true, &mut output);
         let expected = "\
 wrote 3 GiB of tenant 'train' to /data/saved in 4.20 s
-
 PID  SAVED  NOT KEPT  IN PLACE  IMPORTED  MAP
  10  3 GiB     1 GiB         -     2 MiB  process-10-000000000000000a.json
-
 not kept: contents that were to be discarded, or that the application had said are unused
 imported: memory of other processes, which is in its owners' files
 process 11 has nothing saved: python train.py
-1 process(es) of the tenant had ended, and what they had saved with them
+1 process of the tenant had ended, and what was saved in them is gone too
 NOT WRITTEN: process 12: it has ended (python train.py)
 the tenant stays as it was; /data/saved/tenant.json says what is where (docs/save.md)
 ";

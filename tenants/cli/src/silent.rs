@@ -14,6 +14,7 @@ const CONTROL_GROUPS: &str = "/sys/fs/cgroup";
 
 /// One process.
 #[derive(Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub(crate) struct Silent {
     pub(crate) pid: u32,
     pub(crate) command: String,
@@ -25,6 +26,7 @@ pub(crate) struct Silent {
 /// What keeps it from answering, as far as the kernel tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub(crate) enum Standing {
     Stopped,
     Traced,

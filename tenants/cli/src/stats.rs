@@ -19,24 +19,29 @@ pub(crate) fn stats(
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     let view = View::gather(run_dir, args.tenant.as_ref())?;
-    if args.json.json {
+    if args.show.json {
         output.json(&view)?;
     } else if view.tenants.is_empty() {
         output.line("no tenant is running");
     } else {
         for tenant in &view.tenants {
-            render(&view, tenant, output);
+            render(&view, tenant, args.show.verbose, output);
         }
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn render(view: &View, TenantView { stats: tenant, silent, .. }: &TenantView, output: &mut Output) {
+fn render(
+    view: &View,
+    TenantView { stats: tenant, silent, .. }: &TenantView,
+    verbose: bool,
+    output: &mut Output,
+) {
     for text in budget::remarks(tenant) {
         output.line(text);
     }
     for member in &tenant.members {
-        render_member(&tenant.tenant, member, output);
+        render_member(&tenant.tenant, member, verbose, output);
     }
     for silent in silent {
         let Silent { pid, command, standing, gpus } = silent;
@@ -51,21 +56,21 @@ fn render(view: &View, TenantView { stats: tenant, silent, .. }: &TenantView, ou
     }
 }
 
-fn render_member(tenant: &str, stats: &MemberStats, output: &mut Output) {
+fn render_member(tenant: &str, stats: &MemberStats, verbose: bool, output: &mut Output) {
     let info = &stats.member;
     output.line(format!(
         "{tenant} process {} ({}), libsublet {}: {}",
         info.pid,
         ps::state_label(info.state),
         info.version,
-        info.command
+        units::command(&info.command)
     ));
     let devices = &stats.pool.devices;
     let own: u64 = devices.iter().map(vmm_pool::DeviceReport::own_bytes).sum();
     let resident: u64 = devices.iter().map(vmm_pool::DeviceReport::resident_bytes).sum();
     output.line(format!(
-        "  {} of device memory, {} of it on GPUs now; contents: host memory {} of {} for a pause, disk {}; {} of the \
-         driver's on the host",
+        "  {} of device memory, {} of it on GPUs now; host memory for contents: {} of {} for a pause; on disk {}; host \
+         memory of the driver's own {}",
         units::bytes(own),
         units::bytes(resident),
         units::bytes(stats.pool.host_arena_bytes),
@@ -73,8 +78,21 @@ fn render_member(tenant: &str, stats: &MemberStats, output: &mut Output) {
         units::bytes(stats.pool.file_bytes),
         units::bytes(stats.pool.host_numa_bytes)
     ));
-    render_slabs(&stats.pool.slabs, output);
-    output.line(format!("  {} pauses, {} resumes", stats.pauses, stats.resumes));
+    let count = |count: u64, one, more| {
+        units::counted(usize::try_from(count).unwrap_or(usize::MAX), one, more)
+    };
+    let took = |phases: &[(Phase, PhaseReport)]| {
+        let all_us = phases.iter().map(|(_, report)| report.elapsed_us).sum();
+        let said = (!phases.is_empty()).then(|| format!(", the last in {}", units::micros(all_us)));
+        said.unwrap_or_default()
+    };
+    output.line(format!(
+        "  {}{}; {}{}",
+        count(stats.pauses, "pause", "pauses"),
+        took(&stats.last_pause),
+        count(stats.resumes, "resume", "resumes"),
+        took(&stats.last_resume),
+    ));
     if !stats.communicators.is_empty() {
         let ranks = stats.communicators.iter();
         let texts: Vec<_> = ranks
@@ -82,8 +100,11 @@ fn render_member(tenant: &str, stats: &MemberStats, output: &mut Output) {
             .collect();
         output.line(format!("  communicators: {}", texts.join(", ")));
     }
-    render_phases("last pause", &stats.last_pause, output);
-    render_phases("last resume", &stats.last_resume, output);
+    if verbose {
+        render_slabs(&stats.pool.slabs, output);
+        render_phases("last pause", &stats.last_pause, output);
+        render_phases("last resume", &stats.last_resume, output);
+    }
     for note in &stats.notes {
         output.line(format!("  note: {note}"));
     }
@@ -172,13 +193,13 @@ mod tests {
                 ..PhaseReport::default()
             },
         )];
-        let mut output = Output::new();
-        render_member("train", &member, &mut output);
+        let mut output = Output::default();
+        render_member("train", &member, true, &mut output);
         let expected = "\
 train process 10 (paused), libsublet 0.1.0: python train.py
-  0 B of device memory, 0 B of it on GPUs now; contents: host memory 3 GiB of 4 GiB for a pause, disk 2 GiB; 0 B of the driver's on the host
+  0 B of device memory, 0 B of it on GPUs now; host memory for contents: 3 GiB of 4 GiB for a pause; on disk 2 GiB; host memory of the driver's own 0 B
+  1 pause, the last in 250 ms; 0 resumes
   slabs: 2 with 10 allocations, 32 MiB: 20 MiB live, 2 MiB freed and kept, 10 MiB not given out; 3 imported, with 30 allocations
-  1 pauses, 0 resumes
   last pause:
     PHASE      TIME  BYTES  CALLS  STEPS
     prepare  250 ms  3 GiB     42  copy 240 ms, unmap 900 us

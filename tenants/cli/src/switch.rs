@@ -9,21 +9,25 @@ use tenants::coordinator::Outcome;
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
+use tenants::scope::Scope;
 use tenants::switching::{self, Claimant, SwitchError, SwitchOptions, Switched};
 
-use crate::args::SwitchArgs;
+use crate::args::{ShowArgs, SwitchArgs};
 use crate::change::{self, Document};
 use crate::failure::{EXIT_CALLED_OFF, EXIT_PARTIAL, EXIT_UNCHANGED, Failure, exit_code_of};
+use crate::gpus::Gpus;
 use crate::output::{self, Output};
 use crate::progress::Progress;
 use crate::{signals, units};
 
-/// Decisions that `sublet turns` shows.
+/// Decisions that `sublet turns` shows, with `-v` and without.
 const SHOWN_MAX: usize = 20;
+const SHOWN_SHORT_MAX: usize = 5;
 
 /// What a switch did or would do, for programs.
 #[derive(Serialize)]
-struct Account<'a> {
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub(crate) struct Account<'a> {
     tenant: &'a str,
     outcome: &'static str,
     /// Who was paused, or would be.
@@ -55,11 +59,11 @@ pub(crate) fn switch(
         let mut progress = Progress::start();
         switching::switch(run_dir, &args.tenant, &options, &mut |event| progress.note(&event))
     };
-    if args.json.json {
+    if args.show.json {
         return documented(args, result, output);
     }
     let switched = result.map_err(|error| Failure::of(&error, code_of(&error)).because(&error))?;
-    render(args.dry_run, &switched, output);
+    render(args.dry_run, args.show, &switched, output);
     Ok(code_of_done(&switched))
 }
 
@@ -128,14 +132,17 @@ pub(crate) fn code_of(error: &SwitchError) -> u8 {
     error.cause().map_or(EXIT_UNCHANGED, exit_code_of)
 }
 
-pub(crate) fn render(is_dry: bool, switched: &Switched, output: &mut Output) {
-    for reason in &switched.reasons {
-        output.line(if is_dry { format!("would do: {reason}") } else { reason.clone() });
+pub(crate) fn render(is_dry: bool, how: ShowArgs, switched: &Switched, output: &mut Output) {
+    let gpus = Gpus::look();
+    for reason in switched.reasons.iter().map(|reason| gpus.named_in(reason)) {
+        output.line(if is_dry { format!("would do: {reason}") } else { reason });
     }
     for (tenant, outcome) in &switched.changes {
         let Outcome::Completed(report) = outcome else { continue };
-        let took = units::micros(report.wall_us);
-        output.line(format!("tenant '{tenant}' {} in {took}", change::done(report.action)));
+        output.line(change::line(tenant, &Scope::Whole, report, &gpus));
+        if how.verbose {
+            change::details(report, &gpus, output);
+        }
         change::remark(report, output);
     }
     if let Some(why) = &switched.unrecorded {
@@ -154,12 +161,12 @@ fn standing_of(claim: &Claimant) -> String {
 }
 
 pub(crate) fn turns(
+    how: ShowArgs,
     run_dir: &RunDir,
-    json: bool,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     let view = switching::look(run_dir, SHOWN_MAX)?;
-    if json {
+    if how.json {
         output.json(&view)?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -182,10 +189,17 @@ pub(crate) fn turns(
         let idle = units::micros(claim.idle_us.unwrap_or(0));
         output.line(format!("{} is idle for {idle}", claim.tenant));
     }
-    for decision in &view.decisions {
-        let at = SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(decision.unix_ms));
-        let at = at.map_or_else(String::new, |at| humantime::format_rfc3339_millis(at).to_string());
-        output.line(format!("{at}  {}", decision.text));
+    let gpus = if view.decisions.is_empty() { Gpus::default() } else { Gpus::look() };
+    let shown = if how.verbose { SHOWN_MAX } else { SHOWN_SHORT_MAX };
+    for decision in view.decisions.iter().skip(view.decisions.len().saturating_sub(shown)) {
+        let at = SystemTime::UNIX_EPOCH + Duration::from_micros(decision.at_unix_us);
+        let at = if how.verbose {
+            humantime::format_rfc3339_millis(at).to_string()
+        } else {
+            let ago = at.elapsed().unwrap_or_default();
+            format!("{} ago", humantime::format_duration(Duration::from_secs(ago.as_secs())))
+        };
+        output.line(format!("{at}  {}", gpus.named_in(&decision.text)));
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -1,22 +1,11 @@
 //! Figures for people.
 
+use tenants::size::Size;
 use vmm_pool::KeptBytes;
 
-/// Bytes in the largest binary unit that leaves at least one, with one decimal; whole bytes below 1 KiB.
+/// Bytes as people write them.
 pub(crate) fn bytes(count: u64) -> String {
-    const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
-    for (name, shift) in UNITS {
-        let unit = 1_u64 << shift;
-        if count >= unit {
-            // Tenths, rounded to the nearest, in integers that cannot overflow.
-            let tenths = (u128::from(count) * 10 + u128::from(unit / 2)) / u128::from(unit);
-            return match tenths % 10 {
-                0 => format!("{} {name}", tenths / 10),
-                rest => format!("{}.{rest} {name}", tenths / 10),
-            };
-        }
-    }
-    format!("{count} B")
+    Size(count).to_string()
 }
 
 /// As [`bytes`], with a dash for none.
@@ -43,6 +32,35 @@ pub(crate) fn shortened(text: &str, chars_max: usize) -> String {
     format!("{kept}...")
 }
 
+/// A command line in one line: its program by its last name, and nothing that a terminal would obey.
+pub(crate) fn command(text: &str) -> String {
+    let plain: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    let (program, rest) = plain.split_once(' ').unwrap_or((&plain, ""));
+    let program = program.rsplit('/').next().unwrap_or(program);
+    format!("{program} {rest}").trim_end().to_owned()
+}
+
+/// Such as "1 process" and "2 processes".
+pub(crate) fn counted(count: usize, one: &str, more: &str) -> String {
+    format!("{count} {}", if count == 1 { one } else { more })
+}
+
+/// Who says what, with all who say the same as one.
+pub(crate) fn folded(said: impl IntoIterator<Item = (String, String)>) -> Vec<(String, String)> {
+    let mut groups: Vec<(String, usize, String)> = Vec::new();
+    for (who, text) in said {
+        match groups.iter_mut().find(|(_, _, known)| *known == text) {
+            Some((_, count, _)) => *count += 1,
+            None => groups.push((who, 1, text)),
+        }
+    }
+    let one = |(who, count, text): (String, usize, String)| match count {
+        1 => (who, text),
+        _ => (counted(count, "process", "processes"), text),
+    };
+    groups.into_iter().map(one).collect()
+}
+
 /// What became of contents that are kept, such as "17 GiB kept: 16 GiB zero, 412 MiB unchanged, 820 MiB copied".
 pub(crate) fn kept(kept: KeptBytes) -> String {
     format!(
@@ -59,23 +77,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_have_one_decimal_in_their_unit() {
-        for (count, text) in [
-            (0, "0 B"),
-            (1023, "1023 B"),
-            (1024, "1 KiB"),
-            (2 << 20, "2 MiB"),
-            (1_610_612_736, "1.5 GiB"),
-            (80 << 30, "80 GiB"),
-            (3 << 40, "3 TiB"),
-            (u64::MAX, "16777216 TiB"),
-        ] {
-            assert_eq!(bytes(count), text);
-        }
-        assert_eq!(bytes_or_dash(0), "-");
-    }
-
-    #[test]
     fn times_have_the_unit_that_fits() {
         for (count, text) in [
             (0, "0 us"),
@@ -85,6 +86,18 @@ mod tests {
             (1_234_567, "1.23 s"),
         ] {
             assert_eq!(micros(count), text);
+        }
+    }
+
+    #[test]
+    fn a_command_is_one_plain_line() {
+        for (text, shown) in [
+            ("/opt/envs/rl/bin/python3 job.py 0 150", "python3 job.py 0 150"),
+            ("sh", "sh"),
+            ("python3 -c import x\n\x1b[2Jrun()", "python3 -c import x  [2Jrun()"),
+            ("", ""),
+        ] {
+            assert_eq!(command(text), shown);
         }
     }
 

@@ -13,6 +13,7 @@ use crate::silent::Silent;
 
 /// All that is shown, as it was at one moment.
 #[derive(Debug, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub(crate) struct View {
     /// Of the machine, and those that tenants name besides.
     pub(crate) gpus: Vec<Gpu>,
@@ -21,6 +22,7 @@ pub(crate) struct View {
 
 /// One tenant.
 #[derive(Debug, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub(crate) struct TenantView {
     #[serde(flatten)]
     pub(crate) stats: TenantStats,

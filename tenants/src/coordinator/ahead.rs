@@ -11,6 +11,7 @@ use super::peers::{Everybody, Peers};
 use super::report::{MemberFailure, Step, Who};
 use super::session::{micros, millis};
 use super::{Coordinator, CoordinatorError};
+use crate::code::Code;
 use crate::host_memory::{HostShortage, shortage};
 use crate::identity::TenantName;
 use crate::run_dir::TenantDir;
@@ -54,6 +55,7 @@ pub enum PrepareError {
 
 /// One process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct PreparedProcess {
     /// Which.
     pub who: Who,
@@ -66,6 +68,7 @@ pub struct PreparedProcess {
 /// What has come in.
 #[must_use]
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct PrepareReport {
     /// The tenant.
     pub tenant: String,
@@ -247,5 +250,15 @@ impl Preparing {
             .collect();
         processes.sort_by_key(|process| process.who.pid);
         processes
+    }
+}
+
+impl From<&PrepareError> for Code {
+    fn from(error: &PrepareError) -> Self {
+        match error {
+            PrepareError::Tenant(error) => error.into(),
+            PrepareError::Short { .. } => Self::HostFull,
+            PrepareError::CalledOff { .. } => Self::CalledOff,
+        }
     }
 }

@@ -16,8 +16,10 @@ use crate::wire::Count;
 
 /// One GPU of a tenant whose memory is counted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct GpuBudget {
     /// Its identity, as `nvidia-smi -L` prints it.
+    #[serde(rename = "uuid")]
     pub gpu: String,
     /// Its number on this machine, where that is known.
     pub index: Option<u32>,
@@ -34,11 +36,13 @@ pub struct GpuBudget {
 /// A tenant's budgets after a change, or as they are.
 #[must_use]
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct BudgetReport {
     /// The tenant.
     pub tenant: String,
     /// As they were given: also of GPUs that no process of the tenant has.
     #[serde(serialize_with = "as_text")]
+    #[cfg_attr(feature = "schema", schemars(with = "Option<String>"))]
     pub budgets: Budgets,
     /// The GPUs that its processes see.
     pub gpus: Vec<GpuBudget>,
@@ -47,6 +51,9 @@ pub struct BudgetReport {
 }
 
 fn as_text<S: Serializer>(budgets: &Budgets, serializer: S) -> Result<S::Ok, S::Error> {
+    if *budgets == Budgets::default() {
+        return serializer.serialize_none();
+    }
     serializer.collect_str(budgets)
 }
 

@@ -4,6 +4,7 @@ use std::fmt;
 
 use super::report::MemberFailure;
 use super::shortage::DeviceShortage;
+use crate::code::Code;
 use crate::identity::TenantName;
 use crate::run_dir::RunDirError;
 use crate::scope::Scope;
@@ -159,8 +160,8 @@ pub enum CoordinatorError {
     /// A member did not do its part before the point of no return. Everything was undone, but for what
     /// `undo_failures` says.
     #[error(
-        "{} tenant '{tenant}' failed: {}{}{}{}",
-        gerund(*action), listed(failures), lacking(shortages), undone(*action, *runs, undo_failures),
+        "{} tenant '{tenant}' failed: {}{}{}",
+        gerund(*action), causes(failures, shortages), undone(*action, *runs, undo_failures),
         way_on(*action, tenant, failures)
     )]
     Refused {
@@ -455,9 +456,16 @@ fn listed(failures: &[MemberFailure]) -> String {
     )
 }
 
-fn lacking(shortages: &[DeviceShortage]) -> String {
-    let texts: Vec<_> = shortages.iter().map(|shortage| format!(". {shortage}")).collect();
-    texts.concat()
+/// GPUs that are too full are said once, and not for each process.
+fn causes(failures: &[MemberFailure], shortages: &[DeviceShortage]) -> String {
+    let is_short = |failure: &&MemberFailure| {
+        let kind = failure.failure.kind;
+        !shortages.is_empty() && matches!(kind, FailureKind::OutOfDeviceMemory { .. })
+    };
+    let others: Vec<_> = failures.iter().filter(|failure| !is_short(failure)).cloned().collect();
+    let others = (!others.is_empty()).then(|| listed(&others));
+    let shortages = shortages.iter().map(ToString::to_string);
+    shortages.chain(others).collect::<Vec<_>>().join("; ")
 }
 
 fn undone(action: Action, runs: bool, undo_failures: &[MemberFailure]) -> impl fmt::Display {
@@ -474,5 +482,34 @@ fn undone(action: Action, runs: bool, undo_failures: &[MemberFailure]) -> impl f
              tries that again",
             listed(undo_failures)
         )
+    }
+}
+
+impl From<&CoordinatorError> for Code {
+    fn from(error: &CoordinatorError) -> Self {
+        match error {
+            CoordinatorError::NoSuchTenant { .. } | CoordinatorError::NoProcess { .. } => {
+                Self::NoSuchTenant
+            }
+            CoordinatorError::RunDir(error) => error.into(),
+            CoordinatorError::Unreachable { .. } | CoordinatorError::NoGreeting { .. } => {
+                Self::NoAnswer
+            }
+            CoordinatorError::VersionsDiffer { .. } => Self::VersionsDiffer,
+            CoordinatorError::Faulted { .. } | CoordinatorError::Unrecovered { .. } => Self::Lost,
+            CoordinatorError::UnknownTags { .. } => Self::UnknownTag,
+            CoordinatorError::PausedAlready { .. } | CoordinatorError::NotDeep { .. } => {
+                Self::WrongState
+            }
+            CoordinatorError::Joined { .. } => Self::Joined,
+            CoordinatorError::CalledOff { .. } => Self::CalledOff,
+            CoordinatorError::FailedTogether { .. } => Self::Other,
+            CoordinatorError::Refused { failures, .. } => {
+                // Those that were told to stop, because another failed, are not why.
+                let kinds = || failures.iter().map(|failure| failure.failure.kind);
+                let why = kinds().find(|kind| *kind != FailureKind::CalledOff);
+                why.or_else(|| kinds().next()).map_or(Self::Other, Self::from)
+            }
+        }
     }
 }

@@ -16,13 +16,14 @@ use crate::wire::{Action, Failure, MemberStats, Phase, PhaseReport};
 /// A step of the coordinator's work with each member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum Step {
     /// Asking who it is.
     Hello,
     /// Asking what it holds.
     Stats,
     /// Waiting until its application asks for the action too.
-    Consent(Action),
+    Consent(#[serde(skip)] Action),
     /// Asking what a resume would need, and what is free.
     Needs,
     /// Coming to a common cut.
@@ -40,6 +41,7 @@ pub enum Step {
     /// Counting what it holds against the tenant's budgets.
     Count,
     /// One phase.
+    #[serde(untagged)]
     Phase(Phase),
 }
 
@@ -72,6 +74,7 @@ impl fmt::Display for Step {
 
 /// One process of the tenant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Who {
     /// Its process id, where the kernel or the process itself told us.
     pub pid: Option<u32>,
@@ -90,6 +93,7 @@ impl fmt::Display for Who {
 
 /// One process that did not do its part.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct MemberFailure {
     /// Which.
     pub who: Who,
@@ -212,6 +216,7 @@ impl Outcome {
 
 /// The account of one pause or resume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Report {
     /// The tenant's name.
     pub tenant: String,
@@ -229,6 +234,10 @@ pub struct Report {
     pub window_bytes: Option<u64>,
     /// Of half a swap that overlaps: each order by which memory moved, in the order of the answers.
     pub stages: Vec<StageSummary>,
+    /// Device memory that a pause gave back, on all devices.
+    pub freed_bytes: u64,
+    /// Device memory that a resume took, on all devices.
+    pub taken_bytes: u64,
     /// Bytes given back or taken, by device, in order of the devices' names.
     pub devices: Vec<DeviceTotal>,
     /// Of a pause: device memory that should have gone and has not. The notes name it.
@@ -243,6 +252,7 @@ pub struct Report {
 
 /// How the ranks of a tenant came to a common cut.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct CutSummary {
     /// From the first hold to the last report, in microseconds.
     pub wall_us: u64,
@@ -258,6 +268,7 @@ pub struct CutSummary {
 
 /// What was let in behind the shut gates of a pause, until all devices were idle.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct DrainSummary {
     /// From the gates' closing until all devices were idle, in microseconds.
     pub wall_us: u64,
@@ -269,6 +280,7 @@ pub struct DrainSummary {
 
 /// One order of a swap by which memory of one process moved.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct StageSummary {
     /// Of which phase.
     pub phase: Phase,
@@ -287,6 +299,7 @@ pub struct StageSummary {
 
 /// One phase over all members.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct PhaseSummary {
     /// Which.
     pub phase: Phase,
@@ -320,6 +333,7 @@ impl Report {
 
 /// One member in one phase.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct MemberPhase {
     /// Which.
     pub who: Who,
@@ -329,6 +343,7 @@ pub struct MemberPhase {
 
 /// What became of one device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct DeviceTotal {
     /// The machine-wide name, such as `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a`.
     pub uuid: String,
@@ -351,6 +366,8 @@ impl Report {
             phases: Vec::new(),
             window_bytes: None,
             stages: Vec::new(),
+            freed_bytes: 0,
+            taken_bytes: 0,
             devices: Vec::new(),
             stayed_bytes: 0,
             not_deep: Vec::new(),
@@ -390,6 +407,13 @@ impl Report {
                 self.notes.push(format!("{who}: {note}"));
             }
             for delta in &report.devices {
+                if moves_memory {
+                    let all = match self.action {
+                        Action::Pause => &mut self.freed_bytes,
+                        Action::Resume => &mut self.taken_bytes,
+                    };
+                    *all = all.saturating_add(delta.bytes);
+                }
                 let total = self.device(&delta.uuid);
                 if moves_memory {
                     total.bytes = total.bytes.saturating_add(delta.bytes);
@@ -417,6 +441,7 @@ impl Report {
 
 /// What all members of a tenant hold.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct TenantStats {
     /// The tenant's name.
     pub tenant: String,

@@ -12,6 +12,7 @@ use super::peers::{Answer, Everybody, Peers};
 use super::report::{MemberFailure, Step, Who};
 use super::session::{micros, millis};
 use super::{Coordinator, CoordinatorError};
+use crate::code::Code;
 use crate::identity::TenantName;
 use crate::run_dir::TenantDir;
 use crate::saving::dir::SaveDir;
@@ -94,6 +95,7 @@ pub struct SaveState {
 /// What was written.
 #[must_use]
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct SaveReport {
     /// Where to, absolute.
     pub dir: PathBuf,
@@ -367,4 +369,19 @@ fn name_of(info: &MemberInfo) -> ProcessName {
 
 fn listed(failures: &[MemberFailure]) -> String {
     failures.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+}
+
+impl From<&SaveError> for Code {
+    fn from(error: &SaveError) -> Self {
+        match error {
+            SaveError::Tenant(error) => error.into(),
+            SaveError::Dir(_) => Self::Usage,
+            SaveError::NothingSaved { .. } => Self::WrongState,
+            SaveError::NoSpace { .. } => Self::HostFull,
+            SaveError::CalledOff { .. } => Self::CalledOff,
+            SaveError::Failed { failures, .. } => {
+                failures.first().map_or(Self::Other, |failure| failure.failure.kind.into())
+            }
+        }
+    }
 }

@@ -9,6 +9,7 @@ use serde::Serialize;
 use super::{Coordinator, Holdings, Options, TenantStats};
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
+use crate::size::Size;
 use crate::wire::{DeviceDelta, MemberState};
 
 /// For the answers of other tenants' processes: they are only asked who holds what.
@@ -16,6 +17,7 @@ const HOLDER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A device that cannot hold what a tenant had there.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct DeviceShortage {
     /// The machine-wide name, such as `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a`.
     pub uuid: String,
@@ -33,6 +35,7 @@ pub struct DeviceShortage {
 
 /// A tenant that has memory on a device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Holder {
     /// Its name.
     pub tenant: String,
@@ -51,17 +54,15 @@ impl DeviceShortage {
 
 impl fmt::Display for DeviceShortage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { uuid, needed_bytes, free_bytes, .. } = self;
-        let missing_bytes = self.missing_bytes();
-        write!(
-            f,
-            "{uuid} lacks {missing_bytes} bytes ({needed_bytes} needed, {free_bytes} free; held by "
-        )?;
+        let Self { uuid, needed_bytes, free_bytes, outside_bytes, .. } = self;
+        let [free, needed, missing, outside] =
+            [*free_bytes, *needed_bytes, self.missing_bytes(), *outside_bytes].map(Size);
+        write!(f, "{uuid} has {free} free and {needed} are needed, {missing} more: ")?;
         for holder in &self.holders {
             let state = if holder.active { "active" } else { "paused" };
-            write!(f, "tenant '{}' ({state}): {}, ", holder.tenant, holder.bytes)?;
+            write!(f, "tenant '{}' holds {} ({state}), ", holder.tenant, Size(holder.bytes))?;
         }
-        write!(f, "outside Sublet: {})", self.outside_bytes)
+        write!(f, "{outside} are outside Sublet")
     }
 }
 

@@ -53,7 +53,8 @@ use vmm_pool::sync::{
 
 /// A communicator's identity, the same in all its processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct CommunicatorId(pub u128);
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct CommunicatorId(#[cfg_attr(feature = "schema", schemars(with = "String"))] pub u128);
 
 /// For people's programs, whose numbers may be shorter, as text.
 impl Serialize for CommunicatorId {
@@ -151,6 +152,7 @@ pub struct Lane {
 
 /// A rank of a communicator that lives in this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Rank {
     /// Of which communicator.
     pub communicator: CommunicatorId,

@@ -4,8 +4,12 @@ use std::io;
 use std::path::PathBuf;
 
 use super::{MEMBERS_MAX, RUN_DIR_VARIABLE, SOCKET_PATH_BYTES_MAX, holders};
+use crate::code::Code;
 use crate::identity::TenantName;
 use crate::transport::TransportError;
+
+/// A look at a directory on the way to the run directory.
+pub(super) const INSPECTION: &str = "inspection";
 
 /// What can be wrong with a run directory.
 #[derive(Debug, thiserror::Error)]
@@ -97,7 +101,7 @@ pub enum RunDirError {
     #[error("no socket for this process in the run directory")]
     Listen(#[source] TransportError),
     /// The file system refused.
-    #[error("{operation} of {} failed{}", path.display(), next_step(source))]
+    #[error("{operation} of {} failed{}", path.display(), next_step(operation, source))]
     Io {
         /// What was tried.
         operation: &'static str,
@@ -109,13 +113,32 @@ pub enum RunDirError {
     },
 }
 
-/// What helps where the file system is full.
-fn next_step(error: &io::Error) -> &'static str {
+/// What helps where the file system is full, or a directory is not there.
+fn next_step(operation: &str, error: &io::Error) -> &'static str {
     match error.raw_os_error() {
+        Some(libc::ENOENT) if operation == INSPECTION => {
+            " (create it, or set SUBLET_RUN_DIR to a directory that is there)"
+        }
         Some(libc::ENOSPC | libc::EDQUOT) => {
             " (free space there, or set SUBLET_RUN_DIR to a directory on another file system)"
         }
         _ => "",
+    }
+}
+
+impl From<&RunDirError> for Code {
+    fn from(error: &RunDirError) -> Self {
+        match error {
+            RunDirError::Locked { .. }
+            | RunDirError::LockGone { .. }
+            | RunDirError::Switching { .. } => Self::Busy,
+            RunDirError::OtherTurns { .. } => Self::VersionsDiffer,
+            RunDirError::NotOurs { .. }
+            | RunDirError::PathTooLong { .. }
+            | RunDirError::TooManyMembers { .. }
+            | RunDirError::Listen(_)
+            | RunDirError::Io { .. } => Self::RunDir,
+        }
     }
 }
 

@@ -37,6 +37,15 @@ fn the_first_of_the_three_places_that_is_given_is_used() {
 }
 
 #[test]
+fn a_parent_that_is_not_there_is_named_with_what_to_do() {
+    let base = tempfile::tempdir().unwrap();
+    let error = RunDir::open(Some(base.path().join("none/run")), None).unwrap_err().to_string();
+    let path = base.path().join("none");
+    let expected = " failed (create it, or set SUBLET_RUN_DIR to a directory that is there)";
+    assert_eq!(error, format!("inspection of {}{expected}", path.display()));
+}
+
+#[test]
 fn directories_are_created_for_us_alone() {
     let base = tempfile::tempdir().unwrap();
     let run = run_dir(&base);

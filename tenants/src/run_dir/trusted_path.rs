@@ -23,6 +23,7 @@ use nix::sys::stat::{FileStat, Mode, SFlag, fstat, mkdirat};
 use nix::sys::statfs::fstatfs;
 use nix::unistd::geteuid;
 
+use super::error::INSPECTION;
 use super::{RunDirError, io_error};
 
 /// Links followed on one path; the kernel's own limit.
@@ -95,11 +96,11 @@ fn components(path: &Path) -> VecDeque<OsString> {
 fn open(at: &impl AsFd, name: &OsStr, shown: &Path) -> Result<OwnedFd, RunDirError> {
     let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
     openat(at, name, flags, Mode::empty())
-        .map_err(|errno| io_error("inspection", shown)(errno.into()))
+        .map_err(|errno| io_error(INSPECTION, shown)(errno.into()))
 }
 
 fn status(fd: &OwnedFd, shown: &Path) -> Result<FileStat, RunDirError> {
-    fstat(fd).map_err(|errno| io_error("inspection", shown)(errno.into()))
+    fstat(fd).map_err(|errno| io_error(INSPECTION, shown)(errno.into()))
 }
 
 fn kind(status: &FileStat) -> SFlag {
@@ -185,7 +186,7 @@ fn check_own(above: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), RunDirErr
         );
     }
     let system = fstatfs(&found)
-        .map_err(|errno| io_error("inspection", path)(errno.into()))?
+        .map_err(|errno| io_error(INSPECTION, path)(errno.into()))?
         .filesystem_type();
     if let Some(system) = network_name(system.0) {
         return refuse(

@@ -18,6 +18,7 @@ pub const TENANT_MAP: &str = "tenant.json";
 
 /// `tenant.json`: which processes have written what.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct TenantMap {
     /// [`FORMAT`].
     pub format: String,
@@ -37,6 +38,7 @@ pub struct TenantMap {
 
 /// One process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct ProcessName {
     /// Its process id.
     pub pid: u32,
@@ -50,6 +52,7 @@ pub struct ProcessName {
 
 /// One process that has written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct SavedProcess {
     /// Who.
     #[serde(flatten)]
@@ -63,6 +66,7 @@ pub struct SavedProcess {
 
 /// One process that has not.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct FailedProcess {
     /// Its process id, where it is known.
     pub pid: Option<u32>,
@@ -74,6 +78,7 @@ pub struct FailedProcess {
 
 /// What one process has, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct SaveAccount {
     /// Saved contents.
     pub saved_bytes: u64,

@@ -269,6 +269,7 @@ fn cost_of(standing: &Standing, members: &[MemberStats]) -> Cost {
 
 /// One claim, for people.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Claimant {
     /// Its tenant.
     pub tenant: String,
@@ -292,6 +293,7 @@ pub struct Claimant {
 
 /// Who has a turn, who waits for one in which order, and what was decided last.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct TurnsView {
     /// Those in their turn, and then those that wait, each in the order in which they came.
     pub claims: Vec<Claimant>,
@@ -301,9 +303,10 @@ pub struct TurnsView {
 
 /// One line of the log.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct LoggedDecision {
-    /// When, in milliseconds since 1970.
-    pub unix_ms: u64,
+    /// When, in microseconds since 1970.
+    pub at_unix_us: u64,
     /// The process that decided.
     pub pid: u32,
     /// What, and why.
@@ -349,7 +352,7 @@ pub fn look(run_dir: &RunDir, count: usize) -> Result<TurnsView, RunDirError> {
         .filter_map(|line| {
             let mut words = line.splitn(3, ' ');
             Some(LoggedDecision {
-                unix_ms: words.next()?.parse().ok()?,
+                at_unix_us: words.next()?.parse::<u64>().ok()?.saturating_mul(1000),
                 pid: words.next()?.parse().ok()?,
                 text: words.next()?.to_owned(),
             })

@@ -1,5 +1,6 @@
 //! What a switch came to.
 
+use crate::code::Code;
 use crate::coordinator::{CoordinatorError, Outcome};
 use crate::error_text::chain;
 use crate::identity::TenantName;
@@ -136,6 +137,21 @@ impl SwitchError {
             Self::NotUndone { .. } => false,
             Self::RunDir(_) | Self::Never { .. } | Self::Busy { .. } | Self::CalledOff { .. } => {
                 true
+            }
+        }
+    }
+}
+
+impl From<&SwitchError> for Code {
+    fn from(error: &SwitchError) -> Self {
+        match error {
+            SwitchError::Tenant(error) => error.into(),
+            SwitchError::RunDir(error) => error.into(),
+            SwitchError::Never { .. } => Self::GpuFull,
+            SwitchError::Busy { .. } => Self::Busy,
+            SwitchError::CalledOff { .. } => Self::CalledOff,
+            SwitchError::Undone { source, .. } | SwitchError::NotUndone { source, .. } => {
+                (&**source).into()
             }
         }
     }

@@ -19,6 +19,7 @@ pub const TURNS_AUTO: &str = "auto";
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
 #[serde(rename_all = "lowercase")]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum Class {
     /// Runs in the gaps that others leave.
     Background,
@@ -66,6 +67,7 @@ impl FromStr for Class {
 
 /// How many quanta a fair tenant has at a time: 1 to 100.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Weight(NonZeroU32);
 
 /// What is no weight.

@@ -48,7 +48,7 @@ impl Said {
 
     pub(crate) fn own_bytes(&self, stats: usize) -> u64 {
         let devices = self.json[stats]["pool"]["devices"].as_array().expect("devices");
-        let classes = devices.iter().flat_map(|device| device["classes"].as_array().expect("list"));
+        let classes = devices.iter().flat_map(|device| device["memory"].as_array().expect("list"));
         classes.map(|class| class["own_bytes"].as_u64().expect("bytes")).sum()
     }
 }

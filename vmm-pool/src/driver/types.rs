@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 /// A GPU, by the ordinal that this process knows it by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct DeviceOrdinal(pub i32);
 
 impl fmt::Display for DeviceOrdinal {

@@ -51,6 +51,7 @@ pub struct HostBudget(pub Option<u64>);
 
 /// How contents get to the host in a pause that keeps [`Copies::All`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Copying {
     /// What is copied to host memory, in bytes: neither what is zero nor what is there unchanged.
     pub to_memory_bytes: u64,

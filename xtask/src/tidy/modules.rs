@@ -30,9 +30,9 @@ const ORDERS: [Order; 3] = [
     },
     Order {
         folder: "tenants/src",
-        modules: "lib error_text descriptors size time identity family turns cut stepping region references \
+        modules: "lib error_text code descriptors size time identity family turns cut stepping region references \
             host_memory numa budget scope phase state saving wire transport run_dir ticket member \
-            coordinator requests settings switching code",
+            coordinator requests settings switching",
     },
     Order {
         folder: "ffi/src",

@@ -11,6 +11,7 @@ use crate::outsiders::{self, Occupant};
 
 /// A GPU that is too full, and the processes with the most memory on it.
 #[derive(Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 struct Shortage<'a> {
     #[serde(flatten)]
     device: &'a DeviceShortage,
@@ -25,9 +26,15 @@ impl<'a> Shortage<'a> {
 
 /// The report of one tenant for programs.
 #[derive(Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema), schemars(rename = "Half"))]
 pub(crate) struct Document<'a> {
     tenant: &'a str,
     outcome: &'static str,
+    /// Device memory that a pause gave back.
+    freed_bytes: u64,
+    /// Device memory that a resume took.
+    taken_bytes: u64,
+    wall_us: Option<u64>,
     report: Option<&'a Report>,
     /// Who was paused to make room, by a resume that queued, and why, one line each.
     paused: Vec<&'a str>,
@@ -46,10 +53,40 @@ pub(crate) struct Document<'a> {
     unchanged: bool,
 }
 
-/// The report of a swap for programs: the tenant that was paused, then the one that was resumed, or the one that ended it.
+/// Several tenants, one after the other.
 #[derive(Serialize)]
-pub(super) struct Halves<'a> {
-    pub(super) halves: Vec<Document<'a>>,
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub(crate) struct Changes<'a> {
+    pub(super) changes: Vec<Document<'a>>,
+}
+
+/// The report of a swap for programs.
+#[derive(Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub(crate) struct SwapDocument<'a> {
+    outcome: &'static str,
+    /// Of both halves together.
+    wall_us: Option<u64>,
+    /// The tenant that was to leave; none where it was not asked.
+    paused: Option<Document<'a>>,
+    /// The tenant that was to come; none where it was not asked.
+    resumed: Option<Document<'a>>,
+    error: Option<String>,
+    code: Option<Code>,
+}
+
+impl<'a> SwapDocument<'a> {
+    /// Of the halves that were tried. What did not come is why a swap failed, or else what did not leave.
+    pub(super) fn new(
+        paused: Option<Document<'a>>,
+        resumed: Option<Document<'a>>,
+        wall_us: Option<u64>,
+    ) -> Self {
+        let failed = || [&resumed, &paused].into_iter().flatten().find(|half| half.error.is_some());
+        let (error, code) = failed().map_or((None, None), |half| (half.error.clone(), half.code));
+        let outcome = if error.is_some() { "failed" } else { "completed" };
+        Self { outcome, wall_us, paused, resumed, error, code }
+    }
 }
 
 impl<'a> Document<'a> {
@@ -60,6 +97,9 @@ impl<'a> Document<'a> {
         let mut document = Self {
             tenant: tenant.as_str(),
             outcome: "completed",
+            freed_bytes: 0,
+            taken_bytes: 0,
+            wall_us: None,
             report: None,
             paused: Vec::new(),
             reasons: &[],
@@ -75,7 +115,7 @@ impl<'a> Document<'a> {
         };
         match result {
             Ok(Outcome::Completed(report)) => {
-                document.report = Some(report);
+                document.tell(report);
                 document.unchanged = false;
             }
             Ok(Outcome::AlreadyPaused { .. }) => document.outcome = "already_paused",
@@ -94,6 +134,13 @@ impl<'a> Document<'a> {
         document
     }
 
+    fn tell(&mut self, report: &'a Report) {
+        self.freed_bytes = report.freed_bytes;
+        self.taken_bytes = report.taken_bytes;
+        self.wall_us = Some(report.wall_us);
+        self.report = Some(report);
+    }
+
     /// Of a resume that queued.
     pub(super) fn queued(
         tenant: &'a TenantName,
@@ -109,10 +156,13 @@ impl<'a> Document<'a> {
             Ok(Switched { victims, reasons, changes, unrecorded, .. }) => {
                 document.outcome = "completed";
                 document.unrecorded = unrecorded.as_deref();
-                document.report = changes.iter().rev().find_map(|(_, outcome)| match outcome {
+                let report = changes.iter().rev().find_map(|(_, outcome)| match outcome {
                     Outcome::Completed(report) => Some(&**report),
                     Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => None,
                 });
+                if let Some(report) = report {
+                    document.tell(report);
+                }
                 document.paused = victims.iter().map(TenantName::as_str).collect();
                 document.reasons = reasons;
                 document.unchanged = false;

@@ -7,7 +7,7 @@ use vmm_pool::driver::{
 use vmm_pool::support::VERSION_MIN;
 
 use super::Check;
-use crate::gpus::Gpus;
+use crate::gpus::{Gpu, Gpus};
 
 pub(super) fn checks() -> Vec<Check> {
     match CudaDriver::load() {
@@ -61,7 +61,7 @@ fn device_checks<D: Driver>(driver: &D, device: DeviceOrdinal, gpus: &Gpus) -> V
     };
     let subject = device.to_string();
     let name = match driver.device_uuid(device) {
-        Ok(uuid) => Check::ok(&subject, format!("is {}", gpus.find(&uuid.to_string()).in_words())),
+        Ok(uuid) => Check::ok(&subject, format!("is {}", named(&gpus.find(&uuid.to_string())))),
         Err(error) => Check::warn(&subject, error.to_string(), "look at `nvidia-smi`"),
     };
     let mut checks = vec![
@@ -93,6 +93,12 @@ fn device_checks<D: Driver>(driver: &D, device: DeviceOrdinal, gpus: &Gpus) -> V
         checks.push(Check::ok(&subject, finding));
     }
     checks
+}
+
+/// With all that is known of it: here people learn which GPU has which name.
+fn named(gpu: &Gpu) -> String {
+    let parts = [Some(gpu.in_words()), gpu.name.clone(), Some(gpu.uuid.clone())];
+    parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
 fn needed(subject: &str, what: &str, has: Result<bool, String>) -> Check {

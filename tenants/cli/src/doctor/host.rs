@@ -49,8 +49,8 @@ fn run_dir(environment: &Environment) -> Check {
     let dir = match &opened {
         Ok(dir) => dir,
         Err(error) => {
-            let next_step = format!("or set {RUN_DIR_VARIABLE} to a directory of yours");
-            return Check::fail(subject, chain(error), next_step);
+            // The message says what to do.
+            return Check { next_step: None, ..Check::fail(subject, chain(error), "") };
         }
     };
     let path = dir.path();

@@ -8,13 +8,16 @@ use std::process::ExitCode;
 
 use serde::Serialize;
 
+use crate::args::ShowArgs;
 use crate::environment::Environment;
 use crate::failure::{EXIT_UNCHANGED, Failure};
 use crate::output::{self, Output};
+use crate::units;
 
 /// How much a finding matters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 enum Level {
     Ok,
     /// Works, but not as well as it could, or not for everything.
@@ -25,6 +28,7 @@ enum Level {
 
 /// One finding.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 struct Check {
     level: Level,
     subject: String,
@@ -36,7 +40,10 @@ struct Check {
 
 /// All findings, for programs.
 #[derive(Serialize)]
-struct Findings<'a> {
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub(crate) struct Findings<'a> {
+    /// Can this machine run Sublet?
+    able: bool,
     checks: &'a [Check],
 }
 
@@ -63,24 +70,25 @@ impl Check {
 }
 
 pub(crate) fn doctor(
-    json: bool,
+    how: ShowArgs,
     environment: &Environment,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     let mut checks = gpu::checks();
     checks.extend(sharing::checks(environment));
     checks.extend(host::checks(environment));
-    if json {
-        output.json(&Findings { checks: &checks })?;
+    let able = checks.iter().all(|check| check.level != Level::Fail);
+    if how.json {
+        output.json(&Findings { able, checks: &checks })?;
     } else {
-        render(&checks, output);
+        render(&checks, how.verbose, output);
     }
-    let failed = checks.iter().any(|check| check.level == Level::Fail);
-    Ok(if failed { ExitCode::from(EXIT_UNCHANGED) } else { ExitCode::SUCCESS })
+    Ok(if able { ExitCode::SUCCESS } else { ExitCode::from(EXIT_UNCHANGED) })
 }
 
-fn render(checks: &[Check], output: &mut Output) {
-    let rows = checks.iter().map(|check| {
+/// What is in the way, or all findings; and what that amounts to.
+fn render(checks: &[Check], all: bool, output: &mut Output) {
+    let rows = checks.iter().filter(|check| all || check.level != Level::Ok).map(|check| {
         let level = match check.level {
             Level::Ok => "ok",
             Level::Warn => "warn",
@@ -92,7 +100,28 @@ fn render(checks: &[Check], output: &mut Output) {
         };
         [level.to_owned(), check.subject.clone(), text]
     });
-    output.table(&output::table_without_header(rows));
+    // Not cut at the end of a terminal: what to do stands last.
+    output.lines(output::table_without_header(rows).lines().map(|line| line.trim_end().to_owned()));
+    let count = |level| checks.iter().filter(|check| check.level == level).count();
+    let details = if all { "" } else { "; sublet doctor -v lists all checks" };
+    let rest = format!(
+        "{} ok, {}{details}",
+        units::counted(count(Level::Ok), "check is", "checks are"),
+        units::counted(count(Level::Warn), "warning", "warnings"),
+    );
+    let failed: Vec<_> = checks.iter().filter(|check| check.level == Level::Fail).collect();
+    output.line(match failed.as_slice() {
+        [] => format!("this machine is able: {rest}"),
+        [one] => format!("not able: {}: {}; {rest}", one.subject, one.finding),
+        [first, more @ ..] => {
+            format!(
+                "not able: {}: {}, and {} more; {rest}",
+                first.subject,
+                first.finding,
+                more.len()
+            )
+        }
+    });
 }
 
 #[cfg(test)]
@@ -100,12 +129,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn findings_are_one_line_each_with_the_next_step_last() {
-        let mut output = Output::new();
+    fn findings_are_one_line_each_with_the_next_step_last_and_a_verdict_ends_them() {
+        let said = |checks: &[Check], all| {
+            let mut output = Output::default();
+            render(checks, all, &mut output);
+            output.into_lines()
+        };
         let checks =
             [Check::ok("driver", "CUDA 13.0"), Check::fail("library", "not found", "build it")];
-        render(&checks, &mut output);
-        let lines: Vec<_> = output.text().lines().collect();
-        assert_eq!(lines, ["ok    driver   CUDA 13.0", "FAIL  library  not found: build it"]);
+        let rest = "1 check is ok, 0 warnings";
+        let verdict = format!("not able: library: not found; {rest}");
+        let fail = "FAIL  library  not found: build it";
+        assert_eq!(said(&checks, true), ["ok    driver   CUDA 13.0", fail, &verdict]);
+        let short = format!("{verdict}; sublet doctor -v lists all checks");
+        assert_eq!(said(&checks, false), [fail, &short]);
+        let fine = format!("this machine is able: {rest}; sublet doctor -v lists all checks");
+        assert_eq!(said(&checks[..1], false), [fine]);
     }
 }

@@ -89,10 +89,19 @@ impl Figures {
             );
         }
         let view = View::gather_with(&self.run_dir, None, gpus)?;
-        let mut text = String::new();
-        encode(&mut text, &registry(&view)).map_err(|error| Failure::of(&error, EXIT_UNCHANGED))?;
-        Ok(text)
+        text_of(&view)
     }
+}
+
+/// Samples of a family in the order of their labels, so that two scrapes differ only where figures do.
+fn text_of(view: &View) -> Result<String, Failure> {
+    let mut text = String::new();
+    encode(&mut text, &registry(view)).map_err(|error| Failure::of(&error, EXIT_UNCHANGED))?;
+    let mut lines: Vec<_> = text.lines().collect();
+    for family in lines.split_mut(|line| line.starts_with('#')) {
+        family.sort_unstable();
+    }
+    Ok(lines.join("\n") + "\n")
 }
 
 type Labels = Vec<(&'static str, String)>;
@@ -277,7 +286,7 @@ fn switches(view: &View, registry: &mut Registry) {
                 let labels = vec![
                     ("tenant", stats.tenant.clone()),
                     ("change", change.to_owned()),
-                    ("phase", phase.label().to_owned()),
+                    ("phase", phase.label().replace(' ', "_")),
                 ];
                 let longest = slowest.entry(labels).or_default();
                 *longest = report.elapsed_us.max(*longest);
@@ -311,8 +320,7 @@ mod tests {
     use crate::view::tests::{busy, empty};
 
     fn lines(view: &View) -> Vec<String> {
-        let mut text = String::new();
-        encode(&mut text, &registry(view)).unwrap();
+        let text = text_of(view).unwrap();
         assert!(text.ends_with("# EOF\n"));
         text.lines().map(str::to_owned).collect()
     }
@@ -342,6 +350,18 @@ mod tests {
         ] {
             assert!(lines.contains(&wanted), "no {wanted} in {lines:#?}");
         }
+    }
+
+    #[test]
+    fn samples_are_in_the_same_order_each_time_and_their_names_have_no_blanks() {
+        let all = lines(&busy());
+        for _ in 0..8 {
+            assert_eq!(lines(&busy()), all);
+        }
+        let phases = all.iter().filter_map(|line| line.split_once("phase=\"")?.1.split('"').next());
+        let phases: Vec<_> = phases.collect();
+        assert!(phases.contains(&"restore_contents"), "{phases:?}");
+        assert!(phases.iter().all(|phase| !phase.contains(' ')), "{phases:?}");
     }
 
     /// Parsers of the older text format know no other types.

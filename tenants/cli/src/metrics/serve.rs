@@ -11,7 +11,7 @@
 
 use std::convert::Infallible;
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{SocketAddr, TcpListener, ToSocketAddrs as _};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
@@ -214,8 +214,9 @@ fn kind_for(request: &Request<Incoming>) -> &'static str {
 /// An address to listen on; a port alone is on this machine.
 pub(crate) fn address(text: &str) -> Result<SocketAddr, String> {
     let on_this_machine = text.parse::<u16>().map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
-    on_this_machine.ok().or_else(|| text.parse().ok()).ok_or_else(|| {
-        format!("'{text}' is no address: say for example 127.0.0.1:9400, [::1]:9400, or a port on this machine such as 9400")
+    let by_name = || text.to_socket_addrs().ok()?.next();
+    on_this_machine.ok().or_else(|| text.parse().ok()).or_else(by_name).ok_or_else(|| {
+        format!("'{text}' is no address: say for example 127.0.0.1:9400, localhost:9400, [::1]:9400, or a port on this machine such as 9400")
     })
 }
 
@@ -331,6 +332,7 @@ mod tests {
     #[test]
     fn addresses_are_read_and_anything_else_is_named() {
         assert_eq!(address("9400"), address(ADDRESS));
+        assert!(address("localhost:9400").is_ok_and(|found| found.ip().is_loopback()));
         assert!(address("[::1]:9400").is_ok_and(|found| found.ip().is_loopback()));
         for text in ["", "localhost", "127.0.0.1", "1.2.3.4:99999", "99999", ":9400"] {
             assert!(address(text).unwrap_err().contains("is no address"), "{text}");

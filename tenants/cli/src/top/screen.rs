@@ -29,7 +29,7 @@ const HELP: [&str; 13] = [
     "?              this help, and away with it",
     "",
     "ON GPU    own memory that is on the GPU",
-    "AWAY      own memory that a pause has given up",
+    "OFF GPU   own memory that a pause has given up",
     "NCCL      of ON GPU, what NCCL has of its own",
     "IMPORTED  memory of other processes, which count it as their own",
     "HOST      host memory and disk that hold saved contents",
@@ -192,7 +192,7 @@ impl Screen {
     }
 
     fn draw_gpus(frame: &mut Frame<'_>, area: Rect, rows: Vec<[String; 5]>) {
-        let header = ["GPU", "NAME", "TENANTS'", "IN USE", "OF"];
+        let header = ["GPU", "NAME", "SUBLET", "IN USE", "TOTAL"];
         let widths = [
             Constraint::Length(12),
             Constraint::Min(20),
@@ -211,7 +211,7 @@ impl Screen {
             return;
         }
         let header =
-            ["TENANT", "STATE", "ON GPU", "AWAY", "NCCL", "IMPORTED", "HOST", "PAUSE", "RESUME"];
+            ["TENANT", "STATE", "ON GPU", "OFF GPU", "NCCL", "IMPORTED", "HOST", "PAUSE", "RESUME"];
         let widths = [
             Constraint::Min(8),
             Constraint::Length(11),

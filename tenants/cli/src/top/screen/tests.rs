@@ -7,10 +7,10 @@ use crate::view::tests::{busy, empty};
 
 const ABOVE: &str = "\
 sublet top: 2 tenants, 3 processes
-GPU          NAME                                 TENANTS'     IN USE         OF
+GPU          NAME                                   SUBLET     IN USE      TOTAL
 3            NVIDIA H200                          16.5 GiB     20 GiB    140 GiB
 
-TENANT  STATE         ON GPU     AWAY     NCCL IMPORTED     HOST   PAUSE  RESUME
+TENANT  STATE         ON GPU  OFF GPU     NCCL IMPORTED     HOST   PAUSE  RESUME
 infer   paused             -    8 GiB        -        -        -  300 ms  400 ms
 train   offloading  16.5 GiB        -  512 MiB   64 MiB    3 GiB       -       -
 

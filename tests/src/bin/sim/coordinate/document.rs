@@ -4,7 +4,7 @@ use std::process::Output;
 
 use serde::Deserialize;
 use sublet_tests::{Outcome, Trouble};
-use tenants::wire::FailureKind;
+use tenants::code::Code;
 
 use super::{Refusal, Verdict};
 
@@ -41,7 +41,7 @@ struct MemberFailure {
 
 #[derive(Debug, Deserialize)]
 struct Failure {
-    kind: FailureKind,
+    code: Code,
 }
 
 #[derive(Debug, Deserialize)]
@@ -53,7 +53,7 @@ struct Shortage {
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 enum Document {
-    Swap { halves: Vec<Change> },
+    Swap { paused: Option<Change>, resumed: Option<Change> },
     Change(Change),
 }
 
@@ -77,7 +77,7 @@ impl Change {
             text: self.error.unwrap_or_default(),
             left_unchanged: self.unchanged,
             both_are_paused,
-            kinds: self.failures.iter().map(|failed| failed.failure.kind).collect(),
+            codes: self.failures.iter().map(|failed| failed.failure.code).collect(),
             missing_device_bytes: self.missing_device_bytes,
             shortages: shortages
                 .map(|shortage| shortage.needed_bytes.saturating_sub(shortage.free_bytes))
@@ -96,7 +96,9 @@ pub(super) fn read(output: &Output) -> Outcome<Verdict> {
     let document: Document = serde_json::from_slice(&output.stdout)
         .map_err(|error| Trouble::new(format!("not a document: {error}; {}", said())))?;
     let (mut halves, is_swap) = match document {
-        Document::Swap { halves } => (halves, true),
+        Document::Swap { paused, resumed } => {
+            (paused.into_iter().chain(resumed).collect::<Vec<_>>(), true)
+        }
         Document::Change(change) => (vec![change], false),
     };
     let losses: usize = halves.iter().map(Change::losses).sum();

@@ -1,8 +1,8 @@
 //! Why a command was refused, as data: nothing of it is read out of a message.
 
+use tenants::code::Code;
 use tenants::coordinator::{CoordinatorError, DeviceShortage, SwapError};
 use tenants::identity::TenantNameError;
-use tenants::wire::FailureKind;
 
 /// Why a command did not succeed.
 #[derive(Clone, Debug, Default)]
@@ -14,7 +14,7 @@ pub(crate) struct Refusal {
     /// Of a swap: is the first tenant paused all the same, with the second?
     pub(crate) both_are_paused: bool,
     /// What processes did not do their part for. None where it was refused before any was asked.
-    pub(crate) kinds: Vec<FailureKind>,
+    pub(crate) codes: Vec<Code>,
     /// Device memory that must become free, in bytes, where that is what is missing.
     pub(crate) missing_device_bytes: Option<u64>,
     /// By device that is too full, what is missing there in bytes.
@@ -28,7 +28,7 @@ impl Refusal {
             text: error.to_string(),
             left_unchanged: error.left_unchanged(),
             both_are_paused: false,
-            kinds: error.failures().iter().map(|failure| failure.failure.kind).collect(),
+            codes: error.failures().iter().map(|failure| failure.failure.kind.into()).collect(),
             missing_device_bytes: error.missing_device_bytes(),
             shortages: shortages.map(DeviceShortage::missing_bytes).collect(),
         }
@@ -57,16 +57,16 @@ impl Refusal {
 
     /// Is it for want of host memory, or of room on the disk?
     pub(crate) fn is_short_of_host(&self) -> bool {
-        self.kinds.contains(&FailureKind::OutOfHostMemory)
+        self.codes.contains(&Code::HostFull)
     }
 
     /// Is it for imports whose owner has died?
     pub(crate) fn is_for_lost_imports(&self) -> bool {
-        self.kinds.contains(&FailureKind::PeerGone)
+        self.codes.contains(&Code::NoAnswer)
     }
 
     /// Was it refused before any process was asked to do something, as where nobody has memory of a tag?
     pub(crate) fn is_before_all(&self) -> bool {
-        self.left_unchanged && self.kinds.is_empty() && self.missing_device_bytes.is_none()
+        self.left_unchanged && self.codes.is_empty() && self.missing_device_bytes.is_none()
     }
 }

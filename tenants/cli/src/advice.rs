@@ -1,0 +1,151 @@
+//! What to type next, by the code of a failure. `docs/errors.md` has the same for each code.
+
+use std::env;
+
+use tenants::code::Code;
+
+/// The command line as it was typed, from the command's own name on.
+pub(crate) fn typed() -> Vec<String> {
+    let words = env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned());
+    std::iter::once("sublet".to_owned()).chain(words).collect()
+}
+
+/// A command that helps with `code`, for whoever has typed `words`. None where only the message can help.
+pub(crate) fn next(code: Code, words: &[String]) -> Option<String> {
+    let verb = words.get(1).map_or("", String::as_str);
+    let name = words.get(2).filter(|word| !word.starts_with('-'));
+    let tenant = name.map_or("TENANT", String::as_str);
+    let has = |option: &str| words.iter().any(|word| word.starts_with(option));
+    Some(match code {
+        Code::Usage => format!("sublet {verb} --help"),
+        Code::NoSuchTenant
+        | Code::CalledOff
+        | Code::NoAnswer
+        | Code::NoConsent
+        | Code::WrongState => "sublet ps".to_owned(),
+        Code::UnknownTag | Code::Shared => "sublet ps -v".to_owned(),
+        Code::Busy => "sublet turns".to_owned(),
+        Code::GpuFull if has("--wait") || verb == "switch" => "sublet ps".to_owned(),
+        Code::GpuFull if verb == "swap" || has("--tag") || has("--library") => {
+            format!("{} --wait", words.join(" "))
+        }
+        Code::GpuFull => format!("sublet switch {tenant}"),
+        Code::InCapture | Code::NotInTime => format!("sublet pause {tenant} --timeout 2m"),
+        Code::Joined => format!("sublet pause {tenant}"),
+        Code::VersionsDiffer => format!("sublet stats {tenant}"),
+        Code::Lost => format!("sublet save {tenant} DIR"),
+        Code::HostFull | Code::Driver | Code::RunDir => "sublet doctor".to_owned(),
+        Code::Other => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::{Path, PathBuf};
+
+    use clap::Parser as _;
+    use clap::error::ErrorKind;
+
+    use super::*;
+    use crate::args::{Cli, plain};
+
+    fn words(line: &str) -> Vec<String> {
+        line.split_whitespace().map(str::to_owned).collect()
+    }
+
+    /// It is one, or begins one.
+    fn is_command(line: &str) -> bool {
+        let words = plain(words(line).into_iter().map(Into::into));
+        let is_begun = |error: clap::Error| {
+            error.exit_code() == 0 || error.kind() == ErrorKind::MissingRequiredArgument
+        };
+        Cli::try_parse_from(words).map_or_else(is_begun, |_| true)
+    }
+
+    fn root() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+    }
+
+    #[test]
+    fn every_code_has_its_place_in_the_docs_with_the_command_that_is_told() {
+        let page = fs::read_to_string(root().join("docs/errors.md")).unwrap();
+        let (_, part) = page.split_once("\n## By code\n").unwrap();
+        let part = part.split_once("\n## ").unwrap().0;
+        let headings: Vec<_> = part.lines().filter_map(|line| line.strip_prefix("### ")).collect();
+        assert_eq!(headings, Code::ALL.map(Code::word));
+        for code in Code::ALL {
+            let typed = words("sublet resume TENANT");
+            let told = next(code, &typed).unwrap_or_else(|| "sublet doctor".to_owned());
+            let told = if code == Code::Usage { "sublet --help".to_owned() } else { told };
+            let text = part.split("### ").find(|text| text.starts_with(&format!("{code}\n")));
+            assert!(text.unwrap().contains(&format!("`{told}`")), "{code}: no {told}");
+            assert_eq!(serde_json::to_value(code).unwrap(), code.word());
+        }
+    }
+
+    #[test]
+    fn commands_that_are_told_next_can_be_typed() {
+        for line in [
+            "sublet resume train --tag kv",
+            "sublet swap a b --timeout 1s",
+            "sublet switch a --wait",
+            "sublet pause a",
+        ] {
+            for code in Code::ALL {
+                if let Some(next) = next(code, &words(line)) {
+                    assert!(is_command(&next), "{line}: {code}: {next}");
+                }
+            }
+        }
+        let after = |line: &str| next(Code::GpuFull, &words(line)).unwrap();
+        assert_eq!(after("sublet resume train"), "sublet switch train");
+        assert_eq!(after("sublet resume train --wait=5s"), "sublet ps");
+        assert_eq!(after("sublet swap a b"), "sublet swap a b --wait");
+        assert_eq!(after("sublet resume --timeout 2s a"), "sublet switch TENANT");
+    }
+
+    /// Commands between backticks in what our own code says, each with its file. What is filled in is `x`.
+    fn said(dir: &Path, found: &mut Vec<(String, String)>) {
+        for entry in fs::read_dir(dir).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                said(&path, found);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                let text = fs::read_to_string(&path).unwrap();
+                let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+                let code = code.collect::<Vec<_>>().join("\n").replace("\\\n", "");
+                let code = code.split("#[cfg(test)]").next().unwrap_or_default();
+                let spans = code.split('`').skip(1).step_by(2);
+                let ours = spans.filter(|span| span.starts_with("sublet ") && span.len() < 200);
+                let file = path.display().to_string();
+                found.extend(ours.map(|span| (file.clone(), span.to_owned())));
+            }
+        }
+    }
+
+    #[test]
+    fn commands_in_messages_can_be_typed() {
+        let mut found = Vec::new();
+        for dir in ["tenants/src", "tenants/cli/src", "ffi/src", "adapters"] {
+            said(&root().join(dir), &mut found);
+        }
+        assert!(found.len() > 20, "{}", found.len());
+        for (file, line) in found {
+            let mut filled = String::new();
+            let mut depth = 0;
+            for character in line.replace("{budgets}", "1GiB").chars() {
+                match character {
+                    '{' => depth += 1,
+                    '}' => {
+                        depth -= 1;
+                        filled.push('x');
+                    }
+                    _ if depth == 0 => filled.push(character),
+                    _ => {}
+                }
+            }
+            assert!(is_command(&filled), "{file}: `{line}`");
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! What people should know of tenants and their processes, below the table.
+
+use tenants::coordinator::TenantStats;
+use tenants::wire::{HostProgress, HostStage, Lent, MemberInfo, MemberState};
+use vmm_pool::PoolReport;
+
+use crate::view::View;
+use crate::{budget, units};
+
+/// What a tenant holds of its budgets, what its processes wait for, and who did not answer.
+pub(super) fn tenant_remarks(tenant: &TenantStats) -> Vec<String> {
+    let mut remarks: Vec<_> = budget::remarks(tenant).collect();
+    remarks.extend(nccl_remark(tenant));
+    let failures = tenant.failures.iter();
+    remarks.extend(failures.map(|failure| format!("{}: no answer from {failure}", tenant.tenant)));
+    remarks
+}
+
+/// What stays on a GPU and why, and what members say. `by_gpu`: what stays is said for each GPU.
+pub(super) fn remarks_of_members(
+    view: &View,
+    tenant: &TenantStats,
+    by_gpu: bool,
+) -> Vec<(u32, String)> {
+    let mut remarks = Vec::new();
+    for member in &tenant.members {
+        let mut say = |text: String| remarks.push((member.member.pid, text));
+        for device in &member.pool.devices {
+            let place = view.gpu_label(&device.uuid);
+            for pinned in &device.pinned {
+                let stays = format!(
+                    "{} in {} stay during a pause: {}",
+                    units::bytes(pinned.bytes),
+                    units::counted(
+                        pinned.count.try_into().unwrap_or(usize::MAX),
+                        "allocation",
+                        "allocations"
+                    ),
+                    pinned.reason
+                );
+                say(if by_gpu { format!("GPU {place}: {stays}") } else { stays });
+            }
+        }
+        member.lent.iter().map(lent_remark).for_each(&mut say);
+        deep_remark(&member.member, &tenant.tenant).into_iter().for_each(&mut say);
+        stayed_remark(&member.member).into_iter().for_each(&mut say);
+        host_remark(&member.host).into_iter().for_each(&mut say);
+        spilled_remark(&member.pool).into_iter().for_each(&mut say);
+        member.notes.iter().cloned().for_each(&mut say);
+    }
+    remarks
+}
+
+/// NCCL is paused by itself: what may look like a job that hangs.
+fn nccl_remark(tenant: &TenantStats) -> Option<String> {
+    let waiting = tenant.members.iter().filter(|member| member.member.nccl_waits).count();
+    let (name, all) = (&tenant.tenant, tenant.members.len());
+    (waiting > 0).then(|| {
+        format!(
+            "{name}: calls into NCCL wait in {waiting} of {all} processes until: sublet resume {name} --library nccl"
+        )
+    })
+}
+
+/// Memory that another tenant has open: a pause waits for it.
+fn lent_remark(lent: &Lent) -> String {
+    let pid = lent.pid.map_or_else(|| "?".to_owned(), |pid| pid.to_string());
+    format!(
+        "{} in {} allocations are open in process {pid} of tenant {}: a pause waits until they are closed",
+        units::bytes(lent.bytes),
+        lent.handles + lent.tickets,
+        lent.tenant
+    )
+}
+
+/// Its contexts are away too.
+fn deep_remark(member: &MemberInfo, tenant: &str) -> Option<String> {
+    (member.state == MemberState::Deep).then(|| {
+        format!("deep pause: nothing of it is on a GPU, its contexts neither; `sublet resume {tenant}` brings it back")
+    })
+}
+
+/// Memory that a pause has left behind.
+fn stayed_remark(member: &MemberInfo) -> Option<String> {
+    (member.stayed_bytes > 0).then(|| {
+        format!(
+            "{} of device memory should have gone with the pause and have not: a resume and another pause try again",
+            units::bytes(member.stayed_bytes)
+        )
+    })
+}
+
+/// Host memory that comes in ahead of a pause, or did not.
+fn host_remark(host: &HostProgress) -> Option<String> {
+    let (held, wanted) = (units::bytes(host.held_bytes), units::bytes(host.wanted_bytes));
+    match &host.stage {
+        HostStage::Rests if host.brought_in_bytes == 0 => None,
+        HostStage::Rests => Some(format!("{held} of {wanted} of host memory is ready for a pause")),
+        HostStage::Grows => Some(format!(
+            "{held} of {wanted} of host memory is ready for a pause, and more comes in"
+        )),
+        HostStage::Waits => Some(format!(
+            "{held} of {wanted} of host memory is ready for a pause; the rest waits for the one under way"
+        )),
+        HostStage::Stopped(failure) => Some(format!(
+            "{held} of {wanted} of host memory is ready for a pause, and no more comes in: {failure}"
+        )),
+    }
+}
+
+/// Saved contents that have made room for another tenant's.
+fn spilled_remark(pool: &PoolReport) -> Option<String> {
+    (pool.spilled_bytes > 0).then(|| {
+        format!(
+            "{} of saved contents are in a file, to make room in host memory: a resume reads them from there",
+            units::bytes(pool.spilled_bytes)
+        )
+    })
+}
