@@ -5,6 +5,7 @@
 //! are bounded by the frame's length limit.
 
 mod ask;
+mod times;
 
 use serde::{Deserialize, Serialize, Serializer};
 use vmm_pool::driver::DeviceOrdinal;
@@ -16,6 +17,7 @@ pub use ask::{
     Ask, AskLent, AwaitConsent, Borrower, Count, FetchFds, GiveUp, Hello, Hold, HostStep, LookIdle,
     Needs, SaveStep, SentFds, SpillStep, Stats, StepOn, TakePhase, Withdraw,
 };
+pub use times::PauseTimes;
 
 use crate::code::Code;
 use crate::cut::{CutReport, Rank};
@@ -27,7 +29,7 @@ use crate::stepping::Activity;
 use crate::turns::{Class, Weight};
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 25;
+pub const PROTOCOL_VERSION: u16 = 26;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -447,6 +449,8 @@ pub struct MemberStats {
     pub last_pause: Vec<(Phase, PhaseReport)>,
     /// Phases of the last resume, in order.
     pub last_resume: Vec<(Phase, PhaseReport)>,
+    /// How long its pauses took, all phases of each together.
+    pub pause_times: PauseTimes,
     /// Host memory for the next pause.
     pub host: HostProgress,
     /// For how long it has done nothing.

@@ -28,9 +28,9 @@ use tenants::turns::{Class, Weight};
 use tenants::wire::{
     Action, AskLent, Asked, AwaitConsent, Borrower, DeviceDelta, Failure, FailureKind, FetchFds,
     FetchPurpose, GiveUp, Hold, HostProgress, HostStage, HostStep, Idleness, Lending, Lent,
-    LookIdle, MemberInfo, MemberState, MemberStats, Needed, Needs, Order, Phase, PhaseReport,
-    Reply, Request, RoundEnd, SaveProgress, SaveStage, SaveStep, SpillProgress, SpillStep,
-    StageLeft, StageReport, StepOn, TagBytes, TakePhase, Told, Wanted, Window, Withdraw,
+    LookIdle, MemberInfo, MemberState, MemberStats, Needed, Needs, Order, PauseTimes, Phase,
+    PhaseReport, Reply, Request, RoundEnd, SaveProgress, SaveStage, SaveStep, SpillProgress,
+    SpillStep, StageLeft, StageReport, StepOn, TagBytes, TakePhase, Told, Wanted, Window, Withdraw,
 };
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{AllocationId, Copying, Held, KeptBytes, Part, PoolReport, SlabTotals, StayReason};
@@ -314,6 +314,7 @@ fn replies() -> Vec<Reply> {
         resumes: 2,
         last_pause: vec![(Phase::Release, report.clone())],
         last_resume: Vec::new(),
+        pause_times: PauseTimes::default(),
         idleness: IDLENESS,
         lent: lending().lent,
         communicators: vec![rank()],

@@ -337,7 +337,7 @@ pub(crate) fn contents_label(contents: Contents) -> &'static str {
 pub(crate) mod tests {
     use tenants::coordinator::TenantStats;
     use tenants::identity::{MemberId, TenantName};
-    use tenants::wire::{HostProgress, HostStage, MemberInfo};
+    use tenants::wire::{HostProgress, HostStage, MemberInfo, PauseTimes};
     use vmm_pool::driver::DeviceOrdinal;
     use vmm_pool::{ClassBytes, DeviceReport, PinnedBytes, PoolReport};
 
@@ -370,6 +370,7 @@ pub(crate) mod tests {
             resumes: 0,
             last_pause: Vec::new(),
             last_resume: Vec::new(),
+            pause_times: PauseTimes::default(),
             host: HostProgress::default(),
             idleness: Idleness::default(),
             lent: Vec::new(),

@@ -147,6 +147,8 @@ pub(crate) mod tests {
             on_gpu(member(12, MemberState::Paused), vec![class("torch", "kv", 8 << 30, 0)]);
         paused.pool.devices[0].classes[0].contents = Contents::Discard;
         paused.pauses = 7;
+        paused.pause_times.counts[3] = 6;
+        paused.pause_times.counts[4] = 1;
         paused.resumes = 6;
         let phase = |phase, elapsed_us| {
             let steps = vec![("copy".to_owned(), elapsed_us / 2)];

@@ -62,7 +62,8 @@ use crate::state::{self, Event, InvalidTransition};
 use crate::transport::Connection;
 use crate::turns::TurnSettings;
 use crate::wire::{
-    Action, Asked, HostProgress, MemberInfo, MemberState, MemberStats, Phase, PhaseReport, TagBytes,
+    Action, Asked, HostProgress, MemberInfo, MemberState, MemberStats, PauseTimes, Phase,
+    PhaseReport, TagBytes,
 };
 use ahead::Ahead;
 use lending::KnownBorrower;
@@ -214,6 +215,7 @@ pub(crate) struct Status {
     pub(crate) resumes: u64,
     pub(crate) last_pause: Vec<(Phase, PhaseReport)>,
     pub(crate) last_resume: Vec<(Phase, PhaseReport)>,
+    pub(crate) pause_times: PauseTimes,
     /// A pause of NCCL's memory was the last that was asked for, and not a resume of it.
     pub(crate) nccl_is_asked_away: bool,
     /// What the application itself has asked for and waits in.
@@ -324,6 +326,7 @@ impl<D: Driver> Member<D> {
                 resumes: 0,
                 last_pause: Vec::new(),
                 last_resume: Vec::new(),
+                pause_times: PauseTimes::default(),
                 nccl_is_asked_away: false,
                 consent: None,
                 given_up: None,
@@ -601,6 +604,7 @@ impl<D: Driver> Member<D> {
             resumes: status.resumes,
             last_pause: status.last_pause.clone(),
             last_resume: status.last_resume.clone(),
+            pause_times: status.pause_times,
             host,
             idleness,
             lent,

@@ -370,6 +370,8 @@ impl<D: Driver> Member<D> {
         let mut status = self.status();
         if std::mem::take(&mut status.is_pausing) {
             status.pauses += 1;
+            let all_us = status.last_pause.iter().map(|(_, report)| report.elapsed_us).sum();
+            status.pause_times.add(all_us);
             self.changed.notify_all();
         }
     }

@@ -2,18 +2,24 @@
 
 pub(crate) mod serve;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::atomic::AtomicU64;
+use std::time::Duration;
 
+use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
+use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::exemplar::Exemplar;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::registry::Registry;
+use prometheus_client::registry::{Registry, Unit};
 use tenants::run_dir::RunDir;
-use tenants::wire::{MemberStats, Phase, PhaseReport};
+use tenants::wire::{MemberStats, PauseTimes, Phase, PhaseReport};
 
 use crate::args::MetricsArgs;
 use crate::failure::{EXIT_UNCHANGED, Failure};
@@ -99,7 +105,10 @@ fn text_of(view: &View) -> Result<String, Failure> {
     encode(&mut text, &registry(view)).map_err(|error| Failure::of(&error, EXIT_UNCHANGED))?;
     let mut lines: Vec<_> = text.lines().collect();
     for family in lines.split_mut(|line| line.starts_with('#')) {
-        family.sort_unstable();
+        // Those of a histogram are in order, by the bounds.
+        if family.iter().all(|line| !line.contains("le=\"")) {
+            family.sort_unstable();
+        }
     }
     Ok(lines.join("\n") + "\n")
 }
@@ -127,6 +136,7 @@ fn registry(view: &View) -> Registry {
     processes(view, &mut registry);
     host_bytes(view, &mut registry);
     switches(view, &mut registry);
+    registry.register_collector(Box::new(pause_seconds(view)));
     registry
 }
 
@@ -293,10 +303,46 @@ fn switches(view: &View, registry: &mut Registry) {
             }
         }
         for (labels, elapsed_us) in slowest {
-            let elapsed = std::time::Duration::from_micros(elapsed_us);
+            let elapsed = Duration::from_micros(elapsed_us);
             seconds.get_or_create(&labels).set(elapsed.as_secs_f64());
         }
     }
+}
+
+/// How long pauses took, by tenant.
+#[derive(Debug)]
+struct PauseSeconds(BTreeMap<String, PauseTimes>);
+
+impl Collector for PauseSeconds {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
+        let help = "How long pauses took, each process for itself";
+        let mut metric = encoder.encode_descriptor(
+            "pause",
+            help,
+            Some(&Unit::Seconds),
+            MetricType::Histogram,
+        )?;
+        let seconds = |us| Duration::from_micros(us).as_secs_f64();
+        for (tenant, times) in &self.0 {
+            let bounds = PauseTimes::BOUNDS_US.map(seconds).into_iter().chain([f64::MAX]);
+            let buckets: Vec<_> = bounds.zip(times.counts).collect();
+            let labels = [("tenant", tenant.as_str())];
+            let mut metric = metric.encode_family(&labels)?;
+            let count = times.counts.iter().sum();
+            let none = None::<&HashMap<usize, Exemplar<NoLabelSet, f64>>>;
+            metric.encode_histogram(seconds(times.sum_us), count, &buckets, none)?;
+        }
+        Ok(())
+    }
+}
+
+fn pause_seconds(view: &View) -> PauseSeconds {
+    let mut all: BTreeMap<String, PauseTimes> = BTreeMap::new();
+    for (tenant, member) in members(view) {
+        let times = all.entry(tenant.to_owned()).or_default();
+        *times = times.plus(member.pause_times);
+    }
+    PauseSeconds(all)
 }
 
 type Phases = Vec<(Phase, PhaseReport)>;
@@ -345,6 +391,9 @@ mod tests {
             "sublet_changing{tenant=\"infer\"} 0".to_owned(),
             "sublet_host_bytes{tenant=\"train\",kind=\"held\"} 3221225472".to_owned(),
             "sublet_pauses_total{tenant=\"infer\",pid=\"12\"} 7".to_owned(),
+            "sublet_pause_seconds_bucket{le=\"0.3\",tenant=\"infer\"} 6".to_owned(),
+            "sublet_pause_seconds_bucket{le=\"1.0\",tenant=\"infer\"} 7".to_owned(),
+            "sublet_pause_seconds_count{tenant=\"infer\"} 7".to_owned(),
             "sublet_last_phase_seconds{tenant=\"infer\",change=\"pause\",phase=\"prepare\"} 0.25"
                 .to_owned(),
         ] {
@@ -366,13 +415,13 @@ mod tests {
 
     /// Parsers of the older text format know no other types.
     #[test]
-    fn only_counters_and_gauges_are_used_also_with_no_tenant() {
+    fn only_counters_gauges_and_histograms_are_used_also_with_no_tenant() {
         for view in [busy(), empty()] {
             for line in lines(&view) {
                 if let Some(kind) =
                     line.strip_prefix("# TYPE ").and_then(|rest| rest.split(' ').nth(1))
                 {
-                    assert!(["gauge", "counter"].contains(&kind), "{line}");
+                    assert!(["gauge", "counter", "histogram"].contains(&kind), "{line}");
                 }
             }
         }

@@ -24,8 +24,8 @@ use crate::transport::frame::encode;
 use crate::transport::{Connection, Listener, TransportError, poll_until};
 use crate::wire::{
     DeviceDelta, Failure, FailureKind, GiveUp, HostProgress, Idleness, MemberInfo, MemberState,
-    MemberStats, Needed, Order, Phase, PhaseReport, Reply, Request, RoundEnd, SaveProgress,
-    SaveStage, SaveStep, StageLeft, StageReport, StepOn, TakePhase, Window,
+    MemberStats, Needed, Order, PauseTimes, Phase, PhaseReport, Reply, Request, RoundEnd,
+    SaveProgress, SaveStage, SaveStep, StageLeft, StageReport, StepOn, TakePhase, Window,
 };
 
 pub(super) const GIB: u64 = 1 << 30;
@@ -446,6 +446,7 @@ impl Agent {
                 resumes: 0,
                 last_pause: Vec::new(),
                 last_resume: Vec::new(),
+                pause_times: PauseTimes::default(),
                 host: HostProgress::default(),
                 idleness: Idleness::default(),
                 lent: Vec::new(),
