@@ -147,13 +147,16 @@ impl Call {
 struct Sleep<'a> {
     gate: &'a Gate,
     slot: &'static Slot,
-    number: u64,
+    /// On the list; none once it was taken off.
+    number: Option<u64>,
 }
 
 impl Drop for Sleep<'_> {
     /// Also where the thread is cancelled while it waits.
     fn drop(&mut self) {
-        self.gate.sleepers().list.remove(&self.number);
+        if let Some(number) = self.number {
+            self.gate.sleepers().list.remove(&number);
+        }
         HERE.seat.set(Seat::Taken(self.slot));
     }
 }
@@ -242,8 +245,7 @@ impl Gate {
             HERE.seat.set(Seat::Coming);
             slot.step_out();
             let mut sleepers = self.sleepers();
-            let number =
-                sleep.get_or_insert_with(|| self.sleep(&mut sleepers, slot, call, passage)).number;
+            let sleep = sleep.get_or_insert_with(|| self.sleep(&mut sleepers, slot, call, passage));
             self.changed.notify_all();
             mode = loop {
                 let now = self.mode.load(Ordering::SeqCst);
@@ -251,10 +253,13 @@ impl Gate {
                     drop(sleepers);
                     break self.mark_and_look(slot);
                 }
-                if sleepers.list.get(&number).is_some_and(|sleeper| sleeper.let_in) {
+                let listed = sleep.number.and_then(|number| sleepers.list.get(&number));
+                if listed.is_some_and(|sleeper| sleeper.let_in) {
                     // Under the lock: a closer that looks finds it on the list or in its slot.
                     slot.step_in();
-                    sleepers.list.remove(&number);
+                    if let Some(number) = sleep.number.take() {
+                        sleepers.list.remove(&number);
+                    }
                     break Mode::Open as u8;
                 }
                 sleepers = self.changed.wait(sleepers).unwrap_or_else(PoisonError::into_inner);
@@ -277,7 +282,7 @@ impl Gate {
         let since = Instant::now();
         let sleeper = Sleeper { slot: slot.number(), call, passage, since, let_in: false };
         sleepers.list.insert(number, sleeper);
-        Sleep { gate: self, slot, number }
+        Sleep { gate: self, slot, number: Some(number) }
     }
 
     fn sleepers(&self) -> MutexGuard<'_, Sleepers> {

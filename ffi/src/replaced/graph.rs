@@ -6,7 +6,7 @@
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong};
 
 use sublet_cuda_graph::Counted;
-use tenants::cut::{TurnedBack, Withdrawal};
+use tenants::cut::{Increment, TurnedBack, Withdrawal};
 use vmm_pool::driver::DriverCode;
 use vmm_pool::gate::Passage;
 
@@ -113,34 +113,44 @@ macro_rules! launch_graph {
             let Some(member) = runtime::member() else {
                 return driver();
             };
+            let symbol = stringify!($symbol);
             let Some(increments) = runtime::graphs().increments_of(value(executable)) else {
-                let _pass = member.gate().pass_for(stringify!($symbol), Passage::Use);
+                let _pass = member.gate().pass_for(symbol, Passage::Use);
                 return driver();
             };
-            let capture = capture_of(stream_value(stream, stringify!($symbol)));
-            // Held outside of the gate, which a pause shuts.
-            let entered = capture
-                .is_none()
-                .then(|| member.cut().enter_if_there("cuGraphLaunch", &increments, &[]));
-            let launch = match entered.transpose() {
-                Ok(launch) => launch,
-                Err(withdrawal) => return turned_back(member, &withdrawal),
-            };
-            let code = {
-                let _pass = member.gate().pass_for(stringify!($symbol), Passage::Use);
+            launch_counted(member, &increments, stream_value(stream, symbol), || {
+                let _pass = member.gate().pass_for(symbol, Passage::Use);
                 driver()
-            };
-            match (launch, capture) {
-                (Some(launch), _) if code != SUCCESS => launch.not_launched(),
-                (Some(launch), _) => drop(launch),
-                (None, Some(capture)) if code == SUCCESS => {
-                    runtime::graphs().recorded(capture, increments.to_vec());
-                }
-                (None, _) => {}
-            }
-            code
+            })
         }
     };
+}
+
+/// Launches a graph that holds collectives, by `launch`. Apart, so that other launches need no room for it.
+#[inline(never)]
+fn launch_counted(
+    member: &Member,
+    increments: &[Increment],
+    stream: usize,
+    launch: impl FnOnce() -> c_int,
+) -> c_int {
+    if let Some(capture) = capture_of(stream) {
+        let code = launch();
+        if code == SUCCESS {
+            runtime::graphs().recorded(capture, increments.to_vec());
+        }
+        return code;
+    }
+    // Held outside of the gate, which a pause shuts.
+    let counted = match member.cut().enter_if_there("cuGraphLaunch", increments, &[]) {
+        Ok(counted) => counted,
+        Err(withdrawal) => return turned_back(member, &withdrawal),
+    };
+    let code = launch();
+    if code != SUCCESS {
+        counted.not_launched();
+    }
+    code
 }
 
 /// The answer to a launch that must not be made.
