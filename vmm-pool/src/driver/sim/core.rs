@@ -16,8 +16,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockW
 
 use self::events::Events;
 use self::streams::Streams;
+use super::blocks::Block;
 use super::memory::{Census, Coded, Memory, io_code};
-use super::node::{Block, SimNode};
+use super::node::SimNode;
 use super::{Faults, SimOptions};
 use crate::driver::{
     AllocationProp, DeviceAttribute, DeviceOrdinal, DeviceUuid, DriverCode, DriverVersion,

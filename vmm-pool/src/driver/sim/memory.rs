@@ -8,7 +8,7 @@ use std::io;
 use nix::errno::Errno;
 use nix::sys::mman::ProtFlags;
 
-use super::node::Block;
+use super::blocks::Block;
 use super::vm;
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, DriverCode, Location, LocationKind,

@@ -27,6 +27,7 @@
 
 #![expect(unsafe_code, reason = "implements the unsafe methods of the driver trait")]
 
+mod blocks;
 mod core;
 mod faults;
 mod memory;
@@ -43,10 +44,11 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+pub use self::blocks::SOIL;
 pub use self::core::{AccessGuard, ContextCost, Core, PublishedName, Touch};
 pub use self::faults::{FaultSpan, Faults, Hold, Latency};
 pub use self::memory::{Census, GRANULARITY_BYTES, MappingInfo};
-pub use self::node::{SOIL, SimNode};
+pub use self::node::SimNode;
 pub use self::processes::{InCall, ProcessState, Standing};
 pub use self::stream::{StreamKind, Work};
 

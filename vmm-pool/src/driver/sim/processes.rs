@@ -18,8 +18,9 @@ use std::time::{Duration, Instant};
 
 use memmap2::{MmapOptions, MmapRaw};
 
+use super::blocks::HeldBlock;
 use super::memory::{Coded, io_code};
-use super::node::{HeldBlock, SimNode};
+use super::node::SimNode;
 use crate::driver::{DriverCode, LocationKind};
 
 /// How often one that waits looks again: pages give no event.

@@ -9,8 +9,8 @@ use std::sync::RwLockReadGuard;
 use std::sync::atomic::Ordering;
 
 use super::Core;
+use crate::driver::sim::blocks::new_memory;
 use crate::driver::sim::memory::{Coded, Memory};
-use crate::driver::sim::node::new_memory;
 use crate::driver::sim::vm;
 use crate::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, Location, VaRange};
 

@@ -3,8 +3,8 @@
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use super::Core;
+use crate::driver::sim::blocks::{Block, BlockName};
 use crate::driver::sim::memory::{Coded, GRANULARITY_BYTES, MappingInfo, Whose, io_code};
-use crate::driver::sim::node::{Block, BlockName};
 use crate::driver::{
     ALLOCATION_KIND_PINNED, AccessDesc, AllocationFlags, AllocationProp, DeviceAddress,
     DeviceOrdinal, DriverCode, HANDLE_TYPE_POSIX_FD, Location, LocationKind, RawHandle, VaRange,

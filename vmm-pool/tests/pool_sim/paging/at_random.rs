@@ -1,0 +1,220 @@
+//! Random programs that use paged memory, and calls that fail in them: every byte is there afterwards.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use proptest::prelude::*;
+use vmm_pool::driver::sim::FaultSpan;
+use vmm_pool::driver::{Driver as _, DriverCode};
+
+use super::{LIMIT, SHORT, Stage};
+use crate::process::SimPool;
+use crate::stage::{CAPACITY_BYTES, DEVICE, UNIT, UNLIMITED, WHOLE, free_bytes, pause, resume};
+
+/// What a random program does next.
+#[derive(Clone, Debug)]
+enum Step {
+    Use { spans: Vec<usize>, stream: usize, writes: bool, holds: bool },
+    Announce(Vec<usize>),
+    Frames(u64),
+    Alloc(u64),
+    Free(usize),
+    Flush,
+    Check,
+    Pause,
+    PauseUndone,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let spans = || prop::collection::vec(0usize..8, 1..3);
+    let step = prop_oneof![
+        12 => (spans(), 0usize..2, any::<bool>(), any::<bool>())
+            .prop_map(|(spans, stream, writes, holds)| Step::Use { spans, stream, writes, holds }),
+        4 => spans().prop_map(Step::Announce),
+        1 => (2u64..6).prop_map(Step::Frames),
+        2 => (1u64..3).prop_map(Step::Alloc),
+        1 => (0usize..8).prop_map(Step::Free),
+        1 => Just(Step::Flush),
+        2 => Just(Step::Check),
+        1 => Just(Step::Pause),
+        1 => Just(Step::PauseUndone),
+    ];
+    prop::collection::vec(step, 1..60)
+}
+
+/// Spans of the program that are distinct, live, and small enough together.
+fn chosen(stage: &Stage, wanted: &[usize], most: usize) -> Vec<usize> {
+    let mut spans: Vec<_> = wanted.iter().map(|span| span % stage.spans.len()).collect();
+    spans.sort_unstable();
+    spans.dedup();
+    let mut chunks = 0;
+    spans.retain(|&span| {
+        chunks += stage.spans[span].len();
+        chunks <= most
+    });
+    spans
+}
+
+fn run(program: Vec<Step>, pauses_beside: bool) {
+    let mut stage = Stage::new(3);
+    let mut frames = 3;
+    stage.alloc(1).expect("addresses");
+    let pool = Arc::clone(stage.pool.pool());
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        if pauses_beside {
+            let (pool, stop) = (Arc::clone(&pool), &stop);
+            scope.spawn(move || {
+                pool.driver().make_current(DEVICE).expect("device 0");
+                let process = SimPool::of(pool);
+                while !stop.load(Ordering::Acquire) {
+                    pause(&process);
+                    resume(&process);
+                    // At least one call goes in before the next.
+                    let mark = process.gate().mark();
+                    while process.gate().mark() == mark && !stop.load(Ordering::Acquire) {
+                        std::thread::yield_now();
+                    }
+                }
+            });
+        }
+        for step in program {
+            match step {
+                Step::Use { spans, stream, writes, holds } => {
+                    let spans = chosen(&stage, &spans, frames);
+                    if spans.is_empty() {
+                        continue;
+                    }
+                    stage.try_use(&spans, stream, writes).expect("a use");
+                    if holds && !pauses_beside {
+                        stage.hold(stream);
+                        stage.try_hold_use(&spans, stream);
+                    }
+                }
+                Step::Announce(spans) => {
+                    let spans = chosen(&stage, &spans, frames);
+                    let starts: Vec<_> = spans.iter().map(|&span| stage.start_of(span)).collect();
+                    stage.pager().announce(&starts).expect("announced");
+                }
+                Step::Frames(count) => {
+                    stage.held.clear();
+                    frames = usize::try_from(count).expect("small");
+                    stage.pager().set_frames(count * UNIT, LIMIT).expect("frames");
+                }
+                Step::Alloc(chunks) => {
+                    if stage.spans.len() < 8 {
+                        stage.alloc(chunks).expect("addresses");
+                    }
+                }
+                Step::Free(span) => {
+                    if stage.spans.len() > 1 {
+                        let span = span % stage.spans.len();
+                        let start = stage.start_of(span);
+                        stage.pager().free(start).expect("freed");
+                        stage.spans.remove(span);
+                    }
+                }
+                Step::Flush => {
+                    stage.held.clear();
+                    stage.pager().flush(LIMIT).expect("flushed");
+                }
+                Step::Check => stage.check(),
+                Step::Pause if !pauses_beside => {
+                    stage.held.clear();
+                    pause(&stage.pool);
+                    resume(&stage.pool);
+                }
+                Step::PauseUndone if !pauses_beside => {
+                    stage.held.clear();
+                    stage.pool.save(&WHOLE, UNLIMITED).expect("saved");
+                    stage.pool.remount().expect("undone");
+                    drop(stage.pool.commit_resume());
+                }
+                Step::Pause | Step::PauseUndone => {}
+            }
+        }
+        stop.store(true, Ordering::Release);
+    });
+    stage.use_all(false);
+    stage.end();
+}
+
+impl Stage {
+    /// A use behind held work: it is not over when the next step begins.
+    fn try_hold_use(&mut self, spans: &[usize], stream: usize) {
+        let starts: Vec<_> = spans.iter().map(|&span| self.start_of(span)).collect();
+        // They were used just now; with others' announcements they may have left all the same.
+        if self.pager().acquire(&starts, self.streams[stream], SHORT).is_ok() {
+            self.launch(spans, stream, true).expect("launched");
+            self.pager().release(&starts, self.streams[stream], true).expect("released");
+        }
+    }
+}
+
+/// A thread has one slot, at the gate of the first pool that it meets.
+fn on_a_thread(body: impl FnOnce() + Send + 'static) {
+    let ended = std::thread::spawn(body).join();
+    ended.expect("what the thread says above");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    #[test]
+    fn random_programs_find_every_byte(program in steps()) {
+        on_a_thread(move || run(program, false));
+    }
+
+    #[test]
+    fn random_programs_find_every_byte_with_pauses_at_any_instant(program in steps()) {
+        on_a_thread(move || run(program, true));
+    }
+}
+
+/// Every kind of call fails once, at each place where it is made: the use that meets it is told or not, the next works.
+#[test]
+fn any_call_may_fail_once() {
+    let (tell, told) = std::sync::mpsc::channel();
+    let mut at = 1;
+    loop {
+        let tell = tell.clone();
+        on_a_thread(move || {
+            let _told = tell.send(fail_at(at));
+        });
+        if told.recv().expect("an answer") == 0 {
+            break;
+        }
+        at += 1;
+    }
+    assert!(at > 100, "{at} calls");
+}
+
+/// Has the call of this number fail. How many did.
+fn fail_at(at: u64) -> u64 {
+    let mut stage = Stage::new(2);
+    for _ in 0..3 {
+        stage.alloc(1).expect("addresses");
+    }
+    let code = if at.is_multiple_of(2) { DriverCode::UNKNOWN } else { DriverCode::OUT_OF_MEMORY };
+    stage.driver().faults().fail_any(FaultSpan::Nth(at), code);
+    for writes in [true, true, false] {
+        for span in 0..3 {
+            for attempt in 0.. {
+                let outcome = stage.try_use(&[span], span % 2, writes);
+                let Err(error) = outcome else { break };
+                assert!(attempt < 2, "{at}: {error}");
+            }
+        }
+    }
+    let fired = stage.driver().faults().fired();
+    stage.driver().faults().clear();
+    stage.use_all(false);
+    pause(&stage.pool);
+    assert_eq!(free_bytes(&stage.pool, DEVICE), CAPACITY_BYTES, "after call {at} failed");
+    resume(&stage.pool);
+    stage.use_all(false);
+    stage.use_all(true);
+    stage.use_all(false);
+    stage.end();
+    fired
+}
