@@ -1,12 +1,10 @@
-//! The two threads of a member: one that speaks, one that works.
+//! The thread of a member that speaks: it serves connections, and gives work to the one that works (`worker.rs`).
 
 mod leading;
 
-use std::any::Any;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -15,24 +13,19 @@ use crossbeam_channel::{Receiver, Sender};
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags};
-use nix::sys::signal::SigSet;
 use vmm_pool::driver::Driver;
 
 use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
-use super::failures::failed_inside;
 use super::lending::HandedOut;
-use super::saving::Saving;
 use super::sockets::Noted;
+use super::worker::{self, Done, Job, NOBODY, Work, block_signals};
 use super::{AGENT_TIMEOUT, Member};
 use crate::host_memory::Pressure;
-use crate::phase::Stage;
 use crate::run_dir::NAME_LOOK_EVERY;
-use crate::scope::Scope;
 use crate::transport::{Listener, TransportError, poll_until};
 use crate::wire::{
-    Action, AskLent, AwaitConsent, Failure, FailureKind, GiveUp, Hold, HostStage, HostStep,
-    LookIdle, MemberState, Needs, Order, Phase, Reply, Request, SaveStep, SpillStep, StepOn,
-    TakePhase, Withdraw,
+    Action, AskLent, AwaitConsent, Failure, FailureKind, GiveUp, HostStage, HostStep, LookIdle,
+    Needs, Order, Phase, Reply, Request, TakePhase, Withdraw,
 };
 
 /// No request waits longer than this, whatever it says.
@@ -74,52 +67,6 @@ impl Wakeups {
     }
 }
 
-/// No connection has this number.
-const NOBODY: u64 = 0;
-
-struct Job {
-    /// Who asked; [`NOBODY`] for a step of our own.
-    connection: u64,
-    work: Work,
-    deadline: Instant,
-}
-
-enum Work {
-    /// An order of this round, or to settle it.
-    Phase(Option<u64>, Order),
-    Needs(Scope, bool),
-    Cut {
-        hold: Hold,
-        /// What [`crate::cut::Cut::claim`] gave.
-        asked: u64,
-    },
-    Step {
-        step: StepOn,
-        /// What [`crate::cut::Cut::claim`] gave.
-        asked: u64,
-    },
-    Save(SaveStep),
-    /// And whether the process that asked has gone: the next to lead waits behind it.
-    Spill(SpillStep, Arc<AtomicBool>),
-    /// See [`crate::wire::Count`].
-    Count,
-    /// See [`crate::wire::LookIdle`].
-    Idle(u64),
-    /// An answer that is known, to be given behind those that the worker gives.
-    Say(Reply),
-    /// Memory that nothing but closed tickets holds is given back.
-    EndTickets,
-    /// This connection, which had requested [`Work::Save`], is closed.
-    EndSave(u64),
-}
-
-struct Done {
-    connection: u64,
-    /// None for a look at the cut, which leaves nothing to undo but the hold.
-    phase: Option<Phase>,
-    reply: Reply,
-}
-
 struct Waiter {
     connection: u64,
     action: Action,
@@ -144,7 +91,7 @@ struct Agent<D: Driver> {
     clients: Clients,
     /// No connection is accepted before.
     accept_after: Option<Instant>,
-    waiters: VecDeque<Waiter>,
+    waiters: Vec<Waiter>,
     watchers: Vec<Watcher>,
     pressure: Pressure,
     jobs: Sender<Job>,
@@ -157,19 +104,13 @@ struct Agent<D: Driver> {
     spillers: BTreeMap<u64, Arc<AtomicBool>>,
 }
 
-/// Starts both threads. They take no signals: those are the application's.
+/// Starts both threads.
 pub(super) fn spawn<D: Driver>(
     member: &Arc<Member<D>>,
     listener: Listener,
     wakeups: Wakeups,
 ) -> io::Result<()> {
-    let (jobs, job_queue) = crossbeam_channel::unbounded();
-    let (report, done) = crossbeam_channel::unbounded();
-    let worker = Arc::clone(member);
-    std::thread::Builder::new().name("sublet-worker".to_owned()).spawn(move || {
-        block_signals();
-        work(&worker, &job_queue, &report);
-    })?;
+    let (jobs, done) = worker::spawn(member)?;
     let agent = Agent {
         member: Arc::clone(member),
         noted: member.sockets.note(&listener),
@@ -178,7 +119,7 @@ pub(super) fn spawn<D: Driver>(
         wakeups,
         clients: Clients::new(Arc::clone(&member.sockets)),
         accept_after: None,
-        waiters: VecDeque::new(),
+        waiters: Vec::new(),
         watchers: Vec::new(),
         pressure: Pressure::default(),
         jobs,
@@ -192,130 +133,6 @@ pub(super) fn spawn<D: Driver>(
         agent.run();
     })?;
     Ok(())
-}
-
-pub(crate) fn block_signals() {
-    if let Err(error) = SigSet::all().thread_block() {
-        tracing::debug!(%error, "signals stay open on a thread of ours");
-    }
-}
-
-fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Done>) {
-    let mut saving = None;
-    for job in jobs {
-        let (connection, phase) = (job.connection, job.work.phase());
-        // What only reads saved contents harms nothing when it fails.
-        let only_reads = matches!(job.work, Work::Save(_));
-        // A defect in one phase must not end the thread: every later phase would wait for it in vain, and the
-        // application at the gate.
-        let done = || do_job(member, &mut saving, job);
-        let reply = catch_unwind(AssertUnwindSafe(done)).unwrap_or_else(|panic| {
-            let text = text_of(&*panic);
-            Some(if only_reads {
-                Reply::Failed(failed_inside(None, text))
-            } else {
-                member.fail_inside(phase, text)
-            })
-        });
-        let Some(reply) = reply else { continue };
-        if report.send(Done { connection, phase, reply }).is_err() {
-            return;
-        }
-        member.waker.wake();
-        member.close_spare(phase);
-        if member.state() != MemberState::Restoring {
-            member.descriptor_limit.put_back();
-        }
-    }
-}
-
-/// Does a job; none when nobody waits for an answer.
-fn do_job<D: Driver>(member: &Member<D>, saving: &mut Option<Saving>, job: Job) -> Option<Reply> {
-    let Job { connection, work, deadline } = job;
-    if member.state() == MemberState::Deep && work.needs_driver() {
-        return Some(Reply::Failed(member.frozen()));
-    }
-    Some(match work {
-        Work::Phase(round, order) => {
-            // It moves what is being written.
-            *saving = None;
-            if order.phase().ends_early() {
-                member.calling_off.lower();
-            }
-            if order.phase().opens_descriptors() {
-                member.descriptor_limit.raise();
-            }
-            member.run_phase(round, &order, deadline)
-        }
-        Work::Needs(scope, all_devices) => member.run_needs(&scope, all_devices),
-        Work::Cut { hold: Hold { limits, seen, .. }, asked } => {
-            member.run_cut(connection, limits, seen, asked, deadline)
-        }
-        Work::Step { step: StepOn { step, seen, .. }, asked } => {
-            member.run_step(connection, step, seen, asked, deadline)
-        }
-        Work::Spill(step, is_called_off) => {
-            // It moves what is being written. A question moves nothing.
-            if step.most_bytes > 0 {
-                *saving = None;
-            }
-            member.run_spill(step, &is_called_off)
-        }
-        Work::Count => member.run_count(),
-        Work::Idle(quiet_us) => member.run_idle(quiet_us),
-        Work::Say(reply) => reply,
-        Work::Save(step) => member.run_save(saving, connection, step),
-        Work::EndTickets => {
-            member.end_closed_tickets();
-            return None;
-        }
-        Work::EndSave(closed) => {
-            *saving = saving.take().filter(|saving| saving.connection() != closed);
-            return None;
-        }
-    })
-}
-
-/// What a panic said.
-fn text_of(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
-}
-
-impl Work {
-    /// Could it call the driver? Asked of a process whose contexts are away.
-    fn needs_driver(&self) -> bool {
-        match self {
-            Self::Phase(_, order) => {
-                let phase = order.phase();
-                phase.stage() != Stage::AtRest && !phase.ends_early()
-            }
-            Self::Needs(..) | Self::Cut { .. } | Self::Step { .. } | Self::Count => true,
-            // These look at the state first, or at host memory alone.
-            Self::Spill(..)
-            | Self::Idle(_)
-            | Self::Say(_)
-            | Self::Save(_)
-            | Self::EndTickets
-            | Self::EndSave(_) => false,
-        }
-    }
-
-    fn phase(&self) -> Option<Phase> {
-        match self {
-            Self::Phase(_, order) => Some(order.phase()),
-            Self::Needs(..)
-            | Self::Cut { .. }
-            | Self::Step { .. }
-            | Self::Count
-            | Self::Spill(..)
-            | Self::Idle(_)
-            | Self::Say(_)
-            | Self::Save(_)
-            | Self::EndTickets
-            | Self::EndSave(_) => None,
-        }
-    }
 }
 
 impl<D: Driver> Agent<D> {
@@ -489,71 +306,52 @@ impl<D: Driver> Agent<D> {
     }
 
     fn handle(&mut self, number: u64, request: Request) {
+        if is_answered_later(&request) && !self.opens(number) {
+            return;
+        }
         match request {
             Request::Hello => self.answer(number, &Reply::Member(self.member.info())),
             Request::Stats => {
                 self.answer(number, &Reply::Stats(Box::new(self.member.stats())));
             }
             Request::Needs(Needs { scope, timeout_ms, all_devices }) => {
-                if self.opens(number) {
-                    self.submit(number, Work::Needs(scope, all_devices), wait_of(timeout_ms));
-                }
+                self.submit(number, Work::Needs(scope, all_devices), wait_of(timeout_ms));
             }
             Request::Phase(TakePhase { order: Order::Settle, timeout_ms, .. }) => {
-                if self.opens(number) {
-                    self.settle(number, wait_of(timeout_ms));
-                }
+                self.settle(number, wait_of(timeout_ms));
             }
-            Request::Phase(request) => {
-                if self.opens(number) {
-                    self.take_phase(number, request);
-                }
-            }
+            Request::Phase(request) => self.take_phase(number, request),
             Request::Cut(hold) => {
-                if self.opens(number) {
-                    let wait = wait_of(hold.wait_ms);
-                    if self.follow(number, wait) {
-                        let asked = self.member.cut().claim(number);
-                        self.submit(number, Work::Cut { hold, asked }, wait);
-                    } else {
-                        self.refuse(number);
-                    }
+                let wait = wait_of(hold.wait_ms);
+                if self.follow(number, wait) {
+                    let asked = self.member.cut().claim(number);
+                    self.submit(number, Work::Cut { hold, asked }, wait);
+                } else {
+                    self.refuse(number);
                 }
             }
             Request::Step(step) => {
-                if self.opens(number) {
-                    let wait = wait_of(step.wait_ms);
-                    let is_led = self.member.status().rounds.is_led(number, step.round);
-                    if is_led && self.follow(number, wait) {
-                        let asked = self.member.cut().claim(number);
-                        self.submit(number, Work::Step { step, asked }, wait);
-                    } else {
-                        self.refuse(number);
-                    }
+                let wait = wait_of(step.wait_ms);
+                let is_led = self.member.status().rounds.is_led(number, step.round);
+                if is_led && self.follow(number, wait) {
+                    let asked = self.member.cut().claim(number);
+                    self.submit(number, Work::Step { step, asked }, wait);
+                } else {
+                    self.refuse(number);
                 }
             }
             Request::Save(step) => {
-                if self.opens(number) {
-                    self.savers.insert(number);
-                    self.submit(number, Work::Save(step), AGENT_TIMEOUT);
-                }
+                self.savers.insert(number);
+                self.submit(number, Work::Save(step), AGENT_TIMEOUT);
             }
             Request::Spill(step) => {
-                if self.opens(number) {
-                    let is_called_off = Arc::clone(self.spillers.entry(number).or_default());
-                    self.submit(number, Work::Spill(step, is_called_off), AGENT_TIMEOUT);
-                }
+                let is_called_off = Arc::clone(self.spillers.entry(number).or_default());
+                self.submit(number, Work::Spill(step, is_called_off), AGENT_TIMEOUT);
             }
             Request::Host(step) => self.handle_host(number, step),
-            Request::Count => {
-                if self.opens(number) {
-                    self.submit(number, Work::Count, AGENT_TIMEOUT);
-                }
-            }
+            Request::Count => self.submit(number, Work::Count, AGENT_TIMEOUT),
             Request::Idle(LookIdle { quiet_us }) => {
-                if self.opens(number) {
-                    self.submit(number, Work::Idle(quiet_us), AGENT_TIMEOUT);
-                }
+                self.submit(number, Work::Idle(quiet_us), AGENT_TIMEOUT);
             }
             Request::Withdraw(Withdraw { round }) => {
                 let told = self.withdraw(round);
@@ -564,10 +362,8 @@ impl<D: Driver> Agent<D> {
                 self.answer(number, &Reply::Noted);
             }
             Request::AwaitConsent(AwaitConsent { action, timeout_ms }) => {
-                if self.opens(number) {
-                    let deadline = Instant::now() + wait_of(timeout_ms);
-                    self.waiters.push_back(Waiter { connection: number, action, deadline });
-                }
+                let deadline = Instant::now() + wait_of(timeout_ms);
+                self.waiters.push(Waiter { connection: number, action, deadline });
             }
             Request::FetchFds(fetch) => {
                 // Here and not on the worker: once it has shut the gate, what is said to be lent is all.
@@ -602,10 +398,8 @@ impl<D: Driver> Agent<D> {
             HostStep::Begin { most_bytes } => self.member.begin_ahead(most_bytes),
             HostStep::CallOff => self.member.call_ahead_off(),
             HostStep::Watch { seen_bytes, wait_ms } => {
-                if self.opens(number) {
-                    let deadline = Instant::now() + wait_of(wait_ms);
-                    self.watchers.push(Watcher { connection: number, seen_bytes, deadline });
-                }
+                let deadline = Instant::now() + wait_of(wait_ms);
+                self.watchers.push(Watcher { connection: number, seen_bytes, deadline });
                 return;
             }
         }
@@ -680,6 +474,23 @@ impl<D: Driver> Agent<D> {
             self.clients.answer_open(number, &reply);
         }
     }
+}
+
+/// By the worker, or when something has happened: a client has so many such requests at most.
+fn is_answered_later(request: &Request) -> bool {
+    matches!(
+        request,
+        Request::Needs(_)
+            | Request::Phase(_)
+            | Request::Cut(_)
+            | Request::Step(_)
+            | Request::Save(_)
+            | Request::Spill(_)
+            | Request::Host(HostStep::Watch { .. })
+            | Request::Count
+            | Request::Idle(_)
+            | Request::AwaitConsent(_)
+    )
 }
 
 fn wait_of(timeout_ms: u64) -> Duration {

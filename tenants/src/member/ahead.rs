@@ -13,8 +13,8 @@ use vmm_pool::driver::{Driver, DriverOp};
 use vmm_pool::{BroughtIn, HostStanding, PoolError, StepLog};
 
 use super::Member;
-use super::agent::block_signals;
 use super::failures::pool_failure;
+use super::worker::block_signals;
 use crate::host_memory::{HostFigure, HostNeed, LimitKind};
 use crate::wire::{Failure, FailureKind, HostProgress, HostStage, MemberState};
 

@@ -136,21 +136,7 @@ pub enum ImportError {
 impl ImportError {
     /// Does the owner have the memory, and count the ticket still?
     fn leaves_ticket_good(&self) -> bool {
-        match self {
-            Self::Refused(failure) => failure.kind != FailureKind::Unknown,
-            Self::OtherTenant { .. }
-            | Self::NoLender { .. }
-            | Self::LenderAway { .. }
-            | Self::OtherDevice { .. }
-            | Self::Stale { .. }
-            | Self::NoTicket { .. }
-            | Self::Owner { .. }
-            | Self::OwnerEnded { .. }
-            | Self::Missing { .. }
-            | Self::Miscounted { .. }
-            | Self::NotMemory { .. }
-            | Self::Pool(_) => false,
-        }
+        matches!(self, Self::Refused(failure) if failure.kind != FailureKind::Unknown)
     }
 }
 

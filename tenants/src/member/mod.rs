@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   application threads --hooks--> Pool (its gate, its ledger) --> driver
-//!   agent thread:  sockets only; answers at once, calls the driver only to hand a descriptor out
+//!   agent thread:  sockets only; answers immediately, calls the driver only to hand a descriptor out
 //!   worker thread: one phase at a time; the only thread of ours that drives the device
 //! ```
 //!
@@ -12,10 +12,12 @@
 
 mod agent;
 mod ahead;
+mod asking;
 mod borrowing;
 mod budget;
 mod captures;
 mod clients;
+mod config;
 mod failures;
 mod fetch;
 mod freezing;
@@ -26,6 +28,7 @@ mod nccl;
 mod owners;
 mod phases;
 mod progress;
+mod resuming;
 mod rounds;
 mod saving;
 mod selection;
@@ -34,6 +37,7 @@ mod spilling;
 mod stages;
 mod stepping;
 mod termination;
+mod worker;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -41,31 +45,30 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, Sender};
-use vmm_pool::driver::{DeviceOrdinal, Driver, PciAddress, RawContext, VaRange};
-use vmm_pool::support::Unsupported;
+use vmm_pool::driver::Driver;
 use vmm_pool::{HostBudget, Pool, Selection, TagTotals, UninheritedFd};
 
-pub(crate) use agent::block_signals;
+pub use asking::{Asking, Turn, Waited};
 pub use captures::{BeforeCapture, Captures, ContextWait};
 pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
+pub use config::{FAMILY_WAIT, JoinError, MemberConfig};
 pub use fetch::ImportError;
 pub(crate) use spilling::STEP_TIME as SPILL_STEP_TIME;
+pub(crate) use worker::block_signals;
 
-use crate::budget::Budgets;
 use crate::cut::Cut;
-use crate::host_memory::{HostFigure, HostLimit, budget};
-use crate::identity::{FamilyName, MemberId, TenantName};
+use crate::host_memory::budget;
+use crate::identity::{MemberId, TenantName};
 use crate::region;
-use crate::run_dir::{RunDir, RunDirError, SOCKET_EXTENSION, TenantDir};
+use crate::run_dir::{RunDir, SOCKET_EXTENSION, TenantDir};
 use crate::state::{self, Event, InvalidTransition};
 use crate::transport::Connection;
-use crate::turns::TurnSettings;
 use crate::wire::{
     Action, Asked, HostProgress, MemberInfo, MemberState, MemberStats, PauseTimes, Phase,
     PhaseReport, TagBytes,
 };
 use ahead::Ahead;
+use asking::Turns;
 use lending::KnownBorrower;
 use limit::DescriptorLimit;
 use owners::Owner;
@@ -75,130 +78,6 @@ use sockets::Sockets;
 use termination::CallingOff;
 use vmm_pool::gate::Gate;
 
-/// What a process is told when it joins its tenant.
-#[derive(Clone, Debug)]
-pub struct MemberConfig {
-    /// Where tenants live.
-    pub run_dir: RunDir,
-    /// Which one to join.
-    pub tenant: TenantName,
-    /// Tenants that name the same family may open each other's memory.
-    pub family: Option<FamilyName>,
-    /// How long opening memory of another tenant waits while that is paused, or on its way.
-    pub family_wait: Duration,
-    /// How the tenant takes turns.
-    pub turns: TurnSettings,
-    /// Start of the command line, for people.
-    pub command: String,
-    /// Version of the library, the same in all processes of a tenant.
-    pub version: String,
-    /// What limits the host memory that a pause may take, asked at each pause.
-    pub host_limits: fn() -> Vec<HostLimit>,
-    /// How much of the machine's memory, and of its control groups', is available; asked while memory is held or brought
-    /// in ahead of a pause.
-    pub host_figures: fn() -> Vec<HostFigure>,
-    /// Up to how much host memory, in bytes, it brings in by itself ahead of its next pause, once what that would take has
-    /// been the same for a while. None when it waits until it is asked.
-    pub prepares_up_to: Option<u64>,
-    /// May its saved contents go to its file while it is paused, when another tenant's pause is short of host memory?
-    pub spills: bool,
-    /// Do files in this directory lie in host memory? Nothing is gained by moving contents there.
-    pub is_in_memory: fn(&Path) -> bool,
-    /// On which NUMA node a device is; none where the machine has one only, or does not say.
-    pub node_of: fn(PciAddress) -> Option<u32>,
-    /// Contexts that the application has made for itself, asked at each pause: their work must end too.
-    pub own_contexts: fn() -> Vec<RawContext>,
-    /// The process's stream captures: no pause begins while there are any.
-    pub captures: Arc<Captures>,
-    /// Parts of own memory whose contents nobody needs, asked at each pause, while nothing of the application's
-    /// can reach a device. Answers within a bounded time.
-    pub unused: fn() -> Vec<VaRange>,
-    /// Why work of this process may reach a device past its gate, asked at each pause. Then only the process
-    /// itself may ask for one, which knows when it launches nothing.
-    pub ungated: fn() -> Option<String>,
-    /// Why device memory of this process may be pinned where nobody sees it, and what would help; asked at each pause
-    /// that is to take some away.
-    pub unseen_pins: fn() -> Option<String>,
-    /// Why NCCL's memory cannot leave while the process runs on: work may need it that is not held back.
-    pub unseen_nccl: fn() -> Option<String>,
-    /// Why the driver could not bring this process back from a deep pause, as far as the pool does not know; asked before one.
-    pub unfreezable: fn() -> Option<String>,
-    /// How many threads bring new host memory in. With none it comes in as contents are copied there.
-    pub toucher_threads: usize,
-    /// What the tenant may hold on each GPU, where this process is the first to count.
-    pub budgets: Option<Budgets>,
-    /// Which number a device has on this machine, where that is known.
-    pub gpu_index: fn(DeviceOrdinal, Option<PciAddress>) -> Option<u32>,
-    /// All memory of a device, in bytes; 0 where that is not known. Asked once a device, when counting begins.
-    pub device_bytes: fn(DeviceOrdinal) -> u64,
-}
-
-impl MemberConfig {
-    /// What must be said, and no more: no family; a fair tenant that does not queue; host memory without a limit, anywhere, and none ahead of a pause; no contexts of the
-    /// application's own, nothing known to be unused, everything gated, no pins and no work of NCCL's unseen, nothing that keeps it from a deep pause, one thread
-    /// for new host memory, and no budgets.
-    pub fn new(run_dir: RunDir, tenant: TenantName, command: &str, version: &str) -> Self {
-        Self {
-            run_dir,
-            tenant,
-            family: None,
-            family_wait: FAMILY_WAIT,
-            turns: TurnSettings::default(),
-            command: command.to_owned(),
-            version: version.to_owned(),
-            host_limits: Vec::new,
-            host_figures: Vec::new,
-            prepares_up_to: None,
-            spills: false,
-            is_in_memory: |_| false,
-            node_of: |_| None,
-            own_contexts: Vec::new,
-            captures: Arc::default(),
-            unused: Vec::new,
-            ungated: || None,
-            unseen_pins: || None,
-            unseen_nccl: || None,
-            unfreezable: || None,
-            toucher_threads: 1,
-            budgets: None,
-            gpu_index: |device, _| u32::try_from(device.0).ok(),
-            device_bytes: |_| 0,
-        }
-    }
-}
-
-/// Why a process could not join.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum JoinError {
-    /// The driver lacks what a pause needs.
-    #[error(transparent)]
-    Unsupported(#[from] Unsupported),
-    /// The run directory is not usable.
-    #[error(transparent)]
-    RunDir(#[from] RunDirError),
-    /// The system gave no randomness, thread or pipe.
-    #[error("{what} could not be had: {source}")]
-    System {
-        /// What was asked for.
-        what: &'static str,
-        /// What the system said.
-        #[source]
-        source: std::io::Error,
-    },
-}
-
-/// What came of [`Member::wait_for`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Waited {
-    /// It has happened.
-    Done,
-    /// It failed for everybody, and this is why.
-    GivenUp(String),
-    /// Neither, so far.
-    NotYet,
-}
-
 #[derive(Debug)]
 pub(crate) struct Status {
     pub(crate) state: MemberState,
@@ -206,7 +85,7 @@ pub(crate) struct Status {
     pub(crate) changes: u64,
     /// When it did last.
     pub(crate) changed_at: Instant,
-    /// The last step it was asked for, for people.
+    /// The last step that was requested of it, for people.
     pub(crate) asked: Option<Asked>,
     pub(crate) rounds: Rounds,
     pub(crate) pauses: u64,
@@ -216,9 +95,9 @@ pub(crate) struct Status {
     pub(crate) last_pause: Vec<(Phase, PhaseReport)>,
     pub(crate) last_resume: Vec<(Phase, PhaseReport)>,
     pub(crate) pause_times: PauseTimes,
-    /// A pause of NCCL's memory was the last that was asked for, and not a resume of it.
+    /// A pause of NCCL's memory was the last that was requested, and not a resume of it.
     pub(crate) nccl_is_asked_away: bool,
-    /// What the application itself has asked for and waits in.
+    /// What the application itself has requested and waits in.
     pub(crate) consent: Option<Action>,
     /// Why what the application waits in will not happen.
     pub(crate) given_up: Option<String>,
@@ -266,31 +145,6 @@ pub struct Member<D: Driver> {
     /// What it holds, where that is counted against the tenant's budgets.
     counting: Mutex<Option<Arc<budget::Share>>>,
     idle: idleness::Watch,
-}
-
-/// One token, taken and put back: a lock that can be waited for with a deadline.
-#[derive(Debug)]
-struct Turns(Sender<()>, Receiver<()>);
-
-/// While it lives, this process itself asks for a pause.
-#[derive(Debug)]
-pub struct Asking<'a>(&'a AtomicUsize);
-
-impl Drop for Asking<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
-/// The turn of one thread; dropping it passes it on.
-#[derive(Debug)]
-pub struct Turn<'a>(&'a Sender<()>);
-
-impl Drop for Turn<'_> {
-    fn drop(&mut self) {
-        // There is room: this is the one token.
-        let _put_back = self.0.try_send(());
-    }
 }
 
 impl<D: Driver> Member<D> {
@@ -383,24 +237,6 @@ impl<D: Driver> Member<D> {
         let all_had_time = new_name.is_none_or(|since| since.elapsed() > agent::NAMES_AGAIN_AFTER);
         let is_there = self.has_left.load(Ordering::SeqCst) || self.dir.has_member(self.id);
         all_had_time && is_there
-    }
-
-    /// Waits for this thread's turn to pause or resume the process alone; none at `deadline`, and then what
-    /// follows finds the process in the other's hands.
-    pub fn take_turn(&self, deadline: Instant) -> Option<Turn<'_>> {
-        self.turns.1.recv_deadline(deadline).ok().map(|()| Turn(&self.turns.0))
-    }
-
-    /// The calling thread asks for a pause that takes part of this process too, and answers for it that nothing
-    /// is launched meanwhile.
-    pub fn asks_itself(&self) -> Asking<'_> {
-        self.asking.fetch_add(1, Ordering::SeqCst);
-        Asking(&self.asking)
-    }
-
-    /// Does the application itself ask for a pause now?
-    pub(crate) fn is_asking(&self) -> bool {
-        self.asking.load(Ordering::SeqCst) > 0 || self.status().consent == Some(Action::Pause)
     }
 
     /// For a forked child, which is no member: closes its copies of the agent's sockets, and of descriptors that
@@ -613,36 +449,6 @@ impl<D: Driver> Member<D> {
         }
     }
 
-    /// The application itself asks for `action` and stands still until it has happened: says so to
-    /// whoever coordinates. Returns how often the action has happened so far.
-    pub fn consent(&self, action: Action) -> u64 {
-        let count = {
-            let mut status = self.status();
-            status.consent = Some(action);
-            status.given_up = None;
-            status.count(action)
-        };
-        self.waker.wake();
-        count
-    }
-
-    /// The application stands in [`Member::consent`] no more.
-    pub fn withdraw_consent(&self) {
-        self.status().consent = None;
-    }
-
-    /// The `action` that the application waits in will not happen.
-    pub(crate) fn give_up(&self, action: Action, why: String) {
-        {
-            let mut status = self.status();
-            if status.consent != Some(action) {
-                return;
-            }
-            status.given_up = Some(why);
-        }
-        self.changed.notify_all();
-    }
-
     /// Is its process at its end?
     pub(crate) fn has_left(&self) -> bool {
         self.has_left.load(Ordering::SeqCst)
@@ -666,46 +472,6 @@ impl<D: Driver> Member<D> {
         let _woken =
             self.changed.wait_timeout(status, rest).unwrap_or_else(PoisonError::into_inner);
     }
-
-    /// Waits until `action` has happened more often than `count`, until it is known that it will not, or
-    /// until `deadline`.
-    pub fn wait_for(&self, action: Action, count: u64, deadline: Instant) -> Waited {
-        let mut status = self.status();
-        loop {
-            if status.count(action) > count {
-                return Waited::Done;
-            }
-            if let Some(why) = status.given_up.take() {
-                return Waited::GivenUp(why);
-            }
-            let now = Instant::now();
-            if now >= deadline {
-                return Waited::NotYet;
-            }
-            status = self
-                .changed
-                .wait_timeout(status, deadline - now)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
-    }
-}
-
-impl Default for Turns {
-    fn default() -> Self {
-        let (put, take) = crossbeam_channel::bounded(1);
-        let _first = put.try_send(());
-        Self(put, take)
-    }
-}
-
-impl Status {
-    fn count(&self, action: Action) -> u64 {
-        match action {
-            Action::Pause => self.pauses,
-            Action::Resume => self.resumes,
-        }
-    }
 }
 
 fn random_id() -> std::io::Result<MemberId> {
@@ -713,9 +479,6 @@ fn random_id() -> std::io::Result<MemberId> {
     getrandom::fill(&mut bytes).map_err(|error| std::io::Error::other(error.to_string()))?;
     Ok(MemberId(u64::from_le_bytes(bytes)))
 }
-
-/// How long opening memory of another tenant waits while that is paused, where nothing is said.
-pub const FAMILY_WAIT: Duration = Duration::from_secs(30);
 
 /// Time for exchanges between agents that need no device.
 pub(crate) const AGENT_TIMEOUT: Duration = Duration::from_secs(30);

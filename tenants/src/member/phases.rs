@@ -6,27 +6,23 @@ use std::time::Instant;
 use vmm_pool::driver::{DeviceOrdinal, Driver};
 use vmm_pool::gate::Call;
 use vmm_pool::{
-    After, Aside, Away, Copies, Done, Draining, Failed, FromOffloaded, FromOpen, Keeper, NotShut,
-    Origin, Returning, Schedule, Selection, Shut, StepLog, Undone, UninheritedFd,
+    After, Copies, Done, Draining, Failed, Keeper, NotShut, Origin, Schedule, Selection, Shut,
+    StepLog, Undone,
 };
 
 use super::failures::{
-    drain_failure, failed_inside, faulted, import_failure, in_capture, not_undone_yet,
-    pool_failure, wrong_state,
+    drain_failure, failed_inside, faulted, in_capture, not_undone_yet, pool_failure, wrong_state,
 };
-use super::fetch::Missing;
 use super::progress::Progress;
-use super::selection::Resumed;
 use super::{Member, Status};
 use crate::cut::{Limits, Seen};
-use crate::descriptors::free_descriptors;
 use crate::host_memory::HostNeed;
 use crate::phase::{Action, Stage};
 use crate::references::{References, Stay};
 use crate::scope::Scope;
 use crate::state::Event;
 use crate::wire::{
-    DeviceDelta, Failure, FailureKind, MemberState, Needed, Order, Phase, PhaseReport, Reply,
+    DeviceDelta, Failure, FailureKind, MemberState, Order, Phase, PhaseReport, Reply,
 };
 
 impl<D: Driver> Member<D> {
@@ -171,7 +167,7 @@ impl<D: Driver> Member<D> {
         self.take_keeper()?.close().map_err(|failed| self.not_shut(failed))
     }
 
-    fn shut<W: Origin>(&self, deadline: Instant) -> Result<Shut<D, W>, Failure> {
+    pub(super) fn shut<W: Origin>(&self, deadline: Instant) -> Result<Shut<D, W>, Failure> {
         let called_off = || self.calling_off.is_raised();
         self.take_keeper()?.shut(deadline, called_off).map_err(|failed| self.not_shut(failed))
     }
@@ -264,7 +260,7 @@ impl<D: Driver> Member<D> {
             }
         };
         // Asked only now: from here on no work of the application's can put anything there. What was said before
-        // is void, also without an answer. Whoever knows may need the lock of an allocator, and would wait for it until the
+        // is void, also without an answer. The code that knows may need the lock of an allocator, and would wait for it until the
         // resume where a thread at the gate has it, with the interpreter's lock in its hands.
         let waiting = quiesced.pool().gate().waiting();
         let is_locked = waiting.iter().any(|waiting| waiting.call == Call::Memory);
@@ -294,7 +290,7 @@ impl<D: Driver> Member<D> {
         self.refuse_capture()
     }
 
-    /// What the step needs that is asked for, where it follows the one before.
+    /// What the requested step needs, if it follows the one before.
     pub(super) fn next_of<T>(
         &self,
         take: impl FnOnce(Progress<D>) -> Result<T, Box<Progress<D>>>,
@@ -302,7 +298,7 @@ impl<D: Driver> Member<D> {
         take(self.take_progress()).map_err(|progress| self.out_of_turn(*progress))
     }
 
-    /// Puts `progress` back: the step that was asked for does not follow it.
+    /// Puts `progress` back: the requested step does not follow it.
     pub(super) fn out_of_turn(&self, progress: Progress<D>) -> Failure {
         let message =
             format!("process {}: this step does not follow the one before", std::process::id());
@@ -364,7 +360,7 @@ impl<D: Driver> Member<D> {
         }
     }
 
-    /// Whoever has asked for a pause together with others waits until all of them have released, which this process knows by
+    /// A thread that has requested a pause together with others waits until all of them have released, which this process knows by
     /// what follows that.
     fn count_pause(&self) {
         let mut status = self.status();
@@ -470,7 +466,7 @@ impl<D: Driver> Member<D> {
         PhaseReport { notes: notes.collect(), devices: self.deltas(&away), ..Default::default() }
     }
 
-    /// Maps again what was unmapped, and runs on. Nobody else is needed for that, whoever has died meanwhile.
+    /// Maps again what was unmapped, and runs on. Nobody else is needed for that, also when others have died meanwhile.
     pub(super) fn abort_pause(&self) -> Result<PhaseReport, Failure> {
         match self.state() {
             MemberState::Offloading => {}
@@ -507,243 +503,6 @@ impl<D: Driver> Member<D> {
         self.cut.release();
         drop(spare);
         Ok(report(log))
-    }
-
-    /// Shuts the gate for a resume of `scope`.
-    pub(super) fn begin_resume(
-        &self,
-        scope: &Scope,
-        deadline: Instant,
-    ) -> Result<Resume<D>, Failure> {
-        let resume = match self.resumed(scope, self.state()) {
-            Resumed::Aside(aside) => {
-                self.expect(MemberState::Active)?;
-                let shut = self.shut(deadline)?;
-                self.transition(Event::TagResumeBegun)?;
-                Resume::Aside(shut, aside)
-            }
-            Resumed::Away(away) => {
-                self.expect(MemberState::Paused)?;
-                let shut = self.shut(deadline)?;
-                self.transition(Event::ResumeBegun)?;
-                Resume::Away(shut, away)
-            }
-        };
-        self.status().last_resume.clear();
-        Ok(resume)
-    }
-
-    fn create_own(&self, scope: &Scope, deadline: Instant) -> Result<PhaseReport, Failure> {
-        self.refuse_shared(scope)?;
-        let resume = self.begin_resume(scope, deadline)?;
-        let selection = resume.selection();
-        let undone = undone_resume(&selection);
-        let taken = self.by_device(self.pool.offloaded_bytes(&selection));
-        let created = match resume {
-            Resume::Aside(shut, aside) => shut.create_own(aside),
-            Resume::Away(shut, away) => shut.create_own(away),
-        };
-        match created {
-            Ok((arriving, log)) => {
-                self.set_progress(Progress::Arriving(arriving, 0));
-                Ok(PhaseReport { devices: self.deltas(&taken), ..report(log) })
-            }
-            Err(Failed { state, error }) => {
-                // Nothing was taken; stand as before, so that the same resume can be tried later.
-                self.transition(undone)?;
-                self.set_progress(Progress::Rest(state.end()));
-                Err(pool_failure(&error))
-            }
-        }
-    }
-
-    fn restore(&self) -> Result<PhaseReport, Failure> {
-        self.expect(MemberState::Restoring)?;
-        let (arriving, _) = self.next_of(Progress::into_arriving)?;
-        match arriving.restore_rest(free_descriptors() / 4) {
-            Ok((returning, moved)) => {
-                self.set_progress(Progress::Returning(returning));
-                // All of it was created by then, unless it comes by stages.
-                let bytes = if moved.log.bytes == 0 { moved.copied_bytes } else { moved.log.bytes };
-                Ok(PhaseReport { bytes, ..self.staged(moved, BTreeMap::new()) })
-            }
-            Err(Failed { state, error }) => {
-                self.set_progress(Progress::Returning(*state));
-                Err(pool_failure(&error))
-            }
-        }
-    }
-
-    fn take_returning(&self) -> Result<Returning<D>, Failure> {
-        self.expect(MemberState::Restoring)?;
-        self.next_of(Progress::into_returning)
-    }
-
-    fn import(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
-        let (log, missing) = self.fetch_imports(deadline)?;
-        if let Some(missing) = missing.into_iter().next() {
-            return Err(import_failure(&missing.into()));
-        }
-        self.map_imports(log)
-    }
-
-    fn import_from_living(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
-        self.expect(MemberState::Restoring)?;
-        let mut notes = self.leave_lost_out();
-        let (log, missing) = self.fetch_imports(deadline)?;
-        notes.extend(missing.iter().map(|missing| self.leave_missing_out(missing)));
-        let mut report = self.map_imports(log)?;
-        report.notes.extend(notes);
-        Ok(report)
-    }
-
-    fn fetch_imports(&self, deadline: Instant) -> Result<(StepLog, Vec<Missing>), Failure> {
-        let mut returning = self.take_returning()?;
-        let fetched = self.import_again(&mut returning, deadline);
-        self.set_progress(Progress::Returning(returning));
-        fetched.map_err(|error| import_failure(&error))
-    }
-
-    /// All that comes before the gate opens is done with that.
-    fn map_imports(&self, mut log: StepLog) -> Result<PhaseReport, Failure> {
-        match self.take_returning()?.map_imports() {
-            Ok((restored, mapped)) => {
-                self.set_progress(Progress::Restored(restored));
-                log.add(mapped);
-                Ok(report(log))
-            }
-            Err(Failed { state, error }) => {
-                self.set_progress(Progress::Returning(*state));
-                Err(pool_failure(&error))
-            }
-        }
-    }
-
-    pub(super) fn activate(&self) -> Result<PhaseReport, Failure> {
-        self.expect(MemberState::Restoring)?;
-        let restored = self.next_of(Progress::into_restored)?;
-        let selection = restored.selection().clone();
-        let (done, spare) = restored.commit();
-        self.transition(Event::Resumed)?;
-        self.status().resumes += u64::from(!matches!(selection, Selection::SetAside(..)));
-        self.changed.notify_all();
-        self.set_progress(Progress::Rest(done.end()));
-        self.nccl_follows(&selection);
-        self.cut.release();
-        self.close_later(spare);
-        Ok(PhaseReport::default())
-    }
-
-    /// Closes descriptors after the answer is out: nobody waits for that.
-    fn close_later(&self, spare: Vec<std::os::fd::OwnedFd>) {
-        self.spare
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-            .extend(spare.into_iter().map(UninheritedFd::from));
-    }
-
-    /// Closes what [`Member::close_later`] was given. Behind the last step of a round it offers the driver once more what that
-    /// would not take back: the next step that does may be a pause in some hours.
-    pub(super) fn close_spare(&self, done: Option<Phase>) {
-        let spare = std::mem::take(
-            &mut *self.spare.lock().unwrap_or_else(std::sync::PoisonError::into_inner),
-        );
-        drop(spare);
-        if done.is_some_and(Phase::is_last) && self.state() == MemberState::Active {
-            self.pool.release_deferred();
-        }
-    }
-
-    pub(super) fn abort_resume(&self) -> Result<PhaseReport, Failure> {
-        match self.state() {
-            MemberState::Restoring => {}
-            MemberState::Active | MemberState::Paused | MemberState::Deep => {
-                return Ok(PhaseReport::default());
-            }
-            MemberState::Faulted => return Err(faulted()),
-            state @ MemberState::Offloading => {
-                return Err(wrong_state(format!("a resume cannot be undone while {state:?}")));
-            }
-        }
-        let (selection, undone) = match self.take_progress() {
-            Progress::Returning(returning) => (returning.selection().clone(), returning.undo()),
-            Progress::Arriving(arriving, _) => (arriving.selection().clone(), arriving.undo()),
-            Progress::Restored(restored) => (restored.selection().clone(), restored.undo()),
-            progress @ (Progress::Taken
-            | Progress::Rest(_)
-            | Progress::Draining(..)
-            | Progress::Quiesced(..)
-            | Progress::Leaving(_)
-            | Progress::Prepared(_)
-            | Progress::Departing(..)
-            | Progress::Frozen(_)
-            | Progress::Released(..)) => return Err(self.out_of_turn(progress)),
-        };
-        let (done, log) = undone.map_err(|Failed { state, error }| {
-            self.set_progress(Progress::Returning(*state));
-            pool_failure(&error)
-        })?;
-        self.transition(undone_resume(&selection))?;
-        self.set_progress(Progress::Rest(done.end()));
-        Ok(report(log))
-    }
-
-    /// Says what a resume of `scope` would need on each device, and what is free there. Refuses what the tenant's budget does
-    /// not have.
-    pub(super) fn run_needs(&self, scope: &Scope, all_devices: bool) -> Reply {
-        match self.state() {
-            state @ (MemberState::Active | MemberState::Paused) => {
-                let selection = self.resumed_selection(scope, state);
-                if let Err(error) = self.pool.check_budget(&selection) {
-                    return Reply::Failed(pool_failure(&error));
-                }
-                let mut away = self.pool.offloaded_bytes(&selection);
-                if all_devices {
-                    let driver = self.pool.driver();
-                    let devices = (0..driver.device_count().unwrap_or(0)).map(DeviceOrdinal);
-                    let used = |device: &DeviceOrdinal| driver.has_primary_context(*device);
-                    for device in devices.filter(|device| used(device) == Ok(true)) {
-                        away.entry(device).or_default();
-                    }
-                }
-                let away = self.by_device(away);
-                let largest_bytes = self.pool.largest_offloaded_bytes(&selection);
-                Reply::Needs(Needed { devices: self.deltas(&away), largest_bytes })
-            }
-            MemberState::Faulted => Reply::Failed(faulted()),
-            MemberState::Deep => Reply::Failed(self.frozen()),
-            state @ (MemberState::Offloading | MemberState::Restoring) => {
-                Reply::Failed(wrong_state(format!(
-                    "process {} is {state:?}: what a resume needs is known when it runs or is paused",
-                    std::process::id()
-                )))
-            }
-        }
-    }
-}
-
-/// A resume that has shut the gate.
-pub(super) enum Resume<D: Driver> {
-    /// Of a process that runs.
-    Aside(Shut<D, FromOpen>, Aside),
-    /// Of one whose memory is away.
-    Away(Shut<D, FromOffloaded>, Away),
-}
-
-impl<D: Driver> Resume<D> {
-    fn selection(&self) -> Selection {
-        match self {
-            Self::Aside(_, aside) => aside.clone().into(),
-            Self::Away(_, away) => away.clone().into(),
-        }
-    }
-}
-
-/// What happens to a process whose resume of `selection` is undone.
-fn undone_resume(selection: &Selection) -> Event {
-    match selection {
-        Selection::SetAside(..) => Event::TagResumeUndone,
-        Selection::Whole | Selection::Staged(_) | Selection::Tagged(..) => Event::ResumeUndone,
     }
 }
 

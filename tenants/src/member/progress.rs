@@ -50,18 +50,9 @@ pub(super) enum Outlook {
 
 impl<D: Driver> Progress<D> {
     pub(super) fn outlook(&self) -> Outlook {
-        match self {
-            Self::Prepared(_) | Self::Departing(..) | Self::Restored(_) => Outlook::InDoubt,
-            Self::Taken
-            | Self::Rest(_)
-            | Self::Draining(..)
-            | Self::Quiesced(..)
-            | Self::Leaving(_)
-            | Self::Released(..)
-            | Self::Frozen(_)
-            | Self::Arriving(..)
-            | Self::Returning(_) => Outlook::Aborts,
-        }
+        let is_in_doubt =
+            matches!(self, Self::Prepared(_) | Self::Departing(..) | Self::Restored(_));
+        if is_in_doubt { Outlook::InDoubt } else { Outlook::Aborts }
     }
 
     /// The context is lost: what is under way is neither finished nor undone.
@@ -83,48 +74,38 @@ impl<D: Driver> Progress<D> {
     }
 }
 
-/// What the next step needs, where that is the stage; the stage as it is, where it is another.
+/// What a step needs, if that is the stage; the stage as it is, if it is another.
+macro_rules! into {
+    ($($(#[$doc:meta])* $name:ident: $stage:pat => $needs:expr => $what:ty;)*) => {
+        impl<D: Driver> Progress<D> {$(
+            $(#[$doc])*
+            pub(super) fn $name(self) -> Result<$what, Box<Self>> {
+                match self {
+                    $stage => Ok($needs),
+                    other => Err(Box::new(other)),
+                }
+            }
+        )*}
+    };
+}
+
+into! {
+    into_draining: Self::Draining(step, memory) => (step, memory) => (Draining<D>, Selection);
+    into_quiesced: Self::Quiesced(step, memory) => (step, memory) => (Quiesced<D>, Selection);
+    /// For whatever begins.
+    into_keeper: Self::Rest(step) | Self::Released(step, _) => step => Keeper<D>;
+    into_frozen: Self::Frozen(step) => step => Frozen<D>;
+    into_released: Self::Released(step, memory) => (step, memory) => (Keeper<D>, Selection);
+    into_arriving: Self::Arriving(step, next) => (step, next) => (Arriving<D>, u32);
+    into_returning: Self::Returning(step) => step => Returning<D>;
+    into_restored: Self::Restored(step) => step => Restored<D>;
+}
+
 #[expect(
     clippy::wildcard_enum_match_arm,
     reason = "every other stage is out of turn, also a new one"
 )]
 impl<D: Driver> Progress<D> {
-    pub(super) fn into_draining(self) -> Result<(Draining<D>, Selection), Box<Self>> {
-        match self {
-            Self::Draining(draining, selection) => Ok((draining, selection)),
-            other => Err(Box::new(other)),
-        }
-    }
-
-    pub(super) fn into_quiesced(self) -> Result<(Quiesced<D>, Selection), Box<Self>> {
-        match self {
-            Self::Quiesced(quiesced, selection) => Ok((quiesced, selection)),
-            other => Err(Box::new(other)),
-        }
-    }
-
-    /// For whatever begins.
-    pub(super) fn into_keeper(self) -> Result<Keeper<D>, Box<Self>> {
-        match self {
-            Self::Rest(keeper) | Self::Released(keeper, _) => Ok(keeper),
-            other => Err(Box::new(other)),
-        }
-    }
-
-    pub(super) fn into_frozen(self) -> Result<Frozen<D>, Box<Self>> {
-        match self {
-            Self::Frozen(frozen) => Ok(frozen),
-            other => Err(Box::new(other)),
-        }
-    }
-
-    pub(super) fn into_released(self) -> Result<(Keeper<D>, Selection), Box<Self>> {
-        match self {
-            Self::Released(keeper, selection) => Ok((keeper, selection)),
-            other => Err(Box::new(other)),
-        }
-    }
-
     /// For stage number `stage`, or for all that is left; with the number of the next stage. From here on there is no way back.
     pub(super) fn into_departing(
         self,
@@ -137,27 +118,6 @@ impl<D: Driver> Progress<D> {
             Self::Departing(departing, next) if stage.unwrap_or(next) == next => {
                 Ok((departing, next))
             }
-            other => Err(Box::new(other)),
-        }
-    }
-
-    pub(super) fn into_arriving(self) -> Result<(Arriving<D>, u32), Box<Self>> {
-        match self {
-            Self::Arriving(arriving, next) => Ok((arriving, next)),
-            other => Err(Box::new(other)),
-        }
-    }
-
-    pub(super) fn into_returning(self) -> Result<Returning<D>, Box<Self>> {
-        match self {
-            Self::Returning(returning) => Ok(returning),
-            other => Err(Box::new(other)),
-        }
-    }
-
-    pub(super) fn into_restored(self) -> Result<Restored<D>, Box<Self>> {
-        match self {
-            Self::Restored(restored) => Ok(restored),
             other => Err(Box::new(other)),
         }
     }

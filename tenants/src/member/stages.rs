@@ -8,8 +8,9 @@ use vmm_pool::{ByDevice, Left, Moved};
 
 use super::Member;
 use super::failures::pool_failure;
-use super::phases::{Resume, report};
+use super::phases::report;
 use super::progress::Progress;
+use super::resuming::Resume;
 use crate::phase::Window;
 use crate::scope::Scope;
 use crate::wire::{Failure, MemberState, PhaseReport, StageLeft, StageReport};
