@@ -31,10 +31,12 @@ mod shared_memory;
 mod shortage;
 mod spilling;
 mod stepping;
+mod steps;
 mod stillness;
 mod swap;
 #[cfg(test)]
 mod tests;
+mod undoing;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -61,7 +63,6 @@ use peers::Everybody;
 use session::Session;
 use spilling::Room;
 
-use crate::host_memory::HostShortage;
 use crate::identity::{MemberId, TenantName};
 use crate::phase::Stage;
 use crate::run_dir::{CoordinatorLock, RunDir, RunDirError, TenantDir};
@@ -288,18 +289,14 @@ impl Coordinator {
         let mut patience = Patience::new(&self.options);
         let mut room = Room::default();
         loop {
-            let mut short = None;
-            let mut outcome = self.try_act(dir, lock, action, patience, &mut short, progress);
+            let mut outcome = self.try_act(dir, lock, action, patience, progress);
             if let Ok(Outcome::Completed(report)) = &mut outcome {
                 report.notes.extend(room.notes());
             }
             match outcome {
                 // With the newcomers, then.
                 Err(CoordinatorError::Joined { .. }) if tries < JOINED_TRIES_MAX => tries += 1,
-                // Everybody runs again, and others may have room to give.
-                Err(error)
-                    if error.left_unchanged()
-                        && self.makes_room(&mut room, short.as_ref(), progress) => {}
+                Err(error) if self.makes_room(&mut room, &error, progress) => {}
                 Err(error) if error.is_lent() => match patience.next() {
                     Some(next) => patience = next,
                     None => return Err(error),
@@ -315,11 +312,9 @@ impl Coordinator {
         lock: &CoordinatorLock,
         action: Action,
         patience: Patience,
-        short: &mut Option<HostShortage>,
         progress: &mut dyn FnMut(Event<'_>),
     ) -> Result<Outcome, CoordinatorError> {
         let mut session = Session::open(dir, lock, &self.options, action, progress)?;
-        session.patience = patience;
         session.recover()?;
         let members = session.members_for(action)?;
         let is_deep = action == Action::Pause && self.options.depth == Depth::Contexts;
@@ -335,11 +330,7 @@ impl Coordinator {
                 Action::Resume => Outcome::AlreadyActive,
             });
         }
-        let done = session.run(action, members);
-        if done.as_ref().is_err_and(CoordinatorError::left_unchanged) {
-            session.freeze_again();
-        }
-        *short = session.host_short.take();
+        let done = session.run(action, members, patience);
         let report = done.map_err(|error| self.with_holders(error, None))?;
         tracing::info!(wall_us = report.wall_us, losses = report.losses.len(), "done");
         Ok(Outcome::Completed(Box::new(report)))

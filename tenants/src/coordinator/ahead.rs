@@ -136,7 +136,7 @@ impl Coordinator {
 
     fn greet_everybody(&self, dir: &TenantDir) -> Result<Preparing, PrepareError> {
         let timeout = self.options.contact_timeout;
-        let Everybody { mut peers, mut failures, .. } =
+        let Everybody { mut peers, mut failures } =
             Everybody::connect(dir, Step::Hello, Instant::now() + timeout)?;
         failures.extend(peers.greet(timeout, self.options.interrupt.as_ref()));
         self.refuse_interrupted()?;

@@ -136,7 +136,7 @@ impl Coordinator {
         drop(self.connect_all(&dir)?);
         let file = BudgetFile::edit(&dir)?;
         // Once the file is there, a process that joins finds it.
-        let Everybody { mut peers, mut failures, .. } = self.connect_all(&dir)?;
+        let Everybody { mut peers, mut failures } = self.connect_all(&dir)?;
         for index in 0..peers.list.len() {
             failures.extend(peers.ask(index, &Count, self.options.contact_timeout).err());
         }

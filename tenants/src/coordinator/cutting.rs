@@ -7,7 +7,8 @@
 use std::time::{Duration, Instant};
 
 use super::report::{CutSummary, Event, MemberFailure, Report, Step};
-use super::session::{OnFailure, Session, Stop, micros, millis};
+use super::session::{Session, Stop, micros, millis};
+use super::steps::OnFailure;
 use super::stillness::Stillness;
 use crate::cut::plan::{Pace, Plan, Verdict};
 use crate::cut::{CutReport, Lag, Laggard, Limits, foreign_ranks, laggards};
@@ -76,20 +77,21 @@ fn patience(stalls: u32) -> Duration {
 
 impl Session<'_> {
     /// Brings `members` to a cut, has them take `phase` there, which shuts their gates, and lets calls in until their
-    /// devices are idle. Where that is not possible for a capture, `undo` lets them run on, to another cut.
+    /// devices are idle. Where that is not possible for a capture, `undo` lets them run on, to another cut. Who is missing goes
+    /// to `absent`, also where it fails.
     pub(super) fn cut_and_take(
         &mut self,
         phase: Phase,
         undo: Phase,
         members: &[usize],
+        absent: &mut Vec<String>,
         report: &mut Report,
     ) -> Result<(), Stop> {
         let began = Instant::now();
         let deadline = began + self.options.cut_timeout();
         let mut summary = CutSummary::default();
         loop {
-            let (notes, plan) = self.reach_cut(members, deadline, &mut summary)?;
-            report.notes = notes;
+            let plan = self.reach_cut(members, deadline, absent, &mut summary)?;
             let closing = Instant::now();
             let result = self.phase_step(phase, members, OnFailure::Stop);
             if self.is_called_off() {
@@ -123,13 +125,14 @@ impl Session<'_> {
         }
     }
 
-    /// Holds `members` until all that was launched can end. What a person should know of the cut, and how it was found.
+    /// Holds `members` until all that was launched can end.
     fn reach_cut(
         &mut self,
         members: &[usize],
         deadline: Instant,
+        absent: &mut Vec<String>,
         summary: &mut CutSummary,
-    ) -> Result<(Vec<String>, Plan), Stop> {
+    ) -> Result<Plan, Stop> {
         let mut held = self.hold_all(members)?;
         let launched_before = launched(&held);
         let mut plan = Plan::default();
@@ -142,7 +145,7 @@ impl Session<'_> {
                 return Err(Stop::CalledOff);
             }
             let reports: Vec<_> = held.iter().map(|held| &held.report).collect();
-            self.absent = foreign_ranks(&reports);
+            *absent = foreign_ranks(&reports);
             let pace = still.pace(progress(&reports), patience(stalls));
             let verdict = plan.update(&reports, pace);
             if pace == Pace::Stalled {
@@ -156,7 +159,7 @@ impl Session<'_> {
             let current = |(held, limits): (&Held, &Limits)| held.fresh && held.sent == *limits;
             if verdict == Verdict::Settled && held.iter().zip(&limits).all(current) {
                 summary.launches += launched(&held).saturating_sub(launched_before);
-                return Ok((self.absent.clone(), plan));
+                return Ok(plan);
             }
             let late = laggards(plan.limits(), &reports);
             if self.options.passes_by_memory_waits

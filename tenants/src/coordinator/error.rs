@@ -5,6 +5,7 @@ use std::fmt;
 use super::report::MemberFailure;
 use super::shortage::DeviceShortage;
 use crate::code::Code;
+use crate::host_memory::HostShortage;
 use crate::identity::TenantName;
 use crate::run_dir::RunDirError;
 use crate::scope::Scope;
@@ -173,6 +174,8 @@ pub enum CoordinatorError {
         runs: bool,
         /// Who did not do their part; never empty.
         failures: Vec<MemberFailure>,
+        /// The limit that leaves too little host memory, if that is why.
+        host_short: Option<Box<HostShortage>>,
         /// Who could not be taken back.
         undo_failures: Vec<MemberFailure>,
         /// Of a resume: devices that cannot hold the tenant now, and who holds them.
@@ -198,25 +201,14 @@ impl CoordinatorError {
         self.failures().iter().any(shared) && self.left_unchanged()
     }
 
+    /// The limit that leaves too little host memory for the tenant, if that is why it was refused.
+    pub(super) fn host_short(&self) -> Option<&HostShortage> {
+        if let Self::Refused { host_short, .. } = self { host_short.as_deref() } else { None }
+    }
+
     /// Devices that cannot hold the tenant now; empty when something else was the matter.
     pub fn shortages(&self) -> &[DeviceShortage] {
-        match self {
-            Self::Refused { shortages, .. } => shortages,
-            Self::NoSuchTenant { .. }
-            | Self::NoProcess { .. }
-            | Self::Joined { .. }
-            | Self::RunDir(_)
-            | Self::Unreachable { .. }
-            | Self::NoGreeting { .. }
-            | Self::UnknownTags { .. }
-            | Self::PausedAlready { .. }
-            | Self::NotDeep { .. }
-            | Self::VersionsDiffer { .. }
-            | Self::Faulted { .. }
-            | Self::CalledOff { .. }
-            | Self::FailedTogether { .. }
-            | Self::Unrecovered { .. } => &[],
-        }
+        if let Self::Refused { shortages, .. } = self { shortages } else { &[] }
     }
 
     /// How much device memory was missing, when that is why: the largest figure of one device.
@@ -227,72 +219,36 @@ impl CoordinatorError {
         if let Some(most) = shortages.iter().map(DeviceShortage::missing_bytes).max() {
             return Some(most);
         }
-        let missing = failures.iter().filter_map(|failure| match failure.failure.kind {
-            FailureKind::OutOfDeviceMemory { missing_bytes } => Some(missing_bytes),
-            FailureKind::InCapture
-            | FailureKind::CutNotReached
-            | FailureKind::DrainTimeout
-            | FailureKind::OutOfHostMemory
-            | FailureKind::WrongState
-            | FailureKind::PeerGone
-            | FailureKind::NoConsent
-            | FailureKind::CalledOff
-            | FailureKind::NotNow
-            | FailureKind::Shared
-            | FailureKind::Lent
-            | FailureKind::LenderAway
-            | FailureKind::Unknown
-            | FailureKind::Driver
-            | FailureKind::Faulted => None,
+        let missing = failures.iter().filter_map(|failure| {
+            let kind = failure.failure.kind;
+            if let FailureKind::OutOfDeviceMemory { missing_bytes } = kind {
+                Some(missing_bytes)
+            } else {
+                None
+            }
         });
         missing.max()
     }
 
     /// Can the same call succeed later, when others have given memory back or finished what they do?
     pub fn is_retryable(&self) -> bool {
-        match self {
-            Self::RunDir(error) => {
-                matches!(error, RunDirError::Locked { .. } | RunDirError::LockGone { .. })
-            }
-            Self::Joined { .. } => true,
-            Self::Refused { failures, undo_failures, .. } => {
-                undo_failures.is_empty()
-                    && failures.iter().all(|failure| may_pass(failure.failure.kind))
-            }
-            Self::CalledOff { undo_failures, .. } => undo_failures.is_empty(),
-            Self::NoSuchTenant { .. }
-            | Self::NoProcess { .. }
-            | Self::Unreachable { .. }
-            | Self::NoGreeting { .. }
-            | Self::UnknownTags { .. }
-            | Self::PausedAlready { .. }
-            | Self::NotDeep { .. }
-            | Self::VersionsDiffer { .. }
-            | Self::FailedTogether { .. }
-            | Self::Unrecovered { .. }
-            | Self::Faulted { .. } => false,
-        }
+        let may_pass = |failure: &MemberFailure| may_pass(failure.failure.kind);
+        let is_passing = matches!(
+            self,
+            Self::RunDir(RunDirError::Locked { .. } | RunDirError::LockGone { .. })
+                | Self::Joined { .. }
+                | Self::CalledOff { .. }
+                | Self::Refused { .. }
+        );
+        is_passing && self.left_unchanged() && self.failures().iter().all(may_pass)
     }
 
     /// Is every process as it was before the call?
     pub fn left_unchanged(&self) -> bool {
-        match self {
-            Self::Refused { undo_failures, .. } | Self::CalledOff { undo_failures, .. } => {
-                undo_failures.is_empty()
-            }
-            Self::Unrecovered { .. } | Self::FailedTogether { .. } => false,
-            Self::NoSuchTenant { .. }
-            | Self::NoProcess { .. }
-            | Self::Joined { .. }
-            | Self::RunDir(_)
-            | Self::Unreachable { .. }
-            | Self::NoGreeting { .. }
-            | Self::UnknownTags { .. }
-            | Self::PausedAlready { .. }
-            | Self::NotDeep { .. }
-            | Self::VersionsDiffer { .. }
-            | Self::Faulted { .. } => true,
+        if let Self::Refused { undo_failures, .. } | Self::CalledOff { undo_failures, .. } = self {
+            return undo_failures.is_empty();
         }
+        !matches!(self, Self::Unrecovered { .. } | Self::FailedTogether { .. })
     }
 }
 

@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use vmm_pool::driver::DriverCode;
 
 use super::CoordinatorError;
-use super::report::{MemberFailure, MemberPhase, Report, Step};
-use super::session::{OnFailure, Session, micros};
+use super::report::{MemberFailure, MemberPhase, PhaseSummary, Report, Step};
+use super::session::{Session, micros};
+use super::steps::OnFailure;
 use crate::scope::Scope;
 use crate::wire::{Action, Failure, FailureKind, MemberState, Phase, PhaseReport};
 
@@ -238,28 +239,6 @@ impl Session<'_> {
         self.freeze(&members, report);
     }
 
-    /// See [`Session::thaw`].
-    ///
-    /// # Errors
-    /// [`CoordinatorError::Refused`].
-    pub(super) fn thaw_for(
-        &mut self,
-        action: Action,
-        members: &[usize],
-    ) -> Result<(), CoordinatorError> {
-        if action == Action::Pause {
-            return Ok(());
-        }
-        self.thaw(members).map_err(|failures| CoordinatorError::Refused {
-            tenant: self.tenant(),
-            action,
-            runs: false,
-            failures,
-            undo_failures: Vec::new(),
-            shortages: Vec::new(),
-        })
-    }
-
     /// Those of all members that the driver has not taken off the devices.
     fn not_checkpointed(&self) -> Vec<usize> {
         let is_meant = |index: &usize| {
@@ -312,26 +291,43 @@ impl Session<'_> {
         }
     }
 
-    /// Brings the contexts of all members back that stand deep, for a resume.
+    /// Brings the contexts of all members back that stand deep, for a resume, and says what came of it. It is for
+    /// [`Session::freeze_again`] if the resume comes to nothing.
     ///
     /// # Errors
-    /// Those that are not back. They stand deep, and the others paused until [`Session::freeze_again`].
-    pub(super) fn thaw(&mut self, members: &[usize]) -> Result<(), Vec<MemberFailure>> {
+    /// [`CoordinatorError::Refused`]: those that are not back. All stand as before, as far as the driver does its part.
+    pub(super) fn thaw_for(
+        &mut self,
+        action: Action,
+        members: &[usize],
+    ) -> Result<Option<PhaseSummary>, CoordinatorError> {
         let is_deep = |index: &usize| self.state(*index) == Some(MemberState::Deep);
         let deep: Vec<usize> = members.iter().copied().filter(is_deep).collect();
-        if deep.is_empty() {
-            return Ok(());
+        if action == Action::Pause || deep.is_empty() {
+            return Ok(None);
         }
         let began = Instant::now();
         let mut moved = Moved::default();
         self.bring_back(&deep, Phase::Thaw, &mut moved);
-        self.thawed = Some(self.summary(Phase::Thaw, began.elapsed(), moved.done));
-        if moved.failures.is_empty() { Ok(()) } else { Err(moved.failures) }
+        let thawed = Some(self.summary(Phase::Thaw, began.elapsed(), moved.done));
+        if moved.failures.is_empty() {
+            return Ok(thawed);
+        }
+        self.freeze_again(thawed);
+        Err(CoordinatorError::Refused {
+            tenant: self.tenant(),
+            action,
+            runs: false,
+            failures: moved.failures,
+            undo_failures: Vec::new(),
+            shortages: Vec::new(),
+            host_short: None,
+        })
     }
 
-    /// A resume came to nothing: what it has thawed is as before, as far as the driver does its part.
-    pub(super) fn freeze_again(&mut self) {
-        let Some(thawed) = self.thawed.take() else { return };
+    /// A resume came to nothing: what it has `thawed` is as before, as far as the driver does its part.
+    pub(super) fn freeze_again(&mut self, thawed: Option<PhaseSummary>) {
+        let Some(thawed) = thawed else { return };
         let was_thawed = |index: &usize| {
             let who = self.peers.list[*index].who;
             thawed.members.iter().any(|MemberPhase { who: other, .. }| *other == who)

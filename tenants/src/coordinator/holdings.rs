@@ -75,7 +75,7 @@ impl Coordinator {
         let timeout = self.options.contact_timeout;
         let connected = Everybody::connect(&dir, Step::Stats, began + timeout / CONNECT_SHARE);
         dir.remove_stale()?;
-        let Everybody { mut peers, failures, .. } = connected?;
+        let Everybody { mut peers, failures } = connected?;
         let mut is_silent = !failures.is_empty();
         let mut stats = TenantStats {
             tenant: self.tenant.to_string(),

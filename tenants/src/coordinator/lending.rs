@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags};
 
 use super::report::{MemberFailure, Step};
-use super::session::{OnFailure, Session, Stop};
+use super::session::{Session, Stop};
+use super::steps::OnFailure;
 use super::{CoordinatorError, Options};
 use crate::identity::TenantName;
 use crate::transport::poll_until;
@@ -64,18 +65,26 @@ impl Patience {
 
 impl Session<'_> {
     /// Before anybody is stopped: waits for borrowers as long as this try may. Refuses when the time of all tries is over.
-    pub(super) fn wait_for_borrowers(&mut self, members: &[usize]) -> Result<(), Stop> {
-        let until = (Instant::now() + self.patience.look).min(self.patience.deadline);
+    pub(super) fn wait_for_borrowers(
+        &mut self,
+        members: &[usize],
+        patience: Patience,
+    ) -> Result<(), Stop> {
+        let until = (Instant::now() + patience.look).min(patience.deadline);
         let lent = self.look_for_borrowers(members, until)?;
-        if lent.is_empty() || !self.patience.is_over() {
+        if lent.is_empty() || !patience.is_over() {
             return Ok(());
         }
         Err(Stop::Failed(lent))
     }
 
     /// Behind shut gates, where nothing is lent any more: waits for borrowers for a moment.
-    pub(super) fn wait_behind_gates(&mut self, members: &[usize]) -> Result<(), Stop> {
-        let until = Instant::now() + self.patience.shut();
+    pub(super) fn wait_behind_gates(
+        &mut self,
+        members: &[usize],
+        patience: Patience,
+    ) -> Result<(), Stop> {
+        let until = Instant::now() + patience.shut();
         let lent = self.look_for_borrowers(members, until)?;
         if lent.is_empty() { Ok(()) } else { Err(Stop::Failed(lent)) }
     }

@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 
 use super::CoordinatorError;
 use super::report::Event;
-use super::session::{OnFailure, Session};
+use super::session::Session;
+use super::steps::OnFailure;
 use crate::scope::{LIBRARY_TAGS, NCCL_TAG, Scope, TagNames};
 use crate::wire::{Action, MemberState, Phase};
 

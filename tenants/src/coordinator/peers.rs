@@ -131,6 +131,8 @@ pub(super) fn reach(socket: &MemberSocket, deadline: Instant) -> Result<Reached,
 #[derive(Debug, Default)]
 pub(super) struct Peers {
     pub(super) list: Vec<Peer>,
+    /// Processes that had ended, whose sockets were removed.
+    pub(super) dead: usize,
     /// Who has something for us. One too many is no harm, and one that is missing is found by the next look.
     ready: VecDeque<usize>,
 }
@@ -142,8 +144,6 @@ pub(super) struct Everybody {
     pub(super) peers: Peers,
     /// Those that could not be reached.
     pub(super) failures: Vec<MemberFailure>,
-    /// How many had ended.
-    pub(super) dead: usize,
 }
 
 impl Everybody {
@@ -163,7 +163,7 @@ impl Everybody {
                 Ok(Reached::Peer(peer)) => all.peers.list.push(*peer),
                 Ok(Reached::Dead) => {
                     dir.remove_socket(&socket)?;
-                    all.dead += 1;
+                    all.peers.dead += 1;
                 }
                 Err(error) => {
                     let who = Who { pid: None, member: socket.id };
@@ -172,7 +172,7 @@ impl Everybody {
             }
         }
         if all.peers.list.is_empty() && all.failures.is_empty() {
-            let (tenant, dead) = (dir.tenant().clone(), all.dead);
+            let (tenant, dead) = (dir.tenant().clone(), all.peers.dead);
             return Err(CoordinatorError::NoProcess { tenant, dead });
         }
         Ok(all)

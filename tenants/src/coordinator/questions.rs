@@ -12,86 +12,30 @@ pub(super) trait Question: Ask {
     fn step(&self) -> Step;
 }
 
-impl Question for Hello {
-    fn step(&self) -> Step {
-        Step::Hello
-    }
+macro_rules! questions {
+    ($($question:ident is $step:expr;)*) => {$(
+        impl Question for $question {
+            fn step(&self) -> Step {
+                let step: fn(&Self) -> Step = $step;
+                step(self)
+            }
+        }
+    )*};
 }
 
-impl Question for Stats {
-    fn step(&self) -> Step {
-        Step::Stats
-    }
-}
-
-impl Question for Count {
-    fn step(&self) -> Step {
-        Step::Count
-    }
-}
-
-impl Question for AwaitConsent {
-    fn step(&self) -> Step {
-        Step::Consent(self.action)
-    }
-}
-
-impl Question for GiveUp {
-    fn step(&self) -> Step {
-        Step::Consent(self.action)
-    }
-}
-
-impl Question for Needs {
-    fn step(&self) -> Step {
-        Step::Needs
-    }
-}
-
-impl Question for LookIdle {
-    fn step(&self) -> Step {
-        Step::Stats
-    }
-}
-
-impl Question for Hold {
-    fn step(&self) -> Step {
-        Step::Cut
-    }
-}
-
-impl Question for StepOn {
-    fn step(&self) -> Step {
-        Step::Drain
-    }
-}
-
-impl Question for SaveStep {
-    fn step(&self) -> Step {
-        Step::Save
-    }
-}
-
-impl Question for HostStep {
-    fn step(&self) -> Step {
-        Step::Host
-    }
-}
-
-impl Question for SpillStep {
-    fn step(&self) -> Step {
-        Step::Spill
-    }
-}
-
-impl Question for AskLent {
-    fn step(&self) -> Step {
-        Step::Lending
-    }
-}
-
-impl Question for TakePhase {
-    fn step(&self) -> Step {
-        Step::Phase(self.order.phase())
-    }
+questions! {
+    Hello is |_| Step::Hello;
+    Stats is |_| Step::Stats;
+    LookIdle is |_| Step::Stats;
+    Count is |_| Step::Count;
+    AwaitConsent is |asked| Step::Consent(asked.action);
+    GiveUp is |told| Step::Consent(told.action);
+    Needs is |_| Step::Needs;
+    Hold is |_| Step::Cut;
+    StepOn is |_| Step::Drain;
+    SaveStep is |_| Step::Save;
+    HostStep is |_| Step::Host;
+    SpillStep is |_| Step::Spill;
+    AskLent is |_| Step::Lending;
+    TakePhase is |asked| Step::Phase(asked.order.phase());
 }

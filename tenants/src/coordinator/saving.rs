@@ -201,11 +201,11 @@ impl Coordinator {
     /// Connects to every process that lives, and asks who it is.
     fn greet_all(&self, tenant_dir: &TenantDir) -> Result<Save, SaveError> {
         let timeout = self.options.contact_timeout;
-        let Everybody { mut peers, mut failures, dead } =
+        let Everybody { mut peers, mut failures } =
             Everybody::connect(tenant_dir, Step::Hello, Instant::now() + timeout)?;
         failures.extend(peers.greet(timeout, self.options.interrupt.as_ref()));
         self.refuse_called_off()?;
-        Ok(Save { peers, ended: dead, failures, ..Save::default() })
+        Ok(Save { ended: peers.dead, peers, failures, ..Save::default() })
     }
 
     /// Asks every process what it has, and looks whether all of it fits.

@@ -4,32 +4,31 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use vmm_pool::{ClassBytes, Copies, Schedule};
+use vmm_pool::{Copies, Schedule};
 
 use super::early_release;
 use super::error::silence;
 use super::lending::Patience;
-use super::peers::{Answer, Peers, Question, Reached, reach};
+use super::peers::{Peers, Reached, reach};
 use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Report, Step};
-use super::shortage::short_devices;
+use super::steps::{OnFailure, StepResult};
 use super::{CoordinatorError, Depth, Interrupt, LostImports, Options, TakesPart};
 use crate::host_memory::{self, HostShortage};
 use crate::identity::TenantName;
-use crate::phase::{Manner, Stage, Told};
+use crate::phase::{Manner, Stage};
 use crate::references::Stay;
 use crate::run_dir::{CoordinatorLock, MemberSocket, RunDirError, TenantDir};
 use crate::scope::Scope;
 use crate::transport::has_ended;
 use crate::wire::{
-    Action, AwaitConsent, DeviceDelta, Failure, FailureKind, GiveUp, Hello, MemberState, Needed,
-    Needs, Phase, PhaseReport, Stats, TakePhase,
+    Action, AwaitConsent, Failure, FailureKind, Hello, Phase, PhaseReport, TakePhase,
 };
 
 /// The phases of one pause or resume.
 pub(super) struct Plan {
     action: Action,
     by_stages: bool,
-    prepare: Vec<Phase>,
+    pub(super) prepare: Vec<Phase>,
     /// The first of these is the point of no return.
     commit: Vec<Phase>,
 }
@@ -44,22 +43,16 @@ impl Plan {
 
 /// What all processes of a pause go by, behind [`Phase::Drain`].
 #[derive(Default)]
-struct Agreed {
+pub(super) struct Agreed {
     /// Shared memory that this pause leaves where it is.
-    stays: Vec<Stay>,
+    pub(super) stays: Vec<Stay>,
     /// Copies of earlier pauses that all processes have room for in host memory.
-    copies: Copies,
+    pub(super) copies: Copies,
     /// When they save.
-    schedule: Schedule,
+    pub(super) schedule: Schedule,
     /// Saving behind the point of no return, in one stage, takes so long at the slowest.
     saving: Option<Duration>,
 }
-
-/// How long members may take to say what a resume needs, when nothing else is said.
-pub(super) const NEEDS_TIMEOUT: Duration = Duration::from_mins(1);
-
-/// How long a member may take to hear that what it waits for will not happen.
-const TELL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The connections to a tenant's members while its lock is held.
 pub(super) struct Session<'a> {
@@ -74,22 +67,13 @@ pub(super) struct Session<'a> {
     round: u64,
     /// Which memory it is about.
     pub(super) scope: Scope,
-    /// One sentence for each communicator that some ranks of are in no live process of the tenant.
-    pub(super) absent: Vec<String>,
-    agreed: Agreed,
-    /// How long it waits for memory that other tenants have open.
-    pub(super) patience: Patience,
-    /// The limit that a pause of its members exceeds, where that is why it ends.
-    pub(super) host_short: Option<HostShortage>,
-    /// What came of bringing contexts back, where this resume had to.
-    pub(super) thawed: Option<PhaseSummary>,
-    /// Processes whose sockets were found and removed.
-    dead: usize,
 }
 
 /// Why an action ends before its point of no return.
 pub(super) enum Stop {
     Failed(Vec<MemberFailure>),
+    /// The members need more host memory than this limit leaves.
+    HostShort(Box<HostShortage>, MemberFailure),
     CalledOff,
     /// Processes have joined since the members were listed.
     Joined,
@@ -103,30 +87,34 @@ impl From<Vec<MemberFailure>> for Stop {
     }
 }
 
-/// Do the answers of the slow matter once somebody has failed?
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum OnFailure {
-    /// No: go back immediately.
-    Stop,
-    /// Yes: there is no way back.
-    WaitForAll,
-}
-
-/// What came of one step.
-pub(super) struct StepResult<T> {
-    pub(super) done: Vec<(usize, T)>,
-    pub(super) failures: Vec<(usize, MemberFailure)>,
-}
-
-impl<T> Default for StepResult<T> {
-    fn default() -> Self {
-        Self { done: Vec::new(), failures: Vec::new() }
+impl Stop {
+    /// Who has failed.
+    pub(super) fn failures(&self) -> Vec<MemberFailure> {
+        match self {
+            Self::Failed(failures) => failures.clone(),
+            Self::HostShort(_, failure) => vec![failure.clone()],
+            Self::CalledOff | Self::Joined | Self::LockGone => Vec::new(),
+        }
     }
-}
 
-impl<T> StepResult<T> {
-    pub(super) fn into_failures(self) -> Vec<MemberFailure> {
-        self.failures.into_iter().map(|(_, failure)| failure).collect()
+    pub(super) fn host_shortage(self) -> Option<Box<HostShortage>> {
+        if let Self::HostShort(short, _) = self { Some(short) } else { None }
+    }
+
+    /// Says with a wait that was in vain who may be missing: a rank that had ended before is no member any more.
+    fn naming(mut self, absent: &[String]) -> Self {
+        let in_vain = |failure: &&mut MemberFailure| {
+            matches!(failure.failure.kind, FailureKind::CutNotReached | FailureKind::DrainTimeout)
+        };
+        if let Self::Failed(failures) = &mut self
+            && let Some(first) = failures.iter_mut().find(in_vain)
+        {
+            for sentence in absent {
+                first.failure.message.push_str("; ");
+                first.failure.message.push_str(sentence);
+            }
+        }
+        self
     }
 }
 
@@ -142,22 +130,7 @@ impl<'a> Session<'a> {
         let round = new_round();
         let scope = options.scope.clone();
         let peers = Peers::default();
-        let mut session = Self {
-            dir,
-            lock,
-            options,
-            progress,
-            peers,
-            action,
-            round,
-            scope,
-            absent: Vec::new(),
-            agreed: Agreed::default(),
-            patience: Patience::new(options),
-            host_short: None,
-            thawed: None,
-            dead: 0,
-        };
+        let mut session = Self { dir, lock, options, progress, peers, action, round, scope };
         dir.until_names_are_back(|| session.is_called_off());
         let deadline = Instant::now() + options.contact_timeout;
         let takes_part = |socket: &MemberSocket| match options.takes_part {
@@ -169,7 +142,7 @@ impl<'a> Session<'a> {
                 Ok(Reached::Peer(peer)) => session.peers.list.push(*peer),
                 Ok(Reached::Dead) => {
                     dir.remove_socket(&socket)?;
-                    session.dead += 1;
+                    session.peers.dead += 1;
                     let member = socket.id;
                     (session.progress)(Event::StaleRemoved { member });
                 }
@@ -182,7 +155,7 @@ impl<'a> Session<'a> {
         session.greet()?;
         if session.peers.list.is_empty() {
             dir.remove_stale_holding(lock)?;
-            let (tenant, dead) = (dir.tenant().clone(), session.dead);
+            let (tenant, dead) = (dir.tenant().clone(), session.peers.dead);
             return Err(CoordinatorError::NoProcess { tenant, dead });
         }
         session.check_versions()?;
@@ -264,19 +237,29 @@ impl<'a> Session<'a> {
         &mut self,
         action: Action,
         members: Vec<usize>,
+        patience: Patience,
     ) -> Result<Report, CoordinatorError> {
         let plan = Plan::new(action, self.manner(false));
         let started = Instant::now();
-        self.thaw_for(action, &members)?;
+        let thawed = self.thaw_for(action, &members)?;
         let mut report = self.new_report(action);
-        if let Err(stop) = self.prepare(&plan, &members, &mut report) {
-            let error = self.roll_back(action, &members, stop);
-            if self.options.consent.is_some() {
-                self.tell_waiting(action, &members, &error);
-            }
-            return Err(error);
+        if let Some(thawed) = thawed.clone() {
+            report.add(thawed);
         }
-        self.commit(&plan.commit, members, &mut report);
+        let saving = match self.prepare(&plan, &members, patience, &mut report) {
+            Ok(saving) => saving,
+            Err(stop) => {
+                let error = self.roll_back(action, &members, stop);
+                if self.options.consent.is_some() {
+                    self.tell_waiting(action, &members, &error);
+                }
+                if error.left_unchanged() {
+                    self.freeze_again(thawed);
+                }
+                return Err(error);
+            }
+        };
+        self.commit(&plan.commit, members, saving, &mut report);
         if self.is_deep() {
             self.freeze_all(&mut report);
         }
@@ -294,14 +277,11 @@ impl<'a> Session<'a> {
     /// An account of `action` without any step yet.
     pub(super) fn new_report(&self, action: Action) -> Report {
         let mut report = Report::new(self.dir.tenant(), action);
-        if self.dead > 0 {
+        if self.peers.dead > 0 {
             report.notes.push(format!(
                 "{} process(es) of the tenant had ended before; what they left behind was removed",
-                self.dead
+                self.peers.dead
             ));
-        }
-        if let Some(thawed) = self.thawed.clone().filter(|_| action == Action::Resume) {
-            report.add(thawed);
         }
         report
     }
@@ -311,13 +291,15 @@ impl<'a> Session<'a> {
         self.action == Action::Pause && self.options.depth == Depth::Contexts
     }
 
-    /// All that can be undone: consent, the phases that prepare, and a last look at who is there.
+    /// All that can be undone: consent, the phases that prepare, and a last look at who is there. How long saving takes at the
+    /// slowest behind the point of no return, if it is left for then.
     pub(super) fn prepare(
         &mut self,
         plan: &Plan,
         members: &[usize],
+        patience: Patience,
         report: &mut Report,
-    ) -> Result<(), Stop> {
+    ) -> Result<Option<Duration>, Stop> {
         let action = plan.action;
         if let Some(timeout) = self.options.consent {
             let question = AwaitConsent { action, timeout_ms: millis(timeout) };
@@ -330,10 +312,10 @@ impl<'a> Session<'a> {
             self.look(plan, members)?;
         }
         if action == Action::Pause {
-            self.wait_for_borrowers(members)?;
+            self.wait_for_borrowers(members, patience)?;
         }
         self.check_lock().map_err(|_| Stop::LockGone)?;
-        self.take_all(plan, members, report)
+        self.take_all(plan, members, patience, report)
     }
 
     /// Is this the one that leads the tenant, as far as others can see? Looked at before a first step is taken.
@@ -346,8 +328,9 @@ impl<'a> Session<'a> {
     pub(super) fn come(&mut self, members: &[usize], report: &mut Report) -> Result<(), Stop> {
         let mut plan = Plan::new(Action::Resume, self.manner(true));
         plan.prepare.retain(|phase| !phase.is_staged());
-        self.take_all(&plan, members, report)?;
-        self.commit(&plan.commit, members.to_vec(), report);
+        let patience = Patience::new(self.options);
+        let saving = self.take_all(&plan, members, patience, report)?;
+        self.commit(&plan.commit, members.to_vec(), saving, report);
         Ok(())
     }
 
@@ -355,42 +338,67 @@ impl<'a> Session<'a> {
         &mut self,
         plan: &Plan,
         members: &[usize],
+        patience: Patience,
         report: &mut Report,
-    ) -> Result<(), Stop> {
+    ) -> Result<Option<Duration>, Stop> {
         let action = plan.action;
-        let mut taken = 0;
-        while let Some(&phase) = plan.prepare.get(taken) {
-            taken += 1;
+        let mut absent = Vec::new();
+        let taken = self.take_each(plan, members, patience, (&mut absent, report));
+        let agreed = taken.map_err(|stop| stop.naming(&absent))?;
+        report.notes.append(&mut absent);
+        self.check_alive(members, Step::Phase(action.commit()))?;
+        Ok(agreed.saving)
+    }
+
+    /// One phase that prepares after the other. One sentence goes to `absent` for each communicator that some ranks of are
+    /// in no live process of the tenant.
+    fn take_each(
+        &mut self,
+        plan: &Plan,
+        members: &[usize],
+        patience: Patience,
+        (absent, report): (&mut Vec<String>, &mut Report),
+    ) -> Result<Agreed, Stop> {
+        let mut agreed = Agreed::default();
+        for &phase in &plan.prepare {
             if phase.is_at_cut() && self.options.takes_part == TakesPart::Everybody {
-                self.cut_and_take(phase, action.abort(), members, report)?;
+                self.cut_and_take(phase, plan.action.abort(), members, absent, report)?;
                 continue;
             }
             let began = Instant::now();
-            if phase == Phase::Drain && report.drain.is_none() {
-                self.drain_by_steps(members, None, report)?;
-            }
             if phase == Phase::Drain {
-                self.wait_behind_gates(members)?;
+                if report.drain.is_none() {
+                    self.drain_by_steps(members, None, report)?;
+                }
+                self.wait_behind_gates(members, patience)?;
             }
-            let result = self.phase_step(phase, members, OnFailure::Stop);
+            let question = self.question_of(phase, &agreed);
+            let timeout = self.options.phase_timeout(phase);
+            let result = self.step(&question, members, timeout, OnFailure::Stop);
             if !result.failures.is_empty() {
                 return Err(Stop::Failed(result.into_failures()));
             }
             if self.is_called_off() {
                 return Err(Stop::CalledOff);
             }
-            if let Some(failure) = self.host_shortage(&result.done) {
-                return Err(Stop::Failed(vec![failure]));
-            }
+            self.refuse_host_shortage(&result.done)?;
             if phase == Phase::Drain {
-                self.agreed = self.agree(plan, &result.done)?;
+                agreed = self.agree(plan, &result.done)?;
             }
             report.add(self.summary(phase, began.elapsed(), result.done));
         }
-        let next = Step::Phase(action.commit());
-        let dead: Vec<_> =
-            members.iter().filter_map(|index| self.peers.check_alive(*index, next).err()).collect();
-        if dead.is_empty() { Ok(()) } else { Err(Stop::Failed(dead)) }
+        Ok(agreed)
+    }
+
+    /// Have any of `members` ended meanwhile, before they are told `next`?
+    pub(super) fn check_alive(
+        &mut self,
+        members: &[usize],
+        next: Step,
+    ) -> Result<(), Vec<MemberFailure>> {
+        let dead = members.iter().filter_map(|index| self.peers.check_alive(*index, next).err());
+        let dead: Vec<_> = dead.collect();
+        if dead.is_empty() { Ok(()) } else { Err(dead) }
     }
 
     /// What `drained` go by from here on.
@@ -409,16 +417,33 @@ impl<'a> Session<'a> {
         Ok(Agreed { stays: self.agree_on_shared(drained)?, copies, schedule, saving })
     }
 
+    /// Refuses where the members need more host memory together than there is: the one that needs most is named.
+    fn refuse_host_shortage(&self, done: &[(usize, PhaseReport)]) -> Result<(), Stop> {
+        let needs = done.iter().filter_map(|(index, report)| Some((*index, report.host.as_ref()?)));
+        let needs: Vec<_> = needs.collect();
+        let most = needs.iter().max_by_key(|(_, need)| need.grow_bytes);
+        let short = host_memory::shortage(needs.iter().map(|(_, need)| *need));
+        let (Some(short), Some((most, _))) = (short, most) else { return Ok(()) };
+        let failure = Failure { kind: FailureKind::OutOfHostMemory, message: short.to_string() };
+        let (who, step) = (self.peers.list[*most].who, Step::Phase(Phase::Prepare));
+        Err(Stop::HostShort(Box::new(short), MemberFailure { who, step, failure }))
+    }
+
     /// All phases that cannot be undone, of members that are not lost on the way.
-    fn commit(&mut self, phases: &[Phase], members: Vec<usize>, report: &mut Report) {
+    fn commit(
+        &mut self,
+        phases: &[Phase],
+        members: Vec<usize>,
+        mut saving: Option<Duration>,
+        report: &mut Report,
+    ) {
         let mut left = members;
-        let mut saving = self.agreed.saving;
         for &phase in phases {
             let began = Instant::now();
             let usual = self.options.phase_timeout(phase);
             // There is no way back, and one that saves is not lost.
             let timeout = saving.take().map_or(usual, |saving| usual.max(phase.timeout() + saving));
-            let question = self.question_within(phase, timeout);
+            let question = TakePhase { timeout_ms: millis(timeout), ..self.question(phase) };
             let result = self.step(&question, &left, timeout, OnFailure::WaitForAll);
             left.retain(|index| !result.failures.iter().any(|(failed, _)| failed == index));
             let StepResult { done, failures } = result;
@@ -427,313 +452,9 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Have any of `members`, which were not told anything yet, ended meanwhile?
-    pub(super) fn check_all_alive(&mut self, members: &[usize]) -> Result<(), Vec<MemberFailure>> {
-        let step = Step::Phase(Phase::RestoreStage);
-        let dead: Vec<_> =
-            members.iter().filter_map(|index| self.peers.check_alive(*index, step).err()).collect();
-        if dead.is_empty() { Ok(()) } else { Err(dead) }
-    }
-
     /// Does somebody want it called off?
     pub(super) fn is_called_off(&self) -> bool {
         self.options.interrupt.as_ref().is_some_and(Interrupt::is_raised)
-    }
-
-    /// Refuses when the devices cannot hold the members.
-    fn look(&mut self, plan: &Plan, members: &[usize]) -> Result<(), Vec<MemberFailure>> {
-        let short = short_devices(&self.needs(members));
-        let next = plan.prepare.first();
-        let (Some(shortage), Some(&index), Some(&next)) = (short.first(), members.first(), next)
-        else {
-            return Ok(());
-        };
-        let missing_bytes = shortage.missing_bytes();
-        let kind = FailureKind::OutOfDeviceMemory { missing_bytes };
-        let failure = Failure { kind, message: "its tenant does not fit".to_owned() };
-        let step = Step::Phase(next);
-        Err(vec![MemberFailure { who: self.peers.list[index].who, step, failure }])
-    }
-
-    /// What `members` need to be resumed and what is free, as far as they answer.
-    fn needs(&mut self, members: &[usize]) -> Vec<DeviceDelta> {
-        self.ask_needs(members).done.into_iter().flat_map(|(_, needed)| needed.devices).collect()
-    }
-
-    fn ask_needs(&mut self, members: &[usize]) -> StepResult<Needed> {
-        let timeout = self.options.timeout.unwrap_or(NEEDS_TIMEOUT);
-        let question =
-            Needs { scope: self.scope.clone(), timeout_ms: millis(timeout), all_devices: false };
-        self.step(&question, members, timeout, OnFailure::WaitForAll)
-    }
-
-    /// What each of `members` needs to be resumed, in their order.
-    pub(super) fn needs_of_each(
-        &mut self,
-        members: &[usize],
-    ) -> Result<Vec<Needed>, Vec<MemberFailure>> {
-        let mut result = self.ask_needs(members);
-        if !result.failures.is_empty() {
-            return Err(result.into_failures());
-        }
-        result.done.sort_by_key(|(index, _)| members.iter().position(|member| member == index));
-        Ok(result.done.into_iter().map(|(_, needed)| needed).collect())
-    }
-
-    /// What a pause of `members` would give back about now, by device, as far as they answer.
-    pub(super) fn resident_bytes(&mut self, members: &[usize]) -> BTreeMap<String, u64> {
-        let timeout = self.options.contact_timeout;
-        let result = self.step(&Stats, members, timeout, OnFailure::WaitForAll);
-        let leaves = |class: &&ClassBytes| match &self.scope {
-            Scope::Whole => true,
-            Scope::Tags { tags, .. } => tags.to_pause().has(&class.tag),
-        };
-        let mut bytes = BTreeMap::new();
-        for device in result.done.iter().flat_map(|(_, stats)| &stats.pool.devices) {
-            let classes = device.classes.iter().filter(leaves);
-            let leaving =
-                classes.map(|class| class.resident_bytes.saturating_sub(class.pinned_bytes));
-            *bytes.entry(device.uuid.clone()).or_insert(0_u64) += leaving.sum::<u64>();
-        }
-        bytes
-    }
-
-    /// What each of `members` said of its devices in the last phase of `report`, in their order.
-    pub(super) fn last_said(&self, report: &Report, members: &[usize]) -> Vec<Vec<DeviceDelta>> {
-        let said = report.phases.last().map_or(&[][..], |phase| &phase.members);
-        let of = |index: &usize| {
-            let who = self.peers.list[*index].who;
-            let found = said.iter().find(|member| member.who == who);
-            found.map(|member| member.report.devices.clone()).unwrap_or_default()
-        };
-        members.iter().map(of).collect()
-    }
-
-    /// Do the members need more host memory together than there is? Named after the one that needs most.
-    fn host_shortage(&mut self, done: &[(usize, PhaseReport)]) -> Option<MemberFailure> {
-        let needs = done.iter().filter_map(|(index, report)| Some((*index, report.host.as_ref()?)));
-        let needs: Vec<_> = needs.collect();
-        let short = host_memory::shortage(needs.iter().map(|(_, need)| *need))?;
-        let (most, _) = needs.iter().max_by_key(|(_, need)| need.grow_bytes)?;
-        let failure = Failure { kind: FailureKind::OutOfHostMemory, message: short.to_string() };
-        self.host_short = Some(short);
-        let step = Step::Phase(Phase::Prepare);
-        Some(MemberFailure { who: self.peers.list[*most].who, step, failure })
-    }
-
-    /// Undoes all that was done in `members` and makes the error of it.
-    pub(super) fn roll_back(
-        &mut self,
-        action: Action,
-        members: &[usize],
-        stop: Stop,
-    ) -> CoordinatorError {
-        let called_off = matches!(stop, Stop::CalledOff);
-        let joined = matches!(stop, Stop::Joined);
-        let lock_is_gone = matches!(stop, Stop::LockGone);
-        let mut failures = match stop {
-            Stop::Failed(failures) => failures,
-            Stop::CalledOff | Stop::Joined | Stop::LockGone => Vec::new(),
-        };
-        self.name_absent(&mut failures);
-        (self.progress)(Event::RollingBack { failures: &failures });
-        // A member that still waits for its application has done nothing yet, and stops when we hang up.
-        for index in members {
-            if self.peers.owes(*index, Step::Consent(action)) {
-                self.peers.drop_link(*index);
-            }
-        }
-        let up = |index: &usize| self.peers.is_up(*index);
-        let targets: Vec<usize> = members.iter().copied().filter(up).collect();
-        let undo = self.question(action.abort());
-        let mut result = StepResult::default();
-        for index in targets {
-            // One that is silent already gets the message, but not another full wait.
-            let timeout = if self.peers.is_overdue(index) {
-                self.options.reply_margin
-            } else {
-                self.options.phase_timeout(action.abort()) + self.options.reply_margin
-            };
-            if let Err(failure) = self.peers.ask(index, &undo, timeout) {
-                result.failures.push((index, failure));
-            }
-        }
-        let failed_step = failures.first().map(|failure| failure.step);
-        while let Some(answer) = self.peers.next_answer(None) {
-            let peer = answer.peer;
-            if answer.step == undo.step() {
-                match answer.to(&undo) {
-                    Ok(report) => result.done.push((peer, report)),
-                    // It was under way, and is undone by another's word.
-                    Err(failure) if failure.failure.kind == FailureKind::CalledOff => {}
-                    Err(failure) => result.failures.push((peer, failure)),
-                }
-                continue;
-            }
-            // Late news of the step that failed is part of why; of a member lost meanwhile, too.
-            let is_why = |failure: &MemberFailure| {
-                Some(failure.step) == failed_step && failure.failure.kind != FailureKind::CalledOff
-            };
-            failures.extend(answer.failure().filter(is_why));
-        }
-        let out_of_memory = failures
-            .iter()
-            .any(|member| matches!(member.failure.kind, FailureKind::OutOfDeviceMemory { .. }));
-        let undone: Vec<usize> = result.done.iter().map(|(index, _)| *index).collect();
-        let shortages =
-            if out_of_memory { short_devices(&self.needs(&undone)) } else { Vec::new() };
-        let (tenant, undo_failures) = (self.tenant(), result.into_failures());
-        let info = members.first().and_then(|index| self.peers.list[*index].info.as_ref());
-        let runs = info.is_some_and(|info| info.state == MemberState::Active);
-        if joined && undo_failures.is_empty() {
-            CoordinatorError::Joined { tenant }
-        } else if lock_is_gone && undo_failures.is_empty() {
-            RunDirError::LockGone { tenant }.into()
-        } else if called_off {
-            CoordinatorError::CalledOff { tenant, action, runs, undo_failures }
-        } else {
-            CoordinatorError::Refused { tenant, action, runs, shortages, failures, undo_failures }
-        }
-    }
-
-    /// Says with a wait that was in vain who may be missing: a rank that had ended before is no member any more.
-    fn name_absent(&self, failures: &mut [MemberFailure]) {
-        let in_vain = |failure: &&mut MemberFailure| {
-            matches!(failure.failure.kind, FailureKind::CutNotReached | FailureKind::DrainTimeout)
-        };
-        if let Some(first) = failures.iter_mut().find(in_vain) {
-            for sentence in &self.absent {
-                first.failure.message.push_str("; ");
-                first.failure.message.push_str(sentence);
-            }
-        }
-    }
-
-    /// Lets the applications that wait for `action` together go on with the same error.
-    fn tell_waiting(&mut self, action: Action, members: &[usize], error: &CoordinatorError) {
-        let news = GiveUp { action, why: error.to_string() };
-        for index in members {
-            if self.peers.is_up(*index)
-                && let Err(failure) = self.peers.ask(*index, &news, TELL_TIMEOUT)
-            {
-                tracing::debug!(%failure, "a waiting member was not told");
-            }
-        }
-        while let Some(answer) = self.peers.next_answer(None) {
-            if let Some(failure) = answer.failure() {
-                tracing::debug!(%failure, "a waiting member did not take the news");
-            }
-        }
-    }
-
-    /// What orders of this pause or resume say.
-    pub(super) fn told(&self) -> Told<'_> {
-        let Agreed { stays, copies, schedule, .. } = &self.agreed;
-        let is_deep = self.is_deep();
-        Told { copies: *copies, schedule: *schedule, is_deep, ..Told::new(&self.scope, stays) }
-    }
-
-    /// `phase` as part of this pause or resume.
-    fn question(&self, phase: Phase) -> TakePhase {
-        self.question_within(phase, self.options.phase_timeout(phase))
-    }
-
-    fn question_within(&self, phase: Phase, timeout: Duration) -> TakePhase {
-        let order = phase.order(&self.told());
-        let alone = self.acts_alone();
-        TakePhase { round: self.round, alone, order, timeout_ms: millis(timeout) }
-    }
-
-    pub(super) fn phase_step(
-        &mut self,
-        phase: Phase,
-        members: &[usize],
-        on_failure: OnFailure,
-    ) -> StepResult<PhaseReport> {
-        let timeout = self.options.phase_timeout(phase);
-        self.step(&self.question(phase), members, timeout, on_failure)
-    }
-
-    /// Asks `members` and gathers their answers.
-    pub(super) fn step<Q: Question>(
-        &mut self,
-        question: &Q,
-        members: &[usize],
-        timeout: Duration,
-        on_failure: OnFailure,
-    ) -> StepResult<Q::Answer> {
-        let step = question.step();
-        let began = Instant::now();
-        let mut result = StepResult::default();
-        if members.is_empty() {
-            return result;
-        }
-        (self.progress)(Event::StepStarted {
-            tenant: self.dir.tenant(),
-            step,
-            members: members.len(),
-        });
-        let due = timeout + self.options.reply_margin;
-        for index in members {
-            if let Err(failure) = self.peers.ask(*index, question, due) {
-                result.failures.push((*index, failure));
-                if on_failure == OnFailure::Stop {
-                    return result;
-                }
-            }
-        }
-        self.peers.give_all_the_time_of_the_last(step);
-        let mut goes_on = false;
-        loop {
-            let stop = on_failure == OnFailure::Stop && !result.failures.is_empty();
-            let listens = match on_failure {
-                OnFailure::Stop => true,
-                OnFailure::WaitForAll => step == Step::Hello || step.is_commit() && !goes_on,
-            };
-            let interrupt = self.options.interrupt.as_ref().filter(|_| listens);
-            let answer =
-                if stop { self.peers.settled_answer() } else { self.peers.next_answer(interrupt) };
-            let Some(answer) = answer else {
-                if on_failure == OnFailure::WaitForAll
-                    && step.is_commit()
-                    && interrupt.is_some_and(Interrupt::is_raised)
-                {
-                    goes_on = true;
-                    (self.progress)(Event::GoingOn);
-                    continue;
-                }
-                break;
-            };
-            // An answer to an earlier step that was given up on has no meaning any more.
-            if answer.step == step {
-                self.file(question, answer, &mut result);
-            }
-        }
-        let elapsed = began.elapsed();
-        if result.failures.is_empty() {
-            (self.progress)(Event::StepDone { step, elapsed });
-        }
-        result
-    }
-
-    fn file<Q: Question>(
-        &mut self,
-        question: &Q,
-        answer: Answer,
-        result: &mut StepResult<Q::Answer>,
-    ) {
-        let (index, step) = (answer.peer, answer.step);
-        match answer.to(question) {
-            Ok(answer) => {
-                let who = self.peers.list[index].who;
-                (self.progress)(Event::MemberDone { who, step });
-                result.done.push((index, answer));
-            }
-            Err(failure) => {
-                tracing::debug!(%failure, "a member failed");
-                result.failures.push((index, failure));
-            }
-        }
     }
 
     pub(super) fn summary(

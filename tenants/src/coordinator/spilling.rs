@@ -17,7 +17,7 @@ use super::overlap::SLOWEST_BYTES_PER_SECOND;
 use super::peers::{Everybody, Peers};
 use super::report::{Event, Step};
 use super::{Coordinator, CoordinatorError};
-use crate::host_memory::{HostShortage, LimitKind};
+use crate::host_memory::LimitKind;
 use crate::identity::TenantName;
 use crate::member::SPILL_STEP_TIME as STEP_TIME;
 use crate::run_dir::pause_thread;
@@ -71,12 +71,12 @@ impl Coordinator {
     pub(super) fn makes_room(
         &self,
         room: &mut Room,
-        short: Option<&HostShortage>,
+        error: &CoordinatorError,
         progress: &mut dyn FnMut(Event<'_>),
     ) -> bool {
-        let Some(short) = short.filter(|short| short.kind != LimitKind::Configured) else {
-            return false;
-        };
+        let short = error.host_short().filter(|short| short.kind != LimitKind::Configured);
+        // Everybody runs again, and others may have room to give.
+        let Some(short) = short.filter(|_| error.left_unchanged()) else { return false };
         // Applications that wait in a call of their own were told that it has failed.
         if self.options.consent.is_some() {
             return false;

@@ -16,12 +16,11 @@ use super::error::SwapError;
 use super::exchange::{Exchange, totals};
 use super::lending::Patience;
 use super::overlap::{Side, exchange};
-use super::report::{Event, MemberFailure, Outcome, Report, Step, Swap, Who};
+use super::report::{Event, MemberFailure, Outcome, PhaseSummary, Report, Step, Swap, Who};
 use super::session::{Plan, Session, Stop, micros};
 use super::shortage::{DeviceShortage, short_devices};
 use super::spilling::Room;
 use super::{Coordinator, CoordinatorError, Depth, JOINED_TRIES_MAX, Options};
-use crate::host_memory::HostShortage;
 use crate::identity::TenantName;
 use crate::phase::Manner;
 use crate::run_dir::{CoordinatorLock, TenantDir, pause_thread};
@@ -64,8 +63,7 @@ pub fn swap(
     let mut patience = Patience::new(&from.coordinator.options);
     let mut room = Room::default();
     loop {
-        let mut short = None;
-        match overlapped(&from, &to, (patience, &mut short), started, progress) {
+        match overlapped(&from, &to, patience, started, progress) {
             // With the newcomers, then.
             Err(SwapError::Pause(CoordinatorError::Joined { .. })) if tries < JOINED_TRIES_MAX => {
                 tries += 1;
@@ -75,8 +73,7 @@ pub fn swap(
                 None => return Err(SwapError::Pause(error)),
             },
             Err(SwapError::Pause(error))
-                if error.left_unchanged()
-                    && from.coordinator.makes_room(&mut room, short.as_ref(), progress) => {}
+                if from.coordinator.makes_room(&mut room, &error, progress) => {}
             Err(error) => return Err(error),
             Ok(Moving::Both(mut swap)) => {
                 if let Outcome::Completed(report) = &mut swap.paused {
@@ -182,7 +179,7 @@ impl Held<'_> {
 fn overlapped(
     from: &Held<'_>,
     to: &Held<'_>,
-    (patience, short): (Patience, &mut Option<HostShortage>),
+    patience: Patience,
     started: Instant,
     progress: &mut dyn FnMut(Event<'_>),
 ) -> Result<Moving, SwapError> {
@@ -206,24 +203,22 @@ fn overlapped(
     if leaving.is_deep() {
         leaving.refuse_shallow().map_err(SwapError::Pause)?;
     }
-    leaving.patience = patience;
     let left = leaving.resident_part(&leavers);
-    if let Err(error) = coming.thaw_for(Action::Resume, &comers) {
-        coming.freeze_again();
-        return match error.missing_device_bytes() {
-            Some(_) => Ok(Moving::OneAfterTheOther { left }),
-            None => Err(SwapError::NoTarget(error)),
-        };
-    }
+    let thawed = match coming.thaw_for(Action::Resume, &comers) {
+        Err(error) if error.missing_device_bytes().is_some() => {
+            return Ok(Moving::OneAfterTheOther { left });
+        }
+        thawed => thawed.map_err(SwapError::NoTarget)?,
+    };
     let moved = change_places(
         (from, to),
-        (&mut leaving, leavers, left),
-        (&mut coming, comers),
-        (short, started),
+        (&mut leaving, leavers, left, patience),
+        (&mut coming, comers, thawed.clone()),
+        started,
         &mut tell_after,
     );
     if moved.as_ref().is_err_and(|error| error.in_the_way().is_some()) {
-        coming.freeze_again();
+        coming.freeze_again(thawed);
     }
     moved
 }
@@ -231,9 +226,9 @@ fn overlapped(
 /// Both have something to move, and all that does is asked.
 fn change_places<'s>(
     (from, to): (&Held<'_>, &Held<'_>),
-    (leaving, leavers, left): (&mut Session<'s>, Vec<usize>, Scope),
-    (coming, comers): (&mut Session<'s>, Vec<usize>),
-    (short, started): (&mut Option<HostShortage>, Instant),
+    (leaving, leavers, left, patience): (&mut Session<'s>, Vec<usize>, Scope, Patience),
+    (coming, comers, thawed): (&mut Session<'s>, Vec<usize>, Option<PhaseSummary>),
+    started: Instant,
     tell_after: &mut dyn FnMut(Event<'_>),
 ) -> Result<Moving, SwapError> {
     let runs = coming.runs(comers[0]);
@@ -256,16 +251,17 @@ fn change_places<'s>(
     // From here on processes of the first are stopped.
     let mut report = leaving.new_report(Action::Pause);
     let plan = Plan::new(Action::Pause, Manner { without_lost: false, by_stages: true });
-    if let Err(stop) = leaving.prepare(&plan, &leavers, &mut report) {
-        let undone = leaving.roll_back(Action::Pause, &leavers, stop);
-        *short = leaving.host_short.take();
-        return Err(SwapError::Pause(undone));
+    if let Err(stop) = leaving.prepare(&plan, &leavers, patience, &mut report) {
+        return Err(SwapError::Pause(leaving.roll_back(Action::Pause, &leavers, stop)));
     }
     let gives = leaving.last_said(&report, &leavers);
     let checked = target
         .check_room(&needs, &totals(gives.iter().flatten()))
         .and_then(|()| coming.check_lock().map_err(SwapError::NoTarget))
-        .and_then(|()| coming.check_all_alive(&comers).map_err(|dead| target.refused(dead)));
+        .and_then(|()| {
+            let next = Step::Phase(Phase::RestoreStage);
+            coming.check_alive(&comers, next).map_err(|dead| target.refused(dead))
+        });
     if let Err(error) = checked {
         let why = error.in_the_way().map(|error| error.failures().to_vec()).unwrap_or_default();
         let undone = leaving.roll_back(Action::Pause, &leavers, Stop::Failed(why));
@@ -275,6 +271,9 @@ fn change_places<'s>(
     // The point of no return of the first.
     let stages = Exchange::new(from.coordinator.options.window_bytes, &gives, &needed);
     let mut resumed = coming.new_report(Action::Resume);
+    if let Some(thawed) = thawed {
+        resumed.add(thawed);
+    }
     report.window_bytes = Some(stages.window_bytes());
     resumed.window_bytes = report.window_bytes;
     let mut leaving = Side::new(leaving, leavers, report);
@@ -335,6 +334,7 @@ impl Target<'_> {
             failures,
             undo_failures: Vec::new(),
             shortages,
+            host_short: None,
         }
     }
 
@@ -390,7 +390,7 @@ fn go_back(
     let resumed = loop {
         let resumed = from.open(&options, Action::Resume, progress).and_then(|mut session| {
             let members = session.members_for(Action::Resume)?;
-            session.run(Action::Resume, members)
+            session.run(Action::Resume, members, Patience::new(&options))
         });
         let is_short = |error: &CoordinatorError| {
             error.missing_device_bytes().is_some() && error.left_unchanged()

@@ -213,24 +213,6 @@ impl TransportError {
 
     /// Has the peer hung up?
     pub fn peer_is_gone(&self) -> bool {
-        match self {
-            Self::Closed { .. } | Self::ClosedMidFrame { .. } => true,
-            Self::Connect { .. } => self.nobody_listens(),
-            Self::Bind { .. }
-            | Self::ForeignPeer { .. }
-            | Self::NotSublet { .. }
-            | Self::VersionMismatch { .. }
-            | Self::TooLong { .. }
-            | Self::TooManyFds { .. }
-            | Self::UnexpectedFds { .. }
-            | Self::FdCount { .. }
-            | Self::FdsTruncated { .. }
-            | Self::Malformed { .. }
-            | Self::Unencodable { .. }
-            | Self::Deadline { .. }
-            | Self::AnotherAnswer { .. }
-            | Self::OutOfStep { .. }
-            | Self::Io { .. } => false,
-        }
+        matches!(self, Self::Closed { .. } | Self::ClosedMidFrame { .. }) || self.nobody_listens()
     }
 }

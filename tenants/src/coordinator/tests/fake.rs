@@ -1,25 +1,24 @@
 //! Members that speak the protocol over real sockets and misbehave as told.
 
-use std::collections::HashMap;
 use std::io::IoSlice;
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
 use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::{ClassBytes, Copying, DeviceReport, PoolReport, Schedule};
+use vmm_pool::{ClassBytes, DeviceReport, PoolReport, Schedule};
 
+use super::script::{Fault, GIB, Script};
 use crate::coordinator::{Coordinator, Event, Options};
-use crate::host_memory::HostNeed;
 use crate::identity::{MemberId, TenantName};
 use crate::references::References;
 use crate::run_dir::RunDir;
 use crate::saving::map::SaveAccount;
-use crate::stepping::{Activity, Calls, StepOrder};
+use crate::stepping::{Activity, StepOrder};
 use crate::transport::frame::encode;
 use crate::transport::{Connection, Listener, TransportError, poll_until};
 use crate::wire::{
@@ -28,29 +27,7 @@ use crate::wire::{
     SaveProgress, SaveStage, SaveStep, StageLeft, StageReport, StepOn, TakePhase, Window,
 };
 
-pub(super) const GIB: u64 = 1 << 30;
 const STEP: Duration = Duration::from_millis(5);
-
-/// What a member does instead of its part.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Fault {
-    Fail(FailureKind),
-    Die,
-    Silent,
-    /// Answers after so many milliseconds.
-    Slow(u64),
-    WrongAnswer,
-    /// Answers for another phase than the one that was requested.
-    OtherPhase,
-    /// Answers, and says the same once more.
-    Twice,
-    /// Sends what is no message.
-    Garbage,
-    /// Sends the first half of its answer, then nothing.
-    HalfAnswer,
-    /// Sends a descriptor with its answer.
-    WithFd,
-}
 
 /// One line of the log that all members of a world share.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -62,102 +39,6 @@ pub(super) enum Line {
     Consent(u64),
     GivenUp(u64, String),
     CalledOff(u64),
-}
-
-/// Behind the shut gates.
-#[derive(Clone)]
-pub(super) enum AtTheGate {
-    /// Its device is busy until the other is let make calls.
-    WaitsForCalls(Arc<AtomicBool>),
-    /// Has a thread that makes the calls it is let make, and never ends with them by itself.
-    MakesCalls(Arc<AtomicBool>),
-}
-
-/// How many have been asked, and what tells those that wait for more.
-type Meeting = Arc<(Mutex<usize>, Condvar)>;
-
-#[derive(Clone)]
-pub(super) struct Script {
-    pub(super) state: MemberState,
-    pub(super) version: &'static str,
-    pub(super) faults: HashMap<Phase, Fault>,
-    pub(super) consent: Option<Fault>,
-    pub(super) hello: Option<Fault>,
-    pub(super) stats: Option<Fault>,
-    /// It says what it holds once so many as the number have been asked that, for at most half a minute.
-    pub(super) stats_with: Option<(Meeting, usize)>,
-    /// Instead of writing on, the second time.
-    pub(super) save: Option<Fault>,
-    /// What it has to write; none when it runs with all its memory.
-    pub(super) saved_bytes: Option<u64>,
-    pub(super) host: Option<HostNeed>,
-    pub(super) copying: Option<Copying>,
-    /// Whom it has lent memory to, as it says when its devices are drained.
-    pub(super) lent: Option<MemberId>,
-    /// What it has on its one device, or needs there.
-    pub(super) holds_bytes: u64,
-    /// Of that device.
-    pub(super) free_bytes: u64,
-    /// That device's name.
-    pub(super) uuid: &'static str,
-    /// Of its allocations.
-    pub(super) unit_bytes: u64,
-    /// None when its device is idle and no thread waits.
-    pub(super) at_the_gate: Option<AtTheGate>,
-    /// Which one of the orders for a phase its fault is about; each where that is none.
-    pub(super) fault_at: Option<usize>,
-}
-
-impl AtTheGate {
-    /// What it says to this order, and to those that it has not answered.
-    fn answers(&self, order: u64, calls: Calls) -> Vec<Activity> {
-        let idle = Activity { order, is_idle: true, ..Activity::default() };
-        match self {
-            Self::WaitsForCalls(are_made) => {
-                vec![Activity { is_idle: are_made.load(Ordering::Relaxed), ..idle }]
-            }
-            Self::MakesCalls(are_made) if calls != Calls::None => {
-                are_made.store(true, Ordering::Relaxed);
-                Vec::new()
-            }
-            Self::MakesCalls(are_made) => {
-                let waiting = Activity { waiting: 1, ready: 1, ..idle };
-                let before = || Activity { order: order - 1, ..waiting.clone() };
-                let owed = are_made.load(Ordering::Relaxed).then(before);
-                owed.into_iter().chain([waiting]).collect()
-            }
-        }
-    }
-}
-
-impl Script {
-    pub(super) fn new(state: MemberState) -> Self {
-        Self {
-            state,
-            version: "0.1.0",
-            faults: HashMap::new(),
-            consent: None,
-            hello: None,
-            stats: None,
-            stats_with: None,
-            save: None,
-            saved_bytes: Some(3000),
-            host: None,
-            copying: None,
-            lent: None,
-            holds_bytes: GIB,
-            free_bytes: 5 * GIB,
-            uuid: "gpu-a",
-            unit_bytes: GIB / 64,
-            at_the_gate: None,
-            fault_at: None,
-        }
-    }
-
-    pub(super) fn with(mut self, phase: Phase, fault: Fault) -> Self {
-        self.faults.insert(phase, fault);
-        self
-    }
 }
 
 /// A run directory and the members in it.

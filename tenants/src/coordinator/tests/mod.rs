@@ -9,6 +9,7 @@ mod gone;
 mod panics;
 mod rounds;
 mod saving;
+mod script;
 mod settling;
 mod spilling;
 mod swaps;
@@ -19,7 +20,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use fake::{AtTheGate, Fault, GIB, Line, Script, World, options, quiet, tenant};
+use fake::{Line, World, options, quiet, tenant};
+use script::{AtTheGate, Fault, GIB, Script};
 
 use super::*;
 use crate::identity::MemberId;
