@@ -15,6 +15,7 @@
 //! environment: the caller does, once.
 
 mod budget_file;
+pub(crate) mod claims;
 pub(crate) mod clock;
 mod error;
 mod holders;

@@ -4,54 +4,34 @@
 //! <run>/.turns.lock     held while somebody decides, and while tenants are switched. It is not among the others, which a
 //!                       cleaner may remove meanwhile
 //! <run>/.turns/
-//!   <number>.claim      one for each that waits or is in its turn: locked by its process, so that it ends with it. Its time of
-//!                       change is its process's last sign of life, in the clock of turns
+//!   <number>.claim      one for each that waits or is in its turn (`claims.rs`)
 //!   claim.next          one that is just being made
 //!   history             what has been, for the next decision
 //!   silent              who did not answer, and is not asked again for a while
 //!   log                 decisions, one a line; of bounded length
 //! ```
 //!
-//! The holder of the lock changes all the others, but for lines of the log, which anybody adds, and what a claim says. Claims are numbered in the
-//! order in which they were made.
+//! The holder of the lock changes all the others, but for lines of the log, which anybody adds, and what a claim says.
 
-use std::fs::{self, File, FileTimes, OpenOptions};
-use std::io::{self, ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd as _, OwnedFd};
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, SystemTime};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::PathBuf;
+use std::time::{Instant, SystemTime};
 
-use nix::poll::{PollFd, PollFlags};
-use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
+use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
 
-use super::clock::now_us;
-use super::{
-    RunDir, RunDirError, entry_names, holders, io_error, is_still_named, locks, open_lock_file,
-    pause_thread, remove_file_if_there, trusted_path, wait_for_lock,
-};
-use crate::descriptors::Noted;
-use crate::transport::poll_until;
-use crate::turns::scene::Wish;
+use super::{RunDir, RunDirError, io_error, locks, open_lock_file, trusted_path, wait_for_lock};
 
 const NAME: &str = ".turns";
 const LOCK_NAME: &str = ".turns.lock";
-const CLAIM_EXTENSION: &str = ".claim";
 const LOG_BYTES_MAX: u64 = 256 << 10;
-/// Changes whenever what a claim says does.
-const CLAIM_VERSION: u32 = 1;
-/// A claim is a few words; one that says more is none of ours.
-const CLAIM_BYTES_MAX: u64 = 4 << 10;
-/// How long a watch waits when something has changed: what belongs together changes within it, and a dead process's locks go.
-const SETTLES: Duration = Duration::from_millis(2);
 
 /// The directory of the files.
 #[derive(Clone, Debug)]
 pub(crate) struct TurnDir {
-    path: PathBuf,
+    pub(super) path: PathBuf,
 }
 
 /// The right to decide and to switch tenants, held until dropped. A process that dies gives it up.
@@ -59,66 +39,6 @@ pub(crate) struct TurnDir {
 pub(crate) struct TurnLock(
     #[expect(dead_code, reason = "its end gives the lock up")] locks::FileLock,
 );
-
-/// What somebody who waits, or is in a turn, says of it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Claim {
-    /// Its tenant.
-    pub(crate) tenant: String,
-    /// Its process, as that knows itself,
-    pub(crate) pid: u32,
-    /// and in which namespace of process ids; 0 where that is not known.
-    #[serde(default)]
-    pub(crate) pid_namespace: u64,
-    /// Does it wait? Else its tenant is in its turn.
-    pub(crate) waits: bool,
-    /// What it is for.
-    pub(crate) wish: Wish,
-    /// When it began to wait, or its turn, in microseconds of the clock.
-    pub(crate) since_us: u64,
-}
-
-/// A claim as its file has it. Earlier Sublets wrote no version.
-#[derive(Serialize)]
-struct Written<'a> {
-    version: u32,
-    #[serde(flatten)]
-    claim: &'a Claim,
-}
-
-/// What is read of a claim first.
-#[derive(Deserialize)]
-struct Versioned {
-    #[serde(default)]
-    version: u32,
-}
-
-/// One of the claims that there are.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Found {
-    /// Its number: those with smaller ones came before.
-    pub(crate) number: u64,
-    /// How long its process has shown no sign of life.
-    pub(crate) silent: Duration,
-    /// Its process by its id here; none where it has none here, or the kernel does not tell.
-    pub(crate) pid: Option<u32>,
-    /// What it says.
-    pub(crate) claim: Claim,
-}
-
-/// A claim of this process. It ends when this is dropped, but for a forked child's copy.
-#[derive(Debug)]
-pub(crate) struct OwnClaim {
-    lock: locks::FileLock,
-    path: PathBuf,
-    /// See [`Found::number`].
-    pub(crate) number: u64,
-}
-
-/// Tells when a claim is made, ends, or says something else. Without one, where the system gives none, only time tells. A forked child
-/// closes it: the number goes before the descriptor does.
-#[derive(Debug)]
-pub(crate) struct Watch(Option<(Noted, OwnedFd)>);
 
 impl RunDir {
     /// The directory of the files, created if need be, in a run directory that may have gone: see [`RunDir::listen_again`].
@@ -158,98 +78,9 @@ impl TurnDir {
         wait_for_lock(&path, deadline, open, File::try_lock, locked).map(TurnLock)
     }
 
-    /// Makes a claim that comes after all others, or one in the place of `number` where that is free.
-    ///
-    /// # Errors
-    /// [`RunDirError::Io`].
-    pub(crate) fn claim(
-        &self,
-        _lock: &TurnLock,
-        claim: &Claim,
-        number: Option<u64>,
-    ) -> Result<OwnClaim, RunDirError> {
-        let numbers = self.numbers()?;
-        let after_all = numbers.last().copied().unwrap_or(0).saturating_add(1);
-        let number = number.filter(|number| !numbers.contains(number)).unwrap_or(after_all);
-        // Nobody looks for it by this name: it is locked, and says what it is, when it gets its own.
-        let next = self.path.join("claim.next");
-        remove_file_if_there(&next)?;
-        let made = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .custom_flags(libc::O_NOFOLLOW)
-            .open(&next);
-        let file = made.map_err(io_error("creation", &next))?;
-        file.lock().map_err(io_error("locking", &next))?;
-        let mut own = OwnClaim { lock: locks::FileLock::new(file), path: next, number };
-        own.say(claim)?;
-        let path = self.claim_path(number);
-        fs::rename(&own.path, &path).map_err(io_error("renaming", &own.path))?;
-        own.path = path;
-        Ok(own)
-    }
-
-    /// The claims of live processes, in order. With the lock, those of dead ones are removed.
-    ///
-    /// # Errors
-    /// [`RunDirError::OtherTurns`]; [`RunDirError::Io`].
-    pub(crate) fn claims(&self, lock: Option<&TurnLock>) -> Result<Vec<Found>, RunDirError> {
-        let mut claims = Vec::new();
-        for number in self.numbers()? {
-            let path = self.claim_path(number);
-            let file = match File::open(&path) {
-                Err(error) if error.kind() == ErrorKind::NotFound => continue,
-                file => file.map_err(io_error("opening", &path))?,
-            };
-            if file.try_lock_shared().is_ok() {
-                if lock.is_some() {
-                    remove_file_if_there(&path)?;
-                }
-                continue;
-            }
-            let beaten = file.metadata().and_then(|metadata| metadata.modified()).ok();
-            let since_start = beaten.and_then(|at| at.duration_since(SystemTime::UNIX_EPOCH).ok());
-            let silent =
-                Duration::from_micros(now_us()).saturating_sub(since_start.unwrap_or_default());
-            let mut text = String::new();
-            let read = (&file).take(CLAIM_BYTES_MAX).read_to_string(&mut text);
-            read.map_err(io_error("reading", &path))?;
-            // One that is just being written has no place yet, and says no version either.
-            let version = serde_json::from_str(&text).map(|Versioned { version }| version);
-            if let Ok(found) = version
-                && found != CLAIM_VERSION
-            {
-                let holder_pids = holders::holders(&file);
-                return Err(RunDirError::OtherTurns { holder_pids, found, known: CLAIM_VERSION });
-            }
-            if let Ok(claim) = serde_json::from_str::<Claim>(&text) {
-                let is_known = claim.pid_namespace == pid_namespace();
-                let pid = if is_known { Some(claim.pid) } else { holders::holders(&file).pop() };
-                claims.push(Found { number, silent, pid, claim });
-            }
-        }
-        Ok(claims)
-    }
-
-    fn claim_path(&self, number: u64) -> PathBuf {
-        self.path.join(format!("{number:016x}{CLAIM_EXTENSION}"))
-    }
-
-    fn numbers(&self) -> Result<Vec<u64>, RunDirError> {
-        let names = entry_names(&self.path)?;
-        let hex = names.iter().filter_map(|name| name.strip_suffix(CLAIM_EXTENSION));
-        let mut numbers: Vec<u64> =
-            hex.filter_map(|hex| u64::from_str_radix(hex, 16).ok()).collect();
-        numbers.sort_unstable();
-        Ok(numbers)
-    }
-
     /// What was kept last; the default where there is nothing, or nothing that can be read.
     pub(crate) fn history<T: DeserializeOwned + Default>(&self) -> T {
-        let text = fs::read_to_string(self.path.join("history")).unwrap_or_default();
-        serde_json::from_str(&text).unwrap_or_default()
+        self.read("history")
     }
 
     /// Keeps `history` instead of what was kept before, atomically.
@@ -267,10 +98,9 @@ impl TurnDir {
         self.replace("history", text.as_bytes())
     }
 
-    /// Who did not answer, as it was kept last; the default where there is nothing, or nothing that can be read.
+    /// Who did not answer, as it was kept last; the default as of [`TurnDir::history`].
     pub(crate) fn silent<T: DeserializeOwned + Default>(&self) -> T {
-        let text = fs::read_to_string(self.path.join("silent")).unwrap_or_default();
-        serde_json::from_str(&text).unwrap_or_default()
+        self.read("silent")
     }
 
     /// Keeps `silent` instead of what was kept before, immediately. Takes no lock: of two that do so simultaneously one is
@@ -314,138 +144,26 @@ impl TurnDir {
         text.lines().map(str::to_owned).collect()
     }
 
+    fn read<T: DeserializeOwned + Default>(&self, name: &str) -> T {
+        let text = fs::read_to_string(self.path.join(name)).unwrap_or_default();
+        serde_json::from_str(&text).unwrap_or_default()
+    }
+
     fn replace(&self, name: &str, bytes: &[u8]) -> Result<(), RunDirError> {
         let path = self.path.join(name);
         let next = self.path.join(format!("{name}.next"));
         fs::write(&next, bytes).map_err(io_error("writing", &next))?;
         fs::rename(&next, &path).map_err(io_error("renaming", &path))
     }
-
-    /// Watches all claims from now on.
-    pub(crate) fn watch(&self) -> Watch {
-        let events = WatchFlags::MOVED_TO
-            | WatchFlags::DELETE
-            | WatchFlags::MODIFY
-            // A process that ends closes its claims.
-            | WatchFlags::CLOSE_WRITE;
-        let watch = || -> rustix::io::Result<(Noted, OwnedFd)> {
-            let fd = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
-            inotify::add_watch(&fd, &self.path, events | WatchFlags::ONLYDIR)?;
-            Ok((locks::HELD.note(&fd), fd))
-        };
-        Watch(watch().inspect_err(|error| tracing::debug!(%error, "turns are not watched")).ok())
-    }
-}
-
-/// Tells this process's namespace of process ids from others.
-pub(crate) fn pid_namespace() -> u64 {
-    fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino())
-}
-
-impl Watch {
-    /// Waits until a claim has changed since the last call, for `most` at most. Says whether one has.
-    pub(crate) fn wait(&self, most: Duration) -> bool {
-        let Some((_, fd)) = &self.0 else {
-            pause_thread(most);
-            return false;
-        };
-        let deadline = Instant::now() + most;
-        loop {
-            let mut fds = [PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
-            if !poll_until(&mut fds, deadline).unwrap_or(false) {
-                return false;
-            }
-            if Self::clear(fd) {
-                pause_thread(SETTLES);
-                Self::clear(fd);
-                return true;
-            }
-        }
-    }
-
-    /// Reads what has happened. Says whether it was about claims.
-    fn clear(fd: &OwnedFd) -> bool {
-        let mut is_claim = false;
-        let mut bytes = [MaybeUninit::uninit(); 4096];
-        let mut events = inotify::Reader::new(fd, &mut bytes);
-        while let Ok(event) = events.next() {
-            let name = event.file_name().map(|name| name.to_string_lossy());
-            is_claim |= name.is_some_and(|name| name.ends_with(CLAIM_EXTENSION));
-            // Events are missing, or the directory is.
-            is_claim |= event.events().intersects(ReadFlags::QUEUE_OVERFLOW | ReadFlags::IGNORED);
-        }
-        is_claim
-    }
-}
-
-impl Found {
-    /// Has its process stood still for so long that others pass it by?
-    pub(crate) fn is_silent(&self) -> bool {
-        const SILENCE_MAX: Duration = Duration::from_secs(10);
-        self.silent > SILENCE_MAX
-    }
-}
-
-impl OwnClaim {
-    /// Says something else in the same place of the order.
-    ///
-    /// # Errors
-    /// [`RunDirError::Io`].
-    pub(crate) fn say(&self, claim: &Claim) -> Result<(), RunDirError> {
-        let Some(mut file) = self.lock.file() else { return Ok(()) };
-        let said = Written { version: CLAIM_VERSION, claim };
-        let text = serde_json::to_string(&said).unwrap_or_default();
-        let written = file
-            .seek(SeekFrom::Start(0))
-            .and_then(|_| file.write_all(text.as_bytes()))
-            .and_then(|()| file.set_len(text.len() as u64));
-        self.beat();
-        written.map_err(io_error("writing", &self.path))
-    }
-
-    /// A sign of life.
-    pub(crate) fn beat(&self) {
-        let now = SystemTime::UNIX_EPOCH + Duration::from_micros(now_us());
-        // Both times: the kernel tells watchers of a new time of change alone as of a write. A recent access keeps cleaners of old files away.
-        let times = FileTimes::new().set_accessed(SystemTime::now()).set_modified(now);
-        if let Some(Err(error)) = self.lock.file().map(|file| file.set_times(times)) {
-            tracing::debug!(%error, "a claim to a turn could not be touched");
-        }
-    }
-
-    /// Is it where others look for it?
-    pub(crate) fn is_there(&self) -> bool {
-        self.lock.file().is_some_and(|file| is_still_named(file, &self.path))
-    }
-
-    /// Its file.
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
-}
-
-impl Drop for OwnClaim {
-    fn drop(&mut self) {
-        // Its number is not given again before the file is gone. Another one may have its name, where somebody has removed the file.
-        if self.is_there()
-            && let Err(error) = remove_file_if_there(&self.path)
-        {
-            tracing::warn!(%error, "a claim to a turn was not given up");
-        }
-    }
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
+    use std::time::Duration;
+
     use super::*;
 
-    fn claim(tenant: &str) -> Claim {
-        let tenant = tenant.to_owned();
-        let (pid, pid_namespace) = (1, pid_namespace());
-        Claim { tenant, pid, pid_namespace, waits: true, wish: Wish::Turn, since_us: 5 }
-    }
-
-    fn dir(base: &tempfile::TempDir) -> TurnDir {
+    pub(crate) fn dir(base: &tempfile::TempDir) -> TurnDir {
         let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
         assert!(run_dir.existing_turns().unwrap().is_none());
         let turns = run_dir.turns().unwrap();
@@ -453,7 +171,7 @@ mod tests {
         turns
     }
 
-    fn soon() -> Instant {
+    pub(crate) fn soon() -> Instant {
         Instant::now() + Duration::from_secs(30)
     }
 
@@ -468,154 +186,6 @@ mod tests {
         assert!(matches!(refused, RunDirError::Switching { .. }), "{refused}");
         drop(held);
         again.lock(Instant::now()).unwrap();
-    }
-
-    #[test]
-    fn claims_stand_in_order_and_end_with_their_holder_and_dead_ones_are_removed() {
-        let base = tempfile::tempdir().unwrap();
-        let dir = dir(&base);
-        let lock = dir.lock(soon()).unwrap();
-        let first = dir.claim(&lock, &claim("a"), None).unwrap();
-        let second = dir.claim(&lock, &claim("b"), None).unwrap();
-        let names = |dir: &TurnDir| -> Vec<String> {
-            let claims = dir.claims(None).unwrap();
-            claims.into_iter().map(|found| found.claim.tenant).collect()
-        };
-        assert_eq!(names(&dir), ["a", "b"]);
-        first.say(&Claim { waits: false, ..claim("a-longer-name") }).unwrap();
-        assert_eq!(names(&dir), ["a-longer-name", "b"]);
-        drop(first);
-        assert_eq!(names(&dir), ["b"]);
-        // As one that was killed leaves it: there, and not locked.
-        let dead = dir.claim_path(77);
-        fs::write(&dead, serde_json::to_string(&claim("dead")).unwrap()).unwrap();
-        assert_eq!(names(&dir), ["b"]);
-        assert!(dead.exists());
-        assert_eq!(dir.claims(Some(&lock)).unwrap()[0].number, second.number);
-        assert!(!dead.exists());
-        assert!(second.path().exists());
-    }
-
-    #[test]
-    fn a_live_claim_of_another_version_is_refused_by_its_process_and_a_dead_one_goes() {
-        let base = tempfile::tempdir().unwrap();
-        let dir = dir(&base);
-        let lock = dir.lock(soon()).unwrap();
-        let own = dir.claim(&lock, &claim("a"), None).unwrap();
-        let text = fs::read_to_string(own.path()).unwrap();
-        assert!(text.contains("\"version\":1"), "{text}");
-        let without = serde_json::to_string(&claim("a")).unwrap();
-        for (other, version) in [(without, 0), (text.replace("\"version\":1", "\"version\":2"), 2)]
-        {
-            fs::write(own.path(), other).unwrap();
-            let refused = dir.claims(Some(&lock)).unwrap_err();
-            let words = format!("process {} takes turns by version {version}", std::process::id());
-            assert!(refused.to_string().contains(&words), "{refused}");
-        }
-        // Half of what is being written says nothing.
-        fs::write(own.path(), &text[..text.len() / 2]).unwrap();
-        assert!(dir.claims(Some(&lock)).unwrap().is_empty());
-        own.say(&claim("b")).unwrap();
-        assert_eq!(dir.claims(None).unwrap()[0].claim, claim("b"));
-        let dead = dir.claim_path(77);
-        fs::write(&dead, "{\"version\":2}").unwrap();
-        assert_eq!(dir.claims(Some(&lock)).unwrap().len(), 1);
-        assert!(!dead.exists());
-    }
-
-    #[test]
-    fn one_that_stands_still_is_silent_until_it_beats_whatever_the_wall_clock_says() {
-        let base = tempfile::tempdir().unwrap();
-        let dir = dir(&base);
-        let own = dir.claim(&dir.lock(soon()).unwrap(), &claim("a"), None).unwrap();
-        let is_silent = || dir.claims(None).unwrap()[0].is_silent();
-        assert!(!is_silent());
-        let long_ago = Duration::from_micros(now_us()).saturating_sub(Duration::from_mins(1));
-        let file = own.lock.file().unwrap();
-        file.set_modified(SystemTime::UNIX_EPOCH + long_ago).unwrap();
-        assert!(is_silent());
-        own.beat();
-        assert!(!is_silent());
-        // The wall clock has no part in it.
-        let beaten = file.metadata().unwrap().modified().unwrap();
-        let beaten = beaten.duration_since(SystemTime::UNIX_EPOCH).unwrap();
-        assert!(beaten <= Duration::from_micros(now_us()), "{beaten:?}");
-    }
-
-    #[test]
-    fn a_claim_whose_file_has_gone_is_made_again_in_its_place_and_its_old_end_leaves_it() {
-        let base = tempfile::tempdir().unwrap();
-        let dir = dir(&base);
-        let lock = dir.lock(soon()).unwrap();
-        let first = dir.claim(&lock, &claim("a"), None).unwrap();
-        let second = dir.claim(&lock, &claim("b"), None).unwrap();
-        assert!(first.is_there());
-        fs::remove_file(first.path()).unwrap();
-        assert!(!first.is_there());
-        let again = dir.claim(&lock, &claim("a"), Some(first.number)).unwrap();
-        assert_eq!(again.number, first.number);
-        drop(first);
-        assert!(again.is_there());
-        // One that has another in its place comes after all.
-        let third = dir.claim(&lock, &claim("c"), Some(second.number)).unwrap();
-        assert_eq!(third.number, second.number + 1);
-    }
-
-    #[test]
-    fn a_claim_is_locked_and_says_what_it_is_before_others_can_find_it() {
-        let base = tempfile::tempdir().unwrap();
-        let dir = dir(&base);
-        let lock = dir.lock(soon()).unwrap();
-        fs::write(dir.path.join("claim.next"), "of one that died").unwrap();
-        let fd = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK).unwrap();
-        inotify::add_watch(&fd, &dir.path, WatchFlags::CREATE | WatchFlags::MOVED_TO).unwrap();
-        let _own = dir.claim(&lock, &claim("a"), None).unwrap();
-        // One that looks locks what it finds unlocked for a moment, and may be stopped in it: nobody could lock it any more.
-        let mut bytes = [MaybeUninit::uninit(); 4096];
-        let mut events = inotify::Reader::new(&fd, &mut bytes);
-        let mut came = Vec::new();
-        while let Ok(event) = events.next() {
-            let name = event.file_name().unwrap().to_str().unwrap().to_owned();
-            came.push((event.events().contains(ReadFlags::CREATE), name));
-        }
-        let [(true, next), (false, own)] = &came[..] else { panic!("{came:?}") };
-        assert!(next == "claim.next" && own.ends_with(CLAIM_EXTENSION), "{came:?}");
-    }
-
-    #[test]
-    fn a_watch_wakes_when_a_claim_is_made_changed_or_ended_and_for_nothing_else() {
-        const NOT: Duration = Duration::from_millis(50);
-        let most = Duration::from_mins(1);
-        let base = tempfile::tempdir().unwrap();
-        let dir = dir(&base);
-        let watch = dir.watch();
-        let lock = dir.lock(soon()).unwrap();
-        dir.keep_history(&lock, &vec![1]).unwrap();
-        dir.log(None, &["a line".to_owned()]).unwrap();
-        drop(lock);
-        assert!(!watch.wait(NOT));
-        let lock = dir.lock(soon()).unwrap();
-        let own = dir.claim(&lock, &claim("a"), None).unwrap();
-        assert!(watch.wait(most), "it was made");
-        own.beat();
-        assert_eq!(dir.claims(None).unwrap().len(), 1);
-        assert!(!watch.wait(NOT), "a sign of life, and a look");
-        own.say(&claim("b")).unwrap();
-        assert!(watch.wait(most), "it says something else");
-        drop(own);
-        assert!(watch.wait(most), "it has ended");
-        let _own = dir.claim(&lock, &claim("a"), None).unwrap();
-        assert!(watch.wait(most));
-        fs::remove_dir_all(&dir.path).unwrap();
-        assert!(watch.wait(most), "its directory has gone");
-    }
-
-    #[test]
-    fn a_forked_child_closes_a_watch_of_its_parent() {
-        let base = tempfile::tempdir().unwrap();
-        let watch = dir(&base).watch();
-        let (_, fd) = watch.0.as_ref().unwrap();
-        assert!(locks::HELD.has(fd));
     }
 
     #[test]

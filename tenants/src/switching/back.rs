@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::driver::Driver;
 
+use super::SwitchOptions;
 use super::gather::Displaced;
+use super::queue::{CallsOff, Queue};
 use super::turn::{AFTER_FAILURE, AFTER_FAILURE_MAX, KEPT_EVERY};
-use super::{Queue, SwitchOptions};
 use crate::member::Member;
 use crate::turns::scene::Wish;
 use crate::wire::MemberState;
@@ -56,7 +57,8 @@ fn watch<D: Driver>(member: &Member<D>) {
             continue;
         }
         let is_over = || !is_paused() || member.has_left();
-        let queue = Queue::enter(run_dir, tenant, Wish::Back, Duration::MAX, (None, &is_over));
+        let queue =
+            Queue::enter(run_dir, tenant, Wish::Back, Duration::MAX, CallsOff::when(&is_over));
         let back = queue.and_then(|mut queue| {
             queue.displaced = away;
             queue.wait_and_go(&SwitchOptions::default(), &is_over, &mut |_| {})

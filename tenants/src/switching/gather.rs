@@ -8,8 +8,9 @@ use vmm_pool::{Contents, KeptBytes};
 
 use crate::coordinator::{Coordinator, Holdings, Options, TenantStats};
 use crate::identity::TenantName;
+use crate::run_dir::claims::Found;
 use crate::run_dir::clock::{boot, now_us};
-use crate::run_dir::turn_files::{Found, TurnDir};
+use crate::run_dir::turn_files::TurnDir;
 use crate::run_dir::{RunDir, RunDirError};
 use crate::turns::history::History;
 use crate::turns::scene::{Cost, Held, Scene, Standing, Waiting, Wish};

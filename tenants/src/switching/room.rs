@@ -11,7 +11,8 @@ use vmm_pool::driver::{DeviceOrdinal, Driver, DriverCode};
 use vmm_pool::gate::Gate;
 use vmm_pool::{PoolError, PoolResult};
 
-use super::{AGAIN_AFTER, AGAIN_AFTER_MAX, Queue, SwitchError, SwitchOptions};
+use super::queue::{AGAIN_AFTER, AGAIN_AFTER_MAX, CallsOff, Queue};
+use super::{SwitchError, SwitchOptions};
 use crate::coordinator::Interrupt;
 use crate::cut::Cut;
 use crate::error_text::chain;
@@ -69,7 +70,9 @@ pub fn with_room<D: Driver, T>(
     // Others may be switching for long, and this thread waits for memory then, too.
     let waits = member.cut().wait_for_memory_since(began);
     let (run_dir, tenant, wish) = (member.run_dir(), member.tenant(), Wish::Memory(wants));
-    let entered = Queue::enter(run_dir, tenant, wish, wait, (None, &|| member.has_left()));
+    let has_left = || member.has_left();
+    let calls_off = CallsOff::when(&has_left);
+    let entered = Queue::enter(run_dir, tenant, wish, wait, calls_off);
     drop(waits);
     let why = match entered {
         Ok(mut queue) => match try_again(member, &mut queue, (wait, began), make) {

@@ -12,11 +12,15 @@ use std::mem::MaybeUninit;
 
 use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 
+use super::gather::Displaced;
+use super::queue::{AGAIN_AFTER, LOOK_MAX, NEVER_MAX};
 use super::*;
 use crate::coordinator::Step;
 use crate::identity::MemberId;
 use crate::member::{Member, MemberConfig};
+use crate::run_dir::pause_thread;
 use crate::turns::TurnSettings;
+use crate::turns::history::History;
 use crate::wire::Phase;
 
 const MIB: u64 = 1 << 20;
@@ -31,7 +35,7 @@ fn who_has_no_place_yet_can_be_called_off_while_somebody_switches() {
     let (run_dir, tenant) = (run_dir(&base), TenantName::new("a").unwrap());
     let turns = run_dir.turns().unwrap();
     let _held = turns.lock(Instant::now()).unwrap();
-    let enter = |calls_off: (Option<&Interrupt>, &dyn Fn() -> bool)| {
+    let enter = |calls_off: CallsOff<'_>| {
         let began = Instant::now();
         let entered =
             Queue::enter(&run_dir, &tenant, Wish::Order, Duration::from_mins(5), calls_off);
@@ -39,8 +43,11 @@ fn who_has_no_place_yet_can_be_called_off_while_somebody_switches() {
         entered.map(drop).unwrap_err()
     };
     let soon = Interrupt::at(Instant::now() + Duration::from_millis(100)).unwrap();
-    assert!(matches!(enter((Some(&soon), &never)), SwitchError::CalledOff { .. }));
-    assert!(matches!(enter((None, &|| true)), SwitchError::CalledOff { .. }));
+    assert!(matches!(
+        enter(CallsOff { interrupt: Some(&soon), is_over: &never }),
+        SwitchError::CalledOff { .. }
+    ));
+    assert!(matches!(enter(CallsOff::when(&|| true)), SwitchError::CalledOff { .. }));
     assert!(turns.claims(None).unwrap().is_empty());
 }
 
@@ -49,7 +56,7 @@ fn who_waits_decides_without_the_lock_so_that_none_is_held_by_one_that_is_stoppe
     let base = tempfile::tempdir().unwrap();
     let (run_dir, tenant) = (run_dir(&base), TenantName::new("a").unwrap());
     let enter = || {
-        let calls_off = (None, &never as &dyn Fn() -> bool);
+        let calls_off = CallsOff::when(&never);
         Queue::enter(&run_dir, &tenant, Wish::Order, Duration::ZERO, calls_off).unwrap()
     };
     let mut queue = enter();
@@ -85,7 +92,7 @@ fn who_waits_looks_at_the_claims_of_others_when_they_change_and_a_few_times_a_se
     let is_over = AtomicBool::new(false);
     let wait = || {
         let (long, over) = (Duration::from_mins(5), || is_over.load(Ordering::Relaxed));
-        let calls_off = (None, &over as &dyn Fn() -> bool);
+        let calls_off = CallsOff::when(&over);
         let mut queue = Queue::enter(&run_dir, &tenant, Wish::Order, long, calls_off).unwrap();
         queue.wait_and_go(&SwitchOptions::default(), &over, &mut |_| {}).unwrap_err();
     };
@@ -184,8 +191,9 @@ fn one_that_did_not_answer_another_is_not_asked_for_a_while() {
     listener.set_nonblocking(true).unwrap();
     let was_asked = || listener.accept().is_ok();
     let tenant = TenantName::new("a").unwrap();
-    let enter =
-        || Queue::enter(&run_dir, &tenant, Wish::Turn, Duration::ZERO, (None, &never)).unwrap();
+    let enter = || {
+        Queue::enter(&run_dir, &tenant, Wish::Turn, Duration::ZERO, CallsOff::when(&never)).unwrap()
+    };
     let decide = |queue: &Queue| queue.gather(&[], false).unheard.contains(&stopped);
     let (one, other) = (enter(), enter());
     let mut noted = Silent::default();
@@ -218,7 +226,8 @@ fn who_does_not_answer_may_hold_what_is_missing_so_nothing_is_refused_for_good()
     let socket = run_dir.tenant(&stopped).unwrap().socket_path(MemberId(9)).unwrap();
     let listener = UnixListener::bind(&socket).unwrap();
     let wish = Wish::Memory([(gpu, 1024 * MIB)].into());
-    let mut queue = Queue::enter(&run_dir, &tenant, wish, Duration::ZERO, (None, &never)).unwrap();
+    let mut queue =
+        Queue::enter(&run_dir, &tenant, wish, Duration::ZERO, CallsOff::when(&never)).unwrap();
     let options = SwitchOptions::default();
     let error = queue.wait_and_go(&options, &never, &mut |_| {}).unwrap_err();
     assert!(matches!(error, SwitchError::Busy { .. }) && error.is_retryable(), "{error}");
@@ -263,7 +272,8 @@ fn memory_of_a_tenant_that_is_being_paused_may_be_free_soon_and_is_waited_for() 
     drop(entered);
     let wish = Wish::Memory([(wants.pool().uuid(device), 32 * MIB)].into());
     let none = Duration::ZERO;
-    let mut queue = Queue::enter(&run_dir, wants.tenant(), wish, none, (None, &never)).unwrap();
+    let mut queue =
+        Queue::enter(&run_dir, wants.tenant(), wish, none, CallsOff::when(&never)).unwrap();
     let mut said = Vec::new();
     let coordinator =
         Coordinator::new(run_dir.clone(), leaves.tenant().clone(), Options::default());
@@ -287,7 +297,7 @@ fn an_allocation_that_seems_to_fit_nowhere_is_looked_at_once_more() {
     let base = tempfile::tempdir().unwrap();
     let (run_dir, tenant) = (run_dir(&base), TenantName::new("a").unwrap());
     let (wish, wait) = (Wish::Memory([("gpu".to_owned(), MIB)].into()), Duration::from_mins(1));
-    let mut queue = Queue::enter(&run_dir, &tenant, wish, wait, (None, &never)).unwrap();
+    let mut queue = Queue::enter(&run_dir, &tenant, wish, wait, CallsOff::when(&never)).unwrap();
     assert_eq!(queue.looks_again(false), Some(AGAIN_AFTER));
     assert_eq!(queue.looks_again(false), None);
     queue.wait_anew(Instant::now());
@@ -299,7 +309,8 @@ fn a_paused_process_that_nobody_sees_for_a_moment_gets_no_turn_and_stays_away_fo
     let base = tempfile::tempdir().unwrap();
     let (run_dir, tenant) = (run_dir(&base), TenantName::new("a").unwrap());
     let mut queue =
-        Queue::enter(&run_dir, &tenant, Wish::Turn, Duration::ZERO, (None, &never)).unwrap();
+        Queue::enter(&run_dir, &tenant, Wish::Turn, Duration::ZERO, CallsOff::when(&never))
+            .unwrap();
     queue.is_paused = || true;
     let mut go = || queue.wait_and_go(&SwitchOptions::default(), &never, &mut |_| {});
     let is_displaced = || history_of(&run_dir.turns().unwrap()).is_displaced(&tenant);
@@ -336,7 +347,8 @@ fn who_would_give_up_because_of_one_that_rests_asks_it_once_more() {
     noted.note(&rests, true, now_us() + 50_000_000);
     turns.keep_silent(&noted);
     let mut queue =
-        Queue::enter(&run_dir, &ended, Wish::Order, Duration::ZERO, (None, &never)).unwrap();
+        Queue::enter(&run_dir, &ended, Wish::Order, Duration::ZERO, CallsOff::when(&never))
+            .unwrap();
     let error = queue.wait_and_go(&SwitchOptions::default(), &never, &mut |_| {}).unwrap_err();
     // It answers, so that all is known.
     assert!(matches!(error, SwitchError::Never { .. }), "{error}");

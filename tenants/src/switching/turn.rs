@@ -4,7 +4,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::gather::Displaced;
-use super::{Queue, SwitchError, SwitchOptions, Switched, never};
+use super::queue::{CallsOff, Queue, never};
+use super::{SwitchError, SwitchOptions, Switched};
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
 use crate::turns::scene::Wish;
@@ -68,7 +69,8 @@ impl Turn {
         tenant: &TenantName,
         options: TurnOptions,
     ) -> Result<(Self, Switched), SwitchError> {
-        let mut queue = Queue::enter(run_dir, tenant, Wish::Turn, options.wait, (None, &never))?;
+        let calls_off = CallsOff::when(&never);
+        let mut queue = Queue::enter(run_dir, tenant, Wish::Turn, options.wait, calls_off)?;
         queue.is_paused = options.is_paused;
         let switched = queue.wait_and_go(&SwitchOptions::default(), &never, &mut |_| {})?;
         queue.deadline = std::time::Instant::now().checked_add(FOREVER);
@@ -153,7 +155,7 @@ impl Watch {
     /// Others are to see the turn, also where the run directory has gone meanwhile.
     fn keep(&self, queue: &mut Queue, shared: &Shared) {
         let is_over = || shared.state().is_over;
-        if let Err(error) = queue.keep_claim(None, &is_over) {
+        if let Err(error) = queue.keep_claim(CallsOff::when(&is_over)) {
             tracing::debug!(tenant = %self.tenant, %error, "a claim to a turn was not made again yet");
         }
     }

@@ -1,0 +1,517 @@
+//! One that waits for its tenant to have its GPUs: its claim among the others, its looks, and what it does when the decision is to go.
+
+use std::time::{Duration, Instant};
+
+use super::acting::{Acting, fits_nowhere};
+use super::gather::{self, Displaced, Silent, gather, history_of};
+use super::{SwitchError, SwitchOptions, Switched, busy};
+use crate::coordinator::{Event, Interrupt};
+use crate::error_text::chain;
+use crate::identity::TenantName;
+use crate::run_dir::claims::{Claim, Found, OwnClaim, Watch, pid_namespace};
+use crate::run_dir::clock::now_us;
+use crate::run_dir::turn_files::{TurnDir, TurnLock};
+use crate::run_dir::{RunDir, RunDirError, pause_thread};
+use crate::turns::history::History;
+use crate::turns::scene::{Scene, Wish};
+use crate::turns::{Decision, Settings, Verdict, decide};
+
+/// How long one look lasts while nothing changes, for who is the first that waits,
+pub(super) const LOOK_MAX: Duration = Duration::from_millis(500);
+/// and at most for those behind, which look less often, so that many ask tenants hardly more often than few.
+const LOOK_BEHIND_MAX: Duration = Duration::from_secs(5);
+/// For how long one that may wait looks again before it believes that it fits nowhere: the driver takes seconds to clear up after a large process.
+pub(super) const NEVER_MAX: Duration = Duration::from_secs(10);
+/// How long somebody else may take to switch tenants, for one that does not wait.
+pub(super) const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
+/// How often one that waits, also for the lock, shows a sign of life, and looks whether that is called off.
+const SIGN_EVERY: Duration = Duration::from_millis(250);
+/// When one that waits for the lock says in the log for whom.
+const LOCK_SAID_AFTER: Duration = Duration::from_secs(10);
+/// How often in a row one may not find its own claim.
+const UNSEEN_MAX: u32 = 5;
+/// How long after its own tenant did not come, or an allocation or its switch failed, the next try is, doubled each time: memory of a process that was
+/// killed is not free immediately.
+pub(super) const AGAIN_AFTER: Duration = Duration::from_millis(100);
+pub(super) const AGAIN_AFTER_MAX: Duration = Duration::from_secs(5);
+
+/// One that waits for its tenant to have its GPUs, with its place among the others.
+#[derive(Debug)]
+pub(super) struct Queue {
+    run_dir: RunDir,
+    pub(super) turns: TurnDir,
+    tenant: TenantName,
+    wish: Wish,
+    claim: OwnClaim,
+    /// As its claim says.
+    waits: bool,
+    pub(super) deadline: Option<Instant>,
+    pub(super) has_told: bool,
+    /// Since when it was found, one time after the other, that it fits nowhere.
+    pub(super) never_since: Option<Instant>,
+    pub(super) displaced: Displaced,
+    /// See [`TurnOptions::is_paused`].
+    pub(super) is_paused: fn() -> bool,
+}
+
+/// What calls a wait off, before anything has been done.
+#[derive(Clone, Copy)]
+pub(super) struct CallsOff<'a> {
+    /// It was raised,
+    pub(super) interrupt: Option<&'a Interrupt>,
+    /// or what the wait is for is over.
+    pub(super) is_over: &'a dyn Fn() -> bool,
+}
+
+impl<'a> CallsOff<'a> {
+    /// When it is over alone.
+    pub(super) fn when(is_over: &'a dyn Fn() -> bool) -> Self {
+        Self { interrupt: None, is_over }
+    }
+
+    fn check(self, tenant: &TenantName) -> Result<(), SwitchError> {
+        if self.interrupt.is_some_and(Interrupt::is_raised) || (self.is_over)() {
+            return Err(SwitchError::CalledOff { tenant: tenant.clone() });
+        }
+        Ok(())
+    }
+}
+
+/// Nothing but an interrupt calls it off.
+pub(super) fn never() -> bool {
+    false
+}
+
+/// What one look has shown, and what follows from it.
+struct Seen {
+    scene: Scene,
+    history: History,
+    decision: Decision,
+    /// How many wait before it.
+    before: u32,
+}
+
+impl Queue {
+    pub(super) fn enter(
+        run_dir: &RunDir,
+        tenant: &TenantName,
+        wish: Wish,
+        wait: Duration,
+        calls_off: CallsOff<'_>,
+    ) -> Result<Self, SwitchError> {
+        let turns = run_dir.turns()?;
+        let deadline = Instant::now().checked_add(wait);
+        let deadline_of_lock = lock_deadline(&wish, deadline);
+        let lock = lock_of(&turns, tenant, deadline_of_lock, || calls_off.check(tenant))?;
+        let claim = turns.claim(&lock, &claim_of(tenant, &wish, true), None)?;
+        let (run_dir, tenant) = (run_dir.clone(), tenant.clone());
+        Ok(Self {
+            run_dir,
+            turns,
+            tenant,
+            wish,
+            claim,
+            waits: true,
+            deadline,
+            has_told: false,
+            never_since: None,
+            displaced: Displaced::default(),
+            is_paused: never,
+        })
+    }
+
+    pub(super) fn say(&mut self, waits: bool) -> Result<(), RunDirError> {
+        self.waits = waits;
+        self.claim.say(&claim_of(&self.tenant, &self.wish, waits))
+    }
+
+    /// Makes the claim again, in its place, where somebody has removed its file. Says whether it did.
+    pub(super) fn keep_claim(&mut self, calls_off: CallsOff<'_>) -> Result<bool, SwitchError> {
+        if self.claim.is_there() {
+            return Ok(false);
+        }
+        self.turns = self.run_dir.turns()?;
+        let lock = self.lock(calls_off)?;
+        let claim = claim_of(&self.tenant, &self.wish, self.waits);
+        self.claim = self.turns.claim(&lock, &claim, Some(self.claim.number))?;
+        Ok(true)
+    }
+
+    /// Takes the lock. Its holder may be switching for long, and this one is no less alive for that.
+    fn lock(&self, calls_off: CallsOff<'_>) -> Result<TurnLock, SwitchError> {
+        let deadline = lock_deadline(&self.wish, self.deadline);
+        let locked = lock_of(&self.turns, &self.tenant, deadline, || self.beat(calls_off));
+        self.claim.beat();
+        locked
+    }
+
+    /// All tenants as they are. What is found out of those that do not answer is for everybody to know. `asks_all`: also those that rest.
+    pub(super) fn gather(&self, claims: &[Found], asks_all: bool) -> Scene {
+        let known: Silent = self.turns.silent();
+        let mut silent = if asks_all { known.rested() } else { known.clone() };
+        let scene = gather(&self.run_dir, claims, Some(&self.tenant), &mut silent);
+        if silent != known {
+            self.turns.keep_silent(&silent);
+        }
+        scene
+    }
+
+    /// A sign of life, unless it is called off.
+    fn beat(&self, calls_off: CallsOff<'_>) -> Result<(), SwitchError> {
+        self.claim.beat();
+        calls_off.check(&self.tenant)
+    }
+
+    /// What is so now, and what this one is to do. None where its own claim is not among the others.
+    fn look(
+        &mut self,
+        lock: Option<&TurnLock>,
+        asks_all: bool,
+    ) -> Result<Option<Seen>, RunDirError> {
+        if lock.is_none() && !self.wish.is_order() {
+            // What the history has lost with its directory is in it again.
+            self.displaced.look_if_so(&self.run_dir, &self.tenant, (self.is_paused)());
+        }
+        let claims = self.turns.claims(lock)?;
+        let mut history = history_of(&self.turns);
+        let mut scene = self.gather(&claims, asks_all);
+        history.note_back(&scene);
+        if self.wish == Wish::Turn {
+            let is_away = self.displaced.is_so() || (self.is_paused)();
+            gather::complete(&mut scene, &self.tenant, is_away);
+        }
+        let mut numbers = gather::waiting(&claims).map(|found| found.number);
+        let Some(before) = numbers.position(|number| number == self.claim.number) else {
+            return Ok(None);
+        };
+        let mut decisions = decide(&scene, &history, &Settings::default(), now_us());
+        let decision = decisions.swap_remove(before);
+        let before = u32::try_from(before).unwrap_or(u32::MAX);
+        Ok(Some(Seen { scene, history, decision, before }))
+    }
+
+    /// Waits until the decision is to go, or never to, or it is called off; and goes.
+    pub(super) fn wait_and_go(
+        &mut self,
+        options: &SwitchOptions,
+        is_over: &dyn Fn() -> bool,
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Switched, SwitchError> {
+        let calls_off = CallsOff { interrupt: options.interrupt.as_ref(), is_over };
+        let (mut again_after, mut failing_since, mut unseen) = (AGAIN_AFTER, None, 0);
+        let (mut watch, mut lock) = (self.turns.watch(), None);
+        let (mut asks_all, mut has_asked_all) = (false, false);
+        loop {
+            self.beat(calls_off)?;
+            if lock.is_none() && self.keep_claim(calls_off)? {
+                watch = self.turns.watch();
+            }
+            let looked = self.look(lock.as_ref(), std::mem::take(&mut asks_all));
+            let Ok(Some(Seen { scene, history, decision, before })) = looked else {
+                // Its file has just gone, or it stood still for too long. Else something is wrong with it.
+                unseen += 1;
+                if unseen >= UNSEEN_MAX {
+                    looked?;
+                    return Err(self.claim_is_lost().into());
+                }
+                lock = None;
+                continue;
+            };
+            unseen = 0;
+            match &decision.verdict {
+                Verdict::Go(victims) => {
+                    let Some(held) = lock.take() else {
+                        // Decided once more: others may have acted since.
+                        lock = self.lock_unless_gone(calls_off)?;
+                        continue;
+                    };
+                    let went =
+                        self.go(&held, &scene, history, victims, &decision, options, progress);
+                    drop(held);
+                    match went {
+                        Err(error) if self.tries_others(&error) => {}
+                        Err(error) if self.tries_again(&error, again_after, &mut failing_since) => {
+                            self.rest(again_after, calls_off)?;
+                            again_after = (again_after * 2).min(AGAIN_AFTER_MAX);
+                        }
+                        went => return went,
+                    }
+                }
+                // What has just ended may not be free yet, and is nobody's that could give it. Nor may it be of a tenant that does not answer.
+                Verdict::Never => {
+                    let unheard = !scene.unheard.is_empty();
+                    if let Some(look) = self.looks_again(unheard) {
+                        lock = None;
+                        self.look_around(&watch, look, calls_off)?;
+                    } else if unheard && !has_asked_all {
+                        // Who rests may answer by now.
+                        (lock, asks_all, has_asked_all) = (None, true, true);
+                    } else {
+                        self.tell(lock.as_ref(), &decision.reasons);
+                        return Err(fits_nowhere(&self.tenant, &scene, &decision.reasons));
+                    }
+                }
+                Verdict::Wait(until_us) => {
+                    lock = None;
+                    self.never_since = None;
+                    if !std::mem::replace(&mut self.has_told, true) {
+                        self.tell(None, &decision.reasons);
+                    }
+                    let left = self
+                        .deadline
+                        .map(|deadline| deadline.saturating_duration_since(Instant::now()));
+                    if left.is_some_and(|left| left.is_zero()) {
+                        return Err(busy(&self.tenant, &decision.reasons));
+                    }
+                    let until = until_us
+                        .map(|until_us| Duration::from_micros(until_us.saturating_sub(now_us())));
+                    let most = LOOK_MAX.saturating_mul(before.saturating_add(1));
+                    let most = most.min(LOOK_BEHIND_MAX);
+                    let look = [left, until].into_iter().flatten().fold(most, Duration::min);
+                    self.look_around(&watch, look, calls_off)?;
+                }
+            }
+        }
+    }
+
+    /// Takes the lock; none where the claim has gone, perhaps with the whole directory.
+    fn lock_unless_gone(&self, calls_off: CallsOff<'_>) -> Result<Option<TurnLock>, SwitchError> {
+        match self.lock(calls_off) {
+            Err(SwitchError::RunDir(RunDirError::Io { .. })) if !self.claim.is_there() => Ok(None),
+            locked => locked.map(Some),
+        }
+    }
+
+    fn claim_is_lost(&self) -> RunDirError {
+        RunDirError::Io {
+            operation: "reading back",
+            path: self.claim.path().to_owned(),
+            source: std::io::ErrorKind::NotFound.into(),
+        }
+    }
+
+    /// Adds lines to the log. One that cannot be written keeps nobody from its turn.
+    fn tell(&self, lock: Option<&TurnLock>, lines: &[String]) {
+        if let Err(error) = self.turns.log(lock, lines) {
+            tracing::warn!(%error, ?lines, "decisions about turns are not in the log");
+        }
+    }
+
+    /// Is there time for others to make way instead of one that could not be paused? What a person has ordered is tried once.
+    fn tries_others(&self, error: &SwitchError) -> bool {
+        let is_in_time = self.deadline.is_none_or(|deadline| Instant::now() < deadline);
+        let is_undone = matches!(error, SwitchError::Undone { .. });
+        is_in_time && is_undone && error.refusal().is_some() && !self.wish.is_order()
+    }
+
+    /// Is there time until its own tenant may come? An allocation has its own way of trying again, and so has a turn that lasts already, which has
+    /// no deadline. Others are not paused for it in vain for long.
+    fn tries_again(
+        &self,
+        error: &SwitchError,
+        after: Duration,
+        failing_since: &mut Option<Instant>,
+    ) -> bool {
+        let since = *failing_since.get_or_insert_with(Instant::now);
+        let others =
+            matches!(error, SwitchError::Undone { were_paused, .. } if !were_paused.is_empty());
+        if others && since.elapsed() >= NEVER_MAX {
+            return false;
+        }
+        let is_in_time = self.deadline.is_some_and(|deadline| Instant::now() + after < deadline);
+        let is_own = matches!(error, SwitchError::Undone { .. } | SwitchError::Tenant(_));
+        let may_wait = matches!(self.wish, Wish::Turn | Wish::Resume);
+        is_in_time && is_own && may_wait && error.refusal().is_none() && error.is_retryable()
+    }
+
+    /// Does nothing for so long, unless it is called off.
+    fn rest(&self, time: Duration, calls_off: CallsOff<'_>) -> Result<(), SwitchError> {
+        self.wait_for(time, calls_off, |left| {
+            pause_thread(left);
+            false
+        })
+    }
+
+    /// Waits until claims change, for at most `look`.
+    fn look_around(
+        &self,
+        watch: &Watch,
+        look: Duration,
+        calls_off: CallsOff<'_>,
+    ) -> Result<(), SwitchError> {
+        self.wait_for(look, calls_off, |left| watch.wait(left))
+    }
+
+    /// Shows signs of life until `ends` says so, which waits for a part of the time, or the time is over.
+    fn wait_for(
+        &self,
+        time: Duration,
+        calls_off: CallsOff<'_>,
+        ends: impl Fn(Duration) -> bool,
+    ) -> Result<(), SwitchError> {
+        let end = Instant::now() + time;
+        loop {
+            self.beat(calls_off)?;
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() || ends(SIGN_EVERY.min(left)) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Its time begins again, and it has not been told anything.
+    pub(super) fn wait_anew(&mut self, deadline: Instant) {
+        self.deadline = Some(deadline);
+        self.never_since = None;
+    }
+
+    /// How long until what is found to fit nowhere is looked at again; none if it is not. An allocation that nobody was in the way of is refused
+    /// soon: its library may have caches to free. One look is not enough for that: tenants are asked one after the other, and meanwhile another one
+    /// may have got memory that it did not have when it was asked. If somebody is `unheard`, who is in the way is not known.
+    pub(super) fn looks_again(&mut self, unheard: bool) -> Option<Duration> {
+        let nobody_was_in_the_way =
+            !unheard && !self.has_told && matches!(self.wish, Wish::Memory(_));
+        let is_first = self.never_since.is_none();
+        let since = *self.never_since.get_or_insert_with(Instant::now);
+        if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            return None;
+        }
+        if nobody_was_in_the_way {
+            return is_first.then_some(AGAIN_AFTER);
+        }
+        (since.elapsed() < NEVER_MAX).then_some(LOOK_MAX)
+    }
+
+    /// Pauses `victims` and resumes the own tenant, and writes down what has been.
+    #[expect(clippy::too_many_arguments, reason = "one decision, and all that it was made of")]
+    fn go(
+        &mut self,
+        lock: &TurnLock,
+        scene: &Scene,
+        mut history: History,
+        victims: &[TenantName],
+        decision: &Decision,
+        options: &SwitchOptions,
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Switched, SwitchError> {
+        let had_them = scene.tenants.get(&self.tenant).is_some_and(|standing| standing.is_active);
+        if !victims.is_empty() {
+            let mut leaving = history.clone();
+            for victim in victims {
+                leaving.is_leaving(victim);
+            }
+            self.turns.keep_history(lock, &leaving)?;
+        }
+        let acting = Acting { run_dir: &self.run_dir, tenant: &self.tenant, options };
+        let began_us = now_us();
+        let done = if had_them {
+            acting.make_room(victims, progress)
+        } else {
+            acting.carry_out(victims, progress)
+        };
+        let changes = match done {
+            Ok(changes) => changes,
+            Err(error) => {
+                let mut lines = vec![format!("'{}' did not come: {error}", self.tenant)];
+                if let SwitchError::NotUndone { stay_paused, .. } = &error {
+                    // It comes back by itself, where it does that.
+                    for (victim, _) in stay_paused {
+                        history.is_leaving(victim);
+                    }
+                }
+                if let Some((victim, why)) = error.refusal() {
+                    let now_us = now_us();
+                    let took_us = now_us.saturating_sub(began_us);
+                    lines.push(history.refused(victim, &chain(why), took_us, now_us));
+                }
+                self.tell(Some(lock), &lines);
+                if let Err(error) = self.turns.keep_history(lock, &history) {
+                    tracing::warn!(%error, "what has been is not known to later decisions about turns");
+                }
+                return Err(error);
+            }
+        };
+        let mut lines = decision.reasons.clone();
+        let now_us = now_us();
+        let has_left = |victim: &&TenantName| changes.iter().any(|(name, _)| name == *victim);
+        for victim in victims.iter().filter(has_left) {
+            lines.extend(history.left(victim, scene, &Settings::default(), now_us));
+        }
+        if !had_them {
+            history.came(&self.tenant, now_us);
+        } else if !victims.is_empty() {
+            history.got_more(&self.tenant, scene, now_us);
+        }
+        let is_turn = self.wish == Wish::Turn;
+        if is_turn {
+            let has_turn = scene.tenants.get(&self.tenant).is_some_and(|own| own.has_turn);
+            history.began_turn(&self.tenant, has_turn, now_us);
+        }
+        // One that does not answer now may be away for another.
+        if let Ok(live) = self.run_dir.live_tenants() {
+            history.keep_only(&live);
+        }
+        // It is done, whatever becomes of the account.
+        let said = if is_turn { self.say(false) } else { Ok(()) };
+        let kept = self.turns.keep_history(lock, &history);
+        let is_worth_a_line = !had_them || !victims.is_empty();
+        let logged = if is_worth_a_line { self.turns.log(Some(lock), &lines) } else { Ok(()) };
+        let unrecorded = said.and(kept).and(logged).err().map(|error| chain(&error));
+        if let Some(why) = &unrecorded {
+            tracing::warn!(tenant = %self.tenant, %why, "a switch is done, and not written down");
+        }
+        let victims = victims.to_vec();
+        Ok(Switched { had_them, victims, reasons: lines, changes, unrecorded })
+    }
+}
+
+/// What one that waits, or is in its turn, says.
+fn claim_of(tenant: &TenantName, wish: &Wish, waits: bool) -> Claim {
+    Claim {
+        tenant: tenant.to_string(),
+        pid: std::process::id(),
+        pid_namespace: pid_namespace(),
+        waits,
+        wish: wish.clone(),
+        since_us: now_us(),
+    }
+}
+
+/// Takes the lock, waiting for its holder until `deadline`, with a look at `goes_on` every now and then.
+fn lock_of(
+    turns: &TurnDir,
+    tenant: &TenantName,
+    deadline: Instant,
+    goes_on: impl Fn() -> Result<(), SwitchError>,
+) -> Result<TurnLock, SwitchError> {
+    let (began, mut has_said) = (Instant::now(), false);
+    loop {
+        let locked = turns.lock(deadline.min(Instant::now() + SIGN_EVERY));
+        match locked {
+            Err(RunDirError::Switching { holder_pids, .. }) => {
+                goes_on()?;
+                let waited_ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
+                let error = RunDirError::Switching { holder_pids, waited_ms };
+                if Instant::now() >= deadline {
+                    return Err(error.into());
+                }
+                if began.elapsed() >= LOCK_SAID_AFTER && !std::mem::replace(&mut has_said, true) {
+                    let line = format!("'{tenant}' still waits: {error}");
+                    if let Err(error) = turns.log(None, &[line]) {
+                        tracing::debug!(%error, "a line of the log of turns was not written");
+                    }
+                }
+            }
+            locked => return Ok(locked?),
+        }
+    }
+}
+
+/// One that waits has the time that it waits for, and one that does not a bounded one. An allocation is refused at its deadline.
+fn lock_deadline(wish: &Wish, deadline: Option<Instant>) -> Instant {
+    let least = Instant::now() + LOCK_TIMEOUT;
+    match (wish, deadline) {
+        (Wish::Memory(_), Some(deadline)) => deadline,
+        (_, deadline) => deadline.map_or(least, |deadline| deadline.max(least)),
+    }
+}
