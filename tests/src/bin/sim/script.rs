@@ -7,6 +7,7 @@ mod saving;
 mod scarcity;
 mod swapping;
 mod trading;
+mod veteran;
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -24,12 +25,10 @@ use crate::world::{Standing, World};
 use mishap::Mishap;
 use population::Crowd;
 use rivals::Second;
+pub(crate) use veteran::Veteran;
 
 /// How much of what happened is shown with a failure.
 const HISTORY_LINES: usize = 60;
-/// How much larger the veteran may be at the end than after a tenth of the cycles: a scratch of 8 MiB stays for good each time that
-/// the driver would not unpin it.
-const VETERAN_GROWTH_BYTES_MAX: u64 = 36 << 20;
 
 /// What a simulation is to do.
 #[derive(Clone, Copy, Debug)]
@@ -54,42 +53,6 @@ pub(crate) struct Script {
     second: Option<Second>,
     /// When the run directory was last removed.
     removed: Option<Instant>,
-}
-
-/// The footprint of the one process that lives from start to end.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Veteran {
-    /// When it had joined: bytes and descriptors.
-    first: Option<(u64, usize)>,
-    /// After a tenth of the cycles.
-    early: Option<(u64, usize)>,
-    /// When all others had left.
-    late: (u64, usize),
-}
-
-impl Veteran {
-    /// It keeps nothing for the many processes that came and went, and the board of its communicators.
-    pub(crate) fn is_flat(&self) -> bool {
-        let (first, early) = (self.first.unwrap_or(self.late), self.early.unwrap_or(self.late));
-        self.late.1 <= first.1 + 2 && self.late.0 <= early.0 + VETERAN_GROWTH_BYTES_MAX
-    }
-}
-
-impl std::fmt::Display for Veteran {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (first, early) = (self.first.unwrap_or(self.late), self.early.unwrap_or(self.late));
-        let late = self.late;
-        write!(
-            f,
-            "{} descriptors at first, {} after a tenth, {} at the end; {} KiB resident after a tenth, {} KiB at the \
-             end",
-            first.1,
-            early.1,
-            late.1,
-            early.0 >> 10,
-            late.0 >> 10
-        )
-    }
 }
 
 /// How a command ended for the tenant.
@@ -501,12 +464,8 @@ impl Script {
         let tenant = &world.tenants[index];
         if let Some(worker) = tenant.workers.iter().find(|worker| worker.is_veteran) {
             let now = (worker.account.resident_bytes, worker.account.fds);
-            let veteran = &mut self.veteran;
-            veteran.late = now;
-            veteran.first.get_or_insert(worker.joined_with);
-            if veteran.early.is_none() && world.tally.cycles * 10 >= self.settings.cycles {
-                veteran.early = Some(now);
-            }
+            let is_past_a_tenth = world.tally.cycles * 10 >= self.settings.cycles;
+            self.veteran.is_now(now, worker.joined_with, is_past_a_tenth);
         }
         if was_paused { Ok(()) } else { self.world.compare_devices() }
     }
