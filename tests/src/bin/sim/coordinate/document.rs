@@ -53,8 +53,9 @@ struct Shortage {
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 enum Document {
-    Swap { paused: Option<Change>, resumed: Option<Change> },
-    Change(Change),
+    // First: any object could be a swap of which nothing was done.
+    Change(Box<Change>),
+    Swap { paused: Option<Box<Change>>, resumed: Option<Box<Change>> },
 }
 
 impl Change {
@@ -96,13 +97,13 @@ pub(super) fn read(output: &Output) -> Outcome<Verdict> {
     let document: Document = serde_json::from_slice(&output.stdout)
         .map_err(|error| Trouble::new(format!("not a document: {error}; {}", said())))?;
     let (mut halves, is_swap) = match document {
+        Document::Change(change) => (vec![change], false),
         Document::Swap { paused, resumed } => {
             (paused.into_iter().chain(resumed).collect::<Vec<_>>(), true)
         }
-        Document::Change(change) => (vec![change], false),
     };
-    let losses: usize = halves.iter().map(Change::losses).sum();
-    let is_partial = losses > 0 || halves.iter().any(Change::has_stayed);
+    let losses: usize = halves.iter().map(|half| half.losses()).sum();
+    let is_partial = losses > 0 || halves.iter().any(|half| half.has_stayed());
     let count = halves.len();
     let last = halves.pop().ok_or_else(|| Trouble::new(format!("nothing was done; {}", said())))?;
     let (is_done, is_unchanged) = (!last.has_failed(), last.unchanged);
