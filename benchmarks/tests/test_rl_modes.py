@@ -364,9 +364,9 @@ WORKS_S, SETS_OUT_S = 4.0, 2.0
 def returns_early(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Has returns during the other's work begin early in it, for the order of events not to depend on the machine's speed. The
     times at which they are due are added to what is returned."""
-    from rl import beside
+    from rl.beside import Habits
 
-    as_it_is, dues = beside.Habits.due_s, list[float]()
+    as_it_is, dues = Habits.due_s, list[float]()
 
     def due_s(habits: Habits, begin_s: float) -> Optional[float]:
         if as_it_is(habits, begin_s) is None:

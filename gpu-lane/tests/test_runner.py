@@ -170,7 +170,7 @@ def test_command_is_recorded_and_its_phases_are_gathered(tenant: Ranks) -> None:
         told = cli.sublet(action, str(tenant.tenant), "--json", timeout_s=60)
         assert told["exit"] == 0, cli.say(told)
         gathered.add(action, told["json"]["report"])
-    assert gathered.flat_walls()["pause.Prepare"][0] > 0
+    assert gathered.flat_walls()["pause.prepare"][0] > 0
     assert gathered.summaries()["pause"]["prepare"]["bytes"]["median"] == 16 * MIB
     gathered.print()
     refused = cli.sublet("pause", "no-such-tenant", timeout_s=20)

@@ -143,7 +143,7 @@ pub struct Threads {
     pub lease: &'static LocalKey<Lease>,
 }
 
-/// The calling thread's outermost call. It ends with [`Visit::end`].
+/// The calling thread's outermost call. It ends with [`Threads::go`].
 #[derive(Debug)]
 pub struct Visit {
     /// The thread's.

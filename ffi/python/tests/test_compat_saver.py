@@ -40,7 +40,7 @@ def backup_of(memory: Memory, size_bytes: int = 8) -> Any:
 def tags() -> dict[str, int]:
     """Bytes on the device by tag, as Sublet counts them."""
     classes = [entry for device in sublet.stats()["pool"]["devices"] for entry in device["memory"]]
-    return {entry["tag"]: entry["resident_bytes"] for entry in classes if entry["own_bytes"]}
+    return {entry["tag"] or "": entry["resident_bytes"] for entry in classes if entry["own_bytes"]}
 
 
 @pytest.mark.tenant("saver")

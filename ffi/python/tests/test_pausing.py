@@ -24,11 +24,12 @@ def in_region(tag: str, contents: Any, size_bytes: int = 4 * MIB, fill: int = 7)
 
 
 def bytes_by_tag() -> dict[str, int]:
-    """Own bytes of this process, by tag."""
+    """Own bytes of this process, by tag; those without one under the empty tag."""
     found: dict[str, int] = {}
     for device in sublet.stats()["pool"]["devices"]:
         for entry in device["memory"]:
-            found[entry["tag"]] = found.get(entry["tag"], 0) + entry["own_bytes"]
+            tag = entry["tag"] or ""
+            found[tag] = found.get(tag, 0) + entry["own_bytes"]
     return found
 
 
