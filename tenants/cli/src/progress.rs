@@ -19,6 +19,8 @@ pub(crate) struct Progress {
     bar: ProgressBar,
     done: usize,
     members: usize,
+    /// It was said that a pause or resume cannot be called off any more.
+    goes_on: bool,
     /// Wakes and ends the thread that shows the line after [`QUIET_TIME`].
     starter: Option<(Sender<()>, JoinHandle<()>)>,
 }
@@ -30,7 +32,13 @@ impl Progress {
         if let Ok(style) = ProgressStyle::with_template("{spinner} {elapsed} {wide_msg}") {
             bar.set_style(style);
         }
-        Self { starter: shown.then(|| show_later(bar.clone())), bar, done: 0, members: 0 }
+        Self {
+            starter: shown.then(|| show_later(bar.clone())),
+            bar,
+            done: 0,
+            members: 0,
+            goes_on: false,
+        }
     }
 
     pub(crate) fn note(&mut self, event: &Event<'_>) {
@@ -60,7 +68,9 @@ impl Progress {
                     if *others > 0 { format!(" (and {others} more)") } else { String::new() };
                 self.bar.set_message(format!("waiting for the devices of {who}: {activity}{more}"));
             }
+            Event::GoingOn if self.goes_on => {}
             Event::GoingOn => {
+                self.goes_on = true;
                 self.warn(
                     "past the point of no return: it will finish; Ctrl-C again leaves this command",
                 );
