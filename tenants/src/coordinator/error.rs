@@ -412,11 +412,16 @@ fn listed(failures: &[MemberFailure]) -> String {
     )
 }
 
+/// How the message of a swap begins whose second tenant would not fit if the first were away.
+pub(super) const DOES_NOT_FIT: &str = "its tenant does not fit, not even without";
+
 /// GPUs that are too full are said once, and not for each process.
 fn causes(failures: &[MemberFailure], shortages: &[DeviceShortage]) -> String {
     let is_short = |failure: &&MemberFailure| {
         let kind = failure.failure.kind;
-        !shortages.is_empty() && matches!(kind, FailureKind::OutOfDeviceMemory { .. })
+        !shortages.is_empty()
+            && matches!(kind, FailureKind::OutOfDeviceMemory { .. })
+            && !failure.failure.message.starts_with(DOES_NOT_FIT)
     };
     let others: Vec<_> = failures.iter().filter(|failure| !is_short(failure)).cloned().collect();
     let others = (!others.is_empty()).then(|| listed(&others));

@@ -12,7 +12,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::error::SwapError;
+use super::error::{DOES_NOT_FIT, SwapError};
 use super::exchange::{Exchange, totals};
 use super::lending::Patience;
 use super::overlap::{Side, exchange};
@@ -357,7 +357,7 @@ impl Target<'_> {
         let Some(shortage) = shortages.first() else { return Ok(()) };
         let kind = FailureKind::OutOfDeviceMemory { missing_bytes: shortage.missing_bytes() };
         let message = format!(
-            "its tenant does not fit, not even without {}",
+            "{DOES_NOT_FIT} {}",
             self.from.coordinator.options.scope.subject(&self.from.coordinator.tenant)
         );
         let failure = Failure { kind, message };

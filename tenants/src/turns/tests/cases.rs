@@ -72,8 +72,8 @@ fn what_is_in_the_way_is_paused_and_both_lines_say_why() {
     assert_eq!(
         decision.reasons,
         [
-            "'train' (fair) is paused: takes no turns; it makes room on GPU-0: 80 bytes to be copied",
-            "'infer' is resumed: it lacked 40 bytes on GPU-0",
+            "'train' (fair) is paused: takes no turns; it makes room on GPU-0: 80 B to be copied",
+            "'infer' is resumed: it lacked 40 B on GPU-0",
         ]
     );
 }
@@ -133,7 +133,7 @@ fn a_tenant_that_fits_nowhere_is_told_so_and_nobody_is_paused() {
     );
     let decision = only(&scene, &History::default());
     assert_eq!(decision.verdict, Verdict::Never);
-    assert!(decision.reasons[0].contains("lacks 40 bytes on GPU-0"), "{decision:?}");
+    assert!(decision.reasons[0].contains("lacks 40 B on GPU-0"), "{decision:?}");
     let gone = Scene { waiting: vec![waits("nobody")], ..scene };
     assert_eq!(only(&gone, &History::default()).verdict, Verdict::Never);
 }
@@ -236,7 +236,7 @@ fn an_allocation_that_fits_is_tried_again_and_one_that_does_not_has_the_least_pa
     assert_eq!(decide(10).verdict, Verdict::Go(Vec::new()));
     let decision = decide(30);
     assert_eq!(decision.verdict, Verdict::Go(vec![name("infer")]));
-    assert_eq!(decision.reasons[1], "'train' gets more memory: it lacked 20 bytes on GPU-0");
+    assert_eq!(decision.reasons[1], "'train' gets more memory: it lacked 20 B on GPU-0");
     assert_eq!(decide(40).verdict, Verdict::Go(vec![name("other")]));
     assert!(matches!(&decide(60).verdict, Verdict::Go(both) if both.len() == 2));
     // More than there is, even if all others make way: it is refused immediately, and nobody is stopped for it.
@@ -258,7 +258,7 @@ fn an_allocation_takes_from_nobody_who_would_not_come_back_and_names_him() {
         let decision = only(&scene, &history);
         assert_eq!(decision.verdict, verdict);
         let why = &decision.reasons[0];
-        assert!(why.contains("'infer' holds 60 bytes and does not come back by itself"), "{why}");
+        assert!(why.contains("'infer' holds 60 B and does not come back by itself"), "{why}");
     }
     // A person's resume does, as a switch.
     let waiting = Waiting { tenant: name("back"), wish: Wish::Resume };
@@ -308,7 +308,7 @@ fn one_that_waits_for_memory_and_was_paused_meanwhile_comes_back_with_room_for_b
     assert_eq!(decision.verdict, Verdict::Go(Vec::new()));
     let decision = only(&scene(&tenants, &[wants("train", 30)]), &history);
     assert_eq!(decision.verdict, Verdict::Go(vec![name("infer")]));
-    assert_eq!(decision.reasons[1], "'train' is resumed: it lacked 10 bytes on GPU-0");
+    assert_eq!(decision.reasons[1], "'train' is resumed: it lacked 10 B on GPU-0");
 }
 
 #[test]
