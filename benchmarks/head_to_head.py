@@ -52,7 +52,7 @@ def step(of: dict[str, Any], mode: str) -> float:
 def groups() -> list[Group]:
     """What is drawn, in the order of the picture."""
     nccl = record("race-nccl-2xh200-7dfcc7f")
-    deep = record("deep-1xh100-09eadfa6")
+    deep = record("deep-1xh100-2c91086")
     saver = record("race-saver-1xh200-570df7d")
     grpo, by_hand = record("rl-7b-1xh100-2c91086"), record("rl-7b-cpu-1xh100-2c91086")
     larger = record("larger-1xh100-2c91086")

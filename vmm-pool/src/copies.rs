@@ -5,12 +5,11 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::sync::Arc;
+use std::ptr::NonNull;
 
-use crate::deferred::{Deferred, InUse};
-use crate::driver::{DeviceOrdinal, Driver, RawEvent, RawStream, VaRange};
+use crate::deferred::Deferred;
+use crate::driver::{DeviceOrdinal, Driver, RawStream, VaRange};
 use crate::error::{Describe, PoolResult};
-use crate::store::Piece;
 
 /// Where a copy goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,7 +24,7 @@ pub(crate) enum Way {
 ///
 /// The driver takes a copy only while the context of a device is current that may reach the memory (driver 580;
 /// conformance case `a_copy_out_of_reach_of_the_current_context_is_refused`), and a step works for several
-/// devices by turns. So a thread that takes a stream here has its device's context current.
+/// devices by turns. So whoever takes a stream here has its device's context current.
 #[derive(Debug)]
 pub(crate) struct CopyStreams<'a, D: Driver> {
     deferred: &'a Deferred<D>,
@@ -34,8 +33,6 @@ pub(crate) struct CopyStreams<'a, D: Driver> {
     next: usize,
     /// There may be work that was not waited for.
     is_busy: [bool; 2],
-    /// What that uses of the host.
-    in_use: [Vec<InUse>; 2],
     /// The driver has refused work: the next step makes its own.
     is_refused: bool,
 }
@@ -52,7 +49,6 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
             streams,
             next: 0,
             is_busy: [false; 2],
-            in_use: [Vec::new(), Vec::new()],
             is_refused: false,
         };
         if let Some(streams) = deferred.take_streams(device) {
@@ -84,15 +80,6 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         Ok(self.take_next())
     }
 
-    /// The stream for copies that way, of somebody who takes each for one way. Its device's context is current then.
-    pub(crate) fn take_for(&mut self, way: Way) -> PoolResult<RawStream> {
-        self.next = match way {
-            Way::Out => 1,
-            Way::In => 0,
-        };
-        self.take()
-    }
-
     fn take_next(&mut self) -> RawStream {
         self.next = 1 - self.next;
         self.is_busy[self.next] = true;
@@ -104,22 +91,17 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         self.streams[self.next]
     }
 
-    /// Starts a copy between a piece of host memory and `range`, as long as that, on the stream that was taken last. The piece is in
-    /// use until the copy is over.
+    /// Starts a copy between memory of the host, as long as that, and `range`, on the stream that was taken last.
     ///
     /// # Safety
-    /// The device may reach the range. It stays where it is until the stream is done, and nobody else uses it, or the piece.
+    /// The device may reach the range. Both stay where they are until the stream is done, and nobody else uses them.
     pub(crate) unsafe fn start(
         &mut self,
         way: Way,
-        piece: &Piece,
+        host: NonNull<u8>,
         range: VaRange,
     ) -> PoolResult<()> {
-        let (in_use, host) = (&mut self.in_use[self.next], piece.in_use());
-        if in_use.last().is_none_or(|last| !Arc::ptr_eq(last, &host)) {
-            in_use.push(host);
-        }
-        let (driver, stream, host) = (self.deferred.driver(), self.taken(), piece.start());
+        let (driver, stream) = (self.deferred.driver(), self.taken());
         let (what, begun) = match way {
             // SAFETY: as the caller vouches.
             Way::Out => ("saving", unsafe { driver.copy_to_host(host, range, stream) }),
@@ -129,14 +111,6 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         self.is_refused |= begun.is_err();
         let about = || format!("{what} of {}", range.start);
         begun.about(about, range.size_bytes, Some(self.device))
-    }
-
-    /// Records `event` behind all that the stream taken last was given. What that uses of the host is the caller's until the event
-    /// is over.
-    pub(crate) fn record(&mut self, event: RawEvent) -> PoolResult<Vec<InUse>> {
-        let recorded = self.deferred.driver().event_record(event, self.taken());
-        recorded.about(|| "end of copies".to_owned(), 0, Some(self.device))?;
-        Ok(std::mem::take(&mut self.in_use[self.next]))
     }
 
     /// Starts making all of `range` zero, on the stream that was taken last.
@@ -160,9 +134,6 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         let waited = self.deferred.driver().stream_synchronize(stream);
         if let Some(at) = self.streams.iter().position(|known| *known == stream) {
             self.is_busy[at] = waited.is_err();
-            if waited.is_ok() {
-                self.in_use[at].clear();
-            }
         }
         waited.about(|| "copies of contents".to_owned(), 0, Some(self.device))
     }
@@ -182,15 +153,9 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
     fn finish_or_leave(&mut self) -> PoolResult<()> {
         let first = self.finish_all();
         if first.is_err() && self.finish_all().is_err() {
-            self.leave_unsettled();
+            self.deferred.leave_unsettled(self.device);
         }
         first
-    }
-
-    /// Copies may be under way that were not seen to end: nothing may be unmapped before [`Deferred::settle`] has waited.
-    pub(crate) fn leave_unsettled(&mut self) {
-        let in_use = self.in_use.iter_mut().flat_map(std::mem::take).collect();
-        self.deferred.leave_unsettled(self.device, in_use);
     }
 }
 
@@ -226,9 +191,6 @@ impl<D: Driver> Drop for CopyStreams<'_, D> {
     fn drop(&mut self) {
         if self.is_busy == [false; 2] && !self.is_refused {
             return self.deferred.keep_streams(self.device, self.streams);
-        }
-        if self.in_use.iter().any(|in_use| !in_use.is_empty()) {
-            self.leave_unsettled();
         }
         for stream in self.streams {
             end(self.deferred, self.device, stream);

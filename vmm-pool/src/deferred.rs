@@ -1,14 +1,13 @@
 //! Deferred releases: driver objects that nobody needs any more and that the driver would not take back, and
 //! devices whose copies were not seen to end.
 //!
-//! What the driver refuses once it may take the next time, and the caller that gave the object up can do nothing
+//! What the driver refuses once it may take the next time, and whoever gave the object up can do nothing
 //! about it. So it is kept here, counted in the report, and offered again at each step of a pause or resume:
 //! no single failure leaks memory, addresses or streams for good. Idle streams for copies wait here for the next step too.
 
 #![expect(unsafe_code, reason = "gives objects back to the driver")]
 
-use std::any::Any;
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -74,9 +73,6 @@ impl Physical {
     }
 }
 
-/// What copies use, which stays where it is while somebody has this.
-pub(crate) type InUse = Arc<dyn Any + Send + Sync>;
-
 /// See the head of this module. Its lock is a leaf.
 #[derive(Debug)]
 pub(crate) struct Deferred<D: Driver> {
@@ -92,9 +88,8 @@ struct Lists {
     streams: Vec<(DeviceOrdinal, RawStream)>,
     /// For copies: idle, and between two steps.
     idle_streams: Vec<(DeviceOrdinal, [RawStream; 2])>,
-    /// Copies may still be under way there, and what they use of the host: nothing may be unmapped before [`Deferred::settle`] has
-    /// waited.
-    unsettled: BTreeMap<DeviceOrdinal, Vec<InUse>>,
+    /// Copies may still be under way there: nothing may be unmapped before [`Deferred::settle`] has waited.
+    unsettled: BTreeSet<DeviceOrdinal>,
 }
 
 impl<D: Driver> Deferred<D> {
@@ -201,9 +196,9 @@ impl<D: Driver> Deferred<D> {
         }
     }
 
-    /// Copies may be under way on `device`, which use this, and could not be waited for.
-    pub(crate) fn leave_unsettled(&self, device: DeviceOrdinal, in_use: Vec<InUse>) {
-        self.lists().unsettled.entry(device).or_default().extend(in_use);
+    /// Copies may be under way on `device`, and could not be waited for.
+    pub(crate) fn leave_unsettled(&self, device: DeviceOrdinal) {
+        self.lists().unsettled.insert(device);
     }
 
     /// Has every copy been seen to end?
@@ -243,12 +238,11 @@ impl<D: Driver> Deferred<D> {
     /// # Errors
     /// [`crate::PoolError::Driver`] when copies may still be under way: nothing may be unmapped.
     pub(crate) fn settle(&self) -> PoolResult<()> {
-        let unsettled: Vec<_> = self.lists().unsettled.keys().copied().collect();
+        let unsettled = self.lists().unsettled.clone();
         for device in unsettled {
             let waited = self.driver.make_current(device).and_then(|()| self.driver.synchronize());
             waited.about(|| "copies that did not end".to_owned(), 0, Some(device))?;
-            let done = self.lists().unsettled.remove(&device);
-            drop(done);
+            self.lists().unsettled.remove(&device);
         }
         let (ranges, streams) = {
             let Lists { ranges, streams, .. } = &mut *self.lists();

@@ -13,7 +13,6 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -48,12 +47,12 @@ impl Contents {
 #[derive(Debug)]
 struct Executable {
     contents: Contents,
-    flat: Vec<Increment>,
+    flat: Arc<[Increment]>,
 }
 
 impl Executable {
     fn new(contents: Contents) -> Self {
-        let flat = contents.flat();
+        let flat = contents.flat().into();
         Self { contents, flat }
     }
 }
@@ -94,7 +93,7 @@ struct Remembered {
     /// [`Graphs::changes`] when it was asked.
     changes: u64,
     executable: u64,
-    increments: Option<Rc<[Increment]>>,
+    increments: Option<Arc<[Increment]>>,
 }
 
 /// Graphs that a thread remembers; piecewise graphs of a large model are some 60 to 100.
@@ -123,7 +122,7 @@ impl Graphs {
         let is_used = self.is_used.load(Ordering::Acquire);
         is_used.then(|| {
             let tables = self.tables.write().unwrap_or_else(PoisonError::into_inner);
-            // A caller that asks before the change is made asks under the lock, and remembers what was right then;
+            // The code that asks before the change is made asks under the lock, and remembers what was right then;
             // the change that follows must be seen by those who have this number already.
             self.changes.fetch_add(1, Ordering::Release);
             tables
@@ -131,7 +130,6 @@ impl Graphs {
     }
 
     /// Is there anything to follow? While not, no other function here does anything.
-    #[inline]
     pub fn is_used(&self) -> bool {
         self.is_used.load(Ordering::Acquire)
     }
@@ -259,12 +257,10 @@ impl Graphs {
 
     /// What a launch of `executable` adds; `None` when nothing.
     #[doc(alias = "cuGraphLaunch")]
-    #[inline]
-    pub fn increments_of(&self, executable: u64) -> Option<Rc<[Increment]>> {
-        if self.is_used() { self.remembered_increments_of(executable) } else { None }
-    }
-
-    fn remembered_increments_of(&self, executable: u64) -> Option<Rc<[Increment]>> {
+    pub fn increments_of(&self, executable: u64) -> Option<Arc<[Increment]>> {
+        if !self.is_used() {
+            return None;
+        }
         let known = REMEMBERED.try_with(|remembered| {
             let remembered = remembered.borrow();
             let known = remembered[slot(executable)].as_ref()?;
@@ -278,7 +274,7 @@ impl Graphs {
             let tables = self.read()?;
             // No change is under way while this lock is held.
             let changes = self.changes.load(Ordering::Acquire);
-            (changes, tables.executables.get(&executable).map(|known| Rc::from(&known.flat[..])))
+            (changes, tables.executables.get(&executable).map(|known| Arc::clone(&known.flat)))
         };
         let fresh = Remembered { changes, executable, increments: increments.clone() };
         let _kept = REMEMBERED.try_with(|remembered| {

@@ -99,8 +99,7 @@ pub unsafe extern "C" fn sublet_page_open(
             return fail(ARGUMENT, "paging needs a device, and a place for the pager's number");
         }
         let size = WindowSize { window_bytes, chunk_bytes, frames_bytes };
-        let pool = Arc::clone(member.pool());
-        let made = Pager::new(pool, DeviceOrdinal(device), size, member.host_budget());
+        let made = Pager::new(Arc::clone(member.pool()), DeviceOrdinal(device), size);
         done(made.map(|made| {
             let mut pagers = pagers();
             pagers.last += 1;

@@ -47,9 +47,10 @@ impl<D: Driver> Member<D> {
         }
         self.expect(MemberState::Deep)?;
         let frozen = self.next_of(Progress::into_frozen)?;
-        self.set_progress(Progress::Rest(frozen.thaw()));
+        let (keeper, log) = frozen.thaw();
+        self.set_progress(Progress::Rest(keeper));
         self.transition(Event::Thawed)?;
-        Ok(PhaseReport::default())
+        Ok(report(log))
     }
 
     /// Refuses a deep pause where the driver could not bring the process's contexts back: that would cost the job.

@@ -16,7 +16,7 @@ use super::failures::{
 use super::progress::Progress;
 use super::{Member, Status};
 use crate::cut::{Limits, Seen};
-use crate::host_memory::HostNeed;
+use crate::host_memory::{HostNeed, budget};
 use crate::phase::{Action, Stage};
 use crate::references::{References, Stay};
 use crate::scope::Scope;
@@ -152,10 +152,7 @@ impl<D: Driver> Member<D> {
         self.refuse_unseen_nccl(scope)?;
         self.refuse_capture()?;
         self.end_closed_tickets();
-        let mut draining = self.begin_pause()?;
-        if is_deep {
-            draining.will_be_frozen();
-        }
+        let draining = self.begin_pause()?;
         self.transition(Event::PauseBegun)?;
         self.status().last_pause.clear();
         self.set_progress(Progress::Draining(draining, self.paused_selection(scope)));
@@ -317,7 +314,8 @@ impl<D: Driver> Member<D> {
         let (quiesced, selection) = self.next_of(Progress::into_quiesced)?;
         self.forget_ended();
         let stays: Vec<_> = stays.iter().map(|stay| (stay.id, stay.reason)).collect();
-        match quiesced.prepare(selection, &stays, copies, self.host_budget(), schedule) {
+        let budget = |held_bytes| budget(held_bytes, &(self.config.host_limits)());
+        match quiesced.prepare(selection, &stays, copies, budget, schedule) {
             Ok((prepared, log)) => {
                 let leaving = match schedule {
                     Schedule::SaveFirst => BTreeMap::new(),

@@ -18,9 +18,10 @@ pub use std::sync::atomic::Ordering;
 use std::sync::{self, LockResult};
 use std::time::Duration;
 
+pub use loom::sync::atomic::fence;
 pub use loom::thread::yield_now;
 
-use loom::sync::{self as model, atomic::fence};
+use loom::sync as model;
 
 /// The place of a location in the order of all sequentially consistent accesses.
 #[derive(Debug)]
@@ -31,7 +32,7 @@ impl Turnstile {
         Self(model::atomic::AtomicUsize::new(0))
     }
 
-    /// After a store: what this thread did before is visible to every later load.
+    /// After a store: what this thread did before is behind whoever loads later.
     fn stored(&self, order: Ordering) {
         if order == Ordering::SeqCst {
             self.0.fetch_add(1, Ordering::Release);
@@ -306,8 +307,7 @@ impl<T: Copy + 'static> LocalKey<Cell<T>> {
 }
 
 macro_rules! locals {
-    ($($(#[$doc:meta])* $vis:vis static $name:ident: $type:ty = const { $init:expr };)*) => {$(
-        $(#[$doc])*
+    ($($vis:vis static $name:ident: $type:ty = const { $init:expr };)*) => {$(
         $vis static $name: $crate::sync::LocalKey<$type> =
             $crate::sync::LocalKey(loom::thread::LocalKey {
                 init: (|| $init) as fn() -> $type,

@@ -41,7 +41,6 @@ use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::{Class, NewRow, Origin};
 use crate::pool::Pool;
 use crate::report::Contents;
-use crate::store::HostBudget;
 use crate::transition::{frame_access, frame_prop};
 
 /// How often a wait looks whether the process is paused, which does not count.
@@ -153,15 +152,11 @@ pub struct Pager<D: Driver> {
     shared: Arc<Shared<D>>,
 }
 
-/// By how much host memory may grow that holds so many bytes.
-type Budget = Box<dyn Fn(u64) -> HostBudget + Send + Sync>;
-
 struct Shared<D: Driver> {
     pool: Arc<Pool<D>>,
     device: DeviceOrdinal,
     window: VaRange,
     chunk_bytes: u64,
-    host_budget: Budget,
     table: Mutex<Table>,
     /// The thread has done something, or is to do something.
     changed: Condvar,
@@ -186,7 +181,7 @@ impl<D: Driver> Shared<D> {
     }
 
     /// An event that nobody uses. A context of the device is current.
-    fn mark(&self) -> PoolResult<Mark> {
+    fn mark(&self) -> PoolResult<Arc<Mark>> {
         let spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let event = if let Some(event) = spare {
             event
@@ -231,8 +226,7 @@ impl<D: Driver> Shared<D> {
 }
 
 impl<D: Driver> Pager<D> {
-    /// A window on `device`, with nothing in it. `host_budget` is told how much host memory the process holds for contents, in
-    /// bytes, and answers how much more may be taken for them; it is called on the pager's thread. *Blocks* on the driver.
+    /// A window on `device`, with nothing in it. *Blocks* on the driver.
     ///
     /// # Errors
     /// [`PageError::Pool`] when the driver gives no addresses or streams; [`PageError::TooFewFrames`] when not one chunk fits;
@@ -240,12 +234,7 @@ impl<D: Driver> Pager<D> {
     ///
     /// # Driver calls
     /// `cuMemAddressReserve`, `cuStreamCreate`.
-    pub fn new(
-        pool: Arc<Pool<D>>,
-        device: DeviceOrdinal,
-        size: WindowSize,
-        host_budget: impl Fn(u64) -> HostBudget + Send + Sync + 'static,
-    ) -> PageResult<Self> {
+    pub fn new(pool: Arc<Pool<D>>, device: DeviceOrdinal, size: WindowSize) -> PageResult<Self> {
         let WindowSize { window_bytes, chunk_bytes, frames_bytes } = size;
         let frames = frames_bytes.checked_div(chunk_bytes).unwrap_or(0);
         let chunks = window_bytes.checked_div(chunk_bytes).unwrap_or(0);
@@ -261,7 +250,6 @@ impl<D: Driver> Pager<D> {
             device,
             window: VaRange::new(start, window_bytes),
             chunk_bytes,
-            host_budget: Box::new(host_budget),
             table: Mutex::new(Table::new(bounded(chunks), bounded(frames))),
             changed: Condvar::new(),
             spare: Arc::default(),
@@ -447,7 +435,7 @@ impl<D: Driver> Pager<D> {
         let mark = shared.mark()?;
         let recorded = shared.pool.driver.event_record(mark.event, stream);
         recorded.about(|| "the end of a use of paged memory".to_owned(), 0, Some(shared.device))?;
-        shared.table().used(&ids, &Arc::new(mark), has_written);
+        shared.table().used(&ids, &mark, has_written);
         shared.changed.notify_all();
         Ok(())
     }

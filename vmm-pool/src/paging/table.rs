@@ -11,32 +11,23 @@
 //! last copy out began and that copy is over.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::PageError;
 use crate::VirtualHandle;
-use crate::deferred::InUse;
 use crate::driver::RawEvent;
 
 /// An event of the pager's. When nobody knows it any more it is used again.
+#[derive(Debug)]
 pub(super) struct Mark {
     pub(super) event: RawEvent,
     spare: Arc<Mutex<Vec<RawEvent>>>,
-    /// What the copies before it use of the host.
-    pub(super) in_use: Vec<InUse>,
 }
 
 impl Mark {
-    pub(super) fn new(event: RawEvent, spare: &Arc<Mutex<Vec<RawEvent>>>) -> Self {
-        Self { event, spare: Arc::clone(spare), in_use: Vec::new() }
-    }
-}
-
-impl fmt::Debug for Mark {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Mark").field(&self.event).finish()
+    pub(super) fn new(event: RawEvent, spare: &Arc<Mutex<Vec<RawEvent>>>) -> Arc<Self> {
+        Arc::new(Self { event, spare: Arc::clone(spare) })
     }
 }
 
@@ -490,7 +481,7 @@ mod tests {
     use super::*;
 
     fn mark() -> Arc<Mark> {
-        Arc::new(Mark::new(RawEvent(1), &Arc::default()))
+        Mark::new(RawEvent(1), &Arc::default())
     }
 
     fn table(chunks: usize, frames: usize) -> Table {

@@ -2,6 +2,7 @@
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
+use std::ptr::NonNull;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
@@ -10,13 +11,12 @@ use crossbeam_channel::Sender;
 use super::table::{Mark, Place, Table};
 use super::{PageError, PageResult, Shared};
 use crate::VirtualHandle;
-use crate::copies::{CopyStreams, Way};
-use crate::driver::{Driver, RawEvent, VaRange};
+use crate::driver::{Driver, DriverResult, RawEvent, RawStream, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 use crate::pool::{Entered, Use};
-use crate::store::{Extent, HostArena, Pins};
-use crate::transition::{Copier, StillChunk, Transfer};
+use crate::store::{Extent, Part, Pins};
+use crate::transition::StillChunk;
 
 /// Between two looks while something that is wanted waits for the device.
 const LOOK_SOON: Duration = Duration::from_micros(50);
@@ -43,16 +43,23 @@ enum Job {
     End,
 }
 
+struct Streams {
+    out: RawStream,
+    coming: RawStream,
+}
+
 /// Until the pager ends. `told` hears if it has begun.
 pub(super) fn run<D: Driver>(shared: &Arc<Shared<D>>, told: &Sender<PoolResult<()>>) {
-    let mut copier = Copier::new(&shared.pool);
-    let begun = copier.streams.of(shared.device).map(drop);
-    let has_begun = begun.is_ok();
-    let _told = told.send(begun);
-    if has_begun {
-        let mut pager = Worker { shared, copier };
-        while pager.step() {}
-        finish(pager);
+    match begin(shared) {
+        Ok(streams) => {
+            let _told = told.send(Ok(()));
+            let pager = Worker { shared, streams };
+            while pager.step() {}
+            finish(shared, &pager.streams);
+        }
+        Err(error) => {
+            let _told = told.send(Err(error));
+        }
     }
 }
 
@@ -70,14 +77,28 @@ fn remove<D: Driver>(shared: &Shared<D>, row: VirtualHandle) {
     shared.pool.dispose_quietly(garbage);
 }
 
-/// Gives everything back: chunks that are idle, streams, events, addresses.
-fn finish<D: Driver>(mut pager: Worker<'_, D>) {
-    let shared = pager.shared;
-    let pool = &shared.pool;
-    if let Err(error) = pager.copies().and_then(CopyStreams::finish_all) {
-        tracing::error!(%error, "copies for paging were not seen to end");
+fn begin<D: Driver>(shared: &Shared<D>) -> PoolResult<Streams> {
+    let about = || "stream for paging".to_owned();
+    let (driver, device) = (&*shared.pool.driver, shared.device);
+    driver.make_current(device).about(about, 0, Some(device))?;
+    let out = driver.stream_create().about(about, 0, Some(device))?;
+    match driver.stream_create() {
+        Ok(coming) => Ok(Streams { out, coming }),
+        Err(error) => {
+            let _deferred = shared.pool.deferred.end_stream(device, out);
+            Err(error).about(about, 0, Some(device))
+        }
     }
-    drop(pager);
+}
+
+/// Gives everything back: chunks that are idle, streams, events, addresses.
+fn finish<D: Driver>(shared: &Shared<D>, streams: &Streams) {
+    let (pool, device) = (&shared.pool, shared.device);
+    for stream in [streams.out, streams.coming] {
+        if let Err(error) = pool.deferred.end_stream(device, stream) {
+            tracing::error!(%error, "a stream for paging stays until the next pause");
+        }
+    }
     let spare = std::mem::take(&mut *shared.spare.lock().unwrap_or_else(PoisonError::into_inner));
     for event in spare {
         // SAFETY: nobody has it.
@@ -95,31 +116,16 @@ fn finish<D: Driver>(mut pager: Worker<'_, D>) {
 
 struct Worker<'a, D: Driver> {
     shared: &'a Shared<D>,
-    copier: Copier<'a, D>,
+    streams: Streams,
 }
 
-impl<'a, D: Driver> Worker<'a, D> {
+impl<D: Driver> Worker<'_, D> {
     fn driver(&self) -> &D {
         &self.shared.pool.driver
     }
 
-    fn copies(&mut self) -> PoolResult<&mut CopyStreams<'a, D>> {
-        self.copier.streams.of(self.shared.device)
-    }
-
-    /// Waits for all that was begun. Has it been seen to end?
-    fn have_ended(&mut self) -> bool {
-        self.copies().is_ok_and(|copies| {
-            let ended = copies.finish_all();
-            if ended.is_err() {
-                copies.leave_unsettled();
-            }
-            ended.is_ok()
-        })
-    }
-
     /// Does the next thing. False when the pager ends.
-    fn step(&mut self) -> bool {
+    fn step(&self) -> bool {
         self.look();
         let is_ending = self.shared.table().is_ending;
         if is_ending {
@@ -185,9 +191,8 @@ impl<'a, D: Driver> Worker<'a, D> {
     }
 
     /// Gives `newcomer` a frame, and begins the copy of its contents.
-    fn bring(&mut self, newcomer: usize, victim: Option<usize>) {
-        let shared = self.shared;
-        let entered = shared.pool.enter();
+    fn bring(&self, newcomer: usize, victim: Option<usize>) {
+        let entered = self.shared.pool.enter();
         let frame = match victim {
             Some(victim) => match self.take_frame(&entered, victim) {
                 Ok(Some(frame)) => Ok(frame),
@@ -308,7 +313,7 @@ impl<'a, D: Driver> Worker<'a, D> {
     /// Gives a row `frame`, maps it and begins the copy of its contents. What is over when they are there, if that is not
     /// so already, and if anything was copied.
     fn fill(
-        &mut self,
+        &self,
         entered: &Entered<'_, D, Use>,
         row: VirtualHandle,
         frame: crate::deferred::Physical,
@@ -319,14 +324,23 @@ impl<'a, D: Driver> Worker<'a, D> {
         };
         let begun = still.come(frame).and_then(|()| self.start_in(row));
         match begun {
-            // Without that nobody knows if the copy has ended: the chunk keeps what it has, and nobody is given it.
-            Ok(was_copied) => self.mark_behind().map(|mark| {
-                still.came();
-                (mark, was_copied)
-            }),
+            Ok(was_copied) => match self.mark_behind(self.streams.coming) {
+                Ok(mark) => {
+                    still.came();
+                    Ok((mark, was_copied))
+                }
+                Err(error) => {
+                    // Whether the copy has ended nobody knows: the chunk keeps what it has, and nobody is given it.
+                    self.shared.pool.deferred.leave_unsettled(self.shared.device);
+                    Err(error)
+                }
+            },
             Err(error) => {
-                if self.have_ended() {
+                let ended = self.driver().stream_synchronize(self.streams.coming);
+                if ended.is_ok() {
                     still.did_not_come();
+                } else {
+                    self.shared.pool.deferred.leave_unsettled(self.shared.device);
                 }
                 Err(error)
             }
@@ -334,34 +348,42 @@ impl<'a, D: Driver> Worker<'a, D> {
     }
 
     /// Begins the copy of the contents of `row`, which is mapped. Was anything copied?
-    fn start_in(&mut self, row: VirtualHandle) -> PoolResult<bool> {
+    fn start_in(&self, row: VirtualHandle) -> PoolResult<bool> {
         let (range, saved) = {
             let ledger = self.shared.pool.ledger();
             let saved = ledger.row(row).and_then(|row| row.saved()).cloned();
             (ledger.chunk_range(row).ok_or(PoolError::NotOurs)?, saved)
         };
         let all = 0..range.size_bytes;
-        let (extents, zeros) = match &saved {
-            Some(saved) => saved.split(&[all]),
-            None => (Vec::new(), vec![all]),
+        let parts: Vec<Part> = match &saved {
+            Some(saved) => saved.parts_of(all).collect(),
+            None => vec![Part::Zeros(all)],
         };
-        let (log, transfer) = (&mut StepLog::default(), self.transfer(range, extents));
-        self.copies()?.take_for(Way::In)?;
-        // SAFETY: the chunk is mapped, and nobody has it before this is over.
-        unsafe { self.copier.start_zeros(log, &transfer, &zeros) }?;
-        // SAFETY: as above; its place stays its own.
-        unsafe { self.copier.start(log, Way::In, &transfer) }?;
+        for part in parts {
+            match part {
+                Part::Zeros(zeros) => {
+                    // SAFETY: the chunk is mapped, and nobody has it before this is over.
+                    let begun = unsafe {
+                        self.driver().fill_with_zeros(range.part(&zeros), self.streams.coming)
+                    };
+                    self.said(begun, range)?;
+                }
+                Part::Stored(extent) => self.copy(range, extent, |host, part| {
+                    // SAFETY: as above; its place stays its own.
+                    unsafe { self.driver().copy_to_device(part, host, self.streams.coming) }
+                })?,
+            }
+        }
         Ok(saved.is_some_and(|saved| !saved.extents.is_empty()))
     }
 
     /// Copies `chunk` to its place in host memory, which it gets if it has none.
-    fn clean(&mut self, chunk: usize) {
-        let shared = self.shared;
-        let entered = shared.pool.enter();
+    fn clean(&self, chunk: usize) {
+        let entered = self.shared.pool.enter();
         let claimed = self.shared.table().claim(chunk);
         let Some((row, _)) = claimed else { return };
         let begun = self.start_out(row);
-        let begun = begun.and_then(|()| self.mark_behind());
+        let begun = begun.and_then(|()| self.mark_behind(self.streams.out));
         drop(entered);
         match begun {
             Ok(mark) => {
@@ -377,8 +399,9 @@ impl<'a, D: Driver> Worker<'a, D> {
     }
 
     /// Who waits for a frame is told. What was begun is waited for: it reads the chunk.
-    fn not_cleaned(&mut self, chunk: usize, error: PoolError) {
-        if !self.have_ended() {
+    fn not_cleaned(&self, chunk: usize, error: PoolError) {
+        if self.driver().stream_synchronize(self.streams.out).is_err() {
+            self.shared.pool.deferred.leave_unsettled(self.shared.device);
             self.shared.table().stays(chunk, Some("a copy of it did not end"));
         }
         tracing::warn!(%error, "paged memory was not copied to the host");
@@ -391,58 +414,63 @@ impl<'a, D: Driver> Worker<'a, D> {
         }
     }
 
-    fn start_out(&mut self, row: VirtualHandle) -> PoolResult<()> {
+    fn start_out(&self, row: VirtualHandle) -> PoolResult<()> {
         let pool = &self.shared.pool;
         let (range, extent) = {
             let mut ledger = pool.ledger();
             let range = ledger.chunk_range(row).ok_or(PoolError::NotOurs)?;
             (range, ledger.take_chunk_place(row).ok_or(PoolError::NotOurs)?)
         };
-        self.hold_place(extent.place().end).inspect_err(|_| pool.ledger().forget_copy(row))?;
-        self.copies()?.take_for(Way::Out)?;
-        let transfer = self.transfer(range, vec![extent]);
-        // SAFETY: nobody writes the chunk before the copy is over: it is idle until then, and a thread that acquires it waits
-        // for the event behind it. Its place is its own.
-        unsafe { self.copier.start(&mut StepLog::default(), Way::Out, &transfer) }
-    }
-
-    /// Sees that host memory is held up to `end_bytes`, within the limits of the process.
-    fn hold_place(&self, end_bytes: u64) -> PoolResult<()> {
-        let pool = &self.shared.pool;
-        let (grow_bytes, held_bytes) = {
-            let arena = pool.arena();
-            (arena.growth(end_bytes, false), arena.held_bytes())
+        let held = {
+            let devices = pool.devices();
+            let nodes = pool.nodes_of(&devices);
+            let mut arena = pool.arena();
+            arena.set_nodes(nodes);
+            arena.grow_to(&mut StepLog::default(), extent.place().end, Pins::of(&devices))
         };
-        if grow_bytes == 0 {
-            return Ok(());
+        if let Err(error) = held {
+            pool.ledger().forget_copy(row);
+            return Err(error);
         }
-        let budget = (self.shared.host_budget)(held_bytes);
-        HostArena::<D>::check_budget(end_bytes, grow_bytes, budget)?;
-        let devices = pool.devices();
-        let nodes = pool.nodes_of(&devices);
-        let mut arena = pool.arena();
-        arena.set_nodes(nodes);
-        arena.grow_to(&mut StepLog::default(), end_bytes, Pins::of(&devices))
+        self.copy(range, extent, |host, part| {
+            // SAFETY: nobody writes the chunk before the copy is over: it is idle until then, and a thread that acquires it waits
+            // for the event behind it. Its place is its own.
+            unsafe { self.driver().copy_to_host(host, part, self.streams.out) }
+        })
     }
 
-    fn transfer(&self, range: VaRange, extents: Vec<Extent>) -> Transfer {
-        Transfer { device: self.shared.device, range, extents }
+    /// Has `each` begin the copy of every piece of `extent`.
+    fn copy(
+        &self,
+        range: VaRange,
+        extent: Extent,
+        each: impl Fn(NonNull<u8>, VaRange) -> DriverResult<()>,
+    ) -> PoolResult<()> {
+        let pieces = self.shared.pool.arena().pieces_of(&extent.place());
+        let part = range.part(&extent.part());
+        for (host, piece) in pieces {
+            self.said(each(host, part.part(&piece)), range)?;
+        }
+        Ok(())
     }
 
-    /// What is over when all is that the stream taken last was given. `None` when it has been waited for, for want of an event.
-    fn mark_behind(&mut self) -> PoolResult<Option<Arc<Mark>>> {
-        let shared = self.shared;
-        let mark = shared.mark().and_then(|mut mark| {
-            mark.in_use = self.copies()?.record(mark.event)?;
-            Ok(Arc::new(mark))
+    fn said(&self, result: DriverResult<()>, range: VaRange) -> PoolResult<()> {
+        let about = || format!("paging of {}", range.start);
+        result.about(about, range.size_bytes, Some(self.shared.device))
+    }
+
+    /// What is over when all is that `stream` was given. `None` when it has been waited for, for want of an event.
+    fn mark_behind(&self, stream: RawStream) -> PoolResult<Option<Arc<Mark>>> {
+        let mark = self.shared.mark().and_then(|mark| {
+            let recorded = self.driver().event_record(mark.event, stream);
+            recorded.about(|| "copy for paging".to_owned(), 0, Some(self.shared.device))?;
+            Ok(mark)
         });
-        match mark {
-            Ok(mark) => Ok(Some(mark)),
-            Err(error) => {
-                tracing::debug!(%error, "a copy for paging is waited for");
-                if self.have_ended() { Ok(None) } else { Err(error) }
-            }
-        }
+        let Err(error) = &mark else { return mark.map(Some) };
+        tracing::debug!(%error, "a copy for paging is waited for");
+        let waited = self.driver().stream_synchronize(stream);
+        waited.about(|| "copy for paging".to_owned(), 0, Some(self.shared.device))?;
+        Ok(None)
     }
 
     /// Gives the frame of an idle chunk back to the driver.

@@ -11,9 +11,10 @@ use crate::VirtualHandle;
 use crate::driver::Driver;
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::pool::Pool;
-use crate::store::{
-    ALIGNMENT_BYTES, ContentsFile, Extent, SLOT_BYTES, SLOT_LENGTH, Saved, Store, Writer,
-};
+use crate::store::{ALIGNMENT_BYTES, ContentsFile, Extent, HostArena, Saved, Store};
+
+/// What is written between two looks at the clock: whole pages.
+const AT_ONCE_BYTES: usize = 64 << 20;
 
 /// What one step has moved, and what is left.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -37,7 +38,7 @@ impl<D: Driver> Pool<D> {
     /// Moves saved contents of memory that is away from host memory to the file, about `most_bytes` of them, and gives the
     /// chunks back that hold none any more. The file is that of [`Pool::set_file_dir`]. A resume finds them there. What
     /// somebody may be reading in place ([`Pool::saved_at`]) stays. To be called while no step of a pause or resume is under
-    /// way, by the thread that takes those steps. Blocks for as long as the disk takes, and at `until` for no longer than it takes for 64 MiB: what has been
+    /// way, by whoever takes those steps. Blocks for as long as the disk takes, and at `until` for no longer than it takes for 64 MiB: what has been
     /// written as a whole by then has moved.
     ///
     /// # Errors
@@ -64,42 +65,34 @@ impl<D: Driver> Pool<D> {
         until: Instant,
         is_called_off: &dyn Fn() -> bool,
     ) -> PoolResult<Spilled> {
-        let is_over = || is_called_off() || Instant::now() >= until;
-        let (mut moves, all_bytes, file) = {
-            let mut arena = self.arena();
-            arena.take_delivered();
-            let (chosen, all_bytes) = self.ledger().movable(most_bytes, |at| arena.chunk_end(at));
-            let moves = in_file(chosen, self.ledger().end_in(Store::File));
-            let places: Vec<_> = moves.iter().flat_map(|(_, _, to)| to.places()).collect();
-            let reserved = arena.disk.reserve(&places);
-            (moves, all_bytes, reserved.map(|()| arena.disk.file()))
-        };
-        let written = file.and_then(|file| {
-            let Some(file) = file else { return Ok(()) };
-            let (mut count, mut writer) = (0, Writer::default());
+        let mut arena = self.arena();
+        arena.take_delivered();
+        let (chosen, all_bytes) = self.ledger().movable(most_bytes, |at| arena.chunk_end(at));
+        let behind = self.ledger().end_in(Store::File);
+        let mut moves = in_file(chosen, behind);
+        let places: Vec<_> = moves.iter().flat_map(|(_, _, to)| to.places()).collect();
+        let written = arena.disk.reserve(&places).and_then(|()| {
+            let mut count = 0;
             for (_, from, to) in &moves {
-                match self.write_whole(&file, &mut writer, (from, to), &is_over)? {
+                let is_over = || is_called_off() || Instant::now() >= until;
+                match write_whole(&arena, from, to, &is_over)? {
                     None => count += 1,
                     Some(_) if count > 0 || is_called_off() => break,
                     Some(written_bytes) => {
-                        return Err(too_slow(&self.file_dir(), from, written_bytes));
+                        return Err(too_slow(arena.disk.dir(), from, written_bytes));
                     }
                 }
             }
             moves.truncate(count);
             // Until then the contents are those in host memory.
-            writer.settle(&file)?;
-            file.finish()
+            arena.disk.file().map_or(Ok(()), ContentsFile::finish)
         });
-        let mut moved_bytes = 0;
-        let mut arena = self.arena();
+        let moved_bytes = moves.iter().map(|(_, from, _)| bytes_of(from)).sum();
         if written.is_ok() {
             let mut ledger = self.ledger();
-            // But for what was freed meanwhile, or somebody was given the place of.
-            let moved = moves
-                .into_iter()
-                .filter_map(|(row, from, to)| ledger.spilled(row, to).then(|| bytes_of(&from)));
-            moved_bytes = moved.sum();
+            for (row, _, to) in moves {
+                let _moved = ledger.spilled(row, to);
+            }
         }
         let live: Vec<Range<u64>> = self.ledger().places_in(Store::File);
         drop(arena.disk.keep_only(&live));
@@ -114,41 +107,31 @@ impl<D: Driver> Pool<D> {
         let given_back_bytes = before_bytes.saturating_sub(arena.held_bytes());
         Ok(Spilled { moved_bytes, given_back_bytes, left_bytes: all_bytes - moved_bytes })
     }
-
-    /// Writes all contents of one allocation, from host memory to the file. If it `is_over` before, how much is written.
-    fn write_whole(
-        &self,
-        file: &ContentsFile,
-        writer: &mut Writer,
-        (from, to): (&Saved, &Saved),
-        is_over: &dyn Fn() -> bool,
-    ) -> PoolResult<Option<u64>> {
-        let mut written_bytes = 0;
-        for (from, to) in from.extents.iter().zip(&*to.extents) {
-            for done in (0..from.size_bytes).step_by(SLOT_LENGTH) {
-                if done.is_multiple_of(2 * SLOT_BYTES) && is_over() {
-                    return Ok(Some(written_bytes));
-                }
-                let end = from.size_bytes.min(done + SLOT_BYTES);
-                let pieces = self.arena().pieces_of(&(from.at + done..from.at + end));
-                for piece in pieces {
-                    let bytes = piece.bytes();
-                    writer.write(
-                        file,
-                        to.at + done + piece.part.start,
-                        bytes,
-                        &[bytes.len() as u64],
-                    )?;
-                }
-                written_bytes += end - done;
-            }
-        }
-        Ok(None)
-    }
 }
 
 fn bytes_of(saved: &Saved) -> u64 {
     saved.extents.iter().map(|extent| extent.size_bytes).sum()
+}
+
+/// Writes all contents of one allocation. Where it `is_over` before, how much is written.
+fn write_whole<D: Driver>(
+    arena: &HostArena<D>,
+    from: &Saved,
+    to: &Saved,
+    is_over: &dyn Fn() -> bool,
+) -> PoolResult<Option<u64>> {
+    let mut written_bytes = 0;
+    for (from, to) in from.extents.iter().zip(&*to.extents) {
+        for done in (0..from.size_bytes).step_by(AT_ONCE_BYTES) {
+            if is_over() {
+                return Ok(Some(written_bytes));
+            }
+            let end = from.size_bytes.min(done.saturating_add(AT_ONCE_BYTES as u64));
+            arena.write_out(&(from.at + done..from.at + end), to.at + done)?;
+            written_bytes += end - done;
+        }
+    }
+    Ok(None)
 }
 
 /// One allocation, which moves as a whole, was not written in time.

@@ -17,11 +17,14 @@ use crate::driver::Driver;
 use crate::error::PoolResult;
 use crate::ledger::{Holding, Row};
 use crate::pool::Pool;
-use crate::store::{ALIGNMENT_BYTES, ContentsFile, Located, Writer};
+use crate::store::ContentsFile;
 
-/// What is read and written in one piece: between two pieces others have their turn at the arena, and the time is looked
+/// What is read and written at once: between two pieces others have their turn at the arena, and the time is looked
 /// at.
 const PIECE_LENGTH: usize = 8 << 20;
+
+/// Where an allocation begins in the file: what every page size that is in use divides into, or is divided by.
+const ALIGNMENT_BYTES: u64 = 4096;
 
 /// One allocation's place in the file.
 #[derive(Clone, Debug)]
@@ -46,7 +49,8 @@ pub struct WriteOut {
     next: Cursor,
     total_bytes: u64,
     written_bytes: u64,
-    writer: Writer,
+    /// Written last, and perhaps still on its way to the disk.
+    unsettled: Option<Range<u64>>,
     buffer: Vec<u8>,
 }
 
@@ -90,7 +94,7 @@ impl WriteOut {
             total_bytes: parts.map(|part| part.end - part.start).sum(),
             places,
             written_bytes: 0,
-            writer: Writer::default(),
+            unsettled: None,
             buffer: Vec::new(),
         }
     }
@@ -126,7 +130,9 @@ impl WriteOut {
                 return Ok(false);
             }
         }
-        self.writer.settle(&self.file)?;
+        if let Some(last) = self.unsettled.take() {
+            self.file.drop_cached(&last)?;
+        }
         self.buffer = Vec::new();
         self.file.finish()?;
         Ok(true)
@@ -177,19 +183,22 @@ impl WriteOut {
         let size_bytes = piece.end - piece.start;
         let length = usize::try_from(size_bytes).unwrap_or(PIECE_LENGTH).min(PIECE_LENGTH);
         let bytes = &mut self.buffer[..length];
-        let located = {
+        {
             // While it is held, no memory of saved contents goes elsewhere, or back to the system.
             let arena = pool.arena();
             let saved = pool.ledger().by_id(place.id).and_then(Row::saved).cloned();
             let Some(saved) = saved else { return Ok(false) };
-            arena.locate(&saved, piece.start..piece.start + length as u64)?
-        };
-        Located::read(&located, bytes)?;
+            arena.read(&saved, piece.start, bytes)?;
+        }
         place.sum.update(bytes);
         let at = place.offset_bytes + piece.start..place.offset_bytes + piece.end;
         // Again, for a limit may have been set since: the kernel would end the process.
         self.file.check_limit(at.end)?;
-        self.writer.write(&self.file, at.start, bytes, &[])?;
+        self.file.write(at.start, bytes)?;
+        // The piece before is on its way to the disk while this one is read and written.
+        if let Some(before) = self.unsettled.replace(at) {
+            self.file.drop_cached(&before)?;
+        }
         self.written_bytes += size_bytes;
         Ok(true)
     }

@@ -3,7 +3,7 @@
 //! The file never has a name that outlives its making, so nothing is left behind however the process ends. It is
 //! written and read past the page cache (`O_DIRECT`) where the filesystem takes that and a piece begins and ends at a
 //! page. What is not goes through the cache, whose pages are sent to the disk and dropped behind the writer: no more than
-//! two pieces a writer are in host memory together. Both may be in one file, for they share no page.
+//! two pieces a writer are in host memory at once. Both may be in one file, for they share no page.
 //!
 //! What was written has checksums ([`super::sums`]), in this process; what is read and is something else is an error.
 
@@ -15,7 +15,6 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::errno::Errno;
@@ -36,7 +35,7 @@ pub(crate) const ALIGNMENT_BYTES: u64 = 4096;
 #[derive(Debug)]
 pub(crate) struct Disk {
     dir: PathBuf,
-    file: Option<Arc<ContentsFile>>,
+    file: Option<ContentsFile>,
 }
 
 /// The file. Disk space is held by its parts that have been reserved and not given back.
@@ -79,7 +78,7 @@ impl Disk {
 
     #[cfg(test)]
     pub(crate) fn use_without_flush(&mut self) {
-        self.file = Some(Arc::new(ContentsFile::without_flush()));
+        self.file = Some(ContentsFile::without_flush());
     }
 
     #[cfg(test)]
@@ -87,12 +86,12 @@ impl Disk {
         let file = ContentsFile::full();
         // It reads as zeros without end.
         file.sums.note(0, &[0; 4096], &[4096]);
-        self.file = Some(Arc::new(file));
+        self.file = Some(file);
     }
 
     /// The file; there is one while anything is saved in it.
-    pub(crate) fn file(&self) -> Option<Arc<ContentsFile>> {
-        self.file.clone()
+    pub(crate) fn file(&self) -> Option<&ContentsFile> {
+        self.file.as_ref()
     }
 
     /// That there is no file, or no ring before it, where one is needed.
@@ -127,7 +126,7 @@ impl Disk {
         };
         let file = match self.file.take() {
             Some(file) => file,
-            None => Arc::new(ContentsFile::create(&self.dir)?.past_the_cache()),
+            None => ContentsFile::create(&self.dir)?.past_the_cache(),
         };
         let file = self.file.insert(file);
         file.check_limit(end_bytes)?;
@@ -136,10 +135,10 @@ impl Disk {
     }
 
     /// Gives back all disk space but that of `live`, which are in order and apart. When nothing is left this
-    /// returns the file: closing it gives the space back, which takes a while. Who reads it now closes it.
+    /// returns the file: closing it gives the space back, which takes a while.
     pub(crate) fn keep_only(&mut self, live: &[Range<u64>]) -> Option<OwnedFd> {
         let Some(last) = live.last() else {
-            return self.file.take().and_then(Arc::into_inner).map(|file| file.file.into());
+            return self.file.take().map(|file| file.file.into());
         };
         let file = self.file.as_ref()?;
         let mut begin = 0;
@@ -299,8 +298,20 @@ impl ContentsFile {
         }
     }
 
+    /// As [`ContentsFile::write`], of bytes that are read back: those of one allocation behind the other's, each as long
+    /// as `lengths_bytes` say.
+    pub(super) fn write_summed(
+        &self,
+        offset_bytes: u64,
+        bytes: &[u8],
+        lengths_bytes: &[u64],
+    ) -> PoolResult<()> {
+        self.sums.note(offset_bytes, bytes, lengths_bytes);
+        self.write(offset_bytes, bytes)
+    }
+
     /// Writes at `offset_bytes`; [`ContentsFile::drop_cached`] sees it to the disk.
-    fn write(&self, offset_bytes: u64, bytes: &[u8]) -> PoolResult<()> {
+    pub(crate) fn write(&self, offset_bytes: u64, bytes: &[u8]) -> PoolResult<()> {
         let place = offset_bytes..offset_bytes + bytes.len() as u64;
         match self.direct(offset_bytes, bytes).map(|file| file.write_all_at(bytes, offset_bytes)) {
             Some(Ok(())) => return Ok(()),
@@ -315,7 +326,7 @@ impl ContentsFile {
     }
 
     /// Waits until `place` is on the disk, and takes it out of host memory.
-    fn drop_cached(&self, place: &Range<u64>) -> PoolResult<()> {
+    pub(crate) fn drop_cached(&self, place: &Range<u64>) -> PoolResult<()> {
         let all = libc::SYNC_FILE_RANGE_WAIT_BEFORE
             | libc::SYNC_FILE_RANGE_WRITE
             | libc::SYNC_FILE_RANGE_WAIT_AFTER;
@@ -333,24 +344,29 @@ impl ContentsFile {
         self.file.sync_data().map_err(|source| self.refused("writing", &(0..0), source))
     }
 
-    /// Reads exactly what `bytes` holds, and takes it out of the page cache. What was not written is not checked, and refused if all
-    /// `is_written`.
+    /// Reads exactly what `bytes` holds, all of which was written, and takes it out of the page cache.
     ///
     /// # Errors
     /// [`PoolError::FileUnreadable`]; [`PoolError::FileCorrupted`] where it is not what was written.
-    pub(super) fn read(
-        &self,
-        offset_bytes: u64,
-        bytes: &mut [u8],
-        is_written: bool,
-    ) -> PoolResult<()> {
+    pub(crate) fn read(&self, offset_bytes: u64, bytes: &mut [u8]) -> PoolResult<()> {
         let place = offset_bytes..offset_bytes + bytes.len() as u64;
         let read = self.read_any(offset_bytes, bytes);
         read.map_err(|source| self.unreadable(&place, source))?;
         let checked_bytes = self.check(offset_bytes, bytes)?;
-        if is_written && checked_bytes < bytes.len() as u64 {
+        if checked_bytes < bytes.len() as u64 {
+            // Nobody has written some of it.
             return Err(self.corrupted(&place));
         }
+        self.forget_cached(&place);
+        Ok(())
+    }
+
+    /// As [`ContentsFile::read`], of any size, and of what was not written too, which is not checked.
+    pub(crate) fn copy_out(&self, offset_bytes: u64, target: &mut [u8]) -> PoolResult<()> {
+        let place = offset_bytes..offset_bytes + target.len() as u64;
+        let read = self.file.read_exact_at(target, offset_bytes);
+        read.map_err(|source| self.unreadable(&place, source))?;
+        self.check(offset_bytes, target)?;
         self.forget_cached(&place);
         Ok(())
     }
@@ -454,42 +470,6 @@ impl ContentsFile {
             size_bytes: place.end - place.start,
             source,
         }
-    }
-}
-
-/// Writes pieces of one file one behind the other: each is on its way to the disk while the next is written.
-#[derive(Debug, Default)]
-pub(crate) struct Writer {
-    /// Written last, and perhaps still on its way to the disk.
-    unsettled: Option<Range<u64>>,
-}
-
-impl Writer {
-    /// Writes `bytes` at `offset_bytes`, and sees the piece before to the disk and out of host memory. What is to be read back gets
-    /// checksums: that is of allocations one behind the other, each as long as `lengths_bytes` say.
-    ///
-    /// # Errors
-    /// [`PoolError::FileRefused`], also of the piece before.
-    pub(crate) fn write(
-        &mut self,
-        file: &ContentsFile,
-        offset_bytes: u64,
-        bytes: &[u8],
-        lengths_bytes: &[u64],
-    ) -> PoolResult<()> {
-        file.sums.note(offset_bytes, bytes, lengths_bytes);
-        let written = file.write(offset_bytes, bytes);
-        let settled = self.settle(file);
-        self.unsettled = Some(offset_bytes..offset_bytes + bytes.len() as u64);
-        written.and(settled)
-    }
-
-    /// Sees the last piece to the disk and out of host memory; [`ContentsFile::finish`] comes behind all writers.
-    ///
-    /// # Errors
-    /// [`PoolError::FileRefused`].
-    pub(crate) fn settle(&mut self, file: &ContentsFile) -> PoolResult<()> {
-        self.unsettled.take().map_or(Ok(()), |place| file.drop_cached(&place))
     }
 }
 

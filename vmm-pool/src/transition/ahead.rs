@@ -9,7 +9,7 @@ use crate::ledger::{Layout, Selection, Survey};
 use crate::pool::Pool;
 use crate::store::{Copies, Pins, Store};
 
-/// Threads that touch memory while the application runs.
+/// Threads that touch memory beside the application.
 const TOUCHERS_MAX: usize = 2;
 
 /// Host memory of one process, at one moment.
@@ -79,7 +79,7 @@ impl<D: Driver> Pool<D> {
     /// # Driver calls
     /// `cuThreadExchangeStreamCaptureMode`, `cuDevicePrimaryCtxGetState`, `cuCtxSetCurrent`, `cuMemHostRegister`.
     pub fn bring_in(&self, most_bytes: u64) -> PoolResult<BroughtIn> {
-        if self.ahead.is_held() || self.gate().is_shut() {
+        if self.ahead.is_held() {
             return Ok(BroughtIn::NotNow);
         }
         let (kept, filed) = self.wanted_places();
@@ -113,11 +113,7 @@ impl<D: Driver> Pool<D> {
     }
 
     /// For whom this thread can pin `size_bytes` without making a context, one of which is current then.
-    pub(super) fn pins_beside_work(
-        &self,
-        devices: &[DeviceOrdinal],
-        size_bytes: u64,
-    ) -> PoolResult<Pins> {
+    fn pins_beside_work(&self, devices: &[DeviceOrdinal], size_bytes: u64) -> PoolResult<Pins> {
         let about = || "pinning of host memory".to_owned();
         let has_context = |device: &DeviceOrdinal| self.driver.has_primary_context(*device);
         let with_context = devices.iter().find(|device| has_context(device).unwrap_or(false));
@@ -128,6 +124,23 @@ impl<D: Driver> Pool<D> {
         self.driver.stand_beside_captures().about(about, size_bytes, Some(device))?;
         self.driver.make_current(device).about(about, size_bytes, Some(device))?;
         Ok(Pins::of(devices))
+    }
+
+    /// Gives the pins of host memory up, or takes them again. What cannot be pinned again is copied slower, until a pause pins it.
+    pub(super) fn set_pinned(&self, is_pinned: bool) -> StepLog {
+        let (mut log, devices) = (StepLog::default(), self.devices());
+        let mut arena = self.arena();
+        let done = self.pins_beside_work(&devices, 0).and_then(|pins| {
+            if is_pinned {
+                return arena.pin_again(&mut log, pins);
+            }
+            arena.unpin_all(&mut log);
+            Ok(())
+        });
+        if let Err(error) = done {
+            tracing::warn!(%error, is_pinned, "host memory is pinned as it was");
+        }
+        log
     }
 
     /// Is host memory held that may be idle? Waits for nothing.

@@ -1,38 +1,38 @@
-//! The one way that contents are copied: between devices and the arena, or through its ring to and from the file (`file.rs`). Pauses,
-//! resumes and the pager have one each. The arena is locked to look places up alone.
+//! The one way that contents are copied in a pause or resume: between devices and the arena, or through its ring to and from
+//! the file (`file.rs`).
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
+use std::borrow::Cow;
 use std::ops::Range;
+use std::sync::MutexGuard;
 
-use super::pins;
 use crate::copies::{DeviceStreams, Way};
 use crate::driver::{DeviceOrdinal, Driver, VaRange};
 use crate::error::PoolResult;
 use crate::journal::StepLog;
 use crate::pool::Pool;
-use crate::store::Extent;
+use crate::store::{Extent, HostArena};
 
 /// Contents of one allocation, where their device reaches them, and where they lie in a store.
 #[derive(Clone, Debug)]
-pub(crate) struct Transfer {
-    pub(crate) device: DeviceOrdinal,
-    pub(crate) range: VaRange,
+pub(super) struct Transfer<'a> {
+    pub(super) device: DeviceOrdinal,
+    pub(super) range: VaRange,
     /// Parts of `range`, and the place of each.
-    pub(crate) extents: Vec<Extent>,
+    pub(super) extents: Cow<'a, [Extent]>,
 }
 
-/// What copies, for one thread.
-pub(crate) struct Copier<'a, D: Driver> {
-    pub(super) pool: &'a Pool<D>,
-    pub(crate) streams: DeviceStreams<'a, D>,
-    /// What copies wait for.
-    pub(super) pins: Option<pins::Ahead>,
+/// What copies in one step. Its streams end before anybody else has the arena.
+pub(super) struct Copier<'a, D: Driver> {
+    pub(super) streams: DeviceStreams<'a, D>,
+    pub(super) arena: MutexGuard<'a, HostArena<D>>,
 }
 
 impl<'a, D: Driver> Copier<'a, D> {
-    pub(crate) fn new(pool: &'a Pool<D>) -> Self {
-        Self { pool, streams: DeviceStreams::new(&pool.deferred), pins: None }
+    /// Waits for the arena.
+    pub(super) fn new(pool: &'a Pool<D>) -> Self {
+        Self { streams: DeviceStreams::new(&pool.deferred), arena: pool.arena() }
     }
 
     /// Starts copying between a device and the arena, on the stream of the device that was taken last.
@@ -40,44 +40,37 @@ impl<'a, D: Driver> Copier<'a, D> {
     /// # Safety
     /// The device may reach all of the contents. They stay mapped until the stream is done, and nobody else uses them, or
     /// their places.
-    pub(crate) unsafe fn start(
+    pub(super) unsafe fn start(
         &mut self,
         log: &mut StepLog,
         way: Way,
-        transfer: &Transfer,
+        transfer: &Transfer<'_>,
     ) -> PoolResult<()> {
-        let Self { pool, streams, pins } = self;
-        let copies = streams.of(transfer.device)?;
-        for extent in &transfer.extents {
+        let copies = self.streams.of(transfer.device)?;
+        for extent in transfer.extents.iter() {
             log.call();
-            let range = transfer.range.part(&extent.part());
-            let pieces = pool.arena().pieces_of(&extent.place());
-            for piece in pieces {
-                if let Some(pins) = pins {
-                    pins.wait_for(extent.at + piece.part.start);
-                }
-                // SAFETY: as the caller vouches.
-                unsafe { copies.start(way, &piece, range.part(&piece.part)) }?;
-            }
+            // SAFETY: as the caller vouches.
+            unsafe { self.arena.start(way, transfer.range, *extent, copies) }?;
         }
         Ok(())
     }
 
-    /// Starts making parts of the range zero, on the stream of the device that was taken last.
+    /// Starts making parts of `range` zero, on a stream of the device that is taken for it.
     ///
     /// # Safety
     /// As [`Copier::start`].
-    pub(crate) unsafe fn start_zeros(
+    pub(super) unsafe fn start_zeros(
         &mut self,
         log: &mut StepLog,
-        transfer: &Transfer,
+        (device, range): (DeviceOrdinal, VaRange),
         parts: &[Range<u64>],
     ) -> PoolResult<()> {
-        let copies = self.streams.of(transfer.device)?;
+        let copies = self.streams.of(device)?;
+        copies.take()?;
         for part in parts {
             log.call();
             // SAFETY: as the caller vouches.
-            unsafe { copies.start_zeros(transfer.range.part(part)) }?;
+            unsafe { copies.start_zeros(range.part(part)) }?;
         }
         Ok(())
     }

@@ -26,7 +26,7 @@ use crate::gate::Mode;
 use crate::journal::StepLog;
 use crate::ledger::{After, Layout, Placed, Row, Rows, Selection, StayReason, Survey};
 use crate::pool::Pool;
-use crate::store::{Copies, HostArena, HostBudget, Pins, Schedule};
+use crate::store::{Copies, HostBudget, Pins, Schedule, Store};
 use crate::{AllocationId, VirtualHandle};
 
 /// Where all that leaves is saved, by store: host memory and the file. Stages are saved there in whatever order they come,
@@ -290,7 +290,7 @@ impl<D: Driver> Departing<D> {
     /// Those of [`Quiesced::prepare`], and `cuMemUnmap`, `cuMemRelease`, `cuMemPoolTrimTo`.
     pub fn release_stage(&mut self, window: &ByDevice) -> PoolResult<Moved> {
         let picked = self.pick(|device| window.get(&device).copied());
-        let outcome = self.give_back(&picked, false);
+        let outcome = self.give_back(&picked);
         self.put_back(&picked);
         outcome.map(|()| std::mem::take(&mut self.untold))
     }
@@ -307,7 +307,7 @@ impl<D: Driver> Departing<D> {
     /// As [`Departing::release_stage`].
     pub fn release(mut self) -> Result<(Done<D>, Moved), Failed<Self>> {
         let picked = self.pick(|_| Some(u64::MAX));
-        if let Err(error) = self.give_back(&picked, true) {
+        if let Err(error) = self.give_back(&picked) {
             self.put_back(&picked);
             if !self.may_go_on(&error) {
                 return Err(Failed::new(self, error));
@@ -332,7 +332,7 @@ impl<D: Driver> Departing<D> {
         let mut left = self.pick(|_| Some(u64::MAX)).into_iter();
         let mut stuck: Option<(u64, PoolError)> = None;
         while let Some(one) = left.next() {
-            let Err(error) = self.give_back(&[one], false) else { continue };
+            let Err(error) = self.give_back(&[one]) else { continue };
             if !self.may_go_on(&error) {
                 let left: Vec<_> = std::iter::once(one).chain(left).collect();
                 self.put_back(&left);
@@ -354,12 +354,11 @@ impl<D: Driver> Departing<D> {
         !error.poisons_context() && self.pool().deferred.is_settled()
     }
 
-    /// Saves these, and gives each part back as soon as it is saved. Are they all that is left?
-    fn give_back(&mut self, picked: &[Waiting], are_last: bool) -> PoolResult<()> {
+    /// Saves these, and gives each part back as soon as it is saved.
+    fn give_back(&mut self, picked: &[Waiting]) -> PoolResult<()> {
         let part = Rows::of(picked.iter().map(|waiting| waiting.row));
         let before = self.resident_of(&part);
-        let mut still = Still::drained(&self.leaving.quiesced);
-        still.is_deep &= are_last;
+        let still = Still::drained(&self.leaving.quiesced);
         let behind = Behind::GivesBack(Meanwhile::new(&part));
         let mut copied_bytes = 0;
         let outcome = still.save(behind, self.laid_out.of(picked)).and_then(|mut log| {
@@ -447,7 +446,8 @@ impl<D: Driver> Still<'_, D> {
         if !kept.placed.is_empty() {
             arena.pin_again(log, pins)?;
         }
-        arena.begin_growth(self.pool.nodes_of(&devices), kept.end_bytes);
+        arena.set_nodes(self.pool.nodes_of(&devices));
+        arena.begin_growth(kept.end_bytes);
         let grown = arena.grow_to(log, kept.end_bytes, pins);
         arena.end_growth();
         grown?;
@@ -456,10 +456,12 @@ impl<D: Driver> Still<'_, D> {
 
     /// Nothing is saved where space was taken: gives it back.
     fn give_space_back(&self) {
+        let mut arena = self.pool.arena();
         if self.pool.deferred.is_settled() {
-            self.pool.give_host_memory_back_by(HostArena::give_back_unused);
+            let live_bytes = self.pool.ledger().end_in(Store::Host);
+            arena.give_back_unused(live_bytes);
         }
-        drop(self.pool.give_disk_back(&mut self.pool.arena()));
+        drop(self.pool.give_disk_back(&mut arena));
     }
 
     /// Undo of [`Still::save`]: own memory and imports are still there, with their contents; they are mapped again,
@@ -471,7 +473,7 @@ impl<D: Driver> Still<'_, D> {
             self.map_rows_again(log, rows, |row| row.backing().has_contents())
         })?;
         let spare = self.pool.run_again(rows);
-        self.pool.give_host_memory_back_by(HostArena::give_back_unused);
+        self.pool.give_back_host_memory();
         Ok((log, spare))
     }
 }

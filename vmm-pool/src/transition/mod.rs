@@ -30,7 +30,6 @@ mod leaving;
 mod mappings;
 mod moved;
 mod paging;
-mod pins;
 mod queue;
 mod quiesced;
 mod release;
@@ -43,7 +42,6 @@ mod views;
 
 pub use ahead::{BroughtIn, HostStanding};
 pub use coming::{Arriving, Restored, Returning};
-pub(crate) use copier::{Copier, Transfer};
 pub use draining::{Activity, DrainError, Draining};
 pub use frozen::{Frozen, NotFrozen};
 pub use keeper::{Aside, Away, FromOffloaded, FromOpen, Keeper, NotShut, Origin, Shut};

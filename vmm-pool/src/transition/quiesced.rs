@@ -23,8 +23,6 @@ pub(super) struct ShutGate<D: Driver> {
     /// Where the gate was.
     before: Mode,
     on_drop: OnDrop,
-    /// The contexts of the process are to leave behind this.
-    pub(super) is_deep: bool,
 }
 
 /// What dropping a proof does.
@@ -48,7 +46,7 @@ pub struct Quiesced<D: Driver> {
 }
 
 /// A pause or resume is over, or undone. The gate goes where that has led at [`Done::end`], or when this is dropped, so
-/// that its holder can tell others first.
+/// that whoever holds it can tell others first.
 #[derive(Debug)]
 #[must_use = "the process goes on when it is dropped"]
 pub struct Done<D: Driver> {
@@ -108,7 +106,7 @@ impl<D: Driver> Drop for ShutGate<D> {
 impl<D: Driver> ShutGate<D> {
     /// Of a gate that was at `before`.
     pub(super) fn new(pool: Arc<Pool<D>>, right: Arc<Right>, before: Mode) -> Self {
-        Self { pool, right, before, on_drop: OnDrop::Set(before), is_deep: false }
+        Self { pool, right, before, on_drop: OnDrop::Set(before) }
     }
 
     /// The memory that it is about.
@@ -122,7 +120,7 @@ impl<D: Driver> ShutGate<D> {
     }
 
     fn set(&self, mode: Mode) {
-        // Nobody waits for devices during calls of the application's.
+        // Nobody waits for devices beside calls of the application's.
         self.pool.waits.forget();
         if mode == Mode::Open {
             self.pool.thaw();
@@ -202,11 +200,6 @@ impl<D: Driver> Quiesced<D> {
     /// Host memory that a pause of `selection` takes now, with what is saved there already, by what has been seen of it.
     pub fn host_demand(&self, selection: &Selection) -> HostDemand {
         self.pool().demand_of(selection, &self.survey)
-    }
-
-    /// Are the contexts of the process to leave behind this pause?
-    pub(super) fn is_deep(&self) -> bool {
-        self.shut.is_deep
     }
 
     pub(super) fn seen(&self) -> &Survey {

@@ -2,22 +2,22 @@
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::os::fd::AsFd;
 
 use super::copier::{Copier, Transfer};
-use super::pins;
 use super::still::Still;
 use crate::budget::Charge;
 use crate::copies::Way;
 use crate::deferred::Physical;
-use crate::driver::{AccessDesc, AllocationProp, DeviceOrdinal, Driver, DriverCode};
+use crate::driver::{AccessDesc, AllocationProp, DeviceOrdinal, Driver, DriverCode, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Mapping, Row, Rows, Selection};
 use crate::pool::{Borrowed, Pool};
-use crate::store::{Placed, Saved, Store};
+use crate::store::{Extent, Part, Store};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
 /// Allocations to fetch again from one owner.
@@ -48,12 +48,21 @@ impl Room {
 
 /// An allocation whose contents come back, and where its device can write them.
 struct Target {
-    transfer: Transfer,
+    device: DeviceOrdinal,
+    range: VaRange,
     /// The range was made for the copy.
     is_view: bool,
     store: Store,
+    /// What is put back from there.
+    extents: Vec<Extent>,
     /// What is made zero before.
     zeros: Vec<Range<u64>>,
+}
+
+impl Target {
+    fn transfer(&self) -> Transfer<'_> {
+        Transfer { device: self.device, range: self.range, extents: Cow::Borrowed(&self.extents) }
+    }
 }
 
 impl<D: Driver> Still<'_, D> {
@@ -157,50 +166,13 @@ impl<D: Driver> Still<'_, D> {
 
     /// Maps `part` at its old addresses and puts contents back. Meanwhile it exports what peers had imported of all that comes, if
     /// that is given, as far as so many descriptors go.
-    /// Host memory that is not pinned is pinned meanwhile, ahead of its copies.
     pub(super) fn restore_own(
         &self,
         part: &Rows,
         exports: Option<(&Rows, usize)>,
     ) -> PoolResult<StepLog> {
-        let mut chunks = self.pool.arena().chunks(false);
-        if exports.is_none() {
-            // Of the others some are for what comes later.
-            let ledger = self.pool.ledger();
-            let saved = ledger.rows_in(part).filter_map(|row| row.backing().held_in(Store::Host));
-            let places = saved.flat_map(Saved::places).map(|place| (place.start, place.end));
-            let places = places.collect();
-            chunks.retain(|chunk| pins::overlap(&places, &chunk.place()));
-        }
-        let mut copier = Copier::new(self.pool);
-        std::thread::scope(|scope| {
-            let (tell, told) = crossbeam_channel::unbounded();
-            copier.pins = Some(pins::Ahead::new(&chunks, told));
-            let pin = !chunks.is_empty();
-            let tell = move |chunk: &Placed| tell.send(chunk.place().start).is_ok();
-            let pin = pin.then_some(move || self.pool.set_pinned(true, chunks, tell));
-            let pinning = pin.and_then(|pin| pins::spawn(scope, pin));
-            let outcome = self.restore_with(&mut copier, part, exports);
-            if outcome.is_err() {
-                // Nobody waits for the rest.
-                copier.pins = None;
-            }
-            let mut log = StepLog::default();
-            pins::join(&mut log, pinning);
-            outcome.map(|restored| {
-                log.add(restored);
-                log
-            })
-        })
-    }
-
-    fn restore_with(
-        &self,
-        copier: &mut Copier<'_, D>,
-        part: &Rows,
-        exports: Option<(&Rows, usize)>,
-    ) -> PoolResult<StepLog> {
         let mut log = StepLog::default();
+        let mut copier = Copier::new(self.pool);
         let own: Vec<_> = {
             let ledger = self.pool.ledger();
             let own = ledger.rows_in(part).filter(|row| row.is_own() && row.is_resident());
@@ -213,14 +185,14 @@ impl<D: Driver> Still<'_, D> {
                 let Some(device) = device else { continue };
                 let Some(target) = self.target_of(log, row, device)? else { continue };
                 match target.store {
-                    Store::Host => self.restore_from_memory(log, copier, &target)?,
+                    Store::Host => self.restore_from_memory(log, &mut copier, &target)?,
                     Store::File => from_file.push(target),
                 }
             }
             Ok(())
         });
         let outcome = queued
-            .and_then(|()| self.restore_from_file(&mut log, copier, &from_file))
+            .and_then(|()| self.restore_from_file(&mut log, &mut copier, &from_file))
             .and_then(|()| {
                 let Some((exported, exports_max)) = exports else { return Ok(()) };
                 log.timed("export", |log| self.export_again(log, exported, exports_max))
@@ -250,7 +222,14 @@ impl<D: Driver> Still<'_, D> {
                 mapping.rights_of(found.prop().location) == Some(AccessDesc::READ_WRITE)
             });
             let writable = writable.map(Mapping::range);
-            let (extents, zeros) = saved.split(&found.copied_parts());
+            let parts = found.copied_parts();
+            let (mut extents, mut zeros) = (Vec::new(), Vec::new());
+            for part in parts.into_iter().flat_map(|part| saved.parts_of(part)) {
+                match part {
+                    Part::Stored(extent) => extents.push(extent),
+                    Part::Zeros(range) => zeros.push(range),
+                }
+            }
             let contents = (saved.store, extents, zeros);
             (contents, writable, found.raw(), found.size_bytes())
         };
@@ -268,7 +247,7 @@ impl<D: Driver> Still<'_, D> {
             }
             _ => zeros,
         };
-        Ok(Some(Target { transfer: Transfer { device, range, extents }, is_view, store, zeros }))
+        Ok(Some(Target { device, range, is_view, store, extents, zeros }))
     }
 
     /// Makes zeros and starts copies from the arena.
@@ -278,16 +257,14 @@ impl<D: Driver> Still<'_, D> {
         copier: &mut Copier<'_, D>,
         target: &Target,
     ) -> PoolResult<()> {
-        let transfer = &target.transfer;
-        copier.streams.of(transfer.device)?.take()?;
         // SAFETY: the target is mapped and writable, and stays so until its stream is done; no application work runs
         // before the gate opens.
-        unsafe { copier.start_zeros(log, transfer, &target.zeros) }?;
+        unsafe { copier.start_zeros(log, (target.device, target.range), &target.zeros) }?;
         // SAFETY: as above; its places are its own.
-        unsafe { copier.start(log, Way::In, transfer) }?;
+        unsafe { copier.start(log, Way::In, &target.transfer()) }?;
         if target.is_view {
-            copier.streams.of(transfer.device)?.finish_all()?;
-            self.drop_view(log, transfer.range)?;
+            copier.streams.of(target.device)?.finish_all()?;
+            self.drop_view(log, target.range)?;
         }
         Ok(())
     }
@@ -302,19 +279,18 @@ impl<D: Driver> Still<'_, D> {
         if targets.is_empty() {
             return Ok(());
         }
-        let filed: Vec<_> = targets.iter().map(|target| &target.transfer).collect();
+        let filed: Vec<_> = targets.iter().map(Target::transfer).collect();
         for target in targets {
-            copier.streams.of(target.transfer.device)?.take()?;
             // SAFETY: as above, until zeros are waited for.
-            unsafe { copier.start_zeros(log, &target.transfer, &target.zeros) }?;
+            unsafe { copier.start_zeros(log, (target.device, target.range), &target.zeros) }?;
         }
-        for transfer in &filed {
-            copier.streams.of(transfer.device)?.finish_all()?;
+        for target in targets {
+            copier.streams.of(target.device)?.finish_all()?;
         }
         // SAFETY: as above, until all of the file is read.
         unsafe { copier.read_file(log, &filed) }?;
         let mut views = targets.iter().filter(|target| target.is_view);
-        views.try_for_each(|target| self.drop_view(log, target.transfer.range))
+        views.try_for_each(|target| self.drop_view(log, target.range))
     }
 
     /// Descriptors for what others imported before of `rows`, in one batch.

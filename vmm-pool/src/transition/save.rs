@@ -2,17 +2,17 @@
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::OwnedFd;
 
 use super::copier::{Copier, Transfer};
-use super::pins;
 use super::release::Meanwhile;
 use super::still::Still;
 use crate::VirtualHandle;
 use crate::copies::Way;
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, VaRange};
-use crate::error::{Describe, PoolResult};
+use crate::error::PoolResult;
 use crate::journal::StepLog;
 use crate::ledger::{Layout, Mapping, Placed, Presence, Rows, Selection, Survey};
 use crate::pool::Pool;
@@ -24,9 +24,12 @@ use crate::store::{
 #[derive(Debug)]
 pub(super) struct Item {
     row: VirtualHandle,
+    device: DeviceOrdinal,
+    /// Where the device reads it: one of its own mappings, or a view made for the copy.
+    source: VaRange,
     saved: Saved,
-    /// What of it is copied, from one of its own mappings, or a view made for the copy.
-    transfer: Transfer,
+    /// What of it is copied.
+    copied: Vec<Extent>,
     copied_bytes: u64,
     view: bool,
 }
@@ -34,7 +37,11 @@ pub(super) struct Item {
 impl Item {
     /// Where the last of its copies in the arena ends.
     fn end_bytes(&self) -> u64 {
-        self.transfer.extents.iter().map(|extent| extent.place().end).max().unwrap_or(0)
+        self.copied.iter().map(|extent| extent.place().end).max().unwrap_or(0)
+    }
+
+    fn transfer(&self) -> Transfer<'_> {
+        Transfer { device: self.device, range: self.source, extents: Cow::Borrowed(&self.copied) }
     }
 }
 
@@ -80,17 +87,11 @@ struct Group {
     items: Vec<Item>,
 }
 
-impl Group {
-    fn extents(&self) -> impl Iterator<Item = &Extent> {
-        self.items.iter().flat_map(|item| &item.transfer.extents)
-    }
-}
-
 /// Neighbours of one device in groups, devices in turn.
 fn in_groups(items: Vec<Item>, group_bytes: u64) -> Vec<Group> {
     let mut by_device: BTreeMap<DeviceOrdinal, (Vec<Group>, u64)> = BTreeMap::new();
     for item in items {
-        let (device, size_bytes) = (item.transfer.device, item.copied_bytes);
+        let (device, size_bytes) = (item.device, item.copied_bytes);
         let (groups, last_bytes) = by_device.entry(device).or_default();
         match groups.last_mut() {
             Some(group) if *last_bytes < group_bytes => {
@@ -113,7 +114,7 @@ fn in_groups(items: Vec<Item>, group_bytes: u64) -> Vec<Group> {
 }
 
 impl<D: Driver> Still<'_, D> {
-    /// Saves to where it is laid out, within disk space that is taken; host memory that is missing is made during the copies.
+    /// Saves to where it is laid out, within disk space that is taken; host memory that is missing is made beside the copies.
     pub(super) fn save(
         &self,
         mut behind: Behind<'_>,
@@ -128,25 +129,15 @@ impl<D: Driver> Still<'_, D> {
         let planned = log.timed("plan", |log| {
             let plan = self.plan(log, kept, filed)?;
             for item in plan.items() {
-                copier.streams.of(item.transfer.device)?;
+                copier.streams.of(item.device)?;
             }
             Ok(plan)
         });
         let outcome = planned.and_then(|plan| {
-            let nodes = self.pool.nodes_of(&self.pool.devices());
-            self.pool.arena().begin_growth(nodes, end_bytes);
-            let kept = std::thread::scope(|scope| {
-                let (tell, chunks) = crossbeam_channel::unbounded();
-                let unpinning = self
-                    .is_deep
-                    .then(|| pins::spawn(scope, || self.pool.set_pinned(false, chunks, |_| true)));
-                let extents = plan.groups.iter().flat_map(Group::extents);
-                let pins = unpinning.is_some().then(|| pins::Behind::new(extents, tell));
-                let kept = self.save_to_memory(&mut log, &mut behind, &mut copier, &plan, pins);
-                pins::join(&mut log, unpinning.flatten());
-                kept
-            });
-            self.pool.arena().end_growth();
+            copier.arena.set_nodes(self.pool.nodes_of(&self.pool.devices()));
+            copier.arena.begin_growth(end_bytes);
+            let kept = self.save_to_memory(&mut log, &mut behind, &mut copier, &plan);
+            copier.arena.end_growth();
             kept.and_then(|()| self.save_to_file(&mut log, &mut copier, &plan.to_file))?;
             Ok(plan)
         });
@@ -209,7 +200,7 @@ impl<D: Driver> Still<'_, D> {
         if items.is_empty() {
             return Ok(());
         }
-        let filed: Vec<_> = items.iter().map(|item| &item.transfer).collect();
+        let filed: Vec<_> = items.iter().map(Item::transfer).collect();
         // SAFETY: sources stay mapped until all of them are written.
         unsafe { copier.write_file(log, &filed) }?;
         log.timed("unmap saved", |log| self.retire(log, items))
@@ -222,20 +213,13 @@ impl<D: Driver> Still<'_, D> {
         behind: &mut Behind<'_>,
         copier: &mut Copier<'_, D>,
         plan: &Plan,
-        mut unpinned: Option<pins::Behind>,
     ) -> PoolResult<()> {
         let rows = behind.rows();
         // Also where this pause is of one of several devices only: the memory is there for the next one too.
         let pins = Pins::of(&self.pool.devices());
         if !plan.groups.is_empty() {
-            self.pool.arena().pin_again(log, pins)?;
+            copier.arena.pin_again(log, pins)?;
         }
-        let mut are_done = |group: Option<&Group>| {
-            if let Some(unpinned) = &mut unpinned {
-                unpinned.are_done(self.pool, group.into_iter().flat_map(Group::extents));
-            }
-        };
-        are_done(None);
         // Two groups may be in flight on a device; when the third is queued the first is done.
         let mut in_flight: BTreeMap<DeviceOrdinal, VecDeque<&Group>> = BTreeMap::new();
         for (number, group) in plan.groups.iter().enumerate() {
@@ -245,19 +229,18 @@ impl<D: Driver> Still<'_, D> {
             let done = if flying.len() == 2 { flying.pop_front() } else { None };
             flying.push_back(group);
             let end_bytes = group.items.iter().map(Item::end_bytes).max().unwrap_or(0);
-            self.pool.arena().grow_to(log, end_bytes, pins)?;
+            copier.arena.grow_to(log, end_bytes, pins)?;
             log.timed("queue copies", |log| {
                 group.items.iter().try_for_each(|item| {
                     // SAFETY: the source stays mapped until its group is retired below, after its stream is done; the
                     // arena's place is this item's alone.
-                    unsafe { copier.start(log, Way::Out, &item.transfer) }
+                    unsafe { copier.start(log, Way::Out, &item.transfer()) }
                 })
             })?;
             if number == 0 {
                 self.unmap_uncopied(log, rows, plan)?;
             }
             if let Some(done) = done {
-                are_done(Some(done));
                 self.leave_behind(log, behind, done)?;
             }
         }
@@ -268,7 +251,6 @@ impl<D: Driver> Still<'_, D> {
             let copies = copier.streams.of(device)?;
             log.timed("wait for copies", |_| copies.finish_all())?;
             for group in flying {
-                are_done(Some(group));
                 self.leave_behind(log, behind, group)?;
             }
         }
@@ -306,7 +288,7 @@ impl<D: Driver> Still<'_, D> {
     fn retire(&self, log: &mut StepLog, items: &[Item]) -> PoolResult<()> {
         for item in items {
             if item.view {
-                self.drop_view(log, item.transfer.range)?;
+                self.drop_view(log, item.source)?;
             }
             let ranges = self.pool.ledger().saved(item.row, item.saved.clone());
             for range in ranges {
@@ -354,7 +336,7 @@ impl<D: Driver> Still<'_, D> {
                 (device, readable, found.raw(), found.size_bytes())
             };
             let copied_bytes = placed.copied_bytes();
-            let (range, view) = match (readable, raw) {
+            let (source, view) = match (readable, raw) {
                 (Some(range), _) => (range, false),
                 // Nobody reads it.
                 (None, _) if copied_bytes == 0 => {
@@ -363,9 +345,8 @@ impl<D: Driver> Still<'_, D> {
                 (None, Some(raw)) => (self.make_view(log, raw, size_bytes, device)?, true),
                 (None, None) => continue,
             };
-            let Placed { row, saved, copied: extents, .. } = placed;
-            let transfer = Transfer { device, range, extents };
-            items.push(Item { row, saved, transfer, copied_bytes, view });
+            let Placed { row, saved, copied, .. } = placed;
+            items.push(Item { row, device, source, saved, copied, copied_bytes, view });
         }
         Ok(items)
     }
@@ -386,7 +367,7 @@ impl<D: Driver> Pool<D> {
     }
 
     /// Host memory that a pause of `selection` would take now that copies everything, with what is saved there already.
-    /// Waits while host memory grows.
+    /// Waits for a pause or resume under way.
     pub fn host_demand(&self, selection: &Selection) -> HostDemand {
         self.demand_of(selection, &Survey::default())
     }
@@ -402,7 +383,7 @@ impl<D: Driver> Pool<D> {
         let [kept, filed] = with_all;
         let to_memory_bytes = kept.placed.iter().map(Placed::copied_bytes).sum();
         let copying = Copying { to_memory_bytes, to_file_bytes: filed.end_bytes };
-        // Where that takes nothing, nothing less can be requested.
+        // Where that takes nothing, nothing less can be asked for.
         let least = |copies, more: u64| match more {
             0 => 0,
             more => growth(&self.layouts(&rows, survey, copies)).min(more),
@@ -420,22 +401,38 @@ impl<D: Driver> Pool<D> {
         }
     }
 
-    /// Has `give_back` give host memory back, which is told where saved contents and copies end. What does not go stays for the next
-    /// pause.
+    /// After a resume: gives host memory back that holds no contents and no copies for readers.
     ///
     /// # Driver calls
     /// `cuMemHostUnregister`.
-    pub(super) fn give_host_memory_back_by(
-        &self,
-        give_back: impl FnOnce(&mut HostArena<D>, u64) -> PoolResult<()>,
-    ) {
-        let Some(&device) = self.devices().first() else { return };
+    pub(super) fn give_back_idle_host_memory(&self) {
         let mut arena = self.arena();
         let end_bytes = self.ledger().end_in(Store::Host);
-        let about = || "giving host memory back".to_owned();
-        let current = self.driver.make_current(device).about(about, 0, Some(device));
-        if let Err(error) = current.and_then(|()| give_back(&mut arena, end_bytes)) {
+        let current = self.devices().first().map(|&device| self.driver.make_current(device));
+        let shrunk = current.map(|current| {
+            current.map_err(|code| code.to_string())?;
+            arena.shrink_to(end_bytes).map_err(|error| error.to_string())
+        });
+        if let Some(Err(error)) = shrunk {
             tracing::error!(%error, "host memory stays for the next pause");
+        }
+    }
+
+    /// After a pause that came to nothing: gives host memory back that it took, down to what the last
+    /// completed pause used.
+    ///
+    /// # Driver calls
+    /// `cuMemHostUnregister`.
+    pub(super) fn give_back_host_memory(&self) {
+        let mut arena = self.arena();
+        let current = self.devices().first().map(|&device| self.driver.make_current(device));
+        match current {
+            Some(Ok(())) => {
+                let live_bytes = self.ledger().end_in(Store::Host);
+                arena.give_back_unused(live_bytes);
+            }
+            Some(Err(error)) => tracing::error!(%error, "host memory stays for the next pause"),
+            None => {}
         }
     }
 }

@@ -10,25 +10,23 @@ use crate::pool::{Entered, Pool, Use};
 /// that is moved. It covers all memory of the process. That of a part is a [`StillChunk`].
 pub(super) struct Still<'a, D: Driver> {
     pub(super) pool: &'a Pool<D>,
-    /// Are the contexts of the process to leave behind this, and is no copy to follow those of the next step?
-    pub(super) is_deep: bool,
 }
 
 impl<'a, D: Driver> Still<'a, D> {
     /// The gate is shut, and the devices have nothing left to do.
     pub(super) fn drained(quiesced: &'a Quiesced<D>) -> Self {
-        Self { pool: quiesced.pool(), is_deep: quiesced.is_deep() }
+        Self { pool: quiesced.pool() }
     }
 
     /// The gate has been shut since before the memory came back, so that nothing has been launched that knows it. For
     /// steps that touch no other memory.
     pub(super) fn not_touched_yet(shut: &'a ShutGate<D>) -> Self {
-        Self { pool: shut.pool(), is_deep: false }
+        Self { pool: shut.pool() }
     }
 
     /// What a proof that is dropped has moved: it was drained, or not touched yet, when that began.
     pub(super) fn of_dropped(shut: &'a ShutGate<D>) -> Self {
-        Self { pool: shut.pool(), is_deep: false }
+        Self { pool: shut.pool() }
     }
 }
 

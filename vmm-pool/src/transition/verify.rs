@@ -1,10 +1,8 @@
-//! What would not be copied, compared byte by byte: for users who do not take a fingerprint's word.
+//! What would not be copied, compared byte by byte: for whoever does not take a fingerprint's word.
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
 use std::ops::Range;
-
-use memmap2::MmapMut;
 
 use super::still::Still;
 use crate::VirtualHandle;
@@ -13,9 +11,9 @@ use crate::driver::{DeviceOrdinal, Driver, VaRange};
 use crate::error::{Describe, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Mapping, Rows, Survey, Wish};
-use crate::store::{Extent, Located, Part, Pinned, Saved, Store, memory_refused};
+use crate::store::{Extent, Part, Pinned, Saved, Store};
 
-/// What is compared in one piece.
+/// What is compared at once.
 const SCRATCH_LENGTH: usize = 8 << 20;
 
 /// What is claimed of an allocation.
@@ -94,9 +92,7 @@ impl<D: Driver> Still<'_, D> {
         // Its context is current from here on: pinning takes one.
         streams.of(claim.device)?;
         let pinned = Pinned::new(&self.pool.driver, SCRATCH_LENGTH)?;
-        // Not of the heap, which would keep it for the process's life.
-        let expected = MmapMut::map_anon(SCRATCH_LENGTH);
-        let mut expected = expected.map_err(memory_refused(SCRATCH_LENGTH as u64))?;
+        let mut expected = vec![0; SCRATCH_LENGTH];
         for part in &claim.parts {
             let mut at = part.start;
             while at < part.end {
@@ -120,8 +116,7 @@ impl<D: Driver> Still<'_, D> {
                 }
                 queued.and(finished)?;
                 let expected = &mut expected[..length];
-                let located = self.pool.arena().locate(&claim.saved, at..at + size_bytes)?;
-                Located::read(&located, expected)?;
+                self.pool.arena().read(&claim.saved, at, expected)?;
                 let found = pinned.bytes(length);
                 if let Some(index) = differs_at(found, expected) {
                     return Ok(Some(at + index as u64));

@@ -6,11 +6,9 @@ mod at_random;
 
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
-use vmm_pool::HostBudget;
 use vmm_pool::driver::sim::{FaultSpan, SimDriver, Work};
 use vmm_pool::driver::{
     AccessDesc, DeviceAddress, Driver, DriverCode, DriverOp, DriverResult, RawEvent, RawStream,
@@ -29,21 +27,13 @@ const LIMIT: Duration = Duration::from_mins(1);
 const SHORT: Duration = Duration::from_millis(200);
 const WINDOW_CHUNKS: u64 = 32;
 
-fn pager(
-    pool: &SimPool,
-    frames: u64,
-    budget: impl Fn(u64) -> HostBudget + Send + Sync + 'static,
-) -> Pager<SimDriver> {
+fn pager(pool: &SimPool, frames: u64) -> Pager<SimDriver> {
     let size = WindowSize {
         window_bytes: WINDOW_CHUNKS * UNIT,
         chunk_bytes: UNIT,
         frames_bytes: frames * UNIT,
     };
-    Pager::new(Arc::clone(pool.pool()), DEVICE, size, budget).expect("a window")
-}
-
-fn unlimited(_: u64) -> HostBudget {
-    UNLIMITED
+    Pager::new(Arc::clone(pool.pool()), DEVICE, size).expect("a window")
 }
 
 /// One chunk, and what is to be there: a pattern, or zeros.
@@ -77,15 +67,11 @@ struct Stage {
 
 impl Stage {
     fn new(frames: u64) -> Self {
-        Self::within(frames, unlimited)
-    }
-
-    fn within(frames: u64, budget: impl Fn(u64) -> HostBudget + Send + Sync + 'static) -> Self {
         let pool = pool(&node());
         let driver = Arc::clone(pool.driver());
         let streams = [(); 2].map(|()| driver.stream_create().expect("a stream"));
         let order = [(); 2].map(|()| driver.event_create().expect("an event"));
-        let pager = Some(pager(&pool, frames, budget));
+        let pager = Some(pager(&pool, frames));
         Self {
             pool,
             pager,
@@ -435,43 +421,22 @@ fn a_device_that_is_full_pages_with_what_it_gave() {
 }
 
 #[test]
-fn a_pager_takes_no_more_host_memory_than_it_may() {
-    static MOST_BYTES: AtomicU64 = AtomicU64::new(0);
-    let most_bytes = |held| MOST_BYTES.load(Ordering::Relaxed).saturating_sub(held);
-    let mut stage = Stage::within(1, move |held| HostBudget(Some(most_bytes(held))));
-    for _ in 0..2 {
-        stage.alloc(1).expect("addresses");
-    }
-    stage.try_use(&[0], 0, true).expect("it has the frame");
-    let error = stage.try_use(&[1], 0, true).expect_err("what has the frame has no place to go");
-    let missing = format!("needs {UNIT} more bytes of host memory, and 0 are available");
-    assert!(error.contains(&missing), "{error}");
-    assert_eq!(stage.pool.report().host_arena_bytes, 0);
-    MOST_BYTES.store(2 * UNIT, Ordering::Relaxed);
-    stage.use_all(true);
-    stage.use_all(false);
-    assert_eq!(stage.pool.report().host_arena_bytes, 2 * UNIT);
-    stage.end();
-}
-
-#[test]
 fn a_pager_that_cannot_begin_leaves_nothing_behind() {
     let pool = pool(&node());
     let size = WindowSize { window_bytes: 4 * UNIT, chunk_bytes: UNIT, frames_bytes: UNIT };
     for at in 1.. {
         pool.driver().faults().fail_any(FaultSpan::Nth(at), DriverCode::UNKNOWN);
-        let made = Pager::new(Arc::clone(pool.pool()), DEVICE, size, unlimited);
+        let made = Pager::new(Arc::clone(pool.pool()), DEVICE, size);
         pool.driver().faults().clear();
         let is_made = made.is_ok();
         drop(made);
-        assert_eq!(crate::stage::end_streams(&pool), 0, "{at}: but for those that the pool keeps");
-        assert_eq!(pool.driver().census().reservations, 0, "{at}");
+        let census = pool.driver().census();
+        assert_eq!((census.reservations, census.streams), (0, 0), "{at}: {census:?}");
         if is_made {
             break;
         }
     }
     let none = WindowSize { frames_bytes: UNIT - 1, ..size };
-    let error =
-        Pager::new(Arc::clone(pool.pool()), DEVICE, none, unlimited).expect_err("not one chunk");
+    let error = Pager::new(Arc::clone(pool.pool()), DEVICE, none).expect_err("not one chunk");
     assert!(matches!(error, PageError::TooFewFrames { needed_bytes: UNIT, .. }), "{error}");
 }

@@ -135,26 +135,6 @@ fn what_somebody_reads_in_place_stays_there_and_what_nothing_is_given_back_for()
 }
 
 #[test]
-fn what_somebody_is_given_the_place_of_while_it_is_written_stays() {
-    let (pool, _dir) = a_pool();
-    let ranges = two(&pool, LARGE);
-    pause(&pool);
-    let first = VaRange::new(ranges[1].start, 16);
-    let place = Cell::new(None);
-    // Asked while contents are on their way to the disk.
-    let lend = || {
-        place.set(Some(pool.saved_at(first).expect("in host memory")));
-        false
-    };
-    let half = LARGE * UNIT;
-    let spilled = pool.spill_unless(u64::MAX, later(), &lend).expect("room on the disk");
-    assert_eq!(spilled, Spilled { moved_bytes: half, given_back_bytes: 0, left_bytes: half });
-    assert_eq!(pool.saved_at(first).ok(), place.get());
-    resume(&pool);
-    assert_holds(&pool, ranges);
-}
-
-#[test]
 fn only_what_lies_behind_what_stays_is_moved() {
     let (pool, _dir) = a_pool();
     let ranges = two(&pool, LARGE);
