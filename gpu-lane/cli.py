@@ -38,47 +38,9 @@ def tenant_command(tenant: str | None, cmd: Sequence[str]) -> list[str]:
     return [sublet_bin(), "run", "--tenant", tenant, "--", *cmd]
 
 
-def sublet(*args: str, timeout_s: float = 90.0) -> dict[str, Any]:
-    """Runs the `sublet` command; a record with exit code, wall time and output, parsed where it is JSON."""
-    began = time.perf_counter()
-    try:
-        child = subprocess.Popen(
-            [sublet_bin(), *args],
-            env=child_env(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-    except OSError as error:
-        return {"args": list(args), "exit": 127, "wall_s": 0.0, "stderr": f"{sublet_bin()}: {error}"}
-    adopt(child)
-    try:
-        out, err = child.communicate(timeout=timeout_s)
-        code = child.returncode
-    except subprocess.TimeoutExpired as late:
-        code, out, err = EXIT_DEADLINE, late.stdout or b"", (late.stderr or b"") + b"\ntimed out"
-        stop_child(child)
-    took = time.perf_counter() - began
-    release(child)
-    record: dict[str, Any] = {"args": list(args), "exit": code, "wall_s": took}
-    text = out.decode(errors="replace").strip()
-    parsed = parse_json(text)
-    if parsed is None:
-        record["stdout"] = text[:8000]
-    else:
-        record["json"] = parsed
-    if err.strip():
-        record["stderr"] = err.decode(errors="replace").strip()[-2000:]
-    return record
-
-
-def killed(*args: str, after_s: float, victim: int | None = None, timeout_s: float = 30.0) -> dict[str, Any]:
-    """Runs `sublet *args --json` and sends SIGKILL after `after_s`, to process `victim` or to the command itself.
-
-    A command that hangs for `timeout_s` after that is stopped, and the record's exit is EXIT_DEADLINE."""
+def _start(args: Sequence[str]) -> subprocess.Popen[bytes]:
     child = subprocess.Popen(
-        [sublet_bin(), *args, "--json"],
+        [sublet_bin(), *args],
         env=child_env(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -86,27 +48,59 @@ def killed(*args: str, after_s: float, victim: int | None = None, timeout_s: flo
         start_new_session=True,
     )
     adopt(child)
+    return child
+
+
+def _end(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, str, str]:
+    """Exit code and output of a command; EXIT_DEADLINE of one that had to be stopped after `timeout_s`."""
+    try:
+        out, err = child.communicate(timeout=timeout_s)
+        code = child.returncode
+    except subprocess.TimeoutExpired as late:
+        code, out, err = EXIT_DEADLINE, late.stdout or b"", (late.stderr or b"") + b"\ntimed out"
+        stop_child(child)
+    release(child)
+    return code, out.decode(errors="replace").strip(), err.decode(errors="replace").strip()
+
+
+def sublet(*args: str, timeout_s: float = 90.0) -> dict[str, Any]:
+    """Runs the `sublet` command; a record with exit code, wall time and output, parsed where it is JSON."""
+    began = time.perf_counter()
+    try:
+        child = _start(args)
+    except OSError as error:
+        return {"args": list(args), "exit": 127, "wall_s": 0.0, "stderr": f"{sublet_bin()}: {error}"}
+    code, out, err = _end(child, timeout_s)
+    record: dict[str, Any] = {"args": list(args), "exit": code, "wall_s": time.perf_counter() - began}
+    parsed = parse_json(out)
+    if parsed is None:
+        record["stdout"] = out[:8000]
+    else:
+        record["json"] = parsed
+    if err:
+        record["stderr"] = err[-2000:]
+    return record
+
+
+def killed(*args: str, after_s: float, victim: int | None = None, timeout_s: float = 30.0) -> dict[str, Any]:
+    """Runs `sublet *args --json` and sends SIGKILL after `after_s`, to process `victim` or to the command itself.
+
+    A command that hangs for `timeout_s` after that is stopped, and the record's exit is EXIT_DEADLINE."""
+    child = _start([*args, "--json"])
     time.sleep(after_s)
     ended_before = child.poll() is not None
     if victim or not ended_before:
         os.kill(victim or child.pid, signal.SIGKILL)
     began = time.perf_counter()
-    try:
-        out, err = child.communicate(timeout=timeout_s)
-        code = child.returncode
-    except subprocess.TimeoutExpired as late:
-        code, out, err = EXIT_DEADLINE, late.stdout or b"", late.stderr or b""
-        stop_child(child)
-    release(child)
-    said = out.decode(errors="replace").strip()
+    code, out, err = _end(child, timeout_s)
     return {
         "args": list(args),
         "delay_s": after_s,
         "ended_before": ended_before,
         "exit": code,
         "after_s": time.perf_counter() - began,
-        "json": parse_json(said),
-        "said": f"{said}{err.decode(errors='replace')}".strip(),
+        "json": parse_json(out),
+        "said": f"{out}\n{err}".strip(),
     }
 
 

@@ -260,8 +260,8 @@ def paused(
     What was away before stays away. Is something paused? :func:`is_paused` says.
 
     Args:
-        tags, timeout, deep: as of :func:`pause`.
-        wait: as of :func:`resume`.
+        tags, timeout, deep: see :func:`pause`.
+        wait: see :func:`resume`.
 
     Yields:
         The report of the pause.

@@ -10,7 +10,7 @@ pub(crate) fn typed() -> Vec<String> {
     std::iter::once("sublet".to_owned()).chain(words).collect()
 }
 
-/// A command that helps with `code`, for whoever has typed `words`. None where only the message can help.
+/// A command that helps with `code`, for a person who has typed `words`. None where only the message can help.
 pub(crate) fn next(code: Code, words: &[String]) -> Option<String> {
     let verb = words.get(1).map_or("", String::as_str);
     let name = words.get(2).filter(|word| !word.starts_with('-'));

@@ -13,8 +13,9 @@ use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir};
 use tenants::settings::TENANT_VARIABLE;
 
 use crate::environment::PRELOAD_VARIABLE;
+use crate::environment::absolute;
 use crate::outsiders;
-use crate::run::{LIBRARY_NAME, absolute};
+use crate::run::LIBRARY_NAME;
 
 /// The first process of each tenant in `run_dir`, by the tenant's name. Those that have joined are among them.
 pub(crate) fn find(run_dir: &RunDir) -> BTreeMap<String, u32> {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use tenants::settings::{self, Settings, WrongSetting};
 
@@ -87,10 +87,17 @@ impl Environment {
         (self.settings.run_dir.clone(), self.get("XDG_RUNTIME_DIR").map(PathBuf::from))
     }
 
-    /// Where this command lies.
-    pub(crate) fn executable(&self) -> Option<&PathBuf> {
-        self.executable.as_ref()
+    /// The file `name` next to this command, or in `../lib`; as an absolute path.
+    pub(crate) fn installed(&self, name: impl AsRef<Path>) -> Option<PathBuf> {
+        let folder = self.executable.as_ref()?.parent()?;
+        let mut candidates = ["", "../lib"].map(|place| folder.join(place).join(&name)).into_iter();
+        candidates.find(|path| path.is_file()).map(|path| absolute(&path))
     }
+}
+
+/// The command may change its directory; a path that cannot be made absolute is used as it is.
+pub(crate) fn absolute(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }
 
 #[cfg(test)]

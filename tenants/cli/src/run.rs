@@ -14,7 +14,7 @@ use tenants::settings::{FAMILY_VARIABLE, REQUIRED_VARIABLE, TENANT_VARIABLE};
 use tenants::turns::{TURNS_VARIABLE, TurnSettings};
 
 use crate::args::RunArgs;
-use crate::environment::{Environment, PRELOAD_VARIABLE};
+use crate::environment::{Environment, PRELOAD_VARIABLE, absolute};
 use crate::failure::{EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, EXIT_UNCHANGED, EXIT_USAGE, Failure};
 use crate::{budget, output, outsiders};
 
@@ -128,11 +128,7 @@ pub(crate) fn find_library(
             Err(Failure::new(message, EXIT_UNCHANGED))
         };
     }
-    let folder = environment.executable().and_then(|path| path.parent());
-    let candidates =
-        folder.map(|folder| [folder.join(LIBRARY_NAME), folder.join("../lib").join(LIBRARY_NAME)]);
-    let found = candidates.iter().flatten().find(|path| path.is_file());
-    found.map(|path| absolute(path)).ok_or_else(|| {
+    environment.installed(LIBRARY_NAME).ok_or_else(|| {
         let message = format!(
             "{LIBRARY_NAME} was found neither next to this command nor in ../lib: name it with --library"
         );
@@ -160,11 +156,6 @@ fn prepend(library: &Path, before: Option<&OsStr>) -> Result<OsString, Failure> 
         list.push(OsStr::from_bytes(other));
     }
     Ok(list)
-}
-
-/// The command may change its directory; a path that cannot be made absolute is used as it is.
-pub(crate) fn absolute(path: &Path) -> PathBuf {
-    path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }
 
 #[cfg(test)]

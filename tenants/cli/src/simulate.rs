@@ -34,7 +34,7 @@ use tenants::size::{NoSize, Size};
 use crate::environment::Environment;
 use crate::failure::{EXIT_UNCHANGED, Failure};
 use crate::output;
-use crate::run::{absolute, not_started};
+use crate::run::not_started;
 
 /// Next to this command or in `../lib`: the folder of the simulated driver.
 const FOLDER: &str = "simulated";
@@ -308,11 +308,7 @@ fn make_node(driver: &Path, node: &Path, args: &SimulateArgs) -> Result<(), Fail
 
 /// The simulated driver: next to this command, or in `../lib`.
 fn find_driver(environment: &Environment) -> Result<PathBuf, Failure> {
-    let folder = environment.executable().and_then(|path| path.parent());
-    let candidates = folder
-        .map(|folder| ["", "../lib"].map(|place| folder.join(place).join(FOLDER).join(DRIVER)));
-    let found = candidates.iter().flatten().find(|path| path.is_file());
-    found.map(|path| absolute(path)).ok_or_else(|| {
+    environment.installed(Path::new(FOLDER).join(DRIVER)).ok_or_else(|| {
         let message = format!(
             "the simulated driver, {FOLDER}/{DRIVER}, was found neither next to this command nor in ../lib: use the command of \
              the Python package, which has it (cargo xtask wheel)"

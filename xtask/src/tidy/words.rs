@@ -23,7 +23,7 @@ const PHRASES: [(&str, &str); 7] = [
 const SOURCES: [&str; 6] = ["c", "h", "py", "pyi", "rs", "sh"];
 /// How many phrases the sources of each top folder still have.
 const LEFT: [(&str, usize); 4] =
-    [("benchmarks", 31), ("tenants", 70), ("tests", 2), ("vmm-pool", 60)];
+    [("benchmarks", 30), ("tenants", 30), ("tests", 2), ("vmm-pool", 46)];
 
 /// Findings about `files`, by path and text.
 pub(super) fn check(files: &[(String, String)]) -> Vec<Finding> {

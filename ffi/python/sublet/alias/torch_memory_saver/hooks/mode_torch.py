@@ -19,7 +19,7 @@ class HookUtilModeTorch(HookUtilBase):
         self.allocator = memory.CUDAPluggableAllocator(self.get_path_binary(), "tms_torch_malloc", "tms_torch_free")
 
     def get_path_binary(self) -> str:
-        """As of the mode ``preload``: there is one object."""
+        """The object of the mode ``preload``: there is one for both."""
         return str(get_binary_path_from_package("torch_memory_saver_hook_mode_torch"))
 
     def get_allocator(self) -> Any:
