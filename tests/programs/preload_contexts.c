@@ -8,6 +8,7 @@
  *   storm     contexts come and go while the process is paused and resumed
  *   alone     a program that has a context of its own alone is paused, and gets no primary one
  *   plain     destroy, by the names of CUDA 2
+ *   late      a block is given up twice simultaneously, by a stream that has freed it and with its context; another lies there then
  *   work      a kernel runs in a context that is older than an attach; plain-work: in one made by the name of CUDA 2
  *
  * It prints the same with and without Sublet. */
@@ -242,6 +243,73 @@ static void storm(void)
     print_freed("storm");
 }
 
+static volatile bool may_pass;
+
+static void wait_until_it_may_pass(void *unused)
+{
+    (void)unused;
+    while (!may_pass)
+        usleep(1000);
+}
+
+static void *pause_in_a_thread(void *unused)
+{
+    inside_pause();
+    return unused;
+}
+
+static void *allocate_in_a_thread(void *address)
+{
+    OK(cuCtxSetCurrent(primary));
+    OK(cuMemAlloc(address, BYTES));
+    return NULL;
+}
+
+static pthread_t begin_thread(void *(*body)(void *), void *argument)
+{
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, body, argument) != 0)
+        exit(1);
+    return thread;
+}
+
+/* Each unmapping takes 300 ms. */
+static void late(void)
+{
+    CUcontext own = NULL;
+    CUstream stream = NULL, own_stream = NULL;
+    CUdeviceptr kept = 0, other = 0, block = 0, next = 0;
+    OK(cuStreamCreate(&stream, 1));
+    OK(cuMemAlloc(&kept, BYTES));
+    OK(cuMemAlloc(&other, BYTES));
+    OK(context_create(&own, 0, 0));
+    OK(cuStreamCreate(&own_stream, 1));
+    OK(cuMemAlloc(&block, BYTES));
+    OK(cuMemFreeAsync(other, stream));
+    OK(cuMemFreeAsync(block, own_stream));
+    usleep(150000);
+    /* The thread that frees behind streams is at the first block now. It comes to the second while that goes with its context. */
+    OK(context_destroy(own));
+    OK(cuCtxSetCurrent(primary));
+    usleep(600000);
+    /* Memory that is wanted at the beginning of a pause comes behind it. */
+    OK(cuLaunchHostFunc(stream, wait_until_it_may_pass, NULL));
+    pthread_t pauses = begin_thread(pause_in_a_thread, NULL);
+    usleep(300000);
+    pthread_t allocates = begin_thread(allocate_in_a_thread, &next);
+    usleep(300000);
+    may_pass = true;
+    pthread_join(pauses, NULL);
+    inside_resume();
+    pthread_join(allocates, NULL);
+    driver_fill(next, 4, WORDS, NULL);
+    /* Another allocation offers what the driver would not free. */
+    OK(cuMemAlloc(&other, BYTES));
+    printf("late: the next block has %s address, sum %llu\n", next == block ? "its" : "another",
+        (unsigned long long)driver_sum(next, WORDS, NULL));
+    OK(cuMemFree(next));
+}
+
 static int has_primary(void)
 {
     unsigned flags = 0;
@@ -301,6 +369,8 @@ int main(int count, char **words)
             paused();
         else if (strcmp(words[i], "storm") == 0)
             storm();
+        else if (strcmp(words[i], "late") == 0)
+            late();
     }
     return 0;
 }

@@ -174,10 +174,32 @@ impl Rank {
     /// # Errors
     /// When it does not end in time.
     pub fn exit(&mut self) -> Outcome<ExitStatus> {
+        self.last_lines().map(|(status, _)| status)
+    }
+
+    /// As [`Rank::exit`], when it must end well.
+    ///
+    /// # Errors
+    /// Its status and what it wrote, otherwise.
+    pub fn exits_well(&mut self) -> Outcome {
+        let (status, lines) = self.last_lines()?;
+        if status.success() {
+            return Ok(());
+        }
+        let (pid, errors) = (self.pid(), self.stderr());
+        Err(Trouble::new(format!(
+            "process {pid} ended with {status} at: {lines:?}. Its errors: {errors}"
+        )))
+    }
+
+    fn last_lines(&mut self) -> Outcome<(ExitStatus, Vec<String>)> {
         self.child.close_input();
         let deadline = Instant::now() + ANSWER_TIMEOUT;
-        while self.child.line(deadline)?.is_some() {}
-        self.child.wait()
+        let mut lines = Vec::new();
+        while let Some(line) = self.child.line(deadline)? {
+            lines.push(line);
+        }
+        Ok((self.child.wait()?, lines))
     }
 
     /// Kills it (`kill -9`) and waits.

@@ -48,10 +48,7 @@ fn wander(seed: u64) -> Outcome {
     for (tenant, process) in TENANTS.iter().zip(&mut processes) {
         stage.sublet(&["pause", tenant])?.exited(0)?;
         stage.sublet(&["resume", tenant])?.exited(0)?;
-        let ended = process.exit()?;
-        if !ended.success() {
-            return Err(Trouble::new(format!("{tenant} ended with {ended}: {}", process.stderr())));
-        }
+        process.exits_well()?;
     }
     Ok(())
 }

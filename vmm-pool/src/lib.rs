@@ -38,9 +38,9 @@ pub use error::{PoolError, PoolResult};
 pub use ids::{AllocationId, VirtualHandle};
 pub use journal::{Step, StepLog};
 pub use ledger::{
-    After, Class, Facts, Held, Holding, HoldingSource, Known, LIBRARY_TAGS, Lease, LentTotals,
-    PlainMemory, References, Selection, Sight, Standing, StayReason, TagTotals, Tags, TicketWatch,
-    Unfreezable, Whose,
+    After, Block, Class, Facts, Held, Holding, HoldingSource, Known, LIBRARY_TAGS, Lease,
+    LentTotals, PlainMemory, References, Selection, Sight, Standing, StayReason, TagTotals, Tags,
+    TicketWatch, Unfreezable, Whose,
 };
 pub use peer::PeerId;
 pub use pool::{

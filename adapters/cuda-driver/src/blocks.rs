@@ -15,7 +15,7 @@ use vmm_pool::driver::{
     AllocationFlags, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver,
     DriverCode, RawContext,
 };
-use vmm_pool::{Class, Entered, GiveUp, PlainMemory, PoolError, PoolResult};
+use vmm_pool::{Block, Class, Entered, GiveUp, PlainMemory, PoolError, PoolResult};
 
 use crate::{Answer, caller};
 
@@ -265,30 +265,36 @@ pub fn free<D: Driver>(
     settle: impl FnOnce() -> DriverCode,
 ) -> Answer<()> {
     let entered = member.pool().enter_giving_up();
-    if entered.block_range(address).is_none() {
+    let Some(block) = member.pool().block_at(address) else {
         member.pool().native_freed(address);
         return Answer::AskDriver;
-    }
-    give_up(&entered, settle, || entered.block_free(address))
+    };
+    give_up(&entered, settle, || entered.block_give_up(block))
 }
 
-/// Frees the block at `address` later: `arrange` has [`free`] called once the work that may still use it has ended. While the
-/// memory is away no work can, and it goes now. The driver frees what no block starts at.
+/// Frees the block at `address` later: `arrange` has [`free_now`] called once the work that may still use it has ended. While
+/// the memory is away no work can, and it goes now. The driver frees what no block starts at.
 #[doc(alias = "cuMemFreeAsync")]
 pub fn free_later<D: Driver>(
     member: &Member<D>,
     address: DeviceAddress,
-    arrange: impl FnOnce() -> DriverCode,
+    arrange: impl FnOnce(Block) -> DriverCode,
 ) -> Answer<()> {
     let entered = member.pool().enter_giving_up();
-    if entered.block_range(address).is_none() {
+    let Some(block) = member.pool().block_at(address) else {
         member.pool().native_freed(address);
         return Answer::AskDriver;
-    }
+    };
     if entered.is_offloaded() {
-        return give_up(&entered, || DriverCode::SUCCESS, || entered.block_free(address));
+        return give_up(&entered, || DriverCode::SUCCESS, || entered.block_give_up(block));
     }
-    arrange().ok().map_or_else(Answer::Refused, Answer::Done)
+    arrange(block).ok().map_or_else(Answer::Refused, Answer::Done)
+}
+
+/// Frees `block`, whose work has ended. [`Answer::AskDriver`] if it is gone, whatever lies at its address by now.
+pub fn free_now<D: Driver>(member: &Member<D>, block: Block) -> Answer<()> {
+    let entered = member.pool().enter_giving_up();
+    give_up(&entered, || DriverCode::SUCCESS, || entered.block_give_up(block))
 }
 
 /// Gives up, by `give`, memory that work may still use: `settle` waits for that, unless the memory is away.

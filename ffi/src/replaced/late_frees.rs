@@ -3,9 +3,12 @@
 //! The stream calls us back. A callback may not call the driver, so a thread of ours gives the block up. Who asks for memory next
 //! lets that thread have done first with what is due.
 //!
+//! A block may go before its stream has come there, with its context, and another one may lie at its address by then. So the
+//! table knows blocks by their identity and never by their address.
+//!
 //! Lock order: `TABLE` is a leaf, and never held across a driver call.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{c_int, c_void};
 use std::panic::catch_unwind;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,6 +18,7 @@ use std::time::Duration;
 use sublet_cuda_driver::{Answer, blocks};
 use vmm_pool::driver::{DeviceAddress, Driver as _, DriverCode};
 use vmm_pool::gate::Gate;
+use vmm_pool::{Block, VirtualHandle};
 
 use super::{Address, SUCCESS};
 use crate::interpose::Pointer;
@@ -32,18 +36,18 @@ static GOING: AtomicUsize = AtomicUsize::new(0);
 #[derive(Debug)]
 struct Table {
     /// Blocks that were given up and are still there.
-    going: BTreeSet<Address>,
+    going: BTreeMap<VirtualHandle, Block>,
     /// Those of them whose stream has come there.
-    due: BTreeSet<Address>,
+    due: BTreeSet<VirtualHandle>,
     /// Those that the driver would not take back. They are due again with the next one, and when somebody asks for memory.
-    refused: BTreeSet<Address>,
+    refused: BTreeSet<VirtualHandle>,
     has_thread: bool,
 }
 
 impl Table {
     const fn new() -> Self {
         Self {
-            going: BTreeSet::new(),
+            going: BTreeMap::new(),
             due: BTreeSet::new(),
             refused: BTreeSet::new(),
             has_thread: false,
@@ -61,8 +65,12 @@ fn table() -> MutexGuard<'static, Table> {
 }
 
 /// Is the block at `address` given up already? Who frees it once more is wrong.
-pub(super) fn is_going(address: Address) -> bool {
-    GOING.load(Ordering::Relaxed) > 0 && table().going.contains(&address)
+pub(super) fn is_going(member: &Member, address: Address) -> bool {
+    GOING.load(Ordering::Relaxed) > 0
+        && member
+            .pool()
+            .block_at(DeviceAddress(address))
+            .is_some_and(|block| table().going.contains_key(&block.identity()))
 }
 
 /// Waits until what is due is gone. It waits for no stream.
@@ -92,16 +100,17 @@ pub(super) fn free(
     address: Address,
     launch: impl FnOnce(extern "C" fn(*mut c_void), Pointer) -> c_int,
 ) -> Answer<()> {
-    if is_going(address) {
+    if is_going(member, address) {
         return Answer::Refused(DriverCode::INVALID_VALUE);
     }
-    blocks::free_later(member, DeviceAddress(address), || DriverCode(arrange(address, launch)))
+    blocks::free_later(member, DeviceAddress(address), |block| DriverCode(arrange(block, launch)))
 }
 
 fn arrange(
-    address: Address,
+    block: Block,
     launch: impl FnOnce(extern "C" fn(*mut c_void), Pointer) -> c_int,
 ) -> c_int {
+    let identity = block.identity();
     {
         let mut table = table();
         if !table.has_thread {
@@ -113,28 +122,29 @@ fn arrange(
             table.has_thread = true;
         }
         // Before the stream can come there.
-        table.going.insert(address);
+        table.going.insert(identity, block);
         GOING.store(table.going.len(), Ordering::Relaxed);
     }
-    let data = std::ptr::without_provenance_mut(usize::try_from(address).unwrap_or(0));
+    let data = std::ptr::without_provenance_mut(usize::try_from(identity.raw()).unwrap_or(0));
     let code = launch(is_due, data);
     if code != SUCCESS {
-        forget(address);
+        forget(identity);
     }
     code
 }
 
 /// Called by the driver, on a thread of its own, when the stream has come there.
 extern "C" fn is_due(data: *mut c_void) {
+    let Some(identity) = VirtualHandle::from_raw(data.addr() as u64) else { return };
     let mut table = table();
-    table.due.insert(data.addr() as u64);
+    table.due.insert(identity);
     table.offer_again();
 }
 
-fn forget(address: Address) {
+fn forget(identity: VirtualHandle) {
     let mut table = table();
-    table.due.remove(&address);
-    table.going.remove(&address);
+    table.due.remove(&identity);
+    table.going.remove(&identity);
     GOING.store(table.going.len(), Ordering::Relaxed);
     CHANGED.notify_all();
 }
@@ -147,32 +157,39 @@ fn give_up_what_is_due() {
         tracing::warn!(%error, "frees in the order of a stream may disturb captures");
     }
     loop {
-        let address = {
+        let (identity, block) = {
             let is_none_due = |table: &mut Table| table.due.is_empty();
             let waited = CHANGED.wait_while(table(), is_none_due);
-            waited.unwrap_or_else(PoisonError::into_inner).due.first().copied()
+            let mut table = waited.unwrap_or_else(PoisonError::into_inner);
+            let Some(identity) = table.due.first().copied() else { continue };
+            let Some(block) = table.going.get(&identity).copied() else {
+                table.due.remove(&identity);
+                CHANGED.notify_all();
+                continue;
+            };
+            (identity, block)
         };
-        let Some(address) = address else { continue };
+        let address = block.start();
         // The next ones go, whatever becomes of this one.
-        match catch_unwind(|| give_up(address)) {
+        match catch_unwind(|| give_up(block)) {
             Ok(Answer::Refused(code)) => {
-                tracing::warn!(?code, address, "a block that its stream has passed stays for now");
+                tracing::warn!(?code, %address, "a block that its stream has passed stays for now");
                 let mut table = table();
-                table.due.remove(&address);
-                table.refused.insert(address);
+                table.due.remove(&identity);
+                table.refused.insert(identity);
                 CHANGED.notify_all();
             }
             // Its context may have ended meanwhile, and the block with it.
-            Ok(Answer::Done(()) | Answer::AskDriver) => forget(address),
+            Ok(Answer::Done(()) | Answer::AskDriver) => forget(identity),
             Err(_) => {
-                tracing::error!(address, "a block that its stream has passed stays: a panic");
-                forget(address);
+                tracing::error!(%address, "a block that its stream has passed stays: a panic");
+                forget(identity);
             }
         }
     }
 }
 
-fn give_up(address: Address) -> Answer<()> {
+fn give_up(block: Block) -> Answer<()> {
     let Some(member) = runtime::member() else { return Answer::AskDriver };
-    blocks::free(member, DeviceAddress(address), || DriverCode::SUCCESS)
+    blocks::free_now(member, block)
 }

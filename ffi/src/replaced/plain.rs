@@ -146,7 +146,7 @@ pub unsafe extern "C" fn cuMemFree_v2(address: Address) -> c_int {
         runtime::member,
         // Natively the memory's context is waited for, which need not be the current one.
         |member| {
-            if late_frees::is_going(address) {
+            if late_frees::is_going(member, address) {
                 return Answer::Refused(DriverCode::INVALID_VALUE);
             }
             let address = DeviceAddress(address);

@@ -91,6 +91,15 @@ fn what_the_driver_refuses_to_free_behind_a_stream_is_offered_again() {
 }
 
 #[test]
+fn a_block_that_ends_with_its_context_and_behind_a_stream_ends_once() {
+    let stage = Stage::new();
+    let mut command = stage.command(stage.program("contexts"), Preload::With);
+    let command = command.arg("late").env("SIMCUDA_LATENCY", "cuMemUnmap:300000");
+    let text = transcript(&command.output().expect("it starts"));
+    assert_eq!(text, format!("late: the next block has its address, sum {}\n", 4 * (16_u64 << 20)));
+}
+
+#[test]
 fn a_pool_of_another_device_is_counted_against_that_devices_budget() {
     let stage = Stage::new();
     let program = stage.program("pools");

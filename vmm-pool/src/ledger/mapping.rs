@@ -23,6 +23,8 @@ pub(crate) struct Mapping {
     context: Option<RawContext>,
     /// Rights were set on a part of it: what is recorded of them may not hold for all.
     is_uneven: bool,
+    /// For a block: one caller gives it up at this moment, and no other may.
+    is_claimed: bool,
 }
 
 /// How much of a mapping is in the driver's page tables now.
@@ -49,6 +51,7 @@ impl Mapping {
             opened: 0,
             context: None,
             is_uneven: false,
+            is_claimed: false,
         }
     }
 
@@ -127,6 +130,14 @@ impl Mapping {
 
     pub(super) fn set_context(&mut self, context: Option<RawContext>) {
         self.context = context;
+    }
+
+    pub(super) fn is_claimed(&self) -> bool {
+        self.is_claimed
+    }
+
+    pub(super) fn set_claimed(&mut self, is_claimed: bool) {
+        self.is_claimed = is_claimed;
     }
 
     pub(super) fn set_opened(&mut self, opened: u32) {

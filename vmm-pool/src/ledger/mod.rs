@@ -47,7 +47,7 @@ pub use leases::{Lease, LentTotals};
 pub(crate) use mapping::{Mapping, Presence};
 pub(crate) use natives::Native;
 pub(crate) use pieces::{Survey, Wish};
-pub use plain::PlainMemory;
+pub use plain::{Block, PlainMemory};
 pub use questions::{Facts, Known, Sight};
 pub use references::{Held, References, StayReason};
 use residency::Change;

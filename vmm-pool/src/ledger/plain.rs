@@ -3,21 +3,44 @@
 //! The driver gives the value of an ended context to the next one immediately, so "the memory of the context of this value" may be that of two. A caller that
 //! ends a context takes its memory out first: nobody else finds it by the value from then on.
 
-use super::{Ledger, VirtualHandle};
+use super::{Ledger, Mapping, VirtualHandle};
 use crate::driver::{DeviceAddress, RawContext, VaRange};
+
+/// A block of plain memory. Another block that lies at the same address later is not this one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Block {
+    pub(crate) range: VaRange,
+    allocation: VirtualHandle,
+}
+
+impl Block {
+    pub(crate) fn of(mapping: &Mapping) -> Self {
+        Self { range: mapping.range(), allocation: mapping.allocation() }
+    }
+
+    /// Its first address.
+    pub fn start(&self) -> DeviceAddress {
+        self.range.start
+    }
+
+    /// Tells it from all other blocks of this process, also from those that lie at its address later.
+    pub fn identity(&self) -> VirtualHandle {
+        self.allocation
+    }
+}
 
 /// What of plain memory was allocated in a context: blocks, and what was left to the driver.
 #[derive(Debug, Default)]
 #[must_use = "it belongs to no context any more"]
 pub struct PlainMemory {
-    blocks: Vec<(VaRange, VirtualHandle)>,
+    blocks: Vec<Block>,
     natives: Vec<DeviceAddress>,
 }
 
 impl PlainMemory {
     /// Where the blocks lie.
     pub fn blocks(&self) -> impl Iterator<Item = VaRange> {
-        self.blocks.iter().map(|(range, _)| *range)
+        self.blocks.iter().map(|block| block.range)
     }
 
     /// How many allocations were left to the driver.
@@ -33,7 +56,7 @@ impl Ledger {
             self.mappings.values_mut().filter(|mapping| mapping.context() == Some(context));
         let blocks = of_context.map(|mapping| {
             mapping.set_context(None);
-            (mapping.range(), mapping.allocation())
+            Block::of(mapping)
         });
         let blocks = blocks.collect();
         let natives = self.natives.iter_mut().filter(|(_, native)| native.context == Some(context));
@@ -48,9 +71,9 @@ impl Ledger {
     /// The context lives on: what was taken from it, and is still there, is its own again.
     pub(crate) fn give_plain_memory_back(&mut self, context: RawContext, taken: PlainMemory) {
         let PlainMemory { blocks, natives } = taken;
-        for (range, allocation) in blocks {
-            if self.is_nobodys(range, allocation) {
-                self.set_context(range.start.0, context);
+        for block in blocks {
+            if self.is_nobodys(block) {
+                self.set_context(block.range.start.0, context);
             }
         }
         for address in natives {
@@ -62,7 +85,7 @@ impl Ledger {
 
     /// What was left to the driver has ended. The blocks of `taken` are told that are still what they were: the application may have freed one meanwhile,
     /// and another thread have got its addresses.
-    pub(crate) fn end_plain_memory(&mut self, taken: PlainMemory) -> Vec<VaRange> {
+    pub(crate) fn end_plain_memory(&mut self, taken: PlainMemory) -> Vec<Block> {
         let PlainMemory { blocks, natives } = taken;
         for address in natives {
             // The driver may have given the address to another thread by now, in a context of its own.
@@ -71,13 +94,26 @@ impl Ledger {
             }
         }
         let left = blocks.into_iter();
-        let left = left.filter(|(range, allocation)| self.is_nobodys(*range, *allocation));
-        left.map(|(range, _)| range).collect()
+        left.filter(|block| self.is_nobodys(*block)).collect()
     }
 
-    fn is_nobodys(&self, range: VaRange, allocation: VirtualHandle) -> bool {
-        self.mapping(range.start.0).is_some_and(|mapping| {
-            mapping.allocation() == allocation && mapping.context().is_none()
-        })
+    fn is_nobodys(&self, block: Block) -> bool {
+        let mapping = self.mapping(block.range.start.0);
+        mapping.is_some_and(|found| Block::of(found) == block && found.context().is_none())
+    }
+
+    /// Whether the caller is the one that gives `block` up. False when it is gone, when another block lies there by now, and
+    /// when another caller gives it up: a context that ends, or a free that its stream has passed.
+    pub(crate) fn claim(&mut self, block: Block) -> bool {
+        let mapping = self.mappings.get_mut(&block.range.start.0);
+        let free = mapping.filter(|found| Block::of(found) == block && !found.is_claimed());
+        free.map(|found| found.set_claimed(true)).is_some()
+    }
+
+    /// The driver would not take the block that the caller has claimed: it may be given up once more.
+    pub(crate) fn claim_ends(&mut self, block: Block) {
+        if let Some(mapping) = self.mappings.get_mut(&block.range.start.0) {
+            mapping.set_claimed(false);
+        }
     }
 }

@@ -12,7 +12,7 @@ use crate::driver::{
     DriverOp, Location, RawContext, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
-use crate::ledger::{Class, Native, PlainMemory, Row};
+use crate::ledger::{Block, Class, Native, PlainMemory, Row};
 
 impl<D: Driver> Entered<'_, D, Use> {
     /// A block of at least `size_bytes` on the device of `prop`, mapped and reachable by `accessors`.
@@ -227,16 +227,16 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     /// At the last close, those of [`Entered::block_free`].
     #[doc(alias = "cuIpcCloseMemHandle")]
     pub fn block_close(&self, address: DeviceAddress) -> PoolResult<()> {
-        let range = {
+        let block = {
             let mut ledger = self.pool.ledger();
             // At none it is not opened once more while it is being unmapped.
             let left = ledger.change_opened(address.0, -1).ok_or(PoolError::NotOurs)?;
             match ledger.mapping(address.0) {
-                Some(mapping) if left == 0 => mapping.range(),
+                Some(mapping) if left == 0 => Block::of(mapping),
                 Some(_) | None => return Ok(()),
             }
         };
-        self.block_give_up(range).inspect_err(|_| self.pool.ledger().opened_again(address.0))
+        self.block_give_up(block).inspect_err(|_| self.pool.ledger().opened_again(address.0))
     }
 
     /// Frees the block that starts at `address`. The caller has waited for work on it.
@@ -249,7 +249,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     /// `cuMemUnmap` and `cuMemRelease` when it is resident, `cuMemAddressFree`.
     #[doc(alias = "cuMemFree")]
     pub fn block_free(&self, address: DeviceAddress) -> PoolResult<()> {
-        self.block_give_up(self.block_range(address).ok_or(PoolError::NotOurs)?)
+        self.block_give_up(self.pool.block_at(address).ok_or(PoolError::NotOurs)?)
     }
 
     /// Ends what was taken from a context, opened blocks too, however often: the context is gone, and its work with it. What
@@ -261,14 +261,26 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
             match self.block_give_up(block) {
                 Ok(()) | Err(PoolError::NotOurs) => {}
                 Err(error) => {
-                    tracing::error!(%error, address = %block.start, "a block outlives its context");
+                    tracing::error!(%error, address = %block.start(), "a block outlives its context");
                 }
             }
         }
     }
 
-    fn block_give_up(&self, range: VaRange) -> PoolResult<()> {
-        self.unmap(range)?;
+    /// Frees `block`, as [`Entered::block_free`] does. Of callers in several threads one frees it; the others are told that
+    /// it is not ours, also when another block lies at its address by then.
+    ///
+    /// # Errors
+    /// As [`Entered::block_free`].
+    ///
+    /// # Driver calls
+    /// As [`Entered::block_free`].
+    pub fn block_give_up(&self, block: Block) -> PoolResult<()> {
+        if !self.pool.ledger().claim(block) {
+            return Err(PoolError::NotOurs);
+        }
+        let range = block.range;
+        self.unmap(range).inspect_err(|_| self.pool.ledger().claim_ends(block))?;
         // SAFETY: the application gives the block up, and nothing is mapped in the range any more.
         if let Err(error) = unsafe { self.pool.driver.address_free(range) } {
             // The memory is gone, which is what was requested; the addresses follow.
@@ -277,18 +289,17 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         }
         Ok(())
     }
-
-    /// The whole range of the block that starts at `address`, padding included; none for one that
-    /// [`Entered::block_open`] opened.
-    pub fn block_range(&self, address: DeviceAddress) -> Option<VaRange> {
-        let ledger = self.pool.ledger();
-        let mapping = ledger.mapping(address.0).filter(|found| found.opened() == 0)?;
-        ledger.row(mapping.allocation())?.block_size_bytes()?;
-        Some(mapping.range())
-    }
 }
 
 impl<D: Driver> Pool<D> {
+    /// The block that starts at `address`; none for one that [`Entered::block_open`] opened.
+    pub fn block_at(&self, address: DeviceAddress) -> Option<Block> {
+        let ledger = self.ledger();
+        let mapping = ledger.mapping(address.0).filter(|found| found.opened() == 0)?;
+        ledger.row(mapping.allocation())?.block_size_bytes()?;
+        Some(Block::of(mapping))
+    }
+
     /// Counts a plain allocation that was left to the driver, and why. `context` is the caller's, where it has one, and
     /// `counted` what was taken of a budget for it.
     pub fn native_allocated(
