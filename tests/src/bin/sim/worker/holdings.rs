@@ -10,7 +10,7 @@ use sublet_tests::{Outcome, Trouble};
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, StreamKind};
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal, RawContext, RawStream, VaRange};
 use vmm_pool::gate::Passage;
-use vmm_pool::{Class, Contents, VirtualHandle};
+use vmm_pool::{Class, Contents, Standing, VirtualHandle};
 
 use super::calls::{device_refused, insist, judged, map, unmap};
 use super::cells::{self, Cells};
@@ -391,10 +391,15 @@ impl Holdings {
             let resident: u64 = rows.map(vmm_pool::DeviceReport::resident_bytes).sum();
             let is_right = (*bytes..=bytes + perhaps).contains(&(own - of_cells));
             if !is_right || (is_all_back && resident != own) {
+                let recorded = self.member.pool().inventory(Standing::Runs).into_iter();
+                let own_here = recorded.filter(|item| {
+                    item.is_own() && item.device.is_some_and(|device| device.0 == index)
+                });
                 return Err(Trouble::new(format!(
                     "device {index}: {bytes} to {} bytes held, {own} on record, {of_cells} of them of cells, {resident} \
-                     resident",
-                    bytes + perhaps
+                     resident: {:#?}",
+                    bytes + perhaps,
+                    own_here.map(|item| (u128::from_be_bytes(item.id.0), item)).collect::<Vec<_>>()
                 )));
             }
         }
