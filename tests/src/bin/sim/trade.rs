@@ -165,10 +165,10 @@ impl Market {
             TakenHow::Refused { is_explained, .. } if *is_explained || self.is_troubled => {
                 ("refused for a fault", Some(Place::Unsure))
             }
-            // Whether its owner lives is looked at when all answers are read.
+            // Whether its owner lives is looked at when all answers are read. One that lives keeps the memory for the ticket.
             TakenHow::Refused { why: Why::OwnerSilent, .. } => {
                 self.said_gone.push((offer.owner, offer.id));
-                ("refused, its owner has ended", None)
+                ("refused, its owner is silent", is_ticket.then_some(Place::Unsure))
             }
             TakenHow::NotMapped { text, .. } | TakenHow::Refused { text, .. } => {
                 return Err(Trouble::new(format!(
