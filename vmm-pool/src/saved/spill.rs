@@ -11,7 +11,7 @@ use crate::VirtualHandle;
 use crate::driver::Driver;
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::pool::Pool;
-use crate::store::{ALIGNMENT_BYTES, ContentsFile, Extent, HostArena, Saved, Store};
+use crate::store::{ALIGNMENT_BYTES, ContentsFile, Extent, HostArena, Saved, Store, Writer};
 
 /// What is written between two looks at the clock: whole pages.
 const AT_ONCE_BYTES: usize = 64 << 20;
@@ -72,10 +72,11 @@ impl<D: Driver> Pool<D> {
         let mut moves = in_file(chosen, behind);
         let places: Vec<_> = moves.iter().flat_map(|(_, _, to)| to.places()).collect();
         let written = arena.disk.reserve(&places).and_then(|()| {
-            let mut count = 0;
+            let Some(file) = arena.disk.file() else { return Ok(()) };
+            let (mut count, mut writer) = (0, Writer::default());
             for (_, from, to) in &moves {
                 let is_over = || is_called_off() || Instant::now() >= until;
-                match write_whole(&arena, from, to, &is_over)? {
+                match write_whole(&arena, (file, &mut writer), (from, to), &is_over)? {
                     None => count += 1,
                     Some(_) if count > 0 || is_called_off() => break,
                     Some(written_bytes) => {
@@ -85,7 +86,8 @@ impl<D: Driver> Pool<D> {
             }
             moves.truncate(count);
             // Until then the contents are those in host memory.
-            arena.disk.file().map_or(Ok(()), ContentsFile::finish)
+            writer.settle(file)?;
+            file.finish()
         });
         let moved_bytes = moves.iter().map(|(_, from, _)| bytes_of(from)).sum();
         if written.is_ok() {
@@ -116,8 +118,8 @@ fn bytes_of(saved: &Saved) -> u64 {
 /// Writes all contents of one allocation. Where it `is_over` before, how much is written.
 fn write_whole<D: Driver>(
     arena: &HostArena<D>,
-    from: &Saved,
-    to: &Saved,
+    (file, writer): (&ContentsFile, &mut Writer),
+    (from, to): (&Saved, &Saved),
     is_over: &dyn Fn() -> bool,
 ) -> PoolResult<Option<u64>> {
     let mut written_bytes = 0;
@@ -127,7 +129,7 @@ fn write_whole<D: Driver>(
                 return Ok(Some(written_bytes));
             }
             let end = from.size_bytes.min(done.saturating_add(AT_ONCE_BYTES as u64));
-            arena.write_out(&(from.at + done..from.at + end), to.at + done)?;
+            arena.write_out((file, writer), &(from.at + done..from.at + end), to.at + done)?;
             written_bytes += end - done;
         }
     }

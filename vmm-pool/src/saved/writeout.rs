@@ -17,14 +17,11 @@ use crate::driver::Driver;
 use crate::error::PoolResult;
 use crate::ledger::{Holding, Row};
 use crate::pool::Pool;
-use crate::store::ContentsFile;
+use crate::store::{ALIGNMENT_BYTES, ContentsFile, Writer};
 
 /// What is read and written at once: between two pieces others have their turn at the arena, and the time is looked
 /// at.
 const PIECE_LENGTH: usize = 8 << 20;
-
-/// Where an allocation begins in the file: what every page size that is in use divides into, or is divided by.
-const ALIGNMENT_BYTES: u64 = 4096;
 
 /// One allocation's place in the file.
 #[derive(Clone, Debug)]
@@ -49,8 +46,7 @@ pub struct WriteOut {
     next: Cursor,
     total_bytes: u64,
     written_bytes: u64,
-    /// Written last, and perhaps still on its way to the disk.
-    unsettled: Option<Range<u64>>,
+    writer: Writer,
     buffer: Vec<u8>,
 }
 
@@ -94,7 +90,7 @@ impl WriteOut {
             total_bytes: parts.map(|part| part.end - part.start).sum(),
             places,
             written_bytes: 0,
-            unsettled: None,
+            writer: Writer::default(),
             buffer: Vec::new(),
         }
     }
@@ -130,9 +126,7 @@ impl WriteOut {
                 return Ok(false);
             }
         }
-        if let Some(last) = self.unsettled.take() {
-            self.file.drop_cached(&last)?;
-        }
+        self.writer.settle(&self.file)?;
         self.buffer = Vec::new();
         self.file.finish()?;
         Ok(true)
@@ -194,11 +188,7 @@ impl WriteOut {
         let at = place.offset_bytes + piece.start..place.offset_bytes + piece.end;
         // Again, for a limit may have been set since: the kernel would end the process.
         self.file.check_limit(at.end)?;
-        self.file.write(at.start, bytes)?;
-        // The piece before is on its way to the disk while this one is read and written.
-        if let Some(before) = self.unsettled.replace(at) {
-            self.file.drop_cached(&before)?;
-        }
+        self.writer.write(&self.file, at.start, bytes, &[])?;
         self.written_bytes += size_bytes;
         Ok(true)
     }

@@ -22,7 +22,7 @@ use crossbeam_channel::Receiver;
 
 use super::ahead::{Ahead, Claim, Delivered, HeldFigures, Used};
 use super::chunk::{BringIn, CHUNK_BYTES, Chunk, missing_chunks, new_chunk, next_chunk_bytes};
-use super::disk::Disk;
+use super::disk::{ContentsFile, Disk, Writer};
 use super::ring::{self, Ring, SLOT_BYTES, Slot, Writing};
 use super::{Extent, HostBudget, Part, Saved, Store};
 use crate::copies::{CopyStreams, Way};
@@ -145,41 +145,33 @@ impl<D: Driver> HostArena<D> {
         }
     }
 
-    /// The chunk that comes in from outside a pause, all there. It may be pinned. Waits for it for a bounded time.
-    fn take_soon(&mut self) -> Option<Delivered> {
-        let mut delivered = self.ahead.take_soon()?;
-        delivered.held.chunk.touch(self.how.toucher_threads, &AtomicBool::new(false));
-        Some(delivered)
-    }
-
-    /// The next chunk, all there, if `end_bytes` are needed. It may be pinned.
-    fn next_chunk(&mut self, end_bytes: u64) -> PoolResult<Held> {
-        while let Some(delivered) = self.take_soon() {
-            if !delivered.is_for_ring || self.ring.is_some() {
+    /// The next chunk, all there, if contents up to `end_bytes` need one, or the ring does. It may be pinned. Waits for a bounded time
+    /// for one that comes in from outside a pause. A context must be current on this thread.
+    fn next_chunk(
+        &mut self,
+        log: &mut StepLog,
+        end_bytes: u64,
+        is_for_ring: bool,
+    ) -> PoolResult<Held> {
+        while let Some(mut delivered) = self.ahead.take_soon() {
+            delivered.held.chunk.touch(self.how.toucher_threads, &AtomicBool::new(false));
+            if delivered.is_for_ring == is_for_ring || self.ring.is_some() {
                 return Ok(delivered.held);
+            }
+            if is_for_ring {
+                delivered.held = self.pinned(log, delivered.held, Pins::All)?;
             }
             self.put(delivered);
         }
-        let coming = self.coming.as_ref().and_then(|coming| coming.recv().ok());
-        let size_bytes = next_chunk_bytes(self.capacity_bytes(), end_bytes.max(self.wanted_bytes));
-        let chunk = coming.unwrap_or_else(|| {
-            self.coming = None;
-            new_chunk(&self.how, size_bytes)
-        });
+        let (coming, size_bytes) = if is_for_ring {
+            (None, CHUNK_BYTES)
+        } else {
+            // None when its thread has ended.
+            let coming = self.coming.as_ref().and_then(|coming| coming.recv().ok());
+            (coming, next_chunk_bytes(self.capacity_bytes(), end_bytes.max(self.wanted_bytes)))
+        };
+        let chunk = coming.unwrap_or_else(|| new_chunk(&self.how, size_bytes));
         Ok(Held { chunk: chunk.map_err(memory_refused(size_bytes))?, pins: Pins::Nobody })
-    }
-
-    /// As [`HostArena::next_chunk`], for the ring. A context must be current on this thread.
-    fn next_ring(&mut self, log: &mut StepLog) -> PoolResult<Held> {
-        while let Some(Delivered { held, is_for_ring }) = self.take_soon() {
-            if is_for_ring {
-                return Ok(held);
-            }
-            let held = self.pinned(log, held, Pins::All)?;
-            self.put(Delivered { held, is_for_ring });
-        }
-        let chunk = new_chunk(&self.how, CHUNK_BYTES).map_err(memory_refused(CHUNK_BYTES))?;
-        Ok(Held { chunk, pins: Pins::Nobody })
     }
 
     /// Puts the chunk that has come in from outside a pause where it belongs.
@@ -344,7 +336,8 @@ impl<D: Driver> HostArena<D> {
         pins: Pins,
     ) -> PoolResult<()> {
         while self.capacity_bytes() < end_bytes {
-            let held = log.timed("wait for host memory", |_| self.next_chunk(end_bytes))?;
+            let held =
+                log.timed("wait for host memory", |log| self.next_chunk(log, end_bytes, false))?;
             let held = self.pinned(log, held, pins)?;
             self.push(held);
             self.note_held();
@@ -361,7 +354,7 @@ impl<D: Driver> HostArena<D> {
                 return Ok(());
             }
             Some(ring) => ring.held,
-            None => log.timed("wait for host memory", |log| self.next_ring(log))?,
+            None => log.timed("wait for host memory", |log| self.next_chunk(log, 0, true))?,
         };
         // The next pause may be of another device.
         let held = self.pinned(log, held, Pins::All)?;
@@ -540,13 +533,16 @@ impl<D: Driver> HostArena<D> {
         debug_assert!(copied.is_ok() && left.is_empty(), "nothing in the closure fails");
     }
 
-    /// Writes what lies at `place` to the file, from `to` on; [`Disk::file`]'s `finish` says whether the disk has it. No
-    /// copy of the driver's may be under way there.
+    /// Writes what lies at `place` to `file`, from `to` on. No copy of the driver's may be under way there.
     ///
     /// # Errors
     /// [`PoolError::FileRefused`].
-    pub(crate) fn write_out(&self, place: &Range<u64>, to: u64) -> PoolResult<()> {
-        let file = self.disk.file().ok_or_else(|| self.disk.nothing_to_write_to())?;
+    pub(crate) fn write_out(
+        &self,
+        (file, writer): (&ContentsFile, &mut Writer),
+        place: &Range<u64>,
+        to: u64,
+    ) -> PoolResult<()> {
         let mut begin = place.start;
         while begin < place.end {
             let end = place.end.min(begin + SLOT_BYTES);
@@ -555,8 +551,7 @@ impl<D: Driver> HostArena<D> {
                 // SAFETY: the piece lies in a live chunk, was written when it was saved, and nobody writes it now.
                 let bytes = unsafe { std::slice::from_raw_parts(pointer.as_ptr(), size) };
                 let at = to + (begin - place.start) + offset;
-                file.write_summed(at, bytes, &[length])?;
-                file.drop_cached(&(at..at + length))
+                writer.write(file, at, bytes, &[length])
             })?;
             begin = end;
         }
@@ -583,7 +578,7 @@ impl<D: Driver> HostArena<D> {
                 (Part::Zeros(_), _, _) => bytes.fill(0),
                 (Part::Stored(extent), Store::Host, _) => self.read_place(&extent.place(), bytes),
                 (Part::Stored(extent), Store::File, Some(file)) => {
-                    file.copy_out(extent.at, bytes)?;
+                    file.read(extent.at, bytes, false)?;
                 }
                 (Part::Stored(extent), Store::File, None) => {
                     return Err(self.disk.nothing_to_read(&extent.place()));

@@ -298,20 +298,8 @@ impl ContentsFile {
         }
     }
 
-    /// As [`ContentsFile::write`], of bytes that are read back: those of one allocation behind the other's, each as long
-    /// as `lengths_bytes` say.
-    pub(super) fn write_summed(
-        &self,
-        offset_bytes: u64,
-        bytes: &[u8],
-        lengths_bytes: &[u64],
-    ) -> PoolResult<()> {
-        self.sums.note(offset_bytes, bytes, lengths_bytes);
-        self.write(offset_bytes, bytes)
-    }
-
     /// Writes at `offset_bytes`; [`ContentsFile::drop_cached`] sees it to the disk.
-    pub(crate) fn write(&self, offset_bytes: u64, bytes: &[u8]) -> PoolResult<()> {
+    fn write(&self, offset_bytes: u64, bytes: &[u8]) -> PoolResult<()> {
         let place = offset_bytes..offset_bytes + bytes.len() as u64;
         match self.direct(offset_bytes, bytes).map(|file| file.write_all_at(bytes, offset_bytes)) {
             Some(Ok(())) => return Ok(()),
@@ -326,7 +314,7 @@ impl ContentsFile {
     }
 
     /// Waits until `place` is on the disk, and takes it out of host memory.
-    pub(crate) fn drop_cached(&self, place: &Range<u64>) -> PoolResult<()> {
+    fn drop_cached(&self, place: &Range<u64>) -> PoolResult<()> {
         let all = libc::SYNC_FILE_RANGE_WAIT_BEFORE
             | libc::SYNC_FILE_RANGE_WRITE
             | libc::SYNC_FILE_RANGE_WAIT_AFTER;
@@ -344,29 +332,24 @@ impl ContentsFile {
         self.file.sync_data().map_err(|source| self.refused("writing", &(0..0), source))
     }
 
-    /// Reads exactly what `bytes` holds, all of which was written, and takes it out of the page cache.
+    /// Reads exactly what `bytes` holds, and takes it out of the page cache. What was not written is not checked, and refused if all
+    /// `is_written`.
     ///
     /// # Errors
     /// [`PoolError::FileUnreadable`]; [`PoolError::FileCorrupted`] where it is not what was written.
-    pub(crate) fn read(&self, offset_bytes: u64, bytes: &mut [u8]) -> PoolResult<()> {
+    pub(super) fn read(
+        &self,
+        offset_bytes: u64,
+        bytes: &mut [u8],
+        is_written: bool,
+    ) -> PoolResult<()> {
         let place = offset_bytes..offset_bytes + bytes.len() as u64;
         let read = self.read_any(offset_bytes, bytes);
         read.map_err(|source| self.unreadable(&place, source))?;
         let checked_bytes = self.check(offset_bytes, bytes)?;
-        if checked_bytes < bytes.len() as u64 {
-            // Nobody has written some of it.
+        if is_written && checked_bytes < bytes.len() as u64 {
             return Err(self.corrupted(&place));
         }
-        self.forget_cached(&place);
-        Ok(())
-    }
-
-    /// As [`ContentsFile::read`], of any size, and of what was not written too, which is not checked.
-    pub(crate) fn copy_out(&self, offset_bytes: u64, target: &mut [u8]) -> PoolResult<()> {
-        let place = offset_bytes..offset_bytes + target.len() as u64;
-        let read = self.file.read_exact_at(target, offset_bytes);
-        read.map_err(|source| self.unreadable(&place, source))?;
-        self.check(offset_bytes, target)?;
         self.forget_cached(&place);
         Ok(())
     }
@@ -470,6 +453,42 @@ impl ContentsFile {
             size_bytes: place.end - place.start,
             source,
         }
+    }
+}
+
+/// Writes pieces of one file one behind the other: each is on its way to the disk while the next is written.
+#[derive(Debug, Default)]
+pub(crate) struct Writer {
+    /// Written last, and perhaps still on its way to the disk.
+    unsettled: Option<Range<u64>>,
+}
+
+impl Writer {
+    /// Writes `bytes` at `offset_bytes`, and sees the piece before to the disk and out of host memory. What is to be read back gets
+    /// checksums: that is of allocations one behind the other, each as long as `lengths_bytes` say.
+    ///
+    /// # Errors
+    /// [`PoolError::FileRefused`], also of the piece before.
+    pub(crate) fn write(
+        &mut self,
+        file: &ContentsFile,
+        offset_bytes: u64,
+        bytes: &[u8],
+        lengths_bytes: &[u64],
+    ) -> PoolResult<()> {
+        file.sums.note(offset_bytes, bytes, lengths_bytes);
+        let written = file.write(offset_bytes, bytes);
+        let settled = self.settle(file);
+        self.unsettled = Some(offset_bytes..offset_bytes + bytes.len() as u64);
+        written.and(settled)
+    }
+
+    /// Sees the last piece to the disk and out of host memory; [`ContentsFile::finish`] comes behind all writers.
+    ///
+    /// # Errors
+    /// [`PoolError::FileRefused`].
+    pub(crate) fn settle(&mut self, file: &ContentsFile) -> PoolResult<()> {
+        self.unsettled.take().map_or(Ok(()), |place| file.drop_cached(&place))
     }
 }
 

@@ -16,7 +16,7 @@ pub(crate) use ahead::{Ahead, Used};
 pub(crate) use arena::{HostArena, Pins};
 pub use chunk::CHUNK_BYTES;
 pub use disk::check_file_dir;
-pub(crate) use disk::{ALIGNMENT_BYTES, ContentsFile};
+pub(crate) use disk::{ALIGNMENT_BYTES, ContentsFile, Writer};
 pub(crate) use pinned::Pinned;
 pub(crate) use places::{Extent, Part, Prints, Saved, append};
 pub(crate) use ring::{SLOT_BYTES, Slot};

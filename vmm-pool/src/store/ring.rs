@@ -20,7 +20,7 @@ use crossbeam_channel::{Receiver, Sender, unbounded};
 
 use super::arena::Held;
 use super::chunk::CHUNK_BYTES;
-use super::disk::ContentsFile;
+use super::disk::{ContentsFile, Writer};
 use crate::error::PoolResult;
 
 /// Size of a slot: what is written or read at once.
@@ -180,18 +180,14 @@ fn write_all<'r>(
     to_write: &Receiver<Filled<'r>>,
     tell: &Sender<(Option<Slot<'r>>, PoolResult<()>)>,
 ) {
-    // The piece before is on its way to the disk while this one is written.
-    let mut before: Option<Range<u64>> = None;
+    let mut writer = Writer::default();
     for Filled { slot, place, lengths_bytes } in to_write {
         let bytes = slot.bytes(length_of(&place));
-        let written = file.write_summed(place.start, bytes, &lengths_bytes);
-        let settled = before.replace(place).map_or(Ok(()), |before| file.drop_cached(&before));
+        let written = writer.write(file, place.start, bytes, &lengths_bytes);
         // Nobody listens any more when another piece has failed.
-        let _told = tell.send((Some(slot), written.and(settled)));
+        let _told = tell.send((Some(slot), written));
     }
-    if let Some(last) = before {
-        let _told = tell.send((None, file.drop_cached(&last)));
-    }
+    let _told = tell.send((None, writer.settle(file)));
 }
 
 /// Reads `places` and calls `each` with the index of every one and the slot that holds it, in any order. Nothing
@@ -242,7 +238,7 @@ fn read_all<'r>(
         let Ok(mut slot) = idle.recv() else {
             return;
         };
-        let read = file.read(place.start, slot.bytes_mut(length_of(place)));
+        let read = file.read(place.start, slot.bytes_mut(length_of(place)), true);
         if tell.send((index, slot, read)).is_err() {
             return;
         }
