@@ -1,6 +1,7 @@
-//! The C interface as Rust sees it, generated from `include/sublet.h` by `cargo xtask bindgen`.
+//! The C interface, generated from `include/sublet.h` by `cargo xtask bindgen`.
 //!
-//! Never edited: change the header and run the command.
+//! Never edited: change the header and run the command. What becomes of the functions says the macro `functions` of the crate
+//! that has this module.
 
 #![allow(
     clippy::all,
@@ -36,7 +37,7 @@ pub const SUBLET_WHOSE_TENANT: u32 = 0;
 pub const SUBLET_WHOSE_PROCESS: u32 = 1;
 pub type sublet_unused_source =
     ::core::option::Option<unsafe extern "C" fn(context: *mut ::core::ffi::c_void, token: u64)>;
-unsafe extern "C" {
+functions! {
     pub fn sublet_version() -> *const ::core::ffi::c_char;
     pub fn sublet_last_error() -> *const ::core::ffi::c_char;
     pub fn sublet_last_error_json(buffer: *mut ::core::ffi::c_char, size: usize) -> i64;

@@ -21,6 +21,13 @@
 //! What becomes of memory, collectives and pauses is decided in the crates below. Decided here is which function a caller
 //! gets, and nothing here prints, exits or unwinds.
 
+/// The functions of the C interface as `bindings` declares them: a type for each, by its name.
+macro_rules! functions {
+    ($(pub fn $name:ident($($argument:ident: $type:ty),* $(,)?) $(-> $answer:ty)?;)*) => {
+        $(pub type $name = unsafe extern "C" fn($($type),*) $(-> $answer)?;)*
+    };
+}
+
 pub mod attach;
 mod bindings;
 pub mod c_api;

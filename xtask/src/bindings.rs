@@ -1,4 +1,4 @@
-//! The Rust views of the C header, made by bindgen and committed.
+//! The Rust view of the C header, made by bindgen and committed.
 //!
 //! The header is written by hand and is the source of truth; the check keeps them from drifting.
 
@@ -17,33 +17,17 @@ pub(crate) const HEADER: &str = "ffi/include/sublet.h";
 /// Where bindgen looks for the library that reads C.
 const LIBCLANG_PATH: &str = "LIBCLANG_PATH";
 
-/// One Rust view of the header.
-#[derive(Debug)]
-struct View {
-    path: &'static str,
-    /// The first line of the file.
-    title: &'static str,
-    /// The type that finds the functions in a loaded library, by name. Without one they are linked.
-    table: Option<&'static str>,
-}
+/// Its Rust view.
+const VIEW: &str = "ffi/src/bindings.rs";
+/// What bindgen makes of the functions, and the macro that each crate with the view makes something else of them by.
+const FUNCTIONS: [&str; 2] = ["unsafe extern \"C\" {", "functions! {"];
 
-const VIEWS: [View; 2] = [
-    View {
-        path: "ffi/src/bindings.rs",
-        title: "The C interface as Rust sees it, generated from `include/sublet.h` by `cargo xtask bindgen`.",
-        table: None,
-    },
-    View {
-        path: "ffi/python/src/bindings.rs",
-        title: "The C interface as found at run time, generated from `sublet.h` by `cargo xtask bindgen`.",
-        table: Some("Functions"),
-    },
-];
-
-/// What follows the title.
+/// What comes first.
 const HEAD: &str = "\
+//! The C interface, generated from `include/sublet.h` by `cargo xtask bindgen`.
 //!
-//! Never edited: change the header and run the command.
+//! Never edited: change the header and run the command. What becomes of the functions says the macro `functions` of the crate
+//! that has this module.
 
 #![allow(
     clippy::all,
@@ -65,34 +49,29 @@ const HEAD: &str = "\
 )]
 ";
 
-/// Writes the views.
+/// Writes the view.
 pub(crate) fn write(workspace: &Workspace) -> Outcome {
     if !is_able(workspace, &["bindgen"])? {
         return Ok(());
     }
-    for view in &VIEWS {
-        fs::write(workspace.root.join(view.path), generate(workspace, view)?)?;
-        println!("wrote {}", view.path);
-    }
+    fs::write(workspace.root.join(VIEW), generate(workspace)?)?;
+    println!("wrote {VIEW}");
     Ok(())
 }
 
-/// Fails when a committed view is not what the header gives.
+/// Fails when the committed view is not what the header gives.
 pub(crate) fn check(workspace: &Workspace) -> Outcome {
     if !is_able(workspace, &["bindgen", "--check"])? {
         return Ok(());
     }
-    for view in &VIEWS {
-        let path = view.path;
-        let fresh = generate(workspace, view)?;
-        let committed = fs::read_to_string(workspace.root.join(path))
-            .map_err(|error| format!("{path}: {error}; run `cargo xtask bindgen`"))?;
-        if let Some(line) = first_difference(&committed, &fresh) {
-            let what = format!("{path}:{line}: is not what {HEADER} gives");
-            return Err(format!("{what}; run `cargo xtask bindgen`").into());
-        }
-        println!("bindgen: {path} is what {HEADER} gives");
+    let fresh = generate(workspace)?;
+    let committed = fs::read_to_string(workspace.root.join(VIEW))
+        .map_err(|error| format!("{VIEW}: {error}; run `cargo xtask bindgen`"))?;
+    if let Some(line) = first_difference(&committed, &fresh) {
+        let what = format!("{VIEW}:{line}: is not what {HEADER} gives");
+        return Err(format!("{what}; run `cargo xtask bindgen`").into());
     }
+    println!("bindgen: {VIEW} is what {HEADER} gives");
     Ok(())
 }
 
@@ -153,7 +132,7 @@ fn installed_libclang(workspace: &Workspace) -> Outcome<PathBuf> {
     process::output(python.command(workspace, &[]).args(["-c", place])).map(PathBuf::from)
 }
 
-fn generate(workspace: &Workspace, view: &View) -> Outcome<String> {
+fn generate(workspace: &Workspace) -> Outcome<String> {
     let header = workspace.root.join(HEADER);
     let mut builder = Builder::default()
         .header(path_text(&header)?)
@@ -167,21 +146,18 @@ fn generate(workspace: &Workspace, view: &View) -> Outcome<String> {
         .merge_extern_blocks(true)
         .disable_header_comment()
         .formatter(Formatter::None);
-    if let Some(table) = view.table {
-        // A function that an older library lacks is known only when it is looked up.
-        builder = builder.dynamic_library_name(table).dynamic_link_require_all(false);
-    }
     // libclang alone lacks the compiler's own headers, stddef.h among them; these come last.
     if let Ok(include) = process::output(workspace.command("cc").arg("-print-file-name=include")) {
         builder = builder.clang_args(["-idirafter", &include]);
     }
     let bindings = builder.generate().map_err(|error| format!("{HEADER}: {error}"))?;
     let unformatted = workspace.target.join("bindings.rs");
-    fs::write(&unformatted, format!("//! {}\n{HEAD}\n{bindings}", view.title))?;
+    fs::write(&unformatted, format!("{HEAD}\n{bindings}"))?;
     let mut rustfmt = workspace.command("rustfmt");
     rustfmt.args(["--edition", "2024", "--config-path"]);
     process::run(rustfmt.arg(&workspace.root).arg(&unformatted))?;
-    Ok(fs::read_to_string(&unformatted)?)
+    let [made, macro_call] = FUNCTIONS;
+    Ok(fs::read_to_string(&unformatted)?.replace(made, macro_call))
 }
 
 /// The oldest compiler that the workspace promises to build with.

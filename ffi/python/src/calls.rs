@@ -13,18 +13,8 @@ use std::ptr;
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 
-use crate::bindings;
 use crate::library::{Library, c_text};
 use crate::unused::{self, Ask, Source};
-
-/// A code of the header as the type that its functions return.
-const fn code(value: u32) -> c_int {
-    // CAST: the header's codes are small.
-    value.cast_signed()
-}
-
-/// What a text function means by -1.
-pub(crate) const NOT_JOINED: c_int = code(bindings::SUBLET_ERROR_NOT_JOINED);
 
 /// Pauses or resumes tags, as the header declares it.
 type ActOnTags =
@@ -38,7 +28,7 @@ fn pointer(text: Option<&CString>) -> *const c_char {
 /// Finds `name` in the library, or returns the exception that says that it is missing.
 macro_rules! function {
     ($library:expr, $py:expr, $name:ident) => {
-        *$library.function($py, stringify!($name), &$library.functions().$name)?
+        $library.function($py, stringify!($name), $library.functions().$name)?
     };
 }
 

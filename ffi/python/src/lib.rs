@@ -4,6 +4,28 @@
 //! since the library that was preloaded is the one that holds the memory. What an error code means as an
 //! exception is settled in `sublet/_errors.py`.
 
+/// The functions of the C interface as `bindings` declares them, in a table of what a library has of them.
+macro_rules! functions {
+    ($(pub fn $name:ident($($argument:ident: $type:ty),* $(,)?) $(-> $answer:ty)?;)*) => {
+        /// Each is none if the library lacks it.
+        pub(crate) struct Functions {
+            $(pub(crate) $name: Option<unsafe extern "C" fn($($type),*) $(-> $answer)?>,)*
+            /// Closed after the functions are gone.
+            _library: libloading::Library,
+        }
+
+        impl Functions {
+            /// # Safety
+            /// The library's functions of these names have these types.
+            pub(crate) unsafe fn of(library: libloading::Library) -> Self {
+                $(let $name = unsafe { library.get(stringify!($name).as_bytes()) }.ok().map(|found| *found);)*
+                Self { $($name,)* _library: library }
+            }
+        }
+    };
+}
+
+#[path = "../../src/bindings.rs"]
 mod bindings;
 mod calls;
 mod library;

@@ -8,7 +8,11 @@ use std::path::PathBuf;
 use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
 use pyo3::prelude::*;
 
-use crate::bindings::Functions;
+use crate::bindings::{Functions, SUBLET_ERROR_NOT_JOINED};
+
+/// What a text function means by -1.
+// CAST: the header's codes are small.
+const NOT_JOINED: c_int = SUBLET_ERROR_NOT_JOINED.cast_signed();
 
 /// Bytes that an answer in JSON is first given room for.
 const ANSWER_BYTES: usize = 4096;
@@ -29,8 +33,6 @@ struct Failure {
     report: Option<String>,
 }
 
-/// A function of the header as found in the library.
-type Found<F> = Result<F, libloading::Error>;
 /// A function that writes text to a buffer, as `sublet_stats_json` does.
 type WriteText<'a> = &'a (dyn Fn(*mut c_char, usize) -> i64 + Send + Sync);
 
@@ -39,8 +41,8 @@ impl Library {
     pub(crate) fn preloaded() -> Option<Self> {
         // SAFETY: the functions of the global scope have the types of the header: no other library has
         // these names.
-        let functions = unsafe { Functions::from_library(Handle::this()) }.ok()?;
-        functions.sublet_version.is_ok().then_some(Self { functions })
+        let functions = unsafe { Functions::of(Handle::this().into()) };
+        functions.sublet_version.is_some().then_some(Self { functions })
     }
 
     /// Opens the library at `path`. Other libraries do not see it.
@@ -48,7 +50,7 @@ impl Library {
         // SAFETY: libsublet.so does nothing when it is loaded, and is never unloaded.
         let handle = unsafe { Handle::open(Some(path), RTLD_NOW | RTLD_LOCAL) }?;
         // SAFETY: its functions have the types of the header, from which both are made.
-        let functions = unsafe { Functions::from_library(handle) }?;
+        let functions = unsafe { Functions::of(handle.into()) };
         Ok(Self { functions })
     }
 
@@ -59,7 +61,7 @@ impl Library {
 
     /// Its version, such as "0.1.0".
     pub(crate) fn version_text(&self) -> String {
-        let Ok(version) = &self.functions.sublet_version else {
+        let Some(version) = self.functions.sublet_version else {
             return "unknown".to_owned();
         };
         // SAFETY: the function has no precondition.
@@ -69,13 +71,8 @@ impl Library {
     }
 
     /// `found`, or the exception that says which function the library lacks.
-    pub(crate) fn function<'a, F>(
-        &self,
-        py: Python<'_>,
-        name: &str,
-        found: &'a Found<F>,
-    ) -> PyResult<&'a F> {
-        found.as_ref().map_err(|_| {
+    pub(crate) fn function<F>(&self, py: Python<'_>, name: &str, found: Option<F>) -> PyResult<F> {
+        found.ok_or_else(|| {
             let errors = py.import("sublet._errors");
             let missing = errors.and_then(|errors| {
                 errors.call_method1("missing_function", (name, self.version_text()))
@@ -105,8 +102,8 @@ impl Library {
         what: &str,
         call: impl FnOnce() -> c_int + Send,
     ) -> PyResult<String> {
-        let found = &self.functions.sublet_last_report_json;
-        let write = *self.function(py, "sublet_last_report_json", found)?;
+        let found = self.functions.sublet_last_report_json;
+        let write = self.function(py, "sublet_last_report_json", found)?;
         let answer = py.detach(|| match call() {
             // The report is this thread's: it is read before anything else runs here.
             0 => self.text(&|buffer, size| {
@@ -130,25 +127,22 @@ impl Library {
 
     /// Reads a text of whatever length.
     fn text(&self, write: WriteText<'_>) -> Result<String, Failure> {
-        read(write).ok_or_else(|| self.failure(crate::calls::NOT_JOINED))
+        read(write).ok_or_else(|| self.failure(NOT_JOINED))
     }
 
     /// Why the last call on this thread failed.
     fn failure(&self, code: c_int) -> Failure {
-        let message = self.functions.sublet_last_error.as_ref().map_or_else(
-            |_| String::new(),
-            |last| {
-                // SAFETY: the function has no precondition.
-                let text = unsafe { last() };
-                // SAFETY: the header promises a terminated string, valid until the next call on this thread.
-                unsafe { owned(text) }
-            },
-        );
+        let message = self.functions.sublet_last_error.map_or_else(String::new, |last| {
+            // SAFETY: the function has no precondition.
+            let text = unsafe { last() };
+            // SAFETY: the header promises a terminated string, valid until the next call on this thread.
+            unsafe { owned(text) }
+        });
         Failure { code, message, report: self.error_report() }
     }
 
     fn error_report(&self) -> Option<String> {
-        let write = *self.functions.sublet_last_error_json.as_ref().ok()?;
+        let write = self.functions.sublet_last_error_json?;
         read(&|buffer, size| {
             // SAFETY: `read` passes a buffer of `size` bytes.
             unsafe { write(buffer, size) }
