@@ -15,6 +15,7 @@
 
 use std::ffi::{c_int, c_uint, c_ulonglong};
 
+use sublet_cuda_driver::functions::{Function, function};
 use sublet_cuda_driver::lookup::Hook;
 use vmm_pool::driver::{DeviceAddress, VaRange};
 use vmm_pool::gate::Passage;
@@ -96,13 +97,12 @@ macro_rules! waiting_function {
 
 /// The hook of the driver's function `$symbol`, in whose place `$path` stands.
 macro_rules! hook_row {
-    ($path:path, $symbol:ident) => {{
-        const FUNCTION: ::sublet_cuda_driver::functions::Function =
-            ::sublet_cuda_driver::functions::function(stringify!($symbol));
-        ::sublet_cuda_driver::lookup::Hook::of(FUNCTION, || {
-            ($path as *const ()).expose_provenance()
-        })
-    }};
+    ($path:path, $symbol:ident) => {
+        ::sublet_cuda_driver::lookup::Hook {
+            function: ::sublet_cuda_driver::functions::function(stringify!($symbol)),
+            wrapper: || ($path as *const ()).expose_provenance(),
+        }
+    };
 }
 pub(crate) use hook_row;
 
@@ -397,7 +397,11 @@ replacing! {
 
 /// Further names by which `cuGetProcAddress` gives a function out: from 12.0 on, the name of the oldest form
 /// is that of the one with flags.
-pub(crate) const RENAMED: &[Hook] =
-    &[Hook::new("cuGraphInstantiateWithFlags", "cuGraphInstantiate", 12_000, false, || {
-        (replaced::cuGraphInstantiateWithFlags as *const ()).expose_provenance()
-    })];
+pub(crate) const RENAMED: &[Hook] = &[Hook {
+    function: Function {
+        base: "cuGraphInstantiate",
+        version: 12_000,
+        ..function("cuGraphInstantiateWithFlags")
+    },
+    wrapper: || (replaced::cuGraphInstantiateWithFlags as *const ()).expose_provenance(),
+}];

@@ -3,8 +3,6 @@
 //! A table to be read: by those who export the functions, and by tests that hold it against NVIDIA's header and against
 //! what is exported.
 
-use crate::lookup::base_name_const;
-
 /// A function of the driver's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Function {
@@ -18,8 +16,32 @@ pub struct Function {
     pub per_thread: bool,
 }
 
+/// Splits an exported name into base name and whether it is the per-thread variant.
+const fn base_name(symbol: &'static str) -> (&'static str, bool) {
+    let bytes = symbol.as_bytes();
+    let mut end = bytes.len();
+    let per_thread = end > 5
+        && bytes[end - 5] == b'_'
+        && bytes[end - 4] == b'p'
+        && bytes[end - 3] == b't'
+        && (bytes[end - 2] == b's' || bytes[end - 2] == b'd')
+        && (bytes[end - 1] == b'z' || bytes[end - 1] == b's');
+    if per_thread {
+        end -= 5;
+    }
+    if end > 3
+        && bytes[end - 3] == b'_'
+        && bytes[end - 2] == b'v'
+        && bytes[end - 1].is_ascii_digit()
+    {
+        end -= 3;
+    }
+    let (base, _) = symbol.split_at(end);
+    (base, per_thread)
+}
+
 const fn of(symbol: &'static str, version: i32) -> Function {
-    let (base, per_thread) = base_name_const(symbol);
+    let (base, per_thread) = base_name(symbol);
     Function { symbol, base, version, per_thread }
 }
 
@@ -270,6 +292,14 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
+
+    #[test]
+    fn suffixes_come_off_the_base_name() {
+        assert_eq!(base_name("cuMemAlloc_v2"), ("cuMemAlloc", false));
+        assert_eq!(base_name("cuMemcpyDtoH_v2_ptds"), ("cuMemcpyDtoH", true));
+        assert_eq!(base_name("cuLaunchKernel_ptsz"), ("cuLaunchKernel", true));
+        assert_eq!(base_name("cuMemCreate"), ("cuMemCreate", false));
+    }
 
     #[test]
     fn each_function_has_one_row_and_is_found_by_its_name() {

@@ -165,7 +165,7 @@ impl Driver {
         let mut pairs = Vec::new();
         let mut found_any = false;
         for hook in self.hooks() {
-            let Ok(name) = CString::new(hook.symbol) else {
+            let Ok(name) = CString::new(hook.function.symbol) else {
                 continue;
             };
             if let Some(address) = symbol(&name) {
@@ -207,12 +207,13 @@ impl Driver {
 /// The address that the driver's `cuGetProcAddress` gives for exactly this hook: on some drivers its addresses are not
 /// those of the exported symbols.
 fn asked(ask: GetProcAddressV2, hook: &Hook) -> Option<usize> {
-    let base = CString::new(hook.base).ok()?;
+    let base = CString::new(hook.function.base).ok()?;
     let mut address: Pointer = std::ptr::null_mut();
     let mut status: c_int = 0;
-    let flags = if hook.per_thread { FLAG_PER_THREAD } else { FLAG_LEGACY };
+    let flags = if hook.function.per_thread { FLAG_PER_THREAD } else { FLAG_LEGACY };
     // SAFETY: the name is terminated and both out-pointers are valid.
-    let code =
-        unsafe { ask(base.as_ptr(), &raw mut address, hook.version, flags, &raw mut status) };
+    let code = unsafe {
+        ask(base.as_ptr(), &raw mut address, hook.function.version, flags, &raw mut status)
+    };
     (code == 0 && !address.is_null()).then(|| address.expose_provenance())
 }

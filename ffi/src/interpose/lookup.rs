@@ -35,7 +35,7 @@ pub(super) fn decide_driver(
     name: &CStr,
     caller: usize,
 ) -> Decision {
-    if !driver.hooks().any(|hook| hook.symbol.as_bytes() == name.to_bytes()) {
+    if !driver.hooks().any(|hook| hook.function.symbol.as_bytes() == name.to_bytes()) {
         return Decision::LOADER;
     }
     let found = if handle == libc::RTLD_NEXT {

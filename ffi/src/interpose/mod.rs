@@ -233,7 +233,8 @@ impl Interposition {
         self.patches.prepare(|| {
             let exported = |address| Ours { address, is_exported: true };
             let hooks = self.driver.hooks();
-            let driver = hooks.map(|hook| (hook.symbol.as_bytes(), exported((hook.wrapper)())));
+            let driver =
+                hooks.map(|hook| (hook.function.symbol.as_bytes(), exported((hook.wrapper)())));
             let rows = self.libraries.iter().flat_map(|library| library.rows());
             let libraries = rows.map(|row| (row.name.to_bytes(), exported((row.exported)())));
             let loader = self.loader.iter().map(|function| {
