@@ -72,35 +72,11 @@ impl Code {
         Self::RunDir,
         Self::Other,
     ];
-
-    /// The word.
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::Usage => "usage",
-            Self::NoSuchTenant => "no-such-tenant",
-            Self::UnknownTag => "unknown-tag",
-            Self::Busy => "busy",
-            Self::CalledOff => "called-off",
-            Self::NoAnswer => "no-answer",
-            Self::GpuFull => "gpu-full",
-            Self::HostFull => "host-full",
-            Self::InCapture => "in-capture",
-            Self::NotInTime => "not-in-time",
-            Self::NoConsent => "no-consent",
-            Self::WrongState => "wrong-state",
-            Self::Shared => "shared",
-            Self::Joined => "joined",
-            Self::VersionsDiffer => "versions-differ",
-            Self::Lost => "lost",
-            Self::Driver => "driver",
-            Self::RunDir => "run-dir",
-            Self::Other => "other",
-        }
-    }
 }
 
 impl fmt::Display for Code {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.word())
+        // Serde has the words.
+        self.serialize(f)
     }
 }

@@ -8,82 +8,52 @@ use vmm_pool::PeerId;
 /// Longest tenant name, in bytes: it becomes a directory name inside a socket path of 107 bytes.
 pub const TENANT_NAME_BYTES_MAX: usize = 40;
 
-/// The name of a tenant: 1 to 40 of `a-z A-Z 0-9 . _ -`, not starting with a dot.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct TenantName(String);
-
-/// Why a text is no tenant name.
+/// Why a text is no name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "'{given}' is no tenant name: use 1 to {TENANT_NAME_BYTES_MAX} letters, digits, '.', '_' or '-', \
+    "'{given}' is no {what}: use 1 to {TENANT_NAME_BYTES_MAX} letters, digits, '.', '_' or '-', \
      not starting with '.'"
 )]
-pub struct TenantNameError {
+pub struct NameError {
+    what: &'static str,
     given: String,
 }
 
-impl TenantName {
-    /// Checks `name`.
-    ///
-    /// # Errors
-    /// [`TenantNameError`] when it is empty, too long, starts with a dot or holds another character.
-    pub fn new(name: &str) -> Result<Self, TenantNameError> {
-        if is_name(name) {
-            Ok(Self(name.to_owned()))
-        } else {
-            Err(TenantNameError { given: name.chars().take(60).collect() })
+macro_rules! names {
+    ($($(#[$doc:meta])* $name:ident: $what:literal;)*) => {$(
+        $(#[$doc])*
+        #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub struct $name(String);
+
+        impl $name {
+            /// Checks `name`.
+            ///
+            /// # Errors
+            /// [`NameError`] when it is empty, too long, starts with a dot or holds another character.
+            pub fn new(name: &str) -> Result<Self, NameError> {
+                let refused = || NameError { what: $what, given: name.chars().take(60).collect() };
+                is_name(name).then(|| Self(name.to_owned())).ok_or_else(refused)
+            }
+
+            /// The name as text.
+            pub fn as_str(&self) -> &str {
+                &self.0
+            }
         }
-    }
 
-    /// The name as text.
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
-}
-
-impl fmt::Display for TenantName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-/// The name of a family: tenants that may open each other's device memory. What a tenant's name may be.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct FamilyName(String);
-
-/// Why a text is no name of a family.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "'{given}' is no family's name: use 1 to {TENANT_NAME_BYTES_MAX} letters, digits, '.', '_' or '-', \
-     not starting with '.'"
-)]
-pub struct FamilyNameError {
-    given: String,
-}
-
-impl FamilyName {
-    /// Checks `name`.
-    ///
-    /// # Errors
-    /// [`FamilyNameError`], where a tenant's name would be refused too.
-    pub fn new(name: &str) -> Result<Self, FamilyNameError> {
-        if is_name(name) {
-            Ok(Self(name.to_owned()))
-        } else {
-            Err(FamilyNameError { given: name.chars().take(60).collect() })
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(&self.0)
+            }
         }
-    }
-
-    /// The name as text.
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
+    )*};
 }
 
-impl fmt::Display for FamilyName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
+names! {
+    /// The name of a tenant: 1 to 40 of `a-z A-Z 0-9 . _ -`, not starting with a dot.
+    TenantName: "tenant name";
+    /// The name of a family: tenants that may open each other's device memory. What a tenant's name may be.
+    FamilyName: "family's name";
 }
 
 fn is_name(name: &str) -> bool {

@@ -73,14 +73,13 @@ mod tests {
         let (_, part) = page.split_once("\n## By code\n").unwrap();
         let part = part.split_once("\n## ").unwrap().0;
         let headings: Vec<_> = part.lines().filter_map(|line| line.strip_prefix("### ")).collect();
-        assert_eq!(headings, Code::ALL.map(Code::word));
+        assert_eq!(headings, Code::ALL.map(|code| code.to_string()));
         for code in Code::ALL {
             let typed = words("sublet resume TENANT");
             let told = next(code, &typed).unwrap_or_else(|| "sublet doctor".to_owned());
             let told = if code == Code::Usage { "sublet --help".to_owned() } else { told };
             let text = part.split("### ").find(|text| text.starts_with(&format!("{code}\n")));
             assert!(text.unwrap().contains(&format!("`{told}`")), "{code}: no {told}");
-            assert_eq!(serde_json::to_value(code).unwrap(), code.word());
         }
     }
 

@@ -11,12 +11,12 @@ use crate::metrics::serve::{ADDRESS, address};
 use crate::simulate::SimulateArgs;
 use clap::{Args, Parser, Subcommand};
 use clap_complete::engine::{ArgValueCandidates, CompletionCandidate};
-use tenants::budget::{BudgetError, Budgets};
+use tenants::budget::Budgets;
 use tenants::identity::{FamilyName, TenantName};
 use tenants::run_dir::RunDir;
 use tenants::scope::{LIBRARY_TAGS, Scope, TagNames};
 use tenants::time;
-use tenants::turns::{Class, ClassError, TURNS_AUTO, Weight, WeightError};
+use tenants::turns::{Class, TURNS_AUTO, Weight};
 
 const EXIT_CODES: &str = "\
 Exit codes: 0 done; 1 refused or failed, nothing changed; 2 wrong usage; 3 changed, but not wholly as asked; 130 called off by \
@@ -124,23 +124,23 @@ impl Command {
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
     /// Name of the tenant: letters, digits, '.', '_' and '-'
-    #[arg(long, value_name = "NAME", value_parser = tenant)]
+    #[arg(long, value_name = "NAME", value_parser = TenantName::new)]
     pub(crate) tenant: TenantName,
     /// Tenants with the same family may open each other's CUDA IPC handles and exported memory
-    #[arg(long, value_name = "NAME", value_parser = family)]
+    #[arg(long, value_name = "NAME", value_parser = FamilyName::new)]
     pub(crate) family: Option<FamilyName>,
     /// Priority when tenants take turns: guaranteed, fair (default) or background
-    #[arg(long, value_name = "CLASS", value_parser = class)]
+    #[arg(long, value_name = "CLASS")]
     pub(crate) class: Option<Class>,
     /// How many quanta a fair tenant has at a time, from 1 (default) to 100
-    #[arg(long, value_name = "NUMBER", value_parser = weight)]
+    #[arg(long, value_name = "NUMBER")]
     pub(crate) weight: Option<Weight>,
     /// auto: if a GPU is full, wait while another such job is paused; it comes back by itself
     #[arg(long, value_name = "HOW", value_parser = [TURNS_AUTO])]
     pub(crate) turns: Option<String>,
     /// How much GPU memory all its processes together may hold: 60GiB on each GPU, or 0=60GiB on the one that nvidia-smi
     /// shows as 0, or GPU-...=60GiB; may be given more than once
-    #[arg(long = "budget", value_name = "[GPU=]SIZE", value_parser = budgets)]
+    #[arg(long = "budget", value_name = "[GPU=]SIZE")]
     pub(crate) budgets: Vec<Budgets>,
     /// End each process that cannot join the tenant, with exit code 1 and a message, at its first use of GPU memory; by default such a process
     /// runs on without Sublet
@@ -228,7 +228,7 @@ fn scope_of<const N: usize>(tags: [&Vec<String>; N]) -> Scope {
 #[derive(Debug, Args)]
 pub(crate) struct PauseArgs {
     /// The tenant
-    #[arg(value_parser = tenant, add = ArgValueCandidates::new(names), required_unless_present = "all")]
+    #[arg(value_parser = TenantName::new, add = ArgValueCandidates::new(names), required_unless_present = "all")]
     pub(crate) tenant: Option<TenantName>,
     /// Every tenant, one after the other
     #[arg(long, conflicts_with_all = ["tenant", "tags", "libraries", "dry_run", "trace"])]
@@ -254,7 +254,7 @@ pub(crate) struct PauseArgs {
 #[derive(Debug, Args)]
 pub(crate) struct ResumeArgs {
     /// The tenant
-    #[arg(value_parser = tenant, add = ArgValueCandidates::new(names))]
+    #[arg(value_parser = TenantName::new, add = ArgValueCandidates::new(names))]
     pub(crate) tenant: TenantName,
     /// Bring back only memory with this tag; may be given more than once
     #[arg(long = "tag", value_name = "TAG")]
@@ -314,10 +314,10 @@ impl WaitArgs {
 #[derive(Debug, Args)]
 pub(crate) struct SwapArgs {
     /// The tenant to pause
-    #[arg(value_parser = tenant, value_name = "FROM", add = ArgValueCandidates::new(names))]
+    #[arg(value_parser = TenantName::new, value_name = "FROM", add = ArgValueCandidates::new(names))]
     pub(crate) from: TenantName,
     /// The tenant to resume
-    #[arg(value_parser = tenant, value_name = "TO", add = ArgValueCandidates::new(names))]
+    #[arg(value_parser = TenantName::new, value_name = "TO", add = ArgValueCandidates::new(names))]
     pub(crate) to: TenantName,
     #[command(flatten)]
     pub(crate) tags: SwapTagArgs,
@@ -339,7 +339,7 @@ pub(crate) struct SwapArgs {
 #[derive(Debug, Args)]
 pub(crate) struct SwitchArgs {
     /// The tenant that is to have its GPUs
-    #[arg(value_parser = tenant, add = ArgValueCandidates::new(names))]
+    #[arg(value_parser = TenantName::new, add = ArgValueCandidates::new(names))]
     pub(crate) tenant: TenantName,
     /// Show what would be done and why, and change nothing
     #[arg(long, conflicts_with = "wait")]
@@ -356,7 +356,7 @@ pub(crate) struct SwitchArgs {
 #[derive(Debug, Args)]
 pub(crate) struct PrepareArgs {
     /// The tenant
-    #[arg(value_parser = tenant, add = ArgValueCandidates::new(names))]
+    #[arg(value_parser = TenantName::new, add = ArgValueCandidates::new(names))]
     pub(crate) tenant: TenantName,
     /// Return once it has begun; `sublet ps` shows how far it is
     #[arg(long)]
@@ -368,7 +368,7 @@ pub(crate) struct PrepareArgs {
 #[derive(Debug, Args)]
 pub(crate) struct SaveArgs {
     /// The tenant
-    #[arg(value_parser = tenant, add = ArgValueCandidates::new(names))]
+    #[arg(value_parser = TenantName::new, add = ArgValueCandidates::new(names))]
     pub(crate) tenant: TenantName,
     /// Where to: made, or empty and closed to others. All processes of the tenant must see it under this path
     pub(crate) dir: PathBuf,
@@ -379,10 +379,10 @@ pub(crate) struct SaveArgs {
 #[derive(Debug, Args)]
 pub(crate) struct BudgetArgs {
     /// The tenant
-    #[arg(value_parser = tenant, add = ArgValueCandidates::new(names))]
+    #[arg(value_parser = TenantName::new, add = ArgValueCandidates::new(names))]
     pub(crate) tenant: TenantName,
     /// The new budgets: 60GiB for every GPU, 0=60GiB for one, 0=none or none to take them back; shown when not given
-    #[arg(value_name = "[GPU=]SIZE", value_parser = budgets)]
+    #[arg(value_name = "[GPU=]SIZE")]
     pub(crate) budgets: Vec<Budgets>,
     #[command(flatten)]
     pub(crate) show: ShowArgs,
@@ -391,7 +391,7 @@ pub(crate) struct BudgetArgs {
 #[derive(Debug, Args)]
 pub(crate) struct StatsArgs {
     /// The tenant; all tenants when not given
-    #[arg(value_parser = tenant, add = ArgValueCandidates::new(names))]
+    #[arg(value_parser = TenantName::new, add = ArgValueCandidates::new(names))]
     pub(crate) tenant: Option<TenantName>,
     #[command(flatten)]
     pub(crate) show: ShowArgs,
@@ -416,7 +416,7 @@ pub(crate) struct MetricsArgs {
 #[derive(Debug, Args)]
 pub(crate) struct TraceArgs {
     /// The tenant
-    #[arg(value_parser = tenant, add = ArgValueCandidates::new(names))]
+    #[arg(value_parser = TenantName::new, add = ArgValueCandidates::new(names))]
     pub(crate) tenant: TenantName,
     /// The file to write
     #[arg(short, long, value_name = "FILE")]
@@ -475,26 +475,6 @@ fn names() -> Vec<CompletionCandidate> {
     let tenants = RunDir::open(explicit, xdg).and_then(|dir| dir.live_tenants());
     let names = tenants.into_iter().flatten();
     names.map(|name| CompletionCandidate::new(name.as_str())).collect()
-}
-
-fn tenant(text: &str) -> Result<TenantName, String> {
-    TenantName::new(text).map_err(|error| error.to_string())
-}
-
-fn family(text: &str) -> Result<FamilyName, String> {
-    FamilyName::new(text).map_err(|error| error.to_string())
-}
-
-fn class(text: &str) -> Result<Class, String> {
-    text.parse().map_err(|error: ClassError| error.to_string())
-}
-
-fn weight(text: &str) -> Result<Weight, String> {
-    text.parse().map_err(|error: WeightError| error.to_string())
-}
-
-fn budgets(text: &str) -> Result<Budgets, String> {
-    text.parse().map_err(|error: BudgetError| error.to_string())
 }
 
 fn wait_time(text: &str) -> Result<Duration, String> {

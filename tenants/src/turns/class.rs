@@ -5,6 +5,7 @@ use std::num::NonZeroU32;
 use std::str::FromStr;
 use std::time::Duration;
 
+use serde::de::{IntoDeserializer as _, value};
 use serde::{Deserialize, Serialize};
 
 use crate::time;
@@ -37,20 +38,10 @@ pub struct ClassError {
     given: String,
 }
 
-impl Class {
-    /// Its name.
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Background => "background",
-            Self::Fair => "fair",
-            Self::Guaranteed => "guaranteed",
-        }
-    }
-}
-
 impl fmt::Display for Class {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.label())
+        // Serde has the names.
+        self.serialize(f)
     }
 }
 
@@ -58,10 +49,8 @@ impl FromStr for Class {
     type Err = ClassError;
 
     fn from_str(text: &str) -> Result<Self, ClassError> {
-        let all = [Self::Background, Self::Fair, Self::Guaranteed];
-        all.into_iter()
-            .find(|class| class.label() == text)
-            .ok_or_else(|| ClassError { given: text.chars().take(60).collect() })
+        let read: Result<Self, value::Error> = Self::deserialize(text.into_deserializer());
+        read.map_err(|_| ClassError { given: text.chars().take(60).collect() })
     }
 }
 
@@ -213,7 +202,7 @@ mod tests {
     #[test]
     fn classes_and_weights_are_read_and_others_are_refused_by_name() {
         for class in [Class::Background, Class::Fair, Class::Guaranteed] {
-            assert_eq!(class.label().parse(), Ok(class));
+            assert_eq!(class.to_string().parse(), Ok(class));
         }
         assert!(Class::Guaranteed > Class::Fair && Class::Fair > Class::Background);
         let error = "urgent".parse::<Class>().unwrap_err().to_string();

@@ -2,7 +2,7 @@
 
 use tenants::code::Code;
 use tenants::coordinator::{CoordinatorError, DeviceShortage, SwapError};
-use tenants::identity::TenantNameError;
+use tenants::identity::NameError;
 
 /// Why a command did not succeed.
 #[derive(Clone, Debug, Default)]
@@ -43,7 +43,7 @@ impl Refusal {
         Self { text: error.to_string(), both_are_paused, ..Self::of(source) }
     }
 
-    pub(super) fn of_name(error: &TenantNameError) -> Self {
+    pub(super) fn of_name(error: &NameError) -> Self {
         Self { text: error.to_string(), left_unchanged: true, ..Self::default() }
     }
 
