@@ -1,7 +1,9 @@
 //! Why a command ends early, and with which exit code.
 
 use std::error::Error;
+use std::ffi::OsStr;
 use std::fmt;
+use std::io::{self, ErrorKind};
 use std::process::ExitCode;
 
 use serde::Serialize;
@@ -23,7 +25,7 @@ pub(crate) const EXIT_PARTIAL: u8 = 3;
 /// Called off by Ctrl-C or SIGTERM, nothing changed; as shells say it of Ctrl-C.
 pub(crate) const EXIT_CALLED_OFF: u8 = 130;
 /// The command to run exists but cannot be run, as shells say it.
-pub(crate) const EXIT_NOT_EXECUTABLE: u8 = 126;
+const EXIT_NOT_EXECUTABLE: u8 = 126;
 /// The command to run was not found, as shells say it.
 pub(crate) const EXIT_NOT_FOUND: u8 = 127;
 
@@ -70,6 +72,17 @@ impl Failure {
             None
         };
         Self { nobody, ..Self::new(message, exit_code_of(error)).because(error) }
+    }
+
+    /// Why a command did not start, with the exit code that shells have for it.
+    pub(crate) fn of_start(program: &OsStr, error: &io::Error) -> Self {
+        let shown = program.display();
+        if error.kind() == ErrorKind::NotFound {
+            Self::new(format!("command '{shown}' was not found"), EXIT_NOT_FOUND)
+        } else {
+            let message = format!("command '{shown}' could not be started: {error}");
+            Self::new(message, EXIT_NOT_EXECUTABLE)
+        }
     }
 
     /// With a word that says more than the exit code.

@@ -1,7 +1,6 @@
 //! `sublet run`: becomes the command, with the preload object and the tenant's name in its environment.
 
 use std::ffi::{OsStr, OsString};
-use std::io::{self, ErrorKind};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -15,7 +14,7 @@ use tenants::turns::{TURNS_VARIABLE, TurnSettings};
 
 use crate::args::RunArgs;
 use crate::environment::{Environment, PRELOAD_VARIABLE, absolute};
-use crate::failure::{EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, EXIT_UNCHANGED, EXIT_USAGE, Failure};
+use crate::failure::{EXIT_NOT_FOUND, EXIT_UNCHANGED, EXIT_USAGE, Failure};
 use crate::{budget, output, outsiders};
 
 /// File name of the preload object.
@@ -54,18 +53,7 @@ pub(crate) fn run(
         .env(PRELOAD_VARIABLE, preload)
         .env(RUN_DIR_VARIABLE, absolute(run_dir.path()))
         .exec();
-    Err(not_started(program, &error))
-}
-
-/// Why a command did not start, with the exit code that shells have for it.
-pub(crate) fn not_started(program: &OsStr, error: &io::Error) -> Failure {
-    let shown = program.display();
-    if error.kind() == ErrorKind::NotFound {
-        Failure::new(format!("command '{shown}' was not found"), EXIT_NOT_FOUND)
-    } else {
-        let message = format!("command '{shown}' could not be started: {error}");
-        Failure::new(message, EXIT_NOT_EXECUTABLE)
-    }
+    Err(Failure::of_start(program, &error))
 }
 
 /// That the job joins processes which run already: the same name, given by habit, makes one tenant of two jobs.

@@ -34,7 +34,6 @@ use tenants::size::{NoSize, Size};
 use crate::environment::Environment;
 use crate::failure::{EXIT_UNCHANGED, Failure};
 use crate::output;
-use crate::run::not_started;
 
 /// Next to this command or in `../lib`: the folder of the simulated driver.
 const FOLDER: &str = "simulated";
@@ -121,7 +120,7 @@ pub(crate) fn simulate(
     // SAFETY: it makes one call, which POSIX allows between fork and exec.
     unsafe { command.pre_exec(move || Ok(mask.thread_set_mask()?)) };
     let started = command.spawn();
-    let mut child = started.map_err(|error| not_started(program, &error))?;
+    let mut child = started.map_err(|error| Failure::of_start(program, &error))?;
     let gpus = args.in_words();
     output::complain(&format!("{gpus}, until '{}' ends", program.display()));
     let ended = wait(&mut child, &signals);

@@ -15,9 +15,9 @@ use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags};
 use vmm_pool::driver::Driver;
 
-use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
+use super::clients::{Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
 use super::lending::HandedOut;
-use super::sockets::Noted;
+use super::sockets::{CONNECTIONS_MAX, Noted};
 use super::worker::{self, Done, Job, NOBODY, Work, block_signals};
 use super::{AGENT_TIMEOUT, Member};
 use crate::host_memory::Pressure;

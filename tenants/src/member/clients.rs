@@ -10,15 +10,10 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 
-use super::sockets::{Noted, Sockets};
+use super::sockets::{CONNECTIONS_MAX, Noted, Sockets};
 use crate::transport::{Connection, Direction, TransportError};
 use crate::wire::{Failure, FailureKind, Reply, Request};
 
-/// Connections one agent keeps: peers on a node and a few commands fit. When all are taken, a new one
-/// takes the place of the one that has been idle longest, and that one's owner connects again when it next asks
-/// something. One whose question is not answered yet never goes: when there is no other, new ones wait in the
-/// listening socket's queue.
-pub const CONNECTIONS_MAX: usize = 256;
 /// Requests of one connection that may be unanswered at a time: a coordinator that brings ranks to a cut
 /// sends new limits without waiting for the answer to the last.
 pub const OPEN_REQUESTS_MAX: usize = 256;

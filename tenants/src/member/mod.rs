@@ -50,7 +50,7 @@ use vmm_pool::{Pool, Selection, TagTotals, UninheritedFd};
 
 pub use asking::{Asking, Turn, Waited};
 pub use captures::{BeforeCapture, Captures, ContextWait};
-pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
+pub use clients::{OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
 pub use config::{FAMILY_WAIT, JoinError, MemberConfig};
 pub use fetch::ImportError;
 pub(crate) use spilling::STEP_TIME as SPILL_STEP_TIME;
@@ -73,6 +73,7 @@ use limit::DescriptorLimit;
 use owners::Owner;
 use progress::Progress;
 use rounds::Rounds;
+pub use sockets::CONNECTIONS_MAX;
 use sockets::Sockets;
 use termination::CallingOff;
 use vmm_pool::gate::Gate;

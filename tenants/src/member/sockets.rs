@@ -5,8 +5,11 @@ use std::os::fd::{AsFd, AsRawFd as _, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use super::clients::CONNECTIONS_MAX;
-
+/// Connections one agent keeps: peers on a node and a few commands fit. When all are taken, a new one
+/// takes the place of the one that has been idle longest, and that one's owner connects again when it next asks
+/// something. One whose question is not answered yet never goes: when there is no other, new ones wait in the
+/// listening socket's queue.
+pub const CONNECTIONS_MAX: usize = 256;
 /// Stands where there is no socket.
 const NONE: RawFd = -1;
 /// In addition to connections: the listening socket, and the one that takes its place.

@@ -1,12 +1,33 @@
 //! What follows from a decision: pauses, and a resume.
 
-use super::{SwitchError, SwitchOptions, busy};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::SwitchError;
 use crate::coordinator::{
-    Coordinator, CoordinatorError, Event, Interrupt, LostImports, Options, Outcome, SwapError, swap,
+    Checkpointer, Coordinator, CoordinatorError, Event, Interrupt, LostImports, Options, Outcome,
+    SwapError, swap,
 };
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
 use crate::turns::scene::Scene;
+
+/// How a tenant is switched to.
+#[derive(Clone, Debug, Default)]
+pub struct SwitchOptions {
+    /// How long to wait while somebody in the way is in a turn.
+    pub wait: Duration,
+    /// For each phase of pauses and resumes; none for the phases' own.
+    pub timeout: Option<Duration>,
+    /// Calls it off when it is raised before the first point of no return, or while it waits.
+    pub interrupt: Option<Interrupt>,
+    /// Does it come without memory that it had imported from processes that have ended since?
+    pub lost_imports: LostImports,
+    /// See [`Options::checkpointer`].
+    pub checkpointer: Option<Arc<dyn Checkpointer>>,
+    /// Say what would be done, and change nothing.
+    pub is_dry: bool,
+}
 
 /// The pauses and the resume of one decision.
 pub(super) struct Acting<'a> {
@@ -31,6 +52,10 @@ pub(super) fn coordinator(
         ..Options::default()
     };
     Coordinator::new(run_dir.clone(), tenant.clone(), options)
+}
+
+pub(super) fn busy(tenant: &TenantName, reasons: &[String]) -> SwitchError {
+    SwitchError::Busy { tenant: tenant.clone(), why: reasons.join("; ") }
 }
 
 /// What somebody holds who does not answer is not known, so nothing is refused for good.

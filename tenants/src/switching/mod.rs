@@ -17,19 +17,17 @@ mod room;
 mod tests;
 mod turn;
 
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use crate::coordinator::{
-    Checkpointer, Coordinator, CoordinatorError, Event, Interrupt, LostImports, Options,
-};
+use crate::coordinator::{Coordinator, CoordinatorError, Event, Options};
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
 use crate::run_dir::clock::now_us;
 use crate::turns::scene::{Waiting, Wish};
 use crate::turns::{Settings, Verdict, decide};
 
-use acting::fits_nowhere;
+pub use acting::SwitchOptions;
+use acting::{busy, fits_nowhere};
 pub use back::come_back_by_itself;
 pub use gather::{Claimant, LoggedDecision, TurnsView, look};
 use gather::{Silent, gather, history_of};
@@ -37,23 +35,6 @@ pub use outcome::{SwitchError, Switched};
 use queue::{CallsOff, LOCK_TIMEOUT, Queue, never};
 pub use room::{Allocation, with_room};
 pub use turn::{Turn, TurnOptions};
-
-/// How a tenant is switched to.
-#[derive(Clone, Debug, Default)]
-pub struct SwitchOptions {
-    /// How long to wait while somebody in the way is in a turn.
-    pub wait: Duration,
-    /// For each phase of pauses and resumes; none for the phases' own.
-    pub timeout: Option<Duration>,
-    /// Calls it off when it is raised before the first point of no return, or while it waits.
-    pub interrupt: Option<Interrupt>,
-    /// Does it come without memory that it had imported from processes that have ended since?
-    pub lost_imports: LostImports,
-    /// See [`Options::checkpointer`].
-    pub checkpointer: Option<Arc<dyn Checkpointer>>,
-    /// Say what would be done, and change nothing.
-    pub is_dry: bool,
-}
 
 /// Pauses what is in the way of `tenant` on its GPUs, and resumes it. Blocks for a bounded time, besides `wait`.
 ///
@@ -151,8 +132,4 @@ fn dry(run_dir: &RunDir, tenant: &TenantName) -> Result<Switched, SwitchError> {
         Verdict::Wait(_) => Err(busy(tenant, &decision.reasons)),
         Verdict::Never => Err(fits_nowhere(tenant, &scene, &decision.reasons)),
     }
-}
-
-fn busy(tenant: &TenantName, reasons: &[String]) -> SwitchError {
-    SwitchError::Busy { tenant: tenant.clone(), why: reasons.join("; ") }
 }

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::acting::{Acting, fits_nowhere};
+use super::acting::{Acting, SwitchOptions, busy, fits_nowhere};
 use super::gather::{self, Displaced, Silent, gather, history_of};
-use super::{SwitchError, SwitchOptions, Switched, busy};
+use super::{SwitchError, Switched};
 use crate::coordinator::{Event, Interrupt};
 use crate::error_text::chain;
 use crate::identity::TenantName;

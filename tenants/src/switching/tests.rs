@@ -3,6 +3,7 @@
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use vmm_pool::Class as Contents;
 use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
@@ -15,7 +16,7 @@ use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 use super::gather::Displaced;
 use super::queue::{AGAIN_AFTER, LOOK_MAX, NEVER_MAX};
 use super::*;
-use crate::coordinator::Step;
+use crate::coordinator::{Interrupt, Step};
 use crate::identity::MemberId;
 use crate::member::{Member, MemberConfig};
 use crate::run_dir::pause_thread;

@@ -2,42 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::history::{History, Past};
+use super::Class;
+use super::history::History;
+use super::quanta::{Settings, idle_after_us, quantum_us, time};
 use super::scene::{Scene, Standing, Waiting, Wish};
 use super::victims::{Candidate, choose};
-use super::{Class, Weight};
 use crate::identity::TenantName;
 use crate::size::Size;
-
-/// The figures by which turns are decided. Times are in microseconds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Settings {
-    /// The shortest quantum.
-    pub quantum_min_us: u64,
-    /// How many times as long as its switching takes (both ways) a tenant keeps the GPUs.
-    pub cost_factor: u64,
-    /// How long one that waits is held up by those of lower classes, at most, besides the switch itself.
-    pub bound_us: u64,
-    /// How many times as long a quantum grows at most.
-    pub growth_max: u64,
-    /// How long a background tenant launches nothing until it makes way, at least.
-    pub idle_background_us: u64,
-    /// How long another one does, at least.
-    pub idle_us: u64,
-}
-
-impl Default for Settings {
-    fn default() -> Self {
-        Self {
-            quantum_min_us: 100_000,
-            cost_factor: 10,
-            bound_us: 1_000_000,
-            growth_max: 8,
-            idle_background_us: 50_000,
-            idle_us: 500_000,
-        }
-    }
-}
 
 /// What somebody who waits is to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -131,28 +102,6 @@ pub fn decide(scene: &Scene, history: &History, settings: &Settings, now_us: u64
         .collect()
 }
 
-/// How long a tenant keeps its GPUs against one of its own class.
-pub(super) fn quantum_us(standing: &Standing, past: &Past, settings: &Settings) -> u64 {
-    let cost_us = standing.cost.both_us().saturating_mul(settings.cost_factor);
-    let one_us = cost_us.max(settings.quantum_min_us).saturating_mul(past.growth);
-    one_us.saturating_mul(weight_of(standing).get())
-}
-
-/// How long a tenant launches nothing until it makes way: for one of its own class or a lower one as long as switching it takes, so that what
-/// is switched for it costs no more than what was idle.
-pub fn idle_after_us(standing: &Standing, is_for_higher: bool, settings: &Settings) -> u64 {
-    let least_us = match standing.class {
-        Class::Background => settings.idle_background_us,
-        Class::Fair | Class::Guaranteed => settings.idle_us,
-    };
-    if is_for_higher { least_us } else { least_us.max(standing.cost.both_us()) }
-}
-
-/// Weights are of fair tenants alone.
-fn weight_of(standing: &Standing) -> Weight {
-    if standing.class == Class::Fair { standing.weight } else { Weight::default() }
-}
-
 impl Decision {
     fn new(waiting: &Waiting, verdict: Verdict, reasons: Vec<String>) -> Self {
         Self { tenant: waiting.tenant.clone(), verdict, reasons }
@@ -235,7 +184,7 @@ impl<'a> View<'a> {
                 continue;
             }
             let past = self.history.of(tenant);
-            let quantum_us = quantum_us(other, &past, self.settings).max(1);
+            let quantum_us = quantum_us(other, past.growth, self.settings).max(1);
             holds.insert(tenant, self.hold(tenant, other, standing.class, waiting.wish.is_order()));
             all.push(Candidate {
                 tenant,
@@ -336,7 +285,7 @@ impl<'a> View<'a> {
         if class < standing.class && !is_order {
             return Hold::WhileItLasts(format!("'{tenant}' ({}) {what}", standing.class));
         }
-        let quantum_us = quantum_us(standing, &past, self.settings);
+        let quantum_us = quantum_us(standing, past.growth, self.settings);
         let is_higher = class > standing.class;
         let kept_us = if is_higher { quantum_us.min(self.settings.bound_us) } else { quantum_us };
         let since_us = self.history.since_us(tenant, standing);
@@ -461,14 +410,5 @@ impl<'a> View<'a> {
             gpus.join(", "),
             parts.join(", ")
         )
-    }
-}
-
-/// A time for people.
-pub(super) fn time(us: u64) -> String {
-    match us {
-        0..10_000 => format!("{}.{} ms", us / 1_000, us % 1_000 / 100),
-        10_000..10_000_000 => format!("{} ms", us / 1_000),
-        10_000_000.. => format!("{} s", us / 1_000_000),
     }
 }

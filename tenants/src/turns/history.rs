@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::Settings;
-use super::decide::{idle_after_us, quantum_us};
+use super::quanta::{Settings, idle_after_us, quantum_us, time};
 use super::scene::{Scene, Standing};
 use crate::identity::TenantName;
 
@@ -128,7 +127,7 @@ impl History {
         let standing = scene.tenants.get(tenant).cloned().unwrap_or_default();
         let since_us = self.since_us(tenant, &standing);
         let past = self.at(tenant);
-        let quantum_us = quantum_us(&standing, past, settings);
+        let quantum_us = quantum_us(&standing, past.growth, settings);
         // One that was idle has not been pushed out: it did nothing with what it had.
         let idle_us = standing.idle_since_us.map_or(0, |since_us| now_us.saturating_sub(since_us));
         let was_idle = !standing.has_turn && idle_us >= idle_after_us(&standing, true, settings);
@@ -162,7 +161,7 @@ impl History {
         Some(format!(
             "'{tenant}' was pushed out {PUSHED_MAX} times within {PUSHED_QUANTA} quanta of {}: its quantum is {} times as long from \
              here on, and it stays away for longer",
-            super::decide::time(quantum_us),
+            time(quantum_us),
             past.growth
         ))
     }
@@ -192,7 +191,7 @@ impl History {
         format!(
             "'{tenant}' could not be paused, {times} time{} in a row: it is passed over for {} ({why})",
             if times == 1 { "" } else { "s" },
-            super::decide::time(rests_us)
+            time(rests_us)
         )
     }
 

@@ -14,6 +14,7 @@
 mod class;
 mod decide;
 pub mod history;
+mod quanta;
 pub mod scene;
 mod victims;
 
@@ -24,4 +25,5 @@ pub use class::{
     Class, ClassError, TURNS_AUTO, TURNS_VARIABLE, TurnSettings, TurnSettingsError, Weight,
     WeightError,
 };
-pub use decide::{Decision, Settings, Verdict, decide, idle_after_us};
+pub use decide::{Decision, Verdict, decide};
+pub use quanta::{Settings, idle_after_us};

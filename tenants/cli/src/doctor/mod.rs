@@ -1,11 +1,13 @@
 //! `sublet doctor`: is this machine able, and what is in the way?
 
+mod check;
 mod gpu;
 mod host;
 mod sharing;
 
 use std::process::ExitCode;
 
+use check::{Check, Level};
 use serde::Serialize;
 
 use crate::args::ShowArgs;
@@ -14,30 +16,6 @@ use crate::failure::{EXIT_UNCHANGED, Failure};
 use crate::output::{self, Output};
 use crate::units;
 
-/// How much a finding matters.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-enum Level {
-    Ok,
-    /// Works, but not as well as it could, or not for everything.
-    Warn,
-    /// Does not work.
-    Fail,
-}
-
-/// One finding.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-struct Check {
-    level: Level,
-    subject: String,
-    /// What was found.
-    finding: String,
-    /// What to do about it.
-    next_step: Option<String>,
-}
-
 /// All findings, for programs.
 #[derive(Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
@@ -45,28 +23,6 @@ pub(crate) struct Findings<'a> {
     /// Can this machine run Sublet?
     able: bool,
     checks: &'a [Check],
-}
-
-impl Check {
-    fn ok(subject: impl Into<String>, finding: impl Into<String>) -> Self {
-        Self { level: Level::Ok, subject: subject.into(), finding: finding.into(), next_step: None }
-    }
-
-    fn warn(
-        subject: impl Into<String>,
-        finding: impl Into<String>,
-        next_step: impl Into<String>,
-    ) -> Self {
-        Self { level: Level::Warn, next_step: Some(next_step.into()), ..Self::ok(subject, finding) }
-    }
-
-    fn fail(
-        subject: impl Into<String>,
-        finding: impl Into<String>,
-        next_step: impl Into<String>,
-    ) -> Self {
-        Self { level: Level::Fail, ..Self::warn(subject, finding, next_step) }
-    }
 }
 
 pub(crate) fn doctor(
