@@ -25,7 +25,6 @@ const UNLIMITED_BYTES_MIN: u64 = 1 << 60;
 /// What limits host memory.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum LimitKind {
     /// `SUBLET_HOST_BYTES_MAX`: for all that the tenant keeps on the host.
     Configured,
@@ -43,15 +42,7 @@ pub enum LimitKind {
 
 /// Device and inode of a control group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct GroupIdentity(
-    #[serde(with = "id_text")]
-    #[cfg_attr(feature = "schema", schemars(with = "String"))]
-    pub u64,
-    #[serde(with = "id_text")]
-    #[cfg_attr(feature = "schema", schemars(with = "String"))]
-    pub u64,
-);
+pub struct GroupIdentity(#[serde(with = "id_text")] pub u64, #[serde(with = "id_text")] pub u64);
 
 impl LimitKind {
     /// The user's next step.
@@ -80,7 +71,6 @@ impl fmt::Display for LimitKind {
 
 /// One limit and what it leaves.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct HostLimit {
     /// Which.
     pub kind: LimitKind,
@@ -134,57 +124,19 @@ impl Pressure {
 }
 
 /// What one process must save, and what limits it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostNeed {
-    /// Contents to save, in bytes.
-    pub saved_bytes: u64,
-    /// Host memory that it holds for them already.
-    pub held_bytes: u64,
-    /// Host memory that it must take in addition, with no copy of earlier pauses kept.
-    pub grow_bytes: u64,
-    /// The same with those of the memory that the pause is about.
-    pub grow_with_needed_bytes: u64,
-    /// The same with all copies.
-    pub grow_with_all_bytes: u64,
+    /// What it must save, and the host memory that it takes for that.
+    pub demand: HostDemand,
     /// What limits that.
     pub limits: Vec<HostLimit>,
 }
 
 impl HostNeed {
-    /// Of a process with this demand under these limits.
-    pub fn new(demand: HostDemand, limits: Vec<HostLimit>) -> Self {
-        let HostDemand {
-            saved_bytes,
-            held_bytes,
-            grow_bytes,
-            grow_with_needed_bytes,
-            grow_with_all_bytes,
-            ..
-        } = demand;
-        Self {
-            saved_bytes,
-            held_bytes,
-            grow_bytes,
-            grow_with_needed_bytes,
-            grow_with_all_bytes,
-            limits,
-        }
-    }
-
-    /// Host memory that it must take in addition with these copies.
-    pub fn grow_bytes_with(&self, copies: Copies) -> u64 {
-        match copies {
-            Copies::None => self.grow_bytes,
-            Copies::Needed => self.grow_with_needed_bytes,
-            Copies::All => self.grow_with_all_bytes,
-        }
-    }
-
     fn demand_on(&self, kind: &LimitKind, copies: Copies) -> u64 {
-        let grow_bytes = self.grow_bytes_with(copies);
+        let grow_bytes = self.demand.grow_bytes_with(copies);
         match kind {
-            LimitKind::Configured => self.held_bytes.saturating_add(grow_bytes),
+            LimitKind::Configured => self.demand.held_bytes.saturating_add(grow_bytes),
             LimitKind::Available | LimitKind::ControlGroup { .. } => grow_bytes,
         }
     }
@@ -242,7 +194,7 @@ fn shortage_with<'a>(
     copies: Copies,
 ) -> Option<HostShortage> {
     let mut sums: BTreeMap<&LimitKind, HostShortage> = BTreeMap::new();
-    for need in needs.into_iter().filter(|need| need.grow_bytes_with(copies) > 0) {
+    for need in needs.into_iter().filter(|need| need.demand.grow_bytes_with(copies) > 0) {
         for limit in &need.limits {
             let sum = sums.entry(&limit.kind).or_insert_with(|| HostShortage {
                 kind: limit.kind.clone(),
@@ -253,7 +205,7 @@ fn shortage_with<'a>(
             });
             sum.bytes = sum.bytes.min(limit.bytes);
             sum.demand_bytes = sum.demand_bytes.saturating_add(need.demand_on(&limit.kind, copies));
-            sum.saved_bytes = sum.saved_bytes.saturating_add(need.saved_bytes);
+            sum.saved_bytes = sum.saved_bytes.saturating_add(need.demand.saved_bytes);
             sum.processes += 1;
         }
     }
@@ -389,23 +341,25 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn need(held_mib: u64, grow_mib: u64, limits: &[HostLimit]) -> HostNeed {
-        HostNeed {
+        let demand = HostDemand {
             saved_bytes: grow_mib * MIB,
             held_bytes: held_mib * MIB,
             grow_bytes: grow_mib * MIB,
             grow_with_needed_bytes: grow_mib * MIB,
             grow_with_all_bytes: grow_mib * MIB,
-            limits: limits.to_vec(),
-        }
+            ..HostDemand::default()
+        };
+        HostNeed { demand, limits: limits.to_vec() }
     }
 
     #[test]
     fn as_many_copies_stay_as_all_processes_have_room_for() {
         let limit = [HostLimit { kind: LimitKind::Available, bytes: 100 * MIB }];
-        let keeping = |needed_mib: u64, all_mib: u64| HostNeed {
-            grow_with_needed_bytes: needed_mib * MIB,
-            grow_with_all_bytes: all_mib * MIB,
-            ..need(0, 10, &limit)
+        let keeping = |needed_mib: u64, all_mib: u64| {
+            let mut need = need(0, 10, &limit);
+            need.demand.grow_with_needed_bytes = needed_mib * MIB;
+            need.demand.grow_with_all_bytes = all_mib * MIB;
+            need
         };
         let [few, some, many] = [keeping(10, 40), keeping(10, 70), keeping(60, 70)];
         assert_eq!(copies_with_room(&[&few, &few]), Copies::All);

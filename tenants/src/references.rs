@@ -32,7 +32,6 @@ use crate::identity::MemberId;
 
 /// What one process holds of shared device memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct References {
     /// Its own, that others hold or may come for.
     pub given: Vec<Held>,

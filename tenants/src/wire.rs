@@ -5,21 +5,22 @@
 //! are bounded by the frame's length limit.
 
 mod ask;
+mod failure;
 mod times;
 
 use serde::{Deserialize, Serialize, Serializer};
 use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::{AllocationId, Copying, KeptBytes, PoolReport};
+use vmm_pool::{AllocationId, KeptBytes, PoolReport};
 
 pub use crate::phase::{Action, Order, Phase, Told, Window};
 pub use crate::state::MemberState;
 pub use ask::{
-    Ask, AskLent, AwaitConsent, Borrower, Count, FetchFds, GiveUp, Hello, Hold, HostStep, LookIdle,
-    Needs, SaveStep, SentFds, SpillStep, Stats, StepOn, TakePhase, Withdraw,
+    Ask, AskLent, AwaitConsent, Borrower, Count, Drain, FetchFds, GiveUp, Hello, Hold, HostStep,
+    LookIdle, Needs, SaveStep, SentFds, SpillStep, Stats, StepOn, TakePhase, Withdraw,
 };
+pub use failure::{Failure, FailureKind};
 pub use times::PauseTimes;
 
-use crate::code::Code;
 use crate::cut::{CutReport, Rank};
 use crate::host_memory::{HostLimit, HostNeed};
 use crate::identity::{MemberId, id_text};
@@ -29,7 +30,7 @@ use crate::stepping::Activity;
 use crate::turns::{Class, Weight};
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 26;
+pub const PROTOCOL_VERSION: u16 = 27;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -97,7 +98,7 @@ pub enum Reply {
     /// To [`Request::Step`].
     Activity(Box<Activity>),
     /// To [`Request::Phase`]: this phase is complete. It is named, so that an answer given twice is not taken for the next one's.
-    PhaseDone(Phase, PhaseReport),
+    PhaseDone(Phase, PhaseAnswer),
     /// To [`Request::Withdraw`].
     Told(RoundEnd),
     /// To [`Request::AwaitConsent`].
@@ -187,7 +188,8 @@ pub struct HostProgress {
     pub pinning_us: u64,
     /// How far it is.
     pub stage: HostStage,
-    /// To [`HostStep::Need`]: what is missing, and what limits it.
+    /// To [`HostStep::Need`]: what is missing, and what limits it. No document has it.
+    #[cfg_attr(feature = "schema", schemars(with = "()"))]
     pub need: Option<HostNeed>,
 }
 
@@ -267,12 +269,6 @@ pub struct PhaseReport {
     pub kept: Option<KeptBytes>,
     /// Of [`Phase::Release`]: device memory that should have gone and has not, which the notes name.
     pub stayed_bytes: u64,
-    /// Of [`Phase::Drain`]: the host memory that saving will take.
-    pub host: Option<HostNeed>,
-    /// Of [`Phase::Drain`]: how contents would get there.
-    pub copying: Option<Copying>,
-    /// Of [`Phase::Drain`]: what is held of shared memory.
-    pub references: Option<Box<References>>,
     /// Of a pause or resume by stages: how far it is.
     pub stage: Option<StageReport>,
 }
@@ -304,15 +300,36 @@ impl PhaseReport {
             (Some(one), Some(more)) => Some(one.plus(more)),
             (one, more) => one.or(more),
         };
-        self.host = next.host.or(self.host.take());
-        self.copying = next.copying.or(self.copying.take());
-        self.references = next.references.or(self.references.take());
         if let Some(next) = next.stage {
             let copied_bytes = self.stage.as_ref().map_or(0, |stage| stage.copied_bytes);
             let copied_bytes = copied_bytes.saturating_add(next.copied_bytes);
             self.stage = Some(StageReport { copied_bytes, ..next });
         }
     }
+}
+
+/// The answer to a step.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PhaseAnswer {
+    /// What was done.
+    pub report: PhaseReport,
+    /// Of [`Phase::Drain`].
+    pub drained: Option<Box<Drained>>,
+}
+
+impl From<PhaseReport> for PhaseAnswer {
+    fn from(report: PhaseReport) -> Self {
+        Self { report, drained: None }
+    }
+}
+
+/// What a process says that has drained: the coordinator alone goes by it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Drained {
+    /// The host memory that saving will take.
+    pub host: HostNeed,
+    /// What is held of shared memory.
+    pub references: References,
 }
 
 /// How far a process is with what it does by stages.
@@ -482,112 +499,4 @@ pub struct Idleness {
 fn whole_seconds<S: Serializer>(us: &u64, serializer: S) -> Result<S::Ok, S::Error> {
     let shown_us = if serializer.is_human_readable() { us / 1_000_000 * 1_000_000 } else { *us };
     serializer.serialize_u64(shown_us)
-}
-
-/// Why a request was not carried out, by what the asker can do about it.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize, thiserror::Error)]
-#[error("{message}")]
-pub struct Failure {
-    /// What kind.
-    pub kind: FailureKind,
-    /// One sentence: operation, object, size, device, code, next step.
-    pub message: String,
-}
-
-/// A failure as people's programs read it.
-#[derive(Serialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-struct ShownFailure<'a> {
-    /// Why, in one word.
-    code: Code,
-    /// Of a GPU that is too full: how much more must be free.
-    missing_bytes: Option<u64>,
-    /// Why, in words.
-    message: &'a str,
-}
-
-impl Serialize for Failure {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let Self { kind, message } = self;
-        if !serializer.is_human_readable() {
-            return (kind, message).serialize(serializer);
-        }
-        let missing_bytes = if let FailureKind::OutOfDeviceMemory { missing_bytes } = kind {
-            Some(*missing_bytes)
-        } else {
-            None
-        };
-        ShownFailure { code: (*kind).into(), missing_bytes, message }.serialize(serializer)
-    }
-}
-
-#[cfg(feature = "schema")]
-impl schemars::JsonSchema for Failure {
-    fn schema_name() -> std::borrow::Cow<'static, str> {
-        "Failure".into()
-    }
-
-    fn json_schema(generator: &mut schemars::SchemaGenerator) -> schemars::Schema {
-        ShownFailure::json_schema(generator)
-    }
-}
-
-/// The kinds of [`Failure`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum FailureKind {
-    /// A stream is being captured: try again when the capture has ended.
-    InCapture,
-    /// The ranks did not reach a common cut in time.
-    CutNotReached,
-    /// The devices did not finish, or calls did not return, in time.
-    DrainTimeout,
-    /// The host cannot hold the contents, in its memory or on its disk.
-    OutOfHostMemory,
-    /// The device cannot hold the tenant now.
-    OutOfDeviceMemory {
-        /// How much more must be free.
-        missing_bytes: u64,
-    },
-    /// Not possible in the state the process is in.
-    WrongState,
-    /// Another process that was needed is gone or silent.
-    PeerGone,
-    /// The application did not ask for the action in time.
-    NoConsent,
-    /// It was under way, and is no longer wanted: something failed elsewhere.
-    CalledOff,
-    /// Not while the process is paused, or being paused: ask again when it runs.
-    NotNow,
-    /// Other processes hold some of the memory: all must take part.
-    Shared,
-    /// Processes of other tenants have some of the memory open.
-    Lent,
-    /// The tenant that the memory is borrowed from is paused: that one must be resumed first.
-    LenderAway,
-    /// The request names something this process does not have.
-    Unknown,
-    /// The driver failed, or the disk that saved contents are on.
-    Driver,
-    /// Something was lost; the process should be ended.
-    Faulted,
-}
-
-impl From<FailureKind> for Code {
-    fn from(kind: FailureKind) -> Self {
-        match kind {
-            FailureKind::InCapture => Self::InCapture,
-            FailureKind::CutNotReached | FailureKind::DrainTimeout => Self::NotInTime,
-            FailureKind::OutOfHostMemory => Self::HostFull,
-            FailureKind::OutOfDeviceMemory { .. } => Self::GpuFull,
-            FailureKind::PeerGone => Self::NoAnswer,
-            FailureKind::NoConsent => Self::NoConsent,
-            FailureKind::CalledOff => Self::CalledOff,
-            FailureKind::WrongState | FailureKind::NotNow | FailureKind::Unknown => {
-                Self::WrongState
-            }
-            FailureKind::Shared | FailureKind::Lent | FailureKind::LenderAway => Self::Shared,
-            FailureKind::Driver => Self::Driver,
-            FailureKind::Faulted => Self::Lost,
-        }
-    }
 }

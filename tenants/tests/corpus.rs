@@ -26,14 +26,17 @@ use tenants::transport::Limits;
 use tenants::transport::frame::{HEAD_BYTES, HEADER_BYTES, decode, decode_payload, encode};
 use tenants::turns::{Class, Weight};
 use tenants::wire::{
-    Action, AskLent, Asked, AwaitConsent, Borrower, DeviceDelta, Failure, FailureKind, FetchFds,
-    FetchPurpose, GiveUp, Hold, HostProgress, HostStage, HostStep, Idleness, Lending, Lent,
-    LookIdle, MemberInfo, MemberState, MemberStats, Needed, Needs, Order, PauseTimes, Phase,
-    PhaseReport, Reply, Request, RoundEnd, SaveProgress, SaveStage, SaveStep, SpillProgress,
-    SpillStep, StageLeft, StageReport, StepOn, TagBytes, TakePhase, Told, Wanted, Window, Withdraw,
+    Action, AskLent, Asked, AwaitConsent, Borrower, DeviceDelta, Drained, Failure, FailureKind,
+    FetchFds, FetchPurpose, GiveUp, Hold, HostProgress, HostStage, HostStep, Idleness, Lending,
+    Lent, LookIdle, MemberInfo, MemberState, MemberStats, Needed, Needs, Order, PauseTimes, Phase,
+    PhaseAnswer, PhaseReport, Reply, Request, RoundEnd, SaveProgress, SaveStage, SaveStep,
+    SpillProgress, SpillStep, StageLeft, StageReport, StepOn, TagBytes, TakePhase, Told, Wanted,
+    Window, Withdraw,
 };
 use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::{AllocationId, Copying, Held, KeptBytes, Part, PoolReport, SlabTotals, StayReason};
+use vmm_pool::{
+    AllocationId, Copying, Held, HostDemand, KeptBytes, Part, PoolReport, SlabTotals, StayReason,
+};
 
 const ID: AllocationId = AllocationId(*b"0123456789abcdef");
 
@@ -206,7 +209,7 @@ fn requests() -> Vec<Request> {
     ]
 }
 
-fn host_progress(need: Option<&HostNeed>) -> [HostProgress; 2] {
+fn host_progress() -> [HostProgress; 2] {
     let grows = HostProgress {
         held_bytes: 1 << 30,
         wanted_bytes: 3 << 30,
@@ -215,7 +218,7 @@ fn host_progress(need: Option<&HostNeed>) -> [HostProgress; 2] {
         touching_us: 30_000,
         pinning_us: 7_000,
         stage: HostStage::Grows,
-        need: need.cloned(),
+        need: Some(drained().host),
     };
     let too_little = Failure {
         kind: FailureKind::OutOfHostMemory,
@@ -241,26 +244,34 @@ fn phase_report() -> PhaseReport {
         notes: vec!["something stays".to_owned()],
         stayed_bytes: 5 << 20,
         kept: Some(KeptBytes { zero_bytes: 7 << 30, unchanged_bytes: 2 << 30, copied_bytes: 1 }),
-        host: Some(HostNeed {
-            saved_bytes: 3 << 30,
-            held_bytes: 1 << 30,
-            grow_bytes: 2 << 30,
-            grow_with_needed_bytes: 3 << 30,
-            grow_with_all_bytes: 5 << 30,
-            limits: vec![HostLimit { kind: LimitKind::Configured, bytes: 8 << 30 }],
-        }),
-        copying: Some(Copying { to_memory_bytes: 2 << 30, to_file_bytes: 1 << 30 }),
-        references: Some(Box::new(References {
-            given: vec![Held { id: ID, is_pinned: true }],
-            taken: vec![(MemberId(9), vec![Held { id: ID, is_pinned: false }])],
-            shares_scope: true,
-            lent: vec![MemberId(11)],
-        })),
         stage: Some(StageReport {
             copied_bytes: 1 << 30,
             left: vec![StageLeft { uuid: "00ff".to_owned(), bytes: 5, smallest_bytes: 2 }],
         }),
     }
+}
+
+fn drained() -> Drained {
+    let demand = HostDemand {
+        saved_bytes: 3 << 30,
+        copying: Copying { to_memory_bytes: 2 << 30, to_file_bytes: 1 << 30 },
+        held_bytes: 1 << 30,
+        grow_bytes: 2 << 30,
+        grow_with_needed_bytes: 3 << 30,
+        grow_with_all_bytes: 5 << 30,
+    };
+    let limits = vec![HostLimit { kind: LimitKind::Configured, bytes: 8 << 30 }];
+    let references = References {
+        given: vec![Held { id: ID, is_pinned: true }],
+        taken: vec![(MemberId(9), vec![Held { id: ID, is_pinned: false }])],
+        shares_scope: true,
+        lent: vec![MemberId(11)],
+    };
+    Drained { host: HostNeed { demand, limits }, references }
+}
+
+fn drained_answer() -> PhaseAnswer {
+    PhaseAnswer { drained: Some(Box::new(drained())), ..PhaseAnswer::default() }
 }
 
 fn lending() -> Lending {
@@ -300,7 +311,7 @@ fn replies() -> Vec<Reply> {
         }],
     };
     let report = phase_report();
-    let [grows, stopped] = host_progress(report.host.as_ref());
+    let [grows, stopped] = host_progress();
     let stats = MemberStats {
         host: HostProgress { need: None, ..grows.clone() },
         member: member.clone(),
@@ -346,7 +357,8 @@ fn replies() -> Vec<Reply> {
         Reply::Needs(needed),
         Reply::Cut(Box::new(cut)),
         Reply::Activity(Box::new(activity())),
-        Reply::PhaseDone(Phase::Verify, report),
+        Reply::PhaseDone(Phase::Verify, report.into()),
+        Reply::PhaseDone(Phase::Drain, drained_answer()),
         Reply::Consented,
         Reply::Noted,
         Reply::Fds { count: 0, tags: Vec::new(), missing: vec![ID], devices: Vec::new() },

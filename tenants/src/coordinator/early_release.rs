@@ -6,10 +6,9 @@
 
 use std::time::Duration;
 
-use vmm_pool::Copies;
+use vmm_pool::{Copies, HostDemand};
 
 use super::overlap::moving_time;
-use crate::wire::PhaseReport;
 
 /// From which on it is worth while, for one process at least, in bytes: giving back what one copies in 20 ms takes the driver
 /// under 1 ms, and clearing it some 4.
@@ -25,22 +24,20 @@ const SLOWEST_TO_MEMORY: u64 = 512 << 20;
 /// Does it pay for a pause to give memory back while the rest is still saved, of processes that have said this when they were
 /// drained? It does if that is quicker, and nothing but the link is between a process and its host memory: some process copies a
 /// GiB, most of the host memory for all is there, and nothing goes to a file.
-pub(super) fn pays(drained: &[&PhaseReport], copies: Copies) -> bool {
-    let copying = || drained.iter().filter_map(|report| report.copying);
-    let needs = || drained.iter().filter_map(|report| report.host.as_ref());
-    let copied_bytes = || copying().map(|copying| copying.to_memory_bytes);
-    let growth = needs().map(|need| need.grow_bytes_with(copies));
+pub(super) fn pays(drained: &[HostDemand], copies: Copies) -> bool {
+    let copied_bytes = || drained.iter().map(|demand| demand.copying.to_memory_bytes);
+    let growth = drained.iter().map(|demand| demand.grow_bytes_with(copies));
     let growth_bytes = growth.fold(0, u64::saturating_add);
     let all_bytes = copied_bytes().fold(0, u64::saturating_add);
     copied_bytes().any(|bytes| bytes >= COPIED_BYTES_MIN)
         && growth_bytes <= all_bytes / GROWTH_SHARE
-        && copying().all(|copying| copying.to_file_bytes == 0)
+        && drained.iter().all(|demand| demand.copying.to_file_bytes == 0)
 }
 
 /// How long saving takes at the slowest, of processes that have said this when they were drained. Files of all may lie on one
 /// disk.
-pub(super) fn saving_time(drained: &[&PhaseReport]) -> Duration {
-    let copying = || drained.iter().filter_map(|report| report.copying);
+pub(super) fn saving_time(drained: &[HostDemand]) -> Duration {
+    let copying = || drained.iter().map(|demand| demand.copying);
     let to_memory = copying().map(|copying| copying.to_memory_bytes).max().unwrap_or(0);
     let to_files = copying().map(|copying| copying.to_file_bytes).fold(0, u64::saturating_add);
     Duration::from_secs(to_memory / SLOWEST_TO_MEMORY) + moving_time(to_files)
@@ -49,38 +46,36 @@ pub(super) fn saving_time(drained: &[&PhaseReport]) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host_memory::HostNeed;
     use vmm_pool::Copying;
 
     const MIB: u64 = 1 << 20;
     const MANY: u64 = 2048 * MIB;
 
     /// It copies `copied_bytes`, for which it takes `growth_bytes` of host memory.
-    fn drained(copied_bytes: u64, growth_bytes: u64) -> PhaseReport {
-        let host = HostNeed {
+    fn drained(copied_bytes: u64, growth_bytes: u64) -> HostDemand {
+        HostDemand {
             saved_bytes: copied_bytes,
+            copying: Copying { to_memory_bytes: copied_bytes, ..Copying::default() },
             held_bytes: copied_bytes.saturating_sub(growth_bytes),
             grow_bytes: growth_bytes,
             grow_with_needed_bytes: growth_bytes,
             grow_with_all_bytes: growth_bytes + MANY,
-            limits: Vec::new(),
-        };
-        let copying = Copying { to_memory_bytes: copied_bytes, ..Copying::default() };
-        PhaseReport { host: Some(host), copying: Some(copying), ..PhaseReport::default() }
+        }
     }
 
-    fn with(copying: Copying) -> PhaseReport {
-        PhaseReport { copying: Some(copying), ..PhaseReport::default() }
+    fn filed(to_file_bytes: u64) -> HostDemand {
+        let copying = Copying { to_file_bytes, ..Copying::default() };
+        HostDemand { copying, ..HostDemand::default() }
     }
 
-    fn pays(drained: &[PhaseReport]) -> bool {
-        super::pays(&drained.iter().collect::<Vec<_>>(), Copies::Needed)
+    fn pays(drained: &[HostDemand]) -> bool {
+        super::pays(drained, Copies::Needed)
     }
 
     #[test]
     fn it_pays_where_one_process_copies_much_and_the_rest_does_not_matter() {
         assert!(pays(&[drained(MANY, 0)]));
-        assert!(pays(&[drained(0, 0), drained(MANY, 0), PhaseReport::default()]));
+        assert!(pays(&[drained(0, 0), drained(MANY, 0), HostDemand::default()]));
         assert!(!pays(&[]));
         assert!(!pays(&[drained(COPIED_BYTES_MIN - 1, 0), drained(COPIED_BYTES_MIN - 1, 0)]));
     }
@@ -91,20 +86,18 @@ mod tests {
         assert!(!pays(&[drained(MANY, MANY / 16 + 1)]));
         assert!(!pays(&[drained(MANY, 0), drained(MANY / 4, MANY / 4)]));
         let said = drained(MANY, 0);
-        assert!(!super::pays(&[&said], Copies::All), "all copies take more");
+        assert!(!super::pays(&[said], Copies::All), "all copies take more");
     }
 
     #[test]
     fn files_keep_a_pause_from_it() {
-        let filed = with(Copying { to_file_bytes: 1, ..Copying::default() });
-        assert!(!pays(&[drained(MANY, 0), filed]));
+        assert!(!pays(&[drained(MANY, 0), filed(1)]));
     }
 
     #[test]
     fn saving_takes_as_long_as_the_process_with_most_and_all_files() {
-        let filed = |bytes| with(Copying { to_file_bytes: bytes, ..Copying::default() });
         let many = [drained(2 * MANY, 0), drained(MANY, 0), filed(MANY), filed(MANY)];
-        assert_eq!(saving_time(&many.iter().collect::<Vec<_>>()), Duration::from_secs(8 + 32));
+        assert_eq!(saving_time(&many), Duration::from_secs(8 + 32));
         assert_eq!(saving_time(&[]), Duration::ZERO);
     }
 }

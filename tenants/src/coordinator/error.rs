@@ -219,15 +219,7 @@ impl CoordinatorError {
         if let Some(most) = shortages.iter().map(DeviceShortage::missing_bytes).max() {
             return Some(most);
         }
-        let missing = failures.iter().filter_map(|failure| {
-            let kind = failure.failure.kind;
-            if let FailureKind::OutOfDeviceMemory { missing_bytes } = kind {
-                Some(missing_bytes)
-            } else {
-                None
-            }
-        });
-        missing.max()
+        failures.iter().filter_map(|failure| failure.failure.kind.missing_device_bytes()).max()
     }
 
     /// Can the same call succeed later, when others have given memory back or finished what they do?
@@ -322,6 +314,7 @@ fn may_pass(kind: FailureKind) -> bool {
         | FailureKind::DrainTimeout
         | FailureKind::OutOfHostMemory
         | FailureKind::OutOfDeviceMemory { .. }
+        | FailureKind::DoesNotFit { .. }
         | FailureKind::NoConsent
         | FailureKind::NotNow
         | FailureKind::Lent
@@ -412,16 +405,11 @@ fn listed(failures: &[MemberFailure]) -> String {
     )
 }
 
-/// How the message of a swap begins whose second tenant would not fit if the first were away.
-pub(super) const DOES_NOT_FIT: &str = "its tenant does not fit, not even without";
-
 /// GPUs that are too full are said once, and not for each process.
 fn causes(failures: &[MemberFailure], shortages: &[DeviceShortage]) -> String {
     let is_short = |failure: &&MemberFailure| {
-        let kind = failure.failure.kind;
-        !shortages.is_empty()
-            && matches!(kind, FailureKind::OutOfDeviceMemory { .. })
-            && !failure.failure.message.starts_with(DOES_NOT_FIT)
+        let is_short = matches!(failure.failure.kind, FailureKind::OutOfDeviceMemory { .. });
+        is_short && !shortages.is_empty()
     };
     let others: Vec<_> = failures.iter().filter(|failure| !is_short(failure)).cloned().collect();
     let others = (!others.is_empty()).then(|| listed(&others));

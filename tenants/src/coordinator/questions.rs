@@ -2,8 +2,8 @@
 
 use super::report::Step;
 use crate::wire::{
-    Ask, AskLent, AwaitConsent, Count, GiveUp, Hello, Hold, HostStep, LookIdle, Needs, SaveStep,
-    SpillStep, Stats, StepOn, TakePhase,
+    Ask, AskLent, AwaitConsent, Count, Drain, GiveUp, Hello, Hold, HostStep, LookIdle, Needs,
+    Phase, SaveStep, SpillStep, Stats, StepOn, TakePhase,
 };
 
 /// A question of the coordinator's, which is one of its steps.
@@ -37,5 +37,6 @@ questions! {
     HostStep is |_| Step::Host;
     SpillStep is |_| Step::Spill;
     AskLent is |_| Step::Lending;
+    Drain is |_| Step::Phase(Phase::Drain);
     TakePhase is |asked| Step::Phase(asked.order.phase());
 }

@@ -10,6 +10,7 @@ use super::early_release;
 use super::error::silence;
 use super::lending::Patience;
 use super::peers::{Peers, Reached, reach};
+use super::questions::Question;
 use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Report, Step};
 use super::steps::{OnFailure, StepResult};
 use super::{CoordinatorError, Depth, Interrupt, LostImports, Options, TakesPart};
@@ -21,7 +22,8 @@ use crate::run_dir::{CoordinatorLock, MemberSocket, RunDirError, TenantDir};
 use crate::scope::Scope;
 use crate::transport::has_ended;
 use crate::wire::{
-    Action, AwaitConsent, Failure, FailureKind, Hello, Phase, PhaseReport, TakePhase,
+    Action, AwaitConsent, Drain, Drained, Failure, FailureKind, Hello, Phase, PhaseReport,
+    TakePhase,
 };
 
 /// The phases of one pause or resume.
@@ -373,21 +375,36 @@ impl<'a> Session<'a> {
                 self.wait_behind_gates(members, patience)?;
             }
             let question = self.question_of(phase, &agreed);
-            let timeout = self.options.phase_timeout(phase);
-            let result = self.step(&question, members, timeout, OnFailure::Stop);
-            if !result.failures.is_empty() {
-                return Err(Stop::Failed(result.into_failures()));
-            }
-            if self.is_called_off() {
-                return Err(Stop::CalledOff);
-            }
-            self.refuse_host_shortage(&result.done)?;
-            if phase == Phase::Drain {
-                agreed = self.agree(plan, &result.done)?;
-            }
-            report.add(self.summary(phase, began.elapsed(), result.done));
+            let done = if phase == Phase::Drain {
+                let done = self.take(&Drain(question), phase, members)?;
+                let (done, said): (Vec<_>, Vec<_>) = done
+                    .into_iter()
+                    .map(|(index, (report, said))| ((index, report), (index, said)))
+                    .unzip();
+                self.refuse_host_shortage(&said)?;
+                agreed = self.agree(plan, &said)?;
+                done
+            } else {
+                self.take(&question, phase, members)?
+            };
+            report.add(self.summary(phase, began.elapsed(), done));
         }
         Ok(agreed)
+    }
+
+    /// What all of `members` answer; the first that fails ends it.
+    fn take<Q: Question>(
+        &mut self,
+        question: &Q,
+        phase: Phase,
+        members: &[usize],
+    ) -> Result<Vec<(usize, Q::Answer)>, Stop> {
+        let timeout = self.options.phase_timeout(phase);
+        let result = self.step(question, members, timeout, OnFailure::Stop);
+        if !result.failures.is_empty() {
+            return Err(Stop::Failed(result.into_failures()));
+        }
+        if self.is_called_off() { Err(Stop::CalledOff) } else { Ok(result.done) }
     }
 
     /// Have any of `members` ended meanwhile, before they are told `next`?
@@ -402,15 +419,15 @@ impl<'a> Session<'a> {
     }
 
     /// What `drained` go by from here on.
-    fn agree(&self, plan: &Plan, drained: &[(usize, PhaseReport)]) -> Result<Agreed, Stop> {
-        let said: Vec<_> = drained.iter().map(|(_, report)| report).collect();
-        let needs = said.iter().filter_map(|report| report.host.as_ref());
-        let copies = host_memory::copies_with_room(&needs.collect::<Vec<_>>());
-        let is_early = self.options.releases_early || early_release::pays(&said, copies);
+    fn agree(&self, plan: &Plan, drained: &[(usize, Drained)]) -> Result<Agreed, Stop> {
+        let needs: Vec<_> = drained.iter().map(|(_, said)| &said.host).collect();
+        let demands: Vec<_> = needs.iter().map(|need| need.demand).collect();
+        let copies = host_memory::copies_with_room(&needs);
+        let is_early = self.options.releases_early || early_release::pays(&demands, copies);
         let (schedule, saving) = if plan.by_stages {
             (Schedule::SaveMeanwhile, None)
         } else if is_early {
-            (Schedule::SaveMeanwhile, Some(early_release::saving_time(&said)))
+            (Schedule::SaveMeanwhile, Some(early_release::saving_time(&demands)))
         } else {
             (Schedule::SaveFirst, None)
         };
@@ -418,11 +435,9 @@ impl<'a> Session<'a> {
     }
 
     /// Refuses where the members need more host memory together than there is: the one that needs most is named.
-    fn refuse_host_shortage(&self, done: &[(usize, PhaseReport)]) -> Result<(), Stop> {
-        let needs = done.iter().filter_map(|(index, report)| Some((*index, report.host.as_ref()?)));
-        let needs: Vec<_> = needs.collect();
-        let most = needs.iter().max_by_key(|(_, need)| need.grow_bytes);
-        let short = host_memory::shortage(needs.iter().map(|(_, need)| *need));
+    fn refuse_host_shortage(&self, drained: &[(usize, Drained)]) -> Result<(), Stop> {
+        let most = drained.iter().max_by_key(|(_, said)| said.host.demand.grow_bytes);
+        let short = host_memory::shortage(drained.iter().map(|(_, said)| &said.host));
         let (Some(short), Some((most, _))) = (short, most) else { return Ok(()) };
         let failure = Failure { kind: FailureKind::OutOfHostMemory, message: short.to_string() };
         let (who, step) = (self.peers.list[*most].who, Step::Phase(Phase::Prepare));

@@ -9,15 +9,12 @@ use super::report::{MemberFailure, Step};
 use super::session::{Session, Stop};
 use crate::identity::MemberId;
 use crate::references::{References, Stay, decide};
-use crate::wire::{Failure, FailureKind, Phase, PhaseReport};
+use crate::wire::{Drained, Failure, FailureKind, Phase};
 
 impl Session<'_> {
     /// The decision over what the members have said. They hold still since, and hand nothing out.
-    pub(super) fn agree_on_shared(&self, done: &[(usize, PhaseReport)]) -> Result<Vec<Stay>, Stop> {
-        let said = done.iter().filter_map(|(index, report)| {
-            let references = report.references.as_deref();
-            Some((*index, references?))
-        });
+    pub(super) fn agree_on_shared(&self, drained: &[(usize, Drained)]) -> Result<Vec<Stay>, Stop> {
+        let said = drained.iter().map(|(index, said)| (*index, &said.references));
         let said: Vec<(usize, &References)> = said.collect();
         // The agents said at the shut gates that nothing is lent, and lend nothing since.
         if let Some((index, _)) = said.iter().find(|(_, references)| !references.lent.is_empty()) {

@@ -12,7 +12,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::error::{DOES_NOT_FIT, SwapError};
+use super::error::SwapError;
 use super::exchange::{Exchange, totals};
 use super::lending::Patience;
 use super::overlap::{Side, exchange};
@@ -355,9 +355,9 @@ impl Target<'_> {
             .collect();
         let shortages = short_devices(&with_room);
         let Some(shortage) = shortages.first() else { return Ok(()) };
-        let kind = FailureKind::OutOfDeviceMemory { missing_bytes: shortage.missing_bytes() };
+        let kind = FailureKind::DoesNotFit { missing_bytes: shortage.missing_bytes() };
         let message = format!(
-            "{DOES_NOT_FIT} {}",
+            "its tenant does not fit, not even without {}",
             self.from.coordinator.options.scope.subject(&self.from.coordinator.tenant)
         );
         let failure = Failure { kind, message };

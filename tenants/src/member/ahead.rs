@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::resource::{Resource, getrlimit};
 use vmm_pool::driver::{Driver, DriverOp};
-use vmm_pool::{BroughtIn, HostStanding, PoolError, StepLog};
+use vmm_pool::{BroughtIn, HostDemand, HostStanding, PoolError, StepLog};
 
 use super::Member;
 use super::failures::pool_failure;
@@ -101,14 +101,15 @@ impl<D: Driver> Member<D> {
         let progress = self.host_progress();
         let HostProgress { held_bytes, wanted_bytes, .. } = progress;
         let grow_bytes = wanted_bytes.saturating_sub(held_bytes);
-        let need = HostNeed {
+        let demand = HostDemand {
             saved_bytes: wanted_bytes,
             held_bytes,
             grow_bytes,
             grow_with_needed_bytes: grow_bytes,
             grow_with_all_bytes: grow_bytes,
-            limits: (self.config.host_limits)(),
+            ..HostDemand::default()
         };
+        let need = HostNeed { demand, limits: (self.config.host_limits)() };
         HostProgress { need: Some(need), ..progress }
     }
 

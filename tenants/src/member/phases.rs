@@ -22,7 +22,8 @@ use crate::references::{References, Stay};
 use crate::scope::Scope;
 use crate::state::Event;
 use crate::wire::{
-    DeviceDelta, Failure, FailureKind, MemberState, Order, Phase, PhaseReport, Reply,
+    DeviceDelta, Drained, Failure, FailureKind, MemberState, Order, Phase, PhaseAnswer,
+    PhaseReport, Reply,
 };
 
 impl<D: Driver> Member<D> {
@@ -30,9 +31,13 @@ impl<D: Driver> Member<D> {
     /// nothing is under way.
     pub(super) fn run_phase(&self, round: Option<u64>, order: &Order, deadline: Instant) -> Reply {
         let (phase, begin) = (order.phase(), Instant::now());
+        let mut drained = None;
         let outcome = match order {
             Order::CloseGate { scope, is_deep } => self.close_gate(scope, *is_deep),
-            Order::Drain => self.drain(deadline),
+            Order::Drain => self.drain(deadline).map(|(report, said)| {
+                drained = Some(Box::new(said));
+                report
+            }),
             Order::Prepare { stays, copies, schedule } => self.prepare(stays, *copies, *schedule),
             Order::ReleaseStage { window } => self.release_stage(window),
             Order::Release => self.release(),
@@ -58,11 +63,8 @@ impl<D: Driver> Member<D> {
             Ok(mut report) => {
                 report.elapsed_us = elapsed_us;
                 tracing::debug!(?phase, elapsed_us, bytes = report.bytes, "phase");
-                // Of use to the coordinator alone, and long.
-                let references = report.references.take();
                 self.status().record(phase, &report);
-                report.references = references;
-                Reply::PhaseDone(phase, report)
+                Reply::PhaseDone(phase, PhaseAnswer { report, drained })
             }
             Err(failure) => {
                 tracing::error!(?phase, elapsed_us, "{failure}");
@@ -240,7 +242,7 @@ impl<D: Driver> Member<D> {
         }
     }
 
-    fn drain(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
+    fn drain(&self, deadline: Instant) -> Result<(PhaseReport, Drained), Failure> {
         self.expect(MemberState::Offloading)?;
         let (mut draining, selection) = self.next_of(Progress::into_draining)?;
         let called_off = self.calling_off.receiver();
@@ -267,16 +269,11 @@ impl<D: Driver> Member<D> {
         // The devices of all processes are idle, behind gates that are shut: nobody writes to it from here on.
         let seen = quiesced.survey(&selection);
         let demand = quiesced.host_demand(&selection);
-        let host = HostNeed::new(demand, (self.config.host_limits)());
+        let host = HostNeed { demand, limits: (self.config.host_limits)() };
         self.set_progress(Progress::Quiesced(quiesced, selection));
-        let seen = report(seen);
-        Ok(PhaseReport {
-            driver_calls: 2 * waited as u64 + seen.driver_calls,
-            host: Some(host),
-            copying: Some(demand.copying),
-            references: Some(Box::new(references)),
-            ..seen
-        })
+        let mut report = report(seen);
+        report.driver_calls += 2 * waited as u64;
+        Ok((report, Drained { host, references }))
     }
 
     /// Waits until nobody is inside a call. A capture that was begun by then ends the pause, and none can begin after.

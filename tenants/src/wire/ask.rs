@@ -6,12 +6,13 @@ use serde::{Deserialize, Serialize};
 use vmm_pool::AllocationId;
 
 use super::{
-    FDS_PER_MESSAGE_MAX, Failure, FetchPurpose, HostProgress, Idleness, Lending, MemberInfo,
-    MemberStats, Needed, PhaseReport, Reply, Request, RoundEnd, SaveProgress, SpillProgress,
+    Drained, FDS_PER_MESSAGE_MAX, Failure, FetchPurpose, HostProgress, Idleness, Lending,
+    MemberInfo, MemberStats, Needed, PhaseReport, Reply, Request, RoundEnd, SaveProgress,
+    SpillProgress,
 };
 use crate::cut::{CutReport, Limits, Seen};
 use crate::identity::MemberId;
-use crate::phase::{Action, Order};
+use crate::phase::{Action, Order, Phase};
 use crate::saving::DirName;
 use crate::scope::Scope;
 use crate::stepping::{Activity, SeenActivity, StepOrder};
@@ -41,71 +42,58 @@ pub trait Ask {
     }
 }
 
+/// Questions that are answered with one value.
+macro_rules! asks {
+    ($($question:ident -> $answer:ty: |$ask:pat_param| $request:expr, $reply:pat => $value:expr;)*) => {$(
+        impl Ask for $question {
+            type Answer = $answer;
+
+            fn to_request(&self) -> Request {
+                let $ask = self;
+                $request
+            }
+
+            fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<$answer> {
+                if let $reply = reply { Some($value) } else { None }
+            }
+        }
+    )*};
+}
+
+asks! {
+    Hello -> MemberInfo: |_| Request::Hello, Reply::Member(info) => info;
+    Stats -> MemberStats: |_| Request::Stats, Reply::Stats(stats) => *stats;
+    Count -> (): |_| Request::Count, Reply::Counts => ();
+    LookIdle -> Idleness: |ask| Request::Idle(*ask), Reply::Idleness(idleness) => idleness;
+    Needs -> Needed: |ask| Request::Needs(ask.clone()), Reply::Needs(needed) => needed;
+    Hold -> CutReport: |ask| Request::Cut(ask.clone()), Reply::Cut(report) => *report;
+    StepOn -> Activity: |ask| Request::Step(ask.clone()), Reply::Activity(activity) => *activity;
+    AwaitConsent -> (): |ask| Request::AwaitConsent(*ask), Reply::Consented => ();
+    GiveUp -> (): |ask| Request::GiveUp(ask.clone()), Reply::Noted => ();
+    Withdraw -> RoundEnd: |ask| Request::Withdraw(*ask), Reply::Told(told) => told;
+    AskLent -> Lending: |ask| Request::Lent(ask.clone()), Reply::Lent(lending) => *lending;
+    SaveStep -> SaveProgress: |ask| Request::Save(ask.clone()), Reply::Saving(progress) => *progress;
+    SpillStep -> SpillProgress: |ask| Request::Spill(*ask), Reply::Spilled(progress) => *progress;
+    HostStep -> HostProgress: |ask| Request::Host(*ask), Reply::Host(progress) => *progress;
+}
+
 /// Who are you?
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hello;
-
-impl Ask for Hello {
-    type Answer = MemberInfo;
-
-    fn to_request(&self) -> Request {
-        Request::Hello
-    }
-
-    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<MemberInfo> {
-        if let Reply::Member(info) = reply { Some(info) } else { None }
-    }
-}
 
 /// What do you hold?
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stats;
 
-impl Ask for Stats {
-    type Answer = MemberStats;
-
-    fn to_request(&self) -> Request {
-        Request::Stats
-    }
-
-    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<MemberStats> {
-        if let Reply::Stats(stats) = reply { Some(*stats) } else { None }
-    }
-}
-
 /// Count what you hold against the tenant's budgets, from now on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Count;
-
-impl Ask for Count {
-    type Answer = ();
-
-    fn to_request(&self) -> Request {
-        Request::Count
-    }
-
-    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<()> {
-        (reply == Reply::Counts).then_some(())
-    }
-}
 
 /// Do your devices have nothing left to do? Looked at, behind a gate that is shut for some milliseconds, only where nothing was launched for so long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LookIdle {
     /// For how long, in microseconds.
     pub quiet_us: u64,
-}
-
-impl Ask for LookIdle {
-    type Answer = Idleness;
-
-    fn to_request(&self) -> Request {
-        Request::Idle(*self)
-    }
-
-    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<Idleness> {
-        if let Reply::Idleness(idleness) = reply { Some(idleness) } else { None }
-    }
 }
 
 /// What would a resume of `scope` need on each of your devices, and what is free there? Nothing is changed. Refused
@@ -118,18 +106,6 @@ pub struct Needs {
     pub timeout_ms: u64,
     /// What is free is wanted of all devices that the process uses, also of those where nothing of it is away.
     pub all_devices: bool,
-}
-
-impl Ask for Needs {
-    type Answer = Needed;
-
-    fn to_request(&self) -> Request {
-        Request::Needs(self.clone())
-    }
-
-    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<Needed> {
-        if let Reply::Needs(needed) = reply { Some(needed) } else { None }
-    }
 }
 
 /// Take one step of a pause or resume.
@@ -153,8 +129,25 @@ impl Ask for TakePhase {
     }
 
     fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<PhaseReport> {
-        let Reply::PhaseDone(phase, report) = reply else { return None };
-        (phase == self.order.phase()).then_some(report)
+        let Reply::PhaseDone(phase, done) = reply else { return None };
+        (phase == self.order.phase()).then_some(done.report)
+    }
+}
+
+/// Take the step in which devices run dry, and say what a pause will move.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Drain(pub TakePhase);
+
+impl Ask for Drain {
+    type Answer = (PhaseReport, Drained);
+
+    fn to_request(&self) -> Request {
+        self.0.to_request()
+    }
+
+    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<(PhaseReport, Drained)> {
+        let Reply::PhaseDone(Phase::Drain, done) = reply else { return None };
+        Some((done.report, *done.drained?))
     }
 }
 
@@ -170,18 +163,6 @@ pub struct Hold {
     pub wait_ms: u64,
 }
 
-impl Ask for Hold {
-    type Answer = CutReport;
-
-    fn to_request(&self) -> Request {
-        Request::Cut(self.clone())
-    }
-
-    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<CutReport> {
-        if let Reply::Cut(report) = reply { Some(*report) } else { None }
-    }
-}
-
 /// Behind the shut gate of a pause: do this step, and say what you do.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepOn {
@@ -195,18 +176,6 @@ pub struct StepOn {
     pub wait_ms: u64,
 }
 
-impl Ask for StepOn {
-    type Answer = Activity;
-
-    fn to_request(&self) -> Request {
-        Request::Step(self.clone())
-    }
-
-    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<Activity> {
-        if let Reply::Activity(activity) = reply { Some(*activity) } else { None }
-    }
-}
-
 /// Wait until the application of this process has itself requested `action`, and stands still in that call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AwaitConsent {
@@ -214,18 +183,6 @@ pub struct AwaitConsent {
     pub action: Action,
     /// Give up, and answer so, after this long.
     pub timeout_ms: u64,
-}
-
-impl Ask for AwaitConsent {
-    type Answer = ();
-
-    fn to_request(&self) -> Request {
-        Request::AwaitConsent(*self)
-    }
-
-    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<()> {
-        (reply == Reply::Consented).then_some(())
-    }
 }
 
 /// The `action` that your application requested and waits in will not happen now: let it go on with an error that
@@ -238,36 +195,12 @@ pub struct GiveUp {
     pub why: String,
 }
 
-impl Ask for GiveUp {
-    type Answer = ();
-
-    fn to_request(&self) -> Request {
-        Request::GiveUp(self.clone())
-    }
-
-    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<()> {
-        (reply == Reply::Noted).then_some(())
-    }
-}
-
 /// The coordinator of `round` has ended, or is silent, and I settle what it began: take no step of it any more, and
 /// settle it too. What were you told of its end?
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Withdraw {
     /// Which pause or resume.
     pub round: u64,
-}
-
-impl Ask for Withdraw {
-    type Answer = RoundEnd;
-
-    fn to_request(&self) -> Request {
-        Request::Withdraw(*self)
-    }
-
-    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<RoundEnd> {
-        if let Reply::Told(told) = reply { Some(told) } else { None }
-    }
 }
 
 /// Descriptors for these allocations of yours, which I import.
@@ -332,18 +265,6 @@ pub struct AskLent {
     pub scope: Scope,
 }
 
-impl Ask for AskLent {
-    type Answer = Lending;
-
-    fn to_request(&self) -> Request {
-        Request::Lent(self.clone())
-    }
-
-    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<Lending> {
-        if let Reply::Lent(lending) = reply { Some(*lending) } else { None }
-    }
-}
-
 /// Write what a pause has saved of you to files, a step at a time. It ends with this connection, and with any other
 /// step of a pause or resume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -362,36 +283,12 @@ pub enum SaveStep {
     CallOff,
 }
 
-impl Ask for SaveStep {
-    type Answer = SaveProgress;
-
-    fn to_request(&self) -> Request {
-        Request::Save(self.clone())
-    }
-
-    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<SaveProgress> {
-        if let Reply::Saving(progress) = reply { Some(*progress) } else { None }
-    }
-}
-
 /// Saved contents in host memory, where your process has opted in and stands paused: move some to a file, and say what is
 /// left. The asking process holds the lock of your tenant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SpillStep {
     /// About so much; nothing, and the answer alone, where that is 0.
     pub most_bytes: u64,
-}
-
-impl Ask for SpillStep {
-    type Answer = SpillProgress;
-
-    fn to_request(&self) -> Request {
-        Request::Spill(*self)
-    }
-
-    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<SpillProgress> {
-        if let Reply::Spilled(progress) = reply { Some(*progress) } else { None }
-    }
 }
 
 /// Host memory that your next pause takes: bring it in while the application runs. It goes on when this connection ends.
@@ -413,16 +310,4 @@ pub enum HostStep {
     },
     /// End; what is there stays.
     CallOff,
-}
-
-impl Ask for HostStep {
-    type Answer = HostProgress;
-
-    fn to_request(&self) -> Request {
-        Request::Host(*self)
-    }
-
-    fn answer_in(&self, reply: Reply, _fds: Vec<OwnedFd>) -> Option<HostProgress> {
-        if let Reply::Host(progress) = reply { Some(*progress) } else { None }
-    }
 }

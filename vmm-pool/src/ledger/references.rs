@@ -13,7 +13,6 @@ use crate::{AllocationId, PeerId};
 
 /// An allocation that more than one process may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Held {
     /// Its identity.
     pub id: AllocationId,

@@ -49,7 +49,6 @@ pub struct HostBudget(pub Option<u64>);
 
 /// How contents get to the host in a pause that keeps [`Copies::All`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Copying {
     /// What is copied to host memory, in bytes: neither what is zero nor what is there unchanged.
     pub to_memory_bytes: u64,
@@ -58,7 +57,7 @@ pub struct Copying {
 }
 
 /// Host memory that a pause would take now.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct HostDemand {
     /// Contents to save, in bytes.
     pub saved_bytes: u64,

@@ -121,12 +121,7 @@ impl<'a> Document<'a> {
             Ok(Outcome::AlreadyPaused { .. }) => document.outcome = "already_paused",
             Ok(Outcome::AlreadyActive) => document.outcome = "already_active",
             Err(error) => {
-                document.outcome = "failed";
-                document.error = Some(chain(error));
-                document.code = Some(error.into());
-                document.failures = error.failures();
-                document.missing_device_bytes = error.missing_device_bytes();
-                document.shortages = error.shortages().iter().map(Shortage::of).collect();
+                document.fail(chain(error), error.into(), Some(error));
                 document.retryable = error.is_retryable();
                 document.unchanged = error.left_unchanged();
             }
@@ -139,6 +134,17 @@ impl<'a> Document<'a> {
         self.taken_bytes = report.taken_bytes;
         self.wall_us = Some(report.wall_us);
         self.report = Some(report);
+    }
+
+    fn fail(&mut self, error: String, code: Code, cause: Option<&'a CoordinatorError>) {
+        self.outcome = "failed";
+        self.error = Some(error);
+        self.code = Some(code);
+        if let Some(cause) = cause {
+            self.failures = cause.failures();
+            self.missing_device_bytes = cause.missing_device_bytes();
+            self.shortages = cause.shortages().iter().map(Shortage::of).collect();
+        }
     }
 
     /// Of a resume that queued.
@@ -168,18 +174,7 @@ impl<'a> Document<'a> {
                 document.unchanged = false;
             }
             Err(error) => {
-                document.outcome = "failed";
-                document.error = Some(chain(error));
-                document.code = Some(error.into());
-                let cause = error.cause();
-                document.failures = cause.map_or(&[], CoordinatorError::failures);
-                document.missing_device_bytes =
-                    cause.and_then(CoordinatorError::missing_device_bytes);
-                document.shortages = cause
-                    .map_or(&[][..], CoordinatorError::shortages)
-                    .iter()
-                    .map(Shortage::of)
-                    .collect();
+                document.fail(chain(error), error.into(), error.cause());
                 document.retryable = error.is_retryable();
                 document.unchanged = error.left_unchanged();
             }

@@ -22,9 +22,10 @@ use crate::stepping::{Activity, StepOrder};
 use crate::transport::frame::encode;
 use crate::transport::{Connection, Listener, TransportError, poll_until};
 use crate::wire::{
-    DeviceDelta, Failure, FailureKind, GiveUp, HostProgress, Idleness, MemberInfo, MemberState,
-    MemberStats, Needed, Order, PauseTimes, Phase, PhaseReport, Reply, Request, RoundEnd,
-    SaveProgress, SaveStage, SaveStep, StageLeft, StageReport, StepOn, TakePhase, Window,
+    DeviceDelta, Drained, Failure, FailureKind, GiveUp, HostProgress, Idleness, MemberInfo,
+    MemberState, MemberStats, Needed, Order, PauseTimes, Phase, PhaseAnswer, PhaseReport, Reply,
+    Request, RoundEnd, SaveProgress, SaveStage, SaveStep, StageLeft, StageReport, StepOn,
+    TakePhase, Window,
 };
 
 const STEP: Duration = Duration::from_millis(5);
@@ -293,7 +294,7 @@ impl Agent {
             Some(Fault::Silent) => return true,
             Some(Fault::Die) => return false,
             Some(Fault::WrongAnswer) => no_fds(),
-            Some(Fault::OtherPhase) => Reply::PhaseDone(Phase::Verify, PhaseReport::default()),
+            Some(Fault::OtherPhase) => Reply::PhaseDone(Phase::Verify, PhaseAnswer::default()),
             Some(fault @ (Fault::Twice | Fault::Garbage | Fault::HalfAnswer | Fault::WithFd)) => {
                 let frame = encode(&self.good_reply(request), 0).unwrap();
                 let mut bytes = frame.clone();
@@ -425,17 +426,17 @@ impl Agent {
             notes: Vec::new(),
             stayed_bytes: 0,
             kept: None,
-            host: self.script.host.clone().filter(|_| phase == Phase::Drain),
-            copying: self.script.copying.filter(|_| phase == Phase::Drain),
-            references: self.script.lent.filter(|_| phase == Phase::Drain).map(|borrower| {
-                Box::new(References { lent: vec![borrower], ..References::default() })
-            }),
             stage: Some(StageReport {
                 copied_bytes: bytes,
                 left: if left == 0 { Vec::new() } else { vec![self.left(left)] },
             }),
         };
-        Reply::PhaseDone(phase, report)
+        let drained = (phase == Phase::Drain).then(|| {
+            let lent = self.script.lent.into_iter().collect();
+            let references = References { lent, ..References::default() };
+            Box::new(Drained { host: self.script.host.clone(), references })
+        });
+        Reply::PhaseDone(phase, PhaseAnswer { report, drained })
     }
 
     /// What it has on its device, or needs there.

@@ -1,7 +1,7 @@
 //! Every fault in every phase of every member.
 
 use super::*;
-use vmm_pool::{Copying, Schedule};
+use vmm_pool::{HostDemand, Schedule};
 
 use crate::host_memory::{HostLimit, HostNeed, LimitKind};
 
@@ -294,8 +294,9 @@ fn a_pause_that_copies_much_or_is_told_to_releases_while_it_saves() {
     for (mib, releases_early, expected) in
         [(2048, false, meanwhile), (1, false, first), (1, true, meanwhile)]
     {
-        let copying = Copying { to_memory_bytes: mib << 20, ..Copying::default() };
-        let world = World::of(&[active(), Script { copying: Some(copying), ..active() }]);
+        let mut copies = active();
+        copies.host.demand.copying.to_memory_bytes = mib << 20;
+        let world = World::of(&[active(), copies]);
         let phases =
             [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release, Phase::Verify];
         assert_eq!(pause(&world, releases_early), phases);
@@ -310,14 +311,14 @@ fn a_pause_that_copies_much_or_is_told_to_releases_while_it_saves() {
 fn members_that_fit_the_host_alone_but_not_together_are_refused_before_anything_is_saved() {
     let limits = vec![HostLimit { kind: LimitKind::Available, bytes: 3 * GIB }];
     let mut script = active();
-    script.host = Some(HostNeed {
+    let demand = HostDemand {
         saved_bytes: 2 * GIB,
-        held_bytes: 0,
         grow_bytes: 2 * GIB,
         grow_with_needed_bytes: 2 * GIB,
         grow_with_all_bytes: 4 * GIB,
-        limits,
-    });
+        ..HostDemand::default()
+    };
+    script.host = HostNeed { demand, limits };
     let world = World::of(&[script.clone()]);
     assert_eq!(report(world.coordinator().pause(&mut quiet).unwrap()).phases.len(), 5);
 

@@ -4,8 +4,6 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
-use vmm_pool::Copying;
-
 use crate::host_memory::HostNeed;
 use crate::identity::MemberId;
 use crate::stepping::{Activity, Calls};
@@ -60,8 +58,7 @@ pub(super) struct Script {
     pub(super) save: Option<Fault>,
     /// What it has to write; none when it runs with all its memory.
     pub(super) saved_bytes: Option<u64>,
-    pub(super) host: Option<HostNeed>,
-    pub(super) copying: Option<Copying>,
+    pub(super) host: HostNeed,
     /// Whom it has lent memory to, as it says when its devices are drained.
     pub(super) lent: Option<MemberId>,
     /// What it has on its one device, or needs there.
@@ -112,8 +109,7 @@ impl Script {
             stats_with: None,
             save: None,
             saved_bytes: Some(3000),
-            host: None,
-            copying: None,
+            host: HostNeed::default(),
             lent: None,
             holds_bytes: GIB,
             free_bytes: 5 * GIB,

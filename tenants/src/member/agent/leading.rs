@@ -8,7 +8,7 @@ use super::{AGENT_TIMEOUT, Agent, SILENCE_MAX, Work, wait_of};
 use crate::member::failures::wrong_state;
 use crate::member::rounds::{Admission, OfRound};
 use crate::phase::Stage;
-use crate::wire::{Asked, Order, PhaseReport, Reply, RoundEnd, TakePhase};
+use crate::wire::{Asked, Order, PhaseAnswer, Reply, RoundEnd, TakePhase};
 
 impl<D: Driver> Agent<D> {
     /// A coordinator that is connected and asks for nothing any more stands still itself, and with it this process.
@@ -97,7 +97,7 @@ impl<D: Driver> Agent<D> {
                 self.submit(number, Work::Phase(Some(round), order), wait);
             }
             Admission::NothingToUndo => {
-                self.say(number, Reply::PhaseDone(phase, PhaseReport::default()));
+                self.say(number, Reply::PhaseDone(phase, PhaseAnswer::default()));
             }
             Admission::Refused => self.refuse(number),
         }

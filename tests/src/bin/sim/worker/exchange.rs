@@ -557,6 +557,7 @@ fn why(error: &ImportError) -> Why {
             | FailureKind::DrainTimeout
             | FailureKind::OutOfHostMemory
             | FailureKind::OutOfDeviceMemory { .. }
+            | FailureKind::DoesNotFit { .. }
             | FailureKind::PeerGone
             | FailureKind::NoConsent
             | FailureKind::CalledOff
