@@ -53,6 +53,8 @@ int main(void)
            has("\"paged_bytes\":12582912"), has("\"frames_bytes\":4194304"));
     int too_many = sublet_page_acquire(pager, spans, 3, (uintptr_t)stream, WAIT_MS);
     printf("too many %d %d\n", too_many == SUBLET_ERROR_ARGUMENT, strstr(sublet_last_error(), "6291456") != NULL);
+    int too_much = sublet_page_alloc(pager, 8 * (uint64_t)CHUNK, &spans[0]);
+    printf("for the host %d %d\n", too_much == SUBLET_ERROR_OUT_OF_HOST_MEMORY, strstr(sublet_last_error(), "SUBLET_HOST_BYTES_MAX") != NULL);
     int shrunk = sublet_page_set_frames(pager, CHUNK, WAIT_MS);
     printf("shrunk %d, read %d\n", shrunk, visit(pager, spans, stream, 0));
     int freed = sublet_page_free(pager, spans[0]);

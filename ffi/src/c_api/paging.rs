@@ -39,7 +39,8 @@ fn code_of(error: &PageError) -> c_int {
         PageError::Pool(PoolError::OverBudget { .. } | PoolError::OutOfDeviceMemory { .. }) => {
             OUT_OF_DEVICE_MEMORY
         }
-        PageError::Pool(PoolError::HostMemoryRefused { .. }) => OUT_OF_HOST_MEMORY,
+        PageError::OutOfHostMemory { .. }
+        | PageError::Pool(PoolError::HostMemoryRefused { .. }) => OUT_OF_HOST_MEMORY,
         PageError::Pool(PoolError::Driver { source, .. })
             if source.code == DriverCode::OUT_OF_MEMORY =>
         {
@@ -99,7 +100,8 @@ pub unsafe extern "C" fn sublet_page_open(
             return fail(ARGUMENT, "paging needs a device, and a place for the pager's number");
         }
         let size = WindowSize { window_bytes, chunk_bytes, frames_bytes };
-        let made = Pager::new(Arc::clone(member.pool()), DeviceOrdinal(device), size);
+        let pool = Arc::clone(member.pool());
+        let made = Pager::new(pool, DeviceOrdinal(device), size, member.host_budget());
         done(made.map(|made| {
             let mut pagers = pagers();
             pagers.last += 1;

@@ -46,7 +46,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use vmm_pool::driver::Driver;
-use vmm_pool::{Pool, Selection, TagTotals, UninheritedFd};
+use vmm_pool::{HostBudget, Pool, Selection, TagTotals, UninheritedFd};
 
 pub use asking::{Asking, Turn, Waited};
 pub use captures::{BeforeCapture, Captures, ContextWait};
@@ -57,6 +57,7 @@ pub(crate) use spilling::STEP_TIME as SPILL_STEP_TIME;
 pub(crate) use worker::block_signals;
 
 use crate::cut::Cut;
+use crate::host_memory::budget;
 use crate::identity::{MemberId, TenantName};
 use crate::region;
 use crate::run_dir::{RunDir, SOCKET_EXTENSION, TenantDir};
@@ -275,6 +276,13 @@ impl<D: Driver> Member<D> {
     /// fits where the own one did.
     pub fn socket_path_of(&self, member: MemberId) -> PathBuf {
         self.socket_path.with_file_name(format!("{member}.{SOCKET_EXTENSION}"))
+    }
+
+    /// By how much its host memory may grow that holds so many bytes of contents. What comes out reads the machine's figures
+    /// each time.
+    pub fn host_budget(&self) -> impl Fn(u64) -> HostBudget + Send + Sync + use<D> {
+        let limits = self.config.host_limits;
+        move |held_bytes| budget(held_bytes, &limits())
     }
 
     /// Its device memory.

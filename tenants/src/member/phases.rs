@@ -16,7 +16,7 @@ use super::failures::{
 use super::progress::Progress;
 use super::{Member, Status};
 use crate::cut::{Limits, Seen};
-use crate::host_memory::{HostNeed, budget};
+use crate::host_memory::HostNeed;
 use crate::phase::{Action, Stage};
 use crate::references::{References, Stay};
 use crate::scope::Scope;
@@ -311,8 +311,7 @@ impl<D: Driver> Member<D> {
         let (quiesced, selection) = self.next_of(Progress::into_quiesced)?;
         self.forget_ended();
         let stays: Vec<_> = stays.iter().map(|stay| (stay.id, stay.reason)).collect();
-        let budget = |held_bytes| budget(held_bytes, &(self.config.host_limits)());
-        match quiesced.prepare(selection, &stays, copies, budget, schedule) {
+        match quiesced.prepare(selection, &stays, copies, self.host_budget(), schedule) {
             Ok((prepared, log)) => {
                 let leaving = match schedule {
                     Schedule::SaveFirst => BTreeMap::new(),

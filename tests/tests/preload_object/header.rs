@@ -133,13 +133,16 @@ fn a_c_program_uses_more_memory_than_its_frames_and_is_paused_meanwhile() {
     let stage = Stage::new();
     let program = stage.program_with("paging", &preload_path());
     let mut command = stage.command(&program, Preload::With);
-    let output = command.env("SUBLET_TENANT", "paging").output().expect("it starts");
+    // Six chunks fit the host, and fourteen do not.
+    let command = command.env("SUBLET_TENANT", "paging").env("SUBLET_HOST_BYTES_MAX", "24MiB");
+    let output = command.output().expect("it starts");
     assert_eq!(
         transcript(&output),
         "opened 0, spans 6, written 6\n\
          announced 0, paused 0, resumed 0, read 6\n\
          flushed 0, report 1 1 1\n\
          too many 1 1\n\
+         for the host 1 1\n\
          shrunk 0, read 6\n\
          freed 0, not twice 1, closed 0, gone 1\n"
     );

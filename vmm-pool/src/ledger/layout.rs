@@ -143,7 +143,7 @@ pub(super) struct Places<K> {
     /// For whom, and where it begins, in the order of requests.
     pub(super) places: Vec<(K, u64)>,
     /// Where the last one ends, old and new.
-    end_bytes: u64,
+    pub(super) end_bytes: u64,
 }
 
 impl<K> Places<K> {

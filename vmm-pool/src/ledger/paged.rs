@@ -82,6 +82,16 @@ impl Ledger {
         Some(extent)
     }
 
+    /// Where contents in host memory would end if all chunks had their places there, and `more` chunks of `chunk_bytes`.
+    pub(crate) fn end_with_chunks(&self, more: usize, chunk_bytes: u64) -> u64 {
+        let without = self
+            .rows()
+            .filter(|row| row.backing().is_chunk() && row.backing().held_in(Store::Host).is_none());
+        let wanted = without.map(Row::size_bytes).chain(std::iter::repeat_n(chunk_bytes, more));
+        Places::find(self.places_in(Store::Host), wanted.map(|size_bytes| ((), size_bytes)))
+            .end_bytes
+    }
+
     /// A chunk that is mapped nowhere any more has left: its process goes on without it. Its contents lie in its place,
     /// or nobody needs them.
     pub(crate) fn chunk_left(

@@ -41,6 +41,7 @@ use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::{Class, NewRow, Origin};
 use crate::pool::Pool;
 use crate::report::Contents;
+use crate::store::{HostArena, HostBudget};
 use crate::transition::{frame_access, frame_prop};
 
 /// How often a wait looks whether the process is paused, which does not count.
@@ -66,7 +67,21 @@ pub struct WindowSize {
 pub enum PageError {
     /// The pool or the driver refused.
     #[error(transparent)]
-    Pool(#[from] PoolError),
+    Pool(PoolError),
+    /// The host cannot hold the contents.
+    #[error(
+        "copies of memory that is paged need {grow_bytes} more bytes of host memory ({needed_bytes} with what else is \
+         saved there), and {available_bytes} are available: free some (sublet ps shows who holds how much), raise \
+         the limit (SUBLET_HOST_BYTES_MAX, or the container's), or page less"
+    )]
+    OutOfHostMemory {
+        /// Where the last contents would end, in bytes.
+        needed_bytes: u64,
+        /// By how much host memory would have to grow, in bytes.
+        grow_bytes: u64,
+        /// By how much it may, in bytes.
+        available_bytes: u64,
+    },
     /// What is used together does not fit.
     #[error(
         "{needed_bytes} bytes are used together and the frames for paging have {frames_bytes}: give at least \
@@ -118,6 +133,17 @@ pub enum PageError {
     Shared(Arc<PageError>),
 }
 
+impl From<PoolError> for PageError {
+    fn from(error: PoolError) -> Self {
+        if let PoolError::OutOfHostMemory { needed_bytes, grow_bytes, available_bytes } = error {
+            // A pause gives other advice.
+            Self::OutOfHostMemory { needed_bytes, grow_bytes, available_bytes }
+        } else {
+            Self::Pool(error)
+        }
+    }
+}
+
 /// Result of a call about paging.
 pub type PageResult<T> = Result<T, PageError>;
 
@@ -152,11 +178,15 @@ pub struct Pager<D: Driver> {
     shared: Arc<Shared<D>>,
 }
 
+/// By how much host memory may grow that holds so many bytes.
+type Budget = Box<dyn Fn(u64) -> HostBudget + Send + Sync>;
+
 struct Shared<D: Driver> {
     pool: Arc<Pool<D>>,
     device: DeviceOrdinal,
     window: VaRange,
     chunk_bytes: u64,
+    host_budget: Budget,
     table: Mutex<Table>,
     /// The thread has done something, or is to do something.
     changed: Condvar,
@@ -190,6 +220,17 @@ impl<D: Driver> Shared<D> {
             made.about(|| "event for paging".to_owned(), 0, Some(self.device))?
         };
         Ok(Mark::new(event, &self.spare))
+    }
+
+    /// Refuses contents that end at `end_bytes` of host memory if that is not held, and may not be taken.
+    fn check_host(&self, end_bytes: u64) -> PoolResult<()> {
+        let held = self.pool.ahead.figures();
+        let wanted_bytes = held.wanted_bytes(end_bytes, false);
+        let grow_bytes = wanted_bytes.saturating_sub(held.chunk_bytes);
+        if grow_bytes == 0 {
+            return Ok(());
+        }
+        HostArena::<D>::check_budget(end_bytes, grow_bytes, (self.host_budget)(held.bytes()))
     }
 
     /// Waits until `look` says something, for `limit` of the time that the process is not paused.
@@ -226,7 +267,9 @@ impl<D: Driver> Shared<D> {
 }
 
 impl<D: Driver> Pager<D> {
-    /// A window on `device`, with nothing in it. *Blocks* on the driver.
+    /// A window on `device`, with nothing in it. `host_budget` is told how much host memory the process holds for contents, in
+    /// bytes, and answers by how much it may grow. It is asked before host memory is taken, on threads that call here, and the
+    /// pager's. *Blocks* on the driver.
     ///
     /// # Errors
     /// [`PageError::Pool`] when the driver gives no addresses or streams; [`PageError::TooFewFrames`] when not one chunk fits;
@@ -234,7 +277,12 @@ impl<D: Driver> Pager<D> {
     ///
     /// # Driver calls
     /// `cuMemAddressReserve`, `cuStreamCreate`.
-    pub fn new(pool: Arc<Pool<D>>, device: DeviceOrdinal, size: WindowSize) -> PageResult<Self> {
+    pub fn new(
+        pool: Arc<Pool<D>>,
+        device: DeviceOrdinal,
+        size: WindowSize,
+        host_budget: impl Fn(u64) -> HostBudget + Send + Sync + 'static,
+    ) -> PageResult<Self> {
         let WindowSize { window_bytes, chunk_bytes, frames_bytes } = size;
         let frames = frames_bytes.checked_div(chunk_bytes).unwrap_or(0);
         let chunks = window_bytes.checked_div(chunk_bytes).unwrap_or(0);
@@ -250,6 +298,7 @@ impl<D: Driver> Pager<D> {
             device,
             window: VaRange::new(start, window_bytes),
             chunk_bytes,
+            host_budget: Box::new(host_budget),
             table: Mutex::new(Table::new(bounded(chunks), bounded(frames))),
             changed: Condvar::new(),
             spare: Arc::default(),
@@ -273,10 +322,10 @@ impl<D: Driver> Pager<D> {
         Ok(told.recv().map_err(|_| ended)??)
     }
 
-    /// Addresses for `size_bytes`, in whole chunks. All of it is zero. Takes no device memory.
+    /// Addresses for `size_bytes`, in whole chunks. All of it is zero. Takes no device memory, and no host memory yet.
     ///
     /// # Errors
-    /// [`PageError::WindowFull`].
+    /// [`PageError::WindowFull`]; [`PageError::OutOfHostMemory`] when copies of all that is paged would not fit the host.
     pub fn alloc(&self, size_bytes: u64) -> PageResult<DeviceAddress> {
         let shared = &self.shared;
         let count = usize::try_from(size_bytes.div_ceil(shared.chunk_bytes)).unwrap_or(usize::MAX);
@@ -286,6 +335,11 @@ impl<D: Driver> Pager<D> {
         };
         let chunks = shared.table().alloc(count).ok_or(full)?;
         let first = chunks.start;
+        let end_bytes = shared.pool.ledger().end_with_chunks(count, shared.chunk_bytes);
+        if let Err(error) = shared.check_host(end_bytes) {
+            shared.table().free(first);
+            return Err(error.into());
+        }
         let rows = chunks.map(|chunk| self.insert(chunk)).collect::<PageResult<Vec<_>>>();
         let mut table = shared.table();
         match rows {

@@ -421,13 +421,14 @@ impl<D: Driver> Worker<'_, D> {
             let range = ledger.chunk_range(row).ok_or(PoolError::NotOurs)?;
             (range, ledger.take_chunk_place(row).ok_or(PoolError::NotOurs)?)
         };
-        let held = {
+        let end_bytes = extent.place().end;
+        let held = self.shared.check_host(end_bytes).and_then(|()| {
             let devices = pool.devices();
             let nodes = pool.nodes_of(&devices);
             let mut arena = pool.arena();
             arena.set_nodes(nodes);
-            arena.grow_to(&mut StepLog::default(), extent.place().end, Pins::of(&devices))
-        };
+            arena.grow_to(&mut StepLog::default(), end_bytes, Pins::of(&devices))
+        });
         if let Err(error) = held {
             pool.ledger().forget_copy(row);
             return Err(error);

@@ -6,9 +6,11 @@ mod at_random;
 
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
+use vmm_pool::HostBudget;
 use vmm_pool::driver::sim::{FaultSpan, SimDriver, Work};
 use vmm_pool::driver::{
     AccessDesc, DeviceAddress, Driver, DriverCode, DriverOp, DriverResult, RawEvent, RawStream,
@@ -27,13 +29,21 @@ const LIMIT: Duration = Duration::from_mins(1);
 const SHORT: Duration = Duration::from_millis(200);
 const WINDOW_CHUNKS: u64 = 32;
 
-fn pager(pool: &SimPool, frames: u64) -> Pager<SimDriver> {
+fn pager(
+    pool: &SimPool,
+    frames: u64,
+    budget: impl Fn(u64) -> HostBudget + Send + Sync + 'static,
+) -> Pager<SimDriver> {
     let size = WindowSize {
         window_bytes: WINDOW_CHUNKS * UNIT,
         chunk_bytes: UNIT,
         frames_bytes: frames * UNIT,
     };
-    Pager::new(Arc::clone(pool.pool()), DEVICE, size).expect("a window")
+    Pager::new(Arc::clone(pool.pool()), DEVICE, size, budget).expect("a window")
+}
+
+fn unlimited(_: u64) -> HostBudget {
+    UNLIMITED
 }
 
 /// One chunk, and what is to be there: a pattern, or zeros.
@@ -67,11 +77,15 @@ struct Stage {
 
 impl Stage {
     fn new(frames: u64) -> Self {
+        Self::within(frames, unlimited)
+    }
+
+    fn within(frames: u64, budget: impl Fn(u64) -> HostBudget + Send + Sync + 'static) -> Self {
         let pool = pool(&node());
         let driver = Arc::clone(pool.driver());
         let streams = [(); 2].map(|()| driver.stream_create().expect("a stream"));
         let order = [(); 2].map(|()| driver.event_create().expect("an event"));
-        let pager = Some(pager(&pool, frames));
+        let pager = Some(pager(&pool, frames, budget));
         Self {
             pool,
             pager,
@@ -421,12 +435,43 @@ fn a_device_that_is_full_pages_with_what_it_gave() {
 }
 
 #[test]
+fn host_memory_is_asked_for_before_anything_moves_and_again_before_it_is_taken() {
+    let most_bytes = Arc::new(AtomicU64::new(2 * UNIT));
+    let limit = Arc::clone(&most_bytes);
+    let mut stage = Stage::within(1, move |held| {
+        HostBudget(Some(limit.load(Ordering::Relaxed).saturating_sub(held)))
+    });
+    for _ in 0..2 {
+        stage.alloc(1).expect("the host holds two");
+    }
+    let error = stage.pager().alloc(UNIT).expect_err("three of two");
+    let PageError::OutOfHostMemory { needed_bytes, grow_bytes, available_bytes } = error else {
+        panic!("{error}")
+    };
+    assert_eq!((needed_bytes, available_bytes), (3 * UNIT, 2 * UNIT));
+    assert!(grow_bytes >= 3 * UNIT && error.to_string().contains("sublet ps"), "{error}");
+    assert_eq!(stage.pager().report().paged_bytes, 2 * UNIT);
+    // Others have taken it meanwhile.
+    most_bytes.store(0, Ordering::Relaxed);
+    stage.try_use(&[0], 0, true).expect("it has the frame");
+    let error = stage.try_use(&[1], 0, true).expect_err("what has the frame has no place to go");
+    assert!(error.contains("more bytes of host memory") && error.contains("0 are"), "{error}");
+    assert_eq!(stage.pool.report().host_arena_bytes, 0);
+    most_bytes.store(2 * UNIT, Ordering::Relaxed);
+    stage.use_all(true);
+    stage.use_all(false);
+    stage.check();
+    assert_eq!(stage.pool.report().host_arena_bytes, 2 * UNIT, "counted where others' is");
+    stage.end();
+}
+
+#[test]
 fn a_pager_that_cannot_begin_leaves_nothing_behind() {
     let pool = pool(&node());
     let size = WindowSize { window_bytes: 4 * UNIT, chunk_bytes: UNIT, frames_bytes: UNIT };
     for at in 1.. {
         pool.driver().faults().fail_any(FaultSpan::Nth(at), DriverCode::UNKNOWN);
-        let made = Pager::new(Arc::clone(pool.pool()), DEVICE, size);
+        let made = Pager::new(Arc::clone(pool.pool()), DEVICE, size, unlimited);
         pool.driver().faults().clear();
         let is_made = made.is_ok();
         drop(made);
@@ -437,6 +482,7 @@ fn a_pager_that_cannot_begin_leaves_nothing_behind() {
         }
     }
     let none = WindowSize { frames_bytes: UNIT - 1, ..size };
-    let error = Pager::new(Arc::clone(pool.pool()), DEVICE, none).expect_err("not one chunk");
+    let error = Pager::new(Arc::clone(pool.pool()), DEVICE, none, unlimited);
+    let error = error.expect_err("not one chunk");
     assert!(matches!(error, PageError::TooFewFrames { needed_bytes: UNIT, .. }), "{error}");
 }
