@@ -184,7 +184,8 @@ int sublet_unused(uint64_t token, const uint64_t *starts, const uint64_t *sizes,
 int sublet_page_open(int device, uint64_t window_bytes, uint64_t chunk_bytes, uint64_t frames_bytes, uint64_t *pager);
 /* Gives all of its memory back when the last use is over. */
 int sublet_page_close(uint64_t pager);
-/* In whole chunks; all of it is zero. Takes no device memory. */
+/* At a multiple of 512; neighbours may share a chunk. What is there first is not defined. Takes no device memory, and no host memory
+ * before it is needed: SUBLET_ERROR_OUT_OF_HOST_MEMORY when copies of all that is paged would not fit within its limits. */
 int sublet_page_alloc(uint64_t pager, uint64_t size_bytes, uint64_t *span);
 int sublet_page_free(uint64_t pager, uint64_t span);
 int sublet_page_acquire(uint64_t pager, const uint64_t *spans, size_t count, uint64_t stream, uint32_t timeout_ms);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import types
@@ -29,7 +30,7 @@ _CHUNK_BYTES = 64 << 20
 _WINDOW_BYTES = 1 << 40
 #: How long a block waits for its state. The time of a pause does not count.
 _WAIT_MS = 600_000
-#: Between two tensors of a span, as PyTorch's own allocator has it.
+#: What tensors of a span begin at a multiple of, as PyTorch's own allocator has it, and spans too.
 _ALIGNMENT_BYTES = 512
 #: How many blocks are brought in ahead: two hide the copies, and more take frames from those in use.
 _BLOCKS_AHEAD = 2
@@ -69,11 +70,16 @@ class _Block:
         #: Each with the number of its group.
         self.params: list[tuple[int, Any]] = []
         self.span: Optional[int] = None
+        self.span_bytes = 0
         #: What lies in the span, by parameter and name.
         self.tensors: dict[tuple[int, str], Any] = {}
         #: Since the last step of the optimizer: whose gradients are there, and did it step?
         self.ready: set[int] = set()
         self.has_stepped = False
+
+    def held(self) -> Optional[int]:
+        """The span, if there is anything in it."""
+        return self.span if self.tensors else None
 
     def wanted(self) -> int:
         return sum(1 for _, param in self.params if param.requires_grad)
@@ -121,17 +127,33 @@ class _Paged:
         self._block_of: dict[int, _Block] = {}
         self._device = device_of(optimizer)
         self._make_blocks(optimizer)
-        self._check_frames(optimizer, frames)
+        sizes = self._check_frames(optimizer, frames)
         #: The blocks in the order in which this backward pass has ended them, and in which the last one had.
         self._order: list[_Block] = []
         self._expected = self._blocks[::-1]
         self.pager = library.page_open(self._device.index, _WINDOW_BYTES, _CHUNK_BYTES, frames)
-        weakref.finalize(optimizer, library.page_close, self.pager).atexit = False
+        close = weakref.finalize(optimizer, library.page_close, self.pager)
+        close.atexit = False
         try:
-            self._install(optimizer, optimizer.state)
+            # What the host cannot hold is refused before anything has moved.
+            for block, size in zip(self._blocks, sizes):
+                self._set_span(block, size)
+            try:
+                self._install(optimizer, optimizer.state)
+            except BaseException:
+                self._give_back(optimizer)
+                raise
         except BaseException:
-            self._give_back(optimizer)
+            close()
             raise
+
+    def _set_span(self, block: _Block, size: int) -> None:
+        """Has the block have a span of so many bytes at least. Nothing lies in the new one."""
+        if size > block.span_bytes:
+            if block.span is not None:
+                self._library.page_free(self.pager, block.span)
+            block.span, block.span_bytes, block.tensors = None, 0, {}
+            block.span, block.span_bytes = self._library.page_alloc(self.pager, size), size
 
     def _make_blocks(self, optimizer: Any) -> None:
         size = 0
@@ -146,9 +168,9 @@ class _Paged:
                 # As Adam has it; others have less.
                 size += 2 * param.numel() * param.element_size()
 
-    def _check_frames(self, optimizer: Any, frames: int) -> None:
-        """Raises UsageError where a block would not fit, before anything has moved."""
-        needed = 0
+    def _check_frames(self, optimizer: Any, frames: int) -> list[int]:
+        """Of each block, what its state takes, in bytes. Raises UsageError if one would not fit the frames."""
+        sizes = []
         for block in self._blocks:
             there = [
                 value
@@ -157,13 +179,16 @@ class _Paged:
                 if self._is_paged_kind(param, value)
             ]
             to_come = [param for number, param in block.params for _ in range(self._made_by_steps(optimizer, number))]
-            needed = max(needed, _span_bytes(there), _span_bytes(to_come))
-        least = max(1, -(-needed // _CHUNK_BYTES)) * _CHUNK_BYTES
+            sizes.append(max(_span_bytes(there), _span_bytes(to_come)))
+        ends = list(itertools.accumulate(sizes))
+        chunks = (-(-end // _CHUNK_BYTES) - (end - size) // _CHUNK_BYTES for end, size in zip(ends, sizes))
+        least = max(1, *chunks) * _CHUNK_BYTES
         if frames // _CHUNK_BYTES * _CHUNK_BYTES < least:
             raise UsageError(
                 f"paged: frames of {frames} bytes do not hold the state of one block of parameters, which takes {least} "
                 f"bytes: give at least '{least >> 20}MiB', better twice that"
             )
+        return sizes
 
     def _made_by_steps(self, optimizer: Any, number: int) -> int:
         """How many tensors like a parameter the optimizer makes for it, as far as that is known here."""
@@ -215,26 +240,27 @@ class _Paged:
         self._library.page_release(self.pager, [span], self._stream(), has_written)
 
     def _announce(self, blocks: list[_Block]) -> None:
-        spans = [block.span for block in blocks if block.span is not None]
+        spans = [block.span for block in blocks if block.span is not None and block.tensors]
         if spans:
             self._library.page_announce(self.pager, spans)
 
     def readable(self, param: Any, state: dict[str, Any]) -> dict[str, Any]:
         """``state`` of ``param``, with copies instead of what is paged."""
         block = self._block_of.get(id(param))
-        if block is None or block.span is None:
+        held = block.held() if block is not None else None
+        if block is None or held is None:
             return state
         paged = {name for name in state if (id(param), name) in block.tensors}
         with self._torch.cuda.device(self._device):
-            self._hold(block.span)
+            self._hold(held)
             try:
                 copies = {name: state[name].detach().cpu() for name in paged}
             finally:
-                self._let_go(block.span, False)
+                self._let_go(held, False)
         return {name: copies.get(name, value) for name, value in state.items()}
 
     def _adopt(self, optimizer: Any, block: _Block) -> None:
-        """Moves tensors of the block's state into its span, which is made again if there are new ones."""
+        """Moves tensors of the block's state into its span. If some lie there already, all move to another one."""
         tensors = [
             (param, name, value)
             for _, param in block.params
@@ -246,21 +272,26 @@ class _Paged:
             return
         values = [value for _, _, value in tensors]
         places = [_span_bytes(values[:index]) for index in range(len(values))]
-        span = self._library.page_alloc(self.pager, _span_bytes(values))
-        old, moved = block.span, []
+        new, old = block, block.held()
+        if old is not None:
+            new = _Block()
+        self._set_span(new, _span_bytes(values))
+        span: Any = new.span
         with self._torch.cuda.device(self._device):
             held = [span] if old is None else [span, old]
             stream = self._stream()
             self._library.page_acquire(self.pager, held, stream, _WAIT_MS)
             try:
+                moved = {}
                 for (param, name, value), place in zip(tensors, places):
                     tensor = self._tensor_at(span + place, value)
                     tensor.copy_(value)
-                    moved.append((param, name, tensor))
+                    moved[id(param), name] = (param, tensor)
             finally:
                 self._library.page_release(self.pager, held, stream, True)
-        block.span, block.tensors = span, {(id(param), name): tensor for param, name, tensor in moved}
-        for param, name, tensor in moved:
+        block.span, block.span_bytes = new.span, new.span_bytes
+        block.tensors = {key: tensor for key, (_, tensor) in moved.items()}
+        for (_, name), (param, tensor) in moved.items():
             optimizer.state.real(param)[name] = tensor
         if old is not None:
             self._library.page_free(self.pager, old)
@@ -294,7 +325,7 @@ class _Paged:
         for number, param in params:
             chosen.setdefault(number, []).append(param)
         with self._torch.cuda.device(self._device):
-            held = block.span
+            held = block.held()
             if held is not None:
                 self._hold(held)
             now = [{**groups[number], "params": some} for number, some in sorted(chosen.items())]
@@ -361,9 +392,7 @@ class _Paged:
         state = dict(state_dict["state"])
         self._stock_load(optimizer, {**state_dict, "state": {}})
         for block in self._blocks:
-            if block.span is not None:
-                self._library.page_free(self.pager, block.span)
-            block.span, block.tensors = None, {}
+            block.tensors = {}
         optimizer.state = _State(self, {})
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -431,6 +460,7 @@ def paged(optimizer: _Optimizer, *, frames: Union[int, str], step: Step = "after
             that ``step="backward"`` excludes was done; the message names ``"after"``.
         NotAttachedError: this process is not under Sublet.
         OutOfDeviceMemory: there is no device memory for the first frame.
+        OutOfHostMemory: the host cannot hold the state. The optimizer is as it was.
 
     >>> optimizer = sublet.paged(torch.optim.AdamW(model.parameters(), fused=True), frames="2GiB")  # doctest: +SKIP
     """

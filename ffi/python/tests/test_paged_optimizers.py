@@ -129,23 +129,32 @@ class Library:
         self.opened: list[int] = []
         self.held: list[int] = []
         self.spans = iter(range(1 << 50, 1 << 60, 1 << 40))
-        self.fails_at = -1
+        self.closed: list[int] = []
+        self.sizes: list[int] = []
+        self.fails_in, self.fails_at = "", 0
+
+    def may_fail(self, call: str) -> None:
+        if call == self.fails_in:
+            self.fails_at -= 1
+            if self.fails_at == 0:
+                raise sublet.OutOfHostMemory("no place")
 
     def page_open(self, device: int, window: int, chunk: int, frames: int) -> int:
         self.opened.append(frames)
         return len(self.opened)
 
-    def page_close(self, pager: int) -> None: ...
+    def page_close(self, pager: int) -> None:
+        self.closed.append(pager)
 
     def page_alloc(self, pager: int, size_bytes: int) -> int:
-        self.fails_at -= 1
-        if self.fails_at == 0:
-            raise sublet.OutOfDeviceMemory("no first frame")
+        self.may_fail("alloc")
+        self.sizes.append(size_bytes)
         return next(self.spans)
 
     def page_free(self, pager: int, span: int) -> None: ...
 
     def page_acquire(self, pager: int, spans: list[int], stream: int, wait_ms: int) -> None:
+        self.may_fail("acquire")
         self.held += spans
 
     def page_release(self, pager: int, spans: list[int], stream: int, has_written: bool) -> None:
@@ -224,7 +233,8 @@ def test_frames_that_do_not_hold_a_block_are_refused_with_the_least_that_works(
     sublet.paged(optimizer, frames=least)
 
 
-def test_state_that_is_there_is_counted_and_stays_where_a_call_is_refused(library: Library) -> None:
+@pytest.mark.parametrize("call", ["alloc", "acquire"])
+def test_state_that_is_there_is_counted_and_stays_where_a_call_is_refused(library: Library, call: str) -> None:
     optimizer = Optimizer(parameters(3 * CHUNK // 4, 16))
     for param in optimizer.param_groups[0]["params"]:
         param.grad = Tensor(param.count, 5.0)
@@ -233,16 +243,30 @@ def test_state_that_is_there_is_counted_and_stays_where_a_call_is_refused(librar
     with pytest.raises(sublet.UsageError, match="give at least '192MiB'"):
         sublet.paged(optimizer, frames="128MiB")
     assert {param: state["sum"] for param, state in optimizer.state.items()} == before
-    # The second of two blocks finds no frame.
-    library.fails_at = 2
-    with pytest.raises(sublet.OutOfDeviceMemory):
+    # Of two blocks the second fails: before the first has moved, or behind that.
+    library.fails_in, library.fails_at = call, 2
+    with pytest.raises(sublet.OutOfHostMemory):
         sublet.paged(optimizer, frames="192MiB")
+    assert library.closed == [1]
+    if call == "alloc":
+        assert {param: state["sum"] for param, state in optimizer.state.items()} == before
     assert type(optimizer.state) is defaultdict
     found = [optimizer.state[param] for param in before]
     assert [(state["sum"].value, state["sum"].device, state["steps"]) for state in found] == [(5.0, DEVICE, 1)] * 2
     optimizer.step()
     sublet.paged(optimizer, frames="192MiB")
     assert [optimizer.state[param]["sum"].value for param in before] == [10.0, 10.0]
+
+
+def test_spans_of_blocks_are_as_large_as_their_state_and_there_before_the_first_step(library: Library) -> None:
+    # Adam's two tensors for each; blocks end where a chunk is full, by what Adam has.
+    optimizer = Adam(parameters(3 * CHUNK // 16, CHUNK // 16, 8))
+    sublet.paged(optimizer, frames="192MiB")
+    assert library.sizes == [3 * CHUNK // 2, CHUNK // 2 + 2 * 512]
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = Tensor(param.count, 1.0)
+    optimizer.step()
+    assert len(library.sizes) == 2, "what was there is used"
 
 
 class Wrapper(Optimizer):

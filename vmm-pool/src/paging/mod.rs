@@ -1,6 +1,8 @@
 //! Larger than memory: a window of addresses whose contents are on the device by turns, while the process runs.
 //!
 //! ```text
+//!   spans:    [ a  ][     b      ][c][     d    ] ...     what callers have; they may share chunks
+//!
 //!   window:   [chunk 0][chunk 1][chunk 2][chunk 3] ...    addresses, for good; each chunk is an own row of the ledger
 //!                 |                 |
 //!   frames:    [frame]           [frame]                  device memory, with its charge against the budget
@@ -21,13 +23,12 @@
 //! launched on the stream that both were told. What is launched outside of that finds addresses without memory, which ends
 //! the context.
 //!
-//! Locks: the table's is a leaf, and never held across a driver call.
+//! Locks: the table's is a leaf, and never held across a driver call. `entering` comes before it, and the ledger's.
 
 mod table;
 mod thread;
 
 use std::fmt;
-use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -54,7 +55,7 @@ const LIBRARY: &str = "paged";
 /// How large a window and its parts are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowSize {
-    /// Addresses, in bytes: the most that all spans together may have. They cost no memory.
+    /// Addresses, in bytes: the most that all spans together may take. They cost no memory.
     pub window_bytes: u64,
     /// The size of a chunk, a multiple of the device's granularity.
     pub chunk_bytes: u64,
@@ -152,7 +153,7 @@ pub type PageResult<T> = Result<T, PageError>;
 pub struct PageReport {
     /// Size of one chunk, in bytes.
     pub chunk_bytes: u64,
-    /// All spans, in bytes of whole chunks.
+    /// All spans, in bytes of the chunks that they take together.
     pub paged_bytes: u64,
     /// The most device memory that they may take, in bytes.
     pub frames_bytes: u64,
@@ -188,6 +189,8 @@ struct Shared<D: Driver> {
     chunk_bytes: u64,
     host_budget: Budget,
     table: Mutex<Table>,
+    /// One at a time gives out spans: the next may share a chunk whose row is not entered yet.
+    entering: Mutex<()>,
     /// The thread has done something, or is to do something.
     changed: Condvar,
     /// Events that nobody uses now.
@@ -285,11 +288,11 @@ impl<D: Driver> Pager<D> {
     ) -> PageResult<Self> {
         let WindowSize { window_bytes, chunk_bytes, frames_bytes } = size;
         let frames = frames_bytes.checked_div(chunk_bytes).unwrap_or(0);
-        let chunks = window_bytes.checked_div(chunk_bytes).unwrap_or(0);
         let bounded = |count: u64| usize::try_from(count).unwrap_or(usize::MAX);
         if frames == 0 {
             return Err(PageError::TooFewFrames { needed_bytes: chunk_bytes, frames_bytes });
         }
+        let whole_bytes = window_bytes - window_bytes % chunk_bytes;
         let reserved = pool.driver.address_reserve(window_bytes, 0, DeviceAddress(0));
         let about = || "addresses for paging".to_owned();
         let start = reserved.about(about, window_bytes, Some(device))?;
@@ -299,7 +302,8 @@ impl<D: Driver> Pager<D> {
             window: VaRange::new(start, window_bytes),
             chunk_bytes,
             host_budget: Box::new(host_budget),
-            table: Mutex::new(Table::new(bounded(chunks), bounded(frames))),
+            table: Mutex::new(Table::new(whole_bytes, chunk_bytes, bounded(frames))),
+            entering: Mutex::default(),
             changed: Condvar::new(),
             spare: Arc::default(),
         });
@@ -322,35 +326,37 @@ impl<D: Driver> Pager<D> {
         Ok(told.recv().map_err(|_| ended)??)
     }
 
-    /// Addresses for `size_bytes`, in whole chunks. All of it is zero. Takes no device memory, and no host memory yet.
+    /// Addresses for `size_bytes`, at a multiple of 512. They may share their first and last chunk with other spans. Bytes
+    /// of chunks that are theirs alone are zero, others are what a freed span has left there. Takes no device memory, and no host
+    /// memory yet.
     ///
     /// # Errors
     /// [`PageError::WindowFull`]; [`PageError::OutOfHostMemory`] when copies of all that is paged would not fit the host.
     pub fn alloc(&self, size_bytes: u64) -> PageResult<DeviceAddress> {
         let shared = &self.shared;
-        let count = usize::try_from(size_bytes.div_ceil(shared.chunk_bytes)).unwrap_or(usize::MAX);
+        let _alone = shared.entering.lock().unwrap_or_else(PoisonError::into_inner);
         let full = PageError::WindowFull {
             asked_bytes: size_bytes,
             window_bytes: shared.window.size_bytes,
         };
-        let chunks = shared.table().alloc(count).ok_or(full)?;
-        let first = chunks.start;
-        let end_bytes = shared.pool.ledger().end_with_chunks(count, shared.chunk_bytes);
-        if let Err(error) = shared.check_host(end_bytes) {
-            shared.table().free(first);
-            return Err(error.into());
-        }
-        let rows = chunks.map(|chunk| self.insert(chunk)).collect::<PageResult<Vec<_>>>();
+        let (start, bare) = shared.table().alloc(size_bytes).ok_or(full)?;
+        let end_bytes = shared.pool.ledger().end_with_chunks(bare.len(), shared.chunk_bytes);
+        let fits = shared.check_host(end_bytes).map_err(PageError::from);
+        let rows = fits.and_then(|()| bare.iter().map(|&chunk| self.insert(chunk)).collect());
+        let rows: PageResult<Vec<_>> = rows;
         let mut table = shared.table();
         match rows {
             Ok(rows) => {
-                for (chunk, row) in (first..).zip(rows) {
+                for (&chunk, row) in bare.iter().zip(rows) {
                     table.chunks[chunk].row = Some(row);
                 }
-                Ok(shared.range_of(first).start)
+                Ok(DeviceAddress(shared.window.start.0 + start))
             }
             Err(error) => {
-                table.free(first);
+                table.free(start);
+                for chunk in bare {
+                    table.gone(chunk);
+                }
                 Err(error)
             }
         }
@@ -370,38 +376,32 @@ impl<D: Driver> Pager<D> {
         Ok(self.shared.pool.ledger().insert_chunk(new, range, &frame_access(device)))
     }
 
-    /// Gives a span up, which nobody holds. Its device memory goes when the last use is over.
+    /// Gives a span up, which nobody holds. The device memory of chunks that are no other's goes when their last use is over.
     ///
     /// # Errors
     /// [`PageError::NotPaged`].
     pub fn free(&self, span: DeviceAddress) -> PageResult<()> {
-        let first = self.chunks_of(&[span])?.first().copied();
-        let away = first.map(|first| self.shared.table().free(first)).unwrap_or_default();
-        // Rows that are away have no memory: nothing is called.
-        let garbage: Vec<_> = {
-            let mut ledger = self.shared.pool.ledger();
-            away.into_iter().flat_map(|row| ledger.remove_chunk(row)).collect()
-        };
-        self.shared.pool.dispose_quietly(garbage);
-        self.shared.changed.notify_all();
+        let shared = &self.shared;
+        let start = span.0.checked_sub(shared.window.start.0);
+        let away = start.and_then(|start| shared.table().free(start));
+        // They have no memory: nothing is called.
+        for (chunk, row) in away.ok_or(PageError::NotPaged { address: span })? {
+            thread::remove(shared, chunk, row);
+        }
+        shared.changed.notify_all();
         Ok(())
     }
 
+    /// The chunks of `spans`, those of two spans twice.
     fn chunks_of(&self, spans: &[DeviceAddress]) -> PageResult<Vec<usize>> {
         let table = self.shared.table();
         let mut all = Vec::new();
         for &address in spans {
-            all.extend(self.span_in(&table, address)?);
+            let start = address.0.checked_sub(self.shared.window.start.0);
+            let ids = start.and_then(|start| table.span(start));
+            all.extend(ids.ok_or(PageError::NotPaged { address })?);
         }
         Ok(all)
-    }
-
-    fn span_in(&self, table: &Table, address: DeviceAddress) -> PageResult<Range<usize>> {
-        let (window, chunk_bytes) = (self.shared.window, self.shared.chunk_bytes);
-        let offset = address.0.checked_sub(window.start.0);
-        let first = offset.filter(|offset| offset.is_multiple_of(chunk_bytes));
-        let first = first.and_then(|offset| usize::try_from(offset / chunk_bytes).ok());
-        first.and_then(|first| table.span(first)).ok_or(PageError::NotPaged { address })
     }
 
     /// Waits until all of `spans` is on the device, for at most `limit` of the time that the process is not paused, and has
@@ -422,18 +422,21 @@ impl<D: Driver> Pager<D> {
     ) -> PageResult<()> {
         let shared = &self.shared;
         let ids = self.chunks_of(spans)?;
-        let needed_bytes = ids.len() as u64 * shared.chunk_bytes;
+        let mut each = ids.clone();
+        each.sort_unstable();
+        each.dedup();
+        let needed_bytes = each.len() as u64 * shared.chunk_bytes;
         let what = || format!("{needed_bytes} bytes that are paged to be on {}", shared.device);
         let mut is_held = false;
         let mut before = Vec::new();
         let here = shared.wait_for(limit, what, |table| {
             if !is_held {
                 let frames = table.frames;
-                if ids.len() > frames {
+                if each.len() > frames {
                     let frames_bytes = frames as u64 * shared.chunk_bytes;
                     return Some(Err(PageError::TooFewFrames { needed_bytes, frames_bytes }));
                 }
-                if !table.fits(&ids) {
+                if !table.fits(&each) {
                     return None;
                 }
                 before = ids.iter().map(|&id| table.chunks[id].failures()).collect();

@@ -9,6 +9,9 @@
 //!
 //! *Idle* is what nobody holds, with every use and every copy over. An idle chunk is *clean* if nothing was written since its
 //! last copy out began and that copy is over.
+//!
+//! What callers have is *spans*, which begin and end anywhere and may share chunks. A chunk is held, used and written by each of
+//! its spans, and is freed when the last of them is.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -17,6 +20,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::PageError;
 use crate::VirtualHandle;
 use crate::driver::RawEvent;
+
+/// What spans begin at a multiple of, in bytes, as PyTorch's own allocator has it.
+const ALIGNMENT_BYTES: u64 = 512;
 
 /// An event of the pager's. When nobody knows it any more it is used again.
 #[derive(Debug)]
@@ -50,12 +56,14 @@ pub(super) enum Place {
 /// One chunk.
 #[derive(Debug, Default)]
 pub(super) struct Chunk {
+    /// How many spans it is a part of.
+    spans: u32,
     /// Its row, for as long as it belongs to a span, and until it is away behind that.
     pub(super) row: Option<VirtualHandle>,
     pub(super) place: Place,
-    /// Its span was freed.
+    /// Its last span was freed. It belongs to nobody else before its row is gone.
     pub(super) is_freed: bool,
-    /// How many hold it.
+    /// How many hold it; who holds two of its spans counts twice.
     pub(super) holders: u32,
     /// What stands behind each use that is not known to be over.
     uses: Vec<Arc<Mark>>,
@@ -115,9 +123,10 @@ impl Chunk {
 #[derive(Debug)]
 pub(super) struct Table {
     pub(super) chunks: Vec<Chunk>,
-    /// By index of the first chunk.
-    spans: BTreeMap<usize, usize>,
-    window_chunks: usize,
+    /// Where each begins in the window, and its size, in bytes.
+    spans: BTreeMap<u64, u64>,
+    window_bytes: u64,
+    chunk_bytes: u64,
     /// The most chunks that may be on the device.
     pub(super) frames: usize,
     /// As many as the driver or the budget gave, if that was less.
@@ -144,11 +153,12 @@ pub(super) struct Counts {
 }
 
 impl Table {
-    pub(super) fn new(window_chunks: usize, frames: usize) -> Self {
+    pub(super) fn new(window_bytes: u64, chunk_bytes: u64, frames: usize) -> Self {
         Self {
             chunks: Vec::new(),
             spans: BTreeMap::new(),
-            window_chunks,
+            window_bytes,
+            chunk_bytes,
             frames,
             given: None,
             queue: VecDeque::new(),
@@ -170,60 +180,70 @@ impl Table {
         self.given.map_or(self.frames, |given| given.min(self.frames))
     }
 
-    /// So many chunks side by side, which belong to nobody and are away. They are the caller's from then on, who gives each
-    /// a row.
-    pub(super) fn alloc(&mut self, count: usize) -> Option<Range<usize>> {
-        let mut is_taken: Vec<_> = self.chunks.iter().map(|chunk| chunk.row.is_some()).collect();
-        for (&first, &count) in &self.spans {
-            is_taken[first..first + count].fill(true);
-        }
-        let mut begin = 0;
-        let mut at = 0;
-        while at < self.chunks.len() && at - begin < count {
-            if is_taken[at] {
-                begin = at + 1;
+    /// So many bytes of the window that belong to no span, and the chunks among them that have no row: the caller gives each
+    /// one.
+    pub(super) fn alloc(&mut self, size_bytes: u64) -> Option<(u64, Vec<usize>)> {
+        let size_bytes = size_bytes.checked_next_multiple_of(ALIGNMENT_BYTES)?;
+        let freed = self.chunks.iter().enumerate().filter(|(_, chunk)| chunk.is_freed);
+        let freed = freed.map(|(id, _)| (id as u64 * self.chunk_bytes, self.chunk_bytes));
+        let spans = self.spans.iter().map(|(start, size_bytes)| (*start, *size_bytes));
+        let mut taken: Vec<_> = spans.chain(freed).collect();
+        taken.sort_unstable();
+        let mut start = 0;
+        for (taken, taken_bytes) in taken {
+            if taken - start >= size_bytes {
+                break;
             }
-            at += 1;
+            start = taken + taken_bytes;
         }
-        let all = begin..begin + count;
-        if count == 0 || all.end > self.window_chunks {
+        if size_bytes == 0 || start.checked_add(size_bytes)? > self.window_bytes {
             return None;
         }
-        if self.chunks.len() < all.end {
-            self.chunks.resize_with(all.end, Chunk::default);
+        self.spans.insert(start, size_bytes);
+        let ids = self.span(start)?;
+        if self.chunks.len() < ids.end {
+            self.chunks.resize_with(ids.end, Chunk::default);
         }
-        self.spans.insert(all.start, count);
-        Some(all)
+        self.chunks[ids.clone()].iter_mut().for_each(|chunk| chunk.spans += 1);
+        Some((start, ids.filter(|&id| self.chunks[id].row.is_none()).collect()))
     }
 
-    /// The chunks of the span that begins with this one.
-    pub(super) fn span(&self, first: usize) -> Option<Range<usize>> {
-        self.spans.get(&first).map(|count| first..first + count)
+    /// The chunks of the span that begins here.
+    pub(super) fn span(&self, start: u64) -> Option<Range<usize>> {
+        let last = start + self.spans.get(&start)? - 1;
+        let index = |at: u64| usize::try_from(at / self.chunk_bytes).ok();
+        Some(index(start)?..index(last)? + 1)
     }
 
-    /// The span is gone. Its rows that are away come out; what is on the device goes when its uses are over.
-    pub(super) fn free(&mut self, first: usize) -> Vec<VirtualHandle> {
-        let Some(count) = self.spans.remove(&first) else { return Vec::new() };
+    /// The span is gone. Chunks of no other are freed: those that are away come out, with their rows, and are
+    /// [`Table::gone`] when these are; what is on the device goes when its uses are over. `None`: there is no such span.
+    pub(super) fn free(&mut self, start: u64) -> Option<Vec<(usize, VirtualHandle)>> {
+        let ids = self.span(start)?;
+        self.spans.remove(&start);
         let mut away = Vec::new();
-        for id in first..first + count {
+        for id in ids {
             let chunk = &mut self.chunks[id];
+            chunk.spans -= 1;
+            if chunk.spans > 0 {
+                continue;
+            }
             chunk.is_freed = true;
             chunk.holders = 0;
             self.queue.retain(|queued| *queued != id);
-            if self.chunks[id].place == Place::Away {
-                away.extend(self.take_freed(id));
-            }
+            away.extend(self.take_freed(id).map(|row| (id, row)));
         }
-        away
+        Some(away)
     }
 
     /// The row of a chunk that belongs to nobody any more and is away.
     pub(super) fn take_freed(&mut self, id: usize) -> Option<VirtualHandle> {
         let chunk = &mut self.chunks[id];
-        if !chunk.is_freed || chunk.place != Place::Away {
-            return None;
-        }
-        std::mem::take(chunk).row
+        if chunk.is_freed && chunk.place == Place::Away { chunk.row.take() } else { None }
+    }
+
+    /// A chunk that was freed has no row any more: its addresses are anybody's.
+    pub(super) fn gone(&mut self, id: usize) {
+        self.chunks[id] = Chunk::default();
     }
 
     fn tick(&mut self) -> u64 {
@@ -231,7 +251,7 @@ impl Table {
         self.clock
     }
 
-    /// Could all of these be held, with what is held already?
+    /// Could these, each named once, be held, with what is held already?
     pub(super) fn fits(&self, ids: &[usize]) -> bool {
         let others = self.chunks.iter().enumerate();
         let others = others.filter(|(id, chunk)| {
@@ -391,15 +411,15 @@ impl Table {
         self.chunks.iter_mut().for_each(|chunk| chunk.is_refused = false);
     }
 
-    /// All spans are freed. Rows that are away come out.
-    pub(super) fn free_all(&mut self) -> Vec<VirtualHandle> {
+    /// All spans are freed, as by [`Table::free`].
+    pub(super) fn free_all(&mut self) -> Vec<(usize, VirtualHandle)> {
         let spans: Vec<_> = self.spans.keys().copied().collect();
-        spans.into_iter().flat_map(|first| self.free(first)).collect()
+        spans.into_iter().filter_map(|start| self.free(start)).flatten().collect()
     }
 
     /// Chunks of spans.
     pub(super) fn owned(&self) -> usize {
-        self.spans.values().sum()
+        self.chunks.iter().filter(|chunk| chunk.spans > 0).count()
     }
 
     /// Chunks that may not leave.
@@ -477,83 +497,4 @@ impl Table {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn mark() -> Arc<Mark> {
-        Mark::new(RawEvent(1), &Arc::default())
-    }
-
-    fn table(chunks: usize, frames: usize) -> Table {
-        let mut table = Table::new(16, frames);
-        table.alloc(chunks).expect("room");
-        table
-    }
-
-    fn bring(table: &mut Table, id: usize) {
-        table.came(id, None, false);
-    }
-
-    #[test]
-    fn what_was_written_since_its_copy_began_is_not_clean() {
-        let mut table = table(1, 1);
-        bring(&mut table, 0);
-        table.hold(&[0]);
-        let first = mark();
-        table.used(&[0], &first, true);
-        table.are_over(&[first]);
-        assert!(table.chunks[0].is_idle() && !table.chunks[0].is_clean());
-        let out = mark();
-        table.copying_out(0, Arc::clone(&out));
-        let second = mark();
-        table.hold(&[0]);
-        table.used(&[0], &second, true);
-        table.are_over(&[out, second]);
-        assert!(table.chunks[0].is_idle() && !table.chunks[0].is_clean());
-        let out = mark();
-        table.copying_out(0, Arc::clone(&out));
-        assert!(!table.chunks[0].is_idle(), "a copy is under way");
-        table.are_over(&[out]);
-        assert!(table.chunks[0].is_idle() && table.chunks[0].is_clean());
-    }
-
-    #[test]
-    fn a_use_on_one_stream_is_not_over_because_a_later_one_on_another_is() {
-        let mut table = table(1, 1);
-        bring(&mut table, 0);
-        let (earlier, later) = (mark(), mark());
-        table.hold(&[0]);
-        table.used(&[0], &earlier, false);
-        table.hold(&[0]);
-        table.used(&[0], &later, false);
-        table.are_over(&[later]);
-        assert!(!table.chunks[0].is_idle());
-        table.are_over(&[earlier]);
-        assert!(table.chunks[0].is_idle());
-    }
-
-    #[test]
-    fn what_was_announced_gives_its_frame_only_to_somebody_who_waits() {
-        let mut table = table(3, 2);
-        bring(&mut table, 0);
-        bring(&mut table, 1);
-        table.announce(&[0, 1, 2]);
-        assert!(table.victims(2).is_empty());
-        table.hold(&[2]);
-        assert_eq!(table.victims(2), [0, 1]);
-    }
-
-    #[test]
-    fn addresses_of_a_span_are_given_out_again_when_all_of_it_is_away() {
-        let mut table = table(2, 2);
-        for id in 0..2 {
-            table.chunks[id].row = Some(VirtualHandle::new(id, 1));
-        }
-        bring(&mut table, 1);
-        assert_eq!(table.free(0), [VirtualHandle::new(0, 1)]);
-        assert_eq!(table.alloc(2), Some(2..4));
-        table.chunks[1].place = Place::Away;
-        assert_eq!(table.take_freed(1), Some(VirtualHandle::new(1, 1)));
-        assert_eq!(table.alloc(2), Some(0..2));
-    }
-}
+mod tests;

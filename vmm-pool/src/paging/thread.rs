@@ -63,18 +63,19 @@ pub(super) fn run<D: Driver>(shared: &Arc<Shared<D>>, told: &Sender<PoolResult<(
     }
 }
 
-/// Frees all spans. Rows that are away go immediately.
+/// Frees all spans. Chunks that are away go immediately.
 fn remove_all<D: Driver>(shared: &Shared<D>) {
     let away = shared.table().free_all();
-    for row in away {
-        remove(shared, row);
+    for (chunk, row) in away {
+        remove(shared, chunk, row);
     }
 }
 
-/// A row whose span was freed, and that is away now.
-fn remove<D: Driver>(shared: &Shared<D>, row: VirtualHandle) {
+/// A chunk whose spans were freed, and that is away now.
+pub(super) fn remove<D: Driver>(shared: &Shared<D>, chunk: usize, row: VirtualHandle) {
     let garbage = shared.pool.ledger().remove_chunk(row);
     shared.pool.dispose_quietly(garbage);
+    shared.table().gone(chunk);
 }
 
 fn begin<D: Driver>(shared: &Shared<D>) -> PoolResult<Streams> {
@@ -221,7 +222,9 @@ impl<D: Driver> Worker<'_, D> {
         let row = {
             let mut table = self.shared.table();
             let chunk = &mut table.chunks[newcomer];
-            chunk.place = Place::Coming;
+            if chunk.row.is_some() {
+                chunk.place = Place::Coming;
+            }
             chunk.row
         };
         let came = match row {
@@ -241,7 +244,7 @@ impl<D: Driver> Worker<'_, D> {
         let freed = table.take_freed(newcomer);
         drop(table);
         if let Some(row) = freed {
-            remove(self.shared, row);
+            remove(self.shared, newcomer, row);
         }
     }
 
@@ -282,7 +285,7 @@ impl<D: Driver> Worker<'_, D> {
                     table.take_freed(victim)
                 };
                 if let Some(row) = freed {
-                    remove(self.shared, row);
+                    remove(self.shared, victim, row);
                 }
                 Ok(Some(frame))
             }

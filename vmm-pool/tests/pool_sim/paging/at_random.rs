@@ -14,9 +14,15 @@ use crate::stage::{CAPACITY_BYTES, DEVICE, UNIT, UNLIMITED, WHOLE, free_bytes, p
 /// What a random program does next.
 #[derive(Clone, Debug)]
 enum Step {
-    Use { spans: Vec<usize>, stream: usize, writes: bool, holds: bool },
+    Use {
+        spans: Vec<usize>,
+        stream: usize,
+        writes: bool,
+        holds: bool,
+    },
     Announce(Vec<usize>),
     Frames(u64),
+    /// In quarters of a chunk, less a few bytes.
     Alloc(u64),
     Free(usize),
     Flush,
@@ -32,7 +38,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
             .prop_map(|(spans, stream, writes, holds)| Step::Use { spans, stream, writes, holds }),
         4 => spans().prop_map(Step::Announce),
         1 => (2u64..6).prop_map(Step::Frames),
-        2 => (1u64..3).prop_map(Step::Alloc),
+        3 => (1u64..5).prop_map(Step::Alloc),
         1 => (0usize..8).prop_map(Step::Free),
         1 => Just(Step::Flush),
         2 => Just(Step::Check),
@@ -47,11 +53,9 @@ fn chosen(stage: &Stage, wanted: &[usize], most: usize) -> Vec<usize> {
     let mut spans: Vec<_> = wanted.iter().map(|span| span % stage.spans.len()).collect();
     spans.sort_unstable();
     spans.dedup();
-    let mut chunks = 0;
-    spans.retain(|&span| {
-        chunks += stage.spans[span].len();
-        chunks <= most
-    });
+    while stage.chunks_of(&spans) > most {
+        spans.pop();
+    }
     spans
 }
 
@@ -101,9 +105,10 @@ fn run(program: Vec<Step>, pauses_beside: bool) {
                     frames = usize::try_from(count).expect("small");
                     stage.pager().set_frames(count * UNIT, LIMIT).expect("frames");
                 }
-                Step::Alloc(chunks) => {
+                Step::Alloc(quarters) => {
                     if stage.spans.len() < 8 {
-                        stage.alloc(chunks).expect("addresses");
+                        let size_bytes = quarters * UNIT / 4 - 16 * (quarters % 3);
+                        stage.alloc_bytes(size_bytes).expect("addresses");
                     }
                 }
                 Step::Free(span) => {

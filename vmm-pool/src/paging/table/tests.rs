@@ -1,0 +1,128 @@
+use super::*;
+
+fn mark() -> Arc<Mark> {
+    Mark::new(RawEvent(1), &Arc::default())
+}
+
+const CHUNK: u64 = 4096;
+
+fn table(chunks: u64, frames: usize) -> Table {
+    let mut table = Table::new(16 * CHUNK, CHUNK, frames);
+    table.alloc(chunks * CHUNK).expect("room");
+    table
+}
+
+fn bring(table: &mut Table, id: usize) {
+    table.came(id, None, false);
+}
+
+#[test]
+fn what_was_written_since_its_copy_began_is_not_clean() {
+    let mut table = table(1, 1);
+    bring(&mut table, 0);
+    table.hold(&[0]);
+    let first = mark();
+    table.used(&[0], &first, true);
+    table.are_over(&[first]);
+    assert!(table.chunks[0].is_idle() && !table.chunks[0].is_clean());
+    let out = mark();
+    table.copying_out(0, Arc::clone(&out));
+    let second = mark();
+    table.hold(&[0]);
+    table.used(&[0], &second, true);
+    table.are_over(&[out, second]);
+    assert!(table.chunks[0].is_idle() && !table.chunks[0].is_clean());
+    let out = mark();
+    table.copying_out(0, Arc::clone(&out));
+    assert!(!table.chunks[0].is_idle(), "a copy is under way");
+    table.are_over(&[out]);
+    assert!(table.chunks[0].is_idle() && table.chunks[0].is_clean());
+}
+
+#[test]
+fn a_use_on_one_stream_is_not_over_because_a_later_one_on_another_is() {
+    let mut table = table(1, 1);
+    bring(&mut table, 0);
+    let (earlier, later) = (mark(), mark());
+    table.hold(&[0]);
+    table.used(&[0], &earlier, false);
+    table.hold(&[0]);
+    table.used(&[0], &later, false);
+    table.are_over(&[later]);
+    assert!(!table.chunks[0].is_idle());
+    table.are_over(&[earlier]);
+    assert!(table.chunks[0].is_idle());
+}
+
+#[test]
+fn what_was_announced_gives_its_frame_only_to_somebody_who_waits() {
+    let mut table = table(3, 2);
+    bring(&mut table, 0);
+    bring(&mut table, 1);
+    table.announce(&[0, 1, 2]);
+    assert!(table.victims(2).is_empty());
+    table.hold(&[2]);
+    assert_eq!(table.victims(2), [0, 1]);
+}
+
+#[test]
+fn addresses_of_a_span_are_given_out_again_when_all_of_it_is_away() {
+    let mut table = table(2, 2);
+    for id in 0..2 {
+        table.chunks[id].row = Some(VirtualHandle::new(id, 1));
+    }
+    bring(&mut table, 1);
+    assert_eq!(table.free(0), Some(vec![(0, VirtualHandle::new(0, 1))]));
+    assert_eq!(table.free(0), None);
+    table.gone(0);
+    assert_eq!(table.alloc(2 * CHUNK), Some((2 * CHUNK, vec![2, 3])));
+    table.chunks[1].place = Place::Away;
+    assert_eq!(table.take_freed(1), Some(VirtualHandle::new(1, 1)));
+    assert_eq!(table.alloc(CHUNK + 1), Some((4 * CHUNK, vec![4, 5])), "its row is there");
+    table.gone(1);
+    assert_eq!(table.alloc(2 * CHUNK), Some((0, vec![0, 1])));
+}
+
+#[test]
+fn spans_lie_side_by_side_whatever_their_sizes_are() {
+    let mut table = Table::new(16 * CHUNK, CHUNK, 2);
+    let size_bytes = 3 * CHUNK / 4;
+    for index in 0..20 {
+        let (start, bare) = table.alloc(size_bytes - 1).expect("room");
+        assert_eq!(start, index * size_bytes, "rounded up to {ALIGNMENT_BYTES}");
+        for id in bare {
+            table.chunks[id].row = Some(VirtualHandle::new(id, 1));
+        }
+    }
+    assert_eq!(table.owned(), 15, "three quarters of twenty");
+    assert!(table.alloc(CHUNK + 1).is_none());
+    assert_eq!(table.alloc(CHUNK), Some((15 * CHUNK, vec![15])));
+    assert_eq!((table.span(size_bytes), table.span(size_bytes + 512)), (Some(0..2), None));
+}
+
+#[test]
+fn a_chunk_of_two_spans_is_in_use_as_long_as_one_of_them_is() {
+    let mut table = Table::new(16 * CHUNK, CHUNK, 2);
+    for _ in 0..2 {
+        let (_, bare) = table.alloc(CHUNK / 2).expect("room");
+        for id in bare {
+            table.chunks[id].row = Some(VirtualHandle::new(id, 1));
+        }
+    }
+    bring(&mut table, 0);
+    // Both by one call, and each let go by its own.
+    table.hold(&[0, 0]);
+    let (one, other) = (mark(), mark());
+    table.used(&[0], &one, true);
+    table.are_over(&[one]);
+    assert!(!table.chunks[0].is_idle() && table.claim(0).is_none(), "the other is held");
+    table.used(&[0], &other, false);
+    assert_eq!(table.free(0), Some(Vec::new()));
+    assert!(!table.chunks[0].is_freed && !table.chunks[0].is_clean());
+    table.are_over(&[other]);
+    assert!(table.chunks[0].is_idle());
+    assert_eq!(table.alloc(CHUNK / 2), Some((0, Vec::new())), "what was freed of it");
+    table.free(0);
+    table.free(CHUNK / 2);
+    assert!(table.chunks[0].is_freed && table.chunks[0].is_clean());
+}
