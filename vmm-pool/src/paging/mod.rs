@@ -15,7 +15,7 @@
 //! (`StillChunk`). A chunk that is away is set aside, so that pauses and resumes of everything pass over
 //! it. One on the device they handle as any other.
 //!
-//! What `table` decides, `thread` carries out, on the thread `sublet-pager`. It waits for work of devices outside the
+//! What `table` decides, by the order of uses that `plan` has recorded, `thread` carries out, on the thread `sublet-pager`. It waits for work of devices outside the
 //! gate, and goes in, as an application's call does, to begin a copy or to exchange: nothing of that waits. So a pause stops
 //! it between two such steps, and copies that are under way then end before the devices are idle.
 //!
@@ -25,6 +25,7 @@
 //!
 //! Locks: the table's is a leaf, and never held across a driver call. `entering` comes before it, and the ledger's.
 
+mod plan;
 mod table;
 mod thread;
 

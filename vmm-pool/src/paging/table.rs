@@ -13,11 +13,13 @@
 //! What callers have is *spans*, which begin and end anywhere and may share chunks. A chunk is held, used and written by each of
 //! its spans, and is freed when the last of them is.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::PageError;
+use super::plan::Plan;
 use crate::VirtualHandle;
 use crate::driver::RawEvent;
 
@@ -134,6 +136,8 @@ pub(super) struct Table {
     /// Those that are to come: held ones first.
     queue: VecDeque<usize>,
     clock: u64,
+    /// When chunks are used next.
+    plan: Plan,
     pub(super) is_ending: bool,
     pub(super) has_ended: bool,
     /// The device has failed.
@@ -163,6 +167,7 @@ impl Table {
             given: None,
             queue: VecDeque::new(),
             clock: 0,
+            plan: Plan::default(),
             is_ending: false,
             has_ended: false,
             broken: None,
@@ -266,6 +271,9 @@ impl Table {
     pub(super) fn hold(&mut self, ids: &[usize]) {
         let now = self.tick();
         let mut is_hit = true;
+        for &id in ids {
+            self.plan.used(id, self.chunks.len());
+        }
         for &id in ids.iter().rev() {
             let chunk = &mut self.chunks[id];
             chunk.holders += 1;
@@ -352,8 +360,8 @@ impl Table {
         self.queue.retain(|queued| *queued != id);
     }
 
-    /// Those that could give their frame to `newcomer`, in the order to ask them in: what is freed, then what was used
-    /// longest ago. What was announced gives it only to somebody who waits.
+    /// Those that could give their frame to `newcomer`, in the order to ask them in: what is freed, then what is used last
+    /// from now on, and of two that nobody knows of the one that is clean. What was announced gives it only to somebody who waits.
     pub(super) fn victims(&self, newcomer: usize) -> Vec<usize> {
         let somebody_waits = self.chunks[newcomer].holders > 0;
         let all = self.chunks.iter().enumerate().filter(|(_, chunk)| {
@@ -364,28 +372,36 @@ impl Table {
                 && !stays
                 && (somebody_waits || !is_wanted)
         });
-        let key = |chunk: &Chunk| (!chunk.is_freed, chunk.is_promised, chunk.last);
-        let mut all: Vec<_> = all.map(|(id, chunk)| (key(chunk), id)).collect();
-        all.sort_unstable();
-        all.into_iter().map(|(_, id)| id).collect()
+        let next = self.plan.next_uses(self.chunks.len());
+        let mut all: Vec<_> = all.collect();
+        all.sort_by_key(|&(id, chunk)| {
+            let is_kept = (!chunk.is_freed, chunk.is_promised, chunk.is_refused);
+            (is_kept, Reverse(next[id]), !chunk.is_clean(), chunk.last)
+        });
+        all.into_iter().map(|(id, _)| id).collect()
     }
 
     /// One that nobody needs on the device: it is freed, or there are more than there may be. It is idle.
     pub(super) fn surplus(&self) -> Option<usize> {
         let is_above = self.resident() > self.frames;
-        let idle = self.chunks.iter().enumerate();
-        let idle = idle.filter(|(_, chunk)| {
-            chunk.is_idle() && !chunk.is_refused && (chunk.is_freed || is_above)
-        });
-        idle.min_by_key(|(_, chunk)| (!chunk.is_freed, chunk.last)).map(|(id, _)| id)
+        let is_surplus =
+            |chunk: &Chunk| chunk.is_idle() && !chunk.is_refused && (chunk.is_freed || is_above);
+        let freed = self.chunks.iter().position(|chunk| chunk.is_freed && is_surplus(chunk));
+        freed.or_else(|| self.used_last(is_surplus))
     }
 
-    /// The idle one that was used longest ago and is not clean.
+    /// Of those that `is_meant`, the one that is used last from now on.
+    fn used_last(&self, is_meant: impl Fn(&Chunk) -> bool) -> Option<usize> {
+        let all = self.chunks.iter().enumerate().filter(|(_, chunk)| is_meant(chunk));
+        let mut all = all.map(|(id, _)| id).peekable();
+        all.peek()?;
+        let next = self.plan.next_uses(self.chunks.len());
+        all.max_by_key(|&id| next[id])
+    }
+
+    /// The idle one that is not clean and is used last from now on: it is to give its frame first.
     pub(super) fn to_clean(&self) -> Option<usize> {
-        let dirty = self.chunks.iter().enumerate();
-        let dirty =
-            dirty.filter(|(_, chunk)| chunk.is_idle() && !chunk.is_clean() && !chunk.is_refused);
-        dirty.min_by_key(|(_, chunk)| chunk.last).map(|(id, _)| id)
+        self.used_last(|chunk| chunk.is_idle() && !chunk.is_clean() && !chunk.is_refused)
     }
 
     /// Copies out that are under way.
