@@ -10,6 +10,9 @@ and resumed in every fifth step). Next to them what others do: FSDP2 with `CPUOf
 Attention is flash attention with a deterministic backward pass: otherwise stock differs from stock.
 
 Bound: moments are read and written once a step, 16.6 GB each way at 50 GB/s: 0.33 s, hidden behind some 0.5 s of backward.
+The last step of `backward` is recorded: which chunk is where, what goes over the link, and what is computed
+(`larger_picture.py`).
+
 So `backward` should be within a few percent of `resident`, and `after` some 0.33 s behind it.
 """
 
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import larger_picture
 import runner
 from common import Result
 
@@ -94,17 +98,25 @@ def role(args: Any) -> int:
     peak_bytes, losses = 0, []
     for step in range(args.steps):
         batch = data[step % len(data)]
+        is_recorded = args.role == "backward" and step == args.steps - 1
+        recorder = larger_picture.Recorder() if is_recorded else None
         began = time.perf_counter()
         with autocast():
             loss = model(input_ids=batch, labels=batch).loss
+        if recorder is not None:
+            recorder.mark("forward")
         pauser = pause_soon() if args.role == "pauses" and step % PAUSE_EVERY == PAUSE_EVERY - 1 else None
         loss.backward()
+        if recorder is not None:
+            recorder.mark("backward, with the optimizer")
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
         took = time.perf_counter() - began
         if pauser is not None:
             runner.row(f"step {step}: paused and resumed", pauser.wait(60) == 0)
+        elif recorder is not None:
+            runner.fact("timeline", recorder.ended())
         elif step > 0:  # the first makes the state
             runner.sample("step_s", took)
         losses.append(float(loss))

@@ -195,7 +195,9 @@ int sublet_page_flush(uint64_t pager, uint32_t timeout_ms);
 /* From now on at most so much is on the device. */
 int sublet_page_set_frames(uint64_t pager, uint64_t frames_bytes, uint32_t timeout_ms);
 /* JSON: "chunk_bytes", "paged_bytes", "frames_bytes", "resident_bytes", "stays_bytes", and so far "out_bytes", "in_bytes", "exchanges",
- * "hits" and "misses" (uses that found all of their memory on the device, and that did not). */
+ * "hits" and "misses" (uses that found all of their memory on the device, and that did not). "chunks" has a letter for each chunk, in the
+ * order of addresses: a away, i on its way in, h on the device and the same in host memory, w on the device and written since it was copied
+ * to the host, o on its way out, - of no span. */
 int64_t sublet_page_json(uint64_t pager, char *buffer, size_t size);
 
 /* For torch's CUDAPluggableAllocator. What sublet_torch_malloc gives can be paused whatever its size, lies on

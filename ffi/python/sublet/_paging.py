@@ -513,7 +513,9 @@ def report() -> list[dict[str, Any]]:
     Returns:
         For each a dict with ``device``, ``step``, ``blocks`` (of parameters); ``paged_bytes`` (all state),
         ``frames_bytes`` (the most on the device), ``resident_bytes`` (what is there now), ``stays_bytes`` (what
-        may not leave), ``chunk_bytes``; and so far ``out_bytes``, ``in_bytes``, ``exchanges``, ``hits`` and
+        may not leave), ``chunk_bytes``, ``chunks`` (a letter for each: ``a`` away, ``i`` on its way in, ``h`` on
+        the device and the same in host memory, ``w`` on the device and written since it was copied to the host,
+        ``o`` on its way out, ``-`` unused); and so far ``out_bytes``, ``in_bytes``, ``exchanges``, ``hits`` and
         ``misses`` (uses that found their state on the device, and that did not).
 
     >>> sublet.report()

@@ -150,7 +150,7 @@ impl From<PoolError> for PageError {
 pub type PageResult<T> = Result<T, PageError>;
 
 /// What a pager holds and has done.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct PageReport {
     /// Size of one chunk, in bytes.
     pub chunk_bytes: u64,
@@ -172,6 +172,9 @@ pub struct PageReport {
     pub hits: u64,
     /// Uses that did not.
     pub misses: u64,
+    /// Where each chunk is now, as a letter, in the order of their addresses: `a` away, `i` on its way in, `h` on the device and
+    /// the same in host memory, `w` on the device and written since it was copied to the host, `o` on its way out, `-` of no span.
+    pub chunks: String,
 }
 
 /// The window of one device. Any thread may call; none may be inside the pool's gate.
@@ -559,6 +562,7 @@ impl<D: Driver> Pager<D> {
             exchanges: counts.exchanges,
             hits: counts.hits,
             misses: counts.misses,
+            chunks: table.letters(),
         }
     }
 }

@@ -404,6 +404,20 @@ impl Table {
         self.used_last(|chunk| chunk.is_idle() && !chunk.is_clean() && !chunk.is_refused)
     }
 
+    /// Where each chunk is, as [`super::PageReport::chunks`] has it.
+    pub(super) fn letters(&self) -> String {
+        let letter = |chunk: &Chunk| match chunk.place {
+            Place::Coming => 'i',
+            Place::Away if chunk.spans == 0 => '-',
+            Place::Away => 'a',
+            Place::Here | Place::Going if chunk.coming.is_some() => 'i',
+            Place::Here | Place::Going if chunk.out.is_some() => 'o',
+            Place::Here | Place::Going if chunk.is_clean() => 'h',
+            Place::Here | Place::Going => 'w',
+        };
+        self.chunks.iter().map(letter).collect()
+    }
+
     /// Copies out that are under way.
     pub(super) fn copies_out(&self) -> usize {
         self.chunks.iter().filter(|chunk| chunk.out.is_some()).count()

@@ -330,12 +330,13 @@ fn what_was_only_read_is_not_copied_out_again() {
     stage.use_all(true);
     stage.pager().flush(LIMIT).expect("copied");
     let before = stage.pager().report();
-    assert_eq!(before.out_bytes, 3 * UNIT);
+    assert_eq!((before.out_bytes, &*before.chunks), (3 * UNIT, "aah"));
     stage.use_all(false);
     stage.use_all(false);
     stage.check();
     let after = stage.pager().report();
     assert_eq!((after.out_bytes, after.in_bytes - before.in_bytes), (before.out_bytes, 6 * UNIT));
+    assert_eq!(after.chunks.matches('a').count(), 2, "{after:?}");
     let places = stage.pool.report().host_arena_bytes;
     stage.use_all(true);
     stage.use_all(true);
