@@ -22,7 +22,7 @@ use vmm_pool::gate::Passage;
 
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
-use crate::replaced::copies::{Refused, copy_in_place, is_refused_copy, opens_blocks};
+use crate::replaced::copies::{Refused, copy_in_place, is_copy, is_refused, opens_blocks};
 use crate::{replaced, runtime};
 
 /// A value of the driver's interface that is an address.
@@ -60,28 +60,32 @@ macro_rules! waiting_function {
         /// As the driver's function of this name.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol($($arg: $ty),*) -> c_int {
-            let call = || {
-                let _pass = runtime::member()
-                    .map(|member| waiting_function!(@pass member, $symbol [ $($touched),* ]));
-                call_driver!($symbol($($arg => $ty),*))
-            };
+            macro_rules! call {
+                () => {{
+                    let _pass = runtime::member()
+                        .map(|member| waiting_function!(@pass member, $symbol [ $($touched),* ]));
+                    call_driver!($symbol($($arg => $ty),*))
+                }};
+            }
+            const IS_COPY: bool = is_copy(stringify!($symbol));
             // No net for panics: a thread that is cancelled while it waits unwinds through here, and must not be caught.
-            let mut code = call();
-            let symbol = stringify!($symbol);
-            if is_refused_copy(symbol, code) {
+            let mut code = call!();
+            if IS_COPY && is_refused(code) {
+                let call = || call!();
                 if opens_blocks() {
                     code = call();
                 }
-                waiting_function!(@copy symbol, code, call [ $($copy)* ]);
+                waiting_function!(@copy $symbol, code, call [ $($copy)* ]);
             }
             code
         }
     };
     (@copy $symbol:ident, $code:ident, $call:ident []) => {};
     (@copy $symbol:ident, $code:ident, $call:ident [ $target:ident $source:ident $bytes:ident $($stream:ident)? ]) => {
-        if is_refused_copy($symbol, $code) {
+        if is_refused($code) {
             let stream: Option<Pointer> = None $(.or(Some($stream)))?;
-            let is_per_thread = $symbol.ends_with("_ptsz") || $symbol.ends_with("_ptds");
+            let symbol = stringify!($symbol);
+            let is_per_thread = symbol.ends_with("_ptsz") || symbol.ends_with("_ptds");
             let (target, source) = ($target.address(), $source.address());
             let copy = Refused { target, source, bytes: $bytes, stream, is_per_thread };
             $code = copy_in_place(copy, $code, $call);

@@ -1,7 +1,7 @@
 //! The gate that holds a process's device work back while its memory is away or on the move.
 //!
-//! Every hooked call passes it twice: in and out. Passing an open gate costs one atomic exchange and one
-//! load on memory that belongs to the calling thread alone, so launches from many threads do not meet.
+//! Every hooked call passes it twice: in and out. Passing an open gate costs one look-up of thread-local storage, and
+//! one atomic addition on memory that belongs to the calling thread alone, so launches from many threads do not meet.
 //! Closing is the slow side: it looks at every thread's slot (`slots.rs`) until all are out.
 //!
 //! While it is shut, whoever keeps it can let each thread that waits make one call (`Gate::step`): work that is on
@@ -9,14 +9,14 @@
 //!
 //! Lock order: `slots` and `sleepers` are leaves; nothing is called while they are held.
 
-use std::cell::{Cell, OnceCell};
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::time::{Duration, Instant};
 
-use crate::slots::{Slot, Slots};
+use crate::slots::{Lease, Seat, Slot, Slots, Threads, Visit};
 use crate::sync::{
-    Arc, AtomicU8, AtomicU64, Condvar, Mutex, MutexGuard, Ordering, PoisonError, thread_local,
+    AtomicU8, AtomicU64, Condvar, Mutex, MutexGuard, Ordering, PoisonError, thread_local,
 };
 
 /// What a call needs of the gate.
@@ -69,39 +69,12 @@ impl Mode {
 }
 
 thread_local! {
-    static OWN_SLOT: Own = const { Own(OnceCell::new()) };
-    // Without a destructor, so it outlives the slot: destructors that run after the slot's make calls too.
-    static INSIDE: Cell<Inside> = const { Cell::new(Inside { depth: 0, was_offloaded: false }) };
+    static SEAT: Cell<Seat> = const { Cell::new(Seat::None) };
+    static LEASE: Lease = const { Lease::new() };
 }
 
-/// How the calling thread went in.
-#[derive(Clone, Copy, Debug)]
-struct Inside {
-    /// How many passes it has.
-    depth: u32,
-    /// Was memory away when it got the outermost?
-    was_offloaded: bool,
-}
-
-/// The slot of one thread.
-#[derive(Debug)]
-struct Own(OnceCell<Arc<Slot>>);
-
-impl Own {
-    fn slot(&self, slots: &Slots) -> &Arc<Slot> {
-        self.0.get_or_init(|| slots.add())
-    }
-}
-
-impl Drop for Own {
-    /// A thread that ends inside a call (a signal handler that calls `exit`) stays inside: its slot is leaked.
-    fn drop(&mut self) {
-        let is_inside = INSIDE.try_with(|inside| inside.get().depth > 0).unwrap_or(false);
-        if is_inside && let Some(slot) = self.0.take() {
-            let _leaked = std::mem::ManuallyDrop::new(slot);
-        }
-    }
-}
+/// A slot's label is the mode that the gate had when its thread went in.
+const HERE: Threads = Threads { seat: &SEAT, lease: &LEASE };
 
 /// The gate of one process. There is one a process: threads keep one slot each.
 #[derive(Debug)]
@@ -169,15 +142,33 @@ impl Call {
     }
 }
 
+/// A thread that waits to go in, until it is dropped.
+#[derive(Debug)]
+struct Sleep<'a> {
+    gate: &'a Gate,
+    slot: &'static Slot,
+    /// On the list; none once it was taken off.
+    number: Option<u64>,
+}
+
+impl Drop for Sleep<'_> {
+    /// Also where the thread is cancelled while it waits.
+    fn drop(&mut self) {
+        if let Some(number) = self.number {
+            self.gate.sleepers().list.remove(&number);
+        }
+        HERE.seat.set(Seat::Taken(self.slot));
+    }
+}
+
 /// Proof of being inside. Leaving is dropping it.
 #[derive(Debug)]
 #[must_use = "dropping the pass leaves the gate"]
 pub struct Pass<'a> {
     gate: &'a Gate,
-    outermost: bool,
-    /// A slot for this call alone: that of the thread is gone, as the thread ends.
-    last: Option<Arc<Slot>>,
-    /// Whoever goes in comes out: the slot is the thread's own.
+    /// None within another pass of the thread.
+    visit: Option<Visit>,
+    /// The thread that goes in comes out: the slot is its own.
     _of_this_thread: PhantomData<*const ()>,
 }
 
@@ -205,88 +196,111 @@ impl Default for Gate {
 
 impl Gate {
     /// Passes for a call that asks for memory or gives it back: [`Call::Memory`].
+    #[inline]
     pub fn pass(&self, passage: Passage) -> Pass<'_> {
         self.pass_with(Call::Memory, passage)
     }
 
     /// Passes for the call `what`, which is about no memory of its own: [`Call::Other`].
+    #[inline]
     pub fn pass_for(&self, what: &'static str, passage: Passage) -> Pass<'_> {
         self.pass_with(Call::Other(what), passage)
     }
 
     /// Waits as long as memory is away. Passes within a pass are free.
+    #[inline]
     fn pass_with(&self, call: Call, passage: Passage) -> Pass<'_> {
-        let inside = INSIDE.get();
-        let outermost = inside.depth == 0;
-        // Counted before it waits: calls that a signal handler makes meanwhile are part of this one.
-        INSIDE.set(Inside { depth: inside.depth + 1, ..inside });
-        let mut last = None;
-        if outermost {
-            let entered = OWN_SLOT.try_with(|own| self.enter(own.slot(&self.slots), call, passage));
-            let mode = entered
-                .unwrap_or_else(|_| self.enter(last.insert(self.slots.add()), call, passage));
-            INSIDE.set(Inside { depth: 1, was_offloaded: mode == Mode::Offloaded });
+        let visit = HERE.come(&self.slots);
+        if let Some(visit) = &visit {
+            self.enter(visit.slot, call, passage);
         }
-        Pass { gate: self, outermost, last, _of_this_thread: PhantomData }
+        Pass { gate: self, visit, _of_this_thread: PhantomData }
     }
 
-    /// Says where the gate was that let the thread in.
-    fn enter(&self, slot: &Slot, call: Call, passage: Passage) -> Mode {
-        let mut waits_as = None;
-        loop {
-            slot.step_in();
-            #[cfg(test)]
-            tests::between_mark_and_look();
-            let mode = self.mode.load(Ordering::SeqCst);
-            if Mode::admits(mode, passage) {
-                if let Some(number) = waits_as {
-                    self.sleepers().list.remove(&number);
-                }
-                return Mode::of(mode);
-            }
+    #[inline]
+    fn enter(&self, slot: &'static Slot, call: Call, passage: Passage) {
+        let mode = self.mark_and_look(slot);
+        if mode == Mode::Open as u8 {
+            slot.set_label(usize::from(mode));
+        } else {
+            self.enter_behind(mode, slot, call, passage);
+        }
+    }
+
+    /// Where the gate is, behind the thread's mark.
+    #[inline]
+    fn mark_and_look(&self, slot: &Slot) -> u8 {
+        slot.step_in();
+        #[cfg(test)]
+        tests::between_mark_and_look();
+        self.mode.load(Ordering::SeqCst)
+    }
+
+    /// Goes in where the gate was found at `mode`, by a thread that has marked its slot.
+    #[cold]
+    fn enter_behind(&self, mut mode: u8, slot: &'static Slot, call: Call, passage: Passage) {
+        let mut sleep = None;
+        while !Mode::admits(mode, passage) {
+            // Calls that a signal handler makes while it waits are part of this one.
+            HERE.seat.set(Seat::Coming);
             slot.step_out();
             let mut sleepers = self.sleepers();
-            let number = *waits_as.get_or_insert_with(|| {
-                self.waits.fetch_add(1, Ordering::Relaxed);
-                sleepers.last += 1;
-                let sleeper = Sleeper {
-                    slot: slot.number(),
-                    call,
-                    passage,
-                    since: Instant::now(),
-                    let_in: false,
-                };
-                let number = sleepers.last;
-                sleepers.list.insert(number, sleeper);
-                number
-            });
+            let sleep = sleep.get_or_insert_with(|| self.sleep(&mut sleepers, slot, call, passage));
             self.changed.notify_all();
-            while !Mode::admits(self.mode.load(Ordering::SeqCst), passage) {
-                if sleepers.list.get(&number).is_some_and(|sleeper| sleeper.let_in) {
-                    // Under the lock: whoever looks finds it on the list or in its slot.
+            mode = loop {
+                let now = self.mode.load(Ordering::SeqCst);
+                if Mode::admits(now, passage) {
+                    drop(sleepers);
+                    break self.mark_and_look(slot);
+                }
+                let listed = sleep.number.and_then(|number| sleepers.list.get(&number));
+                if listed.is_some_and(|sleeper| sleeper.let_in) {
+                    // Under the lock: a closer that looks finds it on the list or in its slot.
                     slot.step_in();
-                    sleepers.list.remove(&number);
-                    return Mode::Open;
+                    if let Some(number) = sleep.number.take() {
+                        sleepers.list.remove(&number);
+                    }
+                    break Mode::Open as u8;
                 }
                 sleepers = self.changed.wait(sleepers).unwrap_or_else(PoisonError::into_inner);
-            }
+            };
         }
+        drop(sleep);
+        slot.set_label(usize::from(mode));
+    }
+
+    fn sleep(
+        &self,
+        sleepers: &mut Sleepers,
+        slot: &'static Slot,
+        call: Call,
+        passage: Passage,
+    ) -> Sleep<'_> {
+        self.waits.fetch_add(1, Ordering::Relaxed);
+        sleepers.last += 1;
+        let number = sleepers.last;
+        let since = Instant::now();
+        let sleeper = Sleeper { slot: slot.number(), call, passage, since, let_in: false };
+        sleepers.list.insert(number, sleeper);
+        Sleep { gate: self, slot, number: Some(number) }
     }
 
     fn sleepers(&self) -> MutexGuard<'_, Sleepers> {
         self.sleepers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn leave(&self, last: Option<&Slot>) {
-        if let Some(slot) = last {
-            slot.step_out();
-        } else {
-            let _left = OWN_SLOT.try_with(|own| own.slot(&self.slots).step_out());
-        }
+    #[inline]
+    fn leave(&self, slot: &Slot) {
+        slot.step_out();
         if self.mode.load(Ordering::Relaxed) != Mode::Open as u8 {
-            let _guard = self.sleepers();
-            self.changed.notify_all();
+            self.tell_of_change();
         }
+    }
+
+    #[cold]
+    fn tell_of_change(&self) {
+        let _guard = self.sleepers();
+        self.changed.notify_all();
     }
 
     /// Who may pass from now on.
@@ -296,8 +310,7 @@ impl Gate {
 
     fn swap(&self, mode: Mode) -> Mode {
         let before = self.mode.swap(mode as u8, Ordering::SeqCst);
-        let _guard = self.sleepers();
-        self.changed.notify_all();
+        self.tell_of_change();
         Mode::of(before)
     }
 
@@ -344,7 +357,7 @@ impl Gate {
 
     /// Is the calling thread inside, or past the gate in a call of its own?
     pub fn is_inside() -> bool {
-        INSIDE.get().depth > 0
+        HERE.is_inside()
     }
 
     /// All threads that have ever been inside and live, by their slots.
@@ -413,36 +426,29 @@ impl Gate {
 impl Pass<'_> {
     /// Does the ledger alone answer, because memory was away when this thread went in? It stays so while the thread is
     /// inside: a resume that has begun since waits for it to come out.
+    #[inline]
     pub fn is_offloaded(&self) -> bool {
-        INSIDE.get().was_offloaded
+        let mode = self.visit.as_ref().map_or_else(|| HERE.label(), |visit| visit.slot.label());
+        mode == Mode::Offloaded as usize
     }
 
     /// For a caller that has to wait for another process: leaves, waits until the gate is open, and is back inside. So
-    /// a pause need not wait for it. Does nothing within a pass within a pass.
+    /// a pause need not wait for it. Does nothing within another pass; the caller has no pass within this one.
     pub fn step_aside(&self) {
-        if INSIDE.get().depth != 1 {
-            return;
+        if let Some(Visit { slot, .. }) = self.visit {
+            self.gate.leave(slot);
+            // Use goes in where all memory is there.
+            self.gate.enter(slot, Call::Other("waiting for another process"), Passage::Use);
         }
-        let last = self.last.as_deref();
-        self.gate.leave(last);
-        let call = Call::Other("waiting for another process");
-        let enter = |slot: &Slot| self.gate.enter(slot, call, Passage::Use);
-        if let Some(slot) = last {
-            enter(slot);
-        } else {
-            let _entered = OWN_SLOT.try_with(|own| enter(own.slot(&self.gate.slots)));
-        }
-        // Use goes in where all memory is there.
-        INSIDE.set(Inside { depth: 1, was_offloaded: false });
     }
 }
 
 impl Drop for Pass<'_> {
+    #[inline]
     fn drop(&mut self) {
-        let inside = INSIDE.get();
-        INSIDE.set(Inside { depth: inside.depth.saturating_sub(1), ..inside });
-        if self.outermost {
-            self.gate.leave(self.last.as_deref());
+        if let Some(visit) = &self.visit {
+            self.gate.leave(visit.slot);
+            HERE.go(visit);
         }
     }
 }

@@ -1,21 +1,29 @@
-//! Which threads are inside a call, without a lock that they share: each thread marks a slot of its own, and whoever
+//! Which threads are inside a call, without a lock that they share: each thread marks a slot of its own, and a thread that
 //! must know reads them all.
 //!
-//! A thread marks its slot with one sequentially consistent exchange and then loads the mode that says
-//! whether it may go in; whoever closes stores the mode, sequentially consistent too, and then looks at
+//! A thread marks its slot with one sequentially consistent addition and then loads the mode that says
+//! whether it may go in; the thread that closes stores the mode, sequentially consistent too, and then looks at
 //! the slots. So either the thread sees the new mode and steps out, or the other sees it inside.
 
-use crate::sync::{Arc, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, fence};
+use std::cell::Cell;
+use std::fmt;
+
+use crate::sync::{
+    AtomicU8, AtomicU64, AtomicUsize, LocalKey, Mutex, MutexGuard, Ordering, PoisonError,
+};
 
 /// One thread's mark. Padded to a cache line of its own, with its neighbour, which is fetched along.
 #[derive(Debug)]
 #[repr(align(128))]
 pub struct Slot {
-    number: u64,
+    /// Of the thread that has it. Written under the list's lock.
+    number: AtomicU64,
     /// Odd while inside; each time inside has a value of its own. Written by the owner alone.
     turn: AtomicU64,
     /// What the owner says of itself; for the user of the slots to understand.
     label: AtomicUsize,
+    /// Not 0 once its thread has ended: the next thread takes it.
+    is_free: AtomicU8,
 }
 
 /// A look at a thread that was inside.
@@ -31,112 +39,224 @@ pub struct Occupant {
 
 impl Slot {
     /// Marks the thread as inside. Only its owner calls it, and only while outside.
+    #[inline]
     pub fn step_in(&self) {
-        let turn = self.turn.load(Ordering::Relaxed);
-        self.turn.swap(turn.wrapping_add(1), Ordering::SeqCst);
+        // Not a load and an exchange: a signal handler may go in and out between the two.
+        self.turn.fetch_add(1, Ordering::SeqCst);
     }
 
     /// Takes the mark away. Only its owner calls it, and only while inside.
+    #[inline]
     pub fn step_out(&self) {
         let turn = self.turn.load(Ordering::Relaxed);
         self.turn.store(turn.wrapping_add(1), Ordering::Release);
     }
 
-    /// Which slot.
+    /// Is its owner, who asks, inside?
+    #[inline]
+    fn is_marked(&self) -> bool {
+        self.turn.load(Ordering::Relaxed) % 2 == 1
+    }
+
+    /// Which thread's: no two threads have the same, though one may take over the slot of another that has ended.
     pub fn number(&self) -> u64 {
-        self.number
+        self.number.load(Ordering::Relaxed)
     }
 
     /// What the owner said of itself last.
+    #[inline]
     pub fn label(&self) -> usize {
         self.label.load(Ordering::Relaxed)
     }
 
     /// Says something of itself.
+    #[inline]
     pub fn set_label(&self, label: usize) {
         self.label.store(label, Ordering::Relaxed);
+    }
+
+    /// Its thread has no more use for it, and takes it no more.
+    fn let_go(&self) {
+        self.is_free.store(1, Ordering::Release);
+    }
+
+    /// Has no thread it any more? If so, all that the last one did inside is behind the caller.
+    fn is_free(&self) -> bool {
+        self.is_free.load(Ordering::Acquire) != 0
     }
 
     fn occupant(&self) -> Option<Occupant> {
         let turn = self.turn.load(Ordering::SeqCst);
         let inside = turn % 2 == 1;
-        inside.then(|| Occupant { number: self.number, turn, label: self.label() })
+        inside.then(|| Occupant { number: self.number(), turn, label: self.label() })
     }
 }
 
-/// The slots of all threads that have ever been inside and still live.
+/// What a thread knows of its slot.
+#[derive(Clone, Copy, Debug)]
+pub enum Seat {
+    /// It has none: it was never inside, or it ends and has let go of it.
+    None,
+    /// It has none yet, or waits to go in. Calls of a signal handler meanwhile are part of the call that waits.
+    Coming,
+    /// It has this one.
+    Taken(&'static Slot),
+}
+
+/// Lets go of a thread's slot at its end.
+#[derive(Default)]
+pub struct Lease(Cell<Option<(SeatKey, &'static Slot)>>);
+
+type SeatKey = &'static LocalKey<Cell<Seat>>;
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lease").finish_non_exhaustive()
+    }
+}
+
+impl Lease {
+    /// Of no slot yet.
+    pub const fn new() -> Self {
+        Self(Cell::new(None))
+    }
+}
+
+impl Drop for Lease {
+    /// A thread that ends inside a call (a signal handler that calls `exit`) stays inside, and keeps its slot.
+    fn drop(&mut self) {
+        if let Some((seat, slot)) = self.0.take()
+            && !slot.is_marked()
+        {
+            let _set = seat.try_with(|seat| seat.set(Seat::None));
+            slot.let_go();
+        }
+    }
+}
+
+/// Where each thread keeps what it knows of its slot of one [`Slots`]. A call looks here once, when it comes.
+#[derive(Clone, Copy, Debug)]
+pub struct Threads {
+    /// Has no destructor, so it is there for as long as the thread runs: destructors make calls too.
+    pub seat: SeatKey,
+    /// Has one.
+    pub lease: &'static LocalKey<Lease>,
+}
+
+/// The calling thread's outermost call. It ends with [`Threads::go`].
+#[derive(Debug)]
+pub struct Visit {
+    /// The thread's.
+    pub slot: &'static Slot,
+    /// The slot is of this call alone: the thread ends, and has let go of its own.
+    is_last: bool,
+}
+
+impl Threads {
+    /// The calling thread comes; it has not marked its slot yet. None where it is part of a call of the same thread.
+    #[inline]
+    pub fn come(self, slots: &Slots) -> Option<Visit> {
+        match self.seat.get() {
+            Seat::Taken(slot) => (!slot.is_marked()).then_some(Visit { slot, is_last: false }),
+            Seat::Coming => None,
+            Seat::None => Some(self.come_first(slots)),
+        }
+    }
+
+    #[cold]
+    fn come_first(self, slots: &Slots) -> Visit {
+        // A signal handler that comes meanwhile must not want the list's lock.
+        self.seat.set(Seat::Coming);
+        let slot = slots.add();
+        let leased = self.lease.try_with(|lease| lease.0.set(Some((self.seat, slot))));
+        self.seat.set(Seat::Taken(slot));
+        Visit { slot, is_last: leased.is_err() }
+    }
+
+    /// Is the calling thread in a call, or waits to go in?
+    pub fn is_inside(self) -> bool {
+        match self.seat.get() {
+            Seat::None => false,
+            Seat::Coming => true,
+            Seat::Taken(slot) => slot.is_marked(),
+        }
+    }
+
+    /// What the calling thread said of itself last.
+    pub fn label(self) -> usize {
+        match self.seat.get() {
+            Seat::None | Seat::Coming => 0,
+            Seat::Taken(slot) => slot.label(),
+        }
+    }
+
+    /// `visit` is over: it has taken its mark away.
+    #[inline]
+    pub fn go(self, visit: &Visit) {
+        if visit.is_last {
+            self.seat.set(Seat::None);
+            visit.slot.let_go();
+        }
+    }
+}
+
+/// The slots of all threads that have ever been inside. They are never freed, so there are as many as threads have lived
+/// simultaneously.
 #[derive(Debug, Default)]
 pub struct Slots {
     list: Mutex<List>,
 }
 
-/// A thread that has ended let go of its slot with a release; that its slot is gone was learnt by relaxed loads.
-/// Puts all that it did inside before what the caller does next.
-fn after_ended_threads() {
-    fence(Ordering::Acquire);
-}
-
 #[derive(Debug, Default)]
 struct List {
-    /// Those of ended threads too, until the next thread comes: nobody else has a reference to these.
-    slots: Vec<Arc<Slot>>,
+    slots: Vec<&'static Slot>,
     last_number: u64,
-    /// The sum of the turns of slots that were cleared away.
-    ended_turns: u64,
 }
 
 impl List {
     /// The slots of threads that live at this moment.
     fn living(&self) -> impl Iterator<Item = &Slot> {
-        let living = self.slots.iter().filter(|slot| Arc::strong_count(slot) > 1);
-        living.map(|slot| &**slot)
+        self.slots.iter().copied().filter(|slot| !slot.is_free())
     }
 }
 
 impl Slots {
     /// A slot for one more thread, which owns it.
-    pub fn add(&self) -> Arc<Slot> {
+    fn add(&self) -> &'static Slot {
         let mut list = self.list();
         list.last_number += 1;
-        let slot = Arc::new(Slot {
-            number: list.last_number,
+        let number = list.last_number;
+        if let Some(slot) = list.slots.iter().find(|slot| slot.is_free()) {
+            slot.number.store(number, Ordering::Relaxed);
+            slot.is_free.store(0, Ordering::Relaxed);
+            return slot;
+        }
+        let slot: &'static Slot = Box::leak(Box::new(Slot {
+            number: AtomicU64::new(number),
             turn: AtomicU64::new(0),
             label: AtomicUsize::new(0),
-        });
-        let List { slots, ended_turns, .. } = &mut *list;
-        slots.retain(|slot| {
-            let lives = Arc::strong_count(slot) > 1;
-            after_ended_threads();
-            if !lives {
-                *ended_turns = ended_turns.wrapping_add(slot.turn.load(Ordering::Relaxed));
-            }
-            lives
-        });
-        slots.push(Arc::clone(&slot));
+            is_free: AtomicU8::new(0),
+        }));
+        list.slots.push(slot);
         slot
     }
 
     /// The numbers of all that live.
     pub fn numbers(&self) -> Vec<u64> {
-        self.list().living().map(|slot| slot.number).collect()
+        self.list().living().map(Slot::number).collect()
     }
 
     /// A number that changes whenever somebody goes in, comes out, or comes for the first time. It never takes an earlier
-    /// value again: the turns of ended threads count too.
+    /// value again: a slot's turns go on when another thread takes it over.
     pub fn mark(&self) -> u64 {
         let list = self.list();
-        let turns = list.slots.iter().map(|slot| slot.turn.load(Ordering::Relaxed));
-        let mark = turns.fold(list.last_number.wrapping_add(list.ended_turns), u64::wrapping_add);
-        after_ended_threads();
-        mark
+        let turns = list.slots.iter().map(|slot| slot.turn.load(Ordering::Acquire));
+        turns.fold(list.last_number, u64::wrapping_add)
     }
 
     /// Who is inside now.
     pub fn inside(&self) -> Vec<Occupant> {
-        let list = self.list();
-        let inside = list.living().filter_map(Slot::occupant).collect();
-        after_ended_threads();
-        inside
+        self.list().living().filter_map(Slot::occupant).collect()
     }
 
     fn list(&self) -> MutexGuard<'_, List> {
@@ -147,6 +267,7 @@ impl Slots {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sync::thread_local;
 
     #[test]
     fn who_is_inside_is_seen_with_its_turn_and_what_it_says_of_itself() {
@@ -157,11 +278,11 @@ mod tests {
         second.step_in();
         assert_eq!(second.label(), 7);
         let seen = slots.inside();
-        assert_eq!(seen, [Occupant { number: second.number, turn: 1, label: 7 }]);
+        assert_eq!(seen, [Occupant { number: second.number(), turn: 1, label: 7 }]);
         first.step_in();
         assert_eq!(slots.inside().len(), 2);
-        assert_ne!(first.number, second.number);
-        for slot in [&first, &second] {
+        assert_ne!(first.number(), second.number());
+        for slot in [first, second] {
             slot.step_out();
         }
         assert!(slots.inside().is_empty());
@@ -175,7 +296,7 @@ mod tests {
         let slot = slots.add();
         let mut marks = vec![slots.mark()];
         for step in [Slot::step_in, Slot::step_out] {
-            step(&slot);
+            step(slot);
             marks.push(slots.mark());
         }
         let _another = slots.add();
@@ -194,23 +315,59 @@ mod tests {
         let mut marks = vec![slots.mark()];
         works.step_in();
         works.step_out();
-        drop(ends);
+        ends.let_go();
         marks.push(slots.mark());
-        // Clears the slot of the ended thread away.
-        let _comes = slots.add();
+        // Takes over the slot of the thread that has ended.
+        let comes = slots.add();
         marks.push(slots.mark());
+        assert!(std::ptr::eq(comes, ends));
         assert!(marks.is_sorted_by(|earlier, later| earlier < later), "{marks:?}");
     }
 
     #[test]
-    fn slots_of_threads_that_have_ended_are_cleared_away() {
+    fn a_slot_of_a_thread_that_has_ended_is_the_next_ones_under_another_number() {
         let slots = Slots::default();
         let ended = slots.add();
-        ended.step_in();
-        drop(ended);
+        let number = ended.number();
+        ended.let_go();
         assert!(slots.inside().is_empty());
+        assert!(slots.numbers().is_empty());
         let lives = slots.add();
         assert_eq!(slots.list().slots.len(), 1);
-        assert_eq!(slots.numbers(), [lives.number]);
+        assert_eq!(slots.numbers(), [lives.number()]);
+        assert_ne!(lives.number(), number);
+        assert_eq!(slots.add().number(), lives.number() + 1);
+    }
+
+    thread_local! {
+        static SEAT: Cell<Seat> = const { Cell::new(Seat::None) };
+        static LEASE: Lease = const { Lease::new() };
+    }
+
+    const HERE: Threads = Threads { seat: &SEAT, lease: &LEASE };
+
+    #[test]
+    fn a_signal_handler_that_calls_at_any_instant_is_part_of_the_call_or_leaves_it_as_it_was() {
+        let slots = Slots::default();
+        let handler = || {
+            HERE.come(&slots).map(|visit| {
+                visit.slot.step_in();
+                let inside = slots.inside().len();
+                visit.slot.step_out();
+                HERE.go(&visit);
+                inside
+            })
+        };
+        let visit = HERE.come(&slots).unwrap();
+        assert_eq!(handler(), Some(1), "before the mark it is a call of its own");
+        assert!(slots.inside().is_empty());
+        visit.slot.step_in();
+        assert_eq!((handler(), slots.inside().len()), (None, 1));
+        visit.slot.step_out();
+        assert_eq!((handler(), slots.inside().len()), (Some(1), 0));
+        HERE.go(&visit);
+        assert!(!HERE.is_inside());
+        SEAT.set(Seat::Coming);
+        assert_eq!((handler(), HERE.is_inside()), (None, true), "while it waits");
     }
 }

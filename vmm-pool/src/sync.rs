@@ -4,7 +4,7 @@
 //! name that stands on loom, which tries their interleavings and stale reads. What such a file uses must therefore
 //! come from here.
 
-pub use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering, fence};
+pub use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
 pub use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-pub use std::thread::yield_now;
+pub use std::thread::{LocalKey, yield_now};
 pub use std::thread_local;

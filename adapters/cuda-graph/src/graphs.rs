@@ -13,6 +13,7 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -47,12 +48,12 @@ impl Contents {
 #[derive(Debug)]
 struct Executable {
     contents: Contents,
-    flat: Arc<[Increment]>,
+    flat: Vec<Increment>,
 }
 
 impl Executable {
     fn new(contents: Contents) -> Self {
-        let flat = contents.flat().into();
+        let flat = contents.flat();
         Self { contents, flat }
     }
 }
@@ -93,7 +94,7 @@ struct Remembered {
     /// [`Graphs::changes`] when it was asked.
     changes: u64,
     executable: u64,
-    increments: Option<Arc<[Increment]>>,
+    increments: Option<Rc<[Increment]>>,
 }
 
 /// Graphs that a thread remembers; piecewise graphs of a large model are some 60 to 100.
@@ -122,7 +123,7 @@ impl Graphs {
         let is_used = self.is_used.load(Ordering::Acquire);
         is_used.then(|| {
             let tables = self.tables.write().unwrap_or_else(PoisonError::into_inner);
-            // The code that asks before the change is made asks under the lock, and remembers what was right then;
+            // A caller that asks before the change is made asks under the lock, and remembers what was right then;
             // the change that follows must be seen by those who have this number already.
             self.changes.fetch_add(1, Ordering::Release);
             tables
@@ -130,6 +131,7 @@ impl Graphs {
     }
 
     /// Is there anything to follow? While not, no other function here does anything.
+    #[inline]
     pub fn is_used(&self) -> bool {
         self.is_used.load(Ordering::Acquire)
     }
@@ -257,10 +259,12 @@ impl Graphs {
 
     /// What a launch of `executable` adds; `None` when nothing.
     #[doc(alias = "cuGraphLaunch")]
-    pub fn increments_of(&self, executable: u64) -> Option<Arc<[Increment]>> {
-        if !self.is_used() {
-            return None;
-        }
+    #[inline]
+    pub fn increments_of(&self, executable: u64) -> Option<Rc<[Increment]>> {
+        if self.is_used() { self.remembered_increments_of(executable) } else { None }
+    }
+
+    fn remembered_increments_of(&self, executable: u64) -> Option<Rc<[Increment]>> {
         let known = REMEMBERED.try_with(|remembered| {
             let remembered = remembered.borrow();
             let known = remembered[slot(executable)].as_ref()?;
@@ -274,7 +278,7 @@ impl Graphs {
             let tables = self.read()?;
             // No change is under way while this lock is held.
             let changes = self.changes.load(Ordering::Acquire);
-            (changes, tables.executables.get(&executable).map(|known| Arc::clone(&known.flat)))
+            (changes, tables.executables.get(&executable).map(|known| Rc::from(&known.flat[..])))
         };
         let fresh = Remembered { changes, executable, increments: increments.clone() };
         let _kept = REMEMBERED.try_with(|remembered| {

@@ -56,11 +56,14 @@ impl Real {
     }
 
     /// The function's address; `None` where the driver has none of that name, or there is no driver.
+    #[inline]
     pub(crate) fn address(&self) -> Option<Pointer> {
         let known = self.address.load(Ordering::Relaxed);
-        if known != 0 {
-            return Some(std::ptr::with_exposed_provenance_mut(known));
-        }
+        if known == 0 { self.look_up() } else { Some(std::ptr::with_exposed_provenance_mut(known)) }
+    }
+
+    #[cold]
+    fn look_up(&self) -> Option<Pointer> {
         let found = symbol(self.name)?.as_ptr();
         self.address.store(found.expose_provenance(), Ordering::Relaxed);
         Some(found)

@@ -33,9 +33,14 @@ pub(crate) struct Refused {
     pub(crate) is_per_thread: bool,
 }
 
-/// True when the driver refused a copy with the code that it has for memory out of the current context's reach.
-pub(crate) fn is_refused_copy(symbol: &str, code: c_int) -> bool {
-    DriverCode(code) == DriverCode::INVALID_VALUE && symbol.starts_with("cuMemcpy")
+/// Does the function `symbol` of the driver's copy?
+pub(crate) const fn is_copy(symbol: &str) -> bool {
+    matches!(symbol.as_bytes(), [b'c', b'u', b'M', b'e', b'm', b'c', b'p', b'y', ..])
+}
+
+/// Is `code` the one by which the driver refuses to copy memory out of the current context's reach?
+pub(crate) fn is_refused(code: c_int) -> bool {
+    DriverCode(code) == DriverCode::INVALID_VALUE
 }
 
 /// Gives devices access to each other's plain memory, which copies take for granted. True when some device had less

@@ -16,7 +16,7 @@
 //! ```
 //!
 //! Open, a launch marks the thread's own slot (`slots.rs`), loads the mode and adds to its counters.
-//! Held, every launch takes `table`'s lock, so that its increments are admitted and counted as one. Whoever
+//! Held, every launch takes `table`'s lock, so that its increments are admitted and counted as one. A thread that
 //! reports looks at the slots first and at the counts after, so a thread that has stepped out has been
 //! counted.
 //!
@@ -31,7 +31,7 @@ mod seats;
 #[cfg(test)]
 mod tests;
 
-use std::cell::{Cell, OnceCell, RefCell};
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::marker::PhantomData;
@@ -46,7 +46,7 @@ pub use report::{CutReport, Inside, LaunchCount, Limits, Need, Seen, Waiting};
 pub use seats::{TurnedBack, Withdrawal};
 
 use hold::{Mode, Table, Unfinished};
-use vmm_pool::slots::{Slot, Slots};
+use vmm_pool::slots::{Lease, Seat, Slot, Slots, Threads, Visit};
 use vmm_pool::sync::{
     Arc, AtomicU8, AtomicU64, Condvar, Mutex, MutexGuard, Ordering, PoisonError, thread_local,
 };
@@ -100,7 +100,7 @@ pub enum Series {
     },
     /// Its end, where ranks wait for each other: 1 once a rank has gone in.
     End,
-    /// Exchanges between experts: what all its ranks do in the same order, beside the collectives.
+    /// Exchanges between experts: what all its ranks do in the same order, in addition to the collectives.
     Expert {
         /// Which of the groups of experts on it, in the order of their making.
         group: u32,
@@ -204,7 +204,7 @@ pub struct Cut {
     mode: AtomicU8,
     slots: Slots,
     table: Mutex<Table>,
-    /// Something has moved that whoever watches may want to know.
+    /// Something has moved that watchers may want to know.
     moved: Condvar,
     /// The mode or the limits have changed.
     admitted: Condvar,
@@ -212,19 +212,15 @@ pub struct Cut {
     labels: Mutex<BTreeMap<usize, &'static str>>,
 }
 
-/// What a thread keeps.
-#[derive(Debug)]
-struct Own {
-    slot: Arc<Slot>,
+thread_local! {
+    static SEAT: Cell<Seat> = const { Cell::new(Seat::None) };
+    static LEASE: Lease = const { Lease::new() };
     /// Addresses of the names that this thread has made known.
-    known: RefCell<Vec<usize>>,
+    static KNOWN: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
-thread_local! {
-    static OWN: OnceCell<Own> = const { OnceCell::new() };
-    // Without a destructor, so it outlives the slot: destructors that run after the slot's make launches too.
-    static DEPTH: Cell<u32> = const { Cell::new(0) };
-}
+/// A slot's label is the address of the name of the call.
+const HERE: Threads = Threads { seat: &SEAT, lease: &LEASE };
 
 /// A launch under way. Dropping it says that it was made.
 #[derive(Debug)]
@@ -233,9 +229,8 @@ pub struct Launch<'a> {
     cut: &'a Cut,
     what: &'static str,
     increments: &'a [Increment],
-    outermost: bool,
-    /// What this launch alone keeps: that of the thread is gone, as the thread ends.
-    last: Option<Own>,
+    /// None within another launch of the thread.
+    visit: Option<Visit>,
     /// The mark is the thread's: a launch ends where it began.
     here: PhantomData<*const ()>,
 }
@@ -254,7 +249,7 @@ impl Cut {
 
     /// Is the calling thread in a launch under way?
     pub fn is_inside() -> bool {
-        DEPTH.get() > 0
+        HERE.is_inside()
     }
 
     /// Does a thread wait to be let go?
@@ -291,6 +286,7 @@ impl Cut {
     /// # Errors
     /// It was held, and one of these ranks has left, or memory that it needs is away and launches fail by that: it must
     /// not be made, and nothing is counted.
+    #[inline]
     pub fn enter_if_there<'a>(
         &'a self,
         what: &'static str,
@@ -300,67 +296,67 @@ impl Cut {
         self.begin(what, increments, Some(also))
     }
 
+    #[inline]
     fn begin<'a>(
         &'a self,
         what: &'static str,
         increments: &'a [Increment],
         also: Option<&[Arc<Counter>]>,
     ) -> Result<Launch<'a>, Withdrawal<'a>> {
-        let depth = DEPTH.get();
-        let outermost = depth == 0;
-        let mut last = None;
-        if outermost {
-            let entered = OWN
-                .try_with(|own| self.go_in(own.get_or_init(|| self.own()), what, increments, also));
-            match entered {
-                Ok(entered) => entered?,
-                Err(_) => self.go_in(last.insert(self.own()), what, increments, also)?,
-            }
+        let visit = HERE.come(&self.slots);
+        if let Some(visit) = &visit
+            && let Err(turned_back) = self.go_in(visit.slot, what, increments, also)
+        {
+            HERE.go(visit);
+            return Err(turned_back);
         }
-        DEPTH.set(depth + 1);
-        Ok(Launch { cut: self, what, increments, outermost, last, here: PhantomData })
+        Ok(Launch { cut: self, what, increments, visit, here: PhantomData })
     }
 
+    #[inline]
     fn go_in<'a>(
         &'a self,
-        own: &Own,
+        slot: &'static Slot,
         what: &'static str,
         increments: &[Increment],
         also: Option<&[Arc<Counter>]>,
     ) -> Result<(), Withdrawal<'a>> {
-        let label = what.as_ptr().addr();
-        if own.slot.label() != label {
-            self.name(own, label, what);
+        if slot.label() != what.as_ptr().addr() {
+            self.name(slot, what);
         }
-        own.slot.step_in();
+        slot.step_in();
         if self.mode.load(Ordering::SeqCst) == Mode::Open as u8 {
             count(increments);
             return Ok(());
         }
-        own.slot.step_out();
-        let waited = self.wait_to_go_in(&own.slot, what, increments, also);
+        HERE.seat.set(Seat::Coming);
+        slot.step_out();
+        let waited = self.wait_to_go_in(slot, what, increments, also);
+        HERE.seat.set(Seat::Taken(slot));
         waited.map_err(|(ticket, why)| Withdrawal { cut: self, ticket, why })
     }
 
-    fn own(&self) -> Own {
-        Own { slot: self.slots.add(), known: RefCell::default() }
-    }
-
-    fn name(&self, own: &Own, label: usize, what: &'static str) {
-        let mut known = own.known.borrow_mut();
-        if !known.contains(&label) {
-            known.push(label);
+    #[cold]
+    fn name(&self, slot: &Slot, what: &'static str) {
+        let label = what.as_ptr().addr();
+        // A thread that ends has forgotten what it knew.
+        let is_known = KNOWN.try_with(|known| {
+            let mut known = known.borrow_mut();
+            let is_known = known.contains(&label);
+            if !is_known {
+                known.push(label);
+            }
+            is_known
+        });
+        if !is_known.unwrap_or(false) {
             self.labels.lock().unwrap_or_else(PoisonError::into_inner).insert(label, what);
         }
-        own.slot.set_label(label);
+        slot.set_label(label);
     }
 
-    fn go_out(&self, last: Option<&Own>) {
-        if let Some(own) = last {
-            own.slot.step_out();
-        } else {
-            let _left = OWN.try_with(|own| own.get().map(|own| own.slot.step_out()));
-        }
+    #[inline]
+    fn go_out(&self, slot: &Slot) {
+        slot.step_out();
         // Watchers look again by themselves, so that a mode set at this moment costs a look, not more.
         if self.mode.load(Ordering::Relaxed) != Mode::Open as u8 {
             self.table().progress += 1;
@@ -378,7 +374,7 @@ fn count(increments: &[Increment]) {
 impl Launch<'_> {
     /// The call failed: nothing was launched.
     pub fn not_launched(self) {
-        if !self.outermost {
+        if self.visit.is_none() {
             return;
         }
         for increment in self.increments {
@@ -406,9 +402,9 @@ impl Launch<'_> {
 
 impl Drop for Launch<'_> {
     fn drop(&mut self) {
-        DEPTH.set(DEPTH.get().saturating_sub(1));
-        if self.outermost {
-            self.cut.go_out(self.last.as_ref());
+        if let Some(visit) = &self.visit {
+            self.cut.go_out(visit.slot);
+            HERE.go(visit);
         }
     }
 }

@@ -18,10 +18,9 @@ pub use std::sync::atomic::Ordering;
 use std::sync::{self, LockResult};
 use std::time::Duration;
 
-pub use loom::sync::atomic::fence;
 pub use loom::thread::yield_now;
 
-use loom::sync as model;
+use loom::sync::{self as model, atomic::fence};
 
 /// The place of a location in the order of all sequentially consistent accesses.
 #[derive(Debug)]
@@ -32,7 +31,7 @@ impl Turnstile {
         Self(model::atomic::AtomicUsize::new(0))
     }
 
-    /// After a store: what this thread did before is behind whoever loads later.
+    /// After a store: what this thread did before is visible to every later load.
     fn stored(&self, order: Ordering) {
         if order == Ordering::SeqCst {
             self.0.fetch_add(1, Ordering::Release);
@@ -307,7 +306,8 @@ impl<T: Copy + 'static> LocalKey<Cell<T>> {
 }
 
 macro_rules! locals {
-    ($($vis:vis static $name:ident: $type:ty = const { $init:expr };)*) => {$(
+    ($($(#[$doc:meta])* $vis:vis static $name:ident: $type:ty = const { $init:expr };)*) => {$(
+        $(#[$doc])*
         $vis static $name: $crate::sync::LocalKey<$type> =
             $crate::sync::LocalKey(loom::thread::LocalKey {
                 init: (|| $init) as fn() -> $type,

@@ -1,6 +1,6 @@
 //! The gate alone: who goes in, who waits, who is let in.
 
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 
 use super::*;
 
@@ -253,7 +253,7 @@ fn ends_with(
     let thread = std::thread::spawn(move || {
         let at_end = Arc::clone(&gate);
         AT_END.set(Some(AtEnd(Box::new(move || {
-            assert!(OWN_SLOT.try_with(|_| ()).is_err(), "the slot is gone by now");
+            assert!(LEASE.try_with(|_| ()).is_err(), "the slot is gone by now");
             work(&at_end);
         }))));
         drop(gate.pass(Passage::Use));

@@ -18,18 +18,18 @@ impl<D: Driver> Pool<D> {
     }
 
     /// The range that the driver would report for `address`, where the driver cannot or would say something else:
-    /// mappings whose memory is away, and blocks that are larger than was asked for. Passes no gate.
+    /// mappings whose memory is away, and blocks that are larger than was requested. Passes no gate.
     #[doc(alias = "cuMemGetAddressRange")]
     pub fn range_of(&self, address: DeviceAddress) -> Option<VaRange> {
         self.ledger().range_of(address)
     }
 
-    /// The context that the block at `address` was asked for in.
+    /// The context in which the block at `address` was allocated.
     pub fn block_context(&self, address: DeviceAddress) -> Option<RawContext> {
         self.ledger().mapping_at(address)?.context()
     }
 
-    /// The device of the block that holds `address`, and the context that it was asked for in, where that is known.
+    /// The device of the block that holds `address`, and the context in which it was allocated, if that is known.
     pub fn block_place(
         &self,
         address: DeviceAddress,
@@ -41,7 +41,7 @@ impl<D: Driver> Pool<D> {
     }
 
     /// Takes the plain memory of `context`, which is about to be ended, from it: [`crate::Entered::plain_memory_ends`] or
-    /// [`Pool::plain_memory_stays`] comes next. Nobody finds it by the context's value from now on, which may be another context's at once.
+    /// [`Pool::plain_memory_stays`] comes next. Nobody finds it by the context's value from now on, which may be another context's immediately.
     /// No streams of ours are left in it either. No step of a pause or resume may be under way.
     ///
     /// # Driver calls
@@ -57,7 +57,7 @@ impl<D: Driver> Pool<D> {
         self.ledger().give_plain_memory_back(context, taken);
     }
 
-    /// Notes that the block that begins at `address` was asked for in `context`.
+    /// Notes that the block that begins at `address` was allocated in `context`.
     pub fn set_block_context(&self, address: DeviceAddress, context: RawContext) {
         self.ledger().set_context(address.0, context);
     }
@@ -65,11 +65,19 @@ impl<D: Driver> Pool<D> {
     /// Goes in for the call `what`, which touches these addresses and nothing else. While all memory of the process is away that
     /// can be, such a call need not wait where its addresses are not the pool's, or in what a pause leaves in place:
     /// nothing that a pause or resume moves is touched. Otherwise as [`Passage::Use`].
+    #[inline]
     pub fn pass_touching(&self, what: &'static str, touched: &[VaRange]) -> Pass<'_> {
         let pass = self.gate().pass_for(what, Passage::GiveUp);
-        if !pass.is_offloaded() {
-            return pass;
-        }
+        if pass.is_offloaded() { self.pass_if_there(pass, what, touched) } else { pass }
+    }
+
+    #[cold]
+    fn pass_if_there<'a>(
+        &'a self,
+        pass: Pass<'a>,
+        what: &'static str,
+        touched: &[VaRange],
+    ) -> Pass<'a> {
         let is_any_away = {
             let ledger = self.ledger();
             touched.iter().any(|range| ledger.is_any_away(*range))

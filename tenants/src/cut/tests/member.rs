@@ -339,7 +339,7 @@ fn while_memory_is_away_launches_wait_whoever_holds_and_ends_pass() {
         assert!(cut.hold(COORDINATOR, limits));
         assert!(waits(), "its limits admit it");
         cut.abandon(COORDINATOR);
-        assert!(waits(), "whoever held is gone");
+        assert!(waits(), "the holder is gone");
         cut.pause();
         cut.release();
         assert!(waits(), "a pause of everything is over");
@@ -430,7 +430,7 @@ fn a_launch_that_a_thread_makes_while_it_ends_waits_at_the_hold() {
             let late = Arc::clone(&cut);
             // Made before the thread's first launch, so it ends after what the cut keeps for the thread.
             AT_END.set(Some(AtEnd(Box::new(move || {
-                assert!(OWN.try_with(|_| ()).is_err(), "it is gone by now");
+                assert!(LEASE.try_with(|_| ()).is_err(), "the slot is gone by now");
                 wait.recv().unwrap();
                 let increments = [increment(&late, collectives(1), 1)];
                 let launch = late.enter("ncclBroadcast", &increments);
