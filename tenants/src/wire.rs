@@ -25,7 +25,7 @@ use crate::cut::{CutReport, Rank};
 use crate::host_memory::{HostLimit, HostNeed};
 use crate::identity::{MemberId, id_text};
 use crate::references::References;
-use crate::saving::map::SaveAccount;
+use crate::saving::map::{ProcessName, SaveAccount};
 use crate::stepping::Activity;
 use crate::turns::{Class, Weight};
 
@@ -411,6 +411,13 @@ pub struct MemberInfo {
     pub asked: Option<Asked>,
     /// The tags of its regions, in order of their names.
     pub tags: Vec<TagBytes>,
+}
+
+impl From<&MemberInfo> for ProcessName {
+    fn from(info: &MemberInfo) -> Self {
+        let (member, command) = (info.id.to_string(), info.command.clone());
+        Self { pid: info.pid, member, command, state: info.state }
+    }
 }
 
 /// Own memory of one tag in one process.

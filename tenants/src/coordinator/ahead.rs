@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::peers::{Everybody, Peers};
-use super::report::{MemberFailure, Step, Who};
+use super::report::{MemberFailure, Who};
 use super::session::{micros, millis};
 use super::{Coordinator, CoordinatorError};
 use crate::code::Code;
@@ -123,7 +123,7 @@ impl Coordinator {
         self.ask_all(&mut all, HostStep::Begin { most_bytes: u64::MAX })?;
         progress(&all.processes());
         if let Err(error) = self.watch(&mut all, waits, progress) {
-            self.call_all_off(&mut all);
+            all.peers.call_off(&HostStep::CallOff, self.options.contact_timeout);
             return Err(error);
         }
         Ok(PrepareReport {
@@ -135,10 +135,8 @@ impl Coordinator {
     }
 
     fn greet_everybody(&self, dir: &TenantDir) -> Result<Preparing, PrepareError> {
-        let timeout = self.options.contact_timeout;
-        let Everybody { mut peers, mut failures } =
-            Everybody::connect(dir, Step::Hello, Instant::now() + timeout)?;
-        failures.extend(peers.greet(timeout, self.options.interrupt.as_ref()));
+        let (timeout, interrupt) = (self.options.contact_timeout, self.options.interrupt.as_ref());
+        let Everybody { peers, failures } = Everybody::greeted(dir, timeout, interrupt)?;
         self.refuse_interrupted()?;
         let said = vec![None; peers.list.len()];
         Ok(Preparing { peers, said, failures })
@@ -189,23 +187,6 @@ impl Coordinator {
             progress(&all.processes());
         }
         self.refuse_interrupted()
-    }
-
-    /// Tells everybody who can be told.
-    fn call_all_off(&self, all: &mut Preparing) {
-        for index in 0..all.peers.list.len() {
-            if all.peers.is_up(index)
-                && let Err(failure) =
-                    all.peers.ask(index, &HostStep::CallOff, self.options.contact_timeout)
-            {
-                tracing::debug!(%failure, "a process was not told");
-            }
-        }
-        while let Some(answer) = all.peers.next_answer(None) {
-            if let Some(failure) = answer.failure() {
-                tracing::debug!(%failure, "a process did not say that it has stopped");
-            }
-        }
     }
 
     fn refuse_interrupted(&self) -> Result<(), PrepareError> {

@@ -177,23 +177,45 @@ impl Everybody {
         }
         Ok(all)
     }
+
+    /// The same, and asks each who it is. Those that do not say within `timeout`, or until `interrupt` is raised, have failed.
+    ///
+    /// # Errors
+    /// As [`Everybody::connect`].
+    pub(super) fn greeted(
+        dir: &TenantDir,
+        timeout: Duration,
+        interrupt: Option<&Interrupt>,
+    ) -> Result<Self, CoordinatorError> {
+        let Self { mut peers, mut failures } =
+            Self::connect(dir, Step::Hello, Instant::now() + timeout)?;
+        for index in 0..peers.list.len() {
+            failures.extend(peers.ask(index, &Hello, timeout).err());
+        }
+        while let Some(answer) = peers.next_answer(interrupt) {
+            let peer = answer.peer;
+            let greeted = answer.to(&Hello).and_then(|info| peers.introduce(peer, info));
+            failures.extend(greeted.err());
+        }
+        Ok(Self { peers, failures })
+    }
 }
 
 impl Peers {
-    /// Asks every member who it is, and waits for all answers. Those that do not say have failed.
-    pub(super) fn greet(
-        &mut self,
-        timeout: Duration,
-        interrupt: Option<&Interrupt>,
-    ) -> Vec<MemberFailure> {
-        let asked = (0..self.list.len()).map(|index| self.ask(index, &Hello, timeout).err());
-        let mut failures: Vec<_> = asked.flatten().collect();
-        while let Some(answer) = self.next_answer(interrupt) {
-            let peer = answer.peer;
-            let greeted = answer.to(&Hello).and_then(|info| self.introduce(peer, info));
-            failures.extend(greeted.err());
+    /// Tells all that can be told to stop what they were asked for, and waits for their answers.
+    pub(super) fn call_off<Q: Question>(&mut self, question: &Q, timeout: Duration) {
+        for index in 0..self.list.len() {
+            if self.is_up(index)
+                && let Err(failure) = self.ask(index, question, timeout)
+            {
+                tracing::debug!(%failure, "a process was not told");
+            }
         }
-        failures
+        while let Some(answer) = self.next_answer(None) {
+            if let Some(failure) = answer.failure() {
+                tracing::debug!(%failure, "a process did not say that it has stopped");
+            }
+        }
     }
 
     /// Asks one member; its answer is due within `timeout` of now, or of the deadline of what it owes already.

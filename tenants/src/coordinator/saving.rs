@@ -20,7 +20,7 @@ use crate::saving::map::{
     FORMAT, FailedProcess, ProcessName, SaveAccount, SavedProcess, TENANT_MAP, TenantMap, VERSION,
 };
 use crate::saving::{PART_SUFFIX, SaveDirError};
-use crate::wire::{Action, MemberInfo, SaveProgress, SaveStage, SaveStep};
+use crate::wire::{Action, SaveProgress, SaveStage, SaveStep};
 
 /// How long a process writes before it says how far it is.
 const SLICE: Duration = Duration::from_millis(500);
@@ -186,7 +186,8 @@ impl Coordinator {
             Ok(())
         });
         if begun.is_err() {
-            call_off(&mut save);
+            // They remove what they have written, and nothing comes into the directory any more.
+            save.peers.call_off(&SaveStep::CallOff, CALL_OFF_TIMEOUT);
         }
         begun?;
         // Of processes that have failed without a word.
@@ -200,10 +201,8 @@ impl Coordinator {
 
     /// Connects to every process that lives, and asks who it is.
     fn greet_all(&self, tenant_dir: &TenantDir) -> Result<Save, SaveError> {
-        let timeout = self.options.contact_timeout;
-        let Everybody { mut peers, mut failures } =
-            Everybody::connect(tenant_dir, Step::Hello, Instant::now() + timeout)?;
-        failures.extend(peers.greet(timeout, self.options.interrupt.as_ref()));
+        let (timeout, interrupt) = (self.options.contact_timeout, self.options.interrupt.as_ref());
+        let Everybody { peers, failures } = Everybody::greeted(tenant_dir, timeout, interrupt)?;
         self.refuse_called_off()?;
         Ok(Save { ended: peers.dead, peers, failures, ..Save::default() })
     }
@@ -298,7 +297,7 @@ impl Coordinator {
         let info_of = |index: usize| save.peers.list[index].info.as_ref();
         let processes = save.writers.iter().filter_map(|writer| {
             Some(SavedProcess {
-                process: name_of(info_of(writer.peer)?),
+                process: info_of(writer.peer)?.into(),
                 map: writer.map.clone()?,
                 account: writer.account,
             })
@@ -314,7 +313,12 @@ impl Coordinator {
             tenant: self.tenant.to_string(),
             complete: save.failures.is_empty(),
             processes: processes.collect(),
-            nothing_saved: save.idle.iter().filter_map(|&i| info_of(i)).map(name_of).collect(),
+            nothing_saved: save
+                .idle
+                .iter()
+                .filter_map(|&i| info_of(i))
+                .map(ProcessName::from)
+                .collect(),
             failed: failed.collect(),
         }
     }
@@ -339,31 +343,6 @@ impl Save {
             written_bytes: writer.written_bytes,
         };
         self.writers.iter().map(state).collect()
-    }
-}
-
-/// Has all processes remove what they have written, so that nothing comes into the directory any more.
-fn call_off(save: &mut Save) {
-    for index in 0..save.peers.list.len() {
-        if save.peers.is_up(index)
-            && let Err(failure) = save.peers.ask(index, &SaveStep::CallOff, CALL_OFF_TIMEOUT)
-        {
-            tracing::debug!(%failure, "a process was not told");
-        }
-    }
-    while let Some(answer) = save.peers.next_answer(None) {
-        if let Some(failure) = answer.failure() {
-            tracing::debug!(%failure, "a process did not say that it has stopped");
-        }
-    }
-}
-
-fn name_of(info: &MemberInfo) -> ProcessName {
-    ProcessName {
-        pid: info.pid,
-        member: info.id.to_string(),
-        command: info.command.clone(),
-        state: info.state,
     }
 }
 

@@ -122,12 +122,7 @@ impl<D: Driver> Member<D> {
         };
         let holdings = self.pool.inventory(standing);
         let account = account_of(&holdings);
-        let process = ProcessName {
-            pid: info.pid,
-            member: info.id.to_string(),
-            command: info.command,
-            state: info.state,
-        };
+        let process = ProcessName::from(&info);
         let begun =
             Saving { connection, dir, process, account, holdings, out: None, is_whole: false };
         if standing == Standing::Runs && account.saved_bytes + account.not_kept_bytes == 0 {
