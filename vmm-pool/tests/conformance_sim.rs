@@ -239,3 +239,36 @@ fn new_memory_is_not_zero() {
         assert!(driver.is_clear(DEVICE, piece).expect("readable"), "{piece:?}");
     }
 }
+
+/// What ran first of two works on two streams, and whether the second was queued behind an event of the first.
+fn first_of_two(seed: u64, is_ordered: bool) -> usize {
+    let driver = driver();
+    driver.make_current(DEVICE).expect("current");
+    driver.core().schedule(seed);
+    let streams = [(); 2].map(|()| driver.stream_create().expect("a stream"));
+    let event = driver.event_create().expect("an event");
+    let (tell, told) = std::sync::mpsc::channel();
+    for (index, stream) in streams.into_iter().enumerate() {
+        if is_ordered && index == 1 {
+            driver.event_record(event, streams[0]).expect("recorded");
+            driver.stream_wait_event(stream, event).expect("behind it");
+        }
+        let tell = tell.clone();
+        let work = Work::new(move |_| {
+            let _told = tell.send(index);
+            Ok(())
+        });
+        driver.core().enqueue(stream, work).expect("queued");
+    }
+    driver.synchronize().expect("done");
+    let first = told.recv().expect("both ran");
+    told.recv().expect("both ran");
+    first
+}
+
+#[test]
+fn a_seed_decides_which_stream_comes_first_and_events_hold_in_any_order() {
+    let first: Vec<_> = (0..64).map(|seed| first_of_two(seed, false)).collect();
+    assert!(first.contains(&0) && first.contains(&1), "{first:?}");
+    assert!((0..64).all(|seed| first_of_two(seed, true) == 0));
+}

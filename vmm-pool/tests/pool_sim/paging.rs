@@ -93,7 +93,23 @@ impl Stage {
     }
 
     fn within(frames: u64, budget: impl Fn(u64) -> HostBudget + Send + Sync + 'static) -> Self {
+        Self::of(pool(&node()), frames, budget)
+    }
+
+    /// With work of streams in the order of a seed.
+    fn in_order(frames: u64, seed: Option<u64>) -> Self {
         let pool = pool(&node());
+        if let Some(seed) = seed {
+            pool.driver().core().schedule(seed);
+        }
+        Self::of(pool, frames, unlimited)
+    }
+
+    fn of(
+        pool: SimPool,
+        frames: u64,
+        budget: impl Fn(u64) -> HostBudget + Send + Sync + 'static,
+    ) -> Self {
         let driver = Arc::clone(pool.driver());
         let streams = [(); 2].map(|()| driver.stream_create().expect("a stream"));
         let order = [(); 2].map(|()| driver.event_create().expect("an event"));

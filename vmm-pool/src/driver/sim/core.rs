@@ -12,17 +12,20 @@ mod memory;
 mod streams;
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{
+    Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+};
 
 use self::events::Events;
 use self::streams::Streams;
 use super::blocks::Block;
 use super::memory::{Census, Coded, Memory, io_code};
 use super::node::SimNode;
+use super::schedule::Schedule;
 use super::{Faults, SimOptions};
 use crate::driver::{
     AllocationProp, DeviceAttribute, DeviceOrdinal, DeviceUuid, DriverCode, DriverVersion,
-    MemoryInfo,
+    MemoryInfo, RawStream,
 };
 
 pub use self::bytes::{AccessGuard, Touch};
@@ -65,6 +68,8 @@ pub struct Core {
     /// Copies of host memory that is pinned, but not for the device that copies.
     foreign_pins: AtomicU64,
     faults: Faults,
+    /// Where tests want an order of streams that a seed decides.
+    schedule: OnceLock<Schedule>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -98,6 +103,7 @@ impl Core {
             closing: AtomicBool::new(false),
             foreign_pins: AtomicU64::new(0),
             faults: Faults::default(),
+            schedule: OnceLock::new(),
         }
     }
 
@@ -109,6 +115,36 @@ impl Core {
     /// The options that the driver was made with.
     pub fn options(&self) -> &SimOptions {
         &self.options
+    }
+
+    /// From now on which stream's work runs next is as this seed decides. Work that waits for other work, but by an event, or
+    /// as default streams do, never ends then. The first seed stays.
+    pub fn schedule(&self, seed: u64) {
+        self.schedule.get_or_init(|| Schedule::new(seed));
+    }
+
+    /// The driver was called.
+    pub(super) fn called(&self) {
+        if let Some(schedule) = self.schedule.get() {
+            schedule.called();
+        }
+    }
+
+    /// Does what waits for work.
+    pub(super) fn while_waiting(&self, wait: impl FnOnce()) {
+        match self.schedule.get() {
+            Some(schedule) => schedule.while_waiting(wait),
+            None => wait(),
+        }
+    }
+
+    /// Runs the first work of a stream when its turn has come.
+    pub(super) fn in_turn<T>(&self, stream: RawStream, run: impl FnOnce() -> T) -> T {
+        let Some(schedule) = self.schedule.get() else { return run() };
+        schedule.begin(stream);
+        let done = run();
+        schedule.end();
+        done
     }
 
     /// Rules that make calls fail, and counters of calls.
@@ -312,6 +348,9 @@ impl Core {
         };
         for stream in live.values() {
             stream.abort();
+        }
+        if let Some(schedule) = self.schedule.get() {
+            schedule.finish();
         }
         for thread in threads {
             // Panics of work were caught in the worker; nothing else is left to hear.

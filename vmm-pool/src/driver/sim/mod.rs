@@ -14,6 +14,8 @@
 //! them: here they are fast, and on a device they would be under way still. For the same reason two of them on two streams
 //! that touch the same bytes, and one writes, have failed unless a wait for an event says which comes first.
 //!
+//! Streams run as threads do, or in an order that a seed decides ([`Core::schedule`]).
+//!
 //! New memory has bytes other than zero in it, in every 64 KiB: nothing that NVIDIA documents says that it is zero.
 //!
 //! Known differences:
@@ -33,6 +35,7 @@ mod faults;
 mod memory;
 mod node;
 mod processes;
+mod schedule;
 mod stream;
 mod vm;
 

@@ -26,6 +26,8 @@ pub struct Work {
     run: Arc<Run>,
     touches: Arc<[(VaRange, Touch)]>,
     ends: Ends,
+    /// It does nothing but wait for another stream.
+    is_wait: bool,
 }
 
 impl std::fmt::Debug for Work {
@@ -37,7 +39,16 @@ impl std::fmt::Debug for Work {
 impl Work {
     /// Work that says nothing of what it touches.
     pub fn new(run: impl Fn(&Core) -> Result<(), DriverCode> + Send + Sync + 'static) -> Self {
-        Self { run: Arc::new(run), touches: Arc::new([]), ends: Ends::Done }
+        Self { run: Arc::new(run), touches: Arc::new([]), ends: Ends::Done, is_wait: false }
+    }
+
+    /// What a stream does to come behind another.
+    pub(super) fn waiting(wait: impl Fn() + Send + Sync + 'static) -> Self {
+        let run = move |_: &Core| {
+            wait();
+            Ok(())
+        };
+        Self { is_wait: true, ..Self::new(run) }
     }
 
     /// The same, which touches `ranges`: what is unmapped there before it is done is unmapped under it.
@@ -228,18 +239,26 @@ impl Stream {
 
     fn run(&self, core: &Core) {
         while let Some(work) = self.next() {
-            // Nothing runs on a device whose earlier work failed.
-            if core.device_failure(self.context.device).is_ok() {
-                let done = catch_unwind(AssertUnwindSafe(|| (work.run)(core)))
-                    .unwrap_or(Err(DriverCode::LAUNCH_FAILED));
-                if let Err(code) = done {
-                    core.fail_device(self.context.device, code);
-                }
+            if work.is_wait {
+                self.run_one(core, &work);
+            } else {
+                core.in_turn(self.id, || self.run_one(core, &work));
             }
             // What the work holds goes before anybody is told that it is done.
             drop(work);
             self.lock().completed += 1;
             self.changed.notify_all();
+        }
+    }
+
+    fn run_one(&self, core: &Core, work: &Work) {
+        // Nothing runs on a device whose earlier work failed.
+        if core.device_failure(self.context.device).is_ok() {
+            let done = catch_unwind(AssertUnwindSafe(|| (work.run)(core)))
+                .unwrap_or(Err(DriverCode::LAUNCH_FAILED));
+            if let Err(code) = done {
+                core.fail_device(self.context.device, code);
+            }
         }
     }
 
@@ -279,10 +298,7 @@ impl Stream {
     /// Has later work wait for `mark`.
     pub(super) fn come_behind(self: &Arc<Self>, mark: Mark) {
         self.lock().behind.join(&mark.all());
-        self.submit(Work::new(move |_| {
-            mark.wait();
-            Ok(())
-        }));
+        self.submit(Work::waiting(move || mark.wait()));
     }
 
     /// What later work waits for.

@@ -59,8 +59,8 @@ fn chosen(stage: &Stage, wanted: &[usize], most: usize) -> Vec<usize> {
     spans
 }
 
-fn run(program: Vec<Step>, pauses_beside: bool) {
-    let mut stage = Stage::new(3);
+fn run(program: Vec<Step>, pauses_beside: bool, seed: Option<u64>) {
+    let mut stage = Stage::in_order(3, seed);
     let mut frames = 3;
     stage.alloc(1).expect("addresses");
     let pool = Arc::clone(stage.pool.pool());
@@ -90,7 +90,7 @@ fn run(program: Vec<Step>, pauses_beside: bool) {
                         continue;
                     }
                     stage.try_use(&spans, stream, writes).expect("a use");
-                    if holds && !pauses_beside {
+                    if holds && !pauses_beside && seed.is_none() {
                         stage.hold(stream);
                         stage.try_hold_use(&spans, stream);
                     }
@@ -167,12 +167,19 @@ proptest! {
 
     #[test]
     fn random_programs_find_every_byte(program in steps()) {
-        on_a_thread(move || run(program, false));
+        on_a_thread(move || run(program, false, None));
     }
 
     #[test]
     fn random_programs_find_every_byte_with_pauses_at_any_instant(program in steps()) {
-        on_a_thread(move || run(program, true));
+        on_a_thread(move || run(program, true, None));
+    }
+
+    #[test]
+    fn random_programs_find_every_byte_in_whatever_order_streams_come(
+        (program, pauses, seed) in (steps(), any::<bool>(), any::<u64>())
+    ) {
+        on_a_thread(move || run(program, pauses, Some(seed)));
     }
 }
 

@@ -81,6 +81,7 @@ impl Core {
         let Event { context, mark } = self.event(event)?;
         self.device_failure(context.device)?;
         let Some(mark) = mark else { return Ok(true) };
+        self.called();
         let is_reached = mark.is_reached();
         if is_reached {
             mark.show();
@@ -95,7 +96,7 @@ impl Core {
     pub fn wait_event(&self, event: RawEvent) -> Coded<()> {
         let Event { context, mark } = self.event(event)?;
         if let Some(mark) = mark {
-            mark.show();
+            self.while_waiting(|| mark.show());
         }
         self.device_failure(context.device)
     }

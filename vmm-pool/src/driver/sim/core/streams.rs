@@ -155,6 +155,7 @@ impl Core {
     /// As [`Self::enqueue`]. Says where the stream is when the work is done.
     pub(super) fn submit_to(&self, entry: &Arc<Stream>, work: Work) -> Coded<Mark> {
         self.device_failure(entry.context.device)?;
+        self.called();
         let mut others = self.all_streams().into_iter().filter(|other| other.id != entry.id);
         let behind = entry.behind();
         if let Some(other) = others.find(|other| other.races_with(&work, behind.of(other))) {
@@ -172,10 +173,7 @@ impl Core {
         let _order = lock(&self.submit);
         for other in self.ordered_before(entry) {
             if let Some(point) = other.pending() {
-                entry.submit(Work::new(move |_| {
-                    other.wait_until(point);
-                    Ok(())
-                }));
+                entry.submit(Work::waiting(move || other.wait_until(point)));
             }
         }
         Ok(entry.submit(work))
@@ -217,7 +215,7 @@ impl Core {
     /// `INVALID_HANDLE`; the failure of earlier work on the device.
     pub fn wait_stream(&self, stream: RawStream) -> Coded<()> {
         let entry = self.stream(stream)?;
-        entry.mark().show();
+        self.while_waiting(|| entry.mark().show());
         self.device_failure(entry.context.device)
     }
 
@@ -236,6 +234,7 @@ impl Core {
     pub fn stream_idle(&self, stream: RawStream) -> Coded<bool> {
         let entry = self.stream(stream)?;
         self.device_failure(entry.context.device)?;
+        self.called();
         Ok(entry.show_if_idle())
     }
 
@@ -261,7 +260,7 @@ impl Core {
     fn wait_for(&self, is_meant: impl Fn(&Stream) -> bool) {
         let meant = self.all_streams().into_iter().filter(|stream| is_meant(stream));
         let marks: Vec<_> = meant.map(|stream| stream.mark()).collect();
-        marks.iter().for_each(Mark::show);
+        self.while_waiting(|| marks.iter().for_each(Mark::show));
     }
 
     /// Ends all streams of a context that ends.
