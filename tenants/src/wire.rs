@@ -10,7 +10,7 @@ mod times;
 
 use serde::{Deserialize, Serialize, Serializer};
 use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::{AllocationId, KeptBytes, PoolReport};
+use vmm_pool::{AllocationId, CopiedBytes, KeptBytes, PoolReport};
 
 pub use crate::phase::{Action, Order, Phase, Told, Window};
 pub use crate::state::MemberState;
@@ -465,6 +465,8 @@ pub struct MemberStats {
     pub member: MemberInfo,
     /// What it holds.
     pub pool: PoolReport,
+    /// How far the copies of a pause or resume under way are.
+    pub copied: CopiedBytes,
     /// Pauses completed.
     pub pauses: u64,
     /// Resumes completed.

@@ -35,7 +35,8 @@ use tenants::wire::{
 };
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{
-    AllocationId, Copying, Held, HostDemand, KeptBytes, Part, PoolReport, SlabTotals, StayReason,
+    AllocationId, CopiedBytes, Copying, Held, HostDemand, KeptBytes, Part, PoolReport, SlabTotals,
+    StayReason,
 };
 
 const ID: AllocationId = AllocationId(*b"0123456789abcdef");
@@ -315,6 +316,7 @@ fn replies() -> Vec<Reply> {
     let stats = MemberStats {
         host: HostProgress { need: None, ..grows.clone() },
         member: member.clone(),
+        copied: CopiedBytes { done_bytes: 12 << 30, of_bytes: 48 << 30 },
         pool: PoolReport {
             host_arena_bytes: 1 << 40,
             file_bytes: 1 << 41,

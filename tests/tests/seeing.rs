@@ -20,7 +20,7 @@ const CAPACITIES: [u64; 2] = [128 * MIB; 2];
 const TIMEOUT: Duration = Duration::from_secs(30);
 const SIZE: Winsize = Winsize { ws_row: 24, ws_col: 80, ws_xpixel: 0, ws_ypixel: 0 };
 
-/// `sublet top` in a terminal of its own.
+/// `sublet` in a terminal of its own.
 struct Terminal {
     child: Child,
     ours: File,
@@ -30,12 +30,16 @@ struct Terminal {
 }
 
 impl Terminal {
-    fn start(stage: &Stage, variables: &[(&str, &str)]) -> Outcome<Self> {
+    fn top(stage: &Stage, variables: &[(&str, &str)]) -> Outcome<Self> {
+        Self::start(stage, &["top"], variables)
+    }
+
+    fn start(stage: &Stage, words: &[&str], variables: &[(&str, &str)]) -> Outcome<Self> {
         let pty = openpty(&SIZE, None)?;
         // Else the command would hold this side of its own terminal.
         fcntl(&pty.master, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))?;
         let mut command = stage.command(&stage.files().sublet);
-        command.arg("top").env("TERM", "xterm").env_remove("NO_COLOR");
+        command.args(words).env("TERM", "xterm").env_remove("NO_COLOR");
         command.envs(variables.iter().copied());
         let end = || -> Outcome<Stdio> { Ok(pty.slave.try_clone()?.into()) };
         command.stdin(end()?).stdout(end()?).stderr(end()?);
@@ -202,7 +206,7 @@ fn top_shows_real_tenants_follows_a_pause_and_leaves_the_terminal_as_it_was() ->
     let train = stage.connected_job(&JobOptions::new("train", 2))?;
     let infer =
         stage.connected_job(&JobOptions { tensor_mib: 24, ..JobOptions::new("infer", 1) })?;
-    let mut top = Terminal::start(&stage, &[])?;
+    let mut top = Terminal::top(&stage, &[])?;
     top.until_shown("2 tenants, 3 processes")?;
     top.until_shown("infer   active")?;
     top.until_shown("train   active")?;
@@ -223,9 +227,32 @@ fn top_shows_real_tenants_follows_a_pause_and_leaves_the_terminal_as_it_was() ->
 }
 
 #[test]
+fn a_pause_in_a_terminal_says_how_much_it_copies() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    // One call for its tensor: longer than the command says nothing.
+    let slow = JobOptions::new("train", 1).with("SUBLET_CHANGES", "off");
+    let mut job = stage.connected_job(&slow.with("SIMCUDA_LATENCY", "cuMemcpyDtoHAsync:400000"))?;
+    let copied = |stage: &Stage| -> Outcome<u64> {
+        let members = stage.members("train")?;
+        Ok(members[0]["copied"]["of_bytes"].as_u64().unwrap_or_default())
+    };
+    assert_eq!(copied(&stage)?, 0);
+    let mut pause = Terminal::start(&stage, &["pause", "train"], &[])?;
+    pause.until_shown("pausing train: ")?;
+    pause.until_shown("MiB")?;
+    assert!(copied(&stage)? > 0);
+    pause.until_shown("paused tenant 'train' in ")?;
+    assert_eq!(pause.left()?, Some(0));
+    assert_eq!(copied(&stage)?, 0);
+    stage.resume("train")?;
+    job.step(1)?;
+    job.exit()
+}
+
+#[test]
 fn top_says_that_there_is_no_tenant_and_uses_no_colours_where_none_are_wanted() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    let mut top = Terminal::start(&stage, &[("NO_COLOR", "1")])?;
+    let mut top = Terminal::top(&stage, &[("NO_COLOR", "1")])?;
     top.until_shown("no tenant is running; start one with")?;
     let job = stage.job(&JobOptions::new("train", 1))?;
     top.until_shown("train   active")?;
@@ -238,7 +265,7 @@ fn top_says_that_there_is_no_tenant_and_uses_no_colours_where_none_are_wanted() 
 #[test]
 fn top_restores_the_terminal_when_it_is_ended_by_a_signal() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    let mut top = Terminal::start(&stage, &[])?;
+    let mut top = Terminal::top(&stage, &[])?;
     top.until("other screen", |screen| screen.is_other)?;
     kill(Pid::from_raw(i32::try_from(top.child.id())?), Signal::SIGTERM)?;
     assert_eq!(top.left()?, Some(0));
@@ -248,7 +275,7 @@ fn top_restores_the_terminal_when_it_is_ended_by_a_signal() -> Outcome {
 #[test]
 fn top_ends_when_its_terminal_is_gone() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    let mut top = Terminal::start(&stage, &[])?;
+    let mut top = Terminal::top(&stage, &[])?;
     top.until_shown("no tenant is running")?;
     // It has no other holder on this side. Without a session of its own no signal tells of it.
     top.ours = File::open("/dev/null")?;
@@ -263,7 +290,7 @@ fn top_ends_when_its_terminal_is_gone() -> Outcome {
 #[test]
 fn top_is_ended_by_a_signal_also_in_the_middle_of_a_key() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    let mut top = Terminal::start(&stage, &[])?;
+    let mut top = Terminal::top(&stage, &[])?;
     top.until_shown("no tenant is running")?;
     top.press("?")?;
     top.until_shown("own memory that is on the GPU")?;
@@ -291,7 +318,7 @@ fn a_process_that_is_stopped_keeps_its_row_with_why_and_what_it_holds() -> Outco
     let stage = Stage::new(&CAPACITIES)?;
     let job = stage.job(&JobOptions::new("train", 2))?;
     let (stopped, other) = (job.ranks[0].pid(), job.ranks[1].pid());
-    let mut top = Terminal::start(&stage, &[])?;
+    let mut top = Terminal::top(&stage, &[])?;
     top.until_shown(&format!("{stopped} active"))?;
     job.ranks[0].stop()?;
     let ran = stage.sublet_told("LD_LIBRARY_PATH", &stage.libraries_with_nvml(), &["ps", "-v"])?;

@@ -48,7 +48,7 @@ pub use pool::{
     PieceBytes, Pool, Registered, Use,
 };
 pub use report::{
-    ClassBytes, Contents, DeviceReport, KeptBytes, PinnedBytes, PoolReport, SlabTotals,
+    ClassBytes, Contents, CopiedBytes, DeviceReport, KeptBytes, PinnedBytes, PoolReport, SlabTotals,
 };
 pub use saved::{SavedError, Spilled, WriteOut, Written};
 pub use slabs::Part;

@@ -1,6 +1,8 @@
 //! Plain accounts of who holds what, in bytes. Sums are exact: every byte of pool memory is in exactly
 //! one [`ClassBytes`].
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use serde::{Deserialize, Serialize, Serializer};
 
 use crate::driver::DeviceOrdinal;
@@ -47,6 +49,42 @@ impl KeptBytes {
             unchanged_bytes: self.unchanged_bytes.saturating_add(other.unchanged_bytes),
             copied_bytes: self.copied_bytes.saturating_add(other.copied_bytes),
         }
+    }
+}
+
+/// What a pause or resume under way copies between devices and host memory or the file, in bytes. Both are 0 while none does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct CopiedBytes {
+    /// Copied so far. A resume from host memory queues all its copies first, and counts them when the last has ended.
+    pub done_bytes: u64,
+    /// All that it copies.
+    pub of_bytes: u64,
+}
+
+/// The same, counted by the thread that copies and read by others. Nobody decides by it, so no order of loads and stores matters.
+#[derive(Debug, Default)]
+pub(crate) struct Copied {
+    done_bytes: AtomicU64,
+    of_bytes: AtomicU64,
+}
+
+impl Copied {
+    /// A pause or resume is about to copy so much.
+    pub(crate) fn begin(&self, of_bytes: u64) {
+        self.done_bytes.store(0, Ordering::Relaxed);
+        self.of_bytes.store(of_bytes, Ordering::Relaxed);
+    }
+
+    /// So much more is copied.
+    pub(crate) fn add(&self, bytes: u64) {
+        self.done_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// What a stage copies again after a failure counts once.
+    pub(crate) fn read(&self) -> CopiedBytes {
+        let of_bytes = self.of_bytes.load(Ordering::Relaxed);
+        CopiedBytes { done_bytes: self.done_bytes.load(Ordering::Relaxed).min(of_bytes), of_bytes }
     }
 }
 

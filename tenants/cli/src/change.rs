@@ -69,7 +69,7 @@ fn pause_one(
     }
     let options = Options { scope, depth: depth(args.deep), ..options(args.timeout, interrupt) };
     let mut coordinator = Coordinator::new(run_dir.clone(), tenant.clone(), options);
-    let mut progress = Progress::start();
+    let mut progress = Progress::start(args.show, run_dir);
     coordinator.pause(&mut |event| progress.note(&event))
 }
 
@@ -111,7 +111,7 @@ fn pause_all(args: &PauseArgs, run_dir: &RunDir, output: &mut Output) -> Result<
 
 pub(crate) fn resume(
     args: &ResumeArgs,
-    run_dir: RunDir,
+    run_dir: &RunDir,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     check(args.trace.as_deref())?;
@@ -119,13 +119,13 @@ pub(crate) fn resume(
     let lost_imports = if args.without_lost { LostImports::LeaveOut } else { LostImports::Refuse };
     let scope = args.scope();
     if args.queue {
-        return resume_in_turn(args, &run_dir, lost_imports, interrupt, output);
+        return resume_in_turn(args, run_dir, lost_imports, interrupt, output);
     }
     let options =
         Options { lost_imports, scope: scope.clone(), ..options(args.timeout, &interrupt) };
-    let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
+    let mut coordinator = Coordinator::new(run_dir.clone(), args.tenant.clone(), options);
     let result = {
-        let mut progress = Progress::start();
+        let mut progress = Progress::start(args.show, run_dir);
         let result = coordinator.resume(&mut |event| progress.note(&event));
         let wait = args.wait.at_most();
         resume_when_it_fits(&mut coordinator, result, wait, &interrupt, &mut progress)
@@ -155,7 +155,7 @@ fn resume_in_turn(
         is_dry: false,
     };
     let result = {
-        let mut progress = Progress::start();
+        let mut progress = Progress::start(args.show, run_dir);
         let note = &mut |event: Event<'_>| progress.note(&event);
         switching::resume_in_turn(run_dir, &args.tenant, &options, note)
     };
@@ -288,7 +288,7 @@ pub(crate) fn swap(
     let mut to = coordinator(&args.to, args.tags.in_scope(), Depth::Memory);
     let wait = args.wait.at_most();
     let result = {
-        let mut progress = Progress::start();
+        let mut progress = Progress::start(args.show, run_dir);
         let mut swap = |progress: &mut Progress, to: &mut Coordinator| {
             coordinator::swap(&mut from, to, &mut |event| progress.note(&event))
         };
@@ -311,15 +311,15 @@ pub(crate) fn swap(
     Ok(traced.unwrap_or(show_swap(args, result, output)?))
 }
 
-/// Can the timeline be written that was asked for? Asked before anything is changed.
+/// Can the timeline be written? Looked at before anything is changed.
 fn check(trace: Option<&Path>) -> Result<(), Failure> {
     trace.map_or(Ok(()), files::check)
 }
 
-/// Writes the timeline of what was done, where one was asked for. Says so, and gives the exit code, when it could not be written after all.
+/// Writes the timeline of what was done, if one is wanted. Says so, and gives the exit code, when it could not be written after all.
 fn write_trace(trace: Option<&Path>, done: &[Outcome], wall_us: Option<u64>) -> Option<ExitCode> {
     let failure = trace::write_outcomes(trace?, done, wall_us).err()?;
-    output::complain(&format!("{failure}; what was asked for has been done"));
+    output::complain(&format!("{failure}; all else is done"));
     Some(ExitCode::from(EXIT_PARTIAL))
 }
 
@@ -414,7 +414,7 @@ fn options(timeout: Option<Duration>, interrupt: &Interrupt) -> Options {
 /// The error of a change for a person, with the processes that hold GPUs which are too full.
 fn failure_of(error: &CoordinatorError) -> Failure {
     let mut parts = vec![chain(error)];
-    for device in error.shortages() {
+    for device in error.shortages().iter().filter(|device| device.outside_bytes > 0) {
         let occupants = outsiders::largest_on(&device.uuid);
         let named: Vec<_> = occupants.iter().map(ToString::to_string).collect();
         if !named.is_empty() {

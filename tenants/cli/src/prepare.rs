@@ -19,14 +19,14 @@ use crate::units;
 
 pub(crate) fn prepare(
     args: &PrepareArgs,
-    run_dir: RunDir,
+    run_dir: &RunDir,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     let options = Options { interrupt: Some(signals::watch()?), ..Options::default() };
-    let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
+    let mut coordinator = Coordinator::new(run_dir.clone(), args.tenant.clone(), options);
     let waits = if args.no_wait { Waits::Until(Instant::now()) } else { Waits::ForAll };
     let result = {
-        let progress = Progress::start();
+        let progress = Progress::start(args.show, run_dir);
         let tenant = args.tenant.as_str();
         coordinator.prepare(waits, &mut |processes| progress.say(line_of(tenant, processes)))
     };

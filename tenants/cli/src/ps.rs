@@ -339,7 +339,7 @@ pub(crate) mod tests {
     use tenants::identity::{MemberId, TenantName};
     use tenants::wire::{HostProgress, HostStage, MemberInfo, PauseTimes};
     use vmm_pool::driver::DeviceOrdinal;
-    use vmm_pool::{ClassBytes, DeviceReport, PinnedBytes, PoolReport};
+    use vmm_pool::{ClassBytes, CopiedBytes, DeviceReport, PinnedBytes, PoolReport};
 
     use super::*;
     use crate::gpus::Gpus;
@@ -366,6 +366,7 @@ pub(crate) mod tests {
                 tags: Vec::new(),
             },
             pool: PoolReport::default(),
+            copied: CopiedBytes::default(),
             pauses: 0,
             resumes: 0,
             last_pause: Vec::new(),

@@ -16,13 +16,13 @@ use crate::units;
 
 pub(crate) fn save(
     args: &SaveArgs,
-    run_dir: RunDir,
+    run_dir: &RunDir,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     let options = Options { interrupt: Some(signals::watch()?), ..Options::default() };
-    let mut coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
+    let mut coordinator = Coordinator::new(run_dir.clone(), args.tenant.clone(), options);
     let result = {
-        let progress = Progress::start();
+        let progress = Progress::start(args.show, run_dir);
         let tenant = args.tenant.as_str();
         coordinator.save(&args.dir, &mut |states| progress.say(line_of(tenant, states)))
     };

@@ -56,7 +56,7 @@ pub(crate) fn switch(
         ..SwitchOptions::default()
     };
     let result = {
-        let mut progress = Progress::start();
+        let mut progress = Progress::start(args.show, run_dir);
         switching::switch(run_dir, &args.tenant, &options, &mut |event| progress.note(&event))
     };
     if args.show.json {

@@ -438,6 +438,7 @@ impl<D: Driver> Member<D> {
         MemberStats {
             member,
             pool,
+            copied: self.pool.copied_bytes(),
             pauses: status.pauses,
             resumes: status.resumes,
             last_pause: status.last_pause.clone(),

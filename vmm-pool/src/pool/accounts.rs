@@ -9,7 +9,7 @@ use crate::driver::{DeviceOrdinal, Driver};
 use crate::ledger::{
     Holding, LentTotals, References, Row, Selection, Standing, TagTotals, Unfreezable,
 };
-use crate::report::{DeviceReport, PoolReport};
+use crate::report::{CopiedBytes, DeviceReport, PoolReport};
 use crate::{AllocationId, PeerId};
 
 impl<D: Driver> Pool<D> {
@@ -46,6 +46,11 @@ impl<D: Driver> Pool<D> {
     pub fn unfreezable(&self) -> Unfreezable {
         let is_away = self.gate().is_offloaded();
         self.ledger().unfreezable(is_away)
+    }
+
+    /// How far the copies of a pause or resume under way are. Takes no lock. *While offloaded.*
+    pub fn copied_bytes(&self) -> CopiedBytes {
+        self.copied.read()
     }
 
     /// Who holds what now. *While offloaded.*

@@ -31,6 +31,7 @@ use crate::driver::{
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::{Gate, Pass, Passage};
 use crate::ledger::{Class, Ledger, Mapping, NewRow, Origin, Row};
+use crate::report::Copied;
 use crate::slabs::Table;
 use crate::store::{Ahead, HostArena};
 use crate::waits::Waits;
@@ -72,6 +73,8 @@ pub struct Pool<D: Driver> {
     own_contexts: fn() -> Vec<RawContext>,
     pub(crate) budget: Budget,
     pub(crate) copies: CopyPolicy,
+    /// How far the copies of a pause or resume under way are.
+    pub(crate) copied: Copied,
     /// Machine-wide names of devices, as the driver gave them. A leaf.
     names: Mutex<BTreeMap<DeviceOrdinal, String>>,
 }
@@ -111,6 +114,7 @@ impl<D: Driver> Pool<D> {
             own_contexts,
             budget: Budget::default(),
             copies: CopyPolicy::default(),
+            copied: Copied::default(),
             names: Mutex::default(),
         };
         (pool, right)

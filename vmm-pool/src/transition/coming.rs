@@ -87,9 +87,12 @@ impl<D: Driver> Arriving<D> {
         let rows = Arc::new(rows);
         shut.begin_resume(Arc::clone(&rows));
         let mut queue = Queue::default();
+        let mut copied_bytes = 0;
         {
             let ledger = shut.pool().ledger();
             for row in ledger.rows_in(&rows).filter(|row| row.is_own()) {
+                let stored = row.saved().map(|saved| saved.stored_bytes(&row.copied_parts()));
+                copied_bytes += stored.unwrap_or(0);
                 queue.add(if row.is_resident() {
                     // It takes no memory any more.
                     Waiting::unlimited(row)
@@ -99,6 +102,7 @@ impl<D: Driver> Arriving<D> {
                 });
             }
         }
+        shut.pool().copied.begin(copied_bytes);
         Self { returning: Returning { shut, selection, rows }, queue }
     }
 

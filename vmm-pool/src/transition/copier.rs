@@ -12,6 +12,7 @@ use crate::driver::{DeviceOrdinal, Driver, VaRange};
 use crate::error::PoolResult;
 use crate::journal::StepLog;
 use crate::pool::Pool;
+use crate::report::Copied;
 use crate::store::{Extent, HostArena};
 
 /// Contents of one allocation, where their device reaches them, and where they lie in a store.
@@ -27,12 +28,18 @@ pub(super) struct Transfer<'a> {
 pub(super) struct Copier<'a, D: Driver> {
     pub(super) streams: DeviceStreams<'a, D>,
     pub(super) arena: MutexGuard<'a, HostArena<D>>,
+    /// What passes through the file is counted here.
+    pub(super) copied: &'a Copied,
 }
 
 impl<'a, D: Driver> Copier<'a, D> {
     /// Waits for the arena.
     pub(super) fn new(pool: &'a Pool<D>) -> Self {
-        Self { streams: DeviceStreams::new(&pool.deferred), arena: pool.arena() }
+        Self {
+            streams: DeviceStreams::new(&pool.deferred),
+            arena: pool.arena(),
+            copied: &pool.copied,
+        }
     }
 
     /// Starts copying between a device and the arena, on the stream of the device that was taken last.

@@ -21,6 +21,12 @@ struct Batch {
     ranges: Vec<VaRange>,
 }
 
+impl Batch {
+    fn size_bytes(&self) -> u64 {
+        self.place.end - self.place.start
+    }
+}
+
 /// All of `filed`, once, in the file's order for each device.
 fn in_batches(filed: &[Transfer<'_>]) -> Vec<Batch> {
     let mut pieces = Vec::new();
@@ -67,7 +73,7 @@ impl<D: Driver> Copier<'_, D> {
     ) -> PoolResult<()> {
         self.arena.hold_ring(log)?;
         let missing = self.arena.disk.nothing_to_write_to();
-        let Self { arena, streams } = self;
+        let Self { arena, streams, copied } = self;
         log.timed("save to file", |log| {
             arena.write_behind(|writing| {
                 for batch in in_batches(filed) {
@@ -77,6 +83,7 @@ impl<D: Driver> Copier<'_, D> {
                     };
                     // SAFETY: as the caller vouches; the slot is this batch's alone.
                     unsafe { pass(log, streams.of(batch.device)?, Way::Out, &batch, &slot) }?;
+                    copied.add(batch.size_bytes());
                     let lengths = batch.ranges.iter().map(|range| range.size_bytes).collect();
                     writing.write(slot, batch.place, lengths);
                 }
@@ -97,12 +104,14 @@ impl<D: Driver> Copier<'_, D> {
         self.arena.hold_ring(log)?;
         let batches = in_batches(filed);
         let places: Vec<_> = batches.iter().map(|batch| batch.place.clone()).collect();
-        let Self { arena, streams } = self;
+        let Self { arena, streams, copied } = self;
         log.timed("restore from file", |log| {
             arena.read_ahead(&places, |index, slot| {
                 let batch = &batches[index];
                 // SAFETY: as the caller vouches; the slot is this batch's alone.
-                unsafe { pass(log, streams.of(batch.device)?, Way::In, batch, slot) }
+                unsafe { pass(log, streams.of(batch.device)?, Way::In, batch, slot) }?;
+                copied.add(batch.size_bytes());
+                Ok(())
             })
         })
     }

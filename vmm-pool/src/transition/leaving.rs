@@ -162,6 +162,8 @@ impl<D: Driver> Leaving<D> {
         let still = Still::drained(&self.quiesced);
         let seen = self.quiesced.seen();
         let (mut log, layouts) = still.lay_out(&self.rows, seen, copies, budget)?;
+        let copied = layouts.iter().flat_map(|layout| &layout.placed).map(Placed::copied_bytes);
+        self.pool().copied.begin(copied.sum());
         let prepared = match schedule {
             Schedule::SaveMeanwhile => {
                 still.hold_space(&mut log, &layouts).map(|()| LaidOut::new(layouts))

@@ -46,7 +46,7 @@ pub struct Quiesced<D: Driver> {
 }
 
 /// A pause or resume is over, or undone. The gate goes where that has led at [`Done::end`], or when this is dropped, so
-/// that whoever holds it can tell others first.
+/// that its holder can tell others first.
 #[derive(Debug)]
 #[must_use = "the process goes on when it is dropped"]
 pub struct Done<D: Driver> {
@@ -120,8 +120,9 @@ impl<D: Driver> ShutGate<D> {
     }
 
     fn set(&self, mode: Mode) {
-        // Nobody waits for devices beside calls of the application's.
+        // Nobody waits for devices during calls of the application's.
         self.pool.waits.forget();
+        self.pool.copied.begin(0);
         if mode == Mode::Open {
             self.pool.thaw();
         }

@@ -60,6 +60,10 @@ struct Target {
 }
 
 impl Target {
+    fn copied_bytes(&self) -> u64 {
+        self.extents.iter().map(|extent| extent.size_bytes).sum()
+    }
+
     fn transfer(&self) -> Transfer<'_> {
         Transfer { device: self.device, range: self.range, extents: Cow::Borrowed(&self.extents) }
     }
@@ -179,13 +183,17 @@ impl<D: Driver> Still<'_, D> {
             own.map(|row| (row.handle(), row.device())).collect()
         };
         let mut from_file = Vec::new();
+        let mut queued_bytes = 0;
         let queued = log.timed("map and queue copies", |log| {
             for (row, device) in own {
                 self.map_row_again(log, row)?;
                 let Some(device) = device else { continue };
                 let Some(target) = self.target_of(log, row, device)? else { continue };
                 match target.store {
-                    Store::Host => self.restore_from_memory(log, &mut copier, &target)?,
+                    Store::Host => {
+                        self.restore_from_memory(log, &mut copier, &target)?;
+                        queued_bytes += target.copied_bytes();
+                    }
                     Store::File => from_file.push(target),
                 }
             }
@@ -200,6 +208,7 @@ impl<D: Driver> Still<'_, D> {
         // Every device is waited for, whatever the others say: nothing may be unmapped under a copy.
         let finished = log.timed("wait for copies", |_| copier.streams.finish_or_leave());
         let outcome = outcome.and(finished);
+        self.pool.copied.add(queued_bytes);
         if outcome.is_err() && self.pool.deferred.is_settled() {
             self.drop_views(&mut log);
         }
@@ -238,7 +247,6 @@ impl<D: Driver> Still<'_, D> {
             (None, Some(raw)) => (self.make_view(log, raw, size_bytes, device)?, true),
             (None, None) => return Ok(None),
         };
-        log.bytes += extents.iter().map(|extent| extent.size_bytes).sum::<u64>();
         // Copies come behind on the same stream, so that one fill will do. What comes from a file takes another.
         let zeros = match (zeros.as_slice(), store) {
             ([first, .., last], Store::Host) => {
@@ -247,7 +255,9 @@ impl<D: Driver> Still<'_, D> {
             }
             _ => zeros,
         };
-        Ok(Some(Target { device, range, is_view, store, extents, zeros }))
+        let target = Target { device, range, is_view, store, extents, zeros };
+        log.bytes += target.copied_bytes();
+        Ok(Some(target))
     }
 
     /// Makes zeros and starts copies from the arena.

@@ -114,7 +114,7 @@ fn in_groups(items: Vec<Item>, group_bytes: u64) -> Vec<Group> {
 }
 
 impl<D: Driver> Still<'_, D> {
-    /// Saves to where it is laid out, within disk space that is taken; host memory that is missing is made beside the copies.
+    /// Saves to where it is laid out, within disk space that is taken; host memory that is missing is made during the copies.
     pub(super) fn save(
         &self,
         mut behind: Behind<'_>,
@@ -264,6 +264,7 @@ impl<D: Driver> Still<'_, D> {
         behind: &mut Behind<'_>,
         group: &Group,
     ) -> PoolResult<()> {
+        self.pool.copied.add(group.items.iter().map(|item| item.copied_bytes).sum());
         log.timed("unmap saved", |log| self.retire(log, &group.items))?;
         if let Behind::GivesBack(meanwhile) = behind {
             meanwhile.are_saved(group.items.iter().map(|item| item.row));
@@ -383,7 +384,7 @@ impl<D: Driver> Pool<D> {
         let [kept, filed] = with_all;
         let to_memory_bytes = kept.placed.iter().map(Placed::copied_bytes).sum();
         let copying = Copying { to_memory_bytes, to_file_bytes: filed.end_bytes };
-        // Where that takes nothing, nothing less can be asked for.
+        // Where that takes nothing, nothing less can be requested.
         let least = |copies, more: u64| match more {
             0 => 0,
             more => growth(&self.layouts(&rows, survey, copies)).min(more),

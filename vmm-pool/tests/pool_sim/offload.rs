@@ -4,7 +4,7 @@ use vmm_pool::driver::sim::{FaultSpan, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, Driver, DriverCode, DriverOp, Location, VaRange,
 };
-use vmm_pool::{Contents, HostBudget, PoolError};
+use vmm_pool::{Contents, CopiedBytes, HostBudget, PoolError};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, UNIT, UNLIMITED, WHOLE, class, create, end_streams, free_bytes,
@@ -28,6 +28,46 @@ fn kept_bytes_come_back_at_both_addresses_of_an_alias() {
         assert!(holds(&pool, DEVICE, first, pattern(round)));
         assert!(holds(&pool, OTHER, second, pattern(round)), "the alias, with its own rights");
         assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - 3 * UNIT, "one memory, not two");
+    }
+}
+
+#[test]
+fn what_is_copied_is_counted_until_the_pause_or_resume_is_over() {
+    for contents in [Contents::Keep, Contents::File] {
+        let pool = pool(&node());
+        let handle = create(&pool, DEVICE, 3, class(contents));
+        let range = map(&pool, handle, 3 * UNIT, &[RW(DEVICE)]);
+        create(&pool, DEVICE, 2, class(Contents::Discard));
+        write(&pool, DEVICE, range, pattern(1));
+        let copied = |done_units: u64, of_units: u64| CopiedBytes {
+            done_bytes: done_units * UNIT,
+            of_bytes: of_units * UNIT,
+        };
+        let none = copied(0, 0);
+        for is_early in [false, true] {
+            assert_eq!(pool.copied_bytes(), none);
+            pool.drain();
+            assert_eq!(pool.copied_bytes(), none);
+            if is_early {
+                pool.reserve(&WHOLE, UNLIMITED).expect("room");
+                assert_eq!(pool.copied_bytes(), copied(0, 3));
+            } else {
+                pool.save(&WHOLE, UNLIMITED).expect("a save");
+                assert_eq!(pool.copied_bytes(), copied(3, 3));
+            }
+            pool.release_selected().expect("a release");
+            assert_eq!(pool.copied_bytes(), none);
+            pool.create_own(&WHOLE).expect("room");
+            assert_eq!(pool.copied_bytes(), copied(0, 3));
+            pool.restore_own(0).expect("contents");
+            assert_eq!(pool.copied_bytes(), copied(3, 3));
+            pool.map_imports().expect("no imports");
+            drop(pool.commit_resume());
+        }
+        pool.drain();
+        pool.save(&WHOLE, UNLIMITED).expect("a save");
+        pool.drop_proof();
+        assert_eq!(pool.copied_bytes(), none, "it came to nothing");
     }
 }
 

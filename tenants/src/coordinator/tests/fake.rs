@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
 use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::{ClassBytes, DeviceReport, PoolReport, Schedule};
+use vmm_pool::{ClassBytes, CopiedBytes, DeviceReport, PoolReport, Schedule};
 
 use super::script::{Fault, GIB, Script};
 use crate::coordinator::{Coordinator, Event, Options};
@@ -324,6 +324,7 @@ impl Agent {
             Request::Stats => Reply::Stats(Box::new(MemberStats {
                 member: self.info(),
                 pool: self.pool(),
+                copied: CopiedBytes::default(),
                 pauses: 0,
                 resumes: 0,
                 last_pause: Vec::new(),
