@@ -1,8 +1,9 @@
 //! Settings that cannot be: `sublet run` refuses them, and a process that must be under Sublet ends.
 
-use std::process::Stdio;
+use std::io::{BufRead as _, BufReader};
+use std::process::{Child, Stdio};
 
-use sublet_tests::{Files, MIB, Outcome, Stage};
+use sublet_tests::{Files, MIB, Outcome, Stage, Trouble};
 
 #[test]
 fn run_refuses_a_wrong_setting_before_it_starts_the_job_and_warns_of_an_unknown_name() -> Outcome {
@@ -42,6 +43,47 @@ fn run_says_that_its_job_joins_a_tenant_which_runs_already() -> Outcome {
         said.contains(" has 2 processes already (") && said.contains(", and 1 more)"),
         "{said}"
     );
+    Ok(())
+}
+
+/// Its first line on standard error.
+fn first_line(job: &mut Child) -> Outcome<String> {
+    let mut line = String::new();
+    let errors = job.stderr.as_mut().ok_or_else(|| Trouble::new("it has no standard error"))?;
+    BufReader::new(errors).read_line(&mut line)?;
+    Ok(line)
+}
+
+#[test]
+fn jobs_without_a_name_get_that_of_their_command_and_each_its_own() -> Outcome {
+    let stage = Stage::new(&[128 * MIB])?;
+    let run = |variables: &[(&str, &str)]| -> Outcome<Child> {
+        let mut command = stage.command(&stage.files().sublet);
+        command.args(["run", "--library"]).arg(&stage.files().preload).args(["--", "cat"]);
+        command.envs(variables.iter().copied()).stdin(Stdio::piped()).stderr(Stdio::piped());
+        Ok(command.spawn()?)
+    };
+    // As the jobs of an array do: together.
+    let mut jobs = (0..4).map(|_| run(&[])).collect::<Outcome<Vec<_>>>()?;
+    let mut lines = jobs.iter_mut().map(first_line).collect::<Outcome<Vec<_>>>()?;
+    lines.sort();
+    let numbered = |number: u32| {
+        format!(
+            "sublet: this job is tenant 'cat-{number}', because 'cat' runs already; pause it with: \
+             sublet pause cat-{number}\n"
+        )
+    };
+    let first = "sublet: this job is tenant 'cat'; pause it with: sublet pause cat\n".to_owned();
+    assert_eq!(lines, [first, numbered(2), numbered(3), numbered(4)]);
+    // One that is started from within a job belongs to it.
+    let mut inner = run(&[("SUBLET_TENANT", "outer")])?;
+    drop(inner.stdin.take());
+    assert_eq!(first_line(&mut inner)?, "");
+    jobs.push(inner);
+    for mut job in jobs {
+        drop(job.stdin.take());
+        assert!(job.wait()?.success());
+    }
     Ok(())
 }
 

@@ -97,7 +97,7 @@ pub(crate) enum Command {
 }
 
 impl Command {
-    /// Was a document for programs asked for?
+    /// Is a document for programs wanted?
     pub(crate) fn wants_json(&self) -> bool {
         match self {
             Self::Turns(show) | Self::Doctor(show) => show.json,
@@ -123,9 +123,10 @@ impl Command {
 
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
-    /// Name of the tenant: letters, digits, '.', '_' and '-'
+    /// Name of the tenant: letters, digits, '.', '_' and '-'. By default it is that of the script or program, with a number if that
+    /// is taken, and it is printed
     #[arg(long, value_name = "NAME", value_parser = TenantName::new)]
-    pub(crate) tenant: TenantName,
+    pub(crate) tenant: Option<TenantName>,
     /// Tenants with the same family may open each other's CUDA IPC handles and exported memory
     #[arg(long, value_name = "NAME", value_parser = FamilyName::new)]
     pub(crate) family: Option<FamilyName>,
@@ -146,7 +147,7 @@ pub(crate) struct RunArgs {
     /// runs on without Sublet
     #[arg(long)]
     pub(crate) require: bool,
-    /// The preload object; found beside this command when not given
+    /// The preload object; by default it is found next to this command
     #[arg(long, value_name = "PATH")]
     pub(crate) library: Option<PathBuf>,
     /// The command and its arguments
@@ -192,7 +193,7 @@ pub(crate) struct SwapTagArgs {
     /// Only memory of regions with this tag, of both: FROM runs on without it, and TO gets it back. May be given more than once
     #[arg(long = "tag", value_name = "TAG")]
     both: Vec<String>,
-    /// Only this library's own memory, of both; may be given beside tags
+    /// Only this library's own memory, of both; may be given in addition to tags
     #[arg(long = "library", value_name = "LIBRARY", value_parser = LIBRARY_TAGS)]
     libraries: Vec<String>,
     /// Of FROM, only memory of regions with this tag, or of a library by its name; may be given more than once

@@ -19,6 +19,7 @@ mod files;
 mod gpus;
 mod manual;
 mod metrics;
+mod naming;
 mod output;
 mod outsiders;
 mod prepare;

@@ -15,6 +15,7 @@ use tenants::turns::{TURNS_VARIABLE, TurnSettings};
 use crate::args::RunArgs;
 use crate::environment::{Environment, PRELOAD_VARIABLE, absolute};
 use crate::failure::{EXIT_NOT_FOUND, EXIT_UNCHANGED, EXIT_USAGE, Failure};
+use crate::naming::{self, Chosen};
 use crate::{budget, output, outsiders};
 
 /// File name of the preload object.
@@ -26,16 +27,24 @@ pub(crate) fn run(
     environment: &Environment,
     run_dir: &RunDir,
 ) -> Result<ExitCode, Failure> {
-    let own = own_settings(args, environment);
+    // Lives as long as this process: see its type.
+    let mut chosen = None;
+    let outer = || environment.settings().tenant.clone();
+    let tenant = match args.tenant.clone().or_else(outer) {
+        Some(tenant) => tenant,
+        None => chosen.insert(naming::choose(&args.command, run_dir)?).tenant.clone(),
+    };
+    let own = own_settings(args, &tenant, environment);
     check_settings(args, environment, &own)?;
     // All member ids have the same length: one path that fits shows that all do.
-    run_dir.tenant(&args.tenant)?.socket_path(MemberId(0))?;
-    let budgets =
-        budget::for_run(&args.tenant, &args.budgets, environment, run_dir, &mut |text| {
-            output::complain(text);
-        })?;
+    run_dir.tenant(&tenant)?.socket_path(MemberId(0))?;
+    let budgets = budget::for_run(&tenant, &args.budgets, environment, run_dir, &mut |text| {
+        output::complain(text);
+    })?;
     let library = find_library(args.library.as_deref(), environment)?;
-    if let Some(note) = note_of_others(&args.tenant, run_dir) {
+    if let Some(chosen) = &chosen {
+        output::complain(&note_of_name(chosen));
+    } else if let Some(note) = note_of_others(&tenant, run_dir) {
         output::complain(&note);
     }
     let preload = prepend(&library, environment.get(PRELOAD_VARIABLE))?;
@@ -56,6 +65,14 @@ pub(crate) fn run(
     Err(Failure::of_start(program, &error))
 }
 
+fn note_of_name(Chosen { tenant, taken, .. }: &Chosen) -> String {
+    let taken = taken.as_ref().map(|taken| format!(", because '{taken}' runs already"));
+    format!(
+        "this job is tenant '{tenant}'{}; pause it with: sublet pause {tenant}",
+        taken.unwrap_or_default()
+    )
+}
+
 /// That the job joins processes which run already: the same name, given by habit, makes one tenant of two jobs.
 fn note_of_others(tenant: &TenantName, run_dir: &RunDir) -> Option<String> {
     let others = run_dir.existing_tenant(tenant).ok().flatten()?.pids();
@@ -71,8 +88,12 @@ fn note_of_others(tenant: &TenantName, run_dir: &RunDir) -> Option<String> {
 }
 
 /// What options set in the environment of the command. What an outer command has set is the inner one's too, unless an option says otherwise.
-fn own_settings(args: &RunArgs, environment: &Environment) -> Vec<(&'static str, String)> {
-    let mut own = vec![(TENANT_VARIABLE, args.tenant.to_string())];
+fn own_settings(
+    args: &RunArgs,
+    tenant: &TenantName,
+    environment: &Environment,
+) -> Vec<(&'static str, String)> {
+    let mut own = vec![(TENANT_VARIABLE, tenant.to_string())];
     own.extend(args.family.as_ref().map(|family| (FAMILY_VARIABLE, family.to_string())));
     let before = environment.settings().turns;
     let turns = TurnSettings {

@@ -24,7 +24,7 @@ fn the_command_to_run_keeps_its_own_options() {
         let Command::Run(args) = parse(line).unwrap() else {
             panic!("{line}");
         };
-        assert_eq!(args.tenant.as_str(), "train");
+        assert_eq!(args.tenant.unwrap().as_str(), "train");
         assert_eq!(args.command, ["torchrun", "--nproc-per-node", "4", "train.py", "--", "x"]);
     }
 }
@@ -33,7 +33,7 @@ fn the_command_to_run_keeps_its_own_options() {
 fn bad_usage_is_refused() {
     for line in [
         "sublet",
-        "sublet run -- true",
+        "sublet run",
         "sublet run --tenant train",
         "sublet run --tenant ../x -- true",
         "sublet pause",
