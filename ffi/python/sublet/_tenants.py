@@ -153,6 +153,16 @@ class Tenant:
         """
         return parsed(any_library().tenant_stats(self._name))
 
+    @property
+    def state(self) -> str:
+        """``"active"``, ``"paused"`` or another state of ``sublet ps --json``; ``"mixed"`` if its processes are in several, or none answers.
+
+        Raises:
+            UsageError: there is no such tenant.
+        """
+        states = {process["member"]["state"] for process in self.stats()["members"]}
+        return states.pop() if len(states) == 1 else "mixed"
+
     def switch(self, *, wait: Optional[float] = None) -> Report:
         """Has the tenant get its GPUs: pauses what is in the way there, and resumes it.
 

@@ -24,7 +24,9 @@ def test_tenant_is_paused_and_resumed_from_outside(stage: Stage) -> None:
     worker.do("memory = simdriver.allocate(4 * MIB, fill=7)")
     train = sublet.Tenant("train")
     assert sublet.tenants() == ["train"]
+    assert train.state == "active"
     assert train.pause().outcome == "completed"
+    assert train.state == "paused"
     assert train.pause().outcome == "already"
     assert worker.do("sublet.is_paused()") is True
     members = train.stats()["members"]
