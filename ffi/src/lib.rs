@@ -47,6 +47,12 @@ mod runtime;
 #[cfg(test)]
 mod signatures;
 
+#[cfg(not(target_arch = "x86_64"))]
+compile_error!(
+    "libsublet.so is written for x86-64: another processor needs its own assembly in four functions (`dlsym` and `versioned` of \
+     interposed.rs, `with_caller` of replaced/mod.rs, `exported` of interpose/library.rs)"
+);
+
 /// The drop-ins that are asked before memory is made.
 const DROP_INS: &[guards::Guard] = &[compat::saver::GUARD];
 

@@ -2,7 +2,7 @@
 
 #![expect(unsafe_code, reason = "calls the driver and the CUDA runtime")]
 
-use std::ffi::{CStr, CString, c_int, c_uint, c_ulonglong, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void};
 
 use vmm_pool::driver::{DeviceOrdinal, DriverCode};
 
@@ -141,7 +141,7 @@ pub(super) fn table_of(path: &str) -> Table {
 fn ask(handle: *mut c_void, path: &str) -> Table {
     /// `cudaGetDriverEntryPoint` of 12.0; 11.3 to 11.8 take no fourth argument and ignore it.
     type EntryPoint =
-        unsafe extern "C" fn(*const i8, *mut *mut c_void, c_ulonglong, *mut c_int) -> c_int;
+        unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_ulonglong, *mut c_int) -> c_int;
     const NAME: &CStr = c"cudaGetDriverEntryPoint";
     let Some(function) = loader::dlsym(handle, NAME) else {
         return Table::NoRuntime;

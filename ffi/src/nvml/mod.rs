@@ -111,7 +111,8 @@ fn text_of(write: impl FnOnce(*mut c_char, c_uint) -> c_int) -> Option<String> {
     if write(text.as_mut_ptr(), c_uint::try_from(TEXT_BYTES).ok()?) != SUCCESS {
         return None;
     }
-    let bytes = text.map(c_char::cast_unsigned);
+    // It has a sign on some processors.
+    let bytes = text.map(|letter| letter.to_ne_bytes()[0]);
     CStr::from_bytes_until_nul(&bytes).ok()?.to_str().ok().map(str::to_owned)
 }
 
