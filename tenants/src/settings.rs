@@ -338,7 +338,7 @@ mod tests {
             ("SUBLET_TURNS", "auto,class=urgent", "'urgent' is no class"),
             ("SUBLET_TURNS", "weight=0", "'0' is no weight"),
             ("SUBLET_TURNS", "wait=soon", "'soon' is no time"),
-            ("SUBLET_WAIT", "2d", "'2d' is no time: say for example 500ms"),
+            ("SUBLET_WAIT", "2d", "'2d' is no time; examples: 500ms"),
             ("SUBLET_HOST_BYTES_MAX", "much", "expected a size such as 512MiB or 1.5GiB"),
             ("SUBLET_PREPARE", "yes", "expected 0, 1, or a size"),
             ("SUBLET_NCCL_AWAY", "no", "expected wait or fail"),

@@ -11,9 +11,7 @@ pub fn parse(text: &str) -> Result<Duration, String> {
     seconds
         .or_else(|| humantime::parse_duration(text).ok())
         .filter(|time| (Duration::from_millis(1)..=Duration::from_hours(24)).contains(time))
-        .ok_or_else(|| {
-            format!("'{text}' is no time: say for example 500ms, 30s or 2m, at most 24h")
-        })
+        .ok_or_else(|| format!("'{text}' is no time; examples: 500ms, 30s, 2m (at most 24h)"))
 }
 
 #[cfg(test)]

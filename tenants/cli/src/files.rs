@@ -10,9 +10,12 @@ use crate::failure::{EXIT_UNCHANGED, Failure};
 /// Others read them: `node_exporter` runs as a user of its own.
 const MODE: u32 = 0o644;
 
-/// Puts a file with `text` in the place of `path` atomically: a reader sees the one before or this one.
+/// Puts a file with `text` in the place of `path` atomically: a reader sees the one before or this one. What is no file, such as
+/// `/dev/stdout`, is written to.
 pub(crate) fn replace(path: &Path, text: &str) -> Result<(), Failure> {
-    try_replace(path, text).map_err(|error| failed(path, &error))
+    let written =
+        if is_special(path) { write_through(path, text) } else { try_replace(path, text) };
+    written.map_err(|error| failed(path, &error))
 }
 
 /// Can a file be put in the place of `path`? Asked before what the file is to be about is done.
@@ -20,11 +23,24 @@ pub(crate) fn check(path: &Path) -> Result<(), Failure> {
     if path.is_dir() {
         return Err(failed(path, &io::ErrorKind::IsADirectory.into()));
     }
+    if is_special(path) {
+        return write_through(path, "").map_err(|error| failed(path, &error));
+    }
     let tried = temporary(path).and_then(|file| {
         write(&file, "")?;
         fs::remove_file(file)
     });
     tried.map_err(|error| failed(path, &error))
+}
+
+/// A device or a pipe, or a link to one, which must stay what it is; so must `/dev/stdout`, whatever it leads to.
+fn is_special(path: &Path) -> bool {
+    let is_none = fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir());
+    is_none || path.starts_with("/dev/fd") || path.parent() == Some(Path::new("/dev"))
+}
+
+fn write_through(path: &Path, text: &str) -> io::Result<()> {
+    OpenOptions::new().append(true).open(path)?.write_all(text.as_bytes())
 }
 
 fn failed(path: &Path, error: &io::Error) -> Failure {
@@ -68,7 +84,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_replaced_at_once_or_stays() {
+    fn a_link_to_a_device_stays_and_is_written_to() {
+        let base = tempfile::tempdir().unwrap();
+        let link = base.path().join("link");
+        std::os::unix::fs::symlink("/dev/null", &link).unwrap();
+        check(&link).unwrap();
+        replace(&link, "text").unwrap();
+        assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+        assert!(is_special(Path::new("/dev/stdout")));
+    }
+
+    #[test]
+    fn a_file_is_replaced_atomically_or_stays() {
         let base = tempfile::tempdir().unwrap();
         let path = base.path().join("sublet.prom");
         replace(&path, "one").unwrap();

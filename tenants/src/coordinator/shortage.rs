@@ -58,11 +58,15 @@ impl fmt::Display for DeviceShortage {
         let [free, needed, missing, outside] =
             [*free_bytes, *needed_bytes, self.missing_bytes(), *outside_bytes].map(Size);
         write!(f, "{uuid} has {free} free and {needed} are needed, {missing} more: ")?;
-        for holder in &self.holders {
-            let state = if holder.active { "active" } else { "paused" };
-            write!(f, "tenant '{}' holds {} ({state}), ", holder.tenant, Size(holder.bytes))?;
+        let holders = self.holders.iter().map(|Holder { tenant, active, bytes }| {
+            let state = if *active { "active" } else { "paused" };
+            format!("tenant '{tenant}' holds {} ({state})", Size(*bytes))
+        });
+        let mut holders: Vec<_> = holders.collect();
+        if *outside_bytes > 0 || holders.is_empty() {
+            holders.push(format!("{outside} are outside Sublet"));
         }
-        write!(f, "{outside} are outside Sublet")
+        f.write_str(&holders.join(", "))
     }
 }
 

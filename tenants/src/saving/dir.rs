@@ -54,7 +54,7 @@ pub enum SaveDirError {
         source: io::Error,
     },
     /// Something is in it.
-    #[error("{} is not empty: name a directory that is, or one that is not there yet", path.display())]
+    #[error("{} is not empty: give an empty or a new directory", path.display())]
     NotEmpty {
         /// Which.
         path: PathBuf,

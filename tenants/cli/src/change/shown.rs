@@ -174,7 +174,8 @@ pub(crate) fn remark(report: &Report, output: &mut Output) {
     let notes = report.notes.iter().map(|note| note.split_once(": ").unwrap_or(("", note)));
     let notes = notes.map(|(who, text)| (who.to_owned(), text.to_owned()));
     for (who, text) in units::folded(notes) {
-        output.line(format!("note: {who}: {text}"));
+        let who = if who.is_empty() { who } else { format!("{who}: ") };
+        output.line(format!("note: {who}{text}"));
     }
     for shallow in report.shallow() {
         output.line(shallow);

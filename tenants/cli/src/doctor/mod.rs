@@ -65,18 +65,12 @@ fn render(checks: &[Check], all: bool, output: &mut Output) {
         units::counted(count(Level::Ok), "check is", "checks are"),
         units::counted(count(Level::Warn), "warning", "warnings"),
     );
-    let failed: Vec<_> = checks.iter().filter(|check| check.level == Level::Fail).collect();
-    output.line(match failed.as_slice() {
-        [] => format!("this machine is able: {rest}"),
-        [one] => format!("not able: {}: {}; {rest}", one.subject, one.finding),
-        [first, more @ ..] => {
-            format!(
-                "not able: {}: {}, and {} more; {rest}",
-                first.subject,
-                first.finding,
-                more.len()
-            )
-        }
+    let failed = checks.iter().filter(|check| check.level == Level::Fail);
+    let failed: Vec<_> = failed.map(|check| check.subject.as_str()).collect();
+    output.line(if failed.is_empty() {
+        format!("this machine is able: {rest}")
+    } else {
+        format!("not able, because of {}: {rest}", failed.join(", "))
     });
 }
 
@@ -94,7 +88,7 @@ mod tests {
         let checks =
             [Check::ok("driver", "CUDA 13.0"), Check::fail("library", "not found", "build it")];
         let rest = "1 check is ok, 0 warnings";
-        let verdict = format!("not able: library: not found; {rest}");
+        let verdict = format!("not able, because of library: {rest}");
         let fail = "FAIL  library  not found: build it";
         assert_eq!(said(&checks, true), ["ok    driver   CUDA 13.0", fail, &verdict]);
         let short = format!("{verdict}; sublet doctor -v lists all checks");

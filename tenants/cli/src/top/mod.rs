@@ -37,7 +37,7 @@ type Look = Result<View, String>;
 
 pub(crate) fn top(run_dir: &RunDir, environment: &Environment) -> Result<ExitCode, Failure> {
     if !(io::stdin().is_terminal() && io::stdout().is_terminal()) {
-        let message = "`sublet top` needs a terminal, and standard input or output is none; `sublet ps` prints once what there is";
+        let message = "`sublet top` needs a terminal; use `sublet ps` in scripts";
         return Err(Failure::new(message.to_owned(), EXIT_UNCHANGED));
     }
     let signals =
