@@ -10,7 +10,7 @@ from typing import Any, Optional, Protocol
 
 from rl import handover, metrics, sampling, switching
 from rl.arguments import Options
-from rl.beside import GENERATOR, TRAINER, Beside, Habits, State
+from rl.absence import GENERATOR, TRAINER, Absence, Habits, State
 from rl.problem import Problem, WorkerGone, ended
 from rl.progress import Progress
 from rl.record import Run
@@ -41,7 +41,7 @@ class Conductor:
         no_gpus = not options.simulate and options.device == "cpu"
         self._sampler = sampling.Sampler(self._clock, options.sample_s, no_gpus)
         #: What one does during the other's work, and how long each of them takes.
-        self._beside: Optional[Beside] = None
+        self._absence: Optional[Absence] = None
         self._habits, self._generators_habits = Habits(), Habits()
         self._progress = Progress(mode, options.steps)
         self.run = Run(mode=mode, handover=options.handover)
@@ -63,13 +63,13 @@ class Conductor:
             self.run.failure, self.stopped = f"{asked}, after {len(self.run.steps)} of {self._options.steps} steps", True
         finally:
             self._progress.close()
-            if self._beside is not None:
-                self._beside.call_off()
+            if self._absence is not None:
+                self._absence.call_off()
             for team in (self._infer, self._train):
                 team.kill()
             # Nobody is left whom it could pause or resume.
-            if self._beside is not None:
-                self._beside.end(END_S)
+            if self._absence is not None:
+                self._absence.end(END_S)
             self._weights_file.unlink(missing_ok=True)
         self.run.samples = self._sampler.samples
         self.run.facts["host_bytes"] = max(self._sampler.host_bytes, self._switch.host_bytes) + self.run.facts.get("shm_bytes", 0)
@@ -133,14 +133,14 @@ class Conductor:
         if self._switch.generator_leaves_meanwhile:
             due_s = self._generators_habits.due_s(self._clock()) if self._switch.generator_may_return else None
             acts = (self._switch.generator_leave, lambda: self._sampler.take("train"), self._switch.generator_arrive)
-            self._beside = Beside(GENERATOR, *acts, due_s, self._clock)
-            self._beside.begin()
+            self._absence = Absence(GENERATOR, *acts, due_s, self._clock)
+            self._absence.begin()
         with self._phase("train", step) as turn:
             asked = self._train.said("a training step")
         self._generators_habits.worked(_length_s(turn))
-        if self._beside is not None:
+        if self._absence is not None:
             with self._phase("to_generator", step):
-                self._end_beside(step, self._beside, self._generators_habits)
+                self._end_absence(step, self._absence, self._generators_habits)
         for rank, message in enumerate(asked):
             if message["op"] not in ("rollout", "done"):
                 raise Problem(f"tenant 'train', process {rank}: {message.get('error', message)}")
@@ -194,10 +194,10 @@ class Conductor:
             answers = self._generate(step, asked)
         self._habits.worked(_length_s(turn))
         is_back = False
-        if self._beside is not None:
+        if self._absence is not None:
             # During what is left of it, nobody works.
             with self._phase("to_trainer", step):
-                is_back = self._end_beside(step, self._beside, self._habits)
+                is_back = self._end_absence(step, self._absence, self._habits)
         self._sampler.take("both" if is_back else "generate")
         given, found = [message["fingerprint"] for message in asked], [answer["fingerprint"] for answer in answers]
         handover.check(given, found, step)
@@ -218,29 +218,29 @@ class Conductor:
             due_s = self._habits.due_s(self._clock()) if self._switch.may_return else None
             # What is left of the trainer is to be seen before it comes back.
             acts = (self._switch.leave, lambda: self._sampler.take("generate"), self._switch.arrive)
-            self._beside = Beside(TRAINER, *acts, due_s, self._clock)
-            self._beside.begin()
+            self._absence = Absence(TRAINER, *acts, due_s, self._clock)
+            self._absence.begin()
         return self._infer.answers("generate")
 
-    def _end_beside(self, step: int, beside: Beside, habits: Habits) -> bool:
+    def _end_absence(self, step: int, absence: Absence, habits: Habits) -> bool:
         """Whether the one who left is back, once what is under way has ended."""
-        if beside.end(self._options.deadline_s):
-            self._beside = None
-        for act in beside.acts:
+        if absence.end(self._options.deadline_s):
+            self._absence = None
+        for act in absence.acts:
             self.run.phases.append({"phase": act.phase, "step": step, "begin_s": round(act.begin_s, 6), "end_s": round(act.end_s, 6)})
             self._switch.note(act.told)
-            if act.phase == beside.side.arrives:
+            if act.phase == absence.side.arrives:
                 habits.returned(act.end_s - act.begin_s)
-        beside.check(self._options.deadline_s)
-        return beside.state is State.BACK
+        absence.check(self._options.deadline_s)
+        return absence.state is State.BACK
 
     def _rescue(self, step: int, gone: WorkerGone) -> str:
         """The trainer's memory comes back, and it says whether that is as it was."""
         with self._phase("to_trainer", step):
-            if self._beside is not None:
+            if self._absence is not None:
                 # Whether it is away, back, or something failed: what follows brings it back where it is not, or says why not.
                 with contextlib.suppress(*self._expected):
-                    self._end_beside(step, self._beside, self._habits)
+                    self._end_absence(step, self._absence, self._habits)
             self._switch.rescue()
             self._train.tell("completions", failed=True)
             (done, *_) = self._train.said("resuming")

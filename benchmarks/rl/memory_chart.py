@@ -17,7 +17,7 @@ LAYERS = [
 ]  # fmt: skip
 _LANES = {"train": ("train", 0), "generate": ("infer", 1), "to_generator": ("switch", 2), "to_trainer": ("switch", 2), "handover": ("hand", 2)}
 #: Drawn thin, in the row of whose they are: they take nobody's time.
-_BESIDE = {"leaves": ("switch", 0), "arrives": ("switch", 0), "generator_leaves": ("switch", 1), "generator_arrives": ("switch", 1)}
+_ABSENCES = {"leaves": ("switch", 0), "arrives": ("switch", 0), "generator_leaves": ("switch", 1), "generator_arrives": ("switch", 1)}
 _LANE_NAMES = ("train", "infer", "switch")
 WORDS = {
     "train": "trainer works", "generate": "generator works", "to_generator": "switch to the generator",
@@ -104,11 +104,11 @@ def timeline(run: dict[str, Any]) -> str:
     shapes = charts.grid(x_axis, None)
     height = 1 / len(_LANE_NAMES)
     for phase in run["phases"]:
-        if phase["phase"] in _LANES or phase["phase"] in _BESIDE:
-            beside = phase["phase"] in _BESIDE
-            fill, lane = (_BESIDE if beside else _LANES)[phase["phase"]]
+        if phase["phase"] in _LANES or phase["phase"] in _ABSENCES:
+            is_absence = phase["phase"] in _ABSENCES
+            fill, lane = (_ABSENCES if is_absence else _LANES)[phase["phase"]]
             title = f"{WORDS[phase['phase']]}, step {phase['step']}: {phase['end_s'] - phase['begin_s']:.3f} s"
-            margin = 0.4 if beside else 0.15
+            margin = 0.4 if is_absence else 0.15
             top, bottom = height * (lane + margin), height * (lane + 1 - margin)
             shapes.append(charts.bar(phase["begin_s"], phase["end_s"], x_axis, top, bottom, f"turn-{fill}", title))
     label = f"whose turn it was over time in mode {run['mode']}"

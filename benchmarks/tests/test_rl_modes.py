@@ -168,7 +168,7 @@ def actions(run: dict[str, Any], step: int) -> list[tuple[str, str]]:
 
 #: The ways of the trainer that leaves during the generator's work, and comes back during it, or after it.
 OUT = [("infer", "resume"), ("infer", "resume"), ("train", "pause")]
-BACK_BESIDE = [("train", "resume"), ("infer", "pause"), ("infer", "pause")]
+BACK_ABSENCES = [("train", "resume"), ("infer", "pause"), ("infer", "pause")]
 BACK_AFTER = [("infer", "pause"), ("infer", "pause"), ("train", "resume")]
 
 
@@ -364,7 +364,7 @@ WORKS_S, SETS_OUT_S = 4.0, 2.0
 def returns_early(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Has returns during the other's work begin early in it, for the order of events not to depend on the machine's speed. The
     times at which they are due are added to what is returned."""
-    from rl.beside import Habits
+    from rl.absence import Habits
 
     as_it_is, dues = Habits.due_s, list[float]()
 
@@ -379,7 +379,7 @@ def returns_early(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_return_is_due_so_long_before_the_other_is_done_as_the_slowest_of_the_last_took() -> None:
-    from rl.beside import Habits
+    from rl.absence import Habits
 
     habits = Habits()
     assert habits.due_s(100.0) is None
@@ -413,7 +413,7 @@ def test_the_trainer_comes_back_while_the_generator_still_works(monkeypatch: pyt
         ((begin, end),) = phases(found, "arrives", step)
         ((_, done),) = phases(found, "generate", step)
         assert any(gone < due <= begin for due in dues) and begin < end < done
-        assert actions(found, step) == [*OUT, *BACK_BESIDE]
+        assert actions(found, step) == [*OUT, *BACK_ABSENCES]
         (away,) = [each for each in found["samples"] if each["point"] == "generate" and gone < each["at_s"] < begin]
         (held,) = away["held"].values()
         assert sum(held["train"].values()) == CONTEXT_BYTES and held["infer"]["kv"] == KV_BYTES
@@ -445,7 +445,7 @@ def test_the_generator_leaves_and_comes_back_while_the_trainer_works(monkeypatch
         assert sum(held["infer"].values()) == jobs.CONTEXT_BYTES and held["train"]["optimizer"]
     # All but its cache is there when the trainer asks for completions.
     came = [("infer", "resume")]
-    assert actions(found, 1) == [*OUT, *BACK_BESIDE, *came] and actions(found, 2) == [*OUT[1:], *BACK_BESIDE, *came]
+    assert actions(found, 1) == [*OUT, *BACK_ABSENCES, *came] and actions(found, 2) == [*OUT[1:], *BACK_ABSENCES, *came]
     figures = found["metrics"]
     assert figures["left_bytes"]["infer"] == jobs.CONTEXT_BYTES
     assert figures["generator_leaves_s"] > 0 and figures["generator_arrives_s"] > 0
@@ -487,7 +487,7 @@ def test_a_trainer_that_made_room_by_its_cache_works_alone(monkeypatch: pytest.M
 @pytest.mark.parametrize("act", ["generator_leave", "generator_arrive"])
 def test_a_pause_or_return_beside_the_trainer_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch, act: str) -> None:
     import sublet
-    from rl.beside import Habits
+    from rl.absence import Habits
     from rl.simulated import jobs
 
     def refused(_: Any) -> None:
@@ -506,10 +506,10 @@ def test_a_pause_or_return_beside_the_trainer_that_fails_ends_the_run(monkeypatc
 
 
 def test_a_generator_that_is_done_before_it_was_expected_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, by_hand: Any) -> None:
-    from rl import beside
+    from rl import absence
 
     # An hour is expected: the trainer would come back long after the generator is done.
-    monkeypatch.setattr(beside.Habits, "due_s", lambda _, begin_s: begin_s + 3600)
+    monkeypatch.setattr(absence.Habits, "due_s", lambda _, begin_s: begin_s + 3600)
     begin = time.monotonic()
     found = whole(play_here(monkeypatch, works_s=0.2), by_hand)
     assert time.monotonic() - begin < 1800

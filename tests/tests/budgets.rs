@@ -362,7 +362,7 @@ fn what_is_no_budget_or_not_the_tenants_is_refused_before_anything_starts() -> O
     assert!(refused.stderr.contains("runs without a budget"), "{refused:?}");
     // Two that do not fit together may take turns: a word, and no more.
     let warned = again("other", "0=128MiB")?.succeeded()?;
-    assert!(warned.stderr.contains("by turns, not at once"), "{warned:?}");
+    assert!(warned.stderr.contains("by turns, not together"), "{warned:?}");
     let fits = again("other", "0=64MiB")?.succeeded()?;
     assert!(!fits.stderr.contains("by turns"), "{fits:?}");
     // Set by hand and no budget: said, and nothing is bounded.

@@ -24,7 +24,7 @@ pub(crate) enum Way {
 ///
 /// The driver takes a copy only while the context of a device is current that may reach the memory (driver 580;
 /// conformance case `a_copy_out_of_reach_of_the_current_context_is_refused`), and a step works for several
-/// devices by turns. So whoever takes a stream here has its device's context current.
+/// devices by turns. So a thread that takes a stream here has its device's context current.
 #[derive(Debug)]
 pub(crate) struct CopyStreams<'a, D: Driver> {
     deferred: &'a Deferred<D>,

@@ -1,7 +1,7 @@
 //! Deferred releases: driver objects that nobody needs any more and that the driver would not take back, and
 //! devices whose copies were not seen to end.
 //!
-//! What the driver refuses once it may take the next time, and whoever gave the object up can do nothing
+//! What the driver refuses once it may take the next time, and the caller that gave the object up can do nothing
 //! about it. So it is kept here, counted in the report, and offered again at each step of a pause or resume:
 //! no single failure leaks memory, addresses or streams for good. Idle streams for copies wait here for the next step too.
 

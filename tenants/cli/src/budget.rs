@@ -181,7 +181,7 @@ pub(crate) fn for_run(
     Ok(Some(budgets))
 }
 
-/// GPUs that cannot hold all budgets at once. Tenants that take turns need not fit together.
+/// GPUs that cannot hold all budgets together. Tenants that take turns need not fit together.
 fn together(tenant: &TenantName, budgets: &Budgets, others: &[TenantStats]) -> Vec<String> {
     let mut seen: Vec<&GpuBudget> = Vec::new();
     for gpu in others.iter().flat_map(|other| &other.budgets) {
@@ -206,7 +206,7 @@ fn together(tenant: &TenantName, budgets: &Budgets, others: &[TenantStats]) -> V
             .map(|(name, bytes)| format!("'{name}' {}", units::bytes(*bytes)))
             .collect();
         warnings.push(format!(
-            "budgets on {} are {} together ('{tenant}' {}, {}) and it has {}: these tenants fit there by turns, not at once",
+            "budgets on {} are {} together ('{tenant}' {}, {}) and it has {}: these tenants fit there by turns, not together",
             label(gpu),
             units::bytes(all_bytes),
             units::bytes(own_bytes),

@@ -98,7 +98,7 @@ impl Gpus {
         Self::try_look().unwrap_or_default()
     }
 
-    /// As [`Gpus::look`], and nothing where the machine does not answer: whoever asks again would leave one more thread behind.
+    /// As [`Gpus::look`], and nothing where the machine does not answer: a second question would leave one more thread behind.
     pub(crate) fn try_look() -> Option<Self> {
         in_time(ask)
     }

@@ -22,7 +22,7 @@ pub(crate) struct Versioned<T> {
     fields: T,
 }
 
-/// Lines to be printed, written at once at the end.
+/// Lines to be printed, written together at the end.
 #[derive(Debug, Default)]
 pub(crate) struct Output {
     text: String,

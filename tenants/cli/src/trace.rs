@@ -20,7 +20,7 @@ use crate::gpus::Gpus;
 use crate::output::Output;
 use crate::view::View;
 
-/// GPUs are rows beside processes, with numbers that no process has (`PID_MAX_LIMIT` is 2^22).
+/// GPUs are rows next to processes, with numbers that no process has (`PID_MAX_LIMIT` is 2^22).
 const GPU_ROWS: u64 = 1 << 23;
 /// The row of the whole tenant.
 const TENANT_ROW: u64 = GPU_ROWS - 1;

@@ -48,7 +48,7 @@ pub enum ImportError {
     /// The tenant that the memory is borrowed from is paused.
     #[error("{count} allocations that this process has open are another tenant's: {failure}")]
     LenderAway {
-        /// Allocations asked for.
+        /// Allocations that were requested.
         count: usize,
         /// What the owner said.
         failure: Failure,
@@ -92,7 +92,7 @@ pub enum ImportError {
     OwnerEnded {
         /// Which process.
         owner: String,
-        /// Allocations asked for.
+        /// Allocations that were requested.
         count: usize,
     },
     /// The owner lives, and does not have the memory any more.
@@ -109,7 +109,7 @@ pub enum ImportError {
     /// The owner refused.
     #[error("the owner of the memory refused: {0}")]
     Refused(#[source] Failure),
-    /// The owner sent something else than was asked for.
+    /// The owner sent something else than was requested.
     #[error(
         "the owner of the memory, at {}, sent {got} descriptors for {wanted} allocations",
         path.display()
@@ -119,7 +119,7 @@ pub enum ImportError {
         path: PathBuf,
         /// Descriptors that came.
         got: usize,
-        /// Allocations asked for.
+        /// Allocations that were requested.
         wanted: usize,
     },
     /// The owner sent a descriptor that cannot be of the driver's.
@@ -164,7 +164,7 @@ impl From<Missing> for ImportError {
 }
 
 impl<D: Driver> Member<D> {
-    /// A ticket for `handle`, in place of the driver's descriptor.
+    /// A ticket for `handle`, instead of the driver's descriptor.
     ///
     /// # Errors
     /// What the pool or the system said.
@@ -175,7 +175,7 @@ impl<D: Driver> Member<D> {
     ) -> Result<OwnedFd, ImportError> {
         let (export, part) = entered.export_cell(handle)?;
         let owner = entered.cell_owner(handle)?.map_or(self.id, MemberId::from);
-        // Whoever redeems a ticket for borrowed memory asks its owner.
+        // A process that redeems a ticket for borrowed memory asks its owner.
         let tenant = self.lender(owner).unwrap_or_else(|| self.config.tenant.clone());
         let ticket = Ticket {
             allocation: export.id,
@@ -200,7 +200,7 @@ impl<D: Driver> Member<D> {
         Ok(fd)
     }
 
-    /// The memory that `ticket` stands for, asked for by `library`. Its tag is its owner's.
+    /// The memory that `ticket` stands for, requested by `library`. Its tag is its owner's.
     ///
     /// # Errors
     /// [`ImportError`].
@@ -281,7 +281,7 @@ impl<D: Driver> Member<D> {
     /// more is left as it is, and returned. [`Returning::map_imports`] is to follow.
     ///
     /// Descriptors are fetched all before the first is imported, because the driver is slow where one process exports
-    /// while another imports, but never more at once than this process may open.
+    /// while another imports, but never more simultaneously than this process may open.
     pub(super) fn import_again(
         &self,
         returning: &mut Returning<D>,
@@ -309,7 +309,7 @@ impl<D: Driver> Member<D> {
                         gone.extend(fetched.missing);
                         rest = &rest[ids.len()..];
                     }
-                    // The owner, too, may have no room for so many descriptors at once.
+                    // The owner, too, may have no room for so many descriptors together.
                     Err(ImportError::Refused(failure))
                         if failure.kind == FailureKind::Driver
                             && (ids.len() > 1 || !at_hand.is_empty()) =>

@@ -144,7 +144,7 @@ pub(super) fn gather(
             }
         }
         if standing.is_active {
-            // Nobody is looked at who has not asked for turns.
+            // Nobody is looked at who takes no turns.
             let may_look = somebody_waits && standing.comes_back;
             standing.idle_since_us = idle_since_us(coordinator, &standing, &stats, may_look);
         }

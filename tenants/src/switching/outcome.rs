@@ -31,7 +31,7 @@ pub enum SwitchError {
     /// The files of turns are of no use, or somebody else is switching.
     #[error(transparent)]
     RunDir(#[from] RunDirError),
-    /// It does not fit, whoever makes way.
+    /// It does not fit, even if all make way.
     #[error("{why}; nothing was changed")]
     Never {
         /// Why.

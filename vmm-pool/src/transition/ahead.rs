@@ -9,7 +9,7 @@ use crate::ledger::{Layout, Selection, Survey};
 use crate::pool::Pool;
 use crate::store::{Copies, Pins, Store};
 
-/// Threads that touch memory beside the application.
+/// Threads that touch memory while the application runs.
 const TOUCHERS_MAX: usize = 2;
 
 /// Host memory of one process, at one moment.

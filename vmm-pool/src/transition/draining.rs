@@ -13,7 +13,7 @@ use crate::gate::{Passage, WaitingCall};
 use crate::pool::Pool;
 use crate::waits::{Answer, Question, Waited};
 
-/// How long whoever waits goes without looking who is inside: calls come out without taking a lock.
+/// How long a waiter goes without looking who is inside: calls come out without taking a lock.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
 /// The gate lets nobody in, but for a call each of those who wait ([`Draining::step_all`]). Calls may be under way, and the
@@ -83,14 +83,14 @@ pub enum DrainError {
 }
 
 impl<D: Driver> Pool<D> {
-    /// For whoever is inside, and about to begin a stream capture, which the driver ends when a device is waited for beside it: waits that were
+    /// For a thread that is inside, and about to begin a stream capture, which the driver ends when a device is waited for during it: waits that were
     /// left behind when the gate opened, and may be about to begin, end by this, or `limit` is over. Did they? Where a device has work for longer, its wait
     /// has begun long before.
     pub fn let_waits_end(&self, limit: Duration) -> bool {
         self.waits.let_end(limit)
     }
 
-    /// For whoever is inside, and about to end a context, which nobody may be using: a wait there that was left behind when the gate opened ends by this, or
+    /// For a thread that is inside, and about to end a context, which nobody may be using: a wait there that was left behind when the gate opened ends by this, or
     /// `limit` is over. Did it? It ends with the work, which the driver would wait for too.
     #[doc(alias = "cuCtxDestroy")]
     pub fn let_waits_at_end(&self, place: Waited, limit: Duration) -> bool {
@@ -203,7 +203,7 @@ impl<D: Driver> Draining<D> {
     }
 
     /// What the process does. When nobody is inside, the devices are asked whether they are idle: those that can reach
-    /// memory of the pool, and the application's own contexts. Answers at once; [`Draining::wait_for_change`] says when to look again.
+    /// memory of the pool, and the application's own contexts. Answers immediately; [`Draining::wait_for_change`] says when to look again.
     /// `captures` says how many streams are under capture: it is asked once nobody is inside, so that a capture which
     /// the last call out has begun is seen.
     ///

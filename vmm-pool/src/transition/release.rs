@@ -12,7 +12,7 @@ use crate::journal::StepLog;
 use crate::ledger::{Row, Rows};
 use crate::store::{Store, Used};
 
-/// What is given back between two groups of copies at most, beside one allocation more: the driver takes a millisecond and a half for 2 GiB
+/// What is given back between two groups of copies at most, in addition to one allocation more: the driver takes a millisecond and a half for 2 GiB
 /// of large allocations, and some 30 us for a small one. Copies take five for a group, of which two are under way.
 const BETWEEN_BYTES: u64 = 2 << 30;
 /// The same, in allocations: two groups of the smallest.

@@ -188,7 +188,7 @@ impl<D: Driver> Still<'_, D> {
     }
 }
 
-/// Questions that are asked at once: a device takes a quarter of a millisecond and more for so many pieces of 64 KiB.
+/// Questions that are asked together: a device takes a quarter of a millisecond and more for so many pieces of 64 KiB.
 const ASKED_AT_ONCE: usize = 16 << 10;
 
 /// What is asked of one device. It answers one half of its slots while the other is read and filled.

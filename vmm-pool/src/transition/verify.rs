@@ -1,4 +1,4 @@
-//! What would not be copied, compared byte by byte: for whoever does not take a fingerprint's word.
+//! What would not be copied, compared byte by byte: for users who do not take a fingerprint's word.
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
@@ -13,7 +13,7 @@ use crate::journal::StepLog;
 use crate::ledger::{Mapping, Rows, Survey, Wish};
 use crate::store::{Extent, Part, Pinned, Saved, Store};
 
-/// What is compared at once.
+/// What is compared in one piece.
 const SCRATCH_LENGTH: usize = 8 << 20;
 
 /// What is claimed of an allocation.

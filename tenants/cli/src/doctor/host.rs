@@ -136,7 +136,7 @@ fn open_files(limits: Option<&str>) -> Check {
         Some((text, Ok(files))) if files < FILES_LOW => Check::warn(
             subject,
             format!(
-                "limit {text}: a resume opens one for each allocation that processes share, beside what the job has open, and is \
+                "limit {text}: a resume opens one for each allocation that processes share, in addition to what the job has open, and is \
                  refused where they do not fit; NCCL shares hundreds for each other rank"
             ),
             "raise the hard limit before the job starts: ulimit -Hn 1048576 as root, --ulimit nofile=1048576 for Docker, \

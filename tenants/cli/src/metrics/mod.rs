@@ -67,7 +67,7 @@ fn listen(address: SocketAddr, run_dir: &RunDir, output: &mut Output) -> Result<
     serve::serve(address, look, interrupt, |address| {
         if !address.ip().is_loopback() {
             output::complain(&format!(
-                "whoever reaches {address} can read which tenants and processes there are, and what they hold"
+                "everybody who reaches {address} can read which tenants and processes there are, and what they hold"
             ));
         }
         output.line(format!("serving http://{address}/metrics until Ctrl-C or SIGTERM"));

@@ -89,7 +89,7 @@ fn look_for(asked: &Receiver<oneshot::Sender<Look>>, mut look: impl FnMut() -> L
         // Gathered before anybody has an answer: who asks after that is owed a look of its own.
         let waiting: Vec<_> = std::iter::once(first).chain(asked.try_iter()).collect();
         for one in waiting {
-            // Whoever has waited too long is not there.
+            // A client that has waited too long is not there.
             one.send(found.clone()).ok();
         }
     }

@@ -40,8 +40,8 @@ impl<D: Driver> Agent<D> {
     pub(super) fn withdraw(&mut self, round: u64) -> RoundEnd {
         if let Some(number) = self.leading() {
             self.hear_out(number);
-            // The next command may lead already, and have what was left half done settled: not by its round is this one
-            // asked for, and to hang up on it would leave this process out of all that it does.
+            // The next command may lead already, and have what was left half done settled. This is no round of its own, and
+            // to hang up on it would leave this process out of all that it does.
             let leads = self.member.status().rounds.is_led(number, round);
             if leads {
                 self.hang_up(number);

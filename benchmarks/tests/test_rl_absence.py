@@ -17,7 +17,7 @@ class Played:
     """A sequence during the generator's work, played on a clock of its own: what was done, and when."""
 
     def __init__(self, due_s: Optional[float], ends_s: float = 100.0, comes: Any = "came", pause_s: float = 2.0) -> None:
-        from rl import beside
+        from rl import absence
 
         self.now_s, self.done, played = 0.0, list[tuple[float, str]](), self
 
@@ -28,7 +28,7 @@ class Played:
                 raise told
             return told
 
-        class Sequence(beside.Beside):
+        class Sequence(absence.Absence):
             def is_called_off(self, timeout_s: float) -> bool:
                 assert timeout_s >= 0
                 called_off = ends_s <= played.now_s + timeout_s
@@ -36,7 +36,7 @@ class Played:
                 return called_off
 
         self.sequence = Sequence(
-            beside.TRAINER, lambda: act("leave", pause_s, "left"), lambda: act("away", 0.5, None), lambda: act("arrive", 1.0, comes), due_s, lambda: self.now_s
+            absence.TRAINER, lambda: act("leave", pause_s, "left"), lambda: act("away", 0.5, None), lambda: act("arrive", 1.0, comes), due_s, lambda: self.now_s
         )
         self.sequence.play()
         self.state = self.sequence.state.value
@@ -83,7 +83,7 @@ def test_what_fails_beside_the_generator_ends_the_sequence_and_is_told() -> None
 
 
 def test_the_trainer_sets_out_by_how_long_turns_and_returns_were() -> None:
-    from rl.beside import Habits
+    from rl.absence import Habits
 
     habits = Habits()
     assert habits.due_s(10.0) is None
@@ -101,7 +101,7 @@ def test_the_trainer_sets_out_by_how_long_turns_and_returns_were() -> None:
 
 @pytest.mark.parametrize("what", ["pause", "return"])
 def test_what_goes_on_beside_the_generator_is_waited_for_until_the_deadline(what: str) -> None:
-    from rl.beside import TRAINER, Beside
+    from rl.absence import TRAINER, Absence
     from rl.problem import Problem
 
     over, slow = threading.Event(), threading.Event()
@@ -112,7 +112,7 @@ def test_what_goes_on_beside_the_generator_is_waited_for_until_the_deadline(what
             return over.wait(60)
         return True
 
-    begun = Beside(TRAINER, lambda: act("pause"), lambda: None, lambda: act("return"), time.monotonic() + 0.2, time.monotonic)
+    begun = Absence(TRAINER, lambda: act("pause"), lambda: None, lambda: act("return"), time.monotonic() + 0.2, time.monotonic)
     begun.begin()
     try:
         assert slow.wait(60) and not begun.end(0.05)

@@ -72,7 +72,7 @@ class Act:
     told: Any
 
 
-class Beside:
+class Absence:
     """Leave, wait until `due_s` or until it is called off, arrive: once, in a thread of its own.
 
     Without `due_s`, and where that is past when it has left, it stays away. `away` is called where it is to come back,
@@ -91,7 +91,7 @@ class Beside:
         self.side = side
         self._leave, self._away, self._arrive, self._due_s, self._clock = leave, away, arrive, due_s, clock
         self._called_off = threading.Event()
-        self._thread = threading.Thread(target=self.play, name="beside", daemon=True)
+        self._thread = threading.Thread(target=self.play, name="absence", daemon=True)
         self._error: Optional[Exception] = None
         self.state, self.acts = State.LEAVING, list[Act]()
 
