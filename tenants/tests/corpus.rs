@@ -289,8 +289,8 @@ fn lending() -> Lending {
 
 const IDLENESS: Idleness = Idleness { quiet_us: 12_000_000, is_drained: true, waiting_calls: 2 };
 
-fn replies() -> Vec<Reply> {
-    let member = MemberInfo {
+fn member() -> MemberInfo {
+    MemberInfo {
         id: MemberId(7),
         pid: 4242,
         family: Some("rl".to_owned()),
@@ -310,7 +310,11 @@ fn replies() -> Vec<Reply> {
             away_bytes: 40 << 30,
             imported_away_bytes: 1 << 30,
         }],
-    };
+    }
+}
+
+fn replies() -> Vec<Reply> {
+    let member = member();
     let report = phase_report();
     let [grows, stopped] = host_progress();
     let stats = MemberStats {

@@ -202,7 +202,7 @@ impl Everybody {
 }
 
 impl Peers {
-    /// Tells all that can be told to stop what they were asked for, and waits for their answers.
+    /// Tells all that can be told to stop what they were told to do, and waits for their answers.
     pub(super) fn call_off<Q: Question>(&mut self, question: &Q, timeout: Duration) {
         for index in 0..self.list.len() {
             if self.is_up(index)
