@@ -53,10 +53,13 @@ class Recorder(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        while not self._is_over.wait(LOOK_S):
+            self._look()
+
+    def _look(self) -> None:
         import sublet
 
-        while not self._is_over.wait(LOOK_S):
-            self._looks.append((1000 * (time.perf_counter() - self._began), sublet.report()[0]))
+        self._looks.append((1000 * (time.perf_counter() - self._began), sublet.report()[0]))
 
     def mark(self, name: str) -> None:
         """What the GPU was given since the last mark is called `name`."""
@@ -68,6 +71,7 @@ class Recorder(threading.Thread):
         took = 1000 * (time.perf_counter() - self._began)
         self._is_over.set()
         self.join()
+        self._look()
         first = self._marks[0][1]
         phases = [
             [name, round(first.elapsed_time(start), 2), round(first.elapsed_time(end), 2)]
