@@ -6,16 +6,20 @@
 use std::collections::HashMap;
 use std::ffi::{CStr, c_int};
 use std::io::Write as _;
+use std::os::unix::ffi::OsStrExt as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, Once, OnceLock, PoisonError, RwLock};
+use std::time::Duration;
 
 use sublet_cuda_driver::vmm::Purpose;
 use sublet_cuda_driver::{Accessors, Answer, caller};
 use sublet_cuda_graph::{Captures, Graphs};
 use sublet_nccl::collectives::Collectives;
 use sublet_registrations::Registrations;
+use tenants::checkpoints::Checkpointer;
+use tenants::checkpoints::by_command::ByCommand;
 use tenants::error_text::chain;
 use tenants::host_memory::{self, HostFigure, HostLimit};
 use tenants::identity::{FamilyName, TenantName};
@@ -25,7 +29,7 @@ use tenants::run_dir::{self, RunDir, locks};
 use tenants::settings::{REQUIRED_VARIABLE, Settings};
 use tenants::switching;
 use vmm_pool::ChangeDetection;
-use vmm_pool::driver::{CudaDriver, DeviceOrdinal, DriverCode, VaRange};
+use vmm_pool::driver::{CudaDriver, DeviceOrdinal, Driver as _, DriverCode, VaRange};
 
 use crate::contexts;
 use crate::environment::{self, Environment};
@@ -279,6 +283,7 @@ fn try_join() -> Result<Arc<Member>, String> {
         unseen_pins: crate::UNSEEN_PINS,
         unseen_nccl: crate::UNSEEN_NCCL,
         unfreezable: crate::UNFREEZABLE,
+        checkpointer,
         toucher_threads: cores.clamp(1, TOUCHER_THREADS_MAX),
         budgets: settings.budgets.clone(),
         gpu_index: environment::gpu_index,
@@ -298,7 +303,7 @@ fn set_up(member: &Arc<Member>, settings: &Settings) {
     if settings.fails_without_nccl {
         member.cut().fail_while_away();
     }
-    if settings.turns.queues {
+    if settings.turns.queues || settings.turns.deep.is_some() {
         switching::come_back_by_itself(member);
     }
     let chosen = lock(&CHOSEN_FILE_DIR).take();
@@ -319,6 +324,28 @@ pub(crate) fn set_file_dir(dir: PathBuf) {
         Some(member) => member.pool().set_file_dir(dir),
         None => *lock(&CHOSEN_FILE_DIR) = Some(dir),
     }
+}
+
+/// How the driver is called about processes of tenants: by the `sublet` command, where it lies next to this library or in `../bin`.
+pub(crate) fn checkpointer() -> Option<Arc<dyn Checkpointer>> {
+    let (_, library) = loader::image_of((checkpointer as *const ()).addr())?;
+    let library = PathBuf::from(std::ffi::OsStr::from_bytes(library.as_bytes()));
+    let folder = library.parent()?;
+    let mut places = ["", "../bin"].map(|place| folder.join(place).join("sublet")).into_iter();
+    let command = places.find(|path| path.is_file())?;
+    Some(Arc::new(ByCommand::new(command)))
+}
+
+/// A process of this environment that lacks a context on `device`, where it queues for room.
+pub(crate) fn newcomer(device: DeviceOrdinal) -> Option<(RunDir, TenantName, String, Duration)> {
+    let turns = environment::current().settings.turns;
+    if !turns.queues || is_leaving() || is_forked() {
+        return None;
+    }
+    start_log();
+    let driver = CudaDriver::from_symbols(&|name| driver::symbol(name)).ok()?;
+    let gpu = driver.device_uuid(device).ok()?.to_string();
+    Some((run_dir().ok()?, tenant_name().ok()?, gpu, turns.wait))
 }
 
 /// All memory of a device, in bytes; 0 where the driver does not say. Needs no context.

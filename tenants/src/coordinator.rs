@@ -44,7 +44,6 @@ use std::time::{Duration, Instant};
 pub use ahead::{PrepareError, PrepareReport, PreparedProcess, Waits};
 pub use budgets::{BudgetReport, GpuBudget};
 pub use error::{CoordinatorError, SwapError};
-pub use freezing::{CheckpointError, Checkpointer, ProcessState};
 pub use interrupt::Interrupt;
 pub use report::{
     CutSummary, DeviceTotal, DrainSummary, Event, MemberFailure, MemberPhase, Outcome,
@@ -63,6 +62,7 @@ use peers::Everybody;
 use session::Session;
 use spilling::Room;
 
+use crate::checkpoints::Checkpointer;
 use crate::identity::{MemberId, TenantName};
 use crate::phase::Stage;
 use crate::run_dir::{CoordinatorLock, RunDir, RunDirError, TenantDir};
@@ -237,6 +237,27 @@ impl Coordinator {
         progress: &mut dyn FnMut(Event<'_>),
     ) -> Result<Outcome, CoordinatorError> {
         self.act(Action::Pause, progress)
+    }
+
+    /// Has the contexts of a tenant leave that stands paused, as a pause of [`Depth::Contexts`] does. One that runs is left alone.
+    ///
+    /// # Errors
+    /// [`CoordinatorError`]; the tenant is then paused as before.
+    pub fn deepen(
+        &mut self,
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Outcome, CoordinatorError> {
+        let dir = self.dir()?;
+        let lock = self.lock(&dir, Action::Pause)?;
+        let mut session = Session::open(&dir, &lock, &self.options, Action::Pause, progress)?;
+        session.recover()?;
+        if !session.members_for(Action::Pause)?.is_empty() {
+            return Ok(Outcome::AlreadyActive);
+        }
+        session.refuse_shallow()?;
+        let stayed_bytes = session.stayed_bytes();
+        let report = session.deepen().map(|report| Outcome::Completed(Box::new(report)));
+        Ok(report.unwrap_or(Outcome::AlreadyPaused { stayed_bytes }))
     }
 
     /// Has all paused processes of the tenant take their device memory back, at the addresses it had.

@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 pub mod budget;
+pub mod checkpoints;
 pub mod code;
 pub mod coordinator;
 pub mod cut;

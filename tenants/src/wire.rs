@@ -382,6 +382,7 @@ pub struct DeviceDelta {
 /// Who a process is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 pub struct MemberInfo {
     /// Its random identity.
     pub id: MemberId,
@@ -395,6 +396,8 @@ pub struct MemberInfo {
     pub weight: Weight,
     /// Do its resumes, and allocations that its devices have no room for, queue for others to make way?
     pub queues: bool,
+    /// Do its contexts leave the GPUs too while it is paused?
+    pub goes_deep: bool,
     /// Start of its command line.
     pub command: String,
     /// Version of its libsublet.

@@ -297,6 +297,7 @@ fn member() -> MemberInfo {
         class: Class::Guaranteed,
         weight: Weight::default(),
         queues: true,
+        goes_deep: true,
         command: "python train.py".to_owned(),
         version: "0.1.0".to_owned(),
         state: MemberState::Paused,

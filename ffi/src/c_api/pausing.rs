@@ -119,7 +119,8 @@ pub unsafe extern "C" fn sublet_resume_in_turn(tenant: *const c_char, wait_ms: u
         // SAFETY: as this function's caller promises.
         let tenant = unsafe { tenant_of(tenant) }?;
         let wait = Duration::from_millis(u64::from(wait_ms));
-        let options = SwitchOptions { wait, ..SwitchOptions::default() };
+        let checkpointer = runtime::checkpointer();
+        let options = SwitchOptions { wait, checkpointer, ..SwitchOptions::default() };
         let done = switching::resume_in_turn(&run_dir()?, &tenant, &options, &mut |_| {});
         Ok(resumed_in_turn(done))
     })

@@ -36,7 +36,8 @@ pub unsafe extern "C" fn sublet_switch_tenant(tenant: *const c_char, wait_ms: u3
         // SAFETY: as this function's caller promises.
         let tenant = unsafe { tenant_of(tenant) }?;
         let wait = Duration::from_millis(u64::from(wait_ms));
-        let options = SwitchOptions { wait, ..SwitchOptions::default() };
+        let checkpointer = runtime::checkpointer();
+        let options = SwitchOptions { wait, checkpointer, ..SwitchOptions::default() };
         Ok(switched(switching::switch(&run_dir()?, &tenant, &options, &mut |_| {})))
     })
 }
@@ -49,7 +50,8 @@ pub extern "C" fn sublet_turn_begin(wait_ms: u32) -> c_int {
         // SAFETY: null is the caller's own tenant.
         let tenant = unsafe { tenant_of(std::ptr::null()) }?;
         let wait = if wait_ms == 0 { WAIT } else { Duration::from_millis(u64::from(wait_ms)) };
-        let begun = Turn::begin(&run_dir()?, &tenant, TurnOptions { wait, is_paused });
+        let options = TurnOptions { wait, checkpointer: runtime::checkpointer(), is_paused };
+        let begun = Turn::begin(&run_dir()?, &tenant, options);
         Ok(switched(begun.map(|(turn, done)| {
             TURNS.lock().unwrap_or_else(PoisonError::into_inner).push(turn);
             done

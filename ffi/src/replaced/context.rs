@@ -6,8 +6,11 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::time::Duration;
 
 use sublet_cuda_driver::blocks::{self, Ending};
+use tenants::cut::Cut;
+use tenants::switching::Newcomer;
 use vmm_pool::Waited;
-use vmm_pool::driver::{CudaDriver, DeviceOrdinal, RawContext};
+use vmm_pool::driver::{CudaDriver, DeviceOrdinal, DriverCode, RawContext};
+use vmm_pool::gate::Gate;
 
 use super::SUCCESS;
 use crate::contexts;
@@ -41,15 +44,50 @@ pub(super) fn device_of(context: Pointer) -> Option<DeviceOrdinal> {
     with_current(context, || runtime::current_device().ok()).flatten()
 }
 
+/// Makes a context by `make`. Where `device` has no room for it and the process queues, waits until others have made some.
+fn in_room(device: c_int, mut make: impl FnMut() -> c_int) -> c_int {
+    let full = DriverCode::OUT_OF_MEMORY.0;
+    let mut code = make();
+    // Such a thread holds others up.
+    if code != full
+        || Gate::is_inside()
+        || Cut::is_inside()
+        || runtime::captures().counts().under_way() > 0
+    {
+        return code;
+    }
+    let Some((run_dir, tenant, gpu, wait)) = runtime::newcomer(DeviceOrdinal(device)) else {
+        return code;
+    };
+    let checkpointer = runtime::checkpointer();
+    let newcomer = Newcomer { run_dir: &run_dir, tenant: &tenant, gpu, wait, checkpointer };
+    let made = newcomer.with_room(|| {
+        code = make();
+        code != full
+    });
+    if let Err(why) = made {
+        tracing::warn!(%tenant, "a context was refused for want of device memory: {why}");
+    }
+    code
+}
+
 macro_rules! create_context {
-    ($symbol:ident ( $($arg:ident : $ty:ty),* )) => {
+    ($symbol:ident ( $($arg:ident : $ty:ty),*; $device:ident )) => {
         /// Makes a context of the application's own, whose work a pause must wait for too.
         ///
         /// # Safety
         /// As the driver's function of this name.
         #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $symbol(context: *mut Pointer, $($arg: $ty),*) -> c_int {
-            let code = call_driver!($symbol(context => *mut Pointer, $($arg => $ty),*));
+        pub unsafe extern "C" fn $symbol(
+            context: *mut Pointer,
+            $($arg: $ty,)*
+            $device: c_int,
+        ) -> c_int {
+            let code = in_room($device, || {
+                call_driver!($symbol(
+                    context => *mut Pointer, $($arg => $ty,)* $device => c_int
+                ))
+            });
             if code == SUCCESS && !context.is_null() {
                 // SAFETY: the caller's out-pointer, which the driver has just written.
                 let made = RawContext(unsafe { context.read() }.expose_provenance() as u64);
@@ -60,10 +98,10 @@ macro_rules! create_context {
     };
 }
 
-create_context!(cuCtxCreate(flags: c_uint, device: c_int));
-create_context!(cuCtxCreate_v2(flags: c_uint, device: c_int));
-create_context!(cuCtxCreate_v3(affinity: Pointer, count: c_int, flags: c_uint, device: c_int));
-create_context!(cuCtxCreate_v4(parameters: Pointer, flags: c_uint, device: c_int));
+create_context!(cuCtxCreate(flags: c_uint; device));
+create_context!(cuCtxCreate_v2(flags: c_uint; device));
+create_context!(cuCtxCreate_v3(affinity: Pointer, count: c_int, flags: c_uint; device));
+create_context!(cuCtxCreate_v4(parameters: Pointer, flags: c_uint; device));
 
 /// What ends with `context`. The value is forgotten before the driver lets it go: it may be another context's immediately.
 /// `prepare` is called once no pause can begin, with or without a tenant.
@@ -146,7 +184,10 @@ pub unsafe extern "C" fn cuCtxDetach(context: Pointer) -> c_int {
 /// As the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut Pointer, device: c_int) -> c_int {
-    let code = call_driver!(cuDevicePrimaryCtxRetain(context => *mut Pointer, device => c_int));
+    let code = in_room(
+        device,
+        || call_driver!(cuDevicePrimaryCtxRetain(context => *mut Pointer, device => c_int)),
+    );
     if code == SUCCESS {
         runtime::primary_was_retained(device);
     }

@@ -12,6 +12,7 @@ use crate::simulate::SimulateArgs;
 use clap::{Args, Parser, Subcommand};
 use clap_complete::engine::{ArgValueCandidates, CompletionCandidate};
 use tenants::budget::Budgets;
+use tenants::checkpoints::by_command;
 use tenants::identity::{FamilyName, TenantName};
 use tenants::run_dir::RunDir;
 use tenants::scope::{LIBRARY_TAGS, Scope, TagNames};
@@ -91,6 +92,10 @@ pub(crate) enum Command {
     /// Print versions, settings and the documents of `doctor`, `ps` and `turns`, for a report of a fault
     #[command(after_help = "Example: sublet bug-report")]
     BugReport,
+    /// Call the driver about other processes, as a process of a job says on standard input
+    #[command(hide = true, name = by_command::SUBCOMMAND)]
+    #[command(after_help = "Example: sublet checkpoints")]
+    Checkpoints,
     /// Run a command on simulated GPUs, to try Sublet without a GPU
     #[command(after_help = "Example: sublet simulate -- bash")]
     Simulate(SimulateArgs),
@@ -111,6 +116,7 @@ impl Command {
             Self::Ps(args) | Self::Stats(args) => args.show.json,
             Self::Run(_)
             | Self::Simulate(_)
+            | Self::Checkpoints
             | Self::Top
             | Self::Metrics(_)
             | Self::Trace(_)
@@ -136,8 +142,9 @@ pub(crate) struct RunArgs {
     /// How many quanta a fair tenant has at a time, from 1 (default) to 100
     #[arg(long, value_name = "NUMBER")]
     pub(crate) weight: Option<Weight>,
-    /// auto: if a GPU is full, wait while another such job is paused; it comes back by itself
-    #[arg(long, value_name = "HOW", value_parser = [TURNS_AUTO])]
+    /// auto: if a GPU is full, wait while another such job is paused; it comes back by itself. auto,deep: while it is paused, its CUDA contexts
+    /// leave too if another job lacks their room, and after a minute
+    #[arg(long, value_name = "HOW", value_parser = [TURNS_AUTO, "auto,deep"])]
     pub(crate) turns: Option<String>,
     /// How much GPU memory all its processes together may hold: 60GiB on each GPU, or 0=60GiB on the one that nvidia-smi
     /// shows as 0, or GPU-...=60GiB; may be given more than once

@@ -9,9 +9,10 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tenants::checkpoints::Checkpointer;
 use tenants::coordinator::{
-    self, Checkpointer, Coordinator, CoordinatorError, Depth, DeviceShortage, Event, Interrupt,
-    LostImports, MemberFailure, Options, Outcome, Swap, SwapError,
+    self, Coordinator, CoordinatorError, Depth, DeviceShortage, Event, Interrupt, LostImports,
+    MemberFailure, Options, Outcome, Swap, SwapError,
 };
 use tenants::error_text::chain;
 use tenants::identity::TenantName;

@@ -5,11 +5,16 @@
 #![expect(unsafe_code, reason = "calls the driver's functions")]
 
 use std::ffi::{c_int, c_uint, c_void};
+use std::io;
+use std::process::ExitCode;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use tenants::coordinator::{CheckpointError, Checkpointer, ProcessState};
+use tenants::checkpoints::by_command;
+use tenants::checkpoints::{CheckpointError, Checkpointer, ProcessState};
 use vmm_pool::driver::DriverCode;
+
+use crate::failure::{EXIT_UNCHANGED, Failure};
 
 const LIBRARY: &str = "libcuda.so.1";
 const STATE: &str = "cuCheckpointProcessGetState";
@@ -24,6 +29,15 @@ struct LockArgs {
     timeout_ms: c_uint,
     reserved_word: c_uint,
     reserved: [u64; 7],
+}
+
+/// Makes the calls that a process of a job asks for on standard input ([`by_command`]), and answers on standard output.
+pub(crate) fn serve() -> Result<ExitCode, Failure> {
+    let driver = CudaCheckpoints::default();
+    by_command::serve(io::stdin().lock(), io::stdout(), &driver).map_err(|error| {
+        Failure::new(format!("standard input cannot be read: {error}"), EXIT_UNCHANGED)
+    })?;
+    Ok(ExitCode::SUCCESS)
 }
 
 type GetState = unsafe extern "C" fn(c_int, *mut c_uint) -> c_int;
@@ -114,13 +128,7 @@ impl Checkpointer for CudaCheckpoints {
         // SAFETY: it writes one number.
         let code = unsafe { get_state(pid.cast_signed(), &raw mut state) };
         coded("cuCheckpointProcessGetState", code)?;
-        Ok(match state {
-            0 => ProcessState::Running,
-            1 => ProcessState::Locked,
-            2 => ProcessState::Checkpointed,
-            3 => ProcessState::Failed,
-            other => ProcessState::Other(other),
-        })
+        Ok(ProcessState::of(state))
     }
 
     fn lock(&self, pid: u32, timeout: Duration) -> Result<(), CheckpointError> {

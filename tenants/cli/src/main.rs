@@ -114,6 +114,7 @@ fn dispatch(
         Command::Prepare(args) => prepare::prepare(&args, &open_run_dir()?, output),
         Command::Save(args) => save::save(&args, &open_run_dir()?, output),
         Command::Stats(args) => stats::stats(&args, &open_run_dir()?, output),
+        Command::Checkpoints => checkpoints::serve(),
         Command::Top => top::top(&open_run_dir()?, environment),
         Command::Metrics(args) => metrics::metrics(&args, &open_run_dir()?, output),
         Command::Trace(args) => trace::trace(&args, &open_run_dir()?, output),

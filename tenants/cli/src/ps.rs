@@ -356,6 +356,7 @@ pub(crate) mod tests {
                 class: tenants::turns::Class::default(),
                 weight: tenants::turns::Weight::default(),
                 queues: false,
+                goes_deep: false,
                 command: "python train.py".to_owned(),
                 version: "0.1.0".to_owned(),
                 state,

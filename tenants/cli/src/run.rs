@@ -96,8 +96,11 @@ fn own_settings(
     let mut own = vec![(TENANT_VARIABLE, tenant.to_string())];
     own.extend(args.family.as_ref().map(|family| (FAMILY_VARIABLE, family.to_string())));
     let before = environment.settings().turns;
+    let given = args.turns.as_ref().and_then(|turns| turns.parse().ok());
+    let given: TurnSettings = given.unwrap_or_default();
     let turns = TurnSettings {
-        queues: args.turns.is_some() || before.queues,
+        queues: given.queues || before.queues,
+        deep: before.deep.or(given.deep),
         class: args.class.unwrap_or(before.class),
         weight: args.weight.unwrap_or(before.weight),
         ..before

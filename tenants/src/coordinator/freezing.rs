@@ -16,6 +16,7 @@ use super::CoordinatorError;
 use super::report::{MemberFailure, MemberPhase, PhaseSummary, Report, Step};
 use super::session::{Session, micros};
 use super::steps::OnFailure;
+use crate::checkpoints::{CheckpointError, Checkpointer, ProcessState};
 use crate::scope::Scope;
 use crate::wire::{Action, Failure, FailureKind, MemberState, Phase, PhaseReport};
 
@@ -26,87 +27,6 @@ const ANSWER_MARGIN: Duration = Duration::from_secs(5);
 /// Where CUDA programs look for the control daemon of MPS, where nothing else is said.
 const MPS_PIPE_DIR: &str = "/tmp/nvidia-mps";
 const MPS_PIPE_VARIABLE: &str = "CUDA_MPS_PIPE_DIRECTORY=";
-
-/// Where the driver says that a process stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ProcessState {
-    /// It may call the driver.
-    Running,
-    /// Its calls wait.
-    Locked,
-    /// The same, and nothing of it is on a device.
-    Checkpointed,
-    /// The driver cannot bring it back.
-    Failed,
-    /// Something that this version does not know, such as on its way.
-    Other(u32),
-}
-
-/// Why the driver did not do its part for one process.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum CheckpointError {
-    /// There is no driver here that can.
-    #[error("{reason}")]
-    Unavailable {
-        /// Why.
-        reason: String,
-    },
-    /// It refused.
-    #[error("{call} failed with {code}")]
-    Driver {
-        /// The call.
-        call: &'static str,
-        /// What it returned.
-        code: DriverCode,
-    },
-    /// It did not answer, and may still be at it.
-    #[error("{call} did not return within {} s", waited.as_secs())]
-    Silent {
-        /// The call.
-        call: &'static str,
-        /// For how long it was waited for.
-        waited: Duration,
-    },
-    /// The process is not where the call needs it.
-    #[error("the driver says that it is {state:?}")]
-    State {
-        /// Where it is.
-        state: ProcessState,
-    },
-}
-
-/// The calls of the driver's that are about another process, by its id in this pid namespace. From any thread.
-pub trait Checkpointer: std::fmt::Debug + Send + Sync {
-    /// Where a process stands. Does not wait for it.
-    ///
-    /// # Errors
-    /// [`CheckpointError`].
-    fn state(&self, pid: u32) -> Result<ProcessState, CheckpointError>;
-
-    /// Has the process's driver calls wait from now on. Waits for those under way, at most for `timeout`.
-    ///
-    /// # Errors
-    /// [`CheckpointError`]; it runs on.
-    fn lock(&self, pid: u32, timeout: Duration) -> Result<(), CheckpointError>;
-
-    /// Takes what a locked process has on devices off them. Blocks as long as that takes.
-    ///
-    /// # Errors
-    /// [`CheckpointError`].
-    fn checkpoint(&self, pid: u32) -> Result<(), CheckpointError>;
-
-    /// Undoes that. Blocks as long as that takes.
-    ///
-    /// # Errors
-    /// [`CheckpointError`]; with `OUT_OF_MEMORY` it can be tried again.
-    fn restore(&self, pid: u32) -> Result<(), CheckpointError>;
-
-    /// Lets the calls of a locked process go on.
-    ///
-    /// # Errors
-    /// [`CheckpointError`].
-    fn unlock(&self, pid: u32) -> Result<(), CheckpointError>;
-}
 
 /// One call of [`Checkpointer`].
 #[derive(Clone, Copy)]

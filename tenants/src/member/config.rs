@@ -9,6 +9,7 @@ use vmm_pool::support::Unsupported;
 
 use super::Captures;
 use crate::budget::Budgets;
+use crate::checkpoints::Checkpointer;
 use crate::host_memory::{HostFigure, HostLimit};
 use crate::identity::{FamilyName, TenantName};
 use crate::run_dir::{RunDir, RunDirError};
@@ -65,6 +66,8 @@ pub struct MemberConfig {
     pub unseen_nccl: fn() -> Option<String>,
     /// Why the driver could not bring this process back from a deep pause, as far as the pool does not know; asked before one.
     pub unfreezable: fn() -> Option<String>,
+    /// How the driver is called about processes of tenants, where that is possible from here. Asked when it is needed.
+    pub checkpointer: fn() -> Option<Arc<dyn Checkpointer>>,
     /// How many threads bring new host memory in. With none it comes in as contents are copied there.
     pub toucher_threads: usize,
     /// What the tenant may hold on each GPU, where this process is the first to count.
@@ -77,7 +80,7 @@ pub struct MemberConfig {
 
 impl MemberConfig {
     /// What must be said, and no more: no family; a fair tenant that does not queue; host memory without a limit, anywhere, and none ahead of a pause; no contexts of the
-    /// application's own, nothing known to be unused, everything gated, no pins and no work of NCCL's unseen, nothing that keeps it from a deep pause, one thread
+    /// application's own, nothing known to be unused, everything gated, no pins and no work of NCCL's unseen, nothing that keeps it from a deep pause, and no way to the driver for one; one thread
     /// for new host memory, and no budgets.
     pub fn new(run_dir: RunDir, tenant: TenantName, command: &str, version: &str) -> Self {
         Self {
@@ -101,6 +104,7 @@ impl MemberConfig {
             unseen_pins: || None,
             unseen_nccl: || None,
             unfreezable: || None,
+            checkpointer: || None,
             toucher_threads: 1,
             budgets: None,
             gpu_index: |device, _| u32::try_from(device.0).ok(),

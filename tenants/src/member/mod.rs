@@ -56,6 +56,7 @@ pub use fetch::ImportError;
 pub(crate) use spilling::STEP_TIME as SPILL_STEP_TIME;
 pub(crate) use worker::block_signals;
 
+use crate::checkpoints::Checkpointer;
 use crate::cut::Cut;
 use crate::host_memory::budget;
 use crate::identity::{MemberId, TenantName};
@@ -330,6 +331,22 @@ impl<D: Driver> Member<D> {
         turns.queues.then_some(turns.wait)
     }
 
+    /// How the driver is called about processes of tenants, from this one.
+    pub(crate) fn checkpointer(&self) -> Option<Arc<dyn Checkpointer>> {
+        (self.config.checkpointer)()
+    }
+
+    /// Where it stands, and for how long it has.
+    pub(crate) fn stands(&self) -> (MemberState, Duration) {
+        let status = self.status();
+        (status.state, status.changed_at.elapsed())
+    }
+
+    /// After how long a rest its contexts leave too, where they do.
+    pub(crate) fn goes_deep_after(&self) -> Option<Duration> {
+        self.config.turns.deep
+    }
+
     /// How many stream captures are under way, or about to begin.
     pub fn captures(&self) -> usize {
         self.config.captures.under_way()
@@ -391,6 +408,7 @@ impl<D: Driver> Member<D> {
             class: self.config.turns.class,
             weight: self.config.turns.weight,
             queues: self.config.turns.queues,
+            goes_deep: self.config.turns.deep.is_some(),
             command: self.config.command.clone(),
             version: self.config.version.clone(),
             state,

@@ -27,7 +27,7 @@ use crate::turns::scene::Wish;
 
 const CLAIM_EXTENSION: &str = ".claim";
 /// Changes whenever what a claim says does.
-const CLAIM_VERSION: u32 = 1;
+const CLAIM_VERSION: u32 = 2;
 /// A claim is a few words; one that says more is none of ours.
 const CLAIM_BYTES_MAX: u64 = 4 << 10;
 /// How long a watch waits when something has changed: what belongs together changes within it, and a dead process's locks go.
@@ -340,9 +340,9 @@ mod tests {
         let lock = dir.lock(soon()).unwrap();
         let own = dir.claim(&lock, &claim("a"), None).unwrap();
         let text = fs::read_to_string(own.path()).unwrap();
-        assert!(text.contains("\"version\":1"), "{text}");
+        assert!(text.contains("\"version\":2"), "{text}");
         let without = serde_json::to_string(&claim("a")).unwrap();
-        for (other, version) in [(without, 0), (text.replace("\"version\":1", "\"version\":2"), 2)]
+        for (other, version) in [(without, 0), (text.replace("\"version\":2", "\"version\":3"), 3)]
         {
             fs::write(own.path(), other).unwrap();
             let refused = dir.claims(Some(&lock)).unwrap_err();

@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::SwitchError;
+use crate::checkpoints::Checkpointer;
 use crate::coordinator::{
-    Checkpointer, Coordinator, CoordinatorError, Event, Interrupt, LostImports, Options, Outcome,
+    Coordinator, CoordinatorError, Depth, Event, Interrupt, LostImports, Options, Outcome,
     SwapError, swap,
 };
 use crate::identity::TenantName;
@@ -35,6 +36,8 @@ pub(super) struct Acting<'a> {
     /// Whose decision it is.
     pub(super) tenant: &'a TenantName,
     pub(super) options: &'a SwitchOptions,
+    /// Those whose contexts leave too when they are paused for it.
+    pub(super) deep: Vec<&'a TenantName>,
 }
 
 /// The coordinator that pauses or resumes `tenant` with these options.
@@ -43,7 +46,18 @@ pub(super) fn coordinator(
     tenant: &TenantName,
     options: &SwitchOptions,
 ) -> Coordinator {
+    to_depth(run_dir, tenant, options, Depth::Memory)
+}
+
+/// The same, which pauses to this depth.
+pub(super) fn to_depth(
+    run_dir: &RunDir,
+    tenant: &TenantName,
+    options: &SwitchOptions,
+    depth: Depth,
+) -> Coordinator {
     let options = Options {
+        depth,
         timeout: options.timeout,
         interrupt: options.interrupt.clone(),
         lost_imports: options.lost_imports,
@@ -73,7 +87,26 @@ impl Acting<'_> {
             // What one may come without is nobody else's.
             options.lost_imports = LostImports::Refuse;
         }
-        coordinator(self.run_dir, tenant, &options)
+        let is_deep = self.deep.contains(&tenant);
+        let depth = if is_deep { Depth::Contexts } else { Depth::Memory };
+        to_depth(self.run_dir, tenant, &options, depth)
+    }
+
+    /// Has the contexts of one of [`Acting::deep`] leave, which is paused if it `runs`. One that has come back meanwhile is left alone.
+    pub(super) fn sink(
+        &self,
+        one: &TenantName,
+        runs: bool,
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Outcome, CoordinatorError> {
+        let mut coordinator = self.coordinator(one, self.options.interrupt.as_ref());
+        let outcome =
+            if runs { coordinator.pause(progress) } else { coordinator.deepen(progress) }?;
+        let why = match &outcome {
+            Outcome::Completed(report) => report.not_deep.first().map(ToString::to_string),
+            Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => None,
+        };
+        why.map_or(Ok(outcome), |why| Err(CoordinatorError::NotDeep { tenant: one.clone(), why }))
     }
 
     /// Pauses `victims` and resumes the tenant.

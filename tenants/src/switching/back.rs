@@ -1,4 +1,4 @@
-//! A tenant that queues comes back by itself when it was paused for another.
+//! A tenant that queues comes back by itself when it was paused for another. The contexts of one that says so leave when it has rested for its time.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,10 +6,14 @@ use std::time::{Duration, Instant};
 use vmm_pool::driver::Driver;
 
 use super::SwitchOptions;
+use super::acting::to_depth;
 use super::gather::Displaced;
 use super::queue::{CallsOff, Queue};
 use super::turn::{AFTER_FAILURE, AFTER_FAILURE_MAX, KEPT_EVERY};
+use crate::coordinator::{Depth, Outcome};
+use crate::error_text::chain;
 use crate::member::Member;
+use crate::turns::is_due;
 use crate::turns::scene::Wish;
 use crate::wire::MemberState;
 
@@ -22,6 +26,7 @@ const REST: Duration = Duration::from_hours(1);
 
 /// From now on, when the tenant of `member` was paused for another and a call of this process waits for its memory, a thread of its own waits for the
 /// GPUs among the others, and brings the tenant back. One that was paused by name stays so, and one that wants nothing leaves the GPUs to others.
+/// Where its tenant says so, its contexts leave while it rests ([`crate::turns::TurnSettings::deep`]).
 pub fn come_back_by_itself<D: Driver>(member: &Arc<Member<D>>) {
     let watched = Arc::clone(member);
     let thread = std::thread::Builder::new().name("sublet-back".to_owned());
@@ -34,7 +39,10 @@ pub fn come_back_by_itself<D: Driver>(member: &Arc<Member<D>>) {
 
 fn watch<D: Driver>(member: &Member<D>) {
     crate::member::block_signals();
-    let is_paused = || member.state() == MemberState::Paused;
+    let is_paused = || matches!(member.state(), MemberState::Paused | MemberState::Deep);
+    let options =
+        || SwitchOptions { checkpointer: member.checkpointer(), ..SwitchOptions::default() };
+    let mut depth = Sinking { after_failure: AFTER_FAILURE, not_before: None };
     let mut after_failure = AFTER_FAILURE;
     let (run_dir, tenant) = (member.run_dir(), member.tenant());
     // Known from the pause on, and looked at now and then: the run directory may go before anything here wants to be back.
@@ -47,12 +55,13 @@ fn watch<D: Driver>(member: &Member<D>) {
             member.rest(ON_ITS_WAY);
             continue;
         }
-        let wants_back = member.has_waiting_calls();
+        let wants_back = member.queues().is_some() && member.has_waiting_calls();
         let is_away = (wants_back || Instant::now() >= look_at) && {
             look_at = Instant::now() + KEPT_EVERY;
             away.look(run_dir, tenant)
         };
         if !wants_back || !is_away {
+            depth.look(member);
             member.rest(LOOK);
             continue;
         }
@@ -61,7 +70,7 @@ fn watch<D: Driver>(member: &Member<D>) {
             Queue::enter(run_dir, tenant, Wish::Back, Duration::MAX, CallsOff::when(&is_over));
         let back = queue.and_then(|mut queue| {
             queue.displaced = away;
-            queue.wait_and_go(&SwitchOptions::default(), &is_over, &mut |_| {})
+            queue.wait_and_go(&options(), &is_over, &mut |_| {})
         });
         if let Err(error) = back
             && is_paused()
@@ -72,5 +81,52 @@ fn watch<D: Driver>(member: &Member<D>) {
         } else {
             after_failure = AFTER_FAILURE;
         }
+    }
+}
+
+/// Has the contexts of the own tenant leave when it has rested for its time.
+struct Sinking {
+    after_failure: Duration,
+    not_before: Option<Instant>,
+}
+
+impl Sinking {
+    fn look<D: Driver>(&mut self, member: &Member<D>) {
+        let (state, rested) = member.stands();
+        let is_early = self.not_before.is_some_and(|not_before| Instant::now() < not_before);
+        let is_due = state == MemberState::Paused && is_due(rested, member.goes_deep_after());
+        if !is_due || is_early {
+            return;
+        }
+        let failed = if is_first(member) { sink(member).err() } else { None };
+        self.after_failure = if failed.is_some() {
+            (self.after_failure * 2).min(AFTER_FAILURE_MAX)
+        } else {
+            AFTER_FAILURE
+        };
+        self.not_before = Some(Instant::now() + self.after_failure);
+        if let Some(why) = failed {
+            member.note(format!("its contexts stay on the GPUs while it rests: {why}"));
+        }
+    }
+}
+
+/// One process of a tenant does it for all.
+fn is_first<D: Driver>(member: &Member<D>) -> bool {
+    let dir = member.run_dir().existing_tenant(member.tenant()).ok().flatten();
+    dir.is_some_and(|dir| dir.pids().first() == Some(&std::process::id()))
+}
+
+fn sink<D: Driver>(member: &Member<D>) -> Result<(), String> {
+    let checkpointer = member.checkpointer();
+    let options = SwitchOptions { checkpointer, ..SwitchOptions::default() };
+    let mut coordinator = to_depth(member.run_dir(), member.tenant(), &options, Depth::Contexts);
+    match coordinator.deepen(&mut |_| {}) {
+        Ok(Outcome::Completed(report)) => {
+            report.not_deep.first().map_or(Ok(()), |failure| Err(failure.to_string()))
+        }
+        // It has come back, or another was faster.
+        Ok(Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive) => Ok(()),
+        Err(error) => Err(chain(&error)),
     }
 }

@@ -13,7 +13,7 @@ use crate::run_dir::clock::{boot, now_us};
 use crate::run_dir::turn_files::TurnDir;
 use crate::run_dir::{RunDir, RunDirError};
 use crate::turns::history::History;
-use crate::turns::scene::{Cost, Held, Scene, Standing, Waiting, Wish};
+use crate::turns::scene::{Contexts, Cost, Held, Scene, Standing, Waiting, Wish};
 use crate::turns::{Class, Settings, idle_after_us};
 use crate::wire::{Idleness, MemberState, MemberStats, Phase, PhaseReport};
 
@@ -95,8 +95,10 @@ pub(super) fn gather(
     let mut scene =
         Scene { waiting: waiting(claims).filter_map(as_waiting).collect(), ..Scene::default() };
     let somebody_waits = wanted.is_some() || !scene.waiting.is_empty();
-    let wants_more = |waiting: &Waiting| waiting.wish.bytes().next().is_some();
-    let somebody_wants_more = scene.waiting.iter().any(wants_more);
+    let wants_more = |waiting: &Waiting| {
+        waiting.wish.bytes().next().is_some() || waiting.wish.context().is_some()
+    };
+    let mut somebody_wants_more = scene.waiting.iter().any(wants_more);
     // All of this is under the lock: who does not answer soon is not waited for.
     let options = Options { timeout: Some(ANSWER), contact_timeout: ANSWER, ..Options::default() };
     let mut asked = Vec::new();
@@ -108,6 +110,16 @@ pub(super) fn gather(
         }
     }
     let found = Holdings::of_all(&asked.iter().collect::<Vec<_>>());
+    // One whose contexts are away cannot say what is free.
+    let mut cannot_say = Vec::new();
+    for (coordinator, found) in asked.iter().zip(&found) {
+        let name = coordinator.tenant();
+        let waits = wanted == Some(name) || scene.waiting.iter().any(|other| other.tenant == *name);
+        if waits && found.stats.as_ref().is_ok_and(|stats| contexts_of(stats).are_away) {
+            cannot_say.push(name.clone());
+            somebody_wants_more = true;
+        }
+    }
     for (coordinator, Holdings { stats, is_silent, is_overdue }) in asked.iter().zip(found) {
         let name = coordinator.tenant().clone();
         // One that is stopped costs no time, and may be continued at any instant.
@@ -130,10 +142,14 @@ pub(super) fn gather(
         let waits = wanted == Some(&name) || scene.waiting.iter().any(|other| other.tenant == name);
         let is_heard = !is_silent || wanted == Some(&name);
         if is_heard
-            && ((waits && !standing.is_active) || (somebody_wants_more && standing.is_active))
+            && !standing.contexts.are_away
+            && ((waits && !standing.is_active) || somebody_wants_more)
         {
-            let needs =
-                if standing.is_active { coordinator.needs_and_free() } else { coordinator.needs() };
+            let needs = if standing.is_active || somebody_wants_more {
+                coordinator.needs_and_free()
+            } else {
+                coordinator.needs()
+            };
             let needs = needs.unwrap_or_default();
             for (gpu, need) in needs {
                 if !standing.is_active {
@@ -150,7 +166,24 @@ pub(super) fn gather(
         }
         scene.tenants.insert(name, standing);
     }
+    // Where nobody else can say it either, its resume will.
+    for standing in cannot_say.iter().filter_map(|name| scene.tenants.get(name)) {
+        for gpu in standing.gpus() {
+            scene.free_bytes.entry(gpu.to_owned()).or_insert(u64::MAX);
+        }
+    }
     scene
+}
+
+/// The contexts of one tenant.
+fn contexts_of(stats: &TenantStats) -> Contexts {
+    let are_away = |member: &MemberStats| member.member.state == MemberState::Deep;
+    let are_away = stats.members.iter().any(are_away);
+    let may_leave = !stats.members.is_empty()
+        && stats.failures.is_empty()
+        && stats.members.iter().all(|member| member.member.goes_deep);
+    let processes = stats.members.len() as u64;
+    Contexts { processes, may_leave: may_leave && !are_away, are_away }
 }
 
 /// Since when a tenant has launched nothing, where it is long enough to matter to anybody and its devices have nothing left to do. Where that
@@ -176,7 +209,7 @@ fn idle_since_us(
     Some(now_us().saturating_sub(quiet_us))
 }
 
-/// Adds `tenant`, which wants a turn, where it was not found. `is_away`: it has memory, and is paused.
+/// Adds `tenant`, which wants a turn or its first context, where it was not found. `is_away`: it has memory, and is paused.
 pub(super) fn complete(scene: &mut Scene, tenant: &TenantName, is_away: bool) {
     if scene.tenants.contains_key(tenant) {
         return;
@@ -234,6 +267,7 @@ fn standing_of(stats: &TenantStats) -> Standing {
         }
     }
     standing.cost = cost_of(&standing, members);
+    standing.contexts = contexts_of(stats);
     standing
 }
 
@@ -282,7 +316,7 @@ pub struct Claimant {
     pub is_in_turn: bool,
     /// Is it a person's order?
     pub is_order: bool,
-    /// What it waits for, in a word: `order`, `turn`, `resume`, `back` or `memory`.
+    /// What it waits for, in a word: `order`, `turn`, `resume`, `back`, `memory` or `context`.
     pub wish: &'static str,
     /// Bytes that an allocation did not get, on all GPUs; 0 for any other wish.
     pub wanted_bytes: u64,

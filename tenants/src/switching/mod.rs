@@ -9,7 +9,9 @@
 
 mod acting;
 mod back;
+mod context;
 mod gather;
+mod going;
 mod outcome;
 mod queue;
 mod room;
@@ -29,6 +31,7 @@ use crate::turns::{Settings, Verdict, decide};
 pub use acting::SwitchOptions;
 use acting::{busy, fits_nowhere};
 pub use back::come_back_by_itself;
+pub use context::Newcomer;
 pub use gather::{Claimant, LoggedDecision, TurnsView, look};
 use gather::{Silent, gather, history_of};
 pub use outcome::{SwitchError, Switched};
@@ -128,6 +131,10 @@ fn dry(run_dir: &RunDir, tenant: &TenantName) -> Result<Switched, SwitchError> {
         Verdict::Go(victims) => {
             let (reasons, changes) = (decision.reasons, Vec::new());
             Ok(Switched { had_them, victims, reasons, changes, unrecorded: None })
+        }
+        Verdict::Sink(sinks) => {
+            let (reasons, changes) = (decision.reasons, Vec::new());
+            Ok(Switched { had_them, victims: vec![sinks], reasons, changes, unrecorded: None })
         }
         Verdict::Wait(_) => Err(busy(tenant, &decision.reasons)),
         Verdict::Never => Err(fits_nowhere(tenant, &scene, &decision.reasons)),

@@ -118,6 +118,11 @@ impl SwitchError {
         }
     }
 
+    /// Was device memory missing?
+    pub(super) fn is_short_of_devices(&self) -> bool {
+        self.cause().is_some_and(|cause| cause.missing_device_bytes().is_some())
+    }
+
     /// Can the same call succeed later?
     pub fn is_retryable(&self) -> bool {
         match self {

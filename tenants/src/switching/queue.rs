@@ -2,11 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use super::acting::{Acting, SwitchOptions, busy, fits_nowhere};
+use super::acting::{SwitchOptions, busy, fits_nowhere};
 use super::gather::{self, Displaced, Silent, gather, history_of};
 use super::{SwitchError, Switched};
 use crate::coordinator::{Event, Interrupt};
-use crate::error_text::chain;
 use crate::identity::TenantName;
 use crate::run_dir::claims::{Claim, Found, OwnClaim, Watch, pid_namespace};
 use crate::run_dir::clock::now_us;
@@ -38,10 +37,10 @@ pub(super) const AGAIN_AFTER_MAX: Duration = Duration::from_secs(5);
 /// One that waits for its tenant to have its GPUs, with its place among the others.
 #[derive(Debug)]
 pub(super) struct Queue {
-    run_dir: RunDir,
+    pub(super) run_dir: RunDir,
     pub(super) turns: TurnDir,
-    tenant: TenantName,
-    wish: Wish,
+    pub(super) tenant: TenantName,
+    pub(super) wish: Wish,
     claim: OwnClaim,
     /// As its claim says.
     waits: bool,
@@ -52,6 +51,8 @@ pub(super) struct Queue {
     pub(super) displaced: Displaced,
     /// See [`TurnOptions::is_paused`].
     pub(super) is_paused: fn() -> bool,
+    /// It did not come for want of memory, though it fits by all figures.
+    is_short: bool,
 }
 
 /// What calls a wait off, before anything has been done.
@@ -80,6 +81,12 @@ impl<'a> CallsOff<'a> {
 /// Nothing but an interrupt calls it off.
 pub(super) fn never() -> bool {
     false
+}
+
+/// One that could not come, and tries again.
+struct Trying {
+    again_after: Duration,
+    failing_since: Option<Instant>,
 }
 
 /// What one look has shown, and what follows from it.
@@ -117,6 +124,7 @@ impl Queue {
             never_since: None,
             displaced: Displaced::default(),
             is_paused: never,
+            is_short: false,
         })
     }
 
@@ -163,10 +171,12 @@ impl Queue {
     }
 
     /// What is so now, and what this one is to do. None where its own claim is not among the others.
+    /// `can_sink`: can contexts of others be taken off from here?
     fn look(
         &mut self,
         lock: Option<&TurnLock>,
         asks_all: bool,
+        can_sink: bool,
     ) -> Result<Option<Seen>, RunDirError> {
         if lock.is_none() && !self.wish.is_order() {
             // What the history has lost with its directory is in it again.
@@ -176,7 +186,13 @@ impl Queue {
         let mut history = history_of(&self.turns);
         let mut scene = self.gather(&claims, asks_all);
         history.note_back(&scene);
-        if self.wish == Wish::Turn {
+        if !can_sink {
+            scene.tenants.values_mut().for_each(|standing| standing.contexts.may_leave = false);
+        }
+        if self.is_short {
+            scene.short.insert(self.tenant.clone());
+        }
+        if matches!(self.wish, Wish::Turn | Wish::Context(_)) {
             let is_away = self.displaced.is_so() || (self.is_paused)();
             gather::complete(&mut scene, &self.tenant, is_away);
         }
@@ -198,7 +214,8 @@ impl Queue {
         progress: &mut dyn FnMut(Event<'_>),
     ) -> Result<Switched, SwitchError> {
         let calls_off = CallsOff { interrupt: options.interrupt.as_ref(), is_over };
-        let (mut again_after, mut failing_since, mut unseen) = (AGAIN_AFTER, None, 0);
+        let (mut trying, mut unseen) =
+            (Trying { again_after: AGAIN_AFTER, failing_since: None }, 0);
         let (mut watch, mut lock) = (self.turns.watch(), None);
         let (mut asks_all, mut has_asked_all) = (false, false);
         loop {
@@ -206,7 +223,8 @@ impl Queue {
             if lock.is_none() && self.keep_claim(calls_off)? {
                 watch = self.turns.watch();
             }
-            let looked = self.look(lock.as_ref(), std::mem::take(&mut asks_all));
+            let can_sink = options.checkpointer.is_some();
+            let looked = self.look(lock.as_ref(), std::mem::take(&mut asks_all), can_sink);
             let Ok(Some(Seen { scene, history, decision, before })) = looked else {
                 // Its file has just gone, or it stood still for too long. Else something is wrong with it.
                 unseen += 1;
@@ -228,13 +246,28 @@ impl Queue {
                     let went =
                         self.go(&held, &scene, history, victims, &decision, options, progress);
                     drop(held);
+                    let own = scene.tenants.get(&self.tenant);
+                    let had_no_contexts = own.is_some_and(|own| own.contexts.are_away);
+                    if let Some(switched) =
+                        self.came(went, had_no_contexts, &mut trying, calls_off)?
+                    {
+                        return Ok(switched);
+                    }
+                }
+                Verdict::Sink(one) => {
+                    let Some(held) = lock.take() else {
+                        lock = self.lock_unless_gone(calls_off)?;
+                        continue;
+                    };
+                    let went = self.sink(&held, &scene, history, one, &decision, options, progress);
+                    drop(held);
+                    self.is_short = false;
                     match went {
-                        Err(error) if self.tries_others(&error) => {}
-                        Err(error) if self.tries_again(&error, again_after, &mut failing_since) => {
-                            self.rest(again_after, calls_off)?;
-                            again_after = (again_after * 2).min(AGAIN_AFTER_MAX);
-                        }
-                        went => return went,
+                        // How much it was is for the caller to find out.
+                        Ok(switched) if self.wish.context().is_some() => return Ok(switched),
+                        // Another one, or none: it is passed over for a while.
+                        Ok(_) | Err(SwitchError::Undone { .. }) => {}
+                        Err(error) => return Err(error),
                     }
                 }
                 // What has just ended may not be free yet, and is nobody's that could give it. Nor may it be of a tenant that does not answer.
@@ -274,6 +307,30 @@ impl Queue {
         }
     }
 
+    /// What has come of going; none where it is to look again.
+    fn came(
+        &mut self,
+        went: Result<Switched, SwitchError>,
+        had_no_contexts: bool,
+        trying: &mut Trying,
+        calls_off: CallsOff<'_>,
+    ) -> Result<Option<Switched>, SwitchError> {
+        let is_short = went.as_ref().is_err_and(SwitchError::is_short_of_devices);
+        let was_short = std::mem::replace(&mut self.is_short, is_short);
+        match went {
+            // Its contexts came back first, and then its memory did not fit: others make way for both.
+            Err(SwitchError::Undone { .. } | SwitchError::Tenant(_))
+                if had_no_contexts && is_short && !was_short => {}
+            Err(error) if self.tries_others(&error) => {}
+            Err(error) if self.tries_again(&error, trying) => {
+                self.rest(trying.again_after, calls_off)?;
+                trying.again_after = (trying.again_after * 2).min(AGAIN_AFTER_MAX);
+            }
+            went => return went.map(Some),
+        }
+        Ok(None)
+    }
+
     /// Takes the lock; none where the claim has gone, perhaps with the whole directory.
     fn lock_unless_gone(&self, calls_off: CallsOff<'_>) -> Result<Option<TurnLock>, SwitchError> {
         match self.lock(calls_off) {
@@ -291,7 +348,7 @@ impl Queue {
     }
 
     /// Adds lines to the log. One that cannot be written keeps nobody from its turn.
-    fn tell(&self, lock: Option<&TurnLock>, lines: &[String]) {
+    pub(super) fn tell(&self, lock: Option<&TurnLock>, lines: &[String]) {
         if let Err(error) = self.turns.log(lock, lines) {
             tracing::warn!(%error, ?lines, "decisions about turns are not in the log");
         }
@@ -306,13 +363,9 @@ impl Queue {
 
     /// Is there time until its own tenant may come? An allocation has its own way of trying again, and so has a turn that lasts already, which has
     /// no deadline. Others are not paused for it in vain for long.
-    fn tries_again(
-        &self,
-        error: &SwitchError,
-        after: Duration,
-        failing_since: &mut Option<Instant>,
-    ) -> bool {
-        let since = *failing_since.get_or_insert_with(Instant::now);
+    fn tries_again(&self, error: &SwitchError, trying: &mut Trying) -> bool {
+        let after = trying.again_after;
+        let since = *trying.failing_since.get_or_insert_with(Instant::now);
         let others =
             matches!(error, SwitchError::Undone { were_paused, .. } if !were_paused.is_empty());
         if others && since.elapsed() >= NEVER_MAX {
@@ -381,88 +434,6 @@ impl Queue {
         }
         (since.elapsed() < NEVER_MAX).then_some(LOOK_MAX)
     }
-
-    /// Pauses `victims` and resumes the own tenant, and writes down what has been.
-    #[expect(clippy::too_many_arguments, reason = "one decision, and all that it was made of")]
-    fn go(
-        &mut self,
-        lock: &TurnLock,
-        scene: &Scene,
-        mut history: History,
-        victims: &[TenantName],
-        decision: &Decision,
-        options: &SwitchOptions,
-        progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Switched, SwitchError> {
-        let had_them = scene.tenants.get(&self.tenant).is_some_and(|standing| standing.is_active);
-        if !victims.is_empty() {
-            let mut leaving = history.clone();
-            for victim in victims {
-                leaving.is_leaving(victim);
-            }
-            self.turns.keep_history(lock, &leaving)?;
-        }
-        let acting = Acting { run_dir: &self.run_dir, tenant: &self.tenant, options };
-        let began_us = now_us();
-        let done = if had_them {
-            acting.make_room(victims, progress)
-        } else {
-            acting.carry_out(victims, progress)
-        };
-        let changes = match done {
-            Ok(changes) => changes,
-            Err(error) => {
-                let mut lines = vec![format!("'{}' did not come: {error}", self.tenant)];
-                if let SwitchError::NotUndone { stay_paused, .. } = &error {
-                    // It comes back by itself, where it does that.
-                    for (victim, _) in stay_paused {
-                        history.is_leaving(victim);
-                    }
-                }
-                if let Some((victim, why)) = error.refusal() {
-                    let now_us = now_us();
-                    let took_us = now_us.saturating_sub(began_us);
-                    lines.push(history.refused(victim, &chain(why), took_us, now_us));
-                }
-                self.tell(Some(lock), &lines);
-                if let Err(error) = self.turns.keep_history(lock, &history) {
-                    tracing::warn!(%error, "what has been is not known to later decisions about turns");
-                }
-                return Err(error);
-            }
-        };
-        let mut lines = decision.reasons.clone();
-        let now_us = now_us();
-        let has_left = |victim: &&TenantName| changes.iter().any(|(name, _)| name == *victim);
-        for victim in victims.iter().filter(has_left) {
-            lines.extend(history.left(victim, scene, &Settings::default(), now_us));
-        }
-        if !had_them {
-            history.came(&self.tenant, now_us);
-        } else if !victims.is_empty() {
-            history.got_more(&self.tenant, scene, now_us);
-        }
-        let is_turn = self.wish == Wish::Turn;
-        if is_turn {
-            let has_turn = scene.tenants.get(&self.tenant).is_some_and(|own| own.has_turn);
-            history.began_turn(&self.tenant, has_turn, now_us);
-        }
-        // One that does not answer now may be away for another.
-        if let Ok(live) = self.run_dir.live_tenants() {
-            history.keep_only(&live);
-        }
-        // It is done, whatever becomes of the account.
-        let said = if is_turn { self.say(false) } else { Ok(()) };
-        let kept = self.turns.keep_history(lock, &history);
-        let is_worth_a_line = !had_them || !victims.is_empty();
-        let logged = if is_worth_a_line { self.turns.log(Some(lock), &lines) } else { Ok(()) };
-        let unrecorded = said.and(kept).and(logged).err().map(|error| chain(&error));
-        if let Some(why) = &unrecorded {
-            tracing::warn!(tenant = %self.tenant, %why, "a switch is done, and not written down");
-        }
-        let victims = victims.to_vec();
-        Ok(Switched { had_them, victims, reasons: lines, changes, unrecorded })
-    }
 }
 
 /// What one that waits, or is in its turn, says.
@@ -511,7 +482,7 @@ fn lock_of(
 fn lock_deadline(wish: &Wish, deadline: Option<Instant>) -> Instant {
     let least = Instant::now() + LOCK_TIMEOUT;
     match (wish, deadline) {
-        (Wish::Memory(_), Some(deadline)) => deadline,
+        (Wish::Memory(_) | Wish::Context(_), Some(deadline)) => deadline,
         (_, deadline) => deadline.map_or(least, |deadline| deadline.max(least)),
     }
 }

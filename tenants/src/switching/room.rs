@@ -117,6 +117,7 @@ fn try_again<D: Driver, T>(
     mut make: impl FnMut() -> PoolResult<T>,
 ) -> Result<PoolResult<T>, String> {
     let is_over = || member.has_left();
+    let checkpointer = member.checkpointer();
     let (mut in_vain, mut again_after) = (0, AGAIN_AFTER);
     let mut deadline = queue.deadline.unwrap_or_else(|| Instant::now() + wait);
     let is_running = || member.state() == MemberState::Active;
@@ -125,7 +126,8 @@ fn try_again<D: Driver, T>(
     loop {
         // Without a timer, the time of each step bounds it.
         let interrupt = Interrupt::at(deadline + BEYOND).ok();
-        let options = SwitchOptions { interrupt, ..SwitchOptions::default() };
+        let checkpointer = checkpointer.clone();
+        let options = SwitchOptions { interrupt, checkpointer, ..SwitchOptions::default() };
         waits = waits.or_else(|| Some(member.cut().wait_for_memory_since(began)));
         let went = queue.wait_and_go(&options, &is_over, &mut |_| {});
         let why = match went {

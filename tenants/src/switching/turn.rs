@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use super::gather::Displaced;
 use super::queue::{CallsOff, Queue, never};
 use super::{SwitchError, SwitchOptions, Switched};
+use crate::checkpoints::Checkpointer;
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
 use crate::turns::scene::Wish;
@@ -22,12 +23,20 @@ pub(super) const AFTER_FAILURE_MAX: Duration = Duration::from_mins(1);
 const FOREVER: Duration = Duration::MAX;
 
 /// How a turn is taken.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct TurnOptions {
     /// How long to wait for it at most.
     pub wait: Duration,
+    /// See [`SwitchOptions::checkpointer`].
+    pub checkpointer: Option<Arc<dyn Checkpointer>>,
     /// Is the calling process paused? Asked again and again, also on another thread.
     pub is_paused: fn() -> bool,
+}
+
+impl TurnOptions {
+    fn switch(&self) -> SwitchOptions {
+        SwitchOptions { checkpointer: self.checkpointer.clone(), ..SwitchOptions::default() }
+    }
 }
 
 /// A turn. It ends when this is dropped, or the process. It is of the process that began it: in a forked child its end does nothing.
@@ -72,7 +81,7 @@ impl Turn {
         let calls_off = CallsOff::when(&never);
         let mut queue = Queue::enter(run_dir, tenant, Wish::Turn, options.wait, calls_off)?;
         queue.is_paused = options.is_paused;
-        let switched = queue.wait_and_go(&SwitchOptions::default(), &never, &mut |_| {})?;
+        let switched = queue.wait_and_go(&options.switch(), &never, &mut |_| {})?;
         queue.deadline = std::time::Instant::now().checked_add(FOREVER);
         let state = Mutex::new(State { is_over: false, queue: Some(queue) });
         let shared = Arc::new(Shared { state, changed: Condvar::new() });
@@ -166,7 +175,7 @@ impl Watch {
         let went = queue
             .say(true)
             .map_err(SwitchError::from)
-            .and_then(|()| queue.wait_and_go(&SwitchOptions::default(), &is_over, &mut |_| {}));
+            .and_then(|()| queue.wait_and_go(&self.options.switch(), &is_over, &mut |_| {}));
         if let Err(error) = &went {
             tracing::info!(tenant = %self.tenant, %error, "a turn was not brought back yet");
             if let Err(error) = queue.say(false) {

@@ -14,6 +14,8 @@ use crate::time;
 pub const TURNS_VARIABLE: &str = "SUBLET_TURNS";
 /// The word for [`TurnSettings::queues`].
 pub const TURNS_AUTO: &str = "auto";
+/// The word for [`TurnSettings::deep`].
+pub const TURNS_DEEP: &str = "deep";
 
 /// Who gives way to whom; the greater comes first.
 #[derive(
@@ -97,12 +99,14 @@ impl FromStr for Weight {
     }
 }
 
-/// How a tenant takes turns. Written and read as `auto,class=background,weight=2,wait=2m`, or some of these, in any order.
+/// How a tenant takes turns. Written and read as `auto,deep,class=background,weight=2,wait=2m`, or some of these, in any order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TurnSettings {
     /// Do its resumes, and allocations that its devices have no room for, queue for others to make way, and do its processes
     /// come back by themselves when they were paused for another?
     pub queues: bool,
+    /// Do its contexts leave too while it is paused: after this time, or when another lacks their room? `deep` alone is a minute.
+    pub deep: Option<Duration>,
     /// Who gives way to whom.
     pub class: Class,
     /// How many quanta it has at a time.
@@ -124,7 +128,7 @@ pub enum TurnSettingsError {
     #[error("{0}")]
     Wait(String),
     /// Something else.
-    #[error("'{given}' is none of auto, class=, weight= and wait=")]
+    #[error("'{given}' is none of auto, deep, class=, weight= and wait=")]
     Unknown {
         /// The start of it.
         given: String,
@@ -134,12 +138,14 @@ pub enum TurnSettingsError {
 impl TurnSettings {
     /// For an allocation: less than the ten minutes after which PyTorch's watchdog ends a job whose ranks wait for each other.
     const WAIT: Duration = Duration::from_mins(2);
+    /// How long a paused tenant keeps its contexts: they leave and come back in less than a second, which is little of a minute.
+    const REST: Duration = Duration::from_mins(1);
 }
 
 impl Default for TurnSettings {
     fn default() -> Self {
         let (class, weight) = (Class::default(), Weight::default());
-        Self { queues: false, class, weight, wait: Self::WAIT }
+        Self { queues: false, deep: None, class, weight, wait: Self::WAIT }
     }
 }
 
@@ -151,6 +157,10 @@ impl FromStr for TurnSettings {
         for part in text.split(',').map(str::trim) {
             match part.split_once('=') {
                 None if part == TURNS_AUTO => read.queues = true,
+                None if part == TURNS_DEEP => read.deep = Some(Self::REST),
+                Some((TURNS_DEEP, rest)) => {
+                    read.deep = Some(time::parse(rest).map_err(TurnSettingsError::Wait)?);
+                }
                 Some(("class", class)) => read.class = class.parse()?,
                 Some(("weight", weight)) => read.weight = weight.parse()?,
                 Some(("wait", wait)) => {
@@ -168,8 +178,11 @@ impl FromStr for TurnSettings {
 
 impl fmt::Display for TurnSettings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { queues, class, weight, wait } = self;
+        let Self { queues, deep, class, weight, wait } = self;
         f.write_str(if *queues { "auto," } else { "" })?;
+        if let Some(rest) = deep {
+            write!(f, "{TURNS_DEEP}={},", humantime::format_duration(*rest))?;
+        }
         let wait = humantime::format_duration(*wait);
         write!(f, "class={class},weight={weight},wait={wait}")
     }
@@ -190,11 +203,18 @@ mod tests {
                 TurnSettings { queues: true, weight: "2".parse().unwrap(), ..usual },
             ),
             ("wait=1m 30s", TurnSettings { wait: Duration::from_secs(90), ..usual }),
+            ("deep", TurnSettings { deep: Some(Duration::from_mins(1)), ..usual }),
+            (
+                "auto,deep=5s",
+                TurnSettings { queues: true, deep: Some(Duration::from_secs(5)), ..usual },
+            ),
         ] {
             assert_eq!(text.parse(), Ok(expected), "{text}");
             assert_eq!(expected.to_string().parse(), Ok(expected), "{text}");
         }
-        for text in ["often", "auto,", "auto=1", "class", "class=urgent", "weight=0", "wait=2d"] {
+        for text in
+            ["often", "auto,", "auto=1", "deep=x", "class", "class=urgent", "weight=0", "wait=2d"]
+        {
             assert!(text.parse::<TurnSettings>().is_err(), "{text}");
         }
     }

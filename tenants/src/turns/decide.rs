@@ -15,6 +15,8 @@ use crate::size::Size;
 pub enum Verdict {
     /// Pause these, in this order, and resume its own tenant.
     Go(Vec<TenantName>),
+    /// Have the contexts of this one leave, which is to be paused if it runs, and ask again.
+    Sink(TenantName),
     /// Ask again at this time of the clock at the latest, where one is known, and when something has changed.
     Wait(Option<u64>),
     /// Its tenant does not fit, even if all others make way.
@@ -30,10 +32,12 @@ pub struct Decision {
     pub verdict: Verdict,
     /// Why, for people: one line, and one more for each tenant that is paused.
     pub reasons: Vec<String>,
+    /// Do the contexts of those that are paused leave too, if they may?
+    pub contexts_leave: bool,
 }
 
 /// May one that has its GPUs be paused for one that waits?
-enum Hold {
+pub(super) enum Hold {
     Free(String),
     Until(u64, String),
     WhileItLasts(String),
@@ -63,7 +67,7 @@ pub fn decide(scene: &Scene, history: &History, settings: &Settings, now_us: u64
             None => view.decision(waiting, standing),
         };
         let comes = match decision.verdict {
-            Verdict::Go(_) => true,
+            Verdict::Go(_) | Verdict::Sink(_) => true,
             // One that waits for what may never end, or stays away for now, keeps its place and no GPU.
             Verdict::Wait(until_us) => {
                 first.is_some() || (until_us.is_some() && view.away(waiting, standing).is_none())
@@ -75,12 +79,15 @@ pub fn decide(scene: &Scene, history: &History, settings: &Settings, now_us: u64
                 taken.entry(gpu).or_insert(&waiting.tenant);
             }
             // Two simultaneously would pause one tenant twice.
-            if let Verdict::Go(victims) = &decision.verdict {
-                for name in victims {
-                    let Some((name, victim)) = scene.tenants.get_key_value(name) else { continue };
-                    for gpu in victim.gpus() {
-                        taken.entry(gpu).or_insert(name);
-                    }
+            let leave = match &decision.verdict {
+                Verdict::Go(victims) => victims.as_slice(),
+                Verdict::Sink(one) => std::slice::from_ref(one),
+                Verdict::Wait(_) | Verdict::Never => &[],
+            };
+            for name in leave {
+                let Some((name, victim)) = scene.tenants.get_key_value(name) else { continue };
+                for gpu in victim.gpus() {
+                    taken.entry(gpu).or_insert(name);
                 }
             }
         }
@@ -94,6 +101,7 @@ pub fn decide(scene: &Scene, history: &History, settings: &Settings, now_us: u64
         } else {
             format!("'{}' has no process", waiting.tenant)
         }],
+        contexts_leave: false,
     };
     decisions
         .into_iter()
@@ -103,19 +111,19 @@ pub fn decide(scene: &Scene, history: &History, settings: &Settings, now_us: u64
 }
 
 impl Decision {
-    fn new(waiting: &Waiting, verdict: Verdict, reasons: Vec<String>) -> Self {
-        Self { tenant: waiting.tenant.clone(), verdict, reasons }
+    pub(super) fn new(waiting: &Waiting, verdict: Verdict, reasons: Vec<String>) -> Self {
+        Self { tenant: waiting.tenant.clone(), verdict, reasons, contexts_leave: false }
     }
 
-    fn wait(waiting: &Waiting, until_us: Option<u64>, why: &str) -> Self {
+    pub(super) fn wait(waiting: &Waiting, until_us: Option<u64>, why: &str) -> Self {
         let reason = format!("'{}' waits: {why}", waiting.tenant);
         Self::new(waiting, Verdict::Wait(until_us), vec![reason])
     }
 }
 
-struct View<'a> {
-    scene: &'a Scene,
-    history: &'a History,
+pub(super) struct View<'a> {
+    pub(super) scene: &'a Scene,
+    pub(super) history: &'a History,
     settings: &'a Settings,
     now_us: u64,
 }
@@ -145,10 +153,13 @@ impl<'a> View<'a> {
             let why = format!("it was paused by name, and stays so until `sublet resume {tenant}`");
             return Decision::wait(waiting, None, &why);
         }
-        let lacks = standing.lacks(&waiting.wish);
+        let lacks = self.lacks(waiting, standing);
         if standing.is_active && lacks.is_empty() {
             let reason = format!("'{tenant}' has its GPUs");
             return Decision::new(waiting, Verdict::Go(Vec::new()), vec![reason]);
+        }
+        if let Some(sinks) = self.makes_way_for_contexts(waiting, standing, &lacks) {
+            return sinks;
         }
         let short = self.short(lacks);
         if short.is_empty() {
@@ -201,11 +212,15 @@ impl<'a> View<'a> {
                 let why = format!("'{moving}' is being paused or resumed");
                 return Decision::wait(waiting, Some(until_us), &why);
             }
+            if let Some(sinks) = self.gives_contexts(waiting, short, &all, &holds) {
+                return sinks;
+            }
             let reason = format!(
-                "'{}' cannot {}, even if all others make way: {}{}",
+                "'{}' cannot {}, even if all others make way: {}{}{}",
                 waiting.tenant,
                 if standing.is_active { "have more" } else { "come" },
                 self.lacking(waiting, short, &all),
+                self.keep_contexts(short),
                 self.unheard(&waiting.tenant)
             );
             // A tenant that wants to be back has as long as it lives.
@@ -247,7 +262,8 @@ impl<'a> View<'a> {
         let what = if standing.is_active { "gets more memory" } else { "is resumed" };
         reasons.push(format!("'{}' {what}: it lacked {}", waiting.tenant, missing.join(", ")));
         let victims = victims.into_iter().cloned().collect();
-        Decision::new(waiting, Verdict::Go(victims), reasons)
+        let contexts_leave = standing.margin_bytes() > 0;
+        Decision { contexts_leave, ..Decision::new(waiting, Verdict::Go(victims), reasons) }
     }
 
     /// Another tenant that is on its way out or back, with memory on a GPU that is short of it.
@@ -260,7 +276,7 @@ impl<'a> View<'a> {
     }
 
     /// What of `lacks` is not free.
-    fn short(&self, mut lacks: BTreeMap<&'a str, u64>) -> BTreeMap<&'a str, u64> {
+    pub(super) fn short(&self, mut lacks: BTreeMap<&'a str, u64>) -> BTreeMap<&'a str, u64> {
         lacks.retain(|gpu, bytes| {
             let free_bytes = self.scene.free_bytes.get(*gpu).copied().unwrap_or(0);
             *bytes = bytes.saturating_sub(free_bytes);
@@ -308,7 +324,7 @@ impl<'a> View<'a> {
     }
 
     /// Why `tenant` is not asked to make way now, where it could not be paused.
-    fn refuses(&self, tenant: &TenantName) -> Option<String> {
+    pub(super) fn refuses(&self, tenant: &TenantName) -> Option<String> {
         let past = self.history.tenants.get(tenant.as_str())?;
         let refusal = past.refusal.as_ref().filter(|refusal| refusal.until_us > self.now_us)?;
         Some(format!(

@@ -10,9 +10,11 @@
 //!   of the time. A waiter of a higher class waits for no longer than a bound.
 //! * A tenant that is in no turn, has launched nothing for a while and whose devices have nothing left to do makes way before all others.
 //! * A tenant that was pushed out early again and again stays away for longer each time.
+//! * Contexts of a paused tenant leave too, if it says so, where another lacks their room ([`depth`]).
 
 mod class;
 mod decide;
+mod depth;
 pub mod history;
 mod quanta;
 pub mod scene;
@@ -22,8 +24,9 @@ mod victims;
 mod tests;
 
 pub use class::{
-    Class, ClassError, TURNS_AUTO, TURNS_VARIABLE, TurnSettings, TurnSettingsError, Weight,
-    WeightError,
+    Class, ClassError, TURNS_AUTO, TURNS_DEEP, TURNS_VARIABLE, TurnSettings, TurnSettingsError,
+    Weight, WeightError,
 };
 pub use decide::{Decision, Verdict, decide};
+pub use depth::is_due;
 pub use quanta::{Settings, idle_after_us};

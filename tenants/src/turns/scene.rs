@@ -18,6 +18,8 @@ pub struct Scene {
     pub unheard: BTreeSet<TenantName>,
     /// Tenants that are being paused or resumed: what they hold is free in a moment, or theirs to give.
     pub moving: BTreeSet<TenantName>,
+    /// Tenants that did not come for want of memory, though they fit by all figures.
+    pub short: BTreeSet<TenantName>,
     /// Who waits, in the order in which they came. A tenant that waits in several processes is here as often.
     pub waiting: Vec<Waiting>,
 }
@@ -41,6 +43,22 @@ pub struct Standing {
     pub idle_since_us: Option<u64>,
     /// What switching it takes.
     pub cost: Cost,
+    /// What its processes have on its GPUs besides memory that a pause gives back.
+    pub contexts: Contexts,
+}
+
+/// What the contexts of one process may take of a GPU.
+pub(super) const CONTEXT_BYTES: u64 = 1 << 30;
+
+/// The contexts of one tenant.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Contexts {
+    /// How many processes have some.
+    pub processes: u64,
+    /// May they leave in turns, and are they there?
+    pub may_leave: bool,
+    /// Are some away, by a deep pause?
+    pub are_away: bool,
 }
 
 /// Memory of one tenant on one GPU, in bytes, by what a pause does with it.
@@ -106,6 +124,8 @@ pub enum Wish {
     Back,
     /// So many bytes more, by GPU, which an allocation did not get.
     Memory(BTreeMap<String, u64>),
+    /// A context on this GPU. What it takes nobody knows before.
+    Context(String),
 }
 
 impl Wish {
@@ -117,7 +137,7 @@ impl Wish {
     /// Do only those make way for it that come back by themselves? No command or call wants it.
     pub fn spares_others(&self) -> bool {
         match self {
-            Self::Back | Self::Memory(_) => true,
+            Self::Back | Self::Memory(_) | Self::Context(_) => true,
             Self::Order | Self::Turn | Self::Resume => false,
         }
     }
@@ -128,6 +148,11 @@ impl Wish {
         bytes.into_iter().flatten().map(|(gpu, bytes)| (gpu.as_str(), *bytes))
     }
 
+    /// The GPU that it wants a context on.
+    pub fn context(&self) -> Option<&str> {
+        if let Self::Context(gpu) = self { Some(gpu) } else { None }
+    }
+
     /// In a word.
     pub fn label(&self) -> &'static str {
         match self {
@@ -136,6 +161,7 @@ impl Wish {
             Self::Resume => "resume",
             Self::Back => "back",
             Self::Memory(_) => "memory",
+            Self::Context(_) => "context",
         }
     }
 }
@@ -143,9 +169,10 @@ impl Wish {
 impl Waiting {
     /// The GPUs that it is about: all of its tenant's, or where that runs, those that it wants more of.
     pub fn gpus<'a>(&'a self, standing: &'a Standing) -> impl Iterator<Item = &'a str> {
-        let only_more = standing.is_active && self.wish.bytes().next().is_some();
+        let more = || self.wish.bytes().map(|(gpu, _)| gpu).chain(self.wish.context());
+        let only_more = standing.is_active && more().next().is_some();
         let own = standing.gpus().filter(move |_| !only_more);
-        own.chain(self.wish.bytes().map(|(gpu, _)| gpu))
+        own.chain(more())
     }
 }
 
@@ -171,6 +198,12 @@ impl Standing {
             *all = all.saturating_add(bytes);
         }
         lacks
+    }
+
+    /// What its contexts may take on each of its GPUs on its way back, in bytes.
+    pub(super) fn margin_bytes(&self) -> u64 {
+        let Contexts { processes, are_away, .. } = self.contexts;
+        if are_away { processes.saturating_mul(CONTEXT_BYTES) } else { 0 }
     }
 
     /// What a pause gives back on this GPU.

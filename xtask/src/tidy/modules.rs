@@ -31,7 +31,7 @@ const ORDERS: [Order; 3] = [
     Order {
         folder: "tenants/src",
         modules: "lib error_text code descriptors size time identity family turns cut stepping region references \
-            host_memory numa budget scope phase state saving wire transport run_dir ticket member \
+            host_memory numa budget scope phase state saving wire transport run_dir ticket checkpoints member \
             coordinator requests settings switching",
     },
     Order {

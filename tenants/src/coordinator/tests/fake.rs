@@ -505,6 +505,7 @@ impl Agent {
             class: crate::turns::Class::default(),
             weight: crate::turns::Weight::default(),
             queues: false,
+            goes_deep: false,
             command: "python train.py".to_owned(),
             version: self.script.version.to_owned(),
             state: *self.state.lock().unwrap(),

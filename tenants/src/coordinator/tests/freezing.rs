@@ -5,6 +5,7 @@ use std::sync::Mutex;
 use vmm_pool::driver::DriverCode;
 
 use super::*;
+use crate::checkpoints::{CheckpointError, Checkpointer, ProcessState};
 
 /// The driver's part, of one process.
 #[derive(Debug)]

@@ -222,7 +222,7 @@ impl World {
             }
             let told = decisions.iter().filter_map(|decision| match decision.verdict {
                 Verdict::Wait(until_us) => until_us,
-                Verdict::Never => panic!("{decision:?}"),
+                Verdict::Never | Verdict::Sink(_) => panic!("{decision:?}"),
                 Verdict::Go(_) => None,
             });
             let ends = self.tenants.iter().filter_map(|tenant| match tenant.doing {

@@ -136,6 +136,7 @@ impl World {
                 comes_back: true,
                 idle_since_us: None,
                 cost: job.cost,
+                ..Standing::default()
             };
             tenants.insert(Self::tenant(index), standing);
         }
@@ -165,7 +166,7 @@ impl World {
             }
             let told = decisions.iter().filter_map(|decision| match decision.verdict {
                 Verdict::Wait(until_us) => until_us,
-                Verdict::Never => panic!("{decision:?}"),
+                Verdict::Never | Verdict::Sink(_) => panic!("{decision:?}"),
                 Verdict::Go(_) => None,
             });
             let ends = self.doing.iter().filter_map(|doing| match doing {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use sublet_tests::Outcome;
-use tenants::coordinator::{CheckpointError, Checkpointer, ProcessState};
+use tenants::checkpoints::{CheckpointError, Checkpointer, ProcessState};
 use vmm_pool::driver::DriverCode;
 use vmm_pool::driver::sim::{self, SimNode};
 

@@ -1,0 +1,115 @@
+//! The driver's calls about other processes: where one stands, and taking its contexts off the devices and back.
+//!
+//! The driver lets no process make them about itself, and a process whose contexts are away may make none. So a process of a job has a child make
+//! them, which is the `sublet` command and has no other part in the job ([`by_command`]).
+
+pub mod by_command;
+
+use std::time::Duration;
+
+use vmm_pool::driver::DriverCode;
+
+/// Where the driver says that a process stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProcessState {
+    /// It may call the driver.
+    Running,
+    /// Its calls wait.
+    Locked,
+    /// The same, and nothing of it is on a device.
+    Checkpointed,
+    /// The driver cannot bring it back.
+    Failed,
+    /// Something that this version does not know, such as on its way.
+    Other(u32),
+}
+
+impl ProcessState {
+    /// By the number that the driver's header has for it (CUDA 12.8).
+    pub fn of(number: u32) -> Self {
+        match number {
+            0 => Self::Running,
+            1 => Self::Locked,
+            2 => Self::Checkpointed,
+            3 => Self::Failed,
+            other => Self::Other(other),
+        }
+    }
+
+    /// See [`ProcessState::of`].
+    pub fn number(self) -> u32 {
+        match self {
+            Self::Running => 0,
+            Self::Locked => 1,
+            Self::Checkpointed => 2,
+            Self::Failed => 3,
+            Self::Other(other) => other,
+        }
+    }
+}
+
+/// Why the driver did not do its part for one process.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CheckpointError {
+    /// There is no driver here that can.
+    #[error("{reason}")]
+    Unavailable {
+        /// Why.
+        reason: String,
+    },
+    /// It refused.
+    #[error("{call} failed with {code}")]
+    Driver {
+        /// The call.
+        call: &'static str,
+        /// What it returned.
+        code: DriverCode,
+    },
+    /// It did not answer, and may still be at it.
+    #[error("{call} did not return within {} s", waited.as_secs())]
+    Silent {
+        /// The call.
+        call: &'static str,
+        /// For how long it was waited for.
+        waited: Duration,
+    },
+    /// The process is not where the call needs it.
+    #[error("the driver says that it is {state:?}")]
+    State {
+        /// Where it is.
+        state: ProcessState,
+    },
+}
+
+/// The calls of the driver's that are about another process, by its id in this pid namespace. From any thread.
+pub trait Checkpointer: std::fmt::Debug + Send + Sync {
+    /// Where a process stands. Does not wait for it.
+    ///
+    /// # Errors
+    /// [`CheckpointError`].
+    fn state(&self, pid: u32) -> Result<ProcessState, CheckpointError>;
+
+    /// Has the process's driver calls wait from now on. Waits for those under way, at most for `timeout`.
+    ///
+    /// # Errors
+    /// [`CheckpointError`]; it runs on.
+    fn lock(&self, pid: u32, timeout: Duration) -> Result<(), CheckpointError>;
+
+    /// Takes what a locked process has on devices off them. Blocks as long as that takes.
+    ///
+    /// # Errors
+    /// [`CheckpointError`].
+    fn checkpoint(&self, pid: u32) -> Result<(), CheckpointError>;
+
+    /// Undoes that. Blocks as long as that takes.
+    ///
+    /// # Errors
+    /// [`CheckpointError`]; with `OUT_OF_MEMORY` it can be tried again.
+    fn restore(&self, pid: u32) -> Result<(), CheckpointError>;
+
+    /// Lets the calls of a locked process go on.
+    ///
+    /// # Errors
+    /// [`CheckpointError`].
+    fn unlock(&self, pid: u32) -> Result<(), CheckpointError>;
+}
