@@ -52,11 +52,24 @@ fn a_frozen_job_is_seen_and_refuses_what_needs_the_driver() -> Outcome {
     job.run()?;
     stage.sublet(&["pause", "train"])?.succeeded()?;
     assert!(used_bytes(&stage)?.iter().all(|bytes| *bytes >= 10 * MIB), "contexts stay");
+    // What is left NVML tells.
+    let with_nvml = |words: &[&str]| {
+        stage.sublet_told("LD_LIBRARY_PATH", &stage.libraries_with_nvml(), words)?.succeeded()
+    };
+    let left = with_nvml(&["ps", "--json"])?.json()?["tenants"][0]["left"].clone();
+    let each = left.as_array().into_iter().flatten();
+    let each: Vec<_> = each.filter_map(|left| left["gpus"][0]["bytes"].as_u64()).collect();
+    assert!(each.len() == RANKS && each.iter().all(|bytes| *bytes >= 10 * MIB), "{left:#}");
+    assert!(with_nvml(&["ps"])?.stdout.contains("paused, "), "how much is left");
+    assert!(with_nvml(&["stats"])?.stdout.contains("left on GPUs: 1"), "the same");
+    assert!(with_nvml(&["metrics"])?.stdout.contains("sublet_left_bytes{tenant=\"train\""));
     // Of a tenant that is paused the contexts follow.
     let shown = stage.sublet(&["pause", "train", "--deep", "-v"])?.succeeded()?;
     assert!(shown.stdout.contains("freeze"), "{shown:#?}");
     let again = stage.sublet(&["pause", "train", "--deep"])?.succeeded()?;
     assert!(again.stdout.contains("paused already"), "{again:#?}");
+    let left = with_nvml(&["ps", "--json"])?.json()?["tenants"][0]["left"].to_string();
+    assert!(!left.contains("bytes"), "{left}");
     let ps = stage.sublet(&["ps"])?.succeeded()?;
     assert!(ps.stdout.contains(" deep ") && ps.stdout.contains("sublet resume train"), "{ps:#?}");
     let metrics = stage.sublet(&["metrics"])?.succeeded()?;

@@ -2,14 +2,16 @@
 //! share. NVIDIA's management library tells, or else what the kernel driver shows in `/proc`. Where neither does, a GPU
 //! has only its machine-wide name.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Duration;
 
 use nvml_wrapper::Nvml;
+use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
 use serde::Serialize;
 use tenants::budget::gpus;
@@ -88,9 +90,22 @@ impl Gpu {
     }
 }
 
+/// What a process has on one GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema), schemars(rename = "HeldOnGpu"))]
+pub(crate) struct Held {
+    /// The GPU, by its machine-wide name.
+    pub(crate) uuid: String,
+    pub(crate) bytes: u64,
+}
+
 /// The GPUs that could be found, in order of their indices.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Gpus(Vec<Gpu>);
+pub(crate) struct Gpus {
+    list: Vec<Gpu>,
+    /// What each process has on them, by its id as the management library tells it; none where that does not answer.
+    held: Option<BTreeMap<u32, Vec<Held>>>,
+}
 
 impl Gpus {
     /// Asks this machine, for a bounded time; none are known where it does not answer.
@@ -104,13 +119,25 @@ impl Gpus {
     }
 
     #[cfg(test)]
-    pub(crate) fn of(gpus: Vec<Gpu>) -> Self {
-        Self(gpus)
+    pub(crate) fn of(list: Vec<Gpu>) -> Self {
+        Self { list, held: None }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn with_held(list: Vec<Gpu>, held: BTreeMap<u32, Vec<Held>>) -> Self {
+        Self { list, held: Some(held) }
+    }
+
+    /// What a process has on each GPU, its contexts too; none where that is not known. In a pid namespace of its own this process knows others by
+    /// other ids than the management library does.
+    pub(crate) fn held_by(&self, pid: u32) -> Option<Vec<Held>> {
+        let held = self.held.as_ref()?;
+        held.get(&pid).cloned().or_else(|| knows_all_pids().then(Vec::new))
     }
 
     /// The GPU of this name; one that nobody knows has nothing but its name.
     pub(crate) fn find(&self, uuid: &str) -> Gpu {
-        let known = self.0.iter().find(|gpu| gpu.uuid == uuid);
+        let known = self.list.iter().find(|gpu| gpu.uuid == uuid);
         known.cloned().unwrap_or_else(|| Gpu::unknown(uuid))
     }
 
@@ -142,7 +169,7 @@ impl Gpus {
 
     /// All that are known, and those of `uuids` besides.
     pub(crate) fn with<'a>(&self, uuids: impl IntoIterator<Item = &'a str>) -> Vec<Gpu> {
-        let mut all = self.0.clone();
+        let mut all = self.list.clone();
         for uuid in uuids {
             if !all.iter().any(|gpu| gpu.uuid == uuid) {
                 all.push(Gpu::unknown(uuid));
@@ -170,7 +197,8 @@ impl Watched {
             self.last = found;
         } else {
             self.is_silent = true;
-            for gpu in &mut self.last.0 {
+            self.last.held = None;
+            for gpu in &mut self.last.list {
                 (gpu.used_bytes, gpu.total_bytes) = (None, None);
             }
         }
@@ -192,13 +220,19 @@ fn ask() -> Gpus {
 
 fn by_library() -> Result<Gpus, NvmlError> {
     let nvml = Nvml::init()?;
-    let mut gpus = Vec::new();
+    let mut list = Vec::new();
+    let mut held: BTreeMap<u32, Vec<Held>> = BTreeMap::new();
     for index in 0..nvml.device_count()? {
         // One that does not answer is left out, and the others are shown.
         let Ok(device) = nvml.device_by_index(index) else { continue };
         let Ok(uuid) = device.uuid() else { continue };
         let memory = device.memory_info().ok();
-        gpus.push(Gpu {
+        for process in device.running_compute_processes().unwrap_or_default() {
+            if let UsedGpuMemory::Used(bytes) = process.used_gpu_memory {
+                held.entry(process.pid).or_default().push(Held { uuid: uuid.clone(), bytes });
+            }
+        }
+        list.push(Gpu {
             index: Some(index),
             name: device.name().ok(),
             uuid,
@@ -206,7 +240,13 @@ fn by_library() -> Result<Gpus, NvmlError> {
             total_bytes: memory.map(|memory| memory.total),
         });
     }
-    Ok(Gpus(gpus))
+    Ok(Gpus { list, held: Some(held) })
+}
+
+/// Is this process in the first pid namespace of the machine? By the number that the kernel has for that (`PROC_PID_INIT_INO`).
+fn knows_all_pids() -> bool {
+    const FIRST: u64 = 0xEFFF_FFFC;
+    fs::metadata("/proc/self/ns/pid").is_ok_and(|found| found.ino() == FIRST)
 }
 
 /// `nvidia-smi` numbers GPUs by their place on the bus.
@@ -222,7 +262,7 @@ fn by_proc(dir: &Path) -> Gpus {
         let name = field("Model");
         Some(Gpu { index: Some(index), name, uuid, used_bytes: None, total_bytes: None })
     });
-    Gpus(gpus.collect())
+    Gpus { list: gpus.collect(), held: None }
 }
 
 #[cfg(test)]

@@ -1,14 +1,13 @@
 //! Which processes hold a GPU's memory, as NVIDIA's management library tells. It sees processes that do not
 //! run under Sublet or do not answer, and is there wherever `nvidia-smi` is.
 
-use std::collections::BTreeMap;
 use std::fs;
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use serde::Serialize;
 
-use crate::{gpus, units};
+use crate::units;
 
 /// Only the largest are of use to a person.
 const PROCESSES_MAX: usize = 4;
@@ -30,39 +29,6 @@ pub(crate) struct Occupant {
 /// library is missing or does not know.
 pub(crate) fn largest_on(uuid: &str) -> Vec<Occupant> {
     occupants(uuid).unwrap_or_default()
-}
-
-/// What a process has on one GPU.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema), schemars(rename = "HeldOnGpu"))]
-pub(crate) struct Held {
-    /// The GPU, by its machine-wide name.
-    pub(crate) uuid: String,
-    pub(crate) bytes: u64,
-}
-
-/// What each of these processes has on which GPU. Blocks for a bounded time; nothing where the library is missing or does not
-/// answer.
-pub(crate) fn held_by(pids: Vec<u32>) -> BTreeMap<u32, Vec<Held>> {
-    gpus::in_time(move || find(&pids).unwrap_or_default()).unwrap_or_default()
-}
-
-fn find(pids: &[u32]) -> Option<BTreeMap<u32, Vec<Held>>> {
-    let nvml = Nvml::init().ok()?;
-    let mut held: BTreeMap<u32, Vec<Held>> = BTreeMap::new();
-    for index in 0..nvml.device_count().ok()? {
-        // One that does not answer is left out.
-        let Ok(device) = nvml.device_by_index(index) else { continue };
-        let (Ok(uuid), Ok(running)) = (device.uuid(), device.running_compute_processes()) else {
-            continue;
-        };
-        for process in running.into_iter().filter(|process| pids.contains(&process.pid)) {
-            if let UsedGpuMemory::Used(bytes) = process.used_gpu_memory {
-                held.entry(process.pid).or_default().push(Held { uuid: uuid.clone(), bytes });
-            }
-        }
-    }
-    Some(held)
 }
 
 fn occupants(uuid: &str) -> Option<Vec<Occupant>> {

@@ -57,6 +57,8 @@ struct Group<'a> {
     gpus: BTreeMap<&'a str, &'a Gpu>,
     on_gpu_bytes: u64,
     off_gpu_bytes: u64,
+    /// What its paused processes have on GPUs, where that is known of one.
+    left_bytes: Option<u64>,
     command: &'a str,
     idleness: Option<Idleness>,
 }
@@ -81,7 +83,7 @@ impl<'a> Group<'a> {
             0 | 1 => String::new(),
             count => format!(" +{}", count - 1),
         };
-        let idle = self.idleness.as_ref().and_then(idle_label);
+        let idle = self.idleness.as_ref().and_then(idle_label).or(self.left_bytes.map(left_label));
         let gpus = gpus::labels(self.gpus.values().copied());
         vec![
             tenant.to_owned(),
@@ -99,13 +101,17 @@ impl<'a> Group<'a> {
 /// A row for each tenant, or for those of its processes that stand alike; and what people should know.
 fn overview(view: &View, early: &BTreeMap<String, u32>, output: &mut Output) {
     let mut rows = Vec::new();
-    for TenantView { stats, silent, .. } in &view.tenants {
+    for tenant in &view.tenants {
+        let TenantView { stats, silent, .. } = tenant;
         let mut groups: BTreeMap<(Option<&str>, String), Group<'_>> = BTreeMap::new();
         for member in &stats.members {
             let info = &member.member;
             let key = (info.family.as_deref(), state_with_tags(info));
             let group = groups.entry(key).or_default();
             group.add(info.pid, &info.command);
+            if let Some(left) = tenant.left_by(info.pid) {
+                *group.left_bytes.get_or_insert(0) += left.bytes();
+            }
             // A tenant is idle if all its processes are, and for as long as the last of them.
             let other = group.idleness.unwrap_or(member.idleness);
             group.idleness = Some(Idleness {
@@ -196,10 +202,12 @@ fn render(view: &View, early: &BTreeMap<String, u32>, output: &mut Output) {
         numbers = numbers.map(|column| column + 1);
     }
     let mut table = output::table(&header, &numbers);
-    for TenantView { stats, silent, .. } in &view.tenants {
-        let members = stats.members.iter().map(|member| {
-            (member.member.family.as_deref(), member_rows(view, &stats.tenant, member))
-        });
+    for tenant in &view.tenants {
+        let TenantView { stats, silent, .. } = tenant;
+        let members = stats
+            .members
+            .iter()
+            .map(|member| (member.member.family.as_deref(), member_rows(view, tenant, member)));
         let silent = silent.iter().map(|silent| (None, silent_rows(view, &stats.tenant, silent)));
         for (family, rows) in members.chain(silent) {
             for mut row in rows {
@@ -229,8 +237,12 @@ fn render(view: &View, early: &BTreeMap<String, u32>, output: &mut Output) {
 }
 
 /// One row for each class of memory; a process without any has one row.
-fn member_rows(view: &View, tenant: &str, member: &MemberStats) -> Vec<Vec<String>> {
-    let lead = [tenant.to_owned(), member.member.pid.to_string(), standing_label(member)];
+fn member_rows(view: &View, tenant: &TenantView, member: &MemberStats) -> Vec<Vec<String>> {
+    let pid = member.member.pid;
+    let left = tenant.left_by(pid).map(|left| left_label(left.bytes()));
+    let standing = [Some(standing_label(member)), left].into_iter().flatten();
+    let standing = standing.collect::<Vec<_>>().join(", ");
+    let lead = [tenant.stats.tenant.clone(), pid.to_string(), standing];
     let command = units::command(&member.member.command);
     let dash = || "-".to_owned();
     let mut rows = Vec::new();
@@ -297,6 +309,11 @@ fn idle_label(idleness: &Idleness) -> Option<String> {
     (*quiet_us >= SHOWN_FROM_US).then(|| format!("{word} {} s", quiet_us / 1_000_000))
 }
 
+/// What a paused process has left on GPUs.
+pub(crate) fn left_label(bytes: u64) -> String {
+    if bytes == 0 { "nothing left".to_owned() } else { format!("{} left", units::bytes(bytes)) }
+}
+
 fn standing_label(member: &MemberStats) -> String {
     let idle = idle_label(&member.idleness).filter(|_| member.member.state == MemberState::Active);
     let state = state_with_tags(&member.member);
@@ -343,9 +360,10 @@ pub(crate) mod tests {
 
     use super::*;
     use crate::gpus::Gpus;
+    use crate::gpus::Held;
     use crate::gpus::tests::{UUID, h200};
-    use crate::outsiders::Held;
     use crate::silent::Standing;
+    use crate::view::Left;
 
     pub(crate) fn member(pid: u32, state: MemberState) -> MemberStats {
         MemberStats {
@@ -458,7 +476,9 @@ pub(crate) mod tests {
         };
         let held = vec![Held { uuid: UUID.to_owned(), bytes: 4 << 30 }];
         let silent = vec![silent(12, held), silent(13, Vec::new())];
-        let tenants = vec![TenantView { stats, changed_by: Vec::new(), silent }];
+        let gpus = vec![Held { uuid: UUID.to_owned(), bytes: 689 << 20 }];
+        let left = vec![Left { pid: 11, gpus }];
+        let tenants = vec![TenantView { stats, changed_by: Vec::new(), silent, left }];
         let view = View::of(tenants, &Gpus::of(vec![h200()]));
         let mut output = Output::default();
         render(&view, &BTreeMap::new(), &mut output);
@@ -466,7 +486,7 @@ pub(crate) mod tests {
 TENANT  PID  STATE                         GPU  LIBRARY  TAG       CONTENTS   ON GPU  OFF GPU  IMPORTED  COMMAND
 train    10  active (kv, nccl away)        3    torch    kv_cache  discard     8 GiB        -         -  python train.py
 train    10  active (kv, nccl away)        3    nccl     -         keep      510 MiB    2 MiB    64 MiB  python train.py
-train    11  paused                        -    -        -         -               -        -         -  python train.py
+train    11  paused, 689 MiB left          -    -        -         -               -        -         -  python train.py
 train    12  no answer: stopped (SIGSTOP)  3    -        -         -           4 GiB        -         -  python train.py
 train    13  no answer: stopped (SIGSTOP)  -    -        -         -               -        -         -  python train.py
 train: calls into NCCL wait in 1 of 2 processes until: sublet resume train --library nccl
@@ -481,7 +501,7 @@ train 10: 3 GiB of saved contents are in a file, to make room in host memory: a 
 TENANT  STATE                         GPU   ON GPU  OFF GPU    PID  COMMAND
 train   active (kv, nccl away)        3    8.5 GiB    2 MiB     10  python train.py
 train   no answer: stopped (SIGSTOP)  3      4 GiB        -  12 +1  python train.py
-train   paused                        -          -        -     11  python train.py
+train   paused, 689 MiB left          -          -        -     11  python train.py
 free: 120 GiB on GPU 3
 train: calls into NCCL wait in 1 of 2 processes until: sublet resume train --library nccl
 train 10: 4 MiB in 2 allocations stay during a pause: registered with a network card
@@ -512,7 +532,8 @@ train 10: 3 GiB of saved contents are in a file, to make room in host memory: a 
             budgets: Vec::new(),
             failures: Vec::new(),
         };
-        let tenants = vec![TenantView { stats, changed_by: Vec::new(), silent: Vec::new() }];
+        let (changed_by, silent, left) = (Vec::new(), Vec::new(), Vec::new());
+        let tenants = vec![TenantView { stats, changed_by, silent, left }];
         let gpu = |index| Gpu { index: Some(index), uuid: uuid(index), ..h200() };
         let mut output = Output::default();
         let view = View::of(tenants, &Gpus::of((0..8).map(gpu).collect()));

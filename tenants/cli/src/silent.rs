@@ -7,7 +7,8 @@ use std::path::Path;
 use serde::Serialize;
 use tenants::coordinator::{MemberFailure, TenantStats};
 
-use crate::outsiders::{self, Held};
+use crate::gpus::Held;
+use crate::outsiders;
 
 const PROC: &str = "/proc";
 const CONTROL_GROUPS: &str = "/sys/fs/cgroup";

@@ -31,17 +31,21 @@ pub(crate) fn stats(
     Ok(ExitCode::SUCCESS)
 }
 
-fn render(
-    view: &View,
-    TenantView { stats: tenant, silent, .. }: &TenantView,
-    verbose: bool,
-    output: &mut Output,
-) {
+fn render(view: &View, shown: &TenantView, verbose: bool, output: &mut Output) {
+    let TenantView { stats: tenant, silent, .. } = shown;
     for text in budget::remarks(tenant) {
         output.line(text);
     }
     for member in &tenant.members {
         render_member(&tenant.tenant, member, verbose, output);
+        if let Some(left) = shown.left_by(member.member.pid) {
+            let each = left.gpus.iter().map(|held| {
+                format!("{} of GPU {}", units::bytes(held.bytes), view.gpu_label(&held.uuid))
+            });
+            let each = each.collect::<Vec<_>>().join(", ");
+            let what = if each.is_empty() { "nothing" } else { &each };
+            output.line(format!("  left on GPUs: {what}, as NVIDIA's management library tells"));
+        }
     }
     for silent in silent {
         let Silent { pid, command, standing, gpus } = silent;

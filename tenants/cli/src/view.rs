@@ -5,10 +5,10 @@ use serde::Serialize;
 use tenants::coordinator::{Coordinator, CoordinatorError, Holdings, Options, TenantStats};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
+use tenants::wire::{MemberInfo, MemberState, MemberStats};
 
 use crate::failure::Failure;
-use crate::gpus::{Gpu, Gpus};
-use crate::outsiders;
+use crate::gpus::{Gpu, Gpus, Held};
 use crate::silent::Silent;
 
 /// All that is shown, as it was at one moment.
@@ -30,27 +30,58 @@ pub(crate) struct TenantView {
     pub(crate) changed_by: Vec<u32>,
     /// Processes that live and did not answer.
     pub(crate) silent: Vec<Silent>,
+    /// What its paused processes have on GPUs.
+    pub(crate) left: Vec<Left>,
+}
+
+/// What a paused process has on GPUs: its contexts, and what a pause leaves in place, as NVIDIA's management library tells.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema), schemars(rename = "LeftOnGpus"))]
+pub(crate) struct Left {
+    pub(crate) pid: u32,
+    /// GPUs on which it has none are left out.
+    pub(crate) gpus: Vec<Held>,
+}
+
+impl Left {
+    pub(crate) fn bytes(&self) -> u64 {
+        self.gpus.iter().map(|held| held.bytes).sum()
+    }
+}
+
+impl TenantView {
+    /// What this process has on GPUs, if it is paused and that is known.
+    pub(crate) fn left_by(&self, pid: u32) -> Option<&Left> {
+        self.left.iter().find(|left| left.pid == pid)
+    }
+}
+
+fn left_of(stats: &TenantStats, gpus: &Gpus) -> Vec<Left> {
+    let left = |member: &MemberStats| {
+        let MemberInfo { pid, state, .. } = member.member;
+        let gpus = gpus.held_by(pid)?;
+        match state {
+            MemberState::Deep => Some(Left { pid, gpus }),
+            // It has contexts: one that is not found is known by another id.
+            MemberState::Paused => (!gpus.is_empty()).then_some(Left { pid, gpus }),
+            MemberState::Active
+            | MemberState::Offloading
+            | MemberState::Restoring
+            | MemberState::Faulted => None,
+        }
+    };
+    stats.members.iter().filter_map(left).collect()
 }
 
 impl View {
     /// All tenants that have a live process, or the one that is named. What dead processes left behind is removed.
     pub(crate) fn gather(run_dir: &RunDir, tenant: Option<&TenantName>) -> Result<Self, Failure> {
-        let mut view = Self::gather_with(run_dir, tenant, &Gpus::look())?;
-        view.look_up_silent();
+        let gpus = Gpus::look();
+        let mut view = Self::gather_with(run_dir, tenant, &gpus)?;
+        for silent in view.tenants.iter_mut().flat_map(|tenant| &mut tenant.silent) {
+            silent.gpus = gpus.held_by(silent.pid).unwrap_or_default();
+        }
         Ok(view)
-    }
-
-    /// What those that did not answer have on GPUs. Where nobody is silent, nobody is asked.
-    fn look_up_silent(&mut self) {
-        let silent = || self.tenants.iter().flat_map(|tenant| &tenant.silent);
-        let pids: Vec<_> = silent().map(|silent| silent.pid).collect();
-        if pids.is_empty() {
-            return;
-        }
-        let mut held = outsiders::held_by(pids);
-        for silent in self.tenants.iter_mut().flat_map(|tenant| &mut tenant.silent) {
-            silent.gpus = held.remove(&silent.pid).unwrap_or_default();
-        }
     }
 
     /// As [`View::gather`], with GPUs that were looked for before, and without those of processes that do not answer.
@@ -74,7 +105,8 @@ impl View {
                     let dir = run_dir.existing_tenant(name).ok().flatten();
                     let changed_by = dir.map(|dir| dir.lock_holders()).unwrap_or_default();
                     let silent = Silent::of(&stats);
-                    tenants.push(TenantView { stats, changed_by, silent });
+                    let left = left_of(&stats, gpus);
+                    tenants.push(TenantView { stats, changed_by, silent, left });
                 }
                 Err(CoordinatorError::NoSuchTenant { .. } | CoordinatorError::NoProcess { .. })
                     if tenant.is_none() => {}
@@ -130,6 +162,23 @@ pub(crate) mod tests {
         View::of(Vec::new(), &Gpus::default())
     }
 
+    #[test]
+    fn what_paused_processes_have_left_is_told_where_it_is_known() {
+        let states = [MemberState::Active, MemberState::Paused, MemberState::Deep];
+        let mut members: Vec<_> =
+            (1..).zip(states).map(|(pid, state)| member(pid, state)).collect();
+        members.push(member(4, MemberState::Paused));
+        let held = |bytes| vec![Held { uuid: UUID.to_owned(), bytes }];
+        let known = (1..=3).map(|pid| (pid, held(u64::from(pid) << 20))).collect();
+        let tenant = "train".to_owned();
+        let stats = TenantStats { tenant, members, budgets: Vec::new(), failures: Vec::new() };
+        let left = left_of(&stats, &Gpus::with_held(vec![h200()], known));
+        let left: Vec<_> = left.iter().map(|left| (left.pid, left.bytes())).collect();
+        // The last has contexts, and is known by another id there.
+        assert_eq!(left, [(2, 2 << 20), (3, 3 << 20)]);
+        assert_eq!(left_of(&stats, &Gpus::of(vec![h200()])), []);
+    }
+
     /// One GPU; a tenant that is being paused, of which one process saves and the other has still to come to the cut; and one
     /// that is paused.
     pub(crate) fn busy() -> View {
@@ -165,6 +214,7 @@ pub(crate) mod tests {
             },
             changed_by,
             silent: Vec::new(),
+            left: Vec::new(),
         };
         View::of(
             vec![

@@ -135,6 +135,7 @@ fn registry(view: &View) -> Registry {
     budgets(view, &mut registry);
     processes(view, &mut registry);
     host_bytes(view, &mut registry);
+    left_bytes(view, &mut registry);
     switches(view, &mut registry);
     registry.register_collector(Box::new(pause_seconds(view)));
     registry
@@ -249,6 +250,33 @@ fn processes(view: &View, registry: &mut Registry) {
         }
         set(&silent, &vec![tenant()], stats.failures.len() as u64);
         set(&changing, &vec![tenant()], u64::from(!changed_by.is_empty()));
+    }
+}
+
+fn left_bytes(view: &View, registry: &mut Registry) {
+    let family = whole(
+        registry,
+        "left_bytes",
+        "What the paused processes of a tenant have on a GPU, contexts too, as NVIDIA's management library tells",
+    );
+    let mut sums: BTreeMap<Labels, u64> = BTreeMap::new();
+    for tenant in &view.tenants {
+        for member in &tenant.stats.members {
+            let Some(left) = tenant.left_by(member.member.pid) else { continue };
+            let known = member.pool.devices.iter().map(|device| (device.uuid.as_str(), 0));
+            let held = left.gpus.iter().map(|held| (held.uuid.as_str(), held.bytes));
+            for (uuid, bytes) in known.chain(held) {
+                let labels = vec![
+                    ("tenant", tenant.stats.tenant.clone()),
+                    ("gpu", view.gpu_label(uuid)),
+                    ("uuid", uuid.to_owned()),
+                ];
+                *sums.entry(labels).or_default() += bytes;
+            }
+        }
+    }
+    for (labels, bytes) in sums {
+        set(&family, &labels, bytes);
     }
 }
 

@@ -89,15 +89,18 @@ fn looks(run_dir: RunDir) -> Receiver<Look> {
 /// Returns when nobody listens any more.
 fn look_on(run_dir: &RunDir, say: &Sender<Look>) {
     let mut gpus = Gpus::default();
-    let mut answers = true;
+    let (mut answers, mut somebody_rests) = (true, false);
     for count in 0_u32.. {
         let began = Instant::now();
-        if answers && count % GPUS_EVERY == 0 {
+        // What one that is paused has left is of now.
+        if answers && (count % GPUS_EVERY == 0 || somebody_rests) {
             let found = Gpus::try_look();
             answers = found.is_some();
             gpus = found.unwrap_or(gpus);
         }
         let look = View::gather_with(run_dir, None, &gpus).map_err(|failure| failure.to_string());
+        let is_left = |view: &View| view.tenants.iter().any(|tenant| !tenant.left.is_empty());
+        somebody_rests = look.as_ref().is_ok_and(is_left);
         if say.send(look).is_err() {
             return;
         }

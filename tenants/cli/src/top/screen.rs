@@ -12,8 +12,9 @@ use tenants::wire::{MemberState, MemberStats, Phase, PhaseReport};
 
 use super::keys::Key;
 use super::waiting;
-use crate::outsiders::{Held, command_of};
-use crate::view::{TenantView, View};
+use crate::gpus::Held;
+use crate::outsiders::command_of;
+use crate::view::{Left, TenantView, View};
 use crate::{ps, units};
 
 /// Figures older than this are said to be old.
@@ -258,7 +259,10 @@ impl Screen {
                 lines.push(Line::from(format!("last {name}: {}", each.join(", "))));
             }
         }
-        lines.extend(members.iter().flat_map(|member| self.process_lines(view, member)));
+        lines.extend(members.iter().flat_map(|member| {
+            let left = tenant.left_by(member.member.pid).map(Left::bytes);
+            self.process_lines(view, member, left)
+        }));
         lines.extend(tenant.silent.iter().map(|silent| {
             let state = Span::styled(silent.standing.label(), self.style.coloured(Color::Yellow));
             let held = silent.gpus.iter().map(|held| {
@@ -277,12 +281,19 @@ impl Screen {
     }
 
     /// A process, and its memory by GPU, library and tag.
-    fn process_lines(&self, view: &View, member: &MemberStats) -> Vec<Line<'static>> {
+    fn process_lines(
+        &self,
+        view: &View,
+        member: &MemberStats,
+        left_bytes: Option<u64>,
+    ) -> Vec<Line<'static>> {
         let info = &member.member;
         let state = ps::state_label(info.state);
+        let left = left_bytes.map(|bytes| format!(", {}", ps::left_label(bytes)));
         let mut lines = vec![Line::from(vec![
             Span::raw(format!("{} ", info.pid)),
             Span::styled(state, self.style.state(state)),
+            Span::raw(left.unwrap_or_default()),
             Span::raw(format!(" {}", info.command)),
         ])];
         for device in &member.pool.devices {
