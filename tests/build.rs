@@ -29,7 +29,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let experts = out.join("simnccl/libnccl_ep.so.0");
     let experts = experts.to_str().ok_or("OUT_DIR is not UTF-8")?;
     library("simnvml", "simnvml/libnvidia-ml.so.1", &[])?;
-    for name in ["rank", "devices", "handmade", "wander", "family", "turns", "hoard"] {
+    for name in ["rank", "devices", "handmade", "wander", "family", "turns", "hoard", "kept"] {
         compile(name, &out.join(name), &["-pthread"], &["-ldl"])?;
     }
     compile("spmd", &out.join("spmd"), &["-pthread"], &[experts, nccl, "-ldl"])?;

@@ -256,6 +256,17 @@ impl Stage {
         Ok(process)
     }
 
+    /// Starts `programs/kept.c`, in a tenant where one is named, with `settings` in its environment, and waits until it has a context.
+    ///
+    /// # Errors
+    /// When it failed.
+    pub fn keeper(&self, tenant: Option<&str>, settings: &[(&str, &str)]) -> Outcome<Rank> {
+        let mut command = self.program(tenant, &Files::program("kept"));
+        let mut process = Rank::start(0, command.envs(settings.iter().copied()))?;
+        process.answer()?;
+        Ok(process)
+    }
+
     /// Starts `programs/family.c` in a tenant, by `sublet run` with these additional words, and waits until it has joined.
     /// `settings` are variables of its environment.
     ///
