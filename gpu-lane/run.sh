@@ -4,7 +4,7 @@
 # Suites: smoke conformance nccl legacy_ipc overhead expandable rates
 #         anytime_ddp anytime_deep anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
 #         cycles deaths shortage watchdog zeroed
-#         sharing generate unused attach compat contents deep (of the Python package, from python/*.whl)
+#         sharing generate unused attach compat contents deep deep_tenants (of the Python package, from python/*.whl)
 #         strangers graphs stepping replay nccl_alone race rl larger
 # Lies next to gpu-lane/, gpu-tests/, benchmarks/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results):
 # one JSON file per suite and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the
@@ -26,7 +26,7 @@ GPUS=${GPUS:-0}
 CYCLES=${CYCLES:-20}
 SUITES=(smoke conformance nccl legacy_ipc overhead expandable rates
     anytime_ddp anytime_deep anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
-    cycles deaths shortage watchdog zeroed sharing generate unused attach compat contents deep
+    cycles deaths shortage watchdog zeroed sharing generate unused attach compat contents deep deep_tenants
     strangers graphs stepping replay nccl_alone race rl larger)
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
@@ -148,8 +148,14 @@ run_rl() {
 # Deep pauses; DEEP_GIB are the sizes of its processes, by comma, DEEP_CYCLES the cycles of two that share memory, DEEP_KILLS
 # the commands that are killed, DEEP_DEATHS the processes.
 run_deep() {
-    GPUS=1 suite deep 590 deep_job.py --gib "${DEEP_GIB:-0.5,16,48}" --cycles "${DEEP_CYCLES:-200}" \
+    GPUS=1 suite deep 590 deep_job.py --gib "${DEEP_GIB-0.5,16,48}" --cycles "${DEEP_CYCLES:-200}" \
         --kills "${DEEP_KILLS:-40}" --deaths "${DEEP_DEATHS:-6}" --seed "${ANYTIME_SEED:-1}"
+}
+# So many tenants whose contexts do not fit on the GPU together take turns: DEEP_TENANTS, each of DEEP_TENANT_GIB, with DEEP_ROOM_GIB for all of them,
+# DEEP_ROUNDS turns each.
+run_deep_tenants() {
+    GPUS=1 suite deep_tenants "${DEEP_LIMIT_S:-290}" deep_job.py --tenants "${DEEP_TENANTS:-10}" --tenant-gib "${DEEP_TENANT_GIB:-4}" \
+        --room-gib "${DEEP_ROOM_GIB:-6.5}" --rounds "${DEEP_ROUNDS:-6}"
 }
 # LARGER_ROWS, by comma; LARGER_FRAMES, the device memory for state.
 run_larger() {

@@ -5,6 +5,12 @@ on the GPU is what `nvidia-smi` says, less what it says of an idle GPU. After ea
 The same program without Sublet is taken off the GPU and back by the driver's own checkpoint calls. Then two
 processes that share a tensor by CUDA IPC go through `--cycles` deep pauses, and two tenants change places. `--kills` commands
 are killed at random instants, half of them pauses and half resumes; the same command, given once more, must succeed.
+A process with all that a plain pause leaves in place (small plain memory, memory of a stream, a graph that allocates, another
+context, registered host memory, an event that another process has open) is paused deep and looks at all of it.
+
+With `--tenants N` it is another run: N processes of `--tenant-gib` each, in tenants that take turns with `auto,deep`, on a GPU
+of which others hold all but `--room-gib`. Their contexts together do not fit. Each must get its memory, and after `--rounds`
+switches from one to the next by turns all must hold what they held.
 
 Bound: what a plain pause and resume take (contents over the link at 55 GB/s), and some 0.4 s and 0.25 s for a context by the driver; the driver alone
 copies at some 2.3 and 6 GB/s. The run is nine starts of torch, some 70 s, and 200 cycles of some 1 s.
@@ -26,6 +32,7 @@ import common
 import driver
 import runner
 from common import JobError, Result
+from deep_memory import Kept, Plain
 from race_memory import Checkpoints
 
 SIZES_GIB = "0.5,16,48"
@@ -42,7 +49,11 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--kills", type=int, default=40, help="commands to kill, pauses and resumes by turns")
     parser.add_argument("--deaths", type=int, default=6, help="processes to kill that share memory with another")
     parser.add_argument("--seed", type=int, default=1, help="of the instants at which commands are killed")
-    parser.add_argument("--role", choices=["holder", "owner"], help="used by the job itself")
+    parser.add_argument("--tenants", type=int, default=0, help="tenants that take turns, instead of all else")
+    parser.add_argument("--tenant-gib", type=float, default=4.0, help="what each of them holds")
+    parser.add_argument("--room-gib", type=float, default=6.5, help="what is free for all of them together")
+    parser.add_argument("--rounds", type=int, default=6, help="how often each of them has its turn")
+    parser.add_argument("--role", choices=["holder", "owner", "plain", "kept"], help="used by the job itself")
     return parser.parse_args(argv)
 
 
@@ -165,6 +176,13 @@ def serve(role: str) -> None:
     if role == "holder":
         holder = Holder()
         runner.serve(link, {"hold": holder.hold, "same": holder.same})
+    if role == "plain":
+        plain = Plain()
+        runner.serve(link, {"hold": plain.hold, "leave": plain.leave, "same": plain.same})
+    if role == "kept":
+        kept = Kept()
+        steps = (kept.make, kept.wrong, kept.share_event, kept.open_event, kept.record, kept.wait)
+        runner.serve(link, {step.__name__: step for step in steps})
     owner = Owner()
     runner.serve(link, {"share": owner.share, "same": owner.same, "first_last": owner.first_last})
 
@@ -187,10 +205,12 @@ class Deep:
         """Until the job should have ended."""
         return self.end - time.monotonic()
 
-    def start(self, label: str, role: str, tenant: str | None) -> runner.Ranks:
+    def start(self, label: str, role: str, tenant: str | None, turns: str = "") -> runner.Ranks:
         """A process of this script."""
         script = [__file__, "--role", role]
         env = {} if tenant is None else {"SUBLET_REQUIRED": "1"}
+        if turns:
+            env["SUBLET_TURNS"] = turns
         return runner.Ranks(self.work, label, 1, script, launcher="alone", life_s=self.args.deadline, tenant=tenant, env=env)
 
     def act(self, *words: str) -> float:
@@ -335,6 +355,67 @@ class Deep:
         self.result.check(what, wrong == 0 and done == self.args.deaths, f"{done} done, {wrong} wrong")
         child.close()
 
+    def kept(self) -> None:
+        """What a plain pause leaves in place comes back with the contexts."""
+        tenant = f"deep-kept-{os.getpid()}"
+        child = self.start("kept", "kept", tenant)
+        child.call("make", 60)
+        wrong, most = [], 0
+        for _ in range(ROUNDS):
+            _, left, _ = self.cycle("kept", tenant, "deep")
+            wrong += child.call("wrong", 60)[0]
+            most = max(most, left)
+        what = "small plain memory, memory of a stream, of a graph, of another context, and host memory come back"
+        self.result.check(what, not wrong, ", ".join(sorted(set(wrong))))
+        self.result.check(f"{LEFT_MIB} MiB or less are left of it", most <= LEFT_MIB, f"at most {most} MiB")
+        other = self.start("kept-other", "kept", tenant)
+        other.call("make", 60)
+        other.call("open_event", 30, handle=child.call("share_event", 30)[0])
+        self.cycle("kept", tenant, "deep")
+        child.call("record", 30)
+        other.call("wait", 30)
+        self.result.check("an event that another process has open is heard after a deep pause", True)
+        for each in (other, child):
+            each.close()
+
+    def many(self) -> None:
+        """Tenants whose contexts do not fit together take turns."""
+        args, names = self.args, [f"deep-{number}-{os.getpid()}" for number in range(self.args.tenants)]
+        outside = self.start("outside", "plain", None)
+        free_gib = outside.call("leave", 60, gib=args.room_gib)[0]
+        self.result.data["baseline"]["room_gib"] = free_gib
+        children: list[runner.Ranks] = []
+        for name in names:
+            began = time.monotonic()
+            children.append(self.start(name, "plain", name, turns="auto,deep"))
+            children[-1].call("hold", 90, gib=args.tenant_gib)
+            self.result.sample("start_s", time.monotonic() - began)
+        what = f"{len(names)} tenants of {args.tenant_gib:g} GiB are all there, with room for {free_gib:.1f} GiB"
+        self.result.check(what, len(children) == len(names))
+        wrong = 0
+        for number in range(args.rounds * len(names)):
+            if self.left_s() < 30:
+                break
+            self.result.sample("switch_s", self.act("switch", names[number % len(names)], "--wait", "30s"))
+            wrong += not children[number % len(names)].call("same", 60)[0]
+        for child in children:
+            wrong += not child.call("same", 60)[0]
+        took = common.summarise(self.result.data["samples"].get("switch_s", []))
+        every = args.rounds * len(names)
+        self.result.check(f"{every} switches from one to the next, all hold what they held", wrong == 0 and took["count"] == every, f"{took}")
+        states = cli.sublet("ps", "--json", timeout_s=30)
+        deep = sum(
+            member["member"]["state"] == "deep" for tenant in cli.tenants(states) for member in tenant["members"]
+        )
+        self.result.check("contexts of some are away", deep > 0, f"{deep} of {len(names)}")
+        self.rows = [("tenants", "switch median s", "p99 s", "deep at the end")]
+        self.rows.append((str(len(names)), f"{took['median'] or 0:.2f}", f"{took['p99'] or 0:.2f}", str(deep)))
+        # One that is frozen does not hear that it is to end.
+        for name, child in zip(names, children, strict=True):
+            self.act("switch", name, "--wait", "30s")
+            child.close()
+        outside.close()
+
     def swap(self) -> None:
         """Two tenants that change places, deep."""
         names = [f"deep-{name}-{os.getpid()}" for name in ("one", "two")]
@@ -359,14 +440,19 @@ def body(args: Any, result: Result, work: Path) -> None:
     """All of it, then the table."""
     if not Checkpoints.present():
         raise JobError("this driver has no cuCheckpointProcess functions: it must be 570 or newer")
-    sizes = [float(size) for size in args.gib.split(",")]
-    common.touch_host_memory(1.3 * max(sizes))
+    sizes = [float(size) for size in args.gib.split(",") if size]
     deep = Deep(args, result, work)
-    for gib in sizes:
-        deep.size(gib)
-        result.save()
-    deep.swap()
-    deep.shared()
+    if args.tenants:
+        common.touch_host_memory(1.3 * args.tenants * args.tenant_gib)
+        deep.many()
+    else:
+        common.touch_host_memory(1.3 * max([4.0, *sizes]))
+        for gib in sizes:
+            deep.size(gib)
+            result.save()
+        deep.swap()
+        deep.kept()
+        deep.shared()
     after = common.used_mib()[0] - deep.idle_mib
     result.check("nothing is left at the end", after <= LEFT_MIB, f"{after} MiB")
     runner.verdicts(result)

@@ -1,0 +1,159 @@
+"""Processes of the deep suites that hold memory of the driver's, without torch."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import Any
+
+import common
+import driver
+from common import JobError
+
+
+class Plain:
+    """Memory of the driver's, without torch."""
+
+    def __init__(self) -> None:
+        self.driver: Any = None
+        self.blocks: list[tuple[int, int]] = []
+        self.word = os.getpid()
+
+    def hold(self, gib: float) -> None:
+        """Takes so much, in blocks of 256 MiB at most, and fills it."""
+        self.driver = self.driver or driver.Driver(only=0)
+        left = int(gib * common.GIB)
+        while left > 0:
+            size = min(left, 256 * common.MIB)
+            block = self.driver.alloc(size)
+            if block is None:
+                raise JobError(f"{size} bytes were refused, with {left} to go")
+            self.driver.fill(block.value, self.word, size // 4)
+            self.blocks.append((block.value, size))
+            left -= size
+        self.driver.synchronize()
+
+    def leave(self, gib: float) -> float:
+        """Takes all but so much; what is free then, in GiB."""
+        self.driver = self.driver or driver.Driver(only=0)
+        self.hold(max(0.0, self.driver.free()[0] / common.GIB - gib))
+        return float(self.driver.free()[0] / common.GIB)
+
+    def same(self) -> bool:
+        """Do the ends of all blocks hold their word?"""
+        word = ctypes.c_uint32()
+        for address, size in self.blocks:
+            for at in (address, address + size - 4):
+                self.driver.read(ctypes.byref(word), at, 4)
+                if word.value != self.word:
+                    return False
+        return True
+
+
+class Kept:
+    """What a plain pause leaves in place."""
+
+    SMALL, LARGE = 64 << 10, 4 << 20
+    EVENT_FLAGS = 2 | 4  # without times, for other processes
+
+    def __init__(self) -> None:
+        self.seed = 1000
+        self.event = ctypes.c_void_p()
+
+    def make(self) -> None:
+        """Makes all of it."""
+        self.driver = driver.Driver(only=0)
+        self.primary = self.driver.contexts[0]
+        self.stream, self.graph = ctypes.c_void_p(), ctypes.c_void_p()
+        self.ordered, self.host, self.context = ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_void_p()
+        driver.call("cuStreamCreate", ctypes.byref(self.stream), ctypes.c_uint(1))
+        self.small, self.copied = (self.driver.alloc(size).value for size in (self.SMALL, self.LARGE))
+        driver.call("cuMemAllocAsync", ctypes.byref(self.ordered), ctypes.c_size_t(self.LARGE), self.stream)
+        driver.call("cuMemAllocHost_v2", ctypes.byref(self.host), ctypes.c_size_t(self.SMALL))
+        self.memory = mmap.mmap(-1, self.LARGE)
+        self.registered = ctypes.addressof((ctypes.c_char * 1).from_buffer(self.memory))
+        driver.call("cuMemHostRegister_v2", ctypes.c_void_p(self.registered), ctypes.c_size_t(self.LARGE), ctypes.c_uint(0))
+        self._capture()
+        driver.call("cuCtxCreate_v2", ctypes.byref(self.context), ctypes.c_uint(0), ctypes.c_int(0))
+        self.own = self.driver.alloc(self.LARGE).value
+        driver.call("cuCtxSetCurrent", self.primary)
+        self._write()
+
+    def _capture(self) -> None:
+        """A graph that fills memory of its own and copies it to `copied`."""
+        inside, graph, words = ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_size_t(self.LARGE // 4)
+        driver.call("cuStreamBeginCapture_v2", self.stream, ctypes.c_int(0))
+        driver.call("cuMemAllocAsync", ctypes.byref(inside), ctypes.c_size_t(self.LARGE), self.stream)
+        driver.call("cuMemsetD32Async", inside, ctypes.c_uint(77), words, self.stream)
+        size = ctypes.c_size_t(self.LARGE)
+        driver.call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(self.copied), inside, size, self.stream)
+        driver.call("cuMemFreeAsync", inside, self.stream)
+        driver.call("cuStreamEndCapture", self.stream, ctypes.byref(graph))
+        driver.call("cuGraphInstantiateWithFlags", ctypes.byref(self.graph), graph, ctypes.c_uint64(0))
+
+    def _write(self) -> None:
+        self.seed += 10
+        self.driver.fill(self.small, self.seed, self.SMALL // 4)
+        self.driver.fill(self.ordered.value, self.seed + 1, self.LARGE // 4)
+        self.driver.synchronize()
+        driver.call("cuCtxSetCurrent", self.context)
+        self.driver.fill(self.own, self.seed + 2, self.LARGE // 4)
+        self.driver.synchronize()
+        driver.call("cuCtxSetCurrent", self.primary)
+        for address, size, word in ((self.registered, self.LARGE, 3), (self.host.value, self.SMALL, 4)):
+            words = (ctypes.c_uint32 * (size // 4)).from_address(address or 0)
+            words[:] = [self.seed + word] * (size // 4)
+
+    def _holds(self, address: int, size: int, word: int) -> bool:
+        words = (ctypes.c_uint32 * (size // 4))()
+        self.driver.read(words, address, size)
+        return set(words) == {word}
+
+    def wrong(self) -> list[str]:
+        """What is not as it was; writes all once more."""
+        found = {
+            "plain memory under 1 MiB": self._holds(self.small, self.SMALL, self.seed),
+            "memory of a stream": self._holds(self.ordered.value, self.LARGE, self.seed + 1),
+        }
+        driver.call("cuCtxSetCurrent", self.context)
+        found["memory of another context"] = self._holds(self.own, self.LARGE, self.seed + 2)
+        driver.call("cuCtxSetCurrent", self.primary)
+        for what, source, word in (("registered", self.registered, 3), ("of the driver", self.host.value, 4)):
+            size = ctypes.c_size_t(self.SMALL)
+            driver.call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(self.small), ctypes.c_void_p(source), size, self.stream)
+            driver.call("cuStreamSynchronize", self.stream)
+            found[f"host memory, {what}"] = self._holds(self.small, self.SMALL, self.seed + word)
+        self.driver.fill(self.copied, 0, self.LARGE // 4)
+        driver.call("cuGraphLaunch", self.graph, self.stream)
+        driver.call("cuStreamSynchronize", self.stream)
+        found["a graph that allocates"] = self._holds(self.copied, self.LARGE, 77)
+        self._write()
+        return [what for what, holds in found.items() if not holds]
+
+    def share_event(self) -> str:
+        """A handle by which another process opens an event of this one."""
+        handle = (ctypes.c_char * 64)()
+        driver.call("cuEventCreate", ctypes.byref(self.event), ctypes.c_uint(self.EVENT_FLAGS))
+        driver.call("cuEventRecord", self.event, self.stream)
+        driver.call("cuIpcGetEventHandle", handle, self.event)
+        return bytes(handle).hex()
+
+    def open_event(self, handle: str) -> None:
+        """Opens it."""
+
+        class Handle(ctypes.Structure):
+            _fields_ = (("reserved", ctypes.c_char * 64),)
+
+        driver.call("cuIpcOpenEventHandle", ctypes.byref(self.event), Handle.from_buffer_copy(bytes.fromhex(handle)))
+
+    def record(self) -> None:
+        """Records it behind some work."""
+        self.driver.fill(self.copied, 1, self.LARGE // 4)
+        driver.call("cuEventRecord", self.event, self.stream)
+
+    def wait(self) -> None:
+        """Waits for it, on the host and on a stream."""
+        driver.call("cuEventSynchronize", self.event)
+        driver.call("cuStreamWaitEvent", self.stream, self.event, ctypes.c_uint(0))
+        driver.call("cuStreamSynchronize", self.stream)
