@@ -360,6 +360,13 @@ class Deep:
         tenant = f"deep-kept-{os.getpid()}"
         child = self.start("kept", "kept", tenant)
         child.call("make", 60)
+        self.act("pause", tenant)
+        mib = common.used_mib()[0] - self.idle_mib
+        told = [tenant["left"] for tenant in cli.tenants(cli.sublet("ps", "--json", timeout_s=30))]
+        self.act("resume", tenant)
+        told_mib = sum(gpu["bytes"] for left in told for process in left for gpu in process["gpus"]) // common.MIB
+        what = "what ps says that a plain pause leaves is what nvidia-smi shows, or it knows the process by another id"
+        self.result.check(what, told_mib == 0 or abs(told_mib - mib) <= mib // 10, f"{told_mib} of {mib} MiB")
         wrong, most = [], 0
         for _ in range(ROUNDS):
             _, left, _ = self.cycle("kept", tenant, "deep")
