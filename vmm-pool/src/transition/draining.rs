@@ -257,7 +257,8 @@ impl<D: Driver> Draining<D> {
     /// Waits until a device is idle, or somebody comes out or to the gate, for at most `time`. A message on
     /// `called_off` ends it. May return early.
     pub fn wait_for_change(&self, time: Duration, called_off: &Receiver<()>) {
-        if !self.is_clear() {
+        // Without a question to the devices nobody answers: who was inside at the last look may be out by now.
+        if self.question.is_none() || !self.is_clear() {
             // A missed wake-up costs one look more.
             self.pool().gate().wait_for_change(time.min(LOOK_EVERY));
             return;
