@@ -20,20 +20,26 @@
 //! it between two such steps, and copies that are under way then end before the devices are idle.
 //!
 //! The caller's part: each use of a span is between [`Pager::acquire`] and [`Pager::release`], and the work of it is
-//! launched on the stream that both were told. What is launched outside of that finds addresses without memory, which ends
-//! the context.
+//! launched on the stream that both were told. Or uses are *looked* for ([`Pager::look_for_uses`]): the code that hands work to
+//! the driver shows what it names ([`Pager::begin_call`]). What neither says finds addresses without memory, which ends
+//! the context. In a looked window it never finds wrong bytes: a chunk is mapped there when it is full.
 //!
 //! Locks: the table's is a leaf, and never held across a driver call. `entering` comes before it, and the ledger's.
 
+mod order;
 mod plan;
+mod prints;
 mod table;
 mod thread;
+mod uses;
 
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use self::table::{Mark, Table};
+use self::table::{Mark, Table, Wrote};
+use self::uses::Calls;
+pub use self::uses::{In, Touched};
 use crate::AllocationId;
 use crate::driver::{
     DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError, DriverOp, RawEvent, RawStream,
@@ -164,6 +170,8 @@ pub struct PageReport {
     pub stays_bytes: u64,
     /// Bytes copied to the host so far.
     pub out_bytes: u64,
+    /// Bytes that were not, because a device has said that they are as they were.
+    pub unchanged_bytes: u64,
     /// Bytes copied to the device so far.
     pub in_bytes: u64,
     /// Frames that went from one chunk to another so far.
@@ -172,6 +180,11 @@ pub struct PageReport {
     pub hits: u64,
     /// Uses that did not.
     pub misses: u64,
+    /// Calls that named memory that is paged. Those that found what the calls before them on their stream used are
+    /// no more than counted here.
+    pub calls: u64,
+    /// For how long calls have waited, in microseconds.
+    pub waited_us: u64,
     /// Where each chunk is now, as a letter, in the order of their addresses: `a` away, `i` on its way in, `h` on the device and
     /// the same in host memory, `w` on the device and written since it was copied to the host, `o` on its way out, `-` of no span.
     pub chunks: String,
@@ -197,6 +210,8 @@ struct Shared<D: Driver> {
     entering: Mutex<()>,
     /// The thread has done something, or is to do something.
     changed: Condvar,
+    /// What calls use. A leaf.
+    calls: Mutex<Calls>,
     /// Events that nobody uses now.
     spare: Arc<Mutex<Vec<RawEvent>>>,
 }
@@ -244,7 +259,7 @@ impl<D: Driver> Shared<D> {
     fn wait_for<T>(
         &self,
         limit: Duration,
-        what: impl Fn() -> String,
+        what: impl Fn(&Table) -> String,
         mut look: impl FnMut(&mut Table) -> Option<PageResult<T>>,
     ) -> PageResult<T> {
         let mut deadline = Instant::now() + limit;
@@ -265,7 +280,7 @@ impl<D: Driver> Shared<D> {
             }
             let Some(left) = deadline.checked_duration_since(now).filter(|left| !left.is_zero())
             else {
-                return Err(PageError::Late { what: what(), limit });
+                return Err(PageError::Late { what: what(&table), limit });
             };
             let waited = self.changed.wait_timeout(table, left.min(LOOK_EVERY));
             table = waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -309,6 +324,7 @@ impl<D: Driver> Pager<D> {
             table: Mutex::new(Table::new(whole_bytes, chunk_bytes, bounded(frames))),
             entering: Mutex::default(),
             changed: Condvar::new(),
+            calls: Mutex::default(),
             spare: Arc::default(),
         });
         let begun = Self::begin(&shared);
@@ -354,6 +370,8 @@ impl<D: Driver> Pager<D> {
                 for (&chunk, row) in bare.iter().zip(rows) {
                     table.chunks[chunk].row = Some(row);
                 }
+                drop(table);
+                shared.calls().add(start, size_bytes);
                 Ok(DeviceAddress(shared.window.start.0 + start))
             }
             Err(error) => {
@@ -387,6 +405,8 @@ impl<D: Driver> Pager<D> {
     pub fn free(&self, span: DeviceAddress) -> PageResult<()> {
         let shared = &self.shared;
         let start = span.0.checked_sub(shared.window.start.0);
+        shared.end_calls();
+        start.inspect(|start| shared.calls().remove(*start));
         let away = start.and_then(|start| shared.table().free(start));
         // They have no memory: nothing is called.
         for (chunk, row) in away.ok_or(PageError::NotPaged { address: span })? {
@@ -424,54 +444,13 @@ impl<D: Driver> Pager<D> {
         stream: RawStream,
         limit: Duration,
     ) -> PageResult<()> {
-        let shared = &self.shared;
         let ids = self.chunks_of(spans)?;
-        let mut each = ids.clone();
-        each.sort_unstable();
-        each.dedup();
-        let needed_bytes = each.len() as u64 * shared.chunk_bytes;
-        let what = || format!("{needed_bytes} bytes that are paged to be on {}", shared.device);
-        let mut is_held = false;
-        let mut before = Vec::new();
-        let here = shared.wait_for(limit, what, |table| {
-            if !is_held {
-                let frames = table.frames;
-                if each.len() > frames {
-                    let frames_bytes = frames as u64 * shared.chunk_bytes;
-                    return Some(Err(PageError::TooFewFrames { needed_bytes, frames_bytes }));
-                }
-                if !table.fits(&each) {
-                    return None;
-                }
-                before = ids.iter().map(|&id| table.chunks[id].failures()).collect();
-                table.hold(&ids);
-                is_held = true;
-                shared.changed.notify_all();
-            }
-            let mut failed = ids.iter().zip(&before);
-            let failed = failed.find_map(|(&id, &before)| table.failure_since(id, before));
-            if let Some(error) = failed {
-                return Some(Err(PageError::Shared(error)));
-            }
-            if !table.are_here(&ids) {
-                return None;
-            }
-            let awaited = ids.iter().flat_map(|&id| table.chunks[id].awaited().cloned());
-            let mut awaited: Vec<_> = awaited.collect();
-            awaited.dedup_by(|one, other| Arc::ptr_eq(one, other));
-            Some(Ok(awaited))
-        });
-        let ordered = here.and_then(|awaited| {
-            for mark in awaited {
-                let ordered = shared.pool.driver.stream_wait_event(stream, mark.event);
-                let about = || "a stream that uses paged memory".to_owned();
-                ordered.about(about, needed_bytes, Some(shared.device))?;
-            }
-            Ok(())
-        });
-        if ordered.is_err() && is_held {
-            shared.table().let_go(&ids);
-            shared.changed.notify_all();
+        let (device, needed_bytes) = (self.shared.device, self.bytes_of(&ids));
+        let what = |_: &Table| format!("{needed_bytes} bytes that are paged to be on {device}");
+        let awaited = self.hold(&ids, limit, what)?;
+        let ordered = self.order(&awaited, stream);
+        if ordered.is_err() {
+            self.let_go(&ids);
         }
         ordered
     }
@@ -496,7 +475,8 @@ impl<D: Driver> Pager<D> {
         let mark = shared.mark()?;
         let recorded = shared.pool.driver.event_record(mark.event, stream);
         recorded.about(|| "the end of a use of paged memory".to_owned(), 0, Some(shared.device))?;
-        shared.table().used(&ids, &mark, has_written);
+        let wrote = if has_written { Wrote::Yes } else { Wrote::No };
+        shared.table().used(&ids, &mark, wrote);
         shared.changed.notify_all();
         Ok(())
     }
@@ -519,8 +499,9 @@ impl<D: Driver> Pager<D> {
     /// # Errors
     /// [`PageError::Late`].
     pub fn flush(&self, limit: Duration) -> PageResult<()> {
+        self.shared.end_calls();
         self.shared.changed.notify_all();
-        let what = || "what was written to be copied to the host".to_owned();
+        let what = |_: &Table| "what was written to be copied to the host".to_owned();
         self.shared.wait_for(limit, what, |table| table.is_all_clean().then_some(Ok(())))
     }
 
@@ -541,12 +522,13 @@ impl<D: Driver> Pager<D> {
             table.given = None;
         }
         self.shared.changed.notify_all();
-        let what = || "device memory to be given back".to_owned();
+        let what = |_: &Table| "device memory to be given back".to_owned();
         self.shared.wait_for(limit, what, |table| (table.resident() <= frames).then_some(Ok(())))
     }
 
     /// What it holds and has done.
     pub fn report(&self) -> PageReport {
+        let (calls, waited) = self.shared.calls().counts();
         let table = self.shared.table();
         let chunk_bytes = self.shared.chunk_bytes;
         let bytes = |chunks: usize| chunks as u64 * chunk_bytes;
@@ -558,10 +540,13 @@ impl<D: Driver> Pager<D> {
             resident_bytes: bytes(table.resident()),
             stays_bytes: bytes(table.staying()),
             out_bytes: counts.copied_out * chunk_bytes,
+            unchanged_bytes: counts.unchanged * chunk_bytes,
             in_bytes: counts.copied_in * chunk_bytes,
             exchanges: counts.exchanges,
             hits: counts.hits,
             misses: counts.misses,
+            calls,
+            waited_us: u64::try_from(waited.as_micros()).unwrap_or(u64::MAX),
             chunks: table.letters(),
         }
     }
@@ -570,6 +555,7 @@ impl<D: Driver> Pager<D> {
 impl<D: Driver> Drop for Pager<D> {
     /// Gives all of the window back when the last use is over. A paused process does that when it runs again.
     fn drop(&mut self) {
+        self.shared.end_calls();
         let mut table = self.shared.table();
         table.is_ending = true;
         self.shared.changed.notify_all();

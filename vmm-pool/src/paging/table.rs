@@ -3,7 +3,7 @@
 //! | a chunk is | its row is | left by |
 //! | --- | --- | --- |
 //! | away | offloaded and set aside | wanted, and a frame is free: coming |
-//! | coming | moving | the copy in has begun: here. It failed: away |
+//! | coming | moving | the copy in has begun: here. It failed: away. In a window where uses are seen at launches: it is over |
 //! | here | resident | idle, and somebody needs its frame: going |
 //! | going | resident, then offloaded | its frame is taken: away. It failed: here |
 //!
@@ -13,6 +13,8 @@
 //! What callers have is *spans*, which begin and end anywhere and may share chunks. A chunk is held, used and written by each of
 //! its spans, and is freed when the last of them is.
 
+mod asking;
+
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -20,6 +22,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::PageError;
 use super::plan::Plan;
+use super::prints::Prints;
 use crate::VirtualHandle;
 use crate::driver::RawEvent;
 
@@ -43,6 +46,44 @@ impl Drop for Mark {
     fn drop(&mut self) {
         self.spare.lock().unwrap_or_else(PoisonError::into_inner).push(self.event);
     }
+}
+
+/// What a use did to a chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Wrote {
+    No,
+    Yes,
+    /// Its device can say.
+    Maybe,
+}
+
+/// A copy out of a chunk, or a question whether it is as its copy.
+#[derive(Debug)]
+struct Out {
+    mark: Arc<Mark>,
+    /// The version that it is about.
+    version: u64,
+    /// The number of the question for fingerprints.
+    question: Option<usize>,
+    is_copy: bool,
+}
+
+/// What is over of a chunk whose device was asked.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Answered {
+    pub(super) id: usize,
+    pub(super) question: usize,
+    version: u64,
+    is_copy: bool,
+}
+
+/// Of what lies in the place of a chunk.
+#[derive(Debug, Default)]
+struct Copied {
+    /// If nobody but the pager has written there since.
+    prints: Option<Prints>,
+    /// All that has used the chunk since its place was current may have written.
+    is_unsure: bool,
 }
 
 /// Where a chunk is.
@@ -75,10 +116,13 @@ pub(super) struct Chunk {
     saved_version: Option<u64>,
     /// The driver has refused to copy or unmap it: it is tried again for somebody who waits, or later.
     is_refused: bool,
-    /// The copy out under way, and the version that it takes.
-    out: Option<(Arc<Mark>, u64)>,
+    /// The copy out under way, or the question.
+    out: Option<Out>,
+    copied: Copied,
     /// The copy in under way.
     coming: Option<Arc<Mark>>,
+    /// Which of the addresses for copies has it, while it is filled there.
+    aside: Option<usize>,
     /// The next use was announced.
     is_promised: bool,
     /// It may not leave.
@@ -106,13 +150,13 @@ impl Chunk {
 
     /// Events behind its uses and copies that are not known to be over.
     pub(super) fn marks(&self) -> impl Iterator<Item = &Arc<Mark>> {
-        let out = self.out.as_ref().map(|(mark, _)| mark);
+        let out = self.out.as_ref().map(|out| &out.mark);
         self.uses.iter().chain(out).chain(&self.coming)
     }
 
     /// What a stream must wait for before it uses it: the copy in, and the copy out, for it may write.
     pub(super) fn awaited(&self) -> impl Iterator<Item = &Arc<Mark>> {
-        self.out.as_ref().map(|(mark, _)| mark).into_iter().chain(&self.coming)
+        self.out.as_ref().map(|out| &out.mark).into_iter().chain(&self.coming)
     }
 
     /// How often it failed to come.
@@ -138,11 +182,17 @@ pub(super) struct Table {
     clock: u64,
     /// When chunks are used next.
     plan: Plan,
+    /// The same, where uses are seen at launches.
+    pub(super) next_uses: Vec<usize>,
     pub(super) is_ending: bool,
     pub(super) has_ended: bool,
+    /// Uses are seen at launches: a chunk is mapped when it is full.
+    pub(super) is_looked: bool,
     /// The device has failed.
     pub(super) broken: Option<Arc<PageError>>,
     pub(super) counts: Counts,
+    /// Questions that were answered, and nobody has looked.
+    answered: Vec<Answered>,
 }
 
 /// What was done so far.
@@ -150,6 +200,8 @@ pub(super) struct Table {
 pub(super) struct Counts {
     pub(super) copied_out: u64,
     pub(super) copied_in: u64,
+    /// Chunks that were not copied out, for they were as their copies.
+    pub(super) unchanged: u64,
     pub(super) exchanges: u64,
     /// Uses that found all their chunks on the device, and those that did not.
     pub(super) hits: u64,
@@ -168,10 +220,13 @@ impl Table {
             queue: VecDeque::new(),
             clock: 0,
             plan: Plan::default(),
+            next_uses: Vec::new(),
             is_ending: false,
             has_ended: false,
+            is_looked: false,
             broken: None,
             counts: Counts::default(),
+            answered: Vec::new(),
         }
     }
 
@@ -271,7 +326,7 @@ impl Table {
     pub(super) fn hold(&mut self, ids: &[usize]) {
         let now = self.tick();
         let mut is_hit = true;
-        for &id in ids {
+        for &id in ids.iter().filter(|_| !self.is_looked) {
             self.plan.used(id, self.chunks.len());
         }
         for &id in ids.iter().rev() {
@@ -306,15 +361,19 @@ impl Table {
     }
 
     /// A use is over when `mark` is.
-    pub(super) fn used(&mut self, ids: &[usize], mark: &Arc<Mark>, has_written: bool) {
+    pub(super) fn used(&mut self, ids: &[usize], mark: &Arc<Mark>, wrote: Wrote) {
         let now = self.tick();
         for &id in ids {
             let chunk = &mut self.chunks[id];
             chunk.holders = chunk.holders.saturating_sub(1);
             chunk.is_refused = false;
+            chunk.is_promised &= !self.is_looked;
             chunk.last = now;
             chunk.uses.push(Arc::clone(mark));
-            if has_written {
+            let was_clean = chunk.saved_version == Some(chunk.version);
+            chunk.copied.is_unsure &= wrote != Wrote::Yes;
+            if wrote != Wrote::No {
+                chunk.copied.is_unsure |= was_clean && wrote == Wrote::Maybe;
                 chunk.version += 1;
             }
         }
@@ -341,8 +400,12 @@ impl Table {
 
     /// The next that is to come.
     pub(super) fn next_wanted(&self) -> Option<usize> {
-        let first = self.queue.front().copied()?;
-        (self.chunks[first].place == Place::Away).then_some(first)
+        let is_away = |id: &usize| self.chunks[*id].place == Place::Away;
+        if self.is_looked {
+            // Others are filled meanwhile.
+            return self.queue.iter().copied().find(is_away);
+        }
+        self.queue.front().copied().filter(is_away)
     }
 
     /// Takes an idle chunk out of use, for a copy out to begin or for its frame: a thread that wants it waits. Its row, and whether its
@@ -372,13 +435,26 @@ impl Table {
                 && !stays
                 && (somebody_waits || !is_wanted)
         });
-        let next = self.plan.next_uses(self.chunks.len());
+        let next = self.next_uses();
+        // What is used before the newcomer does not leave for its sake, unless somebody waits.
+        let is_later = |id: usize| !self.is_looked || next[id] >= next[newcomer];
+        let all = all.filter(|&(id, chunk)| somebody_waits || chunk.is_freed || is_later(id));
         let mut all: Vec<_> = all.collect();
         all.sort_by_key(|&(id, chunk)| {
             let is_kept = (!chunk.is_freed, chunk.is_promised, chunk.is_refused);
             (is_kept, Reverse(next[id]), !chunk.is_clean(), chunk.last)
         });
         all.into_iter().map(|(id, _)| id).collect()
+    }
+
+    /// How many uses there are before the next of each chunk.
+    fn next_uses(&self) -> Vec<usize> {
+        if !self.is_looked {
+            return self.plan.next_uses(self.chunks.len());
+        }
+        let mut next = self.next_uses.clone();
+        next.resize(self.chunks.len(), usize::MAX);
+        next
     }
 
     /// One that nobody needs on the device: it is freed, or there are more than there may be. It is idle.
@@ -395,7 +471,7 @@ impl Table {
         let all = self.chunks.iter().enumerate().filter(|(_, chunk)| is_meant(chunk));
         let mut all = all.map(|(id, _)| id).peekable();
         all.peek()?;
-        let next = self.plan.next_uses(self.chunks.len());
+        let next = self.next_uses();
         all.max_by_key(|&id| next[id])
     }
 
@@ -421,13 +497,6 @@ impl Table {
     /// Copies out that are under way.
     pub(super) fn copies_out(&self) -> usize {
         self.chunks.iter().filter(|chunk| chunk.out.is_some()).count()
-    }
-
-    /// A copy of all of it is over.
-    pub(super) fn copied_out(&mut self, id: usize) {
-        let chunk = &mut self.chunks[id];
-        chunk.saved_version = Some(chunk.version);
-        self.counts.copied_out += 1;
     }
 
     /// The driver has refused to copy or unmap it.
@@ -460,18 +529,6 @@ impl Table {
     /// Is everything that was written saved, as far as nobody holds it?
     pub(super) fn is_all_clean(&self) -> bool {
         self.chunks.iter().all(|chunk| chunk.place == Place::Away || chunk.is_clean())
-    }
-
-    /// A copy of all of it has begun, which is over when `mark` is.
-    pub(super) fn copying_out(&mut self, id: usize, mark: Arc<Mark>) {
-        let chunk = &mut self.chunks[id];
-        chunk.out = Some((mark, chunk.version));
-        self.counts.copied_out += 1;
-    }
-
-    /// Its place in host memory has nothing.
-    pub(super) fn forget_copy(&mut self, id: usize) {
-        self.chunks[id].saved_version = None;
     }
 
     /// Its contents are on their way, and there when `mark` is over; with none they are there.
@@ -514,13 +571,22 @@ impl Table {
     /// These are over.
     pub(super) fn are_over(&mut self, over: &[Arc<Mark>]) {
         let is_over = |mark: &Arc<Mark>| over.iter().any(|known| Arc::ptr_eq(known, mark));
-        for chunk in &mut self.chunks {
+        for (id, chunk) in self.chunks.iter_mut().enumerate() {
             chunk.uses.retain(|mark| !is_over(mark));
             if chunk.coming.as_ref().is_some_and(is_over) {
                 chunk.coming = None;
             }
-            if let Some((_, version)) = chunk.out.take_if(|(mark, _)| is_over(mark)) {
-                chunk.saved_version = Some(version);
+            if let Some(out) = chunk.out.take_if(|out| is_over(&out.mark)) {
+                let Out { version, question, is_copy, .. } = out;
+                if is_copy {
+                    chunk.saved_version = Some(version);
+                }
+                self.answered.extend(question.map(|question| Answered {
+                    id,
+                    question,
+                    version,
+                    is_copy,
+                }));
             }
         }
     }

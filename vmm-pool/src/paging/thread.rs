@@ -2,18 +2,27 @@
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
+mod choosing;
+mod looking;
+
+use std::cell::{OnceCell, RefCell};
+use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use crossbeam_channel::Sender;
 
-use super::table::{Mark, Place, Table};
+use self::choosing::choose;
+use super::prints::Questions;
+use super::table::{Mark, Place};
+use super::uses::SLOTS;
 use super::{PageError, PageResult, Shared};
 use crate::VirtualHandle;
 use crate::driver::{Driver, DriverResult, RawEvent, RawStream, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
+use crate::ledger::Known;
 use crate::pool::{Entered, Use};
 use crate::store::{Extent, Part, Pins};
 use crate::transition::StillChunk;
@@ -38,6 +47,8 @@ enum Job {
     Clean(usize),
     /// Gives the frame of this back to the driver.
     Shrink(usize),
+    /// Maps this, which is full at the addresses for copies of this number.
+    Land(usize, usize),
     /// Looks again after this time.
     Wait(Duration),
     End,
@@ -53,8 +64,15 @@ pub(super) fn run<D: Driver>(shared: &Arc<Shared<D>>, told: &Sender<PoolResult<(
     match begin(shared) {
         Ok(streams) => {
             let _told = told.send(Ok(()));
-            let pager = Worker { shared, streams };
+            let pager = Worker {
+                shared,
+                streams,
+                stay: RefCell::default(),
+                questions: OnceCell::new(),
+                sights: RefCell::default(),
+            };
             while pager.step() {}
+            pager.end_questions();
             finish(shared, &pager.streams);
         }
         Err(error) => {
@@ -82,6 +100,7 @@ fn begin<D: Driver>(shared: &Shared<D>) -> PoolResult<Streams> {
     let about = || "stream for paging".to_owned();
     let (driver, device) = (&*shared.pool.driver, shared.device);
     driver.make_current(device).about(about, 0, Some(device))?;
+    driver.stand_beside_captures().about(about, 0, Some(device))?;
     let out = driver.stream_create().about(about, 0, Some(device))?;
     match driver.stream_create() {
         Ok(coming) => Ok(Streams { out, coming }),
@@ -108,8 +127,10 @@ fn finish<D: Driver>(shared: &Shared<D>, streams: &Streams) {
         }
     }
     let is_empty = shared.table().resident() == 0;
-    if is_empty && let Err(error) = pool.deferred.free_addresses(shared.window) {
-        tracing::error!(%error, "addresses for paging stay until the next pause");
+    for range in shared.aside().into_iter().chain([shared.window]).filter(|_| is_empty) {
+        if let Err(error) = pool.deferred.free_addresses(range) {
+            tracing::error!(%error, "addresses for paging stay until the next pause");
+        }
     }
     shared.table().has_ended = true;
     shared.changed.notify_all();
@@ -118,6 +139,13 @@ fn finish<D: Driver>(shared: &Shared<D>, streams: &Streams) {
 struct Worker<'a, D: Driver> {
     shared: &'a Shared<D>,
     streams: Streams,
+    /// Past the gate while chunks are filled that are not mapped yet: a pause begins when they are. Copies to the device wait for
+    /// nothing but each other.
+    stay: RefCell<Option<Entered<'a, D, Use>>>,
+    /// Made when somebody is first asked. `None` if the device cannot say.
+    questions: OnceCell<RefCell<Option<Questions<D>>>>,
+    /// How each chunk was seen when its fingerprints were taken, or it was mapped since.
+    sights: RefCell<BTreeMap<usize, Known>>,
 }
 
 impl<D: Driver> Worker<'_, D> {
@@ -128,12 +156,32 @@ impl<D: Driver> Worker<'_, D> {
     /// Does the next thing. False when the pager ends.
     fn step(&self) -> bool {
         self.look();
-        let is_ending = self.shared.table().is_ending;
+        let (is_ending, stays, is_looked) = {
+            let table = self.shared.table();
+            let stays = table.is_any_filled() && table.broken.is_none();
+            (table.is_ending, stays, table.is_looked)
+        };
         if is_ending {
+            self.shared.end_calls();
             remove_all(self.shared);
         }
+        if !stays {
+            drop(self.stay.take());
+        }
         let mut table = self.shared.table();
-        match choose(&mut table) {
+        let mut job = choose(&mut table);
+        let is_short = table.next_wanted().is_some() || table.resident() > table.frames;
+        let waits = matches!(job, Job::Wait(_)) && is_short;
+        if is_looked && waits {
+            drop(table);
+            self.shared.end_calls();
+            table = self.shared.table();
+            job = choose(&mut table);
+        }
+        if stays && !self.shared.pool.gate().is_open() && !matches!(job, Job::Land(..)) {
+            job = Job::Wait(LOOK_SOON);
+        }
+        match job {
             Job::End => return false,
             Job::Wait(time) => {
                 let waited = self.shared.changed.wait_timeout(table, time);
@@ -154,6 +202,10 @@ impl<D: Driver> Worker<'_, D> {
             Job::Shrink(chunk) => {
                 drop(table);
                 self.shrink(chunk);
+            }
+            Job::Land(chunk, slot) => {
+                drop(table);
+                self.land(chunk, slot);
             }
         }
         self.shared.changed.notify_all();
@@ -187,6 +239,7 @@ impl<D: Driver> Worker<'_, D> {
         }
         if !over.is_empty() {
             self.shared.table().are_over(&over);
+            self.hear();
             self.shared.changed.notify_all();
         }
     }
@@ -227,11 +280,25 @@ impl<D: Driver> Worker<'_, D> {
             }
             chunk.row
         };
+        let slot = self.shared.aside().and_then(|_| self.shared.table().free_slot(SLOTS));
         let came = match row {
-            Some(row) => self.fill(&entered, row, frame),
+            Some(row) => self.fill(&entered, row, frame, slot),
             // It was freed meanwhile.
             None => entered.release_frame(frame).and(Err(PoolError::NotOurs)),
         };
+        if let (Some(slot), Ok((mark, was_copied))) = (slot, &came) {
+            {
+                let mut table = self.shared.table();
+                table.filling(newcomer, slot, mark.clone());
+                table.counts.exchanges += u64::from(victim.is_some());
+                table.counts.copied_in += u64::from(*was_copied);
+            }
+            let mut stay = self.stay.borrow_mut();
+            if stay.is_none() {
+                *stay = Some(entered);
+            }
+            return;
+        }
         drop(entered);
         let mut table = self.shared.table();
         match came {
@@ -320,16 +387,25 @@ impl<D: Driver> Worker<'_, D> {
         entered: &Entered<'_, D, Use>,
         row: VirtualHandle,
         frame: crate::deferred::Physical,
+        slot: Option<usize>,
     ) -> PoolResult<(Option<Arc<Mark>>, bool)> {
         let Some(still) = StillChunk::away(entered, row) else {
             entered.release_frame(frame)?;
             return Err(PoolError::NotOurs);
         };
-        let begun = still.come(frame).and_then(|()| self.start_in(row));
+        let aside = slot.and_then(|slot| self.shared.range_aside(slot));
+        let come = match aside {
+            Some(aside) => still.come_aside(frame, aside),
+            None => still.come(frame),
+        };
+        let is_aside = come.is_ok() && aside.is_some();
+        let begun = come.and_then(|()| self.start_in(row, aside));
         match begun {
             Ok(was_copied) => match self.mark_behind(self.streams.coming) {
                 Ok(mark) => {
-                    still.came();
+                    if aside.is_none() {
+                        still.came();
+                    }
                     Ok((mark, was_copied))
                 }
                 Err(error) => {
@@ -340,7 +416,8 @@ impl<D: Driver> Worker<'_, D> {
             },
             Err(error) => {
                 let ended = self.driver().stream_synchronize(self.streams.coming);
-                if ended.is_ok() {
+                let left = aside.filter(|_| is_aside).map_or(Ok(()), |at| still.leave_aside(at));
+                if ended.is_ok() && left.is_ok() {
                     still.did_not_come();
                 } else {
                     self.shared.pool.deferred.leave_unsettled(self.shared.device);
@@ -350,12 +427,12 @@ impl<D: Driver> Worker<'_, D> {
         }
     }
 
-    /// Begins the copy of the contents of `row`, which is mapped. Was anything copied?
-    fn start_in(&self, row: VirtualHandle) -> PoolResult<bool> {
+    /// Begins the copy of the contents of `row`, which is mapped where it belongs, or `aside`. Was anything copied?
+    fn start_in(&self, row: VirtualHandle, aside: Option<VaRange>) -> PoolResult<bool> {
         let (range, saved) = {
             let ledger = self.shared.pool.ledger();
             let saved = ledger.row(row).and_then(|row| row.saved()).cloned();
-            (ledger.chunk_range(row).ok_or(PoolError::NotOurs)?, saved)
+            (aside.or_else(|| ledger.chunk_range(row)).ok_or(PoolError::NotOurs)?, saved)
         };
         let all = 0..range.size_bytes;
         let parts: Vec<Part> = match &saved {
@@ -385,6 +462,26 @@ impl<D: Driver> Worker<'_, D> {
         let entered = self.shared.pool.enter();
         let claimed = self.shared.table().claim(chunk);
         let Some((row, _)) = claimed else { return };
+        let is_as_seen = self.is_place_as_seen(chunk);
+        let has_place = self.shared.pool.ledger().has_chunk_place(row);
+        let compares = {
+            let mut table = self.shared.table();
+            if !is_as_seen || !has_place {
+                table.forget_prints(chunk);
+            }
+            table.prints_to_compare(chunk).is_some()
+        };
+        let question = self.ask(chunk);
+        if let Some(question) = question.filter(|_| compares)
+            && let Ok(Some(mark)) = self.mark_behind(self.streams.out)
+        {
+            let mut table = self.shared.table();
+            table.asking(chunk, mark, question);
+            table.unclaim(chunk);
+            return;
+        }
+        self.see(chunk);
+        self.shared.table().forget_prints(chunk);
         let begun = self.start_out(row);
         let begun = begun.and_then(|()| self.mark_behind(self.streams.out));
         drop(entered);
@@ -392,7 +489,7 @@ impl<D: Driver> Worker<'_, D> {
             Ok(mark) => {
                 let mut table = self.shared.table();
                 match mark {
-                    Some(mark) => table.copying_out(chunk, mark),
+                    Some(mark) => table.copying_out(chunk, mark, question),
                     None => table.copied_out(chunk),
                 }
                 table.unclaim(chunk);
@@ -493,48 +590,4 @@ impl<D: Driver> Worker<'_, D> {
             }
         }
     }
-}
-
-/// What is to be done next.
-fn choose(table: &mut Table) -> Job {
-    if table.broken.is_some() {
-        return if table.is_ending { Job::End } else { Job::Wait(LOOK_SELDOM) };
-    }
-    if table.is_ending && table.resident() == 0 {
-        return Job::End;
-    }
-    if let Some(surplus) = table.surplus() {
-        let is_clean = table.chunks[surplus].is_clean();
-        return if is_clean { Job::Shrink(surplus) } else { Job::Clean(surplus) };
-    }
-    let has_room = table.copies_out() < COPIES_OUT_MAX;
-    let wanted = table.next_wanted();
-    if let Some(newcomer) = wanted {
-        let victims = table.victims(newcomer);
-        if victims.is_empty() && table.chunks[newcomer].holders > 0 {
-            // Without another frame who waits waits for ever: what refuses one is told.
-            table.given = None;
-        }
-        if table.resident() < table.frames_now() {
-            return Job::Bring { newcomer, victim: None };
-        }
-        let mut idle = victims.into_iter().filter(|&id| table.chunks[id].is_idle());
-        let first = idle.next();
-        let ready = first.into_iter().chain(idle).find(|&id| table.chunks[id].is_clean());
-        if ready.is_some() {
-            return Job::Bring { newcomer, victim: ready };
-        }
-        if let Some(first) = first.filter(|_| has_room) {
-            return Job::Clean(first);
-        }
-    }
-    if let Some(dirty) = table.to_clean().filter(|_| has_room) {
-        return Job::Clean(dirty);
-    }
-    let is_busy = !table.marks().is_empty();
-    Job::Wait(match (is_busy, wanted) {
-        (true, Some(_)) => LOOK_SOON,
-        (true, None) => LOOK_LATER,
-        (false, _) => LOOK_SELDOM,
-    })
 }

@@ -34,11 +34,65 @@ impl<D: Driver> StillChunk<'_, D> {
     /// # Driver calls
     /// `cuMemMap`, `cuMemSetAccess`.
     pub(crate) fn come(&self, physical: Physical) -> PoolResult<()> {
+        self.take(physical);
+        self.land()
+    }
+
+    fn take(&self, physical: Physical) {
         let spare = self.pool.ledger().returned(self.row, physical);
         if let Some(spare) = spare {
             // A try of before has left it its own.
             self.give_back(spare);
         }
+    }
+
+    /// Gives the chunk memory, mapped at `aside` alone, which are addresses of the pager's: nobody else's work can touch it there while
+    /// it is filled. [`StillChunk::leave_aside`] and [`StillChunk::land`] come next, or [`StillChunk::did_not_come`].
+    ///
+    /// # Errors
+    /// [`PoolError::Driver`]: nothing is mapped there.
+    ///
+    /// # Driver calls
+    /// `cuMemMap`, `cuMemSetAccess`.
+    pub(crate) fn come_aside(&self, physical: Physical, aside: VaRange) -> PoolResult<()> {
+        self.take(physical);
+        let start = self.pool.ledger().chunk_range(self.row).map_or(0, |range| range.start.0);
+        let wanted = self.pool.ledger().to_remount(start)?;
+        let Some(Remount { raw, access, device, .. }) = wanted else {
+            return Err(PoolError::NotOurs);
+        };
+        let about = || format!("chunk at {start:#x}");
+        self.pool.driver.map(aside, raw).about(about, aside.size_bytes, device)?;
+        let set = self.pool.driver.set_access(aside, &access);
+        if set.is_err()
+            && let Err(error) = self.leave_aside(aside)
+        {
+            tracing::error!(%error, "addresses for copies of a chunk are lost");
+        }
+        set.about(about, aside.size_bytes, device)
+    }
+
+    /// Takes the chunk from the addresses where it was filled. No copy of it is under way.
+    ///
+    /// # Errors
+    /// [`PoolError::Driver`]: it is there still.
+    ///
+    /// # Driver calls
+    /// `cuMemUnmap`.
+    pub(crate) fn leave_aside(&self, aside: VaRange) -> PoolResult<()> {
+        // SAFETY: the addresses are the pager's own, and its copies there are over.
+        let unmapped = unsafe { self.pool.driver.unmap(aside) };
+        unmapped.about(|| format!("chunk at {} for copies", aside.start), aside.size_bytes, None)
+    }
+
+    /// Maps the chunk, which has memory.
+    ///
+    /// # Errors
+    /// [`PoolError::Driver`].
+    ///
+    /// # Driver calls
+    /// `cuMemMap`, `cuMemSetAccess`.
+    pub(crate) fn land(&self) -> PoolResult<()> {
         let start = self.pool.ledger().chunk_range(self.row).map_or(0, |range| range.start.0);
         let wanted = self.pool.ledger().to_remount(start)?;
         let Some(Remount { range, raw, access, device, presence }) = wanted else {

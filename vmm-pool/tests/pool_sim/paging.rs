@@ -3,6 +3,7 @@
 #![expect(unsafe_code, reason = "uses of paged memory are copies through the driver")]
 
 mod at_random;
+mod looked;
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use vmm_pool::driver::{
     AccessDesc, DeviceAddress, Driver, DriverCode, DriverOp, DriverResult, RawEvent, RawStream,
     VaRange,
 };
-use vmm_pool::paging::{PageError, Pager, WindowSize};
+use vmm_pool::paging::{In, PageError, Pager, WindowSize};
 
 use crate::process::SimPool;
 use crate::stage::{
@@ -62,6 +63,11 @@ struct Place {
     holds: Holds,
 }
 
+/// A word that a call's arguments have.
+fn word_at(start: DeviceAddress, offset: u64) -> VaRange {
+    VaRange::new(DeviceAddress(start.0 + offset), 1)
+}
+
 fn bytes_of(holds: Holds, size_bytes: u64) -> Vec<u8> {
     let count = usize::try_from(size_bytes).expect("small");
     match holds {
@@ -85,6 +91,8 @@ struct Stage {
     reads: Vec<(Box<[u8]>, Holds)>,
     spans: Vec<Vec<Place>>,
     next_seed: u64,
+    /// Uses are shown as calls, and not announced by spans.
+    is_looked: bool,
 }
 
 impl Stage {
@@ -124,7 +132,18 @@ impl Stage {
             held: Vec::new(),
             spans: Vec::new(),
             next_seed: 1,
+            is_looked: false,
         }
+    }
+
+    /// One whose uses are seen at launches.
+    fn looked(frames: u64) -> Self {
+        Self::new(frames).seen()
+    }
+
+    fn seen(self) -> Self {
+        self.pager().look_for_uses().expect("addresses");
+        Self { is_looked: true, ..self }
     }
 
     fn pager(&self) -> &Pager<SimDriver> {
@@ -181,6 +200,15 @@ impl Stage {
         let raw = self.streams[stream];
         self.held.clear();
         let text = |error: PageError| error.to_string();
+        if self.is_looked {
+            // Any byte of what it uses will do.
+            let words: Vec<_> = starts.iter().map(|start| word_at(*start, 7)).collect();
+            let begun = self.pager().begin_call(&words, In::Stream(raw), LIMIT).map_err(text)?;
+            let touched = begun.expect("it is paged");
+            let launched = self.launch(spans, stream, writes);
+            self.pager().end_call(&touched);
+            return launched.map_err(|error| error.to_string());
+        }
         self.pager().acquire(&starts, raw, LIMIT).map_err(text)?;
         let launched = self.launch(spans, stream, writes);
         // Whatever was launched is behind the event.

@@ -1,4 +1,5 @@
 use super::*;
+use crate::driver::Fingerprint;
 
 fn mark() -> Arc<Mark> {
     Mark::new(RawEvent(1), &Arc::default())
@@ -22,18 +23,18 @@ fn what_was_written_since_its_copy_began_is_not_clean() {
     bring(&mut table, 0);
     table.hold(&[0]);
     let first = mark();
-    table.used(&[0], &first, true);
+    table.used(&[0], &first, Wrote::Yes);
     table.are_over(&[first]);
     assert!(table.chunks[0].is_idle() && !table.chunks[0].is_clean());
     let out = mark();
-    table.copying_out(0, Arc::clone(&out));
+    table.copying_out(0, Arc::clone(&out), None);
     let second = mark();
     table.hold(&[0]);
-    table.used(&[0], &second, true);
+    table.used(&[0], &second, Wrote::Yes);
     table.are_over(&[out, second]);
     assert!(table.chunks[0].is_idle() && !table.chunks[0].is_clean());
     let out = mark();
-    table.copying_out(0, Arc::clone(&out));
+    table.copying_out(0, Arc::clone(&out), None);
     assert!(!table.chunks[0].is_idle(), "a copy is under way");
     table.are_over(&[out]);
     assert!(table.chunks[0].is_idle() && table.chunks[0].is_clean());
@@ -45,9 +46,9 @@ fn a_use_on_one_stream_is_not_over_because_a_later_one_on_another_is() {
     bring(&mut table, 0);
     let (earlier, later) = (mark(), mark());
     table.hold(&[0]);
-    table.used(&[0], &earlier, false);
+    table.used(&[0], &earlier, Wrote::No);
     table.hold(&[0]);
-    table.used(&[0], &later, false);
+    table.used(&[0], &later, Wrote::No);
     table.are_over(&[later]);
     assert!(!table.chunks[0].is_idle());
     table.are_over(&[earlier]);
@@ -113,10 +114,10 @@ fn a_chunk_of_two_spans_is_in_use_as_long_as_one_of_them_is() {
     // Both by one call, and each let go by its own.
     table.hold(&[0, 0]);
     let (one, other) = (mark(), mark());
-    table.used(&[0], &one, true);
+    table.used(&[0], &one, Wrote::Yes);
     table.are_over(&[one]);
     assert!(!table.chunks[0].is_idle() && table.claim(0).is_none(), "the other is held");
-    table.used(&[0], &other, false);
+    table.used(&[0], &other, Wrote::No);
     assert_eq!(table.free(0), Some(Vec::new()));
     assert!(!table.chunks[0].is_freed && !table.chunks[0].is_clean());
     table.are_over(&[other]);
@@ -125,4 +126,47 @@ fn a_chunk_of_two_spans_is_in_use_as_long_as_one_of_them_is() {
     table.free(0);
     table.free(CHUNK / 2);
     assert!(table.chunks[0].is_freed && table.chunks[0].is_clean());
+}
+
+#[test]
+fn what_may_have_been_written_is_clean_if_it_is_as_it_was() {
+    let one = |seed: u8| -> Prints { [Fingerprint::of(&[seed; 16])].into() };
+    let mut table = table(1, 1);
+    bring(&mut table, 0);
+    let used = |table: &mut Table, wrote: Wrote| {
+        let over = mark();
+        table.hold(&[0]);
+        table.used(&[0], &over, wrote);
+        table.are_over(&[over]);
+    };
+    let end = |table: &mut Table, out: Arc<Mark>, prints: Prints| {
+        table.are_over(&[out]);
+        for answered in table.take_answered() {
+            table.told(answered, Arc::clone(&prints));
+        }
+    };
+    used(&mut table, Wrote::Maybe);
+    assert!(table.prints_to_compare(0).is_none(), "it has no copy");
+    let out = mark();
+    table.copying_out(0, Arc::clone(&out), Some(2));
+    assert_eq!(table.free_question(3), Some(0));
+    end(&mut table, out, one(1));
+    assert!(table.chunks[0].is_clean());
+    for (prints, is_clean) in [(one(1), true), (one(2), false)] {
+        used(&mut table, Wrote::Maybe);
+        used(&mut table, Wrote::No);
+        assert!(!table.chunks[0].is_clean() && table.prints_to_compare(0).is_some());
+        let asked = mark();
+        table.asking(0, Arc::clone(&asked), 0);
+        assert!(!table.chunks[0].is_idle(), "a question is under way");
+        end(&mut table, asked, prints);
+        assert_eq!(table.chunks[0].is_clean(), is_clean);
+    }
+    assert!(table.prints_to_compare(0).is_none(), "it was written");
+    let out = mark();
+    table.copying_out(0, Arc::clone(&out), Some(0));
+    end(&mut table, out, one(2));
+    used(&mut table, Wrote::Yes);
+    used(&mut table, Wrote::Maybe);
+    assert!(table.prints_to_compare(0).is_none(), "and by somebody who says so");
 }

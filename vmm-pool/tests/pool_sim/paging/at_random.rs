@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{Driver as _, DriverCode};
 
-use super::{LIMIT, SHORT, Stage};
+use super::{In, LIMIT, SHORT, Stage, word_at};
 use crate::process::SimPool;
 use crate::stage::{CAPACITY_BYTES, DEVICE, UNIT, UNLIMITED, WHOLE, free_bytes, pause, resume};
 
@@ -59,8 +59,7 @@ fn chosen(stage: &Stage, wanted: &[usize], most: usize) -> Vec<usize> {
     spans
 }
 
-fn run(program: Vec<Step>, pauses_beside: bool, seed: Option<u64>) {
-    let mut stage = Stage::in_order(3, seed);
+fn run(program: Vec<Step>, mut stage: Stage, pauses_beside: bool) {
     let mut frames = 3;
     stage.alloc(1).expect("addresses");
     let pool = Arc::clone(stage.pool.pool());
@@ -147,6 +146,15 @@ fn run(program: Vec<Step>, pauses_beside: bool, seed: Option<u64>) {
 impl Stage {
     /// A use behind held work: it is not over when the next step begins.
     fn try_hold_use(&mut self, spans: &[usize], stream: usize) {
+        if self.is_looked {
+            let words: Vec<_> = spans.iter().map(|&span| word_at(self.start_of(span), 0)).collect();
+            let raw = self.streams[stream];
+            if let Ok(Some(touched)) = self.pager().begin_call(&words, In::Stream(raw), SHORT) {
+                self.launch(spans, stream, true).expect("launched");
+                self.pager().end_call(&touched);
+            }
+            return;
+        }
         let starts: Vec<_> = spans.iter().map(|&span| self.start_of(span)).collect();
         // They were used just now; with others' announcements they may have left all the same.
         if self.pager().acquire(&starts, self.streams[stream], SHORT).is_ok() {
@@ -167,43 +175,69 @@ proptest! {
 
     #[test]
     fn random_programs_find_every_byte(program in steps()) {
-        on_a_thread(move || run(program, false, None));
+        on_a_thread(move || run(program, Stage::new(3), false));
     }
 
     #[test]
     fn random_programs_find_every_byte_with_pauses_at_any_instant(program in steps()) {
-        on_a_thread(move || run(program, true, None));
+        on_a_thread(move || run(program, Stage::new(3), true));
+    }
+
+    #[test]
+    fn random_calls_find_every_byte(program in steps()) {
+        on_a_thread(move || run(program, Stage::looked(3), false));
+    }
+
+    #[test]
+    fn random_calls_find_every_byte_with_pauses_at_any_instant(program in steps()) {
+        on_a_thread(move || run(program, Stage::looked(3), true));
     }
 
     #[test]
     fn random_programs_find_every_byte_in_whatever_order_streams_come(
         (program, pauses, seed) in (steps(), any::<bool>(), any::<u64>())
     ) {
-        on_a_thread(move || run(program, pauses, Some(seed)));
+        on_a_thread(move || run(program, Stage::in_order(3, Some(seed)), pauses));
+    }
+
+    #[test]
+    fn random_calls_find_every_byte_in_whatever_order_streams_come(
+        (program, pauses, seed) in (steps(), any::<bool>(), any::<u64>())
+    ) {
+        on_a_thread(move || run(program, Stage::in_order(3, Some(seed)).seen(), pauses));
     }
 }
 
 /// Every kind of call fails once, at each place where it is made: the use that meets it is told or not, the next works.
 #[test]
 fn any_call_may_fail_once() {
+    fail_each(|| Stage::new(2), 1);
+}
+
+#[test]
+fn any_call_may_fail_once_where_uses_are_seen_at_launches() {
+    // There are three times as many.
+    fail_each(|| Stage::looked(2), 3);
+}
+
+fn fail_each(stage: fn() -> Stage, every: u64) {
     let (tell, told) = std::sync::mpsc::channel();
     let mut at = 1;
     loop {
         let tell = tell.clone();
         on_a_thread(move || {
-            let _told = tell.send(fail_at(at));
+            let _told = tell.send(fail_at(at, stage()));
         });
         if told.recv().expect("an answer") == 0 {
             break;
         }
-        at += 1;
+        at += every;
     }
     assert!(at > 100, "{at} calls");
 }
 
 /// Has the call of this number fail. How many did.
-fn fail_at(at: u64) -> u64 {
-    let mut stage = Stage::new(2);
+fn fail_at(at: u64, mut stage: Stage) -> u64 {
     for _ in 0..3 {
         stage.alloc(1).expect("addresses");
     }

@@ -1,0 +1,143 @@
+//! The order in which calls use chunks. What followed before follows again: a training step is like the one before it.
+//!
+//! All uses are kept, up to a number. A cursor stands behind that place in them whose uses before it are most like the last
+//! ones. As long as the next use is what stands there, it moves on; else another place is found. Nothing depends on
+//! what is foretold but when chunks come, and which leave first.
+
+/// Uses that are kept at least; twice as many at most.
+const KEPT: usize = 1 << 14;
+/// How many uses before a place are compared.
+const COMPARED: usize = 48;
+
+/// See the head of this module.
+#[derive(Debug, Default)]
+pub(super) struct Order {
+    uses: Vec<usize>,
+    /// Where the next use stands, if it is as before.
+    cursor: Option<usize>,
+}
+
+impl Order {
+    /// A call uses this chunk. False if that was not foretold.
+    pub(super) fn used(&mut self, id: usize) -> bool {
+        if self.uses.last() == Some(&id) {
+            return true;
+        }
+        if self.uses.len() >= 2 * KEPT {
+            self.uses.drain(..KEPT);
+            self.cursor = self.cursor.and_then(|at| at.checked_sub(KEPT));
+        }
+        self.uses.push(id);
+        let as_foretold = self.cursor.filter(|&at| self.uses[at] == id);
+        self.cursor = as_foretold.map(|at| at + 1).or_else(|| self.place());
+        as_foretold.is_some()
+    }
+
+    /// The last use of all.
+    pub(super) fn last(&self) -> Option<usize> {
+        self.uses.last().copied()
+    }
+
+    /// Behind the place that is most like the end, the last of those.
+    fn place(&self) -> Option<usize> {
+        let now = self.uses.len();
+        let (last, before) = self.uses.split_last()?;
+        let places = before.iter().enumerate().filter(|(_, id)| *id == last);
+        let likeness = |at: usize| {
+            let one = self.uses[..at].iter().rev();
+            one.zip(self.uses[..now - 1].iter().rev())
+                .take(COMPARED)
+                .take_while(|(a, b)| a == b)
+                .count()
+        };
+        places.map(|(at, _)| at + 1).max_by_key(|at| likeness(at - 1))
+    }
+
+    /// How many uses there are before the next one of each of so many chunks. What is not foretold has the largest number.
+    pub(super) fn next_uses(&self, chunks: usize) -> Vec<usize> {
+        let mut next = vec![usize::MAX; chunks];
+        let ahead = self.cursor.and_then(|at| self.uses.get(at..)).unwrap_or_default();
+        for (distance, &id) in ahead.iter().enumerate() {
+            if let Some(known) = next.get_mut(id).filter(|known| **known == usize::MAX) {
+                *known = distance;
+            }
+        }
+        next
+    }
+
+    /// The chunks that are used next, up to so many.
+    pub(super) fn ahead(&self, count: usize) -> Vec<usize> {
+        let ahead = self.cursor.and_then(|at| self.uses.get(at..)).unwrap_or_default();
+        let mut found = Vec::new();
+        for &id in ahead {
+            if found.len() == count {
+                break;
+            }
+            if !found.contains(&id) {
+                found.push(id);
+            }
+        }
+        found
+    }
+
+    /// These are others' from now on.
+    pub(super) fn forget(&mut self, ids: &[usize]) {
+        self.uses.retain(|id| !ids.contains(id));
+        self.cursor = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Blocks forward, and then backward with their forward pass once more, as with checkpoints.
+    fn step(blocks: usize) -> Vec<usize> {
+        let of = |block: usize| block * 3..block * 3 + 3;
+        let forward = (0..blocks).flat_map(of);
+        let backward = (0..blocks).rev().flat_map(move |block| of(block).chain(of(block).rev()));
+        forward.chain(backward).collect()
+    }
+
+    #[test]
+    fn a_step_is_foretold_from_the_one_before() {
+        let mut order = Order::default();
+        let step = step(6);
+        for &id in &step {
+            order.used(id);
+        }
+        let missed = step.iter().filter(|id| !order.used(**id)).count();
+        assert!(missed <= 2, "{missed}: where the first step begins again");
+        let missed = step.iter().filter(|id| !order.used(**id)).count();
+        assert_eq!(missed, 0);
+        // The last of one step is the first of the next.
+        assert_eq!(order.ahead(4), [1, 2, 3, 4]);
+        let next = order.next_uses(20);
+        assert!(next[1] < next[2] && next[2] < next[17]);
+        assert_eq!(next[18], usize::MAX);
+    }
+
+    #[test]
+    fn another_order_is_learnt_and_nothing_is_foretold_at_first() {
+        let mut order = Order::default();
+        assert!(order.ahead(3).is_empty() && order.next_uses(1) == [usize::MAX]);
+        for id in [0, 1, 2, 3, 0, 1, 2, 3] {
+            order.used(id);
+        }
+        assert_eq!(order.ahead(2), [0, 1]);
+        assert!(!order.used(2), "1 was left out");
+        assert_eq!(order.ahead(1), [3]);
+        order.forget(&[3]);
+        assert!(order.ahead(1).is_empty());
+    }
+
+    #[test]
+    fn old_uses_are_forgotten() {
+        let mut order = Order::default();
+        for index in 0..5 * KEPT {
+            order.used(index % 7);
+        }
+        assert!(order.uses.len() <= 2 * KEPT);
+        assert_eq!(order.ahead(2).len(), 2);
+    }
+}

@@ -1,0 +1,53 @@
+//! What the pager does next.
+
+use super::super::table::Table;
+use super::super::uses::SLOTS;
+use super::{COPIES_OUT_MAX, Job, LOOK_LATER, LOOK_SELDOM, LOOK_SOON};
+
+/// What is to be done next.
+pub(super) fn choose(table: &mut Table) -> Job {
+    if table.broken.is_some() {
+        return if table.is_ending { Job::End } else { Job::Wait(LOOK_SELDOM) };
+    }
+    if table.is_ending && table.resident() == 0 {
+        return Job::End;
+    }
+    if let Some((full, slot)) = table.full() {
+        return Job::Land(full, slot);
+    }
+    if let Some(surplus) = table.surplus() {
+        let is_clean = table.chunks[surplus].is_clean();
+        return if is_clean { Job::Shrink(surplus) } else { Job::Clean(surplus) };
+    }
+    let has_room = table.copies_out() < COPIES_OUT_MAX;
+    let wanted = table.next_wanted();
+    let can_come = !table.is_looked || table.free_slot(SLOTS).is_some();
+    if let Some(newcomer) = wanted.filter(|_| can_come) {
+        let victims = table.victims(newcomer);
+        if victims.is_empty() && table.chunks[newcomer].holders > 0 {
+            // Without another frame who waits waits for ever: what refuses one is told.
+            table.given = None;
+        }
+        if table.resident() < table.frames_now() {
+            return Job::Bring { newcomer, victim: None };
+        }
+        let mut idle = victims.into_iter().filter(|&id| table.chunks[id].is_idle());
+        let first = idle.next();
+        let ready = first.into_iter().chain(idle).find(|&id| table.chunks[id].is_clean());
+        if ready.is_some() {
+            return Job::Bring { newcomer, victim: ready };
+        }
+        if let Some(first) = first.filter(|_| has_room) {
+            return Job::Clean(first);
+        }
+    }
+    if let Some(dirty) = table.to_clean().filter(|_| has_room) {
+        return Job::Clean(dirty);
+    }
+    let is_busy = !table.marks().is_empty();
+    Job::Wait(match (is_busy, wanted) {
+        (true, Some(_)) => LOOK_SOON,
+        (true, None) => LOOK_LATER,
+        (false, _) => LOOK_SELDOM,
+    })
+}

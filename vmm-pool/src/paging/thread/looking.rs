@@ -1,0 +1,105 @@
+//! In a window where uses are seen at launches: chunks that are full are mapped, and devices say what was written.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use super::super::prints::{QUESTIONS, Questions};
+use super::{Worker, remove};
+use crate::driver::Driver;
+use crate::error::PoolError;
+use crate::transition::StillChunk;
+
+impl<D: Driver> Worker<'_, D> {
+    /// No copy is under way, but for a device that has failed.
+    pub(super) fn end_questions(&self) {
+        let is_broken = self.shared.table().broken.is_some();
+        let questions = self.questions.get().and_then(RefCell::take);
+        if let Some(questions) = questions.filter(|_| is_broken) {
+            questions.keep_for_good();
+        }
+    }
+
+    /// Tells the table what devices have answered.
+    pub(super) fn hear(&self) {
+        let answered = self.shared.table().take_answered();
+        for each in answered {
+            let mut questions = self.questions.get().map(RefCell::borrow_mut);
+            let questions = questions.as_mut().and_then(|questions| questions.as_mut());
+            if let Some(prints) = questions.map(|all| all.answer(each.question)) {
+                self.shared.table().told(each, prints);
+            }
+        }
+    }
+
+    /// Has the device take the fingerprints of a chunk that is claimed. The number of the question.
+    pub(super) fn ask(&self, chunk: usize) -> Option<usize> {
+        let number = {
+            let table = self.shared.table();
+            table.free_question(QUESTIONS).filter(|_| table.is_looked)?
+        };
+        let make = || {
+            let made = Questions::new(&self.shared.pool.driver, self.shared.device);
+            RefCell::new(made.inspect_err(Self::not_asked).ok())
+        };
+        let mut questions = self.questions.get_or_init(make).borrow_mut();
+        let range = self.shared.range_of(chunk);
+        let asked = questions.as_mut()?.ask(number, range, self.streams.out);
+        if let Err(error) = asked {
+            Self::not_asked(&error);
+            // Others may be under way.
+            if let Some(questions) = questions.take() {
+                questions.keep_for_good();
+            }
+            return None;
+        }
+        Some(number)
+    }
+
+    pub(super) fn not_asked(error: &PoolError) {
+        tracing::warn!(%error, "paged memory is copied out whenever it was used");
+    }
+
+    /// Does its place have what the pager has written there, and nobody else?
+    pub(super) fn is_place_as_seen(&self, chunk: usize) -> bool {
+        let address = self.shared.range_of(chunk).start;
+        let sights = self.sights.borrow();
+        let seen = sights.get(&chunk);
+        seen.is_some_and(|seen| *seen == self.shared.pool.who_knows(address))
+    }
+
+    pub(super) fn see(&self, chunk: usize) {
+        let now = self.shared.pool.who_knows(self.shared.range_of(chunk).start);
+        self.sights.borrow_mut().insert(chunk, now);
+    }
+
+    /// Maps a chunk where everybody finds it, which is full at these addresses for copies.
+    pub(super) fn land(&self, id: usize, slot: usize) {
+        let entered = self.shared.pool.enter();
+        let row = self.shared.table().chunks[id].row;
+        let still = row.and_then(|row| StillChunk::away(&entered, row));
+        let (Some(still), Some(aside)) = (still, self.shared.range_aside(slot)) else {
+            self.shared.table().stuck(id, Arc::new(PoolError::NotOurs.into()));
+            return;
+        };
+        if let Err(error) = still.leave_aside(aside) {
+            self.shared.table().stuck(id, Arc::new(error.into()));
+            return;
+        }
+        self.shared.table().left_aside(id);
+        match still.land() {
+            Ok(()) => {
+                still.came();
+                self.see(id);
+                self.shared.table().came(id, None, false);
+            }
+            Err(error) => {
+                still.did_not_come();
+                self.shared.table().failed(id, Arc::new(error.into()));
+            }
+        }
+        let freed = self.shared.table().take_freed(id);
+        if let Some(row) = freed {
+            remove(self.shared, id, row);
+        }
+    }
+}

@@ -1,0 +1,523 @@
+//! Uses that nobody announced: calls to the driver that name memory of a window.
+//!
+//! The code that is about to hand work to a stream shows the addresses that it names. Each stands for the span that it
+//! lies in: a tensor, for example. The caller waits until all chunks of these spans are on the device, and they stay until the
+//! stream has done that work.
+//!
+//! An event behind each call would cost more than the look. So a stream has a list of the chunks that its calls use, all
+//! held, and one event behind many calls ends their use. A list ends when it is long, when it has served many calls, and when somebody waits
+//! for a frame. Any thread may end it, but not between a call's look and its launch.
+//!
+//! What is recorded into a graph is used whenever the graph is launched: its chunks stay for good.
+//!
+//! Lock order: the lock of `Calls` is a leaf, and never held across a driver call.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::order::Order;
+use super::table::{Mark, Table, Wrote};
+use super::{PageError, PageResult, Pager, Shared};
+use crate::driver::{DeviceAddress, Driver, RawStream, VaRange};
+use crate::error::Describe;
+use crate::gate::Passage;
+
+/// Addresses for copies: how many chunks may be on their way to the device simultaneously.
+pub(super) const SLOTS: usize = 4;
+/// Calls that one event stands behind at most.
+const CALLS_MAX: u32 = 64;
+/// Chunks that are announced ahead of their use. Two blocks of a model hide the copies; more would take frames from those in use.
+const AHEAD: usize = 8;
+/// Chunks that the list of a stream has at most, unless one call needs more.
+const LISTED_MAX: usize = 8;
+
+/// Where the work of a call goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum In {
+    /// A stream that any thread can name.
+    Stream(RawStream),
+    /// The default stream of the calling thread alone.
+    OwnStream(RawStream),
+    /// A graph that is being captured.
+    Graph,
+}
+
+/// Chunks that a call uses, held for it until [`Pager::end_call`].
+#[derive(Debug)]
+#[must_use = "a use that does not end keeps memory on its device"]
+pub struct Touched {
+    stream: In,
+    /// Those that no list has.
+    chunks: Vec<usize>,
+}
+
+/// What the calls on one stream use, with no event behind them yet.
+#[derive(Debug)]
+struct Listed {
+    stream: RawStream,
+    chunks: Vec<usize>,
+    /// Calls that have looked and not launched yet.
+    pending: u32,
+    calls: u32,
+    /// Somebody waits for it to end.
+    is_wanted: bool,
+}
+
+/// See the head of this module.
+#[derive(Debug, Default)]
+pub(super) struct Calls {
+    /// First and last byte of each span, by offset in the window.
+    spans: BTreeMap<u64, u64>,
+    listed: Vec<Listed>,
+    /// Chunks that graphs use.
+    captured: Vec<usize>,
+    order: Order,
+    /// Changes of the chunk in use since the last announcement.
+    changes: usize,
+    aside: Option<VaRange>,
+    chunk_bytes: u64,
+    count: u64,
+    waited: Duration,
+}
+
+impl Calls {
+    /// A span was given out.
+    pub(super) fn add(&mut self, start: u64, size_bytes: u64) {
+        if self.aside.is_some() {
+            self.spans.insert(start, start + size_bytes - 1);
+        }
+    }
+
+    /// The span that begins here is gone.
+    pub(super) fn remove(&mut self, start: u64) {
+        if let Some(last) = self.spans.remove(&start) {
+            let alone: Vec<_> = self.ids(start, last).collect();
+            let others = self.chunks_of(alone.iter().map(|&id| {
+                let first = id as u64 * self.chunk_bytes;
+                (first, first + self.chunk_bytes - 1)
+            }));
+            let is_gone = |id: &usize| alone.contains(id) && !others.contains(id);
+            self.captured.retain(|id| !is_gone(id));
+            let gone: Vec<_> = alone.iter().copied().filter(is_gone).collect();
+            self.order.forget(&gone);
+        }
+    }
+
+    fn ids(&self, first: u64, last: u64) -> impl Iterator<Item = usize> + use<> {
+        let chunks = first / self.chunk_bytes..=last / self.chunk_bytes;
+        chunks.filter_map(|id| usize::try_from(id).ok())
+    }
+
+    pub(super) fn counts(&self) -> (u64, Duration) {
+        (self.count, self.waited)
+    }
+
+    /// The chunks of all spans that these ranges, by offset in the window, meet.
+    fn chunks_of(&self, touched: impl Iterator<Item = (u64, u64)>) -> Vec<usize> {
+        let mut ids = Vec::new();
+        for (start, last) in touched {
+            let before = self.spans.range(..start).next_back();
+            let met = before.into_iter().filter(|(_, end)| **end >= start);
+            for (first, last) in met.chain(self.spans.range(start..=last)) {
+                ids.extend(self.ids(*first, *last));
+            }
+        }
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+
+    /// Notes the order. Is an announcement due, and was the order another than before?
+    fn note(&mut self, ids: &[usize]) -> (bool, bool) {
+        let mut is_as_foretold = true;
+        for &id in ids {
+            if self.order.last() != Some(id) {
+                is_as_foretold &= self.order.used(id);
+                self.changes += 1;
+            }
+        }
+        (self.changes >= AHEAD / 2, !is_as_foretold)
+    }
+
+    /// Enters a call that uses these, if they are held for its stream already.
+    fn is_listed(&mut self, ids: &[usize], stream: RawStream) -> bool {
+        let mut of_stream = self.listed.iter_mut();
+        let listed = of_stream.find(|listed| listed.stream == stream && !listed.is_wanted);
+        let is_held = |id: &usize, listed: Option<&Listed>| {
+            self.captured.contains(id) || listed.is_some_and(|listed| listed.chunks.contains(id))
+        };
+        let is_so = ids.iter().all(|id| is_held(id, listed.as_deref()));
+        if let Some(listed) = listed.filter(|_| is_so) {
+            listed.pending += 1;
+            return true;
+        }
+        false
+    }
+
+    /// Enters a call that uses these, which are held for it. Those that were held for its stream already come back.
+    fn list(&mut self, ids: &[usize], stream: RawStream) -> Vec<usize> {
+        let place = self.listed.iter().position(|listed| listed.stream == stream);
+        let place = place.unwrap_or_else(|| {
+            let chunks = Vec::new();
+            self.listed.push(Listed { stream, chunks, pending: 0, calls: 0, is_wanted: false });
+            self.listed.len() - 1
+        });
+        let listed = &mut self.listed[place];
+        listed.pending += 1;
+        let (twice, new): (Vec<_>, Vec<_>) =
+            ids.iter().copied().partition(|id| listed.chunks.contains(id));
+        listed.chunks.extend(new);
+        twice
+    }
+
+    /// The list of a stream, if no call is between its look and its launch. Otherwise the last of these ends it.
+    fn take(&mut self, chosen: impl Fn(&Listed) -> bool) -> Vec<Listed> {
+        for listed in self.listed.iter_mut().filter(|listed| chosen(listed)) {
+            listed.is_wanted = true;
+        }
+        self.listed.extract_if(.., |listed| listed.is_wanted && listed.pending == 0).collect()
+    }
+}
+
+impl<D: Driver> Shared<D> {
+    pub(super) fn calls(&self) -> MutexGuard<'_, Calls> {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// All addresses for copies, in a window where uses are looked for.
+    pub(super) fn aside(&self) -> Option<VaRange> {
+        self.calls().aside
+    }
+
+    /// Those of one number.
+    pub(super) fn range_aside(&self, slot: usize) -> Option<VaRange> {
+        let start = self.aside()?.start.0 + slot as u64 * self.chunk_bytes;
+        Some(VaRange::new(DeviceAddress(start), self.chunk_bytes))
+    }
+
+    /// Ends the uses of all streams, as far as their calls are launched.
+    pub(super) fn end_calls(&self) {
+        self.end(|_| true);
+    }
+
+    fn end(&self, chosen: impl Fn(&Listed) -> bool) {
+        let taken = self.calls().take(chosen);
+        for listed in taken {
+            self.end_uses(listed.stream, &listed.chunks);
+        }
+    }
+
+    fn end_uses(&self, stream: RawStream, chunks: &[usize]) {
+        let _pass = self.pool.gate().pass_for("the end of uses of paged memory", Passage::Use);
+        let marked = self.mark().and_then(|mark| {
+            let recorded = self.pool.driver.event_record(mark.event, stream);
+            recorded.about(
+                || "the end of a use of paged memory".to_owned(),
+                0,
+                Some(self.device),
+            )?;
+            Ok(mark)
+        });
+        match marked {
+            Ok(mark) => self.table().used(chunks, &mark, Wrote::Maybe),
+            // Nobody can know when that is over.
+            Err(error) => {
+                tracing::error!(%error, "paged memory stays on its device");
+                let mut table = self.table();
+                for &id in chunks {
+                    table.stays(id, Some("the driver does not say when its use is over"));
+                }
+            }
+        }
+        self.changed.notify_all();
+    }
+}
+
+impl<D: Driver> Pager<D> {
+    /// All addresses of the window.
+    pub fn window(&self) -> VaRange {
+        self.shared.window
+    }
+
+    /// From now on uses are shown by [`Pager::begin_call`], and a chunk is mapped when it is full. Before anything is given
+    /// out.
+    ///
+    /// # Errors
+    /// [`PageError::Pool`] when the driver gives no addresses.
+    ///
+    /// # Driver calls
+    /// `cuMemAddressReserve`.
+    pub fn look_for_uses(&self) -> PageResult<()> {
+        let (shared, count) = (&self.shared, SLOTS as u64);
+        let size_bytes = count * shared.chunk_bytes;
+        let reserved = shared.pool.driver.address_reserve(size_bytes, 0, DeviceAddress(0));
+        let about = || "addresses for copies of paged memory".to_owned();
+        let start = reserved.about(about, size_bytes, Some(shared.device))?;
+        {
+            let mut calls = shared.calls();
+            calls.aside = Some(VaRange::new(start, size_bytes));
+            calls.chunk_bytes = shared.chunk_bytes;
+        }
+        shared.table().is_looked = true;
+        Ok(())
+    }
+
+    /// A call is about to give work to `stream` that names these addresses. Waits until all that it uses is on the
+    /// device, for at most `limit` of the time that the process is not paused. `None` if none of it is paged. The caller is not inside
+    /// the gate, and a context of the device is current. *Blocks.*
+    ///
+    /// # Errors
+    /// [`PageError::TooFewFrames`] immediately; [`PageError::Late`]; what the driver or the budget refused. Nothing is held.
+    ///
+    /// # Driver calls
+    /// `cuStreamWaitEvent`, `cuEventRecord`.
+    pub fn begin_call(
+        &self,
+        touched: &[VaRange],
+        stream: In,
+        limit: Duration,
+    ) -> PageResult<Option<Touched>> {
+        let shared = &self.shared;
+        let ids = {
+            let mut calls = shared.calls();
+            let offsets = touched.iter().filter_map(|range| {
+                let last = range.size_bytes.checked_sub(1)?.checked_add(range.start.0)?;
+                let window = shared.window.start.0;
+                Some((range.start.0.saturating_sub(window), last.checked_sub(window)?))
+            });
+            let ids = calls.chunks_of(offsets);
+            if ids.is_empty() {
+                return Ok(None);
+            }
+            calls.count += 1;
+            let (is_due, is_new) = calls.note(&ids);
+            if let In::Stream(raw) = stream
+                && calls.is_listed(&ids, raw)
+            {
+                drop(calls);
+                if is_due {
+                    self.foretell(is_new);
+                }
+                return Ok(Some(Touched { stream, chunks: Vec::new() }));
+            }
+            drop(calls);
+            self.foretell(is_new);
+            ids
+        };
+        let chunks = match stream {
+            In::Stream(raw) => {
+                self.bring_for(&ids, raw, limit)?;
+                let twice = shared.calls().list(&ids, raw);
+                if !twice.is_empty() {
+                    self.let_go(&twice);
+                }
+                Vec::new()
+            }
+            In::OwnStream(raw) => {
+                self.bring_for(&ids, raw, limit)?;
+                ids
+            }
+            In::Graph => {
+                self.keep(&ids, limit)?;
+                Vec::new()
+            }
+        };
+        Ok(Some(Touched { stream, chunks }))
+    }
+
+    /// The call has given its work to the driver, or will not.
+    ///
+    /// # Driver calls
+    /// `cuEventRecord`, seldom.
+    pub fn end_call(&self, touched: &Touched) {
+        let raw = match touched.stream {
+            In::Stream(raw) => raw,
+            // No other thread can name it.
+            In::OwnStream(raw) => return self.shared.end_uses(raw, &touched.chunks),
+            In::Graph => return,
+        };
+        let ended = {
+            let mut calls = self.shared.calls();
+            let mut of_stream = calls.listed.iter_mut();
+            let Some(listed) = of_stream.find(|listed| listed.stream == raw) else { return };
+            listed.pending = listed.pending.saturating_sub(1);
+            listed.calls += 1;
+            let is_long = listed.calls >= CALLS_MAX || listed.chunks.len() > LISTED_MAX;
+            let ends = is_long || listed.is_wanted;
+            if ends { calls.take(|listed| listed.stream == raw) } else { Vec::new() }
+        };
+        for listed in ended {
+            self.shared.end_uses(listed.stream, &listed.chunks);
+        }
+    }
+
+    /// `stream` is about to end, or to become another thread's.
+    pub fn stream_ends(&self, stream: RawStream) {
+        self.shared.end(|listed| listed.stream == stream);
+    }
+
+    /// Announces what is used next, as far as it was like that before.
+    fn foretell(&self, is_new: bool) {
+        let shared = &self.shared;
+        let (ahead, next_uses) = {
+            let mut calls = shared.calls();
+            calls.changes = 0;
+            let chunks =
+                calls.spans.last_key_value().map_or(0, |(_, last)| last / calls.chunk_bytes + 1);
+            let chunks = usize::try_from(chunks).unwrap_or(0);
+            (calls.order.ahead(AHEAD), calls.order.next_uses(chunks))
+        };
+        let mut table = shared.table();
+        if is_new {
+            table.forget_promises();
+        }
+        table.next_uses = next_uses;
+        let most = table.frames / 3;
+        let away: Vec<_> =
+            ahead.into_iter().take(most).filter(|id| !table.are_here(&[*id])).collect();
+        if !away.is_empty() {
+            table.announce(&away);
+            drop(table);
+            shared.changed.notify_all();
+        }
+    }
+
+    fn bring_for(&self, ids: &[usize], stream: RawStream, limit: Duration) -> PageResult<()> {
+        let shared = &self.shared;
+        let here = {
+            let mut table = shared.table();
+            table.hold_if_here(ids).then(|| table.awaited_by(ids))
+        };
+        let awaited = match here {
+            Some(awaited) => awaited,
+            None => self.wait_for_call(ids, limit)?,
+        };
+        let ordered = {
+            let _pass = shared.pool.gate().pass_for("a use of paged memory", Passage::Use);
+            self.order(&awaited, stream)
+        };
+        if let Err(error) = ordered {
+            self.let_go(ids);
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// Has `stream` wait for these.
+    pub(super) fn order(&self, awaited: &[Arc<Mark>], stream: RawStream) -> PageResult<()> {
+        for mark in awaited {
+            let ordered = self.shared.pool.driver.stream_wait_event(stream, mark.event);
+            let about = || "a stream that uses paged memory".to_owned();
+            ordered.about(about, 0, Some(self.shared.device))?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn let_go(&self, ids: &[usize]) {
+        self.shared.table().let_go(ids);
+        self.shared.changed.notify_all();
+    }
+
+    /// Waits until these are on the device, and keeps them there. What a stream that uses them must wait for. An error leaves
+    /// nothing held.
+    pub(super) fn hold(
+        &self,
+        ids: &[usize],
+        limit: Duration,
+        what: impl Fn(&Table) -> String,
+    ) -> PageResult<Vec<Arc<Mark>>> {
+        let shared = &self.shared;
+        let (each, needed_bytes) = (distinct(ids), self.bytes_of(ids));
+        let mut is_held = false;
+        let mut before = Vec::new();
+        let here = shared.wait_for(limit, what, |table| {
+            if !is_held {
+                let frames = table.frames;
+                if each.len() > frames {
+                    let frames_bytes = frames as u64 * shared.chunk_bytes;
+                    return Some(Err(PageError::TooFewFrames { needed_bytes, frames_bytes }));
+                }
+                if !table.fits(&each) {
+                    return None;
+                }
+                before = ids.iter().map(|&id| table.chunks[id].failures()).collect();
+                table.hold(ids);
+                is_held = true;
+                shared.changed.notify_all();
+            }
+            let mut failed = ids.iter().zip(&before);
+            let failed = failed.find_map(|(&id, &before)| table.failure_since(id, before));
+            if let Some(error) = failed {
+                return Some(Err(PageError::Shared(error)));
+            }
+            if !table.are_here(ids) {
+                return None;
+            }
+            Some(Ok(table.awaited_by(ids)))
+        });
+        if here.is_err() && is_held {
+            self.let_go(ids);
+        }
+        here
+    }
+
+    /// All of these chunks, each counted once.
+    pub(super) fn bytes_of(&self, ids: &[usize]) -> u64 {
+        distinct(ids).len() as u64 * self.shared.chunk_bytes
+    }
+
+    fn wait_for_call(&self, ids: &[usize], limit: Duration) -> PageResult<Vec<Arc<Mark>>> {
+        let shared = &self.shared;
+        // Who waits keeps nothing that others wait for.
+        shared.end_calls();
+        let began = Instant::now();
+        let what = |table: &Table| {
+            let first = ids.first().map_or(0, |id| shared.range_of(*id).start.0);
+            let away = ids.iter().filter(|id| !table.are_here(&[**id])).count();
+            format!(
+                "{away} of {} chunks from {first:#x} on to be on {} for a call that uses them ({} of {} frames are \
+                 taken, {} chunks are in use)",
+                ids.len(),
+                shared.device,
+                table.resident(),
+                table.frames_now(),
+                table.held()
+            )
+        };
+        let held = self.hold(ids, limit, what);
+        shared.calls().waited += began.elapsed();
+        held
+    }
+
+    /// Keeps these on the device for good. The host waits for copies of them: a stream under capture would record a wait.
+    fn keep(&self, ids: &[usize], limit: Duration) -> PageResult<()> {
+        let shared = &self.shared;
+        let new: Vec<_> = {
+            let calls = shared.calls();
+            ids.iter().copied().filter(|id| !calls.captured.contains(id)).collect()
+        };
+        if new.is_empty() {
+            return Ok(());
+        }
+        let awaited = self.wait_for_call(&new, limit)?;
+        for mark in awaited {
+            let waited = shared.pool.driver.event_synchronize(mark.event);
+            let about = || "a copy of memory that a graph uses".to_owned();
+            if let Err(error) = waited.about(about, 0, Some(shared.device)) {
+                self.let_go(&new);
+                return Err(error.into());
+            }
+        }
+        shared.calls().captured.extend(new);
+        Ok(())
+    }
+}
+
+/// Each of these once.
+fn distinct(ids: &[usize]) -> Vec<usize> {
+    let mut each = ids.to_vec();
+    each.sort_unstable();
+    each.dedup();
+    each
+}

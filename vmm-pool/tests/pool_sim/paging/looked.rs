@@ -1,0 +1,155 @@
+//! Uses that nobody announces, and that are seen at launches.
+
+use std::sync::Arc;
+
+use vmm_pool::driver::VaRange;
+use vmm_pool::driver::sim::Touch;
+use vmm_pool::paging::{In, PageError};
+
+use super::{LIMIT, SHORT, Stage, word_at};
+use crate::stage::{DEVICE, UNIT, pause, resume};
+
+#[test]
+fn calls_that_use_the_same_take_one_event() {
+    let mut stage = Stage::looked(2);
+    stage.alloc(1).expect("addresses");
+    for _ in 0..40 {
+        stage.try_use(&[0], 0, true).expect("a use");
+    }
+    stage.check();
+    let report = stage.pager().report();
+    assert_eq!((report.calls, report.hits + report.misses), (40, 1), "{report:?}");
+    stage.end();
+}
+
+#[test]
+fn a_call_uses_the_whole_span_that_it_names_an_address_of() {
+    let mut stage = Stage::looked(3);
+    let stream = In::Stream(stage.streams[0]);
+    // The second reaches from the first chunk into the third.
+    for size_bytes in [UNIT / 2, 2 * UNIT, UNIT / 2, UNIT] {
+        stage.alloc_bytes(size_bytes).expect("addresses");
+    }
+    let begin = |words: &[VaRange]| stage.pager().begin_call(words, stream, LIMIT);
+    let here = |words: &[VaRange], chunks: u64| {
+        let touched = begin(words).expect("here").expect("paged");
+        stage.pager().end_call(&touched);
+        assert_eq!(stage.pager().report().resident_bytes, chunks * UNIT);
+    };
+    let [first, second, fourth] = [0, 1, 3].map(|span| word_at(stage.start_of(span), 8));
+    here(&[first], 1);
+    here(&[second], 3);
+    let behind = word_at(stage.start_of(3), UNIT);
+    assert!(begin(&[behind]).expect("nothing").is_none());
+    let error = begin(&[first, second, fourth]).expect_err("four of three");
+    assert!(matches!(error, PageError::TooFewFrames { .. }), "{error}");
+    stage.end();
+}
+
+#[test]
+fn a_call_that_waits_for_a_frame_ends_uses_of_other_streams() {
+    let mut stage = Stage::looked(1);
+    stage.alloc(1).expect("addresses");
+    stage.alloc(1).expect("addresses");
+    for round in 0..6 {
+        stage.try_use(&[round % 2], round % 2, true).expect("the other stream has ended its use");
+    }
+    stage.check();
+    stage.end();
+}
+
+#[test]
+fn a_frame_whose_call_is_not_launched_yet_stays_and_who_waits_is_told_for_what() {
+    let mut stage = Stage::looked(1);
+    stage.alloc(1).expect("addresses");
+    stage.alloc(1).expect("addresses");
+    let (first, second) = (word_at(stage.start_of(0), 0), word_at(stage.start_of(1), 0));
+    let streams = stage.streams.map(In::Stream);
+    let looked = stage.pager().begin_call(&[first], streams[0], LIMIT).expect("here");
+    let error = stage.pager().begin_call(&[second], streams[1], SHORT).expect_err("not launched");
+    let text = error.to_string();
+    assert!(text.contains(&format!("1 of 1 chunks from {:#x}", stage.start_of(1).0)), "{text}");
+    assert!(text.contains("1 of 1 frames are taken, 1 chunks are in use"), "{text}");
+    stage.pager().end_call(&looked.expect("paged"));
+    stage.try_use(&[1], 1, true).expect("now it is launched");
+    stage.end();
+}
+
+#[test]
+fn what_is_not_full_yet_is_not_mapped() {
+    let mut stage = Stage::looked(1);
+    stage.alloc(1).expect("addresses");
+    stage.alloc(1).expect("addresses");
+    stage.use_all(true);
+    stage.check();
+    stage.pager().flush(LIMIT).expect("copied");
+    let driver = Arc::clone(stage.pool.driver());
+    for round in 0..30 {
+        let super::Place { range, holds } = stage.spans[round % 2][0];
+        stage.pager().announce(&[range.start]).expect("announced");
+        while driver.core().mapping_at(range.start).is_none() {
+            std::thread::yield_now();
+        }
+        let wanted = super::bytes_of(holds, UNIT);
+        let last = wanted.len() - 1;
+        // A use that comes here unseen finds the contents.
+        let access = driver.core().access(DEVICE, &[(range, Touch::Read)]).expect("mapped");
+        let at = usize::try_from(range.start.0).expect("small") + last;
+        let byte: *const u8 = std::ptr::with_exposed_provenance(at);
+        // SAFETY: the guard keeps the byte readable.
+        let byte = unsafe { byte.read_volatile() };
+        drop(access);
+        assert_eq!(byte, wanted[last], "round {round}");
+        stage.try_use(&[round % 2], 0, false).expect("a use");
+    }
+    stage.end();
+}
+
+#[test]
+fn what_a_graph_uses_stays() {
+    let mut stage = Stage::looked(2);
+    for _ in 0..3 {
+        stage.alloc(1).expect("addresses");
+    }
+    stage.use_all(true);
+    let word = word_at(stage.start_of(0), 0);
+    let kept = stage.pager().begin_call(&[word], In::Graph, LIMIT).expect("here");
+    stage.pager().end_call(&kept.expect("paged"));
+    for _ in 0..3 {
+        stage.try_use(&[1], 0, true).expect("through the other frame");
+        stage.try_use(&[2], 0, true).expect("through the other frame");
+    }
+    let again = stage.pager().begin_call(&[word], In::Graph, SHORT).expect("it never left");
+    stage.pager().end_call(&again.expect("paged"));
+    let start = stage.start_of(0);
+    stage.pager().free(start).expect("freed");
+    stage.spans.remove(0);
+    stage.end();
+}
+
+#[test]
+fn what_calls_left_as_it_was_is_not_copied_out_again() {
+    let mut stage = Stage::looked(1);
+    for _ in 0..3 {
+        stage.alloc(1).expect("addresses");
+    }
+    stage.use_all(true);
+    stage.pager().flush(LIMIT).expect("copied");
+    let written = stage.pager().report();
+    assert_eq!((written.out_bytes, written.unchanged_bytes), (3 * UNIT, 0));
+    stage.use_all(false);
+    stage.use_all(false);
+    stage.pager().flush(LIMIT).expect("looked at");
+    stage.check();
+    let read = stage.pager().report();
+    assert_eq!((read.out_bytes, read.unchanged_bytes), (3 * UNIT, 6 * UNIT));
+    // A pause writes to the places too: nobody takes the fingerprints' word then.
+    stage.use_all(false);
+    pause(&stage.pool);
+    resume(&stage.pool);
+    stage.use_all(true);
+    stage.use_all(false);
+    stage.check();
+    assert!(stage.pager().report().out_bytes >= 6 * UNIT);
+    stage.end();
+}
