@@ -184,6 +184,11 @@ int sublet_unused(uint64_t token, const uint64_t *starts, const uint64_t *sizes,
 int sublet_page_open(int device, uint64_t window_bytes, uint64_t chunk_bytes, uint64_t frames_bytes, uint64_t *pager);
 /* Gives all of its memory back when the last use is over. */
 int sublet_page_close(uint64_t pager);
+/* From now on, and before anything is given out, uses are also seen where nobody announces them: each launch, copy and fill that names
+ * an address of a span waits until all of the span is on the device. Kernels' parameters are compared, also inside of structures;
+ * addresses that lie in device memory are not seen. A call that needs more than there are frames fails for want of memory.
+ * What was used in the same order before comes ahead of its use. */
+int sublet_page_look(uint64_t pager);
 /* At a multiple of 512; neighbours may share a chunk. What is there first is not defined. Takes no device memory, and no host memory
  * before it is needed: SUBLET_ERROR_OUT_OF_HOST_MEMORY when copies of all that is paged would not fit within its limits. */
 int sublet_page_alloc(uint64_t pager, uint64_t size_bytes, uint64_t *span);
@@ -194,8 +199,9 @@ int sublet_page_announce(uint64_t pager, const uint64_t *spans, size_t count);
 int sublet_page_flush(uint64_t pager, uint32_t timeout_ms);
 /* From now on at most so much is on the device. */
 int sublet_page_set_frames(uint64_t pager, uint64_t frames_bytes, uint32_t timeout_ms);
-/* JSON: "chunk_bytes", "paged_bytes", "frames_bytes", "resident_bytes", "stays_bytes", and so far "out_bytes", "in_bytes", "exchanges",
- * "hits" and "misses" (uses that found all of their memory on the device, and that did not). "chunks" has a letter for each chunk, in the
+/* JSON: "chunk_bytes", "paged_bytes", "frames_bytes", "resident_bytes", "stays_bytes", and so far "out_bytes", "in_bytes", "unchanged_bytes"
+ * (that needed no copy out), "exchanges", "hits" and "misses" (uses that found all of their memory on the device, and that did not), "calls"
+ * (that were seen) and "waited_us" (by these). "chunks" has a letter for each chunk, in the
  * order of addresses: a away, i on its way in, h on the device and the same in host memory, w on the device and written since it was copied
  * to the host, o on its way out, - of no span. */
 int64_t sublet_page_json(uint64_t pager, char *buffer, size_t size);

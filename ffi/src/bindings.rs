@@ -150,6 +150,7 @@ functions! {
         pager: *mut u64,
     ) -> ::core::ffi::c_int;
     pub fn sublet_page_close(pager: u64) -> ::core::ffi::c_int;
+    pub fn sublet_page_look(pager: u64) -> ::core::ffi::c_int;
     pub fn sublet_page_alloc(pager: u64, size_bytes: u64, span: *mut u64) -> ::core::ffi::c_int;
     pub fn sublet_page_free(pager: u64, span: u64) -> ::core::ffi::c_int;
     pub fn sublet_page_acquire(

@@ -17,11 +17,13 @@ use std::ffi::{c_int, c_uint, c_ulonglong};
 
 use sublet_cuda_driver::functions::{Function, function};
 use sublet_cuda_driver::lookup::Hook;
-use vmm_pool::driver::{DeviceAddress, VaRange};
+use vmm_pool::driver::{DeviceAddress, RawStream, VaRange};
 use vmm_pool::gate::Passage;
+use vmm_pool::paging::In;
 
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
+use crate::look::{self, Names, Seen};
 use crate::replaced::copies::{Refused, copy_in_place, is_copy, is_refused, opens_blocks};
 use crate::{replaced, runtime};
 
@@ -52,8 +54,34 @@ fn rows_bytes(pitch: usize, width: usize, rows: usize) -> usize {
     pitch.saturating_mul(rows.saturating_sub(1)).saturating_add(width)
 }
 
+/// `CUDA_MEMCPY2D`, `CUDA_MEMCPY3D` and `CUDA_MEMCPY3D_PEER`.
+const COPY_2D_BYTES: usize = 128;
+const COPY_3D_BYTES: usize = 200;
+const COPY_3D_PEER_BYTES: usize = 200;
+
+/// Has what a call names of paged memory on the device.
+fn look_at(symbol: &'static str, names: Names<'_>, stream: Pointer) -> Result<Option<Seen>, c_int> {
+    let found = look::found(names);
+    if found.is_empty() {
+        return Ok(None);
+    }
+    let value = replaced::stream_value(stream, symbol);
+    let raw = RawStream(value as u64);
+    let place = if replaced::graph::capture_of(value).is_some() {
+        In::Graph
+    } else if value == replaced::STREAM_PER_THREAD {
+        In::OwnStream(raw)
+    } else {
+        In::Stream(raw)
+    };
+    look::begin(symbol, &found, place)
+}
+
 macro_rules! waiting_function {
-    ($symbol:ident ( $($arg:ident : $ty:ty),* ) [ $($touched:expr),* ] [ $($copy:tt)* ]) => {
+    (
+        $symbol:ident ( $($arg:ident : $ty:ty),* )
+        [ $($touched:expr),* ] [ $($copy:tt)* ] [ $($look:tt)* ]
+    ) => {
         /// Waits until what it touches is there, then calls the driver.
         ///
         /// # Safety
@@ -62,9 +90,12 @@ macro_rules! waiting_function {
         pub unsafe extern "C" fn $symbol($($arg: $ty),*) -> c_int {
             macro_rules! call {
                 () => {{
+                    let seen = waiting_function!(@look $symbol [ $($look)* ]);
                     let _pass = runtime::member()
                         .map(|member| waiting_function!(@pass member, $symbol [ $($touched),* ]));
-                    call_driver!($symbol($($arg => $ty),*))
+                    let code = call_driver!($symbol($($arg => $ty),*));
+                    drop(seen);
+                    code
                 }};
             }
             const IS_COPY: bool = is_copy(stringify!($symbol));
@@ -78,6 +109,17 @@ macro_rules! waiting_function {
                 waiting_function!(@copy $symbol, code, call [ $($copy)* ]);
             }
             code
+        }
+    };
+    (@look $symbol:ident []) => { None::<Seen> };
+    (@look $symbol:ident [ $names:expr, $stream:expr ]) => {
+        if look::is_on() {
+            match look_at(stringify!($symbol), $names, $stream) {
+                Ok(seen) => seen,
+                Err(code) => return code,
+            }
+        } else {
+            None
         }
     };
     (@copy $symbol:ident, $code:ident, $call:ident []) => {};
@@ -113,14 +155,19 @@ pub(crate) use hook_row;
 macro_rules! waiting {
     ($(
         $symbol:ident $(| $per_thread:ident)? ( $($args:tt)* )
-        $(touches [ $($touched:tt)* ])? $(copies [ $($copy:tt)* ])?;
+        $(touches [ $($touched:tt)* ])? $(copies [ $($copy:tt)* ])? $(looks [ $($look:tt)* ])?;
     )*) => {
         /// Functions that wait, then call the driver.
         pub mod waits {
             use super::*;
             $(
-                waiting_function!($symbol ( $($args)* ) [ $($($touched)*)? ] [ $($($copy)*)? ]);
-                waiting!(@second $($per_thread)? ( $($args)* ) [ $($($touched)*)? ] [ $($($copy)*)? ]);
+                waiting_function!(
+                    $symbol ( $($args)* ) [ $($($touched)*)? ] [ $($($copy)*)? ] [ $($($look)*)? ]
+                );
+                waiting!(
+                    @second $($per_thread)? ( $($args)* )
+                    [ $($($touched)*)? ] [ $($($copy)*)? ] [ $($($look)*)? ]
+                );
             )*
         }
         /// Their rows.
@@ -129,9 +176,9 @@ macro_rules! waiting {
             $(hook_row!(waits::$per_thread, $per_thread),)?
         )*];
     };
-    (@second $args:tt $touched:tt $copy:tt) => {};
-    (@second $symbol:ident $args:tt $touched:tt $copy:tt) => {
-        waiting_function!($symbol $args $touched $copy);
+    (@second $args:tt $touched:tt $copy:tt $look:tt) => {};
+    (@second $symbol:ident $args:tt $touched:tt $copy:tt $look:tt) => {
+        waiting_function!($symbol $args $touched $copy $look);
     };
 }
 
@@ -141,15 +188,18 @@ waiting! {
         function: Pointer, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint,
         block_y: c_uint, block_z: c_uint, shared_bytes: c_uint, stream: Pointer,
         parameters: Pointer, extra: Pointer
-    );
+    )
+        looks [Names::Kernel { function, parameters, extra }, stream];
     cuLaunchKernelEx | cuLaunchKernelEx_ptsz (
         config: Pointer, function: Pointer, parameters: Pointer, extra: Pointer
-    );
+    )
+        looks [Names::Kernel { function, parameters, extra }, look::stream_of(config)];
     cuLaunchCooperativeKernel | cuLaunchCooperativeKernel_ptsz (
         function: Pointer, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint,
         block_y: c_uint, block_z: c_uint, shared_bytes: c_uint, stream: Pointer,
         parameters: Pointer
-    );
+    )
+        looks [Names::Kernel { function, parameters, extra: std::ptr::null_mut() }, stream];
     cuLaunch (function: Pointer);
     cuLaunchGrid (function: Pointer, width: c_int, height: c_int);
     cuLaunchGridAsync (function: Pointer, width: c_int, height: c_int, stream: Pointer);
@@ -157,91 +207,122 @@ waiting! {
     cuMemcpy | cuMemcpy_ptds (
         target: u64, source: u64, bytes: usize
     ) touches [touched(target, bytes), touched(source, bytes)]
-        copies [target source bytes];
+        copies [target source bytes]
+        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), std::ptr::null_mut()];
     cuMemcpyPeer | cuMemcpyPeer_ptds (
         target: u64, target_context: Pointer, source: u64, source_context: Pointer, bytes: usize
-    ) touches [touched(target, bytes), touched(source, bytes)];
+    ) touches [touched(target, bytes), touched(source, bytes)]
+        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), std::ptr::null_mut()];
     cuMemcpyHtoD_v2 | cuMemcpyHtoD_v2_ptds (
         target: u64, source: Pointer, bytes: usize
     ) touches [touched(target, bytes), touched(source, bytes)]
-        copies [target source bytes];
+        copies [target source bytes]
+        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), std::ptr::null_mut()];
     cuMemcpyDtoH_v2 | cuMemcpyDtoH_v2_ptds (
         target: Pointer, source: u64, bytes: usize
     ) touches [touched(target, bytes), touched(source, bytes)]
-        copies [target source bytes];
+        copies [target source bytes]
+        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), std::ptr::null_mut()];
     cuMemcpyDtoD_v2 | cuMemcpyDtoD_v2_ptds (
         target: u64, source: u64, bytes: usize
     ) touches [touched(target, bytes), touched(source, bytes)]
-        copies [target source bytes];
+        copies [target source bytes]
+        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), std::ptr::null_mut()];
     cuMemcpyDtoA_v2 | cuMemcpyDtoA_v2_ptds (
         target: Pointer, target_offset: usize, source: u64, bytes: usize
-    ) touches [touched(source, bytes)];
+    ) touches [touched(source, bytes)]
+        looks [Names::Ranges(&[touched(source, bytes)]), std::ptr::null_mut()];
     cuMemcpyAtoD_v2 | cuMemcpyAtoD_v2_ptds (
         target: u64, source: Pointer, source_offset: usize, bytes: usize
-    ) touches [touched(target, bytes)];
-    cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds (copy: Pointer);
-    cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds (copy: Pointer);
-    cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds (copy: Pointer);
-    cuMemcpy3DPeer | cuMemcpy3DPeer_ptds (copy: Pointer);
+    ) touches [touched(target, bytes)]
+        looks [Names::Ranges(&[touched(target, bytes)]), std::ptr::null_mut()];
+    cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds (copy: Pointer)
+        looks [Names::Words(copy, COPY_2D_BYTES), std::ptr::null_mut()];
+    cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds (copy: Pointer)
+        looks [Names::Words(copy, COPY_2D_BYTES), std::ptr::null_mut()];
+    cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds (copy: Pointer)
+        looks [Names::Words(copy, COPY_3D_BYTES), std::ptr::null_mut()];
+    cuMemcpy3DPeer | cuMemcpy3DPeer_ptds (copy: Pointer)
+        looks [Names::Words(copy, COPY_3D_PEER_BYTES), std::ptr::null_mut()];
     cuMemsetD8_v2 | cuMemsetD8_v2_ptds (
         target: u64, value: u8, count: usize
-    ) touches [touched(target, count)];
+    ) touches [touched(target, count)]
+        looks [Names::Ranges(&[touched(target, count)]), std::ptr::null_mut()];
     cuMemsetD16_v2 | cuMemsetD16_v2_ptds (
         target: u64, value: u16, count: usize
-    ) touches [touched(target, count.saturating_mul(2))];
+    ) touches [touched(target, count.saturating_mul(2))]
+        looks [Names::Ranges(&[touched(target, count.saturating_mul(2))]), std::ptr::null_mut()];
     cuMemsetD32_v2 | cuMemsetD32_v2_ptds (
         target: u64, value: c_uint, count: usize
-    ) touches [touched(target, count.saturating_mul(4))];
+    ) touches [touched(target, count.saturating_mul(4))]
+        looks [Names::Ranges(&[touched(target, count.saturating_mul(4))]), std::ptr::null_mut()];
     cuMemsetD2D8_v2 | cuMemsetD2D8_v2_ptds (
         target: u64, pitch: usize, value: u8, width: usize, height: usize
-    ) touches [touched(target, rows_bytes(pitch, width, height))];
+    ) touches [touched(target, rows_bytes(pitch, width, height))]
+        looks [Names::Ranges(&[touched(target, rows_bytes(pitch, width, height))]), std::ptr::null_mut()];
     cuMemsetD2D16_v2 | cuMemsetD2D16_v2_ptds (
         target: u64, pitch: usize, value: u16, width: usize, height: usize
-    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(2), height))];
+    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(2), height))]
+        looks [Names::Ranges(&[touched(target, rows_bytes(pitch, width.saturating_mul(2), height))]), std::ptr::null_mut()];
     cuMemsetD2D32_v2 | cuMemsetD2D32_v2_ptds (
         target: u64, pitch: usize, value: c_uint, width: usize, height: usize
-    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(4), height))];
+    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(4), height))]
+        looks [Names::Ranges(&[touched(target, rows_bytes(pitch, width.saturating_mul(4), height))]), std::ptr::null_mut()];
     cuMemcpyAsync | cuMemcpyAsync_ptsz (
         target: u64, source: u64, bytes: usize, stream: Pointer
     ) touches [touched(target, bytes), touched(source, bytes)]
-        copies [target source bytes stream];
+        copies [target source bytes stream]
+        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), stream];
     cuMemcpyPeerAsync | cuMemcpyPeerAsync_ptsz (
         target: u64, target_context: Pointer, source: u64, source_context: Pointer, bytes: usize,
         stream: Pointer
-    ) touches [touched(target, bytes), touched(source, bytes)];
+    ) touches [touched(target, bytes), touched(source, bytes)]
+        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), stream];
     cuMemcpyHtoDAsync_v2 | cuMemcpyHtoDAsync_v2_ptsz (
         target: u64, source: Pointer, bytes: usize, stream: Pointer
     ) touches [touched(target, bytes), touched(source, bytes)]
-        copies [target source bytes stream];
+        copies [target source bytes stream]
+        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), stream];
     cuMemcpyDtoHAsync_v2 | cuMemcpyDtoHAsync_v2_ptsz (
         target: Pointer, source: u64, bytes: usize, stream: Pointer
     ) touches [touched(target, bytes), touched(source, bytes)]
-        copies [target source bytes stream];
+        copies [target source bytes stream]
+        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), stream];
     cuMemcpyDtoDAsync_v2 | cuMemcpyDtoDAsync_v2_ptsz (
         target: u64, source: u64, bytes: usize, stream: Pointer
     ) touches [touched(target, bytes), touched(source, bytes)]
-        copies [target source bytes stream];
-    cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz (copy: Pointer, stream: Pointer);
-    cuMemcpy3DAsync_v2 | cuMemcpy3DAsync_v2_ptsz (copy: Pointer, stream: Pointer);
-    cuMemcpy3DPeerAsync | cuMemcpy3DPeerAsync_ptsz (copy: Pointer, stream: Pointer);
+        copies [target source bytes stream]
+        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), stream];
+    cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz (copy: Pointer, stream: Pointer)
+        looks [Names::Words(copy, COPY_2D_BYTES), stream];
+    cuMemcpy3DAsync_v2 | cuMemcpy3DAsync_v2_ptsz (copy: Pointer, stream: Pointer)
+        looks [Names::Words(copy, COPY_3D_BYTES), stream];
+    cuMemcpy3DPeerAsync | cuMemcpy3DPeerAsync_ptsz (copy: Pointer, stream: Pointer)
+        looks [Names::Words(copy, COPY_3D_PEER_BYTES), stream];
     cuMemsetD8Async | cuMemsetD8Async_ptsz (
         target: u64, value: u8, count: usize, stream: Pointer
-    ) touches [touched(target, count)];
+    ) touches [touched(target, count)]
+        looks [Names::Ranges(&[touched(target, count)]), stream];
     cuMemsetD16Async | cuMemsetD16Async_ptsz (
         target: u64, value: u16, count: usize, stream: Pointer
-    ) touches [touched(target, count.saturating_mul(2))];
+    ) touches [touched(target, count.saturating_mul(2))]
+        looks [Names::Ranges(&[touched(target, count.saturating_mul(2))]), stream];
     cuMemsetD32Async | cuMemsetD32Async_ptsz (
         target: u64, value: c_uint, count: usize, stream: Pointer
-    ) touches [touched(target, count.saturating_mul(4))];
+    ) touches [touched(target, count.saturating_mul(4))]
+        looks [Names::Ranges(&[touched(target, count.saturating_mul(4))]), stream];
     cuMemsetD2D8Async | cuMemsetD2D8Async_ptsz (
         target: u64, pitch: usize, value: u8, width: usize, height: usize, stream: Pointer
-    ) touches [touched(target, rows_bytes(pitch, width, height))];
+    ) touches [touched(target, rows_bytes(pitch, width, height))]
+        looks [Names::Ranges(&[touched(target, rows_bytes(pitch, width, height))]), stream];
     cuMemsetD2D16Async | cuMemsetD2D16Async_ptsz (
         target: u64, pitch: usize, value: u16, width: usize, height: usize, stream: Pointer
-    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(2), height))];
+    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(2), height))]
+        looks [Names::Ranges(&[touched(target, rows_bytes(pitch, width.saturating_mul(2), height))]), stream];
     cuMemsetD2D32Async | cuMemsetD2D32Async_ptsz (
         target: u64, pitch: usize, value: c_uint, width: usize, height: usize, stream: Pointer
-    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(4), height))];
+    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(4), height))]
+        looks [Names::Ranges(&[touched(target, rows_bytes(pitch, width.saturating_mul(4), height))]), stream];
     cuMemcpyBatchAsync | cuMemcpyBatchAsync_ptsz (
         targets: Pointer, sources: Pointer, sizes: Pointer, count: usize, attributes: Pointer,
         indices: Pointer, attribute_count: usize, fail_index: Pointer, stream: Pointer
@@ -259,7 +340,8 @@ waiting! {
     );
     cuMemcpyWithAttributesAsync | cuMemcpyWithAttributesAsync_ptsz (
         target: u64, source: u64, bytes: usize, attributes: Pointer, stream: Pointer
-    ) touches [touched(target, bytes), touched(source, bytes)];
+    ) touches [touched(target, bytes), touched(source, bytes)]
+        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), stream];
     cuMemcpy3DWithAttributesAsync | cuMemcpy3DWithAttributesAsync_ptsz (
         operation: Pointer, flags: c_ulonglong, stream: Pointer
     );
@@ -268,31 +350,39 @@ waiting! {
     );
     cuStreamWaitValue32_v2 | cuStreamWaitValue32_v2_ptsz (
         stream: Pointer, address: u64, value: c_uint, flags: c_uint
-    ) touches [touched(address, 4)];
+    ) touches [touched(address, 4)]
+        looks [Names::Ranges(&[touched(address, 4)]), stream];
     cuStreamWaitValue64_v2 | cuStreamWaitValue64_v2_ptsz (
         stream: Pointer, address: u64, value: u64, flags: c_uint
-    ) touches [touched(address, 8)];
+    ) touches [touched(address, 8)]
+        looks [Names::Ranges(&[touched(address, 8)]), stream];
     cuStreamWriteValue32_v2 | cuStreamWriteValue32_v2_ptsz (
         stream: Pointer, address: u64, value: c_uint, flags: c_uint
-    ) touches [touched(address, 4)];
+    ) touches [touched(address, 4)]
+        looks [Names::Ranges(&[touched(address, 4)]), stream];
     cuStreamWriteValue64_v2 | cuStreamWriteValue64_v2_ptsz (
         stream: Pointer, address: u64, value: u64, flags: c_uint
-    ) touches [touched(address, 8)];
+    ) touches [touched(address, 8)]
+        looks [Names::Ranges(&[touched(address, 8)]), stream];
     cuStreamBatchMemOp_v2 | cuStreamBatchMemOp_v2_ptsz (
         stream: Pointer, count: c_uint, operations: Pointer, flags: c_uint
     );
     cuStreamWaitValue32 | cuStreamWaitValue32_ptsz (
         stream: Pointer, address: u64, value: c_uint, flags: c_uint
-    ) touches [touched(address, 4)];
+    ) touches [touched(address, 4)]
+        looks [Names::Ranges(&[touched(address, 4)]), stream];
     cuStreamWaitValue64 | cuStreamWaitValue64_ptsz (
         stream: Pointer, address: u64, value: u64, flags: c_uint
-    ) touches [touched(address, 8)];
+    ) touches [touched(address, 8)]
+        looks [Names::Ranges(&[touched(address, 8)]), stream];
     cuStreamWriteValue32 | cuStreamWriteValue32_ptsz (
         stream: Pointer, address: u64, value: c_uint, flags: c_uint
-    ) touches [touched(address, 4)];
+    ) touches [touched(address, 4)]
+        looks [Names::Ranges(&[touched(address, 4)]), stream];
     cuStreamWriteValue64 | cuStreamWriteValue64_ptsz (
         stream: Pointer, address: u64, value: u64, flags: c_uint
-    ) touches [touched(address, 8)];
+    ) touches [touched(address, 8)]
+        looks [Names::Ranges(&[touched(address, 8)]), stream];
     cuStreamBatchMemOp | cuStreamBatchMemOp_ptsz (
         stream: Pointer, count: c_uint, operations: Pointer, flags: c_uint
     );
@@ -393,6 +483,8 @@ replacing! {
     cuStreamBeginRecaptureToGraph;
     cuStreamBeginRecaptureToGraph_ptsz;
     cuStreamBeginCapture_v2_ptsz;
+    cuLibraryUnload;
+    cuModuleUnload;
     cuStreamDestroy;
     cuStreamDestroy_v2;
     cuStreamEndCapture;

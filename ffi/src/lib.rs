@@ -38,6 +38,7 @@ mod guards;
 pub mod hooks;
 pub mod interpose;
 pub mod interposed;
+mod look;
 pub mod nccl;
 mod nvml;
 pub mod pluggable;

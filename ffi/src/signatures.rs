@@ -228,6 +228,8 @@ pairs! {
     cuPointerGetAttributes[_ _ _ _];
     cuStreamBeginCaptureToGraph[_ _ _ _ _ _];
     cuStreamBeginCapture_v2[_ _];
+    cuLibraryUnload[_];
+    cuModuleUnload[_];
     cuStreamDestroy_v2[_];
     cuStreamEndCapture[_ _];
 }

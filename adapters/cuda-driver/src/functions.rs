@@ -270,6 +270,8 @@ pub const FUNCTIONS: &[Function] = &[
     of("cuMemRetainAllocationHandle", 11_000),
     of("cuMemSetAccess", 10_020),
     of("cuMemUnmap", 10_020),
+    of("cuLibraryUnload", 12_000),
+    of("cuModuleUnload", 2000),
     of("cuMulticastCreate", 12_010),
     of("cuPointerGetAttribute", 4000),
     of("cuPointerGetAttributes", 7000),

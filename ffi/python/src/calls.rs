@@ -443,10 +443,8 @@ impl Library {
     /// Gives a window back.
     fn page_close(&self, py: Python<'_>, pager: u64) -> PyResult<()> {
         let close = function!(self, py, sublet_page_close);
-        self.run(py, "paged", || {
-            // SAFETY: no pointer is passed.
-            unsafe { close(pager) }
-        })
+        // SAFETY: no pointer is passed.
+        self.run(py, "paged", || unsafe { close(pager) })
     }
 
     /// Addresses in a window.
@@ -461,13 +459,18 @@ impl Library {
         Ok(span)
     }
 
+    /// Has uses seen at launches from now on.
+    fn page_look(&self, py: Python<'_>, pager: u64) -> PyResult<()> {
+        let look = function!(self, py, sublet_page_look);
+        // SAFETY: no pointer is passed.
+        self.run(py, "paged", || unsafe { look(pager) })
+    }
+
     /// Gives addresses up.
     fn page_free(&self, py: Python<'_>, pager: u64, span: u64) -> PyResult<()> {
         let free = function!(self, py, sublet_page_free);
-        self.run(py, "paged", || {
-            // SAFETY: no pointer is passed.
-            unsafe { free(pager, span) }
-        })
+        // SAFETY: no pointer is passed.
+        self.run(py, "paged", || unsafe { free(pager, span) })
     }
 
     /// Begins a use.

@@ -15,7 +15,7 @@ use vmm_pool::paging::{PageError, PageResult, Pager, WindowSize};
 use super::last_call::{fail, guarded, guarded_length, not_joined};
 use super::stats::answer;
 use super::{ARGUMENT, OK, OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY, REFUSED, RETRY};
-use crate::runtime;
+use crate::{look, runtime};
 
 /// All pagers of the process, by number. A leaf.
 static PAGERS: Mutex<Pagers> = Mutex::new(Pagers { open: BTreeMap::new(), last: 0 });
@@ -118,6 +118,9 @@ pub unsafe extern "C" fn sublet_page_open(
 pub extern "C" fn sublet_page_close(pager: u64) -> c_int {
     with(pager, |_| {
         let closed = pagers().open.remove(&pager);
+        if let Some(closed) = &closed {
+            look::remove(closed);
+        }
         drop(closed);
         OK
     })
@@ -137,6 +140,27 @@ pub unsafe extern "C" fn sublet_page_alloc(pager: u64, size_bytes: u64, span: *m
             // SAFETY: checked not to be null; the caller's for one address.
             unsafe { span.write(start.0) };
         }))
+    })
+}
+
+/// Has uses seen at launches from now on.
+#[unsafe(no_mangle)]
+pub extern "C" fn sublet_page_look(pager: u64) -> c_int {
+    guarded(|| {
+        if runtime::member().is_none() {
+            return not_joined();
+        }
+        let Some(found) = pagers().open.get(&pager).cloned() else {
+            return fail(ARGUMENT, &format!("{pager} is no pager: open one first"));
+        };
+        if !look::is_possible() {
+            return fail(
+                REFUSED,
+                "this driver does not describe the parameters of kernels, which looking for uses needs: install one for CUDA \
+                 12.4 or newer, or announce every use",
+            );
+        }
+        done(found.look_for_uses().map(|()| look::add(found)))
     })
 }
 

@@ -13,7 +13,7 @@ use vmm_pool::gate::Passage;
 use super::{Handle, STREAM_PER_THREAD, SUCCESS, stream_value, write_out};
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
-use crate::runtime;
+use crate::{look, runtime};
 
 /// A device's attributes. Those of abilities that a pause could not undo are 0.
 ///
@@ -74,6 +74,25 @@ refused! {
     cuLogicalEndpointImport(_endpoint: c_uint, _handle: *const c_void, _kind: c_int)
     because "a library requested another process's logical endpoint, which cannot be paused; it was refused"
 }
+
+macro_rules! unload {
+    ($symbol:ident) => {
+        /// Ends code, and with it values of functions, which may be others' immediately.
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol(code: Pointer) -> c_int {
+            look::forget_functions();
+            let done = call_driver!($symbol(code => Pointer));
+            look::forget_functions();
+            done
+        }
+    };
+}
+
+unload!(cuModuleUnload);
+unload!(cuLibraryUnload);
 
 /// What a stream's capture is known by. Each thread has a stream of its own under the value of the per-thread stream, which
 /// functions of that kind (`symbol`) also have for 0.
@@ -171,6 +190,7 @@ macro_rules! destroy_stream {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol(stream: Pointer) -> c_int {
             let mut code = SUCCESS;
+            look::stream_ends(stream);
             runtime::captures().destroy(capture_key(stream, stringify!($symbol)), || {
                 code = call_driver!($symbol(stream => Pointer));
                 code == SUCCESS

@@ -43,12 +43,13 @@ type Address = u64;
 const SUCCESS: c_int = DriverCode::SUCCESS.0;
 
 /// `CU_STREAM_PER_THREAD`.
-const STREAM_PER_THREAD: usize = 2;
+pub(crate) const STREAM_PER_THREAD: usize = 2;
 
 /// The value of a stream whose meaning does not depend on who asks: functions of the per-thread kind have a stream of the
 /// calling thread's own for 0.
-fn stream_value(stream: Pointer, symbol: &str) -> usize {
-    if stream.is_null() && symbol.ends_with("_ptsz") {
+pub(crate) fn stream_value(stream: Pointer, symbol: &str) -> usize {
+    let is_per_thread = symbol.ends_with("_ptsz") || symbol.ends_with("_ptds");
+    if stream.is_null() && is_per_thread {
         return STREAM_PER_THREAD;
     }
     stream.expose_provenance()

@@ -11,6 +11,9 @@
 //! | `store_u32` | `dst, value: u32` | `*dst = value`, atomically |
 //! | `spin_until_nonzero` | `flag` | waits until `*flag` is not 0, as a collective waits for its peer |
 //! | `wait_at_least_u32` | `flag, value: u32` | waits until `*flag` is `value` or more, as an all-reduce written by hand does |
+//! | `fill_struct_u32` | [`Filled`], by value | `dst[i] = value` |
+//! | `add_each_u32` | [`Each`], by value, `add: u32` | `places[k][i] += add` for the first `lists`, wrapping |
+//! | `fill_behind_u32` | `list, value: u32, count: u64` | `(*list)[i] = value`: where it writes lies in device memory |
 //! | `sublet_fingerprint` | `slots` | the fingerprint of the piece that each slot asks for, a slot a block |
 //!
 //! For the others the grid does not matter. A kernel that touches an address it may not fails with `ILLEGAL_ADDRESS`.
@@ -47,8 +50,34 @@ pub(crate) enum Kernel {
     Store,
     Spin,
     WaitAtLeast,
+    FillStruct,
+    AddEach,
+    FillBehind,
     Fingerprint,
 }
+
+/// An address in the middle of a structure.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct Filled {
+    before: u32,
+    value: u32,
+    count: u64,
+    dst: u64,
+    after: u64,
+}
+
+/// As many addresses as a kernel over lists of tensors is given.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct Each {
+    places: [u64; EACH_MAX],
+    count: u64,
+    lists: u32,
+    after: u32,
+}
+
+const EACH_MAX: usize = 8;
 
 const ALL: &[(&str, Kernel)] = &[
     ("fill_u32", Kernel::Fill),
@@ -60,6 +89,9 @@ const ALL: &[(&str, Kernel)] = &[
     ("store_u32", Kernel::Store),
     ("spin_until_nonzero", Kernel::Spin),
     ("wait_at_least_u32", Kernel::WaitAtLeast),
+    ("fill_struct_u32", Kernel::FillStruct),
+    ("add_each_u32", Kernel::AddEach),
+    ("fill_behind_u32", Kernel::FillBehind),
     ("sublet_fingerprint", Kernel::Fingerprint),
 ];
 
@@ -94,14 +126,7 @@ pub(crate) fn launch(
     params: In<In<u8>>,
 ) -> Coded<Work> {
     let kernel = kernel_of(function, device)?;
-    let count = match kernel {
-        Kernel::Spin | Kernel::Fingerprint => 1,
-        Kernel::Store | Kernel::WaitAtLeast => 2,
-        Kernel::Fill | Kernel::Sum => 3,
-        Kernel::Add | Kernel::Affine | Kernel::CountUp => 4,
-        Kernel::Differs => 5,
-    };
-    let params = params.list(count)?;
+    let params = params.list(layout(kernel).len() as u64)?;
     let wide = |index: usize| params[index].cast::<u64>().get();
     let narrow = |index: usize| params[index].cast::<u32>().get();
     let reads = |start, count| Some((words(start, count).ok()?, Touch::Read));
@@ -153,6 +178,29 @@ pub(crate) fn launch(
             let work = Work::new(move |core| wait_until(core, device, flag, is_enough));
             (work, vec![reads(flag, 1)])
         }
+        Kernel::FillStruct => {
+            let Filled { dst, value, count, .. } = params[0].cast::<Filled>().get()?;
+            let work = Work::new(move |core| fill(core, device, dst, value, count));
+            (work, vec![writes(dst, count)])
+        }
+        Kernel::AddEach => {
+            let Each { places, count, lists, .. } = params[0].cast::<Each>().get()?;
+            let (add, lists) = (narrow(1)?, places.len().min(lists as usize));
+            let touched = places[..lists].iter().map(|place| writes(*place, count)).collect();
+            let work = Work::new(move |core| {
+                let mut lists = places[..lists].iter();
+                lists.try_for_each(|place| affine(core, device, *place, (1, add), count))
+            });
+            (work, touched)
+        }
+        Kernel::FillBehind => {
+            let (list, value, count) = (wide(0)?, narrow(1)?, wide(2)?);
+            let work = Work::new(move |core| {
+                let dst = behind(core, device, list)?;
+                fill(core, device, dst, value, count)
+            });
+            (work, vec![reads(list, 2)])
+        }
         Kernel::Fingerprint => {
             let slots = wide(0)?;
             let [blocks, 1, 1] = grid else { return Err(DriverCode::INVALID_VALUE) };
@@ -165,6 +213,37 @@ pub(crate) fn launch(
         }
     };
     Ok(work.touching(touched.into_iter().flatten()))
+}
+
+/// The sizes of a kernel's parameters, in bytes.
+fn layout(kernel: Kernel) -> &'static [usize] {
+    match kernel {
+        Kernel::Fill | Kernel::FillBehind => &[8, 4, 8],
+        Kernel::Add => &[8, 8, 8, 8],
+        Kernel::Affine | Kernel::CountUp => &[8, 4, 4, 8],
+        Kernel::Sum => &[8, 8, 8],
+        Kernel::Differs => &[8, 8, 4, 4, 8],
+        Kernel::Store | Kernel::WaitAtLeast => &[8, 4],
+        Kernel::Spin | Kernel::Fingerprint => &[8],
+        Kernel::FillStruct => &[size_of::<Filled>()],
+        Kernel::AddEach => &[size_of::<Each>(), 4],
+    }
+}
+
+/// Offset and size of a parameter of a function of any device, in bytes.
+pub(crate) fn parameter(function: u64, index: u64) -> Coded<(usize, usize)> {
+    let device = function.checked_sub(FIRST).map(|offset| offset / DEVICE_STEP);
+    let device = device.and_then(|device| i32::try_from(device).ok());
+    let kernel = kernel_of(function, DeviceOrdinal(device.ok_or(DriverCode::INVALID_HANDLE)?))?;
+    let (mut end, wanted) = (0_usize, usize::try_from(index).unwrap_or(usize::MAX));
+    for (at, size) in layout(kernel).iter().enumerate() {
+        let start = end.next_multiple_of((*size).min(8));
+        if at == wanted {
+            return Ok((start, *size));
+        }
+        end = start + size;
+    }
+    Err(DriverCode::INVALID_VALUE)
 }
 
 fn words(start: u64, count: u64) -> Coded<VaRange> {
@@ -203,6 +282,13 @@ fn fill(core: &Core, device: DeviceOrdinal, dst: u64, value: u32, count: u64) ->
         unsafe { put(dst, index, value) };
     }
     Ok(())
+}
+
+/// The address that lies at `list`.
+fn behind(core: &Core, device: DeviceOrdinal, list: u64) -> Coded<u64> {
+    let _guard = core.access(device, &[(words(list, 2)?, Touch::Read)])?;
+    // SAFETY: `_guard` covers eight bytes at `list`.
+    Ok(unsafe { element::<u64>(list, 0).read_unaligned() })
 }
 
 fn add(core: &Core, device: DeviceOrdinal, dst: u64, [a, b]: [u64; 2], count: u64) -> Coded<()> {

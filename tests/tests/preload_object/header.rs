@@ -59,7 +59,7 @@ fn c_programs_call_every_function() {
         let source = root().join(format!("tests/programs/preload_{name}.c"));
         std::fs::read_to_string(source).expect("the program")
     };
-    let texts = ["header", "paging", "tags"].map(read);
+    let texts = ["header", "look", "paging", "tags"].map(read);
     for name in declared() {
         let call = format!("{name}(");
         assert!(texts.iter().any(|text| text.contains(&call)), "no program calls {name}");
@@ -146,4 +146,29 @@ fn a_c_program_uses_more_memory_than_its_frames_and_is_paused_meanwhile() {
          shrunk 0, read 6\n\
          freed 0, not twice 1, closed 0, gone 1\n"
     );
+}
+
+#[test]
+fn uses_of_paged_memory_that_nobody_announces_are_seen_at_launches() {
+    let stage = Stage::new();
+    let program = stage.program_with("look", &preload_path());
+    let said = |words: &[&str]| {
+        let mut command = stage.command(&program, Preload::With);
+        let output = command.env("SUBLET_TENANT", "look").args(words).output().expect("it starts");
+        transcript(&output)
+    };
+    assert_eq!(
+        said(&["cases"]),
+        "too many 1\n\
+         replayed 1\n\
+         own stream 1\n\
+         not seen 1\n"
+    );
+    for seed in ["1", "2", "3"] {
+        assert_eq!(
+            said(&["random", seed, "2", "6"]),
+            "all as written; calls 1, misses 1, exchanges 1, more than there was room for 0\n",
+            "seed {seed}"
+        );
+    }
 }

@@ -454,7 +454,6 @@ pub(crate) const PASSED: &[(&str, &[&str])] = &[
             "cuLibraryGetUnifiedFunction",
             "cuLibraryLoadData",
             "cuLibraryLoadFromFile",
-            "cuLibraryUnload",
             "cuLinkAddData_v2",
             "cuLinkAddFile_v2",
             "cuLinkComplete",
@@ -471,7 +470,6 @@ pub(crate) const PASSED: &[(&str, &[&str])] = &[
             "cuModuleLoadData",
             "cuModuleLoadDataEx",
             "cuModuleLoadFatBinary",
-            "cuModuleUnload",
         ],
     ),
     (

@@ -36,7 +36,7 @@ const ORDERS: [Order; 3] = [
     },
     Order {
         folder: "ffi/src",
-        modules: "lib guards bindings environment interpose contexts runtime replaced pluggable hooks \
+        modules: "lib guards bindings environment interpose contexts runtime look replaced pluggable hooks \
             nccl registrations nvml interposed attach c_api compat",
     },
 ];

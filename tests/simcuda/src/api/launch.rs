@@ -68,6 +68,15 @@ driver_api! {
         function.put(kernels::function_named(&name.get()?, device)?)
     }
 
+    fn cuFuncGetParamInfo = "cuFuncGetParamInfo" since 12040
+        (function: u64, index: u64, offset: Out<usize>, size: Out<usize>)
+    {
+        let (start, bytes) = kernels::parameter(function, index)?;
+        offset.put(start)?;
+        size.put_if_wanted(bytes);
+        Ok(())
+    }
+
     fn cuLaunchKernel / cuLaunchKernel_ptsz = "cuLaunchKernel" since 4000
         (
             function: u64,

@@ -1,0 +1,309 @@
+//! The launch look: which memory of windows a call to the driver names.
+//!
+//! Where something is paged whose uses nobody announces, each call that gives work to a device is compared, word by word,
+//! with the addresses of such windows: a kernel's parameters as the driver describes them, the ranges of copies and fills, and
+//! the structures that describe a copy. What is found must be on the device before the call is made; the thread
+//! waits for that outside of the gate.
+//!
+//! | call | what is compared |
+//! | --- | --- |
+//! | launches | each 8 bytes of each parameter, also inside of structures; their layout is looked up once a function |
+//! | copies, fills, waits for a value | the ranges that they are given |
+//! | copies of two and three dimensions, batches | the words of their structures and lists |
+//! | launches of graphs | nothing: what was captured stays on the device |
+//!
+//! Not seen: addresses that lie in device memory or behind a pointer; `cuLaunchGrid` and older; nodes that are put into a graph by
+//! hand; NCCL's collectives. They find their memory as it should be, or nothing mapped: [`vmm_pool::paging`] maps a chunk when it is
+//! full.
+//!
+//! In a process without such windows a call costs one load more.
+
+#![expect(unsafe_code, reason = "reads what callers give to the driver")]
+
+use std::collections::HashMap;
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock, PoisonError, RwLock};
+use std::time::Duration;
+
+use tenants::error_text::chain;
+use vmm_pool::PoolError;
+use vmm_pool::driver::{CudaDriver, DeviceAddress, DriverCode, RawStream, VaRange};
+use vmm_pool::paging::{In, PageError, Pager, Touched};
+
+use crate::interpose::Pointer;
+use crate::interpose::driver::call_driver;
+use crate::runtime;
+
+/// How long a call waits for its memory. The time of a pause does not count.
+const WAIT: Duration = Duration::from_mins(10);
+const WORD_BYTES: usize = size_of::<u64>();
+/// `CU_LAUNCH_PARAM_END`, `CU_LAUNCH_PARAM_BUFFER_POINTER` and `CU_LAUNCH_PARAM_BUFFER_SIZE`.
+const EXTRA_END: usize = 0;
+const EXTRA_BUFFER: usize = 1;
+const EXTRA_SIZE: usize = 2;
+/// Where `CUlaunchConfig` has its stream: behind seven sizes of four bytes.
+const CONFIG_STREAM_OFFSET: usize = 32;
+
+/// The first address of all windows, and how many bytes there are to the end of the last. 0 bytes: there is none.
+static FIRST: AtomicU64 = AtomicU64::new(0);
+static BYTES: AtomicU64 = AtomicU64::new(0);
+static WINDOWS: RwLock<Vec<Arc<Pager<CudaDriver>>>> = RwLock::new(Vec::new());
+/// The sizes of functions' parameters. `None`: the driver does not say.
+static LAYOUTS: LazyLock<RwLock<HashMap<usize, Layout>>> = LazyLock::new(RwLock::default);
+
+type Layout = Option<Arc<[usize]>>;
+
+/// Is there anything to look for?
+pub(crate) fn is_on() -> bool {
+    BYTES.load(Ordering::Relaxed) != 0
+}
+
+/// Looks for uses of a window from now on. Nobody has an address of it yet.
+pub(crate) fn add(pager: Arc<Pager<CudaDriver>>) {
+    let mut windows = WINDOWS.write().unwrap_or_else(PoisonError::into_inner);
+    windows.push(pager);
+    let first = windows.iter().map(|pager| pager.window().start.0).min().unwrap_or(0);
+    let end = windows.iter().map(|pager| pager.window().end().0).max().unwrap_or(0);
+    // A look meanwhile finds too much, never too little.
+    BYTES.store(u64::MAX, Ordering::SeqCst);
+    FIRST.store(first, Ordering::SeqCst);
+    BYTES.store(end - first, Ordering::SeqCst);
+}
+
+/// Looks for uses of a window no more.
+pub(crate) fn remove(pager: &Arc<Pager<CudaDriver>>) {
+    let mut windows = WINDOWS.write().unwrap_or_else(PoisonError::into_inner);
+    windows.retain(|known| !Arc::ptr_eq(known, pager));
+    if windows.is_empty() {
+        BYTES.store(0, Ordering::SeqCst);
+    }
+}
+
+/// What a call gives to the driver.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Names<'a> {
+    Kernel {
+        function: Pointer,
+        parameters: Pointer,
+        extra: Pointer,
+    },
+    Ranges(&'a [VaRange]),
+    /// So many bytes of words.
+    Words(Pointer, usize),
+}
+
+/// The stream of a `CUlaunchConfig`.
+pub(crate) fn stream_of(config: Pointer) -> Pointer {
+    if config.is_null() {
+        return config;
+    }
+    // SAFETY: the caller's structure of this layout.
+    unsafe { config.wrapping_byte_add(CONFIG_STREAM_OFFSET).cast::<Pointer>().read_unaligned() }
+}
+
+/// Addresses of windows among what a call names, as ranges.
+pub(crate) fn found(names: Names<'_>) -> Vec<VaRange> {
+    let first = FIRST.load(Ordering::Acquire);
+    let hull = Hull { first, bytes: BYTES.load(Ordering::Acquire) };
+    let mut found = Vec::new();
+    match names {
+        Names::Kernel { function, parameters, extra } => {
+            if !parameters.is_null() {
+                in_parameters(hull, function, parameters, &mut found);
+            } else if !extra.is_null() {
+                in_extra(hull, extra, &mut found);
+            }
+        }
+        Names::Ranges(ranges) => {
+            let meets = |range: &&VaRange| {
+                let last = range.start.0.saturating_add(range.size_bytes.saturating_sub(1));
+                range.size_bytes > 0 && (hull.has(range.start.0) || hull.has(last))
+            };
+            found.extend(ranges.iter().filter(meets).copied());
+        }
+        // SAFETY: the caller's structure or list of this size.
+        Names::Words(place, bytes) => unsafe { in_words(hull, place, bytes, &mut found) },
+    }
+    found
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Hull {
+    first: u64,
+    bytes: u64,
+}
+
+impl Hull {
+    fn has(self, address: u64) -> bool {
+        address.wrapping_sub(self.first) < self.bytes
+    }
+}
+
+fn in_parameters(hull: Hull, function: Pointer, parameters: Pointer, found: &mut Vec<VaRange>) {
+    let Some(sizes) = layout_of(function) else { return };
+    for (index, size) in sizes.iter().enumerate().filter(|(_, size)| **size >= WORD_BYTES) {
+        let place = parameters.cast::<Pointer>().wrapping_add(index);
+        // SAFETY: the caller's list has a pointer for each parameter of the function.
+        let value = unsafe { place.read_unaligned() };
+        // SAFETY: which leads to a value of this size.
+        unsafe { in_words(hull, value, *size, found) };
+    }
+}
+
+fn in_extra(hull: Hull, extra: Pointer, found: &mut Vec<VaRange>) {
+    let (mut buffer, mut size, mut at) = (std::ptr::null_mut(), 0, extra.cast::<Pointer>());
+    loop {
+        // SAFETY: the caller's list of pairs, which ends with its mark.
+        let key = unsafe { at.read_unaligned() }.addr();
+        if key == EXTRA_END {
+            break;
+        }
+        // SAFETY: each key has a value behind it.
+        let value = unsafe { at.wrapping_add(1).read_unaligned() };
+        match key {
+            EXTRA_BUFFER => buffer = value,
+            // SAFETY: this value leads to a size.
+            EXTRA_SIZE => size = unsafe { value.cast::<usize>().read_unaligned() },
+            _ => return,
+        }
+        at = at.wrapping_add(2);
+    }
+    // SAFETY: the caller's buffer of this size.
+    unsafe { in_words(hull, buffer, size, found) };
+}
+
+/// # Safety
+/// `place` is null, or valid for reads of `bytes` bytes.
+unsafe fn in_words(hull: Hull, place: Pointer, bytes: usize, found: &mut Vec<VaRange>) {
+    if place.is_null() {
+        return;
+    }
+    for offset in (0..bytes / WORD_BYTES).map(|index| index * WORD_BYTES) {
+        // SAFETY: inside of what the caller vouches for.
+        let word = unsafe { place.wrapping_byte_add(offset).cast::<u64>().read_unaligned() };
+        if hull.has(word) {
+            found.push(VaRange::new(DeviceAddress(word), 1));
+        }
+    }
+}
+
+/// How large the parameters of a function are, or of a kernel of a library, for which launches take both.
+fn layout_of(function: Pointer) -> Layout {
+    let key = function.addr();
+    let known = LAYOUTS.read().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
+    if let Some(known) = known {
+        return known;
+    }
+    let layout = asked(|index, offset, size| {
+        call_driver!(cuFuncGetParamInfo(
+            function => Pointer, index => usize, offset => *mut usize, size => *mut usize
+        ))
+    })
+    .or_else(|| {
+        asked(|index, offset, size| {
+            call_driver!(cuKernelGetParamInfo(
+                function => Pointer, index => usize, offset => *mut usize, size => *mut usize
+            ))
+        })
+    });
+    if layout.is_none()
+        && let Some(member) = runtime::member()
+    {
+        member.note(
+            "the driver does not describe the parameters of a kernel: uses of paged memory by it are not seen"
+                .to_owned(),
+        );
+    }
+    LAYOUTS.write().unwrap_or_else(PoisonError::into_inner).insert(key, layout.clone());
+    layout
+}
+
+/// The sizes of all parameters, as `ask` says them by index. Behind the last it answers `CUDA_ERROR_INVALID_VALUE`.
+fn asked(ask: impl Fn(usize, *mut usize, *mut usize) -> c_int) -> Layout {
+    let mut sizes = Vec::new();
+    loop {
+        let (mut offset, mut size) = (0, 0);
+        match DriverCode(ask(sizes.len(), &raw mut offset, &raw mut size)) {
+            DriverCode::SUCCESS => sizes.push(size),
+            DriverCode::INVALID_VALUE => return Some(sizes.into()),
+            _ => return None,
+        }
+    }
+}
+
+/// Functions are about to end, or have ended: their values may be others'.
+pub(crate) fn forget_functions() {
+    if is_on() {
+        LAYOUTS.write().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+}
+
+/// Does this driver describe the parameters of kernels? From 12.4 on.
+pub(crate) fn is_possible() -> bool {
+    crate::interpose::driver::symbol(c"cuFuncGetParamInfo").is_some()
+}
+
+/// `stream` is about to end.
+pub(crate) fn stream_ends(stream: Pointer) {
+    if is_on() {
+        let windows = WINDOWS.read().unwrap_or_else(PoisonError::into_inner).clone();
+        for pager in windows {
+            pager.stream_ends(RawStream(stream.expose_provenance() as u64));
+        }
+    }
+}
+
+/// Memory that a call uses: it stays at least until this is dropped, which is when the driver has the call.
+#[derive(Debug)]
+pub(crate) struct Seen(Vec<(Arc<Pager<CudaDriver>>, Option<Touched>)>);
+
+impl Drop for Seen {
+    fn drop(&mut self) {
+        for (pager, touched) in &mut self.0 {
+            if let Some(touched) = touched.take() {
+                pager.end_call(&touched);
+            }
+        }
+    }
+}
+
+/// Waits until what was [`found`] is on the device.
+///
+/// # Errors
+/// What the call is to answer.
+pub(crate) fn begin(symbol: &str, found: &[VaRange], place: In) -> Result<Option<Seen>, c_int> {
+    let windows = WINDOWS.read().unwrap_or_else(PoisonError::into_inner).clone();
+    let mut seen = Seen(Vec::new());
+    for pager in windows {
+        match pager.begin_call(found, place, WAIT) {
+            Ok(None) => {}
+            Ok(touched) => seen.0.push((pager, touched)),
+            Err(error) => {
+                if let Some(member) = runtime::member() {
+                    member.note(format!("{symbol} was refused: {}", chain(&error)));
+                }
+                return Err(code_of(&error).0);
+            }
+        }
+    }
+    Ok((!seen.0.is_empty()).then_some(seen))
+}
+
+fn code_of(error: &PageError) -> DriverCode {
+    match error {
+        PageError::TooFewFrames { .. }
+        | PageError::Pool(PoolError::OverBudget { .. } | PoolError::OutOfDeviceMemory { .. }) => {
+            DriverCode::OUT_OF_MEMORY
+        }
+        PageError::Late { .. } => DriverCode::LAUNCH_TIMEOUT,
+        PageError::Shared(error) => code_of(error),
+        PageError::Pool(PoolError::Driver { source, .. }) => source.code,
+        PageError::OutOfHostMemory { .. } => DriverCode::OUT_OF_MEMORY,
+        PageError::Pool(_)
+        | PageError::WindowFull { .. }
+        | PageError::NotPaged { .. }
+        | PageError::Ended { .. }
+        | PageError::NoThread(_) => DriverCode::UNKNOWN,
+    }
+}

@@ -1,0 +1,305 @@
+/* Uses of paged memory that nobody announces, seen by what calls name:
+ *
+ *   preload_look random SEED THREADS PAUSES   kernels, copies and fills over more memory than the frames have; each byte is compared
+ *   preload_look cases                        what is refused, what a graph uses, what is not seen
+ *
+ * Kernels are given addresses as they are, inside of structures, and several in one. */
+#include "at_random.h"
+#include "driver.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sublet.h>
+
+enum { CHUNK = 2 << 20, FRAMES = 5, SPANS = 5, STREAMS = 2, THREADS_MAX = 4, OPS = 120, WORDS_MAX = 4096, OUT_OF_MEMORY = 2, ILLEGAL_ADDRESS = 700 };
+
+/* As the simulated kernels have them. */
+typedef struct {
+    uint32_t before, value;
+    uint64_t count;
+    CUdeviceptr dst;
+    uint64_t after;
+} Filled;
+typedef struct {
+    CUdeviceptr places[8];
+    uint64_t count;
+    uint32_t lists, after;
+} Each;
+
+typedef struct {
+    uint64_t start;
+    size_t bytes;
+    /* What must be there, and the stream of the last use. */
+    uint32_t *words;
+    int stream;
+} Span;
+
+typedef struct {
+    uint64_t random, pager;
+    CUcontext context;
+    CUstream streams[STREAMS];
+    CUevent events[STREAMS];
+    Span spans[SPANS];
+    uint32_t buffer[OPS][WORDS_MAX];
+} Worker;
+
+static CUfunction fill, fill_struct, add_each, affine, fill_behind;
+static char text[1 << 12];
+
+static unsigned draw(Worker *worker, unsigned below)
+{
+    return random_below(&worker->random, below);
+}
+
+static void launch(CUfunction function, CUstream stream, void **params)
+{
+    OK(cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, stream, params, NULL));
+}
+
+static size_t some_words(Worker *worker, const Span *span, size_t *count)
+{
+    *count = 1 + draw(worker, WORDS_MAX);
+    return draw(worker, (unsigned)(span->bytes / 4 - *count));
+}
+
+/* Has the stream of this number come behind the last use of the span. */
+static void come_behind(Worker *worker, Span *span, int stream)
+{
+    if (span->stream != stream) {
+        OK(cuEventRecord(worker->events[span->stream], worker->streams[span->stream]));
+        OK(cuStreamWaitEvent(worker->streams[stream], worker->events[span->stream], 0));
+    }
+    span->stream = stream;
+}
+
+static void look_at(Worker *worker, const Span *span, size_t at, size_t count, const uint32_t *found)
+{
+    if (memcmp(found, span->words + at, count * 4) != 0) {
+        printf("span %td of %zu bytes: words from %zu are not as they were written\n", span - worker->spans, span->bytes, at);
+        exit(1);
+    }
+}
+
+static void use(Worker *worker, int round)
+{
+    int number = (int)draw(worker, STREAMS);
+    CUstream stream = worker->streams[number];
+    Span *span = &worker->spans[draw(worker, SPANS)], *other = &worker->spans[draw(worker, SPANS)];
+    size_t count = 0, at = some_words(worker, span, &count);
+    CUdeviceptr place = span->start + 4 * at;
+    uint32_t value = draw(worker, 1u << 30), mul = 3;
+    uint32_t *buffer = worker->buffer[round];
+    uint64_t many = count;
+    come_behind(worker, span, number);
+    switch (draw(worker, 8)) {
+    case 0: {
+        void *params[] = {&place, &value, &many};
+        launch(fill, stream, params);
+        for (size_t i = 0; i < count; i++)
+            span->words[at + i] = value;
+        break;
+    }
+    case 1: {
+        Filled filled = {7, value, count, place, 9};
+        void *params[] = {&filled};
+        launch(fill_struct, stream, params);
+        for (size_t i = 0; i < count; i++)
+            span->words[at + i] = value;
+        break;
+    }
+    case 2: {
+        size_t less = 0, there = some_words(worker, other, &less);
+        less = less < count ? less : count;
+        come_behind(worker, other, number);
+        Each each = {{place, other->start + 4 * there}, less, 2, 0};
+        void *params[] = {&each, &value};
+        launch(add_each, stream, params);
+        for (size_t i = 0; i < less; i++)
+            span->words[at + i] += value;
+        for (size_t i = 0; i < less; i++)
+            other->words[there + i] += value;
+        break;
+    }
+    case 3:
+        OK(cuMemsetD32Async(place, value, count, stream));
+        for (size_t i = 0; i < count; i++)
+            span->words[at + i] = value;
+        break;
+    case 4:
+        for (size_t i = 0; i < count; i++)
+            span->words[at + i] = buffer[i] = value + (uint32_t)i;
+        OK(cuMemcpyHtoDAsync(place, buffer, count * 4, stream));
+        break;
+    case 5: {
+        size_t less = 0, from = some_words(worker, other, &less);
+        less = less < count ? less : count;
+        if (other == span)
+            break;
+        come_behind(worker, other, number);
+        OK(cuMemcpyDtoDAsync(place, other->start + 4 * from, less * 4, stream));
+        memcpy(span->words + at, other->words + from, less * 4);
+        break;
+    }
+    case 6: {
+        void *params[] = {&place, &mul, &value, &many};
+        CUlaunch config = {{1, 1, 1}, {32, 1, 1}, 0, stream, NULL, 0};
+        OK(cuLaunchKernelEx(&config, affine, params, NULL));
+        for (size_t i = 0; i < count; i++)
+            span->words[at + i] = span->words[at + i] * mul + value;
+        break;
+    }
+    default:
+        OK(cuMemcpyDtoHAsync(buffer, place, count * 4, stream));
+        OK(cuStreamSynchronize(stream));
+        look_at(worker, span, at, count, buffer);
+        if (draw(worker, 8) == 0) {
+            /* The next stream may have the value of this one. */
+            OK(cuStreamDestroy(worker->streams[number]));
+            OK(cuStreamCreate(&worker->streams[number], 1));
+        }
+    }
+    if (draw(worker, 6) == 0)
+        sublet_page_announce(worker->pager, &other->start, 1);
+}
+
+static void *work(void *argument)
+{
+    Worker *worker = argument;
+    OK(cuCtxSetCurrent(worker->context));
+    for (int i = 0; i < OPS; i++)
+        use(worker, i);
+    for (int i = 0; i < STREAMS; i++)
+        OK(cuStreamSynchronize(worker->streams[i]));
+    uint32_t *found = malloc(2 * CHUNK);
+    for (int i = 0; i < SPANS && found != NULL; i++) {
+        Span *span = &worker->spans[i];
+        OK(cuMemcpyDtoH(found, span->start, span->bytes));
+        look_at(worker, span, 0, span->bytes / 4, found);
+    }
+    free(found);
+    return NULL;
+}
+
+static uint64_t look_for(uint64_t frames)
+{
+    uint64_t pager = 0;
+    if (sublet_page_open(0, 64 * (uint64_t)CHUNK, CHUNK, frames * CHUNK, &pager) != 0 || sublet_page_look(pager) != 0) {
+        printf("no pager: %s\n", sublet_last_error());
+        exit(1);
+    }
+    return pager;
+}
+
+static long figure(uint64_t pager, const char *name)
+{
+    sublet_page_json(pager, text, sizeof text);
+    const char *found = strstr(text, name);
+    return found == NULL ? -1 : atol(found + strlen(name));
+}
+
+static int at_random(uint64_t seed, int threads, int pauses)
+{
+    uint64_t pager = look_for(FRAMES);
+    Worker *workers = calloc((size_t)threads, sizeof *workers);
+    pthread_t running[THREADS_MAX];
+    CUcontext context = NULL;
+    OK(cuDevicePrimaryCtxRetain(&context, 0));
+    for (int t = 0; t < threads; t++) {
+        Worker *worker = &workers[t];
+        worker->random = seed * 31 + (uint64_t)t;
+        worker->pager = pager;
+        worker->context = context;
+        for (int i = 0; i < STREAMS; i++) {
+            OK(cuStreamCreate(&worker->streams[i], 1));
+            OK(cuEventCreate(&worker->events[i], 2));
+        }
+        for (int i = 0; i < SPANS; i++) {
+            Span *span = &worker->spans[i];
+            /* Some share a chunk with the next. */
+            span->bytes = CHUNK / 2 * (size_t)(1 + i % 3);
+            span->words = calloc(span->bytes, 1);
+            if (sublet_page_alloc(pager, span->bytes, &span->start) != 0)
+                exit(1);
+        }
+    }
+    for (int t = 0; t < threads; t++)
+        if (pthread_create(&running[t], NULL, work, &workers[t]) != 0)
+            exit(1);
+    pause_at_random(seed, pauses);
+    for (int t = 0; t < threads; t++)
+        pthread_join(running[t], NULL);
+    printf("all as written; calls %d, misses %d, exchanges %d, more than there was room for %d\n", figure(pager, "\"calls\":") > 0,
+           figure(pager, "\"misses\":") > 0, figure(pager, "\"exchanges\":") > 0,
+           figure(pager, "\"resident_bytes\":") > FRAMES * (long)CHUNK);
+    return sublet_page_close(pager);
+}
+
+static int cases(void)
+{
+    uint64_t pager = look_for(2), spans[4] = {0}, count = 4;
+    uint32_t value = 7, found = 0;
+    CUstream stream = NULL;
+    CUdeviceptr list = 0;
+    for (int i = 0; i < 4; i++)
+        if (sublet_page_alloc(pager, CHUNK, &spans[i]) != 0)
+            exit(1);
+    OK(cuStreamCreate(&stream, 1));
+    /* Three spans of two frames. */
+    Each each = {{spans[0], spans[1], spans[2]}, count, 3, 0};
+    void *of_each[] = {&each, &value};
+    CUresult code = cuLaunchKernel(add_each, 1, 1, 1, 32, 1, 1, 0, stream, of_each, NULL);
+    sublet_stats_json(text, sizeof text);
+    printf("too many %d\n", code == OUT_OF_MEMORY);
+    /* What is captured stays. */
+    CUgraph graph = NULL;
+    CUgraphExec executable = NULL;
+    void *of_fill[] = {&spans[0], &value, &count};
+    OK(cuStreamBeginCapture(stream, 2));
+    launch(fill, stream, of_fill);
+    OK(cuStreamEndCapture(stream, &graph));
+    OK(cuGraphInstantiate(&executable, graph, 0));
+    for (int round = 0; round < 3; round++) {
+        for (int i = 1; i < 4; i++) {
+            void *params[] = {&spans[i], &value, &count};
+            launch(fill, stream, params);
+        }
+        OK(cuGraphLaunch(executable, stream));
+        OK(cuStreamSynchronize(stream));
+    }
+    OK(cuMemcpyDtoH(&found, spans[0] + 12, 4));
+    printf("replayed %d\n", found == value);
+    /* The thread's own stream, which has the same value for all threads. */
+    CUresult (*own)(CUdeviceptr, unsigned, size_t, CUstream) = NULL;
+    own = (CUresult(*)(CUdeviceptr, unsigned, size_t, CUstream))dlsym(RTLD_DEFAULT, "cuMemsetD32Async_ptsz");
+    for (int i = 1; i < 4 && own != NULL; i++)
+        OK(own(spans[i], 9, 4, NULL));
+    OK(cuCtxSynchronize());
+    OK(cuMemcpyDtoH(&found, spans[1], 4));
+    printf("own stream %d\n", own != NULL && found == 9);
+    /* An address that lies in device memory is not seen: an illegal access, and no wrong bytes. */
+    OK(cuMemAlloc(&list, 8));
+    OK(cuMemcpyHtoD(list, &spans[1], 8));
+    for (int i = 2; i < 4; i++) {
+        void *params[] = {&spans[i], &value, &count};
+        launch(fill, stream, params);
+    }
+    OK(cuStreamSynchronize(stream));
+    void *of_behind[] = {&list, &value, &count};
+    launch(fill_behind, stream, of_behind);
+    printf("not seen %d\n", cuStreamSynchronize(stream) == ILLEGAL_ADDRESS);
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    inside_deadline(150);
+    driver_start();
+    fill = driver_kernel("fill_u32");
+    fill_struct = driver_kernel("fill_struct_u32");
+    add_each = driver_kernel("add_each_u32");
+    affine = driver_kernel("affine_u32");
+    fill_behind = driver_kernel("fill_behind_u32");
+    if (argc == 5 && strcmp(argv[1], "random") == 0)
+        return at_random(strtoull(argv[2], NULL, 10), atoi(argv[3]), atoi(argv[4]));
+    return cases();
+}
