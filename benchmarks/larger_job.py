@@ -4,7 +4,7 @@ A transformers model of Llama's architecture with some 2 billion parameters in f
 checkpointing and 16k tokens a step, by stock fused AdamW. Its 16.6 GB of moments are on the device (`resident`), or go
 through frames by `sublet.paged` (`backward`, `after`, and `pauses`, which is `backward` with the whole tenant paused
 and resumed in every fifth step). Next to them what others do: FSDP2 with `CPUOffloadPolicy`, and torchao's
-`CPUOffloadOptimizer` if it is installed. Losses of all steps and the sum of all weights' bits are compared with those of
+`CPUOffloadOptimizer` if it is installed. Rows whose weights are paged, by `sublet.paged(model)`, are those of `larger_weights.py`. Losses of all steps and the sum of all weights' bits are compared with those of
 `resident`.
 
 Attention is flash attention with a deterministic backward pass: otherwise stock differs from stock.
@@ -29,12 +29,13 @@ from typing import Any
 
 import common
 import larger_picture
+import larger_weights
 import runner
 from common import Result
 
 PAGED = ("backward", "after", "pauses")
 OTHERS = ("fsdp2", "torchao")
-ROWS = ("resident", *PAGED, *OTHERS)
+ROWS = ("resident", *PAGED, *larger_weights.ROWS, *OTHERS)
 PAUSE_EVERY = 5
 
 
@@ -45,7 +46,7 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--layers", type=int, default=24, help="layers of the model; 24 make 2 billion parameters")
     parser.add_argument("--batch", type=int, default=8, help="sequences of 2,048 tokens a step")
     parser.add_argument("--frames", default="2GiB")
-    parser.add_argument("--rows", default=",".join(ROWS), help="rows to run, by comma")
+    parser.add_argument("--rows", default=",".join(("resident", *PAGED, *OTHERS)), help="rows to run, by comma")
     parser.add_argument("--role", choices=ROWS, help="used by the job itself")
     return parser.parse_args(argv)
 
@@ -89,6 +90,14 @@ def role(args: Any) -> int:
     runner.fact("parameters", sum(parameter.numel() for parameter in model.parameters()))
     generator = torch.Generator("cuda").manual_seed(2)
     data = [torch.randint(0, 32000, (args.batch, 2048), device="cuda", generator=generator) for _ in range(4)]
+    if args.role.startswith(("infer", "lora")):
+        larger_weights.steps(args, torch, model, data)
+        return 0
+    if args.role == "look":
+        larger_weights.look(args, torch, model, data)
+        return 0
+    if larger_weights.is_paged(args.role):
+        model = larger_weights.page(args.role, model)
     autocast = contextlib.nullcontext if args.role == "fsdp2" else lambda: torch.autocast(
         "cuda", torch.bfloat16, cache_enabled=False
     )
@@ -127,11 +136,14 @@ def role(args: Any) -> int:
         runner.fact("weights", bits_of(torch, model))
     runner.fact("torch_peak_bytes", torch.cuda.max_memory_allocated())
     runner.fact("device_bytes", peak_bytes)
-    if args.role in PAGED:
-        import sublet
-
-        runner.fact("report", sublet.report())
+    if is_paged(args.role):
+        larger_weights.report()
     return 0
+
+
+def is_paged(row: str) -> bool:
+    """Is it under Sublet?"""
+    return row in PAGED or larger_weights.is_paged(row)
 
 
 def optimizer_of(args: Any, model: Any) -> Any:
@@ -161,7 +173,7 @@ def optimizer_of(args: Any, model: Any) -> Any:
 
         return CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, **how)
     optimizer = torch.optim.AdamW(model.parameters(), **how)
-    if args.role in PAGED:
+    if args.role in PAGED or args.role == "wo_third":
         import sublet
 
         step = "after" if args.role == "after" else "backward"
@@ -205,15 +217,19 @@ def body(args: Any, result: Result, work: Path) -> None:
         command = [__file__, "--role", row, "--deadline", str(limit), "--steps", str(args.steps)]
         command += ["--layers", str(args.layers), "--batch", str(args.batch), "--frames", args.frames]
         how: dict[str, Any] = {"env": {"TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}}
-        if row in PAGED:
+        if is_paged(row):
             how |= {"tenant": f"larger-{row}-{os.getpid()}", "sites": [site]}
         child = runner.Child(work, row, command, **how)
         child.finish(result, limit + 10)
     facts = result.data["facts"]
     reference = facts.get("resident", {})
-    for row in (row for row in wanted if row in PAGED and row in facts):
-        result.check(f"{row}: losses, bit for bit", facts[row].get("losses") == reference.get("losses") is not None)
-        result.check(f"{row}: weights, bit for bit", facts[row].get("weights") == reference.get("weights") is not None)
+    references = {**dict.fromkeys(PAGED, "resident"), **larger_weights.REFERENCES}
+    for row in (row for row in wanted if row in references and row in facts):
+        same = facts.get(references[row], {})
+        for what in ("losses", "weights"):
+            if what in same or what == "losses":
+                is_same = facts[row].get(what) == same.get(what) is not None
+                result.check(f"{row}: {what}, bit for bit", is_same)
     result.data["baseline"] = {name: reference.get(name) for name in ("parameters", "device_bytes", "torch_peak_bytes")}
     runner.verdicts(result)
     print()
@@ -222,12 +238,12 @@ def body(args: Any, result: Result, work: Path) -> None:
 
 def show(result: Result, rows: list[str]) -> None:
     """The figures, one line a row."""
-    base = summary(result, "resident")["median"]
     lines: list[tuple[str, ...]] = [("row", "step s", "p99 s", "over resident", "device GB", "torch peak GB")]
     for row in rows:
         facts, found = result.data["facts"][row], summary(result, row)
         if found["median"] is None:
             continue
+        base = summary(result, larger_weights.REFERENCES.get(row, "resident"))["median"]
         over = "-" if not base else f"{found['median'] / base:.3f}"
         sizes = [f"{facts.get(name, 0) / 1e9:.1f}" for name in ("device_bytes", "torch_peak_bytes")]
         lines.append((row, f"{found['median']:.3f}", f"{found['p99']:.3f}", over, *sizes))

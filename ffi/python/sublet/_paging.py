@@ -36,7 +36,7 @@ _ALIGNMENT_BYTES = 512
 _BLOCKS_AHEAD = 2
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
-_Optimizer = TypeVar("_Optimizer")
+_Target = TypeVar("_Target")
 
 
 def _bytes_of(size: Union[int, str]) -> int:
@@ -418,8 +418,8 @@ class _Paged:
         return {"device": self._device.index, "step": self._when, "blocks": len(self._blocks), **found}
 
 
-#: Those whose optimizer lives.
-_live: weakref.WeakSet[_Paged] = weakref.WeakSet()
+#: Those whose optimizer or module lives.
+_live: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _unbound(method: Any) -> Any:
@@ -436,24 +436,28 @@ def _span_bytes(tensors: list[Any]) -> int:
     return sum(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes)
 
 
-def paged(optimizer: _Optimizer, *, frames: Union[int, str], step: Step = "after") -> _Optimizer:
-    """Moves the state of a PyTorch optimizer to host memory, with a part of it on the device by turns.
+def paged(target: _Target, *, frames: Union[int, str], step: Step = "after") -> _Target:
+    """Moves the state of a PyTorch optimizer, or the parameters of a module, to host memory, with a part on the device by turns.
 
-    Its own ``step`` runs, on blocks of parameters: results are bitwise the same. Call it once, before or
+    An optimizer's own ``step`` runs, on blocks of parameters: results are bitwise the same. Call it once, before or
     after the first step. Learning-rate schedulers go on as they are.
 
+    A module keeps its parameters, the same objects, and nothing else about it changes. Each launch waits for what it uses:
+    frozen and trained weights, tied ones and checkpointing work as they are. Page the module before its optimizer is made. Its
+    parameters may be in the CPU's memory.
+
     Args:
-        optimizer: a ``torch.optim.Optimizer`` whose parameters are on one CUDA device. Its step must treat each
+        target: a ``torch.nn.Module``, whose parameters are plain, and on one device. Or a ``torch.optim.Optimizer`` whose parameters are on one CUDA device. Its step must treat each
             parameter by itself, as all of PyTorch's do but ``LBFGS``. Parameters of FSDP, DTensor and DeepSpeed are refused, and
             so is an optimizer that a drop-in of Sublet's moves.
-        frames: the most device memory for state, in bytes or as text such as ``"2GiB"``. It must hold
-            what one block of parameters needs; the error for less says how much that is.
-        step: ``"after"``: in ``optimizer.step()``, block by block. ``"backward"``: in ``backward()``, as soon
+        frames: the most device memory for state or parameters, in bytes or as text such as ``"2GiB"``. It must hold
+            what one block of parameters needs, or what one launch uses; the error for less says how much that is.
+        step: of an optimizer. ``"after"``: in ``optimizer.step()``, block by block. ``"backward"``: in ``backward()``, as soon
             as all gradients of a block are there, which are freed then. That hides the copies, and excludes
             accumulation, clipping and a ``GradScaler``.
 
     Returns:
-        ``optimizer``, the same object. ``optimizer.state`` and ``state_dict()`` give copies in host memory.
+        ``target``, the same object. ``optimizer.state`` and ``state_dict()`` give copies in host memory.
 
     Raises:
         UsageError: it is no such optimizer, it is paged already, or ``frames`` is too small. Later: something
@@ -465,27 +469,33 @@ def paged(optimizer: _Optimizer, *, frames: Union[int, str], step: Step = "after
     >>> optimizer = sublet.paged(torch.optim.AdamW(model.parameters(), fused=True), frames="2GiB")  # doctest: +SKIP
     """
     torch: Any = sys.modules.get("torch")
-    if torch is None or not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"paged: a torch.optim.Optimizer is needed, not {type(optimizer).__name__}")
+    module_type = getattr(getattr(torch, "nn", None), "Module", None)
+    if module_type is not None and isinstance(target, module_type):
+        from sublet._paging_weights import page_module
+
+        page_module(target, torch, own_library(), _bytes_of(frames))
+        return target
+    if torch is None or not isinstance(target, torch.optim.Optimizer):
+        raise UsageError(f"paged: a torch.optim.Optimizer or a torch.nn.Module is needed, not {type(target).__name__}")
     if step not in ("backward", "after"):
         raise UsageError(f"paged: step is 'backward' or 'after', not {step!r}")
-    target: Any = optimizer
-    if hasattr(target, PAGED_BY):
+    optimizer: Any = target
+    if hasattr(optimizer, PAGED_BY):
         raise UsageError("paged: this optimizer is paged already")
-    refuse_unfit(target, torch)
-    owner = _Paged(target, torch, own_library(), _bytes_of(frames), step)
-    _wrap(target, owner)
+    refuse_unfit(optimizer, torch)
+    owner = _Paged(optimizer, torch, own_library(), _bytes_of(frames), step)
+    _wrap(optimizer, owner)
     if step == "backward":
         refuse_clipping(torch)
         # A GradScaler hands its scale to an optimizer that says so, which then refuses it.
-        target._step_supports_amp_scaling = True
-        for group in target.param_groups:
+        optimizer._step_supports_amp_scaling = True
+        for group in optimizer.param_groups:
             for param in group["params"]:
                 param._steps_in_backward = True
                 if param.requires_grad:
                     param.register_post_accumulate_grad_hook(owner.gradient_is_there)
     _live.add(owner)
-    return optimizer
+    return target
 
 
 def _wrap(target: Any, owner: _Paged) -> None:
@@ -508,15 +518,17 @@ def _wrap(target: Any, owner: _Paged) -> None:
 
 
 def report() -> list[dict[str, Any]]:
-    """What the paged optimizers of this process hold, and have copied.
+    """What the paged optimizers and modules of this process hold, and have copied.
 
     Returns:
-        For each a dict with ``device``, ``step``, ``blocks`` (of parameters); ``paged_bytes`` (all state),
+        For each a dict with ``device``; of an optimizer ``step`` and ``blocks`` (of parameters), of a module ``module`` (its
+        type) and ``parameters`` (how many); ``paged_bytes`` (all of it),
         ``frames_bytes`` (the most on the device), ``resident_bytes`` (what is there now), ``stays_bytes`` (what
         may not leave), ``chunk_bytes``, ``chunks`` (a letter for each: ``a`` away, ``i`` on its way in, ``h`` on
         the device and the same in host memory, ``w`` on the device and written since it was copied to the host,
         ``o`` on its way out, ``-`` unused); and so far ``out_bytes``, ``in_bytes``, ``exchanges``, ``hits`` and
-        ``misses`` (uses that found their state on the device, and that did not).
+        ``misses`` (uses that found their memory on the device, and that did not), ``calls`` (launches and copies that named memory of
+        a module) and ``waited_us`` (the time that they waited, in microseconds).
 
     >>> sublet.report()
     []

@@ -53,6 +53,48 @@ def refuse_unfit(optimizer: Any, torch: Any) -> None:
                     )
 
 
+def refuse_unfit_module(module: Any, params: list[Any], torch: Any) -> Any:
+    """Raises UsageError for modules whose parameters cannot move, or whose uses no launch names. The device that uses them."""
+    if not params:
+        raise UsageError(f"paged: {type(module).__name__} has no parameters")
+    devices = {param.device for param in params}
+    if len(devices) != 1 or next(iter(devices)).type not in ("cuda", "cpu"):
+        raise UsageError(f"paged: all parameters of the module are on one device, not {sorted(map(str, devices))}")
+    places: set[int] = set()
+    for name, param in module.named_parameters():
+        for attribute, whose in _MANAGED.items():
+            if hasattr(param, attribute):
+                raise UsageError(
+                    f"paged: the parameter {name} is managed by {whose}, which moves it or keeps it in parts: page a module of plain "
+                    "parameters"
+                )
+        if type(param) is not torch.nn.Parameter:
+            raise UsageError(f"paged: the parameter {name} is a {type(param).__name__}, whose memory is not its own alone")
+        if param.layout is not torch.strided or not _is_dense(param):
+            raise UsageError(f"paged: the parameter {name} is not dense")
+        storage = param.untyped_storage()
+        if storage.nbytes() != param.numel() * param.element_size() or storage.data_ptr() in places:
+            raise UsageError(
+                f"paged: the parameter {name} shares its memory with other tensors, which would not see its changes: copy it first"
+            )
+        places.add(storage.data_ptr())
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.RNNBase):
+            raise UsageError(f"paged: {name or type(part).__name__} hands all its weights to cuDNN as one: it cannot be paged")
+    device = devices.pop()
+    return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+
+
+def _is_dense(tensor: Any) -> bool:
+    """Does it fill its memory, in whatever order of dimensions?"""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return bool(tensor.numel() > 0)
+
+
 def refuse_changed_groups(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
     """A step that keeps something for all parameters in a group would be run, and count, once a block."""
     for was, now in zip(before, after):

@@ -1,0 +1,203 @@
+"""The rows of `larger` whose weights are off the device, by `sublet.paged(model)`.
+
+| row | what runs | frames |
+| --- | --- | --- |
+| `w_all`, `w_half`, `w_third` | the training of `resident`, its optimizer stock and after backward | all weights, a half, a third |
+| `wo_third` | the same, with the optimizer's state paged too, in backward | a third, and `--frames` |
+| `infer`, `infer_half`, `infer_third` | forward alone, in bf16 | none is paged, a half, a third |
+| `lora`, `lora_half`, `lora_third` | a frozen base in bf16 with small trained matrices | the same |
+| `look` | no training: which operators' uses of paged weights the launch look sees, and what a launch costs | a third |
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import runner
+
+#: Each with the row that its losses must equal, bit for bit.
+REFERENCES = {
+    "w_all": "resident",
+    "w_half": "resident",
+    "w_third": "resident",
+    "wo_third": "resident",
+    "infer_half": "infer",
+    "infer_third": "infer",
+    "lora_half": "lora",
+    "lora_third": "lora",
+}
+ROWS = (*REFERENCES, "infer", "lora", "look")
+SHARES = {"all": 1.0, "half": 1 / 2, "third": 1 / 3}
+#: Of an eager operator: those that launch nothing, though they take a weight.
+WITHOUT_LAUNCH = ("detach", "t.default", "view", "transpose", "expand", "alias", "_unsafe_view", "permute", "slice", "select", "unsqueeze", "split", "as_strided")
+LAUNCHES = 20_000
+
+
+def is_paged(row: str) -> bool:
+    """Does it page weights?"""
+    return row in REFERENCES or row == "look"
+
+
+def page(row: str, model: Any) -> Any:
+    """The model of this row, with its weights where the row has them."""
+    import sublet
+
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    share = SHARES.get(row.split("_")[-1], 1 / 3)
+    frames = int(total * share) + (64 << 20 if share == 1.0 else 0)
+    runner.fact("weights_bytes", total)
+    runner.fact("frames_bytes", frames)
+    began = time.perf_counter()
+    model = sublet.paged(model, frames=frames)
+    runner.fact("paging_s", time.perf_counter() - began)
+    import torch
+
+    torch.cuda.empty_cache()
+    return model
+
+
+def report() -> None:
+    """What was moved, a step."""
+    import sublet
+
+    runner.fact("report", sublet.report())
+
+
+def add_small_matrices(torch: Any, model: Any) -> list[Any]:
+    """Freezes the model and gives each projection two small trained matrices, as LoRA does. Those."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    trained = []
+    generator = torch.Generator("cuda").manual_seed(3)
+    for name, part in model.named_modules():
+        if not isinstance(part, torch.nn.Linear) or "lm_head" in name:
+            continue
+        down = torch.randn(16, part.in_features, device="cuda", generator=generator) / 64
+        up = torch.zeros(part.out_features, 16, device="cuda")
+        pair = [torch.nn.Parameter(each.bfloat16()) for each in (down, up)]
+
+        def add(_: Any, given: Any, made: Any, pair: Any = pair) -> Any:
+            return made + (given[0] @ pair[0].t()) @ pair[1].t()
+
+        part.register_forward_hook(add)
+        trained += pair
+    return trained
+
+
+def steps(args: Any, torch: Any, model: Any, data: list[Any]) -> None:
+    """The rows without an optimizer's own paging: forward alone, or with small trained matrices."""
+    trains = args.role.startswith("lora")
+    model = model.bfloat16()
+    trained = add_small_matrices(torch, model) if trains else []
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True) if trains else None
+    if is_paged(args.role):
+        model = page(args.role, model)
+    if not trains:
+        model.eval()
+    losses = []
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    for step in range(args.steps):
+        batch = data[step % len(data)]
+        began = time.perf_counter()
+        with torch.set_grad_enabled(trains):
+            # A frozen base takes gradients through its inputs alone.
+            inputs = model.get_input_embeddings()(batch)
+            if trains:
+                inputs.requires_grad_()
+            loss = model(inputs_embeds=inputs, labels=batch).loss
+        if optimizer is not None:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        if step > 1:  # the first two are those by which the order is learnt
+            runner.sample("step_s", time.perf_counter() - began)
+        losses.append(float(loss))
+    runner.fact("losses", losses)
+    free, total = torch.cuda.mem_get_info()
+    runner.fact("device_bytes", total - free)
+    runner.fact("torch_peak_bytes", torch.cuda.max_memory_allocated())
+    if is_paged(args.role):
+        report()
+
+
+# ---------------------------------------------------------------- what the look sees, and what it costs
+
+
+def look(args: Any, torch: Any, model: Any, data: list[Any]) -> None:
+    """Every operator's tensors against what the look has counted, and the time of a launch."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    import sublet
+    from sublet._library import own_library
+    from sublet._paging_weights import owners
+
+    small = torch.zeros(256, device="cuda")
+    costs = {"plain": launch_us(torch, small)}
+    model = page("look", model)
+    first = next(model.parameters())
+    costs["paged, another's memory"] = launch_us(torch, small)
+    with torch.no_grad():
+        costs["paged, its memory"] = launch_us(torch, first.view(-1)[:256])
+    runner.fact("launch_us", costs)
+    library, pager = own_library(), owners[model].pager
+    low = min(parameter.data_ptr() for parameter in model.parameters())
+    high = max(parameter.data_ptr() for parameter in model.parameters())
+    seen: dict[str, list[int]] = {}
+
+    class Watch(TorchDispatchMode):
+        """Counts operators that are given a weight, and those of them that the look has seen."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            given = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
+            uses = any(leaf.is_cuda and low <= leaf.data_ptr() <= high for leaf in given)
+            name = str(func)
+            if not uses or any(word in name for word in WITHOUT_LAUNCH):
+                return func(*args, **(kwargs or {}))
+            before = json.loads(library.page_report(pager))["calls"]
+            made = func(*args, **(kwargs or {}))
+            counts = seen.setdefault(name, [0, 0])
+            counts[0] += 1
+            counts[1] += json.loads(library.page_report(pager))["calls"] > before
+            return made
+
+    def train(optimizer: Any) -> None:
+        batch = data[0][:1]
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for name, how in (("fused", {"fused": True}), ("foreach", {"foreach": True}), ("single", {"foreach": False})):
+        began = time.perf_counter()
+        with Watch():
+            train(torch.optim.SGD(model.parameters(), lr=1e-5, **how))
+            torch.cuda.synchronize()
+        runner.fact(f"watched_{name}_s", time.perf_counter() - began)
+        runner.row(f"a step with {name} ran", True)
+        runner.fact("operators", {name: counts for name, counts in sorted(seen.items())})
+    uses, found = (sum(counts[index] for counts in seen.values()) for index in (0, 1))
+    runner.fact("uses", uses)
+    runner.fact("uses_seen", found)
+    runner.row(f"{found} of {uses} uses of weights seen", found == uses)
+    report()
+    print(sublet.report())
+
+
+def launch_us(torch: Any, tensor: Any) -> float:
+    """What a launch takes of the thread that makes it, in microseconds: the least of some rounds."""
+    best = float("inf")
+    for _ in range(5):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(LAUNCHES // 20):
+            tensor.add_(1)
+        best = min(best, (time.perf_counter() - began) / (LAUNCHES // 20) * 1e6)
+        torch.cuda.synchronize()
+    return best

@@ -1,0 +1,216 @@
+"""What `sublet.paged` makes of a module, and what it refuses: over a torch of a few lines, whose memory is a dict."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import pytest
+
+import sublet
+from sublet import _paging
+
+CHUNK = 64 << 20
+
+
+@dataclass(frozen=True)
+class Device:
+    """As torch has it."""
+
+    type: str
+    index: int = 0
+
+
+CUDA, CPU = Device("cuda"), Device("cpu")
+
+
+class Storage:
+    """Memory of a tensor."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.address, self.size_bytes = address, size_bytes
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def nbytes(self) -> int:
+        return self.size_bytes
+
+
+class Tensor:
+    """Numbers that are all the same, at an address."""
+
+    memory: dict[int, float] = {}
+    addresses = iter(range(1 << 20, 1 << 50, 1 << 30))
+
+    def __init__(self, count: int, value: float = 0.0, device: Device = CUDA, address: Optional[int] = None) -> None:
+        self.count, self.device, self.layout = count, device, "strided"
+        self.address = next(Tensor.addresses) if address is None else address
+        if address is None:
+            Tensor.memory[self.address] = value
+        self.shape, self.dtype, self.requires_grad = (count,), "float32", True
+        self.extra_bytes = 0
+
+    def untyped_storage(self) -> Storage:
+        return Storage(self.address, 4 * self.count + self.extra_bytes)
+
+    def numel(self) -> int:
+        return self.count
+
+    def element_size(self) -> int:
+        return 4
+
+    def stride(self) -> tuple[int, ...]:
+        return (1,)
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def view(self, *_: object) -> Tensor:
+        return self
+
+    as_strided = view
+
+    def detach(self) -> Tensor:
+        return self
+
+    def copy_(self, other: Tensor) -> None:
+        Tensor.memory[self.address] = Tensor.memory[other.address]
+
+    @property
+    def data(self) -> Tensor:
+        return self
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        self.address, self.device = other.address, other.device
+
+
+class Parameter(Tensor):
+    """A tensor of a module."""
+
+
+class Module:
+    """Named parameters."""
+
+    def __init__(self, **params: Tensor) -> None:
+        self.params = params
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        return list({id(param): (name, param) for name, param in self.params.items()}.values())
+
+    def parameters(self) -> list[Tensor]:
+        return [param for _, param in self.named_parameters()]
+
+    def named_modules(self) -> list[tuple[str, Any]]:
+        return [("", self)]
+
+
+class Recurrent(Module):
+    """A module whose weights cuDNN is given as one."""
+
+
+class Pages:
+    """The library, whose windows are numbers."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+        self.end = 1 << 60
+
+    def page_open(self, *size: int) -> int:
+        self.said.append(("open", *size))
+        return 7
+
+    def page_alloc(self, _pager: int, size_bytes: int) -> int:
+        self.said.append(("alloc", size_bytes))
+        self.end += -(-size_bytes // 512) * 512
+        return self.end - -(-size_bytes // 512) * 512
+
+    def page_report(self, _pager: int) -> str:
+        return '{"calls": 3}'
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.said.append((name, *args))
+
+
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> Pages:
+    """A process under Sublet with a torch."""
+    torch: Any = types.ModuleType("torch")
+    torch.strided, torch.device = "strided", Device
+    torch.no_grad = contextlib.nullcontext
+    torch.nn = types.SimpleNamespace(Module=Module, Parameter=Parameter, RNNBase=Recurrent)
+    torch.cuda = types.SimpleNamespace(
+        device=lambda _: contextlib.nullcontext(),
+        current_stream=lambda _: types.SimpleNamespace(cuda_stream=5),
+        current_device=lambda: 0,
+        is_current_stream_capturing=lambda: False,
+    )
+    torch.as_tensor = lambda raw, device: Tensor(
+        raw.__cuda_array_interface__["shape"][0] // 4, device=device, address=raw.__cuda_array_interface__["data"][0]
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    library = Pages()
+    monkeypatch.setattr(_paging, "own_library", lambda: library)
+    return library
+
+
+def test_parameters_stay_the_same_objects_and_lie_in_the_window_in_order(pages: Pages) -> None:
+    first, second = Parameter(100, 1.5), Parameter(CHUNK // 4, 2.5)
+    module = Module(first=first, second=second, tied=first)
+    assert sublet.paged(module, frames="1GiB") is module
+    assert module.parameters() == [first, second]
+    assert (first.address, second.address) == (1 << 60, (1 << 60) + 512)
+    assert [Tensor.memory[param.address] for param in (first, second)] == [1.5, 2.5]
+    # No more frames than all of it needs.
+    assert pages.said[:3] == [("open", 0, 2 * CHUNK, CHUNK, 2 * CHUNK), ("page_look", 7), ("alloc", 400)]
+    held = [said for said in pages.said if said[0] in ("page_acquire", "page_release")]
+    assert [(said[0], said[2], said[3]) for said in held] == [
+        (name, [address], 5)
+        for address in (first.address, second.address)
+        for name in ("page_acquire", "page_release")
+    ]
+    report = [entry for entry in sublet.report() if entry.get("module") == "Module"]
+    assert report[-1] == {"device": 0, "module": "Module", "parameters": 2, "calls": 3}
+    with pytest.raises(sublet.UsageError, match="paged already"):
+        sublet.paged(module, frames="1GiB")
+
+
+def test_too_few_frames_are_refused_with_the_least_that_works(pages: Pages) -> None:
+    module = Module(first=Parameter(100), second=Parameter(CHUNK // 4))
+    with pytest.raises(sublet.UsageError, match="give at least '128MiB', better a third of all 128 MiB"):
+        sublet.paged(module, frames="64MiB")
+    assert pages.said == []
+
+
+def managed() -> Parameter:
+    param = Parameter(4)
+    param.ds_id = 1  # type: ignore[attr-defined]
+    return param
+
+
+def view() -> Parameter:
+    param = Parameter(4)
+    param.extra_bytes = 4
+    return param
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (Module(), "has no parameters"),
+        (Module(w=managed()), "the parameter w is managed by DeepSpeed"),
+        (Module(w=view()), "the parameter w shares its memory"),
+        (Module(w=Tensor(4)), "the parameter w is a Tensor"),
+        (Recurrent(w=Parameter(4)), "hands all its weights to cuDNN"),
+        (Module(w=Parameter(4), v=Parameter(4, device=CPU)), "are on one device"),
+        (Module(w=Parameter(4, device=Device("meta"))), "are on one device"),
+    ],
+)
+def test_what_cannot_move_is_refused_by_name(pages: Pages, module: Module, why: str) -> None:
+    with pytest.raises(sublet.UsageError, match=why):
+        sublet.paged(module, frames="1GiB")
+    assert pages.said == []
