@@ -160,7 +160,7 @@ class Tenant:
         Raises:
             UsageError: there is no such tenant.
         """
-        states = {process["member"]["state"] for process in self.stats()["members"]}
+        states: set[str] = {process["member"]["state"] for process in self.stats()["members"]}
         return states.pop() if len(states) == 1 else "mixed"
 
     def switch(self, *, wait: Optional[float] = None) -> Report:
