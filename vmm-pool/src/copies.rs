@@ -5,11 +5,12 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::ptr::NonNull;
+use std::sync::Arc;
 
-use crate::deferred::Deferred;
+use crate::deferred::{Deferred, InUse};
 use crate::driver::{DeviceOrdinal, Driver, RawStream, VaRange};
 use crate::error::{Describe, PoolResult};
+use crate::store::Piece;
 
 /// Where a copy goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +34,8 @@ pub(crate) struct CopyStreams<'a, D: Driver> {
     next: usize,
     /// There may be work that was not waited for.
     is_busy: [bool; 2],
+    /// What that uses of the host.
+    in_use: [Vec<InUse>; 2],
     /// The driver has refused work: the next step makes its own.
     is_refused: bool,
 }
@@ -49,6 +52,7 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
             streams,
             next: 0,
             is_busy: [false; 2],
+            in_use: [Vec::new(), Vec::new()],
             is_refused: false,
         };
         if let Some(streams) = deferred.take_streams(device) {
@@ -91,17 +95,22 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         self.streams[self.next]
     }
 
-    /// Starts a copy between memory of the host, as long as that, and `range`, on the stream that was taken last.
+    /// Starts a copy between a piece of host memory and `range`, as long as that, on the stream that was taken last. The piece is in
+    /// use until the copy is over.
     ///
     /// # Safety
-    /// The device may reach the range. Both stay where they are until the stream is done, and nobody else uses them.
+    /// The device may reach the range. It stays where it is until the stream is done, and nobody else uses it, or the piece.
     pub(crate) unsafe fn start(
         &mut self,
         way: Way,
-        host: NonNull<u8>,
+        piece: &Piece,
         range: VaRange,
     ) -> PoolResult<()> {
-        let (driver, stream) = (self.deferred.driver(), self.taken());
+        let (in_use, host) = (&mut self.in_use[self.next], piece.in_use());
+        if in_use.last().is_none_or(|last| !Arc::ptr_eq(last, &host)) {
+            in_use.push(host);
+        }
+        let (driver, stream, host) = (self.deferred.driver(), self.taken(), piece.start());
         let (what, begun) = match way {
             // SAFETY: as the caller vouches.
             Way::Out => ("saving", unsafe { driver.copy_to_host(host, range, stream) }),
@@ -134,6 +143,9 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         let waited = self.deferred.driver().stream_synchronize(stream);
         if let Some(at) = self.streams.iter().position(|known| *known == stream) {
             self.is_busy[at] = waited.is_err();
+            if waited.is_ok() {
+                self.in_use[at].clear();
+            }
         }
         waited.about(|| "copies of contents".to_owned(), 0, Some(self.device))
     }
@@ -153,9 +165,15 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
     fn finish_or_leave(&mut self) -> PoolResult<()> {
         let first = self.finish_all();
         if first.is_err() && self.finish_all().is_err() {
-            self.deferred.leave_unsettled(self.device);
+            self.leave_unsettled();
         }
         first
+    }
+
+    /// Copies may be under way that were not seen to end: nothing may be unmapped before [`Deferred::settle`] has waited.
+    pub(crate) fn leave_unsettled(&mut self) {
+        let in_use = self.in_use.iter_mut().flat_map(std::mem::take).collect();
+        self.deferred.leave_unsettled(self.device, in_use);
     }
 }
 
@@ -191,6 +209,9 @@ impl<D: Driver> Drop for CopyStreams<'_, D> {
     fn drop(&mut self) {
         if self.is_busy == [false; 2] && !self.is_refused {
             return self.deferred.keep_streams(self.device, self.streams);
+        }
+        if self.in_use.iter().any(|in_use| !in_use.is_empty()) {
+            self.leave_unsettled();
         }
         for stream in self.streams {
             end(self.deferred, self.device, stream);

@@ -7,7 +7,8 @@
 
 #![expect(unsafe_code, reason = "gives objects back to the driver")]
 
-use std::collections::BTreeSet;
+use std::any::Any;
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -73,6 +74,9 @@ impl Physical {
     }
 }
 
+/// What copies use, which stays where it is while somebody has this.
+pub(crate) type InUse = Arc<dyn Any + Send + Sync>;
+
 /// See the head of this module. Its lock is a leaf.
 #[derive(Debug)]
 pub(crate) struct Deferred<D: Driver> {
@@ -88,8 +92,9 @@ struct Lists {
     streams: Vec<(DeviceOrdinal, RawStream)>,
     /// For copies: idle, and between two steps.
     idle_streams: Vec<(DeviceOrdinal, [RawStream; 2])>,
-    /// Copies may still be under way there: nothing may be unmapped before [`Deferred::settle`] has waited.
-    unsettled: BTreeSet<DeviceOrdinal>,
+    /// Copies may still be under way there, and what they use of the host: nothing may be unmapped before [`Deferred::settle`] has
+    /// waited.
+    unsettled: BTreeMap<DeviceOrdinal, Vec<InUse>>,
 }
 
 impl<D: Driver> Deferred<D> {
@@ -196,9 +201,9 @@ impl<D: Driver> Deferred<D> {
         }
     }
 
-    /// Copies may be under way on `device`, and could not be waited for.
-    pub(crate) fn leave_unsettled(&self, device: DeviceOrdinal) {
-        self.lists().unsettled.insert(device);
+    /// Copies may be under way on `device`, which use this, and could not be waited for.
+    pub(crate) fn leave_unsettled(&self, device: DeviceOrdinal, in_use: Vec<InUse>) {
+        self.lists().unsettled.entry(device).or_default().extend(in_use);
     }
 
     /// Has every copy been seen to end?
@@ -238,11 +243,12 @@ impl<D: Driver> Deferred<D> {
     /// # Errors
     /// [`crate::PoolError::Driver`] when copies may still be under way: nothing may be unmapped.
     pub(crate) fn settle(&self) -> PoolResult<()> {
-        let unsettled = self.lists().unsettled.clone();
+        let unsettled: Vec<_> = self.lists().unsettled.keys().copied().collect();
         for device in unsettled {
             let waited = self.driver.make_current(device).and_then(|()| self.driver.synchronize());
             waited.about(|| "copies that did not end".to_owned(), 0, Some(device))?;
-            self.lists().unsettled.remove(&device);
+            let done = self.lists().unsettled.remove(&device);
+            drop(done);
         }
         let (ranges, streams) = {
             let Lists { ranges, streams, .. } = &mut *self.lists();

@@ -6,9 +6,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::SwitchError;
 use super::acting::SwitchOptions;
 use super::queue::{AGAIN_AFTER, AGAIN_AFTER_MAX, CallsOff, Queue, never};
-use super::SwitchError;
 use crate::checkpoints::Checkpointer;
 use crate::error_text::chain;
 use crate::identity::TenantName;

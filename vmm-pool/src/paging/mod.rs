@@ -26,6 +26,7 @@
 //!
 //! Locks: the table's is a leaf, and never held across a driver call. `entering` comes before it, and the ledger's.
 
+mod marks;
 mod order;
 mod plan;
 mod prints;
@@ -37,7 +38,8 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use self::table::{Mark, Table, Wrote};
+use self::marks::Mark;
+use self::table::{Table, Wrote};
 use self::uses::Calls;
 pub use self::uses::{In, Touched};
 use crate::AllocationId;
@@ -233,7 +235,7 @@ impl<D: Driver> Shared<D> {
     }
 
     /// An event that nobody uses. A context of the device is current.
-    fn mark(&self) -> PoolResult<Arc<Mark>> {
+    fn mark(&self) -> PoolResult<Mark> {
         let spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let event = if let Some(event) = spare {
             event
@@ -472,7 +474,7 @@ impl<D: Driver> Pager<D> {
     ) -> PageResult<()> {
         let shared = &self.shared;
         let ids = self.chunks_of(spans)?;
-        let mark = shared.mark()?;
+        let mark = Arc::new(shared.mark()?);
         let recorded = shared.pool.driver.event_record(mark.event, stream);
         recorded.about(|| "the end of a use of paged memory".to_owned(), 0, Some(shared.device))?;
         let wrote = if has_written { Wrote::Yes } else { Wrote::No };

@@ -18,35 +18,16 @@ mod asking;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use super::PageError;
+use super::marks::Mark;
 use super::plan::Plan;
 use super::prints::Prints;
 use crate::VirtualHandle;
-use crate::driver::RawEvent;
 
 /// What spans begin at a multiple of, in bytes, as PyTorch's own allocator has it.
 const ALIGNMENT_BYTES: u64 = 512;
-
-/// An event of the pager's. When nobody knows it any more it is used again.
-#[derive(Debug)]
-pub(super) struct Mark {
-    pub(super) event: RawEvent,
-    spare: Arc<Mutex<Vec<RawEvent>>>,
-}
-
-impl Mark {
-    pub(super) fn new(event: RawEvent, spare: &Arc<Mutex<Vec<RawEvent>>>) -> Arc<Self> {
-        Arc::new(Self { event, spare: Arc::clone(spare) })
-    }
-}
-
-impl Drop for Mark {
-    fn drop(&mut self) {
-        self.spare.lock().unwrap_or_else(PoisonError::into_inner).push(self.event);
-    }
-}
 
 /// What a use did to a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,28 +3,28 @@
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
 mod choosing;
+mod copying;
 mod looking;
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::BTreeMap;
-use std::ptr::NonNull;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use crossbeam_channel::Sender;
 
 use self::choosing::choose;
+use super::marks::Mark;
 use super::prints::Questions;
-use super::table::{Mark, Place};
+use super::table::Place;
 use super::uses::SLOTS;
 use super::{PageError, PageResult, Shared};
 use crate::VirtualHandle;
-use crate::driver::{Driver, DriverResult, RawEvent, RawStream, VaRange};
+use crate::deferred::InUse;
+use crate::driver::{Driver, RawEvent, RawStream};
 use crate::error::{Describe, PoolError, PoolResult};
-use crate::journal::StepLog;
 use crate::ledger::Known;
 use crate::pool::{Entered, Use};
-use crate::store::{Extent, Part, Pins};
 use crate::transition::StillChunk;
 
 /// Between two looks while something that is wanted waits for the device.
@@ -399,9 +399,10 @@ impl<D: Driver> Worker<'_, D> {
             None => still.come(frame),
         };
         let is_aside = come.is_ok() && aside.is_some();
-        let begun = come.and_then(|()| self.start_in(row, aside));
+        let mut in_use = Vec::new();
+        let begun = come.and_then(|()| self.start_in(row, aside, &mut in_use));
         match begun {
-            Ok(was_copied) => match self.mark_behind(self.streams.coming) {
+            Ok(was_copied) => match self.mark_behind(self.streams.coming, &mut in_use) {
                 Ok(mark) => {
                     if aside.is_none() {
                         still.came();
@@ -410,7 +411,7 @@ impl<D: Driver> Worker<'_, D> {
                 }
                 Err(error) => {
                     // Whether the copy has ended nobody knows: the chunk keeps what it has, and nobody is given it.
-                    self.shared.pool.deferred.leave_unsettled(self.shared.device);
+                    self.shared.pool.deferred.leave_unsettled(self.shared.device, in_use);
                     Err(error)
                 }
             },
@@ -420,41 +421,11 @@ impl<D: Driver> Worker<'_, D> {
                 if ended.is_ok() && left.is_ok() {
                     still.did_not_come();
                 } else {
-                    self.shared.pool.deferred.leave_unsettled(self.shared.device);
+                    self.shared.pool.deferred.leave_unsettled(self.shared.device, in_use);
                 }
                 Err(error)
             }
         }
-    }
-
-    /// Begins the copy of the contents of `row`, which is mapped where it belongs, or `aside`. Was anything copied?
-    fn start_in(&self, row: VirtualHandle, aside: Option<VaRange>) -> PoolResult<bool> {
-        let (range, saved) = {
-            let ledger = self.shared.pool.ledger();
-            let saved = ledger.row(row).and_then(|row| row.saved()).cloned();
-            (aside.or_else(|| ledger.chunk_range(row)).ok_or(PoolError::NotOurs)?, saved)
-        };
-        let all = 0..range.size_bytes;
-        let parts: Vec<Part> = match &saved {
-            Some(saved) => saved.parts_of(all).collect(),
-            None => vec![Part::Zeros(all)],
-        };
-        for part in parts {
-            match part {
-                Part::Zeros(zeros) => {
-                    // SAFETY: the chunk is mapped, and nobody has it before this is over.
-                    let begun = unsafe {
-                        self.driver().fill_with_zeros(range.part(&zeros), self.streams.coming)
-                    };
-                    self.said(begun, range)?;
-                }
-                Part::Stored(extent) => self.copy(range, extent, |host, part| {
-                    // SAFETY: as above; its place stays its own.
-                    unsafe { self.driver().copy_to_device(part, host, self.streams.coming) }
-                })?,
-            }
-        }
-        Ok(saved.is_some_and(|saved| !saved.extents.is_empty()))
     }
 
     /// Copies `chunk` to its place in host memory, which it gets if it has none.
@@ -473,7 +444,7 @@ impl<D: Driver> Worker<'_, D> {
         };
         let question = self.ask(chunk);
         if let Some(question) = question.filter(|_| compares)
-            && let Ok(Some(mark)) = self.mark_behind(self.streams.out)
+            && let Ok(Some(mark)) = self.mark_behind(self.streams.out, &mut Vec::new())
         {
             let mut table = self.shared.table();
             table.asking(chunk, mark, question);
@@ -482,8 +453,9 @@ impl<D: Driver> Worker<'_, D> {
         }
         self.see(chunk);
         self.shared.table().forget_prints(chunk);
-        let begun = self.start_out(row);
-        let begun = begun.and_then(|()| self.mark_behind(self.streams.out));
+        let mut in_use = Vec::new();
+        let begun = self.start_out(row, &mut in_use);
+        let begun = begun.and_then(|()| self.mark_behind(self.streams.out, &mut in_use));
         drop(entered);
         match begun {
             Ok(mark) => {
@@ -494,14 +466,14 @@ impl<D: Driver> Worker<'_, D> {
                 }
                 table.unclaim(chunk);
             }
-            Err(error) => self.not_cleaned(chunk, error),
+            Err(error) => self.not_cleaned(chunk, error, in_use),
         }
     }
 
     /// Who waits for a frame is told. What was begun is waited for: it reads the chunk.
-    fn not_cleaned(&self, chunk: usize, error: PoolError) {
+    fn not_cleaned(&self, chunk: usize, error: PoolError, in_use: Vec<InUse>) {
         if self.driver().stream_synchronize(self.streams.out).is_err() {
-            self.shared.pool.deferred.leave_unsettled(self.shared.device);
+            self.shared.pool.deferred.leave_unsettled(self.shared.device, in_use);
             self.shared.table().stays(chunk, Some("a copy of it did not end"));
         }
         tracing::warn!(%error, "paged memory was not copied to the host");
@@ -512,66 +484,6 @@ impl<D: Driver> Worker<'_, D> {
         if let Some(wanted) = table.next_wanted() {
             table.failed(wanted, error);
         }
-    }
-
-    fn start_out(&self, row: VirtualHandle) -> PoolResult<()> {
-        let pool = &self.shared.pool;
-        let (range, extent) = {
-            let mut ledger = pool.ledger();
-            let range = ledger.chunk_range(row).ok_or(PoolError::NotOurs)?;
-            (range, ledger.take_chunk_place(row).ok_or(PoolError::NotOurs)?)
-        };
-        let end_bytes = extent.place().end;
-        let held = self.shared.check_host(end_bytes).and_then(|()| {
-            let devices = pool.devices();
-            let nodes = pool.nodes_of(&devices);
-            let mut arena = pool.arena();
-            arena.set_nodes(nodes);
-            arena.grow_to(&mut StepLog::default(), end_bytes, Pins::of(&devices))
-        });
-        if let Err(error) = held {
-            pool.ledger().forget_copy(row);
-            return Err(error);
-        }
-        self.copy(range, extent, |host, part| {
-            // SAFETY: nobody writes the chunk before the copy is over: it is idle until then, and a thread that acquires it waits
-            // for the event behind it. Its place is its own.
-            unsafe { self.driver().copy_to_host(host, part, self.streams.out) }
-        })
-    }
-
-    /// Has `each` begin the copy of every piece of `extent`.
-    fn copy(
-        &self,
-        range: VaRange,
-        extent: Extent,
-        each: impl Fn(NonNull<u8>, VaRange) -> DriverResult<()>,
-    ) -> PoolResult<()> {
-        let pieces = self.shared.pool.arena().pieces_of(&extent.place());
-        let part = range.part(&extent.part());
-        for (host, piece) in pieces {
-            self.said(each(host, part.part(&piece)), range)?;
-        }
-        Ok(())
-    }
-
-    fn said(&self, result: DriverResult<()>, range: VaRange) -> PoolResult<()> {
-        let about = || format!("paging of {}", range.start);
-        result.about(about, range.size_bytes, Some(self.shared.device))
-    }
-
-    /// What is over when all is that `stream` was given. `None` when it has been waited for, for want of an event.
-    fn mark_behind(&self, stream: RawStream) -> PoolResult<Option<Arc<Mark>>> {
-        let mark = self.shared.mark().and_then(|mark| {
-            let recorded = self.driver().event_record(mark.event, stream);
-            recorded.about(|| "copy for paging".to_owned(), 0, Some(self.shared.device))?;
-            Ok(mark)
-        });
-        let Err(error) = &mark else { return mark.map(Some) };
-        tracing::debug!(%error, "a copy for paging is waited for");
-        let waited = self.driver().stream_synchronize(stream);
-        waited.about(|| "copy for paging".to_owned(), 0, Some(self.shared.device))?;
-        Ok(None)
     }
 
     /// Gives the frame of an idle chunk back to the driver.

@@ -16,8 +16,9 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::marks::Mark;
 use super::order::Order;
-use super::table::{Mark, Table, Wrote};
+use super::table::{Table, Wrote};
 use super::{PageError, PageResult, Pager, Shared};
 use crate::driver::{DeviceAddress, Driver, RawStream, VaRange};
 use crate::error::Describe;
@@ -217,7 +218,7 @@ impl<D: Driver> Shared<D> {
                 0,
                 Some(self.device),
             )?;
-            Ok(mark)
+            Ok(Arc::new(mark))
         });
         match marked {
             Ok(mark) => self.table().used(chunks, &mark, Wrote::Maybe),

@@ -5,15 +5,16 @@ mod writeout;
 
 use std::ops::Range;
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 pub use spill::Spilled;
 pub use writeout::{WriteOut, Written};
 
 use crate::driver::{DeviceAddress, Driver, VaRange};
-use crate::error::PoolError;
+use crate::error::{PoolError, PoolResult};
 use crate::ledger::Row;
 use crate::pool::Pool;
-use crate::store::{Part, Saved, Store};
+use crate::store::{Located, Part, Saved, Store};
 
 /// Why saved contents cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -42,6 +43,13 @@ struct Piece {
     part: Range<u64>,
 }
 
+impl PartialEq for Piece {
+    /// Are they the same contents, which nothing was written over since?
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.saved.extents, &other.saved.extents) && self.part == other.part
+    }
+}
+
 /// Which copy of an allocation's contents is looked for.
 type Find = fn(&Row) -> Option<&Saved>;
 
@@ -52,8 +60,8 @@ fn saved_or_retained(row: &Row) -> Option<&Saved> {
 
 impl<D: Driver> Pool<D> {
     /// Where the saved contents of `range` lie in host memory, while its memory is away. Good until a resume of
-    /// it begins; parts that were unused when it was paused hold nothing meant. Waits for a pause or resume
-    /// under way. The next pause copies it all again, whatever it finds.
+    /// it begins; parts that were unused when it was paused hold nothing meant. Nothing is given out while a
+    /// pause or resume is under way. The next pause copies it all again, whatever it finds.
     ///
     /// # Errors
     /// [`SavedError`].
@@ -72,6 +80,10 @@ impl<D: Driver> Pool<D> {
 
     fn found_at(&self, range: VaRange, find: Find) -> Result<NonNull<u8>, SavedError> {
         let arena = self.arena();
+        if self.gate().is_shut() {
+            // It is on its way, and what is given out now would be of no use.
+            return Err(SavedError::Resident(range.start));
+        }
         let pieces = self.saved_pieces(range, find)?;
         if pieces.iter().any(|piece| piece.saved.store == Store::File) {
             return Err(SavedError::NotKept(range.start));
@@ -88,9 +100,10 @@ impl<D: Driver> Pool<D> {
                 Some(_) => return Err(SavedError::InPieces(range.start)),
             };
         }
-        let found = place.and_then(|place| arena.one_piece(&place));
-        let found = found.ok_or(SavedError::InPieces(range.start))?;
-        // Whoever has the place can write there, and the next pause would take it for unchanged.
+        let found = place.map(|place| arena.pieces_of(&place)).unwrap_or_default();
+        let [found] = &found[..] else { return Err(SavedError::InPieces(range.start)) };
+        let found = found.start();
+        // A caller that has the place can write there, and the next pause would take it for unchanged.
         self.ledger().lend_copies(range);
         Ok(found)
     }
@@ -114,25 +127,31 @@ impl<D: Driver> Pool<D> {
 
     fn read(&self, start: DeviceAddress, target: &mut [u8], find: Find) -> Result<(), SavedError> {
         let range = VaRange::new(start, target.len() as u64);
-        let arena = self.arena();
-        let mut rest = target;
-        for Piece { saved, part } in self.saved_pieces(range, find)? {
-            // The pieces make up exactly the target.
-            let length = usize::try_from(part.end - part.start).unwrap_or(usize::MAX);
-            let (bytes, after) = rest.split_at_mut(length.min(rest.len()));
-            let read = arena.read(&saved, part.start, bytes);
-            read.map_err(|error| {
-                if let PoolError::FileUnreadable { source, .. } = &error {
-                    return SavedError::Unreadable(start, source.kind());
-                }
-                if let PoolError::FileCorrupted { .. } = &error {
-                    return SavedError::Unreadable(start, std::io::ErrorKind::InvalidData);
-                }
-                SavedError::NotKept(start)
-            })?;
-            rest = after;
+        let refused = |error| {
+            let kind = if let PoolError::FileUnreadable { source, .. } = &error {
+                source.kind()
+            } else if let PoolError::FileCorrupted { .. } = &error {
+                std::io::ErrorKind::InvalidData
+            } else {
+                return SavedError::NotKept(start);
+            };
+            SavedError::Unreadable(start, kind)
+        };
+        loop {
+            let (pieces, located) = {
+                let arena = self.arena();
+                let pieces = self.saved_pieces(range, find)?;
+                let located =
+                    pieces.iter().map(|piece| arena.locate(&piece.saved, piece.part.clone()));
+                let located: PoolResult<Vec<Vec<Located>>> = located.collect();
+                (pieces, located.map_err(refused)?.concat())
+            };
+            let read = Located::read(&located, target);
+            // A pause may have put other contents there meanwhile.
+            if self.saved_pieces(range, find)? == pieces {
+                return read.map_err(refused);
+            }
         }
-        Ok(())
     }
 
     /// Where the contents of `range` lie: it may go over several allocations that are mapped side by side, as blocks of

@@ -11,10 +11,13 @@ use crate::VirtualHandle;
 use crate::driver::Driver;
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::pool::Pool;
-use crate::store::{ALIGNMENT_BYTES, ContentsFile, Extent, HostArena, Saved, Store, Writer};
+use crate::store::{
+    ALIGNMENT_BYTES, ContentsFile, Extent, HostArena, Piece, SLOT_BYTES, SLOT_LENGTH, Saved, Store,
+    Writer,
+};
 
 /// What is written between two looks at the clock: whole pages.
-const AT_ONCE_BYTES: usize = 64 << 20;
+const AT_ONCE_BYTES: usize = 2 * SLOT_LENGTH;
 
 /// What one step has moved, and what is left.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,7 +41,7 @@ impl<D: Driver> Pool<D> {
     /// Moves saved contents of memory that is away from host memory to the file, about `most_bytes` of them, and gives the
     /// chunks back that hold none any more. The file is that of [`Pool::set_file_dir`]. A resume finds them there. What
     /// somebody may be reading in place ([`Pool::saved_at`]) stays. To be called while no step of a pause or resume is under
-    /// way, by whoever takes those steps. Blocks for as long as the disk takes, and at `until` for no longer than it takes for 64 MiB: what has been
+    /// way, by the thread that takes those steps. Blocks for as long as the disk takes, and at `until` for no longer than it takes for 64 MiB: what has been
     /// written as a whole by then has moved.
     ///
     /// # Errors
@@ -65,36 +68,45 @@ impl<D: Driver> Pool<D> {
         until: Instant,
         is_called_off: &dyn Fn() -> bool,
     ) -> PoolResult<Spilled> {
-        let mut arena = self.arena();
-        arena.take_delivered();
-        let (chosen, all_bytes) = self.ledger().movable(most_bytes, |at| arena.chunk_end(at));
-        let behind = self.ledger().end_in(Store::File);
-        let mut moves = in_file(chosen, behind);
-        let places: Vec<_> = moves.iter().flat_map(|(_, _, to)| to.places()).collect();
-        let written = arena.disk.reserve(&places).and_then(|()| {
-            let Some(file) = arena.disk.file() else { return Ok(()) };
+        let is_over = || is_called_off() || Instant::now() >= until;
+        let (mut moves, all_bytes, portions, file) = {
+            let mut arena = self.arena();
+            arena.take_delivered();
+            let (chosen, all_bytes) = self.ledger().movable(most_bytes, |at| arena.chunk_end(at));
+            let moves = in_file(chosen, self.ledger().end_in(Store::File));
+            let places: Vec<_> = moves.iter().flat_map(|(_, _, to)| to.places()).collect();
+            // Taken now: what is freed meanwhile stays where it is until it is written.
+            let portions = moves.iter().map(|(_, from, to)| in_portions(&arena, from, to));
+            let portions: Vec<_> = portions.collect();
+            let reserved = arena.disk.reserve(&places);
+            (moves, all_bytes, portions, reserved.map(|()| arena.disk.file()))
+        };
+        let written = file.and_then(|file| {
+            let Some(file) = file else { return Ok(()) };
             let (mut count, mut writer) = (0, Writer::default());
-            for (_, from, to) in &moves {
-                let is_over = || is_called_off() || Instant::now() >= until;
-                match write_whole(&arena, (file, &mut writer), (from, to), &is_over)? {
+            for ((_, from, _), portions) in moves.iter().zip(portions) {
+                match write_whole(&file, &mut writer, &portions, &is_over)? {
                     None => count += 1,
                     Some(_) if count > 0 || is_called_off() => break,
                     Some(written_bytes) => {
-                        return Err(too_slow(arena.disk.dir(), from, written_bytes));
+                        return Err(too_slow(&self.file_dir(), from, written_bytes));
                     }
                 }
             }
             moves.truncate(count);
             // Until then the contents are those in host memory.
-            writer.settle(file)?;
+            writer.settle(&file)?;
             file.finish()
         });
-        let moved_bytes = moves.iter().map(|(_, from, _)| bytes_of(from)).sum();
+        let mut moved_bytes = 0;
+        let mut arena = self.arena();
         if written.is_ok() {
             let mut ledger = self.ledger();
-            for (row, _, to) in moves {
-                let _moved = ledger.spilled(row, to);
-            }
+            // But for what was freed meanwhile, or somebody was given the place of.
+            let moved = moves
+                .into_iter()
+                .filter_map(|(row, from, to)| ledger.spilled(row, to).then(|| bytes_of(&from)));
+            moved_bytes = moved.sum();
         }
         let live: Vec<Range<u64>> = self.ledger().places_in(Store::File);
         drop(arena.disk.keep_only(&live));
@@ -111,29 +123,47 @@ impl<D: Driver> Pool<D> {
     }
 }
 
-fn bytes_of(saved: &Saved) -> u64 {
-    saved.extents.iter().map(|extent| extent.size_bytes).sum()
+/// Pieces of host memory that are written between two looks at the clock, and where in the file each goes.
+type Portion = Vec<(u64, Piece)>;
+
+/// All contents of one allocation, where they lie and where they go.
+fn in_portions<D: Driver>(arena: &HostArena<D>, from: &Saved, to: &Saved) -> Vec<Portion> {
+    let mut portions = Vec::new();
+    for (from, to) in from.extents.iter().zip(&*to.extents) {
+        for done in (0..from.size_bytes).step_by(AT_ONCE_BYTES) {
+            let end = from.size_bytes.min(done.saturating_add(AT_ONCE_BYTES as u64));
+            let pieces = arena.pieces_of(&(from.at + done..from.at + end)).into_iter();
+            portions.push(pieces.map(|piece| (to.at + done + piece.part.start, piece)).collect());
+        }
+    }
+    portions
 }
 
-/// Writes all contents of one allocation. Where it `is_over` before, how much is written.
-fn write_whole<D: Driver>(
-    arena: &HostArena<D>,
-    (file, writer): (&ContentsFile, &mut Writer),
-    (from, to): (&Saved, &Saved),
+/// Writes all contents of one allocation. If it `is_over` before, how much is written.
+fn write_whole(
+    file: &ContentsFile,
+    writer: &mut Writer,
+    portions: &[Portion],
     is_over: &dyn Fn() -> bool,
 ) -> PoolResult<Option<u64>> {
     let mut written_bytes = 0;
-    for (from, to) in from.extents.iter().zip(&*to.extents) {
-        for done in (0..from.size_bytes).step_by(AT_ONCE_BYTES) {
-            if is_over() {
-                return Ok(Some(written_bytes));
+    for portion in portions {
+        if is_over() {
+            return Ok(Some(written_bytes));
+        }
+        for (to, piece) in portion {
+            for (part, bytes) in (0..).zip(piece.bytes().chunks(SLOT_LENGTH)) {
+                let length_bytes = bytes.len() as u64;
+                writer.write(file, to + part * SLOT_BYTES, bytes, &[length_bytes])?;
+                written_bytes += length_bytes;
             }
-            let end = from.size_bytes.min(done.saturating_add(AT_ONCE_BYTES as u64));
-            arena.write_out((file, writer), &(from.at + done..from.at + end), to.at + done)?;
-            written_bytes += end - done;
         }
     }
     Ok(None)
+}
+
+fn bytes_of(saved: &Saved) -> u64 {
+    saved.extents.iter().map(|extent| extent.size_bytes).sum()
 }
 
 /// One allocation, which moves as a whole, was not written in time.

@@ -17,9 +17,9 @@ use crate::driver::Driver;
 use crate::error::PoolResult;
 use crate::ledger::{Holding, Row};
 use crate::pool::Pool;
-use crate::store::{ALIGNMENT_BYTES, ContentsFile, Writer};
+use crate::store::{ALIGNMENT_BYTES, ContentsFile, Located, Writer};
 
-/// What is read and written at once: between two pieces others have their turn at the arena, and the time is looked
+/// What is read and written in one piece: between two pieces others have their turn at the arena, and the time is looked
 /// at.
 const PIECE_LENGTH: usize = 8 << 20;
 
@@ -177,13 +177,14 @@ impl WriteOut {
         let size_bytes = piece.end - piece.start;
         let length = usize::try_from(size_bytes).unwrap_or(PIECE_LENGTH).min(PIECE_LENGTH);
         let bytes = &mut self.buffer[..length];
-        {
-            // While it is held, no memory of saved contents goes elsewhere, or back to the system.
+        let located = {
+            // While it is held, no memory of saved contents goes elsewhere. What is located does not go back to the system either.
             let arena = pool.arena();
             let saved = pool.ledger().by_id(place.id).and_then(Row::saved).cloned();
             let Some(saved) = saved else { return Ok(false) };
-            arena.read(&saved, piece.start, bytes)?;
-        }
+            arena.locate(&saved, piece.start..piece.start + length as u64)?
+        };
+        Located::read(&located, bytes)?;
         place.sum.update(bytes);
         let at = place.offset_bytes + piece.start..place.offset_bytes + piece.end;
         // Again, for a limit may have been set since: the kernel would end the process.

@@ -1,6 +1,6 @@
 //! Host memory that comes in while the application runs, one chunk at a time.
 //!
-//! Whoever brings a chunk in holds no lock meanwhile: neither for the touching nor for the pinning. A pause that needs
+//! A thread that brings a chunk in holds no lock meanwhile: neither for the touching nor for the pinning. A pause that needs
 //! more than what is there takes the chunk that is on its way, as far as it has come, so that never two grow the arena
 //! at the same time.
 //!
@@ -27,7 +27,7 @@ const HAND_OVER_TIMEOUT: Duration = Duration::from_secs(2);
 pub(crate) struct Ahead {
     table: Mutex<Table>,
     changed: Condvar,
-    /// Whoever brings a chunk in hands it over as it is: a pause waits for it, or the process ends.
+    /// The thread that brings a chunk in hands it over as it is: a pause waits for it, or the process ends.
     is_urgent: AtomicBool,
     /// Nothing is brought in any more: the process ends.
     has_ended: AtomicBool,
@@ -157,7 +157,7 @@ impl Ahead {
         }
     }
 
-    /// One chunk is to be brought in, by whoever has the claim. None while another one is.
+    /// One chunk is to be brought in, by the holder of the claim. None while another one is.
     pub(super) fn begin(self: &Arc<Self>, coming: Coming) -> Option<Claim> {
         let mut table = self.table();
         let is_over = self.has_ended() || self.is_held();
@@ -241,11 +241,11 @@ impl Claim {
         &self.ahead.is_urgent
     }
 
-    /// The chunk is there for whoever takes it.
+    /// The chunk is there to be taken.
     pub(super) fn deliver(self, held: Held) {
         let delivered = Delivered { held, is_for_ring: self.coming.is_for_ring };
         self.ahead.table().stage = Stage::Here(delivered);
-        // What is dropped now tells whoever waits.
+        // What is dropped now tells the waiters.
     }
 }
 

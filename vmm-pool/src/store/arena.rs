@@ -10,11 +10,10 @@
 //!   saved pieces:   [A      ][B ][C                      ][D   ]
 //! ```
 
-#![expect(unsafe_code, reason = "hands host memory to the driver for copies")]
+#![expect(unsafe_code, reason = "hands host memory to the driver")]
 
 use std::io;
 use std::ops::Range;
-use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -22,11 +21,11 @@ use crossbeam_channel::Receiver;
 
 use super::ahead::{Ahead, Claim, Delivered, HeldFigures, Used};
 use super::chunk::{BringIn, CHUNK_BYTES, Chunk, missing_chunks, new_chunk, next_chunk_bytes};
-use super::disk::{ContentsFile, Disk, Writer};
-use super::ring::{self, Ring, SLOT_BYTES, Slot, Writing};
-use super::{Extent, HostBudget, Part, Saved, Store};
-use crate::copies::{CopyStreams, Way};
-use crate::driver::{DeviceOrdinal, Driver, DriverCode, PinnedFor, VaRange};
+use super::disk::{ContentsFile, Disk};
+use super::located::{Located, Piece};
+use super::ring::{self, Slot};
+use super::{HostBudget, Part, Saved, Store};
+use crate::driver::{DeviceOrdinal, Driver, DriverCode, PinnedFor};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 
@@ -48,11 +47,28 @@ impl Pins {
     }
 }
 
-/// A chunk that is held.
+/// A chunk that is held. The arena has it, and everybody who has a piece of it.
 #[derive(Debug)]
 pub(super) struct Held {
-    pub(super) chunk: Chunk,
+    pub(super) chunk: Arc<Chunk>,
     pub(super) pins: Pins,
+}
+
+impl Held {
+    pub(super) fn new(chunk: Chunk) -> Self {
+        Self { chunk: Arc::new(chunk), pins: Pins::Nobody }
+    }
+
+    /// Has anybody a piece of it? Nobody comes to it while the arena is locked. If nobody has, all that was done there is over for
+    /// this thread too, which a look at the count alone would not say.
+    fn is_in_use(&mut self) -> bool {
+        Arc::get_mut(&mut self.chunk).is_none()
+    }
+
+    /// Never unmaps it: the driver holds its pages.
+    fn keep_for_good(self) {
+        let _kept = std::mem::ManuallyDrop::new(self.chunk);
+    }
 }
 
 /// A chunk of the arena.
@@ -69,13 +85,14 @@ impl Placed {
     }
 }
 
-/// Pinned host memory for the saved contents of one process.
+/// Pinned host memory for the saved contents of one process. Its lock is taken to look up and to grow, and for no copy: whoever
+/// copies has [`Piece`]s, whose chunks are not given back meanwhile.
 #[derive(Debug)]
 pub(crate) struct HostArena<D: Driver> {
     driver: Arc<D>,
     chunks: Vec<Placed>,
-    /// Between devices and the file.
-    ring: Option<Ring>,
+    /// Between devices and the file ([`ring`]).
+    ring: Option<Held>,
     /// What the last completed pause used of the chunks, and whether it used the ring.
     used: (Option<Used>, bool),
     /// What was brought in while the application ran, and no pause has completed since: up to where, and the ring.
@@ -120,10 +137,11 @@ impl<D: Driver> HostArena<D> {
         self.how.nodes = nodes;
     }
 
-    /// Has a thread bring memory in up to `end_bytes`, so that touching, pinning and copying run at the
+    /// Has a thread bring memory in up to `end_bytes`, on these NUMA nodes, so that touching, pinning and copying run at the
     /// same time. Without a thread to be had, [`HostArena::grow_to`] does it all.
-    pub(crate) fn begin_growth(&mut self, end_bytes: u64) {
+    pub(crate) fn begin_growth(&mut self, nodes: Vec<u32>, end_bytes: u64) {
         self.take_delivered();
+        self.set_nodes(nodes);
         self.wanted_bytes = end_bytes;
         let mut missing = missing_chunks(self.coming_capacity_bytes(), end_bytes).peekable();
         if missing.peek().is_none() {
@@ -154,7 +172,9 @@ impl<D: Driver> HostArena<D> {
         is_for_ring: bool,
     ) -> PoolResult<Held> {
         while let Some(mut delivered) = self.ahead.take_soon() {
-            delivered.held.chunk.touch(self.how.toucher_threads, &AtomicBool::new(false));
+            if let Some(chunk) = Arc::get_mut(&mut delivered.held.chunk) {
+                chunk.touch(self.how.toucher_threads, &AtomicBool::new(false));
+            }
             if delivered.is_for_ring == is_for_ring || self.ring.is_some() {
                 return Ok(delivered.held);
             }
@@ -171,7 +191,7 @@ impl<D: Driver> HostArena<D> {
             (coming, next_chunk_bytes(self.capacity_bytes(), end_bytes.max(self.wanted_bytes)))
         };
         let chunk = coming.unwrap_or_else(|| new_chunk(&self.how, size_bytes));
-        Ok(Held { chunk: chunk.map_err(memory_refused(size_bytes))?, pins: Pins::Nobody })
+        Ok(Held::new(chunk.map_err(memory_refused(size_bytes))?))
     }
 
     /// Puts the chunk that has come in from outside a pause where it belongs.
@@ -183,7 +203,7 @@ impl<D: Driver> HostArena<D> {
 
     fn put(&mut self, Delivered { held, is_for_ring }: Delivered) {
         if is_for_ring && self.ring.is_none() {
-            self.ring = Some(Ring { held });
+            self.ring = Some(held);
             self.brought_in.1 = true;
         } else {
             self.push(held);
@@ -287,7 +307,7 @@ impl<D: Driver> HostArena<D> {
             if held.pins == Pins::Nobody {
                 continue;
             }
-            match log.timed("unpin host memory", |_| unpin(&*self.driver, &held.chunk)) {
+            match log.timed("unpin host memory", |_| unpin(&*self.driver, held)) {
                 Ok(()) => held.pins = Pins::Nobody,
                 Err(error) => tracing::warn!(%error, "host memory stays pinned in a deep pause"),
             }
@@ -301,10 +321,8 @@ impl<D: Driver> HostArena<D> {
         if present == pins || present == Pins::All {
             return Ok(());
         }
-        if present != Pins::Nobody {
-            unpin(driver, &held.chunk)?;
-            held.pins = Pins::Nobody;
-        }
+        unpin(driver, held)?;
+        held.pins = Pins::Nobody;
         // Whoever has used two devices may use them again.
         let wanted = if present == Pins::Nobody { pins } else { Pins::All };
         pin(driver, &held.chunk, wanted)?;
@@ -320,7 +338,7 @@ impl<D: Driver> HostArena<D> {
             Ok(()) => Ok(held),
             Err(error) => {
                 if held.pins != Pins::Nobody {
-                    held.chunk.keep_for_good();
+                    held.keep_for_good();
                 }
                 Err(error)
             }
@@ -349,64 +367,36 @@ impl<D: Driver> HostArena<D> {
     pub(crate) fn hold_ring(&mut self, log: &mut StepLog) -> PoolResult<()> {
         self.take_delivered();
         let held = match self.ring.take() {
-            Some(ring) if ring.held.pins == Pins::All => {
-                self.ring = Some(ring);
+            Some(held) if held.pins == Pins::All => {
+                self.ring = Some(held);
                 return Ok(());
             }
-            Some(ring) => ring.held,
+            Some(held) => held,
             None => log.timed("wait for host memory", |log| self.next_chunk(log, 0, true))?,
         };
         // The next pause may be of another device.
-        let held = self.pinned(log, held, Pins::All)?;
-        self.ring = Some(Ring { held });
+        self.ring = Some(self.pinned(log, held, Pins::All)?);
         self.note_held();
         Ok(())
     }
 
-    fn unpin(&self, chunk: &Chunk) -> PoolResult<()> {
-        unpin(&*self.driver, chunk)
-    }
-
-    /// Writes what `fill` hands over to the file, and returns when it is on the disk.
-    ///
-    /// # Errors
-    /// [`PoolError::FileRefused`]; nothing is being written then.
-    pub(crate) fn write_behind<'r>(
-        &'r mut self,
-        fill: impl FnOnce(&mut Writing<'r>) -> PoolResult<()>,
-    ) -> PoolResult<()> {
-        match (&mut self.ring, self.disk.file()) {
-            (Some(ring), Some(file)) => ring::write_behind(file, ring.slots(), fill),
-            (None, _) | (_, None) => Err(self.disk.nothing_to_write_to()),
+    /// All slots of the ring and the file, unless one is missing or somebody has a slot.
+    pub(crate) fn way_to_file(&mut self) -> Option<(Vec<Slot>, Arc<ContentsFile>)> {
+        let held = self.ring.as_mut()?;
+        if held.is_in_use() {
+            return None;
         }
+        Some((ring::slots(&held.chunk), self.disk.file()?))
     }
 
-    /// Reads `places` of the file, and calls `each` with the index of every one and the slot that holds it.
-    ///
-    /// # Errors
-    /// [`PoolError::FileUnreadable`]; nothing is being read then.
-    pub(crate) fn read_ahead<'r>(
-        &'r mut self,
-        places: &[Range<u64>],
-        each: impl FnMut(usize, &Slot<'r>) -> PoolResult<()>,
-    ) -> PoolResult<()> {
-        match (&mut self.ring, self.disk.file()) {
-            (Some(ring), Some(file)) => ring::read_ahead(file, ring.slots(), places, each),
-            (None, _) | (_, None) => {
-                places.first().map_or(Ok(()), |place| Err(self.disk.nothing_to_read(place)))
-            }
-        }
-    }
-
-    /// Gives all chunks back that lie wholly behind `keep_bytes`. A context must be
+    /// Gives all chunks back that lie wholly behind `keep_bytes` and behind the last one that is in use. A context must be
     /// current, and no contents saved beyond that.
     pub(crate) fn shrink_to(&mut self, keep_bytes: u64) -> PoolResult<()> {
-        while let Some(Placed { held: Held { chunk, pins }, start_bytes }) = self.chunks.last()
+        while let Some(Placed { held, start_bytes }) = self.chunks.last_mut()
             && *start_bytes >= keep_bytes
+            && !held.is_in_use()
         {
-            if *pins != Pins::Nobody {
-                self.unpin(chunk)?;
-            }
+            unpin(&*self.driver, held)?;
             self.chunks.pop();
             self.note_held();
         }
@@ -423,19 +413,19 @@ impl<D: Driver> HostArena<D> {
             self.shrink_to(start_bytes)?;
         } else if ring_may_go && self.ring.is_some() {
             self.drop_ring()?;
-            return Ok(CHUNK_BYTES);
+            return Ok(if self.ring.is_none() { CHUNK_BYTES } else { 0 });
         }
         Ok(before_bytes - self.capacity_bytes())
     }
 
-    /// Gives the ring back. A context must be current, and no copy under way there.
+    /// Gives the ring back, unless somebody has it. A context must be current.
     fn drop_ring(&mut self) -> PoolResult<()> {
-        if let Some(Ring { held }) = &self.ring
-            && held.pins != Pins::Nobody
+        if let Some(held) = self.ring.take_if(|held| !held.is_in_use())
+            && let Err(error) = unpin(&*self.driver, &held)
         {
-            self.unpin(&held.chunk)?;
+            self.ring = Some(held);
+            return Err(error);
         }
-        self.ring = None;
         self.note_held();
         Ok(())
     }
@@ -450,16 +440,14 @@ impl<D: Driver> HostArena<D> {
     /// After a pause that came to nothing: gives back what neither the last completed one used nor was brought in
     /// for the next one, and what lies behind `live_bytes`. What the driver will not unpin stays for the next pause. A
     /// context must be current, and nothing saved behind that.
-    pub(crate) fn give_back_unused(&mut self, live_bytes: u64) {
+    pub(crate) fn give_back_unused(&mut self, live_bytes: u64) -> PoolResult<()> {
         let (used, is_file_used) = self.used;
         let (brought_in_bytes, is_ring_brought_in) = self.brought_in;
         let end_bytes = used.map_or(0, |used| used.end_bytes).max(brought_in_bytes);
         let shrunk = self.shrink_to(end_bytes.max(live_bytes));
         let keeps_ring = is_file_used || is_ring_brought_in;
         let dropped = if keeps_ring { Ok(()) } else { self.drop_ring() };
-        if let Err(error) = shrunk.and(dropped) {
-            tracing::error!(%error, "host memory stays for the next pause");
-        }
+        shrunk.and(dropped)
     }
 
     /// The chunk that holds the byte `at`, which is held.
@@ -475,141 +463,46 @@ impl<D: Driver> HostArena<D> {
         self.chunk_at(at - 1).end_bytes()
     }
 
-    /// Calls `each` with host pointer and length of every piece of `place`.
-    fn pieces(
-        &self,
-        place: &Range<u64>,
-        mut each: impl FnMut(NonNull<u8>, u64, u64) -> PoolResult<()>,
-    ) -> PoolResult<()> {
-        let size_bytes = place.end - place.start;
-        let mut done = 0;
-        while done < size_bytes {
-            let at = place.start + done;
+    /// Where `place`, which is held, lies. It stays there for as long as somebody has a piece.
+    pub(crate) fn pieces_of(&self, place: &Range<u64>) -> Vec<Piece> {
+        let mut pieces = Vec::new();
+        let mut at = place.start;
+        while at < place.end {
             // Panics if nothing is held, before any copy.
             let placed = self.chunk_at(at);
-            let (chunk, within) = (&placed.held.chunk, at - placed.start_bytes);
-            let length = (placed.end_bytes() - at).min(size_bytes - done);
-            let within = usize::try_from(within).unwrap_or(chunk.length);
-            // SAFETY: inside the chunk.
-            let pointer = unsafe { chunk.start.add(within) };
-            each(pointer, done, length)?;
-            done += length;
+            let end = placed.end_bytes().min(place.end);
+            let part = at - place.start..end - place.start;
+            pieces.push(Piece::new(&placed.held.chunk, at - placed.start_bytes, part));
+            at = end;
         }
-        Ok(())
-    }
-
-    /// Where `place` lies: host pointers, and the offsets in `place` that each holds.
-    pub(crate) fn pieces_of(&self, place: &Range<u64>) -> Vec<(NonNull<u8>, Range<u64>)> {
-        let mut pieces = Vec::new();
-        let looked = self.pieces(place, |pointer, offset, length| {
-            pieces.push((pointer, offset..offset + length));
-            Ok(())
-        });
-        debug_assert!(looked.is_ok(), "nothing in the closure fails");
         pieces
     }
 
-    /// Where `place` lies, when that is one piece.
-    pub(crate) fn one_piece(&self, place: &Range<u64>) -> Option<NonNull<u8>> {
-        match *self.pieces_of(place) {
-            [(only, _)] => Some(only),
-            _ => None,
-        }
-    }
-
-    /// Copies what lies at `place` out, which is as long as `target`. No copy of the driver's may be under way there.
-    fn read_place(&self, place: &Range<u64>, target: &mut [u8]) {
-        let mut left = &mut *target;
-        let copied = self.pieces(place, |pointer, _, length| {
-            let length = usize::try_from(length).unwrap_or(usize::MAX);
-            // The pieces make up exactly the target.
-            if let Some(part) = left.split_off_mut(..length) {
-                let to = part.as_mut_ptr();
-                // SAFETY: the piece lies in a live chunk, which `target` is no part of, and nobody writes it now.
-                unsafe { to.copy_from_nonoverlapping(pointer.as_ptr(), part.len()) };
-            }
-            Ok(())
-        });
-        debug_assert!(copied.is_ok() && left.is_empty(), "nothing in the closure fails");
-    }
-
-    /// Writes what lies at `place` to `file`, from `to` on. No copy of the driver's may be under way there.
+    /// Where the part `part` of an allocation lies, of which `saved` is saved.
     ///
     /// # Errors
-    /// [`PoolError::FileRefused`].
-    pub(crate) fn write_out(
-        &self,
-        (file, writer): (&ContentsFile, &mut Writer),
-        place: &Range<u64>,
-        to: u64,
-    ) -> PoolResult<()> {
-        let mut begin = place.start;
-        while begin < place.end {
-            let end = place.end.min(begin + SLOT_BYTES);
-            self.pieces(&(begin..end), |pointer, offset, length| {
-                let size = usize::try_from(length).unwrap_or(0);
-                // SAFETY: the piece lies in a live chunk, was written when it was saved, and nobody writes it now.
-                let bytes = unsafe { std::slice::from_raw_parts(pointer.as_ptr(), size) };
-                let at = to + (begin - place.start) + offset;
-                writer.write(file, at, bytes, &[length])
-            })?;
-            begin = end;
-        }
-        Ok(())
-    }
-
-    /// Copies saved contents out, from the byte `start` of their allocation on, from here or from the file. No copy of
-    /// the driver's may be under way there.
-    ///
-    /// # Errors
-    /// [`PoolError::FileUnreadable`], [`PoolError::FileCorrupted`].
-    pub(crate) fn read(&self, saved: &Saved, start: u64, target: &mut [u8]) -> PoolResult<()> {
-        let end = start + target.len() as u64;
-        let mut left = target;
-        for part in saved.parts_of(start..end) {
-            let size_bytes = match &part {
-                Part::Stored(extent) => extent.size_bytes,
-                Part::Zeros(zeros) => zeros.end - zeros.start,
-            };
-            // The parts make up exactly the target.
-            let length = usize::try_from(size_bytes).unwrap_or(usize::MAX).min(left.len());
-            let (bytes, rest) = left.split_at_mut(length);
+    /// [`PoolError::FileUnreadable`] if there is no file.
+    pub(crate) fn locate(&self, saved: &Saved, part: Range<u64>) -> PoolResult<Vec<Located>> {
+        let mut all = Vec::new();
+        for part in saved.parts_of(part) {
             match (part, saved.store, self.disk.file()) {
-                (Part::Zeros(_), _, _) => bytes.fill(0),
-                (Part::Stored(extent), Store::Host, _) => self.read_place(&extent.place(), bytes),
+                (Part::Zeros(zeros), _, _) => all.push(Located::Zeros(zeros.end - zeros.start)),
+                (Part::Stored(extent), Store::Host, _) => {
+                    all.extend(self.pieces_of(&extent.place()).into_iter().map(Located::InMemory));
+                }
                 (Part::Stored(extent), Store::File, Some(file)) => {
-                    file.read(extent.at, bytes, false)?;
+                    all.push(Located::InFile(file, extent));
                 }
                 (Part::Stored(extent), Store::File, None) => {
                     return Err(self.disk.nothing_to_read(&extent.place()));
                 }
             }
-            left = rest;
         }
-        Ok(())
-    }
-
-    /// Starts copies between a part of the allocation at `range` and its place in the arena, on the stream of `copies` that
-    /// was taken last.
-    ///
-    /// # Safety
-    /// As [`CopyStreams::start`].
-    pub(crate) unsafe fn start(
-        &self,
-        way: Way,
-        range: VaRange,
-        extent: Extent,
-        copies: &mut CopyStreams<'_, D>,
-    ) -> PoolResult<()> {
-        let range = range.part(&extent.part());
-        self.pieces(&extent.place(), |pointer, offset, length| {
-            // SAFETY: the piece lies in a live chunk; the caller vouches for the rest.
-            unsafe { copies.start(way, pointer, range.part(&(offset..offset + length))) }
-        })
+        Ok(all)
     }
 }
 
-fn memory_refused(size_bytes: u64) -> impl Fn(io::Error) -> PoolError {
+pub(crate) fn memory_refused(size_bytes: u64) -> impl Fn(io::Error) -> PoolError {
     move |source| PoolError::HostMemoryRefused { size_bytes, source }
 }
 
@@ -619,7 +512,7 @@ fn pin<D: Driver>(driver: &D, chunk: &Chunk, pins: Pins) -> PoolResult<()> {
         Pins::Only(device) => (PinnedFor::CurrentContext, Some(device)),
         Pins::All => (PinnedFor::AllContexts, None),
     };
-    // SAFETY: whoever keeps the chunk keeps it mapped until `unpin`, or for good.
+    // SAFETY: the keeper of the chunk keeps it mapped until `unpin`, or for good.
     unsafe { driver.host_register(chunk.start, chunk.length, contexts) }.about(
         || "pinning of host memory".to_owned(),
         chunk.size_bytes(),
@@ -627,8 +520,11 @@ fn pin<D: Driver>(driver: &D, chunk: &Chunk, pins: Pins) -> PoolResult<()> {
     )
 }
 
-/// Nothing that is copied may be in `chunk`.
-fn unpin<D: Driver>(driver: &D, chunk: &Chunk) -> PoolResult<()> {
+/// The driver may be copying nothing that is in `held`.
+fn unpin<D: Driver>(driver: &D, Held { chunk, pins }: &Held) -> PoolResult<()> {
+    if *pins == Pins::Nobody {
+        return Ok(());
+    }
     // SAFETY: the caller vouches that no copy uses it.
     match unsafe { driver.host_unregister(chunk.start) } {
         // The context that it was pinned for has ended, and its pins with it.
@@ -659,7 +555,7 @@ impl Claim {
             chunk.map_err(memory_refused(size_bytes))
         })?;
         let pins = if self.coming.is_for_ring && pins != Pins::Nobody { Pins::All } else { pins };
-        let mut held = Held { chunk, pins: Pins::Nobody };
+        let mut held = Held::new(chunk);
         if !is_urgent() && pins != Pins::Nobody {
             log.timed("pin host memory", |_| pin(driver, &held.chunk, pins))?;
             held.pins = pins;
@@ -675,10 +571,12 @@ impl<D: Driver> Drop for HostArena<D> {
         let dropped = self.drop_ring();
         if let Err(error) = self.shrink_to(0).and(dropped) {
             tracing::error!(%error, "host memory stays pinned");
-            // Unmapping pinned memory would pull it from under the driver: keep it for good.
-            let ring = self.ring.take().map(|ring| ring.held.chunk);
-            let chunks = self.chunks.drain(..).map(|placed| placed.held.chunk);
-            chunks.chain(ring).for_each(Chunk::keep_for_good);
         }
+        // Unmapping pinned memory would pull it from under the driver: keep what is left for good.
+        let chunks = self.chunks.drain(..).map(|placed| placed.held);
+        chunks.chain(self.ring.take()).for_each(Held::keep_for_good);
     }
 }
+
+#[cfg(all(test, feature = "sim"))]
+mod tests;

@@ -39,8 +39,9 @@ pub(crate) fn missing_chunks(held_bytes: u64, end_bytes: u64) -> impl Iterator<I
 /// A piece of host memory.
 #[derive(Debug)]
 pub(super) struct Chunk {
-    map: MmapRaw,
-    /// First huge-page boundary inside `map`.
+    /// Unmapped when this is dropped.
+    _map: MmapRaw,
+    /// First huge-page boundary inside the map.
     pub(super) start: NonNull<u8>,
     /// In bytes, from `start` on.
     pub(super) length: usize,
@@ -60,6 +61,8 @@ pub(crate) struct BringIn {
 // SAFETY: a chunk is plain memory that its arena owns; who may touch which bytes when is the business of
 // the copies' safety contracts.
 unsafe impl Send for Chunk {}
+// SAFETY: as above. A shared one changes nothing but those bytes.
+unsafe impl Sync for Chunk {}
 
 impl Chunk {
     /// Maps a chunk and brings all its pages in, until `stop` is raised.
@@ -76,7 +79,7 @@ impl Chunk {
         if let Err(error) = map.advise(Advice::HugePage) {
             tracing::debug!(%error, "no huge pages: the first pause will be slower");
         }
-        // The chunk stays pinned, and since Linux 5.12 a fork copies pinned pages at once, where it shares others until
+        // The chunk stays pinned, and since Linux 5.12 a fork copies pinned pages immediately, where it shares others until
         // they are written. A child has no use for them.
         if let Err(error) = map.advise(Advice::DontFork) {
             tracing::warn!(%error, "a fork of this process copies its saved contents");
@@ -89,7 +92,7 @@ impl Chunk {
         // SAFETY: the map is one huge page longer than the chunk, and `padding` at most that.
         let start = unsafe { base.add(padding) };
         let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { map, start, length, is_touched: false })
+        Ok(Self { _map: map, start, length, is_touched: false })
     }
 
     /// Brings in what is not in yet, until `stop` is raised. Nobody else may use the chunk meanwhile.
@@ -102,11 +105,6 @@ impl Chunk {
 
     pub(super) fn size_bytes(&self) -> u64 {
         self.length as u64
-    }
-
-    /// Never unmaps it: the driver holds its pages.
-    pub(super) fn keep_for_good(self) {
-        let _kept = std::mem::ManuallyDrop::new(self.map);
     }
 }
 

@@ -3,7 +3,7 @@
 //! The file never has a name that outlives its making, so nothing is left behind however the process ends. It is
 //! written and read past the page cache (`O_DIRECT`) where the filesystem takes that and a piece begins and ends at a
 //! page. What is not goes through the cache, whose pages are sent to the disk and dropped behind the writer: no more than
-//! two pieces a writer are in host memory at once. Both may be in one file, for they share no page.
+//! two pieces a writer are in host memory together. Both may be in one file, for they share no page.
 //!
 //! What was written has checksums ([`super::sums`]), in this process; what is read and is something else is an error.
 
@@ -15,6 +15,7 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::errno::Errno;
@@ -35,7 +36,7 @@ pub(crate) const ALIGNMENT_BYTES: u64 = 4096;
 #[derive(Debug)]
 pub(crate) struct Disk {
     dir: PathBuf,
-    file: Option<ContentsFile>,
+    file: Option<Arc<ContentsFile>>,
 }
 
 /// The file. Disk space is held by its parts that have been reserved and not given back.
@@ -78,7 +79,7 @@ impl Disk {
 
     #[cfg(test)]
     pub(crate) fn use_without_flush(&mut self) {
-        self.file = Some(ContentsFile::without_flush());
+        self.file = Some(Arc::new(ContentsFile::without_flush()));
     }
 
     #[cfg(test)]
@@ -86,12 +87,12 @@ impl Disk {
         let file = ContentsFile::full();
         // It reads as zeros without end.
         file.sums.note(0, &[0; 4096], &[4096]);
-        self.file = Some(file);
+        self.file = Some(Arc::new(file));
     }
 
     /// The file; there is one while anything is saved in it.
-    pub(crate) fn file(&self) -> Option<&ContentsFile> {
-        self.file.as_ref()
+    pub(crate) fn file(&self) -> Option<Arc<ContentsFile>> {
+        self.file.clone()
     }
 
     /// That there is no file, or no ring before it, where one is needed.
@@ -126,7 +127,7 @@ impl Disk {
         };
         let file = match self.file.take() {
             Some(file) => file,
-            None => ContentsFile::create(&self.dir)?.past_the_cache(),
+            None => Arc::new(ContentsFile::create(&self.dir)?.past_the_cache()),
         };
         let file = self.file.insert(file);
         file.check_limit(end_bytes)?;
@@ -135,10 +136,10 @@ impl Disk {
     }
 
     /// Gives back all disk space but that of `live`, which are in order and apart. When nothing is left this
-    /// returns the file: closing it gives the space back, which takes a while.
+    /// returns the file: closing it gives the space back, which takes a while. Who reads it now closes it.
     pub(crate) fn keep_only(&mut self, live: &[Range<u64>]) -> Option<OwnedFd> {
         let Some(last) = live.last() else {
-            return self.file.take().map(|file| file.file.into());
+            return self.file.take().and_then(Arc::into_inner).map(|file| file.file.into());
         };
         let file = self.file.as_ref()?;
         let mut begin = 0;

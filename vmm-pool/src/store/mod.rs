@@ -7,19 +7,21 @@ mod ahead;
 mod arena;
 mod chunk;
 mod disk;
+mod located;
 mod pinned;
 mod places;
 mod ring;
 mod sums;
 
 pub(crate) use ahead::{Ahead, Used};
-pub(crate) use arena::{HostArena, Pins};
+pub(crate) use arena::{HostArena, Pins, memory_refused};
 pub use chunk::CHUNK_BYTES;
 pub use disk::check_file_dir;
 pub(crate) use disk::{ALIGNMENT_BYTES, ContentsFile, Writer};
+pub(crate) use located::{Located, Piece};
 pub(crate) use pinned::Pinned;
 pub(crate) use places::{Extent, Part, Prints, Saved, append};
-pub(crate) use ring::{SLOT_BYTES, Slot};
+pub(crate) use ring::{SLOT_BYTES, SLOT_LENGTH, Slot, read_ahead, write_behind};
 
 use crate::report::Contents;
 
@@ -87,7 +89,7 @@ impl HostDemand {
 /// When contents are saved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Schedule {
-    /// All of them before anything is given back; host memory for them is made beside the copies. The pause can be undone
+    /// All of them before anything is given back; host memory for them is made during the copies. The pause can be undone
     /// until then.
     #[default]
     SaveFirst,
@@ -111,7 +113,7 @@ pub enum Schedule {
     serde::Deserialize,
 )]
 pub enum Copies {
-    /// None: what is saved is laid out anew, in the least room.
+    /// None: what is saved is laid out again, in the least room.
     None,
     /// Those of the memory that the pause is about.
     Needed,

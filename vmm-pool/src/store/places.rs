@@ -111,14 +111,21 @@ impl Saved {
         })
     }
 
+    /// What of `parts` is in the store, and what is zero.
+    pub(crate) fn split(&self, parts: &[Range<u64>]) -> (Vec<Extent>, Vec<Range<u64>>) {
+        let (mut extents, mut zeros) = (Vec::new(), Vec::new());
+        for part in parts.iter().flat_map(|part| self.parts_of(part.clone())) {
+            match part {
+                Part::Stored(extent) => extents.push(extent),
+                Part::Zeros(range) => zeros.push(range),
+            }
+        }
+        (extents, zeros)
+    }
+
     /// How much of `parts` is in the store.
     pub(crate) fn stored_bytes(&self, parts: &[Range<u64>]) -> u64 {
-        let all = parts.iter().flat_map(|part| self.parts_of(part.clone()));
-        all.map(|part| match part {
-            Part::Stored(extent) => extent.size_bytes,
-            Part::Zeros(_) => 0,
-        })
-        .sum()
+        self.split(parts).0.iter().map(|extent| extent.size_bytes).sum()
     }
 }
 

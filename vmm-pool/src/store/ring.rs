@@ -11,87 +11,58 @@
 #![expect(unsafe_code, reason = "looks at host memory that the driver copies to and from")]
 
 use std::io;
-use std::marker::PhantomData;
 use std::ops::Range;
-use std::ptr::NonNull;
+use std::sync::Arc;
 use std::thread::{Builder, Scope};
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
 
-use super::arena::Held;
-use super::chunk::CHUNK_BYTES;
+use super::chunk::{CHUNK_BYTES, Chunk};
 use super::disk::{ContentsFile, Writer};
+use super::located::Piece;
 use crate::error::PoolResult;
 
-/// Size of a slot: what is written or read at once.
-pub(crate) const SLOT_BYTES: u64 = 32 << 20;
-const SLOT_LENGTH: usize = 32 << 20;
+/// Size of a slot: what is written or read in one piece.
+pub(crate) const SLOT_BYTES: u64 = SLOT_LENGTH as u64;
+/// The same.
+pub(crate) const SLOT_LENGTH: usize = 32 << 20;
 const SLOTS: usize = 8;
 /// Threads that write, or read. One brings three quarters of what the disk can do, four nine tenths.
 const FILE_THREADS: usize = 4;
 
 const _: () = assert!(SLOT_BYTES * SLOTS as u64 == CHUNK_BYTES, "a ring is one chunk");
 
-/// One chunk, cut into slots.
-#[derive(Debug)]
-pub(super) struct Ring {
-    pub(super) held: Held,
-}
-
 /// A part of the ring, in one hand at a time.
 ///
 /// # Invariants
-/// 1. `start` is the first of [`SLOT_BYTES`] bytes that live as long as `'r`, and that no other slot has.
-/// 2. Whoever has the driver copy to or from them waits for that before the slot is passed on.
+/// 1. Nobody else has a piece of its bytes, but for copies of the driver's.
+/// 2. A thread that has the driver copy to or from them waits for that before the slot is passed on.
 #[derive(Debug)]
-pub(crate) struct Slot<'r> {
-    start: NonNull<u8>,
-    ring: PhantomData<&'r mut Ring>,
+pub(crate) struct Slot(Piece);
+
+/// All slots of a ring, of which nobody has a piece.
+pub(super) fn slots(ring: &Arc<Chunk>) -> Vec<Slot> {
+    let part = |at| Slot(Piece::new(ring, at, 0..SLOT_BYTES));
+    // INVARIANT: each is made once.
+    (0..CHUNK_BYTES).step_by(SLOT_LENGTH).map(part).collect()
 }
 
-// SAFETY: a slot is plain memory that nobody else touches (invariants 1 and 2), wherever it is sent.
-unsafe impl Send for Slot<'_> {}
-
-impl Ring {
-    /// All slots.
-    pub(super) fn slots(&mut self) -> Vec<Slot<'_>> {
-        let start = self.held.chunk.start;
-        let slot = |index| {
-            // SAFETY: the chunk has `SLOTS` times this length.
-            let start = unsafe { start.add(index * SLOT_LENGTH) };
-            // INVARIANT: each is made once while the ring is borrowed.
-            Slot { start, ring: PhantomData }
-        };
-        (0..SLOTS).map(slot).collect()
-    }
-}
-
-impl Slot<'_> {
-    /// Where the driver copies to or from: `offset` bytes into the slot.
-    pub(crate) fn at(&self, offset_bytes: u64) -> NonNull<u8> {
-        let offset = length_within(offset_bytes);
-        // SAFETY: inside the slot.
-        unsafe { self.start.add(offset) }
+impl Slot {
+    /// A part of it, by offset, for the driver to copy to or from.
+    pub(crate) fn part(&self, part: Range<u64>) -> Piece {
+        self.0.part(part)
     }
 
-    fn bytes(&self, size_bytes: u64) -> &[u8] {
-        let length = length_within(size_bytes);
-        // SAFETY: live and this slot's own (invariant 1), written from its making on, no copy under way (2).
-        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), length) }
+    fn bytes(&self, size_bytes: u64) -> Piece {
+        self.part(0..size_bytes)
     }
 
     fn bytes_mut(&mut self, size_bytes: u64) -> &mut [u8] {
-        let length = length_within(size_bytes);
-        // SAFETY: as in `bytes`; the slot is borrowed for it alone.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), length) }
+        let piece = self.bytes(size_bytes);
+        // SAFETY: live as long as the slot and its own (invariant 1), no copy under way (2), and all of it can be read; the slot is
+        // borrowed for it alone.
+        unsafe { std::slice::from_raw_parts_mut(piece.start().as_ptr(), piece.bytes().len()) }
     }
-}
-
-/// The same number of bytes, which a slot has.
-fn length_within(size_bytes: u64) -> usize {
-    let length = usize::try_from(size_bytes).unwrap_or(usize::MAX);
-    assert!(length <= SLOT_LENGTH, "longer than a slot");
-    length
 }
 
 fn length_of(place: &Range<u64>) -> u64 {
@@ -110,26 +81,26 @@ fn spawn<'scope>(
 
 /// A slot to be written.
 #[derive(Debug)]
-struct Filled<'r> {
-    slot: Slot<'r>,
+struct Filled {
+    slot: Slot,
     place: Range<u64>,
     lengths_bytes: Vec<u64>,
 }
 
 /// Slots to be filled, and those that are being written.
 #[derive(Debug)]
-pub(crate) struct Writing<'r> {
-    idle: Vec<Slot<'r>>,
-    filled: Sender<Filled<'r>>,
-    written: Receiver<(Option<Slot<'r>>, PoolResult<()>)>,
+pub(crate) struct Writing {
+    idle: Vec<Slot>,
+    filled: Sender<Filled>,
+    written: Receiver<(Option<Slot>, PoolResult<()>)>,
 }
 
-impl<'r> Writing<'r> {
+impl Writing {
     /// A slot to fill, as soon as there is one.
     ///
     /// # Errors
     /// Of a write that has failed meanwhile.
-    pub(crate) fn take_slot(&mut self) -> PoolResult<Option<Slot<'r>>> {
+    pub(crate) fn take_slot(&mut self) -> PoolResult<Option<Slot>> {
         loop {
             if let Some(slot) = self.idle.pop() {
                 return Ok(Some(slot));
@@ -144,7 +115,7 @@ impl<'r> Writing<'r> {
 
     /// Has the first bytes of `slot` written to `place`: those of one allocation behind the other's, each as long as
     /// `lengths_bytes` say.
-    pub(crate) fn write(&self, slot: Slot<'r>, place: Range<u64>, lengths_bytes: Vec<u64>) {
+    pub(crate) fn write(&self, slot: Slot, place: Range<u64>, lengths_bytes: Vec<u64>) {
         // Writers end only when this end is closed.
         let _taken = self.filled.send(Filled { slot, place, lengths_bytes });
     }
@@ -152,10 +123,10 @@ impl<'r> Writing<'r> {
 
 /// Calls `fill`, while what it hands over is written. All is on the disk when this returns without an error, and
 /// nothing is written any more in any case.
-pub(super) fn write_behind<'r>(
+pub(crate) fn write_behind(
     file: &ContentsFile,
-    slots: Vec<Slot<'r>>,
-    fill: impl FnOnce(&mut Writing<'r>) -> PoolResult<()>,
+    slots: Vec<Slot>,
+    fill: impl FnOnce(&mut Writing) -> PoolResult<()>,
 ) -> PoolResult<()> {
     std::thread::scope(|scope| {
         let (filled, to_write) = unbounded();
@@ -175,15 +146,15 @@ pub(super) fn write_behind<'r>(
     file.finish()
 }
 
-fn write_all<'r>(
+fn write_all(
     file: &ContentsFile,
-    to_write: &Receiver<Filled<'r>>,
-    tell: &Sender<(Option<Slot<'r>>, PoolResult<()>)>,
+    to_write: &Receiver<Filled>,
+    tell: &Sender<(Option<Slot>, PoolResult<()>)>,
 ) {
     let mut writer = Writer::default();
     for Filled { slot, place, lengths_bytes } in to_write {
-        let bytes = slot.bytes(length_of(&place));
-        let written = writer.write(file, place.start, bytes, &lengths_bytes);
+        let filled = slot.bytes(length_of(&place));
+        let written = writer.write(file, place.start, filled.bytes(), &lengths_bytes);
         // Nobody listens any more when another piece has failed.
         let _told = tell.send((Some(slot), written));
     }
@@ -192,11 +163,11 @@ fn write_all<'r>(
 
 /// Reads `places` and calls `each` with the index of every one and the slot that holds it, in any order. Nothing
 /// is read any more when this returns.
-pub(super) fn read_ahead<'r>(
+pub(crate) fn read_ahead(
     file: &ContentsFile,
-    slots: Vec<Slot<'r>>,
+    slots: Vec<Slot>,
     places: &[Range<u64>],
-    mut each: impl FnMut(usize, &Slot<'r>) -> PoolResult<()>,
+    mut each: impl FnMut(usize, &Slot) -> PoolResult<()>,
 ) -> PoolResult<()> {
     std::thread::scope(|scope| {
         let (give, idle) = unbounded();
@@ -227,14 +198,14 @@ pub(super) fn read_ahead<'r>(
     })
 }
 
-fn read_all<'r>(
+fn read_all(
     file: &ContentsFile,
-    idle: &Receiver<Slot<'r>>,
+    idle: &Receiver<Slot>,
     wanted: &Receiver<(usize, &Range<u64>)>,
-    tell: &Sender<(usize, Slot<'r>, PoolResult<()>)>,
+    tell: &Sender<(usize, Slot, PoolResult<()>)>,
 ) {
     for (index, place) in wanted {
-        // Whoever gives slots is gone when another piece has failed.
+        // The giver of slots is gone when another piece has failed.
         let Ok(mut slot) = idle.recv() else {
             return;
         };
@@ -249,7 +220,6 @@ fn read_all<'r>(
 mod tests {
     use super::*;
     use crate::error::PoolError;
-    use crate::store::Pins;
     use crate::store::chunk::{BringIn, new_chunk};
     use crate::store::disk::Disk;
 
@@ -261,19 +231,19 @@ mod tests {
         (0..PIECES).map(|index| index * PIECE_BYTES..(index + 1) * PIECE_BYTES).collect()
     }
 
-    fn ring() -> Ring {
-        let chunk =
-            new_chunk(&BringIn { toucher_threads: 1, nodes: Vec::new() }, CHUNK_BYTES).unwrap();
-        Ring { held: Held { chunk, pins: Pins::Nobody } }
+    fn ring() -> Arc<Chunk> {
+        Arc::new(
+            new_chunk(&BringIn { toucher_threads: 1, nodes: Vec::new() }, CHUNK_BYTES).unwrap(),
+        )
     }
 
-    fn fill(slot: &mut Slot<'_>, place: &Range<u64>) {
+    fn fill(slot: &mut Slot, place: &Range<u64>) {
         let value = u8::try_from(place.start / PIECE_BYTES + 1).unwrap();
         slot.bytes_mut(PIECE_BYTES).fill(value);
     }
 
-    fn write_places(file: &ContentsFile, ring: &mut Ring) -> PoolResult<()> {
-        write_behind(file, ring.slots(), |writing| {
+    fn write_places(file: &ContentsFile, ring: &Arc<Chunk>) -> PoolResult<()> {
+        write_behind(file, slots(ring), |writing| {
             for place in places() {
                 let mut slot = writing.take_slot()?.expect("writers wait for more");
                 fill(&mut slot, &place);
@@ -286,16 +256,19 @@ mod tests {
     #[test]
     fn every_piece_comes_back_through_fewer_slots_than_pieces() {
         let dir = tempfile::tempdir().unwrap();
-        let mut ring = ring();
+        let ring = ring();
         let mut disk = Disk::new();
         disk.set_dir(dir.path().to_owned());
         disk.reserve(&places()).unwrap();
-        let file = disk.file().unwrap();
-        write_places(file, &mut ring).unwrap();
+        let file = &*disk.file().unwrap();
+        write_places(file, &ring).unwrap();
         let mut seen = vec![false; places().len()];
-        read_ahead(file, ring.slots(), &places(), |index, slot| {
+        read_ahead(file, slots(&ring), &places(), |index, slot| {
             let value = u8::try_from(index + 1).unwrap();
-            assert!(slot.bytes(PIECE_BYTES).iter().all(|byte| *byte == value), "piece {index}");
+            assert!(
+                slot.bytes(PIECE_BYTES).bytes().iter().all(|byte| *byte == value),
+                "piece {index}"
+            );
             seen[index] = true;
             Ok(())
         })
@@ -305,8 +278,8 @@ mod tests {
 
     #[test]
     fn a_full_disk_ends_the_writing_with_an_error_that_names_the_place() {
-        let mut ring = ring();
-        let error = write_places(&ContentsFile::full(), &mut ring).unwrap_err();
+        let ring = ring();
+        let error = write_places(&ContentsFile::full(), &ring).unwrap_err();
         let PoolError::FileRefused { size_bytes, source, .. } = &error else { panic!("{error}") };
         assert_eq!((*size_bytes, source.kind()), (PIECE_BYTES, io::ErrorKind::StorageFull));
     }
@@ -314,11 +287,11 @@ mod tests {
     #[test]
     fn a_piece_that_is_lost_on_its_way_to_the_disk_fails_the_writing() {
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-        let mut ring = ring();
+        let ring = ring();
         // The last one is its writer's last too: no piece after it settles it.
         for lost in [0, PIECES / 2, PIECES - 1] {
             let file = ContentsFile::broken_at(dir.path(), lost * PIECE_BYTES);
-            let error = write_places(&file, &mut ring).unwrap_err();
+            let error = write_places(&file, &ring).unwrap_err();
             let PoolError::FileRefused { offset_bytes, .. } = &error else { panic!("{error}") };
             assert_eq!(*offset_bytes, lost * PIECE_BYTES, "{error}");
         }
@@ -326,19 +299,19 @@ mod tests {
 
     #[test]
     fn what_the_last_flush_says_counts() {
-        let mut ring = ring();
-        let error = write_places(&ContentsFile::without_flush(), &mut ring).unwrap_err();
+        let ring = ring();
+        let error = write_places(&ContentsFile::without_flush(), &ring).unwrap_err();
         assert!(matches!(error, PoolError::FileRefused { operation: "writing", .. }), "{error}");
     }
 
     #[test]
     fn what_fails_between_the_pieces_ends_the_reading() {
-        let mut ring = ring();
+        let ring = ring();
         let dir = tempfile::tempdir().unwrap();
         let file = ContentsFile::over(tempfile::tempfile_in(&dir).unwrap(), dir.path().to_owned());
-        write_places(&file, &mut ring).unwrap();
+        write_places(&file, &ring).unwrap();
         let mut calls = 0;
-        let outcome = read_ahead(&file, ring.slots(), &places(), |_, _| {
+        let outcome = read_ahead(&file, slots(&ring), &places(), |_, _| {
             calls += 1;
             if calls == 3 { Err(PoolError::NotOurs) } else { Ok(()) }
         });

@@ -79,7 +79,7 @@ impl<D: Driver> Pool<D> {
     /// # Driver calls
     /// `cuThreadExchangeStreamCaptureMode`, `cuDevicePrimaryCtxGetState`, `cuCtxSetCurrent`, `cuMemHostRegister`.
     pub fn bring_in(&self, most_bytes: u64) -> PoolResult<BroughtIn> {
-        if self.ahead.is_held() {
+        if self.ahead.is_held() || self.gate().is_shut() {
             return Ok(BroughtIn::NotNow);
         }
         let (kept, filed) = self.wanted_places();

@@ -25,6 +25,7 @@ use crate::gate::Mode;
 use crate::journal::StepLog;
 use crate::ledger::{Row, Rows, Selection};
 use crate::pool::{Borrowed, Pool};
+use crate::store::HostArena;
 
 /// Own memory of a selection is on its way back. Dropping it gives that up again, contents kept.
 #[derive(Debug)]
@@ -319,7 +320,7 @@ impl<D: Driver> Restored<D> {
         }
         let spare = pool.run_again(rows);
         if pool.copies.is_given_back() {
-            pool.give_back_idle_host_memory();
+            pool.give_host_memory_back_by(HostArena::shrink_to);
         }
         (self.returning.shut.end_in(Mode::Open), spare)
     }

@@ -1,45 +1,35 @@
 //! The one way that contents are copied in a pause or resume: between devices and the arena, or through its ring to and from
-//! the file (`file.rs`).
+//! the file (`file.rs`). The arena is locked to look places up alone. The pager has streams of its own, and pieces as here.
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
-use std::borrow::Cow;
 use std::ops::Range;
-use std::sync::MutexGuard;
 
 use crate::copies::{DeviceStreams, Way};
 use crate::driver::{DeviceOrdinal, Driver, VaRange};
 use crate::error::PoolResult;
 use crate::journal::StepLog;
 use crate::pool::Pool;
-use crate::report::Copied;
-use crate::store::{Extent, HostArena};
+use crate::store::Extent;
 
 /// Contents of one allocation, where their device reaches them, and where they lie in a store.
 #[derive(Clone, Debug)]
-pub(super) struct Transfer<'a> {
+pub(super) struct Transfer {
     pub(super) device: DeviceOrdinal,
     pub(super) range: VaRange,
     /// Parts of `range`, and the place of each.
-    pub(super) extents: Cow<'a, [Extent]>,
+    pub(super) extents: Vec<Extent>,
 }
 
-/// What copies in one step. Its streams end before anybody else has the arena.
+/// What copies, for one thread.
 pub(super) struct Copier<'a, D: Driver> {
+    pub(super) pool: &'a Pool<D>,
     pub(super) streams: DeviceStreams<'a, D>,
-    pub(super) arena: MutexGuard<'a, HostArena<D>>,
-    /// What passes through the file is counted here.
-    pub(super) copied: &'a Copied,
 }
 
 impl<'a, D: Driver> Copier<'a, D> {
-    /// Waits for the arena.
     pub(super) fn new(pool: &'a Pool<D>) -> Self {
-        Self {
-            streams: DeviceStreams::new(&pool.deferred),
-            arena: pool.arena(),
-            copied: &pool.copied,
-        }
+        Self { pool, streams: DeviceStreams::new(&pool.deferred) }
     }
 
     /// Starts copying between a device and the arena, on the stream of the device that was taken last.
@@ -51,33 +41,36 @@ impl<'a, D: Driver> Copier<'a, D> {
         &mut self,
         log: &mut StepLog,
         way: Way,
-        transfer: &Transfer<'_>,
+        transfer: &Transfer,
     ) -> PoolResult<()> {
         let copies = self.streams.of(transfer.device)?;
-        for extent in transfer.extents.iter() {
+        for extent in &transfer.extents {
             log.call();
-            // SAFETY: as the caller vouches.
-            unsafe { self.arena.start(way, transfer.range, *extent, copies) }?;
+            let range = transfer.range.part(&extent.part());
+            let pieces = self.pool.arena().pieces_of(&extent.place());
+            for piece in pieces {
+                // SAFETY: as the caller vouches.
+                unsafe { copies.start(way, &piece, range.part(&piece.part)) }?;
+            }
         }
         Ok(())
     }
 
-    /// Starts making parts of `range` zero, on a stream of the device that is taken for it.
+    /// Starts making parts of the range zero, on the stream of the device that was taken last.
     ///
     /// # Safety
     /// As [`Copier::start`].
     pub(super) unsafe fn start_zeros(
         &mut self,
         log: &mut StepLog,
-        (device, range): (DeviceOrdinal, VaRange),
+        transfer: &Transfer,
         parts: &[Range<u64>],
     ) -> PoolResult<()> {
-        let copies = self.streams.of(device)?;
-        copies.take()?;
+        let copies = self.streams.of(transfer.device)?;
         for part in parts {
             log.call();
             // SAFETY: as the caller vouches.
-            unsafe { copies.start_zeros(range.part(part)) }?;
+            unsafe { copies.start_zeros(transfer.range.part(part)) }?;
         }
         Ok(())
     }

@@ -3,13 +3,15 @@
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::copier::{Copier, Transfer};
 use crate::copies::{CopyStreams, Way};
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, VaRange};
 use crate::error::PoolResult;
 use crate::journal::StepLog;
-use crate::store::{SLOT_BYTES, Slot};
+use crate::pool::Pool;
+use crate::store::{ContentsFile, SLOT_BYTES, Slot, read_ahead, write_behind};
 
 /// Neighbours in the file that pass through a slot together.
 #[derive(Debug, PartialEq, Eq)]
@@ -28,14 +30,15 @@ impl Batch {
 }
 
 /// All of `filed`, once, in the file's order for each device.
-fn in_batches(filed: &[Transfer<'_>]) -> Vec<Batch> {
+fn in_batches(filed: &[&Transfer]) -> Vec<Batch> {
     let mut pieces = Vec::new();
-    for Transfer { device, range, extents } in filed {
-        for extent in extents.iter() {
-            let (mut at, mut left) = (extent.at, range.part(&extent.part()));
+    for transfer in filed {
+        let device = transfer.device;
+        for extent in &transfer.extents {
+            let (mut at, mut left) = (extent.at, transfer.range.part(&extent.part()));
             while left.size_bytes > 0 {
                 let size_bytes = left.size_bytes.min(SLOT_BYTES);
-                pieces.push((*device, at, VaRange::new(left.start, size_bytes)));
+                pieces.push((device, at, VaRange::new(left.start, size_bytes)));
                 at += size_bytes;
                 let rest = DeviceAddress(left.start.0 + size_bytes);
                 left = VaRange::new(rest, left.size_bytes - size_bytes);
@@ -69,21 +72,20 @@ impl<D: Driver> Copier<'_, D> {
     pub(super) unsafe fn write_file(
         &mut self,
         log: &mut StepLog,
-        filed: &[Transfer<'_>],
+        filed: &[&Transfer],
     ) -> PoolResult<()> {
-        self.arena.hold_ring(log)?;
-        let missing = self.arena.disk.nothing_to_write_to();
-        let Self { arena, streams, copied } = self;
+        let missing = self.pool.arena().disk.nothing_to_write_to();
+        let Some((slots, file)) = self.pool.way_to_file(log)? else { return Err(missing) };
         log.timed("save to file", |log| {
-            arena.write_behind(|writing| {
+            write_behind(&file, slots, |writing| {
                 for batch in in_batches(filed) {
                     let Some(slot) = writing.take_slot()? else {
                         // Its contents would be lost.
                         return Err(missing);
                     };
                     // SAFETY: as the caller vouches; the slot is this batch's alone.
-                    unsafe { pass(log, streams.of(batch.device)?, Way::Out, &batch, &slot) }?;
-                    copied.add(batch.size_bytes());
+                    unsafe { pass(log, self.streams.of(batch.device)?, Way::Out, &batch, &slot) }?;
+                    self.pool.copied.add(batch.size_bytes());
                     let lengths = batch.ranges.iter().map(|range| range.size_bytes).collect();
                     writing.write(slot, batch.place, lengths);
                 }
@@ -99,21 +101,32 @@ impl<D: Driver> Copier<'_, D> {
     pub(super) unsafe fn read_file(
         &mut self,
         log: &mut StepLog,
-        filed: &[Transfer<'_>],
+        filed: &[&Transfer],
     ) -> PoolResult<()> {
-        self.arena.hold_ring(log)?;
         let batches = in_batches(filed);
         let places: Vec<_> = batches.iter().map(|batch| batch.place.clone()).collect();
-        let Self { arena, streams, copied } = self;
+        let Some((slots, file)) = self.pool.way_to_file(log)? else {
+            let missing = |place| Err(self.pool.arena().disk.nothing_to_read(place));
+            return places.first().map_or(Ok(()), missing);
+        };
         log.timed("restore from file", |log| {
-            arena.read_ahead(&places, |index, slot| {
+            read_ahead(&file, slots, &places, |index, slot| {
                 let batch = &batches[index];
                 // SAFETY: as the caller vouches; the slot is this batch's alone.
-                unsafe { pass(log, streams.of(batch.device)?, Way::In, batch, slot) }?;
-                copied.add(batch.size_bytes());
+                unsafe { pass(log, self.streams.of(batch.device)?, Way::In, batch, slot) }?;
+                self.pool.copied.add(batch.size_bytes());
                 Ok(())
             })
         })
+    }
+}
+
+impl<D: Driver> Pool<D> {
+    /// The slots of the ring, made if it is missing, and the file, unless one of them is missing. A context must be current on this thread.
+    fn way_to_file(&self, log: &mut StepLog) -> PoolResult<Option<(Vec<Slot>, Arc<ContentsFile>)>> {
+        let mut arena = self.arena();
+        arena.hold_ring(log)?;
+        Ok(arena.way_to_file())
     }
 }
 
@@ -126,16 +139,16 @@ unsafe fn pass<D: Driver>(
     copies: &mut CopyStreams<'_, D>,
     way: Way,
     batch: &Batch,
-    slot: &Slot<'_>,
+    slot: &Slot,
 ) -> PoolResult<()> {
     let stream = copies.take_idle()?;
     let mut offset = 0;
     let queued = batch.ranges.iter().try_for_each(|&range| {
         log.call();
-        let at = slot.at(offset);
+        let part = slot.part(offset..offset + range.size_bytes);
         offset += range.size_bytes;
         // SAFETY: as the caller vouches.
-        unsafe { copies.start(way, at, range) }
+        unsafe { copies.start(way, &part, range) }
     });
     // Also what was queued before one that failed: the slot is passed on after this.
     let finished = copies.finish(stream);
@@ -159,12 +172,7 @@ mod tests {
     }
 
     /// Parts by where they begin and their length, which lie in the file as in the allocation, from `at_mib` on.
-    fn filed(
-        device: DeviceOrdinal,
-        range: VaRange,
-        at_mib: u64,
-        parts: &[(u64, u64)],
-    ) -> Transfer<'static> {
+    fn filed(device: DeviceOrdinal, range: VaRange, at_mib: u64, parts: &[(u64, u64)]) -> Transfer {
         let extent = |&(start, size): &(u64, u64)| {
             let (start, size_bytes) = (start * MIB, size * MIB);
             Extent { start, size_bytes, at: at_mib * MIB + start }
@@ -180,7 +188,7 @@ mod tests {
             filed(GPU, range(700, 2), 0, &[(0, 2)]),
             filed(DeviceOrdinal(1), range(800, 2), 134, &[(0, 2)]),
         ];
-        let batches = in_batches(&filed);
+        let batches = in_batches(&filed.each_ref());
         let places: Vec<_> =
             batches.iter().map(|b| (b.place.start / MIB, b.place.end / MIB)).collect();
         assert_eq!(
@@ -195,35 +203,38 @@ mod tests {
     #[cfg(feature = "sim")]
     #[test]
     fn contents_without_a_file_or_a_ring_are_an_error() {
-        use std::sync::Arc;
-
         use crate::PoolError;
         use crate::driver::sim::{SimDriver, SimNode, SimOptions};
-        use crate::store::HostArena;
 
         let node = SimNode::private(&[64 * MIB]).unwrap();
         let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
-        let mut arena = HostArena::new(driver, 1);
-        let refused = arena.write_behind(|_| Ok(())).unwrap_err();
+        driver.make_current(GPU).unwrap();
+        let (pool, _keeper) = Pool::new(driver, 0, Vec::new);
+        let mut copier = Copier::new(&pool);
+        let mut log = StepLog::default();
+        // SAFETY: nothing is copied.
+        let refused = unsafe { copier.write_file(&mut log, &[]) }.unwrap_err();
         assert!(
             matches!(&refused, PoolError::FileRefused { operation: "writing", .. }),
             "{refused}"
         );
-        let place = Range { start: 2, end: 10 };
-        let unread = arena.read_ahead(&[place], |_, _| Ok(())).unwrap_err();
-        assert!(matches!(unread, PoolError::FileUnreadable { size_bytes: 8, .. }), "{unread}");
-        arena.read_ahead(&[], |_, _| Ok(())).unwrap();
+        let filed = [filed(GPU, range(100, 8), 2, &[(0, 8)])];
+        // SAFETY: as above.
+        let unread = unsafe { copier.read_file(&mut log, &filed.each_ref()) }.unwrap_err();
+        let PoolError::FileUnreadable { size_bytes, .. } = unread else { panic!("{unread}") };
+        assert_eq!(size_bytes, 8 * MIB);
+        // SAFETY: as above.
+        unsafe { copier.read_file(&mut log, &[]) }.unwrap();
     }
 
     #[cfg(feature = "sim")]
     #[test]
     fn what_the_disk_refuses_half_way_stays_on_its_device() {
-        use std::sync::Arc;
         use std::time::{Duration, Instant};
 
         use crate::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
         use crate::driver::{AccessDesc, AllocationProp};
-        use crate::{Class, Contents, Copies, Failed, HostBudget, Keeper, Pool, PoolError};
+        use crate::{Class, Contents, Copies, Failed, HostBudget, Keeper, PoolError};
 
         let node = SimNode::private(&[64 * MIB]).unwrap();
         let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
@@ -273,7 +284,7 @@ mod tests {
     #[test]
     fn unused_parts_end_a_batch() {
         let filed = [filed(GPU, range(100, 8), 0, &[(0, 2), (6, 2)])];
-        let batches = in_batches(&filed);
+        let batches = in_batches(&filed.each_ref());
         let places: Vec<_> =
             batches.iter().map(|b| (b.place.start / MIB, b.place.end / MIB)).collect();
         assert_eq!(places, [(0, 2), (6, 8)]);

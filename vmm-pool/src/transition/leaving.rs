@@ -26,7 +26,7 @@ use crate::gate::Mode;
 use crate::journal::StepLog;
 use crate::ledger::{After, Layout, Placed, Row, Rows, Selection, StayReason, Survey};
 use crate::pool::Pool;
-use crate::store::{Copies, HostBudget, Pins, Schedule, Store};
+use crate::store::{Copies, HostArena, HostBudget, Pins, Schedule};
 use crate::{AllocationId, VirtualHandle};
 
 /// Where all that leaves is saved, by store: host memory and the file. Stages are saved there in whatever order they come,
@@ -448,8 +448,7 @@ impl<D: Driver> Still<'_, D> {
         if !kept.placed.is_empty() {
             arena.pin_again(log, pins)?;
         }
-        arena.set_nodes(self.pool.nodes_of(&devices));
-        arena.begin_growth(kept.end_bytes);
+        arena.begin_growth(self.pool.nodes_of(&devices), kept.end_bytes);
         let grown = arena.grow_to(log, kept.end_bytes, pins);
         arena.end_growth();
         grown?;
@@ -458,12 +457,10 @@ impl<D: Driver> Still<'_, D> {
 
     /// Nothing is saved where space was taken: gives it back.
     fn give_space_back(&self) {
-        let mut arena = self.pool.arena();
         if self.pool.deferred.is_settled() {
-            let live_bytes = self.pool.ledger().end_in(Store::Host);
-            arena.give_back_unused(live_bytes);
+            self.pool.give_host_memory_back_by(HostArena::give_back_unused);
         }
-        drop(self.pool.give_disk_back(&mut arena));
+        drop(self.pool.give_disk_back(&mut self.pool.arena()));
     }
 
     /// Undo of [`Still::save`]: own memory and imports are still there, with their contents; they are mapped again,
@@ -475,7 +472,7 @@ impl<D: Driver> Still<'_, D> {
             self.map_rows_again(log, rows, |row| row.backing().has_contents())
         })?;
         let spare = self.pool.run_again(rows);
-        self.pool.give_back_host_memory();
+        self.pool.give_host_memory_back_by(HostArena::give_back_unused);
         Ok((log, spare))
     }
 }

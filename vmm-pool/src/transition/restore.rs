@@ -2,7 +2,6 @@
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::os::fd::AsFd;
@@ -12,12 +11,12 @@ use super::still::Still;
 use crate::budget::Charge;
 use crate::copies::Way;
 use crate::deferred::Physical;
-use crate::driver::{AccessDesc, AllocationProp, DeviceOrdinal, Driver, DriverCode, VaRange};
+use crate::driver::{AccessDesc, AllocationProp, DeviceOrdinal, Driver, DriverCode};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Mapping, Row, Rows, Selection};
 use crate::pool::{Borrowed, Pool};
-use crate::store::{Extent, Part, Store};
+use crate::store::Store;
 use crate::{AllocationId, PeerId, VirtualHandle};
 
 /// Allocations to fetch again from one owner.
@@ -48,24 +47,17 @@ impl Room {
 
 /// An allocation whose contents come back, and where its device can write them.
 struct Target {
-    device: DeviceOrdinal,
-    range: VaRange,
+    transfer: Transfer,
     /// The range was made for the copy.
     is_view: bool,
     store: Store,
-    /// What is put back from there.
-    extents: Vec<Extent>,
     /// What is made zero before.
     zeros: Vec<Range<u64>>,
 }
 
 impl Target {
     fn copied_bytes(&self) -> u64 {
-        self.extents.iter().map(|extent| extent.size_bytes).sum()
-    }
-
-    fn transfer(&self) -> Transfer<'_> {
-        Transfer { device: self.device, range: self.range, extents: Cow::Borrowed(&self.extents) }
+        self.transfer.extents.iter().map(|extent| extent.size_bytes).sum()
     }
 }
 
@@ -231,14 +223,7 @@ impl<D: Driver> Still<'_, D> {
                 mapping.rights_of(found.prop().location) == Some(AccessDesc::READ_WRITE)
             });
             let writable = writable.map(Mapping::range);
-            let parts = found.copied_parts();
-            let (mut extents, mut zeros) = (Vec::new(), Vec::new());
-            for part in parts.into_iter().flat_map(|part| saved.parts_of(part)) {
-                match part {
-                    Part::Stored(extent) => extents.push(extent),
-                    Part::Zeros(range) => zeros.push(range),
-                }
-            }
+            let (extents, zeros) = saved.split(&found.copied_parts());
             let contents = (saved.store, extents, zeros);
             (contents, writable, found.raw(), found.size_bytes())
         };
@@ -255,7 +240,8 @@ impl<D: Driver> Still<'_, D> {
             }
             _ => zeros,
         };
-        let target = Target { device, range, is_view, store, extents, zeros };
+        let transfer = Transfer { device, range, extents };
+        let target = Target { transfer, is_view, store, zeros };
         log.bytes += target.copied_bytes();
         Ok(Some(target))
     }
@@ -267,14 +253,16 @@ impl<D: Driver> Still<'_, D> {
         copier: &mut Copier<'_, D>,
         target: &Target,
     ) -> PoolResult<()> {
+        let transfer = &target.transfer;
+        copier.streams.of(transfer.device)?.take()?;
         // SAFETY: the target is mapped and writable, and stays so until its stream is done; no application work runs
         // before the gate opens.
-        unsafe { copier.start_zeros(log, (target.device, target.range), &target.zeros) }?;
+        unsafe { copier.start_zeros(log, transfer, &target.zeros) }?;
         // SAFETY: as above; its places are its own.
-        unsafe { copier.start(log, Way::In, &target.transfer()) }?;
+        unsafe { copier.start(log, Way::In, transfer) }?;
         if target.is_view {
-            copier.streams.of(target.device)?.finish_all()?;
-            self.drop_view(log, target.range)?;
+            copier.streams.of(transfer.device)?.finish_all()?;
+            self.drop_view(log, transfer.range)?;
         }
         Ok(())
     }
@@ -289,18 +277,19 @@ impl<D: Driver> Still<'_, D> {
         if targets.is_empty() {
             return Ok(());
         }
-        let filed: Vec<_> = targets.iter().map(Target::transfer).collect();
+        let filed: Vec<_> = targets.iter().map(|target| &target.transfer).collect();
         for target in targets {
+            copier.streams.of(target.transfer.device)?.take()?;
             // SAFETY: as above, until zeros are waited for.
-            unsafe { copier.start_zeros(log, (target.device, target.range), &target.zeros) }?;
+            unsafe { copier.start_zeros(log, &target.transfer, &target.zeros) }?;
         }
-        for target in targets {
-            copier.streams.of(target.device)?.finish_all()?;
+        for transfer in &filed {
+            copier.streams.of(transfer.device)?.finish_all()?;
         }
         // SAFETY: as above, until all of the file is read.
         unsafe { copier.read_file(log, &filed) }?;
         let mut views = targets.iter().filter(|target| target.is_view);
-        views.try_for_each(|target| self.drop_view(log, target.range))
+        views.try_for_each(|target| self.drop_view(log, target.transfer.range))
     }
 
     /// Descriptors for what others imported before of `rows`, in one batch.

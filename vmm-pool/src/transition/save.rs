@@ -2,7 +2,6 @@
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::OwnedFd;
 
@@ -12,24 +11,19 @@ use super::still::Still;
 use crate::VirtualHandle;
 use crate::copies::Way;
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, VaRange};
-use crate::error::PoolResult;
+use crate::error::{Describe, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Layout, Mapping, Placed, Presence, Rows, Selection, Survey};
 use crate::pool::Pool;
 use crate::report::KeptBytes;
-use crate::store::{
-    Copies, Copying, Extent, HostArena, HostBudget, HostDemand, Pins, Saved, Store,
-};
+use crate::store::{Copies, Copying, HostArena, HostBudget, HostDemand, Pins, Saved, Store};
 
 #[derive(Debug)]
 pub(super) struct Item {
     row: VirtualHandle,
-    device: DeviceOrdinal,
-    /// Where the device reads it: one of its own mappings, or a view made for the copy.
-    source: VaRange,
     saved: Saved,
-    /// What of it is copied.
-    copied: Vec<Extent>,
+    /// What of it is copied, from one of its own mappings, or a view made for the copy.
+    transfer: Transfer,
     copied_bytes: u64,
     view: bool,
 }
@@ -37,11 +31,7 @@ pub(super) struct Item {
 impl Item {
     /// Where the last of its copies in the arena ends.
     fn end_bytes(&self) -> u64 {
-        self.copied.iter().map(|extent| extent.place().end).max().unwrap_or(0)
-    }
-
-    fn transfer(&self) -> Transfer<'_> {
-        Transfer { device: self.device, range: self.source, extents: Cow::Borrowed(&self.copied) }
+        self.transfer.extents.iter().map(|extent| extent.place().end).max().unwrap_or(0)
     }
 }
 
@@ -91,7 +81,7 @@ struct Group {
 fn in_groups(items: Vec<Item>, group_bytes: u64) -> Vec<Group> {
     let mut by_device: BTreeMap<DeviceOrdinal, (Vec<Group>, u64)> = BTreeMap::new();
     for item in items {
-        let (device, size_bytes) = (item.device, item.copied_bytes);
+        let (device, size_bytes) = (item.transfer.device, item.copied_bytes);
         let (groups, last_bytes) = by_device.entry(device).or_default();
         match groups.last_mut() {
             Some(group) if *last_bytes < group_bytes => {
@@ -129,15 +119,15 @@ impl<D: Driver> Still<'_, D> {
         let planned = log.timed("plan", |log| {
             let plan = self.plan(log, kept, filed)?;
             for item in plan.items() {
-                copier.streams.of(item.device)?;
+                copier.streams.of(item.transfer.device)?;
             }
             Ok(plan)
         });
         let outcome = planned.and_then(|plan| {
-            copier.arena.set_nodes(self.pool.nodes_of(&self.pool.devices()));
-            copier.arena.begin_growth(end_bytes);
+            let nodes = self.pool.nodes_of(&self.pool.devices());
+            self.pool.arena().begin_growth(nodes, end_bytes);
             let kept = self.save_to_memory(&mut log, &mut behind, &mut copier, &plan);
-            copier.arena.end_growth();
+            self.pool.arena().end_growth();
             kept.and_then(|()| self.save_to_file(&mut log, &mut copier, &plan.to_file))?;
             Ok(plan)
         });
@@ -200,7 +190,7 @@ impl<D: Driver> Still<'_, D> {
         if items.is_empty() {
             return Ok(());
         }
-        let filed: Vec<_> = items.iter().map(Item::transfer).collect();
+        let filed: Vec<_> = items.iter().map(|item| &item.transfer).collect();
         // SAFETY: sources stay mapped until all of them are written.
         unsafe { copier.write_file(log, &filed) }?;
         log.timed("unmap saved", |log| self.retire(log, items))
@@ -218,7 +208,7 @@ impl<D: Driver> Still<'_, D> {
         // Also where this pause is of one of several devices only: the memory is there for the next one too.
         let pins = Pins::of(&self.pool.devices());
         if !plan.groups.is_empty() {
-            copier.arena.pin_again(log, pins)?;
+            self.pool.arena().pin_again(log, pins)?;
         }
         // Two groups may be in flight on a device; when the third is queued the first is done.
         let mut in_flight: BTreeMap<DeviceOrdinal, VecDeque<&Group>> = BTreeMap::new();
@@ -229,12 +219,12 @@ impl<D: Driver> Still<'_, D> {
             let done = if flying.len() == 2 { flying.pop_front() } else { None };
             flying.push_back(group);
             let end_bytes = group.items.iter().map(Item::end_bytes).max().unwrap_or(0);
-            copier.arena.grow_to(log, end_bytes, pins)?;
+            self.pool.arena().grow_to(log, end_bytes, pins)?;
             log.timed("queue copies", |log| {
                 group.items.iter().try_for_each(|item| {
                     // SAFETY: the source stays mapped until its group is retired below, after its stream is done; the
                     // arena's place is this item's alone.
-                    unsafe { copier.start(log, Way::Out, &item.transfer()) }
+                    unsafe { copier.start(log, Way::Out, &item.transfer) }
                 })
             })?;
             if number == 0 {
@@ -289,7 +279,7 @@ impl<D: Driver> Still<'_, D> {
     fn retire(&self, log: &mut StepLog, items: &[Item]) -> PoolResult<()> {
         for item in items {
             if item.view {
-                self.drop_view(log, item.source)?;
+                self.drop_view(log, item.transfer.range)?;
             }
             let ranges = self.pool.ledger().saved(item.row, item.saved.clone());
             for range in ranges {
@@ -337,7 +327,7 @@ impl<D: Driver> Still<'_, D> {
                 (device, readable, found.raw(), found.size_bytes())
             };
             let copied_bytes = placed.copied_bytes();
-            let (source, view) = match (readable, raw) {
+            let (range, view) = match (readable, raw) {
                 (Some(range), _) => (range, false),
                 // Nobody reads it.
                 (None, _) if copied_bytes == 0 => {
@@ -346,8 +336,9 @@ impl<D: Driver> Still<'_, D> {
                 (None, Some(raw)) => (self.make_view(log, raw, size_bytes, device)?, true),
                 (None, None) => continue,
             };
-            let Placed { row, saved, copied, .. } = placed;
-            items.push(Item { row, device, source, saved, copied, copied_bytes, view });
+            let Placed { row, saved, copied: extents, .. } = placed;
+            let transfer = Transfer { device, range, extents };
+            items.push(Item { row, saved, transfer, copied_bytes, view });
         }
         Ok(items)
     }
@@ -368,7 +359,7 @@ impl<D: Driver> Pool<D> {
     }
 
     /// Host memory that a pause of `selection` would take now that copies everything, with what is saved there already.
-    /// Waits for a pause or resume under way.
+    /// Waits while host memory grows.
     pub fn host_demand(&self, selection: &Selection) -> HostDemand {
         self.demand_of(selection, &Survey::default())
     }
@@ -402,38 +393,22 @@ impl<D: Driver> Pool<D> {
         }
     }
 
-    /// After a resume: gives host memory back that holds no contents and no copies for readers.
+    /// Has `give_back` give host memory back, which is told where saved contents and copies end. What does not go stays for the next
+    /// pause.
     ///
     /// # Driver calls
     /// `cuMemHostUnregister`.
-    pub(super) fn give_back_idle_host_memory(&self) {
+    pub(super) fn give_host_memory_back_by(
+        &self,
+        give_back: impl FnOnce(&mut HostArena<D>, u64) -> PoolResult<()>,
+    ) {
+        let Some(&device) = self.devices().first() else { return };
         let mut arena = self.arena();
         let end_bytes = self.ledger().end_in(Store::Host);
-        let current = self.devices().first().map(|&device| self.driver.make_current(device));
-        let shrunk = current.map(|current| {
-            current.map_err(|code| code.to_string())?;
-            arena.shrink_to(end_bytes).map_err(|error| error.to_string())
-        });
-        if let Some(Err(error)) = shrunk {
+        let about = || "giving host memory back".to_owned();
+        let current = self.driver.make_current(device).about(about, 0, Some(device));
+        if let Err(error) = current.and_then(|()| give_back(&mut arena, end_bytes)) {
             tracing::error!(%error, "host memory stays for the next pause");
-        }
-    }
-
-    /// After a pause that came to nothing: gives host memory back that it took, down to what the last
-    /// completed pause used.
-    ///
-    /// # Driver calls
-    /// `cuMemHostUnregister`.
-    pub(super) fn give_back_host_memory(&self) {
-        let mut arena = self.arena();
-        let current = self.devices().first().map(|&device| self.driver.make_current(device));
-        match current {
-            Some(Ok(())) => {
-                let live_bytes = self.ledger().end_in(Store::Host);
-                arena.give_back_unused(live_bytes);
-            }
-            Some(Err(error)) => tracing::error!(%error, "host memory stays for the next pause"),
-            None => {}
         }
     }
 }

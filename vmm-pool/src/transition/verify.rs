@@ -4,6 +4,8 @@
 
 use std::ops::Range;
 
+use memmap2::MmapMut;
+
 use super::still::Still;
 use crate::VirtualHandle;
 use crate::copies::DeviceStreams;
@@ -11,7 +13,7 @@ use crate::driver::{DeviceOrdinal, Driver, VaRange};
 use crate::error::{Describe, PoolResult};
 use crate::journal::StepLog;
 use crate::ledger::{Mapping, Rows, Survey, Wish};
-use crate::store::{Extent, Part, Pinned, Saved, Store};
+use crate::store::{Extent, Located, Part, Pinned, Saved, Store, memory_refused};
 
 /// What is compared in one piece.
 const SCRATCH_LENGTH: usize = 8 << 20;
@@ -92,7 +94,9 @@ impl<D: Driver> Still<'_, D> {
         // Its context is current from here on: pinning takes one.
         streams.of(claim.device)?;
         let pinned = Pinned::new(&self.pool.driver, SCRATCH_LENGTH)?;
-        let mut expected = vec![0; SCRATCH_LENGTH];
+        // Not of the heap, which would keep it for the process's life.
+        let expected = MmapMut::map_anon(SCRATCH_LENGTH);
+        let mut expected = expected.map_err(memory_refused(SCRATCH_LENGTH as u64))?;
         for part in &claim.parts {
             let mut at = part.start;
             while at < part.end {
@@ -116,7 +120,8 @@ impl<D: Driver> Still<'_, D> {
                 }
                 queued.and(finished)?;
                 let expected = &mut expected[..length];
-                self.pool.arena().read(&claim.saved, at, expected)?;
+                let located = self.pool.arena().locate(&claim.saved, at..at + size_bytes)?;
+                Located::read(&located, expected)?;
                 let found = pinned.bytes(length);
                 if let Some(index) = differs_at(found, expected) {
                     return Ok(Some(at + index as u64));

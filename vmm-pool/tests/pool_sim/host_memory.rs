@@ -1,5 +1,8 @@
 //! Host memory of pauses that come to nothing.
 
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
 use vmm_pool::{Class, Contents, HostBudget, Selection, Tags, Whose};
@@ -11,6 +14,8 @@ use crate::stage::{
 
 /// Host memory is taken in pieces of this size at most.
 const CHUNK: u64 = 256 << 20;
+/// No step takes so long.
+const LIMIT: Duration = Duration::from_secs(20);
 
 fn arena_bytes(pool: &SimPool) -> u64 {
     pool.report().host_arena_bytes
@@ -59,6 +64,25 @@ fn an_arena_that_grows_a_little_holds_contents_across_its_chunks() {
         assert!(places.iter().all(|(place, seed)| holds(&pool, DEVICE, *place, pattern(*seed))));
     }
     assert_eq!((arena_bytes(&pool), pool.driver().census().host_ranges), (16 * UNIT, 3));
+}
+
+/// The copy may take as long as its device does.
+#[test]
+fn who_asks_about_host_memory_waits_for_no_copy_of_a_pause() {
+    let pool = pool(&SimNode::private(&[64 * UNIT]).expect("a node"));
+    create(&pool, DEVICE, 1, kept());
+    let hold = pool.driver().faults().hold(DriverOp::CopyToHost);
+    let asked = Arc::clone(pool.pool());
+    let asking = std::thread::spawn(move || {
+        assert!(hold.is_met(LIMIT), "contents are saved");
+        let (tell, told) = mpsc::channel();
+        std::thread::spawn(move || tell.send((asked.movable_bytes(), asked.file_dir())));
+        let answer = told.recv_timeout(LIMIT);
+        drop(hold);
+        answer.map(drop)
+    });
+    pause(&pool);
+    assert_eq!(asking.join().expect("it asks"), Ok(()));
 }
 
 #[test]

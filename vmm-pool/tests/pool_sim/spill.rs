@@ -11,7 +11,7 @@ use crate::stage::{
     DEVICE, GateAt, SimPool, UNIT, class, create, gate_of, holds, map, pattern, pause, pool,
     resume, write,
 };
-use crate::tags::{pause_tags, resume_tags};
+use crate::tags::{pause_tags, resume_tags, tagged};
 
 const CHUNK: u64 = 256 << 20;
 /// Two of these are more than one chunk holds.
@@ -132,6 +132,49 @@ fn what_somebody_reads_in_place_stays_there_and_what_nothing_is_given_back_for()
     assert_eq!(spilled.moved_bytes, 2 * SMALL * UNIT);
     resume(&pool);
     assert_holds(&pool, ranges);
+}
+
+#[test]
+fn what_somebody_is_given_the_place_of_while_it_is_written_stays() {
+    let (pool, _dir) = a_pool();
+    let ranges = two(&pool, LARGE);
+    pause(&pool);
+    let first = VaRange::new(ranges[1].start, 16);
+    let place = Cell::new(None);
+    // Asked while contents are on their way to the disk.
+    let lend = || {
+        place.set(Some(pool.saved_at(first).expect("in host memory")));
+        false
+    };
+    let half = LARGE * UNIT;
+    let spilled = pool.spill_unless(u64::MAX, later(), &lend).expect("room on the disk");
+    assert_eq!(spilled, Spilled { moved_bytes: half, given_back_bytes: 0, left_bytes: half });
+    assert_eq!(pool.saved_at(first).ok(), place.get());
+    resume(&pool);
+    assert_holds(&pool, ranges);
+}
+
+#[test]
+fn what_is_freed_while_it_is_written_lies_where_it_was_until_then() {
+    let (pool, _dir) = a_pool();
+    let _stays = create(&pool, DEVICE, SMALL, class(Contents::Keep));
+    let handle = create(&pool, DEVICE, LARGE, tagged("cache", Contents::Keep));
+    let range = map(&pool, handle, LARGE * UNIT, &[AccessDesc::read_write(DEVICE)]);
+    pause_tags(&pool, &["cache"]);
+    let held_bytes = pool.report().host_arena_bytes;
+    let is_freed = Cell::new(false);
+    // Asked while contents are on their way to the disk. The process runs on meanwhile.
+    let free = || {
+        if !is_freed.replace(true) {
+            pool.unmap(range).expect("unmap");
+            pool.release(handle).expect("release");
+            assert_eq!(pool.give_idle_chunk_back().expect("it is in use"), 0);
+        }
+        false
+    };
+    let spilled = pool.spill_unless(u64::MAX, later(), &free).expect("room on the disk");
+    assert_eq!((spilled.moved_bytes, spilled.given_back_bytes), (0, held_bytes));
+    assert_eq!(pool.report().file_bytes, 0);
 }
 
 #[test]

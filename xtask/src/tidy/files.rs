@@ -5,8 +5,6 @@ use super::{Finding, has_extension, is_rust};
 const LINES_MAX: usize = 600;
 /// Of tests, and of models of the product that only tests run.
 const LINES_MAX_OF_TESTS: usize = 800;
-/// Longer than that still, and to be split: they may not grow.
-const LONGER: [(&str, usize); 1] = [("vmm-pool/src/store/arena.rs", 689)];
 /// Made by a program, so its size is not a choice.
 const GENERATED: [&str; 1] = ["ffi/src/bindings.rs"];
 
@@ -30,9 +28,7 @@ pub(crate) fn check(path: &str, text: &str) -> Vec<Finding> {
 fn size(path: &str, text: &str) -> Option<Finding> {
     let lines = text.lines().count();
     let counted = ["rs", "py", "md"].iter().any(|extension| has_extension(path, extension));
-    let usual = if is_test(path) { LINES_MAX_OF_TESTS } else { LINES_MAX };
-    let longer = LONGER.iter().find(|(longer, _)| *longer == path);
-    let most = longer.map_or(usual, |(_, lines)| *lines);
+    let most = if is_test(path) { LINES_MAX_OF_TESTS } else { LINES_MAX };
     if counted && lines > most && !GENERATED.contains(&path) {
         let what = format!("{lines} lines, more than {most}");
         return Some(Finding::new(path, most + 1, what, "split the file by subject"));

@@ -26,7 +26,7 @@ const ORDERS: [Order; 3] = [
     Order {
         folder: "vmm-pool/src",
         modules: "sync slots gate driver lib support ids peer error report journal budget descriptors \
-            deferred waits copies store ledger slabs pool cells saved transition paging conformance",
+            deferred waits store copies ledger slabs pool cells saved transition paging conformance",
     },
     Order {
         folder: "tenants/src",

@@ -1,8 +1,9 @@
 use super::*;
 use crate::driver::Fingerprint;
+use crate::driver::RawEvent;
 
 fn mark() -> Arc<Mark> {
-    Mark::new(RawEvent(1), &Arc::default())
+    Arc::new(Mark::new(RawEvent(1), &Arc::default()))
 }
 
 const CHUNK: u64 = 4096;

@@ -9,17 +9,19 @@ const GROUP_BYTES: u64 = 256 << 20;
 fn item(index: usize, device: i32, size_bytes: u64) -> Item {
     Item {
         row: VirtualHandle::new(index, 1),
-        device: DeviceOrdinal(device),
-        source: VaRange::new(DeviceAddress(0), size_bytes),
         saved: Saved::whole(Store::Host, 0, size_bytes),
-        copied: Vec::new(),
+        transfer: Transfer {
+            device: DeviceOrdinal(device),
+            range: VaRange::new(DeviceAddress(0), size_bytes),
+            extents: Vec::new(),
+        },
         copied_bytes: size_bytes,
         view: false,
     }
 }
 
 fn size_bytes(items: &[Item]) -> u64 {
-    items.iter().map(|item| item.source.size_bytes).sum()
+    items.iter().map(|item| item.transfer.range.size_bytes).sum()
 }
 
 proptest! {

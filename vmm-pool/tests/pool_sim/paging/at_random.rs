@@ -59,7 +59,9 @@ fn chosen(stage: &Stage, wanted: &[usize], most: usize) -> Vec<usize> {
     spans
 }
 
-fn run(program: Vec<Step>, mut stage: Stage, pauses_beside: bool) {
+fn run(program: Vec<Step>, pauses_beside: bool, seed: Option<u64>, is_looked: bool) {
+    let stage = Stage::in_order(3, seed);
+    let mut stage = if is_looked { stage.seen() } else { stage };
     let mut frames = 3;
     stage.alloc(1).expect("addresses");
     let pool = Arc::clone(stage.pool.pool());
@@ -175,36 +177,36 @@ proptest! {
 
     #[test]
     fn random_programs_find_every_byte(program in steps()) {
-        on_a_thread(move || run(program, Stage::new(3), false));
+        on_a_thread(move || run(program, false, None, false));
     }
 
     #[test]
     fn random_programs_find_every_byte_with_pauses_at_any_instant(program in steps()) {
-        on_a_thread(move || run(program, Stage::new(3), true));
+        on_a_thread(move || run(program, true, None, false));
     }
 
     #[test]
     fn random_calls_find_every_byte(program in steps()) {
-        on_a_thread(move || run(program, Stage::looked(3), false));
+        on_a_thread(move || run(program, false, None, true));
     }
 
     #[test]
     fn random_calls_find_every_byte_with_pauses_at_any_instant(program in steps()) {
-        on_a_thread(move || run(program, Stage::looked(3), true));
+        on_a_thread(move || run(program, true, None, true));
     }
 
     #[test]
     fn random_programs_find_every_byte_in_whatever_order_streams_come(
         (program, pauses, seed) in (steps(), any::<bool>(), any::<u64>())
     ) {
-        on_a_thread(move || run(program, Stage::in_order(3, Some(seed)), pauses));
+        on_a_thread(move || run(program, pauses, Some(seed), false));
     }
 
     #[test]
     fn random_calls_find_every_byte_in_whatever_order_streams_come(
         (program, pauses, seed) in (steps(), any::<bool>(), any::<u64>())
     ) {
-        on_a_thread(move || run(program, Stage::in_order(3, Some(seed)).seen(), pauses));
+        on_a_thread(move || run(program, pauses, Some(seed), true));
     }
 }
 
