@@ -6,6 +6,9 @@ needs one GPU and PyTorch. With Adam in fp32, 8 of 16 bytes a parameter are the 
 model's 12. Here at most `--frames` of these are on the GPU. The losses are those of the plain optimizer, bit for bit:
 compare with `--plain`. Meanwhile the tenant can be paused and resumed, as any other.
 
+The default model is small against the link: on one H200 a step takes 1.36 of the plain one (0.156 s). With more tokens a step the
+copies hide behind backward (docs/larger-than-memory.md).
+
 It prints the loss of each step, the most device memory that was in use, and what went over the link.
 """
 
