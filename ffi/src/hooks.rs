@@ -77,6 +77,13 @@ fn look_at(symbol: &'static str, names: Names<'_>, stream: Pointer) -> Result<Op
     look::begin(symbol, &found, place)
 }
 
+/// Calls in a frame of its own. A thread that is cancelled unwinds through a function of the C interface only if that has nothing of
+/// its own to drop; otherwise the process ends.
+#[inline(never)]
+fn apart(call: &impl Fn() -> c_int) -> c_int {
+    call()
+}
+
 macro_rules! waiting_function {
     (
         $symbol:ident ( $($arg:ident : $ty:ty),* )
@@ -88,23 +95,20 @@ macro_rules! waiting_function {
         /// As the driver's function of this name.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol($($arg: $ty),*) -> c_int {
-            macro_rules! call {
-                () => {{
-                    let seen = waiting_function!(@look $symbol [ $($look)* ]);
-                    let _pass = runtime::member()
-                        .map(|member| waiting_function!(@pass member, $symbol [ $($touched),* ]));
-                    let code = call_driver!($symbol($($arg => $ty),*));
-                    drop(seen);
-                    code
-                }};
-            }
             const IS_COPY: bool = is_copy(stringify!($symbol));
+            let call = || {
+                let seen = waiting_function!(@look $symbol [ $($look)* ]);
+                let _pass = runtime::member()
+                    .map(|member| waiting_function!(@pass member, $symbol [ $($touched),* ]));
+                let code = call_driver!($symbol($($arg => $ty),*));
+                drop(seen);
+                code
+            };
             // No net for panics: a thread that is cancelled while it waits unwinds through here, and must not be caught.
-            let mut code = call!();
+            let mut code = apart(&call);
             if IS_COPY && is_refused(code) {
-                let call = || call!();
                 if opens_blocks() {
-                    code = call();
+                    code = apart(&call);
                 }
                 waiting_function!(@copy $symbol, code, call [ $($copy)* ]);
             }

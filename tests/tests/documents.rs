@@ -9,8 +9,16 @@ use sublet_tests::{JobOptions, MIB, Outcome, Spmd, SpmdOptions, Stage, Trouble};
 
 const CAPACITIES: [u64; 2] = [128 * MIB; 2];
 /// Definitions that take a death, a second family, NVIDIA's management library, or a control group with a limit.
-const NOT_HERE: [&str; 7] =
-    ["FailedProcess", "GroupIdentity", "HeldOnGpu", "Lent", "Occupant", "ProcessName", "StageLeft"];
+const NOT_HERE: [&str; 8] = [
+    "FailedProcess",
+    "GroupIdentity",
+    "HeldOnGpu",
+    "LeftOnGpus",
+    "Lent",
+    "Occupant",
+    "ProcessName",
+    "StageLeft",
+];
 
 /// `docs/sublet.schema.json`, and which of its definitions documents have met.
 struct Schema {

@@ -80,6 +80,7 @@ const SIMULATED_VERSION: i32 = 13_000;
 const ABSENT: &[(&str, &[&str])] = &[
     ("for programs of before CUDA 4", &["cuLaunch", "cuLaunchGrid", "cuLaunchGridAsync"]),
     ("one launch on several devices: deprecated", &["cuLaunchCooperativeKernelMultiDevice"]),
+    ("it has modules, and no libraries of kernels", &["cuLibraryUnload"]),
     (
         "needs hardware that unpacks",
         &["cuMemBatchDecompressAsync", "cuMemBatchDecompressAsync_ptsz"],

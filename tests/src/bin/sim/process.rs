@@ -81,7 +81,8 @@ impl Worker {
 
     /// Sends an order whose answer is read by [`Worker::answers`].
     pub(crate) fn send(&mut self, order: &Order) -> Outcome {
-        let number = self.link.send(order)?;
+        let sent = self.link.send(order);
+        let number = sent.map_err(|trouble| self.failed(&format!("{order:?}"), &trouble))?;
         self.outstanding.push(number);
         Ok(())
     }
@@ -98,7 +99,8 @@ impl Worker {
 
     /// Sends an order and waits for its answer.
     pub(crate) fn obey(&mut self, order: &Order) -> Outcome<Answer> {
-        let number = self.link.send(order)?;
+        let sent = self.link.send(order);
+        let number = sent.map_err(|trouble| self.failed(&format!("{order:?}"), &trouble))?;
         self.answer(number, &format!("{order:?}"), Instant::now() + ANSWER_TIMEOUT)
     }
 

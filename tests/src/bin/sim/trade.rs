@@ -195,9 +195,12 @@ impl Market {
             let owner = standing.offer.owner;
             let is_done = index < old || standing.place == Place::Unsure;
             let lives = living.contains(&owner);
+            let is_away = self.away.contains(&standing.offer.tag);
             match (&standing.offer.paper, is_done) {
                 // Of a dead owner one is kept for some time, to be refused.
                 (_, false) => kept.push(standing),
+                // Nobody can redeem it before its tag is back.
+                (Paper::Ticket(_), true) if lives && is_away => kept.push(standing),
                 (Paper::Ticket(ticket), true) if lives => {
                     let mut workers = workers.iter_mut();
                     if let Some(worker) = workers.find(|worker| worker.number == owner) {
