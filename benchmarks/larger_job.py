@@ -225,7 +225,10 @@ def body(args: Any, result: Result, work: Path) -> None:
     reference = facts.get("resident", {})
     references = {**dict.fromkeys(PAGED, "resident"), **larger_weights.REFERENCES}
     for row in (row for row in wanted if row in references and row in facts):
-        same = facts.get(references[row], {})
+        if references[row] not in facts:
+            result.note(f"{row}: NOT COMPARED: {references[row]} was not run")
+            continue
+        same = facts[references[row]]
         for what in ("losses", "weights"):
             if what in same or what == "losses":
                 is_same = facts[row].get(what) == same.get(what) is not None
