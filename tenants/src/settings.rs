@@ -334,7 +334,7 @@ mod tests {
             ("SUBLET_CHANGES", "banana", "SUBLET_CHANGES=banana: expected on, off or verify"),
             ("SUBLET_SLABS", "yes", "SUBLET_SLABS=yes: expected 0 or 1"),
             ("SUBLET_SPILL", "/nvme", "expected 0 or 1"),
-            ("SUBLET_TURNS", "always", "'always' is none of auto, class=, weight= and wait="),
+            ("SUBLET_TURNS", "always", "'always' is none of auto, deep, class=, weight= and wait="),
             ("SUBLET_TURNS", "auto,class=urgent", "'urgent' is no class"),
             ("SUBLET_TURNS", "weight=0", "'0' is no weight"),
             ("SUBLET_TURNS", "wait=soon", "'soon' is no time"),
