@@ -10,7 +10,7 @@
 //!   of the time. A waiter of a higher class waits for no longer than a bound.
 //! * A tenant that is in no turn, has launched nothing for a while and whose devices have nothing left to do makes way before all others.
 //! * A tenant that was pushed out early again and again stays away for longer each time.
-//! * Contexts of a paused tenant leave too, if it says so, where another lacks their room ([`depth`]).
+//! * Contexts of a paused tenant leave too, if it says so, where another lacks their room (`depth`).
 
 mod class;
 mod decide;
