@@ -66,6 +66,6 @@ def test_what_is_no_size_is_refused(wrong: Any) -> None:
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
-    with pytest.raises(sublet.UsageError, match="torch.optim.Optimizer is needed, not object"):
+    with pytest.raises(sublet.UsageError, match="a torch.optim.Optimizer or a torch.nn.Module is needed, not object"):
         sublet.paged(object(), frames="1GiB")
     assert sublet.report() == []
