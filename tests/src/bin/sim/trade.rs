@@ -87,11 +87,7 @@ impl Market {
 
     /// Allocations of `owner` with a ticket that nobody has redeemed. Of a tag that is away some may have been.
     pub(crate) fn open_ids(&self, owner: u64) -> Vec<u128> {
-        let is_known = |standing: &Standing| {
-            standing.place != Place::Unsure || !self.away.contains(&standing.offer.tag)
-        };
-        let theirs = self.offers.iter();
-        let theirs = theirs.filter(|found| found.offer.owner == owner && is_known(found));
+        let theirs = self.offers.iter().filter(|standing| standing.offer.owner == owner);
         let tickets = theirs.filter(|standing| matches!(standing.offer.paper, Paper::Ticket(_)));
         tickets.map(|standing| standing.offer.id).collect()
     }

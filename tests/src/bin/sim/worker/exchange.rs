@@ -483,7 +483,8 @@ impl Exchange {
         model.let_go.retain(|gone| open.contains(&gone.id) || away.contains(&gone.tag));
         for gone in &model.let_go {
             let device = usize::try_from(gone.device.0)?;
-            if open.contains(&gone.id) {
+            // A ticket of a tag that is away may have been redeemed.
+            if open.contains(&gone.id) && !away.contains(&gone.tag) {
                 shared.own_bytes[device] += gone.bytes;
                 shared.kept_by_tickets += 1;
             } else {
