@@ -85,8 +85,8 @@ impl Placed {
     }
 }
 
-/// Pinned host memory for the saved contents of one process. Its lock is taken to look up and to grow, and for no copy: whoever
-/// copies has [`Piece`]s, whose chunks are not given back meanwhile.
+/// Pinned host memory for the saved contents of one process. Its lock is taken to look up and to grow, and for no copy: code
+/// that copies has [`Piece`]s, whose chunks are not given back meanwhile.
 #[derive(Debug)]
 pub(crate) struct HostArena<D: Driver> {
     driver: Arc<D>,
@@ -314,7 +314,7 @@ impl<D: Driver> HostArena<D> {
         }
     }
 
-    /// Pins `held` for `pins` too, whoever it is pinned for. What it was pinned for it may not be any more when this
+    /// Pins `held` for `pins` too, in addition to those it is pinned for. What it was pinned for it may not be any more when this
     /// fails.
     fn pin_held(driver: &D, held: &mut Held, pins: Pins) -> PoolResult<()> {
         let present = held.pins;
@@ -323,7 +323,7 @@ impl<D: Driver> HostArena<D> {
         }
         unpin(driver, held)?;
         held.pins = Pins::Nobody;
-        // Whoever has used two devices may use them again.
+        // A process that has used two devices may use them again.
         let wanted = if present == Pins::Nobody { pins } else { Pins::All };
         pin(driver, &held.chunk, wanted)?;
         held.pins = wanted;

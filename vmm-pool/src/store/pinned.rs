@@ -83,7 +83,7 @@ fn start_of(map: &MmapRaw) -> NonNull<u8> {
 impl<D: Driver> Drop for Pinned<D> {
     fn drop(&mut self) {
         let Some(map) = self.map.take() else { return };
-        // SAFETY: whoever drops it has waited for the devices; see `keep_for_good`.
+        // SAFETY: the thread that drops it has waited for the devices; see `keep_for_good`.
         if let Err(error) = unsafe { self.driver.host_unregister(start_of(&map)) } {
             tracing::error!(%error, size_bytes = map.len(), "host memory stays pinned");
             // Unmapping pinned memory would pull it from under the driver.
