@@ -19,6 +19,7 @@ use std::sync::{
 use self::events::Events;
 use self::streams::Streams;
 use super::blocks::Block;
+use super::last_words::LastWords;
 use super::memory::{Census, Coded, Memory, io_code};
 use super::node::SimNode;
 use super::schedule::Schedule;
@@ -70,6 +71,7 @@ pub struct Core {
     faults: Faults,
     /// Where tests want an order of streams that a seed decides.
     schedule: OnceLock<Schedule>,
+    pub(super) last_words: LastWords,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -104,6 +106,7 @@ impl Core {
             foreign_pins: AtomicU64::new(0),
             faults: Faults::default(),
             schedule: OnceLock::new(),
+            last_words: LastWords::default(),
         }
     }
 
@@ -329,6 +332,12 @@ impl Core {
     /// That failure, or `INVALID_DEVICE`.
     pub fn device_failure(&self, device: DeviceOrdinal) -> Coded<()> {
         DriverCode(self.device(device)?.failure.load(Ordering::Acquire)).ok()
+    }
+
+    /// What the first use of an address that was refused in this process was about, and the last calls that changed what is
+    /// mapped there. For tests, to tell why a device failed.
+    pub fn last_words(&self) -> Option<String> {
+        self.last_words.told()
     }
 
     pub(super) fn fail_device(&self, device: DeviceOrdinal, code: DriverCode) {

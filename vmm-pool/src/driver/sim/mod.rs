@@ -32,6 +32,7 @@
 mod blocks;
 mod core;
 mod faults;
+mod last_words;
 mod memory;
 mod node;
 mod processes;

@@ -7,7 +7,7 @@ use std::thread::{self, JoinHandle};
 
 use super::SimContext;
 use super::core::{Core, Touch};
-use crate::driver::{DriverCode, RawStream, VaRange};
+use crate::driver::{DeviceAddress, DriverCode, RawStream, VaRange};
 
 type Run = dyn Fn(&Core) -> Result<(), DriverCode> + Send + Sync;
 
@@ -57,6 +57,11 @@ impl Work {
         Self { touches: ranges.into_iter().collect(), ..self }
     }
 
+    /// The first that it touches.
+    pub(super) fn first_range(&self) -> VaRange {
+        self.touches.first().map_or(VaRange::new(DeviceAddress(0), 0), |(range, _)| *range)
+    }
+
     /// The same, of a caller that knows no events and no callbacks: what it has not waited for is under way. Whatever else
     /// it queues for the same bytes on another stream meanwhile has no order with this.
     #[must_use]
@@ -65,7 +70,7 @@ impl Work {
     }
 }
 
-fn meet(one: VaRange, other: VaRange) -> bool {
+pub(super) fn meet(one: VaRange, other: VaRange) -> bool {
     let end = |range: VaRange| range.start.0.saturating_add(range.size_bytes);
     one.start.0 < end(other) && other.start.0 < end(one)
 }
@@ -257,6 +262,10 @@ impl Stream {
             let done = catch_unwind(AssertUnwindSafe(|| (work.run)(core)))
                 .unwrap_or(Err(DriverCode::LAUNCH_FAILED));
             if let Err(code) = done {
+                for (range, touch) in work.touches.iter() {
+                    core.last_words
+                        .refused(*range, &format!("work of {self:?}, which does {touch:?}"));
+                }
                 core.fail_device(self.context.device, code);
             }
         }
@@ -340,6 +349,15 @@ impl Stream {
     pub(super) fn uses(&self, range: VaRange) -> bool {
         let queue = self.lock();
         queue.in_use.iter().any(|used| !used.is_over(&queue) && used.meets(range))
+    }
+
+    /// What its work uses, and how far it is, for an error.
+    pub(super) fn uses_in_words(&self) -> String {
+        let queue = self.lock();
+        let used = queue.in_use.iter().filter(|used| !used.is_over(&queue));
+        let used: Vec<_> = used.map(|used| (used.point, used.ends, &used.touches)).collect();
+        let Queue { submitted, completed, seen, .. } = &*queue;
+        format!("{self:?} ({submitted} submitted, {completed} done, seen to {seen}: {used:?})")
     }
 
     /// Does its work use anything that nobody knows to be done with?

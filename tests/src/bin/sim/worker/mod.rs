@@ -266,13 +266,19 @@ impl Application {
             let is_last = matches!(order, Order::Leave { .. });
             let answer = self
                 .obey_one(order)
-                .unwrap_or_else(|trouble| Answer::Violation(trouble.to_string()));
+                .unwrap_or_else(|trouble| Answer::Violation(self.with_last_words(&trouble)));
             say(writer, number, &answer)?;
             if is_last {
                 break;
             }
         }
         Ok(())
+    }
+
+    /// Also why its device failed, if it did.
+    fn with_last_words(&self, trouble: &Trouble) -> String {
+        let words = self.member.pool().driver().core().last_words();
+        words.map_or(trouble.to_string(), |words| format!("{trouble}; the device: {words}"))
     }
 
     fn obey_one(&mut self, order: Order) -> Outcome<Answer> {

@@ -45,7 +45,7 @@ impl Core {
     ) -> Coded<AccessGuard<'_>> {
         let memory = self.read();
         for (range, touch) in ranges {
-            check(&memory, device, range.start.0, range.size_bytes, *touch)?;
+            self.check(&memory, device, range.start.0, range.size_bytes, *touch)?;
         }
         Ok(AccessGuard { _memory: memory })
     }
@@ -93,8 +93,8 @@ impl Core {
         for (offset, length) in chunks(size_bytes) {
             let (to, from) = (target.1 + offset, source.1 + offset);
             let memory = self.read();
-            check(&memory, target.0, to, length, Touch::Write)?;
-            check(&memory, source.0, from, length, Touch::Read)?;
+            self.check(&memory, target.0, to, length, Touch::Write)?;
+            self.check(&memory, source.0, from, length, Touch::Read)?;
             let length = usize::try_from(length).map_err(|_| DriverCode::INVALID_VALUE)?;
             // SAFETY: device addresses have just been checked and stay mapped while `memory` is locked;
             // for host addresses the caller vouches.
@@ -132,7 +132,7 @@ impl Core {
             let to = range.start.0 + offset;
             let memory = self.read();
             check_reserved(&memory, to, length)?;
-            check(&memory, device, to, length, Touch::Write)?;
+            self.check(&memory, device, to, length, Touch::Write)?;
             let length = usize::try_from(length).map_err(|_| DriverCode::INVALID_VALUE)?;
             // SAFETY: all of it has just been checked, and stays mapped while `memory` is locked.
             unsafe { vm::fill(to, length, pattern) };
@@ -155,7 +155,7 @@ impl Core {
             let from = range.start.0 + offset;
             let memory = self.read();
             check_reserved(&memory, from, length)?;
-            check(&memory, device, from, length, Touch::Read)?;
+            self.check(&memory, device, from, length, Touch::Read)?;
             // Zeroed by the allocator: a test build writes single elements slowly.
             let mut seen = vec![0; usize::try_from(length).map_err(|_| DriverCode::INVALID_VALUE)?];
             let to = seen.as_mut_ptr().expose_provenance() as u64;
@@ -172,6 +172,26 @@ impl Core {
 }
 
 impl Core {
+    fn check(
+        &self,
+        memory: &Memory,
+        device: DeviceOrdinal,
+        start: u64,
+        size_bytes: u64,
+        touch: Touch,
+    ) -> Coded<()> {
+        let flags = match touch {
+            Touch::Read => 1,
+            Touch::Write => AccessDesc::READ_WRITE,
+        };
+        let range = VaRange::new(DeviceAddress(start), size_bytes);
+        let checked = memory.check_touch(range, Location::device(device), flags);
+        if checked.is_err() {
+            self.last_words.refused(range, &format!("{touch:?} by device {}", device.0));
+        }
+        checked
+    }
+
     /// Is there nothing that anybody wrote in a range, as `device` sees it: zeros, or what new memory has in it? The range
     /// begins at a multiple of 64 KiB of an allocation, or holds zeros. Safe as [`Self::fill_device`].
     ///
@@ -192,21 +212,6 @@ fn check_reserved(memory: &Memory, start: u64, size_bytes: u64) -> Coded<()> {
     } else {
         Err(DriverCode::ILLEGAL_ADDRESS)
     }
-}
-
-fn check(
-    memory: &Memory,
-    device: DeviceOrdinal,
-    start: u64,
-    size_bytes: u64,
-    touch: Touch,
-) -> Coded<()> {
-    let flags = match touch {
-        Touch::Read => 1,
-        Touch::Write => AccessDesc::READ_WRITE,
-    };
-    let range = VaRange::new(DeviceAddress(start), size_bytes);
-    memory.check_touch(range, Location::device(device), flags)
 }
 
 fn chunks(size_bytes: u64) -> impl Iterator<Item = (u64, u64)> {

@@ -248,6 +248,7 @@ impl Core {
     /// # Errors
     /// As there.
     pub fn free_addresses(&self, range: VaRange) -> Coded<()> {
+        self.last_words.note("addresses freed", range);
         self.write().free(range)
     }
 
@@ -256,6 +257,7 @@ impl Core {
     /// # Errors
     /// As there.
     pub fn map_memory(&self, range: VaRange, handle: RawHandle) -> Coded<()> {
+        self.last_words.note("map", range);
         self.write().map(range, handle)
     }
 
@@ -266,6 +268,7 @@ impl Core {
     /// As there.
     pub fn unmap_memory(&self, range: VaRange) -> Coded<()> {
         self.read().check_unmap(range)?;
+        self.last_words.note("unmap", range);
         self.pull_from_under_work(range);
         let dead = self.write().unmap(range)?;
         drop(dead);
@@ -295,6 +298,7 @@ impl Core {
                 return Err(DriverCode::PEER_ACCESS_UNSUPPORTED);
             }
         }
+        self.last_words.note("access", range);
         memory.set_access(range, access)
     }
 
