@@ -15,7 +15,7 @@ use tenants::wire::FailureKind;
 use vmm_pool::driver::sim::GRANULARITY_BYTES;
 use vmm_pool::driver::{AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
 use vmm_pool::gate::Passage;
-use vmm_pool::{Class, Contents, PoolError, VirtualHandle};
+use vmm_pool::{Class, Contents, PoolError, Standing, VirtualHandle};
 
 use super::calls::{NotMapped, device_refused, fired, insist, judged, map, try_map, unmap};
 use super::memory::Paint;
@@ -527,7 +527,14 @@ impl Exchange {
                     *is_lost = true;
                 }
                 (seen, _) => {
-                    return Err(Trouble::new(format!("{seen:?} seen by {reader:?}: {piece:?}")));
+                    let found = memory::told(driver, *reader, place);
+                    let all = self.member.pool().inventory(Standing::Runs).into_iter();
+                    let known: Vec<_> =
+                        all.filter(|held| u128::from_be_bytes(held.id.0) == piece.id).collect();
+                    return Err(Trouble::new(format!(
+                        "{seen:?} seen by {reader:?}: {piece:?} of pattern {:#x}; it holds{found}; on record: {known:?}",
+                        piece.pattern
+                    )));
                 }
             }
         }

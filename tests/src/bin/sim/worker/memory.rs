@@ -3,6 +3,7 @@
 #![expect(unsafe_code, reason = "reads and writes simulated device memory through the driver")]
 
 use std::cell::RefCell;
+use std::fmt::Write as _;
 use std::sync::Arc;
 
 use vmm_pool::driver::sim::{SimDriver, Touch, Work};
@@ -20,10 +21,14 @@ const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// The number of the worker whose pattern this word of memory is from.
 pub(crate) fn writer_of(word: u64) -> u64 {
+    pattern_of(word) >> 32
+}
+
+fn pattern_of(word: u64) -> u64 {
     // Newton's iteration for the inverse of an odd number doubles the bits that are right.
     let inverse =
         (0..6).fold(SPREAD, |x, _| x.wrapping_mul(2_u64.wrapping_sub(SPREAD.wrapping_mul(x))));
-    word.wrapping_mul(inverse) >> 32
+    word.wrapping_mul(inverse)
 }
 
 /// What is in a range: one pattern, but perhaps nothing in its second half, and another pattern in one page. So a pause
@@ -113,6 +118,28 @@ pub(super) fn queue_write(
         unsafe { core.copy((device, range.start.0), (device, source), range.size_bytes) }
     });
     driver.core().enqueue(stream, work.touching([(range, Touch::Write)]))
+}
+
+/// What `range` holds, for an error: where its pages change, and the pattern that their first word is of.
+pub(super) fn told(driver: &SimDriver, device: DeviceOrdinal, range: VaRange) -> String {
+    let mut words = String::new();
+    let mut last = None;
+    for page in 0..page_count(range) {
+        let mut word = 0_u64;
+        let target = std::ptr::from_mut(&mut word).expose_provenance() as u64;
+        let from = page_at(range, page).start.0;
+        // SAFETY: `word` is host memory of this length; the source is checked by the driver.
+        let read = unsafe { driver.core().copy((device, target), (device, from), 8) };
+        let seen = read.map(|()| word);
+        if last.replace(seen) != Some(seen) {
+            // Writing to a string does not fail.
+            let _never = match seen {
+                Ok(word) => write!(words, " from page {page} {:#x}", pattern_of(word)),
+                Err(code) => write!(words, " from page {page} {code}"),
+            };
+        }
+    }
+    words
 }
 
 /// Does `range` hold just this? An error when `device` cannot reach it.
