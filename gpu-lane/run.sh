@@ -5,7 +5,7 @@
 #         anytime_ddp anytime_deep anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
 #         cycles deaths shortage watchdog zeroed
 #         sharing generate unused attach compat contents deep deep_tenants (of the Python package, from python/*.whl)
-#         strangers graphs stepping replay nccl_alone race rl larger
+#         strangers graphs stepping replay nccl_alone race rl larger larger_ranks
 # Lies next to gpu-lane/, gpu-tests/, benchmarks/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results):
 # one JSON file per suite and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the
 # cycles of nccl, MANY_CYCLES those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, of rebuild, and of each of
@@ -27,7 +27,7 @@ CYCLES=${CYCLES:-20}
 SUITES=(smoke conformance nccl legacy_ipc overhead expandable rates
     anytime_ddp anytime_deep anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
     cycles deaths shortage watchdog zeroed sharing generate unused attach compat contents deep deep_tenants
-    strangers graphs stepping replay nccl_alone race rl larger)
+    strangers graphs stepping replay nccl_alone race rl larger larger_ranks)
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
 
@@ -162,6 +162,8 @@ run_larger() {
     GPUS=1 suite larger "${LARGER_LIMIT_S:-590}" larger_job.py --rows "${LARGER_ROWS:-resident,backward,after,pauses,fsdp2,torchao}" \
         --frames "${LARGER_FRAMES:-2GiB}" --steps "${LARGER_STEPS:-20}"
 }
+# Two ranks that page on two GPUs.
+run_larger_ranks() { GPUS=2 suite larger_ranks 150 larger_ranks_job.py --rows "${LARGER_RANKS_ROWS:-plain,two,two_256,one,weights}"; }
 run_attach() { GPUS=1 suite attach 115 attach_job.py; }
 
 # wanted NAME: runs the suite of that name, or says which there are.

@@ -526,7 +526,8 @@ def report() -> list[dict[str, Any]]:
         ``frames_bytes`` (the most on the device), ``resident_bytes`` (what is there now), ``stays_bytes`` (what
         may not leave), ``chunk_bytes``, ``chunks`` (a letter for each: ``a`` away, ``i`` on its way in, ``h`` on
         the device and the same in host memory, ``w`` on the device and written since it was copied to the host,
-        ``o`` on its way out, ``-`` unused); and so far ``out_bytes``, ``in_bytes``, ``exchanges``, ``hits`` and
+        ``o`` on its way out, ``-`` unused); and so far ``out_bytes``, ``in_bytes``, ``exchanges``, ``remaps`` (chunks that were given device
+        memory), ``remap_us`` (the time that the driver took to map and unmap them, in microseconds), ``hits`` and
         ``misses`` (uses that found their memory on the device, and that did not), ``calls`` (launches and copies that named memory of
         a module) and ``waited_us`` (the time that they waited, in microseconds).
 

@@ -178,6 +178,10 @@ pub struct PageReport {
     pub in_bytes: u64,
     /// Frames that went from one chunk to another so far.
     pub exchanges: u64,
+    /// Chunks that were given a frame so far.
+    pub remaps: u64,
+    /// For how long the driver has mapped and unmapped chunks, in microseconds.
+    pub remap_us: u64,
     /// Uses that found all of their memory on the device.
     pub hits: u64,
     /// Uses that did not.
@@ -190,6 +194,10 @@ pub struct PageReport {
     /// Where each chunk is now, as a letter, in the order of their addresses: `a` away, `i` on its way in, `h` on the device and
     /// the same in host memory, `w` on the device and written since it was copied to the host, `o` on its way out, `-` of no span.
     pub chunks: String,
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 /// The window of one device. Any thread may call; none may be inside the pool's gate.
@@ -545,10 +553,12 @@ impl<D: Driver> Pager<D> {
             unchanged_bytes: counts.unchanged * chunk_bytes,
             in_bytes: counts.copied_in * chunk_bytes,
             exchanges: counts.exchanges,
+            remaps: counts.remaps,
+            remap_us: micros(counts.remapping),
             hits: counts.hits,
             misses: counts.misses,
             calls,
-            waited_us: u64::try_from(waited.as_micros()).unwrap_or(u64::MAX),
+            waited_us: micros(waited),
             chunks: table.letters(),
         }
     }

@@ -19,6 +19,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::PageError;
 use super::marks::Mark;
@@ -187,6 +188,9 @@ pub(super) struct Counts {
     /// Uses that found all their chunks on the device, and those that did not.
     pub(super) hits: u64,
     pub(super) misses: u64,
+    /// Chunks that were given a frame, and the time that the driver took to map and unmap chunks.
+    pub(super) remaps: u64,
+    pub(super) remapping: Duration,
 }
 
 impl Table {

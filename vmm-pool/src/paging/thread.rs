@@ -9,7 +9,7 @@ mod looking;
 use std::cell::{OnceCell, RefCell};
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::Sender;
 
@@ -341,7 +341,7 @@ impl<D: Driver> Worker<'_, D> {
             return Ok(None);
         }
         let left = self.still(entered, row).and_then(|still| match still {
-            Some(still) => still.leave(has_contents),
+            Some(still) => self.remap(|| still.leave(has_contents)),
             None => Ok(None),
         });
         match left {
@@ -365,6 +365,14 @@ impl<D: Driver> Worker<'_, D> {
                 Err(error.into())
             }
         }
+    }
+
+    /// Does what has the driver map and unmap, and adds up its time.
+    fn remap<T>(&self, work: impl FnOnce() -> T) -> T {
+        let began = Instant::now();
+        let done = work();
+        self.shared.table().counts.remapping += began.elapsed();
+        done
     }
 
     fn still<'e>(
@@ -395,9 +403,10 @@ impl<D: Driver> Worker<'_, D> {
         };
         let aside = slot.and_then(|slot| self.shared.range_aside(slot));
         let come = match aside {
-            Some(aside) => still.come_aside(frame, aside),
-            None => still.come(frame),
+            Some(aside) => self.remap(|| still.come_aside(frame, aside)),
+            None => self.remap(|| still.come(frame)),
         };
+        self.shared.table().counts.remaps += u64::from(come.is_ok());
         let is_aside = come.is_ok() && aside.is_some();
         let mut in_use = Vec::new();
         let begun = come.and_then(|()| self.start_in(row, aside, &mut in_use));

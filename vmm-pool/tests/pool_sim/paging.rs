@@ -307,6 +307,7 @@ fn four_times_as_much_as_the_frames_hold_is_all_there() {
     let report = stage.pager().report();
     assert!(report.resident_bytes <= 2 * UNIT, "{report:?}");
     assert_eq!((report.paged_bytes, report.frames_bytes), (8 * UNIT, 2 * UNIT));
+    assert_eq!(report.remaps, report.exchanges + 2, "two frames were made, then they went on");
     let taken = CAPACITY_BYTES - free_bytes(&stage.pool, DEVICE);
     assert!(taken <= 2 * UNIT, "{taken}");
     assert!(stage.driver().faults().calls(DriverOp::Create) <= 2, "frames go from hand to hand");

@@ -81,12 +81,12 @@ impl<D: Driver> Worker<'_, D> {
             self.shared.table().stuck(id, Arc::new(PoolError::NotOurs.into()));
             return;
         };
-        if let Err(error) = still.leave_aside(aside) {
+        if let Err(error) = self.remap(|| still.leave_aside(aside)) {
             self.shared.table().stuck(id, Arc::new(error.into()));
             return;
         }
         self.shared.table().left_aside(id);
-        match still.land() {
+        match self.remap(|| still.land()) {
             Ok(()) => {
                 still.came();
                 self.see(id);
