@@ -17,6 +17,7 @@ from sublet._paging_refusals import (
     PAGED_BY,
     device_of,
     not_in_backward,
+    refuse_averaging,
     refuse_changed_groups,
     refuse_clipping,
     refuse_unfit,
@@ -131,6 +132,8 @@ class _Paged:
         #: The blocks in the order in which this backward pass has ended them, and in which the last one had.
         self._order: list[_Block] = []
         self._expected = self._blocks[::-1]
+        #: Was there a gradient in backward?
+        self._has_begun = False
         self.pager = library.page_open(self._device.index, _WINDOW_BYTES, _CHUNK_BYTES, frames)
         close = weakref.finalize(optimizer, library.page_close, self.pager)
         close.atexit = False
@@ -372,6 +375,10 @@ class _Paged:
         """Backward has all of the gradient of ``param``."""
         if self._optimizer() is None:
             return
+        if not self._has_begun:
+            # A module that is made after its optimizer is there by now.
+            refuse_averaging([param for block in self._blocks for _, param in block.params], self._torch)
+            self._has_begun = True
         block = self._block_of[id(param)]
         if block.has_stepped or id(param) in block.ready:
             raise UsageError(not_in_backward("gradients that are accumulated over several backward passes"))
@@ -454,7 +461,7 @@ def paged(target: _Target, *, frames: Union[int, str], step: Step = "after") -> 
             what one block of parameters needs, or what one launch uses; the error for less says how much that is.
         step: of an optimizer. ``"after"``: in ``optimizer.step()``, block by block. ``"backward"``: in ``backward()``, as soon
             as all gradients of a block are there, which are freed then. That hides the copies, and excludes
-            accumulation, clipping and a ``GradScaler``.
+            accumulation, clipping, a ``GradScaler`` and ``DistributedDataParallel``.
 
     Returns:
         ``target``, the same object. ``optimizer.state`` and ``state_dict()`` give copies in host memory.

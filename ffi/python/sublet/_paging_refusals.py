@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -122,6 +123,22 @@ def not_in_backward(what: str) -> str:
         f'paged: {what} cannot be with step="backward", where a block steps as soon as its gradients are there: '
         'use step="after"'
     )
+
+
+def refuse_averaging(params: list[Any], torch: Any) -> None:
+    """Raises UsageError if ``DistributedDataParallel`` averages gradients of these over ranks: it ends that when backward ends.
+
+    Looks through all objects of the process, which takes some 0.1 s.
+    """
+    distributed = getattr(torch, "distributed", None)
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    ours = {id(param) for param in params}
+    for each in gc.get_objects():
+        # Asking a proxy for its class may make what it stands for.
+        if issubclass(type(each), torch.nn.parallel.DistributedDataParallel):
+            if any(id(param) in ours for param in each.parameters()):
+                raise UsageError(not_in_backward("gradients that DistributedDataParallel averages over ranks"))
 
 
 def refuse_clipping(torch: Any) -> None:

@@ -348,3 +348,31 @@ def test_what_cannot_be_in_backward_is_refused_and_named(library: Library) -> No
         param.backward(2.0)
     with pytest.raises(sublet.UsageError, match='accumulated.*step="after"'):
         params[0].backward(2.0)
+
+
+class Averaged:
+    """As DistributedDataParallel knows its parameters."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params = params
+
+    def parameters(self) -> list[Tensor]:
+        return self.params
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+def test_gradients_that_are_averaged_when_backward_ends_are_not_stepped_in_backward(
+    library: Library, is_started: bool
+) -> None:
+    torch: Any = sys.modules["torch"]
+    torch.distributed = types.SimpleNamespace(is_available=lambda: True, is_initialized=lambda: is_started)
+    torch.nn.parallel = types.SimpleNamespace(DistributedDataParallel=Averaged)
+    params, others = parameters(8, 8), parameters(8)
+    optimizer, other = Optimizer(params), Optimizer(others)
+    for each in (optimizer, other):
+        sublet.paged(each, frames="1GiB", step="backward")
+    _averaged = Averaged(params)
+    others[0].backward(2.0)
+    refused = pytest.raises(sublet.UsageError, match='DistributedDataParallel averages.*step="after"')
+    with refused if is_started else contextlib.nullcontext():
+        params[0].backward(2.0)
