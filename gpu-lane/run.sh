@@ -4,7 +4,7 @@
 # Suites: smoke conformance nccl legacy_ipc overhead expandable rates
 #         anytime_ddp anytime_deep anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
 #         cycles deaths shortage watchdog zeroed
-#         sharing generate unused attach compat contents deep deep_tenants (of the Python package, from python/*.whl)
+#         sharing generate unused attach compat contents deep deep_libraries deep_tenants (of the Python package, from python/*.whl)
 #         strangers graphs stepping replay nccl_alone race rl larger larger_ranks
 # Lies next to gpu-lane/, gpu-tests/, benchmarks/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results):
 # one JSON file per suite and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the
@@ -26,7 +26,7 @@ GPUS=${GPUS:-0}
 CYCLES=${CYCLES:-20}
 SUITES=(smoke conformance nccl legacy_ipc overhead expandable rates
     anytime_ddp anytime_deep anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
-    cycles deaths shortage watchdog zeroed sharing generate unused attach compat contents deep deep_tenants
+    cycles deaths shortage watchdog zeroed sharing generate unused attach compat contents deep deep_libraries deep_tenants
     strangers graphs stepping replay nccl_alone race rl larger larger_ranks)
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
@@ -145,11 +145,15 @@ run_rl() {
         --tokens "${RL_TOKENS:-192}" --generations "${RL_GENERATIONS:-16}" ${RL_MICRO_BATCH:+--micro-batch "$RL_MICRO_BATCH"} \
         --too-large "${RL_TOO_LARGE:-}"
 }
-# Deep pauses; DEEP_GIB are the sizes of its processes, by comma, DEEP_CYCLES the cycles of two that share memory, DEEP_KILLS
-# the commands that are killed, DEEP_DEATHS the processes.
+# Deep pauses; DEEP_ROWS are the parts to run, by comma, DEEP_GIB the sizes of its processes, DEEP_CYCLES the cycles of two that
+# share memory, DEEP_KILLS the commands that are killed, DEEP_DEATHS the processes.
 run_deep() {
     GPUS=1 suite deep 590 deep_job.py --gib "${DEEP_GIB-0.5,16,48}" --cycles "${DEEP_CYCLES:-200}" \
-        --kills "${DEEP_KILLS:-40}" --deaths "${DEEP_DEATHS:-6}" --seed "${ANYTIME_SEED:-1}"
+        --kills "${DEEP_KILLS:-40}" --deaths "${DEEP_DEATHS:-6}" --seed "${ANYTIME_SEED:-1}" --rows "${DEEP_ROWS:-sizes,swap,kept,event,shared}"
+}
+# DEEP_LIBRARY_CYCLES deep pauses of a process of JAX, of CuPy, and of torch with 20 graphs; a restore on another GPU, if there is one.
+run_deep_libraries() {
+    suite deep_libraries 290 deep_job.py --rows jax,cupy,graphs,other_gpu --library-cycles "${DEEP_LIBRARY_CYCLES:-20}"
 }
 # So many tenants whose contexts do not fit on the GPU together take turns: DEEP_TENANTS, each of DEEP_TENANT_GIB, with DEEP_ROOM_GIB for all of them,
 # DEEP_ROUNDS turns each.

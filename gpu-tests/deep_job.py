@@ -8,6 +8,11 @@ are killed at random instants, half of them pauses and half resumes; the same co
 A process with all that a plain pause leaves in place (small plain memory, memory of a stream, a graph that allocates, another
 context, registered host memory, an event that another process has open) is paused deep and looks at all of it.
 
+`--rows` are the parts to run, by comma. One call makes some 600 cycles, or 200 kills; each says how many it made before its deadline.
+Rows that run only if they are named: a process of JAX, one of CuPy, and one of torch with twenty graphs go through `--library-cycles`
+deep pauses each, and are compared bit for bit. If there are two GPUs, the driver is told once to restore a process on the other
+one, and what it says is written down.
+
 With `--tenants N` it is another run: N processes of `--tenant-gib` each, in tenants that take turns with `auto,deep`, on a GPU
 of which others hold all but `--room-gib`. Their contexts together do not fit. Each must get its memory, and after `--rounds`
 switches from one to the next by turns all must hold what they held.
@@ -18,12 +23,16 @@ copies at some 2.3 and 6 GB/s. The run is nine starts of torch, some 70 s, and 2
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
+import importlib.util
 import os
 import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +41,27 @@ import common
 import driver
 import runner
 from common import JobError, Result
-from deep_memory import Kept, Plain
+from deep_libraries import LIBRARIES
+from deep_memory import Kept, Plain, restore_on
 from race_memory import Checkpoints
 
 SIZES_GIB = "0.5,16,48"
+ROWS = ("sizes", "swap", "kept", "event", "shared")
+MORE_ROWS = (*LIBRARIES, "other_gpu")
 #: What may be left of a job on a GPU.
 LEFT_MIB = 16
 ROUNDS = 3
+#: What all processes of a tenant may hold more at the end than at the start.
+GROWTH_MAX = {"anonymous_mib": 64, "descriptors": 0, "threads": 0}
 
 
 def parse(argv: list[str]) -> Any:
     """The options."""
     parser = common.job_parser(__doc__, deadline_s=560)
     parser.add_argument("--gib", default=SIZES_GIB, help="sizes of the processes, by comma")
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"what to run; also {','.join(MORE_ROWS)}")
+    parser.add_argument("--library-cycles", type=int, default=20, help="deep pauses of each library's process")
+    parser.add_argument("--library-gib", type=float, default=4.0, help="what each of them holds")
     parser.add_argument("--cycles", type=int, default=200, help="deep pauses of two processes that share memory")
     parser.add_argument("--kills", type=int, default=40, help="commands to kill, pauses and resumes by turns")
     parser.add_argument("--deaths", type=int, default=6, help="processes to kill that share memory with another")
@@ -53,7 +70,7 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--tenant-gib", type=float, default=4.0, help="what each of them holds")
     parser.add_argument("--room-gib", type=float, default=6.5, help="what is free for all of them together")
     parser.add_argument("--rounds", type=int, default=6, help="how often each of them has its turn")
-    parser.add_argument("--role", choices=["holder", "owner", "plain", "kept"], help="used by the job itself")
+    parser.add_argument("--role", choices=["holder", "owner", "plain", "kept", *LIBRARIES], help="used by the job itself")
     return parser.parse_args(argv)
 
 
@@ -183,11 +200,28 @@ def serve(role: str) -> None:
         kept = Kept()
         steps = (kept.make, kept.wrong, kept.share_event, kept.open_event, kept.record, kept.wait)
         runner.serve(link, {step.__name__: step for step in steps})
+    if role in LIBRARIES:
+        held = LIBRARIES[role]()
+        runner.serve(link, {"hold": held.hold, "same": held.same})
     owner = Owner()
     runner.serve(link, {"share": owner.share, "same": owner.same, "first_last": owner.first_last})
 
 
 # ---------------------------------------------------------------- the job
+
+
+def held(group: int) -> dict[str, int]:
+    """What the processes of a process group hold of the host."""
+    found = dict.fromkeys(GROWTH_MAX, 0)
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if os.getpgid(int(path.name)) != group:
+                continue
+            status = (path / "status").read_text()
+            found["anonymous_mib"] += int(status.partition("RssAnon:")[2].split()[0]) // 1024
+            found["threads"] += int(status.partition("Threads:")[2].split()[0])
+            found["descriptors"] += len(list((path / "fd").iterdir()))
+    return found
 
 
 class Deep:
@@ -197,21 +231,36 @@ class Deep:
         self.args, self.result, self.work = args, result, work
         self.end = time.monotonic() + args.deadline - 15
         driver.call("cuInit", ctypes.c_uint(0))
-        self.idle_mib = common.used_mib()[0]
-        result.data["baseline"]["idle_mib"] = self.idle_mib
+        self.idle_mib = common.used_mib()
+        result.data["baseline"]["idle_mib"] = self.idle_mib[0]
         self.rows: list[tuple[str, ...]] = [("process", "way", "out s", "left MiB", "back s", "first replay ms")]
 
     def left_s(self) -> float:
         """Until the job should have ended."""
         return self.end - time.monotonic()
 
+    def left_mib(self) -> int:
+        """What is left of all processes, on the GPU that has most of it."""
+        return max(used - idle for used, idle in zip(common.used_mib(), self.idle_mib, strict=True))
+
     def start(self, label: str, role: str, tenant: str | None, turns: str = "") -> runner.Ranks:
         """A process of this script."""
         script = [__file__, "--role", role]
         env = {} if tenant is None else {"SUBLET_REQUIRED": "1"}
+        if role in LIBRARIES:
+            env["LD_LIBRARY_PATH"] = runner.cuda_libraries()
         if turns:
             env["SUBLET_TURNS"] = turns
         return runner.Ranks(self.work, label, 1, script, launcher="alone", life_s=self.args.deadline, tenant=tenant, env=env)
+
+    def part(self, name: str, do: Callable[[], None]) -> None:
+        """Does a part of the run; if it fails, the next ones are done all the same."""
+        try:
+            do()
+        except JobError as error:
+            self.result.check(name, False, str(error))
+            common.stop_children()
+        self.result.save()
 
     def act(self, *words: str) -> float:
         """A command that must succeed; its time."""
@@ -224,7 +273,7 @@ class Deep:
         """One pause and resume; how long each took, and what was left between."""
         words = ["pause", tenant, "--deep"] if way == "deep" else ["pause", tenant]
         out_s = self.act(*words)
-        left = common.used_mib()[0] - self.idle_mib
+        left = self.left_mib()
         back_s = self.act("resume", tenant)
         for name, value in (("out_s", out_s), ("left_mib", left), ("back_s", back_s)):
             self.result.sample(f"{label}_{way}_{name}", value)
@@ -276,7 +325,7 @@ class Deep:
                 raise JobError(f"the driver's {step} of a process without Sublet returned {told['code']}")
             took[step] = told["seconds"]
             if step == "checkpoint":
-                self.result.sample(f"{label}_driver_left_mib", common.used_mib()[0] - self.idle_mib)
+                self.result.sample(f"{label}_driver_left_mib", self.left_mib())
         self.result.sample(f"{label}_driver_out_s", took["lock"] + took["checkpoint"])
         self.result.sample(f"{label}_driver_back_s", took["restore"] + took["unlock"])
         told = child.call("same", 60)[0]
@@ -290,12 +339,14 @@ class Deep:
         child = self.start(label, "owner", tenant)
         child.call("share", 90)
         wrong, most, done = int(not child.call("same", 60)[0]), 0, 0
-        for _ in range(self.args.cycles):
-            if self.left_s() < 60:
-                break
+        keep_s = 60 if self.args.kills or self.args.deaths else 25
+        while done < self.args.cycles and self.left_s() > keep_s:
             _, left, _ = self.cycle(label, tenant, "deep")
             wrong += not child.call("same", 60)[0]
             most, done = max(most, left), done + 1
+            for what, amount in held(child.process.pid).items():
+                self.result.sample(f"shared_{what}", amount)
+        self.flat(label)
         self.result.check(f"two processes that share memory: {self.args.cycles} cycles", done == self.args.cycles, f"{done} done")
         self.result.check("each sees what the other has written after each", wrong == 0, f"{wrong} wrong")
         self.result.check(f"{LEFT_MIB} MiB or less are left after each", most <= LEFT_MIB, f"at most {most} MiB")
@@ -304,10 +355,26 @@ class Deep:
         child.close()
         self.deaths()
 
+    def flat(self, label: str) -> None:
+        """Do the last tenth of the cycles hold what the first tenth held? What both took is printed."""
+        samples = self.result.data["samples"]
+        share = max(1, self.args.cycles // 10)
+        for what, limit in GROWTH_MAX.items():
+            values = samples.get(f"{label}_{what}", [])
+            if len(values) >= 2 * share:
+                first, last = min(values[:share]), min(values[-share:])
+                self.result.check(f"{what} of the processes are flat", last - first <= limit, f"{first} then {last}, most {max(values)}")
+        for what in ("out_s", "back_s"):
+            values = samples.get(f"{label}_deep_{what}", [])
+            if len(values) >= 2 * share:
+                first, last = (common.summarise(part)["median"] for part in (values[:share], values[-share:]))
+                self.result.note(f"{label} {what}: the first {share} took {first:.3f} s each, the last {share} {last:.3f} s (medians)")
+
     def kills(self, child: runner.Ranks, tenant: str) -> None:
         """Commands are killed; the same command once more finds a way on."""
         instants = random.Random(self.args.seed)
-        summary = {name: common.summarise(self.result.data["samples"][f"shared_deep_{name}"]) for name in ("out_s", "back_s")}
+        samples = self.result.data["samples"]
+        summary = {name: common.summarise(samples.get(f"shared_deep_{name}", [])) for name in ("out_s", "back_s")}
         wrong, in_time, done = 0, 0, 0
         for number in range(self.args.kills):
             if self.left_s() < 30:
@@ -319,7 +386,7 @@ class Deep:
             if name == "back_s":
                 wrong += not child.call("same", 60)[0]
             else:
-                left = common.used_mib()[0] - self.idle_mib
+                left = self.left_mib()
                 wrong += left > LEFT_MIB
             done += 1
         what = f"{self.args.kills} commands killed, the same command then succeeds, contents right, {LEFT_MIB} MiB or less left"
@@ -361,7 +428,7 @@ class Deep:
         child = self.start("kept", "kept", tenant)
         child.call("make", 60)
         self.act("pause", tenant)
-        mib = common.used_mib()[0] - self.idle_mib
+        mib = self.left_mib()
         told = [tenant["left"] for tenant in cli.tenants(cli.sublet("ps", "--json", timeout_s=30))]
         self.act("resume", tenant)
         told_mib = sum(gpu["bytes"] for left in told for process in left for gpu in process["gpus"]) // common.MIB
@@ -375,15 +442,66 @@ class Deep:
         what = "small plain memory, memory of a stream, of a graph, of another context, and host memory come back"
         self.result.check(what, not wrong, ", ".join(sorted(set(wrong))))
         self.result.check(f"{LEFT_MIB} MiB or less are left of it", most <= LEFT_MIB, f"at most {most} MiB")
-        other = self.start("kept-other", "kept", tenant)
-        other.call("make", 60)
+        child.close()
+
+    def event(self) -> None:
+        """An event of one process that another has open."""
+        tenant = f"deep-event-{os.getpid()}"
+        child, other = (self.start(label, "kept", tenant) for label in ("event", "event-other"))
+        for each in (child, other):
+            each.call("make", 60)
         other.call("open_event", 30, handle=child.call("share_event", 30)[0])
-        self.cycle("kept", tenant, "deep")
+        self.cycle("event", tenant, "deep")
         child.call("record", 30)
         other.call("wait", 30)
         self.result.check("an event that another process has open is heard after a deep pause", True)
         for each in (other, child):
             each.close()
+
+    def library(self, name: str) -> None:
+        """A process of a library."""
+        missing = importlib.util.find_spec(LIBRARIES[name].NEEDS) is None
+        if missing or self.left_s() < 60:
+            self.result.note(f"{name}: NOT RUN: {'it is not installed' if missing else 'no time is left'}")
+            return
+        tenant, wanted = f"deep-{name}-{os.getpid()}", self.args.library_cycles
+        child = self.start(name, name, tenant)
+        versions = child.call("hold", 120, gib=self.args.library_gib)[0]
+        self.result.data["versions"].update(versions)
+        most, done, wrong = 0, 0, set()
+        while done < wanted and self.left_s() > 30:
+            most = max(most, self.cycle(name, tenant, "deep")[1])
+            wrong |= set(child.call("same", 90)[0])
+            done += 1
+        said = " ".join(f"{library} {version}" for library, version in versions.items())
+        what = f"{said}, {self.args.library_gib:g} GiB: contents and results have the same bits after each of {wanted} deep pauses"
+        self.result.check(what, not wrong and done == wanted, f"{done} done; wrong: {', '.join(sorted(wrong)) or 'none'}")
+        self.result.check(f"{said}: {LEFT_MIB} MiB or less are left after each", most <= LEFT_MIB, f"at most {most} MiB")
+        self.row(name, "deep")
+        child.close()
+
+    def other_gpu(self) -> None:
+        """Once: does the driver bring a process back on another GPU? What it says is no verdict on a product that does not ask it."""
+        count = len(self.idle_mib)
+        if count < 2:
+            self.result.note("other_gpu: NOT RUN: there is one GPU")
+            return
+        tenant = f"deep-other-{os.getpid()}"
+        child = self.start("other", "plain", tenant)
+        child.call("hold", 60, gib=1.0)
+        self.act("pause", tenant, "--deep")
+        changed = {0: 1, 1: 0, **{gpu: gpu for gpu in range(2, count)}}
+        ways = {"the pair 0 to 1": {0: 1}, "0 and 1 change places": changed, "each GPU to itself": {gpu: gpu for gpu in range(count)}}
+        for what, places in ways.items():
+            said = restore_on(child.pids[0], places)
+            self.result.note(f"cuCheckpointProcessRestore, {what}: {said}")
+            self.result.data["baseline"][f"restore: {what}"] = said
+            if said.startswith("0 "):
+                break
+        self.act("resume", tenant)
+        now = [used - idle for used, idle in zip(common.used_mib(), self.idle_mib, strict=True)]
+        self.result.note(f"other_gpu: after the resume {now} MiB are used on the GPUs, contents are {'the same' if child.call('same', 60)[0] else 'WRONG'}")
+        child.close()
 
     def many(self) -> None:
         """Tenants whose contexts do not fit together take turns."""
@@ -448,19 +566,25 @@ def body(args: Any, result: Result, work: Path) -> None:
     if not Checkpoints.present():
         raise JobError("this driver has no cuCheckpointProcess functions: it must be 570 or newer")
     sizes = [float(size) for size in args.gib.split(",") if size]
+    rows = args.rows.split(",")
+    unknown = set(rows) - {*ROWS, *MORE_ROWS}
+    if unknown:
+        raise JobError(f"no row is named {', '.join(sorted(unknown))}; there are {', '.join((*ROWS, *MORE_ROWS))}")
     deep = Deep(args, result, work)
+    parts: dict[str, Callable[[], None]] = {}
     if args.tenants:
         common.touch_host_memory(1.3 * args.tenants * args.tenant_gib)
-        deep.many()
+        parts["many"] = deep.many
     else:
-        common.touch_host_memory(1.3 * max([4.0, *sizes]))
-        for gib in sizes:
-            deep.size(gib)
-            result.save()
-        deep.swap()
-        deep.kept()
-        deep.shared()
-    after = common.used_mib()[0] - deep.idle_mib
+        common.touch_host_memory(1.3 * max([4.0, *(sizes if "sizes" in rows else [])]))
+        for gib in sizes if "sizes" in rows else []:
+            parts[f"{gib:g} GiB"] = functools.partial(deep.size, gib)
+        for row in rows:
+            if row != "sizes":
+                parts[row] = functools.partial(deep.library, row) if row in LIBRARIES else getattr(deep, row)
+    for name, part in parts.items():
+        deep.part(name, part)
+    after = deep.left_mib()
     result.check("nothing is left at the end", after <= LEFT_MIB, f"{after} MiB")
     runner.verdicts(result)
     print()

@@ -157,3 +157,29 @@ class Kept:
         driver.call("cuEventSynchronize", self.event)
         driver.call("cuStreamWaitEvent", self.stream, self.event, ctypes.c_uint(0))
         driver.call("cuStreamSynchronize", self.stream)
+
+
+class _Pair(ctypes.Structure):
+    """CUcheckpointGpuPair."""
+
+    _fields_ = (("old", ctypes.c_ubyte * 16), ("new", ctypes.c_ubyte * 16))
+
+
+class _RestoreArguments(ctypes.Structure):
+    """CUcheckpointRestoreArgs, CUDA 13.0."""
+
+    _fields_ = (("pairs", ctypes.POINTER(_Pair)), ("count", ctypes.c_uint), ("reserved", ctypes.c_char * 52))
+
+
+def restore_on(pid: int, places: dict[int, int]) -> str:
+    """Has the driver restore a checkpointed process, with the memory and contexts of each GPU on the one that `places` names.
+
+    What the driver says. `cuCheckpointProcessRestore` of CUDA 13.0 wants every GPU that the process was checkpointed on."""
+    pairs = (_Pair * len(places))()
+    for pair, (old, new) in zip(pairs, places.items(), strict=True):
+        driver.call("cuDeviceGetUuid_v2", pair.old, ctypes.c_int(old))
+        driver.call("cuDeviceGetUuid_v2", pair.new, ctypes.c_int(new))
+    arguments, name = _RestoreArguments(pairs=pairs, count=len(places)), ctypes.c_char_p()
+    code = driver.library().cuCheckpointProcessRestore(ctypes.c_int(pid), ctypes.byref(arguments))
+    driver.call("cuGetErrorName", ctypes.c_int(code), ctypes.byref(name))
+    return f"{code} {(name.value or b'').decode()}"
