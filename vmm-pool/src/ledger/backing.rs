@@ -95,7 +95,7 @@ impl Backing {
     }
 
     /// Is it on its device again, and its contents are what is saved of it?
-    pub(super) fn is_coming(&self) -> bool {
+    pub(crate) fn is_coming(&self) -> bool {
         self.residency.is_coming()
     }
 

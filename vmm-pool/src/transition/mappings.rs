@@ -83,7 +83,7 @@ impl<D: Driver> Still<'_, D> {
     }
 }
 
-/// Is it of another process of the tenant, and leaves in a pause?
+/// Is it of another process of the tenant, and leaves in a pause? What is on its way in may always go, as own memory may.
 pub(super) fn is_import(row: &Row) -> bool {
-    !row.is_own() && row.can_leave()
+    !row.is_own() && (row.can_leave() || row.backing().is_coming())
 }

@@ -191,7 +191,8 @@ impl<D: Driver> Still<'_, D> {
     }
 }
 
-/// May it leave, and are its contents elsewhere, or nobody's?
+/// May it leave, and are its contents elsewhere, or nobody's? What is on its way in may always go, also if it was pinned while it was
+/// away: nobody has seen that memory yet.
 fn loses_nothing(row: &Row) -> bool {
-    row.can_leave() && row.loses_nothing()
+    row.backing().is_coming() || row.can_leave() && row.loses_nothing()
 }

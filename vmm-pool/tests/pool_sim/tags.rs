@@ -539,6 +539,24 @@ fn what_is_registered_while_it_is_away_is_owed_to_its_importers_still() {
 }
 
 #[test]
+fn what_is_registered_while_it_is_away_goes_again_when_its_resume_is_undone() {
+    for is_filled in [false, true] {
+        let pool = pool(&node());
+        let weights = filled(&pool, 3, tagged("weights", Contents::Keep), 1);
+        pause_tags(&pool, &["weights"]);
+        pool.pin(weights, "registered with a network card");
+        pool.create_own(&selected(&["weights"])).expect("memory");
+        if is_filled {
+            pool.restore_own(usize::MAX).expect("contents");
+        }
+        pool.undo_resume().expect("given up");
+        assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES, "nobody has seen it, {is_filled}");
+        resume_tags(&pool, &["weights"]);
+        assert!(holds(&pool, DEVICE, weights, pattern(1)), "{is_filled}");
+    }
+}
+
+#[test]
 fn what_comes_back_to_nothing_and_is_freed_then_is_owed_to_its_importers() {
     let shared = SharedTag::new(Contents::Keep);
     shared.pause();
