@@ -557,6 +557,19 @@ fn what_is_registered_while_it_is_away_goes_again_when_its_resume_is_undone() {
 }
 
 #[test]
+fn what_an_importer_registers_while_it_is_away_goes_again_when_its_resume_is_undone() {
+    let shared = SharedTag::new(Contents::Keep);
+    shared.pause();
+    shared.importer.pin(shared.there, "registered with a network card");
+    shared.try_to_resume();
+    let there = shared.importer.driver().core().mapping_at(shared.there.start);
+    assert!(there.is_none(), "its owner's memory is away: {there:?}");
+    assert_eq!(free_bytes(&shared.owner, DEVICE), CAPACITY_BYTES - UNIT, "but for the other tag's");
+    shared.owner_runs_on_and_frees();
+    shared.comes_back();
+}
+
+#[test]
 fn what_comes_back_to_nothing_and_is_freed_then_is_owed_to_its_importers() {
     let shared = SharedTag::new(Contents::Keep);
     shared.pause();
