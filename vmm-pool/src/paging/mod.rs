@@ -15,7 +15,7 @@
 //! (`StillChunk`). A chunk that is away is set aside, so that pauses and resumes of everything pass over
 //! it. One on the device they handle as any other.
 //!
-//! What `table` decides, by the order of uses that `plan` has recorded, `thread` carries out, on the thread `sublet-pager`. It waits for work of devices outside the
+//! What `table` decides, by the order of uses that `order` has recorded, `thread` carries out, on the thread `sublet-pager`. It waits for work of devices outside the
 //! gate, and goes in, as an application's call does, to begin a copy or to exchange: nothing of that waits. So a pause stops
 //! it between two such steps, and copies that are under way then end before the devices are idle.
 //!
@@ -28,7 +28,6 @@
 
 mod marks;
 mod order;
-mod plan;
 mod prints;
 mod table;
 mod thread;
@@ -457,6 +456,8 @@ impl<D: Driver> Pager<D> {
         let ids = self.chunks_of(spans)?;
         let (device, needed_bytes) = (self.shared.device, self.bytes_of(&ids));
         let what = |_: &Table| format!("{needed_bytes} bytes that are paged to be on {device}");
+        self.shared.calls().note(&ids);
+        self.shared.foretell();
         let awaited = self.hold(&ids, limit, what)?;
         let ordered = self.order(&awaited, stream);
         if ordered.is_err() {

@@ -1,4 +1,4 @@
-//! The order in which calls use chunks. What followed before follows again: a training step is like the one before it.
+//! The order in which chunks are used. What followed before follows again: a training step is like the one before it.
 //!
 //! All uses are kept, up to a number. A cursor stands behind that place in them whose uses before it are most like the last
 //! ones. As long as the next use is what stands there, it moves on; else another place is found. Nothing depends on
@@ -18,7 +18,7 @@ pub(super) struct Order {
 }
 
 impl Order {
-    /// A call uses this chunk. False if that was not foretold.
+    /// This chunk is used. False if that was not foretold.
     pub(super) fn used(&mut self, id: usize) -> bool {
         if self.uses.last() == Some(&id) {
             return true;
@@ -129,6 +129,60 @@ mod tests {
         assert_eq!(order.ahead(1), [3]);
         order.forget(&[3]);
         assert!(order.ahead(1).is_empty());
+    }
+
+    /// Misses in each round of a cache of `frames` chunks, which gives up the one that `next_uses` says is used last.
+    fn misses(
+        rounds: &[Vec<usize>],
+        frames: usize,
+        mut next_uses: impl FnMut(usize) -> Vec<usize>,
+    ) -> Vec<usize> {
+        let mut here: Vec<usize> = Vec::new();
+        let in_round = |round: &Vec<usize>| {
+            let mut misses = 0;
+            for &id in round {
+                let next = next_uses(id);
+                if here.contains(&id) {
+                    continue;
+                }
+                misses += 1;
+                if here.len() == frames {
+                    let victim = (0..frames).max_by_key(|&index| next[here[index]]);
+                    here.swap_remove(victim.expect("a frame"));
+                }
+                here.push(id);
+            }
+            misses
+        };
+        rounds.iter().map(in_round).collect()
+    }
+
+    #[test]
+    fn a_known_order_costs_as_few_misses_as_foresight() {
+        const CHUNKS: usize = 20;
+        let there: Vec<_> = (0..CHUNKS).collect();
+        let there_and_back: Vec<_> = (0..CHUNKS).chain((0..CHUNKS).rev()).collect();
+        for round in [there, there_and_back, step(6)] {
+            let rounds = vec![round; 24];
+            let mut order = Order::default();
+            let ours = misses(&rounds, 6, |id| {
+                order.used(id);
+                order.next_uses(CHUNKS)
+            });
+            let mut left = rounds.concat().into_iter();
+            // Belady's, which knows what comes.
+            let least = misses(&rounds, 6, |_| {
+                left.next();
+                let next = |id| left.clone().position(|use_of| use_of == id);
+                (0..CHUNKS).map(|id| next(id).unwrap_or(usize::MAX)).collect()
+            });
+            // Of the last round nobody knows the next.
+            let known = ours[2..23].iter().zip(&least[2..]);
+            assert!(known.clone().all(|(ours, least)| *ours <= least + 1), "{ours:?} {least:?}");
+            let more: usize = known.map(|(ours, least)| ours - least.min(ours)).sum();
+            assert!(more <= CHUNKS, "{ours:?} {least:?}");
+            assert!(ours[2] <= rounds[0].len() * 3 / 4, "by last use: all");
+        }
     }
 
     #[test]

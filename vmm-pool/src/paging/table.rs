@@ -23,7 +23,6 @@ use std::time::Duration;
 
 use super::PageError;
 use super::marks::Mark;
-use super::plan::Plan;
 use super::prints::Prints;
 use crate::VirtualHandle;
 
@@ -162,9 +161,7 @@ pub(super) struct Table {
     /// Those that are to come: held ones first.
     queue: VecDeque<usize>,
     clock: u64,
-    /// When chunks are used next.
-    plan: Plan,
-    /// The same, where uses are seen at launches.
+    /// How many uses there are before the next of each chunk, as far as that is foretold.
     pub(super) next_uses: Vec<usize>,
     pub(super) is_ending: bool,
     pub(super) has_ended: bool,
@@ -204,7 +201,6 @@ impl Table {
             given: None,
             queue: VecDeque::new(),
             clock: 0,
-            plan: Plan::default(),
             next_uses: Vec::new(),
             is_ending: false,
             has_ended: false,
@@ -311,9 +307,6 @@ impl Table {
     pub(super) fn hold(&mut self, ids: &[usize]) {
         let now = self.tick();
         let mut is_hit = true;
-        for &id in ids.iter().filter(|_| !self.is_looked) {
-            self.plan.used(id, self.chunks.len());
-        }
         for &id in ids.iter().rev() {
             let chunk = &mut self.chunks[id];
             chunk.holders += 1;
@@ -420,26 +413,21 @@ impl Table {
                 && !stays
                 && (somebody_waits || !is_wanted)
         });
-        let next = self.next_uses();
         // What is used before the newcomer does not leave for its sake, unless somebody waits.
-        let is_later = |id: usize| !self.is_looked || next[id] >= next[newcomer];
+        let newcomers = self.next_use(newcomer);
+        let is_later = |id: usize| !self.is_looked || self.next_use(id) >= newcomers;
         let all = all.filter(|&(id, chunk)| somebody_waits || chunk.is_freed || is_later(id));
         let mut all: Vec<_> = all.collect();
         all.sort_by_key(|&(id, chunk)| {
             let is_kept = (!chunk.is_freed, chunk.is_promised, chunk.is_refused);
-            (is_kept, Reverse(next[id]), !chunk.is_clean(), chunk.last)
+            (is_kept, Reverse(self.next_use(id)), !chunk.is_clean(), chunk.last)
         });
         all.into_iter().map(|(id, _)| id).collect()
     }
 
-    /// How many uses there are before the next of each chunk.
-    fn next_uses(&self) -> Vec<usize> {
-        if !self.is_looked {
-            return self.plan.next_uses(self.chunks.len());
-        }
-        let mut next = self.next_uses.clone();
-        next.resize(self.chunks.len(), usize::MAX);
-        next
+    /// How many uses there are before the next of this chunk. The most if that is not foretold.
+    fn next_use(&self, id: usize) -> usize {
+        self.next_uses.get(id).copied().unwrap_or(usize::MAX)
     }
 
     /// One that nobody needs on the device: it is freed, or there are more than there may be. It is idle.
@@ -454,10 +442,8 @@ impl Table {
     /// Of those that `is_meant`, the one that is used last from now on.
     fn used_last(&self, is_meant: impl Fn(&Chunk) -> bool) -> Option<usize> {
         let all = self.chunks.iter().enumerate().filter(|(_, chunk)| is_meant(chunk));
-        let mut all = all.map(|(id, _)| id).peekable();
-        all.peek()?;
-        let next = self.next_uses();
-        all.max_by_key(|&id| next[id])
+        let last = all.max_by_key(|(id, chunk)| (self.next_use(*id), Reverse(chunk.last)));
+        last.map(|(id, _)| id)
     }
 
     /// The idle one that is not clean and is used last from now on: it is to give its frame first.

@@ -130,7 +130,7 @@ impl Calls {
     }
 
     /// Notes the order. Is an announcement due, and was the order another than before?
-    fn note(&mut self, ids: &[usize]) -> (bool, bool) {
+    pub(super) fn note(&mut self, ids: &[usize]) -> (bool, bool) {
         let mut is_as_foretold = true;
         for &id in ids {
             if self.order.last() != Some(id) {
@@ -207,6 +207,18 @@ impl<D: Driver> Shared<D> {
         for listed in taken {
             self.end_uses(listed.stream, &listed.chunks);
         }
+    }
+
+    /// Tells the table when chunks are used next. The next ones come out.
+    pub(super) fn foretell(&self) -> Vec<usize> {
+        let chunks = self.table().chunks.len();
+        let (ahead, next_uses) = {
+            let mut calls = self.calls();
+            calls.changes = 0;
+            (calls.order.ahead(AHEAD), calls.order.next_uses(chunks))
+        };
+        self.table().next_uses = next_uses;
+        ahead
     }
 
     fn end_uses(&self, stream: RawStream, chunks: &[usize]) {
@@ -298,12 +310,12 @@ impl<D: Driver> Pager<D> {
             {
                 drop(calls);
                 if is_due {
-                    self.foretell(is_new);
+                    self.announce_ahead(is_new);
                 }
                 return Ok(Some(Touched { stream, chunks: Vec::new() }));
             }
             drop(calls);
-            self.foretell(is_new);
+            self.announce_ahead(is_new);
             ids
         };
         let chunks = match stream {
@@ -359,21 +371,13 @@ impl<D: Driver> Pager<D> {
     }
 
     /// Announces what is used next, as far as it was like that before.
-    fn foretell(&self, is_new: bool) {
+    fn announce_ahead(&self, is_new: bool) {
         let shared = &self.shared;
-        let (ahead, next_uses) = {
-            let mut calls = shared.calls();
-            calls.changes = 0;
-            let chunks =
-                calls.spans.last_key_value().map_or(0, |(_, last)| last / calls.chunk_bytes + 1);
-            let chunks = usize::try_from(chunks).unwrap_or(0);
-            (calls.order.ahead(AHEAD), calls.order.next_uses(chunks))
-        };
+        let ahead = shared.foretell();
         let mut table = shared.table();
         if is_new {
             table.forget_promises();
         }
-        table.next_uses = next_uses;
         let most = table.frames / 3;
         let away: Vec<_> =
             ahead.into_iter().take(most).filter(|id| !table.are_here(&[*id])).collect();
