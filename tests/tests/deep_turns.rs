@@ -105,3 +105,39 @@ fn a_tenant_that_has_rested_for_its_time_leaves_nothing_on_the_device() -> Outco
     stage.resume("t0")?;
     goes_on(&mut rank)
 }
+
+/// By all figures the memory of the first fits next to the second, and its contexts take some of that.
+#[test]
+fn one_whose_memory_does_not_fit_behind_its_contexts_has_others_make_way_for_both() -> Outcome {
+    let stage = Stage::new(&[64 * MIB])?;
+    let turns = ["--turns", "auto,deep"];
+    let mut first = starts(&stage, 0, &turns, &[])?;
+    goes_on(&mut first)?;
+    stage.sublet(&["pause", "t0", "--deep"])?.succeeded()?;
+    let mut second = starts(&stage, 1, &turns, &[])?;
+    goes_on(&mut second)?;
+    second.do_it("more 12 7")?;
+    stage.sublet(&["switch", "t0"])?.succeeded()?;
+    first.do_it(&format!("own {}", seed(0)))?;
+    assert!(is_deep(&stage, "t1")?, "its contexts made way too");
+    second.say("owns 7")?;
+    goes_on(&mut second)
+}
+
+/// The third needs the contexts of the first to leave, and the driver takes long for that.
+#[test]
+fn one_that_is_killed_while_another_s_contexts_leave_for_it_leaves_a_way_back() -> Outcome {
+    let stage = Stage::new(&[40 * MIB])?;
+    let turns = ["--turns", "auto,deep"];
+    let mut first = starts(&stage, 0, &turns, &[])?;
+    goes_on(&mut first)?;
+    let slow = [("SIMCUDA_LATENCY", "cuCheckpointProcessCheckpoint:2000000")];
+    let mut second = starts(&stage, 1, &turns, &slow)?;
+    second.say("more 6 7")?;
+    until("the contexts of the first leave", WAIT, || is_deep(&stage, "t0"))?;
+    second.kill()?;
+    first.say(&format!("own {}", seed(0)))?;
+    goes_on(&mut first)?;
+    assert_eq!(stage.states("t0")?, ["active"]);
+    Ok(())
+}
