@@ -163,6 +163,13 @@ impl<D: Driver> Pool<D> {
         self.ledger().shares(selection)
     }
 
+    /// All that is recorded of one allocation, for the error of a test.
+    #[cfg(feature = "sim")]
+    pub fn told_of(&self, id: AllocationId) -> String {
+        let ledger = self.ledger();
+        format!("{:?}, frozen: {}", ledger.by_id(id), ledger.is_frozen())
+    }
+
     /// All allocations, in the ledger's order, with what is saved of each. Waits for nothing.
     pub fn inventory(&self, standing: Standing) -> Vec<Holding> {
         self.ledger().inventory(standing)

@@ -399,7 +399,12 @@ impl Holdings {
                     "device {index}: {bytes} to {} bytes held, {own} on record, {of_cells} of them of cells, {resident} \
                      resident: {:#?}",
                     bytes + perhaps,
-                    own_here.map(|item| (u128::from_be_bytes(item.id.0), item)).collect::<Vec<_>>()
+                    own_here
+                        .map(|item| (
+                            u128::from_be_bytes(item.id.0),
+                            self.member.pool().told_of(item.id)
+                        ))
+                        .collect::<Vec<_>>()
                 )));
             }
         }
