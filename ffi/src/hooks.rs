@@ -54,6 +54,9 @@ fn rows_bytes(pitch: usize, width: usize, rows: usize) -> usize {
     pitch.saturating_mul(rows.saturating_sub(1)).saturating_add(width)
 }
 
+/// For calls that name none.
+const NO_STREAM: Pointer = std::ptr::null_mut();
+
 /// `CUDA_MEMCPY2D`, `CUDA_MEMCPY3D` and `CUDA_MEMCPY3D_PEER`.
 const COPY_2D_BYTES: usize = 128;
 const COPY_3D_BYTES: usize = 200;
@@ -159,18 +162,20 @@ pub(crate) use hook_row;
 macro_rules! waiting {
     ($(
         $symbol:ident $(| $per_thread:ident)? ( $($args:tt)* )
-        $(touches [ $($touched:tt)* ])? $(copies [ $($copy:tt)* ])? $(looks [ $($look:tt)* ])?;
+        $(touches [ $($touched:tt)* ] on $place:ident)? $(copies [ $($copy:tt)* ])? $(looks [ $($look:tt)* ])?;
     )*) => {
         /// Functions that wait, then call the driver.
         pub mod waits {
             use super::*;
             $(
                 waiting_function!(
-                    $symbol ( $($args)* ) [ $($($touched)*)? ] [ $($($copy)*)? ] [ $($($look)*)? ]
+                    $symbol ( $($args)* ) [ $($($touched)*)? ] [ $($($copy)*)? ]
+                    [ $($($look)*)? $(Names::Ranges(&[$($touched)*]), $place)? ]
                 );
                 waiting!(
                     @second $($per_thread)? ( $($args)* )
-                    [ $($($touched)*)? ] [ $($($copy)*)? ] [ $($($look)*)? ]
+                    [ $($($touched)*)? ] [ $($($copy)*)? ]
+                    [ $($($look)*)? $(Names::Ranges(&[$($touched)*]), $place)? ]
                 );
             )*
         }
@@ -186,7 +191,8 @@ macro_rules! waiting {
     };
 }
 
-// A call that names all that it touches waits for no more than that; any other waits for all memory.
+// A call that names all that it touches waits for no more than that; any other waits for all memory. What it touches of paged memory is there for
+// the stream that it works on.
 waiting! {
     cuLaunchKernel | cuLaunchKernel_ptsz (
         function: Pointer, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint,
@@ -210,93 +216,75 @@ waiting! {
     cuLaunchCooperativeKernelMultiDevice (launches: Pointer, devices: c_uint, flags: c_uint);
     cuMemcpy | cuMemcpy_ptds (
         target: u64, source: u64, bytes: usize
-    ) touches [touched(target, bytes), touched(source, bytes)]
-        copies [target source bytes]
-        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), std::ptr::null_mut()];
+    ) touches [touched(target, bytes), touched(source, bytes)] on NO_STREAM
+        copies [target source bytes];
     cuMemcpyPeer | cuMemcpyPeer_ptds (
         target: u64, target_context: Pointer, source: u64, source_context: Pointer, bytes: usize
-    ) touches [touched(target, bytes), touched(source, bytes)]
-        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), std::ptr::null_mut()];
+    ) touches [touched(target, bytes), touched(source, bytes)] on NO_STREAM;
     cuMemcpyHtoD_v2 | cuMemcpyHtoD_v2_ptds (
         target: u64, source: Pointer, bytes: usize
-    ) touches [touched(target, bytes), touched(source, bytes)]
-        copies [target source bytes]
-        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), std::ptr::null_mut()];
+    ) touches [touched(target, bytes), touched(source, bytes)] on NO_STREAM
+        copies [target source bytes];
     cuMemcpyDtoH_v2 | cuMemcpyDtoH_v2_ptds (
         target: Pointer, source: u64, bytes: usize
-    ) touches [touched(target, bytes), touched(source, bytes)]
-        copies [target source bytes]
-        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), std::ptr::null_mut()];
+    ) touches [touched(target, bytes), touched(source, bytes)] on NO_STREAM
+        copies [target source bytes];
     cuMemcpyDtoD_v2 | cuMemcpyDtoD_v2_ptds (
         target: u64, source: u64, bytes: usize
-    ) touches [touched(target, bytes), touched(source, bytes)]
-        copies [target source bytes]
-        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), std::ptr::null_mut()];
+    ) touches [touched(target, bytes), touched(source, bytes)] on NO_STREAM
+        copies [target source bytes];
     cuMemcpyDtoA_v2 | cuMemcpyDtoA_v2_ptds (
         target: Pointer, target_offset: usize, source: u64, bytes: usize
-    ) touches [touched(source, bytes)]
-        looks [Names::Ranges(&[touched(source, bytes)]), std::ptr::null_mut()];
+    ) touches [touched(source, bytes)] on NO_STREAM;
     cuMemcpyAtoD_v2 | cuMemcpyAtoD_v2_ptds (
         target: u64, source: Pointer, source_offset: usize, bytes: usize
-    ) touches [touched(target, bytes)]
-        looks [Names::Ranges(&[touched(target, bytes)]), std::ptr::null_mut()];
+    ) touches [touched(target, bytes)] on NO_STREAM;
     cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds (copy: Pointer)
-        looks [Names::Words(copy, COPY_2D_BYTES), std::ptr::null_mut()];
+        looks [Names::Words(copy, COPY_2D_BYTES), NO_STREAM];
     cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds (copy: Pointer)
-        looks [Names::Words(copy, COPY_2D_BYTES), std::ptr::null_mut()];
+        looks [Names::Words(copy, COPY_2D_BYTES), NO_STREAM];
     cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds (copy: Pointer)
-        looks [Names::Words(copy, COPY_3D_BYTES), std::ptr::null_mut()];
+        looks [Names::Words(copy, COPY_3D_BYTES), NO_STREAM];
     cuMemcpy3DPeer | cuMemcpy3DPeer_ptds (copy: Pointer)
-        looks [Names::Words(copy, COPY_3D_PEER_BYTES), std::ptr::null_mut()];
+        looks [Names::Words(copy, COPY_3D_PEER_BYTES), NO_STREAM];
     cuMemsetD8_v2 | cuMemsetD8_v2_ptds (
         target: u64, value: u8, count: usize
-    ) touches [touched(target, count)]
-        looks [Names::Ranges(&[touched(target, count)]), std::ptr::null_mut()];
+    ) touches [touched(target, count)] on NO_STREAM;
     cuMemsetD16_v2 | cuMemsetD16_v2_ptds (
         target: u64, value: u16, count: usize
-    ) touches [touched(target, count.saturating_mul(2))]
-        looks [Names::Ranges(&[touched(target, count.saturating_mul(2))]), std::ptr::null_mut()];
+    ) touches [touched(target, count.saturating_mul(2))] on NO_STREAM;
     cuMemsetD32_v2 | cuMemsetD32_v2_ptds (
         target: u64, value: c_uint, count: usize
-    ) touches [touched(target, count.saturating_mul(4))]
-        looks [Names::Ranges(&[touched(target, count.saturating_mul(4))]), std::ptr::null_mut()];
+    ) touches [touched(target, count.saturating_mul(4))] on NO_STREAM;
     cuMemsetD2D8_v2 | cuMemsetD2D8_v2_ptds (
         target: u64, pitch: usize, value: u8, width: usize, height: usize
-    ) touches [touched(target, rows_bytes(pitch, width, height))]
-        looks [Names::Ranges(&[touched(target, rows_bytes(pitch, width, height))]), std::ptr::null_mut()];
+    ) touches [touched(target, rows_bytes(pitch, width, height))] on NO_STREAM;
     cuMemsetD2D16_v2 | cuMemsetD2D16_v2_ptds (
         target: u64, pitch: usize, value: u16, width: usize, height: usize
-    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(2), height))]
-        looks [Names::Ranges(&[touched(target, rows_bytes(pitch, width.saturating_mul(2), height))]), std::ptr::null_mut()];
+    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(2), height))] on NO_STREAM;
     cuMemsetD2D32_v2 | cuMemsetD2D32_v2_ptds (
         target: u64, pitch: usize, value: c_uint, width: usize, height: usize
-    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(4), height))]
-        looks [Names::Ranges(&[touched(target, rows_bytes(pitch, width.saturating_mul(4), height))]), std::ptr::null_mut()];
+    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(4), height))] on NO_STREAM;
     cuMemcpyAsync | cuMemcpyAsync_ptsz (
         target: u64, source: u64, bytes: usize, stream: Pointer
-    ) touches [touched(target, bytes), touched(source, bytes)]
-        copies [target source bytes stream]
-        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), stream];
+    ) touches [touched(target, bytes), touched(source, bytes)] on stream
+        copies [target source bytes stream];
     cuMemcpyPeerAsync | cuMemcpyPeerAsync_ptsz (
         target: u64, target_context: Pointer, source: u64, source_context: Pointer, bytes: usize,
         stream: Pointer
-    ) touches [touched(target, bytes), touched(source, bytes)]
-        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), stream];
+    ) touches [touched(target, bytes), touched(source, bytes)] on stream;
     cuMemcpyHtoDAsync_v2 | cuMemcpyHtoDAsync_v2_ptsz (
         target: u64, source: Pointer, bytes: usize, stream: Pointer
-    ) touches [touched(target, bytes), touched(source, bytes)]
-        copies [target source bytes stream]
-        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), stream];
+    ) touches [touched(target, bytes), touched(source, bytes)] on stream
+        copies [target source bytes stream];
     cuMemcpyDtoHAsync_v2 | cuMemcpyDtoHAsync_v2_ptsz (
         target: Pointer, source: u64, bytes: usize, stream: Pointer
-    ) touches [touched(target, bytes), touched(source, bytes)]
-        copies [target source bytes stream]
-        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), stream];
+    ) touches [touched(target, bytes), touched(source, bytes)] on stream
+        copies [target source bytes stream];
     cuMemcpyDtoDAsync_v2 | cuMemcpyDtoDAsync_v2_ptsz (
         target: u64, source: u64, bytes: usize, stream: Pointer
-    ) touches [touched(target, bytes), touched(source, bytes)]
-        copies [target source bytes stream]
-        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), stream];
+    ) touches [touched(target, bytes), touched(source, bytes)] on stream
+        copies [target source bytes stream];
     cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz (copy: Pointer, stream: Pointer)
         looks [Names::Words(copy, COPY_2D_BYTES), stream];
     cuMemcpy3DAsync_v2 | cuMemcpy3DAsync_v2_ptsz (copy: Pointer, stream: Pointer)
@@ -305,28 +293,22 @@ waiting! {
         looks [Names::Words(copy, COPY_3D_PEER_BYTES), stream];
     cuMemsetD8Async | cuMemsetD8Async_ptsz (
         target: u64, value: u8, count: usize, stream: Pointer
-    ) touches [touched(target, count)]
-        looks [Names::Ranges(&[touched(target, count)]), stream];
+    ) touches [touched(target, count)] on stream;
     cuMemsetD16Async | cuMemsetD16Async_ptsz (
         target: u64, value: u16, count: usize, stream: Pointer
-    ) touches [touched(target, count.saturating_mul(2))]
-        looks [Names::Ranges(&[touched(target, count.saturating_mul(2))]), stream];
+    ) touches [touched(target, count.saturating_mul(2))] on stream;
     cuMemsetD32Async | cuMemsetD32Async_ptsz (
         target: u64, value: c_uint, count: usize, stream: Pointer
-    ) touches [touched(target, count.saturating_mul(4))]
-        looks [Names::Ranges(&[touched(target, count.saturating_mul(4))]), stream];
+    ) touches [touched(target, count.saturating_mul(4))] on stream;
     cuMemsetD2D8Async | cuMemsetD2D8Async_ptsz (
         target: u64, pitch: usize, value: u8, width: usize, height: usize, stream: Pointer
-    ) touches [touched(target, rows_bytes(pitch, width, height))]
-        looks [Names::Ranges(&[touched(target, rows_bytes(pitch, width, height))]), stream];
+    ) touches [touched(target, rows_bytes(pitch, width, height))] on stream;
     cuMemsetD2D16Async | cuMemsetD2D16Async_ptsz (
         target: u64, pitch: usize, value: u16, width: usize, height: usize, stream: Pointer
-    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(2), height))]
-        looks [Names::Ranges(&[touched(target, rows_bytes(pitch, width.saturating_mul(2), height))]), stream];
+    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(2), height))] on stream;
     cuMemsetD2D32Async | cuMemsetD2D32Async_ptsz (
         target: u64, pitch: usize, value: c_uint, width: usize, height: usize, stream: Pointer
-    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(4), height))]
-        looks [Names::Ranges(&[touched(target, rows_bytes(pitch, width.saturating_mul(4), height))]), stream];
+    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(4), height))] on stream;
     cuMemcpyBatchAsync | cuMemcpyBatchAsync_ptsz (
         targets: Pointer, sources: Pointer, sizes: Pointer, count: usize, attributes: Pointer,
         indices: Pointer, attribute_count: usize, fail_index: Pointer, stream: Pointer
@@ -344,8 +326,7 @@ waiting! {
     );
     cuMemcpyWithAttributesAsync | cuMemcpyWithAttributesAsync_ptsz (
         target: u64, source: u64, bytes: usize, attributes: Pointer, stream: Pointer
-    ) touches [touched(target, bytes), touched(source, bytes)]
-        looks [Names::Ranges(&[touched(target, bytes), touched(source, bytes)]), stream];
+    ) touches [touched(target, bytes), touched(source, bytes)] on stream;
     cuMemcpy3DWithAttributesAsync | cuMemcpy3DWithAttributesAsync_ptsz (
         operation: Pointer, flags: c_ulonglong, stream: Pointer
     );
@@ -354,146 +335,44 @@ waiting! {
     );
     cuStreamWaitValue32_v2 | cuStreamWaitValue32_v2_ptsz (
         stream: Pointer, address: u64, value: c_uint, flags: c_uint
-    ) touches [touched(address, 4)]
-        looks [Names::Ranges(&[touched(address, 4)]), stream];
+    ) touches [touched(address, 4)] on stream;
     cuStreamWaitValue64_v2 | cuStreamWaitValue64_v2_ptsz (
         stream: Pointer, address: u64, value: u64, flags: c_uint
-    ) touches [touched(address, 8)]
-        looks [Names::Ranges(&[touched(address, 8)]), stream];
+    ) touches [touched(address, 8)] on stream;
     cuStreamWriteValue32_v2 | cuStreamWriteValue32_v2_ptsz (
         stream: Pointer, address: u64, value: c_uint, flags: c_uint
-    ) touches [touched(address, 4)]
-        looks [Names::Ranges(&[touched(address, 4)]), stream];
+    ) touches [touched(address, 4)] on stream;
     cuStreamWriteValue64_v2 | cuStreamWriteValue64_v2_ptsz (
         stream: Pointer, address: u64, value: u64, flags: c_uint
-    ) touches [touched(address, 8)]
-        looks [Names::Ranges(&[touched(address, 8)]), stream];
+    ) touches [touched(address, 8)] on stream;
     cuStreamBatchMemOp_v2 | cuStreamBatchMemOp_v2_ptsz (
         stream: Pointer, count: c_uint, operations: Pointer, flags: c_uint
     );
     cuStreamWaitValue32 | cuStreamWaitValue32_ptsz (
         stream: Pointer, address: u64, value: c_uint, flags: c_uint
-    ) touches [touched(address, 4)]
-        looks [Names::Ranges(&[touched(address, 4)]), stream];
+    ) touches [touched(address, 4)] on stream;
     cuStreamWaitValue64 | cuStreamWaitValue64_ptsz (
         stream: Pointer, address: u64, value: u64, flags: c_uint
-    ) touches [touched(address, 8)]
-        looks [Names::Ranges(&[touched(address, 8)]), stream];
+    ) touches [touched(address, 8)] on stream;
     cuStreamWriteValue32 | cuStreamWriteValue32_ptsz (
         stream: Pointer, address: u64, value: c_uint, flags: c_uint
-    ) touches [touched(address, 4)]
-        looks [Names::Ranges(&[touched(address, 4)]), stream];
+    ) touches [touched(address, 4)] on stream;
     cuStreamWriteValue64 | cuStreamWriteValue64_ptsz (
         stream: Pointer, address: u64, value: u64, flags: c_uint
-    ) touches [touched(address, 8)]
-        looks [Names::Ranges(&[touched(address, 8)]), stream];
+    ) touches [touched(address, 8)] on stream;
     cuStreamBatchMemOp | cuStreamBatchMemOp_ptsz (
         stream: Pointer, count: c_uint, operations: Pointer, flags: c_uint
     );
 }
 
 macro_rules! replacing {
-    ($($symbol:ident;)*) => {
+    ($($symbol:ident $version:literal;)*) => {
         /// Functions that are answered from the pool, or pass on what is not about memory of ours.
         pub(crate) const REPLACING: &[Hook] = &[$(hook_row!(replaced::$symbol, $symbol),)*];
     };
 }
 
-replacing! {
-    cuArray3DCreate_v2;
-    cuArrayCreate_v2;
-    cuArrayDestroy;
-    cuCtxCreate;
-    cuCtxCreate_v2;
-    cuCtxCreate_v3;
-    cuCtxCreate_v4;
-    cuCtxDestroy;
-    cuCtxDestroy_v2;
-    cuCtxDetach;
-    cuCtxDisablePeerAccess;
-    cuCtxEnablePeerAccess;
-    cuDeviceGetAttribute;
-    cuDeviceTotalMem_v2;
-    cuDevicePrimaryCtxRelease;
-    cuDevicePrimaryCtxRelease_v2;
-    cuDevicePrimaryCtxReset;
-    cuDevicePrimaryCtxReset_v2;
-    cuDevicePrimaryCtxRetain;
-    cuGraphAddChildGraphNode;
-    cuGraphAddNode;
-    cuGraphAddNode_v2;
-    cuGraphAddNode_v3;
-    cuGraphClone;
-    cuGraphDestroy;
-    cuGraphExecChildGraphNodeSetParams;
-    cuGraphExecDestroy;
-    cuGraphExecUpdate;
-    cuGraphExecUpdate_v2;
-    cuGraphInstantiate;
-    cuGraphInstantiateWithFlags;
-    cuGraphInstantiateWithParams;
-    cuGraphInstantiateWithParams_ptsz;
-    cuGraphInstantiate_v2;
-    cuGraphLaunch;
-    cuGraphLaunch_ptsz;
-    cuIpcCloseMemHandle;
-    cuIpcGetMemHandle;
-    cuIpcOpenMemHandle;
-    cuIpcOpenMemHandle_v2;
-    cuLogicalEndpointCreate;
-    cuLogicalEndpointIdReserve;
-    cuLogicalEndpointImport;
-    cuMemAddressFree;
-    cuMemAddressReserve;
-    cuMemAllocAsync;
-    cuMemAllocAsync_ptsz;
-    cuMemAllocFromPoolAsync;
-    cuMemAllocFromPoolAsync_ptsz;
-    cuMemAllocManaged;
-    cuMemAllocPitch_v2;
-    cuMemAlloc_v2;
-    cuMemCreate;
-    cuMemDiscardAndPrefetchBatchAsync;
-    cuMemDiscardAndPrefetchBatchAsync_ptsz;
-    cuMemExportToShareableHandle;
-    cuMemFreeAsync;
-    cuMemFreeAsync_ptsz;
-    cuMemFree_v2;
-    cuMemGetAccess;
-    cuMemGetAddressRange_v2;
-    cuMemGetAllocationPropertiesFromHandle;
-    cuMemGetHandleForAddressRange;
-    cuMemGetInfo_v2;
-    cuMemImportFromShareableHandle;
-    cuMemMap;
-    cuMemPrefetchAsync;
-    cuMemPrefetchAsync_ptsz;
-    cuMemPrefetchAsync_v2;
-    cuMemPrefetchAsync_v2_ptsz;
-    cuMemPrefetchBatchAsync;
-    cuMemPrefetchBatchAsync_ptsz;
-    cuMemRelease;
-    cuMemRetainAllocationHandle;
-    cuMemSetAccess;
-    cuMemUnmap;
-    cuMulticastCreate;
-    cuPointerGetAttribute;
-    cuPointerGetAttributes;
-    cuStreamBeginCaptureToGraph;
-    cuStreamBeginCaptureToGraph_ptsz;
-    cuStreamBeginCapture;
-    cuStreamBeginCapture_ptsz;
-    cuStreamBeginCapture_v2;
-    cuStreamBeginRecaptureToGraph;
-    cuStreamBeginRecaptureToGraph_ptsz;
-    cuStreamBeginCapture_v2_ptsz;
-    cuLibraryUnload;
-    cuModuleUnload;
-    cuStreamDestroy;
-    cuStreamDestroy_v2;
-    cuStreamEndCapture;
-    cuStreamEndCapture_ptsz;
-}
+sublet_cuda_driver::replaced_functions!(replacing);
 
 /// Further names by which `cuGetProcAddress` gives a function out: from 12.0 on, the name of the oldest form
 /// is that of the one with flags.

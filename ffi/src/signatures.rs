@@ -10,6 +10,7 @@ use cudarc::driver::sys;
 use sublet_cuda_driver::functions::FUNCTIONS;
 use vmm_pool::driver::Location;
 
+use crate::hooks::WAITING;
 use crate::hooks::waits::*;
 use crate::interposed::*;
 use crate::replaced::*;
@@ -237,7 +238,7 @@ pairs! {
 macro_rules! twins {
     ($($per_thread:ident = $legacy:ident [$($argument:tt)*];)*) => {
         /// Those for the per-thread default stream, which no bindings have. Each has the type of its legacy twin, or this
-        /// does not compile.
+        /// does not compile. Functions that only wait are made in pairs (`waiting!`), and not listed.
         fn per_thread() -> Vec<&'static str> {
             $(
                 let _same = [
@@ -251,57 +252,6 @@ macro_rules! twins {
 }
 
 twins! {
-    cuLaunchKernel_ptsz = cuLaunchKernel[_ _ _ _ _ _ _ _ _ _ _];
-    cuLaunchKernelEx_ptsz = cuLaunchKernelEx[_ _ _ _];
-    cuLaunchCooperativeKernel_ptsz = cuLaunchCooperativeKernel[_ _ _ _ _ _ _ _ _ _];
-    cuMemcpy_ptds = cuMemcpy[_ _ _];
-    cuMemcpyPeer_ptds = cuMemcpyPeer[_ _ _ _ _];
-    cuMemcpyHtoD_v2_ptds = cuMemcpyHtoD_v2[_ _ _];
-    cuMemcpyDtoH_v2_ptds = cuMemcpyDtoH_v2[_ _ _];
-    cuMemcpyDtoD_v2_ptds = cuMemcpyDtoD_v2[_ _ _];
-    cuMemcpyDtoA_v2_ptds = cuMemcpyDtoA_v2[_ _ _ _];
-    cuMemcpyAtoD_v2_ptds = cuMemcpyAtoD_v2[_ _ _ _];
-    cuMemcpy2D_v2_ptds = cuMemcpy2D_v2[_];
-    cuMemcpy2DUnaligned_v2_ptds = cuMemcpy2DUnaligned_v2[_];
-    cuMemcpy3D_v2_ptds = cuMemcpy3D_v2[_];
-    cuMemcpy3DPeer_ptds = cuMemcpy3DPeer[_];
-    cuMemsetD8_v2_ptds = cuMemsetD8_v2[_ _ _];
-    cuMemsetD16_v2_ptds = cuMemsetD16_v2[_ _ _];
-    cuMemsetD32_v2_ptds = cuMemsetD32_v2[_ _ _];
-    cuMemsetD2D8_v2_ptds = cuMemsetD2D8_v2[_ _ _ _ _];
-    cuMemsetD2D16_v2_ptds = cuMemsetD2D16_v2[_ _ _ _ _];
-    cuMemsetD2D32_v2_ptds = cuMemsetD2D32_v2[_ _ _ _ _];
-    cuMemcpyAsync_ptsz = cuMemcpyAsync[_ _ _ _];
-    cuMemcpyPeerAsync_ptsz = cuMemcpyPeerAsync[_ _ _ _ _ _];
-    cuMemcpyHtoDAsync_v2_ptsz = cuMemcpyHtoDAsync_v2[_ _ _ _];
-    cuMemcpyDtoHAsync_v2_ptsz = cuMemcpyDtoHAsync_v2[_ _ _ _];
-    cuMemcpyDtoDAsync_v2_ptsz = cuMemcpyDtoDAsync_v2[_ _ _ _];
-    cuMemcpy2DAsync_v2_ptsz = cuMemcpy2DAsync_v2[_ _];
-    cuMemcpy3DAsync_v2_ptsz = cuMemcpy3DAsync_v2[_ _];
-    cuMemcpy3DPeerAsync_ptsz = cuMemcpy3DPeerAsync[_ _];
-    cuMemsetD8Async_ptsz = cuMemsetD8Async[_ _ _ _];
-    cuMemsetD16Async_ptsz = cuMemsetD16Async[_ _ _ _];
-    cuMemsetD32Async_ptsz = cuMemsetD32Async[_ _ _ _];
-    cuMemsetD2D8Async_ptsz = cuMemsetD2D8Async[_ _ _ _ _ _];
-    cuMemsetD2D16Async_ptsz = cuMemsetD2D16Async[_ _ _ _ _ _];
-    cuMemsetD2D32Async_ptsz = cuMemsetD2D32Async[_ _ _ _ _ _];
-    cuMemcpyBatchAsync_ptsz = cuMemcpyBatchAsync[_ _ _ _ _ _ _ _ _];
-    cuMemcpyBatchAsync_v2_ptsz = cuMemcpyBatchAsync_v2[_ _ _ _ _ _ _ _];
-    cuMemcpy3DBatchAsync_ptsz = cuMemcpy3DBatchAsync[_ _ _ _ _];
-    cuMemcpy3DBatchAsync_v2_ptsz = cuMemcpy3DBatchAsync_v2[_ _ _ _];
-    cuMemcpyWithAttributesAsync_ptsz = cuMemcpyWithAttributesAsync[_ _ _ _ _];
-    cuMemcpy3DWithAttributesAsync_ptsz = cuMemcpy3DWithAttributesAsync[_ _ _];
-    cuMemBatchDecompressAsync_ptsz = cuMemBatchDecompressAsync[_ _ _ _ _];
-    cuStreamWaitValue32_v2_ptsz = cuStreamWaitValue32_v2[_ _ _ _];
-    cuStreamWaitValue64_v2_ptsz = cuStreamWaitValue64_v2[_ _ _ _];
-    cuStreamWriteValue32_v2_ptsz = cuStreamWriteValue32_v2[_ _ _ _];
-    cuStreamWriteValue64_v2_ptsz = cuStreamWriteValue64_v2[_ _ _ _];
-    cuStreamBatchMemOp_v2_ptsz = cuStreamBatchMemOp_v2[_ _ _ _];
-    cuStreamWaitValue32_ptsz = cuStreamWaitValue32[_ _ _ _];
-    cuStreamWaitValue64_ptsz = cuStreamWaitValue64[_ _ _ _];
-    cuStreamWriteValue32_ptsz = cuStreamWriteValue32[_ _ _ _];
-    cuStreamWriteValue64_ptsz = cuStreamWriteValue64[_ _ _ _];
-    cuStreamBatchMemOp_ptsz = cuStreamBatchMemOp[_ _ _ _];
     cuMemAllocAsync_ptsz = cuMemAllocAsync[_ _ _];
     cuMemAllocFromPoolAsync_ptsz = cuMemAllocFromPoolAsync[_ _ _ _];
     cuMemDiscardAndPrefetchBatchAsync_ptsz = cuMemDiscardAndPrefetchBatchAsync[_ _ _ _ _ _ _ _];
@@ -369,8 +319,14 @@ fn our_functions_are_called_as_the_drivers_are() {
 #[test]
 fn every_function_of_the_table_is_compared_or_listed() {
     let unbound = UNBOUND.iter().flat_map(|(_, names)| *names).copied();
-    let all: Vec<&str> =
-        bound().into_iter().map(|(name, _)| name).chain(per_thread()).chain(unbound).collect();
+    let made_in_pairs = WAITING.iter().map(|hook| hook.function).filter(|twin| twin.per_thread);
+    let all: Vec<&str> = bound()
+        .into_iter()
+        .map(|(name, _)| name)
+        .chain(per_thread())
+        .chain(made_in_pairs.map(|twin| twin.symbol))
+        .chain(unbound)
+        .collect();
     let names: BTreeSet<&str> = all.iter().copied().collect();
     assert_eq!(names.len(), all.len(), "one is listed twice");
     assert_eq!(names, FUNCTIONS.iter().map(|function| function.symbol).collect());
