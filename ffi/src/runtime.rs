@@ -25,7 +25,7 @@ use tenants::host_memory::{self, HostFigure, HostLimit};
 use tenants::identity::{FamilyName, TenantName};
 use tenants::member::{FAMILY_WAIT, MemberConfig};
 use tenants::numa;
-use tenants::run_dir::{self, RunDir, locks};
+use tenants::run_dir::{self, RunDir};
 use tenants::settings::{REQUIRED_VARIABLE, Settings};
 use tenants::switching;
 use vmm_pool::ChangeDetection;
@@ -407,7 +407,7 @@ fn watch_forks() {
 /// The child has no lock of its parent's. Where that had joined, the child has neither our threads nor a usable driver: it runs on as if it were not
 /// under Sublet.
 unsafe extern "C" fn after_fork_in_child() {
-    locks::close_in_child();
+    vmm_pool::close_descriptors_in_child();
     if let Some(member) = member() {
         member.let_go_in_child();
         FORKED.store(true, Ordering::Relaxed);

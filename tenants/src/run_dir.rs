@@ -19,7 +19,7 @@ pub(crate) mod claims;
 pub(crate) mod clock;
 mod error;
 mod holders;
-pub mod locks;
+mod locks;
 mod sockets;
 mod trusted_path;
 pub(crate) mod turn_files;

@@ -85,7 +85,7 @@ impl fmt::Display for Peer {
 /// A connection to one other process. Send from one thread at a time.
 #[derive(Debug)]
 pub struct Connection {
-    stream: OwnedFd,
+    stream: UninheritedFd,
     peer: Peer,
     limits: Limits,
     /// Has this side made the connection?
@@ -168,7 +168,7 @@ impl Connection {
             return Err(TransportError::ForeignPeer { peer, peer_uid: credentials.uid(), own_uid });
         }
         Ok(Self {
-            stream,
+            stream: stream.into(),
             peer,
             limits,
             asks: false,

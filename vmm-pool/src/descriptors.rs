@@ -1,11 +1,13 @@
-//! Descriptors that a forked child does not keep: of device memory, which an open one holds, and of leases, by which others
-//! know that their memory is in use. A child that kept one would keep the memory from everybody for its whole life.
+//! Descriptors that a forked child does not keep: of device memory, which an open one holds; of leases and locks, by which others
+//! know that something is in use; of sockets, by whose end others know that a process has ended. A child that kept one would keep
+//! all of that for its whole life.
 //!
 //! A fork may come at any instant, on any thread, while any lock is held. So their numbers are noted in a table that takes
 //! no lock, and the child closes what is noted there. Between its opening and its noting a descriptor is not, for an instant, nor
 //! while it is being closed.
 
-use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, IntoRawFd as _, OwnedFd, RawFd};
+use std::ops::Deref;
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Numbers that can be noted: what Linux lets a process have at most, unless it is told otherwise.
@@ -53,52 +55,63 @@ impl Table {
     }
 }
 
-/// A descriptor that a forked child does not keep. As [`OwnedFd`], in all else.
+/// What has a descriptor that a forked child does not keep. As `F` in all else.
 #[derive(Debug)]
-pub struct UninheritedFd {
+pub struct Uninherited<F: AsFd + IntoRawFd> {
     /// There, until it is dropped or taken out.
-    fd: Option<OwnedFd>,
+    held: Option<F>,
     is_noted: bool,
 }
 
-impl UninheritedFd {
-    /// The descriptor itself, which a child would keep.
-    pub fn into_fd(mut self) -> OwnedFd {
+/// A descriptor that a forked child does not keep.
+pub type UninheritedFd = Uninherited<OwnedFd>;
+
+impl<F: AsFd + IntoRawFd> Uninherited<F> {
+    /// What a child would keep.
+    pub fn into_inner(mut self) -> F {
         self.take().unwrap_or_else(|| unreachable!("it is taken once"))
     }
 
     /// None in a child that has closed it, where its number may be another's by now.
-    fn take(&mut self) -> Option<OwnedFd> {
-        let fd = self.fd.take()?;
-        if !self.is_noted || NOTED.forget(fd.as_raw_fd()) {
-            return Some(fd);
+    fn take(&mut self) -> Option<F> {
+        let held = self.held.take()?;
+        if !self.is_noted || NOTED.forget(held.as_fd().as_raw_fd()) {
+            return Some(held);
         }
-        let _closed = fd.into_raw_fd();
+        let _closed = held.into_raw_fd();
         None
     }
 }
 
-impl From<OwnedFd> for UninheritedFd {
-    fn from(fd: OwnedFd) -> Self {
-        let is_noted = NOTED.note(fd.as_raw_fd());
-        Self { fd: Some(fd), is_noted }
+impl<F: AsFd + IntoRawFd> From<F> for Uninherited<F> {
+    fn from(held: F) -> Self {
+        let is_noted = NOTED.note(held.as_fd().as_raw_fd());
+        Self { held: Some(held), is_noted }
     }
 }
 
-impl AsFd for UninheritedFd {
+impl<F: AsFd + IntoRawFd> Deref for Uninherited<F> {
+    type Target = F;
+
+    fn deref(&self) -> &F {
+        self.held.as_ref().unwrap_or_else(|| unreachable!("it is there until it is dropped"))
+    }
+}
+
+impl<F: AsFd + IntoRawFd> AsFd for Uninherited<F> {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_ref().unwrap_or_else(|| unreachable!("it is there until it is dropped")).as_fd()
+        (**self).as_fd()
     }
 }
 
-impl Drop for UninheritedFd {
+impl<F: AsFd + IntoRawFd> Drop for Uninherited<F> {
     fn drop(&mut self) {
         drop(self.take());
     }
 }
 
-/// For a forked child, before anything else runs in it: closes all of them.
-pub(crate) fn close_in_child() {
+/// For a forked child, before anything else runs in it: closes all [`Uninherited`]. Takes no lock and does not block.
+pub fn close_in_child() {
     NOTED.take_all(|number| {
         // It was open at the fork, and this is the only thread.
         let _closed = nix::unistd::close(number);
@@ -136,7 +149,7 @@ mod tests {
         let fd = UninheritedFd::from(OwnedFd::from(File::open("/dev/null").unwrap()));
         let number = fd.as_fd().as_raw_fd();
         assert!(is_noted(number));
-        let fd = fd.into_fd();
+        let fd = fd.into_inner();
         assert!(!is_noted(number));
         drop(UninheritedFd::from(fd));
         // Another test of this process may have a descriptor of this number by now, but none that is noted.

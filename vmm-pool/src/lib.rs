@@ -33,7 +33,7 @@ pub mod sync;
 mod transition;
 mod waits;
 
-pub use descriptors::UninheritedFd;
+pub use descriptors::{Uninherited, UninheritedFd, close_in_child as close_descriptors_in_child};
 pub use error::{PoolError, PoolResult};
 pub use ids::{AllocationId, VirtualHandle};
 pub use journal::{Step, StepLog};

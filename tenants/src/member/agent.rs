@@ -15,9 +15,8 @@ use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags};
 use vmm_pool::driver::Driver;
 
-use super::clients::{Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
+use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
 use super::lending::HandedOut;
-use super::sockets::{CONNECTIONS_MAX, Noted};
 use super::worker::{self, Done, Job, NOBODY, Work, block_signals};
 use super::{AGENT_TIMEOUT, Member};
 use crate::host_memory::Pressure;
@@ -82,8 +81,6 @@ struct Watcher {
 
 struct Agent<D: Driver> {
     member: Arc<Member<D>>,
-    /// Goes before the listener does.
-    noted: Noted,
     listener: Listener,
     /// When it looks next whether the listener still has its name.
     look_at: Instant,
@@ -113,11 +110,10 @@ pub(super) fn spawn<D: Driver>(
     let (jobs, done) = worker::spawn(member)?;
     let agent = Agent {
         member: Arc::clone(member),
-        noted: member.sockets.note(&listener),
         listener,
         look_at: Instant::now() + NAME_LOOK_EVERY,
         wakeups,
-        clients: Clients::new(Arc::clone(&member.sockets)),
+        clients: Clients::default(),
         accept_after: None,
         waiters: Vec::new(),
         watchers: Vec::new(),
@@ -184,7 +180,6 @@ impl<D: Driver> Agent<D> {
             Ok(listener) => {
                 // A client that has connected already is served all the same.
                 self.accept();
-                self.noted = member.sockets.note(&listener);
                 self.listener = listener;
                 member.note_new_name();
                 member.note(format!("{path} had been removed, and was made again"));

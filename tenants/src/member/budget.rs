@@ -11,10 +11,9 @@ use vmm_pool::budget::{Account, Figure, Gpu, OverBudget, Place};
 use vmm_pool::driver::{DeviceOrdinal, DeviceUuid, Driver};
 
 use super::Member;
-use crate::descriptors::Noted;
 use crate::error_text::chain;
 use crate::identity::TenantName;
-use crate::run_dir::{self, BudgetFile, RunDirError, locks};
+use crate::run_dir::{self, BudgetFile, RunDirError};
 use crate::wire::{Failure, FailureKind, Reply};
 
 /// What this process holds, counted in the tenant's file. It lives as long as the process.
@@ -32,8 +31,6 @@ pub(super) struct Share {
 /// A slot in a file.
 #[derive(Debug)]
 struct Seat {
-    /// For a forked child to close. Goes before the file does.
-    _noted: Noted,
     file: BudgetFile,
     slot: usize,
     /// Where each device of this process is counted, by its ordinal.
@@ -41,10 +38,6 @@ struct Seat {
 }
 
 impl Seat {
-    fn new(file: BudgetFile, slot: usize, places: Vec<Option<usize>>) -> Self {
-        Self { _noted: locks::HELD.note(file.file()), file, slot, places }
-    }
-
     fn place(&self, device: usize) -> Option<usize> {
         self.places.get(device).copied().flatten()
     }
@@ -167,7 +160,7 @@ impl<D: Driver> Member<D> {
         let places = self.places_in(&file)?;
         let share = Arc::new(Share {
             tenant: self.config.tenant.clone(),
-            seat: RwLock::new(Seat::new(file, slot, places)),
+            seat: RwLock::new(Seat { file, slot, places }),
             turn: Mutex::default(),
             said: AtomicU64::new(0),
         });
@@ -188,7 +181,7 @@ impl<D: Driver> Member<D> {
             file.change(&budgets)?;
         }
         let places = self.places_in(&file)?;
-        share.move_to(Seat::new(file, slot, places));
+        share.move_to(Seat { file, slot, places });
         self.note(
             "the file of the tenant's budgets had been removed, and was made again".to_owned(),
         );

@@ -5,15 +5,18 @@
 //! does not take an answer, is closed after [`STALL_MAX`]. The limits are listed in `docs/security.md`.
 
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 
-use super::sockets::{CONNECTIONS_MAX, Noted, Sockets};
 use crate::transport::{Connection, Direction, TransportError};
 use crate::wire::{Failure, FailureKind, Reply, Request};
 
+/// Connections one agent keeps: peers on a node and a few commands fit. When all are taken, a new one
+/// takes the place of the one that has been idle longest, and that one's owner connects again when it next asks
+/// something. One whose question is not answered yet never goes: when there is no other, new ones wait in the
+/// listening socket's queue.
+pub const CONNECTIONS_MAX: usize = 256;
 /// Requests of one connection that may be unanswered at a time: a coordinator that brings ranks to a cut
 /// sends new limits without waiting for the answer to the last.
 pub const OPEN_REQUESTS_MAX: usize = 256;
@@ -26,8 +29,6 @@ pub const STALL_MAX: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 struct Client {
     number: u64,
-    /// Goes before the connection does.
-    _noted: Noted,
     connection: Connection,
     /// Requests that are answered later and have not been.
     open_requests: usize,
@@ -38,18 +39,13 @@ struct Client {
 }
 
 /// All connections, by numbers that are never used twice.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Clients {
     list: Vec<Client>,
-    next_number: u64,
-    sockets: Arc<Sockets>,
+    last_number: u64,
 }
 
 impl Clients {
-    pub(super) fn new(sockets: Arc<Sockets>) -> Self {
-        Self { list: Vec::new(), next_number: 1, sockets }
-    }
-
     /// Is there room for one more, be it in the place of one that is idle? `keep` never goes.
     pub(super) fn has_room(&self, keep: Option<u64>) -> bool {
         self.list.len() < CONNECTIONS_MAX || self.idle(keep).is_some()
@@ -68,16 +64,15 @@ impl Clients {
             self.close(number);
             closed = Some(number);
         }
+        self.last_number += 1;
         self.list.push(Client {
-            number: self.next_number,
-            _noted: self.sockets.note(&connection),
+            number: self.last_number,
             connection,
             open_requests: 0,
             last_request: Instant::now(),
             was_served: false,
             stalled_since: None,
         });
-        self.next_number += 1;
         closed
     }
 
@@ -253,7 +248,7 @@ mod tests {
 
     /// As many clients as there may be, and their other ends.
     fn full() -> (Clients, Vec<UnixStream>) {
-        let mut clients = Clients::new(Arc::default());
+        let mut clients = Clients::default();
         let ends = (0..CONNECTIONS_MAX).map(|_| connect(&mut clients).0).collect();
         (clients, ends)
     }

@@ -32,7 +32,6 @@ mod resuming;
 mod rounds;
 mod saving;
 mod selection;
-mod sockets;
 mod spilling;
 mod stages;
 mod stepping;
@@ -50,7 +49,7 @@ use vmm_pool::{HostBudget, Pool, Selection, TagTotals, UninheritedFd};
 
 pub use asking::{Asking, Turn, Waited};
 pub use captures::{BeforeCapture, Captures, ContextWait};
-pub use clients::{OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
+pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
 pub use config::{FAMILY_WAIT, JoinError, MemberConfig};
 pub use fetch::ImportError;
 pub(crate) use spilling::STEP_TIME as SPILL_STEP_TIME;
@@ -75,8 +74,6 @@ use limit::DescriptorLimit;
 use owners::Owner;
 use progress::Progress;
 use rounds::Rounds;
-pub use sockets::CONNECTIONS_MAX;
-use sockets::Sockets;
 use termination::CallingOff;
 use vmm_pool::gate::Gate;
 
@@ -120,8 +117,6 @@ pub struct Member<D: Driver> {
     status: Mutex<Status>,
     changed: Condvar,
     waker: agent::Waker,
-    /// The agent's, for a forked child to close.
-    sockets: Arc<Sockets>,
     /// Its name is not put back where it goes.
     has_left: AtomicBool,
     /// When its name was last put back.
@@ -190,7 +185,6 @@ impl<D: Driver> Member<D> {
             }),
             changed: Condvar::new(),
             waker,
-            sockets: Arc::default(),
             has_left: AtomicBool::new(false),
             new_name: Mutex::default(),
             peers: Mutex::default(),
@@ -241,16 +235,11 @@ impl<D: Driver> Member<D> {
         all_had_time && is_there
     }
 
-    /// For a forked child, which is no member: closes its copies of the agent's sockets, and of descriptors that
-    /// hold device memory, disk space, or a conversation with a peer, where no other thread was changing them at
-    /// the fork. Blocks nowhere. Locks are closed by [`crate::run_dir::locks::close_in_child`], which needs no member.
+    /// For a forked child, which is no member: closes its copy of the pool's file, where no other thread was changing it at
+    /// the fork. Blocks nowhere. All other descriptors are closed by [`vmm_pool::close_descriptors_in_child`], which needs no member.
     pub fn let_go_in_child(&self) {
-        self.sockets.close_in_child();
         self.descriptor_limit.put_back_in_child();
-        self.pool.close_descriptors_in_child();
-        if let Ok(mut peers) = self.peers.try_lock() {
-            peers.clear();
-        }
+        self.pool.close_file_in_child();
     }
 
     /// Its identity.

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
+use vmm_pool::Uninherited;
 use vmm_pool::budget::{Gpu, Shared};
 
 use super::{RunDirError, TenantDir, io_error, is_still_named, open_lock_file, pause_thread};
@@ -33,7 +34,7 @@ const BACK_OFF: Duration = Duration::from_millis(1);
 /// The opened file, mapped. It keeps its slot, where it has one, until it is dropped or the process ends.
 #[derive(Debug)]
 pub(crate) struct BudgetFile {
-    file: File,
+    file: Uninherited<File>,
     path: PathBuf,
     shared: Shared,
 }
@@ -151,7 +152,7 @@ impl BudgetFile {
             Ok(lives.then_some(shared))
         };
         let shared = found().map_err(io_error("reading", &path))?;
-        Ok(shared.map(|shared| Self { file, path, shared }))
+        Ok(shared.map(|shared| Self { file: file.into(), path, shared }))
     }
 
     /// For a process: the tenant's file with a slot in it. What dead processes have left of it is begun again, with
@@ -225,7 +226,7 @@ impl BudgetFile {
                 Ok(Some((shared, taken)))
             };
             if let Some((shared, taken)) = opened().map_err(io_error("use", &path))? {
-                return Ok(Some((Self { file, path, shared }, taken)));
+                return Ok(Some((Self { file: file.into(), path, shared }, taken)));
             }
         }
     }
@@ -233,11 +234,6 @@ impl BudgetFile {
     /// Is it the file that those find who look for it now?
     pub(crate) fn is_named(&self) -> bool {
         is_still_named(&self.file, &self.path)
-    }
-
-    /// For a forked child to close.
-    pub(crate) fn file(&self) -> &File {
-        &self.file
     }
 
     /// What all count.

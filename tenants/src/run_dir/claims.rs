@@ -6,7 +6,7 @@
 use std::fs::{self, File, FileTimes, OpenOptions};
 use std::io::{ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::AsFd as _;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
@@ -14,6 +14,7 @@ use std::time::{Duration, Instant, SystemTime};
 use nix::poll::{PollFd, PollFlags};
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 use serde::{Deserialize, Serialize};
+use vmm_pool::UninheritedFd;
 
 use super::clock::now_us;
 use super::turn_files::{TurnDir, TurnLock};
@@ -21,7 +22,6 @@ use super::{
     RunDirError, entry_names, holders, io_error, is_still_named, locks, pause_thread,
     remove_file_if_there,
 };
-use crate::descriptors::Noted;
 use crate::transport::poll_until;
 use crate::turns::scene::Wish;
 
@@ -88,10 +88,9 @@ pub(crate) struct OwnClaim {
     pub(crate) number: u64,
 }
 
-/// Tells when a claim is made, ends, or says something else. Without one, where the system gives none, only time tells. A forked child
-/// closes it: the number goes before the descriptor does.
+/// Tells when a claim is made, ends, or says something else. Without one, where the system gives none, only time tells.
 #[derive(Debug)]
-pub(crate) struct Watch(Option<(Noted, OwnedFd)>);
+pub(crate) struct Watch(Option<UninheritedFd>);
 
 impl TurnDir {
     /// Makes a claim that comes after all others, or one in the place of `number` where that is free.
@@ -189,10 +188,10 @@ impl TurnDir {
             | WatchFlags::MODIFY
             // A process that ends closes its claims.
             | WatchFlags::CLOSE_WRITE;
-        let watch = || -> rustix::io::Result<(Noted, OwnedFd)> {
+        let watch = || -> rustix::io::Result<UninheritedFd> {
             let fd = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
             inotify::add_watch(&fd, &self.path, events | WatchFlags::ONLYDIR)?;
-            Ok((locks::HELD.note(&fd), fd))
+            Ok(fd.into())
         };
         Watch(watch().inspect_err(|error| tracing::debug!(%error, "turns are not watched")).ok())
     }
@@ -206,7 +205,7 @@ pub(crate) fn pid_namespace() -> u64 {
 impl Watch {
     /// Waits until a claim has changed since the last call, for `most` at most. Says whether one has.
     pub(crate) fn wait(&self, most: Duration) -> bool {
-        let Some((_, fd)) = &self.0 else {
+        let Some(fd) = &self.0 else {
             pause_thread(most);
             return false;
         };
@@ -225,7 +224,7 @@ impl Watch {
     }
 
     /// Reads what has happened. Says whether it was about claims.
-    fn clear(fd: &OwnedFd) -> bool {
+    fn clear(fd: &UninheritedFd) -> bool {
         let mut is_claim = false;
         let mut bytes = [MaybeUninit::uninit(); 4096];
         let mut events = inotify::Reader::new(fd, &mut bytes);
@@ -445,13 +444,5 @@ mod tests {
         assert!(watch.wait(most));
         fs::remove_dir_all(&dir.path).unwrap();
         assert!(watch.wait(most), "its directory has gone");
-    }
-
-    #[test]
-    fn a_forked_child_closes_a_watch_of_its_parent() {
-        let base = tempfile::tempdir().unwrap();
-        let watch = dir(&base).watch();
-        let (_, fd) = watch.0.as_ref().unwrap();
-        assert!(locks::HELD.has(fd));
     }
 }

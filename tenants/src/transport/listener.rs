@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use nix::poll::{PollFd, PollFlags};
+use vmm_pool::Uninherited;
 
 use super::{Connection, Direction, Peer, TransportError, poll_until};
 
@@ -19,7 +20,7 @@ pub(crate) const BINDING_EXTENSION: &str = "bind";
 /// [`Listener::close`] removes the name, and a name without a listener is removed by the next that meets it.
 #[derive(Debug)]
 pub struct Listener {
-    socket: UnixListener,
+    socket: Uninherited<UnixListener>,
     path: PathBuf,
     /// Device and inode of the name.
     inode: Option<(u64, u64)>,
@@ -41,7 +42,7 @@ impl Listener {
         socket.set_nonblocking(true).map_err(failed)?;
         let inode = inode(&binding);
         fs::rename(&binding, path).map_err(failed)?;
-        Ok(Self { socket, path: path.to_owned(), inode })
+        Ok(Self { socket: socket.into(), path: path.to_owned(), inode })
     }
 
     /// Does its name still lead to it? Otherwise it was removed, perhaps with all that was around it.

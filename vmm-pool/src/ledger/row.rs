@@ -395,11 +395,11 @@ impl Row {
     }
 
     pub(super) fn keep_export(&mut self, fd: OwnedFd) -> Option<OwnedFd> {
-        self.sharing.exported.replace(fd.into()).map(UninheritedFd::into_fd)
+        self.sharing.exported.replace(fd.into()).map(UninheritedFd::into_inner)
     }
 
     pub(super) fn take_export(&mut self) -> Option<OwnedFd> {
-        self.sharing.exported.take().map(UninheritedFd::into_fd)
+        self.sharing.exported.take().map(UninheritedFd::into_inner)
     }
 
     /// The process runs on, and importers without it, until its tag is brought back.

@@ -5,7 +5,6 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
 use super::{Entered, Kind, Pool, Use};
 use crate::deferred::Physical;
-use crate::descriptors;
 use crate::driver::Driver;
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::{Class, Lease, NewRow, Origin, Row, TicketWatch};
@@ -297,14 +296,12 @@ impl<D: Driver> Pool<D> {
         Ok(fd)
     }
 
-    /// For a forked child: closes its copies of descriptors, which hold device memory and disk space that the
-    /// parent believes to have given back, and memory that others have lent to it. Passes over a file that a thread was changing at
-    /// the fork.
-    pub fn close_descriptors_in_child(&self) {
+    /// For a forked child: closes its copy of the file, which holds disk space that the parent believes to have given back.
+    /// Passes over a file that a thread was changing at the fork.
+    pub fn close_file_in_child(&self) {
         if let Ok(mut arena) = self.arena.try_lock() {
             arena.disk.close_in_child();
         }
-        descriptors::close_in_child();
     }
 
     /// Are there tickets that are known to be open, or to have been closed?
