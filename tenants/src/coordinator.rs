@@ -23,7 +23,6 @@ mod needs;
 mod overlap;
 mod participants;
 mod peers;
-mod questions;
 mod report;
 mod saving;
 mod session;
@@ -32,7 +31,6 @@ mod shortage;
 mod spilling;
 mod stepping;
 mod steps;
-mod stillness;
 mod swap;
 #[cfg(test)]
 mod tests;

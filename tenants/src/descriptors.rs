@@ -1,6 +1,10 @@
 //! Descriptors of this process: how many it may open. All that the table names are [`vmm_pool::Uninherited`], but for tickets, wake pipe and what a
 //! reply has just brought.
 //!
+//! The limit is raised while a resume needs more than the application ever had: an owner exports a descriptor for each allocation
+//! that it shares, and holds them until all have theirs. It is not raised for good: programs close all numbers up to it, and those that
+//! use `select` rely on small ones.
+//!
 //! | descriptor | owner | until |
 //! | --- | --- | --- |
 //! | the driver's export of a row | owner's pool | every ticket is redeemed, or the resume is over, or the pause releases |
@@ -11,7 +15,9 @@
 //! | descriptors in a reply | the receiver, close-on-exec from the receive on | the import is made |
 //! | listener, connections, wake pipe | agent | the process ends |
 
-use nix::sys::resource::{Resource, getrlimit};
+use std::sync::{Mutex, PoisonError};
+
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 /// Descriptors that are left to the application and the rest of us.
 const DESCRIPTORS_KEPT_FREE: usize = 32;
@@ -28,4 +34,59 @@ pub(crate) fn free_descriptors() -> usize {
     // Where /proc cannot be read, as many as are likely to be free.
     let open = std::fs::read_dir("/proc/self/fd").map_or(limit / 2, Iterator::count);
     limit.saturating_sub(open + DESCRIPTORS_KEPT_FREE)
+}
+
+/// More than any tenant shares, and no more than programs can go through one by one.
+const ENOUGH: u64 = 1 << 20;
+
+/// What the soft limit was, while it is raised.
+#[derive(Debug, Default)]
+pub(crate) struct DescriptorLimit(Mutex<Option<Raised>>);
+
+#[derive(Clone, Copy, Debug)]
+struct Raised {
+    before: u64,
+    to: u64,
+}
+
+impl DescriptorLimit {
+    /// Raises the soft limit to the hard one, or to what is enough, until [`DescriptorLimit::put_back`].
+    pub(crate) fn raise(&self) {
+        let mut raised = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else {
+            return;
+        };
+        let to = hard.min(ENOUGH);
+        if raised.is_some() || soft >= to {
+            return;
+        }
+        match setrlimit(Resource::RLIMIT_NOFILE, to, hard) {
+            Ok(()) => *raised = Some(Raised { before: soft, to }),
+            Err(error) => tracing::debug!(%error, soft, to, "the limit of open files stays"),
+        }
+    }
+
+    /// Puts it back, unless the application has set another meanwhile.
+    pub(crate) fn put_back(&self) {
+        put_back(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// As [`DescriptorLimit::put_back`], in a forked child, which has the limit of its parent at the fork.
+    pub(crate) fn put_back_in_child(&self) {
+        if let Ok(mut raised) = self.0.try_lock() {
+            put_back(&mut raised);
+        }
+    }
+}
+
+fn put_back(raised: &mut Option<Raised>) {
+    let Some(Raised { before, to }) = raised.take() else {
+        return;
+    };
+    if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
+        && soft == to
+        && let Err(error) = setrlimit(Resource::RLIMIT_NOFILE, before, hard)
+    {
+        tracing::warn!(%error, "the limit of open files was not put back");
+    }
 }

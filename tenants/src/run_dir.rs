@@ -16,9 +16,7 @@
 
 mod budget_file;
 pub(crate) mod claims;
-pub(crate) mod clock;
 mod error;
-mod holders;
 mod locks;
 mod sockets;
 mod trusted_path;
@@ -345,7 +343,7 @@ impl TenantDir {
     pub fn lock_holders(&self) -> Vec<u32> {
         // Nobody holds a lock on a file that is not there, and one that cannot be read names nobody.
         File::open(self.path.join(LOCK_NAME))
-            .map_or_else(|_| Vec::new(), |file| holders::holders(&file))
+            .map_or_else(|_| Vec::new(), |file| locks::holders(&file))
     }
 
     fn lock_with(
@@ -438,7 +436,7 @@ fn wait_for_lock(
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             let waited_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
-            return Err(locked(holders::holders(&file), waited_ms));
+            return Err(locked(locks::holders(&file), waited_ms));
         }
         pause_thread(back_off.min(left));
         back_off = (back_off * 2).min(LOCK_BACK_OFF_MAX);

@@ -21,7 +21,6 @@ mod client;
 mod error;
 pub mod frame;
 mod listener;
-mod outgoing;
 mod process;
 #[cfg(test)]
 mod tests;
@@ -50,8 +49,7 @@ pub(crate) use process::{Process, command_of, has_ended, is_stopped};
 use vmm_pool::UninheritedFd;
 
 use ancillary::Room;
-use frame::{FrameError, HEADER_BYTES, Header};
-use outgoing::Outgoing;
+use frame::{FrameError, HEADER_BYTES, Header, Outgoing};
 
 use crate::wire::FDS_PER_MESSAGE_MAX;
 

@@ -93,3 +93,14 @@ impl VirtualHandle {
         (self.0 & Self::INDEX_MASK) as usize
     }
 }
+
+/// Another process that memory is shared with, as owner or as importer. The pool compares it, and its user knows how
+/// that process is found.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct PeerId(pub u64);
+
+impl fmt::Debug for PeerId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}

@@ -19,7 +19,6 @@ mod ids;
 mod journal;
 mod ledger;
 pub mod paging;
-mod peer;
 mod pool;
 mod report;
 mod saved;
@@ -35,14 +34,13 @@ mod waits;
 
 pub use descriptors::{Uninherited, UninheritedFd, close_in_child as close_descriptors_in_child};
 pub use error::{PoolError, PoolResult};
-pub use ids::{AllocationId, VirtualHandle};
+pub use ids::{AllocationId, PeerId, VirtualHandle};
 pub use journal::{Step, StepLog};
 pub use ledger::{
     After, Block, Class, Facts, Held, Holding, HoldingSource, Known, LIBRARY_TAGS, Lease,
     LentTotals, PlainMemory, References, Selection, Sight, Standing, StayReason, TagTotals, Tags,
     TicketWatch, Unfreezable, Whose,
 };
-pub use peer::PeerId;
 pub use pool::{
     Borrowed, ChangeDetection, Entered, Export, GiveUp, ImportSource, Kind, LostImports,
     PieceBytes, Pool, Registered, Use,

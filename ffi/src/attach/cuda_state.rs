@@ -6,7 +6,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void};
 
 use vmm_pool::driver::{DeviceOrdinal, DriverCode};
 
-use super::report::Device;
+use super::Device;
 use crate::interpose::driver::call_driver;
 use crate::interpose::{Pointer, loader};
 use crate::interposed::INTERPOSED;

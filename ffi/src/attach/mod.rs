@@ -5,16 +5,17 @@
 //! is about the tenant: which one is joined, what the devices held before (`cuda_state`), and whether a pause from outside
 //! is safe.
 //!
-//! What an attach cannot reach is in the report (`report`), library by library; `docs/attach.md` lists the limits.
+//! What an attach cannot reach is in the [`Report`], library by library; `docs/attach.md` lists the limits.
 
 #![expect(unsafe_code, reason = "asks for a notice of forks")]
 
 mod cuda_state;
-pub(crate) mod report;
 
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
+use cuda_state::Table;
+use serde::Serialize;
 use sublet_registrations::device_files::{self, DeviceFile};
 use tenants::identity::TenantName;
 
@@ -22,8 +23,6 @@ use crate::interpose::patch::{Entry, Purpose};
 use crate::interpose::{Binding, driver, loader};
 use crate::interposed::INTERPOSED;
 use crate::{contexts, environment, registrations, runtime};
-use cuda_state::Table;
-use report::{Device, Library, Report, State};
 
 /// The devices with a context before the first attach.
 static DEVICES: Mutex<Option<Vec<Device>>> = Mutex::new(None);
@@ -222,4 +221,54 @@ fn hooked_how(entry: &Entry, is_preloaded: bool) -> &'static str {
 fn program_path() -> String {
     std::env::current_exe()
         .map_or_else(|_| "(program)".to_owned(), |path| path.display().to_string())
+}
+
+/// The report of an attach.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Report {
+    /// The tenant; null when none can be named.
+    pub(crate) tenant: Option<String>,
+    /// Libraries that reach the driver or NCCL, or may.
+    pub(crate) libraries: Vec<Library>,
+    /// Devices that had a context before the attach.
+    pub(crate) devices: Vec<Device>,
+    /// True when every library is hooked, so that every kernel launch passes our gate.
+    pub(crate) launches_are_held: bool,
+}
+
+/// One library.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Library {
+    /// Its file.
+    pub(crate) path: String,
+    /// Imports of it that lead to us.
+    pub(crate) slots: usize,
+    /// Addresses of the driver's functions that it kept and that were exchanged for ours.
+    pub(crate) exchanged: usize,
+    /// Whether its calls are seen.
+    pub(crate) state: State,
+    /// How that is known, or why it is not so.
+    pub(crate) why: String,
+}
+
+/// Whether a library's calls are seen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum State {
+    /// Yes.
+    Hooked,
+    /// No: it took the driver's functions before the attach, and keeps them where they were not found.
+    Late,
+    /// It could not be read or written.
+    Unknown,
+}
+
+/// A device that had a context before the attach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Device {
+    /// The ordinal in this process.
+    pub(crate) device: i32,
+    /// Bytes of it in use then, by all processes: what this process had allocated earlier is among them, and
+    /// stays where it is.
+    pub(crate) used_bytes: u64,
 }

@@ -1,26 +1,22 @@
 //! `include/sublet.h`, function by function. The header is the source of truth.
 //!
-//! * [`pausing`]: pausing and resuming, whole or by tag.
-//! * [`budgets`]: how much GPU memory a tenant may hold.
-//! * [`turns`]: getting the GPUs from others, and turns on them.
+//! * [`pausing`]: pausing and resuming, whole or by tag; getting the GPUs from others, and turns on them.
 //! * [`regions`]: which memory belongs to which tag.
 //! * [`contents`]: contents while they are offloaded, and contents that the application does not need.
 //! * [`paging`]: addresses whose contents are on the device by turns.
-//! * [`stats`]: the memory that processes hold, as JSON.
+//! * [`stats`]: the memory that processes hold, and how much a tenant may hold, as JSON.
 //! * [`attach`]: coming under Sublet without `LD_PRELOAD`.
 //! * [`last_call`]: the error and the report of each thread's last call.
 //! * [`amem`]: the `ncclPause` family.
 
 pub mod amem;
 pub mod attach;
-pub mod budgets;
 pub mod contents;
 pub mod last_call;
 pub mod paging;
 pub mod pausing;
 pub mod regions;
 pub mod stats;
-pub mod turns;
 
 use std::ffi::c_int;
 
@@ -49,13 +45,13 @@ macro_rules! agrees {
 }
 
 agrees! {
-    stats: sublet_version sublet_stats_json sublet_tenant_stats_json sublet_tenants_json;
+    stats: sublet_version sublet_stats_json sublet_tenant_stats_json sublet_tenants_json
+        sublet_set_budget sublet_budget_json;
     last_call: sublet_last_error sublet_last_error_json sublet_last_report_json;
     pausing: sublet_pause_tenant sublet_resume_tenant sublet_swap_tenants sublet_swap_tags
         sublet_pause_tags sublet_resume_tags sublet_resume_in_turn sublet_prepare_tenant
-        sublet_is_paused sublet_tag_is_paused sublet_changes;
-    turns: sublet_switch_tenant sublet_turn_begin sublet_turn_end;
-    budgets: sublet_set_budget sublet_budget_json;
+        sublet_is_paused sublet_tag_is_paused sublet_changes sublet_switch_tenant sublet_turn_begin
+        sublet_turn_end;
     regions: sublet_region_begin sublet_region_begin_on sublet_region_begin_none sublet_region_end
         sublet_region_begin_all_threads sublet_region_end_all_threads;
     contents: sublet_host_copy sublet_set_file_dir sublet_host_copy_out sublet_set_unused_source

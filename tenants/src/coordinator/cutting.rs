@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use super::report::{CutSummary, Event, MemberFailure, Report, Step};
 use super::session::{Session, Stop, micros, millis};
+use super::stepping::Stillness;
 use super::steps::OnFailure;
-use super::stillness::Stillness;
 use crate::cut::plan::{Pace, Plan, Verdict};
 use crate::cut::{CutReport, Lag, Laggard, Limits, foreign_ranks, laggards};
 use crate::wire::{Failure, FailureKind, Hold, Phase};

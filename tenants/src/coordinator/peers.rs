@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags};
 
-pub(super) use super::questions::Question;
+pub(super) use super::report::Question;
 use super::report::{MemberFailure, Step, Who};
 use super::{CoordinatorError, Interrupt};
 use crate::run_dir::{MemberSocket, TenantDir};

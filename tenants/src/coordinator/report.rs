@@ -11,7 +11,11 @@ use crate::cut::Laggard;
 use crate::identity::{MemberId, TenantName};
 use crate::phase::Stage;
 use crate::stepping::Activity;
-use crate::wire::{Action, Failure, MemberStats, Phase, PhaseReport};
+use crate::wire::{
+    Action, Ask, AskLent, AwaitConsent, Count, Drain, Failure, GiveUp, Hello, Hold, HostStep,
+    LookIdle, MemberStats, Needs, Phase, PhaseReport, SaveStep, SpillStep, Stats, StepOn,
+    TakePhase,
+};
 
 /// A step of the coordinator's work with each member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -463,4 +467,39 @@ pub struct Swap {
     pub resumed: Outcome,
     /// From the first message to the last answer of both, in microseconds.
     pub wall_us: u64,
+}
+
+/// A question of the coordinator's, which is one of its steps.
+pub(super) trait Question: Ask {
+    /// What people read of it.
+    fn step(&self) -> Step;
+}
+
+macro_rules! questions {
+    ($($question:ident is $step:expr;)*) => {$(
+        impl Question for $question {
+            fn step(&self) -> Step {
+                let step: fn(&Self) -> Step = $step;
+                step(self)
+            }
+        }
+    )*};
+}
+
+questions! {
+    Hello is |_| Step::Hello;
+    Stats is |_| Step::Stats;
+    LookIdle is |_| Step::Stats;
+    Count is |_| Step::Count;
+    AwaitConsent is |asked| Step::Consent(asked.action);
+    GiveUp is |told| Step::Consent(told.action);
+    Needs is |_| Step::Needs;
+    Hold is |_| Step::Cut;
+    StepOn is |_| Step::Drain;
+    SaveStep is |_| Step::Save;
+    HostStep is |_| Step::Host;
+    SpillStep is |_| Step::Spill;
+    AskLent is |_| Step::Lending;
+    Drain is |_| Step::Phase(Phase::Drain);
+    TakePhase is |asked| Step::Phase(asked.order.phase());
 }

@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 
 use super::report::{DrainSummary, Event, MemberFailure, Report, Step};
 use super::session::{Session, Stop, micros, millis};
-use super::stillness::Stillness;
 use crate::cut::Limits;
 use crate::cut::plan::{Pace, Plan};
 use crate::stepping::{Activity, Calls, Decision, StepOrder, Stepper, not_idle};
@@ -264,6 +263,38 @@ impl Session<'_> {
             failures.extend(all.first().map(failure));
         }
         failures
+    }
+}
+
+/// What was seen last, and since when it has been so.
+pub(super) struct Stillness<T> {
+    seen: T,
+    since: Instant,
+}
+
+impl<T: PartialEq> Stillness<T> {
+    /// `seen` from now on.
+    pub(super) fn new(seen: T) -> Self {
+        Self { seen, since: Instant::now() }
+    }
+
+    /// Has `seen` been the same for `patience`?
+    pub(super) fn pace(&mut self, seen: T, patience: Duration) -> Pace {
+        if seen != self.seen {
+            self.seen = seen;
+            self.begin_again();
+        }
+        if self.lasts() < patience { Pace::Moving } else { Pace::Stalled }
+    }
+
+    /// For how long it has been so.
+    pub(super) fn lasts(&self) -> Duration {
+        self.since.elapsed()
+    }
+
+    /// Something was done about it.
+    pub(super) fn begin_again(&mut self) {
+        self.since = Instant::now();
     }
 }
 

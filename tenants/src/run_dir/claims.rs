@@ -16,12 +16,11 @@ use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 use serde::{Deserialize, Serialize};
 use vmm_pool::UninheritedFd;
 
-use super::clock::now_us;
 use super::turn_files::{TurnDir, TurnLock};
 use super::{
-    RunDirError, entry_names, holders, io_error, is_still_named, locks, pause_thread,
-    remove_file_if_there,
+    RunDirError, entry_names, io_error, is_still_named, locks, pause_thread, remove_file_if_there,
 };
+use crate::time::now_us;
 use crate::transport::poll_until;
 use crate::turns::scene::Wish;
 
@@ -156,12 +155,12 @@ impl TurnDir {
             if let Ok(found) = version
                 && found != CLAIM_VERSION
             {
-                let holder_pids = holders::holders(&file);
+                let holder_pids = locks::holders(&file);
                 return Err(RunDirError::OtherTurns { holder_pids, found, known: CLAIM_VERSION });
             }
             if let Ok(claim) = serde_json::from_str::<Claim>(&text) {
                 let is_known = claim.pid_namespace == pid_namespace();
-                let pid = if is_known { Some(claim.pid) } else { holders::holders(&file).pop() };
+                let pid = if is_known { Some(claim.pid) } else { locks::holders(&file).pop() };
                 claims.push(Found { number, silent, pid, claim });
             }
         }

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use super::{MEMBERS_MAX, RUN_DIR_VARIABLE, SOCKET_PATH_BYTES_MAX, holders};
+use super::{MEMBERS_MAX, RUN_DIR_VARIABLE, SOCKET_PATH_BYTES_MAX, locks};
 use crate::code::Code;
 use crate::identity::TenantName;
 use crate::transport::TransportError;
@@ -54,7 +54,7 @@ pub enum RunDirError {
     #[error(
         "tenant '{tenant}' is being paused or resumed by {}, and that did not end in {waited_ms} ms; wait for it, or \
          end it",
-        holders::in_words(holder_pids)
+        locks::in_words(holder_pids)
     )]
     Locked {
         /// The tenant.
@@ -75,7 +75,7 @@ pub enum RunDirError {
     /// Somebody else is switching tenants.
     #[error(
         "tenants are being switched by {}, and that did not end in {waited_ms} ms; wait for it, or end it",
-        holders::in_words(holder_pids)
+        locks::in_words(holder_pids)
     )]
     Switching {
         /// Who holds the lock, as far as the kernel says.
@@ -87,7 +87,7 @@ pub enum RunDirError {
     #[error(
         "{} takes turns by version {found} of their files, and this process knows version {known}: run all tenants of a run \
          directory with one Sublet version, or end that process",
-        holders::in_words(holder_pids)
+        locks::in_words(holder_pids)
     )]
     OtherTurns {
         /// Who, as far as the kernel says.

@@ -9,7 +9,6 @@
 
 mod acting;
 mod back;
-mod context;
 mod gather;
 mod going;
 mod outcome;
@@ -24,19 +23,18 @@ use std::time::Instant;
 use crate::coordinator::{Coordinator, CoordinatorError, Event, Options};
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
-use crate::run_dir::clock::now_us;
+use crate::time::now_us;
 use crate::turns::scene::{Waiting, Wish};
 use crate::turns::{Settings, Verdict, decide};
 
 pub use acting::SwitchOptions;
 use acting::{busy, fits_nowhere};
 pub use back::come_back_by_itself;
-pub use context::Newcomer;
 pub use gather::{Claimant, LoggedDecision, TurnsView, look};
 use gather::{Silent, gather, history_of};
 pub use outcome::{SwitchError, Switched};
 use queue::{CallsOff, LOCK_TIMEOUT, Queue, never};
-pub use room::{Allocation, with_room};
+pub use room::{Allocation, Newcomer, with_room};
 pub use turn::{Turn, TurnOptions};
 
 /// Pauses what is in the way of `tenant` on its GPUs, and resumes it. Blocks for a bounded time, besides `wait`.

@@ -1,7 +1,10 @@
 //! The form of a frame: header, then payload. Pure functions of bytes; nothing here reads or waits.
 
+use std::collections::VecDeque;
+
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use vmm_pool::UninheritedFd;
 
 use crate::wire::{FDS_PER_MESSAGE_MAX, PROTOCOL_VERSION};
 
@@ -157,6 +160,47 @@ pub fn encode<T: Serialize + ?Sized>(message: &T, fds: usize) -> Result<Vec<u8>,
     let payload = postcard::to_stdvec(message)?;
     let header = Header { fds, payload_bytes: payload.len() };
     Ok([header.encode().as_slice(), &payload].concat())
+}
+
+/// One frame, as far as it has not been sent. Its descriptors travel with its first byte.
+#[derive(Debug)]
+pub(super) struct Queued {
+    pub(super) bytes: Vec<u8>,
+    pub(super) sent: usize,
+    pub(super) fds: Vec<UninheritedFd>,
+}
+
+/// Frames that wait, in order. Dropping it closes their descriptors.
+#[derive(Debug, Default)]
+pub(super) struct Outgoing {
+    frames: VecDeque<Queued>,
+}
+
+impl Outgoing {
+    pub(super) fn push(&mut self, bytes: Vec<u8>, fds: Vec<UninheritedFd>) {
+        self.frames.push_back(Queued { bytes, sent: 0, fds });
+    }
+
+    pub(super) fn first(&self) -> Option<&Queued> {
+        self.frames.front()
+    }
+
+    /// The peer has taken so many bytes more of the first frame.
+    pub(super) fn advance(&mut self, bytes: usize) {
+        let Some(frame) = self.frames.front_mut() else {
+            return;
+        };
+        frame.sent += bytes;
+        // The kernel holds its own references from here on.
+        frame.fds.clear();
+        if frame.sent >= frame.bytes.len() {
+            self.frames.pop_front();
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.frames.is_empty()
+    }
 }
 
 #[cfg(test)]

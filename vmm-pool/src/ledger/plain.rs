@@ -4,7 +4,8 @@
 //! ends a context takes its memory out first: nobody else finds it by the value from then on.
 
 use super::{Ledger, Mapping, VirtualHandle};
-use crate::driver::{DeviceAddress, RawContext, VaRange};
+use crate::budget::{Charge, Counted};
+use crate::driver::{DeviceAddress, DeviceOrdinal, RawContext, VaRange};
 
 /// A block of plain memory. Another block that lies at the same address later is not this one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,6 +115,46 @@ impl Ledger {
     pub(crate) fn claim_ends(&mut self, block: Block) {
         if let Some(mapping) = self.mappings.get_mut(&block.range.start.0) {
             mapping.set_claimed(false);
+        }
+    }
+}
+
+/// A plain allocation that the pool only counts.
+#[derive(Debug)]
+pub(crate) struct Native {
+    pub(crate) size_bytes: u64,
+    pub(crate) device: DeviceOrdinal,
+    /// The context in which it was allocated, if that is known.
+    pub(crate) context: Option<RawContext>,
+    pub(crate) reason: &'static str,
+    pub(crate) counted: Counted,
+}
+
+impl Ledger {
+    /// Counts a plain allocation that was left to the driver.
+    pub(crate) fn add_native(&mut self, address: DeviceAddress, native: Native) {
+        self.natives.insert(address.0, native);
+    }
+
+    /// Forgets one.
+    pub(crate) fn remove_native(&mut self, address: DeviceAddress) {
+        self.natives.remove(&address.0);
+    }
+
+    /// Has all own memory that is on its device, and does not count yet, count against a budget.
+    pub(crate) fn charge_all(
+        &mut self,
+        make: impl Fn(u64, Option<DeviceOrdinal>) -> Option<Charge>,
+    ) {
+        for (_, row) in &mut self.rows {
+            if let (true, Some(physical)) = (row.is_own(), row.backing_mut().handle_mut()) {
+                physical.charge_with(&make);
+            }
+        }
+        for native in self.natives.values_mut() {
+            if let Counted::Yes(charge @ None) = &mut native.counted {
+                *charge = make(native.size_bytes, Some(native.device));
+            }
         }
     }
 }

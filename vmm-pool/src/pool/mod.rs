@@ -8,7 +8,6 @@
 
 mod accounts;
 mod blocks;
-mod budgets;
 mod copies;
 mod questions;
 mod sharing;

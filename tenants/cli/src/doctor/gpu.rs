@@ -6,7 +6,7 @@ use vmm_pool::driver::{
 };
 use vmm_pool::support::VERSION_MIN;
 
-use super::check::Check;
+use super::Check;
 use crate::gpus::{Gpu, Gpus};
 
 pub(super) fn checks() -> Vec<Check> {
@@ -114,7 +114,7 @@ fn needed(subject: &str, what: &str, has: Result<bool, String>) -> Check {
 mod tests {
     use vmm_pool::driver::{DriverCode, DriverError, DriverOp};
 
-    use super::super::check::Level;
+    use super::super::Level;
     use super::*;
 
     #[test]

@@ -8,7 +8,7 @@ use tenants::identity::{MemberId, TENANT_NAME_BYTES_MAX};
 use tenants::phase::HELD_MAX;
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir, SOCKET_PATH_BYTES_MAX};
 
-use super::check::Check;
+use super::Check;
 use crate::environment::Environment;
 use crate::run::find_library;
 use crate::units;
@@ -262,7 +262,7 @@ mod tests {
     use tenants::coordinator::Options;
     use tenants::phase::Phase;
 
-    use super::super::check::Level;
+    use super::super::Level;
     use super::*;
 
     #[test]

@@ -1,13 +1,11 @@
 //! `sublet doctor`: is this machine able, and what is in the way?
 
-mod check;
 mod gpu;
 mod host;
 mod sharing;
 
 use std::process::ExitCode;
 
-use check::{Check, Level};
 use serde::Serialize;
 
 use crate::args::ShowArgs;
@@ -72,6 +70,52 @@ fn render(checks: &[Check], all: bool, output: &mut Output) {
     } else {
         format!("not able, because of {}: {rest}", failed.join(", "))
     });
+}
+
+/// How much a finding matters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub(super) enum Level {
+    Ok,
+    /// Works, but not as well as it could, or not for everything.
+    Warn,
+    /// Does not work.
+    Fail,
+}
+
+/// One finding.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub(super) struct Check {
+    pub(super) level: Level,
+    pub(super) subject: String,
+    /// What was found.
+    pub(super) finding: String,
+    /// What to do about it.
+    pub(super) next_step: Option<String>,
+}
+
+impl Check {
+    pub(super) fn ok(subject: impl Into<String>, finding: impl Into<String>) -> Self {
+        Self { level: Level::Ok, subject: subject.into(), finding: finding.into(), next_step: None }
+    }
+
+    pub(super) fn warn(
+        subject: impl Into<String>,
+        finding: impl Into<String>,
+        next_step: impl Into<String>,
+    ) -> Self {
+        Self { level: Level::Warn, next_step: Some(next_step.into()), ..Self::ok(subject, finding) }
+    }
+
+    pub(super) fn fail(
+        subject: impl Into<String>,
+        finding: impl Into<String>,
+        next_step: impl Into<String>,
+    ) -> Self {
+        Self { level: Level::Fail, ..Self::warn(subject, finding, next_step) }
+    }
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use super::check::Check;
+use super::Check;
 use crate::environment::Environment;
 
 const PIPE_VARIABLE: &str = "CUDA_MPS_PIPE_DIRECTORY";
@@ -86,7 +86,7 @@ fn mig(capabilities: &Path) -> Check {
 
 #[cfg(test)]
 mod tests {
-    use super::super::check::Level;
+    use super::super::Level;
     use super::*;
 
     #[test]
