@@ -8,45 +8,7 @@ pub mod by_command;
 use std::time::Duration;
 
 use vmm_pool::driver::DriverCode;
-
-/// Where the driver says that a process stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ProcessState {
-    /// It may call the driver.
-    Running,
-    /// Its calls wait.
-    Locked,
-    /// The same, and nothing of it is on a device.
-    Checkpointed,
-    /// The driver cannot bring it back.
-    Failed,
-    /// Something that this version does not know, such as on its way.
-    Other(u32),
-}
-
-impl ProcessState {
-    /// By the number that the driver's header has for it (CUDA 12.8).
-    pub fn of(number: u32) -> Self {
-        match number {
-            0 => Self::Running,
-            1 => Self::Locked,
-            2 => Self::Checkpointed,
-            3 => Self::Failed,
-            other => Self::Other(other),
-        }
-    }
-
-    /// See [`ProcessState::of`].
-    pub fn number(self) -> u32 {
-        match self {
-            Self::Running => 0,
-            Self::Locked => 1,
-            Self::Checkpointed => 2,
-            Self::Failed => 3,
-            Self::Other(other) => other,
-        }
-    }
-}
+pub use vmm_pool::driver::ProcessState;
 
 /// Why the driver did not do its part for one process.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -44,7 +44,8 @@ pub use error::{Direction, TransportError};
 pub use frame::{Limits, PAYLOAD_BYTES_MAX, REQUEST_BYTES_MAX};
 pub(crate) use listener::BINDING_EXTENSION;
 pub use listener::Listener;
-pub(crate) use process::{Process, command_of, has_ended, is_stopped};
+pub(crate) use process::{Process, has_ended, is_stopped};
+pub use process::{command_of, stat_words};
 
 use vmm_pool::UninheritedFd;
 

@@ -1,11 +1,10 @@
 //! Which processes hold a GPU's memory, as NVIDIA's management library tells. It sees processes that do not
 //! run under Sublet or do not answer, and is there wherever `nvidia-smi` is.
 
-use std::fs;
-
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use serde::Serialize;
+use tenants::transport;
 
 use crate::units;
 
@@ -52,9 +51,7 @@ fn occupants(uuid: &str) -> Option<Vec<Occupant>> {
 }
 
 pub(crate) fn command_of(pid: u32) -> String {
-    let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    let words: Vec<_> = bytes.split(|byte| *byte == 0).map(String::from_utf8_lossy).collect();
-    units::command(words.join(" ").trim()).chars().take(COMMAND_CHARS_MAX).collect()
+    units::command(&transport::command_of(pid)).chars().take(COMMAND_CHARS_MAX).collect()
 }
 
 impl std::fmt::Display for Occupant {

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use serde::Serialize;
 use tenants::coordinator::{MemberFailure, TenantStats};
+use tenants::transport::stat_words;
 
 use crate::gpus::Held;
 use crate::outsiders;
@@ -83,10 +84,8 @@ fn standing_of(pid: u32, proc: &Path, groups: &Path) -> Option<Standing> {
     })
 }
 
-/// The letter behind the name, which may hold anything, also brackets.
 fn state_in(stat: &Path) -> Option<char> {
-    let text = fs::read_to_string(stat).ok()?;
-    text.rsplit_once(')')?.1.trim_start().chars().next()
+    stat_words(&fs::read_to_string(stat).ok()?).next()?.chars().next()
 }
 
 fn is_frozen(dir: &Path, groups: &Path) -> bool {

@@ -30,6 +30,7 @@ use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{Pid, mkdtemp};
 use tenants::run_dir::RUN_DIR_VARIABLE;
 use tenants::size::{NoSize, Size};
+use tenants::transport::stat_words;
 
 use crate::environment::Environment;
 use crate::failure::{EXIT_UNCHANGED, Failure};
@@ -205,9 +206,7 @@ fn children() -> Vec<Pid> {
     let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
     pids.filter(|pid| {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        // `NUMBER (NAME) STATE PARENT`: a name may hold anything.
-        let parent = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(1));
-        parent == Some(own.as_str())
+        stat_words(&stat).nth(1) == Some(own.as_str())
     })
     .map(Pid::from_raw)
     .collect()

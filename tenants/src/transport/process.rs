@@ -95,7 +95,7 @@ pub(crate) fn has_ended(path: &Path) -> bool {
 }
 
 /// The start of a process's command line, as `/proc` shows it.
-pub(crate) fn command_of(pid: u32) -> String {
+pub fn command_of(pid: u32) -> String {
     const SHOWN_MAX: usize = 120;
     let raw = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let words = raw.split(|byte| *byte == 0).filter(|word| !word.is_empty());
@@ -103,14 +103,15 @@ pub(crate) fn command_of(pid: u32) -> String {
     words.join(" ").chars().take(SHOWN_MAX).collect()
 }
 
-/// Is the process stopped by a signal, so that SIGCONT continues it? False when that cannot be known.
+/// Is the process stopped by a signal, so that SIGCONT continues it? False when that cannot be known. One that a debugger holds is another
+/// matter: SIGCONT does nothing for it.
 pub(crate) fn is_stopped(pid: u32) -> bool {
-    is_stopped_in(&std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default())
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat_words(&stat).next() == Some("T")
 }
 
-/// By what `/proc` says of it. One that a debugger holds is another matter: SIGCONT does nothing for it.
-pub(super) fn is_stopped_in(stat: &str) -> bool {
-    // The command's name in brackets may hold anything, brackets and spaces too.
-    let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().next());
-    state == Some("T")
+/// What `/proc/<pid>/stat` says behind the command's name: the state, by a letter, the parent, and more. The name, in brackets, may hold
+/// anything, brackets and spaces too.
+pub fn stat_words(stat: &str) -> impl Iterator<Item = &str> {
+    stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_whitespace()
 }

@@ -8,13 +8,10 @@ use super::*;
 use crate::wire::{Action, Failure, FailureKind, GiveUp, Hello, PROTOCOL_VERSION, Reply, Request};
 
 #[test]
-fn a_process_that_a_debugger_holds_is_not_stopped_by_a_signal() {
-    let stat = |state: &str| format!("7 (a) T (b) {state} 1 7 7 0");
-    assert!(process::is_stopped_in(&stat("T")));
-    for other in ["t", "S", "R"] {
-        assert!(!process::is_stopped_in(&stat(other)), "{other}");
-    }
-    assert!(!process::is_stopped_in(""));
+fn a_process_has_any_name_and_its_state_and_parent_are_read_behind_it() {
+    let words: Vec<_> = stat_words("7 (a) T (b) t 1 7 7 0").take(2).collect();
+    assert_eq!(words, ["t", "1"]);
+    assert_eq!(stat_words("").next(), None);
 }
 
 fn soon() -> Instant {

@@ -26,8 +26,8 @@ pub use fingerprint::{Fingerprint, PieceSlot, WORD_BYTES, is_zero};
 pub use types::{
     ALLOCATION_KIND_PINNED, AccessDesc, AllocationFlags, AllocationProp, DeviceAddress,
     DeviceAttribute, DeviceOrdinal, DeviceUuid, DriverVersion, Granularity, HANDLE_TYPE_FABRIC,
-    HANDLE_TYPE_POSIX_FD, Location, LocationKind, MemoryInfo, PciAddress, PinnedFor, RawContext,
-    RawEvent, RawHandle, RawStream, VaRange,
+    HANDLE_TYPE_POSIX_FD, Location, LocationKind, MemoryInfo, PciAddress, PinnedFor, ProcessState,
+    RawContext, RawEvent, RawHandle, RawStream, VaRange,
 };
 
 /// Result of a driver call.

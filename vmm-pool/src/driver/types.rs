@@ -12,6 +12,45 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+/// Where the driver says that a process stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProcessState {
+    /// It may call the driver.
+    Running,
+    /// Its calls wait.
+    Locked,
+    /// The same, and nothing of it is on a device.
+    Checkpointed,
+    /// The driver cannot bring it back.
+    Failed,
+    /// Something that this version does not know, such as on its way.
+    Other(u32),
+}
+
+impl ProcessState {
+    /// By the number that the driver's header has for it (CUDA 12.8).
+    pub fn of(number: u32) -> Self {
+        match number {
+            0 => Self::Running,
+            1 => Self::Locked,
+            2 => Self::Checkpointed,
+            3 => Self::Failed,
+            other => Self::Other(other),
+        }
+    }
+
+    /// See [`ProcessState::of`].
+    pub fn number(self) -> u32 {
+        match self {
+            Self::Running => 0,
+            Self::Locked => 1,
+            Self::Checkpointed => 2,
+            Self::Failed => 3,
+            Self::Other(other) => other,
+        }
+    }
+}
+
 /// A GPU, by the ordinal that this process knows it by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]

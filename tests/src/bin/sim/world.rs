@@ -11,8 +11,8 @@ use tenants::coordinator::{Coordinator, Options};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::wire::{MemberState, MemberStats};
-use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::driver::sim::{GRANULARITY_BYTES, ProcessState, SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::{DeviceOrdinal, ProcessState};
 
 use crate::coordinate::Desk;
 use crate::orders::{Answer, Deal, Generation, Item, Order, Worked};

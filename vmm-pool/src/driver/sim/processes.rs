@@ -21,46 +21,12 @@ use memmap2::{MmapOptions, MmapRaw};
 use super::blocks::HeldBlock;
 use super::memory::{Coded, io_code};
 use super::node::SimNode;
-use crate::driver::{DriverCode, LocationKind};
+use crate::driver::{DriverCode, LocationKind, ProcessState};
 
 /// How often one that waits looks again: pages give no event.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// How long the lock of a page lasts, for one whose holder is stopped.
 const STEP_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// `CUprocessState`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ProcessState {
-    /// It may call the driver.
-    Running,
-    /// Its calls wait, and nobody is inside one.
-    Locked,
-    /// The same, and none of its memory is on a device.
-    Checkpointed,
-    /// It cannot be brought back.
-    Failed,
-}
-
-impl ProcessState {
-    /// As the driver's header counts.
-    pub fn number(self) -> u32 {
-        match self {
-            Self::Running => 0,
-            Self::Locked => 1,
-            Self::Checkpointed => 2,
-            Self::Failed => 3,
-        }
-    }
-
-    fn of(number: u32) -> Self {
-        match number {
-            0 => Self::Running,
-            1 => Self::Locked,
-            2 => Self::Checkpointed,
-            _ => Self::Failed,
-        }
-    }
-}
 
 const PROCESSES: &str = "processes";
 /// Locked while one process does something to another.

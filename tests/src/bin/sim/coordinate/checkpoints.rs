@@ -8,7 +8,7 @@ use std::time::Duration;
 use sublet_tests::Outcome;
 use tenants::checkpoints::{CheckpointError, Checkpointer, ProcessState};
 use vmm_pool::driver::DriverCode;
-use vmm_pool::driver::sim::{self, SimNode};
+use vmm_pool::driver::sim::SimNode;
 
 /// The calls that can fail.
 pub(crate) const CALLS: [&str; 4] = [
@@ -72,12 +72,7 @@ impl Checkpointer for NodeCheckpoints {
     fn state(&self, pid: u32) -> Result<ProcessState, CheckpointError> {
         let call = "cuCheckpointProcessGetState";
         let state = self.node.process_state(pid);
-        Ok(match state.map_err(|code| CheckpointError::Driver { call, code })? {
-            sim::ProcessState::Running => ProcessState::Running,
-            sim::ProcessState::Locked => ProcessState::Locked,
-            sim::ProcessState::Checkpointed => ProcessState::Checkpointed,
-            sim::ProcessState::Failed => ProcessState::Failed,
-        })
+        state.map_err(|code| CheckpointError::Driver { call, code })
     }
 
     fn lock(&self, pid: u32, timeout: Duration) -> Result<(), CheckpointError> {
