@@ -16,6 +16,10 @@ use pyo3::prelude::*;
 use crate::library::{Library, c_text};
 use crate::unused::{self, Ask, Source};
 
+/// Does something with a tenant within a time, as the header declares it.
+type ActOnTenant = unsafe extern "C" fn(*const c_char, u32) -> c_int;
+/// Begins a region, as the header declares it.
+type BeginRegion = unsafe extern "C" fn(*const c_char, c_int, c_int) -> c_int;
 /// Pauses or resumes tags, as the header declares it.
 type ActOnTags =
     unsafe extern "C" fn(*const c_char, *const *const c_char, usize, c_int, u32) -> c_int;
@@ -88,11 +92,7 @@ impl Library {
         timeout_ms: u32,
     ) -> PyResult<String> {
         let pause = function!(self, py, sublet_pause_tenant);
-        let tenant = c_text(tenant)?;
-        self.reported(py, "pause", || {
-            // SAFETY: null or a terminated string that outlives the call.
-            unsafe { pause(pointer(tenant.as_ref()), timeout_ms) }
-        })
+        self.act_on_tenant(py, "pause", pause, tenant, timeout_ms)
     }
 
     /// Resumes all processes of a tenant.
@@ -103,11 +103,7 @@ impl Library {
         timeout_ms: u32,
     ) -> PyResult<String> {
         let resume = function!(self, py, sublet_resume_tenant);
-        let tenant = c_text(tenant)?;
-        self.reported(py, "resume", || {
-            // SAFETY: null or a terminated string that outlives the call.
-            unsafe { resume(pointer(tenant.as_ref()), timeout_ms) }
-        })
+        self.act_on_tenant(py, "resume", resume, tenant, timeout_ms)
     }
 
     /// Pauses the memory of tags.
@@ -205,21 +201,13 @@ impl Library {
     /// Resumes a tenant in its place among those that wait for the GPUs.
     fn resume_in_turn(&self, py: Python<'_>, tenant: &str, wait_ms: u32) -> PyResult<String> {
         let resume = function!(self, py, sublet_resume_in_turn);
-        let tenant = CString::new(tenant)?;
-        self.reported(py, "resume", || {
-            // SAFETY: a terminated string that outlives the call.
-            unsafe { resume(tenant.as_ptr(), wait_ms) }
-        })
+        self.act_on_tenant(py, "resume", resume, Some(tenant), wait_ms)
     }
 
     /// Has a tenant get its GPUs.
     fn switch_tenant(&self, py: Python<'_>, tenant: &str, wait_ms: u32) -> PyResult<String> {
         let switch = function!(self, py, sublet_switch_tenant);
-        let tenant = CString::new(tenant)?;
-        self.reported(py, "switch", || {
-            // SAFETY: a terminated string that outlives the call.
-            unsafe { switch(tenant.as_ptr(), wait_ms) }
-        })
+        self.act_on_tenant(py, "switch", switch, Some(tenant), wait_ms)
     }
 
     /// Begins a turn of this process.
@@ -233,21 +221,13 @@ impl Library {
 
     /// Ends the turn of this process that began last.
     fn turn_end(&self, py: Python<'_>) -> PyResult<()> {
-        let end = function!(self, py, sublet_turn_end);
-        self.run(py, "turn", || {
-            // SAFETY: the function has no precondition.
-            unsafe { end() }
-        })
+        self.simply(py, "turn", function!(self, py, sublet_turn_end))
     }
 
     /// Brings host memory in ahead of a tenant's next pause.
     fn prepare_tenant(&self, py: Python<'_>, tenant: &str, wait_ms: u32) -> PyResult<String> {
         let prepare = function!(self, py, sublet_prepare_tenant);
-        let tenant = CString::new(tenant)?;
-        self.reported(py, "prepare", || {
-            // SAFETY: a terminated string that outlives the call.
-            unsafe { prepare(tenant.as_ptr(), wait_ms) }
-        })
+        self.act_on_tenant(py, "prepare", prepare, Some(tenant), wait_ms)
     }
 
     /// Changes how much GPU memory a tenant may hold.
@@ -306,29 +286,17 @@ impl Library {
         device: Option<c_int>,
     ) -> PyResult<()> {
         let begin = function!(self, py, sublet_region_begin_on);
-        let tag = CString::new(tag)?;
-        self.run(py, "region", || {
-            // SAFETY: a terminated string that outlives the call.
-            unsafe { begin(tag.as_ptr(), contents, device.unwrap_or(-1)) }
-        })
+        self.begin_region(py, begin, tag, contents, device)
     }
 
     /// Ends the innermost region of this thread.
     fn region_end(&self, py: Python<'_>) -> PyResult<()> {
-        let end = function!(self, py, sublet_region_end);
-        self.run(py, "region", || {
-            // SAFETY: the function has no precondition.
-            unsafe { end() }
-        })
+        self.simply(py, "region", function!(self, py, sublet_region_end))
     }
 
     /// Begins a stretch in which memory of this thread belongs to no tag; `region_end` ends it.
     fn region_begin_none(&self, py: Python<'_>) -> PyResult<()> {
-        let begin = function!(self, py, sublet_region_begin_none);
-        self.run(py, "region", || {
-            // SAFETY: the function has no precondition.
-            unsafe { begin() }
-        })
+        self.simply(py, "region", function!(self, py, sublet_region_begin_none))
     }
 
     /// Begins the region of threads that have none of their own.
@@ -340,20 +308,12 @@ impl Library {
         device: Option<c_int>,
     ) -> PyResult<()> {
         let begin = function!(self, py, sublet_region_begin_all_threads);
-        let tag = CString::new(tag)?;
-        self.run(py, "region", || {
-            // SAFETY: a terminated string that outlives the call.
-            unsafe { begin(tag.as_ptr(), contents, device.unwrap_or(-1)) }
-        })
+        self.begin_region(py, begin, tag, contents, device)
     }
 
     /// Ends the region of threads that have none of their own.
     fn region_end_all_threads(&self, py: Python<'_>) -> PyResult<()> {
-        let end = function!(self, py, sublet_region_end_all_threads);
-        self.run(py, "region", || {
-            // SAFETY: the function has no precondition.
-            unsafe { end() }
-        })
+        self.simply(py, "region", function!(self, py, sublet_region_end_all_threads))
     }
 
     /// What this process holds.
@@ -538,6 +498,43 @@ impl Library {
 }
 
 impl Library {
+    fn act_on_tenant(
+        &self,
+        py: Python<'_>,
+        what: &str,
+        act: ActOnTenant,
+        tenant: Option<&str>,
+        time_ms: u32,
+    ) -> PyResult<String> {
+        let tenant = c_text(tenant)?;
+        // SAFETY: null or a terminated string that outlives the call.
+        self.reported(py, what, || unsafe { act(pointer(tenant.as_ref()), time_ms) })
+    }
+
+    fn begin_region(
+        &self,
+        py: Python<'_>,
+        begin: BeginRegion,
+        tag: &str,
+        contents: c_int,
+        device: Option<c_int>,
+    ) -> PyResult<()> {
+        let tag = CString::new(tag)?;
+        // SAFETY: a terminated string that outlives the call.
+        self.run(py, "region", || unsafe { begin(tag.as_ptr(), contents, device.unwrap_or(-1)) })
+    }
+
+    /// For a function that takes nothing.
+    fn simply(
+        &self,
+        py: Python<'_>,
+        what: &str,
+        act: unsafe extern "C" fn() -> c_int,
+    ) -> PyResult<()> {
+        // SAFETY: these functions have no precondition.
+        self.run(py, what, || unsafe { act() })
+    }
+
     #[expect(clippy::too_many_arguments, reason = "the header's, and what tells pause from resume")]
     fn act_on_tags(
         &self,

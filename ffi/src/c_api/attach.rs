@@ -6,8 +6,8 @@ use std::ffi::{c_char, c_int};
 
 use tenants::identity::FamilyName;
 
-use super::last_call::{fail, guarded, guarded_length};
-use super::pausing::{tenant_of, text};
+use super::last_call::{fail, guarded_length};
+use super::pausing::{code_of, tenant_of, text};
 use super::stats::answer;
 use super::{ARGUMENT, OK, REFUSED};
 use crate::attach::{self, Refusal};
@@ -19,22 +19,15 @@ use crate::runtime;
 /// `tenant` is null or a terminated string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_attach(tenant: *const c_char) -> c_int {
-    guarded(|| {
+    code_of(|| {
         runtime::start_log();
-        let chosen = if tenant.is_null() {
-            None
-        } else {
-            // SAFETY: as this function's caller promises.
-            match unsafe { tenant_of(tenant) } {
-                Ok(tenant) => Some(tenant),
-                Err(code) => return code,
-            }
-        };
-        match attach::attach(chosen) {
+        // SAFETY: as this function's caller promises.
+        let chosen = (!tenant.is_null()).then(|| unsafe { tenant_of(tenant) }).transpose()?;
+        Ok(match attach::attach(chosen) {
             Ok(()) => OK,
             Err(Refusal::OtherTenant(reason)) => fail(ARGUMENT, &reason),
             Err(Refusal::Impossible(reason)) => fail(REFUSED, reason),
-        }
+        })
     })
 }
 
@@ -44,17 +37,12 @@ pub unsafe extern "C" fn sublet_attach(tenant: *const c_char) -> c_int {
 /// `family` is a terminated string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_set_family(family: *const c_char) -> c_int {
-    guarded(|| {
+    code_of(|| {
         // SAFETY: as this function's caller promises.
-        let name = match unsafe { text(family, "the family's name") } {
-            Ok(name) => name,
-            Err(code) => return code,
-        };
+        let name = unsafe { text(family, "the family's name") }?;
         let chosen = FamilyName::new(name).map_err(|error| error.to_string());
-        match chosen.and_then(runtime::choose_family) {
-            Ok(()) => OK,
-            Err(reason) => fail(ARGUMENT, &reason),
-        }
+        let chosen = chosen.and_then(runtime::choose_family);
+        chosen.map(|()| OK).map_err(|reason| fail(ARGUMENT, &reason))
     })
 }
 

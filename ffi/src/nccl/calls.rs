@@ -164,22 +164,9 @@ macro_rules! function {
 pub(super) use {call_nccl, function};
 
 macro_rules! collective {
-    ($symbol:ident ( $($arg:ident : $ty:ty),* )) => {
+    ($symbol:ident ( $($arg:ident : $ty:ty),* ) $($settings:ident)?) => {
         function! {
-            $symbol($($arg: $ty,)* communicator: Pointer, stream: Pointer) by member
-                |all, here, call| {
-                    let what = (communicator.expose_provenance(), Operation::Collective);
-                    all.launch(here, stringify!($symbol), what, stream.expose_provenance(), call)
-                }
-        }
-    };
-}
-
-/// As [`collective!`], with the settings of one call behind the stream.
-macro_rules! collective_with_settings {
-    ($symbol:ident ( $($arg:ident : $ty:ty),* )) => {
-        function! {
-            $symbol($($arg: $ty,)* communicator: Pointer, stream: Pointer, settings: Pointer) by member
+            $symbol($($arg: $ty,)* communicator: Pointer, stream: Pointer $(, $settings: Pointer)?) by member
                 |all, here, call| {
                     let what = (communicator.expose_provenance(), Operation::Collective);
                     all.launch(here, stringify!($symbol), what, stream.expose_provenance(), call)
@@ -202,6 +189,7 @@ macro_rules! message {
     };
 }
 
+// Behind the stream, some have settings of the one call.
 collective!(ncclAllGather(send: Pointer, receive: Pointer, count: usize, kind: c_int));
 collective!(ncclAllReduce(send: Pointer, receive: Pointer, count: usize, kind: c_int, operator: c_int));
 collective!(ncclAlltoAll(send: Pointer, receive: Pointer, count: usize, kind: c_int));
@@ -215,26 +203,26 @@ collective!(ncclReduceScatter(
     send: Pointer, receive: Pointer, count: usize, kind: c_int, operator: c_int
 ));
 collective!(ncclScatter(send: Pointer, receive: Pointer, count: usize, kind: c_int, root: c_int));
-collective_with_settings!(ncclAllGatherConfig(send: Pointer, receive: Pointer, count: usize, kind: c_int));
-collective_with_settings!(ncclAllReduceConfig(
+collective!(ncclAllGatherConfig(send: Pointer, receive: Pointer, count: usize, kind: c_int) settings);
+collective!(ncclAllReduceConfig(
     send: Pointer, receive: Pointer, count: usize, kind: c_int, operator: c_int
-));
-collective_with_settings!(ncclAlltoAllConfig(send: Pointer, receive: Pointer, count: usize, kind: c_int));
-collective_with_settings!(ncclBroadcastConfig(
+) settings);
+collective!(ncclAlltoAllConfig(send: Pointer, receive: Pointer, count: usize, kind: c_int) settings);
+collective!(ncclBroadcastConfig(
     send: Pointer, receive: Pointer, count: usize, kind: c_int, root: c_int
-));
-collective_with_settings!(ncclGatherConfig(
+) settings);
+collective!(ncclGatherConfig(
     send: Pointer, receive: Pointer, count: usize, kind: c_int, root: c_int
-));
-collective_with_settings!(ncclReduceConfig(
+) settings);
+collective!(ncclReduceConfig(
     send: Pointer, receive: Pointer, count: usize, kind: c_int, operator: c_int, root: c_int
-));
-collective_with_settings!(ncclReduceScatterConfig(
+) settings);
+collective!(ncclReduceScatterConfig(
     send: Pointer, receive: Pointer, count: usize, kind: c_int, operator: c_int
-));
-collective_with_settings!(ncclScatterConfig(
+) settings);
+collective!(ncclScatterConfig(
     send: Pointer, receive: Pointer, count: usize, kind: c_int, root: c_int
-));
+) settings);
 message!(ncclRecv, Receive);
 message!(ncclSend, Send);
 

@@ -101,32 +101,6 @@ pub(crate) enum Command {
     Simulate(SimulateArgs),
 }
 
-impl Command {
-    /// Is a document for programs wanted?
-    pub(crate) fn wants_json(&self) -> bool {
-        match self {
-            Self::Turns(show) | Self::Doctor(show) => show.json,
-            Self::Pause(args) => args.show.json,
-            Self::Resume(args) => args.show.json,
-            Self::Swap(args) => args.show.json,
-            Self::Switch(args) => args.show.json,
-            Self::Prepare(args) => args.show.json,
-            Self::Save(args) => args.show.json,
-            Self::Budget(args) => args.show.json,
-            Self::Ps(args) | Self::Stats(args) => args.show.json,
-            Self::Run(_)
-            | Self::Simulate(_)
-            | Self::Checkpoints
-            | Self::Top
-            | Self::Metrics(_)
-            | Self::Trace(_)
-            | Self::Completions(_)
-            | Self::Man(_)
-            | Self::BugReport => false,
-        }
-    }
-}
-
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
     /// Name of the tenant: letters, digits, '.', '_' and '-'. By default it is that of the script or program, with a number if that
@@ -444,11 +418,21 @@ pub(crate) struct ManArgs {
     pub(crate) dir: PathBuf,
 }
 
+/// Does the command itself start another, whose words are its own?
+fn starts_another(words: &[OsString]) -> bool {
+    words.get(1).is_none_or(|verb| verb == "run" || verb == "simulate")
+}
+
+/// Is a document for programs wanted?
+pub(crate) fn wants_json(words: &[OsString]) -> bool {
+    !starts_another(words) && words.iter().any(|word| word == "--json")
+}
+
 /// The command line as clap reads it: `--wait 90s` is `--wait=90s`, and a tenant may be given as `--tenant NAME` everywhere. What
 /// `sublet run` and `sublet simulate` start keeps its own words.
 pub(crate) fn plain(words: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     let mut words: Vec<OsString> = words.into_iter().collect();
-    if words.get(1).is_none_or(|verb| verb == "run" || verb == "simulate") {
+    if starts_another(&words) {
         return words;
     }
     let mut index = 2;

@@ -53,10 +53,11 @@ use output::Output;
 
 fn main() -> ExitCode {
     CompleteEnv::with_factory(Cli::command).complete();
-    let cli = Cli::parse_from(args::plain(std::env::args_os()));
+    let words = args::plain(std::env::args_os());
+    let wants_json = args::wants_json(&words);
+    let cli = Cli::parse_from(words);
     let environment = Environment::read();
     let mut output = Output::new();
-    let wants_json = cli.command.wants_json();
     let done = dispatch(cli.command, &environment, &mut output);
     match done.and_then(|code| output.finish().map(|()| code)) {
         Ok(code) => code,

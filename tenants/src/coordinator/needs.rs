@@ -29,23 +29,11 @@ pub struct DeviceNeed {
 
 impl Coordinator {
     /// What a resume in the scope of the options would take on each GPU, by its machine-wide name, as far as the tenant's processes
-    /// answer. Takes no lock and changes nothing.
+    /// answer; with `all_devices` also what is free on all other GPUs that they use. Takes no lock and changes nothing.
     ///
     /// # Errors
     /// [`CoordinatorError::NoSuchTenant`], [`CoordinatorError::RunDir`].
-    pub fn needs(&self) -> Result<BTreeMap<String, DeviceNeed>, CoordinatorError> {
-        self.ask_needs(false)
-    }
-
-    /// As [`Coordinator::needs`], with what is free on all other GPUs that the tenant's processes use.
-    ///
-    /// # Errors
-    /// As [`Coordinator::needs`].
-    pub fn needs_and_free(&self) -> Result<BTreeMap<String, DeviceNeed>, CoordinatorError> {
-        self.ask_needs(true)
-    }
-
-    fn ask_needs(
+    pub fn needs(
         &self,
         all_devices: bool,
     ) -> Result<BTreeMap<String, DeviceNeed>, CoordinatorError> {

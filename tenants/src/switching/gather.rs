@@ -145,11 +145,7 @@ pub(super) fn gather(
             && !standing.contexts.are_away
             && ((waits && !standing.is_active) || somebody_wants_more)
         {
-            let needs = if standing.is_active || somebody_wants_more {
-                coordinator.needs_and_free()
-            } else {
-                coordinator.needs()
-            };
+            let needs = coordinator.needs(standing.is_active || somebody_wants_more);
             let needs = needs.unwrap_or_default();
             for (gpu, need) in needs {
                 if !standing.is_active {

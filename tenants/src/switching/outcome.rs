@@ -107,15 +107,12 @@ impl SwitchError {
 
     /// Who could not be paused, and why, where that is what it failed for.
     pub(super) fn refusal(&self) -> Option<(&TenantName, &CoordinatorError)> {
-        match self {
-            Self::Undone { refused_by, source, .. }
-            | Self::NotUndone { refused_by, source, .. } => Some((refused_by.as_ref()?, source)),
-            Self::Tenant(_)
-            | Self::RunDir(_)
-            | Self::Never { .. }
-            | Self::Busy { .. }
-            | Self::CalledOff { .. } => None,
-        }
+        let (Self::Undone { refused_by, source, .. } | Self::NotUndone { refused_by, source, .. }) =
+            self
+        else {
+            return None;
+        };
+        Some((refused_by.as_ref()?, source))
     }
 
     /// Was device memory missing?

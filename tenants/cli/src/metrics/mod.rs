@@ -128,6 +128,17 @@ fn set(family: &Whole, labels: &Labels, value: u64) {
     family.get_or_create(labels).set(value);
 }
 
+fn set_all(family: &Whole, values: BTreeMap<Labels, u64>) {
+    for (labels, value) in values {
+        set(family, &labels, value);
+    }
+}
+
+fn on_gpu(view: &View, tenant: &str, uuid: &str) -> Labels {
+    let gpu = view.gpu_label(uuid);
+    vec![("tenant", tenant.to_owned()), ("gpu", gpu), ("uuid", uuid.to_owned())]
+}
+
 fn registry(view: &View) -> Registry {
     let mut registry = Registry::with_prefix("sublet");
     gpus(view, &mut registry);
@@ -169,13 +180,7 @@ fn device_bytes(view: &View, registry: &mut Registry) {
     let mut staying: BTreeMap<Labels, u64> = BTreeMap::new();
     for (tenant, member) in members(view) {
         for device in &member.pool.devices {
-            let place = || {
-                vec![
-                    ("tenant", tenant.to_owned()),
-                    ("gpu", view.gpu_label(&device.uuid)),
-                    ("uuid", device.uuid.clone()),
-                ]
-            };
+            let place = || on_gpu(view, tenant, &device.uuid);
             for class in &device.classes {
                 let away_bytes = class.own_bytes.saturating_sub(class.resident_bytes);
                 for (kind, bytes) in [
@@ -200,12 +205,8 @@ fn device_bytes(view: &View, registry: &mut Registry) {
             }
         }
     }
-    for (labels, bytes) in sums {
-        set(&family, &labels, bytes);
-    }
-    for (labels, bytes) in staying {
-        set(&stays, &labels, bytes);
-    }
+    set_all(&family, sums);
+    set_all(&stays, staying);
 }
 
 fn budgets(view: &View, registry: &mut Registry) {
@@ -221,11 +222,7 @@ fn budgets(view: &View, registry: &mut Registry) {
     );
     for TenantView { stats, .. } in &view.tenants {
         for gpu in &stats.budgets {
-            let labels = vec![
-                ("tenant", stats.tenant.clone()),
-                ("gpu", view.gpu_label(&gpu.gpu)),
-                ("uuid", gpu.gpu.clone()),
-            ];
+            let labels = on_gpu(view, &stats.tenant, &gpu.gpu);
             if let Some(bytes) = gpu.budget_bytes {
                 set(&most, &labels, bytes);
             }
@@ -266,18 +263,11 @@ fn left_bytes(view: &View, registry: &mut Registry) {
             let known = member.pool.devices.iter().map(|device| (device.uuid.as_str(), 0));
             let held = left.gpus.iter().map(|held| (held.uuid.as_str(), held.bytes));
             for (uuid, bytes) in known.chain(held) {
-                let labels = vec![
-                    ("tenant", tenant.stats.tenant.clone()),
-                    ("gpu", view.gpu_label(uuid)),
-                    ("uuid", uuid.to_owned()),
-                ];
-                *sums.entry(labels).or_default() += bytes;
+                *sums.entry(on_gpu(view, &tenant.stats.tenant, uuid)).or_default() += bytes;
             }
         }
     }
-    for (labels, bytes) in sums {
-        set(&family, &labels, bytes);
-    }
+    set_all(&family, sums);
 }
 
 fn host_bytes(view: &View, registry: &mut Registry) {
