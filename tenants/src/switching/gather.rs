@@ -14,7 +14,7 @@ use crate::run_dir::{RunDir, RunDirError};
 use crate::time::{boot, now_us};
 use crate::turns::history::History;
 use crate::turns::scene::{Contexts, Cost, Held, Scene, Standing, Waiting, Wish};
-use crate::turns::{Class, Settings, idle_after_us};
+use crate::turns::{Class, idle_after_us};
 use crate::wire::{Idleness, MemberState, MemberStats, Phase, PhaseReport};
 
 /// How fast contents are copied where nothing was measured, in bytes a microsecond.
@@ -190,7 +190,7 @@ fn idle_since_us(
     stats: &TenantStats,
     may_look: bool,
 ) -> Option<u64> {
-    let least_us = idle_after_us(standing, true, &Settings::default());
+    let least_us = idle_after_us(standing, true);
     let told = stats.members.iter().map(|member| member.idleness).collect::<Vec<_>>();
     let quiet_us = |all: &[Idleness]| all.iter().map(|one| one.quiet_us).min();
     // One that does not answer may be at work.

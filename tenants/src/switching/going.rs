@@ -8,9 +8,9 @@ use crate::error_text::chain;
 use crate::identity::TenantName;
 use crate::run_dir::turn_files::TurnLock;
 use crate::time::now_us;
+use crate::turns::Decision;
 use crate::turns::history::History;
 use crate::turns::scene::{Scene, Wish};
-use crate::turns::{Decision, Settings};
 
 impl Queue {
     /// Has the contexts of `one` leave, and writes that down.
@@ -39,7 +39,7 @@ impl Queue {
         let now_us = now_us();
         match &done {
             Ok(_) if runs(one) => {
-                lines.extend(history.left(one, scene, &Settings::default(), now_us));
+                lines.extend(history.left(one, scene, now_us));
             }
             Ok(_) => {}
             Err(error) => {
@@ -117,7 +117,7 @@ impl Queue {
         let now_us = now_us();
         let has_left = |victim: &&TenantName| changes.iter().any(|(name, _)| name == *victim);
         for victim in victims.iter().filter(has_left) {
-            lines.extend(history.left(victim, scene, &Settings::default(), now_us));
+            lines.extend(history.left(victim, scene, now_us));
         }
         if !had_them {
             history.came(&self.tenant, now_us);

@@ -25,7 +25,7 @@ use crate::identity::TenantName;
 use crate::run_dir::RunDir;
 use crate::time::now_us;
 use crate::turns::scene::{Waiting, Wish};
-use crate::turns::{Settings, Verdict, decide};
+use crate::turns::{Verdict, decide};
 
 pub use acting::SwitchOptions;
 use acting::{busy, fits_nowhere};
@@ -122,7 +122,7 @@ fn dry(run_dir: &RunDir, tenant: &TenantName) -> Result<Switched, SwitchError> {
     let mut scene = gather(run_dir, &claims, Some(tenant), &mut Silent::default());
     scene.waiting.push(Waiting { tenant: tenant.clone(), wish: Wish::Order });
     let index = scene.waiting.len() - 1;
-    let decisions = decide(&scene, &history, &Settings::default(), now_us());
+    let decisions = decide(&scene, &history, now_us());
     let decision = decisions[index].clone();
     let had_them = scene.tenants.get(tenant).is_some_and(|standing| standing.is_active);
     match decision.verdict {

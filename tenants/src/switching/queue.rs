@@ -13,7 +13,7 @@ use crate::run_dir::{RunDir, RunDirError, pause_thread};
 use crate::time::now_us;
 use crate::turns::history::History;
 use crate::turns::scene::{Scene, Wish};
-use crate::turns::{Decision, Settings, Verdict, decide};
+use crate::turns::{Decision, Verdict, decide};
 
 /// How long one look lasts while nothing changes, for who is the first that waits,
 pub(super) const LOOK_MAX: Duration = Duration::from_millis(500);
@@ -200,7 +200,7 @@ impl Queue {
         let Some(before) = numbers.position(|number| number == self.claim.number) else {
             return Ok(None);
         };
-        let mut decisions = decide(&scene, &history, &Settings::default(), now_us());
+        let mut decisions = decide(&scene, &history, now_us());
         let decision = decisions.swap_remove(before);
         let before = u32::try_from(before).unwrap_or(u32::MAX);
         Ok(Some(Seen { scene, history, decision, before }))

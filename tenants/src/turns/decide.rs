@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::Class;
 use super::history::History;
-use super::quanta::{Settings, idle_after_us, quantum_us, time};
+use super::quanta::{BOUND_US, COST_FACTOR, QUANTUM_MIN_US, idle_after_us, quantum_us, time};
 use super::scene::{Scene, Standing, Waiting, Wish};
 use super::victims::{Candidate, choose};
 use crate::identity::TenantName;
@@ -46,8 +46,8 @@ pub(super) enum Hold {
 /// What each of `scene.waiting` is to do at `now_us`, in the same order.
 ///
 /// A tenant that may go does so before `scene` is looked at again; GPUs of one who goes or waits are nobody's who comes after it.
-pub fn decide(scene: &Scene, history: &History, settings: &Settings, now_us: u64) -> Vec<Decision> {
-    let view = View { scene, history, settings, now_us };
+pub fn decide(scene: &Scene, history: &History, now_us: u64) -> Vec<Decision> {
+    let view = View { scene, history, now_us };
     let mut order: Vec<usize> = (0..scene.waiting.len()).collect();
     order.sort_by_key(|index| {
         let waiting = &scene.waiting[*index];
@@ -124,7 +124,6 @@ impl Decision {
 pub(super) struct View<'a> {
     pub(super) scene: &'a Scene,
     pub(super) history: &'a History,
-    settings: &'a Settings,
     now_us: u64,
 }
 
@@ -134,8 +133,8 @@ impl<'a> View<'a> {
         let hurries = waiting.wish.is_order() || standing.class == Class::Guaranteed;
         let past = self.history.of(&waiting.tenant);
         let left_us = past.left_us.filter(|_| past.is_displaced && !hurries)?;
-        let one_us = standing.cost.both_us().saturating_mul(self.settings.cost_factor);
-        let one_us = one_us.max(self.settings.quantum_min_us);
+        let one_us = standing.cost.both_us().saturating_mul(COST_FACTOR);
+        let one_us = one_us.max(QUANTUM_MIN_US);
         let grown_us = one_us.saturating_mul(past.growth.saturating_sub(1));
         let until_us = left_us.saturating_add(standing.cost.pause_us).saturating_add(grown_us);
         (until_us > self.now_us && !standing.is_active).then(|| {
@@ -195,7 +194,7 @@ impl<'a> View<'a> {
                 continue;
             }
             let past = self.history.of(tenant);
-            let quantum_us = quantum_us(other, past.growth, self.settings).max(1);
+            let quantum_us = quantum_us(other, past.growth).max(1);
             holds.insert(tenant, self.hold(tenant, other, standing.class, waiting.wish.is_order()));
             all.push(Candidate {
                 tenant,
@@ -208,7 +207,7 @@ impl<'a> View<'a> {
         }
         if choose(&all, short).is_none() {
             if let Some(moving) = self.moving(waiting, short) {
-                let until_us = self.now_us.saturating_add(self.settings.quantum_min_us);
+                let until_us = self.now_us.saturating_add(QUANTUM_MIN_US);
                 let why = format!("'{moving}' is being paused or resumed");
                 return Decision::wait(waiting, Some(until_us), &why);
             }
@@ -301,9 +300,9 @@ impl<'a> View<'a> {
         if class < standing.class && !is_order {
             return Hold::WhileItLasts(format!("'{tenant}' ({}) {what}", standing.class));
         }
-        let quantum_us = quantum_us(standing, past.growth, self.settings);
+        let quantum_us = quantum_us(standing, past.growth);
         let is_higher = class > standing.class;
-        let kept_us = if is_higher { quantum_us.min(self.settings.bound_us) } else { quantum_us };
+        let kept_us = if is_higher { quantum_us.min(BOUND_US) } else { quantum_us };
         let since_us = self.history.since_us(tenant, standing);
         let until_us = since_us.saturating_add(kept_us);
         if until_us <= self.now_us {
@@ -337,7 +336,7 @@ impl<'a> View<'a> {
     /// For how long a tenant has been idle, where that is long enough for it to make way. What is idle in its turn keeps it: its program
     /// says that it goes on.
     fn idle_us(&self, standing: &Standing, is_for_higher: bool) -> Option<u64> {
-        let least_us = idle_after_us(standing, is_for_higher, self.settings);
+        let least_us = idle_after_us(standing, is_for_higher);
         let idle_us = self.now_us.saturating_sub(standing.idle_since_us?);
         (!standing.has_turn && idle_us >= least_us).then_some(idle_us)
     }

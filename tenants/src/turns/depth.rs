@@ -171,9 +171,9 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
+    use crate::turns::decide;
     use crate::turns::history::History;
     use crate::turns::scene::{Contexts, Held, Scene, Wish};
-    use crate::turns::{Settings, decide};
 
     const GPU: &str = "GPU-0";
     const GIB: u64 = 1 << 30;
@@ -218,7 +218,7 @@ mod tests {
         for (at_us, (tenant, standing)) in (1..).zip(tenants) {
             history.came(&name(tenant), at_us);
             if !standing.is_active {
-                history.left(&name(tenant), &Scene::default(), &Settings::default(), at_us);
+                history.left(&name(tenant), &Scene::default(), at_us);
             }
         }
         let all = tenants.iter().map(|(tenant, standing)| (name(tenant), standing.clone()));
@@ -229,7 +229,7 @@ mod tests {
             ..Scene::default()
         };
         change(&mut scene);
-        decide(&scene, &history, &Settings::default(), NOW).remove(0)
+        decide(&scene, &history, NOW).remove(0)
     }
 
     fn more(gib: u64) -> Wish {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::quanta::{Settings, idle_after_us, quantum_us, time};
+use super::quanta::{GROWTH_MAX, idle_after_us, quantum_us, time};
 use super::scene::{Scene, Standing};
 use crate::identity::TenantName;
 
@@ -117,20 +117,14 @@ impl History {
 
     /// `tenant` was paused for another, and `scene` is as it was before. Where it was pushed out early, and not for the first time, what
     /// follows from that is returned as one line.
-    pub fn left(
-        &mut self,
-        tenant: &TenantName,
-        scene: &Scene,
-        settings: &Settings,
-        now_us: u64,
-    ) -> Option<String> {
+    pub fn left(&mut self, tenant: &TenantName, scene: &Scene, now_us: u64) -> Option<String> {
         let standing = scene.tenants.get(tenant).cloned().unwrap_or_default();
         let since_us = self.since_us(tenant, &standing);
         let past = self.at(tenant);
-        let quantum_us = quantum_us(&standing, past.growth, settings);
+        let quantum_us = quantum_us(&standing, past.growth);
         // One that was idle has not been pushed out: it did nothing with what it had.
         let idle_us = standing.idle_since_us.map_or(0, |since_us| now_us.saturating_sub(since_us));
-        let was_idle = !standing.has_turn && idle_us >= idle_after_us(&standing, true, settings);
+        let was_idle = !standing.has_turn && idle_us >= idle_after_us(&standing, true);
         let ended = was_idle || (!standing.has_turn && past.turn_us.is_some());
         if let Some(came_us) = past.came_us {
             past.used_us += now_us.saturating_sub(came_us) / standing.weight.get();
@@ -151,12 +145,12 @@ impl History {
         let span_us = quantum_us.saturating_mul(PUSHED_QUANTA);
         past.pushed_us.retain(|pushed_us| now_us.saturating_sub(*pushed_us) <= span_us);
         past.pushed_us.push(now_us);
-        if past.pushed_us.len() < PUSHED_MAX || past.growth >= settings.growth_max {
+        if past.pushed_us.len() < PUSHED_MAX || past.growth >= GROWTH_MAX {
             // No more of them matter.
             past.pushed_us.drain(..past.pushed_us.len().saturating_sub(PUSHED_MAX));
             return None;
         }
-        past.growth = (past.growth * 2).min(settings.growth_max);
+        past.growth = (past.growth * 2).min(GROWTH_MAX);
         past.pushed_us.clear();
         Some(format!(
             "'{tenant}' was pushed out {PUSHED_MAX} times within {PUSHED_QUANTA} quanta of {}: its quantum is {} times as long from \

@@ -29,4 +29,4 @@ pub use class::{
 };
 pub use decide::{Decision, Verdict, decide};
 pub use depth::is_due;
-pub use quanta::{Settings, idle_after_us};
+pub use quanta::idle_after_us;

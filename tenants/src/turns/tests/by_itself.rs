@@ -7,8 +7,9 @@ use proptest::prelude::*;
 use super::clock::{GPU_BYTES, gpu, name};
 use crate::identity::TenantName;
 use crate::turns::history::History;
+use crate::turns::quanta::COST_FACTOR;
 use crate::turns::scene::{Cost, Held, Scene, Standing, Waiting, Wish};
-use crate::turns::{Decision, Settings, Verdict, decide, idle_after_us};
+use crate::turns::{Decision, Verdict, decide, idle_after_us};
 
 const SECOND: u64 = 1_000_000;
 
@@ -63,7 +64,6 @@ struct World {
     /// Who waits, in order, and whether it is for memory.
     claims: Vec<(usize, bool)>,
     history: History,
-    settings: Settings,
     now_us: u64,
     switching_us: u64,
     idle_before_us: u64,
@@ -81,7 +81,7 @@ impl World {
             if is_active {
                 free_bytes -= job.base;
             } else {
-                history.left(&Self::name(index), &Scene::default(), &Settings::default(), 1);
+                history.left(&Self::name(index), &Scene::default(), 1);
             }
             let doing = Doing::Thinks { since_us: 1 };
             tenants.push(Tenant { job: *job, doing, is_active, rounds: 0 });
@@ -90,7 +90,6 @@ impl World {
             tenants,
             claims: Vec::new(),
             history,
-            settings: Settings::default(),
             now_us: 1,
             switching_us: 0,
             idle_before_us: 0,
@@ -181,16 +180,16 @@ impl World {
             // Either it was idle for as long as its switching takes, or it ran ten times as long.
             let came_us = self.history.of(name).came_us;
             let ran_us = came_us.map_or(u64::MAX, |came_us| self.now_us - came_us);
-            if idle_us >= idle_after_us(standing, false, &self.settings) {
+            if idle_us >= idle_after_us(standing, false) {
                 self.idle_before_us += idle_us;
             } else {
-                assert!(ran_us >= cost_us * self.settings.cost_factor, "{ran_us} {decision:?}");
+                assert!(ran_us >= cost_us * COST_FACTOR, "{ran_us} {decision:?}");
             }
             self.tenants[victim].is_active = false;
             self.displaced += 1;
             self.switching_us += cost_us;
             self.pass(standing.cost.pause_us);
-            self.history.left(name, scene, &self.settings, self.now_us);
+            self.history.left(name, scene, self.now_us);
         }
         let own = Self::name(index);
         if !self.tenants[index].is_active {
@@ -214,7 +213,7 @@ impl World {
             assert!(steps < 200_000, "time stands still at {}", self.now_us);
             self.turn_over();
             let scene = self.scene();
-            let decisions = decide(&scene, &self.history, &self.settings, self.now_us);
+            let decisions = decide(&scene, &self.history, self.now_us);
             let goes = |decision: &Decision| matches!(decision.verdict, Verdict::Go(_));
             if let Some(claim) = decisions.iter().position(goes) {
                 self.go(&scene, &decisions[claim], claim);

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::clock::{GPU_BYTES, Job, World, gpu, name};
 use crate::turns::history::History;
 use crate::turns::scene::{Cost, Held, Scene, Standing, Waiting, Wish};
-use crate::turns::{Class, Decision, Settings, Verdict, decide};
+use crate::turns::{Class, Decision, Verdict, decide};
 
 const SECOND: u64 = 1_000_000;
 const NOW: u64 = 1_000 * SECOND;
@@ -45,7 +45,7 @@ fn scene(tenants: &[(&str, Standing)], waiting: &[Waiting]) -> Scene {
 }
 
 fn only(scene: &Scene, history: &History) -> Decision {
-    let decisions = decide(scene, history, &Settings::default(), NOW);
+    let decisions = decide(scene, history, NOW);
     assert_eq!(decisions.len(), 1);
     decisions[0].clone()
 }
@@ -106,7 +106,7 @@ fn one_tenant_that_is_in_the_way_of_two_on_two_gpus_is_paused_for_the_first_of_t
     let tenants = [("first", first), ("second", second), ("wide", wide)];
     let mut scene = scene(&tenants, &[waits("first"), waits("second")]);
     scene.free_bytes = BTreeMap::from([(gpu(0), 20), (gpu(1), 20)]);
-    let decisions = decide(&scene, &History::default(), &Settings::default(), NOW);
+    let decisions = decide(&scene, &History::default(), NOW);
     assert_eq!(decisions[0].verdict, Verdict::Go(vec![name("wide")]));
     assert_eq!(decisions[1].verdict, Verdict::Wait(None));
     assert_eq!(decisions[1].reasons, ["'second' waits: 'wide' comes first"]);
@@ -254,7 +254,7 @@ fn an_allocation_takes_from_nobody_who_would_not_come_back_and_names_him() {
         scene.tenants.insert(name("back"), queues(paused(Class::Fair, 30)));
         scene.tenants.get_mut(&name("train")).unwrap().held.clear();
         let mut history = History::default();
-        history.left(&name("back"), &scene, &Settings::default(), 0);
+        history.left(&name("back"), &scene, 0);
         let decision = only(&scene, &history);
         assert_eq!(decision.verdict, verdict);
         let why = &decision.reasons[0];
@@ -277,7 +277,7 @@ fn who_got_more_keeps_it_for_a_quantum_and_who_was_paused_for_it_waits_in_the_or
         &[wants("train", 40)],
     );
     assert_eq!(only(&before, &history).verdict, Verdict::Go(vec![name("infer")]));
-    history.left(&name("infer"), &before, &Settings::default(), NOW - SECOND);
+    history.left(&name("infer"), &before, NOW - SECOND);
     history.got_more(&name("train"), &before, NOW - SECOND);
     let after = scene(
         &[("train", queues(active(Class::Fair, 80))), ("infer", queues(paused(Class::Fair, 40)))],
@@ -289,7 +289,7 @@ fn who_got_more_keeps_it_for_a_quantum_and_who_was_paused_for_it_waits_in_the_or
         &[("train", queues(active(Class::Fair, 40))), ("infer", queues(paused(Class::Fair, 40)))],
         &[wants("train", 40), Waiting { tenant: name("infer"), wish: Wish::Back }],
     );
-    let decisions = decide(&between, &history, &Settings::default(), NOW + 100 * SECOND);
+    let decisions = decide(&between, &history, NOW + 100 * SECOND);
     assert_eq!(decisions[0].verdict, Verdict::Go(Vec::new()));
     assert_eq!(decisions[1].reasons, ["'infer' waits: 'train' comes first"]);
 }
@@ -303,7 +303,7 @@ fn one_that_waits_for_memory_and_was_paused_meanwhile_comes_back_with_room_for_b
     assert_eq!(decision.verdict, Verdict::Wait(None));
     assert!(decision.reasons[0].contains("`sublet resume train`"), "{decision:?}");
     let mut history = History::default();
-    history.left(&name("train"), &scene(&tenants, &[]), &Settings::default(), 0);
+    history.left(&name("train"), &scene(&tenants, &[]), 0);
     let decision = only(&scene(&tenants, &[wants("train", 15)]), &history);
     assert_eq!(decision.verdict, Verdict::Go(Vec::new()));
     let decision = only(&scene(&tenants, &[wants("train", 30)]), &history);
@@ -325,13 +325,12 @@ fn an_order_goes_first_and_is_held_up_by_nothing_but_a_turn() {
         ]
     };
     let waiting = [waits("other"), order];
-    let settings = Settings::default();
-    let decisions = decide(&scene(&tenants(false), &waiting), &history, &settings, NOW);
+    let decisions = decide(&scene(&tenants(false), &waiting), &history, NOW);
     assert_eq!(decisions[1].verdict, Verdict::Go(vec![name("train")]));
     assert_eq!(decisions[0].verdict, Verdict::Wait(None));
     assert_eq!(decisions[0].reasons, ["'other' waits: 'infer' comes first"]);
     history.began_turn(&name("train"), false, NOW - SECOND);
-    let decisions = decide(&scene(&tenants(true), &waiting), &history, &settings, NOW);
+    let decisions = decide(&scene(&tenants(true), &waiting), &history, NOW);
     assert_eq!(decisions[1].verdict, Verdict::Wait(Some(NOW + 9 * SECOND)));
 }
 
@@ -341,15 +340,13 @@ fn those_of_one_class_go_in_the_order_in_which_they_came_and_one_that_has_its_gp
     history.came(&name("a"), NOW - SECOND);
     history.began_turn(&name("a"), false, NOW - SECOND);
     let tenants = [("a", active(Class::Fair, 80)), ("b", paused(Class::Fair, 80))];
-    let decisions =
-        decide(&scene(&tenants, &[waits("b"), waits("a")]), &history, &Settings::default(), NOW);
+    let decisions = decide(&scene(&tenants, &[waits("b"), waits("a")]), &history, NOW);
     assert_eq!(decisions[0].verdict, Verdict::Go(vec![name("a")]));
     assert_eq!(decisions[1].verdict, Verdict::Wait(None));
     // Its turn goes on in another process: this one joins it.
     let in_turn = Standing { has_turn: true, ..active(Class::Fair, 80) };
     let tenants = [("a", in_turn), ("b", paused(Class::Fair, 80))];
-    let decisions =
-        decide(&scene(&tenants, &[waits("b"), waits("a")]), &history, &Settings::default(), NOW);
+    let decisions = decide(&scene(&tenants, &[waits("b"), waits("a")]), &history, NOW);
     assert!(matches!(decisions[0].verdict, Verdict::Wait(Some(_))));
     assert_eq!(decisions[1].verdict, Verdict::Go(Vec::new()));
 }
@@ -465,6 +462,6 @@ fn who_cannot_be_paused_is_asked_less_and_less_often_until_it_can() {
     assert!(by_name.of(&a).refusal.is_some());
     by_name.note_back(&scene(&[("a", paused(Class::Fair, 40))], &[]));
     assert!(by_name.of(&a).refusal.is_none());
-    history.left(&a, &Scene::default(), &Settings::default(), now_us);
+    history.left(&a, &Scene::default(), now_us);
     assert!(history.of(&a).refusal.is_none());
 }

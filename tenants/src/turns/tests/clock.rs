@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::identity::TenantName;
 use crate::turns::history::History;
 use crate::turns::scene::{Cost, Held, Scene, Standing, Waiting, Wish};
-use crate::turns::{Class, Decision, Settings, Verdict, Weight, decide};
+use crate::turns::{Class, Decision, Verdict, Weight, decide};
 
 pub(super) const GPU_BYTES: u64 = 100;
 /// Turns that are looked at in one run, unless more are requested.
@@ -71,7 +71,6 @@ pub(super) struct World {
     /// The order of those that wait.
     queue: Vec<usize>,
     pub(super) history: History,
-    pub(super) settings: Settings,
     pub(super) now_us: u64,
     pub(super) tallies: Vec<Tally>,
     pub(super) switching_us: u64,
@@ -94,7 +93,6 @@ impl World {
             active: vec![false; count],
             queue: (0..count).collect(),
             history: History::default(),
-            settings: Settings::default(),
             now_us: 1,
             tallies: vec![Tally::default(); count],
             switching_us: 0,
@@ -157,7 +155,7 @@ impl World {
             assert!(steps < 2_000_000, "time stands still at {}", self.now_us);
             self.end_what_is_over();
             let scene = self.scene();
-            let decisions = decide(&scene, &self.history, &self.settings, self.now_us);
+            let decisions = decide(&scene, &self.history, self.now_us);
             let goes = |decision: &&Decision| matches!(decision.verdict, Verdict::Go(_));
             if let Some(decision) = decisions.iter().find(goes) {
                 self.go(&scene, decision);
@@ -239,7 +237,7 @@ impl World {
             assert!(self.active[victim], "{decision:?}");
             self.active[victim] = false;
             self.pass(self.jobs[victim].cost.pause_us);
-            let grew = self.history.left(tenant, scene, &self.settings, self.now_us);
+            let grew = self.history.left(tenant, scene, self.now_us);
             self.grew.extend(grew);
             if let Doing::InTurn { until_us, since_us } = self.doing[victim] {
                 self.tallies[victim].in_turn_us += self.now_us - since_us;

@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 
 use super::clock::{Job, World};
+use crate::turns::quanta::BOUND_US;
 use crate::turns::scene::Cost;
 use crate::turns::{Class, Weight};
 
@@ -105,7 +106,7 @@ proptest! {
         let mut world = World::new([vec![one], others].concat());
         world.run(600 * SECOND);
         let waited_us = world.tallies[0].longest_wait_us;
-        prop_assert!(waited_us <= world.settings.bound_us + switches_us, "{waited_us}");
+        prop_assert!(waited_us <= BOUND_US + switches_us, "{waited_us}");
         prop_assert!(world.tallies[0].turns > 1);
     }
 
