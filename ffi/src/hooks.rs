@@ -161,19 +161,15 @@ pub(crate) use hook_row;
 
 macro_rules! waiting {
     ($(
-        $symbol:ident $(| $per_thread:ident)? ( $($args:tt)* )
+        $symbol:ident $(| $alike:ident)* ( $($args:tt)* )
         $(touches [ $($touched:tt)* ] on $place:ident)? $(copies [ $($copy:tt)* ])? $(looks [ $($look:tt)* ])?;
     )*) => {
         /// Functions that wait, then call the driver.
         pub mod waits {
             use super::*;
             $(
-                waiting_function!(
-                    $symbol ( $($args)* ) [ $($($touched)*)? ] [ $($($copy)*)? ]
-                    [ $($($look)*)? $(Names::Ranges(&[$($touched)*]), $place)? ]
-                );
                 waiting!(
-                    @second $($per_thread)? ( $($args)* )
+                    @each [ $symbol $($alike)* ] ( $($args)* )
                     [ $($($touched)*)? ] [ $($($copy)*)? ]
                     [ $($($look)*)? $(Names::Ranges(&[$($touched)*]), $place)? ]
                 );
@@ -182,12 +178,11 @@ macro_rules! waiting {
         /// Their rows.
         pub(crate) const WAITING: &[Hook] = &[$(
             hook_row!(waits::$symbol, $symbol),
-            $(hook_row!(waits::$per_thread, $per_thread),)?
+            $(hook_row!(waits::$alike, $alike),)*
         )*];
     };
-    (@second $args:tt $touched:tt $copy:tt $look:tt) => {};
-    (@second $symbol:ident $args:tt $touched:tt $copy:tt $look:tt) => {
-        waiting_function!($symbol $args $touched $copy $look);
+    (@each [ $($symbol:ident)* ] $args:tt $touched:tt $copy:tt $look:tt) => {
+        $(waiting_function!($symbol $args $touched $copy $look);)*
     };
 }
 
@@ -239,9 +234,8 @@ waiting! {
     cuMemcpyAtoD_v2 | cuMemcpyAtoD_v2_ptds (
         target: u64, source: Pointer, source_offset: usize, bytes: usize
     ) touches [touched(target, bytes)] on NO_STREAM;
-    cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds (copy: Pointer)
-        looks [Names::Words(copy, COPY_2D_BYTES), NO_STREAM];
-    cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds (copy: Pointer)
+    cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds
+    | cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds (copy: Pointer)
         looks [Names::Words(copy, COPY_2D_BYTES), NO_STREAM];
     cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds (copy: Pointer)
         looks [Names::Words(copy, COPY_3D_BYTES), NO_STREAM];
@@ -333,34 +327,20 @@ waiting! {
     cuMemBatchDecompressAsync | cuMemBatchDecompressAsync_ptsz (
         operations: Pointer, count: usize, flags: c_uint, error_index: Pointer, stream: Pointer
     );
-    cuStreamWaitValue32_v2 | cuStreamWaitValue32_v2_ptsz (
+    cuStreamWaitValue32 | cuStreamWaitValue32_ptsz
+    | cuStreamWaitValue32_v2 | cuStreamWaitValue32_v2_ptsz
+    | cuStreamWriteValue32 | cuStreamWriteValue32_ptsz
+    | cuStreamWriteValue32_v2 | cuStreamWriteValue32_v2_ptsz (
         stream: Pointer, address: u64, value: c_uint, flags: c_uint
     ) touches [touched(address, 4)] on stream;
-    cuStreamWaitValue64_v2 | cuStreamWaitValue64_v2_ptsz (
+    cuStreamWaitValue64 | cuStreamWaitValue64_ptsz
+    | cuStreamWaitValue64_v2 | cuStreamWaitValue64_v2_ptsz
+    | cuStreamWriteValue64 | cuStreamWriteValue64_ptsz
+    | cuStreamWriteValue64_v2 | cuStreamWriteValue64_v2_ptsz (
         stream: Pointer, address: u64, value: u64, flags: c_uint
     ) touches [touched(address, 8)] on stream;
-    cuStreamWriteValue32_v2 | cuStreamWriteValue32_v2_ptsz (
-        stream: Pointer, address: u64, value: c_uint, flags: c_uint
-    ) touches [touched(address, 4)] on stream;
-    cuStreamWriteValue64_v2 | cuStreamWriteValue64_v2_ptsz (
-        stream: Pointer, address: u64, value: u64, flags: c_uint
-    ) touches [touched(address, 8)] on stream;
-    cuStreamBatchMemOp_v2 | cuStreamBatchMemOp_v2_ptsz (
-        stream: Pointer, count: c_uint, operations: Pointer, flags: c_uint
-    );
-    cuStreamWaitValue32 | cuStreamWaitValue32_ptsz (
-        stream: Pointer, address: u64, value: c_uint, flags: c_uint
-    ) touches [touched(address, 4)] on stream;
-    cuStreamWaitValue64 | cuStreamWaitValue64_ptsz (
-        stream: Pointer, address: u64, value: u64, flags: c_uint
-    ) touches [touched(address, 8)] on stream;
-    cuStreamWriteValue32 | cuStreamWriteValue32_ptsz (
-        stream: Pointer, address: u64, value: c_uint, flags: c_uint
-    ) touches [touched(address, 4)] on stream;
-    cuStreamWriteValue64 | cuStreamWriteValue64_ptsz (
-        stream: Pointer, address: u64, value: u64, flags: c_uint
-    ) touches [touched(address, 8)] on stream;
-    cuStreamBatchMemOp | cuStreamBatchMemOp_ptsz (
+    cuStreamBatchMemOp | cuStreamBatchMemOp_ptsz
+    | cuStreamBatchMemOp_v2 | cuStreamBatchMemOp_v2_ptsz (
         stream: Pointer, count: c_uint, operations: Pointer, flags: c_uint
     );
 }
