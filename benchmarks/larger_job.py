@@ -2,8 +2,8 @@
 
 A transformers model of Llama's architecture with some 2 billion parameters in fp32 trains with bf16 autocast,
 checkpointing and 16k tokens a step, by stock fused AdamW. Its 16.6 GB of moments are on the device (`resident`), or go
-through frames by `sublet.paged` (`backward`, `after`, and `pauses`, which is `backward` with the whole tenant paused
-and resumed in every fifth step). Next to them what others do: FSDP2 with `CPUOffloadPolicy`, and torchao's
+through frames by `sublet.paged` (`backward`, `after`, `pauses`, which is `backward` with the whole tenant paused
+and resumed in every fifth step, and `tenth`, which is `backward` with each tenth announcement left out). Next to them what others do: FSDP2 with `CPUOffloadPolicy`, and torchao's
 `CPUOffloadOptimizer` if it is installed. Rows whose weights are paged, by `sublet.paged(model)`, are those of `larger_weights.py`. Losses of all steps and the sum of all weights' bits are compared with those of
 `resident`.
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -33,7 +34,7 @@ import larger_weights
 import runner
 from common import Result
 
-PAGED = ("backward", "after", "pauses")
+PAGED = ("backward", "after", "pauses", "tenth")
 OTHERS = ("fsdp2", "torchao")
 ROWS = ("resident", *PAGED, *larger_weights.ROWS, *OTHERS)
 PAUSE_EVERY = 5
@@ -178,7 +179,18 @@ def optimizer_of(args: Any, model: Any) -> Any:
 
         step = "after" if args.role == "after" else "backward"
         optimizer = sublet.paged(optimizer, frames=args.frames, step=step)
+    if args.role == "tenth":
+        leave_out_announcements(optimizer)
     return optimizer
+
+
+def leave_out_announcements(optimizer: Any) -> None:
+    """Has each tenth announcement of a paged optimizer be forgotten: a block is brought when it is used then."""
+    from sublet._paging_refusals import PAGED_BY
+
+    owner, number = getattr(optimizer, PAGED_BY), itertools.count(1)
+    stock = owner._announce
+    owner._announce = lambda blocks: None if next(number) % 10 == 0 else stock(blocks)
 
 
 def pause_soon() -> subprocess.Popen[bytes]:

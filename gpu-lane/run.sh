@@ -163,7 +163,7 @@ run_deep_tenants() {
 }
 # LARGER_ROWS, by comma, also those of larger_weights.py; LARGER_FRAMES, the device memory for state.
 run_larger() {
-    GPUS=1 suite larger "${LARGER_LIMIT_S:-590}" larger_job.py --rows "${LARGER_ROWS:-resident,backward,after,pauses,fsdp2,torchao}" \
+    GPUS=1 suite larger "${LARGER_LIMIT_S:-590}" larger_job.py --rows "${LARGER_ROWS:-resident,backward,after,pauses,tenth,fsdp2,torchao}" \
         --frames "${LARGER_FRAMES:-2GiB}" --steps "${LARGER_STEPS:-20}"
 }
 # Two ranks that page on two GPUs.

@@ -65,7 +65,7 @@ const COPY_3D_PEER_BYTES: usize = 200;
 /// Has what a call names of paged memory on the device.
 fn look_at(symbol: &'static str, names: Names<'_>, stream: Pointer) -> Result<Option<Seen>, c_int> {
     let found = look::found(names);
-    if found.is_empty() {
+    if found.ranges().is_empty() {
         return Ok(None);
     }
     let value = replaced::stream_value(stream, symbol);

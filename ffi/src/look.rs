@@ -38,6 +38,8 @@ use crate::runtime;
 /// How long a call waits for its memory. The time of a pause does not count.
 const WAIT: Duration = Duration::from_mins(10);
 const WORD_BYTES: usize = size_of::<u64>();
+/// Ranges of one call that are found without an allocation.
+const FEW: usize = 8;
 /// `CU_LAUNCH_PARAM_END`, `CU_LAUNCH_PARAM_BUFFER_POINTER` and `CU_LAUNCH_PARAM_BUFFER_SIZE`.
 const EXTRA_END: usize = 0;
 const EXTRA_BUFFER: usize = 1;
@@ -48,11 +50,14 @@ const CONFIG_STREAM_OFFSET: usize = 32;
 /// The first address of all windows, and how many bytes there are to the end of the last. 0 bytes: there is none.
 static FIRST: AtomicU64 = AtomicU64::new(0);
 static BYTES: AtomicU64 = AtomicU64::new(0);
-static WINDOWS: RwLock<Vec<Arc<Pager<CudaDriver>>>> = RwLock::new(Vec::new());
-/// The sizes of functions' parameters. `None`: the driver does not say.
+static WINDOWS: LazyLock<RwLock<Windows>> = LazyLock::new(RwLock::default);
+/// What is looked at of each function.
 static LAYOUTS: LazyLock<RwLock<HashMap<usize, Layout>>> = LazyLock::new(RwLock::default);
 
-type Layout = Option<Arc<[usize]>>;
+/// A call has a reference to all of them: the lock is not held while it waits.
+type Windows = Arc<[Arc<Pager<CudaDriver>>]>;
+/// The place and size of each parameter that an address fits into. `None`: the driver does not say.
+type Layout = Option<Box<[(usize, usize)]>>;
 
 /// Is there anything to look for?
 pub(crate) fn is_on() -> bool {
@@ -62,7 +67,7 @@ pub(crate) fn is_on() -> bool {
 /// Looks for uses of a window from now on. Nobody has an address of it yet.
 pub(crate) fn add(pager: Arc<Pager<CudaDriver>>) {
     let mut windows = WINDOWS.write().unwrap_or_else(PoisonError::into_inner);
-    windows.push(pager);
+    *windows = windows.iter().cloned().chain([pager]).collect();
     let first = windows.iter().map(|pager| pager.window().start.0).min().unwrap_or(0);
     let end = windows.iter().map(|pager| pager.window().end().0).max().unwrap_or(0);
     // A look meanwhile finds too much, never too little.
@@ -74,7 +79,7 @@ pub(crate) fn add(pager: Arc<Pager<CudaDriver>>) {
 /// Looks for uses of a window no more.
 pub(crate) fn remove(pager: &Arc<Pager<CudaDriver>>) {
     let mut windows = WINDOWS.write().unwrap_or_else(PoisonError::into_inner);
-    windows.retain(|known| !Arc::ptr_eq(known, pager));
+    *windows = windows.iter().filter(|known| !Arc::ptr_eq(known, pager)).cloned().collect();
     if windows.is_empty() {
         BYTES.store(0, Ordering::SeqCst);
     }
@@ -102,11 +107,43 @@ pub(crate) fn stream_of(config: Pointer) -> Pointer {
     unsafe { config.wrapping_byte_add(CONFIG_STREAM_OFFSET).cast::<Pointer>().read_unaligned() }
 }
 
+/// Ranges of windows that a call names. It allocates for calls that name more than a few.
+#[derive(Debug)]
+pub(crate) struct Found {
+    few: [VaRange; FEW],
+    count: usize,
+    /// All of them, when they are more.
+    many: Vec<VaRange>,
+}
+
+impl Found {
+    fn new() -> Self {
+        Self { few: [VaRange::new(DeviceAddress(0), 0); FEW], count: 0, many: Vec::new() }
+    }
+
+    fn push(&mut self, range: VaRange) {
+        if self.count < FEW {
+            self.few[self.count] = range;
+        } else {
+            if self.many.is_empty() {
+                self.many.extend(self.few);
+            }
+            self.many.push(range);
+        }
+        self.count += 1;
+    }
+
+    /// All of them.
+    pub(crate) fn ranges(&self) -> &[VaRange] {
+        if self.many.is_empty() { &self.few[..self.count] } else { &self.many }
+    }
+}
+
 /// Addresses of windows among what a call names, as ranges.
-pub(crate) fn found(names: Names<'_>) -> Vec<VaRange> {
+pub(crate) fn found(names: Names<'_>) -> Found {
     let first = FIRST.load(Ordering::Acquire);
     let hull = Hull { first, bytes: BYTES.load(Ordering::Acquire) };
-    let mut found = Vec::new();
+    let mut found = Found::new();
     match names {
         Names::Kernel { function, parameters, extra } => {
             if !parameters.is_null() {
@@ -120,7 +157,7 @@ pub(crate) fn found(names: Names<'_>) -> Vec<VaRange> {
                 let last = range.start.0.saturating_add(range.size_bytes.saturating_sub(1));
                 range.size_bytes > 0 && (hull.has(range.start.0) || hull.has(last))
             };
-            found.extend(ranges.iter().filter(meets).copied());
+            ranges.iter().filter(meets).for_each(|range| found.push(*range));
         }
         // SAFETY: the caller's structure or list of this size.
         Names::Words(place, bytes) => unsafe { in_words(hull, place, bytes, &mut found) },
@@ -140,18 +177,19 @@ impl Hull {
     }
 }
 
-fn in_parameters(hull: Hull, function: Pointer, parameters: Pointer, found: &mut Vec<VaRange>) {
-    let Some(sizes) = layout_of(function) else { return };
-    for (index, size) in sizes.iter().enumerate().filter(|(_, size)| **size >= WORD_BYTES) {
-        let place = parameters.cast::<Pointer>().wrapping_add(index);
-        // SAFETY: the caller's list has a pointer for each parameter of the function.
-        let value = unsafe { place.read_unaligned() };
-        // SAFETY: which leads to a value of this size.
-        unsafe { in_words(hull, value, *size, found) };
-    }
+fn in_parameters(hull: Hull, function: Pointer, parameters: Pointer, found: &mut Found) {
+    with_layout(function, |layout| {
+        for (index, size) in layout.iter().flatten() {
+            let place = parameters.cast::<Pointer>().wrapping_add(*index);
+            // SAFETY: the caller's list has a pointer for each parameter of the function.
+            let value = unsafe { place.read_unaligned() };
+            // SAFETY: which leads to a value of this size.
+            unsafe { in_words(hull, value, *size, found) };
+        }
+    });
 }
 
-fn in_extra(hull: Hull, extra: Pointer, found: &mut Vec<VaRange>) {
+fn in_extra(hull: Hull, extra: Pointer, found: &mut Found) {
     let (mut buffer, mut size, mut at) = (std::ptr::null_mut(), 0, extra.cast::<Pointer>());
     loop {
         // SAFETY: the caller's list of pairs, which ends with its mark.
@@ -175,7 +213,7 @@ fn in_extra(hull: Hull, extra: Pointer, found: &mut Vec<VaRange>) {
 
 /// # Safety
 /// `place` is null, or valid for reads of `bytes` bytes.
-unsafe fn in_words(hull: Hull, place: Pointer, bytes: usize, found: &mut Vec<VaRange>) {
+unsafe fn in_words(hull: Hull, place: Pointer, bytes: usize, found: &mut Found) {
     if place.is_null() {
         return;
     }
@@ -188,13 +226,20 @@ unsafe fn in_words(hull: Hull, place: Pointer, bytes: usize, found: &mut Vec<VaR
     }
 }
 
-/// How large the parameters of a function are, or of a kernel of a library, for which launches take both.
-fn layout_of(function: Pointer) -> Layout {
+/// Does `work` with what is looked at of a function, or of a kernel of a library: launches take both.
+fn with_layout(function: Pointer, work: impl FnOnce(&Layout)) {
     let key = function.addr();
-    let known = LAYOUTS.read().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
-    if let Some(known) = known {
-        return known;
+    let layouts = LAYOUTS.read().unwrap_or_else(PoisonError::into_inner);
+    if let Some(known) = layouts.get(&key) {
+        return work(known);
     }
+    drop(layouts);
+    let layout = ask_layout(function);
+    work(&layout);
+    LAYOUTS.write().unwrap_or_else(PoisonError::into_inner).insert(key, layout);
+}
+
+fn ask_layout(function: Pointer) -> Layout {
     let layout = asked(|index, offset, size| {
         call_driver!(cuFuncGetParamInfo(
             function => Pointer, index => usize, offset => *mut usize, size => *mut usize
@@ -215,21 +260,22 @@ fn layout_of(function: Pointer) -> Layout {
                 .to_owned(),
         );
     }
-    LAYOUTS.write().unwrap_or_else(PoisonError::into_inner).insert(key, layout.clone());
     layout
 }
 
-/// The sizes of all parameters, as `ask` says them by index. Behind the last it answers `CUDA_ERROR_INVALID_VALUE`.
+/// All parameters that an address fits into, as `ask` says them by index. Behind the last it answers `CUDA_ERROR_INVALID_VALUE`.
 fn asked(ask: impl Fn(usize, *mut usize, *mut usize) -> c_int) -> Layout {
-    let mut sizes = Vec::new();
-    loop {
+    let mut fit = Vec::new();
+    for index in 0.. {
         let (mut offset, mut size) = (0, 0);
-        match DriverCode(ask(sizes.len(), &raw mut offset, &raw mut size)) {
-            DriverCode::SUCCESS => sizes.push(size),
-            DriverCode::INVALID_VALUE => return Some(sizes.into()),
-            _ => return None,
+        match DriverCode(ask(index, &raw mut offset, &raw mut size)) {
+            DriverCode::SUCCESS if size < WORD_BYTES => {}
+            DriverCode::SUCCESS => fit.push((index, size)),
+            DriverCode::INVALID_VALUE => return Some(fit.into()),
+            _ => break,
         }
     }
+    None
 }
 
 /// Functions are about to end, or have ended: their values may be others'.
@@ -247,8 +293,8 @@ pub(crate) fn is_possible() -> bool {
 /// `stream` is about to end.
 pub(crate) fn stream_ends(stream: Pointer) {
     if is_on() {
-        let windows = WINDOWS.read().unwrap_or_else(PoisonError::into_inner).clone();
-        for pager in windows {
+        let windows = Arc::clone(&WINDOWS.read().unwrap_or_else(PoisonError::into_inner));
+        for pager in windows.iter() {
             pager.stream_ends(RawStream(stream.expose_provenance() as u64));
         }
     }
@@ -256,14 +302,17 @@ pub(crate) fn stream_ends(stream: Pointer) {
 
 /// Memory that a call uses: it stays at least until this is dropped, which is when the driver has the call.
 #[derive(Debug)]
-pub(crate) struct Seen(Vec<(Arc<Pager<CudaDriver>>, Option<Touched>)>);
+pub(crate) struct Seen {
+    windows: Windows,
+    /// By the place of its window. Few calls use memory of two.
+    first: Option<(usize, Touched)>,
+    others: Vec<(usize, Touched)>,
+}
 
 impl Drop for Seen {
     fn drop(&mut self) {
-        for (pager, touched) in &mut self.0 {
-            if let Some(touched) = touched.take() {
-                pager.end_call(&touched);
-            }
+        for (window, touched) in self.first.iter().chain(&self.others) {
+            self.windows[*window].end_call(touched);
         }
     }
 }
@@ -272,13 +321,14 @@ impl Drop for Seen {
 ///
 /// # Errors
 /// What the call is to answer.
-pub(crate) fn begin(symbol: &str, found: &[VaRange], place: In) -> Result<Option<Seen>, c_int> {
-    let windows = WINDOWS.read().unwrap_or_else(PoisonError::into_inner).clone();
-    let mut seen = Seen(Vec::new());
-    for pager in windows {
-        match pager.begin_call(found, place, WAIT) {
+pub(crate) fn begin(symbol: &str, found: &Found, place: In) -> Result<Option<Seen>, c_int> {
+    let windows = Arc::clone(&WINDOWS.read().unwrap_or_else(PoisonError::into_inner));
+    let mut seen = Seen { windows, first: None, others: Vec::new() };
+    for index in 0..seen.windows.len() {
+        match seen.windows[index].begin_call(found.ranges(), place, WAIT) {
             Ok(None) => {}
-            Ok(touched) => seen.0.push((pager, touched)),
+            Ok(Some(touched)) if seen.first.is_none() => seen.first = Some((index, touched)),
+            Ok(Some(touched)) => seen.others.push((index, touched)),
             Err(error) => {
                 if let Some(member) = runtime::member() {
                     member.note(format!("{symbol} was refused: {}", chain(&error)));
@@ -287,7 +337,7 @@ pub(crate) fn begin(symbol: &str, found: &[VaRange], place: In) -> Result<Option
             }
         }
     }
-    Ok((!seen.0.is_empty()).then_some(seen))
+    Ok(seen.first.is_some().then_some(seen))
 }
 
 fn code_of(error: &PageError) -> DriverCode {

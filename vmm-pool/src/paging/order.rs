@@ -57,9 +57,14 @@ impl Order {
     pub(super) fn next_uses(&self, chunks: usize) -> Vec<usize> {
         let mut next = vec![usize::MAX; chunks];
         let ahead = self.cursor.and_then(|at| self.uses.get(at..)).unwrap_or_default();
+        let mut unknown = chunks;
         for (distance, &id) in ahead.iter().enumerate() {
+            if unknown == 0 {
+                break;
+            }
             if let Some(known) = next.get_mut(id).filter(|known| **known == usize::MAX) {
                 *known = distance;
+                unknown -= 1;
             }
         }
         next

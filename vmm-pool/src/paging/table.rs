@@ -14,6 +14,7 @@
 //! its spans, and is freed when the last of them is.
 
 mod asking;
+mod figures;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
@@ -67,6 +68,13 @@ struct Copied {
     is_unsure: bool,
 }
 
+/// When the thread looks what is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Looks {
+    Soon,
+    WhenTold,
+}
+
 /// Where a chunk is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Place {
@@ -84,7 +92,7 @@ pub(super) struct Chunk {
     spans: u32,
     /// Its row, for as long as it belongs to a span, and until it is away behind that.
     pub(super) row: Option<VirtualHandle>,
-    pub(super) place: Place,
+    place: Place,
     /// Its last span was freed. It belongs to nobody else before its row is gone.
     pub(super) is_freed: bool,
     /// How many hold it; who holds two of its spans counts twice.
@@ -150,6 +158,8 @@ impl Chunk {
 #[derive(Debug)]
 pub(super) struct Table {
     pub(super) chunks: Vec<Chunk>,
+    /// How many are not away.
+    resident: usize,
     /// Where each begins in the window, and its size, in bytes.
     spans: BTreeMap<u64, u64>,
     window_bytes: u64,
@@ -165,6 +175,7 @@ pub(super) struct Table {
     pub(super) next_uses: Vec<usize>,
     pub(super) is_ending: bool,
     pub(super) has_ended: bool,
+    pub(super) looks_again: Looks,
     /// Uses are seen at launches: a chunk is mapped when it is full.
     pub(super) is_looked: bool,
     /// The device has failed.
@@ -194,6 +205,7 @@ impl Table {
     pub(super) fn new(window_bytes: u64, chunk_bytes: u64, frames: usize) -> Self {
         Self {
             chunks: Vec::new(),
+            resident: 0,
             spans: BTreeMap::new(),
             window_bytes,
             chunk_bytes,
@@ -204,6 +216,7 @@ impl Table {
             next_uses: Vec::new(),
             is_ending: false,
             has_ended: false,
+            looks_again: Looks::Soon,
             is_looked: false,
             broken: None,
             counts: Counts::default(),
@@ -213,7 +226,14 @@ impl Table {
 
     /// Chunks that have a frame, or are about to.
     pub(super) fn resident(&self) -> usize {
-        self.chunks.iter().filter(|chunk| chunk.place != Place::Away).count()
+        self.resident
+    }
+
+    /// It is there from now on.
+    pub(super) fn set_place(&mut self, id: usize, place: Place) {
+        let before = std::mem::replace(&mut self.chunks[id].place, place);
+        self.resident += usize::from(place != Place::Away);
+        self.resident -= usize::from(before != Place::Away);
     }
 
     /// How many there may be.
@@ -284,6 +304,7 @@ impl Table {
 
     /// A chunk that was freed has no row any more: its addresses are anybody's.
     pub(super) fn gone(&mut self, id: usize) {
+        self.set_place(id, Place::Away);
         self.chunks[id] = Chunk::default();
     }
 
@@ -391,13 +412,14 @@ impl Table {
     pub(super) fn claim(&mut self, id: usize) -> Option<(VirtualHandle, bool)> {
         let chunk = &mut self.chunks[id];
         let row = chunk.row.filter(|_| chunk.is_idle())?;
-        chunk.place = Place::Going;
-        Some((row, chunk.version > 0 && !chunk.is_freed))
+        let has_contents = chunk.version > 0 && !chunk.is_freed;
+        self.set_place(id, Place::Going);
+        Some((row, has_contents))
     }
 
     /// It is where it was.
     pub(super) fn unclaim(&mut self, id: usize) {
-        self.chunks[id].place = Place::Here;
+        self.set_place(id, Place::Here);
         self.queue.retain(|queued| *queued != id);
     }
 
@@ -451,20 +473,6 @@ impl Table {
         self.used_last(|chunk| chunk.is_idle() && !chunk.is_clean() && !chunk.is_refused)
     }
 
-    /// Where each chunk is, as [`super::PageReport::chunks`] has it.
-    pub(super) fn letters(&self) -> String {
-        let letter = |chunk: &Chunk| match chunk.place {
-            Place::Coming => 'i',
-            Place::Away if chunk.spans == 0 => '-',
-            Place::Away => 'a',
-            Place::Here | Place::Going if chunk.coming.is_some() => 'i',
-            Place::Here | Place::Going if chunk.out.is_some() => 'o',
-            Place::Here | Place::Going if chunk.is_clean() => 'h',
-            Place::Here | Place::Going => 'w',
-        };
-        self.chunks.iter().map(letter).collect()
-    }
-
     /// Copies out that are under way.
     pub(super) fn copies_out(&self) -> usize {
         self.chunks.iter().filter(|chunk| chunk.out.is_some()).count()
@@ -487,16 +495,6 @@ impl Table {
         spans.into_iter().filter_map(|start| self.free(start)).flatten().collect()
     }
 
-    /// Chunks of spans.
-    pub(super) fn owned(&self) -> usize {
-        self.chunks.iter().filter(|chunk| chunk.spans > 0).count()
-    }
-
-    /// Chunks that may not leave.
-    pub(super) fn staying(&self) -> usize {
-        self.chunks.iter().filter(|chunk| chunk.stays.is_some()).count()
-    }
-
     /// Is everything that was written saved, as far as nobody holds it?
     pub(super) fn is_all_clean(&self) -> bool {
         self.chunks.iter().all(|chunk| chunk.place == Place::Away || chunk.is_clean())
@@ -504,17 +502,16 @@ impl Table {
 
     /// Its contents are on their way, and there when `mark` is over; with none they are there.
     pub(super) fn came(&mut self, id: usize, mark: Option<Arc<Mark>>, was_copied: bool) {
-        let chunk = &mut self.chunks[id];
-        chunk.place = Place::Here;
-        chunk.coming = mark;
+        self.set_place(id, Place::Here);
+        self.chunks[id].coming = mark;
         self.queue.retain(|queued| *queued != id);
         self.counts.copied_in += u64::from(was_copied);
     }
 
     /// It did not come. Who waits for it is told.
     pub(super) fn failed(&mut self, id: usize, error: Arc<PageError>) {
+        self.set_place(id, Place::Away);
         let chunk = &mut self.chunks[id];
-        chunk.place = Place::Away;
         chunk.failure = Some((chunk.failures() + 1, error));
         chunk.is_promised = false;
         self.queue.retain(|queued| *queued != id);

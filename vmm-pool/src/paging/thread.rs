@@ -16,7 +16,7 @@ use crossbeam_channel::Sender;
 use self::choosing::choose;
 use super::marks::Mark;
 use super::prints::Questions;
-use super::table::Place;
+use super::table::{Looks, Place};
 use super::uses::SLOTS;
 use super::{PageError, PageResult, Shared};
 use crate::VirtualHandle;
@@ -184,8 +184,12 @@ impl<D: Driver> Worker<'_, D> {
         match job {
             Job::End => return false,
             Job::Wait(time) => {
+                if time == LOOK_SELDOM {
+                    table.looks_again = Looks::WhenTold;
+                }
                 let waited = self.shared.changed.wait_timeout(table, time);
                 let (mut table, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+                table.looks_again = Looks::Soon;
                 if time == LOOK_SELDOM && timeout.timed_out() {
                     table.try_again();
                 }
@@ -274,11 +278,11 @@ impl<D: Driver> Worker<'_, D> {
         };
         let row = {
             let mut table = self.shared.table();
-            let chunk = &mut table.chunks[newcomer];
-            if chunk.row.is_some() {
-                chunk.place = Place::Coming;
+            let row = table.chunks[newcomer].row;
+            if row.is_some() {
+                table.set_place(newcomer, Place::Coming);
             }
-            chunk.row
+            row
         };
         let slot = self.shared.aside().and_then(|_| self.shared.table().free_slot(SLOTS));
         let came = match row {
@@ -348,7 +352,7 @@ impl<D: Driver> Worker<'_, D> {
             Ok(Some(frame)) => {
                 let freed = {
                     let mut table = self.shared.table();
-                    table.chunks[victim].place = Place::Away;
+                    table.set_place(victim, Place::Away);
                     table.take_freed(victim)
                 };
                 if let Some(row) = freed {

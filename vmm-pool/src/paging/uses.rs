@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use super::marks::Mark;
 use super::order::Order;
-use super::table::{Table, Wrote};
+use super::table::{Looks, Table, Wrote};
 use super::{PageError, PageResult, Pager, Shared};
 use crate::driver::{DeviceAddress, Driver, RawStream, VaRange};
 use crate::error::Describe;
@@ -74,8 +74,12 @@ pub(super) struct Calls {
     /// Chunks that graphs use.
     captured: Vec<usize>,
     order: Order,
+    /// What the last call used that was noted.
+    noted: Vec<usize>,
     /// Changes of the chunk in use since the last announcement.
     changes: usize,
+    /// Room for the chunks of a call, so that none allocates it.
+    room: Vec<usize>,
     aside: Option<VaRange>,
     chunk_bytes: u64,
     count: u64,
@@ -94,14 +98,17 @@ impl Calls {
     pub(super) fn remove(&mut self, start: u64) {
         if let Some(last) = self.spans.remove(&start) {
             let alone: Vec<_> = self.ids(start, last).collect();
-            let others = self.chunks_of(alone.iter().map(|&id| {
+            let all = alone.iter().map(|&id| {
                 let first = id as u64 * self.chunk_bytes;
                 (first, first + self.chunk_bytes - 1)
-            }));
+            });
+            let mut others = Vec::new();
+            self.chunks_of(all, &mut others);
             let is_gone = |id: &usize| alone.contains(id) && !others.contains(id);
             self.captured.retain(|id| !is_gone(id));
             let gone: Vec<_> = alone.iter().copied().filter(is_gone).collect();
             self.order.forget(&gone);
+            self.noted.clear();
         }
     }
 
@@ -114,9 +121,9 @@ impl Calls {
         (self.count, self.waited)
     }
 
-    /// The chunks of all spans that these ranges, by offset in the window, meet.
-    fn chunks_of(&self, touched: impl Iterator<Item = (u64, u64)>) -> Vec<usize> {
-        let mut ids = Vec::new();
+    /// Puts the chunks of all spans that these ranges, by offset in the window, meet into `ids`.
+    fn chunks_of(&self, touched: impl Iterator<Item = (u64, u64)>, ids: &mut Vec<usize>) {
+        ids.clear();
         for (start, last) in touched {
             let before = self.spans.range(..start).next_back();
             let met = before.into_iter().filter(|(_, end)| **end >= start);
@@ -126,11 +133,16 @@ impl Calls {
         }
         ids.sort_unstable();
         ids.dedup();
-        ids
     }
 
     /// Notes the order. Is an announcement due, and was the order another than before?
     pub(super) fn note(&mut self, ids: &[usize]) -> (bool, bool) {
+        // What the call before it used too is no news.
+        if ids.iter().all(|id| self.noted.contains(id)) {
+            return (false, false);
+        }
+        self.noted.clear();
+        self.noted.extend(ids);
         let mut is_as_foretold = true;
         for &id in ids {
             if self.order.last() != Some(id) {
@@ -166,9 +178,11 @@ impl Calls {
         });
         let listed = &mut self.listed[place];
         listed.pending += 1;
-        let (twice, new): (Vec<_>, Vec<_>) =
-            ids.iter().copied().partition(|id| listed.chunks.contains(id));
-        listed.chunks.extend(new);
+        let mut twice = Vec::new();
+        for id in ids {
+            let is_known = listed.chunks.contains(id);
+            if is_known { &mut twice } else { &mut listed.chunks }.push(*id);
+        }
         twice
     }
 
@@ -209,16 +223,11 @@ impl<D: Driver> Shared<D> {
         }
     }
 
-    /// Tells the table when chunks are used next. The next ones come out.
-    pub(super) fn foretell(&self) -> Vec<usize> {
+    /// Tells the table when chunks are used next.
+    pub(super) fn foretell(&self) {
         let chunks = self.table().chunks.len();
-        let (ahead, next_uses) = {
-            let mut calls = self.calls();
-            calls.changes = 0;
-            (calls.order.ahead(AHEAD), calls.order.next_uses(chunks))
-        };
+        let next_uses = self.calls().order.next_uses(chunks);
         self.table().next_uses = next_uses;
-        ahead
     }
 
     fn end_uses(&self, stream: RawStream, chunks: &[usize]) {
@@ -232,8 +241,12 @@ impl<D: Driver> Shared<D> {
             )?;
             Ok(Arc::new(mark))
         });
-        match marked {
-            Ok(mark) => self.table().used(chunks, &mark, Wrote::Maybe),
+        let is_told = match marked {
+            Ok(mark) => {
+                let mut table = self.table();
+                table.used(chunks, &mark, Wrote::Maybe);
+                table.looks_again == Looks::WhenTold
+            }
             // Nobody can know when that is over.
             Err(error) => {
                 tracing::error!(%error, "paged memory stays on its device");
@@ -241,9 +254,13 @@ impl<D: Driver> Shared<D> {
                 for &id in chunks {
                     table.stays(id, Some("the driver does not say when its use is over"));
                 }
+                true
             }
+        };
+        // It costs more to wake a thread than to have it look by itself.
+        if is_told {
+            self.changed.notify_all();
         }
-        self.changed.notify_all();
     }
 }
 
@@ -292,36 +309,40 @@ impl<D: Driver> Pager<D> {
         limit: Duration,
     ) -> PageResult<Option<Touched>> {
         let shared = &self.shared;
-        let ids = {
-            let mut calls = shared.calls();
-            let offsets = touched.iter().filter_map(|range| {
-                let last = range.size_bytes.checked_sub(1)?.checked_add(range.start.0)?;
-                let window = shared.window.start.0;
-                Some((range.start.0.saturating_sub(window), last.checked_sub(window)?))
-            });
-            let ids = calls.chunks_of(offsets);
-            if ids.is_empty() {
-                return Ok(None);
-            }
-            calls.count += 1;
-            let (is_due, is_new) = calls.note(&ids);
-            if let In::Stream(raw) = stream
-                && calls.is_listed(&ids, raw)
-            {
-                drop(calls);
-                if is_due {
-                    self.announce_ahead(is_new);
-                }
-                return Ok(Some(Touched { stream, chunks: Vec::new() }));
-            }
-            drop(calls);
-            self.announce_ahead(is_new);
-            ids
-        };
+        let window = shared.window.start.0;
+        let offsets = touched.iter().filter_map(|range| {
+            let last = range.size_bytes.checked_sub(1)?.checked_add(range.start.0)?;
+            Some((range.start.0.saturating_sub(window), last.checked_sub(window)?))
+        });
+        let mut calls = shared.calls();
+        let mut ids = std::mem::take(&mut calls.room);
+        calls.chunks_of(offsets, &mut ids);
+        if ids.is_empty() {
+            calls.room = ids;
+            return Ok(None);
+        }
+        calls.count += 1;
+        let (is_due, is_new) = calls.note(&ids);
+        let is_listed = matches!(stream, In::Stream(raw) if calls.is_listed(&ids, raw));
+        if is_listed {
+            calls.room = std::mem::take(&mut ids);
+        }
+        drop(calls);
+        if is_due || is_new {
+            self.announce_ahead(is_new, false);
+        }
+        if is_listed {
+            return Ok(Some(Touched { stream, chunks: ids }));
+        }
         let chunks = match stream {
             In::Stream(raw) => {
                 self.bring_for(&ids, raw, limit)?;
-                let twice = shared.calls().list(&ids, raw);
+                let twice = {
+                    let mut calls = shared.calls();
+                    let twice = calls.list(&ids, raw);
+                    calls.room = ids;
+                    twice
+                };
                 if !twice.is_empty() {
                     self.let_go(&twice);
                 }
@@ -370,20 +391,29 @@ impl<D: Driver> Pager<D> {
         self.shared.end(|listed| listed.stream == stream);
     }
 
-    /// Announces what is used next, as far as it was like that before.
-    fn announce_ahead(&self, is_new: bool) {
+    /// Announces what is used next, as far as it was like that before. When each chunk is used next is for the choice of what
+    /// leaves: it is worked out when something is to come.
+    fn announce_ahead(&self, is_new: bool, is_wanted: bool) {
         let shared = &self.shared;
-        let ahead = shared.foretell();
-        let mut table = shared.table();
-        if is_new {
-            table.forget_promises();
+        let ahead = {
+            let mut calls = shared.calls();
+            calls.changes = 0;
+            calls.order.ahead(AHEAD)
+        };
+        let away: Vec<_> = {
+            let mut table = shared.table();
+            if is_new {
+                table.forget_promises();
+            }
+            let most = table.frames / 3;
+            ahead.into_iter().take(most).filter(|id| !table.are_here(&[*id])).collect()
+        };
+        if away.is_empty() && !is_wanted {
+            return;
         }
-        let most = table.frames / 3;
-        let away: Vec<_> =
-            ahead.into_iter().take(most).filter(|id| !table.are_here(&[*id])).collect();
+        shared.foretell();
         if !away.is_empty() {
-            table.announce(&away);
-            drop(table);
+            shared.table().announce(&away);
             shared.changed.notify_all();
         }
     }
@@ -395,6 +425,8 @@ impl<D: Driver> Pager<D> {
             table.hold_if_here(ids).then(|| table.awaited_by(ids))
         };
         let awaited = match here {
+            // Nothing of it is on its way.
+            Some(awaited) if awaited.is_empty() => return Ok(()),
             Some(awaited) => awaited,
             None => self.wait_for_call(ids, limit)?,
         };
@@ -474,6 +506,7 @@ impl<D: Driver> Pager<D> {
 
     fn wait_for_call(&self, ids: &[usize], limit: Duration) -> PageResult<Vec<Arc<Mark>>> {
         let shared = &self.shared;
+        self.announce_ahead(false, true);
         // Who waits keeps nothing that others wait for.
         shared.end_calls();
         let began = Instant::now();

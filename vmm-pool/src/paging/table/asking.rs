@@ -120,7 +120,9 @@ impl Table {
 
     /// Are these on the device, with room for who uses them too? Then they are held.
     pub(in crate::paging) fn hold_if_here(&mut self, ids: &[usize]) -> bool {
-        let is_so = self.are_here(ids) && self.fits(ids);
+        // As long as all that is here fits, so do these.
+        let fits = self.resident() <= self.frames || self.fits(ids);
+        let is_so = fits && self.are_here(ids);
         if is_so {
             self.hold(ids);
         }

@@ -78,7 +78,7 @@ fn addresses_of_a_span_are_given_out_again_when_all_of_it_is_away() {
     assert_eq!(table.free(0), None);
     table.gone(0);
     assert_eq!(table.alloc(2 * CHUNK), Some((2 * CHUNK, vec![2, 3])));
-    table.chunks[1].place = Place::Away;
+    table.set_place(1, Place::Away);
     assert_eq!(table.take_freed(1), Some(VirtualHandle::new(1, 1)));
     assert_eq!(table.alloc(CHUNK + 1), Some((4 * CHUNK, vec![4, 5])), "its row is there");
     table.gone(1);

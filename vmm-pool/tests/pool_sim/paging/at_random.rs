@@ -210,6 +210,39 @@ proptest! {
     }
 }
 
+/// Announcements buy time and nothing else: with each tenth left out every byte is there.
+#[test]
+fn each_tenth_announcement_may_be_left_out() {
+    for (seed, is_looked) in (0..4).zip([false, true].into_iter().cycle()) {
+        on_a_thread(move || {
+            let stage = Stage::in_order(3, Some(seed));
+            let mut stage = if is_looked { stage.seen() } else { stage };
+            for _ in 0..8 {
+                stage.alloc(1).expect("addresses");
+            }
+            let order: Vec<usize> = (0..8).chain((0..8).rev()).cycle().take(6 * 16 + 1).collect();
+            let mut left_out = 0;
+            for (number, uses) in order.windows(2).enumerate() {
+                let (span, next) = (uses[0], stage.start_of(uses[1]));
+                if number % 10 == 9 {
+                    left_out += 1;
+                } else {
+                    stage.pager().announce(&[next]).expect("announced");
+                }
+                // Writes in every other step; both streams use each span.
+                stage
+                    .try_use(&[span], (span + number / 16) % 2, number / 16 % 2 == 0)
+                    .expect("a use");
+            }
+            stage.use_all(false);
+            stage.check();
+            assert_eq!(left_out, 9);
+            assert!(stage.pager().report().misses > 0, "{:?}", stage.pager().report());
+            stage.end();
+        });
+    }
+}
+
 /// Every kind of call fails once, at each place where it is made: the use that meets it is told or not, the next works.
 #[test]
 fn any_call_may_fail_once() {
