@@ -176,6 +176,8 @@ pub(super) struct Table {
     pub(super) is_ending: bool,
     pub(super) has_ended: bool,
     pub(super) looks_again: Looks,
+    /// Threads whose chunks do not fit next to those that are held. Uses of others are ended for them.
+    pub(super) without_room: usize,
     /// Uses are seen at launches: a chunk is mapped when it is full.
     pub(super) is_looked: bool,
     /// The device has failed.
@@ -217,6 +219,7 @@ impl Table {
             is_ending: false,
             has_ended: false,
             looks_again: Looks::Soon,
+            without_room: 0,
             is_looked: false,
             broken: None,
             counts: Counts::default(),

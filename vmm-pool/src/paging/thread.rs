@@ -170,7 +170,9 @@ impl<D: Driver> Worker<'_, D> {
         }
         let mut table = self.shared.table();
         let mut job = choose(&mut table);
-        let is_short = table.next_wanted().is_some() || table.resident() > table.frames;
+        let is_short = table.next_wanted().is_some()
+            || table.resident() > table.frames
+            || table.without_room > 0;
         let waits = matches!(job, Job::Wait(_)) && is_short;
         if is_looked && waits {
             drop(table);

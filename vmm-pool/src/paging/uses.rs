@@ -245,7 +245,7 @@ impl<D: Driver> Shared<D> {
             Ok(mark) => {
                 let mut table = self.table();
                 table.used(chunks, &mark, Wrote::Maybe);
-                table.looks_again == Looks::WhenTold
+                table.looks_again == Looks::WhenTold || table.without_room > 0
             }
             // Nobody can know when that is over.
             Err(error) => {
@@ -466,7 +466,7 @@ impl<D: Driver> Pager<D> {
     ) -> PageResult<Vec<Arc<Mark>>> {
         let shared = &self.shared;
         let (each, needed_bytes) = (distinct(ids), self.bytes_of(ids));
-        let mut is_held = false;
+        let (mut is_held, mut is_without_room) = (false, false);
         let mut before = Vec::new();
         let here = shared.wait_for(limit, what, |table| {
             if !is_held {
@@ -475,7 +475,14 @@ impl<D: Driver> Pager<D> {
                     let frames_bytes = frames as u64 * shared.chunk_bytes;
                     return Some(Err(PageError::TooFewFrames { needed_bytes, frames_bytes }));
                 }
-                if !table.fits(&each) {
+                let fits = table.fits(&each);
+                if fits == is_without_room {
+                    is_without_room = !fits;
+                    table.without_room += usize::from(!fits);
+                    table.without_room -= usize::from(fits);
+                    shared.changed.notify_all();
+                }
+                if !fits {
                     return None;
                 }
                 before = ids.iter().map(|&id| table.chunks[id].failures()).collect();
@@ -493,6 +500,9 @@ impl<D: Driver> Pager<D> {
             }
             Some(Ok(table.awaited_by(ids)))
         });
+        if is_without_room {
+            shared.table().without_room -= 1;
+        }
         if here.is_err() && is_held {
             self.let_go(ids);
         }

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use vmm_pool::driver::VaRange;
 use vmm_pool::driver::sim::Touch;
+use vmm_pool::driver::{Driver as _, DriverOp, VaRange};
 use vmm_pool::paging::{In, PageError};
 
 use super::{LIMIT, SHORT, Stage, word_at};
@@ -72,6 +72,35 @@ fn a_frame_whose_call_is_not_launched_yet_stays_and_who_waits_is_told_for_what()
     assert!(text.contains("1 of 1 frames are taken, 1 chunks are in use"), "{text}");
     stage.pager().end_call(&looked.expect("paged"));
     stage.try_use(&[1], 1, true).expect("now it is launched");
+    stage.end();
+}
+
+#[test]
+fn who_waits_for_room_ends_uses_that_have_begun_meanwhile() {
+    let mut stage = Stage::looked(2);
+    for _ in 0..3 {
+        stage.alloc(1).expect("addresses");
+    }
+    let words = [0, 1, 2].map(|span| word_at(stage.start_of(span), 0));
+    let [first, second] = stage.streams.map(In::Stream);
+    let looked = stage.pager().begin_call(&words[..1], first, LIMIT).expect("here");
+    stage.try_use(&[0], 1, true).expect("a use");
+    std::thread::scope(|scope| {
+        let recorded = stage.driver().faults().calls(DriverOp::EventRecord);
+        let waiting = scope.spawn(|| {
+            stage.driver().make_current(DEVICE).expect("device 0");
+            let touched = stage.pager().begin_call(&words[1..], second, LIMIT).expect("room");
+            stage.pager().end_call(&touched.expect("paged"));
+        });
+        // It has ended what could be ended.
+        while stage.driver().faults().calls(DriverOp::EventRecord) == recorded {
+            std::thread::yield_now();
+        }
+        let again = stage.pager().begin_call(&words[..1], second, LIMIT).expect("here");
+        stage.pager().end_call(&again.expect("paged"));
+        stage.pager().end_call(&looked.expect("paged"));
+        waiting.join().expect("it got room");
+    });
     stage.end();
 }
 
