@@ -53,6 +53,8 @@ pub struct Settings {
     pub fails_without_nccl: bool,
     /// Up to how much host memory, in bytes, is brought in ahead of the next pause. None for not at all.
     pub prepares_up_to: Option<u64>,
+    /// Are writes to paged memory that no call names looked for?
+    pub checks_paging: bool,
     /// Does a process end that cannot join its tenant?
     pub is_required: bool,
     /// Where tenants meet.
@@ -83,6 +85,7 @@ impl Default for Settings {
             log: None,
             fails_without_nccl: false,
             prepares_up_to: None,
+            checks_paging: false,
             is_required: false,
             run_dir: None,
             uses_slabs: true,
@@ -221,7 +224,7 @@ const fn path(name: &'static str, put: fn(&mut Settings, PathBuf)) -> Setting {
 }
 
 /// All settings, by name.
-pub const SETTINGS: [Setting; 17] = [
+pub const SETTINGS: [Setting; 18] = [
     text(BUDGET_VARIABLE, |to, text| fill(&mut to.budgets, parsed(text))),
     text("SUBLET_CHANGES", |to, text| put(&mut to.changes, changes(text))),
     // The Python package reads it.
@@ -236,6 +239,7 @@ pub const SETTINGS: [Setting; 17] = [
         let value = ["wait", "fail"].contains(&text).then_some(text == "fail");
         put(&mut to.fails_without_nccl, expected(value, "wait or fail"))
     }),
+    text("SUBLET_PAGING_CHECK", |to, text| put(&mut to.checks_paging, switch(text))),
     text("SUBLET_PREPARE", |to, text| put(&mut to.prepares_up_to, preparation(text))),
     text(REQUIRED_VARIABLE, |to, text| {
         // A value that is not understood was meant as one.
@@ -289,6 +293,7 @@ mod tests {
             ("SUBLET_HOST_BYTES_MAX", "1.5GiB"),
             ("SUBLET_LOG", "debug"),
             ("SUBLET_NCCL_AWAY", "fail"),
+            ("SUBLET_PAGING_CHECK", "1"),
             ("SUBLET_PREPARE", "1"),
             ("SUBLET_REQUIRED", "1"),
             ("SUBLET_RUN_DIR", "/run/sublet"),
@@ -310,6 +315,7 @@ mod tests {
         assert_eq!(settings.log.as_deref(), Some("debug"));
         assert_eq!(settings.prepares_up_to, Some(u64::MAX));
         assert!(settings.fails_without_nccl && settings.is_required && settings.spills);
+        assert!(settings.checks_paging);
         assert!(!settings.uses_slabs);
         assert_eq!((settings.turns.queues, settings.turns.class), (true, Class::Background));
         assert_eq!(settings.wait, Some(Duration::from_millis(1500)));

@@ -536,7 +536,9 @@ def report() -> list[dict[str, Any]]:
         ``o`` on its way out, ``-`` unused); and so far ``out_bytes``, ``in_bytes``, ``exchanges``, ``remaps`` (chunks that were given device
         memory), ``remap_us`` (the time that the driver took to map and unmap them, in microseconds), ``hits`` and
         ``misses`` (uses that found their memory on the device, and that did not), ``calls`` (launches and copies that named memory of
-        a module) and ``waited_us`` (the time that they waited, in microseconds).
+        a module) and ``waited_us`` (the time that they waited, in microseconds). With ``SUBLET_PAGING_CHECK=1``, ``unseen`` is a list of
+        writes that no launch has named, each with ``address``, ``size_bytes``, ``span`` and ``span_bytes`` (its allocation), ``chunk``,
+        ``after_use`` and ``before_use``.
 
     >>> sublet.report()
     []

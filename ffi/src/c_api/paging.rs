@@ -15,7 +15,7 @@ use vmm_pool::paging::{PageError, PageResult, Pager, WindowSize};
 use super::last_call::{fail, guarded, guarded_length, not_joined};
 use super::stats::answer;
 use super::{ARGUMENT, OK, OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY, REFUSED, RETRY};
-use crate::{look, runtime};
+use crate::{environment, look, runtime};
 
 /// All pagers of the process, by number. A leaf.
 static PAGERS: Mutex<Pagers> = Mutex::new(Pagers { open: BTreeMap::new(), last: 0 });
@@ -103,6 +103,9 @@ pub unsafe extern "C" fn sublet_page_open(
         let pool = Arc::clone(member.pool());
         let made = Pager::new(pool, DeviceOrdinal(device), size, member.host_budget());
         done(made.map(|made| {
+            if environment::at_joining().settings.checks_paging {
+                made.check_writes();
+            }
             let mut pagers = pagers();
             pagers.last += 1;
             let number = pagers.last;

@@ -29,6 +29,7 @@
 mod marks;
 mod order;
 mod prints;
+mod report;
 mod table;
 mod thread;
 mod uses;
@@ -38,6 +39,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use self::marks::Mark;
+pub use self::report::{PageReport, UnseenWrite};
 use self::table::{Table, Wrote};
 use self::uses::Calls;
 pub use self::uses::{In, Touched};
@@ -155,49 +157,6 @@ impl From<PoolError> for PageError {
 
 /// Result of a call about paging.
 pub type PageResult<T> = Result<T, PageError>;
-
-/// What a pager holds and has done.
-#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct PageReport {
-    /// Size of one chunk, in bytes.
-    pub chunk_bytes: u64,
-    /// All spans, in bytes of the chunks that they take together.
-    pub paged_bytes: u64,
-    /// The most device memory that they may take, in bytes.
-    pub frames_bytes: u64,
-    /// What they take now, in bytes.
-    pub resident_bytes: u64,
-    /// What may not leave, in bytes: something else holds it there.
-    pub stays_bytes: u64,
-    /// Bytes copied to the host so far.
-    pub out_bytes: u64,
-    /// Bytes that were not, because a device has said that they are as they were.
-    pub unchanged_bytes: u64,
-    /// Bytes copied to the device so far.
-    pub in_bytes: u64,
-    /// Frames that went from one chunk to another so far.
-    pub exchanges: u64,
-    /// Chunks that were given a frame so far.
-    pub remaps: u64,
-    /// For how long the driver has mapped and unmapped chunks, in microseconds.
-    pub remap_us: u64,
-    /// Uses that found all of their memory on the device.
-    pub hits: u64,
-    /// Uses that did not.
-    pub misses: u64,
-    /// Calls that named memory that is paged. Those that found what the calls before them on their stream used are
-    /// no more than counted here.
-    pub calls: u64,
-    /// For how long calls have waited, in microseconds.
-    pub waited_us: u64,
-    /// Where each chunk is now, as a letter, in the order of their addresses: `a` away, `i` on its way in, `h` on the device and
-    /// the same in host memory, `w` on the device and written since it was copied to the host, `o` on its way out, `-` of no span.
-    pub chunks: String,
-}
-
-fn micros(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
-}
 
 /// The window of one device. Any thread may call; none may be inside the pool's gate.
 #[derive(Debug)]
@@ -537,31 +496,10 @@ impl<D: Driver> Pager<D> {
         self.shared.wait_for(limit, what, |table| (table.resident() <= frames).then_some(Ok(())))
     }
 
-    /// What it holds and has done.
-    pub fn report(&self) -> PageReport {
-        let (calls, waited) = self.shared.calls().counts();
-        let table = self.shared.table();
-        let chunk_bytes = self.shared.chunk_bytes;
-        let bytes = |chunks: usize| chunks as u64 * chunk_bytes;
-        let counts = table.counts;
-        PageReport {
-            chunk_bytes,
-            paged_bytes: bytes(table.owned()),
-            frames_bytes: bytes(table.frames),
-            resident_bytes: bytes(table.resident()),
-            stays_bytes: bytes(table.staying()),
-            out_bytes: counts.copied_out * chunk_bytes,
-            unchanged_bytes: counts.unchanged * chunk_bytes,
-            in_bytes: counts.copied_in * chunk_bytes,
-            exchanges: counts.exchanges,
-            remaps: counts.remaps,
-            remap_us: micros(counts.remapping),
-            hits: counts.hits,
-            misses: counts.misses,
-            calls,
-            waited_us: micros(waited),
-            chunks: table.letters(),
-        }
+    /// From now on what leaves without a copy is compared with the copy that the host has, by its device: a write that nobody has
+    /// shown is named in the log and in [`PageReport::unseen`], and kept. Each chunk that leaves waits for that.
+    pub fn check_writes(&self) {
+        self.shared.table().checks.is_on = true;
     }
 }
 

@@ -17,7 +17,7 @@ use crate::error::{Describe, PoolResult};
 use crate::store::Pinned;
 
 /// Pieces of a chunk: each is one block of threads.
-const PIECES: usize = 64;
+pub(super) const PIECES: usize = 64;
 /// Chunks that are asked about simultaneously at most.
 pub(super) const QUESTIONS: usize = 4;
 

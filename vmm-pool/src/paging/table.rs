@@ -22,6 +22,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use self::asking::Checks;
+pub(super) use self::asking::Unseen;
 use super::PageError;
 use super::marks::Mark;
 use super::prints::Prints;
@@ -132,6 +134,11 @@ impl Chunk {
             && self.coming.is_none()
     }
 
+    /// Has nobody written it, and nobody copied it?
+    fn is_untouched(&self) -> bool {
+        self.version == 0 && self.saved_version.is_none()
+    }
+
     /// Would nothing be lost if it left now?
     pub(super) fn is_clean(&self) -> bool {
         self.is_freed || self.version == 0 || self.saved_version == Some(self.version)
@@ -185,6 +192,8 @@ pub(super) struct Table {
     pub(super) counts: Counts,
     /// Questions that were answered, and nobody has looked.
     answered: Vec<Answered>,
+    /// The search for writes that nobody has shown.
+    pub(super) checks: Checks,
 }
 
 /// What was done so far.
@@ -224,6 +233,7 @@ impl Table {
             broken: None,
             counts: Counts::default(),
             answered: Vec::new(),
+            checks: Checks::default(),
         }
     }
 
@@ -332,6 +342,7 @@ impl Table {
         let now = self.tick();
         let mut is_hit = true;
         for &id in ids.iter().rev() {
+            self.checks.used(id);
             let chunk = &mut self.chunks[id];
             chunk.holders += 1;
             chunk.is_promised = false;

@@ -306,6 +306,9 @@ impl<D: Driver> Worker<'_, D> {
             return;
         }
         drop(entered);
+        if came.is_ok() && self.shared.table().checks.is_on {
+            self.see(newcomer);
+        }
         let mut table = self.shared.table();
         match came {
             Ok((mark, was_copied)) => {
@@ -455,7 +458,7 @@ impl<D: Driver> Worker<'_, D> {
             if !is_as_seen || !has_place {
                 table.forget_prints(chunk);
             }
-            table.prints_to_compare(chunk).is_some()
+            table.is_to_compare(chunk)
         };
         let question = self.ask(chunk);
         if let Some(question) = question.filter(|_| compares)

@@ -3,6 +3,7 @@
 #![expect(unsafe_code, reason = "uses of paged memory are copies through the driver")]
 
 mod at_random;
+mod checked;
 mod looked;
 
 use std::ptr::NonNull;

@@ -1,12 +1,96 @@
 //! Chunks that are filled at addresses of the pager's own, copied out, or whose device is asked if they were written.
+//!
+//! *Checks*, which are off by default, look for writes that nobody has shown. An idle chunk that is as its copy leaves without
+//! another copy. With checks its device is asked first, by fingerprints: a chunk that is another than its copy was written by a kernel
+//! that had its address from somewhere else than its arguments, or outside of a use. It is named, and copied out. Nothing is mapped
+//! read-only: calls do not say if they write, and a write to what is read-only ends the context instead of naming anything.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use super::super::PageError;
 use super::super::prints::Prints;
 use super::{Answered, Copied, Mark, Out, Table};
 
+/// Writes that are remembered at most.
+const UNSEEN_MAX: usize = 256;
+
+/// See the head of this module.
+#[derive(Debug, Default)]
+pub(in crate::paging) struct Checks {
+    pub(in crate::paging) is_on: bool,
+    /// The chunk whose device has said last that it is as its copy, if it has not been used since.
+    passed: Option<usize>,
+    pub(in crate::paging) found: Vec<Unseen>,
+}
+
+impl Checks {
+    /// Somebody is about to use a chunk.
+    pub(super) fn used(&mut self, id: usize) {
+        if self.passed == Some(id) {
+            self.passed = None;
+        }
+    }
+}
+
+/// A write that nobody has shown.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::paging) struct Unseen {
+    pub(in crate::paging) id: usize,
+    /// From the first to the last piece of the chunk that is another than it was.
+    pub(in crate::paging) pieces: RangeInclusive<usize>,
+    /// The last use of the chunk before it, and the last of all when it was found, counted in the window.
+    pub(in crate::paging) uses: RangeInclusive<u64>,
+}
+
 impl Table {
+    /// Is it to be compared with its copy before it may leave?
+    pub(in crate::paging) fn needs_check(&self, id: usize) -> bool {
+        if !self.checks.is_on || self.checks.passed == Some(id) {
+            return false;
+        }
+        let chunk = &self.chunks[id];
+        let is_known = chunk.copied.prints.is_some() || chunk.is_untouched();
+        is_known && chunk.is_clean() && !chunk.is_freed
+    }
+
+    /// May it give its frame away now, but for what the driver and the ledger say?
+    pub(in crate::paging) fn is_ready(&self, id: usize) -> bool {
+        self.chunks[id].is_clean() && !self.needs_check(id)
+    }
+
+    /// A device has said what a chunk has that was as its copy when it was asked.
+    fn check(&mut self, id: usize, prints: &Prints) -> Option<Unseen> {
+        let uses = self.chunks[id].last..=self.clock;
+        let chunk = &mut self.chunks[id];
+        let copied = chunk.copied.prints.as_ref();
+        let is_other = |piece: &usize| match copied {
+            Some(copied) => copied[*piece] != prints[*piece] && prints[*piece].is_known(),
+            None => !prints[*piece].is_zero(),
+        };
+        let mut others = (0..prints.len()).filter(is_other);
+        let Some(first) = others.next() else {
+            self.checks.passed = Some(id);
+            return None;
+        };
+        let pieces = first..=others.next_back().unwrap_or(first);
+        // It is copied out again.
+        chunk.version += 1;
+        chunk.copied = Copied::default();
+        let unseen = Unseen { id, pieces, uses };
+        if self.checks.found.len() < UNSEEN_MAX {
+            self.checks.found.push(unseen.clone());
+        }
+        Some(unseen)
+    }
+
+    /// Where the span begins that one of these bytes of the window belongs to, and its size.
+    pub(in crate::paging) fn span_of(&self, bytes: RangeInclusive<u64>) -> Option<(u64, u64)> {
+        let last = self.spans.range(..=*bytes.end()).next_back();
+        let (start, size_bytes) = last.map(|(start, size_bytes)| (*start, *size_bytes))?;
+        (start + size_bytes > *bytes.start()).then_some((start, size_bytes))
+    }
+
     /// A copy of all of it is over.
     pub(in crate::paging) fn copied_out(&mut self, id: usize) {
         let chunk = &mut self.chunks[id];
@@ -72,10 +156,11 @@ impl Table {
         chunk.failure = Some((chunk.failures() + 1, error));
     }
 
-    /// Could its device say that its place has what it has?
-    pub(in crate::paging) fn prints_to_compare(&self, id: usize) -> Option<Prints> {
+    /// Is its device to say if its place has what it has?
+    pub(in crate::paging) fn is_to_compare(&self, id: usize) -> bool {
         let chunk = &self.chunks[id];
-        chunk.copied.prints.clone().filter(|_| chunk.copied.is_unsure && !chunk.is_freed)
+        let is_unsure = chunk.copied.prints.is_some() && chunk.copied.is_unsure;
+        (is_unsure && !chunk.is_freed) || self.needs_check(id)
     }
 
     /// The device is asked, and has answered when `mark` is over.
@@ -97,13 +182,17 @@ impl Table {
         std::mem::take(&mut self.answered)
     }
 
-    /// The device has said that it had these.
-    pub(in crate::paging) fn told(&mut self, answered: Answered, prints: Prints) {
+    /// The device has said that it had these. A write comes out that nobody has shown.
+    pub(in crate::paging) fn told(&mut self, answered: Answered, prints: Prints) -> Option<Unseen> {
         let Answered { id, version, is_copy, .. } = answered;
         let chunk = &mut self.chunks[id];
         if is_copy {
             chunk.copied.prints = Some(prints);
-            return;
+            return None;
+        }
+        let was_clean = chunk.saved_version == Some(version) || chunk.is_untouched();
+        if self.checks.is_on && was_clean {
+            return if chunk.is_freed { None } else { self.check(id, &prints) };
         }
         let is_same = chunk.copied.prints.as_ref() == Some(&prints);
         if is_same && !chunk.is_freed {
@@ -111,6 +200,7 @@ impl Table {
             self.counts.unchanged += 1;
         }
         chunk.copied.is_unsure &= is_same && chunk.version != version;
+        None
     }
 
     /// Somebody else may have written to the place of a chunk.

@@ -147,7 +147,7 @@ fn what_may_have_been_written_is_clean_if_it_is_as_it_was() {
         }
     };
     used(&mut table, Wrote::Maybe);
-    assert!(table.prints_to_compare(0).is_none(), "it has no copy");
+    assert!(!table.is_to_compare(0), "it has no copy");
     let out = mark();
     table.copying_out(0, Arc::clone(&out), Some(2));
     assert_eq!(table.free_question(3), Some(0));
@@ -156,18 +156,18 @@ fn what_may_have_been_written_is_clean_if_it_is_as_it_was() {
     for (prints, is_clean) in [(one(1), true), (one(2), false)] {
         used(&mut table, Wrote::Maybe);
         used(&mut table, Wrote::No);
-        assert!(!table.chunks[0].is_clean() && table.prints_to_compare(0).is_some());
+        assert!(!table.chunks[0].is_clean() && table.is_to_compare(0));
         let asked = mark();
         table.asking(0, Arc::clone(&asked), 0);
         assert!(!table.chunks[0].is_idle(), "a question is under way");
         end(&mut table, asked, prints);
         assert_eq!(table.chunks[0].is_clean(), is_clean);
     }
-    assert!(table.prints_to_compare(0).is_none(), "it was written");
+    assert!(!table.is_to_compare(0), "it was written");
     let out = mark();
     table.copying_out(0, Arc::clone(&out), Some(0));
     end(&mut table, out, one(2));
     used(&mut table, Wrote::Yes);
     used(&mut table, Wrote::Maybe);
-    assert!(table.prints_to_compare(0).is_none(), "and by somebody who says so");
+    assert!(!table.is_to_compare(0), "and by somebody who says so");
 }

@@ -16,8 +16,7 @@ pub(super) fn choose(table: &mut Table) -> Job {
         return Job::Land(full, slot);
     }
     if let Some(surplus) = table.surplus() {
-        let is_clean = table.chunks[surplus].is_clean();
-        return if is_clean { Job::Shrink(surplus) } else { Job::Clean(surplus) };
+        return if table.is_ready(surplus) { Job::Shrink(surplus) } else { Job::Clean(surplus) };
     }
     let has_room = table.copies_out() < COPIES_OUT_MAX;
     let wanted = table.next_wanted();
@@ -33,7 +32,7 @@ pub(super) fn choose(table: &mut Table) -> Job {
         }
         let mut idle = victims.into_iter().filter(|&id| table.chunks[id].is_idle());
         let first = idle.next();
-        let ready = first.into_iter().chain(idle).find(|&id| table.chunks[id].is_clean());
+        let ready = first.into_iter().chain(idle).find(|&id| table.is_ready(id));
         if ready.is_some() {
             return Job::Bring { newcomer, victim: ready };
         }

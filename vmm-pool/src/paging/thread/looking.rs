@@ -26,7 +26,13 @@ impl<D: Driver> Worker<'_, D> {
             let mut questions = self.questions.get().map(RefCell::borrow_mut);
             let questions = questions.as_mut().and_then(|questions| questions.as_mut());
             if let Some(prints) = questions.map(|all| all.answer(each.question)) {
-                self.shared.table().told(each, prints);
+                let mut table = self.shared.table();
+                let unseen = table.told(each, prints);
+                let unseen = unseen.map(|unseen| self.shared.describe(&table, &unseen));
+                drop(table);
+                if let Some(unseen) = unseen {
+                    tracing::error!("{unseen}");
+                }
             }
         }
     }
@@ -35,7 +41,8 @@ impl<D: Driver> Worker<'_, D> {
     pub(super) fn ask(&self, chunk: usize) -> Option<usize> {
         let number = {
             let table = self.shared.table();
-            table.free_question(QUESTIONS).filter(|_| table.is_looked)?
+            let may_ask = table.is_looked || table.checks.is_on;
+            table.free_question(QUESTIONS).filter(|_| may_ask)?
         };
         let make = || {
             let made = Questions::new(&self.shared.pool.driver, self.shared.device);

@@ -62,6 +62,9 @@ fn chosen(stage: &Stage, wanted: &[usize], most: usize) -> Vec<usize> {
 fn run(program: Vec<Step>, pauses_beside: bool, seed: Option<u64>, is_looked: bool) {
     let stage = Stage::in_order(3, seed);
     let mut stage = if is_looked { stage.seen() } else { stage };
+    if seed.is_some_and(|seed| seed.is_multiple_of(2)) {
+        stage.pager().check_writes();
+    }
     let mut frames = 3;
     stage.alloc(1).expect("addresses");
     let pool = Arc::clone(stage.pool.pool());
@@ -142,6 +145,7 @@ fn run(program: Vec<Step>, pauses_beside: bool, seed: Option<u64>, is_looked: bo
         stop.store(true, Ordering::Release);
     });
     stage.use_all(false);
+    assert_eq!(stage.pager().report().unseen, [], "all that was written was shown");
     stage.end();
 }
 
