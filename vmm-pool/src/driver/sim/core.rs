@@ -126,6 +126,11 @@ impl Core {
         self.schedule.get_or_init(|| Schedule::new(seed));
     }
 
+    /// How many streams have work that waits for its turn, where a seed decides. For tests: a stream's thread may not have come yet.
+    pub fn held_up(&self) -> usize {
+        self.schedule.get().map_or(0, Schedule::held_up)
+    }
+
     /// The driver was called.
     pub(super) fn called(&self) {
         if let Some(schedule) = self.schedule.get() {

@@ -63,6 +63,11 @@ impl Schedule {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// How many streams have first work that waits for its turn.
+    pub(super) fn held_up(&self) -> usize {
+        self.table().ready.len()
+    }
+
     /// Waits until the first work of this stream is the one that runs.
     pub(super) fn begin(&self, stream: RawStream) {
         let mut table = self.table();
