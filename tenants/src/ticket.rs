@@ -27,7 +27,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::fstat;
 use nix::sys::uio::pread;
 use rustix::fs::{FlockOperation, flock};
-use vmm_pool::{AllocationId, Part, TicketWatch};
+use vmm_pool::{AllocationId, Part, TicketWatch, check_file_length};
 
 use crate::identity::{MemberId, TENANT_NAME_BYTES_MAX, TenantName};
 
@@ -213,6 +213,7 @@ pub fn lease() -> io::Result<(OwnedFd, TicketWatch)> {
 
 /// A file without a name that holds `bytes` for good, close-on-exec, with the lock that [`watch`] asks about.
 fn sealed_and_locked(name: &str, bytes: &[u8]) -> io::Result<OwnedFd> {
+    check_file_length(bytes.len() as u64)?;
     let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
     let mut file = File::from(fd);
     file.write_all(bytes)?;

@@ -52,7 +52,7 @@ pub use saved::{SavedError, Spilled, WriteOut, Written};
 pub use slabs::Part;
 pub use store::{
     CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, Copying, HostBudget, HostDemand, Schedule,
-    check_file_dir,
+    check_file_dir, check_file_length,
 };
 pub use transition::{
     Activity, Arriving, Aside, Away, BroughtIn, ByDevice, Departing, Done, DrainError, Draining,

@@ -19,6 +19,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
 use vmm_pool::Uninherited;
 use vmm_pool::budget::{Gpu, Shared};
+use vmm_pool::check_file_length;
 
 use super::{RunDirError, TenantDir, io_error, is_still_named, open_lock_file, pause_thread};
 use crate::budget::Budgets;
@@ -107,6 +108,7 @@ fn is_in_use(file: &File, shared: &Shared) -> nix::Result<bool> {
 /// All zeros, with space on the disk for all, so that writing to the mapping cannot find it full. Never shorter on the way:
 /// somebody may still have it mapped.
 fn wipe(file: &File) -> io::Result<()> {
+    check_file_length(Shared::BYTES as u64)?;
     file.write_all_at(&vec![0; Shared::BYTES], 0)
 }
 
@@ -129,6 +131,7 @@ fn write_budgets(file: &File, budgets: &Budgets) -> io::Result<()> {
         return Err(ErrorKind::InvalidInput.into());
     }
     text.resize(size, 0);
+    check_file_length(at + size as u64)?;
     file.write_all_at(&text, at)
 }
 

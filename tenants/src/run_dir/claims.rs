@@ -14,7 +14,7 @@ use std::time::{Duration, Instant, SystemTime};
 use nix::poll::{PollFd, PollFlags};
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 use serde::{Deserialize, Serialize};
-use vmm_pool::UninheritedFd;
+use vmm_pool::{UninheritedFd, check_file_length};
 
 use super::turn_files::{TurnDir, TurnLock};
 use super::{
@@ -254,8 +254,8 @@ impl OwnClaim {
         let Some(mut file) = self.lock.file() else { return Ok(()) };
         let said = Written { version: CLAIM_VERSION, claim };
         let text = serde_json::to_string(&said).unwrap_or_default();
-        let written = file
-            .seek(SeekFrom::Start(0))
+        let written = check_file_length(text.len() as u64)
+            .and_then(|()| file.seek(SeekFrom::Start(0)))
             .and_then(|_| file.write_all(text.as_bytes()))
             .and_then(|()| file.set_len(text.len() as u64));
         self.beat();
@@ -295,11 +295,11 @@ impl Drop for OwnClaim {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::run_dir::turn_files::tests::{dir, soon};
 
-    fn claim(tenant: &str) -> Claim {
+    pub(crate) fn claim(tenant: &str) -> Claim {
         let tenant = tenant.to_owned();
         let (pid, pid_namespace) = (1, pid_namespace());
         Claim { tenant, pid, pid_namespace, waits: true, wish: Wish::Turn, since_us: 5 }

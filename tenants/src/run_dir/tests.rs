@@ -3,7 +3,10 @@
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::os::unix::net::UnixListener;
 
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+
 use super::*;
+use crate::ticket::Ticket;
 
 pub(super) fn run_dir(base: &tempfile::TempDir) -> RunDir {
     RunDir::open(Some(base.path().join("run")), None).unwrap()
@@ -251,4 +254,48 @@ fn a_waiter_gets_the_lock_when_its_holder_gives_it_up() {
         drop(lock);
         waiter.join().unwrap().unwrap();
     });
+}
+
+/// For a process of the test's own: a limit is a whole process's.
+const LIMITED: &str = "SUBLET_TEST_LIMITED";
+
+#[test]
+fn files_beyond_the_limit_of_their_process_are_an_error_and_no_signal() {
+    if std::env::var_os(LIMITED).is_none() {
+        let test =
+            "run_dir::tests::files_beyond_the_limit_of_their_process_are_an_error_and_no_signal";
+        let mut again = std::process::Command::new(std::env::current_exe().unwrap());
+        let output = again.args(["--exact", test]).env(LIMITED, "1").output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        return;
+    }
+    let is_too_large = |error: RunDirError| {
+        let RunDirError::Io { source, .. } = error else { panic!("{error}") };
+        assert_eq!(source.raw_os_error(), Some(libc::EFBIG), "{source}");
+    };
+    let base = tempfile::tempdir().unwrap();
+    let turns = turn_files::tests::dir(&base);
+    let tenant = run_dir(&base).tenant(&name("a")).unwrap();
+    let lock = turns.lock(soon()).unwrap();
+    let claim = claims::tests::claim("a");
+    let own = turns.claim(&lock, &claim, None).unwrap();
+    let line = ["x".repeat(1000)];
+    turns.log(Some(&lock), &line).unwrap();
+    let hard = getrlimit(Resource::RLIMIT_FSIZE).unwrap().1;
+    let limit = |bytes| setrlimit(Resource::RLIMIT_FSIZE, bytes, hard).unwrap();
+    limit(1500);
+    is_too_large(BudgetFile::join(&tenant, Some(&"0=50".parse().unwrap())).unwrap_err());
+    is_too_large(turns.log(None, &line).unwrap_err());
+    limit(0);
+    is_too_large(own.say(&claim).unwrap_err());
+    is_too_large(turns.claim(&lock, &claim, None).unwrap_err());
+    is_too_large(turns.keep_history(&lock, &[1]).unwrap_err());
+    let refused = crate::ticket::lease().and_then(|_| ticket().issue()).unwrap_err();
+    assert_eq!(refused.raw_os_error(), Some(libc::EFBIG), "{refused}");
+    limit(hard);
+    ticket().issue().unwrap();
+}
+
+fn ticket() -> Ticket {
+    Ticket::uncounted(vmm_pool::AllocationId([1; 16]), 4096, MemberId(1), name("a"))
 }

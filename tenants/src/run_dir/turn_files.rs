@@ -21,6 +21,7 @@ use std::time::{Instant, SystemTime};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use vmm_pool::check_file_length;
 
 use super::{RunDir, RunDirError, io_error, locks, open_lock_file, trusted_path, wait_for_lock};
 
@@ -135,7 +136,9 @@ impl TurnDir {
             .custom_flags(libc::O_NOFOLLOW)
             .open(&path);
         let mut file = opened.map_err(io_error("opening", &path))?;
-        file.write_all(added.as_bytes()).map_err(io_error("writing", &path))
+        check_file_length(length + added.len() as u64)
+            .and_then(|()| file.write_all(added.as_bytes()))
+            .map_err(io_error("writing", &path))
     }
 
     /// The lines of the log, oldest first: milliseconds since 1970, the process that decided, and the decision.
@@ -152,7 +155,9 @@ impl TurnDir {
     fn replace(&self, name: &str, bytes: &[u8]) -> Result<(), RunDirError> {
         let path = self.path.join(name);
         let next = self.path.join(format!("{name}.next"));
-        fs::write(&next, bytes).map_err(io_error("writing", &next))?;
+        check_file_length(bytes.len() as u64)
+            .and_then(|()| fs::write(&next, bytes))
+            .map_err(io_error("writing", &next))?;
         fs::rename(&next, &path).map_err(io_error("renaming", &path))
     }
 }

@@ -13,11 +13,11 @@ use std::path::{Path, PathBuf};
 use nix::dir::Dir;
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, open, openat, renameat};
-use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::stat::{FileStat, Mode, fstat};
 use nix::sys::statvfs::fstatvfs;
 use nix::unistd::{UnlinkatFlags, fsync, geteuid, mkdir, unlinkat};
 use serde::{Deserialize, Serialize};
+use vmm_pool::check_file_length;
 
 use super::map::TENANT_MAP;
 
@@ -209,10 +209,7 @@ impl SaveDir {
     /// Writes a small file as a whole.
     pub(crate) fn write_whole(&self, name: &str, bytes: &[u8]) -> Result<(), SaveDirError> {
         let failed = |source| self.failed("writing", name, source);
-        // Beyond its limit the kernel would end the process.
-        if getrlimit(Resource::RLIMIT_FSIZE).is_ok_and(|(limit, _)| bytes.len() as u64 > limit) {
-            return Err(failed(Errno::EFBIG.into()));
-        }
+        check_file_length(bytes.len() as u64).map_err(failed)?;
         let mut file = self.create_part(name)?;
         file.write_all(bytes).and_then(|()| file.sync_all()).map_err(failed)?;
         self.finish_part(name)

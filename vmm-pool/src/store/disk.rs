@@ -60,7 +60,21 @@ pub(crate) struct ContentsFile {
 /// # Errors
 /// [`PoolError::FileRefused`].
 pub fn check_file_dir(dir: &Path) -> PoolResult<()> {
-    ContentsFile::create(dir)?.write(0, &[0])
+    let file = ContentsFile::create(dir)?;
+    file.check_limit(1)?;
+    file.write(0, &[0])
+}
+
+/// May a file of this process end at this byte (`ulimit -f`)? A write beyond its limit brings a signal that ends the process (`SIGXFSZ`), so it is
+/// asked before each write by a thread of the application's. Makes one system call.
+///
+/// # Errors
+/// `EFBIG`, as the kernel has it if the signal is ignored.
+pub fn check_file_length(end_bytes: u64) -> io::Result<()> {
+    match getrlimit(Resource::RLIMIT_FSIZE) {
+        Ok((limit, _)) if end_bytes > limit => Err(Errno::EFBIG.into()),
+        Ok(_) | Err(_) => Ok(()),
+    }
 }
 
 impl Disk {
@@ -250,14 +264,10 @@ impl ContentsFile {
         Self { broken_at: Some(offset_bytes), ..Self::create(dir).unwrap() }
     }
 
-    /// A file beyond the process's own limit: asking the kernel would bring a signal that ends the process.
+    /// As [`check_file_length`].
     pub(crate) fn check_limit(&self, end_bytes: u64) -> PoolResult<()> {
-        match getrlimit(Resource::RLIMIT_FSIZE) {
-            Ok((limit, _)) if end_bytes > limit => {
-                Err(self.refused("reserving", &(0..end_bytes), Errno::EFBIG.into()))
-            }
-            Ok(_) | Err(_) => Ok(()),
-        }
+        let checked = check_file_length(end_bytes);
+        checked.map_err(|source| self.refused("reserving", &(0..end_bytes), source))
     }
 
     /// What the filesystem says. Processes that pause at the same time see the same free space; who comes second is
