@@ -1,5 +1,6 @@
 //! What a process takes of its machine.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
@@ -27,6 +28,22 @@ pub(crate) fn held_host_bytes(pid: u32) -> u64 {
         }
     }
     held_kib * 1024
+}
+
+/// The simulated device memory that a process holds, for an error: by its file, how many descriptors and how many mappings.
+pub(crate) fn device_memory_of(pid: u32) -> BTreeMap<String, (usize, usize)> {
+    let mut held: BTreeMap<String, (usize, usize)> = BTreeMap::new();
+    let fds = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    let links = fds.filter_map(|fd| fs::read_link(fd.path()).ok());
+    for path in links.filter(|path| is_memory(path)) {
+        held.entry(path.display().to_string()).or_default().0 += 1;
+    }
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+    let paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
+    for path in paths.filter(|path| is_memory(Path::new(path))) {
+        held.entry(path.to_owned()).or_default().1 += 1;
+    }
+    held
 }
 
 /// The mappings of this process with the most anonymous memory, for an error.

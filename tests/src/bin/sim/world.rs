@@ -1,6 +1,7 @@
 //! The simulated machine: a node whose devices cannot hold all tenants together, and the tenants' processes.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -19,7 +20,7 @@ use crate::orders::{Answer, Deal, Generation, Item, Order, Worked};
 use crate::process::Worker;
 use crate::tally::{Footprint, Tally};
 use crate::trade::Market;
-use crate::usage::Usage;
+use crate::usage::{Usage, device_memory_of};
 use crate::worker::{Board, Charter};
 
 pub(crate) const DEVICES: usize = 4;
@@ -427,13 +428,27 @@ impl World {
             }
             if Instant::now() > deadline {
                 let wrong = wrong.unwrap_or_default();
+                let told = self.told_of_memory()?;
                 return Err(Trouble::new(format!(
                     "devices hold {used:?} bytes, and all processes together {wanted:?} and {deferred:?} that the \
-                     driver would not take back; {wrong}"
+                     driver would not take back; {wrong}{told}"
                 )));
             }
             look_again_later();
         }
+    }
+
+    /// Who holds which device memory, and what is on record for it, for an error.
+    fn told_of_memory(&mut self) -> Outcome<String> {
+        let mut told = String::new();
+        for index in 0..self.tenants.len() {
+            for (pid, items) in self.items(index)? {
+                let name = &self.tenants[index].name;
+                let held = device_memory_of(pid);
+                write!(told, "\n  process {pid} of {name} holds {held:?}; on record: {items:?}")?;
+            }
+        }
+        Ok(told)
     }
 
     /// What the processes of a tenant have on record, by process id.

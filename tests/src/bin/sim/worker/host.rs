@@ -33,10 +33,15 @@ pub(super) fn limits() -> Vec<HostLimit> {
     }
 }
 
-/// Files of this process have so many bytes at most; none: as many as the system lets them.
+/// A simulated device writes a word to a file when memory of it goes, which a real one does not: with no room for that the
+/// process would end by a signal (`SIGXFSZ`). No allocation that moves to a file is as small.
+const FILE_BYTES_MIN: u64 = 4096;
+
+/// Files of this process have so many bytes at most, or a page; none: as many as the system lets them.
 pub(super) fn limit_files(most_bytes: Option<u64>) -> Outcome {
     let (_, hard) = getrlimit(Resource::RLIMIT_FSIZE)?;
-    setrlimit(Resource::RLIMIT_FSIZE, most_bytes.map_or(hard, |bytes| bytes.min(hard)), hard)?;
+    let soft = most_bytes.map_or(hard, |bytes| bytes.max(FILE_BYTES_MIN).min(hard));
+    setrlimit(Resource::RLIMIT_FSIZE, soft, hard)?;
     Ok(())
 }
 
