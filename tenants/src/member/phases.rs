@@ -476,7 +476,15 @@ impl<D: Driver> Member<D> {
         }
         let undone = match self.take_progress() {
             Progress::Draining(draining, _) => Ok(draining.reopen()),
-            Progress::Quiesced(quiesced, _) => Ok(quiesced.reopen()),
+            Progress::Quiesced(quiesced, selection) => {
+                return quiesced.reopen().map_or_else(
+                    |Failed { state, error }| {
+                        self.set_progress(Progress::Quiesced(*state, selection));
+                        Err(not_undone_yet(&pool_failure(&error)))
+                    },
+                    |undone| self.run_again(undone),
+                );
+            }
             Progress::Leaving(leaving) => leaving.undo(),
             Progress::Prepared(prepared) => prepared.undo(),
             progress @ (Progress::Taken
@@ -488,10 +496,15 @@ impl<D: Driver> Member<D> {
             | Progress::Returning(_)
             | Progress::Restored(_)) => return Err(self.out_of_turn(progress)),
         };
-        let Undone { done, log, spare } = undone.map_err(|Failed { state, error }| {
+        let undone = undone.map_err(|Failed { state, error }| {
             self.set_progress(Progress::Leaving(*state));
             not_undone_yet(&pool_failure(&error))
         })?;
+        self.run_again(undone)
+    }
+
+    /// A pause has come to nothing.
+    fn run_again(&self, Undone { done, log, spare }: Undone<D>) -> Result<PhaseReport, Failure> {
         self.transition(Event::PauseUndone)?;
         self.set_progress(Progress::Rest(done.end()));
         self.cut.release();

@@ -85,17 +85,23 @@ impl<P, E> Failed<P, E> {
 
 impl<D: Driver> Drop for ShutGate<D> {
     fn drop(&mut self) {
-        let undone = match &self.on_drop {
-            OnDrop::Set(mode) => return self.set(*mode),
+        let (undone, then) = match &self.on_drop {
+            OnDrop::Set(mode) if *mode != Mode::Open || self.pool.deferred.is_settled() => {
+                return self.set(*mode);
+            }
             // Whatever has failed may fail again here, and that would end the process. Its calls stay held back.
             _ if std::thread::panicking() => return,
+            // The application may unmap what a look at its contents still reads.
+            OnDrop::Set(mode) => (self.pool.deferred.settle(), *mode),
             OnDrop::UndoPause(rows) => {
-                Still::of_dropped(self).put_back(rows).map(|(_, spare)| drop(spare))
+                (Still::of_dropped(self).put_back(rows).map(|(_, spare)| drop(spare)), self.before)
             }
-            OnDrop::UndoResume(rows) => Still::of_dropped(self).take_back(rows).map(|_| ()),
+            OnDrop::UndoResume(rows) => {
+                (Still::of_dropped(self).take_back(rows).map(|_| ()), self.before)
+            }
         };
         match undone {
-            Ok(()) => self.set(self.before),
+            Ok(()) => self.set(then),
             Err(error) => {
                 tracing::error!(%error, "a pause or resume that was given up is not undone: calls stay held back");
             }
@@ -208,8 +214,17 @@ impl<D: Driver> Quiesced<D> {
     }
 
     /// The pause comes to nothing.
-    pub fn reopen(self) -> Undone<D> {
-        self.shut.reopen()
+    ///
+    /// # Errors
+    /// [`PoolError::Driver`], for another try: devices may still be looking at contents that the application may unmap.
+    ///
+    /// # Driver calls
+    /// `cuCtxSynchronize` of a device whose work was not seen to end.
+    pub fn reopen(self) -> Result<Undone<D>, Failed<Self>> {
+        match self.pool().deferred.settle() {
+            Ok(()) => Ok(self.shut.reopen()),
+            Err(error) => Err(Failed::new(self, error)),
+        }
     }
 
     pub(super) fn shut_mut(&mut self) -> &mut ShutGate<D> {

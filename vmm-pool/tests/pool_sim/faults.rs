@@ -1,11 +1,15 @@
 //! Every driver call of every step of a pause and resume fails once. Undone as a member undoes it, all
 //! contents are intact, nothing is left on the device that should not be, and the next try succeeds.
 
+use std::time::{Duration, Instant};
+
 use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, DriverCode, DriverOp, VaRange,
 };
-use vmm_pool::{ChangeDetection, Contents, PoolError, PoolResult, StepLog, VirtualHandle};
+use vmm_pool::{
+    ChangeDetection, Contents, Failed, FromOpen, PoolError, PoolResult, StepLog, VirtualHandle,
+};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, class, create, end_streams,
@@ -334,6 +338,40 @@ fn nothing_is_unmapped_under_copies_whose_end_nobody_has_seen() {
     assert!(holds(&pool, DEVICE, place, pattern(5)));
     crate::stage::pause(&pool);
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+}
+
+#[test]
+fn a_process_runs_on_when_no_device_looks_at_its_contents_any_more() {
+    let pool = pool(&node());
+    pool.detect_changes(ChangeDetection::On);
+    let places = [(); 2].map(|()| {
+        let handle = create(&pool, DEVICE, 2, kept());
+        map(&pool, handle, 2 * UNIT, &[AccessDesc::read_write(DEVICE)])
+    });
+    let faults = pool.driver().faults();
+    let looked_at = || {
+        let draining = pool.shut::<FromOpen>().into_draining();
+        let soon = Instant::now() + Duration::from_mins(1);
+        let drained = draining.drain(soon, &crossbeam_channel::never());
+        let (mut quiesced, _) = drained.map_err(Failed::into_error).expect("no work");
+        faults.fail(DriverOp::StreamSynchronize, FaultSpan::From(1), DriverCode::UNKNOWN);
+        let log = quiesced.survey(&WHOLE);
+        assert!(log.notes.iter().any(|note| note.contains("could not be told")), "{log:?}");
+        quiesced
+    };
+    let quiesced = looked_at();
+    // Nor does the device itself say that it is done.
+    faults.fail(DriverOp::ContextSynchronize, FaultSpan::From(1), DriverCode::UNKNOWN);
+    let Failed { state, error } = quiesced.reopen().expect_err("looks may be under way");
+    assert!(error.to_string().contains("copies that did not end"), "{error}");
+    faults.clear();
+    drop(state.reopen().map_err(Failed::into_error).expect("it says so now"));
+    pool.unmap(places[0]).expect("the gate is open");
+    let quiesced = looked_at();
+    faults.clear();
+    drop(quiesced);
+    pool.unmap(places[1]).expect("the gate is open");
+    pool.driver().core().device_failure(DEVICE).expect("nothing was unmapped under a look");
 }
 
 #[test]
