@@ -1,5 +1,6 @@
-//! Copies between devices and the host: two streams of each device, taken in turn. They are made once: between two steps
-//! [`Deferred`] has them, until a context ends or the pool goes.
+//! Copies between devices and the host: two streams of each device, taken in turn, or one for each way. They are made once:
+//! between two steps [`Deferred`] has them, until a context ends or the pool goes. What is over a step knows by waiting for a stream,
+//! and a pager by an event behind its copies ([`CopyStreams::record`]).
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
@@ -8,7 +9,7 @@ use std::collections::btree_map::Entry;
 use std::sync::Arc;
 
 use crate::deferred::{Deferred, InUse};
-use crate::driver::{DeviceOrdinal, Driver, RawStream, VaRange};
+use crate::driver::{DeviceOrdinal, Driver, RawEvent, RawStream, VaRange};
 use crate::error::{Describe, PoolResult};
 use crate::store::Piece;
 
@@ -84,10 +85,24 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         Ok(self.take_next())
     }
 
+    /// The stream that copies this way alone, if all are taken so. Its device's context is current then.
+    pub(crate) fn take_for(&mut self, way: Way) -> PoolResult<RawStream> {
+        self.next = usize::from(way == Way::Out);
+        self.take()
+    }
+
     fn take_next(&mut self) -> RawStream {
         self.next = 1 - self.next;
         self.is_busy[self.next] = true;
         self.taken()
+    }
+
+    /// Records `event` behind all that the stream taken last was given. What copies there use of the host comes out: it
+    /// stays where it is until the event is over.
+    pub(crate) fn record(&mut self, event: RawEvent) -> PoolResult<Vec<InUse>> {
+        let recorded = self.deferred.driver().event_record(event, self.taken());
+        recorded.about(|| "the end of copies".to_owned(), 0, Some(self.device))?;
+        Ok(std::mem::take(&mut self.in_use[self.next]))
     }
 
     /// The stream that was taken last.
@@ -162,7 +177,7 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
     }
 
     /// See [`DeviceStreams::finish_or_leave`].
-    fn finish_or_leave(&mut self) -> PoolResult<()> {
+    pub(crate) fn finish_or_leave(&mut self) -> PoolResult<()> {
         let first = self.finish_all();
         if first.is_err() && self.finish_all().is_err() {
             self.leave_unsettled();

@@ -1,12 +1,12 @@
 //! What the thread `sublet-pager` does: looks what is over, begins copies, exchanges.
 
-#![expect(unsafe_code, reason = "starts copies through the driver")]
+#![expect(unsafe_code, reason = "ends events through the driver")]
 
 mod choosing;
 mod copying;
 mod looking;
 
-use std::cell::{OnceCell, RefCell};
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -20,12 +20,11 @@ use super::table::{Looks, Place};
 use super::uses::SLOTS;
 use super::{PageError, PageResult, Shared};
 use crate::VirtualHandle;
-use crate::deferred::InUse;
-use crate::driver::{Driver, RawEvent, RawStream};
+use crate::driver::{Driver, RawEvent};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::Known;
 use crate::pool::{Entered, Use};
-use crate::transition::StillChunk;
+use crate::transition::{Copier, StillChunk};
 
 /// Between two looks while something that is wanted waits for the device.
 const LOOK_SOON: Duration = Duration::from_micros(50);
@@ -54,30 +53,19 @@ enum Job {
     End,
 }
 
-struct Streams {
-    out: RawStream,
-    coming: RawStream,
-}
-
 /// Until the pager ends. `told` hears if it has begun.
 pub(super) fn run<D: Driver>(shared: &Arc<Shared<D>>, told: &Sender<PoolResult<()>>) {
-    match begin(shared) {
-        Ok(streams) => {
-            let _told = told.send(Ok(()));
-            let pager = Worker {
-                shared,
-                streams,
-                stay: RefCell::default(),
-                questions: OnceCell::new(),
-                sights: RefCell::default(),
-            };
-            while pager.step() {}
-            pager.end_questions();
-            finish(shared, &pager.streams);
-        }
-        Err(error) => {
-            let _told = told.send(Err(error));
-        }
+    let copier = Copier::new(&shared.pool);
+    let sights = BTreeMap::new();
+    let mut pager = Worker { shared, copier, stay: None, questions: OnceCell::new(), sights };
+    let begun = pager.begin();
+    let has_begun = begun.is_ok();
+    let _told = told.send(begun);
+    if has_begun {
+        while pager.step() {}
+        pager.end_questions();
+        pager.end_streams();
+        finish(shared);
     }
 }
 
@@ -96,29 +84,9 @@ pub(super) fn remove<D: Driver>(shared: &Shared<D>, chunk: usize, row: VirtualHa
     shared.table().gone(chunk);
 }
 
-fn begin<D: Driver>(shared: &Shared<D>) -> PoolResult<Streams> {
-    let about = || "stream for paging".to_owned();
-    let (driver, device) = (&*shared.pool.driver, shared.device);
-    driver.make_current(device).about(about, 0, Some(device))?;
-    driver.stand_beside_captures().about(about, 0, Some(device))?;
-    let out = driver.stream_create().about(about, 0, Some(device))?;
-    match driver.stream_create() {
-        Ok(coming) => Ok(Streams { out, coming }),
-        Err(error) => {
-            let _deferred = shared.pool.deferred.end_stream(device, out);
-            Err(error).about(about, 0, Some(device))
-        }
-    }
-}
-
-/// Gives everything back: chunks that are idle, streams, events, addresses.
-fn finish<D: Driver>(shared: &Shared<D>, streams: &Streams) {
-    let (pool, device) = (&shared.pool, shared.device);
-    for stream in [streams.out, streams.coming] {
-        if let Err(error) = pool.deferred.end_stream(device, stream) {
-            tracing::error!(%error, "a stream for paging stays until the next pause");
-        }
-    }
+/// Gives everything back: events, addresses.
+fn finish<D: Driver>(shared: &Shared<D>) {
+    let pool = &shared.pool;
     let spare = std::mem::take(&mut *shared.spare.lock().unwrap_or_else(PoisonError::into_inner));
     for event in spare {
         // SAFETY: nobody has it.
@@ -138,23 +106,35 @@ fn finish<D: Driver>(shared: &Shared<D>, streams: &Streams) {
 
 struct Worker<'a, D: Driver> {
     shared: &'a Shared<D>,
-    streams: Streams,
+    copier: Copier<'a, D>,
     /// Past the gate while chunks are filled that are not mapped yet: a pause begins when they are. Copies to the device wait for
     /// nothing but each other.
-    stay: RefCell<Option<Entered<'a, D, Use>>>,
-    /// Made when somebody is first asked. `None` if the device cannot say.
-    questions: OnceCell<RefCell<Option<Questions<D>>>>,
+    stay: Option<Entered<'a, D, Use>>,
+    /// Made when somebody is first asked. `None` inside if the device cannot say.
+    questions: OnceCell<Option<Questions<D>>>,
     /// How each chunk was seen when its fingerprints were taken, or it was mapped since.
-    sights: RefCell<BTreeMap<usize, Known>>,
+    sights: BTreeMap<usize, Known>,
 }
 
 impl<D: Driver> Worker<'_, D> {
-    fn driver(&self) -> &D {
-        &self.shared.pool.driver
+    fn begin(&mut self) -> PoolResult<()> {
+        let beside = self.shared.pool.driver.stand_beside_captures();
+        beside.about(|| "streams for paging".to_owned(), 0, Some(self.shared.device))?;
+        self.streams().map(drop)
+    }
+
+    /// No copy is under way, but on a device that has failed.
+    fn end_streams(&mut self) {
+        if self.shared.table().broken.is_none()
+            && let Err(error) = self.copier.streams.finish_or_leave()
+        {
+            tracing::error!(%error, "copies for paging are waited for by the next pause");
+        }
+        self.copier = Copier::new(&self.shared.pool);
     }
 
     /// Does the next thing. False when the pager ends.
-    fn step(&self) -> bool {
+    fn step(&mut self) -> bool {
         self.look();
         let (is_ending, stays, is_looked) = {
             let table = self.shared.table();
@@ -166,7 +146,7 @@ impl<D: Driver> Worker<'_, D> {
             remove_all(self.shared);
         }
         if !stays {
-            drop(self.stay.take());
+            self.stay = None;
         }
         let mut table = self.shared.table();
         let mut job = choose(&mut table);
@@ -219,11 +199,11 @@ impl<D: Driver> Worker<'_, D> {
     }
 
     /// Asks the driver what is over.
-    fn look(&self) {
+    fn look(&mut self) {
         let marks = self.shared.table().marks();
         let mut over = Vec::new();
         for mark in marks {
-            match self.driver().event_is_done(mark.event) {
+            match self.shared.pool.driver.event_is_done(mark.event) {
                 Ok(true) => over.push(mark),
                 Ok(false) => {}
                 Err(error) => {
@@ -251,7 +231,7 @@ impl<D: Driver> Worker<'_, D> {
     }
 
     /// Gives `newcomer` a frame, and begins the copy of its contents.
-    fn bring(&self, newcomer: usize, victim: Option<usize>) {
+    fn bring(&mut self, newcomer: usize, victim: Option<usize>) {
         let entered = self.shared.pool.enter();
         let frame = match victim {
             Some(victim) => match self.take_frame(&entered, victim) {
@@ -299,10 +279,7 @@ impl<D: Driver> Worker<'_, D> {
                 table.counts.exchanges += u64::from(victim.is_some());
                 table.counts.copied_in += u64::from(*was_copied);
             }
-            let mut stay = self.stay.borrow_mut();
-            if stay.is_none() {
-                *stay = Some(entered);
-            }
+            self.stay.get_or_insert(entered);
             return;
         }
         drop(entered);
@@ -400,7 +377,7 @@ impl<D: Driver> Worker<'_, D> {
     /// Gives a row `frame`, maps it and begins the copy of its contents. What is over when they are there, if that is not
     /// so already, and if anything was copied.
     fn fill(
-        &self,
+        &mut self,
         entered: &Entered<'_, D, Use>,
         row: VirtualHandle,
         frame: crate::deferred::Physical,
@@ -417,29 +394,20 @@ impl<D: Driver> Worker<'_, D> {
         };
         self.shared.table().counts.remaps += u64::from(come.is_ok());
         let is_aside = come.is_ok() && aside.is_some();
-        let mut in_use = Vec::new();
-        let begun = come.and_then(|()| self.start_in(row, aside, &mut in_use));
-        match begun {
-            Ok(was_copied) => match self.mark_behind(self.streams.coming, &mut in_use) {
-                Ok(mark) => {
-                    if aside.is_none() {
-                        still.came();
-                    }
-                    Ok((mark, was_copied))
+        match come.and_then(|()| self.start_in(row, aside)) {
+            Ok(was_copied) => {
+                // If nobody knows whether the copy has ended, the chunk keeps what it has, and nobody is given it.
+                let mark = self.mark_behind()?;
+                if aside.is_none() {
+                    still.came();
                 }
-                Err(error) => {
-                    // Whether the copy has ended nobody knows: the chunk keeps what it has, and nobody is given it.
-                    self.shared.pool.deferred.leave_unsettled(self.shared.device, in_use);
-                    Err(error)
-                }
-            },
+                Ok((mark, was_copied))
+            }
             Err(error) => {
-                let ended = self.driver().stream_synchronize(self.streams.coming);
+                let ended = self.copier.streams.finish_or_leave();
                 let left = aside.filter(|_| is_aside).map_or(Ok(()), |at| still.leave_aside(at));
                 if ended.is_ok() && left.is_ok() {
                     still.did_not_come();
-                } else {
-                    self.shared.pool.deferred.leave_unsettled(self.shared.device, in_use);
                 }
                 Err(error)
             }
@@ -447,7 +415,7 @@ impl<D: Driver> Worker<'_, D> {
     }
 
     /// Copies `chunk` to its place in host memory, which it gets if it has none.
-    fn clean(&self, chunk: usize) {
+    fn clean(&mut self, chunk: usize) {
         let entered = self.shared.pool.enter();
         let claimed = self.shared.table().claim(chunk);
         let Some((row, _)) = claimed else { return };
@@ -462,7 +430,7 @@ impl<D: Driver> Worker<'_, D> {
         };
         let question = self.ask(chunk);
         if let Some(question) = question.filter(|_| compares)
-            && let Ok(Some(mark)) = self.mark_behind(self.streams.out, &mut Vec::new())
+            && let Ok(Some(mark)) = self.mark_behind()
         {
             let mut table = self.shared.table();
             table.asking(chunk, mark, question);
@@ -471,9 +439,7 @@ impl<D: Driver> Worker<'_, D> {
         }
         self.see(chunk);
         self.shared.table().forget_prints(chunk);
-        let mut in_use = Vec::new();
-        let begun = self.start_out(row, &mut in_use);
-        let begun = begun.and_then(|()| self.mark_behind(self.streams.out, &mut in_use));
+        let begun = self.start_out(row).and_then(|()| self.mark_behind());
         drop(entered);
         match begun {
             Ok(mark) => {
@@ -484,14 +450,13 @@ impl<D: Driver> Worker<'_, D> {
                 }
                 table.unclaim(chunk);
             }
-            Err(error) => self.not_cleaned(chunk, error, in_use),
+            Err(error) => self.not_cleaned(chunk, error),
         }
     }
 
     /// Who waits for a frame is told. What was begun is waited for: it reads the chunk.
-    fn not_cleaned(&self, chunk: usize, error: PoolError, in_use: Vec<InUse>) {
-        if self.driver().stream_synchronize(self.streams.out).is_err() {
-            self.shared.pool.deferred.leave_unsettled(self.shared.device, in_use);
+    fn not_cleaned(&mut self, chunk: usize, error: PoolError) {
+        if self.copier.streams.finish_or_leave().is_err() {
             self.shared.table().stays(chunk, Some("a copy of it did not end"));
         }
         tracing::warn!(%error, "paged memory was not copied to the host");

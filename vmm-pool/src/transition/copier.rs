@@ -1,5 +1,5 @@
-//! The one way that contents are copied in a pause or resume: between devices and the arena, or through its ring to and from
-//! the file (`file.rs`). The arena is locked to look places up alone. The pager has streams of its own, and pieces as here.
+//! The one way that contents are copied, in a pause or resume and by a pager: between devices and the arena, or through its ring to
+//! and from the file (`file.rs`). The arena is locked to look places up alone.
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
@@ -14,21 +14,21 @@ use crate::store::Extent;
 
 /// Contents of one allocation, where their device reaches them, and where they lie in a store.
 #[derive(Clone, Debug)]
-pub(super) struct Transfer {
-    pub(super) device: DeviceOrdinal,
-    pub(super) range: VaRange,
+pub(crate) struct Transfer {
+    pub(crate) device: DeviceOrdinal,
+    pub(crate) range: VaRange,
     /// Parts of `range`, and the place of each.
-    pub(super) extents: Vec<Extent>,
+    pub(crate) extents: Vec<Extent>,
 }
 
 /// What copies, for one thread.
-pub(super) struct Copier<'a, D: Driver> {
+pub(crate) struct Copier<'a, D: Driver> {
     pub(super) pool: &'a Pool<D>,
-    pub(super) streams: DeviceStreams<'a, D>,
+    pub(crate) streams: DeviceStreams<'a, D>,
 }
 
 impl<'a, D: Driver> Copier<'a, D> {
-    pub(super) fn new(pool: &'a Pool<D>) -> Self {
+    pub(crate) fn new(pool: &'a Pool<D>) -> Self {
         Self { pool, streams: DeviceStreams::new(&pool.deferred) }
     }
 
@@ -37,7 +37,7 @@ impl<'a, D: Driver> Copier<'a, D> {
     /// # Safety
     /// The device may reach all of the contents. They stay mapped until the stream is done, and nobody else uses them, or
     /// their places.
-    pub(super) unsafe fn start(
+    pub(crate) unsafe fn start(
         &mut self,
         log: &mut StepLog,
         way: Way,
@@ -60,7 +60,7 @@ impl<'a, D: Driver> Copier<'a, D> {
     ///
     /// # Safety
     /// As [`Copier::start`].
-    pub(super) unsafe fn start_zeros(
+    pub(crate) unsafe fn start_zeros(
         &mut self,
         log: &mut StepLog,
         transfer: &Transfer,

@@ -42,6 +42,7 @@ mod views;
 
 pub use ahead::{BroughtIn, HostStanding};
 pub use coming::{Arriving, Restored, Returning};
+pub(crate) use copier::{Copier, Transfer};
 pub use draining::{Activity, DrainError, Draining};
 pub use frozen::{Frozen, NotFrozen};
 pub use keeper::{Aside, Away, FromOffloaded, FromOpen, Keeper, NotShut, Origin, Shut};

@@ -1,30 +1,28 @@
 //! In a window where uses are seen at launches: chunks that are full are mapped, and devices say what was written.
 
-use std::cell::RefCell;
 use std::sync::Arc;
 
 use super::super::prints::{QUESTIONS, Questions};
 use super::{Worker, remove};
+use crate::copies::Way;
 use crate::driver::Driver;
 use crate::error::PoolError;
 use crate::transition::StillChunk;
 
 impl<D: Driver> Worker<'_, D> {
     /// No copy is under way, but for a device that has failed.
-    pub(super) fn end_questions(&self) {
+    pub(super) fn end_questions(&mut self) {
         let is_broken = self.shared.table().broken.is_some();
-        let questions = self.questions.get().and_then(RefCell::take);
-        if let Some(questions) = questions.filter(|_| is_broken) {
+        if let Some(questions) = self.questions.take().flatten().filter(|_| is_broken) {
             questions.keep_for_good();
         }
     }
 
     /// Tells the table what devices have answered.
-    pub(super) fn hear(&self) {
+    pub(super) fn hear(&mut self) {
         let answered = self.shared.table().take_answered();
         for each in answered {
-            let mut questions = self.questions.get().map(RefCell::borrow_mut);
-            let questions = questions.as_mut().and_then(|questions| questions.as_mut());
+            let questions = self.questions.get_mut().and_then(Option::as_mut);
             if let Some(prints) = questions.map(|all| all.answer(each.question)) {
                 let mut table = self.shared.table();
                 let unseen = table.told(each, prints);
@@ -38,19 +36,21 @@ impl<D: Driver> Worker<'_, D> {
     }
 
     /// Has the device take the fingerprints of a chunk that is claimed. The number of the question.
-    pub(super) fn ask(&self, chunk: usize) -> Option<usize> {
+    pub(super) fn ask(&mut self, chunk: usize) -> Option<usize> {
+        let shared = self.shared;
         let number = {
-            let table = self.shared.table();
+            let table = shared.table();
             let may_ask = table.is_looked || table.checks.is_on;
             table.free_question(QUESTIONS).filter(|_| may_ask)?
         };
-        let make = || {
-            let made = Questions::new(&self.shared.pool.driver, self.shared.device);
-            RefCell::new(made.inspect_err(Self::not_asked).ok())
-        };
-        let mut questions = self.questions.get_or_init(make).borrow_mut();
-        let range = self.shared.range_of(chunk);
-        let asked = questions.as_mut()?.ask(number, range, self.streams.out);
+        let stream = self.streams().and_then(|streams| streams.take_for(Way::Out));
+        let stream = stream.inspect_err(Self::not_asked).ok()?;
+        self.questions.get_or_init(|| {
+            let made = Questions::new(&shared.pool.driver, shared.device);
+            made.inspect_err(Self::not_asked).ok()
+        });
+        let questions = self.questions.get_mut()?;
+        let asked = questions.as_mut()?.ask(number, shared.range_of(chunk), stream);
         if let Err(error) = asked {
             Self::not_asked(&error);
             // Others may be under way.
@@ -69,18 +69,17 @@ impl<D: Driver> Worker<'_, D> {
     /// Does its place have what the pager has written there, and nobody else?
     pub(super) fn is_place_as_seen(&self, chunk: usize) -> bool {
         let address = self.shared.range_of(chunk).start;
-        let sights = self.sights.borrow();
-        let seen = sights.get(&chunk);
+        let seen = self.sights.get(&chunk);
         seen.is_some_and(|seen| *seen == self.shared.pool.who_knows(address))
     }
 
-    pub(super) fn see(&self, chunk: usize) {
+    pub(super) fn see(&mut self, chunk: usize) {
         let now = self.shared.pool.who_knows(self.shared.range_of(chunk).start);
-        self.sights.borrow_mut().insert(chunk, now);
+        self.sights.insert(chunk, now);
     }
 
     /// Maps a chunk where everybody finds it, which is full at these addresses for copies.
-    pub(super) fn land(&self, id: usize, slot: usize) {
+    pub(super) fn land(&mut self, id: usize, slot: usize) {
         let entered = self.shared.pool.enter();
         let row = self.shared.table().chunks[id].row;
         let still = row.and_then(|row| StillChunk::away(&entered, row));
