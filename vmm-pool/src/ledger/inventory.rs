@@ -21,7 +21,7 @@ pub struct Holding {
     pub ranges: Vec<VaRange>,
     /// Where it comes from.
     pub source: HoldingSource,
-    /// Is it on its device now?
+    /// Is it on its device now? Memory that is paged counts as there while its process runs, which has it brought there at any moment.
     pub is_resident: bool,
     /// Parts whose contents are saved, by offset, in order and apart; none when nothing is.
     pub saved_parts: Vec<Range<u64>>,
@@ -57,7 +57,8 @@ pub enum Standing {
 
 impl Holding {
     fn of(ledger: &Ledger, row: &Row, standing: Standing) -> Self {
-        let is_resident = row.is_resident();
+        let is_paged = row.backing().is_chunk() && standing == Standing::Runs;
+        let is_resident = row.is_resident() || is_paged;
         let counts = !is_resident || standing == Standing::StandsStill;
         let saved = row.saved().filter(|_| row.is_own() && counts);
         Self {

@@ -6,6 +6,7 @@
 //! by piece ([`super::pieces`]); pieces without one get their own.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::pieces::{Survey, Wish};
 use super::{Ledger, Mapping, Row, Rows, merged, overlapping};
@@ -226,10 +227,20 @@ impl Gaps {
 }
 
 impl Ledger {
-    /// Where saved contents and copies of them lie in `store`, in order and apart.
+    /// Where saved contents and copies of them lie in `store`, or are read from there still, in order and apart.
     pub(crate) fn places_in(&self, store: Store) -> Vec<Range<u64>> {
         let held = self.rows().filter_map(|row| row.backing().held_in(store));
-        merged(held.flat_map(Saved::places).collect())
+        let read = self.read.upgrade();
+        let read = read.iter().flat_map(|read| read.iter()).filter(|saved| saved.store == store);
+        merged(held.chain(read).flat_map(Saved::places).collect())
+    }
+
+    /// What comes out keeps the places of `read`, also of what is freed: nobody is given them. One caller at a time, which is the
+    /// thread that takes the steps of pauses.
+    pub(crate) fn keep_places(&mut self, read: Vec<Saved>) -> Arc<Vec<Saved>> {
+        let read = Arc::new(read);
+        self.read = Arc::downgrade(&read);
+        read
     }
 
     /// Where the last of them ends.

@@ -37,6 +37,7 @@ mod tickets;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
+use std::sync::Weak;
 
 pub use accounts::{TagTotals, Unfreezable};
 use backing::Backing;
@@ -62,6 +63,7 @@ use crate::driver::{
     AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverError, DriverOp, RawHandle, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
+use crate::store::Saved;
 use crate::{AllocationId, PeerId, VirtualHandle};
 
 /// See the head of this module.
@@ -85,6 +87,8 @@ pub(crate) struct Ledger {
     watched: BTreeSet<VirtualHandle>,
     /// How many tickets more are to come before those that are watched are looked at for room.
     next_look: usize,
+    /// Contents that somebody reads where they lie, who has no lock meanwhile.
+    read: Weak<Vec<Saved>>,
     /// Nothing is given to importers: a pause has asked who holds what, or memory is away.
     is_frozen: bool,
 }

@@ -69,17 +69,19 @@ impl<D: Driver> Pool<D> {
         is_called_off: &dyn Fn() -> bool,
     ) -> PoolResult<Spilled> {
         let is_over = || is_called_off() || Instant::now() >= until;
-        let (mut moves, all_bytes, portions, file) = {
+        let (mut moves, all_bytes, portions, file, kept) = {
             let mut arena = self.arena();
             arena.take_delivered();
             let (chosen, all_bytes) = self.ledger().movable(most_bytes, |at| arena.chunk_end(at));
             let moves = in_file(chosen, self.ledger().end_in(Store::File));
             let places: Vec<_> = moves.iter().flat_map(|(_, _, to)| to.places()).collect();
-            // Taken now: what is freed meanwhile stays where it is until it is written.
+            // Taken now: what is freed meanwhile stays where it is until it is written, and a pager puts nothing in its place.
+            let kept = moves.iter().map(|(_, from, _)| from.clone()).collect();
+            let kept = self.ledger().keep_places(kept);
             let portions = moves.iter().map(|(_, from, to)| in_portions(&arena, from, to));
             let portions: Vec<_> = portions.collect();
             let reserved = arena.disk.reserve(&places);
-            (moves, all_bytes, portions, reserved.map(|()| arena.disk.file()))
+            (moves, all_bytes, portions, reserved.map(|()| arena.disk.file()), kept)
         };
         let written = file.and_then(|file| {
             let Some(file) = file else { return Ok(()) };
@@ -98,6 +100,7 @@ impl<D: Driver> Pool<D> {
             writer.settle(&file)?;
             file.finish()
         });
+        drop(kept);
         let mut moved_bytes = 0;
         let mut arena = self.arena();
         if written.is_ok() {

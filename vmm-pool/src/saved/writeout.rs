@@ -177,14 +177,18 @@ impl WriteOut {
         let size_bytes = piece.end - piece.start;
         let length = usize::try_from(size_bytes).unwrap_or(PIECE_LENGTH).min(PIECE_LENGTH);
         let bytes = &mut self.buffer[..length];
-        let located = {
-            // While it is held, no memory of saved contents goes elsewhere. What is located does not go back to the system either.
+        let (located, kept) = {
+            // While it is held, no memory of saved contents goes elsewhere. What is located does not go back to the system either, and a
+            // pager puts nothing in its place.
             let arena = pool.arena();
-            let saved = pool.ledger().by_id(place.id).and_then(Row::saved).cloned();
+            let mut ledger = pool.ledger();
+            let saved = ledger.by_id(place.id).and_then(Row::saved).cloned();
             let Some(saved) = saved else { return Ok(false) };
-            arena.locate(&saved, piece.start..piece.start + length as u64)?
+            let located = arena.locate(&saved, piece.start..piece.start + length as u64)?;
+            (located, ledger.keep_places(vec![saved]))
         };
         Located::read(&located, bytes)?;
+        drop(kept);
         place.sum.update(bytes);
         let at = place.offset_bytes + piece.start..place.offset_bytes + piece.end;
         // Again, for a limit may have been set since: the kernel would end the process.

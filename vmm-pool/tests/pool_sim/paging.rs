@@ -31,7 +31,7 @@ const LIMIT: Duration = Duration::from_mins(1);
 const SHORT: Duration = Duration::from_millis(200);
 const WINDOW_CHUNKS: u64 = 32;
 
-fn pager(
+pub(crate) fn pager(
     pool: &SimPool,
     frames: u64,
     budget: impl Fn(u64) -> HostBudget + Send + Sync + 'static,
@@ -44,7 +44,7 @@ fn pager(
     Pager::new(Arc::clone(pool.pool()), DEVICE, size, budget).expect("a window")
 }
 
-fn unlimited(_: u64) -> HostBudget {
+pub(crate) fn unlimited(_: u64) -> HostBudget {
     UNLIMITED
 }
 

@@ -3,10 +3,12 @@
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-use vmm_pool::driver::sim::{FaultSpan, SimNode};
-use vmm_pool::driver::{AccessDesc, DriverCode, DriverOp, VaRange};
-use vmm_pool::{ChangeDetection, Class, Contents, PoolError, SavedError, Spilled};
+use vmm_pool::driver::sim::{FaultSpan, SimDriver, SimNode};
+use vmm_pool::driver::{AccessDesc, Driver as _, DriverCode, DriverOp, RawStream, VaRange};
+use vmm_pool::paging::Pager;
+use vmm_pool::{ChangeDetection, Class, Contents, PoolError, SavedError, Spilled, Standing};
 
+use crate::paging::{pager, unlimited};
 use crate::stage::{
     DEVICE, GateAt, SimPool, UNIT, class, create, gate_of, holds, map, pattern, pause, pool,
     resume, write,
@@ -17,6 +19,8 @@ const CHUNK: u64 = 256 << 20;
 /// Two of these are more than one chunk holds.
 const LARGE: u64 = 65;
 const SMALL: u64 = 2;
+
+const WAIT: Duration = Duration::from_mins(1);
 
 /// No step takes so long.
 fn later() -> Instant {
@@ -267,4 +271,60 @@ fn contents_that_are_set_aside_and_those_of_the_policy_file_keep_apart() {
     resume_tags(&pool, &["kv"]);
     assert!(holds(&pool, DEVICE, kv, pattern(1)));
     assert_eq!(pool.report().file_bytes, 0);
+}
+
+#[test]
+fn what_is_freed_while_it_is_written_keeps_its_place_until_then() {
+    let (pool, _dir) = a_pool();
+    let pager = pager(&pool, 1, unlimited);
+    let stream = pool.driver().stream_create().expect("a stream");
+    let handle = create(&pool, DEVICE, 1, tagged("weights", Contents::Keep));
+    let range = map(&pool, handle, UNIT, &[AccessDesc::read_write(DEVICE)]);
+    write(&pool, DEVICE, range, pattern(1));
+    pool.release(handle).expect("the mapping keeps it");
+    pause_tags(&pool, &["weights"]);
+    assert_eq!(pool.report().host_arena_bytes, UNIT);
+    let written = Cell::new(false);
+    let is_called_off = || {
+        if !written.replace(true) {
+            // Another thread of the application, while this is written.
+            pool.unmap(range).expect("memory is given up while it is away");
+            page_out(&pool, &pager, stream, 2);
+            assert_eq!(pool.report().host_arena_bytes, 2 * UNIT, "it has a place of its own");
+        }
+        false
+    };
+    let spilled = pool.spill_unless(u64::MAX, later(), &is_called_off).expect("room on the disk");
+    assert_eq!((written.get(), spilled.moved_bytes), (true, 0), "it is gone");
+    page_out(&pool, &pager, stream, 3);
+    assert_eq!(pool.report().host_arena_bytes, 2 * UNIT, "the first place is free now");
+}
+
+/// A span more that is written, and copied to host memory.
+fn page_out(pool: &SimPool, pager: &Pager<SimDriver>, stream: RawStream, seed: u64) {
+    let span = pager.alloc(UNIT).expect("room");
+    pager.acquire(&[span], stream, WAIT).expect("its turn");
+    write(pool, DEVICE, VaRange::new(span, UNIT), pattern(seed));
+    pager.release(&[span], stream, true).expect("an event");
+    pager.flush(WAIT).expect("copied");
+}
+
+#[test]
+fn what_is_paged_is_no_saved_contents_of_a_process_that_runs() {
+    let (pool, _dir) = a_pool();
+    let pager = pager(&pool, 1, unlimited);
+    let stream = pool.driver().stream_create().expect("a stream");
+    (1..=2).for_each(|seed| page_out(&pool, &pager, stream, seed));
+    let saved = |standing| {
+        let holdings = pool.inventory(standing);
+        assert_eq!(holdings.len(), 2);
+        let saved = holdings.into_iter().filter(|holding| holding.saved_bytes() > 0);
+        saved.map(|holding| holding.is_resident).collect::<Vec<_>>()
+    };
+    // The pager may write there at any moment.
+    assert_eq!(saved(Standing::Runs), [true; 0]);
+    assert_eq!(saved(Standing::StandsStill), [false]);
+    pause(&pool);
+    assert_eq!(saved(Standing::StandsStill), [false; 2]);
+    resume(&pool);
 }
