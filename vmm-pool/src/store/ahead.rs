@@ -1,28 +1,33 @@
-//! Host memory that comes in while the application runs, one chunk at a time.
+//! Host memory that comes in on another thread, one chunk at a time: for the next pause, while the application runs, or for
+//! the pause under way, ahead of its copies.
 //!
 //! A thread that brings a chunk in holds no lock meanwhile: neither for the touching nor for the pinning. A pause that needs
 //! more than what is there takes the chunk that is on its way, as far as it has come, so that never two grow the arena
 //! at the same time.
 //!
 //! ```text
-//!   nothing --begin--> on its way --deliver--> here --take--> nothing
-//!                          `------- dropped ------------------^
+//!   begin (next pause)  --.--> on its way --deliver--> here, a queue --take--> the arena's
+//!   wanted (this pause) --'        '----- dropped: nothing comes of it
 //! ```
 //!
 //! Lock order: `table` is a leaf.
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::arena::Held;
-use super::chunk::{CHUNK_BYTES, missing_chunks};
+use super::arena::{Held, Pins};
+use super::chunk::{BringIn, CHUNK_BYTES, Chunk, missing_chunks};
 
 /// How long a pause waits for the chunk that is on its way, before it brings one in itself: the driver may have the
 /// chunk, and be busy with something else.
 const HAND_OVER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What is known of an arena without its lock, and the chunk that is on its way.
+/// Chunks that are here ahead of the one that the pause under way pins.
+const CHUNKS_AHEAD: usize = 2;
+
+/// What is known of an arena without its lock, and the chunks that come in.
 #[derive(Debug, Default)]
 pub(crate) struct Ahead {
     table: Mutex<Table>,
@@ -37,8 +42,18 @@ pub(crate) struct Ahead {
 
 #[derive(Debug, Default)]
 struct Table {
-    stage: Stage,
+    on_its_way: Option<Coming>,
+    /// In the order in which they came.
+    here: VecDeque<Delivered>,
+    /// Sizes of the chunks that the pause under way needs and nobody brings in yet, in bytes.
+    wanted: VecDeque<u64>,
     held: HeldFigures,
+}
+
+impl Table {
+    fn figures(&self) -> HeldFigures {
+        self.here.iter().fold(self.held, |held, (_, coming)| held.with(*coming))
+    }
 }
 
 /// Host memory that an arena holds.
@@ -89,22 +104,20 @@ impl HeldFigures {
     pub(crate) fn bytes(self) -> u64 {
         self.chunk_bytes + if self.has_ring { CHUNK_BYTES } else { 0 }
     }
-}
 
-#[derive(Debug, Default)]
-enum Stage {
-    #[default]
-    Nothing,
-    OnItsWay(Coming),
-    Here(Delivered),
+    fn with(mut self, Coming { chunk_bytes, is_for_ring }: Coming) -> Self {
+        if is_for_ring {
+            self.has_ring = true;
+        } else {
+            self.last_chunk_bytes = chunk_bytes;
+            self.chunk_bytes += chunk_bytes;
+        }
+        self
+    }
 }
 
 /// A chunk that was brought in, and what for.
-#[derive(Debug)]
-pub(super) struct Delivered {
-    pub(super) held: Held,
-    pub(super) is_for_ring: bool,
-}
+pub(super) type Delivered = (Held, Coming);
 
 /// A chunk that somebody brings in, or has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -118,6 +131,8 @@ pub(super) struct Coming {
 pub(crate) struct Claim {
     ahead: Arc<Ahead>,
     pub(super) coming: Coming,
+    /// Once it is delivered.
+    held: Option<Held>,
 }
 
 impl Ahead {
@@ -125,19 +140,15 @@ impl Ahead {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the arena holds, with a chunk that is here and not yet taken.
+    /// What the arena holds, with chunks that are here and not yet taken.
     pub(crate) fn figures(&self) -> HeldFigures {
+        self.table().figures()
+    }
+
+    /// The same, with the chunk that is on its way.
+    pub(super) fn expected(&self) -> HeldFigures {
         let table = self.table();
-        let mut held = table.held;
-        match &table.stage {
-            Stage::Here(delivered) if delivered.is_for_ring => held.has_ring = true,
-            Stage::Here(delivered) => {
-                held.last_chunk_bytes = delivered.held.chunk.size_bytes();
-                held.chunk_bytes += held.last_chunk_bytes;
-            }
-            Stage::Nothing | Stage::OnItsWay(_) => {}
-        }
-        held
+        table.on_its_way.map_or(table.figures(), |coming| table.figures().with(coming))
     }
 
     /// The arena says what it holds.
@@ -145,51 +156,89 @@ impl Ahead {
         self.table().held = held;
     }
 
-    /// The chunk that is on its way or here.
-    pub(super) fn coming(&self) -> Option<Coming> {
-        match &self.table().stage {
-            Stage::Nothing => None,
-            Stage::OnItsWay(coming) => Some(*coming),
-            Stage::Here(Delivered { held, is_for_ring }) => {
-                let chunk_bytes = held.chunk.size_bytes();
-                Some(Coming { chunk_bytes, is_for_ring: *is_for_ring })
-            }
-        }
-    }
-
     /// One chunk is to be brought in, by the holder of the claim. None while another one is.
     pub(super) fn begin(self: &Arc<Self>, coming: Coming) -> Option<Claim> {
-        let mut table = self.table();
-        let is_over = self.has_ended() || self.is_held();
-        if is_over || !matches!(table.stage, Stage::Nothing) {
+        self.begin_in(&mut self.table(), coming)
+    }
+
+    fn begin_in(self: &Arc<Self>, table: &mut Table, coming: Coming) -> Option<Claim> {
+        if self.has_ended() || self.is_held() || table.on_its_way.is_some() {
             return None;
         }
-        table.stage = Stage::OnItsWay(coming);
-        Some(Claim { ahead: Arc::clone(self), coming })
+        // Who waits for it raises this again.
+        self.is_urgent.store(false, Ordering::Relaxed);
+        table.on_its_way = Some(coming);
+        Some(Claim { ahead: Arc::clone(self), coming, held: None })
     }
 
-    /// The chunk that is here; waits for nothing.
-    pub(super) fn take_here(&self) -> Option<Delivered> {
-        let mut table = self.table();
-        match std::mem::take(&mut table.stage) {
-            Stage::Here(delivered) => Some(delivered),
-            stage @ (Stage::Nothing | Stage::OnItsWay(_)) => {
-                table.stage = stage;
-                None
+    /// Has a thread bring in what the pause under way needs of `[0, end_bytes)`, a little ahead of what is taken, so that
+    /// touching, pinning and copying run at the same time. Without a thread to be had, the pause does it all.
+    pub(super) fn begin_growth(self: &Arc<Self>, how: BringIn, end_bytes: u64) {
+        let wanted = missing_chunks(self.expected().chunk_bytes, end_bytes).collect();
+        self.table().wanted = wanted;
+        let ahead = Arc::clone(self);
+        let bring_in = move || {
+            while let Some(claim) = ahead.begin_wanted() {
+                // What the system refuses the pause tries itself, and tells.
+                if let Ok(chunk) = Chunk::new(&how, claim.size_bytes(), claim.is_urgent()) {
+                    claim.deliver(Held::new(chunk));
+                }
             }
+        };
+        let thread = std::thread::Builder::new().name("sublet-arena".to_owned());
+        if !self.table().wanted.is_empty()
+            && let Err(error) = thread.spawn(bring_in)
+        {
+            tracing::debug!(%error, "no thread to bring host memory in ahead");
         }
     }
 
-    /// The chunk that is on its way, as far as it has come within a bounded time.
-    pub(super) fn take_soon(&self) -> Option<Delivered> {
-        self.wait_until_settled(HAND_OVER_TIMEOUT);
-        self.take_here()
+    /// The pause needs no more: what came for it and was not taken goes.
+    pub(crate) fn end_growth(&self) {
+        self.table().wanted.clear();
+        self.changed.notify_all();
+        let mut table = self.wait_while(HAND_OVER_TIMEOUT, |_| true);
+        table.here.retain(|(held, _)| held.pins != Pins::Nobody);
     }
 
-    fn wait_until_settled(&self, timeout: Duration) {
+    /// The next chunk that the pause needs, when it is time for it. None when it needs no more.
+    fn begin_wanted(self: &Arc<Self>) -> Option<Claim> {
+        let is_early = |table: &mut Table| {
+            let is_busy = table.on_its_way.is_some() || table.here.len() >= CHUNKS_AHEAD;
+            is_busy && !table.wanted.is_empty()
+        };
+        let waited = self.changed.wait_timeout_while(self.table(), HAND_OVER_TIMEOUT, is_early);
+        let mut table = waited.unwrap_or_else(PoisonError::into_inner).0;
+        let &chunk_bytes = table.wanted.front()?;
+        let claim = self.begin_in(&mut table, Coming { chunk_bytes, is_for_ring: false })?;
+        table.wanted.pop_front();
+        Some(claim)
+    }
+
+    /// The first chunk that is here; waits for nothing.
+    pub(super) fn take_here(&self) -> Option<Delivered> {
+        let delivered = self.table().here.pop_front();
+        self.changed.notify_all();
+        delivered
+    }
+
+    /// The same, or the chunk that is on its way, as far as it has come within a bounded time. Else the caller brings one in: of
+    /// this size in bytes, if the pause said what it needs.
+    pub(super) fn take_soon(&self) -> Result<Delivered, Option<u64>> {
+        let mut table = self.wait_while(HAND_OVER_TIMEOUT, |table| table.here.is_empty());
+        self.changed.notify_all();
+        table.here.pop_front().ok_or_else(|| table.wanted.pop_front())
+    }
+
+    /// Waits for the chunk that is on its way, as long as `waits` says so too.
+    fn wait_while(
+        &self,
+        timeout: Duration,
+        waits: impl Fn(&Table) -> bool,
+    ) -> MutexGuard<'_, Table> {
         let deadline = Instant::now() + timeout;
         let mut table = self.table();
-        while matches!(table.stage, Stage::OnItsWay(_)) {
+        while table.on_its_way.is_some() && waits(&table) {
             self.is_urgent.store(true, Ordering::Relaxed);
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -198,20 +247,19 @@ impl Ahead {
             table =
                 self.changed.wait_timeout(table, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        self.is_urgent.store(self.has_ended.load(Ordering::Relaxed), Ordering::Relaxed);
+        table
     }
 
     /// Nothing is brought in from now on; waits a while for what is on its way.
     pub(crate) fn end(&self, timeout: Duration) {
         self.has_ended.store(true, Ordering::Relaxed);
-        self.wait_until_settled(timeout);
+        drop(self.wait_while(timeout, |_| true));
     }
 
     /// Nothing is brought in, nor given back, until [`Self::go_on`]. Waits a while for what is on its way: has it come?
     pub(crate) fn hold(&self, timeout: Duration) -> bool {
         self.is_held.store(true, Ordering::SeqCst);
-        self.wait_until_settled(timeout);
-        !matches!(self.table().stage, Stage::OnItsWay(_))
+        self.wait_while(timeout, |_| true).on_its_way.is_none()
     }
 
     /// Ends [`Self::hold`].
@@ -242,9 +290,8 @@ impl Claim {
     }
 
     /// The chunk is there to be taken.
-    pub(super) fn deliver(self, held: Held) {
-        let delivered = Delivered { held, is_for_ring: self.coming.is_for_ring };
-        self.ahead.table().stage = Stage::Here(delivered);
+    pub(super) fn deliver(mut self, held: Held) {
+        self.held = Some(held);
         // What is dropped now tells the waiters.
     }
 }
@@ -253,9 +300,9 @@ impl Drop for Claim {
     fn drop(&mut self) {
         {
             let mut table = self.ahead.table();
-            if matches!(table.stage, Stage::OnItsWay(_)) {
-                table.stage = Stage::Nothing;
-            }
+            table.on_its_way = None;
+            let coming = self.coming;
+            table.here.extend(self.held.take().map(|held| (held, coming)));
         }
         self.ahead.changed.notify_all();
     }

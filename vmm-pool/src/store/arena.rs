@@ -17,8 +17,6 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crossbeam_channel::Receiver;
-
 use super::ahead::{Ahead, Claim, Delivered, HeldFigures, Used};
 use super::chunk::{BringIn, CHUNK_BYTES, Chunk, missing_chunks, new_chunk, next_chunk_bytes};
 use super::disk::{ContentsFile, Disk};
@@ -98,18 +96,11 @@ pub(crate) struct HostArena<D: Driver> {
     /// What was brought in while the application ran, and no pause has completed since: up to where, and the ring.
     brought_in: (u64, bool),
     how: BringIn,
-    /// Chunks on their way, brought in by a thread that runs ahead of the copies.
-    coming: Option<Receiver<io::Result<Chunk>>>,
-    /// Up to where the pause that is under way needs it, as far as that is known.
-    wanted_bytes: u64,
-    /// The chunk that comes in from outside a pause.
+    /// Chunks that come in on other threads.
     ahead: Arc<Ahead>,
     /// The file. It is under the arena's lock, for the same steps use both.
     pub(crate) disk: Disk,
 }
-
-/// How many chunks are brought in ahead of the one being pinned.
-const CHUNKS_AHEAD: usize = 2;
 
 impl<D: Driver> HostArena<D> {
     pub(crate) fn new(driver: Arc<D>, toucher_threads: usize) -> Self {
@@ -120,8 +111,6 @@ impl<D: Driver> HostArena<D> {
             used: (None, false),
             brought_in: (0, false),
             how: BringIn { toucher_threads, nodes: Vec::new() },
-            coming: None,
-            wanted_bytes: 0,
             ahead: Arc::default(),
             disk: Disk::new(),
         }
@@ -137,72 +126,55 @@ impl<D: Driver> HostArena<D> {
         self.how.nodes = nodes;
     }
 
-    /// Has a thread bring memory in up to `end_bytes`, on these NUMA nodes, so that touching, pinning and copying run at the
-    /// same time. Without a thread to be had, [`HostArena::grow_to`] does it all.
+    /// See [`Ahead::begin_growth`]; on these NUMA nodes. [`Ahead::end_growth`] ends it.
     pub(crate) fn begin_growth(&mut self, nodes: Vec<u32>, end_bytes: u64) {
         self.take_delivered();
         self.set_nodes(nodes);
-        self.wanted_bytes = end_bytes;
-        let mut missing = missing_chunks(self.coming_capacity_bytes(), end_bytes).peekable();
-        if missing.peek().is_none() {
-            return;
-        }
-        let (ready, coming) = crossbeam_channel::bounded(CHUNKS_AHEAD);
-        let how = self.how.clone();
-        let bring_in = move || {
-            for size_bytes in missing {
-                // Nobody listens any more when the pause has failed.
-                if ready.send(new_chunk(&how, size_bytes)).is_err() {
-                    return;
-                }
-            }
-        };
-        match std::thread::Builder::new().name("sublet-arena".to_owned()).spawn(bring_in) {
-            Ok(_) => self.coming = Some(coming),
-            Err(error) => tracing::debug!(%error, "no thread to bring host memory in ahead"),
-        }
+        self.ahead.begin_growth(self.how.clone(), end_bytes);
     }
 
     /// The next chunk, all there, if contents up to `end_bytes` need one, or the ring does. It may be pinned. Waits for a bounded time
-    /// for one that comes in from outside a pause. A context must be current on this thread.
+    /// for one that is on its way. A context must be current on this thread.
     fn next_chunk(
         &mut self,
         log: &mut StepLog,
         end_bytes: u64,
         is_for_ring: bool,
     ) -> PoolResult<Held> {
-        while let Some(mut delivered) = self.ahead.take_soon() {
-            if let Some(chunk) = Arc::get_mut(&mut delivered.held.chunk) {
+        let wanted = loop {
+            let (mut held, coming) = match self.ahead.take_soon() {
+                Ok(delivered) => delivered,
+                Err(wanted) => break wanted,
+            };
+            if let Some(chunk) = Arc::get_mut(&mut held.chunk) {
                 chunk.touch(self.how.toucher_threads, &AtomicBool::new(false));
             }
-            if delivered.is_for_ring == is_for_ring || self.ring.is_some() {
-                return Ok(delivered.held);
+            if coming.is_for_ring == is_for_ring || self.ring.is_some() {
+                return Ok(held);
             }
             if is_for_ring {
-                delivered.held = self.pinned(log, delivered.held, Pins::All)?;
+                held = self.pinned(log, held, Pins::All)?;
             }
-            self.put(delivered);
-        }
-        let (coming, size_bytes) = if is_for_ring {
-            (None, CHUNK_BYTES)
-        } else {
-            // None when its thread has ended.
-            let coming = self.coming.as_ref().and_then(|coming| coming.recv().ok());
-            (coming, next_chunk_bytes(self.capacity_bytes(), end_bytes.max(self.wanted_bytes)))
+            self.put((held, coming));
         };
-        let chunk = coming.unwrap_or_else(|| new_chunk(&self.how, size_bytes));
+        let size_bytes = match wanted {
+            _ if is_for_ring => CHUNK_BYTES,
+            Some(size_bytes) => size_bytes,
+            None => next_chunk_bytes(self.capacity_bytes(), end_bytes),
+        };
+        let chunk = new_chunk(&self.how, size_bytes);
         Ok(Held::new(chunk.map_err(memory_refused(size_bytes))?))
     }
 
-    /// Puts the chunk that has come in from outside a pause where it belongs.
+    /// Puts chunks that have come in from outside a pause where they belong.
     pub(crate) fn take_delivered(&mut self) {
-        if let Some(delivered) = self.ahead.take_here() {
+        while let Some(delivered) = self.ahead.take_here() {
             self.put(delivered);
         }
     }
 
-    fn put(&mut self, Delivered { held, is_for_ring }: Delivered) {
-        if is_for_ring && self.ring.is_none() {
+    fn put(&mut self, (held, coming): Delivered) {
+        if coming.is_for_ring && self.ring.is_none() {
             self.ring = Some(held);
             self.brought_in.1 = true;
         } else {
@@ -220,53 +192,34 @@ impl<D: Driver> HostArena<D> {
     /// and how. None when nothing is, or somebody brings one in already.
     pub(crate) fn claim(&mut self, end_bytes: u64, wants_ring: bool) -> Option<(Claim, BringIn)> {
         self.take_delivered();
-        let coming = self.figures().missing(end_bytes, wants_ring)?;
+        let coming = self.ahead.figures().missing(end_bytes, wants_ring)?;
         Some((self.ahead.begin(coming)?, self.how.clone()))
     }
 
     fn note_held(&self) {
-        self.ahead.note(self.figures());
-    }
-
-    fn figures(&self) -> HeldFigures {
         let last = self.chunks.last();
-        HeldFigures {
+        self.ahead.note(HeldFigures {
             chunk_bytes: self.capacity_bytes(),
             last_chunk_bytes: last.map_or(0, |last| last.held.chunk.size_bytes()),
             has_ring: self.ring.is_some(),
             used: self.used.0,
-        }
-    }
-
-    /// Calls off what [`HostArena::begin_growth`] has not brought in yet.
-    pub(crate) fn end_growth(&mut self) {
-        self.coming = None;
-        self.wanted_bytes = 0;
+        });
     }
 
     fn capacity_bytes(&self) -> u64 {
         self.chunks.last().map_or(0, Placed::end_bytes)
     }
 
-    /// With the chunk that is on its way.
-    fn coming_capacity_bytes(&self) -> u64 {
-        let coming = self.ahead.coming().filter(|coming| !coming.is_for_ring);
-        self.capacity_bytes() + coming.map_or(0, |coming| coming.chunk_bytes)
-    }
-
     /// Host memory held, in bytes, with what is on its way.
     pub(crate) fn held_bytes(&self) -> u64 {
-        let ring_bytes = self.ring.as_ref().map_or(0, |_| CHUNK_BYTES);
-        let coming_bytes = self.ahead.coming().map_or(0, |coming| coming.chunk_bytes);
-        self.capacity_bytes() + ring_bytes + coming_bytes
+        self.ahead.expected().bytes()
     }
 
     /// Host memory to be taken in addition, so that `host_bytes` fit here, and something passes to the file or nothing.
     pub(crate) fn growth(&self, host_bytes: u64, is_file_used: bool) -> u64 {
-        let ring_comes = || self.ahead.coming().is_some_and(|coming| coming.is_for_ring);
-        let has_ring = !is_file_used || self.ring.is_some() || ring_comes();
-        let ring_bytes = if has_ring { 0 } else { CHUNK_BYTES };
-        missing_chunks(self.coming_capacity_bytes(), host_bytes).sum::<u64>() + ring_bytes
+        let held = self.ahead.expected();
+        let ring_bytes = if is_file_used && !held.has_ring { CHUNK_BYTES } else { 0 };
+        missing_chunks(held.chunk_bytes, host_bytes).sum::<u64>() + ring_bytes
     }
 
     /// Refuses what cannot be held within `budget`; changes nothing.

@@ -89,7 +89,6 @@ impl<D: Driver> Pool<D> {
             let Some(mut arena) = self.try_arena() else {
                 return Ok(BroughtIn::NotNow);
             };
-            arena.take_delivered();
             let held = self.ahead.figures();
             let next_bytes = held.missing_chunk_bytes(kept, filed > 0);
             if next_bytes == 0 || held.bytes() + next_bytes > most_bytes {

@@ -450,7 +450,7 @@ impl<D: Driver> Still<'_, D> {
         }
         arena.begin_growth(self.pool.nodes_of(&devices), kept.end_bytes);
         let grown = arena.grow_to(log, kept.end_bytes, pins);
-        arena.end_growth();
+        self.pool.ahead.end_growth();
         grown?;
         if filed.placed.is_empty() { Ok(()) } else { arena.hold_ring(log) }
     }

@@ -127,7 +127,7 @@ impl<D: Driver> Still<'_, D> {
             let nodes = self.pool.nodes_of(&self.pool.devices());
             self.pool.arena().begin_growth(nodes, end_bytes);
             let kept = self.save_to_memory(&mut log, &mut behind, &mut copier, &plan);
-            self.pool.arena().end_growth();
+            self.pool.ahead.end_growth();
             kept.and_then(|()| self.save_to_file(&mut log, &mut copier, &plan.to_file))?;
             Ok(plan)
         });

@@ -19,3 +19,20 @@ fn a_chunk_that_somebody_has_a_piece_of_is_not_given_back() {
     arena.shrink_to(0).unwrap();
     assert_eq!(arena.held_bytes(), 0);
 }
+
+#[test]
+fn what_a_pause_needs_comes_in_once_and_goes_if_it_is_not_taken() {
+    const END_BYTES: u64 = 3 * CHUNK_BYTES;
+    let driver = SimDriver::new(SimNode::private(&[64 << 20]).unwrap(), SimOptions::default());
+    driver.make_current(DeviceOrdinal(0)).unwrap();
+    let driver = Arc::new(driver);
+    for turn in 0..20 {
+        let mut arena = HostArena::new(Arc::clone(&driver), 0);
+        arena.begin_growth(Vec::new(), END_BYTES);
+        let taken_bytes = turn % 4 * CHUNK_BYTES;
+        let pins = if turn % 2 == 0 { Pins::Nobody } else { Pins::All };
+        arena.grow_to(&mut StepLog::default(), taken_bytes, pins).unwrap();
+        arena.ahead().end_growth();
+        assert_eq!(arena.held_bytes(), taken_bytes, "turn {turn}");
+    }
+}
