@@ -153,7 +153,7 @@ run_deep() {
 }
 # DEEP_LIBRARY_CYCLES deep pauses of a process of JAX, of CuPy, and of torch with 20 graphs; a restore on another GPU, if there is one.
 run_deep_libraries() {
-    suite deep_libraries 290 deep_job.py --rows jax,cupy,graphs,other_gpu --library-cycles "${DEEP_LIBRARY_CYCLES:-20}"
+    suite deep_libraries 290 deep_job.py --rows "${DEEP_ROWS:-jax,cupy,graphs,other_gpu}" --library-cycles "${DEEP_LIBRARY_CYCLES:-20}"
 }
 # So many tenants whose contexts do not fit on the GPU together take turns: DEEP_TENANTS, each of DEEP_TENANT_GIB, with DEEP_ROOM_GIB for all of them,
 # DEEP_ROUNDS turns each.

@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib.util
 import os
 import random
 import signal
@@ -42,14 +41,13 @@ import driver
 import runner
 from common import JobError, Result
 from deep_libraries import LIBRARIES
-from deep_memory import Kept, Plain, restore_on
+from deep_memory import Kept, Plain
+from deep_rows import LEFT_MIB, library, library_of_driver, other_gpu
 from race_memory import Checkpoints
 
 SIZES_GIB = "0.5,16,48"
 ROWS = ("sizes", "swap", "kept", "event", "shared")
-MORE_ROWS = (*LIBRARIES, "other_gpu")
-#: What may be left of a job on a GPU.
-LEFT_MIB = 16
+MORE_ROWS = (*LIBRARIES, *(f"driver_{name}" for name in LIBRARIES), "other_gpu")
 ROUNDS = 3
 #: What all processes of a tenant may hold more at the end than at the start.
 GROWTH_MAX = {"anonymous_mib": 64, "descriptors": 0, "threads": 0}
@@ -429,7 +427,8 @@ class Deep:
         child.call("make", 60)
         self.act("pause", tenant)
         mib = self.left_mib()
-        told = [tenant["left"] for tenant in cli.tenants(cli.sublet("ps", "--json", timeout_s=30))]
+        tenants = cli.tenants(cli.sublet("ps", "--json", timeout_s=30))
+        told = [each["left"] for each in tenants if each["tenant"] == tenant]
         self.act("resume", tenant)
         told_mib = sum(gpu["bytes"] for left in told for process in left for gpu in process["gpus"]) // common.MIB
         what = "what ps says that a plain pause leaves is what nvidia-smi shows, or it knows the process by another id"
@@ -457,51 +456,6 @@ class Deep:
         self.result.check("an event that another process has open is heard after a deep pause", True)
         for each in (other, child):
             each.close()
-
-    def library(self, name: str) -> None:
-        """A process of a library."""
-        missing = importlib.util.find_spec(LIBRARIES[name].NEEDS) is None
-        if missing or self.left_s() < 60:
-            self.result.note(f"{name}: NOT RUN: {'it is not installed' if missing else 'no time is left'}")
-            return
-        tenant, wanted = f"deep-{name}-{os.getpid()}", self.args.library_cycles
-        child = self.start(name, name, tenant)
-        versions = child.call("hold", 120, gib=self.args.library_gib)[0]
-        self.result.data["versions"].update(versions)
-        most, done, wrong = 0, 0, set()
-        while done < wanted and self.left_s() > 30:
-            most = max(most, self.cycle(name, tenant, "deep")[1])
-            wrong |= set(child.call("same", 90)[0])
-            done += 1
-        said = " ".join(f"{library} {version}" for library, version in versions.items())
-        what = f"{said}, {self.args.library_gib:g} GiB: contents and results have the same bits after each of {wanted} deep pauses"
-        self.result.check(what, not wrong and done == wanted, f"{done} done; wrong: {', '.join(sorted(wrong)) or 'none'}")
-        self.result.check(f"{said}: {LEFT_MIB} MiB or less are left after each", most <= LEFT_MIB, f"at most {most} MiB")
-        self.row(name, "deep")
-        child.close()
-
-    def other_gpu(self) -> None:
-        """Once: does the driver bring a process back on another GPU? What it says is no verdict on a product that does not ask it."""
-        count = len(self.idle_mib)
-        if count < 2:
-            self.result.note("other_gpu: NOT RUN: there is one GPU")
-            return
-        tenant = f"deep-other-{os.getpid()}"
-        child = self.start("other", "plain", tenant)
-        child.call("hold", 60, gib=1.0)
-        self.act("pause", tenant, "--deep")
-        changed = {0: 1, 1: 0, **{gpu: gpu for gpu in range(2, count)}}
-        ways = {"the pair 0 to 1": {0: 1}, "0 and 1 change places": changed, "each GPU to itself": {gpu: gpu for gpu in range(count)}}
-        for what, places in ways.items():
-            said = restore_on(child.pids[0], places)
-            self.result.note(f"cuCheckpointProcessRestore, {what}: {said}")
-            self.result.data["baseline"][f"restore: {what}"] = said
-            if said.startswith("0 "):
-                break
-        self.act("resume", tenant)
-        now = [used - idle for used, idle in zip(common.used_mib(), self.idle_mib, strict=True)]
-        self.result.note(f"other_gpu: after the resume {now} MiB are used on the GPUs, contents are {'the same' if child.call('same', 60)[0] else 'WRONG'}")
-        child.close()
 
     def many(self) -> None:
         """Tenants whose contexts do not fit together take turns."""
@@ -571,6 +525,9 @@ def body(args: Any, result: Result, work: Path) -> None:
     if unknown:
         raise JobError(f"no row is named {', '.join(sorted(unknown))}; there are {', '.join((*ROWS, *MORE_ROWS))}")
     deep = Deep(args, result, work)
+    more: dict[str, Callable[[], None]] = {"other_gpu": functools.partial(other_gpu, deep)}
+    for name in LIBRARIES:
+        more |= {name: functools.partial(library, deep, name), f"driver_{name}": functools.partial(library_of_driver, deep, name)}
     parts: dict[str, Callable[[], None]] = {}
     if args.tenants:
         common.touch_host_memory(1.3 * args.tenants * args.tenant_gib)
@@ -581,7 +538,7 @@ def body(args: Any, result: Result, work: Path) -> None:
             parts[f"{gib:g} GiB"] = functools.partial(deep.size, gib)
         for row in rows:
             if row != "sizes":
-                parts[row] = functools.partial(deep.library, row) if row in LIBRARIES else getattr(deep, row)
+                parts[row] = more[row] if row in more else getattr(deep, row)
     for name, part in parts.items():
         deep.part(name, part)
     after = deep.left_mib()

@@ -1,0 +1,83 @@
+"""Rows of the deep suites that are about libraries and about another GPU. `deep` is the run, of `deep_job.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import common
+from common import JobError
+from deep_libraries import LIBRARIES
+from deep_memory import restore_on
+from race_memory import Checkpoints
+
+#: What may be left of a job on a GPU.
+LEFT_MIB = 16
+
+
+def library(deep: Any, name: str) -> None:
+    """A process of a library."""
+    missing = importlib.util.find_spec(LIBRARIES[name].NEEDS) is None
+    if missing or deep.left_s() < 60:
+        deep.result.note(f"{name}: NOT RUN: {'it is not installed' if missing else 'no time is left'}")
+        return
+    tenant, wanted = f"deep-{name}-{os.getpid()}", deep.args.library_cycles
+    child = deep.start(name, name, tenant)
+    versions = child.call("hold", 120, gib=deep.args.library_gib)[0]
+    deep.result.data["versions"].update(versions)
+    most, done, wrong = 0, 0, set()
+    while done < wanted and deep.left_s() > 30:
+        try:
+            most = max(most, deep.cycle(name, tenant, "deep")[1])
+        except JobError as error:
+            raise JobError(f"cycle {done + 1}: {error}; the process: {child.tail()}") from error
+        wrong |= set(child.call("same", 90)[0])
+        done += 1
+    said = " ".join(f"{library} {version}" for library, version in versions.items())
+    what = f"{said}, {deep.args.library_gib:g} GiB: contents and results have the same bits after each of {wanted} deep pauses"
+    deep.result.check(what, not wrong and done == wanted, f"{done} done; wrong: {', '.join(sorted(wrong)) or 'none'}")
+    deep.result.check(f"{said}: {LEFT_MIB} MiB or less are left after each", most <= LEFT_MIB, f"at most {most} MiB")
+    deep.row(name, "deep")
+    child.close()
+
+
+def library_of_driver(deep: Any, name: str) -> None:
+    """The same without Sublet, by the driver's own calls."""
+    child = deep.start(f"driver-{name}", name, None)
+    child.call("hold", 120, gib=1.0)
+    wrong, done = set(), 0
+    while done < deep.args.library_cycles and deep.left_s() > 30:
+        for step in ("lock", "checkpoint", "restore", "unlock"):
+            told = Checkpoints.step(step, child.pids[0], 30_000)
+            if told["code"] != 0:
+                raise JobError(f"the driver's {step} number {done + 1} of a process without Sublet returned {told['code']}: {child.why()}")
+        wrong |= set(child.call("same", 90)[0])
+        done += 1
+    what = f"{name} without Sublet: {deep.args.library_cycles} checkpoints by the driver"
+    deep.result.check(what, not wrong and done == deep.args.library_cycles, f"{done} done; wrong: {', '.join(sorted(wrong)) or 'none'}")
+    child.close()
+
+
+def other_gpu(deep: Any) -> None:
+    """Once: does the driver bring a process back on another GPU? What it says is no verdict on a product that does not ask it."""
+    count = len(deep.idle_mib)
+    if count < 2:
+        deep.result.note("other_gpu: NOT RUN: there is one GPU")
+        return
+    tenant = f"deep-other-{os.getpid()}"
+    child = deep.start("other", "plain", tenant)
+    child.call("hold", 60, gib=1.0)
+    deep.act("pause", tenant, "--deep")
+    changed = {0: 1, 1: 0, **{gpu: gpu for gpu in range(2, count)}}
+    ways = {"the pair 0 to 1": {0: 1}, "0 and 1 change places": changed, "each GPU to itself": {gpu: gpu for gpu in range(count)}}
+    for what, places in ways.items():
+        said = restore_on(child.pids[0], places)
+        deep.result.note(f"cuCheckpointProcessRestore, {what}: {said}")
+        deep.result.data["baseline"][f"restore: {what}"] = said
+        if said.startswith("0 "):
+            break
+    deep.act("resume", tenant)
+    now = [used - idle for used, idle in zip(common.used_mib(), deep.idle_mib, strict=True)]
+    deep.result.note(f"other_gpu: after the resume {now} MiB are used on the GPUs, contents are {'the same' if child.call('same', 60)[0] else 'WRONG'}")
+    child.close()
