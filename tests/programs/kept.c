@@ -7,6 +7,7 @@
  *   handle        the words of a handle by which another process opens a block
  *   open HANDLE   opens that
  *   close         closes it
+ *   load FILE     opens a library
  */
 #include "block.h"
 
@@ -155,6 +156,11 @@ static void obey(const char *line)
         CUresult code = open_handle(line + 5);
         if (code != CU_OK) {
             printf("no %s\n", driver_error(code));
+            return;
+        }
+    } else if (is(line, "load ")) {
+        if (dlopen(line + 5, RTLD_NOW) == NULL) {
+            printf("no %s\n", dlerror());
             return;
         }
     } else if (is(line, "close"))

@@ -354,7 +354,7 @@ impl Stage {
     ///
     /// # Errors
     /// What the system said.
-    pub(crate) fn job_dir(&self) -> Outcome<PathBuf> {
+    pub fn job_dir(&self) -> Outcome<PathBuf> {
         let number = self.jobs.fetch_add(1, Ordering::Relaxed);
         let dir = self.place.path().join(format!("job{number}"));
         std::fs::create_dir(&dir)?;

@@ -1,7 +1,7 @@
 //! Deep pauses: what a plain pause leaves on a device goes and comes back with the contexts, and what the driver could not bring back is refused by
 //! name before anything moves.
 
-use sublet_tests::{MIB, Outcome, Rank, Stage};
+use sublet_tests::{Files, MIB, Outcome, Rank, Stage};
 
 const CONTEXT: (&str, &str) = ("SIMCUDA_CONTEXT_BYTES", "8388608");
 
@@ -66,6 +66,20 @@ fn host_memory_of_the_drivers_allocator_is_refused_by_name_until_it_is_freed() -
     train.do_it("check")?;
     train.do_it("nohost")?;
     comes_back(&stage, &mut train)
+}
+
+/// A process of JAX has crashed there. It stays on the GPU instead.
+#[test]
+fn a_process_of_jax_is_refused_by_name() -> Outcome {
+    let stage = stage()?;
+    let mut train = process(&stage, Some("train"))?;
+    let plugin = stage.job_dir()?.join("xla_cuda_plugin.so");
+    std::fs::copy(Files::library_dir("simnccl").join("libnccl.so.2"), &plugin)?;
+    train.do_it(&format!("load {}", plugin.display()))?;
+    is_refused(&stage, &mut train, "it has JAX loaded")?;
+    stage.pause("train")?;
+    stage.resume("train")?;
+    train.do_it("check").map(drop)
 }
 
 #[test]
