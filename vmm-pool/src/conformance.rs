@@ -15,7 +15,6 @@ mod accounting;
 mod bytes;
 mod contexts;
 mod events;
-mod host;
 mod pieces;
 mod refusals;
 
@@ -50,7 +49,6 @@ pub fn cases<D: Driver>() -> Vec<Case<D>> {
     all.extend(accounting::cases());
     all.extend(contexts::cases());
     all.extend(events::cases());
-    all.extend(host::cases());
     all.extend(pieces::cases());
     all
 }

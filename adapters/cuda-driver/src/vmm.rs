@@ -12,13 +12,12 @@ use tenants::switching::with_room;
 use tenants::ticket::Ticket;
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, Driver, DriverCode,
-    HANDLE_TYPE_FABRIC, LocationKind, VaRange,
+    HANDLE_TYPE_FABRIC, VaRange,
 };
 use vmm_pool::{Class, VirtualHandle};
 
 use crate::Answer;
 use crate::blocks::room_of;
-use crate::caller::NCCL;
 
 /// The handle that a caller gave, where it is one of ours. The driver knows all others.
 fn ours(handle: u64) -> Answer<VirtualHandle> {
@@ -51,10 +50,6 @@ pub fn create<D: Driver>(
     let class = region::class_of(library, device);
     let made = with_room(member, room_of(device, size_bytes, &class), || {
         let (entered, class) = (member.pool().enter(), class.clone());
-        // NCCL's threads of the host use such memory at any time: it must be there in a deep pause too.
-        if library == NCCL && prop.location.kind == LocationKind::HOST_NUMA {
-            return entered.create_host(size_bytes, prop, class);
-        }
         match purpose {
             Purpose::Any => entered.create_cell(size_bytes, prop, class),
             Purpose::Window => entered.create_alone(size_bytes, prop, class),
@@ -107,9 +102,6 @@ pub fn unmap<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()> {
 #[doc(alias = "cuMemAddressFree")]
 pub fn address_free<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()> {
     let entered = member.pool().enter_giving_up();
-    if let Some(freed) = member.pool().driver().free_of_host_file(range) {
-        return freed.map_or_else(|error| Answer::Refused(error.code), Answer::Done);
-    }
     Answer::of(entered.free_cell_addresses(range))
 }
 
@@ -121,9 +113,6 @@ pub fn address_reserve<D: Driver>(
     alignment: u64,
     library: &'static str,
 ) -> Answer<u64> {
-    if let Some(start) = member.pool().driver().reserve_for_host_file(size_bytes, alignment) {
-        return Answer::Done(start.0);
-    }
     if !member.pool().has_addresses(size_bytes, alignment, library) {
         return Answer::AskDriver;
     }

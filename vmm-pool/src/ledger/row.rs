@@ -138,11 +138,6 @@ impl Row {
         self.new.prop.location.kind != LocationKind::DEVICE
     }
 
-    /// Is it memory of a file, which the driver's own allocator has no part in?
-    pub(crate) fn is_of_host_file(&self) -> bool {
-        self.raw().is_some_and(RawHandle::is_of_host_file)
-    }
-
     pub(crate) fn is_own(&self) -> bool {
         self.new.origin == Origin::Own
     }

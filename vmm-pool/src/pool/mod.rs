@@ -25,7 +25,7 @@ use crate::budget::Budget;
 use crate::deferred::{Deferred, Physical};
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError,
-    DriverOp, DriverResult, PciAddress, RawContext, RawHandle, VaRange,
+    DriverOp, PciAddress, RawContext, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::{Gate, Pass, Passage};
@@ -408,35 +408,6 @@ impl<D: Driver> Entered<'_, D, Use> {
         prop: &AllocationProp,
         class: Class,
     ) -> PoolResult<VirtualHandle> {
-        self.create_by(size_bytes, prop, class, || self.pool.driver.create(size_bytes, prop))
-    }
-
-    /// Creates host memory that processes share. It comes back from a deep pause where that can be, and is as of [`Entered::create`] elsewhere.
-    ///
-    /// # Errors
-    /// As [`Entered::create`].
-    ///
-    /// # Driver calls
-    /// `cuDeviceGetAttribute`; `cuMemCreate` where a device does not use the host's addresses for registered memory.
-    pub fn create_host(
-        &self,
-        size_bytes: u64,
-        prop: &AllocationProp,
-        class: Class,
-    ) -> PoolResult<VirtualHandle> {
-        let driver = &self.pool.driver;
-        self.create_by(size_bytes, prop, class, || {
-            driver.create_host_file(size_bytes, prop).or_else(|_| driver.create(size_bytes, prop))
-        })
-    }
-
-    fn create_by(
-        &self,
-        size_bytes: u64,
-        prop: &AllocationProp,
-        class: Class,
-        create: impl FnOnce() -> DriverResult<RawHandle>,
-    ) -> PoolResult<VirtualHandle> {
         let device = prop.location.as_device();
         let no_id = DriverError { op: DriverOp::Create, code: DriverCode::UNKNOWN };
         let id = AllocationId::random().ok_or(no_id).about(
@@ -445,7 +416,11 @@ impl<D: Driver> Entered<'_, D, Use> {
             device,
         )?;
         let charge = self.pool.budget.charge(device, size_bytes)?;
-        let raw = create().about(|| "new allocation".to_owned(), size_bytes, device)?;
+        let raw = self.pool.driver.create(size_bytes, prop).about(
+            || "new allocation".to_owned(),
+            size_bytes,
+            device,
+        )?;
         let new = NewRow { id, size_bytes, prop: *prop, origin: Origin::Own, class };
         let mut physical = Physical::new(raw, size_bytes, device).charged(charge);
         let mut ledger = self.pool.ledger();
