@@ -201,7 +201,9 @@ int sublet_page_flush(uint64_t pager, uint32_t timeout_ms);
 int sublet_page_set_frames(uint64_t pager, uint64_t frames_bytes, uint32_t timeout_ms);
 /* JSON: "chunk_bytes", "paged_bytes", "frames_bytes", "resident_bytes", "stays_bytes", and so far "out_bytes", "in_bytes", "unchanged_bytes"
  * (that needed no copy out), "exchanges", "hits" and "misses" (uses that found all of their memory on the device, and that did not), "calls"
- * (that were seen) and "waited_us" (by these). "chunks" has a letter for each chunk, in the
+ * (that were seen), "waited_us" (by these), "remaps" (chunks that were given device memory) and "remap_us" (the driver's time for them).
+ * "unseen" are writes that no use and no call has shown, if SUBLET_PAGING_CHECK=1: each "address", "size_bytes", "span" and "span_bytes" (its
+ * allocation), "chunk", "after_use" and "before_use". "chunks" has a letter for each chunk, in the
  * order of addresses: a away, i on its way in, h on the device and the same in host memory, w on the device and written since it was copied
  * to the host, o on its way out, - of no span. */
 int64_t sublet_page_json(uint64_t pager, char *buffer, size_t size);

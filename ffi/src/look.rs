@@ -357,3 +357,18 @@ fn code_of(error: &PageError) -> DriverCode {
         | PageError::NoThread(_) => DriverCode::UNKNOWN,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_that_is_found_is_there_also_behind_the_first_few() {
+        let range = |at: usize| VaRange::new(DeviceAddress(at as u64), 1);
+        let mut found = Found::new();
+        for count in 0..3 * FEW {
+            assert_eq!(found.ranges(), (0..count).map(range).collect::<Vec<_>>());
+            found.push(range(count));
+        }
+    }
+}
