@@ -2,6 +2,8 @@
  * Prints what came. */
 #include "driver.h"
 
+#include <dirent.h>
+#include <signal.h>
 #include <sublet.h>
 
 enum { CHUNK = 2 << 20, SPANS = 6, WAIT_MS = 30000 };
@@ -33,6 +35,30 @@ static int visit(uint64_t pager, const uint64_t *spans, CUstream stream, int wri
     return right;
 }
 
+/* How many threads of ours there are, and how many of them take SIGTERM, SIGUSR1 or SIGALRM. */
+static void count_threads(int *ours, int *open_to_signals)
+{
+    const unsigned long long asked = 1ull << (SIGTERM - 1) | 1ull << (SIGUSR1 - 1) | 1ull << (SIGALRM - 1);
+    char path[300], line[256];
+    DIR *tasks = opendir("/proc/self/task");
+    for (struct dirent *task = readdir(tasks); task != NULL; task = readdir(tasks)) {
+        snprintf(path, sizeof path, "/proc/self/task/%s/status", task->d_name);
+        FILE *status = fopen(path, "r");
+        unsigned long long blocked = 0;
+        int is_ours = 0;
+        /* It may have ended meanwhile. */
+        while (status != NULL && fgets(line, sizeof line, status) != NULL) {
+            is_ours |= strncmp(line, "Name:\tsublet-", 13) == 0;
+            sscanf(line, "SigBlk: %llx", &blocked);
+        }
+        if (status != NULL)
+            fclose(status);
+        *ours += is_ours;
+        *open_to_signals += is_ours && (blocked & asked) != asked;
+    }
+    closedir(tasks);
+}
+
 int main(void)
 {
     uint64_t pager = 0, spans[SPANS] = {0};
@@ -47,6 +73,9 @@ int main(void)
     int announced = sublet_page_announce(pager, spans, 2);
     int paused = sublet_pause_tenant(NULL, 0), resumed = sublet_resume_tenant(NULL, 0);
     printf("announced %d, paused %d, resumed %d, read %d\n", announced, paused, resumed, visit(pager, spans, stream, 0));
+    int ours = 0, open_to_signals = 0;
+    count_threads(&ours, &open_to_signals);
+    printf("threads %d, open to signals %d\n", ours >= 3, open_to_signals);
     int flushed = sublet_page_flush(pager, WAIT_MS);
     int64_t length = sublet_page_json(pager, text, sizeof text);
     printf("flushed %d, report %d %d %d\n", flushed, length > 0 && strlen(text) == (size_t)length,

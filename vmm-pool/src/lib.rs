@@ -29,6 +29,7 @@ pub mod slots;
 mod store;
 pub mod support;
 pub mod sync;
+pub mod threads;
 mod transition;
 mod waits;
 

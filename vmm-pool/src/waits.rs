@@ -122,9 +122,9 @@ impl<D: Driver> Waits<D> {
                 continue;
             }
             let shared = Arc::clone(&self.shared);
-            let thread = std::thread::Builder::new().name("sublet-drain".to_owned());
             // It takes the lock first, which is given up below.
-            thread.spawn(move || shared.wait_for(place)).map_err(|source| (place, source))?;
+            crate::threads::spawn("sublet-drain", move || shared.wait_for(place))
+                .map_err(|source| (place, source))?;
             row.has_thread = true;
         }
         Ok(Question { number, places })

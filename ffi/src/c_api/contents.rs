@@ -200,7 +200,7 @@ fn ask_unused() -> Vec<VaRange> {
         // SAFETY: the caller that set the source allows calls with its context from any thread.
         unsafe { (source.function)(source.context, token) };
     };
-    let thread = std::thread::Builder::new().name("sublet-unused".to_owned()).spawn(ask);
+    let thread = vmm_pool::threads::spawn("sublet-unused", ask);
     let answered = thread.ok().and_then(|_| answer.recv_timeout(ANSWER_TIMEOUT).ok());
     questions().open.take_if(|(open, _)| *open == token);
     if answered.is_none() {

@@ -194,8 +194,7 @@ impl Interposition {
                 self.walk(Purpose::Pause);
                 let _heard = done.send(());
             };
-            let spawned = std::thread::Builder::new().name("sublet-walk".to_owned()).spawn(walk);
-            spawned.ok()?;
+            vmm_pool::threads::spawn("sublet-walk", walk).ok()?;
             walked.recv_timeout(CHILD_WALK_MAX).ok()?;
         } else {
             self.walk(Purpose::Pause);

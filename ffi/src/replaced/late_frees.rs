@@ -114,8 +114,8 @@ fn arrange(
     {
         let mut table = table();
         if !table.has_thread {
-            let thread = std::thread::Builder::new().name("sublet-frees".to_owned());
-            if let Err(error) = thread.spawn(give_up_what_is_due) {
+            let thread = vmm_pool::threads::spawn("sublet-frees", give_up_what_is_due);
+            if let Err(error) = thread {
                 tracing::warn!(%error, "no thread for frees in the order of a stream");
                 return DriverCode::OPERATING_SYSTEM.0;
             }

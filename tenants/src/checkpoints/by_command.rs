@@ -20,7 +20,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
-use nix::sys::signal::SigSet;
 use nix::sys::socket::{MsgFlags, send};
 use vmm_pool::driver::DriverCode;
 
@@ -109,11 +108,7 @@ impl ByCommand {
         drop(command);
         let (reads, waiting) = (own.try_clone()?, Arc::new(Mutex::new(Some(BTreeMap::new()))));
         let heard = Arc::clone(&waiting);
-        std::thread::Builder::new().name("sublet-answers".to_owned()).spawn(move || {
-            // Signals are the application's.
-            if let Err(error) = SigSet::all().thread_block() {
-                tracing::debug!(%error, "signals stay open on a thread of ours");
-            }
+        vmm_pool::threads::spawn("sublet-answers", move || {
             hear(reads, &heard);
             // The calls that are left are told so by their channels.
             drop(lock(&heard).take());

@@ -17,7 +17,7 @@ use vmm_pool::driver::Driver;
 
 use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
 use super::lending::HandedOut;
-use super::worker::{self, Done, Job, NOBODY, Work, block_signals};
+use super::worker::{self, Done, Job, NOBODY, Work};
 use super::{AGENT_TIMEOUT, Member};
 use crate::host_memory::Pressure;
 use crate::run_dir::NAME_LOOK_EVERY;
@@ -124,10 +124,7 @@ pub(super) fn spawn<D: Driver>(
         savers: BTreeSet::new(),
         spillers: BTreeMap::new(),
     };
-    std::thread::Builder::new().name("sublet-agent".to_owned()).spawn(move || {
-        block_signals();
-        agent.run();
-    })?;
+    vmm_pool::threads::spawn("sublet-agent", move || agent.run())?;
     Ok(())
 }
 

@@ -14,7 +14,6 @@ use vmm_pool::{BroughtIn, HostDemand, HostStanding, PoolError, StepLog};
 
 use super::Member;
 use super::failures::pool_failure;
-use super::worker::block_signals;
 use crate::host_memory::{HostFigure, HostNeed, LimitKind};
 use crate::wire::{Failure, FailureKind, HostProgress, HostStage, MemberState};
 
@@ -138,8 +137,8 @@ impl<D: Driver> Member<D> {
             return;
         }
         let member = Arc::clone(self);
-        let thread = std::thread::Builder::new().name("sublet-ahead".to_owned());
-        if let Err(error) = thread.spawn(move || member.run_ahead()) {
+        let thread = vmm_pool::threads::spawn("sublet-ahead", move || member.run_ahead());
+        if let Err(error) = thread {
             let mut state = self.ahead.state();
             state.has_thread = false;
             state.asked = None;
@@ -168,7 +167,6 @@ impl<D: Driver> Member<D> {
     }
 
     fn run_ahead(&self) {
-        block_signals();
         if let Err(error) = rustix::process::setpriority_process(None, NICE) {
             tracing::debug!(%error, "host memory is brought in at the application's own priority");
         }

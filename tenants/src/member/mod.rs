@@ -50,7 +50,6 @@ pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STA
 pub use config::{FAMILY_WAIT, JoinError, MemberConfig};
 pub use fetch::ImportError;
 pub(crate) use saving::SPILL_STEP_TIME;
-pub(crate) use worker::block_signals;
 
 use crate::checkpoints::Checkpointer;
 use crate::cut::Cut;

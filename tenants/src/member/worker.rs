@@ -8,7 +8,6 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender};
-use nix::sys::signal::SigSet;
 use vmm_pool::driver::Driver;
 
 use super::Member;
@@ -73,18 +72,8 @@ pub(super) fn spawn<D: Driver>(
     let (jobs, queue) = crossbeam_channel::unbounded();
     let (report, done) = crossbeam_channel::unbounded();
     let member = Arc::clone(member);
-    std::thread::Builder::new().name("sublet-worker".to_owned()).spawn(move || {
-        block_signals();
-        work(&member, &queue, &report);
-    })?;
+    vmm_pool::threads::spawn("sublet-worker", move || work(&member, &queue, &report))?;
     Ok((jobs, done))
-}
-
-/// Threads of ours take no signals: those are the application's.
-pub(crate) fn block_signals() {
-    if let Err(error) = SigSet::all().thread_block() {
-        tracing::debug!(%error, "signals stay open on a thread of ours");
-    }
 }
 
 fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Done>) {

@@ -29,8 +29,7 @@ const REST: Duration = Duration::from_hours(1);
 /// Where its tenant says so, its contexts leave while it rests ([`crate::turns::TurnSettings::deep`]).
 pub fn come_back_by_itself<D: Driver>(member: &Arc<Member<D>>) {
     let watched = Arc::clone(member);
-    let thread = std::thread::Builder::new().name("sublet-back".to_owned());
-    if let Err(error) = thread.spawn(move || watch(&watched)) {
+    if let Err(error) = vmm_pool::threads::spawn("sublet-back", move || watch(&watched)) {
         member.note(format!(
             "nobody brings this tenant back when others have it paused for theirs: no thread ({error})"
         ));
@@ -38,7 +37,6 @@ pub fn come_back_by_itself<D: Driver>(member: &Arc<Member<D>>) {
 }
 
 fn watch<D: Driver>(member: &Member<D>) {
-    crate::member::block_signals();
     let is_paused = || matches!(member.state(), MemberState::Paused | MemberState::Deep);
     let options =
         || SwitchOptions { checkpointer: member.checkpointer(), ..SwitchOptions::default() };

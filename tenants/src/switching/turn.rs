@@ -87,8 +87,8 @@ impl Turn {
         let shared = Arc::new(Shared { state, changed: Condvar::new() });
         let watched = Arc::clone(&shared);
         let watch = Watch { run_dir: run_dir.clone(), tenant: tenant.clone(), options };
-        let thread = std::thread::Builder::new().name("sublet-turn".to_owned());
-        if let Err(error) = thread.spawn(move || watch.run(&watched)) {
+        let thread = vmm_pool::threads::spawn("sublet-turn", move || watch.run(&watched));
+        if let Err(error) = thread {
             tracing::warn!(%error, "nobody brings this tenant back when others have it paused for theirs");
         }
         Ok((Self { shared, pid: std::process::id() }, switched))

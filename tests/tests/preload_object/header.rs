@@ -140,6 +140,7 @@ fn a_c_program_uses_more_memory_than_its_frames_and_is_paused_meanwhile() {
         transcript(&output),
         "opened 0, spans 6, written 6\n\
          announced 0, paused 0, resumed 0, read 6\n\
+         threads 1, open to signals 0\n\
          flushed 0, report 1 1 1\n\
          too many 1 1\n\
          for the host 1 1\n\

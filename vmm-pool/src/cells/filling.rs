@@ -27,8 +27,7 @@ impl<D: Driver> Entered<'_, D, Use> {
         let place = device.ok_or(late).about(about, range.size_bytes, device)?;
         let (tell, told) = crossbeam_channel::bounded(1);
         let driver = Arc::clone(&self.pool.driver);
-        let thread = std::thread::Builder::new().name("sublet-fill".to_owned());
-        let begun = thread.spawn(move || {
+        let begun = crate::threads::spawn("sublet-fill", move || {
             let filled = clear_on_this_thread(driver.as_ref(), range, place);
             let _nobody_waits = tell.send(filled);
         });

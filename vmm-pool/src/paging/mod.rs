@@ -307,8 +307,8 @@ impl<D: Driver> Pager<D> {
     fn begin(shared: &Arc<Shared<D>>) -> PageResult<()> {
         let (tell, told) = crossbeam_channel::bounded(1);
         let for_thread = Arc::clone(shared);
-        let thread = std::thread::Builder::new().name("sublet-pager".to_owned());
-        let spawned = thread.spawn(move || thread::run(&for_thread, &tell));
+        let spawned =
+            crate::threads::spawn("sublet-pager", move || thread::run(&for_thread, &tell));
         spawned.map_err(PageError::NoThread)?;
         let ended = PageError::Ended { device: shared.device };
         Ok(told.recv().map_err(|_| ended)??)

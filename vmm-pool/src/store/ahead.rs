@@ -185,9 +185,8 @@ impl Ahead {
                 }
             }
         };
-        let thread = std::thread::Builder::new().name("sublet-arena".to_owned());
         if !self.table().wanted.is_empty()
-            && let Err(error) = thread.spawn(bring_in)
+            && let Err(error) = crate::threads::spawn("sublet-arena", bring_in)
         {
             tracing::debug!(%error, "no thread to bring host memory in ahead");
         }
