@@ -263,12 +263,12 @@ fn who_is_idle_makes_way_before_its_quantum_is_over_and_who_works_does_not() -> 
     train.say("stop")?;
     assert!(train.answer()?.is_ok);
     goes_on(&mut infer)?;
-    let lines = stage.decisions()?;
-    let idle = lines
-        .iter()
-        .any(|line| line.contains("'train' (fair) is paused: has launched nothing for"));
-    assert!(idle, "{lines:?}");
-    Ok(())
+    // It is written down when it is done, and `infer` may be there before that.
+    until("the log says why 'train' was paused", || {
+        let lines = stage.decisions()?;
+        let why = "'train' (fair) is paused: has launched nothing for";
+        Ok(lines.iter().any(|line| line.contains(why)))
+    })
 }
 
 #[test]
@@ -281,9 +281,12 @@ fn who_launches_nothing_and_has_work_on_its_device_is_not_idle() -> Outcome {
     assert!(infer.answer_if_within(Duration::from_secs(3))?.is_none());
     train.do_it("release")?;
     goes_on(&mut infer)?;
+    let idle = |lines: &[String]| {
+        lines.iter().filter(|line| line.contains("has launched nothing for")).count()
+    };
+    until("the log says why 'train' was paused", || Ok(idle(&stage.decisions()?) > 0))?;
     let lines = stage.decisions()?;
-    let idle = lines.iter().filter(|line| line.contains("has launched nothing for"));
-    assert_eq!(idle.count(), 1, "{lines:?}");
+    assert_eq!(idle(&lines), 1, "{lines:?}");
     Ok(())
 }
 
