@@ -5,7 +5,7 @@
 //! is about the tenant: which one is joined, what the devices held before (`cuda_state`), and whether a pause from outside
 //! is safe.
 //!
-//! What an attach cannot reach is in the [`Report`], library by library; `docs/attach.md` lists the limits.
+//! What an attach cannot reach is in the `Report`, library by library; `docs/attach.md` lists the limits.
 
 #![expect(unsafe_code, reason = "asks for a notice of forks")]
 
