@@ -116,13 +116,9 @@ pub unsafe extern "C" fn sublet_resume_tenant(tenant: *const c_char, timeout_ms:
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_resume_in_turn(tenant: *const c_char, wait_ms: u32) -> c_int {
     code_of(|| {
-        runtime::start_log();
         // SAFETY: as this function's caller promises.
-        let tenant = unsafe { tenant_of(tenant) }?;
-        let wait = Duration::from_millis(u64::from(wait_ms));
-        let checkpointer = runtime::checkpointer();
-        let options = SwitchOptions { wait, checkpointer, ..SwitchOptions::default() };
-        let done = switching::resume_in_turn(&run_dir()?, &tenant, &options, &mut |_| {});
+        let (run_dir, tenant, options) = unsafe { to_switch(tenant, wait_ms) }?;
+        let done = switching::resume_in_turn(&run_dir, &tenant, &options, &mut |_| {});
         Ok(resumed_in_turn(done))
     })
 }
@@ -367,6 +363,22 @@ fn is_paused() -> bool {
     runtime::member().is_some_and(|member| is_away(member.state()))
 }
 
+/// What a switch to `tenant` needs, which waits for so long at most.
+///
+/// # Safety
+/// `tenant` is null or a terminated string.
+unsafe fn to_switch(
+    tenant: *const c_char,
+    wait_ms: u32,
+) -> Result<(RunDir, TenantName, SwitchOptions), c_int> {
+    runtime::start_log();
+    // SAFETY: as this function's caller promises.
+    let tenant = unsafe { tenant_of(tenant) }?;
+    let wait = Duration::from_millis(u64::from(wait_ms));
+    let checkpointer = runtime::checkpointer();
+    Ok((run_dir()?, tenant, SwitchOptions { wait, checkpointer, ..SwitchOptions::default() }))
+}
+
 /// Has a tenant get its GPUs.
 ///
 /// # Safety
@@ -374,13 +386,9 @@ fn is_paused() -> bool {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_switch_tenant(tenant: *const c_char, wait_ms: u32) -> c_int {
     code_of(|| {
-        runtime::start_log();
         // SAFETY: as this function's caller promises.
-        let tenant = unsafe { tenant_of(tenant) }?;
-        let wait = Duration::from_millis(u64::from(wait_ms));
-        let checkpointer = runtime::checkpointer();
-        let options = SwitchOptions { wait, checkpointer, ..SwitchOptions::default() };
-        Ok(switched(switching::switch(&run_dir()?, &tenant, &options, &mut |_| {})))
+        let (run_dir, tenant, options) = unsafe { to_switch(tenant, wait_ms) }?;
+        Ok(switched(switching::switch(&run_dir, &tenant, &options, &mut |_| {})))
     })
 }
 
