@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::fmt::Write;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use super::stream::meet;
@@ -36,7 +36,7 @@ impl LastWords {
     /// A call has changed what is mapped in `range`.
     pub(super) fn note(&self, what: &'static str, range: VaRange) {
         let thread = thread::current().name().unwrap_or("unnamed").to_owned();
-        let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut table = self.table();
         table.made += 1;
         let number = table.made;
         if table.calls.len() == CALLS_MAX {
@@ -46,8 +46,13 @@ impl LastWords {
     }
 
     /// Something that touched `range` was refused, or uses what goes. The first of these is kept.
-    pub(super) fn refused(&self, range: VaRange, what: &str) {
-        let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+    pub(super) fn refused(&self, range: VaRange, what: impl FnOnce() -> String) {
+        // A test may ask again and again for an address that is not there yet.
+        if self.table().words.is_some() {
+            return;
+        }
+        let what = what();
+        let mut table = self.table();
         if table.words.is_some() {
             return;
         }
@@ -62,6 +67,10 @@ impl LastWords {
 
     /// What the first refusal was about.
     pub(super) fn told(&self) -> Option<String> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).words.clone()
+        self.table().words.clone()
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

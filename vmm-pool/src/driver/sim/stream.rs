@@ -262,9 +262,9 @@ impl Stream {
             let done = catch_unwind(AssertUnwindSafe(|| (work.run)(core)))
                 .unwrap_or(Err(DriverCode::LAUNCH_FAILED));
             if let Err(code) = done {
-                for (range, touch) in work.touches.iter() {
+                if let Some((range, touch)) = work.touches.first() {
                     core.last_words
-                        .refused(*range, &format!("work of {self:?}, which does {touch:?}"));
+                        .refused(*range, || format!("work of {self:?}, which does {touch:?}"));
                 }
                 core.fail_device(self.context.device, code);
             }

@@ -165,9 +165,9 @@ impl Core {
                 ?entry,
                 "two streams use the same bytes without an order"
             );
-            let what =
-                format!("{entry:?} gets {work:?}, without an order with {}", other.uses_in_words());
-            self.last_words.refused(work.first_range(), &what);
+            self.last_words.refused(work.first_range(), || {
+                format!("{entry:?} gets {work:?}, without an order with {}", other.uses_in_words())
+            });
             self.fail_device(entry.context.device, DriverCode::ILLEGAL_ADDRESS);
         }
         if entry.kind == StreamKind::NonBlocking {
@@ -208,8 +208,9 @@ impl Core {
     pub(super) fn pull_from_under_work(&self, range: VaRange) {
         for stream in self.all_streams().into_iter().filter(|stream| stream.uses(range)) {
             tracing::error!(?range, ?stream, "memory goes that work still uses");
-            let what = format!("memory goes that is used by {}", stream.uses_in_words());
-            self.last_words.refused(range, &what);
+            self.last_words.refused(range, || {
+                format!("memory goes that is used by {}", stream.uses_in_words())
+            });
             self.fail_device(stream.context.device, DriverCode::ILLEGAL_ADDRESS);
         }
     }
