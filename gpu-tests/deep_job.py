@@ -40,6 +40,7 @@ import common
 import driver
 import runner
 from common import JobError, Result
+from deep_calls import calls
 from deep_libraries import LIBRARIES
 from deep_memory import Kept, Plain
 from deep_rows import LEFT_MIB, library, library_of_driver, other_gpu
@@ -47,7 +48,7 @@ from race_memory import Checkpoints
 
 SIZES_GIB = "0.5,16,48"
 ROWS = ("sizes", "swap", "kept", "event", "shared")
-MORE_ROWS = (*LIBRARIES, *(f"driver_{name}" for name in LIBRARIES), "other_gpu")
+MORE_ROWS = (*LIBRARIES, *(f"driver_{name}" for name in LIBRARIES), "other_gpu", "calls")
 ROUNDS = 3
 #: What all processes of a tenant may hold more at the end than at the start.
 GROWTH_MAX = {"anonymous_mib": 64, "descriptors": 0, "threads": 0}
@@ -525,7 +526,7 @@ def body(args: Any, result: Result, work: Path) -> None:
     if unknown:
         raise JobError(f"no row is named {', '.join(sorted(unknown))}; there are {', '.join((*ROWS, *MORE_ROWS))}")
     deep = Deep(args, result, work)
-    more: dict[str, Callable[[], None]] = {"other_gpu": functools.partial(other_gpu, deep)}
+    more: dict[str, Callable[[], None]] = {"other_gpu": functools.partial(other_gpu, deep), "calls": functools.partial(calls, deep)}
     for name in LIBRARIES:
         more |= {name: functools.partial(library, deep, name), f"driver_{name}": functools.partial(library_of_driver, deep, name)}
     parts: dict[str, Callable[[], None]] = {}

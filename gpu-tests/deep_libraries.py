@@ -45,8 +45,6 @@ class Held:
 
     #: The module that must be installed.
     NEEDS = ""
-    #: What a refusal of a deep pause says; empty where it succeeds.
-    REFUSED = ""
 
     def __init__(self) -> None:
         self.wanted: list[bytes] = []
@@ -89,7 +87,6 @@ class Jax(Held):
     """Arrays of JAX, and layers that XLA compiles."""
 
     NEEDS = "jax"
-    REFUSED = "it has JAX loaded"
 
     def make(self, words: int) -> str:
         """See `Held`."""

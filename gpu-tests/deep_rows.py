@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import time
 from typing import Any
 
 import cli
@@ -17,6 +18,10 @@ from race_memory import Checkpoints
 LEFT_MIB = 16
 
 
+#: Seconds that the driver alone keeps a process off the GPU: threads of its libraries make calls meanwhile.
+OFF_S = 1.0
+
+
 def library(deep: Any, name: str) -> None:
     """A process of a library."""
     missing = importlib.util.find_spec(LIBRARIES[name].NEEDS) is None
@@ -27,25 +32,19 @@ def library(deep: Any, name: str) -> None:
     child = deep.start(name, name, tenant)
     versions = child.call("hold", 120, gib=deep.args.library_gib)[0]
     deep.result.data["versions"].update(versions)
-    refused = LIBRARIES[name].REFUSED
-    if refused:
-        told = cli.sublet("pause", tenant, "--deep", timeout_s=60)
-        is_named = told["exit"] == 1 and refused in told.get("stderr", "")
-        deep.result.check(f"{name}: a deep pause is refused by name", is_named, cli.say(told))
-    most, done, wrong, way = 0, 0, set(), "plain" if refused else "deep"
+    most, done, wrong = 0, 0, set()
     while done < wanted and deep.left_s() > 30:
         try:
-            most = max(most, deep.cycle(name, tenant, way)[1])
+            most = max(most, deep.cycle(name, tenant, "deep")[1])
         except JobError as error:
             raise JobError(f"cycle {done + 1}: {error}; the process: {child.tail()}") from error
         wrong |= set(child.call("same", 90)[0])
         done += 1
     said = " ".join(f"{library} {version}" for library, version in versions.items())
-    what = f"{said}, {deep.args.library_gib:g} GiB: contents and results have the same bits after each of {wanted} {way} pauses"
+    what = f"{said}, {deep.args.library_gib:g} GiB: contents and results have the same bits after each of {wanted} deep pauses"
     deep.result.check(what, not wrong and done == wanted, f"{done} done; wrong: {', '.join(sorted(wrong)) or 'none'}")
-    if way == "deep":
-        deep.result.check(f"{said}: {LEFT_MIB} MiB or less are left after each", most <= LEFT_MIB, f"at most {most} MiB")
-    deep.row(name, way)
+    deep.result.check(f"{said}: {LEFT_MIB} MiB or less are left after each", most <= LEFT_MIB, f"at most {most} MiB")
+    deep.row(name, "deep")
     child.close()
 
 
@@ -56,6 +55,8 @@ def library_of_driver(deep: Any, name: str) -> None:
     wrong, done = set(), 0
     while done < deep.args.library_cycles and deep.left_s() > 30:
         for step in ("lock", "checkpoint", "restore", "unlock"):
+            if step == "restore":
+                time.sleep(OFF_S)
             told = Checkpoints.step(step, child.pids[0], 30_000)
             if told["code"] != 0:
                 raise JobError(f"the driver's {step} number {done + 1} of a process without Sublet returned {told['code']}: {child.why()}")

@@ -3,6 +3,7 @@
 //! | what we do | means | where |
 //! | --- | --- | --- |
 //! | wait | passes the gate as soon as what it touches is there, then calls the driver with the same arguments | `waiting!` below |
+//! | ask | waits only while the process is frozen, then calls the driver with the same arguments | `asking!` below |
 //! | replace | answered from the pool, or passed on when it is not about memory of ours | [`crate::replaced`] |
 //! | pass | not hooked, for the reason given | `PASSED` in the completeness test |
 //!
@@ -145,6 +146,36 @@ macro_rules! waiting_function {
     };
     (@pass $member:ident, $symbol:ident [ $($touched:expr),+ ]) => {
         $member.pool().pass_touching(stringify!($symbol), &[$($touched),+])
+    };
+}
+
+macro_rules! asking {
+    ($($symbol:ident $(| $alike:ident)* ( $($args:tt)* );)*) => {
+        /// Functions that ask the driver if work is over, or wait for it: see [`vmm_pool::asking`].
+        pub mod asks {
+            use super::*;
+            $(asking!(@each [ $symbol $($alike)* ] ( $($args)* ));)*
+        }
+        /// Their rows.
+        pub(crate) const ASKING: &[Hook] = &[$(
+            hook_row!(asks::$symbol, $symbol),
+            $(hook_row!(asks::$alike, $alike),)*
+        )*];
+    };
+    (@each [ $($symbol:ident)* ] $args:tt) => { $(asking!(@one $symbol $args);)* };
+    (@one $symbol:ident ( $($arg:ident : $ty:ty),* )) => {
+        /// Waits while the process is frozen, then calls the driver.
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol($($arg: $ty),*) -> c_int {
+            // No net for panics, as above.
+            apart(&|| {
+                let _asking = runtime::member().map(|member| member.pool().door().pass());
+                call_driver!($symbol($($arg => $ty),*))
+            })
+        }
     };
 }
 
@@ -364,3 +395,14 @@ pub(crate) const RENAMED: &[Hook] = &[Hook {
     },
     wrapper: || (replaced::cuGraphInstantiateWithFlags as *const ()).expose_provenance(),
 }];
+
+asking! {
+    cuStreamQuery | cuStreamQuery_ptsz (stream: Pointer);
+    cuStreamSynchronize | cuStreamSynchronize_ptsz (stream: Pointer);
+    cuEventQuery (event: Pointer);
+    cuEventSynchronize (event: Pointer);
+    cuEventElapsedTime (milliseconds: Pointer, start: Pointer, end: Pointer);
+    cuEventElapsedTime_v2 (milliseconds: Pointer, start: Pointer, end: Pointer);
+    cuCtxSynchronize ();
+    cuCtxSynchronize_v2 (context: Pointer);
+}

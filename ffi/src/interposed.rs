@@ -24,7 +24,7 @@ use crate::registrations::{GDRCOPY, MLX5, VERBS};
 
 /// The tables of this process. A further library is a further entry.
 pub(crate) static INTERPOSED: Interposition = Interposition::new(
-    Driver::new(&[hooks::REPLACING, hooks::WAITING, hooks::RENAMED, LOOKUP]),
+    Driver::new(&[hooks::REPLACING, hooks::WAITING, hooks::ASKING, hooks::RENAMED, LOOKUP]),
     &[&NCCL, &NCCL_EP, &VERBS, &MLX5, &GDRCOPY, &NVML],
     &[
         LoaderFunction {
@@ -49,7 +49,8 @@ const LOOKUP: &[Hook] = &[
 
 // Each row of the table has its function.
 const _: () = assert!(
-    hooks::REPLACING.len() + hooks::WAITING.len() + LOOKUP.len() == FUNCTIONS.len(),
+    hooks::REPLACING.len() + hooks::WAITING.len() + hooks::ASKING.len() + LOOKUP.len()
+        == FUNCTIONS.len(),
     "a function of the table has none of ours in its place"
 );
 

@@ -10,8 +10,9 @@ use cudarc::driver::sys;
 use sublet_cuda_driver::functions::FUNCTIONS;
 use vmm_pool::driver::Location;
 
-use crate::hooks::WAITING;
+use crate::hooks::asks::*;
 use crate::hooks::waits::*;
+use crate::hooks::{ASKING, WAITING};
 use crate::interposed::*;
 use crate::replaced::*;
 
@@ -93,6 +94,7 @@ macro_rules! signatures {
 }
 
 signatures! {
+    (),
     (A),
     (A B),
     (A B C),
@@ -124,6 +126,13 @@ macro_rules! pairs {
 pairs! {
     /// The functions that the bindings have: how ours are called, and how the driver's are.
     bound:
+    cuStreamQuery[_];
+    cuStreamSynchronize[_];
+    cuEventQuery[_];
+    cuEventSynchronize[_];
+    cuEventElapsedTime[_ _ _];
+    cuEventElapsedTime_v2[_ _ _];
+    cuCtxSynchronize[];
     cuLaunchKernel[_ _ _ _ _ _ _ _ _ _ _];
     cuLaunchKernelEx[_ _ _ _];
     cuLaunchCooperativeKernel[_ _ _ _ _ _ _ _ _ _];
@@ -273,6 +282,7 @@ const UNBOUND: &[(&str, &[&str])] = &[
     (
         "newer than CUDA 12.8, whose header the bindings that we build with are made from",
         &[
+            "cuCtxSynchronize_v2",
             "cuMemcpyBatchAsync_v2",
             "cuMemcpy3DBatchAsync_v2",
             "cuMemcpyWithAttributesAsync",
@@ -319,7 +329,8 @@ fn our_functions_are_called_as_the_drivers_are() {
 #[test]
 fn every_function_of_the_table_is_compared_or_listed() {
     let unbound = UNBOUND.iter().flat_map(|(_, names)| *names).copied();
-    let made_in_pairs = WAITING.iter().map(|hook| hook.function).filter(|twin| twin.per_thread);
+    let made_in_pairs =
+        WAITING.iter().chain(ASKING).map(|hook| hook.function).filter(|twin| twin.per_thread);
     let all: Vec<&str> = bound()
         .into_iter()
         .map(|(name, _)| name)

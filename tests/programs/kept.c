@@ -7,9 +7,13 @@
  *   handle        the words of a handle by which another process opens a block
  *   open HANDLE   opens that
  *   close         closes it
- *   load FILE     opens a library
+ *   ask           from now on a thread asks all the time if work is over, and waits for it
+ *   asked         its next round is over
  */
 #include "block.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
 
 enum { SMALL = 64 << 10, LARGE = 4 << 20, HOST = 1 << 20, HOST_NUMA = 3 };
 
@@ -133,6 +137,33 @@ static CUresult open_handle(const char *words)
     return cuIpcOpenMemHandle(&all.opened, handle, 1);
 }
 
+static atomic_ulong rounds;
+
+/* Every call that asks if work is over or waits for it. */
+static void *ask(void *unused)
+{
+    CUevent first = NULL, second = NULL;
+    float milliseconds = 0;
+    (void)unused;
+    OK(cuCtxSetCurrent(all.primary));
+    OK(cuEventCreate(&first, 0));
+    OK(cuEventCreate(&second, 0));
+    OK(cuEventRecord(first, stream));
+    OK(cuEventRecord(second, stream));
+    OK(cuEventSynchronize(second));
+    for (;; rounds++) {
+        CUresult code = cuStreamQuery(NULL);
+        if (code != CU_NOT_READY)
+            OK(code);
+        OK(cuStreamSynchronize(all.own_stream));
+        OK(cuEventQuery(first));
+        OK(cuEventSynchronize(second));
+        OK(cuEventElapsedTime(&milliseconds, first, second));
+        OK(cuCtxSynchronize());
+    }
+    return NULL;
+}
+
 static void obey(const char *line)
 {
     if (is(line, "make"))
@@ -158,11 +189,15 @@ static void obey(const char *line)
             printf("no %s\n", driver_error(code));
             return;
         }
-    } else if (is(line, "load ")) {
-        if (dlopen(line + 5, RTLD_NOW) == NULL) {
-            printf("no %s\n", dlerror());
-            return;
-        }
+    } else if (is(line, "asked")) {
+        /* One that is under way may have begun before. */
+        unsigned long until = rounds + 2;
+        while (rounds < until)
+            sched_yield();
+    } else if (is(line, "ask")) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, ask, NULL) != 0)
+            exit(2);
     } else if (is(line, "close"))
         OK(cuIpcCloseMemHandle(all.opened));
     else

@@ -5,6 +5,7 @@
 //! It learns no process id, opens no socket, and knows no framework: other processes are numbers to it
 //! ([`PeerId`]), which its user gives.
 
+pub mod asking;
 pub mod budget;
 mod cells;
 #[cfg(feature = "conformance")]

@@ -224,17 +224,9 @@ pub struct IpcHandle([u8; ipc::HANDLE_BYTES]);
 /// Memory that this process has open by handles of the driver's own.
 static OPENED_BY_DRIVER: Mutex<BTreeSet<Address>> = Mutex::new(BTreeSet::new());
 
-/// JAX's plugin for CUDA. A process with it has crashed in a deep pause (JAX 0.11.2, driver 580, `gpu-tests/deep_job.py`).
-const CRASHES: &str = "xla_cuda_plugin.so";
-
 /// Why the driver could not bring this process back from a deep pause. Driver 580: its restore fails with
 /// `CUDA_ERROR_INVALID_VALUE` while such memory is open.
 pub(crate) fn unfreezable() -> Option<String> {
-    if std::fs::read_to_string("/proc/self/maps").is_ok_and(|maps| maps.contains(CRASHES)) {
-        return Some(
-            "it has JAX loaded, and a process of JAX has crashed in a deep pause".to_owned(),
-        );
-    }
     let count = OPENED_BY_DRIVER.lock().unwrap_or_else(PoisonError::into_inner).len();
     (count > 0).then(|| {
         format!(

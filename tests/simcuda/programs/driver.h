@@ -125,6 +125,8 @@ enum {
     X(cuEventCreate, cuEventCreate, (CUevent *, unsigned)) \
     X(cuEventRecord, cuEventRecord, (CUevent, CUstream)) \
     X(cuEventSynchronize, cuEventSynchronize, (CUevent)) \
+    X(cuEventQuery, cuEventQuery, (CUevent)) \
+    X(cuEventElapsedTime, cuEventElapsedTime, (float *, CUevent, CUevent)) \
     X(cuEventDestroy, cuEventDestroy_v2, (CUevent)) \
     X(cuGraphInstantiate, cuGraphInstantiateWithFlags, (CUgraphExec *, CUgraph, uint64_t)) \
     X(cuGraphLaunch, cuGraphLaunch, (CUgraphExec, CUstream)) \

@@ -161,6 +161,16 @@ const OF_SHARING: [&str; 5] = [
     "cuMemUnmap",
 ];
 
+/// Calls that the lock of another process does not hold back. The driver has them read what is mapped of the device.
+const ASKING: [&str; 6] = [
+    "cuCtxSynchronize",
+    "cuEventElapsedTime",
+    "cuEventQuery",
+    "cuEventSynchronize",
+    "cuStreamQuery",
+    "cuStreamSynchronize",
+];
+
 /// Runs the body of a call: waits while another process has locked this one, counts it, fails it when a rule says so, and keeps
 /// panics from C.
 pub(crate) fn enter(symbol: &'static str, body: impl FnOnce() -> Coded<()>) -> i32 {
@@ -168,9 +178,16 @@ pub(crate) fn enter(symbol: &'static str, body: impl FnOnce() -> Coded<()>) -> i
         let Ok(sim) = sim::get() else { return body() };
         // Those are about other processes, and the driver takes them at any time.
         let is_about_others = symbol.starts_with("cuCheckpoint");
-        let _inside = (!is_about_others).then(|| sim.standing.enter());
+        let is_asking = ASKING.contains(&symbol);
+        let _inside = (!is_about_others && !is_asking).then(|| sim.standing.enter());
         sim.core.enter(symbol)?;
+        if is_asking {
+            sim.standing.end_if_off_device(symbol);
+        }
         let done = body();
+        if is_asking {
+            sim.standing.end_if_off_device(symbol);
+        }
         if OF_SHARING.contains(&symbol) {
             let (imports, opened) = sim.core.foreign();
             sim.standing.note_foreign(imports, opened);

@@ -21,6 +21,7 @@ pub(crate) use copies::CopyPolicy;
 pub use copies::{ChangeDetection, PieceBytes};
 pub use sharing::{Borrowed, Export, ImportSource, LostImports};
 
+use crate::asking::Door;
 use crate::budget::Budget;
 use crate::deferred::{Deferred, Physical};
 use crate::driver::{
@@ -66,6 +67,7 @@ pub struct Pool<D: Driver> {
     /// Where devices are. A leaf.
     pub(crate) node_of: Mutex<Option<NodeOf>>,
     gate: Gate,
+    door: Door,
     /// Who may begin a pause or resume. A leaf.
     right: Mutex<Weak<Right>>,
     /// Lists the contexts that the application has made for itself.
@@ -109,6 +111,7 @@ impl<D: Driver> Pool<D> {
             ahead,
             node_of: Mutex::default(),
             gate: Gate::default(),
+            door: Door::default(),
             right: Mutex::new(Arc::downgrade(&right)),
             own_contexts,
             budget: Budget::default(),
@@ -209,6 +212,11 @@ impl<D: Driver> Pool<D> {
             Err(TryLockError::Poisoned(arena)) => Some(arena.into_inner()),
             Err(TryLockError::WouldBlock) => None,
         }
+    }
+
+    /// The door of calls that ask the driver about work: shut while the process is frozen.
+    pub fn door(&self) -> &Door {
+        &self.door
     }
 
     /// Where calls that touch device memory go in and out.

@@ -48,13 +48,19 @@ pub enum NotFrozen {
     /// Host memory was being pinned for the next pause, and that did not end in time.
     #[error("the driver is still pinning host memory for the next pause")]
     Pinning,
+    /// Threads of the application's are inside calls that the driver would end the process for ([`crate::asking`]).
+    #[error(
+        "{0} threads are still inside calls that ask about work or wait for it (cuStreamSynchronize and its like) after {waited_s} s",
+        waited_s = .1.as_secs()
+    )]
+    Asking(usize, Duration),
 }
 
 impl<D: Driver> Keeper<D> {
     /// Ends what threads of ours do at the driver, gives the pins of host memory up, which cost the driver more to take along, and keeps all of the pool
     /// from the driver. Says what that took. Waits at most for `timeout`, for a call under way that pins host
-    /// memory. Application threads that wait at the gate stay there; those that give memory up may call the driver still, and wait
-    /// there.
+    /// memory, and as long for calls that ask about work. Application threads that wait at the gate stay there; those that give memory up
+    /// may call the driver still, and wait there.
     ///
     /// # Errors
     /// [`NotFrozen`].
@@ -69,6 +75,10 @@ impl<D: Driver> Keeper<D> {
             self.pool().ahead.go_on();
             return Err(Failed::new(self, NotFrozen::Pinning));
         }
+        if let Err(inside) = self.pool().door().shut(timeout) {
+            self.pool().ahead.go_on();
+            return Err(Failed::new(self, NotFrozen::Asking(inside, timeout)));
+        }
         // Host memory is given back under this lock alone, and looks there whether it may.
         let log = self.pool().set_pinned(false);
         let (pool, right) = self.into_parts();
@@ -82,6 +92,7 @@ impl<D: Driver> Frozen<D> {
         let Self { pool, right } = self;
         let log = pool.set_pinned(true);
         pool.ahead.go_on();
+        pool.door().open();
         (Keeper::new(pool, right), log)
     }
 }
