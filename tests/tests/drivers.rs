@@ -1,11 +1,15 @@
 //! Drivers that Sublet cannot work with, and processes that it must not mix.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::Command;
 use std::sync::Arc;
 
-use sublet_tests::{JobOptions, MIB, Outcome, Stage};
+use sublet_tests::{Files, JobOptions, MIB, Outcome, Stage};
 use tenants::host_memory;
 use tenants::identity::TenantName;
 use tenants::member::{Member, MemberConfig};
+use vmm_pool::conformance::{Limits, cases};
+use vmm_pool::driver::CudaDriver;
 use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
 
 const CAPACITIES: [u64; 2] = [128 * MIB; 2];
@@ -77,4 +81,28 @@ fn socket_path_that_is_too_long_is_said_before_the_job_starts() -> Outcome {
     assert_eq!(output.status.code(), Some(1), "{errors}");
     assert!(errors.contains("SUBLET_RUN_DIR") && errors.contains("107"), "{errors}");
     Ok(())
+}
+
+/// In a process of its own, which finds the simulated library by the driver's name.
+#[test]
+fn the_class_of_the_real_driver_conforms_on_the_simulated_library() -> Outcome {
+    let ran = Command::new(std::env::current_exe()?)
+        .args(["--exact", "--ignored", "conforms"])
+        .env("LD_LIBRARY_PATH", Files::from_environment()?.simcuda_dir)
+        .env_remove("SIMCUDA_NODE")
+        .output()?;
+    let text = String::from_utf8_lossy(&ran.stdout);
+    assert!(ran.status.success() && text.contains("1 passed"), "{text}");
+    Ok(())
+}
+
+#[test]
+#[ignore = "the test above runs it in a process that has a driver"]
+fn conforms() {
+    let driver = CudaDriver::load().unwrap();
+    let limits = Limits { free_tolerance_bytes: 0 };
+    let mut all = cases::<CudaDriver>();
+    all.retain(|case| catch_unwind(AssertUnwindSafe(|| (case.run)(&driver, limits))).is_err());
+    let failed: Vec<_> = all.iter().map(|case| case.name).collect();
+    assert!(failed.is_empty(), "failed: {failed:?}");
 }

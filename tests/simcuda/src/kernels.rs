@@ -14,7 +14,7 @@
 //! | `fill_struct_u32` | [`Filled`], by value | `dst[i] = value` |
 //! | `add_each_u32` | [`Each`], by value, `add: u32` | `places[k][i] += add` for the first `lists`, wrapping |
 //! | `fill_behind_u32` | `list, value: u32, count: u64` | `(*list)[i] = value`: where it writes lies in device memory |
-//! | `sublet_fingerprint` | `slots` | the fingerprint of the piece that each slot asks for, a slot a block |
+//! | `sublet_fingerprint` | `slots`, `keys` | the fingerprint of the piece that each slot asks for, a slot a block |
 //!
 //! For the others the grid does not matter. A kernel that touches an address it may not fails with `ILLEGAL_ADDRESS`.
 
@@ -27,7 +27,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use vmm_pool::driver::sim::{Core, Touch, Work};
-use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, VaRange};
+use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, Keys, VaRange};
 
 use crate::abi::{Coded, In};
 
@@ -202,12 +202,12 @@ pub(crate) fn launch(
             (work, vec![reads(list, 2)])
         }
         Kernel::Fingerprint => {
-            let slots = wide(0)?;
+            let (slots, keys) = (wide(0)?, params[1].cast::<Keys>().get()?);
             let [blocks, 1, 1] = grid else { return Err(DriverCode::INVALID_VALUE) };
             let count = usize::try_from(blocks).map_err(|_| DriverCode::INVALID_VALUE)?;
             let work = Work::new(move |core| {
                 // SAFETY: the caller that launches it keeps the slots until the stream has passed; they are registered.
-                unsafe { core.fingerprint(device, slots, count) }
+                unsafe { core.fingerprint(device, (slots, count), keys) }
             });
             (work, Vec::new())
         }
@@ -224,7 +224,8 @@ fn layout(kernel: Kernel) -> &'static [usize] {
         Kernel::Sum => &[8, 8, 8],
         Kernel::Differs => &[8, 8, 4, 4, 8],
         Kernel::Store | Kernel::WaitAtLeast => &[8, 4],
-        Kernel::Spin | Kernel::Fingerprint => &[8],
+        Kernel::Spin => &[8],
+        Kernel::Fingerprint => &[8, size_of::<Keys>()],
         Kernel::FillStruct => &[size_of::<Filled>()],
         Kernel::AddEach => &[size_of::<Each>(), 4],
     }

@@ -22,7 +22,7 @@ use std::ptr::NonNull;
 
 pub use cuda::{CudaDriver, LoadError, RealSymbol};
 pub use error::{DriverCode, DriverError, DriverOp};
-pub use fingerprint::{Fingerprint, PieceSlot, WORD_BYTES, is_zero};
+pub use fingerprint::{Fingerprint, Keys, PieceSlot, WORD_BYTES, is_zero};
 pub use types::{
     ALLOCATION_KIND_PINNED, AccessDesc, AllocationFlags, AllocationProp, DeviceAddress,
     DeviceAttribute, DeviceOrdinal, DeviceUuid, DriverVersion, Granularity, HANDLE_TYPE_FABRIC,

@@ -30,7 +30,7 @@ const STEP_D: u64 = 0xa076_1d64_78bd_642f;
 /// equal fingerprints without them, and they never leave the process and its devices.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub(super) struct Keys {
+pub struct Keys {
     a: u64,
     b: u64,
     c: u64,
@@ -39,7 +39,7 @@ pub(super) struct Keys {
 
 impl Keys {
     /// Those of this process.
-    pub(super) fn of_process() -> Self {
+    pub fn of_process() -> Self {
         static KEYS: LazyLock<Keys> = LazyLock::new(|| {
             // It is keyed by the system's random numbers.
             let random = RandomState::new();
@@ -50,7 +50,7 @@ impl Keys {
     }
 
     /// The fingerprint of `bytes` under these keys, see [`Fingerprint::of`].
-    fn print(self, bytes: &[u8]) -> Fingerprint {
+    pub(super) fn print(self, bytes: &[u8]) -> Fingerprint {
         // A slice is compared faster than its words one by one.
         if is_zero(bytes) {
             return Fingerprint::ZERO;

@@ -58,7 +58,7 @@ pub use self::stream::{StreamKind, Work};
 
 use super::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, DeviceUuid, Driver,
-    DriverCode, DriverError, DriverOp, DriverResult, DriverVersion, Granularity, MemoryInfo,
+    DriverCode, DriverError, DriverOp, DriverResult, DriverVersion, Granularity, Keys, MemoryInfo,
     PieceSlot, PinnedFor, RawContext, RawEvent, RawHandle, RawStream, VaRange,
 };
 
@@ -464,7 +464,7 @@ impl Driver for SimDriver {
         let host = VaRange::new(DeviceAddress(first), size_bytes);
         let work = Work::new(move |core| {
             // SAFETY: the caller keeps the slots valid until the stream has passed.
-            unsafe { core.fingerprint(device, first, count) }
+            unsafe { core.fingerprint(device, (first, count), Keys::of_process()) }
         });
         // SAFETY: valid, and nobody else touches them.
         let pieces = unsafe { slots.as_ref() }.iter().map(|slot| (slot.piece(), Touch::Read));

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use super::{Core, Touch};
 use crate::driver::sim::memory::Coded;
 use crate::driver::{
-    DeviceAddress, DeviceOrdinal, DriverCode, Fingerprint, PieceSlot, VaRange, WORD_BYTES,
+    DeviceAddress, DeviceOrdinal, DriverCode, Fingerprint, Keys, PieceSlot, VaRange, WORD_BYTES,
 };
 
 impl Core {
@@ -47,7 +47,7 @@ impl Core {
         }
     }
 
-    /// Takes the fingerprints that `count` slots from `first` on ask for, as `device` would.
+    /// Takes the fingerprints by `keys` that `count` slots from `first` on ask for, as `device` would.
     ///
     /// # Safety
     /// The slots are live memory of this process, and nobody else touches them.
@@ -55,7 +55,12 @@ impl Core {
     /// # Errors
     /// `INVALID_VALUE` for slots that are not registered; `MISALIGNED_ADDRESS`; `ILLEGAL_ADDRESS` for a piece that the
     /// device may not read all of, or that is no device memory.
-    pub unsafe fn fingerprint(&self, device: DeviceOrdinal, first: u64, count: usize) -> Coded<()> {
+    pub unsafe fn fingerprint(
+        &self,
+        device: DeviceOrdinal,
+        (first, count): (u64, usize),
+        keys: Keys,
+    ) -> Coded<()> {
         self.check_slots(first, count)?;
         let address = usize::try_from(first).map_err(|_| DriverCode::INVALID_VALUE)?;
         let slots: *mut PieceSlot = std::ptr::with_exposed_provenance_mut(address);
@@ -67,14 +72,19 @@ impl Core {
             let slot = unsafe { slots.add(index) };
             // SAFETY: live and aligned, and the caller's to give.
             let piece = unsafe { slot.read() }.piece();
-            let print = self.fingerprint_of(device, piece)?;
+            let print = self.fingerprint_of(device, piece, keys)?;
             // SAFETY: as above.
             unsafe { slot.write(PieceSlot::answering(print)) };
         }
         Ok(())
     }
 
-    fn fingerprint_of(&self, device: DeviceOrdinal, piece: VaRange) -> Coded<Fingerprint> {
+    fn fingerprint_of(
+        &self,
+        device: DeviceOrdinal,
+        piece: VaRange,
+        keys: Keys,
+    ) -> Coded<Fingerprint> {
         let VaRange { start, size_bytes } = piece;
         if !start.0.is_multiple_of(WORD_BYTES) || !size_bytes.is_multiple_of(WORD_BYTES) {
             return Err(DriverCode::MISALIGNED_ADDRESS);
@@ -88,6 +98,6 @@ impl Core {
         let at = std::ptr::with_exposed_provenance(usize::try_from(start.0).map_err(illegal)?);
         // SAFETY: readable and mapped as long as the guard lives. Others may write there, as on a device; the bytes
         // are only looked at.
-        Ok(Fingerprint::of(unsafe { std::slice::from_raw_parts(at, length) }))
+        Ok(keys.print(unsafe { std::slice::from_raw_parts(at, length) }))
     }
 }
