@@ -83,9 +83,11 @@ anytime() {
     suite "anytime_$1" "$3" anytime_job.py --program "$1" --pauses "${ANYTIME_PAUSES:-$2}" --seed "${ANYTIME_SEED:-1}"
 }
 run_anytime_ddp() { anytime ddp 200 265; }
-# Deep pauses of live communicators. The driver cannot bring NCCL's host memory back, so NCCL does without.
+# Deep pauses of live communicators. With NCCL_P2P_DISABLE=1 all that ranks exchange goes through NCCL's host memory, with
+# NCCL_CUMEM_HOST_ENABLE=0 it has none of cuMemCreate. Each has a file of results of its own.
 run_anytime_deep() {
-    NCCL_CUMEM_HOST_ENABLE=0 suite anytime_deep 190 anytime_job.py --program ddp --deep --pauses "${ANYTIME_PAUSES:-40}" \
+    local file=anytime_deep${NCCL_P2P_DISABLE:+_p2p_disable$NCCL_P2P_DISABLE}
+    suite "$file${NCCL_CUMEM_HOST_ENABLE:+_cumem_host$NCCL_CUMEM_HOST_ENABLE}" 190 anytime_job.py --program ddp --deep --pauses "${ANYTIME_PAUSES:-40}" \
         --active-ms 300 --pause-timeout 10 --seed "${ANYTIME_SEED:-1}"
 }
 run_anytime_tpdp() { anytime tpdp 100 190; }

@@ -30,6 +30,10 @@ struct Communicator {
     /* As NCCL has many, for each channel and peer: nothing is ever done with them. */
     int further;
     Box (*further_boxes)[RANKS_MAX];
+    /* A thread that uses the boxes, where they are in host memory. */
+    pthread_t proxy;
+    bool has_proxy;
+    _Atomic bool proxy_ends;
 };
 
 typedef enum { ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST, SEND, RECEIVE, SUSPEND, RESUME, SIGNAL, WAIT } Kind;
@@ -138,6 +142,46 @@ static void connect_boxes(ncclComm_t comm, int listener, Box *boxes)
     meet_all(comm);
 }
 
+static volatile uint32_t *proxy_word(const Box *box, int rank)
+{
+    return (volatile uint32_t *)(uintptr_t)(box->address + PROXY_OFFSET) + rank;
+}
+
+/* Counts in all boxes, and sees what the others count in its own, whatever the devices do. */
+static void *run_proxy(void *argument)
+{
+    ncclComm_t comm = argument;
+    uint32_t count = *proxy_word(&comm->boxes[comm->rank], comm->rank), seen[RANKS_MAX] = {0};
+    while (!atomic_load(&comm->proxy_ends)) {
+        count++;
+        for (int peer = 0; peer < comm->ranks; peer++) {
+            uint32_t theirs = *proxy_word(&comm->boxes[comm->rank], peer);
+            if (theirs < seen[peer])
+                stop("the count of rank %d went from %u to %u", peer, seen[peer], theirs);
+            seen[peer] = theirs;
+            *proxy_word(&comm->boxes[peer], comm->rank) = count;
+        }
+        usleep(500);
+    }
+    return NULL;
+}
+
+static void start_proxy(ncclComm_t comm)
+{
+    atomic_store(&comm->proxy_ends, false);
+    comm->has_proxy = boxes_are_in_host_memory();
+    if (comm->has_proxy && pthread_create(&comm->proxy, NULL, run_proxy, comm) != 0)
+        stop("no thread");
+}
+
+static void end_proxy(ncclComm_t comm)
+{
+    atomic_store(&comm->proxy_ends, true);
+    if (comm->has_proxy)
+        pthread_join(comm->proxy, NULL);
+    comm->has_proxy = false;
+}
+
 /* Meets the other ranks and maps their boxes. */
 static void join_peers(void *argument)
 {
@@ -153,6 +197,7 @@ static void join_peers(void *argument)
         connect_boxes(comm, listener, comm->further_boxes[row]);
     close(listener);
     unlink(socket_of(comm->name, comm->rank).sun_path);
+    start_proxy(comm);
 }
 
 /* The boxes that work uses, and behind them those that it does not. */
@@ -165,6 +210,7 @@ static Box *boxes_of(ncclComm_t comm, int row)
 static void suspend(ncclComm_t comm)
 {
     OK(cuCtxSynchronize());
+    end_proxy(comm);
     meet_all(comm);
     for (int row = -1; row < comm->further; row++)
         for (int peer = 0; peer < comm->ranks; peer++)
@@ -270,6 +316,7 @@ static void abort_work(ncclComm_t comm)
 /* What was a communicator is kept, to know it by. */
 static ncclResult_t end(ncclComm_t comm)
 {
+    end_proxy(comm);
     if (comm->table != 0)
         OK(cuMemFreeAsync(comm->table, NULL));
     for (int row = -1; row < comm->further; row++)

@@ -30,6 +30,8 @@ pub struct SpmdOptions {
     pub slabs: Range<usize>,
     /// How many more allocations of 2 MiB each rank of a communicator has, which all others map.
     pub further_boxes: u32,
+    /// Is what ranks exchange in host memory of NCCL's, which a thread of each uses all the time?
+    pub has_host_boxes: bool,
     /// Do calls into NCCL fail while its memory alone is away?
     pub away_fails: bool,
 }
@@ -39,8 +41,19 @@ impl SpmdOptions {
     pub fn new(mode: &'static str, ranks: usize, steps: u32) -> Self {
         let tenant = "spmd".to_owned();
         let (is_preloaded, stuck, slabs) = (true, None, 0..0);
-        let (further_boxes, away_fails) = (0, false);
-        Self { tenant, mode, ranks, steps, is_preloaded, stuck, slabs, further_boxes, away_fails }
+        let (further_boxes, has_host_boxes, away_fails) = (0, false, false);
+        Self {
+            tenant,
+            mode,
+            ranks,
+            steps,
+            is_preloaded,
+            stuck,
+            slabs,
+            further_boxes,
+            has_host_boxes,
+            away_fails,
+        }
     }
 
     /// The same with slabs in all ranks, and much for them to do.
@@ -141,6 +154,9 @@ fn rank_command(stage: &Stage, options: &SpmdOptions, dir: &Path, index: usize) 
     if options.further_boxes > 0 {
         command.env("SIMNCCL_FURTHER_BOXES", options.further_boxes.to_string());
         command.env("SUBLET_SLABS", if options.slabs.contains(&index) { "1" } else { "0" });
+    }
+    if options.has_host_boxes {
+        command.env("SIMNCCL_HOST_BOXES", "1");
     }
     if options.away_fails {
         command.env("SUBLET_NCCL_AWAY", "fail");

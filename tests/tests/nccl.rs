@@ -17,10 +17,16 @@ const GAP_MAX_MS: u64 = 60;
 
 /// The job gives the same when it is paused at random instants as when nobody pauses it.
 fn survives_pauses(mode: &'static str, ranks: usize, steps: u32) -> Outcome {
+    survives(&SpmdOptions::new(mode, ranks, steps), &[])
+}
+
+/// As [`survives_pauses`], by pauses with these flags.
+fn survives(options: &SpmdOptions, flags: &[&str]) -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let given = std::env::var("SUBLET_TEST_PAUSES").ok().and_then(|text| text.parse().ok());
     let pauses_max = given.unwrap_or(PAUSES_MAX).max(PAUSES_MAX);
-    let options = SpmdOptions::new(mode, ranks, steps * pauses_max / PAUSES_MAX);
+    let steps = options.steps * pauses_max / PAUSES_MAX;
+    let options = SpmdOptions { steps, ..options.clone() };
     let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
     let mut random = Random::new()?;
     let mut job = Spmd::start(&stage, &options)?;
@@ -28,7 +34,8 @@ fn survives_pauses(mode: &'static str, ranks: usize, steps: u32) -> Outcome {
     while pauses < pauses_max
         && !job.is_done_within(Duration::from_millis(random.below(GAP_MAX_MS)))?
     {
-        stage.pause(&options.tenant)?;
+        let words = [&["pause", &options.tenant][..], flags].concat();
+        stage.sublet(&words)?.succeeded()?;
         stage.resume(&options.tenant)?;
         pauses += 1;
     }
@@ -70,6 +77,13 @@ fn jobs_give_the_same_under_the_preload_object() -> Outcome {
 #[test]
 fn gradients_reduced_by_two_threads_survive_pauses_at_any_instant() -> Outcome {
     survives_pauses("data", 2, 2500)
+}
+
+/// Threads of the host and devices use it, and it leaves in no pause.
+#[test]
+fn host_memory_of_nccl_is_used_all_through_deep_pauses_at_any_instant() -> Outcome {
+    let options = SpmdOptions::new("data", 2, 400);
+    survives(&SpmdOptions { has_host_boxes: true, ..options }, &["--deep"])
 }
 
 #[test]

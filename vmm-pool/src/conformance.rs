@@ -15,6 +15,7 @@ mod accounting;
 mod bytes;
 mod contexts;
 mod events;
+mod host;
 mod pieces;
 mod refusals;
 
@@ -49,6 +50,7 @@ pub fn cases<D: Driver>() -> Vec<Case<D>> {
     all.extend(accounting::cases());
     all.extend(contexts::cases());
     all.extend(events::cases());
+    all.extend(host::cases());
     all.extend(pieces::cases());
     all
 }

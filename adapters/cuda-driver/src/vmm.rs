@@ -3,6 +3,7 @@
 //! Each function goes in first: calls that make or use memory wait until all memory is there, calls that give it up or
 //! ask about it are answered from the ledger while it is away.
 
+use std::cell::Cell;
 use std::ops::RangeInclusive;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
@@ -12,12 +13,30 @@ use tenants::switching::with_room;
 use tenants::ticket::Ticket;
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, Driver, DriverCode,
-    HANDLE_TYPE_FABRIC, VaRange,
+    HANDLE_TYPE_FABRIC, LocationKind, VaRange,
 };
 use vmm_pool::{Class, VirtualHandle};
 
 use crate::Answer;
 use crate::blocks::room_of;
+use crate::caller::NCCL;
+
+thread_local! {
+    /// Host memory of NCCL's that this thread has made or imported last, until it reserves addresses. NCCL 2.23 to 2.30 does that next
+    /// (`ncclCuMemHostAlloc`, `ncclShmImportShareableBuffer`). The pool is told of nothing that comes in another order.
+    static WITHOUT_ADDRESSES: Cell<Option<VirtualHandle>> = const { Cell::new(None) };
+}
+
+/// Notes what `library` has made or imported, after which it may want addresses.
+fn note_made<D: Driver>(member: &Member<D>, library: &'static str, handle: VirtualHandle) {
+    let waits = WITHOUT_ADDRESSES.take().is_some();
+    let is_host = || {
+        let made = member.pool().enter_giving_up().properties(handle);
+        made.is_ok_and(|prop| prop.location.kind == LocationKind::HOST_NUMA)
+    };
+    // Two without addresses are another order, in which the next may be for either.
+    WITHOUT_ADDRESSES.set((library == NCCL && !waits && is_host()).then_some(handle));
+}
 
 /// The handle that a caller gave, where it is one of ours. The driver knows all others.
 fn ours(handle: u64) -> Answer<VirtualHandle> {
@@ -55,6 +74,7 @@ pub fn create<D: Driver>(
             Purpose::Window => entered.create_alone(size_bytes, prop, class),
         }
     });
+    let made = made.inspect(|handle| note_made(member, library, *handle));
     Answer::of(made).map(VirtualHandle::raw)
 }
 
@@ -62,7 +82,11 @@ pub fn create<D: Driver>(
 #[doc(alias = "cuMemRelease")]
 pub fn release<D: Driver>(member: &Member<D>, handle: u64) -> Answer<()> {
     let entered = member.pool().enter_giving_up();
-    ours(handle).and_then(|handle| Answer::of(entered.release_cell(handle)))
+    ours(handle).and_then(|handle| {
+        // NCCL 2.26 and newer make one to see if they can, and release it.
+        WITHOUT_ADDRESSES.set(WITHOUT_ADDRESSES.get().filter(|other| *other != handle));
+        Answer::of(entered.release_cell(handle))
+    })
 }
 
 /// The handle of what is mapped at an address, with one reference more.
@@ -102,6 +126,9 @@ pub fn unmap<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()> {
 #[doc(alias = "cuMemAddressFree")]
 pub fn address_free<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()> {
     let entered = member.pool().enter_giving_up();
+    if let Some(freed) = member.pool().driver().free_of_host_file(range) {
+        return freed.map_or_else(|error| Answer::Refused(error.code), Answer::Done);
+    }
     Answer::of(entered.free_cell_addresses(range))
 }
 
@@ -113,6 +140,12 @@ pub fn address_reserve<D: Driver>(
     alignment: u64,
     library: &'static str,
 ) -> Answer<u64> {
+    if let Some(handle) = WITHOUT_ADDRESSES.take().filter(|_| library == NCCL) {
+        let entered = member.pool().enter();
+        if let Some(start) = entered.reserve_for_host(handle, size_bytes, alignment) {
+            return Answer::Done(start.0);
+        }
+    }
     if !member.pool().has_addresses(size_bytes, alignment, library) {
         return Answer::AskDriver;
     }
@@ -147,8 +180,11 @@ pub fn import<D: Driver>(
 ) -> Answer<u64> {
     let entered = member.pool().enter();
     match Ticket::read(fd) {
-        Ok(Some(ticket)) => Answer::of_import(member.redeem_ticket(&entered, &ticket, library))
-            .map(VirtualHandle::raw),
+        Ok(Some(ticket)) => {
+            let redeemed = member.redeem_ticket(&entered, &ticket, library);
+            let redeemed = redeemed.inspect(|handle| note_made(member, library, *handle));
+            Answer::of_import(redeemed).map(VirtualHandle::raw)
+        }
         Ok(None) => {
             let class = Class { library, ..Class::default() };
             let handle = entered.import_foreign(fd, class);

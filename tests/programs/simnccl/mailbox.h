@@ -12,6 +12,9 @@
 
 #include "bootstrap.h"
 
+#include <stdbool.h>
+
+#define HOST_NUMA 3
 #define BOX_BYTES (2u << 20)
 #define SLOT_BYTES (64u << 10)
 
@@ -28,7 +31,9 @@ enum {
     /* Where the owner of the box adds up what it has no other place for. */
     SCRATCH_OFFSET = FLAGS_OFFSET + SLOT_BYTES,
 };
-_Static_assert(FLAGS_END <= SCRATCH_OFFSET && SCRATCH_OFFSET + SLOT_BYTES <= BOX_BYTES, "the box is too small");
+/* Words of a box in host memory that a thread of each rank counts in all the time, as NCCL's proxies do. */
+enum { PROXY_OFFSET = BOX_BYTES - 4 * RANKS_MAX };
+_Static_assert(FLAGS_END <= SCRATCH_OFFSET && SCRATCH_OFFSET + SLOT_BYTES <= PROXY_OFFSET, "the box is too small");
 
 typedef struct {
     CUhandle handle;
@@ -99,20 +104,28 @@ static void wait_until_taken(Road road)
     wait_and_clear(taken_flag(road.own, road.channel, road.peer_rank), road.stream);
 }
 
+/* Are boxes in host memory, as NCCL's where devices do not reach each other? With SIMNCCL_HOST_BOXES. */
+static bool boxes_are_in_host_memory(void)
+{
+    return getenv("SIMNCCL_HOST_BOXES") != NULL;
+}
+
 /* Maps a box where it was before, or at a new address. */
 static void map_box(Box *box, int device)
 {
-    CUaccess access = {{1, device}, 3};
+    CUaccess access = {{1, device}, 3}, host_access = {{HOST_NUMA, 0}, 3};
     if (box->address == 0)
         OK(cuMemAddressReserve(&box->address, BOX_BYTES, 0, 0, 0));
     OK(cuMemMap(box->address, BOX_BYTES, 0, box->handle, 0));
     OK(cuMemSetAccess(box->address, BOX_BYTES, &access, 1));
+    if (boxes_are_in_host_memory())
+        OK(cuMemSetAccess(box->address, BOX_BYTES, &host_access, 1));
 }
 
 static void make_box(Box *box, int device)
 {
     CUprop prop = driver_prop();
-    prop.location.id = device;
+    prop.location = boxes_are_in_host_memory() ? (CUlocation){HOST_NUMA, 0} : (CUlocation){1, device};
     OK(cuMemCreate(&box->handle, BOX_BYTES, &prop, 0));
     map_box(box, device);
     /* Fills run on the default stream, and the host does not wait for them. */

@@ -375,3 +375,36 @@ fn a_library_is_told_of_its_small_allocations_and_uses_them_as_without_slabs() {
     assert!(text.contains("71 72 73 74 74, windows 77 77 78"), "{text}");
     assert!(text.ends_with("nothing is there: 1\n"), "{text}");
 }
+
+/// NCCL's order makes files, which a deep pause can take; any other leaves the memory the driver's.
+#[test]
+fn shared_host_memory_is_right_in_any_order_of_calls() {
+    let stage = Stage::new();
+    let program = stage.program_named("host_orders", "libnccl.so.orders");
+    stage.same(&program, &[]);
+    let output = stage.command(&program, Preload::With).arg("files").output();
+    let text = transcript(&output.expect("it starts"));
+    let counts: Vec<_> = text.lines().filter(|line| !line.starts_with("memory type")).collect();
+    assert_eq!(
+        counts,
+        [
+            "create, reserve, map: 1",
+            "reserve, create, map: 0",
+            "create twice, reserve twice, map crosswise: 0",
+            "another thread reserves: 0",
+            "two in one reservation: 0",
+            "behind a hole: 0",
+            "imported where it was made: 2",
+            "imported before it is mapped: 0",
+            "released, then device memory: 0",
+            "device memory in between: 0",
+            "never mapped: 0",
+            "during a capture: 1",
+            "aligned: 1",
+            "files as large are not allowed: 0",
+            "few descriptors are left: 0",
+            "without these limits: 1",
+            "in the end: 0",
+        ]
+    );
+}

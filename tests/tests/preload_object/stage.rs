@@ -75,6 +75,11 @@ impl Stage {
         self.cc(&own_source(name), name, &["-rdynamic"])
     }
 
+    /// Builds `tests/programs/preload_<name>.c` as the program `target`.
+    pub(crate) fn program_named(&self, name: &str, target: &str) -> PathBuf {
+        self.cc(&own_source(name), target, &["-rdynamic"])
+    }
+
     /// Builds `tests/programs/preload_<name>.c` against a library of this stage.
     pub(crate) fn program_with(&self, name: &str, library: &Path) -> PathBuf {
         let library = library.to_str().expect("UTF-8");

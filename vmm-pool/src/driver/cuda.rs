@@ -11,13 +11,16 @@ use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU64};
 
+mod contexts;
+mod host_files;
 mod kernel;
 mod table;
 
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
+use self::host_files::HostFiles;
 use self::kernel::Kernels;
 use self::table::{LIBRARY_NAME, Table, driver_table};
 pub use self::table::{LoadError, RealSymbol};
@@ -47,6 +50,8 @@ pub struct CudaDriver {
     table: Table,
     /// Primary contexts that we have retained, for good unless the application resets one; null where there is none.
     contexts: [AtomicPtr<c_void>; DEVICES_MAX],
+    /// Host memory that is no memory of the driver's.
+    host_files: HostFiles,
     /// Our own kernels, in those contexts.
     kernels: Kernels,
     /// Which context they are in, where that is not the primary one, by device.
@@ -99,6 +104,7 @@ impl CudaDriver {
         Ok(Self {
             table: Table::look_up(find)?,
             contexts: [const { AtomicPtr::new(std::ptr::null_mut()) }; DEVICES_MAX],
+            host_files: HostFiles::default(),
             kernels: Kernels::look_up(find),
             kernels_in: [const { AtomicU64::new(0) }; DEVICES_MAX],
             stands_in: [const { AtomicU64::new(0) }; DEVICES_MAX],
@@ -123,107 +129,15 @@ impl CudaDriver {
         // SAFETY: no pointer is passed.
         check(DriverOp::Init, unsafe { (self.table.init)(0) })
     }
-
-    fn retained(&self, device: DeviceOrdinal) -> DriverResult<&AtomicPtr<c_void>> {
-        let invalid =
-            DriverError { op: DriverOp::PrimaryContextRetain, code: DriverCode::INVALID_DEVICE };
-        let index = usize::try_from(device.0).map_err(|_| invalid)?;
-        self.contexts.get(index).ok_or(invalid)
-    }
-
-    /// The context of the application's own to work in on `device`, which has no primary one.
-    fn stand_in(&self, device: DeviceOrdinal) -> DriverResult<Option<RawContext>> {
-        if !self.retained(device)?.load(Ordering::Acquire).is_null() {
-            return Ok(None);
-        }
-        let Some(own) = (self.own_context)(device) else { return Ok(None) };
-        let place = usize::try_from(device.0).ok().and_then(|index| self.stands_in.get(index));
-        // Streams of a step are of the context that it began in, also if there is a primary one by now.
-        let is_used = place.is_some_and(|place| place.load(Ordering::Acquire) == own.0);
-        if !is_used && self.has_primary_context(device).unwrap_or(true) {
-            return Ok(None);
-        }
-        if let Some(place) = place {
-            place.store(own.0, Ordering::Release);
-        }
-        Ok(Some(own))
-    }
-
-    /// Kernels that are loaded in another context than the one to work in are loaded again.
-    fn settle_kernels(&self, device: DeviceOrdinal) -> DriverResult<()> {
-        let now = self.stand_in(device)?.map_or(0, |own| own.0);
-        // The device is one of these: its context has just been looked at.
-        let known = usize::try_from(device.0).ok().and_then(|index| self.kernels_in.get(index));
-        if known.is_some_and(|known| known.swap(now, Ordering::AcqRel) != now) {
-            self.kernels.forget(device);
-        }
-        Ok(())
-    }
-
-    /// Says that the application has ended a context of its own, and with it what was loaded there.
-    #[doc(alias = "cuCtxDestroy")]
-    pub fn own_context_ended(&self, context: RawContext) {
-        for (device, known) in (0..).zip(&self.kernels_in) {
-            if known.load(Ordering::Acquire) == context.0 {
-                self.kernels.forget(DeviceOrdinal(device));
-            }
-        }
-    }
-
-    fn primary_context(&self, device: DeviceOrdinal) -> DriverResult<Context> {
-        let retained = self.retained(device)?;
-        let known = retained.load(Ordering::Acquire);
-        if !known.is_null() {
-            return Ok(known);
-        }
-        let mut context: Context = std::ptr::null_mut();
-        // SAFETY: `context` is a valid out-pointer for the call.
-        let code = unsafe { (self.table.primary_context_retain)(&raw mut context, device.0) };
-        check(DriverOp::PrimaryContextRetain, code)?;
-        let empty = std::ptr::null_mut();
-        match retained.compare_exchange(empty, context, Ordering::AcqRel, Ordering::Acquire) {
-            Ok(_) => Ok(context),
-            // Another thread has retained it meanwhile. A reference too many would keep the context when it is let go.
-            Err(known) => {
-                // SAFETY: gives up the reference that was just taken, and no other.
-                let code = unsafe { (self.table.primary_context_release)(device.0) };
-                check(DriverOp::PrimaryContextRelease, code)?;
-                Ok(known)
-            }
-        }
-    }
-
-    /// Gives back our reference to the primary context of `device`, if there is one: the application has given back what
-    /// may be its last. The next use retains the context again.
-    ///
-    /// # Errors
-    /// What the driver returned.
-    #[doc(alias = "cuDevicePrimaryCtxRelease")]
-    pub fn let_primary_context_go(&self, device: DeviceOrdinal) -> DriverResult<()> {
-        let retained = self.retained(device)?;
-        self.kernels.forget(device);
-        if retained.swap(std::ptr::null_mut(), Ordering::AcqRel).is_null() {
-            return Ok(());
-        }
-        // SAFETY: no pointer is passed; the reference was ours.
-        let code = unsafe { (self.table.primary_context_release)(device.0) };
-        check(DriverOp::PrimaryContextRelease, code)
-    }
-
-    /// Says that the application has reset the primary context of `device`, and with it all references to it: the next
-    /// use retains it again.
-    #[doc(alias = "cuDevicePrimaryCtxReset")]
-    pub fn primary_context_was_reset(&self, device: DeviceOrdinal) {
-        self.kernels.forget(device);
-        if let Ok(retained) = self.retained(device) {
-            retained.store(std::ptr::null_mut(), Ordering::Release);
-        }
-    }
 }
 
 fn check(op: DriverOp, code: c_int) -> DriverResult<()> {
     tracing::trace!(op = op.symbol(), code);
     DriverCode(code).ok().map_err(|code| DriverError { op, code })
+}
+
+fn about<T>(op: DriverOp, outcome: Result<T, DriverCode>) -> DriverResult<T> {
+    outcome.map_err(|code| DriverError { op, code })
 }
 
 /// `bytes` for a C `size_t`. Lossless: the crate builds for 64-bit Linux only.
@@ -363,12 +277,39 @@ impl Driver for CudaDriver {
         Ok(RawHandle(handle))
     }
 
+    fn create_host_file(&self, size_bytes: u64, prop: &AllocationProp) -> DriverResult<RawHandle> {
+        let made = if self.devices_use_host_addresses()? {
+            self.host_files.create(size_bytes, prop)
+        } else {
+            Err(DriverCode::NOT_SUPPORTED)
+        };
+        about(DriverOp::Create, made)
+    }
+
+    fn reserve_for_host_file(
+        &self,
+        handle: RawHandle,
+        alignment_bytes: u64,
+    ) -> DriverResult<DeviceAddress> {
+        self.reserve_and_register(handle, alignment_bytes)
+    }
+
+    fn free_of_host_file(&self, range: VaRange) -> Option<DriverResult<()>> {
+        self.free_host_place(range)
+    }
+
     unsafe fn release(&self, handle: RawHandle) -> DriverResult<()> {
+        if handle.is_of_host_file() {
+            return about(DriverOp::Release, self.host_files.release(handle));
+        }
         // SAFETY: the caller gives up its reference.
         check(DriverOp::Release, unsafe { (self.table.release)(handle.0) })
     }
 
     fn properties(&self, handle: RawHandle) -> DriverResult<AllocationProp> {
+        if handle.is_of_host_file() {
+            return about(DriverOp::GetProperties, self.host_files.properties(handle));
+        }
         let mut prop = AllocationProp::pinned_on(DeviceOrdinal(0));
         // SAFETY: `prop` has the layout of the C structure; a handle that is none is refused.
         let code = unsafe { (self.table.get_properties)(&raw mut prop, handle.0) };
@@ -377,6 +318,9 @@ impl Driver for CudaDriver {
     }
 
     fn map(&self, range: VaRange, handle: RawHandle) -> DriverResult<()> {
+        if handle.is_of_host_file() {
+            return about(DriverOp::Map, self.host_files.map(range, handle));
+        }
         // SAFETY: mapping takes nothing away; the driver refuses ranges that are mapped or not reserved.
         let code =
             unsafe { (self.table.map)(range.start.0, size_t(range.size_bytes), 0, handle.0, 0) };
@@ -384,12 +328,20 @@ impl Driver for CudaDriver {
     }
 
     unsafe fn unmap(&self, range: VaRange) -> DriverResult<()> {
+        if let Some(mapping) = self.host_files.mapping_at(range.start) {
+            return self.unmap_host_file(mapping.start);
+        }
         // SAFETY: the caller vouches that no work uses the range.
         let code = unsafe { (self.table.unmap)(range.start.0, size_t(range.size_bytes)) };
         check(DriverOp::Unmap, code)
     }
 
     fn set_access(&self, range: VaRange, access: &[AccessDesc]) -> DriverResult<()> {
+        if let Some(mapping) = self.host_files.mapping_at(range.start) {
+            let device = access.iter().find_map(|desc| desc.location.as_device());
+            let register = |device| self.register_host_file(mapping.start, Some(device));
+            return device.map_or(Ok(()), register);
+        }
         let size = size_t(range.size_bytes);
         // SAFETY: pointer and count describe the slice; `AccessDesc` has the layout of the C structure.
         let code =
@@ -398,6 +350,9 @@ impl Driver for CudaDriver {
     }
 
     fn export_fd(&self, handle: RawHandle) -> DriverResult<OwnedFd> {
+        if handle.is_of_host_file() {
+            return about(DriverOp::Export, self.host_files.export(handle));
+        }
         let mut fd = MaybeUninit::<RawFd>::uninit();
         let target = fd.as_mut_ptr().cast();
         // SAFETY: for this handle type the driver writes one `int`, which `fd` holds.
@@ -415,6 +370,9 @@ impl Driver for CudaDriver {
     }
 
     fn import_fd(&self, fd: BorrowedFd<'_>) -> DriverResult<RawHandle> {
+        if let Some(handle) = self.host_files.import(fd) {
+            return Ok(handle);
+        }
         let mut handle = 0_u64;
         // The driver takes the number itself instead of a pointer.
         let number = std::ptr::without_provenance_mut(usize::try_from(fd.as_raw_fd()).unwrap_or(0));

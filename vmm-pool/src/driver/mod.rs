@@ -156,6 +156,42 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuMemCreate")]
     fn create(&self, size_bytes: u64, prop: &AllocationProp) -> DriverResult<RawHandle>;
 
+    /// Creates host memory that processes share, of a file instead of the driver's allocator: it comes back from
+    /// `cuCheckpointProcessRestore`, and threads of the host may use it while the process is frozen. All methods take its handle. It can be
+    /// mapped only at addresses of [`Driver::reserve_for_host_file`].
+    ///
+    /// # Errors
+    /// `NOT_SUPPORTED` unless `prop` is memory of a NUMA node that is shared as a descriptor, and all devices use the host's addresses
+    /// for registered memory; `OUT_OF_MEMORY`, also if the process may have no more files.
+    fn create_host_file(
+        &self,
+        _size_bytes: u64,
+        _prop: &AllocationProp,
+    ) -> DriverResult<RawHandle> {
+        Err(DriverError { op: DriverOp::Create, code: DriverCode::NOT_SUPPORTED })
+    }
+
+    /// Addresses where `handle` of [`Driver::create_host_file`], or an import of one, may be mapped, and nothing else. All that may be refused
+    /// for want of memory or rights is refused here.
+    ///
+    /// # Errors
+    /// `INVALID_VALUE` for another handle, or an alignment that is no power of two; `OUT_OF_MEMORY`; what `cuMemHostRegister` returns.
+    fn reserve_for_host_file(
+        &self,
+        _handle: RawHandle,
+        _alignment_bytes: u64,
+    ) -> DriverResult<DeviceAddress> {
+        Err(DriverError { op: DriverOp::AddressReserve, code: DriverCode::NOT_SUPPORTED })
+    }
+
+    /// Frees a whole reservation of [`Driver::reserve_for_host_file`]; none if it is none.
+    ///
+    /// # Errors
+    /// As [`Driver::address_free`].
+    fn free_of_host_file(&self, _range: VaRange) -> Option<DriverResult<()>> {
+        None
+    }
+
     /// Gives back one reference of `handle`. The memory goes when the last handle, mapping, import and
     /// exported descriptor of it is gone, in any process.
     ///

@@ -136,8 +136,24 @@ impl VaRange {
 /// The driver's own value for a physical allocation (`CUmemGenericAllocationHandle`).
 ///
 /// Never shown to applications: they hold virtual handles, which survive a pause.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct RawHandle(pub u64);
+
+impl RawHandle {
+    /// As those of [`crate::VirtualHandle`], a mark that no handle of driver 580 has.
+    const HOST_FILE_MARK: u64 = 0x5b1d;
+
+    /// For the file `number` of [`super::Driver::create_host_file`].
+    pub(super) fn of_host_file(number: u64) -> Self {
+        debug_assert!(number >> 48 == 0, "more than 2^48 files");
+        Self(Self::HOST_FILE_MARK << 48 | number & ((1 << 48) - 1))
+    }
+
+    /// Is it memory of [`super::Driver::create_host_file`], in this process or the one that it was imported from?
+    pub fn is_of_host_file(self) -> bool {
+        self.0 >> 48 == Self::HOST_FILE_MARK
+    }
+}
 
 /// A stream made by us through [`super::Driver::stream_create`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -330,6 +346,8 @@ impl DeviceAttribute {
     pub const HANDLE_TYPE_FABRIC_SUPPORTED: Self = Self(128);
     /// Does the device take part in multicast objects?
     pub const MULTICAST_SUPPORTED: Self = Self(132);
+    /// The device reaches registered host memory at the host's addresses.
+    pub const HOST_ADDRESSES_FOR_REGISTERED: Self = Self(91);
 }
 
 /// Where a device sits, as the system names it: its first function.
@@ -367,6 +385,10 @@ const _: () = {
     assert!(is(
         DeviceAttribute::MULTICAST_SUPPORTED,
         Attribute::CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
+    ));
+    assert!(is(
+        DeviceAttribute::HOST_ADDRESSES_FOR_REGISTERED,
+        Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
     ));
     assert!(is(
         DeviceAttribute::HANDLE_TYPE_FABRIC_SUPPORTED,

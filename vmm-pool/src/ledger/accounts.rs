@@ -72,7 +72,9 @@ impl Ledger {
         for row in self.rows() {
             let stays =
                 *row.origin() == Origin::Foreign || (is_away && !row.is_own() && row.is_resident());
-            if row.is_host() {
+            if row.is_of_host_file() {
+                // It is the host's alone.
+            } else if row.is_host() {
                 bytes.host_bytes += row.size_bytes();
             } else if stays {
                 bytes.imported_bytes += row.size_bytes();

@@ -248,6 +248,22 @@ impl Ledger {
         Ok(self.take_garbage(handle))
     }
 
+    /// Has `physical` stand behind `handle`, if nobody has used that memory yet. What stood behind it comes out.
+    ///
+    /// # Errors
+    /// `physical` itself.
+    pub(crate) fn exchange_untouched(
+        &mut self,
+        handle: VirtualHandle,
+        physical: Physical,
+    ) -> Result<Physical, Physical> {
+        let row = self.row_mut(handle).filter(|row| row.is_untouched_host());
+        match row.and_then(|row| row.backing_mut().handle_mut()) {
+            Some(place) => Ok(std::mem::replace(place, physical)),
+            None => Err(physical),
+        }
+    }
+
     /// Records a mapping that is about to be made. From then on it keeps its memory, whatever another thread
     /// releases.
     ///

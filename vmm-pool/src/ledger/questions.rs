@@ -60,13 +60,14 @@ impl Ledger {
         let Some((mapping, row)) = self.mapped_at(address) else {
             return Known::Elsewhere;
         };
-        match mapping.standing() {
+        // Of host files the driver knows no allocation, only that the host has registered something.
+        match mapping.standing().filter(|_| !row.is_of_host_file()) {
             Some(departures) => Known::Here(Sight { start: mapping.range().start.0, departures }),
             None => Known::Away(Facts {
                 mapping: mapping.range(),
                 number: row.handle().raw(),
                 block_bytes: row.block_size_bytes(),
-                reserved: None,
+                reserved: row.is_of_host_file().then(|| mapping.range()),
                 prop: *row.prop(),
                 access: mapping.access_list(),
                 context: mapping.context(),
@@ -75,13 +76,14 @@ impl Ledger {
     }
 
     /// The range that the driver would report for `address`, where the driver cannot or would say something else: mappings
-    /// whose memory is away, and blocks that are larger than was requested.
+    /// whose memory is away or a host file, and blocks that are larger than was requested.
     pub(crate) fn range_of(&self, address: DeviceAddress) -> Option<VaRange> {
         let (mapping, row) = self.mapped_at(address)?;
-        match row.block_size_bytes() {
-            Some(size_bytes) => Some(VaRange::new(mapping.range().start, size_bytes)),
-            None => mapping.standing().is_none().then(|| mapping.range()),
+        if let Some(size_bytes) = row.block_size_bytes() {
+            return Some(VaRange::new(mapping.range().start, size_bytes));
         }
+        let is_of_driver = mapping.standing().is_some() && !row.is_of_host_file();
+        (!is_of_driver).then(|| mapping.range())
     }
 
     /// Notes that the block that begins at `start` was allocated in `context`.

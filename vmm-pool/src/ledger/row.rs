@@ -10,7 +10,9 @@ use super::residency::Change;
 use super::tickets::{TicketWatch, Tickets};
 use crate::deferred::Physical;
 use crate::descriptors::UninheritedFd;
-use crate::driver::{AllocationProp, DeviceOrdinal, LocationKind, RawHandle};
+use crate::driver::{
+    AllocationProp, DeviceOrdinal, HANDLE_TYPE_POSIX_FD, Location, LocationKind, RawHandle,
+};
 use crate::report::Contents;
 use crate::store::{Saved, Store};
 use crate::{AllocationId, PeerId, VirtualHandle};
@@ -136,6 +138,23 @@ impl Row {
 
     pub(crate) fn is_host(&self) -> bool {
         self.new.prop.location.kind != LocationKind::DEVICE
+    }
+
+    /// Is it memory of a file, which the driver's own allocator has no part in?
+    pub(crate) fn is_of_host_file(&self) -> bool {
+        self.raw().is_some_and(RawHandle::is_of_host_file)
+    }
+
+    /// Is it host memory to be shared by descriptors, that nobody has mapped or exported yet? What stands behind it may change.
+    pub(crate) fn is_untouched_host(&self) -> bool {
+        let Location { kind, .. } = self.new.prop.location;
+        kind == LocationKind::HOST_NUMA
+            && self.new.prop.requested_handle_types == HANDLE_TYPE_POSIX_FD
+            && self.is_own()
+            && self.is_resident()
+            && !self.was_mapped
+            && !self.is_exported()
+            && !self.is_shared()
     }
 
     pub(crate) fn is_own(&self) -> bool {

@@ -9,6 +9,7 @@
 mod accounts;
 mod blocks;
 mod copies;
+mod host_files;
 mod questions;
 mod sharing;
 

@@ -296,6 +296,7 @@ driver_api! {
         (address: u64, bytes: u64, flags: u32)
     {
         let sim = sim::get()?;
+        sim.forbid_in_capture()?;
         let device = sim.current_device()?;
         if flags & !HOST_FLAGS != 0 {
             return Err(DriverCode::INVALID_VALUE);
@@ -305,7 +306,9 @@ driver_api! {
     }
 
     fn cuMemHostUnregister = "cuMemHostUnregister" since 4000 (address: u64) {
-        sim::get()?.core.unregister_host(address)
+        let sim = sim::get()?;
+        sim.forbid_in_capture()?;
+        sim.core.unregister_host(address)
     }
 
     fn cuMemHostGetDevicePointer_v2 = "cuMemHostGetDevicePointer" since 3020

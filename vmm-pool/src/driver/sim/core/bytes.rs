@@ -123,7 +123,7 @@ impl Core {
     }
 
     /// Fills a range with copies of `pattern`, whose length divides the chunk size, as `device` would. Safe: what is
-    /// not reserved is refused, so that no host memory is touched.
+    /// neither reserved nor registered is refused, so that no other host memory is touched.
     ///
     /// # Errors
     /// `ILLEGAL_ADDRESS`.
@@ -203,9 +203,10 @@ impl Core {
     }
 }
 
-/// Is all of it within one reservation?
+/// Is all of it within one reservation, or registered? Both stay mapped while `memory` is locked.
 fn check_reserved(memory: &Memory, start: u64, size_bytes: u64) -> Coded<()> {
     let reservation = memory.reservation_at(DeviceAddress(start));
+    let reservation = reservation.or_else(|| memory.host_range_at(start));
     let end = start.checked_add(size_bytes);
     if reservation.is_some_and(|found| end.is_some_and(|end| end <= found.end().0)) {
         Ok(())
