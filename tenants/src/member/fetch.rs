@@ -14,6 +14,7 @@ use vmm_pool::{
 };
 
 use super::Member;
+use super::agent::NAMES_AGAIN_AFTER;
 use super::borrowing::{REST_MAX, REST_MIN};
 use crate::descriptors::free_descriptors;
 use crate::identity::MemberId;
@@ -133,13 +134,6 @@ pub enum ImportError {
     Pool(#[from] PoolError),
 }
 
-impl ImportError {
-    /// Does the owner have the memory, and count the ticket still?
-    fn leaves_ticket_good(&self) -> bool {
-        matches!(self, Self::Refused(failure) if failure.kind != FailureKind::Unknown)
-    }
-}
-
 /// What an owner has sent.
 pub(super) struct Fetched {
     fds: HashMap<AllocationId, Borrowed>,
@@ -221,18 +215,16 @@ impl<D: Driver> Member<D> {
             if is_own || serial == 0 {
                 return Ok(handle);
             }
-            return match self.redeem_from(entered, owner, allocation, serial) {
-                // The ticket is good still, and would hold the memory for ever if this were a success.
-                Err(error) if error.leaves_ticket_good() => {
-                    entered.release_cell(handle)?;
-                    Err(error)
-                }
-                Err(error) => {
-                    tracing::debug!(%error, "the owner was not told of a second ticket");
-                    Ok(handle)
-                }
-                Ok(_) => Ok(handle),
+            let Err(error) = self.redeem_from(entered, owner, allocation, serial) else {
+                return Ok(handle);
             };
+            let error = self.or_ended(owner, error, 1);
+            if matches!(error, ImportError::OwnerEnded { .. }) {
+                return Ok(handle);
+            }
+            // The ticket is good still, and would hold the memory for ever if this were a success.
+            entered.release_cell(handle)?;
+            return Err(error);
         }
         if is_own {
             return Err(ImportError::Stale { id: allocation });
@@ -248,7 +240,8 @@ impl<D: Driver> Member<D> {
     }
 
     /// Redeems a ticket at its owner. While that is paused, or being paused, it waits as it would at its own gate,
-    /// and lets a pause of its own process through; for an owner of another tenant only until a deadline.
+    /// and lets a pause of its own process through; for an owner of another tenant only until a deadline. If the run
+    /// directory has gone, it waits until both have their names again, or had the time.
     fn redeem_from(
         &self,
         entered: &Entered<'_, D, Use>,
@@ -257,6 +250,8 @@ impl<D: Driver> Member<D> {
         serial: u64,
     ) -> Result<Fetched, ImportError> {
         let give_up = self.open_deadline(owner);
+        let names_by = Instant::now() + NAMES_AGAIN_AFTER;
+        let names_by = give_up.map_or(names_by, |at| at.min(names_by));
         let mut rest = REST_MIN;
         loop {
             let deadline = Instant::now() + self.answer_timeout(owner);
@@ -268,13 +263,21 @@ impl<D: Driver> Member<D> {
                         let message = format!("{failure}; it was waited for for {waited_ms} ms");
                         return Err(ImportError::Refused(Failure { message, ..failure }));
                     }
-                    entered.step_aside();
-                    self.rest(rest);
-                    rest = (2 * rest).min(REST_MAX);
                 }
+                Err(error) if self.is_for_want_of_names(&error) && Instant::now() < names_by => {}
                 answer => return answer,
             }
+            entered.step_aside();
+            self.rest(rest);
+            rest = (2 * rest).min(REST_MAX);
         }
+    }
+
+    /// Was the owner not found, or did it not find this process, because the run directory has gone?
+    fn is_for_want_of_names(&self, error: &ImportError) -> bool {
+        let is_unknown = matches!(error, ImportError::Owner { source, .. } if source.nobody_listens())
+            || matches!(error, ImportError::Refused(failure) if failure.kind == FailureKind::Unknown);
+        is_unknown && !self.names_stay()
     }
 
     /// Imports again all of `returning` that is not resident, from all owners. What a living owner does not have any

@@ -94,14 +94,15 @@ impl<D: Driver> Member<D> {
             let fd = match *purpose {
                 FetchPurpose::Redeem { serial } => {
                     // Asked before: redeeming may be the last use of the allocation in this process.
-                    handed.tags.push(pool.tag_of(id));
-                    pool.redeem(id, serial, (*importer).into())
+                    let tag = pool.tag_of(id);
+                    let fd = pool.redeem(id, serial, (*importer).into());
+                    fd.inspect(|_| handed.tags.push(tag))
                 }
                 FetchPurpose::Again => pool.hand_out(id, (*importer).into()),
             };
             match fd {
                 Ok(fd) => handed.fds.push(fd),
-                Err(error) => handed.note_missing(id, *purpose, &error)?,
+                Err(error) => handed.note_missing(id, &error)?,
             }
         }
         Ok(handed)
@@ -142,7 +143,7 @@ impl<D: Driver> Member<D> {
                 Err(PoolError::Offloaded { tag }) => {
                     return Err(self.lender_away(&format!("memory of tag '{tag}' is paused")));
                 }
-                Err(error) => handed.note_missing(id, *purpose, &error)?,
+                Err(error) => handed.note_missing(id, &error)?,
             }
         }
         Ok(handed)
@@ -235,22 +236,11 @@ impl<D: Driver> Member<D> {
 
 impl HandedOut {
     /// `id` was not handed out for `error`.
-    fn note_missing(
-        &mut self,
-        id: AllocationId,
-        purpose: FetchPurpose,
-        error: &PoolError,
-    ) -> Result<(), Failure> {
-        match (error, purpose) {
-            (PoolError::StaleHandle { .. }, FetchPurpose::Again) => {
-                self.missing.push(id);
-                Ok(())
-            }
-            (PoolError::StaleHandle { .. }, FetchPurpose::Redeem { .. }) => {
-                let pid = std::process::id();
-                Err(refused(format!("process {pid} does not have it now")))
-            }
-            (error, _) => Err(pool_failure(error)),
+    fn note_missing(&mut self, id: AllocationId, error: &PoolError) -> Result<(), Failure> {
+        if !matches!(error, PoolError::StaleHandle { .. }) {
+            return Err(pool_failure(error));
         }
+        self.missing.push(id);
+        Ok(())
     }
 }

@@ -2,14 +2,17 @@
 
 use std::os::fd::OwnedFd;
 
-use vmm_pool::Class;
+use tenants::ticket::Ticket;
+use vmm_pool::{Class, VirtualHandle};
 
-use crate::stage::{Process, Stage, UNIT, assert_used, create, free, holds, map, redeem, written};
+use crate::stage::{
+    Process, Stage, UNIT, assert_used, create, free, holds, map, redeem, tenant, written,
+};
 
 /// How many tickets a process watches.
 const WATCHED_MAX: usize = 256;
 
-fn exported(owner: &Process) -> (vmm_pool::VirtualHandle, OwnedFd) {
+fn exported(owner: &Process) -> (VirtualHandle, OwnedFd) {
     let handle = create(owner, 1, Class::default());
     (handle, owner.issue_ticket(&owner.pool().enter(), handle).expect("a ticket"))
 }
@@ -64,4 +67,50 @@ fn one_ticket_serves_two_importers_after_its_owner_let_go() {
     assert_used(&owner, 2 * UNIT, "the ticket is open");
     drop(ticket);
     assert_used(&owner, 0, "nothing holds it");
+}
+
+/// A ticket that lasts until it is redeemed: nobody watches whether it is open.
+fn unwatched(owner: &Process, handle: VirtualHandle) -> Ticket {
+    let export = owner.pool().enter().export(handle).expect("exported");
+    Ticket {
+        allocation: export.id,
+        serial: export.serial,
+        size_bytes: export.size_bytes,
+        owner: owner.id(),
+        tenant: tenant(),
+        part: None,
+    }
+}
+
+fn redeem_words(importer: &Process, ticket: &Ticket) -> VirtualHandle {
+    importer.redeem_ticket(&importer.pool().enter(), ticket, "test").expect("imported")
+}
+
+#[test]
+fn a_second_ticket_redeemed_while_the_run_directory_is_gone_holds_no_memory_afterwards() {
+    let stage = Stage::new();
+    let (owner, importer) = (stage.join(), stage.join());
+    let (handle, at_owner) = written(&owner, 2, "", 7);
+    let [first, second] = [(); 2].map(|()| unwatched(&owner, handle));
+    let first = redeem_words(&importer, &first);
+    std::fs::remove_dir_all(stage.place.run_dir().path()).expect("removed");
+    // The connection to the owner stands, and the owner does not find the importer.
+    let second = redeem_words(&importer, &second);
+    free(&owner, handle, at_owner);
+    for imported in [first, second] {
+        importer.pool().enter_giving_up().release(imported).expect("released");
+    }
+    assert_used(&owner, 0, "no ticket holds it any more");
+}
+
+#[test]
+fn a_ticket_redeemed_while_the_run_directory_is_gone_waits_for_its_owners_name() {
+    let stage = Stage::new();
+    let (owner, importer) = (stage.join(), stage.join());
+    let (handle, _) = written(&owner, 2, "", 7);
+    let ticket = unwatched(&owner, handle);
+    std::fs::remove_dir_all(stage.place.run_dir().path()).expect("removed");
+    let imported = redeem_words(&importer, &ticket);
+    let at_importer = map(&importer, imported, 2);
+    assert_eq!(holds(&importer, at_importer, 7), Ok(true));
 }

@@ -335,8 +335,10 @@ fn memory_is_handed_to_members_of_the_tenant_and_in_numbers_within_the_limit() {
         assert_eq!(kind, FailureKind::Unknown);
         assert!(message.contains("is no process of tenant train"), "{message}");
     }
-    let unknown = fetch(vec![AllocationId([9; 16])], peer.id());
-    assert_eq!(failure_of(ask(&mut client, &unknown)).0, FailureKind::Unknown);
+    let unknown = AllocationId([9; 16]);
+    let missing =
+        Reply::Fds { count: 0, tags: Vec::new(), missing: vec![unknown], devices: Vec::new() };
+    assert_eq!(ask(&mut client, &fetch(vec![unknown], peer.id())), missing);
     let many = fetch(vec![ticket.allocation; FDS_PER_MESSAGE_MAX + 1], peer.id());
     assert_eq!(failure_of(ask(&mut client, &many)).0, FailureKind::Unknown);
     let most = fetch(vec![ticket.allocation; FDS_PER_MESSAGE_MAX], peer.id());

@@ -559,8 +559,8 @@ fn why(error: &ImportError) -> Why {
         // In the words of its own process.
         ImportError::Refused(failure) => match failure.kind {
             FailureKind::WrongState => Why::Away,
-            FailureKind::Unknown => Why::Freed,
-            FailureKind::InCapture
+            FailureKind::Unknown
+            | FailureKind::InCapture
             | FailureKind::CutNotReached
             | FailureKind::DrainTimeout
             | FailureKind::OutOfHostMemory
