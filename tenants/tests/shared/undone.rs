@@ -1,11 +1,13 @@
-//! Pauses by tag that come to nothing while an earlier one of the same tag stands.
+//! Pauses by tag that come to nothing while an earlier one of the same tag stands, and pauses that an import has not
+//! followed.
 
-use tenants::coordinator::{Event, Interrupt, Options, Step};
+use tenants::coordinator::{Event, Interrupt, Options, Outcome, Step};
+use tenants::scope::Scope;
 use tenants::wire::{Action, MemberState, Phase};
 use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{DriverCode, DriverOp, VaRange};
 
-use crate::stage::{Process, Stage, holds, options, share, tags, written};
+use crate::stage::{Process, Stage, assert_one_memory, holds, options, share, tags, written};
 
 /// The tag `kv` is paused in two processes, one of which has imported it; both have made more of it.
 struct Twice {
@@ -65,4 +67,40 @@ fn a_second_pause_of_a_tag_that_is_called_off_is_undone() {
     });
     assert!(called_off.expect_err("it was called off").left_unchanged());
     twice.check_undone_and_resume();
+}
+
+/// The driver refuses to unmap an import for the whole last phase of a pause of `scope`, and in the first resume.
+fn stuck_in_a_pause_of(scope: &Scope, before: MemberState) {
+    let stage = Stage::new();
+    let (owner, importer) = (stage.join(), stage.join());
+    let (handle, at_owner) = written(&owner, 2, "kv", 7);
+    let (_, at_importer) = share(&owner, handle, &importer, 2);
+    let faults = importer.pool().driver().faults();
+    let refuse = || faults.fail(DriverOp::Unmap, FaultSpan::From(1), DriverCode::UNKNOWN);
+    let options = Options { releases_early: true, ..options(scope.clone()) };
+    let paused = stage.act_with(Action::Pause, options, &mut |event| {
+        if let Event::StepStarted { step: Step::Phase(Phase::Release), .. } = event {
+            refuse();
+        }
+    });
+    assert!(matches!(paused, Ok(Outcome::Completed(_))), "{paused:?}");
+    assert_eq!(holds(&importer, at_importer, 7), Ok(true), "or it shows nothing: it is mapped");
+    let refused = stage.act(Action::Resume, scope.clone()).err().map(|error| error.to_string());
+    assert!(refused.as_ref().is_some_and(|text| text.contains("mapping at")), "{refused:?}");
+    assert_eq!((owner.state(), importer.state()), (before, before));
+    faults.clear();
+    stage.must(Action::Resume, scope.clone());
+    assert_eq!(holds(&importer, at_importer, 7), Ok(true));
+    assert_one_memory((&owner, at_owner), (&importer, at_importer), 8);
+    assert_one_memory((&importer, at_importer), (&owner, at_owner), 9);
+}
+
+#[test]
+fn an_import_that_the_driver_would_not_unmap_is_its_owners_memory_again_after_a_resume() {
+    stuck_in_a_pause_of(&Scope::Whole, MemberState::Paused);
+}
+
+#[test]
+fn an_import_of_a_tag_that_the_driver_would_not_unmap_is_its_owners_memory_again_after_a_resume() {
+    stuck_in_a_pause_of(&tags("kv"), MemberState::Active);
 }

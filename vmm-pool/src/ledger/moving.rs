@@ -147,6 +147,19 @@ impl Ledger {
         }
     }
 
+    /// A pause of `rows` is over, and the driver would not unmap some of their imports. What these show is nobody's memory any
+    /// more: their owner makes other.
+    pub(crate) fn disown_imports(&mut self, rows: &Rows) {
+        self.change_in(rows.handles(), |row| {
+            if row.is_own() || !row.can_leave() || !row.is_resident() {
+                return;
+            }
+            if let Some(handle) = row.backing_mut().change(Change::Released) {
+                let _none = row.backing_mut().change(Change::Returned(handle));
+            }
+        });
+    }
+
     /// The process is about to run on without `rows`, and so are their importers, wherever they are.
     pub(crate) fn owe_by_tag(&mut self, rows: &Rows) {
         self.change_in(rows.handles(), Row::owe_by_tag);

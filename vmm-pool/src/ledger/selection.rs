@@ -98,6 +98,10 @@ impl Rows {
         is_in(&self.handles, row)
     }
 
+    pub(crate) fn is_empty(&self) -> bool {
+        self.handles.is_empty()
+    }
+
     /// Does a resume bring its tag back, without which its importers are?
     pub(super) fn owes(&self, row: &Row) -> bool {
         is_in(&self.owed, row)

@@ -13,6 +13,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::keeper::{Origin, Shut};
+use super::mappings::is_import;
 use super::moved::{ByDevice, Left, Moved};
 use super::queue::{Queue, Waiting, Window};
 use super::quiesced::{Done, Failed, ShutGate};
@@ -32,6 +33,8 @@ use crate::store::HostArena;
 #[must_use = "dropping it undoes the resume"]
 pub struct Arriving<D: Driver> {
     returning: Returning<D>,
+    /// Imports that the pause could not give up. Their owner makes other memory, so they go before it is fetched.
+    stale: Rows,
     /// What is not back yet.
     queue: Queue,
 }
@@ -56,19 +59,26 @@ pub struct Restored<D: Driver> {
 
 impl<D: Driver, W: Origin> Shut<D, W> {
     /// Resume 1: creates all own memory that `brings` names and that is not resident, or none. What comes back is given to those
-    /// whom it is owed, and to nobody else before it is all there.
+    /// whom it is owed, and to nobody else before it is all there. Before that it gives up imports that the driver would not unmap
+    /// in the pause.
     ///
     /// # Errors
     /// [`crate::PoolError::OutOfDeviceMemory`] with what is missing; [`crate::PoolError::Driver`]. Either way what was
     /// created is released again, and the process is as before once the state that comes with the error is dropped.
     ///
     /// # Driver calls
-    /// `cuMemGetInfo`, `cuMemCreate`.
+    /// `cuMemGetInfo`, `cuMemCreate`; `cuMemUnmap` and `cuMemRelease` of such imports.
     pub fn create_own(self, brings: W::Brings) -> Result<(Arriving<D>, StepLog), Failed<Done<D>>> {
         let (shut, selection) = (self.into_gate(), brings.into());
         shut.pool().freeze();
         let rows = shut.pool().ledger().choose(&selection);
-        match Still::not_touched_yet(&shut).create_own(&rows, Room::of(&selection)) {
+        let still = Still::not_touched_yet(&shut);
+        let stale = stale_imports(shut.pool(), &rows);
+        let created = still.drop_stale(&stale).and_then(|mut log| {
+            log.add(still.create_own(&rows, Room::of(&selection))?);
+            Ok(log)
+        });
+        match created {
             Ok(log) => Ok((Arriving::new(shut, selection, rows), log)),
             Err(error) => Err(Failed::new(shut.end_as_before(), error)),
         }
@@ -86,6 +96,7 @@ impl<D: Driver, W: Origin> Shut<D, W> {
 impl<D: Driver> Arriving<D> {
     fn new(mut shut: ShutGate<D>, selection: Selection, rows: Rows) -> Self {
         let rows = Arc::new(rows);
+        let stale = stale_imports(shut.pool(), &rows);
         shut.begin_resume(Arc::clone(&rows));
         let mut queue = Queue::default();
         let mut copied_bytes = 0;
@@ -104,7 +115,7 @@ impl<D: Driver> Arriving<D> {
             }
         }
         shut.pool().copied.begin(copied_bytes);
-        Self { returning: Returning { shut, selection, rows }, queue }
+        Self { returning: Returning { shut, selection, rows }, stale, queue }
     }
 
     /// The memory that it is about.
@@ -191,7 +202,8 @@ impl<D: Driver> Arriving<D> {
     fn fill(&self, part: &Rows, exports_max: Option<usize>) -> PoolResult<(StepLog, u64)> {
         let Returning { selection, rows, .. } = &self.returning;
         let still = self.returning.still();
-        let mut log = still.create_own(part, Room::of(selection))?;
+        let mut log = still.drop_stale(&self.stale)?;
+        log.add(still.create_own(part, Room::of(selection))?);
         let mut restored = still.restore_own(part, exports_max.map(|most| (&**rows, most)))?;
         let copied_bytes = std::mem::take(&mut restored.bytes);
         log.add(restored);
@@ -200,13 +212,20 @@ impl<D: Driver> Arriving<D> {
 
     /// What the next window is about.
     fn pick(&mut self, allowed: impl Fn(DeviceOrdinal) -> u64) -> Vec<Waiting> {
-        let Self { returning, queue } = self;
+        let Self { returning, queue, .. } = self;
         let ledger = returning.pool().ledger();
         let window = |device| Some(Window::AtMost(allowed(device)));
         let (mut picked, others) = queue.take(window, |row| ledger.row(row).is_some());
         picked.extend(others);
         picked
     }
+}
+
+/// Imports of `rows` that are here before any has been fetched.
+fn stale_imports<D: Driver>(pool: &Pool<D>, rows: &Rows) -> Rows {
+    let ledger = pool.ledger();
+    let here = ledger.rows_in(rows).filter(|row| is_import(row) && row.is_resident());
+    Rows::of(here.map(Row::handle))
 }
 
 /// What has contents to put back.
@@ -340,6 +359,11 @@ impl<D: Driver> Restored<D> {
 }
 
 impl<D: Driver> Still<'_, D> {
+    /// As [`Still::drop_imports`]; almost always there are none.
+    fn drop_stale(&self, stale: &Rows) -> PoolResult<StepLog> {
+        if stale.is_empty() { Ok(StepLog::default()) } else { self.drop_imports(stale) }
+    }
+
     /// Undo of all that a resume of `rows` has done.
     pub(super) fn take_back(&self, rows: &Rows) -> PoolResult<StepLog> {
         let mut log = self.drop_imports(rows)?;

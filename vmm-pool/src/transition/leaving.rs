@@ -204,6 +204,7 @@ impl<D: Driver> Leaving<D> {
     /// All that leaves is released: when the result is dropped, the process runs on without some tags, or the gate
     /// admits only calls that give memory up or ask about it.
     pub(super) fn into_released(self) -> Done<D> {
+        self.pool().ledger().disown_imports(&self.rows);
         let then = match self.selection.after_pause() {
             After::Running => {
                 let mut ledger = self.pool().ledger();
