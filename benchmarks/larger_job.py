@@ -4,7 +4,8 @@ A transformers model of Llama's architecture with some 2 billion parameters in f
 checkpointing and 16k tokens a step, by stock fused AdamW. Its 16.6 GB of moments are on the device (`resident`), or go
 through frames by `sublet.paged` (`backward`, `after`, `pauses`, which is `backward` with the whole tenant paused
 and resumed in every fifth step, and `tenth`, which is `backward` with each tenth announcement left out). Next to them what others do: FSDP2 with `CPUOffloadPolicy`, and torchao's
-`CPUOffloadOptimizer` if it is installed. Rows whose weights are paged, by `sublet.paged(model)`, are those of `larger_weights.py`. Losses of all steps and the sum of all weights' bits are compared with those of
+`CPUOffloadOptimizer` if it is installed. Rows whose weights are paged, by `sublet.paged(model)`, are those of `larger_weights.py`, and models of 7 and
+14 billion parameters those of `larger_models.py`. Losses of all steps and the sum of all weights' bits are compared with those of
 `resident`.
 
 Attention is flash attention with a deterministic backward pass: otherwise stock differs from stock.
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import larger_models
 import larger_picture
 import larger_weights
 import runner
@@ -36,7 +38,11 @@ from common import Result
 
 PAGED = ("backward", "after", "pauses", "tenth")
 OTHERS = ("fsdp2", "torchao")
-ROWS = ("resident", *PAGED, *larger_weights.ROWS, *OTHERS)
+#: Rows that are no training of the 2B model.
+OF_7B = {"7b_bound": larger_models.bound, "7b": larger_models.train_paged}
+ROWS = ("resident", *PAGED, *larger_weights.ROWS, *OF_7B, *OTHERS)
+#: Each row with the one that its losses must equal, bit for bit.
+REFERENCES = {**dict.fromkeys(PAGED, "resident"), **larger_weights.REFERENCES}
 PAUSE_EVERY = 5
 
 
@@ -44,7 +50,7 @@ def parse(argv: list[str]) -> Any:
     """The options."""
     parser = common.job_parser(__doc__, deadline_s=560)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--layers", type=int, default=24, help="layers of the model; 24 make 2 billion parameters")
+    parser.add_argument("--layers", type=int, help="layers of the model; without it as many as the row's shape has")
     parser.add_argument("--batch", type=int, default=8, help="sequences of 2,048 tokens a step")
     parser.add_argument("--frames", default="2GiB")
     parser.add_argument("--rows", default=",".join(("resident", *PAGED, *OTHERS)), help="rows to run, by comma")
@@ -61,10 +67,8 @@ def role(args: Any) -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     runner.fact("versions", runner.versions())
-    torch.manual_seed(1)
     # Flash attention alone has a deterministic backward pass.
     for other in (torch.backends.cuda.enable_mem_efficient_sdp, torch.backends.cuda.enable_cudnn_sdp):
         other(False)
@@ -72,25 +76,14 @@ def role(args: Any) -> int:
     # The others' own kernels have no say in what is compared.
     torch.use_deterministic_algorithms(True, warn_only=args.role in OTHERS)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    config = LlamaConfig(
-        hidden_size=2560,
-        num_hidden_layers=args.layers,
-        intermediate_size=6912,
-        vocab_size=32000,
-        num_attention_heads=20,
-        num_key_value_heads=20,
-        max_position_embeddings=2048,
-        attn_implementation="sdpa",
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(config)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
-    runner.fact("parameters", sum(parameter.numel() for parameter in model.parameters()))
     generator = torch.Generator("cuda").manual_seed(2)
-    data = [torch.randint(0, 32000, (args.batch, 2048), device="cuda", generator=generator) for _ in range(4)]
+    size = (args.batch, larger_models.TOKENS)
+    data = [torch.randint(0, larger_models.VOCABULARY, size, device="cuda", generator=generator) for _ in range(4)]
+    if args.role in OF_7B:
+        OF_7B[args.role](args, torch, data)
+        return 0
+    model = larger_models.make(torch, larger_models.shape_of(args.role), args.layers)
+    runner.fact("parameters", larger_models.count(model))
     if args.role.startswith(("infer", "lora")):
         larger_weights.steps(args, torch, model, data)
         return 0
@@ -144,7 +137,7 @@ def role(args: Any) -> int:
 
 def is_paged(row: str) -> bool:
     """Is it under Sublet?"""
-    return row in PAGED or larger_weights.is_paged(row)
+    return row in PAGED or row == "7b" or larger_weights.is_paged(row)
 
 
 def optimizer_of(args: Any, model: Any) -> Any:
@@ -227,7 +220,8 @@ def body(args: Any, result: Result, work: Path) -> None:
             continue
         limit = min(left, 150)
         command = [__file__, "--role", row, "--deadline", str(limit), "--steps", str(args.steps)]
-        command += ["--layers", str(args.layers), "--batch", str(args.batch), "--frames", args.frames]
+        command += ["--batch", str(args.batch), "--frames", args.frames]
+        command += ["--layers", str(args.layers)] if args.layers else []
         how: dict[str, Any] = {"env": {"TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}}
         if is_paged(row):
             how |= {"tenant": f"larger-{row}-{os.getpid()}", "sites": [site]}
@@ -235,17 +229,17 @@ def body(args: Any, result: Result, work: Path) -> None:
         child.finish(result, limit + 10)
     facts = result.data["facts"]
     reference = facts.get("resident", {})
-    references = {**dict.fromkeys(PAGED, "resident"), **larger_weights.REFERENCES}
-    for row in (row for row in wanted if row in references and row in facts):
-        if references[row] not in facts:
-            result.note(f"{row}: NOT COMPARED: {references[row]} was not run")
+    for row in (row for row in wanted if row in REFERENCES and row in facts):
+        if REFERENCES[row] not in facts:
+            result.note(f"{row}: NOT COMPARED: {REFERENCES[row]} was not run")
             continue
-        same = facts[references[row]]
+        same = facts[REFERENCES[row]]
         for what in ("losses", "weights"):
             if what in same or what == "losses":
                 is_same = facts[row].get(what) == same.get(what) is not None
                 result.check(f"{row}: {what}, bit for bit", is_same)
     result.data["baseline"] = {name: reference.get(name) for name in ("parameters", "device_bytes", "torch_peak_bytes")}
+    larger_models.compare(result)
     runner.verdicts(result)
     print()
     show(result, [row for row in wanted if row in facts])
@@ -258,7 +252,7 @@ def show(result: Result, rows: list[str]) -> None:
         facts, found = result.data["facts"][row], summary(result, row)
         if found["median"] is None:
             continue
-        base = summary(result, larger_weights.REFERENCES.get(row, "resident"))["median"]
+        base = summary(result, {**REFERENCES, "7b": "7b_bound"}.get(row, "resident"))["median"]
         over = "-" if not base else f"{found['median'] / base:.3f}"
         sizes = [f"{facts.get(name, 0) / 1e9:.1f}" for name in ("device_bytes", "torch_peak_bytes")]
         lines.append((row, f"{found['median']:.3f}", f"{found['p99']:.3f}", over, *sizes))

@@ -6,6 +6,7 @@
 | `wo_third` | the same, with the optimizer's state paged too, in backward | a third, and `--frames` |
 | `infer`, `infer_half`, `infer_third` | forward alone, in bf16 | none is paged, a half, a third |
 | `lora`, `lora_half`, `lora_third` | a frozen base in bf16 with small trained matrices | the same |
+| `lora14`, `lora14_third` | as `lora`, with a base of 14 billion parameters | the same |
 | `look` | no training: which operators' uses of paged weights the launch look sees, and what a launch costs | a third |
 """
 
@@ -15,6 +16,7 @@ import json
 import time
 from typing import Any
 
+import larger_models
 import runner
 
 #: Each with the row that its losses must equal, bit for bit.
@@ -27,8 +29,10 @@ REFERENCES = {
     "infer_third": "infer",
     "lora_half": "lora",
     "lora_third": "lora",
+    "lora14_third": "lora14",
 }
-ROWS = (*REFERENCES, "infer", "lora", "look")
+#: In the order in which they run: what others are compared with comes first.
+ROWS = ("infer", "lora", "lora14", *REFERENCES, "look")
 SHARES = {"all": 1.0, "half": 1 / 2, "third": 1 / 3}
 #: Of an eager operator: those that launch nothing, though they take a weight.
 WITHOUT_LAUNCH = ("detach", "t.default", "view", "transpose", "expand", "alias", "_unsafe_view", "permute", "slice", "select", "unsqueeze", "split", "as_strided")
@@ -89,7 +93,6 @@ def add_small_matrices(torch: Any, model: Any) -> list[Any]:
 def steps(args: Any, torch: Any, model: Any, data: list[Any]) -> None:
     """The rows without an optimizer's own paging: forward alone, or with small trained matrices."""
     trains = args.role.startswith("lora")
-    model = model.bfloat16()
     trained = add_small_matrices(torch, model) if trains else []
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True) if trains else None
     if is_paged(args.role):
@@ -99,7 +102,7 @@ def steps(args: Any, torch: Any, model: Any, data: list[Any]) -> None:
     losses = []
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    for step in range(args.steps):
+    for step in range(min(args.steps, larger_models.STEPS) if "14" in args.role else args.steps):
         batch = data[step % len(data)]
         began = time.perf_counter()
         with torch.set_grad_enabled(trains):
@@ -113,7 +116,7 @@ def steps(args: Any, torch: Any, model: Any, data: list[Any]) -> None:
             optimizer.step()
             optimizer.zero_grad()
         torch.cuda.synchronize()
-        if step > 1:  # the first two are those by which the order is learnt
+        if step >= larger_models.WARM:  # the order is learnt by the first
             runner.sample("step_s", time.perf_counter() - began)
         losses.append(float(loss))
     runner.fact("losses", losses)
