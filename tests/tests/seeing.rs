@@ -466,21 +466,16 @@ fn metrics_are_scraped_by_http_until_a_signal_also_of_a_process_that_stands_stil
     job.exit()
 }
 
-/// Slices of a timeline: name, row, beginning and end in microseconds.
-fn slices(path: &std::path::Path) -> Outcome<Vec<(String, u64, u64, u64)>> {
+/// Slices of a timeline: name and row.
+fn slices(path: &std::path::Path) -> Outcome<Vec<(String, u64)>> {
     let document: Value = serde_json::from_str(&fs::read_to_string(path)?)?;
     let events = document["traceEvents"].as_array().cloned().unwrap_or_default();
-    let slice = |event: &Value| {
-        let number = |field: &str| event[field].as_u64();
-        let began_us = number("ts")?;
-        let name = event["name"].as_str()?.to_owned();
-        Some((name, number("pid")?, began_us, began_us + number("dur")?))
-    };
+    let slice = |event: &Value| Some((event["name"].as_str()?.to_owned(), event["pid"].as_u64()?));
     Ok(events.iter().filter(|event| event["ph"] == "X").filter_map(slice).collect())
 }
 
 #[test]
-fn timelines_have_every_process_and_phase_of_pauses_resumes_and_swaps() -> Outcome {
+fn a_timeline_has_every_process_and_phase_of_the_last_pause_and_resume() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let job = stage.connected_job(&JobOptions::new("train", 2))?;
     let file = stage.run_dir_path().join("t.json");
@@ -489,44 +484,17 @@ fn timelines_have_every_process_and_phase_of_pauses_resumes_and_swaps() -> Outco
     assert!(ran.stderr.contains("has been paused or resumed yet"), "{ran:#?}");
     assert!(!file.exists());
 
-    stage.sublet(&["pause", "train", "--trace", &path])?.succeeded()?;
-    let paused = slices(&file)?;
-    let whole = paused.iter().find(|slice| slice.0 == "pause train").expect("the whole");
-    assert!(paused.iter().all(|slice| slice.3 <= whole.3), "{paused:#?}");
+    stage.pause("train")?;
     stage.resume("train")?;
     stage.sublet(&["trace", "train", "-o", &path])?.succeeded()?;
-    for (slices, phases) in [
-        (&paused, &["prepare", "release memory"][..]),
-        (&slices(&file)?, &["prepare", "release memory", "restore contents", "open gate"]),
-    ] {
-        for (phase, rank) in
-            phases.iter().flat_map(|phase| job.ranks.iter().map(move |rank| (phase, rank)))
-        {
-            let is_it = |slice: &&(String, u64, u64, u64)| {
-                slice.0 == *phase && slice.1 == u64::from(rank.pid())
-            };
-            assert!(slices.iter().any(|slice| is_it(&slice)), "no {phase}: {slices:#?}");
+    let found = slices(&file)?;
+    for phase in ["prepare", "release memory", "restore contents", "open gate"] {
+        for rank in &job.ranks {
+            let wanted = (phase.to_owned(), u64::from(rank.pid()));
+            assert!(found.contains(&wanted), "no {wanted:?}: {found:#?}");
         }
     }
-
-    // A file that cannot be written is found out before anybody is paused.
-    stage.sublet(&["pause", "train", "--trace", "/no/such/dir/t.json"])?.exited(1)?;
-    assert_eq!(stage.states("train")?, ["active"]);
-    stage.pause("train")?;
-    let infer =
-        stage.connected_job(&JobOptions { tensor_mib: 24, ..JobOptions::new("infer", 1) })?;
-    let swap = ["swap", "infer", "train", "--trace", &path];
-    stage.sublet(&swap)?.succeeded()?;
-    let swapped = slices(&file)?;
-    for (stage_name, pid) in
-        [("release memory", infer.ranks[0].pid()), ("restore by stages", job.ranks[0].pid())]
-    {
-        assert!(
-            swapped.iter().any(|slice| slice.0 == stage_name && slice.1 == u64::from(pid)),
-            "{swapped:#?}"
-        );
-    }
-    Ok(())
+    job.exit()
 }
 
 #[test]

@@ -213,10 +213,10 @@ pub(crate) struct PauseArgs {
     #[arg(value_parser = TenantName::new, add = ArgValueCandidates::new(names), required_unless_present = "all")]
     pub(crate) tenant: Option<TenantName>,
     /// Every tenant, one after the other
-    #[arg(long, conflicts_with_all = ["tenant", "tags", "libraries", "dry_run", "trace"])]
+    #[arg(long, conflicts_with_all = ["tenant", "tags", "libraries", "dry_run"])]
     pub(crate) all: bool,
     /// Show what would be freed, and how much host memory it needs; nothing moves
-    #[arg(long, conflicts_with_all = ["deep", "trace", "timeout"])]
+    #[arg(long, conflicts_with_all = ["deep", "timeout"])]
     pub(crate) dry_run: bool,
     #[command(flatten)]
     pub(crate) tags: TagArgs,
@@ -226,9 +226,6 @@ pub(crate) struct PauseArgs {
     /// Time for each phase up to the point of no return, such as 500ms, 30s or 2m; each phase has its own default
     #[arg(long, value_name = "TIME", value_parser = time::parse)]
     pub(crate) timeout: Option<Duration>,
-    /// Also write how it went to this file, as a timeline for ui.perfetto.dev
-    #[arg(long, value_name = "FILE")]
-    pub(crate) trace: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) show: ShowArgs,
 }
@@ -256,9 +253,6 @@ pub(crate) struct ResumeArgs {
     /// Time for each phase; each phase has its own default
     #[arg(long, value_name = "TIME", value_parser = time::parse)]
     pub(crate) timeout: Option<Duration>,
-    /// Also write how it went to this file, as a timeline for ui.perfetto.dev
-    #[arg(long, value_name = "FILE")]
-    pub(crate) trace: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) show: ShowArgs,
 }
@@ -311,9 +305,6 @@ pub(crate) struct SwapArgs {
     /// Time for each phase; each phase has its own default
     #[arg(long, value_name = "TIME", value_parser = time::parse)]
     pub(crate) timeout: Option<Duration>,
-    /// Also write how it went to this file, as a timeline for ui.perfetto.dev
-    #[arg(long, value_name = "FILE")]
-    pub(crate) trace: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) show: ShowArgs,
 }

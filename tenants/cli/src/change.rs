@@ -4,7 +4,6 @@ pub(crate) mod document;
 pub(crate) mod plan;
 mod shown;
 
-use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -29,7 +28,7 @@ use crate::outsiders;
 use crate::progress::Progress;
 use crate::signals;
 use crate::units;
-use crate::{files, ps, switch, trace};
+use crate::{ps, switch};
 
 pub(crate) use document::Document;
 pub(crate) use shown::{details, line, remark};
@@ -44,7 +43,6 @@ pub(crate) fn pause(
     run_dir: &RunDir,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
-    check(args.trace.as_deref())?;
     let Some(tenant) = &args.tenant else {
         return pause_all(args, run_dir, output);
     };
@@ -52,10 +50,7 @@ pub(crate) fn pause(
         return plan::plan(tenant, &args.tags.scope(), run_dir, args.show, output);
     }
     let result = pause_one(args, tenant, run_dir, &signals::watch()?);
-    let done = result.as_ref().map_or(&[][..], std::slice::from_ref);
-    let traced = write_trace(args.trace.as_deref(), done, None);
-    let code = show(tenant, &args.tags.scope(), result, args.show, Gpus::look, output)?;
-    Ok(traced.unwrap_or(code))
+    show(tenant, &args.tags.scope(), result, args.show, Gpus::look, output)
 }
 
 fn pause_one(
@@ -115,7 +110,6 @@ pub(crate) fn resume(
     run_dir: &RunDir,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
-    check(args.trace.as_deref())?;
     let interrupt = signals::watch()?;
     let lost_imports = if args.without_lost { LostImports::LeaveOut } else { LostImports::Refuse };
     let scope = args.scope();
@@ -131,12 +125,7 @@ pub(crate) fn resume(
         let wait = args.wait.at_most();
         resume_when_it_fits(&mut coordinator, result, wait, &interrupt, &mut progress)
     };
-    let traced = write_trace(
-        args.trace.as_deref(),
-        result.as_ref().map_or(&[][..], std::slice::from_ref),
-        None,
-    );
-    Ok(traced.unwrap_or(show(&args.tenant, &scope, result, args.show, Gpus::look, output)?))
+    show(&args.tenant, &scope, result, args.show, Gpus::look, output)
 }
 
 /// Resumes a tenant in its place among those that wait for the GPUs.
@@ -160,16 +149,12 @@ fn resume_in_turn(
         let note = &mut |event: Event<'_>| progress.note(&event);
         switching::resume_in_turn(run_dir, &args.tenant, &options, note)
     };
-    let changes = result.as_ref().map_or(&[][..], |switched| &switched.changes);
-    let done: Vec<_> = changes.iter().map(|(_, outcome)| outcome.clone()).collect();
-    let traced = write_trace(args.trace.as_deref(), &done, None);
     if args.show.json {
         output.json(&Document::queued(&args.tenant, &result))?;
-        let code = result.map_or_else(
+        return Ok(result.map_or_else(
             |error| ExitCode::from(switch::code_of(&error)),
             |switched| switch::code_of_done(&switched),
-        );
-        return Ok(traced.unwrap_or(code));
+        ));
     }
     let switched =
         result.map_err(|error| Failure::of(&error, switch::code_of(&error)).because(&error))?;
@@ -179,7 +164,7 @@ fn resume_in_turn(
     } else {
         switch::render(false, args.show, &switched, output);
     }
-    Ok(traced.unwrap_or(switch::code_of_done(&switched)))
+    Ok(switch::code_of_done(&switched))
 }
 
 /// Tries again what `result` says was short of GPU memory, for at most `wait`, and says what it waits for. Between two
@@ -279,7 +264,6 @@ pub(crate) fn swap(
         let message = coordinator::swap_with_itself(&args.from);
         return Err(Failure::new(message, EXIT_USAGE));
     }
-    check(args.trace.as_deref())?;
     let interrupt = signals::watch()?;
     let coordinator = |tenant: &TenantName, scope: Scope, depth| {
         let options = Options { scope, depth, ..options(args.timeout, &interrupt) };
@@ -305,23 +289,7 @@ pub(crate) fn swap(
             |progress| swap(progress, &mut to),
         )
     };
-    let halves = result.as_ref().map(|swap| [swap.paused.clone(), swap.resumed.clone()]);
-    let wall_us = result.as_ref().ok().map(|swap| swap.wall_us);
-    let halves = halves.as_ref().map_or(&[][..], |halves| halves);
-    let traced = write_trace(args.trace.as_deref(), halves, wall_us);
-    Ok(traced.unwrap_or(show_swap(args, result, output)?))
-}
-
-/// Can the timeline be written? Looked at before anything is changed.
-fn check(trace: Option<&Path>) -> Result<(), Failure> {
-    trace.map_or(Ok(()), files::check)
-}
-
-/// Writes the timeline of what was done, if one is wanted. Says so, and gives the exit code, when it could not be written after all.
-fn write_trace(trace: Option<&Path>, done: &[Outcome], wall_us: Option<u64>) -> Option<ExitCode> {
-    let failure = trace::write_outcomes(trace?, done, wall_us).err()?;
-    output::complain(&format!("{failure}; all else is done"));
-    Some(ExitCode::from(EXIT_PARTIAL))
+    show_swap(args, result, output)
 }
 
 type Half = Result<Outcome, CoordinatorError>;

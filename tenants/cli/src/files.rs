@@ -18,21 +18,6 @@ pub(crate) fn replace(path: &Path, text: &str) -> Result<(), Failure> {
     written.map_err(|error| failed(path, &error))
 }
 
-/// Can a file be put in the place of `path`? Asked before what the file is to be about is done.
-pub(crate) fn check(path: &Path) -> Result<(), Failure> {
-    if path.is_dir() {
-        return Err(failed(path, &io::ErrorKind::IsADirectory.into()));
-    }
-    if is_special(path) {
-        return write_through(path, "").map_err(|error| failed(path, &error));
-    }
-    let tried = temporary(path).and_then(|file| {
-        write(&file, "")?;
-        fs::remove_file(file)
-    });
-    tried.map_err(|error| failed(path, &error))
-}
-
 /// A device or a pipe, or a link to one, which must stay what it is; so must `/dev/stdout`, whatever it leads to.
 fn is_special(path: &Path) -> bool {
     let is_none = fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir());
@@ -88,7 +73,6 @@ mod tests {
         let base = tempfile::tempdir().unwrap();
         let link = base.path().join("link");
         std::os::unix::fs::symlink("/dev/null", &link).unwrap();
-        check(&link).unwrap();
         replace(&link, "text").unwrap();
         assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
         assert!(is_special(Path::new("/dev/stdout")));
@@ -107,11 +91,5 @@ mod tests {
         assert!(failure.to_string().contains("none/sublet.prom"), "{failure}");
         assert!(replace(base.path(), "x").is_err(), "a directory was replaced");
         assert!(replace(Path::new("/"), "x").is_err());
-        for path in [missing.as_path(), base.path(), Path::new("/")] {
-            assert!(check(path).is_err(), "{}", path.display());
-        }
-        check(&path).unwrap();
-        assert_eq!(fs::read_to_string(&path).unwrap(), "two");
-        assert_eq!(fs::read_dir(base.path()).unwrap().count(), 1);
     }
 }

@@ -2,16 +2,15 @@
 //! phases and their steps, and a row for each process on each GPU.
 //!
 //! A phase begins for all when the slowest process has ended the one before. Processes keep how long each of their phases took; what
-//! lies between phases only a coordinator sees, so a timeline of its report (`--trace`) has it, and one of what processes keep has not.
+//! lies between phases only a coordinator sees, and it is not drawn.
 
 use std::collections::BTreeSet;
-use std::path::Path;
 use std::process::ExitCode;
 
 use serde_json::{Value, json};
-use tenants::coordinator::{Outcome, Report, StageSummary, TenantStats};
+use tenants::coordinator::TenantStats;
 use tenants::run_dir::RunDir;
-use tenants::wire::{Action, MemberStats, Phase, PhaseReport};
+use tenants::wire::{MemberStats, Phase, PhaseReport};
 
 use crate::args::TraceArgs;
 use crate::failure::{EXIT_UNCHANGED, Failure};
@@ -50,28 +49,6 @@ pub(crate) fn trace(
         args.output.display()
     ));
     Ok(ExitCode::SUCCESS)
-}
-
-/// Writes what has just been done: `outcomes` in the order of their beginnings, of which the last ended `wall_us` after the first began.
-/// Nothing is written where nothing was done.
-pub(crate) fn write_outcomes(
-    path: &Path,
-    outcomes: &[Outcome],
-    wall_us: Option<u64>,
-) -> Result<(), Failure> {
-    let mut timeline = Timeline::default();
-    for outcome in outcomes {
-        if let Outcome::Completed(report) = outcome {
-            // What begins second ends with the whole.
-            let began_us = wall_us.filter(|_| !timeline.is_empty());
-            let began_us = began_us.map_or(0, |wall_us| wall_us.saturating_sub(report.wall_us));
-            timeline.reported(report, began_us);
-        }
-    }
-    if timeline.is_empty() {
-        return Ok(());
-    }
-    files::replace(path, &timeline.text(&Gpus::look())?)
 }
 
 /// Events so far, in microseconds.
@@ -131,75 +108,6 @@ impl Timeline {
                 self.end_us = at_us + (at_us - began_us) / 10;
             }
         }
-    }
-
-    /// What a coordinator has measured, which began then.
-    fn reported(&mut self, report: &Report, began_us: u64) {
-        let verb = match report.action {
-            Action::Pause => "pause",
-            Action::Resume => "resume",
-        };
-        let title = format!("{verb} {}", report.tenant);
-        self.name(TENANT_ROW, "tenants");
-        let row = u64::from(report.action == Action::Resume);
-        self.slice(
-            &title,
-            TENANT_ROW,
-            row,
-            began_us,
-            report.wall_us,
-            &json!({ "notes": report.notes }),
-        );
-        let mut at_us = began_us;
-        if let Some(cut) = &report.cut {
-            self.slice("cut", TENANT_ROW, row, at_us, cut.wall_us, &json!(cut));
-            at_us += cut.wall_us;
-        }
-        for summary in &report.phases {
-            if !report.stages.iter().any(|stage| stage.phase == summary.phase) {
-                self.slice(
-                    summary.phase.label(),
-                    TENANT_ROW,
-                    row,
-                    at_us,
-                    summary.wall_us,
-                    &json!({ "bytes": summary.bytes() }),
-                );
-                for member in &summary.members {
-                    let Some(pid) = member.who.pid else { continue };
-                    self.process(&report.tenant, pid, "");
-                    self.phase(pid, summary.phase, &member.report, at_us);
-                }
-                at_us += summary.wall_us;
-            } else if let Some(end_us) = self.stages(report, summary.phase) {
-                at_us = end_us.max(at_us);
-            }
-            if let (Phase::CloseGate, Some(drain)) = (summary.phase, &report.drain) {
-                self.slice(
-                    "wait for devices",
-                    TENANT_ROW,
-                    row,
-                    at_us,
-                    drain.wall_us,
-                    &json!(drain),
-                );
-                at_us += drain.wall_us;
-            }
-        }
-    }
-
-    /// Stages of a swap, which say when they began. Returns when the last ended.
-    fn stages(&mut self, report: &Report, phase: Phase) -> Option<u64> {
-        let stages: Vec<&StageSummary> =
-            report.stages.iter().filter(|stage| stage.phase == phase).collect();
-        for stage in &stages {
-            let Some(pid) = stage.who.pid else { continue };
-            self.process(&report.tenant, pid, "");
-            let took_us = stage.ended_us.saturating_sub(stage.began_us);
-            let args = json!({ "bytes": stage.bytes, "copied_bytes": stage.copied_bytes });
-            self.slice(phase.label(), u64::from(pid), 0, stage.began_us, took_us, &args);
-        }
-        stages.iter().map(|stage| stage.ended_us).max()
     }
 
     /// One phase of one process: its time, what that consists of, and the GPUs it was about.

@@ -206,7 +206,6 @@ fn an_unknown_tenant_is_one_line_and_exit_code_1() {
         tags: crate::args::TagArgs::default(),
         deep: false,
         timeout: None,
-        trace: None,
         show: ShowArgs { json, verbose: false },
     };
     let mut output = Output::default();
