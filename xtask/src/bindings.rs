@@ -85,43 +85,12 @@ fn is_able(workspace: &Workspace, arguments: &[&str]) -> Outcome<bool> {
     if env::var_os(LIBCLANG_PATH).is_some() {
         return Ok(true);
     }
-    let folder = match system_libclang() {
-        Some(folder) => folder,
-        None => installed_libclang(workspace)?,
-    };
+    // One version for all machines.
+    let folder = installed_libclang(workspace)?;
     // This program by its open file: a build may have replaced the one at its path.
     let mut child = workspace.command("/proc/self/exe");
     process::run(child.args(arguments).env(LIBCLANG_PATH, folder))?;
     Ok(false)
-}
-
-/// A folder of the system that holds libclang.
-fn system_libclang() -> Option<PathBuf> {
-    let mut folders: Vec<PathBuf> = Vec::new();
-    for entry in fs::read_dir("/usr/lib").into_iter().flatten().flatten() {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        if name.starts_with("llvm-") {
-            folders.push(entry.path().join("lib"));
-        } else if name.ends_with("-linux-gnu") {
-            folders.push(entry.path());
-        }
-    }
-    // The newest version first, so that two machines with the same packages agree.
-    folders.sort();
-    folders.reverse();
-    folders.extend(["/usr/lib64", "/usr/lib"].map(PathBuf::from));
-    folders.into_iter().find(|folder| {
-        let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-        entries.into_iter().any(|entry| is_libclang(&entry.file_name().to_string_lossy()))
-    })
-}
-
-fn is_libclang(name: &str) -> bool {
-    // `libclang-cpp` is the C++ interface, which bindgen does not use.
-    name.starts_with("libclang")
-        && !name.starts_with("libclang-cpp")
-        && name.contains(".so")
-        && name["libclang".len()..].starts_with(['.', '-'])
 }
 
 /// The folder of the library inside the Python package that carries it.
@@ -188,16 +157,6 @@ fn first_difference(one: &str, other: &str) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn only_the_c_interface_of_clang_counts() {
-        for name in ["libclang.so", "libclang-14.so.1", "libclang.so.18.1"] {
-            assert!(is_libclang(name), "{name}");
-        }
-        for name in ["libclang-cpp.so.14", "libclang.a", "libclangAST.so"] {
-            assert!(!is_libclang(name), "{name}");
-        }
-    }
 
     #[test]
     fn first_difference_is_counted_from_one() {
