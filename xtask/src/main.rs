@@ -82,14 +82,13 @@ enum Command {
         /// The tag, which must be of the version that `Cargo.toml` names, such as `v0.1.0`.
         tag: String,
     },
-    /// Write which functions the public headers of NCCL's versions declare, for the test that compares them with ours.
+    /// Write which functions the libraries of NCCL's versions export, for the test that compares them with ours.
     NcclFunctions {
         /// The file to write, such as `tests/functions/nccl.txt`.
         target: std::path::PathBuf,
-        /// `VERSION=FOLDER`, oldest first: a folder of headers, such as `src` of NCCL's source, or
-        /// `nvidia/nccl/include` of its wheel.
+        /// `VERSION=FILE`, oldest first: the library of a version, such as `nvidia/nccl/lib/libnccl.so.2` of its wheel.
         #[arg(required = true)]
-        headers: Vec<functions::Headers>,
+        libraries: Vec<functions::Library>,
     },
     /// Write the Rust view of the C header.
     Bindgen {
@@ -136,7 +135,9 @@ fn dispatch(command: &Command) -> Outcome {
         Command::GpuBundle => bundle::run(&workspace),
         Command::Wheel => wheel::run(&workspace),
         Command::Release { tag } => release::run(&workspace, tag),
-        Command::NcclFunctions { target, headers } => functions::write(&workspace, target, headers),
+        Command::NcclFunctions { target, libraries } => {
+            functions::write(&workspace, target, libraries)
+        }
         Command::Bindgen { check: true } => bindings::check(&workspace),
         Command::Bindgen { check: false } => bindings::write(&workspace),
     }

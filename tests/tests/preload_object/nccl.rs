@@ -5,8 +5,8 @@ use std::path::Path;
 
 use crate::stage::{Preload, Stage, exported, preload_path, transcript};
 
-/// The functions that the public headers of NCCL and of NCCL EP declare, in any version that was looked at, as
-/// `cargo xtask nccl-functions` lists them.
+/// The functions that NCCL and NCCL EP declare or export, in any version that was looked at, as `cargo xtask nccl-functions`
+/// lists them.
 const DECLARED: [&str; 2] =
     [include_str!("../../functions/nccl.txt"), include_str!("../../functions/nccl_ep.txt")];
 
