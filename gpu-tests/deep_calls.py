@@ -29,6 +29,11 @@ FROZEN_S, LOOK_S = 1.5, 0.5
 START_S = 60.0
 #: `CU_POINTER_ATTRIBUTE_MEMORY_TYPE`, `CU_STREAM_NON_BLOCKING`, `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT`.
 MEMORY_TYPE, NON_BLOCKING, MULTIPROCESSORS = 2, 1, 16
+#: `CU_LIMIT_MALLOC_HEAP_SIZE`, `CU_MEMPOOL_ATTR_USED_MEM_CURRENT`, of an event that is to be shared: `CU_EVENT_INTERPROCESS`, without times.
+MALLOC_HEAP, USED_CURRENT, INTERPROCESS = 2, 7, 6
+NULL, ZERO = ctypes.c_void_p(), ctypes.c_uint(0)
+#: Streams and events that are there to be destroyed: more than a process destroys before it is locked and while it is off the GPU.
+OLD = 3000
 
 
 class Caller:
@@ -44,62 +49,86 @@ class Caller:
             driver.call("cuEventRecord", event, self.stream)
         self.memory = self.gpus.alloc(2 << 20) or ctypes.c_uint64()
         self.pinned = ctypes.c_void_p()
-        driver.call("cuMemHostAlloc", ctypes.byref(self.pinned), ctypes.c_size_t(4096), ctypes.c_uint(0))
+        driver.call("cuMemHostAlloc", ctypes.byref(self.pinned), ctypes.c_size_t(4096), ZERO)
         self.out = (ctypes.c_uint64 * 32)()
+        self.pool, self.shared = ctypes.c_void_p(), ctypes.c_void_p()
+        self.nothing = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: None)
+        self.old: tuple[list[ctypes.c_void_p], list[ctypes.c_void_p]] = [], []
+        driver.call("cuDeviceGetDefaultMemPool", ctypes.byref(self.pool), ctypes.c_int(0))
+        driver.call("cuEventCreate", ctypes.byref(self.shared), ctypes.c_uint(INTERPROCESS))
         self.gpus.synchronize()
 
-    def calls(self) -> dict[str, Callable[[], int]]:
-        """All calls by their names."""
-        cuda, stream, (first, second), out = self.cuda, self.stream, self.events, self.out
-        null, memory, word = ctypes.c_void_p(), self.memory, ctypes.c_uint(0)
-        at = [ctypes.byref(out, 8 * place) for place in range(4)]
-        return {
-            "cuStreamQuery": lambda: cuda.cuStreamQuery(stream),
-            "cuStreamQuery, the default stream": lambda: cuda.cuStreamQuery(null),
-            "cuStreamSynchronize": lambda: cuda.cuStreamSynchronize(stream),
-            "cuEventQuery": lambda: cuda.cuEventQuery(first),
-            "cuEventSynchronize": lambda: cuda.cuEventSynchronize(first),
-            "cuEventElapsedTime": lambda: cuda.cuEventElapsedTime(at[0], first, second),
-            "cuEventRecord": lambda: cuda.cuEventRecord(first, stream),
-            "cuStreamWaitEvent": lambda: cuda.cuStreamWaitEvent(stream, first, word),
-            "cuStreamIsCapturing": lambda: cuda.cuStreamIsCapturing(stream, at[0]),
-            "cuStreamGetCaptureInfo": lambda: cuda.cuStreamGetCaptureInfo(stream, at[0], at[1]),
-            "cuStreamGetFlags": lambda: cuda.cuStreamGetFlags(stream, at[0]),
-            "cuCtxSynchronize": lambda: cuda.cuCtxSynchronize(),
-            "cuCtxGetCurrent": lambda: cuda.cuCtxGetCurrent(at[0]),
-            "cuCtxGetDevice": lambda: cuda.cuCtxGetDevice(at[0]),
-            "cuCtxSetCurrent": lambda: cuda.cuCtxSetCurrent(self.gpus.contexts[0]),
-            "cuMemGetInfo": lambda: cuda.cuMemGetInfo_v2(at[0], at[1]),
-            "cuPointerGetAttribute": lambda: cuda.cuPointerGetAttribute(at[0], ctypes.c_int(MEMORY_TYPE), memory),
-            "cuMemHostGetDevicePointer": lambda: cuda.cuMemHostGetDevicePointer_v2(at[0], self.pinned, word),
-            "cuMemGetAddressRange": lambda: cuda.cuMemGetAddressRange_v2(at[0], at[1], memory),
-            "cuDriverGetVersion": lambda: cuda.cuDriverGetVersion(at[0]),
-            "cuDeviceGetAttribute": lambda: cuda.cuDeviceGetAttribute(at[0], ctypes.c_int(MULTIPROCESSORS), ctypes.c_int(0)),
-            "cuStreamCreate and cuStreamDestroy": lambda: cuda.cuStreamCreate(at[0], word) or cuda.cuStreamDestroy_v2(ctypes.c_void_p(out[0])),
-            "cuEventCreate and cuEventDestroy": lambda: cuda.cuEventCreate(at[0], word) or cuda.cuEventDestroy_v2(ctypes.c_void_p(out[0])),
-            "cuMemsetD32Async": lambda: cuda.cuMemsetD32Async(memory, word, ctypes.c_size_t(64), stream),
-            "cuMemcpyDtoHAsync": lambda: cuda.cuMemcpyDtoHAsync_v2(self.pinned, memory, ctypes.c_size_t(64), stream),
-            "cuMemAddressReserve and cuMemAddressFree": lambda: (
-                cuda.cuMemAddressReserve(at[0], ctypes.c_size_t(2 << 20), ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_uint64(0))
-                or cuda.cuMemAddressFree(ctypes.c_uint64(out[0]), ctypes.c_size_t(2 << 20))
-            ),
-        }
+    def at(self, place: int) -> Any:
+        """Where a call writes."""
+        return ctypes.byref(self.out, 8 * place)
+
+    def one(self) -> Any:
+        """What a call has just written there first."""
+        return ctypes.c_void_p(self.out[0])
+
+    def events_of_old(self) -> Any:
+        """Another of the events that are there to be destroyed; the last one again when all are."""
+        return self.old[1].pop() if len(self.old[1]) > 1 else self.old[1][0]
+
+    def streams_of_old(self) -> Any:
+        """As `events_of_old`."""
+        return self.old[0].pop() if len(self.old[0]) > 1 else self.old[0][0]
 
 
-#: Their names, in order; a process is told one by its number.
-NAMES = (
-    "cuStreamQuery", "cuStreamQuery, the default stream", "cuStreamSynchronize", "cuEventQuery", "cuEventSynchronize",
-    "cuEventElapsedTime", "cuEventRecord", "cuStreamWaitEvent", "cuStreamIsCapturing", "cuStreamGetCaptureInfo", "cuStreamGetFlags",
-    "cuCtxSynchronize", "cuCtxGetCurrent", "cuCtxGetDevice", "cuCtxSetCurrent", "cuMemGetInfo", "cuPointerGetAttribute",
-    "cuMemHostGetDevicePointer", "cuMemGetAddressRange", "cuDriverGetVersion", "cuDeviceGetAttribute", "cuStreamCreate and cuStreamDestroy",
-    "cuEventCreate and cuEventDestroy", "cuMemsetD32Async", "cuMemcpyDtoHAsync", "cuMemAddressReserve and cuMemAddressFree",
-)  # fmt: skip
+#: All calls by their names.
+CALLS: dict[str, Callable[[Caller, Any], int]] = {
+    "cuStreamQuery": lambda own, cuda: cuda.cuStreamQuery(own.stream),
+    "cuStreamQuery, the default stream": lambda own, cuda: cuda.cuStreamQuery(NULL),
+    "cuStreamSynchronize": lambda own, cuda: cuda.cuStreamSynchronize(own.stream),
+    "cuEventQuery": lambda own, cuda: cuda.cuEventQuery(own.events[0]),
+    "cuEventSynchronize": lambda own, cuda: cuda.cuEventSynchronize(own.events[0]),
+    "cuEventElapsedTime": lambda own, cuda: cuda.cuEventElapsedTime(own.at(0), *own.events),
+    "cuEventRecord": lambda own, cuda: cuda.cuEventRecord(own.events[0], own.stream),
+    "cuEventDestroy": lambda own, cuda: cuda.cuEventDestroy_v2(own.events_of_old()),
+    "cuStreamDestroy": lambda own, cuda: cuda.cuStreamDestroy_v2(own.streams_of_old()),
+    "cuStreamWaitEvent": lambda own, cuda: cuda.cuStreamWaitEvent(own.stream, own.events[0], ZERO),
+    "cuStreamIsCapturing": lambda own, cuda: cuda.cuStreamIsCapturing(own.stream, own.at(0)),
+    "cuStreamGetCaptureInfo": lambda own, cuda: cuda.cuStreamGetCaptureInfo_v2(own.stream, own.at(0), own.at(1), NULL, NULL, NULL),
+    "cuStreamGetPriority": lambda own, cuda: cuda.cuStreamGetPriority(own.stream, own.at(0)),
+    "cuLaunchHostFunc": lambda own, cuda: cuda.cuLaunchHostFunc(own.stream, own.nothing, NULL),
+    "cuCtxSynchronize": lambda _, cuda: cuda.cuCtxSynchronize(),
+    "cuCtxGetCurrent": lambda own, cuda: cuda.cuCtxGetCurrent(own.at(0)),
+    "cuCtxGetDevice": lambda own, cuda: cuda.cuCtxGetDevice(own.at(0)),
+    "cuCtxGetLimit": lambda own, cuda: cuda.cuCtxGetLimit(own.at(0), ctypes.c_int(MALLOC_HEAP)),
+    "cuCtxGetStreamPriorityRange": lambda own, cuda: cuda.cuCtxGetStreamPriorityRange(own.at(0), own.at(1)),
+    "cuCtxSetCurrent": lambda own, cuda: cuda.cuCtxSetCurrent(own.gpus.contexts[0]),
+    "cuDevicePrimaryCtxGetState": lambda own, cuda: cuda.cuDevicePrimaryCtxGetState(ctypes.c_int(0), own.at(0), own.at(1)),
+    "cuDevicePrimaryCtxRetain": lambda own, cuda: cuda.cuDevicePrimaryCtxRetain(own.at(0), ctypes.c_int(0)),
+    "cuMemGetInfo": lambda own, cuda: cuda.cuMemGetInfo_v2(own.at(0), own.at(1)),
+    "cuPointerGetAttribute": lambda own, cuda: cuda.cuPointerGetAttribute(own.at(0), ctypes.c_int(MEMORY_TYPE), own.memory),
+    "cuMemHostGetDevicePointer": lambda own, cuda: cuda.cuMemHostGetDevicePointer_v2(own.at(0), own.pinned, ZERO),
+    "cuMemGetAddressRange": lambda own, cuda: cuda.cuMemGetAddressRange_v2(own.at(0), own.at(1), own.memory),
+    "cuMemPoolGetAttribute": lambda own, cuda: cuda.cuMemPoolGetAttribute(own.pool, ctypes.c_int(USED_CURRENT), own.at(0)),
+    "cuMemPoolTrimTo": lambda own, cuda: cuda.cuMemPoolTrimTo(own.pool, ctypes.c_size_t(0)),
+    "cuIpcGetEventHandle": lambda own, cuda: cuda.cuIpcGetEventHandle(own.at(8), own.shared),
+    "cuDriverGetVersion": lambda own, cuda: cuda.cuDriverGetVersion(own.at(0)),
+    "cuDeviceGetAttribute": lambda own, cuda: cuda.cuDeviceGetAttribute(own.at(0), ctypes.c_int(MULTIPROCESSORS), ctypes.c_int(0)),
+    "cuStreamCreate": lambda own, cuda: cuda.cuStreamCreate(own.at(0), ZERO) or cuda.cuStreamDestroy_v2(own.one()),
+    "cuEventCreate": lambda own, cuda: cuda.cuEventCreate(own.at(0), ZERO) or cuda.cuEventDestroy_v2(own.one()),
+    "cuGraphCreate": lambda own, cuda: cuda.cuGraphCreate(own.at(0), ZERO) or cuda.cuGraphDestroy(own.one()),
+    "cuMemsetD32Async": lambda own, cuda: cuda.cuMemsetD32Async(own.memory, ZERO, ctypes.c_size_t(64), own.stream),
+    "cuMemcpyDtoHAsync": lambda own, cuda: cuda.cuMemcpyDtoHAsync_v2(own.pinned, own.memory, ctypes.c_size_t(64), own.stream),
+    "cuMemAddressReserve": lambda own, cuda: (
+        cuda.cuMemAddressReserve(own.at(0), ctypes.c_size_t(2 << 20), ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_uint64(0))
+        or cuda.cuMemAddressFree(ctypes.c_uint64(own.out[0]), ctypes.c_size_t(2 << 20))
+    ),
+}
+NAMES = tuple(CALLS)
 
 
 def repeat(name: str, path: Path) -> None:
     """The process of one call: begun, ended and the last code, three words of the file, until its input ends."""
     caller = Caller()
-    call = caller.calls()[name]
+    call, cuda = CALLS[name], caller.cuda
+    for made, create in zip(caller.old, ("cuStreamCreate", "cuEventCreate"), strict=True):
+        for _ in range(OLD if name == create.replace("Create", "Destroy") else 0):
+            made.append(ctypes.c_void_p())
+            driver.call(create, ctypes.byref(made[-1]), ZERO)
     with path.open("r+b") as file:
         words = memoryview(mmap.mmap(file.fileno(), 24)).cast("q")
 
@@ -107,9 +136,9 @@ def repeat(name: str, path: Path) -> None:
         caller.gpus.use(0)
         while True:
             words[0] += 1
-            words[2] = call()
+            words[2] = call(caller, cuda)
             words[1] += 1
-            time.sleep(0.001)
+            time.sleep(0.02)
 
     threading.Thread(target=again, daemon=True).start()
     sys.stdin.read()
