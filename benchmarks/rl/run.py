@@ -82,13 +82,15 @@ def _check_space(options: Options) -> None:
 
 
 def _jobs(options: Options, place: Path) -> Jobs:
+    # Two runs on one machine would otherwise pause each other's jobs, whose tenants have the same names.
+    run_dir = place / "run"
+    run_dir.mkdir(mode=0o700)
     if options.simulate:
         from rl.simulated.jobs import SimulatedJobs
 
-        run_dir = place / "run"
-        run_dir.mkdir(mode=0o700)
         os.environ["SUBLET_RUN_DIR"] = str(run_dir)
         return SimulatedJobs(options, place)
+    os.environ.setdefault("SUBLET_RUN_DIR", str(run_dir))
     for module in ("torch", "transformers", "trl"):
         _require(module, "pip install torch transformers trl; or --simulate, which needs none of them")
     from rl.real.jobs import RealJobs
