@@ -133,6 +133,18 @@ fn refused_pinning_ends_it_with_the_call_and_the_limit_that_it_may_be() {
 }
 
 #[test]
+fn a_thread_that_panics_ends_it_with_a_reason_and_the_next_request_has_another() {
+    let place = Place::new(&[16 << 20]).unwrap();
+    let (member, _) = process(&place, || machine(TOTAL));
+    member.pool().driver().faults().panic_at(DriverOp::HostRegister);
+    let report = prepare(&place);
+    let HostStage::Stopped(failure) = &report.processes[0].host.stage else { panic!("{report:?}") };
+    assert!(failure.message.contains("failed inside"), "{failure}");
+    assert!(prepare(&place).is_complete());
+    assert_eq!(held_bytes(&member), SMALL);
+}
+
+#[test]
 fn who_asks_while_a_process_prepares_by_itself_up_to_its_bound_waits_for_the_rest() {
     let place = Place::new(&[512 << 20]).unwrap();
     let member = join(&place, |config| {

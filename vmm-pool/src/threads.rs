@@ -1,26 +1,63 @@
 //! Threads of ours in other people's processes.
+//!
+//! None of them unwinds into foreign code, and each leaves something behind when it panics, so that nobody waits for it in vain:
+//!
+//! | thread | after a panic |
+//! | --- | --- |
+//! | `sublet-worker` | the step is answered as failed inside; the process is faulted, its gate opens, and it runs on. The thread goes on |
+//! | `sublet-agent` | all clients are hung up on, and a pause or resume under way is settled as after a coordinator's death; a note says so. The thread goes on |
+//! | `sublet-drain` | the wait counts as failed, so the pause is refused by the device's name; the next pause begins another thread |
+//! | `sublet-pager` | the pager has ended: each use of memory that is away is refused by its device's name |
+//! | `sublet-ahead` | bringing host memory in is refused by name; the next request begins another thread |
+//! | `sublet-arena` | the pause brings in what it needs by itself |
+//! | `sublet-file`, and those that touch host memory | the step that waits for them panics too, on the worker |
+//! | `sublet-fill` | the call that waits for it is refused |
+//! | `sublet-turn` | the turn goes on, and is looked after again a little later |
+//! | `sublet-back` | a note says so, and another thread begins a little later |
+//! | `sublet-answers`, `sublet-driver` | the calls that wait for it are told that they failed |
+//! | `sublet-frees` | the block stays; the next ones go |
+//! | `sublet-unused` | the pause saves all |
+//! | `sublet-walk` | the pause goes on without what it would have found |
 
+use std::any::Any;
 use std::io;
-use std::thread::{Builder, JoinHandle};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::thread::Builder;
 
 use nix::sys::signal::{SigSet, SigmaskHow};
 
 /// Starts a thread called `name`, which takes no signals from its first moment on: those are the application's, and its handlers may
-/// not be made for a thread of ours.
+/// not be made for a thread of ours. If `work` panics, `after_panic` is called on the same thread with what the panic said, and
+/// sees to it that nobody waits for the thread in vain.
 ///
 /// # Errors
 /// The system has no thread to give.
-pub fn spawn<T: Send + 'static>(
-    name: &str,
-    work: impl FnOnce() -> T + Send + 'static,
-) -> io::Result<JoinHandle<T>> {
+pub fn spawn(
+    name: &'static str,
+    work: impl FnOnce() + Send + 'static,
+    after_panic: impl FnOnce(&str) + Send + 'static,
+) -> io::Result<()> {
+    let body = move || {
+        let Err(panic) = catch_unwind(AssertUnwindSafe(work)) else { return };
+        tracing::error!(thread = name, panic = text_of(&*panic), "Sublet failed inside");
+        let told = AssertUnwindSafe(|| after_panic(text_of(&*panic)));
+        if catch_unwind(told).is_err() {
+            tracing::error!(thread = name, "Sublet failed inside once more");
+        }
+    };
     // A thread begins with the mask of the one that starts it.
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
-    let thread = Builder::new().name(name.to_owned()).spawn(work);
+    let thread = Builder::new().name(name.to_owned()).spawn(body);
     if let Err(error) = before.thread_set_mask() {
         tracing::error!(%error, "a thread that has started one of ours takes no signals any more");
     }
-    thread
+    thread.map(drop)
+}
+
+/// What a panic said.
+pub fn text_of(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }
 
 #[cfg(test)]
@@ -33,7 +70,9 @@ mod tests {
     fn a_thread_of_ours_takes_no_signals_and_the_one_that_starts_it_takes_them_as_before() {
         let mine = || SigSet::thread_get_mask().unwrap();
         let before = mine();
-        let theirs = spawn("sublet-test", mine).unwrap().join().unwrap();
+        let (tell, told) = crossbeam_channel::bounded(1);
+        spawn("sublet-test", move || tell.send(mine()).unwrap(), |_| {}).unwrap();
+        let theirs = told.recv().unwrap();
         assert!(
             [Signal::SIGTERM, Signal::SIGUSR1, Signal::SIGALRM]
                 .iter()
@@ -41,5 +80,17 @@ mod tests {
         );
         assert_eq!(mine(), before);
         assert!(!before.contains(Signal::SIGUSR1), "or it shows nothing");
+    }
+
+    #[test]
+    fn what_is_to_be_done_after_a_panic_is_told_what_that_said_and_may_panic_too() {
+        let (tell, told) = crossbeam_channel::bounded(1);
+        let after = move |text: &str| {
+            tell.send(text.to_owned()).unwrap();
+            panic!("this one as well");
+        };
+        spawn("sublet-test", || panic!("row {} is not there", 7), after).unwrap();
+        assert_eq!(told.recv().unwrap(), "row 7 is not there");
+        assert!(told.recv().is_err(), "it has ended, and what it held is dropped");
     }
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
 
-use crate::driver::{DeviceOrdinal, Driver, DriverCode, DriverError, RawContext};
+use crate::driver::{DeviceOrdinal, Driver, DriverCode, DriverError, DriverOp, RawContext};
 
 /// Something whose work must end before memory can leave.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -121,9 +121,10 @@ impl<D: Driver> Waits<D> {
             if row.has_thread {
                 continue;
             }
-            let shared = Arc::clone(&self.shared);
+            let (shared, told) = (Arc::clone(&self.shared), Arc::clone(&self.shared));
+            let wait = move || shared.wait_for(place);
             // It takes the lock first, which is given up below.
-            crate::threads::spawn("sublet-drain", move || shared.wait_for(place))
+            crate::threads::spawn("sublet-drain", wait, move |_| told.end_in_panic(place))
                 .map_err(|source| (place, source))?;
             row.has_thread = true;
         }
@@ -184,6 +185,18 @@ impl<D: Driver> Waits<D> {
 impl<D: Driver> Shared<D> {
     fn table(&self) -> MutexGuard<'_, Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The thread of `place` is no more. What was asked has failed, and the next question begins another.
+    fn end_in_panic(&self, place: Waited) {
+        let error = DriverError { op: DriverOp::ContextSynchronize, code: DriverCode::UNKNOWN };
+        let mut table = self.table();
+        let row = table.places.entry(place).or_default();
+        let asked = row.asked;
+        *row = Place { asked, answered: asked, outcome: Some(error), ..Place::default() };
+        drop(table);
+        self.over.notify_all();
+        let _told = self.tell.try_send(());
     }
 
     /// Waits for `place` as long as somebody wants to know.

@@ -200,8 +200,8 @@ fn ask_unused() -> Vec<VaRange> {
         // SAFETY: the caller that set the source allows calls with its context from any thread.
         unsafe { (source.function)(source.context, token) };
     };
-    let thread = vmm_pool::threads::spawn("sublet-unused", ask);
-    let answered = thread.ok().and_then(|_| answer.recv_timeout(ANSWER_TIMEOUT).ok());
+    let thread = vmm_pool::threads::spawn("sublet-unused", ask, |_| {});
+    let answered = thread.ok().and_then(|()| answer.recv_timeout(ANSWER_TIMEOUT).ok());
     questions().open.take_if(|(open, _)| *open == token);
     if answered.is_none() {
         tracing::debug!("the application did not say in time what it does not need: all is saved");

@@ -194,7 +194,7 @@ impl Interposition {
                 self.walk(Purpose::Pause);
                 let _heard = done.send(());
             };
-            vmm_pool::threads::spawn("sublet-walk", walk).ok()?;
+            vmm_pool::threads::spawn("sublet-walk", walk, |_| {}).ok()?;
             walked.recv_timeout(CHILD_WALK_MAX).ok()?;
         } else {
             self.walk(Purpose::Pause);

@@ -114,7 +114,10 @@ fn arrange(
     {
         let mut table = table();
         if !table.has_thread {
-            let thread = vmm_pool::threads::spawn("sublet-frees", give_up_what_is_due);
+            let thread = vmm_pool::threads::spawn("sublet-frees", give_up_what_is_due, |_| {
+                // The next one begins it again.
+                self::table().has_thread = false;
+            });
             if let Err(error) = thread {
                 tracing::warn!(%error, "no thread for frees in the order of a stream");
                 return DriverCode::OPERATING_SYSTEM.0;

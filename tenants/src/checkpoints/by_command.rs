@@ -107,15 +107,17 @@ impl ByCommand {
         // It holds their end of the socket, and this end must hear when the child has gone.
         drop(command);
         let (reads, waiting) = (own.try_clone()?, Arc::new(Mutex::new(Some(BTreeMap::new()))));
-        let heard = Arc::clone(&waiting);
-        vmm_pool::threads::spawn("sublet-answers", move || {
+        let (heard, after_panic) = (Arc::clone(&waiting), Arc::clone(&waiting));
+        let hear_all = move || {
             hear(reads, &heard);
             // The calls that are left are told so by their channels.
             drop(lock(&heard).take());
             if let Err(error) = process.wait() {
                 tracing::debug!(%error, "the application waits for children that it has not started");
             }
-        })?;
+        };
+        let forget_all = move |_: &str| drop(lock(&after_panic).take());
+        vmm_pool::threads::spawn("sublet-answers", hear_all, forget_all)?;
         Ok(Child { socket: own, waiting, last: Mutex::new(0) })
     }
 

@@ -301,18 +301,25 @@ impl Session<'_> {
         let (say, hear) = crossbeam_channel::unbounded();
         let mut waited_for = Vec::new();
         for &index in members {
-            let (driver, say) = (Arc::clone(&driver), say.clone());
+            let (driver, say, say_so) = (Arc::clone(&driver), say.clone(), say.clone());
             let pid = self.peers.list[index].who.pid.unwrap_or(0);
+            let began = Instant::now();
             // Not one after the other: each takes some 0.4 s and more.
-            let made =
-                std::thread::Builder::new().name("sublet-driver".to_owned()).spawn(move || {
-                    let began = Instant::now();
+            let made = vmm_pool::threads::spawn(
+                "sublet-driver",
+                move || {
                     let made = call.make(&*driver, pid);
                     // The thread that waited may have given up.
                     let _heard = say.send((index, made, began.elapsed()));
-                });
+                },
+                move |text| {
+                    let reason = format!("Sublet failed inside ({text})");
+                    let error = CheckpointError::Unavailable { reason };
+                    let _heard = say_so.send((index, Err(error), began.elapsed()));
+                },
+            );
             match made {
-                Ok(_) => waited_for.push(index),
+                Ok(()) => waited_for.push(index),
                 Err(error) => {
                     let reason = format!("no thread to call the driver on ({error})");
                     let error = CheckpointError::Unavailable { reason };

@@ -5,6 +5,7 @@ mod leading;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -14,6 +15,7 @@ use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags};
 use vmm_pool::driver::Driver;
+use vmm_pool::threads::text_of;
 
 use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
 use super::lending::HandedOut;
@@ -124,23 +126,48 @@ pub(super) fn spawn<D: Driver>(
         savers: BTreeSet::new(),
         spillers: BTreeMap::new(),
     };
-    vmm_pool::threads::spawn("sublet-agent", move || agent.run())?;
+    let after_panic = Arc::clone(member);
+    vmm_pool::threads::spawn(
+        "sublet-agent",
+        move || agent.run(),
+        move |text| drop(after_panic.fail_inside(None, text)),
+    )?;
     Ok(())
 }
 
 impl<D: Driver> Agent<D> {
     fn run(mut self) {
         loop {
-            self.wait();
-            self.wakeups.clear();
-            self.accept();
-            self.serve();
-            self.deliver();
-            self.answer_waiters();
-            self.answer_watchers();
-            self.hang_up_on_silence();
-            self.keep_name();
+            // A defect must not end the thread: nobody could reach this process any more, nor open its gate.
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.turn())) {
+                self.hang_up_on_all(text_of(&*panic));
+            }
         }
+    }
+
+    fn turn(&mut self) {
+        self.wait();
+        self.wakeups.clear();
+        self.accept();
+        self.serve();
+        self.deliver();
+        self.answer_waiters();
+        self.answer_watchers();
+        self.hang_up_on_silence();
+        self.keep_name();
+    }
+
+    /// A turn has failed inside. What it was about nobody knows, so all that is under way is settled as if its clients had gone.
+    fn hang_up_on_all(&mut self, panic: &str) {
+        self.member.note(format!(
+            "Sublet failed inside, in its agent ({panic}): it hung up on all who had connected, and goes on; report this"
+        ));
+        for number in self.clients.numbers() {
+            self.clients.close(number);
+            self.forget(number);
+        }
+        // One that fails each time takes no processor for itself.
+        std::thread::park_timeout(ACCEPT_BACK_OFF);
     }
 
     /// Puts the socket's name back when it has gone: nobody could reach this process any more, nor what it has saved.

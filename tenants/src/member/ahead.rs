@@ -136,21 +136,35 @@ impl<D: Driver> Member<D> {
         if std::mem::replace(&mut self.ahead.state().has_thread, true) {
             return;
         }
-        let member = Arc::clone(self);
-        let thread = vmm_pool::threads::spawn("sublet-ahead", move || member.run_ahead());
+        let (member, after_panic) = (Arc::clone(self), Arc::clone(self));
+        let thread = vmm_pool::threads::spawn(
+            "sublet-ahead",
+            move || member.run_ahead(),
+            move |text| {
+                let why = format!("Sublet failed inside, bringing host memory in ({text})");
+                after_panic.ahead_has_ended(&format!("{why}: report this, or pause without it"));
+            },
+        );
         if let Err(error) = thread {
+            self.ahead_has_ended(&format!(
+                "no thread to bring host memory in with ({error}): raise its limit of threads (ulimit -u), or pause \
+                 without it"
+            ));
+        }
+    }
+
+    /// There is no thread for it, or no more.
+    fn ahead_has_ended(&self, why: &str) {
+        {
             let mut state = self.ahead.state();
             state.has_thread = false;
             state.asked = None;
             state.progress.stage = HostStage::Stopped(Failure {
                 kind: FailureKind::OutOfHostMemory,
-                message: format!(
-                    "process {}: no thread to bring host memory in with ({error}): raise its limit of threads \
-                     (ulimit -u), or pause without it",
-                    std::process::id()
-                ),
+                message: format!("process {}: {why}", std::process::id()),
             });
         }
+        self.waker.wake();
     }
 
     /// Has idle host memory given back, as long as the machine is short.

@@ -1,6 +1,5 @@
 //! The thread of a member that works: one job at a time, in the order in which the agent gives them. It alone drives devices.
 
-use std::any::Any;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -9,6 +8,7 @@ use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender};
 use vmm_pool::driver::Driver;
+use vmm_pool::threads::text_of;
 
 use super::Member;
 use super::failures::failed_inside;
@@ -71,8 +71,12 @@ pub(super) fn spawn<D: Driver>(
 ) -> io::Result<(Sender<Job>, Receiver<Done>)> {
     let (jobs, queue) = crossbeam_channel::unbounded();
     let (report, done) = crossbeam_channel::unbounded();
-    let member = Arc::clone(member);
-    vmm_pool::threads::spawn("sublet-worker", move || work(&member, &queue, &report))?;
+    let (for_thread, after_panic) = (Arc::clone(member), Arc::clone(member));
+    vmm_pool::threads::spawn(
+        "sublet-worker",
+        move || work(&for_thread, &queue, &report),
+        move |text| drop(after_panic.fail_inside(None, text)),
+    )?;
     Ok((jobs, done))
 }
 
@@ -150,12 +154,6 @@ fn do_job<D: Driver>(member: &Member<D>, saving: &mut Option<Saving>, job: Job) 
             return None;
         }
     })
-}
-
-/// What a panic said.
-fn text_of(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }
 
 impl Work {

@@ -28,8 +28,16 @@ const REST: Duration = Duration::from_hours(1);
 /// GPUs among the others, and brings the tenant back. One that was paused by name stays so, and one that wants nothing leaves the GPUs to others.
 /// Where its tenant says so, its contexts leave while it rests ([`crate::turns::TurnSettings::deep`]).
 pub fn come_back_by_itself<D: Driver>(member: &Arc<Member<D>>) {
-    let watched = Arc::clone(member);
-    if let Err(error) = vmm_pool::threads::spawn("sublet-back", move || watch(&watched)) {
+    let (watched, after_panic) = (Arc::clone(member), Arc::clone(member));
+    let again = move |text: &str| {
+        after_panic.note(format!(
+            "Sublet failed inside, watching for its turn ({text}), and begins again; report this"
+        ));
+        after_panic.rest(AFTER_FAILURE_MAX);
+        come_back_by_itself(&after_panic);
+    };
+    let thread = vmm_pool::threads::spawn("sublet-back", move || watch(&watched), again);
+    if let Err(error) = thread {
         member.note(format!(
             "nobody brings this tenant back when others have it paused for theirs: no thread ({error})"
         ));

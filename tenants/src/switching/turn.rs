@@ -1,5 +1,6 @@
 //! A turn of the calling process: its tenant has its GPUs from the beginning of it to its end, but for when others have theirs.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -87,7 +88,8 @@ impl Turn {
         let shared = Arc::new(Shared { state, changed: Condvar::new() });
         let watched = Arc::clone(&shared);
         let watch = Watch { run_dir: run_dir.clone(), tenant: tenant.clone(), options };
-        let thread = vmm_pool::threads::spawn("sublet-turn", move || watch.run(&watched));
+        let watch = move || watch.run(&watched);
+        let thread = vmm_pool::threads::spawn("sublet-turn", watch, |_| {});
         if let Err(error) = thread {
             tracing::warn!(%error, "nobody brings this tenant back when others have it paused for theirs");
         }
@@ -130,7 +132,8 @@ impl Watch {
                 return;
             }
             pause = LOOK;
-            let is_paused = (self.options.is_paused)();
+            // A defect must not end the watch, nor the turn: nobody would bring the tenant back.
+            let is_paused = catch_unwind(self.options.is_paused).unwrap_or(false);
             let is_kept = kept_at.elapsed() < KEPT_EVERY;
             let Some(mut queue) = state.queue.take() else { return };
             if !is_paused {
@@ -143,12 +146,18 @@ impl Watch {
             drop(state);
             if !is_kept {
                 kept_at = Instant::now();
-                self.keep(&mut queue, shared);
             }
-            if is_paused && queue.displaced.look(&self.run_dir, &self.tenant) {
-                if self.comes_back(&mut queue, shared) {
-                    after_failure = AFTER_FAILURE;
-                } else {
+            let acts = || {
+                if !is_kept {
+                    self.keep(&mut queue, shared);
+                }
+                let is_away = is_paused && queue.displaced.look(&self.run_dir, &self.tenant);
+                is_away.then(|| self.comes_back(&mut queue, shared))
+            };
+            match catch_unwind(AssertUnwindSafe(acts)) {
+                Ok(None) => {}
+                Ok(Some(true)) => after_failure = AFTER_FAILURE,
+                Ok(Some(false)) | Err(_) => {
                     pause = after_failure;
                     after_failure = (after_failure * 2).min(AFTER_FAILURE_MAX);
                 }

@@ -5,7 +5,7 @@ use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use tenants::coordinator::{Event, Options, Outcome, Step, TakesPart};
+use tenants::coordinator::{Coordinator, Event, Options, Outcome, Step, TakesPart};
 use tenants::member::ImportError;
 use tenants::scope::{Scope, TagNames};
 use tenants::ticket::Ticket;
@@ -213,6 +213,26 @@ fn a_handle_that_is_opened_while_its_owner_frees_the_memory_is_refused_as_stale(
         let refused = opening.join().expect("it ended").expect_err("it is gone");
         assert!(matches!(refused, ImportError::Stale { .. }), "{refused}");
     }
+}
+
+#[test]
+fn an_agent_that_panics_hangs_up_says_so_and_goes_on() {
+    let stage = Stage::new();
+    let (owner, importer) = (stage.join(), stage.join());
+    let (at_owner, ticket, _) = block(&owner, "");
+    let redeem = || importer.redeem_ticket(&importer.pool().enter(), &ticket, "test");
+    owner.pool().driver().faults().panic_at(DriverOp::Export);
+    let hung_up = redeem().expect_err("its agent has failed");
+    assert!(matches!(hung_up, ImportError::Owner { .. }), "{hung_up}");
+    let handle = redeem().expect("it goes on");
+    let at_importer = map(&importer, handle, 2);
+    stage.pause();
+    stage.resume();
+    assert_one_memory((&owner, at_owner), (&importer, at_importer), 8);
+    let coordinator = Coordinator::new(stage.place.run_dir().clone(), tenant(), alone(&owner));
+    let stats = coordinator.stats().expect("reachable");
+    let mut notes = stats.members.iter().flat_map(|member| &member.notes);
+    assert!(notes.any(|note| note.contains("in its agent")), "{stats:?}");
 }
 
 #[test]

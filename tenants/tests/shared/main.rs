@@ -3,6 +3,7 @@
 
 #![expect(clippy::expect_used, clippy::panic, reason = "a test says what it expected")]
 
+mod draining;
 mod endings;
 mod joining;
 mod pins;

@@ -20,7 +20,7 @@ pub(crate) type Acted = Result<Outcome, CoordinatorError>;
 
 pub(crate) const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
 const TENANT: &str = "train";
-const TIMEOUT: Duration = Duration::from_mins(1);
+pub(crate) const TIMEOUT: Duration = Duration::from_mins(1);
 
 /// A node, and the directory that its tenants meet in.
 pub(crate) struct Stage {

@@ -27,11 +27,15 @@ impl<D: Driver> Entered<'_, D, Use> {
         let place = device.ok_or(late).about(about, range.size_bytes, device)?;
         let (tell, told) = crossbeam_channel::bounded(1);
         let driver = Arc::clone(&self.pool.driver);
-        let begun = crate::threads::spawn("sublet-fill", move || {
-            let filled = clear_on_this_thread(driver.as_ref(), range, place);
-            let _nobody_waits = tell.send(filled);
-        });
-        let outcome = match begun.map(|_| wait_for(&told, range)) {
+        let begun = crate::threads::spawn(
+            "sublet-fill",
+            move || {
+                let filled = clear_on_this_thread(driver.as_ref(), range, place);
+                let _nobody_waits = tell.send(filled);
+            },
+            |_| {},
+        );
+        let outcome = match begun.map(|()| wait_for(&told, range)) {
             Ok(Some((outcome, left))) => {
                 if let Some(stream) = left {
                     self.pool.deferred.end_stream_later(place, stream);

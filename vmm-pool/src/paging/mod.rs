@@ -223,6 +223,12 @@ impl<D: Driver> Shared<D> {
         HostArena::<D>::check_budget(end_bytes, grow_bytes, (self.host_budget)(held.bytes()))
     }
 
+    /// Whoever waits for the pager is told that it has ended.
+    fn say_it_has_ended(&self) {
+        self.table().has_ended = true;
+        self.changed.notify_all();
+    }
+
     /// Waits until `look` says something, for `limit` of the time that the process is not paused.
     fn wait_for<T>(
         &self,
@@ -306,9 +312,12 @@ impl<D: Driver> Pager<D> {
 
     fn begin(shared: &Arc<Shared<D>>) -> PageResult<()> {
         let (tell, told) = crossbeam_channel::bounded(1);
-        let for_thread = Arc::clone(shared);
-        let spawned =
-            crate::threads::spawn("sublet-pager", move || thread::run(&for_thread, &tell));
+        let (for_thread, after_panic) = (Arc::clone(shared), Arc::clone(shared));
+        let spawned = crate::threads::spawn(
+            "sublet-pager",
+            move || thread::run(&for_thread, &tell),
+            move |_| after_panic.say_it_has_ended(),
+        );
         spawned.map_err(PageError::NoThread)?;
         let ended = PageError::Ended { device: shared.device };
         Ok(told.recv().map_err(|_| ended)??)

@@ -100,8 +100,7 @@ fn finish<D: Driver>(shared: &Shared<D>) {
             tracing::error!(%error, "addresses for paging stay until the next pause");
         }
     }
-    shared.table().has_ended = true;
-    shared.changed.notify_all();
+    shared.say_it_has_ended();
 }
 
 struct Worker<'a, D: Driver> {

@@ -316,6 +316,21 @@ fn four_times_as_much_as_the_frames_hold_is_all_there() {
 }
 
 #[test]
+fn a_pager_that_panics_refuses_uses_by_name_and_keeps_no_pause_up() {
+    let mut stage = Stage::new(2);
+    let span = stage.alloc(1).expect("addresses");
+    let (start, stream) = (stage.start_of(span), stage.streams[0]);
+    stage.driver().faults().panic_at(DriverOp::Create);
+    for _ in 0..2 {
+        let refused = stage.pager().acquire(&[start], stream, LIMIT).expect_err("it has ended");
+        assert!(matches!(refused, PageError::Ended { device: DEVICE }), "{refused}");
+    }
+    pause(&stage.pool);
+    resume(&stage.pool);
+    drop(stage.pager.take());
+}
+
+#[test]
 fn spans_lie_side_by_side_and_take_the_chunks_that_their_bytes_fill() {
     let mut stage = Stage::new(2);
     for _ in 0..8 {

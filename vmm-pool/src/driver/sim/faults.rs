@@ -52,6 +52,7 @@ struct Holder {
 struct Table {
     rules: Vec<Rule>,
     holders: Vec<Holder>,
+    panics: Vec<&'static str>,
     calls: BTreeMap<&'static str, u64>,
     fired: u64,
 }
@@ -84,6 +85,11 @@ impl Faults {
             self.add(symbol, span, code);
         }
         Ok(())
+    }
+
+    /// Makes the next call of `op` panic, on whichever thread it is made.
+    pub fn panic_at(&self, op: DriverOp) {
+        self.lock().panics.push(op.symbol());
     }
 
     /// Holds the next call of `op` for as long as what comes out lives.
@@ -137,6 +143,11 @@ impl Faults {
         }
         let mut table = self.lock();
         *table.calls.entry(symbol).or_default() += 1;
+        if let Some(at) = table.panics.iter().position(|panics| *panics == symbol) {
+            table.panics.remove(at);
+            drop(table);
+            panic!("{symbol} panics, as it was told to");
+        }
         let mut verdict = Ok(());
         for rule in &mut table.rules {
             if rule.symbol.as_deref().is_some_and(|name| name != symbol) {
