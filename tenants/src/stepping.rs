@@ -104,8 +104,8 @@ pub fn at_work(inside: u64, busy: &[String], waiting: u64, calls: &[HeldCall]) -
 /// The error of a process that was not idle in time; `what` is what it does.
 pub fn not_idle(who: impl fmt::Display, what: impl fmt::Display) -> String {
     format!(
-        "{who} was not idle in time: {what}; a kernel may wait for what was not launched, or never end: pause at a step \
-         boundary, or give a longer timeout"
+        "{who} was not idle in time: {what}; much may be queued, or a kernel may wait for what was not launched, or never \
+         end: pause at a step boundary, or give a longer timeout"
     )
 }
 

@@ -29,6 +29,9 @@ const QUIET: Duration = Duration::from_millis(500);
 /// Processes that an error names in addition to the one that it is about.
 const NAMED_MAX: usize = 8;
 
+/// How many times as long a timeout an error proposes as the one that was too short.
+const LONGER: u32 = 4;
+
 /// One process behind its gate.
 struct Stepped {
     index: usize,
@@ -137,7 +140,7 @@ impl Session<'_> {
                 self.stop_calls(&mut all)?;
             }
             if Instant::now() >= deadline {
-                return Err(Stop::Failed(self.not_drained(&all)));
+                return Err(Stop::Failed(self.not_drained(&all, began.elapsed())));
             }
             if began.elapsed() >= QUIET {
                 self.tell_of_devices(&all);
@@ -236,8 +239,10 @@ impl Session<'_> {
         }
     }
 
-    /// One failure for each process whose devices are busy, the first with what all others do.
-    fn not_drained(&self, all: &[Stepped]) -> Vec<MemberFailure> {
+    /// One failure for each process whose devices are busy after `waited`, the first with what all others do.
+    fn not_drained(&self, all: &[Stepped], waited: Duration) -> Vec<MemberFailure> {
+        let tenant = self.tenant();
+        let longer_s = (waited * LONGER).as_secs().max(1);
         let who = |stepped: &Stepped| self.peers.list[stepped.index].who;
         let is_busy = |stepped: &&Stepped| stepped.activity.as_ref().is_none_or(|a| !a.is_idle);
         let describe = |stepped: &Stepped| match &stepped.activity {
@@ -245,7 +250,11 @@ impl Session<'_> {
             None => "it did not say in time what it does".to_owned(),
         };
         let failure = |stepped: &Stepped| {
-            let message = not_idle(who(stepped), describe(stepped));
+            let busy = not_idle(who(stepped), describe(stepped));
+            let message = format!(
+                "{busy} ({:.1} s were too short: sublet pause {tenant} --timeout {longer_s}s)",
+                waited.as_secs_f64()
+            );
             let failure = Failure { kind: FailureKind::DrainTimeout, message };
             MemberFailure { who: who(stepped), step: Step::Drain, failure }
         };
