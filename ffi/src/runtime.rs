@@ -423,6 +423,22 @@ extern "C" fn at_exit() {
     }
 }
 
+unsafe extern "C" {
+    safe fn pthread_setcancelstate(state: c_int, before: *mut c_int) -> c_int;
+}
+/// `PTHREAD_CANCEL_DISABLE` of `pthread.h`.
+const NOT_CANCELLED: c_int = 1;
+
+/// Keeps panics of `work` from the caller. glibc ends a cancelled thread by unwinding it, and the process if somebody catches that: so a
+/// thread is not cancelled in here, but at its next cancellation point (`tests/programs/preload_cancel.c`).
+fn netted<T>(work: impl FnOnce() -> T) -> std::thread::Result<T> {
+    let mut before = 0;
+    pthread_setcancelstate(NOT_CANCELLED, &raw mut before);
+    let outcome = catch_unwind(AssertUnwindSafe(work));
+    pthread_setcancelstate(before, &raw mut before);
+    outcome
+}
+
 /// Answers a hooked call: `decide` for memory of ours, `driver` for everything else, for processes that
 /// have not joined, and, once and loudly, when something of ours went wrong.
 pub(crate) fn answered(
@@ -433,7 +449,7 @@ pub(crate) fn answered(
     let Some(member) = find() else {
         return driver();
     };
-    match catch_unwind(AssertUnwindSafe(|| decide(member))) {
+    match netted(|| decide(member)) {
         Ok(Answer::Done(())) => DriverCode::SUCCESS.0,
         Ok(Answer::Refused(code)) => code.0,
         Ok(Answer::AskDriver) => driver(),
@@ -444,7 +460,7 @@ pub(crate) fn answered(
 /// Runs a hook that asks the driver itself. Nothing unwinds into the caller: when something of ours fails, the call is
 /// refused, once and loudly.
 pub(crate) fn caught(hook: impl FnOnce() -> c_int) -> c_int {
-    catch_unwind(AssertUnwindSafe(hook)).unwrap_or_else(|_| failed_inside())
+    netted(hook).unwrap_or_else(|_| failed_inside())
 }
 
 fn failed_inside() -> c_int {

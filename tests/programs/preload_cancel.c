@@ -1,6 +1,6 @@
 /* A thread is cancelled while a call of it waits at the gate: at its next cancellation point, or where it stands, one word an argument:
  *
- *   deferred, asynchronous
+ *   deferred, asynchronous, memory (in a call that makes memory)
  */
 #include "driver.h"
 #include "inside.h"
@@ -12,17 +12,21 @@ static CUcontext context;
 static CUstream stream;
 static CUfunction store;
 static CUdeviceptr place;
-static volatile bool is_asynchronous, is_there;
+static volatile bool is_asynchronous, is_memory, is_there;
 
 static void *launch(void *unused)
 {
     uint32_t one = 1;
+    CUdeviceptr more = 0;
     void *arguments[] = {&place, &one};
     if (is_asynchronous)
         pthread_setcanceltype(PTHREAD_CANCEL_ASYNCHRONOUS, NULL);
     OK(cuCtxSetCurrent(context));
     is_there = true;
-    cuLaunchKernel(store, 1, 1, 1, 32, 1, 1, 0, stream, arguments, NULL);
+    if (is_memory)
+        cuMemAlloc(&more, 4 << 20);
+    else
+        cuLaunchKernel(store, 1, 1, 1, 32, 1, 1, 0, stream, arguments, NULL);
     /* Without us it was not cancelled before. */
     for (;;)
         usleep(1000);
@@ -41,6 +45,7 @@ int main(int count, char **words)
     OK(cuStreamCreate(&stream, 1));
     store = driver_kernel("store_u32");
     is_asynchronous = count > 1 && strcmp(words[1], "asynchronous") == 0;
+    is_memory = count > 1 && strcmp(words[1], "memory") == 0;
     inside_pause();
     if (pthread_create(&thread, NULL, launch, NULL) != 0)
         return 1;

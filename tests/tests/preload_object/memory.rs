@@ -228,6 +228,7 @@ fn work_in_a_context_of_the_names_of_cuda_2_is_waited_for() {
 fn a_thread_that_is_cancelled_while_its_call_waits_ends_and_not_its_process() {
     assert_eq!(said("cancel", &["deferred"]), ["cancelled"]);
     assert_eq!(said("cancel", &["asynchronous"]), ["cancelled"]);
+    assert_eq!(said("cancel", &["memory"]), ["cancelled"]);
 }
 
 #[test]
