@@ -8,7 +8,7 @@ use vmm_pool::driver::{AccessDesc, Driver as _, DriverCode, DriverOp, RawStream,
 use vmm_pool::paging::Pager;
 use vmm_pool::{ChangeDetection, Class, Contents, PoolError, SavedError, Spilled, Standing};
 
-use crate::paging::{pager, unlimited};
+use crate::paging::program::{pager, unlimited};
 use crate::stage::{
     DEVICE, GateAt, SimPool, UNIT, class, create, gate_of, holds, map, pattern, pause, pool,
     resume, write,

@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use proptest::prelude::*;
 use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{Driver as _, DriverCode};
+use vmm_pool::paging::In;
 
-use super::{In, LIMIT, SHORT, Stage, word_at};
+use super::program::{LIMIT, SHORT, Stage, word_at};
 use crate::process::SimPool;
 use crate::stage::{CAPACITY_BYTES, DEVICE, UNIT, UNLIMITED, WHOLE, free_bytes, pause, resume};
 

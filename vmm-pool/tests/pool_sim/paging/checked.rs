@@ -1,24 +1,9 @@
 //! Writes that no use and no call shows.
 
-use vmm_pool::driver::sim::Touch;
 use vmm_pool::paging::UnseenWrite;
 
-use super::{DeviceAddress, Holds, LIMIT, Stage, VaRange, bytes_of};
-use crate::stage::{DEVICE, UNIT};
-
-/// A kernel that has an address from device memory writes `size_bytes` of the span, which is one chunk, from `offset` on.
-fn write_unseen(stage: &Stage, span: usize, holds: Holds, offset: u64, size_bytes: u64) {
-    let range = stage.spans[span][0].range;
-    let part = VaRange::new(DeviceAddress(range.start.0 + offset), size_bytes);
-    let guard = stage.driver().core().access(DEVICE, &[(part, Touch::Write)]).expect("mapped");
-    let at = usize::try_from(part.start.0).expect("small");
-    let start: *mut u8 = std::ptr::with_exposed_provenance_mut(at);
-    for (index, byte) in bytes_of(holds, size_bytes).into_iter().enumerate() {
-        // SAFETY: the guard keeps these bytes writable.
-        unsafe { start.wrapping_add(index).write_volatile(byte) };
-    }
-    drop(guard);
-}
+use super::program::{Holds, LIMIT, Stage, write_unseen};
+use crate::stage::UNIT;
 
 /// Spans of one chunk, of which the last that were used are on the device, all as their copies.
 fn stage(frames: u64, is_looked: bool, checks: bool) -> Stage {

@@ -2,11 +2,10 @@
 
 use std::sync::Arc;
 
-use vmm_pool::driver::sim::Touch;
 use vmm_pool::driver::{Driver as _, DriverOp, VaRange};
 use vmm_pool::paging::{In, PageError};
 
-use super::{LIMIT, SHORT, Stage, word_at};
+use super::program::{LIMIT, Place, SHORT, Stage, byte_unseen, bytes_of, word_at};
 use crate::stage::{DEVICE, UNIT, pause, resume};
 
 #[test]
@@ -114,26 +113,21 @@ fn what_is_not_full_yet_is_not_mapped() {
     stage.pager().flush(LIMIT).expect("copied");
     let driver = Arc::clone(stage.pool.driver());
     for round in 0..30 {
-        let super::Place { range, holds } = stage.spans[round % 2][0];
+        let Place { range, holds } = stage.spans[round % 2][0];
         stage.pager().announce(&[range.start]).expect("announced");
         while driver.core().mapping_at(range.start).is_none() {
             std::thread::yield_now();
         }
-        let wanted = super::bytes_of(holds, UNIT);
+        let wanted = bytes_of(holds, UNIT);
         let last = wanted.len() - 1;
         // A use that comes here unseen finds the contents.
         // Between mapping and access it finds a fault.
-        let access = loop {
-            if let Ok(access) = driver.core().access(DEVICE, &[(range, Touch::Read)]) {
-                break access;
+        let byte = loop {
+            if let Ok(byte) = byte_unseen(&driver, range, last) {
+                break byte;
             }
             std::thread::yield_now();
         };
-        let at = usize::try_from(range.start.0).expect("small") + last;
-        let byte: *const u8 = std::ptr::with_exposed_provenance(at);
-        // SAFETY: the guard keeps the byte readable.
-        let byte = unsafe { byte.read_volatile() };
-        drop(access);
         assert_eq!(byte, wanted[last], "round {round}");
         stage.try_use(&[round % 2], 0, false).expect("a use");
     }
