@@ -178,7 +178,8 @@ int sublet_unused(uint64_t token, const uint64_t *starts, const uint64_t *sizes,
  *
  * sublet_page_acquire waits for at most timeout_ms of the time that the process is not paused, until all is on the device, and has the
  * stream wait for what is still being copied. sublet_page_release says if anything was written. sublet_page_announce has spans come
- * while the device works, in this order. sublet_page_flush waits until the host has all that was written. Errors:
+ * while the device works, in this order. sublet_page_flush waits until the host has all that was written by uses that have ended.
+ * Errors:
  * SUBLET_ERROR_ARGUMENT when more is used together than fits (the text says how much is needed), SUBLET_ERROR_RETRY when it
  * took too long, SUBLET_ERROR_OUT_OF_DEVICE_MEMORY and SUBLET_ERROR_OUT_OF_HOST_MEMORY when there is no memory for a frame, or for contents. */
 int sublet_page_open(int device, uint64_t window_bytes, uint64_t chunk_bytes, uint64_t frames_bytes, uint64_t *pager);

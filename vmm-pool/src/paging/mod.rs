@@ -472,8 +472,8 @@ impl<D: Driver> Pager<D> {
         Ok(())
     }
 
-    /// Waits until the host has all that was written, for at most `limit` of the time that the process is not paused.
-    /// *Blocks.*
+    /// Waits until the host has all that was written by uses that have ended, for at most `limit` of the time that the process is
+    /// not paused. What a graph uses is in use for good. *Blocks.*
     ///
     /// # Errors
     /// [`PageError::Late`].

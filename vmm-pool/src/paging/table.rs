@@ -511,7 +511,8 @@ impl Table {
 
     /// Is everything that was written saved, as far as nobody holds it?
     pub(super) fn is_all_clean(&self) -> bool {
-        self.chunks.iter().all(|chunk| chunk.place == Place::Away || chunk.is_clean())
+        let is_clean = |chunk: &Chunk| chunk.place == Place::Away || chunk.is_clean();
+        self.chunks.iter().all(|chunk| chunk.holders > 0 || is_clean(chunk))
     }
 
     /// Its contents are on their way, and there when `mark` is over; with none they are there.

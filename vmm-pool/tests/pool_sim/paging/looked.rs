@@ -157,6 +157,22 @@ fn what_a_graph_uses_stays() {
 }
 
 #[test]
+fn the_host_gets_all_but_what_a_graph_uses() {
+    let mut stage = Stage::looked(2);
+    stage.alloc(1).expect("addresses");
+    stage.alloc(1).expect("addresses");
+    let word = word_at(stage.start_of(0), 0);
+    let kept = stage.pager().begin_call(&[word], In::Graph, LIMIT).expect("here");
+    stage.pager().end_call(&kept.expect("paged"));
+    stage.use_all(true);
+    stage.check();
+    stage.pager().flush(LIMIT).expect("it waits for nothing that stays in use");
+    let report = stage.pager().report();
+    assert_eq!((report.out_bytes, &*report.chunks), (UNIT, "wh"));
+    stage.end();
+}
+
+#[test]
 fn what_calls_left_as_it_was_is_not_copied_out_again() {
     let mut stage = Stage::looked(1);
     for _ in 0..3 {
