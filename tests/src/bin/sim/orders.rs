@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use sublet_tests::{Outcome, Trouble};
 
+use crate::tally::Counts;
+
 /// What a worker is to do.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Order {
@@ -189,6 +191,8 @@ pub(crate) struct Item {
     pub(crate) id: u128,
     pub(crate) is_own: bool,
     pub(crate) is_resident: bool,
+    /// It is paged, and a resume of everything does not bring it.
+    pub(crate) is_away_by_turns: bool,
     pub(crate) device: i32,
     pub(crate) bytes: u64,
     pub(crate) tag: String,
@@ -262,6 +266,8 @@ pub(crate) struct Account {
     pub(crate) slabs: u64,
     /// Allocations that are parts of them.
     pub(crate) cells: u64,
+    /// What was done with memory that is paged, since the last account.
+    pub(crate) paged: Counts,
     /// Anonymous resident memory, without the arena for saved contents.
     pub(crate) resident_bytes: u64,
 }

@@ -47,6 +47,8 @@ pub(crate) struct Tally {
     /// Slabs and parts of them that were there when all was compared, each time.
     pub(crate) slabs: u64,
     pub(crate) cells: u64,
+    /// What was done with memory that is paged.
+    pub(crate) paged: Counts,
     /// Commands while host memory was short, by what came of them.
     pub(crate) scarce: Counts,
     /// Processes that moved what they had saved to a file, each time, and how much that was.
@@ -113,6 +115,7 @@ impl fmt::Display for Tally {
             self.spillers
         )?;
         writeln!(f, "of slabs        {} cells in {} slabs were compared", self.cells, self.slabs)?;
+        writeln!(f, "paged           {}", listed(&self.paged))?;
         writeln!(f, "compared        {} MiB", self.checked_bytes >> 20)?;
         write!(f, "slowest command {}", seconds(self.slowest.0))?;
         write!(f, " ({})", self.slowest.1)

@@ -259,6 +259,9 @@ impl World {
             self.tally.lost_imports += account.lost;
             self.tally.slabs += account.slabs;
             self.tally.cells += account.cells;
+            for (name, count) in &account.paged {
+                Tally::count(&mut self.tally.paged, name.as_str(), *count);
+            }
             orphans += account.orphans;
         }
         tenant.has_orphans = orphans > 0;
@@ -474,7 +477,7 @@ impl World {
         let mut needed = vec![0; DEVICES];
         let items = self.items(tenant)?;
         for item in items.iter().flat_map(|(_, items)| items) {
-            if item.is_own && !item.is_resident {
+            if item.is_own && !item.is_resident && !item.is_away_by_turns {
                 needed[usize::try_from(item.device)?] += item.bytes;
             }
         }

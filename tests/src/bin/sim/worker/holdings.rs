@@ -16,6 +16,7 @@ use super::calls::{device_refused, insist, judged, map, unmap};
 use super::cells::{self, Cells};
 use super::exchange::{Exchange, Shared};
 use super::memory::Paint;
+use super::paged::{self, Paged};
 use super::{Charter, Sim, memory};
 use crate::orders::{Account, EndOrder};
 use crate::usage::{Usage, largest_mappings};
@@ -50,6 +51,7 @@ pub(super) struct Holdings {
     random: Rng,
     list: Vec<Holding>,
     cells: Cells,
+    paged: Paged,
     /// The devices of this process, with a stream each.
     devices: Vec<(DeviceOrdinal, RawStream)>,
     number: u64,
@@ -65,7 +67,7 @@ pub(super) struct Holdings {
 }
 
 impl Holdings {
-    pub(super) fn new(member: Arc<Sim>, charter: &Charter) -> Outcome<Self> {
+    pub(super) fn new(member: Arc<Sim>, charter: &Charter, pager: paged::Open) -> Outcome<Self> {
         let core = member.pool().driver().core();
         let mut devices = Vec::new();
         for device in charter.devices.iter().map(|device| DeviceOrdinal(*device)) {
@@ -75,6 +77,7 @@ impl Holdings {
         }
         Ok(Self {
             cells: Cells::new(Arc::clone(&member), charter),
+            paged: Paged::new(Arc::clone(&member), charter, pager)?,
             member,
             random: Rng::with_seed(charter.seed),
             list: Vec::new(),
@@ -118,11 +121,15 @@ impl Holdings {
     pub(super) fn wait(&mut self) -> Outcome {
         let core = self.driver().core();
         let mut streams = self.devices.iter().map(|(_, stream)| *stream);
-        streams.try_for_each(|stream| core.wait_stream(stream).map_err(device_refused))
+        streams.try_for_each(|stream| core.wait_stream(stream).map_err(device_refused))?;
+        self.paged.wait()
     }
 
     /// Does something random; says whether the driver let it.
     pub(super) fn change(&mut self) -> Outcome<bool> {
+        if self.paged.wants_a_change() {
+            return self.paged.change();
+        }
         if self.cells.wants_a_change() {
             return self.cells.change();
         }
@@ -323,6 +330,9 @@ impl Holdings {
         open: &[u128],
     ) -> Outcome<Account> {
         self.wait()?;
+        let mut first = Account::default();
+        self.paged.check(&mut first.checked_bytes)?;
+        first.paged = self.paged.take_done();
         let member = Arc::clone(&self.member);
         let _pass = member.gate().pass(Passage::Use);
         let resumes = member.stats().resumes;
@@ -335,7 +345,7 @@ impl Holdings {
         // after its death was heard of.
         let until = Instant::now() + SETTLE_TIMEOUT;
         loop {
-            let mut account = Account::default();
+            let mut account = first.clone();
             for index in 0..self.list.len() {
                 self.check_one(index, &mut account)?;
             }
@@ -384,11 +394,16 @@ impl Holdings {
         }
         let report = self.member.pool().report();
         let cells = self.cells.check(&report, &mut account.checked_bytes)?;
+        let paged = self.paged.account(&report)?;
         for ((index, bytes), perhaps) in (0..).zip(&account.own_bytes).zip(&shared.perhaps_bytes) {
             let rows = report.devices.iter().filter(|row| row.device.0 == index);
+            let of_pager: u64 = rows.clone().map(paged::own_bytes_on).sum();
             let own: u64 = rows.clone().map(vmm_pool::DeviceReport::own_bytes).sum();
+            let own = own - of_pager;
             let of_cells: u64 = rows.clone().map(cells::own_bytes_on).sum();
+            let paged: u64 = rows.clone().map(paged::resident_bytes_on).sum();
             let resident: u64 = rows.map(vmm_pool::DeviceReport::resident_bytes).sum();
+            let resident = resident - paged;
             let is_right = (*bytes..=bytes + perhaps).contains(&(own - of_cells));
             if !is_right || (is_all_back && resident != own) {
                 let recorded = self.member.pool().inventory(Standing::Runs).into_iter();
@@ -412,16 +427,17 @@ impl Holdings {
         let _none = self.member.pool().take_plain_memory(RawContext(0));
         let census = self.driver().census();
         let own_places: usize = self.list.iter().map(|holding| holding.places.len()).sum();
-        let places = own_places + shared.places + cells.places;
-        let streams = self.devices.len() + 1;
+        let places = own_places + shared.places + cells.places + paged.places;
+        let streams = self.devices.len() + 1 + paged.streams;
         let is_clean = self.driver().faults().fired() == self.fired_before;
-        let has_all = if cells.is_exact {
+        let has_all = if cells.is_exact && paged.is_exact {
             census.mappings == places
         } else {
             // A slab that the driver would not take back stays until the next one ends.
             census.mappings >= places
         };
-        if is_clean && (!has_all || census.streams != streams) {
+        let has_streams = census.streams == streams || !paged.is_exact;
+        if is_clean && (!has_all || !has_streams) {
             return Err(Trouble::new(format!("{census:?}, but {places} places are mapped")));
         }
         let usage = Usage::now(report.host_arena_bytes)?;
@@ -437,7 +453,7 @@ impl Holdings {
         account.resident_bytes = usage.resident_bytes;
         account.slabs = report.slabs.slabs;
         account.cells = report.slabs.cells;
-        Ok(cells.is_exact)
+        Ok(cells.is_exact && paged.is_exact)
     }
 
     /// Lets everything go; nothing may be left then.
@@ -448,6 +464,7 @@ impl Holdings {
         open: &[u128],
     ) -> Outcome<Account> {
         self.wait()?;
+        self.paged.free_all()?;
         let member = Arc::clone(&self.member);
         let _pass = member.gate().pass(Passage::GiveUp);
         while !self.list.is_empty() {

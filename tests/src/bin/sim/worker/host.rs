@@ -1,6 +1,7 @@
 //! The host memory and the disk that this process may take, as the simulation has it.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -14,8 +15,17 @@ use super::Sim;
 
 /// What `MemberConfig::host_limits` says, which can hold no value of its own.
 static ROOM: Mutex<HostRoom> = Mutex::new(HostRoom::Plenty);
+/// How often there was less than plenty.
+static SHORTAGES: AtomicU64 = AtomicU64::new(0);
+
+pub(super) fn shortages() -> u64 {
+    SHORTAGES.load(Ordering::Relaxed)
+}
 
 pub(super) fn set_room(room: &HostRoom) {
+    if !matches!(room, HostRoom::Plenty) {
+        SHORTAGES.fetch_add(1, Ordering::Relaxed);
+    }
     room.clone_into(&mut ROOM.lock().unwrap_or_else(PoisonError::into_inner));
 }
 

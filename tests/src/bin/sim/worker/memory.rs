@@ -9,7 +9,9 @@ use std::sync::Arc;
 use vmm_pool::driver::sim::{SimDriver, Touch, Work};
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, RawStream, VaRange};
 
-const PAGE_BYTES: usize = 4096;
+const PAGE_LENGTH: usize = 4096;
+/// What has a pattern of its own, in bytes.
+pub(super) const PAGE_BYTES: u64 = PAGE_LENGTH as u64;
 
 thread_local! {
     /// What was read last; a fresh one each time would cost more than the reading.
@@ -50,7 +52,7 @@ impl Paint {
 
     /// What is in each page of `size_bytes`.
     fn pages(self, size_bytes: u64) -> impl Iterator<Item = u64> {
-        let count = size_bytes / PAGE_BYTES as u64;
+        let count = size_bytes / PAGE_BYTES;
         (0..count).map(move |index| match self.page {
             Some((page, pattern)) if page == index => pattern,
             _ if self.is_hollow && index >= count / 2 => 0,
@@ -61,16 +63,16 @@ impl Paint {
 
 /// A page of these bytes is at this place of a range.
 pub(super) fn page_at(range: VaRange, page: u64) -> VaRange {
-    VaRange::new(DeviceAddress(range.start.0 + page * PAGE_BYTES as u64), PAGE_BYTES as u64)
+    VaRange::new(DeviceAddress(range.start.0 + page * PAGE_BYTES), PAGE_BYTES)
 }
 
 /// How many pages a range has.
 pub(super) fn page_count(range: VaRange) -> u64 {
-    range.size_bytes / PAGE_BYTES as u64
+    range.size_bytes / PAGE_BYTES
 }
 
 fn page_of(pattern: u64) -> Vec<u8> {
-    pattern.wrapping_mul(SPREAD).to_le_bytes().repeat(PAGE_BYTES / 8)
+    pattern.wrapping_mul(SPREAD).to_le_bytes().repeat(PAGE_LENGTH / 8)
 }
 
 /// The bytes of memory with this in it.
@@ -120,6 +122,32 @@ pub(super) fn queue_write(
     driver.core().enqueue(stream, work.touching([(range, Touch::Write)]))
 }
 
+/// A kernel that reads `range`, some time later, and shows the pattern that each page has; `None` for more than one.
+pub(super) fn queue_read(
+    driver: &SimDriver,
+    (device, stream): (DeviceOrdinal, RawStream),
+    range: VaRange,
+    show: impl Fn(&[Option<u64>]) + Send + Sync + 'static,
+) -> Result<(), DriverCode> {
+    let work = Work::new(move |core| {
+        let mut seen = vec![0; length(range.size_bytes)];
+        let target = seen.as_mut_ptr().expose_provenance() as u64;
+        // SAFETY: `seen` is host memory of this length; the source is checked by the driver.
+        unsafe { core.copy((device, target), (device, range.start.0), range.size_bytes) }?;
+        let patterns: Vec<_> = seen.chunks(PAGE_LENGTH).map(pattern_in).collect();
+        show(&patterns);
+        Ok(())
+    });
+    driver.core().enqueue(stream, work.touching([(range, Touch::Read)]))
+}
+
+/// The one that all words of a page are of.
+fn pattern_in(page: &[u8]) -> Option<u64> {
+    let first = page.first_chunk().copied().map(u64::from_le_bytes)?;
+    // Slices are compared fast, and single words slowly.
+    (page[8..] == page[..page.len() - 8]).then(|| pattern_of(first))
+}
+
 /// What `range` holds, for an error: where its pages change, and the pattern that their first word is of.
 pub(super) fn told(driver: &SimDriver, device: DeviceOrdinal, range: VaRange) -> String {
     let mut words = String::new();
@@ -156,7 +184,7 @@ pub(super) fn holds(
         // SAFETY: `seen` is host memory of this length; the source is checked by the driver.
         unsafe { driver.core().copy((device, target), (device, range.start.0), range.size_bytes) }?;
         let (mut last, mut page) = (0, page_of(0));
-        Ok(seen.chunks(PAGE_BYTES).zip(paint.pages(range.size_bytes)).all(|(part, pattern)| {
+        Ok(seen.chunks(PAGE_LENGTH).zip(paint.pages(range.size_bytes)).all(|(part, pattern)| {
             if pattern != last {
                 (last, page) = (pattern, page_of(pattern));
             }

@@ -11,6 +11,7 @@ mod exchange;
 mod holdings;
 mod host;
 mod memory;
+mod paged;
 
 use std::io::{BufRead as _, BufReader};
 use std::os::fd::AsFd as _;
@@ -121,10 +122,11 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
     member.pool().detect_changes(detection(charter.seed));
     member.pool().set_piece_bytes(piece_bytes(charter.seed));
     member.pool().give_host_memory_back(host::gives_back(charter.seed));
+    let pager = paged::Open::default();
     let home = charter.devices.first().copied().unwrap_or_default();
     let exchange = Arc::new(Exchange::new(Arc::clone(&member), charter));
     let application = Application {
-        holdings: Holdings::new(Arc::clone(&member), charter)?,
+        holdings: Holdings::new(Arc::clone(&member), charter, Arc::clone(&pager))?,
         exchange: Arc::clone(&exchange),
         collectives: Collectives::new(Arc::clone(&member), DeviceOrdinal(home))?,
         member: Arc::clone(&member),
@@ -133,7 +135,7 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
     let (tasks, inbox) = channel();
     let answers = Arc::clone(&writer);
     let worker = thread::spawn(move || application.obey(&inbox, &answers));
-    listen(stream, (&member, &exchange), &tasks, &writer)?;
+    listen(stream, (&member, &exchange, &pager), &tasks, &writer)?;
     drop(tasks);
     if worker.is_finished() {
         // It was told to leave; otherwise it may wait at the gate for ever, and ends with the process.
@@ -158,7 +160,7 @@ fn piece_bytes(seed: u64) -> PieceBytes {
 
 fn listen(
     stream: UnixStream,
-    (member, exchange): (&Arc<Sim>, &Arc<Exchange>),
+    (member, exchange, pager): (&Arc<Sim>, &Arc<Exchange>, &paged::Open),
     tasks: &Sender<(u64, Order)>,
     writer: &Arc<Mutex<UnixStream>>,
 ) -> Outcome {
@@ -175,7 +177,7 @@ fn listen(
                 say(&writer, number, &answer).ok();
             });
         } else if order.is_aside() {
-            say(writer, number, &obey_aside(member, &order))?;
+            say(writer, number, &obey_aside(member, pager, &order))?;
         } else if tasks.send((number, order)).is_err() {
             break;
         }
@@ -210,13 +212,15 @@ fn deal_with(member: &Sim, exchange: &Exchange, deal: Deal) -> Outcome<Answer> {
     }
 }
 
-fn inventory(member: &Sim) -> Vec<Item> {
-    let all = member.pool().inventory(Standing::Runs).into_iter();
+fn inventory(member: &Sim, pager: &paged::Open) -> Vec<Item> {
+    // What is paged is to be counted only while it is there.
+    let all = member.pool().inventory(Standing::StandsStill).into_iter();
     all.filter_map(|found| {
         Some(Item {
             id: u128::from_be_bytes(found.id.0),
             is_own: found.is_own(),
             is_resident: found.is_resident,
+            is_away_by_turns: !found.is_resident && paged::is_away(pager, &found.ranges),
             device: found.device?.0,
             bytes: found.size_bytes,
             tag: found.class.tag,
@@ -225,7 +229,7 @@ fn inventory(member: &Sim) -> Vec<Item> {
     .collect()
 }
 
-fn obey_aside(member: &Sim, order: &Order) -> Answer {
+fn obey_aside(member: &Sim, pager: &paged::Open, order: &Order) -> Answer {
     let faults = member.pool().driver().faults();
     match order {
         Order::Fail { rules } => match faults.parse(rules) {
@@ -245,7 +249,7 @@ fn obey_aside(member: &Sim, order: &Order) -> Answer {
             Err(trouble) => Answer::Violation(trouble.to_string()),
         },
         Order::Saved => Answer::Saved(host::saved(member)),
-        Order::Inventory => Answer::Inventory(inventory(member)),
+        Order::Inventory => Answer::Inventory(inventory(member, pager)),
         Order::Work { .. }
         | Order::Check { .. }
         | Order::Trade { .. }
