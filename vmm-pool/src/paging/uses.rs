@@ -21,7 +21,7 @@ use super::order::Order;
 use super::table::{Looks, Table, Wrote};
 use super::{PageError, PageResult, Pager, Shared};
 use crate::driver::{DeviceAddress, Driver, RawStream, VaRange};
-use crate::error::Describe;
+use crate::error::{Describe, PoolError};
 use crate::gate::Passage;
 
 /// Addresses for copies: how many chunks may be on their way to the device simultaneously.
@@ -232,15 +232,18 @@ impl<D: Driver> Shared<D> {
 
     fn end_uses(&self, stream: RawStream, chunks: &[usize]) {
         let _pass = self.pool.gate().pass_for("the end of uses of paged memory", Passage::Use);
-        let marked = self.mark().and_then(|mark| {
+        let mark_behind = || {
+            let mark = self.mark()?;
             let recorded = self.pool.driver.event_record(mark.event, stream);
             recorded.about(
                 || "the end of a use of paged memory".to_owned(),
                 0,
                 Some(self.device),
             )?;
-            Ok(Arc::new(mark))
-        });
+            Ok::<_, PoolError>(Arc::new(mark))
+        };
+        // Nobody could be told to try again.
+        let marked = mark_behind().or_else(|_| mark_behind());
         let is_told = match marked {
             Ok(mark) => {
                 let mut table = self.table();

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use vmm_pool::driver::{Driver as _, DriverOp, VaRange};
+use vmm_pool::driver::sim::FaultSpan;
+use vmm_pool::driver::{Driver as _, DriverCode, DriverOp, VaRange};
 use vmm_pool::paging::{In, PageError};
 
 use super::program::{LIMIT, Place, SHORT, Stage, byte_unseen, bytes_of, word_at};
@@ -153,6 +154,22 @@ fn what_a_graph_uses_stays() {
     let start = stage.start_of(0);
     stage.pager().free(start).expect("freed");
     stage.spans.remove(0);
+    stage.end();
+}
+
+#[test]
+fn the_end_of_a_use_that_the_driver_refuses_once_is_marked_all_the_same() {
+    let mut stage = Stage::looked(1);
+    stage.alloc(1).expect("addresses");
+    stage.alloc(1).expect("addresses");
+    stage.try_use(&[0], 0, true).expect("a use");
+    let faults = stage.driver().faults();
+    faults.fail(DriverOp::EventRecord, FaultSpan::Nth(1), DriverCode::UNKNOWN);
+    // Its frame is the only one.
+    stage.try_use(&[1], 0, true).expect("the use of the other has ended");
+    assert_eq!(stage.driver().faults().fired(), 1);
+    stage.use_all(false);
+    stage.check();
     stage.end();
 }
 
