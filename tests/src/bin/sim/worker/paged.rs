@@ -269,6 +269,14 @@ impl Paged {
         }
     }
 
+    /// The same of what may come later.
+    fn judged_later(&mut self, what: &str, result: PageResult<()>) -> Outcome<bool> {
+        match result {
+            Err(PageError::Late { .. }) => Ok(true),
+            result => self.judged(what, result).map(|done| done.is_some()),
+        }
+    }
+
     fn count(&mut self, name: &str, by: u64) {
         Tally::count(&mut self.done, name, by);
     }
@@ -400,8 +408,9 @@ impl Paged {
         let least = window.kept.len() as u64 + 1;
         let most = (window.size.frames_bytes / chunk).max(least);
         window.frames = self.random.u64(least..=most);
-        let set = window.pager.set_frames(window.frames * chunk, LIMIT);
-        self.judged("other frames", set).map(|set| set.is_some())
+        // They shrink when uses end and the host has room for contents, which a rank that others wait for does not wait for.
+        let set = window.pager.set_frames(window.frames * chunk, Duration::ZERO);
+        self.judged_later("other frames", set)
     }
 
     /// A graph uses a block: its chunks stay.
@@ -440,8 +449,8 @@ impl Paged {
 
     fn flush(&mut self) -> Outcome<bool> {
         let Some(window) = &self.window else { return Ok(true) };
-        let flushed = window.pager.flush(LIMIT);
-        self.judged("copies to the host", flushed).map(|flushed| flushed.is_some())
+        let flushed = window.pager.flush(Duration::ZERO);
+        self.judged_later("copies to the host", flushed)
     }
 
     /// Uses the next blocks in their order, which changes now and then.
@@ -597,6 +606,14 @@ impl Paged {
     /// Compares all that is paged. The process runs, and no call is made to fail. Adds what was compared.
     pub(super) fn check(&mut self, checked_bytes: &mut u64) -> Outcome {
         self.wait()?;
+        if let Some(window) = &self.window {
+            let set = window.pager.set_frames(window.frames * window.size.chunk_bytes, LIMIT);
+            self.judged("other frames", set)?;
+        }
+        if let Some(window) = self.window.as_ref().filter(|_| self.random.u8(..4) == 0) {
+            let flushed = window.pager.flush(LIMIT);
+            self.judged("copies to the host", flushed)?;
+        }
         let count = self.window.as_ref().map_or(0, |window| window.blocks.len());
         let mut all: Vec<_> = (0..count).collect();
         self.random.shuffle(&mut all);
