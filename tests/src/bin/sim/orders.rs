@@ -260,6 +260,8 @@ pub(crate) struct Account {
     pub(crate) lost: u64,
     /// Open descriptors, but for those of memory.
     pub(crate) fds: usize,
+    /// What they are.
+    pub(crate) descriptors: Vec<String>,
     /// Driver objects.
     pub(crate) objects: String,
     /// Slabs of its own.

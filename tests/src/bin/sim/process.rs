@@ -28,8 +28,8 @@ pub(crate) struct Worker {
     pub(crate) is_veteran: bool,
     pub(crate) is_keeper: bool,
     pub(crate) account: Account,
-    /// Resident bytes and descriptors when it had joined.
-    pub(crate) joined_with: (u64, usize),
+    /// Its account when it had joined.
+    pub(crate) joined_with: Account,
     fired: u64,
 }
 
@@ -53,12 +53,11 @@ impl Worker {
             is_veteran,
             is_keeper: charter.is_keeper,
             account: Account::default(),
-            joined_with: (0, 0),
+            joined_with: Account::default(),
             fired: 0,
         };
         // Its first answer says that it has joined.
-        let account = worker.check(&[], &[])?;
-        worker.joined_with = (account.resident_bytes, account.fds);
+        worker.joined_with = worker.check(&[], &[])?.clone();
         Ok(worker)
     }
 

@@ -463,9 +463,8 @@ impl Script {
         world.check(index)?;
         let tenant = &world.tenants[index];
         if let Some(worker) = tenant.workers.iter().find(|worker| worker.is_veteran) {
-            let now = (worker.account.resident_bytes, worker.account.fds);
             let is_past_a_tenth = world.tally.cycles * 10 >= self.settings.cycles;
-            self.veteran.is_now(now, worker.joined_with, is_past_a_tenth);
+            self.veteran.is_now(&worker.account, &worker.joined_with, is_past_a_tenth);
         }
         if was_paused { Ok(()) } else { self.world.compare_devices() }
     }

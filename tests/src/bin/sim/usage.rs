@@ -82,6 +82,30 @@ impl Usage {
     }
 }
 
+/// What the descriptors of this process are that [`Usage`] counts, for an error: of sockets, the path and the state too.
+pub(crate) fn descriptors() -> Vec<String> {
+    let sockets = fs::read_to_string("/proc/self/net/unix").unwrap_or_default();
+    let told = |target: &Path| {
+        let name = target.display().to_string();
+        let inode = name.strip_prefix("socket:[").and_then(|rest| rest.strip_suffix(']'));
+        let line = inode.and_then(|inode| {
+            sockets.lines().find(|line| line.split_whitespace().nth(6) == Some(inode))
+        });
+        line.map_or(name.clone(), |line| {
+            let words: Vec<_> = line.split_whitespace().collect();
+            format!("{name} type {} state {} at {:?}", words[4], words[5], words.get(7))
+        })
+    };
+    let entries = fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
+    let links =
+        entries.filter_map(|entry| Some((entry.file_name(), fs::read_link(entry.path()).ok()?)));
+    let others = links.filter(|(_, target)| !is_memory(target));
+    let mut all: Vec<_> =
+        others.map(|(fd, target)| format!("{}: {}", fd.to_string_lossy(), told(&target))).collect();
+    all.sort_unstable();
+    all
+}
+
 fn is_memory(target: &Path) -> bool {
     let name = target.file_name().unwrap_or_default().to_string_lossy();
     name.starts_with("h-")

@@ -19,7 +19,7 @@ use super::memory::Paint;
 use super::paged::{self, Paged};
 use super::{Charter, Sim, memory};
 use crate::orders::{Account, EndOrder};
-use crate::usage::{Usage, largest_mappings};
+use crate::usage::{Usage, descriptors, largest_mappings};
 
 /// More descriptors than this for other things than memory are a leak.
 const FDS_MAX: usize = 400;
@@ -450,6 +450,7 @@ impl Holdings {
         }
         account.objects = format!("{census:?}");
         account.fds = usage.fds;
+        account.descriptors = descriptors();
         account.resident_bytes = usage.resident_bytes;
         account.slabs = report.slabs.slabs;
         account.cells = report.slabs.cells;
