@@ -4,7 +4,8 @@ A transformers model of Llama's architecture with some 2 billion parameters in f
 checkpointing and 16k tokens a step, by stock fused AdamW. Its 16.6 GB of moments are on the device (`resident`), or go
 through frames by `sublet.paged` (`backward`, `after`, `pauses`, which is `backward` with the whole tenant paused
 and resumed in every fifth step, and `tenth`, which is `backward` with each tenth announcement left out). Next to them what others do: FSDP2 with `CPUOffloadPolicy`, and torchao's
-`CPUOffloadOptimizer` if it is installed. Rows whose weights are paged, by `sublet.paged(model)`, are those of `larger_weights.py`, and models of 7 and
+`CPUOffloadOptimizer` if it is installed. In `saved` and `saved_backward` what forward saves waits in host memory, by `sublet.saved`; `save_on_cpu` is
+PyTorch's own way, whose copies the GPU waits for. Rows whose weights are paged, by `sublet.paged(model)`, are those of `larger_weights.py`, and models of 7 and
 14 billion parameters those of `larger_models.py`. Losses of all steps and the sum of all weights' bits are compared with those of
 `resident`.
 
@@ -37,12 +38,14 @@ import runner
 from common import Result
 
 PAGED = ("backward", "after", "pauses", "tenth")
+#: What forward saves waits in host memory: by PyTorch's own copies, by `sublet.saved`, and so with a paged optimizer too.
+SAVED = ("save_on_cpu", "saved", "saved_backward")
 OTHERS = ("fsdp2", "torchao")
 #: Rows that are no training of the 2B model.
 OF_7B = {"7b_bound": larger_models.bound, "7b": larger_models.train_paged}
-ROWS = ("resident", *PAGED, *larger_weights.ROWS, *OF_7B, *OTHERS)
+ROWS = ("resident", *PAGED, *SAVED, *larger_weights.ROWS, *OF_7B, *OTHERS)
 #: Each row with the one that its losses must equal, bit for bit.
-REFERENCES = {**dict.fromkeys(PAGED, "resident"), **larger_weights.REFERENCES}
+REFERENCES = {**dict.fromkeys((*PAGED, *SAVED), "resident"), **larger_weights.REFERENCES}
 PAUSE_EVERY = 5
 
 
@@ -104,7 +107,7 @@ def role(args: Any) -> int:
         is_recorded = args.role == "backward" and step == args.steps - 1
         recorder = larger_picture.Recorder() if is_recorded else None
         began = time.perf_counter()
-        with autocast():
+        with autocast(), saving(args.role):
             loss = model(input_ids=batch, labels=batch).loss
         if recorder is not None:
             recorder.mark("forward")
@@ -137,7 +140,20 @@ def role(args: Any) -> int:
 
 def is_paged(row: str) -> bool:
     """Is it under Sublet?"""
-    return row in PAGED or row == "7b" or larger_weights.is_paged(row)
+    return row in (*PAGED, "saved", "saved_backward", "7b") or larger_weights.is_paged(row)
+
+
+def saving(row: str) -> Any:
+    """What forward runs in."""
+    if row == "save_on_cpu":
+        from torch.autograd.graph import save_on_cpu
+
+        return save_on_cpu(pin_memory=True)
+    if row.startswith("saved"):
+        import sublet
+
+        return sublet.saved()
+    return contextlib.nullcontext()
 
 
 def optimizer_of(args: Any, model: Any) -> Any:
@@ -167,7 +183,7 @@ def optimizer_of(args: Any, model: Any) -> Any:
 
         return CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, **how)
     optimizer = torch.optim.AdamW(model.parameters(), **how)
-    if args.role in PAGED or args.role == "wo_third":
+    if args.role in (*PAGED, "saved_backward", "wo_third"):
         import sublet
 
         step = "after" if args.role == "after" else "backward"

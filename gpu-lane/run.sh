@@ -163,7 +163,7 @@ run_deep_tenants() {
     GPUS=1 suite deep_tenants "${DEEP_LIMIT_S:-290}" deep_job.py --tenants "${DEEP_TENANTS:-10}" --tenant-gib "${DEEP_TENANT_GIB:-4}" \
         --room-gib "${DEEP_ROOM_GIB:-6.5}" --rounds "${DEEP_ROUNDS:-6}"
 }
-# LARGER_ROWS, by comma, also those of larger_weights.py, and 7b_bound and 7b; LARGER_FRAMES, the device memory for state.
+# LARGER_ROWS, by comma, also those of larger_weights.py, 7b_bound, 7b, save_on_cpu, saved and saved_backward; LARGER_FRAMES, the device memory for state.
 run_larger() {
     GPUS=1 suite larger "${LARGER_LIMIT_S:-590}" larger_job.py --rows "${LARGER_ROWS:-resident,backward,after,pauses,tenth,fsdp2,torchao}" \
         --frames "${LARGER_FRAMES:-2GiB}" --steps "${LARGER_STEPS:-20}"

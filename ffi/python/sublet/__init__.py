@@ -32,6 +32,7 @@ from sublet._paging import paged, report
 from sublet._pausing import is_paused, pause, paused, resume, stats
 from sublet._regions import Region, region
 from sublet._report import Report, SwapReport
+from sublet._saved import saved
 from sublet._tenants import Tenant, swap, tenants
 from sublet._turns import turn
 
@@ -63,6 +64,7 @@ __all__ = [
     "region",
     "report",
     "resume",
+    "saved",
     "set_file_dir",
     "stats",
     "swap",

@@ -525,7 +525,7 @@ def _wrap(target: Any, owner: _Paged) -> None:
 
 
 def report() -> list[dict[str, Any]]:
-    """What the paged optimizers and modules of this process hold, and have copied.
+    """What the paged optimizers and modules of this process hold, and have copied; and what ``sublet.saved`` has, for each device.
 
     Returns:
         For each a dict with ``device``; of an optimizer ``step`` and ``blocks`` (of parameters), of a module ``module`` (its
@@ -539,6 +539,9 @@ def report() -> list[dict[str, Any]]:
         a module) and ``waited_us`` (the time that they waited, in microseconds). With ``SUBLET_PAGING_CHECK=1``, ``unseen`` is a list of
         writes that no launch has named, each with ``address``, ``size_bytes``, ``span`` and ``span_bytes`` (its allocation), ``chunk``,
         ``after_use`` and ``before_use``.
+
+        Of saved tensors a dict with ``device``, ``saved`` (true), ``tensors`` (that were copied out), ``out_bytes``, ``in_bytes``, ``late`` (those
+        that were not ahead of their use), ``waited_us`` (the time that forward waited for copies) and ``host_bytes`` (pinned).
 
     >>> sublet.report()
     []

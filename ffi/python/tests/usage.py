@@ -27,6 +27,8 @@ def use() -> None:
     assert_type(sublet.attach("train"), sublet.AttachReport)
     assert_type(sublet.attach("train", family="rl"), sublet.AttachReport)
     assert_type(sublet.attached(), bool)
+    with sublet.saved():
+        pass
     with sublet.configure_subprocess(tenant="infer"):
         pass
     assert_type(sublet.library_path(), str)
