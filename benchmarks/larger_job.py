@@ -4,8 +4,8 @@ A transformers model of Llama's architecture with some 2 billion parameters in f
 checkpointing and 16k tokens a step, by stock fused AdamW. Its 16.6 GB of moments are on the device (`resident`), or go
 through frames by `sublet.paged` (`backward`, `after`, `pauses`, which is `backward` with the whole tenant paused
 and resumed in every fifth step, and `tenth`, which is `backward` with each tenth announcement left out). Next to them what others do: FSDP2 with `CPUOffloadPolicy`, and torchao's
-`CPUOffloadOptimizer` if it is installed. In `saved` and `saved_backward` what forward saves waits in host memory, by `sublet.saved`; `save_on_cpu` is
-PyTorch's own way, whose copies the GPU waits for. Rows whose weights are paged, by `sublet.paged(model)`, are those of `larger_weights.py`, and models of 7 and
+`CPUOffloadOptimizer` if it is installed. In `saved` and `saved_backward` what forward saves waits in host memory, by `sublet.saved`; the second is paused as
+`pauses` is. `save_on_cpu` is PyTorch's own way, whose copies the GPU waits for. Rows whose weights are paged, by `sublet.paged(model)`, are those of `larger_weights.py`, and models of 7 and
 14 billion parameters those of `larger_models.py`. Losses of all steps and the sum of all weights' bits are compared with those of
 `resident`.
 
@@ -111,7 +111,8 @@ def role(args: Any) -> int:
             loss = model(input_ids=batch, labels=batch).loss
         if recorder is not None:
             recorder.mark("forward")
-        pauser = pause_soon() if args.role == "pauses" and step % PAUSE_EVERY == PAUSE_EVERY - 1 else None
+        is_paused = args.role in ("pauses", "saved_backward") and step % PAUSE_EVERY == PAUSE_EVERY - 1
+        pauser = pause_soon() if is_paused else None
         loss.backward()
         if recorder is not None:
             recorder.mark("backward, with the optimizer")

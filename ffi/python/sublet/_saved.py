@@ -91,13 +91,11 @@ class _Device:
     def drop_what_has_left(self) -> None:
         """Gives memory back whose copies are over."""
         while self._leaving and self._leaving[0][2].query():
-            self._end_leaving()
-
-    def _end_leaving(self) -> None:
-        ref, tensor, _, _ = self._leaving.popleft()
-        item = ref()
-        if item is not None:
-            item.has_left(tensor)
+            ref, tensor, _, _ = self._leaving.popleft()
+            item = ref()
+            if item is not None and item.tensor is tensor:
+                item.look()
+                item.tensor = None
 
     def wait_for_room(self) -> None:
         """Waits until no more is on its way out than may be. The lock is not held."""
@@ -154,12 +152,6 @@ class _Item:
     def look(self) -> None:
         """Notes whether the tensor was changed in place since it was saved."""
         self.is_changed = self.is_changed or self.tensor._version != self.version
-
-    def has_left(self, tensor: Any) -> None:
-        """The copy of ``tensor`` is over."""
-        if self.tensor is tensor:
-            self.look()
-            self.tensor = None
 
     def let_go(self) -> None:
         """Gives up memory that it was brought to. The copy ends before others use that memory."""
@@ -251,12 +243,11 @@ class _Pass:
 
     def unpack(self, item: _Item) -> Any:
         """Autograd uses what it has saved."""
-        if item.device is not None:
-            with self._torch.no_grad(), _Pass.lock:
+        with self._torch.no_grad(), _Pass.lock:
+            if item.device is not None:
                 self._have_here(item)
-                tensor = item.tensor
-        else:
-            item.look()
+            if item.owner is None:
+                item.look()
             tensor = item.tensor
         if item.is_changed:
             dtype, shape, _ = item.form
@@ -273,9 +264,7 @@ class _Pass:
         if item.tensor is None:
             device.counts["late"] += 1
             device.bring(item)
-        if item.owner is None:
-            item.look()
-        else:
+        if item.owner is not None:
             now = self._torch.cuda.current_stream(device.index)
             if item.arrival is not None:
                 now.wait_event(item.arrival)
