@@ -65,6 +65,7 @@ use crate::identity::{MemberId, TenantName};
 use crate::phase::Stage;
 use crate::run_dir::{CoordinatorLock, RunDir, RunDirError, TenantDir};
 use crate::scope::Scope;
+use crate::time::millis;
 use crate::wire::{Action, Phase};
 
 /// How long a coordinator waits, and for what.
@@ -390,7 +391,7 @@ impl Coordinator {
                 Err(RunDirError::Locked { .. }) if Instant::now() < deadline => {}
                 Err(RunDirError::Locked { tenant, holder_pids, .. }) => {
                     // What it says it waited is the time of the last look.
-                    let waited_ms = session::millis(started.elapsed());
+                    let waited_ms = millis(started.elapsed());
                     return Err(RunDirError::Locked { tenant, holder_pids, waited_ms }.into());
                 }
                 lock => return Ok(lock?),

@@ -46,7 +46,7 @@ pub struct GroupIdentity(#[serde(with = "id_text")] pub u64, #[serde(with = "id_
 
 impl LimitKind {
     /// The user's next step.
-    fn advice(&self) -> &'static str {
+    pub(crate) fn advice(&self) -> &'static str {
         match self {
             Self::Configured => "raise it",
             Self::Available => {
@@ -218,16 +218,9 @@ fn shortage_with<'a>(
 /// own figure: on machines that grow their memory as it is used, that is far too low. The limits of control
 /// groups hold all the same: who exceeds one is killed.
 pub fn limits(configured_bytes: Option<u64>) -> Vec<HostLimit> {
-    let first = match configured_bytes {
-        Some(bytes) => Some(HostLimit { kind: LimitKind::Configured, bytes }),
-        None => fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
-            let bytes = available_bytes(&text)?;
-            Some(HostLimit { kind: LimitKind::Available, bytes: bytes - bytes / 10 })
-        }),
-    };
-    let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let groups = control_groups(&groups, Path::new("/sys/fs/cgroup"));
-    first.into_iter().chain(groups.into_iter().map(HostLimit::from)).collect()
+    let configured = configured_bytes.map(|bytes| HostLimit { kind: LimitKind::Configured, bytes });
+    let others = figures(configured_bytes).into_iter().map(HostLimit::from);
+    configured.into_iter().chain(others).collect()
 }
 
 /// Memory of the machine and of the control groups of this process, now. Without the machine's where the user's word
@@ -236,7 +229,8 @@ pub fn figures(configured_bytes: Option<u64>) -> Vec<HostFigure> {
     let machine = match configured_bytes {
         Some(_) => None,
         None => fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
-            let (total_bytes, available_bytes) = (total_bytes(&text)?, available_bytes(&text)?);
+            let total_bytes = bytes_of("MemTotal:", &text)?;
+            let available_bytes = bytes_of("MemAvailable:", &text)?;
             Some(HostFigure { kind: LimitKind::Available, total_bytes, available_bytes })
         }),
     };
@@ -248,14 +242,6 @@ impl From<HostFigure> for HostLimit {
     fn from(HostFigure { kind, available_bytes, .. }: HostFigure) -> Self {
         Self { kind, bytes: available_bytes - available_bytes / 10 }
     }
-}
-
-fn available_bytes(meminfo: &str) -> Option<u64> {
-    bytes_of("MemAvailable:", meminfo)
-}
-
-fn total_bytes(meminfo: &str) -> Option<u64> {
-    bytes_of("MemTotal:", meminfo)
 }
 
 fn bytes_of(name: &str, meminfo: &str) -> Option<u64> {
@@ -380,8 +366,8 @@ mod tests {
     #[test]
     fn the_kernels_line_is_read() {
         let text = "MemTotal:       100 kB\nMemAvailable:     80 kB\n";
-        assert_eq!(available_bytes(text), Some(80 * 1024));
-        assert_eq!(available_bytes("MemAvailable: many kB"), None);
+        assert_eq!(bytes_of("MemAvailable:", text), Some(80 * 1024));
+        assert_eq!(bytes_of("MemAvailable:", "MemAvailable: many kB"), None);
         assert!(limits(None).iter().any(|limit| limit.kind == LimitKind::Available));
         let word = HostLimit { kind: LimitKind::Configured, bytes: 7 };
         let limits = limits(Some(7));

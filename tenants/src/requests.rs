@@ -31,7 +31,7 @@ pub fn act_together<D: Driver>(
     timeout: Duration,
 ) -> Result<Option<Outcome>, CoordinatorError> {
     let has_happened = match action {
-        Action::Pause => matches!(member.state(), MemberState::Paused | MemberState::Deep),
+        Action::Pause => member.state().is_away(),
         Action::Resume => member.state() == MemberState::Active,
     };
     if has_happened {

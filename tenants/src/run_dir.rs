@@ -38,6 +38,7 @@ pub(crate) use budget_file::BudgetFile;
 pub use error::RunDirError;
 
 use crate::identity::{MemberId, TenantName};
+use crate::time::millis;
 use crate::transport::{BINDING_EXTENSION, Connection, Listener, TransportError, has_ended};
 
 /// Longest path of a Unix socket, in bytes (`sun_path` less its closing zero).
@@ -435,7 +436,7 @@ fn wait_for_lock(
         }
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            let waited_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
+            let waited_ms = millis(started.elapsed());
             return Err(locked(locks::holders(&file), waited_ms));
         }
         pause_thread(back_off.min(left));

@@ -23,6 +23,11 @@ pub enum MemberState {
 }
 
 impl MemberState {
+    /// Is it paused as a whole?
+    pub fn is_away(self) -> bool {
+        matches!(self, Self::Paused | Self::Deep)
+    }
+
     /// Is it neither on its way to a pause nor to a resume?
     pub(crate) fn rests(self) -> bool {
         match self {

@@ -23,6 +23,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cut::plan::{Pace, Plan, Verdict};
 use crate::cut::{CutReport, Limits, Seen};
+use crate::time::millis;
 
 /// How many calls a thread may make before its process is asked again, at first.
 const CALLS_MAX: u32 = 64;
@@ -69,10 +70,7 @@ pub struct HeldCall {
 impl HeldCall {
     /// `what`, which has waited for so long.
     pub fn new(what: &str, waited: Duration) -> Self {
-        Self {
-            what: what.to_owned(),
-            waited_ms: u64::try_from(waited.as_millis()).unwrap_or(u64::MAX),
-        }
+        Self { what: what.to_owned(), waited_ms: millis(waited) }
     }
 }
 

@@ -1,4 +1,4 @@
-//! Times, as people write them: one reader for the command line and the environment.
+//! Times, as people write them: one reader for the command line and the environment. And as messages have them.
 
 use std::fs;
 use std::sync::OnceLock;
@@ -16,6 +16,16 @@ pub fn parse(text: &str) -> Result<Duration, String> {
         .or_else(|| humantime::parse_duration(text).ok())
         .filter(|time| (Duration::from_millis(1)..=Duration::from_hours(24)).contains(time))
         .ok_or_else(|| format!("'{text}' is no time; examples: 500ms, 30s, 2m (at most 24h)"))
+}
+
+/// In whole milliseconds.
+pub(crate) fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// In whole microseconds.
+pub(crate) fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
 /// Microseconds since the machine was started, for all processes of it.

@@ -9,12 +9,12 @@ use serde::Serialize;
 
 use super::peers::{Everybody, Peers};
 use super::report::{MemberFailure, Who};
-use super::session::{micros, millis};
 use super::{Coordinator, CoordinatorError};
 use crate::code::Code;
 use crate::host_memory::{HostShortage, shortage};
 use crate::identity::TenantName;
 use crate::run_dir::TenantDir;
+use crate::time::{micros, millis};
 use crate::wire::{HostProgress, HostStage, HostStep};
 
 /// How long a process has nothing more to say before it says the same again.

@@ -7,11 +7,12 @@
 use std::time::{Duration, Instant};
 
 use super::report::{CutSummary, Event, MemberFailure, Report, Step};
-use super::session::{Session, Stop, micros, millis};
+use super::session::{Session, Stop};
 use super::stepping::Stillness;
 use super::steps::OnFailure;
 use crate::cut::plan::{Pace, Plan, Verdict};
 use crate::cut::{CutReport, Lag, Laggard, Limits, foreign_ranks, laggards};
+use crate::time::{micros, millis};
 use crate::wire::{Failure, FailureKind, Hold, Phase};
 
 /// How long a member may be silent while nothing moves.

@@ -14,10 +14,11 @@ use vmm_pool::driver::DriverCode;
 
 use super::CoordinatorError;
 use super::report::{MemberFailure, MemberPhase, PhaseSummary, Report, Step};
-use super::session::{Session, micros};
+use super::session::Session;
 use super::steps::OnFailure;
 use crate::checkpoints::{CheckpointError, Checkpointer, ProcessState};
 use crate::scope::Scope;
+use crate::time::micros;
 use crate::wire::{Action, Failure, FailureKind, MemberState, Phase, PhaseReport};
 
 /// How long a checkpoint or a restore may take, which have no timeout of the driver's. By what was measured, enough for 8 TiB of pinned host memory.

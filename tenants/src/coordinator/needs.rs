@@ -8,11 +8,12 @@ use vmm_pool::ClassBytes;
 
 use super::peers::Everybody;
 use super::report::{MemberFailure, Report, Step};
-use super::session::{Plan, Session, millis};
+use super::session::{Plan, Session};
 use super::shortage::short_devices;
 use super::steps::{OnFailure, StepResult};
 use super::{Coordinator, CoordinatorError};
 use crate::scope::Scope;
+use crate::time::millis;
 use crate::wire::{DeviceDelta, Failure, FailureKind, Idleness, LookIdle, Needed, Needs, Stats};
 
 /// How long members may take to say what a resume needs, when nothing else is said.

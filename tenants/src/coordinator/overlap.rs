@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 use super::exchange::{Exchange, Move};
 use super::peers::{Answer, Peers};
 use super::report::{Event, MemberFailure, PhaseSummary, Report, StageSummary, Step};
-use super::session::{Session, Stop, micros, millis};
+use super::session::{Session, Stop};
 use crate::phase::Told;
+use crate::time::{micros, millis};
 use crate::wire::{Phase, PhaseReport, TakePhase, Window};
 
 /// What a stage, or a step of spilling, may take at least, in bytes a second: disks are that slow.

@@ -19,6 +19,7 @@ use crate::phase::{Manner, Stage};
 use crate::references::Stay;
 use crate::run_dir::{CoordinatorLock, MemberSocket, RunDirError, TenantDir};
 use crate::scope::Scope;
+use crate::time::{micros, millis};
 use crate::transport::has_ended;
 use crate::wire::{
     Action, AwaitConsent, Drain, Drained, Failure, FailureKind, Hello, Phase, PhaseReport,
@@ -524,12 +525,4 @@ fn new_round() -> u64 {
         (u64::from(std::process::id()) << 32) | u64::from(count)
     };
     getrandom::u64().unwrap_or_else(|_| counted())
-}
-
-pub(super) fn millis(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
-}
-
-pub(super) fn micros(duration: Duration) -> u64 {
-    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }

@@ -4,10 +4,11 @@
 use std::time::{Duration, Instant};
 
 use super::report::{DrainSummary, Event, MemberFailure, Report, Step};
-use super::session::{Session, Stop, micros, millis};
+use super::session::{Session, Stop};
 use crate::cut::Limits;
 use crate::cut::plan::{Pace, Plan};
 use crate::stepping::{Activity, Calls, Decision, StepOrder, Stepper, not_idle};
+use crate::time::{micros, millis};
 use crate::wire::{Failure, FailureKind, Phase, StepOn};
 
 /// How long nothing must move before processes are let on for the first time: kernels that need nobody end by

@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 use super::Interrupt;
 use super::peers::{Answer, Question};
 use super::report::{Event, MemberFailure, Step};
-use super::session::{Agreed, Session, millis};
+use super::session::{Agreed, Session};
 use crate::phase::Told;
+use crate::time::millis;
 use crate::wire::{Phase, PhaseReport, TakePhase};
 
 /// Do the answers of the slow matter once somebody has failed?

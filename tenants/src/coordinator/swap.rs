@@ -17,7 +17,7 @@ use super::exchange::{Exchange, totals};
 use super::lending::Patience;
 use super::overlap::{Side, exchange};
 use super::report::{Event, MemberFailure, Outcome, PhaseSummary, Report, Step, Swap, Who};
-use super::session::{Plan, Session, Stop, micros};
+use super::session::{Plan, Session, Stop};
 use super::shortage::{DeviceShortage, short_devices};
 use super::spilling::Room;
 use super::{Coordinator, CoordinatorError, Depth, JOINED_TRIES_MAX, Options};
@@ -25,6 +25,7 @@ use crate::identity::TenantName;
 use crate::phase::Manner;
 use crate::run_dir::{CoordinatorLock, TenantDir, pause_thread};
 use crate::scope::Scope;
+use crate::time::micros;
 use crate::wire::{Action, DeviceDelta, Failure, FailureKind, Phase};
 
 /// How long a first tenant that is to come back waits for room that the second has kept,

@@ -7,10 +7,9 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use super::report::{
-    CutReport, Inside, LISTED_MAX, LaunchCount, Limits, Need, Seen, Waiting, millis,
-};
+use super::report::{CutReport, Inside, LISTED_MAX, LaunchCount, Limits, Need, Seen, Waiting};
 use super::{CommunicatorId, Counter, Cut, Increment, Lane, Rank, Series, TurnedBack, count};
+use crate::time::millis;
 use vmm_pool::slots::Slot;
 use vmm_pool::sync::{Arc, Ordering, PoisonError};
 

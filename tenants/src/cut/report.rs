@@ -1,7 +1,6 @@
 //! What a member says of its launches, and what it is told: the data of the cut's messages.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -181,9 +180,4 @@ impl CutReport {
         let locals = self.ranks.iter().filter(move |local| local.communicator == lane.communicator);
         locals.map(|local| local.rank).filter(move |rank| lane.series.includes(*rank))
     }
-}
-
-/// In whole milliseconds.
-pub(super) fn millis(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }

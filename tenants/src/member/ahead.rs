@@ -15,6 +15,7 @@ use vmm_pool::{BroughtIn, HostDemand, HostStanding, PoolError, StepLog};
 use super::Member;
 use super::failures::pool_failure;
 use crate::host_memory::{HostFigure, HostNeed, LimitKind};
+use crate::time::micros;
 use crate::wire::{Failure, FailureKind, HostProgress, HostStage, MemberState};
 
 /// How often a process that prepares by itself looks what is missing. What is the same twice is brought in.
@@ -340,14 +341,9 @@ struct Room {
 
 impl Room {
     fn refusal(&self, wanted_bytes: u64) -> Failure {
-        let next = match self.kind {
-            LimitKind::Configured => {
-                "raise SUBLET_HOST_BYTES_MAX, of which each process of the tenant has its share"
-            }
-            LimitKind::Available => {
-                "free host memory (or set SUBLET_HOST_BYTES_MAX, where the machine grows its memory)"
-            }
-            LimitKind::ControlGroup { .. } => "raise the memory limit of the container or job",
+        let next = match &self.kind {
+            LimitKind::Configured => "raise it: each process of the tenant has its share",
+            kind @ (LimitKind::Available | LimitKind::ControlGroup { .. }) => kind.advice(),
         };
         Failure {
             kind: FailureKind::OutOfHostMemory,
@@ -392,10 +388,6 @@ fn refusal_of(error: &PoolError) -> Failure {
     Failure { message, ..failure }
 }
 
-fn micros(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -423,6 +415,9 @@ mod tests {
     fn refusals_name_the_limit_and_the_next_step() {
         let room = Room { most_bytes: 7, kind: LimitKind::Configured };
         let text = room.refusal(9).message;
-        assert!(text.contains("9 bytes") && text.contains("raise SUBLET_HOST_BYTES_MAX"), "{text}");
+        assert!(
+            text.contains("9 bytes") && text.contains("SUBLET_HOST_BYTES_MAX: raise it"),
+            "{text}"
+        );
     }
 }

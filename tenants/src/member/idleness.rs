@@ -11,6 +11,7 @@ use vmm_pool::driver::Driver;
 
 use super::Member;
 use super::progress::Progress;
+use crate::time::micros;
 use crate::wire::{Idleness, MemberState, Reply};
 
 /// How long the gate stays shut for a look at the devices at most.
@@ -47,7 +48,7 @@ impl<D: Driver> Member<D> {
             *seen = Seen { mark, since: Some(Instant::now()), is_drained: false };
         }
         let quiet = seen.since.map_or(Duration::ZERO, |since| since.elapsed());
-        let quiet_us = u64::try_from(quiet.as_micros()).unwrap_or(u64::MAX);
+        let quiet_us = micros(quiet);
         Idleness { quiet_us, is_drained: seen.is_drained, waiting_calls }
     }
 

@@ -21,6 +21,7 @@ use crate::phase::{Action, Stage};
 use crate::references::{References, Stay};
 use crate::scope::Scope;
 use crate::state::Event;
+use crate::time::micros;
 use crate::wire::{
     DeviceDelta, Drained, Failure, FailureKind, MemberState, Order, Phase, PhaseAnswer,
     PhaseReport, Reply,
@@ -58,7 +59,7 @@ impl<D: Driver> Member<D> {
             self.count_pause();
             self.last_step_taken(round);
         }
-        let elapsed_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let elapsed_us = micros(begin.elapsed());
         match outcome {
             Ok(mut report) => {
                 report.elapsed_us = elapsed_us;

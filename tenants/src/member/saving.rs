@@ -18,6 +18,7 @@ use crate::saving::map::{
     DeviceName, FORMAT, ImportedAllocation, MappedAt, Part, ProcessMap, ProcessName, SaveAccount,
     SavedAllocation, VERSION, WhyNot, rest_of,
 };
+use crate::time::millis;
 use crate::wire::{
     Failure, FailureKind, MemberState, Reply, SaveProgress, SaveStage, SaveStep, SpillProgress,
     SpillStep,
@@ -309,7 +310,7 @@ impl<D: Driver> Member<D> {
             let status = self.status();
             (status.state, status.changed_at)
         };
-        let rests_ms = u64::try_from(changed_at.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let rests_ms = millis(changed_at.elapsed());
         let limits = (self.config.host_limits)();
         let said = SpillProgress { rests_ms, limits, ..SpillProgress::default() };
         let may_move = self.config.spills

@@ -16,12 +16,13 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
-use nix::fcntl::{FcntlArg, fcntl};
 use vmm_pool::Uninherited;
 use vmm_pool::budget::{Gpu, Shared};
 use vmm_pool::check_file_length;
 
-use super::{RunDirError, TenantDir, io_error, is_still_named, open_lock_file, pause_thread};
+use super::{
+    RunDirError, TenantDir, io_error, is_still_named, locks, open_lock_file, pause_thread,
+};
 use crate::budget::Budgets;
 
 pub(super) const NAME: &str = "budget";
@@ -51,27 +52,14 @@ impl Drop for Table<'_> {
     }
 }
 
-/// Locks one byte, or unlocks it. The lock is this opening's, not this process's.
+/// Locks one byte, or unlocks it.
 fn lock(file: &File, byte: i64, kind: i32) -> nix::Result<()> {
-    let wanted = flock(byte, kind);
-    fcntl(file, FcntlArg::F_OFD_SETLK(&wanted)).map(drop)
+    locks::set(file, (byte, 1), kind)
 }
 
 /// Has another opening of the file locked this byte?
 fn is_locked(file: &File, byte: i64) -> nix::Result<bool> {
-    let mut asked = flock(byte, libc::F_WRLCK);
-    fcntl(file, FcntlArg::F_OFD_GETLK(&mut asked))?;
-    Ok(i32::from(asked.l_type) != libc::F_UNLCK)
-}
-
-fn flock(byte: i64, kind: i32) -> libc::flock {
-    libc::flock {
-        l_type: i16::try_from(kind).unwrap_or_default(),
-        l_whence: 0,
-        l_start: byte,
-        l_len: 1,
-        l_pid: 0,
-    }
+    locks::is_set(file, (byte, 1))
 }
 
 fn byte_of(slot: usize) -> i64 {

@@ -62,36 +62,45 @@ impl Wish {
     /// On `file`, which nobody else has this opening of. None where the file system knows no such locks: then who wants
     /// it alone has to be lucky.
     pub(super) fn new(file: File) -> Option<Self> {
-        let shared = whole_file(libc::F_RDLCK);
-        fcntl(&file, FcntlArg::F_OFD_SETLK(&shared)).ok()?;
+        set(&file, ALL, libc::F_RDLCK).ok()?;
         Some(Self { file: file.into() })
     }
 
     /// Has anybody this wish? Takes no lock.
     pub(super) fn is_on(file: &File) -> bool {
-        let mut found = whole_file(libc::F_WRLCK);
-        let asked = fcntl(file, FcntlArg::F_OFD_GETLK(&mut found));
-        asked.is_ok() && i32::from(found.l_type) != libc::F_UNLCK
+        is_set(file, ALL).unwrap_or(false)
     }
 }
 
 impl Drop for Wish {
     fn drop(&mut self) {
         // As for the lock: a child forked meanwhile has the same opening.
-        if let Err(error) = fcntl(&*self.file, FcntlArg::F_OFD_SETLK(&whole_file(libc::F_UNLCK))) {
+        if let Err(error) = set(&self.file, ALL, libc::F_UNLCK) {
             tracing::warn!(%error, "the wish for a lock of the run directory was not given up");
         }
     }
 }
 
-fn whole_file(kind: i32) -> libc::flock {
-    libc::flock {
-        l_type: i16::try_from(kind).unwrap_or_default(),
-        l_whence: i16::try_from(libc::SEEK_SET).unwrap_or_default(),
-        l_start: 0,
-        l_len: 0,
-        l_pid: 0,
-    }
+/// A stretch of a file: where it begins, and how long it is; 0 is to the end.
+type Stretch = (i64, i64);
+const ALL: Stretch = (0, 0);
+
+fn flock((l_start, l_len): Stretch, kind: i32) -> libc::flock {
+    let l_type = i16::try_from(kind).unwrap_or_default();
+    let l_whence = i16::try_from(libc::SEEK_SET).unwrap_or_default();
+    libc::flock { l_type, l_whence, l_start, l_len, l_pid: 0 }
+}
+
+/// Locks a stretch of `file`, or unlocks it. The lock is this opening's, not this process's.
+pub(super) fn set(file: &File, stretch: Stretch, kind: i32) -> nix::Result<()> {
+    fcntl(file, FcntlArg::F_OFD_SETLK(&flock(stretch, kind))).map(drop)
+}
+
+/// Has another opening of the file locked some of this stretch?
+pub(super) fn is_set(file: &File, stretch: Stretch) -> nix::Result<bool> {
+    let mut asked = flock(stretch, libc::F_WRLCK);
+    fcntl(file, FcntlArg::F_OFD_GETLK(&mut asked))?;
+    Ok(i32::from(asked.l_type) != libc::F_UNLCK)
 }
 
 /// Ids of the processes that hold a lock on `file`, in our pid namespace. None where the kernel lists none: it is

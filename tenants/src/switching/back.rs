@@ -45,7 +45,7 @@ pub fn come_back_by_itself<D: Driver>(member: &Arc<Member<D>>) {
 }
 
 fn watch<D: Driver>(member: &Member<D>) {
-    let is_paused = || matches!(member.state(), MemberState::Paused | MemberState::Deep);
+    let is_paused = || member.state().is_away();
     let options =
         || SwitchOptions { checkpointer: member.checkpointer(), ..SwitchOptions::default() };
     let mut depth = Sinking { after_failure: AFTER_FAILURE, not_before: None };

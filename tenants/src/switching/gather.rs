@@ -224,9 +224,6 @@ pub(super) fn complete(scene: &mut Scene, tenant: &TenantName, is_away: bool) {
 fn standing_of(stats: &TenantStats) -> Standing {
     let mut standing = Standing::default();
     let members = &stats.members;
-    let is_away = |member: &MemberStats| {
-        matches!(member.member.state, MemberState::Paused | MemberState::Deep)
-    };
     // One on its way out is somebody else's to bring back.
     let is_active = |member: &MemberStats| member.member.state == MemberState::Active;
     standing.is_active = !members.is_empty() && members.iter().all(is_active);
@@ -255,7 +252,7 @@ fn standing_of(stats: &TenantStats) -> Standing {
                 }
             }
         }
-        if is_away(member) {
+        if member.member.state.is_away() {
             // What a pause leaves in place is not given back by another.
             for held in standing.held.values_mut() {
                 *held = Held { away_bytes: held.away_bytes, ..Held::default() };

@@ -10,7 +10,7 @@ use crate::identity::TenantName;
 use crate::run_dir::claims::{Claim, Found, OwnClaim, Watch, pid_namespace};
 use crate::run_dir::turn_files::{TurnDir, TurnLock};
 use crate::run_dir::{RunDir, RunDirError, pause_thread};
-use crate::time::now_us;
+use crate::time::{millis, now_us};
 use crate::turns::history::History;
 use crate::turns::scene::{Scene, Wish};
 use crate::turns::{Decision, Verdict, decide};
@@ -461,7 +461,7 @@ fn lock_of(
         match locked {
             Err(RunDirError::Switching { holder_pids, .. }) => {
                 goes_on()?;
-                let waited_ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
+                let waited_ms = millis(began.elapsed());
                 let error = RunDirError::Switching { holder_pids, waited_ms };
                 if Instant::now() >= deadline {
                     return Err(error.into());
