@@ -11,36 +11,25 @@ use vmm_pool::driver::DriverCode;
 pub use vmm_pool::driver::ProcessState;
 
 /// Why the driver did not do its part for one process.
+#[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CheckpointError {
     /// There is no driver here that can.
     #[error("{reason}")]
-    Unavailable {
-        /// Why.
-        reason: String,
-    },
+    Unavailable { reason: String },
     /// It refused.
     #[error("{call} failed with {code}")]
-    Driver {
-        /// The call.
-        call: &'static str,
-        /// What it returned.
-        code: DriverCode,
-    },
+    Driver { call: &'static str, code: DriverCode },
     /// It did not answer, and may still be at it.
     #[error("{call} did not return within {} s", waited.as_secs())]
     Silent {
-        /// The call.
         call: &'static str,
         /// For how long it was waited for.
         waited: Duration,
     },
     /// The process is not where the call needs it.
     #[error("the driver says that it is {state:?}")]
-    State {
-        /// Where it is.
-        state: ProcessState,
-    },
+    State { state: ProcessState },
 }
 
 /// The calls of the driver's that are about another process, by its id in this pid namespace. From any thread.

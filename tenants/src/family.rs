@@ -18,6 +18,7 @@ pub struct Standing<'a> {
 }
 
 /// Why a process of one tenant may not open memory of another's.
+#[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FamilyRefusal {
     /// No side names a family.
@@ -25,27 +26,17 @@ pub enum FamilyRefusal {
         "the memory is of tenant '{lender}', and tenant '{borrower}' may not open it: start both with one family \
          (sublet run --family NAME, or SUBLET_FAMILY), or run both in one tenant"
     )]
-    NoFamily {
-        /// Whose memory it is.
-        lender: TenantName,
-        /// The tenant that opens it.
-        borrower: TenantName,
-    },
+    NoFamily { lender: TenantName, borrower: TenantName },
     /// One side names a family, and the other none.
     #[error(
         "the memory is of tenant '{lender}', and tenant '{borrower}' may not open it: only '{named_by}' names family \
          '{family}'; start '{missing}' with it too (sublet run --tenant {missing} --family {family}, or SUBLET_FAMILY)"
     )]
     OneSided {
-        /// Whose memory it is.
         lender: TenantName,
-        /// The tenant that opens it.
         borrower: TenantName,
-        /// Who names it.
         named_by: TenantName,
-        /// Who does not.
         missing: TenantName,
-        /// The family.
         family: FamilyName,
     },
     /// They name different ones.
@@ -53,16 +44,7 @@ pub enum FamilyRefusal {
         "the memory is of tenant '{lender}' in family '{lenders}', and tenant '{borrower}' in family '{borrowers}' may \
          not open it: start both with the same --family"
     )]
-    Differ {
-        /// Whose memory it is.
-        lender: TenantName,
-        /// Its family.
-        lenders: FamilyName,
-        /// The tenant that opens it.
-        borrower: TenantName,
-        /// That one's family.
-        borrowers: FamilyName,
-    },
+    Differ { lender: TenantName, lenders: FamilyName, borrower: TenantName, borrowers: FamilyName },
 }
 
 /// May `borrower`, a process of another tenant, open memory of `lender`?

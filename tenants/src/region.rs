@@ -74,33 +74,21 @@ fn shared() -> MutexGuard<'static, Shared> {
 }
 
 /// Why a region could not begin or end.
+#[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RegionError {
     /// The tag is empty or too long.
     #[error("a region's tag has 1 to {TAG_BYTES_MAX} bytes, not {length}")]
-    BadTag {
-        /// The length given.
-        length: usize,
-    },
+    BadTag { length: usize },
     /// The tag has another policy.
     #[error(
         "tag '{tag}' has the policy {was:?} in this process and cannot be {now:?} too: use another tag for \
          memory with another policy"
     )]
-    OtherContents {
-        /// The tag.
-        tag: String,
-        /// Its policy.
-        was: Contents,
-        /// What was requested.
-        now: Contents,
-    },
+    OtherContents { tag: String, was: Contents, now: Contents },
     /// The tag is that of a library's own memory.
     #[error("tag '{tag}' is that of {tag}'s own memory: use another for memory of yours")]
-    LibrarysTag {
-        /// The tag.
-        tag: String,
-    },
+    LibrarysTag { tag: String },
     /// Too many tags.
     #[error("this process has used {TAGS_MAX} tags: a tag names a kind of memory, not one tensor")]
     TooManyTags,

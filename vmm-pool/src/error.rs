@@ -6,6 +6,7 @@ use crate::driver::{DeviceAddress, DeviceOrdinal, DriverCode, DriverError};
 
 /// An operation of the pool that was not carried out. Exhaustive on purpose: every layer above decides for
 /// every variant what its caller can do.
+#[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
     /// The handle or address is not the pool's: the caller should ask the driver itself.
@@ -13,10 +14,7 @@ pub enum PoolError {
     NotOurs,
     /// The handle was the pool's and has been released.
     #[error("the handle {handle:#x} has been released")]
-    StaleHandle {
-        /// The value given.
-        handle: u64,
-    },
+    StaleHandle { handle: u64 },
     /// The process is being paused or is paused: its memory is given to nobody until it runs again.
     #[error(
         "the process that owns the memory is paused, or is being paused: ask again when it runs"
@@ -24,29 +22,20 @@ pub enum PoolError {
     Frozen,
     /// The memory has been given up by a pause of its tag, whose process runs on.
     #[error("the memory is away, because tag '{tag}' is paused: resume the tag first")]
-    Offloaded {
-        /// The tag.
-        tag: String,
-    },
+    Offloaded { tag: String },
     /// The processes of a tenant disagree about who owns memory. Nothing was given up.
     #[error(
         "allocation {id:?} is this process's own, and the others take it for nobody's: nothing was given up; this is a \
          fault of Sublet, report it"
     )]
-    Disowned {
-        /// Its identity.
-        id: crate::AllocationId,
-    },
+    Disowned { id: crate::AllocationId },
     /// The driver refused.
     #[error("{source}: {object} ({size_bytes} bytes{})", on_device(*device))]
     Driver {
-        /// What it was about.
         object: String,
-        /// Its size.
         size_bytes: u64,
         /// Where it lives, for device memory.
         device: Option<DeviceOrdinal>,
-        /// The call and its code.
         #[source]
         source: DriverError,
     },
@@ -55,14 +44,7 @@ pub enum PoolError {
         "{device} has {free_bytes} bytes free and {needed_bytes} are needed: free {} more, or wait",
         needed_bytes.saturating_sub(*free_bytes)
     )]
-    OutOfDeviceMemory {
-        /// The device.
-        device: DeviceOrdinal,
-        /// Bytes that must come.
-        needed_bytes: u64,
-        /// Bytes that could.
-        free_bytes: u64,
-    },
+    OutOfDeviceMemory { device: DeviceOrdinal, needed_bytes: u64, free_bytes: u64 },
     /// The tenant may not hold as much on the device; nothing was taken.
     #[error(
         "{asked_bytes} bytes on {device} do not fit the budget of {budget_bytes} bytes there, of which the tenant holds \
@@ -70,13 +52,10 @@ pub enum PoolError {
         held_bytes.saturating_add(*asked_bytes).saturating_sub(*budget_bytes)
     )]
     OverBudget {
-        /// The device.
         device: DeviceOrdinal,
-        /// Requested bytes.
         asked_bytes: u64,
         /// Bytes that all processes of the tenant hold there.
         held_bytes: u64,
-        /// Bytes that they may.
         budget_bytes: u64,
     },
     /// The host cannot hold the contents; nothing was given up.
@@ -85,11 +64,9 @@ pub enum PoolError {
          available: free host memory, or mark memory whose contents can go as discard"
     )]
     OutOfHostMemory {
-        /// Bytes to save.
         needed_bytes: u64,
         /// Bytes that the arena would have to grow by.
         grow_bytes: u64,
-        /// Bytes the host can give.
         available_bytes: u64,
     },
     /// The system gave no host memory, although by its own figures it has some; nothing was given up.
@@ -98,9 +75,7 @@ pub enum PoolError {
          of the process (ulimit -v, or the container's), or mark memory whose contents can go as discard"
     )]
     HostMemoryRefused {
-        /// Bytes that are needed together.
         size_bytes: u64,
-        /// What the system said.
         #[source]
         source: std::io::Error,
     },
@@ -111,7 +86,6 @@ pub enum PoolError {
         dir.display(), needed_bytes.saturating_sub(*free_bytes)
     )]
     OutOfDisk {
-        /// Where the file is.
         dir: PathBuf,
         /// Bytes to save in addition to what it holds.
         needed_bytes: u64,
@@ -125,15 +99,12 @@ pub enum PoolError {
         dir.display()
     )]
     FileRefused {
-        /// What was done.
         operation: &'static str,
         /// Where the file is, or should be.
         dir: PathBuf,
         /// From where on in the file.
         offset_bytes: u64,
-        /// How much.
         size_bytes: u64,
-        /// What the system said.
         #[source]
         source: std::io::Error,
     },
@@ -144,13 +115,10 @@ pub enum PoolError {
         dir.display()
     )]
     FileUnreadable {
-        /// Where the file is.
         dir: PathBuf,
         /// From where on in the file.
         offset_bytes: u64,
-        /// How much.
         size_bytes: u64,
-        /// What the system said.
         #[source]
         source: std::io::Error,
     },
@@ -162,11 +130,9 @@ pub enum PoolError {
         dir.display()
     )]
     FileCorrupted {
-        /// Where the file is.
         dir: PathBuf,
         /// From where on in the file.
         offset_bytes: u64,
-        /// How much.
         size_bytes: u64,
     },
     /// A peer's memory that this process maps did not arrive.
@@ -174,7 +140,6 @@ pub enum PoolError {
     MissingImport {
         /// First address it is mapped at.
         address: DeviceAddress,
-        /// Its size.
         size_bytes: u64,
     },
 }

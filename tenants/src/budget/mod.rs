@@ -41,6 +41,7 @@ pub enum Which {
 pub struct Budgets(BTreeMap<Which, Option<u64>>);
 
 /// What is written is no budget.
+#[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BudgetError {
@@ -48,45 +49,28 @@ pub enum BudgetError {
     #[error(
         "'{text}' is no budget: say for example 60GiB for every GPU, 0=60GiB for the one that nvidia-smi shows as 0, or none"
     )]
-    NoSize {
-        /// As it is written.
-        text: String,
-    },
+    NoSize { text: String },
     /// One of them names no GPU.
     #[error(
         "'{text}' names no GPU: say its number as nvidia-smi shows it, such as 0=60GiB, or its whole identity, \
          GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx=60GiB"
     )]
-    NoGpu {
-        /// As it is written.
-        text: String,
-    },
+    NoGpu { text: String },
     /// Two are about one GPU.
     #[error("two budgets for {which}: say one")]
-    Twice {
-        /// The GPU.
-        which: Which,
-    },
+    Twice { which: Which },
     /// One names a number that no GPU of this machine has.
     #[error(
         "there is no GPU {index} for a budget: this machine has {count}, from 0 to {}, as nvidia-smi numbers them whatever \
          CUDA_VISIBLE_DEVICES says",
         count.saturating_sub(1)
     )]
-    NoSuchGpu {
-        /// The number.
-        index: u32,
-        /// How many GPUs there are.
-        count: usize,
-    },
+    NoSuchGpu { index: u32, count: usize },
     /// Too many for one tenant.
     #[error(
         "these are {length} bytes of budgets, and {TEXT_BYTES_MAX} are the most: name fewer GPUs"
     )]
-    TooLong {
-        /// How long the text is.
-        length: usize,
-    },
+    TooLong { length: usize },
 }
 
 impl Budgets {

@@ -13,47 +13,33 @@ use crate::transport::{TransportError, command_of, is_stopped};
 use crate::wire::{Action, FailureKind};
 
 /// Why a pause, a resume or a question was not carried out.
+#[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CoordinatorError {
     /// Nobody ever ran under that name, or all of it is gone.
     #[error("there is no tenant '{tenant}' ({})", known(existing))]
-    NoSuchTenant {
-        /// The name.
-        tenant: TenantName,
-        /// The names there are.
-        existing: Vec<TenantName>,
-    },
+    NoSuchTenant { tenant: TenantName, existing: Vec<TenantName> },
     /// All processes of the tenant are dead; what they left behind was removed.
     #[error(
         "tenant '{tenant}' has no live process; what its {dead} dead processes left behind was removed"
     )]
-    NoProcess {
-        /// The name.
-        tenant: TenantName,
-        /// How many left something behind.
-        dead: usize,
-    },
+    NoProcess { tenant: TenantName, dead: usize },
     /// The run directory is not usable, or somebody else coordinates.
     #[error(transparent)]
     RunDir(#[from] RunDirError),
     /// A process lives but cannot be spoken to.
     #[error("a process of tenant '{tenant}' cannot be reached; nothing was changed")]
     Unreachable {
-        /// The tenant.
         tenant: TenantName,
-        /// Why.
         #[source]
         source: TransportError,
     },
     /// A process lives but did not say who it is.
     #[error("{} of '{tenant}' not started: {why}; nothing was changed", noun(*action))]
     NoGreeting {
-        /// The tenant.
         tenant: TenantName,
-        /// What was to be done.
         action: Action,
-        /// Who.
         failure: Box<MemberFailure>,
         /// Why, and what to do about it.
         why: String,
@@ -64,7 +50,6 @@ pub enum CoordinatorError {
          run all of them with one; nothing was changed"
     )]
     VersionsDiffer {
-        /// The tenant.
         tenant: TenantName,
         /// Version and process ids, as text.
         versions: String,
@@ -75,12 +60,7 @@ pub enum CoordinatorError {
          then try again; {} before that",
         save_hint(tenant)
     )]
-    Faulted {
-        /// The tenant.
-        tenant: TenantName,
-        /// Which process.
-        pid: u32,
-    },
+    Faulted { tenant: TenantName, pid: u32 },
     /// No process of the tenant has ever used these tags.
     #[error(
         "tenant '{tenant}' has no memory with the {}; {}",
@@ -88,32 +68,22 @@ pub enum CoordinatorError {
         known_tags(known)
     )]
     UnknownTags {
-        /// The tenant.
         tenant: TenantName,
         /// The requested tags that nobody knows.
         unknown: Vec<String>,
-        /// The tags there are.
         known: Vec<String>,
     },
     /// A pause by tag of processes that stand still.
     #[error(
         "tenant '{tenant}' is paused as a whole, and so are its tags: resume it, all or by tag, first"
     )]
-    PausedAlready {
-        /// The tenant.
-        tenant: TenantName,
-    },
+    PausedAlready { tenant: TenantName },
     /// A deep pause of processes that the driver cannot freeze.
     #[error(
         "tenant '{tenant}' cannot be paused deep: {why}; nothing was changed. `sublet pause {tenant}` frees its memory, and \
          leaves its contexts on the GPUs"
     )]
-    NotDeep {
-        /// The tenant.
-        tenant: TenantName,
-        /// What is in the way.
-        why: String,
-    },
+    NotDeep { tenant: TenantName, why: String },
     /// An earlier coordinator died half-way, and what it left can neither be undone nor finished.
     #[error(
         "an earlier pause or resume of tenant '{tenant}' was left half done and could not be finished: {}; \
@@ -121,27 +91,17 @@ pub enum CoordinatorError {
         listed(failures),
         save_hint(tenant)
     )]
-    Unrecovered {
-        /// The tenant.
-        tenant: TenantName,
-        /// Who did not go along.
-        failures: Vec<MemberFailure>,
-    },
+    Unrecovered { tenant: TenantName, failures: Vec<MemberFailure> },
     /// Processes joined again and again while the tenant was being paused. Everything was undone.
     #[error(
         "tenant '{tenant}' is as before: processes joined it each time while it was being paused; pause it again"
     )]
-    Joined {
-        /// The tenant.
-        tenant: TenantName,
-    },
+    Joined { tenant: TenantName },
     /// It was called off before the point of no return. Everything was undone, but for what
     /// `undo_failures` says.
     #[error("{} tenant '{tenant}' was called off{}", gerund(*action), undone(*action, *runs, undo_failures))]
     CalledOff {
-        /// The tenant.
         tenant: TenantName,
-        /// What was to be done.
         action: Action,
         /// Did its processes run before, as those do whose memory leaves or comes back by tag?
         runs: bool,
@@ -150,14 +110,7 @@ pub enum CoordinatorError {
     },
     /// The process that coordinated what all processes requested has failed, and told the others.
     #[error("{} tenant '{tenant}' together with its other processes failed: {why}", gerund(*action))]
-    FailedTogether {
-        /// The tenant.
-        tenant: TenantName,
-        /// What was to be done.
-        action: Action,
-        /// What that process said.
-        why: String,
-    },
+    FailedTogether { tenant: TenantName, action: Action, why: String },
     /// A member did not do its part before the point of no return. Everything was undone, but for what
     /// `undo_failures` says.
     #[error(
@@ -166,9 +119,7 @@ pub enum CoordinatorError {
         way_on(*action, tenant, failures)
     )]
     Refused {
-        /// The tenant.
         tenant: TenantName,
-        /// What was to be done.
         action: Action,
         /// Did its processes run before, as those do whose memory leaves or comes back by tag?
         runs: bool,
@@ -245,6 +196,7 @@ impl CoordinatorError {
 }
 
 /// Why a swap was not completed.
+#[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum SwapError {
     /// The second tenant cannot come: it is not there, say, or does not fit. Both are as before.
@@ -260,11 +212,9 @@ pub enum SwapError {
         lost(losses)
     )]
     WentBack {
-        /// The first tenant.
         tenant: TenantName,
         /// What of it had been paused.
         left: Scope,
-        /// Its processes that were lost.
         losses: Vec<MemberFailure>,
         /// Why the second did not come.
         source: Box<CoordinatorError>,
@@ -278,11 +228,9 @@ pub enum SwapError {
         left.resume_command(tenant)
     )]
     NotBack {
-        /// The first tenant.
         tenant: TenantName,
         /// What of it is paused now.
         left: Scope,
-        /// Its processes that were lost.
         losses: Vec<MemberFailure>,
         /// Why the first did not resume.
         resume: Box<CoordinatorError>,

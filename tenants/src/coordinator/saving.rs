@@ -10,7 +10,6 @@ use serde::Serialize;
 
 use super::peers::{Answer, Everybody, Peers};
 use super::report::{MemberFailure, Step, Who};
-use super::session::{micros, millis};
 use super::{Coordinator, CoordinatorError};
 use crate::code::Code;
 use crate::identity::TenantName;
@@ -20,6 +19,7 @@ use crate::saving::map::{
     FORMAT, FailedProcess, ProcessName, SaveAccount, SavedProcess, TENANT_MAP, TenantMap, VERSION,
 };
 use crate::saving::{PART_SUFFIX, SaveDirError};
+use crate::time::{micros, millis};
 use crate::wire::{Action, SaveProgress, SaveStage, SaveStep};
 
 /// How long a process writes before it says how far it is.
@@ -31,6 +31,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_mins(1);
 const CALL_OFF_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why nothing was written.
+#[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum SaveError {
     /// The tenant could not be spoken to.
@@ -43,10 +44,7 @@ pub enum SaveError {
     #[error(
         "tenant '{tenant}' has nothing saved: its memory is where it belongs; `sublet pause {tenant}` saves it"
     )]
-    NothingSaved {
-        /// The tenant.
-        tenant: TenantName,
-    },
+    NothingSaved { tenant: TenantName },
     /// The disk is too small. Nothing was written.
     #[error(
         "what tenant '{tenant}' has saved takes {needed_bytes} bytes, and {free_bytes} are free in {}: free {} \
@@ -54,31 +52,18 @@ pub enum SaveError {
         dir.display(), needed_bytes.saturating_sub(*free_bytes)
     )]
     NoSpace {
-        /// The tenant.
         tenant: TenantName,
-        /// Where to.
         dir: PathBuf,
-        /// Bytes to write.
         needed_bytes: u64,
         /// Bytes that the filesystem has free.
         free_bytes: u64,
     },
     /// Somebody called it off. What was written is removed.
     #[error("saving tenant '{tenant}' to files was called off, and what was written is removed")]
-    CalledOff {
-        /// The tenant.
-        tenant: TenantName,
-    },
+    CalledOff { tenant: TenantName },
     /// No process could write. Nothing is left in the directory.
     #[error("no process of tenant '{tenant}' has written anything to {}: {}", dir.display(), listed(failures))]
-    Failed {
-        /// The tenant.
-        tenant: TenantName,
-        /// Where to.
-        dir: PathBuf,
-        /// Who, and why.
-        failures: Vec<MemberFailure>,
-    },
+    Failed { tenant: TenantName, dir: PathBuf, failures: Vec<MemberFailure> },
 }
 
 /// How far one process is.

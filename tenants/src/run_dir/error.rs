@@ -12,6 +12,7 @@ use crate::transport::TransportError;
 pub(super) const INSPECTION: &str = "inspection";
 
 /// What can be wrong with a run directory.
+#[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunDirError {
@@ -21,35 +22,20 @@ pub enum RunDirError {
          or set {RUN_DIR_VARIABLE} to another",
         path.display()
     )]
-    NotOurs {
-        /// The directory.
-        path: PathBuf,
-        /// What is wrong with it.
-        problem: String,
-        /// What helps.
-        next_step: String,
-    },
+    NotOurs { path: PathBuf, problem: String, next_step: String },
     /// A socket in the directory would have a name that the kernel does not take.
     #[error(
         "the socket path {} has {length} bytes, and Unix sockets take {SOCKET_PATH_BYTES_MAX}: \
          set {RUN_DIR_VARIABLE} to a shorter directory, such as /tmp/sublet",
         path.display()
     )]
-    PathTooLong {
-        /// The path.
-        path: PathBuf,
-        /// Its length in bytes.
-        length: usize,
-    },
+    PathTooLong { path: PathBuf, length: usize },
     /// More live processes than a tenant may have.
     #[error(
         "{} holds sockets of more than {MEMBERS_MAX} live processes: run fewer processes in one tenant",
         path.display()
     )]
-    TooManyMembers {
-        /// The tenant's directory.
-        path: PathBuf,
-    },
+    TooManyMembers { path: PathBuf },
     /// Somebody else is pausing or resuming the tenant.
     #[error(
         "tenant '{tenant}' is being paused or resumed by {}, and that did not end in {waited_ms} ms; wait for it, or \
@@ -57,21 +43,16 @@ pub enum RunDirError {
         locks::in_words(holder_pids)
     )]
     Locked {
-        /// The tenant.
         tenant: TenantName,
         /// Who holds the lock, as far as the kernel says; several, where each acts for itself alone.
         holder_pids: Vec<u32>,
-        /// How long we waited.
         waited_ms: u64,
     },
     /// The lock's file was removed while it was held, so that another may hold one simultaneously.
     #[error(
         "the file of the lock on tenant '{tenant}' was removed, as cleaners of old files do; nothing was changed: try again"
     )]
-    LockGone {
-        /// The tenant.
-        tenant: TenantName,
-    },
+    LockGone { tenant: TenantName },
     /// Somebody else is switching tenants.
     #[error(
         "tenants are being switched by {}, and that did not end in {waited_ms} ms; wait for it, or end it",
@@ -80,7 +61,6 @@ pub enum RunDirError {
     Switching {
         /// Who holds the lock, as far as the kernel says.
         holder_pids: Vec<u32>,
-        /// How long we waited.
         waited_ms: u64,
     },
     /// Somebody waits for a turn, or has it, by files of another version.
@@ -94,7 +74,6 @@ pub enum RunDirError {
         holder_pids: Vec<u32>,
         /// Its version; 0 for Sublets that wrote none.
         found: u32,
-        /// Ours.
         known: u32,
     },
     /// The member's socket could not be opened for business.
@@ -103,11 +82,8 @@ pub enum RunDirError {
     /// The file system refused.
     #[error("{operation} of {} failed{}", path.display(), next_step(operation, source))]
     Io {
-        /// What was tried.
         operation: &'static str,
-        /// On what.
         path: PathBuf,
-        /// The system's answer.
         #[source]
         source: io::Error,
     },

@@ -39,30 +39,24 @@ pub struct DirName {
 }
 
 /// Why a directory cannot be used.
+#[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveDirError {
     /// The system refused.
     #[error("{operation} {} failed", path.display())]
     Io {
-        /// What was done.
         operation: &'static str,
-        /// To what.
         path: PathBuf,
-        /// What the system said.
         #[source]
         source: io::Error,
     },
     /// Something is in it.
     #[error("{} is not empty: give an empty or a new directory", path.display())]
-    NotEmpty {
-        /// Which.
-        path: PathBuf,
-    },
+    NotEmpty { path: PathBuf },
     /// Others could read or replace what is written there.
     #[error("{} {problem}", path.display())]
     NotPrivate {
-        /// Which.
         path: PathBuf,
         /// What is the matter, and what to do.
         problem: String,
@@ -73,10 +67,7 @@ pub enum SaveDirError {
          in containers; name one that both see",
         path.display()
     )]
-    Elsewhere {
-        /// Which.
-        path: PathBuf,
-    },
+    Elsewhere { path: PathBuf },
 }
 
 /// The open directory.

@@ -22,6 +22,7 @@ pub struct Switched {
 }
 
 /// Why a tenant did not get its GPUs. Unless it says otherwise, all are as before.
+#[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SwitchError {
@@ -33,34 +34,21 @@ pub enum SwitchError {
     RunDir(#[from] RunDirError),
     /// It does not fit, even if all make way.
     #[error("{why}; nothing was changed")]
-    Never {
-        /// Why.
-        why: String,
-    },
+    Never { why: String },
     /// Somebody in the way is in a turn.
     #[error(
         "{why}; nothing was changed: wait for it (--wait), or pause what is in the way of '{tenant}' by name"
     )]
-    Busy {
-        /// Which.
-        tenant: TenantName,
-        /// Why.
-        why: String,
-    },
+    Busy { tenant: TenantName, why: String },
     /// It was called off while it waited.
     #[error("switching to tenant '{tenant}' was called off; nothing was changed")]
-    CalledOff {
-        /// Which.
-        tenant: TenantName,
-    },
+    CalledOff { tenant: TenantName },
     /// One that was to make way did not, or the tenant did not come; what had been paused is active again.
     #[error("{}; {}", chain(source), back(were_paused))]
     Undone {
-        /// Who was paused meanwhile.
         were_paused: Vec<TenantName>,
         /// Who could not be paused, where that is why.
         refused_by: Option<TenantName>,
-        /// Why.
         source: Box<CoordinatorError>,
     },
     /// As [`SwitchError::Undone`], and some of those that had been paused did not come back.
@@ -70,7 +58,6 @@ pub enum SwitchError {
         stay_paused: Vec<(TenantName, CoordinatorError)>,
         /// Who could not be paused, where that is why the switch failed.
         refused_by: Option<TenantName>,
-        /// Why the switch failed.
         source: Box<CoordinatorError>,
     },
 }

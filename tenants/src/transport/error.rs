@@ -8,24 +8,21 @@ use super::frame::FrameError;
 use crate::wire::PROTOCOL_VERSION;
 
 /// Why a message did not get through.
+#[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TransportError {
     /// Nobody could be reached.
     #[error("connection to {} failed", path.display())]
     Connect {
-        /// The socket.
         path: PathBuf,
-        /// The system's answer.
         #[source]
         source: io::Error,
     },
     /// The socket could not be opened.
     #[error("no socket could be opened at {}", path.display())]
     Bind {
-        /// The socket.
         path: PathBuf,
-        /// The system's answer.
         #[source]
         source: io::Error,
     },
@@ -33,137 +30,67 @@ pub enum TransportError {
     #[error(
         "{peer} runs as user {peer_uid} and this process as {own_uid}: run all processes of a tenant as one user"
     )]
-    ForeignPeer {
-        /// Who.
-        peer: Peer,
-        /// Its user.
-        peer_uid: u32,
-        /// Ours.
-        own_uid: u32,
-    },
+    ForeignPeer { peer: Peer, peer_uid: u32, own_uid: u32 },
     /// The peer does not speak our language at all.
     #[error("{peer} sent something that is no Sublet message")]
-    NotSublet {
-        /// Who.
-        peer: Peer,
-    },
+    NotSublet { peer: Peer },
     /// The peer speaks another version of it.
     #[error(
         "{peer} speaks protocol version {peer_version} and process {own_pid} (this one) speaks {own_version}: \
          run all processes of a tenant with one Sublet version"
     )]
-    VersionMismatch {
-        /// Who.
-        peer: Peer,
-        /// Its version.
-        peer_version: u16,
-        /// This process.
-        own_pid: u32,
-        /// Our version.
-        own_version: u16,
-    },
+    VersionMismatch { peer: Peer, peer_version: u16, own_pid: u32, own_version: u16 },
     /// A message is longer than any may be.
     #[error("a message from or to {peer} has {length} bytes, and {limit} are the limit")]
-    TooLong {
-        /// Who.
-        peer: Peer,
-        /// Its length.
-        length: usize,
-        /// What may be.
-        limit: usize,
-    },
+    TooLong { peer: Peer, length: usize, limit: usize },
     /// More descriptors than a message may carry.
     #[error("a message from or to {peer} brings {count} descriptors, and {limit} are the limit")]
-    TooManyFds {
-        /// Who.
-        peer: Peer,
-        /// How many.
-        count: usize,
-        /// What may be.
-        limit: usize,
-    },
+    TooManyFds { peer: Peer, count: usize, limit: usize },
     /// Descriptors came with a message that brings none; the kernel closed them.
     #[error("{peer} sent descriptors where none belong")]
-    UnexpectedFds {
-        /// Who.
-        peer: Peer,
-    },
+    UnexpectedFds { peer: Peer },
     /// Other descriptors came than were announced.
     #[error("{peer} announced {announced} descriptors and {received} came")]
-    FdCount {
-        /// Who.
-        peer: Peer,
-        /// As the header says.
-        announced: usize,
-        /// As it was.
-        received: usize,
-    },
+    FdCount { peer: Peer, announced: usize, received: usize },
     /// The system did not install all descriptors in this process.
     #[error(
         "descriptors from {peer} did not fit into this process: raise its limit of open files (ulimit -n)"
     )]
-    FdsTruncated {
-        /// Who.
-        peer: Peer,
-    },
+    FdsTruncated { peer: Peer },
     /// The bytes of a message make no sense.
     #[error("a message from {peer} could not be decoded")]
     Malformed {
-        /// Who.
         peer: Peer,
-        /// What the decoder said.
         #[source]
         source: postcard::Error,
     },
     /// A message could not be turned into bytes.
     #[error("a message to {peer} could not be encoded")]
     Unencodable {
-        /// Who.
         peer: Peer,
-        /// What the encoder said.
         #[source]
         source: postcard::Error,
     },
     /// The peer hung up between messages.
     #[error("{peer} closed its connection")]
-    Closed {
-        /// Who.
-        peer: Peer,
-    },
+    Closed { peer: Peer },
     /// The peer hung up inside a message.
     #[error("{peer} closed its connection in the middle of a message")]
-    ClosedMidFrame {
-        /// Who.
-        peer: Peer,
-    },
+    ClosedMidFrame { peer: Peer },
     /// The peer did not send, or take, a message in time.
     #[error("{peer} did not {} in time", waiting_to.verb())]
-    Deadline {
-        /// Who.
-        peer: Peer,
-        /// What we waited for.
-        waiting_to: Direction,
-    },
+    Deadline { peer: Peer, waiting_to: Direction },
     /// The peer sent a reply that is no answer to what it was asked.
     #[error("{peer} answered another question than it was asked")]
-    AnotherAnswer {
-        /// Who.
-        peer: Peer,
-    },
+    AnotherAnswer { peer: Peer },
     /// An earlier error left the connection between two messages; open a new one.
     #[error("the connection to {peer} is out of step after an earlier error")]
-    OutOfStep {
-        /// Who.
-        peer: Peer,
-    },
+    OutOfStep { peer: Peer },
     /// The system refused.
     #[error("{operation} failed on the connection to {peer}")]
     Io {
-        /// What was tried.
         operation: &'static str,
-        /// With whom.
         peer: Peer,
-        /// The system's answer.
         #[source]
         source: io::Error,
     },

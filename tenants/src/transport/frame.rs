@@ -48,6 +48,7 @@ pub struct Header {
 }
 
 /// Why bytes are no frame that we take.
+#[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FrameError {
@@ -56,34 +57,16 @@ pub enum FrameError {
     NotSublet,
     /// They are of another version of the protocol.
     #[error("protocol version {found}, and {PROTOCOL_VERSION} is ours")]
-    Version {
-        /// Its version.
-        found: u16,
-    },
+    Version { found: u16 },
     /// The payload is longer than the receiver takes.
     #[error("a payload of {length} bytes, and {limit} are the limit")]
-    TooLong {
-        /// Its length in bytes.
-        length: usize,
-        /// What is taken.
-        limit: usize,
-    },
+    TooLong { length: usize, limit: usize },
     /// More descriptors are announced than the receiver takes.
     #[error("{count} descriptors, and {limit} are the limit")]
-    TooManyFds {
-        /// How many.
-        count: usize,
-        /// What is taken.
-        limit: usize,
-    },
+    TooManyFds { count: usize, limit: usize },
     /// The bytes end before the frame does, or go on after it.
     #[error("{length} bytes for a frame of {expected}")]
-    Length {
-        /// How many there are.
-        length: usize,
-        /// How many there should be.
-        expected: usize,
-    },
+    Length { length: usize, expected: usize },
     /// The payload makes no sense.
     #[error("a payload that could not be decoded")]
     Malformed(#[source] postcard::Error),
