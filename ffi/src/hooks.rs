@@ -104,7 +104,7 @@ macro_rules! waiting_function {
                 let seen = waiting_function!(@look $symbol [ $($look)* ]);
                 let _pass = runtime::member()
                     .map(|member| waiting_function!(@pass member, $symbol [ $($touched),* ]));
-                let code = call_driver!($symbol($($arg => $ty),*));
+                let code = call_driver!($symbol($($arg),*));
                 drop(seen);
                 code
             };

@@ -139,9 +139,7 @@ pub unsafe extern "C" fn cuGetProcAddress(
     version: c_int,
     flags: c_ulonglong,
 ) -> c_int {
-    let code = call_driver!(cuGetProcAddress(
-        name => *const c_char, answer => *mut Pointer, version => c_int, flags => c_ulonglong
-    ));
+    let code = call_driver!(cuGetProcAddress(name, answer, version, flags));
     // SAFETY: the driver has just written the caller's out-pointer.
     unsafe { INTERPOSED.driver().exchange_answer(code, answer) };
     code
@@ -159,10 +157,7 @@ pub unsafe extern "C" fn cuGetProcAddress_v2(
     flags: c_ulonglong,
     status: *mut c_int,
 ) -> c_int {
-    let code = call_driver!(cuGetProcAddress_v2(
-        name => *const c_char, answer => *mut Pointer, version => c_int, flags => c_ulonglong,
-        status => *mut c_int
-    ));
+    let code = call_driver!(cuGetProcAddress_v2(name, answer, version, flags, status));
     // SAFETY: the driver has just written the caller's out-pointer.
     unsafe { INTERPOSED.driver().exchange_answer(code, answer) };
     code

@@ -81,8 +81,24 @@ macro_rules! c_name {
 }
 pub(crate) use c_name;
 
-/// Calls the driver's own function `$symbol`, or returns that the driver is not initialised.
+/// Calls the driver's own function `$symbol`, or returns that the driver is not initialised. Without types of the arguments, they are those
+/// of the function of this name in scope, which stands in for the driver's.
 macro_rules! call_driver {
+    ($symbol:ident ( $($value:expr),+ $(,)? )) => {{
+        static REAL: $crate::interpose::driver::Real = $crate::interpose::driver::Real::new(
+            $crate::interpose::driver::c_name!($symbol),
+        );
+        match REAL.address() {
+            Some(address) => {
+                let ours: unsafe extern "C" fn($($crate::interpose::any!($value)),+) -> ::std::ffi::c_int = $symbol;
+                // SAFETY: the address is the driver's function of this name, whose signature ours has.
+                let own = unsafe { $crate::interpose::alike(ours, address) };
+                // SAFETY: the arguments are the caller's own, or ours under the rules of the function.
+                unsafe { own($($value),+) }
+            }
+            None => ::vmm_pool::driver::DriverCode::NOT_INITIALIZED.0,
+        }
+    }};
     ($symbol:ident ( $($value:expr => $ty:ty),* $(,)? )) => {{
         static REAL: $crate::interpose::driver::Real = $crate::interpose::driver::Real::new(
             $crate::interpose::driver::c_name!($symbol),

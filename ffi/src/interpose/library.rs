@@ -459,22 +459,20 @@ macro_rules! exported {
     };
 }
 
-/// Calls the watched copy's own function, one of the table that the module of the caller has as `Function`.
+/// Calls the watched copy's own function, which the function of this name in scope stands in for; its answer, or none if no copy has
+/// it. It is one of the table that the module of the caller has as `Function`.
 macro_rules! call_own {
-    ($library:ident, $symbol:ident ( $($value:expr => $ty:ty),* ) -> $answer:ty, else $missing:expr) => {
-        match $library.watched().and_then(|copy| copy.function(Function::$symbol as usize)) {
-            Some(address) => {
-                let address = std::ptr::with_exposed_provenance::<()>(address);
-                // SAFETY: the address is the library's function of this name, whose signature is this.
-                let function = unsafe {
-                    std::mem::transmute::<*const (), unsafe extern "C" fn($($ty),*) -> $answer>(address)
-                };
-                // SAFETY: the arguments are the caller's own.
-                unsafe { function($($value),*) }
-            }
-            None => $missing,
-        }
-    };
+    ($library:ident, $symbol:ident ( $($value:expr),* $(,)? )) => {{
+        let found = $library.watched().and_then(|copy| copy.function(Function::$symbol as usize));
+        found.map(|address| {
+            let ours: unsafe extern "C" fn($($crate::interpose::any!($value)),*) -> _ = $symbol;
+            let address = std::ptr::with_exposed_provenance_mut(address);
+            // SAFETY: the address is the library's function of this name, whose signature ours has.
+            let own = unsafe { $crate::interpose::alike(ours, address) };
+            // SAFETY: the arguments are the caller's own.
+            unsafe { own($($value),*) }
+        })
+    }};
 }
 
 pub(crate) use {call_own, exported, interpose_library};

@@ -35,6 +35,24 @@ use patch::{Entry, Ours, Patches, Purpose};
 /// An argument that is only passed on.
 pub(crate) type Pointer = *mut c_void;
 
+/// Another's function at `address`, by the type of ours.
+///
+/// # Safety
+/// The function there has the signature of `_ours`, which is a pointer to a function.
+pub(crate) unsafe fn alike<F: Copy>(_ours: F, address: Pointer) -> F {
+    const { assert!(size_of::<F>() == size_of::<Pointer>()) };
+    // SAFETY: as this function's caller promises, and both are as large.
+    unsafe { std::mem::transmute_copy(&address) }
+}
+
+/// The type of an argument, to be inferred.
+macro_rules! any {
+    ($value:expr) => {
+        _
+    };
+}
+pub(crate) use any;
+
 /// The address of a function of ours. A function itself, because no constant may hold an address as a number.
 pub(crate) type AddressOf = fn() -> usize;
 

@@ -40,19 +40,9 @@ const SHRINK_ABORT: c_int = 1;
 
 /// Calls the own function of the library whose `NCCL` and `Function` are in scope.
 macro_rules! call_nccl {
-    ($symbol:ident ( $($value:expr => $ty:ty),* )) => {
-        match NCCL.watched().and_then(|nccl| nccl.function(Function::$symbol as usize)) {
-            Some(address) => {
-                let address = std::ptr::with_exposed_provenance::<()>(address);
-                // SAFETY: the address is NCCL's function of this name, whose signature is this.
-                let function = unsafe {
-                    std::mem::transmute::<*const (), unsafe extern "C" fn($($ty),*) -> c_int>(address)
-                };
-                // SAFETY: the arguments are the caller's own.
-                NcclResult(unsafe { function($($value),*) })
-            }
-            None => NcclResult::SYSTEM_ERROR,
-        }
+    ($symbol:ident ( $($value:expr),* $(,)? )) => {
+        $crate::interpose::library::call_own!(NCCL, $symbol($($value),*))
+            .map_or(NcclResult::SYSTEM_ERROR, NcclResult)
     };
 }
 
@@ -122,10 +112,7 @@ impl Process for Here {
         // (`ncclEnqueueCheck` and `ncclGroupErrCheck` in NCCL's `src/enqueue.cc` and `src/group.h`, 2.27 to 2.30; tried
         // with 2.31.2 and 2.32.3).
         let none: Pointer = std::ptr::null_mut();
-        let refused = call_nccl!(ncclAllReduce(
-            none => Pointer, none => Pointer, 0 => usize, 0 => c_int, 0 => c_int, none => Pointer,
-            none => Pointer
-        ));
+        let refused = call_nccl!(ncclAllReduce(none, none, 0, 0, 0, none, none));
         tracing::debug!(?refused, "a group of NCCL's is given up");
     }
 }
@@ -155,7 +142,7 @@ macro_rules! function {
         /// # Safety
         /// As NCCL's function of this name.
         pub(crate) unsafe extern "C" fn $symbol($($arg: $ty),*) -> c_int {
-            let $call = || call_nccl!($symbol($($arg => $ty),*));
+            let $call = || call_nccl!($symbol($($arg),*));
             counted(runtime::$find, |$all, $here| $count, $call)
         }
     };
@@ -307,7 +294,7 @@ function! {
 /// # Safety
 /// As NCCL's function of this name.
 pub(crate) unsafe extern "C" fn ncclMemAlloc(address: Pointer, bytes: usize) -> c_int {
-    region::for_caller(|| call_nccl!(ncclMemAlloc(address => Pointer, bytes => usize))).0
+    region::for_caller(|| call_nccl!(ncclMemAlloc(address, bytes))).0
 }
 
 // The first communicator may be made inside a group: its start must have been counted.
@@ -419,7 +406,7 @@ pub(crate) unsafe extern "C" fn ncclCommGetAsyncError(
     communicator: Pointer,
     state: *mut c_int,
 ) -> c_int {
-    let call = || call_nccl!(ncclCommGetAsyncError(communicator => Pointer, state => *mut c_int));
+    let call = || call_nccl!(ncclCommGetAsyncError(communicator, state));
     let Some(member) = runtime::member().filter(|_| !state.is_null()) else {
         return call().0;
     };

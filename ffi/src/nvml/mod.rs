@@ -244,9 +244,7 @@ mod calls {
         device: Pointer,
         memory: *mut Memory,
     ) -> c_int {
-        let code = call_own!(NVML, nvmlDeviceGetMemoryInfo(
-            device => Pointer, memory => *mut Memory
-        ) -> c_int, else MISSING);
+        let code = call_own!(NVML, nvmlDeviceGetMemoryInfo(device, memory)).unwrap_or(MISSING);
         narrow(code, device, memory)
     }
 
@@ -254,9 +252,7 @@ mod calls {
         device: Pointer,
         memory: *mut MemoryV2,
     ) -> c_int {
-        let code = call_own!(NVML, nvmlDeviceGetMemoryInfo_v2(
-            device => Pointer, memory => *mut MemoryV2
-        ) -> c_int, else MISSING);
+        let code = call_own!(NVML, nvmlDeviceGetMemoryInfo_v2(device, memory)).unwrap_or(MISSING);
         narrow(code, device, memory)
     }
 
@@ -266,9 +262,8 @@ mod calls {
         rows: *mut ProcessV1,
     ) -> c_int {
         running(device, count, rows, |count, rows| {
-            call_own!(NVML, nvmlDeviceGetComputeRunningProcesses(
-                device => Pointer, count => *mut c_uint, rows => *mut ProcessV1
-            ) -> c_int, else MISSING)
+            call_own!(NVML, nvmlDeviceGetComputeRunningProcesses(device, count, rows))
+                .unwrap_or(MISSING)
         })
     }
 
@@ -278,9 +273,8 @@ mod calls {
         rows: *mut Process,
     ) -> c_int {
         running(device, count, rows, |count, rows| {
-            call_own!(NVML, nvmlDeviceGetComputeRunningProcesses_v2(
-                device => Pointer, count => *mut c_uint, rows => *mut Process
-            ) -> c_int, else MISSING)
+            call_own!(NVML, nvmlDeviceGetComputeRunningProcesses_v2(device, count, rows))
+                .unwrap_or(MISSING)
         })
     }
 
@@ -290,9 +284,8 @@ mod calls {
         rows: *mut Process,
     ) -> c_int {
         let own = |count, rows| {
-            call_own!(NVML, nvmlDeviceGetComputeRunningProcesses_v3(
-                device => Pointer, count => *mut c_uint, rows => *mut Process
-            ) -> c_int, else MISSING)
+            call_own!(NVML, nvmlDeviceGetComputeRunningProcesses_v3(device, count, rows))
+                .unwrap_or(MISSING)
         };
         if may_be_bound() && !are_rows_known() {
             return own(count, rows);

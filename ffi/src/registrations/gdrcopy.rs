@@ -76,10 +76,8 @@ mod calls {
         handle: *mut c_ulong,
     ) -> c_int {
         pin(context, address, length, handle, || {
-            call_own!(GDRCOPY, gdr_pin_buffer(
-                context => Pointer, address => c_ulong, length => usize, token => u64, space => u32,
-                handle => *mut c_ulong
-            ) -> c_int, else libc::ENOSYS)
+            call_own!(GDRCOPY, gdr_pin_buffer(context, address, length, token, space, handle))
+                .unwrap_or(libc::ENOSYS)
         })
     }
 
@@ -91,19 +89,13 @@ mod calls {
         handle: *mut c_ulong,
     ) -> c_int {
         pin(context, address, length, handle, || {
-            call_own!(GDRCOPY, gdr_pin_buffer_v2(
-                context => Pointer, address => c_ulong, length => usize, flags => u32,
-                handle => *mut c_ulong
-            ) -> c_int, else libc::ENOSYS)
+            call_own!(GDRCOPY, gdr_pin_buffer_v2(context, address, length, flags, handle))
+                .unwrap_or(libc::ENOSYS)
         })
     }
 
     pub(super) unsafe extern "C" fn gdr_unpin_buffer(context: Pointer, handle: c_ulong) -> c_int {
-        let own = || {
-            call_own!(GDRCOPY, gdr_unpin_buffer(
-                context => Pointer, handle => c_ulong
-            ) -> c_int, else libc::ENOSYS)
-        };
+        let own = || call_own!(GDRCOPY, gdr_unpin_buffer(context, handle)).unwrap_or(libc::ENOSYS);
         seen(
             |member| {
                 let key = Key::GdrCopy { context: context.addr(), handle };
@@ -114,7 +106,7 @@ mod calls {
     }
 
     pub(super) unsafe extern "C" fn gdr_close(context: Pointer) -> c_int {
-        let own = || call_own!(GDRCOPY, gdr_close(context => Pointer) -> c_int, else libc::ENOSYS);
+        let own = || call_own!(GDRCOPY, gdr_close(context)).unwrap_or(libc::ENOSYS);
         seen(
             |member| {
                 let done = |code: &c_int| *code == 0;

@@ -63,9 +63,8 @@ mod calls {
         access: u32,
     ) -> Pointer {
         register(address, length, || {
-            call_own!(MLX5, mlx5dv_devx_umem_reg(
-                context => Pointer, address => Pointer, length => usize, access => u32
-            ) -> Pointer, else std::ptr::null_mut())
+            call_own!(MLX5, mlx5dv_devx_umem_reg(context, address, length, access))
+                .unwrap_or(std::ptr::null_mut())
         })
     }
 
@@ -74,9 +73,8 @@ mod calls {
         memory: *const UmemIn,
     ) -> Pointer {
         let own = || {
-            call_own!(MLX5, mlx5dv_devx_umem_reg_ex(
-                context => Pointer, memory => *const UmemIn
-            ) -> Pointer, else std::ptr::null_mut())
+            call_own!(MLX5, mlx5dv_devx_umem_reg_ex(context, memory))
+                .unwrap_or(std::ptr::null_mut())
         };
         // SAFETY: the caller's structure, which the library reads too; null is refused by it.
         match unsafe { memory.as_ref() } {
@@ -86,7 +84,7 @@ mod calls {
     }
 
     pub(super) unsafe extern "C" fn mlx5dv_devx_umem_dereg(memory: Pointer) -> c_int {
-        let own = || call_own!(MLX5, mlx5dv_devx_umem_dereg(memory => Pointer) -> c_int, else libc::ENOSYS);
+        let own = || call_own!(MLX5, mlx5dv_devx_umem_dereg(memory)).unwrap_or(libc::ENOSYS);
         seen(
             |member| {
                 let key = Key::UserMemory(memory.addr());

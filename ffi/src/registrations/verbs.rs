@@ -66,9 +66,8 @@ mod calls {
         access: c_int,
     ) -> Pointer {
         register(address, length, || {
-            call_own!(VERBS, ibv_reg_mr(
-                domain => Pointer, address => Pointer, length => usize, access => c_int
-            ) -> Pointer, else std::ptr::null_mut())
+            call_own!(VERBS, ibv_reg_mr(domain, address, length, access))
+                .unwrap_or(std::ptr::null_mut())
         })
     }
 
@@ -80,10 +79,8 @@ mod calls {
         access: c_int,
     ) -> Pointer {
         register(address, length, || {
-            call_own!(VERBS, ibv_reg_mr_iova(
-                domain => Pointer, address => Pointer, length => usize, card_address => u64,
-                access => c_int
-            ) -> Pointer, else std::ptr::null_mut())
+            call_own!(VERBS, ibv_reg_mr_iova(domain, address, length, card_address, access))
+                .unwrap_or(std::ptr::null_mut())
         })
     }
 
@@ -95,10 +92,8 @@ mod calls {
         access: c_uint,
     ) -> Pointer {
         register(address, length, || {
-            call_own!(VERBS, ibv_reg_mr_iova2(
-                domain => Pointer, address => Pointer, length => usize, card_address => u64,
-                access => c_uint
-            ) -> Pointer, else std::ptr::null_mut())
+            call_own!(VERBS, ibv_reg_mr_iova2(domain, address, length, card_address, access))
+                .unwrap_or(std::ptr::null_mut())
         })
     }
 
@@ -112,10 +107,8 @@ mod calls {
         access: c_int,
     ) -> c_int {
         let own = || {
-            call_own!(VERBS, ibv_rereg_mr(
-                region => Pointer, flags => c_int, domain => Pointer, address => Pointer,
-                length => usize, access => c_int
-            ) -> c_int, else libc::ENOSYS)
+            call_own!(VERBS, ibv_rereg_mr(region, flags, domain, address, length, access))
+                .unwrap_or(libc::ENOSYS)
         };
         if flags & CHANGE_TRANSLATION == 0 {
             return own();
@@ -131,7 +124,7 @@ mod calls {
     }
 
     pub(super) unsafe extern "C" fn ibv_dereg_mr(region: Pointer) -> c_int {
-        let own = || call_own!(VERBS, ibv_dereg_mr(region => Pointer) -> c_int, else libc::ENOSYS);
+        let own = || call_own!(VERBS, ibv_dereg_mr(region)).unwrap_or(libc::ENOSYS);
         seen(
             |member| {
                 let key = Key::Region(region.addr());

@@ -84,9 +84,7 @@ macro_rules! create_context {
             $device: c_int,
         ) -> c_int {
             let code = in_room($device, || {
-                call_driver!($symbol(
-                    context => *mut Pointer, $($arg => $ty,)* $device => c_int
-                ))
+                call_driver!($symbol(context, $($arg,)* $device))
             });
             if code == SUCCESS && !context.is_null() {
                 // SAFETY: the caller's out-pointer, which the driver has just written.
@@ -156,7 +154,7 @@ macro_rules! destroy_context {
         /// As the driver's function of this name.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol(context: Pointer) -> c_int {
-            end_own(context, || call_driver!($symbol(context => Pointer)), || true)
+            end_own(context, || call_driver!($symbol(context)), || true)
         }
     };
 }
@@ -175,7 +173,7 @@ pub unsafe extern "C" fn cuCtxDetach(context: Pointer) -> c_int {
         let place = &raw mut version;
         call_driver!(cuCtxGetApiVersion(context => Pointer, place => *mut c_uint)) != SUCCESS
     };
-    end_own(context, || call_driver!(cuCtxDetach(context => Pointer)), is_over)
+    end_own(context, || call_driver!(cuCtxDetach(context)), is_over)
 }
 
 /// Retains a device's primary context.
@@ -184,10 +182,7 @@ pub unsafe extern "C" fn cuCtxDetach(context: Pointer) -> c_int {
 /// As the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut Pointer, device: c_int) -> c_int {
-    let code = in_room(
-        device,
-        || call_driver!(cuDevicePrimaryCtxRetain(context => *mut Pointer, device => c_int)),
-    );
+    let code = in_room(device, || call_driver!(cuDevicePrimaryCtxRetain(context, device)));
     if code == SUCCESS {
         runtime::primary_was_retained(device);
     }
@@ -214,7 +209,7 @@ macro_rules! release_primary {
         pub unsafe extern "C" fn $symbol(device: c_int) -> c_int {
             let may_be_last = runtime::primary_may_be_released_last(device);
             let ending = may_be_last.then(|| ending_primary(device)).flatten();
-            let code = call_driver!($symbol(device => c_int));
+            let code = call_driver!($symbol(device));
             if code == SUCCESS {
                 runtime::primary_was_released(device);
                 if let Some(ending) = ending
@@ -253,7 +248,7 @@ macro_rules! reset_primary {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol(device: c_int) -> c_int {
             let ending = ending_primary(device);
-            let code = call_driver!($symbol(device => c_int));
+            let code = call_driver!($symbol(device));
             if code == SUCCESS {
                 runtime::primary_was_reset(device);
                 if let Some(member) = runtime::member() {
@@ -277,7 +272,7 @@ reset_primary!(cuDevicePrimaryCtxReset_v2);
 /// As the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxEnablePeerAccess(peer: Pointer, flags: c_uint) -> c_int {
-    let code = call_driver!(cuCtxEnablePeerAccess(peer => Pointer, flags => c_uint));
+    let code = call_driver!(cuCtxEnablePeerAccess(peer, flags));
     if code == SUCCESS
         && let (Ok(accessor), Some(owner)) = (runtime::current_device(), device_of(peer))
     {
@@ -297,7 +292,7 @@ pub unsafe extern "C" fn cuCtxEnablePeerAccess(peer: Pointer, flags: c_uint) -> 
 /// As the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxDisablePeerAccess(peer: Pointer) -> c_int {
-    let code = call_driver!(cuCtxDisablePeerAccess(peer => Pointer));
+    let code = call_driver!(cuCtxDisablePeerAccess(peer));
     if code == SUCCESS
         && let (Ok(accessor), Some(owner)) = (runtime::current_device(), device_of(peer))
     {

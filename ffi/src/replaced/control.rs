@@ -25,9 +25,7 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(
     attribute: c_int,
     device: c_int,
 ) -> c_int {
-    let code = call_driver!(cuDeviceGetAttribute(
-        value => *mut c_int, attribute => c_int, device => c_int
-    ));
+    let code = call_driver!(cuDeviceGetAttribute(value, attribute, device));
     if code == SUCCESS && !value.is_null() && vmm::hidden_attribute(attribute) {
         write_out!(value, 0);
     }
@@ -84,7 +82,7 @@ macro_rules! unload {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol(code: Pointer) -> c_int {
             look::forget_functions();
-            let done = call_driver!($symbol(code => Pointer));
+            let done = call_driver!($symbol(code));
             look::forget_functions();
             done
         }
@@ -128,7 +126,7 @@ macro_rules! begin_capture {
             }
             let captures = runtime::captures();
             let _before = captures.counts().before(WAITS_BEFORE_CAPTURE);
-            let code = call_driver!($symbol(stream => Pointer $(, $arg => $ty)*));
+            let code = call_driver!($symbol(stream $(, $arg)*));
             if code == SUCCESS {
                 captures.begun(capture_key(stream, stringify!($symbol)), Target::$target);
             }
@@ -172,7 +170,7 @@ macro_rules! end_capture {
             let key = capture_key(stream, stringify!($symbol));
             let value = stream_value(stream, stringify!($symbol));
             super::graph::end_capture(value, key, graph, is_capturing, || {
-                call_driver!($symbol(stream => Pointer, graph => Pointer))
+                call_driver!($symbol(stream, graph))
             })
         }
     };
@@ -192,7 +190,7 @@ macro_rules! destroy_stream {
             let mut code = SUCCESS;
             look::stream_ends(stream);
             runtime::captures().destroy(capture_key(stream, stringify!($symbol)), || {
-                code = call_driver!($symbol(stream => Pointer));
+                code = call_driver!($symbol(stream));
                 code == SUCCESS
             });
             code

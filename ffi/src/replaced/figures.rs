@@ -33,7 +33,7 @@ pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) ->
     if runtime::member().is_some() {
         late_frees::settle();
     }
-    let code = call_driver!(cuMemGetInfo_v2(free => *mut usize, total => *mut usize));
+    let code = call_driver!(cuMemGetInfo_v2(free, total));
     if code != SUCCESS {
         return code;
     }
@@ -51,7 +51,7 @@ pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) ->
 /// As the driver's function of this name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int) -> c_int {
-    let code = call_driver!(cuDeviceTotalMem_v2(bytes => *mut usize, device => c_int));
+    let code = call_driver!(cuDeviceTotalMem_v2(bytes, device));
     if code != SUCCESS {
         return code;
     }

@@ -109,7 +109,7 @@ macro_rules! launch_graph {
         /// As the driver's function of this name.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol(executable: Pointer, stream: Pointer) -> c_int {
-            let driver = || call_driver!($symbol(executable => Pointer, stream => Pointer));
+            let driver = || call_driver!($symbol(executable, stream));
             let Some(member) = runtime::member() else {
                 return driver();
             };
@@ -182,7 +182,7 @@ macro_rules! followed {
         /// As the driver's function of this name.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol($($arg: $ty),*) -> c_int {
-            let code = call_driver!($symbol($($arg => $ty),*));
+            let code = call_driver!($symbol($($arg),*));
             if code == SUCCESS && runtime::graphs().is_used() {
                 let $graphs = runtime::graphs();
                 $follow;
@@ -253,9 +253,7 @@ macro_rules! add_node {
         pub unsafe extern "C" fn $symbol(
             node: Pointer, graph: Pointer, $($arg: $ty,)* parameters: Pointer
         ) -> c_int {
-            let code = call_driver!($symbol(
-                node => Pointer, graph => Pointer, $($arg => $ty,)* parameters => Pointer
-            ));
+            let code = call_driver!($symbol(node, graph, $($arg,)* parameters));
             if code == SUCCESS {
                 node_added(node, graph, parameters);
             }
@@ -332,7 +330,7 @@ followed! {
 pub unsafe extern "C" fn cuGraphDestroy(graph: Pointer) -> c_int {
     let mut code = SUCCESS;
     runtime::graphs().destroy_graph(value(graph), || {
-        code = call_driver!(cuGraphDestroy(graph => Pointer));
+        code = call_driver!(cuGraphDestroy(graph));
         code == SUCCESS
     });
     code
@@ -346,7 +344,7 @@ pub unsafe extern "C" fn cuGraphDestroy(graph: Pointer) -> c_int {
 pub unsafe extern "C" fn cuGraphExecDestroy(executable: Pointer) -> c_int {
     let mut code = SUCCESS;
     runtime::graphs().destroy_executable(value(executable), || {
-        code = call_driver!(cuGraphExecDestroy(executable => Pointer));
+        code = call_driver!(cuGraphExecDestroy(executable));
         code == SUCCESS
     });
     code

@@ -154,9 +154,7 @@ macro_rules! allocate_async {
             stream: Pointer,
         ) -> c_int {
             let allocate = || {
-                call_driver!($symbol(
-                    address => *mut Address, bytes => usize, $($arg => $ty,)* stream => Pointer
-                ))
+                call_driver!($symbol(address, bytes, $($arg,)* stream))
             };
             let free = |made| call_driver!($free(made => Address, stream => Pointer));
             let value = stream_value(stream, stringify!($symbol));
@@ -184,9 +182,7 @@ pub unsafe extern "C" fn cuMemAllocManaged(
 ) -> c_int {
     runtime::caught(|| {
         let _pass = pass();
-        let code = call_driver!(cuMemAllocManaged(
-            address => *mut Address, bytes => usize, flags => c_uint
-        ));
+        let code = call_driver!(cuMemAllocManaged(address, bytes, flags));
         if let Some(address) = made(address).filter(|_| code == SUCCESS) {
             count(address, bytes, None, stays::MANAGED, Counted::No);
         }
@@ -213,10 +209,7 @@ pub unsafe extern "C" fn cuMemAllocPitch_v2(
             Ok(counted) => counted,
             Err(code) => return code,
         };
-        let code = call_driver!(cuMemAllocPitch_v2(
-            address => *mut Address, pitch => *mut usize, width => usize, height => usize,
-            element => c_uint
-        ));
+        let code = call_driver!(cuMemAllocPitch_v2(address, pitch, width, height, element));
         if let Some(address) = made(address).filter(|_| code == SUCCESS && !pitch.is_null()) {
             // SAFETY: the caller's out-pointer, which the driver has just written.
             let pitch = unsafe { pitch.read_unaligned() };
@@ -271,24 +264,22 @@ macro_rules! create_array {
         /// As the driver's function of this name.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol(array: *mut Pointer, wanted: *const $descriptor) -> c_int {
-runtime::caught(|| {
-            let _pass = pass();
-            // SAFETY: the caller's structure of this layout, or null.
-            let bytes = unsafe { wanted.as_ref() }.map_or(0, |$wanted| $bytes);
-            let counted = match room(bytes) {
-                Ok(counted) => counted,
-                Err(code) => return code,
-            };
-            let code = call_driver!($symbol(
-                array => *mut Pointer, wanted => *const $descriptor
-            ));
-            if code == SUCCESS
-                && let Some(made) = made(array.cast())
-            {
-                count(made, bytes, None, stays::ARRAYS, counted);
-            }
-            code
-})
+            runtime::caught(|| {
+                let _pass = pass();
+                // SAFETY: the caller's structure of this layout, or null.
+                let bytes = unsafe { wanted.as_ref() }.map_or(0, |$wanted| $bytes);
+                let counted = match room(bytes) {
+                    Ok(counted) => counted,
+                    Err(code) => return code,
+                };
+                let code = call_driver!($symbol(array, wanted));
+                if code == SUCCESS
+                    && let Some(made) = made(array.cast())
+                {
+                    count(made, bytes, None, stays::ARRAYS, counted);
+                }
+                code
+            })
         }
     };
 }
@@ -313,7 +304,7 @@ pub unsafe extern "C" fn cuArrayDestroy(array: Pointer) -> c_int {
             // Before the driver lets the value go, which may be another array's immediately.
             member.pool().native_freed(DeviceAddress(array.addr() as u64));
         }
-        call_driver!(cuArrayDestroy(array => Pointer))
+        call_driver!(cuArrayDestroy(array))
     })
 }
 
@@ -386,10 +377,7 @@ runtime::caught(|| {
         ) -> c_int {
 runtime::caught(|| {
             let _pass = pass_prefetch(true);
-            call_driver!($symbol(
-                addresses => Pointer, sizes => Pointer, count => usize, places => Pointer,
-                indices => Pointer, place_count => usize, flags => u64, stream => Pointer
-            ))
+            call_driver!($symbol(addresses, sizes, count, places, indices, place_count, flags, stream))
 })
         }
     };

@@ -71,9 +71,9 @@ fn settle_beside_captures() -> c_int {
     // A size that the driver maps by itself, and one that finds a place in what it has.
     for bytes in [2_usize << 20, 1] {
         let mut probe: Address = 0;
-        let made = call_driver!(cuMemAlloc_v2(&raw mut probe => *mut Address, bytes => usize));
+        let made = call_driver!(cuMemAlloc_v2(&raw mut probe, bytes));
         match DriverCode(made) {
-            DriverCode::SUCCESS => return call_driver!(cuMemFree_v2(probe => Address)),
+            DriverCode::SUCCESS => return call_driver!(cuMemFree_v2(probe)),
             DriverCode::OUT_OF_MEMORY => {}
             code => return code.0,
         }
@@ -95,7 +95,7 @@ unsafe extern "C" fn mem_alloc(
     _unused4: usize,
     caller: usize,
 ) -> c_int {
-    let driver = || call_driver!(cuMemAlloc_v2(address => *mut Address, size => usize));
+    let driver = || call_driver!(cuMemAlloc_v2(address, size));
     if address.is_null() || size == 0 {
         return driver();
     }
@@ -152,7 +152,7 @@ pub unsafe extern "C" fn cuMemFree_v2(address: Address) -> c_int {
             let address = DeviceAddress(address);
             blocks::free(member, address, || settle(member, address))
         },
-        || call_driver!(cuMemFree_v2(address => Address)),
+        || call_driver!(cuMemFree_v2(address)),
     )
 }
 
@@ -180,7 +180,7 @@ macro_rules! free_async {
                 || {
                     // Memory of the driver's, which may be given up while all of the pool's is away.
                     let _pass = runtime::member().map(|member| member.gate().pass(Passage::GiveUp));
-                    call_driver!($symbol(address => Address, stream => Pointer))
+                    call_driver!($symbol(address, stream))
                 },
             )
         }
@@ -199,11 +199,7 @@ pub unsafe extern "C" fn cuIpcGetMemHandle(
     handle: *mut [u8; ipc::HANDLE_BYTES],
     address: Address,
 ) -> c_int {
-    let driver = || {
-        call_driver!(cuIpcGetMemHandle(
-            handle => *mut [u8; ipc::HANDLE_BYTES], address => Address
-        ))
-    };
+    let driver = || call_driver!(cuIpcGetMemHandle(handle, address));
     if handle.is_null() {
         return driver();
     }
@@ -249,9 +245,7 @@ macro_rules! ipc_open {
             flags: c_uint,
         ) -> c_int {
             let driver = || {
-                let code = call_driver!($symbol(
-                    address => *mut Address, handle => IpcHandle, flags => c_uint
-                ));
+                let code = call_driver!($symbol(address, handle, flags));
                 if code == 0 {
                     // SAFETY: the driver has written there.
                     let opened = unsafe { *address };
@@ -300,7 +294,7 @@ pub unsafe extern "C" fn cuIpcCloseMemHandle(address: Address) -> c_int {
             ipc::close(member, address, || settle(member, address))
         },
         || {
-            let code = call_driver!(cuIpcCloseMemHandle(address => Address));
+            let code = call_driver!(cuIpcCloseMemHandle(address));
             if code == 0 {
                 OPENED_BY_DRIVER.lock().unwrap_or_else(PoisonError::into_inner).remove(&address);
             }
@@ -321,12 +315,7 @@ pub unsafe extern "C" fn cuMemGetHandleForAddressRange(
     kind: c_int,
     flags: c_ulonglong,
 ) -> c_int {
-    let driver = || {
-        call_driver!(cuMemGetHandleForAddressRange(
-            handle => *mut c_void, start => Address, size => usize, kind => c_int,
-            flags => c_ulonglong
-        ))
-    };
+    let driver = || call_driver!(cuMemGetHandleForAddressRange(handle, start, size, kind, flags));
     answered(
         runtime::member,
         |member| {

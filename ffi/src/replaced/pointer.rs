@@ -40,11 +40,7 @@ pub unsafe extern "C" fn cuPointerGetAttribute(
     attribute: c_int,
     address: Address,
 ) -> c_int {
-    let at = |address: Address| {
-        call_driver!(cuPointerGetAttribute(
-            data => *mut c_void, attribute => c_int, address => Address
-        ))
-    };
+    let at = |address: Address| call_driver!(cuPointerGetAttribute(data, attribute, address));
     let driver = || at(address);
     if data.is_null() {
         return driver();
@@ -87,11 +83,8 @@ pub unsafe extern "C" fn cuPointerGetAttributes(
     data: *mut *mut c_void,
     address: Address,
 ) -> c_int {
-    let at = |address: Address| {
-        call_driver!(cuPointerGetAttributes(
-            count => c_uint, attributes => *mut c_int, data => *mut *mut c_void, address => Address
-        ))
-    };
+    let at =
+        |address: Address| call_driver!(cuPointerGetAttributes(count, attributes, data, address));
     let driver = || at(address);
     if attributes.is_null() || data.is_null() || count == 0 {
         return driver();
@@ -143,11 +136,7 @@ pub unsafe extern "C" fn cuMemGetAccess(
     location: *const Location,
     address: Address,
 ) -> c_int {
-    let at = |address: Address| {
-        call_driver!(cuMemGetAccess(
-            flags => *mut c_ulonglong, location => *const Location, address => Address
-        ))
-    };
+    let at = |address: Address| call_driver!(cuMemGetAccess(flags, location, address));
     let driver = || at(address);
     // SAFETY: the caller's pointer to a structure of this layout, or null.
     let Some(place) = (unsafe { location.as_ref() }).filter(|_| !flags.is_null()) else {
@@ -182,11 +171,7 @@ pub unsafe extern "C" fn cuMemGetAddressRange_v2(
     size: *mut usize,
     address: Address,
 ) -> c_int {
-    let at = |address: Address| {
-        call_driver!(cuMemGetAddressRange_v2(
-            base => *mut Address, size => *mut usize, address => Address
-        ))
-    };
+    let at = |address: Address| call_driver!(cuMemGetAddressRange_v2(base, size, address));
     let driver = || at(address);
     let asked = |member: &Member| {
         let known = |asked: DeviceAddress| {

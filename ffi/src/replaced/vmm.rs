@@ -44,12 +44,7 @@ unsafe extern "C" fn mem_create(
     _unused: usize,
     caller: usize,
 ) -> c_int {
-    let driver = || {
-        call_driver!(cuMemCreate(
-            handle => *mut Handle, size => usize, prop => *const AllocationProp,
-            flags => c_ulonglong
-        ))
-    };
+    let driver = || call_driver!(cuMemCreate(handle, size, prop, flags));
     if handle.is_null() {
         return driver();
     }
@@ -101,7 +96,7 @@ pub unsafe extern "C" fn cuMemRelease(handle: Handle) -> c_int {
     answered(
         runtime::member,
         |member| vmm::release(member, handle),
-        || call_driver!(cuMemRelease(handle => Handle)),
+        || call_driver!(cuMemRelease(handle)),
     )
 }
 
@@ -125,12 +120,7 @@ pub unsafe extern "C" fn cuMemMap(
             without_flags(member, Some(handle), flags)
                 .and_then(|()| vmm::map(member, range(start, size), offset as u64, handle))
         },
-        || {
-            call_driver!(cuMemMap(
-                start => Address, size => usize, offset => usize, handle => Handle,
-                flags => c_ulonglong
-            ))
-        },
+        || call_driver!(cuMemMap(start, size, offset, handle, flags)),
     )
 }
 
@@ -143,7 +133,7 @@ pub unsafe extern "C" fn cuMemUnmap(start: Address, size: usize) -> c_int {
     answered(
         runtime::member,
         |member| vmm::unmap(member, range(start, size)),
-        || call_driver!(cuMemUnmap(start => Address, size => usize)),
+        || call_driver!(cuMemUnmap(start, size)),
     )
 }
 
@@ -162,12 +152,7 @@ unsafe extern "C" fn address_reserve(
     flags: c_ulonglong,
     caller: usize,
 ) -> c_int {
-    let driver = || {
-        call_driver!(cuMemAddressReserve(
-            start => *mut Address, size => usize, alignment => usize, hint => Address,
-            flags => c_ulonglong
-        ))
-    };
+    let driver = || call_driver!(cuMemAddressReserve(start, size, alignment, hint, flags));
     if start.is_null() || hint != 0 || flags != 0 {
         return driver();
     }
@@ -191,7 +176,7 @@ pub unsafe extern "C" fn cuMemAddressFree(start: Address, size: usize) -> c_int 
     answered(
         runtime::member,
         |member| vmm::address_free(member, range(start, size)),
-        || call_driver!(cuMemAddressFree(start => Address, size => usize)),
+        || call_driver!(cuMemAddressFree(start, size)),
     )
 }
 
@@ -209,11 +194,7 @@ pub unsafe extern "C" fn cuMemSetAccess(
     access: *const AccessDesc,
     count: usize,
 ) -> c_int {
-    let driver = || {
-        call_driver!(cuMemSetAccess(
-            start => Address, size => usize, access => *const AccessDesc, count => usize
-        ))
-    };
+    let driver = || call_driver!(cuMemSetAccess(start, size, access, count));
     if access.is_null() || count == 0 {
         return driver();
     }
@@ -236,11 +217,7 @@ pub unsafe extern "C" fn cuMemExportToShareableHandle(
     kind: c_int,
     flags: c_ulonglong,
 ) -> c_int {
-    let driver = || {
-        call_driver!(cuMemExportToShareableHandle(
-            shareable => *mut c_void, handle => Handle, kind => c_int, flags => c_ulonglong
-        ))
-    };
+    let driver = || call_driver!(cuMemExportToShareableHandle(shareable, handle, kind, flags));
     if shareable.is_null() {
         return driver();
     }
@@ -275,11 +252,7 @@ unsafe extern "C" fn mem_import(
     _unused4: usize,
     caller: usize,
 ) -> c_int {
-    let driver = || {
-        call_driver!(cuMemImportFromShareableHandle(
-            handle => *mut Handle, shareable => *mut c_void, kind => c_int
-        ))
-    };
+    let driver = || call_driver!(cuMemImportFromShareableHandle(handle, shareable, kind));
     let number = RawFd::try_from(shareable.addr()).unwrap_or(-1);
     if handle.is_null() || kind != HANDLE_TYPE_POSIX_FD || number < 0 {
         return driver();
@@ -306,8 +279,7 @@ pub unsafe extern "C" fn cuMemRetainAllocationHandle(
     handle: *mut Handle,
     address: *mut c_void,
 ) -> c_int {
-    let driver =
-        || call_driver!(cuMemRetainAllocationHandle(handle => *mut Handle, address => *mut c_void));
+    let driver = || call_driver!(cuMemRetainAllocationHandle(handle, address));
     if handle.is_null() {
         return driver();
     }
@@ -330,11 +302,7 @@ pub unsafe extern "C" fn cuMemGetAllocationPropertiesFromHandle(
     prop: *mut AllocationProp,
     handle: Handle,
 ) -> c_int {
-    let driver = || {
-        call_driver!(cuMemGetAllocationPropertiesFromHandle(
-            prop => *mut AllocationProp, handle => Handle
-        ))
-    };
+    let driver = || call_driver!(cuMemGetAllocationPropertiesFromHandle(prop, handle));
     if prop.is_null() {
         return driver();
     }
