@@ -12,7 +12,7 @@ use vmm_pool::PoolError;
 use vmm_pool::driver::{CudaDriver, DeviceAddress, DeviceOrdinal, DriverCode, RawStream};
 use vmm_pool::paging::{PageError, PageResult, Pager, WindowSize};
 
-use super::last_call::{fail, guarded, guarded_length, not_joined};
+use super::last_call::{fail, guarded, not_joined};
 use super::stats::answer;
 use super::{ARGUMENT, OK, OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY, REFUSED, RETRY};
 use crate::{environment, look, runtime};
@@ -57,17 +57,16 @@ fn done(result: PageResult<()>) -> c_int {
     }
 }
 
+fn pager_of(number: u64) -> Result<Arc<Pager<CudaDriver>>, c_int> {
+    let found = pagers().open.get(&number).cloned();
+    found.ok_or_else(|| fail(ARGUMENT, &format!("{number} is no pager: open one first")))
+}
+
 /// Does `work` with the pager of this number.
-fn with(number: u64, work: impl FnOnce(&Pager<CudaDriver>) -> c_int) -> c_int {
-    guarded(|| {
-        if runtime::member().is_none() {
-            return not_joined();
-        }
-        let pager = pagers().open.get(&number).cloned();
-        match pager {
-            Some(pager) => work(&pager),
-            None => fail(ARGUMENT, &format!("{number} is no pager: open one first")),
-        }
+fn with(number: u64, work: impl FnOnce(Arc<Pager<CudaDriver>>) -> c_int) -> c_int {
+    guarded(|| match runtime::member() {
+        Some(_) => pager_of(number).map_or_else(|code| code, work),
+        None => not_joined(),
     })
 }
 
@@ -149,13 +148,7 @@ pub unsafe extern "C" fn sublet_page_alloc(pager: u64, size_bytes: u64, span: *m
 /// Has uses seen at launches from now on.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_page_look(pager: u64) -> c_int {
-    guarded(|| {
-        if runtime::member().is_none() {
-            return not_joined();
-        }
-        let Some(found) = pagers().open.get(&pager).cloned() else {
-            return fail(ARGUMENT, &format!("{pager} is no pager: open one first"));
-        };
+    with(pager, |found| {
         if !look::is_possible() {
             return fail(
                 REFUSED,
@@ -248,13 +241,6 @@ pub extern "C" fn sublet_page_set_frames(pager: u64, frames_bytes: u64, timeout_
 /// `buffer` is null or valid for writes of `size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_page_json(pager: u64, buffer: *mut c_char, size: usize) -> i64 {
-    guarded_length(|| {
-        let found = pagers().open.get(&pager).cloned();
-        let Some(found) = found else {
-            fail(ARGUMENT, &format!("{pager} is no pager: open one first"));
-            return -1;
-        };
-        // SAFETY: as this function's caller promises.
-        unsafe { answer(&found.report(), buffer, size) }
-    })
+    // SAFETY: as this function's caller promises.
+    unsafe { answer(|| pager_of(pager).map(|found| found.report()), buffer, size) }
 }

@@ -14,7 +14,7 @@ use tenants::requests;
 use tenants::run_dir::RunDir;
 use tenants::scope::{Scope, TagNames};
 use tenants::switching::{self, SwitchOptions, Turn, TurnOptions};
-use tenants::wire::{Action, MemberState};
+use tenants::wire::Action;
 
 use super::last_call::{
     brought_in, fail, guarded, not_joined, resumed_in_turn, say_no, settled, settled_for_own,
@@ -312,8 +312,7 @@ pub unsafe extern "C" fn sublet_resume_tags(
 /// 1 while the calling process is paused as a whole.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_is_paused() -> c_int {
-    let is_away = |state| matches!(state, MemberState::Paused | MemberState::Deep);
-    c_int::from(runtime::member().is_some_and(|member| is_away(member.state())))
+    c_int::from(is_paused())
 }
 
 /// How many steps of pauses and resumes the calling process has come through. As long as that is the same, a tag whose
@@ -359,8 +358,7 @@ const WAIT: Duration = Duration::from_mins(10);
 static TURNS: Mutex<Vec<Turn>> = Mutex::new(Vec::new());
 
 fn is_paused() -> bool {
-    let is_away = |state| matches!(state, MemberState::Paused | MemberState::Deep);
-    runtime::member().is_some_and(|member| is_away(member.state()))
+    runtime::member().is_some_and(|member| member.state().is_away())
 }
 
 /// What a switch to `tenant` needs, which waits for so long at most.

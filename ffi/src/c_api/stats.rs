@@ -8,7 +8,6 @@ use std::path::Path;
 use tenants::budget::{Budgets, gpus};
 use tenants::coordinator::{BudgetReport, Coordinator, Options};
 use tenants::error_text::chain;
-use tenants::identity::TenantName;
 
 use super::last_call::{budgeted, fail, guarded_length, not_joined, refused, write_text};
 use super::pausing::{code_of, run_dir, tenant_of, text};
@@ -22,23 +21,26 @@ pub extern "C" fn sublet_version() -> *const c_char {
     VERSION.as_ptr().cast()
 }
 
-/// Writes `value` as JSON.
+/// Writes what `find` finds as JSON; -1 where that is nothing, and it has kept why.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.
-pub(super) unsafe fn answer(
-    value: &impl serde::Serialize,
+pub(super) unsafe fn answer<T: serde::Serialize>(
+    find: impl FnOnce() -> Result<T, c_int>,
     buffer: *mut c_char,
     size: usize,
 ) -> i64 {
-    match serde_json::to_string(value) {
-        // SAFETY: as this function's caller promises.
-        Ok(text) => unsafe { write_text(&text, buffer, size) },
-        Err(error) => {
-            fail(REFUSED, &format!("what is held could not be written as JSON: {error}"));
-            -1
+    guarded_length(|| {
+        let Ok(found) = find() else { return -1 };
+        match serde_json::to_string(&found) {
+            // SAFETY: as this function's caller promises.
+            Ok(text) => unsafe { write_text(&text, buffer, size) },
+            Err(error) => {
+                fail(REFUSED, &format!("what is held could not be written as JSON: {error}"));
+                -1
+            }
         }
-    }
+    })
 }
 
 /// The memory that this process holds, as JSON.
@@ -47,14 +49,9 @@ pub(super) unsafe fn answer(
 /// `buffer` is null or valid for writes of `size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_stats_json(buffer: *mut c_char, size: usize) -> i64 {
-    guarded_length(|| {
-        let Some(member) = runtime::member() else {
-            not_joined();
-            return -1;
-        };
-        // SAFETY: as this function's caller promises.
-        unsafe { answer(&member.stats(), buffer, size) }
-    })
+    let find = || runtime::member().map(tenants::member::Member::stats).ok_or_else(not_joined);
+    // SAFETY: as this function's caller promises.
+    unsafe { answer(find, buffer, size) }
 }
 
 /// The memory that every process of a tenant holds, as JSON.
@@ -67,20 +64,14 @@ pub unsafe extern "C" fn sublet_tenant_stats_json(
     buffer: *mut c_char,
     size: usize,
 ) -> i64 {
-    guarded_length(|| {
+    let find = || {
         // SAFETY: as this function's caller promises.
-        let (Ok(tenant), Ok(run_dir)) = (unsafe { tenant_of(tenant) }, run_dir()) else {
-            return -1;
-        };
-        match Coordinator::new(run_dir, tenant, Options::default()).stats() {
-            // SAFETY: as this function's caller promises.
-            Ok(stats) => unsafe { answer(&stats, buffer, size) },
-            Err(error) => {
-                fail(ARGUMENT, &chain(&error));
-                -1
-            }
-        }
-    })
+        let (tenant, run_dir) = (unsafe { tenant_of(tenant) }?, run_dir()?);
+        let stats = Coordinator::new(run_dir, tenant, Options::default()).stats();
+        stats.map_err(|error| fail(ARGUMENT, &chain(&error)))
+    };
+    // SAFETY: as this function's caller promises.
+    unsafe { answer(find, buffer, size) }
 }
 
 /// The names of the tenants there are, as JSON.
@@ -89,22 +80,12 @@ pub unsafe extern "C" fn sublet_tenant_stats_json(
 /// `buffer` is null or valid for writes of `size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_tenants_json(buffer: *mut c_char, size: usize) -> i64 {
-    guarded_length(|| {
-        let Ok(run_dir) = run_dir() else {
-            return -1;
-        };
-        match run_dir.live_tenants() {
-            Ok(tenants) => {
-                let names: Vec<&str> = tenants.iter().map(TenantName::as_str).collect();
-                // SAFETY: as this function's caller promises.
-                unsafe { answer(&names, buffer, size) }
-            }
-            Err(error) => {
-                fail(REFUSED, &chain(&error));
-                -1
-            }
-        }
-    })
+    let find = || {
+        let tenants = run_dir()?.live_tenants().map_err(|error| fail(REFUSED, &chain(&error)))?;
+        Ok(tenants.iter().map(ToString::to_string).collect::<Vec<_>>())
+    };
+    // SAFETY: as this function's caller promises.
+    unsafe { answer(find, buffer, size) }
 }
 
 /// # Safety
@@ -147,21 +128,12 @@ pub unsafe extern "C" fn sublet_budget_json(
     buffer: *mut c_char,
     size: usize,
 ) -> i64 {
-    guarded_length(|| {
+    let find = || {
         // SAFETY: as this function's caller promises.
-        let Ok(coordinator) = (unsafe { coordinator_of(tenant) }) else {
-            return -1;
-        };
-        match coordinator.budgets() {
-            Ok(found) => {
-                let report = found.unwrap_or_else(|| BudgetReport::none(coordinator.tenant()));
-                // SAFETY: as this function's caller promises.
-                unsafe { answer(&report, buffer, size) }
-            }
-            Err(error) => {
-                refused(&error);
-                -1
-            }
-        }
-    })
+        let coordinator = unsafe { coordinator_of(tenant) }?;
+        let found = coordinator.budgets().map_err(|error| refused(&error))?;
+        Ok(found.unwrap_or_else(|| BudgetReport::none(coordinator.tenant())))
+    };
+    // SAFETY: as this function's caller promises.
+    unsafe { answer(find, buffer, size) }
 }
