@@ -35,10 +35,6 @@ fn copies_come_back_as_they_went<D: Driver>(driver: &D, _: Limits) {
     assert_same(&bench.read(mapped.range), &bytes, "whole mapping");
     let part = VaRange::new(DeviceAddress(mapped.range.start.0 + 12_345), 6_789);
     assert_same(&bench.read(part), &bytes[12_345..19_134], "unaligned part");
-    assert!(
-        driver.stream_is_done(bench.stream).expect("query"),
-        "a stream that was waited for is done"
-    );
     bench.tear_down(mapped);
 }
 

@@ -117,7 +117,6 @@ fn a_stream_works_on_a_thread_without_a_context<D: Driver>(driver: &D, _: Limits
     let (range, stream) = (mapped.range, bench.driver.stream_create().expect("a stream"));
     without_context(|| {
         assert_copies(driver, range, stream, 21, "copies without a context");
-        assert!(driver.stream_is_done(stream).expect("query"), "it has been waited for");
         destroy(driver, stream);
     });
     bench.tear_down(mapped);
@@ -136,7 +135,6 @@ fn a_stream_works_while_another_context_is_current<D: Driver>(driver: &D, _: Lim
     unsafe { driver.copy_to_device(mapped.range, source, other) }.expect("copy in");
     driver.make_current(DEVICE).expect("device 0");
     driver.stream_synchronize(other).expect("wait");
-    assert!(driver.stream_is_done(other).expect("query"), "it has been waited for");
     destroy(driver, other);
     bench.tear_down(mapped);
 }

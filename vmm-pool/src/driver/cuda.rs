@@ -423,15 +423,6 @@ impl Driver for CudaDriver {
         check(DriverOp::StreamSynchronize, code)
     }
 
-    fn stream_is_done(&self, stream: RawStream) -> DriverResult<bool> {
-        // SAFETY: as for `stream_synchronize`.
-        let code = unsafe { (self.table.stream_query)(stream.0) };
-        if DriverCode(code) == DriverCode::NOT_READY {
-            return Ok(false);
-        }
-        check(DriverOp::StreamQuery, code).map(|()| true)
-    }
-
     fn event_create(&self) -> DriverResult<RawEvent> {
         let mut event = 0_u64;
         // SAFETY: `event` is a valid out-pointer of pointer size.

@@ -201,7 +201,6 @@ driver_ops! {
     /// Wait for a stream.
     StreamSynchronize => "cuStreamSynchronize",
     /// Ask whether a stream is done.
-    StreamQuery => "cuStreamQuery",
     /// Make an event.
     EventCreate => "cuEventCreate",
     /// End an event.

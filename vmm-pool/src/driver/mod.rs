@@ -298,13 +298,6 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuStreamSynchronize")]
     fn stream_synchronize(&self, stream: RawStream) -> DriverResult<()>;
 
-    /// Is the work of `stream` done?
-    ///
-    /// # Errors
-    /// What the driver returned, including the failure of earlier work.
-    #[doc(alias = "cuStreamQuery")]
-    fn stream_is_done(&self, stream: RawStream) -> DriverResult<bool>;
-
     /// An event of the current context, which takes no time of day. A wait for it sleeps. *Context.*
     ///
     /// # Errors

@@ -135,10 +135,6 @@ impl Driver for IdleDriver {
         Ok(())
     }
 
-    fn stream_is_done(&self, _: RawStream) -> DriverResult<bool> {
-        Ok(true)
-    }
-
     fn event_create(&self) -> DriverResult<RawEvent> {
         Ok(RawEvent(1))
     }

@@ -99,7 +99,6 @@ driver_table! {
     stream_create: cuStreamCreate(*mut u64, c_uint);
     stream_destroy: cuStreamDestroy_v2(u64);
     stream_synchronize: cuStreamSynchronize(u64);
-    stream_query: cuStreamQuery(u64);
     event_create: cuEventCreate(*mut u64, c_uint);
     event_destroy: cuEventDestroy_v2(u64);
     event_record: cuEventRecord(u64, u64);

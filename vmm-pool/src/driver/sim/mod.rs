@@ -356,10 +356,6 @@ impl Driver for SimDriver {
         self.call(DriverOp::StreamSynchronize, |core| core.wait_stream(stream))
     }
 
-    fn stream_is_done(&self, stream: RawStream) -> DriverResult<bool> {
-        self.call(DriverOp::StreamQuery, |core| core.stream_idle(stream))
-    }
-
     fn event_create(&self) -> DriverResult<RawEvent> {
         self.call_on_device(DriverOp::EventCreate, Core::new_event)
     }
