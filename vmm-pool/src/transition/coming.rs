@@ -14,8 +14,7 @@ use std::sync::Arc;
 
 use super::keeper::{Origin, Shut};
 use super::mappings::is_import;
-use super::moved::{ByDevice, Left, Moved};
-use super::queue::{Queue, Waiting, Window};
+use super::queue::{ByDevice, Left, Moved, Queue, Waiting, Window};
 use super::quiesced::{Done, Failed, ShutGate};
 use super::restore::{ImportRequest, Room};
 use super::still::Still;

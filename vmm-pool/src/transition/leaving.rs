@@ -14,8 +14,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::mappings::is_import;
-use super::moved::{ByDevice, Left, Moved};
-use super::queue::{Queue, Waiting, Window};
+use super::queue::{ByDevice, Left, Moved, Queue, Waiting, Window};
 use super::quiesced::{Done, Failed, Quiesced};
 use super::release::Meanwhile;
 use super::save::Behind;
