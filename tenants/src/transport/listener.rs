@@ -6,12 +6,10 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
 
-use nix::poll::{PollFd, PollFlags};
 use vmm_pool::Uninherited;
 
-use super::{Connection, Direction, Peer, TransportError, poll_until};
+use super::{Connection, Peer, TransportError};
 
 /// Of a name in the making; as long as that of a socket, so that both fit a socket path or neither does.
 pub(crate) const BINDING_EXTENSION: &str = "bind";
@@ -69,28 +67,10 @@ impl Listener {
                         error.kind(),
                         ErrorKind::Interrupted | ErrorKind::ConnectionAborted
                     ) => {}
-                Err(error) => return Err(accept_error("accept", error)),
-            }
-        }
-    }
-
-    /// Waits for a connection.
-    ///
-    /// # Errors
-    /// [`TransportError::Deadline`]; as [`Listener::accept`].
-    pub fn accept_before(&self, deadline: Instant) -> Result<Connection, TransportError> {
-        loop {
-            if let Some(connection) = self.accept()? {
-                return Ok(connection);
-            }
-            let mut fds = [PollFd::new(self.as_fd(), PollFlags::POLLIN)];
-            let ready =
-                poll_until(&mut fds, deadline).map_err(|error| accept_error("poll", error))?;
-            if !ready {
-                return Err(TransportError::Deadline {
-                    peer: Peer { pid: None },
-                    waiting_to: Direction::Receive,
-                });
+                Err(source) => {
+                    let peer = Peer { pid: None };
+                    return Err(TransportError::Io { operation: "accept", peer, source });
+                }
             }
         }
     }
@@ -115,8 +95,4 @@ impl AsFd for Listener {
 
 fn inode(path: &Path) -> Option<(u64, u64)> {
     fs::symlink_metadata(path).ok().map(|found| (found.dev(), found.ino()))
-}
-
-fn accept_error(operation: &'static str, source: std::io::Error) -> TransportError {
-    TransportError::Io { operation, peer: Peer { pid: None }, source }
 }

@@ -33,7 +33,9 @@ fn ticket(importer: &SimMember) -> Ticket {
 fn answering(path: &Path, bytes: Vec<u8>, files: Vec<File>) -> JoinHandle<()> {
     let listener = Listener::bind(path).unwrap();
     std::thread::spawn(move || {
-        let mut connection = listener.accept_before(soon()).unwrap();
+        let mut fds = [PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
+        assert!(poll_until(&mut fds, soon()).unwrap());
+        let mut connection = listener.accept().unwrap().unwrap();
         connection.receive::<Request>(soon()).unwrap();
         let fds: Vec<BorrowedFd<'_>> = files.iter().map(File::as_fd).collect();
         send_raw(&connection, &bytes, &fds);
