@@ -12,13 +12,7 @@ use vmm_pool::driver::{DriverCode, DriverOp};
 use crate::stage::{Stage, tenant};
 
 /// Fails call `nth` of `member` during `action` on `scope`. False when so many calls were not made.
-pub(crate) fn fail_one(
-    stage: &Stage,
-    action: Action,
-    scope: &Scope,
-    member: usize,
-    nth: u64,
-) -> bool {
+fn fail_one(stage: &Stage, action: Action, scope: &Scope, member: usize, nth: u64) -> bool {
     let what = format!("{action:?} of {scope:?} with call {nth} of member {member} failed");
     let before = stage.clear_faults();
     stage.faults(member).fail_any(FaultSpan::Nth(nth), DriverCode::UNKNOWN);
@@ -62,12 +56,20 @@ pub(crate) fn fail_one(
     met
 }
 
-/// Fails each call of a pause in turn, in `member`.
-fn pauses(stage: Stage, member: usize) {
+/// Fails each call of a pause of `scope` in turn, in `member`.
+pub(crate) fn pauses(stage: Stage, scope: &Scope, member: usize) {
     for nth in 1.. {
-        let met = fail_one(&stage, Action::Pause, &Scope::Whole, member, nth);
-        stage.must(Action::Resume);
-        stage.assert_intact(&format!("pause, call {nth} of member {member}"));
+        let met = fail_one(&stage, Action::Pause, scope, member, nth);
+        let what = format!("pause of {scope:?}, call {nth} of member {member}");
+        let resumed = stage.act_on(Action::Resume, scope.clone());
+        assert!(resumed.is_ok(), "{what}: {resumed:?}");
+        if *scope != Scope::Whole {
+            // What the driver kept goes with the next pause.
+            stage.must(Action::Pause);
+            stage.assert_gone(&what);
+            stage.must(Action::Resume);
+        }
+        stage.assert_intact(&what);
         if !met {
             assert!(nth > 50, "only {nth} calls were met");
             break;
@@ -78,31 +80,35 @@ fn pauses(stage: Stage, member: usize) {
 
 #[test]
 fn any_call_of_a_pause_may_fail_and_the_tenant_is_active_or_paused_with_its_contents() {
-    pauses(Stage::new(), 0);
+    pauses(Stage::new(), &Scope::Whole, 0);
 }
 
 #[test]
 fn any_call_of_a_pause_may_fail_in_the_second_process_too() {
-    pauses(Stage::new(), 1);
+    pauses(Stage::new(), &Scope::Whole, 1);
 }
 
 #[test]
 fn any_call_of_a_pause_that_releases_early_may_fail_and_nothing_is_lost() {
-    pauses(Stage::with_early_release(), 0);
+    pauses(Stage::with_early_release(), &Scope::Whole, 0);
 }
 
 #[test]
 fn any_call_of_a_pause_that_releases_early_may_fail_in_the_second_process_too() {
-    pauses(Stage::with_early_release(), 1);
+    pauses(Stage::with_early_release(), &Scope::Whole, 1);
 }
 
-/// Fails each call of a resume in turn, in `member`.
-fn resumes(member: usize) {
+/// Fails each call of a resume of `scope` in turn, in `member`.
+pub(crate) fn resumes(scope: &Scope, member: usize) {
     let stage = Stage::new();
     for nth in 1.. {
-        stage.must(Action::Pause);
-        let met = fail_one(&stage, Action::Resume, &Scope::Whole, member, nth);
-        let what = format!("resume, call {nth} of member {member}");
+        let paused = stage.act_on(Action::Pause, scope.clone());
+        assert!(paused.is_ok(), "{paused:?}");
+        if *scope != Scope::Whole {
+            stage.assert_gone("all memory has the tag");
+        }
+        let met = fail_one(&stage, Action::Resume, scope, member, nth);
+        let what = format!("resume of {scope:?}, call {nth} of member {member}");
         stage.assert_contents_of(&[0, 1], &what);
         // A stream that the driver kept goes with the next pause.
         stage.must(Action::Pause);
@@ -118,12 +124,12 @@ fn resumes(member: usize) {
 
 #[test]
 fn any_call_of_a_resume_may_fail_and_the_tenant_stays_paused_with_its_contents() {
-    resumes(0);
+    resumes(&Scope::Whole, 0);
 }
 
 #[test]
 fn any_call_of_a_resume_may_fail_in_the_second_process_too() {
-    resumes(1);
+    resumes(&Scope::Whole, 1);
 }
 
 /// There is no way back then, and it comes to its end by itself.
