@@ -159,6 +159,24 @@ impl Job {
         Ok(sum)
     }
 
+    /// One step, with the contents of all ranks compared.
+    ///
+    /// # Errors
+    /// As [`Job::step`] and [`Job::verify`].
+    pub fn works(&mut self) -> Outcome {
+        self.step(1)?;
+        self.verify().map(drop)
+    }
+
+    /// [`Job::works`], then [`Job::exit`].
+    ///
+    /// # Errors
+    /// As those.
+    pub fn works_and_exits(mut self) -> Outcome {
+        self.works()?;
+        self.exit()
+    }
+
     /// Which step the slowest rank has finished, also while it runs.
     pub fn steps_done(&self) -> u64 {
         const FIRST_OFFSET: usize = 8;

@@ -126,9 +126,18 @@ impl Stage {
     pub fn connected_job(&self, options: &JobOptions) -> Outcome<Job> {
         let mut job = self.job(options)?;
         job.connect()?;
-        job.step(1)?;
-        job.verify()?;
+        job.works()?;
         Ok(job)
+    }
+
+    /// A node with tenant `train` on it, of so many ranks that are connected.
+    ///
+    /// # Errors
+    /// As [`Stage::new`] and [`Stage::connected_job`].
+    pub fn with_train(capacities_bytes: &[u64], ranks: usize) -> Outcome<(Self, Job)> {
+        let stage = Self::new(capacities_bytes)?;
+        let job = stage.connected_job(&JobOptions::new("train", ranks))?;
+        Ok((stage, job))
     }
 
     /// Starts `programs/devices.c`, one process that uses all devices of the node, and waits until it has its

@@ -73,8 +73,7 @@ fn survivors_can_go_on(stage: &Stage, job: &mut Job, dead: usize) -> Outcome {
 
 /// Kills rank `victim` where `action` has come to `boundary`.
 fn kill_a_rank(action: &str, boundary: Boundary, victim: usize) -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 3)?;
     if action == "resume" {
         stage.pause("train")?;
     }
@@ -139,15 +138,13 @@ fn kill_the_coordinator(stage: &Stage, job: &mut Job, action: &str, boundary: Bo
     if states == ["paused"] {
         stage.resume("train")?;
     }
-    job.step(1)?;
-    job.verify()?;
+    job.works()?;
     Ok(())
 }
 
 #[test]
 fn coordinator_killed_at_each_boundary_leaves_one_clean_state() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 3)?;
     for boundary in Boundary::of_all(&PAUSE) {
         kill_the_coordinator(&stage, &mut job, "pause", boundary)?;
     }
@@ -161,8 +158,7 @@ fn coordinator_killed_at_each_boundary_leaves_one_clean_state() -> Outcome {
 /// The command that comes first after the death finds whatever state there is.
 #[test]
 fn command_right_after_the_coordinators_death_succeeds() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 3)?;
     for (action, phases) in [("pause", &PAUSE[..]), ("resume", &RESUME[..])] {
         for boundary in Boundary::of_all(phases) {
             for next in ["resume", "pause"] {
@@ -178,8 +174,7 @@ fn command_right_after_the_coordinators_death_succeeds() -> Outcome {
                 assert_eq!(stage.states("train")?, [wanted]);
                 stage.sublet(&["resume", "train"])?.succeeded()?;
             }
-            job.step(1)?;
-            job.verify()?;
+            job.works()?;
         }
     }
     job.exit()
@@ -352,8 +347,7 @@ fn processes_killed_at_random_instants_leave_the_others_able_to_go_on() -> Outco
             survivors_can_go_on(&stage, &mut job, victim)?;
         } else {
             stage.sublet(&["resume", "train"])?.succeeded()?;
-            job.step(1)?;
-            job.verify()?;
+            job.works()?;
         }
     }
     Ok(())

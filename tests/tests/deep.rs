@@ -21,8 +21,7 @@ fn used_bytes(stage: &Stage) -> Outcome<Vec<u64>> {
 
 fn goes_on(stage: &Stage, job: &mut Job) -> Outcome {
     assert_eq!(stage.states("train")?, ["active"]);
-    job.step(1)?;
-    job.verify()?;
+    job.works()?;
     Ok(())
 }
 
@@ -108,7 +107,7 @@ fn two_tenants_change_places_and_the_contexts_of_the_first_follow() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut train = job(&stage, "train")?;
     stage.sublet(&["pause", "train", "--deep"])?.succeeded()?;
-    let mut infer = job(&stage, "infer")?;
+    let infer = job(&stage, "infer")?;
     let before = used_bytes(&stage)?;
     for [from, to] in [["infer", "train"], ["train", "infer"]] {
         stage.sublet(&["swap", from, to, "--deep"])?.succeeded()?;
@@ -122,9 +121,7 @@ fn two_tenants_change_places_and_the_contexts_of_the_first_follow() -> Outcome {
     goes_on(&stage, &mut train)?;
     train.exit()?;
     stage.resume("infer")?;
-    infer.step(1)?;
-    infer.verify()?;
-    infer.exit()
+    infer.works_and_exits()
 }
 
 /// If the contexts of both do not fit together, the first leaves before.

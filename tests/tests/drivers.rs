@@ -46,8 +46,7 @@ fn driver_older_than_12_0_runs_the_job_as_without_sublet() -> Outcome {
 
 #[test]
 fn processes_of_different_versions_are_named_and_left_alone() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, job) = Stage::with_train(&CAPACITIES, 2)?;
     let config = MemberConfig {
         host_limits: || host_memory::limits(None),
         ..MemberConfig::new(
@@ -63,9 +62,7 @@ fn processes_of_different_versions_are_named_and_left_alone() -> Outcome {
     assert!(ran.stderr.contains("different versions of Sublet"), "{ran:#?}");
     assert!(ran.stderr.contains("9.9.9"), "{ran:#?}");
     stranger.leave();
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]

@@ -63,8 +63,7 @@ fn saves_in(report: &serde_json::Value) -> Vec<&str> {
 
 #[test]
 fn a_job_that_keeps_running_is_paused_anywhere_and_goes_on() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     let used_bytes = stage.used_bytes(0)?;
     job.run()?;
     for _ in 0..5 {
@@ -111,20 +110,17 @@ fn a_pause_that_copies_much_does_it_once_its_host_memory_is_there_and_people_rea
 fn no_room_in_host_memory_is_found_out_before_anything_has_gone() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let options = JobOptions::new("train", 2).with("SUBLET_HOST_BYTES_MAX", "1048576");
-    let mut job = stage.connected_job(&options.with("SUBLET_CHANGES", "off"))?;
+    let job = stage.connected_job(&options.with("SUBLET_CHANGES", "off"))?;
     let used_bytes = stage.used_bytes(0)?;
     let error = pause(&stage).map(drop).expect_err("there is no room");
     assert!(error.to_string().contains("SUBLET_HOST_BYTES_MAX"), "{error}");
     assert_eq!((settled(&stage)?, stage.used_bytes(0)?), ("active".to_owned(), used_bytes));
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]
 fn a_command_that_is_killed_at_any_instant_leaves_one_of_the_two_clean_states() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     for delay_ms in 0..16 {
         let mut command = start(&stage)?;
         wait_ms(3 * delay_ms);
@@ -132,8 +128,7 @@ fn a_command_that_is_killed_at_any_instant_leaves_one_of_the_two_clean_states() 
         command.wait()?;
         settled(&stage)?;
         stage.resume("train")?;
-        job.step(1)?;
-        job.verify()?;
+        job.works()?;
     }
     job.exit()
 }

@@ -14,8 +14,7 @@ fn paused_job(stage: &Stage, ranks: usize) -> Outcome<Job> {
 fn resumed_and_right(job: &mut Job) -> Outcome {
     job.ranks[0].do_it("resume-all 0")?;
     job.verify()?;
-    job.step(1)?;
-    job.verify()?;
+    job.works()?;
     Ok(())
 }
 
@@ -56,9 +55,7 @@ fn frees_of_a_resumed_job_give_the_memory_to_the_driver() -> Outcome {
         job.all(&format!("free {what}"))?;
     }
     assert_eq!(before_bytes - stage.used_bytes(0)?, 4 * MIB);
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]

@@ -6,8 +6,7 @@ const CAPACITIES: [u64; 2] = [128 * MIB; 2];
 
 #[test]
 fn tenant_pauses_when_every_rank_has_asked() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     let before_bytes = stage.used_bytes(1)?;
     for _ in 0..3 {
         job.all("pause inside")?;
@@ -19,8 +18,7 @@ fn tenant_pauses_when_every_rank_has_asked() -> Outcome {
         job.all("pause inside")?;
         job.all("resume inside")?;
         assert_eq!(stage.used_bytes(1)?, before_bytes);
-        job.step(1)?;
-        job.verify()?;
+        job.works()?;
     }
     job.exit()
 }
@@ -36,8 +34,7 @@ fn rank_that_does_not_ask_is_named_and_nothing_changes() -> Outcome {
     let why = format!("process {missing_pid} has not called ncclPause in time");
     assert!(answer.text.starts_with('1') && answer.text.contains(&why), "{}", answer.text);
     assert_eq!(stage.states("train")?, ["active"]);
-    job.step(1)?;
-    job.verify()?;
+    job.works()?;
     // And it still works when all ask.
     job.all("pause inside")?;
     job.all("resume inside")?;
@@ -47,23 +44,19 @@ fn rank_that_does_not_ask_is_named_and_nothing_changes() -> Outcome {
 
 #[test]
 fn one_rank_pauses_for_all() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     job.ranks[1].do_it("pause-all 0")?;
     assert_eq!(stage.states("train")?, ["paused"]);
     assert!(stage.used_bytes(0)? <= 2 * MIB);
     // What is so already is a success.
     job.ranks[0].do_it("pause-all 0")?;
     job.ranks[0].do_it("resume-all 0")?;
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]
 fn statistics_from_inside_and_outside_are_the_same() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     let inside = job.ranks[0].do_it("stats")?.text;
     let inside: serde_json::Value = serde_json::from_str(&inside)?;
     let members = stage.members("train")?;

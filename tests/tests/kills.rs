@@ -34,16 +34,14 @@ fn states_become(stage: &Stage, wanted: &str) -> Outcome {
 
 #[test]
 fn command_killed_in_the_middle_of_a_pause_leaves_the_job_active() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     job.ranks[0].do_it("spin")?;
     let mut command = begin_pause(&stage, "2s")?;
     command.kill()?;
     command.wait()?;
     states_become(&stage, "active")?;
     job.ranks[0].do_it("release spin")?;
-    job.step(1)?;
-    job.verify()?;
+    job.works()?;
     stage.pause("train")?;
     stage.resume("train")?;
     job.verify()?;
@@ -77,8 +75,7 @@ fn rank_killed_in_the_middle_of_a_pause_is_named_and_the_others_stay_active() ->
 
 #[test]
 fn two_commands_at_once_take_turns() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, job) = Stage::with_train(&CAPACITIES, 2)?;
     for verb in ["pause", "resume"] {
         let said = std::thread::scope(|scope| -> Outcome<Vec<String>> {
             let run = || stage.sublet(&[verb, "train"])?.succeeded().map(|ran| ran.stdout);
@@ -88,7 +85,5 @@ fn two_commands_at_once_take_turns() -> Outcome {
         let already = said.iter().filter(|text| text.contains("already")).count();
         assert_eq!(already, 1, "{said:?}");
     }
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }

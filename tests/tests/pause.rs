@@ -10,8 +10,7 @@ const CAPACITIES: [u64; 3] = [128 * MIB; 3];
 /// around a ring and `cudaIpc` mappings are in every job of these tests; `verify` reads through all of them.
 #[test]
 fn every_byte_is_there_after_twenty_cycles() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 3)?;
     for _ in 0..20 {
         stage.pause("train")?;
         stage.resume("train")?;
@@ -24,8 +23,7 @@ fn every_byte_is_there_after_twenty_cycles() -> Outcome {
 
 #[test]
 fn every_byte_is_there_after_each_of_three_cycles_without_work_between() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 3))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 3)?;
     for _ in 0..3 {
         stage.pause("train")?;
         stage.resume("train")?;
@@ -38,13 +36,11 @@ fn every_byte_is_there_after_each_of_three_cycles_without_work_between() -> Outc
 #[test]
 fn command_takes_the_open_files_that_it_may_have() -> Outcome {
     let stage = Stage::new(&[128 * MIB; 4])?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 4))?;
+    let job = stage.connected_job(&JobOptions::new("train", 4))?;
     for command in ["pause", "stats", "resume"] {
         stage.sublet_with_files(9, &[command, "train"])?.exited(0)?;
     }
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]
@@ -85,7 +81,7 @@ fn steps_give_the_same_with_and_without_sublet() -> Outcome {
 fn paused_memory_is_there_for_another_tenant() -> Outcome {
     let stage = Stage::new(&CAPACITIES[..2])?;
     let options = JobOptions { statics: 16, tensor_mib: 24, ..JobOptions::new("train", 2) };
-    let mut job = stage.connected_job(&options)?;
+    let job = stage.connected_job(&options)?;
     let before_bytes = stage.used_bytes(0)?;
     assert!(before_bytes > CAPACITIES[0] / 2, "the job is too small to be in the way");
     stage.pause("train")?;
@@ -102,16 +98,14 @@ fn paused_memory_is_there_for_another_tenant() -> Outcome {
 
     stage.resume("train")?;
     assert_eq!(stage.used_bytes(0)?, before_bytes);
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]
 fn discarded_contents_are_not_moved() -> Outcome {
     let stage = Stage::new(&CAPACITIES[..1])?;
     let options = JobOptions { scratch_mib: 32, ..JobOptions::new("train", 1) };
-    let mut job = stage.connected_job(&options)?;
+    let job = stage.connected_job(&options)?;
     let member = &stage.members("train")?[0];
     let own_bytes = statistic(member, "own_bytes") - statistic(member, "pinned_bytes");
     let report = stage.pause("train")?;
@@ -121,9 +115,7 @@ fn discarded_contents_are_not_moved() -> Outcome {
     assert_eq!(saved, own_bytes - 32 * MIB, "{report:#}");
     let report = stage.resume("train")?;
     assert_eq!(phase_bytes(&report, "restore"), saved, "{report:#}");
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 fn phase_bytes(report: &serde_json::Value, phase: &str) -> u64 {
@@ -158,12 +150,10 @@ fn swap_exchanges_two_tenants_that_do_not_fit_together() -> Outcome {
     let mut infer = stage.connected_job(&big("infer"))?;
     for _ in 0..2 {
         stage.sublet(&["swap", "infer", "train"])?.succeeded()?;
-        train.step(1)?;
-        train.verify()?;
+        train.works()?;
         assert_eq!(stage.states("infer")?, ["paused"]);
         stage.sublet(&["swap", "train", "infer"])?.succeeded()?;
-        infer.step(1)?;
-        infer.verify()?;
+        infer.works()?;
         assert_eq!(stage.states("train")?, ["paused"]);
     }
     Ok(())

@@ -37,8 +37,7 @@ fn hold(job: &mut Job, contents: u32, mib: u64) -> Outcome {
 
 #[test]
 fn a_mostly_zero_tenant_takes_little_host_memory_and_an_unchanged_one_copies_nothing() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 1))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 1)?;
     job.ranks[0].do_it(&format!("zeros {}", 300 * MIB))?;
     hold(&mut job, KEEP, 4)?;
     let ([zero, unchanged, copied], report) = pause(&stage)?;
@@ -119,8 +118,7 @@ fn a_driver_that_refuses_the_kernel_has_all_copied_and_is_said_once() -> Outcome
 
 #[test]
 fn zeros_are_saved_into_files_as_zeros() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 1))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 1)?;
     job.ranks[0].do_it(&format!("zeros {}", 16 * MIB))?;
     stage.pause("train")?;
     let dir = tempfile::tempdir()?;

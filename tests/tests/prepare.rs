@@ -105,8 +105,7 @@ fn pause_in_the_middle_takes_what_is_there_and_holds_no_more_than_it_needs() -> 
         stage.pause("train")?;
         assert_eq!(host(&stage)?, [(2 * CHUNK, 2 * CHUNK); 2]);
         stage.resume("train")?;
-        job.step(1)?;
-        job.verify()?;
+        job.works()?;
     }
     job.exit()
 }
@@ -136,7 +135,7 @@ fn command_that_is_killed_leaves_the_job_running_and_the_memory_coming() -> Outc
 #[test]
 fn command_that_is_interrupted_calls_it_off_and_what_is_there_stays() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&options(1))?;
+    let job = stage.connected_job(&options(1))?;
     let mut command = stage.command(&stage.files().sublet);
     let mut child = command.args(["prepare", "train"]).spawn()?;
     wait_until(&stage, |now| now.iter().any(|(held, _)| *held > 0))?;
@@ -149,9 +148,7 @@ fn command_that_is_interrupted_calls_it_off_and_what_is_there_stays() -> Outcome
     assert!(held == CHUNK || held == 2 * CHUNK, "{held}");
     stage.pause("train")?;
     stage.resume("train")?;
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]

@@ -22,19 +22,16 @@ fn refused(stage: &Stage, arguments: &[&str], words: &[&str]) -> Outcome<Ran> {
 
 fn goes_on(stage: &Stage, job: &mut Job) -> Outcome {
     assert_eq!(stage.states("train")?, ["active"]);
-    job.step(1)?;
-    job.verify()?;
+    job.works()?;
     stage.pause("train")?;
     stage.resume("train")?;
-    job.step(1)?;
-    job.verify()?;
+    job.works()?;
     Ok(())
 }
 
 #[test]
 fn pause_during_a_capture_waits_for_its_end_and_is_refused_in_the_end() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     job.ranks[1].do_it("capture begin")?;
     let pid = format!("process {} is capturing 1 stream", job.ranks[1].pid());
     let words = [pid.as_str(), "The tenant is active as before"];
@@ -46,8 +43,7 @@ fn pause_during_a_capture_waits_for_its_end_and_is_refused_in_the_end() -> Outco
 
 #[test]
 fn process_that_is_stopped_is_named_with_what_continues_it() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     job.ranks[1].stop()?;
     let pid = job.ranks[1].pid();
     let words = [
@@ -64,8 +60,7 @@ fn process_that_is_stopped_is_named_with_what_continues_it() -> Outcome {
 
 #[test]
 fn kernel_that_waits_for_ever_lets_the_pause_time_out() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     job.ranks[0].do_it("spin")?;
     let words = ["was not idle in time: GPU 0 has work left", "The tenant is active as before"];
     refused(&stage, &["pause", "train", "--timeout", "700ms"], &words)?;
@@ -78,7 +73,7 @@ fn kernel_that_waits_for_ever_lets_the_pause_time_out() -> Outcome {
 fn host_without_room_refuses_the_pause() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let options = JobOptions::new("train", 2).with("SUBLET_HOST_BYTES_MAX", "1048576");
-    let mut job = stage.connected_job(&options)?;
+    let job = stage.connected_job(&options)?;
     let words = [
         "of 2 process(es) needs",
         "SUBLET_HOST_BYTES_MAX leaves 1048576: raise it",
@@ -89,9 +84,7 @@ fn host_without_room_refuses_the_pause() -> Outcome {
     for member in stage.members("train")? {
         assert_eq!(member["pool"]["host_arena_bytes"], 0, "host memory was taken: {member:#}");
     }
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]
@@ -108,15 +101,13 @@ fn host_with_room_for_each_process_alone_refuses_all_of_them_together() -> Outco
     let limit = all_bytes - 1;
     assert!(held.len() == 2 && held.iter().all(|bytes| (1..limit).contains(bytes)), "{held:?}");
     let options = JobOptions::new("train", 2).with("SUBLET_HOST_BYTES_MAX", &limit.to_string());
-    let mut job = stage.connected_job(&options)?;
+    let job = stage.connected_job(&options)?;
     let words = [
         format!("of 2 process(es) needs {all_bytes} bytes of host memory"),
         format!("leaves {limit}"),
     ];
     refused(&stage, &["pause", "train"], &words.each_ref().map(String::as_str))?;
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 /// The address space of a rank is limited after its start, so that the map for saved contents is refused.
@@ -152,7 +143,7 @@ fn system_that_refuses_host_memory_refuses_the_pause() -> Outcome {
 fn device_without_room_refuses_the_resume_until_it_has() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let options = JobOptions { tensor_mib: 48, ..JobOptions::new("train", 2) };
-    let mut job = stage.connected_job(&options)?;
+    let job = stage.connected_job(&options)?;
     stage.pause("train")?;
     let other = stage.job(&JobOptions { tensor_mib: 80, ..JobOptions::new("infer", 1) })?;
 
@@ -179,16 +170,14 @@ fn device_without_room_refuses_the_resume_until_it_has() -> Outcome {
 
     other.exit()?;
     stage.resume("train")?;
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]
 fn resume_waits_for_memory_when_told_to() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let options = JobOptions { tensor_mib: 48, ..JobOptions::new("train", 2) };
-    let mut job = stage.connected_job(&options)?;
+    let job = stage.connected_job(&options)?;
     stage.pause("train")?;
     let other = stage.job(&JobOptions { tensor_mib: 80, ..JobOptions::new("infer", 1) })?;
     std::thread::scope(|scope| -> Outcome {
@@ -196,9 +185,7 @@ fn resume_waits_for_memory_when_told_to() -> Outcome {
         other.exit()?;
         resume.join().expect("the thread ends")
     })?;
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 fn stage_resume_waiting(stage: &Stage) -> Outcome {
@@ -231,7 +218,7 @@ fn process_outside_sublet_is_counted_as_such() -> Outcome {
 fn interrupted_wait_says_what_it_waited_for_and_leaves_the_tenant_paused() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let options = JobOptions { tensor_mib: 48, ..JobOptions::new("train", 2) };
-    let mut job = stage.connected_job(&options)?;
+    let job = stage.connected_job(&options)?;
     stage.pause("train")?;
     let other = stage.job(&JobOptions { tensor_mib: 80, ..JobOptions::new("infer", 1) })?;
     let mut command = stage.command(&stage.files().sublet);
@@ -254,9 +241,7 @@ fn interrupted_wait_says_what_it_waited_for_and_leaves_the_tenant_paused() -> Ou
     assert_eq!(stage.states("train")?, ["paused"]);
     other.exit()?;
     stage.resume("train")?;
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]
@@ -275,8 +260,7 @@ fn swap_waits_for_memory_when_told_to() -> Outcome {
         swap.join().expect("the thread ends")
     })?;
     assert_eq!(stage.states("small")?, ["paused"]);
-    job.step(1)?;
-    job.verify()?;
+    job.works()?;
     stage.pause("train")?;
     stage.resume("small")?;
     small.exit()

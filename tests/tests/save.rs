@@ -159,8 +159,7 @@ fn files_hold_what_every_process_had_and_the_tenant_goes_on() -> Outcome {
     assert_eq!(stage.states("train")?, ["paused"]);
     assert_eq!(used, (0..2).map(|device| stage.used_bytes(device)).collect::<Outcome<Vec<_>>>()?);
     stage.resume("train")?;
-    job.step(1)?;
-    job.verify()?;
+    job.works()?;
     stage.pause("train")?;
     stage.resume("train")?;
     job.verify()?;
@@ -202,8 +201,7 @@ fn checksums_and_holes_are_as_python_reads_them_by_the_documentation() -> Outcom
 
 #[test]
 fn a_tag_that_is_away_is_written_while_its_process_runs() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     let weights = hold(&mut job, 1, "weights", KEEP, 4)?;
     stage.sublet(&["pause", "train", "--tag", "weights"])?.succeeded()?;
     job.run()?;
@@ -225,8 +223,7 @@ fn a_tag_that_is_away_is_written_while_its_process_runs() -> Outcome {
 
 #[test]
 fn a_tenant_whose_resume_can_never_succeed_says_so_and_is_saved() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     stage.pause("train")?;
     job.ranks[1].kill()?;
     let refused = stage.sublet(&["resume", "train"])?.exited(1)?;
@@ -272,8 +269,7 @@ fn a_directory_with_something_in_it_is_left_as_it_is() -> Outcome {
 
 #[test]
 fn one_process_that_may_not_write_so_much_does_not_keep_the_other_from_it() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     hold(&mut job, 1, "weights", KEEP, 10)?;
     stage.pause("train")?;
     let pid = job.ranks[1].pid().to_string();
@@ -300,15 +296,12 @@ fn one_process_that_may_not_write_so_much_does_not_keep_the_other_from_it() -> O
     let (map, data) = files_of(&whole, job.ranks[1].pid())?;
     assert!(has_bytes(&map, &data, &pattern(1, FOR_HELD, 10 * MIB)));
     stage.resume("train")?;
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]
 fn a_process_that_does_not_answer_is_named_and_the_others_are_written() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, job) = Stage::with_train(&CAPACITIES, 2)?;
     stage.pause("train")?;
     job.ranks[1].stop()?;
     let dir = place(&stage, "saved");
@@ -318,15 +311,12 @@ fn a_process_that_does_not_answer_is_named_and_the_others_are_written() -> Outco
     assert!(files_of(&dir, job.ranks[0].pid()).is_ok());
     job.ranks[1].signal(Signal::SIGCONT)?;
     stage.resume("train")?;
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]
 fn a_save_that_is_called_off_half_way_leaves_nothing() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, job) = Stage::with_train(&CAPACITIES, 2)?;
     stage.pause("train")?;
     let (interrupt, raise) = Interrupt::new()?;
     let options = Options { interrupt: Some(interrupt), ..Options::default() };
@@ -341,9 +331,7 @@ fn a_save_that_is_called_off_half_way_leaves_nothing() -> Outcome {
     assert!(!dir.exists());
     assert_eq!(stage.states("train")?, ["paused"]);
     stage.resume("train")?;
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]

@@ -364,8 +364,7 @@ fn a_job_without_gpu_memory_is_listed_and_who_pauses_it_is_told_that_it_has_none
 
 #[test]
 fn metrics_are_those_of_the_tenants_on_standard_output_and_in_a_file() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, job) = Stage::with_train(&CAPACITIES, 2)?;
     stage.pause("train")?;
     let ran = stage.sublet(&["metrics"])?.succeeded()?;
     let member = &stage.members("train")?[0];
@@ -476,8 +475,7 @@ fn slices(path: &std::path::Path) -> Outcome<Vec<(String, u64)>> {
 
 #[test]
 fn a_timeline_has_every_process_and_phase_of_the_last_pause_and_resume() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, job) = Stage::with_train(&CAPACITIES, 2)?;
     let file = stage.run_dir_path().join("t.json");
     let path = file.to_string_lossy();
     let ran = stage.sublet(&["trace", "train", "-o", &path])?.exited(1)?;
@@ -528,8 +526,7 @@ fn shells_complete_the_names_of_tenants() -> Outcome {
 
 #[test]
 fn ps_of_one_job_is_one_row_and_takes_its_name() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, job) = Stage::with_train(&CAPACITIES, 2)?;
     let other = stage.job(&JobOptions::new("infer", 1))?;
     let shown = stage.sublet(&["ps", "train"])?.succeeded()?.stdout;
     let row = format!(" {} +1 ", job.ranks[0].pid());

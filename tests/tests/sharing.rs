@@ -7,8 +7,7 @@ const REFUSED: &str = "CUDA_ERROR_INVALID_VALUE";
 
 #[test]
 fn every_import_is_counted_once_by_its_owner_and_by_its_importers() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let job = stage.connected_job(&JobOptions::new("train", 3))?;
+    let (stage, job) = Stage::with_train(&CAPACITIES, 3)?;
     for member in stage.members("train")? {
         // 3 inboxes, the window, the ring buffer, 2 statics; tensors of 4, 2, 2, 2 MiB; scratch of 4.
         assert_eq!(statistic(&member, "own_bytes"), (7 * 2 + 4 + 3 * 2 + 4) * MIB);
@@ -43,9 +42,7 @@ fn tickets_that_are_not_what_they_seem_are_refused_for_their_reason() -> Outcome
     stage.pause("train")?;
     assert!(stage.used_bytes(0)? <= 2 * MIB);
     stage.resume("train")?;
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]
@@ -55,13 +52,10 @@ fn tickets_can_be_redeemed_after_a_pause() -> Outcome {
     stage.pause("train")?;
     stage.resume("train")?;
     job.connect()?;
-    job.step(1)?;
-    job.verify()?;
+    job.works()?;
     stage.pause("train")?;
     stage.resume("train")?;
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]
@@ -75,9 +69,7 @@ fn exports_and_imports_made_while_others_pause_wait_and_succeed() -> Outcome {
     }
     stage.resume("train")?;
     job.answers()?;
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]
@@ -97,9 +89,7 @@ fn memory_that_nccl_shares_by_legacy_ipc_stays_and_is_named() -> Outcome {
         assert!(told.contains("legacy IPC") && told.contains("NCCL_CUMEM_ENABLE=1"), "{told}");
     }
     stage.resume("train")?;
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]

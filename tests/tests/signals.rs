@@ -40,8 +40,7 @@ fn in_every_phase(
         assert!(said.starts_with("ok"), "{said}");
         at_boundary(job).map_err(|trouble| Trouble::new(format!("after {action}: {trouble}")))?;
     }
-    job.step(1)?;
-    job.verify()?;
+    job.works()?;
     Ok(())
 }
 
@@ -51,8 +50,7 @@ fn numbers(job: &mut Job, line: &str) -> Outcome<[u64; 2]> {
 
 #[test]
 fn forked_child_is_no_member_in_any_phase() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     in_every_phase(&stage, &mut job, |job| {
         // The child ended well, and the driver said that it is not initialised in it.
         assert_eq!(numbers(job, "fork")?, [0, 3]);
@@ -63,8 +61,7 @@ fn forked_child_is_no_member_in_any_phase() -> Outcome {
 
 #[test]
 fn spawned_program_inherits_no_descriptor_in_any_phase() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     // What the tests' own runner leaves open reaches every process.
     let without_us = JobOptions { is_preloaded: false, ..JobOptions::new("plain", 1) };
     let usual = numbers(&mut stage.job(&without_us)?, "spawn")?;
@@ -77,8 +74,7 @@ fn spawned_program_inherits_no_descriptor_in_any_phase() -> Outcome {
 
 #[test]
 fn spawned_program_joins_as_a_member_of_its_own_in_any_phase() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     in_every_phase(&stage, &mut job, |job| {
         assert_eq!(numbers(job, "spawn member")?, [0, 1]);
         Ok(())
@@ -89,16 +85,14 @@ fn spawned_program_joins_as_a_member_of_its_own_in_any_phase() -> Outcome {
 
 #[test]
 fn preload_object_stays_when_it_is_unloaded() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     in_every_phase(&stage, &mut job, |job| job.ranks[0].do_it("unload").map(drop))?;
     job.exit()
 }
 
 #[test]
 fn signals_that_a_program_handles_or_ignores_disturb_no_phase() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     in_every_phase(&stage, &mut job, |job| {
         for signal in [Signal::SIGCHLD, Signal::SIGWINCH, Signal::SIGSTOP, Signal::SIGCONT] {
             job.ranks[1].signal(signal)?;
@@ -110,8 +104,7 @@ fn signals_that_a_program_handles_or_ignores_disturb_no_phase() -> Outcome {
 
 /// Ends rank 1 by `end` while the tenant stands paused, with its main thread waiting at the gate.
 fn ends_while_paused(end: impl FnOnce(&mut Job) -> Outcome<std::process::ExitStatus>) -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     stage.pause("train")?;
     end(&mut job)?;
     assert!(stage.used_bytes(1)? <= 2 * MIB);
@@ -184,8 +177,7 @@ fn rank_that_exits_in_a_phase_is_named_and_the_other_is_settled() -> Outcome {
 
 #[test]
 fn stopped_rank_is_named_at_the_deadline_and_consistent_when_it_goes_on() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     job.ranks[1].stop()?;
     // Nobody can greet it.
     let ran = stage.sublet(&["pause", "train", "--timeout", "1s"])?.exited(1)?;
@@ -220,8 +212,7 @@ fn stopped_in(stage: &Stage, job: &mut Job, action: &str, phase: Phase) -> Outco
         // Whatever it was told in the meantime, one more command brings all together.
         stage.sublet(&["resume", "train"])?.succeeded()?;
         assert_eq!(stage.states("train")?, ["active"]);
-        job.step(1)?;
-        job.verify()?;
+        job.works()?;
         if named {
             return Ok(());
         }
@@ -251,8 +242,7 @@ fn wait_for_state(stage: &Stage, wanted: &str) -> Outcome {
 
 #[test]
 fn first_ctrl_c_takes_a_pause_back_and_says_so() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     for signal in [Signal::SIGINT, Signal::SIGTERM] {
         job.ranks[0].do_it("spin")?;
         let command = start_command(&stage, &["pause", "train"])?;
@@ -266,8 +256,7 @@ fn first_ctrl_c_takes_a_pause_back_and_says_so() -> Outcome {
         assert!(errors.contains("called off. The tenant is active as before"), "{errors}");
         assert_eq!(stage.states("train")?, ["active"]);
         job.ranks[0].do_it("release spin")?;
-        job.step(1)?;
-        job.verify()?;
+        job.works()?;
     }
     job.exit()
 }
@@ -293,30 +282,25 @@ fn ctrl_z_does_not_stop_a_command_that_has_begun() -> Outcome {
 #[test]
 fn coordinator_that_stands_still_is_left_behind_and_says_so_when_it_goes_on() -> Outcome {
     const HUNG_UP_WITHIN: Duration = Duration::from_mins(2);
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     let mut steps = steps(&stage, &["pause", "soon"])?;
     steps.until(Boundary::Done(Phase::Prepare))?;
     let begin = Instant::now();
     while stage.states("train")? != ["active"] {
         assert!(begin.elapsed() < HUNG_UP_WITHIN, "the processes wait for it");
     }
-    job.step(1)?;
-    job.verify()?;
+    job.works()?;
     let said = steps.finish()?;
     assert!(said.contains("stood still for too long"), "{said}");
     assert_eq!(stage.states("train")?, ["active"]);
     stage.pause("train")?;
     stage.resume("train")?;
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]
 fn second_ctrl_c_leaves_at_once_and_the_processes_settle_it() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     job.ranks[0].do_it("spin")?;
     // Its undo cannot be answered while the rank is stopped.
     let command = start_command(&stage, &["pause", "train"])?;
@@ -333,9 +317,7 @@ fn second_ctrl_c_leaves_at_once_and_the_processes_settle_it() -> Outcome {
     job.ranks[1].signal(Signal::SIGCONT)?;
     wait_for_state(&stage, "active")?;
     job.ranks[0].do_it("release spin")?;
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 /// One whose next pause releases while it saves: it copies much, and its host memory is there.
@@ -386,15 +368,12 @@ fn ctrl_c_behind_the_first_release_says_that_it_goes_on_and_the_second_that_some
     assert_eq!(command.wait()?.code(), Some(3));
     wait_for_state(&stage, "paused")?;
     stage.resume("train")?;
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]
 fn ctrl_c_at_any_instant_leaves_one_of_the_two_clean_states_and_names_it() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
+    let (stage, job) = Stage::with_train(&CAPACITIES, 2)?;
     for delay_ms in 0..12 {
         for (action, done, before) in
             [("pause", "paused", "active"), ("resume", "active", "paused")]
@@ -404,23 +383,19 @@ fn ctrl_c_at_any_instant_leaves_one_of_the_two_clean_states_and_names_it() -> Ou
             }
         }
     }
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 #[test]
 fn ctrl_c_at_any_instant_of_a_pause_that_releases_early_does_so_too() -> Outcome {
     let stage = Stage::new(&[1400 * MIB])?;
-    let mut job = job_that_releases_early(&stage, "")?;
+    let job = job_that_releases_early(&stage, "")?;
     for delay_ms in (0..480).step_by(60) {
         let words = ["pause", "train"];
         ends_when_interrupted(&stage, &words, delay_ms, "paused", "active")?;
         stage.resume("train")?;
     }
-    job.step(1)?;
-    job.verify()?;
-    job.exit()
+    job.works_and_exits()
 }
 
 /// Interrupts a command after some time: it has come to its end, with all processes in `done`, or to nothing, with all as `before`.
