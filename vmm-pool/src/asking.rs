@@ -20,7 +20,7 @@ thread_local! {
 
 const HERE: Threads = Threads { seat: &SEAT, lease: &LEASE };
 
-/// How often one looks again that nobody wakes: who shuts the door, and a signal handler that finds it shut.
+/// Between two looks of a thread that nobody wakes: the one that shuts the door, and a signal handler that finds it shut.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 /// The door of one process. There is one a process: threads keep one slot each.
@@ -37,11 +37,10 @@ pub struct Door {
 #[derive(Debug)]
 #[must_use = "dropping it says that the call is over"]
 pub struct Asking<'a> {
-    door: &'a Door,
     /// None within another call of the thread.
     visit: Option<Visit>,
     /// The thread that goes in comes out: the slot is its own.
-    _of_this_thread: PhantomData<*const ()>,
+    _of: PhantomData<(&'a Door, *const ())>,
 }
 
 impl Door {
@@ -58,7 +57,7 @@ impl Door {
             }
             None => self.pass_within(),
         }
-        Asking { door: self, visit, _of_this_thread: PhantomData }
+        Asking { visit, _of: PhantomData }
     }
 
     #[inline]
@@ -98,27 +97,22 @@ impl Door {
         let end = Instant::now() + timeout;
         self.shut.store(1, Ordering::SeqCst);
         loop {
-            let inside = self.slots.inside().len();
-            if inside == 0 {
+            // No lock: a thread may hold one whose signal handler waits for the door.
+            let inside = self.slots.count_inside();
+            if inside == Some(0) {
                 return Ok(());
             }
             if Instant::now() >= end {
                 self.open();
-                return Err(inside);
+                return Err(inside.unwrap_or(1));
             }
-            let turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-            drop(self.changed.wait_timeout(turn, LOOK_EVERY));
+            std::thread::park_timeout(LOOK_EVERY);
         }
     }
 
     /// Lets all pass.
     pub(crate) fn open(&self) {
         self.shut.store(0, Ordering::SeqCst);
-        self.tell();
-    }
-
-    #[cold]
-    fn tell(&self) {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         self.changed.notify_all();
     }
@@ -130,9 +124,6 @@ impl Drop for Asking<'_> {
         if let Some(visit) = &self.visit {
             visit.slot.step_out();
             HERE.go(visit);
-            if self.door.is_shut() {
-                self.door.tell();
-            }
         }
     }
 }

@@ -218,6 +218,12 @@ impl<D: Driver> Deferred<D> {
         placed.collect()
     }
 
+    /// Bytes of the handles kept that are of no device: the host's.
+    pub(crate) fn host_bytes(&self) -> u64 {
+        let lists = self.lists();
+        lists.handles.iter().filter(|kept| kept.device.is_none()).map(|kept| kept.size_bytes).sum()
+    }
+
     /// Has every handle that is kept count against a budget.
     pub(crate) fn charge_all(&self, make: impl Fn(u64, Option<DeviceOrdinal>) -> Option<Charge>) {
         self.lists().handles.iter_mut().for_each(|kept| kept.charge_with(&make));

@@ -7,6 +7,7 @@
 
 use std::cell::Cell;
 use std::fmt;
+use std::sync::TryLockError;
 
 use crate::sync::{
     AtomicU8, AtomicU64, AtomicUsize, LocalKey, Mutex, MutexGuard, Ordering, PoisonError,
@@ -252,6 +253,16 @@ impl Slots {
         let list = self.list();
         let turns = list.slots.iter().map(|slot| slot.turn.load(Ordering::Acquire));
         turns.fold(list.last_number, u64::wrapping_add)
+    }
+
+    /// How many are inside now; none if the list is locked, as it is while a thread comes for the first time.
+    pub fn count_inside(&self) -> Option<usize> {
+        let list = match self.list.try_lock() {
+            Ok(list) => list,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        Some(list.living().filter(|slot| slot.occupant().is_some()).count())
     }
 
     /// Who is inside now.

@@ -11,6 +11,7 @@ use tenants::member::Member;
 use tenants::region;
 use tenants::switching::with_room;
 use tenants::ticket::Ticket;
+use vmm_pool::asking::Asking;
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, Driver, DriverCode,
     HANDLE_TYPE_FABRIC, LocationKind, VaRange,
@@ -119,13 +120,21 @@ pub fn map<D: Driver>(
 #[doc(alias = "cuMemUnmap")]
 pub fn unmap<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()> {
     let entered = member.pool().enter_giving_up();
+    let _asking = back_in(member);
     Answer::of(entered.unmap_cells(range))
+}
+
+/// Waits while the contexts are off the devices: host memory of ours is unregistered with its mapping, and what the driver makes of that
+/// then was not tried. Inside the gate: a resume opens the door before it waits for who is inside.
+fn back_in<D: Driver>(member: &Member<D>) -> Asking<'_> {
+    member.pool().door().pass()
 }
 
 /// Frees a reservation: refused while something of ours lives in it, as the driver would.
 #[doc(alias = "cuMemAddressFree")]
 pub fn address_free<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()> {
     let entered = member.pool().enter_giving_up();
+    let _asking = back_in(member);
     if let Some(freed) = member.pool().driver().free_of_host_file(range) {
         return freed.map_or_else(|error| Answer::Refused(error.code), Answer::Done);
     }

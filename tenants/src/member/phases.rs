@@ -127,7 +127,12 @@ impl<D: Driver> Member<D> {
         let failure = failed_inside(phase, panic);
         tracing::error!("{failure}");
         self.note(failure.message.clone());
-        self.stand_faulted();
+        // Its contexts are off the devices: calls that were let through would end it. Apart from a thaw, nothing that such a process is told
+        // to do calls the driver, so it stands as before.
+        let is_frozen = self.state() == MemberState::Deep && phase != Some(Phase::Thaw);
+        if !is_frozen {
+            self.stand_faulted();
+        }
         Reply::Failed(failure)
     }
 

@@ -481,7 +481,8 @@ impl<D: Driver> Pager<D> {
         self.shared.end_calls();
         self.shared.changed.notify_all();
         let what = |_: &Table| "what was written to be copied to the host".to_owned();
-        self.shared.wait_for(limit, what, |table| table.is_all_clean().then_some(Ok(())))
+        let captured = self.shared.calls().captured();
+        self.shared.wait_for(limit, what, |table| table.is_all_clean(&captured).then_some(Ok(())))
     }
 
     /// From now on chunks take at most so much device memory, and in `limit` no more than that. *Blocks.*

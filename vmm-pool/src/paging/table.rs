@@ -509,10 +509,11 @@ impl Table {
         spans.into_iter().filter_map(|start| self.free(start)).flatten().collect()
     }
 
-    /// Is everything that was written saved, as far as nobody holds it?
-    pub(super) fn is_all_clean(&self) -> bool {
+    /// Is everything that was written saved, but for chunks that graphs use?
+    pub(super) fn is_all_clean(&self, captured: &[usize]) -> bool {
         let is_clean = |chunk: &Chunk| chunk.place == Place::Away || chunk.is_clean();
-        self.chunks.iter().all(|chunk| chunk.holders > 0 || is_clean(chunk))
+        let mut chunks = self.chunks.iter().enumerate();
+        chunks.all(|(id, chunk)| is_clean(chunk) || captured.contains(&id))
     }
 
     /// Its contents are on their way, and there when `mark` is over; with none they are there.

@@ -63,6 +63,8 @@ pub(super) fn run<D: Driver>(shared: &Arc<Shared<D>>, told: &Sender<PoolResult<(
     let _told = told.send(begun);
     if has_begun {
         while pager.step() {}
+        // A window may end in a deep pause; its streams are waited for.
+        let _asking = shared.pool.door().pass();
         pager.end_questions();
         pager.end_streams();
         finish(shared);
@@ -201,6 +203,7 @@ impl<D: Driver> Worker<'_, D> {
     fn look(&mut self) {
         let marks = self.shared.table().marks();
         let mut over = Vec::new();
+        let _asking = self.shared.pool.door().pass();
         for mark in marks {
             match self.shared.pool.driver.event_is_done(mark.event) {
                 Ok(true) => over.push(mark),

@@ -46,7 +46,9 @@ impl<D: Driver> Pool<D> {
     /// What the driver could not bring back with the contexts of this process. *While offloaded.*
     pub fn unfreezable(&self) -> Unfreezable {
         let is_away = self.gate().is_offloaded();
-        self.ledger().unfreezable(is_away)
+        let mut bytes = self.ledger().unfreezable(is_away);
+        bytes.host_bytes += self.deferred.host_bytes();
+        bytes
     }
 
     /// How far the copies of a pause or resume under way are. Takes no lock. *While offloaded.*

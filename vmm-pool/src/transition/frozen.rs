@@ -27,6 +27,7 @@ use std::time::Duration;
 
 use super::keeper::Keeper;
 use super::quiesced::Failed;
+use crate::asking::Door;
 use crate::driver::Driver;
 use crate::journal::StepLog;
 use crate::pool::{Pool, Right};
@@ -79,10 +80,23 @@ impl<D: Driver> Keeper<D> {
             self.pool().ahead.go_on();
             return Err(Failed::new(self, NotFrozen::Asking(inside, timeout)));
         }
+        // If this panics, threads that ask about work must not wait for ever.
+        let mut opens = Opens(Some(self.pool().door()));
         // Host memory is given back under this lock alone, and looks there whether it may.
         let log = self.pool().set_pinned(false);
+        opens.0 = None;
+        drop(opens);
         let (pool, right) = self.into_parts();
         Ok((Frozen { pool, right }, log))
+    }
+}
+
+/// Opens a door when it is dropped.
+struct Opens<'a>(Option<&'a Door>);
+
+impl Drop for Opens<'_> {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|door| door.open());
     }
 }
 
@@ -90,9 +104,10 @@ impl<D: Driver> Frozen<D> {
     /// The driver takes calls again. Says what it took to pin host memory again.
     pub fn thaw(self) -> (Keeper<D>, StepLog) {
         let Self { pool, right } = self;
+        // First: it stays open if what follows panics.
+        pool.door().open();
         let log = pool.set_pinned(true);
         pool.ahead.go_on();
-        pool.door().open();
         (Keeper::new(pool, right), log)
     }
 }

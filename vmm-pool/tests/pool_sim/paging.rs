@@ -14,6 +14,7 @@ use vmm_pool::driver::{AccessDesc, DriverCode, DriverOp, VaRange};
 use vmm_pool::paging::{PageError, Pager, WindowSize};
 
 use self::program::{Holds, LIMIT, SHORT, Stage, unlimited};
+use crate::process::SimPool;
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, UNIT, UNLIMITED, WHOLE, create, free_bytes, kept, map, node, pattern,
     pause, pool, resume, write,
@@ -232,6 +233,36 @@ fn a_pause_takes_what_is_there_and_paging_goes_on_behind_the_resume() {
     stage.pool.release(other).expect("released");
     crate::stage::free_addresses(&stage.pool, range);
     stage.end();
+}
+
+/// The driver ends a process that waits for a stream while its contexts are off the device.
+#[test]
+fn a_window_that_ends_while_the_process_is_frozen_asks_for_no_work_before_the_thaw() {
+    let mut stage = Stage::new(2);
+    stage.alloc(2).expect("addresses");
+    stage.use_all(true);
+    let start = stage.start_of(0);
+    stage.check();
+    stage.pager().free(start).expect("freed");
+    stage.spans.pop();
+    while stage.pager().report().resident_bytes > 0 {
+        std::thread::yield_now();
+    }
+    pause(&stage.pool);
+    let (frozen, _) = stage.pool.keeper().freeze(LIMIT).expect("away");
+    let asked = |pool: &SimPool| {
+        let faults = pool.driver().faults();
+        faults.calls(DriverOp::StreamSynchronize) + faults.calls(DriverOp::EventQuery)
+    };
+    let before = asked(&stage.pool);
+    drop(stage.pager.take());
+    std::thread::park_timeout(SHORT);
+    assert_eq!(asked(&stage.pool), before);
+    drop(frozen.thaw());
+    while asked(&stage.pool) == before {
+        std::thread::yield_now();
+    }
+    resume(&stage.pool);
 }
 
 #[test]
