@@ -15,7 +15,7 @@ use std::fmt;
 use std::ops::{Deref, DerefMut};
 pub use std::sync::PoisonError;
 pub use std::sync::atomic::Ordering;
-use std::sync::{self, LockResult};
+use std::sync::{self, LockResult, TryLockError, TryLockResult};
 use std::time::Duration;
 
 pub use loom::thread::yield_now;
@@ -204,6 +204,17 @@ impl<T> Mutex<T> {
     /// None: in a model a panic ends everything.
     pub fn lock(&self) -> LockResult<MutexGuard<'_, T>> {
         let held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(MutexGuard { mutex: self, held })
+    }
+}
+
+impl<T> Mutex<T> {
+    /// The lock, if nobody has it.
+    ///
+    /// # Errors
+    /// [`TryLockError::WouldBlock`].
+    pub fn try_lock(&self) -> TryLockResult<MutexGuard<'_, T>> {
+        let held = self.0.try_lock().map_err(|_| TryLockError::WouldBlock)?;
         Ok(MutexGuard { mutex: self, held })
     }
 }
