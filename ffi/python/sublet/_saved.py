@@ -1,11 +1,11 @@
 """Tensors that forward saves for backward: they leave for host memory by copy engines, and are back ahead of their use.
 
-The newest stay where they are, up to ``_AHEAD_BYTES``: backward uses them first. An older one is copied out on a stream of its own, and its memory is
-free when the copy is over. Forward waits for the oldest copy if too many are under way; otherwise PyTorch, which is far ahead of the GPU, would
-allocate everything before the first copy had begun. Backward has those brought that come before the one that it uses.
+The newest stay where they are, up to ``_AHEAD_BYTES``: backward uses them first. An older one is copied out on a stream of its own. Its memory is
+free when the copy is over. Forward waits for the oldest copy if too many are under way. PyTorch is far ahead of the GPU: it would otherwise
+allocate everything before the first copy begins. Backward has those brought that come before the one that it uses.
 
-The host memory is PyTorch's pinned memory. Sublet's own belongs to its pager, which copies from frames alone: a saved tensor would be copied on the
-device first, and its chunk mapped again, which takes longer than the copy. Pinned memory stays where it is during a pause.
+The host memory is PyTorch's pinned memory. Sublet's own belongs to its pager, which copies from frames alone. A saved tensor would first be
+copied on the device, and its chunk mapped again. That takes longer than the copy. Pinned memory stays where it is during a pause.
 """
 
 from __future__ import annotations
@@ -63,8 +63,11 @@ class _Device:
         if self._slab is None or self._slab_used + rounded > self._slab.numel():
             slab_bytes = max(rounded, min(_SLAB_BYTES, 1 << (8 * rounded - 1).bit_length()))
             try:
-                self._slab = self.torch.empty(slab_bytes, dtype=self.torch.uint8, pin_memory=True)
+                # Named: inside a custom operator the default device may be a GPU.
+                self._slab = self.torch.empty(slab_bytes, dtype=self.torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
+                if "out of memory" not in str(error).lower():
+                    raise
                 raise OutOfHostMemory(
                     f"saved: a saved tensor of {size_bytes} bytes on device {self.index} needs {slab_bytes} more bytes of pinned host "
                     f"memory: free some (sublet ps shows who holds how much), or save fewer tensors: {error}"
@@ -95,7 +98,10 @@ class _Device:
             item = ref()
             if item is not None and item.tensor is tensor:
                 item.look()
-                item.tensor = None
+                if item.is_where_it_was():
+                    item.tensor = None
+                else:
+                    item.give_place_back()
 
     def wait_for_room(self) -> None:
         """Waits until no more is on its way out than may be. The lock is not held."""
@@ -122,6 +128,7 @@ class _Device:
             item.arrival = item.place.read = self.back.record_event()
             dtype, shape, stride = item.form
             item.tensor = torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), 0, shape, stride)
+            item.version = item.tensor._version
         self.counts["in_bytes"] += item.size_bytes
 
     def report(self) -> dict[str, Any]:
@@ -138,7 +145,10 @@ class _Item:
     place: Any = None
     #: The end of what has written it, before it was saved.
     written: Any = None
-    #: If it was brought back: the stream that its memory belongs to, and the end of the copy as long as nobody has waited for it.
+    #: Data type, shape and strides, and where its memory began, if it may leave.
+    form: Any = None
+    address = 0
+    #: If it was brought back: the stream that its memory belongs to, and the end of the copy. Each stream that uses it waits for that.
     owner: Any = None
     arrival: Any = None
     is_changed = False
@@ -147,11 +157,20 @@ class _Item:
         # Detached: an output of the operator that saves it would keep that operator alive, and the reverse.
         self.tensor = tensor.detach()
         self.version = tensor._version
-        self.form = (tensor.dtype, tensor.shape, tensor.stride())
 
     def look(self) -> None:
         """Notes whether the tensor was changed in place since it was saved."""
         self.is_changed = self.is_changed or self.tensor._version != self.version
+
+    def is_where_it_was(self) -> bool:
+        """False if its memory was given up under the copy, as sharding libraries do with theirs: the copy is worth nothing then."""
+        storage = self.tensor.untyped_storage()
+        return bool(storage.nbytes() == self.size_bytes and storage.data_ptr() == self.address)
+
+    def give_place_back(self) -> None:
+        """It stays where it is."""
+        self.device.free[self.place.memory.numel()].append(self.place)
+        self.place = None
 
     def let_go(self) -> None:
         """Gives up memory that it was brought to. The copy ends before others use that memory."""
@@ -162,7 +181,7 @@ class _Item:
     def __del__(self) -> None:
         if self.place is not None and not sys.is_finalizing():
             self.let_go()
-            self.device.free[self.place.memory.numel()].append(self.place)
+            self.give_place_back()
 
 
 class _Pass:
@@ -204,7 +223,7 @@ class _Pass:
         if type(tensor) is not torch.Tensor or isinstance(tensor._base, torch.nn.Parameter) or not tensor.is_cuda:
             return 0
         size_bytes: int = tensor.numel() * tensor.element_size()
-        if size_bytes < _LEAST_BYTES or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+        if size_bytes < _LEAST_BYTES or tensor.layout != torch.strided or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
             return 0
         expected = 1
         for stride, length in sorted(zip(tensor.stride(), tensor.shape)):
@@ -215,17 +234,25 @@ class _Pass:
 
     def _item_of(self, tensor: Any, size_bytes: int) -> _Item:
         item, storage, index = _Item(tensor), tensor.untyped_storage(), tensor.device.index
+        item.form, item.address = (tensor.dtype, tensor.shape, tensor.stride()), storage.data_ptr()
         saved_by, saved_as = _Pass.known.get(storage, (lambda: self, lambda: None))
         if saved_by() is not self:
             return item
+        # Its memory may go while the operator that saves it reads it, on another stream than its own.
+        now = self._torch.cuda.current_stream(index)
+        tensor.record_stream(now)
         before = saved_as()
-        if before is not None and (before.version, before.form) == (item.version, item.form):
+        # What is copied already has the bytes of then: a write through `data` shows in no version.
+        if before is not None and before.place is None and (before.version, before.form) == (item.version, item.form):
             return before  # type: ignore[no-any-return]
         if index not in _Pass.devices:
             _Pass.devices[index] = _Device(self._torch, index)
             _live.add(_Pass.devices[index])
+        while self._items and self._items[-1]() is None:
+            self._items.pop()
+        self._out = min(self._out, len(self._items))
         item.device, item.size_bytes, item.index = _Pass.devices[index], size_bytes, len(self._items)
-        item.written = self._torch.cuda.current_stream(index).record_event()
+        item.written = now.record_event()
         self._items.append(weakref.ref(item))
         _Pass.known[storage] = (weakref.ref(self), weakref.ref(item))
         return item
@@ -245,12 +272,13 @@ class _Pass:
         """Autograd uses what it has saved."""
         with self._torch.no_grad(), _Pass.lock:
             if item.device is not None:
+                if self._torch.cuda.is_current_stream_capturing():
+                    raise UsageError("saved: a graph is under capture, whose backward needs what has left: capture it outside of sublet.saved()")
                 self._have_here(item)
-            if item.owner is None:
-                item.look()
+            item.look()
             tensor = item.tensor
         if item.is_changed:
-            dtype, shape, _ = item.form
+            dtype, shape = tensor.dtype, tensor.shape
             raise UsageError(
                 f"saved: a tensor of {dtype} and shape {list(shape)} that backward needs was changed in place since forward saved it: "
                 "change a copy of it instead"
@@ -266,20 +294,24 @@ class _Pass:
             device.bring(item)
         if item.owner is not None:
             now = self._torch.cuda.current_stream(device.index)
-            if item.arrival is not None:
-                now.wait_event(item.arrival)
-            if now == item.owner:
-                item.arrival = None
-            else:
+            now.wait_event(item.arrival)
+            if now != item.owner:
                 item.tensor.record_stream(now)
             self._let_go_of_used(item)
         room = _AHEAD_BYTES
-        for ref in reversed(self._items[: item.index]):
-            other = ref()
-            if other is not None and room > 0:
-                if other.tensor is None:
+        for at in range(item.index - 1, -1, -1):
+            other = self._items[at]()
+            if other is None:
+                continue
+            if other.tensor is None:
+                try:
                     other.device.bring(other)
-                room -= other.size_bytes
+                except self._torch.OutOfMemoryError:
+                    # It comes when it is used.
+                    return
+            room -= other.size_bytes
+            if room <= 0:
+                return
 
     def _let_go_of_used(self, item: _Item) -> None:
         """A graph that is kept has its tensors in host memory again, but for the last that were used."""
@@ -297,11 +329,12 @@ def saved() -> Iterator[None]:
     are used. Losses and gradients are bitwise the same. Use it with gradient checkpointing: what is saved then
     moves in less time than a block takes to compute. Forward waits if it saves faster than the link carries.
 
-    Stay on the GPU: parameters, tensors of less than 1 MiB, parts of larger tensors, subclasses of tensors, and those that are on
-    another device already. A buffer is copied by the first pass alone. A tensor that is saved twice is copied once.
+    These stay on the GPU: parameters, tensors of less than 1 MiB, parts of larger tensors, and subclasses of tensors. A buffer is copied by
+    the first pass alone. A tensor that is saved again in the same shape, before it has left, is copied once. Memory of a saved tensor may go
+    during forward: tell PyTorch (``Tensor.record_stream``) if a stream reads the tensor that no operator of it has saved it on.
     Each use is a pass of its own; inside another one it takes what is saved there. ``backward`` may be called inside or outside, several times
     (``retain_graph``) and to be differentiated (``create_graph``). Pinned host memory is taken from PyTorch, used by the next passes again, and
-    kept until the process ends. The process needs not be under Sublet; if it is paused, host memory stays as it is.
+    kept until the process ends. The process need not be under Sublet; if it is paused, host memory stays as it is.
 
     Raises:
         UsageError: PyTorch is not imported. In forward: a graph is under capture. In backward: a saved tensor was changed in

@@ -63,9 +63,11 @@ class Stream:
 
 
 class Storage:
-    """A cell, as long as somebody has it."""
+    """A cell, as long as somebody has it, and until the streams that were named have come so far."""
 
     def __init__(self, machine: Machine, size_bytes: int, is_host: bool) -> None:
+        machine.free_what_is_over()
+        self.machine, self.used_by = machine, set[Stream]()
         self.free = [] if is_host else machine.free.setdefault((machine.compute, size_bytes), [])
         machine.made += not is_host and not self.free and size_bytes >= MIB
         self.cell = self.free.pop() if self.free else [0]
@@ -74,8 +76,15 @@ class Storage:
     def nbytes(self) -> int:
         return self.size_bytes
 
+    def data_ptr(self) -> int:
+        return id(self.cell)
+
     def __del__(self) -> None:
-        self.free.append(self.cell)
+        events = [stream.record_event() for stream in self.used_by if stream is not self.machine.compute]
+        if events:
+            self.machine.late.append((self.free, self.cell, events))
+        else:
+            self.free.append(self.cell)
 
 
 class Tensor:
@@ -83,6 +92,7 @@ class Tensor:
 
     _base: Any = None
     layout = "strided"
+    is_nested = False
     dtype: Any = "uint8"
 
     def __init__(self, storage: Storage, version: list[int], shape: tuple[int, ...], is_cuda: bool = True) -> None:
@@ -121,6 +131,9 @@ class Tensor:
         size_bytes = part.stop - part.start
         return Tensor(Storage(Machine.now, size_bytes, True), [0], (size_bytes,), False)
 
+    def record_stream(self, stream: Stream) -> None:
+        self.storage.used_by.add(stream)
+
     def set_(self, storage: Storage, *_: Any) -> Tensor:
         return Tensor(storage, [0], (storage.size_bytes,))
 
@@ -143,6 +156,8 @@ class Machine:
         Machine.now = self
         self.streams: list[Stream] = []
         self.free: dict[Any, list[list[int]]] = {}
+        #: Cells whose tensors have gone, and that streams may still use.
+        self.late: list[tuple[list[list[int]], list[int], list[Event]]] = []
         self.made, self.choose, self.is_captured = 0, choose, False
         self.current = self.compute = Stream(self)
 
@@ -151,6 +166,14 @@ class Machine:
             order = list(self.streams)
             self.choose(order)
             assert any(stream.step() for stream in order), "all streams wait"
+
+    def free_what_is_over(self) -> None:
+        late, self.late = self.late, []
+        for free, cell, events in late:
+            if all(event.is_over for event in events):
+                free.append(cell)
+            else:
+                self.late.append((free, cell, events))
 
     def tensor(self, value: int, size: int = MIB, kind: type = Tensor) -> Any:
         """A new tensor, which the stream that computes writes later."""
@@ -203,7 +226,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     torch: Any = types.ModuleType("torch")
     torch.Tensor, torch.nn = Tensor, types.SimpleNamespace(Parameter=Parameter)
     torch.uint8, torch.strided, torch.empty, torch.no_grad = "uint8", "strided", empty, contextlib.nullcontext
-    torch.device = lambda *_: None
+    torch.device, torch.OutOfMemoryError = lambda *_: None, MemoryError
     torch.autograd = types.SimpleNamespace(graph=types.SimpleNamespace(saved_tensors_hooks=hooks))
     torch.cuda = types.SimpleNamespace(
         Stream=lambda _: Stream(machine),
@@ -376,3 +399,77 @@ def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     with pytest.raises(sublet.UsageError, match="import torch first"), sublet.saved():
         pass
+
+
+def test_two_streams_that_use_one_tensor_both_wait_for_its_copy(machine: Machine) -> None:
+    with sublet.saved():
+        pack, unpack = machine.hooks  # type: ignore[attr-defined]
+        tensor = machine.tensor(7)
+        item = pack(tensor)
+        assert pack(tensor.detach()) is item
+        del tensor
+        kept = [pack(machine.tensor(value)) for value in range(1, 9)]
+    machine.run_until(lambda: not machine.compute.work)
+    while any(stream.step() for stream in machine.streams):
+        pass
+    other, seen = Stream(machine), []
+    for stream in (machine.compute, other):
+        machine.current = stream
+        cell = unpack(item).storage.cell
+        stream.work.append((None, lambda cell=cell: seen.append(cell[0])))
+    machine.run_until(lambda: not machine.compute.work and not other.work)
+    assert seen == [7, 7] and len(kept) == 8
+
+
+def test_memory_stays_until_the_stream_that_saves_it_has_read_it(machine: Machine) -> None:
+    other, seen = Stream(machine), []
+    with sublet.saved():
+        pack, _ = machine.hooks  # type: ignore[attr-defined]
+        tensor = machine.tensor(7)
+        other.wait_event(machine.compute.record_event())
+        machine.current = other
+        item = pack(tensor)
+        cell = tensor.storage.cell
+        other.work.extend([(None, None)] * 60)
+        other.work.append((None, lambda: seen.append(cell[0])))
+        machine.current = machine.compute
+        del tensor
+        kept = [pack(machine.tensor(value)) for value in range(1, 20)]
+        for _ in range(40):
+            machine.tensor(-1)
+    machine.run_until(lambda: not other.work)
+    assert seen == [7] and item is not None and len(kept) == 19
+
+
+def test_a_change_of_what_was_brought_back_is_seen_by_the_next_use(machine: Machine) -> None:
+    kept = forward(machine, 12)
+    _, unpack = machine.hooks  # type: ignore[attr-defined]
+    backward(machine, kept[4:], keep=True)
+    unpack(kept[0]).version[0] += 1
+    with pytest.raises(sublet.UsageError, match="changed in place"):
+        unpack(kept[0])
+
+
+def test_memory_that_is_given_up_under_its_copy_stays_where_it_is(machine: Machine) -> None:
+    with sublet.saved():
+        pack, unpack = machine.hooks  # type: ignore[attr-defined]
+        tensor = machine.tensor(7)
+        item = pack(tensor)
+        kept = [pack(machine.tensor(value)) for value in range(1, 5)]
+        assert item.place is not None and item.tensor is not None, "its copy is under way"
+        # As a library that shards: its memory went, and came again elsewhere.
+        tensor.storage.cell = [9]
+        kept += [pack(machine.tensor(value)) for value in range(5, 20)]
+    machine.run_until(lambda: not machine.compute.work)
+    assert item.place is None and unpack(item).storage is tensor.storage and len(kept) == 19
+
+
+def test_a_tensor_that_was_changed_before_it_was_saved_is_no_change(machine: Machine) -> None:
+    with sublet.saved():
+        pack, unpack = machine.hooks  # type: ignore[attr-defined]
+        tensors = [machine.tensor(value) for value in range(1, 13)]
+        for tensor in tensors:
+            tensor.version[0] = 3
+        kept = [pack(tensors.pop(0)) for _ in range(12)]
+    del tensor
+    assert backward(machine, kept) == list(range(12, 0, -1))
