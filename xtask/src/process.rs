@@ -47,10 +47,12 @@ pub(crate) fn both_outputs(command: &mut Command) -> Outcome<String> {
     Err(format!("{} failed: {}", name(command), said.trim()).into())
 }
 
-/// The commit that is checked out, with `-dirty` behind it when something is not committed.
+/// The commit that is checked out, with `-dirty` behind it when something but records of benchmarks is not committed.
 pub(crate) fn commit(workspace: &Workspace) -> Outcome<String> {
     let git = |arguments: &[&str]| output(workspace.command("git").args(arguments));
-    let dirty = if git(&["status", "--porcelain"])?.is_empty() { "" } else { "-dirty" };
+    // Records are added between two runs of one build, and change none.
+    let status = ["status", "--porcelain", "--", ".", ":!benchmarks/results"];
+    let dirty = if git(&status)?.is_empty() { "" } else { "-dirty" };
     Ok(format!("{}{dirty}", git(&["rev-parse", "--short", "HEAD"])?))
 }
 
