@@ -255,6 +255,9 @@ def body(args: Any, result: Result, work: Path) -> None:
             if what in same or what == "losses":
                 is_same = facts[row].get(what) == same.get(what) is not None
                 result.check(f"{row}: {what}, bit for bit", is_same)
+    for row in (row for row in wanted if row in SAVED[1:] and row in facts):
+        reports = [each for each in facts[row].get("report", []) if each.get("saved")]
+        result.check(f"{row}: tensors have left the GPU", any(each["tensors"] > 0 for each in reports), str(reports)[:200])
     result.data["baseline"] = {name: reference.get(name) for name in ("parameters", "device_bytes", "torch_peak_bytes")}
     larger_models.compare(result)
     runner.verdicts(result)

@@ -30,7 +30,7 @@ fn tickets_that_are_not_what_they_seem_are_refused_for_their_reason() -> Outcome
         ("stale", "the ticket is stale"),
         ("short", "a Sublet ticket of 40 bytes"),
         ("newer", "a Sublet ticket of version 99"),
-        ("unknown", "the owner of the memory refused"),
+        ("unknown", "the ticket is stale"),
         ("tenant", "the ticket is of tenant xrain"),
         ("owner", "could not be asked"),
     ] {
@@ -38,6 +38,8 @@ fn tickets_that_are_not_what_they_seem_are_refused_for_their_reason() -> Outcome
         assert!(!answer.is_ok && answer.text == REFUSED, "{how}: {answer:?}");
         job.ranks[0].complained(reason)?;
     }
+    let stale = job.ranks[0].stderr().matches("the ticket is stale").count();
+    assert_eq!(stale, 2, "one whose allocation was freed, and one that its owner never had");
     // None of it left anything behind.
     stage.pause("train")?;
     assert!(stage.used_bytes(0)? <= 2 * MIB);

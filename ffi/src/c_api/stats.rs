@@ -21,7 +21,7 @@ pub extern "C" fn sublet_version() -> *const c_char {
     VERSION.as_ptr().cast()
 }
 
-/// Writes what `find` finds as JSON; -1 where that is nothing, and it has kept why.
+/// Writes what `find` finds as JSON. If it finds nothing, the answer is -1, and `find` has kept the reason.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.

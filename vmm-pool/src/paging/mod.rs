@@ -223,7 +223,7 @@ impl<D: Driver> Shared<D> {
         HostArena::<D>::check_budget(end_bytes, grow_bytes, (self.host_budget)(held.bytes()))
     }
 
-    /// Whoever waits for the pager is told that it has ended.
+    /// Threads that wait for the pager hear that it has ended.
     fn say_it_has_ended(&self) {
         self.table().has_ended = true;
         self.changed.notify_all();

@@ -137,7 +137,7 @@ impl HostFile {
         file.set_len(size_bytes + PAGE_BYTES).map_err(failed)?;
         file.write_all_at(&MAGIC, size_bytes).map_err(failed)?;
         file.write_all_at(&node.to_le_bytes(), size_bytes + MAGIC.len() as u64).map_err(failed)?;
-        // Whoever maps it can rely on its size.
+        // A process that maps it can rely on its size.
         fcntl(&file, FcntlArg::F_ADD_SEALS(seals()))?;
         Ok(Self { file: file.into(), size_bytes, node })
     }
@@ -333,7 +333,7 @@ impl CudaDriver {
         let range =
             about(DriverOp::AddressReserve, self.host_files.reserve(handle, alignment_bytes))?;
         match self.register_host_file(range.start, None) {
-            // Whoever sets access names a device, whose context can be worked in.
+            // A caller that sets access names a device, whose context can be worked in.
             Err(error) if error.code != DriverCode::INVALID_CONTEXT => {
                 if let Some(Err(error)) = self.free_host_place(range) {
                     tracing::warn!(%error, "addresses at {} stay", range.start);

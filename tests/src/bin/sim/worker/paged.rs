@@ -23,7 +23,7 @@ use super::{Charter, Sim, host};
 
 /// The library that the pool counts it under.
 const LIBRARY: &str = "paged";
-/// For what a pager does, besides the time of pauses. Shorter than a worker may take for an answer.
+/// For what a pager does, without the time of pauses. Shorter than a worker may take for an answer.
 const LIMIT: Duration = Duration::from_secs(20);
 /// A use that an injected fault made fail is tried again so often at most.
 const TRIES_MAX: usize = 8;
