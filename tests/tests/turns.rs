@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use serde_json::Value;
-use sublet_tests::{Job, JobOptions, MIB, Outcome, Rank, Stage};
+use sublet_tests::{Job, JobOptions, MIB, Outcome, Rank, Stage, Trouble};
 
 const WAIT: Duration = Duration::from_mins(1);
 /// For several turns and switches on a busy machine.
@@ -313,7 +313,12 @@ fn a_turn_and_a_wait_for_one_outlive_the_run_directory() -> Outcome {
         Ok(all == ["infer", "train"])
     })?;
     train.do_it("end")?;
-    until("infer is in its turn", || Ok(claims(&stage)?.0 == ["infer"]))?;
+    // It has failed now and then on a busy machine, and nobody knows why yet: the next failure says how all stood.
+    if let Err(trouble) = until("infer is in its turn", || Ok(claims(&stage)?.0 == ["infer"])) {
+        let (turns, ps) = (stage.sublet(&["turns"])?.stdout, stage.sublet(&["ps"])?.stdout);
+        let said = format!("{trouble}: {turns}{ps}; infer: {}", infer.stderr());
+        return Err(Trouble::new(format!("{said}; train: {}", train.stderr())));
+    }
     infer.say("stop")?;
     let [seed] = infer.answer()?.numbers::<1>()?;
     infer.do_it(&format!("own {seed}"))?;
