@@ -121,7 +121,7 @@ CALLS: dict[str, Callable[[Caller, Any], int]] = {
 NAMES = tuple(CALLS)
 
 
-def repeat(name: str, path: Path) -> None:
+def repeat(name: str, place: str) -> None:
     """The process of one call: begun, ended and the last code, three words of the file, until its input ends."""
     caller = Caller()
     call, cuda = CALLS[name], caller.cuda
@@ -129,7 +129,7 @@ def repeat(name: str, path: Path) -> None:
         for _ in range(OLD if name == create.replace("Create", "Destroy") else 0):
             made.append(ctypes.c_void_p())
             driver.call(create, ctypes.byref(made[-1]), ZERO)
-    with path.open("r+b") as file:
+    with Path(place).open("r+b") as file:
         words = memoryview(mmap.mmap(file.fileno(), 24)).cast("q")
 
     def again() -> None:
@@ -155,7 +155,7 @@ class Calls:
             path.write_bytes(bytes(24))
             with path.open("r+b") as file:
                 words = memoryview(mmap.mmap(file.fileno(), 24)).cast("q")
-            command = [sys.executable, __file__, name, str(path)]
+            command = [sys.executable, "-c", "import sys, deep_calls; deep_calls.repeat(*sys.argv[1:])", name, str(path)]
             self.children[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL), words
 
     def wait(self) -> list[str]:
@@ -228,7 +228,3 @@ def calls(deep: Any) -> None:
         deep.result.note(f"{name}: {deep.result.data['baseline'][name]}")
     stuck = [name for name in NAMES if frozen[name] == "waits" and not back[name].startswith("answered")]
     deep.result.check("a call that waited goes on afterwards", not stuck, ", ".join(stuck))
-
-
-if __name__ == "__main__":
-    repeat(sys.argv[1], Path(sys.argv[2]))

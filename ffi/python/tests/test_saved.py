@@ -412,17 +412,20 @@ def test_two_streams_that_use_one_tensor_both_wait_for_its_copy(machine: Machine
     machine.run_until(lambda: not machine.compute.work)
     while any(stream.step() for stream in machine.streams):
         pass
-    other, seen = Stream(machine), []
+    other, seen = Stream(machine), list[int]()
+
+    def read(cell: list[int]) -> Callable[[], None]:
+        return lambda: seen.append(cell[0])
+
     for stream in (machine.compute, other):
         machine.current = stream
-        cell = unpack(item).storage.cell
-        stream.work.append((None, lambda cell=cell: seen.append(cell[0])))
+        stream.work.append((None, read(unpack(item).storage.cell)))
     machine.run_until(lambda: not machine.compute.work and not other.work)
     assert seen == [7, 7] and len(kept) == 8
 
 
 def test_memory_stays_until_the_stream_that_saves_it_has_read_it(machine: Machine) -> None:
-    other, seen = Stream(machine), []
+    other, seen = Stream(machine), list[int]()
     with sublet.saved():
         pack, _ = machine.hooks  # type: ignore[attr-defined]
         tensor = machine.tensor(7)
