@@ -19,6 +19,7 @@ pub mod gate;
 mod ids;
 mod journal;
 mod ledger;
+mod nodes;
 pub mod paging;
 mod pool;
 mod report;

@@ -1,15 +1,14 @@
 //! Pieces of host memory that a device can copy to and from at full speed.
 
-#![expect(
-    unsafe_code,
-    reason = "places new host memory on NUMA nodes and writes to each page of it"
-)]
+#![expect(unsafe_code, reason = "writes to each page of new host memory")]
 
 use std::io;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use memmap2::{Advice, MmapOptions, MmapRaw};
+
+use crate::nodes;
 
 /// Host memory for saved contents comes in chunks of this size at most, in bytes. Large enough that pinning runs at full speed (36 GiB/s measured with huge
 /// pages), small enough that the first copies start after some 10 ms.
@@ -84,7 +83,7 @@ impl Chunk {
         if let Err(error) = map.advise(Advice::DontFork) {
             tracing::warn!(%error, "a fork of this process copies its saved contents");
         }
-        if let Err(error) = place(&map, &how.nodes) {
+        if let Err(error) = nodes::place(map.as_mut_ptr(), map.len(), &how.nodes) {
             tracing::debug!(%error, nodes = ?how.nodes, "host memory lies where the system puts it");
         }
         let base = map.as_mut_ptr();
@@ -106,38 +105,6 @@ impl Chunk {
     pub(super) fn size_bytes(&self) -> u64 {
         self.length as u64
     }
-}
-
-/// Has pages of `map` that come in later lie on `nodes`. One is preferred, so that a full one is no error; several take
-/// turns.
-fn place(map: &MmapRaw, nodes: &[u32]) -> io::Result<()> {
-    /// Of the kernel's mask; no machine has more.
-    const NODES_MAX: usize = 1024;
-    const WORD_BITS: usize = usize::BITS as usize;
-    if nodes.is_empty() {
-        return Ok(());
-    }
-    let mut mask = [0_usize; NODES_MAX / WORD_BITS];
-    for &node in nodes {
-        let node = node as usize;
-        let word = mask.get_mut(node / WORD_BITS).ok_or(io::ErrorKind::InvalidInput)?;
-        *word |= 1 << (node % WORD_BITS);
-    }
-    let mode = if nodes.len() == 1 { libc::MPOL_PREFERRED } else { libc::MPOL_INTERLEAVE };
-    // SAFETY: the range is the whole of a map of ours, where nothing is yet; the mask has as many bits as is said (the
-    // kernel reads one less).
-    let code = unsafe {
-        libc::syscall(
-            libc::SYS_mbind,
-            map.as_mut_ptr(),
-            map.len(),
-            libc::c_long::from(mode),
-            mask.as_ptr(),
-            NODES_MAX + 1,
-            0_usize,
-        )
-    };
-    if code == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Writes a zero to each page of a new anonymous map, so that the kernel brings it in now and in parallel. Ends early,

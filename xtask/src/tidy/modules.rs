@@ -25,7 +25,7 @@ struct Order {
 const ORDERS: [Order; 3] = [
     Order {
         folder: "vmm-pool/src",
-        modules: "sync slots threads asking gate descriptors driver lib support ids error report journal budget \
+        modules: "sync slots threads asking gate descriptors nodes driver lib support ids error report journal budget \
             deferred waits store copies ledger slabs pool cells saved transition paging conformance",
     },
     Order {

@@ -35,6 +35,7 @@ use crate::driver::{
     DeviceOrdinal, Driver as _, DriverCode, DriverOp, DriverResult, HANDLE_TYPE_POSIX_FD, Location,
     LocationKind, RawHandle, VaRange,
 };
+use crate::nodes;
 
 const HOST_REGISTER_DEVICE_MAP: c_uint = 2;
 const PAGE_BYTES: u64 = 4096;
@@ -309,7 +310,10 @@ fn attach(start: u64, file: &HostFile) -> Coded<()> {
     let flags = MapFlags::MAP_SHARED | MapFlags::MAP_FIXED;
     // SAFETY: the addresses are ours and empty, as the caller vouches.
     let mapped = unsafe { mmap(Some(at), size, rights, flags, &*file.file, 0) };
-    prefer_node(mapped.map_err(out_of_memory)?, size, file.node);
+    let mapped = mapped.map_err(out_of_memory)?;
+    // Memory on another node is memory all the same.
+    let node = u32::try_from(file.node).ok();
+    let _placed = node.map(|node| nodes::place(mapped.as_ptr().cast(), size.get(), &[node]));
     Ok(())
 }
 
@@ -425,24 +429,6 @@ impl CudaDriver {
 
 fn host_pointer(address: DeviceAddress) -> *mut c_void {
     std::ptr::with_exposed_provenance_mut(size_t(address.0))
-}
-
-/// Has pages that come in later lie on `node`, if there is room. Best effort.
-fn prefer_node(start: NonNull<libc::c_void>, size: NonZeroUsize, node: i32) {
-    let bit = u32::try_from(node).ok().and_then(|node| 1_usize.checked_shl(node));
-    let Some(mask) = bit else { return };
-    // SAFETY: the range is a map of ours; the mask has as many bits as is said (the kernel reads one less).
-    unsafe {
-        libc::syscall(
-            libc::SYS_mbind,
-            start.as_ptr(),
-            size.get(),
-            libc::c_long::from(libc::MPOL_PREFERRED),
-            &raw const mask,
-            usize::BITS as usize + 1,
-            0_usize,
-        )
-    };
 }
 
 #[cfg(test)]
