@@ -119,6 +119,18 @@ def bound(args: Any, torch: Any, data: list[Any]) -> None:
         runner.sample("step_s", took)
 
 
+def trained(torch: Any, model: Any, optimizer: Any, batch: Any) -> tuple[Any, float]:
+    """The loss of one step, and its seconds."""
+    began = time.perf_counter()
+    with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+        loss = model(input_ids=batch, labels=batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.cuda.synchronize()
+    return loss, time.perf_counter() - began
+
+
 def resident(args: Any, torch: Any, data: list[Any], layers: int) -> list[float]:
     """Seconds of each counted step of a training with so many layers, all on the GPU."""
     model = make(torch, "7b", layers)
@@ -126,15 +138,9 @@ def resident(args: Any, torch: Any, data: list[Any], layers: int) -> list[float]
     losses, times = [], []
     for step in range(min(args.steps, STEPS)):
         batch = data[step % len(data)]
-        began = time.perf_counter()
-        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-            loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.cuda.synchronize()
+        loss, took = trained(torch, model, optimizer, batch)
         if step >= WARM:
-            times.append(time.perf_counter() - began)
+            times.append(took)
             runner.sample(f"layers{layers}_step_s", times[-1])
         losses.append(float(loss))
     if layers == SHAPES["7b"].layers:
@@ -202,14 +208,8 @@ def train_paged(args: Any, torch: Any, data: list[Any]) -> None:
     peak_bytes, losses = 0, []
     for step in range(min(args.steps, STEPS)):
         batch, before = data[step % len(data)], moved()
-        began = time.perf_counter()
-        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-            loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.cuda.synchronize()
-        took, after = time.perf_counter() - began, moved()
+        loss, took = trained(torch, model, optimizer, batch)
+        after = moved()
         if step >= WARM:
             runner.sample("step_s", took)
             for name, value in after.items():

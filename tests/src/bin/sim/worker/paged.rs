@@ -700,7 +700,7 @@ pub(super) fn own_bytes_on(row: &DeviceReport) -> u64 {
     row.classes.iter().filter(|class| class.library == LIBRARY).map(|class| class.own_bytes).sum()
 }
 
-/// Of these, what is there now.
+/// The part of these bytes that is on the device now.
 pub(super) fn resident_bytes_on(row: &DeviceReport) -> u64 {
     let paged = row.classes.iter().filter(|class| class.library == LIBRARY);
     paged.map(|class| class.resident_bytes).sum()
