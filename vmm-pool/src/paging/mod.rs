@@ -383,8 +383,13 @@ impl<D: Driver> Pager<D> {
         let shared = &self.shared;
         let start = span.0.checked_sub(shared.window.start.0);
         shared.end_calls();
-        start.inspect(|start| shared.calls().remove(*start));
-        let away = start.and_then(|start| shared.table().free(start));
+        let away = start.and_then(|start| {
+            // No graph uses them any more.
+            let captured = shared.calls().remove(start);
+            let mut table = shared.table();
+            table.let_go(&captured);
+            table.free(start)
+        });
         // They have no memory: nothing is called.
         for (chunk, row) in away.ok_or(PageError::NotPaged { address: span })? {
             thread::remove(shared, chunk, row);
@@ -455,7 +460,7 @@ impl<D: Driver> Pager<D> {
         let recorded = shared.pool.driver.event_record(mark.event, stream);
         recorded.about(|| "the end of a use of paged memory".to_owned(), 0, Some(shared.device))?;
         let wrote = if has_written { Wrote::Yes } else { Wrote::No };
-        shared.table().used(&ids, &mark, wrote);
+        shared.table().used(&ids, Some(&mark), wrote);
         shared.changed.notify_all();
         Ok(())
     }

@@ -290,7 +290,8 @@ impl Table {
     }
 
     /// The span is gone. Chunks of no other are freed: those that are away come out, with their rows, and are
-    /// [`Table::gone`] when these are; what is on the device goes when its uses are over. `None`: there is no such span.
+    /// [`Table::gone`] when these are; what is on the device goes when its uses are over, also those that another thread is
+    /// about to end. `None`: there is no such span.
     pub(super) fn free(&mut self, start: u64) -> Option<Vec<(usize, VirtualHandle)>> {
         let ids = self.span(start)?;
         self.spans.remove(&start);
@@ -302,7 +303,6 @@ impl Table {
                 continue;
             }
             chunk.is_freed = true;
-            chunk.holders = 0;
             self.queue.retain(|queued| *queued != id);
             away.extend(self.take_freed(id).map(|row| (id, row)));
         }
@@ -373,8 +373,8 @@ impl Table {
         ids.iter().all(|&id| self.chunks[id].place == Place::Here)
     }
 
-    /// A use is over when `mark` is.
-    pub(super) fn used(&mut self, ids: &[usize], mark: &Arc<Mark>, wrote: Wrote) {
+    /// A use is over when `mark` is. With none it is over.
+    pub(super) fn used(&mut self, ids: &[usize], mark: Option<&Arc<Mark>>, wrote: Wrote) {
         let now = self.tick();
         for &id in ids {
             let chunk = &mut self.chunks[id];
@@ -382,7 +382,7 @@ impl Table {
             chunk.is_refused = false;
             chunk.is_promised &= !self.is_looked;
             chunk.last = now;
-            chunk.uses.push(Arc::clone(mark));
+            chunk.uses.extend(mark.cloned());
             let was_clean = chunk.saved_version == Some(chunk.version);
             chunk.copied.is_unsure &= wrote != Wrote::Yes;
             if wrote != Wrote::No {
@@ -503,8 +503,9 @@ impl Table {
         self.chunks.iter_mut().for_each(|chunk| chunk.is_refused = false);
     }
 
-    /// All spans are freed, as by [`Table::free`].
+    /// All spans are freed, as by [`Table::free`], and nobody holds anything any more.
     pub(super) fn free_all(&mut self) -> Vec<(usize, VirtualHandle)> {
+        self.chunks.iter_mut().for_each(|chunk| chunk.holders = 0);
         let spans: Vec<_> = self.spans.keys().copied().collect();
         spans.into_iter().filter_map(|start| self.free(start)).flatten().collect()
     }

@@ -99,8 +99,9 @@ impl Calls {
         }
     }
 
-    /// The span that begins here is gone.
-    pub(super) fn remove(&mut self, start: u64) {
+    /// The span that begins here is gone. Chunks come out that a graph has used, and that no other span has.
+    pub(super) fn remove(&mut self, start: u64) -> Vec<usize> {
+        let mut ended = Vec::new();
         if let Some(last) = self.spans.remove(&start) {
             let alone: Vec<_> = self.ids(start, last).collect();
             let all = alone.iter().map(|&id| {
@@ -110,11 +111,12 @@ impl Calls {
             let mut others = Vec::new();
             self.chunks_of(all, &mut others);
             let is_gone = |id: &usize| alone.contains(id) && !others.contains(id);
-            self.captured.retain(|id| !is_gone(id));
+            ended.extend(self.captured.extract_if(.., |id| is_gone(id)));
             let gone: Vec<_> = alone.iter().copied().filter(is_gone).collect();
             self.order.forget(&gone);
             self.noted.clear();
         }
+        ended
     }
 
     fn ids(&self, first: u64, last: u64) -> impl Iterator<Item = usize> + use<> {
@@ -247,12 +249,16 @@ impl<D: Driver> Shared<D> {
             )?;
             Ok::<_, PoolError>(Arc::new(mark))
         };
-        // Nobody could be told to try again.
-        let marked = mark_behind().or_else(|_| mark_behind());
+        // Nobody could be told to try again. Without an event the stream itself is waited for.
+        let marked = mark_behind().or_else(|_| mark_behind()).map(Some);
+        let marked = marked.or_else(|error| {
+            let waited = self.pool.driver.stream_synchronize(stream);
+            waited.map(|()| None).map_err(|_| error)
+        });
         let is_told = match marked {
             Ok(mark) => {
                 let mut table = self.table();
-                table.used(chunks, &mark, Wrote::Maybe);
+                table.used(chunks, mark.as_ref(), Wrote::Maybe);
                 table.looks_again == Looks::WhenTold || table.without_room > 0
             }
             // Nobody can know when that is over.

@@ -339,8 +339,8 @@ impl Core {
         DriverCode(self.device(device)?.failure.load(Ordering::Acquire)).ok()
     }
 
-    /// What the first use of an address that was refused in this process was about, and the last calls that changed what is
-    /// mapped there. For tests, to tell why a device failed.
+    /// What the first context that failed in this process failed over, and the last calls that changed what is mapped there. For
+    /// tests.
     pub fn last_words(&self) -> Option<String> {
         self.last_words.told()
     }

@@ -5,8 +5,9 @@ use std::fmt::Write;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
+use super::core::Touch;
 use super::stream::meet;
-use crate::driver::VaRange;
+use crate::driver::{DeviceOrdinal, VaRange};
 
 /// How many calls are remembered.
 const CALLS_MAX: usize = 512;
@@ -25,7 +26,20 @@ struct Call {
 struct Table {
     calls: VecDeque<Call>,
     made: u64,
+    /// What was refused last, and what it touched: alone it ends no context.
+    touched: Option<(Touch, DeviceOrdinal, VaRange)>,
     words: Option<String>,
+}
+
+impl Table {
+    fn tell(&self, words: &mut String, range: VaRange) {
+        // Writing to a string does not fail.
+        let _never = write!(words, "{range:?}, after {} calls", self.made);
+        let about = self.calls.iter().rev().filter(|call| meet(call.range, range));
+        for Call { number, what, range, thread } in about.take(TOLD_MAX) {
+            let _never = write!(words, "; {number}: {what} {range:?} by {thread}");
+        }
+    }
 }
 
 /// See the head of this module. Its lock is a leaf.
@@ -45,27 +59,29 @@ impl LastWords {
         table.calls.push_back(Call { number, what, range, thread });
     }
 
-    /// Something that touched `range` was refused, or uses what goes. The first of these is kept.
-    pub(super) fn refused(&self, range: VaRange, what: impl FnOnce() -> String) {
-        // A test may ask again and again for an address that is not there yet.
+    /// An address is not there, which may be just what the caller wanted to know.
+    pub(super) fn refused(&self, touch: Touch, device: DeviceOrdinal, range: VaRange) {
+        self.table().touched = Some((touch, device, range));
+    }
+
+    /// A context ends over `range`. The first of these is kept, with what was refused last.
+    pub(super) fn ended(&self, range: VaRange, what: impl FnOnce() -> String) {
         if self.table().words.is_some() {
             return;
         }
-        let what = what();
+        // It takes other locks.
+        let mut words = what() + ": ";
         let mut table = self.table();
-        if table.words.is_some() {
-            return;
+        table.tell(&mut words, range);
+        if let Some((touch, device, range)) = table.touched {
+            let _never =
+                write!(words, "; before it {touch:?} by device {} was refused: ", device.0);
+            table.tell(&mut words, range);
         }
-        let mut words = format!("{what}: {range:?}, after {} calls", table.made);
-        let about = table.calls.iter().rev().filter(|call| meet(call.range, range));
-        for Call { number, what, range, thread } in about.take(TOLD_MAX) {
-            // Writing to a string does not fail.
-            let _never = write!(words, "; {number}: {what} {range:?} by {thread}");
-        }
-        table.words = Some(words);
+        table.words.get_or_insert(words);
     }
 
-    /// What the first refusal was about.
+    /// What the first context ended over.
     pub(super) fn told(&self) -> Option<String> {
         self.table().words.clone()
     }

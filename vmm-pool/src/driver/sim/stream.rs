@@ -262,10 +262,7 @@ impl Stream {
             let done = catch_unwind(AssertUnwindSafe(|| (work.run)(core)))
                 .unwrap_or(Err(DriverCode::LAUNCH_FAILED));
             if let Err(code) = done {
-                if let Some((range, touch)) = work.touches.first() {
-                    core.last_words
-                        .refused(*range, || format!("work of {self:?}, which does {touch:?}"));
-                }
+                core.last_words.ended(work.first_range(), || format!("work of {self:?}: {work:?}"));
                 core.fail_device(self.context.device, code);
             }
         }

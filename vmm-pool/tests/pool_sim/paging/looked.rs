@@ -75,6 +75,39 @@ fn a_frame_whose_call_is_not_launched_yet_stays_and_who_waits_is_told_for_what()
     stage.end();
 }
 
+/// The thread that ends a use may be in the middle of that when the span is freed.
+#[test]
+fn a_span_that_is_freed_goes_when_the_use_is_over_that_another_thread_is_about_to_end() {
+    let mut stage = Stage::looked(1);
+    stage.alloc(1).expect("addresses");
+    stage.alloc(1).expect("addresses");
+    let (first, second) = (stage.start_of(0), stage.start_of(1));
+    let [stream, other] = stage.streams.map(In::Stream);
+    let looked = stage.pager().begin_call(&[word_at(first, 0)], stream, LIMIT).expect("here");
+    stage.hold(0);
+    stage.launch(&[0], 0, true).expect("a kernel that does not end");
+    stage.pager().end_call(&looked.expect("paged"));
+    std::thread::scope(|scope| {
+        let recording = stage.driver().faults().hold(DriverOp::EventRecord);
+        let ending = scope.spawn(|| {
+            stage.driver().make_current(DEVICE).expect("device 0");
+            stage.pager().flush(LIMIT)
+        });
+        assert!(recording.is_met(LIMIT), "it is about to end the use");
+        stage.pager().free(first).expect("freed");
+        // The frame of the first is the only one.
+        let begun = stage.pager().begin_call(&[word_at(second, 0)], other, SHORT);
+        assert!(matches!(begun, Err(PageError::Late { .. })), "{begun:?}");
+        drop(recording);
+        ending.join().expect("no panic").expect("nothing is left to be copied");
+    });
+    stage.spans.remove(0);
+    stage.check();
+    stage.use_all(true);
+    stage.check();
+    stage.end();
+}
+
 #[test]
 fn who_waits_for_room_ends_uses_that_have_begun_meanwhile() {
     let mut stage = Stage::looked(2);

@@ -187,7 +187,7 @@ impl Core {
         let range = VaRange::new(DeviceAddress(start), size_bytes);
         let checked = memory.check_touch(range, Location::device(device), flags);
         if checked.is_err() {
-            self.last_words.refused(range, || format!("{touch:?} by device {}", device.0));
+            self.last_words.refused(touch, device, range);
         }
         checked
     }

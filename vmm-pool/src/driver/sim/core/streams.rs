@@ -165,7 +165,7 @@ impl Core {
                 ?entry,
                 "two streams use the same bytes without an order"
             );
-            self.last_words.refused(work.first_range(), || {
+            self.last_words.ended(work.first_range(), || {
                 format!("{entry:?} gets {work:?}, without an order with {}", other.uses_in_words())
             });
             self.fail_device(entry.context.device, DriverCode::ILLEGAL_ADDRESS);
@@ -208,9 +208,8 @@ impl Core {
     pub(super) fn pull_from_under_work(&self, range: VaRange) {
         for stream in self.all_streams().into_iter().filter(|stream| stream.uses(range)) {
             tracing::error!(?range, ?stream, "memory goes that work still uses");
-            self.last_words.refused(range, || {
-                format!("memory goes that is used by {}", stream.uses_in_words())
-            });
+            self.last_words
+                .ended(range, || format!("memory goes that is used by {}", stream.uses_in_words()));
             self.fail_device(stream.context.device, DriverCode::ILLEGAL_ADDRESS);
         }
     }
