@@ -69,16 +69,7 @@ fn look_at(symbol: &'static str, names: Names<'_>, stream: Pointer) -> Result<Op
     if found.ranges().is_empty() {
         return Ok(None);
     }
-    let value = replaced::stream_value(stream, symbol);
-    let raw = RawStream(value as u64);
-    let place = if replaced::graph::capture_of(value).is_some() {
-        In::Graph
-    } else if value == replaced::STREAM_PER_THREAD {
-        In::OwnStream(raw)
-    } else {
-        In::Stream(raw)
-    };
-    look::begin(symbol, &found, place)
+    look::begin(symbol, &found, replaced::graph::place_of(replaced::stream_value(stream, symbol)))
 }
 
 /// Calls in a frame of its own. A thread that is cancelled unwinds through a function of the C interface only if that has nothing of

@@ -10,7 +10,7 @@
 //! | launches | each 8 bytes of each parameter, also inside of structures; their layout is looked up once a function |
 //! | copies, fills, waits for a value | the ranges that they are given |
 //! | copies of two and three dimensions, batches | the words of their structures and lists |
-//! | launches of graphs | nothing: what was captured stays on the device |
+//! | launches of graphs | nothing: what was captured stays on the device, and each launch counts as a use of it |
 //!
 //! Not seen: addresses that lie in device memory or behind a pointer; `cuLaunchGrid` and older; nodes that are put into a graph by
 //! hand; NCCL's collectives. They find their memory as it should be, or nothing mapped: [`vmm_pool::paging`] maps a chunk when it is
@@ -338,6 +338,23 @@ pub(crate) fn begin(symbol: &str, found: &Found, place: In) -> Result<Option<See
         }
     }
     Ok(seen.first.is_some().then_some(seen))
+}
+
+/// A graph is about to be launched. What it uses is on the device.
+pub(crate) fn begin_graph(place: In) -> Option<Seen> {
+    if !is_on() {
+        return None;
+    }
+    let device = runtime::current_device().ok();
+    let windows = Arc::clone(&WINDOWS.read().unwrap_or_else(PoisonError::into_inner));
+    let mut seen = Seen { windows, first: None, others: Vec::new() };
+    for (index, pager) in seen.windows.iter().enumerate() {
+        if Some(pager.device()) == device {
+            let touched = pager.begin_graph(place);
+            seen.others.extend(touched.map(|touched| (index, touched)));
+        }
+    }
+    (!seen.others.is_empty()).then_some(seen)
 }
 
 fn code_of(error: &PageError) -> DriverCode {

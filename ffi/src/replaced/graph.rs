@@ -7,12 +7,14 @@ use std::ffi::{c_char, c_int, c_uint, c_ulonglong};
 
 use sublet_cuda_graph::Counted;
 use tenants::cut::{Increment, TurnedBack, Withdrawal};
-use vmm_pool::driver::DriverCode;
+use vmm_pool::driver::{DriverCode, RawStream};
 use vmm_pool::gate::Passage;
+use vmm_pool::paging::In;
 
-use super::{SUCCESS, stream_value};
+use super::{STREAM_PER_THREAD, SUCCESS, stream_value};
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
+use crate::look;
 use crate::runtime::{self, Member};
 
 /// `CU_STREAM_LEGACY`; 0 means the same here.
@@ -53,6 +55,18 @@ pub(crate) fn capture_of(stream: usize) -> Option<u64> {
         ));
     }
     (code == SUCCESS && status == CAPTURE_ACTIVE).then_some(id)
+}
+
+/// Where work for a stream of this value goes.
+pub(crate) fn place_of(stream: usize) -> In {
+    let raw = RawStream(stream as u64);
+    if capture_of(stream).is_some() {
+        In::Graph
+    } else if stream == STREAM_PER_THREAD {
+        In::OwnStream(raw)
+    } else {
+        In::Stream(raw)
+    }
 }
 
 /// The handle that the driver has written to an out-pointer, as a number.
@@ -114,14 +128,16 @@ macro_rules! launch_graph {
                 return driver();
             };
             let symbol = stringify!($symbol);
-            let Some(increments) = runtime::graphs().increments_of(value(executable)) else {
-                let _pass = member.gate().pass_for(symbol, Passage::Use);
-                return driver();
-            };
-            launch_counted(member, &increments, stream_value(stream, symbol), || {
+            let on = stream_value(stream, symbol);
+            let launch = || {
+                let _seen = look::is_on().then(|| look::begin_graph(place_of(on)));
                 let _pass = member.gate().pass_for(symbol, Passage::Use);
                 driver()
-            })
+            };
+            let Some(increments) = runtime::graphs().increments_of(value(executable)) else {
+                return launch();
+            };
+            launch_counted(member, &increments, on, launch)
         }
     };
 }

@@ -8,7 +8,8 @@
 //! held, and one event behind many calls ends their use. A list ends when it is long, when it has served many calls, and when somebody waits
 //! for a frame. Any thread may end it, but not between a call's look and its launch.
 //!
-//! What is recorded into a graph is used whenever the graph is launched: its chunks stay for good.
+//! What is recorded into a graph is used whenever the graph is launched: its chunks stay until they are freed. A launch does not say
+//! what its graph uses, so it counts as a use of all chunks that graphs use: what is freed goes when such launches are over.
 //!
 //! Lock order: the lock of `Calls` is a leaf, and never held across a driver call.
 
@@ -20,7 +21,7 @@ use super::marks::Mark;
 use super::order::Order;
 use super::table::{Looks, Table, Wrote};
 use super::{PageError, PageResult, Pager, Shared};
-use crate::driver::{DeviceAddress, Driver, RawStream, VaRange};
+use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawStream, VaRange};
 use crate::error::{Describe, PoolError};
 use crate::gate::Passage;
 
@@ -58,6 +59,8 @@ pub struct Touched {
 struct Listed {
     stream: RawStream,
     chunks: Vec<usize>,
+    /// How many chunks graphs used when one was launched last.
+    graphs: usize,
     /// Calls that have looked and not launched yet.
     pending: u32,
     calls: u32,
@@ -87,7 +90,7 @@ pub(super) struct Calls {
 }
 
 impl Calls {
-    /// Chunks that graphs use: for good.
+    /// Chunks that graphs use: until they are freed.
     pub(super) fn captured(&self) -> Vec<usize> {
         self.captured.clone()
     }
@@ -164,15 +167,30 @@ impl Calls {
     fn is_listed(&mut self, ids: &[usize], stream: RawStream) -> bool {
         let mut of_stream = self.listed.iter_mut();
         let listed = of_stream.find(|listed| listed.stream == stream && !listed.is_wanted);
-        let is_held = |id: &usize, listed: Option<&Listed>| {
-            self.captured.contains(id) || listed.is_some_and(|listed| listed.chunks.contains(id))
+        let is_so = |listed: &&mut Listed| ids.iter().all(|id| listed.chunks.contains(id));
+        let Some(listed) = listed.filter(is_so) else { return false };
+        listed.pending += 1;
+        true
+    }
+
+    /// The same of the launch of a graph. What graphs use comes out if it is not held for the stream yet.
+    fn begin_graph(&mut self, stream: RawStream) -> Option<Vec<usize>> {
+        let count = self.captured.len();
+        let mut of_stream = self.listed.iter_mut();
+        let listed = of_stream.find(|listed| listed.stream == stream && !listed.is_wanted);
+        let Some(listed) = listed.filter(|listed| listed.graphs == count) else {
+            return Some(self.captured());
         };
-        let is_so = ids.iter().all(|id| is_held(id, listed.as_deref()));
-        if let Some(listed) = listed.filter(|_| is_so) {
-            listed.pending += 1;
-            return true;
-        }
-        false
+        listed.pending += 1;
+        None
+    }
+
+    /// Enters the launch of a graph, as [`Calls::list`].
+    fn list_graphs(&mut self, ids: &[usize], stream: RawStream) -> Vec<usize> {
+        let twice = self.list(ids, stream);
+        let mut of_stream = self.listed.iter_mut().filter(|listed| listed.stream == stream);
+        of_stream.for_each(|listed| listed.graphs = ids.len());
+        twice
     }
 
     /// Enters a call that uses these, which are held for it. Those that were held for its stream already come back.
@@ -180,7 +198,8 @@ impl Calls {
         let place = self.listed.iter().position(|listed| listed.stream == stream);
         let place = place.unwrap_or_else(|| {
             let chunks = Vec::new();
-            self.listed.push(Listed { stream, chunks, pending: 0, calls: 0, is_wanted: false });
+            let new = Listed { stream, chunks, graphs: 0, pending: 0, calls: 0, is_wanted: false };
+            self.listed.push(new);
             self.listed.len() - 1
         });
         let listed = &mut self.listed[place];
@@ -279,6 +298,11 @@ impl<D: Driver> Shared<D> {
 }
 
 impl<D: Driver> Pager<D> {
+    /// The device of the window.
+    pub fn device(&self) -> DeviceOrdinal {
+        self.shared.device
+    }
+
     /// All addresses of the window.
     pub fn window(&self) -> VaRange {
         self.shared.window
@@ -374,6 +398,35 @@ impl<D: Driver> Pager<D> {
         Ok(Some(Touched { stream, chunks }))
     }
 
+    /// A graph is about to be launched on `stream`, which is of the device of this window. `None` if graphs use nothing of it.
+    /// Otherwise [`Pager::end_call`] says that it is launched.
+    pub fn begin_graph(&self, stream: In) -> Option<Touched> {
+        let shared = &self.shared;
+        let mut calls = shared.calls();
+        if calls.captured.is_empty() {
+            return None;
+        }
+        let chunks = match stream {
+            In::Stream(raw) => {
+                if let Some(ids) = calls.begin_graph(raw) {
+                    drop(calls);
+                    shared.table().hold(&ids);
+                    let twice = shared.calls().list_graphs(&ids, raw);
+                    self.let_go(&twice);
+                }
+                Vec::new()
+            }
+            In::OwnStream(_) => {
+                let ids = calls.captured();
+                drop(calls);
+                shared.table().hold(&ids);
+                ids
+            }
+            In::Graph => return None,
+        };
+        Some(Touched { stream, chunks })
+    }
+
     /// The call has given its work to the driver, or will not.
     ///
     /// # Driver calls
@@ -391,7 +444,8 @@ impl<D: Driver> Pager<D> {
             let Some(listed) = of_stream.find(|listed| listed.stream == raw) else { return };
             listed.pending = listed.pending.saturating_sub(1);
             listed.calls += 1;
-            let is_long = listed.calls >= CALLS_MAX || listed.chunks.len() > LISTED_MAX;
+            let is_long =
+                listed.calls >= CALLS_MAX || listed.chunks.len() > LISTED_MAX + listed.graphs;
             let ends = is_long || listed.is_wanted;
             if ends { calls.take(|listed| listed.stream == raw) } else { Vec::new() }
         };
@@ -552,7 +606,7 @@ impl<D: Driver> Pager<D> {
         held
     }
 
-    /// Keeps these on the device for good. The host waits for copies of them: a stream under capture would record a wait.
+    /// Keeps these on the device until they are freed. The host waits for copies of them: a stream under capture would record a wait.
     fn keep(&self, ids: &[usize], limit: Duration) -> PageResult<()> {
         let shared = &self.shared;
         let new: Vec<_> = {

@@ -191,6 +191,46 @@ fn what_a_graph_uses_stays() {
 }
 
 #[test]
+fn what_a_graph_uses_goes_when_it_is_freed_and_launches_are_over() {
+    let mut stage = Stage::looked(2);
+    for _ in 0..3 {
+        stage.alloc(1).expect("addresses");
+    }
+    let stream = In::Stream(stage.streams[0]);
+    for graph in [true, false] {
+        let word = word_at(stage.start_of(0), 0);
+        let kept = stage.pager().begin_call(&[word], In::Graph, LIMIT).expect("here");
+        stage.pager().end_call(&kept.expect("paged"));
+        // The stream has a list already.
+        stage.try_use(&[1], 0, true).expect("through the other frame");
+        stage.hold(0);
+        // The graph is launched twice, or a call of its own names what it uses.
+        for _ in 0..2 {
+            let begun = match graph {
+                true => stage.pager().begin_graph(stream),
+                false => stage.pager().begin_call(&[word], stream, LIMIT).expect("here"),
+            };
+            stage.launch(&[0], 0, true).expect("it does not end");
+            stage.pager().end_call(&begun.expect("paged"));
+        }
+        let start = stage.start_of(0);
+        stage.pager().free(start).expect("freed");
+        stage.spans.remove(0);
+        // Both frames are wanted.
+        let words = [0, 1].map(|span| word_at(stage.start_of(span), 0));
+        let begun = stage.pager().begin_call(&words, In::Stream(stage.streams[1]), SHORT);
+        assert!(matches!(begun, Err(PageError::Late { .. })), "{begun:?}");
+        stage.check();
+        stage.use_all(true);
+        stage.check();
+        stage.alloc(1).expect("addresses");
+        stage.spans.rotate_right(1);
+    }
+    assert!(stage.pager().begin_graph(stream).is_none(), "no graph uses anything");
+    stage.end();
+}
+
+#[test]
 fn the_end_of_a_use_that_the_driver_refuses_once_is_marked_all_the_same() {
     let mut stage = Stage::looked(1);
     stage.alloc(1).expect("addresses");

@@ -516,7 +516,11 @@ impl Paged {
             }
             // The graph was launched, which names nothing.
             Told::Seen if blocks.iter().all(|block| window.is_kept(*block)) => {
-                self.launch(blocks, stream, (writes, false)).map(|()| true)
+                let touched = pager.begin_graph([In::Stream(raw), In::OwnStream(raw)][stream]);
+                let touched = touched.ok_or_else(|| Trouble::new("no graph is known of"))?;
+                self.launch(blocks, stream, (writes, false))?;
+                pager.end_call(&touched);
+                Ok(true)
             }
             Told::Seen => {
                 // Any byte of a block will do.
