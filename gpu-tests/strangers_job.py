@@ -72,7 +72,7 @@ ROWS = (
         "trl, GRPO",
         "grpo",
         "alone",
-        ("torch", "transformers", "datasets", "trl"),
+        ("torch", "transformers", "datasets", "dill", "multiprocess", "trl"),
         gpus_max=1,
         warm_steps=8,
         active_ms=600,
