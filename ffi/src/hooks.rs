@@ -18,9 +18,8 @@ use std::ffi::{c_int, c_uint, c_ulonglong};
 
 use sublet_cuda_driver::functions::{Function, function};
 use sublet_cuda_driver::lookup::Hook;
-use vmm_pool::driver::{DeviceAddress, RawStream, VaRange};
+use vmm_pool::driver::{DeviceAddress, VaRange};
 use vmm_pool::gate::Passage;
-use vmm_pool::paging::In;
 
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;

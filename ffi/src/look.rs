@@ -300,6 +300,14 @@ pub(crate) fn stream_ends(stream: Pointer) {
     }
 }
 
+/// A capture is about to begin. The caller is not inside the gate.
+pub(crate) fn capture_begins() {
+    if is_on() {
+        let windows = Arc::clone(&WINDOWS.read().unwrap_or_else(PoisonError::into_inner));
+        windows.iter().for_each(|pager| pager.capture_begins());
+    }
+}
+
 /// Memory that a call uses: it stays at least until this is dropped, which is when the driver has the call.
 #[derive(Debug)]
 pub(crate) struct Seen {

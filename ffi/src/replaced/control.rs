@@ -119,6 +119,7 @@ macro_rules! begin_capture {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol(stream: Pointer $(, $arg: $ty)*) -> c_int {
             let member = runtime::member();
+            look::capture_begins();
             let _pass = member
                 .map(|member| member.gate().pass_for(stringify!($symbol), Passage::Capture));
             if let Some(member) = member {

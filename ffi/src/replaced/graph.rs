@@ -135,11 +135,17 @@ macro_rules! launch_graph {
                 driver()
             };
             let Some(increments) = runtime::graphs().increments_of(value(executable)) else {
-                return launch();
+                return apart(launch);
             };
             launch_counted(member, &increments, on, launch)
         }
     };
+}
+
+/// Calls in a frame of its own, for threads that are cancelled: see `hooks`.
+#[inline(never)]
+fn apart(launch: impl FnOnce() -> c_int) -> c_int {
+    launch()
 }
 
 /// Launches a graph that holds collectives, by `launch`. Apart, so that other launches need no room for it.

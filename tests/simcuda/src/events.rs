@@ -38,6 +38,13 @@ struct State {
     capture: Option<Arc<Capture>>,
 }
 
+impl State {
+    /// An event that was recorded last in a capture can be neither asked about nor waited for.
+    fn check_not_captured(&self) -> Coded<()> {
+        if self.capture.is_some() { Err(DriverCode::CAPTURED_EVENT) } else { Ok(()) }
+    }
+}
+
 impl Event {
     fn reach(&self, point: u64) {
         let mut state = lock(&self.state);
@@ -127,6 +134,7 @@ impl Sim {
         let event = self.event(event)?;
         self.core.device_failure(event.context.device)?;
         let state = lock(&event.state);
+        state.check_not_captured()?;
         if state.reached < state.recorded {
             return Err(DriverCode::NOT_READY);
         }
@@ -135,7 +143,11 @@ impl Sim {
 
     pub(crate) fn synchronize_event(&self, event: u64) -> Coded<()> {
         let event = self.event(event)?;
-        let point = lock(&event.state).recorded;
+        let point = {
+            let state = lock(&event.state);
+            state.check_not_captured()?;
+            state.recorded
+        };
         event.wait(&self.core, point)?;
         self.core.device_failure(event.context.device)
     }

@@ -423,6 +423,14 @@ impl Driver for CudaDriver {
         check(DriverOp::StreamSynchronize, code)
     }
 
+    fn stream_is_capturing(&self, stream: RawStream) -> DriverResult<bool> {
+        let mut status = 0;
+        // SAFETY: `status` is a valid out-pointer; a stream that is none is refused by the driver.
+        let code = unsafe { (self.table.stream_is_capturing)(stream.0, &raw mut status) };
+        check(DriverOp::StreamIsCapturing, code)?;
+        Ok(status != 0)
+    }
+
     fn event_create(&self) -> DriverResult<RawEvent> {
         let mut event = 0_u64;
         // SAFETY: `event` is a valid out-pointer of pointer size.

@@ -95,6 +95,8 @@ driver_codes! {
     STREAM_CAPTURE_UNSUPPORTED = 900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED";
     /// The default stream waits for a stream that is being captured.
     STREAM_CAPTURE_IMPLICIT = 906, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT";
+    /// The event was recorded last in a stream that is being captured.
+    CAPTURED_EVENT = 907, "CUDA_ERROR_CAPTURED_EVENT";
     /// The driver could not say what went wrong.
     UNKNOWN = 999, "CUDA_ERROR_UNKNOWN";
 }
@@ -200,7 +202,8 @@ driver_ops! {
     StreamDestroy => "cuStreamDestroy",
     /// Wait for a stream.
     StreamSynchronize => "cuStreamSynchronize",
-    /// Ask whether a stream is done.
+    /// Ask whether a stream is captured.
+    StreamIsCapturing => "cuStreamIsCapturing",
     /// Make an event.
     EventCreate => "cuEventCreate",
     /// End an event.

@@ -298,6 +298,13 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuStreamSynchronize")]
     fn stream_synchronize(&self, stream: RawStream) -> DriverResult<()>;
 
+    /// Is work that `stream` is given recorded into a graph?
+    ///
+    /// # Errors
+    /// `STREAM_CAPTURE_IMPLICIT` for the default stream, if a stream is captured that waits for it; what else the driver returned.
+    #[doc(alias = "cuStreamIsCapturing")]
+    fn stream_is_capturing(&self, stream: RawStream) -> DriverResult<bool>;
+
     /// An event of the current context, which takes no time of day. A wait for it sleeps. *Context.*
     ///
     /// # Errors

@@ -26,6 +26,8 @@
 //!
 //! Locks: the table's is a leaf, and never held across a driver call. `entering` comes before it, and the ledger's.
 
+mod ending;
+mod lists;
 mod marks;
 mod order;
 mod prints;
@@ -382,12 +384,14 @@ impl<D: Driver> Pager<D> {
     pub fn free(&self, span: DeviceAddress) -> PageResult<()> {
         let shared = &self.shared;
         let start = span.0.checked_sub(shared.window.start.0);
-        shared.end_calls();
         let away = start.and_then(|start| {
-            // No graph uses them any more.
-            let captured = shared.calls().remove(start);
             let mut table = shared.table();
-            table.let_go(&captured);
+            let (captured, lists) = {
+                let mut calls = shared.calls();
+                calls.want_ends();
+                calls.free(start)
+            };
+            table.graphs_let_go(&captured, lists);
             table.free(start)
         });
         // They have no memory: nothing is called.
@@ -460,7 +464,7 @@ impl<D: Driver> Pager<D> {
         let recorded = shared.pool.driver.event_record(mark.event, stream);
         recorded.about(|| "the end of a use of paged memory".to_owned(), 0, Some(shared.device))?;
         let wrote = if has_written { Wrote::Yes } else { Wrote::No };
-        shared.table().used(&ids, Some(&mark), wrote);
+        shared.table().used(&ids, &mark, wrote);
         shared.changed.notify_all();
         Ok(())
     }
@@ -483,11 +487,17 @@ impl<D: Driver> Pager<D> {
     /// # Errors
     /// [`PageError::Late`].
     pub fn flush(&self, limit: Duration) -> PageResult<()> {
-        self.shared.end_calls();
-        self.shared.changed.notify_all();
+        let shared = &self.shared;
+        let (below, captured) = {
+            let mut calls = shared.calls();
+            (calls.want_ends(), calls.captured())
+        };
+        shared.changed.notify_all();
         let what = |_: &Table| "what was written to be copied to the host".to_owned();
-        let captured = self.shared.calls().captured();
-        self.shared.wait_for(limit, what, |table| table.is_all_clean(&captured).then_some(Ok(())))
+        shared.wait_for(limit, what, |table| {
+            let is_so = shared.calls().have_ended(below) && table.is_all_clean(&captured);
+            is_so.then_some(Ok(()))
+        })
     }
 
     /// From now on chunks take at most so much device memory, and in `limit` no more than that. *Blocks.*
@@ -521,7 +531,6 @@ impl<D: Driver> Pager<D> {
 impl<D: Driver> Drop for Pager<D> {
     /// Gives all of the window back when the last use is over. A paused process does that when it runs again.
     fn drop(&mut self) {
-        self.shared.end_calls();
         let mut table = self.shared.table();
         table.is_ending = true;
         self.shared.changed.notify_all();

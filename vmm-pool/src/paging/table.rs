@@ -15,6 +15,7 @@
 
 mod asking;
 mod figures;
+mod graphs;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
@@ -194,6 +195,8 @@ pub(super) struct Table {
     answered: Vec<Answered>,
     /// The search for writes that nobody has shown.
     pub(super) checks: Checks,
+    /// Behind launches of graphs that are not known to be over.
+    graph_uses: Vec<Arc<Mark>>,
 }
 
 /// What was done so far.
@@ -234,6 +237,7 @@ impl Table {
             counts: Counts::default(),
             answered: Vec::new(),
             checks: Checks::default(),
+            graph_uses: Vec::new(),
         }
     }
 
@@ -373,8 +377,8 @@ impl Table {
         ids.iter().all(|&id| self.chunks[id].place == Place::Here)
     }
 
-    /// A use is over when `mark` is. With none it is over.
-    pub(super) fn used(&mut self, ids: &[usize], mark: Option<&Arc<Mark>>, wrote: Wrote) {
+    /// A use is over when `mark` is.
+    pub(super) fn used(&mut self, ids: &[usize], mark: &Arc<Mark>, wrote: Wrote) {
         let now = self.tick();
         for &id in ids {
             let chunk = &mut self.chunks[id];
@@ -382,7 +386,7 @@ impl Table {
             chunk.is_refused = false;
             chunk.is_promised &= !self.is_looked;
             chunk.last = now;
-            chunk.uses.extend(mark.cloned());
+            chunk.uses.push(Arc::clone(mark));
             let was_clean = chunk.saved_version == Some(chunk.version);
             chunk.copied.is_unsure &= wrote != Wrote::Yes;
             if wrote != Wrote::No {
@@ -547,7 +551,8 @@ impl Table {
 
     /// All that is on its way and may be over.
     pub(super) fn marks(&self) -> Vec<Arc<Mark>> {
-        let mut marks: Vec<_> = self.chunks.iter().flat_map(Chunk::marks).cloned().collect();
+        let of_chunks = self.chunks.iter().flat_map(Chunk::marks);
+        let mut marks: Vec<_> = of_chunks.chain(&self.graph_uses).cloned().collect();
         marks.sort_unstable_by_key(|mark| Arc::as_ptr(mark).addr());
         marks.dedup_by_key(|mark| Arc::as_ptr(mark).addr());
         marks
@@ -556,6 +561,7 @@ impl Table {
     /// These are over.
     pub(super) fn are_over(&mut self, over: &[Arc<Mark>]) {
         let is_over = |mark: &Arc<Mark>| over.iter().any(|known| Arc::ptr_eq(known, mark));
+        self.graph_uses.retain(|mark| !is_over(mark));
         for (id, chunk) in self.chunks.iter_mut().enumerate() {
             chunk.uses.retain(|mark| !is_over(mark));
             if chunk.coming.as_ref().is_some_and(is_over) {

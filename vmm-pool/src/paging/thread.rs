@@ -143,7 +143,12 @@ impl<D: Driver> Worker<'_, D> {
             (table.is_ending, stays, table.is_looked)
         };
         if is_ending {
-            self.shared.end_calls();
+            self.shared.want_ends();
+        }
+        if is_looked {
+            self.shared.end_wanted();
+        }
+        if is_ending {
             remove_all(self.shared);
         }
         if !stays {
@@ -157,7 +162,8 @@ impl<D: Driver> Worker<'_, D> {
         let waits = matches!(job, Job::Wait(_)) && is_short;
         if is_looked && waits {
             drop(table);
-            self.shared.end_calls();
+            self.shared.calls().want_ends();
+            self.shared.end_wanted();
             table = self.shared.table();
             job = choose(&mut table);
         }
@@ -167,6 +173,9 @@ impl<D: Driver> Worker<'_, D> {
         match job {
             Job::End => return false,
             Job::Wait(time) => {
+                // A list that is to end and is not launched, or on a stream that is captured.
+                let is_awaited = is_looked && self.shared.calls().wants_ends();
+                let time = if is_awaited { time.min(LOOK_LATER) } else { time };
                 if time == LOOK_SELDOM {
                     table.looks_again = Looks::WhenTold;
                 }

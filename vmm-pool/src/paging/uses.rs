@@ -5,35 +5,33 @@
 //! stream has done that work.
 //!
 //! An event behind each call would cost more than the look. So a stream has a list of the chunks that its calls use, all
-//! held, and one event behind many calls ends their use. A list ends when it is long, when it has served many calls, and when somebody waits
-//! for a frame. Any thread may end it, but not between a call's look and its launch.
+//! held, and one event behind many calls ends their use (`lists`). A list ends when it is long, when it has served many calls, and when
+//! somebody waits for a frame. The thread that launched last ends it, for whose current context the stream has its meaning, or the
+//! pager's.
 //!
 //! What is recorded into a graph is used whenever the graph is launched: its chunks stay until they are freed. A launch does not say
 //! what its graph uses, so it counts as a use of all chunks that graphs use: what is freed goes when such launches are over.
+//! A stream that is captured takes no event: the lists of all streams end before a capture begins.
 //!
-//! Lock order: the lock of `Calls` is a leaf, and never held across a driver call.
+//! Lock order: the table's, then that of `Calls`, which is a leaf. Neither is held across a driver call.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::lists::Lists;
 use super::marks::Mark;
 use super::order::Order;
-use super::table::{Looks, Table, Wrote};
+use super::table::Table;
 use super::{PageError, PageResult, Pager, Shared};
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawStream, VaRange};
-use crate::error::{Describe, PoolError};
+use crate::error::Describe;
 use crate::gate::Passage;
 
 /// Addresses for copies: how many chunks may be on their way to the device simultaneously.
 pub(super) const SLOTS: usize = 4;
-/// Calls that one event stands behind at most.
-const CALLS_MAX: u32 = 64;
 /// Chunks that are announced ahead of their use. Two blocks of a model hide the copies; more would take frames from those in use.
 const AHEAD: usize = 8;
-/// Chunks that the list of a stream has at most, unless one call needs more.
-const LISTED_MAX: usize = 8;
-
 /// Where the work of a call goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum In {
@@ -49,23 +47,11 @@ pub enum In {
 #[derive(Debug)]
 #[must_use = "a use that does not end keeps memory on its device"]
 pub struct Touched {
-    stream: In,
+    pub(super) stream: In,
     /// Those that no list has.
-    chunks: Vec<usize>,
-}
-
-/// What the calls on one stream use, with no event behind them yet.
-#[derive(Debug)]
-struct Listed {
-    stream: RawStream,
-    chunks: Vec<usize>,
-    /// How many chunks graphs used when one was launched last.
-    graphs: usize,
-    /// Calls that have looked and not launched yet.
-    pending: u32,
-    calls: u32,
-    /// Somebody waits for it to end.
-    is_wanted: bool,
+    pub(super) chunks: Vec<usize>,
+    /// The number of the list that has the others.
+    pub(super) list: u64,
 }
 
 /// See the head of this module.
@@ -73,7 +59,7 @@ struct Listed {
 pub(super) struct Calls {
     /// First and last byte of each span, by offset in the window.
     spans: BTreeMap<u64, u64>,
-    listed: Vec<Listed>,
+    pub(super) lists: Lists,
     /// Chunks that graphs use.
     captured: Vec<usize>,
     order: Order,
@@ -103,7 +89,7 @@ impl Calls {
     }
 
     /// The span that begins here is gone. Chunks come out that a graph has used, and that no other span has.
-    pub(super) fn remove(&mut self, start: u64) -> Vec<usize> {
+    fn remove(&mut self, start: u64) -> Vec<usize> {
         let mut ended = Vec::new();
         if let Some(last) = self.spans.remove(&start) {
             let alone: Vec<_> = self.ids(start, last).collect();
@@ -163,61 +149,26 @@ impl Calls {
         (self.changes >= AHEAD / 2, !is_as_foretold)
     }
 
-    /// Enters a call that uses these, if they are held for its stream already.
-    fn is_listed(&mut self, ids: &[usize], stream: RawStream) -> bool {
-        let mut of_stream = self.listed.iter_mut();
-        let listed = of_stream.find(|listed| listed.stream == stream && !listed.is_wanted);
-        let is_so = |listed: &&mut Listed| ids.iter().all(|id| listed.chunks.contains(id));
-        let Some(listed) = listed.filter(is_so) else { return false };
-        listed.pending += 1;
-        true
+    /// All lists are to end. The number that the next one would have.
+    pub(super) fn want_ends(&mut self) -> u64 {
+        self.lists.want(|_| true)
     }
 
-    /// The same of the launch of a graph. What graphs use comes out if it is not held for the stream yet.
-    fn begin_graph(&mut self, stream: RawStream) -> Option<Vec<usize>> {
-        let count = self.captured.len();
-        let mut of_stream = self.listed.iter_mut();
-        let listed = of_stream.find(|listed| listed.stream == stream && !listed.is_wanted);
-        let Some(listed) = listed.filter(|listed| listed.graphs == count) else {
-            return Some(self.captured());
-        };
-        listed.pending += 1;
-        None
+    /// Have all lists ended, with a number below this?
+    pub(super) fn have_ended(&self, below: u64) -> bool {
+        !self.lists.has(|_| true, below)
     }
 
-    /// Enters the launch of a graph, as [`Calls::list`].
-    fn list_graphs(&mut self, ids: &[usize], stream: RawStream) -> Vec<usize> {
-        let twice = self.list(ids, stream);
-        let mut of_stream = self.listed.iter_mut().filter(|listed| listed.stream == stream);
-        of_stream.for_each(|listed| listed.graphs = ids.len());
-        twice
+    /// Is there a list that is to end?
+    pub(super) fn wants_ends(&self) -> bool {
+        self.lists.is_any_wanted()
     }
 
-    /// Enters a call that uses these, which are held for it. Those that were held for its stream already come back.
-    fn list(&mut self, ids: &[usize], stream: RawStream) -> Vec<usize> {
-        let place = self.listed.iter().position(|listed| listed.stream == stream);
-        let place = place.unwrap_or_else(|| {
-            let chunks = Vec::new();
-            let new = Listed { stream, chunks, graphs: 0, pending: 0, calls: 0, is_wanted: false };
-            self.listed.push(new);
-            self.listed.len() - 1
-        });
-        let listed = &mut self.listed[place];
-        listed.pending += 1;
-        let mut twice = Vec::new();
-        for id in ids {
-            let is_known = listed.chunks.contains(id);
-            if is_known { &mut twice } else { &mut listed.chunks }.push(*id);
-        }
-        twice
-    }
-
-    /// The list of a stream, if no call is between its look and its launch. Otherwise the last of these ends it.
-    fn take(&mut self, chosen: impl Fn(&Listed) -> bool) -> Vec<Listed> {
-        for listed in self.listed.iter_mut().filter(|listed| chosen(listed)) {
-            listed.is_wanted = true;
-        }
-        self.listed.extract_if(.., |listed| listed.is_wanted && listed.pending == 0).collect()
+    /// The span that begins here is freed: what no other span has and graphs used, and how many lists hold that from now on.
+    pub(super) fn free(&mut self, start: u64) -> (Vec<usize>, u32) {
+        let captured = self.remove(start);
+        let lists = self.lists.take_over(&captured);
+        (captured, lists)
     }
 }
 
@@ -237,63 +188,11 @@ impl<D: Driver> Shared<D> {
         Some(VaRange::new(DeviceAddress(start), self.chunk_bytes))
     }
 
-    /// Ends the uses of all streams, as far as their calls are launched.
-    pub(super) fn end_calls(&self) {
-        self.end(|_| true);
-    }
-
-    fn end(&self, chosen: impl Fn(&Listed) -> bool) {
-        let taken = self.calls().take(chosen);
-        for listed in taken {
-            self.end_uses(listed.stream, &listed.chunks);
-        }
-    }
-
     /// Tells the table when chunks are used next.
     pub(super) fn foretell(&self) {
         let chunks = self.table().chunks.len();
         let next_uses = self.calls().order.next_uses(chunks);
         self.table().next_uses = next_uses;
-    }
-
-    fn end_uses(&self, stream: RawStream, chunks: &[usize]) {
-        let _pass = self.pool.gate().pass_for("the end of uses of paged memory", Passage::Use);
-        let mark_behind = || {
-            let mark = self.mark()?;
-            let recorded = self.pool.driver.event_record(mark.event, stream);
-            recorded.about(
-                || "the end of a use of paged memory".to_owned(),
-                0,
-                Some(self.device),
-            )?;
-            Ok::<_, PoolError>(Arc::new(mark))
-        };
-        // Nobody could be told to try again. Without an event the stream itself is waited for.
-        let marked = mark_behind().or_else(|_| mark_behind()).map(Some);
-        let marked = marked.or_else(|error| {
-            let waited = self.pool.driver.stream_synchronize(stream);
-            waited.map(|()| None).map_err(|_| error)
-        });
-        let is_told = match marked {
-            Ok(mark) => {
-                let mut table = self.table();
-                table.used(chunks, mark.as_ref(), Wrote::Maybe);
-                table.looks_again == Looks::WhenTold || table.without_room > 0
-            }
-            // Nobody can know when that is over.
-            Err(error) => {
-                tracing::error!(%error, "paged memory stays on its device");
-                let mut table = self.table();
-                for &id in chunks {
-                    table.stays(id, Some("the driver does not say when its use is over"));
-                }
-                true
-            }
-        };
-        // It costs more to wake a thread than to have it look by itself.
-        if is_told {
-            self.changed.notify_all();
-        }
     }
 }
 
@@ -361,102 +260,69 @@ impl<D: Driver> Pager<D> {
         }
         calls.count += 1;
         let (is_due, is_new) = calls.note(&ids);
-        let is_listed = matches!(stream, In::Stream(raw) if calls.is_listed(&ids, raw));
-        if is_listed {
+        let listed = match stream {
+            In::Stream(raw) => calls.lists.enter(&ids, raw),
+            In::OwnStream(_) | In::Graph => None,
+        };
+        if listed.is_some() {
             calls.room = std::mem::take(&mut ids);
         }
         drop(calls);
         if is_due || is_new {
             self.announce_ahead(is_new, false);
         }
-        if is_listed {
-            return Ok(Some(Touched { stream, chunks: ids }));
+        if let Some(list) = listed {
+            return Ok(Some(Touched { stream, chunks: ids, list }));
         }
-        let chunks = match stream {
+        let (chunks, list) = match stream {
             In::Stream(raw) => {
                 self.bring_for(&ids, raw, limit)?;
-                let twice = {
+                let (list, twice) = {
                     let mut calls = shared.calls();
-                    let twice = calls.list(&ids, raw);
+                    let listed = calls.lists.add(&ids, raw);
                     calls.room = ids;
-                    twice
+                    listed
                 };
                 if !twice.is_empty() {
                     self.let_go(&twice);
                 }
-                Vec::new()
+                (Vec::new(), list)
             }
             In::OwnStream(raw) => {
                 self.bring_for(&ids, raw, limit)?;
-                ids
+                (ids, 0)
             }
             In::Graph => {
                 self.keep(&ids, limit)?;
-                Vec::new()
+                (Vec::new(), 0)
             }
         };
-        Ok(Some(Touched { stream, chunks }))
+        Ok(Some(Touched { stream, chunks, list }))
     }
 
     /// A graph is about to be launched on `stream`, which is of the device of this window. `None` if graphs use nothing of it.
     /// Otherwise [`Pager::end_call`] says that it is launched.
     pub fn begin_graph(&self, stream: In) -> Option<Touched> {
         let shared = &self.shared;
-        let mut calls = shared.calls();
-        if calls.captured.is_empty() {
-            return None;
-        }
-        let chunks = match stream {
+        let (chunks, list) = match stream {
             In::Stream(raw) => {
-                if let Some(ids) = calls.begin_graph(raw) {
-                    drop(calls);
-                    shared.table().hold(&ids);
-                    let twice = shared.calls().list_graphs(&ids, raw);
-                    self.let_go(&twice);
+                let mut calls = shared.calls();
+                if calls.captured.is_empty() {
+                    return None;
                 }
-                Vec::new()
+                (Vec::new(), calls.lists.add_graph(raw))
             }
             In::OwnStream(_) => {
-                let ids = calls.captured();
-                drop(calls);
-                shared.table().hold(&ids);
-                ids
+                // Nobody frees them between the two.
+                let mut table = shared.table();
+                let ids = shared.calls().captured();
+                table.hold(&ids);
+                (ids, 0)
             }
             In::Graph => return None,
         };
-        Some(Touched { stream, chunks })
-    }
-
-    /// The call has given its work to the driver, or will not.
-    ///
-    /// # Driver calls
-    /// `cuEventRecord`, seldom.
-    pub fn end_call(&self, touched: &Touched) {
-        let raw = match touched.stream {
-            In::Stream(raw) => raw,
-            // No other thread can name it.
-            In::OwnStream(raw) => return self.shared.end_uses(raw, &touched.chunks),
-            In::Graph => return,
-        };
-        let ended = {
-            let mut calls = self.shared.calls();
-            let mut of_stream = calls.listed.iter_mut();
-            let Some(listed) = of_stream.find(|listed| listed.stream == raw) else { return };
-            listed.pending = listed.pending.saturating_sub(1);
-            listed.calls += 1;
-            let is_long =
-                listed.calls >= CALLS_MAX || listed.chunks.len() > LISTED_MAX + listed.graphs;
-            let ends = is_long || listed.is_wanted;
-            if ends { calls.take(|listed| listed.stream == raw) } else { Vec::new() }
-        };
-        for listed in ended {
-            self.shared.end_uses(listed.stream, &listed.chunks);
-        }
-    }
-
-    /// `stream` is about to end, or to become another thread's.
-    pub fn stream_ends(&self, stream: RawStream) {
-        self.shared.end(|listed| listed.stream == stream);
+        let is_used = list > 0 || !chunks.is_empty();
+        is_used.then_some(Touched { stream, chunks, list })
     }
 
     /// Announces what is used next, as far as it was like that before. When each chunk is used next is for the choice of what
@@ -586,7 +452,7 @@ impl<D: Driver> Pager<D> {
         let shared = &self.shared;
         self.announce_ahead(false, true);
         // Who waits keeps nothing that others wait for.
-        shared.end_calls();
+        shared.want_ends();
         let began = Instant::now();
         let what = |table: &Table| {
             let first = ids.first().map_or(0, |id| shared.range_of(*id).start.0);

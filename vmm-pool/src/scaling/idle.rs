@@ -135,6 +135,10 @@ impl Driver for IdleDriver {
         Ok(())
     }
 
+    fn stream_is_capturing(&self, _: RawStream) -> DriverResult<bool> {
+        Ok(false)
+    }
+
     fn event_create(&self) -> DriverResult<RawEvent> {
         Ok(RawEvent(1))
     }

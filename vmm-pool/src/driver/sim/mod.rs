@@ -356,6 +356,11 @@ impl Driver for SimDriver {
         self.call(DriverOp::StreamSynchronize, |core| core.wait_stream(stream))
     }
 
+    /// Nothing is captured here.
+    fn stream_is_capturing(&self, stream: RawStream) -> DriverResult<bool> {
+        self.call(DriverOp::StreamIsCapturing, |core| core.has_work(stream).map(|_| false))
+    }
+
     fn event_create(&self) -> DriverResult<RawEvent> {
         self.call_on_device(DriverOp::EventCreate, Core::new_event)
     }

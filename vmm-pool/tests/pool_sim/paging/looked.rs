@@ -206,9 +206,10 @@ fn what_a_graph_uses_goes_when_it_is_freed_and_launches_are_over() {
         stage.hold(0);
         // The graph is launched twice, or a call of its own names what it uses.
         for _ in 0..2 {
-            let begun = match graph {
-                true => stage.pager().begin_graph(stream),
-                false => stage.pager().begin_call(&[word], stream, LIMIT).expect("here"),
+            let begun = if graph {
+                stage.pager().begin_graph(stream)
+            } else {
+                stage.pager().begin_call(&[word], stream, LIMIT).expect("here")
             };
             stage.launch(&[0], 0, true).expect("it does not end");
             stage.pager().end_call(&begun.expect("paged"));

@@ -1,0 +1,40 @@
+//! What launches of graphs use: anything that graphs have recorded. One event behind a launch stands for all of it.
+
+use std::sync::Arc;
+
+use super::{Mark, Table};
+
+impl Table {
+    /// A launch of a graph is over when `mark` is.
+    pub(in crate::paging) fn graph_used(&mut self, mark: &Arc<Mark>) {
+        self.graph_uses.push(Arc::clone(mark));
+    }
+
+    /// Graphs used these, and hold them no more. So many lists of launches hold them instead, and they wait for launches that
+    /// have ended their list.
+    pub(in crate::paging) fn graphs_let_go(&mut self, ids: &[usize], lists: u32) {
+        let each = ids.iter().enumerate();
+        for (_, &id) in each.filter(|(place, id)| !ids[..*place].contains(*id)) {
+            self.chunks[id].uses.extend(self.graph_uses.iter().cloned());
+        }
+        for &id in ids {
+            self.chunks[id].holders += lists;
+        }
+        self.let_go(ids);
+    }
+
+    /// Nobody knows when a use of these is over.
+    pub(in crate::paging) fn lost(&mut self, ids: &[usize]) {
+        for &id in ids {
+            self.stays(id, Some("the driver does not say when its use is over"));
+        }
+    }
+
+    /// The same of the launch of a graph, whose uses are these.
+    pub(in crate::paging) fn graph_lost(&mut self, ids: &[usize]) {
+        for &id in ids {
+            self.chunks[id].holders += 1;
+        }
+        self.lost(ids);
+    }
+}
