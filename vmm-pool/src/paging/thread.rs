@@ -71,9 +71,21 @@ pub(super) fn run<D: Driver>(shared: &Arc<Shared<D>>, told: &Sender<PoolResult<(
     }
 }
 
-/// Frees all spans. Chunks that are away go immediately.
+/// Frees all spans. Chunks that are away go immediately, and those on the device when uses and launches of graphs are over.
 fn remove_all<D: Driver>(shared: &Shared<D>) {
-    let away = shared.table().free_all();
+    let away = {
+        let mut table = shared.table();
+        let captured = {
+            let calls = shared.calls();
+            // Of what has no event yet nobody knows when it is over.
+            if !calls.have_ended(u64::MAX) {
+                return;
+            }
+            calls.captured()
+        };
+        table.graphs_let_go(&captured, 0);
+        table.free_all()
+    };
     for (chunk, row) in away {
         remove(shared, chunk, row);
     }

@@ -488,7 +488,7 @@ impl Script {
             if !self.world.tenants[index].workers.is_empty() {
                 self.plainly(index, Action::Resume)?;
                 // And its tags, unless it has filled a device without them.
-                if self.plainly_if_it_fits(index, Action::Resume)? {
+                if self.plainly_if_it_fits(index, Action::Resume)?.is_none() {
                     self.world.tenants[index].market.tags_are_back(|_| true);
                 }
                 self.world.check(index)?;
@@ -515,28 +515,32 @@ impl Script {
     }
 
     fn plainly(&mut self, index: usize, action: Action) -> Outcome {
-        if self.plainly_if_it_fits(index, action)? {
-            Ok(())
-        } else {
-            Err(Trouble::new("at the end there is no room for a tenant alone"))
+        match self.plainly_if_it_fits(index, action)? {
+            None => Ok(()),
+            Some(refusal) => {
+                let text = format!("at the end there is no room for a tenant alone: {refusal}");
+                Err(Trouble::new(text))
+            }
         }
     }
 
-    /// False where device memory is missing.
-    fn plainly_if_it_fits(&mut self, index: usize, action: Action) -> Outcome<bool> {
+    /// The refusal, if device memory is missing.
+    fn plainly_if_it_fits(&mut self, index: usize, action: Action) -> Outcome<Option<String>> {
         let request = Request::plain(&self.world.tenants[index].name, action);
         self.tell(&format!("{action:?} of {} at the end", request.tenant));
         let verdict = self.world.desk.ask(Way::Library, &request)?;
         match &verdict {
             Verdict::Done { .. } => {}
-            Verdict::Refused(refusal) if refusal.is_short_of_devices() => return Ok(false),
+            Verdict::Refused(refusal) if refusal.is_short_of_devices() => {
+                return Ok(Some(refusal.text.clone()));
+            }
             Verdict::Refused(_) | Verdict::Killed => {
                 return Err(Trouble::new(format!("at the end: {}", full(&verdict))));
             }
         }
         let standing = self.world.standing(index)?;
         self.conclude(index, &Ending { standing, somebody_died: false })?;
-        Ok(true)
+        Ok(None)
     }
 }
 

@@ -232,6 +232,31 @@ fn what_a_graph_uses_goes_when_it_is_freed_and_launches_are_over() {
 }
 
 #[test]
+fn a_window_ends_when_launches_of_graphs_are_over() {
+    let mut stage = Stage::looked(2);
+    stage.alloc(1).expect("addresses");
+    let word = word_at(stage.start_of(0), 0);
+    let kept = stage.pager().begin_call(&[word], In::Graph, LIMIT).expect("here");
+    stage.pager().end_call(&kept.expect("paged"));
+    stage.hold(0);
+    let begun = stage.pager().begin_graph(In::Stream(stage.streams[0])).expect("a graph uses it");
+    stage.launch(&[0], 0, true).expect("it does not end");
+    stage.pager().end_call(&begun);
+    let pager = stage.pager.take();
+    std::thread::scope(|scope| {
+        let asked = stage.pool.driver().faults().calls(DriverOp::EventQuery);
+        let ending = scope.spawn(|| drop(pager));
+        // The pager asks again and again.
+        while stage.pool.driver().faults().calls(DriverOp::EventQuery) < asked + 8 {
+            std::thread::yield_now();
+        }
+        stage.held.clear();
+        ending.join().expect("it has ended");
+    });
+    stage.end();
+}
+
+#[test]
 fn the_end_of_a_use_that_the_driver_refuses_once_is_marked_all_the_same() {
     let mut stage = Stage::looked(1);
     stage.alloc(1).expect("addresses");
