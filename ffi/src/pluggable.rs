@@ -4,7 +4,6 @@
 #![expect(unsafe_code, reason = "exports C functions and calls the driver")]
 
 use std::ffi::c_int;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use sublet_cuda_driver::{Answer, blocks, caller};
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
@@ -21,7 +20,7 @@ fn on_device<T>(device: c_int, work: impl FnOnce() -> T) -> Option<T> {
     if call_driver!(cuCtxPushCurrent_v2(context => Pointer)) != DriverCode::SUCCESS.0 {
         return None;
     }
-    let done = catch_unwind(AssertUnwindSafe(work));
+    let done = runtime::netted(work);
     let mut popped: Pointer = std::ptr::null_mut();
     if call_driver!(cuCtxPopCurrent_v2(&raw mut popped => *mut Pointer)) != DriverCode::SUCCESS.0 {
         tracing::error!(device, "a context that was pushed could not be popped");

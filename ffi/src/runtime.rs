@@ -431,7 +431,7 @@ const NOT_CANCELLED: c_int = 1;
 
 /// Keeps panics of `work` from the caller. glibc ends a cancelled thread by unwinding it, and the process if somebody catches that: so a
 /// thread is not cancelled in here, but at its next cancellation point (`tests/programs/preload_cancel.c`).
-fn netted<T>(work: impl FnOnce() -> T) -> std::thread::Result<T> {
+pub(crate) fn netted<T>(work: impl FnOnce() -> T) -> std::thread::Result<T> {
     let mut before = 0;
     pthread_setcancelstate(NOT_CANCELLED, &raw mut before);
     let outcome = catch_unwind(AssertUnwindSafe(work));

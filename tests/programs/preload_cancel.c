@@ -1,6 +1,6 @@
 /* A thread is cancelled while a call of it waits at the gate: at its next cancellation point, or where it stands, one word an argument:
  *
- *   deferred, asynchronous, memory (in a call that makes memory)
+ *   deferred, asynchronous, memory (in a call that makes memory), graph (in the launch of a graph)
  */
 #include "driver.h"
 #include "inside.h"
@@ -12,7 +12,8 @@ static CUcontext context;
 static CUstream stream;
 static CUfunction store;
 static CUdeviceptr place;
-static volatile bool is_asynchronous, is_memory, is_there;
+static CUgraphExec executable;
+static volatile bool is_asynchronous, is_memory, is_graph, is_there;
 
 static void *launch(void *unused)
 {
@@ -25,6 +26,8 @@ static void *launch(void *unused)
     is_there = true;
     if (is_memory)
         cuMemAlloc(&more, 4 << 20);
+    else if (is_graph)
+        cuGraphLaunch(executable, stream);
     else
         cuLaunchKernel(store, 1, 1, 1, 32, 1, 1, 0, stream, arguments, NULL);
     /* Without us it was not cancelled before. */
@@ -46,6 +49,16 @@ int main(int count, char **words)
     store = driver_kernel("store_u32");
     is_asynchronous = count > 1 && strcmp(words[1], "asynchronous") == 0;
     is_memory = count > 1 && strcmp(words[1], "memory") == 0;
+    is_graph = count > 1 && strcmp(words[1], "graph") == 0;
+    if (is_graph) {
+        uint32_t one = 1;
+        void *arguments[] = {&place, &one};
+        CUgraph graph = NULL;
+        OK(cuStreamBeginCapture(stream, 2));
+        OK(cuLaunchKernel(store, 1, 1, 1, 32, 1, 1, 0, stream, arguments, NULL));
+        OK(cuStreamEndCapture(stream, &graph));
+        OK(cuGraphInstantiate(&executable, graph, 0));
+    }
     inside_pause();
     if (pthread_create(&thread, NULL, launch, NULL) != 0)
         return 1;

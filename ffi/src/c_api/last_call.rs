@@ -4,7 +4,6 @@
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -76,13 +75,13 @@ fn described(
 
 /// Runs a function of the interface; a panic of ours becomes an error instead of unwinding into C.
 pub(crate) fn guarded(work: impl FnOnce() -> c_int) -> c_int {
-    catch_unwind(AssertUnwindSafe(work))
+    runtime::netted(work)
         .unwrap_or_else(|_| fail_aloud(REFUSED, "Sublet failed inside; please report this"))
 }
 
 /// [`guarded`] for a function that returns a length, or -1.
 pub(crate) fn guarded_length(work: impl FnOnce() -> i64) -> i64 {
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
+    runtime::netted(work).unwrap_or_else(|_| {
         fail_aloud(REFUSED, "Sublet failed inside; please report this");
         -1
     })

@@ -4,7 +4,6 @@
 #![expect(non_snake_case, reason = "named as NCCL names them")]
 
 use std::ffi::{c_int, c_uint};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use sublet_nccl::collectives::{
     Awaited, Collectives, NcclResult, Operation, Process, Signal, of_unique_ids,
@@ -127,8 +126,7 @@ pub(super) fn counted(
         return plain().0;
     };
     let here = Here(member);
-    let count = AssertUnwindSafe(|| count(runtime::collectives(), &here));
-    if let Ok(result) = catch_unwind(count) {
+    if let Ok(result) = runtime::netted(|| count(runtime::collectives(), &here)) {
         return result.0;
     }
     member.note("a call of NCCL's failed inside of us. Please report this".to_owned());

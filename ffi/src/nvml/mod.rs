@@ -10,7 +10,6 @@
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, c_char, c_int, c_uint};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use sublet_nvml::memory::Narrow;
 use sublet_nvml::processes::{self, Row};
@@ -145,7 +144,7 @@ fn bound<T>(
         let bound = asker.bound(gpu)?;
         Some((bound, and(&run_dir, &tenant)))
     };
-    catch_unwind(AssertUnwindSafe(find)).unwrap_or(None)
+    runtime::netted(find).unwrap_or(None)
 }
 
 /// Narrows an answer about memory that NVML has just given with `code`.

@@ -15,7 +15,6 @@ mod mlx5;
 mod verbs;
 
 use std::ffi::{CStr, c_int};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use vmm_pool::driver::{DeviceAddress, VaRange};
 
@@ -33,7 +32,7 @@ fn seen<T>(ours: impl FnOnce(&'static Member) -> T, plain: impl FnOnce() -> T) -
     let Some(member) = runtime::member() else {
         return plain();
     };
-    catch_unwind(AssertUnwindSafe(|| ours(member))).unwrap_or_else(|_| {
+    runtime::netted(|| ours(member)).unwrap_or_else(|_| {
         member.note("a registration failed inside; please report this".to_owned());
         plain()
     })

@@ -229,6 +229,7 @@ fn a_thread_that_is_cancelled_while_its_call_waits_ends_and_not_its_process() {
     assert_eq!(said("cancel", &["deferred"]), ["cancelled"]);
     assert_eq!(said("cancel", &["asynchronous"]), ["cancelled"]);
     assert_eq!(said("cancel", &["memory"]), ["cancelled"]);
+    assert_eq!(said("cancel", &["graph"]), ["cancelled"]);
 }
 
 #[test]

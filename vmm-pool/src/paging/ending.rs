@@ -21,7 +21,11 @@ const END_OF_USES: &str = "the end of uses of paged memory";
 impl<D: Driver> Shared<D> {
     /// Has the pager's thread end the uses of all streams, as far as their calls are launched.
     pub(super) fn want_ends(&self) {
-        self.calls().want_ends();
+        {
+            // The pager looks under this lock whether it may sleep.
+            let _table = self.table();
+            self.calls().want_ends();
+        }
         self.changed.notify_all();
     }
 
@@ -50,19 +54,33 @@ impl<D: Driver> Shared<D> {
         mark_behind().or_else(|_: PoolError| mark_behind())
     }
 
+    fn is_captured(&self, stream: RawStream) -> bool {
+        match self.pool.driver.stream_is_capturing(stream) {
+            Ok(is_captured) => is_captured,
+            Err(error) => error.code == DriverCode::STREAM_CAPTURE_IMPLICIT,
+        }
+    }
+
+    fn postpone(&self, number: u64) {
+        {
+            let _table = self.table();
+            self.calls().lists.postpone(number);
+        }
+        self.changed.notify_all();
+    }
+
     /// Ends a list that was taken for that.
     fn end_list(&self, number: u64, stream: RawStream) {
         let _pass = self.pool.gate().pass_for(END_OF_USES, Passage::Use);
         // An event would become a part of the graph, or end the capture.
-        let is_captured = match self.pool.driver.stream_is_capturing(stream) {
-            Ok(is_captured) => is_captured,
-            Err(error) => error.code == DriverCode::STREAM_CAPTURE_IMPLICIT,
-        };
-        if is_captured {
-            self.calls().lists.postpone(number);
-            return;
+        if self.is_captured(stream) {
+            return self.postpone(number);
         }
         let marked = self.mark_behind(stream);
+        // Another thread may have begun a capture, or joined one, meanwhile: the event stands for nothing.
+        if marked.is_ok() && self.is_captured(stream) {
+            return self.postpone(number);
+        }
         let is_told = {
             let mut table = self.table();
             let mut calls = self.calls();
@@ -129,7 +147,8 @@ impl<D: Driver> Pager<D> {
         }
     }
 
-    /// `stream` is about to end, or to become another thread's. *Blocks* while another thread puts an event behind its uses.
+    /// `stream` is about to end, or to become another thread's. *Blocks* while another thread puts an event behind its uses, for a
+    /// second at most, in addition to the time of pauses.
     ///
     /// # Driver calls
     /// As [`Pager::end_call`].
@@ -141,7 +160,7 @@ impl<D: Driver> Pager<D> {
     }
 
     /// A capture is about to begin, which other streams may join: uses so far get their events before. The caller is not inside the
-    /// gate. *Blocks* for a second at most.
+    /// gate. *Blocks* for a second at most, in addition to the time of pauses.
     pub fn capture_begins(&self) {
         self.shared.want_ends();
         self.settle(|_| true);
@@ -151,10 +170,14 @@ impl<D: Driver> Pager<D> {
     fn settle(&self, is_meant: impl Fn(RawStream) -> bool) {
         let shared = &self.shared;
         let below = shared.calls().lists.want(&is_meant);
-        let deadline = Instant::now() + SETTLE_MAX;
+        let mut deadline = Instant::now() + SETTLE_MAX;
         let mut table = shared.table();
         while shared.calls().lists.has(&is_meant, below) && !table.has_ended {
-            if Instant::now() >= deadline {
+            let now = Instant::now();
+            if !shared.pool.gate().is_open() {
+                deadline = now + SETTLE_MAX;
+            }
+            if now >= deadline {
                 return;
             }
             shared.changed.notify_all();

@@ -171,9 +171,9 @@ impl Lists {
         self.all.iter().any(|list| chosen(list.stream) && list.number < below)
     }
 
-    /// Is one to end?
-    pub(super) fn is_any_wanted(&self) -> bool {
-        self.all.iter().any(|list| list.state == State::Wanted)
+    /// Is one to end that is launched?
+    pub(super) fn is_any_ready(&self) -> bool {
+        self.all.iter().any(|list| list.state == State::Wanted && list.pending == 0)
     }
 }
 
@@ -191,6 +191,7 @@ mod tests {
         assert_eq!(lists.enter(&[3], STREAM), None, "it is not held");
         let below = lists.want(|_| true);
         assert_eq!(lists.take(|_| true), [], "two calls are not launched");
+        assert!(!lists.is_any_ready());
         let (second, _) = lists.add(&[2], STREAM);
         assert_ne!(first, second);
         assert_eq!((lists.launched(first), lists.launched(first)), (None, Some(STREAM)));
@@ -221,9 +222,9 @@ mod tests {
         lists.launched(number);
         lists.want(|stream| stream == STREAM);
         assert_eq!(lists.take(|_| true), [(number, STREAM)]);
-        assert_eq!((lists.take(|_| true), lists.is_any_wanted()), (Vec::new(), false));
+        assert_eq!((lists.take(|_| true), lists.is_any_ready()), (Vec::new(), false));
         lists.postpone(number);
-        assert!(lists.is_any_wanted());
+        assert!(lists.is_any_ready());
         assert_eq!(lists.take(|_| true), [(number, STREAM)]);
     }
 

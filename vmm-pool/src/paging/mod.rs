@@ -24,7 +24,7 @@
 //! the driver shows what it names ([`Pager::begin_call`]). What neither says finds addresses without memory, which ends
 //! the context. In a looked window it never finds wrong bytes: a chunk is mapped there when it is full.
 //!
-//! Locks: the table's is a leaf, and never held across a driver call. `entering` comes before it, and the ledger's.
+//! Locks: `entering`, then the table's, then that of `Calls`, which is a leaf. The last two are never held across a driver call.
 
 mod ending;
 mod lists;
@@ -489,6 +489,8 @@ impl<D: Driver> Pager<D> {
     pub fn flush(&self, limit: Duration) -> PageResult<()> {
         let shared = &self.shared;
         let (below, captured) = {
+            // The pager looks under this lock whether it may sleep.
+            let _table = shared.table();
             let mut calls = shared.calls();
             (calls.want_ends(), calls.captured())
         };

@@ -197,6 +197,8 @@ pub(super) struct Table {
     pub(super) checks: Checks,
     /// Behind launches of graphs that are not known to be over.
     graph_uses: Vec<Arc<Mark>>,
+    /// Uses that the driver did not say the end of.
+    pub(super) lost_uses: usize,
 }
 
 /// What was done so far.
@@ -238,6 +240,7 @@ impl Table {
             answered: Vec::new(),
             checks: Checks::default(),
             graph_uses: Vec::new(),
+            lost_uses: 0,
         }
     }
 

@@ -73,15 +73,23 @@ pub(super) fn run<D: Driver>(shared: &Arc<Shared<D>>, told: &Sender<PoolResult<(
 
 /// Frees all spans. Chunks that are away go immediately, and those on the device when uses and launches of graphs are over.
 fn remove_all<D: Driver>(shared: &Shared<D>) {
+    if shared.table().lost_uses > 0 {
+        // Uses without an event behind them.
+        let _asking = shared.pool.door().pass();
+        if shared.pool.driver.synchronize().is_err() {
+            return;
+        }
+    }
     let away = {
         let mut table = shared.table();
+        table.lost_uses = 0;
         let captured = {
-            let calls = shared.calls();
+            let mut calls = shared.calls();
             // Of what has no event yet nobody knows when it is over.
             if !calls.have_ended(u64::MAX) {
                 return;
             }
-            calls.captured()
+            calls.take_captured()
         };
         table.graphs_let_go(&captured, 0);
         table.free_all()
@@ -185,8 +193,8 @@ impl<D: Driver> Worker<'_, D> {
         match job {
             Job::End => return false,
             Job::Wait(time) => {
-                // A list that is to end and is not launched, or on a stream that is captured.
-                let is_awaited = is_looked && self.shared.calls().wants_ends();
+                // A list that is to end and came meanwhile, or is of a stream that is captured.
+                let is_awaited = is_looked && self.shared.calls().has_ready();
                 let time = if is_awaited { time.min(LOOK_LATER) } else { time };
                 if time == LOOK_SELDOM {
                     table.looks_again = Looks::WhenTold;

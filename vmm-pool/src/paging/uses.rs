@@ -159,9 +159,14 @@ impl Calls {
         !self.lists.has(|_| true, below)
     }
 
-    /// Is there a list that is to end?
-    pub(super) fn wants_ends(&self) -> bool {
-        self.lists.is_any_wanted()
+    /// Is there a list that is to end, and launched?
+    pub(super) fn has_ready(&self) -> bool {
+        self.lists.is_any_ready()
+    }
+
+    /// Graphs use nothing any more: what they used.
+    pub(super) fn take_captured(&mut self) -> Vec<usize> {
+        std::mem::take(&mut self.captured)
     }
 
     /// The span that begins here is freed: what no other span has and graphs used, and how many lists hold that from now on.
@@ -316,7 +321,9 @@ impl<D: Driver> Pager<D> {
                 // Nobody frees them between the two.
                 let mut table = shared.table();
                 let ids = shared.calls().captured();
-                table.hold(&ids);
+                if !ids.is_empty() {
+                    table.hold(&ids);
+                }
                 (ids, 0)
             }
             In::Graph => return None,

@@ -12,7 +12,6 @@ mod settings;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::ffi::{CStr, CString, c_char, c_int};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -43,7 +42,7 @@ fn together() -> MutexGuard<'static, Backups> {
 
 /// Runs a function of the interface that cannot fail; a panic of ours does not unwind into C.
 fn quietly<T>(otherwise: T, work: impl FnOnce() -> T) -> T {
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or(otherwise)
+    runtime::netted(work).unwrap_or(otherwise)
 }
 
 /// # Safety

@@ -1,4 +1,5 @@
-//! What launches of graphs use: anything that graphs have recorded. One event behind a launch stands for all of it.
+//! What launches of graphs use: anything that graphs have recorded. One event behind a launch stands for all of it, but for launches on
+//! a thread's own default stream, which hold each chunk.
 
 use std::sync::Arc;
 
@@ -25,6 +26,7 @@ impl Table {
 
     /// Nobody knows when a use of these is over.
     pub(in crate::paging) fn lost(&mut self, ids: &[usize]) {
+        self.lost_uses += 1;
         for &id in ids {
             self.stays(id, Some("the driver does not say when its use is over"));
         }

@@ -1,6 +1,7 @@
 //! Uses that nobody announces, and that are seen at launches.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{Driver as _, DriverCode, DriverOp, VaRange};
@@ -253,6 +254,79 @@ fn a_window_ends_when_launches_of_graphs_are_over() {
         stage.held.clear();
         ending.join().expect("it has ended");
     });
+    stage.end();
+}
+
+#[test]
+fn what_the_driver_does_not_say_the_end_of_is_waited_for_when_the_window_ends() {
+    let mut stage = Stage::looked(1);
+    stage.alloc(1).expect("addresses");
+    let start = stage.start_of(0);
+    let stream = In::Stream(stage.streams[0]);
+    let begun = stage.pager().begin_call(&[word_at(start, 0)], stream, LIMIT).expect("here");
+    stage.hold(0);
+    stage.launch(&[0], 0, true).expect("it does not end");
+    stage.pager().end_call(&begun.expect("paged"));
+    let faults = stage.pool.driver().faults();
+    for call in 1..=2 {
+        faults.fail(DriverOp::EventRecord, FaultSpan::Nth(call), DriverCode::UNKNOWN);
+    }
+    let pager = stage.pager.take();
+    std::thread::scope(|scope| {
+        let waits = stage.pool.driver().faults().calls(DriverOp::ContextSynchronize);
+        let ending = scope.spawn(|| drop(pager));
+        let (core, faults) = (stage.pool.driver().core(), stage.pool.driver().faults());
+        let is_waiting = || faults.calls(DriverOp::ContextSynchronize) > waits;
+        while core.mapping_at(start).is_some() && !is_waiting() {
+            std::thread::yield_now();
+        }
+        assert!(core.mapping_at(start).is_some(), "its use is not over");
+        assert_eq!(faults.fired(), 2);
+        stage.held.clear();
+        ending.join().expect("it has ended");
+    });
+    stage.end();
+}
+
+#[test]
+fn uses_of_a_stream_that_is_captured_end_behind_the_capture() {
+    let mut stage = Stage::looked(1);
+    stage.alloc(1).expect("addresses");
+    stage.alloc(1).expect("addresses");
+    stage.try_use(&[0], 0, true).expect("a use");
+    let faults = stage.driver().faults();
+    for call in 1..=3 {
+        let captured = DriverCode::STREAM_CAPTURE_IMPLICIT;
+        faults.fail(DriverOp::StreamIsCapturing, FaultSpan::Nth(call), captured);
+    }
+    stage.try_use(&[1], 1, true).expect("the use of the other ends at last");
+    assert_eq!(stage.driver().faults().fired(), 3);
+    stage.use_all(false);
+    stage.check();
+    stage.end();
+}
+
+#[test]
+fn a_capture_waits_through_a_pause_for_uses_that_another_thread_is_about_to_end() {
+    let mut stage = Stage::looked(1);
+    stage.alloc(1).expect("addresses");
+    stage.try_use(&[0], 0, true).expect("a use");
+    let recorded = stage.driver().faults().calls(DriverOp::EventRecord);
+    pause(&stage.pool);
+    std::thread::scope(|scope| {
+        let (tell, told) = std::sync::mpsc::channel();
+        let pager = stage.pager();
+        scope.spawn(move || {
+            pager.capture_begins();
+            tell.send(()).expect("somebody listens");
+        });
+        // Longer than it waits for a process that runs.
+        told.recv_timeout(Duration::from_millis(1300)).expect_err("the process is paused");
+        resume(&stage.pool);
+        told.recv_timeout(LIMIT).expect("the use ends now");
+    });
+    assert!(stage.driver().faults().calls(DriverOp::EventRecord) > recorded, "the use has ended");
+    stage.check();
     stage.end();
 }
 

@@ -352,9 +352,7 @@ impl Paged {
 
     /// Gives the window back with all that is in it, now and then while kernels still use that.
     fn close(&mut self) -> Outcome<bool> {
-        // What the driver was made to refuse may have left uses that nobody knows the end of.
-        let is_known = self.window.as_ref().is_some_and(|window| self.fired() == window.fired);
-        if self.is_stuck || !is_known || self.random.bool() {
+        if self.is_stuck || self.random.bool() {
             self.wait()?;
         }
         self.count_window();
