@@ -225,6 +225,14 @@ impl<D: Driver> Shared<D> {
         HostArena::<D>::check_budget(end_bytes, grow_bytes, (self.host_budget)(held.bytes()))
     }
 
+    /// The device has failed.
+    fn breaks(&self, error: DriverError) {
+        let about = || "work that uses paged memory".to_owned();
+        let error = Err::<(), _>(error).about(about, 0, Some(self.device));
+        self.table().broken = error.err().map(PageError::from).map(Arc::new);
+        self.changed.notify_all();
+    }
+
     /// Threads that wait for the pager hear that it has ended.
     fn say_it_has_ended(&self) {
         self.table().has_ended = true;

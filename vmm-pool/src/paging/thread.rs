@@ -76,7 +76,10 @@ fn remove_all<D: Driver>(shared: &Shared<D>) {
     if shared.table().lost_uses > 0 {
         // Uses without an event behind them.
         let _asking = shared.pool.door().pass();
-        if shared.pool.driver.synchronize().is_err() {
+        if let Err(error) = shared.pool.driver.synchronize() {
+            if error.poisons_context() {
+                shared.breaks(error);
+            }
             return;
         }
     }
@@ -242,14 +245,7 @@ impl<D: Driver> Worker<'_, D> {
                         tracing::debug!(%error, "an event for paging is asked again");
                         continue;
                     }
-                    let error = Err::<(), _>(error).about(
-                        || "work that uses paged memory".to_owned(),
-                        0,
-                        Some(self.shared.device),
-                    );
-                    let broken = error.err().map(PageError::from).map(Arc::new);
-                    self.shared.table().broken = broken;
-                    self.shared.changed.notify_all();
+                    self.shared.breaks(error);
                     return;
                 }
             }
