@@ -267,7 +267,7 @@ def body(args: Any, result: Result, work: Path) -> None:
 
 def show(result: Result, rows: list[str]) -> None:
     """The figures, one line a row."""
-    lines: list[tuple[str, ...]] = [("row", "step s", "p99 s", "over resident", "device GB", "torch peak GB")]
+    lines: list[tuple[str, ...]] = [("row", "step s", "p99 s", "over its reference", "device GB", "torch peak GB")]
     for row in rows:
         facts, found = result.data["facts"][row], summary(result, row)
         if found["median"] is None:

@@ -227,11 +227,10 @@ def train_paged(args: Any, torch: Any, data: list[Any]) -> None:
 def compare(result: Result) -> None:
     """Adds to the baseline what `7b` took over its bound, and its traffic over the link's."""
     samples, facts = result.data["samples"], result.data["facts"]
-    if not samples.get("7b_step_s") or "link" not in facts.get("7b_bound", {}):
+    needed = ("7b_step_s", "7b_bound_step_s", "7b_in_bytes_a_step", "7b_out_bytes_a_step")
+    if not all(samples.get(name) for name in needed) or "link" not in facts.get("7b_bound", {}):
         return
-    found = against_bound(
-        samples["7b_step_s"], samples.get("7b_bound_step_s", []), facts["7b"]["parameters"], facts["7b_bound"]["link"]
-    )
+    found = against_bound(samples["7b_step_s"], samples["7b_bound_step_s"], facts["7b"]["parameters"], facts["7b_bound"]["link"])
     for way in ("in", "out"):
         each = statistics.median(samples[f"7b_{way}_bytes_a_step"])
         found[f"{way}_bytes"] = each
@@ -248,7 +247,7 @@ def against_bound(steps: list[float], computes: list[float], parameters: int, ra
     """A step's time, its bound and what the bound is made of. Sizes are of fp32."""
     weights, moments = 4 * parameters - WEIGHT_FRAMES, 8 * parameters - STATE_FRAMES
     least_in, least_out = 2 * max(weights, 0) + max(moments, 0), max(weights, 0) + max(moments, 0)
-    compute_s = statistics.median(computes) if computes else 0.0
+    compute_s = statistics.median(computes)
     link_s = max(least_in / rates["in_gb_s"], least_out / rates["out_gb_s"]) / 1e9
     step_s = statistics.median(steps)
     return {

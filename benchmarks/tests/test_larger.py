@@ -47,6 +47,10 @@ def test_7b_is_compared_with_its_bound(tmp_path: Path) -> None:
     result.data["facts"]["7b_bound"]["losses"] = [2.0]
     larger_models.compare(result)
     assert [check["passed"] for check in result.data["checks"]] == [False]
+    # A run that was cut short has no bound to compare with.
+    del result.data["baseline"]["7b"], result.data["samples"]["7b_bound_step_s"]
+    larger_models.compare(result)
+    assert "7b" not in result.data["baseline"]
 
 
 def test_every_row_has_a_shape_and_a_reference_that_is_a_row() -> None:
