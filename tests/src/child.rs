@@ -7,6 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
+use nix::unistd::Pid;
+
 use crate::{Outcome, Trouble};
 
 /// How a command ended.
@@ -170,6 +173,19 @@ impl LineChild {
     pub(crate) fn kill(&mut self) -> Outcome<ExitStatus> {
         self.child.kill()?;
         self.wait()
+    }
+
+    /// How it has ended, if it has, with what it said last and its errors. It can be waited for all the same.
+    pub(crate) fn end(&self) -> Option<String> {
+        let pid = Id::Pid(Pid::from_raw(self.pid().cast_signed()));
+        let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+        match waitid(pid, flags) {
+            Ok(WaitStatus::StillAlive) | Err(_) => None,
+            Ok(status) => {
+                let said: Vec<_> = self.lines.try_iter().collect();
+                Some(format!("{status:?}. It said: {said:?}. Its errors: {}", self.stderr()))
+            }
+        }
     }
 
     /// What it wrote to standard error so far.

@@ -189,10 +189,15 @@ impl Job {
     /// Waits until every rank has done `step` steps.
     ///
     /// # Errors
-    /// When that does not happen in time.
+    /// When that does not happen in time, or a rank has ended.
     pub fn wait_for_step(&self, step: u64) -> Outcome {
         let deadline = Instant::now() + STEP_TIMEOUT;
         while self.steps_done() < step {
+            let ended =
+                self.ranks.iter().enumerate().find_map(|(at, rank)| Some((at, rank.end()?)));
+            if let Some((at, how)) = ended {
+                return Err(Trouble::new(format!("rank {at} has ended before step {step}: {how}")));
+            }
             if Instant::now() >= deadline {
                 let done = self.steps_done();
                 return Err(Trouble::new(format!("still at step {done}, not at {step}")));

@@ -254,6 +254,11 @@ impl Rank {
         self.child.wait()
     }
 
+    /// How it has ended, if it has.
+    pub fn end(&self) -> Option<String> {
+        self.child.end()
+    }
+
     /// What it wrote to standard error so far.
     pub fn stderr(&self) -> String {
         self.child.stderr()
