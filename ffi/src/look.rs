@@ -64,6 +64,10 @@ pub(crate) fn is_on() -> bool {
     BYTES.load(Ordering::Relaxed) != 0
 }
 
+fn windows() -> Windows {
+    Arc::clone(&WINDOWS.read().unwrap_or_else(PoisonError::into_inner))
+}
+
 /// Looks for uses of a window from now on. Nobody has an address of it yet.
 pub(crate) fn add(pager: Arc<Pager<CudaDriver>>) {
     let mut windows = WINDOWS.write().unwrap_or_else(PoisonError::into_inner);
@@ -293,8 +297,7 @@ pub(crate) fn is_possible() -> bool {
 /// `stream` is about to end.
 pub(crate) fn stream_ends(stream: Pointer) {
     if is_on() {
-        let windows = Arc::clone(&WINDOWS.read().unwrap_or_else(PoisonError::into_inner));
-        for pager in windows.iter() {
+        for pager in windows().iter() {
             pager.stream_ends(RawStream(stream.expose_provenance() as u64));
         }
     }
@@ -303,8 +306,7 @@ pub(crate) fn stream_ends(stream: Pointer) {
 /// A capture is about to begin. The caller is not inside the gate.
 pub(crate) fn capture_begins() {
     if is_on() {
-        let windows = Arc::clone(&WINDOWS.read().unwrap_or_else(PoisonError::into_inner));
-        windows.iter().for_each(|pager| pager.capture_begins());
+        windows().iter().for_each(|pager| pager.capture_begins());
     }
 }
 
@@ -315,6 +317,25 @@ pub(crate) struct Seen {
     /// By the place of its window. Few calls use memory of two.
     first: Option<(usize, Touched)>,
     others: Vec<(usize, Touched)>,
+}
+
+impl Seen {
+    fn new() -> Self {
+        Self { windows: windows(), first: None, others: Vec::new() }
+    }
+
+    fn add(&mut self, window: usize, touched: Touched) {
+        if self.first.is_none() {
+            self.first = Some((window, touched));
+        } else {
+            self.others.push((window, touched));
+        }
+    }
+
+    /// `None` if nothing was added.
+    fn if_any(self) -> Option<Self> {
+        self.first.is_some().then_some(self)
+    }
 }
 
 impl Drop for Seen {
@@ -330,13 +351,11 @@ impl Drop for Seen {
 /// # Errors
 /// What the call is to answer.
 pub(crate) fn begin(symbol: &str, found: &Found, place: In) -> Result<Option<Seen>, c_int> {
-    let windows = Arc::clone(&WINDOWS.read().unwrap_or_else(PoisonError::into_inner));
-    let mut seen = Seen { windows, first: None, others: Vec::new() };
+    let mut seen = Seen::new();
     for index in 0..seen.windows.len() {
         match seen.windows[index].begin_call(found.ranges(), place, WAIT) {
             Ok(None) => {}
-            Ok(Some(touched)) if seen.first.is_none() => seen.first = Some((index, touched)),
-            Ok(Some(touched)) => seen.others.push((index, touched)),
+            Ok(Some(touched)) => seen.add(index, touched),
             Err(error) => {
                 if let Some(member) = runtime::member() {
                     member.note(format!("{symbol} was refused: {}", chain(&error)));
@@ -345,24 +364,25 @@ pub(crate) fn begin(symbol: &str, found: &Found, place: In) -> Result<Option<See
             }
         }
     }
-    Ok(seen.first.is_some().then_some(seen))
+    Ok(seen.if_any())
 }
 
-/// A graph is about to be launched. What it uses is on the device.
-pub(crate) fn begin_graph(place: In) -> Option<Seen> {
+/// A graph is about to be launched, where `place` says. What it uses is on the device.
+pub(crate) fn begin_graph(place: impl FnOnce() -> In) -> Option<Seen> {
     if !is_on() {
         return None;
     }
-    let device = runtime::current_device().ok();
-    let windows = Arc::clone(&WINDOWS.read().unwrap_or_else(PoisonError::into_inner));
-    let mut seen = Seen { windows, first: None, others: Vec::new() };
-    for (index, pager) in seen.windows.iter().enumerate() {
-        if Some(pager.device()) == device {
-            let touched = pager.begin_graph(place);
-            seen.others.extend(touched.map(|touched| (index, touched)));
+    let (device, place) = (runtime::current_device().ok(), place());
+    let mut seen = Seen::new();
+    for index in 0..seen.windows.len() {
+        let pager = &seen.windows[index];
+        if Some(pager.device()) == device
+            && let Some(touched) = pager.begin_graph(place)
+        {
+            seen.add(index, touched);
         }
     }
-    (!seen.others.is_empty()).then_some(seen)
+    seen.if_any()
 }
 
 fn code_of(error: &PageError) -> DriverCode {

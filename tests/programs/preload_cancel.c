@@ -15,11 +15,16 @@ static CUdeviceptr place;
 static CUgraphExec executable;
 static volatile bool is_asynchronous, is_memory, is_graph, is_there;
 
-static void *launch(void *unused)
+static CUresult store_one(void)
 {
     uint32_t one = 1;
-    CUdeviceptr more = 0;
     void *arguments[] = {&place, &one};
+    return cuLaunchKernel(store, 1, 1, 1, 32, 1, 1, 0, stream, arguments, NULL);
+}
+
+static void *launch(void *unused)
+{
+    CUdeviceptr more = 0;
     if (is_asynchronous)
         pthread_setcanceltype(PTHREAD_CANCEL_ASYNCHRONOUS, NULL);
     OK(cuCtxSetCurrent(context));
@@ -29,7 +34,7 @@ static void *launch(void *unused)
     else if (is_graph)
         cuGraphLaunch(executable, stream);
     else
-        cuLaunchKernel(store, 1, 1, 1, 32, 1, 1, 0, stream, arguments, NULL);
+        store_one();
     /* Without us it was not cancelled before. */
     for (;;)
         usleep(1000);
@@ -51,11 +56,9 @@ int main(int count, char **words)
     is_memory = count > 1 && strcmp(words[1], "memory") == 0;
     is_graph = count > 1 && strcmp(words[1], "graph") == 0;
     if (is_graph) {
-        uint32_t one = 1;
-        void *arguments[] = {&place, &one};
         CUgraph graph = NULL;
         OK(cuStreamBeginCapture(stream, 2));
-        OK(cuLaunchKernel(store, 1, 1, 1, 32, 1, 1, 0, stream, arguments, NULL));
+        OK(store_one());
         OK(cuStreamEndCapture(stream, &graph));
         OK(cuGraphInstantiate(&executable, graph, 0));
     }

@@ -130,7 +130,7 @@ macro_rules! launch_graph {
             let symbol = stringify!($symbol);
             let on = stream_value(stream, symbol);
             let launch = || {
-                let _seen = look::is_on().then(|| look::begin_graph(place_of(on)));
+                let _seen = look::begin_graph(|| place_of(on));
                 let _pass = member.gate().pass_for(symbol, Passage::Use);
                 driver()
             };

@@ -1,14 +1,14 @@
 //! Where the uses of calls end: events behind the lists of streams.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::marks::Mark;
-use super::table::{Looks, Wrote};
+use super::table::{Looks, Table, Wrote};
 use super::uses::{In, Touched};
 use super::{Pager, Shared};
 use crate::driver::{Driver, DriverCode, RawStream};
-use crate::error::{Describe, PoolError, PoolResult};
+use crate::error::{Describe, PoolResult};
 use crate::gate::Passage;
 
 /// How long a capture, and the end of a stream, wait for lists to end that other threads are about to end.
@@ -19,14 +19,16 @@ const SETTLE_EVERY: Duration = Duration::from_micros(200);
 const END_OF_USES: &str = "the end of uses of paged memory";
 
 impl<D: Driver> Shared<D> {
-    /// Has the pager's thread end the uses of all streams, as far as their calls are launched.
-    pub(super) fn want_ends(&self) {
-        {
+    /// Has the pager's thread end the uses of all streams, as far as their calls are launched. The number that the next list would
+    /// have.
+    pub(super) fn want_ends(&self) -> u64 {
+        let below = {
             // The pager looks under this lock whether it may sleep.
             let _table = self.table();
-            self.calls().want_ends();
-        }
+            self.calls().want_ends()
+        };
         self.changed.notify_all();
+        below
     }
 
     /// Ends those that are to end. On the pager's thread.
@@ -42,16 +44,17 @@ impl<D: Driver> Shared<D> {
     }
 
     /// An event behind all that `stream` was given.
-    fn mark_behind(&self, stream: RawStream) -> PoolResult<Arc<Mark>> {
-        let mark_behind = || {
-            let mark = self.mark()?;
-            let recorded = self.pool.driver.event_record(mark.event, stream);
-            let about = || "the end of a use of paged memory".to_owned();
-            recorded.about(about, 0, Some(self.device))?;
-            Ok(Arc::new(mark))
-        };
-        // Nobody could be told to try again.
-        mark_behind().or_else(|_: PoolError| mark_behind())
+    pub(super) fn mark_behind(&self, stream: RawStream) -> PoolResult<Arc<Mark>> {
+        let mark = self.mark()?;
+        let recorded = self.pool.driver.event_record(mark.event, stream);
+        let about = || "the end of a use of paged memory".to_owned();
+        recorded.about(about, 0, Some(self.device))?;
+        Ok(Arc::new(mark))
+    }
+
+    /// The same for a caller that could tell nobody to try again.
+    fn mark_or_try_again(&self, stream: RawStream) -> PoolResult<Arc<Mark>> {
+        self.mark_behind(stream).or_else(|_| self.mark_behind(stream))
     }
 
     fn is_captured(&self, stream: RawStream) -> bool {
@@ -76,52 +79,49 @@ impl<D: Driver> Shared<D> {
         if self.is_captured(stream) {
             return self.postpone(number);
         }
-        let marked = self.mark_behind(stream);
+        let marked = self.mark_or_try_again(stream);
         // Another thread may have begun a capture, or joined one, meanwhile: the event stands for nothing.
         if marked.is_ok() && self.is_captured(stream) {
             return self.postpone(number);
         }
-        let is_told = {
-            let mut table = self.table();
-            let mut calls = self.calls();
-            let Some(gone) = calls.lists.ended(number) else { return };
-            if let Ok(mark) = &marked {
-                table.used(&gone.chunks, mark, Wrote::Maybe);
-                if gone.has_graphs {
-                    table.graph_used(mark);
-                }
-            } else {
-                table.lost(&gone.chunks);
-                if gone.has_graphs {
-                    table.graph_lost(&calls.captured());
-                }
+        let mut table = self.table();
+        let mut calls = self.calls();
+        let Some(gone) = calls.lists.ended(number) else { return };
+        if let Ok(mark) = &marked {
+            table.used(&gone.chunks, mark, Wrote::Maybe);
+            if gone.has_graphs {
+                table.graph_used(mark);
             }
-            table.looks_again == Looks::WhenTold || table.without_room > 0
-        };
-        self.tell_end(is_told, marked.as_ref().err());
+        } else {
+            table.lost(&gone.chunks);
+            if gone.has_graphs {
+                table.graph_lost(&calls.captured());
+            }
+        }
+        drop(calls);
+        self.tell_end(table, &marked);
     }
 
     /// Ends a use by the default stream of this thread alone.
     fn end_own(&self, stream: RawStream, chunks: &[usize]) {
         let _pass = self.pool.gate().pass_for(END_OF_USES, Passage::Use);
-        let marked = self.mark_behind(stream);
-        let is_told = {
-            let mut table = self.table();
-            match &marked {
-                Ok(mark) => table.used(chunks, mark, Wrote::Maybe),
-                Err(_) => table.lost(chunks),
-            }
-            table.looks_again == Looks::WhenTold || table.without_room > 0
-        };
-        self.tell_end(is_told, marked.as_ref().err());
+        let marked = self.mark_or_try_again(stream);
+        let mut table = self.table();
+        match &marked {
+            Ok(mark) => table.used(chunks, mark, Wrote::Maybe),
+            Err(_) => table.lost(chunks),
+        }
+        self.tell_end(table, &marked);
     }
 
-    fn tell_end(&self, is_told: bool, error: Option<&PoolError>) {
-        if let Some(error) = error {
+    fn tell_end(&self, table: MutexGuard<'_, Table>, marked: &PoolResult<Arc<Mark>>) {
+        // It costs more to wake a thread than to have it look by itself.
+        let is_told = table.looks_again == Looks::WhenTold || table.without_room > 0;
+        drop(table);
+        if let Err(error) = marked {
             tracing::error!(%error, "paged memory stays on its device");
         }
-        // It costs more to wake a thread than to have it look by itself.
-        if is_told || error.is_some() {
+        if is_told || marked.is_err() {
             self.changed.notify_all();
         }
     }
@@ -154,22 +154,21 @@ impl<D: Driver> Pager<D> {
     /// As [`Pager::end_call`].
     pub fn stream_ends(&self, stream: RawStream) {
         let is_meant = |other| other == stream;
-        self.shared.calls().lists.want(is_meant);
+        let below = self.shared.calls().lists.want(is_meant);
         self.shared.end_taken(is_meant);
-        self.settle(is_meant);
+        self.settle(is_meant, below);
     }
 
     /// A capture is about to begin, which other streams may join: uses so far get their events before. The caller is not inside the
     /// gate. *Blocks* for a second at most, in addition to the time of pauses.
     pub fn capture_begins(&self) {
-        self.shared.want_ends();
-        self.settle(|_| true);
+        let below = self.shared.want_ends();
+        self.settle(|_| true, below);
     }
 
-    /// Waits until the lists of these streams have ended that there are now.
-    fn settle(&self, is_meant: impl Fn(RawStream) -> bool) {
+    /// Waits until the lists of these streams have ended that have a number below this.
+    fn settle(&self, is_meant: impl Fn(RawStream) -> bool, below: u64) {
         let shared = &self.shared;
-        let below = shared.calls().lists.want(&is_meant);
         let mut deadline = Instant::now() + SETTLE_MAX;
         let mut table = shared.table();
         while shared.calls().lists.has(&is_meant, below) && !table.has_ended {

@@ -36,6 +36,12 @@ struct List {
     state: State,
 }
 
+impl List {
+    fn is_open_for(&self, stream: RawStream) -> bool {
+        self.stream == stream && self.state == State::Open
+    }
+}
+
 /// What a list had that is gone.
 #[derive(Debug)]
 pub(super) struct Gone {
@@ -51,13 +57,8 @@ pub(super) struct Lists {
 }
 
 impl Lists {
-    fn open(&mut self, stream: RawStream) -> Option<&mut List> {
-        self.all.iter_mut().find(|list| list.stream == stream && list.state == State::Open)
-    }
-
     fn open_or_new(&mut self, stream: RawStream) -> &mut List {
-        let place =
-            self.all.iter().position(|list| list.stream == stream && list.state == State::Open);
+        let place = self.all.iter().position(|list| list.is_open_for(stream));
         let place = place.unwrap_or_else(|| {
             self.made += 1;
             self.all.push(List {
@@ -76,7 +77,7 @@ impl Lists {
 
     /// Enters a call that uses these, if they are held for its stream already. The number of its list.
     pub(super) fn enter(&mut self, ids: &[usize], stream: RawStream) -> Option<u64> {
-        let list = self.open(stream)?;
+        let list = self.all.iter_mut().find(|list| list.is_open_for(stream))?;
         if !ids.iter().all(|id| list.chunks.contains(id)) {
             return None;
         }

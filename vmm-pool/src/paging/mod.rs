@@ -468,9 +468,7 @@ impl<D: Driver> Pager<D> {
     ) -> PageResult<()> {
         let shared = &self.shared;
         let ids = self.chunks_of(spans)?;
-        let mark = Arc::new(shared.mark()?);
-        let recorded = shared.pool.driver.event_record(mark.event, stream);
-        recorded.about(|| "the end of a use of paged memory".to_owned(), 0, Some(shared.device))?;
+        let mark = shared.mark_behind(stream)?;
         let wrote = if has_written { Wrote::Yes } else { Wrote::No };
         shared.table().used(&ids, &mark, wrote);
         shared.changed.notify_all();
@@ -496,13 +494,8 @@ impl<D: Driver> Pager<D> {
     /// [`PageError::Late`].
     pub fn flush(&self, limit: Duration) -> PageResult<()> {
         let shared = &self.shared;
-        let (below, captured) = {
-            // The pager looks under this lock whether it may sleep.
-            let _table = shared.table();
-            let mut calls = shared.calls();
-            (calls.want_ends(), calls.captured())
-        };
-        shared.changed.notify_all();
+        let below = shared.want_ends();
+        let captured = shared.calls().captured();
         let what = |_: &Table| "what was written to be copied to the host".to_owned();
         shared.wait_for(limit, what, |table| {
             let is_so = shared.calls().have_ended(below) && table.is_all_clean(&captured);

@@ -586,5 +586,13 @@ impl Table {
     }
 }
 
+/// Each of these once.
+pub(super) fn distinct(ids: &[usize]) -> Vec<usize> {
+    let mut each = ids.to_vec();
+    each.sort_unstable();
+    each.dedup();
+    each
+}
+
 #[cfg(test)]
 mod tests;

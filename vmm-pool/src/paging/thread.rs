@@ -166,7 +166,7 @@ impl<D: Driver> Worker<'_, D> {
             (table.is_ending, stays, table.is_looked)
         };
         if is_ending {
-            self.shared.want_ends();
+            self.shared.calls().want_ends();
         }
         if is_looked {
             self.shared.end_wanted();
@@ -197,7 +197,7 @@ impl<D: Driver> Worker<'_, D> {
             Job::End => return false,
             Job::Wait(time) => {
                 // A list that is to end and came meanwhile, or is of a stream that is captured.
-                let is_awaited = is_looked && self.shared.calls().has_ready();
+                let is_awaited = is_looked && self.shared.calls().lists.is_any_ready();
                 let time = if is_awaited { time.min(LOOK_LATER) } else { time };
                 if time == LOOK_SELDOM {
                     table.looks_again = Looks::WhenTold;

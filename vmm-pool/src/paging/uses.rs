@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use super::lists::Lists;
 use super::marks::Mark;
 use super::order::Order;
-use super::table::Table;
+use super::table::{Table, distinct};
 use super::{PageError, PageResult, Pager, Shared};
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawStream, VaRange};
 use crate::error::Describe;
@@ -157,11 +157,6 @@ impl Calls {
     /// Have all lists ended, with a number below this?
     pub(super) fn have_ended(&self, below: u64) -> bool {
         !self.lists.has(|_| true, below)
-    }
-
-    /// Is there a list that is to end, and launched?
-    pub(super) fn has_ready(&self) -> bool {
-        self.lists.is_any_ready()
     }
 
     /// Graphs use nothing any more: what they used.
@@ -321,15 +316,15 @@ impl<D: Driver> Pager<D> {
                 // Nobody frees them between the two.
                 let mut table = shared.table();
                 let ids = shared.calls().captured();
-                if !ids.is_empty() {
-                    table.hold(&ids);
+                if ids.is_empty() {
+                    return None;
                 }
+                table.hold(&ids);
                 (ids, 0)
             }
             In::Graph => return None,
         };
-        let is_used = list > 0 || !chunks.is_empty();
-        is_used.then_some(Touched { stream, chunks, list })
+        Some(Touched { stream, chunks, list })
     }
 
     /// Announces what is used next, as far as it was like that before. When each chunk is used next is for the choice of what
@@ -501,12 +496,4 @@ impl<D: Driver> Pager<D> {
         shared.calls().captured.extend(new);
         Ok(())
     }
-}
-
-/// Each of these once.
-fn distinct(ids: &[usize]) -> Vec<usize> {
-    let mut each = ids.to_vec();
-    each.sort_unstable();
-    each.dedup();
-    each
 }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::{Mark, Table};
+use super::{Mark, Table, distinct};
 
 impl Table {
     /// A launch of a graph is over when `mark` is.
@@ -14,8 +14,7 @@ impl Table {
     /// Graphs used these, and hold them no more. So many lists of launches hold them instead, and they wait for launches that
     /// have ended their list.
     pub(in crate::paging) fn graphs_let_go(&mut self, ids: &[usize], lists: u32) {
-        let each = ids.iter().enumerate();
-        for (_, &id) in each.filter(|(place, id)| !ids[..*place].contains(*id)) {
+        for id in distinct(ids) {
             self.chunks[id].uses.extend(self.graph_uses.iter().cloned());
         }
         for &id in ids {

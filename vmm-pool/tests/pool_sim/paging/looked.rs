@@ -83,11 +83,8 @@ fn a_span_that_is_freed_goes_when_the_use_is_over_that_another_thread_is_about_t
     stage.alloc(1).expect("addresses");
     stage.alloc(1).expect("addresses");
     let (first, second) = (stage.start_of(0), stage.start_of(1));
-    let [stream, other] = stage.streams.map(In::Stream);
-    let looked = stage.pager().begin_call(&[word_at(first, 0)], stream, LIMIT).expect("here");
-    stage.hold(0);
-    stage.launch(&[0], 0, true).expect("a kernel that does not end");
-    stage.pager().end_call(&looked.expect("paged"));
+    let other = In::Stream(stage.streams[1]);
+    stage.use_without_end(0);
     std::thread::scope(|scope| {
         let recording = stage.driver().faults().hold(DriverOp::EventRecord);
         let ending = scope.spawn(|| {
@@ -177,8 +174,7 @@ fn what_a_graph_uses_stays() {
     }
     stage.use_all(true);
     let word = word_at(stage.start_of(0), 0);
-    let kept = stage.pager().begin_call(&[word], In::Graph, LIMIT).expect("here");
-    stage.pager().end_call(&kept.expect("paged"));
+    stage.capture(0);
     for _ in 0..3 {
         stage.try_use(&[1], 0, true).expect("through the other frame");
         stage.try_use(&[2], 0, true).expect("through the other frame");
@@ -200,8 +196,7 @@ fn what_a_graph_uses_goes_when_it_is_freed_and_launches_are_over() {
     let stream = In::Stream(stage.streams[0]);
     for graph in [true, false] {
         let word = word_at(stage.start_of(0), 0);
-        let kept = stage.pager().begin_call(&[word], In::Graph, LIMIT).expect("here");
-        stage.pager().end_call(&kept.expect("paged"));
+        stage.capture(0);
         // The stream has a list already.
         stage.try_use(&[1], 0, true).expect("through the other frame");
         stage.hold(0);
@@ -236,9 +231,7 @@ fn what_a_graph_uses_goes_when_it_is_freed_and_launches_are_over() {
 fn a_window_ends_when_launches_of_graphs_are_over() {
     let mut stage = Stage::looked(2);
     stage.alloc(1).expect("addresses");
-    let word = word_at(stage.start_of(0), 0);
-    let kept = stage.pager().begin_call(&[word], In::Graph, LIMIT).expect("here");
-    stage.pager().end_call(&kept.expect("paged"));
+    stage.capture(0);
     stage.hold(0);
     let begun = stage.pager().begin_graph(In::Stream(stage.streams[0])).expect("a graph uses it");
     stage.launch(&[0], 0, true).expect("it does not end");
@@ -262,11 +255,7 @@ fn what_the_driver_does_not_say_the_end_of_is_waited_for_when_the_window_ends() 
     let mut stage = Stage::looked(1);
     stage.alloc(1).expect("addresses");
     let start = stage.start_of(0);
-    let stream = In::Stream(stage.streams[0]);
-    let begun = stage.pager().begin_call(&[word_at(start, 0)], stream, LIMIT).expect("here");
-    stage.hold(0);
-    stage.launch(&[0], 0, true).expect("it does not end");
-    stage.pager().end_call(&begun.expect("paged"));
+    stage.use_without_end(0);
     let faults = stage.pool.driver().faults();
     for call in 1..=2 {
         faults.fail(DriverOp::EventRecord, FaultSpan::Nth(call), DriverCode::UNKNOWN);
@@ -351,9 +340,7 @@ fn the_host_gets_all_but_what_a_graph_uses() {
     let mut stage = Stage::looked(2);
     stage.alloc(1).expect("addresses");
     stage.alloc(1).expect("addresses");
-    let word = word_at(stage.start_of(0), 0);
-    let kept = stage.pager().begin_call(&[word], In::Graph, LIMIT).expect("here");
-    stage.pager().end_call(&kept.expect("paged"));
+    stage.capture(0);
     stage.use_all(true);
     stage.check();
     stage.pager().flush(LIMIT).expect("it waits for nothing that stays in use");

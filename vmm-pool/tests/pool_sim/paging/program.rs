@@ -251,6 +251,22 @@ impl Stage {
         launched.map_err(|error| error.to_string())
     }
 
+    /// A graph is captured that uses a span.
+    pub(super) fn capture(&self, span: usize) {
+        let word = word_at(self.start_of(span), 0);
+        let kept = self.pager().begin_call(&[word], In::Graph, LIMIT).expect("here");
+        self.pager().end_call(&kept.expect("paged"));
+    }
+
+    /// A call on the first stream uses a span, and its work waits until somebody has to wait for it.
+    pub(super) fn use_without_end(&mut self, span: usize) {
+        let (word, stream) = (word_at(self.start_of(span), 0), In::Stream(self.streams[0]));
+        let begun = self.pager().begin_call(&[word], stream, LIMIT).expect("here");
+        self.hold(0);
+        self.launch(&[span], 0, true).expect("it does not end");
+        self.pager().end_call(&begun.expect("paged"));
+    }
+
     pub(super) fn launch(
         &mut self,
         spans: &[usize],
