@@ -7,11 +7,13 @@
 | `infer`, `infer_half`, `infer_third` | forward alone, in bf16 | none is paged, a half, a third |
 | `lora`, `lora_half`, `lora_third` | a frozen base in bf16 with small trained matrices | the same |
 | `lora14`, `lora14_third` | as `lora`, with a base of 14 billion parameters | the same |
+| `graphs` | twelve layers; a CUDA graph of four of them is replayed between passes through all, and the window ends with replays under way | two thirds |
 | `look` | no training: which operators' uses of paged weights the launch look sees, and what a launch costs | a third |
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from typing import Any
@@ -32,16 +34,18 @@ REFERENCES = {
     "lora14_third": "lora14",
 }
 #: In the order in which they run: what others are compared with comes first.
-ROWS = ("infer", "lora", "lora14", *REFERENCES, "look")
+ROWS = ("infer", "lora", "lora14", *REFERENCES, "graphs", "look")
 SHARES = {"all": 1.0, "half": 1 / 2, "third": 1 / 3}
 #: Of an eager operator: those that launch nothing, though they take a weight.
 WITHOUT_LAUNCH = ("detach", "t.default", "view", "transpose", "expand", "alias", "_unsafe_view", "permute", "slice", "select", "unsqueeze", "split", "as_strided")
 LAUNCHES = 20_000
+#: Of the row `graphs`: width of a layer, replays that are compared, and those that are under way when the window ends.
+GRAPHED_WIDTH, REPLAYS, QUEUED = 8192, 20, 50
 
 
 def is_paged(row: str) -> bool:
     """Does it page weights?"""
-    return row in REFERENCES or row == "look"
+    return row in REFERENCES or row in ("graphs", "look")
 
 
 def page(row: str, model: Any) -> Any:
@@ -127,6 +131,69 @@ def steps(args: Any, torch: Any, model: Any, data: list[Any]) -> None:
         report()
 
 
+# ---------------------------------------------------------------- graphs
+
+
+def graphs(args: Any, torch: Any, data: list[Any]) -> None:
+    """A graph over paged weights, and what a small graph's replay takes with and without a window."""
+    import sublet
+
+    del args, data
+
+    def build() -> Any:
+        torch.manual_seed(7)
+        layers = [torch.nn.Linear(GRAPHED_WIDTH, GRAPHED_WIDTH, bias=False) for _ in range(12)]
+        return torch.nn.Sequential(*layers).cuda().half().requires_grad_(False)
+
+    inputs = torch.randn(4096, GRAPHED_WIDTH, device="cuda", dtype=torch.half) / 90
+    layer_bytes = 2 * GRAPHED_WIDTH**2
+    side = torch.cuda.Stream()
+    with torch.no_grad():
+        plain = build()
+        whole, front = plain(inputs), plain[:4](inputs)
+        torch.cuda.synchronize()
+        costs = {"plain": replay_us(torch, side)}
+        del plain
+        model = sublet.paged(build(), frames=8 * layer_bytes)
+        right = [torch.equal(model(inputs), whole)]
+        graph, made = captured(torch, side, lambda: model[:4](inputs))
+        for _ in range(REPLAYS):
+            made.zero_()
+            graph.replay()
+            right += [torch.equal(made, front), torch.equal(model(inputs), whole)]
+        runner.row(f"{sum(right)} of {len(right)} results of replays and of passes between them are the same bits", all(right))
+        costs["paged"] = replay_us(torch, side)
+        runner.fact("replay_us", costs)
+        report()
+        for _ in range(QUEUED):
+            graph.replay()
+        del model
+        gc.collect()
+        other = sublet.paged(build(), frames=4 * layer_bytes)
+        same = torch.equal(other(inputs), whole) and torch.equal(made, front)
+        runner.row(f"the window ended with {QUEUED} replays under way; they and a new window's pass are the same bits", same)
+
+
+def captured(torch: Any, side: Any, work: Any) -> tuple[Any, Any]:
+    """A graph of `work`, warmed up as PyTorch wants it, and what it makes."""
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        made = work()
+    return graph, made
+
+
+def replay_us(torch: Any, side: Any) -> float:
+    """What the replay of a graph of one small kernel takes of the thread that asks for it, in microseconds: the least of some rounds."""
+    small = torch.zeros(8, device="cuda")
+    graph, _ = captured(torch, side, lambda: small.add_(1))
+    return least_us(torch, graph.replay)
+
+
 # ---------------------------------------------------------------- what the look sees, and what it costs
 
 
@@ -195,12 +262,17 @@ def look(args: Any, torch: Any, model: Any, data: list[Any]) -> None:
 
 def launch_us(torch: Any, tensor: Any) -> float:
     """What a launch takes of the thread that makes it, in microseconds: the least of some rounds."""
+    return least_us(torch, lambda: tensor.add_(1))
+
+
+def least_us(torch: Any, call: Any) -> float:
+    """What `call` takes, in microseconds: the least of some rounds, each behind an idle GPU."""
     best = float("inf")
     for _ in range(5):
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(LAUNCHES // 20):
-            tensor.add_(1)
+            call()
         best = min(best, (time.perf_counter() - began) / (LAUNCHES // 20) * 1e6)
         torch.cuda.synchronize()
     return best

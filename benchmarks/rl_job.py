@@ -26,7 +26,9 @@ from common import JobError, Result
 PACKAGES = ("sublet", "trl", "datasets", "dill", "multiprocess")
 #: What the run is given to write its record once it is told to end; the job keeps 30 s behind its wait.
 END_S = 15.0
-FIGURES = ("lost_share", "step_s", "switch_s", "leaves_s", "arrives_s", "generator_leaves_s", "generator_arrives_s", "left_bytes", "handover_peak_bytes", "kv_tokens_free", "tokens_per_s", "host_bytes")
+FIGURES = ("lost_share", "step_s", "switch_s", "leaves_s", "arrives_s", "generator_leaves_s", "generator_arrives_s", "left_bytes", "handover_peak_bytes", "kv_tokens_free", "tokens_per_s", "host_bytes", "rests", "rest_s", "end_rest_s", "rest_left_mib")
+#: What may be left on a GPU of tenants in a deep pause.
+LEFT_MIB = 16
 
 
 def parse(argv: list[str]) -> Any:
@@ -40,6 +42,7 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--generations", type=int, default=16)
     parser.add_argument("--micro-batch", type=int, help="all completions of a step by default")
+    parser.add_argument("--rest-every", type=int, default=0, help="deep pauses of both tenants, after each so many steps of mode sublet")
     parser.add_argument("--too-large", default="", help="modes, by comma, in which a tenant must run out of device memory")
     parser.add_argument("--gpu-mib", type=int, help="memory of a simulated GPU")
     parser.add_argument("--simulate", action="store_true", help="a rehearsal without GPUs")
@@ -57,6 +60,7 @@ def body(args: Any, result: Result, work: Path) -> None:
     command += ["--simulate"] if args.simulate else ["--shape", args.shape, "--kv-gib", str(args.kv_gib)]
     command += ["--tokens", str(args.tokens), "--generations", str(args.generations)]
     command += ["--micro-batch", str(args.micro_batch)] if args.micro_batch is not None else []
+    command += ["--rest-every", str(args.rest_every)]
     command += ["--gpu-mib", str(args.gpu_mib)] if args.gpu_mib is not None else []
     process = runner.Process(work, "rl_grpo", command, sites=sites)
     try:
@@ -94,6 +98,12 @@ def take(args: Any, result: Result, record: dict[str, Any]) -> None:
             result.check(what, run["failure"] is None and len(run["steps"]) == args.steps, run["failure"] or "")
         result.data["summary"][mode] = {name: run["metrics"][name] for name in FIGURES}
         result.data["commands"][mode] = run["commands"]
+        if mode == "sublet" and args.rest_every:
+            rests, left = (run["metrics"][name] for name in ("rests", "rest_left_mib"))
+            wanted = args.steps // args.rest_every
+            result.check(f"{mode}: {wanted} deep pauses of both tenants", rests == wanted, f"{rests} made")
+            if not args.simulate:
+                result.check(f"{LEFT_MIB} MiB or less are left of both tenants in each", left is not None and left <= LEFT_MIB, f"at most {left} MiB")
         for phase in run["phases"]:
             result.sample(f"{mode}_{phase['phase']}_s", round(phase["end_s"] - phase["begin_s"], 6))
         for name in ("reward", "loss", "tokens"):

@@ -14,7 +14,7 @@
 # of the idle process of graphs, and of the one that replays; STEPPING_PAUSES, STEPPING_ROWS, REPLAY_PAUSES and REPLAY_ROWS
 # as those of strangers. RACE_CASES are the words, by comma, that cases of race to run have in their names, RACE_GIB what
 # its processes hold each; it draws $OUT/race.svg. RL_GPUS, RL_MODES, RL_SHAPE, RL_HANDOVER, RL_KV_GIB, RL_STEPS, RL_TOKENS,
-# RL_GENERATIONS and RL_MICRO_BATCH are those of rl/run.py, whose page is $OUT/rl_grpo.html; RL_TOO_LARGE are the modes that must
+# RL_GENERATIONS, RL_MICRO_BATCH and RL_REST_EVERY are those of rl/run.py, whose page is $OUT/rl_grpo.html; RL_TOO_LARGE are the modes that must
 # run out of device memory.
 set -u
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -145,7 +145,7 @@ run_rl() {
     GPUS=${RL_GPUS:-1} suite rl "${RL_LIMIT_S:-1190}" rl_job.py --modes "${RL_MODES:-all}" --shape "${RL_SHAPE:-0.5b}" \
         --handover "${RL_HANDOVER:-ipc}" --kv-gib "${RL_KV_GIB:-20}" --steps "${RL_STEPS:-20}" \
         --tokens "${RL_TOKENS:-192}" --generations "${RL_GENERATIONS:-16}" ${RL_MICRO_BATCH:+--micro-batch "$RL_MICRO_BATCH"} \
-        --too-large "${RL_TOO_LARGE:-}"
+        --too-large "${RL_TOO_LARGE:-}" --rest-every "${RL_REST_EVERY:-0}"
 }
 # Deep pauses; DEEP_ROWS are the parts to run, by comma, DEEP_GIB the sizes of its processes, DEEP_CYCLES the cycles of two that
 # share memory, DEEP_KILLS the commands that are killed, DEEP_DEATHS the processes.
@@ -163,7 +163,7 @@ run_deep_tenants() {
     GPUS=1 suite deep_tenants "${DEEP_LIMIT_S:-290}" deep_job.py --tenants "${DEEP_TENANTS:-10}" --tenant-gib "${DEEP_TENANT_GIB:-4}" \
         --room-gib "${DEEP_ROOM_GIB:-6.5}" --rounds "${DEEP_ROUNDS:-6}"
 }
-# LARGER_ROWS, by comma, also those of larger_weights.py, 7b_bound, 7b, save_on_cpu, saved and saved_backward; LARGER_FRAMES, the device memory for state.
+# LARGER_ROWS, by comma, also those of larger_weights.py (`graphs` among them), 7b_bound, 7b, save_on_cpu, saved and saved_backward; LARGER_FRAMES, the device memory for state.
 run_larger() {
     GPUS=1 suite larger "${LARGER_LIMIT_S:-590}" larger_job.py --rows "${LARGER_ROWS:-resident,backward,after,pauses,tenth,fsdp2,torchao}" \
         --frames "${LARGER_FRAMES:-2GiB}" --steps "${LARGER_STEPS:-20}"

@@ -1,6 +1,7 @@
 """Does a deep pause leave nothing on the GPU, and bring all of it back?
 
-A process of `--gib` GiB each (three sizes), with a captured graph, is paused by turns plainly and deep, and resumed. What is left
+A process of `--gib` GiB each (three sizes), with a captured graph, is paused by turns plainly and deep, and deep after each byte
+was written again (`rewritten`), and resumed. What is left
 on the GPU is what `nvidia-smi` says, less what it says of an idle GPU. After each resume a graph is replayed and all contents are added up.
 The same program without Sublet is taken off the GPU and back by the driver's own checkpoint calls. Then two
 processes that share a tensor by CUDA IPC go through `--cycles` deep pauses, and two tenants change places. `--kills` commands
@@ -50,6 +51,7 @@ SIZES_GIB = "0.5,16,48"
 ROWS = ("sizes", "swap", "kept", "event", "shared")
 MORE_ROWS = (*LIBRARIES, *(f"driver_{name}" for name in LIBRARIES), "other_gpu", "calls")
 ROUNDS = 3
+WAYS = ("plain", "deep", "rewritten")
 #: What all processes of a tenant may hold more at the end than at the start.
 GROWTH_MAX = {"anonymous_mib": 64, "descriptors": 0, "threads": 0}
 
@@ -110,6 +112,15 @@ class Holder:
         self.graph.replay()
         torch.cuda.synchronize()
         return [tensor.sum().item() for tensor in self.tensors] + [self.total.item()]
+
+    def rewrite(self) -> None:
+        """Every word changes its sign."""
+        import torch
+
+        for tensor in self.tensors:
+            tensor.neg_()
+        torch.cuda.synchronize()
+        self.wanted = [-total for total in self.wanted[:-1]] + self.wanted[-1:]
 
     def same(self) -> dict[str, Any]:
         """Are the graph's result and all sums as at first, and how long did the first replay take?"""
@@ -191,7 +202,7 @@ def serve(role: str) -> None:
     link = runner.connect()
     if role == "holder":
         holder = Holder()
-        runner.serve(link, {"hold": holder.hold, "same": holder.same})
+        runner.serve(link, {"hold": holder.hold, "same": holder.same, "rewrite": holder.rewrite})
     if role == "plain":
         plain = Plain()
         runner.serve(link, {"hold": plain.hold, "leave": plain.leave, "same": plain.same})
@@ -270,7 +281,7 @@ class Deep:
 
     def cycle(self, label: str, tenant: str, way: str) -> tuple[float, int, float]:
         """One pause and resume; how long each took, and what was left between."""
-        words = ["pause", tenant, "--deep"] if way == "deep" else ["pause", tenant]
+        words = ["pause", tenant] if way == "plain" else ["pause", tenant, "--deep"]
         out_s = self.act(*words)
         left = self.left_mib()
         back_s = self.act("resume", tenant)
@@ -300,17 +311,19 @@ class Deep:
         self.act("pause", tenant)
         self.act("resume", tenant)
         for _ in range(ROUNDS):
-            for way in ("plain", "deep"):
+            for way in WAYS:
+                if way == "rewritten":
+                    child.call("rewrite", 60)
                 _, left, _ = self.cycle(label, tenant, way)
                 told = child.call("same", 60)[0]
                 self.result.sample(f"{label}_{way}_first_ms", told["first_ms"])
                 wrong += not told["same"]
-                if way == "deep":
+                if way != "plain":
                     what = f"{label}: {LEFT_MIB} MiB or less are left"
                     self.result.check(what, left <= LEFT_MIB, f"{left} MiB")
-        self.result.check(f"{label}: contents and graph are the same after {2 * ROUNDS} pauses", wrong == 0, f"{wrong} wrong")
+        self.result.check(f"{label}: contents and graph are the same after {len(WAYS) * ROUNDS} pauses", wrong == 0, f"{wrong} wrong")
         child.close()
-        for way in ("driver", "plain", "deep"):
+        for way in ("driver", *WAYS):
             self.row(label, way)
 
     def driver_alone(self, label: str, gib: float) -> None:

@@ -38,6 +38,7 @@ class Options:
     out: Path
     shm: Path
     gpu_mib: int
+    rest_every: int
 
 
 def parser(epilog: str) -> argparse.ArgumentParser:
@@ -57,6 +58,7 @@ def parser(epilog: str) -> argparse.ArgumentParser:
     add("--micro-batch", type=int, help="completions that the trainer computes gradients of together (all of a step's)")
     add("--tokens", type=int, help="of each completion (192; 96 with --simulate)")
     add("--kv-gib", type=float, default=1.0, help="what the generator's KV cache takes on each GPU")
+    add("--rest-every", type=int, default=0, help="in mode sublet, both tenants are paused deep after each so many steps, and resumed (never)")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: no mode sublet, and hand-over by a file")
     add("--seed", type=int, default=1)
     add("--deadline", type=float, default=600.0, help="most seconds of any wait")
@@ -93,6 +95,8 @@ def parse(argv: Optional[Sequence[str]], epilog: str) -> Options:
     if tokens > POSITIONS - PROMPT and not given.simulate:
         most = f"a model has {POSITIONS} positions, of which a prompt takes {PROMPT}"
         made.error(f"--tokens is at most {POSITIONS - PROMPT}, not {tokens}: {most}")
+    if given.rest_every < 0:
+        made.error(f"--rest-every is 0 or more, not {given.rest_every}")
     if given.kv_gib < 0:
         made.error(f"--kv-gib is 0 or more, not {given.kv_gib}")
     if given.device == "cpu" and not given.simulate:
@@ -102,5 +106,5 @@ def parse(argv: Optional[Sequence[str]], epilog: str) -> Options:
         simulate=given.simulate, modes=modes, handover=given.handover, gpus=given.gpus, steps=steps, seed=given.seed,
         tokens=tokens, generations=given.generations, micro_batch=micro_batch, shape=given.shape, kv_gib=given.kv_gib,
         device=given.device, deadline_s=given.deadline, sample_s=sample_s, out=given.out, shm=given.shm,
-        gpu_mib=given.gpu_mib,
+        gpu_mib=given.gpu_mib, rest_every=given.rest_every,
     )  # fmt: skip

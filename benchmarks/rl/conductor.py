@@ -77,6 +77,7 @@ class Conductor:
         return self.run
 
     def _start(self) -> None:
+        self.run.facts["idle_mib"] = sampling.used_mib()
         with self._phase("start", None):
             if not self._switch.restarts:
                 # Both import their libraries together; each takes its memory alone.
@@ -110,6 +111,9 @@ class Conductor:
             step = asked[0]["step"]
             self._note(asked[0])
             groups = self._rollout(step, asked)
+            every = self._options.rest_every
+            if self._switch.can_rest and every and (step + 1) % every == 0:
+                self._rest(step)
             self._train.tell("completions", groups=groups)
             asked = self._work(step)
             shares = metrics.seconds(self.run).get(step)
@@ -119,6 +123,15 @@ class Conductor:
         (self.run.weights,) = self._train.ask("sha", ranks=[0])
         self._sampler.take("end")
         self._end()
+
+    def _rest(self, step: int) -> None:
+        """Both are paused deep and resumed, as by a user who lends the GPUs to somebody else for the night."""
+        with self._phase("rest", step):
+            self._switch.rest()
+        self._sampler.take("rest")
+        self.run.facts.setdefault("rest_mib", []).append(sampling.used_mib())
+        with self._phase("end_rest", step):
+            self._switch.end_rest()
 
     def _end(self) -> None:
         self._train.tell("exit")

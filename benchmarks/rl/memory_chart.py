@@ -15,13 +15,13 @@ LAYERS = [
     ("train", "nccl"), ("train", "weights"), ("train", "optimizer"), ("train", "caches"), ("train", "graphs"), ("train", "bucket"),
     ("infer", "nccl"), ("infer", "weights"), ("infer", "graphs"), ("infer", "caches"), ("infer", "kv"),
 ]  # fmt: skip
-_LANES = {"train": ("train", 0), "generate": ("infer", 1), "to_generator": ("switch", 2), "to_trainer": ("switch", 2), "handover": ("hand", 2)}
+_LANES = {"train": ("train", 0), "generate": ("infer", 1), "to_generator": ("switch", 2), "to_trainer": ("switch", 2), "handover": ("hand", 2), "rest": ("switch", 2), "end_rest": ("switch", 2)}
 #: Drawn thin, in the row of whose they are: they take nobody's time.
 _ABSENCES = {"leaves": ("switch", 0), "arrives": ("switch", 0), "generator_leaves": ("switch", 1), "generator_arrives": ("switch", 1)}
 _LANE_NAMES = ("train", "infer", "switch")
 WORDS = {
     "train": "trainer works", "generate": "generator works", "to_generator": "switch to the generator",
-    "to_trainer": "switch to the trainer", "handover": "hand-over of weights", "start": "start",
+    "to_trainer": "switch to the trainer", "handover": "hand-over of weights", "rest": "deep pause of both", "end_rest": "resumes of both", "start": "start",
     "leaves": "trainer leaves while the generator works", "arrives": "trainer comes back while the generator works",
     "generator_leaves": "generator leaves while the trainer works", "generator_arrives": "generator comes back while the trainer works",
 }  # fmt: skip

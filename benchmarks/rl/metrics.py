@@ -8,6 +8,8 @@
 | `leaves_s` | median seconds of the trainer's pauses during the generator's work; what is left of one after that is to_trainer |
 | `arrives_s` | the same of the trainer's returns during the generator's work |
 | `generator_leaves_s`, `generator_arrives_s` | the same of the generator during the trainer's work; what is left after that is to_generator |
+| `rests`, `rest_s`, `end_rest_s` | how often both were paused deep, and median seconds of that and of their resumes |
+| `rest_left_mib` | of both on the fullest GPU meanwhile, beyond what the idle GPU has in use: the most that nvidia-smi said |
 | `left_bytes` | of a tenant, on its fullest GPU, while the other works: largest of the samples at that point |
 | `handover_peak_bytes`, `peak_bytes` | both tenants on one GPU, at the hand-over and at any time, as sampled |
 | `kv_bytes_free` | what a KV cache could take while the generator works: its own, and what is free then |
@@ -52,6 +54,10 @@ def compute(run: Run) -> dict[str, Any]:
         "arrives_s": median(_beside(run, "arrives", counted)),
         "generator_leaves_s": median(_beside(run, "generator_leaves", counted)),
         "generator_arrives_s": median(_beside(run, "generator_arrives", counted)),
+        "rests": len(_beside(run, "end_rest", by_step)),
+        "rest_s": median(_beside(run, "rest", by_step)),
+        "end_rest_s": median(_beside(run, "end_rest", by_step)),
+        "rest_left_mib": rest_left(run),
         "left_bytes": {"train": left(run, "generate", "train"), "infer": left(run, "train", "infer")},
         "handover_peak_bytes": peak(run, {"handover"}),
         "peak_bytes": peak(run, None),
@@ -73,7 +79,7 @@ def seconds(run: Run) -> dict[int, dict[str, float]]:
 
 
 def _beside(run: Run, name: str, steps: Container[int]) -> list[float]:
-    """Seconds of what went on during the other's work, in `steps`."""
+    """Seconds of what went on besides the phases of a step, in `steps`."""
     return [phase["end_s"] - phase["begin_s"] for phase in run.phases if phase["phase"] == name and phase["step"] in steps]
 
 
@@ -103,6 +109,12 @@ def left(run: Run, point: str, tenant: str) -> Optional[int]:
     """Bytes of `tenant` on its fullest GPU at `point`."""
     held = [sum(tenants.get(tenant, {}).values()) for sample in _at(run, {point}) for tenants in sample["held"].values()]
     return max(held, default=None)
+
+
+def rest_left(run: Run) -> Optional[int]:
+    """MiB in use on the fullest GPU in a deep pause of both, beyond what was in use before the run."""
+    idle = run.facts.get("idle_mib", [])
+    return max((used - free for each in run.facts.get("rest_mib", []) for used, free in zip(each, idle)), default=None)
 
 
 def peak(run: Run, points: Optional[set[str]]) -> Optional[int]:

@@ -19,7 +19,8 @@ class Run:
     mode: str
     handover: str
     #: `phase` (start, train, to_generator, handover, generate, to_trainer), `step`, `begin_s`, `end_s`; and `leaves` and `arrives`,
-    #: a pause and a return of the trainer during `generate`, and `generator_leaves` and `generator_arrives`, of the generator during `train`.
+    #: a pause and a return of the trainer during `generate`, and `generator_leaves` and `generator_arrives`, of the generator during `train`;
+    #: and `rest` and `end_rest`, deep pauses of both and their resumes.
     phases: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     #: `step`, `reward`, `loss`, `fingerprint` of the weights before it, `tokens`.
     steps: list[dict[str, Any]] = dataclasses.field(default_factory=list)

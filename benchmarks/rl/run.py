@@ -89,7 +89,9 @@ def _jobs(options: Options, place: Path) -> Jobs:
         from rl.simulated.jobs import SimulatedJobs
 
         os.environ["SUBLET_RUN_DIR"] = str(run_dir)
-        return SimulatedJobs(options, place)
+        jobs = SimulatedJobs(options, place)
+        os.environ.update(jobs.driver)
+        return jobs
     os.environ.setdefault("SUBLET_RUN_DIR", str(run_dir))
     for module in ("torch", "transformers", "trl"):
         _require(module, "pip install torch transformers trl; or --simulate, which needs none of them")

@@ -40,6 +40,15 @@ def look() -> dict[str, Any]:
     return {}
 
 
+def used_mib() -> list[int]:
+    """What nvidia-smi says is used of each GPU; nothing on a machine without one."""
+    asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(subprocess.SubprocessError, OSError, ValueError):
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=_LOOK_S, check=True)
+        return [int(line) for line in done.stdout.split()]
+    return []
+
+
 def by_kind(document: Mapping[str, Any], parts: Mapping[int, Mapping[str, int]], contexts: Mapping[int, tuple[str, int]]) -> Held:
     """Bytes on the device by GPU, tenant and kind.
 

@@ -27,6 +27,8 @@ class Switch:
     leaves_by_pause = False
     #: Whether a generator is started for each of its turns.
     restarts = False
+    #: Whether both can leave the GPUs with their contexts.
+    can_rest = False
     #: What its acts raise in addition to Problem.
     errors: tuple[type[Exception], ...] = ()
 
@@ -71,6 +73,12 @@ class Switch:
     def to_trainer(self) -> None:
         """The generator's memory goes, the trainer's comes."""
 
+    def rest(self) -> None:
+        """Both leave the GPUs, contexts too, in a mode that `can_rest`."""
+
+    def end_rest(self) -> None:
+        """Both come back, each as it was before `rest`."""
+
     def rescue(self) -> None:
         """The generator is dead: the trainer's memory comes, wherever it stood."""
 
@@ -85,7 +93,7 @@ class KeepBoth(Switch):
 class BySublet(Switch):
     """Both tenants are paused and resumed from outside, by `sublet`; their processes know nothing of it."""
 
-    leaves_by_pause = True
+    leaves_by_pause = can_rest = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -178,6 +186,16 @@ class BySublet(Switch):
             return None
         self.generator_is_back = True
         return told
+
+    def rest(self) -> None:
+        for tenant in (self._trainer, self._generator):
+            self.note(tenant.pause(deep=True, timeout=self.timeout_s))
+
+    def end_rest(self) -> None:
+        self.note(self._generator.resume(timeout=self.timeout_s))
+        if not self.generator_leaves_meanwhile:
+            self.note(self._generator.pause(timeout=self.timeout_s))
+        self.note(self._trainer.resume(timeout=self.timeout_s))
 
     def rescue(self) -> None:
         if not self._is_back:

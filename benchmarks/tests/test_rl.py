@@ -51,3 +51,21 @@ def test_a_mode_that_cannot_hold_both_must_run_out_of_memory(work: Path, tmp_pat
     (tmp_path / "fits").mkdir()
     code, record = job(tmp_path / "fits", *words)
     assert code != 0 and not record["checks"][1]["passed"], "a mode that holds both is no such mode"
+
+
+@pytest.mark.parametrize("gpu_mib", ["128", "106"])
+def test_both_rest_off_the_gpu_and_go_on_as_they_were(work: Path, tmp_path: Path, gpu_mib: str) -> None:
+    words = ("--modes", "sublet,cpu", "--steps", "4", "--rest-every", "2", "--gpu-mib", gpu_mib)
+    code, kept = job(tmp_path, *words)
+    assert code == 0, kept
+    assert [entry["passed"] for entry in kept["checks"]] == [True] * 5, kept["checks"]
+    run, other = json.loads((tmp_path / "rl_grpo.json").read_text())["runs"]
+    for step in (1, 3):
+        asked = [(each["tenant"], each["action"]) for each in run["commands"] if each["step"] == step]
+        first = asked.index(("train", "pause"), asked.index(("train", "resume")))
+        assert asked[first : first + 3] == [("train", "pause"), ("infer", "pause"), ("infer", "resume")], asked
+        assert ("train", "resume") in asked[first:], asked
+    assert run["metrics"]["rests"] == 2 and run["metrics"]["rest_s"] > 0 and run["metrics"]["end_rest_s"] > 0
+    assert other["metrics"]["rests"] == 0 and other["metrics"]["rest_s"] is None
+    resting = [held for sample in run["samples"] if sample["point"] == "rest" for held in sample["held"].values()]
+    assert not any(size for held in resting for kinds in held.values() for kind, size in kinds.items() if kind != "context")

@@ -29,9 +29,10 @@ class SimulatedJobs:
         driver = os.environ.get(DRIVER)
         if driver is None or not (Path(driver) / "libcuda.so.1").is_file():
             raise Problem(f"--simulate needs the simulated driver: put `cargo xtask built --python` before it, or set {DRIVER} to its folder")
+        #: Where the driver and its devices are: commands of Sublet that call the driver themselves need it too.
+        self.driver = {**sim_node.make(place / "node", [options.gpu_mib * _MIB] * options.gpus), "LD_LIBRARY_PATH": driver}
         self._environment = {
-            **os.environ, **sim_node.make(place / "node", [options.gpu_mib * _MIB] * options.gpus), "LD_LIBRARY_PATH": driver,
-            "SIMCUDA_CONTEXT_BYTES": str(CONTEXT_BYTES), "SUBLET_FILE_DIR": str(place),
+            **os.environ, **self.driver, "SIMCUDA_CONTEXT_BYTES": str(CONTEXT_BYTES), "SUBLET_FILE_DIR": str(place),
         }  # fmt: skip
         for name in ("CUDA_VISIBLE_DEVICES", "LD_PRELOAD", "SUBLET_TENANT", "SUBLET_FAMILY", "SUBLET_BUDGET"):
             self._environment.pop(name, None)
