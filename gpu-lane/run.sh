@@ -147,7 +147,7 @@ run_rl() {
         --tokens "${RL_TOKENS:-192}" --generations "${RL_GENERATIONS:-16}" ${RL_MICRO_BATCH:+--micro-batch "$RL_MICRO_BATCH"} \
         --too-large "${RL_TOO_LARGE:-}" --rest-every "${RL_REST_EVERY:-0}"
 }
-# Deep pauses; DEEP_ROWS are the parts to run, by comma, DEEP_GIB the sizes of its processes, DEEP_CYCLES the cycles of two that
+# Deep pauses; DEEP_ROWS are the parts to run, by comma (`mps` only if it is named), DEEP_GIB the sizes of its processes, DEEP_CYCLES the cycles of two that
 # share memory, DEEP_KILLS the commands that are killed, DEEP_DEATHS the processes.
 run_deep() {
     GPUS=1 suite deep 590 deep_job.py --gib "${DEEP_GIB-0.5,16,48}" --cycles "${DEEP_CYCLES:-200}" \

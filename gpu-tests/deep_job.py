@@ -11,7 +11,7 @@ context, registered host memory, an event that another process has open) is paus
 
 `--rows` are the parts to run, by comma. One call makes some 600 cycles, or 200 kills; each says how many it made before its deadline.
 Rows that run only if they are named: a process of JAX, one of CuPy, and one of torch with twenty graphs go through `--library-cycles`
-deep pauses each, and are compared bit for bit. If there are two GPUs, the driver is told once to restore a process on the other
+deep pauses each, and are compared bit for bit. A process under MPS must be refused by name (`mps`). If there are two GPUs, the driver is told once to restore a process on the other
 one, and what it says is written down.
 
 With `--tenants N` it is another run: N processes of `--tenant-gib` each, in tenants that take turns with `auto,deep`, on a GPU
@@ -44,12 +44,12 @@ from common import JobError, Result
 from deep_calls import calls
 from deep_libraries import LIBRARIES
 from deep_memory import Kept, Plain
-from deep_rows import LEFT_MIB, library, library_of_driver, other_gpu
+from deep_rows import LEFT_MIB, library, library_of_driver, other_gpu, under_mps
 from race_memory import Checkpoints
 
 SIZES_GIB = "0.5,16,48"
 ROWS = ("sizes", "swap", "kept", "event", "shared")
-MORE_ROWS = (*LIBRARIES, *(f"driver_{name}" for name in LIBRARIES), "other_gpu", "calls")
+MORE_ROWS = (*LIBRARIES, *(f"driver_{name}" for name in LIBRARIES), "other_gpu", "mps", "calls")
 ROUNDS = 3
 WAYS = ("plain", "deep", "rewritten")
 #: What all processes of a tenant may hold more at the end than at the start.
@@ -253,10 +253,11 @@ class Deep:
         """What is left of all processes, on the GPU that has most of it."""
         return max(used - idle for used, idle in zip(common.used_mib(), self.idle_mib, strict=True))
 
-    def start(self, label: str, role: str, tenant: str | None, turns: str = "") -> runner.Ranks:
-        """A process of this script."""
+    def start(self, label: str, role: str, tenant: str | None, turns: str = "", more: dict[str, str] | None = None) -> runner.Ranks:
+        """A process of this script; `more` is of its environment."""
         script = [__file__, "--role", role]
         env = {} if tenant is None else {"SUBLET_REQUIRED": "1"}
+        env |= more or {}
         if role in LIBRARIES:
             env["LD_LIBRARY_PATH"] = runner.cuda_libraries()
         if turns:
@@ -539,7 +540,7 @@ def body(args: Any, result: Result, work: Path) -> None:
     if unknown:
         raise JobError(f"no row is named {', '.join(sorted(unknown))}; there are {', '.join((*ROWS, *MORE_ROWS))}")
     deep = Deep(args, result, work)
-    more: dict[str, Callable[[], None]] = {"other_gpu": functools.partial(other_gpu, deep), "calls": functools.partial(calls, deep)}
+    more: dict[str, Callable[[], None]] = {"other_gpu": functools.partial(other_gpu, deep), "mps": functools.partial(under_mps, deep), "calls": functools.partial(calls, deep)}
     for name in LIBRARIES:
         more |= {name: functools.partial(library, deep, name), f"driver_{name}": functools.partial(library_of_driver, deep, name)}
     parts: dict[str, Callable[[], None]] = {}

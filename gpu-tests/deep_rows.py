@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import subprocess
 import time
 from typing import Any
 
@@ -89,3 +91,36 @@ def other_gpu(deep: Any) -> None:
     now = [used - idle for used, idle in zip(common.used_mib(), deep.idle_mib, strict=True)]
     deep.result.note(f"other_gpu: after the resume {now} MiB are used on the GPUs, contents are {'the same' if child.call('same', 60)[0] else 'WRONG'}")
     child.close()
+
+
+def under_mps(deep: Any) -> None:
+    """A process under MPS is refused by name before anything moves, and is paused plainly. What the driver alone says to it is written down."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None or deep.left_s() < 60:
+        deep.result.note(f"mps: NOT RUN: {'there is no nvidia-cuda-mps-control' if control is None else 'no time is left'}")
+        return
+    folder = deep.work / "mps"
+    folder.mkdir()
+    place = {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
+    subprocess.run([control, "-d"], env={**os.environ, **place}, timeout=20, check=True)
+    try:
+        tenant = f"deep-mps-{os.getpid()}"
+        child = deep.start("mps", "holder", tenant, more=place)
+        child.call("hold", 90, gib=1.0)
+        told = cli.sublet("pause", tenant, "--deep", timeout_s=30)
+        said = cli.say(told)
+        deep.result.check("under MPS a deep pause is refused by name", told["exit"] != 0 and "MPS" in said, said)
+        deep.act("pause", tenant)
+        deep.act("resume", tenant)
+        deep.result.check("a process under MPS holds the same after a plain pause", child.call("same", 60)[0]["same"])
+        child.close()
+        alone = deep.start("driver-mps", "holder", None, more=place)
+        alone.call("hold", 90, gib=1.0)
+        codes = {step: Checkpoints.step(step, alone.pids[0], 10_000)["code"] for step in ("lock", "checkpoint")}
+        deep.result.note(f"mps: without Sublet the driver returned {codes}")
+        for step in ("restore", "unlock"):
+            Checkpoints.step(step, alone.pids[0], 10_000)
+        alone.close()
+    finally:
+        common.stop_children()
+        subprocess.run([control], input="quit -t 5\n", text=True, env={**os.environ, **place}, timeout=20, check=False)
