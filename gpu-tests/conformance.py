@@ -1,4 +1,4 @@
-"""Does the real driver pass the same conformance list as the simulated one?
+"""Does the real driver pass the same conformance list as the simulated one, and do both forbid the same calls during captures?
 
 Runs `bin/conformance_gpu` with a deadline and records its verdict. Bound: some hundred driver calls of at most
 a few ms each; a minute is a hang.
@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import captured_calls
 import cli
 import common
 from common import JobError, Result
@@ -46,6 +47,8 @@ def body(args: Any, result: Result, work: Path) -> None:
     result.data["output_tail"] = text[-6000:]
     print(text[-3000:])
     result.check("conformance on the real driver", child.returncode == 0, f"exit {child.returncode}; {verdict(text)}")
+    found = captured_calls.differences()
+    result.check("what captures forbid is what the simulated driver forbids", not found, "; ".join(found))
 
 
 if __name__ == "__main__":

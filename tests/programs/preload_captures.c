@@ -89,6 +89,14 @@ static CUresult by_thread(void *(*body)(void *))
     return code;
 }
 
+/* A thread that captures may not wait for a stream. */
+static void *wait_for_work(void *code)
+{
+    OK(cuCtxSetCurrent(context));
+    *(CUresult *)code = cuStreamSynchronize(working);
+    return NULL;
+}
+
 static void meanwhile(void)
 {
     CUresult code = CU_OK;
@@ -105,7 +113,7 @@ static void meanwhile(void)
     OK(cuMemsetD32Async(flag, 1, 1, NULL));
     pthread_join(thread, NULL);
     printf("meanwhile: free %s, %s, stream %s\n", driver_error(code), was_early ? "too early" : "after the work",
-        driver_error(cuStreamSynchronize(working)));
+        driver_error(by_thread(wait_for_work)));
     end("meanwhile");
 }
 

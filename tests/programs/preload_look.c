@@ -11,7 +11,7 @@
 #include <stdatomic.h>
 #include <sublet.h>
 
-enum { CHUNK = 2 << 20, FRAMES = 5, SPANS = 5, STREAMS = 2, THREADS_MAX = 4, OPS = 120, WORDS_MAX = 4096, OUT_OF_MEMORY = 2, ILLEGAL_ADDRESS = 700 };
+enum { CHUNK = 2 << 20, FRAMES = 5, SPANS = 5, STREAMS = 2, THREADS_MAX = 4, OPS = 120, WORDS_MAX = 4096, OUT_OF_MEMORY = 2, ILLEGAL_ADDRESS = 700, GLOBAL = 0 };
 
 /* As the simulated kernels have them. */
 typedef struct {
@@ -250,13 +250,16 @@ static int cases(void)
     CUresult code = cuLaunchKernel(add_each, 1, 1, 1, 32, 1, 1, 0, stream, of_each, NULL);
     sublet_stats_json(text, sizeof text);
     printf("too many %d\n", code == OUT_OF_MEMORY);
-    /* What is captured stays. A use before, by the same stream, ends all the same: its event is no part of the graph. */
-    void *of_other[] = {&spans[1], &value, &count};
-    launch(fill, stream, of_other);
+    /* What is captured stays, though it was away: such a capture forbids its thread to wait for events. Uses before, by the same
+     * stream, end all the same: their event is no part of the graph. */
+    for (int i = 0; i < 3; i++) {
+        void *params[] = {&spans[i], &value, &count};
+        launch(fill, stream, params);
+    }
     CUgraph graph = NULL;
     CUgraphExec executable = NULL;
     void *of_fill[] = {&spans[0], &value, &count};
-    OK(cuStreamBeginCapture(stream, 2));
+    OK(cuStreamBeginCapture(stream, GLOBAL));
     launch(fill, stream, of_fill);
     OK(cuStreamEndCapture(stream, &graph));
     OK(cuGraphInstantiate(&executable, graph, 0));

@@ -4,11 +4,11 @@
 //! list on one stream is a correct schedule of the graph.
 //!
 //! What a capture forbids, and whom, is as NVIDIA documents it (`cuThreadExchangeStreamCaptureMode`, and the programming
-//! guide on prohibited operations), and as others have seen it on devices:
+//! guide on prohibited operations), and as `gpu-tests/captured_calls.py` has seen it on an H100 with driver 580:
 //!
 //! | call | is refused | while |
 //! | --- | --- | --- |
-//! | one that may be unsafe, such as `cuMemAlloc`, `cuMemFree` | by the mode of the calling thread | it captures itself, or another thread does so in global mode |
+//! | one that may be unsafe, such as `cuMemAlloc`, `cuMemFree`, and questions and waits for any stream or event | by the mode of the calling thread | it captures itself, or another thread does so in global mode |
 //! | waiting for a context | always | any of its streams is captured, in any mode, by anybody |
 //! | waiting for a captured stream, or asking it | always | it is captured |
 //! | the legacy stream | always | a stream that is ordered against it is captured |

@@ -131,6 +131,12 @@ impl Sim {
     }
 
     pub(crate) fn query_event(&self, event: u64) -> Coded<()> {
+        self.forbid_in_capture()?;
+        self.is_reached(event)
+    }
+
+    /// The same for a call that captures allow.
+    fn is_reached(&self, event: u64) -> Coded<()> {
         let event = self.event(event)?;
         self.core.device_failure(event.context.device)?;
         let state = lock(&event.state);
@@ -142,6 +148,7 @@ impl Sim {
     }
 
     pub(crate) fn synchronize_event(&self, event: u64) -> Coded<()> {
+        self.forbid_in_capture()?;
         let event = self.event(event)?;
         let point = {
             let state = lock(&event.state);
@@ -155,7 +162,7 @@ impl Sim {
     /// Milliseconds from `start` to `end`.
     pub(crate) fn elapsed_ms(&self, start: u64, end: u64) -> Coded<f32> {
         let mut times = [start, end].into_iter().map(|event| {
-            self.query_event(event)?;
+            self.is_reached(event)?;
             let event = self.event(event)?;
             let at = lock(&event.state).reached_at;
             at.ok_or(DriverCode::INVALID_HANDLE)

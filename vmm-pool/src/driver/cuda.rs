@@ -129,6 +129,19 @@ impl CudaDriver {
         // SAFETY: no pointer is passed.
         check(DriverOp::Init, unsafe { (self.table.init)(0) })
     }
+
+    /// Makes a call that might spoil a capture of a caller's stream, on a thread that may be the caller's.
+    fn beside_captures(&self, call: impl FnOnce() -> c_int) -> c_int {
+        let mut mode = CAPTURE_MODE_RELAXED;
+        // SAFETY: `mode` is a valid place for the old mode.
+        let is_relaxed = unsafe { (self.table.exchange_capture_mode)(&raw mut mode) } == 0;
+        let code = call();
+        if is_relaxed {
+            // SAFETY: as before; the thread gets its own mode back.
+            let _refused = unsafe { (self.table.exchange_capture_mode)(&raw mut mode) };
+        }
+        code
+    }
 }
 
 fn check(op: DriverOp, code: c_int) -> DriverResult<()> {
@@ -419,7 +432,7 @@ impl Driver for CudaDriver {
 
     fn stream_synchronize(&self, stream: RawStream) -> DriverResult<()> {
         // SAFETY: a stream that is none is refused by the driver; ours are never reused after destroy.
-        let code = unsafe { (self.table.stream_synchronize)(stream.0) };
+        let code = self.beside_captures(|| unsafe { (self.table.stream_synchronize)(stream.0) });
         check(DriverOp::StreamSynchronize, code)
     }
 
@@ -452,7 +465,7 @@ impl Driver for CudaDriver {
 
     fn event_is_done(&self, event: RawEvent) -> DriverResult<bool> {
         // SAFETY: as for `event_record`.
-        let code = unsafe { (self.table.event_query)(event.0) };
+        let code = self.beside_captures(|| unsafe { (self.table.event_query)(event.0) });
         if DriverCode(code) == DriverCode::NOT_READY {
             return Ok(false);
         }
@@ -461,7 +474,7 @@ impl Driver for CudaDriver {
 
     fn event_synchronize(&self, event: RawEvent) -> DriverResult<()> {
         // SAFETY: as for `event_record`.
-        let code = unsafe { (self.table.event_synchronize)(event.0) };
+        let code = self.beside_captures(|| unsafe { (self.table.event_synchronize)(event.0) });
         check(DriverOp::EventSynchronize, code)
     }
 
@@ -534,5 +547,46 @@ impl Driver for CudaDriver {
         check(DriverOp::PoolTrim, unsafe { (self.table.pool_trim)(pool, 0) })?;
         // SAFETY: no pointer is passed.
         check(DriverOp::PoolTrim, unsafe { (self.table.graph_mem_trim)(device.0) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    thread_local! {
+        static MODE: Cell<c_int> = const { Cell::new(0) };
+        static SPOILT: Cell<bool> = const { Cell::new(false) };
+    }
+
+    extern "C" fn exchange(mode: *mut c_int) -> c_int {
+        // SAFETY: the table's function takes a valid place.
+        let place = unsafe { &mut *mode };
+        *place = MODE.replace(*place);
+        0
+    }
+
+    /// Any question or wait, on a thread that captures: seen on driver 580 (`gpu-tests/captured_calls.py`).
+    extern "C" fn spoils(_: u64) -> c_int {
+        SPOILT.set(SPOILT.get() || MODE.get() != CAPTURE_MODE_RELAXED);
+        if MODE.get() == CAPTURE_MODE_RELAXED { 0 } else { 900 }
+    }
+
+    #[test]
+    fn questions_and_waits_leave_a_capture_of_the_calling_thread_alone() {
+        let driver = CudaDriver::from_symbols(&|name| {
+            let is_exchange = name == c"cuThreadExchangeStreamCaptureMode";
+            let function =
+                if is_exchange { exchange as *mut c_void } else { spoils as *mut c_void };
+            NonNull::new(function)
+        });
+        let driver = driver.unwrap();
+        assert_eq!(driver.event_is_done(RawEvent(1)), Ok(true));
+        assert_eq!(driver.event_synchronize(RawEvent(1)), Ok(()));
+        assert_eq!(driver.stream_synchronize(RawStream(1)), Ok(()));
+        assert!(!SPOILT.get());
+        assert_eq!(MODE.get(), 0, "the thread has its own mode back");
     }
 }

@@ -64,6 +64,7 @@ driver_api! {
     {
         let sim = sim::get()?;
         let stream = sim.stream(stream)?;
+        sim.forbid_in_capture()?;
         sim.forbid_on_captured(stream)?;
         sim.core.wait_stream(stream)
     }
@@ -71,6 +72,7 @@ driver_api! {
     fn cuStreamQuery / cuStreamQuery_ptsz = "cuStreamQuery" since 2000 (stream: u64) {
         let sim = sim::get()?;
         let stream = sim.stream(stream)?;
+        sim.forbid_in_capture()?;
         sim.forbid_on_captured(stream)?;
         if sim.core.stream_idle(stream)? {
             Ok(())

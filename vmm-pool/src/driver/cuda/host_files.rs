@@ -13,7 +13,7 @@
 #![expect(unsafe_code, reason = "maps files at addresses that it has reserved")]
 
 use std::collections::BTreeMap;
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::{c_uint, c_void};
 use std::fs::File;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd as _, AsRawFd, BorrowedFd, OwnedFd};
@@ -28,7 +28,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use nix::sys::resource::{Resource, getrlimit};
 
-use super::{CAPTURE_MODE_RELAXED, CudaDriver, HOST_REGISTER_PORTABLE, about, check, size_t};
+use super::{CudaDriver, HOST_REGISTER_PORTABLE, about, check, size_t};
 use crate::descriptors::Uninherited;
 use crate::driver::{
     ALLOCATION_KIND_PINNED, AllocationFlags, AllocationProp, DeviceAddress, DeviceAttribute,
@@ -379,19 +379,6 @@ impl CudaDriver {
             about(DriverOp::HostRegister, self.host_files.note_registered(range.start, false))?;
         }
         registered
-    }
-
-    /// Makes a call that might spoil a capture of a caller's stream. The memory calls, instead of which it is made, are allowed during one.
-    fn beside_captures(&self, call: impl FnOnce() -> c_int) -> c_int {
-        let mut mode = CAPTURE_MODE_RELAXED;
-        // SAFETY: `mode` is a valid place for the old mode.
-        let is_relaxed = unsafe { (self.table.exchange_capture_mode)(&raw mut mode) } == 0;
-        let code = call();
-        if is_relaxed {
-            // SAFETY: as before; the thread gets its own mode back.
-            let _refused = unsafe { (self.table.exchange_capture_mode)(&raw mut mode) };
-        }
-        code
     }
 
     fn unregister_host_file(&self, start: DeviceAddress) -> DriverResult<()> {
