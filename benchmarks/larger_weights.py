@@ -38,7 +38,7 @@ ROWS = ("infer", "lora", "lora14", *REFERENCES, "graphs", "look")
 SHARES = {"all": 1.0, "half": 1 / 2, "third": 1 / 3}
 #: Of an eager operator: those that launch nothing, though they take a weight.
 WITHOUT_LAUNCH = ("detach", "t.default", "view", "transpose", "expand", "alias", "_unsafe_view", "permute", "slice", "select", "unsqueeze", "split", "as_strided")
-LAUNCHES = 20_000
+LAUNCHES, SETTLE_S = 20_000, 1.0
 #: Of the row `graphs`: width of a layer, replays that are compared, and those that are under way when the window ends.
 GRAPHED_WIDTH, REPLAYS, QUEUED = 8192, 20, 50
 
@@ -267,6 +267,8 @@ def launch_us(torch: Any, tensor: Any) -> float:
 
 def least_us(torch: Any, call: Any) -> float:
     """What `call` takes, in microseconds: the least of some rounds, each behind an idle GPU."""
+    # What has just been paged leaves the device meanwhile.
+    time.sleep(SETTLE_S)
     best = float("inf")
     for _ in range(5):
         torch.cuda.synchronize()
