@@ -2,7 +2,7 @@
 
 Hooked and unhooked jobs live side by side on the same GPUs, `--pairs` of each, and take turns: every round measures each
 once, and the order flips, so that whatever drifts falls on both. Measured are launches a second (a torch operation, a
-graph of one kernel), all-reduce calls a second of 8 bytes and 1 KiB, and launches of a graph with all-reduces in it. A
+graph of one kernel), questions whether an event is over, all-reduce calls a second of 8 bytes and 1 KiB, and launches of a graph with all-reduces in it. A
 process may be faster than another of its kind, by where its memory lies, and the same process goes at half its speed for
 some samples of a few milliseconds: so samples are short and many, a process's rate is that of its best tenth, a pair's figure
 is the ratio of the two, hooked to unhooked, and the figure of all is the median of the pairs, with the smallest and the
@@ -62,7 +62,7 @@ def measure(args: Any, ranks: NcclRanks) -> dict[str, float]:
     rates = ranks.call("launches", 60, ranks=[0], count=args.launches, repeats=1)[0]
     figures = {"torch_launches_per_s": rates["op_per_s"][0]}
     if rates["graph_per_s"]:  # a rehearsal without a GPU has no graphs
-        figures["graph_launches_per_s"] = rates["graph_per_s"][0]
+        figures["graph_launches_per_s"], figures["event_queries_per_s"] = rates["graph_per_s"][0], rates["query_per_s"][0]
     replies = ranks.call("calls", 60, sizes_bytes=SIZES_BYTES, count=args.calls)
     return figures | {name: min(reply[name] for reply in replies) for name in replies[0]}
 

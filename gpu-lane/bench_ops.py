@@ -39,7 +39,7 @@ def all_reduce(rank: Any, mib: int, iterations: int, repeats: int) -> dict[str, 
 
 
 def launches(rank: Any, count: int, repeats: int) -> dict[str, Any]:
-    """Launches a second: one torch operation on one element, and a graph of one kernel."""
+    """Launches a second: one torch operation on one element, a graph of one kernel; and questions whether an event is over."""
     torch = rank.torch
     x = torch.zeros(1, device=rank.device)
 
@@ -54,19 +54,23 @@ def launches(rank: Any, count: int, repeats: int) -> dict[str, Any]:
     def add() -> None:
         x.add_(1)
 
-    answer: dict[str, Any] = {"op_per_s": [], "graph_per_s": []}
-    graph = None
+    answer: dict[str, Any] = {"op_per_s": [], "graph_per_s": [], "query_per_s": []}
+    graph, event = None, None
     if rank.device.type == "cuda":
         x.add_(1)
         rank.sync()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             x.add_(1)
+        event = torch.cuda.Event()
+        event.record()
     rate(add)
     for _ in range(repeats):
         answer["op_per_s"].append(rate(add))
         if graph is not None:
             answer["graph_per_s"].append(rate(graph.replay))
+        if event is not None:
+            answer["query_per_s"].append(rate(event.query))
     return answer
 
 

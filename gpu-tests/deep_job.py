@@ -6,8 +6,8 @@ on the GPU is what `nvidia-smi` says, less what it says of an idle GPU. After ea
 The same program without Sublet is taken off the GPU and back by the driver's own checkpoint calls. Then two
 processes that share a tensor by CUDA IPC go through `--cycles` deep pauses, and two tenants change places. `--kills` commands
 are killed at random instants, half of them pauses and half resumes; the same command, given once more, must succeed.
-A process with all that a plain pause leaves in place (small plain memory, memory of a stream, a graph that allocates, another
-context, registered host memory, an event that another process has open) is paused deep and looks at all of it.
+A process with all that a plain pause leaves in place (small plain memory, memory of a stream, a graph that allocates, an array, another
+context, a green one, registered host memory, an event that another process has open) is paused deep and looks at all of it.
 
 `--rows` are the parts to run, by comma. One call makes some 600 cycles, or 200 kills; each says how many it made before its deadline.
 Rows that run only if they are named: a process of JAX, one of CuPy, and one of torch with twenty graphs go through `--library-cycles`
@@ -453,7 +453,7 @@ class Deep:
             _, left, _ = self.cycle("kept", tenant, "deep")
             wrong += child.call("wrong", 60)[0]
             most = max(most, left)
-        what = "small plain memory, memory of a stream, of a graph, of another context, and host memory come back"
+        what = "small plain memory, memory of a stream, of a graph, of another context, an array, a green context, and host memory come back"
         self.result.check(what, not wrong, ", ".join(sorted(set(wrong))))
         self.result.check(f"{LEFT_MIB} MiB or less are left of it", most <= LEFT_MIB, f"at most {most} MiB")
         child.close()

@@ -51,11 +51,19 @@ class Plain:
         return True
 
 
+class _ArrayDescriptor(ctypes.Structure):
+    """CUDA_ARRAY_DESCRIPTOR."""
+
+    _fields_ = (("width", ctypes.c_size_t), ("height", ctypes.c_size_t), ("format", ctypes.c_int), ("channels", ctypes.c_uint))
+
+
 class Kept:
     """What a plain pause leaves in place."""
 
     SMALL, LARGE = 64 << 10, 4 << 20
     EVENT_FLAGS = 2 | 4  # without times, for other processes
+    #: CU_AD_FORMAT_UNSIGNED_INT32; CU_DEV_RESOURCE_TYPE_SM, with the size of a CUdevResource, or more.
+    UINT32, MULTIPROCESSORS, RESOURCE_BYTES = 3, 1, 256
 
     def __init__(self) -> None:
         self.seed = 1000
@@ -75,10 +83,26 @@ class Kept:
         self.registered = ctypes.addressof((ctypes.c_char * 1).from_buffer(self.memory))
         driver.call("cuMemHostRegister_v2", ctypes.c_void_p(self.registered), ctypes.c_size_t(self.LARGE), ctypes.c_uint(0))
         self._capture()
+        self.array, words = ctypes.c_void_p(), self.SMALL // 4
+        about = _ArrayDescriptor(width=words, height=0, format=self.UINT32, channels=1)
+        driver.call("cuArrayCreate_v2", ctypes.byref(self.array), ctypes.byref(about))
+        self._make_green()
         driver.call("cuCtxCreate_v2", ctypes.byref(self.context), ctypes.c_uint(0), ctypes.c_int(0))
         self.own = self.driver.alloc(self.LARGE).value
         driver.call("cuCtxSetCurrent", self.primary)
         self._write()
+
+    def _make_green(self) -> None:
+        """A green context of some of the multiprocessors, and a stream of it."""
+        self.green, self.green_stream, description, green = (ctypes.c_void_p() for _ in range(4))
+        whole, some, device = *(ctypes.create_string_buffer(self.RESOURCE_BYTES) for _ in range(2)), ctypes.c_int(0)
+        driver.call("cuDeviceGetDevResource", device, whole, ctypes.c_int(self.MULTIPROCESSORS))
+        groups = ctypes.c_uint(1)
+        driver.call("cuDevSmResourceSplitByCount", some, ctypes.byref(groups), whole, None, ctypes.c_uint(0), ctypes.c_uint(8))
+        driver.call("cuDevResourceGenerateDesc", ctypes.byref(description), some, ctypes.c_uint(1))
+        driver.call("cuGreenCtxCreate", ctypes.byref(green), description, device, ctypes.c_uint(1))
+        driver.call("cuCtxFromGreenCtx", ctypes.byref(self.green), green)
+        driver.call("cuGreenCtxStreamCreate", ctypes.byref(self.green_stream), green, ctypes.c_uint(1), ctypes.c_int(0))
 
     def _capture(self) -> None:
         """A graph that fills memory of its own and copies it to `copied`."""
@@ -104,6 +128,8 @@ class Kept:
         for address, size, word in ((self.registered, self.LARGE, 3), (self.host.value, self.SMALL, 4)):
             words = (ctypes.c_uint32 * (size // 4)).from_address(address or 0)
             words[:] = [self.seed + word] * (size // 4)
+        words = (ctypes.c_uint32 * (self.SMALL // 4))(*[self.seed + 5] * (self.SMALL // 4))
+        driver.call("cuMemcpyHtoA_v2", self.array, ctypes.c_size_t(0), words, ctypes.c_size_t(self.SMALL))
 
     def _holds(self, address: int, size: int, word: int) -> bool:
         words = (ctypes.c_uint32 * (size // 4))()
@@ -128,6 +154,14 @@ class Kept:
         driver.call("cuGraphLaunch", self.graph, self.stream)
         driver.call("cuStreamSynchronize", self.stream)
         found["a graph that allocates"] = self._holds(self.copied, self.LARGE, 77)
+        words = (ctypes.c_uint32 * (self.SMALL // 4))()
+        driver.call("cuMemcpyAtoH_v2", words, self.array, ctypes.c_size_t(0), ctypes.c_size_t(self.SMALL))
+        found["an array"] = set(words) == {self.seed + 5}
+        driver.call("cuCtxSetCurrent", self.green)
+        driver.call("cuMemsetD32Async", ctypes.c_uint64(self.copied), ctypes.c_uint(78), ctypes.c_size_t(self.LARGE // 4), self.green_stream)
+        driver.call("cuStreamSynchronize", self.green_stream)
+        driver.call("cuCtxSetCurrent", self.primary)
+        found["work in a green context"] = self._holds(self.copied, self.LARGE, 78)
         self._write()
         return [what for what, holds in found.items() if not holds]
 
