@@ -99,7 +99,6 @@ CALLS: dict[str, Callable[[Held, Any], int]] = {
     "cuMemHostRegister": lambda own, _: own.register(),
     "cuMemHostAlloc": lambda own, _: own.maker("cuMemHostAlloc", ctypes.c_size_t(4096), ZERO, end="cuMemFreeHost"),
     "cuMemcpyHtoDAsync": lambda own, cuda: cuda.cuMemcpyHtoDAsync_v2(own.memory, own.pinned, ctypes.c_size_t(4096), own.stream),
-    "cuMemcpyHtoD": lambda own, cuda: cuda.cuMemcpyHtoD_v2(own.memory, own.pinned, ctypes.c_size_t(4096)),
     "cuMemsetD8Async": lambda own, cuda: cuda.cuMemsetD8Async(own.memory, ctypes.c_ubyte(1), ctypes.c_size_t(4096), own.stream),
 }  # fmt: skip
 
@@ -108,7 +107,7 @@ FORBIDDEN, ALLOWED = [900, 901], [0, 0]
 #: Seen on driver 580: these spoil a capture unless they are made in relaxed mode, and waiting for a context always does.
 SPOIL = (
     "cuEventQuery", "cuEventSynchronize", "cuStreamQuery", "cuStreamSynchronize", "cuCtxSynchronize", "cuMemAlloc",
-    "cuMemHostRegister", "cuMemHostAlloc", "cuMemcpyHtoD",
+    "cuMemHostRegister", "cuMemHostAlloc",
 )  # fmt: skip
 
 
