@@ -392,7 +392,7 @@ impl Holdings {
             let bytes = holding.units * GRANULARITY_BYTES;
             account.own_bytes[usize::try_from(holding.device.0)?] += bytes;
         }
-        let report = self.member.pool().report();
+        let report = self.paged.report();
         let cells = self.cells.check(&report, &mut account.checked_bytes)?;
         let paged = self.paged.account(&report)?;
         for ((index, bytes), perhaps) in (0..).zip(&account.own_bytes).zip(&shared.perhaps_bytes) {

@@ -185,7 +185,10 @@ fn listen(
     Ok(())
 }
 
-#[expect(clippy::disallowed_methods, reason = "a random instant is what the simulation is about")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "random instants are what the simulation is about, and other processes tell nobody"
+)]
 fn let_time_pass(time: Duration) {
     thread::sleep(time);
 }

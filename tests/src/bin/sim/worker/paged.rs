@@ -5,7 +5,7 @@ mod using;
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use sublet_tests::{Outcome, Trouble};
@@ -18,12 +18,13 @@ use crate::tally::{Counts, Tally};
 
 use super::calls::{device_refused, fired, is_full};
 use super::memory::PAGE_BYTES;
-use super::{Charter, Sim, host};
+use super::{Charter, Sim, host, let_time_pass};
 
 /// The library that the pool counts it under.
 const LIBRARY: &str = "paged";
 /// For what a pager does, without the time of pauses. Shorter than a worker may take for an answer.
 const LIMIT: Duration = Duration::from_secs(20);
+const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// A use that an injected fault made fail is tried again so often at most.
 const TRIES_MAX: usize = 8;
 const BLOCKS_MAX: usize = 8;
@@ -498,6 +499,21 @@ impl Paged {
         self.fired = self.fired();
         self.shortages = host::shortages();
         Ok(())
+    }
+
+    /// What the pool has on record, once a window is gone that was closed while the process was paused: the pager's thread ends it
+    /// behind the resume.
+    pub(super) fn report(&self) -> PoolReport {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let report = self.member.pool().report();
+            let own: u64 = report.devices.iter().map(own_bytes_on).sum();
+            let is_ending = self.window.is_none() && !self.is_stuck && own > 0;
+            if !is_ending || Instant::now() >= deadline {
+                return report;
+            }
+            let_time_pass(LOOK_EVERY);
+        }
     }
 
     /// What the pool has on record for it.
