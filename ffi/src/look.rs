@@ -372,8 +372,11 @@ pub(crate) fn begin_graph(place: impl FnOnce() -> In) -> Option<Seen> {
     if !is_on() {
         return None;
     }
-    let (device, place) = (runtime::current_device().ok(), place());
     let mut seen = Seen::new();
+    if !seen.windows.iter().any(|pager| pager.has_captured()) {
+        return None;
+    }
+    let (device, place) = (runtime::current_device().ok(), place());
     for index in 0..seen.windows.len() {
         let pager = &seen.windows[index];
         if Some(pager.device()) == device

@@ -141,6 +141,11 @@ pub fn address_free<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()>
     Answer::of(entered.free_cell_addresses(range))
 }
 
+/// This thread has addresses reserved that the pool does not see: what it made before is for them, if for any.
+pub fn reserves_elsewhere() {
+    WITHOUT_ADDRESSES.set(None);
+}
+
 /// Addresses for memory that `library` has allocated, or may allocate there. The driver gives all others.
 #[doc(alias = "cuMemAddressReserve")]
 pub fn address_reserve<D: Driver>(

@@ -154,6 +154,7 @@ unsafe extern "C" fn address_reserve(
 ) -> c_int {
     let driver = || call_driver!(cuMemAddressReserve(start, size, alignment, hint, flags));
     if start.is_null() || hint != 0 || flags != 0 {
+        vmm::reserves_elsewhere();
         return driver();
     }
     answered(

@@ -140,7 +140,9 @@ impl<D: Driver> Agent<D> {
         loop {
             // A defect must not end the thread: nobody could reach this process any more, nor open its gate.
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.turn())) {
-                self.hang_up_on_all(text_of(&*panic));
+                let settle = AssertUnwindSafe(|| self.hang_up_on_all(text_of(&*panic)));
+                // What it could not settle the next turn meets again.
+                let _panic = catch_unwind(settle);
             }
         }
     }

@@ -300,6 +300,11 @@ impl<D: Driver> Pager<D> {
         Ok(Some(Touched { stream, chunks, list }))
     }
 
+    /// Do graphs use anything of this window?
+    pub fn has_captured(&self) -> bool {
+        !self.shared.calls().captured.is_empty()
+    }
+
     /// A graph is about to be launched on `stream`, which is of the device of this window. `None` if graphs use nothing of it.
     /// Otherwise [`Pager::end_call`] says that it is launched.
     pub fn begin_graph(&self, stream: In) -> Option<Touched> {
