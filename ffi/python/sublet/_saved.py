@@ -11,6 +11,8 @@ copied on the device, and its chunk mapped again. That takes longer than the cop
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import sys
 import threading
 import time
@@ -28,6 +30,32 @@ _LEAST_BYTES = 1 << 20
 _AHEAD_BYTES = 256 << 20
 #: Places lie in pinned memory of this size: PyTorch rounds sizes up to powers of two.
 _SLAB_BYTES = 1 << 30
+
+
+#: ``CU_STREAM_CAPTURE_MODE_RELAXED``.
+_RELAXED = 2
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _exchange_capture_mode(mode: int) -> int:
+    """Sets which calls this thread may make during captures; what it was before."""
+    place = ctypes.c_int(mode)
+    _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(place))
+    return place.value
+
+
+@contextlib.contextmanager
+def _beside_captures() -> Iterator[None]:
+    """In it, questions about events, waits for them and pinned allocations end no capture of another thread."""
+    before = _exchange_capture_mode(_RELAXED)
+    try:
+        yield
+    finally:
+        _exchange_capture_mode(before)
 
 
 class _Place:
@@ -64,7 +92,8 @@ class _Device:
             slab_bytes = max(rounded, min(_SLAB_BYTES, 1 << (8 * rounded - 1).bit_length()))
             try:
                 # Named: inside a custom operator the default device may be a GPU.
-                self._slab = self.torch.empty(slab_bytes, dtype=self.torch.uint8, device="cpu", pin_memory=True)
+                with _beside_captures():
+                    self._slab = self.torch.empty(slab_bytes, dtype=self.torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 if "out of memory" not in str(error).lower():
                     raise
@@ -91,9 +120,13 @@ class _Device:
         self.counts["tensors"] += 1
         self.counts["out_bytes"] += item.size_bytes
 
+    def _is_first_over(self) -> bool:
+        with _beside_captures():
+            return bool(self._leaving[0][2].query())
+
     def drop_what_has_left(self) -> None:
         """Gives memory back whose copies are over."""
-        while self._leaving and self._leaving[0][2].query():
+        while self._leaving and self._is_first_over():
             ref, tensor, _, _ = self._leaving.popleft()
             item = ref()
             if item is not None and item.tensor is tensor:
@@ -112,7 +145,8 @@ class _Device:
                     return
                 copied = self._leaving[0][2]
             began = time.perf_counter()
-            copied.synchronize()
+            with _beside_captures():
+                copied.synchronize()
             self.counts["waited_us"] += int(1e6 * (time.perf_counter() - began))
 
     def bring(self, item: _Item) -> None:
@@ -175,7 +209,14 @@ class _Item:
     def let_go(self) -> None:
         """Gives up memory that it was brought to. The copy ends before others use that memory."""
         if self.arrival is not None:
-            self.owner.wait_event(self.arrival)
+            with self.device.torch.cuda.stream(self.owner):
+                is_captured = self.device.torch.cuda.is_current_stream_capturing()
+            if is_captured:
+                # It may wait for nothing from before.
+                with _beside_captures():
+                    self.arrival.synchronize()
+            else:
+                self.owner.wait_event(self.arrival)
         self.arrival = self.tensor = None
 
     def __del__(self) -> None:

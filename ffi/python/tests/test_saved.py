@@ -32,9 +32,11 @@ class Event:
         self.machine = machine
 
     def query(self) -> bool:
+        self.machine.leave_captures_alone()
         return self.is_over
 
     def synchronize(self) -> None:
+        self.machine.leave_captures_alone()
         self.machine.run_until(lambda: self.is_over)
 
 
@@ -51,6 +53,8 @@ class Stream:
         return event
 
     def wait_event(self, event: Event) -> None:
+        # A destructor's errors are lost.
+        self.machine.is_spoilt |= self is self.machine.captured
         self.work.append((event, None))
 
     def step(self) -> bool:
@@ -159,7 +163,18 @@ class Machine:
         #: Cells whose tensors have gone, and that streams may still use.
         self.late: list[tuple[list[list[int]], list[int], list[Event]]] = []
         self.made, self.choose, self.is_captured = 0, choose, False
+        self.captured: Optional[Stream] = None
+        #: A capture has ended: by an event from before it, or by a question or wait of another thread.
+        self.is_spoilt = False
+        self.capture_mode = 0
         self.current = self.compute = Stream(self)
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        before, self.capture_mode = self.capture_mode, mode
+        return before
+
+    def leave_captures_alone(self) -> None:
+        self.is_spoilt |= self.capture_mode != _saved._RELAXED
 
     def run_until(self, is_over: Callable[[], bool]) -> None:
         while not is_over():
@@ -219,6 +234,8 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield
 
     def empty(size: int, pin_memory: bool = False, device: Any = None, **_: Any) -> Tensor:
+        if pin_memory:
+            machine.leave_captures_alone()
         if pin_memory and size > 1 << 40:
             raise RuntimeError("out of memory")
         return Tensor(Storage(machine, size, pin_memory or size == 0), [0], (size,))
@@ -233,12 +250,14 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         stream=on,
         device=lambda _: contextlib.nullcontext(),
         current_stream=lambda _: machine.current,
-        is_current_stream_capturing=lambda: machine.is_captured,
+        is_current_stream_capturing=lambda: machine.is_captured or machine.current is machine.captured,
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(_saved, "_AHEAD_BYTES", 3 * MIB)
+    monkeypatch.setattr(_saved, "_exchange_capture_mode", machine.exchange_capture_mode)
     _saved._Pass.devices.clear()
     yield machine
+    assert not machine.is_spoilt
     _saved._Pass.devices.clear()
 
 
@@ -393,6 +412,17 @@ def test_graph_under_capture_and_a_host_without_memory_are_errors(machine: Machi
         with pytest.raises(sublet.OutOfHostMemory, match="pinned host memory: free some"):
             pack(machine.tensor(2))
     del large
+
+
+def test_what_was_brought_goes_while_its_stream_is_captured(machine: Machine) -> None:
+    kept, seen = forward(machine, 12), list[int]()
+    _, unpack = machine.hooks  # type: ignore[attr-defined]
+    machine.use(unpack(kept[2]), seen)
+    machine.captured = machine.compute
+    kept.clear()
+    machine.captured = None
+    machine.run_until(lambda: not machine.compute.work)
+    assert seen == [3] and machine.capture_mode == 0
 
 
 def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

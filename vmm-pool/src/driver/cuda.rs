@@ -407,13 +407,15 @@ impl Driver for CudaDriver {
         };
         let pointer = start.as_ptr().cast();
         // SAFETY: the caller keeps the range mapped until it is unregistered.
-        let code = unsafe { (self.table.host_register)(pointer, size_bytes, flags) };
+        let register = || unsafe { (self.table.host_register)(pointer, size_bytes, flags) };
+        let code = self.beside_captures(register);
         check(DriverOp::HostRegister, code)
     }
 
     unsafe fn host_unregister(&self, start: NonNull<u8>) -> DriverResult<()> {
         // SAFETY: the caller vouches that no copy uses the range.
-        let code = unsafe { (self.table.host_unregister)(start.as_ptr().cast()) };
+        let unregister = || unsafe { (self.table.host_unregister)(start.as_ptr().cast()) };
+        let code = self.beside_captures(unregister);
         check(DriverOp::HostUnregister, code)
     }
 
