@@ -20,6 +20,7 @@ Which mode does what, and what the record says, is in docs/rl-example.md.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -27,7 +28,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -56,13 +57,24 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         _check_space(options)
         # Simulated GPUs are files: they belong in memory.
         folder = options.shm if options.simulate and options.shm.is_dir() else None
-        with tempfile.TemporaryDirectory(prefix="rl-grpo-", dir=folder) as place:
+        with tempfile.TemporaryDirectory(prefix="rl-grpo-", dir=folder) as place, _own_environment():
             jobs = _jobs(options, Path(place))
             runs = _play(options, jobs, Path(place))
     except (Problem, OSError) as problem:
         print(f"rl: {problem}", file=sys.stderr)
         return 2
     return _tell(options, runs)
+
+
+@contextlib.contextmanager
+def _own_environment() -> Iterator[None]:
+    """What the run sets for its commands is gone behind it, with the folders that it names."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _require(module: str, how: str) -> None:
