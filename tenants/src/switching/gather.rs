@@ -438,6 +438,21 @@ impl Displaced {
     }
 }
 
+/// Writes down that `tenant` is in a turn, or was, where the history knows nothing of it. Takes the lock of turns for that.
+pub(super) fn write_down_turn(run_dir: &RunDir, tenant: &TenantName) -> Result<(), RunDirError> {
+    let turns = run_dir.turns()?;
+    if history_of(&turns).is_displaced(tenant).is_some() {
+        return Ok(());
+    }
+    let lock = turns.lock(Instant::now() + LOCK_WAIT)?;
+    let mut history = history_of(&turns);
+    if history.is_displaced(tenant).is_none() {
+        history.began_turn(tenant, false, now_us());
+        turns.keep_history(&lock, &history)?;
+    }
+    Ok(())
+}
+
 /// Do processes of `tenant` queue?
 fn queues(stats: &TenantStats) -> bool {
     !stats.members.is_empty() && stats.members.iter().all(|member| member.member.queues)

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::gather::Displaced;
+use super::gather::{Displaced, write_down_turn};
 use super::queue::{CallsOff, Queue, never};
 use super::{SwitchError, SwitchOptions, Switched};
 use crate::checkpoints::Checkpointer;
@@ -88,7 +88,10 @@ impl Turn {
         let shared = Arc::new(Shared { state, changed: Condvar::new() });
         let watched = Arc::clone(&shared);
         let watch = Watch { run_dir: run_dir.clone(), tenant: tenant.clone(), options };
-        let watch = move || watch.run(&watched);
+        let watch = move || {
+            watch.run(&watched);
+            watch.write_down();
+        };
         let thread = vmm_pool::threads::spawn("sublet-turn", watch, |_| {});
         if let Err(error) = thread {
             tracing::warn!(%error, "nobody brings this tenant back when others have it paused for theirs");
@@ -175,6 +178,15 @@ impl Watch {
         let is_over = || shared.state().is_over;
         if let Err(error) = queue.keep_claim(CallsOff::when(&is_over)) {
             tracing::debug!(tenant = %self.tenant, %error, "a claim to a turn was not made again yet");
+        }
+        self.write_down();
+    }
+
+    /// That its tenant takes turns, where the history has gone with its directory: else it would be for ever in the way of those of lower
+    /// classes when its turn is over.
+    fn write_down(&self) {
+        if let Err(error) = write_down_turn(&self.run_dir, &self.tenant) {
+            tracing::debug!(tenant = %self.tenant, %error, "a turn is not written down yet");
         }
     }
 
