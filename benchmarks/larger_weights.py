@@ -134,11 +134,9 @@ def steps(args: Any, torch: Any, model: Any, data: list[Any]) -> None:
 # ---------------------------------------------------------------- graphs
 
 
-def graphs(args: Any, torch: Any, data: list[Any]) -> None:
+def graphs(torch: Any) -> None:
     """A graph over paged weights, and what a small graph's replay takes with and without a window."""
     import sublet
-
-    del args, data
 
     def build() -> Any:
         torch.manual_seed(7)

@@ -27,8 +27,6 @@ PACKAGES = ("sublet", "trl", "datasets", "dill", "multiprocess")
 #: What the run is given to write its record once it is told to end; the job keeps 30 s behind its wait.
 END_S = 15.0
 FIGURES = ("lost_share", "step_s", "switch_s", "leaves_s", "arrives_s", "generator_leaves_s", "generator_arrives_s", "left_bytes", "handover_peak_bytes", "kv_tokens_free", "tokens_per_s", "host_bytes", "rests", "rest_s", "end_rest_s", "rest_left_mib")
-#: What may be left on a GPU of tenants in a deep pause.
-LEFT_MIB = 16
 
 
 def parse(argv: list[str]) -> Any:
@@ -103,7 +101,7 @@ def take(args: Any, result: Result, record: dict[str, Any]) -> None:
             wanted = args.steps // args.rest_every
             result.check(f"{mode}: {wanted} deep pauses of both tenants", rests == wanted, f"{rests} made")
             if not args.simulate:
-                result.check(f"{LEFT_MIB} MiB or less are left of both tenants in each", left is not None and left <= LEFT_MIB, f"at most {left} MiB")
+                result.check(f"{common.LEFT_MIB} MiB or less are left of both tenants in each", left is not None and left <= common.LEFT_MIB, f"at most {left} MiB")
         for phase in run["phases"]:
             result.sample(f"{mode}_{phase['phase']}_s", round(phase["end_s"] - phase["begin_s"], 6))
         for name in ("reward", "loss", "tokens"):

@@ -206,6 +206,10 @@ def touch_host_memory(gib: float) -> dict[str, float]:
     return {"gib": gib, "seconds": time.perf_counter() - began}
 
 
+#: What may be left of tenants in a deep pause on a GPU.
+LEFT_MIB = 16
+
+
 def used_mib() -> list[int]:
     """What nvidia-smi says is used of each GPU of the machine."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]

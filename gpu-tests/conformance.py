@@ -47,7 +47,7 @@ def body(args: Any, result: Result, work: Path) -> None:
     result.data["output_tail"] = text[-6000:]
     print(text[-3000:])
     result.check("conformance on the real driver", child.returncode == 0, f"exit {child.returncode}; {verdict(text)}")
-    found = captured_calls.differences()
+    found = captured_calls.differences(captured_calls.table())
     result.check("what captures forbid is what the simulated driver forbids", not found, "; ".join(found))
 
 

@@ -40,11 +40,11 @@ import cli
 import common
 import driver
 import runner
-from common import JobError, Result
+from common import LEFT_MIB, JobError, Result
 from deep_calls import calls
 from deep_libraries import LIBRARIES
 from deep_memory import Kept, Plain
-from deep_rows import LEFT_MIB, library, library_of_driver, other_gpu, under_mps
+from deep_rows import library, library_of_driver, other_gpu, under_mps
 from race_memory import Checkpoints
 
 SIZES_GIB = "0.5,16,48"

@@ -11,14 +11,10 @@ from typing import Any
 
 import cli
 import common
-from common import JobError
+from common import LEFT_MIB, JobError
 from deep_libraries import LIBRARIES
 from deep_memory import restore_on
 from race_memory import Checkpoints
-
-#: What may be left of a job on a GPU.
-LEFT_MIB = 16
-
 
 #: Seconds that the driver alone keeps a process off the GPU: threads of its libraries make calls meanwhile.
 OFF_S = 1.0

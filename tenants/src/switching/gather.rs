@@ -410,7 +410,8 @@ impl Displaced {
         match turns.and_then(|turns| history_of(&turns).is_displaced(tenant)) {
             Some(is_displaced) => self.0 = is_displaced,
             None if self.0 => {
-                if let Err(error) = Self::write_down(run_dir, tenant) {
+                let leaves = |history: &mut History| history.is_leaving(tenant);
+                if let Err(error) = write_down(run_dir, tenant, leaves) {
                     tracing::debug!(%tenant, %error, "that it is away for another is not written down yet");
                 }
             }
@@ -425,21 +426,14 @@ impl Displaced {
             self.look(run_dir, tenant);
         }
     }
-
-    fn write_down(run_dir: &RunDir, tenant: &TenantName) -> Result<(), RunDirError> {
-        let turns = run_dir.turns()?;
-        let lock = turns.lock(Instant::now() + LOCK_WAIT)?;
-        let mut history = history_of(&turns);
-        if history.is_displaced(tenant).is_none() {
-            history.is_leaving(tenant);
-            turns.keep_history(&lock, &history)?;
-        }
-        Ok(())
-    }
 }
 
-/// Writes down that `tenant` is in a turn, or was, where the history knows nothing of it. Takes the lock of turns for that.
-pub(super) fn write_down_turn(run_dir: &RunDir, tenant: &TenantName) -> Result<(), RunDirError> {
+/// Writes down `what` is so of `tenant`, where the history knows nothing of it. Takes the lock of turns for that.
+pub(super) fn write_down(
+    run_dir: &RunDir,
+    tenant: &TenantName,
+    what: impl FnOnce(&mut History),
+) -> Result<(), RunDirError> {
     let turns = run_dir.turns()?;
     if history_of(&turns).is_displaced(tenant).is_some() {
         return Ok(());
@@ -447,7 +441,7 @@ pub(super) fn write_down_turn(run_dir: &RunDir, tenant: &TenantName) -> Result<(
     let lock = turns.lock(Instant::now() + LOCK_WAIT)?;
     let mut history = history_of(&turns);
     if history.is_displaced(tenant).is_none() {
-        history.began_turn(tenant, false, now_us());
+        what(&mut history);
         turns.keep_history(&lock, &history)?;
     }
     Ok(())

@@ -4,12 +4,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::gather::{Displaced, write_down_turn};
+use super::gather::{Displaced, write_down};
 use super::queue::{CallsOff, Queue, never};
 use super::{SwitchError, SwitchOptions, Switched};
 use crate::checkpoints::Checkpointer;
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
+use crate::time::now_us;
+use crate::turns::history::History;
 use crate::turns::scene::Wish;
 
 /// How often a process in its turn looks whether its tenant was paused for another.
@@ -185,7 +187,8 @@ impl Watch {
     /// That its tenant takes turns, where the history has gone with its directory: else it would be for ever in the way of those of lower
     /// classes when its turn is over.
     fn write_down(&self) {
-        if let Err(error) = write_down_turn(&self.run_dir, &self.tenant) {
+        let began = |history: &mut History| history.began_turn(&self.tenant, false, now_us());
+        if let Err(error) = write_down(&self.run_dir, &self.tenant, began) {
             tracing::debug!(tenant = %self.tenant, %error, "a turn is not written down yet");
         }
     }
