@@ -88,6 +88,9 @@ def role(args: Any) -> int:
     if args.role == "graphs":
         larger_weights.graphs(torch)
         return 0
+    if args.role == "resident":
+        runner.fact("link", larger_models.link(torch))
+        torch.cuda.empty_cache()
     model = larger_models.make(torch, larger_models.shape_of(args.role), args.layers)
     runner.fact("parameters", larger_models.count(model))
     if args.role.startswith(("infer", "lora")):
@@ -106,7 +109,7 @@ def role(args: Any) -> int:
     torch.cuda.reset_peak_memory_stats()
     peak_bytes, losses = 0, []
     for step in range(args.steps):
-        batch = data[step % len(data)]
+        batch, before = data[step % len(data)], larger_models.moved() if is_paged(args.role) else {}
         is_recorded = args.role == "backward" and step == args.steps - 1
         recorder = larger_picture.Recorder() if is_recorded else None
         began = time.perf_counter()
@@ -114,6 +117,8 @@ def role(args: Any) -> int:
             loss = model(input_ids=batch, labels=batch).loss
         if recorder is not None:
             recorder.mark("forward")
+        if args.role == "resized":
+            larger_weights.resize(step, args.steps, model, optimizer)
         is_paused = args.role in ("pauses", "saved_backward") and step % PAUSE_EVERY == PAUSE_EVERY - 1
         pauser = pause_soon() if is_paused else None
         loss.backward()
@@ -129,6 +134,8 @@ def role(args: Any) -> int:
             runner.fact("timeline", recorder.ended())
         elif step > 0:  # the first makes the state
             runner.sample("step_s", took)
+            for name in before:
+                runner.sample(f"{name}_a_step", larger_models.moved()[name] - before[name])
         losses.append(float(loss))
         free, total = torch.cuda.mem_get_info()
         peak_bytes = max(peak_bytes, total - free)
@@ -187,11 +194,14 @@ def optimizer_of(args: Any, model: Any) -> Any:
 
         return CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, **how)
     optimizer = torch.optim.AdamW(model.parameters(), **how)
-    if args.role in (*PAGED, "saved_backward", "wo_third"):
+    if args.role in (*PAGED, "saved_backward", "resized") or args.role.startswith("wo_"):
         import sublet
 
-        step = "after" if args.role == "after" else "backward"
-        optimizer = sublet.paged(optimizer, frames=args.frames, step=step)
+        step = "after" if args.role.endswith("after") else "backward"
+        takes_all = args.role in ("wo_sixth", "wo_twelfth", "resized")
+        frames = larger_weights.state_frames(args.role, model) if takes_all else args.frames
+        runner.fact("state_frames_bytes", frames)
+        optimizer = sublet.paged(optimizer, frames=frames, step=step)
     if args.role == "tenth":
         leave_out_announcements(optimizer)
     return optimizer

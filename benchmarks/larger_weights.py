@@ -3,7 +3,9 @@
 | row | what runs | frames |
 | --- | --- | --- |
 | `w_all`, `w_half`, `w_third` | the training of `resident`, its optimizer stock and after backward | all weights, a half, a third |
-| `wo_third` | the same, with the optimizer's state paged too, in backward | a third, and `--frames` |
+| `wo_third`, `wo_third_after` | the same, with the optimizer's state paged too, its step in backward or after it | a third, and `--frames` |
+| `wo_sixth`, `wo_twelfth` | the same, in backward | of all state as much |
+| `resized` | the same, in backward. Frames change while work is under way: the optimizer's are 12 GiB, then 4, then 12; those of weights 6, 2 and 6 | |
 | `infer`, `infer_half`, `infer_third` | forward alone, in bf16 | none is paged, a half, a third |
 | `lora`, `lora_half`, `lora_third` | a frozen base in bf16 with small trained matrices | the same |
 | `lora14`, `lora14_third` | as `lora`, with a base of 14 billion parameters | the same |
@@ -27,6 +29,10 @@ REFERENCES = {
     "w_half": "resident",
     "w_third": "resident",
     "wo_third": "resident",
+    "wo_third_after": "resident",
+    "wo_sixth": "resident",
+    "wo_twelfth": "resident",
+    "resized": "resident",
     "infer_half": "infer",
     "infer_third": "infer",
     "lora_half": "lora",
@@ -35,7 +41,9 @@ REFERENCES = {
 }
 #: In the order in which they run: what others are compared with comes first.
 ROWS = ("infer", "lora", "lora14", *REFERENCES, "graphs", "look")
-SHARES = {"all": 1.0, "half": 1 / 2, "third": 1 / 3}
+SHARES = {"all": 1.0, "half": 1 / 2, "third": 1 / 3, "sixth": 1 / 6, "twelfth": 1 / 12}
+#: Of `resized`, in GiB: the frames of weights and of the optimizer's state.
+WIDE, NARROW = (6, 12), (2, 4)
 #: Of an eager operator: those that launch nothing, though they take a weight.
 WITHOUT_LAUNCH = ("detach", "t.default", "view", "transpose", "expand", "alias", "_unsafe_view", "permute", "slice", "select", "unsqueeze", "split", "as_strided")
 LAUNCHES, ROUNDS, SETTLE_S = 1_000, 20, 1.0
@@ -53,8 +61,8 @@ def page(row: str, model: Any) -> Any:
     import sublet
 
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    share = SHARES.get(row.split("_")[-1], 1 / 3)
-    frames = int(total * share) + (64 << 20 if share == 1.0 else 0)
+    share = share_of(row)
+    frames = WIDE[0] << 30 if row == "resized" else int(total * share) + (64 << 20 if share == 1.0 else 0)
     runner.fact("weights_bytes", total)
     runner.fact("frames_bytes", frames)
     began = time.perf_counter()
@@ -64,6 +72,34 @@ def page(row: str, model: Any) -> Any:
 
     torch.cuda.empty_cache()
     return model
+
+
+def share_of(row: str) -> float:
+    """How much of the weights the row has frames for."""
+    return next((SHARES[part] for part in row.split("_") if part in SHARES), 1 / 3)
+
+
+def state_frames(row: str, model: Any) -> int:
+    """Frames for the optimizer's state of a row that does not take `--frames`, in bytes."""
+    if row == "resized":
+        return WIDE[1] << 30
+    # Two moments, each as large as the weights.
+    return int(2 * share_of(row) * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()))
+
+
+def resize(step: int, steps: int, model: Any, optimizer: Any) -> None:
+    """In the row `resized`: fewer frames after a third of the steps, and more after two."""
+    import sublet
+
+    changes = {steps // 3: NARROW, 2 * steps // 3: WIDE}
+    if step in changes:
+        for target, frames in zip((model, optimizer), changes[step]):
+            began = time.perf_counter()
+            sublet.set_frames(target, f"{frames}GiB")
+            runner.sample("resizing_s", time.perf_counter() - began)
+        runner.fact(f"resident_bytes_{step}", [each["resident_bytes"] for each in sublet.report()])
+        least = sorted(each["frames_bytes"] for each in sublet.report())
+        runner.row(f"step {step}: frames are {changes[step]} GiB", least == [frames << 30 for frames in changes[step]], str(least))
 
 
 def report() -> None:

@@ -163,10 +163,10 @@ run_deep_tenants() {
     GPUS=1 suite deep_tenants "${DEEP_LIMIT_S:-290}" deep_job.py --tenants "${DEEP_TENANTS:-10}" --tenant-gib "${DEEP_TENANT_GIB:-4}" \
         --room-gib "${DEEP_ROOM_GIB:-6.5}" --rounds "${DEEP_ROUNDS:-6}"
 }
-# LARGER_ROWS, by comma, also those of larger_weights.py (`graphs` among them), 7b_bound, 7b, save_on_cpu, saved and saved_backward; LARGER_FRAMES, the device memory for state.
+# LARGER_ROWS, by comma, also those of larger_weights.py (`graphs` among them), 7b_bound, 7b, save_on_cpu, saved and saved_backward; LARGER_FRAMES, the device memory for state; LARGER_STEPS; LARGER_BATCH, sequences of 2,048 tokens a step.
 run_larger() {
     GPUS=1 suite larger "${LARGER_LIMIT_S:-590}" larger_job.py --rows "${LARGER_ROWS:-resident,backward,after,pauses,tenth,fsdp2,torchao}" \
-        --frames "${LARGER_FRAMES:-2GiB}" --steps "${LARGER_STEPS:-20}"
+        --frames "${LARGER_FRAMES:-2GiB}" --steps "${LARGER_STEPS:-20}" --batch "${LARGER_BATCH:-8}"
 }
 # Two ranks that page on two GPUs.
 run_larger_ranks() { GPUS=2 suite larger_ranks 150 larger_ranks_job.py --rows "${LARGER_RANKS_ROWS:-plain,two,two_256,one,weights}"; }

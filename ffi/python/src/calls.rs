@@ -465,6 +465,19 @@ impl Library {
         })
     }
 
+    /// Says how much of a window may be on the device.
+    fn page_set_frames(
+        &self,
+        py: Python<'_>,
+        pager: u64,
+        frames_bytes: u64,
+        timeout_ms: u32,
+    ) -> PyResult<()> {
+        let set = function!(self, py, sublet_page_set_frames);
+        // SAFETY: no pointer is passed.
+        self.run(py, "set_frames", || unsafe { set(pager, frames_bytes, timeout_ms) })
+    }
+
     /// Says what is used next.
     fn page_announce(&self, py: Python<'_>, pager: u64, spans: Vec<u64>) -> PyResult<()> {
         let announce = function!(self, py, sublet_page_announce);

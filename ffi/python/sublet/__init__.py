@@ -28,7 +28,7 @@ from sublet._library import (
 )
 from sublet._memory import host_copy, set_file_dir
 from sublet._native import __version__ as __version__
-from sublet._paging import paged, report
+from sublet._paging import paged, report, set_frames
 from sublet._pausing import is_paused, pause, paused, resume, stats
 from sublet._regions import Region, region
 from sublet._report import Report, SwapReport
@@ -66,6 +66,7 @@ __all__ = [
     "resume",
     "saved",
     "set_file_dir",
+    "set_frames",
     "stats",
     "swap",
     "tenants",

@@ -185,13 +185,22 @@ class _Paged:
             sizes.append(max(_span_bytes(there), _span_bytes(to_come)))
         ends = list(itertools.accumulate(sizes))
         chunks = (-(-end // _CHUNK_BYTES) - (end - size) // _CHUNK_BYTES for end, size in zip(ends, sizes))
-        least = max(1, *chunks) * _CHUNK_BYTES
+        self._least = max(1, *chunks) * _CHUNK_BYTES
+        self._refuse_too_few(frames)
+        return sizes
+
+    def _refuse_too_few(self, frames: int) -> None:
+        least = self._least
         if frames // _CHUNK_BYTES * _CHUNK_BYTES < least:
             raise UsageError(
                 f"paged: frames of {frames} bytes do not hold the state of one block of parameters, which takes {least} "
                 f"bytes: give at least '{least >> 20}MiB', better twice that"
             )
-        return sizes
+
+    def set_frames(self, frames: int) -> None:
+        """From now on so many bytes."""
+        self._refuse_too_few(frames)
+        self._library.page_set_frames(self.pager, frames, _WAIT_MS)
 
     def _made_by_steps(self, optimizer: Any, number: int) -> int:
         """How many tensors like a parameter the optimizer makes for it, as far as that is known here."""
@@ -476,8 +485,7 @@ def paged(target: _Target, *, frames: Union[int, str], step: Step = "after") -> 
     >>> optimizer = sublet.paged(torch.optim.AdamW(model.parameters(), fused=True), frames="2GiB")  # doctest: +SKIP
     """
     torch: Any = sys.modules.get("torch")
-    module_type = getattr(getattr(torch, "nn", None), "Module", None)
-    if module_type is not None and isinstance(target, module_type):
+    if _is_module(target):
         from sublet._paging_weights import page_module
 
         page_module(target, torch, own_library(), _bytes_of(frames))
@@ -503,6 +511,35 @@ def paged(target: _Target, *, frames: Union[int, str], step: Step = "after") -> 
                     param.register_post_accumulate_grad_hook(owner.gradient_is_there)
     _live.add(owner)
     return target
+
+
+def _is_module(target: Any) -> bool:
+    module_type = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", None)
+    return module_type is not None and isinstance(target, module_type)
+
+
+def set_frames(target: Any, frames: Union[int, str]) -> None:
+    """Changes how much device memory the state of a paged optimizer, or the parameters of a paged module, may take.
+
+    Fewer frames: what is needed last leaves, when its uses are over. The call returns when it has left. More frames are taken
+    as they are needed. Work may be under way on the GPU; results do not change.
+
+    Args:
+        target: what :func:`paged` was given.
+        frames: as for :func:`paged`.
+
+    Raises:
+        UsageError: ``target`` is not paged, or ``frames`` is too small, by the figures in the message.
+        RetryError: uses did not end in 10 minutes. It shrinks when they do.
+
+    >>> sublet.set_frames(model, "4GiB")  # doctest: +SKIP
+    """
+    from sublet._paging_weights import owners
+
+    owner = owners.get(target) if _is_module(target) else getattr(target, PAGED_BY, None)
+    if owner is None:
+        raise UsageError(f"set_frames: this {type(target).__name__} is not paged: sublet.paged(it, frames=...) does that")
+    owner.set_frames(_bytes_of(frames))
 
 
 def _wrap(target: Any, owner: _Paged) -> None:

@@ -45,14 +45,8 @@ class PagedModule:
         total = -(-_span_bytes(params) // _CHUNK_BYTES)
         # Of the largest tensor, which may begin in the middle of a chunk.
         least = max(_chunks_of(place, _size_of(param)) for place, param in zip(places, params))
-        count = min(frames // _CHUNK_BYTES, total)
-        if count < least:
-            raise UsageError(
-                f"paged: frames of {frames} bytes do not hold the largest parameter, which takes {least * _CHUNK_BYTES} bytes in "
-                f"chunks: give at least '{least * _CHUNK_BYTES >> 20}MiB', better a third of all "
-                f"{total * _CHUNK_BYTES >> 20} MiB"
-            )
-        self.pager = library.page_open(self._device.index, total * _CHUNK_BYTES, _CHUNK_BYTES, count * _CHUNK_BYTES)
+        self._least, self._total = least * _CHUNK_BYTES, total * _CHUNK_BYTES
+        self.pager = library.page_open(self._device.index, self._total, _CHUNK_BYTES, self._fitting(frames))
         owner = _Owner()
         weakref.finalize(owner, library.page_close, self.pager).atexit = False
         library.page_look(self.pager)
@@ -67,6 +61,20 @@ class PagedModule:
             for param, before in moved:
                 self._set(param, param.detach().to(before, copy=True))
             raise
+
+    def _fitting(self, frames: int) -> int:
+        """As much of ``frames`` as can be used, in bytes."""
+        usable = min(frames // _CHUNK_BYTES * _CHUNK_BYTES, self._total)
+        if usable < self._least:
+            raise UsageError(
+                f"paged: frames of {frames} bytes do not hold the largest parameter, which takes {self._least} bytes in "
+                f"chunks: give at least '{self._least >> 20}MiB', better a third of all {self._total >> 20} MiB"
+            )
+        return usable
+
+    def set_frames(self, frames: int) -> None:
+        """From now on so many bytes."""
+        self._library.page_set_frames(self.pager, self._fitting(frames), _WAIT_MS)
 
     def _move(self, param: Any, address: int, owner: _Owner) -> Any:
         """Moves one parameter into the window. Where it was."""

@@ -186,6 +186,19 @@ def test_too_few_frames_are_refused_with_the_least_that_works(pages: Pages) -> N
     assert pages.said == []
 
 
+def test_frames_change_within_what_works(pages: Pages) -> None:
+    module = Module(first=Parameter(100), second=Parameter(CHUNK // 4), third=Parameter(CHUNK // 4))
+    with pytest.raises(sublet.UsageError, match="set_frames: this Module is not paged"):
+        sublet.set_frames(module, "1GiB")
+    sublet.paged(module, frames="130MiB")
+    pages.said.clear()
+    with pytest.raises(sublet.UsageError, match="give at least '128MiB'"):
+        sublet.set_frames(module, "64MiB")
+    sublet.set_frames(module, "1GiB")
+    sublet.set_frames(module, 2 * CHUNK)
+    assert [said[:3] for said in pages.said] == [("page_set_frames", 7, size) for size in (3 * CHUNK, 2 * CHUNK)]
+
+
 def managed() -> Parameter:
     param = Parameter(4)
     param.ds_id = 1  # type: ignore[attr-defined]

@@ -163,6 +163,9 @@ class Library:
 
     def page_announce(self, pager: int, spans: list[int]) -> None: ...
 
+    def page_set_frames(self, pager: int, frames: int, wait_ms: int) -> None:
+        self.opened.append(frames)
+
 
 def clip_grad_norm_(parameters: Any, max_norm: float) -> float:
     """Torch's own."""
@@ -231,6 +234,10 @@ def test_frames_that_do_not_hold_a_block_are_refused_with_the_least_that_works(
         sublet.paged(optimizer, frames=frames)
     assert library.opened == []
     sublet.paged(optimizer, frames=least)
+    with pytest.raises(sublet.UsageError, match=f"give at least '{least}'"):
+        sublet.set_frames(optimizer, frames)
+    sublet.set_frames(optimizer, "1GiB")
+    assert library.opened[1:] == [1 << 30]
 
 
 @pytest.mark.parametrize("call", ["alloc", "acquire"])

@@ -40,6 +40,9 @@ def test_four_spans_go_through_the_frames_of_two_and_keep_their_bytes() -> None:
     told = json.loads(library.page_report(pager))
     assert (told["paged_bytes"], told["frames_bytes"], told["chunk_bytes"]) == (4 * CHUNK, 2 * CHUNK, CHUNK)
     assert told["resident_bytes"] <= 2 * CHUNK and told["exchanges"] > 0
+    library.page_set_frames(pager, CHUNK, WAIT_MS)
+    assert json.loads(library.page_report(pager))["resident_bytes"] <= CHUNK
+    library.page_set_frames(pager, 2 * CHUNK, WAIT_MS)
     with pytest.raises(sublet.UsageError, match=f"give at least {3 * CHUNK} bytes"):
         library.page_acquire(pager, spans[:3], 0, WAIT_MS)
     with pytest.raises(sublet.UsageError, match="nothing that is paged"):
