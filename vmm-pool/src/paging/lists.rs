@@ -97,6 +97,11 @@ impl Lists {
         (list.number, twice)
     }
 
+    /// How many lists hold this chunk.
+    pub(super) fn holding(&self, id: usize) -> u32 {
+        self.all.iter().map(|list| u32::from(list.chunks.contains(&id))).sum()
+    }
+
     /// Enters the launch of a graph. The number of its list.
     pub(super) fn add_graph(&mut self, stream: RawStream) -> u64 {
         let list = self.open_or_new(stream);

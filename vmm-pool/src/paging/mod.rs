@@ -497,10 +497,14 @@ impl<D: Driver> Pager<D> {
         let below = shared.want_ends();
         let captured = shared.calls().captured();
         let what = |_: &Table| "what was written to be copied to the host".to_owned();
-        shared.wait_for(limit, what, |table| {
+        shared.table().flushing += 1;
+        shared.changed.notify_all();
+        let flushed = shared.wait_for(limit, what, |table| {
             let is_so = shared.calls().have_ended(below) && table.is_all_clean(&captured);
             is_so.then_some(Ok(()))
-        })
+        });
+        shared.table().flushing -= 1;
+        flushed
     }
 
     /// From now on chunks take at most so much device memory, and in `limit` no more than that. *Blocks.*

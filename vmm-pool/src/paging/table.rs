@@ -16,8 +16,8 @@
 mod asking;
 mod figures;
 mod graphs;
+mod leaving;
 
-use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
@@ -186,6 +186,8 @@ pub(super) struct Table {
     pub(super) looks_again: Looks,
     /// Threads whose chunks do not fit next to those that are held. Uses of others are ended for them.
     pub(super) without_room: usize,
+    /// Threads that wait for copies of all that was written.
+    pub(super) flushing: usize,
     /// Uses are seen at launches: a chunk is mapped when it is full.
     pub(super) is_looked: bool,
     /// The device has failed.
@@ -234,6 +236,7 @@ impl Table {
             has_ended: false,
             looks_again: Looks::Soon,
             without_room: 0,
+            flushing: 0,
             is_looked: false,
             broken: None,
             counts: Counts::default(),
@@ -442,56 +445,6 @@ impl Table {
     pub(super) fn unclaim(&mut self, id: usize) {
         self.set_place(id, Place::Here);
         self.queue.retain(|queued| *queued != id);
-    }
-
-    /// Those that could give their frame to `newcomer`, in the order to ask them in: what is freed, then what is used last
-    /// from now on, and of two that nobody knows of the one that is clean. What was announced gives it only to somebody who waits.
-    pub(super) fn victims(&self, newcomer: usize) -> Vec<usize> {
-        let somebody_waits = self.chunks[newcomer].holders > 0;
-        let all = self.chunks.iter().enumerate().filter(|(_, chunk)| {
-            let is_wanted = chunk.is_promised && !chunk.is_freed;
-            let stays = chunk.stays.is_some() && chunk.is_refused;
-            chunk.place == Place::Here
-                && chunk.holders == 0
-                && !stays
-                && (somebody_waits || !is_wanted)
-        });
-        // What is used before the newcomer does not leave for its sake, unless somebody waits.
-        let newcomers = self.next_use(newcomer);
-        let is_later = |id: usize| !self.is_looked || self.next_use(id) >= newcomers;
-        let all = all.filter(|&(id, chunk)| somebody_waits || chunk.is_freed || is_later(id));
-        let mut all: Vec<_> = all.collect();
-        all.sort_by_key(|&(id, chunk)| {
-            let is_kept = (!chunk.is_freed, chunk.is_promised, chunk.is_refused);
-            (is_kept, Reverse(self.next_use(id)), !chunk.is_clean(), chunk.last)
-        });
-        all.into_iter().map(|(id, _)| id).collect()
-    }
-
-    /// How many uses there are before the next of this chunk. The most if that is not foretold.
-    fn next_use(&self, id: usize) -> usize {
-        self.next_uses.get(id).copied().unwrap_or(usize::MAX)
-    }
-
-    /// One that nobody needs on the device: it is freed, or there are more than there may be. It is idle.
-    pub(super) fn surplus(&self) -> Option<usize> {
-        let is_above = self.resident() > self.frames;
-        let is_surplus =
-            |chunk: &Chunk| chunk.is_idle() && !chunk.is_refused && (chunk.is_freed || is_above);
-        let freed = self.chunks.iter().position(|chunk| chunk.is_freed && is_surplus(chunk));
-        freed.or_else(|| self.used_last(is_surplus))
-    }
-
-    /// Of those that `is_meant`, the one that is used last from now on.
-    fn used_last(&self, is_meant: impl Fn(&Chunk) -> bool) -> Option<usize> {
-        let all = self.chunks.iter().enumerate().filter(|(_, chunk)| is_meant(chunk));
-        let last = all.max_by_key(|(id, chunk)| (self.next_use(*id), Reverse(chunk.last)));
-        last.map(|(id, _)| id)
-    }
-
-    /// The idle one that is not clean and is used last from now on: it is to give its frame first.
-    pub(super) fn to_clean(&self) -> Option<usize> {
-        self.used_last(|chunk| chunk.is_idle() && !chunk.is_clean() && !chunk.is_refused)
     }
 
     /// Copies out that are under way.

@@ -32,6 +32,8 @@ const LOOK_SOON: Duration = Duration::from_micros(50);
 const LOOK_LATER: Duration = Duration::from_millis(1);
 /// The same when nothing is under way: a message comes before.
 const LOOK_SELDOM: Duration = Duration::from_secs(1);
+/// How long somebody waits for the frame of what is used last. Behind that any is taken.
+const PATIENCE: Duration = Duration::from_millis(20);
 /// Copies out under way at most: what is queued behind them waits as long.
 const COPIES_OUT_MAX: usize = 4;
 
@@ -57,7 +59,8 @@ enum Job {
 pub(super) fn run<D: Driver>(shared: &Arc<Shared<D>>, told: &Sender<PoolResult<()>>) {
     let copier = Copier::new(&shared.pool);
     let sights = BTreeMap::new();
-    let mut pager = Worker { shared, copier, stay: None, questions: OnceCell::new(), sights };
+    let (questions, stay, awaited) = (OnceCell::new(), None, None);
+    let mut pager = Worker { shared, copier, stay, questions, awaited, sights };
     let begun = pager.begin();
     let has_begun = begun.is_ok();
     let _told = told.send(begun);
@@ -136,6 +139,8 @@ struct Worker<'a, D: Driver> {
     stay: Option<Entered<'a, D, Use>>,
     /// Made when somebody is first asked. `None` inside if the device cannot say.
     questions: OnceCell<Option<Questions<D>>>,
+    /// What somebody waits for, and since when.
+    awaited: Option<(usize, Instant)>,
     /// How each chunk was seen when its fingerprints were taken, or it was mapped since.
     sights: BTreeMap<usize, Known>,
 }
@@ -177,10 +182,11 @@ impl<D: Driver> Worker<'_, D> {
         if !stays {
             self.stay = None;
         }
+        let later_half = self.later_half();
         let mut table = self.shared.table();
-        let mut job = choose(&mut table);
+        let mut job = choose(&mut table, later_half);
         let is_short = table.next_wanted().is_some()
-            || table.resident() > table.frames
+            || table.resident() > table.frames_now()
             || table.without_room > 0;
         let waits = matches!(job, Job::Wait(_)) && is_short;
         if is_looked && waits {
@@ -188,7 +194,7 @@ impl<D: Driver> Worker<'_, D> {
             self.shared.calls().want_ends();
             self.shared.end_wanted();
             table = self.shared.table();
-            job = choose(&mut table);
+            job = choose(&mut table, later_half);
         }
         if stays && !self.shared.pool.gate().is_open() && !matches!(job, Job::Land(..)) {
             job = Job::Wait(LOOK_SOON);
@@ -229,6 +235,23 @@ impl<D: Driver> Worker<'_, D> {
         }
         self.shared.changed.notify_all();
         true
+    }
+
+    /// What is used sooner keeps its frame, in uses from now on: 0 if somebody has waited long for the same chunk.
+    fn later_half(&mut self) -> usize {
+        let table = self.shared.table();
+        let awaited = table.next_wanted().filter(|&id| table.chunks[id].holders > 0);
+        self.awaited = match (awaited, self.awaited) {
+            (Some(id), Some((before, since))) if id == before => Some((id, since)),
+            (Some(id), _) => Some((id, Instant::now())),
+            (None, _) => None,
+        };
+        let is_patient = self.awaited.is_none_or(|(_, since)| since.elapsed() < PATIENCE);
+        if !is_patient {
+            return 0;
+        }
+        let calls = self.shared.calls();
+        table.later_half(|id| calls.lists.holding(id))
     }
 
     /// Asks the driver what is over.

@@ -171,3 +171,43 @@ fn what_may_have_been_written_is_clean_if_it_is_as_it_was() {
     used(&mut table, Wrote::Maybe);
     assert!(!table.is_to_compare(0), "and by somebody who says so");
 }
+
+#[test]
+fn only_the_later_half_of_what_is_here_is_used_late() {
+    let mut table = table(5, 5);
+    (0..4).for_each(|id| bring(&mut table, id));
+    table.next_uses = vec![3, 10, 1, 7, 2];
+    let later_half = table.later_half(|_| 0);
+    let late: Vec<_> = (0..4).filter(|&id| table.is_used_late(id, later_half)).collect();
+    assert_eq!(late, [1, 3]);
+    // What is held by more than lists does not leave for who waits.
+    table.hold(&[1]);
+    assert_eq!(table.later_half(|id| u32::from(id == 1)), later_half);
+    let later_half = table.later_half(|_| 0);
+    let late: Vec<_> =
+        [0, 2, 3].into_iter().filter(|&id| table.is_used_late(id, later_half)).collect();
+    assert_eq!(late, [0, 3]);
+    table.next_uses = Vec::new();
+    assert!(table.is_used_late(2, table.later_half(|_| 0)), "nothing is foretold");
+}
+
+#[test]
+fn with_frames_for_all_nothing_is_copied_out_ahead() {
+    let mut table = table(2, 2);
+    for id in 0..2 {
+        table.chunks[id].row = Some(VirtualHandle::new(id, 1));
+        bring(&mut table, id);
+        table.hold(&[id]);
+        let written = mark();
+        table.used(&[id], &written, Wrote::Yes);
+        table.are_over(&[written]);
+    }
+    table.next_uses = vec![2, 3];
+    assert_eq!(table.to_clean(3), None);
+    table.flushing = 1;
+    assert_eq!(table.to_clean(4), Some(1));
+    table.flushing = 0;
+    table.frames = 1;
+    assert_eq!(table.to_clean(3), Some(1));
+    assert_eq!(table.to_clean(4), None, "it is used soon");
+}

@@ -4,8 +4,8 @@ use super::super::table::Table;
 use super::super::uses::SLOTS;
 use super::{COPIES_OUT_MAX, Job, LOOK_LATER, LOOK_SELDOM, LOOK_SOON};
 
-/// What is to be done next.
-pub(super) fn choose(table: &mut Table) -> Job {
+/// What is to be done next. What is used before `later_half`, in uses from now on, keeps its frame.
+pub(super) fn choose(table: &mut Table, later_half: usize) -> Job {
     if table.broken.is_some() {
         return if table.is_ending { Job::End } else { Job::Wait(LOOK_SELDOM) };
     }
@@ -21,6 +21,7 @@ pub(super) fn choose(table: &mut Table) -> Job {
     let has_room = table.copies_out() < COPIES_OUT_MAX;
     let wanted = table.next_wanted();
     let can_come = !table.is_looked || table.free_slot(SLOTS).is_some();
+    let mut is_keeping = false;
     if let Some(newcomer) = wanted.filter(|_| can_come) {
         let victims = table.victims(newcomer);
         if victims.is_empty() && table.chunks[newcomer].holders > 0 {
@@ -30,7 +31,11 @@ pub(super) fn choose(table: &mut Table) -> Job {
         if table.resident() < table.frames_now() {
             return Job::Bring { newcomer, victim: None };
         }
-        let mut idle = victims.into_iter().filter(|&id| table.chunks[id].is_idle());
+        let idle = victims.into_iter().filter(|&id| table.chunks[id].is_idle());
+        let (late, soon): (Vec<_>, Vec<_>) =
+            idle.partition(|&id| table.is_used_late(id, later_half));
+        is_keeping = !soon.is_empty();
+        let mut idle = late.into_iter();
         let first = idle.next();
         let ready = first.into_iter().chain(idle).find(|&id| table.is_ready(id));
         if ready.is_some() {
@@ -40,13 +45,15 @@ pub(super) fn choose(table: &mut Table) -> Job {
             return Job::Clean(first);
         }
     }
-    if let Some(dirty) = table.to_clean().filter(|_| has_room) {
+    if let Some(dirty) = table.to_clean(later_half).filter(|_| has_room) {
         return Job::Clean(dirty);
     }
     let is_busy = !table.marks().is_empty();
     Job::Wait(match (is_busy, wanted) {
         (true, Some(_)) => LOOK_SOON,
         (true, None) => LOOK_LATER,
+        // Patience ends.
+        (false, Some(_)) if is_keeping => LOOK_LATER,
         (false, _) => LOOK_SELDOM,
     })
 }
