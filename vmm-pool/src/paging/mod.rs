@@ -30,6 +30,7 @@ mod ending;
 mod lists;
 mod marks;
 mod order;
+mod places;
 mod prints;
 mod report;
 mod table;
@@ -296,13 +297,13 @@ impl<D: Driver> Pager<D> {
             return Err(PageError::TooFewFrames { needed_bytes: chunk_bytes, frames_bytes });
         }
         let whole_bytes = window_bytes - window_bytes % chunk_bytes;
-        let reserved = pool.driver.address_reserve(window_bytes, 0, DeviceAddress(0));
         let about = || "addresses for paging".to_owned();
-        let start = reserved.about(about, window_bytes, Some(device))?;
+        let reserved = places::reserve(&*pool.driver, window_bytes);
+        let window = reserved.about(about, window_bytes, Some(device))?;
         let shared = Arc::new(Shared {
             pool,
             device,
-            window: VaRange::new(start, window_bytes),
+            window,
             chunk_bytes,
             host_budget: Box::new(host_budget),
             table: Mutex::new(Table::new(whole_bytes, chunk_bytes, bounded(frames))),
