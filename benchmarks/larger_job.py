@@ -107,7 +107,7 @@ def role(args: Any) -> int:
     optimizer = optimizer_of(args, model)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    peak_bytes, losses = 0, []
+    peak_bytes, losses, used_mib = 0, [], [0]
     for step in range(args.steps):
         batch, before = data[step % len(data)], larger_models.moved() if is_paged(args.role) else {}
         is_recorded = args.role == "backward" and step == args.steps - 1
@@ -137,6 +137,8 @@ def role(args: Any) -> int:
             for name in before:
                 runner.sample(f"{name}_a_step", larger_models.moved()[name] - before[name])
         losses.append(float(loss))
+        if args.role == "left":
+            used_mib.append(larger_weights.used_mib())
         free, total = torch.cuda.mem_get_info()
         peak_bytes = max(peak_bytes, total - free)
     runner.fact("losses", losses)
@@ -146,6 +148,11 @@ def role(args: Any) -> int:
     runner.fact("device_bytes", peak_bytes)
     if is_paged(args.role):
         larger_weights.report()
+    if args.role == "left":
+        most_mib = (larger_weights.BUDGET_GIB + larger_weights.CONTEXT_GIB) << 10
+        runner.row("the budget held", max(used_mib) <= most_mib, f"{max(used_mib)} MiB of the GPU were used, its context too")
+    if args.role.startswith("wo_"):
+        larger_weights.plan({"weights": model, "state": optimizer})
     return 0
 
 
@@ -194,11 +201,11 @@ def optimizer_of(args: Any, model: Any) -> Any:
 
         return CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, **how)
     optimizer = torch.optim.AdamW(model.parameters(), **how)
-    if args.role in (*PAGED, "saved_backward", "resized") or args.role.startswith("wo_"):
+    if args.role in (*PAGED, "saved_backward", "resized", "left") or args.role.startswith("wo_"):
         import sublet
 
         step = "after" if args.role.endswith("after") else "backward"
-        takes_all = args.role in ("wo_sixth", "wo_twelfth", "resized")
+        takes_all = args.role in ("wo_sixth", "wo_twelfth", "resized", "left")
         frames = larger_weights.state_frames(args.role, model) if takes_all else args.frames
         runner.fact("state_frames_bytes", frames)
         optimizer = sublet.paged(optimizer, frames=frames, step=step)
@@ -253,6 +260,8 @@ def body(args: Any, result: Result, work: Path) -> None:
         command += ["--batch", str(args.batch), "--frames", args.frames]
         command += ["--layers", str(args.layers)] if args.layers else []
         how: dict[str, Any] = {"env": {"TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}}
+        if row == "left":
+            how["env"]["SUBLET_BUDGET"] = f"{larger_weights.BUDGET_GIB}GiB"
         if is_paged(row):
             how |= {"tenant": f"larger-{row}-{os.getpid()}", "sites": [site]}
         child = runner.Child(work, row, command, **how)

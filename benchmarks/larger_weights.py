@@ -4,7 +4,8 @@
 | --- | --- | --- |
 | `w_all`, `w_half`, `w_third` | the training of `resident`, its optimizer stock and after backward | all weights, a half, a third |
 | `wo_third`, `wo_third_after` | the same, with the optimizer's state paged too, its step in backward or after it | a third, and `--frames` |
-| `wo_sixth`, `wo_twelfth` | the same, in backward | of all state as much |
+| `wo_sixth`, `wo_twelfth` | the same, in backward | of all state as much; in the twelfth 0.8 GB of it are for the optimizer |
+| `left` | the same, without figures: frames are what a budget of 22 GiB leaves | |
 | `resized` | the same, in backward. Frames change while work is under way: the optimizer's are 12 GiB, then 4, then 12; those of weights 6, 2 and 6 | |
 | `infer`, `infer_half`, `infer_third` | forward alone, in bf16 | none is paged, a half, a third |
 | `lora`, `lora_half`, `lora_third` | a frozen base in bf16 with small trained matrices | the same |
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import subprocess
 import time
 from typing import Any
 
@@ -32,6 +35,7 @@ REFERENCES = {
     "wo_third_after": "resident",
     "wo_sixth": "resident",
     "wo_twelfth": "resident",
+    "left": "resident",
     "resized": "resident",
     "infer_half": "infer",
     "infer_third": "infer",
@@ -44,6 +48,10 @@ ROWS = ("infer", "lora", "lora14", *REFERENCES, "graphs", "look")
 SHARES = {"all": 1.0, "half": 1 / 2, "third": 1 / 3, "sixth": 1 / 6, "twelfth": 1 / 12}
 #: Of `resized`, in GiB: the frames of weights and of the optimizer's state.
 WIDE, NARROW = (6, 12), (2, 4)
+#: Of `left`: the budget, and what a context takes of a GPU beside it at most.
+BUDGET_GIB, CONTEXT_GIB = 22, 1
+#: Of `wo_twelfth`, in bytes: what the moments of the largest parameter need, and a chunk more.
+LEAST_STATE_FRAMES = 12 << 26
 #: Of an eager operator: those that launch nothing, though they take a weight.
 WITHOUT_LAUNCH = ("detach", "t.default", "view", "transpose", "expand", "alias", "_unsafe_view", "permute", "slice", "select", "unsqueeze", "split", "as_strided")
 LAUNCHES, ROUNDS, SETTLE_S = 1_000, 20, 1.0
@@ -62,11 +70,15 @@ def page(row: str, model: Any) -> Any:
 
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     share = share_of(row)
-    frames = WIDE[0] << 30 if row == "resized" else int(total * share) + (64 << 20 if share == 1.0 else 0)
+    frames = int(total * share) + (64 << 20 if share == 1.0 else 0)
+    if row == "resized":
+        frames = WIDE[0] << 30
+    elif row == "wo_twelfth":
+        frames = int(3 * total * share) - LEAST_STATE_FRAMES
     runner.fact("weights_bytes", total)
     runner.fact("frames_bytes", frames)
     began = time.perf_counter()
-    model = sublet.paged(model, frames=frames)
+    model = sublet.paged(model) if row == "left" else sublet.paged(model, frames=frames)
     runner.fact("paging_s", time.perf_counter() - began)
     import torch
 
@@ -79,12 +91,24 @@ def share_of(row: str) -> float:
     return next((SHARES[part] for part in row.split("_") if part in SHARES), 1 / 3)
 
 
-def state_frames(row: str, model: Any) -> int:
+def state_frames(row: str, model: Any) -> int | None:
     """Frames for the optimizer's state of a row that does not take `--frames`, in bytes."""
+    if row == "left":
+        return None
     if row == "resized":
         return WIDE[1] << 30
+    if row == "wo_twelfth":
+        return LEAST_STATE_FRAMES
     # Two moments, each as large as the weights.
     return int(2 * share_of(row) * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()))
+
+
+def used_mib() -> int:
+    """How much of the GPU is used, as nvidia-smi says it to who is no tenant."""
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20, check=True)
+    return int(done.stdout.split()[0])
 
 
 def resize(step: int, steps: int, model: Any, optimizer: Any) -> None:
@@ -107,6 +131,16 @@ def report() -> None:
     import sublet
 
     runner.fact("report", sublet.report())
+
+
+def plan(targets: dict[str, Any]) -> None:
+    """What would be moved a step with other frames, as `sublet.plan` says it."""
+    import sublet
+
+    plans = {name: sublet.plan(target) for name, target in targets.items()}
+    runner.fact("plan", {name: list(plan.rows) for name, plan in plans.items()})
+    for name, found in plans.items():
+        print(f"{name}\n{found}")
 
 
 def add_small_matrices(torch: Any, model: Any) -> list[Any]:

@@ -171,7 +171,8 @@ int sublet_set_unused_source(sublet_unused_source source, void *context);
 int sublet_unused(uint64_t token, const uint64_t *starts, const uint64_t *sizes, size_t count);
 
 /* Larger than memory: addresses whose contents are on the device by turns, while the process runs. A pager is a window of
- * addresses on one device, in chunks, of which at most frames_bytes are on the device; the rest lies in host memory. A use of a
+ * addresses on one device, in chunks, of which at most frames_bytes are on the device, and with UINT64_MAX as many as the device and the
+ * budget give, less 1 GiB; the rest lies in host memory. If other memory of the process finds no room, frames are given up. A use of a
  * span (what sublet_page_alloc gave) is between sublet_page_acquire and sublet_page_release, and its work is launched
  * on the stream (a CUstream) that both are told. What touches the addresses outside of that is an illegal access. The device's context is current on the
  * calling thread, no stream is under capture, and no more is used together than the frames hold.
@@ -200,6 +201,9 @@ int sublet_page_announce(uint64_t pager, const uint64_t *spans, size_t count);
 int sublet_page_flush(uint64_t pager, uint32_t timeout_ms);
 /* From now on at most so much is on the device. */
 int sublet_page_set_frames(uint64_t pager, uint64_t frames_bytes, uint32_t timeout_ms);
+/* JSON: a list of what a step would bring with other frames, each "frames_bytes" and "in_bytes", by the order of the last step and
+ * the best choice of what leaves. Empty as long as no step was like the one before. */
+int64_t sublet_page_plan_json(uint64_t pager, char *buffer, size_t size);
 /* JSON: "chunk_bytes", "paged_bytes", "frames_bytes", "resident_bytes", "stays_bytes", and so far "out_bytes", "in_bytes", "unchanged_bytes"
  * (that needed no copy out), "exchanges", "hits" and "misses" (uses that found all of their memory on the device, and that did not), "calls"
  * (that were seen), "waited_us" (by these), "remaps" (chunks that were given device memory) and "remap_us" (the driver's time for them).

@@ -174,6 +174,7 @@ functions! {
         frames_bytes: u64,
         timeout_ms: u32,
     ) -> ::core::ffi::c_int;
+    pub fn sublet_page_plan_json(pager: u64, buffer: *mut ::core::ffi::c_char, size: usize) -> i64;
     pub fn sublet_page_json(pager: u64, buffer: *mut ::core::ffi::c_char, size: usize) -> i64;
     pub fn sublet_torch_malloc(
         size: isize,

@@ -487,6 +487,15 @@ impl Library {
         })
     }
 
+    /// What a step would bring to a window with other frames.
+    fn page_plan(&self, py: Python<'_>, pager: u64) -> PyResult<String> {
+        let write = function!(self, py, sublet_page_plan_json);
+        self.answer(py, "plan", &|buffer, size| {
+            // SAFETY: the buffer has `size` bytes.
+            unsafe { write(pager, buffer, size) }
+        })
+    }
+
     /// What a window holds and has done.
     fn page_report(&self, py: Python<'_>, pager: u64) -> PyResult<String> {
         let write = function!(self, py, sublet_page_json);

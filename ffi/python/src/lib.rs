@@ -41,6 +41,17 @@ mod _native {
     #[pymodule_export]
     use crate::library::Library;
 
+    /// Bytes of the stack that are cleared: what PyTorch needs between an optimizer's step in Python and its launches is less.
+    const CLEARED_BYTES: usize = 128 << 10;
+
+    /// Overwrites what earlier calls of this thread have left on its stack.
+    #[pyfunction]
+    #[inline(never)]
+    #[expect(clippy::large_stack_arrays, reason = "it is the stack that is cleared")]
+    fn clear_stack() {
+        std::hint::black_box([0_u8; CLEARED_BYTES]);
+    }
+
     // The header's numbers, so that Python types none of them.
     #[pymodule_export]
     const ERROR_ARGUMENT: u32 = bindings::SUBLET_ERROR_ARGUMENT;

@@ -29,6 +29,7 @@ from sublet._library import (
 from sublet._memory import host_copy, set_file_dir
 from sublet._native import __version__ as __version__
 from sublet._paging import paged, report, set_frames
+from sublet._planning import Plan, plan
 from sublet._pausing import is_paused, pause, paused, resume, stats
 from sublet._regions import Region, region
 from sublet._report import Report, SwapReport
@@ -43,6 +44,7 @@ __all__ = [
     "NotAttachedError",
     "OutOfDeviceMemory",
     "OutOfHostMemory",
+    "Plan",
     "RefusedError",
     "Region",
     "Report",
@@ -61,6 +63,7 @@ __all__ = [
     "paged",
     "pause",
     "paused",
+    "plan",
     "region",
     "report",
     "resume",

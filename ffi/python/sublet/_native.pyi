@@ -17,9 +17,12 @@ __all__ = [
     "WHOSE_TENANT",
     "Library",
     "__version__",
+    "clear_stack",
 ]
 
 __version__: str
+
+def clear_stack() -> None: ...
 
 # The numbers of sublet.h.
 ERROR_ARGUMENT: Final[int]
@@ -105,6 +108,7 @@ class Library:
     ) -> None: ...
     def page_announce(self, pager: int, spans: list[int]) -> None: ...
     def page_report(self, pager: int) -> str: ...
+    def page_plan(self, pager: int) -> str: ...
     def set_unused_source(
         self, source: Optional[Callable[[], list[tuple[int, int]]]]
     ) -> None: ...

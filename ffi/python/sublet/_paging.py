@@ -12,7 +12,7 @@ from typing import Any, Literal, Optional, TypeVar, Union
 
 from sublet._errors import UsageError
 from sublet._library import own_library
-from sublet._native import Library
+from sublet._native import Library, clear_stack
 from sublet._paging_refusals import (
     PAGED_BY,
     device_of,
@@ -35,6 +35,8 @@ _WAIT_MS = 600_000
 _ALIGNMENT_BYTES = 512
 #: How many blocks are brought in ahead: two hide the copies, and more take frames from those in use.
 _BLOCKS_AHEAD = 2
+#: As many frames as the device and the budget give, for `page_open`.
+_WHAT_IS_LEFT = (1 << 64) - 1
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 _Target = TypeVar("_Target")
@@ -126,7 +128,7 @@ class _Paged:
         self._when = step
         self._blocks: list[_Block] = []
         self._block_of: dict[int, _Block] = {}
-        self._device = device_of(optimizer)
+        self.device = device_of(optimizer)
         self._make_blocks(optimizer)
         sizes = self._check_frames(optimizer, frames)
         #: The blocks in the order in which this backward pass has ended them, and in which the last one had.
@@ -134,7 +136,7 @@ class _Paged:
         self._expected = self._blocks[::-1]
         #: Was there a gradient in backward?
         self._has_begun = False
-        self.pager = library.page_open(self._device.index, _WINDOW_BYTES, _CHUNK_BYTES, frames)
+        self.pager = library.page_open(self.device.index, _WINDOW_BYTES, _CHUNK_BYTES, frames)
         close = weakref.finalize(optimizer, library.page_close, self.pager)
         close.atexit = False
         try:
@@ -231,14 +233,14 @@ class _Paged:
                 if param in state:
                     names = {name for name in state.real(param) if (id(param), name) in block.tensors}
                     plain[param] = {
-                        name: value.to(self._device) if name in names else value for name, value in state[param].items()
+                        name: value.to(self.device) if name in names else value for name, value in state[param].items()
                     }
         optimizer.state = plain
 
     # Uses.
 
     def _stream(self) -> int:
-        return int(self._torch.cuda.current_stream(self._device).cuda_stream)
+        return int(self._torch.cuda.current_stream(self.device).cuda_stream)
 
     def _hold(self, span: int) -> None:
         if self._torch.cuda.is_current_stream_capturing():
@@ -263,7 +265,7 @@ class _Paged:
         if block is None or held is None:
             return state
         paged = {name for name in state if (id(param), name) in block.tensors}
-        with self._torch.cuda.device(self._device):
+        with self._torch.cuda.device(self.device):
             self._hold(held)
             try:
                 copies = {name: state[name].detach().cpu() for name in paged}
@@ -289,7 +291,7 @@ class _Paged:
             new = _Block()
         self._set_span(new, _span_bytes(values))
         span: Any = new.span
-        with self._torch.cuda.device(self._device):
+        with self._torch.cuda.device(self.device):
             held = [span] if old is None else [span, old]
             stream = self._stream()
             self._library.page_acquire(self.pager, held, stream, _WAIT_MS)
@@ -310,12 +312,12 @@ class _Paged:
 
     def _is_paged_kind(self, param: Any, value: Any) -> bool:
         is_tensor = isinstance(value, self._torch.Tensor)
-        return is_tensor and value.device == self._device and value.shape == param.shape and value.numel() > 1
+        return is_tensor and value.device == self.device and value.shape == param.shape and value.numel() > 1
 
     def _tensor_at(self, address: int, like: Any) -> Any:
         size_bytes = like.numel() * like.element_size()
         # The address has memory now: PyTorch asks the driver whose it is.
-        raw = self._torch.as_tensor(_Bytes(address, size_bytes), device=self._device)
+        raw = self._torch.as_tensor(_Bytes(address, size_bytes), device=self.device)
         if raw.data_ptr() != address:
             raise UsageError("paged: this PyTorch copies memory that it is given: use another version")
         flat = raw.view(like.dtype)
@@ -336,7 +338,7 @@ class _Paged:
         chosen: dict[int, list[Any]] = {}
         for number, param in params:
             chosen.setdefault(number, []).append(param)
-        with self._torch.cuda.device(self._device):
+        with self._torch.cuda.device(self.device):
             held = block.held()
             if held is not None:
                 self._hold(held)
@@ -347,6 +349,9 @@ class _Paged:
                 optimizer.state = defaultdict(
                     dict, {param: state.real(param) for _, param in params if param in state}
                 )
+                # A fused or foreach launch has a table of addresses, of which it fills a part. In the rest lies what the step of
+                # another block has left on the stack, and it would be taken for a use of that block's weights.
+                clear_stack()
                 self._stock_step(optimizer)
                 dict.update(state, optimizer.state)
                 refuse_changed_groups(before, optimizer.param_groups)
@@ -431,7 +436,7 @@ class _Paged:
     def report(self) -> dict[str, Any]:
         """What is where, and what was copied."""
         found: dict[str, Any] = json.loads(self._library.page_report(self.pager))
-        return {"device": self._device.index, "step": self._when, "blocks": len(self._blocks), **found}
+        return {"device": self.device.index, "step": self._when, "blocks": len(self._blocks), **found}
 
 
 #: Those whose optimizer or module lives.
@@ -452,7 +457,7 @@ def _span_bytes(tensors: list[Any]) -> int:
     return sum(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes)
 
 
-def paged(target: _Target, *, frames: Union[int, str], step: Step = "after") -> _Target:
+def paged(target: _Target, *, frames: Union[int, str, None] = None, step: Step = "after") -> _Target:
     """Moves the state of a PyTorch optimizer, or the parameters of a module, to host memory, with a part on the device by turns.
 
     An optimizer's own ``step`` runs, on blocks of parameters: results are bitwise the same. Call it once, before or
@@ -467,7 +472,8 @@ def paged(target: _Target, *, frames: Union[int, str], step: Step = "after") -> 
             parameter by itself, as all of PyTorch's do but ``LBFGS``. Parameters of FSDP, DTensor and DeepSpeed are refused, and
             so is an optimizer that a drop-in of Sublet's moves.
         frames: the most device memory for state or parameters, in bytes or as text such as ``"2GiB"``. It must hold
-            what one block of parameters needs, or what one launch uses; the error for less says how much that is.
+            what one block of parameters needs, or what one launch uses; the error for less says how much that is. Without it
+            as much as the budget and the device give, less 1 GiB. Frames are given up if other memory of the process finds no room.
         step: of an optimizer. ``"after"``: in ``optimizer.step()``, block by block. ``"backward"``: in ``backward()``, as soon
             as all gradients of a block are there, which are freed then. That hides the copies, and excludes
             accumulation, clipping, a ``GradScaler`` and ``DistributedDataParallel``.
@@ -485,10 +491,11 @@ def paged(target: _Target, *, frames: Union[int, str], step: Step = "after") -> 
     >>> optimizer = sublet.paged(torch.optim.AdamW(model.parameters(), fused=True), frames="2GiB")  # doctest: +SKIP
     """
     torch: Any = sys.modules.get("torch")
+    size = _WHAT_IS_LEFT if frames is None else _bytes_of(frames)
     if _is_module(target):
         from sublet._paging_weights import page_module
 
-        page_module(target, torch, own_library(), _bytes_of(frames))
+        page_module(target, torch, own_library(), size)
         return target
     if torch is None or not isinstance(target, torch.optim.Optimizer):
         raise UsageError(f"paged: a torch.optim.Optimizer or a torch.nn.Module is needed, not {type(target).__name__}")
@@ -498,7 +505,7 @@ def paged(target: _Target, *, frames: Union[int, str], step: Step = "after") -> 
     if hasattr(optimizer, PAGED_BY):
         raise UsageError("paged: this optimizer is paged already")
     refuse_unfit(optimizer, torch)
-    owner = _Paged(optimizer, torch, own_library(), _bytes_of(frames), step)
+    owner = _Paged(optimizer, torch, own_library(), size, step)
     _wrap(optimizer, owner)
     if step == "backward":
         refuse_clipping(torch)
@@ -534,12 +541,17 @@ def set_frames(target: Any, frames: Union[int, str]) -> None:
 
     >>> sublet.set_frames(model, "4GiB")  # doctest: +SKIP
     """
+    owner_of(target, "set_frames").set_frames(_bytes_of(frames))
+
+
+def owner_of(target: Any, call: str) -> Any:
+    """What makes it paged."""
     from sublet._paging_weights import owners
 
     owner = owners.get(target) if _is_module(target) else getattr(target, PAGED_BY, None)
     if owner is None:
-        raise UsageError(f"set_frames: this {type(target).__name__} is not paged: sublet.paged(it, frames=...) does that")
-    owner.set_frames(_bytes_of(frames))
+        raise UsageError(f"{call}: this {type(target).__name__} is not paged: sublet.paged(it) does that")
+    return owner
 
 
 def _wrap(target: Any, owner: _Paged) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from sublet._errors import UsageError
 from sublet._native import Library
-from sublet._paging import _CHUNK_BYTES, _WAIT_MS, _Bytes, _live, _span_bytes
+from sublet._paging import _CHUNK_BYTES, _WAIT_MS, _WHAT_IS_LEFT, _Bytes, _live, _span_bytes
 from sublet._paging_refusals import refuse_unfit_module
 
 
@@ -37,7 +37,7 @@ class PagedModule:
         self._torch, self._library = torch, library
         self._name = type(module).__name__
         params = list(module.parameters())
-        self._device = refuse_unfit_module(module, params, torch)
+        self.device = refuse_unfit_module(module, params, torch)
         self._count = len(params)
         if torch.cuda.is_current_stream_capturing():
             raise UsageError("paged: a graph is under capture: page the module before it")
@@ -46,7 +46,7 @@ class PagedModule:
         # Of the largest tensor, which may begin in the middle of a chunk.
         least = max(_chunks_of(place, _size_of(param)) for place, param in zip(places, params))
         self._least, self._total = least * _CHUNK_BYTES, total * _CHUNK_BYTES
-        self.pager = library.page_open(self._device.index, self._total, _CHUNK_BYTES, self._fitting(frames))
+        self.pager = library.page_open(self.device.index, self._total, _CHUNK_BYTES, self._fitting(frames))
         owner = _Owner()
         weakref.finalize(owner, library.page_close, self.pager).atexit = False
         library.page_look(self.pager)
@@ -64,6 +64,8 @@ class PagedModule:
 
     def _fitting(self, frames: int) -> int:
         """As much of ``frames`` as can be used, in bytes."""
+        if frames == _WHAT_IS_LEFT:
+            return frames
         usable = min(frames // _CHUNK_BYTES * _CHUNK_BYTES, self._total)
         if usable < self._least:
             raise UsageError(
@@ -79,12 +81,12 @@ class PagedModule:
     def _move(self, param: Any, address: int, owner: _Owner) -> Any:
         """Moves one parameter into the window. Where it was."""
         torch, before = self._torch, param.device
-        with torch.cuda.device(self._device), torch.no_grad():
-            stream = int(torch.cuda.current_stream(self._device).cuda_stream)
+        with torch.cuda.device(self.device), torch.no_grad():
+            stream = int(torch.cuda.current_stream(self.device).cuda_stream)
             # PyTorch asks the driver whose an address is: it has memory while it is held.
             self._library.page_acquire(self.pager, [address], stream, _WAIT_MS)
             try:
-                raw = torch.as_tensor(_OwnedBytes(address, _size_of(param), owner), device=self._device)
+                raw = torch.as_tensor(_OwnedBytes(address, _size_of(param), owner), device=self.device)
                 if raw.data_ptr() != address:
                     raise UsageError("paged: this PyTorch copies memory that it is given: use another version")
                 tensor = raw.view(param.dtype).as_strided(param.shape, param.stride())
@@ -104,7 +106,7 @@ class PagedModule:
     def report(self) -> dict[str, Any]:
         """What is where, and what was copied."""
         found: dict[str, Any] = json.loads(self._library.page_report(self.pager))
-        return {"device": self._device.index, "module": self._name, "parameters": self._count, **found}
+        return {"device": self.device.index, "module": self._name, "parameters": self._count, **found}
 
 
 def _size_of(tensor: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import types
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, Optional
 import pytest
 
 import sublet
-from sublet import _paging
+from sublet import _paging, _planning
 
 CHUNK = 64 << 20
 
@@ -118,6 +119,7 @@ class Pages:
 
     def __init__(self) -> None:
         self.said: list[Any] = []
+        self.planned: list[dict[str, int]] = []
         self.end = 1 << 60
 
     def page_open(self, *size: int) -> int:
@@ -131,6 +133,9 @@ class Pages:
 
     def page_report(self, _pager: int) -> str:
         return '{"calls": 3}'
+
+    def page_plan(self, _pager: int) -> str:
+        return json.dumps(self.planned)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: self.said.append((name, *args))
@@ -197,6 +202,26 @@ def test_frames_change_within_what_works(pages: Pages) -> None:
     sublet.set_frames(module, "1GiB")
     sublet.set_frames(module, 2 * CHUNK)
     assert [said[:3] for said in pages.said] == [("page_set_frames", 7, size) for size in (3 * CHUNK, 2 * CHUNK)]
+
+
+def test_without_a_figure_the_window_has_what_is_left(pages: Pages) -> None:
+    sublet.paged(Module(first=Parameter(CHUNK // 4)))
+    assert pages.said[0] == ("open", 0, CHUNK, CHUNK, (1 << 64) - 1)
+
+
+def test_plan_says_what_the_link_needs_for_other_frames(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_planning, "own_library", lambda: pages)
+    monkeypatch.setattr(_planning, "_link_bytes_s", lambda _device: 40e9)
+    module = sublet.paged(Module(first=Parameter(CHUNK // 4)), frames="64MiB")
+    with pytest.raises(sublet.UsageError, match="call it after the third"):
+        sublet.plan(module)
+    pages.planned = [{"frames_bytes": 1 << 30, "in_bytes": 20_000_000_000}, {"frames_bytes": 4 << 30, "in_bytes": 0}]
+    plan = sublet.plan(module, step_s=0.4)
+    assert [(row["link_s"], row["step_s"]) for row in plan.rows] == [(0.5, 0.5), (0.0, 0.4)]
+    assert str(plan).splitlines()[1] == "  1.00 GiB           20.0 GB       0.500 s         0.500 s"
+    assert sublet.plan(module).rows[0]["step_s"] is None and str(sublet.plan(module)).endswith("-")
+    with pytest.raises(sublet.UsageError, match="plan: this int is not paged"):
+        sublet.plan(3)
 
 
 def managed() -> Parameter:

@@ -72,3 +72,27 @@ def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(sublet.UsageError, match="a torch.optim.Optimizer or a torch.nn.Module is needed, not object"):
         sublet.paged(object(), frames="1GiB")
     assert sublet.report() == []
+
+
+@pytest.mark.tenant("giving")
+def test_frames_make_room_for_memory_that_finds_none() -> None:
+    allocate(CHUNK).free()
+    library = own_library()
+    count = free_bytes() // CHUNK
+    pager = library.page_open(0, count * CHUNK, CHUNK, count * CHUNK)
+    spans = [library.page_alloc(pager, CHUNK) for _ in range(count)]
+    for fill, span in enumerate(spans, 1):
+        library.page_acquire(pager, [span], 0, WAIT_MS)
+        if fill <= 3:
+            Memory(span, CHUNK, 0).write(bytes([fill]) * CHUNK)
+        library.page_release(pager, [span], 0, fill <= 3)
+    assert free_bytes() < 2 * CHUNK
+    other = allocate(5 * CHUNK)
+    assert json.loads(library.page_report(pager))["resident_bytes"] <= (count - 5) * CHUNK
+    for fill, span in enumerate(spans[:3], 1):
+        library.page_acquire(pager, [span], 0, WAIT_MS)
+        assert Memory(span, CHUNK, 0).read() == bytes([fill]) * CHUNK
+        library.page_release(pager, [span], 0, False)
+    other.free()
+    call("cuCtxSynchronize")
+    library.page_close(pager)

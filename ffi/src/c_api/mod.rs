@@ -58,7 +58,7 @@ agrees! {
         sublet_unused;
     paging: sublet_page_open sublet_page_close sublet_page_look sublet_page_alloc sublet_page_free
         sublet_page_acquire sublet_page_release sublet_page_announce sublet_page_flush
-        sublet_page_set_frames sublet_page_json;
+        sublet_page_set_frames sublet_page_plan_json sublet_page_json;
     pluggable: sublet_torch_malloc sublet_torch_free;
     attach: sublet_set_family sublet_attach sublet_attach_report_json;
     amem: ncclPause ncclResume ncclMemStats ncclSetGroupID ncclGetGroupID;

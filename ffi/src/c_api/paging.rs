@@ -235,6 +235,20 @@ pub extern "C" fn sublet_page_set_frames(pager: u64, frames_bytes: u64, timeout_
     with(pager, |pager| done(pager.set_frames(frames_bytes, limit)))
 }
 
+/// What a step would bring with other frames, as JSON.
+///
+/// # Safety
+/// `buffer` is null or valid for writes of `size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_page_plan_json(
+    pager: u64,
+    buffer: *mut c_char,
+    size: usize,
+) -> i64 {
+    // SAFETY: as this function's caller promises.
+    unsafe { answer(|| pager_of(pager).map(|found| found.plan()), buffer, size) }
+}
+
 /// What a pager holds and has done, as JSON.
 ///
 /// # Safety

@@ -27,10 +27,12 @@
 //! Locks: `entering`, then the table's, then that of `Calls`, which is a leaf. The last two are never held across a driver call.
 
 mod ending;
+mod giving;
 mod lists;
 mod marks;
 mod order;
 mod places;
+mod plan;
 mod prints;
 mod report;
 mod table;
@@ -38,10 +40,11 @@ mod thread;
 mod uses;
 
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use self::marks::Mark;
+pub use self::plan::Planned;
 pub use self::report::{PageReport, UnseenWrite};
 use self::table::{Table, Wrote};
 use self::uses::Calls;
@@ -53,7 +56,7 @@ use crate::driver::{
 };
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::{Class, NewRow, Origin};
-use crate::pool::Pool;
+use crate::pool::{Lender, Pool};
 use crate::report::Contents;
 use crate::store::{HostArena, HostBudget};
 use crate::transition::{frame_access, frame_prop};
@@ -72,9 +75,14 @@ pub struct WindowSize {
     pub window_bytes: u64,
     /// The size of a chunk, a multiple of the device's granularity.
     pub chunk_bytes: u64,
-    /// The most device memory that chunks may take, in bytes.
+    /// The most device memory that chunks may take, in bytes. [`WHAT_IS_LEFT`]: as much as there is, less 1 GiB.
     pub frames_bytes: u64,
 }
+
+/// Frames for as much as the device and the budget give. 1 GiB of the device stays free, for what the pool does not see.
+pub const WHAT_IS_LEFT: u64 = u64::MAX;
+/// So much, in bytes.
+const LEFT_FREE_BYTES: u64 = 1 << 30;
 
 /// Why paging did not do what it was asked.
 #[derive(Debug, thiserror::Error)]
@@ -175,6 +183,8 @@ struct Shared<D: Driver> {
     device: DeviceOrdinal,
     window: VaRange,
     chunk_bytes: u64,
+    /// How much of the device stays free if frames are taken, in bytes.
+    leaves_bytes: u64,
     host_budget: Budget,
     table: Mutex<Table>,
     /// One at a time gives out spans: the next may share a chunk whose row is not entered yet.
@@ -297,6 +307,7 @@ impl<D: Driver> Pager<D> {
             return Err(PageError::TooFewFrames { needed_bytes: chunk_bytes, frames_bytes });
         }
         let whole_bytes = window_bytes - window_bytes % chunk_bytes;
+        let frames = frames.min(whole_bytes / chunk_bytes).max(1);
         let about = || "addresses for paging".to_owned();
         let reserved = places::reserve(&*pool.driver, window_bytes);
         let window = reserved.about(about, window_bytes, Some(device))?;
@@ -305,6 +316,7 @@ impl<D: Driver> Pager<D> {
             device,
             window,
             chunk_bytes,
+            leaves_bytes: if frames_bytes == WHAT_IS_LEFT { LEFT_FREE_BYTES } else { 0 },
             host_budget: Box::new(host_budget),
             table: Mutex::new(Table::new(whole_bytes, chunk_bytes, bounded(frames))),
             entering: Mutex::default(),
@@ -318,7 +330,10 @@ impl<D: Driver> Pager<D> {
         {
             tracing::error!(%error, "addresses for paging stay until the next pause");
         }
-        begun.map(|()| Self { shared })
+        begun?;
+        let lender: Weak<dyn Lender> = Arc::<Shared<D>>::downgrade(&shared);
+        shared.pool.lenders.add(lender);
+        Ok(Self { shared })
     }
 
     fn begin(shared: &Arc<Shared<D>>) -> PageResult<()> {

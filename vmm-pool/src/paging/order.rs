@@ -33,6 +33,12 @@ impl Order {
         as_foretold.is_some()
     }
 
+    /// The uses of the last step. Empty as long as what comes next is not foretold.
+    pub(super) fn step(&self) -> Vec<usize> {
+        let step = self.cursor.and_then(|at| self.uses.get(at..));
+        step.unwrap_or_default().to_vec()
+    }
+
     /// The last use of all.
     pub(super) fn last(&self) -> Option<usize> {
         self.uses.last().copied()
@@ -115,7 +121,12 @@ mod tests {
         assert!(missed <= 2, "{missed}: where the first step begins again");
         let missed = step.iter().filter(|id| !order.used(**id)).count();
         assert_eq!(missed, 0);
-        // The last of one step is the first of the next.
+        // The last of one step is the first of the next, and what is used twice in a row counts once.
+        let mut once = step.clone();
+        once.dedup();
+        assert_eq!(once.pop(), Some(once[0]));
+        once.rotate_left(1);
+        assert_eq!(order.step(), once);
         assert_eq!(order.ahead(4), [1, 2, 3, 4]);
         let next = order.next_uses(20);
         assert!(next[1] < next[2] && next[2] < next[17]);

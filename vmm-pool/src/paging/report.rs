@@ -111,10 +111,15 @@ impl<D: Driver> Pager<D> {
         let chunk_bytes = self.shared.chunk_bytes;
         let bytes = |chunks: usize| chunks as u64 * chunk_bytes;
         let counts = table.counts;
+        let is_elastic = self.shared.leaves_bytes > 0;
         PageReport {
             chunk_bytes,
             paged_bytes: bytes(table.owned()),
-            frames_bytes: bytes(table.frames),
+            frames_bytes: bytes(if is_elastic {
+                table.frames.min(table.owned())
+            } else {
+                table.frames
+            }),
             resident_bytes: bytes(table.resident()),
             stays_bytes: bytes(table.staying()),
             out_bytes: counts.copied_out * chunk_bytes,

@@ -29,7 +29,7 @@ use crate::transition::{Copier, StillChunk};
 /// Between two looks while something that is wanted waits for the device.
 const LOOK_SOON: Duration = Duration::from_micros(50);
 /// The same while nobody waits.
-const LOOK_LATER: Duration = Duration::from_millis(1);
+pub(super) const LOOK_LATER: Duration = Duration::from_millis(1);
 /// The same when nothing is under way: a message comes before.
 const LOOK_SELDOM: Duration = Duration::from_secs(1);
 /// How long somebody waits for the frame of what is used last. Behind that any is taken.
@@ -59,8 +59,9 @@ enum Job {
 pub(super) fn run<D: Driver>(shared: &Arc<Shared<D>>, told: &Sender<PoolResult<()>>) {
     let copier = Copier::new(&shared.pool);
     let sights = BTreeMap::new();
-    let (questions, stay, awaited) = (OnceCell::new(), None, None);
-    let mut pager = Worker { shared, copier, stay, questions, awaited, sights };
+    let questions = OnceCell::new();
+    let (stay, awaited, narrowed) = (None, None, None);
+    let mut pager = Worker { shared, copier, stay, questions, awaited, narrowed, sights };
     let begun = pager.begin();
     let has_begun = begun.is_ok();
     let _told = told.send(begun);
@@ -131,8 +132,8 @@ fn finish<D: Driver>(shared: &Shared<D>) {
     shared.say_it_has_ended();
 }
 
-struct Worker<'a, D: Driver> {
-    shared: &'a Shared<D>,
+pub(super) struct Worker<'a, D: Driver> {
+    pub(super) shared: &'a Arc<Shared<D>>,
     copier: Copier<'a, D>,
     /// Past the gate while chunks are filled that are not mapped yet: a pause begins when they are. Copies to the device wait for
     /// nothing but each other.
@@ -141,6 +142,8 @@ struct Worker<'a, D: Driver> {
     questions: OnceCell<Option<Questions<D>>>,
     /// What somebody waits for, and since when.
     awaited: Option<(usize, Instant)>,
+    /// Since when there are fewer frames than there may be.
+    pub(super) narrowed: Option<Instant>,
     /// How each chunk was seen when its fingerprints were taken, or it was mapped since.
     sights: BTreeMap<usize, Known>,
 }
@@ -165,6 +168,7 @@ impl<D: Driver> Worker<'_, D> {
     /// Does the next thing. False when the pager ends.
     fn step(&mut self) -> bool {
         self.look();
+        self.widen();
         let (is_ending, stays, is_looked) = {
             let table = self.shared.table();
             let stays = table.is_any_filled() && table.broken.is_none();
@@ -283,28 +287,21 @@ impl<D: Driver> Worker<'_, D> {
     /// Gives `newcomer` a frame, and begins the copy of its contents.
     fn bring(&mut self, newcomer: usize, victim: Option<usize>) {
         let entered = self.shared.pool.enter();
-        let frame = match victim {
-            Some(victim) => match self.take_frame(&entered, victim) {
-                Ok(Some(frame)) => Ok(frame),
-                // Looked at again.
-                Ok(None) => return,
-                Err(error) => Err(error),
-            },
-            None => {
-                entered.make_frame(self.shared.device, self.shared.chunk_bytes).map_err(Into::into)
-            }
+        let taken = match victim {
+            Some(victim) => self.take_frame(&entered, victim),
+            None => self.new_frame(&entered, newcomer).map(Some),
         };
-        let frame = match frame {
-            Ok(frame) => frame,
+        let frame = match taken {
+            Ok(Some(frame)) => frame,
+            // Looked at again.
+            Ok(None) => return,
+            Err(error) if victim.is_none() => {
+                drop(entered);
+                self.without_room(newcomer, error);
+                return;
+            }
             Err(error) => {
-                let mut table = self.shared.table();
-                let present = table.resident();
-                if victim.is_none() && !table.victims(newcomer).is_empty() {
-                    // What there is has to do.
-                    table.given = Some(present);
-                } else {
-                    table.failed(newcomer, Arc::new(error));
-                }
+                self.shared.table().failed(newcomer, Arc::new(error));
                 return;
             }
         };

@@ -62,7 +62,7 @@ pub(super) struct Calls {
     pub(super) lists: Lists,
     /// Chunks that graphs use.
     captured: Vec<usize>,
-    order: Order,
+    pub(super) order: Order,
     /// What the last call used that was noted.
     noted: Vec<usize>,
     /// Changes of the chunk in use since the last announcement.

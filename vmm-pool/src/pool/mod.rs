@@ -11,6 +11,7 @@ mod blocks;
 mod copies;
 mod host_files;
 mod questions;
+mod room;
 mod sharing;
 
 use std::collections::BTreeMap;
@@ -20,6 +21,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError, Weak
 
 pub(crate) use copies::CopyPolicy;
 pub use copies::{ChangeDetection, PieceBytes};
+pub(crate) use room::{Lender, Lenders};
 pub use sharing::{Borrowed, Export, ImportSource, LostImports};
 
 use crate::asking::Door;
@@ -75,6 +77,8 @@ pub struct Pool<D: Driver> {
     own_contexts: fn() -> Vec<RawContext>,
     pub(crate) budget: Budget,
     pub(crate) copies: CopyPolicy,
+    /// Who gives memory up if there is no room.
+    pub(crate) lenders: Lenders,
     /// How far the copies of a pause or resume under way are.
     pub(crate) copied: Copied,
     /// Machine-wide names of devices, as the driver gave them. A leaf.
@@ -117,6 +121,7 @@ impl<D: Driver> Pool<D> {
             own_contexts,
             budget: Budget::default(),
             copies: CopyPolicy::default(),
+            lenders: Lenders::default(),
             copied: Copied::default(),
             names: Mutex::default(),
         };

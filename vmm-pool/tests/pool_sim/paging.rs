@@ -2,6 +2,7 @@
 
 mod at_random;
 mod checked;
+mod giving;
 mod looked;
 pub(crate) mod program;
 

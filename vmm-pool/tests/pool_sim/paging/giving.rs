@@ -1,0 +1,121 @@
+//! Frames that give way to other memory, and windows that share what there is.
+
+use std::sync::Arc;
+
+use vmm_pool::driver::AllocationProp;
+use vmm_pool::driver::sim::SimNode;
+use vmm_pool::paging::{Pager, WHAT_IS_LEFT, WindowSize};
+
+use super::program::{self, LIMIT, Stage, unlimited};
+use crate::stage::{DEVICE, OTHER, UNIT, create, free_bytes, kept, pause, pool, resume};
+
+const FRAMES: u64 = 16;
+
+/// A window with all of its frames taken, and nothing left on the device.
+fn crowded() -> Stage {
+    let mut stage = Stage::new(FRAMES);
+    for _ in 0..FRAMES {
+        stage.alloc(1).expect("addresses");
+    }
+    stage.use_all(true);
+    assert_eq!(stage.pager().report().resident_bytes, FRAMES * UNIT);
+    create(&stage.pool, DEVICE, free_bytes(&stage.pool, DEVICE) / UNIT, kept());
+    stage
+}
+
+#[test]
+fn frames_are_given_up_if_other_memory_finds_no_room() {
+    let mut stage = crowded();
+    let prop = AllocationProp::pinned_on(DEVICE);
+    stage.pool.create(3 * UNIT, &prop, kept()).expect_err("the device is full");
+    let pool = Arc::clone(stage.pool.pool());
+    assert!(!pool.make_room(OTHER, UNIT), "nothing is paged there");
+    assert!(pool.make_room(DEVICE, 3 * UNIT));
+    assert_eq!(stage.pager().report().resident_bytes, (FRAMES - 3) * UNIT);
+    create(&stage.pool, DEVICE, 3, kept());
+    for _ in 0..2 {
+        stage.use_all(true);
+        stage.use_all(false);
+    }
+    stage.check();
+    assert!(stage.pager().report().resident_bytes <= (FRAMES - 3) * UNIT);
+    // More than it has: one frame stays.
+    assert!(pool.make_room(DEVICE, 1 << 40));
+    assert_eq!(stage.pager().report().resident_bytes, UNIT);
+    assert!(!pool.make_room(DEVICE, UNIT), "it has no more to give");
+    stage.use_all(false);
+    stage.check();
+    drop(stage.pager.take());
+}
+
+#[test]
+fn who_asks_for_room_waits_through_a_pause() {
+    let mut stage = crowded();
+    stage.hold(0);
+    let (span, pool) = (stage.start_of(0), Arc::clone(stage.pool.pool()));
+    let stream = stage.streams[0];
+    stage.pager().acquire(&[span], stream, LIMIT).expect("here");
+    std::thread::scope(|scope| {
+        // All but the one that is held.
+        let asking = scope.spawn(|| pool.make_room(DEVICE, (FRAMES - 1) * UNIT));
+        while stage.pager().report().resident_bytes == FRAMES * UNIT && !asking.is_finished() {
+            std::thread::yield_now();
+        }
+        stage.held.clear();
+        pause(&stage.pool);
+        resume(&stage.pool);
+        stage.pager().release(&[span], stream, false).expect("released");
+        assert!(asking.join().expect("no panic"));
+    });
+    stage.use_all(false);
+    stage.check();
+    drop(stage.pager.take());
+}
+
+#[test]
+fn a_window_that_finds_no_room_takes_a_frame_from_one_that_has_more() {
+    let mut stage = crowded();
+    let poor = program::pager(&stage.pool, 4, unlimited);
+    let spans = [(); 4].map(|()| poor.alloc(UNIT).expect("addresses"));
+    let stream = stage.streams[0];
+    for span in spans {
+        poor.acquire(&[span], stream, LIMIT).expect("a frame of the other");
+    }
+    for span in spans {
+        poor.release(&[span], stream, false).expect("released");
+    }
+    assert_eq!(poor.report().resident_bytes, 4 * UNIT);
+    assert_eq!(stage.pager().report().resident_bytes, (FRAMES - 4) * UNIT);
+    stage.use_all(false);
+    drop(poor);
+    stage.check();
+    drop(stage.pager.take());
+}
+
+#[test]
+fn without_a_figure_frames_are_what_is_left_of_the_device() {
+    const LEFT: u64 = 5;
+    let node = SimNode::private(&[(1 << 30) + LEFT * UNIT, 1 << 30]).expect("a node");
+    let mut stage = Stage::of(pool(&node), 1, unlimited);
+    let size =
+        WindowSize { window_bytes: 32 * UNIT, chunk_bytes: UNIT, frames_bytes: WHAT_IS_LEFT };
+    let pool = Arc::clone(stage.pool.pool());
+    stage.pager = Some(Pager::new(pool, DEVICE, size, unlimited).expect("a window"));
+    for _ in 0..3 * LEFT {
+        stage.alloc(1).expect("addresses");
+    }
+    for _ in 0..2 {
+        stage.use_all(true);
+        stage.use_all(false);
+    }
+    stage.check();
+    let report = stage.pager().report();
+    assert_eq!((report.resident_bytes, report.frames_bytes), (LEFT * UNIT, 3 * LEFT * UNIT));
+    // Who waits gets a frame of that too, if none can leave.
+    let all: Vec<_> = (0..stage.spans.len()).map(|span| stage.start_of(span)).collect();
+    stage.pager().acquire(&all, stage.streams[0], LIMIT).expect("all of them");
+    stage.pager().release(&all, stage.streams[0], false).expect("released");
+    stage.use_all(false);
+    stage.check();
+    drop(stage.pager.take());
+}
