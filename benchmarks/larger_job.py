@@ -142,6 +142,8 @@ def role(args: Any) -> int:
         free, total = torch.cuda.mem_get_info()
         peak_bytes = max(peak_bytes, total - free)
     runner.fact("losses", losses)
+    if args.role.startswith("wo_"):
+        larger_weights.plan({"weights": model, "state": optimizer})
     if args.role not in OTHERS:
         runner.fact("weights", bits_of(torch, model))
     runner.fact("torch_peak_bytes", torch.cuda.max_memory_allocated())
@@ -151,8 +153,6 @@ def role(args: Any) -> int:
     if args.role == "left":
         most_mib = (larger_weights.BUDGET_GIB + larger_weights.CONTEXT_GIB) << 10
         runner.row("the budget held", max(used_mib) <= most_mib, f"{max(used_mib)} MiB of the GPU were used, its context too")
-    if args.role.startswith("wo_"):
-        larger_weights.plan({"weights": model, "state": optimizer})
     return 0
 
 

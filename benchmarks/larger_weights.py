@@ -48,7 +48,7 @@ ROWS = ("infer", "lora", "lora14", *REFERENCES, "graphs", "look")
 SHARES = {"all": 1.0, "half": 1 / 2, "third": 1 / 3, "sixth": 1 / 6, "twelfth": 1 / 12}
 #: Of `resized`, in GiB: the frames of weights and of the optimizer's state.
 WIDE, NARROW = (6, 12), (2, 4)
-#: Of `left`: the budget, and what a context takes of a GPU beside it at most.
+#: Of `left`: the budget, and what a context takes in addition, at most.
 BUDGET_GIB, CONTEXT_GIB = 22, 1
 #: Of `wo_twelfth`, in bytes: what the moments of the largest parameter need, and a chunk more.
 LEAST_STATE_FRAMES = 12 << 26

@@ -30,8 +30,11 @@ use crate::gate::Passage;
 
 /// Addresses for copies: how many chunks may be on their way to the device simultaneously.
 pub(super) const SLOTS: usize = 4;
-/// Chunks that are announced ahead of their use. Two blocks of a model hide the copies; more would take frames from those in use.
-const AHEAD: usize = 8;
+/// How many of the chunks that are used next are announced if they are away, at most. With few frames it is half of those: the others are
+/// in use.
+const AHEAD: usize = 24;
+/// Announcements are due when so many chunks have been used.
+const DUE: usize = 3;
 /// Where the work of a call goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum In {
@@ -146,7 +149,7 @@ impl Calls {
                 self.changes += 1;
             }
         }
-        (self.changes >= AHEAD / 2, !is_as_foretold)
+        (self.changes >= DUE, !is_as_foretold)
     }
 
     /// All lists are to end. The number that the next one would have.
@@ -336,18 +339,17 @@ impl<D: Driver> Pager<D> {
     /// leaves: it is worked out when something is to come.
     fn announce_ahead(&self, is_new: bool, is_wanted: bool) {
         let shared = &self.shared;
-        let ahead = {
-            let mut calls = shared.calls();
-            calls.changes = 0;
-            calls.order.ahead(AHEAD)
-        };
         let away: Vec<_> = {
             let mut table = shared.table();
             if is_new {
                 table.forget_promises();
             }
-            let most = table.frames / 3;
-            ahead.into_iter().take(most).filter(|id| !table.are_here(&[*id])).collect()
+            let ahead = {
+                let mut calls = shared.calls();
+                calls.changes = 0;
+                calls.order.ahead(AHEAD.min(table.frames_now() / 2))
+            };
+            ahead.into_iter().filter(|id| !table.are_here(&[*id])).collect()
         };
         if away.is_empty() && !is_wanted {
             return;
