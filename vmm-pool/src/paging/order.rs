@@ -35,7 +35,8 @@ impl Order {
 
     /// The uses of the last step. Empty as long as what comes next is not foretold.
     pub(super) fn step(&self) -> Vec<usize> {
-        let step = self.cursor.and_then(|at| self.uses.get(at..));
+        // The cursor may stand several steps back.
+        let step = self.cursor.and_then(|_| self.uses.get(self.place()?..));
         step.unwrap_or_default().to_vec()
     }
 
