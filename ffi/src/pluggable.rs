@@ -36,16 +36,11 @@ fn allocate(size_bytes: u64, device: c_int) -> Option<DeviceAddress> {
     if let Some(member) = runtime::join() {
         let accessors = runtime::accessors();
         let (device, context) = (DeviceOrdinal(device), contexts::listed_current());
-        let allocate = || {
-            let made =
-                blocks::allocate(member, accessors, device, context, size_bytes, caller::TORCH);
-            match made {
-                Answer::Done(address) => Some(address),
-                Answer::Refused(_) | Answer::AskDriver => None,
-            }
+        let made = blocks::allocate(member, accessors, device, context, size_bytes, caller::TORCH);
+        return match made {
+            Answer::Done(address) => Some(address),
+            Answer::Refused(_) | Answer::AskDriver => None,
         };
-        let make_room = || member.pool().make_room(device, size_bytes).then(allocate)?;
-        return allocate().or_else(make_room);
     }
     let mut address: u64 = 0;
     let code = call_driver!(cuMemAlloc_v2(&raw mut address => *mut u64, size => usize));

@@ -61,6 +61,8 @@ class PagedModule:
             for param, before in moved:
                 self._set(param, param.detach().to(before, copy=True))
             raise
+        # Where they were.
+        torch.cuda.empty_cache()
 
     def _fitting(self, frames: int) -> int:
         """As much of ``frames`` as can be used, in bytes."""

@@ -42,8 +42,8 @@ class Plan:
 def plan(target: Any, *, step_s: Optional[float] = None) -> Plan:
     """How much a step would bring to the GPU with other frames, and what the link needs for that.
 
-    By the order of the last step, which must have been like the one before: call it after the third. The link is measured, with 2 GiB of copies.
-    Steps come close to it, but for frames of less than three layers or so. Copies to the host go on at the same time.
+    By the order of the last step, which must have been like the one before: call it after the third, when the GPU is idle. The link is
+    measured, with 2 GiB of copies. Copies to the host go on at the same time as those to the GPU.
 
     Args:
         target: what :func:`paged` was given. What else is paged uses the link too: add its ``link_s``.
@@ -74,7 +74,7 @@ def _link_bytes_s(device: Any) -> float:
     torch: Any = sys.modules["torch"]
     with torch.cuda.device(device):
         there = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=device)
-        here = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+        here = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         there.copy_(here, non_blocking=True)
         start.record()

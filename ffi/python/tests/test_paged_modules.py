@@ -153,6 +153,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> Pages:
         current_stream=lambda _: types.SimpleNamespace(cuda_stream=5),
         current_device=lambda: 0,
         is_current_stream_capturing=lambda: False,
+        empty_cache=lambda: None,
     )
     torch.as_tensor = lambda raw, device: Tensor(
         raw.__cuda_array_interface__["shape"][0] // 4, device=device, address=raw.__cuda_array_interface__["data"][0]

@@ -33,10 +33,9 @@ pub(crate) use plain::{settle, unfreezable};
 pub use pointer::*;
 pub use vmm::*;
 
-use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, VaRange};
+use vmm_pool::driver::{DeviceAddress, DriverCode, VaRange};
 
 use crate::interpose::Pointer;
-use crate::runtime;
 
 type Handle = c_ulonglong;
 type Address = u64;
@@ -65,15 +64,6 @@ fn range(start: Address, size: usize) -> VaRange {
 fn size_t(bytes: u64) -> usize {
     const { assert!(usize::BITS == 64) };
     usize::try_from(bytes).unwrap_or(usize::MAX)
-}
-
-/// Makes a call that allocates device memory, and once more if there was none and paged memory has given some up.
-pub(crate) fn with_room(device: DeviceOrdinal, size_bytes: u64, call: impl Fn() -> c_int) -> c_int {
-    let code = call();
-    let is_short = DriverCode(code) == DriverCode::OUT_OF_MEMORY;
-    let has_room = is_short
-        && runtime::member().is_some_and(|member| member.pool().make_room(device, size_bytes));
-    if has_room { call() } else { code }
 }
 
 /// Writes a result through a caller's out-pointer that the caller of this function has checked.

@@ -13,7 +13,7 @@ use vmm_pool::gate::Passage;
 
 use super::context::{device_of, pointer_of, with_current};
 use super::graph::capture_of;
-use super::{Address, SUCCESS, late_frees, range, stream_value, with_caller, with_room, write_out};
+use super::{Address, SUCCESS, late_frees, range, stream_value, with_caller, write_out};
 use crate::contexts;
 use crate::guards;
 use crate::interpose::Pointer;
@@ -106,38 +106,34 @@ unsafe extern "C" fn mem_alloc(
     if guards::refuses(size) {
         return DriverCode::OUT_OF_MEMORY.0;
     }
-    let allocate = || {
-        answered(
-            runtime::join,
-            |member| {
-                let library = class_of_caller(caller);
-                let accessors = runtime::accessors();
-                if let Some(reason) = blocks::stays_native(size as u64, library) {
-                    let _pass = member.gate().pass(Passage::Use);
-                    let counted = match blocks::take_room(member, device, size as u64) {
-                        Ok(counted) => counted,
-                        Err(code) => return Answer::Refused(code),
-                    };
-                    let code = DriverCode(driver());
-                    if let Err(code) = code.ok() {
-                        return Answer::Refused(code);
-                    }
-                    // SAFETY: the call succeeded, so it wrote the address.
-                    let made = DeviceAddress(unsafe { address.read() });
-                    let native = Native { address: made, size_bytes: size as u64, device, reason };
-                    blocks::note_native(member, native, contexts::listed_current(), counted);
-                    return Answer::Done(());
+    answered(
+        runtime::join,
+        |member| {
+            let library = class_of_caller(caller);
+            let accessors = runtime::accessors();
+            if let Some(reason) = blocks::stays_native(size as u64, library) {
+                let _pass = member.gate().pass(Passage::Use);
+                let counted = match blocks::take_room(member, device, size as u64) {
+                    Ok(counted) => counted,
+                    Err(code) => return Answer::Refused(code),
+                };
+                let code = DriverCode(driver());
+                if let Err(code) = code.ok() {
+                    return Answer::Refused(code);
                 }
-                late_frees::settle();
-                let context = contexts::listed_current();
-                let made =
-                    blocks::allocate(member, accessors, device, context, size as u64, library);
-                made.map(|made| write_out!(address, made.0))
-            },
-            driver,
-        )
-    };
-    with_room(device, size as u64, allocate)
+                // SAFETY: the call succeeded, so it wrote the address.
+                let made = DeviceAddress(unsafe { address.read() });
+                let native = Native { address: made, size_bytes: size as u64, device, reason };
+                blocks::note_native(member, native, contexts::listed_current(), counted);
+                return Answer::Done(());
+            }
+            late_frees::settle();
+            let context = contexts::listed_current();
+            let made = blocks::allocate(member, accessors, device, context, size as u64, library);
+            made.map(|made| write_out!(address, made.0))
+        },
+        driver,
+    )
 }
 
 /// Frees plain device memory.

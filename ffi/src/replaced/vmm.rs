@@ -13,7 +13,7 @@ use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DriverCode, HANDLE_TYPE_POSIX_FD,
 };
 
-use super::{Address, Handle, late_frees, range, with_caller, with_room, write_out};
+use super::{Address, Handle, late_frees, range, with_caller, write_out};
 use crate::contexts;
 use crate::guards;
 use crate::interpose::driver::call_driver;
@@ -53,32 +53,26 @@ unsafe extern "C" fn mem_create(
         return driver();
     };
     guards::settle();
-    let create = || {
-        answered(
-            runtime::join,
-            |member| {
-                late_frees::settle();
-                let library = class_of_caller(caller);
-                if library == caller::NCCL && member.pool().uses_slabs() {
-                    spare_slabs_from_cards(member);
-                }
-                without_flags(member, None, flags)
-                    .and_then(|()| {
-                        let purpose = match library {
-                            caller::NCCL => runtime::purpose_of_caller(caller),
-                            _ => Purpose::Any,
-                        };
-                        vmm::create(member, size as u64, prop, library, purpose)
-                    })
-                    .map(|value| write_out!(handle, value))
-            },
-            driver,
-        )
-    };
-    match prop.location.as_device() {
-        Some(device) => with_room(device, size as u64, create),
-        None => create(),
-    }
+    answered(
+        runtime::join,
+        |member| {
+            late_frees::settle();
+            let library = class_of_caller(caller);
+            if library == caller::NCCL && member.pool().uses_slabs() {
+                spare_slabs_from_cards(member);
+            }
+            without_flags(member, None, flags)
+                .and_then(|()| {
+                    let purpose = match library {
+                        caller::NCCL => runtime::purpose_of_caller(caller),
+                        _ => Purpose::Any,
+                    };
+                    vmm::create(member, size as u64, prop, library, purpose)
+                })
+                .map(|value| write_out!(handle, value))
+        },
+        driver,
+    )
 }
 
 /// A network card holds whole allocations that memory registered with it lies in, and so do copies of their contents stay on the device. With a card open, NCCL's

@@ -59,6 +59,10 @@ pub fn with_room<D: Driver, T>(
     allocation: Allocation,
     mut make: impl FnMut() -> PoolResult<T>,
 ) -> PoolResult<T> {
+    let mut make = || match make() {
+        Err(error) if gives_way(member, allocation, &error) => make(),
+        done => done,
+    };
     let refused = match make() {
         Err(error) if is_full(&error) => error,
         done => return done,
@@ -97,9 +101,20 @@ fn is_full(error: &PoolError) -> bool {
     matches!(error, PoolError::Driver { .. }) && error.code() == Some(DriverCode::OUT_OF_MEMORY)
 }
 
+/// Has paged memory of the process given way to what was refused? Frames go before others are asked, and before a library frees its caches.
+fn gives_way<D: Driver>(member: &Member<D>, allocation: Allocation, error: &PoolError) -> bool {
+    let is_short = error.code() == Some(DriverCode::OUT_OF_MEMORY);
+    let device = allocation.device.filter(|_| is_short && !holds_others_up(member));
+    device.is_some_and(|device| member.pool().make_room(device, allocation.size_bytes))
+}
+
+/// Does the thread stand where others wait for it?
+fn holds_others_up<D: Driver>(member: &Member<D>) -> bool {
+    Gate::is_inside() || Cut::is_inside() || member.captures() > 0
+}
+
 fn may_wait<D: Driver>(member: &Member<D>, allocation: Allocation) -> bool {
-    let holds_others_up = Gate::is_inside() || Cut::is_inside() || member.captures() > 0;
-    if !allocation.may_wait || holds_others_up || member.has_left() {
+    if !allocation.may_wait || holds_others_up(member) || member.has_left() {
         return false;
     }
     let asked = (allocation.size_bytes, Instant::now());

@@ -1,11 +1,12 @@
 //! How many frames a window has: as many as its caller allows, and as memory gives. If other memory of the process finds no room, the window
 //! gives frames up; some time later it tries to have them again.
 
+use std::ptr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::table::Table;
-use super::thread::{LOOK_LATER, Worker};
+use super::thread::{LOOK_SOON, Worker};
 use super::{PageError, PageResult, Shared};
 use crate::deferred::Physical;
 use crate::driver::{DeviceOrdinal, Driver};
@@ -14,32 +15,44 @@ use crate::pool::{Entered, Lender, Use};
 
 /// A window with less takes memory from one that has more, in bytes.
 const FLOOR_BYTES: u64 = 2 << 30;
+/// How long a window waits for a frame of another one.
+const OTHERS_LIMIT: Duration = Duration::from_millis(100);
+/// How long uses of others may take to end before somebody who waits is told that there is no memory.
+const ENDS_LIMIT: Duration = Duration::from_secs(1);
 /// When what was given up, or refused, is tried again.
 const TRIED_AGAIN: Duration = Duration::from_secs(10);
 
 impl<D: Driver> Lender for Shared<D> {
     fn spare_bytes(&self, device: DeviceOrdinal) -> u64 {
         let table = self.table();
-        let is_other = device != self.device || table.is_ending || table.broken.is_some();
-        if is_other { 0 } else { table.resident().saturating_sub(1) as u64 * self.chunk_bytes }
+        if device != self.device || table.is_ending || table.broken.is_some() {
+            return 0;
+        }
+        let calls = self.calls();
+        table.spare(|id| calls.lists.holding(id)) as u64 * self.chunk_bytes
     }
 
     fn ask(&self, bytes: u64) {
         let mut table = self.table();
-        let resident = table.resident();
-        if resident <= table.frames_now() {
-            let chunks = usize::try_from(bytes.div_ceil(self.chunk_bytes)).unwrap_or(usize::MAX);
-            table.given = Some(resident.saturating_sub(chunks).max(1));
-            self.changed.notify_all();
-        }
+        let chunks = usize::try_from(bytes.div_ceil(self.chunk_bytes)).unwrap_or(usize::MAX);
+        let spare = {
+            let calls = self.calls();
+            table.spare(|id| calls.lists.holding(id))
+        };
+        table.owed += chunks.min(spare);
+        drop(table);
+        // What is queued ends.
+        self.calls().want_ends();
+        self.changed.notify_all();
     }
 
-    fn wait(&self, limit: Duration) {
+    fn wait(&self, limit: Duration) -> bool {
         let what = |_: &Table| "frames to be given up".to_owned();
-        // Who asked tries again in any case.
-        let _given = self.wait_for(limit, what, |table| {
-            (table.resident() <= table.frames_now()).then_some(Ok(()))
-        });
+        let given = self.wait_for(limit, what, |table| (table.owed == 0).then_some(Ok(())));
+        if given.is_err() {
+            self.table().owed = 0;
+        }
+        given.is_ok()
     }
 }
 
@@ -65,7 +78,7 @@ impl<D: Driver> Worker<'_, D> {
     }
 
     /// There is no device memory for another frame. Another window that has more gives one, or what there is has to do.
-    pub(super) fn without_room(&self, newcomer: usize, error: PageError) {
+    pub(super) fn without_room(&mut self, newcomer: usize, error: PageError) {
         let shared = self.shared;
         let (has_others, is_awaited, own_bytes) = {
             let table = shared.table();
@@ -73,24 +86,43 @@ impl<D: Driver> Worker<'_, D> {
             let is_awaited = table.chunks[newcomer].holders > 0;
             (!table.victims(newcomer).is_empty(), is_awaited, own_bytes)
         };
-        let own = Arc::as_ptr(shared);
-        let is_richer = |spare: u64| {
-            let is_poor = own_bytes < FLOOR_BYTES && spare > own_bytes;
-            is_poor || (is_awaited && !has_others)
-        };
-        let others = shared.pool.lenders.on(shared.device);
-        let mut others = others.iter().filter(|(_, it)| !std::ptr::addr_eq(Arc::as_ptr(it), own));
-        if let Some((_, richest)) = others.next().filter(|(spare, _)| is_richer(*spare)) {
-            richest.ask(shared.chunk_bytes);
-            // It gives one when a use is over.
-            let _waited = shared.changed.wait_timeout(shared.table(), LOOK_LATER);
+        // Once for each: others may have more and not be able to give it.
+        if self.asked_for.replace(newcomer) != Some(newcomer) {
+            let own = Arc::as_ptr(shared);
+            let others = shared.pool.lenders.on(shared.device);
+            let mut others = others.iter().filter(|(_, it)| !ptr::addr_eq(Arc::as_ptr(it), own));
+            let is_poor = own_bytes < FLOOR_BYTES;
+            let is_richer =
+                |spare: u64| (is_poor && spare > own_bytes) || (is_awaited && !has_others);
+            if let Some((_, richest)) = others.next().filter(|(spare, _)| is_richer(*spare)) {
+                richest.ask(shared.chunk_bytes);
+                richest.wait(OTHERS_LIMIT);
+                return;
+            }
+        }
+        let is_early = self.awaited.is_none_or(|(_, since)| since.elapsed() < ENDS_LIMIT);
+        if is_awaited && !has_others && is_early && !shared.calls().have_ended(u64::MAX) {
+            // Lists of calls hold what is here: one may leave when they have ended.
+            shared.calls().want_ends();
+            shared.end_wanted();
+            let _waited = shared.changed.wait_timeout(shared.table(), LOOK_SOON);
             return;
         }
         let mut table = shared.table();
         if has_others {
-            table.given = Some(table.resident());
+            table.given = Some(table.resident().min(table.frames_now()));
         } else {
             table.failed(newcomer, Arc::new(error));
+        }
+    }
+
+    /// A frame has gone back to the driver, perhaps for somebody who asked.
+    pub(super) fn gave(&mut self) {
+        let mut table = self.shared.table();
+        if let Some(owed) = table.owed.checked_sub(1) {
+            table.owed = owed;
+            table.given = Some(table.resident().min(table.frames_now()));
+            self.narrowed = None;
         }
     }
 

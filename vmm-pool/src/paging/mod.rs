@@ -530,7 +530,8 @@ impl<D: Driver> Pager<D> {
     /// when they do.
     pub fn set_frames(&self, frames_bytes: u64, limit: Duration) -> PageResult<()> {
         let chunk_bytes = self.shared.chunk_bytes;
-        let frames = usize::try_from(frames_bytes / chunk_bytes).unwrap_or(usize::MAX);
+        let most = self.shared.window.size_bytes.min(frames_bytes);
+        let frames = usize::try_from(most / chunk_bytes).unwrap_or(usize::MAX);
         if frames == 0 {
             return Err(PageError::TooFewFrames { needed_bytes: chunk_bytes, frames_bytes });
         }
@@ -541,7 +542,9 @@ impl<D: Driver> Pager<D> {
         }
         self.shared.changed.notify_all();
         let what = |_: &Table| "device memory to be given back".to_owned();
-        self.shared.wait_for(limit, what, |table| (table.resident() <= frames).then_some(Ok(())))
+        // Another thread may allow more meanwhile.
+        let fits = |table: &mut Table| table.resident() <= table.frames.max(frames);
+        self.shared.wait_for(limit, what, |table| fits(table).then_some(Ok(())))
     }
 
     /// From now on what leaves without a copy is compared with the copy that the host has, by its device: a write that nobody has

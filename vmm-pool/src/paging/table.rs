@@ -186,6 +186,10 @@ pub(super) struct Table {
     pub(super) looks_again: Looks,
     /// Threads whose chunks do not fit next to those that are held. Uses of others are ended for them.
     pub(super) without_room: usize,
+    /// Frames that others wait for: none is taken meanwhile.
+    pub(super) owed: usize,
+    /// The most chunks that were used together.
+    pub(super) most_together: usize,
     /// Threads that wait for copies of all that was written.
     pub(super) flushing: usize,
     /// Uses are seen at launches: a chunk is mapped when it is full.
@@ -236,6 +240,8 @@ impl Table {
             has_ended: false,
             looks_again: Looks::Soon,
             without_room: 0,
+            owed: 0,
+            most_together: 1,
             flushing: 0,
             is_looked: false,
             broken: None,
@@ -350,6 +356,7 @@ impl Table {
     /// Somebody is about to use these: they stay, or come first.
     pub(super) fn hold(&mut self, ids: &[usize]) {
         let now = self.tick();
+        self.most_together = self.most_together.max(ids.len());
         let mut is_hit = true;
         for &id in ids.iter().rev() {
             self.checks.used(id);

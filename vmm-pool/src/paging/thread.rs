@@ -27,9 +27,9 @@ use crate::pool::{Entered, Use};
 use crate::transition::{Copier, StillChunk};
 
 /// Between two looks while something that is wanted waits for the device.
-const LOOK_SOON: Duration = Duration::from_micros(50);
+pub(super) const LOOK_SOON: Duration = Duration::from_micros(50);
 /// The same while nobody waits.
-pub(super) const LOOK_LATER: Duration = Duration::from_millis(1);
+const LOOK_LATER: Duration = Duration::from_millis(1);
 /// The same when nothing is under way: a message comes before.
 const LOOK_SELDOM: Duration = Duration::from_secs(1);
 /// How long somebody waits for the frame of what is used last. Behind that any is taken.
@@ -60,8 +60,9 @@ pub(super) fn run<D: Driver>(shared: &Arc<Shared<D>>, told: &Sender<PoolResult<(
     let copier = Copier::new(&shared.pool);
     let sights = BTreeMap::new();
     let questions = OnceCell::new();
-    let (stay, awaited, narrowed) = (None, None, None);
-    let mut pager = Worker { shared, copier, stay, questions, awaited, narrowed, sights };
+    let (stay, awaited, narrowed, asked_for) = (None, None, None, None);
+    let mut pager =
+        Worker { shared, copier, stay, questions, awaited, narrowed, asked_for, sights };
     let begun = pager.begin();
     let has_begun = begun.is_ok();
     let _told = told.send(begun);
@@ -141,9 +142,11 @@ pub(super) struct Worker<'a, D: Driver> {
     /// Made when somebody is first asked. `None` inside if the device cannot say.
     questions: OnceCell<Option<Questions<D>>>,
     /// What somebody waits for, and since when.
-    awaited: Option<(usize, Instant)>,
+    pub(super) awaited: Option<(usize, Instant)>,
     /// Since when there are fewer frames than there may be.
     pub(super) narrowed: Option<Instant>,
+    /// The last chunk that another window was asked for a frame for.
+    pub(super) asked_for: Option<usize>,
     /// How each chunk was seen when its fingerprints were taken, or it was mapped since.
     sights: BTreeMap<usize, Known>,
 }
@@ -191,7 +194,8 @@ impl<D: Driver> Worker<'_, D> {
         let mut job = choose(&mut table, later_half);
         let is_short = table.next_wanted().is_some()
             || table.resident() > table.frames_now()
-            || table.without_room > 0;
+            || table.without_room > 0
+            || table.owed > 0;
         let waits = matches!(job, Job::Wait(_)) && is_short;
         if is_looked && waits {
             drop(table);
@@ -517,13 +521,14 @@ impl<D: Driver> Worker<'_, D> {
     }
 
     /// Gives the frame of an idle chunk back to the driver.
-    fn shrink(&self, chunk: usize) {
+    fn shrink(&mut self, chunk: usize) {
         let entered = self.shared.pool.enter();
         match self.take_frame(&entered, chunk) {
             Ok(Some(frame)) => {
                 if let Err(error) = entered.release_frame(frame) {
                     tracing::error!(%error, "memory for paging stays until the next pause");
                 }
+                self.gave();
             }
             Ok(None) => {}
             Err(error) => {

@@ -12,14 +12,15 @@ const LIMIT: Duration = Duration::from_secs(10);
 
 /// Who has device memory that it can do without. Any thread may ask.
 pub(crate) trait Lender: Debug + Send + Sync {
-    /// How much of it there is on the device, in bytes.
+    /// How much of it there is on the device, in bytes: what leaves when work that is queued has ended, and was not asked for yet.
     fn spare_bytes(&self, device: DeviceOrdinal) -> u64;
 
-    /// Asks for so much, which is given when uses are over. It counts once until then: who has not given all yet is asked for no more.
+    /// Asks for so much of that. It is given when uses are over, and taken again by nobody of the window meanwhile.
     fn ask(&self, bytes: u64);
 
-    /// Waits until it has given all that it was asked for, or has ended, for so much of the time that the process is not paused.
-    fn wait(&self, limit: Duration);
+    /// Waits until all that it was asked for has gone back to the driver, for so much of the time that the process is not paused. Did it?
+    /// Nobody asks for the rest any more then.
+    fn wait(&self, limit: Duration) -> bool;
 }
 
 /// All of a process. A leaf; those who have ended are forgotten.
@@ -45,12 +46,25 @@ impl Lenders {
 }
 
 impl<D: Driver> Pool<D> {
-    /// Has paged memory give up so much of the device, or what it has, and waits until it has done so. Did any? Then what found no
-    /// room may be tried again. The caller is not inside of the gate. *Blocks* for as long as that memory is in use, some 10 s at most.
+    /// Has paged memory give up so much of the device, and waits until it has. Did any? Then what found no room may be tried again. Nothing
+    /// is given up if that, with what is free, would not be enough. A context of the device is current, and the
+    /// caller is not inside of the gate. *Blocks* for as long as that memory is in use, some 10 s at most.
+    ///
+    /// # Driver calls
+    /// `cuMemGetInfo`, if anything is paged there.
     pub fn make_room(&self, device: DeviceOrdinal, bytes: u64) -> bool {
+        let lenders = self.lenders.on(device);
+        let spare_bytes: u64 = lenders.iter().map(|(spare, _)| spare).sum();
+        if spare_bytes == 0 {
+            return false;
+        }
+        let free_bytes = self.driver.memory_info().map_or(0, |info| info.free_bytes);
+        if spare_bytes.saturating_add(free_bytes) < bytes {
+            return false;
+        }
         let mut left = bytes;
         let mut asked = Vec::new();
-        for (spare_bytes, lender) in self.lenders.on(device) {
+        for (spare_bytes, lender) in lenders {
             if left == 0 {
                 break;
             }
@@ -58,9 +72,7 @@ impl<D: Driver> Pool<D> {
             left = left.saturating_sub(spare_bytes);
             asked.push(lender);
         }
-        for lender in &asked {
-            lender.wait(LIMIT);
-        }
-        !asked.is_empty()
+        let given = asked.iter().filter(|lender| lender.wait(LIMIT)).count();
+        given > 0
     }
 }

@@ -57,11 +57,22 @@ impl Table {
 
     /// One that nobody needs on the device: it is freed, or there are more than there may be. It is idle.
     pub(in crate::paging) fn surplus(&self) -> Option<usize> {
-        let is_above = self.resident() > self.frames_now();
+        let is_above = self.resident() > self.frames_now() || self.owed > 0;
         let is_surplus =
             |chunk: &Chunk| chunk.is_idle() && !chunk.is_refused && (chunk.is_freed || is_above);
         let freed = self.chunks.iter().position(|chunk| chunk.is_freed && is_surplus(chunk));
         freed.or_else(|| self.used_last(is_surplus))
+    }
+
+    /// How many chunks could give their frames for good, when work that is queued has ended: nobody holds them but so many lists of calls.
+    /// Twice what was used together stays.
+    pub(in crate::paging) fn spare(&self, lists_of: impl Fn(usize) -> u32) -> usize {
+        let leave = self.chunks.iter().enumerate().filter(|&(id, chunk)| {
+            let is_held = chunk.holders > 0 && chunk.holders > lists_of(id);
+            chunk.place == Place::Here && chunk.stays.is_none() && !is_held
+        });
+        let above = self.resident().saturating_sub(2 * self.most_together);
+        leave.count().min(above).saturating_sub(self.owed)
     }
 
     /// Of those that `is_meant`, the one that is used last from now on.

@@ -27,8 +27,9 @@ pub(super) fn choose(table: &mut Table, later_half: usize) -> Job {
         if victims.is_empty() && table.chunks[newcomer].holders > 0 {
             // Without another frame who waits waits for ever: what refuses one is told.
             table.given = None;
+            table.owed = 0;
         }
-        if table.resident() < table.frames_now() {
+        if table.resident() < table.frames_now() && table.owed == 0 {
             return Job::Bring { newcomer, victim: None };
         }
         let idle = victims.into_iter().filter(|&id| table.chunks[id].is_idle());

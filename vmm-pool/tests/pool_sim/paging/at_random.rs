@@ -23,6 +23,8 @@ enum Step {
     },
     Announce(Vec<usize>),
     Frames(u64),
+    /// Other memory wants so many chunks of the device.
+    Room(u64),
     /// In quarters of a chunk, less a few bytes.
     Alloc(u64),
     Free(usize),
@@ -39,6 +41,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
             .prop_map(|(spans, stream, writes, holds)| Step::Use { spans, stream, writes, holds }),
         4 => spans().prop_map(Step::Announce),
         1 => (2u64..6).prop_map(Step::Frames),
+        2 => (1u64..4).prop_map(Step::Room),
         3 => (1u64..5).prop_map(Step::Alloc),
         1 => (0usize..8).prop_map(Step::Free),
         1 => Just(Step::Flush),
@@ -109,6 +112,14 @@ fn run(program: Vec<Step>, pauses_beside: bool, seed: Option<u64>, is_looked: bo
                     stage.held.clear();
                     frames = usize::try_from(count).expect("small");
                     stage.pager().set_frames(count * UNIT, LIMIT).expect("frames");
+                }
+                Step::Room(count) => {
+                    stage.held.clear();
+                    let before = stage.pager().report().resident_bytes;
+                    let is_still = !pauses_beside && seed.is_none();
+                    if pool.make_room(DEVICE, count * UNIT) && is_still {
+                        assert!(stage.pager().report().resident_bytes < before);
+                    }
                 }
                 Step::Alloc(quarters) => {
                     if stage.spans.len() < 8 {

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use vmm_pool::driver::AllocationProp;
 use vmm_pool::driver::sim::SimNode;
+use vmm_pool::driver::{AllocationProp, Driver as _};
 use vmm_pool::paging::{Pager, WHAT_IS_LEFT, WindowSize};
 
 use super::program::{self, LIMIT, Stage, unlimited};
@@ -39,9 +39,12 @@ fn frames_are_given_up_if_other_memory_finds_no_room() {
     }
     stage.check();
     assert!(stage.pager().report().resident_bytes <= (FRAMES - 3) * UNIT);
-    // More than it has: one frame stays.
-    assert!(pool.make_room(DEVICE, 1 << 40));
-    assert_eq!(stage.pager().report().resident_bytes, UNIT);
+    // More than it has: nothing is given up in vain.
+    assert!(!pool.make_room(DEVICE, 1 << 40));
+    let present = stage.pager().report().resident_bytes / UNIT;
+    // Twice what was used together stays.
+    assert!(pool.make_room(DEVICE, (present - 2) * UNIT));
+    assert_eq!(stage.pager().report().resident_bytes, 2 * UNIT);
     assert!(!pool.make_room(DEVICE, UNIT), "it has no more to give");
     stage.use_all(false);
     stage.check();
@@ -56,8 +59,10 @@ fn who_asks_for_room_waits_through_a_pause() {
     let stream = stage.streams[0];
     stage.pager().acquire(&[span], stream, LIMIT).expect("here");
     std::thread::scope(|scope| {
-        // All but the one that is held.
-        let asking = scope.spawn(|| pool.make_room(DEVICE, (FRAMES - 1) * UNIT));
+        let asking = scope.spawn(|| {
+            pool.driver().make_current(DEVICE).expect("device 0");
+            pool.make_room(DEVICE, 2 * UNIT)
+        });
         while stage.pager().report().resident_bytes == FRAMES * UNIT && !asking.is_finished() {
             std::thread::yield_now();
         }
@@ -66,6 +71,7 @@ fn who_asks_for_room_waits_through_a_pause() {
         resume(&stage.pool);
         stage.pager().release(&[span], stream, false).expect("released");
         assert!(asking.join().expect("no panic"));
+        assert_eq!(stage.pager().report().resident_bytes, (FRAMES - 2) * UNIT);
     });
     stage.use_all(false);
     stage.check();
