@@ -84,6 +84,8 @@ int main(void)
     printf("too many %d %d\n", too_many == SUBLET_ERROR_ARGUMENT, strstr(sublet_last_error(), "6291456") != NULL);
     int too_much = sublet_page_alloc(pager, 8 * (uint64_t)CHUNK, &spans[0]);
     printf("for the host %d %d\n", too_much == SUBLET_ERROR_OUT_OF_HOST_MEMORY, strstr(sublet_last_error(), "SUBLET_HOST_BYTES_MAX") != NULL);
+    int64_t planned = sublet_page_plan_json(pager, text, sizeof text);
+    printf("planned %d %d\n", planned > 0 && strlen(text) == (size_t)planned, has("\"in_bytes\":"));
     int shrunk = sublet_page_set_frames(pager, CHUNK, WAIT_MS);
     printf("shrunk %d, read %d\n", shrunk, visit(pager, spans, stream, 0));
     int freed = sublet_page_free(pager, spans[0]);

@@ -96,3 +96,24 @@ def test_frames_make_room_for_memory_that_finds_none() -> None:
     other.free()
     call("cuCtxSynchronize")
     library.page_close(pager)
+
+
+@pytest.mark.tenant("giving-within-a-budget")
+def test_frames_make_room_within_the_budget() -> None:
+    first = allocate(CHUNK)
+    library = own_library()
+    held = sublet.budget("1GiB")["gpus"][0]["held_bytes"]
+    sublet.budget(f"{(held + 8 * CHUNK) >> 20}MiB")
+    pager = library.page_open(0, 64 * CHUNK, CHUNK, 64 * CHUNK)
+    spans = [library.page_alloc(pager, CHUNK) for _ in range(16)]
+    for span in spans:
+        library.page_acquire(pager, [span], 0, WAIT_MS)
+        library.page_release(pager, [span], 0, False)
+    assert json.loads(library.page_report(pager))["resident_bytes"] == 8 * CHUNK
+    other = allocate(5 * CHUNK)
+    assert json.loads(library.page_report(pager))["resident_bytes"] <= 3 * CHUNK
+    assert sublet.budget()["gpus"][0]["held_bytes"] <= held + 8 * CHUNK
+    other.free()
+    first.free()
+    library.page_close(pager)
+    sublet.budget("none")

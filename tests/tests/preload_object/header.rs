@@ -144,6 +144,7 @@ fn a_c_program_uses_more_memory_than_its_frames_and_is_paused_meanwhile() {
          flushed 0, report 1 1 1\n\
          too many 1 1\n\
          for the host 1 1\n\
+         planned 1 1\n\
          shrunk 0, read 6\n\
          freed 0, not twice 1, closed 0, gone 1\n"
     );
