@@ -86,8 +86,15 @@ impl<D: Driver> Worker<'_, D> {
             let is_awaited = table.chunks[newcomer].holders > 0;
             (!table.victims(newcomer).is_empty(), is_awaited, own_bytes)
         };
-        // Once for each: others may have more and not be able to give it.
-        if self.asked_for.replace(newcomer) != Some(newcomer) {
+        let is_early = self.awaited.is_some_and(|(_, since)| since.elapsed() < ENDS_LIMIT);
+        if self.stays() {
+            // Past the gate nobody is waited for: a pause would wait for both. Chunks that are filled land first.
+            if is_early {
+                let _waited = shared.changed.wait_timeout(shared.table(), LOOK_SOON);
+                return;
+            }
+        } else if self.asked_for.replace(newcomer) != Some(newcomer) {
+            // Once for each: others may have more and not be able to give it.
             let own = Arc::as_ptr(shared);
             let others = shared.pool.lenders.on(shared.device);
             let mut others = others.iter().filter(|(_, it)| !ptr::addr_eq(Arc::as_ptr(it), own));
@@ -100,7 +107,6 @@ impl<D: Driver> Worker<'_, D> {
                 return;
             }
         }
-        let is_early = self.awaited.is_none_or(|(_, since)| since.elapsed() < ENDS_LIMIT);
         if is_awaited && !has_others && is_early && !shared.calls().have_ended(u64::MAX) {
             // Lists of calls hold what is here: one may leave when they have ended.
             shared.calls().want_ends();

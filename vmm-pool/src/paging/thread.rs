@@ -245,6 +245,11 @@ impl<D: Driver> Worker<'_, D> {
         true
     }
 
+    /// Is it past the gate between two steps?
+    pub(super) fn stays(&self) -> bool {
+        self.stay.is_some()
+    }
+
     /// What is used sooner keeps its frame, in uses from now on: 0 if somebody has waited long for the same chunk.
     fn later_half(&mut self) -> usize {
         let table = self.shared.table();

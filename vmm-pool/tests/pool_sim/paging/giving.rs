@@ -1,25 +1,33 @@
 //! Frames that give way to other memory, and windows that share what there is.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use vmm_pool::Contents;
 use vmm_pool::driver::sim::SimNode;
-use vmm_pool::driver::{AllocationProp, Driver as _};
-use vmm_pool::paging::{Pager, WHAT_IS_LEFT, WindowSize};
+use vmm_pool::driver::{AllocationProp, Driver as _, VaRange};
+use vmm_pool::paging::{In, Pager, WHAT_IS_LEFT, WindowSize};
 
 use super::program::{self, LIMIT, Stage, unlimited};
-use crate::stage::{DEVICE, OTHER, UNIT, create, free_bytes, kept, pause, pool, resume};
+use crate::process::SimPool;
+use crate::stage::{DEVICE, OTHER, UNIT, class, create, free_bytes, kept, pause, pool, resume};
 
 const FRAMES: u64 = 16;
 
 /// A window with all of its frames taken, and nothing left on the device.
 fn crowded() -> Stage {
-    let mut stage = Stage::new(FRAMES);
+    crowd(Stage::new(FRAMES))
+}
+
+fn crowd(mut stage: Stage) -> Stage {
     for _ in 0..FRAMES {
         stage.alloc(1).expect("addresses");
     }
     stage.use_all(true);
     assert_eq!(stage.pager().report().resident_bytes, FRAMES * UNIT);
-    create(&stage.pool, DEVICE, free_bytes(&stage.pool, DEVICE) / UNIT, kept());
+    let left = free_bytes(&stage.pool, DEVICE) / UNIT;
+    // Pauses do not copy it.
+    create(&stage.pool, DEVICE, left, class(Contents::Discard));
     stage
 }
 
@@ -93,6 +101,44 @@ fn a_window_that_finds_no_room_takes_a_frame_from_one_that_has_more() {
     assert_eq!(poor.report().resident_bytes, 4 * UNIT);
     assert_eq!(stage.pager().report().resident_bytes, (FRAMES - 4) * UNIT);
     stage.use_all(false);
+    drop(poor);
+    stage.check();
+    drop(stage.pager.take());
+}
+
+#[test]
+fn windows_on_a_full_device_share_it_while_pauses_come() {
+    let mut stage = crowd(Stage::looked(FRAMES));
+    let poor = program::pager(&stage.pool, 4, unlimited);
+    poor.look_for_uses().expect("addresses");
+    let spans = [(); 6].map(|()| poor.alloc(UNIT).expect("addresses"));
+    let stream = In::Stream(stage.streams[1]);
+    let (pool, stop) = (Arc::clone(stage.pool.pool()), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            pool.driver().make_current(DEVICE).expect("device 0");
+            let process = SimPool::of(Arc::clone(&pool));
+            while !stop.load(Ordering::Acquire) {
+                pause(&process);
+                resume(&process);
+                let mark = process.gate().mark();
+                while process.gate().mark() == mark && !stop.load(Ordering::Acquire) {
+                    std::thread::yield_now();
+                }
+            }
+        });
+        for round in 0..6 {
+            for span in spans {
+                let used =
+                    poor.begin_call(&[VaRange::new(span, 1)], stream, LIMIT).expect("a frame");
+                poor.end_call(&used.expect("paged"));
+            }
+            stage.use_all(round % 2 == 0);
+        }
+        stop.store(true, Ordering::Release);
+    });
+    stage.check();
+    assert!(poor.report().resident_bytes >= UNIT);
     drop(poor);
     stage.check();
     drop(stage.pager.take());
