@@ -134,11 +134,11 @@ def role(args: Any) -> int:
             runner.fact("timeline", recorder.ended())
         elif step > 0:  # the first makes the state
             runner.sample("step_s", took)
-            for name in before:
-                runner.sample(f"{name}_a_step", larger_models.moved()[name] - before[name])
+            if before:
+                larger_models.sample_moved(before)
         losses.append(float(loss))
         if args.role == "left":
-            used_mib.append(larger_weights.used_mib())
+            used_mib.append(common.used_mib()[0])
         free, total = torch.cuda.mem_get_info()
         peak_bytes = max(peak_bytes, total - free)
     runner.fact("losses", losses)
@@ -205,8 +205,7 @@ def optimizer_of(args: Any, model: Any) -> Any:
         import sublet
 
         step = "after" if args.role.endswith("after") else "backward"
-        takes_all = args.role in ("wo_sixth", "wo_twelfth", "resized", "left")
-        frames = larger_weights.state_frames(args.role, model) if takes_all else args.frames
+        frames = larger_weights.state_frames(args.role, model, args.frames)
         runner.fact("state_frames_bytes", frames)
         optimizer = sublet.paged(optimizer, frames=frames, step=step)
     if args.role == "tenth":

@@ -188,6 +188,12 @@ def moved() -> dict[str, int]:
     return {name: sum(each.get(name, 0) for each in sublet.report()) for name in names}
 
 
+def sample_moved(before: dict[str, int]) -> None:
+    """What was copied and waited for since then, as samples of a step."""
+    for name, value in moved().items():
+        runner.sample(f"{name}_a_step", value - before[name])
+
+
 def train_paged(args: Any, torch: Any, data: list[Any]) -> None:
     """The row `7b`."""
     import sublet
@@ -209,11 +215,9 @@ def train_paged(args: Any, torch: Any, data: list[Any]) -> None:
     for step in range(min(args.steps, STEPS)):
         batch, before = data[step % len(data)], moved()
         loss, took = trained(torch, model, optimizer, batch)
-        after = moved()
         if step >= WARM:
             runner.sample("step_s", took)
-            for name, value in after.items():
-                runner.sample(f"{name}_a_step", value - before[name])
+            sample_moved(before)
         losses.append(float(loss))
         free, total = torch.cuda.mem_get_info()
         peak_bytes = max(peak_bytes, total - free)

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
 import time
 from typing import Any
 
@@ -68,7 +66,7 @@ def page(row: str, model: Any) -> Any:
     """The model of this row, with its weights where the row has them."""
     import sublet
 
-    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    total = bytes_of(model)
     share = share_of(row)
     frames = int(total * share) + (64 << 20 if share == 1.0 else 0)
     if row == "resized":
@@ -91,8 +89,13 @@ def share_of(row: str) -> float:
     return next((SHARES[part] for part in row.split("_") if part in SHARES), 1 / 3)
 
 
-def state_frames(row: str, model: Any) -> int | None:
-    """Frames for the optimizer's state of a row that does not take `--frames`, in bytes."""
+def bytes_of(model: Any) -> int:
+    """What its weights take."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def state_frames(row: str, model: Any, given: str) -> int | str | None:
+    """Frames for the optimizer's state of a row: in most as many as were given."""
     if row == "left":
         return None
     if row == "resized":
@@ -100,15 +103,7 @@ def state_frames(row: str, model: Any) -> int | None:
     if row == "wo_twelfth":
         return LEAST_STATE_FRAMES
     # Two moments, each as large as the weights.
-    return int(2 * share_of(row) * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()))
-
-
-def used_mib() -> int:
-    """How much of the GPU is used, as nvidia-smi says it to who is no tenant."""
-    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20, check=True)
-    return int(done.stdout.split()[0])
+    return int(2 * share_of(row) * bytes_of(model)) if row == "wo_sixth" else given
 
 
 def resize(step: int, steps: int, model: Any, optimizer: Any) -> None:

@@ -211,9 +211,9 @@ LEFT_MIB = 16
 
 
 def used_mib() -> list[int]:
-    """What nvidia-smi says is used of each GPU of the machine."""
+    """What nvidia-smi says is used of each GPU of the machine. It is no tenant, whatever the caller is."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(command, env=child_env(), capture_output=True, text=True, timeout=20, check=True)
     return [int(line) for line in done.stdout.split()]
 
 

@@ -22,24 +22,27 @@ const ENDS_LIMIT: Duration = Duration::from_secs(1);
 /// When what was given up, or refused, is tried again.
 const TRIED_AGAIN: Duration = Duration::from_secs(10);
 
+impl<D: Driver> Shared<D> {
+    /// How many chunks could give their frames.
+    fn spare(&self, table: &Table) -> usize {
+        let calls = self.calls();
+        table.spare(|id| calls.lists.holding(id))
+    }
+}
+
 impl<D: Driver> Lender for Shared<D> {
     fn spare_bytes(&self, device: DeviceOrdinal) -> u64 {
         let table = self.table();
         if device != self.device || table.is_ending || table.broken.is_some() {
             return 0;
         }
-        let calls = self.calls();
-        table.spare(|id| calls.lists.holding(id)) as u64 * self.chunk_bytes
+        self.spare(&table) as u64 * self.chunk_bytes
     }
 
     fn ask(&self, bytes: u64) {
         let mut table = self.table();
         let chunks = usize::try_from(bytes.div_ceil(self.chunk_bytes)).unwrap_or(usize::MAX);
-        let spare = {
-            let calls = self.calls();
-            table.spare(|id| calls.lists.holding(id))
-        };
-        table.owed += chunks.min(spare);
+        table.owed += chunks.min(self.spare(&table));
         drop(table);
         // What is queued ends.
         self.calls().want_ends();
@@ -87,7 +90,7 @@ impl<D: Driver> Worker<'_, D> {
             (!table.victims(newcomer).is_empty(), is_awaited, own_bytes)
         };
         let is_early = self.awaited.is_some_and(|(_, since)| since.elapsed() < ENDS_LIMIT);
-        if self.stays() {
+        if self.stay.is_some() {
             // Past the gate nobody is waited for: a pause would wait for both. Chunks that are filled land first.
             if is_early {
                 let _waited = shared.changed.wait_timeout(shared.table(), LOOK_SOON);
@@ -116,7 +119,7 @@ impl<D: Driver> Worker<'_, D> {
         }
         let mut table = shared.table();
         if has_others {
-            table.given = Some(table.resident().min(table.frames_now()));
+            table.narrow();
         } else {
             table.failed(newcomer, Arc::new(error));
         }
@@ -127,7 +130,7 @@ impl<D: Driver> Worker<'_, D> {
         let mut table = self.shared.table();
         if let Some(owed) = table.owed.checked_sub(1) {
             table.owed = owed;
-            table.given = Some(table.resident().min(table.frames_now()));
+            table.narrow();
             self.narrowed = None;
         }
     }

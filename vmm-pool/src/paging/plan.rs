@@ -16,7 +16,7 @@ pub struct Planned {
     pub in_bytes: u64,
 }
 
-/// Shares of all chunks that are tried, as divisors and what they divide.
+/// Shares of all chunks that are tried: parts, and of how many.
 const SHARES: [(usize, usize); 10] =
     [(1, 12), (1, 8), (1, 6), (1, 4), (1, 3), (1, 2), (2, 3), (3, 4), (7, 8), (1, 1)];
 
@@ -70,7 +70,7 @@ mod tests {
         // All but those that stay: of four, four and three by turns.
         assert_eq!([1, 4, 11, 12].map(|frames| misses(&around, frames)), [12, 8, 1, 0]);
         let there_and_back: Vec<_> = (0..12).chain((0..12).rev()).collect();
-        // At each end what is there is used again: two passes, each without the frames.
+        // At each end the frames are used again: two passes, each without them.
         assert_eq!([4, 8, 12].map(|frames| misses(&there_and_back, frames)), [16, 8, 0]);
         assert_eq!(misses(&[3, 3, 5], 1), 2);
     }

@@ -138,14 +138,14 @@ pub(super) struct Worker<'a, D: Driver> {
     copier: Copier<'a, D>,
     /// Past the gate while chunks are filled that are not mapped yet: a pause begins when they are. Copies to the device wait for
     /// nothing but each other.
-    stay: Option<Entered<'a, D, Use>>,
+    pub(super) stay: Option<Entered<'a, D, Use>>,
     /// Made when somebody is first asked. `None` inside if the device cannot say.
     questions: OnceCell<Option<Questions<D>>>,
     /// What somebody waits for, and since when.
     pub(super) awaited: Option<(usize, Instant)>,
     /// Since when there are fewer frames than there may be.
     pub(super) narrowed: Option<Instant>,
-    /// The last chunk that another window was asked for a frame for.
+    /// The chunk for whose frame another window was asked last.
     pub(super) asked_for: Option<usize>,
     /// How each chunk was seen when its fingerprints were taken, or it was mapped since.
     sights: BTreeMap<usize, Known>,
@@ -243,11 +243,6 @@ impl<D: Driver> Worker<'_, D> {
         }
         self.shared.changed.notify_all();
         true
-    }
-
-    /// Is it past the gate between two steps?
-    pub(super) fn stays(&self) -> bool {
-        self.stay.is_some()
     }
 
     /// What is used sooner keeps its frame, in uses from now on: 0 if somebody has waited long for the same chunk.

@@ -12,13 +12,13 @@ const LIMIT: Duration = Duration::from_secs(10);
 
 /// Who has device memory that it can do without. Any thread may ask.
 pub(crate) trait Lender: Debug + Send + Sync {
-    /// How much of it there is on the device, in bytes: what leaves when work that is queued has ended, and was not asked for yet.
+    /// How much of it there is on the device, in bytes: what leaves when work that is queued has ended, but for what it is to give already.
     fn spare_bytes(&self, device: DeviceOrdinal) -> u64;
 
     /// Asks for so much of that. It is given when uses are over, and taken again by nobody of the window meanwhile.
     fn ask(&self, bytes: u64);
 
-    /// Waits until all that it was asked for has gone back to the driver, for so much of the time that the process is not paused. Did it?
+    /// Waits until all that it is to give has gone back to the driver, for so much of the time that the process is not paused. Did it?
     /// Nobody asks for the rest any more then.
     fn wait(&self, limit: Duration) -> bool;
 }

@@ -33,14 +33,18 @@ impl Table {
         all.into_iter().map(|(id, _)| id).collect()
     }
 
-    /// The least number of uses before the next that a chunk of the later half has, of those here that will leave when work that is
-    /// queued has ended: nobody holds them but so many lists of calls.
-    pub(in crate::paging) fn later_half(&self, lists_of: impl Fn(usize) -> u32) -> usize {
-        let here = self.chunks.iter().enumerate().filter(|&(id, chunk)| {
+    /// Those here that can leave when work that is queued has ended: nobody holds them but so many lists of calls.
+    fn free_soon(&self, lists_of: impl Fn(usize) -> u32) -> impl Iterator<Item = usize> {
+        let here = self.chunks.iter().enumerate().filter(move |&(id, chunk)| {
             let is_held = chunk.holders > 0 && chunk.holders > lists_of(id);
             chunk.place == Place::Here && chunk.stays.is_none() && !is_held
         });
-        let mut next_uses: Vec<_> = here.map(|(id, _)| self.next_use(id)).collect();
+        here.map(|(id, _)| id)
+    }
+
+    /// The least number of uses before the next that a chunk of the later half has, of those that [`Table::free_soon`] names.
+    pub(in crate::paging) fn later_half(&self, lists_of: impl Fn(usize) -> u32) -> usize {
+        let mut next_uses: Vec<_> = self.free_soon(lists_of).map(|id| self.next_use(id)).collect();
         let middle = next_uses.len() / 2;
         if next_uses.is_empty() { 0 } else { *next_uses.select_nth_unstable(middle).1 }
     }
@@ -64,15 +68,16 @@ impl Table {
         freed.or_else(|| self.used_last(is_surplus))
     }
 
-    /// How many chunks could give their frames for good, when work that is queued has ended: nobody holds them but so many lists of calls.
-    /// Twice what was used together stays.
+    /// How many of those that [`Table::free_soon`] names could give their frames for good, and are not to yet. Twice what was used
+    /// together stays.
     pub(in crate::paging) fn spare(&self, lists_of: impl Fn(usize) -> u32) -> usize {
-        let leave = self.chunks.iter().enumerate().filter(|&(id, chunk)| {
-            let is_held = chunk.holders > 0 && chunk.holders > lists_of(id);
-            chunk.place == Place::Here && chunk.stays.is_none() && !is_held
-        });
         let above = self.resident().saturating_sub(2 * self.most_together);
-        leave.count().min(above).saturating_sub(self.owed)
+        self.free_soon(lists_of).count().min(above).saturating_sub(self.owed)
+    }
+
+    /// There are no more frames than those that are taken, until that is tried again.
+    pub(in crate::paging) fn narrow(&mut self) {
+        self.given = Some(self.resident().min(self.frames_now()));
     }
 
     /// Of those that `is_meant`, the one that is used last from now on.

@@ -4,12 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use proptest::prelude::*;
+use vmm_pool::driver::DriverCode;
 use vmm_pool::driver::sim::FaultSpan;
-use vmm_pool::driver::{Driver as _, DriverCode};
 use vmm_pool::paging::In;
 
-use super::program::{LIMIT, SHORT, Stage, word_at};
-use crate::process::SimPool;
+use super::program::{LIMIT, SHORT, Stage, pause_until, word_at};
 use crate::stage::{CAPACITY_BYTES, DEVICE, UNIT, UNLIMITED, WHOLE, free_bytes, pause, resume};
 
 /// What a random program does next.
@@ -76,19 +75,7 @@ fn run(program: Vec<Step>, pauses_beside: bool, seed: Option<u64>, is_looked: bo
     std::thread::scope(|scope| {
         if pauses_beside {
             let (pool, stop) = (Arc::clone(&pool), &stop);
-            scope.spawn(move || {
-                pool.driver().make_current(DEVICE).expect("device 0");
-                let process = SimPool::of(pool);
-                while !stop.load(Ordering::Acquire) {
-                    pause(&process);
-                    resume(&process);
-                    // At least one call goes in before the next.
-                    let mark = process.gate().mark();
-                    while process.gate().mark() == mark && !stop.load(Ordering::Acquire) {
-                        std::thread::yield_now();
-                    }
-                }
-            });
+            scope.spawn(move || pause_until(pool, stop));
         }
         for step in program {
             match step {

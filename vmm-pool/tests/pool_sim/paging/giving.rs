@@ -8,8 +8,7 @@ use vmm_pool::driver::sim::SimNode;
 use vmm_pool::driver::{AllocationProp, Driver as _, VaRange};
 use vmm_pool::paging::{In, Pager, WHAT_IS_LEFT, WindowSize};
 
-use super::program::{self, LIMIT, Stage, unlimited};
-use crate::process::SimPool;
+use super::program::{self, LIMIT, Stage, pause_until, unlimited};
 use crate::stage::{DEVICE, OTHER, UNIT, class, create, free_bytes, kept, pause, pool, resume};
 
 const FRAMES: u64 = 16;
@@ -115,18 +114,7 @@ fn windows_on_a_full_device_share_it_while_pauses_come() {
     let stream = In::Stream(stage.streams[1]);
     let (pool, stop) = (Arc::clone(stage.pool.pool()), AtomicBool::new(false));
     std::thread::scope(|scope| {
-        scope.spawn(|| {
-            pool.driver().make_current(DEVICE).expect("device 0");
-            let process = SimPool::of(Arc::clone(&pool));
-            while !stop.load(Ordering::Acquire) {
-                pause(&process);
-                resume(&process);
-                let mark = process.gate().mark();
-                while process.gate().mark() == mark && !stop.load(Ordering::Acquire) {
-                    std::thread::yield_now();
-                }
-            }
-        });
+        scope.spawn(|| pause_until(pool, &stop));
         for round in 0..6 {
             for span in spans {
                 let used =

@@ -7,18 +7,21 @@
 
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
-use vmm_pool::HostBudget;
 use vmm_pool::driver::sim::{SimDriver, Touch, Work};
 use vmm_pool::driver::{
     DeviceAddress, Driver, DriverCode, DriverResult, RawEvent, RawStream, VaRange,
 };
 use vmm_pool::paging::{In, PageError, Pager, WindowSize};
+use vmm_pool::{HostBudget, Pool};
 
 use crate::process::SimPool;
-use crate::stage::{CAPACITY_BYTES, DEVICE, UNIT, UNLIMITED, free_bytes, node, pattern, pool};
+use crate::stage::{
+    CAPACITY_BYTES, DEVICE, UNIT, UNLIMITED, free_bytes, node, pattern, pause, pool, resume,
+};
 
 pub(super) const LIMIT: Duration = Duration::from_mins(1);
 /// For what is expected not to come.
@@ -40,6 +43,21 @@ pub(crate) fn pager(
 
 pub(crate) fn unlimited(_: u64) -> HostBudget {
     UNLIMITED
+}
+
+/// Pauses and resumes the process again and again.
+pub(super) fn pause_until(pool: Arc<Pool<SimDriver>>, stop: &AtomicBool) {
+    pool.driver().make_current(DEVICE).expect("device 0");
+    let process = SimPool::of(pool);
+    while !stop.load(Ordering::Acquire) {
+        pause(&process);
+        resume(&process);
+        // At least one call goes in before the next.
+        let mark = process.gate().mark();
+        while process.gate().mark() == mark && !stop.load(Ordering::Acquire) {
+            std::thread::yield_now();
+        }
+    }
 }
 
 /// What is to be somewhere.
