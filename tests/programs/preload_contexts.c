@@ -258,10 +258,12 @@ static void *pause_in_a_thread(void *unused)
     return unused;
 }
 
-static void *allocate_in_a_thread(void *address)
+static void *allocate_two_in_a_thread(void *unused)
 {
+    CUdeviceptr *addresses = unused;
     OK(cuCtxSetCurrent(primary));
-    OK(cuMemAlloc(address, BYTES));
+    OK(cuMemAlloc(&addresses[0], BYTES));
+    OK(cuMemAlloc(&addresses[1], BYTES));
     return NULL;
 }
 
@@ -278,9 +280,10 @@ static void late(void)
 {
     CUcontext own = NULL;
     CUstream stream = NULL, own_stream = NULL;
-    CUdeviceptr kept = 0, other = 0, block = 0, next = 0;
+    CUdeviceptr kept = 0, other = 0, block = 0, next[2] = { 0, 0 };
     OK(cuStreamCreate(&stream, 1));
     OK(cuMemAlloc(&kept, BYTES));
+    note_free_bytes();
     OK(cuMemAlloc(&other, BYTES));
     OK(context_create(&own, 0, 0));
     OK(cuStreamCreate(&own_stream, 1));
@@ -291,23 +294,28 @@ static void late(void)
     /* The thread that frees behind streams is at the first block now. It comes to the second while that goes with its context. */
     OK(context_destroy(own));
     OK(cuCtxSetCurrent(primary));
+    while (driver_free_bytes() < used_before)
+        usleep(1000);
     usleep(600000);
     /* Memory that is wanted at the beginning of a pause comes behind it. */
     OK(cuLaunchHostFunc(stream, wait_until_it_may_pass, NULL));
     pthread_t pauses = begin_thread(pause_in_a_thread, NULL);
     usleep(300000);
-    pthread_t allocates = begin_thread(allocate_in_a_thread, &next);
+    pthread_t allocates = begin_thread(allocate_two_in_a_thread, next);
     usleep(300000);
     may_pass = true;
     pthread_join(pauses, NULL);
     inside_resume();
     pthread_join(allocates, NULL);
-    driver_fill(next, 4, WORDS, NULL);
+    for (int i = 0; i < 2; i++)
+        driver_fill(next[i], 4, WORDS, NULL);
     /* Another allocation offers what the driver would not free. */
     OK(cuMemAlloc(&other, BYTES));
-    printf("late: the next block has %s address, sum %llu\n", next == block ? "its" : "another",
-        (unsigned long long)driver_sum(next, WORDS, NULL));
-    OK(cuMemFree(next));
+    printf("late: a later block has %s address\n", next[0] == block || next[1] == block ? "its" : "another");
+    for (int i = 0; i < 2; i++) {
+        printf("late: sum %llu\n", (unsigned long long)driver_sum(next[i], WORDS, NULL));
+        OK(cuMemFree(next[i]));
+    }
 }
 
 static int has_primary(void)
