@@ -3,6 +3,7 @@
 | row | what runs | frames |
 | --- | --- | --- |
 | `w_all`, `w_half`, `w_third` | the training of `resident`, its optimizer stock and after backward | all weights, a half, a third |
+| `region_third` | the same, with the weights in a region whose home is `paged` | a third |
 | `wo_third`, `wo_third_after` | the same, with the optimizer's state paged too, its step in backward or after it | a third, and `--frames` |
 | `wo_sixth`, `wo_twelfth` | the same, in backward | of all state as much; in the twelfth 0.8 GB of it are for the optimizer |
 | `left` | the same, without figures: frames are what a budget of 22 GiB leaves | |
@@ -29,6 +30,7 @@ REFERENCES = {
     "w_all": "resident",
     "w_half": "resident",
     "w_third": "resident",
+    "region_third": "resident",
     "wo_third": "resident",
     "wo_third_after": "resident",
     "wo_sixth": "resident",
@@ -76,7 +78,12 @@ def page(row: str, model: Any) -> Any:
     runner.fact("weights_bytes", total)
     runner.fact("frames_bytes", frames)
     began = time.perf_counter()
-    model = sublet.paged(model) if row == "left" else sublet.paged(model, frames=frames)
+    if row == "region_third":
+        with sublet.region("base", home="paged", frames=frames):
+            for parameter in model.parameters():
+                parameter.data = parameter.detach().clone()
+    else:
+        model = sublet.paged(model) if row == "left" else sublet.paged(model, frames=frames)
     runner.fact("paging_s", time.perf_counter() - began)
     import torch
 

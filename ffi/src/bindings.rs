@@ -151,6 +151,7 @@ functions! {
     ) -> ::core::ffi::c_int;
     pub fn sublet_page_close(pager: u64) -> ::core::ffi::c_int;
     pub fn sublet_page_look(pager: u64) -> ::core::ffi::c_int;
+    pub fn sublet_page_region(pager: u64, tag: *const ::core::ffi::c_char) -> ::core::ffi::c_int;
     pub fn sublet_page_alloc(pager: u64, size_bytes: u64, span: *mut u64) -> ::core::ffi::c_int;
     pub fn sublet_page_free(pager: u64, span: u64) -> ::core::ffi::c_int;
     pub fn sublet_page_acquire(

@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, Once, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
+use sublet_cuda_driver::paged::PagedRegions;
 use sublet_cuda_driver::vmm::Purpose;
 use sublet_cuda_driver::{Accessors, Answer, caller};
 use sublet_cuda_graph::{Captures, Graphs};
@@ -59,6 +60,7 @@ static JOINED_PID: AtomicU32 = AtomicU32::new(0);
 /// The process is coming to its end, which frees all that it has.
 static LEAVING: AtomicBool = AtomicBool::new(false);
 static FORKED: AtomicBool = AtomicBool::new(false);
+static PAGED_REGIONS: PagedRegions<CudaDriver> = PagedRegions::new();
 static ACCESSORS: LazyLock<Accessors> = LazyLock::new(Accessors::default);
 static CAPTURES: LazyLock<Captures> = LazyLock::new(Captures::default);
 static GRAPHS: LazyLock<Graphs> = LazyLock::new(Graphs::default);
@@ -132,6 +134,11 @@ fn end_process(reason: &str) -> ! {
     let _closed = std::io::stderr().write_all(said.as_bytes());
     // SAFETY: the call takes a number and does not return.
     unsafe { libc::_exit(EXIT_NOT_JOINED) }
+}
+
+/// Regions whose plain memory is paged.
+pub(crate) fn paged_regions() -> &'static PagedRegions<CudaDriver> {
+    &PAGED_REGIONS
 }
 
 /// Which devices may reach which plain memory.

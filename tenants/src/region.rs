@@ -130,6 +130,14 @@ fn region(
     Ok(Region { tag: tag.to_owned(), contents, device })
 }
 
+/// Fixes the policy of a tag, as its first region would.
+///
+/// # Errors
+/// [`RegionError::BadTag`], [`RegionError::OtherContents`], [`RegionError::LibrarysTag`], [`RegionError::TooManyTags`].
+pub fn fix(tag: &str, contents: Contents) -> Result<(), RegionError> {
+    region(tag, contents, None).map(|_| ())
+}
+
 /// Begins a region on this thread, inside any that is open. `device`: memory on others belongs to no tag.
 ///
 /// # Errors

@@ -1,7 +1,9 @@
 /* Uses of paged memory that nobody announces, seen by what calls name:
  *
- *   preload_look random SEED THREADS PAUSES   kernels, copies and fills over more memory than the frames have; each byte is compared
+ *   preload_look random SEED THREADS PAUSES   kernels, copies and fills over more memory than the frames have; each byte is compared.
+ *                                             With an odd seed all of it is a region's
  *   preload_look cases                        what is refused, what a graph uses, what is not seen
+ *   preload_look region                       memory of a region that is paged, as cuMemAlloc gives it
  *
  * Kernels are given addresses as they are, inside of structures, and several in one. */
 #include "at_random.h"
@@ -36,6 +38,7 @@ typedef struct {
 
 typedef struct {
     uint64_t random, pager;
+    int is_region;
     CUcontext context;
     CUstream streams[STREAMS];
     CUevent events[STREAMS];
@@ -70,6 +73,17 @@ static void come_behind(Worker *worker, Span *span, int stream)
         OK(cuStreamWaitEvent(worker->streams[stream], worker->events[span->stream], 0));
     }
     span->stream = stream;
+}
+
+/* Addresses for a span, which begins with any bytes. */
+static void give(Worker *worker, Span *span)
+{
+    if (worker->is_region) {
+        sublet_region_begin("spans", SUBLET_CONTENTS_KEEP);
+        OK(cuMemAlloc(&span->start, span->bytes));
+        sublet_region_end();
+    } else if (sublet_page_alloc(worker->pager, span->bytes, &span->start) != 0)
+        exit(1);
 }
 
 static void look_at(Worker *worker, const Span *span, size_t at, size_t count, const uint32_t *found)
@@ -157,6 +171,14 @@ static void use(Worker *worker, int round)
             OK(cuStreamDestroy(worker->streams[number]));
             OK(cuStreamCreate(&worker->streams[number], 1));
         }
+        if (worker->is_region && draw(worker, 4) == 0) {
+            /* The other stream may use it, or what shares its chunks. */
+            OK(cuMemFree(span->start));
+            give(worker, span);
+            OK(cuMemsetD32Async(span->start, value, span->bytes / 4, stream));
+            for (size_t i = 0; i < span->bytes / 4; i++)
+                span->words[i] = value;
+        }
     }
     if (draw(worker, 6) == 0)
         sublet_page_announce(worker->pager, &other->start, 1);
@@ -200,6 +222,8 @@ static long figure(uint64_t pager, const char *name)
 static int at_random(uint64_t seed, int threads, int pauses)
 {
     uint64_t pager = look_for(FRAMES);
+    if (seed % 2 == 1 && sublet_page_region(pager, "spans") != 0)
+        exit(1);
     Worker *workers = calloc((size_t)threads, sizeof *workers);
     pthread_t running[THREADS_MAX];
     CUcontext context = NULL;
@@ -209,6 +233,7 @@ static int at_random(uint64_t seed, int threads, int pauses)
         worker->random = seed * 31 + (uint64_t)t;
         worker->pager = pager;
         worker->context = context;
+        worker->is_region = (int)(seed % 2);
         for (int i = 0; i < STREAMS; i++) {
             OK(cuStreamCreate(&worker->streams[i], 1));
             OK(cuEventCreate(&worker->events[i], 2));
@@ -218,8 +243,8 @@ static int at_random(uint64_t seed, int threads, int pauses)
             /* Some share a chunk with the next. */
             span->bytes = CHUNK / 2 * (size_t)(1 + i % 3);
             span->words = calloc(span->bytes, 1);
-            if (sublet_page_alloc(pager, span->bytes, &span->start) != 0)
-                exit(1);
+            give(worker, span);
+            OK(cuMemsetD32Async(span->start, 0, span->bytes / 4, worker->streams[0]));
         }
     }
     for (int t = 0; t < threads; t++)
@@ -295,6 +320,105 @@ static int cases(void)
     return 0;
 }
 
+static CUdeviceptr allocated(size_t bytes)
+{
+    CUdeviceptr made = 0;
+    OK(cuMemAlloc(&made, bytes));
+    return made;
+}
+
+static int is_range(CUdeviceptr memory, size_t bytes)
+{
+    CUdeviceptr base = 0, start = 0;
+    size_t size = 0, range = 0;
+    int type = 0, device = -1, names[] = {11, 12, CU_POINTER_MEMORY_TYPE, CU_POINTER_DEVICE_ORDINAL};
+    void *values[] = {&start, &range, &type, &device};
+    OK(cuMemGetAddressRange(&base, &size, memory + 100));
+    OK(cuPointerGetAttributes(4, names, values, memory + 100));
+    return base == memory && size == bytes && start == memory && range == bytes && type == 2 && device == 0;
+}
+
+enum { BLOCKS = 4, BLOCK = 3 * CHUNK / 2, INVALID = 1 };
+
+/* Do all have what was written, and are they as large as was requested, wherever they are? */
+static int are_right(const CUdeviceptr *blocks)
+{
+    uint32_t found = 0;
+    int right = 0;
+    for (int i = 0; i < BLOCKS; i++) {
+        right += is_range(blocks[i], BLOCK);
+        OK(cuMemcpyDtoH(&found, blocks[i] + BLOCK - 4, 4));
+        right += found == (uint32_t)(70 + i);
+    }
+    return right;
+}
+
+static int region(void)
+{
+    uint64_t pager = look_for(3), other = 0, count = BLOCK / 4;
+    CUdeviceptr blocks[BLOCKS];
+    CUstream stream = NULL;
+    CUipcMemHandle handle;
+    OK(cuStreamCreate(&stream, 1));
+    if (sublet_page_open(0, 64 * (uint64_t)CHUNK, CHUNK, CHUNK, &other) != 0)
+        return 1;
+    int without_look = sublet_page_region(other, "base"), kept = sublet_page_region(pager, "base");
+    int twice = sublet_page_region(pager, "base"), policy = sublet_region_begin("base", SUBLET_CONTENTS_DISCARD);
+    printf("paged %d, without a look %d, twice %d, other policy %d\n", kept, without_look != 0, twice != 0, policy != 0);
+    size_t before = driver_free_bytes();
+    sublet_region_begin("base", SUBLET_CONTENTS_KEEP);
+    for (int i = 0; i < BLOCKS; i++)
+        blocks[i] = allocated(BLOCK);
+    printf("takes %zu", before - driver_free_bytes());
+    CUdeviceptr small = allocated(512);
+    sublet_region_end();
+    CUdeviceptr outside = allocated(BLOCK);
+    printf(", in reach %d, outside %d\n", is_range(blocks[3], BLOCK), outside < blocks[0] || outside >= blocks[0] + 64 * (uint64_t)CHUNK);
+    OK(cuMemFree(small));
+    for (uint32_t i = 0; i < BLOCKS; i++) {
+        uint32_t value = 70 + i;
+        void *params[] = {&blocks[i], &value, &count};
+        launch(fill, stream, params);
+    }
+    OK(cuStreamSynchronize(stream));
+    int right = are_right(blocks);
+    int resident = figure(pager, "\"resident_bytes\":") <= 3 * CHUNK && figure(pager, "\"misses\":") > 0;
+    inside_pause();
+    int away = is_range(blocks[0], BLOCK);
+    inside_resume();
+    printf("right %d, within frames %d, paused %d, right %d\n", right, resident, away, are_right(blocks));
+    printf("not shared %d, inside %d", cuIpcGetMemHandle(&handle, blocks[0]) != CU_OK, cuMemFree(blocks[1] + 512) == INVALID);
+    OK(cuMemFree(blocks[1]));
+    printf(", twice %d\n", cuMemFree(blocks[1]) == INVALID);
+    /* Its stream still writes it. */
+    uint32_t value = 9, found = 0;
+    void *params[] = {&blocks[2], &value, &count};
+    launch(fill, stream, params);
+    OK(cuMemFreeAsync(blocks[2], stream));
+    sublet_region_begin("base", SUBLET_CONTENTS_KEEP);
+    blocks[1] = allocated(BLOCK);
+    blocks[2] = allocated(BLOCK);
+    for (uint32_t i = 1; i < 3; i++)
+        OK(cuMemsetD32Async(blocks[i], 70 + i, count, stream));
+    OK(cuStreamSynchronize(stream));
+    printf("again %d", are_right(blocks));
+    /* As much as the window has no room for. */
+    CUdeviceptr none = 0;
+    printf(", too much %d", cuMemAlloc(&none, 65 * (size_t)CHUNK) == OUT_OF_MEMORY);
+    for (int i = 0; i < BLOCKS; i++)
+        OK(cuMemFree(blocks[i]));
+    /* Their memory goes when uses are over. */
+    while (figure(pager, "\"paged_bytes\":") > 0)
+        usleep(1000);
+    printf(", closed %d", sublet_page_close(pager) + sublet_page_close(other));
+    before = driver_free_bytes();
+    none = allocated(BLOCK);
+    OK(cuMemsetD8(none, 1, BLOCK));
+    OK(cuMemcpyDtoH(&found, none, 4));
+    printf(", ordinary %d\n", before - driver_free_bytes() >= BLOCK && found == 0x01010101);
+    return sublet_region_end();
+}
+
 int main(int argc, char **argv)
 {
     inside_deadline(150);
@@ -306,5 +430,5 @@ int main(int argc, char **argv)
     fill_behind = driver_kernel("fill_behind_u32");
     if (argc == 5 && strcmp(argv[1], "random") == 0)
         return at_random(strtoull(argv[2], NULL, 10), atoi(argv[3]), atoi(argv[4]));
-    return cases();
+    return argc == 2 && strcmp(argv[1], "region") == 0 ? region() : cases();
 }

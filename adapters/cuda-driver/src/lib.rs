@@ -5,6 +5,7 @@
 //! * [`caller`]: which library a call comes from.
 //! * [`vmm`]: the virtual memory calls (`cuMemCreate`, `cuMemMap` and theirs).
 //! * [`blocks`]: `cuMemAlloc`, `cuMemFree`, peer access.
+//! * [`paged`]: `cuMemAlloc` in regions whose memory is paged.
 //! * [`pointers`]: facts about addresses.
 //! * [`ipc`]: `cudaIpc` handles of such memory, as tickets.
 //!
@@ -16,6 +17,7 @@ pub mod caller;
 pub mod functions;
 pub mod ipc;
 pub mod lookup;
+pub mod paged;
 pub mod pointers;
 pub mod vmm;
 

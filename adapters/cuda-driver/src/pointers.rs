@@ -153,6 +153,15 @@ pub fn correction<D: Driver>(
     }
 }
 
+/// What the driver would say of memory of a paged region, which is `range`: it sees chunks.
+pub fn of_paged(range: VaRange, attribute: i32) -> Option<Value> {
+    match attribute {
+        attribute::RANGE_START | attribute::MAPPING_START => Some(Value::Long(range.start.0)),
+        attribute::RANGE_SIZE | attribute::MAPPING_SIZE => Some(Value::Long(range.size_bytes)),
+        _ => None,
+    }
+}
+
 /// An address that nobody has.
 const NOWHERE: DeviceAddress = DeviceAddress(1);
 

@@ -426,6 +426,14 @@ impl Library {
         self.run(py, "paged", || unsafe { look(pager) })
     }
 
+    /// Has memory of regions of a tag lie in a window.
+    fn page_region(&self, py: Python<'_>, pager: u64, tag: &str) -> PyResult<()> {
+        let page = function!(self, py, sublet_page_region);
+        let tag = CString::new(tag)?;
+        // SAFETY: a terminated string, which outlives the call.
+        self.run(py, "region", || unsafe { page(pager, tag.as_ptr()) })
+    }
+
     /// Gives addresses up.
     fn page_free(&self, py: Python<'_>, pager: u64, span: u64) -> PyResult<()> {
         let free = function!(self, py, sublet_page_free);

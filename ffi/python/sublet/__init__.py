@@ -28,8 +28,8 @@ from sublet._library import (
 )
 from sublet._memory import host_copy, set_file_dir
 from sublet._native import __version__ as __version__
-from sublet._paging import paged, report, set_frames
-from sublet._planning import Plan, plan
+from sublet._paging import paged
+from sublet._planning import Plan, plan, report, set_frames
 from sublet._pausing import is_paused, pause, paused, resume, stats
 from sublet._regions import Region, region
 from sublet._report import Report, SwapReport

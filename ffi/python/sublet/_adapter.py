@@ -21,9 +21,9 @@ class TorchAdapter(Protocol):
         """Raises UsageError for a PyTorch that regions do not work with."""
 
     def region_pool(
-        self, tag: str, device: Optional[int], all_threads: bool
+        self, tag: str, device: Optional[int], all_threads: bool, plain: bool = False
     ) -> AbstractContextManager[object]:
-        """Inside it, PyTorch takes memory from a pool whose segments belong to this tag alone."""
+        """Inside it, PyTorch takes memory from a pool whose segments belong to this tag alone: with ``plain`` by ``cudaMalloc`` alone."""
 
     def follow_graphs(self) -> None:
         """Captures that begin from now on are followed, also without a region."""

@@ -525,35 +525,6 @@ def _is_module(target: Any) -> bool:
     return module_type is not None and isinstance(target, module_type)
 
 
-def set_frames(target: Any, frames: Union[int, str]) -> None:
-    """Changes how much device memory the state of a paged optimizer, or the parameters of a paged module, may take.
-
-    Fewer frames: what is needed last leaves, when its uses are over. The call returns when it has left. More frames are taken
-    as they are needed. Work may be under way on the GPU; results do not change.
-
-    Args:
-        target: what :func:`paged` was given.
-        frames: as for :func:`paged`.
-
-    Raises:
-        UsageError: ``target`` is not paged, or ``frames`` is too small, by the figures in the message.
-        RetryError: uses did not end in 10 minutes. It shrinks when they do.
-
-    >>> sublet.set_frames(model, "4GiB")  # doctest: +SKIP
-    """
-    owner_of(target, "set_frames").set_frames(_bytes_of(frames))
-
-
-def owner_of(target: Any, call: str) -> Any:
-    """What makes it paged."""
-    from sublet._paging_weights import owners
-
-    owner = owners.get(target) if _is_module(target) else getattr(target, PAGED_BY, None)
-    if owner is None:
-        raise UsageError(f"{call}: this {type(target).__name__} is not paged: sublet.paged(it) does that")
-    return owner
-
-
 def _wrap(target: Any, owner: _Paged) -> None:
     """Has the optimizer's methods be ours, as learning-rate schedulers do: on the object."""
 
@@ -571,28 +542,3 @@ def _wrap(target: Any, owner: _Paged) -> None:
     for function in (step, load_state_dict, add_param_group):
         setattr(target, function.__name__, types.MethodType(function, target))
     setattr(target, PAGED_BY, owner)
-
-
-def report() -> list[dict[str, Any]]:
-    """What the paged optimizers and modules of this process hold, and have copied; and what ``sublet.saved`` has, for each device.
-
-    Returns:
-        For each a dict with ``device``; of an optimizer ``step`` and ``blocks`` (of parameters), of a module ``module`` (its
-        type) and ``parameters`` (how many); ``paged_bytes`` (all of it),
-        ``frames_bytes`` (the most on the device), ``resident_bytes`` (what is there now), ``stays_bytes`` (what
-        may not leave), ``chunk_bytes``, ``chunks`` (a letter for each: ``a`` away, ``i`` on its way in, ``h`` on
-        the device and the same in host memory, ``w`` on the device and written since it was copied to the host,
-        ``o`` on its way out, ``-`` unused); and so far ``out_bytes``, ``in_bytes``, ``exchanges``, ``remaps`` (chunks that were given device
-        memory), ``remap_us`` (the time that the driver took to map and unmap them, in microseconds), ``hits`` and
-        ``misses`` (uses that found their memory on the device, and that did not), ``calls`` (launches and copies that named memory of
-        a module) and ``waited_us`` (the time that they waited, in microseconds). With ``SUBLET_PAGING_CHECK=1``, ``unseen`` is a list of
-        writes that no launch has named, each with ``address``, ``size_bytes``, ``span`` and ``span_bytes`` (its allocation), ``chunk``,
-        ``after_use`` and ``before_use``.
-
-        Of saved tensors a dict with ``device``, ``saved`` (true), ``tensors`` (that were copied out), ``out_bytes``, ``in_bytes``, ``late`` (those
-        that were not ahead of their use), ``waited_us`` (the time that forward waited for copies) and ``host_bytes`` (pinned).
-
-    >>> sublet.report()
-    []
-    """
-    return [owner.report() for owner in list(_live)]

@@ -13,6 +13,7 @@ from sublet._adapter import answer_pauses
 from sublet._errors import NotAttachedError, OutOfDeviceMemory, RefusedError, UsageError
 from sublet._library import own_library, own_tenant
 from sublet._native import WHOSE_PROCESS, Library
+from sublet._paging_regions import refuse_paged
 from sublet._regions import checked_tag, refuse_open
 from sublet._report import Report
 
@@ -178,6 +179,7 @@ def pause(
         return _report.of(parsed(library.pause_together()))
     if listed is not None:
         refuse_open(listed)
+        refuse_paged(listed)
     return pause_by(library, None, listed, WHOSE_PROCESS, limit_ms, deep)
 
 

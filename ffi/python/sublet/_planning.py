@@ -1,15 +1,19 @@
-"""How long a step takes with other frames."""
+"""Frames of what is paged: how many there are, what they hold, and how long a step takes with others."""
 
 from __future__ import annotations
 
 import json
 import sys
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from sublet._errors import UsageError
 from sublet._library import own_library
-from sublet._paging import _CHUNK_BYTES, owner_of
+from sublet._paging import _CHUNK_BYTES, _bytes_of, _is_module, _live
+from sublet._paging_refusals import PAGED_BY
+from sublet._paging_regions import windows_of
+from sublet._paging_weights import owners
+from sublet._regions import Region
 
 #: Copies that the link's speed is measured with, of a chunk each.
 _COPIES = 32
@@ -39,6 +43,66 @@ class Plan:
         return "\n".join(lines)
 
 
+def set_frames(target: Any, frames: Union[int, str]) -> None:
+    """Changes how much device memory the state of a paged optimizer, or the parameters of a paged module, may take.
+
+    Fewer frames: what is needed last leaves, when its uses are over. The call returns when it has left. More frames are taken
+    as they are needed. Work may be under way on the GPU; results do not change.
+
+    Args:
+        target: what :func:`paged` was given, or the tag of a :func:`region` whose home is ``"paged"``.
+        frames: as for :func:`paged`.
+
+    Raises:
+        UsageError: ``target`` is not paged, or ``frames`` is too small, by the figures in the message.
+        RetryError: uses did not end in 10 minutes. It shrinks when they do.
+
+    >>> sublet.set_frames(model, "4GiB")  # doctest: +SKIP
+    """
+    owner_of(target, "set_frames").set_frames(_bytes_of(frames))
+
+
+def owner_of(target: Any, call: str) -> Any:
+    """What makes it paged."""
+    if isinstance(target, (str, Region)):
+        tag, device = (target, None) if isinstance(target, str) else (target.tag, target.device)
+        windows = windows_of(tag, device)
+        if len(windows) == 1:
+            return windows[0]
+        if windows:
+            raise UsageError(f"{call}: memory of region '{tag}' is paged on several devices: give sublet.region('{tag}', device=...)")
+        raise UsageError(f"{call}: no memory of region '{tag}' is paged: enter sublet.region('{tag}', home='paged')")
+    owner = owners.get(target) if _is_module(target) else getattr(target, PAGED_BY, None)
+    if owner is None:
+        raise UsageError(f"{call}: this {type(target).__name__} is not paged: sublet.paged(it) does that")
+    return owner
+
+
+def report() -> list[dict[str, Any]]:
+    """What the paged optimizers, modules and regions of this process hold, and have copied; and what ``sublet.saved`` has, for each device.
+
+    Returns:
+        For each a dict with ``device``; of an optimizer ``step`` and ``blocks`` (of parameters), of a module ``module`` (its
+        type) and ``parameters`` (how many), of a region ``region`` (its tag); ``paged_bytes`` (all of it),
+        ``frames_bytes`` (the most on the device), ``resident_bytes`` (what is there now), ``stays_bytes`` (what
+        may not leave), ``chunk_bytes``, ``chunks`` (a letter for each: ``a`` away, ``i`` on its way in, ``h`` on
+        the device and the same in host memory, ``w`` on the device and written since it was copied to the host,
+        ``o`` on its way out, ``-`` unused); and so far ``out_bytes``, ``in_bytes``, ``exchanges``, ``remaps`` (chunks that were given device
+        memory), ``remap_us`` (the time that the driver took to map and unmap them, in microseconds), ``hits`` and
+        ``misses`` (uses that found their memory on the device, and that did not), ``calls`` (launches and copies that named memory of
+        a module) and ``waited_us`` (the time that they waited, in microseconds). With ``SUBLET_PAGING_CHECK=1``, ``unseen`` is a list of
+        writes that no launch has named, each with ``address``, ``size_bytes``, ``span`` and ``span_bytes`` (its allocation), ``chunk``,
+        ``after_use`` and ``before_use``.
+
+        Of saved tensors a dict with ``device``, ``saved`` (true), ``tensors`` (that were copied out), ``out_bytes``, ``in_bytes``, ``late`` (those
+        that were not ahead of their use), ``waited_us`` (the time that forward waited for copies) and ``host_bytes`` (pinned).
+
+    >>> sublet.report()
+    []
+    """
+    return [owner.report() for owner in list(_live)]
+
+
 def plan(target: Any, *, step_s: Optional[float] = None) -> Plan:
     """How much a step would bring to the GPU with other frames, and what the link needs for that.
 
@@ -46,7 +110,7 @@ def plan(target: Any, *, step_s: Optional[float] = None) -> Plan:
     measured, with 2 GiB of copies. Copies to the host go on at the same time as those to the GPU.
 
     Args:
-        target: what :func:`paged` was given. What else is paged uses the link too: add its ``link_s``.
+        target: what :func:`paged` was given, or the tag of a paged :func:`region`. What else is paged uses the link too: add its ``link_s``.
         step_s: how long a step takes if all is on the GPU, in seconds. If a step takes much longer than ``link_s`` of the frames that it has now,
             its own time is that.
 

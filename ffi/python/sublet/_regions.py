@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Callable, Literal, Optional, TypeVar, cast
+from typing import Any, Callable, Literal, Optional, TypeVar, Union, cast
 
 from sublet._adapter import answer_pauses, torch_adapter
 from sublet._errors import UsageError
@@ -18,6 +18,7 @@ from sublet._library import own_library
 from sublet._native import CONTENTS_DISCARD, CONTENTS_FILE, CONTENTS_KEEP, Library
 
 Contents = Literal["keep", "discard", "file"]
+Home = Literal["device", "paged"]
 CONTENTS: dict[str, int] = {
     "keep": CONTENTS_KEEP,
     "discard": CONTENTS_DISCARD,
@@ -90,12 +91,20 @@ class Region:
     """
 
     def __init__(
-        self, tag: str, contents: str, device: Optional[int], all_threads: bool
+        self,
+        tag: str,
+        contents: str,
+        device: Optional[int],
+        all_threads: bool,
+        home: str = "device",
+        frames: Union[int, str, None] = None,
     ) -> None:
         self.tag = tag
         self.contents = contents
         self.device = device
         self.all_threads = all_threads
+        self.home = home
+        self.frames = frames
 
     def __repr__(self) -> str:
         return f"sublet.region({self.tag!r}, {self.contents!r})"
@@ -109,13 +118,16 @@ class Region:
             )
         answer_pauses(library)
         adapter = torch_adapter()
+        if adapter is not None:
+            adapter.check_supported()
+        device = self._prepare_home()
         with ExitStack() as stack:
             if adapter is not None:
-                adapter.check_supported()
                 # Around the driver's region: no allocation of another thread may get the tag while it is
                 # served from PyTorch's default pool.
-                stack.enter_context(adapter.region_pool(self.tag, self.device, self.all_threads))
-            stack.enter_context(self._driver_region(library))
+                pool = adapter.region_pool(self.tag, device, self.all_threads, plain=self.home == "paged")
+                stack.enter_context(pool)
+            stack.enter_context(self._driver_region(library, device))
             _entered.regions.append((self, stack.pop_all()))
         _open.add(self.tag, 1)
         return self
@@ -152,13 +164,25 @@ class Region:
 
         return cast(_Function, in_region)
 
+    def _prepare_home(self) -> Optional[int]:
+        """Has memory of the region where it belongs. The device that the region is about."""
+        from sublet import _paging_regions
+
+        if self.home == "paged":
+            device = _paging_regions.current_device(self.tag) if self.device is None else self.device
+            _paging_regions.page(self.tag, device, self.frames)
+            return device
+        if _paging_regions.windows_of(self.tag, self.device):
+            raise UsageError(f"region: memory of tag '{self.tag}' is paged in this process: use home='paged', or another tag")
+        return self.device
+
     @contextlib.contextmanager
-    def _driver_region(self, library: Library) -> Iterator[None]:
+    def _driver_region(self, library: Library, device: Optional[int]) -> Iterator[None]:
         contents = CONTENTS[self.contents]
         if self.all_threads:
-            library.region_begin_all_threads(self.tag, contents, self.device)
+            library.region_begin_all_threads(self.tag, contents, device)
         else:
-            library.region_begin(self.tag, contents, self.device)
+            library.region_begin(self.tag, contents, device)
         try:
             yield
         finally:
@@ -174,6 +198,8 @@ def region(
     *,
     device: Optional[int] = None,
     all_threads: bool = False,
+    home: Home = "device",
+    frames: Union[int, str, None] = None,
 ) -> Region:
     """Device memory allocated inside belongs to ``tag``, and can be paused and resumed by it.
 
@@ -188,10 +214,14 @@ def region(
             default all devices.
         all_threads: also for threads that are in no region of their own, such as those that run
             PyTorch's backward pass. One such region at a time in a process.
+        home: where its memory is. ``"paged"``: in host memory, with a part on the device by turns, as the parameters of a
+            module that :func:`paged` was given, but for any memory that is allocated inside by ``cudaMalloc``. It is for one
+            device, the current one by default. :func:`set_frames`, :func:`plan` and :func:`report` know it by its tag.
+        frames: of ``"paged"``, the most device memory for all of its tag, as for :func:`paged`.
 
     Raises:
         UsageError: the tag or ``contents`` is none, the tag is paused, or it has other ``contents``
-            already. Raised on entry, but for the first.
+            already, or another ``home``. Raised on entry, but for the first.
         NotAttachedError: this process is not under Sublet. Raised on entry.
 
     >>> with sublet.region("kv", contents="discard"):
@@ -207,4 +237,10 @@ def region(
         raise UsageError(f"region: contents is one of {known}, not {contents!r}")
     if device is not None and (isinstance(device, bool) or not isinstance(device, int) or device < 0):
         raise UsageError(f"region: device is the number of a device, not {device!r}")
-    return Region(tag, contents, device, all_threads)
+    if home not in ("device", "paged"):
+        raise UsageError(f"region: home is 'device' or 'paged', not {home!r}")
+    if home == "paged" and contents != "keep":
+        raise UsageError(f"region: paged memory keeps its contents, which {contents!r} does not")
+    if home == "device" and frames is not None:
+        raise UsageError("region: frames are for home='paged'")
+    return Region(tag, contents, device, all_threads, home, frames)

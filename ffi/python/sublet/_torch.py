@@ -127,7 +127,7 @@ def reserved_bytes() -> Dict[int, int]:
 
 
 def region_pool(
-    tag: Optional[str], device: Optional[int], all_threads: bool
+    tag: Optional[str], device: Optional[int], all_threads: bool, plain: bool = False
 ) -> ContextManager[None]:
     """A context manager in which torch allocates from pools that belong to `tag` alone.
 
@@ -136,6 +136,7 @@ def region_pool(
         device: an ordinal as torch counts them, or None for every device. On other devices memory
             belongs to no tag.
         all_threads: False is the calling thread; True every thread that is in no region of its own.
+        plain: expandable segments are off inside.
 
     What is caught: everything this thread allocates through torch on any stream, also by extensions
     that use torch's allocator, and memory of graphs captured inside (it comes from the graph's own
@@ -163,8 +164,8 @@ def region_pool(
     if all_threads:
         if tag is None:
             raise UsageError("a region for all threads needs a tag")
-        return pools.everyone(tag, devices)
-    return pools.region(tag, devices)
+        return pools.everyone(tag, devices, plain)
+    return pools.region(tag, devices, plain)
 
 
 def _all_pools(torch: Any) -> Pools:

@@ -66,23 +66,24 @@ class Pools:
     # ------------------------------------------------------------ regions
 
     @contextlib.contextmanager
-    def region(self, tag: Optional[str], devices: Iterable[int]) -> Iterator[None]:
+    def region(self, tag: Optional[str], devices: Iterable[int], plain: bool = False) -> Iterator[None]:
         """Inside, this thread allocates on `devices` from pools of `tag`, elsewhere from no tag's.
 
         A tag of None is memory of no tag. Regions nest, and the innermost counts; one that ends
-        before one that began later in the same thread, as generators can, takes only itself away.
+        before one that began later in the same thread, as generators can, takes only itself away. `plain`: without
+        expandable segments.
 
         Raises:
             UsageError: it ends in another thread than it began in, under a region of that thread.
         """
-        entered = self._enter(tag, list(devices))
+        entered = self._enter(tag, list(devices), plain)
         try:
             yield
         finally:
             self._leave(entered)
 
     @contextlib.contextmanager
-    def everyone(self, tag: str, devices: Iterable[int]) -> Iterator[None]:
+    def everyone(self, tag: str, devices: Iterable[int], plain: bool = False) -> Iterator[None]:
         """Inside, threads without a region of their own allocate from pools of `tag`.
 
         Raises:
@@ -96,7 +97,7 @@ class Pools:
                 )
             entered = Entered(tag, threading.get_ident(), [])
             entered.pools = {device: self._take(tag, device) for device in devices}
-            self._expandable.suspend(entered.pools)
+            self._expandable.suspend(entered.pools, plain)
             self._put_on(entered, for_all=True)
             self._everyone = entered
         try:
@@ -129,7 +130,7 @@ class Pools:
                 return stack[-1].tag
             return None if self._everyone is None else self._everyone.tag
 
-    def _enter(self, tag: Optional[str], devices: List[int]) -> Entered:
+    def _enter(self, tag: Optional[str], devices: List[int], plain: bool) -> Entered:
         with self._lock:
             stack = self._stack()
             entered = Entered(tag, threading.get_ident(), stack)
@@ -137,7 +138,7 @@ class Pools:
             # asked first.
             if tag is not None or self._everyone is not None:
                 entered.pools = {device: self._take(tag, device, stack) for device in devices}
-            self._expandable.suspend(entered.pools)
+            self._expandable.suspend(entered.pools, plain)
             if stack:
                 self._take_off(stack[-1])
             stack.append(entered)
@@ -258,10 +259,11 @@ class ExpandableSegments:
         self._open = 0
         self._settings: Optional[str] = None
 
-    def suspend(self, pools: Dict[int, PoolId]) -> None:
-        """A region with `pools` begins."""
+    def suspend(self, pools: Dict[int, PoolId], plain: bool = False) -> None:
+        """A region with `pools` begins, which may have none if it is `plain`. They stay off until the last region that is open now ends."""
         self._open += 1
-        if self._open == 1 and self._needed and pools:
+        is_first = self._open == 1 or (plain and self._settings is None)
+        if is_first and (self._needed or plain) and pools:
             settings = self._current(next(iter(pools.values())))
             if settings is not None:
                 self._settings = settings

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import sublet
-from sublet import _paging
+from sublet import _paging, _paging_regions
 from sublet._library import own_library
 from simdriver import MIB, Memory, allocate, call, free_bytes
 
@@ -117,3 +117,56 @@ def test_frames_make_room_within_the_budget() -> None:
     first.free()
     library.page_close(pager)
     sublet.budget("none")
+
+
+@pytest.mark.tenant("paged-region")
+def test_memory_of_a_region_is_on_the_device_by_turns_whoever_allocates_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_paging_regions, "_CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(_paging_regions, "_WINDOW_BYTES", 64 * MIB)
+    allocate(CHUNK).free()
+    before = free_bytes()
+    base = sublet.region("base", device=0, home="paged", frames=2 * CHUNK)
+    with base:
+        blocks = [allocate(CHUNK, fill=fill) for fill in range(1, 6)]
+    assert before - free_bytes() <= 2 * CHUNK
+    sublet.pause()
+    sublet.resume()
+    assert [block.read() for block in blocks] == [bytes([fill]) * CHUNK for fill in range(1, 6)]
+    with base:
+        blocks.append(allocate(CHUNK, fill=6))
+    (told,) = (entry for entry in sublet.report() if entry.get("region") == "base")
+    assert (told["device"], told["paged_bytes"], told["frames_bytes"]) == (0, 6 * CHUNK, 2 * CHUNK)
+    assert told["calls"] > 6 and told["resident_bytes"] <= 2 * CHUNK
+    for target in ("base", base):
+        sublet.set_frames(target, CHUNK)
+    with sublet.region("base", device=0, home="paged", frames="4MiB"):
+        pass
+    (told,) = (entry for entry in sublet.report() if entry.get("region") == "base")
+    assert told["frames_bytes"] == 2 * CHUNK and blocks[5].read() == bytes([6]) * CHUNK
+    # A tag has one home, which knows when its memory is wanted.
+    with pytest.raises(sublet.UsageError, match="is paged in this process: use home='paged'"):
+        sublet.region("base").__enter__()
+    with pytest.raises(sublet.UsageError, match="memory of region 'base' is paged, and comes and goes by itself"):
+        sublet.pause("base")
+    with pytest.raises(sublet.UsageError, match="no memory of region 'other' is paged"):
+        sublet.set_frames("other", "1GiB")
+    with pytest.raises(sublet.UsageError, match="PyTorch is not there to say which: give device="):
+        sublet.region("base", home="paged").__enter__()
+    with pytest.raises(sublet.UsageError, match="the frames for paging have 1048576: give at least 2097152 bytes"):
+        sublet.region("small", device=0, home="paged", frames="1MiB").__enter__()
+    for block in blocks:
+        block.free()
+    assert not [entry for entry in sublet.report() if entry.get("region") == "small"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"home": "host"}, "home is 'device' or 'paged'"),
+        ({"home": "paged", "contents": "discard"}, "paged memory keeps its contents"),
+        ({"frames": "1GiB"}, "frames are for home='paged'"),
+    ],
+)
+def test_a_region_with_a_home_that_cannot_be_is_refused(arguments: dict[str, Any], why: str) -> None:
+    with pytest.raises(sublet.UsageError, match=why):
+        sublet.region("base", **arguments)

@@ -202,6 +202,17 @@ def test_expandable_segments_are_off_inside_where_the_version_needs_it(
     assert torch._C.settings == before
 
 
+@pytest.mark.parametrize("version", ["2.8.0", "2.11.0"])
+def test_expandable_segments_are_off_in_a_plain_region_of_any_version(version: str) -> None:
+    torch = FakeTorch(version)
+    torch._C.settings = before = "expandable_segments:True"
+    pools = Pools(torch)
+    with pools.region("weights", [0]):
+        with pools.region("base", [0], plain=True), pools.region("base", [0], plain=True):
+            assert torch._C.settings == "expandable_segments:False"
+    assert torch._C.settings == before
+
+
 def test_settings_that_are_off_are_not_touched() -> None:
     torch = FakeTorch("2.8.0")
     torch._C.settings = "max_split_size_mb:64"

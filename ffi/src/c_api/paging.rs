@@ -13,6 +13,7 @@ use vmm_pool::driver::{CudaDriver, DeviceAddress, DeviceOrdinal, DriverCode, Raw
 use vmm_pool::paging::{PageError, PageResult, Pager, WindowSize};
 
 use super::last_call::{fail, guarded, not_joined};
+use super::pausing::text;
 use super::stats::answer;
 use super::{ARGUMENT, OK, OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY, REFUSED, RETRY};
 use crate::{environment, look, runtime};
@@ -121,6 +122,7 @@ pub extern "C" fn sublet_page_close(pager: u64) -> c_int {
     with(pager, |_| {
         let closed = pagers().open.remove(&pager);
         if let Some(closed) = &closed {
+            runtime::paged_regions().remove(closed);
             look::remove(closed);
         }
         drop(closed);
@@ -157,6 +159,26 @@ pub extern "C" fn sublet_page_look(pager: u64) -> c_int {
             );
         }
         done(found.look_for_uses().map(|()| look::add(found)))
+    })
+}
+
+/// Pages the memory of a region.
+///
+/// # Safety
+/// `tag` is null or a terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_page_region(pager: u64, tag: *const c_char) -> c_int {
+    with(pager, |found| {
+        if tag.is_null() {
+            return fail(ARGUMENT, "a region needs a tag");
+        }
+        // SAFETY: as this function's caller promises.
+        let tag = match unsafe { text(tag, "a region's tag") } {
+            Ok(tag) => tag,
+            Err(code) => return code,
+        };
+        let added = runtime::paged_regions().add(tag, found);
+        added.map_or_else(|error| fail(ARGUMENT, &error.to_string()), |()| OK)
     })
 }
 

@@ -127,6 +127,10 @@ unsafe extern "C" fn mem_alloc(
                 blocks::note_native(member, native, contexts::listed_current(), counted);
                 return Answer::Done(());
             }
+            let paged = runtime::paged_regions().allocate(member, device, size as u64, library);
+            if let Some(paged) = paged {
+                return paged.map(|made| write_out!(address, made.0));
+            }
             late_frees::settle();
             let context = contexts::listed_current();
             let made = blocks::allocate(member, accessors, device, context, size as u64, library);
@@ -150,14 +154,16 @@ pub unsafe extern "C" fn cuMemFree_v2(address: Address) -> c_int {
                 return Answer::Refused(DriverCode::INVALID_VALUE);
             }
             let address = DeviceAddress(address);
-            blocks::free(member, address, || settle(member, address))
+            let settle = || settle(member, address);
+            let paged = runtime::paged_regions().free(member, address, settle);
+            paged.unwrap_or_else(|| blocks::free(member, address, settle))
         },
         || call_driver!(cuMemFree_v2(address)),
     )
 }
 
 macro_rules! free_async {
-    ($symbol:ident, $launch:ident) => {
+    ($symbol:ident, $launch:ident, $wait:ident) => {
         /// Frees memory when a stream reaches this point.
         ///
         /// # Safety
@@ -169,6 +175,15 @@ macro_rules! free_async {
                 |member| {
                     // A graph frees what its own nodes have made, and that is no block.
                     let capture = capture_of(stream_value(stream, stringify!($symbol)));
+                    // It waits: what is paged goes when its uses are over, and its addresses may be others' then.
+                    let settle = || match capture {
+                        Some(_) => DriverCode::INVALID_VALUE,
+                        None => DriverCode(call_driver!($wait(stream => Pointer))),
+                    };
+                    let place = DeviceAddress(address);
+                    if let Some(paged) = runtime::paged_regions().free(member, place, settle) {
+                        return paged;
+                    }
                     late_frees::free(member, address, |function, data| match capture {
                         Some(_) => DriverCode::INVALID_VALUE.0,
                         None => call_driver!($launch(
@@ -187,8 +202,8 @@ macro_rules! free_async {
     };
 }
 
-free_async!(cuMemFreeAsync, cuLaunchHostFunc);
-free_async!(cuMemFreeAsync_ptsz, cuLaunchHostFunc_ptsz);
+free_async!(cuMemFreeAsync, cuLaunchHostFunc, cuStreamSynchronize);
+free_async!(cuMemFreeAsync_ptsz, cuLaunchHostFunc_ptsz, cuStreamSynchronize_ptsz);
 
 /// A handle by which another process can open plain memory.
 ///

@@ -25,8 +25,17 @@ fn write(data: *mut c_void, value: Value) {
     }
 }
 
+/// What there is to say of memory of a paged region as a whole.
+fn of_paged(attribute: c_int, address: DeviceAddress) -> Option<Value> {
+    let range = runtime::paged_regions().range_of(address)?;
+    pointers::of_paged(range, attribute)
+}
+
 /// What the ledger says of memory that is away.
 fn said(facts: &Facts, attribute: c_int, address: Address) -> Said {
+    if let Some(value) = of_paged(attribute, DeviceAddress(address)) {
+        return Said::Value(value);
+    }
     pointers::said(facts, attribute, DeviceAddress(address), || runtime::current_device().ok())
 }
 
@@ -175,7 +184,8 @@ pub unsafe extern "C" fn cuMemGetAddressRange_v2(
     let driver = || at(address);
     let asked = |member: &Member| {
         let known = |asked: DeviceAddress| {
-            let found = member.pool().range_seen(asked)?;
+            let paged = runtime::paged_regions().range_of(asked);
+            let found = paged.or_else(|| member.pool().range_seen(asked))?;
             if !base.is_null() {
                 write_out!(base, found.start.0);
             }
@@ -197,9 +207,10 @@ fn answer(code: DriverCode) -> Answer<()> {
     }
 }
 
-/// Says of a block what the driver would say of the plain memory that it stands for.
+/// Says of a block, and of paged memory, what the driver would say of the plain memory that it stands for.
 fn correct(member: &Member, data: *mut c_void, attribute: c_int, address: DeviceAddress) {
-    if let Some(value) = pointers::correction(member, attribute, address)
+    let paged = of_paged(attribute, address);
+    if let Some(value) = paged.or_else(|| pointers::correction(member, attribute, address))
         && !data.is_null()
     {
         write(data, value);

@@ -166,6 +166,14 @@ fn uses_of_paged_memory_that_nobody_announces_are_seen_at_launches() {
          own stream 1\n\
          not seen 1\n"
     );
+    assert_eq!(
+        said(&["region"]),
+        "paged 0, without a look 1, twice 1, other policy 1\n\
+         takes 0, in reach 1, outside 1\n\
+         right 8, within frames 1, paused 1, right 8\n\
+         not shared 1, inside 1, twice 1\n\
+         again 8, too much 1, closed 0, ordinary 1\n"
+    );
     for seed in ["1", "2", "3"] {
         assert_eq!(
             said(&["random", seed, "2", "6"]),

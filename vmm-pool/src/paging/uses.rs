@@ -210,6 +210,21 @@ impl<D: Driver> Pager<D> {
         self.shared.window
     }
 
+    /// Are uses shown by [`Pager::begin_call`]?
+    pub fn is_looked(&self) -> bool {
+        self.shared.aside().is_some()
+    }
+
+    /// What [`Pager::alloc`] gave that holds `address`, in a window where uses are looked for.
+    pub fn span_at(&self, address: DeviceAddress) -> Option<VaRange> {
+        let window = self.shared.window.start.0;
+        let at = address.0.checked_sub(window)?;
+        let calls = self.shared.calls();
+        let (first, last) = calls.spans.range(..=at).next_back()?;
+        let range = VaRange::new(DeviceAddress(window + first), last - first + 1);
+        (*last >= at).then_some(range)
+    }
+
     /// From now on uses are shown by [`Pager::begin_call`], and a chunk is mapped when it is full. Before anything is given
     /// out.
     ///

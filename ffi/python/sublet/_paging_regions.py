@@ -1,0 +1,81 @@
+"""Regions whose memory is on the device by turns, and in host memory otherwise.
+
+The library gives such memory to ``cudaMalloc``, so PyTorch's own allocator cuts tensors out of it. Uses are seen at launches,
+as those of a paged module are.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from typing import Any, Optional, Union
+
+from sublet._errors import UsageError
+from sublet._library import own_library
+from sublet._native import Library
+from sublet._paging import _CHUNK_BYTES, _WAIT_MS, _WHAT_IS_LEFT, _WINDOW_BYTES, _bytes_of, _live
+
+#: By tag and device. A window lives as long as the process.
+_windows: dict[tuple[str, int], PagedRegion] = {}
+_lock = threading.Lock()
+
+
+class PagedRegion:
+    """The window of one tag on one device."""
+
+    def __init__(self, tag: str, device: int, library: Library, frames: int) -> None:
+        self.device, self._tag, self._library = device, tag, library
+        self.pager = library.page_open(device, _WINDOW_BYTES, _CHUNK_BYTES, frames)
+        try:
+            library.page_look(self.pager)
+            library.page_region(self.pager, tag)
+        except BaseException:
+            library.page_close(self.pager)
+            raise
+
+    def set_frames(self, frames: int) -> None:
+        """From now on so many bytes."""
+        self._library.page_set_frames(self.pager, frames, _WAIT_MS)
+
+    def report(self) -> dict[str, Any]:
+        """What is where, and what was copied."""
+        found: dict[str, Any] = json.loads(self._library.page_report(self.pager))
+        return {"device": self.device, "region": self._tag, **found}
+
+
+def page(tag: str, device: int, frames: Union[int, str, None]) -> None:
+    """Memory of regions of ``tag`` is paged from now on. One that is keeps its window, and takes ``frames`` if there are any."""
+    size = _WHAT_IS_LEFT if frames is None else _bytes_of(frames)
+    with _lock:
+        known = _windows.get((tag, device))
+        if known is None:
+            made = _windows[tag, device] = PagedRegion(tag, device, own_library(), size)
+            _live.add(made)
+        elif frames is not None:
+            known.set_frames(size)
+
+
+def current_device(tag: str) -> int:
+    """The device that PyTorch uses now."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_available():
+        raise UsageError(f"region '{tag}': home='paged' is for one device, and PyTorch is not there to say which: give device=")
+    return int(torch.cuda.current_device())
+
+
+def windows_of(tag: str, device: Optional[int] = None) -> list[PagedRegion]:
+    """The windows of a tag, of one device or of all."""
+    with _lock:
+        return [window for (known, at), window in _windows.items() if known == tag and device in (None, at)]
+
+
+def refuse_paged(tags: list[str]) -> None:
+    """Raises UsageError if memory of one of these is paged: it comes and goes by itself."""
+    paged = [tag for tag in tags if windows_of(tag)]
+    if paged:
+        raise UsageError(
+            f"pause: memory of region '{paged[0]}' is paged, and comes and goes by itself: sublet.set_frames('{paged[0]}', ...) "
+            "says how much of it is on the device; a pause of everything takes it too",
+            tags=paged,
+        )
