@@ -193,7 +193,8 @@ int sublet_page_close(uint64_t pager);
 int sublet_page_look(uint64_t pager);
 /* From now on memory of 1 MiB and more that cuMemAlloc gives to regions of this tag, on the pager's device, lies in the pager's window, whichever library
  * asks for it; cuMemFree gives it up. It takes no device memory before it is used. After sublet_page_look. A tag has one pager a device. Such memory is
- * within reach of no other device and no other process, and belongs to no tag for a pause by tag. A pager that is closed takes it away. */
+ * within reach of no other device and no other process, and belongs to no tag for a pause by tag. The pager cannot be
+ * closed before it is freed. */
 int sublet_page_region(uint64_t pager, const char *tag);
 /* At a multiple of 512; neighbours may share a chunk. What is there first is not defined. Takes no device memory, and no host memory
  * before it is needed: SUBLET_ERROR_OUT_OF_HOST_MEMORY when copies of all that is paged would not fit within its limits. */

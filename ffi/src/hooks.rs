@@ -62,14 +62,11 @@ const COPY_2D_BYTES: usize = 128;
 const COPY_3D_BYTES: usize = 200;
 const COPY_3D_PEER_BYTES: usize = 200;
 
-/// Has what a call names of paged memory on the device.
-fn look_at(symbol: &'static str, names: Names<'_>, stream: Pointer) -> Result<Option<Seen>, c_int> {
-    let found = look::found(names);
-    if found.ranges().is_empty() {
-        return Ok(None);
-    }
-    look::begin(symbol, &found, replaced::graph::place_of(replaced::stream_value(stream, symbol)))
-}
+/// `CUDA_MEMCPY3D_BATCH_OP`, `CUmemDecompressParams` and `CUstreamBatchMemOpParams`.
+const OPERATION_3D_BYTES: usize = 112;
+const DECOMPRESSION_BYTES: usize = 64;
+const MEMORY_OPERATION_BYTES: usize = 48;
+const WORD_BYTES: usize = size_of::<u64>();
 
 /// Calls in a frame of its own. A thread that is cancelled unwinds through a function of the C interface only if that has nothing of
 /// its own to drop; otherwise the process ends.
@@ -112,7 +109,7 @@ macro_rules! waiting_function {
     (@look $symbol:ident []) => { None::<Seen> };
     (@look $symbol:ident [ $names:expr, $stream:expr ]) => {
         if look::is_on() {
-            match look_at(stringify!($symbol), $names, $stream) {
+            match replaced::look_at(stringify!($symbol), $names, $stream) {
                 Ok(seen) => seen,
                 Err(code) => return code,
             }
@@ -327,27 +324,33 @@ waiting! {
     cuMemcpyBatchAsync | cuMemcpyBatchAsync_ptsz (
         targets: Pointer, sources: Pointer, sizes: Pointer, count: usize, attributes: Pointer,
         indices: Pointer, attribute_count: usize, fail_index: Pointer, stream: Pointer
-    );
+    )
+        looks [Names::Lists([targets, sources], count.saturating_mul(WORD_BYTES)), stream];
     cuMemcpyBatchAsync_v2 | cuMemcpyBatchAsync_v2_ptsz (
         targets: Pointer, sources: Pointer, sizes: Pointer, count: usize, attributes: Pointer,
         indices: Pointer, attribute_count: usize, stream: Pointer
-    );
+    )
+        looks [Names::Lists([targets, sources], count.saturating_mul(WORD_BYTES)), stream];
     cuMemcpy3DBatchAsync | cuMemcpy3DBatchAsync_ptsz (
         count: usize, operations: Pointer, fail_index: Pointer, flags: c_ulonglong,
         stream: Pointer
-    );
+    )
+        looks [Names::Words(operations, count.saturating_mul(OPERATION_3D_BYTES)), stream];
     cuMemcpy3DBatchAsync_v2 | cuMemcpy3DBatchAsync_v2_ptsz (
         count: usize, operations: Pointer, flags: c_ulonglong, stream: Pointer
-    );
+    )
+        looks [Names::Words(operations, count.saturating_mul(OPERATION_3D_BYTES)), stream];
     cuMemcpyWithAttributesAsync | cuMemcpyWithAttributesAsync_ptsz (
         target: u64, source: u64, bytes: usize, attributes: Pointer, stream: Pointer
     ) touches [touched(target, bytes), touched(source, bytes)] on stream;
     cuMemcpy3DWithAttributesAsync | cuMemcpy3DWithAttributesAsync_ptsz (
         operation: Pointer, flags: c_ulonglong, stream: Pointer
-    );
+    )
+        looks [Names::Words(operation, OPERATION_3D_BYTES), stream];
     cuMemBatchDecompressAsync | cuMemBatchDecompressAsync_ptsz (
         operations: Pointer, count: usize, flags: c_uint, error_index: Pointer, stream: Pointer
-    );
+    )
+        looks [Names::Words(operations, count.saturating_mul(DECOMPRESSION_BYTES)), stream];
     cuStreamWaitValue32 | cuStreamWaitValue32_ptsz
     | cuStreamWaitValue32_v2 | cuStreamWaitValue32_v2_ptsz
     | cuStreamWriteValue32 | cuStreamWriteValue32_ptsz
@@ -363,7 +366,8 @@ waiting! {
     cuStreamBatchMemOp | cuStreamBatchMemOp_ptsz
     | cuStreamBatchMemOp_v2 | cuStreamBatchMemOp_v2_ptsz (
         stream: Pointer, count: c_uint, operations: Pointer, flags: c_uint
-    );
+    )
+        looks [Names::Words(operations, (count as usize).saturating_mul(MEMORY_OPERATION_BYTES)), stream];
 }
 
 macro_rules! replacing {

@@ -9,10 +9,11 @@
 //! | --- | --- |
 //! | launches | each 8 bytes of each parameter, also inside of structures; their layout is looked up once a function |
 //! | copies, fills, waits for a value | the ranges that they are given |
-//! | copies of two and three dimensions, batches | the words of their structures and lists |
+//! | copies of two and three dimensions, batches of copies, of waits and of decompressions | the words of their structures and lists |
 //! | launches of graphs | nothing: what was captured stays on the device, and each launch counts as a use of it |
 //!
-//! Not seen: addresses that lie in device memory or behind a pointer; `cuLaunchGrid` and older; nodes that are put into a graph by
+//! Not seen: addresses that lie in device memory or behind a pointer; `cuLaunchGrid` and older, and
+//! `cuLaunchCooperativeKernelMultiDevice`; nodes that are put into a graph by
 //! hand; NCCL's collectives. They find their memory as it should be, or nothing mapped: [`vmm_pool::paging`] maps a chunk when it is
 //! full.
 //!
@@ -28,9 +29,10 @@ use std::time::Duration;
 
 use tenants::error_text::chain;
 use vmm_pool::PoolError;
-use vmm_pool::driver::{CudaDriver, DeviceAddress, DriverCode, RawStream, VaRange};
+use vmm_pool::driver::{CudaDriver, DeviceAddress, DriverCode, RawContext, RawStream, VaRange};
 use vmm_pool::paging::{In, PageError, Pager, Touched};
 
+use crate::contexts;
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
 use crate::runtime;
@@ -55,9 +57,30 @@ static WINDOWS: LazyLock<RwLock<Windows>> = LazyLock::new(RwLock::default);
 static LAYOUTS: LazyLock<RwLock<HashMap<usize, Layout>>> = LazyLock::new(RwLock::default);
 
 /// A call has a reference to all of them: the lock is not held while it waits.
-type Windows = Arc<[Arc<Pager<CudaDriver>>]>;
+type Windows = Arc<[Window]>;
 /// The place and size of each parameter that an address fits into. `None`: the driver does not say.
 type Layout = Option<Box<[(usize, usize)]>>;
+
+/// A window, and the context that was current when it was made.
+#[derive(Clone, Debug)]
+struct Window {
+    pager: Arc<Pager<CudaDriver>>,
+    context: Option<RawContext>,
+}
+
+impl Window {
+    /// Where a call's work goes, as this window sees it: its events stand behind no stream of another context.
+    fn place(&self, place: In) -> In {
+        match place {
+            In::Stream(raw) | In::OwnStream(raw)
+                if contexts::are_several() && contexts::current_context() != self.context =>
+            {
+                In::Elsewhere(raw)
+            }
+            here @ (In::Stream(_) | In::OwnStream(_) | In::Elsewhere(_) | In::Graph) => here,
+        }
+    }
+}
 
 /// Is there anything to look for?
 pub(crate) fn is_on() -> bool {
@@ -71,9 +94,11 @@ fn windows() -> Windows {
 /// Looks for uses of a window from now on. Nobody has an address of it yet.
 pub(crate) fn add(pager: Arc<Pager<CudaDriver>>) {
     let mut windows = WINDOWS.write().unwrap_or_else(PoisonError::into_inner);
-    *windows = windows.iter().cloned().chain([pager]).collect();
-    let first = windows.iter().map(|pager| pager.window().start.0).min().unwrap_or(0);
-    let end = windows.iter().map(|pager| pager.window().end().0).max().unwrap_or(0);
+    let context = contexts::current_context();
+    *windows = windows.iter().cloned().chain([Window { pager, context }]).collect();
+    let ranges = || windows.iter().map(|known| known.pager.window());
+    let first = ranges().map(|range| range.start.0).min().unwrap_or(0);
+    let end = ranges().map(|range| range.end().0).max().unwrap_or(0);
     // A look meanwhile finds too much, never too little.
     BYTES.store(u64::MAX, Ordering::SeqCst);
     FIRST.store(first, Ordering::SeqCst);
@@ -83,7 +108,7 @@ pub(crate) fn add(pager: Arc<Pager<CudaDriver>>) {
 /// Looks for uses of a window no more.
 pub(crate) fn remove(pager: &Arc<Pager<CudaDriver>>) {
     let mut windows = WINDOWS.write().unwrap_or_else(PoisonError::into_inner);
-    *windows = windows.iter().filter(|known| !Arc::ptr_eq(known, pager)).cloned().collect();
+    *windows = windows.iter().filter(|known| !Arc::ptr_eq(&known.pager, pager)).cloned().collect();
     if windows.is_empty() {
         BYTES.store(0, Ordering::SeqCst);
     }
@@ -100,6 +125,8 @@ pub(crate) enum Names<'a> {
     Ranges(&'a [VaRange]),
     /// So many bytes of words.
     Words(Pointer, usize),
+    /// The same of two lists.
+    Lists([Pointer; 2], usize),
 }
 
 /// The stream of a `CUlaunchConfig`.
@@ -165,6 +192,12 @@ pub(crate) fn found(names: Names<'_>) -> Found {
         }
         // SAFETY: the caller's structure or list of this size.
         Names::Words(place, bytes) => unsafe { in_words(hull, place, bytes, &mut found) },
+        Names::Lists(places, bytes) => {
+            for place in places {
+                // SAFETY: as above.
+                unsafe { in_words(hull, place, bytes, &mut found) };
+            }
+        }
     }
     found
 }
@@ -297,8 +330,8 @@ pub(crate) fn is_possible() -> bool {
 /// `stream` is about to end.
 pub(crate) fn stream_ends(stream: Pointer) {
     if is_on() {
-        for pager in windows().iter() {
-            pager.stream_ends(RawStream(stream.expose_provenance() as u64));
+        for known in windows().iter() {
+            known.pager.stream_ends(RawStream(stream.expose_provenance() as u64));
         }
     }
 }
@@ -306,7 +339,7 @@ pub(crate) fn stream_ends(stream: Pointer) {
 /// A capture is about to begin. The caller is not inside the gate.
 pub(crate) fn capture_begins() {
     if is_on() {
-        windows().iter().for_each(|pager| pager.capture_begins());
+        windows().iter().for_each(|known| known.pager.capture_begins());
     }
 }
 
@@ -341,7 +374,7 @@ impl Seen {
 impl Drop for Seen {
     fn drop(&mut self) {
         for (window, touched) in self.first.iter().chain(&self.others) {
-            self.windows[*window].end_call(touched);
+            self.windows[*window].pager.end_call(touched);
         }
     }
 }
@@ -353,7 +386,8 @@ impl Drop for Seen {
 pub(crate) fn begin(symbol: &str, found: &Found, place: In) -> Result<Option<Seen>, c_int> {
     let mut seen = Seen::new();
     for index in 0..seen.windows.len() {
-        match seen.windows[index].begin_call(found.ranges(), place, WAIT) {
+        let known = &seen.windows[index];
+        match known.pager.begin_call(found.ranges(), known.place(place), WAIT) {
             Ok(None) => {}
             Ok(Some(touched)) => seen.add(index, touched),
             Err(error) => {
@@ -373,14 +407,14 @@ pub(crate) fn begin_graph(place: impl FnOnce() -> In) -> Option<Seen> {
         return None;
     }
     let mut seen = Seen::new();
-    if !seen.windows.iter().any(|pager| pager.has_captured()) {
+    if !seen.windows.iter().any(|known| known.pager.has_captured()) {
         return None;
     }
     let (device, place) = (runtime::current_device().ok(), place());
     for index in 0..seen.windows.len() {
-        let pager = &seen.windows[index];
-        if Some(pager.device()) == device
-            && let Some(touched) = pager.begin_graph(place)
+        let known = &seen.windows[index];
+        if Some(known.pager.device()) == device
+            && let Some(touched) = known.pager.begin_graph(known.place(place))
         {
             seen.add(index, touched);
         }

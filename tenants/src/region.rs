@@ -7,7 +7,7 @@
 //! be allocated in: it would leave under a library that knows nothing of tags.
 
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use vmm_pool::driver::DeviceOrdinal;
@@ -63,11 +63,14 @@ thread_local! {
 struct Shared {
     /// Every tag that a region was ever begun with.
     policies: BTreeMap<String, Contents>,
+    /// Those whose memory is paged: no pause by tag takes it.
+    paged: BTreeSet<String>,
     /// For threads without a region of their own.
     everywhere: Option<Region>,
 }
 
-static SHARED: Mutex<Shared> = Mutex::new(Shared { policies: BTreeMap::new(), everywhere: None });
+static SHARED: Mutex<Shared> =
+    Mutex::new(Shared { policies: BTreeMap::new(), paged: BTreeSet::new(), everywhere: None });
 
 fn shared() -> MutexGuard<'static, Shared> {
     SHARED.lock().unwrap_or_else(PoisonError::into_inner)
@@ -130,12 +133,19 @@ fn region(
     Ok(Region { tag: tag.to_owned(), contents, device })
 }
 
-/// Fixes the policy of a tag, as its first region would.
+/// Memory of this tag comes and goes by itself from now on: [`tags`] has it no more.
 ///
 /// # Errors
 /// [`RegionError::BadTag`], [`RegionError::OtherContents`], [`RegionError::LibrarysTag`], [`RegionError::TooManyTags`].
-pub fn fix(tag: &str, contents: Contents) -> Result<(), RegionError> {
-    region(tag, contents, None).map(|_| ())
+pub fn page(tag: &str) -> Result<(), RegionError> {
+    let Region { tag, .. } = region(tag, Contents::Keep, None)?;
+    shared().paged.insert(tag);
+    Ok(())
+}
+
+/// It does so no longer.
+pub fn page_no_more(tag: &str) {
+    shared().paged.remove(tag);
 }
 
 /// Begins a region on this thread, inside any that is open. `device`: memory on others belongs to no tag.
@@ -234,9 +244,11 @@ pub fn end_everywhere() -> Result<(), RegionError> {
     }
 }
 
-/// Every tag that a region was ever begun with, with its policy.
+/// Every tag that a region was ever begun with, with its policy, but for those whose memory is paged.
 pub fn tags() -> BTreeMap<String, Contents> {
-    shared().policies.clone()
+    let shared = shared();
+    let known = shared.policies.iter().filter(|(tag, _)| !shared.paged.contains(*tag));
+    known.map(|(tag, contents)| (tag.clone(), *contents)).collect()
 }
 
 /// Makes a call by which a library allocates for its caller: that memory is no memory of the library's own.

@@ -2,23 +2,28 @@
 //!
 //! Only what `cuMemAlloc` gives, of [`crate::BLOCK_BYTES_MIN`] and more. Other devices have no access to it, and no other process can
 //! open it. A context that ends does not end it.
+//!
+//! The locks here are leaves, and none is held across a call into a window.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use tenants::member::Member;
 use tenants::region::{self, RegionError};
+use vmm_pool::PoolError;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverCode, VaRange};
-use vmm_pool::paging::{PageError, Pager};
-use vmm_pool::{Contents, PoolError};
+use vmm_pool::paging::Pager;
 
 use crate::Answer;
 use crate::blocks::give_up;
 
-/// All of a process. The lock is a leaf of callers, and is not held across calls into a window.
+/// All of a process.
 #[derive(Debug)]
 pub struct PagedRegions<D: Driver> {
     all: RwLock<Vec<PagedRegion<D>>>,
+    /// What a thread is about to free: nobody else has it, or frees what comes to lie there.
+    freeing: Mutex<BTreeSet<DeviceAddress>>,
     /// How many there are, for callers that would find none.
     count: AtomicUsize,
 }
@@ -40,6 +45,12 @@ pub enum PagedRegionError {
         "this window does not look for uses, which memory of a region needs: call sublet_page_look first"
     )]
     NotLooked,
+    /// The window is about to end, and somebody has memory of it.
+    #[error("memory of tag '{tag}' lies in this window: free it before the window is closed")]
+    InUse {
+        /// The tag.
+        tag: String,
+    },
     /// The tag has a window on this device.
     #[error("memory of tag '{tag}' on {device} has a window already: change its frames instead")]
     Twice {
@@ -53,11 +64,11 @@ pub enum PagedRegionError {
 impl<D: Driver> PagedRegions<D> {
     /// None yet.
     pub const fn new() -> Self {
-        Self { all: RwLock::new(Vec::new()), count: AtomicUsize::new(0) }
-    }
-
-    fn all(&self) -> RwLockReadGuard<'_, Vec<PagedRegion<D>>> {
-        self.all.read().unwrap_or_else(PoisonError::into_inner)
+        Self {
+            all: RwLock::new(Vec::new()),
+            freeing: Mutex::new(BTreeSet::new()),
+            count: AtomicUsize::new(0),
+        }
     }
 
     /// From now on memory that regions of `tag` ask for on the device of `pager` lies in its window. What they have stays as it is.
@@ -68,7 +79,7 @@ impl<D: Driver> PagedRegions<D> {
         if !pager.is_looked() {
             return Err(PagedRegionError::NotLooked);
         }
-        region::fix(tag, Contents::Keep)?;
+        region::page(tag)?;
         let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
         let device = pager.device();
         if all.iter().any(|known| known.tag == tag && known.pager.device() == device) {
@@ -80,17 +91,27 @@ impl<D: Driver> PagedRegions<D> {
     }
 
     /// The window is about to end: memory of its regions is ordinary memory from now on.
-    pub fn remove(&self, pager: &Arc<Pager<D>>) {
+    ///
+    /// # Errors
+    /// [`PagedRegionError::InUse`].
+    pub fn remove(&self, pager: &Arc<Pager<D>>) -> Result<(), PagedRegionError> {
         let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
-        all.retain(|known| !Arc::ptr_eq(&known.pager, pager));
+        let mut of_window = all.iter().filter(|known| Arc::ptr_eq(&known.pager, pager));
+        if let Some(known) = of_window.next().filter(|_| pager.has_spans()) {
+            return Err(PagedRegionError::InUse { tag: known.tag.clone() });
+        }
+        for gone in all.extract_if(.., |known| Arc::ptr_eq(&known.pager, pager)) {
+            region::page_no_more(&gone.tag);
+        }
         self.count.store(all.len(), Ordering::Release);
+        Ok(())
     }
 
     fn find(&self, is_it: impl Fn(&PagedRegion<D>) -> bool) -> Option<Arc<Pager<D>>> {
         if self.count.load(Ordering::Acquire) == 0 {
             return None;
         }
-        let all = self.all();
+        let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
         all.iter().find(|known| is_it(known)).map(|known| Arc::clone(&known.pager))
     }
 
@@ -122,37 +143,65 @@ impl<D: Driver> PagedRegions<D> {
         })
     }
 
-    /// Frees the paged memory that begins at `address`: `settle` waits for the work that may still use it. `None`: it is no paged
-    /// region's.
+    /// Is there paged memory of a region at `address`?
+    pub fn has(&self, address: DeviceAddress) -> bool {
+        self.window_of(address).is_some()
+    }
+
+    /// Frees the paged memory that begins at `address`: `settle` waits for the work of its device that may still use it. `None`: it is no
+    /// paged region's.
     #[doc(alias = "cuMemFree")]
     pub fn free(
         &self,
         member: &Member<D>,
         address: DeviceAddress,
-        settle: impl FnOnce() -> DriverCode,
+        settle: impl FnOnce(DeviceOrdinal) -> DriverCode,
     ) -> Option<Answer<()>> {
         let pager = self.window_of(address)?;
-        let span = pager.span_at(address);
-        if span.is_none_or(|span| span.start != address) {
+        let Some(_claim) = Claim::new(self, address) else {
             return Some(Answer::Refused(DriverCode::INVALID_VALUE));
-        }
-        let entered = member.pool().enter_giving_up();
-        let free = || match pager.free(address) {
-            Ok(()) => Ok(()),
-            Err(PageError::Pool(error)) => Err(error),
-            Err(_) => Err(PoolError::NotOurs),
         };
-        Some(match give_up(&entered, settle, free) {
-            // Another thread has freed it meanwhile.
+        let is_start = pager.span_at(address).is_some_and(|span| span.start == address);
+        let freed = if is_start {
+            let entered = member.pool().enter_giving_up();
+            let free = || pager.free(address).map_err(|_| PoolError::NotOurs);
+            give_up(&entered, || settle(pager.device()), free)
+        } else {
+            Answer::Refused(DriverCode::INVALID_VALUE)
+        };
+        Some(match freed {
             Answer::AskDriver => Answer::Refused(DriverCode::INVALID_VALUE),
             answer @ (Answer::Done(()) | Answer::Refused(_)) => answer,
         })
+    }
+
+    fn freeing(&self) -> MutexGuard<'_, BTreeSet<DeviceAddress>> {
+        self.freeing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What was allocated in a paged region and holds `address`.
     #[doc(alias = "cuMemGetAddressRange")]
     pub fn range_of(&self, address: DeviceAddress) -> Option<VaRange> {
         self.window_of(address)?.span_at(address)
+    }
+}
+
+/// No other thread frees what lies there.
+#[derive(Debug)]
+struct Claim<'a, D: Driver> {
+    regions: &'a PagedRegions<D>,
+    address: DeviceAddress,
+}
+
+impl<'a, D: Driver> Claim<'a, D> {
+    fn new(regions: &'a PagedRegions<D>, address: DeviceAddress) -> Option<Self> {
+        regions.freeing().insert(address).then_some(Self { regions, address })
+    }
+}
+
+impl<D: Driver> Drop for Claim<'_, D> {
+    fn drop(&mut self) {
+        self.regions.freeing().remove(&self.address);
     }
 }
 

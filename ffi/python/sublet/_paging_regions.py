@@ -18,7 +18,8 @@ from sublet._paging import _CHUNK_BYTES, _WAIT_MS, _WHAT_IS_LEFT, _WINDOW_BYTES,
 
 #: By tag and device. A window lives as long as the process.
 _windows: dict[tuple[str, int], PagedRegion] = {}
-_lock = threading.Lock()
+#: Held by a thread that makes one.
+_making = threading.Lock()
 
 
 class PagedRegion:
@@ -45,15 +46,12 @@ class PagedRegion:
 
 
 def page(tag: str, device: int, frames: Union[int, str, None]) -> None:
-    """Memory of regions of ``tag`` is paged from now on. One that is keeps its window, and takes ``frames`` if there are any."""
+    """Memory of regions of ``tag`` is paged from now on. A window that there is stays as it is."""
     size = _WHAT_IS_LEFT if frames is None else _bytes_of(frames)
-    with _lock:
-        known = _windows.get((tag, device))
-        if known is None:
+    with _making:
+        if (tag, device) not in _windows:
             made = _windows[tag, device] = PagedRegion(tag, device, own_library(), size)
             _live.add(made)
-        elif frames is not None:
-            known.set_frames(size)
 
 
 def current_device(tag: str) -> int:
@@ -66,8 +64,7 @@ def current_device(tag: str) -> int:
 
 def windows_of(tag: str, device: Optional[int] = None) -> list[PagedRegion]:
     """The windows of a tag, of one device or of all."""
-    with _lock:
-        return [window for (known, at), window in _windows.items() if known == tag and device in (None, at)]
+    return [window for (known, at), window in list(_windows.items()) if known == tag and device in (None, at)]
 
 
 def refuse_paged(tags: list[str]) -> None:

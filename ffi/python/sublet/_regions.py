@@ -68,6 +68,8 @@ class _Open:
 
 
 _open = _Open()
+#: Where memory of each tag is: its first region has said it.
+_homes: dict[str, str] = {}
 
 
 def refuse_open(tags: Optional[list[str]]) -> None:
@@ -168,13 +170,17 @@ class Region:
         """Has memory of the region where it belongs. The device that the region is about."""
         from sublet import _paging_regions
 
+        home = _homes.get(self.tag, self.home)
+        if home != self.home:
+            raise UsageError(
+                f"region: the home of tag '{self.tag}' is '{home}' in this process and cannot be '{self.home}' too: use another tag"
+            )
+        device = self.device
         if self.home == "paged":
-            device = _paging_regions.current_device(self.tag) if self.device is None else self.device
+            device = _paging_regions.current_device(self.tag) if device is None else device
             _paging_regions.page(self.tag, device, self.frames)
-            return device
-        if _paging_regions.windows_of(self.tag, self.device):
-            raise UsageError(f"region: memory of tag '{self.tag}' is paged in this process: use home='paged', or another tag")
-        return self.device
+        _homes.setdefault(self.tag, self.home)
+        return device
 
     @contextlib.contextmanager
     def _driver_region(self, library: Library, device: Optional[int]) -> Iterator[None]:
@@ -217,7 +223,8 @@ def region(
         home: where its memory is. ``"paged"``: in host memory, with a part on the device by turns, as the parameters of a
             module that :func:`paged` was given, but for any memory that is allocated inside by ``cudaMalloc``. It is for one
             device, the current one by default. :func:`set_frames`, :func:`plan` and :func:`report` know it by its tag.
-        frames: of ``"paged"``, the most device memory for all of its tag, as for :func:`paged`.
+        frames: of ``"paged"``, the most device memory for all of its tag, as for :func:`paged`. The first region of the tag
+            says it; :func:`set_frames` changes it.
 
     Raises:
         UsageError: the tag or ``contents`` is none, the tag is paused, or it has other ``contents``

@@ -139,15 +139,19 @@ def test_memory_of_a_region_is_on_the_device_by_turns_whoever_allocates_it(monke
     assert told["calls"] > 6 and told["resident_bytes"] <= 2 * CHUNK
     for target in ("base", base):
         sublet.set_frames(target, CHUNK)
-    with sublet.region("base", device=0, home="paged", frames="4MiB"):
+    with sublet.region("base", device=0, home="paged", frames="1GiB"):
         pass
     (told,) = (entry for entry in sublet.report() if entry.get("region") == "base")
-    assert told["frames_bytes"] == 2 * CHUNK and blocks[5].read() == bytes([6]) * CHUNK
+    assert told["frames_bytes"] == CHUNK and blocks[5].read() == bytes([6]) * CHUNK
     # A tag has one home, which knows when its memory is wanted.
-    with pytest.raises(sublet.UsageError, match="is paged in this process: use home='paged'"):
+    with pytest.raises(sublet.UsageError, match="the home of tag 'base' is 'paged' in this process and cannot be 'device' too"):
         sublet.region("base").__enter__()
     with pytest.raises(sublet.UsageError, match="memory of region 'base' is paged, and comes and goes by itself"):
         sublet.pause("base")
+    with sublet.region("other"), pytest.raises(sublet.UsageError, match="the home of tag 'other' is 'device'"):
+        sublet.region("other", device=0, home="paged").__enter__()
+    with pytest.raises(sublet.UsageError, match="has no memory with the tag 'base'"):
+        sublet.Tenant().pause("base")
     with pytest.raises(sublet.UsageError, match="no memory of region 'other' is paged"):
         sublet.set_frames("other", "1GiB")
     with pytest.raises(sublet.UsageError, match="PyTorch is not there to say which: give device="):

@@ -119,10 +119,13 @@ pub unsafe extern "C" fn sublet_page_open(
 /// Gives a window back.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_page_close(pager: u64) -> c_int {
-    with(pager, |_| {
+    with(pager, |found| {
+        if let Err(error) = runtime::paged_regions().remove(&found) {
+            return fail(ARGUMENT, &error.to_string());
+        }
+        drop(found);
         let closed = pagers().open.remove(&pager);
         if let Some(closed) = &closed {
-            runtime::paged_regions().remove(closed);
             look::remove(closed);
         }
         drop(closed);

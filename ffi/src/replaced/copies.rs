@@ -11,9 +11,10 @@ use std::ffi::{c_int, c_uint, c_void};
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, VaRange};
 
 use super::context::{pointer_of, with_current};
-use super::{Address, SUCCESS};
+use super::{Address, SUCCESS, look_at};
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
+use crate::look::Names;
 use crate::runtime::{self, Member};
 
 /// `CU_POINTER_ATTRIBUTE_MEMORY_TYPE`, `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL` and `CU_MEMORYTYPE_DEVICE`.
@@ -84,11 +85,21 @@ pub(crate) fn copy_in_place(copy: Refused, refused: c_int, again: impl Fn() -> c
         return refused;
     };
     let sides = [copy.target, copy.source];
-    let is_ours = |address: &u64| member.pool().block_place(DeviceAddress(*address)).is_some();
+    let is_ours = |address: &u64| {
+        let address = DeviceAddress(*address);
+        let is_paged = runtime::paged_regions().range_of(address).is_some();
+        is_paged || member.pool().block_place(address).is_some()
+    };
     if !sides.iter().any(is_ours) {
         return refused;
     }
     let ranges = sides.map(|start| VaRange::new(DeviceAddress(start), copy.bytes as u64));
+    // What is paged stays until the driver has this copy.
+    let stream = copy.stream.unwrap_or_default();
+    let _seen = match look_at("a copy between devices", Names::Ranges(&ranges), stream) {
+        Ok(seen) => seen,
+        Err(code) => return code,
+    };
     let _pass = member.pool().pass_touching("a copy between devices", &ranges);
     match sides.map(|address| place_of(member, address)) {
         [Some((to, to_context)), Some((from, from_context))] if to != from => {

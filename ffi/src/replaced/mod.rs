@@ -36,6 +36,7 @@ pub use vmm::*;
 use vmm_pool::driver::{DeviceAddress, DriverCode, VaRange};
 
 use crate::interpose::Pointer;
+use crate::look::{self, Names, Seen};
 
 type Handle = c_ulonglong;
 type Address = u64;
@@ -53,6 +54,19 @@ pub(crate) fn stream_value(stream: Pointer, symbol: &str) -> usize {
         return STREAM_PER_THREAD;
     }
     stream.expose_provenance()
+}
+
+/// Has what a call names of paged memory on the device.
+pub(crate) fn look_at(
+    symbol: &'static str,
+    names: Names<'_>,
+    stream: Pointer,
+) -> Result<Option<Seen>, c_int> {
+    let found = look::found(names);
+    if found.ranges().is_empty() {
+        return Ok(None);
+    }
+    look::begin(symbol, &found, graph::place_of(stream_value(stream, symbol)))
 }
 
 /// A range from C arguments.

@@ -39,6 +39,12 @@ pub(crate) fn settle(member: &Member, address: DeviceAddress) -> DriverCode {
     }
 }
 
+/// Waits for the work that may use paged memory of `device`, which may be that of any of its contexts.
+fn settle_paged(device: DeviceOrdinal) -> DriverCode {
+    let is_alone = !contexts::are_several() && runtime::current_device() == Ok(device);
+    if is_alone { DriverCode(settle_here()) } else { settle_device(device) }
+}
+
 /// Waits for the work of every context of `device`.
 fn settle_device(device: DeviceOrdinal) -> DriverCode {
     let own = contexts::own().into_iter().map(pointer_of);
@@ -154,9 +160,8 @@ pub unsafe extern "C" fn cuMemFree_v2(address: Address) -> c_int {
                 return Answer::Refused(DriverCode::INVALID_VALUE);
             }
             let address = DeviceAddress(address);
-            let settle = || settle(member, address);
-            let paged = runtime::paged_regions().free(member, address, settle);
-            paged.unwrap_or_else(|| blocks::free(member, address, settle))
+            let paged = runtime::paged_regions().free(member, address, settle_paged);
+            paged.unwrap_or_else(|| blocks::free(member, address, || settle(member, address)))
         },
         || call_driver!(cuMemFree_v2(address)),
     )
@@ -175,14 +180,16 @@ macro_rules! free_async {
                 |member| {
                     // A graph frees what its own nodes have made, and that is no block.
                     let capture = capture_of(stream_value(stream, stringify!($symbol)));
-                    // It waits: what is paged goes when its uses are over, and its addresses may be others' then.
-                    let settle = || match capture {
-                        Some(_) => DriverCode::INVALID_VALUE,
-                        None => DriverCode(call_driver!($wait(stream => Pointer))),
-                    };
-                    let place = DeviceAddress(address);
-                    if let Some(paged) = runtime::paged_regions().free(member, place, settle) {
-                        return paged;
+                    let (paged, place) = (runtime::paged_regions(), DeviceAddress(address));
+                    if paged.has(place) {
+                        // It waits, as the caller could itself: its addresses may be others' next.
+                        let waited = capture.is_none().then(|| {
+                            let _asking = member.pool().door().pass();
+                            call_driver!($wait(stream => Pointer))
+                        });
+                        let code = DriverCode(waited.unwrap_or(DriverCode::INVALID_VALUE.0));
+                        let freed = paged.free(member, place, |_| code);
+                        return freed.unwrap_or(Answer::AskDriver);
                     }
                     late_frees::free(member, address, |function, data| match capture {
                         Some(_) => DriverCode::INVALID_VALUE.0,

@@ -52,6 +52,15 @@ impl<D: Driver> Shared<D> {
         Ok(Arc::new(mark))
     }
 
+    /// The same of a stream of another context, which is current.
+    fn mark_elsewhere_behind(&self, stream: RawStream) -> PoolResult<Arc<Mark>> {
+        let mark = self.mark_elsewhere()?;
+        let recorded = self.pool.driver.event_record(mark.event, stream);
+        let about = || "the end of a use of paged memory in another context".to_owned();
+        recorded.about(about, 0, Some(self.device))?;
+        Ok(Arc::new(mark))
+    }
+
     /// The same for a caller that could tell nobody to try again.
     fn mark_or_try_again(&self, stream: RawStream) -> PoolResult<Arc<Mark>> {
         self.mark_behind(stream).or_else(|_| self.mark_behind(stream))
@@ -102,10 +111,14 @@ impl<D: Driver> Shared<D> {
         self.tell_end(table, &marked);
     }
 
-    /// Ends a use by the default stream of this thread alone.
-    fn end_own(&self, stream: RawStream, chunks: &[usize]) {
+    /// Ends a use that no list has.
+    fn end_alone(&self, stream: RawStream, is_elsewhere: bool, chunks: &[usize]) {
         let _pass = self.pool.gate().pass_for(END_OF_USES, Passage::Use);
-        let marked = self.mark_or_try_again(stream);
+        let marked = if is_elsewhere {
+            self.mark_elsewhere_behind(stream).or_else(|_| self.mark_elsewhere_behind(stream))
+        } else {
+            self.mark_or_try_again(stream)
+        };
         let mut table = self.table();
         match &marked {
             Ok(mark) => table.used(chunks, mark, Wrote::Maybe),
@@ -142,7 +155,8 @@ impl<D: Driver> Pager<D> {
                 }
             }
             // No other thread can name it.
-            In::OwnStream(raw) => shared.end_own(raw, &touched.chunks),
+            In::OwnStream(raw) => shared.end_alone(raw, false, &touched.chunks),
+            In::Elsewhere(raw) => shared.end_alone(raw, true, &touched.chunks),
             In::Graph => {}
         }
     }

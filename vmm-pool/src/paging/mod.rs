@@ -43,7 +43,7 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use self::marks::Mark;
+use self::marks::{Mark, Spare};
 pub use self::plan::Planned;
 pub use self::report::{PageReport, UnseenWrite};
 use self::table::{Table, Wrote};
@@ -193,8 +193,9 @@ struct Shared<D: Driver> {
     changed: Condvar,
     /// What calls use. A leaf.
     calls: Mutex<Calls>,
-    /// Events that nobody uses now.
-    spare: Arc<Mutex<Vec<RawEvent>>>,
+    spare: Spare,
+    /// Events of other contexts that nobody uses any more. They end: such a context may end too.
+    to_end: Spare,
 }
 
 impl<D: Driver> fmt::Debug for Shared<D> {
@@ -213,16 +214,21 @@ impl<D: Driver> Shared<D> {
         VaRange::new(DeviceAddress(start), self.chunk_bytes)
     }
 
-    /// An event that nobody uses. A context of the device is current.
+    /// An event that nobody uses. The window's context is current.
     fn mark(&self) -> PoolResult<Mark> {
         let spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let event = if let Some(event) = spare {
-            event
-        } else {
-            let made = self.pool.driver.event_create();
-            made.about(|| "event for paging".to_owned(), 0, Some(self.device))?
-        };
-        Ok(Mark::new(event, &self.spare))
+        let event = spare.map_or_else(|| self.new_event(), Ok)?;
+        Ok(Mark::new(event, &self.spare, false))
+    }
+
+    /// A new event of the current context, which is another one.
+    fn mark_elsewhere(&self) -> PoolResult<Mark> {
+        Ok(Mark::new(self.new_event()?, &self.to_end, true))
+    }
+
+    fn new_event(&self) -> PoolResult<RawEvent> {
+        let made = self.pool.driver.event_create();
+        made.about(|| "event for paging".to_owned(), 0, Some(self.device))
     }
 
     /// Refuses contents that end at `end_bytes` of host memory if that is not held, and may not be taken.
@@ -323,6 +329,7 @@ impl<D: Driver> Pager<D> {
             changed: Condvar::new(),
             calls: Mutex::default(),
             spare: Arc::default(),
+            to_end: Arc::default(),
         });
         let begun = Self::begin(&shared);
         if begun.is_err()
@@ -365,11 +372,16 @@ impl<D: Driver> Pager<D> {
         let (start, bare) = shared.table().alloc(size_bytes).ok_or(full)?;
         let end_bytes = shared.pool.ledger().end_with_chunks(bare.len(), shared.chunk_bytes);
         let fits = shared.check_host(end_bytes).map_err(PageError::from);
-        let rows = fits.and_then(|()| bare.iter().map(|&chunk| self.insert(chunk)).collect());
-        let rows: PageResult<Vec<_>> = rows;
-        let mut table = shared.table();
-        match rows {
-            Ok(rows) => {
+        let mut rows = Vec::new();
+        let inserted = fits.and_then(|()| {
+            bare.iter().try_for_each(|&chunk| {
+                rows.push(self.insert(chunk)?);
+                Ok(())
+            })
+        });
+        match inserted {
+            Ok(()) => {
+                let mut table = shared.table();
                 for (&chunk, row) in bare.iter().zip(rows) {
                     table.chunks[chunk].row = Some(row);
                 }
@@ -378,8 +390,14 @@ impl<D: Driver> Pager<D> {
                 Ok(DeviceAddress(shared.window.start.0 + start))
             }
             Err(error) => {
-                table.free(start);
-                for chunk in bare {
+                // What it shares with a span that was freed meanwhile comes out too.
+                let away = shared.table().free(start).unwrap_or_default();
+                let made = bare.iter().copied().zip(rows);
+                for (chunk, row) in away.into_iter().chain(made) {
+                    thread::remove(shared, chunk, row);
+                }
+                let mut table = shared.table();
+                for &chunk in &bare {
                     table.gone(chunk);
                 }
                 Err(error)
@@ -459,7 +477,8 @@ impl<D: Driver> Pager<D> {
         let what = |_: &Table| format!("{needed_bytes} bytes that are paged to be on {device}");
         self.shared.calls().note(&ids);
         self.shared.foretell();
-        let awaited = self.hold(&ids, limit, what)?;
+        let mut ids = ids;
+        let awaited = self.hold(&mut ids, limit, what)?;
         let ordered = self.order(&awaited, stream);
         if ordered.is_err() {
             self.let_go(&ids);

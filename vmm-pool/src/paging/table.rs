@@ -307,7 +307,8 @@ impl Table {
 
     /// The span is gone. Chunks of no other are freed: those that are away come out, with their rows, and are
     /// [`Table::gone`] when these are; what is on the device goes when its uses are over, also those that another thread is
-    /// about to end. `None`: there is no such span.
+    /// about to end. A call may wait for one because its parameters have the address by chance: that comes first. `None`: there is
+    /// no such span.
     pub(super) fn free(&mut self, start: u64) -> Option<Vec<(usize, VirtualHandle)>> {
         let ids = self.span(start)?;
         self.spans.remove(&start);
@@ -319,16 +320,25 @@ impl Table {
                 continue;
             }
             chunk.is_freed = true;
-            self.queue.retain(|queued| *queued != id);
+            if chunk.holders == 0 {
+                self.queue.retain(|queued| *queued != id);
+            }
             away.extend(self.take_freed(id).map(|row| (id, row)));
         }
         Some(away)
     }
 
-    /// The row of a chunk that belongs to nobody any more and is away.
+    /// The row of a chunk that belongs to nobody any more, is away, and is held by nobody.
     pub(super) fn take_freed(&mut self, id: usize) -> Option<VirtualHandle> {
         let chunk = &mut self.chunks[id];
-        if chunk.is_freed && chunk.place == Place::Away { chunk.row.take() } else { None }
+        let is_over = chunk.is_freed && chunk.place == Place::Away && chunk.holders == 0;
+        if is_over { chunk.row.take() } else { None }
+    }
+
+    /// All such chunks, with their rows: who held them has let go.
+    pub(super) fn take_all_freed(&mut self) -> Vec<(usize, VirtualHandle)> {
+        let all = 0..self.chunks.len();
+        all.filter_map(|id| Some((id, self.take_freed(id)?))).collect()
     }
 
     /// A chunk that was freed has no row any more: its addresses are anybody's.

@@ -42,6 +42,8 @@ pub enum In {
     Stream(RawStream),
     /// The default stream of the calling thread alone.
     OwnStream(RawStream),
+    /// A stream of another context than the window's, which is current.
+    Elsewhere(RawStream),
     /// A graph that is being captured.
     Graph,
 }
@@ -215,6 +217,11 @@ impl<D: Driver> Pager<D> {
         self.shared.aside().is_some()
     }
 
+    /// Has [`Pager::alloc`] given anything out that was not freed, in a window where uses are looked for?
+    pub fn has_spans(&self) -> bool {
+        !self.shared.calls().spans.is_empty()
+    }
+
     /// What [`Pager::alloc`] gave that holds `address`, in a window where uses are looked for.
     pub fn span_at(&self, address: DeviceAddress) -> Option<VaRange> {
         let window = self.shared.window.start.0;
@@ -280,7 +287,7 @@ impl<D: Driver> Pager<D> {
         let (is_due, is_new) = calls.note(&ids);
         let listed = match stream {
             In::Stream(raw) => calls.lists.enter(&ids, raw),
-            In::OwnStream(_) | In::Graph => None,
+            In::OwnStream(_) | In::Elsewhere(_) | In::Graph => None,
         };
         if listed.is_some() {
             calls.room = std::mem::take(&mut ids);
@@ -294,7 +301,7 @@ impl<D: Driver> Pager<D> {
         }
         let (chunks, list) = match stream {
             In::Stream(raw) => {
-                self.bring_for(&ids, raw, limit)?;
+                self.bring_for(&mut ids, raw, limit)?;
                 let (list, twice) = {
                     let mut calls = shared.calls();
                     let listed = calls.lists.add(&ids, raw);
@@ -306,8 +313,8 @@ impl<D: Driver> Pager<D> {
                 }
                 (Vec::new(), list)
             }
-            In::OwnStream(raw) => {
-                self.bring_for(&ids, raw, limit)?;
+            In::OwnStream(raw) | In::Elsewhere(raw) => {
+                self.bring_for(&mut ids, raw, limit)?;
                 (ids, 0)
             }
             In::Graph => {
@@ -335,7 +342,7 @@ impl<D: Driver> Pager<D> {
                 }
                 (Vec::new(), calls.lists.add_graph(raw))
             }
-            In::OwnStream(_) => {
+            In::OwnStream(_) | In::Elsewhere(_) => {
                 // Nobody frees them between the two.
                 let mut table = shared.table();
                 let ids = shared.calls().captured();
@@ -376,7 +383,13 @@ impl<D: Driver> Pager<D> {
         }
     }
 
-    fn bring_for(&self, ids: &[usize], stream: RawStream, limit: Duration) -> PageResult<()> {
+    /// Those that were freed meanwhile go from `ids`.
+    fn bring_for(
+        &self,
+        ids: &mut Vec<usize>,
+        stream: RawStream,
+        limit: Duration,
+    ) -> PageResult<()> {
         let shared = &self.shared;
         let here = {
             let mut table = shared.table();
@@ -414,23 +427,24 @@ impl<D: Driver> Pager<D> {
         self.shared.changed.notify_all();
     }
 
-    /// Waits until these are on the device, and keeps them there. What a stream that uses them must wait for. An error leaves
-    /// nothing held.
+    /// Waits until these are on the device, and keeps them there. Those that nobody has go from `ids` before: a call may have an address
+    /// by chance. What a stream that uses them must wait for. An error leaves nothing held.
     pub(super) fn hold(
         &self,
-        ids: &[usize],
+        ids: &mut Vec<usize>,
         limit: Duration,
         what: impl Fn(&Table) -> String,
     ) -> PageResult<Vec<Arc<Mark>>> {
         let shared = &self.shared;
-        let (each, needed_bytes) = (distinct(ids), self.bytes_of(ids));
         let (mut is_held, mut is_without_room) = (false, false);
         let mut before = Vec::new();
         let here = shared.wait_for(limit, what, |table| {
             if !is_held {
-                let frames = table.frames;
+                ids.retain(|&id| table.chunks[id].row.is_some());
+                let (each, frames) = (distinct(ids), table.frames);
                 if each.len() > frames {
                     let frames_bytes = frames as u64 * shared.chunk_bytes;
+                    let needed_bytes = each.len() as u64 * shared.chunk_bytes;
                     return Some(Err(PageError::TooFewFrames { needed_bytes, frames_bytes }));
                 }
                 let fits = table.fits(&each);
@@ -472,13 +486,15 @@ impl<D: Driver> Pager<D> {
         distinct(ids).len() as u64 * self.shared.chunk_bytes
     }
 
-    fn wait_for_call(&self, ids: &[usize], limit: Duration) -> PageResult<Vec<Arc<Mark>>> {
+    fn wait_for_call(&self, ids: &mut Vec<usize>, limit: Duration) -> PageResult<Vec<Arc<Mark>>> {
         let shared = &self.shared;
         self.announce_ahead(false, true);
         // Who waits keeps nothing that others wait for.
         shared.want_ends();
         let began = Instant::now();
+        let wanted = ids.clone();
         let what = |table: &Table| {
+            let ids = &wanted;
             let first = ids.first().map_or(0, |id| shared.range_of(*id).start.0);
             let away = ids.iter().filter(|id| !table.are_here(&[**id])).count();
             format!(
@@ -499,14 +515,14 @@ impl<D: Driver> Pager<D> {
     /// Keeps these on the device until they are freed. The host waits for copies of them: a stream under capture would record a wait.
     fn keep(&self, ids: &[usize], limit: Duration) -> PageResult<()> {
         let shared = &self.shared;
-        let new: Vec<_> = {
+        let mut new: Vec<_> = {
             let calls = shared.calls();
             ids.iter().copied().filter(|id| !calls.captured.contains(id)).collect()
         };
         if new.is_empty() {
             return Ok(());
         }
-        let awaited = self.wait_for_call(&new, limit)?;
+        let awaited = self.wait_for_call(&mut new, limit)?;
         for mark in awaited {
             let waited = shared.pool.driver.event_synchronize(mark.event);
             let about = || "a copy of memory that a graph uses".to_owned();

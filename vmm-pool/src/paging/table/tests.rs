@@ -3,7 +3,7 @@ use crate::driver::Fingerprint;
 use crate::driver::RawEvent;
 
 fn mark() -> Arc<Mark> {
-    Arc::new(Mark::new(RawEvent(1), &Arc::default()))
+    Arc::new(Mark::new(RawEvent(1), &Arc::default(), false))
 }
 
 const CHUNK: u64 = 4096;

@@ -106,6 +106,40 @@ fn a_span_that_is_freed_goes_when_the_use_is_over_that_another_thread_is_about_t
     stage.end();
 }
 
+/// A parameter may be an address by chance: a span ends where another begins.
+#[test]
+fn a_span_that_is_freed_while_a_call_that_names_it_waits_comes_and_goes_with_that_call() {
+    let mut stage = Stage::looked(1);
+    stage.alloc(1).expect("addresses");
+    stage.alloc(1).expect("addresses");
+    let (second, other) = (stage.start_of(1), In::Stream(stage.streams[1]));
+    stage.use_without_end(0);
+    let held = std::mem::take(&mut stage.held);
+    let misses = stage.pager().report().misses;
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| {
+            stage.driver().make_current(DEVICE).expect("device 0");
+            let begun = stage.pager().begin_call(&[word_at(second, 0)], other, LIMIT);
+            stage.pager().end_call(&begun.expect("it comes").expect("paged"));
+        });
+        while stage.pager().report().misses == misses {
+            std::thread::yield_now();
+        }
+        stage.pager().free(second).expect("freed");
+        drop(held);
+        waiting.join().expect("no panic");
+    });
+    stage.spans.remove(1);
+    stage.use_all(true);
+    while stage.pager().report().paged_bytes > UNIT {
+        std::thread::yield_now();
+    }
+    stage.alloc(1).expect("its addresses");
+    assert_eq!(stage.start_of(1), second);
+    stage.check();
+    stage.end();
+}
+
 #[test]
 fn who_waits_for_room_ends_uses_that_have_begun_meanwhile() {
     let mut stage = Stage::looked(2);
