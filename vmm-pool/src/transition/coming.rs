@@ -13,11 +13,10 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::keeper::{Origin, Shut};
-use super::mappings::is_import;
 use super::queue::{ByDevice, Left, Moved, Queue, Waiting, Window};
-use super::quiesced::{Done, Failed, ShutGate};
+use super::release::is_import;
 use super::restore::{ImportRequest, Room};
-use super::still::Still;
+use super::still::{Done, Failed, ShutGate, Still};
 use crate::AllocationId;
 use crate::driver::{DeviceOrdinal, Driver};
 use crate::error::PoolResult;

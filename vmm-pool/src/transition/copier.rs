@@ -1,16 +1,17 @@
 //! The one way that contents are copied, in a pause or resume and by a pager: between devices and the arena, or through its ring to
-//! and from the file (`file.rs`). The arena is locked to look places up alone.
+//! and from the file. The arena is locked to look places up alone.
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use crate::copies::{DeviceStreams, Way};
-use crate::driver::{DeviceOrdinal, Driver, VaRange};
+use crate::copies::{CopyStreams, DeviceStreams, Way};
+use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, VaRange};
 use crate::error::PoolResult;
 use crate::journal::StepLog;
 use crate::pool::Pool;
-use crate::store::Extent;
+use crate::store::{ContentsFile, Extent, SLOT_BYTES, Slot, read_ahead, write_behind};
 
 /// Contents of one allocation, where their device reaches them, and where they lie in a store.
 #[derive(Clone, Debug)]
@@ -73,5 +74,286 @@ impl<'a, D: Driver> Copier<'a, D> {
             unsafe { copies.start_zeros(transfer.range.part(part)) }?;
         }
         Ok(())
+    }
+}
+
+// To the file and back: which bytes pass through a slot together.
+
+/// Neighbours in the file that pass through a slot together.
+#[derive(Debug, PartialEq, Eq)]
+struct Batch {
+    device: DeviceOrdinal,
+    /// In the file; at most a slot long.
+    place: Range<u64>,
+    /// On the device, end to end as in the file.
+    ranges: Vec<VaRange>,
+}
+
+impl Batch {
+    fn size_bytes(&self) -> u64 {
+        self.place.end - self.place.start
+    }
+}
+
+/// All of `filed`, once, in the file's order for each device.
+fn in_batches(filed: &[&Transfer]) -> Vec<Batch> {
+    let mut pieces = Vec::new();
+    for transfer in filed {
+        let device = transfer.device;
+        for extent in &transfer.extents {
+            let (mut at, mut left) = (extent.at, transfer.range.part(&extent.part()));
+            while left.size_bytes > 0 {
+                let size_bytes = left.size_bytes.min(SLOT_BYTES);
+                pieces.push((device, at, VaRange::new(left.start, size_bytes)));
+                at += size_bytes;
+                let rest = DeviceAddress(left.start.0 + size_bytes);
+                left = VaRange::new(rest, left.size_bytes - size_bytes);
+            }
+        }
+    }
+    pieces.sort_by_key(|&(device, at, _)| (device, at));
+    let mut batches: Vec<Batch> = Vec::new();
+    for (device, at, range) in pieces {
+        let end = at + range.size_bytes;
+        match batches.last_mut() {
+            Some(last)
+                if last.device == device
+                    && last.place.end == at
+                    && end - last.place.start <= SLOT_BYTES =>
+            {
+                last.place.end = end;
+                last.ranges.push(range);
+            }
+            _ => batches.push(Batch { device, place: at..end, ranges: vec![range] }),
+        }
+    }
+    batches
+}
+
+impl<D: Driver> Copier<'_, D> {
+    /// Writes all of `filed` to its places, which are reserved, and waits for that.
+    ///
+    /// # Safety
+    /// As [`Copier::start`], until this returns.
+    pub(super) unsafe fn write_file(
+        &mut self,
+        log: &mut StepLog,
+        filed: &[&Transfer],
+    ) -> PoolResult<()> {
+        let missing = self.pool.arena().disk.nothing_to_write_to();
+        let Some((slots, file)) = self.pool.way_to_file(log)? else { return Err(missing) };
+        log.timed("save to file", |log| {
+            write_behind(&file, slots, |writing| {
+                for batch in in_batches(filed) {
+                    let Some(slot) = writing.take_slot()? else {
+                        // Its contents would be lost.
+                        return Err(missing);
+                    };
+                    // SAFETY: as the caller vouches; the slot is this batch's alone.
+                    unsafe { pass(log, self.streams.of(batch.device)?, Way::Out, &batch, &slot) }?;
+                    self.pool.copied.add(batch.size_bytes());
+                    let lengths = batch.ranges.iter().map(|range| range.size_bytes).collect();
+                    writing.write(slot, batch.place, lengths);
+                }
+                Ok(())
+            })
+        })
+    }
+
+    /// Puts all of `filed` back from its places, and waits for that.
+    ///
+    /// # Safety
+    /// As [`Copier::start`], until this returns.
+    pub(super) unsafe fn read_file(
+        &mut self,
+        log: &mut StepLog,
+        filed: &[&Transfer],
+    ) -> PoolResult<()> {
+        let batches = in_batches(filed);
+        let places: Vec<_> = batches.iter().map(|batch| batch.place.clone()).collect();
+        let Some((slots, file)) = self.pool.way_to_file(log)? else {
+            let missing = |place| Err(self.pool.arena().disk.nothing_to_read(place));
+            return places.first().map_or(Ok(()), missing);
+        };
+        log.timed("restore from file", |log| {
+            read_ahead(&file, slots, &places, |index, slot| {
+                let batch = &batches[index];
+                // SAFETY: as the caller vouches; the slot is this batch's alone.
+                unsafe { pass(log, self.streams.of(batch.device)?, Way::In, batch, slot) }?;
+                self.pool.copied.add(batch.size_bytes());
+                Ok(())
+            })
+        })
+    }
+}
+
+impl<D: Driver> Pool<D> {
+    /// The slots of the ring, made if it is missing, and the file, unless one of them is missing. A context must be current on this thread.
+    fn way_to_file(&self, log: &mut StepLog) -> PoolResult<Option<(Vec<Slot>, Arc<ContentsFile>)>> {
+        let mut arena = self.arena();
+        arena.hold_ring(log)?;
+        Ok(arena.way_to_file())
+    }
+}
+
+/// Copies a batch between its device and `slot`, and waits for it.
+///
+/// # Safety
+/// As [`CopyStreams::start`], until this returns.
+unsafe fn pass<D: Driver>(
+    log: &mut StepLog,
+    copies: &mut CopyStreams<'_, D>,
+    way: Way,
+    batch: &Batch,
+    slot: &Slot,
+) -> PoolResult<()> {
+    let stream = copies.take_idle()?;
+    let mut offset = 0;
+    let queued = batch.ranges.iter().try_for_each(|&range| {
+        log.call();
+        let part = slot.part(offset..offset + range.size_bytes);
+        offset += range.size_bytes;
+        // SAFETY: as the caller vouches.
+        unsafe { copies.start(way, &part, range) }
+    });
+    // Also what was queued before one that failed: the slot is passed on after this.
+    let finished = copies.finish(stream);
+    queued.and(finished)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    #[cfg(feature = "sim")]
+    use crate::ledger::Selection;
+    use crate::store::Extent;
+    #[cfg(feature = "sim")]
+    use crate::store::Schedule;
+
+    const MIB: u64 = 1 << 20;
+    const GPU: DeviceOrdinal = DeviceOrdinal(0);
+
+    fn range(start_mib: u64, size_mib: u64) -> VaRange {
+        VaRange::new(DeviceAddress(start_mib * MIB), size_mib * MIB)
+    }
+
+    /// Parts by where they begin and their length, which lie in the file as in the allocation, from `at_mib` on.
+    fn filed(device: DeviceOrdinal, range: VaRange, at_mib: u64, parts: &[(u64, u64)]) -> Transfer {
+        let extent = |&(start, size): &(u64, u64)| {
+            let (start, size_bytes) = (start * MIB, size * MIB);
+            Extent { start, size_bytes, at: at_mib * MIB + start }
+        };
+        Transfer { device, range, extents: parts.iter().map(extent).collect() }
+    }
+
+    #[test]
+    fn neighbours_in_the_file_share_a_slot_and_large_ones_take_several() {
+        let filed = [
+            filed(GPU, range(1000, 130), 4, &[(0, 130)]),
+            filed(GPU, range(500, 2), 2, &[(0, 2)]),
+            filed(GPU, range(700, 2), 0, &[(0, 2)]),
+            filed(DeviceOrdinal(1), range(800, 2), 134, &[(0, 2)]),
+        ];
+        let batches = in_batches(&filed.each_ref());
+        let places: Vec<_> =
+            batches.iter().map(|b| (b.place.start / MIB, b.place.end / MIB)).collect();
+        assert_eq!(
+            places,
+            [(0, 4), (4, 36), (36, 68), (68, 100), (100, 132), (132, 134), (134, 136)]
+        );
+        assert_eq!(batches[0].ranges, [range(700, 2), range(500, 2)]);
+        assert_eq!(batches[2].ranges, [range(1032, 32)]);
+        assert_eq!(batches[6].device, DeviceOrdinal(1));
+    }
+
+    #[cfg(feature = "sim")]
+    #[test]
+    fn contents_without_a_file_or_a_ring_are_an_error() {
+        use crate::PoolError;
+        use crate::driver::sim::{SimDriver, SimNode, SimOptions};
+
+        let node = SimNode::private(&[64 * MIB]).unwrap();
+        let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
+        driver.make_current(GPU).unwrap();
+        let (pool, _keeper) = Pool::new(driver, 0, Vec::new);
+        let mut copier = Copier::new(&pool);
+        let mut log = StepLog::default();
+        // SAFETY: nothing is copied.
+        let refused = unsafe { copier.write_file(&mut log, &[]) }.unwrap_err();
+        assert!(
+            matches!(&refused, PoolError::FileRefused { operation: "writing", .. }),
+            "{refused}"
+        );
+        let filed = [filed(GPU, range(100, 8), 2, &[(0, 8)])];
+        // SAFETY: as above.
+        let unread = unsafe { copier.read_file(&mut log, &filed.each_ref()) }.unwrap_err();
+        let PoolError::FileUnreadable { size_bytes, .. } = unread else { panic!("{unread}") };
+        assert_eq!(size_bytes, 8 * MIB);
+        // SAFETY: as above.
+        unsafe { copier.read_file(&mut log, &[]) }.unwrap();
+    }
+
+    #[cfg(feature = "sim")]
+    #[test]
+    fn what_the_disk_refuses_half_way_stays_on_its_device() {
+        use std::time::{Duration, Instant};
+
+        use crate::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
+        use crate::driver::{AccessDesc, AllocationProp};
+        use crate::{Class, Contents, Copies, Failed, HostBudget, Keeper, PoolError};
+
+        let node = SimNode::private(&[64 * MIB]).unwrap();
+        let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
+        driver.make_current(GPU).unwrap();
+        let (pool, keeper) = Pool::new(Arc::clone(&driver), 1, Vec::new);
+        let class = |contents| Class { library: "test", tag: "weights".to_owned(), contents };
+        for contents in [Contents::Keep, Contents::File] {
+            let prop = AllocationProp::pinned_on(GPU);
+            let entered = pool.enter();
+            let handle = entered.create(GRANULARITY_BYTES, &prop, class(contents)).unwrap();
+            let start = driver.reserve(GRANULARITY_BYTES, 0, DeviceAddress(0)).unwrap();
+            let range = VaRange::new(start, GRANULARITY_BYTES);
+            entered.map(range, 0, handle).unwrap();
+            entered.set_access(range, &[AccessDesc::read_write(GPU)]).unwrap();
+        }
+        let save = |keeper: Keeper<SimDriver>| {
+            let soon = Instant::now() + Duration::from_mins(1);
+            let draining = keeper.close().unwrap();
+            let (quiesced, _) = draining.drain(soon, &crossbeam_channel::never()).unwrap();
+            quiesced.prepare(
+                Selection::Whole,
+                &[],
+                Copies::All,
+                |_| HostBudget(None),
+                Schedule::SaveFirst,
+            )
+        };
+        pool.arena().disk.use_full();
+        let free_bytes = || driver.memory_of(GPU).unwrap().free_bytes;
+        let before = free_bytes();
+        let Failed { state: leaving, error } = save(keeper).unwrap_err();
+        assert!(matches!(&error, PoolError::FileRefused { operation: "writing", .. }), "{error}");
+        assert!(
+            error.to_string().contains("(2097152 bytes at 0: No space left on device"),
+            "{error}"
+        );
+        assert_eq!((pool.report().file_bytes, pool.report().host_arena_bytes), (0, 0));
+        let keeper = leaving.undo().unwrap().done.end();
+        // The next file is one of the disk's.
+        let (prepared, _) = save(keeper).unwrap();
+        assert_eq!(free_bytes(), before, "nothing was released before");
+        drop(prepared.depart().release().unwrap());
+        assert_eq!(free_bytes(), before + 2 * GRANULARITY_BYTES);
+        assert_eq!(pool.report().file_bytes, GRANULARITY_BYTES);
+    }
+
+    #[test]
+    fn unused_parts_end_a_batch() {
+        let filed = [filed(GPU, range(100, 8), 0, &[(0, 2), (6, 2)])];
+        let batches = in_batches(&filed.each_ref());
+        let places: Vec<_> =
+            batches.iter().map(|b| (b.place.start / MIB, b.place.end / MIB)).collect();
+        assert_eq!(places, [(0, 2), (6, 8)]);
+        assert_eq!(batches[1].ranges, [range(106, 2)]);
     }
 }

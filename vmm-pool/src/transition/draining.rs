@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Select};
 
 use super::leaving::Undone;
-use super::quiesced::{Failed, Quiesced, ShutGate};
+use super::still::{Failed, Quiesced, ShutGate};
 use crate::driver::{Driver, DriverCode, DriverError};
 use crate::gate::{Passage, WaitingCall};
 use crate::pool::Pool;

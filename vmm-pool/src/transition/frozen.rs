@@ -26,7 +26,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::keeper::Keeper;
-use super::quiesced::Failed;
+use super::still::Failed;
 use crate::asking::Door;
 use crate::driver::Driver;
 use crate::journal::StepLog;

@@ -55,7 +55,7 @@ use std::time::Instant;
 
 use super::draining::Draining;
 use super::leaving::Undone;
-use super::quiesced::{Failed, ShutGate};
+use super::still::{Failed, ShutGate};
 use crate::driver::{Driver, RawContext};
 use crate::gate::{Mode, StillInside};
 use crate::ledger::{Selection, Tags, Whose};

@@ -13,12 +13,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::mappings::is_import;
 use super::queue::{ByDevice, Left, Moved, Queue, Waiting, Window};
-use super::quiesced::{Done, Failed, Quiesced};
-use super::release::Meanwhile;
+use super::release::{Meanwhile, is_import};
 use super::save::Behind;
-use super::still::Still;
+use super::still::{Done, Failed, Quiesced, Still};
 use crate::driver::{DeviceOrdinal, Driver};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::Mode;

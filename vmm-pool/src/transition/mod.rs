@@ -23,14 +23,11 @@ mod ahead;
 mod coming;
 mod copier;
 mod draining;
-mod file;
 mod frozen;
 mod keeper;
 mod leaving;
-mod mappings;
 mod paging;
 mod queue;
-mod quiesced;
 mod release;
 mod restore;
 mod save;
@@ -47,9 +44,9 @@ pub use keeper::{Aside, Away, FromOffloaded, FromOpen, Keeper, NotShut, Origin, 
 pub use leaving::{Departing, Leaving, Prepared, Undone};
 pub(crate) use paging::{frame_access, frame_prop};
 pub use queue::{ByDevice, Left, Moved};
-pub use quiesced::{Done, Failed, Quiesced};
 pub use restore::ImportRequest;
 pub(crate) use still::StillChunk;
+pub use still::{Done, Failed, Quiesced};
 
 #[cfg(test)]
 mod tests;
