@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::ahead::{Ahead, Claim, Delivered, HeldFigures, Used};
 use super::chunk::{BringIn, CHUNK_BYTES, Chunk, missing_chunks, new_chunk, next_chunk_bytes};
 use super::disk::{ContentsFile, Disk};
-use super::located::{Located, Piece};
+use super::places::{Located, Piece};
 use super::ring::{self, Slot};
 use super::{HostBudget, Part, Saved, Store};
 use crate::driver::{DeviceOrdinal, Driver, DriverCode, PinnedFor};

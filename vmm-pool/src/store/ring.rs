@@ -19,7 +19,7 @@ use crossbeam_channel::{Receiver, Sender, unbounded};
 
 use super::chunk::{CHUNK_BYTES, Chunk};
 use super::disk::{ContentsFile, Writer};
-use super::located::Piece;
+use super::places::Piece;
 use crate::error::PoolResult;
 
 /// Size of a slot: what is written or read in one piece.
