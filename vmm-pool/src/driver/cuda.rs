@@ -15,13 +15,12 @@ use std::sync::atomic::{AtomicPtr, AtomicU64};
 
 mod contexts;
 mod host_files;
-mod kernel;
 mod table;
 
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
+use self::contexts::Kernels;
 use self::host_files::HostFiles;
-use self::kernel::Kernels;
 use self::table::{LIBRARY_NAME, Table, driver_table};
 pub use self::table::{LoadError, RealSymbol};
 use super::fingerprint::PieceSlot;

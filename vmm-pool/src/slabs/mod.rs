@@ -35,7 +35,6 @@
 
 mod addresses;
 mod living;
-mod windows;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::thread::ThreadId;
