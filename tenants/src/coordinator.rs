@@ -9,32 +9,27 @@
 //! A step is sent to all members, then one poll waits for all answers. Threads are started for calls of the driver's about other processes
 //! alone (`freezing.rs`). Every call blocks, for a bounded time.
 
+mod agreement;
 mod ahead;
 mod budgets;
 mod cutting;
-mod early_release;
 mod error;
 mod exchange;
 mod freezing;
-mod holdings;
 mod interrupt;
 mod lending;
 mod needs;
 mod overlap;
-mod participants;
 mod peers;
 mod report;
 mod saving;
 mod session;
-mod shared_memory;
-mod shortage;
 mod spilling;
 mod stepping;
 mod steps;
 mod swap;
 #[cfg(test)]
 mod tests;
-mod undoing;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -48,11 +43,9 @@ pub use report::{
     PhaseSummary, Report, StageSummary, Step, Swap, TenantStats, Who,
 };
 
-pub use holdings::Holdings;
-pub use needs::DeviceNeed;
+pub use needs::{DeviceNeed, DeviceShortage, Holder, Holdings};
+use needs::{Gives, name_holders};
 pub use saving::{SaveError, SaveReport, SaveState};
-use shortage::Gives;
-pub use shortage::{DeviceShortage, Holder};
 pub use swap::{swap, swap_with_itself};
 
 use lending::Patience;
@@ -363,7 +356,7 @@ impl Coordinator {
         gives: Option<Gives<'_>>,
     ) -> CoordinatorError {
         if let CoordinatorError::Refused { shortages, .. } = &mut error {
-            shortage::name_holders(shortages, &self.run_dir, gives);
+            name_holders(shortages, &self.run_dir, gives);
         }
         error
     }

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
+use super::needs::DeviceShortage;
 use super::report::MemberFailure;
-use super::shortage::DeviceShortage;
 use crate::code::Code;
 use crate::host_memory::HostShortage;
 use crate::identity::TenantName;

@@ -1,20 +1,27 @@
-//! What a resume of a tenant takes, and what is free; and what a pause gives. A coordinator that leads asks its members; any other asks a
-//! tenant with no lock, and also whether its devices have anything left to do.
+//! What a resume of a tenant takes, what is free, which devices are too full for it and who holds them; and what a pause gives. A
+//! coordinator that leads asks its members; any other asks a tenant with no lock, and also whether its devices have anything left to do.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::fmt;
+use std::time::{Duration, Instant};
 
+use serde::Serialize;
 use vmm_pool::ClassBytes;
 
-use super::peers::Everybody;
-use super::report::{MemberFailure, Report, Step};
+use super::peers::{Everybody, Peers, gone};
+use super::report::{MemberFailure, Report, Step, TenantStats};
 use super::session::{Plan, Session};
-use super::shortage::short_devices;
 use super::steps::{OnFailure, StepResult};
-use super::{Coordinator, CoordinatorError};
+use super::{Coordinator, CoordinatorError, Options, budgets};
+use crate::identity::TenantName;
+use crate::run_dir::RunDir;
 use crate::scope::Scope;
+use crate::size::Size;
 use crate::time::millis;
-use crate::wire::{DeviceDelta, Failure, FailureKind, Idleness, LookIdle, Needed, Needs, Stats};
+use crate::transport::is_stopped;
+use crate::wire::{
+    DeviceDelta, Failure, FailureKind, Idleness, LookIdle, MemberState, Needed, Needs, Stats,
+};
 
 /// How long members may take to say what a resume needs, when nothing else is said.
 pub(super) const NEEDS_TIMEOUT: Duration = Duration::from_mins(1);
@@ -148,5 +155,224 @@ impl Session<'_> {
             found.map(|member| member.report.devices.clone()).unwrap_or_default()
         };
         members.iter().map(of).collect()
+    }
+}
+
+// Devices that are too full.
+
+/// For the answers of other tenants' processes: they are only asked who holds what.
+const HOLDER_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// A device that cannot hold what a tenant had there.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct DeviceShortage {
+    /// The machine-wide name, such as `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a`.
+    pub uuid: String,
+    /// Bytes that all processes of the tenant need there.
+    pub needed_bytes: u64,
+    /// Bytes that are free.
+    pub free_bytes: u64,
+    /// All bytes of the device.
+    pub total_bytes: u64,
+    /// Tenants with memory there, largest first; this one too, where a pause left some in place.
+    pub holders: Vec<Holder>,
+    /// What is neither free nor any tenant's: contexts, and processes that do not run under Sublet.
+    pub outside_bytes: u64,
+}
+
+/// A tenant that has memory on a device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct Holder {
+    /// Its name.
+    pub tenant: String,
+    /// Does it run? A paused tenant can hold memory that a pause leaves in place.
+    pub active: bool,
+    /// How much.
+    pub bytes: u64,
+}
+
+impl DeviceShortage {
+    /// How much more must be free.
+    pub fn missing_bytes(&self) -> u64 {
+        self.needed_bytes.saturating_sub(self.free_bytes)
+    }
+}
+
+impl fmt::Display for DeviceShortage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { uuid, needed_bytes, free_bytes, outside_bytes, .. } = self;
+        let [free, needed, missing, outside] =
+            [*free_bytes, *needed_bytes, self.missing_bytes(), *outside_bytes].map(Size);
+        write!(f, "{uuid} has {free} free and {needed} are needed, {missing} more: ")?;
+        let holders = self.holders.iter().map(|Holder { tenant, active, bytes }| {
+            let state = if *active { "active" } else { "paused" };
+            format!("tenant '{tenant}' holds {} ({state})", Size(*bytes))
+        });
+        let mut holders: Vec<_> = holders.collect();
+        if *outside_bytes > 0 || holders.is_empty() {
+            holders.push(format!("{outside} are outside Sublet"));
+        }
+        f.write_str(&holders.join(", "))
+    }
+}
+
+/// The devices on which the needs of all members together exceed what is free. Members that released last
+/// saw most of it free.
+pub(super) fn short_devices<'a>(
+    needs: impl IntoIterator<Item = &'a DeviceDelta>,
+) -> Vec<DeviceShortage> {
+    let mut devices: BTreeMap<&str, DeviceShortage> = BTreeMap::new();
+    for need in needs {
+        let device = devices.entry(&need.uuid).or_insert_with(|| DeviceShortage {
+            uuid: need.uuid.clone(),
+            needed_bytes: 0,
+            free_bytes: 0,
+            total_bytes: need.total_bytes,
+            holders: Vec::new(),
+            outside_bytes: 0,
+        });
+        device.needed_bytes = device.needed_bytes.saturating_add(need.bytes);
+        device.free_bytes = device.free_bytes.max(need.free_bytes);
+    }
+    devices.into_values().filter(|device| device.missing_bytes() > 0).collect()
+}
+
+/// A tenant whose memory on each device, up to so much, counts as free already.
+pub(super) type Gives<'a> = (&'a TenantName, &'a BTreeMap<String, u64>);
+
+/// Finds out who holds `shortages`, the tenant itself too, which may have what a pause left in place. A tenant that does
+/// not answer counts as outside.
+pub(super) fn name_holders(
+    shortages: &mut [DeviceShortage],
+    run_dir: &RunDir,
+    gives: Option<Gives<'_>>,
+) {
+    if shortages.is_empty() {
+        return;
+    }
+    let names = run_dir.tenants().unwrap_or_default();
+    let options = Options { contact_timeout: HOLDER_TIMEOUT, ..Options::default() };
+    let coordinator = |name| Coordinator::new(run_dir.clone(), name, options.clone());
+    let others: Vec<_> = names.into_iter().map(coordinator).collect();
+    let others = Holdings::of_all(&others.iter().collect::<Vec<_>>()).into_iter();
+    let others: Vec<TenantStats> = others.filter_map(|found| found.stats.ok()).collect();
+    for shortage in shortages {
+        let held = others.iter().filter_map(|stats| {
+            let given = gives.filter(|(tenant, _)| tenant.as_str() == stats.tenant);
+            let given = given.and_then(|(_, bytes)| bytes.get(&shortage.uuid)).copied();
+            let bytes = held_on(stats, &shortage.uuid).saturating_sub(given.unwrap_or(0));
+            let active =
+                stats.members.iter().any(|member| member.member.state == MemberState::Active);
+            (bytes > 0).then(|| Holder { tenant: stats.tenant.clone(), active, bytes })
+        });
+        shortage.holders = held.collect();
+        shortage.holders.sort_by_key(|holder| std::cmp::Reverse(holder.bytes));
+        let known = shortage.holders.iter().map(|holder| holder.bytes).sum();
+        let used_bytes = shortage.total_bytes.saturating_sub(shortage.free_bytes);
+        shortage.outside_bytes = used_bytes.saturating_sub(known);
+    }
+}
+
+/// Bytes of a tenant on one device, with what its pool only counts.
+fn held_on(stats: &TenantStats, uuid: &str) -> u64 {
+    let devices = stats.members.iter().flat_map(|member| &member.pool.devices);
+    let bytes = devices.filter(|row| row.uuid == uuid).map(|row| {
+        let stays: u64 = row.pinned.iter().map(|pinned| pinned.bytes).sum();
+        let in_classes: u64 = row.classes.iter().map(|class| class.pinned_bytes).sum();
+        row.resident_bytes() + stays.saturating_sub(in_classes)
+    });
+    bytes.sum()
+}
+
+// What the processes of several tenants hold: all are asked simultaneously, so that those that are silent cost no more time
+// than one.
+
+/// Of the time to answer, the part that connections to all of them may take: one that takes none has others behind it.
+const CONNECT_SHARE: u32 = 4;
+
+/// What there is to know of one tenant.
+#[derive(Debug)]
+pub struct Holdings {
+    /// As [`Coordinator::stats`] says it.
+    pub stats: Result<TenantStats, CoordinatorError>,
+    /// Is there a process that lives and has said nothing?
+    pub is_silent: bool,
+    /// Was one of these waited for, until the time was up?
+    pub is_overdue: bool,
+}
+
+impl Holdings {
+    /// Asks the tenants of all these. Blocks for as long as one of them may take.
+    pub fn of_all(all: &[&Coordinator]) -> Vec<Self> {
+        let began = Instant::now();
+        let asked = all.iter().map(|coordinator| coordinator.ask_stats(began));
+        let (mut peers, mut found): (Vec<_>, Vec<_>) = asked.unzip();
+        let mut each: Vec<&mut Peers> = peers.iter_mut().collect();
+        while let Some((position, answer)) = Peers::next_of(&mut each, None) {
+            let index = answer.peer;
+            let who = each[position].list[index].who;
+            let is_overdue = each[position].is_overdue(index);
+            found[position].is_silent |= is_overdue;
+            found[position].is_overdue |= is_overdue;
+            let Ok(stats) = &mut found[position].stats else { continue };
+            match answer.to(&Stats) {
+                Ok(mut member) => {
+                    // The kernel's id is in our namespace, the member's own may not be.
+                    member.member.pid = who.pid.unwrap_or(member.member.pid);
+                    stats.members.push(member);
+                }
+                Err(failure) => stats.failures.push(failure),
+            }
+        }
+        for stats in found.iter_mut().filter_map(|found| found.stats.as_mut().ok()) {
+            stats.members.sort_by_key(|stats| stats.member.pid);
+        }
+        found
+    }
+}
+
+impl Coordinator {
+    /// Asks all that can answer.
+    fn ask_stats(&self, began: Instant) -> (Peers, Holdings) {
+        match self.try_ask_stats(began) {
+            Ok((peers, stats, is_silent)) => {
+                (peers, Holdings { stats: Ok(stats), is_silent, is_overdue: false })
+            }
+            Err(error) => (
+                Peers::default(),
+                Holdings { stats: Err(error), is_silent: false, is_overdue: false },
+            ),
+        }
+    }
+
+    fn try_ask_stats(
+        &self,
+        began: Instant,
+    ) -> Result<(Peers, TenantStats, bool), CoordinatorError> {
+        let dir = self.dir()?;
+        let timeout = self.options.contact_timeout;
+        let connected = Everybody::connect(&dir, Step::Stats, began + timeout / CONNECT_SHARE);
+        dir.remove_stale()?;
+        let Everybody { mut peers, failures } = connected?;
+        let mut is_silent = !failures.is_empty();
+        let mut stats = TenantStats {
+            tenant: self.tenant.to_string(),
+            members: Vec::new(),
+            budgets: budgets::of_dir(&dir)?,
+            failures,
+        };
+        for index in 0..peers.list.len() {
+            let who = peers.list[index].who;
+            if let Some(pid) = who.pid.filter(|pid| is_stopped(*pid)) {
+                is_silent = true;
+                let message = format!("it is stopped (SIGSTOP): `kill -CONT {pid}` continues it");
+                stats.failures.push(gone(who, Step::Stats, message));
+            } else {
+                stats.failures.extend(peers.ask(index, &Stats, timeout).err());
+            }
+        }
+        Ok((peers, stats, is_silent))
     }
 }

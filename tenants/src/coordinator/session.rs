@@ -4,32 +4,26 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use vmm_pool::{Copies, Schedule};
-
-use super::early_release;
+use super::agreement::Agreed;
 use super::error::silence;
 use super::lending::Patience;
 use super::peers::{Peers, Reached, reach};
 use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Question, Report, Step};
 use super::steps::{OnFailure, StepResult};
 use super::{CoordinatorError, Depth, Interrupt, LostImports, Options, TakesPart};
-use crate::host_memory::{self, HostShortage};
+use crate::host_memory::HostShortage;
 use crate::identity::TenantName;
 use crate::phase::{Manner, Stage};
-use crate::references::Stay;
 use crate::run_dir::{CoordinatorLock, MemberSocket, RunDirError, TenantDir};
 use crate::scope::Scope;
 use crate::time::{micros, millis};
 use crate::transport::has_ended;
-use crate::wire::{
-    Action, AwaitConsent, Drain, Drained, Failure, FailureKind, Hello, Phase, PhaseReport,
-    TakePhase,
-};
+use crate::wire::{Action, AwaitConsent, Drain, FailureKind, Hello, Phase, PhaseReport, TakePhase};
 
 /// The phases of one pause or resume.
 pub(super) struct Plan {
     action: Action,
-    by_stages: bool,
+    pub(super) by_stages: bool,
     pub(super) prepare: Vec<Phase>,
     /// The first of these is the point of no return.
     commit: Vec<Phase>,
@@ -41,19 +35,6 @@ impl Plan {
         let (prepare, commit) = (phases(Stage::Prepare), phases(Stage::Commit));
         Self { action, by_stages: manner.by_stages, prepare, commit }
     }
-}
-
-/// What all processes of a pause go by, behind [`Phase::Drain`].
-#[derive(Default)]
-pub(super) struct Agreed {
-    /// Shared memory that this pause leaves where it is.
-    pub(super) stays: Vec<Stay>,
-    /// Copies of earlier pauses that all processes have room for in host memory.
-    pub(super) copies: Copies,
-    /// When they save.
-    pub(super) schedule: Schedule,
-    /// Saving behind the point of no return, in one stage, takes so long at the slowest.
-    saving: Option<Duration>,
 }
 
 /// The connections to a tenant's members while its lock is held.
@@ -416,32 +397,6 @@ impl<'a> Session<'a> {
         let dead = members.iter().filter_map(|index| self.peers.check_alive(*index, next).err());
         let dead: Vec<_> = dead.collect();
         if dead.is_empty() { Ok(()) } else { Err(dead) }
-    }
-
-    /// What `drained` go by from here on.
-    fn agree(&self, plan: &Plan, drained: &[(usize, Drained)]) -> Result<Agreed, Stop> {
-        let needs: Vec<_> = drained.iter().map(|(_, said)| &said.host).collect();
-        let demands: Vec<_> = needs.iter().map(|need| need.demand).collect();
-        let copies = host_memory::copies_with_room(&needs);
-        let is_early = self.options.releases_early || early_release::pays(&demands, copies);
-        let (schedule, saving) = if plan.by_stages {
-            (Schedule::SaveMeanwhile, None)
-        } else if is_early {
-            (Schedule::SaveMeanwhile, Some(early_release::saving_time(&demands)))
-        } else {
-            (Schedule::SaveFirst, None)
-        };
-        Ok(Agreed { stays: self.agree_on_shared(drained)?, copies, schedule, saving })
-    }
-
-    /// Refuses where the members need more host memory together than there is: the one that needs most is named.
-    fn refuse_host_shortage(&self, drained: &[(usize, Drained)]) -> Result<(), Stop> {
-        let most = drained.iter().max_by_key(|(_, said)| said.host.demand.grow_bytes);
-        let short = host_memory::shortage(drained.iter().map(|(_, said)| &said.host));
-        let (Some(short), Some((most, _))) = (short, most) else { return Ok(()) };
-        let failure = Failure { kind: FailureKind::OutOfHostMemory, message: short.to_string() };
-        let (who, step) = (self.peers.list[*most].who, Step::Phase(Phase::Prepare));
-        Err(Stop::HostShort(Box::new(short), MemberFailure { who, step, failure }))
     }
 
     /// All phases that cannot be undone, of members that are not lost on the way.

@@ -1,0 +1,212 @@
+//! What all processes of a pause go by once each is drained, decided once: which shared memory stays on its device, which copies of earlier
+//! pauses stay in host memory, and whether memory is given back while the rest is still saved.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use vmm_pool::{Copies, HostDemand, Schedule};
+
+use super::TakesPart;
+use super::overlap::moving_time;
+use super::peers::{Reached, reach};
+use super::report::{MemberFailure, Step};
+use super::session::{Plan, Session, Stop};
+use crate::host_memory;
+use crate::identity::MemberId;
+use crate::references::{References, Stay, decide};
+use crate::wire::{Drained, Failure, FailureKind, Phase};
+
+/// What all processes of a pause go by, behind [`Phase::Drain`].
+#[derive(Default)]
+pub(super) struct Agreed {
+    /// Shared memory that this pause leaves where it is.
+    pub(super) stays: Vec<Stay>,
+    /// Copies of earlier pauses that all processes have room for in host memory.
+    pub(super) copies: Copies,
+    /// When they save.
+    pub(super) schedule: Schedule,
+    /// Saving behind the point of no return, in one stage, takes so long at the slowest.
+    pub(super) saving: Option<Duration>,
+}
+
+impl Session<'_> {
+    /// What `drained` go by from here on.
+    pub(super) fn agree(&self, plan: &Plan, drained: &[(usize, Drained)]) -> Result<Agreed, Stop> {
+        let needs: Vec<_> = drained.iter().map(|(_, said)| &said.host).collect();
+        let demands: Vec<_> = needs.iter().map(|need| need.demand).collect();
+        let copies = host_memory::copies_with_room(&needs);
+        let is_early = self.options.releases_early || pays(&demands, copies);
+        let (schedule, saving) = if plan.by_stages {
+            (Schedule::SaveMeanwhile, None)
+        } else if is_early {
+            (Schedule::SaveMeanwhile, Some(saving_time(&demands)))
+        } else {
+            (Schedule::SaveFirst, None)
+        };
+        Ok(Agreed { stays: self.agree_on_shared(drained)?, copies, schedule, saving })
+    }
+
+    /// Refuses where the members need more host memory together than there is: the one that needs most is named.
+    pub(super) fn refuse_host_shortage(&self, drained: &[(usize, Drained)]) -> Result<(), Stop> {
+        let most = drained.iter().max_by_key(|(_, said)| said.host.demand.grow_bytes);
+        let short = host_memory::shortage(drained.iter().map(|(_, said)| &said.host));
+        let (Some(short), Some((most, _))) = (short, most) else { return Ok(()) };
+        let failure = Failure { kind: FailureKind::OutOfHostMemory, message: short.to_string() };
+        let (who, step) = (self.peers.list[*most].who, Step::Phase(Phase::Prepare));
+        Err(Stop::HostShort(Box::new(short), MemberFailure { who, step, failure }))
+    }
+
+    /// The decision over what the members have said. They hold still since, and hand nothing out.
+    fn agree_on_shared(&self, drained: &[(usize, Drained)]) -> Result<Vec<Stay>, Stop> {
+        let said = drained.iter().map(|(index, said)| (*index, &said.references));
+        let said: Vec<(usize, &References)> = said.collect();
+        // The agents said at the shut gates that nothing is lent, and lend nothing since.
+        if let Some((index, _)) = said.iter().find(|(_, references)| !references.lent.is_empty()) {
+            return Err(Stop::Failed(vec![self.still_lent(*index)]));
+        }
+        if let TakesPart::Alone(_) = self.options.takes_part {
+            let sharer = said.iter().find(|(_, references)| references.shares_scope);
+            return match sharer {
+                Some(&(index, _)) => Err(Stop::Failed(vec![self.shares(index)])),
+                None => Ok(Vec::new()),
+            };
+        }
+        // Before this moment a newcomer may have been given memory that nobody here would count.
+        if self.somebody_joined() {
+            return Err(Stop::Joined);
+        }
+        let name = |index: usize| self.peers.list[index].who.member;
+        let said: Vec<(MemberId, &References)> =
+            said.into_iter().map(|(index, references)| (name(index), references)).collect();
+        let take_part: BTreeSet<MemberId> = said.iter().map(|(member, _)| *member).collect();
+        let all = self.peers.list.iter().map(|peer| peer.who.member);
+        let bystanders = all.filter(|member| !take_part.contains(member)).collect();
+        Ok(decide(&said, &bystanders))
+    }
+
+    fn still_lent(&self, index: usize) -> MemberFailure {
+        let message = "a process of another tenant has some of this memory open still".to_owned();
+        let failure = Failure { kind: FailureKind::Lent, message };
+        let step = Step::Phase(Phase::Drain);
+        MemberFailure { who: self.peers.list[index].who, step, failure }
+    }
+
+    fn shares(&self, index: usize) -> MemberFailure {
+        let failure = Failure {
+            kind: FailureKind::Shared,
+            message: "other processes hold some of this memory, or may come for it: pause it in all of them together"
+                .to_owned(),
+        };
+        let step = Step::Phase(Phase::Drain);
+        MemberFailure { who: self.peers.list[index].who, step, failure }
+    }
+
+    /// Is there a living process in the tenant that the members were listed without?
+    fn somebody_joined(&self) -> bool {
+        let Ok(sockets) = self.dir.members() else {
+            return false;
+        };
+        let deadline = Instant::now() + self.options.contact_timeout;
+        let is_known = |id| self.peers.list.iter().any(|peer| peer.who.member == id);
+        let mut new = sockets.iter().filter(|socket| !is_known(socket.id));
+        new.any(|socket| !matches!(reach(socket, deadline), Ok(Reached::Dead)))
+    }
+}
+
+// When memory is given back while the rest is still saved.
+//
+// What a pause gives back the driver clears in the background, and copies to the device share it with that. So a resume right
+// after a pause is slower, unless the clearing ran while the pause still copied. The price is that the pause cannot be called
+// off any more from its first release on. So it is done only if host memory is there already, and enough is copied.
+
+/// From which on it is worth while, for one process at least, in bytes: giving back what one copies in 20 ms takes the driver
+/// under 1 ms, and clearing it some 4.
+const COPIED_BYTES_MIN: u64 = 1 << 30;
+
+/// What is not in host memory yet, against what is copied, where making it first costs less than is gained: a pause makes it
+/// during its copies otherwise.
+const GROWTH_SHARE: u64 = 16;
+
+/// A process copies to host memory at least as fast, in bytes a second, whatever else its machine does.
+const SLOWEST_TO_MEMORY: u64 = 512 << 20;
+
+/// Does it pay for a pause to give memory back while the rest is still saved, of processes that have said this when they were
+/// drained? It does if that is quicker, and nothing but the link is between a process and its host memory: some process copies a
+/// GiB, most of the host memory for all is there, and nothing goes to a file.
+fn pays(drained: &[HostDemand], copies: Copies) -> bool {
+    let copied_bytes = || drained.iter().map(|demand| demand.copying.to_memory_bytes);
+    let growth = drained.iter().map(|demand| demand.grow_bytes_with(copies));
+    let growth_bytes = growth.fold(0, u64::saturating_add);
+    let all_bytes = copied_bytes().fold(0, u64::saturating_add);
+    copied_bytes().any(|bytes| bytes >= COPIED_BYTES_MIN)
+        && growth_bytes <= all_bytes / GROWTH_SHARE
+        && drained.iter().all(|demand| demand.copying.to_file_bytes == 0)
+}
+
+/// How long saving takes at the slowest, of processes that have said this when they were drained. Files of all may lie on one
+/// disk.
+fn saving_time(drained: &[HostDemand]) -> Duration {
+    let copying = || drained.iter().map(|demand| demand.copying);
+    let to_memory = copying().map(|copying| copying.to_memory_bytes).max().unwrap_or(0);
+    let to_files = copying().map(|copying| copying.to_file_bytes).fold(0, u64::saturating_add);
+    Duration::from_secs(to_memory / SLOWEST_TO_MEMORY) + moving_time(to_files)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vmm_pool::Copying;
+
+    const MIB: u64 = 1 << 20;
+    const MANY: u64 = 2048 * MIB;
+
+    /// It copies `copied_bytes`, for which it takes `growth_bytes` of host memory.
+    fn drained(copied_bytes: u64, growth_bytes: u64) -> HostDemand {
+        HostDemand {
+            saved_bytes: copied_bytes,
+            copying: Copying { to_memory_bytes: copied_bytes, ..Copying::default() },
+            held_bytes: copied_bytes.saturating_sub(growth_bytes),
+            grow_bytes: growth_bytes,
+            grow_with_needed_bytes: growth_bytes,
+            grow_with_all_bytes: growth_bytes + MANY,
+        }
+    }
+
+    fn filed(to_file_bytes: u64) -> HostDemand {
+        let copying = Copying { to_file_bytes, ..Copying::default() };
+        HostDemand { copying, ..HostDemand::default() }
+    }
+
+    fn pays(drained: &[HostDemand]) -> bool {
+        super::pays(drained, Copies::Needed)
+    }
+
+    #[test]
+    fn it_pays_where_one_process_copies_much_and_the_rest_does_not_matter() {
+        assert!(pays(&[drained(MANY, 0)]));
+        assert!(pays(&[drained(0, 0), drained(MANY, 0), HostDemand::default()]));
+        assert!(!pays(&[]));
+        assert!(!pays(&[drained(COPIED_BYTES_MIN - 1, 0), drained(COPIED_BYTES_MIN - 1, 0)]));
+    }
+
+    #[test]
+    fn host_memory_is_made_beside_the_copies_where_there_is_much_to_make() {
+        assert!(pays(&[drained(MANY, MANY / 16)]));
+        assert!(!pays(&[drained(MANY, MANY / 16 + 1)]));
+        assert!(!pays(&[drained(MANY, 0), drained(MANY / 4, MANY / 4)]));
+        let said = drained(MANY, 0);
+        assert!(!super::pays(&[said], Copies::All), "all copies take more");
+    }
+
+    #[test]
+    fn files_keep_a_pause_from_it() {
+        assert!(!pays(&[drained(MANY, 0), filed(1)]));
+    }
+
+    #[test]
+    fn saving_takes_as_long_as_the_process_with_most_and_all_files() {
+        let many = [drained(2 * MANY, 0), drained(MANY, 0), filed(MANY), filed(MANY)];
+        assert_eq!(saving_time(&many), Duration::from_secs(8 + 32));
+        assert_eq!(saving_time(&[]), Duration::ZERO);
+    }
+}
