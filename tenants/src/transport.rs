@@ -16,16 +16,12 @@
 //!
 //! Nothing here takes a lock, starts a thread, prints or raises a signal.
 
-mod ancillary;
-mod client;
 mod error;
 pub mod frame;
-mod listener;
 mod process;
 #[cfg(test)]
 mod tests;
 
-use std::fmt;
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -42,44 +38,19 @@ use serde::de::DeserializeOwned;
 
 pub use error::{Direction, TransportError};
 pub use frame::{Limits, PAYLOAD_BYTES_MAX, REQUEST_BYTES_MAX};
-pub(crate) use listener::BINDING_EXTENSION;
-pub use listener::Listener;
-pub(crate) use process::{Process, has_ended, is_stopped};
-pub use process::{command_of, stat_words};
+pub(crate) use process::{BINDING_EXTENSION, Process, has_ended, is_stopped};
+pub use process::{Listener, Peer, command_of, stat_words};
 
 use vmm_pool::UninheritedFd;
 
-use ancillary::Room;
-use frame::{FrameError, HEADER_BYTES, Header, Outgoing};
+use frame::{FrameError, HEADER_BYTES, Header, Outgoing, Room};
 
-use crate::wire::FDS_PER_MESSAGE_MAX;
+use crate::wire::{Ask, FDS_PER_MESSAGE_MAX, Failure, Reply, Request};
 
 /// How much of a payload is read in one piece: memory follows what arrives, not what a header claims.
 const READ_BYTES: usize = 16 * 1024;
 /// A full queue of a listening socket gives no event when it has room again.
 const CONNECT_BACK_OFF: Duration = Duration::from_millis(5);
-
-/// The process at the other end, as the kernel names it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Peer {
-    pid: Option<u32>,
-}
-
-impl Peer {
-    /// Its process id in our namespace; none when it lives in one that we cannot see.
-    pub fn pid(self) -> Option<u32> {
-        self.pid
-    }
-}
-
-impl fmt::Display for Peer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.pid {
-            Some(pid) => write!(f, "process {pid}"),
-            None => f.write_str("a process of another pid namespace"),
-        }
-    }
-}
 
 /// A connection to one other process. Send from one thread at a time.
 #[derive(Debug)]
@@ -245,7 +216,7 @@ impl Connection {
         }
         while let Some(frame) = self.outgoing.first() {
             let fds: Vec<BorrowedFd<'_>> = frame.fds.iter().map(AsFd::as_fd).collect();
-            match ancillary::send(self.stream.as_fd(), &frame.bytes[frame.sent..], &fds) {
+            match frame::send(self.stream.as_fd(), &frame.bytes[frame.sent..], &fds) {
                 Ok(bytes) => self.outgoing.advance(bytes),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN) => return Ok(false),
@@ -293,7 +264,7 @@ impl Connection {
         let mut sent = 0;
         while sent < frame.len() {
             let with_fds = if sent == 0 { fds } else { &[] };
-            match ancillary::send(self.stream.as_fd(), &frame[sent..], with_fds) {
+            match frame::send(self.stream.as_fd(), &frame[sent..], with_fds) {
                 Ok(bytes) => sent += bytes,
                 Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN) => {
@@ -375,7 +346,7 @@ impl Connection {
         let target = &mut buffer[..want];
         let received = loop {
             let room = if self.limits.fds_max == 0 { Room::None } else { Room::Full };
-            match ancillary::receive(self.stream.as_fd(), target, &mut self.incoming.fds, room) {
+            match frame::receive(self.stream.as_fd(), target, &mut self.incoming.fds, room) {
                 Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN) => return Ok(false),
                 Err(errno) => return Err(self.io_error("recvmsg", errno.into())),
@@ -417,7 +388,7 @@ impl Connection {
     /// Lets a peer of another version know ours; it would otherwise see no more than a hang-up.
     fn tell_own_version(&self) {
         let header = Header { fds: 0, payload_bytes: 0 }.encode();
-        if let Err(errno) = ancillary::send(self.stream.as_fd(), &header, &[]) {
+        if let Err(errno) = frame::send(self.stream.as_fd(), &header, &[]) {
             tracing::debug!(peer = %self.peer, %errno, "a peer of another version was not told ours");
         }
     }
@@ -460,6 +431,65 @@ impl Connection {
             return TransportError::Closed { peer };
         }
         TransportError::Io { operation, peer, source }
+    }
+}
+
+// The side that asks: a question and its answer belong together by type.
+impl Connection {
+    /// Asks `question` and waits for its answer, or for why it is refused.
+    ///
+    /// # Errors
+    /// As [`Connection::exchange`]; [`TransportError::AnotherAnswer`].
+    pub fn call<A: Ask>(
+        &mut self,
+        question: &A,
+        deadline: Instant,
+    ) -> Result<Result<A::Answer, Failure>, TransportError> {
+        let request = question.to_request();
+        let (reply, fds) = self.exchange(&request, question.fds_max(), deadline)?;
+        self.paired(question, reply, fds)
+    }
+
+    /// The answer to `question`, which was sent before, if all of it is here already. Does not block.
+    ///
+    /// # Errors
+    /// As [`Connection::try_receive`]; [`TransportError::AnotherAnswer`].
+    pub fn try_answer<A: Ask>(
+        &mut self,
+        question: &A,
+    ) -> Result<Option<Result<A::Answer, Failure>>, TransportError> {
+        match self.try_receive()? {
+            Some((reply, fds)) => self.paired(question, reply, fds).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    fn paired<A: Ask>(
+        &mut self,
+        question: &A,
+        reply: Reply,
+        fds: Vec<OwnedFd>,
+    ) -> Result<Result<A::Answer, Failure>, TransportError> {
+        question.outcome_in(reply, fds).ok_or_else(|| {
+            self.condition = Condition::OutOfStep;
+            TransportError::AnotherAnswer { peer: self.peer }
+        })
+    }
+
+    /// Sends `request` and waits for a reply of any kind, which may bring up to `fds_max` descriptors.
+    ///
+    /// # Errors
+    /// As [`Connection::send`] and [`Connection::receive`].
+    pub fn exchange(
+        &mut self,
+        request: &Request,
+        fds_max: usize,
+        deadline: Instant,
+    ) -> Result<(Reply, Vec<OwnedFd>), TransportError> {
+        self.limits.fds_max = fds_max.min(FDS_PER_MESSAGE_MAX);
+        let answer = self.send(request, &[], deadline).and_then(|()| self.receive(deadline));
+        self.limits.fds_max = 0;
+        answer
     }
 }
 

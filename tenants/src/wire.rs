@@ -5,7 +5,6 @@
 //! are bounded by the frame's length limit.
 
 mod ask;
-mod failure;
 
 use serde::{Deserialize, Serialize, Serializer};
 use vmm_pool::driver::DeviceOrdinal;
@@ -22,10 +21,10 @@ use crate::turns::{Class, Weight};
 pub use crate::phase::{Action, Order, Phase, Told, Window};
 pub use crate::state::MemberState;
 pub use ask::{
-    Ask, AskLent, AwaitConsent, Borrower, Count, Drain, FetchFds, GiveUp, Hello, Hold, HostStep,
-    LookIdle, Needs, SaveStep, SentFds, SpillStep, Stats, StepOn, TakePhase, Withdraw,
+    Ask, AskLent, AwaitConsent, Borrower, Count, Drain, Failure, FailureKind, FetchFds, GiveUp,
+    Hello, Hold, HostStep, LookIdle, Needs, SaveStep, SentFds, SpillStep, Stats, StepOn, TakePhase,
+    Withdraw,
 };
-pub use failure::{Failure, FailureKind};
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
 pub const PROTOCOL_VERSION: u16 = 27;
