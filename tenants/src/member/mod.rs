@@ -30,7 +30,6 @@ mod resuming;
 mod rounds;
 mod saving;
 mod selection;
-mod stages;
 mod stepping;
 mod termination;
 mod worker;

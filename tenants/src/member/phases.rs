@@ -17,7 +17,7 @@ use super::progress::Progress;
 use super::{Member, Status};
 use crate::cut::{Limits, Seen};
 use crate::host_memory::HostNeed;
-use crate::phase::{Action, Stage};
+use crate::phase::{Action, Stage, Window};
 use crate::references::{References, Stay};
 use crate::scope::Scope;
 use crate::state::Event;
@@ -332,6 +332,18 @@ impl<D: Driver> Member<D> {
                 Err(pool_failure(&error))
             }
         }
+    }
+
+    /// The point of no return of a pause by stages, or behind it.
+    pub(super) fn release_stage(&self, window: &Window) -> Result<PhaseReport, Failure> {
+        self.expect(MemberState::Offloading)?;
+        let (mut departing, _) =
+            self.next_of(|progress| progress.into_departing(Some(window.stage)))?;
+        let moved = departing.release_stage(&self.known(window));
+        let left = departing.left();
+        self.set_progress(Progress::Departing(departing, window.stage.saturating_add(1)));
+        let moved = moved.map_err(|error| pool_failure(&error))?;
+        Ok(self.staged(moved, left))
     }
 
     /// The point of no return of a pause, or behind it: the process stands paused, or runs on without some tags.
