@@ -33,7 +33,6 @@ mod restore;
 mod save;
 mod still;
 mod survey;
-mod verify;
 
 pub use ahead::{BroughtIn, HostStanding};
 pub use coming::{Arriving, Restored, Returning};
