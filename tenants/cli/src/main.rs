@@ -19,7 +19,6 @@ mod files;
 mod gpus;
 mod manual;
 mod metrics;
-mod naming;
 mod output;
 mod outsiders;
 mod prepare;
