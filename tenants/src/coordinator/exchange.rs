@@ -191,7 +191,6 @@ impl Exchange {
         }
     }
 
-    /// The window.
     pub(super) fn window_bytes(&self) -> u64 {
         self.window_bytes
     }

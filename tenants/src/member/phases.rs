@@ -531,7 +531,6 @@ impl<D: Driver> Member<D> {
     }
 }
 
-/// Bytes on one device.
 pub(super) struct DeviceBytes {
     device: DeviceOrdinal,
     uuid: String,

@@ -278,7 +278,6 @@ impl Ahead {
 }
 
 impl Claim {
-    /// In bytes.
     pub(crate) fn size_bytes(&self) -> u64 {
         self.coming.chunk_bytes
     }

@@ -29,7 +29,6 @@ pub(super) struct Setting {
     pub(super) stops: u8,
 }
 
-/// An order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Order {
     Begin,
