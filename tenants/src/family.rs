@@ -1,7 +1,7 @@
 //! Which tenants may open each other's device memory: those whose processes name one family.
 //!
 //! Their pauses stay their own: no cut, no lock and no frozen moment is common to two tenants. So references are not traced
-//! across them; memory is *lent*, on a lease that ends with its last use (`vmm-pool/src/ledger/leases.rs`).
+//! across them; memory is *lent*, on a lease that ends with its last use (`vmm-pool/src/ledger/tickets.rs`).
 //!
 //! Both sides must name it. The owner decides, over what the importer says of itself: processes of one user trust each
 //! other's word, as they could read each other's memory anyway (`docs/security.md`).

@@ -23,7 +23,6 @@
 //! Lock order: `table` before the slots' list and `labels`, which are leaves. Under `table` nothing is
 //! called but what [`Launch::unfinished`] was given.
 
-mod describe;
 mod hold;
 pub mod plan;
 mod report;
@@ -40,9 +39,11 @@ use std::time::Instant;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-pub use describe::{Lag, Laggard, foreign_ranks, laggards};
 pub use hold::MemoryWait;
-pub use report::{CutReport, Inside, LaunchCount, Limits, Need, Seen, Waiting};
+pub use report::{
+    CutReport, Inside, Lag, Laggard, LaunchCount, Limits, Need, Seen, Waiting, foreign_ranks,
+    laggards,
+};
 pub use seats::{TurnedBack, Withdrawal};
 
 use hold::{Mode, Table, Unfinished};

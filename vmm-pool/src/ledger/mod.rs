@@ -19,9 +19,7 @@
 
 mod accounts;
 mod backing;
-mod inventory;
 mod layout;
-mod leases;
 mod mapping;
 mod moving;
 mod paged;
@@ -37,11 +35,11 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Weak;
 
-pub use accounts::{Held, References, StayReason, TagTotals, Unfreezable};
+pub use accounts::{
+    Held, Holding, HoldingSource, References, Standing, StayReason, TagTotals, Unfreezable,
+};
 use backing::Backing;
-pub use inventory::{Holding, HoldingSource, Standing};
 pub(crate) use layout::{Layout, Placed};
-pub use leases::{Lease, LentTotals};
 pub use mapping::{Facts, Known, Sight};
 pub(crate) use mapping::{Mapping, Presence};
 pub(crate) use pieces::{Survey, Wish};
@@ -53,7 +51,7 @@ pub(crate) use row::{NewRow, Origin, Row};
 pub(crate) use selection::Rows;
 pub use selection::{After, LIBRARY_TAGS, Selection, Tags, Whose};
 use slab::Slab;
-pub use tickets::TicketWatch;
+pub use tickets::{Lease, LentTotals, TicketWatch};
 
 use crate::deferred::Physical;
 use crate::driver::{

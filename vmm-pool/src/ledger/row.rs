@@ -5,9 +5,8 @@ use std::ops::Range;
 use std::os::fd::{AsFd as _, OwnedFd};
 
 use super::backing::Backing;
-use super::leases::{Lease, Leases};
 use super::residency::Change;
-use super::tickets::{TicketWatch, Tickets};
+use super::tickets::{Lease, Leases, TicketWatch, Tickets};
 use crate::deferred::Physical;
 use crate::descriptors::UninheritedFd;
 use crate::driver::{

@@ -1,16 +1,20 @@
-//! Tickets of one allocation: which are open, and which have been redeemed.
+//! What others may hold of an allocation: its tickets (which are open, and which have been redeemed), and its leases.
 //!
 //! A ticket holds its memory as a descriptor of the driver's would: for as long as it is open anywhere. That is known of a
 //! ticket that is watched. Any other holds it until somebody has redeemed it.
+//!
+//! Each process of another tenant that has memory of this one open holds a *lease* for each allocation: a file whose lock lasts until
+//! its holder has given the memory back to the driver, or has ended. No pause takes memory away while a lease of it is open, and while
+//! the pool is frozen none is given.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
-use super::{Ledger, Row};
+use super::{Ledger, Row, Selection};
 use crate::descriptors::UninheritedFd;
 use crate::driver::RawHandle;
 use crate::error::{PoolError, PoolResult};
-use crate::{AllocationId, VirtualHandle};
+use crate::{AllocationId, PeerId, VirtualHandle};
 
 /// Tells whether a ticket, or a lease, is open anywhere.
 #[derive(Debug)]
@@ -208,5 +212,96 @@ impl Ledger {
         row.take_ticket_back(serial);
         let handle = row.handle();
         self.take_garbage(handle)
+    }
+}
+
+// Leases.
+
+/// What tells whether a borrower holds an allocation still.
+#[derive(Debug)]
+pub struct Lease {
+    /// Who holds it.
+    pub borrower: PeerId,
+    /// Tells whether it is open.
+    pub watch: TicketWatch,
+}
+
+/// What one borrower has open.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LentTotals {
+    /// Allocations that it opened by a `cudaIpc` handle.
+    pub handles: u64,
+    /// Allocations that it imported by a ticket.
+    pub tickets: u64,
+    /// Bytes of all of them.
+    pub bytes: u64,
+}
+
+/// The leases of one allocation.
+#[derive(Debug, Default)]
+pub(super) struct Leases(Vec<Lent>);
+
+#[derive(Debug)]
+struct Lent {
+    lease: Lease,
+    by_ticket: bool,
+}
+
+impl Leases {
+    /// One more. Those that have ended go.
+    pub(super) fn add(&mut self, lease: Lease, by_ticket: bool) {
+        self.drop_closed();
+        self.0.push(Lent { lease, by_ticket });
+    }
+
+    fn drop_closed(&mut self) {
+        self.0.retain(|lent| lent.lease.watch.is_open());
+    }
+}
+
+impl Ledger {
+    /// `lease.borrower` holds `id` from now on, by the ticket `serial`, or by a handle where that is 0. What comes out is as
+    /// in [`Ledger::redeemed`].
+    ///
+    /// # Errors
+    /// As [`Ledger::find_for_importer`].
+    pub(crate) fn lent(
+        &mut self,
+        id: AllocationId,
+        serial: u64,
+        lease: Lease,
+    ) -> PoolResult<(Option<OwnedFd>, Option<Row>)> {
+        let handle = self.find_for_importer(id)?.handle();
+        let fd = self.row_mut(handle).and_then(|row| {
+            row.add_lease(lease, serial != 0);
+            row.use_ticket(serial)
+        });
+        Ok((fd, self.take_garbage(handle)))
+    }
+
+    /// What of `selection` that a pause would take each borrower has open. Leases that have ended go.
+    pub(crate) fn lent_of(&mut self, selection: &Selection) -> BTreeMap<PeerId, LentTotals> {
+        let mut all: BTreeMap<PeerId, LentTotals> = BTreeMap::new();
+        for (_, row) in &mut self.rows {
+            if !(row.can_leave() && selection.has(row)) {
+                continue;
+            }
+            let size_bytes = row.size_bytes();
+            let leases = row.leases();
+            leases.drop_closed();
+            let mut counted = Vec::new();
+            for lent in &leases.0 {
+                let borrower = lent.lease.borrower;
+                let totals = all.entry(borrower).or_default();
+                // Opened twice at the same moment, it is one allocation still.
+                if !counted.contains(&borrower) {
+                    counted.push(borrower);
+                    totals.bytes += size_bytes;
+                    totals.handles += u64::from(!lent.by_ticket);
+                    totals.tickets += u64::from(lent.by_ticket);
+                }
+            }
+        }
+        all
     }
 }
