@@ -3,7 +3,6 @@
 use std::collections::{BTreeSet, HashMap};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
-use std::sync::{MutexGuard, PoisonError};
 use std::time::Instant;
 
 use nix::sys::stat::{SFlag, fstat};
@@ -344,11 +343,6 @@ impl<D: Driver> Member<D> {
             Some(owner) => ImportError::OwnerEnded { owner, count },
             None => ImportError::Owner { path, source },
         }
-    }
-
-    /// Connections to owners that are not in use.
-    pub(super) fn peers(&self) -> MutexGuard<'_, HashMap<MemberId, Connection>> {
-        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn fetch(

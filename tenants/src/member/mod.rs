@@ -69,8 +69,8 @@ use lending::KnownBorrower;
 use owners::Owner;
 use progress::Progress;
 use rounds::Rounds;
-use termination::CallingOff;
 use vmm_pool::gate::Gate;
+use worker::CallingOff;
 
 #[derive(Debug)]
 pub(crate) struct Status {
@@ -292,6 +292,11 @@ impl<D: Driver> Member<D> {
 
     fn progress(&self) -> MutexGuard<'_, Progress<D>> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Connections to owners that are not in use.
+    fn peers(&self) -> MutexGuard<'_, HashMap<MemberId, Connection>> {
+        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Where launches that wait for other ranks are counted, and held.

@@ -19,9 +19,7 @@ use crate::descriptors::free_descriptors;
 use crate::phase::Window;
 use crate::scope::Scope;
 use crate::state::Event;
-use crate::wire::{
-    Failure, MemberState, Needed, Phase, PhaseReport, Reply, StageLeft, StageReport,
-};
+use crate::wire::{Failure, MemberState, Needed, PhaseReport, Reply, StageLeft, StageReport};
 
 impl<D: Driver> Member<D> {
     /// Shuts the gate for a resume of `scope`.
@@ -159,18 +157,6 @@ impl<D: Driver> Member<D> {
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner)
             .extend(spare.into_iter().map(UninheritedFd::from));
-    }
-
-    /// Closes what [`Member::close_later`] was given. Behind the last step of a round it offers the driver once more what that
-    /// would not take back: the next step that does may be a pause in some hours.
-    pub(super) fn close_spare(&self, done: Option<Phase>) {
-        let spare = std::mem::take(
-            &mut *self.spare.lock().unwrap_or_else(std::sync::PoisonError::into_inner),
-        );
-        drop(spare);
-        if done.is_some_and(Phase::is_last) && self.state() == MemberState::Active {
-            self.pool.release_deferred();
-        }
     }
 
     pub(super) fn abort_resume(&self) -> Result<PhaseReport, Failure> {

@@ -19,7 +19,6 @@ use std::collections::VecDeque;
 use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, Sender};
 use nix::poll::{PollFd, PollFlags};
 use vmm_pool::driver::Driver;
 
@@ -45,40 +44,6 @@ const ASK_AGAIN: Duration = Duration::from_millis(5);
 /// How long nobody looks whether those who are asked live. A process that had ended already when it was asked makes
 /// no event, where something else holds its socket.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-
-/// Ends a wait inside a phase early. Raised by the agent, seen by the worker, which alone lowers it.
-#[derive(Debug)]
-pub(super) struct CallingOff {
-    raise: Sender<()>,
-    raised: Receiver<()>,
-}
-
-impl Default for CallingOff {
-    fn default() -> Self {
-        let (raise, raised) = crossbeam_channel::unbounded();
-        Self { raise, raised }
-    }
-}
-
-impl CallingOff {
-    pub(super) fn raise(&self) {
-        // Both ends live as long as this does.
-        let _sent = self.raise.send(());
-    }
-
-    pub(super) fn lower(&self) {
-        while self.raised.try_recv().is_ok() {}
-    }
-
-    pub(super) fn is_raised(&self) -> bool {
-        !self.raised.is_empty()
-    }
-
-    /// For waiting on it together with something else, without taking what is in it.
-    pub(super) fn receiver(&self) -> &Receiver<()> {
-        &self.raised
-    }
-}
 
 impl<D: Driver> Member<D> {
     /// Brings a pause or resume under way, which is `round`, to an end without its coordinator. Runs on the worker thread,

@@ -2,8 +2,8 @@
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender};
@@ -154,6 +154,52 @@ fn do_job<D: Driver>(member: &Member<D>, saving: &mut Option<Saving>, job: Job) 
             return None;
         }
     })
+}
+
+/// Ends a wait inside a phase early. Raised by the agent, seen by the worker, which alone lowers it.
+#[derive(Debug)]
+pub(super) struct CallingOff {
+    raise: Sender<()>,
+    raised: Receiver<()>,
+}
+
+impl Default for CallingOff {
+    fn default() -> Self {
+        let (raise, raised) = crossbeam_channel::unbounded();
+        Self { raise, raised }
+    }
+}
+
+impl CallingOff {
+    pub(super) fn raise(&self) {
+        // Both ends live as long as this does.
+        let _sent = self.raise.send(());
+    }
+
+    pub(super) fn lower(&self) {
+        while self.raised.try_recv().is_ok() {}
+    }
+
+    pub(super) fn is_raised(&self) -> bool {
+        !self.raised.is_empty()
+    }
+
+    /// For waiting on it together with something else, without taking what is in it.
+    pub(super) fn receiver(&self) -> &Receiver<()> {
+        &self.raised
+    }
+}
+
+impl<D: Driver> Member<D> {
+    /// Closes what [`Member::close_later`] was given. Behind the last step of a round it offers the driver once more what that
+    /// would not take back: the next step that does may be a pause in some hours.
+    fn close_spare(&self, done: Option<Phase>) {
+        let spare = std::mem::take(&mut *self.spare.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(spare);
+        if done.is_some_and(Phase::is_last) && self.state() == MemberState::Active {
+            self.pool.release_deferred();
+        }
+    }
 }
 
 impl Work {
