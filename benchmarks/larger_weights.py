@@ -276,12 +276,13 @@ def look(args: Any, torch: Any, model: Any, data: list[Any]) -> None:
     from sublet._library import own_library
     from sublet._paging_weights import owners
 
-    small = torch.zeros(256, device="cuda")
+    # A part of a parameter, as that of the model is.
+    small = torch.nn.Parameter(torch.zeros(1024, device="cuda")).view(-1)[:256].detach()
     costs = {"plain": least_us(torch, lambda: small.add_(1))[0]}
     model = page("look", model)
     first = next(model.parameters())
     with torch.no_grad():
-        ours = first.view(-1)[:256]
+        ours = first.view(-1)[:256].detach()
         both = least_us(torch, lambda: small.add_(1), lambda: ours.add_(1))
     costs["paged, another's memory"], costs["paged, its memory"] = both
     runner.fact("launch_us", costs)

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use vmm_pool::Contents;
 use vmm_pool::driver::sim::SimNode;
@@ -54,6 +55,21 @@ fn frames_are_given_up_if_other_memory_finds_no_room() {
     assert_eq!(stage.pager().report().resident_bytes, 2 * UNIT);
     assert!(!pool.make_room(DEVICE, UNIT), "it has no more to give");
     stage.use_all(false);
+    stage.check();
+    drop(stage.pager.take());
+}
+
+/// Nobody says that the device has room again.
+#[test]
+fn frames_that_gave_way_are_taken_again_some_time_later() {
+    let mut stage = crowded();
+    let pool = Arc::clone(stage.pool.pool());
+    assert!(pool.make_room(DEVICE, 3 * UNIT));
+    let (_open, silence) = std::sync::mpsc::channel::<()>();
+    while stage.pager().report().resident_bytes < FRAMES * UNIT {
+        stage.use_all(false);
+        let _late = silence.recv_timeout(Duration::from_millis(200));
+    }
     stage.check();
     drop(stage.pager.take());
 }

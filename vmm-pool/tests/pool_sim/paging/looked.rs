@@ -140,6 +140,27 @@ fn a_span_that_is_freed_while_a_call_that_names_it_waits_comes_and_goes_with_tha
     stage.end();
 }
 
+/// What is used last from now on is to leave, but the work that uses it does not end.
+#[test]
+fn patience_for_what_is_used_last_ends() {
+    let mut stage = Stage::looked(2);
+    for _ in 0..3 {
+        stage.alloc(1).expect("addresses");
+    }
+    // The order is learnt.
+    for call in 0..14 {
+        stage.try_use(&[call % 3], 1, false).expect("a use");
+    }
+    stage.use_without_end(2);
+    let (first, other) = (word_at(stage.start_of(0), 0), In::Stream(stage.streams[1]));
+    let begun = stage.pager().begin_call(&[first], other, LIMIT);
+    stage.pager().end_call(&begun.expect("the second gave its frame").expect("paged"));
+    stage.held.clear();
+    stage.use_all(false);
+    stage.check();
+    stage.end();
+}
+
 #[test]
 fn who_waits_for_room_ends_uses_that_have_begun_meanwhile() {
     let mut stage = Stage::looked(2);
