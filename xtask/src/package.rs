@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::build::Built;
-use crate::python::{MYPY, OPTIONAL, PYTEST, Python};
+use crate::python::{MYPY, OPTIONAL, PYTEST, Python, XDIST};
 use crate::stages::{Ran, Stages};
 use crate::wheel::{self, Parts};
 use crate::workspace::Workspace;
@@ -59,7 +59,9 @@ fn api_tests(
     let files: Vec<PathBuf> =
         workspace.files()?.into_iter().filter(|path| is_python_test(path)).collect();
     let python = Python::with(workspace, &PYTEST)?;
+    let several = Python::with(workspace, &XDIST)?;
     let mut folders = vec![site.to_owned()];
+    folders.extend_from_slice(several.import_path());
     for (package, what) in &OPTIONAL {
         match Python::with(workspace, package) {
             Ok(found) => folders.extend_from_slice(found.import_path()),
@@ -69,6 +71,9 @@ fn api_tests(
     }
     let mut command = python.command(workspace, &folders);
     command.args(["-m", "pytest", "-c"]).arg(wheel::SOURCE.to_owned() + "/pyproject.toml");
+    // Many tests wait for processes. Those of one file share what it sets up.
+    let processes = std::thread::available_parallelism().map_or(1, std::num::NonZero::get) + 1;
+    command.args(["-n", &processes.to_string(), "--dist", "loadfile"]);
     command.arg("--rootdir").arg(&workspace.root).args(files);
     built.export(&mut command);
     let (outcome, held) = process::stream(&mut command, is_pytest_summary);

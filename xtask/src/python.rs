@@ -25,6 +25,9 @@ const IMPORT: &str = "import sys, sublet; assert 'torch' not in sys.modules; \
 /// The test runner.
 pub(crate) const PYTEST: Package = Package { requirement: "pytest==9.2.0", module: "pytest" };
 
+/// Runs its tests in several processes.
+pub(crate) const XDIST: Package = Package { requirement: "pytest-xdist==3.8.0", module: "xdist" };
+
 /// The library that bindgen reads C with.
 pub(crate) const LIBCLANG: Package = Package {
     requirement: "libclang==18.1.1",
