@@ -8,10 +8,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{c_int, c_uint};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use vmm_pool::driver::{DeviceOrdinal, DriverCode, RawContext};
+use vmm_pool::driver::{CudaDriver, DeviceOrdinal, Driver as _, DriverCode, RawContext};
 
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
@@ -20,9 +19,6 @@ static LISTED: Mutex<Listed> = Mutex::new(Listed::new());
 static PRIMARY_CONTEXTS: Mutex<BTreeMap<c_int, usize>> = Mutex::new(BTreeMap::new());
 /// How often the application retains each device's primary context. Less than nothing where it did so before an attach.
 static RETAINED_PRIMARIES: Mutex<BTreeMap<c_int, i64>> = Mutex::new(BTreeMap::new());
-
-/// Has the process ever had work in more than one context, as far as that was seen?
-static ARE_SEVERAL: AtomicBool = AtomicBool::new(false);
 
 /// Contexts that were seen, by what a pause does about their work.
 #[derive(Debug)]
@@ -64,12 +60,19 @@ pub(crate) fn own_was_made(context: RawContext, device: DeviceOrdinal) {
     let mut listed = lock(&LISTED);
     listed.covered.remove(&context);
     listed.own.insert(context, device);
-    ARE_SEVERAL.store(true, Ordering::Relaxed);
 }
 
-/// May the current context be another than that of the window that the call names? Else there is but one, a device's primary context.
-pub(crate) fn are_several() -> bool {
-    ARE_SEVERAL.load(Ordering::Relaxed)
+/// The context that our own threads work in on `device`.
+pub(crate) fn of_our_threads(driver: &CudaDriver, device: DeviceOrdinal) -> Option<RawContext> {
+    let mut before: Pointer = std::ptr::null_mut();
+    let code = call_driver!(cuCtxGetCurrent(&raw mut before => *mut Pointer));
+    let known = DriverCode(code).ok().is_ok();
+    let ours = driver.make_current(device).ok().and_then(|()| current_context());
+    if known {
+        let code = call_driver!(cuCtxSetCurrent(before => Pointer));
+        tracing::trace!(code, "the caller's context is current again");
+    }
+    ours
 }
 
 /// The same of the calling thread's current context.
@@ -174,11 +177,7 @@ pub(crate) fn existing_primary_context(device: c_int) -> Option<Pointer> {
 
 /// The application has retained the device's primary context.
 pub(crate) fn primary_was_retained(device: c_int) {
-    let mut retained = lock(&RETAINED_PRIMARIES);
-    *retained.entry(device).or_default() += 1;
-    if retained.len() > 1 {
-        ARE_SEVERAL.store(true, Ordering::Relaxed);
-    }
+    *lock(&RETAINED_PRIMARIES).entry(device).or_default() += 1;
 }
 
 /// May the application's next release of it be its last? It is asked where its calls have come by us.

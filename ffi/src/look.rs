@@ -17,6 +17,8 @@
 //! hand; NCCL's collectives. They find their memory as it should be, or nothing mapped: [`vmm_pool::paging`] maps a chunk when it is
 //! full.
 //!
+//! A call in another context than that of the window's pager returns when its work has ended.
+//!
 //! In a process without such windows a call costs one load more.
 
 #![expect(unsafe_code, reason = "reads what callers give to the driver")]
@@ -61,7 +63,7 @@ type Windows = Arc<[Window]>;
 /// The place and size of each parameter that an address fits into. `None`: the driver does not say.
 type Layout = Option<Box<[(usize, usize)]>>;
 
-/// A window, and the context that was current when it was made.
+/// A window, and the context that its pager works in.
 #[derive(Clone, Debug)]
 struct Window {
     pager: Arc<Pager<CudaDriver>>,
@@ -72,13 +74,17 @@ impl Window {
     /// Where a call's work goes, as this window sees it: its events stand behind no stream of another context.
     fn place(&self, place: In) -> In {
         match place {
-            In::Stream(raw) | In::OwnStream(raw)
-                if contexts::are_several() && contexts::current_context() != self.context =>
-            {
+            In::Stream(raw) | In::OwnStream(raw) if !self.is_current() => {
+                // A pause waits for its work too.
+                contexts::listed_current();
                 In::Elsewhere(raw)
             }
             here @ (In::Stream(_) | In::OwnStream(_) | In::Elsewhere(_) | In::Graph) => here,
         }
+    }
+
+    fn is_current(&self) -> bool {
+        contexts::current_context() == self.context
     }
 }
 
@@ -92,9 +98,8 @@ fn windows() -> Windows {
 }
 
 /// Looks for uses of a window from now on. Nobody has an address of it yet.
-pub(crate) fn add(pager: Arc<Pager<CudaDriver>>) {
+pub(crate) fn add(pager: Arc<Pager<CudaDriver>>, context: Option<RawContext>) {
     let mut windows = WINDOWS.write().unwrap_or_else(PoisonError::into_inner);
-    let context = contexts::current_context();
     *windows = windows.iter().cloned().chain([Window { pager, context }]).collect();
     let ranges = || windows.iter().map(|known| known.pager.window());
     let first = ranges().map(|range| range.start.0).min().unwrap_or(0);
@@ -331,7 +336,8 @@ pub(crate) fn is_possible() -> bool {
 pub(crate) fn stream_ends(stream: Pointer) {
     if is_on() {
         for known in windows().iter() {
-            known.pager.stream_ends(RawStream(stream.expose_provenance() as u64));
+            let raw = RawStream(stream.expose_provenance() as u64);
+            known.pager.stream_ends(raw, known.is_current());
         }
     }
 }

@@ -7,13 +7,13 @@
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 
 use tenants::member::Member;
 use tenants::region::{self, RegionError};
 use vmm_pool::PoolError;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverCode, VaRange};
-use vmm_pool::paging::Pager;
+use vmm_pool::paging::{PageError, Pager};
 
 use crate::Answer;
 use crate::blocks::give_up;
@@ -24,6 +24,7 @@ pub struct PagedRegions<D: Driver> {
     all: RwLock<Vec<PagedRegion<D>>>,
     /// What a thread is about to free: nobody else has it, or frees what comes to lie there.
     freeing: Mutex<BTreeSet<DeviceAddress>>,
+    freed: Condvar,
     /// How many there are, for callers that would find none.
     count: AtomicUsize,
 }
@@ -46,7 +47,9 @@ pub enum PagedRegionError {
     )]
     NotLooked,
     /// The window is about to end, and somebody has memory of it.
-    #[error("memory of tag '{tag}' lies in this window: free it before the window is closed")]
+    #[error(
+        "memory lies in this window, which tag '{tag}' has: free all of it before the window is closed"
+    )]
     InUse {
         /// The tag.
         tag: String,
@@ -67,6 +70,7 @@ impl<D: Driver> PagedRegions<D> {
         Self {
             all: RwLock::new(Vec::new()),
             freeing: Mutex::new(BTreeSet::new()),
+            freed: Condvar::new(),
             count: AtomicUsize::new(0),
         }
     }
@@ -97,11 +101,15 @@ impl<D: Driver> PagedRegions<D> {
     pub fn remove(&self, pager: &Arc<Pager<D>>) -> Result<(), PagedRegionError> {
         let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
         let mut of_window = all.iter().filter(|known| Arc::ptr_eq(&known.pager, pager));
-        if let Some(known) = of_window.next().filter(|_| pager.has_spans()) {
+        if let Some(known) = of_window.next().filter(|_| !pager.close_if_empty()) {
             return Err(PagedRegionError::InUse { tag: known.tag.clone() });
         }
-        for gone in all.extract_if(.., |known| Arc::ptr_eq(&known.pager, pager)) {
-            region::page_no_more(&gone.tag);
+        let gone: Vec<_> = all.extract_if(.., |known| Arc::ptr_eq(&known.pager, pager)).collect();
+        for tag in gone.into_iter().map(|gone| gone.tag) {
+            // Another device may have a window of it.
+            if !all.iter().any(|known| known.tag == tag) {
+                region::page_no_more(&tag);
+            }
         }
         self.count.store(all.len(), Ordering::Release);
         Ok(())
@@ -134,13 +142,15 @@ impl<D: Driver> PagedRegions<D> {
         }
         let tag = region::class_of(library, Some(device)).tag;
         let pager = self.find(|known| known.tag == tag && known.pager.device() == device)?;
-        Some(match pager.alloc(size_bytes) {
-            Ok(address) => Answer::Done(address),
+        match pager.alloc(size_bytes) {
+            Ok(address) => Some(Answer::Done(address)),
+            // It is being closed.
+            Err(PageError::Ended { .. }) => None,
             Err(error) => {
                 member.note(format!("{size_bytes} bytes of the paged region '{tag}': {error}"));
-                Answer::Refused(DriverCode::OUT_OF_MEMORY)
+                Some(Answer::Refused(DriverCode::OUT_OF_MEMORY))
             }
-        })
+        }
     }
 
     /// Is there paged memory of a region at `address`?
@@ -158,9 +168,7 @@ impl<D: Driver> PagedRegions<D> {
         settle: impl FnOnce(DeviceOrdinal) -> DriverCode,
     ) -> Option<Answer<()>> {
         let pager = self.window_of(address)?;
-        let Some(_claim) = Claim::new(self, address) else {
-            return Some(Answer::Refused(DriverCode::INVALID_VALUE));
-        };
+        let _claim = Claim::new(self, address);
         let is_start = pager.span_at(address).is_some_and(|span| span.start == address);
         let freed = if is_start {
             let entered = member.pool().enter_giving_up();
@@ -194,14 +202,19 @@ struct Claim<'a, D: Driver> {
 }
 
 impl<'a, D: Driver> Claim<'a, D> {
-    fn new(regions: &'a PagedRegions<D>, address: DeviceAddress) -> Option<Self> {
-        regions.freeing().insert(address).then_some(Self { regions, address })
+    /// Waits for a thread that frees what lies there now.
+    fn new(regions: &'a PagedRegions<D>, address: DeviceAddress) -> Self {
+        let is_claimed = |freeing: &mut BTreeSet<DeviceAddress>| freeing.contains(&address);
+        let waited = regions.freed.wait_while(regions.freeing(), is_claimed);
+        waited.unwrap_or_else(PoisonError::into_inner).insert(address);
+        Self { regions, address }
     }
 }
 
 impl<D: Driver> Drop for Claim<'_, D> {
     fn drop(&mut self) {
         self.regions.freeing().remove(&self.address);
+        self.regions.freed.notify_all();
     }
 }
 

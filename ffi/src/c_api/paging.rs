@@ -16,7 +16,7 @@ use super::last_call::{fail, guarded, not_joined};
 use super::pausing::text;
 use super::stats::answer;
 use super::{ARGUMENT, OK, OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY, REFUSED, RETRY};
-use crate::{environment, look, runtime};
+use crate::{contexts, environment, look, runtime};
 
 /// All pagers of the process, by number. A leaf.
 static PAGERS: Mutex<Pagers> = Mutex::new(Pagers { open: BTreeMap::new(), last: 0 });
@@ -161,7 +161,9 @@ pub extern "C" fn sublet_page_look(pager: u64) -> c_int {
                  12.4 or newer, or announce every use",
             );
         }
-        done(found.look_for_uses().map(|()| look::add(found)))
+        let context = runtime::member()
+            .and_then(|member| contexts::of_our_threads(member.pool().driver(), found.device()));
+        done(found.look_for_uses().map(|()| look::add(found, context)))
     })
 }
 

@@ -41,7 +41,7 @@ pub(crate) fn settle(member: &Member, address: DeviceAddress) -> DriverCode {
 
 /// Waits for the work that may use paged memory of `device`, which may be that of any of its contexts.
 fn settle_paged(device: DeviceOrdinal) -> DriverCode {
-    let is_alone = !contexts::are_several() && runtime::current_device() == Ok(device);
+    let is_alone = contexts::own().is_empty() && runtime::current_device() == Ok(device);
     if is_alone { DriverCode(settle_here()) } else { settle_device(device) }
 }
 
@@ -133,12 +133,13 @@ unsafe extern "C" fn mem_alloc(
                 blocks::note_native(member, native, contexts::listed_current(), counted);
                 return Answer::Done(());
             }
+            // Its work is waited for by pauses and frees from now on.
+            let context = contexts::listed_current();
             let paged = runtime::paged_regions().allocate(member, device, size as u64, library);
             if let Some(paged) = paged {
                 return paged.map(|made| write_out!(address, made.0));
             }
             late_frees::settle();
-            let context = contexts::listed_current();
             let made = blocks::allocate(member, accessors, device, context, size as u64, library);
             made.map(|made| write_out!(address, made.0))
         },

@@ -13,6 +13,9 @@ use crate::gate::Passage;
 
 /// How long a capture, and the end of a stream, wait for lists to end that other threads are about to end.
 const SETTLE_MAX: Duration = Duration::from_secs(1);
+/// When a use is over: an event, or now.
+type End = Option<Arc<Mark>>;
+
 /// Between two looks whether they have.
 const SETTLE_EVERY: Duration = Duration::from_micros(200);
 /// What a call that waits at the gate is named.
@@ -52,15 +55,6 @@ impl<D: Driver> Shared<D> {
         Ok(Arc::new(mark))
     }
 
-    /// The same of a stream of another context, which is current.
-    fn mark_elsewhere_behind(&self, stream: RawStream) -> PoolResult<Arc<Mark>> {
-        let mark = self.mark_elsewhere()?;
-        let recorded = self.pool.driver.event_record(mark.event, stream);
-        let about = || "the end of a use of paged memory in another context".to_owned();
-        recorded.about(about, 0, Some(self.device))?;
-        Ok(Arc::new(mark))
-    }
-
     /// The same for a caller that could tell nobody to try again.
     fn mark_or_try_again(&self, stream: RawStream) -> PoolResult<Arc<Mark>> {
         self.mark_behind(stream).or_else(|_| self.mark_behind(stream))
@@ -83,7 +77,7 @@ impl<D: Driver> Shared<D> {
 
     /// Ends a list that was taken for that.
     fn end_list(&self, number: u64, stream: RawStream) {
-        let _pass = self.pool.gate().pass_for(END_OF_USES, Passage::Use);
+        let pass = self.pool.gate().pass_for(END_OF_USES, Passage::Use);
         // An event would become a part of the graph, or end the capture.
         if self.is_captured(stream) {
             return self.postpone(number);
@@ -93,12 +87,14 @@ impl<D: Driver> Shared<D> {
         if marked.is_ok() && self.is_captured(stream) {
             return self.postpone(number);
         }
+        drop(pass);
+        let end = self.end_of(marked, stream);
         let mut table = self.table();
         let mut calls = self.calls();
         let Some(gone) = calls.lists.ended(number) else { return };
-        if let Ok(mark) = &marked {
-            table.used(&gone.chunks, mark, Wrote::Maybe);
-            if gone.has_graphs {
+        if let Ok(mark) = &end {
+            table.used(&gone.chunks, mark.as_ref(), Wrote::Maybe);
+            if let Some(mark) = mark.as_ref().filter(|_| gone.has_graphs) {
                 table.graph_used(mark);
             }
         } else {
@@ -108,33 +104,57 @@ impl<D: Driver> Shared<D> {
             }
         }
         drop(calls);
-        self.tell_end(table, &marked);
+        self.tell_end(table, &end);
     }
 
-    /// Ends a use that no list has.
-    fn end_alone(&self, stream: RawStream, is_elsewhere: bool, chunks: &[usize]) {
-        let _pass = self.pool.gate().pass_for(END_OF_USES, Passage::Use);
-        let marked = if is_elsewhere {
-            self.mark_elsewhere_behind(stream).or_else(|_| self.mark_elsewhere_behind(stream))
-        } else {
-            self.mark_or_try_again(stream)
-        };
+    /// Ends a use by the default stream of this thread alone.
+    fn end_own(&self, stream: RawStream, chunks: &[usize]) {
+        let pass = self.pool.gate().pass_for(END_OF_USES, Passage::Use);
+        let marked = self.mark_or_try_again(stream);
+        drop(pass);
+        self.end_use(&self.end_of(marked, stream), chunks);
+    }
+
+    /// Ends a use in another context by a wait for it: the window's events stand behind no stream there, and that context may end before
+    /// the window.
+    fn end_elsewhere(&self, stream: RawStream, chunks: &[usize]) {
+        self.end_use(&self.wait_for_stream(stream).map(|()| None), chunks);
+    }
+
+    fn end_use(&self, end: &PoolResult<End>, chunks: &[usize]) {
         let mut table = self.table();
-        match &marked {
-            Ok(mark) => table.used(chunks, mark, Wrote::Maybe),
+        match end {
+            Ok(mark) => table.used(chunks, mark.as_ref(), Wrote::Maybe),
             Err(_) => table.lost(chunks),
         }
-        self.tell_end(table, &marked);
+        self.tell_end(table, end);
     }
 
-    fn tell_end(&self, table: MutexGuard<'_, Table>, marked: &PoolResult<Arc<Mark>>) {
+    /// When a use is over. A copy on a stream of another context is waited for: no event of the window's can stand behind it.
+    fn end_of(&self, marked: PoolResult<Arc<Mark>>, stream: RawStream) -> PoolResult<End> {
+        match marked {
+            Err(error) if error.code() == Some(DriverCode::INVALID_HANDLE) => {
+                self.wait_for_stream(stream).map(|()| None)
+            }
+            marked => marked.map(Some),
+        }
+    }
+
+    /// *Blocks*, as the program may itself: no pause waits for that.
+    fn wait_for_stream(&self, stream: RawStream) -> PoolResult<()> {
+        let _asking = self.pool.door().pass();
+        let waited = self.pool.driver.stream_synchronize(stream);
+        waited.about(|| "a use of paged memory".to_owned(), 0, Some(self.device))
+    }
+
+    fn tell_end(&self, table: MutexGuard<'_, Table>, end: &PoolResult<End>) {
         // It costs more to wake a thread than to have it look by itself.
         let is_told = table.looks_again == Looks::WhenTold || table.without_room > 0;
         drop(table);
-        if let Err(error) = marked {
+        if let Err(error) = end {
             tracing::error!(%error, "paged memory stays on its device");
         }
-        if is_told || marked.is_err() {
+        if is_told || !matches!(end, Ok(Some(_))) {
             self.changed.notify_all();
         }
     }
@@ -144,7 +164,7 @@ impl<D: Driver> Pager<D> {
     /// The call has given its work to the driver, or will not.
     ///
     /// # Driver calls
-    /// `cuStreamIsCapturing`, `cuEventRecord`, seldom.
+    /// `cuStreamIsCapturing`, `cuEventRecord`, seldom. *Blocks* for the work of a call in another context: `cuStreamSynchronize`.
     pub fn end_call(&self, touched: &Touched) {
         let shared = &self.shared;
         match touched.stream {
@@ -155,21 +175,24 @@ impl<D: Driver> Pager<D> {
                 }
             }
             // No other thread can name it.
-            In::OwnStream(raw) => shared.end_alone(raw, false, &touched.chunks),
-            In::Elsewhere(raw) => shared.end_alone(raw, true, &touched.chunks),
+            In::OwnStream(raw) => shared.end_own(raw, &touched.chunks),
+            In::Elsewhere(raw) => shared.end_elsewhere(raw, &touched.chunks),
             In::Graph => {}
         }
     }
 
-    /// `stream` is about to end, or to become another thread's. *Blocks* while another thread puts an event behind its uses, for a
-    /// second at most, in addition to the time of pauses.
+    /// `stream` is about to end, or to become another thread's. The caller may put events behind its uses if the window's context
+    /// is current to it; otherwise the pager does. *Blocks* while another thread does so, for a second at most, in addition to the
+    /// time of pauses.
     ///
     /// # Driver calls
     /// As [`Pager::end_call`].
-    pub fn stream_ends(&self, stream: RawStream) {
+    pub fn stream_ends(&self, stream: RawStream, is_current: bool) {
         let is_meant = |other| other == stream;
         let below = self.shared.calls().lists.want(is_meant);
-        self.shared.end_taken(is_meant);
+        if is_current {
+            self.shared.end_taken(is_meant);
+        }
         self.settle(is_meant, below);
     }
 

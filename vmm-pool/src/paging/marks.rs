@@ -6,22 +6,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::deferred::InUse;
 use crate::driver::RawEvent;
 
-/// Events of one context that nobody uses now.
-pub(super) type Spare = Arc<Mutex<Vec<RawEvent>>>;
-
 /// An event. When nobody knows it any more it is used again.
 pub(super) struct Mark {
     pub(super) event: RawEvent,
-    /// It belongs to another context than the window's, which may end before.
-    pub(super) is_elsewhere: bool,
-    spare: Spare,
+    spare: Arc<Mutex<Vec<RawEvent>>>,
     /// What the copies before it use of the host.
     pub(super) in_use: Vec<InUse>,
 }
 
 impl Mark {
-    pub(super) fn new(event: RawEvent, spare: &Spare, is_elsewhere: bool) -> Self {
-        Self { event, is_elsewhere, spare: Arc::clone(spare), in_use: Vec::new() }
+    pub(super) fn new(event: RawEvent, spare: &Arc<Mutex<Vec<RawEvent>>>) -> Self {
+        Self { event, spare: Arc::clone(spare), in_use: Vec::new() }
     }
 }
 

@@ -43,7 +43,7 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use self::marks::{Mark, Spare};
+use self::marks::Mark;
 pub use self::plan::Planned;
 pub use self::report::{PageReport, UnseenWrite};
 use self::table::{Table, Wrote};
@@ -188,14 +188,13 @@ struct Shared<D: Driver> {
     host_budget: Budget,
     table: Mutex<Table>,
     /// One at a time gives out spans: the next may share a chunk whose row is not entered yet.
-    entering: Mutex<()>,
+    /// Is it closed, so that nothing is given out any more?
+    entering: Mutex<bool>,
     /// The thread has done something, or is to do something.
     changed: Condvar,
     /// What calls use. A leaf.
     calls: Mutex<Calls>,
-    spare: Spare,
-    /// Events of other contexts that nobody uses any more. They end: such a context may end too.
-    to_end: Spare,
+    spare: Arc<Mutex<Vec<RawEvent>>>,
 }
 
 impl<D: Driver> fmt::Debug for Shared<D> {
@@ -217,18 +216,13 @@ impl<D: Driver> Shared<D> {
     /// An event that nobody uses. The window's context is current.
     fn mark(&self) -> PoolResult<Mark> {
         let spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let event = spare.map_or_else(|| self.new_event(), Ok)?;
-        Ok(Mark::new(event, &self.spare, false))
-    }
-
-    /// A new event of the current context, which is another one.
-    fn mark_elsewhere(&self) -> PoolResult<Mark> {
-        Ok(Mark::new(self.new_event()?, &self.to_end, true))
-    }
-
-    fn new_event(&self) -> PoolResult<RawEvent> {
-        let made = self.pool.driver.event_create();
-        made.about(|| "event for paging".to_owned(), 0, Some(self.device))
+        let event = if let Some(event) = spare {
+            event
+        } else {
+            let made = self.pool.driver.event_create();
+            made.about(|| "event for paging".to_owned(), 0, Some(self.device))?
+        };
+        Ok(Mark::new(event, &self.spare))
     }
 
     /// Refuses contents that end at `end_bytes` of host memory if that is not held, and may not be taken.
@@ -329,7 +323,6 @@ impl<D: Driver> Pager<D> {
             changed: Condvar::new(),
             calls: Mutex::default(),
             spare: Arc::default(),
-            to_end: Arc::default(),
         });
         let begun = Self::begin(&shared);
         if begun.is_err()
@@ -364,7 +357,10 @@ impl<D: Driver> Pager<D> {
     /// [`PageError::WindowFull`]; [`PageError::OutOfHostMemory`] when copies of all that is paged would not fit the host.
     pub fn alloc(&self, size_bytes: u64) -> PageResult<DeviceAddress> {
         let shared = &self.shared;
-        let _alone = shared.entering.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_closed = shared.entering.lock().unwrap_or_else(PoisonError::into_inner);
+        if *is_closed {
+            return Err(PageError::Ended { device: shared.device });
+        }
         let full = PageError::WindowFull {
             asked_bytes: size_bytes,
             window_bytes: shared.window.size_bytes,
@@ -403,6 +399,14 @@ impl<D: Driver> Pager<D> {
                 Err(error)
             }
         }
+    }
+
+    /// Nothing is given out from now on, if all that was has been freed. Is that so?
+    pub fn close_if_empty(&self) -> bool {
+        let shared = &self.shared;
+        let mut is_closed = shared.entering.lock().unwrap_or_else(PoisonError::into_inner);
+        *is_closed |= shared.table().has_no_spans();
+        *is_closed
     }
 
     fn insert(&self, chunk: usize) -> PageResult<crate::VirtualHandle> {
@@ -505,7 +509,7 @@ impl<D: Driver> Pager<D> {
         let ids = self.chunks_of(spans)?;
         let mark = shared.mark_behind(stream)?;
         let wrote = if has_written { Wrote::Yes } else { Wrote::No };
-        shared.table().used(&ids, &mark, wrote);
+        shared.table().used(&ids, Some(&mark), wrote);
         shared.changed.notify_all();
         Ok(())
     }

@@ -253,6 +253,11 @@ impl Table {
         }
     }
 
+    /// Was all freed that was given out?
+    pub(super) fn has_no_spans(&self) -> bool {
+        self.spans.is_empty()
+    }
+
     /// Chunks that have a frame, or are about to.
     pub(super) fn resident(&self) -> usize {
         self.resident
@@ -400,8 +405,8 @@ impl Table {
         ids.iter().all(|&id| self.chunks[id].place == Place::Here)
     }
 
-    /// A use is over when `mark` is.
-    pub(super) fn used(&mut self, ids: &[usize], mark: &Arc<Mark>, wrote: Wrote) {
+    /// A use is over when `mark` is; without one it is over.
+    pub(super) fn used(&mut self, ids: &[usize], mark: Option<&Arc<Mark>>, wrote: Wrote) {
         let now = self.tick();
         for &id in ids {
             let chunk = &mut self.chunks[id];
@@ -409,7 +414,7 @@ impl Table {
             chunk.is_refused = false;
             chunk.is_promised &= !self.is_looked;
             chunk.last = now;
-            chunk.uses.push(Arc::clone(mark));
+            chunk.uses.extend(mark.cloned());
             let was_clean = chunk.saved_version == Some(chunk.version);
             chunk.copied.is_unsure &= wrote != Wrote::Yes;
             if wrote != Wrote::No {

@@ -14,13 +14,13 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::Sender;
 
 use self::choosing::choose;
-use super::marks::{Mark, Spare};
+use super::marks::Mark;
 use super::prints::Questions;
 use super::table::{Looks, Place};
 use super::uses::SLOTS;
 use super::{PageError, PageResult, Shared};
 use crate::VirtualHandle;
-use crate::driver::{Driver, DriverCode, RawEvent};
+use crate::driver::{Driver, RawEvent};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::Known;
 use crate::pool::{Entered, Use};
@@ -114,22 +114,16 @@ pub(super) fn remove<D: Driver>(shared: &Shared<D>, chunk: usize, row: VirtualHa
     shared.table().gone(chunk);
 }
 
-/// Ends events that nobody has.
-fn end_events<D: Driver>(shared: &Shared<D>, events: &Spare) {
-    let events = std::mem::take(&mut *events.lock().unwrap_or_else(PoisonError::into_inner));
-    for event in events {
-        // SAFETY: nobody has it.
-        if let Err(error) = unsafe { shared.pool.driver.event_destroy(event) } {
-            tracing::debug!(%error, "an event for paging is not ended");
-        }
-    }
-}
-
 /// Gives everything back: events, addresses.
 fn finish<D: Driver>(shared: &Shared<D>) {
     let pool = &shared.pool;
-    end_events(shared, &shared.spare);
-    end_events(shared, &shared.to_end);
+    let spare = std::mem::take(&mut *shared.spare.lock().unwrap_or_else(PoisonError::into_inner));
+    for event in spare {
+        // SAFETY: nobody has it.
+        if let Err(error) = unsafe { pool.driver.event_destroy(event) } {
+            tracing::debug!(%error, "an event for paging is not ended");
+        }
+    }
     let is_empty = shared.table().resident() == 0;
     for range in shared.aside().into_iter().chain([shared.window]).filter(|_| is_empty) {
         if let Err(error) = pool.deferred.free_addresses(range) {
@@ -281,10 +275,6 @@ impl<D: Driver> Worker<'_, D> {
             match self.shared.pool.driver.event_is_done(mark.event) {
                 Ok(true) => over.push(mark),
                 Ok(false) => {}
-                // Its context has ended, and all work in it.
-                Err(error) if error.code == DriverCode::INVALID_HANDLE && mark.is_elsewhere => {
-                    over.push(mark);
-                }
                 Err(error) => {
                     if !error.poisons_context() {
                         tracing::debug!(%error, "an event for paging is asked again");
@@ -297,8 +287,6 @@ impl<D: Driver> Worker<'_, D> {
         }
         if !over.is_empty() {
             self.shared.table().are_over(&over);
-            drop(over);
-            end_events(self.shared, &self.shared.to_end);
             self.hear();
             self.shared.changed.notify_all();
         }

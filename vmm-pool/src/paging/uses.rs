@@ -42,7 +42,7 @@ pub enum In {
     Stream(RawStream),
     /// The default stream of the calling thread alone.
     OwnStream(RawStream),
-    /// A stream of another context than the window's, which is current.
+    /// A stream of another context than the window's, or for one: the call's work is waited for.
     Elsewhere(RawStream),
     /// A graph that is being captured.
     Graph,
@@ -215,11 +215,6 @@ impl<D: Driver> Pager<D> {
     /// Are uses shown by [`Pager::begin_call`]?
     pub fn is_looked(&self) -> bool {
         self.shared.aside().is_some()
-    }
-
-    /// Has [`Pager::alloc`] given anything out that was not freed, in a window where uses are looked for?
-    pub fn has_spans(&self) -> bool {
-        !self.shared.calls().spans.is_empty()
     }
 
     /// What [`Pager::alloc`] gave that holds `address`, in a window where uses are looked for.
@@ -531,7 +526,17 @@ impl<D: Driver> Pager<D> {
                 return Err(error.into());
             }
         }
-        shared.calls().captured.extend(new);
+        // What was freed meanwhile, or kept by another thread, goes when this lets go.
+        let twice: Vec<_> = {
+            let table = shared.table();
+            let mut calls = shared.calls();
+            let captured = &calls.captured;
+            let is_over = |id: &usize| table.chunks[*id].is_freed || captured.contains(id);
+            let (twice, kept): (Vec<_>, Vec<_>) = new.into_iter().partition(is_over);
+            calls.captured.extend(kept);
+            twice
+        };
+        self.let_go(&twice);
         Ok(())
     }
 }

@@ -3,7 +3,7 @@ use crate::driver::Fingerprint;
 use crate::driver::RawEvent;
 
 fn mark() -> Arc<Mark> {
-    Arc::new(Mark::new(RawEvent(1), &Arc::default(), false))
+    Arc::new(Mark::new(RawEvent(1), &Arc::default()))
 }
 
 const CHUNK: u64 = 4096;
@@ -24,14 +24,14 @@ fn what_was_written_since_its_copy_began_is_not_clean() {
     bring(&mut table, 0);
     table.hold(&[0]);
     let first = mark();
-    table.used(&[0], &first, Wrote::Yes);
+    table.used(&[0], Some(&first), Wrote::Yes);
     table.are_over(&[first]);
     assert!(table.chunks[0].is_idle() && !table.chunks[0].is_clean());
     let out = mark();
     table.copying_out(0, Arc::clone(&out), None);
     let second = mark();
     table.hold(&[0]);
-    table.used(&[0], &second, Wrote::Yes);
+    table.used(&[0], Some(&second), Wrote::Yes);
     table.are_over(&[out, second]);
     assert!(table.chunks[0].is_idle() && !table.chunks[0].is_clean());
     let out = mark();
@@ -47,9 +47,9 @@ fn a_use_on_one_stream_is_not_over_because_a_later_one_on_another_is() {
     bring(&mut table, 0);
     let (earlier, later) = (mark(), mark());
     table.hold(&[0]);
-    table.used(&[0], &earlier, Wrote::No);
+    table.used(&[0], Some(&earlier), Wrote::No);
     table.hold(&[0]);
-    table.used(&[0], &later, Wrote::No);
+    table.used(&[0], Some(&later), Wrote::No);
     table.are_over(&[later]);
     assert!(!table.chunks[0].is_idle());
     table.are_over(&[earlier]);
@@ -115,10 +115,10 @@ fn a_chunk_of_two_spans_is_in_use_as_long_as_one_of_them_is() {
     // Both by one call, and each let go by its own.
     table.hold(&[0, 0]);
     let (one, other) = (mark(), mark());
-    table.used(&[0], &one, Wrote::Yes);
+    table.used(&[0], Some(&one), Wrote::Yes);
     table.are_over(&[one]);
     assert!(!table.chunks[0].is_idle() && table.claim(0).is_none(), "the other is held");
-    table.used(&[0], &other, Wrote::No);
+    table.used(&[0], Some(&other), Wrote::No);
     assert_eq!(table.free(0), Some(Vec::new()));
     assert!(!table.chunks[0].is_freed && !table.chunks[0].is_clean());
     table.are_over(&[other]);
@@ -137,7 +137,7 @@ fn what_may_have_been_written_is_clean_if_it_is_as_it_was() {
     let used = |table: &mut Table, wrote: Wrote| {
         let over = mark();
         table.hold(&[0]);
-        table.used(&[0], &over, wrote);
+        table.used(&[0], Some(&over), wrote);
         table.are_over(&[over]);
     };
     let end = |table: &mut Table, out: Arc<Mark>, prints: Prints| {
@@ -199,7 +199,7 @@ fn with_frames_for_all_nothing_is_copied_out_ahead() {
         bring(&mut table, id);
         table.hold(&[id]);
         let written = mark();
-        table.used(&[id], &written, Wrote::Yes);
+        table.used(&[id], Some(&written), Wrote::Yes);
         table.are_over(&[written]);
     }
     table.next_uses = vec![2, 3];
