@@ -24,7 +24,10 @@ enum Ends {
 #[derive(Clone)]
 pub struct Work {
     run: Arc<Run>,
+    /// By where they begin.
     touches: Arc<[(VaRange, Touch)]>,
+    /// The first that its caller named.
+    first: VaRange,
     ends: Ends,
     /// It does nothing but wait for another stream.
     is_wait: bool,
@@ -39,7 +42,8 @@ impl std::fmt::Debug for Work {
 impl Work {
     /// Work that says nothing of what it touches.
     pub fn new(run: impl Fn(&Core) -> Result<(), DriverCode> + Send + Sync + 'static) -> Self {
-        Self { run: Arc::new(run), touches: Arc::new([]), ends: Ends::Done, is_wait: false }
+        let first = VaRange::new(DeviceAddress(0), 0);
+        Self { run: Arc::new(run), touches: Arc::new([]), first, ends: Ends::Done, is_wait: false }
     }
 
     /// What a stream does to come behind another.
@@ -54,12 +58,15 @@ impl Work {
     /// The same, which touches `ranges`: what is unmapped there before it is done is unmapped under it.
     #[must_use]
     pub fn touching(self, ranges: impl IntoIterator<Item = (VaRange, Touch)>) -> Self {
-        Self { touches: ranges.into_iter().collect(), ..self }
+        let mut touches: Vec<_> = ranges.into_iter().collect();
+        let first = touches.first().map_or(self.first, |(range, _)| *range);
+        touches.sort_by_key(|(range, _)| range.start);
+        Self { touches: touches.into(), first, ..self }
     }
 
     /// The first that it touches.
     pub(super) fn first_range(&self) -> VaRange {
-        self.touches.first().map_or(VaRange::new(DeviceAddress(0), 0), |(range, _)| *range)
+        self.first
     }
 
     /// The same, of a caller that knows no events and no callbacks: what it has not waited for is under way. Whatever else
@@ -70,14 +77,18 @@ impl Work {
     }
 }
 
+fn end(range: VaRange) -> u64 {
+    range.start.0.saturating_add(range.size_bytes)
+}
+
 pub(super) fn meet(one: VaRange, other: VaRange) -> bool {
-    let end = |range: VaRange| range.start.0.saturating_add(range.size_bytes);
     one.start.0 < end(other) && other.start.0 < end(one)
 }
 
 /// What a stream's work uses until the stream has come to a point.
 struct InUse {
     point: u64,
+    /// By where they begin.
     touches: Arc<[(VaRange, Touch)]>,
     ends: Ends,
 }
@@ -97,11 +108,53 @@ impl InUse {
 
     /// Do both use the same bytes, and one of them writes there?
     fn conflicts(&self, work: &Work) -> bool {
-        self.touches.iter().any(|(ours, one)| {
-            work.touches.iter().any(|(theirs, other)| {
-                meet(*ours, *theirs) && (*one == Touch::Write || *other == Touch::Write)
-            })
-        })
+        let mut ours = self.touches.iter().peekable();
+        let mut theirs = work.touches.iter().peekable();
+        // Both lists in one order: each range is held against all that begin before it, of which the one that reaches furthest says it all.
+        let (mut our_reach, mut their_reach) = (Reach::default(), Reach::default());
+        loop {
+            let start = |touch: Option<&&(VaRange, Touch)>| touch.map(|(range, _)| range.start);
+            let is_ours = match (start(ours.peek()), start(theirs.peek())) {
+                (None, None) => return false,
+                (Some(_), None) => true,
+                (None, Some(_)) => false,
+                (Some(one), Some(other)) => one <= other,
+            };
+            let next = if is_ours { ours.next() } else { theirs.next() };
+            let Some((range, touch)) = next else { return false };
+            if range.size_bytes == 0 {
+                continue;
+            }
+            let (same, opposite) = if is_ours {
+                (&mut our_reach, &their_reach)
+            } else {
+                (&mut their_reach, &our_reach)
+            };
+            let met = match touch {
+                Touch::Read => opposite.of_writes,
+                Touch::Write => opposite.of_all,
+            };
+            if met > range.start.0 {
+                return true;
+            }
+            same.add(*range, *touch);
+        }
+    }
+}
+
+/// How far the ranges of a list reach that have been looked at: the highest of their ends.
+#[derive(Default)]
+struct Reach {
+    of_all: u64,
+    of_writes: u64,
+}
+
+impl Reach {
+    fn add(&mut self, range: VaRange, touch: Touch) {
+        self.of_all = self.of_all.max(end(range));
+        if touch == Touch::Write {
+            self.of_writes = self.of_writes.max(end(range));
+        }
     }
 }
 
@@ -386,5 +439,51 @@ impl Stream {
         drop(queue);
         self.changed.notify_all();
         drop(dropped);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    type Touches = Vec<(VaRange, Touch)>;
+
+    fn touches() -> impl Strategy<Value = Touches> {
+        let touch = prop_oneof![Just(Touch::Read), Just(Touch::Write)];
+        let range = (0..60_u64, 1..12_u64)
+            .prop_map(|(start, size_bytes)| VaRange::new(DeviceAddress(start), size_bytes));
+        vec((range, touch), 0..6)
+    }
+
+    fn conflict_one_by_one(ours: &Touches, theirs: &Touches) -> bool {
+        let writes = |one: Touch, other: Touch| one == Touch::Write || other == Touch::Write;
+        ours.iter().any(|(range, one)| {
+            theirs.iter().any(|(met, other)| meet(*range, *met) && writes(*one, *other))
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn work_conflicts_where_two_ranges_meet_and_one_is_written(
+            ours in touches(),
+            theirs in touches(),
+        ) {
+            let expected = conflict_one_by_one(&ours, &theirs);
+            let work = |touches: Touches| Work::new(|_| Ok(())).touching(touches);
+            let in_use = InUse { point: 1, touches: work(ours).touches, ends: Ends::Seen };
+            prop_assert_eq!(in_use.conflicts(&work(theirs)), expected);
+        }
+    }
+
+    #[test]
+    fn a_range_without_bytes_conflicts_with_nothing() {
+        let touch =
+            |start, size_bytes| (VaRange::new(DeviceAddress(start), size_bytes), Touch::Write);
+        let in_use = InUse { point: 1, touches: Arc::new([touch(0, 64)]), ends: Ends::Seen };
+        assert!(!in_use.conflicts(&Work::new(|_| Ok(())).touching([touch(32, 0)])));
+        assert!(in_use.conflicts(&Work::new(|_| Ok(())).touching([touch(32, 1)])));
     }
 }
