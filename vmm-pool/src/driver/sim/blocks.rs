@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::node::{hex, unhex};
+use super::vm;
 use crate::driver::{AllocationFlags, AllocationProp, Location, LocationKind};
 
 const LEDGER: &str = "ledger";
@@ -28,6 +29,11 @@ pub const SOIL: &[u8; 32] = b"what others had in here before..";
 const SOILED_EVERY_BYTES: u64 = 64 << 10;
 /// and so often at most in one allocation.
 const SOILED_MAX: u64 = 4096;
+/// Up to so much of a place's memory is in large pages, which the machine gives whole. What comes on top takes a page of the
+/// machine's where something is written, so that a simulated device may be larger than the machine.
+const LARGE_PAGES_MAX_BYTES: u64 = 1 << 30;
+/// The same for one allocation: a larger one is a context, or what a test fills a device with and does not touch.
+const LARGE_PAGES_MAX_EACH_BYTES: u64 = 128 << 20;
 
 /// The memory of one place and how much of it is in use.
 #[derive(Debug)]
@@ -102,7 +108,9 @@ impl Account {
         }
         // OVERFLOW: the sum is at most the capacity, or the host's, which no machine reaches.
         ledger.set_used_bytes(used + size_bytes)?;
-        let made = make_held(&path, size_bytes);
+        let in_large_pages =
+            size_bytes <= LARGE_PAGES_MAX_EACH_BYTES && used + size_bytes <= LARGE_PAGES_MAX_BYTES;
+        let made = make_held(&path, size_bytes, in_large_pages);
         if made.is_err() {
             fs::remove_file(path).ok();
             ledger.set_used_bytes(used)?;
@@ -212,11 +220,20 @@ impl HeldBlock {
     }
 }
 
-fn make_held(path: &Path, size_bytes: u64) -> io::Result<File> {
+fn make_held(path: &Path, size_bytes: u64, in_large_pages: bool) -> io::Result<File> {
     let file = OpenOptions::new().read(true).write(true).create_new(true).open(path)?;
     file.lock_shared()?;
     file.set_len(size_bytes)?;
-    for offset in soiled_places(size_bytes) {
+    // A page becomes a large one where something is in it.
+    let (first, rest): (Vec<u64>, Vec<u64>) =
+        soiled_places(size_bytes).partition(|offset| offset.is_multiple_of(vm::LARGE_PAGE_BYTES));
+    for offset in first {
+        file.write_all_at(SOIL, offset)?;
+    }
+    if in_large_pages {
+        vm::enlarge_pages(size_bytes, file.as_fd());
+    }
+    for offset in rest {
         file.write_all_at(SOIL, offset)?;
     }
     Ok(file)
