@@ -55,6 +55,7 @@ class Steps:
         parser.add_argument("--seconds", type=float, help="work for about so long instead of --steps")
         parser.add_argument("--width", type=int, default=512)
         parser.add_argument("--devices", type=int, default=0, help="GPUs that one process uses (0: all)")
+        parser.add_argument("--stay", action="store_true", help="begin the last step when there is a file go-on in --out")
         parser.add_argument("--out", type=Path, default=Path("."), help="folder for every rank's values")
         self.args = parser.parse_args()
         self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -85,6 +86,8 @@ class Steps:
             self.began = time.monotonic()
         if self.timing and self.number == self.timed:
             self.total, self.timing = self.agreed_steps(self.began), False
+        if self.args.stay and self.number == self.total - 1:
+            self.hear("go-on", LIFE_S)
         return self.number < self.total
 
     def write(self, rest: str) -> None:
@@ -109,11 +112,11 @@ class Steps:
         part.write_bytes(data)
         part.replace(self.args.out / name)
 
-    def hear(self, name: str) -> bytes:
+    def hear(self, name: str, limit_s: float = PEER_S) -> bytes:
         """What a rank has told, as soon as it has."""
-        path, end = self.args.out / name, time.monotonic() + PEER_S
+        path, end = self.args.out / name, time.monotonic() + limit_s
         while not path.exists():
             if time.monotonic() > end:
-                program_failed(f"rank {self.rank}: nobody told {name} within {PEER_S} s")
+                program_failed(f"rank {self.rank}: nobody told {name} within {limit_s} s")
             time.sleep(0.0005)
         return path.read_bytes()

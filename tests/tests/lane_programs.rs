@@ -17,12 +17,15 @@ fn survives_pauses(program: &str, ranks: usize, arguments: &[&str], pauses_at: &
     let status = plain.ends_within(END_TIMEOUT)?;
     assert!(status.success(), "{status}: {}", plain.stderr());
 
-    let (mut job, got) = stage.lane_program(Some("lane"), program, ranks, arguments)?;
+    // It does not end before its last pause.
+    let arguments = [arguments, &["--stay"]].concat();
+    let (mut job, got) = stage.lane_program(Some("lane"), program, ranks, &arguments)?;
     for step in pauses_at {
         job.wait_for_line(&format!("step {step} "))?;
         stage.pause("lane")?;
         stage.resume("lane")?;
     }
+    std::fs::write(got.join("go-on"), "")?;
     let status = job.ends_within(END_TIMEOUT)?;
     assert!(status.success(), "{status}: {}", job.stderr());
     assert_eq!(values(&got)?, values(&wanted)?);
