@@ -120,7 +120,7 @@ def test_frames_make_room_within_the_budget() -> None:
 
 
 @pytest.mark.tenant("paged-region")
-def test_memory_of_a_region_is_on_the_device_by_turns_whoever_allocates_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_region_is_on_the_device_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_paging_regions, "_CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(_paging_regions, "_WINDOW_BYTES", 64 * MIB)
     allocate(CHUNK).free()

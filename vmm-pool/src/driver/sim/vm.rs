@@ -85,7 +85,7 @@ pub(super) fn enlarge_pages(size_bytes: u64, fd: BorrowedFd<'_>) {
 }
 
 fn try_enlarge_pages(size_bytes: u64, fd: BorrowedFd<'_>) -> Result<(), Errno> {
-    // The pages are asked for by address, at a multiple of their size.
+    // The kernel takes an address at a multiple of their size.
     let room_bytes = size_bytes.checked_add(LARGE_PAGE_BYTES).ok_or(Errno::EINVAL)?;
     // SAFETY: the address is the kernel's choice, so nothing in use is replaced.
     let room =
