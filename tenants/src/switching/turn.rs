@@ -22,6 +22,8 @@ pub(super) const KEPT_EVERY: Duration = Duration::from_secs(3);
 pub(super) const AFTER_FAILURE: Duration = Duration::from_secs(1);
 /// twice as long after each time that follows, up to this: others were paused for it each time.
 pub(super) const AFTER_FAILURE_MAX: Duration = Duration::from_mins(1);
+/// How long the end of a turn waits for the thread that works for it.
+const END_WAIT: Duration = Duration::from_secs(2);
 /// How long it waits for its tenant to have its GPUs again: as long as its turn lasts.
 const FOREVER: Duration = Duration::MAX;
 
@@ -60,6 +62,8 @@ struct State {
     is_over: bool,
     /// Away while the thread that brings the tenant back waits with it.
     queue: Option<Queue>,
+    /// That thread has it.
+    is_with_watch: bool,
 }
 
 impl Shared {
@@ -86,7 +90,8 @@ impl Turn {
         queue.is_paused = options.is_paused;
         let switched = queue.wait_and_go(&options.switch(), &never, &mut |_| {})?;
         queue.deadline = std::time::Instant::now().checked_add(FOREVER);
-        let state = Mutex::new(State { is_over: false, queue: Some(queue) });
+        let state = State { is_over: false, queue: Some(queue), is_with_watch: false };
+        let state = Mutex::new(state);
         let shared = Arc::new(Shared { state, changed: Condvar::new() });
         let watched = Arc::clone(&shared);
         let watch = Watch { run_dir: run_dir.clone(), tenant: tenant.clone(), options };
@@ -115,6 +120,9 @@ impl Drop for Turn {
         };
         drop(queue);
         self.shared.changed.notify_all();
+        // Who is told that the turn has ended finds no claim of it.
+        let (state, is_there) = (self.shared.state(), |state: &mut State| state.is_with_watch);
+        drop(self.shared.changed.wait_timeout_while(state, END_WAIT, is_there));
     }
 }
 
@@ -148,6 +156,7 @@ impl Watch {
                 state.queue = Some(queue);
                 continue;
             }
+            state.is_with_watch = true;
             drop(state);
             if !is_kept {
                 kept_at = Instant::now();
@@ -169,8 +178,13 @@ impl Watch {
             }
             let mut state = shared.state();
             if state.is_over {
+                drop(state);
+                drop(queue);
+                shared.state().is_with_watch = false;
+                shared.changed.notify_all();
                 return;
             }
+            state.is_with_watch = false;
             state.queue = Some(queue);
         }
     }
