@@ -70,11 +70,6 @@ pub(crate) fn strip(workspace: &Workspace, program: &Path) -> Outcome {
     Ok(())
 }
 
-/// How many tests keep this machine busy: some wait.
-pub(crate) fn busy_processes() -> usize {
-    thread::available_parallelism().map_or(1, std::num::NonZero::get) + 1
-}
-
 /// Runs `command`, passes its lines on, and holds back those that `is_summary` names.
 ///
 /// The held lines come back for the caller to print, so that each is printed once. They come back

@@ -93,9 +93,7 @@ fn tests(workspace: &Workspace, stages: &mut Stages) {
 fn rust_tests(workspace: &Workspace, built: &Built, lines: &mut Vec<String>) -> Outcome<Ran> {
     let nextest = process::output(&mut workspace.cargo(&["nextest", "--version"])).is_ok();
     let mut command = if nextest {
-        // Many tests wait for processes, or for a deadline.
-        let threads = process::busy_processes().to_string();
-        workspace.cargo(&["nextest", "run", "--no-tests=pass", "--test-threads", &threads])
+        workspace.cargo(&["nextest", "run", "--no-tests=pass"])
     } else {
         println!("cargo-nextest is not installed: cargo test runs instead");
         workspace.cargo(&["test", "--lib", "--bins", "--tests", "--examples"])
