@@ -62,8 +62,6 @@ struct State {
     is_over: bool,
     /// Away while the thread that brings the tenant back waits with it.
     queue: Option<Queue>,
-    /// That thread has it.
-    is_with_watch: bool,
 }
 
 impl Shared {
@@ -90,8 +88,7 @@ impl Turn {
         queue.is_paused = options.is_paused;
         let switched = queue.wait_and_go(&options.switch(), &never, &mut |_| {})?;
         queue.deadline = std::time::Instant::now().checked_add(FOREVER);
-        let state = State { is_over: false, queue: Some(queue), is_with_watch: false };
-        let state = Mutex::new(state);
+        let state = Mutex::new(State { is_over: false, queue: Some(queue) });
         let shared = Arc::new(Shared { state, changed: Condvar::new() });
         let watched = Arc::clone(&shared);
         let watch = Watch { run_dir: run_dir.clone(), tenant: tenant.clone(), options };
@@ -113,16 +110,14 @@ impl Drop for Turn {
             // The thread that has the state now and then is none of the child's.
             return;
         }
-        let queue = {
-            let mut state = self.shared.state();
-            state.is_over = true;
-            state.queue.take()
-        };
-        drop(queue);
+        let mut state = self.shared.state();
+        state.is_over = true;
         self.shared.changed.notify_all();
-        // Who is told that the turn has ended finds no claim of it.
-        let (state, is_there) = (self.shared.state(), |state: &mut State| state.is_with_watch);
-        drop(self.shared.changed.wait_timeout_while(state, END_WAIT, is_there));
+        // Who is told that the turn has ended finds no claim of it. A thread that has it for longer ends it.
+        let is_away = |state: &mut State| state.queue.is_none();
+        let waited = self.shared.changed.wait_timeout_while(state, END_WAIT, is_away);
+        let queue = waited.unwrap_or_else(PoisonError::into_inner).0.queue.take();
+        drop(queue);
     }
 }
 
@@ -156,7 +151,6 @@ impl Watch {
                 state.queue = Some(queue);
                 continue;
             }
-            state.is_with_watch = true;
             drop(state);
             if !is_kept {
                 kept_at = Instant::now();
@@ -176,16 +170,8 @@ impl Watch {
                     after_failure = (after_failure * 2).min(AFTER_FAILURE_MAX);
                 }
             }
-            let mut state = shared.state();
-            if state.is_over {
-                drop(state);
-                drop(queue);
-                shared.state().is_with_watch = false;
-                shared.changed.notify_all();
-                return;
-            }
-            state.is_with_watch = false;
-            state.queue = Some(queue);
+            shared.state().queue = Some(queue);
+            shared.changed.notify_all();
         }
     }
 
