@@ -62,16 +62,17 @@ pub(crate) fn own_was_made(context: RawContext, device: DeviceOrdinal) {
     listed.own.insert(context, device);
 }
 
+/// The context as the driver's functions take it.
+pub(crate) fn pointer_of(context: RawContext) -> Pointer {
+    std::ptr::with_exposed_provenance_mut(usize::try_from(context.0).unwrap_or(0))
+}
+
 /// The context that our own threads work in on `device`.
 pub(crate) fn of_our_threads(driver: &CudaDriver, device: DeviceOrdinal) -> Option<RawContext> {
-    let mut before: Pointer = std::ptr::null_mut();
-    let code = call_driver!(cuCtxGetCurrent(&raw mut before => *mut Pointer));
-    let known = DriverCode(code).ok().is_ok();
+    let before = current_context().map_or(std::ptr::null_mut(), pointer_of);
     let ours = driver.make_current(device).ok().and_then(|()| current_context());
-    if known {
-        let code = call_driver!(cuCtxSetCurrent(before => Pointer));
-        tracing::trace!(code, "the caller's context is current again");
-    }
+    let code = call_driver!(cuCtxSetCurrent(before => Pointer));
+    tracing::trace!(code, "the caller's context is current again");
     ours
 }
 

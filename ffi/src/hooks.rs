@@ -23,7 +23,7 @@ use vmm_pool::gate::Passage;
 
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
-use crate::look::{self, Names, Seen};
+use crate::look::{self, Names, Seen, WORD_BYTES};
 use crate::replaced::copies::{Refused, copy_in_place, is_copy, is_refused, opens_blocks};
 use crate::{replaced, runtime};
 
@@ -66,7 +66,6 @@ const COPY_3D_PEER_BYTES: usize = 200;
 const OPERATION_3D_BYTES: usize = 112;
 const DECOMPRESSION_BYTES: usize = 64;
 const MEMORY_OPERATION_BYTES: usize = 48;
-const WORD_BYTES: usize = size_of::<u64>();
 
 /// Calls in a frame of its own. A thread that is cancelled unwinds through a function of the C interface only if that has nothing of
 /// its own to drop; otherwise the process ends.

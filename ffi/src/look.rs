@@ -41,7 +41,8 @@ use crate::runtime;
 
 /// How long a call waits for its memory. The time of a pause does not count.
 const WAIT: Duration = Duration::from_mins(10);
-const WORD_BYTES: usize = size_of::<u64>();
+/// What is compared: an address.
+pub(crate) const WORD_BYTES: usize = size_of::<u64>();
 /// Ranges of one call that are found without an allocation.
 const FEW: usize = 8;
 /// `CU_LAUNCH_PARAM_END`, `CU_LAUNCH_PARAM_BUFFER_POINTER` and `CU_LAUNCH_PARAM_BUFFER_SIZE`.
@@ -72,19 +73,15 @@ struct Window {
 
 impl Window {
     /// Where a call's work goes, as this window sees it: its events stand behind no stream of another context.
-    fn place(&self, place: In) -> In {
+    fn place(&self, place: In, current: Option<RawContext>) -> In {
         match place {
-            In::Stream(raw) | In::OwnStream(raw) if !self.is_current() => {
+            In::Stream(raw) | In::OwnStream(raw) if current != self.context => {
                 // A pause waits for its work too.
                 contexts::listed_current();
                 In::Elsewhere(raw)
             }
             here @ (In::Stream(_) | In::OwnStream(_) | In::Elsewhere(_) | In::Graph) => here,
         }
-    }
-
-    fn is_current(&self) -> bool {
-        contexts::current_context() == self.context
     }
 }
 
@@ -335,9 +332,10 @@ pub(crate) fn is_possible() -> bool {
 /// `stream` is about to end.
 pub(crate) fn stream_ends(stream: Pointer) {
     if is_on() {
+        let raw = RawStream(stream.expose_provenance() as u64);
+        let current = contexts::current_context();
         for known in windows().iter() {
-            let raw = RawStream(stream.expose_provenance() as u64);
-            known.pager.stream_ends(raw, known.is_current());
+            known.pager.stream_ends(raw, current == known.context);
         }
     }
 }
@@ -391,9 +389,10 @@ impl Drop for Seen {
 /// What the call is to answer.
 pub(crate) fn begin(symbol: &str, found: &Found, place: In) -> Result<Option<Seen>, c_int> {
     let mut seen = Seen::new();
+    let current = contexts::current_context();
     for index in 0..seen.windows.len() {
         let known = &seen.windows[index];
-        match known.pager.begin_call(found.ranges(), known.place(place), WAIT) {
+        match known.pager.begin_call(found.ranges(), known.place(place, current), WAIT) {
             Ok(None) => {}
             Ok(Some(touched)) => seen.add(index, touched),
             Err(error) => {
@@ -417,10 +416,11 @@ pub(crate) fn begin_graph(place: impl FnOnce() -> In) -> Option<Seen> {
         return None;
     }
     let (device, place) = (runtime::current_device().ok(), place());
+    let current = contexts::current_context();
     for index in 0..seen.windows.len() {
         let known = &seen.windows[index];
         if Some(known.pager.device()) == device
-            && let Some(touched) = known.pager.begin_graph(known.place(place))
+            && let Some(touched) = known.pager.begin_graph(known.place(place, current))
         {
             seen.add(index, touched);
         }

@@ -3,7 +3,7 @@
 //! Only what `cuMemAlloc` gives, of [`crate::BLOCK_BYTES_MIN`] and more. Other devices have no access to it, and no other process can
 //! open it. A context that ends does not end it.
 //!
-//! The locks here are leaves, and none is held across a call into a window.
+//! The locks here come before those of windows; a window that is closed is asked under them if it is empty.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -115,8 +115,12 @@ impl<D: Driver> PagedRegions<D> {
         Ok(())
     }
 
+    fn is_empty(&self) -> bool {
+        self.count.load(Ordering::Acquire) == 0
+    }
+
     fn find(&self, is_it: impl Fn(&PagedRegion<D>) -> bool) -> Option<Arc<Pager<D>>> {
-        if self.count.load(Ordering::Acquire) == 0 {
+        if self.is_empty() {
             return None;
         }
         let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
@@ -137,7 +141,7 @@ impl<D: Driver> PagedRegions<D> {
         size_bytes: u64,
         library: &'static str,
     ) -> Option<Answer<DeviceAddress>> {
-        if self.count.load(Ordering::Acquire) == 0 {
+        if self.is_empty() {
             return None;
         }
         let tag = region::class_of(library, Some(device)).tag;

@@ -84,7 +84,7 @@ def report() -> list[dict[str, Any]]:
     Returns:
         For each a dict with ``device``; of an optimizer ``step`` and ``blocks`` (of parameters), of a module ``module`` (its
         type) and ``parameters`` (how many), of a region ``region`` (its tag); ``paged_bytes`` (all of it),
-        ``frames_bytes`` (the most on the device), ``resident_bytes`` (what is there now), ``stays_bytes`` (what
+        ``frames_bytes`` (the most on the device), ``resident_bytes`` (on the device now), ``stays_bytes`` (what
         may not leave), ``chunk_bytes``, ``chunks`` (a letter for each: ``a`` away, ``i`` on its way in, ``h`` on
         the device and the same in host memory, ``w`` on the device and written since it was copied to the host,
         ``o`` on its way out, ``-`` unused); and so far ``out_bytes``, ``in_bytes``, ``exchanges``, ``remaps`` (chunks that were given device

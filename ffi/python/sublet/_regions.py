@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Callable, Literal, Optional, TypeVar, Union, cast
 
+from sublet import _paging_regions
 from sublet._adapter import answer_pauses, torch_adapter
 from sublet._errors import UsageError
 from sublet._library import own_library
@@ -168,8 +169,6 @@ class Region:
 
     def _prepare_home(self) -> Optional[int]:
         """Has memory of the region where it belongs. The device that the region is about."""
-        from sublet import _paging_regions
-
         home = _homes.get(self.tag, self.home)
         if home != self.home:
             raise UsageError(

@@ -260,7 +260,7 @@ class ExpandableSegments:
         self._settings: Optional[str] = None
 
     def suspend(self, pools: Dict[int, PoolId], plain: bool = False) -> None:
-        """A region with `pools` begins, which may have none if it is `plain`. They stay off until the last region that is open now ends."""
+        """A region with `pools` begins; inside of a `plain` one there are no expandable segments, until all regions have ended."""
         self._open += 1
         is_first = self._open == 1 or (plain and self._settings is None)
         if is_first and (self._needed or plain) and pools:

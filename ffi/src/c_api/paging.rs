@@ -13,7 +13,7 @@ use vmm_pool::driver::{CudaDriver, DeviceAddress, DeviceOrdinal, DriverCode, Raw
 use vmm_pool::paging::{PageError, PageResult, Pager, WindowSize};
 
 use super::last_call::{fail, guarded, not_joined};
-use super::pausing::text;
+use super::regions::tag_of;
 use super::stats::answer;
 use super::{ARGUMENT, OK, OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY, REFUSED, RETRY};
 use crate::{contexts, environment, look, runtime};
@@ -174,11 +174,8 @@ pub extern "C" fn sublet_page_look(pager: u64) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_page_region(pager: u64, tag: *const c_char) -> c_int {
     with(pager, |found| {
-        if tag.is_null() {
-            return fail(ARGUMENT, "a region needs a tag");
-        }
         // SAFETY: as this function's caller promises.
-        let tag = match unsafe { text(tag, "a region's tag") } {
+        let tag = match unsafe { tag_of(tag) } {
             Ok(tag) => tag,
             Err(code) => return code,
         };

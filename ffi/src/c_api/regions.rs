@@ -33,13 +33,20 @@ fn contents_of(value: c_int) -> Option<Contents> {
     }
 }
 
+/// # Safety
+/// `tag` is null or a terminated string.
+pub(super) unsafe fn tag_of<'a>(tag: *const c_char) -> Result<&'a str, c_int> {
+    if tag.is_null() {
+        return Err(fail(ARGUMENT, "a region needs a tag"));
+    }
+    // SAFETY: as this function's caller promises.
+    unsafe { text(tag, "a region's tag") }
+}
+
 unsafe fn begin(how: Begin, tag: *const c_char, contents: c_int, device: c_int) -> c_int {
     guarded(|| {
-        if tag.is_null() {
-            return fail(ARGUMENT, "a region needs a tag");
-        }
         // SAFETY: as this function's caller promises.
-        let tag = match unsafe { text(tag, "a region's tag") } {
+        let tag = match unsafe { tag_of(tag) } {
             Ok(tag) => tag,
             Err(code) => return code,
         };

@@ -2,7 +2,7 @@
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::{c_int, c_uint};
 use std::time::Duration;
 
 use sublet_cuda_driver::blocks::{self, Ending};
@@ -20,11 +20,6 @@ use crate::runtime::{self, Member};
 
 /// How long the end of a context lets waits of ours there end.
 const WAITS_BEFORE_END: Duration = Duration::from_secs(10);
-
-/// The context as the driver's functions take it.
-pub(super) fn pointer_of(context: RawContext) -> Pointer {
-    std::ptr::with_exposed_provenance_mut::<c_void>(usize::try_from(context.0).unwrap_or(0))
-}
 
 /// Runs `body` with `context` current; `None` where the driver does not take it.
 pub(super) fn with_current<T>(context: Pointer, body: impl FnOnce() -> T) -> Option<T> {

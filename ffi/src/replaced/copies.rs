@@ -10,8 +10,9 @@ use std::ffi::{c_int, c_uint, c_void};
 
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, VaRange};
 
-use super::context::{pointer_of, with_current};
+use super::context::with_current;
 use super::{Address, SUCCESS, look_at};
+use crate::contexts::pointer_of;
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
 use crate::look::Names;

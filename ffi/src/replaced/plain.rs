@@ -11,10 +11,10 @@ use sublet_cuda_driver::{Answer, blocks, ipc, vmm};
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
 use vmm_pool::gate::Passage;
 
-use super::context::{device_of, pointer_of, with_current};
+use super::context::{device_of, with_current};
 use super::graph::capture_of;
 use super::{Address, SUCCESS, late_frees, range, stream_value, with_caller, write_out};
-use crate::contexts;
+use crate::contexts::{self, pointer_of};
 use crate::guards;
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;

@@ -13,13 +13,13 @@ use crate::gate::Passage;
 
 /// How long a capture, and the end of a stream, wait for lists to end that other threads are about to end.
 const SETTLE_MAX: Duration = Duration::from_secs(1);
-/// When a use is over: an event, or now.
-type End = Option<Arc<Mark>>;
-
 /// Between two looks whether they have.
 const SETTLE_EVERY: Duration = Duration::from_micros(200);
 /// What a call that waits at the gate is named.
 const END_OF_USES: &str = "the end of uses of paged memory";
+
+/// When a use is over: an event, or now.
+type End = Option<Arc<Mark>>;
 
 impl<D: Driver> Shared<D> {
     /// Has the pager's thread end the uses of all streams, as far as their calls are launched. The number that the next list would

@@ -187,13 +187,13 @@ struct Shared<D: Driver> {
     leaves_bytes: u64,
     host_budget: Budget,
     table: Mutex<Table>,
-    /// One at a time gives out spans: the next may share a chunk whose row is not entered yet.
-    /// Is it closed, so that nothing is given out any more?
+    /// One at a time gives out spans: the next may share a chunk whose row is not entered yet. True: nothing is given out any more.
     entering: Mutex<bool>,
     /// The thread has done something, or is to do something.
     changed: Condvar,
     /// What calls use. A leaf.
     calls: Mutex<Calls>,
+    /// Events that nobody uses now.
     spare: Arc<Mutex<Vec<RawEvent>>>,
 }
 
@@ -476,12 +476,11 @@ impl<D: Driver> Pager<D> {
         stream: RawStream,
         limit: Duration,
     ) -> PageResult<()> {
-        let ids = self.chunks_of(spans)?;
+        let mut ids = self.chunks_of(spans)?;
         let (device, needed_bytes) = (self.shared.device, self.bytes_of(&ids));
         let what = |_: &Table| format!("{needed_bytes} bytes that are paged to be on {device}");
         self.shared.calls().note(&ids);
         self.shared.foretell();
-        let mut ids = ids;
         let awaited = self.hold(&mut ids, limit, what)?;
         let ordered = self.order(&awaited, stream);
         if ordered.is_err() {
