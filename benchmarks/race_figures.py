@@ -69,6 +69,8 @@ FIGURES = (
            baseline="destroy and rebuild"),
     Figure("times", "nccl20_rebuild", "NCCL", "20, destroyed and rebuilt", "NCCL's own set-up", ways=("destroy_s", "rebuild_s"),
            size="nccl20", baseline="Sublet, 20 communicators"),
+    Figure("times", "nccl20_suspend", "NCCL", "20, ncclCommSuspend and Resume", "NCCL's own exchange of handles",
+           ways=("suspend_s", "resume_s"), size="nccl20", baseline="Sublet, 20 communicators"),
 )  # fmt: skip
 
 

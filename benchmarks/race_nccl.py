@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 #: Words of a collective's messages.
 WORDS = (1024, 1 << 18)
-#: Of the baseline, with 2 communicators and with many.
-REBUILDS = {2: 2}
-SUSPENDS = 2
+#: How often the baseline does each, by communicators: once, unless named here.
+REPEATS = {2: 2}
 
 
 def kinds(many: int) -> tuple[tuple[str, int, int], ...]:
@@ -63,9 +62,8 @@ def baseline(race: Race) -> None:
     wrong: list[str] = []
     for name, communicators, all_to_all in kinds(race.args.many):
         connect(race, ranks, name, communicators, all_to_all)
-        if name == "nccl2":
-            wrong += suspended(race, ranks, name)
-        for _ in range(REBUILDS.get(communicators, 1)):
+        wrong += suspended(race, ranks, name, REPEATS.get(communicators, 1))
+        for _ in range(REPEATS.get(communicators, 1)):
             gone = ranks.call("disconnect", race.left(60))
             back = ranks.call("reconnect", race.left(90))
             result.sample(f"{name}_rebuild_destroy_s", max(reply["destroy_s"] for reply in gone))
@@ -76,10 +74,10 @@ def baseline(race: Race) -> None:
     end(race, ranks)
 
 
-def suspended(race: Race, ranks: NcclRanks, name: str) -> list[str]:
+def suspended(race: Race, ranks: NcclRanks, name: str, repeats: int) -> list[str]:
     """NCCL's own suspend and resume, where it has them; which collectives are wrong after it."""
     wrong: list[str] = []
-    for _ in range(SUSPENDS):
+    for _ in range(repeats):
         for action in ("suspend", "resume"):
             replies = ranks.call("suspend", race.left(60), action=action)
             missing = [reply["why"] for reply in replies if reply["seconds"] is None]
