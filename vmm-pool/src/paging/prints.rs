@@ -1,8 +1,7 @@
 //! Was a chunk written by calls that may have? Its device says, by fingerprints of its pieces.
 //!
-//! A launch does not say if it writes what it names. So before a chunk is copied out its fingerprints are taken, in the
-//! order of the stream that copies. The next time they are taken first: where they are the same, its place has its contents.
-//! So frozen weights are copied out once.
+//! A launch does not say if it writes what it names. So while a chunk is copied out its fingerprints are taken, on another stream.
+//! The next time they are taken first: where they are the same, its place has its contents. So frozen weights are copied out once.
 //!
 //! A pause may write to the place of a chunk. It unmaps the chunk then, so fingerprints count only if the chunk has been mapped
 //! all the time since, but for the pager's own doing.
@@ -18,8 +17,8 @@ use crate::store::Pinned;
 
 /// Pieces of a chunk: each is one block of threads.
 pub(super) const PIECES: usize = 64;
-/// Chunks that are asked about simultaneously at most.
-pub(super) const QUESTIONS: usize = 4;
+/// Chunks that are asked about simultaneously at most. Each waits for room beside the kernels that run, which takes longer than a copy.
+pub(super) const QUESTIONS: usize = 8;
 
 /// What a chunk held.
 pub(super) type Prints = Arc<[Fingerprint]>;

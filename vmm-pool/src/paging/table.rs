@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use self::asking::Checks;
-pub(super) use self::asking::Unseen;
+pub(super) use self::asking::{Asked, Unseen};
 use super::PageError;
 use super::marks::Mark;
 use super::prints::Prints;
@@ -45,7 +45,8 @@ pub(super) enum Wrote {
 /// A copy out of a chunk, or a question whether it is as its copy.
 #[derive(Debug)]
 struct Out {
-    mark: Arc<Mark>,
+    /// Those that are not known to be over, of the copy and the question.
+    marks: Vec<Arc<Mark>>,
     /// The version that it is about.
     version: u64,
     /// The number of the question for fingerprints.
@@ -147,13 +148,13 @@ impl Chunk {
 
     /// Events behind its uses and copies that are not known to be over.
     pub(super) fn marks(&self) -> impl Iterator<Item = &Arc<Mark>> {
-        let out = self.out.as_ref().map(|out| &out.mark);
+        let out = self.out.iter().flat_map(|out| &out.marks);
         self.uses.iter().chain(out).chain(&self.coming)
     }
 
-    /// What a stream must wait for before it uses it: the copy in, and the copy out, for it may write.
+    /// What a stream must wait for before it uses it: the copy in, and for it may write, the copy out and the question.
     pub(super) fn awaited(&self) -> impl Iterator<Item = &Arc<Mark>> {
-        self.out.as_ref().map(|out| &out.mark).into_iter().chain(&self.coming)
+        self.out.iter().flat_map(|out| &out.marks).chain(&self.coming)
     }
 
     /// How often it failed to come.
@@ -471,7 +472,8 @@ impl Table {
 
     /// Copies out that are under way.
     pub(super) fn copies_out(&self) -> usize {
-        self.chunks.iter().filter(|chunk| chunk.out.is_some()).count()
+        let outs = self.chunks.iter().filter_map(|chunk| chunk.out.as_ref());
+        outs.filter(|out| out.is_copy).count()
     }
 
     /// The driver has refused to copy or unmap it.
@@ -545,7 +547,11 @@ impl Table {
             if chunk.coming.as_ref().is_some_and(is_over) {
                 chunk.coming = None;
             }
-            if let Some(out) = chunk.out.take_if(|out| is_over(&out.mark)) {
+            let out = chunk.out.take_if(|out| {
+                out.marks.retain(|mark| !is_over(mark));
+                out.marks.is_empty()
+            });
+            if let Some(out) = out {
                 let Out { version, question, is_copy, .. } = out;
                 if is_copy {
                     chunk.saved_version = Some(version);

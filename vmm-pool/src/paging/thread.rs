@@ -20,6 +20,7 @@ use super::table::{Looks, Place};
 use super::uses::SLOTS;
 use super::{PageError, PageResult, Shared};
 use crate::VirtualHandle;
+use crate::copies::DeviceStreams;
 use crate::driver::{Driver, RawEvent};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::Known;
@@ -34,7 +35,7 @@ const LOOK_LATER: Duration = Duration::from_millis(1);
 const LOOK_SELDOM: Duration = Duration::from_secs(1);
 /// How long somebody waits for the frame of what is used last. Behind that any is taken.
 const PATIENCE: Duration = Duration::from_millis(20);
-/// Copies out under way at most: what is queued behind them waits as long.
+/// Copies out under way at most: what is queued behind them waits as long. Questions do not count: they have a stream of their own.
 const COPIES_OUT_MAX: usize = 4;
 
 /// What is to be done next.
@@ -59,10 +60,11 @@ enum Job {
 pub(super) fn run<D: Driver>(shared: &Arc<Shared<D>>, told: &Sender<PoolResult<()>>) {
     let copier = Copier::new(&shared.pool);
     let sights = BTreeMap::new();
+    let asking = DeviceStreams::new(&shared.pool.deferred);
     let questions = OnceCell::new();
     let (stay, awaited, narrowed, asked_for) = (None, None, None, None);
     let mut pager =
-        Worker { shared, copier, stay, questions, awaited, narrowed, asked_for, sights };
+        Worker { shared, copier, stay, asking, questions, awaited, narrowed, asked_for, sights };
     let begun = pager.begin();
     let has_begun = begun.is_ok();
     let _told = told.send(begun);
@@ -139,6 +141,8 @@ pub(super) struct Worker<'a, D: Driver> {
     /// Past the gate while chunks are filled that are not mapped yet: a pause begins when they are. Copies to the device wait for
     /// nothing but each other.
     pub(super) stay: Option<Entered<'a, D, Use>>,
+    /// Where questions go: one waits for room beside the kernels that run, and copies do not wait for it.
+    asking: DeviceStreams<'a, D>,
     /// Made when somebody is first asked. `None` inside if the device cannot say.
     questions: OnceCell<Option<Questions<D>>>,
     /// What somebody waits for, and since when.
@@ -161,11 +165,17 @@ impl<D: Driver> Worker<'_, D> {
     /// No copy is under way, but on a device that has failed.
     fn end_streams(&mut self) {
         if self.shared.table().broken.is_none()
-            && let Err(error) = self.copier.streams.finish_or_leave()
+            && let Err(error) = self.finish_or_leave()
         {
             tracing::error!(%error, "copies for paging are waited for by the next pause");
         }
         self.copier = Copier::new(&self.shared.pool);
+        self.asking = DeviceStreams::new(&self.shared.pool.deferred);
+    }
+
+    /// Waits for all that was begun. What does not end is left to the next pause.
+    fn finish_or_leave(&mut self) -> PoolResult<()> {
+        self.copier.streams.finish_or_leave().and(self.asking.finish_or_leave())
     }
 
     /// Does the next thing. False when the pager ends.
@@ -483,12 +493,13 @@ impl<D: Driver> Worker<'_, D> {
             }
             table.is_to_compare(chunk)
         };
-        let question = self.ask(chunk);
-        if let Some(question) = question.filter(|_| compares)
-            && let Ok(Some(mark)) = self.mark_behind()
-        {
+        let mut asked = match self.ask(chunk) {
+            Ok(asked) => asked,
+            Err(error) => return self.not_cleaned(chunk, error),
+        };
+        if let Some(asked) = asked.take_if(|_| compares) {
             let mut table = self.shared.table();
-            table.asking(chunk, mark, question);
+            table.asking(chunk, asked);
             table.unclaim(chunk);
             return;
         }
@@ -499,10 +510,7 @@ impl<D: Driver> Worker<'_, D> {
         match begun {
             Ok(mark) => {
                 let mut table = self.shared.table();
-                match mark {
-                    Some(mark) => table.copying_out(chunk, mark, question),
-                    None => table.copied_out(chunk),
-                }
+                table.copying_out(chunk, mark, asked);
                 table.unclaim(chunk);
             }
             Err(error) => self.not_cleaned(chunk, error),
@@ -511,7 +519,7 @@ impl<D: Driver> Worker<'_, D> {
 
     /// Who waits for a frame is told. What was begun is waited for: it reads the chunk.
     fn not_cleaned(&mut self, chunk: usize, error: PoolError) {
-        if self.copier.streams.finish_or_leave().is_err() {
+        if self.finish_or_leave().is_err() {
             self.shared.table().stays(chunk, Some("a copy of it did not end"));
         }
         tracing::warn!(%error, "paged memory was not copied to the host");

@@ -12,6 +12,13 @@ use super::super::PageError;
 use super::super::prints::Prints;
 use super::{Answered, Copied, Mark, Out, Table};
 
+/// A question for fingerprints, which was answered when its event is over.
+#[derive(Debug)]
+pub(in crate::paging) struct Asked {
+    pub(in crate::paging) question: usize,
+    pub(in crate::paging) mark: Arc<Mark>,
+}
+
 /// Writes that are remembered at most.
 const UNSEEN_MAX: usize = 256;
 
@@ -91,24 +98,21 @@ impl Table {
         (start + size_bytes > *bytes.start()).then_some((start, size_bytes))
     }
 
-    /// A copy of all of it is over.
-    pub(in crate::paging) fn copied_out(&mut self, id: usize) {
-        let chunk = &mut self.chunks[id];
-        chunk.saved_version = Some(chunk.version);
-        chunk.copied = Copied::default();
-        self.counts.copied_out += 1;
-    }
-
-    /// A copy of all of it has begun, which is over when `mark` is.
+    /// A copy of all of it has begun, which is over when `mark` is, or was over without one.
     pub(in crate::paging) fn copying_out(
         &mut self,
         id: usize,
-        mark: Arc<Mark>,
-        question: Option<usize>,
+        mark: Option<Arc<Mark>>,
+        asked: Option<Asked>,
     ) {
         let chunk = &mut self.chunks[id];
-        let version = chunk.version;
-        chunk.out = Some(Out { mark, version, question, is_copy: true });
+        let (version, question) = (chunk.version, asked.as_ref().map(|asked| asked.question));
+        let marks: Vec<_> = mark.into_iter().chain(asked.map(|asked| asked.mark)).collect();
+        if marks.is_empty() {
+            chunk.saved_version = Some(version);
+        } else {
+            chunk.out = Some(Out { marks, version, question, is_copy: true });
+        }
         chunk.copied = Copied::default();
         self.counts.copied_out += 1;
     }
@@ -163,11 +167,13 @@ impl Table {
         (is_unsure && !chunk.is_freed) || self.needs_check(id)
     }
 
-    /// The device is asked, and has answered when `mark` is over.
-    pub(in crate::paging) fn asking(&mut self, id: usize, mark: Arc<Mark>, question: usize) {
+    /// The device is asked, before anything is copied.
+    pub(in crate::paging) fn asking(&mut self, id: usize, asked: Asked) {
         let chunk = &mut self.chunks[id];
+        let Asked { question, mark } = asked;
         let version = chunk.version;
-        chunk.out = Some(Out { mark, version, question: Some(question), is_copy: false });
+        chunk.out =
+            Some(Out { marks: vec![mark], version, question: Some(question), is_copy: false });
     }
 
     /// A question that nobody has asked and not been told.

@@ -1,5 +1,6 @@
 //! What the pager does next.
 
+use super::super::prints::QUESTIONS;
 use super::super::table::Table;
 use super::super::uses::SLOTS;
 use super::{COPIES_OUT_MAX, Job, LOOK_LATER, LOOK_SELDOM, LOOK_SOON};
@@ -18,7 +19,7 @@ pub(super) fn choose(table: &mut Table, later_half: usize) -> Job {
     if let Some(surplus) = table.surplus() {
         return if table.is_ready(surplus) { Job::Shrink(surplus) } else { Job::Clean(surplus) };
     }
-    let has_room = table.copies_out() < COPIES_OUT_MAX;
+    let has_room = table.copies_out() < COPIES_OUT_MAX && table.free_question(QUESTIONS).is_some();
     let wanted = table.next_wanted();
     let can_come = !table.is_looked || table.free_slot(SLOTS).is_some();
     let mut is_keeping = false;

@@ -74,14 +74,23 @@ impl<'a, D: Driver> Worker<'a, D> {
         unsafe { self.copier.start(log, Way::Out, &transfer) }
     }
 
-    /// What is over when all is that was begun last, this way. `None` when it has been waited for, for want of an event.
+    /// See [`super::Shared::mark_or_wait`].
+    pub(super) fn mark_behind(&mut self) -> PoolResult<Option<Arc<Mark>>> {
+        let shared = self.shared;
+        shared.mark_or_wait(self.streams()?)
+    }
+}
+
+impl<D: Driver> super::Shared<D> {
+    /// What is over when all is that `streams` were given last, this way. `None` when it has been waited for, for want of an event.
     ///
     /// # Errors
     /// It may be under way: nothing is unmapped before it has been waited for.
-    pub(super) fn mark_behind(&mut self) -> PoolResult<Option<Arc<Mark>>> {
-        let shared = self.shared;
-        let streams = self.streams()?;
-        let mark = shared.mark().and_then(|mut mark| {
+    pub(super) fn mark_or_wait(
+        &self,
+        streams: &mut CopyStreams<'_, D>,
+    ) -> PoolResult<Option<Arc<Mark>>> {
+        let mark = self.mark().and_then(|mut mark| {
             mark.in_use = streams.record(mark.event)?;
             Ok(Arc::new(mark))
         });

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use super::super::prints::{QUESTIONS, Questions};
+use super::super::table::Asked;
 use super::{Worker, remove};
 use crate::copies::Way;
 use crate::driver::Driver;
-use crate::error::PoolError;
+use crate::error::{PoolError, PoolResult};
 use crate::transition::StillChunk;
 
 impl<D: Driver> Worker<'_, D> {
@@ -35,31 +36,44 @@ impl<D: Driver> Worker<'_, D> {
         }
     }
 
-    /// Has the device take the fingerprints of a chunk that is claimed. The number of the question.
-    pub(super) fn ask(&mut self, chunk: usize) -> Option<usize> {
+    /// Has the device take the fingerprints of a chunk that is claimed. `None` if it does not, or nobody knows when.
+    ///
+    /// # Errors
+    /// It may be under way: the chunk is not unmapped before it has been waited for.
+    pub(super) fn ask(&mut self, chunk: usize) -> PoolResult<Option<Asked>> {
         let shared = self.shared;
-        let number = {
+        let question = {
             let table = shared.table();
             let may_ask = table.is_looked || table.checks.is_on;
-            table.free_question(QUESTIONS).filter(|_| may_ask)?
+            table.free_question(QUESTIONS).filter(|_| may_ask)
         };
-        let stream = self.streams().and_then(|streams| streams.take_for(Way::Out));
-        let stream = stream.inspect_err(Self::not_asked).ok()?;
+        let Some(question) = question.filter(|&question| self.has_begun_to_ask(question, chunk))
+        else {
+            return Ok(None);
+        };
+        let streams = self.asking.of(shared.device)?;
+        let mark = shared.mark_or_wait(streams)?;
+        Ok(mark.map(|mark| Asked { question, mark }))
+    }
+
+    fn has_begun_to_ask(&mut self, question: usize, chunk: usize) -> bool {
+        let shared = self.shared;
+        let streams = self.asking.of(shared.device);
+        let stream = streams.and_then(|streams| streams.take_for(Way::Out));
+        let Ok(stream) = stream.inspect_err(Self::not_asked) else { return false };
         self.questions.get_or_init(|| {
             let made = Questions::new(&shared.pool.driver, shared.device);
             made.inspect_err(Self::not_asked).ok()
         });
-        let questions = self.questions.get_mut()?;
-        let asked = questions.as_mut()?.ask(number, shared.range_of(chunk), stream);
-        if let Err(error) = asked {
-            Self::not_asked(&error);
-            // Others may be under way.
-            if let Some(questions) = questions.take() {
-                questions.keep_for_good();
-            }
-            return None;
+        let Some(questions) = self.questions.get_mut() else { return false };
+        let Some(asks) = questions.as_mut() else { return false };
+        let Err(error) = asks.ask(question, shared.range_of(chunk), stream) else { return true };
+        Self::not_asked(&error);
+        // Others may be under way.
+        if let Some(asks) = questions.take() {
+            asks.keep_for_good();
         }
-        Some(number)
+        false
     }
 
     pub(super) fn not_asked(error: &PoolError) {
