@@ -113,6 +113,14 @@ def loaded(name: str) -> ctypes.CDLL:
     return ctypes.CDLL(found.group(0))
 
 
+def nccl_version() -> str:
+    """Of the NCCL that is loaded. `torch.cuda.nccl.version` names the one that torch was built with."""
+    code = ctypes.c_int(0)
+    if loaded("libnccl").ncclGetVersion(ctypes.byref(code)) != 0:
+        raise common.JobError("NCCL does not say its version")
+    return f"{code.value // 10_000}.{code.value // 100 % 100}.{code.value % 100}"
+
+
 def mallocs(rank: Any, sizes_mib: list[int], pairs: int, repeats: int) -> dict[str, Any]:
     """cudaMalloc and cudaFree pairs a second, by size."""
     if rank.device.type != "cuda":

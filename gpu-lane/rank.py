@@ -158,9 +158,7 @@ class Rank:
         self.empty_cache()
         started = time.perf_counter() - began
         self.tenancy = Tenancy()
-        nccl = None
-        if not REHEARSE:
-            nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
+        nccl = None if REHEARSE else bench_ops.nccl_version()
         return {
             "versions": {"torch": torch.__version__, "nccl": nccl, "cuda": torch.version.cuda},
             "import_s": imported,

@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import bench_ops
 import cli
 import common
 import launch
@@ -74,8 +75,8 @@ def versions() -> dict[str, Any]:
     """Of torch and what it brings."""
     import torch
 
-    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()
-    return {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": ".".join(str(part) for part in nccl)}
+    nccl = bench_ops.nccl_version() if torch.cuda.is_available() else None
+    return {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl}
 
 
 # ---------------------------------------------------------------- in a rank
