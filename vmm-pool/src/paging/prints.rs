@@ -1,7 +1,7 @@
 //! Was a chunk written by calls that may have? Its device says, by fingerprints of its pieces.
 //!
 //! A launch does not say if it writes what it names. So while a chunk is copied out its fingerprints are taken, on another stream.
-//! The next time they are taken first: where they are the same, its place has its contents. So frozen weights are copied out once.
+//! With checks the copy waits for them. The next time they are taken first: where they are the same, its place has its contents. So frozen weights are copied out once.
 //!
 //! A pause may write to the place of a chunk. It unmaps the chunk then, so fingerprints count only if the chunk has been mapped
 //! all the time since, but for the pager's own doing.

@@ -206,6 +206,8 @@ pub(super) struct Table {
     graph_uses: Vec<Arc<Mark>>,
     /// Uses that the driver did not say the end of.
     pub(super) lost_uses: usize,
+    /// Addresses for copies where something is mapped for good.
+    pub(super) lost_slots: Vec<usize>,
 }
 
 /// What was done so far.
@@ -251,6 +253,7 @@ impl Table {
             checks: Checks::default(),
             graph_uses: Vec::new(),
             lost_uses: 0,
+            lost_slots: Vec::new(),
         }
     }
 
@@ -462,6 +465,11 @@ impl Table {
         let has_contents = chunk.version > 0 && !chunk.is_freed;
         self.set_place(id, Place::Going);
         Some((row, has_contents))
+    }
+
+    /// The same for its frame. `None` also if it was used since it was found ready.
+    pub(super) fn claim_ready(&mut self, id: usize) -> Option<(VirtualHandle, bool)> {
+        if self.is_ready(id) { self.claim(id) } else { None }
     }
 
     /// It is where it was.

@@ -35,7 +35,7 @@ const LOOK_LATER: Duration = Duration::from_millis(1);
 const LOOK_SELDOM: Duration = Duration::from_secs(1);
 /// How long somebody waits for the frame of what is used last. Behind that any is taken.
 const PATIENCE: Duration = Duration::from_millis(20);
-/// Copies out under way at most: what is queued behind them waits as long. Questions do not count: they have a stream of their own.
+/// Copies out under way at most, each with its question: what is queued behind them waits as long. Questions alone do not count.
 const COPIES_OUT_MAX: usize = 4;
 
 /// What is to be done next.
@@ -70,10 +70,9 @@ pub(super) fn run<D: Driver>(shared: &Arc<Shared<D>>, told: &Sender<PoolResult<(
     let _told = told.send(begun);
     if has_begun {
         while pager.step() {}
-        // A window may end in a deep pause; its streams are waited for.
-        let _asking = shared.pool.door().pass();
-        pager.end_questions();
         pager.end_streams();
+        // A window may end in a deep pause; its events are ended.
+        let _asking = shared.pool.door().pass();
         finish(shared);
     }
 }
@@ -164,17 +163,22 @@ impl<D: Driver> Worker<'_, D> {
 
     /// No copy is under way, but on a device that has failed.
     fn end_streams(&mut self) {
-        if self.shared.table().broken.is_none()
-            && let Err(error) = self.finish_or_leave()
-        {
+        let is_broken = self.shared.table().broken.is_some();
+        let ended = if is_broken { Ok(()) } else { self.finish_or_leave() };
+        if let Err(error) = &ended {
             tracing::error!(%error, "copies for paging are waited for by the next pause");
         }
+        if is_broken || ended.is_err() {
+            self.keep_questions();
+        }
+        self.questions = OnceCell::new();
         self.copier = Copier::new(&self.shared.pool);
         self.asking = DeviceStreams::new(&self.shared.pool.deferred);
     }
 
     /// Waits for all that was begun. What does not end is left to the next pause.
     fn finish_or_leave(&mut self) -> PoolResult<()> {
+        let _asking = self.shared.pool.door().pass();
         self.copier.streams.finish_or_leave().and(self.asking.finish_or_leave())
     }
 
@@ -372,8 +376,15 @@ impl<D: Driver> Worker<'_, D> {
         entered: &Entered<'_, D, Use>,
         victim: usize,
     ) -> PageResult<Option<crate::deferred::Physical>> {
-        let claimed = self.shared.table().claim(victim);
-        let Some((row, has_contents)) = claimed else { return Ok(None) };
+        let pool = &self.shared.pool;
+        if !pool.deferred.is_settled() {
+            // A copy or a question that was not seen to end may be one of this chunk.
+            let _asking = pool.door().pass();
+            pool.deferred.settle()?;
+        }
+        let Some((row, has_contents)) = self.shared.table().claim_ready(victim) else {
+            return Ok(None);
+        };
         let (stays, has_place) = {
             let ledger = self.shared.pool.ledger();
             (ledger.chunk_stays(row), ledger.has_chunk_place(row))
@@ -461,8 +472,12 @@ impl<D: Driver> Worker<'_, D> {
         let is_aside = come.is_ok() && aside.is_some();
         match come.and_then(|()| self.start_in(row, aside)) {
             Ok(was_copied) => {
-                // If nobody knows whether the copy has ended, the chunk keeps what it has, and nobody is given it.
-                let mark = self.mark_behind()?;
+                // If nobody knows whether the copy has ended, the chunk keeps what it has, and nobody is given it, nor its slot.
+                let mark = self.mark_behind();
+                if let (Err(_), Some(slot)) = (&mark, slot) {
+                    self.shared.table().lost_slots.push(slot);
+                }
+                let mark = mark?;
                 if aside.is_none() {
                     still.came();
                 }
@@ -473,6 +488,8 @@ impl<D: Driver> Worker<'_, D> {
                 let left = aside.filter(|_| is_aside).map_or(Ok(()), |at| still.leave_aside(at));
                 if ended.is_ok() && left.is_ok() {
                     still.did_not_come();
+                } else if is_aside {
+                    self.shared.table().lost_slots.extend(slot);
                 }
                 Err(error)
             }
@@ -495,7 +512,10 @@ impl<D: Driver> Worker<'_, D> {
         };
         let mut asked = match self.ask(chunk) {
             Ok(asked) => asked,
-            Err(error) => return self.not_cleaned(chunk, error),
+            Err(error) => {
+                drop(entered);
+                return self.not_cleaned(chunk, error);
+            }
         };
         if let Some(asked) = asked.take_if(|_| compares) {
             let mut table = self.shared.table();
@@ -505,7 +525,8 @@ impl<D: Driver> Worker<'_, D> {
         }
         self.see(chunk);
         self.shared.table().forget_prints(chunk);
-        let begun = self.start_out(row).and_then(|()| self.mark_behind());
+        let begun = self.behind_question(asked.as_ref());
+        let begun = begun.and_then(|()| self.start_out(row)).and_then(|()| self.mark_behind());
         drop(entered);
         match begun {
             Ok(mark) => {

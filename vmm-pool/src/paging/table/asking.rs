@@ -132,7 +132,8 @@ impl Table {
 
     /// Addresses for copies that nothing is filled at. `None` if all `count` are in use.
     pub(in crate::paging) fn free_slot(&self, count: usize) -> Option<usize> {
-        let used: Vec<_> = self.chunks.iter().filter_map(|chunk| chunk.aside).collect();
+        let used = self.chunks.iter().filter_map(|chunk| chunk.aside);
+        let used: Vec<_> = used.chain(self.lost_slots.iter().copied()).collect();
         (0..count).find(|slot| !used.contains(slot))
     }
 

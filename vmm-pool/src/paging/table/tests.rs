@@ -217,3 +217,17 @@ fn with_frames_for_all_nothing_is_copied_out_ahead() {
     assert_eq!(table.to_clean(3), Some(1));
     assert_eq!(table.to_clean(4), None, "it is used soon");
 }
+
+#[test]
+fn what_was_used_since_it_was_found_ready_does_not_give_its_frame() {
+    let mut table = table(1, 1);
+    bring(&mut table, 0);
+    table.chunks[0].row = Some(VirtualHandle::new(0, 1));
+    assert!(table.is_ready(0), "it is zero");
+    table.hold(&[0]);
+    // A call in another context is waited for: no event tells of it.
+    table.used(&[0], None, Wrote::Maybe);
+    assert!(table.chunks[0].is_idle());
+    assert_eq!(table.claim_ready(0), None);
+    assert!(table.claim(0).is_some(), "it may be copied out");
+}

@@ -7,14 +7,13 @@ use super::super::table::Asked;
 use super::{Worker, remove};
 use crate::copies::Way;
 use crate::driver::Driver;
-use crate::error::{PoolError, PoolResult};
+use crate::error::{Describe, PoolError, PoolResult};
 use crate::transition::StillChunk;
 
 impl<D: Driver> Worker<'_, D> {
-    /// No copy is under way, but for a device that has failed.
-    pub(super) fn end_questions(&mut self) {
-        let is_broken = self.shared.table().broken.is_some();
-        if let Some(questions) = self.questions.take().flatten().filter(|_| is_broken) {
+    /// A question may be under way for ever: the device writes to its memory.
+    pub(super) fn keep_questions(&mut self) {
+        if let Some(questions) = self.questions.get_mut().and_then(Option::take) {
             questions.keep_for_good();
         }
     }
@@ -51,28 +50,44 @@ impl<D: Driver> Worker<'_, D> {
         else {
             return Ok(None);
         };
-        let streams = self.asking.of(shared.device)?;
-        let mark = shared.mark_or_wait(streams)?;
-        Ok(mark.map(|mark| Asked { question, mark }))
+        let mark = self.asking.of(shared.device).and_then(|streams| shared.mark_or_wait(streams));
+        match mark {
+            Ok(mark) => Ok(mark.map(|mark| Asked { question, mark })),
+            Err(error) => self.finish_or_leave().map(|()| None).map_err(|_| error),
+        }
+    }
+
+    /// With checks, has the copy that comes next wait for this question: a write that nobody has shown, and that falls between the two, must
+    /// not be in the fingerprints alone.
+    pub(super) fn behind_question(&mut self, asked: Option<&Asked>) -> PoolResult<()> {
+        let shared = self.shared;
+        let Some(asked) = asked.filter(|_| shared.table().checks.is_on) else { return Ok(()) };
+        let stream = self.streams()?.take_for(Way::Out)?;
+        let ordered = shared.pool.driver.stream_wait_event(stream, asked.mark.event);
+        ordered.about(|| "a copy for paging".to_owned(), 0, Some(shared.device))
     }
 
     fn has_begun_to_ask(&mut self, question: usize, chunk: usize) -> bool {
         let shared = self.shared;
-        let streams = self.asking.of(shared.device);
-        let stream = streams.and_then(|streams| streams.take_for(Way::Out));
-        let Ok(stream) = stream.inspect_err(Self::not_asked) else { return false };
         self.questions.get_or_init(|| {
             let made = Questions::new(&shared.pool.driver, shared.device);
             made.inspect_err(Self::not_asked).ok()
         });
         let Some(questions) = self.questions.get_mut() else { return false };
         let Some(asks) = questions.as_mut() else { return false };
+        let streams = self.asking.of(shared.device);
+        let stream = match streams.and_then(|streams| streams.take_for(Way::Out)) {
+            Ok(stream) => stream,
+            Err(error) => {
+                Self::not_asked(&error);
+                self.keep_questions();
+                return false;
+            }
+        };
         let Err(error) = asks.ask(question, shared.range_of(chunk), stream) else { return true };
         Self::not_asked(&error);
         // Others may be under way.
-        if let Some(asks) = questions.take() {
-            asks.keep_for_good();
-        }
+        self.keep_questions();
         false
     }
 

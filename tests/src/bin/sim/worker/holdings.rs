@@ -428,7 +428,7 @@ impl Holdings {
         let census = self.driver().census();
         let own_places: usize = self.list.iter().map(|holding| holding.places.len()).sum();
         let places = own_places + shared.places + cells.places + paged.places;
-        let streams = self.devices.len() + 1 + paged.streams;
+        let of_paging = census.streams.checked_sub(self.devices.len() + 1);
         let is_clean = self.driver().faults().fired() == self.fired_before;
         let has_all = if cells.is_exact && paged.is_exact {
             census.mappings == places
@@ -436,7 +436,8 @@ impl Holdings {
             // A slab that the driver would not take back stays until the next one ends.
             census.mappings >= places
         };
-        let has_streams = census.streams == streams || !paged.is_exact;
+        let has_streams = of_paging.is_some_and(|streams| paged.streams.contains(&streams));
+        let has_streams = has_streams || !paged.is_exact;
         if is_clean && (!has_all || !has_streams) {
             return Err(Trouble::new(format!("{census:?}, but {places} places are mapped")));
         }

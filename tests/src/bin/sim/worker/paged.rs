@@ -4,6 +4,7 @@
 mod using;
 
 use std::collections::BTreeSet;
+use std::ops::RangeInclusive;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -28,8 +29,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// A use that an injected fault made fail is tried again so often at most.
 const TRIES_MAX: usize = 8;
 const BLOCKS_MAX: usize = 8;
-/// A pager has one stream for each way.
-const PAGER_STREAMS: usize = 2;
+/// A pager has one stream for each way, and as many again from its first question on.
+const PAGER_STREAMS: RangeInclusive<usize> = 2..=4;
 
 /// What must be in a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -162,7 +163,7 @@ pub(super) struct Paged {
 /// What the rest of the account needs to know.
 pub(super) struct PagedAccount {
     pub(super) places: usize,
-    pub(super) streams: usize,
+    pub(super) streams: RangeInclusive<usize>,
     pub(super) is_exact: bool,
 }
 
@@ -527,10 +528,10 @@ impl Paged {
             )));
         }
         let chunks = if resident == 0 { 0 } else { resident / pager.chunk_bytes.max(1) };
-        let streams = if self.window.is_some() { PAGER_STREAMS } else { 0 };
+        let (least, most) = if self.window.is_some() { PAGER_STREAMS.into_inner() } else { (0, 0) };
         Ok(PagedAccount {
             places: usize::try_from(chunks)?,
-            streams: self.streams.len() + streams,
+            streams: self.streams.len() + least..=self.streams.len() + most,
             is_exact: !self.is_stuck,
         })
     }
