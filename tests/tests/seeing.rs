@@ -1,4 +1,4 @@
-//! What `sublet top`, `metrics`, `trace` and `man` show of real processes.
+//! What `sublet ps`, `metrics`, `trace` and `man` show of real processes.
 
 use std::fs::{self, File};
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
@@ -11,8 +11,7 @@ use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::pty::{Winsize, openpty};
 use nix::sys::signal::{Signal, kill};
-use nix::sys::termios::{LocalFlags, tcgetattr};
-use nix::unistd::{Pid, write};
+use nix::unistd::Pid;
 use serde_json::Value;
 use sublet_tests::{JobOptions, MIB, Outcome, Stage, Trouble};
 
@@ -25,42 +24,33 @@ struct Terminal {
     child: Child,
     ours: File,
     /// Kept open: the end of the last holder would end the terminal.
-    theirs: OwnedFd,
+    _theirs: OwnedFd,
     shown: vt::Screen,
 }
 
 impl Terminal {
-    fn top(stage: &Stage, variables: &[(&str, &str)]) -> Outcome<Self> {
-        Self::start(stage, &["top"], variables)
-    }
-
-    fn start(stage: &Stage, words: &[&str], variables: &[(&str, &str)]) -> Outcome<Self> {
+    fn start(stage: &Stage, words: &[&str]) -> Outcome<Self> {
         let pty = openpty(&SIZE, None)?;
         // Else the command would hold this side of its own terminal.
         fcntl(&pty.master, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))?;
         let mut command = stage.command(&stage.files().sublet);
         command.args(words).env("TERM", "xterm").env_remove("NO_COLOR");
-        command.envs(variables.iter().copied());
         let end = || -> Outcome<Stdio> { Ok(pty.slave.try_clone()?.into()) };
         command.stdin(end()?).stdout(end()?).stderr(end()?);
         let child = command.spawn()?;
-        Ok(Self { child, ours: pty.master.into(), theirs: pty.slave, shown: vt::Screen::new() })
+        Ok(Self { child, ours: pty.master.into(), _theirs: pty.slave, shown: vt::Screen::new() })
     }
 
-    /// Takes in what is written until the screen is as wanted.
-    fn until(&mut self, what: &str, is_so: impl Fn(&vt::Screen) -> bool) -> Outcome {
+    /// Takes in what is written until the screen has these words.
+    fn until_shown(&mut self, words: &str) -> Outcome {
         let deadline = Instant::now() + TIMEOUT;
-        while !is_so(&self.shown) {
+        while !self.shown.text().contains(words) {
             if Instant::now() >= deadline {
-                return Err(Trouble::new(format!("no {what} on:\n{}", self.shown.text())));
+                return Err(Trouble::new(format!("no {words} on:\n{}", self.shown.text())));
             }
             self.read_some()?;
         }
         Ok(())
-    }
-
-    fn until_shown(&mut self, words: &str) -> Outcome {
-        self.until(words, |screen| screen.text().contains(words))
     }
 
     /// Takes in what is there, or comes within a moment.
@@ -75,28 +65,18 @@ impl Terminal {
         Ok(())
     }
 
-    fn press(&self, keys: &str) -> Outcome {
-        let written = write(self.ours.as_fd(), keys.as_bytes())?;
-        assert_eq!(written, keys.len());
-        Ok(())
-    }
-
-    /// Its exit code, and that the terminal is as it was.
+    /// Its exit code.
     fn left(&mut self) -> Outcome<Option<i32>> {
         let deadline = Instant::now() + TIMEOUT;
-        let code = loop {
+        loop {
             if let Some(status) = self.child.try_wait()? {
-                break status.code();
+                return Ok(status.code());
             }
             if Instant::now() >= deadline {
                 return Err(Trouble::new("it does not leave"));
             }
             self.read_some()?;
-        };
-        self.until("screen as before", |screen| !screen.is_other && screen.has_cursor)?;
-        let flags = tcgetattr(&self.theirs)?.local_flags;
-        assert!(flags.contains(LocalFlags::ICANON | LocalFlags::ECHO), "{flags:?}");
-        Ok(code)
+        }
     }
 }
 
@@ -119,10 +99,6 @@ mod vt {
         escape: Option<String>,
         /// Bytes of a character that has not come wholly.
         partial: Vec<u8>,
-        /// Is the other screen shown, which leaves the first as it was?
-        pub(super) is_other: bool,
-        pub(super) has_cursor: bool,
-        pub(super) has_colours: bool,
     }
 
     impl Screen {
@@ -133,9 +109,6 @@ mod vt {
                 column: 0,
                 escape: None,
                 partial: Vec::new(),
-                is_other: false,
-                has_cursor: true,
-                has_colours: false,
             }
         }
 
@@ -186,44 +159,15 @@ mod vt {
             let (numbers, action) = inner.split_at(inner.len() - 1);
             let mut parts = numbers.split(';').map(|part| part.parse::<usize>().unwrap_or(0));
             match (numbers, action) {
-                ("?1049", "h" | "l") => self.is_other = action == "h",
-                ("?25", "h" | "l") => self.has_cursor = action == "h",
                 ("2" | "", "J") => self.cells = vec![vec![' '; 80]; 24],
                 (_, "H") => {
                     self.row = parts.next().unwrap_or(1).clamp(1, 24) - 1;
                     self.column = parts.next().unwrap_or(1).max(1) - 1;
                 }
-                (_, "m") => self.has_colours |= parts.any(|part| matches!(part, 31..=38)),
                 _ => {}
             }
         }
     }
-}
-
-#[test]
-fn top_shows_real_tenants_follows_a_pause_and_leaves_the_terminal_as_it_was() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let train = stage.connected_job(&JobOptions::new("train", 2))?;
-    let infer =
-        stage.connected_job(&JobOptions { tensor_mib: 24, ..JobOptions::new("infer", 1) })?;
-    let mut top = Terminal::top(&stage, &[])?;
-    top.until_shown("2 tenants, 3 processes")?;
-    top.until_shown("infer   active")?;
-    top.until_shown("train   active")?;
-    top.until_shown(&format!("{} active", infer.ranks[0].pid()))?;
-    assert!(top.shown.is_other && !top.shown.has_cursor && top.shown.has_colours);
-    top.press("\x1b[B")?;
-    top.until_shown(&format!("{} active", train.ranks[1].pid()))?;
-    stage.pause("train")?;
-    top.until_shown("train   paused")?;
-    top.until_shown("last pause: close gate")?;
-    top.press("?")?;
-    top.until_shown("memory of other processes, which count it as their own")?;
-    top.press("?q")?;
-    assert_eq!(top.left()?, Some(0));
-    stage.resume("train")?;
-    train.exit()?;
-    infer.exit()
 }
 
 #[test]
@@ -237,7 +181,7 @@ fn a_pause_in_a_terminal_says_how_much_it_copies() -> Outcome {
         Ok(members[0]["copied"]["of_bytes"].as_u64().unwrap_or_default())
     };
     assert_eq!(copied(&stage)?, 0);
-    let mut pause = Terminal::start(&stage, &["pause", "train"], &[])?;
+    let mut pause = Terminal::start(&stage, &["pause", "train"])?;
     pause.until_shown("pausing train: ")?;
     pause.until_shown("MiB")?;
     assert!(copied(&stage)? > 0);
@@ -250,76 +194,10 @@ fn a_pause_in_a_terminal_says_how_much_it_copies() -> Outcome {
 }
 
 #[test]
-fn top_says_that_there_is_no_tenant_and_uses_no_colours_where_none_are_wanted() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut top = Terminal::top(&stage, &[("NO_COLOR", "1")])?;
-    top.until_shown("no tenant is running; start one with")?;
-    let job = stage.job(&JobOptions::new("train", 1))?;
-    top.until_shown("train   active")?;
-    assert!(!top.shown.has_colours);
-    top.press("\x03")?;
-    assert_eq!(top.left()?, Some(0));
-    job.exit()
-}
-
-#[test]
-fn top_restores_the_terminal_when_it_is_ended_by_a_signal() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut top = Terminal::top(&stage, &[])?;
-    top.until("other screen", |screen| screen.is_other)?;
-    kill(Pid::from_raw(i32::try_from(top.child.id())?), Signal::SIGTERM)?;
-    assert_eq!(top.left()?, Some(0));
-    Ok(())
-}
-
-#[test]
-fn top_ends_when_its_terminal_is_gone() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut top = Terminal::top(&stage, &[])?;
-    top.until_shown("no tenant is running")?;
-    // It has no other holder on this side. Without a session of its own no signal tells of it.
-    top.ours = File::open("/dev/null")?;
-    let deadline = Instant::now() + TIMEOUT;
-    while top.child.try_wait()?.is_none() {
-        assert!(Instant::now() < deadline, "it goes on without a terminal");
-        std::thread::yield_now();
-    }
-    Ok(())
-}
-
-#[test]
-fn top_is_ended_by_a_signal_also_in_the_middle_of_a_key() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut top = Terminal::top(&stage, &[])?;
-    top.until_shown("no tenant is running")?;
-    top.press("?")?;
-    top.until_shown("own memory that is on the GPU")?;
-    // An arrow of which the end does not come.
-    top.press("\x1b[")?;
-    kill(Pid::from_raw(i32::try_from(top.child.id())?), Signal::SIGTERM)?;
-    assert_eq!(top.left()?, Some(0));
-    Ok(())
-}
-
-#[test]
-fn top_without_a_terminal_says_so() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let ran = stage.sublet(&["top"])?.exited(1)?;
-    assert!(ran.stdout.is_empty(), "{ran:#?}");
-    assert!(
-        ran.stderr.contains("needs a terminal") && ran.stderr.contains("sublet ps"),
-        "{ran:#?}"
-    );
-    Ok(())
-}
-
-#[test]
 fn a_process_that_is_stopped_keeps_its_row_with_why_and_what_it_holds() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let job = stage.job(&JobOptions::new("train", 2))?;
     let (stopped, other) = (job.ranks[0].pid(), job.ranks[1].pid());
-    let mut top = Terminal::top(&stage, &[])?;
-    top.until_shown(&format!("{stopped} active"))?;
     job.ranks[0].stop()?;
     let ran = stage.sublet_told("LD_LIBRARY_PATH", &stage.libraries_with_nvml(), &["ps", "-v"])?;
     let shown = ran.succeeded()?.stdout;
@@ -331,10 +209,7 @@ fn a_process_that_is_stopped_keeps_its_row_with_why_and_what_it_holds() -> Outco
     assert!(row(other).contains(" active"), "{shown}");
     let wanted = format!("train {stopped} no answer: stopped (SIGSTOP) 0 - - - ");
     assert!(row(stopped).starts_with(&wanted) && row(stopped).contains(" MiB - - "), "{shown}");
-    top.until_shown(&format!("{stopped} no answer: stopped (SIGSTOP), had "))?;
     job.ranks[0].signal(Signal::SIGCONT)?;
-    top.press("q")?;
-    assert_eq!(top.left()?, Some(0));
     let stats = stage.sublet(&["stats", "train"])?.succeeded()?.stdout;
     assert!(!stats.contains("no answer"), "{stats}");
     job.exit()
@@ -522,6 +397,22 @@ fn shells_complete_the_names_of_tenants() -> Outcome {
         assert!(shown.lines().any(|line| line == name), "no {name} in {shown}");
     }
     jobs.into_iter().try_for_each(|job| job?.exit())
+}
+
+#[test]
+fn ps_says_who_changes_a_tenant() -> Outcome {
+    let (stage, job) = Stage::with_train(&CAPACITIES, 2)?;
+    job.ranks[0].stop()?;
+    let mut pause = stage.command(&stage.files().sublet).args(["pause", "train"]).spawn()?;
+    let named = format!("train: process {} (", pause.id());
+    sublet_tests::until("it is named", TIMEOUT, || {
+        let shown = stage.sublet(&["ps"])?.succeeded()?.stdout;
+        Ok(shown.lines().any(|line| line.starts_with(&named) && line.ends_with("holds the tenant")))
+    })?;
+    job.ranks[0].signal(Signal::SIGCONT)?;
+    assert!(pause.wait()?.success());
+    stage.resume("train")?;
+    job.exit()
 }
 
 #[test]

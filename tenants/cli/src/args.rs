@@ -71,9 +71,6 @@ pub(crate) enum Command {
     /// Show what the processes of a tenant hold, and how their last pause and resume went
     #[command(after_help = "Example: sublet stats train -v")]
     Stats(StatsArgs),
-    /// Show tenants, GPUs, switches and who waits for whom, each second, until q is pressed
-    #[command(after_help = "Example: sublet top")]
-    Top,
     /// Print figures of tenants and GPUs for Prometheus
     #[command(after_help = "Example: sublet metrics --listen 9400")]
     Metrics(MetricsArgs),

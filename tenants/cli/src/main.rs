@@ -33,7 +33,6 @@ mod silent;
 mod simulate;
 mod stats;
 mod switch;
-mod top;
 mod trace;
 mod units;
 mod view;
@@ -115,7 +114,6 @@ fn dispatch(
         Command::Save(args) => save::save(&args, &open_run_dir()?, output),
         Command::Stats(args) => stats::stats(&args, &open_run_dir()?, output),
         Command::Checkpoints => checkpoints::serve(),
-        Command::Top => top::top(&open_run_dir()?, environment),
         Command::Metrics(args) => metrics::metrics(&args, &open_run_dir()?, output),
         Command::Trace(args) => trace::trace(&args, &open_run_dir()?, output),
         Command::Completions(args) => manual::completions(&args, output),

@@ -1,9 +1,8 @@
 //! The one way to standard output. A reader that has gone away (`sublet ps | head -1`) is no error.
 
-use std::io::{self, ErrorKind, IsTerminal as _, Write as _};
+use std::io::{self, ErrorKind, Write as _};
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
-use ratatui::crossterm::terminal;
 use serde::Serialize;
 
 use crate::failure::{EXIT_UNCHANGED, Failure};
@@ -32,9 +31,7 @@ pub(crate) struct Output {
 
 impl Output {
     pub(crate) fn new() -> Self {
-        let is_terminal = io::stdout().is_terminal();
-        let columns = is_terminal.then(|| terminal::size().ok()).flatten();
-        Self { text: String::new(), columns: columns.map(|(columns, _)| columns.into()) }
+        Self { text: String::new(), columns: Table::new().width().map(usize::from) }
     }
 
     pub(crate) fn line(&mut self, line: impl AsRef<str>) {

@@ -1,6 +1,7 @@
 //! `sublet ps`: tenants, their processes, and their bytes on each GPU.
 
 mod remarks;
+mod waiting;
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -160,11 +161,18 @@ fn overview(view: &View, early: &BTreeMap<String, u32>, output: &mut Output) {
     output.lines(view.tenants.iter().flat_map(|tenant| {
         let name = &tenant.stats.tenant;
         let mut remarks = tenant_remarks(&tenant.stats);
+        remarks.extend(waits_of(tenant));
         let said = remarks_of_members(view, &tenant.stats, false).into_iter();
         let folded = units::folded(said.map(|(pid, text)| (pid.to_string(), text)));
         remarks.extend(folded.into_iter().map(|(who, text)| format!("{name} {who}: {text}")));
         remarks
     }));
+}
+
+/// Who changes the tenant, and who is waited for.
+fn waits_of(tenant: &TenantView) -> impl Iterator<Item = String> {
+    let said = waiting::sentences(tenant, outsiders::command_of).into_iter();
+    said.map(|text| format!("{}: {text}", tenant.stats.tenant))
 }
 
 /// What is free, where the management library tells.
@@ -231,6 +239,7 @@ fn render(view: &View, early: &BTreeMap<String, u32>, output: &mut Output) {
     for tenant in &view.tenants {
         let name = &tenant.stats.tenant;
         output.lines(tenant_remarks(&tenant.stats));
+        output.lines(waits_of(tenant));
         let each = remarks_of_members(view, &tenant.stats, true);
         output.lines(each.into_iter().map(|(pid, text)| format!("{name} {pid}: {text}")));
     }

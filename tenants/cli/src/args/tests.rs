@@ -60,7 +60,7 @@ fn bad_usage_is_refused() {
         "sublet metrics --listen 9400 --textfile a.prom",
         "sublet metrics --listen 9400 --every 5s",
         "sublet completions tcsh",
-        "sublet top train",
+        "sublet top",
         "sublet bug-report train",
         "sublet man",
         "sublet budget",

@@ -4,7 +4,7 @@ use tenants::wire::{MemberState, MemberStats};
 
 use crate::view::TenantView;
 
-/// More would fill the screen.
+/// How many processes are named at most.
 const NAMED_MAX: usize = 4;
 
 /// Sentences, the most important first; none where nobody waits. `command_of` gives the command line of a process.
@@ -41,9 +41,6 @@ pub(super) fn sentences(tenant: &TenantView, command_of: impl Fn(u32) -> String)
         said.push(
             "nobody holds the tenant: its processes settle what was left half done".to_owned(),
         );
-    }
-    for failure in &tenant.stats.failures {
-        said.push(format!("no answer from {failure}"));
     }
     said
 }
