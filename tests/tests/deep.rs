@@ -124,6 +124,24 @@ fn two_tenants_change_places_and_the_contexts_of_the_first_follow() -> Outcome {
     infer.works_and_exits()
 }
 
+/// The first cannot leave: it captures a graph for longer than the command waits.
+#[test]
+fn one_that_does_not_come_since_the_other_stays_is_deep_as_before() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut train = job(&stage, "train")?;
+    stage.sublet(&["pause", "train", "--deep"])?.succeeded()?;
+    let mut stays = stage.turn_taker("stays", &[], 0)?;
+    stays.do_it("allocate 16 3")?;
+    stays.do_it("capture")?;
+    let ran = stage.sublet(&["swap", "stays", "train", "--timeout", "3s"])?.exited(1)?;
+    assert!(ran.stderr.contains("is capturing 1 stream"), "{ran:#?}");
+    assert_eq!(stage.states("train")?, ["deep"]);
+    stays.do_it("captured")?;
+    stage.sublet(&["swap", "stays", "train"])?.succeeded()?;
+    goes_on(&stage, &mut train)?;
+    train.exit()
+}
+
 /// If the contexts of both do not fit together, the first leaves before.
 #[test]
 fn two_tenants_change_places_whose_contexts_do_not_fit_side_by_side() -> Outcome {

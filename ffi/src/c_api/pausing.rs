@@ -93,9 +93,15 @@ unsafe fn act_for_all(
 pub unsafe extern "C" fn sublet_pause_tenant(tenant: *const c_char, timeout_ms: u32) -> c_int {
     code_of(|| {
         // SAFETY: as this function's caller promises.
-        switching::stays_away(&run_dir()?, &unsafe { tenant_of(tenant) }?);
+        let (run_dir, name) = (run_dir()?, unsafe { tenant_of(tenant) }?);
+        switching::stays_away(&run_dir, &name);
         // SAFETY: as above.
-        unsafe { act_for_all(tenant, Scope::Whole, Action::Pause, timeout_ms) }
+        let paused = unsafe { act_for_all(tenant, Scope::Whole, Action::Pause, timeout_ms) };
+        if paused.is_ok() {
+            // A switch may have paused it meanwhile, which would have it come back.
+            switching::stays_away(&run_dir, &name);
+        }
+        paused
     })
 }
 

@@ -21,6 +21,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
 use nix::sys::socket::{MsgFlags, send};
+use vmm_pool::Uninherited;
 use vmm_pool::driver::DriverCode;
 
 use super::{CheckpointError, Checkpointer, ProcessState};
@@ -48,7 +49,8 @@ type Waiting = Mutex<Option<BTreeMap<u64, (&'static str, Sender<Answer>)>>>;
 
 #[derive(Debug)]
 struct Child {
-    socket: UnixStream,
+    /// A forked child that kept it would have the command outlive this process.
+    socket: Uninherited<UnixStream>,
     waiting: Arc<Waiting>,
     /// The number of the last call. Held while a line is written, so that lines stay whole.
     last: Mutex<u64>,
@@ -106,10 +108,12 @@ impl ByCommand {
         let mut process = command.spawn()?;
         // It holds their end of the socket, and this end must hear when the child has gone.
         drop(command);
-        let (reads, waiting) = (own.try_clone()?, Arc::new(Mutex::new(Some(BTreeMap::new()))));
+        let own = Uninherited::from(own);
+        let reads = Uninherited::from(own.try_clone()?);
+        let waiting = Arc::new(Mutex::new(Some(BTreeMap::new())));
         let (heard, after_panic) = (Arc::clone(&waiting), Arc::clone(&waiting));
         let hear_all = move || {
-            hear(reads, &heard);
+            hear(&reads, &heard);
             // The calls that are left are told so by their channels.
             drop(lock(&heard).take());
             if let Err(error) = process.wait() {
@@ -157,7 +161,7 @@ fn write(socket: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
 }
 
 /// Hands answers out until there are no more.
-fn hear(socket: UnixStream, waiting: &Waiting) {
+fn hear(socket: &UnixStream, waiting: &Waiting) {
     for line in BufReader::new(socket).lines() {
         let Ok(line) = line else { return };
         let mut words = line.splitn(3, ' ');

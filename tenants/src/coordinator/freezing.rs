@@ -111,9 +111,9 @@ impl Session<'_> {
         let driver = self.driver().map_err(|error| refused(error.to_string()))?;
         for index in 0..self.peers.list.len() {
             let who = self.peers.list[index].who;
-            let why = match who.pid {
-                None => Some("the kernel does not tell its id in this pid namespace".to_owned()),
-                Some(pid) => obstacle(&*driver, pid),
+            let why = match self.pid_here(index) {
+                Err(error) => Some(error.to_string()),
+                Ok(pid) => obstacle(&*driver, pid),
             };
             if let Some(why) = why {
                 return Err(refused(format!("{who}: {why}")));
@@ -303,7 +303,13 @@ impl Session<'_> {
         let mut waited_for = Vec::new();
         for &index in members {
             let (driver, say, say_so) = (Arc::clone(&driver), say.clone(), say.clone());
-            let pid = self.peers.list[index].who.pid.unwrap_or(0);
+            let pid = match self.pid_here(index) {
+                Ok(pid) => pid,
+                Err(error) => {
+                    moved.failures.push(self.failure(index, phase, &error));
+                    continue;
+                }
+            };
             let began = Instant::now();
             // Not one after the other: each takes some 0.4 s and more.
             let made = vmm_pool::threads::spawn(
@@ -342,7 +348,14 @@ impl Session<'_> {
     }
 
     fn driver_state(&self, index: usize) -> Result<ProcessState, CheckpointError> {
-        self.driver()?.state(self.peers.list[index].who.pid.unwrap_or(0))
+        self.driver()?.state(self.pid_here(index)?)
+    }
+
+    /// The id by which the driver is asked about a process. That of another pid namespace may be another process here.
+    fn pid_here(&self, index: usize) -> Result<u32, CheckpointError> {
+        self.peers.list[index].pid_here.ok_or_else(|| CheckpointError::Unavailable {
+            reason: "it has no id in this pid namespace: use a command in its container, or outside of both".to_owned(),
+        })
     }
 
     /// Those of `members` that stand in `state`, by the driver.

@@ -26,6 +26,8 @@ const END_TIMEOUT: Duration = Duration::from_millis(500);
 #[derive(Debug)]
 pub(super) struct Peer {
     pub(super) who: Who,
+    /// Its id in the pid namespace of this process, if it has one there. `who` may have that of its own namespace.
+    pub(super) pid_here: Option<u32>,
     pub(super) info: Option<MemberInfo>,
     /// Its connection does not always tell of its end: a child that it forked may hold that open.
     process: Process,
@@ -121,6 +123,7 @@ pub(super) fn reach(socket: &MemberSocket, deadline: Instant) -> Result<Reached,
     }
     Ok(Reached::Peer(Box::new(Peer {
         who: Who { pid: connection.peer().pid(), member: socket.id },
+        pid_here: connection.peer().pid(),
         info: None,
         process,
         link: Link::Up { connection, owed: VecDeque::new() },

@@ -218,7 +218,8 @@ fn overlapped(
         started,
         &mut tell_after,
     );
-    if moved.as_ref().is_err_and(|error| error.in_the_way().is_some()) {
+    let has_not_come = |error: &SwapError| !matches!(error, SwapError::NotBack { .. });
+    if moved.as_ref().is_err_and(has_not_come) {
         coming.freeze_again(thawed);
     }
     moved

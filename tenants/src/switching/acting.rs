@@ -92,13 +92,14 @@ impl Acting<'_> {
         to_depth(self.run_dir, tenant, &options, depth)
     }
 
-    /// Has the contexts of one of [`Acting::deep`] leave, which is paused if it `runs`. One that has come back meanwhile is left alone.
+    /// Has the contexts of one of [`Acting::deep`] leave, which is paused if it `runs`. One that has come back meanwhile is left alone. Why they
+    /// did not leave comes with what was done: it is paused all the same.
     pub(super) fn sink(
         &self,
         one: &TenantName,
         runs: bool,
         progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Outcome, CoordinatorError> {
+    ) -> Result<(Outcome, Option<String>), CoordinatorError> {
         let mut coordinator = self.coordinator(one, self.options.interrupt.as_ref());
         let outcome =
             if runs { coordinator.pause(progress) } else { coordinator.deepen(progress) }?;
@@ -106,7 +107,7 @@ impl Acting<'_> {
             Outcome::Completed(report) => report.not_deep.first().map(ToString::to_string),
             Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => None,
         };
-        why.map_or(Ok(outcome), |why| Err(CoordinatorError::NotDeep { tenant: one.clone(), why }))
+        Ok((outcome, why))
     }
 
     /// Pauses `victims` and resumes the tenant.

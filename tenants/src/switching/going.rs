@@ -3,7 +3,7 @@
 use super::acting::{Acting, SwitchOptions};
 use super::queue::Queue;
 use super::{SwitchError, Switched};
-use crate::coordinator::Event;
+use crate::coordinator::{CoordinatorError, Event};
 use crate::error_text::chain;
 use crate::identity::TenantName;
 use crate::run_dir::turn_files::TurnLock;
@@ -37,16 +37,28 @@ impl Queue {
         let (began_us, mut lines) = (now_us(), decision.reasons.clone());
         let done = acting.sink(one, runs(one), progress);
         let now_us = now_us();
+        let took_us = now_us.saturating_sub(began_us);
+        if done.is_ok() && runs(one) {
+            lines.extend(history.left(one, scene, now_us));
+        }
         match &done {
-            Ok(_) if runs(one) => {
-                lines.extend(history.left(one, scene, now_us));
+            Ok((_, None)) => {}
+            Ok((_, Some(why))) => {
+                lines.push(history.kept_contexts(one, why, took_us, now_us));
             }
-            Ok(_) => {}
-            Err(error) => {
-                let took_us = now_us.saturating_sub(began_us);
+            Err(error) if runs(one) => {
+                // Should it be paused after all, it comes back by itself.
+                history.is_leaving(one);
                 lines.push(history.refused(one, &chain(error), took_us, now_us));
             }
+            Err(error) => {
+                lines.push(history.kept_contexts(one, &chain(error), took_us, now_us));
+            }
         }
+        let done = done.and_then(|(outcome, why)| {
+            let not_deep = |why| CoordinatorError::NotDeep { tenant: one.clone(), why };
+            why.map_or(Ok(outcome), |why| Err(not_deep(why)))
+        });
         let kept = self.turns.keep_history(lock, &history);
         let unrecorded = kept.and(self.turns.log(Some(lock), &lines)).err();
         let unrecorded = unrecorded.map(|error| chain(&error));

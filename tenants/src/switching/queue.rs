@@ -164,6 +164,11 @@ impl Queue {
         scene
     }
 
+    /// Is its time to wait over?
+    fn is_late(&self) -> bool {
+        self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
+    }
+
     /// A sign of life, unless it is called off.
     fn beat(&self, calls_off: CallsOff<'_>) -> Result<(), SwitchError> {
         self.claim.beat();
@@ -265,8 +270,9 @@ impl Queue {
                     match went {
                         // How much it was is for the caller to find out.
                         Ok(switched) if self.wish.context().is_some() => return Ok(switched),
+                        Ok(_) => {}
                         // Another one, or none: it is passed over for a while.
-                        Ok(_) | Err(SwitchError::Undone { .. }) => {}
+                        Err(SwitchError::Undone { .. }) if !self.is_late() => {}
                         Err(error) => return Err(error),
                     }
                 }

@@ -124,7 +124,7 @@ impl Decision {
 pub(super) struct View<'a> {
     pub(super) scene: &'a Scene,
     pub(super) history: &'a History,
-    now_us: u64,
+    pub(super) now_us: u64,
 }
 
 impl<'a> View<'a> {

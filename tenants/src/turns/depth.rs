@@ -12,10 +12,14 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::decide::{Decision, Hold, Verdict, View};
+use super::history::Refusal;
 use super::scene::{CONTEXT_BYTES, Standing, Waiting};
 use super::victims::Candidate;
 use crate::identity::TenantName;
 use crate::size::Size;
+
+/// How often contexts that could not leave are waited for. After that a tenant that needs their room is refused.
+const TRIES_MAX: u32 = 3;
 
 /// Are the contexts of a paused tenant to leave that has rested for so long, and is not in the queue to come back?
 pub fn is_due(rested: Duration, after: Option<Duration>) -> bool {
@@ -69,22 +73,34 @@ impl<'a> View<'a> {
         holds: &BTreeMap<&'a TenantName, Hold>,
     ) -> Option<Decision> {
         let resting = self.resting(waiting, short);
-        let may_leave = |tenant: &&TenantName| {
-            self.scene.tenants[*tenant].contexts.may_leave && self.refuses(tenant).is_none()
+        let may_leave = |tenant: &&TenantName| self.scene.tenants[*tenant].contexts.may_leave;
+        let could = || all.iter().map(|candidate| candidate.tenant).filter(may_leave);
+        let goes = |tenant: &&TenantName| {
+            self.refuses(tenant).is_none() && self.keeps_contexts(tenant).is_none()
         };
-        let run = || all.iter().map(|candidate| candidate.tenant).filter(may_leave);
-        let is_enough = |(gpu, bytes): (&&str, &u64)| {
-            let gives = all.iter().filter_map(|candidate| candidate.gives.get(*gpu));
-            let contexts = resting.iter().copied().chain(run()).map(|tenant| {
-                let standing = &self.scene.tenants[tenant];
-                let processes =
-                    if standing.held.contains_key(*gpu) { standing.contexts.processes } else { 0 };
-                processes.saturating_mul(CONTEXT_BYTES)
-            });
-            gives.copied().chain(contexts).fold(0, u64::saturating_add) >= *bytes
+        let run = || could().filter(goes);
+        let are_enough = |tenants: Vec<&TenantName>| {
+            short.iter().all(|(gpu, bytes)| {
+                let gives = all.iter().filter_map(|candidate| candidate.gives.get(*gpu));
+                let contexts = tenants.iter().map(|tenant| {
+                    let standing = &self.scene.tenants[*tenant];
+                    let is_there = standing.held.contains_key(*gpu);
+                    let processes = if is_there { standing.contexts.processes } else { 0 };
+                    processes.saturating_mul(CONTEXT_BYTES)
+                });
+                gives.copied().chain(contexts).fold(0, u64::saturating_add) >= *bytes
+            })
         };
-        if !short.iter().all(is_enough) {
-            return None;
+        if !are_enough(resting.iter().copied().chain(run()).collect()) {
+            let could_rest = self.could_rest(waiting, short);
+            let all: Vec<_> = could_rest.into_iter().chain(could()).collect();
+            let keep =
+                all.iter().filter_map(|tenant| Some((*tenant, self.keeps_contexts(tenant)?)));
+            let asked_again = keep.filter(|(_, refusal)| refusal.times < TRIES_MAX);
+            let (tenant, refusal) = asked_again.min_by_key(|(_, refusal)| refusal.until_us)?;
+            let why = format!("the contexts of '{tenant}' could not leave ({})", refusal.why);
+            let wait = Decision::wait(waiting, Some(refusal.until_us), &why);
+            return are_enough(all).then_some(wait);
         }
         if let Some(rests) = resting.first() {
             return Some(Self::sinks(waiting, rests, short));
@@ -108,15 +124,27 @@ impl<'a> View<'a> {
         until.min().map(|(until_us, why)| Decision::wait(waiting, Some(until_us), why))
     }
 
-    /// Tenants that rest, and whose contexts could make room on one of these GPUs; who is to give them first is first.
+    /// What taking the contexts of `tenant` off failed with, if that was so lately that it is not tried again yet.
+    fn keeps_contexts(&self, tenant: &TenantName) -> Option<&'a Refusal> {
+        let past = self.history.tenants.get(tenant.as_str())?;
+        past.keeps_contexts.as_ref().filter(|refusal| refusal.until_us > self.now_us)
+    }
+
+    /// Those of [`View::could_rest`] whose contexts are to leave now if they can; who is to give them first is first.
     fn resting(&self, waiting: &Waiting, short: &BTreeMap<&str, u64>) -> Vec<&'a TenantName> {
+        let mut resting = self.could_rest(waiting, short);
+        resting.retain(|tenant| self.keeps_contexts(tenant).is_none());
+        resting
+    }
+
+    /// Tenants that rest, and whose contexts could make room on one of these GPUs.
+    fn could_rest(&self, waiting: &Waiting, short: &BTreeMap<&str, u64>) -> Vec<&'a TenantName> {
         let could = |(tenant, standing): &(&TenantName, &Standing)| {
             **tenant != waiting.tenant
                 && !standing.is_active
                 && standing.contexts.may_leave
                 && !self.scene.moving.contains(*tenant)
                 && short.keys().any(|gpu| standing.held.contains_key(*gpu))
-                && self.refuses(tenant).is_none()
         };
         let mut resting: Vec<_> =
             self.scene.tenants.iter().filter(could).map(|(tenant, _)| tenant).collect();
@@ -319,6 +347,39 @@ mod tests {
         let said = decided(&tenants[1..], wish(), GIB);
         assert_eq!(said.verdict, Verdict::Go(vec![name("runs")]));
         assert_eq!(decided(&tenants[2..], wish(), GIB).verdict, Verdict::Never);
+    }
+
+    #[test]
+    fn contexts_that_could_not_leave_are_waited_for_a_few_times_and_then_they_are_known_to_stay() {
+        let tenants = [("rests", standing(false, 4, MAY)), ("wants", standing(true, 0, MAY))];
+        let mut history = History::default();
+        let scene = Scene {
+            free_bytes: BTreeMap::from([(GPU.to_owned(), GIB / 2)]),
+            tenants: tenants.into_iter().map(|(tenant, is)| (name(tenant), is)).collect(),
+            waiting: vec![Waiting { tenant: name("wants"), wish: more(1) }],
+            ..Scene::default()
+        };
+        let mut now_us = NOW;
+        for times in 1..=TRIES_MAX {
+            let sinks = Verdict::Sink(name("rests"));
+            assert_eq!(decide(&scene, &history, now_us)[0].verdict, sinks);
+            let line = history.kept_contexts(&name("rests"), "no driver", 1, now_us);
+            assert!(line.starts_with("the contexts of 'rests' could not leave, "), "{line}");
+            // A paused tenant could be paused, which says nothing of its contexts.
+            history.note_back(&scene);
+            let said = decide(&scene, &history, now_us).remove(0);
+            if times == TRIES_MAX {
+                assert_eq!(said.verdict, Verdict::Never);
+            } else if let Verdict::Wait(Some(until_us)) = said.verdict {
+                now_us = until_us;
+            } else {
+                panic!("{times}: {said:?}");
+            }
+        }
+        let mut away = scene;
+        away.tenants.get_mut(&name("rests")).unwrap().contexts = AWAY;
+        history.note_back(&away);
+        assert_eq!(history.of(&name("rests")).keeps_contexts, None);
     }
 
     #[test]

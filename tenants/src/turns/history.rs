@@ -52,9 +52,12 @@ pub struct Past {
     /// It could not be paused for another, and has not been since.
     #[serde(default)]
     pub refusal: Option<Refusal>,
+    /// Its contexts could not leave, and have not since.
+    #[serde(default)]
+    pub keeps_contexts: Option<Refusal>,
 }
 
-/// Pauses of one tenant that failed, one after the other.
+/// Pauses of one tenant that failed, one after the other, or tries to take its contexts off.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refusal {
     /// How many.
@@ -76,7 +79,32 @@ impl Default for Past {
             growth: 1,
             pushed_us: Vec::new(),
             refusal: None,
+            keeps_contexts: None,
         }
+    }
+}
+
+impl Refusal {
+    /// A try failed with `why` after `took_us`, behind those `before`. See [`History::refused`].
+    fn again(before: Option<Self>, why: &str, took_us: u64, now_us: u64) -> Self {
+        let is_known =
+            |refusal: &Self| now_us <= refusal.until_us.saturating_add(REFUSED_FORGOTTEN_US);
+        let before = before.filter(is_known).map_or(0, |refusal| refusal.times);
+        let most_us = REFUSED_MAX_US.max(took_us.saturating_mul(REFUSED_TRIES));
+        let factor = 1_u64.checked_shl(before).unwrap_or(u64::MAX);
+        let rests_us = took_us.max(REFUSED_MIN_US).saturating_mul(factor).min(most_us);
+        let until_us = now_us.saturating_add(rests_us);
+        Self { times: before.saturating_add(1), until_us, why: why.to_owned() }
+    }
+
+    /// What is not done for how long, from `now_us` on.
+    fn line(&self, what: &str, now_us: u64) -> String {
+        let Self { times, until_us, why } = self;
+        format!(
+            "{what}, {times} time{} in a row: it is passed over for {} ({why})",
+            if *times == 1 { "" } else { "s" },
+            time(until_us.saturating_sub(now_us))
+        )
     }
 }
 
@@ -170,23 +198,27 @@ impl History {
     /// for less than a tenth of the time.
     pub fn refused(&mut self, tenant: &TenantName, why: &str, took_us: u64, now_us: u64) -> String {
         let past = self.at(tenant);
-        let before = past
-            .refusal
-            .take()
-            .filter(|refusal| now_us <= refusal.until_us.saturating_add(REFUSED_FORGOTTEN_US));
-        let before = before.map_or(0, |refusal| refusal.times);
-        let most_us = REFUSED_MAX_US.max(took_us.saturating_mul(REFUSED_TRIES));
-        let factor = 1_u64.checked_shl(before).unwrap_or(u64::MAX);
-        let rests_us = took_us.max(REFUSED_MIN_US).saturating_mul(factor).min(most_us);
-        let times = before.saturating_add(1);
-        let until_us = now_us.saturating_add(rests_us);
-        past.refusal = Some(Refusal { times, until_us, why: why.to_owned() });
+        let refusal = Refusal::again(past.refusal.take(), why, took_us, now_us);
+        let line = refusal.line(&format!("'{tenant}' could not be paused"), now_us);
+        past.refusal = Some(refusal);
         self.changed_us = now_us;
-        format!(
-            "'{tenant}' could not be paused, {times} time{} in a row: it is passed over for {} ({why})",
-            if times == 1 { "" } else { "s" },
-            time(rests_us)
-        )
+        line
+    }
+
+    /// The same of its contexts, which were to leave.
+    pub fn kept_contexts(
+        &mut self,
+        tenant: &TenantName,
+        why: &str,
+        took_us: u64,
+        now_us: u64,
+    ) -> String {
+        let past = self.at(tenant);
+        let refusal = Refusal::again(past.keeps_contexts.take(), why, took_us, now_us);
+        let line = refusal.line(&format!("the contexts of '{tenant}' could not leave"), now_us);
+        past.keeps_contexts = Some(refusal);
+        self.changed_us = now_us;
+        line
     }
 
     /// `tenant` is away because somebody said so by name.
@@ -226,7 +258,7 @@ impl History {
         self.changed_us = now_us;
     }
 
-    /// A tenant that runs in `scene` is not away; one that does not run could be paused.
+    /// A tenant that runs in `scene` is not away; one that does not run could be paused, and one whose contexts are away could do without.
     pub fn note_back(&mut self, scene: &Scene) {
         for (name, past) in &mut self.tenants {
             let mut tenants = scene.tenants.iter();
@@ -237,6 +269,9 @@ impl History {
                 past.is_displaced = false;
             } else if is.gpus().next().is_some() {
                 past.refusal = None;
+            }
+            if is.contexts.are_away {
+                past.keeps_contexts = None;
             }
         }
     }

@@ -225,3 +225,19 @@ fn what_cannot_be_frozen_or_thawed_is_refused_before_anything_moves() {
     assert!(error.to_string().contains("sublet resume train"), "{error}");
     assert_eq!(world.states(), [MemberState::Deep]);
 }
+
+#[test]
+fn a_process_of_another_pid_namespace_is_refused_whatever_id_it_says_that_it_has() {
+    let (world, driver) = (World::of(&[active()]), Driver::at(RUNNING));
+    let coordinator = coordinator(&world, &driver);
+    let dir = world.run_dir.tenant(&tenant("train")).unwrap();
+    let lock = coordinator.lock(&dir, Action::Pause).unwrap();
+    let (options, mut progress) = (coordinator.options.clone(), quiet);
+    let mut session = Session::open(&dir, &lock, &options, Action::Pause, &mut progress).unwrap();
+    assert!(session.refuse_shallow().is_ok());
+    assert!(session.peers.list[0].who.pid.is_some(), "its own id, for reports");
+    session.peers.list[0].pid_here = None;
+    let error = session.refuse_shallow().unwrap_err();
+    assert!(error.to_string().contains("no id in this pid namespace"), "{error}");
+    assert!(driver.take_made().is_empty());
+}
