@@ -319,9 +319,8 @@ fn asked(ask: impl Fn(usize, *mut usize, *mut usize) -> c_int) -> Layout {
 
 /// Functions are about to end, or have ended: their values may be others'.
 pub(crate) fn forget_functions() {
-    if is_on() {
-        LAYOUTS.write().unwrap_or_else(PoisonError::into_inner).clear();
-    }
+    // Also while no window is open: those that were known before come back with the next one.
+    LAYOUTS.write().unwrap_or_else(PoisonError::into_inner).clear();
 }
 
 /// Does this driver describe the parameters of kernels? From 12.4 on.

@@ -4,13 +4,16 @@
  *   never     access was never enabled: an attempt to enable it still succeeds
  *   opened    access was enabled before memory of another process is opened; opened-old: by the form of CUDA 4
  *   opening   access is enabled after it was opened
+ *   meanwhile access is enabled while one thread allocates and another frees
  *
  * It prints the same with and without Sublet. */
 #include "driver.h"
 #include "attach.h"
 #include "inside.h"
 
+#include <pthread.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 
@@ -122,6 +125,48 @@ static void opened(const char *what, int by_old_form, int is_enabled_before)
     OK(cuDevicePrimaryCtxRelease(0));
 }
 
+enum { BLOCKS = 12 };
+static CUdeviceptr blocks[BLOCKS];
+static atomic_int made, is_over;
+
+static void *allocate_all(void *unused)
+{
+    OK(cuCtxSetCurrent(contexts[0]));
+    for (int index = 0; index < BLOCKS; index++) {
+        OK(cuMemAlloc(&blocks[index], BYTES));
+        atomic_store(&made, index + 1);
+    }
+    return unused;
+}
+
+static void *allocate_and_free(void *unused)
+{
+    CUdeviceptr data = 0;
+    OK(cuCtxSetCurrent(contexts[0]));
+    while (!atomic_load(&is_over)) {
+        OK(cuMemAlloc(&data, BYTES));
+        OK(cuMemFree(data));
+    }
+    return unused;
+}
+
+static void meanwhile(void)
+{
+    pthread_t threads[2];
+    start();
+    if (pthread_create(&threads[0], NULL, allocate_all, NULL) != 0 || pthread_create(&threads[1], NULL, allocate_and_free, NULL) != 0)
+        exit(1);
+    while (atomic_load(&made) < BLOCKS / 2)
+        ;
+    OK(enable());
+    atomic_store(&is_over, 1);
+    for (int index = 0; index < 2; index++)
+        pthread_join(threads[index], NULL);
+    for (int index = 0; index < BLOCKS; index++)
+        OK(fill_from_1(blocks[index], 9));
+    print_word("meanwhile", blocks[BLOCKS - 1], 0);
+}
+
 int main(int count, char **words)
 {
     inside_deadline(20);
@@ -137,5 +182,7 @@ int main(int count, char **words)
         opened("opened", 1, 1);
     else if (strcmp(words[1], "opening") == 0)
         opened("opening", 0, 0);
+    else if (strcmp(words[1], "meanwhile") == 0)
+        meanwhile();
     return 0;
 }

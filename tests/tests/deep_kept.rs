@@ -92,7 +92,11 @@ fn memory_that_is_open_by_a_handle_from_outside_is_refused_by_name_until_it_is_c
     let mut train = process(&stage, Some("train"))?;
     let handle = outside.do_it("handle")?.text;
     train.do_it(&format!("open {handle}"))?;
-    is_refused(&stage, &mut train, "are open by cudaIpc handles of processes")?;
+    is_refused(&stage, &mut train, "are open by cudaIpc handles of the driver's own")?;
+    // The driver counts how often it is open.
+    train.do_it(&format!("open {handle}"))?;
+    train.do_it("close")?;
+    is_refused(&stage, &mut train, "are open by cudaIpc handles of the driver's own")?;
     train.do_it("close")?;
     comes_back(&stage, &mut train)
 }

@@ -148,8 +148,11 @@ pub fn allocate<D: Driver>(
     let class = region::class_of(library, Some(device));
     let allocation = room_of(Some(device), size_bytes, &class);
     let made = with_room(member, allocation, || {
-        let class = class.clone();
-        member.pool().enter().block_allocate(size_bytes, &prop, &accessors.of(device), class)
+        let (entered, class) = (member.pool().enter(), class.clone());
+        let address = entered.block_allocate(size_bytes, &prop, &accessors.of(device), class)?;
+        // A thread that has enabled peer access meanwhile did not find this block.
+        entered.block_admit(address, &accessors.of(device));
+        Ok(address)
     });
     match made {
         Ok(address) => {

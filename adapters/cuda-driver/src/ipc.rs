@@ -66,10 +66,10 @@ pub fn try_open<D: Driver>(
 ) -> Option<Result<DeviceAddress, ImportError>> {
     let (ticket, asked_bytes) = read(member, handle)?;
     let entered = member.pool().enter();
-    let guests = accessors.of(accessor);
     let opened = member.redeem_ticket(&entered, &ticket, library).and_then(|handle| {
         let address = entered.block_open(handle, asked_bytes, accessor)?;
-        entered.block_admit(address, &guests);
+        // Who enables peer access from here on finds it.
+        entered.block_admit(address, &accessors.of(accessor));
         Ok(address)
     });
     Some(opened)

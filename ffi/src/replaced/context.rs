@@ -16,6 +16,7 @@ use super::SUCCESS;
 use crate::contexts;
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
+use crate::look;
 use crate::runtime::{self, Member};
 
 /// How long the end of a context lets waits of ours there end.
@@ -129,6 +130,7 @@ fn end_own(context: Pointer, end: impl FnOnce() -> c_int, is_over: impl FnOnce()
     });
     let code = end();
     if code == SUCCESS && is_over() {
+        look::forget_functions();
         if let Some(member) = runtime::member() {
             member.pool().driver().own_context_ended(raw);
         }
@@ -245,6 +247,7 @@ macro_rules! reset_primary {
             let ending = ending_primary(device);
             let code = call_driver!($symbol(device));
             if code == SUCCESS {
+                look::forget_functions();
                 runtime::primary_was_reset(device);
                 if let Some(member) = runtime::member() {
                     member.pool().driver().primary_context_was_reset(DeviceOrdinal(device));

@@ -121,6 +121,8 @@ fn stream_ordered(
         Ok(before) => before,
         Err(code) => return code,
     };
+    // SAFETY: the caller's out-pointer.
+    let untouched = (!address.is_null()).then(|| unsafe { address.read_unaligned() });
     let code = allocate();
     let Some(made) = made(address).filter(|_| code == SUCCESS) else {
         return code;
@@ -130,6 +132,10 @@ fn stream_ordered(
         Ok(counted) => counted,
         Err(refused) => {
             let code = free(made);
+            if let Some(untouched) = untouched {
+                // SAFETY: as above. What is refused leaves it as it was.
+                unsafe { address.write_unaligned(untouched) };
+            }
             if code != SUCCESS {
                 tracing::warn!(code, "stream-ordered memory beyond the budget stays");
             }

@@ -2,9 +2,9 @@
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use sublet_cuda_driver::blocks::Native;
 use sublet_cuda_driver::{Answer, blocks, ipc, vmm};
@@ -185,8 +185,9 @@ macro_rules! free_async {
                     if paged.has(place) {
                         // It waits, as the caller could itself: its addresses may be others' next.
                         let waited = capture.is_none().then(|| {
-                            let _asking = member.pool().door().pass();
-                            call_driver!($wait(stream => Pointer))
+                            let (pool, wait) = (member.pool(), || call_driver!($wait(stream => Pointer)));
+                            let _asking = pool.door().pass();
+                            pool.driver().beside_captures(wait)
                         });
                         let code = DriverCode(waited.unwrap_or(DriverCode::INVALID_VALUE.0));
                         let freed = paged.free(member, place, |_| code);
@@ -240,17 +241,21 @@ pub unsafe extern "C" fn cuIpcGetMemHandle(
 #[repr(C)]
 pub struct IpcHandle([u8; ipc::HANDLE_BYTES]);
 
-/// Memory that this process has open by handles of the driver's own.
-static OPENED_BY_DRIVER: Mutex<BTreeSet<Address>> = Mutex::new(BTreeSet::new());
+/// Memory that this process has open by handles of the driver's own, and how often.
+static OPENED_BY_DRIVER: Mutex<BTreeMap<Address, usize>> = Mutex::new(BTreeMap::new());
+
+fn opened_by_driver() -> MutexGuard<'static, BTreeMap<Address, usize>> {
+    OPENED_BY_DRIVER.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Why the driver could not bring this process back from a deep pause. Driver 580: its restore fails with
 /// `CUDA_ERROR_INVALID_VALUE` while such memory is open.
 pub(crate) fn unfreezable() -> Option<String> {
-    let count = OPENED_BY_DRIVER.lock().unwrap_or_else(PoisonError::into_inner).len();
+    let count = opened_by_driver().len();
     (count > 0).then(|| {
         format!(
-            "{count} allocations are open by cudaIpc handles of processes that do not run under Sublet: start those in the same \
-             tenant, or in one of its family"
+            "{count} allocations are open by cudaIpc handles of the driver's own: of processes that do not run under Sublet (start those in the \
+             same tenant, or in one of its family), or of allocations under 1 MiB"
         )
     })
 }
@@ -271,9 +276,7 @@ macro_rules! ipc_open {
                 let code = call_driver!($symbol(address, handle, flags));
                 if code == 0 {
                     // SAFETY: the driver has written there.
-                    let opened = unsafe { *address };
-                    let mut all = OPENED_BY_DRIVER.lock().unwrap_or_else(PoisonError::into_inner);
-                    all.insert(opened);
+                    *opened_by_driver().entry(unsafe { *address }).or_default() += 1;
                 }
                 code
             };
@@ -319,7 +322,10 @@ pub unsafe extern "C" fn cuIpcCloseMemHandle(address: Address) -> c_int {
         || {
             let code = call_driver!(cuIpcCloseMemHandle(address));
             if code == 0 {
-                OPENED_BY_DRIVER.lock().unwrap_or_else(PoisonError::into_inner).remove(&address);
+                let mut all = opened_by_driver();
+                if let Some(times) = all.remove(&address).filter(|times| *times > 1) {
+                    all.insert(address, times - 1);
+                }
             }
             code
         },

@@ -306,6 +306,19 @@ fn opened_memory_is_in_reach_of_devices_with_peer_access() {
     assert_eq!(said("peers", &["opening"]), ["opening: CUDA_SUCCESS, word 8"]);
 }
 
+/// Each driver call of an allocation takes long enough for access to come in its midst.
+#[test]
+fn blocks_that_come_and_go_while_peer_access_is_enabled_are_in_reach_behind_it() {
+    let stage = Stage::new();
+    let program = stage.program("peers");
+    for call in ["cuMemSetAccess", "cuMemUnmap", "cuMemMap"] {
+        let mut command = stage.command(&program, Preload::With);
+        let command = command.arg("meanwhile").env("SIMCUDA_LATENCY", format!("{call}:20000"));
+        let text = transcript(&command.output().expect("it starts"));
+        assert_eq!(text, "meanwhile: CUDA_SUCCESS, word 9\n", "{call}");
+    }
+}
+
 #[test]
 fn memory_is_opened_by_the_form_of_the_call_before_cuda_11() {
     assert_eq!(said("peers", &["opened-old"]), ["opened: CUDA_SUCCESS, word 8"]);

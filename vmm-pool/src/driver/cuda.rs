@@ -130,7 +130,7 @@ impl CudaDriver {
     }
 
     /// Makes a call that might spoil a capture of a caller's stream, on a thread that may be the caller's.
-    fn beside_captures(&self, call: impl FnOnce() -> c_int) -> c_int {
+    pub fn beside_captures(&self, call: impl FnOnce() -> c_int) -> c_int {
         let mut mode = CAPTURE_MODE_RELAXED;
         // SAFETY: `mode` is a valid place for the old mode.
         let is_relaxed = unsafe { (self.table.exchange_capture_mode)(&raw mut mode) } == 0;

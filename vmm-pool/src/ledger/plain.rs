@@ -111,6 +111,12 @@ impl Ledger {
         free.map(|found| found.set_claimed(true)).is_some()
     }
 
+    /// Is this block there, and nobody about to free it?
+    pub(crate) fn has_block(&self, block: Block) -> bool {
+        let mapping = self.mapping(block.range.start.0);
+        mapping.is_some_and(|found| Block::of(found) == block && !found.is_claimed())
+    }
+
     /// The driver would not take the block that the caller has claimed: it may be given up once more.
     pub(crate) fn claim_ends(&mut self, block: Block) {
         if let Some(mapping) = self.mappings.get_mut(&block.range.start.0) {

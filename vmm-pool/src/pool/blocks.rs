@@ -176,7 +176,7 @@ impl<D: Driver> Entered<'_, D, Use> {
     /// driver lets it, what was opened there of other processes' blocks.
     ///
     /// # Errors
-    /// [`PoolError::Driver`] for the first block that could not be opened; earlier ones stay open.
+    /// [`PoolError::Driver`] for the first block that could not be opened; all others are. One that another thread frees meanwhile is none.
     ///
     /// # Driver calls
     /// `cuMemSetAccess` for each block.
@@ -189,17 +189,23 @@ impl<D: Driver> Entered<'_, D, Use> {
                 row.block_size_bytes()?;
                 let is_owners = row.device() == Some(owner);
                 let is_open_there = mapping.opened() > 0 && mapping.rights_of(place).is_some();
-                (is_owners || is_open_there).then(|| (mapping.range(), is_owners))
+                (is_owners || is_open_there).then(|| (Block::of(mapping), is_owners))
             });
             blocks.partition(|(_, is_owners)| *is_owners)
         };
         let access = [AccessDesc::read_write(accessor)];
-        for (range, _) in opened {
-            if let Err(error) = self.set_access(range, &access) {
+        for (block, _) in opened {
+            if let Err(error) = self.set_access(block.range, &access) {
                 tracing::debug!(%error, %accessor, "opened memory is out of this device's reach");
             }
         }
-        blocks.into_iter().try_for_each(|(range, _)| self.set_access(range, &access))
+        let mut all = Ok(());
+        for (block, _) in blocks {
+            let opened = self.set_access(block.range, &access);
+            let is_there = || self.pool.ledger().has_block(block);
+            all = all.and(opened.or_else(|error| if is_there() { Err(error) } else { Ok(()) }));
+        }
+        all
     }
 }
 
