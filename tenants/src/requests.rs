@@ -79,8 +79,10 @@ fn coordinate_or_wait<D: Driver>(
             Waited::NotYet => {}
         }
         if Instant::now() >= deadline {
-            let outcome = act(member.run_dir(), member.tenant(), action, Options::default());
-            return outcome.map(Some);
+            // It may just have been done. The others' consent is needed all the same.
+            let (lock_timeout, consent, timeout) = (LOOK, Some(LOOK), Some(LOOK));
+            let options = Options { timeout, lock_timeout, consent, ..Options::default() };
+            return act(member.run_dir(), member.tenant(), action, options).map(Some);
         }
     }
 }

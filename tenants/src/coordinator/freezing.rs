@@ -187,9 +187,11 @@ impl Session<'_> {
             report.add(self.summary(Phase::Freeze, began.elapsed(), moved.done));
             return;
         }
-        // All stand alike again, as far as that goes; a resume does the rest.
+        // All stand alike again, as far as that goes; a resume does the rest. One that has not answered in time may be ready by now.
+        let asked: Vec<usize> =
+            members.iter().copied().filter(|index| self.peers.is_up(*index)).collect();
         let mut undone = Moved::default();
-        self.bring_back(&ready, Phase::Freeze, &mut undone);
+        self.bring_back(&asked, Phase::Freeze, &mut undone);
         report.not_deep = moved.failures;
         report.not_deep.extend(undone.failures);
     }

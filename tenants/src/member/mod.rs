@@ -209,10 +209,14 @@ impl<D: Driver> Member<D> {
     }
 
     /// Takes this process's name out of the tenant's directory, at its end. Waits a second at most, for a driver call
-    /// that pins host memory.
+    /// that pins host memory. While it is paused the name stays: an exit handler that needs its memory waits for a resume. The
+    /// name of a dead process goes with the next command.
     pub fn leave(&self) {
         self.has_left.store(true, Ordering::SeqCst);
         self.end_ahead();
+        if !self.gate().is_open() {
+            return;
+        }
         if let Err(error) = std::fs::remove_file(&self.socket_path) {
             tracing::debug!(%error, "the socket was gone already");
         }

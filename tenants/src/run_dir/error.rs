@@ -53,6 +53,11 @@ pub enum RunDirError {
         "the file of the lock on tenant '{tenant}' was removed, as cleaners of old files do; nothing was changed: try again"
     )]
     LockGone { tenant: TenantName },
+    /// The same of the lock on turns.
+    #[error(
+        "the file of the lock on turns was removed, as cleaners of old files do; what has been is not written down"
+    )]
+    TurnsLockGone,
     /// Somebody else is switching tenants.
     #[error(
         "tenants are being switched by {}, and that did not end in {waited_ms} ms; wait for it, or end it",
@@ -107,6 +112,7 @@ impl From<&RunDirError> for Code {
         match error {
             RunDirError::Locked { .. }
             | RunDirError::LockGone { .. }
+            | RunDirError::TurnsLockGone
             | RunDirError::Switching { .. } => Self::Busy,
             RunDirError::OtherTurns { .. } => Self::VersionsDiffer,
             RunDirError::NotOurs { .. }

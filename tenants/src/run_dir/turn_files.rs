@@ -23,7 +23,10 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use vmm_pool::check_file_length;
 
-use super::{RunDir, RunDirError, io_error, locks, open_lock_file, trusted_path, wait_for_lock};
+use super::{
+    RunDir, RunDirError, io_error, is_still_named, locks, open_lock_file, trusted_path,
+    wait_for_lock,
+};
 
 const NAME: &str = ".turns";
 const LOCK_NAME: &str = ".turns.lock";
@@ -37,9 +40,7 @@ pub(crate) struct TurnDir {
 
 /// The right to decide and to switch tenants, held until dropped. A process that dies gives it up.
 #[derive(Debug)]
-pub(crate) struct TurnLock(
-    #[expect(dead_code, reason = "its end gives the lock up")] locks::FileLock,
-);
+pub(crate) struct TurnLock(locks::FileLock);
 
 impl RunDir {
     /// The directory of the files, created if need be, in a run directory that may have gone: see [`RunDir::listen_again`].
@@ -87,12 +88,16 @@ impl TurnDir {
     /// Keeps `history` instead of what was kept before, atomically.
     ///
     /// # Errors
-    /// [`RunDirError::Io`].
+    /// [`RunDirError::Io`]; [`RunDirError::TurnsLockGone`]: another process may hold one, and knows more.
     pub(crate) fn keep_history<T: Serialize>(
         &self,
-        _lock: &TurnLock,
+        lock: &TurnLock,
         history: &T,
     ) -> Result<(), RunDirError> {
+        let path = self.path.with_file_name(LOCK_NAME);
+        if !lock.0.file().is_some_and(|file| is_still_named(file, &path)) {
+            return Err(RunDirError::TurnsLockGone);
+        }
         let text = serde_json::to_string(history).map_err(|error| {
             io_error("writing", &self.path)(io::Error::new(ErrorKind::InvalidData, error))
         })?;
@@ -189,7 +194,15 @@ pub(super) mod tests {
         let again = RunDir::open(Some(base.path().join("run")), None).unwrap().turns().unwrap();
         let refused = again.lock(Instant::now()).unwrap_err();
         assert!(matches!(refused, RunDirError::Switching { .. }), "{refused}");
-        drop(held);
+        again.keep_history(&held, &7_u32).unwrap();
+        // With the lock's own file another process has one too.
+        fs::remove_file(dir.path.with_file_name(LOCK_NAME)).unwrap();
+        let newer = again.lock(Instant::now()).unwrap();
+        again.keep_history(&newer, &8_u32).unwrap();
+        let error = again.keep_history(&held, &9_u32).unwrap_err();
+        assert!(matches!(error, RunDirError::TurnsLockGone), "{error}");
+        assert_eq!(again.history::<u32>(), 8);
+        drop((held, newer));
         again.lock(Instant::now()).unwrap();
     }
 
