@@ -9,6 +9,7 @@
  *   close         closes it
  *   ask           from now on a thread asks all the time if work is over, and waits for it
  *   asked         its next round is over
+ *   leave         ends the process, with an exit handler of before it has joined that reads device memory
  */
 #include "block.h"
 
@@ -26,6 +27,7 @@ static struct {
     unsigned *registered, *allocated;
     CUhandle handle;
     unsigned seed;
+    bool reads_at_end;
 } all;
 
 /* Words of device memory and of host memory, each with its own number. */
@@ -200,13 +202,25 @@ static void obey(const char *line)
             exit(2);
     } else if (is(line, "close"))
         OK(cuIpcCloseMemHandle(all.opened));
-    else
+    else if (is(line, "leave")) {
+        all.reads_at_end = true;
+        exit(0);
+    } else
         exit(2);
     printf("ok\n");
 }
 
+static void at_end(void)
+{
+    if (!all.reads_at_end)
+        return;
+    OK(cuCtxSetCurrent(all.context));
+    printf(block_holds(all.own, LARGE, all.seed + 2) ? "ok at the end\n" : "no\n");
+}
+
 int main(void)
 {
+    atexit(at_end);
     lines_begin();
     block_begin(0);
     lines_obey(obey);

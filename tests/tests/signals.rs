@@ -152,6 +152,23 @@ fn rank_that_exits_while_paused_runs_its_exit_handlers_and_ends() -> Outcome {
     })
 }
 
+/// Handlers run in the order from the last on: that of Sublet is over when one of before it needs the memory.
+#[test]
+fn a_process_whose_exit_handler_needs_its_memory_while_paused_ends_when_it_is_resumed() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut train = stage.keeper(Some("train"), &[])?;
+    train.do_it("make")?;
+    stage.pause("train")?;
+    train.say("leave")?;
+    assert!(train.is_silent_for(Duration::from_millis(300)), "it passed the gate");
+    assert_eq!(stage.states("train")?, ["paused"]);
+    stage.resume("train")?;
+    assert_eq!(train.answer()?.text, "at the end");
+    assert!(train.ends_within(SOON)?.success());
+    assert!(stage.sublet(&["ps"])?.succeeded()?.stdout.contains("no tenant is running"));
+    Ok(())
+}
+
 #[test]
 fn rank_that_exits_in_a_phase_is_named_and_the_other_is_settled() -> Outcome {
     for boundary in [

@@ -243,6 +243,11 @@ pub fn ending<D: Driver>(
 }
 
 impl<D: Driver> Ending<'_, D> {
+    /// Which context is to end.
+    pub fn context(&self) -> RawContext {
+        self.context
+    }
+
     /// The driver has ended the context.
     pub fn ended(mut self) {
         if let Some(memory) = self.memory.take() {

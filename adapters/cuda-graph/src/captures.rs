@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tenants::member;
+use vmm_pool::driver::RawContext;
 
 /// What a capture records into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,11 +15,18 @@ pub enum Target {
     Existing,
 }
 
+#[derive(Clone, Copy, Debug)]
+struct Capture {
+    target: Target,
+    /// The context that was current when it began.
+    context: Option<RawContext>,
+}
+
 /// The streams being captured, by the driver's value. Of a capture that has spread to other streams by
 /// events, only the one that it began on.
 #[derive(Debug, Default)]
 pub struct Captures {
-    streams: Mutex<HashMap<u64, Target>>,
+    streams: Mutex<HashMap<u64, Capture>>,
     counts: Arc<member::Captures>,
 }
 
@@ -28,12 +36,20 @@ impl Captures {
         &self.counts
     }
 
-    /// A capture of `stream` has begun.
+    /// A capture of `stream` has begun, with `context` current.
     #[doc(alias = "cuStreamBeginCapture")]
-    pub fn begun(&self, stream: u64, target: Target) {
+    pub fn begun(&self, stream: u64, context: Option<RawContext>, target: Target) {
         let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
-        if streams.insert(stream, target).is_none() {
+        if streams.insert(stream, Capture { target, context }).is_none() {
             self.counts.begun();
+        }
+    }
+
+    /// `context` has ended, and its captures with it.
+    pub fn context_ended(&self, context: RawContext) {
+        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        for _ in streams.extract_if(|_, capture| capture.context == Some(context)) {
+            self.counts.ended();
         }
     }
 
@@ -42,10 +58,10 @@ impl Captures {
     #[doc(alias = "cuStreamDestroy")]
     pub fn destroy(&self, stream: u64, destroy: impl FnOnce() -> bool) {
         let streams = || self.streams.lock().unwrap_or_else(PoisonError::into_inner);
-        let target = streams().remove(&stream);
+        let capture = streams().remove(&stream);
         let is_gone = destroy();
-        let Some(target) = target else { return };
-        if is_gone || streams().insert(stream, target).is_some() {
+        let Some(capture) = capture else { return };
+        if is_gone || streams().insert(stream, capture).is_some() {
             self.counts.ended();
         }
     }
@@ -53,11 +69,11 @@ impl Captures {
     /// The capture of `stream` is over, whatever came of it. Returns what it recorded into.
     #[doc(alias = "cuStreamEndCapture")]
     pub fn ended(&self, stream: u64) -> Option<Target> {
-        let target = self.streams.lock().unwrap_or_else(PoisonError::into_inner).remove(&stream);
-        if target.is_some() {
+        let capture = self.streams.lock().unwrap_or_else(PoisonError::into_inner).remove(&stream);
+        if capture.is_some() {
             self.counts.ended();
         }
-        target
+        capture.map(|capture| capture.target)
     }
 }
 
@@ -68,7 +84,7 @@ mod tests {
     #[test]
     fn a_capture_counts_until_its_stream_is_gone_and_on_where_the_driver_keeps_it() {
         let captures = Captures::default();
-        captures.begun(7, Target::Existing);
+        captures.begun(7, None, Target::Existing);
         captures.destroy(7, || {
             assert_eq!(captures.counts().under_way(), 1, "a pause that looks now finds it");
             false
@@ -76,12 +92,23 @@ mod tests {
         assert_eq!(captures.counts().under_way(), 1);
         captures.destroy(7, || {
             // The value is another stream's.
-            captures.begun(7, Target::NewGraph);
+            captures.begun(7, None, Target::NewGraph);
             true
         });
         assert_eq!(captures.counts().under_way(), 1);
         assert_eq!(captures.ended(7), Some(Target::NewGraph));
         captures.destroy(7, || true);
         assert_eq!(captures.counts().under_way(), 0);
+    }
+
+    #[test]
+    fn captures_end_with_their_context() {
+        let captures = Captures::default();
+        for (stream, context) in [(7, Some(1)), (8, Some(2)), (9, None)] {
+            captures.begun(stream, context.map(RawContext), Target::NewGraph);
+        }
+        captures.context_ended(RawContext(1));
+        assert_eq!(captures.counts().under_way(), 2);
+        assert_eq!((captures.ended(7), captures.ended(8)), (None, Some(Target::NewGraph)));
     }
 }

@@ -110,6 +110,13 @@ fn ending(
     Some(blocks::ending(member, context, || prepare(Some(member))))
 }
 
+/// The driver has ended the context, with its code and its captures.
+fn has_ended(ending: Ending<'static, CudaDriver>) {
+    look::forget_functions();
+    runtime::captures().context_ended(ending.context());
+    ending.ended();
+}
+
 /// The driver ends a context even if it is used, which its documentation forbids. A wait of ours may have been left behind there by a pause that was called off.
 fn let_waits_end(member: &Member, place: Waited) {
     if !member.pool().let_waits_at_end(place, WAITS_BEFORE_END) {
@@ -130,12 +137,11 @@ fn end_own(context: Pointer, end: impl FnOnce() -> c_int, is_over: impl FnOnce()
     });
     let code = end();
     if code == SUCCESS && is_over() {
-        look::forget_functions();
         if let Some(member) = runtime::member() {
             member.pool().driver().own_context_ended(raw);
         }
         if let Some(ending) = ending {
-            ending.ended();
+            has_ended(ending);
         }
     } else if let Some(device) = was_own {
         contexts::own_was_made(raw, device);
@@ -212,7 +218,7 @@ macro_rules! release_primary {
                 if let Some(ending) = ending
                     && is_over_without_us(device)
                 {
-                    ending.ended();
+                    has_ended(ending);
                 }
             }
             code
@@ -247,13 +253,12 @@ macro_rules! reset_primary {
             let ending = ending_primary(device);
             let code = call_driver!($symbol(device));
             if code == SUCCESS {
-                look::forget_functions();
                 runtime::primary_was_reset(device);
                 if let Some(member) = runtime::member() {
                     member.pool().driver().primary_context_was_reset(DeviceOrdinal(device));
                 }
                 if let Some(ending) = ending {
-                    ending.ended();
+                    has_ended(ending);
                 }
             }
             code

@@ -129,7 +129,9 @@ macro_rules! begin_capture {
             let _before = captures.counts().before(WAITS_BEFORE_CAPTURE);
             let code = call_driver!($symbol(stream $(, $arg)*));
             if code == SUCCESS {
-                captures.begun(capture_key(stream, stringify!($symbol)), Target::$target);
+                let (key, context) =
+                    (capture_key(stream, stringify!($symbol)), runtime::current_context());
+                captures.begun(key, context, Target::$target);
             }
             code
         }

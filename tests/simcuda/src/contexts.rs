@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
+use std::mem::ManuallyDrop;
 
 use vmm_pool::driver::sim::{ContextCost, SimContext, StreamKind};
 use vmm_pool::driver::{DeviceOrdinal, DriverCode, RawStream};
@@ -48,10 +49,12 @@ struct Primary {
     flags: u32,
 }
 
+// Neither is dropped with its thread: exit handlers run behind that, and may call the driver.
 thread_local! {
-    static STACK: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+    static STACK: ManuallyDrop<RefCell<Vec<u64>>> = const { ManuallyDrop::new(RefCell::new(Vec::new())) };
     /// The thread's own default stream, by context.
-    static OWN_STREAMS: RefCell<BTreeMap<SimContext, RawStream>> = const { RefCell::new(BTreeMap::new()) };
+    static OWN_STREAMS: ManuallyDrop<RefCell<BTreeMap<SimContext, RawStream>>> =
+        const { ManuallyDrop::new(RefCell::new(BTreeMap::new())) };
 }
 
 /// The value of the primary context of `device`.
@@ -61,12 +64,13 @@ fn primary_of(device: DeviceOrdinal) -> u64 {
 
 /// The current context of this thread; 0 for none.
 pub(crate) fn current_or_none() -> u64 {
-    STACK.with_borrow(|stack| stack.last().copied().unwrap_or(0))
+    STACK.with(|stack| stack.borrow().last().copied().unwrap_or(0))
 }
 
 /// Replaces the top of the stack; 0 pops it.
 pub(crate) fn replace_current(context: u64) {
-    STACK.with_borrow_mut(|stack| {
+    STACK.with(|stack| {
+        let stack = &mut *stack.borrow_mut();
         stack.pop();
         if context != 0 {
             stack.push(context);
@@ -75,11 +79,11 @@ pub(crate) fn replace_current(context: u64) {
 }
 
 pub(crate) fn push(context: u64) {
-    STACK.with_borrow_mut(|stack| stack.push(context));
+    STACK.with(|stack| stack.borrow_mut().push(context));
 }
 
 pub(crate) fn pop() -> Coded<u64> {
-    STACK.with_borrow_mut(Vec::pop).ok_or(DriverCode::INVALID_CONTEXT)
+    STACK.with(|stack| stack.borrow_mut().pop()).ok_or(DriverCode::INVALID_CONTEXT)
 }
 
 impl Sim {
@@ -281,12 +285,12 @@ impl Sim {
     }
 
     fn own_stream(&self, context: SimContext) -> Coded<RawStream> {
-        let known = OWN_STREAMS.with_borrow(|streams| streams.get(&context).copied());
+        let known = OWN_STREAMS.with(|streams| streams.borrow().get(&context).copied());
         if let Some(stream) = known {
             return Ok(stream);
         }
         let stream = self.core.new_stream(context, StreamKind::Blocking)?;
-        OWN_STREAMS.with_borrow_mut(|streams| streams.insert(context, stream));
+        OWN_STREAMS.with(|streams| streams.borrow_mut().insert(context, stream));
         Ok(stream)
     }
 }
