@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::mem::ManuallyDrop;
+use std::sync::{Mutex, PoisonError};
 
 use vmm_pool::driver::sim::{ContextCost, SimContext, StreamKind};
 use vmm_pool::driver::{DeviceOrdinal, DriverCode, RawStream};
@@ -49,12 +49,19 @@ struct Primary {
     flags: u32,
 }
 
-// Neither is dropped with its thread: exit handlers run behind that, and may call the driver.
 thread_local! {
-    static STACK: ManuallyDrop<RefCell<Vec<u64>>> = const { ManuallyDrop::new(RefCell::new(Vec::new())) };
+    static STACK: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
     /// The thread's own default stream, by context.
-    static OWN_STREAMS: ManuallyDrop<RefCell<BTreeMap<SimContext, RawStream>>> =
-        const { ManuallyDrop::new(RefCell::new(BTreeMap::new())) };
+    static OWN_STREAMS: RefCell<BTreeMap<SimContext, RawStream>> = const { RefCell::new(BTreeMap::new()) };
+}
+
+/// The stack of this thread. Exit handlers run behind the end of a thread's own values, and may call the driver: they have one together.
+fn with_stack<T>(work: impl FnOnce(&mut Vec<u64>) -> T) -> T {
+    static BEHIND: Mutex<Vec<u64>> = Mutex::new(Vec::new());
+    if STACK.try_with(|_| ()).is_ok() {
+        return STACK.with_borrow_mut(work);
+    }
+    work(&mut BEHIND.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
 /// The value of the primary context of `device`.
@@ -64,13 +71,12 @@ fn primary_of(device: DeviceOrdinal) -> u64 {
 
 /// The current context of this thread; 0 for none.
 pub(crate) fn current_or_none() -> u64 {
-    STACK.with(|stack| stack.borrow().last().copied().unwrap_or(0))
+    with_stack(|stack| stack.last().copied().unwrap_or(0))
 }
 
 /// Replaces the top of the stack; 0 pops it.
 pub(crate) fn replace_current(context: u64) {
-    STACK.with(|stack| {
-        let stack = &mut *stack.borrow_mut();
+    with_stack(|stack| {
         stack.pop();
         if context != 0 {
             stack.push(context);
@@ -79,11 +85,11 @@ pub(crate) fn replace_current(context: u64) {
 }
 
 pub(crate) fn push(context: u64) {
-    STACK.with(|stack| stack.borrow_mut().push(context));
+    with_stack(|stack| stack.push(context));
 }
 
 pub(crate) fn pop() -> Coded<u64> {
-    STACK.with(|stack| stack.borrow_mut().pop()).ok_or(DriverCode::INVALID_CONTEXT)
+    with_stack(Vec::pop).ok_or(DriverCode::INVALID_CONTEXT)
 }
 
 impl Sim {
@@ -285,12 +291,14 @@ impl Sim {
     }
 
     fn own_stream(&self, context: SimContext) -> Coded<RawStream> {
-        let known = OWN_STREAMS.with(|streams| streams.borrow().get(&context).copied());
+        let known =
+            OWN_STREAMS.try_with(|streams| streams.borrow().get(&context).copied()).ok().flatten();
         if let Some(stream) = known {
             return Ok(stream);
         }
         let stream = self.core.new_stream(context, StreamKind::Blocking)?;
-        OWN_STREAMS.with(|streams| streams.borrow_mut().insert(context, stream));
+        // Behind the thread's end it is made again each time.
+        let _kept = OWN_STREAMS.try_with(|streams| streams.borrow_mut().insert(context, stream));
         Ok(stream)
     }
 }
