@@ -94,14 +94,9 @@ pub unsafe extern "C" fn sublet_pause_tenant(tenant: *const c_char, timeout_ms: 
     code_of(|| {
         // SAFETY: as this function's caller promises.
         let (run_dir, name) = (run_dir()?, unsafe { tenant_of(tenant) }?);
-        switching::stays_away(&run_dir, &name);
         // SAFETY: as above.
-        let paused = unsafe { act_for_all(tenant, Scope::Whole, Action::Pause, timeout_ms) };
-        if paused.is_ok() {
-            // A switch may have paused it meanwhile, which would have it come back.
-            switching::stays_away(&run_dir, &name);
-        }
-        paused
+        let pause = || unsafe { act_for_all(tenant, Scope::Whole, Action::Pause, timeout_ms) };
+        switching::by_name(&run_dir, &name, pause)
     })
 }
 

@@ -61,18 +61,11 @@ fn pause_one(
 ) -> Half {
     let scope = args.tags.scope();
     let is_whole = scope == Scope::Whole;
-    if is_whole {
-        switching::stays_away(run_dir, tenant);
-    }
     let options = Options { scope, depth: depth(args.deep), ..options(args.timeout, interrupt) };
     let mut coordinator = Coordinator::new(run_dir.clone(), tenant.clone(), options);
     let mut progress = Progress::start(args.show, run_dir);
-    let half = coordinator.pause(&mut |event| progress.note(&event));
-    if is_whole && half.is_ok() {
-        // A switch may have paused it meanwhile, which would have it come back.
-        switching::stays_away(run_dir, tenant);
-    }
-    half
+    let mut pause = || coordinator.pause(&mut |event| progress.note(&event));
+    if is_whole { switching::by_name(run_dir, tenant, pause) } else { pause() }
 }
 
 /// One tenant after the other: each has the whole link, and one that refuses keeps no other from being paused.

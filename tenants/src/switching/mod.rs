@@ -88,8 +88,26 @@ fn queue_for(
     queue.wait_and_go(options, &never, progress)
 }
 
+/// Has `pause` pause `tenant` by name: nobody brings it back but who says so. A switch may pause it before, or meanwhile: that is by
+/// name too then.
+///
+/// # Errors
+/// Those of `pause`.
+pub fn by_name<T, E>(
+    run_dir: &RunDir,
+    tenant: &TenantName,
+    pause: impl FnOnce() -> Result<T, E>,
+) -> Result<T, E> {
+    stays_away(run_dir, tenant);
+    let paused = pause();
+    if paused.is_ok() {
+        stays_away(run_dir, tenant);
+    }
+    paused
+}
+
 /// `tenant` is to be paused by name, and so nobody brings it back but who says so: also where it is away for another already.
-pub fn stays_away(run_dir: &RunDir, tenant: &TenantName) {
+fn stays_away(run_dir: &RunDir, tenant: &TenantName) {
     let Ok(Some(turns)) = run_dir.existing_turns() else { return };
     if history_of(&turns).is_displaced(tenant) != Some(true) {
         return;

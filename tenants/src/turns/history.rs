@@ -85,25 +85,21 @@ impl Default for Past {
 }
 
 impl Refusal {
-    /// A try failed with `why` after `took_us`, behind those `before`. See [`History::refused`].
-    fn again(before: Option<Self>, why: &str, took_us: u64, now_us: u64) -> Self {
+    /// Notes in `place` that a try failed with `why` after `took_us`. `what` could not be done, and for how long it is not tried, are
+    /// returned as one line. See [`History::refused`].
+    fn note(place: &mut Option<Self>, what: &str, why: &str, took_us: u64, now_us: u64) -> String {
         let is_known =
             |refusal: &Self| now_us <= refusal.until_us.saturating_add(REFUSED_FORGOTTEN_US);
-        let before = before.filter(is_known).map_or(0, |refusal| refusal.times);
+        let before = place.take().filter(is_known).map_or(0, |refusal| refusal.times);
         let most_us = REFUSED_MAX_US.max(took_us.saturating_mul(REFUSED_TRIES));
         let factor = 1_u64.checked_shl(before).unwrap_or(u64::MAX);
         let rests_us = took_us.max(REFUSED_MIN_US).saturating_mul(factor).min(most_us);
-        let until_us = now_us.saturating_add(rests_us);
-        Self { times: before.saturating_add(1), until_us, why: why.to_owned() }
-    }
-
-    /// What is not done for how long, from `now_us` on.
-    fn line(&self, what: &str, now_us: u64) -> String {
-        let Self { times, until_us, why } = self;
+        let (times, until_us) = (before.saturating_add(1), now_us.saturating_add(rests_us));
+        *place = Some(Self { times, until_us, why: why.to_owned() });
         format!(
             "{what}, {times} time{} in a row: it is passed over for {} ({why})",
-            if *times == 1 { "" } else { "s" },
-            time(until_us.saturating_sub(now_us))
+            if times == 1 { "" } else { "s" },
+            time(rests_us)
         )
     }
 }
@@ -197,12 +193,9 @@ impl History {
     /// long as that took, twice as long after each that follows, and ten times as long, or a minute, at most. So one that never goes is stopped
     /// for less than a tenth of the time.
     pub fn refused(&mut self, tenant: &TenantName, why: &str, took_us: u64, now_us: u64) -> String {
-        let past = self.at(tenant);
-        let refusal = Refusal::again(past.refusal.take(), why, took_us, now_us);
-        let line = refusal.line(&format!("'{tenant}' could not be paused"), now_us);
-        past.refusal = Some(refusal);
         self.changed_us = now_us;
-        line
+        let what = format!("'{tenant}' could not be paused");
+        Refusal::note(&mut self.at(tenant).refusal, &what, why, took_us, now_us)
     }
 
     /// The same of its contexts, which were to leave.
@@ -213,12 +206,9 @@ impl History {
         took_us: u64,
         now_us: u64,
     ) -> String {
-        let past = self.at(tenant);
-        let refusal = Refusal::again(past.keeps_contexts.take(), why, took_us, now_us);
-        let line = refusal.line(&format!("the contexts of '{tenant}' could not leave"), now_us);
-        past.keeps_contexts = Some(refusal);
         self.changed_us = now_us;
-        line
+        let what = format!("the contexts of '{tenant}' could not leave");
+        Refusal::note(&mut self.at(tenant).keeps_contexts, &what, why, took_us, now_us)
     }
 
     /// `tenant` is away because somebody said so by name.

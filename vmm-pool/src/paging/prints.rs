@@ -17,7 +17,7 @@ use crate::store::Pinned;
 
 /// Pieces of a chunk: each is one block of threads.
 pub(super) const PIECES: usize = 64;
-/// Chunks that are asked about simultaneously at most. Each waits for room beside the kernels that run, which takes longer than a copy.
+/// Chunks that are asked about simultaneously at most. Each waits for room next to the kernels that run, which takes longer than a copy.
 pub(super) const QUESTIONS: usize = 8;
 
 /// What a chunk held.

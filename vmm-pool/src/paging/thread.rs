@@ -140,7 +140,7 @@ pub(super) struct Worker<'a, D: Driver> {
     /// Past the gate while chunks are filled that are not mapped yet: a pause begins when they are. Copies to the device wait for
     /// nothing but each other.
     pub(super) stay: Option<Entered<'a, D, Use>>,
-    /// Where questions go: one waits for room beside the kernels that run, and copies do not wait for it.
+    /// Where questions go: one waits for room next to the kernels that run, and copies do not wait for it.
     asking: DeviceStreams<'a, D>,
     /// Made when somebody is first asked. `None` inside if the device cannot say.
     questions: OnceCell<Option<Questions<D>>>,
