@@ -106,7 +106,7 @@ pub fn by_name<T, E>(
     paused
 }
 
-/// `tenant` is to be paused by name, and so nobody brings it back but who says so: also where it is away for another already.
+/// `tenant` is to be paused by name, and so nobody brings it back but who says so: also if it is away for another already.
 fn stays_away(run_dir: &RunDir, tenant: &TenantName) {
     let Ok(Some(turns)) = run_dir.existing_turns() else { return };
     if history_of(&turns).is_displaced(tenant) != Some(true) {
