@@ -160,6 +160,8 @@ pub struct Told<'a> {
     pub copies: Copies,
     /// When contents are saved.
     pub schedule: Schedule,
+    /// When [`Phase::Release`] saves what no phase before it has saved.
+    pub rest: Schedule,
     /// Of a stage.
     pub window: Window,
     /// The contexts are to leave when the pause is over.
@@ -169,8 +171,15 @@ pub struct Told<'a> {
 impl<'a> Told<'a> {
     /// For phases that are no stages.
     pub fn new(scope: &'a Scope, stays: &'a [Stay]) -> Self {
-        let (copies, schedule) = (Copies::default(), Schedule::default());
-        Self { scope, stays, copies, schedule, window: Window::default(), is_deep: false }
+        Self {
+            scope,
+            stays,
+            copies: Copies::default(),
+            schedule: Schedule::default(),
+            rest: Schedule::SaveMeanwhile,
+            window: Window::default(),
+            is_deep: false,
+        }
     }
 }
 
@@ -239,7 +248,9 @@ const TABLE: [Row; 17] = {
         },
         Row {
             moves_memory: true,
-            ..row(Phase::Release, "release memory", Pause, Commit, |_| Order::Release)
+            ..row(Phase::Release, "release memory", Pause, Commit, |told| Order::Release {
+                rest: told.rest,
+            })
         },
         row(Phase::Verify, "verify", Pause, Commit, |_| Order::Verify),
         row(Phase::Freeze, "freeze", Pause, AtRest, |_| Order::Freeze),
@@ -437,7 +448,10 @@ pub enum Order {
         window: Window,
     },
     /// [`Phase::Release`].
-    Release,
+    Release {
+        /// When contents that are not saved yet are saved.
+        rest: Schedule,
+    },
     /// [`Phase::Verify`].
     Verify,
     /// [`Phase::Freeze`].
@@ -480,7 +494,7 @@ impl Order {
             Self::Drain => Phase::Drain,
             Self::Prepare { .. } => Phase::Prepare,
             Self::ReleaseStage { .. } => Phase::ReleaseStage,
-            Self::Release => Phase::Release,
+            Self::Release { .. } => Phase::Release,
             Self::Verify => Phase::Verify,
             Self::Freeze => Phase::Freeze,
             Self::AbortPause => Phase::AbortPause,

@@ -77,7 +77,8 @@ fn run<D: Driver>(
         );
         let (prepared, _) = prepared.map_err(Failed::into_error)?;
         let saved = saving.elapsed();
-        let (paused, _) = prepared.depart().release().map_err(Failed::into_error)?;
+        let (paused, _) =
+            prepared.depart().release(Schedule::SaveMeanwhile).map_err(Failed::into_error)?;
         let shut =
             paused.end().shut::<FromOffloaded>(soon(), || false).map_err(Failed::into_error)?;
         let (arriving, _) = shut.create_own(Away::Whole).map_err(Failed::into_error)?;

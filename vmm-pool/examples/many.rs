@@ -52,7 +52,8 @@ fn main() -> Result<(), Box<dyn Error>> {
             Schedule::SaveFirst,
         );
         let (prepared, _) = prepared.map_err(Failed::into_error)?;
-        let (paused, _) = prepared.depart().release().map_err(Failed::into_error)?;
+        let (paused, _) =
+            prepared.depart().release(Schedule::SaveMeanwhile).map_err(Failed::into_error)?;
         let paused_keeper = paused.end();
         let paused = pausing.elapsed();
         let resuming = Instant::now();

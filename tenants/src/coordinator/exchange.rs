@@ -2,9 +2,13 @@
 //! processes say.
 //!
 //! No device holds more than the larger of what leaves and what comes there, and a window. Memory that has just been
-//! released is given to the tenant that comes as it is told; what leaves waits for nobody.
+//! released is given to the tenant that comes as it is told; what leaves waits for nobody. If all that comes fits into what
+//! is free before anything leaves, the first saves everything and gives it back last: the driver clears what is given back,
+//! and copies to that device are slow meanwhile.
 
 use std::collections::{BTreeMap, VecDeque};
+
+use vmm_pool::Schedule;
 
 use crate::wire::{DeviceDelta, Needed, PhaseReport, StageLeft, Window};
 
@@ -38,7 +42,7 @@ pub(super) enum Move {
 }
 
 /// See the head of this module.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Exchange {
     window_bytes: u64,
     devices: BTreeMap<String, Device>,
@@ -46,11 +50,13 @@ pub(super) struct Exchange {
     coming: Vec<Comer>,
     /// The tenant that was to come does so no more.
     is_coming_over: bool,
+    /// All that comes has room next to all that leaves, and a window.
+    has_room_for_both: bool,
 }
 
 /// What there is to know of one device.
 #[expect(clippy::struct_field_names, reason = "units end the name")]
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Device {
     /// Before anything moved.
     free_bytes: u64,
@@ -65,7 +71,7 @@ struct Device {
 type Bytes = BTreeMap<String, u64>;
 
 /// A process of the tenant that leaves.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Leaver {
     /// As it said last.
     left: Bytes,
@@ -92,7 +98,7 @@ enum LeaverAt {
 }
 
 /// A process of the tenant that comes.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Comer {
     /// What is still to be created, and the smallest allocation of it; 0 while that is not known.
     left: BTreeMap<String, (u64, u64)>,
@@ -182,8 +188,14 @@ impl Exchange {
             promised: VecDeque::new(),
             too_little: Bytes::new(),
         });
+        let window_bytes = window_bytes.unwrap_or(usual).max(1);
+        let has_room = |device: &Device| {
+            let needed_bytes = device.coming_bytes.saturating_add(window_bytes);
+            device.coming_bytes == 0 || device.free_bytes >= needed_bytes
+        };
         Self {
-            window_bytes: window_bytes.unwrap_or(usual).max(1),
+            has_room_for_both: devices.values().all(has_room),
+            window_bytes,
             devices,
             leaving: leavers.collect(),
             coming: comers.collect(),
@@ -193,6 +205,11 @@ impl Exchange {
 
     pub(super) fn window_bytes(&self) -> u64 {
         self.window_bytes
+    }
+
+    /// When the last step of those that leave saves what is left.
+    pub(super) fn rest(&self) -> Schedule {
+        if self.has_room_for_both { Schedule::SaveFirst } else { Schedule::SaveMeanwhile }
     }
 
     /// Everything that moves, both ways.
@@ -228,7 +245,8 @@ impl Exchange {
                     let most = leaver.left.values().copied().max().unwrap_or(0);
                     leaver.due += 1;
                     // There is nobody to make room for.
-                    if most.saturating_sub(asked) <= window_bytes || self.is_coming_over {
+                    let needs_no_room = self.is_coming_over || self.has_room_for_both;
+                    if most.saturating_sub(asked) <= window_bytes || needs_no_room {
                         leaver.at = LeaverAt::Releasing;
                         return Some(Move::Release(index));
                     }
@@ -326,6 +344,9 @@ impl Exchange {
         if all_released {
             // What else there may be in the way only the driver knows.
             return u64::MAX;
+        }
+        if self.has_room_for_both {
+            return device.free_bytes.saturating_sub(device.granted_bytes);
         }
         // What a process shares is free when the others have let go of it too, which they do in their first step.
         let counts =

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::time::{Duration, Instant};
 
+use vmm_pool::Schedule;
+
 use super::exchange::{Exchange, Move};
 use super::peers::{Answer, Peers};
 use super::report::{Event, MemberFailure, PhaseSummary, Report, StageSummary, Step};
@@ -60,7 +62,7 @@ impl<'s, 'a> Side<'s, 'a> {
         let Step::Phase(phase) = answer.step else { return None };
         let member = self.members.iter().position(|index| *index == answer.peer)?;
         let index = answer.peer;
-        let question = Ordered { phase, window: Window::default() };
+        let question = Ordered { phase, window: Window::default(), rest: Schedule::default() };
         let question = question.question(self.session, Timeout::default());
         let result = answer.to(&question);
         let now = Instant::now();
@@ -108,6 +110,8 @@ struct Taken {
 struct Ordered {
     phase: Phase,
     window: Window,
+    /// Of [`Phase::Release`].
+    rest: Schedule,
 }
 
 /// For one answer, and for a process that may wait for others between two of its orders.
@@ -120,7 +124,7 @@ struct Timeout {
 impl Ordered {
     fn question(&self, session: &Session<'_>, timeout: Timeout) -> TakePhase {
         let window = self.window.clone();
-        let told = Told { window, ..session.told() };
+        let told = Told { window, rest: self.rest, ..session.told() };
         TakePhase {
             round: session.round(),
             alone: session.acts_alone(),
@@ -211,10 +215,10 @@ fn send(
     next: Move,
     hindrance: &mut Hindrance,
 ) {
-    let bytes = plan.total_bytes();
+    let (bytes, rest) = (plan.total_bytes(), plan.rest());
     let (member, phase, window) = match next {
         Move::RestoreStage(member, window) => {
-            let order = Ordered { phase: Phase::RestoreStage, window };
+            let order = Ordered { phase: Phase::RestoreStage, window, rest };
             if let Err(failure) = coming.send(member, &order, bytes) {
                 hindrance.get_or_insert(Stop::Failed(vec![failure]));
             }
@@ -224,7 +228,7 @@ fn send(
         Move::Release(member) => (member, Phase::Release, Window::default()),
         Move::Verify(member) => (member, Phase::Verify, Window::default()),
     };
-    if let Err(failure) = leaving.send(member, &Ordered { phase, window }, bytes) {
+    if let Err(failure) = leaving.send(member, &Ordered { phase, window, rest }, bytes) {
         lose(leaving, plan, member, failure);
     }
 }

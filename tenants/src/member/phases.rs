@@ -41,7 +41,7 @@ impl<D: Driver> Member<D> {
             }),
             Order::Prepare { stays, copies, schedule } => self.prepare(stays, *copies, *schedule),
             Order::ReleaseStage { window } => self.release_stage(window),
-            Order::Release => self.release(),
+            Order::Release { rest } => self.release(*rest),
             Order::Verify => self.verify(),
             Order::Freeze => self.freeze(),
             Order::AbortPause => self.abort_pause(),
@@ -347,11 +347,11 @@ impl<D: Driver> Member<D> {
     }
 
     /// The point of no return of a pause, or behind it: the process stands paused, or runs on without some tags.
-    pub(super) fn release(&self) -> Result<PhaseReport, Failure> {
+    pub(super) fn release(&self, rest: Schedule) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
         let (departing, next) = self.next_of(|progress| progress.into_departing(None))?;
         let selection = departing.selection().clone();
-        match departing.release() {
+        match departing.release(rest) {
             Ok((done, moved)) => {
                 let stayed_bytes = self.stand_released(selection, done)?;
                 Ok(PhaseReport { stayed_bytes, ..self.staged(moved, BTreeMap::new()) })

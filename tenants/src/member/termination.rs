@@ -20,6 +20,7 @@ use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags};
+use vmm_pool::Schedule;
 use vmm_pool::driver::Driver;
 
 use super::Member;
@@ -80,7 +81,7 @@ impl<D: Driver> Member<D> {
              ({phase:?})"
         ));
         let outcome = match (action, verdict) {
-            (Action::Pause, Verdict::Commit) => self.release(),
+            (Action::Pause, Verdict::Commit) => self.release(Schedule::SaveMeanwhile),
             (Action::Pause, Verdict::Abort) => self.abort_pause(),
             (Action::Resume, Verdict::Commit) => self.activate(),
             (Action::Resume, Verdict::Abort) => self.abort_resume(),

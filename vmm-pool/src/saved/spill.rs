@@ -237,7 +237,7 @@ mod tests {
             |_| HostBudget(None),
             Schedule::SaveFirst,
         );
-        drop(saved.unwrap().0.depart().release().unwrap());
+        drop(saved.unwrap().0.depart().release(Schedule::SaveMeanwhile).unwrap());
         let before = pool.report().host_arena_bytes;
         pool.arena().disk.use_without_flush();
         let error = pool.spill(u64::MAX, soon).unwrap_err();

@@ -342,7 +342,7 @@ mod tests {
         // The next file is one of the disk's.
         let (prepared, _) = save(keeper).unwrap();
         assert_eq!(free_bytes(), before, "nothing was released before");
-        drop(prepared.depart().release().unwrap());
+        drop(prepared.depart().release(Schedule::SaveMeanwhile).unwrap());
         assert_eq!(free_bytes(), before + 2 * GRANULARITY_BYTES);
         assert_eq!(pool.report().file_bytes, GRANULARITY_BYTES);
     }

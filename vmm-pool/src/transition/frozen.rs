@@ -151,7 +151,7 @@ mod tests {
         let (whole, budget) = (Selection::Whole, |_| HostBudget(None));
         let quiesced = drained.unwrap().0;
         let prepared = quiesced.prepare(whole, &[], Copies::All, budget, Schedule::SaveFirst);
-        let keeper = prepared.unwrap().0.depart().release().unwrap().0.end();
+        let keeper = prepared.unwrap().0.depart().release(Schedule::SaveMeanwhile).unwrap().0.end();
         (pool, keeper, range)
     }
 

@@ -6,8 +6,8 @@
 //! ```
 //!
 //! There is one way out, with two schedules, of which the caller chooses one ([`Schedule`]). A window is the same save and
-//! release, of the allocations that it picks. A pause is one window; a swap gives memory back as fast
-//! as the other tenant takes it.
+//! release, of the allocations that it picks. A pause is one window, and so is a swap of tenants that fit
+//! together; any other swap gives memory back as fast as the second tenant takes it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::OwnedFd;
@@ -290,13 +290,13 @@ impl<D: Driver> Departing<D> {
     /// Those of [`Quiesced::prepare`], and `cuMemUnmap`, `cuMemRelease`, `cuMemPoolTrimTo`.
     pub fn release_stage(&mut self, window: &ByDevice) -> PoolResult<Moved> {
         let picked = self.pick(|device| window.get(&device).copied());
-        let outcome = self.give_back(&picked);
+        let outcome = self.give_back(&picked, Schedule::SaveMeanwhile);
         self.put_back(&picked);
         outcome.map(|()| std::mem::take(&mut self.untold))
     }
 
-    /// The end of a pause: saves and gives back all that is left, each part as soon as it is saved. If that fails, it goes on
-    /// with one allocation at a time. What the driver would not copy or let go stays on its device with its contents, and is
+    /// The end of a pause: saves and gives back all that is left, each part as soon as it is saved or, with
+    /// [`Schedule::SaveFirst`], when all is. If that fails, it goes on with one allocation at a time. What the driver would not copy or let go stays on its device with its contents, and is
     /// named in the notes. When the first result is dropped, the process runs on without some tags, or the gate admits only
     /// calls that give memory up or ask about it.
     ///
@@ -305,9 +305,9 @@ impl<D: Driver> Departing<D> {
     ///
     /// # Driver calls
     /// As [`Departing::release_stage`].
-    pub fn release(mut self) -> Result<(Done<D>, Moved), Failed<Self>> {
+    pub fn release(mut self, rest: Schedule) -> Result<(Done<D>, Moved), Failed<Self>> {
         let picked = self.pick(|_| Some(u64::MAX));
-        if let Err(error) = self.give_back(&picked) {
+        if let Err(error) = self.give_back(&picked, rest) {
             self.put_back(&picked);
             if !self.may_go_on(&error) {
                 return Err(Failed::new(self, error));
@@ -332,7 +332,7 @@ impl<D: Driver> Departing<D> {
         let mut left = self.pick(|_| Some(u64::MAX)).into_iter();
         let mut stuck: Option<(u64, PoolError)> = None;
         while let Some(one) = left.next() {
-            let Err(error) = self.give_back(&[one]) else { continue };
+            let Err(error) = self.give_back(&[one], Schedule::SaveMeanwhile) else { continue };
             if !self.may_go_on(&error) {
                 let left: Vec<_> = std::iter::once(one).chain(left).collect();
                 self.put_back(&left);
@@ -354,12 +354,15 @@ impl<D: Driver> Departing<D> {
         !error.poisons_context() && self.pool().deferred.is_settled()
     }
 
-    /// Saves these, and gives each part back as soon as it is saved.
-    fn give_back(&mut self, picked: &[Waiting]) -> PoolResult<()> {
+    /// Saves these, and gives each part back as soon as it is saved, or all behind that.
+    fn give_back(&mut self, picked: &[Waiting], schedule: Schedule) -> PoolResult<()> {
         let part = Rows::of(picked.iter().map(|waiting| waiting.row));
         let before = self.resident_of(&part);
         let still = Still::drained(&self.leaving.quiesced);
-        let behind = Behind::GivesBack(Meanwhile::new(&part));
+        let behind = match schedule {
+            Schedule::SaveFirst => Behind::Keeps(&part),
+            Schedule::SaveMeanwhile => Behind::GivesBack(Meanwhile::new(&part)),
+        };
         let mut copied_bytes = 0;
         let outcome = still.save(behind, self.laid_out.of(picked)).and_then(|mut log| {
             copied_bytes = std::mem::take(&mut log.bytes);

@@ -55,7 +55,7 @@ impl Plan {
 /// What becomes of memory whose contents are saved, while others are still on their way.
 #[derive(Debug)]
 pub(super) enum Behind<'a> {
-    /// It is unmapped and stays, for an undo.
+    /// It is unmapped and stays: for an undo, or until all is saved.
     Keeps(&'a Rows),
     /// It is given back, behind the point of no return.
     GivesBack(Meanwhile<'a>),

@@ -44,7 +44,7 @@ fn leave(keeper: Keeper<IdleDriver>, window: &ByDevice) -> Keeper<IdleDriver> {
     while !departing.left().is_empty() {
         departing.release_stage(window).unwrap();
     }
-    departing.release().unwrap().0.end()
+    departing.release(Schedule::SaveMeanwhile).unwrap().0.end()
 }
 
 fn come(keeper: Keeper<IdleDriver>, window: &ByDevice) -> Keeper<IdleDriver> {

@@ -296,7 +296,11 @@ fn the_gate_goes_where_a_step_has_led_when_its_end_is_dropped_and_not_before() {
     drop(undone);
     check("undone", GateAt::Open);
 
-    let released = prepared().depart().release().map_err(Failed::into_error).expect("released");
+    let released = prepared()
+        .depart()
+        .release(Schedule::SaveMeanwhile)
+        .map_err(Failed::into_error)
+        .expect("released");
     check("released, and held", GateAt::Shut);
     drop(released);
     check("released", GateAt::Offloaded);

@@ -204,7 +204,12 @@ impl SimPool {
 
     /// The end of a pause.
     pub(crate) fn release_rest(&self) -> PoolResult<Moved> {
-        match self.take_departing().release() {
+        self.release_rest_by(Schedule::SaveMeanwhile)
+    }
+
+    /// The same, by a schedule.
+    pub(crate) fn release_rest_by(&self, rest: Schedule) -> PoolResult<Moved> {
+        match self.take_departing().release(rest) {
             Ok((done, moved)) => {
                 drop(done);
                 Ok(moved)

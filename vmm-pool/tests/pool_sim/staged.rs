@@ -5,7 +5,7 @@ use std::time::Duration;
 use vmm_pool::budget::Counted;
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverOp, VaRange};
-use vmm_pool::{ByDevice, Contents, HostBudget, PoolError, PoolResult};
+use vmm_pool::{ByDevice, Contents, HostBudget, PoolError, PoolResult, Schedule};
 
 use crate::faults::{Pair, each_fault, peer};
 use crate::stage::{
@@ -254,10 +254,16 @@ fn any_call_of_a_stage_may_fail_and_the_pause_goes_on_to_its_end() {
 
 #[test]
 fn any_call_of_the_last_release_may_fail_and_nothing_is_lost() {
+    for schedule in [Schedule::SaveMeanwhile, Schedule::SaveFirst] {
+        any_call_of_the_last_release_may_fail(schedule);
+    }
+}
+
+fn any_call_of_the_last_release_may_fail(schedule: Schedule) {
     let met = each_fault(|pair, fault| {
         pair.each(|pool| pool.reserve(&WHOLE, UNLIMITED)).expect("host memory");
         let pool = &pair.pools[fault.process];
-        let outcome = fault.during(pair, || pool.release_rest());
+        let outcome = fault.during(pair, || pool.release_rest_by(schedule));
         if matches!(outcome, Some(Err(_))) {
             // As the next command has it done.
             pool.release_rest().unwrap_or_else(|error| panic!("{fault:?}: again: {error}"));
@@ -381,14 +387,20 @@ fn large() -> (SimPool, Vec<(VaRange, u64)>) {
 }
 
 #[test]
-fn memory_is_given_back_while_the_rest_is_still_copied() {
+fn memory_is_given_back_while_the_rest_is_still_copied_or_behind_all_of_it() {
+    for schedule in [Schedule::SaveMeanwhile, Schedule::SaveFirst] {
+        given_back_behind_copies(schedule);
+    }
+}
+
+fn given_back_behind_copies(schedule: Schedule) {
     let (pool, contents) = large();
     pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
     let faults = pool.driver().faults();
     let mut free = vec![free_bytes(&pool, DEVICE)];
     std::thread::scope(|threads| {
         let mut hold = faults.hold(DriverOp::CopyToHost);
-        let released = threads.spawn(|| pool.release_rest());
+        let released = threads.spawn(|| pool.release_rest_by(schedule));
         // Each copy waits until it was looked.
         while !released.is_finished() {
             if hold.is_met(Duration::from_millis(20)) {
@@ -405,8 +417,11 @@ fn memory_is_given_back_while_the_rest_is_still_copied() {
         assert_eq!((moved.bytes[&DEVICE], moved.copied_bytes), (all_bytes, 5 * GROUP));
         assert_eq!(moved.log.bytes, all_bytes);
     });
-    // Two are copied while a third waits.
-    assert!(free.last() >= Some(&(3 * GROUP)), "{free:?}");
+    match schedule {
+        // Two are copied while a third waits.
+        Schedule::SaveMeanwhile => assert!(free.last() >= Some(&(3 * GROUP)), "{free:?}"),
+        Schedule::SaveFirst => assert_eq!(free.last(), free.first(), "{free:?}"),
+    }
     assert_eq!((free_bytes(&pool, DEVICE), gate_of(&pool)), (6 * GROUP, GateAt::Offloaded));
     resume(&pool);
     assert_holds(&pool, &contents);
@@ -414,6 +429,12 @@ fn memory_is_given_back_while_the_rest_is_still_copied() {
 
 #[test]
 fn what_fails_after_some_was_given_back_loses_nothing() {
+    for schedule in [Schedule::SaveMeanwhile, Schedule::SaveFirst] {
+        what_fails_after_some_was_saved_loses_nothing(schedule);
+    }
+}
+
+fn what_fails_after_some_was_saved_loses_nothing(schedule: Schedule) {
     for (op, nth) in [
         (DriverOp::CopyToHost, 4),
         (DriverOp::Unmap, 2),
@@ -424,7 +445,7 @@ fn what_fails_after_some_was_given_back_loses_nothing() {
         pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
         let faults = pool.driver().faults();
         faults.fail(op, FaultSpan::Nth(nth), DriverCode::UNKNOWN);
-        let moved = pool.release_rest().expect("there is no way back");
+        let moved = pool.release_rest_by(schedule).expect("there is no way back");
         faults.clear();
         assert_eq!(faults.fired(), 1, "{op:?} {nth}");
         assert_eq!(gate_of(&pool), GateAt::Offloaded, "{op:?} {nth}");

@@ -4,6 +4,8 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::super::exchange::{Exchange, Move};
+use vmm_pool::Schedule;
+
 use crate::wire::{DeviceDelta, Needed, PhaseReport, StageLeft, StageReport, Window};
 use vmm_pool::driver::DeviceOrdinal;
 
@@ -74,9 +76,11 @@ impl Swapped {
         let gives: Vec<_> =
             leaving.iter().map(|blocks| deltas(&bytes_by_device(blocks), &free)).collect();
         let needs: Vec<_> = coming.iter().map(|blocks| needed(blocks, &free)).collect();
+        let both_fit = back.iter().all(|(device, bytes)| free[device] >= bytes + window);
         let limits = [0, 1].map(|device| {
             let of = |bytes: &BTreeMap<usize, u64>| bytes.get(&device).copied().unwrap_or(0);
-            (device, (of(&out) + free[&device]).min(of(&out).max(of(&back)) + window))
+            let most = if both_fit { u64::MAX } else { of(&out).max(of(&back)) + window };
+            (device, (of(&out) + free[&device]).min(most))
         });
         let worker = |left| Worker { left, told: VecDeque::new() };
         Self {
@@ -274,6 +278,31 @@ fn nobody_waits_where_a_window_is_free_and_the_first_never_does() {
             assert_eq!((idle.out, swapped.empty), (0, 0), "{size} {window} {free}");
             assert!(idle.back == 0 || free == 0, "{size} {window} {free}: {idle:?}");
         }
+    }
+}
+
+#[test]
+fn where_both_fit_the_first_saves_all_and_gives_it_back_last() {
+    let all = vec![vec![(0, GIB); 8], vec![(1, GIB); 3]];
+    for (free, both_fit) in [(8 * GIB, false), (9 * GIB, true)] {
+        let mut swapped = Swapped::new(all.clone(), all.clone(), GIB, free);
+        let rest = swapped.plan.rest();
+        assert_eq!(rest == Schedule::SaveFirst, both_fit);
+        let mut plan = swapped.plan.clone();
+        let told: Vec<_> = std::iter::from_fn(|| plan.next()).collect();
+        if both_fit {
+            let window = |device, bytes| Window { stage: 0, devices: vec![(uuid(device), bytes)] };
+            let moves = [
+                Move::Release(0),
+                Move::Release(1),
+                Move::RestoreStage(0, window(0, 8 * GIB)),
+                Move::RestoreStage(1, window(1, 3 * GIB)),
+            ];
+            assert_eq!(told, moves);
+        } else {
+            assert!(matches!(told[0], Move::ReleaseStage(0, _)), "{told:?}");
+        }
+        in_step(&mut swapped);
     }
 }
 

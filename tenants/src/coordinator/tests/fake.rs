@@ -372,7 +372,7 @@ impl Agent {
                 all_at_most(window)
             }
             Order::Restore if self.moved.load(Ordering::Relaxed) == 0 => return (0, 0),
-            Order::Release | Order::Restore => left,
+            Order::Release { .. } | Order::Restore => left,
             Order::CloseGate { .. } | Order::Verify | Order::AbortResume | Order::Activate => {
                 self.moved.store(0, Ordering::Relaxed);
                 return (all, all);

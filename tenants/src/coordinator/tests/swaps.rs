@@ -107,8 +107,8 @@ fn a_swap_overlaps_what_leaves_with_what_comes() {
 
 /// Bytes on the one device, as the answers have it, whenever an order to restore was sent.
 #[test]
-fn no_device_holds_more_than_the_larger_and_a_window() {
-    for free_bytes in [0, WINDOW / 2, WINDOW, GIB, 8 * GIB] {
+fn without_room_for_both_no_device_holds_more_than_the_larger_and_a_window() {
+    for free_bytes in [0, WINDOW / 2, WINDOW, GIB] {
         let world = world(&[active()], &[tight(free_bytes)]);
         let done = swapped(&world, &patient()).unwrap();
         let (out, back) = (report(done.paused), report(done.resumed));
@@ -123,6 +123,18 @@ fn no_device_holds_more_than_the_larger_and_a_window() {
         }
         assert_eq!(times(&world, 5, Phase::Restore), 1);
     }
+}
+
+#[test]
+fn with_room_for_both_the_first_leaves_in_one_step_and_the_second_comes_meanwhile() {
+    let slow = active().with(Phase::Release, Fault::Slow(500));
+    let world = world(&[slow], &[tight(GIB + WINDOW)]);
+    let done = swapped(&world, &patient()).unwrap();
+    assert!(matches!(done.resumed, Outcome::Completed(_)));
+    assert_eq!((times(&world, 1, Phase::ReleaseStage), times(&world, 1, Phase::Release)), (0, 1));
+    assert_eq!(times(&world, 5, Phase::RestoreStage), 1);
+    let came = position(&world, &Line::Ended(5, Phase::RestoreStage));
+    assert!(came < position(&world, &Line::Ended(1, Phase::Release)));
 }
 
 #[test]
