@@ -209,6 +209,15 @@ def test_ways_by_tag_have_their_first_pause_apart(node: Path, monkeypatch: pytes
     assert data["summary"]["saver_sublet_out_gb_s"]["median"] == pytest.approx(45)
 
 
+def test_what_a_resume_says_goes_into_the_record() -> None:
+    import race_saver
+    import sublet
+
+    said = {"phases": [], "wall_us": 12}
+    assert json.loads(json.dumps(race_saver.told(sublet.Report("completed", details=said)))) == said
+    assert race_saver.told(None) is None
+
+
 def test_race_that_runs_out_of_time_has_the_figures_that_it_got_to(node: Path) -> None:
     script = (
         "import sys, time, common, race_job\n"
