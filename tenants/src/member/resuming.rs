@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use vmm_pool::driver::{DeviceOrdinal, Driver};
 use vmm_pool::{
-    Aside, Away, ByDevice, Failed, FromOffloaded, FromOpen, Left, Moved, Returning, Selection,
-    Shut, StepLog, UninheritedFd,
+    Aside, Away, ByDevice, Failed, FromOffloaded, FromOpen, Left, Moved, PoolError, Returning,
+    Selection, Shut, StepLog, UninheritedFd,
 };
 
 use super::Member;
@@ -213,7 +213,11 @@ impl<D: Driver> Member<D> {
             }
             arriving
         };
-        let moved = arriving.restore_stage(&self.known(window));
+        let moved = match arriving.restore_stage(&self.known(window)) {
+            // Others have taken what was free. It is tried again when more of the first tenant has left.
+            Err(PoolError::OutOfDeviceMemory { .. }) => Ok(Moved::default()),
+            moved => moved,
+        };
         let left = arriving.left();
         self.set_progress(Progress::Arriving(arriving, window.stage.saturating_add(1)));
         let moved = moved.map_err(|error| pool_failure(&error))?;

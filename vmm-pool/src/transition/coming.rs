@@ -135,8 +135,9 @@ impl<D: Driver> Arriving<D> {
     /// no more than `allowed`; what has contents comes first. Saved contents stay where they are until [`Restored::commit`].
     ///
     /// # Errors
-    /// [`crate::PoolError::OutOfDeviceMemory`], [`crate::PoolError::Driver`], [`crate::PoolError::FileUnreadable`] and
-    /// [`crate::PoolError::FileCorrupted`], with copies finished; the resume can be undone then, and nothing else.
+    /// [`crate::PoolError::OutOfDeviceMemory`] with nothing created: another stage may be tried. [`crate::PoolError::Driver`],
+    /// [`crate::PoolError::FileUnreadable`] and [`crate::PoolError::FileCorrupted`], with copies finished; the resume can be
+    /// undone then, and nothing else.
     ///
     /// # Driver calls
     /// As [`Shut::create_own`]; `cuMemMap` and `cuMemSetAccess` in groups, `cuMemcpyHtoDAsync` behind each, and behind the last of

@@ -428,6 +428,28 @@ fn given_back_behind_copies(schedule: Schedule) {
 }
 
 #[test]
+fn a_stage_without_room_creates_nothing_and_the_next_brings_all() {
+    let pool = pool(&node());
+    let contents = filled(&pool, 6);
+    pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
+    pool.release_rest().expect("all");
+    let faults = pool.driver().faults();
+    for nth in [1, 3] {
+        faults.fail(DriverOp::Create, FaultSpan::Nth(nth), DriverCode::OUT_OF_MEMORY);
+        let error = pool.restore_stage(&window(14)).expect_err("others have it");
+        faults.clear();
+        assert!(matches!(error, PoolError::OutOfDeviceMemory { .. }), "{error:?}");
+        assert_eq!(used_units(&pool), 0, "{nth}");
+    }
+    pool.restore_stage(&window(4)).expect("a stage");
+    assert_eq!(used_units(&pool), 4);
+    pool.restore_rest(usize::MAX).expect("the rest");
+    assert_eq!(used_units(&pool), 14);
+    drop(pool.commit_resume());
+    assert_holds(&pool, &contents);
+}
+
+#[test]
 fn what_fails_after_some_was_given_back_loses_nothing() {
     for schedule in [Schedule::SaveMeanwhile, Schedule::SaveFirst] {
         what_fails_after_some_was_saved_loses_nothing(schedule);

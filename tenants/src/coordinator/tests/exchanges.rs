@@ -307,6 +307,22 @@ fn where_both_fit_the_first_saves_all_and_gives_it_back_last() {
 }
 
 #[test]
+fn one_whose_room_others_have_taken_meanwhile_comes_when_the_first_has_left() {
+    let all = vec![vec![(0, GIB); 8]];
+    let mut swapped = Swapped::new(all.clone(), all, GIB, 9 * GIB);
+    swapped.send();
+    assert_eq!(swapped.coming[0].told.len(), 1);
+    swapped.coming[0].told.clear();
+    let report = Swapped::report(&swapped.coming[0].left, &[]);
+    swapped.plan.restored(0, &report);
+    assert_eq!(swapped.plan.next(), None, "as much was too much");
+    swapped.release(0);
+    assert_eq!(swapped.plan.next(), Some(Move::Verify(0)), "the rest comes in one step");
+    swapped.plan.left_for_good(0);
+    assert!(swapped.plan.is_over());
+}
+
+#[test]
 fn one_that_has_nothing_so_small_is_not_told_again_to_take_as_little() {
     let (small, large) = (vec![vec![(0, 2 * MIB); 100]], vec![vec![(0, 64 * MIB); 3]]);
     let mut swapped = Swapped::new(small, large, 16 * MIB, 8 * MIB);
