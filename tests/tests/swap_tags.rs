@@ -354,10 +354,23 @@ fn a_tag_that_the_seconds_budget_does_not_have_stops_nobody() -> TestOutcome {
 /// The command is killed wherever it has come to: what is away then comes back by the usual commands, and nothing is lost.
 #[test]
 fn a_command_that_is_killed_leaves_a_way_on() -> TestOutcome {
-    // More than the window of that command.
-    let world = World::new(256 * MIB, &["", "kv", "kv"], &["", "kv"])?;
+    // With no room for a window besides both, and with room for more than the window of that command.
+    let held_bytes = (3 + 2) * 2 * COUNT * UNIT;
+    killed_half_way(held_bytes, &Boundary::HALF_WAY_THROUGH_A_SWAP, Phase::ReleaseStage)?;
+    let boundaries = [
+        Boundary::Done(Phase::Prepare),
+        Boundary::Started(Phase::Release),
+        Boundary::Started(Phase::RestoreStage),
+        Boundary::Done(Phase::Restore),
+    ];
+    killed_half_way(256 * MIB, &boundaries, Phase::Release)
+}
+
+/// Of `first` on, the memory that is to leave does so.
+fn killed_half_way(capacity_bytes: u64, boundaries: &[Boundary], first: Phase) -> TestOutcome {
+    let world = World::new(capacity_bytes, &["", "kv", "kv"], &["", "kv"])?;
     world.act("infer", Action::Pause, tag("kv"))?;
-    for boundary in Boundary::HALF_WAY_THROUGH_A_SWAP {
+    for boundary in boundaries.iter().copied() {
         let program = Command::new(Path::new(env!("CARGO_BIN_EXE_sublet-steps")));
         let words = ["swap", "infer", "kv", "kv"];
         let mut steps = Steps::start_by(program, &world.place.run_dir_path(), "train", &words)?;
@@ -366,8 +379,8 @@ fn a_command_that_is_killed_leaves_a_way_on() -> TestOutcome {
         world.settled()?;
         assert_eq!(world.states(), [ACTIVE, ACTIVE], "{boundary}");
         assert!(all(&world.infer, |holder| holder.lacks("kv") && holder.has("")), "{boundary}");
-        let has_left = boundary != Boundary::Done(Phase::Prepare)
-            && boundary != Boundary::Started(Phase::ReleaseStage);
+        let has_left =
+            boundary != Boundary::Done(Phase::Prepare) && boundary != Boundary::Started(first);
         assert!(all(&world.train, |holder| holder.has("kv") != has_left), "{boundary}");
         world.act("train", Action::Resume, tag("kv"))?;
         assert!(all(&world.train, |holder| holder.has("kv") && holder.has("")), "{boundary}");
