@@ -94,7 +94,8 @@ pub struct Options {
     /// it saves, then. A pause for which it pays does so anyway.
     pub releases_early: bool,
     /// Of a swap, which takes those of its first tenant: how much of a device one stage moves, and how much more than the larger
-    /// of the two it may hold for that. None for the usual, which fits tenants of many gigabytes.
+    /// of the two it may hold for that. If both and a window have room on it, it holds both. None for the usual, which fits
+    /// tenants of many gigabytes.
     pub window_bytes: Option<u64>,
     /// What a pause takes off the devices.
     pub depth: Depth,

@@ -42,7 +42,7 @@ pub(super) enum Move {
 }
 
 /// See the head of this module.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(super) struct Exchange {
     window_bytes: u64,
     devices: BTreeMap<String, Device>,
@@ -56,7 +56,7 @@ pub(super) struct Exchange {
 
 /// What there is to know of one device.
 #[expect(clippy::struct_field_names, reason = "units end the name")]
-#[derive(Clone, Debug, Default)]
+#[derive(Debug, Default)]
 struct Device {
     /// Before anything moved.
     free_bytes: u64,
@@ -71,7 +71,7 @@ struct Device {
 type Bytes = BTreeMap<String, u64>;
 
 /// A process of the tenant that leaves.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct Leaver {
     /// As it said last.
     left: Bytes,
@@ -98,7 +98,7 @@ enum LeaverAt {
 }
 
 /// A process of the tenant that comes.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct Comer {
     /// What is still to be created, and the smallest allocation of it; 0 while that is not known.
     left: BTreeMap<String, (u64, u64)>,

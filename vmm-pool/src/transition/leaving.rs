@@ -296,9 +296,9 @@ impl<D: Driver> Departing<D> {
     }
 
     /// The end of a pause: saves and gives back all that is left, each part as soon as it is saved or, with
-    /// [`Schedule::SaveFirst`], when all is. If that fails, it goes on with one allocation at a time. What the driver would not copy or let go stays on its device with its contents, and is
-    /// named in the notes. When the first result is dropped, the process runs on without some tags, or the gate admits only
-    /// calls that give memory up or ask about it.
+    /// [`Schedule::SaveFirst`], when all is. If that fails, it goes on with one allocation at a time. What the driver would
+    /// not copy or let go stays on its device with its contents, and is named in the notes. When the first result is
+    /// dropped, the process runs on without some tags, or the gate admits only calls that give memory up or ask about it.
     ///
     /// # Errors
     /// [`crate::PoolError::Driver`] when copies are under way that did not end, or the context is lost.

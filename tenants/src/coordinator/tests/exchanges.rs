@@ -4,9 +4,8 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::super::exchange::{Exchange, Move};
-use vmm_pool::Schedule;
-
 use crate::wire::{DeviceDelta, Needed, PhaseReport, StageLeft, StageReport, Window};
+use vmm_pool::Schedule;
 use vmm_pool::driver::DeviceOrdinal;
 
 const MIB: u64 = 1 << 20;
@@ -285,10 +284,9 @@ fn nobody_waits_where_a_window_is_free_and_the_first_never_does() {
 fn where_both_fit_the_first_saves_all_and_gives_it_back_last() {
     let all = vec![vec![(0, GIB); 8], vec![(1, GIB); 3]];
     for (free, both_fit) in [(8 * GIB, false), (9 * GIB, true)] {
-        let mut swapped = Swapped::new(all.clone(), all.clone(), GIB, free);
-        let rest = swapped.plan.rest();
-        assert_eq!(rest == Schedule::SaveFirst, both_fit);
-        let mut plan = swapped.plan.clone();
+        let swapped = || Swapped::new(all.clone(), all.clone(), GIB, free);
+        let mut plan = swapped().plan;
+        assert_eq!(plan.rest() == Schedule::SaveFirst, both_fit);
         let told: Vec<_> = std::iter::from_fn(|| plan.next()).collect();
         if both_fit {
             let window = |device, bytes| Window { stage: 0, devices: vec![(uuid(device), bytes)] };
@@ -302,7 +300,7 @@ fn where_both_fit_the_first_saves_all_and_gives_it_back_last() {
         } else {
             assert!(matches!(told[0], Move::ReleaseStage(0, _)), "{told:?}");
         }
-        in_step(&mut swapped);
+        in_step(&mut swapped());
     }
 }
 
