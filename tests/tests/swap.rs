@@ -66,12 +66,18 @@ fn settled(stage: &Stage, tenant: &str) -> Outcome<Vec<String>> {
     }
 }
 
-#[test]
-fn every_byte_is_there_after_twenty_swaps_on_devices_that_hold_one_and_a_window() -> Outcome {
+/// What one of the two tenants has on a device while it runs.
+fn one_bytes() -> Outcome<u64> {
     let stage = Stage::new(&[512 * MIB; 2])?;
     let job = stage.connected_job(&options("infer"))?;
     let one_bytes = stage.used_bytes(0)?.max(stage.used_bytes(1)?);
     job.exit()?;
+    Ok(one_bytes)
+}
+
+#[test]
+fn every_byte_is_there_after_twenty_swaps_on_devices_that_hold_one_and_a_window() -> Outcome {
+    let one_bytes = one_bytes()?;
     // What a process keeps that is paused, and a window.
     let (stage, mut train, mut infer) = pair(one_bytes + 2 * MIB + 8 * MIB)?;
     for round in 0..10 {
@@ -92,8 +98,7 @@ fn every_byte_is_there_after_twenty_swaps_on_devices_that_hold_one_and_a_window(
 
 #[test]
 fn no_device_holds_more_than_the_larger_and_a_window_if_both_fit_without_a_window() -> Outcome {
-    // A window is 256 MiB at least.
-    let (stage, mut train, mut infer) = pair(256 * MIB)?;
+    let (stage, mut train, mut infer) = pair(2 * one_bytes()?)?;
     let before_bytes = stage.used_bytes(0)?;
     let (most_bytes, is_over) = (AtomicU64::new(0), AtomicBool::new(false));
     std::thread::scope(|scope| -> Outcome {
@@ -115,6 +120,17 @@ fn no_device_holds_more_than_the_larger_and_a_window_if_both_fit_without_a_windo
     runs(&mut infer)?;
     swap(&stage, "infer", "train")?;
     runs(&mut train)
+}
+
+#[test]
+fn the_first_leaves_in_one_step_if_both_fit_with_a_window() -> Outcome {
+    let (stage, mut train, mut infer) = pair(2 * one_bytes()? + 2 * WINDOW)?;
+    let [out, back] = swap(&stage, "infer", "train")?;
+    assert!(stages(&out, "release_stage").is_empty(), "{out:#}");
+    assert_eq!(stages(&back, "restore_stage").len(), 2, "one of each process: {back:#}");
+    runs(&mut train)?;
+    swap(&stage, "train", "infer")?;
+    runs(&mut infer)
 }
 
 #[test]

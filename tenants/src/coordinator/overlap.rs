@@ -39,11 +39,11 @@ impl<'s, 'a> Side<'s, 'a> {
         Self { session, members, report, tallies: BTreeMap::new() }
     }
 
-    /// `bytes` is what moves in all.
+    /// `bytes` is what moves in all, of both tenants.
     fn send(&mut self, member: usize, order: &Ordered, bytes: u64) -> Result<(), MemberFailure> {
         let index = self.members[member];
         let phase = order.phase;
-        let timeout = timeout_of(self.session, phase, bytes);
+        let timeout = timeout_of(self.session, order, bytes);
         let now = Instant::now();
         if let Entry::Vacant(vacant) = self.tallies.entry(phase) {
             vacant.insert(Tally { began: now, ended: now, done: BTreeMap::new() });
@@ -122,6 +122,15 @@ struct Timeout {
 }
 
 impl Ordered {
+    /// Of `bytes` in all.
+    fn moves_at_most(&self, bytes: u64) -> u64 {
+        if self.phase == Phase::Release {
+            return bytes;
+        }
+        let window = self.window.devices.iter();
+        window.fold(0, |sum: u64, (_, bytes)| sum.saturating_add(*bytes)).min(bytes)
+    }
+
     fn question(&self, session: &Session<'_>, timeout: Timeout) -> TakePhase {
         let window = self.window.clone();
         let told = Told { window, rest: self.rest, ..session.told() };
@@ -148,7 +157,8 @@ pub(super) fn exchange(
 ) -> Hindrance {
     let mut hindrance: Hindrance = None;
     // All that moves takes so long at the slowest, and as long again for one that does it in small parts.
-    let usual = timeout_of(leaving.session, Phase::ReleaseStage, plan.total_bytes()).silence;
+    let usual = leaving.session.options.phase_timeout(Phase::ReleaseStage);
+    let usual = usual.max(Phase::ReleaseStage.timeout()) + moving_time(plan.total_bytes());
     let until = Instant::now() + 2 * usual;
     loop {
         if Instant::now() >= until {
@@ -238,12 +248,14 @@ pub(super) fn moving_time(bytes: u64) -> Duration {
     Duration::from_secs(bytes / SLOWEST_BYTES_PER_SECOND)
 }
 
-/// By what all of it takes: one that has less to move than others waits for them between its orders.
-fn timeout_of(session: &Session<'_>, phase: Phase, bytes: u64) -> Timeout {
-    let moving = moving_time(bytes);
+/// By what all of it takes, `bytes`: one that has less to move than others waits for them between its orders. A deadline that
+/// was requested counts beyond what the order itself moves: one that moves memory is not silent.
+fn timeout_of(session: &Session<'_>, order: &Ordered, bytes: u64) -> Timeout {
     let options = session.options;
-    let usual = phase.timeout() + moving;
-    let answer = options.timeout.map_or(usual, |_| options.phase_timeout(phase));
+    let usual = order.phase.timeout() + moving_time(bytes);
+    let requested =
+        |_| options.phase_timeout(order.phase) + moving_time(order.moves_at_most(bytes));
+    let answer = options.timeout.map_or(usual, requested);
     Timeout { answer: answer + options.reply_margin, silence: answer.max(usual) }
 }
 

@@ -215,7 +215,13 @@ impl<D: Driver> Member<D> {
         };
         let moved = match arriving.restore_stage(&self.known(window)) {
             // Others have taken what was free. It is tried again when more of the first tenant has left.
-            Err(PoolError::OutOfDeviceMemory { .. }) => Ok(Moved::default()),
+            Err(error @ PoolError::OutOfDeviceMemory { .. }) => {
+                let mut none = Moved::default();
+                none.log
+                    .notes
+                    .push(format!("comes when more of the first tenant has left: {error}"));
+                Ok(none)
+            }
             moved => moved,
         };
         let left = arriving.left();

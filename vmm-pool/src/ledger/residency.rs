@@ -64,7 +64,7 @@ pub(crate) enum Change {
     Refilled,
     /// All that was saved of it is on its device again.
     Arrived,
-    /// The device has the contents: what was saved of them is void.
+    /// The device has the contents: what was saved of them is void. Nobody has used what was unused.
     ContentsVoid,
     /// The process runs: what is wholly mapped is resident, but for what has not arrived. The rest it goes on without.
     Runs { is_mapped: bool },
@@ -111,13 +111,10 @@ impl Residency {
             | (
                 Self::Resident { handle, .. } | Self::Moving { way: Way::Out, handle, .. },
                 Change::Runs { is_mapped: true },
-            )
-            | (Self::Resident { handle, .. }, Change::ContentsVoid) => {
-                (Self::Resident { handle, unused: Vec::new() }, None)
-            }
+            ) => (Self::Resident { handle, unused: Vec::new() }, None),
+            (state @ Self::Resident { .. }, Change::ContentsVoid) => (state, None),
             (Self::Moving { way: Way::Out, handle, kept }, Change::ContentsVoid) => {
-                let kept = Kept { is_set_aside: kept.is_set_aside, ..Kept::default() };
-                (Self::Moving { way: Way::Out, handle, kept }, None)
+                (Self::Moving { way: Way::Out, handle, kept: Kept { saved: None, ..kept } }, None)
             }
             // The driver has unmapped it in part, and refused the rest.
             (Self::Resident { handle, unused }, Change::Runs { is_mapped: false }) => {
@@ -465,11 +462,10 @@ mod tests {
 
     #[test]
     fn copies_are_void_where_the_device_has_the_contents() {
-        let void = |aside| {
-            stays(Seen::Moving { way: Way::Out, raw: 1, kept: kept(None, Vec::new(), aside) })
-        };
-        let expected =
-            [runs(), void(false), void(true), REFUSED, REFUSED, REFUSED, REFUSED, REFUSED];
+        let void =
+            |aside| stays(Seen::Moving { way: Way::Out, raw: 1, kept: kept(None, part(0), aside) });
+        let here = stays(resident());
+        let expected = [here, void(false), void(true), REFUSED, REFUSED, REFUSED, REFUSED, REFUSED];
         assert_after(|| Change::ContentsVoid, expected);
     }
 

@@ -369,7 +369,7 @@ const GROUP: u64 = 8 << 20;
 /// What is written of each: its end.
 const WRITTEN: u64 = 2 * UNIT;
 
-/// Five allocations that are copied one after the other, and scratch memory.
+/// Five allocations that are copied one after the other, scratch memory, and memory that nobody uses.
 fn large() -> (SimPool, Vec<(VaRange, u64)>) {
     let pool = pool(&SimNode::private(&[6 * GROUP]).expect("a node"));
     pool.set_group_bytes(GROUP);
@@ -383,6 +383,8 @@ fn large() -> (SimPool, Vec<(VaRange, u64)>) {
         (end, seed)
     };
     let contents = (0..5).map(one).collect();
+    let cached = create(&pool, DEVICE, 2, class(Contents::Keep));
+    pool.mark_unused(&[map(&pool, cached, 2 * UNIT, &rights)]);
     (pool, contents)
 }
 
@@ -413,7 +415,7 @@ fn given_back_behind_copies(schedule: Schedule) {
         drop(hold);
         let moved = released.join().expect("no panic").expect("all of it");
         assert!(moved.log.notes.is_empty(), "{:?}", moved.log.notes);
-        let all_bytes = 5 * GROUP + 2 * UNIT;
+        let all_bytes = 5 * GROUP + 4 * UNIT;
         assert_eq!((moved.bytes[&DEVICE], moved.copied_bytes), (all_bytes, 5 * GROUP));
         assert_eq!(moved.log.bytes, all_bytes);
     });
@@ -473,8 +475,8 @@ fn what_fails_after_some_was_saved_loses_nothing(schedule: Schedule) {
         assert_eq!(gate_of(&pool), GateAt::Offloaded, "{op:?} {nth}");
         let gone: u64 = moved.bytes.values().sum();
         assert!(gone >= 4 * GROUP, "{op:?} {nth}: {moved:?}");
-        if op == DriverOp::CopyToHost {
-            assert_eq!(free_bytes(&pool, DEVICE), 6 * GROUP, "{op:?} {nth}: it was copied again");
+        if op != DriverOp::Release {
+            assert_eq!(free_bytes(&pool, DEVICE), 6 * GROUP, "{op:?} {nth}: all went in the end");
         }
         resume(&pool);
         assert_holds(&pool, &contents);

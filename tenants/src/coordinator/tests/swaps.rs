@@ -45,6 +45,19 @@ fn tight(free_bytes: u64) -> Script {
     Script { free_bytes, ..paused() }
 }
 
+/// So little that nobody waits long for one that is silent: the time to move it is less than a second.
+fn small(script: Script) -> Script {
+    let Script { holds_bytes, unit_bytes, .. } = script;
+    Script { holds_bytes: holds_bytes / SMALL, unit_bytes: unit_bytes / SMALL, ..script }
+}
+
+/// The part of the usual size, of members and of windows.
+const SMALL: u64 = 64;
+
+fn in_small_windows(fault: Fault) -> Options {
+    Options { window_bytes: Some(WINDOW / SMALL), ..waiting_for(fault) }
+}
+
 fn at(script: Script, phase: Phase, stage: usize, fault: Fault) -> Script {
     Script { fault_at: Some(stage), ..script.with(phase, fault) }
 }
@@ -135,6 +148,23 @@ fn with_room_for_both_the_first_leaves_in_one_step_and_the_second_comes_meanwhil
     assert_eq!(times(&world, 5, Phase::RestoreStage), 1);
     let came = position(&world, &Line::Ended(5, Phase::RestoreStage));
     assert!(came < position(&world, &Line::Ended(1, Phase::Release)));
+}
+
+#[test]
+fn one_that_moves_memory_is_not_overdue_whatever_the_deadline() {
+    let options = Options { timeout: Some(Duration::from_secs(1)), ..patient() };
+    let slow = Fault::Slow(2500);
+    for (leaves, comes) in [
+        (active().with(Phase::Release, slow), tight(GIB + WINDOW)),
+        (active(), tight(GIB + WINDOW).with(Phase::RestoreStage, slow)),
+        (active().with(Phase::Release, slow), tight(0)),
+    ] {
+        let world = world(&[leaves], &[comes]);
+        let done = swapped(&world, &options).unwrap();
+        let (out, back) = (report(done.paused), report(done.resumed));
+        assert!(out.losses.is_empty() && back.losses.is_empty(), "{out:?} {back:?}");
+        assert_eq!(world.states(), [MemberState::Paused, MemberState::Active]);
+    }
 }
 
 #[test]
@@ -238,10 +268,10 @@ fn a_second_tenant_that_fails_at_any_stage_is_undone_and_the_first_runs_again() 
         ] {
             // It needs what both of the others have.
             let large = Script { holds_bytes: 2 * GIB, ..tight(0) };
-            let failing = at(large, phase, stage, fault);
+            let failing = at(small(large), phase, stage, fault);
             let other = Script { holds_bytes: 0, ..paused() };
-            let world = world(&[active(), active()], &[failing, other]);
-            let error = swapped(&world, &waiting_for(fault)).unwrap_err();
+            let world = world(&[small(active()), small(active())], &[failing, other]);
+            let error = swapped(&world, &in_small_windows(fault)).unwrap_err();
             let SwapError::WentBack { source, losses, .. } = &error else {
                 panic!("{phase:?} {stage} {fault:?}: {error}")
             };
@@ -277,9 +307,9 @@ fn one_that_dies_while_it_leaves_is_reported_and_the_second_comes() {
 
 #[test]
 fn one_that_is_silent_while_it_leaves_holds_nobody_up_for_ever() {
-    let silent = at(active(), Phase::ReleaseStage, 1, Fault::Silent);
-    let world = world(&[active(), silent], &[tight(0)]);
-    let out = report(swapped(&world, &waiting_for(Fault::Silent)).unwrap().paused);
+    let silent = at(small(active()), Phase::ReleaseStage, 1, Fault::Silent);
+    let world = world(&[small(active()), silent], &[small(tight(0))]);
+    let out = report(swapped(&world, &in_small_windows(Fault::Silent)).unwrap().paused);
     assert_eq!(out.losses.len(), 1);
     assert_eq!((world.state(1), world.state(5)), (MemberState::Paused, MemberState::Active));
 }
@@ -299,8 +329,6 @@ fn one_that_cannot_do_a_stage_is_told_to_release_what_is_left() {
 
 #[test]
 fn a_first_tenant_of_which_one_releases_too_late_comes_back_where_the_second_does_not_come() {
-    // So little that nobody waits long for it.
-    let small = |script| Script { holds_bytes: GIB / 64, ..script };
     let late = small(active()).with(Phase::Release, Fault::Slow(4000));
     let failing = small(tight(0)).with(Phase::Import, Fault::Fail(FailureKind::Driver));
     let world = world(&[late], &[failing]);
