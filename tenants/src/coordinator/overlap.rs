@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::Schedule;
 
+use super::Options;
 use super::exchange::{Exchange, Move};
 use super::peers::{Answer, Peers};
 use super::report::{Event, MemberFailure, PhaseSummary, Report, StageSummary, Step};
@@ -43,7 +44,7 @@ impl<'s, 'a> Side<'s, 'a> {
     fn send(&mut self, member: usize, order: &Ordered, bytes: u64) -> Result<(), MemberFailure> {
         let index = self.members[member];
         let phase = order.phase;
-        let timeout = timeout_of(self.session, order, bytes);
+        let timeout = timeout_of(self.session.options, order, bytes);
         let now = Instant::now();
         if let Entry::Vacant(vacant) = self.tallies.entry(phase) {
             vacant.insert(Tally { began: now, ended: now, done: BTreeMap::new() });
@@ -122,10 +123,10 @@ struct Timeout {
 }
 
 impl Ordered {
-    /// Of `bytes` in all.
+    /// Of `bytes` in all. What leaves goes in windows of one allocation at least, whatever its size.
     fn moves_at_most(&self, bytes: u64) -> u64 {
-        if self.phase == Phase::Release {
-            return bytes;
+        if self.phase != Phase::RestoreStage {
+            return if self.phase.moves_memory() { bytes } else { 0 };
         }
         let window = self.window.devices.iter();
         window.fold(0, |sum: u64, (_, bytes)| sum.saturating_add(*bytes)).min(bytes)
@@ -248,15 +249,16 @@ pub(super) fn moving_time(bytes: u64) -> Duration {
     Duration::from_secs(bytes / SLOWEST_BYTES_PER_SECOND)
 }
 
-/// By what all of it takes, `bytes`: one that has less to move than others waits for them between its orders. A deadline that
-/// was requested counts beyond what the order itself moves: one that moves memory is not silent.
-fn timeout_of(session: &Session<'_>, order: &Ordered, bytes: u64) -> Timeout {
-    let options = session.options;
+/// By what all of it takes, `bytes`: one that has less to move than others waits for them between its orders, for as long as
+/// any of them may take. A deadline that was requested counts beyond what the order itself moves: one that moves memory is not
+/// silent.
+fn timeout_of(options: &Options, order: &Ordered, bytes: u64) -> Timeout {
     let usual = order.phase.timeout() + moving_time(bytes);
     let requested =
         |_| options.phase_timeout(order.phase) + moving_time(order.moves_at_most(bytes));
     let answer = options.timeout.map_or(usual, requested);
-    Timeout { answer: answer + options.reply_margin, silence: answer.max(usual) }
+    let longest = options.phase_timeout(Phase::Release) + moving_time(bytes);
+    Timeout { answer: answer + options.reply_margin, silence: answer.max(usual).max(longest) }
 }
 
 fn has_left(leaving: &mut Side<'_, '_>, plan: &mut Exchange, taken: Taken) {
@@ -286,5 +288,25 @@ fn lose(leaving: &mut Side<'_, '_>, plan: &mut Exchange, member: usize, failure:
     if !plan.has_left_for_good(member) {
         plan.left_for_good(member);
         leaving.report.losses.push(failure);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_is_given_up_by_one_that_waits_for_it() {
+        let bytes = 100 << 30;
+        let order = |phase| Ordered { phase, window: Window::default(), rest: Schedule::default() };
+        for timeout in [None, Some(1), Some(600)] {
+            let options =
+                Options { timeout: timeout.map(Duration::from_secs), ..Options::default() };
+            let Timeout { silence, .. } = timeout_of(&options, &order(Phase::RestoreStage), bytes);
+            for phase in [Phase::ReleaseStage, Phase::Release, Phase::Verify] {
+                let Timeout { answer, .. } = timeout_of(&options, &order(phase), bytes);
+                assert!(silence + options.reply_margin >= answer, "{timeout:?} {phase:?}");
+            }
+        }
     }
 }

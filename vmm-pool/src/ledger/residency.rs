@@ -116,9 +116,14 @@ impl Residency {
             (Self::Moving { way: Way::Out, handle, kept }, Change::ContentsVoid) => {
                 (Self::Moving { way: Way::Out, handle, kept: Kept { saved: None, ..kept } }, None)
             }
-            // The driver has unmapped it in part, and refused the rest.
-            (Self::Resident { handle, unused }, Change::Runs { is_mapped: false }) => {
-                let kept = Kept { saved: None, unused, is_set_aside: true };
+            // The driver has unmapped it in part, and refused the rest, or it has unmapped it and could not save it. Its process
+            // may map it elsewhere, and use it.
+            (
+                Self::Resident { handle, .. }
+                | Self::Moving { way: Way::Out, handle, kept: Kept { saved: None, .. } },
+                Change::Runs { is_mapped: false },
+            ) => {
+                let kept = Kept { is_set_aside: true, ..Kept::default() };
                 (Self::Moving { way: Way::Out, handle, kept }, None)
             }
             // So it has where the process runs on without what has come back in part, mapped or not.
@@ -479,9 +484,15 @@ mod tests {
 
     #[test]
     fn what_is_not_wholly_mapped_when_its_process_runs_is_set_aside() {
-        let unsaved = Seen::Moving { way: Way::Out, raw: 1, kept: kept(None, part(0), true) };
+        let unsaved = || Seen::Moving { way: Way::Out, raw: 1, kept: kept(None, Vec::new(), true) };
+        let void = Kept { unused: part(0), ..Kept::default() };
+        let (after, _) = Seen::Moving { way: Way::Out, raw: 1, kept: void }
+            .state()
+            .next(Change::Runs { is_mapped: false })
+            .expect("it has that change");
+        assert_eq!(Seen::of(&after), unsaved(), "its process may use all of it");
         let expected = [
-            stays(unsaved),
+            stays(unsaved()),
             stays(leaving(true)),
             stays(leaving(true)),
             stays(coming(true)),

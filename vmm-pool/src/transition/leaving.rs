@@ -165,10 +165,10 @@ impl<D: Driver> Leaving<D> {
             Schedule::SaveMeanwhile => {
                 still.hold_space(&mut log, &layouts).map(|()| LaidOut::new(layouts))
             }
-            Schedule::SaveFirst => still.save(Behind::Keeps(&self.rows), layouts).map(|saved| {
-                log.add(saved);
-                LaidOut::default()
-            }),
+            Schedule::SaveFirst => {
+                let saved = still.save(&mut log, Behind::Keeps(&self.rows), layouts);
+                saved.map(|()| LaidOut::default())
+            }
         };
         if prepared.is_err() {
             still.give_space_back();
@@ -363,21 +363,15 @@ impl<D: Driver> Departing<D> {
             Schedule::SaveFirst => Behind::Keeps(&part),
             Schedule::SaveMeanwhile => Behind::GivesBack(Meanwhile::new(&part)),
         };
-        let mut copied_bytes = 0;
-        let outcome = still.save(behind, self.laid_out.of(picked)).and_then(|mut log| {
-            copied_bytes = std::mem::take(&mut log.bytes);
-            // Nothing was kept here where all was saved before.
-            log.kept = log.kept.filter(|_| !self.laid_out.is_empty());
-            log.add(still.release_some(&part)?);
-            Ok(log)
-        });
+        let mut log = StepLog::default();
+        let saved = still.save(&mut log, behind, self.laid_out.of(picked));
+        let copied_bytes = std::mem::take(&mut log.bytes);
+        // Nothing was kept here where all was saved before.
+        log.kept = log.kept.filter(|_| !self.laid_out.is_empty());
+        let outcome = saved.and_then(|()| still.release_some(&part)).map(|done| log.add(done));
         let after = self.resident_of(&part);
         let gone = |(device, bytes)| (device, bytes - after.get(&device).copied().unwrap_or(0));
         let bytes: ByDevice = before.into_iter().map(gone).collect();
-        let (log, outcome) = match outcome {
-            Ok(log) => (log, Ok(())),
-            Err(error) => (StepLog::default(), Err(error)),
-        };
         let log = StepLog { bytes: bytes.values().sum(), ..log };
         self.untold.add(Moved { log, bytes, copied_bytes });
         outcome

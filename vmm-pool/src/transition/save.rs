@@ -105,12 +105,13 @@ fn in_groups(items: Vec<Item>, group_bytes: u64) -> Vec<Group> {
 
 impl<D: Driver> Still<'_, D> {
     /// Saves to where it is laid out, within disk space that is taken; host memory that is missing is made during the copies.
+    /// The bytes of `log` are those that it has copied, also if it fails.
     pub(super) fn save(
         &self,
+        log: &mut StepLog,
         mut behind: Behind<'_>,
         [kept, filed]: [Layout; 2],
-    ) -> PoolResult<StepLog> {
-        let mut log = StepLog::default();
+    ) -> PoolResult<()> {
         self.pool.deferred.settle()?;
         let mut copier = Copier::new(self.pool);
         // From here on a copy counts only if nothing of it changes.
@@ -126,10 +127,10 @@ impl<D: Driver> Still<'_, D> {
         let outcome = planned.and_then(|plan| {
             let nodes = self.pool.nodes_of(&self.pool.devices());
             self.pool.arena().begin_growth(nodes, end_bytes);
-            let kept = self.save_to_memory(&mut log, &mut behind, &mut copier, &plan);
+            let kept = self.save_to_memory(log, &mut behind, &mut copier, &plan);
             self.pool.ahead.end_growth();
-            kept.and_then(|()| self.save_to_file(&mut log, &mut copier, &plan.to_file))?;
-            Ok(plan)
+            kept.and_then(|()| self.save_to_file(log, &mut copier, &plan.to_file))?;
+            Ok(plan.kept)
         });
         if outcome.is_err() {
             // Copies may still be reading; nothing may be unmapped or reused before they are done.
@@ -137,14 +138,12 @@ impl<D: Driver> Still<'_, D> {
                 tracing::error!(%error, "copies did not finish after a failed save");
             }
             if self.pool.deferred.is_settled() {
-                self.drop_views(&mut log);
+                self.drop_views(log);
                 self.pool.ledger().void_copies();
             }
         }
-        let plan = outcome?;
-        log.bytes = plan.kept.copied_bytes;
-        log.kept = Some(plan.kept);
-        Ok(log)
+        log.kept = Some(outcome?);
+        Ok(())
     }
 
     /// Places for all, in host memory and in the file, with as many of `copies` as there is room for. The others are
@@ -193,6 +192,7 @@ impl<D: Driver> Still<'_, D> {
         let filed: Vec<_> = items.iter().map(|item| &item.transfer).collect();
         // SAFETY: sources stay mapped until all of them are written.
         unsafe { copier.write_file(log, &filed) }?;
+        log.bytes += items.iter().map(|item| item.copied_bytes).sum::<u64>();
         log.timed("unmap saved", |log| self.retire(log, items))
     }
 
@@ -254,7 +254,9 @@ impl<D: Driver> Still<'_, D> {
         behind: &mut Behind<'_>,
         group: &Group,
     ) -> PoolResult<()> {
-        self.pool.copied.add(group.items.iter().map(|item| item.copied_bytes).sum());
+        let copied_bytes = group.items.iter().map(|item| item.copied_bytes).sum();
+        self.pool.copied.add(copied_bytes);
+        log.bytes += copied_bytes;
         log.timed("unmap saved", |log| self.retire(log, &group.items))?;
         if let Behind::GivesBack(meanwhile) = behind {
             meanwhile.are_saved(group.items.iter().map(|item| item.row));

@@ -8,7 +8,7 @@ use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange}
 use vmm_pool::{Class, Contents, HostBudget, Selection, Tags, Whose};
 
 use crate::stage::{
-    DEVICE, SimPool, UNIT, UNLIMITED, WHOLE, create, holds, kept, map, pattern, pause, pool,
+    DEVICE, SimPool, UNIT, UNLIMITED, WHOLE, create, holds, kept, map, node, pattern, pause, pool,
     resume, write,
 };
 
@@ -166,4 +166,16 @@ fn host_memory_behind_a_gap_is_not_given_back_while_contents_lie_there() {
     assert_eq!(arena_bytes(&pool), UNIT + 2 * CHUNK);
     resume_tag("behind");
     assert!(holds(&pool, DEVICE, behind, pattern(3)));
+}
+
+#[test]
+fn what_nobody_used_may_be_used_after_a_pause_that_came_to_nothing() {
+    let pool = pool(&node());
+    let handle = create(&pool, DEVICE, 2, kept());
+    let place = map(&pool, handle, 2 * UNIT, &[AccessDesc::read_write(DEVICE)]);
+    pool.mark_unused(&[place]);
+    pool.drain();
+    assert_eq!(pool.host_demand(&WHOLE).saved_bytes, 0);
+    pool.remount().expect("nothing has moved");
+    assert_eq!(pool.host_demand(&WHOLE).saved_bytes, 2 * UNIT);
 }

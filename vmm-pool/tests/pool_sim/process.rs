@@ -117,7 +117,9 @@ impl SimPool {
 
     /// Drains, so that the driver calls of the save that follows are its own.
     pub(crate) fn drain(&self) {
-        self.put(Stage::Quiesced(self.quiesce()));
+        let quiesced = self.quiesce();
+        quiesced.mark_unused(&self.told.lock().expect("no test has failed").unused);
+        self.put(Stage::Quiesced(quiesced));
     }
 
     pub(crate) fn save(&self, selection: &Selection, budget: HostBudget) -> PoolResult<StepLog> {

@@ -475,6 +475,10 @@ fn what_fails_after_some_was_saved_loses_nothing(schedule: Schedule) {
         assert_eq!(gate_of(&pool), GateAt::Offloaded, "{op:?} {nth}");
         let gone: u64 = moved.bytes.values().sum();
         assert!(gone >= 4 * GROUP, "{op:?} {nth}: {moved:?}");
+        assert!(
+            moved.copied_bytes >= 5 * GROUP,
+            "{op:?} {nth}: what failed copied, too: {moved:?}"
+        );
         if op != DriverOp::Release {
             assert_eq!(free_bytes(&pool, DEVICE), 6 * GROUP, "{op:?} {nth}: all went in the end");
         }

@@ -158,6 +158,8 @@ fn one_that_moves_memory_is_not_overdue_whatever_the_deadline() {
         (active().with(Phase::Release, slow), tight(GIB + WINDOW)),
         (active(), tight(GIB + WINDOW).with(Phase::RestoreStage, slow)),
         (active().with(Phase::Release, slow), tight(0)),
+        // One allocation that is larger than a window.
+        (at(Script { unit_bytes: GIB, ..active() }, Phase::ReleaseStage, 0, slow), tight(0)),
     ] {
         let world = world(&[leaves], &[comes]);
         let done = swapped(&world, &options).unwrap();
