@@ -1,5 +1,6 @@
 //! `test` and `ci`: every stage that needs no GPU.
 
+use std::num::NonZero;
 use std::path::Path;
 
 use crate::build::Built;
@@ -93,7 +94,9 @@ fn tests(workspace: &Workspace, stages: &mut Stages) {
 fn rust_tests(workspace: &Workspace, built: &Built, lines: &mut Vec<String>) -> Outcome<Ran> {
     let nextest = process::output(&mut workspace.cargo(&["nextest", "--version"])).is_ok();
     let mut command = if nextest {
-        workspace.cargo(&["nextest", "run", "--no-tests=pass"])
+        let mut command = workspace.cargo(&["nextest", "run", "--no-tests=pass"]);
+        command.arg("--test-threads").arg(test_threads().to_string());
+        command
     } else {
         println!("cargo-nextest is not installed: cargo test runs instead");
         workspace.cargo(&["test", "--lib", "--bins", "--tests", "--examples"])
@@ -103,6 +106,11 @@ fn rust_tests(workspace: &Workspace, built: &Built, lines: &mut Vec<String>) -> 
     let (outcome, held) = process::stream(&mut command, is_rust_summary);
     lines.extend(held);
     outcome.map(|()| Ran::All)
+}
+
+/// Tests wait for other processes and for deadlines about half of their time.
+fn test_threads() -> usize {
+    2 * std::thread::available_parallelism().map_or(1, NonZero::get)
 }
 
 fn doc_tests(workspace: &Workspace, built: &Built, lines: &mut Vec<String>) -> Outcome<Ran> {
