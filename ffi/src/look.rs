@@ -30,7 +30,6 @@ use std::sync::{Arc, LazyLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use tenants::error_text::chain;
-use vmm_pool::PoolError;
 use vmm_pool::driver::{CudaDriver, DeviceAddress, DriverCode, RawContext, RawStream, VaRange};
 use vmm_pool::paging::{In, PageError, Pager, Touched};
 
@@ -429,16 +428,13 @@ pub(crate) fn begin_graph(place: impl FnOnce() -> In) -> Option<Seen> {
 
 fn code_of(error: &PageError) -> DriverCode {
     match error {
-        PageError::TooFewFrames { .. }
-        | PageError::Pool(PoolError::OverBudget { .. } | PoolError::OutOfDeviceMemory { .. }) => {
+        PageError::TooFewFrames { .. } | PageError::OutOfHostMemory { .. } => {
             DriverCode::OUT_OF_MEMORY
         }
         PageError::Late { .. } => DriverCode::LAUNCH_TIMEOUT,
         PageError::Shared(error) => code_of(error),
-        PageError::Pool(PoolError::Driver { source, .. }) => source.code,
-        PageError::OutOfHostMemory { .. } => DriverCode::OUT_OF_MEMORY,
-        PageError::Pool(_)
-        | PageError::WindowFull { .. }
+        PageError::Pool(error) => error.code().unwrap_or(DriverCode::UNKNOWN),
+        PageError::WindowFull { .. }
         | PageError::NotPaged { .. }
         | PageError::Ended { .. }
         | PageError::NoThread(_) => DriverCode::UNKNOWN,

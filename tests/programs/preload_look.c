@@ -5,6 +5,7 @@
  *   preload_look cases                        what is refused, what a graph uses, what is not seen
  *   preload_look region                       memory of a region that is paged, as cuMemAlloc gives it
  *   preload_look contexts                     the same memory, used in two contexts by turns
+ *   preload_look handle                       the same memory, which a network card has
  *
  * Kernels are given addresses as they are, inside of structures, and several in one. */
 #include "at_random.h"
@@ -13,6 +14,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <sublet.h>
+#include <sys/mman.h>
 
 enum { CHUNK = 2 << 20, FRAMES = 5, SPANS = 5, STREAMS = 2, THREADS_MAX = 4, OPS = 120, WORDS_MAX = 4096, OUT_OF_MEMORY = 2, ILLEGAL_ADDRESS = 700, GLOBAL = 0 };
 
@@ -345,6 +347,8 @@ static int is_range(CUdeviceptr memory, size_t bytes)
     return base == memory && size == bytes && start == memory && range == bytes && type == 2 && device == 0;
 }
 
+extern CUresult cuMemGetHandleForAddressRange(void *handle, CUdeviceptr start, size_t bytes, int kind, unsigned long long flags);
+
 enum { BLOCKS = 4, BLOCK = 3 * CHUNK / 2, INVALID = 1 };
 
 /* Do all have what was written, and are they as large as was requested, wherever they are? */
@@ -426,6 +430,39 @@ static int region(void)
     return sublet_region_end();
 }
 
+/* What a network card is given lies there still when others have been through all other frames. */
+static int handle(void)
+{
+    enum { PAGE = 4096, DMA_BUF = 1 };
+    uint64_t pager = look_for(3), count = BLOCK / 4;
+    CUdeviceptr blocks[BLOCKS];
+    int fd = -1, sublet = sublet_page_region(pager, "base");
+    sublet_region_begin("base", SUBLET_CONTENTS_KEEP);
+    for (uint32_t i = 0; i < BLOCKS; i++) {
+        uint32_t value = 70 + i;
+        void *params[] = {&blocks[i], &value, &count};
+        blocks[i] = allocated(BLOCK);
+        launch(fill, NULL, params);
+    }
+    int made = cuMemGetHandleForAddressRange(&fd, blocks[0], PAGE, DMA_BUF, 0);
+    if (made != CU_OK) {
+        printf("refused %d\n", made);
+        return 1;
+    }
+    volatile uint32_t *seen = mmap(NULL, PAGE, PROT_READ, MAP_SHARED, fd, 0);
+    printf("paged %d, shows %u", sublet, seen[0]);
+    uint32_t value = 90;
+    void *params[] = {&blocks[0], &value, &count};
+    launch(fill, NULL, params);
+    for (int round = 0; round < 4; round++) {
+        for (int i = 1; i < BLOCKS; i++)
+            OK(cuMemsetD32Async(blocks[i], (uint32_t)(70 + i), count, NULL));
+        printf(", %u", seen[0]);
+    }
+    printf(", stays %ld\n", figure(pager, "\"stays_bytes\":") / CHUNK);
+    return 0;
+}
+
 static int contexts(void)
 {
     CUresult (*create)(CUcontext *, unsigned, CUdevice) = NULL, (*destroy)(CUcontext) = NULL;
@@ -488,5 +525,7 @@ int main(int argc, char **argv)
         return at_random(strtoull(argv[2], NULL, 10), atoi(argv[3]), atoi(argv[4]));
     if (argc == 2 && strcmp(argv[1], "contexts") == 0)
         return contexts();
+    if (argc == 2 && strcmp(argv[1], "handle") == 0)
+        return handle();
     return argc == 2 && strcmp(argv[1], "region") == 0 ? region() : cases();
 }

@@ -38,7 +38,7 @@ mod calls {
     use sublet_registrations::Key;
     use sublet_registrations::registrations::GDRCOPY as REASON;
 
-    use super::super::{call_own, range_of, seen};
+    use super::super::{call_own, range_of, registered, seen};
     use super::{Function, GDRCOPY};
     use crate::interpose::Pointer;
     use crate::runtime;
@@ -61,7 +61,7 @@ mod calls {
                     usize::try_from(address).unwrap_or(usize::MAX),
                 );
                 let range = range_of(start, length);
-                runtime::registrations().register(member, range, REASON, &own, key)
+                registered(member, range, REASON, &own, key)
             },
             &own,
         )

@@ -32,7 +32,7 @@ mod calls {
     use sublet_registrations::Key;
     use sublet_registrations::registrations::NETWORK_CARD;
 
-    use super::super::{call_own, range_of, seen};
+    use super::super::{call_own, range_of, registered, seen};
     use super::{Function, MLX5};
     use crate::interpose::Pointer;
     use crate::runtime;
@@ -50,7 +50,7 @@ mod calls {
                 let key =
                     |memory: &Pointer| (!memory.is_null()).then(|| Key::UserMemory(memory.addr()));
                 let range = range_of(address, length);
-                runtime::registrations().register(member, range, NETWORK_CARD, &own, key)
+                registered(member, range, NETWORK_CARD, &own, key)
             },
             &own,
         )

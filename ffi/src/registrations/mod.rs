@@ -16,10 +16,12 @@ mod verbs;
 
 use std::ffi::{CStr, c_int};
 
+use sublet_registrations::Key;
 use vmm_pool::driver::{DeviceAddress, VaRange};
 
 use crate::interpose::Pointer;
 use crate::interpose::library::call_own;
+use crate::replaced;
 use crate::runtime::{self, Member};
 
 pub(crate) use gdrcopy::{FILE as GDRCOPY_FILE, GDRCOPY};
@@ -36,6 +38,19 @@ fn seen<T>(ours: impl FnOnce(&'static Member) -> T, plain: impl FnOnce() -> T) -
         member.note("a registration failed inside; please report this".to_owned());
         plain()
     })
+}
+
+/// As [`Registrations::register`](sublet_registrations::Registrations::register). Paged memory comes first, and cannot leave
+/// before it is known to stay; of what cannot come the library says that it is not there.
+fn registered<T>(
+    member: &Member,
+    range: VaRange,
+    reason: &'static str,
+    call: impl FnOnce() -> T,
+    key: impl FnOnce(&T) -> Option<Key>,
+) -> T {
+    let _here = replaced::look_for_others("a registration", range);
+    runtime::registrations().register(member, range, reason, call, key)
 }
 
 fn range_of(start: Pointer, size_bytes: usize) -> VaRange {

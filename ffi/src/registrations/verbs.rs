@@ -39,7 +39,7 @@ mod calls {
     use sublet_registrations::Key;
     use sublet_registrations::registrations::NETWORK_CARD;
 
-    use super::super::{call_own, range_of, seen};
+    use super::super::{call_own, range_of, registered, seen};
     use super::{Function, VERBS, c_int};
     use crate::interpose::Pointer;
     use crate::runtime;
@@ -53,7 +53,7 @@ mod calls {
                 let key =
                     |region: &Pointer| (!region.is_null()).then(|| Key::Region(region.addr()));
                 let range = range_of(address, length);
-                runtime::registrations().register(member, range, NETWORK_CARD, &own, key)
+                registered(member, range, NETWORK_CARD, &own, key)
             },
             &own,
         )
@@ -117,7 +117,7 @@ mod calls {
             |member| {
                 let key = |code: &c_int| (*code == 0).then(|| Key::Region(region.addr()));
                 let range = range_of(address, length);
-                runtime::registrations().register(member, range, NETWORK_CARD, own, key)
+                registered(member, range, NETWORK_CARD, own, key)
             },
             own,
         )

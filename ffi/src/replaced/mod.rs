@@ -69,6 +69,15 @@ pub(crate) fn look_at(
     look::begin(symbol, &found, graph::place_of(stream_value(stream, symbol)))
 }
 
+/// As [`look_at`], for what others than the devices' work are about to be given: they find it there until the result is dropped.
+pub(crate) fn look_for_others(symbol: &'static str, range: VaRange) -> Result<Option<Seen>, c_int> {
+    if look::is_on() {
+        look_at(symbol, Names::Ranges(&[range]), std::ptr::null_mut())
+    } else {
+        Ok(None)
+    }
+}
+
 /// A range from C arguments.
 fn range(start: Address, size: usize) -> VaRange {
     VaRange::new(DeviceAddress(start), size as u64)

@@ -13,7 +13,9 @@ use vmm_pool::gate::Passage;
 
 use super::context::{device_of, with_current};
 use super::graph::capture_of;
-use super::{Address, SUCCESS, late_frees, range, stream_value, with_caller, write_out};
+use super::{
+    Address, SUCCESS, late_frees, look_for_others, range, stream_value, with_caller, write_out,
+};
 use crate::contexts::{self, pointer_of};
 use crate::guards;
 use crate::interpose::Pointer;
@@ -345,6 +347,11 @@ pub unsafe extern "C" fn cuMemGetHandleForAddressRange(
     flags: c_ulonglong,
 ) -> c_int {
     let driver = || call_driver!(cuMemGetHandleForAddressRange(handle, start, size, kind, flags));
+    // Paged memory comes first, and cannot leave before it is known to stay.
+    let _here = match look_for_others("cuMemGetHandleForAddressRange", range(start, size)) {
+        Ok(here) => here,
+        Err(code) => return code,
+    };
     answered(
         runtime::member,
         |member| {

@@ -174,6 +174,7 @@ fn uses_of_paged_memory_that_nobody_announces_are_seen_at_launches() {
          not shared 1, inside 1, twice 1\n\
          again 8, too much 1, closed 0, ordinary 1\n"
     );
+    assert_eq!(said(&["handle"]), "paged 0, shows 70, 90, 90, 90, 90, stays 1\n");
     assert_eq!(said(&["contexts"]), "right 16, exchanges 1, stays 0, behind its end 1\n");
     for seed in ["1", "2", "3"] {
         assert_eq!(

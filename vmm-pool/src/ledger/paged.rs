@@ -31,11 +31,17 @@ impl Ledger {
     }
 
     /// Why a chunk may not leave: what else holds its pages does not wait for the pager.
-    pub(crate) fn chunk_stays(&self, handle: VirtualHandle) -> Option<&'static str> {
+    /// What pins one `is_given_up` does not hold it: its frame goes to the driver, and its user has freed it.
+    pub(crate) fn chunk_stays(
+        &self,
+        handle: VirtualHandle,
+        is_given_up: bool,
+    ) -> Option<&'static str> {
         let row = self.row(handle)?;
+        let pinned = row.reason_to_stay().filter(|_| !is_given_up);
         let shared = row.is_shared().then_some("another process may hold it");
         let twice = (row.mapped_at().len() > 1).then_some("it is mapped at another address too");
-        row.reason_to_stay().or(shared).or(twice)
+        pinned.or(shared).or(twice)
     }
 
     /// The row of a chunk goes, which is mapped nowhere.

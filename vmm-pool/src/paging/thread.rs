@@ -56,6 +56,15 @@ enum Job {
     End,
 }
 
+/// Who has a frame next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Next {
+    /// Another chunk: nobody else may have the frame still.
+    Newcomer,
+    /// What its user has freed goes whatever pins it, as other memory does.
+    Driver,
+}
+
 /// Until the pager ends. `told` hears if it has begun.
 pub(super) fn run<D: Driver>(shared: &Arc<Shared<D>>, told: &Sender<PoolResult<()>>) {
     let copier = Copier::new(&shared.pool);
@@ -310,7 +319,7 @@ impl<D: Driver> Worker<'_, D> {
     fn bring(&mut self, newcomer: usize, victim: Option<usize>) {
         let entered = self.shared.pool.enter();
         let taken = match victim {
-            Some(victim) => self.take_frame(&entered, victim),
+            Some(victim) => self.take_frame(&entered, victim, Next::Newcomer),
             None => self.new_frame(&entered, newcomer).map(Some),
         };
         let frame = match taken {
@@ -375,6 +384,7 @@ impl<D: Driver> Worker<'_, D> {
         &self,
         entered: &Entered<'_, D, Use>,
         victim: usize,
+        next: Next,
     ) -> PageResult<Option<crate::deferred::Physical>> {
         let pool = &self.shared.pool;
         if !pool.deferred.is_settled() {
@@ -385,9 +395,10 @@ impl<D: Driver> Worker<'_, D> {
         let Some((row, has_contents)) = self.shared.table().claim_ready(victim) else {
             return Ok(None);
         };
+        let is_given_up = next == Next::Driver && self.shared.table().chunks[victim].is_freed;
         let (stays, has_place) = {
             let ledger = self.shared.pool.ledger();
-            (ledger.chunk_stays(row), ledger.has_chunk_place(row))
+            (ledger.chunk_stays(row, is_given_up), ledger.has_chunk_place(row))
         };
         self.shared.table().stays(victim, stays);
         if stays.is_some() || (has_contents && !has_place) {
@@ -556,7 +567,7 @@ impl<D: Driver> Worker<'_, D> {
     /// Gives the frame of an idle chunk back to the driver.
     fn shrink(&mut self, chunk: usize) {
         let entered = self.shared.pool.enter();
-        match self.take_frame(&entered, chunk) {
+        match self.take_frame(&entered, chunk, Next::Driver) {
             Ok(Some(frame)) => {
                 if let Err(error) = entered.release_frame(frame) {
                     tracing::error!(%error, "memory for paging stays until the next pause");

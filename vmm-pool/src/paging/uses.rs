@@ -433,14 +433,17 @@ impl<D: Driver> Pager<D> {
         let shared = &self.shared;
         let (mut is_held, mut is_without_room) = (false, false);
         let mut before = Vec::new();
+        let too_few = |needed: usize, frames: usize| {
+            let [needed_bytes, frames_bytes] =
+                [needed, frames].map(|count| count as u64 * shared.chunk_bytes);
+            (needed > frames).then_some(PageError::TooFewFrames { needed_bytes, frames_bytes })
+        };
         let here = shared.wait_for(limit, what, |table| {
             if !is_held {
                 ids.retain(|&id| table.chunks[id].row.is_some());
                 let (each, frames) = (distinct(ids), table.frames);
-                if each.len() > frames {
-                    let frames_bytes = frames as u64 * shared.chunk_bytes;
-                    let needed_bytes = each.len() as u64 * shared.chunk_bytes;
-                    return Some(Err(PageError::TooFewFrames { needed_bytes, frames_bytes }));
+                if let Some(error) = too_few(each.len(), frames) {
+                    return Some(Err(error));
                 }
                 let fits = table.fits(&each);
                 if fits == is_without_room {
@@ -450,7 +453,11 @@ impl<D: Driver> Pager<D> {
                     shared.changed.notify_all();
                 }
                 if !fits {
-                    return None;
+                    // What graphs use stays until it is freed: no waiting makes room there.
+                    let for_good = shared.calls().captured();
+                    let for_good = for_good.iter().filter(|id| !each.contains(id));
+                    let for_good = for_good.filter(|id| !table.chunks[**id].is_freed).count();
+                    return too_few(each.len() + for_good, frames).map(Err);
                 }
                 before = ids.iter().map(|&id| table.chunks[id].failures()).collect();
                 table.hold(ids);

@@ -338,6 +338,28 @@ fn pinned_chunks_stay_and_are_counted() {
 }
 
 #[test]
+fn what_is_freed_while_it_is_pinned_goes() {
+    let mut stage = Stage::new(2);
+    for _ in 0..3 {
+        stage.alloc(1).expect("addresses");
+    }
+    stage.use_all(true);
+    stage.try_use(&[0], 0, true).expect("here");
+    let start = stage.start_of(0);
+    stage.pool.pin(VaRange::new(start, UNIT), "a network card has it");
+    // It is found to stay.
+    for span in [1, 2, 1] {
+        stage.try_use(&[span], 0, true).expect("through the other frame");
+    }
+    assert_eq!(stage.pager().report().stays_bytes, UNIT);
+    stage.pager().free(start).expect("freed");
+    stage.spans.remove(0);
+    stage.try_use(&[0, 1], 0, true).expect("through both frames");
+    assert_eq!(stage.pager().report().stays_bytes, 0);
+    stage.end();
+}
+
+#[test]
 fn a_device_that_is_full_pages_with_what_it_gave() {
     let mut stage = Stage::new(4);
     for _ in 0..4 {

@@ -243,6 +243,35 @@ fn what_a_graph_uses_stays() {
 }
 
 #[test]
+fn what_has_no_room_next_to_what_graphs_use_is_refused_immediately() {
+    let mut stage = Stage::looked(2);
+    for _ in 0..3 {
+        stage.alloc(1).expect("addresses");
+    }
+    stage.use_all(true);
+    for of in [0, 1] {
+        stage.capture(of);
+    }
+    let word = word_at(stage.start_of(2), 0);
+    for place in [In::Graph, In::Stream(stage.streams[0])] {
+        let refused = stage.pager().begin_call(&[word], place, LIMIT);
+        let error = refused.expect_err("two of two frames are taken for good");
+        let PageError::TooFewFrames { needed_bytes, frames_bytes } = error else {
+            panic!("{error}")
+        };
+        assert_eq!(needed_bytes / 3, frames_bytes / 2);
+    }
+    let start = stage.start_of(1);
+    stage.pager().free(start).expect("freed");
+    stage.spans.remove(1);
+    stage.try_use(&[1], 0, true).expect("through the other frame");
+    let start = stage.start_of(0);
+    stage.pager().free(start).expect("freed");
+    stage.spans.remove(0);
+    stage.end();
+}
+
+#[test]
 fn what_a_graph_uses_goes_when_it_is_freed_and_launches_are_over() {
     let mut stage = Stage::looked(2);
     for _ in 0..3 {
