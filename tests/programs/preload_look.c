@@ -364,6 +364,17 @@ static int are_right(const CUdeviceptr *blocks)
     return right;
 }
 
+/* Each with the value that `are_right` looks for. */
+static void fill_each(CUdeviceptr *blocks, CUstream stream)
+{
+    uint64_t count = BLOCK / 4;
+    for (uint32_t i = 0; i < BLOCKS; i++) {
+        uint32_t value = 70 + i;
+        void *params[] = {&blocks[i], &value, &count};
+        launch(fill, stream, params);
+    }
+}
+
 static int region(void)
 {
     uint64_t pager = look_for(3), other = 0, count = BLOCK / 4;
@@ -386,11 +397,7 @@ static int region(void)
     CUdeviceptr outside = allocated(BLOCK);
     printf(", in reach %d, outside %d\n", is_range(blocks[3], BLOCK), outside < blocks[0] || outside >= blocks[0] + 64 * (uint64_t)CHUNK);
     OK(cuMemFree(small));
-    for (uint32_t i = 0; i < BLOCKS; i++) {
-        uint32_t value = 70 + i;
-        void *params[] = {&blocks[i], &value, &count};
-        launch(fill, stream, params);
-    }
+    fill_each(blocks, stream);
     OK(cuStreamSynchronize(stream));
     int right = are_right(blocks);
     int resident = figure(pager, "\"resident_bytes\":") <= 3 * CHUNK && figure(pager, "\"misses\":") > 0;
@@ -438,12 +445,9 @@ static int handle(void)
     CUdeviceptr blocks[BLOCKS];
     int fd = -1, sublet = sublet_page_region(pager, "base");
     sublet_region_begin("base", SUBLET_CONTENTS_KEEP);
-    for (uint32_t i = 0; i < BLOCKS; i++) {
-        uint32_t value = 70 + i;
-        void *params[] = {&blocks[i], &value, &count};
+    for (int i = 0; i < BLOCKS; i++)
         blocks[i] = allocated(BLOCK);
-        launch(fill, NULL, params);
-    }
+    fill_each(blocks, NULL);
     int made = cuMemGetHandleForAddressRange(&fd, blocks[0], PAGE, DMA_BUF, 0);
     if (made != CU_OK) {
         printf("refused %d\n", made);

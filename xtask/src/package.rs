@@ -72,7 +72,7 @@ fn api_tests(
     let mut command = python.command(workspace, &folders);
     command.args(["-m", "pytest", "-c"]).arg(wheel::SOURCE.to_owned() + "/pyproject.toml");
     // Many tests wait for processes. Those of one file share what it sets up.
-    let processes = std::thread::available_parallelism().map_or(1, std::num::NonZero::get) + 1;
+    let processes = process::cores() + 1;
     command.args(["-n", &processes.to_string(), "--dist", "loadfile"]);
     command.arg("--rootdir").arg(&workspace.root).args(files);
     built.export(&mut command);

@@ -1,6 +1,7 @@
 //! Child processes: run one and judge its status, or run one and watch its lines go by.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::num::NonZero;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
@@ -13,6 +14,11 @@ use crate::workspace::Workspace;
 /// How long to wait for the last lines once a child has ended. Something it left running may hold the
 /// pipe open for ever, and must not hold us.
 const LAST_LINES_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How many programs this machine runs simultaneously.
+pub(crate) fn cores() -> usize {
+    thread::available_parallelism().map_or(1, NonZero::get)
+}
 
 /// Runs `command` with our own output and fails unless it succeeds.
 pub(crate) fn run(command: &mut Command) -> Outcome {

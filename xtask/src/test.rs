@@ -1,6 +1,5 @@
 //! `test` and `ci`: every stage that needs no GPU.
 
-use std::num::NonZero;
 use std::path::Path;
 
 use crate::build::Built;
@@ -95,7 +94,8 @@ fn rust_tests(workspace: &Workspace, built: &Built, lines: &mut Vec<String>) -> 
     let nextest = process::output(&mut workspace.cargo(&["nextest", "--version"])).is_ok();
     let mut command = if nextest {
         let mut command = workspace.cargo(&["nextest", "run", "--no-tests=pass"]);
-        command.arg("--test-threads").arg(test_threads().to_string());
+        // Tests wait for other processes and for deadlines about half of their time.
+        command.arg("--test-threads").arg((2 * process::cores()).to_string());
         command
     } else {
         println!("cargo-nextest is not installed: cargo test runs instead");
@@ -106,11 +106,6 @@ fn rust_tests(workspace: &Workspace, built: &Built, lines: &mut Vec<String>) -> 
     let (outcome, held) = process::stream(&mut command, is_rust_summary);
     lines.extend(held);
     outcome.map(|()| Ran::All)
-}
-
-/// Tests wait for other processes and for deadlines about half of their time.
-fn test_threads() -> usize {
-    2 * std::thread::available_parallelism().map_or(1, NonZero::get)
 }
 
 fn doc_tests(workspace: &Workspace, built: &Built, lines: &mut Vec<String>) -> Outcome<Ran> {

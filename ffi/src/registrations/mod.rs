@@ -21,7 +21,8 @@ use vmm_pool::driver::{DeviceAddress, VaRange};
 
 use crate::interpose::Pointer;
 use crate::interpose::library::call_own;
-use crate::replaced;
+use crate::look::Names;
+use crate::replaced::look_at;
 use crate::runtime::{self, Member};
 
 pub(crate) use gdrcopy::{FILE as GDRCOPY_FILE, GDRCOPY};
@@ -49,7 +50,7 @@ fn registered<T>(
     call: impl FnOnce() -> T,
     key: impl FnOnce(&T) -> Option<Key>,
 ) -> T {
-    let _here = replaced::look_for_others("a registration", range);
+    let _here = look_at("a registration", Names::Ranges(&[range]), std::ptr::null_mut());
     runtime::registrations().register(member, range, reason, call, key)
 }
 

@@ -56,7 +56,7 @@ pub(crate) fn stream_value(stream: Pointer, symbol: &str) -> usize {
     stream.expose_provenance()
 }
 
-/// Has what a call names of paged memory on the device.
+/// Has what a call names of paged memory on the device, until the result is dropped.
 pub(crate) fn look_at(
     symbol: &'static str,
     names: Names<'_>,
@@ -67,15 +67,6 @@ pub(crate) fn look_at(
         return Ok(None);
     }
     look::begin(symbol, &found, graph::place_of(stream_value(stream, symbol)))
-}
-
-/// As [`look_at`], for what others than the devices' work are about to be given: they find it there until the result is dropped.
-pub(crate) fn look_for_others(symbol: &'static str, range: VaRange) -> Result<Option<Seen>, c_int> {
-    if look::is_on() {
-        look_at(symbol, Names::Ranges(&[range]), std::ptr::null_mut())
-    } else {
-        Ok(None)
-    }
 }
 
 /// A range from C arguments.

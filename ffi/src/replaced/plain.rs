@@ -13,13 +13,12 @@ use vmm_pool::gate::Passage;
 
 use super::context::{device_of, with_current};
 use super::graph::capture_of;
-use super::{
-    Address, SUCCESS, late_frees, look_for_others, range, stream_value, with_caller, write_out,
-};
+use super::{Address, SUCCESS, late_frees, look_at, range, stream_value, with_caller, write_out};
 use crate::contexts::{self, pointer_of};
 use crate::guards;
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
+use crate::look::Names;
 use crate::runtime::{self, Member, answered, class_of_caller};
 
 /// Waits for work that may use the block at `address`, whatever context is current; leaves that as it is.
@@ -348,7 +347,9 @@ pub unsafe extern "C" fn cuMemGetHandleForAddressRange(
 ) -> c_int {
     let driver = || call_driver!(cuMemGetHandleForAddressRange(handle, start, size, kind, flags));
     // Paged memory comes first, and cannot leave before it is known to stay.
-    let _here = match look_for_others("cuMemGetHandleForAddressRange", range(start, size)) {
+    let named = [range(start, size)];
+    let names = Names::Ranges(&named);
+    let _here = match look_at("cuMemGetHandleForAddressRange", names, std::ptr::null_mut()) {
         Ok(here) => here,
         Err(code) => return code,
     };

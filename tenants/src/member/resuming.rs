@@ -216,11 +216,8 @@ impl<D: Driver> Member<D> {
         let moved = match arriving.restore_stage(&self.known(window)) {
             // Others have taken what was free. It is tried again when more of the first tenant has left.
             Err(error @ PoolError::OutOfDeviceMemory { .. }) => {
-                let mut none = Moved::default();
-                none.log
-                    .notes
-                    .push(format!("comes when more of the first tenant has left: {error}"));
-                Ok(none)
+                let notes = vec![format!("comes when more of the first tenant has left: {error}")];
+                Ok(Moved { log: StepLog { notes, ..StepLog::default() }, ..Moved::default() })
             }
             moved => moved,
         };

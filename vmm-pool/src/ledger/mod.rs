@@ -422,8 +422,16 @@ impl Ledger {
     }
 
     /// See [`Ledger::is_frozen`].
-    pub(crate) fn set_frozen(&mut self, is_frozen: bool) {
-        self.is_frozen = is_frozen;
+    pub(crate) fn freeze(&mut self) {
+        self.is_frozen = true;
+    }
+
+    /// The process runs. If nothing has moved since [`Ledger::freeze`], what it did not use it may use again; else
+    /// [`Ledger::run_on`] has seen to that.
+    pub(crate) fn thaw(&mut self) {
+        if std::mem::take(&mut self.is_frozen) {
+            self.mark_unused(&[]);
+        }
     }
 
     /// An own allocation that importers may be given now.

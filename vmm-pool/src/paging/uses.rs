@@ -433,18 +433,10 @@ impl<D: Driver> Pager<D> {
         let shared = &self.shared;
         let (mut is_held, mut is_without_room) = (false, false);
         let mut before = Vec::new();
-        let too_few = |needed: usize, frames: usize| {
-            let [needed_bytes, frames_bytes] =
-                [needed, frames].map(|count| count as u64 * shared.chunk_bytes);
-            (needed > frames).then_some(PageError::TooFewFrames { needed_bytes, frames_bytes })
-        };
         let here = shared.wait_for(limit, what, |table| {
             if !is_held {
                 ids.retain(|&id| table.chunks[id].row.is_some());
                 let (each, frames) = (distinct(ids), table.frames);
-                if let Some(error) = too_few(each.len(), frames) {
-                    return Some(Err(error));
-                }
                 let fits = table.fits(&each);
                 if fits == is_without_room {
                     is_without_room = !fits;
@@ -454,10 +446,15 @@ impl<D: Driver> Pager<D> {
                 }
                 if !fits {
                     // What graphs use stays until it is freed: no waiting makes room there.
-                    let for_good = shared.calls().captured();
-                    let for_good = for_good.iter().filter(|id| !each.contains(id));
-                    let for_good = for_good.filter(|id| !table.chunks[**id].is_freed).count();
-                    return too_few(each.len() + for_good, frames).map(Err);
+                    let captured = shared.calls().captured();
+                    let stays = |id: &&usize| !each.contains(id) && !table.chunks[**id].is_freed;
+                    let needed = each.len() + captured.iter().filter(stays).count();
+                    if needed <= frames {
+                        return None;
+                    }
+                    let [needed_bytes, frames_bytes] =
+                        [needed, frames].map(|count| count as u64 * shared.chunk_bytes);
+                    return Some(Err(PageError::TooFewFrames { needed_bytes, frames_bytes }));
                 }
                 before = ids.iter().map(|&id| table.chunks[id].failures()).collect();
                 table.hold(ids);

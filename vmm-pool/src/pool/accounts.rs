@@ -180,12 +180,12 @@ impl<D: Driver> Pool<D> {
 
     /// Gives nothing to importers from now on but what is owed to them since a pause ([`Pool::hand_out`]).
     pub fn freeze(&self) {
-        self.ledger().set_frozen(true);
+        self.ledger().freeze();
     }
 
     /// Importers are given what they ask for again: the process runs.
     pub fn thaw(&self) {
-        self.ledger().set_frozen(false);
+        self.ledger().thaw();
     }
 
     /// What of `selection` processes of other tenants have open now. Waits for nothing.

@@ -130,8 +130,6 @@ impl<D: Driver> ShutGate<D> {
         self.pool.waits.forget();
         self.pool.copied.begin(0);
         if mode == Mode::Open {
-            // The process may use what it did not.
-            self.pool.ledger().mark_unused(&[]);
             self.pool.thaw();
         }
         self.pool.gate().set(mode);

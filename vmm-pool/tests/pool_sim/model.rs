@@ -144,7 +144,7 @@ impl Model {
         let (places, paused) = (&self.places, self.paused);
         self.memories.retain(|key, memory| {
             let mapped = places.iter().any(|place| place.memory == *key);
-            // Nobody but its owner can bring back what is away. What is pinned may have been so since its importers gave it up.
+            // Only its owner can bring memory back. Pinned memory may have been pinned after its importers gave it up.
             let is_owed = memory.imported && (memory.away || paused);
             memory.references > 0 || !memory.tickets.is_empty() || mapped || is_owed
         });

@@ -53,7 +53,7 @@ fn a_pause_that_has_begun_meanwhile_knows_of_no_further_importer() {
     let mut ledger = Ledger::default();
     let handle = insert(&mut ledger, 1);
     let serial = ledger.begin_export(handle).unwrap().serial;
-    ledger.set_frozen(true);
+    ledger.freeze();
     assert!(matches!(ledger.redeemed(id(1), serial, PEER), Err(PoolError::Frozen)));
     assert!(ledger.row(handle).unwrap().importers().is_empty());
     assert!(ledger.row(handle).unwrap().has_tickets(), "it is good still");

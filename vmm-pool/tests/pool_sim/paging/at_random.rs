@@ -117,9 +117,7 @@ fn run(program: Vec<Step>, pauses_beside: bool, seed: Option<u64>, is_looked: bo
                 Step::Free(span) => {
                     if stage.spans.len() > 1 {
                         let span = span % stage.spans.len();
-                        let start = stage.start_of(span);
-                        stage.pager().free(start).expect("freed");
-                        stage.spans.remove(span);
+                        stage.free(span);
                     }
                 }
                 Step::Flush => {
@@ -220,9 +218,7 @@ fn each_tenth_announcement_may_be_left_out() {
         on_a_thread(move || {
             let stage = Stage::in_order(3, Some(seed));
             let mut stage = if is_looked { stage.seen() } else { stage };
-            for _ in 0..8 {
-                stage.alloc(1).expect("addresses");
-            }
+            stage.alloc_each(8);
             let order: Vec<usize> = (0..8).chain((0..8).rev()).cycle().take(6 * 16 + 1).collect();
             let mut left_out = 0;
             for (number, uses) in order.windows(2).enumerate() {
@@ -276,9 +272,7 @@ fn fail_each(stage: fn() -> Stage, every: u64) {
 
 /// Has the call of this number fail. How many did.
 fn fail_at(at: u64, mut stage: Stage) -> u64 {
-    for _ in 0..3 {
-        stage.alloc(1).expect("addresses");
-    }
+    stage.alloc_each(3);
     let code = if at.is_multiple_of(2) { DriverCode::UNKNOWN } else { DriverCode::OUT_OF_MEMORY };
     stage.driver().faults().fail_any(FaultSpan::Nth(at), code);
     for writes in [true, true, false] {

@@ -12,9 +12,7 @@ fn stage(frames: u64, is_looked: bool, checks: bool) -> Stage {
     if checks {
         stage.pager().check_writes();
     }
-    for _ in 0..4 {
-        stage.alloc(1).expect("addresses");
-    }
+    stage.alloc_each(4);
     stage.use_all(true);
     stage.try_use(&[3], 0, false).expect("a use");
     stage.check();

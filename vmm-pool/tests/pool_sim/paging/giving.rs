@@ -20,9 +20,7 @@ fn crowded() -> Stage {
 }
 
 fn crowd(mut stage: Stage) -> Stage {
-    for _ in 0..FRAMES {
-        stage.alloc(1).expect("addresses");
-    }
+    stage.alloc_each(FRAMES);
     stage.use_all(true);
     assert_eq!(stage.pager().report().resident_bytes, FRAMES * UNIT);
     let left = free_bytes(&stage.pool, DEVICE) / UNIT;

@@ -144,9 +144,7 @@ fn a_span_that_is_freed_while_a_call_that_names_it_waits_comes_and_goes_with_tha
 #[test]
 fn patience_for_what_is_used_last_ends() {
     let mut stage = Stage::looked(2);
-    for _ in 0..3 {
-        stage.alloc(1).expect("addresses");
-    }
+    stage.alloc_each(3);
     // The order is learnt.
     for call in 0..14 {
         stage.try_use(&[call % 3], 1, false).expect("a use");
@@ -164,9 +162,7 @@ fn patience_for_what_is_used_last_ends() {
 #[test]
 fn who_waits_for_room_ends_uses_that_have_begun_meanwhile() {
     let mut stage = Stage::looked(2);
-    for _ in 0..3 {
-        stage.alloc(1).expect("addresses");
-    }
+    stage.alloc_each(3);
     let words = [0, 1, 2].map(|span| word_at(stage.start_of(span), 0));
     let [first, second] = stage.streams.map(In::Stream);
     let looked = stage.pager().begin_call(&words[..1], first, LIMIT).expect("here");
@@ -224,9 +220,7 @@ fn what_is_not_full_yet_is_not_mapped() {
 #[test]
 fn what_a_graph_uses_stays() {
     let mut stage = Stage::looked(2);
-    for _ in 0..3 {
-        stage.alloc(1).expect("addresses");
-    }
+    stage.alloc_each(3);
     stage.use_all(true);
     let word = word_at(stage.start_of(0), 0);
     stage.capture(0);
@@ -236,18 +230,14 @@ fn what_a_graph_uses_stays() {
     }
     let again = stage.pager().begin_call(&[word], In::Graph, SHORT).expect("it never left");
     stage.pager().end_call(&again.expect("paged"));
-    let start = stage.start_of(0);
-    stage.pager().free(start).expect("freed");
-    stage.spans.remove(0);
+    stage.free(0);
     stage.end();
 }
 
 #[test]
 fn what_has_no_room_next_to_what_graphs_use_is_refused_immediately() {
     let mut stage = Stage::looked(2);
-    for _ in 0..3 {
-        stage.alloc(1).expect("addresses");
-    }
+    stage.alloc_each(3);
     stage.use_all(true);
     for of in [0, 1] {
         stage.capture(of);
@@ -261,22 +251,16 @@ fn what_has_no_room_next_to_what_graphs_use_is_refused_immediately() {
         };
         assert_eq!(needed_bytes / 3, frames_bytes / 2);
     }
-    let start = stage.start_of(1);
-    stage.pager().free(start).expect("freed");
-    stage.spans.remove(1);
+    stage.free(1);
     stage.try_use(&[1], 0, true).expect("through the other frame");
-    let start = stage.start_of(0);
-    stage.pager().free(start).expect("freed");
-    stage.spans.remove(0);
+    stage.free(0);
     stage.end();
 }
 
 #[test]
 fn what_a_graph_uses_goes_when_it_is_freed_and_launches_are_over() {
     let mut stage = Stage::looked(2);
-    for _ in 0..3 {
-        stage.alloc(1).expect("addresses");
-    }
+    stage.alloc_each(3);
     let stream = In::Stream(stage.streams[0]);
     for graph in [true, false] {
         let word = word_at(stage.start_of(0), 0);
@@ -294,9 +278,7 @@ fn what_a_graph_uses_goes_when_it_is_freed_and_launches_are_over() {
             stage.launch(&[0], 0, true).expect("it does not end");
             stage.pager().end_call(&begun.expect("paged"));
         }
-        let start = stage.start_of(0);
-        stage.pager().free(start).expect("freed");
-        stage.spans.remove(0);
+        stage.free(0);
         // Both frames are wanted.
         let words = [0, 1].map(|span| word_at(stage.start_of(span), 0));
         let begun = stage.pager().begin_call(&words, In::Stream(stage.streams[1]), SHORT);
@@ -436,9 +418,7 @@ fn the_host_gets_all_but_what_a_graph_uses() {
 #[test]
 fn what_calls_left_as_it_was_is_not_copied_out_again() {
     let mut stage = Stage::looked(1);
-    for _ in 0..3 {
-        stage.alloc(1).expect("addresses");
-    }
+    stage.alloc_each(3);
     stage.use_all(true);
     stage.pager().flush(LIMIT).expect("copied");
     let written = stage.pager().report();

@@ -217,6 +217,19 @@ impl Stage {
         Some(self.spans.len() - 1)
     }
 
+    /// So many spans of a chunk each.
+    pub(super) fn alloc_each(&mut self, count: u64) {
+        for _ in 0..count {
+            self.alloc(1).expect("addresses");
+        }
+    }
+
+    /// The spans behind it have the numbers before theirs from now on.
+    pub(super) fn free(&mut self, span: usize) {
+        self.pager().free(self.start_of(span)).expect("freed");
+        self.spans.remove(span);
+    }
+
     pub(super) fn start_of(&self, span: usize) -> DeviceAddress {
         self.spans[span][0].range.start
     }
