@@ -372,8 +372,16 @@ impl Coordinator {
         let take = |deadline| {
             if alone { dir.lock_shared(let_pass_until, deadline) } else { dir.lock(deadline) }
         };
+        // The error of one look knows the time of that look alone.
+        let since_started = |error| match error {
+            RunDirError::Locked { tenant, holder_pids, .. } => {
+                let waited_ms = millis(started.elapsed());
+                RunDirError::Locked { tenant, holder_pids, waited_ms }
+            }
+            error => error,
+        };
         let Some(interrupt) = &self.options.interrupt else {
-            return Ok(take(deadline)?);
+            return Ok(take(deadline).map_err(since_started)?);
         };
         // From one look to the next, too.
         let _wish = (!alone).then(|| dir.want_alone());
@@ -383,12 +391,7 @@ impl Coordinator {
             }
             match take(deadline.min(Instant::now() + LOCK_LOOK)) {
                 Err(RunDirError::Locked { .. }) if Instant::now() < deadline => {}
-                Err(RunDirError::Locked { tenant, holder_pids, .. }) => {
-                    // What it says it waited is the time of the last look.
-                    let waited_ms = millis(started.elapsed());
-                    return Err(RunDirError::Locked { tenant, holder_pids, waited_ms }.into());
-                }
-                lock => return Ok(lock?),
+                lock => return Ok(lock.map_err(since_started)?),
             }
         }
     }
