@@ -9,7 +9,6 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::budget::Charge;
@@ -31,7 +30,7 @@ pub(crate) struct Physical {
     size_bytes: u64,
     device: Option<DeviceOrdinal>,
     /// For memory that another process has lent: open until the driver has taken the handle back.
-    _lease: Option<UninheritedFd>,
+    _lease: Option<Arc<UninheritedFd>>,
     /// What it takes of a budget, where one counts and it is own memory.
     charge: Option<Charge>,
 }
@@ -43,8 +42,8 @@ impl Physical {
     }
 
     /// The same, under a lease.
-    pub(crate) fn under(self, lease: Option<OwnedFd>) -> Self {
-        Self { _lease: lease.map(UninheritedFd::from), ..self }
+    pub(crate) fn under(self, lease: Option<Arc<UninheritedFd>>) -> Self {
+        Self { _lease: lease, ..self }
     }
 
     /// Has it count against a budget for as long as the driver has it.

@@ -24,6 +24,8 @@ impl<D: Driver> Member<D> {
         }
         self.expect(MemberState::Paused)?;
         self.refuse_unfreezable()?;
+        // A report needs the devices' names, and the driver answers nobody from here on.
+        drop(self.pool.report());
         let keeper = self.take_keeper()?;
         match keeper.freeze(PINNING_TIMEOUT) {
             Ok((frozen, log)) => {

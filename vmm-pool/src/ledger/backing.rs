@@ -209,6 +209,11 @@ impl Backing {
         self.retained = None;
     }
 
+    /// Where its copy of the last pause lies.
+    pub(super) fn copy_store(&self) -> Option<Store> {
+        self.retained.as_ref().map(|kept| kept.saved.store)
+    }
+
     /// Gives its copy up, unless it stays in a pause that keeps `copies`. Says how much it held.
     pub(super) fn give_copy_up(&mut self, copies: Copies, is_wanted: bool) -> u64 {
         let goes = self.retained.take_if(|kept| !kept.stays(copies, is_wanted));

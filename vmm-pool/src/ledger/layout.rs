@@ -56,7 +56,7 @@ impl Layout {
         let mut taken = Vec::new();
         let mut wishes = Vec::new();
         for row in ledger.rows() {
-            let is_wanted = row.backing().has_contents() && rows.has(row) && row.is_saved_to(store);
+            let is_wanted = rows.save_to(row, store);
             let before = row.backing().retained_in(store, copies, is_wanted);
             if is_wanted {
                 let (size_bytes, parts) = (row.size_bytes(), row.copied_parts());
@@ -322,7 +322,8 @@ impl Ledger {
     pub(crate) fn give_copies_up(&mut self, rows: &Rows, copies: Copies) -> u64 {
         let mut bytes = 0;
         for (_, row) in &mut self.rows {
-            let is_wanted = rows.has(row);
+            let store = row.backing().copy_store();
+            let is_wanted = store.is_some_and(|store| rows.save_to(row, store));
             bytes += row.backing_mut().give_copy_up(copies, is_wanted);
         }
         bytes

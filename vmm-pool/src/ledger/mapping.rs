@@ -78,6 +78,11 @@ impl Mapping {
         self.presence != Presence::Absent
     }
 
+    /// Were rights set on a part of it?
+    pub(crate) fn is_uneven(&self) -> bool {
+        self.is_uneven
+    }
+
     /// Rights are about to be set on a part of it.
     pub(super) fn set_uneven(&mut self) {
         self.is_uneven = true;

@@ -329,15 +329,20 @@ impl Ledger {
         }
     }
 
-    /// Rights are about to be set on `range`, which may cut through mappings.
-    pub(crate) fn note_uneven(&mut self, range: VaRange) {
-        let cut = overlapping(&self.mappings, range).map(Mapping::range);
-        let cut: Vec<_> = cut.filter(|mapping| !range.contains(*mapping)).collect();
-        for mapping in cut {
-            if let Some(mapping) = self.mappings.get_mut(&mapping.start.0) {
+    /// Rights are about to be set on `range`, which may cut through mappings: their starts, in order, and what of `range` each
+    /// has, if that is present.
+    pub(crate) fn begin_access(&mut self, range: VaRange) -> Vec<(u64, Option<VaRange>)> {
+        let all: Vec<_> = overlapping(&self.mappings, range).map(Mapping::range).collect();
+        let all = all.into_iter().rev().filter_map(|whole| {
+            let mapping = self.mappings.get_mut(&whole.start.0)?;
+            let start = whole.start.max(range.start);
+            let part = VaRange::new(start, whole.end().min(range.end()).0 - start.0);
+            if part != whole {
                 mapping.set_uneven();
             }
-        }
+            Some((whole.start.0, mapping.is_present().then_some(part)))
+        });
+        all.collect()
     }
 
     /// Has a pause leave all that is mapped in `range` in place. Returns how many bytes that is new for.

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::{Ledger, Row};
+use crate::store::Store;
 use crate::{PeerId, VirtualHandle};
 
 /// Tags that libraries' own memory has by itself: its library sees to it that nobody touches it while it is away. No
@@ -96,6 +97,11 @@ impl Rows {
 
     pub(crate) fn has(&self, row: &Row) -> bool {
         is_in(&self.handles, row)
+    }
+
+    /// Does a pause of these save `row` to `store`?
+    pub(super) fn save_to(&self, row: &Row, store: Store) -> bool {
+        row.backing().has_contents() && self.has(row) && row.is_saved_to(store)
     }
 
     pub(crate) fn is_empty(&self) -> bool {

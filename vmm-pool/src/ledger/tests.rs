@@ -353,6 +353,28 @@ fn what_is_opened_is_closed_as_often() {
 }
 
 #[test]
+fn rights_on_a_part_of_a_mapping_count_for_it_and_are_known_as_a_part() {
+    let mut ledger = Ledger::default();
+    for number in 1..=3 {
+        let handle = insert(&mut ledger, number);
+        mapped(&mut ledger, number.into(), handle);
+    }
+    // One wholly, and half of the next.
+    let part = VaRange::new(range(2).start, SIZE_BYTES / 2);
+    let both = VaRange::new(range(1).start, SIZE_BYTES + SIZE_BYTES / 2);
+    let touched = ledger.begin_access(both);
+    let starts = [1, 2].map(|number| range(number).start.0);
+    assert_eq!(touched, [(starts[0], Some(range(1))), (starts[1], Some(part))]);
+    ledger.add_access(&starts, &[AccessDesc::read_write(GPU)]);
+    let seen = [1, 2, 3].map(|number| {
+        let mapping = ledger.mapping(range(number).start.0).unwrap();
+        (mapping.access_list().len(), mapping.is_uneven())
+    });
+    assert_eq!(seen, [(1, false), (1, true), (0, false)]);
+    assert!(ledger.begin_access(range(9)).is_empty());
+}
+
+#[test]
 fn addresses_inside_a_mapping_find_it() {
     let mut ledger = Ledger::default();
     let handle = insert(&mut ledger, 1);

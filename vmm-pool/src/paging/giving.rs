@@ -15,8 +15,10 @@ use crate::pool::{Entered, Lender, Use};
 
 /// A window with less takes memory from one that has more, in bytes.
 const FLOOR_BYTES: u64 = 2 << 30;
-/// How long a window waits for a frame of another one.
+/// How long a window waits for a frame of another one, if a frame of its own would do.
 const OTHERS_LIMIT: Duration = Duration::from_millis(100);
+/// The same if somebody waits who is told otherwise that there is no memory.
+const LAST_LIMIT: Duration = Duration::from_secs(10);
 /// How long uses of others may take to end before somebody who waits is told that there is no memory.
 const ENDS_LIMIT: Duration = Duration::from_secs(1);
 /// When what was given up, or refused, is tried again.
@@ -106,7 +108,7 @@ impl<D: Driver> Worker<'_, D> {
                 |spare: u64| (is_poor && spare > own_bytes) || (is_awaited && !has_others);
             if let Some((_, richest)) = others.next().filter(|(spare, _)| is_richer(*spare)) {
                 richest.ask(shared.chunk_bytes);
-                richest.wait(OTHERS_LIMIT);
+                richest.wait(if is_awaited && !has_others { LAST_LIMIT } else { OTHERS_LIMIT });
                 return;
             }
         }

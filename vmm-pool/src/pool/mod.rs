@@ -477,20 +477,15 @@ impl<D: Driver> Entered<'_, D, Use> {
     /// `cuMemSetAccess`.
     #[doc(alias = "cuMemSetAccess")]
     pub fn set_access(&self, range: VaRange, access: &[AccessDesc]) -> PoolResult<()> {
-        self.pool.ledger().note_uneven(range);
-        let (starts, present) = match self.pool.mapped_in(range) {
-            (starts, _) if starts.is_empty() => {
-                // A range inside one mapping changes the whole of it when it is mapped again: the driver
-                // keeps rights by its own pages, we by mapping.
-                let ledger = self.pool.ledger();
-                let mapping = ledger.mapping_at(range.start).ok_or(PoolError::NotOurs)?;
-                let present = if mapping.is_present() { vec![range] } else { Vec::new() };
-                (vec![mapping.range().start.0], present)
-            }
-            (starts, present) if starts.len() == present.len() => (starts, vec![range]),
-            // What is set aside gets its rights when it comes back.
-            some_are_away => some_are_away,
-        };
+        let touched = self.pool.ledger().begin_access(range);
+        if touched.is_empty() {
+            return Err(PoolError::NotOurs);
+        }
+        // What is set aside gets its rights when it comes back.
+        let mut present: Vec<_> = touched.iter().filter_map(|(_, part)| *part).collect();
+        if present.len() == touched.len() {
+            present = vec![range];
+        }
         for part in present {
             self.pool.driver.set_access(part, access).about(
                 || format!("access to {}", part.start),
@@ -498,6 +493,9 @@ impl<D: Driver> Entered<'_, D, Use> {
                 None,
             )?;
         }
+        // A mapping of which a part has got them has them as a whole when it is mapped again: the driver keeps rights by its own
+        // pages, we by mapping.
+        let starts: Vec<_> = touched.iter().map(|(start, _)| *start).collect();
         self.pool.ledger().add_access(&starts, access);
         Ok(())
     }

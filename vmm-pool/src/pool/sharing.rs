@@ -2,9 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 use super::{Entered, Kind, Pool, Use};
 use crate::deferred::Physical;
+use crate::descriptors::UninheritedFd;
 use crate::driver::Driver;
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::{Class, Lease, NewRow, Origin, Row, TicketWatch};
@@ -183,6 +185,7 @@ impl<D: Driver> Entered<'_, D, Use> {
                 return Err(error).about(import, size_bytes, None);
             }
         };
+        let lease = lease.map(|lease| Arc::new(UninheritedFd::from(lease)));
         let physical = Physical::new(raw, size_bytes, prop.location.as_device()).under(lease);
         let new = NewRow { id, size_bytes, prop, origin, class };
         Ok(self.pool.ledger().insert(new, physical))

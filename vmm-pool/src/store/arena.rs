@@ -328,9 +328,11 @@ impl<D: Driver> HostArena<D> {
             None => log.timed("wait for host memory", |log| self.next_chunk(log, 0, true))?,
         };
         // The next pause may be of another device.
-        self.ring = Some(self.pinned(log, held, Pins::All)?);
+        let pinned = self.pinned(log, held, Pins::All);
+        let outcome = pinned.map(|held| self.ring = Some(held));
+        // Without its pins it has gone.
         self.note_held();
-        Ok(())
+        outcome
     }
 
     /// All slots of the ring and the file, unless one is missing or somebody has a slot.

@@ -463,6 +463,8 @@ impl<D: Driver> Still<'_, D> {
     pub(super) fn put_back(&self, rows: &Rows) -> PoolResult<(StepLog, Vec<OwnedFd>)> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
+        // Copies may have used them when the save failed.
+        self.drop_views(&mut log);
         log.timed("map again", |log| {
             self.map_rows_again(log, rows, |row| row.backing().has_contents())
         })?;

@@ -5,12 +5,14 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 
 use super::copier::{Copier, Transfer};
 use super::still::Still;
 use crate::budget::Charge;
 use crate::copies::Way;
 use crate::deferred::Physical;
+use crate::descriptors::UninheritedFd;
 use crate::driver::{AccessDesc, AllocationProp, DeviceOrdinal, Driver, DriverCode};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
@@ -327,11 +329,16 @@ impl<D: Driver> Still<'_, D> {
             });
             absent.map(|row| (row.handle(), row.id(), row.size_bytes(), row.device())).collect()
         };
+        // Several rows may be of one allocation. Each is under its lease.
+        let mut leases = HashMap::new();
         log.timed("import", |log| {
             for &(row, id, size_bytes, device) in &wanted {
                 let Some(Borrowed { fd, lease }) = descriptors.get_mut(&id) else {
                     continue;
                 };
+                if let Some(lease) = lease.take() {
+                    leases.insert(id, Arc::new(UninheritedFd::from(lease)));
+                }
                 log.call();
                 let raw = self.pool.driver.import_fd(fd.as_fd()).about(
                     || "import, again".to_owned(),
@@ -339,7 +346,7 @@ impl<D: Driver> Still<'_, D> {
                     None,
                 )?;
                 log.bytes += size_bytes;
-                let made = Physical::new(raw, size_bytes, device).under(lease.take());
+                let made = Physical::new(raw, size_bytes, device).under(leases.get(&id).cloned());
                 let unwanted = self.pool.ledger().returned(row, made);
                 self.release_all(log, unwanted.into_iter().collect());
             }

@@ -323,7 +323,7 @@ impl<D: Driver> Still<'_, D> {
                 let Some(device) = found.device() else { continue };
                 let readable = ledger.mappings_of(found).find(|mapping| {
                     let rights = mapping.rights_of(found.prop().location).unwrap_or(0);
-                    mapping.presence() == Presence::Whole && rights != 0
+                    mapping.presence() == Presence::Whole && rights != 0 && !mapping.is_uneven()
                 });
                 let readable = readable.map(Mapping::range);
                 (device, readable, found.raw(), found.size_bytes())
@@ -376,7 +376,8 @@ impl<D: Driver> Pool<D> {
         let grow_with_all_bytes = growth(&with_all);
         let [kept, filed] = with_all;
         let to_memory_bytes = kept.placed.iter().map(Placed::copied_bytes).sum();
-        let copying = Copying { to_memory_bytes, to_file_bytes: filed.end_bytes };
+        let to_file_bytes = filed.placed.iter().map(Placed::copied_bytes).sum();
+        let copying = Copying { to_memory_bytes, to_file_bytes };
         // Where that takes nothing, nothing less can be requested.
         let least = |copies, more: u64| match more {
             0 => 0,

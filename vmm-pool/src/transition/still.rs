@@ -92,7 +92,12 @@ impl<D: Driver> Drop for ShutGate<D> {
             // Whatever has failed may fail again here, and that would end the process. Its calls stay held back.
             _ if std::thread::panicking() => return,
             // The application may unmap what a look at its contents still reads.
-            OnDrop::Set(mode) => (self.pool.deferred.settle(), *mode),
+            OnDrop::Set(mode) => {
+                let settled = self.pool.deferred.settle();
+                // A lost context reads nothing any more, and the application is to hear of it.
+                let is_lost = settled.as_ref().is_err_and(PoolError::poisons_context);
+                (if is_lost { Ok(()) } else { settled }, *mode)
+            }
             OnDrop::UndoPause(rows) => {
                 (Still::of_dropped(self).put_back(rows).map(|(_, spare)| drop(spare)), self.before)
             }

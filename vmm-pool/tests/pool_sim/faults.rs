@@ -336,8 +336,28 @@ fn nothing_is_unmapped_under_copies_whose_end_nobody_has_seen() {
     faults.clear();
     pool.remount().expect("it says so now");
     assert!(holds(&pool, DEVICE, place, pattern(5)));
+    assert_eq!(faults.calls(DriverOp::Unmap), unmapped + 1, "the view is in nobody's way");
     crate::stage::pause(&pool);
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+}
+
+#[test]
+fn calls_are_let_through_if_the_context_is_lost_under_a_look_at_the_contents() {
+    let pool = pool(&node());
+    pool.detect_changes(ChangeDetection::On);
+    let handle = create(&pool, DEVICE, 2, kept());
+    map(&pool, handle, 2 * UNIT, &[AccessDesc::read_write(DEVICE)]);
+    let draining = pool.shut::<FromOpen>().into_draining();
+    let soon = Instant::now() + Duration::from_mins(1);
+    let drained = draining.drain(soon, &crossbeam_channel::never());
+    let (mut quiesced, _) = drained.map_err(Failed::into_error).expect("no work");
+    let faults = pool.driver().faults();
+    for op in [DriverOp::StreamSynchronize, DriverOp::ContextSynchronize] {
+        faults.fail(op, FaultSpan::From(1), DriverCode::ILLEGAL_ADDRESS);
+    }
+    quiesced.survey(&WHOLE);
+    drop(quiesced);
+    assert!(pool.gate().is_open(), "the application hears of it");
 }
 
 #[test]

@@ -87,6 +87,31 @@ fn what_its_borrower_gives_up_in_a_pause_is_lent_anew() {
 }
 
 #[test]
+fn two_handles_of_what_is_borrowed_are_lent_until_both_are_gone_through_a_pause_too() {
+    let node = node();
+    let (lender, borrower) = (pool(&node), pool(&node));
+    let owned = create(&lender, DEVICE, 1, kept());
+    let export = lender.export(owned).expect("export");
+    // As by two threads that open the same ticket.
+    let borrowed = [(); 2].map(|()| borrow(&lender, owned, &borrower));
+    let ranges = borrowed.map(|it| map(&borrower, it, UNIT, &[AccessDesc::read_write(DEVICE)]));
+    pause(&borrower);
+    assert_eq!(lent_of(&lender), LentTotals::default());
+    borrower.create_own(&WHOLE).expect("nothing");
+    borrower.restore_own(0).expect("nothing");
+    let again = lent(&lender, &Export { serial: 0, ..export });
+    borrower.returning_import([(export.id, again)].into()).expect("imported");
+    borrower.map_imports().expect("mapped");
+    drop(borrower.commit_resume());
+    for (left, (handle, range)) in [1, 0].into_iter().zip(borrowed.into_iter().zip(ranges)) {
+        assert_eq!(lent_of(&lender).bytes, UNIT, "{left} is left after this one");
+        borrower.release(handle).expect("released");
+        borrower.unmap(range).expect("unmapped");
+    }
+    assert_eq!(lent_of(&lender), LentTotals::default());
+}
+
+#[test]
 fn nothing_is_lent_by_a_frozen_pool_and_what_is_lent_is_among_its_references() {
     let node = node();
     let (lender, borrower) = (pool(&node), pool(&node));

@@ -282,6 +282,32 @@ fn a_tags_copy_stays_beside_other_pauses_and_goes_where_there_is_no_room() {
 }
 
 #[test]
+fn a_copy_of_pinned_memory_whose_place_another_takes_is_not_taken_for_unchanged() {
+    let pool = a_pool();
+    let [pinned, other] = [1, 2].map(|seed| {
+        let range = memory(&pool, "", Contents::Keep, 60);
+        fill(&pool, range, seed);
+        range
+    });
+    save(&pool, &WHOLE);
+    resume(&pool);
+    let registered = pool.enter().register(pinned, "a network card holds it");
+    let newer = memory(&pool, "", Contents::Keep, 20);
+    fill(&pool, newer, 3);
+    // In the place of the copy of what stays: there is no other.
+    pool.save(&WHOLE, HostBudget(Some(0))).expect("saved");
+    pool.release_selected().expect("released");
+    resume(&pool);
+    pool.enter_giving_up().unregister(&registered);
+    for _ in 0..2 {
+        save(&pool, &WHOLE);
+        resume(&pool);
+        assert!(has(&pool, other, 2) && has(&pool, newer, 3));
+        assert!(has(&pool, pinned, 1), "each pause copied it");
+    }
+}
+
+#[test]
 fn demand_says_what_each_choice_of_copies_takes() {
     let pool = a_pool();
     let units = CHUNK / UNIT;
