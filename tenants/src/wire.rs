@@ -403,8 +403,9 @@ pub struct MemberInfo {
     pub state: MemberState,
     /// Device memory that its pause should have given back and has not. 0 where it is not paused.
     pub stayed_bytes: u64,
-    /// Is it held on the way to a cut?
-    pub held: bool,
+    /// Is a pause or resume of it under way, or left half done? It is held on the way to a cut, or orders of a round are still
+    /// to be taken, whatever the state says until then.
+    pub is_under_way: bool,
     /// Do calls into NCCL wait until a resume of it?
     pub nccl_waits: bool,
     /// The last step that it was told to take.

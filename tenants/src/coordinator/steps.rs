@@ -123,8 +123,8 @@ impl Session<'_> {
         let is_half_way = |index: &usize| match &self.peers.list[*index].info {
             Some(info) => match info.state {
                 MemberState::Offloading | MemberState::Restoring => true,
-                MemberState::Active => info.held,
-                MemberState::Paused | MemberState::Deep | MemberState::Faulted => false,
+                MemberState::Active | MemberState::Paused | MemberState::Deep => info.is_under_way,
+                MemberState::Faulted => false,
             },
             None => false,
         };

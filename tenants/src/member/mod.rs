@@ -385,9 +385,9 @@ impl<D: Driver> Member<D> {
 
     /// Who it is, for others.
     pub fn info(&self) -> MemberInfo {
-        let (state, asked) = {
+        let (state, asked, has_round) = {
             let status = self.status();
-            (status.state, status.asked)
+            (status.state, status.asked, status.rounds.under_way().is_some())
         };
         let stayed_bytes = if state == MemberState::Paused {
             self.pool.overdue_bytes(&Selection::Whole)
@@ -406,7 +406,7 @@ impl<D: Driver> Member<D> {
             version: self.config.version.clone(),
             state,
             stayed_bytes,
-            held: self.cut.is_held(),
+            is_under_way: has_round || self.cut.is_held(),
             nccl_waits: self.cut.is_away(),
             asked,
             tags: self.tags(),

@@ -47,6 +47,7 @@ pub(super) struct World {
     pub(super) run_dir: RunDir,
     pub(super) log: Arc<Mutex<Vec<Line>>>,
     members: Vec<Member>,
+    has_silent: bool,
     stop: Arc<AtomicBool>,
     _base: tempfile::TempDir,
 }
@@ -61,17 +62,30 @@ pub(super) fn tenant(name: &str) -> TenantName {
     TenantName::new(name).unwrap()
 }
 
-/// Short waits, so that tests of silence are short.
+/// Deadlines that members keep on a busy machine too.
 pub(super) fn options() -> Options {
+    let long = Duration::from_secs(30);
     Options {
-        timeout: Some(Duration::from_millis(250)),
-        finish_timeout: Duration::from_millis(250),
-        cut_timeout: Duration::from_secs(30),
-        reply_margin: Duration::from_millis(250),
-        contact_timeout: Duration::from_millis(1500),
-        lock_timeout: Duration::from_secs(10),
+        timeout: Some(long),
+        finish_timeout: long,
+        cut_timeout: long,
+        reply_margin: Duration::from_secs(5),
+        contact_timeout: long,
+        lock_timeout: long,
         consent: None,
         ..Options::default()
+    }
+}
+
+/// Short deadlines, so that tests of silence are short. The others still have two seconds.
+pub(super) fn impatient() -> Options {
+    let short = Duration::from_secs(1);
+    Options {
+        timeout: Some(short),
+        finish_timeout: short,
+        reply_margin: short,
+        contact_timeout: 2 * short,
+        ..options()
     }
 }
 
@@ -84,6 +98,7 @@ impl World {
             run_dir: RunDir::open(Some(base.path().join("run")), None).unwrap(),
             log: Arc::default(),
             members: Vec::new(),
+            has_silent: false,
             stop: Arc::default(),
             _base: base,
         }
@@ -101,6 +116,7 @@ impl World {
     pub(super) fn add(&mut self, name: &str, id: u64, script: Script) {
         let (_dir, listener) = self.run_dir.listen(&tenant(name), MemberId(id)).unwrap();
         let state = Arc::new(Mutex::new(script.state));
+        self.has_silent |= script.is_ever_silent();
         let agent = Agent {
             id,
             script,
@@ -110,13 +126,16 @@ impl World {
             written: AtomicU64::new(0),
             moved: AtomicU64::new(0),
             leader: AtomicU64::new(0),
+            held_back: Mutex::new(None),
         };
         let thread = std::thread::spawn(move || agent.serve(listener));
         self.members.push(Member { id, state, thread: Some(thread) });
     }
 
+    /// Patient with members that all answer.
     pub(super) fn coordinator(&self) -> Coordinator {
-        Coordinator::new(self.run_dir.clone(), tenant("train"), options())
+        let options = if self.has_silent { impatient() } else { options() };
+        Coordinator::new(self.run_dir.clone(), tenant("train"), options)
     }
 
     pub(super) fn state(&self, id: u64) -> MemberState {
@@ -172,6 +191,8 @@ struct Agent {
     moved: AtomicU64,
     /// The connection of the coordinator that leads a pause or resume of it: orders that come over another are refused. Zero for none.
     leader: AtomicU64,
+    /// An answer that is late.
+    held_back: Mutex<Option<Reply>>,
 }
 
 impl Agent {
@@ -246,6 +267,11 @@ impl Agent {
             }
             return true;
         }
+        if matches!(request, Request::Phase(_))
+            && let Some(reply) = self.held_back.lock().unwrap().take()
+        {
+            connection.send(&reply, &[], Instant::now() + Duration::from_secs(1)).ok();
+        }
         let fault = match request {
             Request::Hello | Request::Withdraw(_) => self.script.hello,
             Request::Stats | Request::Count | Request::Idle(_) => self.script.stats,
@@ -291,6 +317,18 @@ impl Agent {
                 poll_until(&mut [], Instant::now() + Duration::from_millis(delay_ms)).unwrap();
                 self.good_reply(request)
             }
+            Some(Fault::AfterBegan(id, phase)) => {
+                self.wait_for(Line::Began(id, phase));
+                self.good_reply(request)
+            }
+            Some(Fault::AfterEnded(id, phase)) => {
+                self.wait_for(Line::Ended(id, phase));
+                self.good_reply(request)
+            }
+            Some(Fault::Late) => {
+                *self.held_back.lock().unwrap() = Some(self.good_reply(request));
+                return true;
+            }
             Some(Fault::Silent) => return true,
             Some(Fault::Die) => return false,
             Some(Fault::WrongAnswer) => no_fds(),
@@ -315,6 +353,18 @@ impl Agent {
         // The asker may have hung up meanwhile, which is its right.
         connection.send(&reply, &[], Instant::now() + Duration::from_secs(1)).ok();
         true
+    }
+
+    /// Half a minute at most, and as long as the world is there.
+    fn wait_for(&self, line: Line) {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while !self.log.lock().unwrap().contains(&line)
+            && Instant::now() < deadline
+            && !self.stop.load(Ordering::Relaxed)
+        {
+            // Nothing arrives on an empty list: a wait without a sleep.
+            poll_until(&mut [], Instant::now() + Duration::from_millis(5)).unwrap();
+        }
     }
 
     fn good_reply(&self, request: &Request) -> Reply {
@@ -510,7 +560,7 @@ impl Agent {
             version: self.script.version.to_owned(),
             state: *self.state.lock().unwrap(),
             stayed_bytes: 0,
-            held: false,
+            is_under_way: false,
             nccl_waits: false,
             asked: None,
             tags: Vec::new(),

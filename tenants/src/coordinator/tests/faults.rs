@@ -24,15 +24,6 @@ fn act(world: &World, action: Action) -> Result<Outcome, CoordinatorError> {
     act_by(&mut world.coordinator(), action)
 }
 
-/// As [`act`]; only a member that is silent for good is given up soon, as a busy machine makes others slow.
-fn act_against(world: &World, action: Action, fault: Fault) -> Result<Outcome, CoordinatorError> {
-    if matches!(fault, Fault::Silent | Fault::HalfAnswer) {
-        return act(world, action);
-    }
-    let patient = Options { timeout: Some(Duration::from_mins(3)), ..Options::default() };
-    act_by(&mut Coordinator::new(world.run_dir.clone(), tenant("train"), patient), action)
-}
-
 fn act_by(coordinator: &mut Coordinator, action: Action) -> Result<Outcome, CoordinatorError> {
     match action {
         Action::Pause => coordinator.pause(&mut quiet),
@@ -75,7 +66,7 @@ fn fault_in_each_reversible_phase(fault: Fault) {
             for victim in 0..MEMBERS {
                 let world = world(case.start, victim, *phase, fault);
                 let started = Instant::now();
-                let error = act_against(&world, case.action, fault).unwrap_err();
+                let error = act(&world, case.action).unwrap_err();
                 assert!(started.elapsed() < ENDS_WITHIN, "{:?}", started.elapsed());
                 let CoordinatorError::Refused { failures, .. } = &error else {
                     panic!("{error}");
@@ -134,7 +125,7 @@ fn bad_bytes_in_each_reversible_phase(fault: Fault, words: &str) {
     for case in CASES {
         for phase in case.phases {
             let world = world(case.start, 1, *phase, fault);
-            let error = act_against(&world, case.action, fault).unwrap_err();
+            let error = act(&world, case.action).unwrap_err();
             let text = error.to_string();
             assert!(text.contains(words), "no '{words}' in: {text}");
             let CoordinatorError::Refused { failures, .. } = &error else {
@@ -182,14 +173,7 @@ fn after_the_point_of_no_return_the_survivors_are_taken_to_the_end() {
         for (action, start, phase) in late {
             for victim in 0..MEMBERS {
                 let world = world(start, victim, phase, fault);
-                // One that is silent for good is given up soon.
-                let is_silent = fault == Fault::Silent;
-                let timeout = Duration::from_millis(if is_silent { 1000 } else { 60_000 });
-                let options =
-                    Options { timeout: Some(timeout), finish_timeout: timeout, ..options() };
-                let mut coordinator =
-                    Coordinator::new(world.run_dir.clone(), tenant("train"), options);
-                let report = report(act_by(&mut coordinator, action).unwrap());
+                let report = report(act(&world, action).unwrap());
                 let victim_id = victim as u64 + 1;
                 assert_eq!(report.losses.len(), 1);
                 assert_eq!(report.losses[0].who.member, MemberId(victim_id));
@@ -208,9 +192,9 @@ fn after_the_point_of_no_return_the_survivors_are_taken_to_the_end() {
 
 #[test]
 fn a_short_timeout_limits_no_phase_that_finishes_or_undoes() {
-    // For phases that prepare, half a second with the margin.
-    let patient = Options { finish_timeout: Duration::from_secs(30), ..options() };
-    let slow = Fault::Slow(1500);
+    // For phases that prepare, two seconds with the margin.
+    let patient = Options { finish_timeout: Duration::from_secs(30), ..impatient() };
+    let slow = Fault::Slow(2500);
     for (start, phase) in
         [(active(), Phase::Release), (active(), Phase::Verify), (paused(), Phase::Activate)]
     {
@@ -241,7 +225,9 @@ fn a_short_timeout_limits_no_phase_that_finishes_or_undoes() {
 fn two_silent_members_cost_no_more_time_than_one() {
     let silent = active().with(Phase::Drain, Fault::Silent);
     let world = World::of(&[silent.clone(), silent, active()]);
-    let mut coordinator = world.coordinator();
+    let timeout = Some(Duration::from_secs(3));
+    let options = Options { timeout, ..impatient() };
+    let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), options);
     let error = coordinator.pause(&mut quiet).unwrap_err();
     let CoordinatorError::Refused { failures, .. } = &error else {
         panic!("{error}");
@@ -257,8 +243,8 @@ fn two_silent_members_cost_no_more_time_than_one() {
 
 #[test]
 fn a_late_answer_is_not_taken_for_the_answer_to_the_undo() {
-    // Slower than the deadline, so that its answer to the phase arrives while the undo is awaited.
-    let late = active().with(Phase::Prepare, Fault::Slow(620));
+    // Its answer to the phase arrives while the undo is awaited.
+    let late = active().with(Phase::Prepare, Fault::Late);
     let world = World::of(&[late, active()]);
     let error = world.coordinator().pause(&mut quiet).unwrap_err();
     let CoordinatorError::Refused { undo_failures, .. } = &error else {
@@ -395,6 +381,7 @@ fn a_longer_timeout_is_one_for_the_greeting_too() {
     let told = |seconds| Options {
         timeout: Some(Duration::from_secs(seconds)),
         contact_timeout: Duration::from_millis(1),
+        reply_margin: Duration::from_millis(1),
         ..options()
     };
     let pause = |options| {

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use fake::{Line, World, options, quiet, tenant};
+use fake::{Line, World, impatient, options, quiet, tenant};
 use script::{AtTheGate, Fault, GIB, Script};
 
 use super::*;

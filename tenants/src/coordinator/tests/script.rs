@@ -19,6 +19,12 @@ pub(super) enum Fault {
     Silent,
     /// Answers after so many milliseconds.
     Slow(u64),
+    /// Answers once that member has begun that phase.
+    AfterBegan(u64, Phase),
+    /// Answers once that member has ended that phase.
+    AfterEnded(u64, Phase),
+    /// Answers right before it answers to the next order.
+    Late,
     WrongAnswer,
     /// Answers for another phase than the one that was requested.
     OtherPhase,
@@ -123,5 +129,12 @@ impl Script {
     pub(super) fn with(mut self, phase: Phase, fault: Fault) -> Self {
         self.faults.insert(phase, fault);
         self
+    }
+
+    /// Is there an answer that nobody gets in time?
+    pub(super) fn is_ever_silent(&self) -> bool {
+        let others = [self.consent, self.hello, self.stats, self.save];
+        let mut all = self.faults.values().copied().chain(others.into_iter().flatten());
+        all.any(|fault| matches!(fault, Fault::Silent | Fault::HalfAnswer | Fault::Late))
     }
 }

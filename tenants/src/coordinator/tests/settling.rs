@@ -226,12 +226,12 @@ fn an_undone_pause_lets_ranks_go_while_its_coordinator_is_still_there() {
     for steps in 0..=BEFORE_RELEASE.len() {
         let reply = line.ask(&hold);
         assert!(matches!(reply, Reply::Cut(_)), "{reply:?}");
-        assert!(member.info().held);
+        assert!(member.info().is_under_way);
         for phase in &BEFORE_RELEASE[..steps] {
             line.lead(*phase, &Scope::Whole);
         }
         line.lead(Phase::AbortPause, &Scope::Whole);
-        assert!(!member.info().held, "after {steps} steps");
+        assert!(!member.info().is_under_way, "after {steps} steps");
         assert!(lets_work_through(member), "after {steps} steps");
     }
 }
@@ -353,6 +353,46 @@ fn the_next_command_stays_connected_while_processes_settle_what_was_left_half_do
     drop(lines);
     until("both to go back", || job.states() == [MemberState::Paused; 2]);
     assert!(matches!(next.ask(&Request::Hello), Reply::Member(_)), "it is still connected");
+}
+
+#[test]
+fn the_next_command_settles_what_a_process_has_not_begun_to_do_of_the_last() {
+    let job = Job::new(1);
+    let member = &job.members[0];
+    allocate(member);
+    report(job.coordinator(options()).pause(&mut quiet).unwrap());
+    let faults = member.pool().driver().faults();
+    let mut busy = Some(faults.hold(DriverOp::MemoryGetInfo));
+    let mut creating = Some(faults.hold(DriverOp::Create));
+    let mut asker = Line::to(member);
+    let needs = Needs { scope: Scope::Whole, timeout_ms: 30_000, all_devices: false };
+    asker.0.send(&Request::Needs(needs), &[], Instant::now() + SOON).unwrap();
+    assert!(busy.as_ref().unwrap().is_met(SOON));
+    // A command that ends while the process has not begun with its order.
+    let line = Line::to(member);
+    let Line(mut connection, _) = line;
+    let create = Phase::CreateOwn.order(&Told::new(&Scope::Whole, &[]));
+    let create = TakePhase { round: ROUND, alone: false, order: create, timeout_ms: 30_000 };
+    connection.send(&Request::Phase(create), &[], Instant::now() + SOON).unwrap();
+    until("the order to be read", || member.info().is_under_way);
+    drop(connection);
+    assert_eq!(member.state(), MemberState::Paused);
+    let mut recovered = false;
+    let resumed = job.coordinator(options()).resume(&mut |event: Event<'_>| match event {
+        Event::StepDone { step: Step::Hello, .. } => {
+            if busy.take().is_some() {
+                until("it to begin", || member.state() == MemberState::Restoring);
+            }
+        }
+        Event::Recovering { .. } => {
+            recovered = true;
+            creating = None;
+        }
+        _ => {}
+    });
+    report(resumed.unwrap());
+    assert!(recovered);
+    assert_eq!(member.state(), MemberState::Active);
 }
 
 #[test]

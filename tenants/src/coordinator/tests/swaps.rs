@@ -11,24 +11,13 @@ use crate::wire::Action;
 const WINDOW: u64 = GIB / 8;
 
 fn patient() -> Options {
-    Options { timeout: Some(Duration::from_secs(10)), window_bytes: Some(WINDOW), ..options() }
+    Options { window_bytes: Some(WINDOW), ..options() }
 }
 
 /// No longer than it takes for one that is silent, and the others to answer on a busy machine.
 fn waiting_for(fault: Fault) -> Options {
-    let timeout = match fault {
-        Fault::Silent => Duration::from_millis(600),
-        Fault::Fail(_)
-        | Fault::Die
-        | Fault::Slow(_)
-        | Fault::WrongAnswer
-        | Fault::OtherPhase
-        | Fault::Twice
-        | Fault::Garbage
-        | Fault::HalfAnswer
-        | Fault::WithFd => Duration::from_secs(10),
-    };
-    Options { timeout: Some(timeout), window_bytes: Some(WINDOW), ..options() }
+    let options = if fault == Fault::Silent { impatient() } else { options() };
+    Options { window_bytes: Some(WINDOW), ..options }
 }
 
 /// Tenant `train` with these members, and `infer` with those, whose ids count from 5.
@@ -88,7 +77,7 @@ fn last_position(world: &World, what: &Line) -> usize {
 
 #[test]
 fn a_swap_overlaps_what_leaves_with_what_comes() {
-    let slow = at(active(), Phase::ReleaseStage, 4, Fault::Slow(500));
+    let slow = at(active(), Phase::ReleaseStage, 4, Fault::AfterBegan(5, Phase::RestoreStage));
     let world = world(&[active(), slow], &[tight(0), tight(0)]);
     let done = swapped(&world, &patient()).unwrap();
     let (out, back) = (report(done.paused), report(done.resumed));
@@ -140,7 +129,7 @@ fn without_room_for_both_no_device_holds_more_than_the_larger_and_a_window() {
 
 #[test]
 fn with_room_for_both_the_first_leaves_in_one_step_and_the_second_comes_meanwhile() {
-    let slow = active().with(Phase::Release, Fault::Slow(500));
+    let slow = active().with(Phase::Release, Fault::AfterEnded(5, Phase::RestoreStage));
     let world = world(&[slow], &[tight(GIB + WINDOW)]);
     let done = swapped(&world, &patient()).unwrap();
     assert!(matches!(done.resumed, Outcome::Completed(_)));
@@ -152,7 +141,8 @@ fn with_room_for_both_the_first_leaves_in_one_step_and_the_second_comes_meanwhil
 
 #[test]
 fn one_that_moves_memory_is_not_overdue_whatever_the_deadline() {
-    let options = Options { timeout: Some(Duration::from_secs(1)), ..patient() };
+    // Without its bytes, two seconds with the margin.
+    let options = waiting_for(Fault::Silent);
     let slow = Fault::Slow(2500);
     for (leaves, comes) in [
         (active().with(Phase::Release, slow), tight(GIB + WINDOW)),
@@ -231,7 +221,7 @@ fn a_tenant_with_a_dead_or_faulted_process_stops_nobody() {
         [Script::new(MemberState::Faulted), Script { hello: Some(Fault::Silent), ..paused() }]
     {
         let world = world(&[active()], &[tight(0), script]);
-        let error = swapped(&world, &patient()).unwrap_err();
+        let error = swapped(&world, &waiting_for(Fault::Silent)).unwrap_err();
         assert!(matches!(error, SwapError::NoTarget(_)), "{error}");
         assert!(world.phases_of(1).is_empty());
         assert_eq!(world.state(1), MemberState::Active);
@@ -334,8 +324,7 @@ fn a_first_tenant_of_which_one_releases_too_late_comes_back_where_the_second_doe
     let late = small(active()).with(Phase::Release, Fault::Slow(4000));
     let failing = small(tight(0)).with(Phase::Import, Fault::Fail(FailureKind::Driver));
     let world = world(&[late], &[failing]);
-    let timeout = Some(Duration::from_millis(600));
-    let options = Options { contact_timeout: SOON, timeout, ..patient() };
+    let options = Options { contact_timeout: SOON, ..waiting_for(Fault::Silent) };
     let error = swapped(&world, &options).unwrap_err();
     let SwapError::WentBack { losses, .. } = &error else { panic!("{error}") };
     assert_eq!(losses[0].step, Step::Phase(Phase::Release));
@@ -347,8 +336,7 @@ fn a_first_tenant_that_comes_back_slowly_has_the_time_of_an_undo() {
     let slow = active().with(Phase::CreateOwn, Fault::Slow(3000));
     let failing = tight(0).with(Phase::RestoreStage, Fault::Fail(FailureKind::Driver));
     let world = world(&[slow], &[failing]);
-    let timeout = Some(Duration::from_secs(1));
-    let options = Options { timeout, finish_timeout: SOON, ..options() };
+    let options = Options { finish_timeout: SOON, ..impatient() };
     let error = swapped(&world, &options).unwrap_err();
     assert!(matches!(error, SwapError::WentBack { .. }), "{error}");
     assert_eq!((world.state(1), world.state(5)), (MemberState::Active, MemberState::Paused));
