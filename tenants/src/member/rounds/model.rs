@@ -345,7 +345,8 @@ impl State {
         if self.members.iter().any(|member| member.is_stopped) {
             return false;
         }
-        let half_way: Vec<bool> = self.members.iter().map(|member| !member.rests()).collect();
+        let is_half_way = |member: &Member| !member.rests() || member.rounds.under_way().is_some();
+        let half_way: Vec<bool> = self.members.iter().map(is_half_way).collect();
         let coordinator = &mut self.coordinators[c];
         if half_way.contains(&true) {
             coordinator.life = Life::Leads(Order::Settle);
