@@ -1,11 +1,11 @@
-"""What the samples of a race amount to: figures with their limit, what bounds each, goals, and when each GPU did what.
+"""What the samples of a race amount to: figures with their limit, what bounds each, and goals.
 
 Everything here is computed from a record: no process is started and nothing is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,7 +171,7 @@ def goals(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return answer
 
 
-# ---------------------------------------------------------------- what each GPU did when
+# ---------------------------------------------------------------- what the command said
 
 
 def reports(told: Any) -> list[dict[str, Any]]:
@@ -183,83 +183,6 @@ def reports(told: Any) -> list[dict[str, Any]]:
     if isinstance(told, list):
         return [report for value in told for report in reports(value)]
     return []
-
-
-
-
-def spans(report: Mapping[str, Any], rows: Mapping[int, str], begin_ms: float = 0.0) -> list[dict[str, Any]]:
-    """The phases of one report, as times of each process. `rows` are the processes' names.
-
-    A phase begins for all when the one before has ended for all. What lies before the first is the cut.
-    """
-    found: list[dict[str, Any]] = []
-    in_phases = sum(phase["wall_us"] for phase in report["phases"])
-    before_us = max(0, report["wall_us"] - in_phases)
-    at = begin_ms
-    if before_us:
-        found += [{"row": row, "phase": "cut", "begin_ms": round(at, 2), "ms": round(before_us / 1000, 2)} for row in rows.values()]
-        at += before_us / 1000
-    for phase in report["phases"]:
-        for member in phase.get("members", []):
-            row = rows.get(member.get("who", {}).get("pid"))
-            said = member.get("report") or {}
-            took = said.get("elapsed_us")
-            if row is not None and took:
-                saves = said.get("kept") is not None
-                name = f"{phase['phase']}, saving" if saves else phase["phase"]
-                found.append({"row": row, "phase": name, "begin_ms": round(at, 2), "ms": round(took / 1000, 2)})
-        at += phase["wall_us"] / 1000
-    return found
-
-
-def pause_and_resume(title: str, told: Sequence[Any], rows: Mapping[int, str]) -> dict[str, Any]:
-    """A pause and the resume behind it, which began when it had ended."""
-    found: list[dict[str, Any]] = []
-    at = 0.0
-    for report in reports(list(told)):
-        found += spans(report, rows, at)
-        at += report["wall_us"] / 1000
-    return {"title": title, "note": "One pause and the resume right behind it.", "spans": found}
-
-
-def stage_spans(report: Mapping[str, Any], rows: Mapping[int, str]) -> list[dict[str, Any]]:
-    """What each process of one side of a swap did when: stages as they were timed, and the phases before and behind them."""
-    stages = report["stages"]
-    found: list[dict[str, Any]] = []
-
-    def add(who: Mapping[str, Any], phase: str, begin_us: float, took_us: float) -> None:
-        row = rows.get(who.get("pid", 0))
-        if row is not None and took_us:
-            found.append({"row": row, "phase": phase, "begin_ms": round(begin_us / 1000, 2), "ms": round(took_us / 1000, 2)})
-
-    staged = [number for number, phase in enumerate(report["phases"]) if phase["phase"] in {each["phase"] for each in stages}]
-    before, behind = report["phases"][: staged[0]], report["phases"][staged[-1] + 1 :]
-    first, last = min(each["began_us"] for each in stages), max(each["ended_us"] for each in stages)
-    at = max(0, first - sum(phase["wall_us"] for phase in before))
-    for phase in before:
-        for member in phase["members"]:
-            add(member["who"], phase["phase"], at, member["report"]["elapsed_us"])
-        at += phase["wall_us"]
-    for each in stages:
-        add(each["who"], each["phase"], each["began_us"], each["ended_us"] - each["began_us"])
-    at = last
-    for phase in behind:
-        for member in phase["members"]:
-            add(member["who"], phase["phase"], at, member["report"]["elapsed_us"])
-        at += phase["wall_us"]
-    return found
-
-
-def swap_timeline(title: str, told: Any, wall_s: float, rows: Sequence[Mapping[int, str]]) -> dict[str, Any]:
-    """A swap: one tenant's pause begins with it, and the other's resume ends with it. `rows` are of either tenant."""
-    found: list[dict[str, Any]] = []
-    for number, (report, names) in enumerate(zip(reports(told), rows, strict=False)):
-        if report.get("stages"):
-            found += stage_spans(report, names)
-        else:
-            begin = 0.0 if number == 0 else max(0.0, wall_s * 1000 - report["wall_us"] / 1000)
-            found += spans(report, names, begin)
-    return {"title": title, "note": "One tenant leaves and the other comes.", "spans": found}
 
 
 # ---------------------------------------------------------------- the end

@@ -14,8 +14,8 @@ name, and one that fails leaves the others their turn:
 - saver: `race_saver.py`'s ways by tag, 20 GB kept and rewritten before each pause, 40 GB discarded;
 - checkpoint: the driver's checkpoint API on a process that holds as much as `kept`'s.
 
-After each resume all contents are added up on the device. The record has every sample, of every figure its limit, its
-baseline and what bounds it, and the job draws it as `race.svg` next to it.
+After each resume all contents are added up on the device. The record has every sample, and of every figure its limit, its
+baseline and what bounds it.
 
 Bound: 60 GiB at 55 GB/s are 1.2 s each way, so kept takes some 50 s when everything is copied each time; the checkpoint
 of as much takes 40 s at its 2.3 and 6 GB/s; communicators take some 0.3 s each to make. On one GPU some 240 s.
@@ -37,7 +37,6 @@ import cli
 import common
 import race_figures
 import race_nccl
-import race_picture
 import race_saver
 import runner
 from common import GIB, MIB, JobError, Result
@@ -45,11 +44,10 @@ from phases import Phases
 from runner import Ranks
 
 HOLDER = str(Path(__file__).resolve().parent / "race_memory.py")
-#: What a run needs at its end: the figures, the picture, the processes' ends.
+#: What a run needs at its end: the figures, the processes' ends.
 END_S = 6.0
 #: Rounds of each kind of change.
 KINDS = (("all", 4), ("nothing", 3), ("tenth", 3), ("scattered", 3), ("zero", 3))
-#: Has a pause save all before it gives anything back.
 #: Seconds for one pause or resume.
 CHANGE_S = 60.0
 #: Of what the kernel calls available, what the contents of all tenants of a case may take.
@@ -81,12 +79,6 @@ def cgroup_left_bytes(folder: Path) -> int | None:
         return None
 
 
-def is_unknown(told: dict[str, Any]) -> bool:
-    """Whether the command refused because it does not know a word of its command line."""
-    said = told.get("stderr", "")
-    return told["exit"] == 2 and any(what in said for what in ("unrecognized subcommand", "unexpected argument"))
-
-
 def needs_torch() -> None:
     """Skips a case that wants torch where there is none."""
     if importlib.util.find_spec("torch") is None:
@@ -105,7 +97,7 @@ class Race:
     def __init__(self, args: Any, result: Result, work: Path) -> None:
         self.args, self.result, self.work = args, result, work
         self.data = result.data
-        self.data["sizes"], self.data["skipped"], self.data["timelines"] = {}, {}, []
+        self.data["sizes"], self.data["skipped"] = {}, {}
         self.ends: float = time.monotonic() + args.deadline - END_S
         self.case_ends = self.ends
         self.seed, self.case = 1, ""
@@ -149,8 +141,6 @@ class Race:
         """The `sublet` command with `--json`; a refusal shows the stacks of `ranks` and is an error."""
         told = cli.sublet(*words, "--json", timeout_s=self.left(CHANGE_S))
         if told["exit"] != 0:
-            if is_unknown(told):
-                raise Skipped(f"this `sublet` does not know `{' '.join(words)}`")
             self.data.setdefault("failures", []).append(told)
             ranks.print_stacks()
             raise JobError(cli.say(told))
@@ -158,8 +148,8 @@ class Race:
             self.phases.add(f"{self.case}.{words[0]}.{report.get('action', '?')}", report)
         return told
 
-    def pause_and_resume(self, ranks: Ranks, series: str, *words: str) -> list[dict[str, Any]]:
-        """One pause, with `words`, one resume right behind it, and the contents after it; what the command said of both."""
+    def pause_and_resume(self, ranks: Ranks, series: str, *words: str) -> None:
+        """One pause, with `words`, one resume right behind it, and the contents after it."""
         tenant = str(ranks.tenant)
         told = [self.command(ranks, *each) for each in (("pause", tenant, *words), ("resume", tenant))]
         for action, each in zip(("pause", "resume"), told, strict=True):
@@ -168,7 +158,6 @@ class Race:
         self.result.sample("wrong_blocks", wrong)
         walls = [each["wall_s"] for each in told]
         common.log(f"{series}: pause {walls[0]:.3f} resume {walls[1]:.3f} s, wrong {wrong}")
-        return told
 
     def write(self, ranks: Ranks, what: str) -> None:
         """Has all of them change their memory, another way than before."""
@@ -235,11 +224,7 @@ class Race:
         for what, rounds in KINDS:
             for _ in range(rounds):
                 self.write(ranks, what)
-                told_both = self.pause_and_resume(ranks, f"kept_{what}")
-            if what == "all":
-                rows = dict.fromkeys(ranks.pids.values(), "GPU 0")
-                title = f"Pause and resume of {size / GIB:.0f} GiB, everything rewritten: milliseconds"
-                self.data["timelines"].append(race_figures.pause_and_resume(title, told_both, rows))
+                self.pause_and_resume(ranks, f"kept_{what}")
         self.data["kept_stats"] = host_bytes(cli.sublet("stats", tenant, "--json", timeout_s=20))
         self.stop(ranks)
 
@@ -250,9 +235,6 @@ class Race:
         self.data["sizes"]["prepared_first"] = size
         tenant = str(ranks.tenant)
         told = cli.sublet("prepare", tenant, timeout_s=self.left(CHANGE_S))
-        if is_unknown(told):
-            self.stop(ranks)
-            raise Skipped("this `sublet` does not know `prepare`")
         if told["exit"] != 0:
             raise JobError(cli.say(told))
         self.result.sample("prepare_s", told["wall_s"])
@@ -271,13 +253,10 @@ class Race:
         self.swap(turn, "swap_first")
         self.swap(turn, "swap_first")
         for _ in range(self.args.swap_rounds):
-            told = self.swap(turn, "swap")
-        rows = [{pid: name for pid in ranks.pids.values()} for ranks, name in zip(reversed(turn), ("GPU 0, leaves", "GPU 0, comes"), strict=True)]
-        title = f"Swap of two tenants of {size / GIB:.0f} GiB: milliseconds"
-        self.data["timelines"].append(race_figures.swap_timeline(title, told.get("json"), told["wall_s"], rows))
+            self.swap(turn, "swap")
         self.stop(first, second)
 
-    def swap(self, turn: list[Ranks], series: str) -> dict[str, Any]:
+    def swap(self, turn: list[Ranks], series: str) -> None:
         """The one whose turn it is rewrites everything and leaves; the other comes, and is right."""
         here, away = turn
         self.write(here, "all")
@@ -287,7 +266,6 @@ class Race:
         self.result.sample("wrong_blocks", wrong)
         common.log(f"{series}: {told['wall_s']:.3f} s, wrong {wrong}")
         turn.reverse()
-        return told
 
     def case_every(self) -> None:
         """All GPUs together."""
@@ -436,24 +414,22 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--nccl-cycles", type=int, default=8, help="cycles with 2 communicators; half as many with more")
     parser.add_argument("--cold-host", action="store_true", help="do not touch host memory first")
     parser.add_argument("--scale", type=float, default=1.0, help="of the time that a case must have left to be begun")
-    parser.add_argument("--picture", type=Path, help="where to draw (default: race.svg next to --out)")
     return parser.parse_args(argv)
 
 
 def body(args: Any, result: Result, work: Path) -> None:
-    """The cases, then the figures, the picture and the tables."""
+    """The cases, then the figures and the tables."""
     cases = chosen(args.cases)
     race = Race(args, result, work)
-    picture = args.picture or args.out.parent / "race.svg"
-    common.at_deadline(lambda _reason: conclude(race, picture))
+    common.at_deadline(lambda _reason: conclude(race))
     for case in cases:
         race.run(case)
-    conclude(race, picture)
-    show(result, picture)
+    conclude(race)
+    show(result)
 
 
-def conclude(race: Race, picture: Path) -> None:
-    """The figures of what was measured, and their picture."""
+def conclude(race: Race) -> None:
+    """The figures of what was measured."""
     result, data = race.result, race.data
     data["phases"] = race.phases.summaries()
     wrong = data["samples"].get("wrong_blocks", [])
@@ -461,10 +437,9 @@ def conclude(race: Race, picture: Path) -> None:
         result.check("contents right after every resume", sum(wrong) == 0, f"{sum(wrong)} wrong blocks in {len(wrong)} looks")
     race_figures.finish(result)
     result.save()
-    picture.write_text(race_picture.picture(data))
 
 
-def show(result: Result, picture: Path) -> None:
+def show(result: Result) -> None:
     """The tables."""
     data = result.data
     runner.verdicts(result)
@@ -480,7 +455,6 @@ def show(result: Result, picture: Path) -> None:
         print(f"{'reached' if goal['reached'] else 'MISSED '} {goal['what']}: {goal['detail']}", flush=True)
     for name, why in data["skipped"].items():
         print(f"SKIPPED {name}: {why}", flush=True)
-    print(f"drawn: {picture.name}", flush=True)
 
 
 if __name__ == "__main__":

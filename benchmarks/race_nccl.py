@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import cli
 import common
-import race_figures
 from common import MIB, JobError
 from rank import NcclRanks
 
@@ -98,7 +97,6 @@ def tenant(race: Race) -> None:
     for name, communicators, all_to_all in kinds(race.args.many):
         connect(race, ranks, name, communicators, all_to_all)
         note_memory(race, ranks, name)
-        told: list[dict[str, Any]] = []
         cycles = race.args.nccl_cycles if name == "nccl2" else max(2, race.args.nccl_cycles // 2)
         for cycle in range(cycles + 1):
             told = [race.command(ranks, action, str(ranks.tenant)) for action in ("pause", "resume")]
@@ -110,11 +108,6 @@ def tenant(race: Race) -> None:
             common.log(f"{series}: pause {told[0]['wall_s']:.3f} resume {told[1]['wall_s']:.3f} s, wrong {len(wrong)}")
         note_host_memory(race, ranks, name)
         wrong += alone(race, ranks, name, cycles // 2)
-        if name == "nccl2":
-            rows = {pid: f"GPU {rank}" for rank, pid in sorted(ranks.pids.items())}
-            title = f"Pause and resume of {communicators} communicators on {race.gpus} GPUs: milliseconds"
-            told_both = [each.get("json") for each in told]
-            race.data["timelines"].append(race_figures.pause_and_resume(title, told_both, rows))
         result.save()
     result.check("nccl: collectives bit-identical after every resume", not wrong, str(wrong[:6]))
     end(race, ranks)

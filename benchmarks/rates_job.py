@@ -2,14 +2,17 @@
 
 Hooked and unhooked jobs live side by side on the same GPUs, `--pairs` of each, and take turns: every round measures each
 once, and the order flips, so that whatever drifts falls on both. Measured are launches a second (a torch operation, a
-graph of one kernel), questions whether an event is over, all-reduce calls a second of 8 bytes and 1 KiB, and launches of a graph with all-reduces in it. A
-process may be faster than another of its kind, by where its memory lies, and the same process goes at half its speed for
+graph of one kernel), questions whether an event is over, all-reduce calls a second of 8 bytes and 1 KiB, launches of a
+graph with all-reduces in it, the bus bandwidth of large all-reduces, and cudaMalloc and cudaFree pairs a second.
+
+A process may be faster than another of its kind, by where its memory lies, and the same process goes at half its speed for
 some samples of a few milliseconds: so samples are short and many, a process's rate is that of its best tenth, a pair's figure
 is the ratio of the two, hooked to unhooked, and the figure of all is the median of the pairs, with the smallest and the
 largest. The median of the rounds' ratios is recorded too.
 
 Bound: an open gate is an exchange and a load on the thread's own cache line, counting a collective a few more: some
-20 ns of a call that costs the host 5 us and more, so under 0.5%.
+20 ns of a call that costs the host 5 us and more, so under 0.5%; nothing to see at 256 MiB. A hooked cudaMalloc is reserve,
+create, map and set access (about 40 us for 2 MiB) instead of one call: the job tells its ratio and does not check it.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from rank import NcclRanks
 
 SIZES_BYTES = [8, 1024]
 GOAL = 0.99
+#: What the figures of cudaMalloc and cudaFree begin with.
+MALLOC = "malloc_free_"
 #: A process's rate is what this share of its samples stays below.
 BEST = 0.9
 
@@ -40,7 +45,10 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--pairs", type=int, default=4, help="jobs of each kind")
     parser.add_argument("--rounds", type=int, default=30, help="samples of each job")
     parser.add_argument("--launches", type=int, default=4_000, help="launches a sample")
-    parser.add_argument("--calls", type=int, default=1_000, help="all-reduces a sample")
+    parser.add_argument("--calls", type=int, default=1_000, help="small all-reduces a sample")
+    parser.add_argument("--mib", type=int, default=256, help="message of the large all-reduces")
+    parser.add_argument("--iterations", type=int, default=10, help="large all-reduces a sample")
+    parser.add_argument("--mallocs", type=int, default=50, help="cudaMalloc and cudaFree pairs a sample")
     return parser.parse_args(argv)
 
 
@@ -64,7 +72,12 @@ def measure(args: Any, ranks: NcclRanks) -> dict[str, float]:
     if rates["graph_per_s"]:  # a rehearsal without a GPU has no graphs
         figures["graph_launches_per_s"], figures["event_queries_per_s"] = rates["graph_per_s"][0], rates["query_per_s"][0]
     replies = ranks.call("calls", 60, sizes_bytes=SIZES_BYTES, count=args.calls)
-    return figures | {name: min(reply[name] for reply in replies) for name in replies[0]}
+    figures |= {name: min(reply[name] for reply in replies) for name in replies[0]}
+    if ranks.world > 1:
+        replies = ranks.call("all_reduce", 60, mib=args.mib, iterations=args.iterations, repeats=1)
+        figures["all_reduce_bus_gb_s"] = min(reply["bus_gb_s"][0] for reply in replies)
+    pairs = ranks.call("mallocs", 60, ranks=[0], sizes_mib=[2, 64], pairs=args.mallocs, repeats=1)[0]
+    return figures | {f"{MALLOC}{name}": rates[0] for name, rates in pairs.items()}
 
 
 def body(args: Any, result: Result, work: Path) -> None:
@@ -116,7 +129,10 @@ def tell(pairs: int, result: Result, samples: dict[str, dict[str, list[float]]])
         table.append((name, f"{all_of['hooked']['best']:.0f}", f"{all_of['unhooked']['best']:.0f}", f"{ratio:.4f}", told))
         rounds = len(samples["hooked0"][name])
         detail = f"ratio {ratio:.4f}, {pairs} pairs of {rounds} rounds: {told}"
-        result.check(f"{name} within {1 - GOAL:.0%} of unhooked", ratio >= GOAL, detail)
+        if name.startswith(MALLOC):
+            result.note(f"{name}: {detail}")
+        else:
+            result.check(f"{name} within {1 - GOAL:.0%} of unhooked", ratio >= GOAL, detail)
     runner.table(table)
 
 

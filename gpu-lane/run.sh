@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the GPU lane: bash run.sh [SUITE...], without arguments every suite.
 #
-# Suites: smoke conformance nccl legacy_ipc overhead expandable rates
+# Suites: smoke conformance nccl legacy_ipc expandable rates
 #         anytime_ddp anytime_deep anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
 #         cycles deaths shortage watchdog zeroed
 #         sharing generate unused attach compat contents deep deep_libraries deep_tenants (of the Python package, from python/*.whl)
@@ -13,9 +13,9 @@
 # each of its rows, STRANGERS_ROWS the words, by comma, that rows to run have in their names. GRAPHS_CYCLES are the pauses
 # of the idle process of graphs, and of the one that replays; STEPPING_PAUSES, STEPPING_ROWS, REPLAY_PAUSES and REPLAY_ROWS
 # as those of strangers. RACE_CASES are the words, by comma, that cases of race to run have in their names, RACE_GIB what
-# its processes hold each; it draws $OUT/race.svg. RL_GPUS, RL_MODES, RL_SHAPE, RL_HANDOVER, RL_KV_GIB, RL_STEPS, RL_TOKENS,
-# RL_GENERATIONS, RL_MICRO_BATCH and RL_REST_EVERY are those of rl/run.py, whose page is $OUT/rl_grpo.html; RL_TOO_LARGE are the modes that must
-# run out of device memory.
+# its processes hold each. RL_GPUS, RL_MODES, RL_SHAPE, RL_HANDOVER, RL_KV_GIB, RL_STEPS, RL_TOKENS, RL_GENERATIONS,
+# RL_MICRO_BATCH and RL_REST_EVERY are those of rl/run.py, whose page is $OUT/rl_grpo.html; RL_TOO_LARGE are the modes that
+# must run out of device memory.
 set -u
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # In the source tree it lies in gpu-lane.
@@ -24,7 +24,7 @@ OUT=${OUT:-$PWD/results}
 PYTHON=${PYTHON:-python3}
 GPUS=${GPUS:-0}
 CYCLES=${CYCLES:-20}
-SUITES=(smoke conformance nccl legacy_ipc overhead expandable rates
+SUITES=(smoke conformance nccl legacy_ipc expandable rates
     anytime_ddp anytime_deep anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
     cycles deaths shortage watchdog zeroed sharing generate unused attach compat contents deep deep_libraries deep_tenants
     strangers graphs stepping replay nccl_alone race rl larger larger_ranks)
@@ -70,7 +70,6 @@ run_nccl() {
         --rebuild-cycles 1 --warm-host
 }
 run_legacy_ipc() { NCCL_CUMEM_ENABLE=0 suite legacy_ipc 120 nccl_job.py --nccl-only --control outside --cycles 2; }
-run_overhead() { suite overhead 240 overhead_job.py; }
 run_expandable() {
     suite expandable 240 nccl_job.py --expandable --tensors-gib 8 --discard-half --control outside,inside-one \
         --cycles "${EXPANDABLE_CYCLES:-10}" --rebuild-cycles 1 --warm-host
@@ -138,7 +137,7 @@ run_replay() {
 }
 run_race() {
     suite race "${RACE_LIMIT_S:-285}" race_job.py --cases "${RACE_CASES:-}" --kept-gib "${RACE_GIB:-60}" \
-        --swap-gib "${RACE_GIB:-60}" --picture "$OUT/race.svg"
+        --swap-gib "${RACE_GIB:-60}"
 }
 # All five modes take some 15 minutes at 0.5B: restart starts a generator for each step.
 run_rl() {

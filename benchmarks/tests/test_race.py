@@ -1,11 +1,10 @@
-"""The race, on the simulated driver and on made-up records: its cases, what it skips, its figures and its picture."""
+"""The race, on the simulated driver and on made-up records: its cases, what it skips and its figures."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,12 @@ import head_to_head  # noqa: E402
 import race_figures  # noqa: E402
 import race_job  # noqa: E402
 import race_memory  # noqa: E402
-import race_picture  # noqa: E402
 import sim_node  # noqa: E402
 from common import JobError, Result  # noqa: E402
 from race_job import CASES, Case, Race, Skipped  # noqa: E402
 
 MIB = common.MIB
 SMALL = ["--kept-gib", "0.0157", "--swap-gib", "0.0157", "--every-gib", "0.0079", "--block-mib", "6", "--copy-mib", "4"]
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture
@@ -72,11 +69,10 @@ def test_every_case_that_needs_no_torch_runs_and_its_contents_are_right(node: Pa
     for series in ("kept_first", "kept_all", "kept_nothing", "kept_tenth", "kept_scattered", "kept_zero", "every"):
         pauses, resumes = (data["samples"][f"{series}_{action}_s"] for action in ("pause", "resume"))
         assert len(pauses) == len(resumes) > 0
-    assert len(data["samples"]["swap_s"]) == 4
+    assert len(data["samples"]["swap_s"]) == 4 and len(data["samples"]["prepare_s"]) == 1
+    assert {"prepared_first", "swap"} <= {each["key"] for each in data["figures"]}
     assert data["skipped"]["nccl"] == data["skipped"]["saver"] == "no torch here"
     assert set(data["skipped"]) == {"nccl", "saver"}
-    drawn = ElementTree.fromstring(race_picture.picture(data))
-    assert drawn.get("width") == "900"
     assert len(json.dumps(data, indent=1)) < 200 * 1024
 
 
@@ -127,32 +123,9 @@ def test_case_ends_with_its_time(node: Path) -> None:
     assert "RACE_CASES=late runs it alone" in data["skipped"]["late"]
 
 
-#: A command that knows what the installed one may not: `prepare`.
-LATER = """#!/bin/bash
-[ "$1" = prepare ] && exit 0
-exec "{command}" "$@"
-"""
-
-
 def named(*names: str) -> tuple[Case, ...]:
     """Cases by name."""
     return tuple(case for case in CASES if case.name in names)
-
-
-def test_command_that_knows_more_is_asked_for_more(node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    later = tmp_path / "later"
-    later.write_text(LATER.format(command=cli.sublet_bin()))
-    later.chmod(0o755)
-    monkeypatch.setenv("SUBLET_BIN", str(later))
-    data = raced(node, "--swap-rounds", "2", "--swap-gib", "0.047", cases=named("pinned", "prepared", "swap"))
-    assert data["status"] == "passed" and data["skipped"] == {}, data["checks"]
-    keys = [each["key"] for each in data["figures"]]
-    assert keys == ["prepared_first", "swap"] and len(data["samples"]["prepare_s"]) == 1
-    assert len(data["samples"]["swap_s"]) == 2
-    drawn = data["timelines"]
-    assert len(drawn) == 1, [each["title"] for each in drawn]
-    for each in drawn:
-        assert {span["row"] for span in each["spans"]} == {"GPU 0, leaves", "GPU 0, comes"}
 
 
 @pytest.mark.parametrize("code", [0, 801])
@@ -231,7 +204,6 @@ def test_race_that_runs_out_of_time_has_the_figures_that_it_got_to(node: Path) -
     assert done.returncode == common.EXIT_DEADLINE and "stacks follow" in done.stderr, done.stdout + done.stderr
     record = json.loads((node / "race.json").read_text())[0]
     assert record["status"] == "deadline" and record["samples"]["pinned_out_gb_s"] and record["figures"] == []
-    assert ElementTree.parse(node / "race.svg").getroot().get("width") == "900"
 
 
 def test_wrong_contents_are_found(node: Path) -> None:
@@ -256,26 +228,6 @@ def test_words_choose_cases_and_the_limit_comes_along() -> None:
     assert [case.name for case in race_job.chosen("swap, check")] == ["pinned", "swap", "checkpoint"]
     with pytest.raises(JobError, match="no case has nonsense in its name; there are pinned, kept"):
         race_job.chosen("swap,nonsense")
-
-
-@pytest.mark.parametrize(
-    ("exit_code", "said", "unknown"),
-    [
-        (2, "error: unrecognized subcommand 'prepare'", True),
-        (2, "error: unexpected argument '--later' found", True),
-        (2, "error: tenant names have no blanks", False),
-        (1, "unrecognized subcommand", False),
-        (0, "", False),
-    ],
-)
-def test_command_that_does_not_know_a_word_is_told_from_one_that_refuses(exit_code: int, said: str, unknown: bool) -> None:
-    assert race_job.is_unknown({"exit": exit_code, "stderr": said}) == unknown
-
-
-def test_installed_command_does_not_know_nonsense(work: Path) -> None:
-    assert race_job.is_unknown(cli.sublet("nonsense"))
-    assert race_job.is_unknown(cli.sublet("swap", "one", "other", "--nonsense"))
-    assert not race_job.is_unknown(cli.sublet("pause", "nobody"))
 
 
 def test_available_memory_is_read() -> None:
@@ -355,45 +307,9 @@ def test_goals_say_what_was_reached_and_fail_nothing() -> None:
     assert not goals["nccl2: pause and resume together"]["reached"]
 
 
-def test_reports_are_found_and_laid_out_in_time() -> None:
+def test_reports_are_found_however_deep() -> None:
     record = made_up()
     assert len(race_figures.reports(record["told"])) == 2
-    line = race_figures.pause_and_resume("both", record["told"], {7: "GPU 0"})
-    assert [(span["phase"], span["begin_ms"], span["ms"]) for span in line["spans"]] == [
-        ("cut", 0.0, 1.0),
-        ("prepare", 1.0, 30.0),
-        ("cut", 50.0, 1.0),
-        ("prepare", 51.0, 30.0),
-    ]
-    early = {"who": {"pid": 7}, "report": {"elapsed_us": 20_000, "kept": {"copied_bytes": 1}}}
-    report = {"wall_us": 20_000, "phases": [{"phase": "release", "wall_us": 20_000, "members": [early]}]}
-    drawn = race_figures.spans(report, {7: "GPU 0"})
-    assert [race_picture.KINDS[span["phase"]] for span in drawn] == ["contents"]
-    swap = race_figures.swap_timeline("swap", record["told"], 0.06, [{7: "leaves"}, {7: "comes"}])
-    assert [span["begin_ms"] for span in swap["spans"] if span["phase"] == "prepare"] == [1.0, 11.0]
-
-
-def test_stages_of_a_swap_are_drawn_where_they_were() -> None:
-    who = {"pid": 7, "member": "0"}
-
-    def phase(name: str, wall_us: int) -> dict[str, Any]:
-        return {"phase": name, "wall_us": wall_us, "members": [{"who": who, "report": {"elapsed_us": wall_us}}]}
-
-    stages = [("release_stage", 5_000, 9_000), ("release_stage", 9_000, 12_000), ("release", 12_000, 20_000)]
-    report = {
-        "action": "pause", "wall_us": 21_000,
-        "phases": [phase("drain", 1_000), phase("prepare", 2_000), phase("release_stage", 7_000), phase("release", 8_000), phase("verify", 500)],
-        "stages": [{"phase": name, "who": who, "began_us": begin, "ended_us": end} for name, begin, end in stages],
-    }  # fmt: skip
-    drawn = race_figures.swap_timeline("swap", {"paused": report}, 0.021, [{7: "leaves"}])
-    assert [(span["phase"], span["begin_ms"], span["ms"]) for span in drawn["spans"]] == [
-        ("drain", 2.0, 1.0),
-        ("prepare", 3.0, 2.0),
-        ("release_stage", 5.0, 4.0),
-        ("release_stage", 9.0, 3.0),
-        ("release", 12.0, 8.0),
-        ("verify", 20.0, 0.5),
-    ]
 
 
 def test_table_has_a_line_for_each_figure() -> None:
@@ -402,76 +318,6 @@ def test_table_has_a_line_for_each_figure() -> None:
     table = race_figures.rows(record)
     assert len(table) == 1 + len(record["figures"]) and len({len(line) for line in table}) == 1
     assert ("swap", "48.0") == (table[3][1], table[3][2])
-
-
-# ---------------------------------------------------------------- the picture
-
-
-def texts(drawn: ElementTree.Element) -> list[str]:
-    """All that is written in it."""
-    return [text.text or "" for text in drawn.iter(f"{SVG}text")]
-
-
-def whole() -> dict[str, Any]:
-    """A made-up record as a race leaves it."""
-    record = made_up()
-    record["figures"] = race_figures.figures(record)
-    record["timelines"] = [race_figures.pause_and_resume("When <what> & who", record["told"], {7: "GPU 0"})]
-    return record
-
-
-def test_picture_has_figures_limits_and_a_timeline_and_reads_in_both_modes() -> None:
-    drawn = ElementTree.fromstring(race_picture.picture(whole()))
-    said = texts(drawn)
-    for text in ("Sublet: everything rewritten", "out 55", "each way 48", "60 + 100", "When <what> & who", "GPU 0"):
-        assert text in said, said
-    assert any("Some GPU" in text and "commit abc1234" in text for text in said)
-    style = drawn.find(f"{SVG}style")
-    assert style is not None and "prefers-color-scheme:dark" in (style.text or "")
-    classes = {name for each in drawn.iter() for name in (each.get("class") or "").split()}
-    assert {"sublet-out", "sublet-in", "other-out", "other-in", "limit", "contents"} <= classes
-    rules = style.text or ""
-    assert all(f".{name}{{" in rules for name in classes - {"small", "title"}), classes
-
-
-def test_nothing_in_the_picture_is_cut_off() -> None:
-    drawn = ElementTree.fromstring(race_picture.picture(whole()))
-    width, height = float(drawn.get("width", "0")), float(drawn.get("height", "0"))
-    for box in drawn.iter(f"{SVG}rect"):
-        left, top = float(box.get("x", "0")), float(box.get("y", "0"))
-        assert left + float(box.get("width", "0")) <= width and top + float(box.get("height", "0")) <= height
-    for text in drawn.iter(f"{SVG}text"):
-        at, long = float(text.get("x", "0")), len(text.text or "") * race_picture.CHARACTER
-        end = {"start": at + long, "end": at, "middle": at + long / 2}[text.get("text-anchor", "start")]
-        start = {"start": at, "end": at - long, "middle": at - long / 2}[text.get("text-anchor", "start")]
-        assert 0 <= start and end <= width * 1.06 and 0 < float(text.get("y", "0")) < height, text.text
-
-
-def test_picture_of_a_record_without_some_panels_leaves_them_out() -> None:
-    record = whole()
-    record["figures"] = [each for each in record["figures"] if each["panel"] == "times"]
-    record["timelines"] = []
-    record["checks"] = [{"what": "is cold", "passed": False}, {"what": "is blue", "passed": True}]
-    said = texts(ElementTree.fromstring(race_picture.picture(record)))
-    assert not any("GB/s" in text for text in said) and any("this run missed 1 checks" in text for text in said)
-
-
-def test_picture_is_drawn_from_a_file_and_bad_files_are_refused(tmp_path: Path) -> None:
-    good, bad, target = tmp_path / "good.json", tmp_path / "bad.json", tmp_path / "race.svg"
-    good.write_text(json.dumps([{"name": "other"}, whole()]))
-    bad.write_text(json.dumps([{"name": "other"}]))
-    command = [sys.executable, str(JOBS / "race_picture.py")]
-    done = subprocess.run([*command, str(good), str(target)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and target.read_text() == race_picture.picture(whole()), done.stderr
-    for wrong in (bad, tmp_path / "none.json"):
-        refused = subprocess.run([*command, str(wrong), str(target)], capture_output=True, text=True, timeout=60)
-        assert refused.returncode == 1 and refused.stderr.startswith("race_picture: ")
-
-
-@pytest.mark.parametrize(("largest", "last"), [(0.0, 1.0), (7.0, 8.0), (69.0, 80.0), (1680.0, 2000.0)])
-def test_axis_ends_at_a_round_number(largest: float, last: float) -> None:
-    found = race_picture.ticks(largest)
-    assert found[0] == 0 and found[-1] == pytest.approx(last) and len(found) <= 7
 
 
 def test_head_to_head_picture_of_the_readme_is_that_of_its_records() -> None:

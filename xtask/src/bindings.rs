@@ -13,7 +13,7 @@ use crate::workspace::Workspace;
 use crate::{Outcome, process};
 
 /// The header.
-pub(crate) const HEADER: &str = "ffi/include/sublet.h";
+const HEADER: &str = "ffi/include/sublet.h";
 /// Where bindgen looks for the library that reads C.
 const LIBCLANG_PATH: &str = "LIBCLANG_PATH";
 

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use crate::build::Built;
 use crate::python::{MYPY, OPTIONAL, PYTEST, Python, XDIST};
-use crate::stages::{Ran, Stages};
+use crate::stages::Stages;
 use crate::wheel::{self, Parts};
 use crate::workspace::Workspace;
 use crate::{Outcome, process};
@@ -17,12 +17,12 @@ pub(crate) fn stages(workspace: &Workspace, built: &Built, stages: &mut Stages) 
     let mut site = None;
     stages.run(WHEEL, |_| {
         site = Some(installed(workspace, built)?);
-        Ok(Ran::All)
+        Ok(())
     });
     match site {
         Some(site) => {
             stages.run("python tests", |lines| api_tests(workspace, built, &site, lines));
-            stages.run("python types", |_| types(workspace, &site).map(|()| Ran::All));
+            stages.run("python types", |_| types(workspace, &site));
         }
         None => {
             for name in ["python tests", "python types"] {
@@ -55,7 +55,7 @@ fn api_tests(
     built: &Built,
     site: &Path,
     lines: &mut Vec<String>,
-) -> Outcome<Ran> {
+) -> Outcome {
     let files: Vec<PathBuf> =
         workspace.files()?.into_iter().filter(|path| is_python_test(path)).collect();
     let python = Python::with(workspace, &PYTEST)?;
@@ -73,12 +73,10 @@ fn api_tests(
     command.args(["-m", "pytest", "-c"]).arg(wheel::SOURCE.to_owned() + "/pyproject.toml");
     // Many tests wait for processes. Those of one file share what it sets up.
     let processes = process::cores() + 1;
-    command.args(["-n", &processes.to_string(), "--dist", "loadfile"]);
+    command.args(["-n", &processes.to_string(), "--dist", "loadfile", "--color=no"]);
     command.arg("--rootdir").arg(&workspace.root).args(files);
     built.export(&mut command);
-    let (outcome, held) = process::stream(&mut command, is_pytest_summary);
-    lines.extend(held);
-    outcome.map(|()| Ran::All)
+    process::stream(command, is_pytest_summary, lines)
 }
 
 /// Checks the types of the package and of the programs that use it, and the stubs against the module.

@@ -1,17 +1,17 @@
 //! Child processes: run one and judge its status, or run one and watch its lines go by.
 
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::num::NonZero;
 use std::path::Path;
-use std::process::{Command, Stdio};
-use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::process::Command;
+use std::sync::mpsc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::Outcome;
 use crate::workspace::Workspace;
 
-/// How long to wait for the last lines once a child has ended. Something it left running may hold the
+/// How long to wait for one of the last lines once a child has ended. Something it left running may hold the
 /// pipe open for ever, and must not hold us.
 const LAST_LINES_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -76,83 +76,35 @@ pub(crate) fn strip(workspace: &Workspace, program: &Path) -> Outcome {
     Ok(())
 }
 
-/// Runs `command`, passes its lines on, and holds back those that `is_summary` names.
-///
-/// The held lines come back for the caller to print, so that each is printed once. They come back
-/// next to the outcome, since a runner that failed has a summary too.
+/// Runs `command`, which uses no colours, and passes its lines on, but for those that `is_summary` names: they are added to
+/// `held`, for the caller to print.
 pub(crate) fn stream(
-    command: &mut Command,
+    mut command: Command,
     is_summary: fn(&str) -> bool,
-) -> (Outcome, Vec<String>) {
-    let mut child = match command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn() {
-        Ok(child) => child,
-        Err(error) => return (Err(format!("{}: {error}", name(command)).into()), vec![]),
-    };
-    let (sender, lines) = mpsc::channel();
-    if let Some(stdout) = child.stdout.take() {
-        forward(stdout, io::stdout(), is_summary, sender.clone());
-    }
-    if let Some(stderr) = child.stderr.take() {
-        forward(stderr, io::stderr(), is_summary, sender.clone());
-    }
-    drop(sender);
-
-    let outcome = match child.wait() {
-        Ok(status) if status.success() => Ok(()),
-        Ok(status) => Err(format!("{} failed: {status}", name(command)).into()),
-        Err(error) => Err(format!("{}: {error}", name(command)).into()),
-    };
-    let mut held = Vec::new();
-    let deadline = Instant::now() + LAST_LINES_TIMEOUT;
-    loop {
-        match lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            Ok(line) => held.push(line),
-            Err(RecvTimeoutError::Disconnected) => break,
-            Err(RecvTimeoutError::Timeout) => {
-                eprintln!("xtask: {} ended, but something it started still runs", name(command));
-                break;
-            }
-        }
-    }
-    (outcome, held)
-}
-
-/// Copies lines from `source` to `sink` on a thread of its own, until the source ends.
-fn forward(
-    source: impl Read + Send + 'static,
-    mut sink: impl Write + Send + 'static,
-    is_summary: fn(&str) -> bool,
-    summaries: Sender<String>,
-) {
+    held: &mut Vec<String>,
+) -> Outcome {
+    let (source, sink) = io::pipe()?;
+    command.stdout(sink.try_clone()?).stderr(sink);
+    let (sender, summaries) = mpsc::channel();
     // The thread ends with its source, and is not joined: see `LAST_LINES_TIMEOUT`.
     thread::spawn(move || {
-        let mut source = BufReader::new(source);
-        let mut line = Vec::new();
-        while matches!(source.read_until(b'\n', &mut line), Ok(read) if read > 0) {
-            let text = without_colour(&String::from_utf8_lossy(&line));
-            let held = is_summary(text.trim()) && summaries.send(text.trim().to_owned()).is_ok();
-            // The reader of our own output may be gone; the child is still to be waited for.
-            if !held && sink.write_all(&line).and_then(|()| sink.flush()).is_err() {
-                sink.flush().ok();
+        for line in BufReader::new(source).split(b'\n').map_while(Result::ok) {
+            let line = String::from_utf8_lossy(&line);
+            if is_summary(line.trim()) {
+                sender.send(line.trim().to_owned()).ok();
+            } else {
+                // The reader of our own output may be gone; the child is still to be waited for.
+                writeln!(io::stdout(), "{line}").ok();
             }
-            line.clear();
         }
     });
-}
-
-/// `line` without terminal colour codes (`ESC [ ... letter`).
-fn without_colour(line: &str) -> String {
-    let mut plain = String::with_capacity(line.len());
-    let mut characters = line.chars();
-    while let Some(character) = characters.next() {
-        if character == '\u{1b}' {
-            // Skips to the letter that ends the code.
-            characters.by_ref().find(char::is_ascii_alphabetic);
-        } else {
-            plain.push(character);
-        }
+    let outcome = run(&mut command);
+    // It has the pipe open for writing too.
+    drop(command);
+    while let Ok(line) = summaries.recv_timeout(LAST_LINES_TIMEOUT) {
+        held.push(line);
     }
-    plain
+    outcome
 }
 
 /// The program and its first argument, for messages.
@@ -170,15 +122,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn colour_codes_are_removed() {
-        assert_eq!(without_colour("\u{1b}[32;1m  Summary\u{1b}[0m [ 1s]"), "  Summary [ 1s]");
-    }
-
-    #[test]
     fn failure_names_the_program_and_keeps_the_summary() {
         let mut command = Command::new("sh");
-        command.args(["-c", "echo Summary of it; exit 3"]);
-        let (outcome, held) = stream(&mut command, |line| line.starts_with("Summary"));
+        command.args(["-c", "echo before; echo Summary of it >&2; exit 3"]);
+        let mut held = Vec::new();
+        let outcome = stream(command, |line| line.starts_with("Summary"), &mut held);
         assert!(outcome.unwrap_err().to_string().contains("sh -c failed"));
         assert_eq!(held, ["Summary of it"]);
     }

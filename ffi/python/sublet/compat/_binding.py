@@ -96,20 +96,26 @@ class Framework:
         self._bound: dict[str, _Bound] = {}
         self._refused: dict[str, str] = {}
 
-    def install(self) -> Installed:
-        """Replaces theirs in modules that are imported, and in others when they are.
+    def install(self, *, stacklevel: int = 2) -> Installed:
+        """Has Sublet serve what the module says, instead of the framework's own functions.
 
-        Does nothing but warn in a process that is not under Sublet. A second call changes nothing.
+        Call it in each process of the trainer, before or after the framework is imported; or name the
+        framework in ``SUBLET_COMPAT``. In a process that is not under Sublet it warns and does nothing. A
+        second call changes nothing.
+
+        Args:
+            stacklevel: whose line a warning names, as in ``warnings.warn``.
 
         Raises:
-            UsageError: a module lacks a name or a parameter that is needed: none is replaced.
+            UsageError: the framework that is imported lacks a name or a parameter that is needed: none of
+                its functions is replaced.
         """
         if not attached():
             warnings.warn(
                 f"sublet.compat: this process is not under Sublet, and {self.name} does what it does "
                 "without: start it with `sublet run --tenant NAME -- ...`",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=stacklevel,
             )
             return Installed(self.name, self.version())
         with self._lock:
@@ -121,7 +127,7 @@ class Framework:
             return self.standing()
 
     def uninstall(self) -> None:
-        """Brings back what is away, and puts theirs back. Does nothing where nothing was installed."""
+        """Brings back what is away, and puts the framework's own functions back. Does nothing where nothing was installed."""
         with self._lock:
             if not self._is_installed:
                 return

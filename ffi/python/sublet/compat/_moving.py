@@ -222,6 +222,25 @@ class Movables:
             moved.stay()
 
 
+class Nccl:
+    """NCCL's memory in this process, which leaves and comes back as a whole."""
+
+    def __init__(self) -> None:
+        self.is_away = False
+
+    def leave(self) -> None:
+        """It leaves. All ranks have met before: until then one may need it."""
+        if not self.is_away:
+            pause("nccl")
+            self.is_away = True
+
+    def come_back(self) -> None:
+        """It comes back. The first rank brings it back for all."""
+        if self.is_away:
+            resume("nccl")
+            self.is_away = False
+
+
 def states(state: Any) -> Iterator[Any]:
     """The values of an optimizer's state, which has a mapping of names for each parameter."""
     for _, of_parameter in state.items():

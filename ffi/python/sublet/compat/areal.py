@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from typing import Any, Callable
 
-from sublet._pausing import pause, resume
-from sublet.compat._binding import Framework, Installed, Target
+from sublet.compat._binding import Framework, Target
+from sublet.compat._moving import Nccl
 
 __all__ = ["install", "uninstall"]
 
@@ -20,25 +20,7 @@ ENGINES = {
     "areal.experimental.engine.archon_engine": "ArchonEngine",
 }
 
-
-class _Nccl:
-    """Whether NCCL's memory is away for an engine of this process."""
-
-    def __init__(self) -> None:
-        self.is_away = False
-
-    def leave(self) -> None:
-        if not self.is_away:
-            pause("nccl")
-            self.is_away = True
-
-    def come_back(self) -> None:
-        if self.is_away:
-            resume("nccl")
-            self.is_away = False
-
-
-_nccl = _Nccl()
+_nccl = Nccl()
 
 
 def _offload(theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,19 +61,4 @@ _framework = Framework(
     _nccl.come_back,
 )
 
-
-def install() -> Installed:
-    """Has AReaL's training engines take NCCL's memory along when they offload.
-
-    Call it in each process of the trainer, before or after AReaL is imported; or set
-    ``SUBLET_COMPAT=areal``. In a process that is not under Sublet it warns and does nothing.
-
-    Raises:
-        UsageError: the AReaL that is imported lacks a method that is to be replaced.
-    """
-    return _framework.install()
-
-
-def uninstall() -> None:
-    """Brings NCCL's memory back, and puts AReaL's own methods back."""
-    _framework.uninstall()
+install, uninstall = _framework.install, _framework.uninstall

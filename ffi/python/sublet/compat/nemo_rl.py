@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Callable
 
-from sublet.compat._binding import Framework, Installed, Target
+from sublet.compat._binding import Framework, Target
 from sublet.compat._moving import Movables, empty_cache, of_module, states
 
 __all__ = ["install", "uninstall"]
@@ -115,19 +115,4 @@ _framework = Framework(
     _movables.bring_back,
 )
 
-
-def install() -> Installed:
-    """Has the moves of NeMo-RL's policy workers served by tag.
-
-    Call it in each process of the trainer, before or after NeMo-RL is imported; or set
-    ``SUBLET_COMPAT=nemo_rl``. In a process that is not under Sublet it warns and does nothing.
-
-    Raises:
-        UsageError: the NeMo-RL that is imported lacks a method that is to be replaced.
-    """
-    return _framework.install()
-
-
-def uninstall() -> None:
-    """Brings all back, and puts NeMo-RL's own methods back."""
-    _framework.uninstall()
+install, uninstall = _framework.install, _framework.uninstall

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Callable
 
-from sublet.compat._binding import Framework, Installed, Target
+from sublet.compat._binding import Framework, Target
 from sublet.compat._moving import Movables, Moved, empty_cache
 
 __all__ = ["install", "uninstall"]
@@ -109,19 +109,4 @@ _framework = Framework(
     _movables.bring_back,
 )
 
-
-def install() -> Installed:
-    """Has OpenRLHF's sleep of DeepSpeed's states served by tag.
-
-    Call it in each process of the trainer, before or after OpenRLHF is imported; or set
-    ``SUBLET_COMPAT=openrlhf``. In a process that is not under Sublet it warns and does nothing.
-
-    Raises:
-        UsageError: the OpenRLHF that is imported lacks a function that is to be replaced.
-    """
-    return _framework.install()
-
-
-def uninstall() -> None:
-    """Brings all states back, and puts OpenRLHF's own functions back."""
-    _framework.uninstall()
+install, uninstall = _framework.install, _framework.uninstall

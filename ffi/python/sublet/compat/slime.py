@@ -16,8 +16,8 @@ from typing import Any, Callable
 
 from sublet._errors import UsageError
 from sublet._library import attached
-from sublet._pausing import pause, resume
 from sublet.compat._binding import Framework, Installed, Target
+from sublet.compat._moving import Nccl
 
 __all__ = ["install", "uninstall"]
 
@@ -25,43 +25,24 @@ PACKAGES = ("slime", "miles", "vime")
 #: 0 has slime leave groups that hold no device memory alone: it need not be able to rebuild them.
 DESTROY_WORLD = "SLIME_DESTROY_WORLD_PROCESS_GROUP"
 
-
-class _Away:
-    """Whether this process's groups are asleep."""
-
-    def __init__(self) -> None:
-        self.is_asleep = False
-
-    def sleep(self, meet: Callable[[], None]) -> None:
-        """NCCL's memory leaves once all ranks have come here: before, some may still need it."""
-        if self.is_asleep:
-            return
-        meet()
-        pause("nccl")
-        self.is_asleep = True
-
-    def wake_up(self) -> None:
-        """It comes back. The first rank brings it back for all."""
-        if self.is_asleep:
-            resume("nccl")
-            self.is_asleep = False
-
-
-_away = _Away()
+_nccl = Nccl()
 
 
 def _destroy(theirs: Callable[..., Any]) -> Callable[..., Any]:
     package = theirs.__module__.partition(".")[0]
 
     def destroy_process_groups() -> None:
-        _away.sleep(lambda: _meet(package))
+        if not _nccl.is_away:
+            # All ranks first: one that still waits for a collective needs NCCL.
+            _meet(package)
+            _nccl.leave()
 
     return destroy_process_groups
 
 
 def _reload(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def reload_process_groups() -> None:
-        _away.wake_up()
+        _nccl.come_back()
 
     return reload_process_groups
 
@@ -92,7 +73,7 @@ _framework = Framework(
     "slime",
     PACKAGES,
     {f"{package}.utils.reloadable_process_group": _targets() for package in PACKAGES},
-    _away.wake_up,
+    _nccl.come_back,
 )
 
 
@@ -106,7 +87,7 @@ def install() -> Installed:
     Raises:
         UsageError: the framework that is imported lacks a function that is to be replaced.
     """
-    installed = _framework.install()
+    installed = _framework.install(stacklevel=3)
     if attached():
         os.environ.setdefault(DESTROY_WORLD, "0")
     return installed

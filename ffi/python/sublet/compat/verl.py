@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Callable
 
 from sublet.compat import _moving
-from sublet.compat._binding import Framework, Installed, Target
+from sublet.compat._binding import Framework, Target
 from sublet.compat._moving import Hold, Movables, of_module, states
 
 __all__ = ["install", "uninstall"]
@@ -112,19 +112,4 @@ _framework = Framework(
     _movables.bring_back,
 )
 
-
-def install() -> Installed:
-    """Has the offloading of verl's FSDP engine served by tag.
-
-    Call it in each process of the trainer, before or after verl is imported; or set
-    ``SUBLET_COMPAT=verl``. In a process that is not under Sublet it warns and does nothing.
-
-    Raises:
-        UsageError: the verl that is imported lacks a function that is to be replaced.
-    """
-    return _framework.install()
-
-
-def uninstall() -> None:
-    """Brings all back, and puts verl's own functions back."""
-    _framework.uninstall()
+install, uninstall = _framework.install, _framework.uninstall

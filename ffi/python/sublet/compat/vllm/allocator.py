@@ -96,8 +96,7 @@ class CuMemAllocator:
             UsageError: the tag is no text, or too long.
         """
         tag = CuMemAllocator.default_tag if tag is None else tag
-        # Its answer to a region without a tag is not in the protocol.
-        adapter: Any = torch_adapter()
+        adapter = torch_adapter()
         if adapter is None:
             raise UsageError("use_memory_pool: torch has no CUDA device in this process")
         outer_tag, outer_pool = self.current_tag, self.allocator_and_pools.get(tag)
