@@ -373,12 +373,11 @@ impl Coordinator {
             if alone { dir.lock_shared(let_pass_until, deadline) } else { dir.lock(deadline) }
         };
         // The error of one look knows the time of that look alone.
-        let since_started = |error| match error {
-            RunDirError::Locked { tenant, holder_pids, .. } => {
-                let waited_ms = millis(started.elapsed());
-                RunDirError::Locked { tenant, holder_pids, waited_ms }
+        let since_started = |mut error| {
+            if let RunDirError::Locked { waited_ms, .. } = &mut error {
+                *waited_ms = millis(started.elapsed());
             }
-            error => error,
+            error
         };
         let Some(interrupt) = &self.options.interrupt else {
             return Ok(take(deadline).map_err(since_started)?);

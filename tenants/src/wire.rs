@@ -27,7 +27,7 @@ pub use ask::{
 };
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 28;
+pub const PROTOCOL_VERSION: u16 = 29;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -403,9 +403,10 @@ pub struct MemberInfo {
     pub state: MemberState,
     /// Device memory that its pause should have given back and has not. 0 where it is not paused.
     pub stayed_bytes: u64,
-    /// Is a pause or resume of it under way, or left half done? It is held on the way to a cut, or orders of a round are still
-    /// to be taken, whatever the state says until then.
-    pub is_under_way: bool,
+    /// Is it held on the way to a cut?
+    pub held: bool,
+    /// Is a pause or resume of it not over? Orders of it may still be to be taken, whatever the state says until then.
+    pub in_round: bool,
     /// Do calls into NCCL wait until a resume of it?
     pub nccl_waits: bool,
     /// The last step that it was told to take.

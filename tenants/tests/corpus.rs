@@ -303,6 +303,7 @@ fn member() -> MemberInfo {
         state: MemberState::Paused,
         stayed_bytes: 6 << 20,
         held: true,
+        in_round: true,
         nccl_waits: true,
         asked: Some(Asked { round: 1 << 40, phase: Phase::Verify }),
         tags: vec![TagBytes {

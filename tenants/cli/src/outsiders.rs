@@ -6,7 +6,7 @@ use nvml_wrapper::enums::device::UsedGpuMemory;
 use serde::Serialize;
 use tenants::transport;
 
-use crate::units;
+use crate::{gpus, units};
 
 /// Only the largest are of use to a person.
 const PROCESSES_MAX: usize = 4;
@@ -25,9 +25,10 @@ pub(crate) struct Occupant {
 }
 
 /// The processes with the most memory on the GPU of this machine-wide name, largest first. None where the
-/// library is missing or does not know.
+/// library is missing, does not know, or does not answer in time.
 pub(crate) fn largest_on(uuid: &str) -> Vec<Occupant> {
-    occupants(uuid).unwrap_or_default()
+    let uuid = uuid.to_owned();
+    gpus::in_time(move || occupants(&uuid)).flatten().unwrap_or_default()
 }
 
 fn occupants(uuid: &str) -> Option<Vec<Occupant>> {

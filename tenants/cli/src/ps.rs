@@ -389,6 +389,7 @@ pub(crate) mod tests {
                 state,
                 stayed_bytes: 0,
                 held: false,
+                in_round: false,
                 nccl_waits: false,
                 asked: None,
                 tags: Vec::new(),

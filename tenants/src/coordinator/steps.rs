@@ -123,7 +123,9 @@ impl Session<'_> {
         let is_half_way = |index: &usize| match &self.peers.list[*index].info {
             Some(info) => match info.state {
                 MemberState::Offloading | MemberState::Restoring => true,
-                MemberState::Active | MemberState::Paused | MemberState::Deep => info.is_under_way,
+                MemberState::Active | MemberState::Paused | MemberState::Deep => {
+                    info.held || info.in_round
+                }
                 MemberState::Faulted => false,
             },
             None => false,

@@ -385,7 +385,7 @@ impl<D: Driver> Member<D> {
 
     /// Who it is, for others.
     pub fn info(&self) -> MemberInfo {
-        let (state, asked, has_round) = {
+        let (state, asked, in_round) = {
             let status = self.status();
             (status.state, status.asked, status.rounds.under_way().is_some())
         };
@@ -406,7 +406,8 @@ impl<D: Driver> Member<D> {
             version: self.config.version.clone(),
             state,
             stayed_bytes,
-            is_under_way: has_round || self.cut.is_held(),
+            held: self.cut.is_held(),
+            in_round,
             nccl_waits: self.cut.is_away(),
             asked,
             tags: self.tags(),

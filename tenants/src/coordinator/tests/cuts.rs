@@ -279,7 +279,7 @@ fn a_coordinator_that_hangs_up_lets_go_at_once() {
     let hold = Request::Cut(Hold { limits: Limits::default(), seen: Seen::default(), wait_ms: 0 });
     coordinator.send(&hold, &[], Instant::now() + SOON).unwrap();
     let (reply, _) = coordinator.receive::<Reply>(Instant::now() + SOON).unwrap();
-    assert!(job.members[0].info().is_under_way);
+    assert!(job.members[0].info().held);
     // It is told to look for ten minutes, and the asker dies meanwhile.
     let Reply::Cut(stood) = reply else { panic!("{reply:?}") };
     let watch =
@@ -292,7 +292,7 @@ fn a_coordinator_that_hangs_up_lets_go_at_once() {
         drop(coordinator);
         waiting.join().unwrap();
     });
-    assert!(!job.members[0].info().is_under_way);
+    assert!(!job.members[0].info().held);
     assert_eq!(job.states(), [MemberState::Active]);
     // Its worker is free for the next.
     report(job.coordinator(patient()).pause(&mut quiet).unwrap());

@@ -318,11 +318,11 @@ impl Agent {
                 self.good_reply(request)
             }
             Some(Fault::AfterBegan(id, phase)) => {
-                self.wait_for(Line::Began(id, phase));
+                self.wait_for(&Line::Began(id, phase));
                 self.good_reply(request)
             }
             Some(Fault::AfterEnded(id, phase)) => {
-                self.wait_for(Line::Ended(id, phase));
+                self.wait_for(&Line::Ended(id, phase));
                 self.good_reply(request)
             }
             Some(Fault::Late) => {
@@ -356,9 +356,9 @@ impl Agent {
     }
 
     /// Half a minute at most, and as long as the world is there.
-    fn wait_for(&self, line: Line) {
+    fn wait_for(&self, line: &Line) {
         let deadline = Instant::now() + Duration::from_secs(30);
-        while !self.log.lock().unwrap().contains(&line)
+        while !self.log.lock().unwrap().contains(line)
             && Instant::now() < deadline
             && !self.stop.load(Ordering::Relaxed)
         {
@@ -560,7 +560,8 @@ impl Agent {
             version: self.script.version.to_owned(),
             state: *self.state.lock().unwrap(),
             stayed_bytes: 0,
-            is_under_way: false,
+            held: false,
+            in_round: false,
             nccl_waits: false,
             asked: None,
             tags: Vec::new(),

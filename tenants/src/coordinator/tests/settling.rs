@@ -226,12 +226,12 @@ fn an_undone_pause_lets_ranks_go_while_its_coordinator_is_still_there() {
     for steps in 0..=BEFORE_RELEASE.len() {
         let reply = line.ask(&hold);
         assert!(matches!(reply, Reply::Cut(_)), "{reply:?}");
-        assert!(member.info().is_under_way);
+        assert!(member.info().held);
         for phase in &BEFORE_RELEASE[..steps] {
             line.lead(*phase, &Scope::Whole);
         }
         line.lead(Phase::AbortPause, &Scope::Whole);
-        assert!(!member.info().is_under_way, "after {steps} steps");
+        assert!(!member.info().held, "after {steps} steps");
         assert!(lets_work_through(member), "after {steps} steps");
     }
 }
@@ -374,21 +374,17 @@ fn the_next_command_settles_what_a_process_has_not_begun_to_do_of_the_last() {
     let create = Phase::CreateOwn.order(&Told::new(&Scope::Whole, &[]));
     let create = TakePhase { round: ROUND, alone: false, order: create, timeout_ms: 30_000 };
     connection.send(&Request::Phase(create), &[], Instant::now() + SOON).unwrap();
-    until("the order to be read", || member.info().is_under_way);
+    until("the order to be read", || member.info().in_round);
     drop(connection);
     assert_eq!(member.state(), MemberState::Paused);
     let mut recovered = false;
-    let resumed = job.coordinator(options()).resume(&mut |event: Event<'_>| match event {
-        Event::StepDone { step: Step::Hello, .. } => {
-            if busy.take().is_some() {
-                until("it to begin", || member.state() == MemberState::Restoring);
-            }
-        }
-        Event::Recovering { .. } => {
+    let resumed = job.coordinator(options()).resume(&mut |event: Event<'_>| {
+        if matches!(event, Event::StepDone { step: Step::Hello, .. }) && busy.take().is_some() {
+            until("it to begin", || member.state() == MemberState::Restoring);
+        } else if matches!(event, Event::Recovering { .. }) {
             recovered = true;
             creating = None;
         }
-        _ => {}
     });
     report(resumed.unwrap());
     assert!(recovered);
