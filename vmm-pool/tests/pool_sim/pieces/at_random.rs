@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use proptest::test_runner::Config;
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{DeviceAddress, DriverCode, VaRange};
-use vmm_pool::{ChangeDetection, Contents, HostBudget, PieceBytes};
+use vmm_pool::{ChangeDetection, Contents, HostBudget, PieceBytes, Registered};
 
 use super::{CHUNK, memory, save, tagged};
 use crate::stage::{
@@ -18,8 +18,13 @@ struct Changing {
     ranges: Vec<VaRange>,
     /// By range and piece, what it has held, now last; zero for zeros.
     seeds: Vec<Vec<Vec<u64>>>,
+    /// By range, what has a pause leave it in place.
+    pins: Vec<Option<Registered>>,
     last_seed: u64,
 }
+
+/// Ranges at most.
+const RANGES_MAX: usize = 12;
 
 /// What a piece is changed to.
 #[derive(Clone, Copy, Debug)]
@@ -38,12 +43,30 @@ impl Changing {
         let contents = [("", Contents::Keep), ("tag", Contents::Keep), ("", Contents::File)];
         let ranges: Vec<_> = contents.map(|(tag, contents)| memory(&pool, tag, contents, 2)).into();
         let seeds = ranges.iter().map(|_| vec![vec![0]; 4]).collect();
-        Self { pool, ranges, seeds, last_seed: 0 }
+        Self { pool, ranges, seeds, pins: vec![None, None, None], last_seed: 0 }
     }
 
     fn piece(&self, range: usize, piece: usize) -> VaRange {
         let start = self.ranges[range].start.0 + ((piece as u64) << 20);
         VaRange::new(DeviceAddress(start), 1 << 20)
+    }
+
+    fn add(&mut self) {
+        if self.ranges.len() < RANGES_MAX {
+            self.ranges.push(memory(&self.pool, "", Contents::Keep, 2));
+            self.seeds.push(vec![vec![0]; 4]);
+            self.pins.push(None);
+        }
+    }
+
+    fn pin_or_not(&mut self, range: usize) {
+        self.pins[range] = match self.pins[range].take() {
+            Some(pin) => {
+                self.pool.enter_giving_up().unregister(&pin);
+                None
+            }
+            None => Some(self.pool.enter().register(self.ranges[range], "a network card")),
+        };
     }
 
     fn change(&mut self, range: usize, piece: usize, to: To) {
@@ -82,6 +105,12 @@ enum Turn {
         piece: usize,
         to: To,
     },
+    /// Another one.
+    Add,
+    /// A network card holds it from now on, or no more.
+    Pin {
+        range: usize,
+    },
     Cycle,
     TagCycle,
     /// The nth driver call of the save fails, and the pause is undone.
@@ -100,21 +129,27 @@ enum Turn {
 
 fn any_turn() -> impl Strategy<Value = Turn> {
     prop_oneof![
-        10 => (0..3_usize, 0..4_usize, prop::sample::select(vec![To::Zeros, To::Before, To::New]))
+        10 => (0..RANGES_MAX, 0..4_usize, prop::sample::select(vec![To::Zeros, To::Before, To::New]))
             .prop_map(|(range, piece, to)| Turn::Change { range, piece, to }),
+        2 => Just(Turn::Add),
+        3 => (0..RANGES_MAX).prop_map(|range| Turn::Pin { range }),
         3 => Just(Turn::Cycle),
         2 => Just(Turn::TagCycle),
         3 => (1..40_u64).prop_map(|nth| Turn::FailSave { nth }),
         1 => Just(Turn::Undo),
         1 => (1..30_u64).prop_map(|nth| Turn::FailRestore { nth }),
-        1 => Just(Turn::Tight),
+        3 => Just(Turn::Tight),
     ]
 }
 
 impl Changing {
     fn take(&mut self, turn: &Turn) {
         match *turn {
-            Turn::Change { range, piece, to } => return self.change(range, piece, to),
+            Turn::Change { range, piece, to } => {
+                return self.change(range % self.ranges.len(), piece, to);
+            }
+            Turn::Add => return self.add(),
+            Turn::Pin { range } => return self.pin_or_not(range % self.ranges.len()),
             Turn::Cycle => {
                 pause(&self.pool);
                 resume(&self.pool);
