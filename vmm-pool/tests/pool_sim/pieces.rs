@@ -323,6 +323,25 @@ fn demand_says_what_each_choice_of_copies_takes() {
 }
 
 #[test]
+fn what_lies_in_the_file_already_is_not_to_be_copied_there() {
+    let pool = a_pool();
+    pool.detect_changes(ChangeDetection::Off);
+    let ranges = [memory(&pool, "one", Contents::File, 2), memory(&pool, "", Contents::Keep, 1)];
+    ranges.map(|range| fill(&pool, range, 1));
+    assert_eq!(pool.host_demand(&tagged("one")).copying.to_file_bytes, 2 * UNIT);
+    // Host memory for the way there is refused at first, and does not count as held.
+    pool.driver().faults().fail(DriverOp::HostRegister, FaultSpan::Nth(1), DriverCode::UNKNOWN);
+    pool.save(&tagged("one"), UNLIMITED).expect_err("it is not pinned");
+    assert_eq!(pool.report().host_arena_bytes, 0);
+    pool.remount().expect("undone");
+    save(&pool, &tagged("one"));
+    let copying = pool.host_demand(&WHOLE).copying;
+    assert_eq!((copying.to_memory_bytes, copying.to_file_bytes), (UNIT, 0));
+    resume_tags(&pool, &["one"]);
+    assert!(ranges.into_iter().all(|range| has(&pool, range, 1)));
+}
+
+#[test]
 fn host_memory_that_is_wanted_back_takes_the_copies_with_it() {
     let pool = a_pool();
     let range = memory(&pool, "", Contents::Keep, 1);
