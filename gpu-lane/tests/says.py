@@ -10,11 +10,12 @@ import runner
 
 def sleep_in_here() -> None:
     """Longer than anyone waits."""
-    time.sleep(60)
+    runner.fact("entered", True)
+    time.sleep(300)
 
 
 def main() -> None:
-    runner.begin(50)
+    runner.begin(200)
     runner.row("one is one", True)
     runner.row("one is two", False, "it is not")
     runner.sample("seconds", 1.5)

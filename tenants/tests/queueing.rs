@@ -19,7 +19,11 @@ use vmm_pool::{Class, Contents, PoolResult, VirtualHandle};
 
 const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
 const UNITS: u64 = 8;
-const WAIT: Duration = Duration::from_millis(200);
+/// Of what is refused immediately, as nobody comes back for it, if all answers come in time.
+const WAIT: Duration = Duration::from_secs(10);
+
+/// For processes whose answers are late on a busy machine.
+const BUSY: Duration = Duration::from_mins(1);
 
 fn class() -> Class {
     Class { library: "test", tag: String::new(), contents: Contents::Keep }
@@ -152,7 +156,7 @@ fn a_resume_that_queues_brings_back_what_a_running_tenant_is_without() {
     let tenant = own.tenant();
     act_for_all(place.run_dir(), tenant, scope, Action::Pause, None).map(drop).unwrap();
     assert_eq!(place.used_bytes(DEVICE).unwrap(), 0);
-    let options = SwitchOptions::default();
+    let options = SwitchOptions { wait: BUSY, ..SwitchOptions::default() };
     let resume = || resume_in_turn(place.run_dir(), tenant, &options, &mut |_| {}).unwrap();
     let done = resume();
     assert!(done.had_them && matches!(done.changes[..], [(_, Outcome::Completed(_))]));
@@ -176,7 +180,7 @@ fn a_switch_that_is_done_and_cannot_be_written_down_says_both() {
     fill(&infer);
     // What has been cannot be replaced any more, from the middle of the switch on.
     let in_the_way = place.run_dir().path().join(".turns/history.next");
-    let options = SwitchOptions::default();
+    let options = SwitchOptions { wait: BUSY, ..SwitchOptions::default() };
     let done = switch(place.run_dir(), train.tenant(), &options, &mut |_| {
         std::fs::create_dir_all(&in_the_way).unwrap();
     });

@@ -1,12 +1,14 @@
 //! Child processes whose output is read line by line, with deadlines.
 
 use std::io::{BufRead, BufReader, Read};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;
 
@@ -80,6 +82,8 @@ pub(crate) struct LineChild {
     ahead: Option<String>,
     stderr: Arc<Mutex<String>>,
     stderr_ended: Receiver<()>,
+    /// The end of the pipe that is read.
+    stderr_pipe: Option<OwnedFd>,
 }
 
 impl LineChild {
@@ -102,7 +106,9 @@ impl LineChild {
         }
         let stderr = Arc::new(Mutex::new(String::new()));
         let (ended, stderr_ended) = channel();
+        let mut stderr_pipe = None;
         if let Some(source) = child.stderr.take() {
+            stderr_pipe = source.as_fd().try_clone_to_owned().ok();
             let kept = Arc::clone(&stderr);
             thread::spawn(move || {
                 keep(source, &kept);
@@ -117,6 +123,7 @@ impl LineChild {
             ahead: None,
             stderr,
             stderr_ended,
+            stderr_pipe,
         })
     }
 
@@ -165,8 +172,17 @@ impl LineChild {
     pub(crate) fn wait(&mut self) -> Outcome<ExitStatus> {
         let status = self.child.wait()?;
         // Ends with the process, unless that left a child behind; then what came so far must do.
-        let _ended = self.stderr_ended.recv_timeout(Duration::from_secs(1));
+        let limit = Duration::from_secs(if self.has_left_a_child() { 1 } else { 30 });
+        let _ended = self.stderr_ended.recv_timeout(limit);
         Ok(status)
+    }
+
+    /// Can another process write to standard error still, now that this one has ended?
+    fn has_left_a_child(&self) -> bool {
+        self.stderr_pipe.as_ref().is_some_and(|pipe| {
+            let mut polled = [PollFd::new(pipe.as_fd(), PollFlags::empty())];
+            poll(&mut polled, PollTimeout::ZERO) == Ok(0)
+        })
     }
 
     /// Kills it, by its id.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::{Answer, Files, Outcome, Rank, Stage, Trouble};
 
 /// How long a running job may take for a few steps.
-const STEP_TIMEOUT: Duration = Duration::from_secs(30);
+const STEP_TIMEOUT: Duration = Duration::from_mins(2);
 
 /// What a job is like.
 #[derive(Clone, Debug)]

@@ -14,9 +14,9 @@ use crate::job::look_again_later;
 use crate::{Files, Outcome, Trouble};
 
 /// How long a rank may take to answer, unless a test says otherwise.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(40);
+const ANSWER_TIMEOUT: Duration = Duration::from_mins(2);
 /// How long a line on standard error may lag behind.
-const COMPLAINT_TIMEOUT: Duration = Duration::from_secs(5);
+const COMPLAINT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A rank's answer to one line.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::{Answer, Files, Outcome, Rank, Stage, Trouble};
 
 /// How long a whole job may take, pauses included, on a machine that does other things too.
-const JOB_TIMEOUT: Duration = Duration::from_mins(4);
+const JOB_TIMEOUT: Duration = Duration::from_mins(5);
 
 /// What a job is like.
 #[derive(Clone, Debug)]

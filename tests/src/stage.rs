@@ -18,8 +18,10 @@ use crate::{Files, Job, JobOptions, Outcome, Ran, Rank, Trouble, child};
 /// Bytes of a mebibyte.
 pub const MIB: u64 = 1 << 20;
 
-/// How long one run of the command may take.
-const COMMAND_TIMEOUT: Duration = Duration::from_mins(1);
+/// How long one run of the command may take, on a busy machine too.
+const COMMAND_TIMEOUT: Duration = Duration::from_mins(5);
+/// Time for each phase of what must succeed, on a busy machine too.
+const PATIENT: &[&str] = &["--timeout", "4m"];
 
 /// One node and one run directory, under a directory that goes when this is dropped.
 #[derive(Debug)]
@@ -370,12 +372,20 @@ impl Stage {
         Ok(dir)
     }
 
+    /// Runs a `sublet` command that takes `--timeout`, with much time for each phase; it must succeed.
+    ///
+    /// # Errors
+    /// What the command said.
+    pub fn patiently(&self, arguments: &[&str]) -> Outcome<Ran> {
+        self.sublet(&[arguments, PATIENT].concat())?.succeeded()
+    }
+
     /// Pauses a tenant by the command, which must succeed. Returns its report.
     ///
     /// # Errors
     /// What the command said.
     pub fn pause(&self, tenant: &str) -> Outcome<Value> {
-        self.sublet(&["pause", tenant, "--json"])?.succeeded()?.json()
+        self.patiently(&["pause", tenant, "--json"])?.json()
     }
 
     /// Resumes a tenant by the command, which must succeed. Returns its report.
@@ -383,7 +393,7 @@ impl Stage {
     /// # Errors
     /// What the command said.
     pub fn resume(&self, tenant: &str) -> Outcome<Value> {
-        self.sublet(&["resume", tenant, "--json"])?.succeeded()?.json()
+        self.patiently(&["resume", tenant, "--json"])?.json()
     }
 
     /// What `sublet stats --json` says of the processes of one tenant.

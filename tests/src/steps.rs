@@ -11,7 +11,7 @@ use tenants::wire::Phase;
 use crate::child::LineChild;
 use crate::{Outcome, Stage, Trouble};
 
-const STEP_TIMEOUT: Duration = Duration::from_secs(30);
+const STEP_TIMEOUT: Duration = Duration::from_mins(2);
 
 /// The phases of a pause, in order.
 pub const PAUSE: [Phase; 5] =

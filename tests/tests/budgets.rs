@@ -214,7 +214,7 @@ fn what_is_paused_does_not_count_and_comes_back_within_the_budget() -> Outcome {
     is_full(&mut one, "create", 2 * MIB)?;
     change(&stage, "infer", "0=64MiB")?;
     // By tag: its room is another's meanwhile, and the resume says what is missing.
-    stage.sublet(&["pause", "infer", "--tag", "kv"])?.succeeded()?;
+    stage.patiently(&["pause", "infer", "--tag", "kv"])?;
     assert_eq!(held(&stage, "infer", 0)?, 44 * MIB + 4096);
     let taken = takes(&mut other, "create", 10 * MIB)?;
     let refused = stage.sublet(&["resume", "infer", "--tag", "kv", "--json"])?;
@@ -225,7 +225,7 @@ fn what_is_paused_does_not_count_and_comes_back_within_the_budget() -> Outcome {
     assert_eq!(held(&stage, "infer", 0)?, 54 * MIB + 4096);
     frees(&mut other, taken)?;
     change(&stage, "infer", "0=65MiB")?;
-    stage.sublet(&["resume", "infer", "--tag", "kv"])?.succeeded()?;
+    stage.patiently(&["resume", "infer", "--tag", "kv"])?;
     assert_eq!(held(&stage, "infer", 0)?, 64 * MIB + 4096);
     frees(&mut one, cache)?;
     assert_eq!(held(&stage, "infer", 0)?, 44 * MIB + 4096);
@@ -296,7 +296,7 @@ fn nccl_is_under_the_budget_and_leaves_it_by_itself() -> Outcome {
     // Small memory takes a granule of the device and counts by its own size.
     assert!(before > 0 && before <= stage.used_bytes(0)?, "{before}");
     job.ranks[1].say("go on")?;
-    stage.sublet(&["pause", "spmd", "--library", "nccl"])?.succeeded()?;
+    stage.patiently(&["pause", "spmd", "--library", "nccl"])?;
     let without = held(&stage, "spmd", 0)?;
     assert!(without < before, "{without} of {before} without NCCL");
     // What is left is all that there may be: NCCL's memory has no room to come back to.
@@ -306,7 +306,7 @@ fn nccl_is_under_the_budget_and_leaves_it_by_itself() -> Outcome {
     assert!(refused.code == Some(1) && error.contains("sublet budget"), "{error}");
     assert_eq!(held(&stage, "spmd", 0)?, without);
     change(&stage, "spmd", "none")?;
-    stage.sublet(&["resume", "spmd", "--library", "nccl"])?.succeeded()?;
+    stage.patiently(&["resume", "spmd", "--library", "nccl"])?;
     assert_eq!(job.finish()?, wanted);
     Ok(())
 }

@@ -31,7 +31,7 @@ fn nothing_is_left_on_a_device_and_every_byte_comes_back() -> Outcome {
     let mut job = job(&stage, "train")?;
     let before = used_bytes(&stage)?;
     for _ in 0..5 {
-        let paused = stage.sublet(&["pause", "train", "--deep", "--json"])?.succeeded()?.json()?;
+        let paused = stage.patiently(&["pause", "train", "--deep", "--json"])?.json()?;
         let phases = paused["report"]["phases"].as_array().cloned().unwrap_or_default();
         assert_eq!(phases.last().map(|phase| phase["phase"].clone()), Some("freeze".into()));
         assert_eq!(stage.states("train")?, ["deep"]);
@@ -49,7 +49,7 @@ fn a_frozen_job_is_seen_and_refuses_what_needs_the_driver() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = job(&stage, "train")?;
     job.run()?;
-    stage.sublet(&["pause", "train"])?.succeeded()?;
+    stage.patiently(&["pause", "train"])?;
     assert!(used_bytes(&stage)?.iter().all(|bytes| *bytes >= 10 * MIB), "contexts stay");
     // What is left NVML tells.
     let with_nvml = |words: &[&str]| {
@@ -63,9 +63,9 @@ fn a_frozen_job_is_seen_and_refuses_what_needs_the_driver() -> Outcome {
     assert!(with_nvml(&["stats"])?.stdout.contains("left on GPUs: 1"), "the same");
     assert!(with_nvml(&["metrics"])?.stdout.contains("sublet_left_bytes{tenant=\"train\""));
     // Of a tenant that is paused the contexts follow.
-    let shown = stage.sublet(&["pause", "train", "--deep", "-v"])?.succeeded()?;
+    let shown = stage.patiently(&["pause", "train", "--deep", "-v"])?;
     assert!(shown.stdout.contains("freeze"), "{shown:#?}");
-    let again = stage.sublet(&["pause", "train", "--deep"])?.succeeded()?;
+    let again = stage.patiently(&["pause", "train", "--deep"])?;
     assert!(again.stdout.contains("paused already"), "{again:#?}");
     let left = with_nvml(&["ps", "--json"])?.json()?["tenants"][0]["left"].to_string();
     assert!(!left.contains("bytes"), "{left}");
@@ -90,7 +90,7 @@ fn another_tenant_has_the_whole_device_meanwhile_and_a_resume_without_room_chang
 -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = job(&stage, "train")?;
-    stage.sublet(&["pause", "train", "--deep"])?.succeeded()?;
+    stage.patiently(&["pause", "train", "--deep"])?;
     let mut other = stage.job(&JobOptions { statics: 0, ..JobOptions::new("infer", 1) })?;
     let [free_bytes, _] = other.ranks[0].do_it("memory")?.numbers::<2>()?;
     other.ranks[0].do_it(&format!("allocate {}", free_bytes - 4 * MIB))?;
@@ -106,18 +106,18 @@ fn another_tenant_has_the_whole_device_meanwhile_and_a_resume_without_room_chang
 fn two_tenants_change_places_and_the_contexts_of_the_first_follow() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut train = job(&stage, "train")?;
-    stage.sublet(&["pause", "train", "--deep"])?.succeeded()?;
+    stage.patiently(&["pause", "train", "--deep"])?;
     let infer = job(&stage, "infer")?;
     let before = used_bytes(&stage)?;
     for [from, to] in [["infer", "train"], ["train", "infer"]] {
-        stage.sublet(&["swap", from, to, "--deep"])?.succeeded()?;
+        stage.patiently(&["swap", from, to, "--deep"])?;
         assert_eq!(
             (stage.states(from)?, stage.states(to)?),
             (vec!["deep".into()], vec!["active".into()])
         );
         assert_eq!(used_bytes(&stage)?, before);
     }
-    stage.sublet(&["swap", "infer", "train"])?.succeeded()?;
+    stage.patiently(&["swap", "infer", "train"])?;
     goes_on(&stage, &mut train)?;
     train.exit()?;
     stage.resume("infer")?;
@@ -129,7 +129,7 @@ fn two_tenants_change_places_and_the_contexts_of_the_first_follow() -> Outcome {
 fn one_that_does_not_come_since_the_other_stays_is_deep_as_before() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut train = job(&stage, "train")?;
-    stage.sublet(&["pause", "train", "--deep"])?.succeeded()?;
+    stage.patiently(&["pause", "train", "--deep"])?;
     let mut stays = stage.turn_taker("stays", &[], 0)?;
     stays.do_it("allocate 16 3")?;
     stays.do_it("capture")?;
@@ -137,7 +137,7 @@ fn one_that_does_not_come_since_the_other_stays_is_deep_as_before() -> Outcome {
     assert!(ran.stderr.contains("is capturing 1 stream"), "{ran:#?}");
     assert_eq!(stage.states("train")?, ["deep"]);
     stays.do_it("captured")?;
-    stage.sublet(&["swap", "stays", "train"])?.succeeded()?;
+    stage.patiently(&["swap", "stays", "train"])?;
     goes_on(&stage, &mut train)?;
     train.exit()
 }
@@ -147,13 +147,13 @@ fn one_that_does_not_come_since_the_other_stays_is_deep_as_before() -> Outcome {
 fn two_tenants_change_places_whose_contexts_do_not_fit_side_by_side() -> Outcome {
     let stage = Stage::new(&[48 * MIB; 3])?;
     let mut train = job(&stage, "train")?;
-    stage.sublet(&["pause", "train", "--deep"])?.succeeded()?;
+    stage.patiently(&["pause", "train", "--deep"])?;
     let mut infer = job(&stage, "infer")?;
     for rank in &mut infer.ranks {
         let [free_bytes, _] = rank.do_it("memory")?.numbers::<2>()?;
         rank.do_it(&format!("allocate {}", free_bytes - 2 * MIB))?;
     }
-    stage.sublet(&["swap", "infer", "train", "--deep"])?.succeeded()?;
+    stage.patiently(&["swap", "infer", "train", "--deep"])?;
     assert_eq!(stage.states("infer")?, ["deep"]);
     goes_on(&stage, &mut train)?;
     train.exit()?;
@@ -180,7 +180,7 @@ fn a_call_that_fails_for_one_process_leaves_all_paused_and_the_next_command_goes
         goes_on(&stage, &mut job)?;
     }
     for call in ["Restore", "Unlock"] {
-        stage.sublet(&["pause", "train", "--deep"])?.succeeded()?;
+        stage.patiently(&["pause", "train", "--deep"])?;
         let ran =
             stage.sublet_told("SIMCUDA_FAULTS", &faults(call), &["resume", "train"])?.exited(1)?;
         assert!(ran.stderr.contains("'thaw'"), "{ran:#?}");
@@ -211,7 +211,7 @@ fn a_command_that_is_killed_half_way_is_gone_on_from() -> Outcome {
         stage.resume("train")?;
         goes_on(&stage, &mut job)?;
         killed(call, &["pause", "train", "--deep"])?;
-        stage.sublet(&["pause", "train", "--deep"])?.succeeded()?;
+        stage.patiently(&["pause", "train", "--deep"])?;
         assert_eq!(used_bytes(&stage)?, [0; 3], "{call}");
         for call in ["Restore", "Unlock"] {
             killed(call, &["resume", "train"])?;
@@ -226,11 +226,11 @@ fn a_command_that_is_killed_half_way_is_gone_on_from() -> Outcome {
 fn a_process_that_dies_in_a_deep_pause_leaves_the_others_a_way_back() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = job(&stage, "train")?;
-    stage.sublet(&["pause", "train", "--deep"])?.succeeded()?;
+    stage.patiently(&["pause", "train", "--deep"])?;
     job.ranks[1].kill()?;
     assert_eq!(used_bytes(&stage)?, [0; 3]);
     stage.sublet(&["resume", "train"])?.exited(1)?;
-    stage.sublet(&["resume", "train", "--without-lost"])?.succeeded()?;
+    stage.patiently(&["resume", "train", "--without-lost"])?;
     assert_eq!(stage.states("train")?, ["active"]);
     Ok(())
 }

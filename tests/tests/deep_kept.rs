@@ -30,7 +30,7 @@ fn is_refused(stage: &Stage, process: &mut Rank, why: &str) -> Outcome {
 }
 
 fn comes_back(stage: &Stage, process: &mut Rank) -> Outcome {
-    stage.sublet(&["pause", "train", "--deep"])?.succeeded()?;
+    stage.patiently(&["pause", "train", "--deep"])?;
     stage.resume("train")?;
     process.do_it("check").map(drop)
 }
@@ -42,7 +42,7 @@ fn all_that_a_pause_leaves_in_place_comes_back_with_the_contexts() -> Outcome {
     stage.pause("train")?;
     assert!(stage.used_bytes(0)? >= 16 * MIB, "a plain pause leaves contexts, and more");
     for _ in 0..3 {
-        stage.sublet(&["pause", "train", "--deep"])?.succeeded()?;
+        stage.patiently(&["pause", "train", "--deep"])?;
         assert_eq!(stage.used_bytes(0)?, 0);
         stage.resume("train")?;
         train.do_it("check")?;

@@ -69,7 +69,7 @@ fn ten_tenants_whose_contexts_do_not_fit_together_take_turns_and_keep_their_cont
 #[test]
 fn without_it_the_one_that_does_not_fit_is_refused_with_what_helps() -> Outcome {
     let stage = Stage::new(&[64 * MIB])?;
-    let settings = [("SUBLET_TURNS", "auto,wait=3s")];
+    let settings = [("SUBLET_TURNS", "auto,wait=10s")];
     let mut ranks = Vec::new();
     let refused = loop {
         let index = u32::try_from(ranks.len())?;
@@ -85,7 +85,7 @@ fn without_it_the_one_that_does_not_fit_is_refused_with_what_helps() -> Outcome 
     let notes = members[0]["notes"].to_string();
     assert!(notes.contains("`sublet pause t0 --deep`") && notes.contains("auto,deep"), "{notes}");
     // It helps.
-    stage.sublet(&["pause", "t0", "--deep"])?.succeeded()?;
+    stage.patiently(&["pause", "t0", "--deep"])?;
     let rank = &mut ranks[refused as usize];
     rank.say(&format!("allocate 20 {}", seed(refused)))?;
     goes_on(rank)
@@ -113,11 +113,11 @@ fn one_whose_memory_does_not_fit_behind_its_contexts_has_others_make_way_for_bot
     let turns = ["--turns", "auto,deep"];
     let mut first = starts(&stage, 0, &turns, &[])?;
     goes_on(&mut first)?;
-    stage.sublet(&["pause", "t0", "--deep"])?.succeeded()?;
+    stage.patiently(&["pause", "t0", "--deep"])?;
     let mut second = starts(&stage, 1, &turns, &[])?;
     goes_on(&mut second)?;
     second.do_it("more 12 7")?;
-    stage.sublet(&["switch", "t0"])?.succeeded()?;
+    stage.patiently(&["switch", "t0", "--wait=2m"])?;
     first.do_it(&format!("own {}", seed(0)))?;
     assert!(is_deep(&stage, "t1")?, "its contexts made way too");
     second.say("owns 7")?;

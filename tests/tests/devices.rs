@@ -72,7 +72,7 @@ fn one_tag_on_several_devices_leaves_and_comes_back() -> Outcome {
     let stage = stage(3)?;
     let mut process = stage.process_on_all_devices(Some("all"))?;
     for tag in ["kept", "filed", "kept"] {
-        let tagged = |verb: &str| stage.sublet(&[verb, "all", "--tag", tag])?.succeeded();
+        let tagged = |verb: &str| stage.patiently(&[verb, "all", "--tag", tag]);
         tagged("pause")?;
         for device in 0..2 {
             assert_eq!(stage.used_bytes(device)?, 10 * MIB, "device {device} without '{tag}'");

@@ -198,11 +198,11 @@ fn every_document_is_as_the_schema_says() -> Outcome {
     checked.run("swap", 0, &["swap", "infer", "train"])?;
     checked.run("swap", 0, &["swap", "train", "infer"])?;
     checked.run("switch", 0, &["switch", "train", "--dry-run"])?;
-    checked.run("switch", 0, &["switch", "train"])?;
-    checked.run("switch", 0, &["switch", "infer"])?;
+    checked.run("switch", 0, &["switch", "train", "--wait=30s"])?;
+    checked.run("switch", 0, &["switch", "infer", "--wait=30s"])?;
     checked.run("switch", 1, &["switch", "nobody"])?;
     let mut taker = checked.stage.turn_taker("taker", &["--class", "background"], 1)?;
-    taker.do_it("begin 1000")?;
+    taker.do_it("begin 60000")?;
     let turns = checked.run("turns", 0, &["turns"])?;
     assert_eq!(turns["claims"][0]["class"], "background");
     taker.exit()?;

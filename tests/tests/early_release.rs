@@ -13,7 +13,8 @@ const CAPACITIES: [u64; 2] = [128 * MIB; 2];
 
 /// A pause that releases early, although little is copied.
 fn pause(stage: &Stage) -> Outcome<Report> {
-    let options = Options { releases_early: true, ..Options::default() };
+    let timeout = Some(Duration::from_mins(4));
+    let options = Options { timeout, releases_early: true, ..Options::default() };
     let tenant = TenantName::new("train")?;
     match Coordinator::new(stage.run_dir().clone(), tenant, options).pause(&mut |_| {})? {
         Done::Completed(report) => Ok(*report),
@@ -37,7 +38,7 @@ fn wait_ms(milliseconds: u64) {
 
 /// All processes stand in one state that is to stay.
 fn settled(stage: &Stage) -> Outcome<String> {
-    let deadline = Instant::now() + Duration::from_secs(30);
+    let deadline = Instant::now() + Duration::from_mins(2);
     loop {
         let states = stage.states("train")?;
         match &states[..] {
@@ -94,12 +95,12 @@ fn a_pause_that_copies_much_does_it_once_its_host_memory_is_there_and_people_rea
     let mut job = stage.connected_job(&options.with("SUBLET_CHANGES", "off"))?;
     for is_early in [false, true] {
         job.step(1)?;
-        let report = stage.sublet(&["pause", "train", "--json"])?.succeeded()?.json()?;
+        let report = stage.patiently(&["pause", "train", "--json"])?.json()?;
         assert_eq!(saves_in(&report), if is_early { ["release"] } else { ["prepare"] });
         stage.resume("train")?;
         job.verify()?;
     }
-    let said = stage.sublet(&["pause", "train", "-v"])?.succeeded()?.stdout;
+    let said = stage.patiently(&["pause", "train", "-v"])?.stdout;
     assert!(said.contains(" kept: "), "{said}");
     stage.resume("train")?;
     job.verify()?;

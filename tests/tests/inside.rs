@@ -26,7 +26,7 @@ fn tenant_pauses_when_every_rank_has_asked() -> Outcome {
 #[test]
 fn rank_that_does_not_ask_is_named_and_nothing_changes() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    let options = JobOptions::new("train", 2).with("SUBLET_WAIT", "1500ms");
+    let options = JobOptions::new("train", 2).with("SUBLET_WAIT", "10s");
     let mut job = stage.connected_job(&options)?;
     let missing_pid = job.ranks[1].pid();
     let answer = job.ranks[0].ask("pause inside")?;

@@ -9,9 +9,9 @@ const CAPACITIES: [u64; 2] = [128 * MIB; 2];
 
 /// Begins a pause that cannot end, because of a kernel that rank 0 has launched, and waits until every
 /// process is on its way.
-fn begin_pause(stage: &Stage, timeout: &str) -> Outcome<Child> {
+fn begin_pause(stage: &Stage) -> Outcome<Child> {
     let mut command = stage.command(&stage.files().sublet);
-    command.args(["pause", "train", "--timeout", timeout]);
+    command.args(["pause", "train", "--timeout", "5m"]);
     let child =
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
     states_become(stage, "offloading")?;
@@ -36,7 +36,7 @@ fn states_become(stage: &Stage, wanted: &str) -> Outcome {
 fn command_killed_in_the_middle_of_a_pause_leaves_the_job_active() -> Outcome {
     let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     job.ranks[0].do_it("spin")?;
-    let mut command = begin_pause(&stage, "2s")?;
+    let mut command = begin_pause(&stage)?;
     command.kill()?;
     command.wait()?;
     states_become(&stage, "active")?;
@@ -54,7 +54,7 @@ fn rank_killed_in_the_middle_of_a_pause_is_named_and_the_others_stay_active() ->
     // Not connected: what the others hold does not depend on it.
     let mut job = stage.job(&JobOptions::new("train", 2))?;
     job.ranks[0].do_it("spin")?;
-    let command = begin_pause(&stage, "5m")?;
+    let command = begin_pause(&stage)?;
     let begin = Instant::now();
     job.ranks[0].kill()?;
     let output = command.wait_with_output()?;
@@ -78,7 +78,7 @@ fn two_commands_at_once_take_turns() -> Outcome {
     let (stage, job) = Stage::with_train(&CAPACITIES, 2)?;
     for verb in ["pause", "resume"] {
         let said = std::thread::scope(|scope| -> Outcome<Vec<String>> {
-            let run = || stage.sublet(&[verb, "train"])?.succeeded().map(|ran| ran.stdout);
+            let run = || stage.patiently(&[verb, "train"]).map(|ran| ran.stdout);
             let threads = [scope.spawn(run), scope.spawn(run)];
             threads.into_iter().map(|thread| thread.join().expect("the thread ends")).collect()
         })?;

@@ -3,7 +3,7 @@
 
 #![expect(clippy::print_stdout, reason = "a failed test shows what it did")]
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use sublet_tests::{MIB, Outcome, Random, Spmd, SpmdOptions, Stage};
 
@@ -12,6 +12,8 @@ const CAPACITIES: [u64; 4] = [128 * MIB; 4];
 const PAUSES_MAX: u32 = 20;
 /// Fewer would mean that the jobs are too short to test anything.
 const PAUSES_MIN: u32 = 4;
+/// So long, a job that was too short is made longer: on a busy machine commands are slow.
+const LONGER_WITHIN: Duration = Duration::from_mins(2);
 /// The job runs for up to this long between pauses.
 const GAP_MAX_MS: u64 = 60;
 
@@ -25,24 +27,42 @@ fn survives(options: &SpmdOptions, flags: &[&str]) -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let given = std::env::var("SUBLET_TEST_PAUSES").ok().and_then(|text| text.parse().ok());
     let pauses_max = given.unwrap_or(PAUSES_MAX).max(PAUSES_MAX);
-    let steps = options.steps * pauses_max / PAUSES_MAX;
-    let options = SpmdOptions { steps, ..options.clone() };
-    let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
+    let mut options = options.clone();
+    options.steps = options.steps * pauses_max / PAUSES_MAX;
     let mut random = Random::new()?;
-    let mut job = Spmd::start(&stage, &options)?;
+    let begin = Instant::now();
+    loop {
+        let pauses = paused(&stage, &options, flags, pauses_max, &mut random)?;
+        println!("{pauses} pauses in {} steps", options.steps);
+        if pauses >= PAUSES_MIN {
+            return Ok(());
+        }
+        assert!(begin.elapsed() < LONGER_WITHIN, "only {pauses} pauses: the job is too short");
+        options.steps *= 2;
+    }
+}
+
+/// How often one job was paused.
+fn paused(
+    stage: &Stage,
+    options: &SpmdOptions,
+    flags: &[&str],
+    pauses_max: u32,
+    random: &mut Random,
+) -> Outcome<u32> {
+    let wanted = Spmd::start(stage, &options.plain())?.finish()?;
+    let mut job = Spmd::start(stage, options)?;
     let mut pauses = 0;
     while pauses < pauses_max
         && !job.is_done_within(Duration::from_millis(random.below(GAP_MAX_MS)))?
     {
         let words = [&["pause", &options.tenant][..], flags].concat();
-        stage.sublet(&words)?.succeeded()?;
+        stage.patiently(&words)?;
         stage.resume(&options.tenant)?;
         pauses += 1;
     }
-    println!("{pauses} pauses");
     assert_eq!(job.finish()?, wanted);
-    assert!(pauses >= PAUSES_MIN, "only {pauses} pauses: the job is too short");
-    Ok(())
+    Ok(pauses)
 }
 
 #[test]
@@ -250,7 +270,7 @@ fn what_a_rank_that_is_stuck_owes_others_is_named() -> Outcome {
         let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
         let mut job = Spmd::start(&stage, &options)?;
         assert_eq!(job.ranks[stuck.0].answer()?.text, "stuck");
-        let refused = stage.sublet(&["pause", "spmd", "--json", "--timeout", "2s"])?;
+        let refused = stage.sublet(&["pause", "spmd", "--json", "--timeout", "5s"])?;
         let error = refused.json()?["error"].as_str().unwrap_or_default().to_owned();
         assert!(error.contains(owed), "{mode}: {error}");
         job.ranks[stuck.0].say("go on")?;
@@ -268,7 +288,7 @@ fn a_rank_that_is_stuck_is_named_and_the_job_goes_on_to_the_same_end() -> Outcom
     let stuck = job.ranks[1].answer()?;
     assert_eq!(stuck.text, "stuck");
 
-    let refused = stage.sublet(&["pause", "spmd", "--json", "--timeout", "2s"])?;
+    let refused = stage.sublet(&["pause", "spmd", "--json", "--timeout", "5s"])?;
     assert_ne!(refused.code, Some(0), "{refused:?}");
     let error = refused.json()?["error"].as_str().unwrap_or_default().to_owned();
     let [waits, names] = [0, 1].map(|rank| format!("process {} ", job.ranks[rank].pid()));

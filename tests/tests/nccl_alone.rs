@@ -3,7 +3,7 @@
 
 #![expect(clippy::print_stdout, reason = "a failed test shows the seed that repeats it")]
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use sublet_tests::{MIB, Outcome, Random, Spmd, SpmdOptions, Stage};
@@ -12,8 +12,12 @@ const CAPACITIES: [u64; 4] = [128 * MIB; 4];
 const PAUSES_MAX: u32 = 12;
 /// Fewer would mean that the jobs are too short to test anything.
 const PAUSES_MIN: u32 = 3;
+/// So long, a job that was too short is made longer: on a busy machine commands are slow.
+const LONGER_WITHIN: Duration = Duration::from_mins(2);
 /// A job that still runs when a command has begun, on a busy machine too.
 const LONG_STEPS: u32 = 6000;
+/// Steps of a job that never comes to their end.
+const ENDLESS: u32 = 1_000_000;
 const GAP_MAX_MS: u64 = 60;
 /// Said of a pause that found no memory of NCCL's.
 const NOTHING_LEFT: &str = "calls into NCCL wait until its resume all the same";
@@ -37,11 +41,11 @@ fn nccl_bytes(stage: &Stage) -> Outcome<[u64; 3]> {
 }
 
 fn pause(stage: &Stage) -> Outcome<Value> {
-    stage.sublet(&["pause", "spmd", "--library", "nccl", "--json"])?.succeeded()?.json()
+    stage.patiently(&["pause", "spmd", "--library", "nccl", "--json"])?.json()
 }
 
 fn resume(stage: &Stage) -> Outcome<Value> {
-    stage.sublet(&["resume", "spmd", "--library", "nccl", "--json"])?.succeeded()?.json()
+    stage.patiently(&["resume", "spmd", "--library", "nccl", "--json"])?.json()
 }
 
 #[expect(clippy::disallowed_methods, reason = "a random instant is waited for, not an event")]
@@ -52,35 +56,55 @@ fn wait(random: &mut Random, limit_ms: u64) {
 /// The job gives the same when NCCL's memory leaves at random instants, and stays away for a while, as when it stays.
 fn survives(mode: &'static str, ranks: usize, steps: u32) -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    let options = SpmdOptions::new(mode, ranks, steps);
-    let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
+    let mut options = SpmdOptions::new(mode, ranks, steps);
     let mut random = Random::new()?;
-    let mut job = Spmd::start(&stage, &options)?;
-    let (mut pauses, mut were_empty) = (0, true);
+    let begin = Instant::now();
+    let mut were_empty = true;
+    loop {
+        let pauses = paused(&stage, &options, &mut random, &mut were_empty)?;
+        println!("{mode}: {pauses} pauses in {} steps", options.steps);
+        if pauses >= PAUSES_MIN {
+            break;
+        }
+        assert!(begin.elapsed() < LONGER_WITHIN, "{mode}: only {pauses} pauses: it is too short");
+        options.steps *= 2;
+    }
+    // The ranks of that job meet between two communicators more often than within one.
+    assert!(!were_empty || mode == "churn", "{mode}: no pause found memory of NCCL's");
+    Ok(())
+}
+
+/// How often one job was paused.
+fn paused(
+    stage: &Stage,
+    options: &SpmdOptions,
+    random: &mut Random,
+    were_empty: &mut bool,
+) -> Outcome<u32> {
+    let mode = options.mode;
+    let wanted = Spmd::start(stage, &options.plain())?.finish()?;
+    let mut job = Spmd::start(stage, options)?;
+    let mut pauses = 0;
     while pauses < PAUSES_MAX
         && !job.is_done_within(Duration::from_millis(random.below(GAP_MAX_MS)))?
     {
-        let report = pause(&stage)?["report"].take();
+        let report = pause(stage)?["report"].take();
         // Between two communicators there is nothing that could leave, and the next one is not made.
         let is_empty = report["devices"].as_array().is_some_and(Vec::is_empty);
         assert_eq!(is_empty, report["notes"].to_string().contains(NOTHING_LEFT), "{report}");
-        were_empty &= is_empty;
-        let [own, resident, others] = nccl_bytes(&stage)?;
+        *were_empty &= is_empty;
+        let [own, resident, others] = nccl_bytes(stage)?;
         assert!(
             resident == 0 && others > 0,
             "{mode}: {own} own, {resident} resident, {others} of others"
         );
         assert_eq!(stage.states("spmd")?, ["active"]);
-        wait(&mut random, GAP_MAX_MS);
-        resume(&stage)?;
+        wait(random, GAP_MAX_MS);
+        resume(stage)?;
         pauses += 1;
     }
-    println!("{mode}: {pauses} pauses");
     assert_eq!(job.finish()?, wanted, "{mode}");
-    assert!(pauses >= PAUSES_MIN, "{mode}: only {pauses} pauses: the job is too short");
-    // The ranks of that job meet between two communicators more often than within one.
-    assert!(!were_empty || mode == "churn", "{mode}: no pause found memory of NCCL's");
-    Ok(())
+    Ok(pauses)
 }
 
 #[test]
@@ -124,7 +148,7 @@ fn where_nothing_could_leave_the_first_communicator_waits_for_the_resume() -> Ou
     assert_eq!(stage.members("spmd")?[0]["member"]["nccl_waits"], true);
     let shown = stage.sublet(&["ps"])?.succeeded()?.stdout;
     assert!(shown.contains("  active (nccl away)"), "{shown}");
-    let said = stage.sublet(&["pause", "spmd", "--library", "nccl"])?.succeeded()?.stdout;
+    let said = stage.patiently(&["pause", "spmd", "--library", "nccl"])?.stdout;
     assert!(said.starts_with("tag 'nccl' of tenant 'spmd' is paused already"), "{said}");
     assert_eq!(resume(&stage)?["outcome"], "completed");
     assert_eq!(resume(&stage)?["outcome"], "already_active");
@@ -136,10 +160,11 @@ fn where_nothing_could_leave_the_first_communicator_waits_for_the_resume() -> Ou
 fn where_calls_are_to_fail_meanwhile_they_do_and_say_why() -> Outcome {
     for mode in ["data", "graph", "grow"] {
         let stage = Stage::new(&CAPACITIES)?;
-        let options = SpmdOptions { away_fails: true, ..SpmdOptions::new(mode, 2, LONG_STEPS) };
+        let options = SpmdOptions { away_fails: true, ..SpmdOptions::new(mode, 2, ENDLESS) };
         let mut job = Spmd::start(&stage, &options)?;
         // A rank whose call fails ends itself, perhaps before the command does.
-        let paused = stage.sublet(&["pause", "spmd", "--library", "nccl", "--json"])?.json()?;
+        let words = ["pause", "spmd", "--library", "nccl", "--json", "--timeout", "4m"];
+        let paused = stage.sublet(&words)?.json()?;
         assert_eq!(paused["outcome"], "completed", "{paused}");
         let ended = (|| -> Outcome {
             while !job.is_done_within(Duration::from_secs(1))? {}
@@ -198,7 +223,8 @@ fn nccl_does_not_leave_alone_where_work_of_it_is_not_held_back() -> Outcome {
     let mut job = Spmd::start(&stage, &options)?;
     assert_eq!(job.ranks[1].answer()?.text, "stuck");
     job.ranks[1].say("go on")?;
-    let refused = stage.sublet(&["pause", "spmd", "--library", "nccl", "--json"])?;
+    let words = ["pause", "spmd", "--library", "nccl", "--json", "--timeout", "4m"];
+    let refused = stage.sublet(&words)?;
     let error = refused.json()?["error"].as_str().unwrap_or_default().to_owned();
     assert!(
         error.contains("ncclDevCommCreate") && error.contains("pause the whole tenant"),
@@ -234,7 +260,7 @@ fn a_command_that_is_killed_in_the_middle_leaves_a_job_that_goes_on() -> Outcome
 #[test]
 fn a_rank_that_dies_meanwhile_is_named_and_the_others_can_go_on_without_it() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    let options = SpmdOptions { stuck: Some((1, 20)), ..SpmdOptions::new("graph", 2, LONG_STEPS) };
+    let options = SpmdOptions { stuck: Some((1, 20)), ..SpmdOptions::new("graph", 2, ENDLESS) };
     let mut job = Spmd::start(&stage, &options)?;
     assert_eq!(job.ranks[1].answer()?.text, "stuck");
     job.ranks[1].say("go on")?;

@@ -37,8 +37,12 @@ fn every_byte_is_there_after_each_of_three_cycles_without_work_between() -> Outc
 fn command_takes_the_open_files_that_it_may_have() -> Outcome {
     let stage = Stage::new(&[128 * MIB; 4])?;
     let job = stage.connected_job(&JobOptions::new("train", 4))?;
-    for command in ["pause", "stats", "resume"] {
-        stage.sublet_with_files(9, &[command, "train"])?.exited(0)?;
+    for words in [
+        &["pause", "train", "--timeout", "4m"][..],
+        &["stats", "train"],
+        &["resume", "train", "--timeout", "4m"],
+    ] {
+        stage.sublet_with_files(9, words)?.exited(0)?;
     }
     job.works_and_exits()
 }
@@ -130,10 +134,10 @@ fn phase_bytes(report: &serde_json::Value, phase: &str) -> u64 {
 fn what_is_so_already_succeeds_and_is_said() -> Outcome {
     let stage = Stage::new(&CAPACITIES[..1])?;
     let job = stage.connected_job(&JobOptions::new("train", 1))?;
-    let said = stage.sublet(&["resume", "train"])?.succeeded()?.stdout;
+    let said = stage.patiently(&["resume", "train"])?.stdout;
     assert_eq!(said, "tenant 'train' is active already\n");
     stage.pause("train")?;
-    let said = stage.sublet(&["pause", "train"])?.succeeded()?.stdout;
+    let said = stage.patiently(&["pause", "train"])?.stdout;
     assert_eq!(said, "tenant 'train' is paused already\n");
     assert_eq!(stage.states("train")?, ["paused"]);
     stage.resume("train")?;
@@ -149,10 +153,10 @@ fn swap_exchanges_two_tenants_that_do_not_fit_together() -> Outcome {
     stage.pause("train")?;
     let mut infer = stage.connected_job(&big("infer"))?;
     for _ in 0..2 {
-        stage.sublet(&["swap", "infer", "train"])?.succeeded()?;
+        stage.patiently(&["swap", "infer", "train"])?;
         train.works()?;
         assert_eq!(stage.states("infer")?, ["paused"]);
-        stage.sublet(&["swap", "train", "infer"])?.succeeded()?;
+        stage.patiently(&["swap", "train", "infer"])?;
         infer.works()?;
         assert_eq!(stage.states("train")?, ["paused"]);
     }
@@ -165,7 +169,7 @@ fn all_tenants_are_paused_by_one_command_and_one_that_refuses_keeps_no_other() -
     let train = stage.connected_job(&JobOptions::new("train", 1))?;
     let mut infer = stage.connected_job(&JobOptions::new("infer", 1))?;
     infer.ranks[0].do_it("capture begin")?;
-    let ran = stage.sublet(&["pause", "--all", "--timeout", "700ms"])?.exited(3)?;
+    let ran = stage.sublet(&["pause", "--all", "--timeout", "5s"])?.exited(3)?;
     assert!(ran.stdout.starts_with("paused tenant 'train' in "), "{ran:#?}");
     let is_note = |line: &str| line.starts_with("note: ");
     assert!(ran.stdout.lines().skip(1).all(is_note), "{ran:#?}");
@@ -173,7 +177,7 @@ fn all_tenants_are_paused_by_one_command_and_one_that_refuses_keeps_no_other() -
     assert!(ran.stderr.ends_with(next), "{ran:#?}");
     assert_eq!([stage.states("train")?, stage.states("infer")?], [["paused"], ["active"]]);
     infer.ranks[0].do_it("capture end")?;
-    let changes = stage.sublet(&["pause", "--all", "--json"])?.succeeded()?.json()?;
+    let changes = stage.patiently(&["pause", "--all", "--json"])?.json()?;
     let outcomes = changes["changes"].as_array().into_iter().flatten();
     let outcomes = outcomes.map(|change| (change["tenant"].as_str(), change["outcome"].as_str()));
     let expected = [("infer", "completed"), ("train", "already_paused")];
@@ -194,7 +198,7 @@ fn a_dry_run_says_what_a_pause_frees_and_moves_nothing() -> Outcome {
     assert!(said.starts_with("a pause of tenant 'train' would free "), "{said}");
     assert_eq!(said.lines().count(), 1, "{said}");
     assert_eq!(stage.states("train")?, ["active"]);
-    let done = stage.sublet(&["pause", "train", "--json"])?.succeeded()?.json()?;
+    let done = stage.patiently(&["pause", "train", "--json"])?.json()?;
     assert_eq!(plan["freed_bytes"], done["freed_bytes"], "{plan:#}");
     let kept = |name: &str| {
         let members = done["report"]["phases"].as_array().into_iter().flatten();

@@ -35,7 +35,7 @@ fn pause_during_a_capture_waits_for_its_end_and_is_refused_in_the_end() -> Outco
     job.ranks[1].do_it("capture begin")?;
     let pid = format!("process {} is capturing 1 stream", job.ranks[1].pid());
     let words = [pid.as_str(), "The tenant is active as before"];
-    refused(&stage, &["pause", "train", "--timeout", "700ms"], &words)?;
+    refused(&stage, &["pause", "train", "--timeout", "5s"], &words)?;
     job.ranks[1].do_it("capture end")?;
     goes_on(&stage, &mut job)?;
     job.exit()
@@ -63,7 +63,7 @@ fn kernel_that_waits_for_ever_lets_the_pause_time_out() -> Outcome {
     let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     job.ranks[0].do_it("spin")?;
     let words = ["was not idle in time: GPU 0 has work left", "The tenant is active as before"];
-    refused(&stage, &["pause", "train", "--timeout", "700ms"], &words)?;
+    refused(&stage, &["pause", "train", "--timeout", "5s"], &words)?;
     job.ranks[0].do_it("release spin")?;
     goes_on(&stage, &mut job)?;
     job.exit()
@@ -189,7 +189,7 @@ fn resume_waits_for_memory_when_told_to() -> Outcome {
 }
 
 fn stage_resume_waiting(stage: &Stage) -> Outcome {
-    stage.sublet(&["resume", "train", "--wait=30s"])?.succeeded().map(drop)
+    stage.patiently(&["resume", "train", "--wait=3m"]).map(drop)
 }
 
 #[test]
@@ -253,9 +253,8 @@ fn swap_waits_for_memory_when_told_to() -> Outcome {
     let small = stage.job(&JobOptions { first_device: 1, ..JobOptions::new("small", 1) })?;
     let other = stage.job(&JobOptions { tensor_mib: 80, ..JobOptions::new("infer", 1) })?;
     std::thread::scope(|scope| -> Outcome {
-        let swap = scope.spawn(|| {
-            stage.sublet(&["swap", "small", "train", "--wait=30s"])?.succeeded().map(drop)
-        });
+        let swap =
+            scope.spawn(|| stage.patiently(&["swap", "small", "train", "--wait=3m"]).map(drop));
         other.exit()?;
         swap.join().expect("the thread ends")
     })?;

@@ -92,7 +92,7 @@ fn one_that_acts_by_itself_after_its_coordinators_end_and_its_peer_see_one_memor
     drop(late);
     let away_bytes = settled(&mut others[1])?;
     assert!(away_bytes > 0, "the importer has kept what the owner has released");
-    stage.sublet(&["resume", "train", "--tag", "x"])?.succeeded()?;
+    stage.patiently(&["resume", "train", "--tag", "x"])?;
     owner.do_it("fill 7")?;
     importer.do_it("look 7")?;
     owner.exit()?;

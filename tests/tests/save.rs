@@ -203,7 +203,7 @@ fn checksums_and_holes_are_as_python_reads_them_by_the_documentation() -> Outcom
 fn a_tag_that_is_away_is_written_while_its_process_runs() -> Outcome {
     let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     let weights = hold(&mut job, 1, "weights", KEEP, 4)?;
-    stage.sublet(&["pause", "train", "--tag", "weights"])?.succeeded()?;
+    stage.patiently(&["pause", "train", "--tag", "weights"])?;
     job.run()?;
     let dir = place(&stage, "saved");
     let ran = save(&stage, &dir)?.succeeded()?;
@@ -235,7 +235,7 @@ fn a_tenant_whose_resume_can_never_succeed_says_so_and_is_saved() -> Outcome {
     let (map, data) = files_of(&dir, job.ranks[0].pid())?;
     assert!(has_bytes(&map, &data, &pattern(0, FOR_STATIC, 2 * MIB)));
     assert!(list(&map, "imports").count() > 0, "{map:#}");
-    stage.sublet(&["resume", "train", "--without-lost"])?.succeeded()?;
+    stage.patiently(&["resume", "train", "--without-lost"])?;
     Ok(())
 }
 

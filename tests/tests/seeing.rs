@@ -16,7 +16,7 @@ use serde_json::Value;
 use sublet_tests::{JobOptions, MIB, Outcome, Stage, Trouble};
 
 const CAPACITIES: [u64; 2] = [128 * MIB; 2];
-const TIMEOUT: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_mins(2);
 const SIZE: Winsize = Winsize { ws_row: 24, ws_col: 80, ws_xpixel: 0, ws_ypixel: 0 };
 
 /// `sublet` in a terminal of its own.
@@ -175,18 +175,23 @@ fn a_pause_in_a_terminal_says_how_much_it_copies() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     // One call for its tensor: longer than the command says nothing.
     let slow = JobOptions::new("train", 1).with("SUBLET_CHANGES", "off");
-    let mut job = stage.connected_job(&slow.with("SIMCUDA_LATENCY", "cuMemcpyDtoHAsync:400000"))?;
+    let mut job =
+        stage.connected_job(&slow.with("SIMCUDA_LATENCY", "cuMemcpyDtoHAsync:1500000"))?;
     let copied = |stage: &Stage| -> Outcome<u64> {
         let members = stage.members("train")?;
         Ok(members[0]["copied"]["of_bytes"].as_u64().unwrap_or_default())
     };
     assert_eq!(copied(&stage)?, 0);
-    let mut pause = Terminal::start(&stage, &["pause", "train"])?;
-    pause.until_shown("pausing train: ")?;
-    pause.until_shown("MiB")?;
-    assert!(copied(&stage)? > 0);
-    pause.until_shown("paused tenant 'train' in ")?;
-    assert_eq!(pause.left()?, Some(0));
+    std::thread::scope(|scope| -> Outcome {
+        let look = || sublet_tests::until("it copies", TIMEOUT, || Ok(copied(&stage)? > 0));
+        let looking = scope.spawn(look);
+        let mut pause = Terminal::start(&stage, &["pause", "train"])?;
+        pause.until_shown("pausing train: ")?;
+        pause.until_shown("MiB")?;
+        pause.until_shown("paused tenant 'train' in ")?;
+        assert_eq!(pause.left()?, Some(0));
+        looking.join().expect("the thread ends")
+    })?;
     assert_eq!(copied(&stage)?, 0);
     stage.resume("train")?;
     job.step(1)?;
@@ -220,16 +225,17 @@ fn a_job_without_gpu_memory_is_listed_and_who_pauses_it_is_told_that_it_has_none
     let stage = Stage::new(&CAPACITIES)?;
     let mut command = stage.command(&stage.files().sublet);
     command.args(["run", "--tenant", "early", "--library"]).arg(&stage.files().preload);
-    let mut job = command.args(["--", "sleep", "60"]).spawn()?;
+    let mut job = command.args(["--", "sleep", "300"]).spawn()?;
     let listed = |words: &[&str]| -> Outcome<bool> {
         let shown = stage.sublet(&["ps"])?.succeeded()?.stdout;
         Ok(shown.lines().any(|line| words.iter().all(|word| line.contains(word))))
     };
     let pid = job.id().to_string();
-    let row = ["early", pid.as_str(), "no memory yet", "sleep 60"];
+    let row = ["early", pid.as_str(), "no memory yet", "sleep 300"];
     sublet_tests::until("it is listed", TIMEOUT, || listed(&row))?;
     let refused = stage.sublet(&["pause", "early"])?.exited(1)?.stderr;
-    let told = format!("process {pid} (sleep 60) runs as tenant 'early' and has no GPU memory yet");
+    let told =
+        format!("process {pid} (sleep 300) runs as tenant 'early' and has no GPU memory yet");
     assert!(refused.contains(&told), "{refused}");
     job.kill()?;
     job.wait()?;
@@ -312,6 +318,16 @@ impl Served {
         stream.read_to_string(&mut answer)?;
         Ok(answer)
     }
+
+    /// Scrapes until the answer says this: a look may take longer than a scrape waits, and then it has no figures.
+    fn until_found(&self, wanted: &str) -> Outcome {
+        sublet_tests::until(wanted, TIMEOUT, || {
+            let found = self.scrape()?;
+            let has_figures = found.starts_with("HTTP/1.1 200");
+            assert!(!has_figures || found.contains(wanted), "no {wanted} in {found}");
+            Ok(has_figures)
+        })
+    }
 }
 
 #[test]
@@ -322,16 +338,14 @@ fn metrics_are_scraped_by_http_until_a_signal_also_of_a_process_that_stands_stil
     assert!(empty.starts_with("HTTP/1.1 200") && empty.ends_with("# EOF\n"), "{empty}");
     assert!(empty.contains("application/openmetrics-text; version=1.0.0"), "{empty}");
     let job = stage.connected_job(&JobOptions::new("train", 2))?;
-    let found = served.scrape()?;
-    assert!(found.contains("sublet_processes{tenant=\"train\",state=\"active\"} 2"), "{found}");
+    served.until_found("sublet_processes{tenant=\"train\",state=\"active\"} 2")?;
     job.ranks[0].stop()?;
-    let found = served.scrape()?;
+    served.until_found("sublet_silent_processes{tenant=\"train\"} 1")?;
     let shown = stage.sublet(&["ps"])?.succeeded()?;
     let stopped =
         format!("it is stopped (SIGSTOP): `kill -CONT {}` continues it", job.ranks[0].pid());
     assert!(shown.stdout.contains(&stopped), "{shown:?}");
     job.ranks[0].signal(Signal::SIGCONT)?;
-    assert!(found.contains("sublet_silent_processes{tenant=\"train\"} 1"), "{found}");
     let taken = stage.sublet(&["metrics", "--listen", &served.1])?.exited(1)?;
     assert!(taken.stderr.contains("cannot be listened on"), "{taken:?}");
     kill(Pid::from_raw(i32::try_from(served.0.id())?), Signal::SIGINT)?;
@@ -403,7 +417,8 @@ fn shells_complete_the_names_of_tenants() -> Outcome {
 fn ps_says_who_changes_a_tenant() -> Outcome {
     let (stage, job) = Stage::with_train(&CAPACITIES, 2)?;
     job.ranks[0].stop()?;
-    let mut pause = stage.command(&stage.files().sublet).args(["pause", "train"]).spawn()?;
+    let mut pause =
+        stage.command(&stage.files().sublet).args(["pause", "train", "--timeout", "2m"]).spawn()?;
     let named = format!("train: process {} (", pause.id());
     sublet_tests::until("it is named", TIMEOUT, || {
         let shown = stage.sublet(&["ps"])?.succeeded()?.stdout;

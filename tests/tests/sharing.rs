@@ -79,7 +79,7 @@ fn memory_that_nccl_shares_by_legacy_ipc_stays_and_is_named() -> Outcome {
     let stage = Stage::new(&CAPACITIES[..2])?;
     let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
     job.all(&format!("allocate-as-nccl {}", 6 * MIB))?;
-    let paused = stage.sublet(&["pause", "train", "--json"])?.succeeded()?.json()?;
+    let paused = stage.patiently(&["pause", "train", "--json"])?.json()?;
     let left_bytes = stage.used_bytes(0)?;
     assert!((6 * MIB..=8 * MIB).contains(&left_bytes), "{left_bytes} bytes stay");
     let listed = stage.sublet(&["ps"])?.succeeded()?.stdout;

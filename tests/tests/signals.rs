@@ -1,5 +1,6 @@
 //! Forks, execs, exits, unloading and signals while a tenant is on its way, and while it stands paused.
 
+use std::io::{BufRead as _, BufReader};
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
 use std::process::{Child, Stdio};
@@ -9,14 +10,17 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use serde_json::Value;
 use signal_hook::consts::SIGINT;
-use sublet_tests::{Boundary, Job, JobOptions, MIB, Outcome, PAUSE, RESUME, Stage, Steps, Trouble};
+use sublet_tests::{
+    Boundary, Job, JobOptions, MIB, Outcome, PAUSE, RESUME, Stage, Steps, Trouble, until,
+};
 use tenants::wire::Phase;
 
 const CAPACITIES: [u64; 2] = [128 * MIB; 2];
 /// An upper bound for a busy machine; what happened is told by exit codes and words.
-const SOON: Duration = Duration::from_mins(1);
+const SOON: Duration = Duration::from_mins(3);
+/// Longer than what must come to its end by itself.
+const PATIENT: [&str; 4] = ["pause", "train", "--timeout", "5m"];
 
 fn steps(stage: &Stage, words: &[&str]) -> Outcome<Steps> {
     Steps::start(stage, Path::new(env!("CARGO_BIN_EXE_sublet-steps")), "train", words)
@@ -162,7 +166,11 @@ fn a_process_whose_exit_handler_needs_its_memory_while_paused_ends_when_it_is_re
     train.say("leave")?;
     assert!(train.is_silent_for(Duration::from_millis(300)), "it passed the gate");
     assert_eq!(stage.states("train")?, ["paused"]);
-    stage.resume("train")?;
+    // It may have ended before the command has its last answer.
+    let said = stage.sublet(&["resume", "train", "--json", "--timeout", "4m"])?.json()?;
+    assert_eq!(said["outcome"], "completed", "{said:#}");
+    let mut losses = said["report"]["losses"].as_array().into_iter().flatten();
+    assert!(losses.all(|loss| loss.to_string().contains("it has ended")), "{said:#}");
     assert_eq!(train.answer()?.text, "at the end");
     assert!(train.ends_within(SOON)?.success());
     assert!(stage.sublet(&["ps"])?.succeeded()?.stdout.contains("no tenant is running"));
@@ -201,11 +209,21 @@ fn stopped_rank_is_named_at_the_deadline_and_consistent_when_it_goes_on() -> Out
     assert!(ran.stderr.contains(&format!("process {}", job.ranks[1].pid())), "{ran:#?}");
     job.ranks[1].signal(Signal::SIGCONT)?;
     job.step(1)?;
-    for (action, phases) in [("pause", &PAUSE[..4]), ("resume", &RESUME[..])] {
-        for phase in phases {
-            stopped_in(&stage, &mut job, action, *phase)
-                .map_err(|trouble| Trouble::new(format!("{action}, {phase:?}: {trouble}")))?;
-        }
+    // Side by side, as most of it is waiting.
+    std::thread::scope(|scope| -> Outcome {
+        let resumes = scope.spawn(|| -> Outcome {
+            let (stage, job) = Stage::with_train(&CAPACITIES, 2)?;
+            stopped_in_each(&stage, job, "resume", &RESUME)
+        });
+        stopped_in_each(&stage, job, "pause", &PAUSE[..4])?;
+        resumes.join().expect("the thread ends")
+    })
+}
+
+fn stopped_in_each(stage: &Stage, mut job: Job, action: &str, phases: &[Phase]) -> Outcome {
+    for phase in phases {
+        stopped_in(stage, &mut job, action, *phase)
+            .map_err(|trouble| Trouble::new(format!("{action}, {phase:?}: {trouble}")))?;
     }
     job.exit()
 }
@@ -227,7 +245,7 @@ fn stopped_in(stage: &Stage, job: &mut Job, action: &str, phase: Phase) -> Outco
         let named = said.contains(&format!("process {}", job.ranks[1].pid()));
         assert!(too_late || named, "{said}");
         // Whatever it was told in the meantime, one more command brings all together.
-        stage.sublet(&["resume", "train"])?.succeeded()?;
+        stage.patiently(&["resume", "train"])?;
         assert_eq!(stage.states("train")?, ["active"]);
         job.works()?;
         if named {
@@ -262,7 +280,7 @@ fn first_ctrl_c_takes_a_pause_back_and_says_so() -> Outcome {
     let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     for signal in [Signal::SIGINT, Signal::SIGTERM] {
         job.ranks[0].do_it("spin")?;
-        let command = start_command(&stage, &["pause", "train"])?;
+        let command = start_command(&stage, &PATIENT)?;
         wait_for_state(&stage, "offloading")?;
         let begin = Instant::now();
         signal_command(&command, signal)?;
@@ -280,19 +298,20 @@ fn first_ctrl_c_takes_a_pause_back_and_says_so() -> Outcome {
 
 #[test]
 fn ctrl_z_does_not_stop_a_command_that_has_begun() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let slow = JobOptions::new("train", 2).with("SIMCUDA_LATENCY", "cuMemcpyDtoHAsync:150000");
-    let mut job = stage.connected_job(&slow)?;
-    let command = start_command(&stage, &["pause", "train"])?;
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
+    job.ranks[0].do_it("spin")?;
+    let command = start_command(&stage, &PATIENT)?;
     wait_for_state(&stage, "offloading")?;
     for signal in [Signal::SIGTSTP, Signal::SIGTTOU] {
         signal_command(&command, signal)?;
     }
+    // It waits for the kernel, and a call that the kernel waits for passes the gate by its leave alone.
+    job.ranks[0].say("release spin")?;
     wait_for_state(&stage, "paused")?;
     assert!(command.wait_with_output()?.status.success());
     stage.resume("train")?;
-    job.step(1)?;
-    job.exit()
+    assert!(job.ranks[0].answer()?.is_ok);
+    job.works_and_exits()
 }
 
 /// As one that got SIGSTOP: it is connected, and asks for nothing.
@@ -320,7 +339,7 @@ fn second_ctrl_c_leaves_at_once_and_the_processes_settle_it() -> Outcome {
     let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     job.ranks[0].do_it("spin")?;
     // Its undo cannot be answered while the rank is stopped.
-    let command = start_command(&stage, &["pause", "train"])?;
+    let command = start_command(&stage, &PATIENT)?;
     wait_for_state(&stage, "offloading")?;
     job.ranks[1].stop()?;
     signal_command(&command, Signal::SIGINT)?;
@@ -348,17 +367,28 @@ fn job_that_releases_early(stage: &Stage, latency: &str) -> Outcome<Job> {
     Ok(job)
 }
 
-/// The processes have begun to release, and are at it for a while.
-fn pause_that_releases(stage: &Stage) -> Outcome<Child> {
-    let command = start_command(stage, &["pause", "train"])?;
-    let deadline = Instant::now() + SOON;
-    let releases = |member: &Value| member["member"]["asked"]["phase"] == "release";
-    while !stage.members("train")?.iter().any(releases) {
-        if Instant::now() >= deadline {
-            return Err(Trouble::new("the processes do not release"));
+/// The process has begun to release, and is stopped for `then`. A pause that is done before the signal comes was not met in it: `then` says
+/// so, and once more.
+fn while_it_releases(
+    stage: &Stage,
+    job: &Job,
+    mut then: impl FnMut(&mut Child) -> Outcome<bool>,
+) -> Outcome<Child> {
+    const TRIES: usize = 20;
+    for _ in 0..TRIES {
+        let all_bytes = stage.used_bytes(0)?;
+        let mut command = start_command(stage, &PATIENT)?;
+        until("the process releases", SOON, || Ok(stage.used_bytes(0)? < all_bytes))?;
+        job.ranks[0].stop()?;
+        let was_met = then(&mut command);
+        job.ranks[0].signal(Signal::SIGCONT)?;
+        if was_met? {
+            return Ok(command);
         }
+        command.wait()?;
+        stage.resume("train")?;
     }
-    Ok(command)
+    Err(Trouble::new(format!("in {TRIES} tries the pause was never met while it released")))
 }
 
 #[test]
@@ -366,22 +396,32 @@ fn ctrl_c_behind_the_first_release_says_that_it_goes_on_and_the_second_that_some
 -> Outcome {
     let stage = Stage::new(&[1400 * MIB])?;
     let mut job = job_that_releases_early(&stage, "cuMemcpyDtoHAsync:30000")?;
-    let command = pause_that_releases(&stage)?;
-    signal_command(&command, Signal::SIGINT)?;
+    let mut errors = String::new();
+    let command = while_it_releases(&stage, &job, |command| {
+        signal_command(command, Signal::SIGINT)?;
+        // Its answer, or its end.
+        errors.clear();
+        if let Some(source) = &mut command.stderr {
+            BufReader::with_capacity(1, source).read_line(&mut errors)?;
+        }
+        Ok(!errors.is_empty())
+    })?;
     let output = command.wait_with_output()?;
-    let errors = String::from_utf8_lossy(&output.stderr);
+    errors.push_str(&String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{errors}");
     assert_eq!(errors.matches("it will finish").count(), 1, "{errors}");
     assert_eq!(stage.states("train")?, ["paused"]);
     stage.resume("train")?;
     job.step(1)?;
 
-    let mut command = pause_that_releases(&stage)?;
-    let begin = Instant::now();
-    while command.try_wait()?.is_none() {
-        assert!(begin.elapsed() < SOON, "the second one did not end it");
-        signal_command(&command, Signal::SIGINT)?;
-    }
+    let mut command = while_it_releases(&stage, &job, |command| {
+        let begin = Instant::now();
+        while command.try_wait()?.is_none() {
+            assert!(begin.elapsed() < SOON, "the second one did not end it");
+            signal_command(command, Signal::SIGINT)?;
+        }
+        Ok(!command.wait()?.success())
+    })?;
     assert_eq!(command.wait()?.code(), Some(3));
     wait_for_state(&stage, "paused")?;
     stage.resume("train")?;
@@ -395,8 +435,9 @@ fn ctrl_c_at_any_instant_leaves_one_of_the_two_clean_states_and_names_it() -> Ou
         for (action, done, before) in
             [("pause", "paused", "active"), ("resume", "active", "paused")]
         {
-            if !ends_when_interrupted(&stage, &[action, "train"], 4 * delay_ms, done, before)? {
-                stage.sublet(&[action, "train"])?.succeeded()?;
+            let words = [action, "train", "--timeout", "4m"];
+            if !ends_when_interrupted(&stage, &words, 4 * delay_ms, done, before)? {
+                stage.patiently(&[action, "train"])?;
             }
         }
     }
@@ -408,8 +449,7 @@ fn ctrl_c_at_any_instant_of_a_pause_that_releases_early_does_so_too() -> Outcome
     let stage = Stage::new(&[1400 * MIB])?;
     let job = job_that_releases_early(&stage, "")?;
     for delay_ms in (0..480).step_by(60) {
-        let words = ["pause", "train"];
-        ends_when_interrupted(&stage, &words, delay_ms, "paused", "active")?;
+        ends_when_interrupted(&stage, &PATIENT, delay_ms, "paused", "active")?;
         stage.resume("train")?;
     }
     job.works_and_exits()

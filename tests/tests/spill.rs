@@ -153,15 +153,16 @@ fn report(outcome: Outcome) -> TestOutcome<Report> {
 #[test]
 fn the_one_that_has_been_paused_for_longest_makes_room_and_comes_back_whole() -> TestOutcome {
     let world = World::<0>::new()?;
-    let (old, young) = (world.willing("old")?, world.willing("young")?);
-    let train = world.willing("train")?;
+    // Each tells its age in the order of their names. The older tells it last, so that its age is no less for that.
+    let (old, young) = (world.willing("c-old")?, world.willing("b-young")?);
+    let train = world.willing("a-train")?;
     world.pause(&young).map(drop)?;
     world.pause(&old).map(drop)?;
     world.resume(&young)?;
     world.pause(&young).map(drop)?;
     let done = report(world.pause(&train)?)?;
     assert!(old.spilled() && !young.spilled() && !train.spilled());
-    assert!(done.notes.iter().any(|note| note.contains("tenant 'old'")), "{:?}", done.notes);
+    assert!(done.notes.iter().any(|note| note.contains("tenant 'c-old'")), "{:?}", done.notes);
     assert_eq!(std::fs::read_dir(&world.files)?.count(), 0, "the file has no name");
     let more = world.willing("more")?;
     world.pause(&more).map(drop)?;

@@ -6,6 +6,9 @@ use std::time::{Duration, Instant};
 use sublet_tests::{MIB, Outcome, Rank, Stage, until};
 
 const PAUSES: usize = 12;
+/// So many are enough where they have taken so long, on a busy machine.
+const PAUSES_MIN: usize = 3;
+const ENOUGH: Duration = Duration::from_secs(90);
 /// Of a test on a busy machine.
 const LIMIT: Duration = Duration::from_mins(5);
 
@@ -14,7 +17,7 @@ const LIMIT: Duration = Duration::from_mins(5);
 fn survives(ranks: usize, mode: &str, steps: u32, pauses: usize) -> Outcome {
     let stage = Stage::new(&vec![64 * MIB; ranks])?;
     let mut job = stage.handmade(Some("handmade"), ranks, mode)?;
-    let deadline = Instant::now() + LIMIT;
+    let begin = Instant::now();
     let (mut calls, mut steps) = (0, steps);
     for pause in 0.. {
         say(&mut job, &format!("steps {steps}"))?;
@@ -28,11 +31,12 @@ fn survives(ranks: usize, mode: &str, steps: u32, pauses: usize) -> Outcome {
         answers(&mut job)?;
         say(&mut job, "verify")?;
         answers(&mut job)?;
-        if pause + 1 >= pauses {
+        let is_enough = pause + 1 >= PAUSES_MIN && begin.elapsed() > ENOUGH;
+        if pause + 1 >= pauses || is_enough {
             if calls > 0 {
                 break;
             }
-            assert!(Instant::now() < deadline, "each pause found the devices idle");
+            assert!(begin.elapsed() < LIMIT, "each pause found the devices idle");
             // It was over before the pause came.
             steps *= 2;
         }
@@ -104,7 +108,7 @@ fn a_kernel_that_never_ends_is_named_with_what_waits_and_the_job_runs_on() -> Ou
     let mut job = stage.handmade(Some("handmade"), 2, "")?;
     job[0].do_it("forever")?;
     say(&mut job, "steps 2000")?;
-    let ran = stage.sublet(&["pause", "handmade", "--timeout", "1s"])?.exited(1)?;
+    let ran = stage.sublet(&["pause", "handmade", "--timeout", "5s"])?.exited(1)?;
     let pid = job[0].pid();
     for words in
         [&format!("process {pid} was not idle in time: GPU 0 has work left"), "at its gate (cu"]
@@ -158,8 +162,12 @@ fn drains_that_time_out_leave_one_thread_a_device_behind() -> Outcome {
     let mut job = stage.handmade(Some("handmade"), 1, "")?;
     job[0].do_it("forever")?;
     for _ in 0..5 {
-        stage.sublet(&["pause", "handmade", "--timeout", "200ms"])?.exited(1)?;
-        assert_eq!(waiting_threads(&job[0])?, 1);
+        // On a busy machine it may be refused before it comes to that.
+        until("a wait for the device times out", LIMIT, || {
+            let ran = stage.sublet(&["pause", "handmade", "--timeout", "2s"])?.exited(1)?;
+            Ok(ran.stderr.contains("was not idle in time"))
+        })?;
+        until("one thread waits", LIMIT, || Ok(waiting_threads(&job[0])? == 1))?;
     }
     job[0].do_it("steps 10")?;
     job[0].do_it("verify").map(drop)

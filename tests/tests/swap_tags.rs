@@ -24,7 +24,7 @@ const UNIT: u64 = 2 * MIB;
 /// Allocations of one unit that each process has of each tag.
 const COUNT: u64 = 4;
 const WINDOW: u64 = UNIT;
-const STATE_TIMEOUT: Duration = Duration::from_secs(30);
+const STATE_TIMEOUT: Duration = Duration::from_mins(2);
 
 /// A process, and what it holds: each allocation with its tag and what is written to it.
 struct Holder {

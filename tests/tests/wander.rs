@@ -46,8 +46,8 @@ fn wander(seed: u64) -> Outcome {
         command(&stage, &["resume", tenant, "--queue"])?;
     }
     for (tenant, process) in TENANTS.iter().zip(&mut processes) {
-        stage.sublet(&["pause", tenant])?.exited(0)?;
-        stage.sublet(&["resume", tenant])?.exited(0)?;
+        stage.pause(tenant)?;
+        stage.resume(tenant)?;
         process.exits_well()?;
     }
     Ok(())

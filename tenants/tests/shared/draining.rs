@@ -44,9 +44,13 @@ fn a_long_queue_is_drained_or_refused_with_what_waits_longer() {
     let short = Options { timeout: Some(Duration::from_secs(2)), ..options(Scope::Whole) };
     let refused = stage.act_with(Action::Pause, short, &mut |_| {});
     let refused = refused.err().map(|error| error.to_string()).unwrap_or_default();
-    for words in ["GPU 0 has work left", "s were too short", "sublet pause train --timeout 8s"] {
+    for words in ["GPU 0 has work left", "s were too short", "sublet pause train --timeout "] {
         assert!(refused.contains(words), "{words}: {refused}");
     }
+    // Four times as long as it has waited, which is at least what it was told.
+    let (_, longer) = refused.split_once("--timeout ").expect("looked at above");
+    let longer = longer.split_once('s').and_then(|(seconds, _)| seconds.parse::<u64>().ok());
+    assert!(longer.is_some_and(|seconds| seconds >= 8), "{refused}");
     assert_eq!(process.state(), MemberState::Active);
     drop(go);
     stage.pause();

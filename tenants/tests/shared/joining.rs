@@ -10,7 +10,6 @@ use tenants::member::ImportError;
 use tenants::scope::{Scope, TagNames};
 use tenants::ticket::Ticket;
 use tenants::wire::{Action, MemberState, Phase};
-use vmm_pool::driver::sim::{Latency, SimOptions};
 use vmm_pool::driver::{AllocationProp, DeviceAddress, DriverOp, VaRange};
 use vmm_pool::gate::Passage;
 
@@ -192,24 +191,20 @@ fn mapping_memory_once_more_while_its_tag_is_paused_is_refused_by_the_tags_name(
 #[test]
 fn a_handle_that_is_opened_while_its_owner_frees_the_memory_is_refused_as_stale() {
     let stage = Stage::new();
-    // Slow to export, so that the memory is freed before the driver has looked at it.
-    let slow = SimOptions {
-        latency: Latency::default().with(DriverOp::Export, 100_000),
-        ..SimOptions::default()
-    };
-    let (owner, importer) = (stage.join_with(slow), stage.join());
+    let (owner, importer) = (stage.join(), stage.join());
     for _ in 0..3 {
         let (at_owner, ticket, _) = block(&owner, "");
-        let (tell, hear) = mpsc::channel();
+        // The memory is freed before the driver has looked at it.
+        let export = owner.pool().driver().faults().hold(DriverOp::Export);
         let opening = {
             let importer = importer.clone();
             std::thread::spawn(move || {
-                tell.send(()).expect("heard");
                 importer.redeem_ticket(&importer.pool().enter(), &ticket, "test")
             })
         };
-        hear.recv_timeout(Duration::from_secs(30)).expect("it is about to ask");
+        assert!(export.is_met(Duration::from_secs(30)), "it asks");
         owner.pool().enter_giving_up().block_free(at_owner.start).expect("freed");
+        drop(export);
         let refused = opening.join().expect("it ended").expect_err("it is gone");
         assert!(matches!(refused, ImportError::Stale { .. }), "{refused}");
     }

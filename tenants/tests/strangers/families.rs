@@ -111,7 +111,8 @@ fn a_process_that_names_no_family_asks_nobody_of_another_tenant() {
 #[test]
 fn a_lender_that_answers_nothing_is_given_up_in_time() {
     let stage = Stage::new();
-    let (lender, borrower) = (stage.relative("train", RL), stage.relative("infer", RL));
+    let lender = stage.relative("train", RL);
+    let borrower = stage.patient("infer", RL, Duration::from_secs(3));
     let dir = lender.socket_path().parent().unwrap().to_owned();
     // It listens, and says nothing.
     let _silent = UnixListener::bind(dir.join(format!("{}.sock", MemberId(78)))).unwrap();
@@ -120,7 +121,7 @@ fn a_lender_that_answers_nothing_is_given_up_in_time() {
     let began = Instant::now();
     let error = borrower.redeem_ticket(&borrower.pool().enter(), &ticket, "test").unwrap_err();
     assert!(matches!(error, ImportError::Owner { .. }), "{error}");
-    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
     let elsewhere = Ticket { tenant: name("nowhere"), ..good.clone() };
     let error = borrower.redeem_ticket(&borrower.pool().enter(), &elsewhere, "test").unwrap_err();
     assert!(matches!(error, ImportError::NoLender { .. }), "{error}");
@@ -136,7 +137,7 @@ fn the_applications_own_pause_together_waits_once_and_is_told_who_holds_what() {
     let (ticket, _handle) = ticket_of(&lender);
     let borrowed = borrower.redeem_ticket(&borrower.pool().enter(), &ticket, "test").unwrap();
     let options = Options {
-        timeout: Some(Duration::from_millis(200)),
+        timeout: Some(Duration::from_secs(3)),
         consent: Some(Duration::from_secs(5)),
         ..Options::default()
     };
@@ -191,7 +192,7 @@ fn what_is_lent_in_the_last_moment_ends_a_pause_before_its_devices_are_drained()
     let stage = Stage::new();
     let (lender, borrower) = (stage.relative("train", RL), stage.relative("infer", RL));
     let (ticket, _handle) = ticket_of(&lender);
-    let options = Options { timeout: Some(Duration::from_millis(200)), ..Options::default() };
+    let options = Options { timeout: Some(Duration::from_secs(3)), ..Options::default() };
     let mut coordinator = Coordinator::new(stage.run_dir.clone(), name("train"), options);
     let (mut borrowed, mut drains) = (None, 0);
     let error = coordinator

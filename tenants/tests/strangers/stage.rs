@@ -47,11 +47,21 @@ impl Stage {
         self.relative(tenant, None)
     }
 
-    /// A member that names a family, and waits for no other tenant for long.
+    /// A member that names a family.
     pub(crate) fn relative(&self, tenant: &str, family: Option<&str>) -> Arc<SimMember> {
+        self.patient(tenant, family, Duration::from_secs(10))
+    }
+
+    /// The same, which waits so long for another tenant.
+    pub(crate) fn patient(
+        &self,
+        tenant: &str,
+        family: Option<&str>,
+        wait: Duration,
+    ) -> Arc<SimMember> {
         let change = |config: &mut MemberConfig| {
             config.family = family.map(|name| FamilyName::new(name).unwrap());
-            config.family_wait = Duration::from_millis(300);
+            config.family_wait = wait;
         };
         let member = self.place.join_with(tenant, SimOptions::default(), change).unwrap();
         member.pool().driver().make_current(DeviceOrdinal(0)).unwrap();

@@ -3,7 +3,7 @@
 //! `sublet-steps RUN_DIR TENANT pause|resume [soon|early]`, `sublet-steps RUN_DIR FROM swap TO [OUT_TAG IN_TAG]`
 //!
 //! It prints `started STEP`, `member PID STEP`, `done STEP` or `back`, a phase by its name in the code, and goes on with the next line of its
-//! input, or without one when the input has ended. With `soon`, phases have one second; with `early`, a pause releases while it saves. Its last line is `ok LOSSES` or `error MESSAGE`.
+//! input, or without one when the input has ended. With `soon`, phases have five seconds; with `early`, a pause releases while it saves. Its last line is `ok LOSSES` or `error MESSAGE`.
 
 use std::io::{BufRead as _, Write as _};
 use std::process::ExitCode;
@@ -34,7 +34,7 @@ fn run() -> Outcome<String> {
     };
     let swaps = action == "swap";
     let has = |word: &str| !swaps && rest.iter().any(|said| said == word);
-    let timeout = Duration::from_secs(if has("soon") { 1 } else { 120 });
+    let timeout = Duration::from_secs(if has("soon") { 5 } else { 120 });
     let run_dir = RunDir::open(Some(run_dir.into()), None)?;
     let options = Options {
         timeout: Some(timeout),

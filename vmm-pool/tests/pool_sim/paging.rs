@@ -8,6 +8,7 @@ pub(crate) mod program;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use vmm_pool::HostBudget;
 use vmm_pool::driver::sim::FaultSpan;
@@ -260,6 +261,8 @@ fn a_window_that_ends_while_the_process_is_frozen_asks_for_no_work_before_the_th
 
 #[test]
 fn a_use_waits_through_a_pause_however_long_that_is() {
+    /// What a busy machine needs for a use behind the resume.
+    const BUSY: Duration = Duration::from_secs(3);
     let mut stage = Stage::new(1);
     stage.alloc(1).expect("addresses");
     stage.alloc(1).expect("addresses");
@@ -270,12 +273,12 @@ fn a_use_waits_through_a_pause_however_long_that_is() {
     std::thread::scope(|scope| {
         let pager = stage.pager();
         let (tell, told) = std::sync::mpsc::channel();
-        scope.spawn(move || tell.send(pager.acquire(&[first], stream, SHORT)));
+        scope.spawn(move || tell.send(pager.acquire(&[first], stream, BUSY)));
         // The pager has come to the gate.
         while !stage.pool.gate().waiting().iter().any(|call| call.passage.can_step()) {
             std::thread::yield_now();
         }
-        assert!(told.recv_timeout(2 * SHORT).is_err(), "the time of a pause does not count");
+        assert!(told.recv_timeout(BUSY + SHORT).is_err(), "the time of a pause does not count");
         resume(&stage.pool);
         told.recv().expect("no panic").expect("here");
     });

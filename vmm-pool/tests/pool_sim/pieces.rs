@@ -327,7 +327,9 @@ fn what_lies_in_the_file_already_is_not_to_be_copied_there() {
     let pool = a_pool();
     pool.detect_changes(ChangeDetection::Off);
     let ranges = [memory(&pool, "one", Contents::File, 2), memory(&pool, "", Contents::Keep, 1)];
-    ranges.map(|range| fill(&pool, range, 1));
+    for range in ranges {
+        fill(&pool, range, 1);
+    }
     assert_eq!(pool.host_demand(&tagged("one")).copying.to_file_bytes, 2 * UNIT);
     // Host memory for the way there is refused at first, and does not count as held.
     pool.driver().faults().fail(DriverOp::HostRegister, FaultSpan::Nth(1), DriverCode::UNKNOWN);
