@@ -168,9 +168,11 @@ fn command_right_after_the_coordinators_death_succeeds() -> Outcome {
                 let mut steps = steps(&stage, &[action])?;
                 steps.until(boundary)?;
                 steps.kill()?;
+                let begin = Instant::now();
                 stage.patiently(&[next, "train"]).map_err(|trouble| {
                     Trouble::new(format!("{next} after {action} at '{boundary}': {trouble}"))
                 })?;
+                assert!(begin.elapsed() < TOLD_WITHIN, "{next}: it took {:?}", begin.elapsed());
                 let wanted = if next == "pause" { "paused" } else { "active" };
                 assert_eq!(stage.states("train")?, [wanted]);
                 stage.patiently(&["resume", "train"])?;

@@ -15,9 +15,9 @@ use crate::pool::{Entered, Lender, Use};
 
 /// A window with less takes memory from one that has more, in bytes.
 const FLOOR_BYTES: u64 = 2 << 30;
-/// How long a window waits for a frame of another one, if a frame of its own would do.
+/// How long a window waits for a frame of another one each time. Meanwhile it sees none of its own.
 const OTHERS_LIMIT: Duration = Duration::from_millis(100);
-/// The same if somebody waits who is told otherwise that there is no memory.
+/// How long it asks others again, if somebody waits who is told otherwise that there is no memory.
 const LAST_LIMIT: Duration = Duration::from_secs(10);
 /// How long uses of others may take to end before somebody who waits is told that there is no memory.
 const ENDS_LIMIT: Duration = Duration::from_secs(1);
@@ -91,28 +91,34 @@ impl<D: Driver> Worker<'_, D> {
             let is_awaited = table.chunks[newcomer].holders > 0;
             (!table.victims(newcomer).is_empty(), is_awaited, own_bytes)
         };
-        let is_early = self.awaited.is_some_and(|(_, since)| since.elapsed() < ENDS_LIMIT);
+        let waited = self.awaited.map_or(Duration::MAX, |(_, since)| since.elapsed());
+        let (is_early, is_asking) = (waited < ENDS_LIMIT, waited < LAST_LIMIT);
+        let is_last = is_awaited && !has_others;
         if self.stay.is_some() {
             // Past the gate nobody is waited for: a pause would wait for both. Chunks that are filled land first.
             if is_early {
                 let _waited = shared.changed.wait_timeout(shared.table(), LOOK_SOON);
                 return;
             }
-        } else if self.asked_for.replace(newcomer) != Some(newcomer) {
+        } else if self.asked_for.replace(newcomer) != Some(newcomer) || (is_last && is_asking) {
             // Once for each: others may have more and not be able to give it.
             let own = Arc::as_ptr(shared);
             let others = shared.pool.lenders.on(shared.device);
             let mut others = others.iter().filter(|(_, it)| !ptr::addr_eq(Arc::as_ptr(it), own));
             let is_poor = own_bytes < FLOOR_BYTES;
-            let is_richer =
-                |spare: u64| (is_poor && spare > own_bytes) || (is_awaited && !has_others);
+            let is_richer = |spare: u64| (is_poor && spare > own_bytes) || (is_last && spare > 0);
             if let Some((_, richest)) = others.next().filter(|(spare, _)| is_richer(*spare)) {
+                if is_last {
+                    // One of its own may leave as well, when lists that hold it have ended.
+                    shared.calls().want_ends();
+                    shared.end_wanted();
+                }
                 richest.ask(shared.chunk_bytes);
-                richest.wait(if is_awaited && !has_others { LAST_LIMIT } else { OTHERS_LIMIT });
+                richest.wait(OTHERS_LIMIT);
                 return;
             }
         }
-        if is_awaited && !has_others && is_early && !shared.calls().have_ended(u64::MAX) {
+        if is_last && is_early && !shared.calls().have_ended(u64::MAX) {
             // Lists of calls hold what is here: one may leave when they have ended.
             shared.calls().want_ends();
             shared.end_wanted();

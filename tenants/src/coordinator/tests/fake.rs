@@ -65,9 +65,11 @@ pub(super) fn tenant(name: &str) -> TenantName {
 /// Deadlines that members keep on a busy machine too.
 pub(super) fn options() -> Options {
     let long = Duration::from_secs(30);
+    // What is given up immediately is so long before a deadline.
+    let deadline = Duration::from_mins(3);
     Options {
-        timeout: Some(long),
-        finish_timeout: long,
+        timeout: Some(deadline),
+        finish_timeout: deadline,
         cut_timeout: long,
         reply_margin: Duration::from_secs(5),
         contact_timeout: long,

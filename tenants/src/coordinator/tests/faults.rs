@@ -63,33 +63,41 @@ const ENDS_WITHIN: Duration = Duration::from_mins(1);
 fn fault_in_each_reversible_phase(fault: Fault) {
     for case in CASES {
         for phase in case.phases {
-            for victim in 0..MEMBERS {
-                let world = world(case.start, victim, *phase, fault);
-                let started = Instant::now();
-                let error = act(&world, case.action).unwrap_err();
-                assert!(started.elapsed() < ENDS_WITHIN, "{:?}", started.elapsed());
-                let CoordinatorError::Refused { failures, .. } = &error else {
-                    panic!("{error}");
-                };
-                let victim_id = victim as u64 + 1;
-                let of_victim = |failure: &MemberFailure| {
-                    failure.who.member == MemberId(victim_id) && failure.step == Step::Phase(*phase)
-                };
-                assert!(failures.iter().any(of_victim), "{error}");
-                // While one is silent, a busy machine may make others late.
-                assert!(fault == Fault::Silent || failures.len() == 1, "{error}");
-                let pid = std::process::id().to_string();
-                assert!(error.to_string().contains(&pid), "{error}");
-                assert!(error.to_string().contains(phase.label()), "{error}");
-                for id in 1..=MEMBERS as u64 {
-                    let dead = fault == Fault::Die && id == victim_id;
-                    assert!(!world.phases_of(id).contains(&case.no_return));
-                    if !dead {
-                        assert_eq!(world.phases_of(id).last(), Some(&case.undo));
-                        assert_eq!(world.state(id), case.start);
-                    }
+            // Side by side, as tests of silence wait.
+            std::thread::scope(|scope| {
+                for victim in 0..MEMBERS {
+                    let case = &case;
+                    scope.spawn(move || fault_in_one(case, *phase, victim, fault));
                 }
-            }
+            });
+        }
+    }
+}
+
+fn fault_in_one(case: &Case, phase: Phase, victim: usize, fault: Fault) {
+    let world = world(case.start, victim, phase, fault);
+    let started = Instant::now();
+    let error = act(&world, case.action).unwrap_err();
+    assert!(started.elapsed() < ENDS_WITHIN, "{:?}", started.elapsed());
+    let CoordinatorError::Refused { failures, .. } = &error else {
+        panic!("{error}");
+    };
+    let victim_id = victim as u64 + 1;
+    let of_victim = |failure: &MemberFailure| {
+        failure.who.member == MemberId(victim_id) && failure.step == Step::Phase(phase)
+    };
+    assert!(failures.iter().any(of_victim), "{error}");
+    // While one is silent, a busy machine may make others late.
+    assert!(fault == Fault::Silent || failures.len() == 1, "{error}");
+    let pid = std::process::id().to_string();
+    assert!(error.to_string().contains(&pid), "{error}");
+    assert!(error.to_string().contains(phase.label()), "{error}");
+    for id in 1..=MEMBERS as u64 {
+        let dead = fault == Fault::Die && id == victim_id;
+        assert!(!world.phases_of(id).contains(&case.no_return));
+        if !dead {
+            assert_eq!(world.phases_of(id).last(), Some(&case.undo));
+            assert_eq!(world.state(id), case.start);
         }
     }
 }
@@ -450,8 +458,9 @@ fn what_is_lent_still_when_the_devices_are_drained_ends_a_pause() {
     let mut lender = active();
     lender.lent = Some(MemberId(9));
     let world = World::of(&[active(), lender]);
-    // The members name no family, so that nobody asks them before.
-    let error = world.coordinator().pause(&mut quiet).unwrap_err();
+    // The members name no family, so that nobody asks them before. It is tried until the deadline.
+    let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), impatient());
+    let error = coordinator.pause(&mut quiet).unwrap_err();
     let kinds: Vec<_> = error.failures().iter().map(|member| member.failure.kind).collect();
     assert_eq!(kinds, [FailureKind::Lent], "{error}");
     assert!(error.left_unchanged(), "{error}");

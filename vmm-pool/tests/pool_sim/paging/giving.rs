@@ -120,6 +120,32 @@ fn a_window_that_finds_no_room_takes_a_frame_from_one_that_has_more() {
 }
 
 #[test]
+fn a_window_without_frames_waits_for_the_kernels_of_another_one() {
+    let mut stage = crowded();
+    let poor = program::pager(&stage.pool, 4, unlimited);
+    let span = poor.alloc(UNIT).expect("addresses");
+    // All frames are behind a kernel.
+    stage.hold(0);
+    let [own, other] = stage.streams;
+    for one in (0..stage.spans.len()).map(|span| [stage.start_of(span)]) {
+        stage.pager().acquire(&one, own, LIMIT).expect("each of them");
+        stage.pager().release(&one, own, false).expect("released");
+    }
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| poor.acquire(&[span], other, LIMIT));
+        // Longer than it asks if it has frames of its own.
+        std::thread::park_timeout(Duration::from_millis(1500));
+        stage.held.clear();
+        waiting.join().expect("no panic").expect("a frame of the other");
+    });
+    poor.release(&[span], other, false).expect("released");
+    stage.use_all(false);
+    drop(poor);
+    stage.check();
+    drop(stage.pager.take());
+}
+
+#[test]
 fn windows_on_a_full_device_share_it_while_pauses_come() {
     let mut stage = crowd(Stage::looked(FRAMES));
     let poor = program::pager(&stage.pool, 4, unlimited);
