@@ -86,8 +86,8 @@ fn rust_tests(workspace: &Workspace, built: &Built, lines: &mut Vec<String>) -> 
     let nextest = process::output(&mut workspace.cargo(&["nextest", "--version"])).is_ok();
     let mut command = if nextest {
         let mut command = workspace.cargo(&["nextest", "run", "--no-tests=pass", "--color=never"]);
-        // Tests wait for other processes and for deadlines about half of their time.
-        command.arg("--test-threads").arg((2 * process::cores()).to_string());
+        // Tests wait for other processes and for deadlines most of their time, and none goes by a clock.
+        command.arg("--test-threads").arg((3 * process::cores()).to_string());
         command
     } else {
         println!("cargo-nextest is not installed: cargo test runs instead");
