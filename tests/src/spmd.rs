@@ -10,6 +10,9 @@ use crate::{Answer, Files, Outcome, Rank, Stage, Trouble};
 /// How long a whole job may take, pauses included, on a machine that does other things too.
 const JOB_TIMEOUT: Duration = Duration::from_mins(5);
 
+/// So long, a job that was too short is made longer.
+const LONGER_WITHIN: Duration = Duration::from_mins(2);
+
 /// What a job is like.
 #[derive(Clone, Debug)]
 pub struct SpmdOptions {
@@ -60,6 +63,32 @@ impl SpmdOptions {
     #[must_use]
     pub fn slabbed(self, further_boxes: u32) -> Self {
         Self { slabs: 0..self.ranks, further_boxes, ..self }
+    }
+
+    /// Does `job`, which says how often it was paused, with so many steps, and with twice as many each time that was less than `pauses_min`:
+    /// on a busy machine commands are slow.
+    ///
+    /// # Errors
+    /// When a job failed, or none was paused so often in time.
+    pub fn paused_often(
+        &self,
+        pauses_min: u32,
+        mut job: impl FnMut(&Self) -> Outcome<u32>,
+    ) -> Outcome {
+        let (mut options, begin) = (self.clone(), Instant::now());
+        loop {
+            let pauses = job(&options)?;
+            if pauses >= pauses_min {
+                return Ok(());
+            }
+            if begin.elapsed() >= LONGER_WITHIN {
+                let Self { mode, steps, .. } = options;
+                let text =
+                    format!("{mode}: only {pauses} pauses in {steps} steps: it is too short");
+                return Err(Trouble::new(text));
+            }
+            options.steps *= 2;
+        }
     }
 
     /// The same without Sublet.

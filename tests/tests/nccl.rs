@@ -3,7 +3,7 @@
 
 #![expect(clippy::print_stdout, reason = "a failed test shows what it did")]
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use sublet_tests::{MIB, Outcome, Random, Spmd, SpmdOptions, Stage};
 
@@ -12,8 +12,6 @@ const CAPACITIES: [u64; 4] = [128 * MIB; 4];
 const PAUSES_MAX: u32 = 20;
 /// Fewer would mean that the jobs are too short to test anything.
 const PAUSES_MIN: u32 = 4;
-/// So long, a job that was too short is made longer: on a busy machine commands are slow.
-const LONGER_WITHIN: Duration = Duration::from_mins(2);
 /// The job runs for up to this long between pauses.
 const GAP_MAX_MS: u64 = 60;
 
@@ -30,16 +28,8 @@ fn survives(options: &SpmdOptions, flags: &[&str]) -> Outcome {
     let mut options = options.clone();
     options.steps = options.steps * pauses_max / PAUSES_MAX;
     let mut random = Random::new()?;
-    let begin = Instant::now();
-    loop {
-        let pauses = paused(&stage, &options, flags, pauses_max, &mut random)?;
-        println!("{pauses} pauses in {} steps", options.steps);
-        if pauses >= PAUSES_MIN {
-            return Ok(());
-        }
-        assert!(begin.elapsed() < LONGER_WITHIN, "only {pauses} pauses: the job is too short");
-        options.steps *= 2;
-    }
+    let job = |options: &SpmdOptions| paused(&stage, options, flags, pauses_max, &mut random);
+    options.paused_often(PAUSES_MIN, job)
 }
 
 /// How often one job was paused.
@@ -61,6 +51,7 @@ fn paused(
         stage.resume(&options.tenant)?;
         pauses += 1;
     }
+    println!("{pauses} pauses in {} steps", options.steps);
     assert_eq!(job.finish()?, wanted);
     Ok(pauses)
 }

@@ -3,7 +3,7 @@
 
 #![expect(clippy::print_stdout, reason = "a failed test shows the seed that repeats it")]
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::Value;
 use sublet_tests::{MIB, Outcome, Random, Spmd, SpmdOptions, Stage};
@@ -12,8 +12,6 @@ const CAPACITIES: [u64; 4] = [128 * MIB; 4];
 const PAUSES_MAX: u32 = 12;
 /// Fewer would mean that the jobs are too short to test anything.
 const PAUSES_MIN: u32 = 3;
-/// So long, a job that was too short is made longer: on a busy machine commands are slow.
-const LONGER_WITHIN: Duration = Duration::from_mins(2);
 /// A job that still runs when a command has begun, on a busy machine too.
 const LONG_STEPS: u32 = 6000;
 /// Steps of a job that never comes to their end.
@@ -56,19 +54,9 @@ fn wait(random: &mut Random, limit_ms: u64) {
 /// The job gives the same when NCCL's memory leaves at random instants, and stays away for a while, as when it stays.
 fn survives(mode: &'static str, ranks: usize, steps: u32) -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    let mut options = SpmdOptions::new(mode, ranks, steps);
-    let mut random = Random::new()?;
-    let begin = Instant::now();
-    let mut were_empty = true;
-    loop {
-        let pauses = paused(&stage, &options, &mut random, &mut were_empty)?;
-        println!("{mode}: {pauses} pauses in {} steps", options.steps);
-        if pauses >= PAUSES_MIN {
-            break;
-        }
-        assert!(begin.elapsed() < LONGER_WITHIN, "{mode}: only {pauses} pauses: it is too short");
-        options.steps *= 2;
-    }
+    let (mut random, mut were_empty) = (Random::new()?, true);
+    let job = |options: &SpmdOptions| paused(&stage, options, &mut random, &mut were_empty);
+    SpmdOptions::new(mode, ranks, steps).paused_often(PAUSES_MIN, job)?;
     // The ranks of that job meet between two communicators more often than within one.
     assert!(!were_empty || mode == "churn", "{mode}: no pause found memory of NCCL's");
     Ok(())
@@ -103,6 +91,7 @@ fn paused(
         resume(stage)?;
         pauses += 1;
     }
+    println!("{mode}: {pauses} pauses in {} steps", options.steps);
     assert_eq!(job.finish()?, wanted, "{mode}");
     Ok(pauses)
 }

@@ -2,7 +2,7 @@
 
 #![expect(clippy::print_stdout, reason = "the figures, and the seed that repeats a failed test")]
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::Value;
 use sublet_tests::{MIB, Outcome, Random, Spmd, SpmdOptions, Stage, statistic};
@@ -11,26 +11,14 @@ const CAPACITIES: [u64; 4] = [256 * MIB; 4];
 const PAUSES_MAX: u32 = 8;
 /// Fewer would mean that the jobs are too short to test anything.
 const PAUSES_MIN: u32 = 3;
-/// So long, a job that was too short is made longer: on a busy machine commands are slow.
-const LONGER_WITHIN: Duration = Duration::from_mins(2);
 const GAP_MAX_MS: u64 = 60;
 const FURTHER_BOXES: u32 = 12;
 
 /// The job gives the same when everything, or NCCL's memory alone, leaves at random instants.
 fn survives(options: &SpmdOptions) -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    let mut options = options.clone();
     let mut random = Random::new()?;
-    let begin = Instant::now();
-    loop {
-        let pauses = paused(&stage, &options, &mut random)?;
-        println!("{}: {pauses} pauses in {} steps", options.mode, options.steps);
-        if pauses >= PAUSES_MIN {
-            return Ok(());
-        }
-        assert!(begin.elapsed() < LONGER_WITHIN, "{}: only {pauses} pauses", options.mode);
-        options.steps *= 2;
-    }
+    options.paused_often(PAUSES_MIN, |options| paused(&stage, options, &mut random))
 }
 
 /// How often one job was paused.
@@ -47,6 +35,7 @@ fn paused(stage: &Stage, options: &SpmdOptions, random: &mut Random) -> Outcome<
         }
         pauses += 1;
     }
+    println!("{}: {pauses} pauses in {} steps", options.mode, options.steps);
     assert_eq!(job.finish()?, wanted, "{}", options.mode);
     Ok(pauses)
 }

@@ -45,6 +45,16 @@ fn borrow(lender: &SimPool, handle: VirtualHandle, borrower: &SimPool) -> Virtua
     borrower.enter().borrow(source, lent, kept()).expect("borrowed")
 }
 
+/// A borrower that was paused resumes, and borrows `export` again.
+fn comes_back(lender: &SimPool, export: &Export, borrower: &SimPool) {
+    borrower.create_own(&WHOLE).expect("nothing");
+    borrower.restore_own(0).expect("nothing");
+    let again = lent(lender, &Export { serial: 0, ..*export });
+    borrower.returning_import([(export.id, again)].into()).expect("imported");
+    borrower.map_imports().expect("mapped");
+    drop(borrower.commit_resume());
+}
+
 fn lent_of(lender: &SimPool) -> LentTotals {
     lender.lent(&WHOLE).get(&BORROWER).copied().unwrap_or_default()
 }
@@ -77,12 +87,7 @@ fn what_its_borrower_gives_up_in_a_pause_is_lent_anew() {
     // Its lender moves meanwhile: nobody waits for the borrower.
     pause(&lender);
     resume(&lender);
-    borrower.create_own(&WHOLE).expect("nothing");
-    borrower.restore_own(0).expect("nothing");
-    let again = lent(&lender, &Export { serial: 0, ..export });
-    borrower.returning_import([(export.id, again)].into()).expect("imported");
-    borrower.map_imports().expect("mapped");
-    drop(borrower.commit_resume());
+    comes_back(&lender, &export, &borrower);
     assert_eq!(lent_of(&lender), LentTotals { handles: 1, tickets: 0, bytes: UNIT });
 }
 
@@ -97,12 +102,7 @@ fn two_handles_of_what_is_borrowed_are_lent_until_both_are_gone_through_a_pause_
     let ranges = borrowed.map(|it| map(&borrower, it, UNIT, &[AccessDesc::read_write(DEVICE)]));
     pause(&borrower);
     assert_eq!(lent_of(&lender), LentTotals::default());
-    borrower.create_own(&WHOLE).expect("nothing");
-    borrower.restore_own(0).expect("nothing");
-    let again = lent(&lender, &Export { serial: 0, ..export });
-    borrower.returning_import([(export.id, again)].into()).expect("imported");
-    borrower.map_imports().expect("mapped");
-    drop(borrower.commit_resume());
+    comes_back(&lender, &export, &borrower);
     for (left, (handle, range)) in [1, 0].into_iter().zip(borrowed.into_iter().zip(ranges)) {
         assert_eq!(lent_of(&lender).bytes, UNIT, "{left} is left after this one");
         borrower.release(handle).expect("released");

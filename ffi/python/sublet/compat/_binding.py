@@ -127,7 +127,7 @@ class Framework:
             return self.standing()
 
     def uninstall(self) -> None:
-        """Brings back what is away, and puts the framework's own functions back. Does nothing where nothing was installed."""
+        """Brings the memory back that has left, and puts the framework's own functions back. Does nothing where nothing was installed."""
         with self._lock:
             if not self._is_installed:
                 return
