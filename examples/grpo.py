@@ -80,9 +80,10 @@ def generator() -> None:
     import sublet
 
     device = stage.device()
-    with sublet.region("weights", contents="discard"):
+    # It waits for a line while a tag is away, so it runs without.
+    with sublet.region("weights", contents="discard", runs_without=True):
         weights = device.allocate(WEIGHTS)
-    with sublet.region("kv", contents="discard"):
+    with sublet.region("kv", contents="discard", runs_without=True):
         cache = device.allocate(CACHE)
     print("ready", flush=True)
     for line in sys.stdin:

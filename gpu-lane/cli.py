@@ -119,6 +119,13 @@ def tenants(record: dict[str, Any]) -> list[dict[str, Any]]:
     return document.get("tenants", []) if isinstance(document, dict) else []
 
 
+def did(record: dict[str, Any]) -> bool:
+    """Has the command done what it was asked? Memory that nobody can move may stay, if no process was lost."""
+    told = record.get("json") or {}
+    is_partial = told.get("outcome") == "partial" and not (told.get("report") or {}).get("losses")
+    return record["exit"] == 0 or (record["exit"] == 3 and is_partial)
+
+
 def say(record: dict[str, Any]) -> str:
     """One line about a record of `sublet`."""
     detail = record.get("stderr") or record.get("stdout") or ""

@@ -4,8 +4,8 @@
 # Suites: smoke conformance nccl legacy_ipc expandable rates
 #         anytime_ddp anytime_deep anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
 #         cycles deaths shortage watchdog zeroed
-#         sharing generate unused attach compat contents deep deep_libraries deep_tenants (of the Python package, from python/*.whl)
-#         strangers graphs stepping replay nccl_alone race rl larger larger_ranks
+#         forks sharing generate unused attach compat torch_newest contents deep deep_libraries deep_tenants (of the Python package, from python/*.whl)
+#         strangers graphs stepping replay nccl_alone race rl larger larger_ranks engines
 # Lies next to gpu-lane/, gpu-tests/, benchmarks/, bin/sublet and lib/libsublet.so. Results go to $OUT (default ./results):
 # one JSON file per suite and logs.txt. Every suite has its own time limit. GPUS limits the number of GPUs, CYCLES the
 # cycles of nccl, MANY_CYCLES those of cycles, ANYTIME_PAUSES the pauses of the anytime suites, of rebuild, and of each of
@@ -13,9 +13,10 @@
 # each of its rows, STRANGERS_ROWS the words, by comma, that rows to run have in their names. GRAPHS_CYCLES are the pauses
 # of the idle process of graphs, and of the one that replays; STEPPING_PAUSES, STEPPING_ROWS, REPLAY_PAUSES and REPLAY_ROWS
 # as those of strangers. RACE_CASES are the words, by comma, that cases of race to run have in their names, RACE_GIB what
-# its processes hold each. RL_GPUS, RL_MODES, RL_SHAPE, RL_HANDOVER, RL_KV_GIB, RL_STEPS, RL_TOKENS, RL_GENERATIONS,
-# RL_MICRO_BATCH and RL_REST_EVERY are those of rl/run.py, whose page is $OUT/rl_grpo.html; RL_TOO_LARGE are the modes that
-# must run out of device memory.
+# its processes hold each. TORCH_BACKENDS are the backends of process groups that torch_newest trains with (default: nccl),
+# each with ANYTIME_PAUSES pauses and DEEP_PAUSES deep ones. RL_GPUS, RL_MODES, RL_SHAPE, RL_HANDOVER, RL_KV_GIB,
+# RL_STEPS, RL_TOKENS, RL_GENERATIONS, RL_MICRO_BATCH and RL_REST_EVERY are those of rl/run.py, whose page is
+# $OUT/rl_grpo.html; RL_TOO_LARGE are the modes that must run out of device memory.
 set -u
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # In the source tree it lies in gpu-lane.
@@ -26,8 +27,8 @@ GPUS=${GPUS:-0}
 CYCLES=${CYCLES:-20}
 SUITES=(smoke conformance nccl legacy_ipc expandable rates
     anytime_ddp anytime_deep anytime_tpdp anytime_pipeline anytime_graphs one_process rebuild
-    cycles deaths shortage watchdog zeroed sharing generate unused attach compat contents deep deep_libraries deep_tenants
-    strangers graphs stepping replay nccl_alone race rl larger larger_ranks)
+    cycles deaths shortage watchdog zeroed forks sharing generate unused attach compat torch_newest contents deep deep_libraries deep_tenants
+    strangers graphs stepping replay nccl_alone race rl larger larger_ranks engines)
 LOGS=$OUT/logs.txt
 mkdir -p "$OUT" || exit 2
 
@@ -110,7 +111,22 @@ run_watchdog() { suite watchdog 210 watchdog_job.py --beyond; }
 run_sharing() { GPUS=1 suite sharing 135 sharing_job.py; }
 run_generate() { GPUS=1 suite generate 245 generate_job.py --layers "${LAYERS:-32}"; }
 run_unused() { GPUS=1 suite unused 115 unused_job.py; }
+run_forks() { GPUS=1 suite forks 300 forks_job.py; }
 run_compat() { GPUS=1 suite compat 115 compat_job.py; }
+# Whichever torch is imported: regions, pools and graphs on one GPU, then training with each of TORCH_BACKENDS.
+run_torch_newest() {
+    local backend
+    GPUS=1 suite torch_newest 90 torch_newest_job.py
+    for backend in ${TORCH_BACKENDS:-nccl}; do
+        suite "torch_newest_ddp_$backend" 110 anytime_job.py --program ddp --backend "$backend" \
+            --pauses "${ANYTIME_PAUSES:-30}" --seed "${ANYTIME_SEED:-1}"
+        suite "torch_newest_deep_$backend" 110 anytime_job.py --program ddp --backend "$backend" --deep \
+            --pauses "${DEEP_PAUSES:-8}" --active-ms 300 --pause-timeout 10 --seed "${ANYTIME_SEED:-1}"
+        # Sends and receives need two.
+        [ "$GPUS" = 1 ] || suite "torch_newest_pipeline_$backend" 110 anytime_job.py --program pipeline \
+            --backend "$backend" --pauses "${ANYTIME_PAUSES:-30}" --seed "${ANYTIME_SEED:-1}"
+    done
+}
 run_contents() { GPUS=1 suite contents 115 contents_job.py; }
 run_strangers() {
     suite strangers 590 strangers_job.py --pauses "${STRANGERS_PAUSES:-20}" --seed "${ANYTIME_SEED:-1}" \
@@ -126,6 +142,13 @@ run_graphs() {
         NCCL_GRAPH_REGISTER=$register suite "graphs_register$register" 120 anytime_job.py --program graphs \
             --pauses "${ANYTIME_PAUSES:-25}" --seed "${ANYTIME_SEED:-1}"
     done
+}
+# Inference and training engines that are installed: ENGINES_ROWS as STRANGERS_ROWS, ENGINES_SIZE of the model, ENGINES_PAUSES, ENGINES_DEEP, ENGINES_SWAPS and
+# others that the rows read; ENGINES_GRPO_MODES those of grpo_trl.
+run_engines() {
+    suite engines "${ENGINES_LIMIT_S:-595}" engines_job.py --seed "${ANYTIME_SEED:-1}" --rows "${ENGINES_ROWS:-}" \
+        --size "${ENGINES_SIZE:-1.7b}" --grpo-modes "${ENGINES_GRPO_MODES:-}" \
+        --sglang-attention "${ENGINES_SGLANG_ATTENTION:-triton}"
 }
 run_stepping() {
     suite stepping 590 stepping_job.py --pauses "${STEPPING_PAUSES:-200}" --seed "${ANYTIME_SEED:-1}" \

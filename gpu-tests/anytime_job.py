@@ -65,6 +65,7 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--library", default="", help="whose own memory alone is paused, such as nccl; all, without")
     parser.add_argument("--deep", action="store_true", help="the contexts leave the GPUs too; says what is left there")
     parser.add_argument("--stuck-s", type=float, default=20.0, help="without a step for so long, the job is stuck")
+    parser.add_argument("--backend", default="", help="torch's name of the process group's backend, for programs that torchrun starts")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--failures-max", type=int, default=25, help="failed pauses after which the job gives up")
     args = parser.parse_args(argv)
@@ -88,6 +89,7 @@ class Job(TrainingJob):
         self.launcher = LAUNCHERS.get(args.program, "torchrun")
         self.ranks = 1 if self.launcher == "alone" else self.gpus
         self.devices = ["--devices", str(self.gpus)] if self.launcher == "alone" else []
+        self.backend = ["--backend", args.backend] if args.backend and self.launcher == "torchrun" else []
         self.env = {"LD_LIBRARY_PATH": cuda_libraries()} if args.program in BY_NAME else {}
         self.warm_steps, self.patience_s = WARM_STEPS, PATIENCE_S
         self.counts = {"succeeded": 0, "refused": 0, "timed_out": 0, "resumes_failed": 0}
@@ -102,7 +104,7 @@ class Job(TrainingJob):
 
     def start(self, label: str, tenant: str | None, *arguments: str) -> TrainingRun:
         """One run of the program."""
-        given = ["--width", str(self.args.width), *self.devices, *arguments]
+        given = ["--width", str(self.args.width), *self.backend, *self.devices, *arguments]
         how = {"tenant": tenant, "env": self.env, "launcher": self.launcher}
         return self.start_program(label, self.args.program, self.ranks, given, **how)
 
@@ -156,7 +158,7 @@ class Job(TrainingJob):
         time.sleep(gap)
         step = run.poll()
         told = self.change("pause", tenant)
-        if told["exit"] != 0:
+        if not cli.did(told):
             if run.ended:
                 return
             kind = kind_of_failure(told)
@@ -169,7 +171,7 @@ class Job(TrainingJob):
             if told["exit"] == 1:
                 return
         at_rest = run.poll()
-        if self.args.deep and told["exit"] == 0:
+        if self.args.deep and cli.did(told):
             self.result.sample("left_mib", max(common.used_mib()[: self.gpus]))
         if self.counts["succeeded"] % 10 == 0:
             time.sleep(0.05)
@@ -177,12 +179,12 @@ class Job(TrainingJob):
             if run.poll() > at_rest + 1:
                 raise JobError(f"{run.steps - at_rest} steps were made while the tenant was paused")
         again = self.change("resume", tenant)
-        if again["exit"] != 0:
+        if not cli.did(again):
             self.counts["resumes_failed"] += 1
             self.data["resume_failure"] = cli.say(again) + str(again.get("json"))[:2000]
             run.print_state()
             raise JobError(f"resume failed: {self.data['resume_failure'][:600]}")
-        if told["exit"] == 0:
+        if cli.did(told):
             self.counts["succeeded"] += 1
             self.result.sample("gap_ms", round(gap * 1000, 2))
             self.result.sample("step", step)

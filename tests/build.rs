@@ -21,14 +21,14 @@ fn main() -> Result<(), Box<dyn Error>> {
         compile(source, &out.join(target), &["-shared", "-fPIC", &soname], libraries)
     };
     // The names must be NCCL's and NVML's: they are how callers are told apart.
-    compile("nccl_like", &out.join("nccl-like/libnccl.so.2"), &["-shared", "-fPIC"], &[])?;
+    compile("nccl_like", &out.join("nccl-like/libnccl.so.2"), &["-shared", "-fPIC"], &["-ldl"])?;
     library("simnccl", "simnccl/libnccl.so.2", &["-ldl"])?;
     let nccl = out.join("simnccl/libnccl.so.2");
     let nccl = nccl.to_str().ok_or("OUT_DIR is not UTF-8")?;
     library("simnccl_ep", "simnccl/libnccl_ep.so.0", &[nccl])?;
     let experts = out.join("simnccl/libnccl_ep.so.0");
     let experts = experts.to_str().ok_or("OUT_DIR is not UTF-8")?;
-    library("simnvml", "simnvml/libnvidia-ml.so.1", &[])?;
+    library("simnvml", "simnvml/libnvidia-ml.so.1", &["-ldl"])?;
     for name in ["rank", "devices", "handmade", "wander", "family", "turns", "hoard", "kept"] {
         compile(name, &out.join(name), &["-pthread"], &["-ldl"])?;
     }

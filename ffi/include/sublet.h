@@ -39,6 +39,8 @@ extern "C" {
 #define SUBLET_CONTENTS_KEEP 0
 #define SUBLET_CONTENTS_DISCARD 1
 #define SUBLET_CONTENTS_FILE 2
+/* Added to one of these: the process agrees to run on while the memory of this tag is away, also if others pause it. */
+#define SUBLET_RUNS_WITHOUT 256
 
 /* Whose memory a pause or resume by tag is about: that of every process of the tenant, or what the calling
  * process itself owns, wherever it was imported. */
@@ -80,8 +82,8 @@ int sublet_resume_in_turn(const char *tenant, uint32_t wait_ms);
  * come, the first runs again; the error says so where it does not. */
 int sublet_swap_tenants(const char *from, const char *to, uint32_t timeout_ms);
 /* The same by tag, with out_tags[0..out_count) of the one and in_tags[0..in_count) of the other, of all their processes as
- * sublet_pause_tags and sublet_resume_tags have it; NULL and 0 is all of that tenant. The processes of the first run on without its
- * tags, and those of the second stand still from when its first memory comes until all of it is there. */
+ * sublet_pause_tags and sublet_resume_tags have it; NULL and 0 is all of that tenant. The processes of the first run on or stand
+ * still as sublet_pause_tags has it, and those of the second stand still from when its first memory comes until all of it is there. */
 int sublet_swap_tags(const char *from, const char *const *out_tags, size_t out_count, const char *to,
                      const char *const *in_tags, size_t in_count, uint32_t timeout_ms);
 
@@ -100,6 +102,12 @@ int sublet_turn_begin(uint32_t wait_ms);
 /* SUBLET_ERROR_ARGUMENT when no turn of this process has begun. Does not block. */
 int sublet_turn_end(void);
 
+/* While the calling thread waits for a turn or for another's to end (sublet_turn_begin, sublet_switch_tenant, sublet_resume_in_turn), it asks
+ * is_called_off with `context`, a few times a second, and holds no lock then. Any answer but 0 ends the wait, and the call fails with
+ * SUBLET_ERROR_RETRY: nothing has changed. NULL: nobody is asked. */
+typedef int (*sublet_is_called_off)(void *context);
+int sublet_ask_while_waiting(sublet_is_called_off is_called_off, void *context);
+
 /* Has every process of a tenant bring in, while it runs, the host memory that its next pause takes; NULL is the
  * caller's own tenant. Returns when all is there or will not be, and after wait_ms in any case: what is missing
  * then comes in afterwards. sublet_last_report_json says how far each process is, and what touching and pinning
@@ -117,8 +125,10 @@ int sublet_set_budget(const char *tenant, const char *budgets);
  * own tenant. */
 int64_t sublet_budget_json(const char *tenant, char *buffer, size_t size);
 
-/* Gives the memory of regions with these tags back, while the processes run on: touching it is an illegal
- * access until sublet_resume_tags has brought it back. tags[0..count); NULL and 0 are all tags. whose is one
+/* Gives the memory of regions with these tags back. The caller's own tenant runs on; another stands still as in a whole
+ * pause, unless it has agreed to run without them (SUBLET_RUNS_WITHOUT). Where processes run on, copies and fills of that
+ * memory answer CUDA_ERROR_NOT_PERMITTED until sublet_resume_tags has brought it back, and a kernel that touches it ends
+ * the context. tags[0..count); NULL and 0 are all tags. whose is one
  * of SUBLET_WHOSE_; with SUBLET_WHOSE_PROCESS the tenant is the caller's own, and the other processes are not
  * stopped unless they have imported such memory. What is away already stays so, and what is there stays
  * there. A tenant that is paused as a whole runs again after sublet_resume_tags with these tags and with all
@@ -181,7 +191,8 @@ int sublet_unused(uint64_t token, const uint64_t *starts, const uint64_t *sizes,
  * stream wait for what is still being copied. sublet_page_release says if anything was written. sublet_page_announce has spans come
  * while the device works, in this order. sublet_page_flush waits until the host has all that was written by uses that have ended.
  * Errors:
- * SUBLET_ERROR_ARGUMENT when more is used together than fits (the text says how much is needed), SUBLET_ERROR_RETRY when it
+ * SUBLET_ERROR_ARGUMENT when chunks are of a size that the device does not allocate, when 0 bytes are wanted, and when more is used
+ * together than fits (each text says what works), SUBLET_ERROR_RETRY when it
  * took too long, SUBLET_ERROR_OUT_OF_DEVICE_MEMORY and SUBLET_ERROR_OUT_OF_HOST_MEMORY when there is no memory for a frame, or for contents. */
 int sublet_page_open(int device, uint64_t window_bytes, uint64_t chunk_bytes, uint64_t frames_bytes, uint64_t *pager);
 /* Gives all of its memory back when the last use is over. */

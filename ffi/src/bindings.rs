@@ -33,8 +33,12 @@ pub const SUBLET_ERROR_LOST: u32 = 7;
 pub const SUBLET_CONTENTS_KEEP: u32 = 0;
 pub const SUBLET_CONTENTS_DISCARD: u32 = 1;
 pub const SUBLET_CONTENTS_FILE: u32 = 2;
+pub const SUBLET_RUNS_WITHOUT: u32 = 256;
 pub const SUBLET_WHOSE_TENANT: u32 = 0;
 pub const SUBLET_WHOSE_PROCESS: u32 = 1;
+pub type sublet_is_called_off = ::core::option::Option<
+    unsafe extern "C" fn(context: *mut ::core::ffi::c_void) -> ::core::ffi::c_int,
+>;
 pub type sublet_unused_source =
     ::core::option::Option<unsafe extern "C" fn(context: *mut ::core::ffi::c_void, token: u64)>;
 functions! {
@@ -74,6 +78,10 @@ functions! {
     ) -> ::core::ffi::c_int;
     pub fn sublet_turn_begin(wait_ms: u32) -> ::core::ffi::c_int;
     pub fn sublet_turn_end() -> ::core::ffi::c_int;
+    pub fn sublet_ask_while_waiting(
+        is_called_off: sublet_is_called_off,
+        context: *mut ::core::ffi::c_void,
+    ) -> ::core::ffi::c_int;
     pub fn sublet_prepare_tenant(
         tenant: *const ::core::ffi::c_char,
         wait_ms: u32,

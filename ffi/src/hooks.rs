@@ -23,8 +23,13 @@ use vmm_pool::gate::Passage;
 
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
-use crate::look::{self, Names, Seen, WORD_BYTES};
+use crate::look::{self, Names, Seen};
+use crate::records::{
+    COPY_2D, COPY_3D, DECOMPRESSION, FABRIC_COPY, MEMORY_OPERATION, OPERATION_3D,
+};
 use crate::replaced::copies::{Refused, copy_in_place, is_copy, is_refused, opens_blocks};
+use crate::replaced::refusals::{away_in, refuse};
+use crate::replaced::stream_value;
 use crate::{replaced, runtime};
 
 /// A value of the driver's interface that is an address.
@@ -51,21 +56,22 @@ fn touched(place: impl Place, bytes: usize) -> VaRange {
 
 /// The bytes from the first to the last of `rows` rows of `width`, which begin `pitch` apart.
 fn rows_bytes(pitch: usize, width: usize, rows: usize) -> usize {
+    if width == 0 || rows == 0 {
+        return 0;
+    }
     pitch.saturating_mul(rows.saturating_sub(1)).saturating_add(width)
+}
+
+/// Says to a caller whose batch is refused that this is not for one of its operations alone.
+fn of_none_alone(index: Pointer) {
+    if !index.is_null() {
+        // SAFETY: the caller's place for an index.
+        unsafe { index.cast::<usize>().write(usize::MAX) };
+    }
 }
 
 /// For calls that name none.
 const NO_STREAM: Pointer = std::ptr::null_mut();
-
-/// `CUDA_MEMCPY2D`, `CUDA_MEMCPY3D` and `CUDA_MEMCPY3D_PEER`.
-const COPY_2D_BYTES: usize = 128;
-const COPY_3D_BYTES: usize = 200;
-const COPY_3D_PEER_BYTES: usize = 200;
-
-/// `CUDA_MEMCPY3D_BATCH_OP`, `CUmemDecompressParams` and `CUstreamBatchMemOpParams`.
-const OPERATION_3D_BYTES: usize = 112;
-const DECOMPRESSION_BYTES: usize = 64;
-const MEMORY_OPERATION_BYTES: usize = 48;
 
 /// Calls in a frame of its own. A thread that is cancelled unwinds through a function of the C interface only if that has nothing of
 /// its own to drop; otherwise the process ends.
@@ -77,7 +83,7 @@ fn apart(call: &impl Fn() -> c_int) -> c_int {
 macro_rules! waiting_function {
     (
         $symbol:ident ( $($arg:ident : $ty:ty),* )
-        [ $($touched:expr),* ] [ $($copy:tt)* ] [ $($look:tt)* ]
+        [ $($touched:expr),* ] [ $($copy:tt)* ] [ $($look:tt)* ] $index:tt
     ) => {
         /// Waits until what it touches is there, then calls the driver.
         ///
@@ -87,11 +93,14 @@ macro_rules! waiting_function {
         pub unsafe extern "C" fn $symbol($($arg: $ty),*) -> c_int {
             const IS_COPY: bool = is_copy(stringify!($symbol));
             let call = || {
-                let seen = waiting_function!(@look $symbol [ $($look)* ]);
-                let _pass = runtime::member()
-                    .map(|member| waiting_function!(@pass member, $symbol [ $($touched),* ]));
+                let seen = waiting_function!(@look $symbol [ $($look)* ] $index);
+                let member = runtime::member();
+                let pass =
+                    member.map(|member| waiting_function!(@pass member, $symbol [ $($touched),* ]));
+                waiting_function!(@aside member, pass, $symbol [ $($look)* ] $index);
                 let code = call_driver!($symbol($($arg),*));
                 drop(seen);
+                drop(pass);
                 code
             };
             // No net for panics: a thread that is cancelled while it waits unwinds through here, and must not be caught.
@@ -105,15 +114,29 @@ macro_rules! waiting_function {
             code
         }
     };
-    (@look $symbol:ident []) => { None::<Seen> };
-    (@look $symbol:ident [ $names:expr, $stream:expr ]) => {
+    (@look $symbol:ident [] []) => { None::<Seen> };
+    (@look $symbol:ident [ $names:expr, $stream:expr ] [ $($index:ident)? ]) => {
         if look::is_on() {
             match replaced::look_at(stringify!($symbol), $names, $stream) {
                 Ok(seen) => seen,
-                Err(code) => return code,
+                Err(code) => {
+                    $(of_none_alone($index);)?
+                    return code;
+                }
             }
         } else {
             None
+        }
+    };
+    (@aside $member:ident, $pass:ident, $symbol:ident [] []) => {};
+    (@aside $member:ident, $pass:ident, $symbol:ident [ $names:expr, $stream:expr ] [ $($index:ident)? ]) => {
+        if let Some(member) = $member
+            && member.pool().runs_without_some()
+            && let Some(away) = away_in(member, $names, stream_value($stream, stringify!($symbol)))
+        {
+            drop($pass);
+            $(of_none_alone($index);)?
+            return refuse(member, stringify!($symbol), &away);
         }
     };
     (@copy $symbol:ident, $code:ident, $call:ident []) => {};
@@ -179,7 +202,8 @@ pub(crate) use hook_row;
 macro_rules! waiting {
     ($(
         $symbol:ident $(| $alike:ident)* ( $($args:tt)* )
-        $(touches [ $($touched:tt)* ] on $place:ident)? $(copies [ $($copy:tt)* ])? $(looks [ $($look:tt)* ])?;
+        $(touches [ $($touched:tt)* ] on $place:ident)? $(copies [ $($copy:tt)* ])? $(looks [ $($look:tt)* ])?
+        $(tells $index:ident)?;
     )*) => {
         /// Functions that wait, then call the driver.
         pub mod waits {
@@ -189,6 +213,7 @@ macro_rules! waiting {
                     @each [ $symbol $($alike)* ] ( $($args)* )
                     [ $($($touched)*)? ] [ $($($copy)*)? ]
                     [ $($($look)*)? $(Names::Ranges(&[$($touched)*]), $place)? ]
+                    [ $($index)? ]
                 );
             )*
         }
@@ -198,8 +223,8 @@ macro_rules! waiting {
             $(hook_row!(waits::$alike, $alike),)*
         )*];
     };
-    (@each [ $($symbol:ident)* ] $args:tt $touched:tt $copy:tt $look:tt) => {
-        $(waiting_function!($symbol $args $touched $copy $look);)*
+    (@each [ $($symbol:ident)* ] $args:tt $touched:tt $copy:tt $look:tt $index:tt) => {
+        $(waiting_function!($symbol $args $touched $copy $look $index);)*
     };
 }
 
@@ -253,11 +278,11 @@ waiting! {
     ) touches [touched(target, bytes)] on NO_STREAM;
     cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds
     | cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds (copy: Pointer)
-        looks [Names::Words(copy, COPY_2D_BYTES), NO_STREAM];
+        looks [Names::Records(copy, &COPY_2D, 1), NO_STREAM];
     cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds (copy: Pointer)
-        looks [Names::Words(copy, COPY_3D_BYTES), NO_STREAM];
+        looks [Names::Records(copy, &COPY_3D, 1), NO_STREAM];
     cuMemcpy3DPeer | cuMemcpy3DPeer_ptds (copy: Pointer)
-        looks [Names::Words(copy, COPY_3D_PEER_BYTES), NO_STREAM];
+        looks [Names::Records(copy, &COPY_3D, 1), NO_STREAM];
     cuMemsetD8_v2 | cuMemsetD8_v2_ptds (
         target: u64, value: u8, count: usize
     ) touches [touched(target, count)] on NO_STREAM;
@@ -297,11 +322,11 @@ waiting! {
     ) touches [touched(target, bytes), touched(source, bytes)] on stream
         copies [target source bytes stream];
     cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz (copy: Pointer, stream: Pointer)
-        looks [Names::Words(copy, COPY_2D_BYTES), stream];
+        looks [Names::Records(copy, &COPY_2D, 1), stream];
     cuMemcpy3DAsync_v2 | cuMemcpy3DAsync_v2_ptsz (copy: Pointer, stream: Pointer)
-        looks [Names::Words(copy, COPY_3D_BYTES), stream];
+        looks [Names::Records(copy, &COPY_3D, 1), stream];
     cuMemcpy3DPeerAsync | cuMemcpy3DPeerAsync_ptsz (copy: Pointer, stream: Pointer)
-        looks [Names::Words(copy, COPY_3D_PEER_BYTES), stream];
+        looks [Names::Records(copy, &COPY_3D, 1), stream];
     cuMemsetD8Async | cuMemsetD8Async_ptsz (
         target: u64, value: u8, count: usize, stream: Pointer
     ) touches [touched(target, count)] on stream;
@@ -324,32 +349,39 @@ waiting! {
         targets: Pointer, sources: Pointer, sizes: Pointer, count: usize, attributes: Pointer,
         indices: Pointer, attribute_count: usize, fail_index: Pointer, stream: Pointer
     )
-        looks [Names::Lists([targets, sources], count.saturating_mul(WORD_BYTES)), stream];
+        looks [Names::Lists([targets, sources], sizes, count), stream]
+        tells fail_index;
     cuMemcpyBatchAsync_v2 | cuMemcpyBatchAsync_v2_ptsz (
         targets: Pointer, sources: Pointer, sizes: Pointer, count: usize, attributes: Pointer,
         indices: Pointer, attribute_count: usize, stream: Pointer
     )
-        looks [Names::Lists([targets, sources], count.saturating_mul(WORD_BYTES)), stream];
+        looks [Names::Lists([targets, sources], sizes, count), stream];
     cuMemcpy3DBatchAsync | cuMemcpy3DBatchAsync_ptsz (
         count: usize, operations: Pointer, fail_index: Pointer, flags: c_ulonglong,
         stream: Pointer
     )
-        looks [Names::Words(operations, count.saturating_mul(OPERATION_3D_BYTES)), stream];
+        looks [Names::Records(operations, &OPERATION_3D, count), stream]
+        tells fail_index;
     cuMemcpy3DBatchAsync_v2 | cuMemcpy3DBatchAsync_v2_ptsz (
         count: usize, operations: Pointer, flags: c_ulonglong, stream: Pointer
     )
-        looks [Names::Words(operations, count.saturating_mul(OPERATION_3D_BYTES)), stream];
+        looks [Names::Records(operations, &OPERATION_3D, count), stream];
+    cuFabricCpyBatchAsync | cuFabricCpyBatchAsync_ptsz (
+        count: usize, operations: Pointer, flags: c_ulonglong, stream: Pointer
+    )
+        looks [Names::Records(operations, &FABRIC_COPY, count), stream];
     cuMemcpyWithAttributesAsync | cuMemcpyWithAttributesAsync_ptsz (
         target: u64, source: u64, bytes: usize, attributes: Pointer, stream: Pointer
     ) touches [touched(target, bytes), touched(source, bytes)] on stream;
     cuMemcpy3DWithAttributesAsync | cuMemcpy3DWithAttributesAsync_ptsz (
         operation: Pointer, flags: c_ulonglong, stream: Pointer
     )
-        looks [Names::Words(operation, OPERATION_3D_BYTES), stream];
+        looks [Names::Records(operation, &OPERATION_3D, 1), stream];
     cuMemBatchDecompressAsync | cuMemBatchDecompressAsync_ptsz (
         operations: Pointer, count: usize, flags: c_uint, error_index: Pointer, stream: Pointer
     )
-        looks [Names::Words(operations, count.saturating_mul(DECOMPRESSION_BYTES)), stream];
+        looks [Names::Records(operations, &DECOMPRESSION, count), stream]
+        tells error_index;
     cuStreamWaitValue32 | cuStreamWaitValue32_ptsz
     | cuStreamWaitValue32_v2 | cuStreamWaitValue32_v2_ptsz
     | cuStreamWriteValue32 | cuStreamWriteValue32_ptsz
@@ -366,7 +398,7 @@ waiting! {
     | cuStreamBatchMemOp_v2 | cuStreamBatchMemOp_v2_ptsz (
         stream: Pointer, count: c_uint, operations: Pointer, flags: c_uint
     )
-        looks [Names::Words(operations, (count as usize).saturating_mul(MEMORY_OPERATION_BYTES)), stream];
+        looks [Names::Records(operations, &MEMORY_OPERATION, count as usize), stream];
 }
 
 macro_rules! replacing {

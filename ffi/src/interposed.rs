@@ -41,6 +41,15 @@ pub(crate) static INTERPOSED: Interposition = Interposition::new(
     ],
 );
 
+/// Run by the loader as this library is initialised, before the program's own initialisers.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static AT_START: extern "C" fn() = start;
+
+extern "C" fn start() {
+    INTERPOSED.start();
+}
+
 /// The driver's functions that look others up.
 const LOOKUP: &[Hook] = &[
     hook_row!(cuGetProcAddress, cuGetProcAddress),

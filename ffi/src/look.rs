@@ -9,7 +9,7 @@
 //! | --- | --- |
 //! | launches | each 8 bytes of each parameter, also inside of structures; their layout is looked up once a function |
 //! | copies, fills, waits for a value | the ranges that they are given |
-//! | copies of two and three dimensions, batches of copies, of waits and of decompressions | the words of their structures and lists |
+//! | copies of two and three dimensions, batches of copies, of waits and of decompressions | the ranges that their structures and lists name |
 //! | launches of graphs | nothing: what was captured stays on the device, and each launch counts as a use of it |
 //!
 //! Not seen: addresses that lie in device memory or behind a pointer; `cuLaunchGrid` and older, and
@@ -36,12 +36,13 @@ use vmm_pool::paging::{In, PageError, Pager, Touched};
 use crate::contexts;
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
+use crate::records::Record;
 use crate::runtime;
 
 /// How long a call waits for its memory. The time of a pause does not count.
 const WAIT: Duration = Duration::from_mins(10);
 /// What is compared: an address.
-pub(crate) const WORD_BYTES: usize = size_of::<u64>();
+const WORD_BYTES: usize = size_of::<u64>();
 /// Ranges of one call that are found without an allocation.
 const FEW: usize = 8;
 /// `CU_LAUNCH_PARAM_END`, `CU_LAUNCH_PARAM_BUFFER_POINTER` and `CU_LAUNCH_PARAM_BUFFER_SIZE`.
@@ -51,9 +52,11 @@ const EXTRA_SIZE: usize = 2;
 /// Where `CUlaunchConfig` has its stream: behind seven sizes of four bytes.
 const CONFIG_STREAM_OFFSET: usize = 32;
 
-/// The first address of all windows, and how many bytes there are to the end of the last. 0 bytes: there is none.
-static FIRST: AtomicU64 = AtomicU64::new(0);
-static BYTES: AtomicU64 = AtomicU64::new(0);
+/// Where all windows lie, as [`Hull::packed`] has it; 0: there is none. One number, so that no look sees the beginning of one hull and
+/// the end of another.
+static HULL: AtomicU64 = AtomicU64::new(0);
+/// What its two halves count: so 32 bits are enough for any address.
+const HULL_UNIT_BITS: u32 = 25;
 static WINDOWS: LazyLock<RwLock<Windows>> = LazyLock::new(RwLock::default);
 /// What is looked at of each function.
 static LAYOUTS: LazyLock<RwLock<HashMap<usize, Layout>>> = LazyLock::new(RwLock::default);
@@ -86,7 +89,7 @@ impl Window {
 
 /// Is there anything to look for?
 pub(crate) fn is_on() -> bool {
-    BYTES.load(Ordering::Relaxed) != 0
+    HULL.load(Ordering::Relaxed) != 0
 }
 
 fn windows() -> Windows {
@@ -100,10 +103,7 @@ pub(crate) fn add(pager: Arc<Pager<CudaDriver>>, context: Option<RawContext>) {
     let ranges = || windows.iter().map(|known| known.pager.window());
     let first = ranges().map(|range| range.start.0).min().unwrap_or(0);
     let end = ranges().map(|range| range.end().0).max().unwrap_or(0);
-    // A look meanwhile finds too much, never too little.
-    BYTES.store(u64::MAX, Ordering::SeqCst);
-    FIRST.store(first, Ordering::SeqCst);
-    BYTES.store(end - first, Ordering::SeqCst);
+    HULL.store(Hull::packed(first, end), Ordering::SeqCst);
 }
 
 /// Looks for uses of a window no more.
@@ -111,7 +111,7 @@ pub(crate) fn remove(pager: &Arc<Pager<CudaDriver>>) {
     let mut windows = WINDOWS.write().unwrap_or_else(PoisonError::into_inner);
     *windows = windows.iter().filter(|known| !Arc::ptr_eq(&known.pager, pager)).cloned().collect();
     if windows.is_empty() {
-        BYTES.store(0, Ordering::SeqCst);
+        HULL.store(0, Ordering::SeqCst);
     }
 }
 
@@ -124,10 +124,10 @@ pub(crate) enum Names<'a> {
         extra: Pointer,
     },
     Ranges(&'a [VaRange]),
-    /// So many bytes of words.
-    Words(Pointer, usize),
-    /// The same of two lists.
-    Lists([Pointer; 2], usize),
+    /// So many structures of this form.
+    Records(Pointer, &'static Record, usize),
+    /// Two lists of so many addresses, and how many bytes from each on.
+    Lists([Pointer; 2], Pointer, usize),
 }
 
 /// The stream of a `CUlaunchConfig`.
@@ -171,10 +171,30 @@ impl Found {
     }
 }
 
+/// Does `work` with each range that a call names, other than a launch.
+pub(crate) fn each_range(names: Names<'_>, mut work: impl FnMut(VaRange)) {
+    match names {
+        Names::Ranges(ranges) => ranges.iter().copied().for_each(work),
+        // SAFETY: the caller's structures.
+        Names::Records(place, form, count) => unsafe { form.each_range(place, count, work) },
+        Names::Lists(places, sizes, count) => {
+            for place in places.into_iter().filter(|place| !place.is_null() && !sizes.is_null()) {
+                for at in 0..count {
+                    // SAFETY: the caller's lists of this length.
+                    let [start, bytes] = [place, sizes].map(|list| unsafe {
+                        list.cast::<u64>().wrapping_add(at).read_unaligned()
+                    });
+                    work(VaRange::new(DeviceAddress(start), bytes));
+                }
+            }
+        }
+        Names::Kernel { .. } => {}
+    }
+}
+
 /// Addresses of windows among what a call names, as ranges.
 pub(crate) fn found(names: Names<'_>) -> Found {
-    let first = FIRST.load(Ordering::Acquire);
-    let hull = Hull { first, bytes: BYTES.load(Ordering::Acquire) };
+    let hull = Hull::of(HULL.load(Ordering::Acquire));
     let mut found = Found::new();
     match names {
         Names::Kernel { function, parameters, extra } => {
@@ -184,21 +204,12 @@ pub(crate) fn found(names: Names<'_>) -> Found {
                 in_extra(hull, extra, &mut found);
             }
         }
-        Names::Ranges(ranges) => {
-            let meets = |range: &&VaRange| {
-                let last = range.start.0.saturating_add(range.size_bytes.saturating_sub(1));
-                range.size_bytes > 0 && (hull.has(range.start.0) || hull.has(last))
-            };
-            ranges.iter().filter(meets).for_each(|range| found.push(*range));
-        }
-        // SAFETY: the caller's structure or list of this size.
-        Names::Words(place, bytes) => unsafe { in_words(hull, place, bytes, &mut found) },
-        Names::Lists(places, bytes) => {
-            for place in places {
-                // SAFETY: as above.
-                unsafe { in_words(hull, place, bytes, &mut found) };
+        Names::Ranges(_) | Names::Records(..) | Names::Lists(..) => each_range(names, |range| {
+            let last = range.start.0.saturating_add(range.size_bytes.saturating_sub(1));
+            if range.size_bytes > 0 && (hull.has(range.start.0) || hull.has(last)) {
+                found.push(range);
             }
-        }
+        }),
     }
     found
 }
@@ -210,6 +221,18 @@ struct Hull {
 }
 
 impl Hull {
+    /// From `first` to `end`, and up to 32 MiB more on either side: a look may find too much, never too little.
+    fn packed(first: u64, end: u64) -> u64 {
+        let end = end.div_ceil(1 << HULL_UNIT_BITS).min(u64::from(u32::MAX));
+        (first >> HULL_UNIT_BITS) << u32::BITS | end
+    }
+
+    fn of(packed: u64) -> Self {
+        let first = packed >> u32::BITS << HULL_UNIT_BITS;
+        let end = (packed & u64::from(u32::MAX)) << HULL_UNIT_BITS;
+        Self { first, bytes: end - first }
+    }
+
     fn has(self, address: u64) -> bool {
         address.wrapping_sub(self.first) < self.bytes
     }
@@ -435,6 +458,8 @@ fn code_of(error: &PageError) -> DriverCode {
         PageError::Shared(error) => code_of(error),
         PageError::Pool(error) => error.code().unwrap_or(DriverCode::UNKNOWN),
         PageError::WindowFull { .. }
+        | PageError::UnfitChunk { .. }
+        | PageError::NoBytes
         | PageError::NotPaged { .. }
         | PageError::Ended { .. }
         | PageError::NoThread(_) => DriverCode::UNKNOWN,
@@ -446,6 +471,25 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_hull_has_both_ends_of_what_it_was_made_of() {
+        for first in [0, 1 << 21, (1 << 47) - (3 << 21), (1 << 56) + (1 << 21)] {
+            for bytes in [1, 1 << 21, (1 << 40) + (1 << 21)] {
+                let hull = Hull::of(Hull::packed(first, first + bytes));
+                assert!(hull.has(first) && hull.has(first + bytes - 1), "{first} {bytes} {hull:?}");
+                assert!(
+                    !hull.has(first + bytes + (1 << HULL_UNIT_BITS)),
+                    "{first} {bytes} {hull:?}"
+                );
+                assert!(
+                    !hull.has(first.wrapping_sub((1 << HULL_UNIT_BITS) + 1)),
+                    "{first} {hull:?}"
+                );
+            }
+        }
+        assert!(!Hull::of(0).has(0));
+    }
+
+    #[test]
     fn all_that_is_found_is_there_also_behind_the_first_few() {
         let range = |at: usize| VaRange::new(DeviceAddress(at as u64), 1);
         let mut found = Found::new();
@@ -453,5 +497,28 @@ mod tests {
             assert_eq!(found.ranges(), (0..count).map(range).collect::<Vec<_>>());
             found.push(range(count));
         }
+    }
+
+    #[test]
+    fn all_parameters_are_looked_at_that_an_address_fits_into() {
+        let sizes = [8, 4, 64, 8, 2, 8, 8, 8, 8, 8, 16, 8];
+        let told = asked(|index, _, size| {
+            let Some(told) = sizes.get(index) else { return DriverCode::INVALID_VALUE.0 };
+            // SAFETY: the place of a number.
+            unsafe { size.write(*told) };
+            DriverCode::SUCCESS.0
+        });
+        let fit = sizes.into_iter().enumerate().filter(|(_, size)| *size >= WORD_BYTES);
+        assert_eq!(told, Some(fit.collect()));
+        assert_eq!(asked(|_, _, _| DriverCode::NOT_SUPPORTED.0), None);
+    }
+
+    #[test]
+    fn another_function_may_have_the_value_of_one_that_has_ended() {
+        let known = || LAYOUTS.read().unwrap().contains_key(&usize::MAX);
+        LAYOUTS.write().unwrap().insert(usize::MAX, Some([(0, WORD_BYTES)].into()));
+        assert!(known());
+        forget_functions();
+        assert!(!known());
     }
 }

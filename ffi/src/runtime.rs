@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use std::ffi::{CStr, c_int};
 use std::io::Write as _;
 use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -337,10 +338,11 @@ pub(crate) fn set_file_dir(dir: PathBuf) {
 pub(crate) fn checkpointer() -> Option<Arc<dyn Checkpointer>> {
     let (_, library) = loader::image_of((checkpointer as *const ()).addr())?;
     let library = PathBuf::from(std::ffi::OsStr::from_bytes(library.as_bytes()));
+    let installer = library.metadata().ok()?.uid();
     let folder = library.parent()?;
     let mut places = ["", "../bin"].map(|place| folder.join(place).join("sublet")).into_iter();
     let command = places.find(|path| path.is_file())?;
-    Some(Arc::new(ByCommand::new(command)))
+    Some(Arc::new(ByCommand::new(command, installer)))
 }
 
 /// A process of this environment that lacks a context on `device`, where it queues for room.

@@ -285,6 +285,7 @@ const UNBOUND: &[(&str, &[&str])] = &[
             "cuCtxSynchronize_v2",
             "cuMemcpyBatchAsync_v2",
             "cuMemcpy3DBatchAsync_v2",
+            "cuFabricCpyBatchAsync",
             "cuMemcpyWithAttributesAsync",
             "cuMemcpy3DWithAttributesAsync",
             "cuGraphAddNode_v3",

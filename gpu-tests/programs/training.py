@@ -34,6 +34,7 @@ class Training:
         parser.add_argument("--seconds", type=float, help="train for about so long instead of --steps")
         parser.add_argument("--width", type=int, default=512)
         parser.add_argument("--group-timeout-s", type=float, default=600.0, help="timeout of the process groups")
+        parser.add_argument("--backend", default="nccl", help="torch's name of what carries collectives on GPUs")
         parser.add_argument("--out", type=Path, help="folder for every rank's losses")
         self.args = parser.parse_args()
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -46,7 +47,7 @@ class Training:
         torch.use_deterministic_algorithms(True)
         torch.manual_seed(0)
         dist.init_process_group(
-            "nccl" if self.cuda else "gloo",
+            self.args.backend if self.cuda else "gloo",
             timeout=timedelta(seconds=self.args.group_timeout_s),
             # With a device NCCL makes the communicator now and splits the others from it.
             device_id=self.device if eager and self.cuda else None,

@@ -40,7 +40,7 @@ pub use error::{CoordinatorError, SwapError};
 pub use interrupt::Interrupt;
 pub use report::{
     CutSummary, DeviceTotal, DrainSummary, Event, MemberFailure, MemberPhase, Outcome,
-    PhaseSummary, Report, StageSummary, Step, Swap, TenantStats, Who,
+    PhaseSummary, Report, StageSummary, Step, Swap, TenantStats, Who, staying,
 };
 
 pub use needs::{DeviceNeed, DeviceShortage, Holder, Holdings};
@@ -48,7 +48,7 @@ use needs::{Gives, name_holders};
 pub use saving::{SaveError, SaveReport, SaveState};
 pub use swap::{swap, swap_with_itself};
 
-use lending::Patience;
+use lending::{NamesWait, Patience};
 use peers::Everybody;
 use session::Session;
 use spilling::Room;
@@ -105,6 +105,18 @@ pub struct Options {
     pub scope: Scope,
     /// Who takes part.
     pub takes_part: TakesPart,
+    /// The conduct of processes while a pause by tag lasts.
+    pub meanwhile: Meanwhile,
+}
+
+/// The conduct of a tenant's processes while memory of theirs is away by tag.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Meanwhile {
+    /// They run on: the pause is their own wish.
+    #[default]
+    RunOn,
+    /// They run on where each of them has agreed to run without these tags. Else all stand still, as in a whole pause.
+    AsAgreed,
 }
 
 /// Which members of a tenant take part in a pause or resume.
@@ -161,6 +173,7 @@ impl Default for Options {
             checkpointer: None,
             scope: Scope::Whole,
             takes_part: TakesPart::Everybody,
+            meanwhile: Meanwhile::RunOn,
         }
     }
 }
@@ -248,9 +261,9 @@ impl Coordinator {
             return Ok(Outcome::AlreadyActive);
         }
         session.refuse_shallow()?;
-        let stayed_bytes = session.stayed_bytes();
+        let stays = session.stays();
         let report = session.deepen().map(|report| Outcome::Completed(Box::new(report)));
-        Ok(report.unwrap_or(Outcome::AlreadyPaused { stayed_bytes }))
+        Ok(report.unwrap_or(Outcome::AlreadyPaused { stays }))
     }
 
     /// Has all paused processes of the tenant take their device memory back, at the addresses it had.
@@ -302,6 +315,7 @@ impl Coordinator {
         let mut tries = 1;
         let mut patience = Patience::new(&self.options);
         let mut room = Room::default();
+        let mut names = NamesWait::default();
         loop {
             let mut outcome = self.try_act(dir, lock, action, patience, progress);
             if let Ok(Outcome::Completed(report)) = &mut outcome {
@@ -311,6 +325,7 @@ impl Coordinator {
                 // With the newcomers, then.
                 Err(CoordinatorError::Joined { .. }) if tries < JOINED_TRIES_MAX => tries += 1,
                 Err(error) if self.makes_room(&mut room, &error, progress) => {}
+                Err(error) if names.waits(&self.options, dir, &error) => {}
                 Err(error) if error.is_lent() => match patience.next() {
                     Some(next) => patience = next,
                     None => return Err(error),
@@ -340,7 +355,7 @@ impl Coordinator {
                 return Ok(Outcome::Completed(Box::new(report)));
             }
             return Ok(match action {
-                Action::Pause => Outcome::AlreadyPaused { stayed_bytes: session.stayed_bytes() },
+                Action::Pause => Outcome::AlreadyPaused { stays: session.stays() },
                 Action::Resume => Outcome::AlreadyActive,
             });
         }

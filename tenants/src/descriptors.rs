@@ -14,10 +14,13 @@
 //! | claim to a turn; budget file; locks | the member | the turn, the process, the action ends |
 //! | descriptors in a reply | the receiver, close-on-exec from the receive on | the import is made |
 //! | listener, connections, wake pipe | agent | the process ends |
+//! | reserve, four | agent | a connection takes the place of one where the application has used all others up |
 
+use std::os::fd::AsFd;
 use std::sync::{Mutex, PoisonError};
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use vmm_pool::UninheritedFd;
 
 /// Descriptors that are left to the application and the rest of us.
 const DESCRIPTORS_KEPT_FREE: usize = 32;
@@ -34,6 +37,27 @@ pub(crate) fn free_descriptors() -> usize {
     // Where /proc cannot be read, as many as are likely to be free.
     let open = std::fs::read_dir("/proc/self/fd").map_or(limit / 2, Iterator::count);
     limit.saturating_sub(open + DESCRIPTORS_KEPT_FREE)
+}
+
+/// Descriptors that are kept for connections: an application that has used all others up can still be reached, by so many at a time.
+#[derive(Debug, Default)]
+pub(crate) struct Reserve(Vec<UninheritedFd>);
+
+impl Reserve {
+    const KEPT: usize = 4;
+
+    /// Takes what is missing, as copies of `any`, as far as there is room.
+    pub(crate) fn fill(&mut self, any: &impl AsFd) {
+        while self.0.len() < Self::KEPT {
+            let Ok(copy) = any.as_fd().try_clone_to_owned() else { return };
+            self.0.push(copy.into());
+        }
+    }
+
+    /// Gives one up, for a descriptor that is opened next. False where there is none.
+    pub(crate) fn give_up(&mut self) -> bool {
+        self.0.pop().is_some()
+    }
 }
 
 /// More than any tenant shares, and no more than programs can go through one by one.

@@ -1,9 +1,10 @@
-//! Errors as one line of text.
+//! Errors, and what others wrote, as one line of text.
 
 use std::error::Error;
 use std::io;
 
 use nix::errno::Errno;
+use serde::{Deserialize, Deserializer};
 
 /// The error and everything behind it, in one line. A cause that the text holds already is not said twice. Where this process has no descriptor left,
 /// what helps follows.
@@ -19,6 +20,45 @@ pub fn chain(error: &(dyn Error + 'static)) -> String {
         );
     }
     text
+}
+
+/// Longest text that is taken from another process about its failure, in bytes.
+const PEERS_TEXT_BYTES_MAX: usize = 4096;
+
+/// Does a terminal show this character? Controls, marks that turn the direction of text, and those of no width it obeys.
+pub(crate) fn is_shown(character: char) -> bool {
+    matches!(character, '\'' | '"' | '\\') || character.escape_debug().len() == 1
+}
+
+/// `text` in one line that a terminal shows and does not obey. Other characters stand as JSON writes them: a document of JSON keeps
+/// its meaning.
+pub fn plain(text: &str) -> String {
+    plain_by("\\u", text)
+}
+
+/// As [`plain`], with `mark` before the number of a character that is not shown.
+pub fn plain_by(mark: &str, text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for character in text.chars() {
+        if is_shown(character) {
+            shown.push(character);
+        } else {
+            let mut units = [0; 2];
+            let units = character.encode_utf16(&mut units).iter();
+            shown.extend(units.map(|unit| format!("{mark}{unit:04x}")));
+        }
+    }
+    shown
+}
+
+/// What another process says of its failure, plain and no longer than a message of ours.
+pub(crate) fn from_peer<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
+    let mut text = String::deserialize(deserializer)?;
+    if text.len() > PEERS_TEXT_BYTES_MAX {
+        text.truncate(text.floor_char_boundary(PEERS_TEXT_BYTES_MAX));
+        text.push_str("...");
+    }
+    Ok(plain(&text))
 }
 
 fn is_out_of_descriptors(error: &(dyn Error + 'static)) -> bool {
@@ -65,6 +105,24 @@ mod tests {
         assert_eq!(told.as_deref(), Some("no pause: no connection: refused (111)"));
         let told = of(["no pause: no connection", "no connection", "refused (111)"]);
         assert_eq!(told.as_deref(), Some("no pause: no connection: refused (111)"));
+    }
+
+    #[test]
+    fn what_a_terminal_would_obey_is_shown_as_json_writes_it() {
+        for (text, shown) in [
+            ("GPU 0: 'a' \"b\" \\c, \u{e4}\u{4e16}", None),
+            ("\u{1b}]0;T\u{7}\r\n\t", Some("\\u001b]0;T\\u0007\\u000d\\u000a\\u0009")),
+            (
+                "\u{9b}2J\u{202e}x\u{200b}\u{2066}\u{feff}",
+                Some("\\u009b2J\\u202ex\\u200b\\u2066\\ufeff"),
+            ),
+            ("\u{e0041}", Some("\\udb40\\udc41")),
+        ] {
+            assert_eq!(plain(text), shown.unwrap_or(text));
+            assert_eq!(plain(&plain(text)), plain(text));
+            let json = serde_json::to_string(text).unwrap();
+            assert_eq!(serde_json::from_str::<String>(&plain(&json)).unwrap(), text);
+        }
     }
 
     #[test]

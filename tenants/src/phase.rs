@@ -109,8 +109,6 @@ pub struct Row {
     when: When,
     /// The bytes of its report are those that the action gives back or takes.
     moves_memory: bool,
-    /// It opens a descriptor for each allocation that is shared.
-    opens_descriptors: bool,
     order: fn(&Told<'_>) -> Order,
 }
 
@@ -166,6 +164,8 @@ pub struct Told<'a> {
     pub window: Window,
     /// The contexts are to leave when the pause is over.
     pub is_deep: bool,
+    /// Processes stand still after a pause by tag.
+    pub stands: bool,
 }
 
 impl<'a> Told<'a> {
@@ -179,6 +179,7 @@ impl<'a> Told<'a> {
             rest: Schedule::SaveMeanwhile,
             window: Window::default(),
             is_deep: false,
+            stands: false,
         }
     }
 }
@@ -209,7 +210,6 @@ const fn row(
         at_cut: false,
         when: When::Always,
         moves_memory: false,
-        opens_descriptors: false,
         order,
     }
 }
@@ -225,6 +225,7 @@ const TABLE: [Row; 17] = {
             ..row(Phase::CloseGate, "close gate", Pause, Prepare, |told| Order::CloseGate {
                 scope: told.scope.clone(),
                 is_deep: told.is_deep,
+                stands: told.stands,
             })
         },
         Row {
@@ -272,18 +273,15 @@ const TABLE: [Row; 17] = {
         },
         Row {
             timeout: Duration::from_mins(2),
-            opens_descriptors: true,
             // What is left by stages.
             moves_memory: true,
             ..row(Phase::Restore, "restore contents", Resume, Prepare, |_| Order::Restore)
         },
         Row {
-            opens_descriptors: true,
             when: When::WithLost,
             ..row(Phase::Import, "import from peers", Resume, Prepare, |_| Order::Import)
         },
         Row {
-            opens_descriptors: true,
             when: When::WithoutLost,
             ..row(Phase::ImportFromLiving, "import from living peers", Resume, Prepare, |_| {
                 Order::ImportFromLiving
@@ -405,11 +403,6 @@ impl Phase {
         self.row().moves_memory
     }
 
-    /// Does it open a descriptor for each allocation that is shared?
-    pub fn opens_descriptors(self) -> bool {
-        self.row().opens_descriptors
-    }
-
     /// Is it taken any number of times, each for a part of the memory?
     pub fn is_staged(self) -> bool {
         matches!(self, Self::ReleaseStage | Self::RestoreStage)
@@ -430,6 +423,8 @@ pub enum Order {
         scope: Scope,
         /// Is [`Phase::Freeze`] to follow? What stands in the way of that refuses the pause.
         is_deep: bool,
+        /// Does the process stand still after a pause by tag?
+        stands: bool,
     },
     /// [`Phase::Drain`].
     Drain,

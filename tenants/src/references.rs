@@ -12,8 +12,12 @@
 //! | takes part, and still has it | it saves, creates and exports; importers drop theirs at the release, and fetch it again |
 //! | takes part, and has let it go | it stays mapped in all who hold it, counted and named |
 //! | lives, and does not take part | it stays |
+//! | lives, and nobody finds it | the pause is refused ([`missing`]): the name of its socket may be gone for a moment |
 //! | has ended | given up at the release; its contents were its owner's to save, and are named as lost |
 //! | any of these, and somebody has pinned it | it stays, in its owner too |
+//!
+//! The same is so for those who hold what an owner gives: it would save what they go on writing. So each process says with whom
+//! it shares memory and does not know to have ended, and no list of names decides who lives.
 //!
 //! Saving keeps every handle, so going back needs no peer. What is away is kept by its owner as long as an importer may want
 //! it, also if its application frees it: it comes back, importers fetch it, and the owner lets go when the resume is committed.
@@ -41,6 +45,17 @@ pub struct References {
     pub shares_scope: bool,
     /// Who of other tenants has some of it open, by what it said of itself.
     pub lent: Vec<MemberId>,
+    /// With whom of its tenant it shares memory, but for those that it knows to have ended.
+    pub partners: Vec<Partner>,
+}
+
+/// A process that another shares memory with, and that has not ended as far as that one knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Partner {
+    /// Its identity.
+    pub member: MemberId,
+    /// Its process id for the one that names it, where the kernel tells.
+    pub pid: Option<u32>,
 }
 
 /// An allocation that a pause leaves on its device in all who hold it.
@@ -54,16 +69,27 @@ pub struct Stay {
 
 impl References {
     /// As the pool says it.
-    pub(crate) fn new(references: vmm_pool::References) -> Self {
+    pub(crate) fn new(references: vmm_pool::References, partners: Vec<Partner>) -> Self {
         let taken = references.taken.into_iter().map(|(owner, held)| (owner.into(), held));
         let shares_scope = references.shares_selection;
         let lent = references.lent.into_keys().map(MemberId::from).collect();
-        Self { given: references.given, taken: taken.collect(), shares_scope, lent }
+        Self { given: references.given, taken: taken.collect(), shares_scope, lent, partners }
     }
 }
 
+/// Processes that somebody shares memory with and that are none of `found`. Nothing may be decided without them.
+pub fn missing(
+    partners: impl Iterator<Item = Partner>,
+    found: &BTreeSet<MemberId>,
+) -> Vec<Partner> {
+    let missing = partners.filter(|partner| !found.contains(&partner.member));
+    let by_member: BTreeMap<MemberId, Partner> =
+        missing.map(|found| (found.member, found)).collect();
+    by_member.into_values().collect()
+}
+
 /// What must stay, of all that somebody has imported. `members` take part in the pause, and have said what they hold;
-/// `bystanders` live and take no part.
+/// `bystanders` live and take no part. Nobody is [`missing`].
 ///
 /// Memory of an owner that has ended is not among it, unless it is pinned: it is given up, since its contents were its
 /// owner's to save.
@@ -117,6 +143,14 @@ mod tests {
         let bystanders = bystanders.iter().map(|id| MemberId(*id)).collect();
         let stays = decide(&members, &bystanders).into_iter();
         stays.map(|stay| (stay.id.0[0], stay.reason)).collect()
+    }
+
+    #[test]
+    fn who_shares_memory_and_is_not_found_is_missing_once() {
+        let partner = |member| Partner { member: MemberId(member), pid: Some(7) };
+        let said = || [partner(3), partner(1), partner(3), partner(2)].into_iter();
+        assert_eq!(missing(said(), &BTreeSet::from([1, 2, 3].map(MemberId))), []);
+        assert_eq!(missing(said(), &BTreeSet::from([MemberId(1)])), [partner(2), partner(3)]);
     }
 
     #[test]

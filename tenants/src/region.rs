@@ -65,12 +65,18 @@ struct Shared {
     policies: BTreeMap<String, Contents>,
     /// Those whose memory is paged: no pause by tag takes it.
     paged: BTreeSet<String>,
+    /// Those that the process has agreed to run without.
+    runs_without: BTreeSet<String>,
     /// For threads without a region of their own.
     everywhere: Option<Region>,
 }
 
-static SHARED: Mutex<Shared> =
-    Mutex::new(Shared { policies: BTreeMap::new(), paged: BTreeSet::new(), everywhere: None });
+static SHARED: Mutex<Shared> = Mutex::new(Shared {
+    policies: BTreeMap::new(),
+    paged: BTreeSet::new(),
+    runs_without: BTreeSet::new(),
+    everywhere: None,
+});
 
 fn shared() -> MutexGuard<'static, Shared> {
     SHARED.lock().unwrap_or_else(PoisonError::into_inner)
@@ -146,6 +152,16 @@ pub fn page(tag: &str) -> Result<(), RegionError> {
 /// It does so no longer.
 pub fn page_no_more(tag: &str) {
     shared().paged.remove(tag);
+}
+
+/// The process runs on while memory of this tag is away, also by another's pause.
+pub fn agree_to_run_without(tag: &str) {
+    shared().runs_without.insert(tag.to_owned());
+}
+
+/// Does the process run on while memory of this tag is away, also by another's pause? Libraries see to it for their own.
+pub fn runs_without(tag: &str) -> bool {
+    LIBRARY_TAGS.contains(&tag) || shared().runs_without.contains(tag)
 }
 
 /// Begins a region on this thread, inside any that is open. `device`: memory on others belongs to no tag.

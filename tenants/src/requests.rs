@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::driver::Driver;
 
-use crate::coordinator::{Coordinator, CoordinatorError, Options, Outcome, TakesPart};
+use crate::coordinator::{Coordinator, CoordinatorError, Meanwhile, Options, Outcome, TakesPart};
 use crate::identity::TenantName;
 use crate::member::{Member, Waited};
 use crate::run_dir::{RunDir, RunDirError};
@@ -31,7 +31,7 @@ pub fn act_together<D: Driver>(
     timeout: Duration,
 ) -> Result<Option<Outcome>, CoordinatorError> {
     let has_happened = match action {
-        Action::Pause => member.state().is_away(),
+        Action::Pause => member.is_paused_as_a_whole(),
         Action::Resume => member.state() == MemberState::Active,
     };
     if has_happened {
@@ -101,7 +101,8 @@ pub fn act_for_own_tags<D: Driver>(
 ) -> Result<Outcome, CoordinatorError> {
     if tags.names_nccl().0 {
         let scope = Scope::Tags { tags, owner: None };
-        return act_for_all(member.run_dir(), member.tenant(), scope, action, timeout);
+        let (run_dir, tenant) = (member.run_dir(), member.tenant());
+        return act_for_all(run_dir, tenant, scope, action, timeout, Meanwhile::RunOn);
     }
     let scope = Scope::Tags { tags, owner: Some(member.id()) };
     let lock_timeout = timeout.unwrap_or(Options::default().lock_timeout);
@@ -124,7 +125,7 @@ pub fn act_for_own_tags<D: Driver>(
     act_with(TakesPart::Everybody)
 }
 
-/// Pauses or resumes a tenant from one process for all, the caller's own or another.
+/// Pauses or resumes a tenant from one process for all, the caller's own tenant or another. `meanwhile` is for a pause by tag.
 ///
 /// # Errors
 /// [`CoordinatorError`], with the tenant as it was.
@@ -134,9 +135,11 @@ pub fn act_for_all(
     scope: Scope,
     action: Action,
     timeout: Option<Duration>,
+    meanwhile: Meanwhile,
 ) -> Result<Outcome, CoordinatorError> {
     let lock_timeout = timeout.unwrap_or(Options::default().lock_timeout);
-    act(run_dir, tenant, action, Options { timeout, lock_timeout, scope, ..Options::default() })
+    let options = Options { timeout, lock_timeout, scope, meanwhile, ..Options::default() };
+    act(run_dir, tenant, action, options)
 }
 
 fn act(

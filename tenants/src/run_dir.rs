@@ -19,10 +19,10 @@ pub(crate) mod claims;
 mod error;
 mod locks;
 mod sockets;
-mod trusted_path;
+pub(crate) mod trusted_path;
 pub(crate) mod turn_files;
 
-pub(crate) use sockets::NAME_LOOK_EVERY;
+pub(crate) use sockets::{NAME_LOOK_EVERY, NAMES_AGAIN_WITHIN};
 
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
@@ -343,7 +343,7 @@ impl TenantDir {
     /// Who holds the coordinator's lock now, as [`RunDirError::Locked`] would name them. Takes no lock, and does not block.
     pub fn lock_holders(&self) -> Vec<u32> {
         // Nobody holds a lock on a file that is not there, and one that cannot be read names nobody.
-        File::open(self.path.join(LOCK_NAME))
+        open_to_read(&self.path.join(LOCK_NAME))
             .map_or_else(|_| Vec::new(), |file| locks::holders(&file))
     }
 
@@ -405,7 +405,12 @@ impl TenantDir {
         self.remove_names_note()?;
         match fs::remove_dir(&self.path) {
             Err(error)
-                if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::DirectoryNotEmpty) =>
+                if !matches!(
+                    error.kind(),
+                    ErrorKind::NotFound
+                        | ErrorKind::DirectoryNotEmpty
+                        | ErrorKind::ReadOnlyFilesystem
+                ) =>
             {
                 Err(io_error("removal", &self.path)(error))
             }
@@ -470,26 +475,53 @@ fn entry_names(path: &Path) -> Result<Vec<String>, RunDirError> {
 
 fn remove_file_if_there(path: &Path) -> Result<(), RunDirError> {
     match fs::remove_file(path) {
-        Err(error) if error.kind() != ErrorKind::NotFound => Err(io_error("removal", path)(error)),
+        // What cannot be removed because nothing can be written there is no harm to those that live.
+        Err(error)
+            if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ReadOnlyFilesystem) =>
+        {
+            Err(io_error("removal", path)(error))
+        }
         Ok(()) | Err(_) => Ok(()),
     }
 }
 
+/// Opens a regular file of a directory that others write to. Anything else is refused: no link is followed, and nobody waits for
+/// the other end of a pipe.
+///
+/// # Errors
+/// What the system said, and of what is no regular file that it is none.
+pub fn open_regular(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
+    let file = options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
+    if file.metadata()?.is_file() { Ok(file) } else { Err(error::no_file()) }
+}
+
+fn open_to_read(path: &Path) -> io::Result<File> {
+    open_regular(OpenOptions::new().read(true), path)
+}
+
+/// Opens a file that locks are taken on, and makes it where there is none. On a file system that takes no writing, to read: that
+/// is enough for locks.
 fn open_lock_file(path: &Path) -> io::Result<File> {
-    OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .custom_flags(libc::O_NOFOLLOW)
-        .open(path)
+    let open = |writes: bool| {
+        let mut options = OpenOptions::new();
+        options.read(true).write(writes).create(writes).truncate(false).mode(0o600);
+        open_regular(&mut options, path)
+    };
+    match open(true) {
+        Err(error) if error.kind() == ErrorKind::ReadOnlyFilesystem => open(false),
+        file => file,
+    }
 }
 
 fn is_still_named(file: &File, path: &Path) -> bool {
+    is_same(file, fs::symlink_metadata(path))
+}
+
+/// Is `file` the one that was `found`?
+fn is_same(file: &File, found: io::Result<fs::Metadata>) -> bool {
     let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
-    let named = fs::symlink_metadata(path).map(identity).ok();
-    named.is_some() && file.metadata().map(identity).ok() == named
+    let found = found.map(identity).ok();
+    found.is_some() && file.metadata().map(identity).ok() == found
 }
 
 #[cfg(test)]

@@ -1,8 +1,9 @@
 //! Which memory of a tenant a pause or resume is about.
 //!
 //! Each process makes of it a selection of its pool, which is the same from the first step to the last and to the undo. What a
-//! pause by tag gives up is *set aside*: its processes run on without it, and a whole pause and resume pass over it. A resume
-//! by tag of a wholly paused process brings back what has no tag, and these tags. An import belongs to its owner's tag, which
+//! pause by tag gives up is *set aside*: its processes run on without it, and a whole pause and resume pass over it. Where
+//! somebody else asks for it and a process has not agreed, all processes stand still instead, and the memory is as after a
+//! whole pause. A resume by tag of a wholly paused process brings back what has no tag, and these tags. An import belongs to its owner's tag, which
 //! comes with the descriptor. A process that pauses its own tags does it alone, unless a peer has imported some of that
 //! memory: then all take part.
 
@@ -20,7 +21,7 @@ pub enum Scope {
     /// All of it. The processes stand still while it is away.
     #[default]
     Whole,
-    /// That with these tags. The processes run on without it.
+    /// That with these tags. The processes run on without it where they ask for it themselves, or have agreed.
     Tags {
         /// Which tags.
         tags: TagNames,
@@ -34,6 +35,7 @@ pub const NCCL_TAG: &str = LIBRARY_TAGS[0];
 
 /// Tags, by name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum TagNames {
     /// Every tag of a region; for a resume, every tag there is.
     All,
@@ -55,6 +57,15 @@ impl TagNames {
         self.into()
     }
 
+    /// Are all of `others` among them?
+    pub(crate) fn cover(&self, others: &Self) -> bool {
+        match (self, others) {
+            (Self::All, _) => true,
+            (Self::Named(names), Self::Named(others)) => names.is_superset(others),
+            (Self::Named(_), Self::All) => false,
+        }
+    }
+
     /// Is NCCL's own memory named, and what else is?
     pub fn names_nccl(&self) -> (bool, usize) {
         match self {
@@ -63,6 +74,15 @@ impl TagNames {
                 let is_named = names.contains(NCCL_TAG);
                 (is_named, names.len() - usize::from(is_named))
             }
+        }
+    }
+}
+
+impl From<&Tags> for TagNames {
+    fn from(tags: &Tags) -> Self {
+        match tags {
+            Tags::Named(names) => Self::Named(names.clone()),
+            Tags::All | Tags::Regions => Self::All,
         }
     }
 }

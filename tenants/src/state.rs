@@ -23,7 +23,7 @@ pub enum MemberState {
 }
 
 impl MemberState {
-    /// Is it paused as a whole?
+    /// Does it stand still, paused?
     pub fn is_away(self) -> bool {
         matches!(self, Self::Paused | Self::Deep)
     }
@@ -44,6 +44,10 @@ pub enum Event {
     PauseBegun,
     /// A pause was undone before anything was released.
     PauseUndone,
+    /// A pause of all that a pause by tag has left began, in a process that stands still.
+    RestBegun,
+    /// That was undone, and the process stands still as before.
+    RestUndone,
     /// All own memory has been given back.
     Released,
     /// The gate was shut for a resume.
@@ -83,10 +87,10 @@ pub struct InvalidTransition {
 pub fn next(state: MemberState, event: Event) -> Result<MemberState, InvalidTransition> {
     use MemberState::{Active, Deep, Faulted, Offloading, Paused, Restoring};
     match (state, event) {
-        (Active, Event::PauseBegun) => Ok(Offloading),
+        (Active, Event::PauseBegun) | (Paused, Event::RestBegun) => Ok(Offloading),
         (Offloading, Event::PauseUndone | Event::TagsReleased)
         | (Restoring, Event::Resumed | Event::TagResumeUndone) => Ok(Active),
-        (Offloading, Event::Released)
+        (Offloading, Event::Released | Event::RestUndone)
         | (Restoring, Event::ResumeUndone)
         | (Deep, Event::Thawed) => Ok(Paused),
         (Paused, Event::Frozen) => Ok(Deep),
@@ -96,6 +100,8 @@ pub fn next(state: MemberState, event: Event) -> Result<MemberState, InvalidTran
             Active | Offloading | Paused | Deep | Restoring | Faulted,
             Event::PauseBegun
             | Event::PauseUndone
+            | Event::RestBegun
+            | Event::RestUndone
             | Event::Released
             | Event::ResumeBegun
             | Event::ResumeUndone
@@ -119,6 +125,8 @@ mod tests {
         let events = [
             Event::PauseBegun,
             Event::PauseUndone,
+            Event::RestBegun,
+            Event::RestUndone,
             Event::Released,
             Event::ResumeBegun,
             Event::ResumeUndone,
@@ -133,6 +141,8 @@ mod tests {
             (Active, Event::PauseBegun, Offloading),
             (Offloading, Event::PauseUndone, Active),
             (Offloading, Event::Released, Paused),
+            (Paused, Event::RestBegun, Offloading),
+            (Offloading, Event::RestUndone, Paused),
             (Paused, Event::ResumeBegun, Restoring),
             (Restoring, Event::ResumeUndone, Paused),
             (Restoring, Event::Resumed, Active),

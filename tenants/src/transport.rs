@@ -22,6 +22,7 @@ mod process;
 #[cfg(test)]
 mod tests;
 
+use std::collections::VecDeque;
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -38,7 +39,7 @@ use serde::de::DeserializeOwned;
 
 pub use error::{Direction, TransportError};
 pub use frame::{Limits, PAYLOAD_BYTES_MAX, REQUEST_BYTES_MAX};
-pub(crate) use process::{BINDING_EXTENSION, Process, has_ended, is_stopped};
+pub(crate) use process::{BINDING_EXTENSION, Process, Watched, has_ended, is_stopped, user_of};
 pub use process::{Listener, Peer, command_of, stat_words};
 
 use vmm_pool::UninheritedFd;
@@ -58,6 +59,8 @@ pub struct Connection {
     stream: UninheritedFd,
     peer: Peer,
     limits: Limits,
+    /// The longest payload of each answer that is due, in their order.
+    due: VecDeque<usize>,
     /// Has this side made the connection?
     asks: bool,
     incoming: Incoming,
@@ -129,10 +132,7 @@ impl Connection {
                 peer: Peer { pid: None },
                 source: errno.into(),
             })?;
-        let peer = Peer {
-            // The kernel says 0 for a process outside our pid namespace.
-            pid: u32::try_from(credentials.pid()).ok().filter(|pid| *pid != 0),
-        };
+        let peer = Peer::at(credentials);
         let own_uid = geteuid().as_raw();
         if credentials.uid() != own_uid {
             return Err(TransportError::ForeignPeer { peer, peer_uid: credentials.uid(), own_uid });
@@ -141,6 +141,7 @@ impl Connection {
             stream: stream.into(),
             peer,
             limits,
+            due: VecDeque::new(),
             asks: false,
             incoming: Incoming::default(),
             outgoing: Outgoing::default(),
@@ -328,6 +329,7 @@ impl Connection {
             }
         }
         let frame = std::mem::take(&mut self.incoming);
+        self.due.pop_front();
         let announced = frame.announced.map_or(0, |announced| announced.fds);
         if frame.fds.len() != announced {
             return Err(TransportError::FdCount {
@@ -377,7 +379,9 @@ impl Connection {
     }
 
     fn check_header(&self, header: [u8; HEADER_BYTES]) -> Result<Header, TransportError> {
-        Header::decode(header, self.limits).map_err(|error| {
+        let most = self.due.front().copied().unwrap_or(self.limits.payload_bytes_max);
+        let limits = Limits { payload_bytes_max: most, ..self.limits };
+        Header::decode(header, limits).map_err(|error| {
             if matches!(error, FrameError::Version { .. }) {
                 self.tell_own_version();
             }
@@ -476,6 +480,15 @@ impl Connection {
         })
     }
 
+    /// Sends `request`. No longer answer than fits it is taken.
+    ///
+    /// # Errors
+    /// As [`Connection::send`].
+    pub fn ask(&mut self, request: &Request, deadline: Instant) -> Result<(), TransportError> {
+        self.due.push_back(request.reply_bytes_max().unwrap_or(PAYLOAD_BYTES_MAX));
+        self.send(request, &[], deadline)
+    }
+
     /// Sends `request` and waits for a reply of any kind, which may bring up to `fds_max` descriptors.
     ///
     /// # Errors
@@ -487,7 +500,7 @@ impl Connection {
         deadline: Instant,
     ) -> Result<(Reply, Vec<OwnedFd>), TransportError> {
         self.limits.fds_max = fds_max.min(FDS_PER_MESSAGE_MAX);
-        let answer = self.send(request, &[], deadline).and_then(|()| self.receive(deadline));
+        let answer = self.ask(request, deadline).and_then(|()| self.receive(deadline));
         self.limits.fds_max = 0;
         answer
     }

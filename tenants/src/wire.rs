@@ -6,15 +6,18 @@
 
 mod ask;
 
-use serde::{Deserialize, Serialize, Serializer};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::{AllocationId, CopiedBytes, KeptBytes, PoolReport};
+use vmm_pool::{AllocationId, CopiedBytes, KeptBytes, LIBRARY_TAGS, PinnedBytes, PoolReport};
 
 use crate::cut::{CutReport, Rank};
 use crate::host_memory::{HostLimit, HostNeed};
 use crate::identity::{MemberId, id_text};
-use crate::references::References;
+use crate::references::{Partner, References};
+use crate::region::{TAG_BYTES_MAX, TAGS_MAX};
 use crate::saving::map::{ProcessName, SaveAccount};
+use crate::scope::TagNames;
 use crate::stepping::Activity;
 use crate::turns::{Class, Weight};
 
@@ -22,12 +25,12 @@ pub use crate::phase::{Action, Order, Phase, Told, Window};
 pub use crate::state::MemberState;
 pub use ask::{
     Ask, AskLent, AwaitConsent, Borrower, Count, Drain, Failure, FailureKind, FetchFds, GiveUp,
-    Hello, Hold, HostStep, LookIdle, Needs, SaveStep, SentFds, SpillStep, Stats, StepOn, TakePhase,
-    Withdraw,
+    Hello, Hold, HostStep, LookIdle, Needs, STATS_BYTES_MAX, SaveStep, SentFds, SpillStep, Stats,
+    StepOn, TakePhase, Withdraw,
 };
 
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
-pub const PROTOCOL_VERSION: u16 = 29;
+pub const PROTOCOL_VERSION: u16 = 30;
 
 /// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -134,14 +137,17 @@ pub enum Reply {
 /// What a process shares with other tenants.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lending {
-    /// Own memory that processes of other tenants have open.
+    /// Own memory that processes of other tenants have open; and memory of this pause by tag that it has open itself, and has
+    /// not agreed to run without.
     pub lent: Vec<Lent>,
     /// What was borrowed from other tenants, and a pause has given up.
     pub wanted: Vec<Wanted>,
+    /// Processes of its own tenant that it shares memory with.
+    pub partners: Vec<Partner>,
 }
 
-/// Memory that one process of another tenant has open.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// Memory that one process of another tenant has open, or of its own.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Lent {
     /// Its tenant.
@@ -264,8 +270,8 @@ pub struct PhaseReport {
     pub notes: Vec<String>,
     /// Of [`Phase::Prepare`], and where memory goes by stages or early of their releases: what became of the contents that are kept.
     pub kept: Option<KeptBytes>,
-    /// Of [`Phase::Release`]: device memory that should have gone and has not, which the notes name.
-    pub stayed_bytes: u64,
+    /// Of [`Phase::Release`]: device memory that stays, and was to make room for others.
+    pub stays: Vec<PinnedBytes>,
     /// Of a pause or resume by stages: how far it is.
     pub stage: Option<StageReport>,
 }
@@ -292,7 +298,7 @@ impl PhaseReport {
             }
         }
         self.notes.extend(next.notes);
-        self.stayed_bytes = self.stayed_bytes.saturating_add(next.stayed_bytes);
+        PinnedBytes::merge(&mut self.stays, &next.stays);
         self.kept = match (self.kept, next.kept) {
             (Some(one), Some(more)) => Some(one.plus(more)),
             (one, more) => one.or(more),
@@ -401,8 +407,10 @@ pub struct MemberInfo {
     pub version: String,
     /// Where it stands.
     pub state: MemberState,
-    /// Device memory that its pause should have given back and has not. 0 where it is not paused.
-    pub stayed_bytes: u64,
+    /// Device memory that a pause of it leaves, or has left if it is paused.
+    pub stays: Vec<PinnedBytes>,
+    /// The tags of memory without which it stands still, since a pause of that memory alone.
+    pub stands_without: Option<TagNames>,
     /// Is it held on the way to a cut?
     pub held: bool,
     /// Is a pause or resume of it not over? Orders of it may still be to be taken, whatever the state says until then.
@@ -412,7 +420,18 @@ pub struct MemberInfo {
     /// The last step that it was told to take.
     pub asked: Option<Asked>,
     /// The tags of its regions, in order of their names.
+    #[serde(deserialize_with = "tags_of_peer")]
     pub tags: Vec<TagBytes>,
+}
+
+/// No more and no longer ones than a process has.
+fn tags_of_peer<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<TagBytes>, D::Error> {
+    let tags: Vec<TagBytes> = Vec::deserialize(deserializer)?;
+    let is_long = |tag: &TagBytes| tag.tag.len() > TAG_BYTES_MAX;
+    if tags.len() > TAGS_MAX + LIBRARY_TAGS.len() || tags.iter().any(is_long) {
+        return Err(D::Error::custom("more or longer tags than a process has"));
+    }
+    Ok(tags)
 }
 
 impl From<&MemberInfo> for ProcessName {
@@ -434,6 +453,8 @@ pub struct TagBytes {
     pub away_bytes: u64,
     /// Imported from other processes, and given up.
     pub imported_away_bytes: u64,
+    /// Has the process agreed to run without it?
+    pub runs_without: bool,
 }
 
 /// A step of one pause or resume.

@@ -21,7 +21,7 @@ const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
 const SMALL: u64 = 2 * memory::UNIT;
 const TOTAL: u64 = 1000 * CHUNK;
 /// Everything has happened by then.
-const LIMIT: Duration = Duration::from_secs(30);
+const LIMIT: Duration = Duration::from_mins(5);
 
 /// A process that keeps something, and its memory.
 fn process(place: &Place, host_figures: fn() -> Vec<HostFigure>) -> (Process, VaRange) {
@@ -51,7 +51,8 @@ fn keep(member: &Process, units: u64) -> VaRange {
 
 fn coordinator(place: &Place) -> Coordinator {
     let tenant = TenantName::new("train").unwrap();
-    Coordinator::new(place.run_dir().clone(), tenant, Options::default())
+    let options = Options { contact_timeout: LIMIT, ..Options::default() };
+    Coordinator::new(place.run_dir().clone(), tenant, options)
 }
 
 fn prepare(place: &Place) -> PrepareReport {

@@ -16,7 +16,7 @@ use tenants::cut::{
 };
 use tenants::host_memory::{HostLimit, HostNeed, LimitKind};
 use tenants::identity::{MemberId, TENANT_NAME_BYTES_MAX, TenantName};
-use tenants::references::{References, Stay};
+use tenants::references::{Partner, References, Stay};
 use tenants::saving::DirName;
 use tenants::saving::map::SaveAccount;
 use tenants::scope::{Scope, TagNames};
@@ -35,8 +35,8 @@ use tenants::wire::{
 };
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{
-    AllocationId, CopiedBytes, Copying, Held, HostDemand, KeptBytes, Part, PoolReport, SlabTotals,
-    StayReason,
+    AllocationId, CopiedBytes, Copying, Held, HostDemand, KeptBytes, Part, PinnedBytes, PoolReport,
+    SlabTotals, StayReason,
 };
 
 const ID: AllocationId = AllocationId(*b"0123456789abcdef");
@@ -243,13 +243,17 @@ fn phase_report() -> PhaseReport {
             total_bytes: 80 << 30,
         }],
         notes: vec!["something stays".to_owned()],
-        stayed_bytes: 5 << 20,
+        stays: vec![stays()],
         kept: Some(KeptBytes { zero_bytes: 7 << 30, unchanged_bytes: 2 << 30, copied_bytes: 1 }),
         stage: Some(StageReport {
             copied_bytes: 1 << 30,
             left: vec![StageLeft { uuid: "00ff".to_owned(), bytes: 5, smallest_bytes: 2 }],
         }),
     }
+}
+
+fn stays() -> PinnedBytes {
+    PinnedBytes { reason: "the driver has it".to_owned(), bytes: 5 << 20, count: 2 }
 }
 
 fn drained() -> Drained {
@@ -267,6 +271,7 @@ fn drained() -> Drained {
         taken: vec![(MemberId(9), vec![Held { id: ID, is_pinned: false }])],
         shares_scope: true,
         lent: vec![MemberId(11)],
+        partners: vec![Partner { member: MemberId(12), pid: Some(4244) }],
     };
     Drained { host: HostNeed { demand, limits }, references }
 }
@@ -284,7 +289,11 @@ fn lending() -> Lending {
         bytes: 3 << 30,
     };
     let wanted = Wanted { tenant: "train".to_owned(), count: 4, bytes: 1 << 30 };
-    Lending { lent: vec![lent], wanted: vec![wanted] }
+    Lending {
+        lent: vec![lent],
+        wanted: vec![wanted],
+        partners: vec![Partner { member: MemberId(9), pid: None }],
+    }
 }
 
 const IDLENESS: Idleness = Idleness { quiet_us: 12_000_000, is_drained: true, waiting_calls: 2 };
@@ -301,7 +310,8 @@ fn member() -> MemberInfo {
         command: "python train.py".to_owned(),
         version: "0.1.0".to_owned(),
         state: MemberState::Paused,
-        stayed_bytes: 6 << 20,
+        stands_without: Some(TagNames::Named(["kv".to_owned()].into())),
+        stays: vec![stays()],
         held: true,
         in_round: true,
         nccl_waits: true,
@@ -311,6 +321,7 @@ fn member() -> MemberInfo {
             resident_bytes: 2 << 20,
             away_bytes: 40 << 30,
             imported_away_bytes: 1 << 30,
+            runs_without: true,
         }],
     }
 }

@@ -10,9 +10,12 @@
  *   hungry DEVICE BYTES creates, and where that is refused frees the oldest and tries again, as a caching allocator
  *                       does; answers with its number and how many were freed
  *   tag NAME, untag     a region of the calling thread
+ *   user UID            obeys and acts as another user from now on
  */
 #include "../simcuda/programs/driver.h"
 #include "lines.h"
+
+#include <unistd.h>
 
 enum { DEVICES_MAX = 8, KEPT_MAX = 4096 };
 
@@ -161,6 +164,15 @@ static void region(const char *tag)
     puts(code == 0 ? "ok" : "no region");
 }
 
+/* A child that outlives its parent, and holds none of its pipes. */
+static void leave_child(void)
+{
+    pid_t child = fork();
+    if (child == 0)
+        live_on();
+    printf(child < 0 ? "fail fork\n" : "ok %d\n", (int)child);
+}
+
 static void obey(const char *line)
 {
     char word[64] = "", tag[64] = "";
@@ -176,7 +188,9 @@ static void obey(const char *line)
             return;
         }
     }
-    if (strcmp(word, "free") == 0) {
+    if (strcmp(word, "leave") == 0) {
+        leave_child();
+    } else if (strcmp(word, "free") == 0) {
         say(give_back(&kept[device]), device);
     } else if (strcmp(word, "info") == 0) {
         use(device);
@@ -191,6 +205,8 @@ static void obey(const char *line)
         hungry(device, size);
     } else if (sscanf(line, "tag %63s", tag) == 1) {
         region(tag);
+    } else if (strcmp(word, "user") == 0) {
+        puts(seteuid((uid_t)device) == 0 ? "ok" : "no such user");
     } else if (strcmp(word, "untag") == 0) {
         region(NULL);
     } else {

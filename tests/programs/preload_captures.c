@@ -7,6 +7,7 @@
  *   meets     another thread frees all the time, while captures begin and end
  *   early     a capture is older than the process's memory, and so than its part in a tenant; older: than an attach
  *   dropped   the stream under capture ends, by the name of CUDA 2
+ *   ordered   the capturing thread frees in the order of the captured stream, which no graph can do
  *
  * It prints the same with and without Sublet. */
 #include "driver.h"
@@ -229,6 +230,17 @@ static void dropped(void)
     printf("dropped: free %s\n", driver_error(cuMemFree(kept)));
 }
 
+/* Plain memory is no graph's to free. It stays, and the graph uses it. */
+static void ordered(void)
+{
+    begin(RELAXED);
+    driver_fill(gone, 3, WORDS, captured);
+    printf("ordered: free %s\n", driver_error(cuMemFreeAsync(gone, captured)));
+    end("ordered");
+    printf("ordered: sum %llu\n", (unsigned long long)driver_sum(gone, WORDS, NULL));
+    printf("ordered: free afterwards %s\n", driver_error(cuMemFree(gone)));
+}
+
 int main(int count, char **words)
 {
     inside_deadline(120);
@@ -249,6 +261,8 @@ int main(int count, char **words)
             before("older", 0, join_by_attach);
         else if (strcmp(words[i], "dropped") == 0)
             dropped();
+        else if (strcmp(words[i], "ordered") == 0)
+            ordered();
         else if (strcmp(words[i], "meets") == 0)
             meets();
     }

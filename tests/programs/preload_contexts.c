@@ -10,6 +10,12 @@
  *   plain     destroy, by the names of CUDA 2
  *   late      a block is given up twice simultaneously, by a stream that has freed it and with its context; another lies there then
  *   work      a kernel runs in a context that is older than an attach; plain-work: in one made by the name of CUDA 2
+ *   refused   the driver refuses the end of a context, in which a kernel runs then; held: another reference keeps the context
+ *   owner     a block is freed in the primary context, while the context that it was made in works with it
+ *   others    a block is freed in a context of another device, while a context works with it that it was not made in
+ *   captured  a context ends while a stream of it is captured
+ *   again     contexts come and go while there is no other, and are paused each
+ *   survivor  a context of the program's own outlives a reset of the primary one
  *
  * It prints the same with and without Sublet. */
 #include "driver.h"
@@ -108,8 +114,25 @@ static void plain(void)
     print_left("plain");
 }
 
-/* A pause finds work in that context, and memory that the work is about to use. */
-static void work(const char *what, CUresult (*create)(CUcontext *, unsigned, CUdevice))
+static void end_nothing(CUcontext own)
+{
+    (void)own;
+}
+
+static void end_refused(CUcontext own)
+{
+    printf("refused: %s\n", driver_error(context_destroy(own)));
+}
+
+static void end_one_of_two(CUcontext own)
+{
+    CUcontext again = NULL;
+    OK(context_attach(&again, 0));
+    OK(context_detach(own));
+}
+
+/* A pause finds work in that context, and memory that the work is about to use. The context has outlived `end`. */
+static void work(const char *what, CUresult (*create)(CUcontext *, unsigned, CUdevice), void (*end)(CUcontext))
 {
     CUcontext own = NULL;
     CUstream working = NULL, other = NULL;
@@ -123,6 +146,7 @@ static void work(const char *what, CUresult (*create)(CUcontext *, unsigned, CUd
     OK(cuCtxSynchronize());
     OK(cuStreamCreate(&working, 1));
     OK(cuStreamCreate(&other, 1));
+    end(own);
     void *params[] = {&flag};
     driver_launch("spin_until_nonzero", working, params);
     driver_fill(block, 7, WORK_WORDS, working);
@@ -318,12 +342,126 @@ static void late(void)
     }
 }
 
+static struct {
+    CUcontext context;
+    CUdeviceptr block;
+    CUresult code;
+    volatile bool is_over;
+} to_free;
+
+static void *free_in_a_thread(void *unused)
+{
+    OK(cuCtxSetCurrent(to_free.context));
+    to_free.code = cuMemFree(to_free.block);
+    to_free.is_over = true;
+    return unused;
+}
+
+/* A context of the program's own works with a block, of that context or of the primary one. It is freed in another context: in the
+ * primary one, or in one of device 1. */
+static void free_at_work(const char *what, bool is_owner)
+{
+    CUcontext own = NULL;
+    CUstream working = NULL, other = NULL;
+    CUdeviceptr flag = 0;
+    to_free.context = primary;
+    if (!is_owner) {
+        OK(cuDevicePrimaryCtxRetain(&to_free.context, 1));
+        OK(cuMemAlloc(&to_free.block, WORK_BYTES));
+    }
+    OK(cuStreamCreate(&other, 1));
+    OK(context_create(&own, 0, 0));
+    if (is_owner)
+        OK(cuMemAlloc(&to_free.block, WORK_BYTES));
+    OK(cuMemAlloc(&flag, 4));
+    OK(cuMemsetD8(flag, 0, 4));
+    OK(cuCtxSynchronize());
+    OK(cuStreamCreate(&working, 1));
+    void *params[] = {&flag};
+    driver_launch("spin_until_nonzero", working, params);
+    driver_fill(to_free.block, 7, WORK_WORDS, working);
+    pthread_t frees = begin_thread(free_in_a_thread, NULL);
+    /* Too short a wait lets a wrong free pass, and never fails a right one. */
+    usleep(300000);
+    bool was_early = to_free.is_over;
+    OK(cuMemsetD32Async(flag, 1, 1, other));
+    pthread_join(frees, NULL);
+    printf("%s: free %s, %s, ", what, driver_error(to_free.code), was_early ? "too early" : "after the work");
+    printf("stream %s\n", driver_error(cuStreamSynchronize(working)));
+    OK(cuMemFree(flag));
+    OK(context_destroy(own));
+}
+
+static void captured(void)
+{
+    CUcontext own = NULL;
+    CUstream stream = NULL;
+    CUdeviceptr block = 0;
+    OK(context_create(&own, 0, 0));
+    OK(cuMemAlloc(&block, BYTES));
+    OK(cuStreamCreate(&stream, 1));
+    OK(cuStreamBeginCapture(stream, 2));
+    OK(context_destroy(own));
+    OK(cuCtxSetCurrent(primary));
+    OK(cuMemAlloc(&block, BYTES));
+    driver_fill(block, 7, WORDS, NULL);
+    inside_pause();
+    inside_resume();
+    printf("captured: sum %llu\n", (unsigned long long)driver_sum(block, WORDS, NULL));
+    OK(cuMemFree(block));
+}
+
+/* Device 1 has contexts of both kinds when it is paused first. */
+static void survivor(void)
+{
+    CUcontext own = NULL, second = NULL;
+    CUdeviceptr block = 0, other = 0;
+    uint32_t word = 0;
+    OK(cuDevicePrimaryCtxRetain(&second, 1));
+    OK(cuCtxSetCurrent(second));
+    OK(cuMemAlloc(&other, BYTES));
+    OK(context_create(&own, 0, 1));
+    OK(cuMemAlloc(&block, BYTES));
+    OK(cuMemsetD8(block, 7, BYTES));
+    inside_pause();
+    inside_resume();
+    OK(context_reset(1));
+    inside_pause();
+    inside_resume();
+    OK(cuMemcpyDtoH(&word, block + BYTES - 4, 4));
+    printf("survivor: word %x\n", word);
+    OK(cuMemFree(block));
+    OK(context_destroy(own));
+}
+
 static int has_primary(void)
 {
     unsigned flags = 0;
     int is_active = 0;
     OK(context_state(0, &flags, &is_active));
     return is_active;
+}
+
+/* A module that was loaded in a context has ended with it, though the next one has its value. */
+static int again(void)
+{
+    driver_load();
+    look_up();
+    OK(cuInit(0));
+    for (int i = 0; i < 2; i++) {
+        CUcontext own = NULL;
+        CUdeviceptr block = 0;
+        uint32_t word = 0;
+        OK(context_create(&own, 0, 0));
+        OK(cuMemAlloc(&block, BYTES));
+        OK(cuMemsetD8(block, 7, BYTES));
+        inside_pause();
+        inside_resume();
+        OK(cuMemcpyDtoH(&word, block + BYTES - 4, 4));
+        printf("again: word %x\n", word);
+        OK(context_destroy(own));
+    }
+    return 0;
 }
 
 static int alone(void)
@@ -355,6 +493,8 @@ int main(int count, char **words)
     inside_deadline(120);
     if (count == 2 && strcmp(words[1], "alone") == 0)
         return alone();
+    if (count == 2 && strcmp(words[1], "again") == 0)
+        return again();
     driver_start();
     look_up();
     OK(cuDevicePrimaryCtxRetain(&primary, 0));
@@ -364,9 +504,21 @@ int main(int count, char **words)
         else if (strcmp(words[i], "plain") == 0)
             plain();
         else if (strcmp(words[i], "work") == 0)
-            work("work", context_create);
+            work("work", context_create, end_nothing);
         else if (strcmp(words[i], "plain-work") == 0)
-            work("plain-work", context_create_plain);
+            work("plain-work", context_create_plain, end_nothing);
+        else if (strcmp(words[i], "refused") == 0)
+            work("refused", context_create, end_refused);
+        else if (strcmp(words[i], "held") == 0)
+            work("held", context_create, end_one_of_two);
+        else if (strcmp(words[i], "owner") == 0)
+            free_at_work("owner", true);
+        else if (strcmp(words[i], "others") == 0)
+            free_at_work("others", false);
+        else if (strcmp(words[i], "captured") == 0)
+            captured();
+        else if (strcmp(words[i], "survivor") == 0)
+            survivor();
         else if (strcmp(words[i], "detach") == 0)
             detach();
         else if (strcmp(words[i], "release") == 0)

@@ -2,14 +2,18 @@
  * rows, waits for values and writes of them, cooperative launches.
  *
  * Each writes a value of its own where it alone writes. The process pauses itself, a thread a call then makes all of them, and
- * none is done before the resume. It prints the same with and without Sublet. */
+ * none is done before the resume. It prints the same with and without Sublet.
+ *
+ * With the word `asleep` the process runs on without that memory: each call is refused, and the context lives. */
 #include "driver.h"
 #include "inside.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <string.h>
+#include <sublet.h>
 
-enum { ROW = 64, PITCH = 256, ROWS = 4, PLACE = PITCH * ROWS, BYTES = 8 << 20, HOST = 1, DEVICE = 2 };
+enum { ROW = 64, PITCH = 256, ROWS = 4, PLACE = PITCH * ROWS, BYTES = 8 << 20, HOST = 1, DEVICE = 2, NOT_PERMITTED = 800 };
 
 typedef struct {
     size_t x, y;
@@ -71,6 +75,7 @@ static unsigned char host[PLACE];
 static CUdeviceptr managed;
 static atomic_int done;
 static atomic_int is_resumed;
+static int is_asleep;
 
 static void *found(const char *name)
 {
@@ -160,6 +165,32 @@ static CUresult fill_16(void *function, CUdeviceptr place)
     return ((CUresult(*)(CUdeviceptr, unsigned short, size_t, CUstream))function)(place, 0x0707, ROW / 2, stream);
 }
 
+static CUresult fill_8(void *function, CUdeviceptr place)
+{
+    return ((CUresult(*)(CUdeviceptr, unsigned char, size_t, CUstream))function)(place, 7, ROW, stream);
+}
+
+static CUresult fill_32(void *function, CUdeviceptr place)
+{
+    return ((CUresult(*)(CUdeviceptr, unsigned, size_t, CUstream))function)(place, 0x07070707, ROW / 4, stream);
+}
+
+static CUresult copy_line(void *function, CUdeviceptr place)
+{
+    return ((CUresult(*)(CUdeviceptr, CUdeviceptr, size_t, CUstream))function)(place, pattern, ROW, stream);
+}
+
+static CUresult copy_line_in(void *function, CUdeviceptr place)
+{
+    return ((CUresult(*)(CUdeviceptr, const void *, size_t, CUstream))function)(place, host, ROW, stream);
+}
+
+static CUresult copy_line_across(void *function, CUdeviceptr place)
+{
+    typedef CUresult (*Across)(CUdeviceptr, CUcontext, CUdeviceptr, CUcontext, size_t, CUstream);
+    return ((Across)function)(place, context, pattern, context, ROW, stream);
+}
+
 static CUresult copy_batch(void *function, CUdeviceptr place)
 {
     typedef CUresult (*Batch)(CUdeviceptr *, CUdeviceptr *, size_t *, size_t, void *, size_t *, size_t, size_t *, CUstream);
@@ -210,13 +241,15 @@ static CUresult value_64(void *function, CUdeviceptr place)
 
 static CUresult waited_32(void *function, CUdeviceptr place)
 {
-    OK(cuMemsetD32Async(place, 0x07070707, 1, stream));
+    if (!is_asleep)
+        OK(cuMemsetD32Async(place, 0x07070707, 1, stream));
     return value_32(function, place);
 }
 
 static CUresult waited_64(void *function, CUdeviceptr place)
 {
-    OK(cuMemsetD32Async(place, 0x07070707, 2, stream));
+    if (!is_asleep)
+        OK(cuMemsetD32Async(place, 0x07070707, 2, stream));
     return value_64(function, place);
 }
 
@@ -258,6 +291,30 @@ static const struct {
     const char *name;
     Act act;
 } calls[] = {
+    {"cuMemcpy", copy_line},
+    {"cuMemcpy_ptds", copy_line},
+    {"cuMemcpyDtoD_v2", copy_line},
+    {"cuMemcpyDtoD_v2_ptds", copy_line},
+    {"cuMemcpyHtoD_v2", copy_line_in},
+    {"cuMemcpyHtoD_v2_ptds", copy_line_in},
+    {"cuMemcpyPeer", copy_line_across},
+    {"cuMemcpyPeer_ptds", copy_line_across},
+    {"cuMemsetD8_v2", fill_8},
+    {"cuMemsetD8_v2_ptds", fill_8},
+    {"cuMemsetD32_v2", fill_32},
+    {"cuMemsetD32_v2_ptds", fill_32},
+    {"cuMemcpyAsync", copy_line},
+    {"cuMemcpyAsync_ptsz", copy_line},
+    {"cuMemcpyDtoDAsync_v2", copy_line},
+    {"cuMemcpyDtoDAsync_v2_ptsz", copy_line},
+    {"cuMemcpyHtoDAsync_v2", copy_line_in},
+    {"cuMemcpyHtoDAsync_v2_ptsz", copy_line_in},
+    {"cuMemcpyPeerAsync", copy_line_across},
+    {"cuMemcpyPeerAsync_ptsz", copy_line_across},
+    {"cuMemsetD8Async", fill_8},
+    {"cuMemsetD8Async_ptsz", fill_8},
+    {"cuMemsetD32Async", fill_32},
+    {"cuMemsetD32Async_ptsz", fill_32},
     {"cuMemcpy2D_v2", copy_rows},
     {"cuMemcpy2D_v2_ptds", copy_rows},
     {"cuMemcpy2DUnaligned_v2", copy_rows},
@@ -368,7 +425,57 @@ static void check(const char *when)
     OK(cuCtxSynchronize());
 }
 
-int main(void)
+/* Kernels are not looked at, prefetches are of other memory, and so is what goes into the array. */
+static int is_looked_at(Act act)
+{
+    return act != launch && act != prefetch_v2 && act != prefetch_batch && act != to_array;
+}
+
+static CUresult copy_out_later(void)
+{
+    return cuMemcpyDtoHAsync(host, memory, ROW, stream);
+}
+
+/* Without the memory of a tag, the process goes on. */
+static int sleep_and_wake(void)
+{
+    typedef int (*ByTag)(const char *, const char *const *, size_t, int, uint32_t);
+    ByTag pause = (ByTag)found("sublet_pause_tags"), resume = (ByTag)found("sublet_resume_tags");
+    const char *tags[] = {"weights"};
+    int refused = 0, looked_at = 0;
+    is_asleep = 1;
+    printf("asleep %d\n", pause(NULL, tags, 1, SUBLET_WHOSE_PROCESS, 0));
+    for (size_t call = 0; call < CALLS; call++) {
+        if (!is_looked_at(calls[call].act))
+            continue;
+        CUresult code = calls[call].act(found(calls[call].name), place_of(call));
+        looked_at++;
+        refused += code == NOT_PERMITTED;
+        if (code != NOT_PERMITTED)
+            printf("%s: %s\n", calls[call].name, driver_error(code));
+    }
+    printf("refused: all %d\n", looked_at > 60 && refused == looked_at);
+    printf("copied out: %d %d\n", cuMemcpyDtoH(host, memory, ROW), copy_out_later());
+    /* A value that is left over in a structure is no address of this copy's. */
+    Copy2d rows = {.from = {.kind = HOST, .host = host, .device = memory, .pitch = ROW},
+                   .to = {.kind = DEVICE, .host = (void *)memory, .device = pattern, .pitch = PITCH}, .width = ROW, .height = ROWS};
+    Operation flush = {.kind = 3, .address = memory};
+    Operation pointer = {.kind = 5, .address = pattern + PLACE, .value = memory};
+    OK(((OfPointerAndStream)found("cuMemcpy2DAsync_v2"))(&rows, stream));
+    typedef CUresult (*Operations)(CUstream, unsigned, Operation *, unsigned);
+    CUresult flushed = ((Operations)found("cuStreamBatchMemOp_v2"))(stream, 1, &flush, 0);
+    printf("other memory: flush %d, its address written %d\n", flushed == NOT_PERMITTED,
+           ((Operations)found("cuStreamBatchMemOp_v2"))(stream, 1, &pointer, 0));
+    printf("the context lives: %d\n", launch(found("cuLaunchCooperativeKernel"), pattern));
+    OK(cuCtxSynchronize());
+    printf("awake %d\n", resume(NULL, tags, 1, SUBLET_WHOSE_PROCESS, 0));
+    unsigned char byte = 0;
+    OK(cuMemcpyDtoH(&byte, memory, 1));
+    printf("contents %d\n", byte);
+    return 0;
+}
+
+int main(int count, char **words)
 {
     pthread_t threads[CALLS];
     CUmodule module = NULL;
@@ -384,7 +491,12 @@ int main(void)
     OK(cuModuleLoadData(&module, "image"));
     OK(cuModuleGetFunction(&store, module, "store_u32"));
     /* Large enough to leave with a pause: calls about what stays are not held. */
+    int sleeps = count > 1 && strcmp(words[1], "asleep") == 0;
+    if (sleeps)
+        ((int (*)(const char *, int))found("sublet_region_begin"))("weights", SUBLET_CONTENTS_KEEP);
     OK(cuMemAlloc(&memory, BYTES));
+    if (sleeps)
+        ((int (*)(void))found("sublet_region_end"))();
     OK(cuMemsetD8(memory, 0, (size_t)CALLS * PLACE));
     OK(cuMemAlloc(&pattern, BYTES));
     OK(cuMemsetD8(pattern, 7, PLACE));
@@ -393,6 +505,10 @@ int main(void)
     OK(to_array(found("cuMemcpyDtoA_v2"), 0));
     memset(host, 7, sizeof host);
     OK(cuCtxSynchronize());
+    if (sleeps) {
+        OK(cuMemsetD8(memory, 9, 1));
+        return sleep_and_wake();
+    }
     atomic_store(&is_resumed, 1);
     for (size_t call = 0; call < CALLS; call++)
         make_call((void *)call);

@@ -1,7 +1,9 @@
-/* A process that has joined forks children which end in various ways; then it uses its memory again. */
+/* A process that has joined forks children which end in various ways; then it uses its memory again. The word child-only: one child
+ * alone, the same with and without Sublet. The word unseen: a child that no handler of forks is told of. */
 #define _GNU_SOURCE
 #include "driver.h"
 
+#include <ftw.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -66,6 +68,38 @@ static pid_t child_forks(void)
     return child;
 }
 
+static int sockets;
+static ino_t last_socket;
+static struct timespec last_made;
+
+static int note_socket(const char *path, const struct stat *status, int kind)
+{
+    (void)path, (void)kind;
+    if (S_ISSOCK(status->st_mode)) {
+        sockets++;
+        last_socket = status->st_ino;
+        last_made = status->st_ctim;
+    }
+    return 0;
+}
+
+/* The child ends as a program does. The socket of its parent is the same afterwards, and no other that was made again. */
+static void child_is_unseen(void)
+{
+    const char *folder = getenv("SUBLET_RUN_DIR");
+    fflush(stdout);
+    ftw(folder, note_socket, 8);
+    ino_t socket = last_socket;
+    struct timespec made = last_made;
+    pid_t child = _Fork();
+    if (child == 0)
+        exit(0);
+    await(child, "unseen child");
+    last_socket = 0;
+    ftw(folder, note_socket, 8);
+    printf("sockets: %d, the same %d\n", sockets, socket == last_socket && memcmp(&made, &last_made, sizeof made) == 0);
+}
+
 int main(int argc, char **argv)
 {
     CUdeviceptr memory = 0, more = 0;
@@ -73,6 +107,10 @@ int main(int argc, char **argv)
     OK(cuMemAlloc(&memory, WORDS * 4));
     driver_fill(memory, 35, WORDS, NULL);
     OK(cuCtxSynchronize());
+    if (argc > 1 && strcmp(argv[1], "unseen") == 0) {
+        child_is_unseen();
+        return 0;
+    }
     await(child_uses_driver(argc == 1), "child");
     if (argc > 1)
         return 0;

@@ -74,6 +74,9 @@ int main(void)
     int begun_turns = sublet_turn_begin(30000) + sublet_turn_begin(0);
     int switched = sublet_switch_tenant(NULL, 0) + sublet_resume_in_turn(NULL, 0), nobody = sublet_switch_tenant("nobody", 0) != 0;
     int ended_turns = sublet_turn_end() + sublet_turn_end();
+    /* Nobody is asked from here on, which changes nothing for who does not wait. */
+    if (sublet_ask_while_waiting(NULL, NULL) != 0)
+        return 1;
     printf("turns %d %d, one end too many %d, switched %d, to nobody %d\n", begun_turns, ended_turns, sublet_turn_end(),
            switched, nobody);
     int set_budget = sublet_set_budget(NULL, "0=64MiB");

@@ -147,23 +147,6 @@ static void late(void)
     printf("allocation %d %s\n", code, file_of((void *)allocate));
 }
 
-static void absent(void)
-{
-    printf("no driver %d\n", dlopen("libcuda.so.1", RTLD_NOW) == NULL);
-    int (*create)(uint64_t *, size_t, const void *, uint64_t) =
-        (int (*)(uint64_t *, size_t, const void *, uint64_t))dlsym(RTLD_DEFAULT, "cuMemCreate");
-    int (*allocate)(uint64_t *, size_t) = (int (*)(uint64_t *, size_t))dlsym(RTLD_DEFAULT, "cuMemAlloc_v2");
-    int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
-                  void **) = dlsym(RTLD_DEFAULT, "cuLaunchKernel");
-    int (*lookup)(const char *, void **, int, uint64_t, int *) = dlsym(RTLD_DEFAULT, "cuGetProcAddress_v2");
-    uint64_t value = 0;
-    int prop[8] = {1, 1, 1, 0}, status = 0;
-    void *found = NULL;
-    printf("cuMemCreate %d, cuMemAlloc %d, cuLaunchKernel %d, lookup %d\n", create(&value, 2 << 20, prop, 0),
-           allocate(&value, 4), launch(NULL, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL),
-           lookup("cuInit", &found, 12000, 0, &status));
-}
-
 int main(int argc, char **argv)
 {
     static const struct {
@@ -171,7 +154,7 @@ int main(int argc, char **argv)
         void (*run)(void);
     } modes[] = {{"default", by_default}, {"dlvsym", by_version}, {"dlmopen", other_namespace},
                  {"unrelated", unrelated}, {"missing", missing},  {"threads", threads},
-                 {"late", late},           {"absent", absent}};
+                 {"late", late}};
     for (size_t i = 0; argc > 1 && i < sizeof modes / sizeof modes[0]; i++) {
         if (strcmp(argv[1], modes[i].name) == 0) {
             attach_if_asked();

@@ -5,6 +5,7 @@
  *   preload_look cases                        what is refused, what a graph uses, what is not seen
  *   preload_look region                       memory of a region that is paged, as cuMemAlloc gives it
  *   preload_look contexts                     the same memory, used in two contexts by turns
+ *   preload_look windows                      memory of two windows, used by one call
  *   preload_look handle                       the same memory, which a network card has
  *
  * Kernels are given addresses as they are, inside of structures, and several in one. */
@@ -111,7 +112,15 @@ static void use(Worker *worker, int round)
     switch (draw(worker, 8)) {
     case 0: {
         void *params[] = {&place, &value, &many};
-        launch(fill, stream, params);
+        struct {
+            uint64_t place;
+            uint32_t value;
+            uint64_t many;
+        } together = {place, value, many};
+        size_t bytes = sizeof together;
+        /* CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE and CU_LAUNCH_PARAM_END. */
+        void *extra[] = {(void *)1, &together, (void *)2, &bytes, NULL};
+        OK(cuLaunchKernel(fill, 1, 1, 1, 32, 1, 1, 0, stream, round % 2 ? NULL : params, round % 2 ? extra : NULL));
         for (size_t i = 0; i < count; i++)
             span->words[at + i] = value;
         break;
@@ -309,7 +318,7 @@ static int cases(void)
     printf("replayed %d\n", found == value);
     /* The thread's own stream, which has the same value for all threads. */
     CUresult (*own)(CUdeviceptr, unsigned, size_t, CUstream) = NULL;
-    own = (CUresult(*)(CUdeviceptr, unsigned, size_t, CUstream))dlsym(RTLD_DEFAULT, "cuMemsetD32Async_ptsz");
+    own = (CUresult(*)(CUdeviceptr, unsigned, size_t, CUstream))dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuMemsetD32Async_ptsz");
     for (int i = 1; i < 4 && own != NULL; i++)
         OK(own(spans[i], 9, 4, NULL));
     OK(cuCtxSynchronize());
@@ -467,11 +476,52 @@ static int handle(void)
     return 0;
 }
 
+/* A call whose use of one window has not ended keeps the only frame there. */
+static int windows(void)
+{
+    enum { WAIT_MS = 10000 };
+    uint64_t pagers[2] = {look_for(1), look_for(1)}, spans[2][2] = {{0}}, count = 4;
+    uint32_t value = 7, found = 0;
+    CUstream stream = NULL;
+    OK(cuStreamCreate(&stream, 1));
+    for (int i = 0; i < 4; i++)
+        if (sublet_page_alloc(pagers[i / 2], CHUNK, &spans[i / 2][i % 2]) != 0)
+            exit(1);
+    Each each = {{spans[0][0], spans[1][0]}, count, 2, 0};
+    void *params[] = {&each, &value};
+    launch(add_each, stream, params);
+    int late = sublet_page_flush(pagers[0], WAIT_MS) + sublet_page_flush(pagers[1], WAIT_MS), right = 0;
+    for (int i = 0; i < 2 && late == 0; i++) {
+        OK(cuMemsetD32Async(spans[i][1], 9, count, stream));
+        OK(cuStreamSynchronize(stream));
+        OK(cuMemcpyDtoH(&found, spans[i][0] + 12, 4));
+        right += found == value;
+    }
+    printf("late %d, right %d\n", late, right);
+    return late == 0 ? sublet_page_close(pagers[0]) + sublet_page_close(pagers[1]) : 0;
+}
+
+static atomic_int may_pass;
+
+static void wait_until_it_may_pass(void *unused)
+{
+    (void)unused;
+    while (!atomic_load(&may_pass))
+        usleep(1000);
+}
+
+static void *let_pass_soon(void *unused)
+{
+    usleep(200000);
+    atomic_store(&may_pass, 1);
+    return unused;
+}
+
 static int contexts(void)
 {
     CUresult (*create)(CUcontext *, unsigned, CUdevice) = NULL, (*destroy)(CUcontext) = NULL;
-    create = (CUresult(*)(CUcontext *, unsigned, CUdevice))dlsym(RTLD_DEFAULT, "cuCtxCreate_v2");
-    destroy = (CUresult(*)(CUcontext))dlsym(RTLD_DEFAULT, "cuCtxDestroy_v2");
+    create = (CUresult(*)(CUcontext *, unsigned, CUdevice))dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuCtxCreate_v2");
+    destroy = (CUresult(*)(CUcontext))dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuCtxDestroy_v2");
     CUcontext both[2] = {NULL, NULL};
     CUstream streams[2] = {NULL, NULL};
     uint64_t pager = look_for(2), spans[4] = {0};
@@ -502,8 +552,16 @@ static int contexts(void)
         }
     }
     printf("right %d, exchanges %d, stays %ld", right, figure(pager, "\"exchanges\":") > 4, figure(pager, "\"stays_bytes\":"));
-    /* Its uses end with it. */
+    /* A call there returns when its work has ended. */
+    pthread_t opening;
     OK(cuCtxSetCurrent(both[1]));
+    OK(cuLaunchHostFunc(streams[1], wait_until_it_may_pass, NULL));
+    if (pthread_create(&opening, NULL, let_pass_soon, NULL) != 0)
+        exit(1);
+    OK(cuMemsetD32Async(spans[0], 7, 4, streams[1]));
+    printf(", waited for %d", atomic_load(&may_pass));
+    pthread_join(opening, NULL);
+    /* Its uses end with it. */
     OK(cuMemsetD32Async(spans[0], 7, 4, streams[1]));
     OK(destroy(both[1]));
     OK(cuCtxSetCurrent(both[0]));
@@ -531,5 +589,7 @@ int main(int argc, char **argv)
         return contexts();
     if (argc == 2 && strcmp(argv[1], "handle") == 0)
         return handle();
+    if (argc == 2 && strcmp(argv[1], "windows") == 0)
+        return windows();
     return argc == 2 && strcmp(argv[1], "region") == 0 ? region() : cases();
 }

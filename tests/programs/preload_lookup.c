@@ -29,7 +29,7 @@ static int agree(void *const found[4])
 int main(void)
 {
     attach_if_asked();
-    void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
     int (*init)(unsigned) = (int (*)(unsigned))dlsym(driver, "cuInit");
     lookup_v2 by_table = (lookup_v2)dlsym(driver, "cuGetProcAddress_v2");
     lookup_v1 by_old_table = (lookup_v1)dlsym(driver, "cuGetProcAddress");

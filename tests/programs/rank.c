@@ -48,6 +48,21 @@ static void command_connect(void)
     answer("ok");
 }
 
+/* Opens files until it may open no more, and closes them when it is asked again. */
+static void command_fill_files(void)
+{
+    static int opened[4096];
+    static size_t count;
+    if (count == 0) {
+        while (count < 4096 && (opened[count] = open("/dev/null", O_RDONLY | O_CLOEXEC)) >= 0)
+            count++;
+    } else {
+        while (count > 0)
+            close(opened[--count]);
+    }
+    answer("ok %zu", count);
+}
+
 static void obey(const char *line)
 {
     char first[32] = "", second[32] = "";
@@ -74,6 +89,8 @@ static void obey(const char *line)
         command_zeros(number);
     else if (strcmp(first, "allocate-as-nccl") == 0)
         command_allocate_as_nccl(number);
+    else if (strcmp(first, "communicate") == 0)
+        command_communicate(line);
     else if (strcmp(first, "hold") == 0)
         command_hold(line);
     else if (strcmp(line, "memory") == 0)
@@ -108,6 +125,8 @@ static void obey(const char *line)
         command_spawn_member();
     else if (strcmp(line, "unload") == 0)
         command_unload();
+    else if (strcmp(line, "fill files") == 0)
+        command_fill_files();
     else if (strcmp(line, "leave") == 0)
         exit(0);
     else if (strcmp(line, "stats") == 0)

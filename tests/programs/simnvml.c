@@ -6,6 +6,7 @@
  * SIMNVML_DRIVER_VERSION: what version it claims to be.
  */
 #include <ctype.h>
+#include <dlfcn.h>
 #include <dirent.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -186,9 +187,23 @@ static nvmlReturn_t check(nvmlDevice_t device)
     return NVML_ERROR_INVALID_ARGUMENT;
 }
 
+/* As NVML of driver 580 does: it brings the driver into the process, and starts a part of it. */
+static void start_driver(void)
+{
+    const void *table = NULL;
+    const unsigned char id[16] = {0};
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW);
+    int (*get)(const void **, const void *) =
+        driver == NULL ? NULL : (int (*)(const void **, const void *))dlsym(driver, "cuGetExportTable");
+    if (get != NULL)
+        get(&table, id);
+}
+
 nvmlReturn_t nvmlInitWithFlags(unsigned flags)
 {
     (void)flags;
+    if (users == 0)
+        start_driver();
     if (users == 0 && !read_node())
         return NVML_ERROR_DRIVER_NOT_LOADED;
     users++;

@@ -53,7 +53,10 @@ pub struct Rank {
 
 impl Rank {
     /// Starts rank `index` of a job. It answers once by itself, when its memory is there.
-    pub(crate) fn start(index: usize, command: &mut Command) -> Outcome<Self> {
+    ///
+    /// # Errors
+    /// When it could not be started.
+    pub fn start(index: usize, command: &mut Command) -> Outcome<Self> {
         Ok(Self { index, child: LineChild::start(command)? })
     }
 

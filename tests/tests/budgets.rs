@@ -1,9 +1,15 @@
 //! What a tenant may hold on a GPU: all its processes together hold no more, are told so as if memory were used up, and
 //! see a GPU of that size.
 
-use serde_json::Value;
-use sublet_tests::{MIB, Outcome, Random, Rank, Spmd, SpmdOptions, Stage};
+use std::fs;
+use std::time::Duration;
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::Value;
+use sublet_tests::{MIB, Outcome, Random, Rank, Spmd, SpmdOptions, Stage, until};
+
+const TIMEOUT: Duration = Duration::from_mins(2);
 const CAPACITIES: [u64; 2] = [256 * MIB; 2];
 
 /// What the tenant holds on the GPU with this number, by the command.
@@ -214,7 +220,7 @@ fn what_is_paused_does_not_count_and_comes_back_within_the_budget() -> Outcome {
     is_full(&mut one, "create", 2 * MIB)?;
     change(&stage, "infer", "0=64MiB")?;
     // By tag: its room is another's meanwhile, and the resume says what is missing.
-    stage.patiently(&["pause", "infer", "--tag", "kv"])?;
+    stage.patiently(&["pause", "infer", "--tag", "kv", "--keep-running"])?;
     assert_eq!(held(&stage, "infer", 0)?, 44 * MIB + 4096);
     let taken = takes(&mut other, "create", 10 * MIB)?;
     let refused = stage.sublet(&["resume", "infer", "--tag", "kv", "--json"])?;
@@ -371,4 +377,42 @@ fn what_is_no_budget_or_not_the_tenants_is_refused_before_anything_starts() -> O
     let late = stage.sublet(&["budget", "hand", "7=1GiB"])?.succeeded()?;
     assert!(late.stdout.contains("no process of tenant 'hand' sees GPU 7 so far"), "{late:?}");
     Ok(())
+}
+
+/// Children that outlive their parent, as workers of data loaders do.
+#[test]
+fn the_share_of_a_killed_process_is_free_again_though_its_child_lives() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let options = ["--budget", "0=64MiB"];
+    let mut survivor = stage.hoard("infer", &options, &[])?;
+    takes(&mut survivor, "create", 10 * MIB)?;
+    let mut victim = stage.hoard("infer", &options, &[])?;
+    takes(&mut victim, "create", 54 * MIB)?;
+    let [child] = victim.do_it("leave")?.numbers()?;
+    victim.kill()?;
+    assert_eq!(held(&stage, "infer", 0)?, 10 * MIB);
+    takes(&mut survivor, "create", 54 * MIB)?;
+    kill(Pid::from_raw(child.try_into().expect("a process id")), Signal::SIGKILL)?;
+    survivor.exits_well()
+}
+
+#[test]
+fn a_budget_file_that_is_made_shorter_ends_nobody_and_is_made_again() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let options = ["--budget", "0=64MiB"];
+    let mut one = stage.hoard("infer", &options, &[])?;
+    let mut other = stage.hoard("infer", &options, &[])?;
+    takes(&mut one, "create", 40 * MIB)?;
+    let block = takes(&mut other, "plain", 10 * MIB)?;
+    for text in ["", "x"] {
+        fs::write(stage.run_dir_path().join("infer").join("budget"), text)?;
+        frees(&mut other, block)?;
+        takes(&mut other, "plain", 10 * MIB)?;
+        until("both are counted again", TIMEOUT, || Ok(held(&stage, "infer", 0)? == 50 * MIB))?;
+        is_full(&mut one, "create", 16 * MIB)?;
+        stage.pause("infer")?;
+        stage.resume("infer")?;
+    }
+    one.exits_well()?;
+    other.exits_well()
 }

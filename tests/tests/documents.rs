@@ -213,6 +213,18 @@ fn every_document_is_as_the_schema_says() -> Outcome {
     assert_eq!(nobody["code"], "no-such-tenant");
     checked.run("doctor", 0, &["doctor"])?;
 
+    let mut tagged = checked.stage.hoard("tagged", &[], &[])?;
+    for line in ["tag kv", "create 1 4194304", "untag"] {
+        tagged.do_it(line)?;
+    }
+    let stands = checked.run("change", 0, &["pause", "tagged", "--tag", "kv"])?;
+    assert_eq!(stands["report"]["stands_still"], true, "{stands}");
+    let shown = checked.run("view", 0, &["stats", "tagged"])?;
+    let without = &shown["tenants"][0]["members"][0]["member"]["stands_without"];
+    assert_eq!(*without, json!({ "Named": ["kv"] }), "{shown}");
+    checked.run("change", 0, &["resume", "tagged"])?;
+    tagged.exits_well()?;
+
     let options = SpmdOptions { stuck: Some((0, 5)), ..SpmdOptions::new("data", 2, 20) };
     let job = Spmd::start(&checked.stage, &options)?;
     let shown = checked.run("view", 0, &["stats", "spmd"])?;

@@ -47,7 +47,7 @@ fn paused(
         && !job.is_done_within(Duration::from_millis(random.below(GAP_MAX_MS)))?
     {
         let words = [&["pause", &options.tenant][..], flags].concat();
-        stage.patiently(&words)?;
+        stage.at_least_in_part(&words)?;
         stage.resume(&options.tenant)?;
         pauses += 1;
     }

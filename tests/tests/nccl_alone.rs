@@ -39,7 +39,7 @@ fn nccl_bytes(stage: &Stage) -> Outcome<[u64; 3]> {
 }
 
 fn pause(stage: &Stage) -> Outcome<Value> {
-    stage.patiently(&["pause", "spmd", "--library", "nccl", "--json"])?.json()
+    stage.at_least_in_part(&["pause", "spmd", "--library", "nccl", "--json"])?.json()
 }
 
 fn resume(stage: &Stage) -> Outcome<Value> {
@@ -154,7 +154,8 @@ fn where_calls_are_to_fail_meanwhile_they_do_and_say_why() -> Outcome {
         // A rank whose call fails ends itself, perhaps before the command does.
         let words = ["pause", "spmd", "--library", "nccl", "--json", "--timeout", "4m"];
         let paused = stage.sublet(&words)?.json()?;
-        assert_eq!(paused["outcome"], "completed", "{paused}");
+        let is_done = paused["outcome"] == "completed" || paused["outcome"] == "partial";
+        assert!(is_done, "{paused}");
         let ended = (|| -> Outcome {
             while !job.is_done_within(Duration::from_secs(1))? {}
             Ok(())

@@ -4,7 +4,7 @@ use std::io::{BufRead as _, BufReader};
 use std::process::{Command, Stdio};
 
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::unistd::{Pid, geteuid};
 use sublet_tests::{Job, JobOptions, MIB, Outcome, Ran, Stage};
 
 const CAPACITIES: [u64; 2] = [128 * MIB; 2];
@@ -139,6 +139,31 @@ fn system_that_refuses_host_memory_refuses_the_pause() -> Outcome {
     job.exit()
 }
 
+/// The simulated driver opens a file for what it creates, so a process that may not raise its limit is only shown.
+#[test]
+fn process_that_may_open_no_more_files_is_shown_resumed_and_paused() -> Outcome {
+    for may_raise in [true, false] {
+        let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
+        stage.pause("train")?;
+        for rank in &mut job.ranks {
+            let limits = if may_raise { "--nofile=256:" } else { "--nofile=256" };
+            let pid = rank.pid().to_string();
+            let done = Command::new("prlimit").args(["--pid", &pid, limits]).status()?;
+            assert!(done.success(), "prlimit is part of util-linux");
+            rank.do_it("fill files")?;
+        }
+        assert_eq!(stage.states("train")?, ["paused"]);
+        if !may_raise {
+            job.all("fill files")?;
+        }
+        stage.resume("train")?;
+        stage.pause("train")?;
+        stage.resume("train")?;
+        job.works_and_exits()?;
+    }
+    Ok(())
+}
+
 #[test]
 fn device_without_room_refuses_the_resume_until_it_has() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
@@ -263,6 +288,61 @@ fn swap_waits_for_memory_when_told_to() -> Outcome {
     stage.pause("train")?;
     stage.resume("small")?;
     small.exit()
+}
+
+/// Only root can become another user, and come back.
+#[test]
+fn a_process_that_has_changed_its_user_is_named_with_that() -> Outcome {
+    if !geteuid().is_root() {
+        return Ok(());
+    }
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.hoard("train", &[], &[])?;
+    job.do_it(&format!("plain 0 {}", 4 * MIB))?;
+    job.do_it("user 1000")?;
+    let words =
+        ["it runs as user 1000 now, and this process as user 0", "before it first uses a GPU"];
+    refused(&stage, &["pause", "train"], &words)?;
+    job.do_it("user 0")?;
+    stage.pause("train")?;
+    stage.resume("train")?;
+    job.exits_well()
+}
+
+#[test]
+fn a_command_that_was_carried_out_says_so_where_its_output_cannot_be_written() -> Outcome {
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 1)?;
+    let to_full = |arguments: &[&str]| -> Outcome<(Option<i32>, String)> {
+        let mut command = stage.command(&stage.files().sublet);
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full")?;
+        let ran = command.args(arguments).stdin(Stdio::null()).stdout(full).output()?;
+        Ok((ran.status.code(), String::from_utf8_lossy(&ran.stderr).into_owned()))
+    };
+    for (arguments, state) in [
+        (&["pause", "train"][..], "paused"),
+        (&["resume", "train"], "active"),
+        (&["pause", "train", "--json"], "paused"),
+        (&["switch", "train", "--json"], "active"),
+        (&["budget", "train", "64MiB"], "active"),
+    ] {
+        let (code, said) = to_full(arguments)?;
+        assert_eq!(code, Some(3), "{arguments:?}: {said}");
+        assert!(said.contains("the command was carried out: `sublet ps` shows"), "{said}");
+        assert_eq!(stage.states("train")?, [state], "{arguments:?}");
+    }
+    for arguments in [
+        &["ps"][..],
+        &["budget", "train"],
+        &["pause", "train", "--dry-run"],
+        &["switch", "train", "--dry-run"],
+        &["pause", "nobody", "--json"],
+    ] {
+        let (code, said) = to_full(arguments)?;
+        assert_eq!(code, Some(1), "{arguments:?}: {said}");
+        assert!(!said.contains("carried out"), "{arguments:?}: {said}");
+    }
+    job.works()?;
+    job.exit()
 }
 
 #[test]

@@ -31,7 +31,11 @@ fn survives(ranks: usize) -> Outcome {
         // The next one that it says: others may have gone by.
         job.wait_for_line("step ")?;
         job.is_silent_for(Duration::from_millis(random.below(GAP_MAX_MS)));
-        stage.pause("replay")?;
+        // An import whose owner has let it go at that instant stays, and no other memory.
+        let paused = stage.at_least_in_part(&["pause", "replay", "--json"])?.json()?;
+        for stay in paused["stays"].as_array().into_iter().flatten() {
+            assert!(stay["reason"].as_str().is_some_and(|why| why.contains("let go by its owner")));
+        }
         stage.resume("replay")?;
     }
     let status = job.ends_within(END_TIMEOUT)?;

@@ -1,7 +1,7 @@
 //! `sublet save`: what a tenant has saved, in files, when its processes are real ones.
 
 use std::fs;
-use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -195,6 +195,21 @@ fn checksums_and_holes_are_as_python_reads_them_by_the_documentation() -> Outcom
     fs::write(dir.join(name), data)?;
     let output = Command::new("python3").args(["-c", &program]).arg(&dir).output()?;
     assert!(!output.status.success() && output.stdout.is_empty(), "a damaged file was read");
+    // A map may name nothing but a file of the directory.
+    let mut maps = read_json(&dir.join("tenant.json"))?;
+    let own = maps["processes"][0]["map"].as_str().unwrap_or_default().to_owned();
+    let outside = place(&stage, "outside.json");
+    fs::copy(dir.join(&own), &outside)?;
+    symlink(&outside, dir.join("link.json"))?;
+    for name in ["../outside.json", text(&outside)?, "link.json", "..", ""] {
+        maps["processes"][0]["map"] = json!(name);
+        fs::write(dir.join("tenant.json"), maps.to_string())?;
+        let output = Command::new("python3").args(["-c", &program]).arg(&dir).output()?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        let is_refused =
+            ["leads out", "Too many levels", "Is a directory"].map(|why| said.contains(why));
+        assert!(is_refused.contains(&true), "{name}: {said}");
+    }
     stage.resume("train")?;
     job.exit()
 }
@@ -203,7 +218,7 @@ fn checksums_and_holes_are_as_python_reads_them_by_the_documentation() -> Outcom
 fn a_tag_that_is_away_is_written_while_its_process_runs() -> Outcome {
     let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     let weights = hold(&mut job, 1, "weights", KEEP, 4)?;
-    stage.patiently(&["pause", "train", "--tag", "weights"])?;
+    stage.patiently(&["pause", "train", "--tag", "weights", "--keep-running"])?;
     job.run()?;
     let dir = place(&stage, "saved");
     let ran = save(&stage, &dir)?.succeeded()?;

@@ -1,6 +1,10 @@
 //! Memory that several processes hold: tickets good and bad, and what cannot be shared or paused.
 
-use sublet_tests::{Job, JobOptions, MIB, Outcome, Stage, statistic};
+use std::fs;
+use std::path::PathBuf;
+
+use nix::sys::signal::Signal;
+use sublet_tests::{Job, JobOptions, MIB, Outcome, Stage, Trouble, statistic};
 
 const CAPACITIES: [u64; 3] = [128 * MIB; 3];
 const REFUSED: &str = "CUDA_ERROR_INVALID_VALUE";
@@ -47,6 +51,52 @@ fn tickets_that_are_not_what_they_seem_are_refused_for_their_reason() -> Outcome
     job.works_and_exits()
 }
 
+/// The socket of process `pid` of `train`.
+fn socket_of(stage: &Stage, pid: u32) -> Outcome<PathBuf> {
+    let members = stage.members("train")?;
+    let info = members.iter().map(|member| &member["member"]);
+    let found = info.filter(|info| info["pid"] == pid).find_map(|info| info["id"].as_str());
+    let name = format!("{}.sock", found.ok_or_else(|| Trouble::new("no such process"))?);
+    Ok(stage.run_dir_path().join("train").join(name))
+}
+
+#[test]
+fn a_pause_waits_for_a_process_whose_socket_has_lost_its_name() -> Outcome {
+    let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
+    for rank in 0..2 {
+        fs::remove_file(socket_of(&stage, job.ranks[rank].pid())?)?;
+        stage.pause("train")?;
+        assert_eq!(stage.states("train")?, ["paused"]);
+        stage.resume("train")?;
+        job.works()?;
+    }
+    job.exit()
+}
+
+#[test]
+fn a_process_that_is_stopped_and_has_no_name_is_not_taken_for_none() -> Outcome {
+    let (stage, job) = Stage::with_train(&CAPACITIES, 2)?;
+    let stopped = job.ranks[1].pid();
+    let socket = socket_of(&stage, stopped)?;
+    let refused = |arguments: &[&str]| -> Outcome {
+        let ran = stage.sublet(arguments)?.exited(1)?;
+        assert!(ran.stderr.contains(&format!("continue it (kill -CONT {stopped})")), "{ran:#?}");
+        Ok(())
+    };
+    job.ranks[1].stop()?;
+    fs::remove_file(&socket)?;
+    refused(&["pause", "train"])?;
+    job.ranks[1].signal(Signal::SIGCONT)?;
+    stage.pause("train")?;
+    job.ranks[1].stop()?;
+    // It may have made it again.
+    let _gone = fs::remove_file(&socket);
+    refused(&["resume", "train"])?;
+    job.ranks[1].signal(Signal::SIGCONT)?;
+    stage.resume("train")?;
+    job.works_and_exits()
+}
+
 #[test]
 fn tickets_can_be_redeemed_after_a_pause() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
@@ -74,23 +124,96 @@ fn exports_and_imports_made_while_others_pause_wait_and_succeed() -> Outcome {
     job.works_and_exits()
 }
 
-#[test]
-fn memory_that_nccl_shares_by_legacy_ipc_stays_and_is_named() -> Outcome {
-    let stage = Stage::new(&CAPACITIES[..2])?;
-    let mut job = stage.connected_job(&JobOptions::new("train", 2))?;
-    job.all(&format!("allocate-as-nccl {}", 6 * MIB))?;
-    let paused = stage.patiently(&["pause", "train", "--json"])?.json()?;
-    let left_bytes = stage.used_bytes(0)?;
-    assert!((6 * MIB..=8 * MIB).contains(&left_bytes), "{left_bytes} bytes stay");
-    let listed = stage.sublet(&["ps"])?.succeeded()?.stdout;
-    let hint =
-        "6 MiB in 1 allocation stay during a pause: NCCL shares plain allocations by legacy IPC";
-    assert!(listed.contains(hint), "{listed}");
-    // Both name the line that undoes it.
-    for told in [listed, paused["report"]["notes"].to_string()] {
-        assert!(told.contains("legacy IPC") && told.contains("NCCL_CUMEM_ENABLE=1"), "{told}");
+/// Two ranks of a communicator of `ranks` ranks. Under `NCCL_CUMEM_ENABLE=0` NCCL allocates plain memory for it.
+fn job_with_plain_memory_of_nccl(stage: &Stage, name: &str, ranks: u32) -> Outcome<Job> {
+    let options = JobOptions::new("train", 2);
+    let options = options.with("LD_LIBRARY_PATH", &stage.libraries_with_nvml());
+    let mut job = stage.connected_job(&options)?;
+    for (rank, process) in job.ranks.iter_mut().enumerate() {
+        process.do_it(&format!("communicate {name} {rank} {ranks}"))?;
     }
+    job.all(&format!("allocate-as-nccl {}", 6 * MIB))?;
+    Ok(job)
+}
+
+/// A name for a communicator that no other test has.
+fn communicator(stage: &Stage) -> String {
+    let place = format!("{stage:p} {}", std::process::id());
+    format!("c{:x}", place.bytes().fold(7_u64, |sum, byte| sum.wrapping_mul(131) + u64::from(byte)))
+}
+
+/// A process outside Sublet that uses the second GPU.
+fn outside(stage: &Stage) -> Outcome<Job> {
+    let options = JobOptions {
+        is_preloaded: false,
+        is_plain: true,
+        first_device: 1,
+        ..JobOptions::new("outside", 1)
+    };
+    let mut outside = stage.job(&options)?;
+    outside.all(&format!("allocate {}", 4 * MIB))?;
+    Ok(outside)
+}
+
+/// Pauses the job and resumes it: the bytes left on the first GPU meanwhile, and the notes.
+fn left_bytes(stage: &Stage) -> Outcome<(u64, String)> {
+    let paused = stage.patiently(&["pause", "train", "--json"])?.json()?;
+    let left = stage.used_bytes(0)?;
     stage.resume("train")?;
+    Ok((left, paused["report"]["notes"].to_string()))
+}
+
+#[test]
+fn plain_memory_of_nccl_leaves_too() -> Outcome {
+    let stage = Stage::new(&CAPACITIES[..2])?;
+    // Neither another tenant's process nor one outside is a rank.
+    let mut other = stage.hoard("infer", &[], &[])?;
+    other.do_it(&format!("create 1 {}", 8 * MIB))?;
+    let outside = outside(&stage)?;
+    let job = job_with_plain_memory_of_nccl(&stage, &communicator(&stage), 2)?;
+    let (left, notes) = left_bytes(&stage)?;
+    // What the rank has in plain memory under 1 MiB stays with the driver.
+    assert!(left <= 2 * MIB && !notes.contains("NCCL"), "{left}: {notes}");
+    drop(outside);
+    job.works_and_exits()
+}
+
+#[test]
+fn plain_memory_of_nccl_leaves_where_ranks_are_on_another_machine() -> Outcome {
+    let stage = Stage::new(&CAPACITIES[..2])?;
+    let job = job_with_plain_memory_of_nccl(&stage, &communicator(&stage), 4)?;
+    let (left, notes) = left_bytes(&stage)?;
+    assert!(left <= 2 * MIB && !notes.contains("NCCL"), "{left}: {notes}");
+    job.works_and_exits()
+}
+
+#[test]
+fn plain_memory_that_nccl_may_share_with_a_program_outside_stays_and_is_named() -> Outcome {
+    let stage = Stage::new(&CAPACITIES[..2])?;
+    let outside = outside(&stage)?;
+    let job = job_with_plain_memory_of_nccl(&stage, &communicator(&stage), 3)?;
+    let listed = stage.sublet(&["ps"])?.succeeded()?.stdout;
+    let hint = "6 MiB in 1 allocation stay during a pause: NCCL may share it by CUDA IPC";
+    assert!(listed.contains(hint), "{listed}");
+    let (left, notes) = left_bytes(&stage)?;
+    assert!((6 * MIB..=8 * MIB).contains(&left), "{left} bytes stay");
+    // What undoes it is named there. Less than 16 MiB makes room for nobody, and a pause does not tell it.
+    assert!(listed.contains("`sublet run`") && listed.contains("NCCL_CUMEM_ENABLE=1"), "{listed}");
+    assert!(!notes.contains("CUDA IPC"), "{notes}");
+    drop(outside);
+    job.works_and_exits()
+}
+
+#[test]
+fn plain_memory_that_nccl_shares_with_another_tenant_stays() -> Outcome {
+    let stage = Stage::new(&CAPACITIES[..2])?;
+    let name = communicator(&stage);
+    let options = JobOptions { first_device: 1, ..JobOptions::new("infer", 1) };
+    let mut other = stage.job(&options)?;
+    other.ranks[0].do_it(&format!("communicate {name} 2 3"))?;
+    let job = job_with_plain_memory_of_nccl(&stage, &name, 3)?;
+    let (left, _notes) = left_bytes(&stage)?;
+    assert!((6 * MIB..=8 * MIB).contains(&left), "{left} bytes stay");
     job.works_and_exits()
 }
 

@@ -1,24 +1,28 @@
-//! A second user of the machine tries to get in: each attempt is made by a process of another user id.
+//! A second user of the machine tries to get in, and processes of our own user that are none of the tenant. Each attempt is
+//! made by another process.
 //!
-//! These tests must run as root to become somebody else; where they cannot, they say so and pass. The
-//! other user is nobody special: root can do all of it, and is not kept out.
+//! Those with a second user or a pid namespace must run as root; where they cannot, they say so and pass. The other user is
+//! nobody special: root can do all of it, and is not kept out.
 
+use std::ffi::OsStr;
 use std::fs::{self, Permissions};
 use std::io::{BufRead as _, BufReader, Read as _};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sublet_tests::Outcome;
+use sublet_cuda_driver::{Accessors, Answer, ipc};
+use sublet_tests::{Files, Outcome, Trouble};
 use tempfile::TempDir;
 use tenants::coordinator::{Coordinator, Options, Outcome as Done};
-use tenants::identity::TenantName;
+use tenants::identity::{FamilyName, TenantName};
 use tenants::member::{Member, MemberConfig};
 use tenants::run_dir::RunDir;
+use tenants::ticket::Ticket;
 use tenants::transport::{Connection, TransportError};
 use tenants::wire::{Reply, Request};
 use vmm_pool::Class;
@@ -44,7 +48,6 @@ struct Stage {
 
 impl Stage {
     /// None, and a line that says why, where this machine lets us become nobody else.
-    #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
     fn new() -> Outcome<Option<Self>> {
         let place = tempfile::tempdir()?;
         fs::set_permissions(place.path(), Permissions::from_mode(0o1777))?;
@@ -52,22 +55,29 @@ impl Stage {
         // Where it was built, others may not look.
         fs::copy(env!("CARGO_BIN_EXE_sublet-stranger"), &program)?;
         fs::set_permissions(&program, Permissions::from_mode(0o755))?;
-        let listed = stranger(&program).args(["list", "/"]).output();
-        let able = listed.as_ref().is_ok_and(|output| output.stdout.starts_with(b"done"));
-        if !able {
-            let own = nix::unistd::geteuid();
-            eprintln!(
-                "NOT RUN: user {own} cannot become user {OTHER_UID} here ({listed:?}); run as root"
-            );
+        let can_run = is_run(stranger(&program).args(["list", "/"]), "become another user");
+        if !can_run {
             return Ok(None);
         }
+        Self::set_up(place, program).map(Some)
+    }
+
+    /// The same with strangers of our own user.
+    fn of_one_user() -> Outcome<Self> {
+        Self::set_up(tempfile::tempdir()?, PathBuf::from(env!("CARGO_BIN_EXE_sublet-stranger")))
+    }
+
+    fn set_up(place: TempDir, program: PathBuf) -> Outcome<Self> {
         let run_dir = RunDir::open(Some(place.path().join("run")), None)?;
-        let config =
-            MemberConfig::new(run_dir.clone(), TenantName::new("train")?, "a member", "0.1.0");
-        let driver = SimDriver::new(SimNode::private(&[64 << 20])?, SimOptions::default());
-        driver.make_current(DeviceOrdinal(0))?;
-        let member = Member::join(config, Arc::new(driver))?;
-        Ok(Some(Self { run_dir, member, program, place }))
+        let member = join(&run_dir, "train")?;
+        Ok(Self { run_dir, member, program, place })
+    }
+
+    /// What a process of our own user that is in no tenant gets of `allocation`, if it asks as `importer`.
+    fn fetched(&self, allocation: &str, importer: &str, family: &[&str]) -> Outcome<String> {
+        let mut command = Command::new(&self.program);
+        command.arg("fetch").arg(self.member.socket_path()).args([allocation, importer]);
+        said(command.args(family))
     }
 
     /// What the stranger's attempt came to.
@@ -121,6 +131,50 @@ impl Drop for Stage {
     fn drop(&mut self) {
         self.member.leave();
     }
+}
+
+fn join(run_dir: &RunDir, tenant: &str) -> Outcome<Arc<Member<SimDriver>>> {
+    let tenant = TenantName::new(tenant)?;
+    let mut config = MemberConfig::new(run_dir.clone(), tenant, "a member", "0.1.0");
+    config.family = Some(FamilyName::new("rl")?);
+    let driver = SimDriver::new(SimNode::private(&[64 << 20])?, SimOptions::default());
+    driver.make_current(DeviceOrdinal(0))?;
+    Ok(Member::join(config, Arc::new(driver))?)
+}
+
+/// Can `attempt` be made here? Else a line says that it cannot.
+#[expect(clippy::print_stderr, reason = "a test that could not run says so")]
+fn is_run(attempt: &mut Command, what: &str) -> bool {
+    let output = attempt.stdin(Stdio::null()).output();
+    let is_run = output.as_ref().is_ok_and(|output| output.stdout.starts_with(b"done"));
+    if !is_run {
+        let own = nix::unistd::geteuid();
+        eprintln!("NOT RUN: user {own} cannot {what} here ({output:?}); run as root");
+    }
+    is_run
+}
+
+/// The first line that `command` writes.
+fn said(command: &mut Command) -> Outcome<String> {
+    let output = command.stdin(Stdio::null()).output()?;
+    Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
+}
+
+/// Memory of `owner`, as strangers name it.
+fn memory_of(owner: &Member<SimDriver>) -> Outcome<String> {
+    let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
+    let class = Class { library: "test", ..Class::default() };
+    let handle = owner.pool().enter().create(GRANULARITY_BYTES, &prop, class)?;
+    let ticket = owner.issue_ticket(&owner.pool().enter(), handle)?;
+    let ticket = Ticket::read(ticket.as_fd())?.ok_or_else(|| Trouble::new("it is no ticket"))?;
+    Ok(format!("{:032x}", u128::from_be_bytes(ticket.allocation.0)))
+}
+
+/// In a pid namespace of its own, with its own `/proc`, as in a container.
+fn in_a_container(program: impl AsRef<OsStr>) -> Command {
+    let mut command = Command::new("unshare");
+    command.args(["--pid", "--fork", "--kill-child", "--mount-proc"]).arg(program);
+    command
 }
 
 fn stranger(program: &Path) -> Command {
@@ -256,4 +310,161 @@ fn another_user_cannot_look_into_our_process() -> Outcome {
     let ours: Vec<_> = named.filter(|name| name.to_string_lossy().contains(&own)).collect();
     assert!(ours.is_empty(), "{ours:?}");
     Ok(())
+}
+
+#[test]
+fn a_process_that_asks_as_a_member_which_it_is_not_gets_no_memory() -> Outcome {
+    let stage = Stage::of_one_user()?;
+    let (peer, borrower) = (join(&stage.run_dir, "train")?, join(&stage.run_dir, "infer")?);
+    let memory = memory_of(&stage.member)?;
+    let own = std::process::id();
+    for (importer, family) in
+        [(stage.member.id(), &[] as &[&str]), (peer.id(), &[]), (borrower.id(), &["infer", "rl"])]
+    {
+        let said = stage.fetched(&memory, &importer.to_string(), family)?;
+        let tenant = family.first().unwrap_or(&"train");
+        let expected = format!("which is process {own} (user ");
+        assert!(said.starts_with("refused process "), "{said}");
+        assert!(said.contains(&expected), "{said}");
+        assert!(said.contains(&format!("(sublet run --tenant {tenant})")), "{said}");
+    }
+    // One that joins the tenant may have it, and ends.
+    assert_eq!(stage.fetched(&memory, "announced", &[])?, "done 2 descriptors");
+    let said = stage.fetched(&memory, "abc0000000000000", &[])?;
+    assert!(said.contains("abc0000000000000 is no process of tenant train"), "{said}");
+    // What it announces in one tenant is nothing in another.
+    for (importer, family) in [("announced", ["infer", "rl"]), ("announced", ["../infer", "rl"])] {
+        let said = stage.fetched(&memory, importer, &family)?;
+        assert!(said.starts_with("refused") && !said.contains(".."), "{said}");
+    }
+    borrower.leave();
+    peer.leave();
+    stage.all_is_well()
+}
+
+#[test]
+fn a_process_of_another_pid_namespace_may_pause_and_gets_neither_memory_nor_contents() -> Outcome {
+    let stage = Stage::of_one_user()?;
+    if !is_run(in_a_container(&stage.program).args(["list", "/"]), "make a pid namespace") {
+        return Ok(());
+    }
+    let memory = memory_of(&stage.member)?;
+    for importer in ["announced", &stage.member.id().to_string()] {
+        let mut command = in_a_container(&stage.program);
+        command.arg("fetch").arg(stage.member.socket_path()).args([&memory, importer]);
+        let said = said(&mut command)?;
+        assert!(said.starts_with("refused process "), "{said}");
+        assert!(said.contains("which is not in its pid namespace"), "{said}");
+    }
+    let sublet = Files::from_environment()?.sublet;
+    let loot = stage.place.path().join("loot");
+    let save = [OsStr::new("save"), OsStr::new("train"), loot.as_os_str()];
+    for (words, is_refused) in [
+        (["pause", "train"].map(OsStr::new).as_slice(), false),
+        (&save, true),
+        (["resume", "train"].map(OsStr::new).as_slice(), false),
+        (["ps"].map(OsStr::new).as_slice(), false),
+    ] {
+        let mut command = in_a_container(&sublet);
+        let output = command.args(words).env("SUBLET_RUN_DIR", stage.run_dir.path()).output()?;
+        assert_eq!(output.status.success(), !is_refused, "{words:?}: {output:?}");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(said.contains("writes no saved contents for process"), is_refused, "{said}");
+    }
+    let left = fs::read_dir(&loot).map_or(0, Iterator::count);
+    assert_eq!(left, 0, "contents were written");
+    stage.all_is_well()
+}
+
+#[test]
+fn an_owner_that_sees_no_id_of_who_asks_gives_it_nothing() -> Outcome {
+    let stage = Stage::of_one_user()?;
+    if !is_run(in_a_container(&stage.program).args(["list", "/"]), "make a pid namespace") {
+        return Ok(());
+    }
+    // This process sees the lender, and is not seen.
+    let mut lender = Lender::start(in_a_container(&stage.program).arg("lend"), &stage, "inside")?;
+    let mut command = Command::new(&stage.program);
+    command.arg("fetch").arg(&lender.socket).args([&lender.memory, "announced"]);
+    let said = said(&mut command)?;
+    let words = "gives no memory to a process of another pid namespace (user ";
+    assert!(said.starts_with("refused") && said.contains(words), "{said}");
+    lender.end()
+}
+
+#[test]
+fn a_process_that_has_the_id_of_a_member_that_has_ended_gets_no_memory() -> Outcome {
+    let stage = Stage::of_one_user()?;
+    if !is_run(in_a_container(&stage.program).args(["list", "/"]), "make a pid namespace") {
+        return Ok(());
+    }
+    let run_dir = stage.place.path().join("inside");
+    let said = said(in_a_container(&stage.program).arg("reuse").arg(run_dir))?;
+    assert!(
+        said.contains("refused process ") && said.contains("is no process of tenant train"),
+        "{said}"
+    );
+    Ok(())
+}
+
+#[test]
+fn a_handle_of_more_memory_than_there_is_is_none_of_ours() -> Outcome {
+    let stage = Stage::of_one_user()?;
+    let member = &stage.member;
+    let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
+    let class = Class { library: "test", ..Class::default() };
+    let accessors = [DeviceOrdinal(0)];
+    let block = member.pool().enter().block_allocate(1000, &prop, &accessors, class)?;
+    let Answer::Done(good) = ipc::handle_of(member, block) else {
+        panic!("no handle of {block:?}");
+    };
+    let open = |handle: &[u8; ipc::HANDLE_BYTES]| {
+        ipc::try_open(member, &Accessors::default(), handle, DeviceOrdinal(0), "test")
+    };
+    assert!(matches!(open(&good), Some(Ok(_))));
+    for asked_bytes in [GRANULARITY_BYTES + 1, u64::MAX] {
+        let mut forged = good;
+        forged[32..40].copy_from_slice(&asked_bytes.to_le_bytes());
+        assert!(open(&forged).is_none(), "{asked_bytes}");
+    }
+    stage.all_is_well()
+}
+
+#[test]
+fn processes_that_have_given_up_root_lend_to_each_other() -> Outcome {
+    let Some(stage) = Stage::new()? else { return Ok(()) };
+    let user = OTHER_UID.to_string();
+    let mut command = Command::new(&stage.program);
+    let mut lender = Lender::start(command.args(["dropped", &user, "lend"]), &stage, "dropped")?;
+    let mut command = Command::new(&stage.program);
+    command.args(["dropped", &user, "fetch"]).arg(&lender.socket);
+    assert_eq!(said(command.args([&lender.memory, "announced"]))?, "done 2 descriptors");
+    lender.end()
+}
+
+/// A process of a tenant of its own run directory.
+struct Lender {
+    child: Child,
+    socket: PathBuf,
+    memory: String,
+}
+
+impl Lender {
+    fn start(command: &mut Command, stage: &Stage, name: &str) -> Outcome<Self> {
+        let run_dir = stage.place.path().join(name);
+        let mut child =
+            command.arg(run_dir).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        let mut line = String::new();
+        let output = child.stdout.take().ok_or_else(|| Trouble::new("no pipe"))?;
+        BufReader::new(output).read_line(&mut line)?;
+        let words = line.trim_end().split_once(' ');
+        let (socket, memory) = words.ok_or_else(|| Trouble::new("not both words"))?;
+        Ok(Self { child, socket: PathBuf::from(socket), memory: memory.to_owned() })
+    }
+
+    fn end(&mut self) -> Outcome {
+        drop(self.child.stdin.take());
+        self.child.wait()?;
+        Ok(())
+    }
 }

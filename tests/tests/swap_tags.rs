@@ -9,7 +9,7 @@ use sublet_stage::{Place, Process, memory as on};
 use sublet_tests::{Boundary, MIB, Outcome as TestOutcome, Steps, Trouble};
 use tenants::budget::Budgets;
 use tenants::coordinator::{
-    Coordinator, CoordinatorError, Options, Outcome, Report, Swap, SwapError, swap,
+    Coordinator, CoordinatorError, Meanwhile, Options, Outcome, Report, Swap, SwapError, swap,
 };
 use tenants::identity::TenantName;
 use tenants::requests::act_for_all;
@@ -92,7 +92,8 @@ impl World {
 
     fn act(&self, tenant: &str, action: Action, scope: Scope) -> TestOutcome {
         let tenant = TenantName::new(tenant)?;
-        act_for_all(self.place.run_dir(), &tenant, scope, action, None).map(drop)?;
+        act_for_all(self.place.run_dir(), &tenant, scope, action, None, Meanwhile::RunOn)
+            .map(drop)?;
         Ok(())
     }
 

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::os::fd::AsFd as _;
+use std::time::Duration;
 
 use sublet_stage::{Place, Process, memory as on};
 use sublet_tests::{MIB, Outcome as TestOutcome, Trouble};
-use tenants::coordinator::{CoordinatorError, Outcome};
+use tenants::coordinator::{CoordinatorError, Meanwhile, Outcome};
 use tenants::identity::TenantName;
 use tenants::requests::{act_for_all, act_for_own_tags};
 use tenants::scope::{Scope, TagNames};
@@ -15,6 +16,8 @@ use vmm_pool::driver::sim::SimOptions;
 use vmm_pool::driver::{DeviceOrdinal, VaRange};
 use vmm_pool::{Class, Contents, VirtualHandle};
 
+/// For a wait that is to be in vain.
+const BRIEF: Duration = Duration::from_millis(200);
 const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
 const UNIT: u64 = 2 * MIB;
 const CAPACITY: u64 = 128 * MIB;
@@ -34,7 +37,12 @@ impl Tenant {
     }
 
     fn act(&self, action: Action, scope: Scope) -> Result<Outcome, CoordinatorError> {
-        act_for_all(self.place.run_dir(), &self.name, scope, action, None)
+        act_for_all(self.place.run_dir(), &self.name, scope, action, None, Meanwhile::RunOn)
+    }
+
+    /// As somebody does who is of no process of the tenant.
+    fn ask_from_outside(&self, action: Action, scope: Scope) -> Result<Outcome, CoordinatorError> {
+        act_for_all(self.place.run_dir(), &self.name, scope, action, None, Meanwhile::AsAgreed)
     }
 
     fn used(&self) -> Result<u64, Trouble> {
@@ -80,7 +88,7 @@ fn a_process_pauses_its_own_tag_and_the_others_notice_nothing() -> TestOutcome {
     let asked: Vec<_> = tenant.members.iter().map(|member| member.info().asked.is_some()).collect();
     assert_eq!(asked, [true, false, false], "only the owner took part");
     let again = act_for_own_tags(first, tags(&["kv"]), Action::Pause, None)?;
-    assert_eq!(again, Outcome::AlreadyPaused { stayed_bytes: 0 });
+    assert_eq!(again, Outcome::AlreadyPaused { stays: Vec::new() });
     assert!(completed(&act_for_own_tags(first, TagNames::All, Action::Resume, None)?));
     assert_eq!(tenant.used()?, 6 * UNIT);
     Ok(())
@@ -116,20 +124,32 @@ fn many_processes_pause_their_own_tags_at_once() -> TestOutcome {
 fn imports_leave_and_come_back_with_their_owners_tag() -> TestOutcome {
     let tenant = Tenant::new(2)?;
     let [owner, importer] = [&tenant.members[0], &tenant.members[1]];
-    let (shared, _) = memory(owner, "weights");
-    memory(importer, "weights");
+    let (shared, _) = memory(owner, "shared");
+    memory(importer, "shared");
     let fd = owner.issue_ticket(&owner.pool().enter(), shared)?;
     let ticket = Ticket::read(fd.as_fd())?.ok_or_else(|| Trouble::new("no ticket"))?;
     let imported = importer.redeem_ticket(&importer.pool().enter(), &ticket, "test")?;
     on::map(importer.pool(), imported, 1, DEVICE);
     assert_eq!(tenant.used()?, 2 * UNIT);
-    // The importer must let go, or the memory would not be free; its own stays.
-    assert!(completed(&act_for_own_tags(owner, tags(&["weights"]), Action::Pause, None)?));
+    // The importer touches it whenever it likes, unless it has agreed not to.
+    let pause = || act_for_own_tags(owner, tags(&["shared"]), Action::Pause, Some(BRIEF));
+    let refused = pause().err().ok_or_else(|| Trouble::new("the importer was not asked"))?;
+    let said = refused.to_string();
+    let pid = std::process::id();
+    assert!(
+        said.contains(&format!("process {pid} of tenant")) && said.contains("VMM import"),
+        "{said}"
+    );
+    assert!(refused.left_unchanged(), "{said}");
+    assert_eq!((tenant.used()?, tenant.states()), (2 * UNIT, vec![MemberState::Active; 2]));
+    tenants::region::agree_to_run_without("shared");
+    // It must let go, or the memory would not be free; its own stays.
+    assert!(completed(&act_for_own_tags(owner, tags(&["shared"]), Action::Pause, None)?));
     assert_eq!(tenant.used()?, UNIT);
     assert_eq!(tenant.states(), [MemberState::Active; 2]);
-    assert!(completed(&act_for_own_tags(owner, tags(&["weights"]), Action::Resume, None)?));
+    assert!(completed(&act_for_own_tags(owner, tags(&["shared"]), Action::Resume, None)?));
     assert_eq!(tenant.used()?, 2 * UNIT);
-    assert!(completed(&tenant.act(Action::Pause, of_all(&["weights"]))?));
+    assert!(completed(&tenant.act(Action::Pause, of_all(&["shared"]))?));
     assert_eq!(tenant.used()?, 0);
     // A resume without tags of a tenant that runs is one of all its tags.
     assert!(completed(&tenant.act(Action::Resume, Scope::Whole)?));
@@ -196,5 +216,41 @@ fn a_tag_that_does_not_fit_stays_away_and_comes_back_when_it_does() -> TestOutco
     second.pool().enter_giving_up().unmap(range)?;
     second.pool().enter_giving_up().release(handle)?;
     assert!(completed(&act_for_own_tags(first, tags(&["kv"]), Action::Resume, None)?));
+    Ok(())
+}
+
+#[test]
+fn who_asks_from_outside_has_processes_stand_still_and_what_was_away_before_stays_so() -> TestOutcome
+{
+    let tenant = Tenant::new(2)?;
+    let [owner, importer] = [&tenant.members[0], &tenant.members[1]];
+    for member in &tenant.members {
+        for tag in ["kv", ""] {
+            memory(member, tag);
+        }
+    }
+    let (shared, _) = memory(owner, "weights");
+    let fd = owner.issue_ticket(&owner.pool().enter(), shared)?;
+    let ticket = Ticket::read(fd.as_fd())?.ok_or_else(|| Trouble::new("no ticket"))?;
+    let imported = importer.redeem_ticket(&importer.pool().enter(), &ticket, "test")?;
+    on::map(importer.pool(), imported, 1, DEVICE);
+    assert!(completed(&act_for_own_tags(owner, tags(&["kv"]), Action::Pause, None)?));
+    assert_eq!(tenant.used()?, 4 * UNIT);
+    for back in [Scope::Whole, of_all(&["weights"])] {
+        let Outcome::Completed(report) =
+            tenant.ask_from_outside(Action::Pause, of_all(&["weights"]))?
+        else {
+            return Err(Trouble::new("nothing was done"));
+        };
+        assert!(report.stands_still && report.stayed_bytes == 0, "{report:?}");
+        assert_eq!((tenant.states(), tenant.used()?), (vec![MemberState::Paused; 2], 3 * UNIT));
+        assert!(owner.pool().gate().is_offloaded() && importer.pool().gate().is_offloaded());
+        assert!(completed(&tenant.act(Action::Resume, back)?));
+        assert_eq!((tenant.states(), tenant.used()?), (vec![MemberState::Active; 2], 4 * UNIT));
+        assert!(owner.pool().is_set_aside("kv") && !importer.pool().is_set_aside("kv"));
+        assert!(owner.info().stands_without.is_none());
+    }
+    assert!(completed(&tenant.act(Action::Resume, Scope::Whole)?));
+    assert_eq!(tenant.used()?, 5 * UNIT);
     Ok(())
 }

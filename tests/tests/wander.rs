@@ -1,8 +1,13 @@
 //! Programs that do what few do, in random orders, while commands come at random instants: contexts by the driver's plain names, captures
-//! from before a process has joined, forks in turns.
+//! from before a process has joined, forks in turns, touches of what is away by tag. Programs and commands get signals
+//! while they wait.
 
+use std::os::unix::process::ExitStatusExt as _;
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use sublet_tests::{MIB, Outcome, Rank, Stage, Trouble};
 
 const TENANTS: [&str; 2] = ["one", "two"];
@@ -43,6 +48,15 @@ fn wander(seed: u64) -> Outcome {
             let left = until.saturating_duration_since(Instant::now());
             *is_over = *is_over || process.answer_if_within(left)?.is_some();
         }
+        let signal = if random.bool() { Signal::SIGINT } else { Signal::SIGTERM };
+        let chosen = random.usize(..TENANTS.len());
+        if random.bool() && !is_over[chosen] {
+            processes[chosen].signal(signal)?;
+        }
+        if random.u8(..4) == 0 {
+            let after = Duration::from_millis(random.u64(..40));
+            interrupt(&stage, &["resume", tenant, "--queue"], after, signal)?;
+        }
         command(&stage, &["resume", tenant, "--queue"])?;
     }
     for (tenant, process) in TENANTS.iter().zip(&mut processes) {
@@ -60,4 +74,25 @@ fn command(stage: &Stage, words: &[&str]) -> Outcome {
         return Ok(());
     }
     Err(Trouble::new(format!("{words:?}: {ran:?}")))
+}
+
+/// Starts the command, which gets a signal after some time; it says that nothing has changed, or does its work.
+fn interrupt(stage: &Stage, words: &[&str], after: Duration, signal: Signal) -> Outcome {
+    let mut command = stage.command(&stage.files().sublet);
+    let child = command.args(words).stdin(Stdio::null()).stderr(Stdio::piped()).spawn()?;
+    let_time_pass(after);
+    kill(Pid::from_raw(i32::try_from(child.id())?), signal)?;
+    let begin = Instant::now();
+    let output = child.wait_with_output()?;
+    let is_early = output.status.signal() == Some(signal as i32);
+    let is_known = is_early || matches!(output.status.code(), Some(0 | 1 | 130));
+    if is_known && begin.elapsed() < TIMEOUT {
+        return Ok(());
+    }
+    Err(Trouble::new(format!("{words:?}, interrupted: {output:?}")))
+}
+
+#[expect(clippy::disallowed_methods, reason = "a random instant is what the test is about")]
+fn let_time_pass(time: Duration) {
+    std::thread::sleep(time);
 }

@@ -45,7 +45,7 @@ pub use ledger::{
     TicketWatch, Unfreezable, Whose,
 };
 pub use pool::{
-    Borrowed, ChangeDetection, Entered, Export, GiveUp, ImportSource, Kind, LostImports,
+    AwayByTag, Borrowed, ChangeDetection, Entered, Export, GiveUp, ImportSource, Kind, LostImports,
     PieceBytes, Pool, Registered, Use,
 };
 pub use report::{

@@ -121,6 +121,13 @@ fn none_if_empty<S: Serializer>(text: &str, serializer: S) -> Result<S::Ok, S::E
     serializer.serialize_str(text)
 }
 
+/// Least memory left to the driver on a device that counts, in bytes. Less makes no room for anybody: a context takes more.
+pub(crate) const NATIVE_BYTES_MIN: u64 = 16 << 20;
+
+/// Why memory stays that a pause was to give back.
+pub(crate) const OVERDUE: &str =
+    "the driver would not copy it or let it go: a resume and another pause try again";
+
 /// Memory that a pause leaves on the device, and why.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
@@ -131,6 +138,30 @@ pub struct PinnedBytes {
     pub bytes: u64,
     /// In how many allocations.
     pub count: u64,
+}
+
+impl PinnedBytes {
+    /// As much more for the same reason.
+    pub(crate) fn add(&mut self, more: &Self) {
+        self.bytes = self.bytes.saturating_add(more.bytes);
+        self.count = self.count.saturating_add(more.count);
+    }
+
+    /// Adds `more` to `stays`, which have each reason once, the largest first.
+    pub fn merge(stays: &mut Vec<Self>, more: &[Self]) {
+        for stay in more {
+            match stays.iter_mut().find(|known| known.reason == stay.reason) {
+                Some(known) => known.add(stay),
+                None => stays.push(stay.clone()),
+            }
+        }
+        stays.sort_by(|one, other| (other.bytes, &one.reason).cmp(&(one.bytes, &other.reason)));
+    }
+
+    /// Sum of all `stays`, in bytes.
+    pub fn total_bytes(stays: &[Self]) -> u64 {
+        stays.iter().map(|stay| stay.bytes).fold(0, u64::saturating_add)
+    }
 }
 
 /// Bytes of one process on one device.

@@ -24,8 +24,8 @@ pub const BLOCK_BYTES_MIN: u64 = 1 << 20;
 
 /// Why a plain allocation stays with the driver.
 const TOO_SMALL: &str = "plain allocations under 1 MiB stay with the driver";
-const LEGACY_IPC: &str = "NCCL shares plain allocations by legacy IPC, which cannot follow a pause: start the job \
-                          with NCCL_CUMEM_ENABLE=1 instead of 0, which slime, verl and OpenRLHF set";
+const FOR_OUTSIDE: &str = "NCCL may share it by CUDA IPC with a process that is not of this tenant or family: start that \
+                           one with `sublet run` too, or this one with NCCL_CUMEM_ENABLE=1";
 
 /// Why memory that `cuMemAlloc` did not allocate stays with the driver.
 pub mod stays {
@@ -120,13 +120,19 @@ impl Accessors {
 }
 
 /// Why a plain allocation of `size_bytes` stays with the driver, which is then told to [`note_native`]; `None`
-/// where it becomes pool memory.
-pub fn stays_native(size_bytes: u64, library: &str) -> Option<&'static str> {
+/// where it becomes pool memory. `is_outside` says whether NCCL may share memory
+/// with a process that cannot open our handles.
+pub fn stays_native(
+    size_bytes: u64,
+    library: &str,
+    is_outside: impl FnOnce() -> bool,
+) -> Option<&'static str> {
     if size_bytes < BLOCK_BYTES_MIN {
         return Some(TOO_SMALL);
     }
-    // NCCL asks for plain memory only when its cuMem path is off, and then shares it by legacy IPC.
-    (library == caller::NCCL).then_some(LEGACY_IPC)
+    // NCCL asks for plain memory only when its cuMem path is off (NCCL_CUMEM_ENABLE=0), and then shares it by CUDA IPC. A rank
+    // outside Sublet cannot open our ticket.
+    (library == caller::NCCL && is_outside()).then_some(FOR_OUTSIDE)
 }
 
 /// Allocates pool memory on `device` for `library`, however small: the size is rounded up to a granule. `context` is the

@@ -270,6 +270,8 @@ macro_rules! table {
             of("cuMemcpy3DBatchAsync_ptsz", 12_080),
             of("cuMemcpy3DBatchAsync_v2", 13_000),
             of("cuMemcpy3DBatchAsync_v2_ptsz", 13_000),
+            of("cuFabricCpyBatchAsync", 13_050),
+            of("cuFabricCpyBatchAsync_ptsz", 13_050),
             of("cuMemcpyWithAttributesAsync", 13_020),
             of("cuMemcpyWithAttributesAsync_ptsz", 13_020),
             of("cuMemcpy3DWithAttributesAsync", 13_020),

@@ -83,10 +83,14 @@ fn read<D: Driver>(member: &Member<D>, handle: &[u8; HANDLE_BYTES]) -> Option<(T
     let (asked, rest) = rest.split_first_chunk::<8>()?;
     let (size, _) = rest.split_first_chunk::<8>()?;
     let owner = MemberId(u64::from_le_bytes(*owner));
-    let size_bytes = u64::from_le_bytes(*size);
+    let (asked_bytes, size_bytes) = (u64::from_le_bytes(*asked), u64::from_le_bytes(*size));
+    // None that we have made: the application would be told of more memory than there is.
+    if asked_bytes > size_bytes {
+        return None;
+    }
     let tenant = member.tenant_of(owner);
     let ticket = Ticket::uncounted(AllocationId(*id), size_bytes, owner, tenant);
-    Some((ticket, u64::from_le_bytes(*asked)))
+    Some((ticket, asked_bytes))
 }
 
 /// Closes what [`open`] opened at `address`, which goes with its last close. `settle` waits for the work that

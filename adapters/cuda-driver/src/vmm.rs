@@ -66,6 +66,14 @@ pub fn create<D: Driver>(
         // References must not leave the node; callers fall back to descriptors.
         return Answer::Refused(DriverCode::NOT_SUPPORTED);
     }
+    if !prop.location.kind.is_known() {
+        tracing::warn!(
+            kind = prop.location.kind.0,
+            size_bytes,
+            "memory of a kind of place that Sublet does not know is refused"
+        );
+        return Answer::Refused(DriverCode::NOT_SUPPORTED);
+    }
     let device = prop.location.as_device();
     let class = region::class_of(library, device);
     let made = with_room(member, room_of(device, size_bytes, &class), || {

@@ -57,7 +57,8 @@ class Generator:
             return contextlib.nullcontext()
         import sublet
 
-        return sublet.region(tag, contents=contents)
+        # The orchestrator pauses a tag only between two requests.
+        return sublet.region(tag, contents=contents, runs_without=True)
 
     def _move_weights(self) -> None:
         """Weights come again with each hand-over, so nobody need save them; what else the model has does not, and stays outside

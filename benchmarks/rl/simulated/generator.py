@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ class Generator:
         import sublet
 
         self._worker = Worker("infer", rank)
-        self._args, self._region, self._device = args, sublet.region, Device(rank)
+        self._args, self._device = args, Device(rank)
+        # The orchestrator pauses a tag only between two requests.
+        self._region = partial(sublet.region, runs_without=True)
         self._sizes = {"weights": args.weights_bytes, "graphs": args.graphs_bytes, "kv": args.kv_bytes}
         self._memory: dict[str, Memory] = {}
         self._arrive(["weights", "graphs", "kv"])

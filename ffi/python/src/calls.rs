@@ -2,32 +2,23 @@
 //!
 //! Texts that come back are JSON. A method that pauses, resumes or asks other processes lets go of the
 //! interpreter lock, so other threads of the program run on.
+//!
+//! A method that is given a list adds what it has done to it before Python handles a signal: the caller undoes that if the handler raises.
 
 #![expect(unsafe_code, reason = "calls what the header of libsublet.so declares")]
 
 use std::error::Error as _;
-use std::ffi::{CString, NulError, c_char, c_int};
+use std::ffi::{CString, c_int};
 use std::path::PathBuf;
 use std::ptr;
 
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
+use pyo3::types::PyList;
 
+use crate::acting::{array, c_texts, noted, pointer, pointers};
 use crate::library::{Library, c_text};
 use crate::unused::{self, Ask, Source};
-
-/// Does something with a tenant within a time, as the header declares it.
-type ActOnTenant = unsafe extern "C" fn(*const c_char, u32) -> c_int;
-/// Begins a region, as the header declares it.
-type BeginRegion = unsafe extern "C" fn(*const c_char, c_int, c_int) -> c_int;
-/// Pauses or resumes tags, as the header declares it.
-type ActOnTags =
-    unsafe extern "C" fn(*const c_char, *const *const c_char, usize, c_int, u32) -> c_int;
-
-/// The pointer that C takes: null for none.
-fn pointer(text: Option<&CString>) -> *const c_char {
-    text.map_or(ptr::null(), |text| text.as_ptr())
-}
 
 /// Finds `name` in the library, or returns the exception that says that it is missing.
 macro_rules! function {
@@ -85,14 +76,16 @@ impl Library {
     }
 
     /// Pauses all processes of a tenant.
+    #[pyo3(signature = (tenant, timeout_ms, done=None))]
     fn pause_tenant(
         &self,
         py: Python<'_>,
         tenant: Option<&str>,
         timeout_ms: u32,
+        done: Option<&Bound<'_, PyList>>,
     ) -> PyResult<String> {
         let pause = function!(self, py, sublet_pause_tenant);
-        self.act_on_tenant(py, "pause", pause, tenant, timeout_ms)
+        noted(done, self.act_on_tenant(py, "pause", pause, tenant, timeout_ms))
     }
 
     /// Resumes all processes of a tenant.
@@ -107,6 +100,7 @@ impl Library {
     }
 
     /// Pauses the memory of tags.
+    #[pyo3(signature = (tenant, tags, whose, timeout_ms, done=None))]
     fn pause_tags(
         &self,
         py: Python<'_>,
@@ -114,9 +108,10 @@ impl Library {
         tags: Vec<String>,
         whose: c_int,
         timeout_ms: u32,
+        done: Option<&Bound<'_, PyList>>,
     ) -> PyResult<String> {
         let pause = function!(self, py, sublet_pause_tags);
-        self.act_on_tags(py, "pause", pause, tenant, tags, whose, timeout_ms)
+        noted(done, self.act_on_tags(py, "pause", pause, tenant, tags, whose, timeout_ms))
     }
 
     /// Resumes the memory of tags; of all tags when there are none.
@@ -133,12 +128,14 @@ impl Library {
     }
 
     /// Pauses the tenant once every process of it has called this.
-    fn pause_together(&self, py: Python<'_>) -> PyResult<String> {
+    #[pyo3(signature = (done=None))]
+    fn pause_together(&self, py: Python<'_>, done: Option<&Bound<'_, PyList>>) -> PyResult<String> {
         let pause = function!(self, py, ncclPause);
-        self.reported(py, "pause", || {
+        let paused = self.reported(py, "pause", || {
             // SAFETY: the argument is ignored.
             unsafe { pause(ptr::null_mut()) }
-        })
+        });
+        noted(done, paused)
     }
 
     /// Resumes the tenant once every process of it has called this.
@@ -201,21 +198,27 @@ impl Library {
     /// Resumes a tenant in its place among those that wait for the GPUs.
     fn resume_in_turn(&self, py: Python<'_>, tenant: &str, wait_ms: u32) -> PyResult<String> {
         let resume = function!(self, py, sublet_resume_in_turn);
-        self.act_on_tenant(py, "resume", resume, Some(tenant), wait_ms)
+        self.waiting(py, || self.act_on_tenant(py, "resume", resume, Some(tenant), wait_ms))
     }
 
     /// Has a tenant get its GPUs.
     fn switch_tenant(&self, py: Python<'_>, tenant: &str, wait_ms: u32) -> PyResult<String> {
         let switch = function!(self, py, sublet_switch_tenant);
-        self.act_on_tenant(py, "switch", switch, Some(tenant), wait_ms)
+        self.waiting(py, || self.act_on_tenant(py, "switch", switch, Some(tenant), wait_ms))
     }
 
     /// Begins a turn of this process.
-    fn turn_begin(&self, py: Python<'_>, wait_ms: u32) -> PyResult<String> {
+    #[pyo3(signature = (wait_ms, begun=None))]
+    fn turn_begin(
+        &self,
+        py: Python<'_>,
+        wait_ms: u32,
+        begun: Option<&Bound<'_, PyList>>,
+    ) -> PyResult<String> {
         let begin = function!(self, py, sublet_turn_begin);
-        self.reported(py, "turn", || {
+        self.waiting(py, || {
             // SAFETY: the function has no precondition.
-            unsafe { begin(wait_ms) }
+            noted(begun, self.reported(py, "turn", || unsafe { begin(wait_ms) }))
         })
     }
 
@@ -278,15 +281,17 @@ impl Library {
     }
 
     /// Begins a region of this thread; of every device when there is none.
+    #[pyo3(signature = (tag, contents, device, begun=None))]
     fn region_begin(
         &self,
         py: Python<'_>,
         tag: &str,
         contents: c_int,
         device: Option<c_int>,
+        begun: Option<&Bound<'_, PyList>>,
     ) -> PyResult<()> {
         let begin = function!(self, py, sublet_region_begin_on);
-        self.begin_region(py, begin, tag, contents, device)
+        self.begin_region(py, begin, tag, contents, device, begun)
     }
 
     /// Ends the innermost region of this thread.
@@ -300,15 +305,17 @@ impl Library {
     }
 
     /// Begins the region of threads that have none of their own.
+    #[pyo3(signature = (tag, contents, device, begun=None))]
     fn region_begin_all_threads(
         &self,
         py: Python<'_>,
         tag: &str,
         contents: c_int,
         device: Option<c_int>,
+        begun: Option<&Bound<'_, PyList>>,
     ) -> PyResult<()> {
         let begin = function!(self, py, sublet_region_begin_all_threads);
-        self.begin_region(py, begin, tag, contents, device)
+        self.begin_region(py, begin, tag, contents, device, begun)
     }
 
     /// Ends the region of threads that have none of their own.
@@ -525,76 +532,4 @@ impl Library {
             unsafe { set(source.map(|_| unused::ask as Ask), context) }
         })
     }
-}
-
-impl Library {
-    fn act_on_tenant(
-        &self,
-        py: Python<'_>,
-        what: &str,
-        act: ActOnTenant,
-        tenant: Option<&str>,
-        time_ms: u32,
-    ) -> PyResult<String> {
-        let tenant = c_text(tenant)?;
-        // SAFETY: null or a terminated string that outlives the call.
-        self.reported(py, what, || unsafe { act(pointer(tenant.as_ref()), time_ms) })
-    }
-
-    fn begin_region(
-        &self,
-        py: Python<'_>,
-        begin: BeginRegion,
-        tag: &str,
-        contents: c_int,
-        device: Option<c_int>,
-    ) -> PyResult<()> {
-        let tag = CString::new(tag)?;
-        // SAFETY: a terminated string that outlives the call.
-        self.run(py, "region", || unsafe { begin(tag.as_ptr(), contents, device.unwrap_or(-1)) })
-    }
-
-    /// For a function that takes nothing.
-    fn simply(
-        &self,
-        py: Python<'_>,
-        what: &str,
-        act: unsafe extern "C" fn() -> c_int,
-    ) -> PyResult<()> {
-        // SAFETY: these functions have no precondition.
-        self.run(py, what, || unsafe { act() })
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "the header's, and what tells pause from resume")]
-    fn act_on_tags(
-        &self,
-        py: Python<'_>,
-        what: &str,
-        act: ActOnTags,
-        tenant: Option<&str>,
-        tags: Vec<String>,
-        whose: c_int,
-        timeout_ms: u32,
-    ) -> PyResult<String> {
-        let tenant = c_text(tenant)?;
-        let tags = c_texts(tags)?;
-        self.reported(py, what, || {
-            let tags = pointers(&tags);
-            // SAFETY: null or a terminated string; as many of those as are named; all outlive the call.
-            unsafe { act(pointer(tenant.as_ref()), array(&tags), tags.len(), whose, timeout_ms) }
-        })
-    }
-}
-
-fn c_texts(texts: Vec<String>) -> Result<Vec<CString>, NulError> {
-    texts.into_iter().map(CString::new).collect()
-}
-
-fn pointers(texts: &[CString]) -> Vec<*const c_char> {
-    texts.iter().map(|text| text.as_ptr()).collect()
-}
-
-/// Null stands for none.
-fn array(pointers: &[*const c_char]) -> *const *const c_char {
-    if pointers.is_empty() { ptr::null() } else { pointers.as_ptr() }
 }

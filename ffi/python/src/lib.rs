@@ -25,6 +25,7 @@ macro_rules! functions {
     };
 }
 
+mod acting;
 #[path = "../../src/bindings.rs"]
 mod bindings;
 mod calls;
@@ -71,6 +72,8 @@ mod _native {
     const CONTENTS_DISCARD: u32 = bindings::SUBLET_CONTENTS_DISCARD;
     #[pymodule_export]
     const CONTENTS_FILE: u32 = bindings::SUBLET_CONTENTS_FILE;
+    #[pymodule_export]
+    const RUNS_WITHOUT: u32 = bindings::SUBLET_RUNS_WITHOUT;
     #[pymodule_export]
     const WHOSE_TENANT: u32 = bindings::SUBLET_WHOSE_TENANT;
     #[pymodule_export]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from typing import Any, Optional
 
@@ -13,14 +14,13 @@ from sublet._native import Library
 
 #: The command's exit code for a command line that it does not understand, of which it prints no document.
 _NOT_UNDERSTOOD = 2
-#: What a report says of a change that was made, but not wholly as asked.
-_SHORTFALLS = ("stayed_bytes", "losses", "not_deep")
 
 
-def run(action: str, *arguments: str, timeout_ms: int = 0) -> dict[str, Any]:
+def run(action: str, *arguments: str, timeout_ms: int = 0, done: Optional[list[str]] = None) -> dict[str, Any]:
     """Runs the command, and returns the halves or the one report of its document as the library would have them.
 
-    Blocks until the command ends, which has a limit for each of its phases. A Ctrl-C does not reach the command.
+    Blocks until the command ends, which has a limit for each of its phases. A Ctrl-C calls it off; where it is too late for that, ``done``
+    has what the command said.
 
     Raises:
         UsageError, RetryError, RefusedError, OutOfDeviceMemory, OutOfHostMemory, LostError: as the command said.
@@ -37,7 +37,16 @@ def run(action: str, *arguments: str, timeout_ms: int = 0) -> dict[str, Any]:
     except OSError as error:
         raise RefusedError(f"{action}: cannot start {command[0]}: {error}; install the package again") from error
     with child:
-        said, complaint = child.communicate()
+        said = ""
+        try:
+            said, complaint = child.communicate()
+        except BaseException:
+            child.send_signal(signal.SIGINT)
+            said, _ = child.communicate()
+            raise
+        finally:
+            if said and done is not None:
+                done.append(said)
     if not said:
         kind = UsageError if child.returncode == _NOT_UNDERSTOOD else RefusedError
         raise kind(f"{action}: {complaint.strip() or f'{command[0]} ended with {child.returncode}: `sublet ps` says what it left'}")
@@ -49,13 +58,10 @@ def run(action: str, *arguments: str, timeout_ms: int = 0) -> dict[str, Any]:
 
 
 def _answer(action: str, half: dict[str, Any]) -> dict[str, Any]:
-    outcome = half.get("outcome", "failed")
-    if outcome == "failed":
+    if half.get("outcome", "failed") == "failed":
         raise from_document(action, half)
-    report = half["report"] or {"stayed_bytes": half["stayed_bytes"]}
-    if any(report.get(name) for name in _SHORTFALLS):
-        outcome = "partial"
-    return {**report, "outcome": outcome, "paused": half["paused"], "reasons": half["reasons"]}
+    report = half["report"] or {}
+    return {**report, **{name: half[name] for name in ("outcome", "stayed_bytes", "stays", "paused", "reasons")}}
 
 
 def is_deep(library: Library, tenant: Optional[str]) -> bool:

@@ -85,14 +85,15 @@ class _Loaded:
     def attach(self, tenant: Optional[str], family: Optional[str]) -> AttachReport:
         library = self.any()
         with self._lock:
-            if family is not None:
-                library.set_family(family)
-            if self._report is not None:
-                return self._again(self._report, tenant)
-            if self._preloaded is not None:
+            if self._report is None and self._preloaded is not None:
                 asked = os.environ.get(_TENANT)
                 self._report = AttachReport(asked, True, [], [], True, {})
-                return self._again(self._report, tenant)
+            # Before the family: a call that is refused lets nobody in.
+            known = None if self._report is None else self._again(self._report, tenant)
+            if family is not None:
+                library.set_family(family)
+            if known is not None:
+                return known
             reserved = reserved_bytes()
             report = json.loads(library.attach(tenant))
             self._report = AttachReport(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import time
 import types
 import weakref
 from collections import defaultdict
@@ -13,6 +14,7 @@ from typing import Any, Literal, Optional, TypeVar, Union
 from sublet._errors import UsageError
 from sublet._library import own_library
 from sublet._native import Library, clear_stack
+from sublet._paging_gone import Copies, State, hide_gradient, read_only, show_gradient
 from sublet._paging_refusals import (
     PAGED_BY,
     device_of,
@@ -76,56 +78,40 @@ class _Block:
         self.span_bytes = 0
         #: What lies in the span, by parameter and name.
         self.tensors: dict[tuple[int, str], Any] = {}
-        #: Since the last step of the optimizer: whose gradients are there, and did it step?
-        self.ready: set[int] = set()
+        #: In this pass: the gradients that are there, each with its parameter, and did it step?
+        self.ready: dict[int, tuple[Any, Any]] = {}
         self.has_stepped = False
 
     def held(self) -> Optional[int]:
         """The span, if there is anything in it."""
         return self.span if self.tensors else None
 
+    def begin_pass(self) -> None:
+        """Nothing is there, and it has not stepped."""
+        self.ready.clear()
+        self.has_stepped = False
+
+    def has_lost(self) -> bool:
+        """Are gradients gone that were there, as ``zero_grad`` has it?"""
+        return any(param.grad is not gradient for param, gradient in self.ready.values())
+
     def wanted(self) -> int:
         return sum(1 for _, param in self.params if param.requires_grad)
-
-
-class _State(defaultdict):  # type: ignore[type-arg]
-    """The state of a paged optimizer, as readers see it: what is paged comes as copies in host memory."""
-
-    def __init__(self, owner: _Paged, state: dict[Any, dict[str, Any]]) -> None:
-        super().__init__(dict, state)
-        self._owner = owner
-
-    def __getitem__(self, param: Any) -> Any:
-        return self._owner.readable(param, super().__getitem__(param))
-
-    def get(self, param: Any, default: Any = None) -> Any:
-        return self[param] if param in self else default
-
-    def values(self) -> Any:
-        return [self[param] for param in self]
-
-    def items(self) -> Any:
-        return [(param, self[param]) for param in self]
-
-    def real(self, param: Any) -> dict[str, Any]:
-        """The tensors themselves, to be touched only while their block is held."""
-        found: dict[str, Any] = super().__getitem__(param)
-        return found
-
-    def __reduce__(self) -> Any:
-        return (defaultdict, (dict,), None, None, iter(self.items()))
 
 
 class _Paged:
     """What makes one optimizer paged."""
 
-    def __init__(self, optimizer: Any, torch: Any, library: Library, frames: int, step: Step) -> None:
+    def __init__(
+        self, optimizer: Any, torch: Any, library: Library, frames: int, step: Step, keeps_gradients: bool = False
+    ) -> None:
         self._torch = torch
         self._library = library
         self._optimizer = weakref.ref(optimizer)
         self._stock_step = _unbound(optimizer.step)
         self._stock_load = _unbound(optimizer.load_state_dict)
-        self._when = step
+        self._when, self._keeps_gradients = step, keeps_gradients
+        self._waited_us = 0
         self._blocks: list[_Block] = []
         self._block_of: dict[int, _Block] = {}
         self.device = device_of(optimizer)
@@ -212,7 +198,7 @@ class _Paged:
 
     def _install(self, optimizer: Any, state: dict[Any, dict[str, Any]]) -> None:
         """Takes state over that is in the device's memory, block by block."""
-        optimizer.state = _State(self, {})
+        optimizer.state = State(self, {})
         known = dict(state)
         state.clear()
         try:
@@ -248,7 +234,9 @@ class _Paged:
                 "paged: the optimizer's state is paged, which a graph under capture cannot use: "
                 "step outside of the graph"
             )
+        began_ns = time.monotonic_ns()
         self._library.page_acquire(self.pager, [span], self._stream(), _WAIT_MS)
+        self._waited_us += (time.monotonic_ns() - began_ns) // 1000
 
     def _let_go(self, span: int, has_written: bool) -> None:
         self._library.page_release(self.pager, [span], self._stream(), has_written)
@@ -258,8 +246,8 @@ class _Paged:
         if spans:
             self._library.page_announce(self.pager, spans)
 
-    def readable(self, param: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` of ``param``, with copies instead of what is paged."""
+    def readable(self, param: Any, state: dict[str, Any], is_for_writing: bool) -> dict[str, Any]:
+        """``state`` of ``param``, with copies instead of what is paged. A write to them is refused if nobody would see it."""
         block = self._block_of.get(id(param))
         held = block.held() if block is not None else None
         if block is None or held is None:
@@ -271,7 +259,10 @@ class _Paged:
                 copies = {name: state[name].detach().cpu() for name in paged}
             finally:
                 self._let_go(held, False)
-        return {name: copies.get(name, value) for name, value in state.items()}
+        if is_for_writing:
+            return {name: copies.get(name, value) for name, value in state.items()}
+        fixed = {name: read_only(value, self._torch) for name, value in copies.items()}
+        return Copies({name: fixed.get(name, value) for name, value in state.items()})
 
     def _adopt(self, optimizer: Any, block: _Block) -> None:
         """Moves tensors of the block's state into its span. If some lie there already, all move to another one."""
@@ -372,11 +363,14 @@ class _Paged:
             if getattr(optimizer, "grad_scale", None) is not None:
                 raise UsageError(not_in_backward("a GradScaler"))
             # What has gradients left: backward did not reach all parameters of its block.
-            for block in self._blocks:
-                self.step_block(block)
-                block.ready.clear()
-                block.has_stepped = False
-            self._expected, self._order = self._order or self._expected, []
+            expected = self._order or self._expected
+            try:
+                for block in self._blocks:
+                    if not (block.has_stepped and self._keeps_gradients):
+                        self.step_block(block)
+            finally:
+                self.begin_pass()
+            self._expected = expected
             self._announce(self._expected[:_BLOCKS_AHEAD])
             return loss
         self._announce(self._blocks[:_BLOCKS_AHEAD])
@@ -384,6 +378,18 @@ class _Paged:
             self._announce(self._blocks[index + 1 : index + 1 + _BLOCKS_AHEAD])
             self.step_block(block)
         return loss
+
+    def begin_pass(self) -> None:
+        """What a pass has left is forgotten: it has ended, or failed half-way."""
+        self._order = []
+        for block in self._blocks:
+            block.begin_pass()
+
+    def show_gradients(self) -> None:
+        """Those that are gone are none, as a program has it behind ``zero_grad``."""
+        for block in self._blocks:
+            for _, param in block.params:
+                show_gradient(param)
 
     def gradient_is_there(self, param: Any) -> None:
         """Backward has all of the gradient of ``param``."""
@@ -393,10 +399,15 @@ class _Paged:
             # A module that is made after its optimizer is there by now.
             refuse_averaging([param for block in self._blocks for _, param in block.params], self._torch)
             self._has_begun = True
+        show_gradient(param)
         block = self._block_of[id(param)]
         if block.has_stepped or id(param) in block.ready:
-            raise UsageError(not_in_backward("gradients that are accumulated over several backward passes"))
-        block.ready.add(id(param))
+            # Those of a pass that has failed are gone by the next one, and those that are accumulated are there.
+            if not any(each.has_lost() for each in self._blocks):
+                again = "gradients that are accumulated over several backward passes"
+                raise UsageError(f"{not_in_backward(again)}; behind a backward that has failed, call optimizer.zero_grad() first")
+            self.begin_pass()
+        block.ready[id(param)] = (param, param.grad)
         if len(block.ready) < block.wanted():
             return
         block.has_stepped = True
@@ -404,8 +415,12 @@ class _Paged:
         next_one = len(self._order)
         self._announce(self._expected[next_one : next_one + _BLOCKS_AHEAD])
         self.step_block(block)
-        for _, each in block.params:
-            each.grad = None
+        block.ready.clear()
+        if not self._keeps_gradients:
+            for _, each in block.params:
+                if each.grad is not None:
+                    each.grad = None
+                    hide_gradient(each)
 
     def load(self, state_dict: dict[str, Any]) -> None:
         """As the optimizer's ``load_state_dict``; no more than one block of it is in other memory of the device."""
@@ -414,7 +429,7 @@ class _Paged:
         self._stock_load(optimizer, {**state_dict, "state": {}})
         for block in self._blocks:
             block.tensors = {}
-        optimizer.state = _State(self, {})
+        optimizer.state = State(self, {})
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in optimizer.param_groups for param in group["params"]]
         number_of = {id(param): number for number, param in zip(saved, params)}
@@ -436,6 +451,7 @@ class _Paged:
     def report(self) -> dict[str, Any]:
         """What is where, and what was copied."""
         found: dict[str, Any] = json.loads(self._library.page_report(self.pager))
+        found["waited_us"] = found.get("waited_us", 0) + self._waited_us
         return {"device": self.device.index, "step": self._when, "blocks": len(self._blocks), **found}
 
 
@@ -457,7 +473,9 @@ def _span_bytes(tensors: list[Any]) -> int:
     return sum(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes)
 
 
-def paged(target: _Target, *, frames: Union[int, str, None] = None, step: Step = "after") -> _Target:
+def paged(
+    target: _Target, *, frames: Union[int, str, None] = None, step: Step = "after", keep_gradients: bool = False
+) -> _Target:
     """Moves the state of a PyTorch optimizer, or the parameters of a module, to host memory, with a part on the device by turns.
 
     An optimizer's own ``step`` runs, on blocks of parameters: results are bitwise the same. Call it once, before or
@@ -465,7 +483,7 @@ def paged(target: _Target, *, frames: Union[int, str, None] = None, step: Step =
 
     A module keeps its parameters, the same objects, and nothing else about it changes. Each launch waits for what it uses:
     frozen and trained weights, tied ones and checkpointing work as they are. Page the module before its optimizer is made. Its
-    parameters may be in the CPU's memory.
+    parameters may be in the CPU's memory; its buffers follow them to the device then.
 
     Args:
         target: a ``torch.nn.Module``, whose parameters are plain, and on one device. Or a ``torch.optim.Optimizer`` whose parameters are on one CUDA device. Its step must treat each
@@ -477,9 +495,12 @@ def paged(target: _Target, *, frames: Union[int, str, None] = None, step: Step =
         step: of an optimizer. ``"after"``: in ``optimizer.step()``, block by block. ``"backward"``: in ``backward()``, as soon
             as all gradients of a block are there, which are freed then. That hides the copies, and excludes
             accumulation, clipping, a ``GradScaler`` and ``DistributedDataParallel``.
+        keep_gradients: with ``"backward"``, gradients stay behind the step of their block until ``zero_grad``, and take device memory. Without
+            it they are gone when backward ends: until ``zero_grad``, a program that reads ``p.grad`` gets a ``UsageError``.
 
     Returns:
-        ``target``, the same object. ``optimizer.state`` and ``state_dict()`` give copies in host memory.
+        ``target``, the same object. ``optimizer.state`` and ``state_dict()`` give copies in host memory. A write to those of
+        ``optimizer.state`` raises a ``UsageError``.
 
     Raises:
         UsageError: it is no such optimizer, it is paged already, or ``frames`` is too small. Later: something
@@ -505,7 +526,7 @@ def paged(target: _Target, *, frames: Union[int, str, None] = None, step: Step =
     if hasattr(optimizer, PAGED_BY):
         raise UsageError("paged: this optimizer is paged already")
     refuse_unfit(optimizer, torch)
-    owner = _Paged(optimizer, torch, own_library(), size, step)
+    owner = _Paged(optimizer, torch, own_library(), size, step, keep_gradients)
     _wrap(optimizer, owner)
     if step == "backward":
         refuse_clipping(torch)
@@ -537,8 +558,15 @@ def _wrap(target: Any, owner: _Paged) -> None:
     def add_param_group(_self: Any, _group: Any) -> None:
         raise UsageError("paged: add all groups of parameters before the optimizer is paged")
 
+    stock_zero_grad = _unbound(target.zero_grad)
+
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        owner.show_gradients()
+        stock_zero_grad(self, *args, **kwargs)
+        owner.begin_pass()
+
     if hasattr(target.step, "_wrapped_by_lr_sched"):
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    for function in (step, load_state_dict, add_param_group):
+    for function in (step, load_state_dict, add_param_group, zero_grad):
         setattr(target, function.__name__, types.MethodType(function, target))
     setattr(target, PAGED_BY, owner)

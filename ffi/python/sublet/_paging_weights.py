@@ -61,6 +61,10 @@ class PagedModule:
             for param, before in moved:
                 self._set(param, param.detach().to(before, copy=True))
             raise
+        for part in (part for _, part in module.named_modules()):
+            for name, buffer in part._buffers.items():
+                if buffer is not None and moved[0][1].type == "cpu" == buffer.device.type:
+                    part._buffers[name] = buffer.to(self.device)
         # Where they were.
         torch.cuda.empty_cache()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Iterable, Iterator
@@ -10,6 +9,7 @@ from typing import Any, Callable, Optional, Union, cast
 
 from sublet import _command, _report
 from sublet._adapter import answer_pauses
+from sublet._contexts import context
 from sublet._errors import NotAttachedError, OutOfDeviceMemory, RefusedError, UsageError
 from sublet._library import own_library, own_tenant
 from sublet._native import WHOSE_PROCESS, Library
@@ -96,16 +96,22 @@ def or_by_command(
 
 
 def pause_by(
-    library: Library, tenant: Optional[str], tags: Optional[list[str]], whose: int, limit_ms: int, deep: bool
+    library: Library,
+    tenant: Optional[str],
+    tags: Optional[list[str]],
+    whose: int,
+    limit_ms: int,
+    deep: bool,
+    done: list[str],
 ) -> Report:
-    """Pauses a tenant, the caller's own for ``None``; with tags, their memory of ``whose``."""
+    """Pauses a tenant, the caller's own for ``None``; with tags, their memory of ``whose``. ``done`` has the answer before any signal is handled."""
     if deep and tags is not None:
         raise UsageError("pause: deep=True means the whole tenant, since a process that runs on needs its context: leave tags out")
     if deep:
-        return _report.of(_command.run("pause", "--deep", tenant or own_tenant(), timeout_ms=limit_ms))
+        return _report.of(_command.run("pause", "--deep", tenant or own_tenant(), timeout_ms=limit_ms, done=done))
     if tags is None:
-        return _report.of(parsed(library.pause_tenant(tenant, limit_ms)))
-    return _report.of(parsed(library.pause_tags(tenant, tags, whose, limit_ms)))
+        return _report.of(parsed(library.pause_tenant(tenant, limit_ms, done)))
+    return _report.of(parsed(library.pause_tags(tenant, tags, whose, limit_ms, done)))
 
 
 def resume_by(
@@ -136,8 +142,8 @@ def pause(
 
     Without tags everything leaves, of the whole tenant: every process of it stands still at its next use of a device until the
     resume, since a process that ran on would wait for one that does not. With tags their memory in the calling process leaves, and
-    all processes run on; touching that memory before its resume is an illegal access. (The memory of tags in all processes:
-    ``sublet.Tenant().pause(tags)``.) What is paused already stays so, and is a success, unless memory stays that should have gone.
+    all processes run on. Before its resume, copies and fills of that memory are refused, and a kernel that touches it ends the
+    context. (The memory of tags in all processes: ``sublet.Tenant().pause(tags)``.) What is paused already stays so, and is a success, unless memory stays that should have gone.
     Memory that PyTorch has cached and no tensor uses is given back without being saved.
 
     Args:
@@ -170,17 +176,24 @@ def pause(
     >>> sublet.resume("kv").outcome
     'completed'
     """
+    return pause_noting([], tags, timeout, together, deep)
+
+
+def pause_noting(
+    done: list[str], tags: Tags = None, timeout: Optional[float] = None, together: bool = False, deep: bool = False
+) -> Report:
+    """As :func:`pause`. ``done`` has the answer as soon as memory is away, also when a signal's handler then raises."""
     listed = tag_list(tags)
     limit_ms = timeout_ms(timeout)
     if together:
         _not_with_together(tags=listed, timeout=timeout, deep=deep)
     library = _own_library()
     if together:
-        return _report.of(parsed(library.pause_together()))
+        return _report.of(parsed(library.pause_together(done)))
     if listed is not None:
         refuse_open(listed)
         refuse_paged(listed)
-    return pause_by(library, None, listed, WHOSE_PROCESS, limit_ms, deep)
+    return pause_by(library, None, listed, WHOSE_PROCESS, limit_ms, deep, done)
 
 
 def resume(
@@ -239,17 +252,21 @@ def resume(
     return resume_by(library, None, listed, by_library, limit_ms, wait)
 
 
-@contextlib.contextmanager
-def back_afterwards(report: Report, resumes: Callable[[], Report]) -> Iterator[Report]:
-    """Inside, what ``report`` says is away; afterwards it is back, unless it was away before."""
+@context
+def back_afterwards(pauses: Callable[[list[str]], Report], resumes: Callable[[], Report]) -> Iterator[Report]:
+    """Inside, what ``pauses`` pauses is away; afterwards it is back, unless it was away before.
+
+    Also if a signal comes while it pauses, whose handler raises.
+    """
+    done: list[str] = []
     try:
-        yield report
+        yield pauses(done)
     finally:
-        if report.outcome in ("completed", "partial"):
+        if any(parsed(answer).get("outcome") in ("completed", "partial") for answer in done):
             resumes()
 
 
-@contextlib.contextmanager
+@context
 def paused(
     tags: Tags = None,
     *,
@@ -282,7 +299,7 @@ def paused(
     listed = tag_list(tags)
     timeout_ms(wait, "wait")
     with back_afterwards(
-        pause(listed, timeout=timeout, deep=deep), lambda: resume(listed, timeout=timeout, wait=wait)
+        lambda done: pause_noting(done, listed, timeout, deep=deep), lambda: resume(listed, timeout=timeout, wait=wait)
     ) as report:
         yield report
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import threading
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack
+import weakref
 from types import TracebackType
 from typing import Any, Callable, Literal, Optional, TypeVar, Union, cast
 
@@ -16,7 +15,7 @@ from sublet import _paging_regions
 from sublet._adapter import answer_pauses, torch_adapter
 from sublet._errors import UsageError
 from sublet._library import own_library
-from sublet._native import CONTENTS_DISCARD, CONTENTS_FILE, CONTENTS_KEEP, Library
+from sublet._native import CONTENTS_DISCARD, CONTENTS_FILE, CONTENTS_KEEP, RUNS_WITHOUT, Library
 
 Contents = Literal["keep", "discard", "file"]
 Home = Literal["device", "paged"]
@@ -40,35 +39,97 @@ def checked_tag(tag: object) -> str:
     return tag
 
 
+class _Entry:
+    """A region that a thread is in. Its thread's list alone keeps it, so it goes with the thread."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.task = _current_task()
+        #: It has ended in another order, so that its thread is not in it any more once it is the innermost.
+        self.is_over = False
+        #: It has ended on another thread. Its own goes on to allocate in it until it looks.
+        self.is_over_elsewhere = False
+        self._begun: list[str] = []
+        self._pool: Any = None
+        self._end: Callable[[], None] = _nothing
+
+    def begin(self, library: Library, adapter: Any, device: Optional[int]) -> None:
+        """Has this thread be in it."""
+        region = self.region
+        if adapter is not None:
+            # Around the driver's region: no allocation of another thread may get the tag while it is
+            # served from PyTorch's default pool.
+            self._pool = adapter.region_pool(region.tag, device, region.all_threads, plain=region.home == "paged")
+            self._pool.__enter__()
+        self._end = library.region_end_all_threads if region.all_threads else library.region_end
+        begin = library.region_begin_all_threads if region.all_threads else library.region_begin
+        agreed = RUNS_WITHOUT if region.runs_without else 0
+        begin(region.tag, CONTENTS[region.contents] | agreed, device, self._begun)
+        with _open_lock:
+            _open.add(self)
+        _entered.entries.append(self)
+
+    def end(self) -> None:
+        """Ends what has begun of it."""
+        with _open_lock:
+            _open.discard(self)
+        if self in _entered.entries:
+            _entered.entries.remove(self)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """A second time does nothing."""
+        pool, self._pool = self._pool, None
+        try:
+            if self._begun:
+                self._begun.clear()
+                self._end()
+        finally:
+            if pool is not None:
+                pool.gen.close()
+
+    def __del__(self) -> None:
+        # Its thread has ended in it.
+        with contextlib.suppress(Exception):
+            self._let_go()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _current_task() -> Optional[weakref.ref[Any]]:
+    """The asyncio task that this code runs in."""
+    asyncio: Any = sys.modules.get("asyncio")
+    try:
+        task = None if asyncio is None else asyncio.current_task()
+    except RuntimeError:
+        return None
+    return None if task is None else weakref.ref(task)
+
+
 class _Entered(threading.local):
     """The regions that this thread is in, innermost last."""
 
     def __init__(self) -> None:
-        self.regions: list[tuple[Region, ExitStack]] = []
+        self.entries: list[_Entry] = []
+
+    def look(self) -> list[_Entry]:
+        """The same, after what is over has ended."""
+        while self.entries and (self.entries[-1].is_over or self.entries[-1].is_over_elsewhere):
+            self.entries[-1].end()
+        return self.entries
 
 
 _entered = _Entered()
+#: The regions that any thread is in.
+_open: weakref.WeakSet[_Entry] = weakref.WeakSet()
+_open_lock = threading.Lock()
 
 
-class _Open:
-    """How many regions of each tag are open, over all threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-
-    def add(self, tag: str, change: int) -> None:
-        with self._lock:
-            self._counts[tag] += change
-
-    def of(self, tags: Optional[list[str]]) -> list[str]:
-        with self._lock:
-            return sorted(
-                tag for tag, count in self._counts.items() if count and (tags is None or tag in tags)
-            )
-
-
-_open = _Open()
+def _all_open() -> list[_Entry]:
+    with _open_lock:
+        return list(_open)
 #: Where memory of each tag is: its first region has said it.
 _homes: dict[str, str] = {}
 
@@ -78,13 +139,22 @@ def refuse_open(tags: Optional[list[str]]) -> None:
 
     What is allocated in it after the pause could be memory that PyTorch has cached, and that is away.
     """
-    opened = _open.of(tags)
-    if opened:
+    _entered.look()
+    opened = [entry for entry in _all_open() if not entry.is_over and (tags is None or entry.region.tag in tags)]
+    if not opened:
+        return
+    tag = opened[0].region.tag
+    if opened[0].is_over_elsewhere:
         raise UsageError(
-            f"pause: a region of tag '{opened[0]}' is open: memory allocated in it could then be memory "
-            "that is away; leave the region first",
-            tags=opened,
+            f"pause: a region of tag '{tag}' was left on another thread, and the thread that entered it may still allocate in it: enter "
+            "any region there once, or end that thread",
+            tags=[tag],
         )
+    raise UsageError(
+        f"pause: a region of tag '{tag}' is open: memory allocated in it could then be memory "
+        "that is away; leave the region first",
+        tags=sorted({entry.region.tag for entry in opened}),
+    )
 
 
 class Region:
@@ -101,6 +171,7 @@ class Region:
         all_threads: bool,
         home: str = "device",
         frames: Union[int, str, None] = None,
+        runs_without: bool = False,
     ) -> None:
         self.tag = tag
         self.contents = contents
@@ -108,6 +179,7 @@ class Region:
         self.all_threads = all_threads
         self.home = home
         self.frames = frames
+        self.runs_without = runs_without
 
     def __repr__(self) -> str:
         return f"sublet.region({self.tag!r}, {self.contents!r})"
@@ -123,17 +195,20 @@ class Region:
         adapter = torch_adapter()
         if adapter is not None:
             adapter.check_supported()
+        around = _entered.look()[-1:]
+        entry = _Entry(self)
+        if around and around[0].task not in (None, entry.task):
+            raise UsageError(
+                f"region: '{self.tag}' begins while another asyncio task of this thread is in region '{around[0].region.tag}', and would "
+                "get memory of that one: leave regions before `await`"
+            )
         device = self._prepare_home()
-        with ExitStack() as stack:
-            if adapter is not None:
-                # Around the driver's region: no allocation of another thread may get the tag while it is
-                # served from PyTorch's default pool.
-                pool = adapter.region_pool(self.tag, device, self.all_threads, plain=self.home == "paged")
-                stack.enter_context(pool)
-            stack.enter_context(self._driver_region(library, device))
-            _entered.regions.append((self, stack.pop_all()))
-        _open.add(self.tag, 1)
-        return self
+        try:
+            entry.begin(library, adapter, device)
+            return self
+        except BaseException:
+            entry.end()
+            raise
 
     def __exit__(
         self,
@@ -141,15 +216,20 @@ class Region:
         error: Optional[BaseException],
         traceback: Optional[TracebackType],
     ) -> None:
-        if not _entered.regions or _entered.regions[-1][0] is not self:
-            raise UsageError(
-                f"region: '{self.tag}' is not the innermost region of this thread: regions end in "
-                "reverse order, on the thread that entered them"
-            )
-        _, stack = _entered.regions.pop()
-        _open.add(self.tag, -1)
-        # A torch pool or a driver region never swallows the program's own exception.
-        stack.__exit__(kind, error, traceback)
+        mine = _entered.look()
+        if mine and mine[-1].region is self:
+            mine[-1].end()
+            _entered.look()
+            return
+        # It ends all the same, as soon as it can: nobody could end it later.
+        for entry in reversed([*(entry for entry in _all_open() if entry not in mine), *mine]):
+            if entry.region is self and not (entry.is_over or entry.is_over_elsewhere):
+                entry.is_over, entry.is_over_elsewhere = entry in mine, entry not in mine
+                break
+        raise UsageError(
+            f"region: '{self.tag}' is not the innermost region of this thread: regions end in "
+            "reverse order, on the thread that entered them"
+        )
 
     def __call__(self, function: _Function) -> _Function:
         """The function, run inside the region."""
@@ -181,21 +261,6 @@ class Region:
         _homes.setdefault(self.tag, self.home)
         return device
 
-    @contextlib.contextmanager
-    def _driver_region(self, library: Library, device: Optional[int]) -> Iterator[None]:
-        contents = CONTENTS[self.contents]
-        if self.all_threads:
-            library.region_begin_all_threads(self.tag, contents, device)
-        else:
-            library.region_begin(self.tag, contents, device)
-        try:
-            yield
-        finally:
-            if self.all_threads:
-                library.region_end_all_threads()
-            else:
-                library.region_end()
-
 
 def region(
     tag: str,
@@ -205,6 +270,7 @@ def region(
     all_threads: bool = False,
     home: Home = "device",
     frames: Union[int, str, None] = None,
+    runs_without: bool = False,
 ) -> Region:
     """Device memory allocated inside belongs to ``tag``, and can be paused and resumed by it.
 
@@ -224,6 +290,8 @@ def region(
             device, the current one by default. :func:`set_frames`, :func:`plan` and :func:`report` know it by its tag.
         frames: of ``"paged"``, the most device memory for all of its tag, as for :func:`paged`. The first region of the tag
             says it; :func:`set_frames` changes it.
+        runs_without: the process runs on while somebody else has the tag paused, because it does not use that memory then. Else the
+            whole tenant stands still until the resume. A pause by :func:`pause` never stops its own process.
 
     Raises:
         UsageError: the tag or ``contents`` is none, the tag is paused, or it has other ``contents``
@@ -249,4 +317,4 @@ def region(
         raise UsageError(f"region: paged memory keeps its contents, which {contents!r} does not")
     if home == "device" and frames is not None:
         raise UsageError("region: frames are for home='paged'")
-    return Region(tag, contents, device, all_threads, home, frames)
+    return Region(tag, contents, device, all_threads, home, frames, runs_without)

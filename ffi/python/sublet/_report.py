@@ -23,12 +23,12 @@ class Report:
 
     Attributes:
         outcome: ``"completed"``; ``"already"``: there was nothing to do; ``"nothing"``: no process of the tenant has
-            device memory yet, and none is paused; or ``"partial"``: processes were lost, or memory stays that the
-            driver would not copy or let go (``details["notes"]`` name it, and a resume brings all back).
+            device memory yet, and none is paused; or ``"partial"``: processes were lost, or memory stays that was to
+            make room for others (``details["stays"]`` has how much for which reason). A resume brings all back.
         seconds: how long it took; 0 if there was nothing to do.
         freed_bytes: device memory that was given back, on all devices together.
         returned_bytes: device memory that was brought back.
-        stayed_bytes: device memory that should have gone and has not.
+        stayed_bytes: device memory that stays, and was to make room for others.
         paused: tenants that made way.
         reasons: why they did, a line each.
         details: all that is known, as ``sublet --json`` prints it in ``report``: plain dicts and lists, times in ``_us``

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Any, Optional, Union
 
 from sublet import _command, _report
 from sublet._budgets import Budget, of_tenant
+from sublet._contexts import context
 from sublet._errors import UsageError
 from sublet._library import any_library, own_tenant
 from sublet._native import WHOSE_TENANT
@@ -62,12 +62,16 @@ class Tenant:
         return hash((Tenant, self._name))
 
     def pause(self, tags: Tags = None, *, timeout: Optional[float] = None, deep: bool = False) -> Report:
-        """Pauses the tenant; with tags, that memory of all its processes, which run on.
+        """Pauses the tenant; with tags, that memory of all its processes. The caller's own tenant runs on; another stands still,
+        unless it has agreed.
 
         With ``deep`` the contexts of its processes leave too, and nothing of them is left on the GPUs. The package's ``sublet``
         command does it. One that is paused already is deepened.
         """
-        return pause_by(any_library(), self._name, tag_list(tags), WHOSE_TENANT, timeout_ms(timeout), deep)
+        return self._pause([], tag_list(tags), timeout, deep)
+
+    def _pause(self, done: list[str], tags: Optional[list[str]], timeout: Optional[float], deep: bool) -> Report:
+        return pause_by(any_library(), self._name, tags, WHOSE_TENANT, timeout_ms(timeout), deep, done)
 
     def resume(
         self,
@@ -101,7 +105,7 @@ class Tenant:
 
         return resume_by(library, self._name, listed, by_library, limit_ms, wait)
 
-    @contextlib.contextmanager
+    @context
     def paused(
         self,
         tags: Tags = None,
@@ -114,7 +118,7 @@ class Tenant:
         listed = tag_list(tags)
         timeout_ms(wait, "wait")
         with back_afterwards(
-            self.pause(listed, timeout=timeout, deep=deep),
+            lambda done: self._pause(done, listed, timeout, deep),
             lambda: self.resume(listed, timeout=timeout, wait=wait),
         ) as report:
             yield report

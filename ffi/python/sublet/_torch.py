@@ -30,6 +30,12 @@ _NEEDED = (
     "_cuda_endAllocateToPool",
     "_cuda_releasePool",
 )
+#: What moves a graph's pool to the end of torch's list in the middle of a capture (2.12 and later).
+_CONDITIONAL = (
+    "begin_capture_to_if_node",
+    "begin_capture_to_while_node",
+    "end_capture_to_conditional_node",
+)
 #: An address and a size in bytes.
 Range = Tuple[int, int]
 
@@ -191,8 +197,10 @@ def _library() -> Optional[Library]:
 def _follow_graphs(torch: Any, pools: Pools, graphs: Graphs) -> None:
     """Has both told of every capture, and replays refused whose memory is away, by wrappers: torch tells nobody."""
     kind = torch.cuda.CUDAGraph
+    # From 2.14 on the end has two parts, which may be called one by one. The first ends the capture.
+    ending = "capture_end_pre" if hasattr(kind, "capture_end_pre") else "capture_end"
     capture_begin: Callable[..., None] = kind.capture_begin
-    capture_end: Callable[..., None] = kind.capture_end
+    capture_end: Callable[..., None] = getattr(kind, ending)
     replay: Callable[..., None] = kind.replay
 
     @functools.wraps(capture_begin)
@@ -213,7 +221,22 @@ def _follow_graphs(torch: Any, pools: Pools, graphs: Graphs) -> None:
         graphs.refuse_away(graph)
         replay(graph, *args, **kwargs)
 
-    kind.capture_begin, kind.capture_end, kind.replay = begin, end, replayed
+    kind.capture_begin, kind.replay = begin, replayed
+    setattr(kind, ending, end)
+    for name in _CONDITIONAL:
+        if hasattr(kind, name):
+            setattr(kind, name, _then(getattr(kind, name), pools.capture_begun))
+
+
+def _then(method: Callable[..., None], after: Callable[[], None]) -> Callable[..., None]:
+    """`method`, and then `after`."""
+
+    @functools.wraps(method)
+    def both(graph: Any, *args: Any, **kwargs: Any) -> None:
+        method(graph, *args, **kwargs)
+        after()
+
+    return both
 
 
 def follow_graphs() -> None:

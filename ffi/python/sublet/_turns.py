@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Optional
 
 from sublet import _report
+from sublet._contexts import context
 from sublet._library import any_library
 from sublet._pausing import parsed, timeout_ms
 from sublet._report import Report
 
 
-@contextlib.contextmanager
+@context
 def turn(*, timeout: Optional[float] = None) -> Iterator[Report]:
     """The tenant of this process has its GPUs inside the ``with`` block.
 
@@ -37,15 +37,17 @@ def turn(*, timeout: Optional[float] = None) -> Iterator[Report]:
         UsageError, RefusedError, LostError: as for :func:`sublet.pause`, of a tenant in the way or of this
             one. A tenant that was paused for it runs again, unless the message says otherwise.
 
-    Blocks without the interpreter lock. A signal that comes meanwhile is handled after it.
+    Blocks without the interpreter lock. A signal is handled within half a second; if its handler raises, as that of Ctrl-C
+    does, there is no turn.
 
     >>> with sublet.turn() as had:
     ...     had.outcome, sublet.is_paused()
     ('already', False)
     """
     library = any_library()
-    report = _report.of(parsed(library.turn_begin(timeout_ms(timeout))))
+    begun: list[str] = []
     try:
-        yield report
+        yield _report.of(parsed(library.turn_begin(timeout_ms(timeout), begun)))
     finally:
-        library.turn_end()
+        if begun:
+            library.turn_end()

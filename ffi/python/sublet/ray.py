@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass
 from typing import Any, Callable, Optional, Union
 
@@ -29,6 +31,8 @@ GRACE_S = 30.0
 
 #: How often it is looked whether nodes are alive that have not answered.
 _LOOK_EVERY_S = 2.0
+#: How often a task looks whether Ray has called it off.
+_CANCELLED_EVERY_S = 0.25
 #: Outcomes for which a call fails.
 _FAILURES = ("failed", "undone", "unknown", "standing")
 
@@ -204,6 +208,21 @@ def _name(tenant: Union[Tenant, str]) -> str:
 
 
 def _act(order: _Order) -> dict[str, Any]:
+    """What one node does, on a thread which the KeyboardInterrupt does not reach by which Ray calls a task off."""
+    given_up, pool = threading.Event(), ThreadPoolExecutor(1)
+    acting: Optional[Future[dict[str, Any]]] = None
+    while True:
+        try:
+            acting = acting or pool.submit(_act_unless, given_up, order)
+            # Ray only notes the interrupt: no wait ends by it.
+            return acting.result(timeout=_CANCELLED_EVERY_S)
+        except TimeoutError:
+            pass
+        except KeyboardInterrupt:
+            given_up.set()
+
+
+def _act_unless(given_up: threading.Event, order: _Order) -> dict[str, Any]:
     """What one node does. Puts its part back when it is done too late for the caller, or for nobody."""
     act, names, tags, seconds, grace = order
     begin, parent = time.monotonic(), os.getppid()
@@ -214,7 +233,7 @@ def _act(order: _Order) -> dict[str, Any]:
     outcome = "already" if all(report.outcome == "already" for report in reports.values()) else "completed"
     # Ray's own process of the node is a worker's parent: without it nobody hears the answer.
     is_lost = os.getppid() != parent
-    if outcome == "completed" and (is_lost or time.monotonic() - begin > seconds + grace):
+    if outcome == "completed" and (is_lost or given_up.is_set() or time.monotonic() - begin > seconds + grace):
         try:
             _done(*_opposite(act, names), tags, seconds)
         except Error as error:
@@ -333,9 +352,23 @@ class _Round:
 
     def _put_back(self, standing: dict[str, NodeOutcome], tasks: dict[str, Any]) -> None:
         """Undoes what was done, and asks those that failed how they stand."""
+        self._undo(standing, standing)
+        # Who was late may have answered meanwhile. It has put its part back, unless it was done before it heard that it was late.
+        late = {node: tasks[node] for node in tasks if standing[node].outcome == "unknown"}
+        answered = self._outcomes(late, 0).items()
+        standing.update({node: said for node, said in answered if said.outcome != "unknown"})
+        self._undo(standing, late)
+        failed = [node for node in tasks if standing[node].outcome in _FAILURES]
+        for node, states in self._answers(self._start(failed, _look, self._names), GRACE_S).items():
+            if not isinstance(states, str):
+                before = standing[node]
+                standing[node] = self._of(node, before.outcome, before.error, None, states)
+
+    def _undo(self, standing: dict[str, NodeOutcome], nodes: Iterable[str]) -> None:
+        """Undoes what those of these nodes have done that have completed it."""
         act, names = _opposite(self._act, self._names)
         order = (act, names, self._tags, self._seconds, GRACE_S)
-        done = [node for node, outcome in standing.items() if outcome.outcome == "completed"]
+        done = [node for node in nodes if standing[node].outcome == "completed"]
         undone = self._outcomes(self._start(done, _act, order), self._seconds + GRACE_S)
         for node, outcome in undone.items():
             if outcome.outcome in ("completed", "already"):
@@ -344,15 +377,6 @@ class _Round:
                 standing[node] = self._of(node, "standing", outcome.error)
             else:
                 standing[node] = outcome
-        # Who was late may have answered meanwhile, and has then put its part back.
-        late = {node: tasks[node] for node in tasks if standing[node].outcome == "unknown"}
-        answered = self._outcomes(late, 0).items()
-        standing.update({node: said for node, said in answered if said.outcome != "unknown"})
-        failed = [node for node in tasks if standing[node].outcome in _FAILURES]
-        for node, states in self._answers(self._start(failed, _look, self._names), GRACE_S).items():
-            if not isinstance(states, str):
-                before = standing[node]
-                standing[node] = self._of(node, before.outcome, before.error, None, states)
 
     def _start(self, nodes: list[str], function: Callable[[Any], Any], argument: Any) -> dict[str, Any]:
         """A task on each node, which takes none of its CPUs."""

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import sys
@@ -16,10 +15,11 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Callable, TypeVar, Union, cast
 
+from sublet._contexts import context
 from sublet._errors import UsageError
 from sublet._library import attached
 from sublet._paging_refusals import moved_by
-from sublet._pausing import pause, resume
+from sublet._pausing import pause_noting, resume
 from sublet._regions import checked_tag
 from sublet._tenants import Tenant
 from sublet.compat._moving import Moved, states
@@ -73,7 +73,7 @@ class TakeTurns:
 
     # ------------------------------------------------------------ all memory
 
-    @contextlib.contextmanager
+    @context
     def away(self) -> Iterator[None]:
         """Inside, the trainer's tenant is paused and the generator's runs; afterwards the reverse.
 
@@ -93,8 +93,9 @@ class TakeTurns:
         # Where it is not there, that is said before anything is paused.
         generator.stats()
         ranks = self._ranks()
-        pause(together=True)
+        done: list[str] = []
         try:
+            pause_noting(done, together=True)
             try:
                 # Whichever rank is first does it for all; for the others it is done already.
                 generator.resume()
@@ -104,7 +105,8 @@ class TakeTurns:
                 ranks()
                 generator.pause()
         finally:
-            resume(together=True)
+            if done:
+                resume(together=True)
 
     def rollout(self, function: _Function) -> _Function:
         """The function, run inside :meth:`away`: for ``GRPOTrainer(rollout_func=...)``."""

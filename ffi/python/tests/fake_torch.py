@@ -81,7 +81,7 @@ class FakeTorch:
         self.backend = "native"
         memory = types.SimpleNamespace(_set_allocator_settings=self._set)
         self.cuda = types.SimpleNamespace(
-            CUDAGraph=type("CUDAGraph", (FakeGraph,), {"torch": self}),
+            CUDAGraph=type("CUDAGraph", (self._graph(),), {"torch": self}),
             device_count=lambda: devices,
             get_allocator_backend=lambda: self.backend,
             graph_pool_handle=self._handle,
@@ -94,6 +94,10 @@ class FakeTorch:
             ),
             memory_snapshot=lambda mempool_id=None, include_traces=True: self.segments,
         )
+
+    def _graph(self) -> type:
+        major, minor = self.__version__.split(".")[:2]
+        return SplitGraph if (int(major), int(minor)) >= (2, 14) else FakeGraph
 
     def _handle(self) -> PoolId:
         self._handles += 1
@@ -134,6 +138,30 @@ class FakeGraph:
 
     def replay(self) -> None:
         self.replays += 1
+
+
+class SplitGraph(FakeGraph):
+    """The same of 2.14 and later: the end of a capture has two parts, and a part of a graph can depend on a value."""
+
+    def capture_end_pre(self) -> None:
+        super().capture_end()
+
+    def capture_end_post(self) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        self.capture_end_pre()
+        self.capture_end_post()
+
+    def begin_capture_to_if_node(self, value: object) -> None:
+        self._again()
+
+    def end_capture_to_conditional_node(self) -> None:
+        self._again()
+
+    def _again(self) -> None:
+        self.torch._C._cuda_endAllocateToPool(0, self.pool_id)
+        self.torch._C._begin(0, self.pool_id, lambda: self.capturing)
 
 
 class Other:

@@ -39,6 +39,15 @@ def test_bad_name_attaches_nothing(stage: Stage) -> None:
     assert worker.do("sublet.attached()") is False
 
 
+def test_a_call_for_another_tenant_names_no_family(stage: Stage) -> None:
+    for worker in (stage.worker("train"), stage.worker(None)):
+        worker.do("sublet.attach('train')")
+        kind, _ = worker.do("failure(lambda: sublet.attach('other', family='rl'), 'args')")
+        assert kind == "UsageError"
+        worker.do("weights = simdriver.allocate(4 * MIB, fill=7)")
+        assert " rl " not in stage.run("-m", "sublet", "ps").stdout
+
+
 def test_a_family_is_named_with_the_tenant_and_is_one_for_life(stage: Stage) -> None:
     worker = stage.worker(None)
     kind, args = worker.do("failure(lambda: sublet.attach('train', family='no/name'), 'args')")

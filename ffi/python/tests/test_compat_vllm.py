@@ -250,6 +250,12 @@ CUMEM = """
 import vllm.marker
 class CuMemAllocator:
     instance = None
+    @staticmethod
+    def get_instance(): return CuMemAllocator()
+    def use_memory_pool(self, tag=None): ...
+    def sleep(self, offload_tags=None): ...
+    def wake_up(self, tags=None): ...
+    def get_current_usage(self): ...
 cumem_available = False
 libcudart = object()
 def create_and_map(handle): return "theirs"
@@ -331,6 +337,7 @@ class CuMemBackend(SleepModeBackend):
     def suspend(self, level=1):
         from vllm.device_allocator import cumem
         print(cumem.CuMemAllocator.__module__)
+    def resume(self, tags=None): ...
 class SleepModeBackendFactory:
     registry = {}
     @classmethod
@@ -369,6 +376,14 @@ def test_backend_that_is_chosen_finds_our_allocator(stage: Stage, tree: Path, ch
     whose = "sublet.compat.vllm.allocator" if chosen == "sublet" else "vllm.device_allocator.cumem"
     assert ran.stdout == f"False\nTrue True True\n{whose}\n", ran.stderr
     assert ("SUBLET_COMPAT=vllm" in ran.stderr) == (chosen == "sublet")
+
+
+def test_backend_over_an_allocator_that_has_changed_sleeps_by_theirs(stage: Stage, tree: Path) -> None:
+    cumem = tree / "vllm" / "device_allocator" / "cumem.py"
+    cumem.write_text(cumem.read_text().replace("offload_tags", "kept"))
+    ran = run_backend(stage, tree, "sublet", tenant="infer")
+    assert ran.stdout == "False\nTrue True True\nvllm.device_allocator.cumem\n", ran.stderr
+    assert "has a vllm.device_allocator.cumem.CuMemAllocator.sleep without the parameter 'offload_tags'" in ran.stderr
 
 
 def test_backend_without_sublet_is_refused_with_the_way_in(stage: Stage, tree: Path) -> None:

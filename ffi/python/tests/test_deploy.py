@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -128,20 +129,29 @@ def test_manifests_are_what_kubernetes_reads() -> None:
 
 def test_containers_run_commands_that_there_are(stage: Stage) -> None:
     """Each `sublet` command of the manifests, up to the program that it starts, is one that the command takes."""
-    mounts: set[str] = set()
     for job in documents(DEPLOY / "kubernetes/two-jobs.yaml"):
-        spec = job["spec"]["template"]["spec"]
-        for container in spec["containers"]:
+        for container in job["spec"]["template"]["spec"]["containers"]:
             command = container["command"]
             assert command[0] == "sublet" and "--" in command
             options = command[1 : command.index("--")]
             said = output_of(PACKAGE_BIN / "sublet", *options, "--", "echo", "started", **stage.environment())
             assert said == "started\n"
-        for container in spec["containers"] + spec["initContainers"]:
-            mounts.update(mount["mountPath"] for mount in container["volumeMounts"])
-            for variable in container.get("env", []):
-                assert variable == {"name": "SUBLET_RUN_DIR", "value": "/node/1000"}
-    assert mounts == {"/node"}
+            assert {"name": "SUBLET_REQUIRED", "value": "1"} in container["env"]
+
+
+def test_containers_see_their_users_directory_alone_and_gain_no_rights() -> None:
+    own_part = {"name": "node", "mountPath": "/run/sublet", "subPath": "1000"}
+    for job in documents(DEPLOY / "kubernetes/two-jobs.yaml"):
+        spec = job["spec"]["template"]["spec"]
+        assert spec["securityContext"] == {"runAsUser": 1000, "runAsGroup": 1000}
+        [maker, *others] = spec["initContainers"] + spec["containers"]
+        closed = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        for container in others:
+            assert container["volumeMounts"] == [own_part]
+            assert {"name": "SUBLET_RUN_DIR", "value": "/run/sublet"} in container["env"]
+            assert container["securityContext"] == {"runAsNonRoot": True, **closed}
+        assert maker["volumeMounts"] == [{"name": "node", "mountPath": "/node"}]
+        assert maker["securityContext"] == {"runAsUser": 0, **closed, "capabilities": {"drop": ["ALL"], "add": ["CHOWN"]}}
 
 
 def test_directory_that_the_init_container_makes_is_one_that_is_accepted(tmp_path: Path, stage: Stage) -> None:
@@ -150,7 +160,9 @@ def test_directory_that_the_init_container_makes_is_one_that_is_accepted(tmp_pat
     assert "/node/1000" in script
     # The user who runs the tests stands for the job's.
     user = f"{os.getuid()}:{os.getgid()}"
-    output_of("sh", "-c", script.replace("/node/1000", str(tmp_path / "1000")).replace("1000:1000", user))
+    # The second pod finds it.
+    for _ in range(2):
+        output_of("sh", "-c", script.replace("/node/1000", str(tmp_path / "1000")).replace("1000:1000", user))
     variables = {**stage.environment(), "SUBLET_RUN_DIR": str(tmp_path / "1000")}
     assert json.loads(output_of(PACKAGE_BIN / "sublet", "ps", "--json", **variables))["tenants"] == []
 
@@ -181,16 +193,15 @@ def test_unit_is_what_systemd_reads(tmp_path: Path) -> None:
 
 @pytest.fixture
 def slurm(stage: Stage, tmp_path: Path) -> dict[str, str]:
-    """Slurm's commands as far as the scripts use them: one node, whose jobs are in a file."""
+    """Slurm's commands as far as the scripts use them, on one node; the scheduler does not answer."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in {
         "srun": 'while [ "${1#--}" != "$1" ]; do case "$1" in --jobid) shift 2 ;; *) shift ;; esac; done; exec "$@"',
-        "squeue": f'cat "{tmp_path}/jobs"',
+        "squeue": "exit 1",
     }.items():
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
-    (tmp_path / "jobs").write_text("4711\n4712\n")
     return {
         **stage.environment(),
         "PATH": os.pathsep.join([str(programs), str(PACKAGE_BIN), os.environ["PATH"]]),
@@ -205,16 +216,69 @@ def test_slurm_scripts_give_the_jobs_of_a_user_one_directory(slurm: dict[str, st
     output_of(DEPLOY / "slurm/prolog.sh", **slurm)
     said = output_of(DEPLOY / "slurm/task-prolog.sh", **slurm)
     place = tmp_path / "run" / str(os.getuid())
-    assert said == f"export SUBLET_RUN_DIR={place}\n"
+    assert said == f"export SUBLET_RUN_DIR={place}\nexport SUBLET_REQUIRED=1\n"
     # Also when the directory is there already.
     output_of(DEPLOY / "slurm/prolog.sh", **slurm)
     variables = {**slurm, "SUBLET_RUN_DIR": str(place)}
     assert output_of("sublet", "ps", **variables).startswith("no tenant is running")
-    output_of(DEPLOY / "slurm/epilog.sh", **slurm)
-    assert place.is_dir(), "another job of the user runs"
-    (tmp_path / "jobs").write_text("4711\n")
-    output_of(DEPLOY / "slurm/epilog.sh", **slurm)
+    # The next job is being set up: no scheduler lists it as running.
+    output_of(DEPLOY / "slurm/prolog.sh", **{**slurm, "SLURM_JOB_ID": "4712"})
+    assert "another job has it" in end_of_job(slurm, "4711")
+    assert "not made for this job" in end_of_job(slurm, "4711")
+    assert place.is_dir()
+    assert "is removed" in end_of_job(slurm, "4712")
+    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["jobs"]
+
+
+def end_of_job(slurm: dict[str, str], job: str, **variables: str) -> str:
+    """What the epilog of a job says, which succeeds whatever happens, and needs none of our variables."""
+    environment = {**{name: slurm[name] for name in ["SUBLET_SLURM_ROOT", "SLURM_JOB_UID"]}, "SLURM_JOB_ID": job, "PATH": "", **variables}
+    ran = subprocess.run([DEPLOY / "slurm/epilog.sh"], env=environment, text=True, capture_output=True, timeout=TIMEOUT_S)
+    assert (ran.returncode, ran.stdout) == (0, "")
+    return ran.stderr
+
+
+def test_slurm_directory_that_a_living_process_has_stays(slurm: dict[str, str], tmp_path: Path) -> None:
+    place = tmp_path / "run" / str(os.getuid())
+    output_of(DEPLOY / "slurm/prolog.sh", **slurm)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={**slurm, "SUBLET_RUN_DIR": str(place)}) as process:
+        assert "a living process" in end_of_job(slurm, "4711")
+        process.communicate(timeout=TIMEOUT_S)
+    output_of(DEPLOY / "slurm/prolog.sh", **slurm)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(place / "0.sock"))
+        listener.listen()
+        assert "a living process" in end_of_job(slurm, "4711")
+    output_of(DEPLOY / "slurm/prolog.sh", **slurm)
+    assert "is removed" in end_of_job(slurm, "4711")
     assert not place.exists()
+
+
+def test_slurm_epilog_follows_no_name_of_a_users(slurm: dict[str, str], tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").write_text("kept")
+    place = tmp_path / "run" / str(os.getuid())
+    output_of(DEPLOY / "slurm/prolog.sh", **slurm)
+    for name in ["-rf", "a\nb", "* .", "$(exit 3)", "jobs", "gone.4711", "4712"]:
+        (place / name).mkdir()
+    (place / "link").symlink_to(kept)
+    (place / "jobs" / "..up").symlink_to("../../../kept")
+    assert "is removed" in end_of_job(slurm, "4711")
+    assert not place.exists() and (kept / "file").read_text() == "kept"
+
+
+def test_slurm_epilog_never_fails(slurm: dict[str, str], tmp_path: Path) -> None:
+    place = tmp_path / "run" / str(os.getuid())
+    assert "jobs/lock" in end_of_job(slurm, "4711"), "there is no directory at all"
+    output_of(DEPLOY / "slurm/prolog.sh", **slurm)
+    for job in ["", "..", "4711/../..", "*", "-1", "4711:4712"]:
+        assert "no numbers" in end_of_job(slurm, job), job
+        assert "no numbers" in end_of_job(slurm, "4711", SLURM_JOB_UID=job), job
+    # What a cleaner has left.
+    (tmp_path / "run/jobs/gone.4711/x").mkdir(parents=True)
+    assert "cannot be moved" in end_of_job(slurm, "4711")
+    assert place.is_dir()
 
 
 def test_slurm_job_is_suspended_off_its_gpu_and_resumed(slurm: dict[str, str], stage: Stage, tmp_path: Path) -> None:

@@ -90,6 +90,10 @@ class Tensor:
         self.address, self.device = other.address, other.device
 
 
+    def to(self, device: Device) -> Tensor:
+        return Tensor(self.count, Tensor.memory[self.address], device)
+
+
 class Parameter(Tensor):
     """A tensor of a module."""
 
@@ -99,6 +103,7 @@ class Module:
 
     def __init__(self, **params: Tensor) -> None:
         self.params = params
+        self._buffers: dict[str, Optional[Tensor]] = {}
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         return list({id(param): (name, param) for name, param in self.params.items()}.values())
@@ -183,6 +188,21 @@ def test_parameters_stay_the_same_objects_and_lie_in_the_window_in_order(pages: 
     assert report[-1] == {"device": 0, "module": "Module", "parameters": 2, "calls": 3}
     with pytest.raises(sublet.UsageError, match="paged already"):
         sublet.paged(module, frames="1GiB")
+
+
+@pytest.mark.parametrize("built_on", [CPU, CUDA])
+def test_buffers_follow_parameters_from_the_cpu_to_the_device(pages: Pages, built_on: Device) -> None:
+    torch: Any = sys.modules["torch"]
+    # What is made there has the tensor that it is given as its count.
+    torch.utils = types.SimpleNamespace(swap_tensors=lambda param, made: setattr(param, "data", made.count))
+    module = Module(weight=Parameter(100, 1.5, built_on))
+    table, there = Tensor(8, 2.5, CPU), Tensor(8, 3.5)
+    module._buffers = {"table": table, "none": None, "there": there}
+    sublet.paged(module, frames="1GiB")
+    moved = module._buffers["table"]
+    assert moved is not None and moved.device == (CUDA if built_on == CPU else CPU)
+    assert Tensor.memory[moved.address] == 2.5
+    assert module._buffers["none"] is None and module._buffers["there"] is there
 
 
 def test_too_few_frames_are_refused_with_the_least_that_works(pages: Pages) -> None:

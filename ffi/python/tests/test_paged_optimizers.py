@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import sys
 import types
@@ -43,10 +44,32 @@ class Tensor:
         if address is None:
             Tensor.memory[self.address] = value
         self.shape, self.dtype, self.requires_grad = (count,), "float32", True
-        self.grad: Optional[Tensor] = None
+        self._grad: Optional[Tensor] = None
         self.hooks: list[Any] = []
 
     value = property(lambda self: Tensor.memory[self.address])
+
+    @property
+    def grad(self) -> Optional[Tensor]:
+        return self._grad
+
+    @grad.setter
+    def grad(self, gradient: Optional[Tensor]) -> None:
+        self._grad = gradient
+
+    def zero_(self) -> Tensor:
+        """As a subclass is asked."""
+        ask = getattr(type(self), "__torch_function__", None)
+        if ask is not None:
+            found: Tensor = ask(Tensor.zero_, (type(self),), (self,), None)
+            return found
+        Tensor.memory[self.address] = 0.0
+        return self
+
+    def as_subclass(self, kind: type[Tensor]) -> Tensor:
+        found = kind.__new__(kind)
+        found.__dict__.update(self.__dict__)
+        return found
 
     def numel(self) -> int:
         return self.count
@@ -79,8 +102,10 @@ class Tensor:
         self.hooks.append(hook)
 
     def backward(self, value: float) -> None:
-        """Gets a gradient."""
-        self.grad = Tensor(self.count, value)
+        """Gets a gradient, without Python's part in it."""
+        if self._grad is None:
+            self._grad = Tensor(self.count)
+        Tensor.memory[self._grad.address] += value
         for hook in self.hooks:
             hook(self)
 
@@ -104,6 +129,11 @@ class Optimizer:
                     state["steps"] = state.get("steps", 0) + 1
 
     def load_state_dict(self, _state: dict[str, Any]) -> None: ...
+
+    def zero_grad(self) -> None:
+        params = (param for group in self.param_groups for param in group["params"])
+        for param in (param for param in params if param.grad is not None):
+            param.grad = None
 
 
 class Adam(Optimizer):
@@ -340,7 +370,6 @@ def test_what_cannot_be_in_backward_is_refused_and_named(library: Library) -> No
     sublet.paged(optimizer, frames="1GiB", step="backward")
     for param in params:
         param.backward(2.0)
-    assert all(param.grad is None for param in params)
     with pytest.raises(sublet.UsageError, match='clipping of gradients.*step="after"'):
         clip_grad_norm_(iter(params), 1.0)
     others = parameters(8)
@@ -355,6 +384,165 @@ def test_what_cannot_be_in_backward_is_refused_and_named(library: Library) -> No
         param.backward(2.0)
     with pytest.raises(sublet.UsageError, match='accumulated.*step="after"'):
         params[0].backward(2.0)
+
+
+def clear(params: list[Tensor]) -> None:
+    """As `module.zero_grad()` has it, of which the optimizer does not hear."""
+    for param in params:
+        param.grad = None
+
+
+@pytest.mark.parametrize("stepped", [0, 1])
+@pytest.mark.parametrize("by_optimizer", [True, False])
+def test_backward_that_has_failed_half_way_is_skipped_and_the_next_ones_work(
+    library: Library, stepped: int, by_optimizer: bool
+) -> None:
+    params = parameters(*[CHUNK // 8] * stepped, 8, 8)
+    optimizer = Optimizer(params)
+    sublet.paged(optimizer, frames="1GiB", step="backward")
+    for param in params[:-1]:
+        param.backward(1.0)
+    optimizer.zero_grad() if by_optimizer else clear(params)
+    for _ in range(3):
+        for param in params:
+            param.backward(1.0)
+        optimizer.step()
+        clear(params)
+    assert [optimizer.state[param]["sum"].value for param in params] == [4.0] * stepped + [3.0, 3.0]
+
+
+def test_backward_that_has_failed_between_blocks_ends_with_zero_grad(library: Library) -> None:
+    params = parameters(CHUNK // 8, 8)
+    optimizer = Optimizer(params)
+    sublet.paged(optimizer, frames="1GiB", step="backward")
+    params[0].backward(1.0)
+    with pytest.raises(sublet.UsageError, match=r"call optimizer.zero_grad\(\)"):
+        params[0].backward(1.0)
+    optimizer.zero_grad()
+    for param in params:
+        param.backward(1.0)
+    optimizer.step()
+    assert [optimizer.state[param]["sum"].value for param in params] == [2.0, 1.0]
+
+
+def test_step_that_fails_half_way_ends_its_pass(library: Library) -> None:
+    params = parameters(8, 8)
+    optimizer = Optimizer(params)
+    sublet.paged(optimizer, frames="1GiB", step="backward")
+    for param in params:
+        param.backward(1.0)
+    optimizer.step()
+    params[0].backward(1.0)
+    library.fails_in, library.fails_at = "acquire", 1
+    with pytest.raises(sublet.OutOfHostMemory):
+        optimizer.step()
+    # Nothing has stepped: it is as if the next pass were accumulated.
+    params[0].backward(1.0)
+    optimizer.step()
+    assert [optimizer.state[param]["sum"].value for param in params] == [3.0, 1.0]
+
+
+def test_gradients_that_are_kept_are_there_for_a_norm_and_step_once(library: Library) -> None:
+    params = parameters(8, 8)
+    optimizer = Optimizer(params)
+    sublet.paged(optimizer, frames="1GiB", step="backward", keep_gradients=True)
+    for times in (1, 2):
+        for param in params:
+            param.backward(3.0)
+        assert [param.grad.value for param in params if param.grad is not None] == [3.0, 3.0]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [optimizer.state[param]["steps"] for param in params] == [times, times]
+
+
+def norm(params: list[Tensor]) -> float:
+    """As a program has it for its log."""
+    return math.sqrt(sum(param.grad.value**2 for param in params if param.grad is not None))
+
+
+def test_reading_a_gradient_that_its_step_has_freed_is_an_error_until_gradients_are_cleared(library: Library) -> None:
+    # PyTorch itself reads them, and so does whatever clears them.
+    of_torch: dict[str, Any] = {"__name__": "torch.optim.lr_scheduler"}
+    exec("def counted(params): return sum(param.grad is not None for param in params)", of_torch)
+
+    def zero_grad() -> None:
+        for param in params:
+            if param.grad is not None:
+                param.grad = None
+
+    params = parameters(CHUNK // 8, 8)
+    frozen = parameters(8)[0]
+    frozen.requires_grad = False
+    optimizer = Optimizer([*params, frozen])
+    sublet.paged(optimizer, frames="1GiB", step="backward")
+    for clear_all in (optimizer.zero_grad, zero_grad, lambda: clear(params)):
+        for param in params:
+            param.backward(3.0)
+        for _ in range(2):
+            with pytest.raises(sublet.UsageError, match=r"gradient is gone.*keep_gradients=True.*step=\"after\""):
+                norm(params)
+            assert (of_torch["counted"](params), frozen.grad) == (0, None)
+            optimizer.step()
+        clear_all()
+        assert norm(params) == 0.0
+        assert {type(param) for param in params} == {Tensor}
+    # The next passes need no clearing, and a gradient of the program's own is read.
+    for _ in range(3):
+        for param in params:
+            param.backward(1.0)
+        optimizer.step()
+    assert {type(param).__base__ for param in params} == {Tensor}
+    params[1].grad = Tensor(8, 4.0)
+    assert norm(params[1:]) == 4.0
+
+
+def test_state_that_is_read_is_not_written_and_what_state_dicts_have_is(library: Library) -> None:
+    of_torch: dict[str, Any] = {"__name__": "torch.optim.optimizer"}
+    exec("def state_dict(optimizer): return {id(key): value for key, value in optimizer.state.items()}", of_torch)
+    params = parameters(8)
+    optimizer = Optimizer(params)
+    sublet.paged(optimizer, frames="1GiB")
+    params[0].grad = Tensor(8, 5.0)
+    # There is none yet, and what a program writes is what the first step finds.
+    optimizer.state[params[0]]["steps"] = 10
+    optimizer.step()
+    reads: list[Any] = [
+        lambda: optimizer.state[params[0]],
+        lambda: optimizer.state.get(params[0]),
+        lambda: list(optimizer.state.values())[0],
+        lambda: dict(optimizer.state.items())[params[0]],
+    ]
+    writes: list[Any] = [
+        lambda state: state["sum"].zero_(),
+        lambda state: state.update(steps=0),
+        lambda state: state.pop("sum"),
+        lambda state: state.setdefault("more", 1),
+        lambda state: state.clear(),
+        lambda state: state.__setitem__("steps", 0),
+        lambda state: state.__delitem__("steps"),
+    ]
+    for read in reads:
+        for write in writes:
+            with pytest.raises(sublet.UsageError, match="copies of paged state.*load_state_dict"):
+                write(read())
+        assert (read()["sum"].value, read()["steps"]) == (5.0, 11)
+    for copied in (copy.deepcopy(reads[0]()), of_torch["state_dict"](optimizer)[id(params[0])]):
+        copied["steps"] = 0
+        assert copied["sum"].zero_().value == 0.0
+    assert type(copied) is dict and type(copied["sum"]) is Tensor
+    assert reads[0]()["sum"].value == 5.0
+
+
+def test_report_counts_what_steps_have_waited(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = Optimizer(parameters(8))
+    sublet.paged(optimizer, frames="1GiB", step="after")
+    instants = iter(range(0, 1 << 60, 2_000_000))
+    monkeypatch.setattr(_paging, "time", types.SimpleNamespace(monotonic_ns=lambda: next(instants)))
+    setattr(library, "page_report", lambda _pager: '{"waited_us": 5}')
+    for _ in range(2):
+        optimizer.param_groups[0]["params"][0].backward(1.0)
+        optimizer.step()
+    assert getattr(optimizer, "_sublet_paged").report()["waited_us"] == 5 + 2000
 
 
 class Averaged:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import json
 import os
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, Optional
 
 import pytest
 
 import sublet
 from package_stage import Stage
-from simdriver import MIB, SUCCESS, Capture, Memory, allocate, free_bytes
+from simdriver import MIB, SUCCESS, Capture, Memory, allocate, call, free_bytes
 from sublet import _pausing
 
 tenant = pytest.mark.tenant("train")
@@ -189,26 +191,94 @@ def test_exception_leaves_the_region() -> None:
 
 
 @tenant
-def test_regions_end_in_order_and_on_their_thread() -> None:
+def test_region_that_ends_in_another_order_is_refused_and_over_all_the_same() -> None:
     outer, inner = sublet.region("outer"), sublet.region("inner")
     outer.__enter__()
     inner.__enter__()
     with pytest.raises(sublet.UsageError, match="'outer' is not the innermost"):
         outer.__exit__(None, None, None)
+    allocate(2 * MIB)
     inner.__exit__(None, None, None)
-    caught: list[BaseException] = []
+    allocate(4 * MIB)
+    assert bytes_by_tag() == {"inner": 2 * MIB, "": 4 * MIB}
+    with pytest.raises(sublet.UsageError, match="'outer' is not the innermost"):
+        outer.__exit__(None, None, None)
 
-    def end() -> None:
-        try:
-            outer.__exit__(None, None, None)
-        except sublet.UsageError as error:
-            caught.append(error)
 
-    thread = threading.Thread(target=end)
-    thread.start()
-    thread.join()
-    assert len(caught) == 1
-    outer.__exit__(None, None, None)
+@tenant
+def test_region_that_ends_on_another_thread_is_over_when_its_own_looks() -> None:
+    def suspended() -> Generator[None, None, None]:
+        with sublet.region("kv"):
+            allocate(2 * MIB)
+            yield
+
+    def elsewhere(call: Callable[[], object]) -> Optional[BaseException]:
+        caught: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                call()
+            except sublet.UsageError as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return caught[0] if caught else None
+
+    generator = suspended()
+    next(generator)
+    assert "not the innermost" in str(elsewhere(generator.close))
+    # The thread that entered it may be about to allocate.
+    assert "was left on another thread" in str(elsewhere(lambda: sublet.pause("kv")))
+    assert sublet.pause("kv").freed_bytes == 2 * MIB
+    sublet.resume("kv")
+    allocate(4 * MIB)
+    assert bytes_by_tag() == {"kv": 2 * MIB, "": 4 * MIB}
+
+
+@tenant
+def test_thread_that_ends_in_a_region_ends_it() -> None:
+    allocate(2 * MIB)
+    for all_threads in (False, True):
+        thread = threading.Thread(target=sublet.region("kv", all_threads=all_threads).__enter__)
+        thread.start()
+        thread.join()
+        # Nobody is in it.
+        assert sublet.pause("kv").freed_bytes == 0
+        sublet.resume("kv")
+    with sublet.region("other", all_threads=True):
+        pass
+
+
+@tenant
+def test_regions_of_two_tasks_do_not_overlap() -> None:
+    allocate(2 * MIB)
+
+    async def in_region(tag: str, entered: asyncio.Event, leaves: asyncio.Event) -> None:
+        with sublet.region(tag):
+            allocate(4 * MIB)
+            entered.set()
+            await leaves.wait()
+
+    async def both() -> None:
+        entered, leaves = asyncio.Event(), asyncio.Event()
+        first = asyncio.create_task(in_region("x", entered, leaves))
+        await entered.wait()
+        leaves_later = asyncio.get_running_loop().call_later(20, leaves.set)
+        with pytest.raises(sublet.UsageError, match="another asyncio task of this thread is in region 'x'"):
+            await asyncio.create_task(in_region("y", asyncio.Event(), leaves))
+        leaves_later.cancel()
+        leaves.set()
+        await first
+        # One after the other, and inside each other in one task.
+        with sublet.region("y"):
+            await in_region("z", asyncio.Event(), leaves)
+
+    with sublet.region("around"):
+        asyncio.run(both())
+    assert bytes_by_tag() == {"": 2 * MIB, "x": 4 * MIB, "z": 4 * MIB}
+    assert sublet.pause("x").freed_bytes == 4 * MIB
 
 
 @tenant
@@ -359,6 +429,24 @@ def test_shortage_of_host_memory_at_pause_changes_nothing(stage: Stage) -> None:
     assert missing_bytes is None or missing_bytes > 0
     assert worker.do("sublet.is_paused()") is False
     assert worker.do("memory.read() == b'\\x07' * 4 * MIB") is True
+
+
+def hold_stream_ordered(size_bytes: int) -> None:
+    address = ctypes.c_uint64()
+    call("cuMemAllocAsync", ctypes.byref(address), ctypes.c_size_t(size_bytes), None)
+
+
+@tenant
+def test_a_pause_that_leaves_memory_is_partial_and_raises_nothing() -> None:
+    allocate(4 * MIB)
+    hold_stream_ordered(16 * MIB)
+    for _ in ("a pause", "another"):
+        report = sublet.pause()
+        assert (report.outcome, report.stayed_bytes) == ("partial", 16 * MIB)
+        [stay] = report.details["stays"]
+        assert (stay["bytes"], stay["count"]) == (16 * MIB, 1)
+        assert stay["reason"].startswith("stream-ordered memory")
+    assert sublet.resume().outcome == "completed"
 
 
 @tenant

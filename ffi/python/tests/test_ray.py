@@ -75,6 +75,25 @@ def test_switch_without_a_cluster_is_refused() -> None:
         sublet.ray.switch("train", "train")
 
 
+def test_rays_cancellation_has_a_late_node_put_its_part_back(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBLET_RUN_DIR", stage.run_dir)
+    worker = stage.worker("train")
+    worker.do("memory = simdriver.allocate(8 * MIB, fill=7)")
+    real = sublet.ray._done
+
+    def cancelled(act: str, *rest: Any) -> Any:
+        if act == "pause":
+            # As Ray does it: noted alone, and no wait is woken.
+            subprocess.run([sys.executable, "-c", f"import os; os.kill({os.getpid()}, 2)"], check=True)
+        return real(act, *rest)
+
+    monkeypatch.setattr(sublet.ray, "_done", cancelled)
+    said = sublet.ray._act(("pause", ("train",), None, 60.0, 60.0))
+    assert said["outcome"] == "undone"
+    assert sublet.Tenant("train").state == "active"
+    assert worker.do("memory.read() == b'\\x07' * 8 * MIB") is True
+
+
 def test_node_that_is_too_late_puts_its_part_back(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

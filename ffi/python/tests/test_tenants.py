@@ -69,10 +69,10 @@ def test_thread_that_needs_a_device_waits_and_others_run_on(stage: Stage) -> Non
     assert worker.do("done[0].read() == b'\\x01' * 2 * MIB") is True
 
 
-def test_tags_of_all_processes_leave_and_the_processes_run_on(stage: Stage) -> None:
+def test_tags_of_all_processes_leave_and_the_processes_run_on_as_agreed(stage: Stage) -> None:
     workers = [stage.worker("train") for _ in range(2)]
     for worker in workers:
-        worker.do("weights = sublet.region('weights')(simdriver.allocate)(4 * MIB, fill=7)")
+        worker.do("weights = sublet.region('weights', runs_without=True)(simdriver.allocate)(4 * MIB, fill=7)")
         worker.do("other = simdriver.allocate(2 * MIB, fill=9)")
     train = sublet.Tenant("train")
     train.pause("weights")
@@ -85,6 +85,26 @@ def test_tags_of_all_processes_leave_and_the_processes_run_on(stage: Stage) -> N
     with pytest.raises(sublet.UsageError, match="caches") as caught:
         train.pause("caches")
     assert caught.value.tags == ("weights",)
+
+
+def test_processes_that_have_not_agreed_stand_still_without_a_tag(stage: Stage) -> None:
+    workers = [stage.worker("train") for _ in range(2)]
+    for worker, agreed in zip(workers, (True, False)):
+        worker.do(f"weights = sublet.region('weights', runs_without={agreed})(simdriver.allocate)(4 * MIB, fill=7)")
+    train = sublet.Tenant("train")
+    report = train.pause("weights")
+    assert (report.outcome, report.stayed_bytes, report.details["stands_still"]) == ("completed", 0, True)
+    for worker in workers:
+        # Not as a whole.
+        assert worker.do("(sublet.is_paused('weights'), sublet.is_paused())") == [True, False]
+    assert train.pause("weights").outcome == "already"
+    # The rest.
+    assert (train.pause().outcome, train.pause().outcome) == ("completed", "already")
+    for worker in workers:
+        assert worker.do("sublet.is_paused()") is True
+    train.resume()
+    for worker in workers:
+        assert worker.do("weights.read() == b'\\x07' * 4 * MIB") is True
 
 
 def test_tags_of_one_process_or_of_its_tenant(stage: Stage) -> None:

@@ -142,6 +142,49 @@ def test_a_capture_inside_a_region_uses_the_graphs_pool(torch: FakeTorch) -> Non
         assert torch.serving(1) not in ((0, 0), weights), "no device named is every device"
 
 
+@pytest.fixture
+def split(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
+    """A torch whose captures end in two parts, with no pools yet."""
+    fake = FakeTorch("2.15.0+cu132")
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    monkeypatch.setattr(_torch, "_pools", None)
+    return fake
+
+
+@pytest.mark.parametrize("all_threads", [False, True])
+def test_a_part_of_a_graph_that_depends_on_a_value_uses_the_graphs_pool_too(
+    split: FakeTorch, all_threads: bool
+) -> None:
+    with _torch.region_pool("weights", 0, all_threads):
+        graph = split.cuda.CUDAGraph()
+        graph.capture_begin()
+        with _torch.region_pool("kv", 0, False):
+            graph.begin_capture_to_if_node(None)
+            assert split.serving() == graph.pool_id
+            graph.end_capture_to_conditional_node()
+            assert split.serving() == graph.pool_id
+        graph.capture_end()
+        assert split.serving() not in (graph.pool_id, (0, 0))
+    assert not any(split._C.lists.values())
+
+
+def test_a_capture_that_is_ended_by_parts_has_ended(split: FakeTorch) -> None:
+    _torch.follow_graphs()
+    assert _torch._graphs is not None
+    for by_parts in (True, False):
+        graph = split.cuda.CUDAGraph()
+        graph.capture_begin()
+        assert [capture.graph for capture in _torch._graphs._captures] == [graph]
+        if by_parts:
+            graph.capture_end_pre()
+            assert not _torch._graphs._captures, "what is allocated now is not of the graph"
+            graph.capture_end_post()
+        else:
+            graph.capture_end()
+        assert not _torch._graphs._captures
+        graph.replay()
+
+
 @pytest.mark.parametrize(
     "version, said",
     [

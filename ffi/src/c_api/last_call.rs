@@ -8,12 +8,13 @@ use std::ffi::{CStr, CString, c_char, c_int};
 use serde::Serialize;
 use serde_json::{Value, json};
 use tenants::coordinator::{
-    BudgetReport, CoordinatorError, Outcome, PrepareError, PrepareReport, SwapError,
+    BudgetReport, CoordinatorError, Outcome, PrepareError, PrepareReport, SwapError, staying,
 };
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
 use tenants::switching::{SwitchError, Switched};
 use tenants::wire::FailureKind;
+use vmm_pool::PinnedBytes;
 
 use super::{
     ARGUMENT, LOST, NOT_JOINED, OK, OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY, REFUSED, RETRY,
@@ -246,12 +247,10 @@ fn json_of(outcome: &Outcome) -> Value {
             with_outcome(report, "partial")
         }
         Outcome::Completed(report) => with_outcome(report, "completed"),
-        Outcome::AlreadyPaused { stayed_bytes: stayed_bytes @ 1.. } => {
-            tracing::warn!(
-                stayed_bytes,
-                "paused already, and this much device memory should have gone and has not: a resume and another pause try again"
-            );
-            json!({"outcome": "partial", "stayed_bytes": stayed_bytes})
+        Outcome::AlreadyPaused { stays } if !stays.is_empty() => {
+            let stayed_bytes = PinnedBytes::total_bytes(stays);
+            tracing::warn!("paused already: {}", staying(stays).collect::<Vec<_>>().join("; "));
+            json!({"outcome": "partial", "stayed_bytes": stayed_bytes, "stays": stays})
         }
         Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => json!({"outcome": "already"}),
     }
@@ -289,6 +288,7 @@ fn code_of(error: &CoordinatorError) -> c_int {
     match error {
         CoordinatorError::UnknownTags { .. }
         | CoordinatorError::PausedAlready { .. }
+        | CoordinatorError::StandsStill { .. }
         | CoordinatorError::NoSuchTenant { .. }
         | CoordinatorError::NoProcess { .. } => ARGUMENT,
         CoordinatorError::Faulted { .. } | CoordinatorError::Unrecovered { .. } => LOST,

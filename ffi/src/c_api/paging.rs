@@ -34,6 +34,8 @@ fn code_of(error: &PageError) -> c_int {
     match error {
         PageError::TooFewFrames { .. }
         | PageError::WindowFull { .. }
+        | PageError::UnfitChunk { .. }
+        | PageError::NoBytes
         | PageError::NotPaged { .. } => ARGUMENT,
         PageError::Late { .. } | PageError::NoThread(_) => RETRY,
         PageError::Shared(error) => code_of(error),

@@ -2,12 +2,13 @@
 
 #![expect(unsafe_code, reason = "exports the C interface")]
 
+use std::cell::Cell;
 use std::collections::BTreeSet;
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use tenants::coordinator::{Coordinator, Options, Waits, swap, swap_with_itself};
+use tenants::coordinator::{Coordinator, Meanwhile, Options, Waits, swap, swap_with_itself};
 use tenants::identity::TenantName;
 use tenants::member::Asking;
 use tenants::requests;
@@ -81,8 +82,14 @@ unsafe fn act_for_all(
     // SAFETY: as this function's caller promises.
     let tenant = unsafe { tenant_of(tenant) }?;
     let timeout = timeout_of(timeout_ms);
-    let _asking = asking_for(&tenant);
-    Ok(settle(requests::act_for_all(&run_dir()?, &tenant, scope, action, timeout)))
+    let asking = asking_for(&tenant);
+    let meanwhile = meanwhile(asking.is_some());
+    Ok(settle(requests::act_for_all(&run_dir()?, &tenant, scope, action, timeout, meanwhile)))
+}
+
+/// The conduct of processes while memory of theirs is away by tag: theirs, or somebody else's wish.
+fn meanwhile(is_own_wish: bool) -> Meanwhile {
+    if is_own_wish { Meanwhile::RunOn } else { Meanwhile::AsAgreed }
 }
 
 /// Pauses every process of a tenant.
@@ -155,8 +162,9 @@ unsafe fn swap_scopes(
     }
     let run_dir = run_dir()?;
     let timeout = timeout_of(timeout_ms);
-    let _asking = asking_for(&from);
-    let options = |scope| Options { timeout, scope, ..Options::default() };
+    let asking = asking_for(&from);
+    let meanwhile = meanwhile(asking.is_some());
+    let options = |scope| Options { timeout, scope, meanwhile, ..Options::default() };
     let mut from = Coordinator::new(run_dir.clone(), from, options(out));
     let mut to = Coordinator::new(run_dir, to, options(back));
     Ok(swapped(swap(&mut from, &mut to, &mut |_| {})))
@@ -352,6 +360,27 @@ pub unsafe extern "C" fn sublet_tag_is_paused(tag: *const c_char) -> c_int {
     away.map_or(-1, c_int::from)
 }
 
+thread_local! {
+    /// Whom this thread asks while it waits, and with what.
+    static ASKED: Cell<(bindings::sublet_is_called_off, *mut c_void)> = const { Cell::new((None, std::ptr::null_mut())) };
+}
+
+fn is_called_off() -> bool {
+    let (asked, context) = ASKED.get();
+    // SAFETY: this thread's caller has said that it takes this.
+    asked.is_some_and(|asked| unsafe { asked(context) } != 0)
+}
+
+/// Says whom waits of this thread ask whether they are called off.
+#[unsafe(no_mangle)]
+pub extern "C" fn sublet_ask_while_waiting(
+    is_called_off: bindings::sublet_is_called_off,
+    context: *mut c_void,
+) -> c_int {
+    ASKED.set((is_called_off, context));
+    OK
+}
+
 /// How long a turn is waited for where nothing is said.
 const WAIT: Duration = Duration::from_mins(10);
 
@@ -359,7 +388,7 @@ const WAIT: Duration = Duration::from_mins(10);
 static TURNS: Mutex<Vec<Turn>> = Mutex::new(Vec::new());
 
 fn is_paused() -> bool {
-    runtime::member().is_some_and(|member| member.state().is_away())
+    runtime::member().is_some_and(tenants::member::Member::is_paused_as_a_whole)
 }
 
 /// What a switch to `tenant` needs, which waits for so long at most.
@@ -375,7 +404,8 @@ unsafe fn to_switch(
     let tenant = unsafe { tenant_of(tenant) }?;
     let wait = Duration::from_millis(u64::from(wait_ms));
     let checkpointer = runtime::checkpointer();
-    Ok((run_dir()?, tenant, SwitchOptions { wait, checkpointer, ..SwitchOptions::default() }))
+    let asks = Some(is_called_off as fn() -> bool);
+    Ok((run_dir()?, tenant, SwitchOptions { wait, checkpointer, asks, ..SwitchOptions::default() }))
 }
 
 /// Has a tenant get its GPUs.
@@ -399,7 +429,8 @@ pub extern "C" fn sublet_turn_begin(wait_ms: u32) -> c_int {
         // SAFETY: null is the caller's own tenant.
         let tenant = unsafe { tenant_of(std::ptr::null()) }?;
         let wait = if wait_ms == 0 { WAIT } else { Duration::from_millis(u64::from(wait_ms)) };
-        let options = TurnOptions { wait, checkpointer: runtime::checkpointer(), is_paused };
+        let options =
+            TurnOptions { wait, checkpointer: runtime::checkpointer(), is_paused, is_called_off };
         let begun = Turn::begin(&run_dir()?, &tenant, options);
         Ok(switched(begun.map(|(turn, done)| {
             TURNS.lock().unwrap_or_else(PoisonError::into_inner).push(turn);

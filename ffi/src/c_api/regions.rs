@@ -23,14 +23,16 @@ fn done(result: Result<(), RegionError>) -> c_int {
     }
 }
 
-/// What a caller says with one of the header's values for contents.
-fn contents_of(value: c_int) -> Option<Contents> {
-    match u32::try_from(value).ok()? {
-        bindings::SUBLET_CONTENTS_KEEP => Some(Contents::Keep),
-        bindings::SUBLET_CONTENTS_DISCARD => Some(Contents::Discard),
-        bindings::SUBLET_CONTENTS_FILE => Some(Contents::File),
-        _ => None,
-    }
+/// The contents that one of the header's values stands for, and whether the caller agrees to run without the tag.
+fn contents_of(value: c_int) -> Option<(Contents, bool)> {
+    let value = u32::try_from(value).ok()?;
+    let contents = match value & !bindings::SUBLET_RUNS_WITHOUT {
+        bindings::SUBLET_CONTENTS_KEEP => Contents::Keep,
+        bindings::SUBLET_CONTENTS_DISCARD => Contents::Discard,
+        bindings::SUBLET_CONTENTS_FILE => Contents::File,
+        _ => return None,
+    };
+    Some((contents, value & bindings::SUBLET_RUNS_WITHOUT != 0))
 }
 
 /// # Safety
@@ -50,7 +52,7 @@ unsafe fn begin(how: Begin, tag: *const c_char, contents: c_int, device: c_int) 
             Ok(tag) => tag,
             Err(code) => return code,
         };
-        let Some(contents) = contents_of(contents) else {
+        let Some((contents, runs_without)) = contents_of(contents) else {
             let message = format!("{contents} is no SUBLET_CONTENTS_ value: use 0, 1 or 2");
             return fail(ARGUMENT, &message);
         };
@@ -59,7 +61,11 @@ unsafe fn begin(how: Begin, tag: *const c_char, contents: c_int, device: c_int) 
             0.. => Some(DeviceOrdinal(device)),
             _ => return fail(ARGUMENT, &format!("{device} is no device: -1 is every device")),
         };
-        done(how(tag, contents, device))
+        done(how(tag, contents, device).inspect(|()| {
+            if runs_without {
+                region::agree_to_run_without(tag);
+            }
+        }))
     })
 }
 

@@ -247,8 +247,8 @@ impl Library {
         Some((copy, is_own))
     }
 
-    /// For callers that depend on no copy themselves, and were given the address.
-    fn anywhere(&self) -> Option<&'static Loaded> {
+    /// For callers that depend on no copy themselves: the watched copy, or the one that is loaded under the library's file name.
+    pub(crate) fn anywhere(&self) -> Option<&'static Loaded> {
         if let Some(copy) = self.watched() {
             return Some(copy);
         }

@@ -27,7 +27,8 @@ impl Decision {
     }
 }
 
-/// The answer about a function of the driver's, asked from `caller` in a process bound by `binding`.
+/// The answer about a function of the driver's, asked from `caller` in a process bound by `binding`. A name is found only where
+/// it would be found without us: libraries take a name of the driver's for the driver itself.
 pub(super) fn decide_driver(
     driver: &Driver,
     binding: Binding,
@@ -44,8 +45,8 @@ pub(super) fn decide_driver(
         loader::dlsym(handle, name)
     } else {
         match binding {
-            // Whatever the caller would bind to, which is our export already.
-            Binding::ByLoader => None,
+            // Whatever the caller would bind to, which is our export where no other library comes first.
+            Binding::ByLoader => loader::program().and_then(|program| loader::dlsym(program, name)),
             // The driver may come before us in the caller's order.
             Binding::ByAttach => loader::program()
                 .and_then(|program| loader::dlsym(program, name))
@@ -55,6 +56,17 @@ pub(super) fn decide_driver(
     let Some(found) = found else {
         return Decision::LOADER;
     };
+    if loader::is_own(found.as_ptr().expose_provenance()) {
+        let is_there = match binding {
+            Binding::ByLoader => {
+                is_behind_us(name) || handle == libc::RTLD_DEFAULT && is_around(name, caller)
+            }
+            // Nothing is behind one that came last.
+            Binding::ByAttach => driver::symbol(name).is_some(),
+        };
+        // The loader has just been asked in vain, which is the error that the caller reads.
+        return if is_there { Decision::LOADER } else { Decision::answer(0) };
+    }
     let ours = driver.exchanged(found.as_ptr());
     if ours == found.as_ptr() {
         Decision::LOADER
@@ -63,21 +75,35 @@ pub(super) fn decide_driver(
     }
 }
 
+/// Would a program that names no library find `name` without us?
+pub(super) fn is_behind_us(name: &CStr) -> bool {
+    loader::dlsym(libc::RTLD_NEXT, name).is_some()
+}
+
+/// Does a library have `name` that is searched for `caller` because it came into the process with it?
+fn is_around(name: &CStr, caller: usize) -> bool {
+    let found = order::around(caller).iter().any(|file| own(file, name).is_some());
+    if !found {
+        let _error_of_the_search = is_behind_us(name);
+    }
+    found
+}
+
+/// The function `name` that the loaded file at `path` has itself: one of a dependency comes in that one's turn.
+fn own(path: &CString, name: &CStr) -> Option<NonNull<c_void>> {
+    let handle = loader::open_loaded(path)?;
+    let found = loader::dlsym(handle, name);
+    loader::close(handle);
+    found.filter(|found| {
+        let holder = loader::image_of(found.as_ptr().expose_provenance());
+        holder.is_some_and(|(_, holder)| holder == *path)
+    })
+}
+
 /// The function `name` that the loader finds behind `caller`, and whether `RTLD_GLOBAL` may lead further where there is none.
 fn next(name: &CStr, caller: usize) -> Result<NonNull<c_void>, bool> {
     let behind = order::behind(caller);
-    let own = |file: &CString| {
-        let handle = loader::open_loaded(file)?;
-        let found = loader::dlsym(handle, name);
-        loader::close(handle);
-        // A function of a dependency comes in that one's turn.
-        let is_own = |found: &NonNull<c_void>| {
-            let holder = loader::image_of(found.as_ptr().expose_provenance());
-            holder.is_some_and(|(_, holder)| holder == *file)
-        };
-        found.filter(is_own)
-    };
-    behind.files.iter().find_map(own).ok_or(behind.goes_on)
+    behind.files.iter().find_map(|file| own(file, name)).ok_or(behind.goes_on)
 }
 
 /// The driver's function, or another library's in its place, that the loader finds behind `caller`. Where libraries that are

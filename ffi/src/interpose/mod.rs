@@ -169,6 +169,18 @@ impl Interposition {
         self.is_attached.store(true, Ordering::Release);
     }
 
+    /// Makes null the weak references of the program to functions that nobody has but us.
+    pub(crate) fn start(&self) {
+        let is_hook = |name: &CStr| {
+            self.driver.hooks().any(|hook| hook.function.symbol.as_bytes() == name.to_bytes())
+        };
+        let is_row =
+            |name: &CStr| self.libraries.iter().any(|library| library.number_of(name).is_some());
+        let is_ours = |name: &CStr| self.may_have(name) && (is_hook(name) || is_row(name));
+        patch::weak::clear(loader::is_own, is_ours, lookup::is_behind_us);
+        loader::forget_error();
+    }
+
     /// Patches nothing any more: we are a forked child, where a lock of the loader's may be held for ever.
     pub(crate) fn set_forked(&self) {
         self.is_forked.store(true, Ordering::Relaxed);

@@ -13,6 +13,7 @@ use tenants::region;
 
 use super::{Function, NCCL};
 use crate::interpose::Pointer;
+use crate::peers;
 use crate::replaced::graph;
 use crate::runtime::{self, Member};
 
@@ -306,6 +307,7 @@ function! {
     ncclCommInitRank(place: Pointer, ranks: c_int, id: UniqueId, rank: c_int)
         by join |all, here, call| {
             let who = (of_unique_ids(&id.0), rank, ranks);
+            peers::note(here.0, who);
             all.create(here, "ncclCommInitRank", who, place.expose_provenance(), call)
         }
 }
@@ -314,7 +316,8 @@ function! {
         place: Pointer, ranks: c_int, id: UniqueId, rank: c_int, config: Pointer
     ) by join |all, here, call| {
         let who = (of_unique_ids(&id.0), rank, ranks);
-        all.create(here, "ncclCommInitRankConfig", who, place.expose_provenance(), call)
+        peers::note(here.0, who);
+            all.create(here, "ncclCommInitRankConfig", who, place.expose_provenance(), call)
     }
 }
 function! {
@@ -330,7 +333,8 @@ function! {
             _ => &[],
         };
         let who = (of_unique_ids(bytes), rank, ranks);
-        all.create(here, "ncclCommInitRankScalable", who, place.expose_provenance(), call)
+        peers::note(here.0, who);
+            all.create(here, "ncclCommInitRankScalable", who, place.expose_provenance(), call)
     }
 }
 function! {
@@ -372,6 +376,7 @@ function! {
         // SAFETY: null, or the caller's id, as NCCL's function takes it.
         let id = unsafe { id.as_ref() }.map(|id| of_unique_ids(&id.0));
         let parent = (parent.expose_provenance(), ranks);
+        peers::note_unknown();
         all.grow(here, parent, (id, rank), place.expose_provenance(), call)
     }
 }

@@ -8,6 +8,8 @@
 
 #![expect(unsafe_code, reason = "exports functions under NVML's names and calls NVML")]
 
+pub(crate) mod outside;
+
 use std::collections::BTreeSet;
 use std::ffi::{CStr, c_char, c_int, c_uint};
 

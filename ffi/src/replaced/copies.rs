@@ -11,7 +11,8 @@ use std::ffi::{c_int, c_uint, c_void};
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, VaRange};
 
 use super::context::with_current;
-use super::{Address, SUCCESS, look_at};
+use super::refusals::{away_in, refuse};
+use super::{Address, STREAM_PER_THREAD, SUCCESS, look_at};
 use crate::contexts::pointer_of;
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
@@ -96,12 +97,21 @@ pub(crate) fn copy_in_place(copy: Refused, refused: c_int, again: impl Fn() -> c
     }
     let ranges = sides.map(|start| VaRange::new(DeviceAddress(start), copy.bytes as u64));
     // What is paged stays until the driver has this copy.
-    let stream = copy.stream.unwrap_or_default();
+    let stream = match copy.stream.unwrap_or_default() {
+        null if null.is_null() && copy.is_per_thread => {
+            std::ptr::with_exposed_provenance_mut(STREAM_PER_THREAD)
+        }
+        stream => stream,
+    };
     let _seen = match look_at("a copy between devices", Names::Ranges(&ranges), stream) {
         Ok(seen) => seen,
         Err(code) => return code,
     };
-    let _pass = member.pool().pass_touching("a copy between devices", &ranges);
+    let pass = member.pool().pass_touching("a copy between devices", &ranges);
+    if let Some(away) = away_in(member, Names::Ranges(&ranges), stream.addr()) {
+        drop(pass);
+        return refuse(member, "a copy between devices", &away);
+    }
     match sides.map(|address| place_of(member, address)) {
         [Some((to, to_context)), Some((from, from_context))] if to != from => {
             copy_between(copy, to_context, from_context)

@@ -8,7 +8,7 @@
 //!   when a stream comes there. [`native`]: memory that stays
 //!   with the driver. [`mod@pointer`]: questions about addresses. [`context`]: contexts, peer access. [`control`]:
 //!   device attributes, stream capture. [`graph`]: graphs. `copies`:
-//!   copies that the driver refuses of ours. [`figures`]: how much memory there is.
+//!   copies that the driver refuses of ours. `refusals`: calls about memory that is away by tag. [`figures`]: how much memory there is.
 
 pub mod context;
 pub mod control;
@@ -19,6 +19,7 @@ pub(crate) mod late_frees;
 pub mod native;
 pub mod plain;
 pub mod pointer;
+pub(crate) mod refusals;
 pub mod vmm;
 
 use std::ffi::{c_int, c_ulonglong};

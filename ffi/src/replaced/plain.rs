@@ -8,6 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use sublet_cuda_driver::blocks::Native;
 use sublet_cuda_driver::{Answer, blocks, ipc, vmm};
+use tenants::member::IPC_LIBRARY;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
 use vmm_pool::gate::Passage;
 
@@ -19,6 +20,7 @@ use crate::guards;
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
 use crate::look::Names;
+use crate::peers;
 use crate::runtime::{self, Member, answered, class_of_caller};
 
 /// Waits for work that may use the block at `address`, whatever context is current; leaves that as it is.
@@ -118,7 +120,9 @@ unsafe extern "C" fn mem_alloc(
         |member| {
             let library = class_of_caller(caller);
             let accessors = runtime::accessors();
-            if let Some(reason) = blocks::stays_native(size as u64, library) {
+            if let Some(reason) =
+                blocks::stays_native(size as u64, library, || peers::may_be_outside(member))
+            {
                 let _pass = member.gate().pass(Passage::Use);
                 let counted = match blocks::take_room(member, device, size as u64) {
                     Ok(counted) => counted,
@@ -291,7 +295,7 @@ macro_rules! ipc_open {
                 runtime::join,
                 |member| {
                     let accessors = runtime::accessors();
-                    let opened = ipc::open(member, accessors, &handle.0, device, "ipc");
+                    let opened = ipc::open(member, accessors, &handle.0, device, IPC_LIBRARY);
                     opened.map(|made| {
                         if let Some(context) = contexts::listed_current() {
                             member.pool().set_block_context(made, context);

@@ -10,8 +10,9 @@ pub(crate) fn typed() -> Vec<String> {
     std::iter::once("sublet".to_owned()).chain(words).collect()
 }
 
-/// A command that helps with `code`, for a person who has typed `words`. None where only the message can help.
-pub(crate) fn next(code: Code, words: &[String]) -> Option<String> {
+/// A command that helps with `code`, for a person who has typed `words`. None where only the message can help. `is_outside`: no other
+/// tenant could give what is missing.
+pub(crate) fn next(code: Code, is_outside: bool, words: &[String]) -> Option<String> {
     let verb = words.get(1).map_or("", String::as_str);
     let name = words.get(2).filter(|word| !word.starts_with('-'));
     let tenant = name.map_or("TENANT", String::as_str);
@@ -25,10 +26,11 @@ pub(crate) fn next(code: Code, words: &[String]) -> Option<String> {
         | Code::WrongState => "sublet ps".to_owned(),
         Code::UnknownTag | Code::Shared => "sublet ps -v".to_owned(),
         Code::Busy => "sublet turns".to_owned(),
-        Code::GpuFull if has("--wait") || verb == "switch" => "sublet ps".to_owned(),
+        Code::GpuFull if has("--wait") => "sublet ps".to_owned(),
         Code::GpuFull if verb == "swap" || has("--tag") || has("--library") => {
             format!("{} --wait", words.join(" "))
         }
+        Code::GpuFull if is_outside || verb == "switch" => format!("sublet resume {tenant} --wait"),
         Code::GpuFull => format!("sublet switch {tenant}"),
         Code::InCapture | Code::NotInTime => format!("sublet pause {tenant} --timeout 2m"),
         Code::Joined => format!("sublet pause {tenant}"),
@@ -76,7 +78,7 @@ mod tests {
         assert_eq!(headings, Code::ALL.map(|code| code.to_string()));
         for code in Code::ALL {
             let typed = words("sublet resume TENANT");
-            let told = next(code, &typed).unwrap_or_else(|| "sublet doctor".to_owned());
+            let told = next(code, false, &typed).unwrap_or_else(|| "sublet doctor".to_owned());
             let told = if code == Code::Usage { "sublet --help".to_owned() } else { told };
             let text = part.split("### ").find(|text| text.starts_with(&format!("{code}\n")));
             assert!(text.unwrap().contains(&format!("`{told}`")), "{code}: no {told}");
@@ -92,16 +94,19 @@ mod tests {
             "sublet pause a",
         ] {
             for code in Code::ALL {
-                if let Some(next) = next(code, &words(line)) {
+                if let Some(next) = next(code, false, &words(line)) {
                     assert!(is_command(&next), "{line}: {code}: {next}");
                 }
             }
         }
-        let after = |line: &str| next(Code::GpuFull, &words(line)).unwrap();
+        let after = |line: &str| next(Code::GpuFull, false, &words(line)).unwrap();
         assert_eq!(after("sublet resume train"), "sublet switch train");
         assert_eq!(after("sublet resume train --wait=5s"), "sublet ps");
         assert_eq!(after("sublet swap a b"), "sublet swap a b --wait");
         assert_eq!(after("sublet resume --timeout 2s a"), "sublet switch TENANT");
+        assert_eq!(after("sublet switch train"), "sublet resume train --wait");
+        let outside = next(Code::GpuFull, true, &words("sublet resume train"));
+        assert_eq!(outside.unwrap(), "sublet resume train --wait");
     }
 
     /// Commands between backticks in what our own code says, each with its file. What is filled in is `x`.

@@ -98,6 +98,16 @@ pub(crate) enum Command {
     Simulate(SimulateArgs),
 }
 
+impl Command {
+    /// Is something changed when it has done what it was asked?
+    pub(crate) fn changes(&self) -> bool {
+        matches!(self, Self::Resume(_) | Self::Swap(_) | Self::Prepare(_) | Self::Save(_))
+            || matches!(self, Self::Pause(args) if !args.dry_run)
+            || matches!(self, Self::Switch(args) if !args.dry_run)
+            || matches!(self, Self::Budget(args) if !args.budgets.is_empty())
+    }
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
     /// Name of the tenant: letters, digits, '.', '_' and '-'. By default it is that of the script or program, with a number if that
@@ -151,7 +161,8 @@ pub(crate) struct ShowArgs {
 
 #[derive(Debug, Default, Args)]
 pub(crate) struct TagArgs {
-    /// Only memory of regions with this tag: the processes run on without it; may be given more than once
+    /// Only memory of regions with this tag. The job stands still until the resume, unless it has agreed to run without it
+    /// (`sublet.region(..., runs_without=True)`); may be given more than once
     #[arg(long = "tag", value_name = "TAG")]
     tags: Vec<String>,
     /// Only this library's own memory: the processes run on, and calls into the library wait
@@ -205,6 +216,7 @@ fn scope_of<const N: usize>(tags: [&Vec<String>; N]) -> Scope {
 }
 
 #[derive(Debug, Args)]
+#[expect(clippy::struct_excessive_bools, reason = "options of the command line")]
 pub(crate) struct PauseArgs {
     /// The tenant
     #[arg(value_parser = TenantName::new, add = ArgValueCandidates::new(names), required_unless_present = "all")]
@@ -217,6 +229,10 @@ pub(crate) struct PauseArgs {
     pub(crate) dry_run: bool,
     #[command(flatten)]
     pub(crate) tags: TagArgs,
+    /// Let the job run on without the memory of --tag, also where it has not agreed. Copies and fills of that memory then fail, and a kernel
+    /// that touches it ends the process
+    #[arg(long, requires = "tags")]
+    pub(crate) keep_running: bool,
     /// Take the processes' CUDA contexts off the GPUs too
     #[arg(long, conflicts_with_all = ["tags", "libraries"])]
     pub(crate) deep: bool,

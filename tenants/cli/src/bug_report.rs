@@ -47,7 +47,8 @@ pub(crate) fn bug_report(
 }
 
 fn heading(output: &mut Output, title: &str) {
-    output.line(format!("\n== {title}"));
+    output.line("");
+    output.line(format!("== {title}"));
 }
 
 fn part(

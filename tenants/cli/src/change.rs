@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use tenants::checkpoints::Checkpointer;
 use tenants::coordinator::{
     self, Coordinator, CoordinatorError, Depth, DeviceShortage, Event, Interrupt, LostImports,
-    MemberFailure, Options, Outcome, Swap, SwapError,
+    Meanwhile, MemberFailure, Options, Outcome, Swap, SwapError,
 };
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
@@ -61,7 +61,9 @@ fn pause_one(
 ) -> Half {
     let scope = args.tags.scope();
     let is_whole = scope == Scope::Whole;
-    let options = Options { scope, depth: depth(args.deep), ..options(args.timeout, interrupt) };
+    let meanwhile = if args.keep_running { Meanwhile::RunOn } else { Meanwhile::AsAgreed };
+    let depth = depth(args.deep);
+    let options = Options { scope, depth, meanwhile, ..options(args.timeout, interrupt) };
     let mut coordinator = Coordinator::new(run_dir.clone(), tenant.clone(), options);
     let mut progress = Progress::start(args.show, run_dir);
     let mut pause = || coordinator.pause(&mut |event| progress.note(&event));
@@ -139,6 +141,7 @@ fn resume_in_turn(
         wait: args.wait.at_most(),
         timeout: args.timeout,
         interrupt: Some(interrupt),
+        asks: None,
         lost_imports,
         checkpointer: Some(checkpointer()),
         is_dry: false,
@@ -155,8 +158,7 @@ fn resume_in_turn(
             |switched| switch::code_of_done(&switched),
         ));
     }
-    let switched =
-        result.map_err(|error| Failure::of(&error, switch::code_of(&error)).because(&error))?;
+    let switched = result.map_err(|error| switch::failure_of(&error))?;
     let is_active = |(_, outcome): &(_, Outcome)| matches!(outcome, Outcome::AlreadyActive);
     if switched.changes.iter().all(is_active) && switched.unrecorded.is_none() {
         output.line(format!("tenant '{}' is active already", args.tenant));
@@ -265,7 +267,8 @@ pub(crate) fn swap(
     }
     let interrupt = signals::watch()?;
     let coordinator = |tenant: &TenantName, scope: Scope, depth| {
-        let options = Options { scope, depth, ..options(args.timeout, &interrupt) };
+        let meanwhile = Meanwhile::AsAgreed;
+        let options = Options { scope, depth, meanwhile, ..options(args.timeout, &interrupt) };
         Coordinator::new(run_dir.clone(), tenant.clone(), options)
     };
     let mut from = coordinator(&args.from, args.tags.out_scope(), depth(args.deep));
@@ -335,11 +338,12 @@ fn show_swap(
         output.json(&SwapDocument::new(out, back, wall_us))?;
     }
     let mut code = ExitCode::SUCCESS;
-    for (tenant, scope, half) in
-        [(&args.from, args.tags.out_scope(), out), (&args.to, args.tags.in_scope(), back)]
-    {
-        let Some(half) = half else { continue };
-        let of_half = code_of_half(&half);
+    let halves = [
+        (&args.from, args.tags.out_scope(), out.map(|half| (code_of_leaver(&half), half))),
+        (&args.to, args.tags.in_scope(), back.map(|half| (code_of_half(&half), half))),
+    ];
+    for (tenant, scope, half) in halves {
+        let Some((of_half, half)) = half else { continue };
         if of_half != ExitCode::SUCCESS {
             code = of_half;
         }
@@ -381,14 +385,11 @@ fn options(timeout: Option<Duration>, interrupt: &Interrupt) -> Options {
 
 /// The error of a change for a person, with the processes that hold GPUs which are too full.
 fn failure_of(error: &CoordinatorError) -> Failure {
-    let mut parts = vec![chain(error)];
-    for device in error.shortages().iter().filter(|device| device.outside_bytes > 0) {
-        let occupants = outsiders::largest_on(&device.uuid);
-        let named: Vec<_> = occupants.iter().map(ToString::to_string).collect();
-        if !named.is_empty() {
-            parts.push(format!("most of {} is held by {}", device.uuid, named.join(", ")));
-        }
-    }
+    let short = error.shortages().iter().filter(|device| device.outside_bytes > 0);
+    let parts = [chain(error)]
+        .into_iter()
+        .chain(outsiders::in_words(short.map(|short| short.uuid.as_str())));
+    let parts: Vec<_> = parts.collect();
     Failure::of_change(parts.join("; "), error)
 }
 
@@ -422,6 +423,14 @@ fn code_of_half(half: &Half) -> ExitCode {
 /// The exit code of what was carried through: is any of it not wholly as asked?
 pub(crate) fn code_of<'a>(outcomes: impl IntoIterator<Item = &'a Outcome>) -> ExitCode {
     partial_where(outcomes.into_iter().any(Outcome::is_partial))
+}
+
+/// That of the half of a swap that makes way: the other has come by then, whatever stays.
+fn code_of_leaver(half: &Half) -> ExitCode {
+    match half {
+        Ok(outcome) => partial_where(outcome.is_partial_for_room()),
+        Err(error) => ExitCode::from(exit_code_of(error)),
+    }
 }
 
 /// That of a tenant that was to have its GPUs: what of others' memory stayed did not keep it from them.

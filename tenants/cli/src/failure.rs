@@ -37,6 +37,8 @@ pub(crate) struct Failure {
     code: Code,
     /// The tenant that it is about, if that has no process.
     nobody: Option<TenantName>,
+    /// Is a GPU short of what no other tenant could give?
+    is_outside: bool,
 }
 
 /// A failure as programs read it.
@@ -54,7 +56,7 @@ impl Failure {
             EXIT_CALLED_OFF => Code::CalledOff,
             _ => Code::Other,
         };
-        Self { message, exit, code, nobody: None }
+        Self { message, exit, code, nobody: None, is_outside: false }
     }
 
     /// `error` and its causes, in one line.
@@ -71,7 +73,8 @@ impl Failure {
         } else {
             None
         };
-        Self { nobody, ..Self::new(message, exit_code_of(error)).because(error) }
+        let is_outside = error.shortages().iter().any(|short| !short.others_could_give_it());
+        Self { nobody, is_outside, ..Self::new(message, exit_code_of(error)).because(error) }
     }
 
     /// Why a command did not start, with the exit code that shells have for it.
@@ -111,9 +114,8 @@ impl Failure {
     /// As [`Failure::told`], as if somebody had typed `words`.
     pub(crate) fn told_after(&self, words: &[String]) -> String {
         let said = self.message.trim_end_matches('.');
-        let said =
-            if said.contains("GPU-") { Gpus::look().named_in(said) } else { said.to_owned() };
-        let next = advice::next(self.code, words);
+        let said = Gpus::numbered(said);
+        let next = advice::next(self.code, self.is_outside, words);
         let next = next.filter(|_| !said.contains("`sublet "));
         let next = next.map_or_else(String::new, |next| format!("; next: {next}"));
         let code = (self.code != Code::Other).then(|| format!(" [{}]", self.code));

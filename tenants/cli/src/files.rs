@@ -10,18 +10,16 @@ use crate::failure::{EXIT_UNCHANGED, Failure};
 /// Others read them: `node_exporter` runs as a user of its own.
 const MODE: u32 = 0o644;
 
-/// Puts a file with `text` in the place of `path` atomically: a reader sees the one before or this one. What is no file, such as
-/// `/dev/stdout`, is written to.
+/// Puts a file with `text` in the place of `path` atomically: a reader sees the one before or this one. What lies in `/dev`, such as
+/// `/dev/stdout`, is written to. Else the directory may be one that others write to: what is no regular file is refused.
 pub(crate) fn replace(path: &Path, text: &str) -> Result<(), Failure> {
-    let written =
-        if is_special(path) { write_through(path, text) } else { try_replace(path, text) };
+    let is_device = path.starts_with("/dev/fd") || path.parent() == Some(Path::new("/dev"));
+    let written = match fs::symlink_metadata(path) {
+        _ if is_device => write_through(path, text),
+        Ok(found) if !found.is_file() => Err(io::Error::other("it is no regular file")),
+        Ok(_) | Err(_) => try_replace(path, text),
+    };
     written.map_err(|error| failed(path, &error))
-}
-
-/// A device or a pipe, or a link to one, which must stay what it is; so must `/dev/stdout`, whatever it leads to.
-fn is_special(path: &Path) -> bool {
-    let is_none = fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir());
-    is_none || path.starts_with("/dev/fd") || path.parent() == Some(Path::new("/dev"))
 }
 
 fn write_through(path: &Path, text: &str) -> io::Result<()> {
@@ -30,7 +28,7 @@ fn write_through(path: &Path, text: &str) -> io::Result<()> {
 
 fn failed(path: &Path, error: &io::Error) -> Failure {
     let message = format!(
-        "{} could not be written, and is as before: {error}; it must be a file in a directory that you may write to",
+        "{} could not be written, and is as before: {error}; name a file in a directory that you may write to",
         path.display()
     );
     Failure::new(message, EXIT_UNCHANGED)
@@ -66,16 +64,33 @@ fn write(path: &Path, text: &str) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::symlink;
+
+    use nix::sys::stat::Mode;
+    use nix::unistd::mkfifo;
+
     use super::*;
 
     #[test]
-    fn a_link_to_a_device_stays_and_is_written_to() {
+    fn only_devices_that_are_named_are_written_to_and_pipes_and_links_are_refused_and_stay() {
         let base = tempfile::tempdir().unwrap();
-        let link = base.path().join("link");
-        std::os::unix::fs::symlink("/dev/null", &link).unwrap();
-        replace(&link, "text").unwrap();
-        assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
-        assert!(is_special(Path::new("/dev/stdout")));
+        let target = base.path().join("target");
+        fs::write(&target, "before").unwrap();
+        let of = |name: &str| base.path().join(name);
+        mkfifo(&of("pipe"), Mode::S_IRWXU).unwrap();
+        symlink("pipe", of("to-pipe")).unwrap();
+        symlink("/dev/null", of("to-device")).unwrap();
+        symlink(&target, of("to-file")).unwrap();
+        symlink("nowhere", of("to-nothing")).unwrap();
+        fs::create_dir(of("dir")).unwrap();
+        for name in ["pipe", "to-pipe", "to-device", "to-file", "to-nothing", "dir"] {
+            let before = fs::symlink_metadata(of(name)).unwrap().file_type();
+            let failure = replace(&of(name), "text").unwrap_err().to_string();
+            assert!(failure.contains("it is no regular file"), "{failure}");
+            assert_eq!(fs::symlink_metadata(of(name)).unwrap().file_type(), before);
+        }
+        assert_eq!(fs::read_to_string(&target).unwrap(), "before");
+        replace(Path::new("/dev/null"), "text").unwrap();
     }
 
     #[test]

@@ -167,6 +167,11 @@ impl Gpus {
         named
     }
 
+    /// As [`Self::named_in`] of this machine's GPUs, which are looked for only if the text names one.
+    pub(crate) fn numbered(text: &str) -> String {
+        if text.contains("GPU-") { Self::look().named_in(text) } else { text.to_owned() }
+    }
+
     /// All that are known, and those of `uuids` besides.
     pub(crate) fn with<'a>(&self, uuids: impl IntoIterator<Item = &'a str>) -> Vec<Gpu> {
         let mut all = self.list.clone();

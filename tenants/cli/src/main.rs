@@ -46,7 +46,7 @@ use tenants::run_dir::RunDir;
 
 use args::{Cli, Command};
 use environment::Environment;
-use failure::Failure;
+use failure::{EXIT_PARTIAL, Failure};
 use output::Output;
 
 fn main() -> ExitCode {
@@ -56,8 +56,13 @@ fn main() -> ExitCode {
     let cli = Cli::parse_from(words);
     let environment = Environment::read();
     let mut output = Output::new();
+    let changes = cli.command.changes();
     let done = dispatch(cli.command, &environment, &mut output);
-    match done.and_then(|code| output.finish().map(|()| code)) {
+    let said = done.and_then(|code| {
+        let is_done = [ExitCode::SUCCESS, ExitCode::from(EXIT_PARTIAL)].contains(&code);
+        output.finish_after(changes && is_done).map(|()| code)
+    });
+    match said {
         Ok(code) => code,
         Err(failure) => {
             output::complain(&failure.told());

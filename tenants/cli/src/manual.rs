@@ -1,6 +1,5 @@
 //! `sublet completions` and `sublet man`: what shells and `man` need, out of the definition of the command line.
 
-use std::fs;
 use std::io;
 use std::iter;
 use std::path::Path;
@@ -12,6 +11,7 @@ use clap_mangen::Man;
 
 use crate::args::{Cli, CompletionsArgs, ManArgs};
 use crate::failure::{EXIT_UNCHANGED, EXIT_USAGE, Failure};
+use crate::files;
 use crate::output::Output;
 
 const NAME: &str = "sublet";
@@ -60,18 +60,13 @@ fn pages() -> Result<Vec<(String, Vec<u8>)>, Failure> {
 }
 
 fn write(dir: &Path, name: &str, text: &[u8]) -> Result<(), Failure> {
-    let path = dir.join(name);
-    fs::write(&path, text).map_err(|error| {
-        let message = format!(
-            "{} could not be written: {error}; the directory must be there, and yours to write to",
-            path.display()
-        );
-        Failure::new(message, EXIT_UNCHANGED)
-    })
+    files::replace(&dir.join(name), &String::from_utf8_lossy(text))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn names() -> Vec<String> {

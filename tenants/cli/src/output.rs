@@ -1,11 +1,12 @@
-//! The one way to standard output. A reader that has gone away (`sublet ps | head -1`) is no error.
+//! The one way to standard output. What others wrote is made plain here, once. A reader that has gone away (`sublet ps | head -1`) is no error.
 
 use std::io::{self, ErrorKind, Write as _};
 
-use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
+use comfy_table::{CellAlignment, ContentArrangement, Row, Table, presets};
 use serde::Serialize;
+use tenants::error_text::plain;
 
-use crate::failure::{EXIT_UNCHANGED, Failure};
+use crate::failure::{EXIT_PARTIAL, EXIT_UNCHANGED, Failure};
 use crate::units;
 
 /// Changes when a program that reads the documents of the version before would misread them (`docs/json.md`).
@@ -35,7 +36,7 @@ impl Output {
     }
 
     pub(crate) fn line(&mut self, line: impl AsRef<str>) {
-        self.text.push_str(line.as_ref());
+        self.text.push_str(&plain(line.as_ref()));
         self.text.push('\n');
     }
 
@@ -43,13 +44,17 @@ impl Output {
         lines.into_iter().for_each(|line| self.line(line));
     }
 
-    /// Text of any number of whole lines.
+    /// Text of any number of whole lines, which nobody else wrote or which is plain.
     pub(crate) fn text_block(&mut self, text: &str) {
         self.text.push_str(text);
     }
 
     /// Lines are cut at the end of a terminal: what is longest stands last.
     pub(crate) fn table(&mut self, table: &Table) {
+        let mut table = table.clone();
+        for row in table.row_iter_mut() {
+            *row = Row::from(row.cell_iter().map(|cell| plain(&cell.content())));
+        }
         for line in table.lines() {
             let columns = self.columns.unwrap_or(usize::MAX);
             self.line(units::shortened(line.trim_end(), columns));
@@ -60,18 +65,33 @@ impl Output {
     pub(crate) fn json(&mut self, fields: &impl Serialize) -> Result<(), Failure> {
         let text = serde_json::to_string_pretty(&Versioned { version: JSON_VERSION, fields })
             .map_err(|error| Failure::of(&error, EXIT_UNCHANGED))?;
-        self.line(text);
+        self.lines(text.lines().map(str::to_owned));
         Ok(())
     }
 
-    /// Writes all lines.
+    /// Writes all lines, of a command that changes nothing.
     pub(crate) fn finish(self) -> Result<(), Failure> {
+        self.finish_after(false)
+    }
+
+    /// Writes all lines, of a command that has changed what it was to change if it `is_done`. That stays so if nothing can be written.
+    pub(crate) fn finish_after(self, is_done: bool) -> Result<(), Failure> {
         let mut stdout = io::stdout().lock();
         let written = stdout.write_all(self.text.as_bytes()).and_then(|()| stdout.flush());
         match written {
             Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-                let message = format!("standard output could not be written: {error}");
-                Err(Failure::new(message, EXIT_UNCHANGED))
+                let (exit, done) = if is_done {
+                    (
+                        EXIT_PARTIAL,
+                        "; the command was carried out: `sublet ps` shows what is so now",
+                    )
+                } else {
+                    (EXIT_UNCHANGED, "")
+                };
+                Err(Failure::new(
+                    format!("standard output could not be written: {error}{done}"),
+                    exit,
+                ))
             }
             Ok(()) | Err(_) => Ok(()),
         }
@@ -89,7 +109,7 @@ impl Output {
 
 /// Tells a person on standard error. Nobody can be told when that fails, so it is not checked.
 pub(crate) fn complain(message: &str) {
-    writeln!(io::stderr().lock(), "sublet: {message}").ok();
+    writeln!(io::stderr().lock(), "sublet: {}", plain(message)).ok();
 }
 
 /// A plain table: no lines, two blanks between columns, as wide as its content; columns whose index is
@@ -97,7 +117,7 @@ pub(crate) fn complain(message: &str) {
 pub(crate) fn table(header: &[&str], right: &[usize]) -> Table {
     let mut table = Table::new();
     table.set_header(header.iter().copied());
-    plain(&mut table);
+    lay_out(&mut table);
     for index in right {
         if let Some(column) = table.column_mut(*index) {
             column.set_cell_alignment(CellAlignment::Right);
@@ -112,18 +132,49 @@ pub(crate) fn table_without_header<const N: usize>(
 ) -> Table {
     let mut table = Table::new();
     for row in rows {
-        table.add_row(row);
+        table.add_row(row.map(|cell| plain(&cell)));
     }
-    plain(&mut table);
+    lay_out(&mut table);
     table
 }
 
-fn plain(table: &mut Table) {
+fn lay_out(table: &mut Table) {
     table
         .load_style(presets::NOTHING)
         .set_content_arrangement(ContentArrangement::Disabled)
         .force_no_tty();
     for column in table.column_iter_mut() {
         column.set_padding((0, 2));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const EVIL: &str = "kv\u{1b}[2J\u{202e}\nspoof  active";
+
+    #[derive(Serialize)]
+    struct Fields {
+        tag: &'static str,
+    }
+
+    #[test]
+    fn what_others_wrote_is_plain_in_lines_and_cells_and_whole_in_documents() {
+        let mut output = Output::default();
+        output.line(EVIL);
+        let mut cells = table(&["TAG"], &[]);
+        cells.add_row([EVIL]);
+        output.table(&cells);
+        output.lines(table_without_header([[EVIL.to_owned()]]).lines());
+        let shown = "kv\\u001b[2J\\u202e\\u000aspoof  active";
+        let lines: Vec<_> = output.text().lines().map(str::trim_end).collect();
+        assert_eq!(lines, [shown, "TAG", shown, shown]);
+
+        let mut output = Output::default();
+        output.json(&Fields { tag: EVIL }).unwrap();
+        assert!(output.text().chars().all(|c| c == '\n' || c.is_ascii_graphic() || c == ' '));
+        let document: serde_json::Value = serde_json::from_str(output.text()).unwrap();
+        assert_eq!(document["tag"], EVIL);
     }
 }

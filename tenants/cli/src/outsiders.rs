@@ -31,6 +31,14 @@ pub(crate) fn largest_on(uuid: &str) -> Vec<Occupant> {
     gpus::in_time(move || occupants(&uuid)).flatten().unwrap_or_default()
 }
 
+/// The processes that hold the most of each of these GPUs, where the library tells.
+pub(crate) fn in_words<'a>(uuids: impl Iterator<Item = &'a str>) -> impl Iterator<Item = String> {
+    uuids.filter_map(|uuid| {
+        let named: Vec<_> = largest_on(uuid).iter().map(ToString::to_string).collect();
+        (!named.is_empty()).then(|| format!("most of {uuid} is held by {}", named.join(", ")))
+    })
+}
+
 fn occupants(uuid: &str) -> Option<Vec<Occupant>> {
     let nvml = Nvml::init().ok()?;
     let device = nvml.device_by_uuid(uuid).ok()?;

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tenants::coordinator::{Coordinator, Event, Holdings, Options, Step, TenantStats};
+use tenants::error_text::plain;
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::wire::MemberState;
@@ -64,7 +65,7 @@ impl Shown {
             change(&mut texts);
             if texts.copies.is_empty() { texts.step.clone() } else { texts.copies.clone() }
         };
-        self.bar.set_message(message);
+        self.bar.set_message(plain(&message));
     }
 }
 

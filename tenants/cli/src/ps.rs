@@ -6,6 +6,7 @@ mod waiting;
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 
+use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::scope::NCCL_TAG;
 use tenants::wire::{Idleness, MemberInfo, MemberState, MemberStats, TagBytes};
@@ -38,11 +39,11 @@ pub(crate) fn ps(
     }
     let mut early = early::find(run_dir);
     early.retain(|name, _| {
-        args.tenant.as_ref().is_none_or(|wanted| wanted.as_str() == name)
-            && view.tenants.iter().all(|tenant| tenant.stats.tenant != *name)
+        args.tenant.as_ref().is_none_or(|wanted| wanted == name)
+            && view.tenants.iter().all(|tenant| tenant.stats.tenant != name.as_str())
     });
     if view.tenants.is_empty() && early.is_empty() {
-        output.line(NOBODY);
+        output.lines(view.refused.is_empty().then(|| NOBODY.to_owned()));
     } else if args.show.verbose {
         render(&view, &early, output);
     } else {
@@ -100,7 +101,7 @@ impl<'a> Group<'a> {
 }
 
 /// A row for each tenant, or for those of its processes that stand alike; and what people should know.
-fn overview(view: &View, early: &BTreeMap<String, u32>, output: &mut Output) {
+fn overview(view: &View, early: &BTreeMap<TenantName, u32>, output: &mut Output) {
     let mut rows = Vec::new();
     for tenant in &view.tenants {
         let TenantView { stats, silent, .. } = tenant;
@@ -141,7 +142,7 @@ fn overview(view: &View, early: &BTreeMap<String, u32>, output: &mut Output) {
     for (tenant, pid) in early {
         let command = outsiders::command_of(*pid);
         let group = Group { pids: vec![*pid], command: &command, ..Group::default() };
-        rows.push(group.row(tenant, None, "no memory yet"));
+        rows.push(group.row(tenant.as_str(), None, "no memory yet"));
     }
     let mut header =
         vec!["TENANT", "FAMILY", "STATE", "GPU", "ON GPU", "OFF GPU", "PID", "COMMAND"];
@@ -196,7 +197,7 @@ fn free_line(view: &View) -> Option<String> {
 }
 
 /// Every process with its memory by GPU, library and tag. `early` has no GPU memory yet.
-fn render(view: &View, early: &BTreeMap<String, u32>, output: &mut Output) {
+fn render(view: &View, early: &BTreeMap<TenantName, u32>, output: &mut Output) {
     // Most tenants are in none.
     let mut members = view.tenants.iter().flat_map(|tenant| &tenant.stats.members);
     let has_family = members.any(|member| member.member.family.is_some());
@@ -227,7 +228,7 @@ fn render(view: &View, early: &BTreeMap<String, u32>, output: &mut Output) {
         }
     }
     for (tenant, pid) in early {
-        let mut row = vec![tenant.clone(), pid.to_string(), "no memory yet".to_owned()];
+        let mut row = vec![tenant.to_string(), pid.to_string(), "no memory yet".to_owned()];
         row.extend(std::iter::repeat_n("-".to_owned(), 7));
         row.push(units::command(&outsiders::command_of(*pid)));
         if has_family {
@@ -302,10 +303,11 @@ fn silent_rows(view: &View, tenant: &str, silent: &Silent) -> Vec<Vec<String>> {
     rows
 }
 
-/// Where a process stands, and which tags it runs without.
+/// The state of a process, and the tags that it runs without, or stands still without while its other memory is there.
 fn state_with_tags(member: &MemberInfo) -> String {
     let state = state_label(member.state);
-    let tags = if member.state == MemberState::Active { tags_away(member) } else { Vec::new() };
+    let is_by_tag = member.state == MemberState::Active || member.stands_without.is_some();
+    let tags = if is_by_tag { tags_away(member) } else { Vec::new() };
     if tags.is_empty() { state.to_owned() } else { format!("{state} ({} away)", tags.join(", ")) }
 }
 
@@ -362,7 +364,7 @@ pub(crate) fn contents_label(contents: Contents) -> &'static str {
 #[cfg(test)]
 pub(crate) mod tests {
     use tenants::coordinator::TenantStats;
-    use tenants::identity::{MemberId, TenantName};
+    use tenants::identity::MemberId;
     use tenants::wire::{HostProgress, HostStage, MemberInfo, PauseTimes};
     use vmm_pool::driver::DeviceOrdinal;
     use vmm_pool::{ClassBytes, CopiedBytes, DeviceReport, PinnedBytes, PoolReport};
@@ -387,7 +389,8 @@ pub(crate) mod tests {
                 command: "python train.py".to_owned(),
                 version: "0.1.0".to_owned(),
                 state,
-                stayed_bytes: 0,
+                stands_without: None,
+                stays: Vec::new(),
                 held: false,
                 in_round: false,
                 nccl_waits: false,
@@ -462,6 +465,7 @@ pub(crate) mod tests {
             resident_bytes,
             away_bytes,
             imported_away_bytes: 0,
+            runs_without: false,
         };
         first.member.tags = vec![row("kv", 0, 1 << 20), row("weights", 1 << 20, 0)];
         first.pool.spilled_bytes = 3 << 30;

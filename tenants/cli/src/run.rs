@@ -191,10 +191,10 @@ struct Chosen {
 /// [`gpus::in_time`] at most.
 fn choose(command: &[OsString], run_dir: &RunDir) -> Result<Chosen, Failure> {
     let turn = turn(run_dir.path());
-    let live = run_dir.live_tenants()?.into_iter().map(|name| name.as_str().to_owned());
-    let taken: BTreeSet<String> = live.chain(early::find(run_dir).into_keys()).collect();
+    let live = run_dir.live_tenants()?.into_iter();
+    let taken: BTreeSet<TenantName> = live.chain(early::find(run_dir).into_keys()).collect();
     let first = name_of(command).map_err(|error| Failure::of(&error, EXIT_USAGE))?;
-    let is_free = |name: &TenantName| !taken.contains(name.as_str());
+    let is_free = |name: &TenantName| !taken.contains(name);
     let numbered =
         (2_u32..).filter_map(|number| TenantName::new(&format!("{first}-{number}")).ok());
     let tenant = std::iter::once(first.clone()).chain(numbered).find(is_free);

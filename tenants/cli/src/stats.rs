@@ -22,7 +22,7 @@ pub(crate) fn stats(
     if args.show.json {
         output.json(&view)?;
     } else if view.tenants.is_empty() {
-        output.line("no tenant is running");
+        output.lines(view.refused.is_empty().then(|| "no tenant is running".to_owned()));
     } else {
         for tenant in &view.tenants {
             render(&view, tenant, args.show.verbose, output);

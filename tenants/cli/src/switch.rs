@@ -18,7 +18,7 @@ use crate::failure::{EXIT_CALLED_OFF, EXIT_PARTIAL, EXIT_UNCHANGED, Failure, exi
 use crate::gpus::Gpus;
 use crate::output::{self, Output};
 use crate::progress::Progress;
-use crate::{signals, units};
+use crate::{outsiders, signals, units};
 
 /// Decisions that `sublet turns` shows, with `-v` and without.
 const SHOWN_MAX: usize = 20;
@@ -62,7 +62,7 @@ pub(crate) fn switch(
     if args.show.json {
         return documented(args, result, output);
     }
-    let switched = result.map_err(|error| Failure::of(&error, code_of(&error)).because(&error))?;
+    let switched = result.map_err(|error| failure_of(&error))?;
     render(args.dry_run, args.show, &switched, output);
     Ok(code_of_done(&switched))
 }
@@ -112,6 +112,14 @@ fn documented(
             Ok(ExitCode::from(code_of(&error)))
         }
     }
+}
+
+/// The error of a switch for a person, with the processes that hold GPUs which are too full.
+pub(crate) fn failure_of(error: &SwitchError) -> Failure {
+    let gpus = if let SwitchError::Never { gpus, .. } = error { gpus.as_slice() } else { &[] };
+    let named = outsiders::in_words(gpus.iter().map(String::as_str));
+    let parts: Vec<_> = [chain(error)].into_iter().chain(named).collect();
+    Failure::new(parts.join("; "), code_of(error)).because(error)
 }
 
 /// The exit code of a switch that was done.

@@ -2,6 +2,7 @@
 //! shows something draws from here.
 
 use serde::Serialize;
+use tenants::code::Code;
 use tenants::coordinator::{Coordinator, CoordinatorError, Holdings, Options, TenantStats};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
@@ -9,6 +10,7 @@ use tenants::wire::{MemberInfo, MemberState, MemberStats};
 
 use crate::failure::Failure;
 use crate::gpus::{Gpu, Gpus, Held};
+use crate::output::complain;
 use crate::silent::Silent;
 
 /// All that is shown, as it was at one moment.
@@ -18,6 +20,19 @@ pub(crate) struct View {
     /// Of the machine, and those that tenants name besides.
     pub(crate) gpus: Vec<Gpu>,
     pub(crate) tenants: Vec<TenantView>,
+    /// Tenants that cannot be looked at. The others are shown.
+    pub(crate) refused: Vec<Refused>,
+}
+
+/// A tenant that cannot be looked at, and why.
+#[derive(Debug, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema), schemars(rename = "RefusedTenant"))]
+pub(crate) struct Refused {
+    pub(crate) tenant: String,
+    /// Why, in one word.
+    pub(crate) code: Code,
+    /// Why, in words.
+    pub(crate) error: String,
 }
 
 /// One tenant.
@@ -99,6 +114,7 @@ impl View {
         let all: Vec<_> = names.iter().map(of).collect();
         let all = Holdings::of_all(&all.iter().collect::<Vec<_>>());
         let mut tenants = Vec::new();
+        let mut refused = Vec::new();
         for (name, found) in names.iter().zip(all) {
             match found.stats {
                 Ok(stats) => {
@@ -110,10 +126,18 @@ impl View {
                 }
                 Err(CoordinatorError::NoSuchTenant { .. } | CoordinatorError::NoProcess { .. })
                     if tenant.is_none() => {}
+                // One that is in disorder is said, and keeps nobody from the others.
+                Err(error) if tenant.is_none() => {
+                    let code = Code::from(&error);
+                    let failure = Failure::from(error);
+                    complain(&format!("tenant '{name}': {}", failure.told()));
+                    let (tenant, error) = (name.to_string(), failure.to_string());
+                    refused.push(Refused { tenant, code, error });
+                }
                 Err(error) => return Err(error.into()),
             }
         }
-        Ok(Self::of(tenants, gpus))
+        Ok(Self { refused, ..Self::of(tenants, gpus) })
     }
 
     pub(crate) fn of(tenants: Vec<TenantView>, gpus: &Gpus) -> Self {
@@ -127,7 +151,7 @@ impl View {
             gpu.index =
                 budgets().find(|budget| budget.gpu == gpu.uuid).and_then(|budget| budget.index);
         }
-        Self { gpus, tenants }
+        Self { gpus, tenants, refused: Vec::new() }
     }
 
     /// What a narrow column says of the GPU of this name.

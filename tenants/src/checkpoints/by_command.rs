@@ -12,6 +12,7 @@
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
@@ -21,6 +22,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
 use nix::sys::socket::{MsgFlags, send};
+use nix::unistd::geteuid;
 use vmm_pool::Uninherited;
 use vmm_pool::driver::DriverCode;
 
@@ -39,6 +41,7 @@ const MARGIN: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct ByCommand {
     command: PathBuf,
+    installer: u32,
     child: Mutex<Option<Arc<Child>>>,
 }
 
@@ -74,9 +77,29 @@ fn unavailable(reason: String) -> CheckpointError {
 }
 
 impl ByCommand {
-    /// By the `sublet` command at `command`. Nothing is started yet.
-    pub fn new(command: PathBuf) -> Self {
-        Self { command, child: Mutex::new(None) }
+    /// By the `sublet` command at `command`. Nothing is started yet. The user `installer` owns the library that we are part of.
+    pub fn new(command: PathBuf, installer: u32) -> Self {
+        Self { command, installer, child: Mutex::new(None) }
+    }
+
+    /// Fails if users can change the command, or put another in its place, who could not change our library. Its folder may be one
+    /// where all may add files, such as `/tmp`.
+    fn check(&self) -> Result<(), String> {
+        let trusted = [0, geteuid().as_raw(), self.installer];
+        for path in [self.command.parent().unwrap_or(&self.command), &self.command] {
+            let (shown, found) =
+                (path.display(), path.metadata().map_err(|error| error.to_string())?);
+            if !trusted.contains(&found.uid()) {
+                return Err(format!(
+                    "{shown} belongs to user {}: install Sublet as one user",
+                    found.uid()
+                ));
+            }
+            if found.mode() & 0o002 != 0 {
+                return Err(format!("any user may change {shown}: chmod o-w {shown}"));
+            }
+        }
+        Ok(())
     }
 
     /// The child, which is started unless it runs.
@@ -85,9 +108,12 @@ impl ByCommand {
         if let Some(running) = child.as_ref().filter(|child| lock(&child.waiting).is_some()) {
             return Ok(Arc::clone(running));
         }
-        let started = self.start().map(Arc::new).map_err(|error| {
-            unavailable(format!("{} cannot be started ({error})", self.command.display()))
-        })?;
+        let shown = self.command.display();
+        self.check().map_err(|why| unavailable(format!("{shown} is not started: {why}")))?;
+        let started = self
+            .start()
+            .map(Arc::new)
+            .map_err(|error| unavailable(format!("{shown} cannot be started ({error})")))?;
         *child = Some(Arc::clone(&started));
         Ok(started)
     }
@@ -264,7 +290,8 @@ fn made(driver: &dyn Checkpointer, call: &str) -> Answer {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt as _;
+    use std::os::unix::fs::{PermissionsExt as _, symlink};
+    use std::path::Path;
 
     use super::*;
 
@@ -319,9 +346,12 @@ mod tests {
     fn by_script(script: &str) -> (tempfile::TempDir, ByCommand) {
         let base = tempfile::tempdir().unwrap();
         let path = base.path().join("sublet");
-        std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+        // A file that this process has written cannot be started while a child of another thread has its descriptor.
+        let text = base.path().join("text");
+        std::fs::write(&text, format!("#!/bin/sh\n{script}\n")).unwrap();
+        assert!(Command::new("cp").args([&text, &path]).status().unwrap().success());
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
-        (base, ByCommand::new(path))
+        (base, ByCommand::new(path, 0))
     }
 
     #[test]
@@ -348,9 +378,94 @@ mod tests {
     }
 
     #[test]
+    fn a_call_that_took_too_long_is_forgotten_and_so_is_its_answer() {
+        // Both answers come behind the second call.
+        let (_base, by_command) = by_script(
+            "read -r first _\nread -r second _\necho \"$first ok 1\"\necho \"$second ok 2\"\nread -r _",
+        );
+        let waited = Duration::from_millis(50);
+        let call = "cuCheckpointProcessGetState";
+        let silent = Err(CheckpointError::Silent { call, waited });
+        assert_eq!(by_command.call(call, "state 1", waited), silent);
+        let child = by_command.child().unwrap();
+        assert!(lock(&child.waiting).as_ref().unwrap().is_empty(), "it stays in the table");
+        assert_eq!(by_command.state(1), Ok(ProcessState::of(2)));
+    }
+
+    #[test]
+    fn a_ctrl_c_for_this_process_is_none_for_the_child() {
+        let (_base, by_command) = by_script(
+            "read -r number _\nread -r _ _ _ _ group _ </proc/$$/stat\necho \"$number no $group\"\nread -r _",
+        );
+        let group = by_command.unlock(1).unwrap_err().to_string().parse::<i32>().unwrap();
+        assert_ne!(group, nix::unistd::getpgrp().as_raw());
+    }
+
+    #[test]
     fn a_command_that_is_not_there_is_named() {
-        let by_command = ByCommand::new("/nowhere/sublet".into());
+        let by_command = ByCommand::new("/nowhere/sublet".into(), 0);
         let error = by_command.state(1).unwrap_err().to_string();
-        assert!(error.starts_with("/nowhere/sublet cannot be started"), "{error}");
+        assert!(error.starts_with("/nowhere/sublet is not started"), "{error}");
+    }
+
+    const ANSWERS: &str = "while read -r number call pid; do echo \"$number ok 0\"; done";
+
+    fn chmod(path: &Path, mode: u32) {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+    }
+
+    #[test]
+    fn a_command_that_others_may_change_is_never_started() {
+        // By the mode of the folder and of the command.
+        for (folder, file, part) in [
+            (0o777, 0o755, "any user may change"),
+            (0o1777, 0o755, "any user may change"),
+            (0o755, 0o757, "sublet: chmod o-w"),
+        ] {
+            let (base, by_command) = by_script("touch \"$0.was-started\"");
+            chmod(&by_command.command, file);
+            chmod(base.path(), folder);
+            let error = by_command.state(1).unwrap_err().to_string();
+            assert!(error.contains(" is not started: ") && error.contains(part), "{error}");
+            assert!(!error.contains('\n'), "{error}");
+            assert!(!base.path().join("sublet.was-started").exists());
+        }
+        for (folder, file) in [(0o700, 0o700), (0o775, 0o775)] {
+            let (base, by_command) = by_script(ANSWERS);
+            chmod(&by_command.command, file);
+            chmod(base.path(), folder);
+            by_command.state(1).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_link_to_a_command_is_followed_and_what_it_leads_to_is_checked() {
+        let (base, by_command) = by_script(ANSWERS);
+        let links = tempfile::tempdir().unwrap();
+        let link = links.path().join("sublet");
+        symlink(&by_command.command, &link).unwrap();
+        ByCommand::new(link.clone(), 0).state(1).unwrap();
+        chmod(&base.path().join("sublet"), 0o777);
+        ByCommand::new(link.clone(), 0).state(1).unwrap_err();
+        std::fs::remove_file(&link).unwrap();
+        symlink("sublet", &link).unwrap();
+        ByCommand::new(link, 0).state(1).unwrap_err();
+    }
+
+    #[test]
+    fn a_command_of_another_user_is_never_started() {
+        // Nobody else can give files away.
+        if !geteuid().is_root() {
+            return;
+        }
+        let other = Some(nix::unistd::Uid::from_raw(2002));
+        for whose in ["sublet", "."] {
+            let (base, by_command) = by_script(ANSWERS);
+            nix::unistd::chown(&base.path().join(whose), other, None).unwrap();
+            let error = by_command.state(1).unwrap_err().to_string();
+            assert!(error.contains("belongs to user 2002"), "{error}");
+            // Unless our library is that user's too.
+            ByCommand::new(by_command.command.clone(), 2002).state(1).unwrap();
+        }
     }
 }

@@ -9,11 +9,12 @@ use vmm_pool::{Copies, HostDemand, Schedule};
 use super::TakesPart;
 use super::overlap::moving_time;
 use super::peers::{Reached, reach};
-use super::report::{MemberFailure, Step};
+use super::report::{MemberFailure, Step, Who};
 use super::session::{Plan, Session, Stop};
 use crate::host_memory;
 use crate::identity::MemberId;
-use crate::references::{References, Stay, decide};
+use crate::references::{Partner, References, Stay, decide, missing};
+use crate::transport::is_stopped;
 use crate::wire::{Drained, Failure, FailureKind, Phase};
 
 /// What all processes of a pause go by, behind [`Phase::Drain`].
@@ -75,6 +76,7 @@ impl Session<'_> {
         if self.somebody_joined() {
             return Err(Stop::Joined);
         }
+        self.refuse_missing(said.iter().flat_map(|(_, references)| &references.partners))?;
         let name = |index: usize| self.peers.list[index].who.member;
         let said: Vec<(MemberId, &References)> =
             said.into_iter().map(|(index, references)| (name(index), references)).collect();
@@ -82,6 +84,17 @@ impl Session<'_> {
         let all = self.peers.list.iter().map(|peer| peer.who.member);
         let bystanders = all.filter(|member| !take_part.contains(member)).collect();
         Ok(decide(&said, &bystanders))
+    }
+
+    /// Refuses where one that shares memory with others is not among those that were found.
+    pub(super) fn refuse_missing<'p>(
+        &self,
+        partners: impl Iterator<Item = &'p Partner>,
+    ) -> Result<(), Vec<MemberFailure>> {
+        let found = self.peers.list.iter().map(|peer| peer.who.member).collect();
+        let missing: Vec<_> =
+            missing(partners.copied(), &found).into_iter().map(not_found).collect();
+        if missing.is_empty() { Ok(()) } else { Err(missing) }
     }
 
     fn still_lent(&self, index: usize) -> MemberFailure {
@@ -111,6 +124,23 @@ impl Session<'_> {
         let mut new = sockets.iter().filter(|socket| !is_known(socket.id));
         new.any(|socket| !matches!(reach(socket, deadline), Ok(Reached::Dead)))
     }
+}
+
+/// The failure of one that shares memory with others, and that has no name for the moment.
+fn not_found(partner: Partner) -> MemberFailure {
+    let Partner { member, pid } = partner;
+    let way_on = match pid {
+        Some(pid) if is_stopped(pid) => {
+            format!("it is stopped (SIGSTOP): continue it (kill -CONT {pid}) or end it")
+        }
+        Some(pid) => format!("try again, or end it (kill {pid})"),
+        None => "try again, or end it".to_owned(),
+    };
+    let message = format!(
+        "it lives and shares memory with others, and its socket in the run directory is gone: {way_on}"
+    );
+    let failure = Failure { kind: FailureKind::Nameless, message };
+    MemberFailure { who: Who { pid, member }, step: Step::Hello, failure }
 }
 
 // When memory is given back while the rest is still saved.

@@ -78,8 +78,8 @@ fn patience(stalls: u32) -> Duration {
 
 impl Session<'_> {
     /// Brings `members` to a cut, has them take `phase` there, which shuts their gates, and lets calls in until their
-    /// devices are idle. Where that is not possible for a capture, `undo` lets them run on, to another cut. Who is missing goes
-    /// to `absent`, also where it fails.
+    /// devices are idle. Those that stand still in a pause by tag are at one already. Where that is not possible for a capture,
+    /// `undo` lets them run on, to another cut. Who is missing goes to `absent`, also where it fails.
     pub(super) fn cut_and_take(
         &mut self,
         phase: Phase,
@@ -91,8 +91,10 @@ impl Session<'_> {
         let began = Instant::now();
         let deadline = began + self.options.cut_timeout();
         let mut summary = CutSummary::default();
+        let standing = self.standing();
+        let running: Vec<_> = members.iter().copied().filter(|it| !standing.contains(it)).collect();
         loop {
-            let plan = self.reach_cut(members, deadline, absent, &mut summary)?;
+            let plan = self.reach_cut(&running, deadline, absent, &mut summary)?;
             let closing = Instant::now();
             let result = self.phase_step(phase, members, OnFailure::Stop);
             if self.is_called_off() {
@@ -101,7 +103,7 @@ impl Session<'_> {
             let failures = if result.failures.is_empty() {
                 summary.wall_us = micros(closing - began);
                 let closed = self.summary(phase, closing.elapsed(), result.done);
-                match self.drain_by_steps(members, Some(plan), report) {
+                match self.drain_by_steps(&running, Some(plan), report) {
                     Ok(()) => {
                         report.cut = Some(summary);
                         report.add(closed);

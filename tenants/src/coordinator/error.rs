@@ -78,6 +78,12 @@ pub enum CoordinatorError {
         "tenant '{tenant}' is paused as a whole, and so are its tags: resume it, all or by tag, first"
     )]
     PausedAlready { tenant: TenantName },
+    /// Only memory of some tags is away, and the processes stand still until all of it is back.
+    #[error(
+        "{what} is paused alone, and the job stands still until all of that is back: `sublet resume {tenant}` first, or \
+         `sublet pause {tenant}`, which takes the rest"
+    )]
+    StandsStill { tenant: TenantName, what: String },
     /// A deep pause of processes that the driver cannot freeze.
     #[error(
         "tenant '{tenant}' cannot be paused deep: {why}; nothing was changed. `sublet pause {tenant}` frees its memory, and \
@@ -139,6 +145,23 @@ impl CoordinatorError {
     pub(super) fn called_off_before(tenant: TenantName, action: Action) -> Self {
         let runs = action == Action::Pause;
         Self::CalledOff { tenant, action, runs, undo_failures: Vec::new() }
+    }
+
+    /// It was refused for `failures`, with all as before. Did its processes run before?
+    pub(super) fn refused(
+        tenant: TenantName,
+        (action, runs): (Action, bool),
+        failures: Vec<MemberFailure>,
+    ) -> Self {
+        Self::Refused {
+            tenant,
+            action,
+            runs,
+            failures,
+            host_short: None,
+            undo_failures: Vec::new(),
+            shortages: Vec::new(),
+        }
     }
 
     /// Who did not do their part before the point of no return; empty when something else was the matter.
@@ -267,6 +290,7 @@ fn may_pass(kind: FailureKind) -> bool {
         | FailureKind::NotNow
         | FailureKind::Lent
         | FailureKind::LenderAway
+        | FailureKind::Nameless
         | FailureKind::CalledOff => true,
         FailureKind::WrongState
         | FailureKind::Shared
@@ -313,10 +337,26 @@ pub(super) fn silence(failure: &MemberFailure) -> String {
             "process {pid}{command} does not answer; it is stopped (SIGSTOP): continue it (kill -CONT {pid}) or end it"
         );
     }
+    if let Some(limit) = full_of_files(pid) {
+        return format!(
+            "process {pid}{command} does not answer: it has as many files open as it may ({limit}): have it close some, or raise \
+             that (prlimit --pid {pid} --nofile={})",
+            2 * limit
+        );
+    }
     format!(
         "process {pid}{command} does not answer: {}; `--timeout` gives it more time, or end it",
         failure.failure
     )
+}
+
+/// The limit of open files of a process that has reached it. None also where that cannot be known.
+fn full_of_files(pid: u32) -> Option<usize> {
+    let limits = std::fs::read_to_string(format!("/proc/{pid}/limits")).ok()?;
+    let soft = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
+    let soft: usize = soft.split_whitespace().next()?.parse().ok()?;
+    let open = std::fs::read_dir(format!("/proc/{pid}/fd")).ok()?.count();
+    (open >= soft).then_some(soft)
 }
 
 fn known(existing: &[TenantName]) -> String {
@@ -367,9 +407,9 @@ fn causes(failures: &[MemberFailure], shortages: &[DeviceShortage]) -> String {
 
 fn undone(action: Action, runs: bool, undo_failures: &[MemberFailure]) -> impl fmt::Display {
     let state = match (action, runs) {
-        (Action::Pause, _) => "active",
+        (Action::Pause, true) => "active",
         (Action::Resume, true) => "active, and the memory of these tags is paused, contents kept,",
-        (Action::Resume, false) => "paused, contents kept",
+        (Action::Pause | Action::Resume, false) => "paused, contents kept",
     };
     if undo_failures.is_empty() {
         format!(". The tenant is {state} as before")
@@ -395,9 +435,9 @@ impl From<&CoordinatorError> for Code {
             CoordinatorError::VersionsDiffer { .. } => Self::VersionsDiffer,
             CoordinatorError::Faulted { .. } | CoordinatorError::Unrecovered { .. } => Self::Lost,
             CoordinatorError::UnknownTags { .. } => Self::UnknownTag,
-            CoordinatorError::PausedAlready { .. } | CoordinatorError::NotDeep { .. } => {
-                Self::WrongState
-            }
+            CoordinatorError::PausedAlready { .. }
+            | CoordinatorError::StandsStill { .. }
+            | CoordinatorError::NotDeep { .. } => Self::WrongState,
             CoordinatorError::Joined { .. } => Self::Joined,
             CoordinatorError::CalledOff { .. } => Self::CalledOff,
             CoordinatorError::FailedTogether { .. } => Self::Other,

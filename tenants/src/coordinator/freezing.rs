@@ -138,10 +138,10 @@ impl Session<'_> {
         if members.is_empty() {
             return None;
         }
-        let began = Instant::now();
         let mut report = self.new_report(Action::Pause);
+        report.set_stays(self.stays());
         self.freeze(&members, &mut report);
-        report.wall_us = micros(began.elapsed());
+        report.wall_us = micros(self.began.elapsed());
         Some(report)
     }
 
@@ -185,6 +185,8 @@ impl Session<'_> {
         }
         if moved.failures.is_empty() {
             report.add(self.summary(Phase::Freeze, began.elapsed(), moved.done));
+            // The driver has taken that with the contexts.
+            report.set_stays(Vec::new());
             return;
         }
         // All stand alike again, as far as that goes; a resume does the rest. One that has not answered in time may be ready by now.
@@ -199,15 +201,16 @@ impl Session<'_> {
     /// Locks all, then has all checkpointed. Stops behind the first step that failed for somebody.
     fn take_off(&self, members: &[usize], moved: &mut Moved) {
         let lock = Call::Lock(self.options.phase_timeout(Phase::Freeze));
-        let running = self.in_state(members, ProcessState::Running);
+        let mut unseen = Vec::new();
+        let running = self.in_state(members, ProcessState::Running, &mut unseen);
         self.make_each(lock, &running, Phase::Freeze, moved);
         if moved.failures.is_empty() {
-            let locked = self.in_state(members, ProcessState::Locked);
+            let locked = self.in_state(members, ProcessState::Locked, &mut unseen);
             self.make_each(Call::Checkpoint, &locked, Phase::Freeze, moved);
         }
         if moved.failures.is_empty() {
             for index in members {
-                if let Err(error) = self.expect_state(*index, ProcessState::Checkpointed) {
+                if let Err(error) = self.expect_state(*index, ProcessState::Checkpointed, &unseen) {
                     moved.failures.push(self.failure(*index, Phase::Freeze, &error));
                 }
             }
@@ -237,15 +240,7 @@ impl Session<'_> {
             return Ok(thawed);
         }
         self.freeze_again(thawed);
-        Err(CoordinatorError::Refused {
-            tenant: self.tenant(),
-            action,
-            runs: false,
-            failures: moved.failures,
-            undo_failures: Vec::new(),
-            shortages: Vec::new(),
-            host_short: None,
-        })
+        Err(CoordinatorError::refused(self.tenant(), (action, false), moved.failures))
     }
 
     /// A resume came to nothing: what it has `thawed` is as before, as far as the driver does its part.
@@ -267,14 +262,15 @@ impl Session<'_> {
 
     /// From wherever each of `members` is. `phase` is what it is part of.
     fn bring_back(&mut self, members: &[usize], phase: Phase, moved: &mut Moved) {
-        let away = self.in_state(members, ProcessState::Checkpointed);
+        let mut unseen = Vec::new();
+        let away = self.in_state(members, ProcessState::Checkpointed, &mut unseen);
         self.make_each(Call::Restore, &away, phase, moved);
-        let locked = self.in_state(members, ProcessState::Locked);
+        let locked = self.in_state(members, ProcessState::Locked, &mut unseen);
         self.make_each(Call::Unlock, &locked, phase, moved);
         let mut back = Vec::new();
         for index in members {
             let who = self.peers.list[*index].who;
-            match self.expect_state(*index, ProcessState::Running) {
+            match self.expect_state(*index, ProcessState::Running, &unseen) {
                 Ok(()) => back.push(*index),
                 // Why is said already.
                 Err(_) if moved.failures.iter().any(|failure| failure.who == who) => {}
@@ -360,15 +356,36 @@ impl Session<'_> {
         })
     }
 
-    /// Those of `members` that stand in `state`, by the driver.
-    fn in_state(&self, members: &[usize], state: ProcessState) -> Vec<usize> {
-        let is = |index: &usize| self.driver_state(*index) == Ok(state);
-        members.iter().copied().filter(is).collect()
+    /// Those of `members` that stand in `state`, by the driver. Whom it could not be asked about is `unseen`.
+    fn in_state(
+        &self,
+        members: &[usize],
+        state: ProcessState,
+        unseen: &mut Vec<(usize, CheckpointError)>,
+    ) -> Vec<usize> {
+        let mut is = |index: &usize| match self.driver_state(*index) {
+            Ok(known) => known == state,
+            Err(error) => {
+                unseen.push((*index, error));
+                false
+            }
+        };
+        members.iter().copied().filter(&mut is).collect()
     }
 
-    fn expect_state(&self, index: usize, wanted: ProcessState) -> Result<(), CheckpointError> {
+    /// Refuses a process that stands elsewhere. If it was `unseen`, and passed over for that, the call that failed is why.
+    fn expect_state(
+        &self,
+        index: usize,
+        wanted: ProcessState,
+        unseen: &[(usize, CheckpointError)],
+    ) -> Result<(), CheckpointError> {
         let state = self.driver_state(index)?;
-        if state == wanted { Ok(()) } else { Err(CheckpointError::State { state }) }
+        if state == wanted {
+            return Ok(());
+        }
+        let missed = unseen.iter().find(|(other, _)| *other == index);
+        Err(missed.map_or(CheckpointError::State { state }, |(_, error)| error.clone()))
     }
 
     fn failure(&self, index: usize, phase: Phase, error: &CheckpointError) -> MemberFailure {

@@ -1,4 +1,5 @@
-//! Memory that processes of other tenants have open: a pause takes none of it, and waits until they let it go.
+//! Memory that processes of other tenants have open: a pause takes none of it, and waits until they let it go. So does a pause
+//! by tag that one process begins for itself, where others of its tenant have that memory open.
 //!
 //! Nobody is stopped while that lasts, for who holds memory may wait for its owner, or for another borrower, before it lets
 //! go. Behind shut gates nothing is lent any more, so a borrower that opens and closes memory again and again is seen to
@@ -13,8 +14,10 @@ use nix::poll::{PollFd, PollFlags};
 use super::report::{MemberFailure, Step};
 use super::session::{Session, Stop};
 use super::steps::OnFailure;
-use super::{CoordinatorError, Options};
+use super::{CoordinatorError, Interrupt, Options};
 use crate::identity::TenantName;
+use crate::references::Partner;
+use crate::run_dir::{NAMES_AGAIN_WITHIN, TenantDir, pause_thread};
 use crate::transport::poll_until;
 use crate::wire::{AskLent, Failure, FailureKind, Lending, Lent, Wanted};
 
@@ -130,16 +133,32 @@ impl Session<'_> {
     }
 
     /// What each of `members` that names a family, as it said when it was greeted, shares with other tenants. The others
-    /// share nothing.
+    /// share nothing but with the one whose pause by tag this is.
     fn ask_lent(&mut self, members: &[usize]) -> Result<Vec<(usize, Lending)>, Vec<MemberFailure>> {
         let names_family = |index: &&usize| {
             let info = self.peers.list[**index].info.as_ref();
-            info.is_some_and(|info| info.family.is_some())
+            info.is_some_and(|info| info.family.is_some() || !self.scope.is_about(info.id))
         };
         let members: Vec<usize> = members.iter().filter(names_family).copied().collect();
+        self.ask_lending(&members)
+    }
+
+    /// With whom `members` share memory.
+    pub(super) fn partners(
+        &mut self,
+        members: &[usize],
+    ) -> Result<Vec<Partner>, Vec<MemberFailure>> {
+        let all = self.ask_lending(members)?;
+        Ok(all.into_iter().flat_map(|(_, lending)| lending.partners).collect())
+    }
+
+    fn ask_lending(
+        &mut self,
+        members: &[usize],
+    ) -> Result<Vec<(usize, Lending)>, Vec<MemberFailure>> {
         let timeout = self.options.contact_timeout;
         let question = AskLent { scope: self.scope.clone() };
-        let result = self.step(&question, &members, timeout, OnFailure::Stop);
+        let result = self.step(&question, members, timeout, OnFailure::Stop);
         if result.failures.is_empty() { Ok(result.done) } else { Err(result.into_failures()) }
     }
 
@@ -176,6 +195,37 @@ impl Session<'_> {
             }
         }
         Ok(failures)
+    }
+}
+
+/// One wait for names, in all tries of a pause or resume.
+#[derive(Debug, Default)]
+pub(super) struct NamesWait(bool);
+
+impl NamesWait {
+    /// Is it worth one more try? Waits, with nobody stopped, until those that `error` names as nameless have names in `dir`,
+    /// or had the time to make them, or it is called off.
+    pub(super) fn waits(
+        &mut self,
+        options: &Options,
+        dir: &TenantDir,
+        error: &CoordinatorError,
+    ) -> bool {
+        let is_nameless = |failure: &&MemberFailure| failure.failure.kind == FailureKind::Nameless;
+        let nameless: Vec<_> = error.failures().iter().filter(is_nameless).collect();
+        if self.0 || nameless.is_empty() || options.consent.is_some() || !error.left_unchanged() {
+            return false;
+        }
+        self.0 = true;
+        let is_called_off = || options.interrupt.as_ref().is_some_and(Interrupt::is_raised);
+        let deadline = Instant::now() + NAMES_AGAIN_WITHIN;
+        while !nameless.iter().all(|failure| dir.has_member(failure.who.member)) {
+            if is_called_off() || Instant::now() >= deadline {
+                break;
+            }
+            pause_thread(REST_MAX);
+        }
+        true
     }
 }
 

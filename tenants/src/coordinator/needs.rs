@@ -20,7 +20,8 @@ use crate::size::Size;
 use crate::time::millis;
 use crate::transport::is_stopped;
 use crate::wire::{
-    DeviceDelta, Failure, FailureKind, Idleness, LookIdle, MemberState, Needed, Needs, Stats,
+    DeviceDelta, Failure, FailureKind, Idleness, LookIdle, MemberState, MemberStats, Needed, Needs,
+    Stats,
 };
 
 /// How long members may take to say what a resume needs, when nothing else is said.
@@ -33,6 +34,8 @@ pub struct DeviceNeed {
     pub needed_bytes: u64,
     /// What is free there, in bytes.
     pub free_bytes: u64,
+    /// All of it, in bytes.
+    pub total_bytes: u64,
 }
 
 impl Coordinator {
@@ -59,6 +62,7 @@ impl Coordinator {
                 let need = needs.entry(device.uuid).or_default();
                 need.needed_bytes = need.needed_bytes.saturating_add(device.bytes);
                 need.free_bytes = need.free_bytes.max(device.free_bytes);
+                need.total_bytes = device.total_bytes;
             }
         }
         Ok(needs)
@@ -191,6 +195,8 @@ pub struct Holder {
     pub active: bool,
     /// How much.
     pub bytes: u64,
+    /// Of these, what a pause of it gives back.
+    pub gives_bytes: u64,
 }
 
 impl DeviceShortage {
@@ -198,15 +204,28 @@ impl DeviceShortage {
     pub fn missing_bytes(&self) -> u64 {
         self.needed_bytes.saturating_sub(self.free_bytes)
     }
+
+    /// Would it fit if all other tenants made way?
+    pub fn others_could_give_it(&self) -> bool {
+        let gives = self.holders.iter().map(|holder| holder.gives_bytes);
+        gives.fold(0, u64::saturating_add) >= self.missing_bytes()
+    }
 }
 
 impl fmt::Display for DeviceShortage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { uuid, needed_bytes, free_bytes, outside_bytes, .. } = self;
+        let Self { uuid, needed_bytes, free_bytes, total_bytes, outside_bytes, .. } = self;
         let [free, needed, missing, outside] =
             [*free_bytes, *needed_bytes, self.missing_bytes(), *outside_bytes].map(Size);
+        if needed_bytes > total_bytes {
+            let total = Size(*total_bytes);
+            return write!(
+                f,
+                "{uuid} has {total} in all and {needed} are needed: end some of the tenant's processes (`sublet ps -v` lists them)"
+            );
+        }
         write!(f, "{uuid} has {free} free and {needed} are needed, {missing} more: ")?;
-        let holders = self.holders.iter().map(|Holder { tenant, active, bytes }| {
+        let holders = self.holders.iter().map(|Holder { tenant, active, bytes, .. }| {
             let state = if *active { "active" } else { "paused" };
             format!("tenant '{tenant}' holds {} ({state})", Size(*bytes))
         });
@@ -265,7 +284,8 @@ pub(super) fn name_holders(
             let bytes = held_on(stats, &shortage.uuid).saturating_sub(given.unwrap_or(0));
             let active =
                 stats.members.iter().any(|member| member.member.state == MemberState::Active);
-            (bytes > 0).then(|| Holder { tenant: stats.tenant.clone(), active, bytes })
+            let gives_bytes = given_on(stats, &shortage.uuid).min(bytes);
+            (bytes > 0).then(|| Holder { tenant: stats.tenant.clone(), active, bytes, gives_bytes })
         });
         shortage.holders = held.collect();
         shortage.holders.sort_by_key(|holder| std::cmp::Reverse(holder.bytes));
@@ -273,6 +293,14 @@ pub(super) fn name_holders(
         let used_bytes = shortage.total_bytes.saturating_sub(shortage.free_bytes);
         shortage.outside_bytes = used_bytes.saturating_sub(known);
     }
+}
+
+/// Bytes of a tenant on one device that a pause of it gives back.
+fn given_on(stats: &TenantStats, uuid: &str) -> u64 {
+    let is_active = |member: &&MemberStats| member.member.state == MemberState::Active;
+    let devices = stats.members.iter().filter(is_active).flat_map(|member| &member.pool.devices);
+    let classes = devices.filter(|row| row.uuid == uuid).flat_map(|row| &row.classes);
+    classes.map(|class| class.resident_bytes.saturating_sub(class.pinned_bytes)).sum()
 }
 
 /// Bytes of a tenant on one device, with what its pool only counts.

@@ -8,12 +8,13 @@ use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags};
+use nix::unistd::geteuid;
 
 pub(super) use super::report::Question;
 use super::report::{MemberFailure, Step, Who};
 use super::{CoordinatorError, Interrupt};
 use crate::run_dir::{MemberSocket, TenantDir};
-use crate::transport::{Connection, Process, TransportError, poll_until};
+use crate::transport::{Connection, Process, TransportError, poll_until, user_of};
 use crate::wire::{Failure, FailureKind, Hello, MemberInfo, Reply};
 
 /// Requests are a few bytes; a peer that cannot take one for this long does not read its socket at all.
@@ -37,7 +38,7 @@ pub(super) struct Peer {
 #[derive(Debug)]
 enum Link {
     Up {
-        connection: Connection,
+        connection: Box<Connection>,
         owed: VecDeque<Owed>,
     },
     /// The process ended, or closed its end.
@@ -126,7 +127,7 @@ pub(super) fn reach(socket: &MemberSocket, deadline: Instant) -> Result<Reached,
         pid_here: connection.peer().pid(),
         info: None,
         process,
-        link: Link::Up { connection, owed: VecDeque::new() },
+        link: Link::Up { connection: Box::new(connection), owed: VecDeque::new() },
     })))
 }
 
@@ -239,7 +240,7 @@ impl Peers {
             return Err(gone(who, step, "its connection was lost before".to_owned()));
         };
         let now = Instant::now();
-        if let Err(error) = connection.send(&question.to_request(), &[], now + SEND_TIMEOUT) {
+        if let Err(error) = connection.ask(&question.to_request(), now + SEND_TIMEOUT) {
             return Err(peer.lose(step, &error));
         }
         let busy_until = owed.iter().filter(|owed| !owed.overdue);
@@ -509,6 +510,11 @@ impl Peer {
         };
         let message = match self.link {
             Link::HungUp if self.ends_soon() => self.end_in_words(),
+            Link::HungUp if let Some(user) = self.other_user() => format!(
+                "{in_words}; it runs as user {user} now, and this process as user {}: a process obeys its own user alone, so have \
+                 it change its user before it first uses a GPU",
+                geteuid()
+            ),
             Link::HungUp => format!(
                 "{in_words}; if it lives, it goes on without this command, which may have stood still for too long: \
                  see `sublet ps`"
@@ -522,6 +528,11 @@ impl Peer {
     fn ends_soon(&self) -> bool {
         let ended = self.process.ends_before(Instant::now() + END_TIMEOUT);
         ended.unwrap_or(self.info.is_some())
+    }
+
+    /// The user of a process that has changed it since it joined.
+    fn other_user(&self) -> Option<u32> {
+        user_of(self.pid_here?).filter(|user| *user != geteuid().as_raw())
     }
 
     fn end_in_words(&self) -> String {

@@ -4,12 +4,13 @@ use std::fmt;
 use std::time::Duration;
 
 use serde::Serialize;
-use vmm_pool::KeptBytes;
+use vmm_pool::{KeptBytes, PinnedBytes};
 
 use super::budgets::GpuBudget;
 use crate::cut::Laggard;
 use crate::identity::{MemberId, TenantName};
 use crate::phase::Stage;
+use crate::size::Size;
 use crate::stepping::Activity;
 use crate::wire::{
     Action, Ask, AskLent, AwaitConsent, Count, Drain, Failure, GiveUp, Hello, Hold, HostStep,
@@ -186,21 +187,20 @@ pub enum Outcome {
     Completed(Box<Report>),
     /// Every process was paused before.
     AlreadyPaused {
-        /// Device memory that should have gone by then and has not, as that pause said too. A resume and another pause
-        /// try again.
-        stayed_bytes: u64,
+        /// Device memory that stays, as that pause said too.
+        stays: Vec<PinnedBytes>,
     },
     /// Every process was active before.
     AlreadyActive,
 }
 
 impl Outcome {
-    /// Device memory that should have gone and has not.
-    pub fn stayed_bytes(&self) -> u64 {
+    /// Device memory that stays, and was to make room for others.
+    pub fn stays(&self) -> &[PinnedBytes] {
         match self {
-            Self::Completed(report) => report.stayed_bytes,
-            Self::AlreadyPaused { stayed_bytes } => *stayed_bytes,
-            Self::AlreadyActive => 0,
+            Self::Completed(report) => &report.stays,
+            Self::AlreadyPaused { stays } => stays,
+            Self::AlreadyActive => &[],
         }
     }
 
@@ -209,12 +209,14 @@ impl Outcome {
         matches!(self, Self::Completed(report) if !report.losses.is_empty())
     }
 
+    /// Is it not as asked, for who wanted the room of a tenant and has it? What stays did not matter then.
+    pub fn is_partial_for_room(&self) -> bool {
+        matches!(self, Self::Completed(report) if report.is_partial_for_room())
+    }
+
     /// Is it not wholly as asked?
     pub fn is_partial(&self) -> bool {
-        match self {
-            Self::Completed(report) => report.is_partial(),
-            Self::AlreadyPaused { .. } | Self::AlreadyActive => self.stayed_bytes() > 0,
-        }
+        self.is_partial_for_room() || !self.stays().is_empty()
     }
 }
 
@@ -244,14 +246,23 @@ pub struct Report {
     pub taken_bytes: u64,
     /// Bytes given back or taken, by device, in order of the devices' names.
     pub devices: Vec<DeviceTotal>,
-    /// Of a pause: device memory that should have gone and has not. The notes name it.
+    /// Of a pause: device memory that stays, and was to make room for others.
     pub stayed_bytes: u64,
+    /// Of a pause by tag: do the processes stand still until the resume, since not all have agreed to run without that memory?
+    pub stands_still: bool,
+    /// Of these, how much for which cause.
+    pub stays: Vec<PinnedBytes>,
     /// Of a deep pause: why processes kept their contexts. All stand paused, and a resume brings them back.
     pub not_deep: Vec<MemberFailure>,
     /// Things worth telling a person.
     pub notes: Vec<String>,
     /// Members that were lost after the point of no return. The others did their part.
     pub losses: Vec<MemberFailure>,
+}
+
+/// Lines about memory that stays on the devices after a pause, one for each cause.
+pub fn staying(stays: &[PinnedBytes]) -> impl Iterator<Item = String> {
+    stays.iter().map(|stay| format!("{} of device memory stay: {}", Size(stay.bytes), stay.reason))
 }
 
 /// How the ranks of a tenant came to a common cut.
@@ -374,6 +385,8 @@ impl Report {
             taken_bytes: 0,
             devices: Vec::new(),
             stayed_bytes: 0,
+            stands_still: false,
+            stays: Vec::new(),
             not_deep: Vec::new(),
             notes: Vec::new(),
             losses: Vec::new(),
@@ -383,7 +396,11 @@ impl Report {
     /// What a person should know of it, and what was lost.
     pub fn remarks(&self) -> Vec<String> {
         let losses = self.losses.iter().map(|loss| format!("lost: {loss}"));
-        self.notes.iter().cloned().chain(self.shallow()).chain(losses).collect()
+        staying(&self.stays)
+            .chain(self.notes.iter().cloned())
+            .chain(self.shallow())
+            .chain(losses)
+            .collect()
     }
 
     /// Why a deep pause was a plain one, in words.
@@ -398,7 +415,18 @@ impl Report {
 
     /// Is it not wholly as asked?
     pub fn is_partial(&self) -> bool {
-        !self.losses.is_empty() || self.stayed_bytes > 0 || !self.not_deep.is_empty()
+        self.is_partial_for_room() || !self.stays.is_empty()
+    }
+
+    /// As [`Outcome::is_partial_for_room`].
+    fn is_partial_for_room(&self) -> bool {
+        !self.losses.is_empty() || !self.not_deep.is_empty()
+    }
+
+    /// From now on, so much stays.
+    pub(super) fn set_stays(&mut self, stays: Vec<PinnedBytes>) {
+        self.stayed_bytes = PinnedBytes::total_bytes(&stays);
+        self.stays = stays;
     }
 
     /// Adds a phase. Bytes of devices count in the phases that give memory back or take it; what is free
@@ -406,7 +434,7 @@ impl Report {
     pub(super) fn add(&mut self, summary: PhaseSummary) {
         let moves_memory = summary.phase.moves_memory();
         for MemberPhase { who, report } in &summary.members {
-            self.stayed_bytes = self.stayed_bytes.saturating_add(report.stayed_bytes);
+            PinnedBytes::merge(&mut self.stays, &report.stays);
             for note in &report.notes {
                 self.notes.push(format!("{who}: {note}"));
             }
@@ -426,6 +454,7 @@ impl Report {
                 total.total_bytes = delta.total_bytes;
             }
         }
+        self.stayed_bytes = PinnedBytes::total_bytes(&self.stays);
         self.phases.push(summary);
     }
 

@@ -3,6 +3,7 @@
 //! It takes no part in pauses and resumes and changes nothing: a process that stands half-way, or is faulted, is asked
 //! as it is, and one that cannot answer does not keep the others from writing.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -13,7 +14,7 @@ use super::report::{MemberFailure, Step, Who};
 use super::{Coordinator, CoordinatorError};
 use crate::code::Code;
 use crate::identity::TenantName;
-use crate::run_dir::TenantDir;
+use crate::run_dir::{RunDirError, TenantDir, trusted_path};
 use crate::saving::dir::SaveDir;
 use crate::saving::map::{
     FORMAT, FailedProcess, ProcessName, SaveAccount, SavedProcess, TENANT_MAP, TenantMap, VERSION,
@@ -136,6 +137,8 @@ impl Coordinator {
             }
             error.into()
         })?;
+        // A user who could rename a directory above could put other contents in this place.
+        trusted_path::check_above_all(dir).map_err(not_private)?;
         let target = SaveDir::prepare(dir)?;
         let saved = self.save_into(&tenant_dir, &target, progress);
         if saved.is_err() {
@@ -329,6 +332,19 @@ impl Save {
         };
         self.writers.iter().map(state).collect()
     }
+}
+
+fn not_private(error: RunDirError) -> SaveDirError {
+    if let RunDirError::NotOurs { path, problem, next_step } = error {
+        let problem = format!("{problem}: {next_step}, or name another directory");
+        return SaveDirError::NotPrivate { path, problem };
+    }
+    let (path, source) = if let RunDirError::Io { path, source, .. } = error {
+        (path, source)
+    } else {
+        (PathBuf::new(), io::Error::other(error))
+    };
+    SaveDirError::Io { operation: "looking at", path, source }
 }
 
 fn listed(failures: &[MemberFailure]) -> String {

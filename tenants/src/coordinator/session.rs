@@ -46,10 +46,14 @@ pub(super) struct Session<'a> {
     pub(super) peers: Peers,
     /// What is to be done.
     action: Action,
+    /// When the first process was spoken to.
+    pub(super) began: Instant,
     /// Tells this pause or resume from others.
     round: u64,
     /// Which memory it is about.
     pub(super) scope: Scope,
+    /// Do all processes stand still while a pause by tag lasts?
+    pub(super) stands: bool,
 }
 
 /// Why an action ends before its point of no return.
@@ -110,10 +114,12 @@ impl<'a> Session<'a> {
         action: Action,
         progress: &'a mut dyn FnMut(Event<'_>),
     ) -> Result<Self, CoordinatorError> {
-        let round = new_round();
+        let (began, round) = (Instant::now(), new_round());
         let scope = options.scope.clone();
         let peers = Peers::default();
-        let mut session = Self { dir, lock, options, progress, peers, action, round, scope };
+        let stands = false;
+        let mut session =
+            Self { dir, lock, options, progress, peers, action, began, round, scope, stands };
         dir.until_names_are_back(|| session.is_called_off());
         let deadline = Instant::now() + options.contact_timeout;
         let takes_part = |socket: &MemberSocket| match options.takes_part {
@@ -223,7 +229,6 @@ impl<'a> Session<'a> {
         patience: Patience,
     ) -> Result<Report, CoordinatorError> {
         let plan = Plan::new(action, self.manner(false));
-        let started = Instant::now();
         let thawed = self.thaw_for(action, &members)?;
         let mut report = self.new_report(action);
         if let Some(thawed) = thawed.clone() {
@@ -246,7 +251,7 @@ impl<'a> Session<'a> {
         if self.is_deep() {
             self.freeze_all(&mut report);
         }
-        report.wall_us = micros(started.elapsed());
+        report.wall_us = micros(self.began.elapsed());
         self.note_latecomers(&mut report);
         self.note_nothing_of_nccl(&mut report);
         Ok(report)
@@ -260,6 +265,7 @@ impl<'a> Session<'a> {
     /// An account of `action` without any step yet.
     pub(super) fn new_report(&self, action: Action) -> Report {
         let mut report = Report::new(self.dir.tenant(), action);
+        report.stands_still = self.stands;
         if self.peers.dead > 0 {
             report.notes.push(format!(
                 "{} process(es) of the tenant had ended before; what they left behind was removed",

@@ -6,17 +6,21 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
+use vmm_pool::PinnedBytes;
+
 use super::agreement::Agreed;
 use super::needs::short_devices;
 use super::peers::{Answer, Question};
 use super::report::{Event, MemberFailure, Step};
 use super::session::{Session, Stop};
-use super::{CoordinatorError, Interrupt};
+use super::{CoordinatorError, Interrupt, Meanwhile};
 use crate::phase::Told;
 use crate::run_dir::RunDirError;
 use crate::scope::{LIBRARY_TAGS, NCCL_TAG, Scope, TagNames};
 use crate::time::millis;
-use crate::wire::{Action, FailureKind, GiveUp, MemberState, Phase, PhaseReport, TakePhase};
+use crate::wire::{
+    Action, FailureKind, GiveUp, MemberState, Phase, PhaseReport, TagBytes, TakePhase,
+};
 
 impl Session<'_> {
     pub(super) fn state(&self, index: usize) -> Option<MemberState> {
@@ -28,10 +32,27 @@ impl Session<'_> {
         (0..self.peers.list.len()).filter(|index| self.state(*index) == Some(state)).collect()
     }
 
-    /// Device memory that the pauses of members that are paused should have given back and have not.
-    pub(super) fn stayed_bytes(&self) -> u64 {
+    /// The members that stand still in a pause by tag.
+    pub(super) fn standing(&self) -> Vec<usize> {
+        let info = |index: &usize| self.peers.list[*index].info.as_ref();
+        let stands = |index: &usize| info(index).is_some_and(|info| info.stands_without.is_some());
+        (0..self.peers.list.len()).filter(stands).collect()
+    }
+
+    /// The tags of a pause by tag in which members stand still.
+    fn stands_without(&self) -> Option<TagNames> {
+        let mut infos = self.peers.list.iter().filter_map(|peer| peer.info.as_ref());
+        infos.find_map(|info| info.stands_without.clone())
+    }
+
+    /// Device memory that the pause of everything has left. A pause by tag is not about that.
+    pub(super) fn stays(&self) -> Vec<PinnedBytes> {
+        let mut stays = Vec::new();
         let infos = self.peers.list.iter().filter_map(|peer| peer.info.as_ref());
-        infos.map(|info| info.stayed_bytes).fold(0, u64::saturating_add)
+        for info in infos.filter(|_| self.scope == Scope::Whole) {
+            PinnedBytes::merge(&mut stays, &info.stays);
+        }
+        stays
     }
 
     /// The members that `action` has something to do for; empty when there is nothing to be done. A resume
@@ -44,10 +65,28 @@ impl Session<'_> {
         if action == Action::Resume && paused.is_empty() && self.scope == Scope::Whole {
             self.scope = Scope::Tags { tags: TagNames::All, owner: None };
         }
+        if let Some(without) = self.stands_without() {
+            match (action, &self.scope) {
+                (Action::Pause, Scope::Tags { tags, .. }) if without.cover(tags) => {
+                    return Ok(Vec::new());
+                }
+                (Action::Resume, Scope::Tags { tags, .. }) if tags.cover(&without) => {}
+                (Action::Resume, Scope::Whole) => {}
+                // The rest of it.
+                (Action::Pause, Scope::Whole) => {
+                    let standing = self.standing();
+                    return Ok(active.into_iter().chain(standing).collect());
+                }
+                (Action::Pause | Action::Resume, _) => self.refuse_standing()?,
+            }
+        }
         let members = match action {
             Action::Pause => active,
             Action::Resume if paused.is_empty() => active,
-            Action::Resume => return Ok(paused),
+            Action::Resume => {
+                self.refuse_resume_without_partners(&paused)?;
+                return Ok(paused);
+            }
         };
         let Scope::Tags { tags, .. } = &self.scope else {
             return Ok(members);
@@ -77,7 +116,44 @@ impl Session<'_> {
                 .filter(|info| self.scope.is_about(info.id))
                 .all(|info| info.nccl_waits == nccl_waits);
         let is_nothing_to_do = bytes.sum::<u64>() == 0 && is_nccl_as_asked;
-        Ok(if is_nothing_to_do { Vec::new() } else { members })
+        let has_agreed = |row: &TagBytes| row.resident_bytes == 0 || row.runs_without;
+        let mut leaving = infos().flat_map(|info| &info.tags).filter(|row| tags.has(&row.tag));
+        let stands = action == Action::Pause
+            && self.options.meanwhile == Meanwhile::AsAgreed
+            && !leaving.all(has_agreed);
+        self.stands = stands;
+        if is_nothing_to_do {
+            return Ok(Vec::new());
+        }
+        if action == Action::Resume {
+            self.refuse_resume_without_partners(&members)?;
+        }
+        Ok(members)
+    }
+
+    /// Refuses what would end a pause by tag in which members stand still, or make it another.
+    pub(super) fn refuse_standing(&self) -> Result<(), CoordinatorError> {
+        let Some(tags) = self.stands_without() else { return Ok(()) };
+        let what = Scope::Tags { tags, owner: None }.subject(self.dir.tenant());
+        Err(CoordinatorError::StandsStill { tenant: self.tenant(), what })
+    }
+
+    /// What an owner has freed meanwhile comes back for those that hold it, and goes when all have it: without one of them it would be
+    /// lost. Before anything is created.
+    fn refuse_resume_without_partners(
+        &mut self,
+        members: &[usize],
+    ) -> Result<(), CoordinatorError> {
+        if self.acts_alone() {
+            return Ok(());
+        }
+        let partners = self.partners(members);
+        let found = partners.and_then(|partners| self.refuse_missing(partners.iter()));
+        found.map_err(|failures| {
+            let tenant = self.tenant();
+            let runs = members.first().is_some_and(|index| self.runs(*index));
+            CoordinatorError::refused(tenant, (Action::Resume, runs), failures)
+        })
     }
 
     /// What a pause of the scope takes of `members` now, so that a resume of it brings nothing back that was away before.
@@ -203,7 +279,7 @@ impl<T> StepResult<T> {
 impl Session<'_> {
     /// What orders say, when no process has said anything yet that others go by.
     pub(super) fn told(&self) -> Told<'_> {
-        Told { is_deep: self.is_deep(), ..Told::new(&self.scope, &[]) }
+        Told { is_deep: self.is_deep(), stands: self.stands, ..Told::new(&self.scope, &[]) }
     }
 
     /// `phase` as part of this pause or resume.

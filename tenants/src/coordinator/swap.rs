@@ -12,9 +12,11 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use vmm_pool::PinnedBytes;
+
 use super::error::SwapError;
 use super::exchange::{Exchange, totals};
-use super::lending::Patience;
+use super::lending::{NamesWait, Patience};
 use super::needs::{DeviceShortage, short_devices};
 use super::overlap::{Side, exchange};
 use super::report::{Event, MemberFailure, Outcome, PhaseSummary, Report, Step, Swap, Who};
@@ -63,6 +65,7 @@ pub fn swap(
     let mut tries = 1;
     let mut patience = Patience::new(&from.coordinator.options);
     let mut room = Room::default();
+    let mut names = NamesWait::default();
     loop {
         match overlapped(&from, &to, patience, started, progress) {
             // With the newcomers, then.
@@ -75,6 +78,10 @@ pub fn swap(
             },
             Err(SwapError::Pause(error))
                 if from.coordinator.makes_room(&mut room, &error, progress) => {}
+            Err(SwapError::Pause(error))
+                if names.waits(&from.coordinator.options, &from.dir, &error) => {}
+            Err(SwapError::NoTarget(error))
+                if names.waits(&to.coordinator.options, &to.dir, &error) => {}
             Err(error) => return Err(error),
             Ok(Moving::Both(mut swap)) => {
                 if let Outcome::Completed(report) = &mut swap.paused {
@@ -104,11 +111,11 @@ pub fn swap(
                 };
             }
             // What the first has made since then stays: if it left and the second did not come, the error would not say so.
-            Ok(Moving::OneThatComes { stayed_bytes }) => {
+            Ok(Moving::OneThatComes { stays }) => {
                 let paused = if from.coordinator.options.depth == Depth::Contexts {
                     from.act(Action::Pause, progress).map_err(SwapError::Pause)?
                 } else {
-                    Outcome::AlreadyPaused { stayed_bytes }
+                    Outcome::AlreadyPaused { stays }
                 };
                 let resumed = to.act(Action::Resume, progress).map_err(SwapError::NoTarget)?;
                 return Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) });
@@ -125,9 +132,9 @@ enum Moving {
     OneAfterTheOther {
         left: Scope,
     },
-    /// When it was greeted, the first had nothing that leaves but what its pause should have given back and has not.
+    /// When it was greeted, the first had nothing that leaves but what its pause has left.
     OneThatComes {
-        stayed_bytes: u64,
+        stays: Vec<PinnedBytes>,
     },
 }
 
@@ -191,12 +198,16 @@ fn overlapped(
         .open(&from.coordinator.options, Action::Pause, &mut tell_from)
         .map_err(SwapError::Pause)?;
     let leavers = leaving.members_for(Action::Pause).map_err(SwapError::Pause)?;
+    // If the second did not come, going back would have it run.
+    if !leavers.is_empty() {
+        leaving.refuse_standing().map_err(SwapError::Pause)?;
+    }
     let mut coming = to
         .open(&to.coordinator.options, Action::Resume, &mut tell_to)
         .map_err(SwapError::NoTarget)?;
     let comers = coming.members_for(Action::Resume).map_err(SwapError::NoTarget)?;
     if leavers.is_empty() {
-        return Ok(Moving::OneThatComes { stayed_bytes: leaving.stayed_bytes() });
+        return Ok(Moving::OneThatComes { stays: leaving.stays() });
     }
     if comers.is_empty() {
         return Ok(Moving::OneThatLeaves);
@@ -300,6 +311,7 @@ fn change_places<'s>(
     // Behind the second, which runs by then.
     if leaving.session.is_deep() {
         leaving.session.freeze_all(&mut paused);
+        paused.wall_us = micros(started.elapsed());
     }
     resumed.wall_us = micros(started.elapsed());
     coming.note_latecomers(&mut resumed);

@@ -19,8 +19,10 @@ use vmm_pool::threads::text_of;
 
 use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
 use super::lending::HandedOut;
+use super::neighbours::Given;
 use super::worker::{self, Done, Job, NOBODY, Work};
 use super::{AGENT_TIMEOUT, Member};
+use crate::descriptors::Reserve;
 use crate::host_memory::Pressure;
 use crate::run_dir::NAME_LOOK_EVERY;
 use crate::transport::{Listener, TransportError, poll_until};
@@ -31,6 +33,9 @@ use crate::wire::{
 
 /// No request waits longer than this, whatever it says.
 const TIMEOUT_MAX: Duration = Duration::from_hours(24);
+/// Connections taken before those are served that there are. Many only look whether this process lives, and have hung up:
+/// taken in one go, they would have the place of one that asks next.
+const ACCEPTED_PER_TURN_MAX: usize = CONNECTIONS_MAX / 4;
 /// How long the agent looks away from its listening socket when the system gives it no connection, as
 /// when the process has too many open files: the socket would wake it again immediately.
 const ACCEPT_BACK_OFF: Duration = Duration::from_millis(100);
@@ -83,10 +88,12 @@ struct Watcher {
 
 struct Agent<D: Driver> {
     member: Arc<Member<D>>,
-    listener: Listener,
+    /// None once the process has left: nobody finds it any more.
+    listener: Option<Listener>,
     /// When it looks next whether the listener still has its name.
     look_at: Instant,
     wakeups: Wakeups,
+    reserve: Reserve,
     clients: Clients,
     /// No connection is accepted before.
     accept_after: Option<Instant>,
@@ -110,11 +117,14 @@ pub(super) fn spawn<D: Driver>(
     wakeups: Wakeups,
 ) -> io::Result<()> {
     let (jobs, done) = worker::spawn(member)?;
+    let mut reserve = Reserve::default();
+    reserve.fill(&wakeups.0);
     let agent = Agent {
         member: Arc::clone(member),
-        listener,
+        listener: Some(listener),
         look_at: Instant::now() + NAME_LOOK_EVERY,
         wakeups,
+        reserve,
         clients: Clients::default(),
         accept_after: None,
         waiters: Vec::new(),
@@ -148,8 +158,11 @@ impl<D: Driver> Agent<D> {
     }
 
     fn turn(&mut self) {
+        self.reserve.fill(&self.wakeups.0);
         self.wait();
         self.wakeups.clear();
+        let has_left = self.member.has_left();
+        self.listener.take_if(|listener| has_left && !listener.is_named());
         self.accept();
         self.serve();
         self.deliver();
@@ -192,7 +205,7 @@ impl<D: Driver> Agent<D> {
         if self.leading().is_some() {
             return;
         }
-        if self.listener.is_named() {
+        if self.listener.as_ref().is_none_or(Listener::is_named) {
             self.keep_counting();
             return;
         }
@@ -206,7 +219,7 @@ impl<D: Driver> Agent<D> {
             Ok(listener) => {
                 // A client that has connected already is served all the same.
                 self.accept();
-                self.listener = listener;
+                self.listener = Some(listener);
                 member.note_new_name();
                 member.note(format!("{path} had been removed, and was made again"));
             }
@@ -236,9 +249,9 @@ impl<D: Driver> Agent<D> {
         let deadline = waiters.chain(others).min().unwrap_or(self.look_at).min(self.look_at);
         let mut fds = vec![PollFd::new(self.wakeups.0.as_fd(), PollFlags::POLLIN)];
         // Asked after the deadline was taken: room that time makes is seen here, or waited for.
-        if self.accept_after.is_none() && self.clients.has_room(self.leading()) {
-            fds.push(PollFd::new(self.listener.as_fd(), PollFlags::POLLIN));
-        }
+        let has_room = self.accept_after.is_none() && self.clients.has_room(self.leading());
+        let listener = self.listener.as_ref().filter(|_| has_room);
+        fds.extend(listener.map(|listener| PollFd::new(listener.as_fd(), PollFlags::POLLIN)));
         fds.extend(self.clients.poll_fds());
         if let Err(error) = poll_until(&mut fds, deadline) {
             tracing::error!(%error, "the agent could not wait");
@@ -251,19 +264,26 @@ impl<D: Driver> Agent<D> {
             return;
         }
         self.accept_after = None;
-        for _ in 0..CONNECTIONS_MAX {
+        for _ in 0..ACCEPTED_PER_TURN_MAX {
             if !self.clients.has_room(self.leading()) {
                 return;
             }
-            match self.listener.accept() {
+            let Some(listener) = &self.listener else { return };
+            let accepted = match listener.accept() {
+                Err(error) if error.is_for_want_of_descriptors() && self.reserve.give_up() => {
+                    listener.accept()
+                }
+                accepted => accepted,
+            };
+            match accepted {
                 Ok(Some(connection)) => {
                     if let Some(closed) = self.clients.add(connection, self.leading()) {
                         self.forget(closed);
                     }
                 }
                 Ok(None) => return,
-                Err(error @ TransportError::Io { .. }) => {
-                    tracing::warn!(%error, "no connection could be accepted");
+                Err(error @ TransportError::Accept { .. }) => {
+                    self.member.note(format!("nobody can reach this process: {error}"));
                     self.accept_after = Some(Instant::now() + ACCEPT_BACK_OFF);
                     return;
                 }
@@ -362,6 +382,13 @@ impl<D: Driver> Agent<D> {
                 }
             }
             Request::Save(step) => {
+                let client = self.clients.connection(number);
+                let checked =
+                    client.map(|client| self.member.check_neighbour(client, Given::Contents));
+                if let Some(Err(failure)) = checked {
+                    self.say(number, Reply::Failed(failure));
+                    return;
+                }
                 self.savers.insert(number);
                 self.submit(number, Work::Save(step), AGENT_TIMEOUT);
             }
@@ -388,13 +415,15 @@ impl<D: Driver> Agent<D> {
             }
             Request::FetchFds(fetch) => {
                 // Here and not on the worker: once it has shut the gate, what is said to be lent is all.
-                match self.member.hand_out(&fetch, self.clients.pid_of(number)) {
-                    Ok(HandedOut { fds, tags, missing, devices }) => {
+                let client = self.clients.find(number);
+                match client.map(|client| self.member.hand_out(&fetch, client)) {
+                    None => {}
+                    Some(Ok(HandedOut { fds, tags, missing, devices })) => {
                         let count = u32::try_from(fds.len()).unwrap_or(u32::MAX);
                         let reply = Reply::Fds { count, tags, missing, devices };
                         self.clients.answer(number, &reply, fds);
                     }
-                    Err(failure) => self.answer(number, &Reply::Failed(failure)),
+                    Some(Err(failure)) => self.answer(number, &Reply::Failed(failure)),
                 }
             }
             Request::Lent(AskLent { scope }) => {

@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
-use vmm_pool::budget::{Account, Figure, Gpu, OverBudget, Place};
+use vmm_pool::budget::{Account, Figure, Gpu, OverBudget, Place, Shared};
 use vmm_pool::driver::{DeviceOrdinal, DeviceUuid, Driver};
 
 use super::Member;
@@ -22,6 +22,8 @@ pub(super) struct Share {
     tenant: TenantName,
     /// Where it is counted. Changed when the file has been removed; a leaf, held for moments.
     seat: RwLock<Seat>,
+    /// Bytes that this process holds of each device that is counted. It says them in the next file.
+    held: Vec<AtomicU64>,
     /// Whose turn it is among threads that take: one slot asks for one thing at a time. A leaf; held for moments.
     turn: Mutex<()>,
     /// Devices on which something was refused, as bits.
@@ -40,6 +42,11 @@ struct Seat {
 impl Seat {
     fn place(&self, device: usize) -> Option<usize> {
         self.places.get(device).copied().flatten()
+    }
+
+    /// The count of all; none where somebody has made the file shorter, until there is another one.
+    fn shared(&self) -> Option<&Shared> {
+        self.file.is_whole().then(|| self.file.shared())
     }
 }
 
@@ -60,13 +67,19 @@ impl Share {
     /// Takes another seat, in a file that has come in the place of the one before.
     fn move_to(&self, seat: Seat) {
         let mut present = self.seat.write().unwrap_or_else(PoisonError::into_inner);
-        for (from, to) in present.places.iter().zip(&seat.places) {
-            if let (Some(from), Some(to)) = (*from, *to) {
-                let held_bytes = present.file.shared().held_by(from, present.slot);
-                seat.file.shared().take_anyway(to, seat.slot, held_bytes);
+        for (held, to) in self.held.iter().zip(&seat.places) {
+            if let Some(to) = *to {
+                seat.file.shared().take_anyway(to, seat.slot, held.load(Ordering::Relaxed));
             }
         }
         *present = seat;
+    }
+
+    fn note_taken(&self, index: usize, size_bytes: u64) -> Place {
+        if let Some(held) = self.held.get(index) {
+            held.fetch_add(size_bytes, Ordering::Relaxed);
+        }
+        Place(index)
     }
 
     /// Says once for each GPU what was refused.
@@ -97,36 +110,43 @@ impl Account for Share {
         let Some((index, place)) = counted else {
             return Ok(None);
         };
-        let shared = seat.file.shared();
-        let taken = shared.take(place, seat.slot, size_bytes).or_else(|_| {
-            seat.file.forget_dead(Some(seat.slot));
-            shared.take(place, seat.slot, size_bytes)
-        });
-        if let Err(over) = taken {
-            self.say(device, size_bytes, over);
-            return Err(over);
+        if let Some(shared) = seat.shared() {
+            let taken = shared.take(place, seat.slot, size_bytes).or_else(|_| {
+                seat.file.forget_dead(Some(seat.slot));
+                shared.take(place, seat.slot, size_bytes)
+            });
+            if let Err(over) = taken {
+                self.say(device, size_bytes, over);
+                return Err(over);
+            }
         }
-        Ok(Some(Place(index)))
+        Ok(Some(self.note_taken(index, size_bytes)))
     }
 
     fn take_anyway(&self, device: DeviceOrdinal, size_bytes: u64) -> Option<Place> {
         let (seat, index) = (self.seat(), index_of(device)?);
-        seat.file.shared().take_anyway(seat.place(index)?, seat.slot, size_bytes);
-        Some(Place(index))
+        let place = seat.place(index)?;
+        if let Some(shared) = seat.shared() {
+            shared.take_anyway(place, seat.slot, size_bytes);
+        }
+        Some(self.note_taken(index, size_bytes))
     }
 
     fn give_back(&self, Place(index): Place, size_bytes: u64) {
         let seat = self.seat();
-        if let Some(place) = seat.place(index) {
-            seat.file.shared().give_back(place, seat.slot, size_bytes);
+        if let Some(held) = self.held.get(index) {
+            held.fetch_sub(size_bytes, Ordering::Relaxed);
+        }
+        if let (Some(place), Some(shared)) = (seat.place(index), seat.shared()) {
+            shared.give_back(place, seat.slot, size_bytes);
         }
     }
 
     fn figure(&self, device: DeviceOrdinal) -> Option<Figure> {
         let (_turn, seat) = (self.turn(), self.seat());
-        let place = seat.place(index_of(device)?)?;
+        let (place, shared) = (seat.place(index_of(device)?)?, seat.shared()?);
         seat.file.forget_dead(Some(seat.slot));
-        Some(seat.file.shared().figure(place))
+        Some(shared.figure(place))
     }
 }
 
@@ -160,6 +180,7 @@ impl<D: Driver> Member<D> {
         let places = self.places_in(&file)?;
         let share = Arc::new(Share {
             tenant: self.config.tenant.clone(),
+            held: places.iter().map(|_| AtomicU64::new(0)).collect(),
             seat: RwLock::new(Seat { file, slot, places }),
             turn: Mutex::default(),
             said: AtomicU64::new(0),
@@ -170,9 +191,11 @@ impl<D: Driver> Member<D> {
         Ok(counting.is_some())
     }
 
-    /// Somebody has removed the file in which this process counts: those that join would not find it, nor would a command that changes budgets.
+    /// Somebody has removed the file in which this process counts, or made it shorter: those that join would not find it, nor would a
+    /// command that changes budgets. What is not there any more says no budgets; those that this process was started with count then.
     fn count_again(&self, share: &Share) -> Result<(), RunDirError> {
-        let budgets = share.seat().file.budgets()?;
+        let found = share.seat().file.budgets();
+        let budgets = found.or_else(|error| self.config.budgets.clone().ok_or(error))?;
         let Some((file, slot)) = BudgetFile::join(&self.dir, Some(&budgets))? else {
             return Ok(());
         };
@@ -183,7 +206,8 @@ impl<D: Driver> Member<D> {
         let places = self.places_in(&file)?;
         share.move_to(Seat { file, slot, places });
         self.note(
-            "the file of the tenant's budgets had been removed, and was made again".to_owned(),
+            "the file of the tenant's budgets had been removed or made shorter, and was made again"
+                .to_owned(),
         );
         Ok(())
     }

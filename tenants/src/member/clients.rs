@@ -5,6 +5,7 @@
 //! does not take an answer, is closed after [`STALL_MAX`]. The limits are listed in `docs/security.md`.
 
 use std::os::fd::{AsFd as _, OwnedFd};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout};
@@ -27,9 +28,11 @@ pub const STALL_MAX: Duration = Duration::from_secs(10);
 
 /// One connection.
 #[derive(Debug)]
-struct Client {
+pub(super) struct Client {
     number: u64,
-    connection: Connection,
+    pub(super) connection: Connection,
+    /// A socket that this very process was seen to listen at; it does as long as the socket has its name.
+    pub(super) listens_at: Option<PathBuf>,
     /// Requests that are answered later and have not been.
     open_requests: usize,
     last_request: Instant,
@@ -68,6 +71,7 @@ impl Clients {
         self.list.push(Client {
             number: self.last_number,
             connection,
+            listens_at: None,
             open_requests: 0,
             last_request: Instant::now(),
             was_served: false,
@@ -175,10 +179,10 @@ impl Clients {
         }
     }
 
-    /// The process id of client `number`, where the kernel tells.
-    pub(super) fn pid_of(&self, number: u64) -> Option<u32> {
+    /// What leads to client `number`.
+    pub(super) fn connection(&self, number: u64) -> Option<&Connection> {
         let client = self.list.iter().find(|client| client.number == number)?;
-        client.connection.peer().pid()
+        Some(&client.connection)
     }
 
     /// How many requests of client `number` are answered later and have not been.
@@ -193,7 +197,7 @@ impl Clients {
         client.is_none_or(Client::has_ended)
     }
 
-    fn find(&mut self, number: u64) -> Option<&mut Client> {
+    pub(super) fn find(&mut self, number: u64) -> Option<&mut Client> {
         self.list.iter_mut().find(|client| client.number == number)
     }
 }

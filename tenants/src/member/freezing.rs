@@ -23,6 +23,12 @@ impl<D: Driver> Member<D> {
             return Ok(PhaseReport::default());
         }
         self.expect(MemberState::Paused)?;
+        if self.status().stands_without.is_some() {
+            let own = std::process::id();
+            return Err(wrong_state(format!(
+                "process {own} is paused by tag, and its other memory is on the GPU"
+            )));
+        }
         self.refuse_unfreezable()?;
         // A report needs the devices' names, and the driver answers nobody from here on.
         drop(self.pool.report());

@@ -12,15 +12,20 @@ use vmm_pool::driver::Driver;
 use vmm_pool::{AllocationId, Lease, LentTotals, LostImports, PoolError, Selection};
 
 use super::Member;
+use super::clients::Client;
 use super::failures::{faulted, pool_failure};
 use crate::family::{Standing, admit};
 use crate::identity::{FamilyName, MemberId, TenantName};
+use crate::region;
 use crate::scope::Scope;
 use crate::ticket;
 use crate::wire::{
     Borrower, FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchFds, FetchPurpose, Lending, Lent,
     MemberState, Wanted,
 };
+
+/// The library that memory opened by a `cudaIpc` handle is of.
+pub const IPC_LIBRARY: &str = "ipc";
 
 /// Borrowers that are remembered before those are forgotten who hold nothing.
 const BORROWERS_KEPT: usize = 64;
@@ -48,16 +53,12 @@ fn refused(message: String) -> Failure {
     Failure { kind: FailureKind::Unknown, message }
 }
 
-fn no_process_of(importer: MemberId, tenant: &TenantName) -> Failure {
-    refused(format!("process {}: {importer} is no process of tenant {tenant}", std::process::id()))
-}
-
 impl<D: Driver> Member<D> {
-    /// Descriptors of what an importer asks for, which has connected as process `pid`.
+    /// Descriptors of what an importer asks for, which `client` leads to.
     pub(super) fn hand_out(
         &self,
         fetch: &FetchFds,
-        pid: Option<u32>,
+        client: &mut Client,
     ) -> Result<HandedOut, Failure> {
         let fds_max =
             if fetch.borrower.is_some() { FDS_PER_MESSAGE_MAX / 2 } else { FDS_PER_MESSAGE_MAX };
@@ -68,18 +69,15 @@ impl<D: Driver> Member<D> {
             )));
         }
         match &fetch.borrower {
-            None => self.hand_out_inside(fetch),
-            Some(borrower) => self.lend(fetch, borrower, pid),
+            None => self.hand_out_inside(fetch, client),
+            Some(borrower) => self.lend(fetch, borrower, client),
         }
     }
 
     /// To a process of the own tenant.
-    fn hand_out_inside(&self, fetch: &FetchFds) -> Result<HandedOut, Failure> {
+    fn hand_out_inside(&self, fetch: &FetchFds, client: &mut Client) -> Result<HandedOut, Failure> {
         let FetchFds { allocations, purpose, importer, .. } = fetch;
-        // A process in no tenant of the family would have memory taken from under it by a pause of ours.
-        if !self.dir.has_member(*importer) {
-            return Err(no_process_of(*importer, self.tenant()));
-        }
+        self.check_importer(client, *importer, Some(&self.dir), self.tenant())?;
         match self.state() {
             MemberState::Faulted => return Err(faulted()),
             MemberState::Deep => return Err(self.frozen()),
@@ -88,6 +86,7 @@ impl<D: Driver> Member<D> {
             | MemberState::Paused
             | MemberState::Restoring => {}
         }
+        self.note_sharer(*importer, &client.connection);
         let pool = self.pool();
         let mut handed = HandedOut::default();
         for &id in allocations {
@@ -113,12 +112,17 @@ impl<D: Driver> Member<D> {
         &self,
         fetch: &FetchFds,
         borrower: &Borrower,
-        pid: Option<u32>,
+        client: &mut Client,
     ) -> Result<HandedOut, Failure> {
         let FetchFds { allocations, purpose, importer, .. } = fetch;
-        let tenant = self.admitted(*importer, borrower)?;
+        let tenant = self.admitted(borrower)?;
+        let dir = self.config.run_dir.existing_tenant(&tenant).ok().flatten();
+        self.check_importer(client, *importer, dir.as_ref(), &tenant)?;
         self.may_lend()?;
-        self.note_borrower(*importer, KnownBorrower { tenant, pid });
+        self.note_borrower(
+            *importer,
+            KnownBorrower { tenant, pid: client.connection.peer().pid() },
+        );
         let pool = self.pool();
         let mut handed = HandedOut::default();
         for &id in allocations {
@@ -149,19 +153,17 @@ impl<D: Driver> Member<D> {
         Ok(handed)
     }
 
-    /// The tenant of an importer that may be lent to.
-    fn admitted(&self, importer: MemberId, borrower: &Borrower) -> Result<TenantName, Failure> {
-        let name = |error: &dyn std::error::Error| refused(error.to_string());
-        let tenant = TenantName::new(&borrower.tenant).map_err(|error| name(&error))?;
+    /// The tenant of an importer, if it may be lent to.
+    fn admitted(&self, borrower: &Borrower) -> Result<TenantName, Failure> {
+        let no_name = |what: &str| {
+            refused(format!("process {}: what asks names no {what}", std::process::id()))
+        };
+        let tenant = TenantName::new(&borrower.tenant).map_err(|_text| no_name("tenant"))?;
         let family = borrower.family.as_deref().map(FamilyName::new).transpose();
-        let family = family.map_err(|error| name(&error))?;
+        let family = family.map_err(|_text| no_name("family"))?;
         let ours = Standing { tenant: self.tenant(), family: self.config.family.as_ref() };
         let theirs = Standing { tenant: &tenant, family: family.as_ref() };
-        admit(ours, theirs).map_err(|error| name(&error))?;
-        let dir = self.config.run_dir.existing_tenant(&tenant).ok().flatten();
-        if !dir.is_some_and(|dir| dir.has_member(importer)) {
-            return Err(no_process_of(importer, &tenant));
-        }
+        admit(ours, theirs).map_err(|error| refused(error.to_string()))?;
         Ok(tenant)
     }
 
@@ -207,9 +209,11 @@ impl<D: Driver> Member<D> {
         self.borrowers().insert(importer, known);
     }
 
-    /// What of `scope` other tenants have open, and what of theirs is away here. Waits for nothing.
+    /// What of `scope` other tenants have open, or this process of another of its own; and what of theirs is away here. Waits
+    /// for nothing.
     pub(super) fn lending(&self, scope: &Scope) -> Lending {
-        let lent = self.lent(&self.paused_selection(scope));
+        let mut lent = self.lent(&self.paused_selection(scope));
+        lent.extend(self.opened(scope));
         let mut wanted: Vec<Wanted> = Vec::new();
         for (owner, tenant) in self.known_lenders() {
             let LostImports { count, bytes } = self.pool.imports_away(owner.into());
@@ -217,7 +221,30 @@ impl<D: Driver> Member<D> {
                 wanted.push(Wanted { tenant: tenant.to_string(), count, bytes });
             }
         }
-        Lending { lent, wanted }
+        let holders = self.pool.references(&Selection::Whole).holders;
+        let partners = self.living_sharers(&holders);
+        Lending { lent, wanted, partners }
+    }
+
+    /// What this process has open of memory that another one of its tenant is about to pause by tag, and has not agreed to run
+    /// without.
+    fn opened(&self, scope: &Scope) -> Option<Lent> {
+        let Scope::Tags { tags, owner: Some(owner) } = scope else { return None };
+        let tags = tags.to_pause();
+        let mut opened = Lent {
+            tenant: self.tenant().to_string(),
+            pid: Some(std::process::id()),
+            ..Lent::default()
+        };
+        for (class, bytes) in self.pool.imports_here((*owner).into()) {
+            if tags.has(&class.tag) && !region::runs_without(&class.tag) {
+                let is_handle = class.library == IPC_LIBRARY;
+                opened.handles += u64::from(is_handle);
+                opened.tickets += u64::from(!is_handle);
+                opened.bytes += bytes;
+            }
+        }
+        (opened.bytes > 0).then_some(opened)
     }
 
     /// What of `selection` processes of other tenants have open.

@@ -23,6 +23,7 @@ mod fetch;
 mod freezing;
 mod idleness;
 mod lending;
+mod neighbours;
 mod owners;
 mod phases;
 mod progress;
@@ -32,6 +33,8 @@ mod saving;
 mod selection;
 mod stepping;
 mod termination;
+#[cfg(test)]
+mod tests;
 mod worker;
 
 use std::collections::HashMap;
@@ -41,13 +44,14 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use vmm_pool::driver::Driver;
-use vmm_pool::{HostBudget, Pool, Selection, TagTotals, UninheritedFd};
+use vmm_pool::{HostBudget, Pool, Selection, TagTotals, UninheritedFd, Whose};
 
 pub use asking::{Asking, Turn, Waited};
 pub use captures::{BeforeCapture, Captures, ContextWait};
 pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
 pub use config::{FAMILY_WAIT, JoinError, MemberConfig};
 pub use fetch::ImportError;
+pub use lending::IPC_LIBRARY;
 pub(crate) use saving::SPILL_STEP_TIME;
 
 use crate::checkpoints::Checkpointer;
@@ -57,6 +61,7 @@ use crate::host_memory::budget;
 use crate::identity::{MemberId, TenantName};
 use crate::region;
 use crate::run_dir::{RunDir, SOCKET_EXTENSION, TenantDir};
+use crate::scope::TagNames;
 use crate::state::{self, Event, InvalidTransition};
 use crate::transport::Connection;
 use crate::wire::{
@@ -66,7 +71,7 @@ use crate::wire::{
 use ahead::Ahead;
 use asking::Turns;
 use lending::KnownBorrower;
-use owners::Owner;
+use owners::Sharer;
 use progress::Progress;
 use rounds::Rounds;
 use vmm_pool::gate::Gate;
@@ -85,6 +90,8 @@ pub(crate) struct Status {
     pub(crate) pauses: u64,
     /// This process is paused, and others may still be at it.
     pub(crate) is_pausing: bool,
+    /// The tags without which this process stands still; none where it runs, or is paused as a whole.
+    pub(crate) stands_without: Option<TagNames>,
     pub(crate) resumes: u64,
     pub(crate) last_pause: Vec<(Phase, PhaseReport)>,
     pub(crate) last_resume: Vec<(Phase, PhaseReport)>,
@@ -117,8 +124,8 @@ pub struct Member<D: Driver> {
     /// When its name was last put back.
     new_name: Mutex<Option<Instant>>,
     peers: Mutex<HashMap<MemberId, Connection>>,
-    /// Who owns what was imported, also after its end.
-    owners: Mutex<HashMap<MemberId, Owner>>,
+    /// Who owns what was imported, also after its end, and who holds what was given.
+    sharers: Mutex<HashMap<MemberId, Sharer>>,
     /// Of which other tenants the owners are that memory was asked of.
     lenders: Mutex<HashMap<MemberId, TenantName>>,
     /// Processes of other tenants that memory was lent to.
@@ -169,6 +176,7 @@ impl<D: Driver> Member<D> {
                 rounds: Rounds::default(),
                 pauses: 0,
                 is_pausing: false,
+                stands_without: None,
                 resumes: 0,
                 last_pause: Vec::new(),
                 last_resume: Vec::new(),
@@ -183,7 +191,7 @@ impl<D: Driver> Member<D> {
             has_left: AtomicBool::new(false),
             new_name: Mutex::default(),
             peers: Mutex::default(),
-            owners: Mutex::default(),
+            sharers: Mutex::default(),
             lenders: Mutex::default(),
             borrowers: Mutex::default(),
             calling_off: CallingOff::default(),
@@ -220,6 +228,8 @@ impl<D: Driver> Member<D> {
         if let Err(error) = std::fs::remove_file(&self.socket_path) {
             tracing::debug!(%error, "the socket was gone already");
         }
+        // The agent closes it: what listens without a name is taken for one that has lost it.
+        self.waker.wake();
     }
 
     fn note_new_name(&self) {
@@ -350,6 +360,12 @@ impl<D: Driver> Member<D> {
         self.status().state
     }
 
+    /// Is all of its memory away that can be, since a pause?
+    pub fn is_paused_as_a_whole(&self) -> bool {
+        let status = self.status();
+        status.state.is_away() && status.stands_without.is_none()
+    }
+
     /// How often that has changed: by each pause and resume, whole or by tag, twice and more.
     pub fn changes(&self) -> u64 {
         self.status().changes
@@ -389,10 +405,17 @@ impl<D: Driver> Member<D> {
             let status = self.status();
             (status.state, status.asked, status.rounds.under_way().is_some())
         };
-        let stayed_bytes = if state == MemberState::Paused {
-            self.pool.overdue_bytes(&Selection::Whole)
-        } else {
-            0
+        let stands_without = self.status().stands_without.clone();
+        let gave_up = stands_without.as_ref().map_or(Selection::Whole, |tags| {
+            Selection::Standing(tags.to_pause(), Whose::Everybody)
+        });
+        let stays = match state {
+            // The driver has taken all of it with the contexts.
+            MemberState::Deep | MemberState::Faulted => Vec::new(),
+            MemberState::Paused => self.pool.stays(&gave_up, true),
+            MemberState::Active | MemberState::Offloading | MemberState::Restoring => {
+                self.pool.stays(&Selection::Whole, false)
+            }
         };
         MemberInfo {
             id: self.id,
@@ -405,7 +428,8 @@ impl<D: Driver> Member<D> {
             command: self.config.command.clone(),
             version: self.config.version.clone(),
             state,
-            stayed_bytes,
+            stands_without,
+            stays,
             held: self.cut.is_held(),
             in_round,
             nccl_waits: self.cut.is_away(),
@@ -421,10 +445,11 @@ impl<D: Driver> Member<D> {
             bytes.entry(tag).or_default();
         }
         let row = |(tag, totals): (String, TagTotals)| TagBytes {
-            tag,
             resident_bytes: totals.resident_bytes,
             away_bytes: totals.away_bytes,
             imported_away_bytes: totals.imported_away_bytes,
+            runs_without: region::runs_without(&tag),
+            tag,
         };
         bytes.into_iter().map(row).collect()
     }

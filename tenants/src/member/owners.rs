@@ -1,32 +1,49 @@
-//! Who owns the memory that this process has imported, and whether those processes still live.
+//! Processes that this one shares memory with: who owns what it has imported, who holds what it owns, and whether those
+//! still live. That a name is gone from the run directory does not say that its process is.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::sync::PoisonError;
 use std::time::Instant;
 
-use vmm_pool::LostImports;
 use vmm_pool::driver::Driver;
+use vmm_pool::{LostImports, PeerId};
 
 use super::Member;
 use super::fetch::Missing;
 use crate::identity::{MemberId, TenantName};
-use crate::transport::{Connection, TransportError, command_of, has_ended};
+use crate::references::Partner;
+use crate::transport::{Connection, TransportError, Watched, command_of, has_ended};
 
-/// A process that memory was imported from.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Owner {
-    /// As the kernel knows it.
-    pid: u32,
+/// A process that memory was imported from, or given to.
+#[derive(Debug)]
+pub(super) struct Sharer {
+    /// As the kernel knows it, where it has an id in our namespace.
+    pid: Option<u32>,
     /// Start of its command line.
     command: String,
     /// Its tenant, where that is another.
     tenant: Option<TenantName>,
+    /// None where its end cannot be known.
+    process: Option<Watched>,
 }
 
-impl fmt::Display for Owner {
+impl Sharer {
+    fn at(connection: &Connection, tenant: Option<TenantName>) -> Self {
+        let pid = connection.peer().pid();
+        // The end of a process is not that of a member that it has left behind: this one is another member of this very process.
+        let is_own = pid == Some(std::process::id());
+        let process = if is_own { None } else { connection.process().into_watched() };
+        Self { pid, command: pid.map(command_of).unwrap_or_default(), tenant, process }
+    }
+}
+
+impl fmt::Display for Sharer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "process {} ({})", self.pid, self.command)?;
+        match self.pid {
+            Some(pid) => write!(f, "process {pid} ({})", self.command)?,
+            None => f.write_str("a process of another pid namespace")?,
+        }
         match &self.tenant {
             Some(tenant) => write!(f, " of tenant '{tenant}'"),
             None => Ok(()),
@@ -43,21 +60,41 @@ impl<D: Driver> Member<D> {
         deadline: Instant,
     ) -> Result<Connection, TransportError> {
         let connection = Connection::connect(&self.place_of(owner), deadline)?;
-        if let Some(pid) = connection.peer().pid() {
-            let tenant = self.lender(owner);
-            let known = || Owner { pid, command: command_of(pid), tenant };
-            self.owners().entry(owner).or_insert_with(known);
-        }
+        // What it answers becomes memory that this process writes to.
+        connection.check_neighbour()?;
+        self.note_sharer(owner, &connection);
         Ok(connection)
     }
 
-    fn owners(&self) -> std::sync::MutexGuard<'_, HashMap<MemberId, Owner>> {
-        self.owners.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Memory is about to be shared with `other`, which `connection` leads to.
+    pub(super) fn note_sharer(&self, other: MemberId, connection: &Connection) {
+        let is_watched = |known: &Sharer| known.process.is_some();
+        if self.sharers().get(&other).is_none_or(|known| !is_watched(known)) {
+            let known = Sharer::at(connection, self.lender(other));
+            self.sharers().insert(other, known);
+        }
+    }
+
+    fn sharers(&self) -> std::sync::MutexGuard<'_, HashMap<MemberId, Sharer>> {
+        self.sharers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// All of its tenant that this process shares memory with and does not know to have ended; `holders` hold what it owns.
+    pub(super) fn living_sharers(&self, holders: &BTreeSet<PeerId>) -> Vec<Partner> {
+        let owners = self.pool.import_owners().into_iter().map(MemberId::from);
+        let mut all: BTreeSet<_> = owners.filter(|owner| self.lender(*owner).is_none()).collect();
+        all.extend(holders.iter().copied().map(MemberId::from));
+        let living = all.into_iter().filter(|other| !self.has_ended(*other));
+        let partner = |member| {
+            let pid = self.sharers().get(&member).and_then(|known| known.pid);
+            Partner { member, pid }
+        };
+        living.map(partner).collect()
     }
 
     /// `owner` in words, when this process has spoken to it before.
     pub(super) fn known_owner(&self, owner: MemberId) -> Option<String> {
-        self.owners().get(&owner).map(ToString::to_string)
+        self.sharers().get(&owner).map(ToString::to_string)
     }
 
     /// `owner` in words.
@@ -66,11 +103,15 @@ impl<D: Driver> Member<D> {
             .unwrap_or_else(|| format!("the process at {}", self.place_of(owner).display()))
     }
 
-    /// Has `owner` ended? That its name has gone proves it only where names stay: not when the
-    /// tenant's directory was removed, and others may not have taken their names again yet.
-    pub(super) fn has_ended(&self, owner: MemberId) -> bool {
-        let path = self.place_of(owner);
-        has_ended(&path) && (path.symlink_metadata().is_ok() || self.names_stay())
+    /// Has `other` ended? The process itself tells, or its name that leads to nobody. Where it cannot be watched, its name has to do: that
+    /// is gone counts only where names stay, and not when the tenant's directory was removed, and others may not have taken
+    /// their names again yet.
+    pub(super) fn has_ended(&self, other: MemberId) -> bool {
+        let path = self.place_of(other);
+        let told =
+            self.sharers().get(&other).and_then(|known| Some(known.process.as_ref()?.has_ended()));
+        let is_gone = || told.is_none() && path.symlink_metadata().is_err() && self.names_stay();
+        told == Some(true) || has_ended(&path) || is_gone()
     }
 
     /// The owners of imports that have ended.
@@ -84,12 +125,12 @@ impl<D: Driver> Member<D> {
     /// that nothing is imported from any more.
     pub(super) fn forget_ended(&self) {
         let mut kept: BTreeSet<MemberId> = self.peers().keys().copied().collect();
-        kept.extend(self.owners().keys().copied());
+        kept.extend(self.sharers().keys().copied());
         let importing = self.pool.import_owners();
         for owner in kept.into_iter().filter(|owner| self.has_ended(*owner)) {
             self.peers().remove(&owner);
             if !importing.contains(&owner.into()) {
-                self.owners().remove(&owner);
+                self.sharers().remove(&owner);
                 self.forget_lender(owner);
             }
         }
@@ -204,10 +245,10 @@ mod tests {
             owner.leave();
             importer.pool().enter_giving_up().release(imported).unwrap();
         }
-        assert_eq!((importer.peers().len(), importer.owners().len()), (3, 3));
+        assert_eq!((importer.peers().len(), importer.sharers().len()), (3, 3));
         let mut coordinator = Coordinator::new(tenant.run_dir, tenant.name, Options::default());
         let _paused = coordinator.pause(&mut |_| {}).unwrap();
-        assert_eq!((importer.peers().len(), importer.owners().len()), (0, 0));
+        assert_eq!((importer.peers().len(), importer.sharers().len()), (0, 0));
     }
 
     #[test]

@@ -6,8 +6,8 @@ use std::time::Instant;
 use vmm_pool::driver::{DeviceOrdinal, Driver};
 use vmm_pool::gate::Call;
 use vmm_pool::{
-    After, Copies, Done, Draining, Failed, Keeper, NotShut, Origin, Schedule, Selection, Shut,
-    StepLog, Undone,
+    After, Copies, Done, Draining, Failed, FromOffloaded, Keeper, NotShut, Origin, PinnedBytes,
+    Quiesced, Schedule, Selection, Shut, StepLog, Undone,
 };
 
 use super::failures::{
@@ -19,7 +19,7 @@ use crate::cut::{Limits, Seen};
 use crate::host_memory::HostNeed;
 use crate::phase::{Action, Stage, Window};
 use crate::references::{References, Stay};
-use crate::scope::Scope;
+use crate::scope::{Scope, TagNames};
 use crate::state::Event;
 use crate::time::micros;
 use crate::wire::{
@@ -34,7 +34,9 @@ impl<D: Driver> Member<D> {
         let (phase, begin) = (order.phase(), Instant::now());
         let mut drained = None;
         let outcome = match order {
-            Order::CloseGate { scope, is_deep } => self.close_gate(scope, *is_deep),
+            Order::CloseGate { scope, is_deep, stands } => {
+                self.close_gate(scope, (*is_deep, *stands), deadline)
+            }
             Order::Drain => self.drain(deadline).map(|(report, said)| {
                 drained = Some(Box::new(said));
                 report
@@ -150,20 +152,36 @@ impl<D: Driver> Member<D> {
         )))
     }
 
-    fn close_gate(&self, scope: &Scope, is_deep: bool) -> Result<PhaseReport, Failure> {
-        self.expect(MemberState::Active)?;
+    fn close_gate(
+        &self,
+        scope: &Scope,
+        (is_deep, stands): (bool, bool),
+        deadline: Instant,
+    ) -> Result<PhaseReport, Failure> {
+        let stood = *scope == Scope::Whole && self.stood_without_tags();
+        self.expect(if stood { MemberState::Paused } else { MemberState::Active })?;
         if is_deep {
             self.refuse_unfreezable()?;
         }
         self.refuse_ungated()?;
         self.refuse_unseen_pins(scope)?;
-        self.refuse_unseen_nccl(scope)?;
+        if !stands {
+            self.refuse_unseen_nccl(scope)?;
+        }
         self.refuse_capture()?;
         self.end_closed_tickets();
-        let draining = self.begin_pause()?;
-        self.transition(Event::PauseBegun)?;
+        let selection = self.leaving_selection(scope, stands);
+        let progress = if stood {
+            let shut = self.shut::<FromOffloaded>(deadline)?;
+            self.transition(Event::RestBegun)?;
+            Progress::Quiesced(shut.into_quiesced(), selection)
+        } else {
+            let draining = self.begin_pause()?;
+            self.transition(Event::PauseBegun)?;
+            Progress::Draining(draining, selection)
+        };
         self.status().last_pause.clear();
-        self.set_progress(Progress::Draining(draining, self.paused_selection(scope)));
+        self.set_progress(progress);
         Ok(PhaseReport::default())
     }
 
@@ -250,19 +268,11 @@ impl<D: Driver> Member<D> {
 
     fn drain(&self, deadline: Instant) -> Result<(PhaseReport, Drained), Failure> {
         self.expect(MemberState::Offloading)?;
-        let (mut draining, selection) = self.next_of(Progress::into_draining)?;
-        let called_off = self.calling_off.receiver();
-        if let Err(failure) = self.clear(&mut draining, deadline) {
-            self.set_progress(Progress::Draining(draining, selection));
-            return Err(failure);
-        }
-        let (mut quiesced, waited) = match draining.drain(deadline, called_off) {
-            Ok(drained) => drained,
-            Err(Failed { state, error }) => {
-                let failure = drain_failure(&error, &state.pool().gate().waiting());
-                self.set_progress(Progress::Draining(*state, selection));
-                return Err(failure);
-            }
+        let (mut quiesced, selection, waited) = if self.stood_without_tags() {
+            let (quiesced, selection) = self.next_of(Progress::into_quiesced)?;
+            (quiesced, selection, 0)
+        } else {
+            self.quiesce(deadline)?
         };
         // Asked only now: from here on no work of the application's can put anything there. What was said before
         // is void, also without an answer. The code that knows may need the lock of an allocator, and would wait for it until the
@@ -271,7 +281,9 @@ impl<D: Driver> Member<D> {
         let is_locked = waiting.iter().any(|waiting| waiting.call == Call::Memory);
         let unused = if is_locked { Vec::new() } else { (self.config.unused)() };
         quiesced.mark_unused(&unused);
-        let references = References::new(self.pool.references(&selection));
+        let references = self.pool.references(&selection);
+        let partners = self.living_sharers(&references.holders);
+        let references = References::new(references, partners);
         // The devices of all processes are idle, behind gates that are shut: nobody writes to it from here on.
         let seen = quiesced.survey(&selection);
         let demand = quiesced.host_demand(&selection);
@@ -280,6 +292,23 @@ impl<D: Driver> Member<D> {
         let mut report = report(seen);
         report.driver_calls += 2 * waited as u64;
         Ok((report, Drained { host, references }))
+    }
+
+    /// Waits until nobody is inside a call and the devices are idle. Says how many waits that took.
+    fn quiesce(&self, deadline: Instant) -> Result<(Quiesced<D>, Selection, usize), Failure> {
+        let (mut draining, selection) = self.next_of(Progress::into_draining)?;
+        if let Err(failure) = self.clear(&mut draining, deadline) {
+            self.set_progress(Progress::Draining(draining, selection));
+            return Err(failure);
+        }
+        match draining.drain(deadline, self.calling_off.receiver()) {
+            Ok((quiesced, waited)) => Ok((quiesced, selection, waited)),
+            Err(Failed { state, error }) => {
+                let failure = drain_failure(&error, &state.pool().gate().waiting());
+                self.set_progress(Progress::Draining(*state, selection));
+                Err(failure)
+            }
+        }
     }
 
     /// Waits until nobody is inside a call. A capture that was begun by then ends the pause, and none can begin after.
@@ -353,8 +382,8 @@ impl<D: Driver> Member<D> {
         let selection = departing.selection().clone();
         match departing.release(rest) {
             Ok((done, moved)) => {
-                let stayed_bytes = self.stand_released(selection, done)?;
-                Ok(PhaseReport { stayed_bytes, ..self.staged(moved, BTreeMap::new()) })
+                let stays = self.stand_released(selection, done)?;
+                Ok(PhaseReport { stays, ..self.staged(moved, BTreeMap::new()) })
             }
             Err(Failed { state, error }) => {
                 self.set_progress(Progress::Departing(state, next));
@@ -384,14 +413,13 @@ impl<D: Driver> Member<D> {
         }
     }
 
-    /// All that leaves is released: the process stands paused, or runs on without some tags. What should have left and has
-    /// not, in bytes.
+    /// All that leaves is released: the process stands paused, or runs on without some tags. Says what stays.
     pub(super) fn stand_released(
         &self,
         selection: Selection,
         done: Done<D>,
-    ) -> Result<u64, Failure> {
-        let stayed_bytes = self.pool.overdue_bytes(&selection);
+    ) -> Result<Vec<PinnedBytes>, Failure> {
+        let stays = self.pool.stays(&selection, true);
         let keeper = match selection.after_pause() {
             After::Running => {
                 self.transition(Event::TagsReleased)?;
@@ -402,6 +430,8 @@ impl<D: Driver> Member<D> {
                 keeper
             }
             After::Paused => {
+                // Before others see it paused.
+                self.status().stands_without = selection.stands_without().map(TagNames::from);
                 self.transition(Event::Released)?;
                 self.status().is_pausing = true;
                 self.cut.pause();
@@ -409,7 +439,7 @@ impl<D: Driver> Member<D> {
             }
         };
         self.set_progress(Progress::Released(keeper, selection));
-        Ok(stayed_bytes)
+        Ok(stays)
     }
 
     pub(super) fn by_device(&self, bytes: BTreeMap<DeviceOrdinal, u64>) -> Vec<DeviceBytes> {
@@ -435,47 +465,22 @@ impl<D: Driver> Member<D> {
             .collect()
     }
 
-    /// Says what stays on the devices, now that all members have released.
+    /// Says what is free on the devices, now that all members have released.
     fn verify(&self) -> Result<PhaseReport, Failure> {
         let (keeper, selection) = self.next_of(Progress::into_released)?;
         self.set_progress(Progress::Rest(keeper));
-        if selection.after_pause() == After::Running {
+        if selection.is_by_tag() {
             return Ok(self.verify_tags(&selection));
         }
         self.expect(MemberState::Paused)?;
-        let pool = self.pool.report();
-        let mut report = PhaseReport::default();
-        for row in pool.devices {
-            let resident = row.resident_bytes();
-            let pinned: u64 = row.classes.iter().map(|class| class.pinned_bytes).sum();
-            for stays in &row.pinned {
-                report.notes.push(format!(
-                    "{}: {} bytes in {} allocations stay: {}",
-                    row.device, stays.bytes, stays.count, stays.reason
-                ));
-            }
-            if resident > pinned {
-                report.notes.push(format!(
-                    "{}: {} bytes were not given back by the driver",
-                    row.device,
-                    resident - pinned
-                ));
-            }
-        }
-        report.devices = self.deltas(&self.by_device(self.pool.resident_bytes(&selection)));
-        report.notes.extend(self.lost_imports());
-        Ok(report)
+        let devices = self.deltas(&self.by_device(self.pool.resident_bytes(&selection)));
+        Ok(PhaseReport { devices, notes: self.lost_imports(), ..PhaseReport::default() })
     }
 
-    /// As [`Member::verify`], of a process that runs on. New memory of the tags may be there already.
+    /// As [`Member::verify`], of a pause by tag. Where the process runs on, new memory of the tags may be there already.
     fn verify_tags(&self, selection: &Selection) -> PhaseReport {
         let away = self.by_device(self.pool.offloaded_bytes(selection));
-        let notes = self.pool.pinned_bytes(selection).into_iter().map(|(device, bytes)| {
-            format!(
-                "{device}: {bytes} bytes of these tags stay: see what `sublet stats` says of them"
-            )
-        });
-        PhaseReport { notes: notes.collect(), devices: self.deltas(&away), ..Default::default() }
+        PhaseReport { devices: self.deltas(&away), ..PhaseReport::default() }
     }
 
     /// Maps again what was unmapped, and runs on. Nobody else is needed for that, also when others have died meanwhile.
@@ -523,9 +528,14 @@ impl<D: Driver> Member<D> {
 
     /// A pause has come to nothing.
     fn run_again(&self, Undone { done, log, spare }: Undone<D>) -> Result<PhaseReport, Failure> {
-        self.transition(Event::PauseUndone)?;
-        self.set_progress(Progress::Rest(done.end()));
-        self.cut.release();
+        if self.stood_without_tags() {
+            self.transition(Event::RestUndone)?;
+            self.set_progress(Progress::Rest(done.end()));
+        } else {
+            self.transition(Event::PauseUndone)?;
+            self.set_progress(Progress::Rest(done.end()));
+            self.cut.release();
+        }
         drop(spare);
         Ok(report(log))
     }

@@ -141,6 +141,8 @@ impl<D: Driver> Member<D> {
         let restored = self.next_of(Progress::into_restored)?;
         let selection = restored.selection().clone();
         let (done, spare) = restored.commit();
+        // Before others see it active.
+        self.status().stands_without = None;
         self.transition(Event::Resumed)?;
         self.status().resumes += u64::from(!matches!(selection, Selection::SetAside(..)));
         self.changed.notify_all();
@@ -305,6 +307,10 @@ impl<D: Driver> Resume<D> {
 fn undone_resume(selection: &Selection) -> Event {
     match selection {
         Selection::SetAside(..) => Event::TagResumeUndone,
-        Selection::Whole | Selection::Staged(_) | Selection::Tagged(..) => Event::ResumeUndone,
+        Selection::Whole
+        | Selection::Rest
+        | Selection::Staged(_)
+        | Selection::Tagged(..)
+        | Selection::Standing(..) => Event::ResumeUndone,
     }
 }

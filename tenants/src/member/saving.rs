@@ -118,14 +118,9 @@ impl<D: Driver> Member<D> {
         // The asking process holds the tenant's lock, so one that began before has lost it, and has ended.
         *saving = None;
         let info = self.info();
-        let standing = match info.state {
-            MemberState::Active => Standing::Runs,
-            MemberState::Offloading
-            | MemberState::Paused
-            | MemberState::Deep
-            | MemberState::Restoring
-            | MemberState::Faulted => Standing::StandsStill,
-        };
+        // Where not all is away, the rest is as the work behind the last whole pause has left it.
+        let runs = info.state == MemberState::Active || info.stands_without.is_some();
+        let standing = if runs { Standing::Runs } else { Standing::StandsStill };
         let holdings = self.pool.inventory(standing);
         let account = account_of(&holdings);
         let process = ProcessName::from(&info);

@@ -30,6 +30,22 @@ impl<D: Driver> Member<D> {
         }
     }
 
+    /// The same, of a pause meanwhile which this process `stands` still or not. One that stands still already gives the rest.
+    pub(super) fn leaving_selection(&self, scope: &Scope, stands: bool) -> Selection {
+        match scope {
+            Scope::Whole if self.stood_without_tags() => Selection::Rest,
+            Scope::Tags { tags, owner } if stands => {
+                Selection::Standing(tags.to_pause(), self.whose(*owner))
+            }
+            Scope::Whole | Scope::Tags { .. } => self.paused_selection(scope),
+        }
+    }
+
+    /// Does it stand still without some tags, or did it when the pause under way began?
+    pub(super) fn stood_without_tags(&self) -> bool {
+        self.status().stands_without.is_some()
+    }
+
     /// What of `scope` a resume brings back to this process in `state`.
     pub(super) fn resumed_selection(&self, scope: &Scope, state: MemberState) -> Selection {
         match self.resumed(scope, state) {
@@ -82,7 +98,11 @@ impl<D: Driver> Member<D> {
             Selection::Tagged(tags, whose) if is_about_own(whose) => Some((tags, true)),
             Selection::SetAside(tags, whose) if is_about_own(whose) => Some((tags, false)),
             Selection::Staged(tags) => Some((tags, false)),
-            Selection::Whole | Selection::Tagged(..) | Selection::SetAside(..) => None,
+            Selection::Whole
+            | Selection::Rest
+            | Selection::Tagged(..)
+            | Selection::Standing(..)
+            | Selection::SetAside(..) => None,
         };
         let is_asked_away = {
             let mut status = self.status();

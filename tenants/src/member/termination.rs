@@ -211,7 +211,7 @@ impl Question {
         if process.has_ended() {
             return Err(TransportError::Closed { peer: connection.peer() });
         }
-        connection.send(&asked.to_request(), &[], now)?;
+        connection.ask(&asked.to_request(), now)?;
         Ok(Self { member: socket.id, asked, connection, process })
     }
 

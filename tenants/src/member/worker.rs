@@ -13,7 +13,7 @@ use vmm_pool::threads::text_of;
 use super::Member;
 use super::failures::failed_inside;
 use super::saving::Saving;
-use crate::phase::Stage;
+use crate::phase::{Action, Stage};
 use crate::scope::Scope;
 use crate::wire::{Hold, MemberState, Order, Phase, Reply, SaveStep, SpillStep, StepOn};
 
@@ -122,7 +122,8 @@ fn do_job<D: Driver>(member: &Member<D>, saving: &mut Option<Saving>, job: Job) 
             if order.phase().ends_early() {
                 member.calling_off.lower();
             }
-            if order.phase().opens_descriptors() {
+            // It opens a descriptor for each allocation that is shared, and must not need those of the application.
+            if order.phase().action() == Some(Action::Resume) {
                 member.descriptor_limit.raise();
             }
             member.run_phase(round, &order, deadline)

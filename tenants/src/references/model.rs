@@ -1,8 +1,11 @@
 //! A model of one allocation that three processes share: its owner, one that has imported it, and one that joins.
 //!
 //! Whatever can happen to it happens here in every order: writes, pins, tickets redeemed, frees on any side, also
-//! while it is away; pauses of everything and by tag, step by step in each process; a step that fails, a death, a
+//! while it is away; names of sockets that go and come; pauses of everything and by tag, step by step in each process; a step that fails, a death, a
 //! coordinator that ends. What stays in a pause is decided by the code itself ([`decide`]).
+
+mod events;
+mod names;
 
 use std::collections::BTreeSet;
 
@@ -10,6 +13,8 @@ use vmm_pool::{AllocationId, Held, StayReason};
 
 use super::{References, decide};
 use crate::identity::MemberId;
+
+pub(super) use events::Event;
 
 /// Creates the memory.
 pub(super) const OWNER: usize = 0;
@@ -54,6 +59,8 @@ pub(super) enum Stage {
 pub(super) struct Process {
     pub(super) is_member: bool,
     pub(super) lives: bool,
+    /// Its socket has a name, by which commands and others find it.
+    is_named: bool,
     pub(super) stage: Stage,
     pub(super) memory: Memory,
     /// Its application holds it.
@@ -73,6 +80,8 @@ struct Said {
     given: bool,
     taken: bool,
     pinned: bool,
+    /// With whom it shares it, but for the dead.
+    partners: [bool; 3],
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -94,6 +103,8 @@ pub(super) struct Action {
     step: Step,
     /// Who takes part.
     members: [bool; 3],
+    /// Who was found, take they part or not.
+    found: [bool; 3],
     /// Who has done the step.
     done: [bool; 3],
     by_tag: bool,
@@ -128,27 +139,7 @@ pub(super) struct Left {
     pub(super) pins: u8,
     pub(super) failures: u8,
     pub(super) deaths: u8,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Event {
-    Write(usize),
-    Pin(usize),
-    IssueTicket,
-    Redeem(usize),
-    Free(usize),
-    Join,
-    Die(usize),
-    Pause {
-        by_tag: bool,
-    },
-    Resume {
-        without_lost: bool,
-    },
-    /// A process does the step under way.
-    Do(usize),
-    /// The step under way fails in a process, or the coordinator ends.
-    Fail,
+    pub(super) names: u8,
 }
 
 impl State {
@@ -156,6 +147,7 @@ impl State {
         let process = |is_member, memory, is_held| Process {
             is_member,
             lives: true,
+            is_named: true,
             stage: Stage::Runs,
             memory,
             is_held,
@@ -208,57 +200,6 @@ impl State {
         self.written
     }
 
-    /// Everything that can happen now.
-    pub(super) fn events(&self) -> Vec<Event> {
-        let mut events = Vec::new();
-        for who in ALL {
-            if self.usable(who).is_some() && self.processes[who].is_held {
-                events.extend((self.left.writes > 0).then_some(Event::Write(who)));
-                events.extend((self.left.pins > 0).then_some(Event::Pin(who)));
-            }
-            let is_at_rest = matches!(self.processes[who].stage, Stage::Runs | Stage::Paused);
-            if self.is_in(who) && is_at_rest && self.processes[who].is_held {
-                events.push(Event::Free(who));
-            }
-            if who != OWNER && self.can_redeem(who) {
-                events.push(Event::Redeem(who));
-            }
-            if self.is_in(who) && self.left.deaths > 0 {
-                events.push(Event::Die(who));
-            }
-        }
-        if self.usable(OWNER).is_some() && self.processes[OWNER].is_held && !self.ticket {
-            events.push(Event::IssueTicket);
-        }
-        if !self.processes[NEWCOMER].is_member {
-            events.push(Event::Join);
-        }
-        match &self.action {
-            Some(action) => {
-                let todo = |who: &usize| action.members[*who] && !action.done[*who];
-                events.extend(ALL.into_iter().filter(todo).map(Event::Do));
-                events.extend((self.left.failures > 0).then_some(Event::Fail));
-            }
-            None => self.commands(&mut events),
-        }
-        events
-    }
-
-    fn commands(&self, events: &mut Vec<Event>) {
-        let any_runs = ALL.into_iter().any(|who| self.runs(who));
-        if self.left.pauses > 0 && any_runs {
-            events.push(Event::Pause { by_tag: false });
-            // A tenant that is paused as a whole, in part, is resumed first.
-            if !self.some_are(Stage::Paused) {
-                events.push(Event::Pause { by_tag: true });
-            }
-        }
-        if self.needs_resume() {
-            events.push(Event::Resume { without_lost: false });
-            events.push(Event::Resume { without_lost: true });
-        }
-    }
-
     fn some_are(&self, stage: Stage) -> bool {
         ALL.into_iter().any(|who| self.is_in(who) && self.processes[who].stage == stage)
     }
@@ -267,120 +208,6 @@ impl State {
     pub(super) fn needs_resume(&self) -> bool {
         let is_away = |who| self.is_in(who) && self.processes[who].memory == Memory::Away;
         self.some_are(Stage::Paused) || ALL.into_iter().any(is_away)
-    }
-
-    /// Its owner gives it to an importer that runs, with a ticket or a handle that holds nothing.
-    fn can_redeem(&self, who: usize) -> bool {
-        let owner = &self.processes[OWNER];
-        let is_there = matches!(owner.memory, Memory::Resident(_)) && !owner.frozen;
-        let has_none = self.processes[who].memory == Memory::None;
-        self.runs(who) && owner.lives && is_there && has_none
-    }
-
-    pub(super) fn after(&self, event: Event) -> Self {
-        let mut next = self.clone();
-        match event {
-            Event::Write(who) => {
-                next.left.writes -= 1;
-                next.written += 1;
-                if let Memory::Resident(number) = next.processes[who].memory {
-                    next.values[usize::from(number)] = next.written;
-                }
-            }
-            Event::Pin(who) => {
-                next.left.pins -= 1;
-                next.processes[who].pinned = true;
-            }
-            Event::IssueTicket => next.ticket = true,
-            Event::Redeem(who) => next.redeem(who),
-            Event::Free(who) => {
-                next.processes[who].is_held = false;
-                next.forget_unheld(who);
-            }
-            Event::Join => next.processes[NEWCOMER].is_member = true,
-            Event::Die(who) => next.die(who),
-            Event::Pause { by_tag } => next.begin_pause(by_tag),
-            Event::Resume { without_lost } => next.begin_resume(without_lost),
-            Event::Do(who) => next.do_step(who),
-            Event::Fail => {
-                next.left.failures -= 1;
-                next.go_back();
-            }
-        }
-        next.advance();
-        next
-    }
-
-    fn redeem(&mut self, who: usize) {
-        self.processes[who].memory = self.processes[OWNER].memory;
-        self.processes[who].is_held = true;
-        self.importers[who] = true;
-        self.ticket = false;
-        self.forget_unheld(OWNER);
-    }
-
-    /// The rule of the pool: a row lives while its application holds it, or a ticket does; what is away also as long
-    /// as an importer may come for it.
-    fn forget_unheld(&mut self, who: usize) {
-        let (ticket, owed) = if who == OWNER {
-            let is_away = self.processes[OWNER].memory == Memory::Away;
-            (self.ticket, is_away && self.importers.contains(&true))
-        } else {
-            (false, false)
-        };
-        let process = &mut self.processes[who];
-        if !process.is_held && !ticket && !owed {
-            process.memory = Memory::None;
-            process.pinned = false;
-            process.stays = false;
-            if who == OWNER {
-                self.saved = None;
-                self.importers = [false; 3];
-            }
-        }
-    }
-
-    fn die(&mut self, who: usize) {
-        self.left.deaths -= 1;
-        let process = &mut self.processes[who];
-        process.lives = false;
-        process.memory = Memory::None;
-        process.is_held = false;
-        if who == OWNER {
-            self.saved = None;
-            self.ticket = false;
-        }
-        let Some(action) = &mut self.action else {
-            return;
-        };
-        if !action.members[who] {
-            return;
-        }
-        action.members[who] = false;
-        // Behind the point of no return those that are left go on; before it all go back.
-        if !matches!(action.step, Step::Release | Step::Activate) {
-            self.go_back();
-        }
-    }
-
-    fn begin(&mut self, step: Step, members: [bool; 3], by_tag: bool, without_lost: bool) {
-        if members.contains(&true) {
-            let done = [false; 3];
-            self.action = Some(Action { step, members, done, by_tag, without_lost });
-        }
-    }
-
-    fn begin_pause(&mut self, by_tag: bool) {
-        self.left.pauses -= 1;
-        let members = ALL.map(|who| self.runs(who));
-        self.begin(Step::Close, members, by_tag, false);
-    }
-
-    fn begin_resume(&mut self, without_lost: bool) {
-        let by_tag = !self.some_are(Stage::Paused);
-        let stage = if by_tag { Stage::Runs } else { Stage::Paused };
-        let members = ALL.map(|who| self.is_in(who) && self.processes[who].stage == stage);
-        self.begin(Step::Create, members, by_tag, without_lost);
     }
 
     fn go_back(&mut self) {
@@ -442,6 +269,7 @@ impl State {
 
     fn drain(&mut self, who: usize) {
         let is_shared = self.importers.contains(&true) || self.ticket;
+        let partners = self.partners(who);
         let process = &mut self.processes[who];
         process.stage = Stage::Drained;
         process.frozen = true;
@@ -450,6 +278,7 @@ impl State {
             given: who == OWNER && process.memory != Memory::None && is_shared,
             taken: who != OWNER && is_there,
             pinned: process.pinned,
+            partners,
         });
     }
 
@@ -462,14 +291,14 @@ impl State {
             let given = said(who).filter(|said| said.given).map(held).into_iter().collect();
             let taken = said(who).filter(|said| said.taken).map(held);
             let taken = taken.map(|held| (name(OWNER), vec![held])).into_iter().collect();
-            References { given, taken, shares_scope: false, lent: Vec::new() }
+            References { given, taken, ..References::default() }
         });
         let take_part: Vec<_> = ALL
             .into_iter()
             .filter(|who| members[*who])
             .map(|who| (name(who), &references[who]))
             .collect();
-        let apart = ALL.into_iter().filter(|who| self.is_in(*who) && !members[*who]);
+        let apart = ALL.into_iter().filter(|who| self.is_found(*who) && !members[*who]);
         let bystanders: BTreeSet<MemberId> = apart.map(name).collect();
         decide(&take_part, &bystanders).first().map(|stay| stay.reason)
     }
@@ -600,6 +429,9 @@ impl State {
         let next = match action.step {
             Step::Close => Step::Drain,
             Step::Drain if self.somebody_joined(action.members) => Step::UndoPause,
+            Step::Drain if Self::are_missing(self.said_partners(action.members), action.found) => {
+                Step::UndoPause
+            }
             Step::Drain => Step::Save,
             Step::Save => Step::Release,
             Step::Create => Step::Import,
@@ -612,10 +444,5 @@ impl State {
         let members = action.members;
         self.action =
             members.contains(&true).then_some(Action { step: next, done: [false; 3], ..action });
-    }
-
-    fn somebody_joined(&self, members: [bool; 3]) -> bool {
-        // A process that was paused before is known; only a process that runs can be new.
-        ALL.into_iter().any(|who| self.runs(who) && !members[who])
     }
 }

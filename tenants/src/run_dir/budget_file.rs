@@ -11,7 +11,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -21,7 +21,8 @@ use vmm_pool::budget::{Gpu, Shared};
 use vmm_pool::check_file_length;
 
 use super::{
-    RunDirError, TenantDir, io_error, is_still_named, locks, open_lock_file, pause_thread,
+    RunDirError, TenantDir, io_error, is_same, is_still_named, locks, open_lock_file, open_regular,
+    pause_thread,
 };
 use crate::budget::Budgets;
 
@@ -197,13 +198,15 @@ impl BudgetFile {
             };
             let opened = || -> io::Result<Option<(Shared, T)>> {
                 let _table = table(&file)?;
-                if !is_still_named(&file, &path) {
+                // A forked child keeps the mapping, and with it the opening that is mapped; the locks of slots are of the other one.
+                let mapped = open(&path).map_err(io::Error::other)?;
+                let Some(mapped) = mapped.filter(|mapped| is_same(&file, mapped.metadata())) else {
                     return Ok(None);
-                }
+                };
                 if file.metadata()?.len() < Shared::BYTES as u64 {
                     wipe(&file)?;
                 }
-                let shared = Shared::map(&file)?;
+                let shared = Shared::map(&mapped)?;
                 if !(shared.is_begun() && is_in_use(&file, &shared)?) {
                     let Some(budgets) = budgets else {
                         std::fs::remove_file(&path)?;
@@ -222,9 +225,15 @@ impl BudgetFile {
         }
     }
 
-    /// Is it the file that those find who look for it now?
+    /// Is it the file that those find who look for it now? One that was made shorter is removed, so that all take another one.
     pub(crate) fn is_named(&self) -> bool {
-        is_still_named(&self.file, &self.path)
+        let is_named = is_still_named(&self.file, &self.path);
+        is_named && (self.is_whole() || std::fs::remove_file(&self.path).is_err())
+    }
+
+    /// Has it all its bytes? Touching what is not there any more would end this process.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.file.metadata().is_ok_and(|found| found.len() >= Shared::BYTES as u64)
     }
 
     /// What all count.
@@ -316,9 +325,7 @@ impl BudgetFile {
 }
 
 fn open(path: &Path) -> Result<Option<File>, RunDirError> {
-    let opened =
-        OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path);
-    match opened {
+    match open_regular(OpenOptions::new().read(true).write(true), path) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         opened => opened.map(Some).map_err(io_error("opening", path)),
     }
@@ -419,5 +426,45 @@ mod tests {
         drop(editor);
         let (again, _) = process(&dir, "0=50");
         assert_eq!(again.budgets().unwrap(), budgets("0=50"));
+    }
+
+    #[test]
+    fn a_file_that_was_made_shorter_is_not_touched_and_all_take_another() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = dir(&base);
+        let ((one, _), (other, _)) = (process(&dir, "0=100"), process(&dir, "0=100"));
+        assert!(one.is_named() && one.is_whole());
+        File::options().write(true).open(dir.path().join(NAME)).unwrap().set_len(0).unwrap();
+        assert!(!one.is_whole() && !one.is_named());
+        let (next, _) = process(&dir, "0=100");
+        assert!(!other.is_named(), "it moves to the new one");
+        assert!(next.is_named() && next.is_whole());
+    }
+
+    /// One that joins waits for the lock of a file that is removed meanwhile.
+    #[test]
+    fn a_file_that_was_removed_while_its_lock_was_waited_for_is_joined_by_nobody() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = dir(&base);
+        let (first, _) = process(&dir, "0=50");
+        let path = dir.path().join(NAME);
+        let opened = open(&path).unwrap().unwrap();
+        let held = table(&opened).unwrap();
+        let waiting = std::thread::scope(|threads| {
+            let joining = threads.spawn(|| process(&dir, "0=50"));
+            let is_waiting = || {
+                let found = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+                let links = found.filter_map(|entry| std::fs::read_link(entry.path()).ok());
+                links.filter(|link| *link == path).count() == 3
+            };
+            let deadline = Instant::now() + TABLE_TIMEOUT / 2;
+            while !is_waiting() && Instant::now() < deadline {
+                pause_thread(BACK_OFF);
+            }
+            std::fs::remove_file(&path).unwrap();
+            drop(held);
+            joining.join().unwrap()
+        });
+        assert!(waiting.0.is_named() && !first.is_named());
     }
 }

@@ -3,7 +3,7 @@
 //! Its time of change is its process's last sign of life, in the clock of turns. Claims are numbered in the order in which they were
 //! made. The holder of the lock of turns makes and removes them; what a claim says its own process changes.
 
-use std::fs::{self, File, FileTimes, OpenOptions};
+use std::fs::{self, FileTimes, OpenOptions};
 use std::io::{ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
 use std::mem::MaybeUninit;
 use std::os::fd::AsFd as _;
@@ -16,9 +16,11 @@ use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 use serde::{Deserialize, Serialize};
 use vmm_pool::{UninheritedFd, check_file_length};
 
+use super::error::is_no_file;
 use super::turn_files::{TurnDir, TurnLock};
 use super::{
-    RunDirError, entry_names, io_error, is_still_named, locks, pause_thread, remove_file_if_there,
+    RunDirError, entry_names, io_error, is_still_named, locks, open_regular, open_to_read,
+    pause_thread, remove_file_if_there,
 };
 use crate::time::now_us;
 use crate::transport::poll_until;
@@ -108,13 +110,8 @@ impl TurnDir {
         // Nobody looks for it by this name: it is locked, and says what it is, when it gets its own.
         let next = self.path.join("claim.next");
         remove_file_if_there(&next)?;
-        let made = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .custom_flags(libc::O_NOFOLLOW)
-            .open(&next);
+        let mut options = OpenOptions::new();
+        let made = open_regular(options.read(true).write(true).create_new(true).mode(0o600), &next);
         let file = made.map_err(io_error("creation", &next))?;
         file.lock().map_err(io_error("locking", &next))?;
         let mut own = OwnClaim { lock: locks::FileLock::new(file), path: next, number };
@@ -133,8 +130,12 @@ impl TurnDir {
         let mut claims = Vec::new();
         for number in self.numbers()? {
             let path = self.claim_path(number);
-            let file = match File::open(&path) {
+            let file = match open_to_read(&path) {
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                Err(error) if is_no_file(&error) || error.kind() == ErrorKind::PermissionDenied => {
+                    tracing::warn!(%error, path = %path.display(), "it is no claim");
+                    continue;
+                }
                 file => file.map_err(io_error("opening", &path))?,
             };
             if file.try_lock_shared().is_ok() {
@@ -147,18 +148,18 @@ impl TurnDir {
             let since_start = beaten.and_then(|at| at.duration_since(SystemTime::UNIX_EPOCH).ok());
             let silent =
                 Duration::from_micros(now_us()).saturating_sub(since_start.unwrap_or_default());
-            let mut text = String::new();
-            let read = (&file).take(CLAIM_BYTES_MAX).read_to_string(&mut text);
+            let mut text = Vec::new();
+            let read = (&file).take(CLAIM_BYTES_MAX).read_to_end(&mut text);
             read.map_err(io_error("reading", &path))?;
             // One that is just being written has no place yet, and says no version either.
-            let version = serde_json::from_str(&text).map(|Versioned { version }| version);
+            let version = serde_json::from_slice(&text).map(|Versioned { version }| version);
             if let Ok(found) = version
                 && found != CLAIM_VERSION
             {
                 let holder_pids = locks::holders(&file);
                 return Err(RunDirError::OtherTurns { holder_pids, found, known: CLAIM_VERSION });
             }
-            if let Ok(claim) = serde_json::from_str::<Claim>(&text) {
+            if let Ok(claim) = serde_json::from_slice::<Claim>(&text) {
                 let is_known = claim.pid_namespace == pid_namespace();
                 let pid = if is_known { Some(claim.pid) } else { locks::holders(&file).pop() };
                 claims.push(Found { number, silent, pid, claim });

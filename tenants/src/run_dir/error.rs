@@ -94,6 +94,17 @@ pub enum RunDirError {
     },
 }
 
+/// What has the name of a file of ours is none.
+pub(super) fn no_file() -> io::Error {
+    io::Error::from_raw_os_error(libc::ENODEV)
+}
+
+/// Is something else there than a regular file?
+pub(super) fn is_no_file(error: &io::Error) -> bool {
+    let codes = [libc::ENODEV, libc::ENXIO, libc::EISDIR, libc::ELOOP];
+    error.raw_os_error().is_some_and(|code| codes.contains(&code))
+}
+
 /// What helps where the file system is full, or a directory is not there.
 fn next_step(operation: &str, error: &io::Error) -> &'static str {
     match error.raw_os_error() {
@@ -103,6 +114,10 @@ fn next_step(operation: &str, error: &io::Error) -> &'static str {
         Some(libc::ENOSPC | libc::EDQUOT) => {
             " (free space there, or set SUBLET_RUN_DIR to a directory on another file system)"
         }
+        Some(libc::EROFS) => {
+            " (make its file system writable again; `sublet resume` and `sublet ps` work without)"
+        }
+        _ if is_no_file(error) => " (it is no regular file, and none of Sublet's: remove it)",
         _ => "",
     }
 }
@@ -135,6 +150,10 @@ mod tests {
             RunDirError::Io { operation: "writing", path: "/run/x".into(), source }.to_string()
         };
         assert!(of(libc::ENOSPC).contains("free space there, or set SUBLET_RUN_DIR"));
+        assert!(of(libc::EROFS).contains("writable again"));
+        assert!(
+            of(libc::EISDIR).contains("no regular file") && of(libc::ENXIO).contains("remove it")
+        );
         assert_eq!(of(libc::EACCES), "writing of /run/x failed");
     }
 }

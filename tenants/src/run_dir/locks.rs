@@ -158,6 +158,26 @@ mod tests {
         File::open(&path).unwrap().try_lock().unwrap_err();
     }
 
+    /// A child that is forked during the end of a lock has the same opening of the file, as a copy of the descriptor has.
+    #[test]
+    fn what_is_given_up_is_free_though_a_child_has_the_opening() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("lock");
+        let file = File::options().read(true).write(true).create_new(true).open(&path).unwrap();
+        file.try_lock().unwrap();
+        let childs = file.try_clone().unwrap();
+        let other = File::open(&path).unwrap();
+        let lock = FileLock::new(file);
+        other.try_lock().unwrap_err();
+        drop(lock);
+        other.try_lock().unwrap();
+        let wish = Wish::new(childs.try_clone().unwrap()).unwrap();
+        assert!(Wish::is_on(&other));
+        drop(wish);
+        assert!(!Wish::is_on(&other));
+        drop(childs);
+    }
+
     #[test]
     fn only_holders_of_the_file_are_read_from_the_list() {
         let name = "00:1a:77";

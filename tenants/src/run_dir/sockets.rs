@@ -1,16 +1,19 @@
 //! Sockets of a tenant's processes: those of killed ones stay until somebody removes them.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::io::ErrorKind;
-use std::os::unix::fs::FileTypeExt as _;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
+use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
 use super::{
-    LOCK_BACK_OFF_MAX, MEMBERS_MAX, MemberSocket, RunDirError, TenantDir, io_error, pause_thread,
-    remove_file_if_there,
+    LOCK_BACK_OFF_MAX, MEMBERS_MAX, MemberSocket, RunDirError, SOCKET_EXTENSION, TenantDir,
+    io_error, open_regular, pause_thread, remove_file_if_there,
 };
 use crate::identity::MemberId;
-use crate::transport::has_ended;
+use crate::transport::{BINDING_EXTENSION, has_ended};
 
 /// So many sockets of others a process looks at when it joins, and removes those of the dead.
 const SWEPT_AT_JOIN: usize = 16;
@@ -21,7 +24,8 @@ pub(crate) const NAME_LOOK_EVERY: Duration = Duration::from_secs(3);
 /// The file whose time says when a process last made its socket again because the directory was removed.
 const NAMES_AGAIN_NAME: &str = "names-again";
 /// So long after that all processes that live have done so.
-const NAMES_AGAIN_WITHIN: Duration = NAME_LOOK_EVERY.saturating_add(Duration::from_secs(1));
+pub(crate) const NAMES_AGAIN_WITHIN: Duration =
+    NAME_LOOK_EVERY.saturating_add(Duration::from_secs(1));
 
 impl TenantDir {
     /// The sockets of all processes, live or dead, by member id. None when the directory is gone. Does not block.
@@ -65,7 +69,8 @@ impl TenantDir {
     /// Says to commands that the directory was removed, and that other processes may have no socket in it yet.
     pub(crate) fn note_names_again(&self) -> Result<(), RunDirError> {
         let path = self.path.join(NAMES_AGAIN_NAME);
-        let file = fs::File::create(&path);
+        let mut options = fs::OpenOptions::new();
+        let file = open_regular(options.write(true).create(true).truncate(true).mode(0o600), &path);
         file.and_then(|file| file.set_modified(SystemTime::now()))
             .map_err(io_error("making", &path))
     }
@@ -74,19 +79,42 @@ impl TenantDir {
         remove_file_if_there(&self.path.join(NAMES_AGAIN_NAME))
     }
 
-    /// Waits until all processes have sockets again, if the directory was removed a moment ago: a command that acts on some of them
-    /// alone would leave a tenant in two states. Blocks for eight seconds at most, and no longer than until it `is_called_off`.
+    /// Waits until all processes have sockets again, if the directory or some sockets were removed a moment ago: a command that acts on
+    /// some of them alone would leave a tenant in two states. Blocks for eight seconds at most, and no longer than until it
+    /// `is_called_off`.
     pub(crate) fn until_names_are_back(&self, is_called_off: impl Fn() -> bool) {
         let deadline = Instant::now() + 2 * NAMES_AGAIN_WITHIN;
         let path = self.path.join(NAMES_AGAIN_NAME);
         let is_early = || {
-            let modified = fs::metadata(&path).and_then(|found| found.modified()).ok();
+            let modified = fs::symlink_metadata(&path).and_then(|found| found.modified()).ok();
             let since = modified.and_then(|modified| modified.elapsed().ok());
             since.is_some_and(|since| since < NAMES_AGAIN_WITHIN)
         };
-        while is_early() && !is_called_off() && Instant::now() < deadline {
+        while (is_early() || self.somebody_lost_its_name())
+            && !is_called_off()
+            && Instant::now() < deadline
+        {
             pause_thread(LOCK_BACK_OFF_MAX);
         }
+    }
+
+    /// Does a process listen whose socket was removed from here a moment ago? The kernel lists all that listen in this network
+    /// namespace, by the path that they were bound to; it is asked only if the directory has just changed.
+    fn somebody_lost_its_name(&self) -> bool {
+        let Ok(changed) = fs::metadata(&self.path).and_then(|found| found.modified()) else {
+            return false;
+        };
+        // A clock that was put back says nothing.
+        if changed.elapsed().is_ok_and(|since| since > NAMES_AGAIN_WITHIN) {
+            return false;
+        }
+        let list = fs::read("/proc/net/unix").unwrap_or_default();
+        let listening = list.split(|byte| *byte == b'\n').filter_map(listens_at);
+        let bound = listening.filter(|path| path.parent() == Some(&self.path));
+        let binding = |path: &Path| path.extension() == Some(OsStr::new(BINDING_EXTENSION));
+        bound
+            .filter(|path| binding(path))
+            .any(|path| path.with_extension(SOCKET_EXTENSION).symlink_metadata().is_err())
     }
 
     /// As [`TenantDir::members`], however many.
@@ -142,6 +170,16 @@ impl TenantDir {
     }
 }
 
+/// The path that a listening socket was bound to, of a line of `/proc/net/unix`: number, references, protocol, flags, type, state,
+/// inode, path.
+fn listens_at(line: &[u8]) -> Option<&Path> {
+    const ACCEPTS: &[u8] = b"00010000";
+    let mut fields = line.split(u8::is_ascii_whitespace).filter(|field| !field.is_empty());
+    let flags = fields.nth(3)?;
+    let path = line.iter().position(|byte| *byte == b'/')?;
+    (flags == ACCEPTS).then(|| Path::new(OsStr::from_bytes(&line[path..])))
+}
+
 fn parse_member_name(name: &str) -> Option<MemberId> {
     let hex = name.strip_suffix(".sock")?;
     let plain =
@@ -158,6 +196,26 @@ mod tests {
 
     use super::*;
     use crate::run_dir::tests::{leave_dead_socket, name, run_dir};
+    use crate::transport::Listener;
+
+    #[test]
+    fn a_command_waits_for_a_process_whose_socket_was_removed_until_it_has_it_again_or_ends() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = run_dir(&base).tenant(&name("train")).unwrap();
+        let path = dir.socket_path(MemberId(7)).unwrap();
+        assert!(!dir.somebody_lost_its_name());
+        let listener = Listener::bind(&path).unwrap();
+        let connection = std::os::unix::net::UnixStream::connect(&path).unwrap();
+        assert!(!dir.somebody_lost_its_name());
+        fs::remove_file(&path).unwrap();
+        assert!(dir.somebody_lost_its_name());
+        let again = Listener::bind(&path).unwrap();
+        assert!(!dir.somebody_lost_its_name());
+        fs::remove_file(&path).unwrap();
+        drop((listener, again));
+        assert!(!dir.somebody_lost_its_name(), "a connection is nobody's name");
+        drop(connection);
+    }
 
     #[test]
     fn only_sockets_with_a_members_name_are_listed() {

@@ -299,3 +299,114 @@ fn files_beyond_the_limit_of_their_process_are_an_error_and_no_signal() {
 fn ticket() -> Ticket {
     Ticket::uncounted(vmm_pool::AllocationId([1; 16]), 4096, MemberId(1), name("a"))
 }
+
+#[test]
+fn a_name_that_is_no_file_is_refused_and_waits_for_nobody() {
+    let base = tempfile::tempdir().unwrap();
+    let run = run_dir(&base);
+    for make in [make_fifo, make_directory] {
+        let dir = run.tenant(&name("train")).unwrap();
+        let path = dir.path().join(LOCK_NAME);
+        make(&path);
+        assert!(dir.lock_holders().is_empty());
+        let error = dir.lock(soon()).unwrap_err().to_string();
+        assert!(error.contains("no regular file"), "{error}");
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+}
+
+/// Does `work` on a thread of its own: what waits for the other end of a pipe waits for ever.
+fn without_waiting(work: impl FnOnce() + Send + 'static) {
+    let (say, done) = std::sync::mpsc::channel();
+    let worker = std::thread::spawn(move || {
+        work();
+        say.send(()).unwrap();
+    });
+    let ended = done.recv_timeout(Duration::from_mins(2));
+    let waits = ended == Err(std::sync::mpsc::RecvTimeoutError::Timeout);
+    assert!(!waits, "it waits for the other end of a pipe");
+    worker.join().unwrap();
+}
+
+#[test]
+fn pipes_and_links_in_the_place_of_files_of_turns_make_nobody_wait_and_lead_nowhere() {
+    const NAMES: [&str; 5] = ["history", "history.next", "silent", "silent.next", "claim.next"];
+    without_waiting(|| {
+        let base = tempfile::tempdir().unwrap();
+        let outside = base.path().join("outside");
+        fs::write(&outside, "[3]").unwrap();
+        let link = |path: &Path| symlink(&outside, path).unwrap();
+        let broken_link = |path: &Path| symlink(base.path().join("made"), path).unwrap();
+        for make in [&make_fifo as &dyn Fn(&Path), &link, &broken_link] {
+            let turns = run_dir(&base).turns().unwrap();
+            let lock = turns.lock(soon()).unwrap();
+            for file in NAMES.iter().chain(&["log", "0000000000000009.claim"]) {
+                make(&turns.path.join(file));
+            }
+            assert!(turns.history::<Vec<u32>>().is_empty());
+            assert!(turns.silent::<Vec<u32>>().is_empty());
+            assert!(turns.log_lines().is_empty() && turns.claims(Some(&lock)).unwrap().is_empty());
+            let error = turns.log(None, &["a line".to_owned()]).unwrap_err().to_string();
+            assert!(error.contains("no regular file"), "{error}");
+            // What is about to be a file of ours takes their place.
+            let claim = crate::run_dir::claims::tests::claim("train");
+            let own = turns.claim(&lock, &claim, None).unwrap();
+            turns.keep_history(&lock, &[7]).unwrap();
+            turns.keep_silent(&[8]);
+            assert_eq!(turns.history::<Vec<u32>>(), [7]);
+            assert_eq!(turns.silent::<Vec<u32>>(), [8]);
+            drop(own);
+            fs::remove_dir_all(&turns.path).unwrap();
+        }
+        assert_eq!(fs::read(&outside).unwrap(), b"[3]");
+        assert!(!base.path().join("made").exists());
+    });
+}
+
+#[test]
+fn pipes_and_links_in_the_place_of_a_tenants_files_make_nobody_wait_and_lead_nowhere() {
+    without_waiting(|| {
+        let base = tempfile::tempdir().unwrap();
+        let link = |path: &Path| symlink(base.path().join("made"), path).unwrap();
+        for make in [&make_fifo as &dyn Fn(&Path), &link] {
+            let dir = run_dir(&base).tenant(&name("train")).unwrap();
+            for file in ["names-again", "budget"] {
+                make(&dir.path().join(file));
+            }
+            for error in
+                [dir.note_names_again().unwrap_err(), BudgetFile::join(&dir, None).unwrap_err()]
+            {
+                assert!(error.to_string().contains("no regular file"), "{error}");
+            }
+            dir.until_names_are_back(|| true);
+            fs::remove_dir_all(dir.path()).unwrap();
+        }
+        assert!(!base.path().join("made").exists());
+    });
+}
+
+#[test]
+fn a_claim_that_is_no_text_and_one_that_nobody_may_read_cost_themselves_alone() {
+    let base = tempfile::tempdir().unwrap();
+    let turns = run_dir(&base).turns().unwrap();
+    let lock = turns.lock(soon()).unwrap();
+    let path = turns.path.join("0000000000000001.claim");
+    fs::write(&path, [0xff, 0xfe]).unwrap();
+    let held = File::open(&path).unwrap();
+    held.lock().unwrap();
+    let closed = turns.path.join("0000000000000002.claim");
+    fs::write(&closed, "").unwrap();
+    fs::set_permissions(&closed, fs::Permissions::from_mode(0o000)).unwrap();
+    let claim = crate::run_dir::claims::tests::claim("train");
+    let _own = turns.claim(&lock, &claim, None).unwrap();
+    let found = turns.claims(Some(&lock)).unwrap();
+    assert_eq!(found.iter().map(|found| &*found.claim.tenant).collect::<Vec<_>>(), ["train"]);
+}
+
+fn make_fifo(path: &Path) {
+    nix::unistd::mkfifo(path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+}
+
+fn make_directory(path: &Path) {
+    fs::create_dir(path).unwrap();
+}

@@ -46,6 +46,11 @@ pub(super) fn check(path: &Path) -> Result<(), RunDirError> {
     check_own(&above, &name, path)
 }
 
+/// Checks that nobody else can put something in the place of `path`, or of a directory above it.
+pub(crate) fn check_above_all(path: &Path) -> Result<(), RunDirError> {
+    walk_above(path).map(drop)
+}
+
 /// Opens the directory above `path`, checked from the root down, and says what `path` is called in it.
 fn walk_above(path: &Path) -> Result<(OwnedFd, OsString), RunDirError> {
     let invalid = || io_error("use", path)(ErrorKind::InvalidInput.into());
@@ -166,7 +171,10 @@ fn check_own(above: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), RunDirErr
         return refuse(
             path,
             format!("belongs to user {}, not {own_uid}", status.st_uid),
-            "run all processes of a tenant as one user".to_owned(),
+            format!(
+                "run all processes of a tenant as user {}, or have that user or root remove {shown}",
+                status.st_uid
+            ),
         );
     }
     if unmapped_uid() == Some(own_uid) {

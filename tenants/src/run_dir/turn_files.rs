@@ -14,7 +14,7 @@
 //! The holder of the lock changes all the others, but for lines of the log, which anybody adds, and what a claim says.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, ErrorKind, Write as _};
+use std::io::{self, ErrorKind, Read as _, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::PathBuf;
 use std::time::{Instant, SystemTime};
@@ -24,13 +24,15 @@ use serde::de::DeserializeOwned;
 use vmm_pool::check_file_length;
 
 use super::{
-    RunDir, RunDirError, io_error, is_still_named, locks, open_lock_file, trusted_path,
-    wait_for_lock,
+    RunDir, RunDirError, io_error, is_still_named, locks, open_lock_file, open_regular,
+    open_to_read, remove_file_if_there, trusted_path, wait_for_lock,
 };
 
 const NAME: &str = ".turns";
 const LOCK_NAME: &str = ".turns.lock";
 const LOG_BYTES_MAX: u64 = 256 << 10;
+/// More of a file is not read: it is none of ours.
+const READ_BYTES_MAX: u64 = 16 << 20;
 
 /// The directory of the files.
 #[derive(Clone, Debug)]
@@ -128,18 +130,14 @@ impl TurnDir {
         let (at_ms, pid) = (at_ms.as_millis(), std::process::id());
         let line = |text: &String| format!("{at_ms} {pid} {}\n", text.replace('\n', " "));
         let added: String = lines.iter().map(line).collect();
-        let length = fs::metadata(&path).map_or(0, |metadata| metadata.len());
+        let length = fs::symlink_metadata(&path).map_or(0, |metadata| metadata.len());
         if lock.is_some() && length + added.len() as u64 > LOG_BYTES_MAX {
             let all = self.log_lines();
             let later = all.iter().skip(all.len() / 2).map(|line| format!("{line}\n"));
             return self.replace("log", (later.collect::<String>() + &added).as_bytes());
         }
-        let opened = OpenOptions::new()
-            .append(true)
-            .create(true)
-            .mode(0o600)
-            .custom_flags(libc::O_NOFOLLOW)
-            .open(&path);
+        let mut options = OpenOptions::new();
+        let opened = open_regular(options.append(true).create(true).mode(0o600), &path);
         let mut file = opened.map_err(io_error("opening", &path))?;
         check_file_length(length + added.len() as u64)
             .and_then(|()| file.write_all(added.as_bytes()))
@@ -148,20 +146,27 @@ impl TurnDir {
 
     /// The lines of the log, oldest first: milliseconds since 1970, the process that decided, and the decision.
     pub(crate) fn log_lines(&self) -> Vec<String> {
-        let text = fs::read_to_string(self.path.join("log")).unwrap_or_default();
-        text.lines().map(str::to_owned).collect()
+        self.text("log").lines().map(str::to_owned).collect()
     }
 
     fn read<T: DeserializeOwned + Default>(&self, name: &str) -> T {
-        let text = fs::read_to_string(self.path.join(name)).unwrap_or_default();
-        serde_json::from_str(&text).unwrap_or_default()
+        serde_json::from_str(&self.text(name)).unwrap_or_default()
+    }
+
+    fn text(&self, name: &str) -> String {
+        let file = open_to_read(&self.path.join(name));
+        let read = file.and_then(|file| io::read_to_string(file.take(READ_BYTES_MAX)));
+        read.unwrap_or_default()
     }
 
     fn replace(&self, name: &str, bytes: &[u8]) -> Result<(), RunDirError> {
         let path = self.path.join(name);
         let next = self.path.join(format!("{name}.next"));
+        remove_file_if_there(&next)?;
+        let mut options = OpenOptions::new();
         check_file_length(bytes.len() as u64)
-            .and_then(|()| fs::write(&next, bytes))
+            .and_then(|()| open_regular(options.write(true).create_new(true).mode(0o600), &next))
+            .and_then(|mut file| file.write_all(bytes))
             .map_err(io_error("writing", &next))?;
         fs::rename(&next, &path).map_err(io_error("renaming", &path))
     }

@@ -258,6 +258,18 @@ mod tests {
 
     use super::*;
 
+    /// It was private when it was prepared.
+    #[test]
+    fn a_directory_that_was_opened_to_others_meanwhile_is_written_to_by_nobody() {
+        let base = tempfile::tempdir().unwrap();
+        let path = base.path().join("saved");
+        let name = SaveDir::prepare(&path).unwrap().name().unwrap();
+        SaveDir::open(&name).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o750)).unwrap();
+        let error = SaveDir::open(&name).unwrap_err();
+        assert!(matches!(error, SaveDirError::NotPrivate { .. }), "{error}");
+    }
+
     #[test]
     fn a_directory_is_made_for_us_alone_and_goes_with_what_is_in_it() {
         let base = tempfile::tempdir().unwrap();

@@ -22,6 +22,8 @@ pub struct SwitchOptions {
     pub timeout: Option<Duration>,
     /// Calls it off when it is raised before the first point of no return, or while it waits.
     pub interrupt: Option<Interrupt>,
+    /// Asked on the calling thread while it waits and has no lock: true calls it off.
+    pub asks: Option<fn() -> bool>,
     /// Does it come without memory that it had imported from processes that have ended since?
     pub lost_imports: LostImports,
     /// See [`Options::checkpointer`].
@@ -75,7 +77,10 @@ pub(super) fn busy(tenant: &TenantName, reasons: &[String]) -> SwitchError {
 /// What somebody holds who does not answer is not known, so nothing is refused for good.
 pub(super) fn fits_nowhere(tenant: &TenantName, scene: &Scene, reasons: &[String]) -> SwitchError {
     if scene.unheard.is_empty() {
-        return SwitchError::Never { why: reasons.join("; ") };
+        let held = scene.tenants.get(tenant).into_iter().flat_map(|standing| &standing.held);
+        let lacks = held.filter(|(gpu, held)| scene.free_bytes.get(*gpu) < Some(&held.away_bytes));
+        let gpus = lacks.map(|(gpu, _)| gpu.clone()).collect();
+        return SwitchError::Never { why: reasons.join("; "), gpus };
     }
     busy(tenant, reasons)
 }

@@ -100,7 +100,9 @@ impl Sinking {
     fn look<D: Driver>(&mut self, member: &Member<D>) {
         let (state, rested) = member.stands();
         let is_early = self.not_before.is_some_and(|not_before| Instant::now() < not_before);
-        let is_due = state == MemberState::Paused && is_due(rested, member.goes_deep_after());
+        let is_whole = member.info().stands_without.is_none();
+        let is_due =
+            state == MemberState::Paused && is_whole && is_due(rested, member.goes_deep_after());
         if !is_due || is_early {
             return;
         }
@@ -118,7 +120,7 @@ impl Sinking {
 }
 
 /// One process of a tenant does it for all.
-fn is_first<D: Driver>(member: &Member<D>) -> bool {
+pub(super) fn is_first<D: Driver>(member: &Member<D>) -> bool {
     let dir = member.run_dir().existing_tenant(member.tenant()).ok().flatten();
     dir.is_some_and(|dir| dir.pids().first() == Some(&std::process::id()))
 }

@@ -151,6 +151,7 @@ pub(super) fn gather(
                 if !standing.is_active {
                     standing.held.entry(gpu.clone()).or_default().away_bytes = need.needed_bytes;
                 }
+                scene.total_bytes.insert(gpu.clone(), need.total_bytes);
                 let free_bytes = scene.free_bytes.entry(gpu).or_default();
                 *free_bytes = need.free_bytes.max(*free_bytes);
             }
@@ -454,7 +455,38 @@ fn queues(stats: &TenantStats) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
+
     use super::*;
+    use crate::coordinator::{MemberFailure, Step, Who};
+    use crate::member::{Member, MemberConfig};
+    use crate::wire::{Failure, FailureKind};
+
+    #[test]
+    fn a_tenant_is_idle_only_if_all_its_processes_say_so() {
+        let base = tempfile::tempdir().unwrap();
+        let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
+        let name = TenantName::new("train").unwrap();
+        let config = MemberConfig::new(run_dir.clone(), name.clone(), "python train.py", "0.1.0");
+        let node = SimNode::private(&[16 << 20]).unwrap();
+        let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
+        let member = Member::join(config, driver).unwrap();
+        let coordinator = Coordinator::new(run_dir, name, Options::default());
+        let mut stats = coordinator.stats().unwrap();
+        let standing = standing_of(&stats);
+        let idle = |stats: &TenantStats| idle_since_us(&coordinator, &standing, stats, false);
+        stats.members[0].idleness = Idleness { quiet_us: 0, is_drained: true, waiting_calls: 0 };
+        assert_eq!(idle(&stats), None);
+        stats.members[0].idleness.quiet_us = u64::MAX / 2;
+        assert!(idle(&stats).is_some());
+        let failure = Failure { kind: FailureKind::PeerGone, message: "silent".to_owned() };
+        let who = Who { pid: None, member: stats.members[0].member.id };
+        stats.failures.push(MemberFailure { who, step: Step::Stats, failure });
+        assert_eq!(idle(&stats), None, "the other may be at work");
+        drop(member);
+    }
 
     #[test]
     fn one_that_does_not_answer_is_asked_less_and_less_often_until_it_does() {

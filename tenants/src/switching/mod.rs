@@ -83,7 +83,8 @@ fn queue_for(
     options: &SwitchOptions,
     progress: &mut dyn FnMut(Event<'_>),
 ) -> Result<Switched, SwitchError> {
-    let calls_off = CallsOff { interrupt: options.interrupt.as_ref(), is_over: &never };
+    let calls_off =
+        CallsOff { interrupt: options.interrupt.as_ref(), asks: options.asks, is_over: &never };
     let mut queue = Queue::enter(run_dir, tenant, wish, options.wait, calls_off)?;
     queue.wait_and_go(options, &never, progress)
 }

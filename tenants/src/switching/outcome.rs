@@ -34,7 +34,11 @@ pub enum SwitchError {
     RunDir(#[from] RunDirError),
     /// It does not fit, even if all make way.
     #[error("{why}; nothing was changed")]
-    Never { why: String },
+    Never {
+        why: String,
+        /// The devices on which it lacks memory.
+        gpus: Vec<String>,
+    },
     /// Somebody in the way is in a turn.
     #[error(
         "{why}; nothing was changed: wait for it (--wait), or pause what is in the way of '{tenant}' by name"

@@ -60,6 +60,8 @@ pub(super) struct Queue {
 pub(super) struct CallsOff<'a> {
     /// It was raised,
     pub(super) interrupt: Option<&'a Interrupt>,
+    /// who is asked says so,
+    pub(super) asks: Option<fn() -> bool>,
     /// or what the wait is for is over.
     pub(super) is_over: &'a dyn Fn() -> bool,
 }
@@ -67,11 +69,19 @@ pub(super) struct CallsOff<'a> {
 impl<'a> CallsOff<'a> {
     /// When it is over alone.
     pub(super) fn when(is_over: &'a dyn Fn() -> bool) -> Self {
-        Self { interrupt: None, is_over }
+        Self { interrupt: None, asks: None, is_over }
+    }
+
+    /// The same for one that has the lock: it asks nobody, who might want it too.
+    fn with_lock(self) -> Self {
+        Self { asks: None, ..self }
     }
 
     fn check(self, tenant: &TenantName) -> Result<(), SwitchError> {
-        if self.interrupt.is_some_and(Interrupt::is_raised) || (self.is_over)() {
+        if self.interrupt.is_some_and(Interrupt::is_raised)
+            || self.asks.is_some_and(|asks| asks())
+            || (self.is_over)()
+        {
             return Err(SwitchError::CalledOff { tenant: tenant.clone() });
         }
         Ok(())
@@ -218,13 +228,14 @@ impl Queue {
         is_over: &dyn Fn() -> bool,
         progress: &mut dyn FnMut(Event<'_>),
     ) -> Result<Switched, SwitchError> {
-        let calls_off = CallsOff { interrupt: options.interrupt.as_ref(), is_over };
+        let calls_off =
+            CallsOff { interrupt: options.interrupt.as_ref(), asks: options.asks, is_over };
         let (mut trying, mut unseen) =
             (Trying { again_after: AGAIN_AFTER, failing_since: None }, 0);
         let (mut watch, mut lock) = (self.turns.watch(), None);
         let (mut asks_all, mut has_asked_all) = (false, false);
         loop {
-            self.beat(calls_off)?;
+            self.beat(if lock.is_some() { calls_off.with_lock() } else { calls_off })?;
             if lock.is_none() && self.keep_claim(calls_off)? {
                 watch = self.turns.watch();
             }

@@ -166,7 +166,7 @@ fn try_again<D: Driver, T>(
                 return Err("its process has left its tenant".to_owned());
             }
             // Its time is over, by whatever it has waited for last.
-            Err(SwitchError::Never { why } | SwitchError::Busy { why, .. }) => {
+            Err(SwitchError::Never { why, .. } | SwitchError::Busy { why, .. }) => {
                 deadline = Instant::now();
                 why
             }

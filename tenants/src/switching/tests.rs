@@ -46,7 +46,12 @@ fn who_has_no_place_yet_can_be_called_off_while_somebody_switches() {
     };
     let soon = Interrupt::at(Instant::now() + Duration::from_millis(100)).unwrap();
     assert!(matches!(
-        enter(CallsOff { interrupt: Some(&soon), is_over: &never }),
+        enter(CallsOff { interrupt: Some(&soon), asks: None, is_over: &never }),
+        SwitchError::CalledOff { .. }
+    ));
+    let asks: fn() -> bool = || true;
+    assert!(matches!(
+        enter(CallsOff { interrupt: None, asks: Some(asks), is_over: &never }),
         SwitchError::CalledOff { .. }
     ));
     assert!(matches!(enter(CallsOff::when(&|| true)), SwitchError::CalledOff { .. }));
@@ -236,15 +241,17 @@ fn who_does_not_answer_may_hold_what_is_missing_so_nothing_is_refused_for_good()
     let wait = Duration::ZERO;
     config.turns = TurnSettings { queues: true, wait, ..TurnSettings::default() };
     let node = SimNode::private(&[64 * MIB]).unwrap();
-    let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
+    let driver = Arc::new(SimDriver::new(node.clone(), SimOptions::default()));
     let member = Member::join(config, driver).unwrap();
     member.pool().driver().make_current(DeviceOrdinal(0)).unwrap();
     let gpu = member.pool().uuid(DeviceOrdinal(0));
+    let outside = SimDriver::new(node, SimOptions::default());
+    outside.create(32 * MIB, &AllocationProp::pinned_on(DeviceOrdinal(0))).unwrap();
     // As of a process that is stopped.
     let stopped = TenantName::new("stopped").unwrap();
     let socket = run_dir.tenant(&stopped).unwrap().socket_path(MemberId(9)).unwrap();
     let listener = UnixListener::bind(&socket).unwrap();
-    let wish = Wish::Memory([(gpu, 1024 * MIB)].into());
+    let wish = Wish::Memory([(gpu, 48 * MIB)].into());
     let mut queue =
         Queue::enter(&run_dir, &tenant, wish, Duration::ZERO, CallsOff::when(&never)).unwrap();
     let options = SwitchOptions::default();
@@ -384,5 +391,64 @@ fn who_would_give_up_because_of_one_that_rests_asks_it_once_more() {
     // It answers, so that all is known.
     assert!(matches!(error, SwitchError::Never { .. }), "{error}");
     assert_eq!(turns_of(&run_dir), Silent::default());
+    member.leave();
+}
+
+#[test]
+fn one_that_has_a_turn_or_waits_for_one_comes_back() {
+    let base = tempfile::tempdir().unwrap();
+    let run_dir = run_dir(&base);
+    let (name, node) = (TenantName::new("a").unwrap(), SimNode::private(&[64 * MIB]).unwrap());
+    let config = MemberConfig::new(run_dir.clone(), name.clone(), "python train.py", "0.1.0");
+    let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
+    let member = Member::join(config, driver).unwrap();
+    let enter =
+        |wish| Queue::enter(&run_dir, &name, wish, Duration::ZERO, CallsOff::when(&never)).unwrap();
+    let comes_back = |queue: &Queue| {
+        let claims = queue.turns.claims(None).unwrap();
+        queue.gather(&claims, true).tenants[&name].comes_back
+    };
+    // By itself it does not queue.
+    assert!(!comes_back(&enter(Wish::Order)));
+    let mut queue = enter(Wish::Turn);
+    assert!(comes_back(&queue), "it waits");
+    queue.say(false).unwrap();
+    assert!(comes_back(&queue), "it has its turn");
+    member.leave();
+}
+
+#[test]
+fn one_that_was_brought_back_by_name_is_not_away_for_another_any_more() {
+    let base = tempfile::tempdir().unwrap();
+    let run_dir = run_dir(&base);
+    let node = SimNode::private(&[64 * MIB]).unwrap();
+    let back = queuing(&run_dir, "back", &node);
+    let turns = run_dir.turns().unwrap();
+    let mut history = History::default();
+    history.is_leaving(back.tenant());
+    turns.keep_history(&turns.lock(Instant::now()).unwrap(), &history).unwrap();
+    // Who comes next sees that it runs, and all know it then.
+    let other = TenantName::new("other").unwrap();
+    let none = Duration::ZERO;
+    let mut queue =
+        Queue::enter(&run_dir, &other, Wish::Turn, none, CallsOff::when(&never)).unwrap();
+    goes(&mut queue).unwrap();
+    assert_eq!(history_of(&turns).is_displaced(back.tenant()), Some(false));
+    back.leave();
+}
+
+#[test]
+fn one_process_of_a_tenant_has_its_contexts_leave() {
+    let base = tempfile::tempdir().unwrap();
+    let run_dir = run_dir(&base);
+    let member = queuing(&run_dir, "a", &SimNode::private(&[64 * MIB]).unwrap());
+    let dir = run_dir.tenant(member.tenant()).unwrap();
+    assert!(back::is_first(&member));
+    // Without a name it is not the first; it takes the name again after a while.
+    let is_another = (0..100).any(|_| {
+        std::fs::remove_file(dir.socket_path(member.id()).unwrap()).ok();
+        !back::is_first(&member)
+    });
+    assert!(is_another, "each process would");
     member.leave();
 }

@@ -36,6 +36,8 @@ pub struct TurnOptions {
     pub checkpointer: Option<Arc<dyn Checkpointer>>,
     /// Is the calling process paused? Asked again and again, also on another thread.
     pub is_paused: fn() -> bool,
+    /// See [`SwitchOptions::asks`]: of the wait for the turn to begin.
+    pub is_called_off: fn() -> bool,
 }
 
 impl TurnOptions {
@@ -83,10 +85,12 @@ impl Turn {
         tenant: &TenantName,
         options: TurnOptions,
     ) -> Result<(Self, Switched), SwitchError> {
-        let calls_off = CallsOff::when(&never);
+        let asks = Some(options.is_called_off);
+        let calls_off = CallsOff { interrupt: None, asks, is_over: &never };
         let mut queue = Queue::enter(run_dir, tenant, Wish::Turn, options.wait, calls_off)?;
         queue.is_paused = options.is_paused;
-        let switched = queue.wait_and_go(&options.switch(), &never, &mut |_| {})?;
+        let switched =
+            queue.wait_and_go(&SwitchOptions { asks, ..options.switch() }, &never, &mut |_| {})?;
         queue.deadline = std::time::Instant::now().checked_add(FOREVER);
         let state = Mutex::new(State { is_over: false, queue: Some(queue) });
         let shared = Arc::new(Shared { state, changed: Condvar::new() });
@@ -207,5 +211,22 @@ impl Watch {
             }
         }
         went.is_ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The child has a copy of the turn, and of a lock that a thread of its parent may have.
+    #[test]
+    fn a_turn_is_not_touched_at_its_end_in_a_forked_child() {
+        let state = Mutex::new(State { is_over: false, queue: None });
+        let shared = Arc::new(Shared { state, changed: Condvar::new() });
+        let parent = std::process::id() + 1;
+        drop(Turn { shared: Arc::clone(&shared), pid: parent });
+        assert!(!shared.state().is_over);
+        drop(Turn { shared: Arc::clone(&shared), pid: std::process::id() });
+        assert!(shared.state().is_over);
     }
 }

@@ -26,11 +26,23 @@ pub enum TransportError {
         #[source]
         source: io::Error,
     },
+    /// No connection could be taken.
+    #[error("no connection could be taken: {source}{}", room_for_files(source))]
+    Accept {
+        #[source]
+        source: io::Error,
+    },
     /// The peer runs as another user.
     #[error(
         "{peer} runs as user {peer_uid} and this process as {own_uid}: run all processes of a tenant as one user"
     )]
     ForeignPeer { peer: Peer, peer_uid: u32, own_uid: u32 },
+    /// The peer does not see this process, or is not seen.
+    #[error(
+        "{peer} is not in this process's pid namespace, and no memory passes between two: start both in one (docker run \
+         --pid=container:NAME)"
+    )]
+    OtherNamespace { peer: Peer },
     /// The peer does not speak our language at all.
     #[error("{peer} sent something that is no Sublet message")]
     NotSublet { peer: Peer },
@@ -132,6 +144,11 @@ impl TransportError {
         }
     }
 
+    /// Has this process, or the machine, as many files open as it may?
+    pub(crate) fn is_for_want_of_descriptors(&self) -> bool {
+        matches!(self, Self::Accept { source } if is_for_want_of_descriptors(source))
+    }
+
     /// Is there nobody at the socket's name, so that it may be removed?
     pub fn nobody_listens(&self) -> bool {
         matches!(self, Self::Connect { source, .. }
@@ -142,4 +159,13 @@ impl TransportError {
     pub fn peer_is_gone(&self) -> bool {
         matches!(self, Self::Closed { .. } | Self::ClosedMidFrame { .. }) || self.nobody_listens()
     }
+}
+
+fn is_for_want_of_descriptors(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
+}
+
+fn room_for_files(error: &io::Error) -> &'static str {
+    let is_full = is_for_want_of_descriptors(error);
+    if is_full { "; raise the limit of open files (ulimit -n), or close some" } else { "" }
 }

@@ -6,8 +6,8 @@
 
 use std::fmt;
 use std::fs;
-use std::io::ErrorKind;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -16,13 +16,14 @@ use std::time::Instant;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 use nix::sys::signal::kill;
-use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::{PeerCredentials, PeerPidfd};
+use nix::sys::socket::{UnixCredentials, getsockopt};
 use nix::unistd::Pid;
 use rustix::process::{PidfdFlags, pidfd_open};
-use vmm_pool::Uninherited;
+use vmm_pool::{Uninherited, UninheritedFd};
 
 use super::{Connection, TransportError, connect_now, poll_until};
+use crate::error_text::is_shown;
 
 /// The process at the other end, as the kernel names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -31,6 +32,11 @@ pub struct Peer {
 }
 
 impl Peer {
+    pub(super) fn at(credentials: UnixCredentials) -> Self {
+        // The kernel says 0 for a process outside our pid namespace.
+        Self { pid: u32::try_from(credentials.pid()).ok().filter(|pid| *pid != 0) }
+    }
+
     /// Its process id in our namespace; none when it lives in one that we cannot see.
     pub fn pid(self) -> Option<u32> {
         self.pid
@@ -44,6 +50,57 @@ impl fmt::Display for Peer {
             None => f.write_str("a process of another pid namespace"),
         }
     }
+}
+
+impl Connection {
+    /// Refuses a process of another pid namespace, as [`Connection::is_neighbour`] sees it.
+    pub(crate) fn check_neighbour(&self) -> Result<(), TransportError> {
+        match self.is_neighbour() {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(TransportError::OtherNamespace { peer: self.peer }),
+            Err(source) => Err(self.io_error("looking in /proc", source)),
+        }
+    }
+
+    /// Is the other end's process of this pid namespace? Only then do both see each other: one of a namespace inside has
+    /// an id here, and sees nothing of it. Does not block.
+    pub(crate) fn is_neighbour(&self) -> io::Result<bool> {
+        let Some(pid) = self.peer.pid else { return Ok(false) };
+        let process = self.process();
+        let known = match process.end_event() {
+            Some(process) => levels(&format!("/proc/self/fdinfo/{}", process.as_raw_fd()))?,
+            None => None,
+        };
+        // Before Linux 5.5 no descriptor tells.
+        let theirs = if known.is_some() { known } else { levels(&format!("/proc/{pid}/status"))? };
+        // Looked at last: an id tells of a process as long as that lives.
+        if process.has_ended() {
+            return Err(ErrorKind::NotConnected.into());
+        }
+        Ok(theirs.is_some() && theirs == levels("/proc/self/status")?)
+    }
+
+    /// Is the other end's process the one that listens at `path`? Otherwise the listener is returned. Does not block.
+    pub(crate) fn listens_at(&self, path: &Path) -> io::Result<Result<(), Peer>> {
+        let socket = connect_now(path)?;
+        let (asks, listens) = (self.process(), Process::behind(&socket));
+        let peer = Peer::at(getsockopt(&socket, PeerCredentials)?);
+        // Looked at behind both: two that have one id and live on until here are one.
+        if listens.has_ended() {
+            return Err(ErrorKind::ConnectionRefused.into());
+        }
+        if peer.pid.is_none() || peer != self.peer || asks.has_ended() {
+            return Ok(Err(peer));
+        }
+        Ok(Ok(()))
+    }
+}
+
+/// In how many pid namespaces a process is, from that of `/proc` on, by the file at `path` that tells of it.
+fn levels(path: &str) -> io::Result<Option<usize>> {
+    let text = fs::read_to_string(path)?;
+    let ids = text.lines().find_map(|line| line.strip_prefix("NSpid:"));
+    Ok(ids.map(|ids| ids.split_whitespace().count()))
 }
 
 /// The process that a socket leads to: the one that listened, not the one that holds the socket now.
@@ -93,6 +150,15 @@ impl Process {
         }
     }
 
+    /// The same, to be kept: a forked child does not keep it. None where the end of it cannot be known.
+    pub(crate) fn into_watched(self) -> Option<Watched> {
+        match self {
+            Self::Known(process) => Some(Watched(Some(process.into()))),
+            Self::Ended => Some(Watched(None)),
+            Self::Unknown => None,
+        }
+    }
+
     /// Waits for its end. None where that cannot be known.
     pub(crate) fn ends_before(&self, deadline: Instant) -> Option<bool> {
         match self {
@@ -114,21 +180,37 @@ impl Process {
     }
 }
 
-/// Has the process that listened at `path` ended? Does not block.
-pub(crate) fn has_ended(path: &Path) -> bool {
-    match connect_now(path) {
-        Ok(stream) => Process::behind(&stream).has_ended(),
-        Err(errno) => matches!(errno, Errno::ECONNREFUSED | Errno::ENOENT),
+/// A process whose end is known when it comes.
+#[derive(Debug)]
+pub(crate) struct Watched(Option<UninheritedFd>);
+
+impl Watched {
+    /// Has it ended? Does not block.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.0.as_ref().is_none_or(|process| {
+            let mut fds = [PollFd::new(process.as_fd(), PollFlags::POLLIN)];
+            matches!(nix::poll::poll(&mut fds, PollTimeout::ZERO), Ok(1..))
+        })
     }
 }
 
-/// The start of a process's command line, as `/proc` shows it.
+/// Has the process that listened at `path` ended? A name that is not there does not say so: its process may make it again.
+/// Does not block.
+pub(crate) fn has_ended(path: &Path) -> bool {
+    match connect_now(path) {
+        Ok(stream) => Process::behind(&stream).has_ended(),
+        Err(errno) => errno == Errno::ECONNREFUSED,
+    }
+}
+
+/// The start of a process's command line, as `/proc` shows it, with blanks for what a terminal would obey.
 pub fn command_of(pid: u32) -> String {
     const SHOWN_MAX: usize = 120;
     let raw = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let words = raw.split(|byte| *byte == 0).filter(|word| !word.is_empty());
     let words: Vec<_> = words.map(String::from_utf8_lossy).collect();
-    words.join(" ").chars().take(SHOWN_MAX).collect()
+    let shown = |character| if is_shown(character) { character } else { ' ' };
+    words.join(" ").chars().take(SHOWN_MAX).map(shown).collect()
 }
 
 /// Is the process stopped by a signal, so that SIGCONT continues it? False when that cannot be known. One that a debugger holds is another
@@ -136,6 +218,13 @@ pub fn command_of(pid: u32) -> String {
 pub(crate) fn is_stopped(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat_words(&stat).next() == Some("T")
+}
+
+/// The user that the process acts as now, where the kernel tells.
+pub(crate) fn user_of(pid: u32) -> Option<u32> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let users = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+    users.split_whitespace().nth(1)?.parse().ok()
 }
 
 /// What `/proc/<pid>/stat` says behind the command's name: the state, by a letter, the parent, and more. The name, in brackets, may hold
@@ -191,7 +280,7 @@ impl Listener {
     /// The next connection, if somebody waits; checks that it is of our user. Does not block.
     ///
     /// # Errors
-    /// [`TransportError::ForeignPeer`] and [`TransportError::Io`]; the listener stays usable.
+    /// [`TransportError::ForeignPeer`], [`TransportError::Io`] and [`TransportError::Accept`]; the listener stays usable.
     pub fn accept(&self) -> Result<Option<Connection>, TransportError> {
         loop {
             match self.socket.accept() {
@@ -202,10 +291,7 @@ impl Listener {
                         error.kind(),
                         ErrorKind::Interrupted | ErrorKind::ConnectionAborted
                     ) => {}
-                Err(source) => {
-                    let peer = Peer { pid: None };
-                    return Err(TransportError::Io { operation: "accept", peer, source });
-                }
+                Err(source) => return Err(TransportError::Accept { source }),
             }
         }
     }

@@ -215,12 +215,14 @@ impl<'a> View<'a> {
                 return sinks;
             }
             let reason = format!(
-                "'{}' cannot {}, even if all others make way: {}{}{}",
+                "'{}' cannot {}, even if all others make way: {}",
                 waiting.tenant,
                 if standing.is_active { "have more" } else { "come" },
-                self.lacking(waiting, short, &all),
-                self.keep_contexts(short),
-                self.unheard(&waiting.tenant)
+                self.too_large(standing, short).unwrap_or_else(|| {
+                    let lacking = self.lacking(waiting, short, &all);
+                    let contexts = self.keep_contexts(waiting, short);
+                    format!("{lacking}{contexts}{}", self.unheard(&waiting.tenant))
+                })
             );
             // A tenant that wants to be back has as long as it lives.
             let lasts = waiting.wish == Wish::Back;
@@ -343,6 +345,24 @@ impl<'a> View<'a> {
 
     fn left(&self, until_us: u64) -> String {
         time(until_us.saturating_sub(self.now_us))
+    }
+
+    /// Says that a tenant wants more than a GPU has, so that nobody can make room for it.
+    fn too_large(&self, standing: &Standing, short: &BTreeMap<&str, u64>) -> Option<String> {
+        short.iter().find_map(|(gpu, missing_bytes)| {
+            let total_bytes = *self.scene.total_bytes.get(*gpu)?;
+            let free_bytes = self.scene.free_bytes.get(*gpu).copied().unwrap_or(0);
+            let own_bytes = if standing.is_active { standing.given_bytes(gpu) } else { 0 };
+            let needed_bytes =
+                missing_bytes.saturating_add(free_bytes).saturating_add(own_bytes);
+            (needed_bytes > total_bytes).then(|| {
+                format!(
+                    "it needs {} on {gpu}, which has {} in all: end some of its processes (`sublet ps -v` lists them)",
+                    Size(needed_bytes),
+                    Size(total_bytes)
+                )
+            })
+        })
     }
 
     /// What nobody can make free.

@@ -168,10 +168,11 @@ impl<'a> View<'a> {
         Decision::new(waiting, Verdict::Sink(rests.clone()), vec![reason])
     }
 
-    /// Who rests and keeps its contexts on GPUs that are `short`, and what would help.
-    pub(super) fn keep_contexts(&self, short: &BTreeMap<&str, u64>) -> String {
-        let keeps = |(_, standing): &(&TenantName, &Standing)| {
-            !standing.is_active
+    /// Names the tenants that rest and keep contexts on GPUs that are `short`, and the command that helps.
+    pub(super) fn keep_contexts(&self, waiting: &Waiting, short: &BTreeMap<&str, u64>) -> String {
+        let keeps = |(tenant, standing): &(&TenantName, &Standing)| {
+            **tenant != waiting.tenant
+                && !standing.is_active
                 && standing.contexts.processes > 0
                 && !standing.contexts.are_away
                 && short.keys().any(|gpu| standing.held.contains_key(*gpu))
@@ -299,6 +300,36 @@ mod tests {
         assert_eq!(said.verdict, Verdict::Never);
         assert!(said.reasons[0].contains("`sublet pause a --deep`"), "{said:?}");
         assert!(said.reasons[0].contains("--turns auto,deep"), "{said:?}");
+    }
+
+    #[test]
+    fn nobody_is_told_to_take_the_contexts_off_of_the_one_that_is_to_come() {
+        let tenants = [("job", standing(false, 4, STAY)), ("rests", standing(false, 4, STAY))];
+        for (tenants, named) in
+            [(&tenants[..1], ""), (&tenants[..], "; the contexts of 'rests' stay")]
+        {
+            let said = decided(tenants, ("job", Wish::Back), GIB);
+            let (_, rest) = said.reasons[0].split_once("end what holds the rest").unwrap();
+            assert!(rest.starts_with(named) && rest.is_empty() == named.is_empty(), "{said:?}");
+        }
+    }
+
+    #[test]
+    fn one_that_is_larger_than_its_gpu_is_told_so_and_nobody_else_is_blamed() {
+        let tenants = [
+            ("job", standing(false, 6, STAY)),
+            ("rests", standing(false, 4, STAY)),
+            ("runs", standing(true, 1, STAY)),
+        ];
+        let of_five = |scene: &mut Scene| {
+            scene.total_bytes.insert(GPU.to_owned(), 5 * GIB);
+        };
+        let said = decided_with(&tenants, ("job", Wish::Back), 4 * GIB, of_five);
+        let words = "it needs 6 GiB on GPU-0, which has 5 GiB in all: end some of its processes (`sublet ps -v` lists them)";
+        assert!(said.reasons[0].ends_with(words), "{said:?}");
+        // What it has counts for one that wants more.
+        let said = decided_with(&tenants, ("runs", more(5)), GIB, of_five);
+        assert!(said.reasons[0].contains("it needs 6 GiB on GPU-0"), "{said:?}");
     }
 
     #[test]

@@ -12,6 +12,8 @@ use crate::identity::TenantName;
 pub struct Scene {
     /// Free bytes of each GPU, by its machine-wide name. One that is not here is as if it were full.
     pub free_bytes: BTreeMap<String, u64>,
+    /// All bytes of each GPU, where that is known.
+    pub total_bytes: BTreeMap<String, u64>,
     /// All tenants that have a process.
     pub tenants: BTreeMap<TenantName, Standing>,
     /// Tenants with processes that do not answer for now, wholly or in part: what they hold is not known.

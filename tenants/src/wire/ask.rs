@@ -17,6 +17,30 @@ use crate::saving::DirName;
 use crate::scope::Scope;
 use crate::stepping::{Activity, SeenActivity, StepOrder};
 
+/// Longest payload of what a process says of itself, in bytes: all the tags that it may have, each as long as it may be, on a GPU.
+pub const STATS_BYTES_MAX: usize = 2 << 20;
+
+impl Request {
+    /// The longest payload of an answer to it, in bytes, where that is shorter than any message may be.
+    pub fn reply_bytes_max(&self) -> Option<usize> {
+        match self {
+            Self::Hello
+            | Self::Stats
+            | Self::Needs(_)
+            | Self::AwaitConsent(_)
+            | Self::GiveUp(_)
+            | Self::Withdraw(_)
+            | Self::FetchFds(_)
+            | Self::Host(_)
+            | Self::Count
+            | Self::Spill(_)
+            | Self::Idle(_) => Some(STATS_BYTES_MAX),
+            // What is shared, allocation by allocation, and what lanes wait for.
+            Self::Phase(_) | Self::Cut(_) | Self::Step(_) | Self::Save(_) | Self::Lent(_) => None,
+        }
+    }
+}
+
 /// A question to another process's agent.
 pub trait Ask {
     /// What it is answered with, where it is not refused with a [`Failure`].
@@ -319,6 +343,7 @@ pub struct Failure {
     /// What kind.
     pub kind: FailureKind,
     /// One sentence: operation, object, size, device, code, next step.
+    #[serde(deserialize_with = "crate::error_text::from_peer")]
     pub message: String,
 }
 
@@ -376,6 +401,8 @@ pub enum FailureKind {
     WrongState,
     /// Another process that was needed is gone or silent.
     PeerGone,
+    /// It lives, and nobody can reach it: its socket has no name for the moment.
+    Nameless,
     /// The application did not ask for the action in time.
     NoConsent,
     /// It was under way, and is no longer wanted: something failed elsewhere.
@@ -420,7 +447,7 @@ impl From<FailureKind> for Code {
             FailureKind::CutNotReached | FailureKind::DrainTimeout => Self::NotInTime,
             FailureKind::OutOfHostMemory => Self::HostFull,
             FailureKind::OutOfDeviceMemory { .. } | FailureKind::DoesNotFit { .. } => Self::GpuFull,
-            FailureKind::PeerGone => Self::NoAnswer,
+            FailureKind::PeerGone | FailureKind::Nameless => Self::NoAnswer,
             FailureKind::NoConsent => Self::NoConsent,
             FailureKind::CalledOff => Self::CalledOff,
             FailureKind::WrongState | FailureKind::NotNow | FailureKind::Unknown => {

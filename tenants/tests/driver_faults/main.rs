@@ -10,6 +10,7 @@
 mod calls;
 mod lost_context;
 mod pairs;
+mod rest;
 mod saving;
 mod sharing;
 mod shortage;

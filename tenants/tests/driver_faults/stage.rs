@@ -6,7 +6,7 @@ use std::time::Duration;
 
 pub(crate) use sublet_stage::memory::{UNIT, page_of};
 use sublet_stage::{Place, Process, memory};
-use tenants::coordinator::{Coordinator, CoordinatorError, Options, Outcome};
+use tenants::coordinator::{Coordinator, CoordinatorError, Meanwhile, Options, Outcome};
 use tenants::identity::TenantName;
 use tenants::member::MemberConfig;
 use tenants::run_dir::RunDir;
@@ -58,16 +58,27 @@ pub(crate) fn peer_of(member: usize) -> usize {
     1 - member
 }
 
-/// The tag of all memory on the stage. A whole pause does not look at it.
-const TAG: &str = "all";
+/// The tags of the memory on the stage: that of plain blocks, and that of all else. A whole pause looks at neither.
+const BLOCKS: &str = "blocks";
+const TAG: &str = "others";
 
 pub(crate) fn class(contents: Contents) -> Class {
     Class { library: "test", tag: TAG.to_owned(), contents }
 }
 
-/// All memory on the stage, by its tag.
+/// All memory on the stage, by its tags.
 pub(crate) fn by_tag() -> Scope {
-    Scope::Tags { tags: TagNames::Named([TAG.to_owned()].into()), owner: None }
+    named(&[TAG, BLOCKS])
+}
+
+/// Plain blocks, by their tag.
+pub(crate) fn blocks() -> Scope {
+    named(&[BLOCKS])
+}
+
+fn named(tags: &[&str]) -> Scope {
+    let tags = tags.iter().map(|&tag| tag.to_owned()).collect();
+    Scope::Tags { tags: TagNames::Named(tags), owner: None }
 }
 
 pub(crate) fn tenant() -> TenantName {
@@ -155,7 +166,7 @@ impl Stage {
         for accessor in [device, elsewhere, device] {
             let seed = self.next_seed();
             let prop = AllocationProp::pinned_on(device);
-            let kept = class(Contents::Keep);
+            let kept = Class { tag: BLOCKS.to_owned(), ..class(Contents::Keep) };
             let block = member.pool().enter().block_allocate(UNIT - 512, &prop, &[accessor], kept);
             let range = VaRange::new(block.expect("a block"), UNIT);
             write(&member, accessor, range, seed);
@@ -213,8 +224,20 @@ impl Stage {
 
     /// As [`Stage::act`], on a part of the memory.
     pub(crate) fn act_on(&self, action: Action, scope: Scope) -> Result<Outcome, CoordinatorError> {
+        self.act_with(action, Options { scope, ..Options::default() })
+    }
+
+    /// Pauses plain blocks of processes that have not agreed to run without them.
+    pub(crate) fn must_stand_without_blocks(&self) {
+        let options =
+            Options { scope: blocks(), meanwhile: Meanwhile::AsAgreed, ..Options::default() };
+        let paused = self.act_with(Action::Pause, options);
+        assert!(matches!(paused, Ok(Outcome::Completed(_))), "{paused:?}");
+    }
+
+    fn act_with(&self, action: Action, options: Options) -> Result<Outcome, CoordinatorError> {
         let (timeout, releases_early) = (Some(PHASE_TIMEOUT), self.releases_early);
-        let options = Options { timeout, releases_early, scope, ..Options::default() };
+        let options = Options { timeout, releases_early, ..options };
         let mut coordinator = Coordinator::new(self.run_dir.clone(), tenant(), options);
         match action {
             Action::Pause => coordinator.pause(&mut |_| {}),

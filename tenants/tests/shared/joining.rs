@@ -155,7 +155,7 @@ fn a_handle_opened_while_its_owner_pauses_alone_is_refused_by_the_tags_name_and_
 fn an_alone_pause_of_memory_that_somebody_has_opened_gives_way_to_one_of_all() {
     let stage = Stage::new();
     let (owner, importer) = (stage.join(), stage.join());
-    let (at_owner, ticket, asked_bytes) = block(&owner, "kv");
+    let (at_owner, ticket, asked_bytes) = block(&owner, "opened");
     let handle =
         importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("redeemed");
     let start = importer.pool().enter().block_open(handle, asked_bytes, DEVICE).expect("opened");
@@ -164,6 +164,8 @@ fn an_alone_pause_of_memory_that_somebody_has_opened_gives_way_to_one_of_all() {
     let refused = refused.expect_err("it is shared");
     assert!(refused.is_shared(), "{refused}");
     assert_eq!(holds(&importer, at_importer, 7), Ok(true), "nothing has moved");
+    // Who has it open would be waited for.
+    tenants::region::agree_to_run_without("opened");
     stage.must(Action::Pause, own_tags(&owner));
     assert_used(&owner, 0, "all of it was freed");
     assert!(holds(&importer, at_importer, 7).is_err());

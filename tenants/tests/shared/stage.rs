@@ -108,7 +108,7 @@ fn notes(outcome: Outcome) -> Vec<String> {
     match outcome {
         Outcome::Completed(report) => {
             assert!(report.losses.is_empty(), "{:?}", report.losses);
-            report.notes
+            report.remarks()
         }
         Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => panic!("{outcome:?}"),
     }

@@ -362,3 +362,33 @@ fn memory_is_handed_to_members_of_the_tenant_and_in_numbers_within_the_limit() {
         member.leave();
     }
 }
+
+/// The command that leads it holds a lock that may have gone with the directory. Another command must not find it meanwhile.
+#[test]
+fn a_process_that_is_led_makes_its_name_again_only_behind_that() {
+    let stage = Stage::new();
+    let member = stage.member("train");
+    let mut client = connect(&member);
+    let told = Told::new(&Scope::Whole, &[]);
+    let mut takes = |phase: Phase| {
+        let order = phase.order(&told);
+        let request = Request::Phase(TakePhase { round: 1, alone: false, order, timeout_ms: 5000 });
+        let reply = ask(&mut client, &request);
+        assert!(matches!(reply, Reply::PhaseDone(..)), "{reply:?}");
+    };
+    takes(Phase::CloseGate);
+    std::fs::remove_file(member.socket_path()).unwrap();
+    let waits = |limit: Duration| {
+        let deadline = Instant::now() + limit;
+        while !member.socket_path().exists() && Instant::now() < deadline {
+            poll_until(&mut [], Instant::now() + Duration::from_millis(20)).unwrap();
+        }
+        member.socket_path().exists()
+    };
+    // It looks for its name every three seconds.
+    assert!(!waits(Duration::from_secs(7)), "another command could find it");
+    takes(Phase::AbortPause);
+    assert!(waits(Duration::from_mins(2)), "nobody can find it any more");
+    answers(&member);
+    member.leave();
+}

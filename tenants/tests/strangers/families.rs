@@ -66,8 +66,8 @@ fn who_is_no_process_of_the_tenant_that_it_names_is_lent_nothing() {
         assert!(failure.message.contains("is no process of tenant"), "{failure}");
     }
     for (tenant, family, words) in [
-        ("../infer", RL, "is no tenant name"),
-        ("infer", Some("a/b"), "is no family's name"),
+        ("../infer", RL, "names no tenant"),
+        ("infer", Some("a/b"), "names no family"),
         ("infer", None, "only 'train' names family 'rl'"),
         ("infer", Some("other"), "in family 'other'"),
     ] {
@@ -78,7 +78,7 @@ fn who_is_no_process_of_the_tenant_that_it_names_is_lent_nothing() {
     let failure = refused(&mut client, &fetch(many, borrower.id(), "infer", RL));
     assert!(failure.message.contains("125 are the limit"), "{failure}");
     assert_eq!(lending(&lender), Lending::default());
-    // Two descriptors for each: the driver's, and the lease.
+    // This process is the borrower, too. Two descriptors for each: the driver's, and the lease.
     let good = fetch(ids(), borrower.id(), "infer", RL);
     let (reply, fds) = client.exchange(&good, FDS_PER_MESSAGE_MAX, soon()).unwrap();
     assert!(matches!(&reply, Reply::Fds { count: 2, devices, .. } if devices.len() == 1));

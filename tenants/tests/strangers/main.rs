@@ -8,4 +8,5 @@
 mod clients;
 mod families;
 mod owners;
+mod replies;
 mod stage;

@@ -77,6 +77,23 @@ static void command_zeros(unsigned long long bytes)
     answer_code(code == CU_OK ? cuMemsetD8(address, 0, bytes) : code);
 }
 
+/* Becomes a rank of a communicator of such a library: `communicate ID RANK RANKS`. */
+static void command_communicate(const char *line)
+{
+    typedef struct {
+        char bytes[128];
+    } Id;
+    typedef int (*Init)(void **, int, Id, int);
+    Id id = {{0}};
+    int rank = 0, ranks = 0;
+    void *communicator = NULL;
+    if (sscanf(line, "%*s %31s %d %d", id.bytes, &rank, &ranks) != 3)
+        die("communicate how? %s", line);
+    snprintf(id.bytes + 32, sizeof id.bytes - 32, "%s", strrchr(job.nccl_library, '/'));
+    Init init = (Init)dlsym(dlopen(job.nccl_library, RTLD_NOW), "ncclCommInitRank");
+    answer_code(init == NULL ? 999 : (CUresult)init(&communicator, ranks, id, rank));
+}
+
 /* Plain memory that a library named libnccl... asks for. */
 static void command_allocate_as_nccl(unsigned long long bytes)
 {

@@ -76,6 +76,15 @@ static void poisoned(void)
     OK(cuMemRelease(handle));
 }
 
+/* Each may be NULL. */
+static void figures(void)
+{
+    size_t free = 0, all = 0;
+    printf("figures: %s", driver_error(cuMemGetInfo(NULL, &all)));
+    printf(" %s", driver_error(cuMemGetInfo(&free, NULL)));
+    printf(" %s, %s\n", driver_error(cuMemGetInfo(NULL, NULL)), free > 0 && free <= all ? "there" : "not there");
+}
+
 /* Memory goes while a kernel is queued that fills it: nobody waits for the kernel, and the context is lost. */
 static void pulled(void)
 {
@@ -114,6 +123,7 @@ int main(int words, char **word)
     lookups();
     driver_start();
     forked();
+    figures();
     flags();
     poisoned();
     return 0;

@@ -61,7 +61,10 @@ int main(void)
     printf("wait during a capture of another context: %s\n", driver_error(cuCtxSynchronize()));
     OK(cuStreamEndCapture(other, &graph));
     OK(destroy_event(event));
+    CUfunction spin = driver_kernel("spin_until_nonzero");
     OK(destroy(own));
+    printf("launch of a function whose context has ended: %s\n",
+        driver_error(cuLaunchKernel(spin, 1, 1, 1, 32, 1, 1, 0, other, params, NULL)));
     printf("query of a stream whose context has ended: %s\n", driver_error(cuStreamQuery(working)));
     OK(cuCtxSetCurrent(primary));
     printf("given back: %d\n", driver_free_bytes() == before);

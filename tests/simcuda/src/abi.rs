@@ -107,6 +107,16 @@ impl<T: Copy> In<T> {
         (0..count).map(|index| In(self.0.wrapping_add(index)).get()).collect()
     }
 
+    /// These values.
+    pub(crate) fn of(values: &[T]) -> Self {
+        Self(values.as_ptr())
+    }
+
+    /// What is at an address that the caller gives as a number.
+    pub(crate) fn at(address: u64) -> Self {
+        Self(std::ptr::with_exposed_provenance(usize::try_from(address).unwrap_or(0)))
+    }
+
     /// Is there anything to read?
     pub(crate) fn is_given(self) -> bool {
         !self.0.is_null()
@@ -196,7 +206,10 @@ pub(crate) fn enter(symbol: &'static str, body: impl FnOnce() -> Coded<()>) -> i
     });
     match catch_unwind(call) {
         Ok(Ok(())) => 0,
-        Ok(Err(code)) => code.0,
+        Ok(Err(code)) => {
+            crate::errors::note(symbol, code);
+            code.0
+        }
         Err(_) => DriverCode::UNKNOWN.0,
     }
 }

@@ -28,7 +28,7 @@ pub(crate) struct Contexts {
     ended: Vec<u64>,
     /// How many values of created contexts there have been.
     created: u64,
-    /// How many have been made by programs. No number comes twice.
+    /// Count of contexts so far. No number comes twice.
     made: u64,
     /// How often each primary context is retained, by device.
     primary: BTreeMap<i32, Primary>,
@@ -39,6 +39,8 @@ pub(crate) struct Contexts {
 #[derive(Debug)]
 struct Live {
     context: SimContext,
+    /// Its number among all contexts that there have been, primary ones too.
+    life: u64,
     /// None of a primary one, which the device has.
     _cost: Option<ContextCost>,
 }
@@ -131,12 +133,29 @@ impl Sim {
         Ok(self.current_context()?.device)
     }
 
+    /// The number of the thread's current context, which no other has before or after it.
+    pub(crate) fn current_life(&self) -> Coded<u64> {
+        self.current_context()?;
+        let contexts = lock(&self.contexts);
+        let live = contexts.live.get(&current_or_none());
+        live.map(|live| live.life).ok_or(CONTEXT_IS_DESTROYED)
+    }
+
+    /// Does the context of that number live?
+    pub(crate) fn has_life(&self, life: u64) -> bool {
+        lock(&self.contexts).live.values().any(|live| live.life == life)
+    }
+
     pub(crate) fn retain_primary(&self, device: DeviceOrdinal) -> Coded<u64> {
         self.core.ensure_context(device)?;
         let mut contexts = lock(&self.contexts);
         let context = primary_of(device);
         contexts.primary.entry(device.0).or_default().retained += 1;
-        contexts.live.insert(context, Live { context: device.into(), _cost: None });
+        if !contexts.live.contains_key(&context) {
+            contexts.made += 1;
+            let life = contexts.made;
+            contexts.live.insert(context, Live { context: device.into(), life, _cost: None });
+        }
         Ok(context)
     }
 
@@ -187,7 +206,8 @@ impl Sim {
         contexts.created += u64::from(reused.is_none());
         contexts.made += 1;
         let context = SimContext { device, number: contexts.made };
-        contexts.live.insert(value, Live { context, _cost: Some(cost) });
+        let life = contexts.made;
+        contexts.live.insert(value, Live { context, life, _cost: Some(cost) });
         push(value);
         Ok(value)
     }

@@ -15,6 +15,7 @@
 //! | `SIMCUDA_KEEP_DESCRIPTOR_LIMIT` | `1`: the soft limit of open files is not raised |
 //! | `SIMCUDA_LATENCY` | `symbol:microseconds,...` |
 //! | `CUDA_VISIBLE_DEVICES` | list of device numbers |
+//! | `CUDA_LOG_FILE` | a file that each refused call is added to |
 //!
 //! `simcuda_make_node` makes a node, for programs that bring this library along: `sublet simulate`.
 //!
@@ -27,6 +28,7 @@ mod api;
 mod capture;
 mod codes;
 mod contexts;
+mod errors;
 mod events;
 mod kernels;
 mod node;

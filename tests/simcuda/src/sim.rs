@@ -44,7 +44,8 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn process_id() -> i32 {
+/// This process, which may be a forked child of the one that loaded the library.
+pub(crate) fn process_id() -> i32 {
     // SAFETY: `getpid` has no requirements. (The standard library's caches nothing either, but this one
     // is a single system call by contract.)
     unsafe { libc::getpid() }

@@ -175,7 +175,11 @@ fn uses_of_paged_memory_that_nobody_announces_are_seen_at_launches() {
          again 8, too much 1, closed 0, ordinary 1\n"
     );
     assert_eq!(said(&["handle"]), "paged 0, shows 70, 90, 90, 90, 90, stays 1\n");
-    assert_eq!(said(&["contexts"]), "right 16, exchanges 1, stays 0, behind its end 1\n");
+    assert_eq!(
+        said(&["contexts"]),
+        "right 16, exchanges 1, stays 0, waited for 1, behind its end 1\n"
+    );
+    assert_eq!(said(&["windows"]), "late 0, right 2\n");
     for seed in ["1", "2", "3"] {
         assert_eq!(
             said(&["random", seed, "2", "6"]),

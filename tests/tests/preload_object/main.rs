@@ -7,6 +7,7 @@
 
 mod attach;
 mod escapes;
+mod forks;
 mod header;
 mod hooks;
 mod loader;

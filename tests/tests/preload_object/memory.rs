@@ -1,6 +1,11 @@
 //! Plain memory under the preload object behaves as the driver's own, whatever is called when.
 
+use std::io::{BufRead as _, BufReader};
+use std::process::Stdio;
+use std::time::Duration;
+
 use serde_json::Value;
+use sublet_tests::until;
 
 use crate::stage::{Preload, Stage, transcript};
 
@@ -91,6 +96,33 @@ fn what_the_driver_refuses_to_free_behind_a_stream_is_offered_again() {
 }
 
 #[test]
+fn a_thread_in_the_midst_of_a_call_waits_for_no_free_behind_a_stream() {
+    let stage = Stage::new();
+    let mut command = stage.command(stage.program("late_frees"), Preload::With);
+    command.env("SIMCUDA_FAULTS", "cuMemUnmap:1:1").env("CUDA_LOG_FILE", stage.path("refused"));
+    let text = transcript(&command.arg("inside").output().expect("it starts"));
+    assert_eq!(text, "inside: 8388608 bytes less are free, and behind it 0\n");
+}
+
+/// Another process looks: the program's own question for free memory would have it offered.
+#[test]
+fn what_the_driver_refuses_to_free_behind_a_stream_is_offered_with_the_next() {
+    let stage = Stage::new();
+    let mut command = stage.command(stage.program("late_frees"), Preload::With);
+    command.env("SIMCUDA_FAULTS", "cuMemUnmap:1:1").env("CUDA_LOG_FILE", stage.path("refused"));
+    let command = command.arg("next").stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = command.spawn().expect("it starts");
+    let mut line = String::new();
+    let mut said = BufReader::new(child.stdout.take().expect("its output"));
+    said.read_line(&mut line).expect("a line");
+    let before: u64 = line.trim().parse().expect(&line);
+    let are_gone = || Ok(stage.free_bytes()[0] == before);
+    until("the end of all blocks", Duration::from_mins(1), are_gone).expect("all go");
+    drop(child.stdin.take());
+    assert!(child.wait().expect("its end").success());
+}
+
+#[test]
 fn a_block_that_ends_with_its_context_and_behind_a_stream_ends_once() {
     let stage = Stage::new();
     let mut command = stage.command(stage.program("contexts"), Preload::With);
@@ -148,6 +180,19 @@ fn a_free_that_the_driver_refuses_in_a_capture_is_refused() {
 }
 
 #[test]
+fn a_free_of_plain_memory_in_the_order_of_a_captured_stream_is_refused() {
+    assert_eq!(
+        said("captures", &["ordered"]),
+        [
+            "ordered: free CUDA_ERROR_INVALID_VALUE",
+            "ordered: capture CUDA_SUCCESS, sum 10485760",
+            "ordered: sum 6291456",
+            "ordered: free afterwards CUDA_SUCCESS",
+        ]
+    );
+}
+
+#[test]
 fn a_capture_that_another_thread_may_not_end_goes_on() {
     assert_eq!(
         said("captures", &["thread"]),
@@ -157,6 +202,17 @@ fn a_capture_that_another_thread_may_not_end_goes_on() {
             "thread: capture CUDA_SUCCESS, sum 10485760",
         ]
     );
+}
+
+/// The driver has no room for the first block that is to be freed for its wait.
+#[test]
+fn a_free_beside_a_capture_leaves_it_alone_where_memory_is_short() {
+    let stage = Stage::new();
+    let mut command = stage.command(stage.program("captures"), Preload::With);
+    let command = command.arg("thread").env("SIMCUDA_FAULTS", "cuMemAlloc:2:2");
+    let text = transcript(&command.output().expect("it starts"));
+    let ends = "thread: free CUDA_SUCCESS\nthread: capture CUDA_SUCCESS, sum 10485760\n";
+    assert_eq!(text, format!("thread: end elsewhere 908\n{ends}"));
 }
 
 #[test]
@@ -223,6 +279,50 @@ fn work_in_a_context_from_before_an_attach_is_waited_for() {
 #[test]
 fn work_in_a_context_of_the_names_of_cuda_2_is_waited_for() {
     assert_eq!(said("contexts", &["plain-work"]), ["plain-work: sum 7340032"]);
+}
+
+#[test]
+fn work_in_a_context_that_outlives_an_attempt_to_end_it_is_waited_for() {
+    assert_eq!(said("contexts", &["held"]), ["held: sum 7340032"]);
+    let stage = Stage::new();
+    let program = stage.program("contexts");
+    let said = |preload| {
+        let mut command = stage.command(&program, preload);
+        command.env("SIMCUDA_FAULTS", "cuCtxDestroy:1:1").arg("refused");
+        transcript(&command.output().expect("it starts"))
+    };
+    let text = "refused: CUDA_ERROR_INVALID_VALUE\nrefused: sum 7340032\n";
+    assert_eq!([Preload::Without, Preload::With].map(said), [text; 2]);
+}
+
+#[test]
+fn a_free_waits_for_the_work_of_every_context_that_may_use_the_memory() {
+    for what in ["owner", "others"] {
+        let line = format!("{what}: free CUDA_SUCCESS, after the work, stream CUDA_SUCCESS");
+        assert_eq!(said("contexts", &[what]), [line]);
+    }
+}
+
+#[test]
+fn a_capture_that_ends_with_its_context_refuses_no_pause() {
+    assert_eq!(said("contexts", &["captured"]), ["captured: sum 117440512"]);
+}
+
+/// A pause that cannot ask the device what is unchanged says so, and copies everything.
+#[test]
+fn each_context_is_asked_what_is_unchanged_by_what_was_loaded_in_it() {
+    for what in ["again", "release", "reset"] {
+        let stage = Stage::new();
+        let mut command = stage.command(stage.program("contexts"), Preload::With);
+        let output = command.arg(what).output().expect("it starts");
+        transcript(&output);
+        assert_eq!(String::from_utf8_lossy(&output.stderr), "", "{what}");
+    }
+}
+
+#[test]
+fn memory_of_a_context_that_outlives_a_reset_of_the_primary_one_is_paused_in_that() {
+    assert_eq!(said("contexts", &["survivor"]), ["survivor: word 7070707"]);
 }
 
 #[test]

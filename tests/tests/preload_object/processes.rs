@@ -30,6 +30,15 @@ fn a_forked_child_behaves_as_without_us() {
 }
 
 #[test]
+fn a_child_that_no_handler_is_told_of_ends_without_its_parents_socket() {
+    let stage = Stage::new();
+    let program = stage.program("fork");
+    let output = stage.command(&program, Preload::With).arg("unseen").output();
+    let text = transcript(&output.expect("it starts"));
+    assert_eq!(text, "unseen child ended 0\nsockets: 2, the same 1\n");
+}
+
+#[test]
 fn a_process_that_ends_takes_its_socket_along() {
     let stage = Stage::new();
     let program = stage.program("fork");

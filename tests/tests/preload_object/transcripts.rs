@@ -54,6 +54,97 @@ fn calls_that_few_libraries_make_wait_for_a_resume_and_do_the_same() {
 }
 
 #[test]
+fn copies_fills_and_waits_for_memory_that_is_away_by_tag_are_refused_and_the_context_lives() {
+    let stage = Stage::new();
+    let program = stage.program_as("every", &["-pthread"]);
+    let output = stage.command(program, Preload::With).arg("asleep").output().expect("it starts");
+    assert_eq!(
+        transcript(&output),
+        "asleep 0\n\
+         refused: all 1\n\
+         copied out: 800 800\n\
+         other memory: flush 0, its address written 0\n\
+         the context lives: 0\n\
+         awake 0\n\
+         contents 9\n"
+    );
+    // One line a tag, with what brings the memory back.
+    let log = String::from_utf8_lossy(&output.stderr);
+    let refusals: Vec<_> = log.lines().filter(|line| line.contains("NOT_PERMITTED")).collect();
+    let [line] = refusals[..] else { panic!("{log}") };
+    let resume = "`sublet resume preload-test --tag weights`";
+    for part in
+        ["cuMemcpy was refused", "memory at 0x", "8388608 bytes of GPU 0", "'weights'", resume]
+    {
+        assert!(line.contains(part), "{log}");
+    }
+}
+
+/// What `preload_away.c` prints to `word`, and what it leaves in the log.
+fn about_memory_that_is_away(word: &str) -> (String, String) {
+    let stage = Stage::new();
+    let program = stage.program_as("away", &["-pthread"]);
+    let mut command = stage.command(program, Preload::With);
+    command.arg(word).env("SIMCUDA_NO_P2P", "1");
+    let output = command.output().expect("it starts");
+    (transcript(&output), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+fn assert_said(word: &str, lines: &[&str]) {
+    let (said, log) = about_memory_that_is_away(word);
+    let last = format!("{word}: context CUDA_SUCCESS, contents 5");
+    let expected: Vec<_> = lines.iter().copied().chain([last.as_str()]).collect();
+    assert_eq!(said.lines().collect::<Vec<_>>(), expected, "{log}");
+}
+
+#[test]
+fn a_call_that_begins_before_memory_that_is_away_and_reaches_into_it_is_refused() {
+    assert_said(
+        "reach",
+        &[
+            "before it: line 0, batch 0, rows 0, box 0, boxes 0",
+            "into it: line 800, batch 800, rows 800, box 800, boxes 800",
+            "by an offset: rows 800 800, box 800, boxes 800",
+            "a reduction there: 800",
+        ],
+    );
+}
+
+#[test]
+fn a_call_about_no_bytes_of_memory_that_is_away_is_none_about_it() {
+    assert_said(
+        "nothing",
+        &["nothing: copies 0 0 0, fill 0, batch 0, rows 0 0, box 0", "nothing: fills of rows 0 0"],
+    );
+}
+
+#[test]
+fn a_batch_that_is_refused_says_that_it_is_not_for_one_copy_alone() {
+    assert_said("index", &["batches 800 800, of no copy alone 1 1", "without an index 800 800"]);
+}
+
+#[test]
+fn a_capture_lives_while_other_calls_are_refused() {
+    assert_said(
+        "captured",
+        &[
+            "meanwhile: legacy 800 800, own 800, stream 800, none 800",
+            "captured 0, ended CUDA_SUCCESS",
+        ],
+    );
+}
+
+#[test]
+fn memory_comes_back_behind_a_copy_between_devices_that_do_not_reach_each_other() {
+    assert_said("across", &["across: captured 0, ended 0, by itself 800, of other memory 0"]);
+}
+
+#[test]
+fn a_copy_is_refused_or_made_whenever_its_memory_leaves_and_comes_back() {
+    assert_said("always", &["always: 0 wrong, some 1"]);
+}
+
+#[test]
 fn captures_into_a_graph_that_is_there_end_and_a_pause_follows_them() {
     let stage = Stage::new();
     let text = stage.same(&stage.program("graphs"), &[]);

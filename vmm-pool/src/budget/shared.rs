@@ -219,13 +219,6 @@ impl Shared {
         slots::take_anyway(self.slots(gpu), slot, size_bytes);
     }
 
-    /// What `slot` holds on the GPU at `gpu`, in bytes.
-    pub fn held_by(&self, gpu: usize, slot: usize) -> u64 {
-        self.all_slots(gpu)
-            .get(slot)
-            .map_or(0, |slot| slots::held_bytes(std::slice::from_ref(slot)))
-    }
-
     /// Gives back what `slot` has taken.
     pub fn give_back(&self, gpu: usize, slot: usize, size_bytes: u64) {
         slots::give_back(self.slots(gpu), slot, size_bytes);
@@ -271,7 +264,6 @@ mod tests {
         other.take(1, 1, 1 << 40).unwrap();
         assert_eq!(one.figure(0), Figure { budget_bytes: Some(50), held_bytes: 50 });
         assert_eq!(one.figure(1), Figure { budget_bytes: None, held_bytes: 1 << 40 });
-        assert_eq!([one.held_by(0, 0), one.held_by(0, 1), one.held_by(1, 7)], [30, 20, 0]);
         one.set_budget(0, Some(10));
         assert!(other.take(0, 1, 1).is_err());
         assert!(one.is_slot_used(1));

@@ -181,6 +181,15 @@ impl LocationKind {
     pub const HOST_NUMA: Self = Self(3);
     /// Host memory of the NUMA node nearest the calling thread.
     pub const HOST_NUMA_CURRENT: Self = Self(4);
+    /// Memory of a GPU that no program sees by its address; the id says nothing.
+    pub const INVISIBLE: Self = Self(5);
+    /// A part of a GPU's memory (CUDA 13.4 and later); the id is two bytes, the GPU's ordinal and the part.
+    pub const LOCALITY_DOMAIN: Self = Self(6);
+
+    /// True for the kinds that `cuda.h` of CUDA 13.5 declares: of another it is not known whose memory it is.
+    pub fn is_known(self) -> bool {
+        (0..=Self::LOCALITY_DOMAIN.0).contains(&self.0)
+    }
 }
 
 /// A place that memory lives in or is reached from (`CUmemLocation`).
@@ -199,9 +208,15 @@ impl Location {
         Self { kind: LocationKind::DEVICE, id: device.0 }
     }
 
-    /// The GPU, when this place is one.
+    /// The GPU, when this place is one or a part of one.
     pub fn as_device(self) -> Option<DeviceOrdinal> {
-        (self.kind == LocationKind::DEVICE).then_some(DeviceOrdinal(self.id))
+        match self.kind {
+            LocationKind::DEVICE => Some(DeviceOrdinal(self.id)),
+            LocationKind::LOCALITY_DOMAIN => {
+                Some(DeviceOrdinal(i32::from(self.id.to_le_bytes()[0])))
+            }
+            _ => None,
+        }
     }
 }
 
@@ -414,5 +429,16 @@ mod tests {
         assert_eq!(DeviceUuid(bytes).to_string(), "GPU-5f00be66-6abd-452b-8111-0cecf4164a2a");
         let zero = DeviceUuid([0; 16]);
         assert_eq!(zero.to_string(), "GPU-00000000-0000-0000-0000-000000000000");
+    }
+
+    /// CUDA 13.4 has a kind for a part of a GPU's memory, whose id is two bytes.
+    #[test]
+    fn a_part_of_a_gpus_memory_is_that_gpus() {
+        let place = |kind, id| Location { kind: LocationKind(kind), id }.as_device();
+        assert_eq!(place(1, 3), Some(DeviceOrdinal(3)));
+        assert_eq!(place(6, 0x0103), Some(DeviceOrdinal(3)));
+        assert_eq!([2, 3, 4, 5, 7].map(|kind| place(kind, 0x0103)), [None; 5]);
+        assert!([1, 6].iter().all(|&kind| LocationKind(kind).is_known()));
+        assert!(![-1, 7].iter().any(|&kind| LocationKind(kind).is_known()));
     }
 }

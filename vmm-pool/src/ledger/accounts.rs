@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::{Class, Ledger, LentTotals, Mapping, Origin, Row, Rows, Selection};
 use crate::driver::{DeviceOrdinal, Location, VaRange};
 use crate::error::{PoolError, PoolResult};
-use crate::report::{ClassBytes, PinnedBytes};
+use crate::report::{ClassBytes, NATIVE_BYTES_MIN, OVERDUE, PinnedBytes};
 use crate::store::Store;
 use crate::{AllocationId, PeerId};
 
@@ -41,16 +41,15 @@ pub struct Unfreezable {
 #[derive(Debug, Default)]
 pub(crate) struct Accounts {
     pub(crate) classes: BTreeMap<(DeviceOrdinal, Class), ClassBytes>,
-    pub(crate) pinned: BTreeMap<(DeviceOrdinal, &'static str), PinnedBytes>,
+    pub(crate) stays: BTreeMap<(DeviceOrdinal, &'static str), PinnedBytes>,
     pub(crate) host_numa_bytes: u64,
 }
 
 impl Accounts {
     /// So much more stays on `device` for `reason`.
-    pub(crate) fn add_pinned(&mut self, device: DeviceOrdinal, reason: &'static str, bytes: u64) {
-        let row = self.pinned.entry((device, reason)).or_default();
-        row.bytes += bytes;
-        row.count += 1;
+    pub(crate) fn add_stay(&mut self, device: DeviceOrdinal, reason: &'static str, bytes: u64) {
+        let stay = PinnedBytes { reason: reason.to_owned(), bytes, count: 1 };
+        self.stays.entry((device, reason)).and_modify(|all| all.add(&stay)).or_insert(stay);
     }
 }
 
@@ -65,11 +64,11 @@ impl Ledger {
             };
             add_to_class(accounts.classes.entry((device, row.class().clone())).or_default(), row);
             if let (Some(reason), true) = (reason_it_stays(row), row.is_resident()) {
-                accounts.add_pinned(device, reason, row.size_bytes());
+                accounts.add_stay(device, reason, row.size_bytes());
             }
         }
         for native in self.natives.values() {
-            accounts.add_pinned(native.device, native.reason, native.size_bytes);
+            accounts.add_stay(native.device, native.reason, native.size_bytes);
         }
         accounts
     }
@@ -98,18 +97,37 @@ impl Ledger {
         self.own_bytes(&self.choose(selection), |row| row.is_resident() && row.can_leave())
     }
 
-    /// Memory that is on a device though a pause of `selection` lets it go: own, and others' that is imported.
-    pub(crate) fn overdue_bytes(&self, selection: &Selection) -> u64 {
+    /// Memory that a pause of `selection` does not give to others, by device and cause. What could leave is among it where the pause
+    /// `is_over`. Imports count where nobody owns them any more, and where they should have gone.
+    pub(crate) fn stays(
+        &self,
+        selection: &Selection,
+        is_over: bool,
+    ) -> BTreeMap<(DeviceOrdinal, &'static str), PinnedBytes> {
         // What an earlier pause by tag has left is none of a whole one's, and should have gone as well.
-        let is_whole = matches!(selection, Selection::Whole);
-        let is_meant = |row: &Row| selection.has(row) || (is_whole && row.is_own());
-        let goes = |row: &&Row| row.is_resident() && row.can_leave() && is_meant(row);
-        self.rows().filter(goes).map(Row::size_bytes).sum()
-    }
-
-    /// Own memory of `selection` that a pause must leave in place.
-    pub(crate) fn pinned_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
-        self.own_bytes(&self.choose(selection), |row| row.reason_to_stay().is_some())
+        let is_whole = matches!(selection, Selection::Whole | Selection::Rest);
+        let is_meant = |row: &&Row| selection.has(row) || (is_whole && row.is_own());
+        let mut accounts = Accounts::default();
+        for row in self.rows().filter(|row| row.is_resident()).filter(is_meant) {
+            let cause = match row.reason_to_stay() {
+                None if is_over && row.can_leave() => Some(OVERDUE),
+                cause => {
+                    cause.filter(|cause| row.is_own() || *cause == StayReason::LetGo.in_words())
+                }
+            };
+            if let (Some(cause), Some(device)) = (cause, row.device()) {
+                accounts.add_stay(device, cause, row.size_bytes());
+            }
+        }
+        let mut left_to_driver: BTreeMap<DeviceOrdinal, u64> = BTreeMap::new();
+        for native in self.natives.values().filter(|_| is_whole) {
+            *left_to_driver.entry(native.device).or_default() += native.size_bytes;
+        }
+        let matters = |device| left_to_driver.get(device) >= Some(&NATIVE_BYTES_MIN);
+        for native in self.natives.values().filter(|native| matters(&native.device)) {
+            accounts.add_stay(native.device, native.reason, native.size_bytes);
+        }
+        accounts.stays
     }
 
     /// Own memory of `selection` that is not on its device now.
@@ -242,6 +260,8 @@ pub struct Held {
 pub struct References {
     /// Its own, that others hold or may come for.
     pub given: Vec<Held>,
+    /// Who may hold some of that: processes that were given a descriptor.
+    pub holders: BTreeSet<PeerId>,
     /// What it has imported, by owner.
     pub taken: BTreeMap<PeerId, Vec<Held>>,
     /// What of the selection that was asked about processes of other tenants have open.
@@ -288,6 +308,7 @@ impl Ledger {
             let held = Held { id: row.id(), is_pinned: row.is_pinned() };
             if row.is_shared() {
                 references.given.push(held);
+                references.holders.extend(row.importers());
             } else if let (Some(owner), true) = (row.owner(), row.is_resident()) {
                 references.taken.entry(owner).or_default().push(held);
             }

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use super::Ledger;
+use super::{Ledger, Row};
 use crate::VirtualHandle;
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Location, RawContext, VaRange,
@@ -243,8 +243,20 @@ impl Ledger {
         }
     }
 
+    /// The first mapping in `range` of memory that the process runs without, since a pause by tag, and that memory.
+    pub(crate) fn set_aside_in(&self, range: VaRange) -> Option<(&Mapping, &Row)> {
+        self.touched_by(range)
+            .filter_map(|mapping| Some((mapping, self.row(mapping.allocation())?)))
+            .find(|(_, row)| row.is_away_by_tag())
+    }
+
     /// Is some of the memory mapped in `range` away?
     pub(crate) fn is_any_away(&self, range: VaRange) -> bool {
-        super::overlapping(&self.mappings, range).any(|mapping| mapping.standing().is_none())
+        self.touched_by(range).any(|mapping| mapping.standing().is_none())
+    }
+
+    /// The mappings that a call touches by `range`: none, where that has no bytes.
+    fn touched_by(&self, range: VaRange) -> impl Iterator<Item = &Mapping> {
+        super::overlapping(&self.mappings, range).filter(move |_| range.size_bytes > 0)
     }
 }

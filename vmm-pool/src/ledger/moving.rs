@@ -147,6 +147,14 @@ impl Ledger {
         }
     }
 
+    /// A pause of `rows`, the rest of a process that stands still, is undone: they are mapped again, and all else is as it was.
+    pub(crate) fn stand_on(&mut self, rows: &Rows) {
+        self.change_in(rows.handles(), |row| {
+            row.set_stays(None);
+            let _none = row.backing_mut().change(Change::Runs { is_mapped: true });
+        });
+    }
+
     /// A pause of `rows` is over, and the driver would not unmap some of their imports. What these show is nobody's memory any
     /// more: their owner makes other.
     pub(crate) fn disown_imports(&mut self, rows: &Rows) {

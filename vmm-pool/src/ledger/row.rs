@@ -239,6 +239,11 @@ impl Row {
         self.backing.is_set_aside()
     }
 
+    /// Does the process run without it since a pause by tag? Not what is paged, which comes when it is used, nor what is lost.
+    pub(crate) fn is_away_by_tag(&self) -> bool {
+        self.is_set_aside() && !self.backing.is_chunk() && !self.is_lost()
+    }
+
     /// What of it lies in host memory while it is away, and may be moved: nobody was given its place.
     pub(super) fn movable(&self) -> Option<&Saved> {
         self.backing.movable().filter(|_| self.is_own())

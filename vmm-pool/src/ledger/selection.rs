@@ -57,8 +57,12 @@ pub enum Selection {
     /// A whole pause or resume: everything but what is set aside.
     #[default]
     Whole,
-    /// A pause by tag.
+    /// The pause of all that a pause by tag has left in a process that stands still: what is on its devices.
+    Rest,
+    /// A pause by tag of a process that runs on.
     Tagged(Tags, Whose),
+    /// A pause by tag of a process that stands still meanwhile: a whole resume brings it back.
+    Standing(Tags, Whose),
     /// A resume by tag of a process that runs: what is set aside of these.
     SetAside(Tags, Whose),
     /// A resume by tag of a process that is wholly paused: what belongs to no region, and these tags.
@@ -151,7 +155,10 @@ impl Selection {
         let tag = &row.class().tag;
         match self {
             Self::Whole => !row.is_set_aside(),
-            Self::Tagged(tags, whose) => tags.has(tag) && whose.has(row),
+            Self::Rest => row.is_resident() && !row.is_set_aside(),
+            Self::Tagged(tags, whose) | Self::Standing(tags, whose) => {
+                tags.has(tag) && whose.has(row)
+            }
             Self::SetAside(tags, whose) => row.is_set_aside() && tags.has(tag) && whose.has(row),
             Self::Staged(tags) => (is_of_no_region(tag) && !row.is_set_aside()) || tags.has(tag),
         }
@@ -163,7 +170,7 @@ impl Selection {
         match self {
             Self::SetAside(tags, whose) => tags.has(tag) && whose.has(row),
             Self::Staged(tags) => tags.has(tag),
-            Self::Whole | Self::Tagged(..) => false,
+            Self::Whole | Self::Rest | Self::Tagged(..) | Self::Standing(..) => false,
         }
     }
 
@@ -171,15 +178,29 @@ impl Selection {
     pub fn after_pause(&self) -> After {
         match self {
             Self::Tagged(..) => After::Running,
-            Self::Whole | Self::SetAside(..) | Self::Staged(_) => After::Paused,
+            Self::Whole
+            | Self::Rest
+            | Self::Standing(..)
+            | Self::SetAside(..)
+            | Self::Staged(_) => After::Paused,
+        }
+    }
+
+    /// The tags without which a process stands still that this pause has been carried out in, where it has left all else.
+    pub fn stands_without(&self) -> Option<&Tags> {
+        match self {
+            Self::Standing(tags, _) => Some(tags),
+            Self::Whole | Self::Rest | Self::Tagged(..) | Self::SetAside(..) | Self::Staged(_) => {
+                None
+            }
         }
     }
 
     /// Is it about tags, and not about all that is not set aside?
-    pub(crate) fn is_by_tag(&self) -> bool {
+    pub fn is_by_tag(&self) -> bool {
         match self {
-            Self::Tagged(..) | Self::SetAside(..) | Self::Staged(_) => true,
-            Self::Whole => false,
+            Self::Tagged(..) | Self::Standing(..) | Self::SetAside(..) | Self::Staged(_) => true,
+            Self::Whole | Self::Rest => false,
         }
     }
 }

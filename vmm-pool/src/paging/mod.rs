@@ -27,6 +27,7 @@
 //! Locks: `entering`, then the table's, then that of `Calls`, which is a leaf. The last two are never held across a driver call.
 
 mod ending;
+mod error;
 mod giving;
 mod lists;
 mod marks;
@@ -43,6 +44,7 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+pub use self::error::{PageError, PageResult};
 use self::marks::Mark;
 pub use self::plan::Planned;
 pub use self::report::{PageReport, UnseenWrite};
@@ -54,7 +56,7 @@ use crate::driver::{
     DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError, DriverOp, RawEvent, RawStream,
     VaRange,
 };
-use crate::error::{Describe, PoolError, PoolResult};
+use crate::error::{Describe, PoolResult};
 use crate::ledger::{Class, NewRow, Origin};
 use crate::pool::{Lender, Pool};
 use crate::report::Contents;
@@ -83,91 +85,6 @@ pub struct WindowSize {
 pub const WHAT_IS_LEFT: u64 = u64::MAX;
 /// So much, in bytes.
 const LEFT_FREE_BYTES: u64 = 1 << 30;
-
-/// Why paging did not do what it was asked.
-#[derive(Debug, thiserror::Error)]
-pub enum PageError {
-    /// The pool or the driver refused.
-    #[error(transparent)]
-    Pool(PoolError),
-    /// The host cannot hold the contents.
-    #[error(
-        "copies of memory that is paged need {grow_bytes} more bytes of host memory ({needed_bytes} with what else is \
-         saved there), and {available_bytes} are available: free some (sublet ps shows who holds how much), raise \
-         the limit (SUBLET_HOST_BYTES_MAX, or the container's), or page less"
-    )]
-    OutOfHostMemory {
-        /// Where the last contents would end, in bytes.
-        needed_bytes: u64,
-        /// By how much host memory would have to grow, in bytes.
-        grow_bytes: u64,
-        /// By how much it may, in bytes.
-        available_bytes: u64,
-    },
-    /// What is used together does not fit.
-    #[error(
-        "{needed_bytes} bytes are used together and the frames for paging have {frames_bytes}: give at least \
-         {needed_bytes} bytes of frames, or use less together"
-    )]
-    TooFewFrames {
-        /// What is wanted now, in bytes.
-        needed_bytes: u64,
-        /// What the frames hold, in bytes.
-        frames_bytes: u64,
-    },
-    /// The window has no room for more.
-    #[error(
-        "{asked_bytes} bytes do not fit the window of {window_bytes} bytes for paging: free what is not needed there"
-    )]
-    WindowFull {
-        /// What was wanted, in bytes.
-        asked_bytes: u64,
-        /// All of the window, in bytes.
-        window_bytes: u64,
-    },
-    /// There is no such span.
-    #[error(
-        "{address} is the start of nothing that is paged: give an address that came from there"
-    )]
-    NotPaged {
-        /// What was given.
-        address: DeviceAddress,
-    },
-    /// Something did not happen in time.
-    #[error("waiting for {what} took longer than {} s: is the GPU busy with work that does not end?", limit.as_secs())]
-    Late {
-        /// What.
-        what: String,
-        /// The deadline.
-        limit: Duration,
-    },
-    /// The pager has ended.
-    #[error("paging on {device} has ended: make it again")]
-    Ended {
-        /// The device.
-        device: DeviceOrdinal,
-    },
-    /// The thread could not be started.
-    #[error("no thread for paging could be had: {0}")]
-    NoThread(#[source] std::io::Error),
-    /// The same as another caller was told.
-    #[error(transparent)]
-    Shared(Arc<PageError>),
-}
-
-impl From<PoolError> for PageError {
-    fn from(error: PoolError) -> Self {
-        if let PoolError::OutOfHostMemory { needed_bytes, grow_bytes, available_bytes } = error {
-            // A pause gives other advice.
-            Self::OutOfHostMemory { needed_bytes, grow_bytes, available_bytes }
-        } else {
-            Self::Pool(error)
-        }
-    }
-}
-
-/// Result of a call about paging.
-pub type PageResult<T> = Result<T, PageError>;
 
 /// The window of one device. Any thread may call; none may be inside the pool's gate.
 #[derive(Debug)]
@@ -289,11 +206,11 @@ impl<D: Driver> Pager<D> {
     /// pager's. *Blocks* on the driver.
     ///
     /// # Errors
-    /// [`PageError::Pool`] when the driver gives no addresses or streams; [`PageError::TooFewFrames`] when not one chunk fits;
-    /// [`PageError::NoThread`].
+    /// [`PageError::UnfitChunk`]; [`PageError::Pool`] when the driver gives no addresses or streams; [`PageError::TooFewFrames`] when
+    /// not one chunk fits; [`PageError::NoThread`].
     ///
     /// # Driver calls
-    /// `cuMemAddressReserve`, `cuStreamCreate`.
+    /// `cuMemGetAllocationGranularity`, `cuMemAddressReserve`, `cuStreamCreate`.
     pub fn new(
         pool: Arc<Pool<D>>,
         device: DeviceOrdinal,
@@ -303,6 +220,12 @@ impl<D: Driver> Pager<D> {
         let WindowSize { window_bytes, chunk_bytes, frames_bytes } = size;
         let frames = frames_bytes.checked_div(chunk_bytes).unwrap_or(0);
         let bounded = |count: u64| usize::try_from(count).unwrap_or(usize::MAX);
+        let granularity = pool.driver.allocation_granularity(&frame_prop(device));
+        let about = || "chunks for paging".to_owned();
+        let granularity_bytes = granularity.about(about, chunk_bytes, Some(device))?.size_bytes;
+        if chunk_bytes == 0 || !chunk_bytes.is_multiple_of(granularity_bytes) {
+            return Err(PageError::UnfitChunk { chunk_bytes, granularity_bytes, device });
+        }
         if frames == 0 {
             return Err(PageError::TooFewFrames { needed_bytes: chunk_bytes, frames_bytes });
         }
@@ -354,20 +277,29 @@ impl<D: Driver> Pager<D> {
     /// memory yet.
     ///
     /// # Errors
-    /// [`PageError::WindowFull`]; [`PageError::OutOfHostMemory`] when copies of all that is paged would not fit the host.
+    /// [`PageError::NoBytes`]; [`PageError::WindowFull`]; [`PageError::OutOfHostMemory`] when copies of all that is paged would not fit the host.
     pub fn alloc(&self, size_bytes: u64) -> PageResult<DeviceAddress> {
         let shared = &self.shared;
         let is_closed = shared.entering.lock().unwrap_or_else(PoisonError::into_inner);
         if *is_closed {
             return Err(PageError::Ended { device: shared.device });
         }
+        if size_bytes == 0 {
+            return Err(PageError::NoBytes);
+        }
         let full = PageError::WindowFull {
             asked_bytes: size_bytes,
             window_bytes: shared.window.size_bytes,
         };
         let (start, bare) = shared.table().alloc(size_bytes).ok_or(full)?;
-        let end_bytes = shared.pool.ledger().end_with_chunks(bare.len(), shared.chunk_bytes);
-        let fits = shared.check_host(end_bytes).map_err(PageError::from);
+        let fits = if bare.is_empty() {
+            Ok(())
+        } else {
+            let ledger = shared.pool.ledger();
+            let end_bytes = ledger.end_with_chunks(bare.len(), shared.chunk_bytes);
+            drop(ledger);
+            shared.check_host(end_bytes).map_err(PageError::from)
+        };
         let mut rows = Vec::new();
         let inserted = fits.and_then(|()| {
             bare.iter().try_for_each(|&chunk| {

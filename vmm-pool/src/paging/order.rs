@@ -8,6 +8,8 @@
 const KEPT: usize = 1 << 14;
 /// How many uses before a place are compared.
 const COMPARED: usize = 48;
+/// Number of places that are compared, the last ones. Each launch that was not foretold pays for that.
+const PLACES: usize = 64;
 
 /// See the head of this module.
 #[derive(Debug, Default)]
@@ -49,7 +51,7 @@ impl Order {
     fn place(&self) -> Option<usize> {
         let now = self.uses.len();
         let (last, before) = self.uses.split_last()?;
-        let places = before.iter().enumerate().filter(|(_, id)| *id == last);
+        let places = before.iter().enumerate().rev().filter(|(_, id)| *id == last).take(PLACES);
         let likeness = |at: usize| {
             let one = self.uses[..at].iter().rev();
             one.zip(self.uses[..now - 1].iter().rev())
@@ -57,7 +59,7 @@ impl Order {
                 .take_while(|(a, b)| a == b)
                 .count()
         };
-        places.map(|(at, _)| at + 1).max_by_key(|at| likeness(at - 1))
+        places.map(|(at, _)| at + 1).max_by_key(|at| (likeness(at - 1), *at))
     }
 
     /// How many uses there are before the next one of each of so many chunks. What is not foretold has the largest number.
@@ -199,6 +201,18 @@ mod tests {
             let more: usize = known.map(|(ours, least)| ours - least.min(ours)).sum();
             assert!(more <= CHUNKS, "{ours:?} {least:?}");
             assert!(ours[2] <= rounds[0].len() * 3 / 4, "by last use: all");
+        }
+    }
+
+    #[test]
+    fn of_many_places_the_last_ones_are_compared() {
+        for (count, foretold) in [(PLACES - 1, vec![2]), (PLACES, vec![9])] {
+            let mut order = Order::default();
+            let decoys = std::iter::repeat_n([1, 9], count).flatten();
+            for id in [0, 1, 2].into_iter().chain(decoys).chain([0, 7, 0, 1]) {
+                order.used(id);
+            }
+            assert_eq!(order.ahead(1), foretold, "{count} others in between");
         }
     }
 

@@ -171,6 +171,8 @@ pub(super) struct Table {
     resident: usize,
     /// Where each begins in the window, and its size, in bytes.
     spans: BTreeMap<u64, u64>,
+    /// No byte of the window before it can be given out.
+    full_bytes: u64,
     window_bytes: u64,
     chunk_bytes: u64,
     /// The most chunks that may be on the device.
@@ -232,6 +234,7 @@ impl Table {
             chunks: Vec::new(),
             resident: 0,
             spans: BTreeMap::new(),
+            full_bytes: 0,
             window_bytes,
             chunk_bytes,
             frames,
@@ -283,12 +286,14 @@ impl Table {
     /// one.
     pub(super) fn alloc(&mut self, size_bytes: u64) -> Option<(u64, Vec<usize>)> {
         let size_bytes = size_bytes.checked_next_multiple_of(ALIGNMENT_BYTES)?;
-        let freed = self.chunks.iter().enumerate().filter(|(_, chunk)| chunk.is_freed);
+        let full = self.full_bytes;
+        let behind = usize::try_from(full / self.chunk_bytes).ok()?;
+        let freed = self.chunks.iter().enumerate().skip(behind).filter(|(_, chunk)| chunk.is_freed);
         let freed = freed.map(|(id, _)| (id as u64 * self.chunk_bytes, self.chunk_bytes));
-        let spans = self.spans.iter().map(|(start, size_bytes)| (*start, *size_bytes));
+        let spans = self.spans.range(full..).map(|(start, size_bytes)| (*start, *size_bytes));
         let mut taken: Vec<_> = spans.chain(freed).collect();
         taken.sort_unstable();
-        let mut start = 0;
+        let mut start = full;
         for (taken, taken_bytes) in taken {
             if taken - start >= size_bytes {
                 break;
@@ -299,6 +304,9 @@ impl Table {
             return None;
         }
         self.spans.insert(start, size_bytes);
+        if start == full {
+            self.full_bytes += size_bytes;
+        }
         let ids = self.span(start)?;
         if self.chunks.len() < ids.end {
             self.chunks.resize_with(ids.end, Chunk::default);
@@ -321,6 +329,7 @@ impl Table {
     pub(super) fn free(&mut self, start: u64) -> Option<Vec<(usize, VirtualHandle)>> {
         let ids = self.span(start)?;
         self.spans.remove(&start);
+        self.full_bytes = self.full_bytes.min(start);
         let mut away = Vec::new();
         for id in ids {
             let chunk = &mut self.chunks[id];

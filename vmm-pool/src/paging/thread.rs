@@ -222,6 +222,7 @@ impl<D: Driver> Worker<'_, D> {
         let is_short = table.next_wanted().is_some()
             || table.resident() > table.frames_now()
             || table.without_room > 0
+            || table.flushing > 0
             || table.owed > 0;
         let waits = matches!(job, Job::Wait(_)) && is_short;
         if is_looked && waits {
@@ -248,6 +249,9 @@ impl<D: Driver> Worker<'_, D> {
                 table.looks_again = Looks::Soon;
                 if time == LOOK_SELDOM && timeout.timed_out() {
                     table.try_again();
+                    let staying = table.staying_idle();
+                    drop(table);
+                    self.ask_what_stays(staying);
                 }
                 return true;
             }
@@ -437,6 +441,14 @@ impl<D: Driver> Worker<'_, D> {
                 self.shared.table().unclaim(victim);
                 Err(error.into())
             }
+        }
+    }
+
+    /// Asks for these chunks again: the cause that made them stay may be over, and others wait for their room.
+    fn ask_what_stays(&self, staying: Vec<(usize, VirtualHandle)>) {
+        for (chunk, row) in staying {
+            let stays = self.shared.pool.ledger().chunk_stays(row, false);
+            self.shared.table().stays(chunk, stays);
         }
     }
 

@@ -10,7 +10,7 @@ use crate::error::{PoolError, PoolResult};
 use crate::ledger::{
     Holding, LentTotals, References, Row, Selection, Standing, TagTotals, Unfreezable,
 };
-use crate::report::{CopiedBytes, DeviceReport, PoolReport};
+use crate::report::{CopiedBytes, DeviceReport, PinnedBytes, PoolReport};
 use crate::{AllocationId, PeerId, deferred};
 
 impl<D: Driver> Pool<D> {
@@ -63,7 +63,7 @@ impl<D: Driver> Pool<D> {
             (ledger.accounts(), ledger.file_bytes(), ledger.spilled_bytes())
         };
         for (device, size_bytes) in self.deferred.handles() {
-            accounts.add_pinned(device, deferred::REASON, size_bytes);
+            accounts.add_stay(device, deferred::REASON, size_bytes);
         }
         let mut devices: BTreeMap<DeviceOrdinal, DeviceReport> = BTreeMap::new();
         for ((device, class), mut bytes) in accounts.classes {
@@ -72,9 +72,8 @@ impl<D: Driver> Pool<D> {
             bytes.contents = class.contents;
             devices.entry(device).or_insert_with(|| self.device_row(device)).classes.push(bytes);
         }
-        for ((device, reason), mut bytes) in accounts.pinned {
-            reason.clone_into(&mut bytes.reason);
-            devices.entry(device).or_insert_with(|| self.device_row(device)).pinned.push(bytes);
+        for ((device, _), stay) in accounts.stays {
+            devices.entry(device).or_insert_with(|| self.device_row(device)).pinned.push(stay);
         }
         let mut devices: Vec<_> = devices.into_values().collect();
         for device in &mut devices {
@@ -111,16 +110,22 @@ impl<D: Driver> Pool<D> {
         self.ledger().resident_bytes(selection)
     }
 
-    /// Device memory that a pause of `selection` has had to give back and has not, in bytes: what could not be saved, what the
-    /// driver would not unmap, and what it would not take back.
-    pub fn overdue_bytes(&self, selection: &Selection) -> u64 {
-        let refused = self.deferred.handles().into_iter().map(|(_, size_bytes)| size_bytes);
-        self.ledger().overdue_bytes(selection) + refused.sum::<u64>()
-    }
-
-    /// Own memory of `selection` that a pause must leave in place, in bytes.
-    pub fn pinned_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
-        self.ledger().pinned_bytes(selection)
+    /// Device memory that a pause of `selection` does not give to others, by cause: what it must leave in place. Where it `is_over`,
+    /// also what could not be saved, what the driver would not unmap, and what it would not take back.
+    pub fn stays(&self, selection: &Selection, is_over: bool) -> Vec<PinnedBytes> {
+        let refused = self.deferred.handles().into_iter().map(|(_, bytes)| PinnedBytes {
+            reason: deferred::REASON.to_owned(),
+            bytes,
+            count: 1,
+        });
+        let refused: Vec<_> = refused.filter(|_| is_over).collect();
+        let mut stays = Vec::new();
+        PinnedBytes::merge(
+            &mut stays,
+            &self.ledger().stays(selection, is_over).into_values().collect::<Vec<_>>(),
+        );
+        PinnedBytes::merge(&mut stays, &refused);
+        stays
     }
 
     /// Does this process see the device of this name, as [`Pool::uuid`] says it?

@@ -176,7 +176,7 @@ impl<D: Driver> Entered<'_, D, Use> {
     /// driver lets it, what was opened there of other processes' blocks.
     ///
     /// # Errors
-    /// [`PoolError::Driver`] for the first block that could not be opened; all others are. One that another thread frees meanwhile is none.
+    /// [`PoolError::Driver`] for the first block that could not be opened; all others are that are not away. One that another thread frees meanwhile is none.
     ///
     /// # Driver calls
     /// `cuMemSetAccess` for each block.
@@ -189,21 +189,31 @@ impl<D: Driver> Entered<'_, D, Use> {
                 row.block_size_bytes()?;
                 let is_owners = row.device() == Some(owner);
                 let is_open_there = mapping.opened() > 0 && mapping.rights_of(place).is_some();
-                (is_owners || is_open_there).then(|| (Block::of(mapping), is_owners))
+                (is_owners || is_open_there)
+                    .then(|| (Block::of(mapping), mapping.is_present(), is_owners))
             });
-            blocks.partition(|(_, is_owners)| *is_owners)
+            // What is away comes last, and only if the driver has refused nothing: it gets its rights when it comes back, and
+            // would not come back with one that is refused.
+            let mut blocks: Vec<_> = blocks.collect();
+            blocks.sort_by_key(|(_, is_present, _)| !is_present);
+            blocks.into_iter().partition(|(.., is_owners)| *is_owners)
         };
         let access = [AccessDesc::read_write(accessor)];
-        for (block, _) in opened {
-            if let Err(error) = self.set_access(block.range, &access) {
-                tracing::debug!(%error, %accessor, "opened memory is out of this device's reach");
-            }
-        }
         let mut all = Ok(());
-        for (block, _) in blocks {
+        for (block, is_present, _) in blocks {
+            if all.is_err() && !is_present {
+                continue;
+            }
             let opened = self.set_access(block.range, &access);
             let is_there = || self.pool.ledger().has_block(block);
             all = all.and(opened.or_else(|error| if is_there() { Err(error) } else { Ok(()) }));
+        }
+        for (block, is_present, _) in opened {
+            if (is_present || all.is_ok())
+                && let Err(error) = self.set_access(block.range, &access)
+            {
+                tracing::debug!(%error, %accessor, "opened memory is out of this device's reach");
+            }
         }
         all
     }
@@ -341,10 +351,10 @@ impl<D: Driver> Pool<D> {
         ledger.row(ledger.mapping(address.0)?.allocation())?.device()
     }
 
-    /// The devices that have blocks.
+    /// The devices that blocks lie on, other than those that are away.
     pub fn block_devices(&self) -> BTreeSet<DeviceOrdinal> {
         let ledger = self.ledger();
         let blocks = ledger.rows().filter(|row| row.block_size_bytes().is_some());
-        blocks.filter_map(Row::device).collect()
+        blocks.filter(|row| row.is_resident()).filter_map(Row::device).collect()
     }
 }

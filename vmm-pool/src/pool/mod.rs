@@ -17,10 +17,12 @@ mod sharing;
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 
 pub(crate) use copies::CopyPolicy;
 pub use copies::{ChangeDetection, PieceBytes};
+pub use questions::AwayByTag;
 pub(crate) use room::{Lender, Lenders};
 pub use sharing::{Borrowed, Export, ImportSource, LostImports};
 
@@ -83,6 +85,8 @@ pub struct Pool<D: Driver> {
     pub(crate) copied: Copied,
     /// Machine-wide names of devices, as the driver gave them. A leaf.
     names: Mutex<BTreeMap<DeviceOrdinal, String>>,
+    /// Does the process run without some memory, since a pause by tag? It changes only behind a gate that is shut.
+    runs_without_some: AtomicBool,
 }
 
 /// The NUMA node of a device.
@@ -116,6 +120,7 @@ impl<D: Driver> Pool<D> {
             ahead,
             node_of: Mutex::default(),
             gate: Gate::default(),
+            runs_without_some: AtomicBool::new(false),
             door: Door::default(),
             right: Mutex::new(Arc::downgrade(&right)),
             own_contexts,

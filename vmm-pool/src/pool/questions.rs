@@ -1,11 +1,48 @@
 //! Questions about addresses, and calls that name all that they touch: neither waits for memory of somebody else's.
 
+use std::sync::atomic::Ordering;
+
 use super::Pool;
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawContext, VaRange};
 use crate::gate::{Pass, Passage};
-use crate::ledger::{Known, PlainMemory, Sight};
+use crate::ledger::{Known, PlainMemory, Row, Sight};
+
+/// Memory that its process runs without, since a pause by tag.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AwayByTag {
+    /// Its tag.
+    pub tag: String,
+    /// The mapping that was asked about.
+    pub range: VaRange,
+    /// The device that it belongs to.
+    pub device: Option<DeviceOrdinal>,
+}
 
 impl<D: Driver> Pool<D> {
+    /// Does the process run without some memory, since a pause by tag? One load.
+    #[inline]
+    pub fn runs_without_some(&self) -> bool {
+        self.runs_without_some.load(Ordering::Relaxed)
+    }
+
+    /// Looks for memory that the process runs without, before the gate opens.
+    pub(crate) fn note_what_is_away(&self) {
+        let is_any = self.ledger().rows().any(Row::is_away_by_tag);
+        self.runs_without_some.store(is_any, Ordering::SeqCst);
+    }
+
+    /// Memory in `range` that the process runs without, as long as the caller is inside: a call that touches it
+    /// would fail, and the context with it.
+    pub fn away_by_tag(&self, range: VaRange) -> Option<AwayByTag> {
+        let ledger = self.ledger();
+        let (mapping, row) = ledger.set_aside_in(range)?;
+        Some(AwayByTag {
+            tag: row.class().tag.clone(),
+            range: mapping.range(),
+            device: row.device(),
+        })
+    }
+
     /// Who can answer a question about `address` now. Passes no gate, and waits for nothing.
     pub fn who_knows(&self, address: DeviceAddress) -> Known {
         self.ledger().sight_of(address)

@@ -319,6 +319,13 @@ impl<D: Driver> Pool<D> {
         owners.into_iter().collect()
     }
 
+    /// Kind and size in bytes of each allocation that was imported from `owner` and is on its device.
+    pub fn imports_here(&self, owner: PeerId) -> Vec<(Class, u64)> {
+        let ledger = self.ledger();
+        let here = ledger.rows().filter(|row| row.owner() == Some(owner) && row.is_resident());
+        here.map(|row| (row.class().clone(), row.size_bytes())).collect()
+    }
+
     /// How much was imported from `owner` and is not resident.
     pub fn imports_away(&self, owner: PeerId) -> LostImports {
         self.ledger().imports_away(|_, theirs| theirs == owner).into()

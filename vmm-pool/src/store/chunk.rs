@@ -88,6 +88,9 @@ impl Chunk {
         if let Err(error) = map.advise(Advice::DontFork) {
             tracing::warn!(%error, "a fork of this process copies its saved contents");
         }
+        if let Err(error) = map.advise(Advice::DontDump) {
+            tracing::warn!(%error, "a core dump of this process holds its saved contents");
+        }
         if let Err(error) = nodes::place(map.as_mut_ptr(), map.len(), &how.nodes) {
             tracing::debug!(%error, nodes = ?how.nodes, "host memory lies where the system puts it");
         }
@@ -276,14 +279,16 @@ mod tests {
     }
 
     #[test]
-    fn a_fork_leaves_every_byte_of_a_chunk_out() {
+    fn a_fork_and_a_core_dump_leave_every_byte_of_a_chunk_out() {
         let chunk =
             new_chunk(&BringIn { toucher_threads: 1, nodes: Vec::new() }, CHUNK_BYTES).unwrap();
         let start = chunk.start.as_ptr().addr() as u64;
         for address in [start, start + CHUNK_BYTES / 2, start + CHUNK_BYTES - 1] {
             let flags = flags_at(address);
-            // "do not copy area on fork"
-            assert!(flags.contains(&"dc".to_owned()), "{address:#x}: {flags:?}");
+            // "do not copy area on fork", "do not include area into core dump"
+            for wanted in ["dc", "dd"] {
+                assert!(flags.contains(&wanted.to_owned()), "{address:#x}: {flags:?}");
+            }
         }
     }
 

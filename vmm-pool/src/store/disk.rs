@@ -508,3 +508,32 @@ fn is_refusal_of_direct(error: &io::Error) -> bool {
     let errno = error.raw_os_error().map(Errno::from_raw);
     matches!(errno, Some(Errno::EINVAL | Errno::EOPNOTSUPP))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HALF: usize = 4096;
+
+    #[test]
+    fn what_is_not_in_the_file_is_refused_only_if_it_is_said_to_be_written() {
+        let mut disk = Disk::new();
+        disk.set_dir("/dev/shm".into());
+        let (half, all) = (HALF as u64, 0..2 * HALF as u64);
+        let mut seen = [1; 2 * HALF];
+        for _ in 0..2 {
+            disk.reserve(std::slice::from_ref(&all)).unwrap();
+            let file = disk.file().unwrap();
+            let mut writer = Writer::default();
+            writer.write(&file, 0, &[7; HALF], &[half]).unwrap();
+            file.read(0, &mut seen, false).unwrap();
+            assert_eq!(seen, [[7; HALF], [0; HALF]].concat()[..]);
+            let refused = file.read(0, &mut seen, true).unwrap_err();
+            assert!(matches!(refused, PoolError::FileCorrupted { .. }), "{refused}");
+            writer.write(&file, half, &[8; HALF], &[half]).unwrap();
+            file.read(0, &mut seen, true).unwrap();
+            // The next round knows nothing of the second half.
+            assert!(disk.keep_only(std::slice::from_ref(&(0..half))).is_none());
+        }
+    }
+}

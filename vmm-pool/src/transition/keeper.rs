@@ -55,7 +55,7 @@ use std::time::Instant;
 
 use super::draining::Draining;
 use super::leaving::Undone;
-use super::still::{Failed, ShutGate};
+use super::still::{Failed, Quiesced, ShutGate};
 use crate::driver::{Driver, RawContext};
 use crate::gate::{Mode, StillInside};
 use crate::ledger::{Selection, Tags, Whose};
@@ -264,6 +264,13 @@ impl<D: Driver, W: Origin> Shut<D, W> {
 
     pub(super) fn into_gate(self) -> ShutGate<D> {
         self.gate
+    }
+}
+
+impl<D: Driver> Shut<D, FromOffloaded> {
+    /// For a pause of the rest: nothing has been launched since the pause before it drained the devices.
+    pub fn into_quiesced(self) -> Quiesced<D> {
+        Quiesced::of_idle(self.gate)
     }
 }
 

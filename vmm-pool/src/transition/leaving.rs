@@ -184,7 +184,8 @@ impl<D: Driver> Leaving<D> {
     /// # Driver calls
     /// `cuMemMap`, `cuMemSetAccess`, `cuMemHostUnregister`.
     pub fn undo(self) -> Result<Undone<D>, Failed<Self>> {
-        match Still::drained(&self.quiesced).put_back(&self.rows) {
+        let before = self.quiesced.shut().before();
+        match Still::drained(&self.quiesced).put_back(&self.rows, before) {
             Ok((log, spare)) => {
                 let done = self.quiesced.into_shut().end_as_before();
                 Ok(Undone { done, log, spare })
@@ -459,8 +460,12 @@ impl<D: Driver> Still<'_, D> {
     }
 
     /// Undo of [`Still::save`]: own memory and imports are still there, with their contents; they are mapped again,
-    /// and the process goes on as before.
-    pub(super) fn put_back(&self, rows: &Rows) -> PoolResult<(StepLog, Vec<OwnedFd>)> {
+    /// and the process goes on as before, where the gate was.
+    pub(super) fn put_back(
+        &self,
+        rows: &Rows,
+        before: Mode,
+    ) -> PoolResult<(StepLog, Vec<OwnedFd>)> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
         // Copies may have used them when the save failed.
@@ -468,7 +473,12 @@ impl<D: Driver> Still<'_, D> {
         log.timed("map again", |log| {
             self.map_rows_again(log, rows, |row| row.backing().has_contents())
         })?;
-        let spare = self.pool.run_again(rows);
+        let spare = if before == Mode::Open {
+            self.pool.run_again(rows)
+        } else {
+            self.pool.ledger().stand_on(rows);
+            Vec::new()
+        };
         self.pool.give_host_memory_back_by(HostArena::give_back_unused);
         Ok((log, spare))
     }

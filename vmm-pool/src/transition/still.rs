@@ -99,7 +99,8 @@ impl<D: Driver> Drop for ShutGate<D> {
                 (if is_lost { Ok(()) } else { settled }, *mode)
             }
             OnDrop::UndoPause(rows) => {
-                (Still::of_dropped(self).put_back(rows).map(|(_, spare)| drop(spare)), self.before)
+                let put_back = Still::of_dropped(self).put_back(rows, self.before);
+                (put_back.map(|(_, spare)| drop(spare)), self.before)
             }
             OnDrop::UndoResume(rows) => {
                 (Still::of_dropped(self).take_back(rows).map(|_| ()), self.before)
@@ -125,6 +126,11 @@ impl<D: Driver> ShutGate<D> {
         &self.pool
     }
 
+    /// Where the gate was.
+    pub(super) fn before(&self) -> Mode {
+        self.before
+    }
+
     /// The pause comes to nothing.
     pub(super) fn reopen(self) -> Undone<D> {
         Undone { done: self.end_as_before(), log: StepLog::default(), spare: Vec::new() }
@@ -136,6 +142,7 @@ impl<D: Driver> ShutGate<D> {
         self.pool.copied.begin(0);
         if mode == Mode::Open {
             self.pool.thaw();
+            self.pool.note_what_is_away();
         }
         self.pool.gate().set(mode);
     }
@@ -230,6 +237,10 @@ impl<D: Driver> Quiesced<D> {
             Ok(()) => Ok(self.shut.reopen()),
             Err(error) => Err(Failed::new(self, error)),
         }
+    }
+
+    pub(super) fn shut(&self) -> &ShutGate<D> {
+        &self.shut
     }
 
     pub(super) fn shut_mut(&mut self) -> &mut ShutGate<D> {

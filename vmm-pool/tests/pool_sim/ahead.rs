@@ -5,8 +5,12 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 use vmm_pool::driver::sim::{FaultSpan, SimDriver, SimNode, SimOptions};
-use vmm_pool::driver::{AccessDesc, DeviceOrdinal, DriverCode, DriverOp, PciAddress, VaRange};
-use vmm_pool::{BroughtIn, Contents, HostBudget, HostStanding, PoolError, StepLog};
+use vmm_pool::driver::{
+    AccessDesc, DeviceOrdinal, Driver as _, DriverCode, DriverOp, PciAddress, VaRange,
+};
+use vmm_pool::{
+    BroughtIn, Contents, Failed, HostBudget, HostStanding, NotFrozen, PoolError, StepLog,
+};
 
 use crate::stage::{
     DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, class, create, holds, kept, map, node, pattern,
@@ -15,6 +19,8 @@ use crate::stage::{
 
 /// Host memory is taken in pieces of this size.
 const CHUNK: u64 = 256 << 20;
+/// For what comes at once on a machine that is not busy.
+const SOON: Duration = Duration::from_mins(1);
 
 fn large_node() -> SimNode {
     SimNode::private(&[4 * CHUNK; 2]).expect("a node")
@@ -222,6 +228,43 @@ fn nothing_is_brought_in_once_the_process_ends() {
     pause(&pool);
     resume(&pool);
     assert_eq!(held(&pool).0, UNIT, "a pause takes what it needs");
+}
+
+#[test]
+fn host_memory_is_brought_in_again_behind_a_freeze() {
+    let pool = pool(&large_node());
+    filled(&pool, DEVICE, CHUNK, Contents::Keep);
+    pause(&pool);
+    let (frozen, _) = pool.keeper().freeze(SOON).expect("away");
+    drop(frozen.thaw());
+    resume(&pool);
+    filled(&pool, DEVICE, CHUNK, Contents::Keep);
+    assert_eq!(bring_in(&pool, u64::MAX).len(), 1);
+}
+
+#[test]
+fn host_memory_is_brought_in_again_behind_a_freeze_that_did_not_wait_for_it() {
+    let pool = pool(&large_node());
+    let range = filled(&pool, DEVICE, CHUNK, Contents::Keep);
+    // The pause itself needs none.
+    pool.mark_unused(&[range]);
+    std::thread::scope(|scope| {
+        let pinning = pool.driver().faults().hold(DriverOp::HostRegister);
+        let bringing = scope.spawn(|| {
+            pool.driver().make_current(DEVICE).expect("device 0");
+            pool.bring_in(u64::MAX).map(|came| matches!(came, BroughtIn::Chunk { .. }))
+        });
+        assert!(pinning.is_met(SOON), "it is on its way");
+        pause(&pool);
+        let refused = pool.keeper().freeze(Duration::ZERO).map(drop);
+        let refused = refused.map_err(Failed::into_error);
+        assert_eq!(refused.expect_err("it is being pinned"), NotFrozen::Pinning);
+        drop(pinning);
+        assert!(bringing.join().expect("no panic").expect("host memory"));
+    });
+    resume(&pool);
+    filled(&pool, DEVICE, 2 * CHUNK, Contents::Keep);
+    assert_eq!(bring_in(&pool, u64::MAX).len(), 1);
 }
 
 static ASKED: AtomicU32 = AtomicU32::new(0);

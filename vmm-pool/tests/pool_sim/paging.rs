@@ -5,6 +5,8 @@ mod checked;
 mod giving;
 mod looked;
 pub(crate) mod program;
+mod unsure;
+mod ways;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -330,6 +332,27 @@ fn pinned_chunks_stay_and_are_counted() {
     stage.end();
 }
 
+/// Nothing else asks whether it stays.
+#[test]
+fn what_is_pinned_no_more_leaves_for_a_use_that_did_not_fit_beside_it() {
+    let mut stage = Stage::new(2);
+    stage.alloc_each(3);
+    stage.try_use(&[0], 0, true).expect("here");
+    let range = VaRange::new(stage.start_of(0), UNIT);
+    let registered = stage.pool.enter().register(range, "registered with a network card");
+    // It is found to stay.
+    for span in [1, 2, 1] {
+        stage.try_use(&[span], 0, true).expect("through the other frame");
+    }
+    let both = [1, 2].map(|span| stage.start_of(span));
+    let refused = stage.pager().acquire(&both, stage.streams[0], SHORT).expect_err("no room");
+    assert!(matches!(refused, PageError::Late { .. }), "{refused}");
+    stage.pool.enter().unregister(&registered);
+    stage.try_use(&[1, 2], 0, true).expect("through both frames");
+    stage.use_all(false);
+    stage.end();
+}
+
 #[test]
 fn what_is_freed_while_it_is_pinned_goes() {
     let mut stage = Stage::new(2);
@@ -417,4 +440,37 @@ fn a_pager_that_cannot_begin_leaves_nothing_behind() {
     let error = Pager::new(Arc::clone(pool.pool()), DEVICE, none, unlimited);
     let error = error.expect_err("not one chunk");
     assert!(matches!(error, PageError::TooFewFrames { needed_bytes: UNIT, .. }), "{error}");
+}
+
+#[test]
+fn sizes_that_the_device_does_not_allocate_are_refused_by_name() {
+    let mut stage = Stage::new(1);
+    for chunk_bytes in [0, 1000, UNIT / 2, UNIT + 4096] {
+        let size = WindowSize { window_bytes: 4 * UNIT, chunk_bytes, frames_bytes: 2 * UNIT };
+        let pool = Arc::clone(stage.pool.pool());
+        let error = Pager::new(pool, DEVICE, size, unlimited).expect_err("no such memory");
+        let PageError::UnfitChunk { granularity_bytes: UNIT, device: DEVICE, .. } = error else {
+            panic!("{error}")
+        };
+        assert!(error.to_string().contains(&format!("{UNIT} bytes")), "{error}");
+    }
+    let error = stage.pager().alloc(0).expect_err("of nothing");
+    assert!(matches!(error, PageError::NoBytes), "{error}");
+    stage.alloc_bytes(1).expect("one byte");
+    stage.end();
+}
+
+#[test]
+fn limits_of_the_host_are_looked_at_once_for_each_chunk_and_not_for_each_span() {
+    let looks = Arc::new(AtomicU64::new(0));
+    let counted = Arc::clone(&looks);
+    let mut stage = Stage::within(1, move |_| {
+        counted.fetch_add(1, Ordering::Relaxed);
+        UNLIMITED
+    });
+    for _ in 0..2 * UNIT / 4096 {
+        stage.alloc_bytes(4096).expect("addresses");
+    }
+    assert_eq!(looks.load(Ordering::Relaxed), 2);
+    stage.end();
 }

@@ -259,7 +259,9 @@ impl SimPool {
             }
             Selection::Whole => self.shut::<FromOffloaded>().create_own(Away::Whole),
             Selection::Staged(tags) => self.shut::<FromOffloaded>().create_own(Away::Staged(tags)),
-            selection @ Selection::Tagged(..) => panic!("no resume is of {selection:?}"),
+            selection @ (Selection::Rest | Selection::Tagged(..) | Selection::Standing(..)) => {
+                panic!("no resume is of {selection:?}")
+            }
         };
         match created {
             Ok((arriving, log)) => {

@@ -20,7 +20,8 @@ use crate::stage::{
 const PIECE: u64 = 256 << 10;
 const TAGS: [&str; 2] = ["a", "b"];
 
-struct Random(u64);
+/// Numbers that look random.
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
     fn next(&mut self) -> u64 {
@@ -31,19 +32,19 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    fn below(&mut self, end: u64) -> u64 {
+    pub(crate) fn below(&mut self, end: u64) -> u64 {
         self.next() % end
     }
 
-    fn index(&mut self, end: usize) -> usize {
+    pub(crate) fn index(&mut self, end: usize) -> usize {
         usize::try_from(self.below(end as u64)).expect("small")
     }
 
-    fn one_in(&mut self, count: u64) -> bool {
+    pub(crate) fn one_in(&mut self, count: u64) -> bool {
         self.below(count) == 0
     }
 
-    fn of<T: Copy>(&mut self, all: &[T]) -> T {
+    pub(crate) fn of<T: Copy>(&mut self, all: &[T]) -> T {
         all[self.index(all.len())]
     }
 }
@@ -70,7 +71,7 @@ struct World {
     log: Vec<String>,
 }
 
-fn bytes_of(seed: u64) -> [u8; 16] {
+pub(crate) fn bytes_of(seed: u64) -> [u8; 16] {
     if seed == 0 { [0; 16] } else { pattern(seed) }
 }
 

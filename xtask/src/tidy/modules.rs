@@ -36,8 +36,8 @@ const ORDERS: [Order; 3] = [
     },
     Order {
         folder: "ffi/src",
-        modules: "lib guards bindings environment interpose contexts runtime look replaced pluggable hooks \
-            nccl registrations nvml interposed attach c_api compat",
+        modules: "lib guards bindings environment interpose contexts runtime nvml peers records look replaced pluggable hooks \
+            nccl registrations interposed attach c_api compat",
     },
 ];
 

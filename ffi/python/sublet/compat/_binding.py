@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import inspect
 import logging
 import sys
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Callable, Optional
@@ -17,6 +16,7 @@ from typing import Any, Callable, Optional
 from sublet._errors import UsageError
 from sublet._library import attached
 from sublet.compat._importing import forget, is_half_imported, when_imported
+from sublet.compat._tried import note_untried, version_of
 
 _log = logging.getLogger("sublet")
 _MISSING = object()
@@ -153,15 +153,7 @@ class Framework:
 
     def version(self) -> Optional[str]:
         """The version of the package that is here, or ``None``; imports nothing."""
-        for package in self.packages:
-            told = getattr(sys.modules.get(package), "__version__", None)
-            if isinstance(told, str):
-                return told
-            try:
-                return importlib.metadata.version(package.replace("_", "-"))
-            except importlib.metadata.PackageNotFoundError:
-                continue
-        return None
+        return version_of(self.packages)
 
     def _refuse_lacking(self) -> None:
         for name, targets in self.modules.items():
@@ -195,6 +187,7 @@ class Framework:
             self._refused.pop(name, None)
             self._bound[name] = _bind(module, targets)
             _log.info("%s: served by Sublet: %s", self.name, ", ".join(self._bound[name].names))
+            note_untried(self.name, self.packages)
 
 
 def _found(module: ModuleType, name: str) -> tuple[Any, str]:
@@ -206,20 +199,33 @@ def _found(module: ModuleType, name: str) -> tuple[Any, str]:
 def _lacking(module: ModuleType, targets: Iterable[Target]) -> Optional[str]:
     """What the module does not have of what is needed."""
     for target in targets:
-        holder, last = _found(module, target.name)
-        theirs = getattr(holder, last, None)
-        if theirs is None and target.optional:
+        if target.optional and _theirs(module, target.name) is None:
             continue
-        if not callable(theirs):
-            return f"has no {module.__name__}.{target.name}"
-        try:
-            parameters = inspect.signature(theirs).parameters
-        except (TypeError, ValueError):
-            continue
-        for parameter in target.parameters:
-            if parameter not in parameters:
-                return f"has a {module.__name__}.{target.name} without the parameter '{parameter}'"
+        found = lacking(module, target.name, target.parameters)
+        if found is not None:
+            return found
     return None
+
+
+def lacking(module: ModuleType, name: str, parameters: Sequence[str]) -> Optional[str]:
+    """What the module lacks of one function: itself, or a parameter. ``None`` if nothing."""
+    theirs = _theirs(module, name)
+    if not callable(theirs):
+        return f"has no {module.__name__}.{name}"
+    try:
+        known = inspect.signature(theirs).parameters
+    except (TypeError, ValueError):
+        return None
+    for parameter in parameters:
+        if parameter not in known:
+            return f"has a {module.__name__}.{name} without the parameter '{parameter}'"
+    return None
+
+
+def _theirs(module: ModuleType, name: str) -> Any:
+    """What they have by this name; ``None`` if nothing."""
+    holder, last = _found(module, name)
+    return getattr(holder, last, None)
 
 
 def _bind(module: ModuleType, targets: Iterable[Target]) -> _Bound:
@@ -227,7 +233,7 @@ def _bind(module: ModuleType, targets: Iterable[Target]) -> _Bound:
     names = []
     for target in targets:
         holder, last = _found(module, target.name)
-        theirs = getattr(holder, last, None)
+        theirs = _theirs(module, target.name)
         if theirs is None:
             # It is an optional one: `_lacking` has seen all others.
             continue

@@ -161,7 +161,7 @@ class Moved:
         with contextlib.ExitStack() as stack:
             if self._regions_work:
                 try:
-                    stack.enter_context(region(self.tag))
+                    stack.enter_context(region(self.tag, runs_without=True))
                 except UsageError as error:
                     self._regions_work = False
                     _log.warning("%s: moved as without Sublet: %s", self.tag, error)

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use sublet_torch_allocator::{Backend, Environment, Settings};
-use tenants::region;
+use tenants::region::{self, Base};
 
 use crate::c_api::{self, last_call::fail_aloud};
 use crate::environment;
@@ -63,7 +63,12 @@ fn apply(own: &Settings) {
         HAS_MAPPED_BACKUPS.store(true, Ordering::Relaxed);
     }
     tell_pool();
-    if let Err(error) = region::set_base(own.base(environment())) {
+    let base = own.base(environment());
+    // Its callers wake memory up before they use it.
+    if let Base::Region { tag, .. } = &base {
+        region::agree_to_run_without(tag);
+    }
+    if let Err(error) = region::set_base(base) {
         fail_aloud(c_api::ARGUMENT, &format!("memory of this thread cannot be paused: {error}"));
     }
 }

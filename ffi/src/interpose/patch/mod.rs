@@ -3,7 +3,8 @@
 //!
 //! 1. A library's import slots ([`slots`], found by [`object`]) of functions that we stand in for lead to us.
 //! 2. Addresses of such functions of the driver's that it keeps in its own data are exchanged ([`kept_addresses`]).
-//! 3. Libraries that are loaded later are looked at in the next call of our `dlsym`: a program that opens a library asks it
+//! 3. Weak references to us are null where nobody else has the function ([`weak`]).
+//! 4. Libraries that are loaded later are looked at in the next call of our `dlsym`: a program that opens a library asks it
 //!    for a symbol next. At a pause all are looked at again, also those in which nobody looked up a symbol.
 //!
 //! In a process that the loader bound to us all this is for libraries that have an order of their own
@@ -23,6 +24,7 @@ mod object;
 pub(crate) mod order;
 mod protections;
 mod slots;
+pub(super) mod weak;
 
 use std::cell::{Cell, OnceCell};
 use std::collections::HashMap;

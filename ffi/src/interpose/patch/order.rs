@@ -1,4 +1,4 @@
-//! The order in which the loader looks for `dlsym(RTLD_NEXT, ...)`.
+//! The order in which the loader looks for `dlsym(RTLD_NEXT, ...)`, and the libraries that it searches for a caller alone.
 //!
 //! The loader takes its caller's place from the return address, so that nobody can ask it for somebody else. What it does
 //! (glibc, `do_sym` in `elf/dl-sym.c`) follows from its public list: a library is looked for behind its caller, among what was loaded
@@ -6,7 +6,7 @@
 
 #![expect(unsafe_code, reason = "asks the loader which libraries there are")]
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -23,10 +23,21 @@ pub(crate) struct Behind {
 
 /// What is looked through behind the library that holds `caller`; nothing where no library does.
 pub(crate) fn behind(caller: usize) -> Behind {
+    behind_caller(&loaded_for(caller))
+}
+
+/// The files that the loader searches for `caller` alone, whatever name it asks for: all that were brought in together with it
+/// (glibc, `l_scope`). None for what was loaded with the program, which everybody finds.
+pub(crate) fn around(caller: usize) -> Vec<CString> {
+    around_caller(&loaded_for(caller))
+}
+
+/// The loader's list.
+fn loaded_for(caller: usize) -> Vec<Loaded> {
     let mut list = List { caller, loaded: Vec::new() };
     // SAFETY: `visit` is a callback as `dl_iterate_phdr` takes it, and its data outlives the call.
     unsafe { libc::dl_iterate_phdr(Some(visit), (&raw mut list).cast()) };
-    behind_caller(&list.loaded)
+    list.loaded
 }
 
 struct List {
@@ -102,17 +113,35 @@ fn breadth_first(dependencies: &[Vec<usize>], first: usize) -> Vec<usize> {
     order
 }
 
+/// The last that was loaded with the program, which comes first, and is searched with what is preloaded and all dependencies
+/// in the order of the list.
+fn last_at_start(dependencies: &[Vec<usize>]) -> usize {
+    let (mut last, mut next) = (0, 0);
+    while next <= last {
+        last = dependencies[next].iter().copied().fold(last, usize::max);
+        next += 1;
+    }
+    last
+}
+
+fn around_caller(list: &[Loaded]) -> Vec<CString> {
+    let Some(caller) = list.iter().position(|loaded| loaded.holds_caller) else {
+        return Vec::new();
+    };
+    let dependencies = dependencies(list);
+    let opened = last_at_start(&dependencies) + 1..list.len();
+    let groups = opened.map(|first| breadth_first(&dependencies, first));
+    let with_caller = groups.filter(|group| group.contains(&caller)).flatten();
+    let files: BTreeSet<usize> = with_caller.collect();
+    files.into_iter().map(|number| list[number].file.clone()).collect()
+}
+
 fn behind_caller(list: &[Loaded]) -> Behind {
     let Some(caller) = list.iter().position(|loaded| loaded.holds_caller) else {
         return Behind::default();
     };
     let dependencies = dependencies(list);
-    // The program comes first, and is searched with what is preloaded and all dependencies in the order of the list.
-    let (mut last_at_start, mut next) = (0, 0);
-    while next <= last_at_start {
-        last_at_start = dependencies[next].iter().copied().fold(last_at_start, usize::max);
-        next += 1;
-    }
+    let last_at_start = last_at_start(&dependencies);
     let goes_on = caller <= last_at_start;
     let order = if goes_on {
         (caller..=last_at_start).collect()
@@ -144,7 +173,7 @@ mod tests {
 
     /// A program with two preloaded libraries, of which the second needs another; then a library that was opened, with
     /// two that came with it and one that was there.
-    fn behind_of(caller: &str) -> (Vec<String>, bool) {
+    fn list_of(caller: &str) -> [Loaded; 10] {
         let mut list = [
             loaded("", &["libprog.so", "libc.so"]),
             loaded("/a/libfirst.so", &["libc.so"]),
@@ -160,9 +189,28 @@ mod tests {
         for loaded in &mut list {
             loaded.holds_caller = file_name(&loaded.file) == caller.as_bytes();
         }
-        let Behind { files, goes_on } = behind_caller(&list);
-        let name = |file: &CString| String::from_utf8_lossy(file_name(file)).into_owned();
-        (files.iter().map(name).collect(), goes_on)
+        list
+    }
+
+    fn names(files: &[CString]) -> Vec<String> {
+        files.iter().map(|file| String::from_utf8_lossy(file_name(file)).into_owned()).collect()
+    }
+
+    fn behind_of(caller: &str) -> (Vec<String>, bool) {
+        let Behind { files, goes_on } = behind_caller(&list_of(caller));
+        (names(&files), goes_on)
+    }
+
+    #[test]
+    fn what_was_opened_is_searched_for_all_that_it_brought_in() {
+        let around = |caller| names(&around_caller(&list_of(caller))).join(" ");
+        assert_eq!(around(""), "");
+        assert_eq!(around("libopened.so"), "libfirst.so libc.so libopened.so libone.so libtwo.so");
+        // Two opened libraries need it, and each is searched for it.
+        assert_eq!(
+            around("libtwo.so"),
+            "libfirst.so libc.so libopened.so libone.so libtwo.so libalone.so"
+        );
     }
 
     #[test]

@@ -39,7 +39,7 @@ pub(super) fn settle<'a>(
     let Some(slot) = object.word(import.slot) else {
         return Settled::Refused("an import lies outside of the library".to_owned());
     };
-    let before = slot.load(Ordering::Acquire);
+    let before = value(slot);
     match before {
         value if value == ours => return Settled::Ours,
         0 if import.is_weak => return Settled::Absent,
@@ -62,6 +62,24 @@ pub(super) fn settle<'a>(
         },
         None => Settled::Refused("an import lies where nothing is mapped".to_owned()),
     }
+}
+
+/// The address that a slot holds.
+pub(super) fn value(slot: &AtomicUsize) -> usize {
+    slot.load(Ordering::Acquire)
+}
+
+/// Makes the slot at `address` null. For a library that the loader is done with and never unloads.
+pub(super) fn clear(address: usize, protections: &Protections) -> Result<(), String> {
+    let rights = protections.at(address).ok_or("nothing is mapped there")?;
+    let slot = std::ptr::with_exposed_provenance::<AtomicUsize>(address);
+    // SAFETY: `Object::word` has given this address for a word, and its library stays.
+    let slot = unsafe { &*slot };
+    if rights.write {
+        slot.store(0, Ordering::Release);
+        return Ok(());
+    }
+    write_protected(slot, 0, rights)
 }
 
 /// Writes a slot whose page has `rights`, which it has again afterwards.

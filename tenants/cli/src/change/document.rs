@@ -6,6 +6,7 @@ use tenants::coordinator::{CoordinatorError, DeviceShortage, MemberFailure, Outc
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
 use tenants::switching::{SwitchError, Switched};
+use vmm_pool::PinnedBytes;
 
 use crate::outsiders::{self, Occupant};
 
@@ -41,7 +42,10 @@ pub(crate) struct Document<'a> {
     reasons: &'a [String],
     /// It is done and not written down for later switches, and why not.
     unrecorded: Option<&'a str>,
+    /// Device memory that stays, and was to make room for others.
     stayed_bytes: u64,
+    /// Of these, how much for which cause.
+    stays: &'a [PinnedBytes],
     error: Option<String>,
     /// Why, in one word.
     code: Option<Code>,
@@ -104,7 +108,8 @@ impl<'a> Document<'a> {
             paused: Vec::new(),
             reasons: &[],
             unrecorded: None,
-            stayed_bytes: result.as_ref().map_or(0, Outcome::stayed_bytes),
+            stayed_bytes: 0,
+            stays: &[],
             error: None,
             code: None,
             failures: &[],
@@ -113,10 +118,20 @@ impl<'a> Document<'a> {
             retryable: false,
             unchanged: true,
         };
+        if let Ok(outcome) = result {
+            document.stays = outcome.stays();
+            document.stayed_bytes = PinnedBytes::total_bytes(document.stays);
+        }
         match result {
             Ok(Outcome::Completed(report)) => {
                 document.tell(report);
                 document.unchanged = false;
+                if report.is_partial() {
+                    document.outcome = "partial";
+                }
+            }
+            Ok(Outcome::AlreadyPaused { stays }) if !stays.is_empty() => {
+                document.outcome = "partial";
             }
             Ok(Outcome::AlreadyPaused { .. }) => document.outcome = "already_paused",
             Ok(Outcome::AlreadyActive) => document.outcome = "already_active",

@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::process::ExitCode;
 
 use serde::Serialize;
+use tenants::coordinator::staying;
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::scope::Scope;
-use vmm_pool::Contents;
+use vmm_pool::{Contents, PinnedBytes};
 
 use crate::args::ShowArgs;
 use crate::failure::Failure;
@@ -33,6 +34,8 @@ pub(crate) struct Plan {
     file_bytes_max: u64,
     /// Device memory that would stay.
     stays_bytes: u64,
+    /// Of these, how much for which cause. Of a pause by tag the causes are not told.
+    stays: Vec<PinnedBytes>,
     devices: Vec<PlanDevice>,
 }
 
@@ -57,7 +60,7 @@ pub(super) fn plan(
     if how.json {
         output.json(&plan)?;
     } else {
-        output.line(plan.in_words(scope, tenant, &gpus));
+        output.lines(plan.in_words(scope, tenant, &gpus));
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -69,6 +72,9 @@ impl Plan {
         let mut devices: BTreeMap<&str, u64> = BTreeMap::new();
         for member in view.tenants.iter().flat_map(|tenant| &tenant.stats.members) {
             plan.host_held_bytes += member.pool.host_arena_bytes;
+            if *scope == Scope::Whole {
+                PinnedBytes::merge(&mut plan.stays, &member.member.stays);
+            }
             for device in &member.pool.devices {
                 for class in device.classes.iter().filter(|class| scope.names_tag(&class.tag)) {
                     let moves = class.resident_bytes.saturating_sub(class.pinned_bytes);
@@ -83,6 +89,9 @@ impl Plan {
                 }
             }
         }
+        if *scope == Scope::Whole {
+            plan.stays_bytes = PinnedBytes::total_bytes(&plan.stays);
+        }
         let of_device = |(uuid, freed_bytes): (&str, u64)| {
             (freed_bytes > 0).then(|| PlanDevice { uuid: uuid.to_owned(), freed_bytes })
         };
@@ -90,31 +99,32 @@ impl Plan {
         plan
     }
 
-    fn in_words(&self, scope: &Scope, tenant: &TenantName, gpus: &Gpus) -> String {
+    fn in_words(&self, scope: &Scope, tenant: &TenantName, gpus: &Gpus) -> Vec<String> {
         let subject = scope.subject(tenant);
-        if self.freed_bytes == 0 {
-            return format!("a pause of {subject} would free nothing");
-        }
         let place = gpus.several(self.devices.iter().map(|device| device.uuid.as_str()));
-        let mut parts = vec![
-            format!(
+        let mut parts = Vec::new();
+        if self.freed_bytes == 0 {
+            parts.push(format!("a pause of {subject} would free nothing"));
+        } else {
+            parts.push(format!(
                 "a pause of {subject} would free {} on {place}",
                 units::bytes(self.freed_bytes)
-            ),
-            format!(
+            ));
+            parts.push(format!(
                 "it needs at most {} of host memory, {} of which it holds already",
                 units::bytes(self.host_bytes_max),
                 units::bytes(self.host_held_bytes)
-            ),
-        ];
-        for (bytes, what) in
-            [(self.file_bytes_max, "go to files at most"), (self.stays_bytes, "would stay")]
-        {
-            if bytes > 0 {
-                parts.push(format!("{} {what}", units::bytes(bytes)));
-            }
+            ));
         }
-        format!("{}. Nothing was changed", parts.join("; "))
+        if self.file_bytes_max > 0 {
+            parts.push(format!("{} go to files at most", units::bytes(self.file_bytes_max)));
+        }
+        if self.stays_bytes > 0 {
+            parts.push(format!("{} would stay", units::bytes(self.stays_bytes)));
+        }
+        let mut lines = vec![format!("{}. Nothing was changed", parts.join("; "))];
+        lines.extend(staying(&self.stays));
+        lines
     }
 }
 
@@ -133,18 +143,25 @@ mod tests {
         let mut view = busy();
         view.tenants.retain(|tenant| tenant.stats.tenant == "train");
         view.tenants[0].stats.members[1].pool.devices[0].classes[0].pinned_bytes = 1 << 30;
+        let reason = "registered with a network card".to_owned();
+        view.tenants[0].stats.members[1].member.stays =
+            vec![PinnedBytes { reason, bytes: 1 << 30, count: 2 }];
         let (gpus, tenant) = (Gpus::of(vec![h200()]), TenantName::new("train").unwrap());
-        let said = |scope: &Scope| Plan::of(&tenant, scope, &view).in_words(scope, &tenant, &gpus);
+        let said = |scope: &Scope| {
+            Plan::of(&tenant, scope, &view).in_words(scope, &tenant, &gpus).join("\n")
+        };
         assert_eq!(
             said(&Scope::Whole),
             "a pause of tenant 'train' would free 15.5 GiB on GPU 3; it needs at most 15.5 GiB of host memory, 3 GiB of \
-             which it holds already; 1 GiB would stay. Nothing was changed"
+             which it holds already; 1 GiB would stay. Nothing was changed\n1 GiB of device memory stay: registered with a network card"
         );
         let tags = |name: &str| {
             let names = BTreeSet::from([name.to_owned()]);
             Scope::Tags { tags: TagNames::Named(names), owner: None }
         };
         assert!(said(&tags("nccl")).contains("would free 512 MiB on GPU 3"));
-        assert_eq!(said(&tags("kv")), "a pause of tag 'kv' of tenant 'train' would free nothing");
+        let nothing =
+            "a pause of tag 'kv' of tenant 'train' would free nothing. Nothing was changed";
+        assert_eq!(said(&tags("kv")), nothing);
     }
 }

@@ -1,6 +1,6 @@
 //! What a pause, resume or swap came to, for people: one line, and with `-v` what it is made of.
 
-use tenants::coordinator::{Outcome, Report, Swap};
+use tenants::coordinator::{Outcome, Report, Swap, staying};
 use tenants::identity::TenantName;
 use tenants::scope::Scope;
 use tenants::wire::Action;
@@ -35,12 +35,10 @@ pub(super) fn outcome(
         Outcome::AlreadyActive if *scope != Scope::Whole => {
             output.line(format!("{subject} is not paused"));
         }
-        Outcome::AlreadyPaused { stayed_bytes: stayed_bytes @ 1.. } => output.line(format!(
-            "{subject} is paused already, and {} of its device memory should have gone and have not: resume it and \
-             pause it again (`sublet ps` names the processes)",
-            units::bytes(*stayed_bytes)
-        )),
-        Outcome::AlreadyPaused { .. } => output.line(format!("{subject} is paused already")),
+        Outcome::AlreadyPaused { stays } => {
+            output.line(format!("{subject} is paused already"));
+            staying(stays).for_each(|stay| output.line(stay));
+        }
         Outcome::AlreadyActive => output.line(format!("{subject} is active already")),
     }
 }
@@ -56,6 +54,11 @@ pub(crate) fn line(tenant: &TenantName, scope: &Scope, report: &Report, gpus: &G
     let Scope::Tags { tags, .. } = scope else {
         return format!("{done} {subject} in {took}: {moved}. Bring it back: {resume}");
     };
+    if report.stands_still {
+        return format!(
+            "{done} {subject} in {took}: {moved}, the job stands still until: {resume}"
+        );
+    }
     let way_on = match tags.names_nccl() {
         (true, 0) => "; NCCL calls wait until",
         (true, _) => " without that memory, and NCCL calls wait, until",
@@ -91,6 +94,10 @@ pub(super) fn swap(swap: &Swap, how: ShowArgs, look: fn() -> Gpus) -> Option<Vec
     let took = units::micros(swap.wall_us);
     let mut output = Output::default();
     output.line(format!("swapped in {took}: {}, {}", half(paused), half(resumed)));
+    if paused.stands_still {
+        let tenant = &paused.tenant;
+        output.line(format!("'{tenant}' stands still until: sublet resume {tenant}"));
+    }
     for report in [paused, resumed] {
         if how.verbose {
             details(report, &gpus, &mut output);
@@ -98,7 +105,8 @@ pub(super) fn swap(swap: &Swap, how: ShowArgs, look: fn() -> Gpus) -> Option<Vec
         remark(report, &mut output);
     }
     if let Some(rates) = rates(swap).filter(|_| how.verbose) {
-        output.line(format!("\n{rates}"));
+        output.line("");
+        output.line(rates);
     }
     Some(output.into_lines())
 }
@@ -131,7 +139,8 @@ pub(crate) fn details(report: &Report, gpus: &Gpus, output: &mut Output) {
         Action::Pause => ("pause of", "FREED"),
         Action::Resume => ("resume of", "TAKEN"),
     };
-    output.line(format!("\n{title} '{}'", report.tenant));
+    output.line("");
+    output.line(format!("{title} '{}'", report.tenant));
     let mut phases = output::table(&["PHASE", "SLOWEST", "WALL", "BYTES"], &[1, 2, 3]);
     if let Some(cut) = &report.cut {
         let wall = units::micros(cut.wall_us);
@@ -170,9 +179,10 @@ pub(crate) fn details(report: &Report, gpus: &Gpus, output: &mut Output) {
 
 /// What a person should know of it, and what was lost.
 pub(crate) fn remark(report: &Report, output: &mut Output) {
+    staying(&report.stays).for_each(|stay| output.line(stay));
     // Each begins with its process.
     let notes = report.notes.iter().map(|note| note.split_once(": ").unwrap_or(("", note)));
-    let notes = notes.map(|(who, text)| (who.to_owned(), text.to_owned()));
+    let notes = notes.map(|(who, text)| (who.to_owned(), Gpus::numbered(text)));
     for (who, text) in units::folded(notes) {
         let who = if who.is_empty() { who } else { format!("{who}: ") };
         output.line(format!("note: {who}{text}"));

@@ -31,6 +31,8 @@ fn driver_checks<D: Driver>(driver: &D) -> Vec<Check> {
             for ordinal in 0..count {
                 checks.extend(device_checks(driver, DeviceOrdinal(ordinal), &gpus));
             }
+            let devices = (0..count).map(DeviceOrdinal);
+            checks.push(multicast(devices.filter(|device| can_multicast(driver, *device)).count()));
         }
     }
     checks
@@ -77,22 +79,35 @@ fn device_checks<D: Driver>(driver: &D, device: DeviceOrdinal, gpus: &Gpus) -> V
             has(DeviceAttribute::HANDLE_TYPE_POSIX_FD_SUPPORTED),
         ),
     ];
-    let hidden = [
-        ("multicast (NVLS)", DeviceAttribute::MULTICAST_SUPPORTED),
-        ("fabric handles", DeviceAttribute::HANDLE_TYPE_FABRIC_SUPPORTED),
-    ];
-    for (what, attribute) in hidden {
-        // An attribute that the driver does not know is one that it does not have.
-        let finding = if has(attribute) == Ok(true) {
-            format!(
-                "has {what}; under Sublet it is hidden from applications, which use other paths"
-            )
-        } else {
-            format!("has no {what}; nothing to hide from applications")
-        };
-        checks.push(Check::ok(&subject, finding));
-    }
+    // An attribute that the driver does not know is one that it does not have.
+    let finding = if has(DeviceAttribute::HANDLE_TYPE_FABRIC_SUPPORTED) == Ok(true) {
+        "has fabric handles; under Sublet they are hidden from applications, which use other paths"
+    } else {
+        "has no fabric handles; nothing to hide from applications"
+    };
+    checks.push(Check::ok(&subject, finding));
     checks
+}
+
+fn can_multicast<D: Driver>(driver: &D, device: DeviceOrdinal) -> bool {
+    driver.device_attribute(device, DeviceAttribute::MULTICAST_SUPPORTED).is_ok_and(|it| it != 0)
+}
+
+/// What hiding multicast costs, where there are switches that have it. It is the driver that is asked, as NCCL asks it: that there are
+/// switches (`/proc/driver/nvidia-nvswitch`) does not say so, since those of A100 servers cannot multicast.
+fn multicast(gpus: usize) -> Check {
+    let subject = "NVLS";
+    if gpus < 2 {
+        return Check::ok(subject, "no GPUs that could multicast to each other; nothing to hide");
+    }
+    Check::warn(
+        subject,
+        format!(
+            "{gpus} GPUs are behind NVSwitches that multicast, which Sublet hides: NCCL's large all-reduces lose about a fifth of their \
+             bandwidth on eight GPUs, by others' figures"
+        ),
+        "to see what it costs you, run a job without Sublet, with NCCL_NVLS_ENABLE=0 and without (docs/status.md)",
+    )
 }
 
 /// With all that is known of it: here people learn which GPU has which name.
@@ -126,6 +141,17 @@ mod tests {
         let broken =
             version(Err(DriverError { op: DriverOp::DriverGetVersion, code: DriverCode::UNKNOWN }));
         assert_eq!(broken.level, Level::Fail);
+    }
+
+    #[test]
+    fn what_hiding_multicast_costs_is_said_where_several_gpus_have_it() {
+        for gpus in [0, 1] {
+            assert_eq!(multicast(gpus).level, Level::Ok);
+        }
+        let check = multicast(8);
+        assert_eq!(check.level, Level::Warn);
+        assert!(check.finding.starts_with("8 GPUs are behind NVSwitches"), "{check:?}");
+        assert!(check.next_step.unwrap().contains("NCCL_NVLS_ENABLE=0"));
     }
 
     #[test]

@@ -189,13 +189,6 @@ const RULES: &[Rule] = &[
         next_step: "set it above 70000, or unset it; or pause between steps (docs/watchdogs.md)",
     },
     Rule {
-        name: "NCCL_CUMEM_ENABLE",
-        matters: |value| value == "0",
-        finding: "NCCL's buffers stay on the GPU during a pause: it shares them in a way that cannot follow one",
-        next_step: "export NCCL_CUMEM_ENABLE=1 before the job starts; unset, it is set to 0 by slime, verl and \
-                    OpenRLHF (docs/slime.md, docs/verl.md, docs/openrlhf.md)",
-    },
-    Rule {
         name: "NCCL_NVLS_ENABLE",
         matters: |value| value == "1",
         finding: "asks for multicast, which Sublet hides from applications",
@@ -309,19 +302,19 @@ mod tests {
     #[test]
     fn only_variables_that_matter_are_named() {
         let quiet =
-            Environment::of(&[("NCCL_CUMEM_ENABLE", "1"), ("NCCL_NET_GDR_LEVEL", "LOC")], None);
+            Environment::of(&[("NCCL_CUMEM_ENABLE", "0"), ("NCCL_NET_GDR_LEVEL", "LOC")], None);
         assert_eq!(variables(&quiet).len(), 1);
         assert_eq!(variables(&quiet)[0].level, Level::Ok);
         let loud = Environment::of(
-            &[("NCCL_CUMEM_ENABLE", "0"), ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")],
+            &[("NCCL_NVLS_ENABLE", "1"), ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")],
             None,
         );
         let checks = variables(&loud);
         assert_eq!(checks.len(), 2);
         assert!(checks.iter().all(|check| check.level == Level::Warn));
-        assert!(checks[0].finding.starts_with("NCCL_CUMEM_ENABLE=0: "));
+        assert!(checks[0].finding.starts_with("NCCL_NVLS_ENABLE=1: "));
         let undone = checks[0].next_step.as_deref().unwrap();
-        assert!(undone.starts_with("export NCCL_CUMEM_ENABLE=1"), "{undone}");
+        assert_eq!(undone, "unset it");
     }
 
     #[test]

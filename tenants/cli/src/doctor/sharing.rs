@@ -1,13 +1,17 @@
 //! Other ways in which GPUs are shared or divided on this machine: MPS and MIG. What a pause does there is not established.
 
-use std::fs;
+use std::fs::{self, OpenOptions};
+use std::io::{self, Read as _};
 use std::path::Path;
+
+use tenants::run_dir::open_regular;
 
 use super::Check;
 use crate::environment::Environment;
 
 const PIPE_VARIABLE: &str = "CUDA_MPS_PIPE_DIRECTORY";
 const PIPE_DIR: &str = "/tmp/nvidia-mps";
+const PID_BYTES_MAX: u64 = 32;
 /// Where the kernel driver shows what it can do, GPU by GPU.
 const CAPABILITIES: &str = "/proc/driver/nvidia/capabilities";
 
@@ -30,7 +34,10 @@ fn mps(dir: &Path, is_named: bool, proc: &Path) -> Check {
             Check::ok(subject, "no control daemon listens")
         };
     }
-    let pid = fs::read_to_string(dir.join("nvidia-cuda-mps-control.pid")).ok();
+    // Anybody may have made the directory.
+    let file = dir.join("nvidia-cuda-mps-control.pid");
+    let file = open_regular(OpenOptions::new().read(true), &file).ok();
+    let pid = file.and_then(|file| io::read_to_string(file.take(PID_BYTES_MAX)).ok());
     let pid = pid.and_then(|text| text.trim().parse::<u32>().ok());
     let who = match pid {
         Some(pid) if proc.join(pid.to_string()).exists() => format!("process {pid}"),
@@ -86,6 +93,9 @@ fn mig(capabilities: &Path) -> Check {
 
 #[cfg(test)]
 mod tests {
+    use nix::sys::stat::Mode;
+    use nix::unistd::mkfifo;
+
     use super::super::Level;
     use super::*;
 
@@ -101,7 +111,11 @@ mod tests {
         let found = mps(&dir, false, &proc);
         assert_eq!(found.level, Level::Warn);
         assert!(found.finding.contains("of unknown process"), "{found:?}");
-        fs::write(dir.join("nvidia-cuda-mps-control.pid"), "4711\n").unwrap();
+        let file = dir.join("nvidia-cuda-mps-control.pid");
+        mkfifo(&file, Mode::S_IRWXU).unwrap();
+        assert!(mps(&dir, false, &proc).finding.contains("of unknown process"));
+        fs::remove_file(&file).unwrap();
+        fs::write(&file, "4711\n").unwrap();
         assert!(mps(&dir, false, &proc).finding.contains("process 4711, which is not seen"));
         fs::create_dir_all(proc.join("4711")).unwrap();
         let found = mps(&dir, true, &proc);

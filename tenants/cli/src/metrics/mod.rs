@@ -18,6 +18,7 @@ use prometheus_client::metrics::exemplar::Exemplar;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::{Registry, Unit};
+use tenants::error_text::{plain, plain_by};
 use tenants::run_dir::RunDir;
 use tenants::wire::{MemberStats, PauseTimes, Phase, PhaseReport};
 
@@ -63,7 +64,7 @@ pub(crate) fn metrics(
 fn listen(address: SocketAddr, run_dir: &RunDir, output: &mut Output) -> Result<ExitCode, Failure> {
     let interrupt = signals::watch()?;
     let mut figures = Figures::new(run_dir);
-    let look = move || figures.text().map_err(|failure| failure.to_string());
+    let look = move || figures.text().map_err(|failure| plain(&failure.to_string()));
     serve::serve(address, look, interrupt, |address| {
         if !address.ip().is_loopback() {
             output::complain(&format!(
@@ -110,7 +111,9 @@ fn text_of(view: &View) -> Result<String, Failure> {
             family.sort_unstable();
         }
     }
-    Ok(lines.join("\n") + "\n")
+    // In a label, a backslash stands as two.
+    let all = lines.into_iter().map(|line| plain_by("\\\\u", line) + "\n");
+    Ok(all.collect())
 }
 
 type Labels = Vec<(&'static str, String)>;

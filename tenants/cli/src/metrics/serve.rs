@@ -3,29 +3,34 @@
 //! ```text
 //!   the command's thread: accepts, reads requests and writes answers, for a bounded number of connections and a bounded time each,
 //!     |                   until Ctrl-C or SIGTERM
-//!     +--asks--> the one that looks: one look at a time, for all who wait
+//!     +--asks--> the one that looks: one look at a time, and at most one each second
 //! ```
+//!
+//! Any user of the machine may connect. So a connection that asks nothing loses its place to a new one, as with the agents.
+//! Any page in a browser may lead its own name here. So a request that calls us by a name that is not ours is refused.
 //!
 //! A look that takes too long is answered with 503 by the scraper's own deadline; it goes on, and the next scrape has it or a newer
 //! one. A connection has one request: who scrapes each few seconds needs no more.
 
 use std::convert::Infallible;
-use std::io;
-use std::net::{SocketAddr, TcpListener, ToSocketAddrs as _};
-use std::sync::Arc;
+use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs as _};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::thread;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+use std::{fs, io, thread};
 
 use hyper::body::Incoming;
-use hyper::header::{ACCEPT, ALLOW, CONTENT_TYPE, HeaderValue};
+use hyper::header::{ACCEPT, ALLOW, CONTENT_TYPE, HOST, HeaderValue};
+use hyper::http::uri::Authority;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
-use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::rt::TokioIo;
+use nix::sys::socket::{Backlog, listen};
 use tenants::coordinator::Interrupt;
 use tokio::net::TcpStream;
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::oneshot;
+use tokio::task::{self, JoinHandle};
 use tokio::time::{sleep, timeout};
 
 use crate::failure::{EXIT_UNCHANGED, Failure};
@@ -33,10 +38,14 @@ use crate::output;
 
 /// Where it listens when nothing else is said: on this machine alone.
 pub(crate) const ADDRESS: &str = "127.0.0.1:9400";
-/// Connections at a time; others wait to be accepted.
-const CONNECTIONS_MAX: usize = 64;
-/// How long a client may take to ask.
-const ASK_TIMEOUT: Duration = Duration::from_secs(5);
+/// Connections at a time. A new one takes the place of the one that has been idle longest; if none is, it waits.
+const CONNECTIONS_MAX: usize = 128;
+/// How long a connection may be idle before its place goes to another: time to ask, and to take the answer.
+const IDLE_MIN: Duration = Duration::from_millis(500);
+/// The most that is read of a request.
+const REQUEST_BYTES_MAX: usize = 64 << 10;
+/// The least from one look to the next. Who asks sooner gets what the last has found.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// How long a look may take where the scraper does not say: Prometheus waits 10 s by default.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(9);
 /// The most, whatever the scraper says.
@@ -84,14 +93,12 @@ impl Source {
 }
 
 fn look_for(asked: &Receiver<oneshot::Sender<Look>>, mut look: impl FnMut() -> Look) {
-    while let Ok(first) = asked.recv() {
-        let found = look();
-        // Gathered before anybody has an answer: who asks after that is owed a look of its own.
-        let waiting: Vec<_> = std::iter::once(first).chain(asked.try_iter()).collect();
-        for one in waiting {
-            // A client that has waited too long is not there.
-            one.send(found.clone()).ok();
-        }
+    let mut last: Option<(Look, Instant)> = None;
+    while let Ok(asker) = asked.recv() {
+        let fresh = last.take().filter(|(_, at)| at.elapsed() < LOOK_EVERY);
+        let (found, _) = last.insert(fresh.unwrap_or_else(|| (look(), Instant::now())));
+        // A client that has waited too long is not there.
+        asker.send(found.clone()).ok();
     }
 }
 
@@ -109,6 +116,8 @@ pub(super) fn serve(
         Failure::new(message, EXIT_UNCHANGED)
     };
     let listener = TcpListener::bind(address).map_err(failed)?;
+    // As many may wait as the system allows.
+    listen(&listener, Backlog::MAXCONN).map_err(|errno| failed(errno.into()))?;
     listener.set_nonblocking(true).map_err(failed)?;
     let source = Source::new(look).map_err(failed)?;
     let (end, ended) = oneshot::channel();
@@ -135,33 +144,75 @@ fn watch(interrupt: Interrupt, end: oneshot::Sender<()>) -> io::Result<()> {
     thread::Builder::new().spawn(wait).map(drop)
 }
 
+/// Since when nobody has owed a connection an answer; none while somebody does.
+type IdleSince = Arc<Mutex<Option<Instant>>>;
+
+fn set_idle(place: &IdleSince, since: Option<Instant>) {
+    *place.lock().unwrap_or_else(PoisonError::into_inner) = since;
+}
+
+/// Connections that are served.
+#[derive(Default)]
+struct Places(Vec<(JoinHandle<()>, IdleSince)>);
+
+impl Places {
+    /// Waits until there is room for one more, and makes it.
+    async fn make_room(&mut self) {
+        loop {
+            // What has arrived meanwhile is read first.
+            task::yield_now().await;
+            self.0.retain(|(task, _)| !task.is_finished());
+            if self.0.len() < CONNECTIONS_MAX || self.end_oldest() {
+                return;
+            }
+            sleep(IDLE_MIN / 10).await;
+        }
+    }
+
+    /// Ends the connection that has been idle longest, if there is one.
+    fn end_oldest(&mut self) -> bool {
+        let idle_since = |place: &IdleSince| *place.lock().unwrap_or_else(PoisonError::into_inner);
+        let idle =
+            self.0.iter().enumerate().filter_map(|(at, (_, place))| Some((idle_since(place)?, at)));
+        let oldest = idle.min().filter(|(since, _)| since.elapsed() >= IDLE_MIN);
+        if let Some((_, at)) = oldest {
+            self.0.swap_remove(at).0.abort();
+        }
+        oldest.is_some()
+    }
+}
+
 async fn accept_all(listener: tokio::net::TcpListener, source: Source) {
-    let room = Arc::new(Semaphore::new(CONNECTIONS_MAX));
-    while let Ok(place) = Arc::clone(&room).acquire_owned().await {
+    let mut places = Places::default();
+    loop {
+        places.make_room().await;
         match listener.accept().await {
             Ok((stream, _)) => {
-                let source = source.clone();
-                tokio::spawn(async move {
-                    connected(stream, source).await;
-                    drop(place);
-                });
+                let place = IdleSince::new(Mutex::new(Some(Instant::now())));
+                let task = tokio::spawn(connected(stream, source.clone(), Arc::clone(&place)));
+                places.0.push((task, place));
             }
             Err(error) => {
                 output::complain(&format!("a connection could not be accepted: {error}"));
+                places.end_oldest();
                 sleep(BACK_OFF).await;
             }
         }
     }
 }
 
-async fn connected(stream: TcpStream, source: Source) {
+async fn connected(stream: TcpStream, source: Source, place: IdleSince) {
     let service = service_fn(move |request| {
-        let source = source.clone();
-        async move { Ok::<_, Infallible>(answer(&request, &source).await) }
+        let (source, place) = (source.clone(), Arc::clone(&place));
+        async move {
+            set_idle(&place, None);
+            let response = answer(&request, &source).await;
+            set_idle(&place, Some(Instant::now()));
+            Ok::<_, Infallible>(response)
+        }
     });
     let connection = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(ASK_TIMEOUT)
+        .max_buf_size(REQUEST_BYTES_MAX)
         .keep_alive(false)
         .serve_connection(TokioIo::new(stream), service);
     // A client that went away, or spoke no HTTP, or was too slow: there is nobody to be told.
@@ -171,6 +222,14 @@ async fn connected(stream: TcpStream, source: Source) {
 async fn answer(request: &Request<Incoming>, source: &Source) -> Response<String> {
     let is_read = [Method::GET, Method::HEAD].contains(request.method());
     let (status, kind, text) = match request.uri().path() {
+        _ if !is_for_us(request) => (
+            StatusCode::MISDIRECTED_REQUEST,
+            TEXT,
+            format!(
+                "the request names another host: ask by an address, as localhost, or as {}\n",
+                host_name()
+            ),
+        ),
         "/metrics" | "/" if !is_read => {
             (StatusCode::METHOD_NOT_ALLOWED, TEXT, "only GET and HEAD\n".to_owned())
         }
@@ -193,6 +252,28 @@ async fn answer(request: &Request<Incoming>, source: &Source) -> Response<String
         headers.insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
     }
     response
+}
+
+/// Is every host that the request names this machine? One that names none is for us too.
+fn is_for_us(request: &Request<Incoming>) -> bool {
+    let by_header = request.headers().get_all(HOST).iter();
+    let by_header = by_header.map(|value| value.to_str().ok()?.parse::<Authority>().ok());
+    let by_target = request.uri().authority().cloned().map(Some);
+    by_header.chain(by_target).all(|named| named.is_some_and(|named| is_ours(named.host())))
+}
+
+/// Is `host` this machine's name, or an address? The owner of a name may lead it here. An address is where the asker
+/// has gone itself: one of ours, or that of a port that leads here.
+fn is_ours(host: &str) -> bool {
+    let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+    bare.parse::<IpAddr>().is_ok()
+        || host.eq_ignore_ascii_case("localhost")
+        || host.eq_ignore_ascii_case(&host_name())
+}
+
+fn host_name() -> String {
+    let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    name.trim().to_owned()
 }
 
 /// How long the scraper waits, less what the way takes.
@@ -224,19 +305,21 @@ pub(crate) fn address(text: &str) -> Result<SocketAddr, String> {
 mod tests {
     use std::io::{Read as _, Write as _};
     use std::net::TcpStream;
-    use std::sync::Mutex;
     use std::sync::atomic::{AtomicU32, Ordering};
-    use std::time::Instant;
 
     use super::*;
 
     const GENEROUS: Duration = Duration::from_mins(1);
 
     fn ask(address: SocketAddr, request: &str) -> String {
+        send(address, &format!("{request}\r\nHost: localhost\r\nConnection: close\r\n\r\n"))
+    }
+
+    /// What comes back for bytes of a connection's own.
+    fn send(address: SocketAddr, bytes: &str) -> String {
         let mut stream = TcpStream::connect(address).unwrap();
         stream.set_read_timeout(Some(GENEROUS)).unwrap();
-        let end = "Host: localhost\r\nConnection: close\r\n\r\n";
-        stream.write_all(format!("{request}\r\n{end}").as_bytes()).unwrap();
+        stream.write_all(bytes.as_bytes()).unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
         answer
@@ -281,11 +364,97 @@ mod tests {
                     post.starts_with("HTTP/1.1 405") && post.contains("allow: GET, HEAD"),
                     "{post}"
                 );
-                // One that never says anything, and one that leaves in the middle, keep nobody from an answer.
-                let _silent: Vec<_> =
-                    (0..40).map(|_| TcpStream::connect(address).unwrap()).collect();
+                // One that leaves in the middle keeps nobody from an answer.
                 drop(TcpStream::connect(address).unwrap().write_all(b"GET /metr"));
                 assert!(ask(address, "GET /metrics HTTP/1.1").starts_with("HTTP/1.1 200"));
+            },
+        );
+    }
+
+    #[test]
+    fn connections_that_ask_nothing_or_never_end_give_their_places_to_scrapes() {
+        let begun = [
+            "",
+            "GET /metrics HTTP/1.1\r\nHost: localhost\r\nX-More: ",
+            "POST /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\nx",
+        ];
+        while_served(
+            || Ok("sublet_gpu 1\n".to_owned()),
+            |address| {
+                for bytes in begun {
+                    let connect = || {
+                        let mut stream = TcpStream::connect(address).unwrap();
+                        // It may have been answered, and its place given away.
+                        stream.write_all(bytes.as_bytes()).ok();
+                        stream
+                    };
+                    let _others: Vec<_> = (0..3 * CONNECTIONS_MAX).map(|_| connect()).collect();
+                    for _ in 0..3 {
+                        let found = ask(address, "GET /metrics HTTP/1.1");
+                        assert!(found.starts_with("HTTP/1.1 200"), "{bytes}: {found}");
+                    }
+                }
+            },
+        );
+    }
+
+    #[test]
+    fn those_who_ask_within_a_second_get_what_the_last_look_has_found() {
+        let looks = Arc::new(AtomicU32::new(0));
+        let counted = Arc::clone(&looks);
+        let look = move || Ok(format!("{}\n", counted.fetch_add(1, Ordering::SeqCst)));
+        while_served(look, |address| {
+            let begun = Instant::now();
+            for _ in 0..30 {
+                assert!(ask(address, "GET /metrics HTTP/1.1").starts_with("HTTP/1.1 200"));
+            }
+            let looks = u64::from(looks.load(Ordering::SeqCst));
+            assert!(looks <= 1 + begun.elapsed().as_secs(), "{looks} looks");
+        });
+    }
+
+    #[test]
+    fn a_request_that_names_another_host_is_refused_by_one_line() {
+        while_served(
+            || Ok("sublet_gpu 1\n".to_owned()),
+            |address| {
+                let port = address.port();
+                let name = host_name();
+                for host in [
+                    format!("127.0.0.1:{port}"),
+                    format!("localhost:{port}"),
+                    format!("[::1]:{port}"),
+                    "LocalHost".to_owned(),
+                    format!("{name}:{port}"),
+                    // A port of another address may lead here.
+                    "10.0.0.7:9400".to_owned(),
+                ] {
+                    let found =
+                        send(address, &format!("GET /metrics HTTP/1.1\r\nHost: {host}\r\n\r\n"));
+                    assert!(found.starts_with("HTTP/1.1 200"), "{host}: {found}");
+                }
+                assert!(send(address, "GET /metrics HTTP/1.0\r\n\r\n").starts_with("HTTP/1.0 200"));
+                let evil = format!("evil.example:{port}");
+                for hosts in [
+                    format!("GET /metrics HTTP/1.1\r\nHost: {evil}"),
+                    "GET /metrics HTTP/1.1\r\nHost: localhost.evil.example".to_owned(),
+                    "GET /metrics HTTP/1.1\r\nHost: 127.0.0.1.evil.example".to_owned(),
+                    "GET /metrics HTTP/1.1\r\nHost: localhost@evil.example".to_owned(),
+                    "GET /metrics HTTP/1.1\r\nHost:".to_owned(),
+                    format!("GET / HTTP/1.1\r\nHost: localhost\r\nHost: {evil}"),
+                    format!("GET http://{evil}/metrics HTTP/1.1\r\nHost: localhost"),
+                    format!("POST /other HTTP/1.1\r\nHost: {evil}"),
+                ] {
+                    let found = send(address, &format!("{hosts}\r\n\r\n"));
+                    assert!(found.starts_with("HTTP/1.1 421"), "{hosts}: {found}");
+                    let (_, text) = found.split_once("\r\n\r\n").unwrap();
+                    assert_eq!(
+                        text,
+                        format!(
+                            "the request names another host: ask by an address, as localhost, or as {name}\n"
+                        )
+                    );
+                }
             },
         );
     }
@@ -309,14 +478,14 @@ mod tests {
             assert!(refused.starts_with("HTTP/1.1 503"), "{refused}");
             assert!(refused.contains("the run directory is gone"), "{refused}");
             let short = format!("GET /metrics HTTP/1.1\r\n{TIMEOUT_HEADER}: 0.2");
-            let late = ask(address, &short);
-            assert!(late.starts_with("HTTP/1.1 503") && late.contains("within 180 ms"), "{late}");
-            // The thread that looks may come to that late.
+            // Until the next look, which comes a second later.
             let deadline = Instant::now() + GENEROUS;
             while looks.load(Ordering::SeqCst) < 2 {
-                assert!(Instant::now() < deadline, "it was not looked for the second answer");
-                thread::yield_now();
+                assert!(Instant::now() < deadline, "it was not looked a second time");
+                ask(address, &short);
             }
+            let late = ask(address, &short);
+            assert!(late.starts_with("HTTP/1.1 503") && late.contains("within 180 ms"), "{late}");
             // Meanwhile nobody looks a second time.
             assert!(ask(address, &short).starts_with("HTTP/1.1 503"));
             assert_eq!(looks.load(Ordering::SeqCst), 2);

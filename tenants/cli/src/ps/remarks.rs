@@ -1,7 +1,7 @@
 //! What people should know of tenants and their processes, below the table.
 
 use tenants::coordinator::TenantStats;
-use tenants::wire::{HostProgress, HostStage, Lent, MemberInfo, MemberState};
+use tenants::wire::{HostProgress, HostStage, Lent, MemberInfo, MemberState, MemberStats};
 use vmm_pool::PoolReport;
 
 use crate::view::View;
@@ -43,7 +43,7 @@ pub(super) fn remarks_of_members(
         }
         member.lent.iter().map(lent_remark).for_each(&mut say);
         deep_remark(&member.member, &tenant.tenant).into_iter().for_each(&mut say);
-        stayed_remark(&member.member).into_iter().for_each(&mut say);
+        stayed_remark(member).into_iter().for_each(&mut say);
         host_remark(&member.host).into_iter().for_each(&mut say);
         spilled_remark(&member.pool).into_iter().for_each(&mut say);
         member.notes.iter().cloned().for_each(&mut say);
@@ -81,11 +81,14 @@ fn deep_remark(member: &MemberInfo, tenant: &str) -> Option<String> {
 }
 
 /// Memory that a pause has left behind.
-fn stayed_remark(member: &MemberInfo) -> Option<String> {
-    (member.stayed_bytes > 0).then(|| {
+fn stayed_remark(member: &MemberStats) -> Option<String> {
+    let classes = member.pool.devices.iter().flat_map(|device| &device.classes);
+    let overdue_bytes: u64 =
+        classes.map(|class| class.resident_bytes.saturating_sub(class.pinned_bytes)).sum();
+    (member.member.state == MemberState::Paused && overdue_bytes > 0).then(|| {
         format!(
             "{} of device memory should have gone with the pause and have not: a resume and another pause try again",
-            units::bytes(member.stayed_bytes)
+            units::bytes(overdue_bytes)
         )
     })
 }

@@ -22,10 +22,10 @@ use crate::stepping::{Activity, StepOrder};
 use crate::transport::frame::encode;
 use crate::transport::{Connection, Listener, TransportError, poll_until};
 use crate::wire::{
-    DeviceDelta, Drained, Failure, FailureKind, GiveUp, HostProgress, Idleness, MemberInfo,
-    MemberState, MemberStats, Needed, Order, PauseTimes, Phase, PhaseAnswer, PhaseReport, Reply,
-    Request, RoundEnd, SaveProgress, SaveStage, SaveStep, StageLeft, StageReport, StepOn,
-    TakePhase, Window,
+    DeviceDelta, Drained, Failure, FailureKind, GiveUp, HostProgress, Idleness, Lending,
+    MemberInfo, MemberState, MemberStats, Needed, Order, PauseTimes, Phase, PhaseAnswer,
+    PhaseReport, Reply, Request, RoundEnd, SaveProgress, SaveStage, SaveStep, StageLeft,
+    StageReport, StepOn, TakePhase, Window,
 };
 
 const STEP: Duration = Duration::from_millis(5);
@@ -409,7 +409,10 @@ impl Agent {
             Request::Phase(TakePhase { order, .. }) => self.phase(order),
             Request::GiveUp(_) => Reply::Noted,
             Request::FetchFds(_) => no_fds(),
-            Request::Lent(_) => Reply::Lent(Box::default()),
+            Request::Lent(_) => {
+                let partners = self.script.partner.into_iter().collect();
+                Reply::Lent(Box::new(Lending { partners, ..Lending::default() }))
+            }
             Request::Save(step) => self.save(step),
         }
     }
@@ -477,7 +480,7 @@ impl Agent {
             steps: Vec::new(),
             devices: vec![DeviceDelta { bytes, ..self.needed() }; usize::from(bytes > 0)],
             notes: Vec::new(),
-            stayed_bytes: 0,
+            stays: Vec::new(),
             kept: None,
             stage: Some(StageReport {
                 copied_bytes: bytes,
@@ -486,7 +489,8 @@ impl Agent {
         };
         let drained = (phase == Phase::Drain).then(|| {
             let lent = self.script.lent.into_iter().collect();
-            let references = References { lent, ..References::default() };
+            let partners = self.script.partner.into_iter().collect();
+            let references = References { lent, partners, ..References::default() };
             Box::new(Drained { host: self.script.host.clone(), references })
         });
         Reply::PhaseDone(phase, PhaseAnswer { report, drained })
@@ -561,7 +565,8 @@ impl Agent {
             command: "python train.py".to_owned(),
             version: self.script.version.to_owned(),
             state: *self.state.lock().unwrap(),
-            stayed_bytes: 0,
+            stands_without: None,
+            stays: Vec::new(),
             held: false,
             in_round: false,
             nccl_waits: false,

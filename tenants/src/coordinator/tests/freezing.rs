@@ -6,6 +6,7 @@ use vmm_pool::driver::DriverCode;
 
 use super::*;
 use crate::checkpoints::{CheckpointError, Checkpointer, ProcessState};
+use crate::transport::poll_until;
 
 /// The driver's part, of one process.
 #[derive(Debug)]
@@ -17,11 +18,33 @@ struct Standing {
     /// Calls that fail, each once, by name.
     fails: Vec<(&'static str, DriverCode)>,
     made: Vec<&'static str>,
+    /// The time that the first look at a process takes.
+    answers_after: Duration,
+    /// A call that says that it is done, and does nothing.
+    lies: Option<&'static str>,
+    /// Locks wait until this ends.
+    silence: Option<crossbeam_channel::Receiver<()>>,
+}
+
+impl Standing {
+    /// Why `call` fails now, if it is to.
+    fn fails(&mut self, call: &'static str) -> Option<CheckpointError> {
+        let at = self.fails.iter().position(|(fails, _)| *fails == call)?;
+        let (_, code) = self.fails.remove(at);
+        Some(CheckpointError::Driver { call, code })
+    }
 }
 
 impl Driver {
     fn at(state: ProcessState) -> Arc<Self> {
-        Arc::new(Self(Mutex::new(Standing { state, fails: Vec::new(), made: Vec::new() })))
+        Arc::new(Self(Mutex::new(Standing {
+            state,
+            fails: Vec::new(),
+            made: Vec::new(),
+            answers_after: Duration::ZERO,
+            lies: None,
+            silence: None,
+        })))
     }
 
     fn fail(&self, call: &'static str, code: DriverCode) {
@@ -44,24 +67,33 @@ impl Driver {
     ) -> Result<(), CheckpointError> {
         let mut standing = self.0.lock().unwrap();
         standing.made.push(call);
-        if let Some(at) = standing.fails.iter().position(|(fails, _)| *fails == call) {
-            let (_, code) = standing.fails.remove(at);
-            return Err(CheckpointError::Driver { call, code });
+        if let Some(error) = standing.fails(call) {
+            return Err(error);
         }
         if standing.state != from {
             return Err(CheckpointError::Driver { call, code: DriverCode::ILLEGAL_STATE });
         }
-        standing.state = to;
+        if standing.lies != Some(call) {
+            standing.state = to;
+        }
         Ok(())
     }
 }
 
 impl Checkpointer for Driver {
     fn state(&self, _: u32) -> Result<ProcessState, CheckpointError> {
-        Ok(self.0.lock().unwrap().state)
+        let mut standing = self.0.lock().unwrap();
+        // Nothing arrives on an empty list.
+        let until = Instant::now() + std::mem::take(&mut standing.answers_after);
+        poll_until(&mut [], until).unwrap();
+        standing.fails("state").map_or(Ok(standing.state), Err)
     }
 
     fn lock(&self, _: u32, _: Duration) -> Result<(), CheckpointError> {
+        let silence = self.0.lock().unwrap().silence.clone();
+        if let Some(silence) = silence {
+            silence.recv().unwrap_err();
+        }
         self.step("lock", ProcessState::Running, ProcessState::Locked)
     }
 
@@ -101,7 +133,7 @@ fn a_deep_pause_freezes_behind_the_pause_and_a_resume_thaws_before_all_else() {
     assert_eq!(steps, ["lock", "checkpoint"]);
     assert!(!paused.is_partial());
     let again = coordinator.pause(&mut quiet).unwrap();
-    assert_eq!(again, Outcome::AlreadyPaused { stayed_bytes: 0 });
+    assert_eq!(again, Outcome::AlreadyPaused { stays: Vec::new() });
 
     world.log.lock().unwrap().clear();
     let resumed = report(coordinator.resume(&mut quiet).unwrap());
@@ -109,6 +141,31 @@ fn a_deep_pause_freezes_behind_the_pause_and_a_resume_thaws_before_all_else() {
     assert_eq!(resumed.phases[0].phase, Phase::Thaw);
     assert_eq!((driver.state(), world.states()), (RUNNING, vec![MemberState::Active]));
     assert_eq!(driver.take_made(), ["restore", "unlock"]);
+}
+
+#[test]
+fn the_time_of_a_deep_pause_is_all_that_it_took() {
+    let loading = Duration::from_millis(300);
+    for script in [active(), paused()] {
+        let (world, driver) = (World::of(&[script]), Driver::at(RUNNING));
+        // The first look loads the driver.
+        driver.0.lock().unwrap().answers_after = loading;
+        let done = report(coordinator(&world, &driver).pause(&mut quiet).unwrap());
+        assert!(Duration::from_micros(done.wall_us) >= loading, "{} us", done.wall_us);
+    }
+}
+
+#[test]
+fn a_deep_resume_names_the_look_that_failed() {
+    let (world, driver) = (World::of(&[active()]), Driver::at(RUNNING));
+    let mut coordinator = coordinator(&world, &driver);
+    report(coordinator.pause(&mut quiet).unwrap());
+    driver.fail("state", DriverCode::UNKNOWN);
+    let error = coordinator.resume(&mut quiet).unwrap_err();
+    let why = error.failures()[0].to_string();
+    assert!(why.contains("state failed with CUDA_ERROR_UNKNOWN"), "{why}");
+    report(coordinator.resume(&mut quiet).unwrap());
+    assert_eq!((driver.state(), world.states()), (RUNNING, vec![MemberState::Active]));
 }
 
 #[test]
@@ -176,6 +233,35 @@ fn a_call_that_fails_leaves_the_tenant_paused_and_the_next_command_goes_on() {
         report(coordinator.resume(&mut quiet).unwrap());
         assert_eq!((driver.state(), world.states()), (RUNNING, vec![MemberState::Active]));
     }
+}
+
+#[test]
+fn what_the_driver_says_is_done_and_is_not_leaves_the_tenant_paused() {
+    for (lies, state) in [("lock", RUNNING), ("checkpoint", ProcessState::Locked)] {
+        let (world, driver) = (World::of(&[active()]), Driver::at(RUNNING));
+        driver.0.lock().unwrap().lies = Some(lies);
+        let done = report(coordinator(&world, &driver).pause(&mut quiet).unwrap());
+        let why = done.not_deep[0].to_string();
+        assert!(why.contains(&format!("the driver says that it is {state:?}")), "{why}");
+        assert_eq!((driver.state(), world.states()), (RUNNING, vec![MemberState::Paused]));
+    }
+}
+
+#[test]
+fn a_driver_that_does_not_answer_is_why_the_tenant_is_not_deep() {
+    let (world, driver) = (World::of(&[paused()]), Driver::at(RUNNING));
+    let (over, silence) = crossbeam_channel::bounded(0);
+    driver.0.lock().unwrap().silence = Some(silence);
+    let mut coordinator = coordinator(&world, &driver);
+    // Time for the other steps, also on a busy machine.
+    let ample = Duration::from_secs(10);
+    coordinator.options.timeout = Some(ample);
+    coordinator.options.finish_timeout = ample;
+    let done = report(coordinator.pause(&mut quiet).unwrap());
+    let why = done.not_deep[0].to_string();
+    assert!(why.contains("cuCheckpointProcessLock did not return within 15 s"), "{why}");
+    assert_eq!(world.states(), [MemberState::Paused]);
+    drop(over);
 }
 
 #[test]

@@ -6,6 +6,7 @@ mod fake;
 mod faults;
 mod freezing;
 mod gone;
+mod nameless;
 mod panics;
 mod rounds;
 mod saving;
@@ -95,7 +96,10 @@ fn a_pause_and_a_resume_take_all_members_through_all_phases_together() {
     assert_eq!(paused.devices[0].free_bytes, 5 * GIB);
     assert!(paused.losses.is_empty() && paused.notes.is_empty());
 
-    assert_eq!(coordinator.pause(&mut quiet).unwrap(), Outcome::AlreadyPaused { stayed_bytes: 0 });
+    assert_eq!(
+        coordinator.pause(&mut quiet).unwrap(),
+        Outcome::AlreadyPaused { stays: Vec::new() }
+    );
     world.log.lock().unwrap().clear();
     let resumed = report(coordinator.resume(&mut quiet).unwrap());
     assert_in_step(&world.lines(), 3, &RESUME);
@@ -320,7 +324,7 @@ fn two_coordinators_never_work_at_once() {
         [first.pause(&mut quiet).unwrap(), other.join().unwrap()]
     });
     let already =
-        outcomes.iter().filter(|outcome| **outcome == Outcome::AlreadyPaused { stayed_bytes: 0 });
+        outcomes.iter().filter(|outcome| **outcome == Outcome::AlreadyPaused { stays: Vec::new() });
     assert_eq!(already.count(), 1);
     assert_in_step(&world.lines(), 2, &PAUSE);
 }

@@ -6,6 +6,7 @@ use std::sync::{Arc, Condvar, Mutex};
 
 use crate::host_memory::HostNeed;
 use crate::identity::MemberId;
+use crate::references::Partner;
 use crate::stepping::{Activity, Calls};
 use crate::wire::{FailureKind, MemberState, Phase};
 
@@ -67,6 +68,8 @@ pub(super) struct Script {
     pub(super) host: HostNeed,
     /// Whom it has lent memory to, as it says when its devices are drained.
     pub(super) lent: Option<MemberId>,
+    /// With whom it says that it shares memory.
+    pub(super) partner: Option<Partner>,
     /// What it has on its one device, or needs there.
     pub(super) holds_bytes: u64,
     /// Of that device.
@@ -117,6 +120,7 @@ impl Script {
             saved_bytes: Some(3000),
             host: HostNeed::default(),
             lent: None,
+            partner: None,
             holds_bytes: GIB,
             free_bytes: 5 * GIB,
             uuid: "gpu-a",

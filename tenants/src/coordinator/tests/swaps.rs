@@ -194,7 +194,7 @@ fn a_process_without_device_memory_takes_part() {
 fn a_swap_where_only_one_moves_is_a_pause_or_a_resume() {
     let one = world(&[paused()], &[tight(5 * GIB)]);
     let done = swapped(&one, &patient()).unwrap();
-    assert_eq!(done.paused, Outcome::AlreadyPaused { stayed_bytes: 0 });
+    assert_eq!(done.paused, Outcome::AlreadyPaused { stays: Vec::new() });
     assert_eq!(one.phases_of(5), RESUME);
     let other = world(&[active()], &[active()]);
     let done = swapped(&other, &patient()).unwrap();

@@ -139,9 +139,11 @@ impl<D: Driver> Agent<D> {
     pub(super) fn refuse(&mut self, number: u64) {
         let own = std::process::id();
         let other = self.leading().filter(|leader| *leader != number);
-        let why = other.map(|leader| match self.clients.pid_of(leader) {
-            Some(pid) => format!("process {pid}"),
-            None => "another process".to_owned(),
+        let why = other.map(|leader| {
+            match self.clients.connection(leader).and_then(|client| client.peer().pid()) {
+                Some(pid) => format!("process {pid}"),
+                None => "another process".to_owned(),
+            }
         });
         let failure = wrong_state(match why {
             Some(leader) => format!(
@@ -153,7 +155,7 @@ impl<D: Driver> Agent<D> {
     }
 
     /// Answers what [`Agent::opens`] has noted: immediately, or behind what the worker answers before.
-    fn say(&mut self, number: u64, reply: Reply) {
+    pub(super) fn say(&mut self, number: u64, reply: Reply) {
         if self.clients.owed(number) == 1 {
             self.clients.answer_open(number, &reply);
         } else {

@@ -9,7 +9,7 @@ use vmm_pool::driver::DriverCode;
 
 use crate::abi::{Coded, Out, Symbol, Text, driver_api};
 use crate::codes::name_of;
-use crate::sim;
+use crate::{errors, sim};
 
 /// `CUdriverProcAddressQueryResult`.
 const STATUS_SUCCESS: i32 = 0;
@@ -61,6 +61,14 @@ driver_api! {
 
     fn cuDriverGetVersion = "cuDriverGetVersion" since 2020 (version: Out<i32>) {
         version.put(sim::version())
+    }
+
+    fn cuGetExportTable = "cuGetExportTable" since 3000 (table: Out<usize>, _id: Out<[u8; 16]>) {
+        // Of those who ask for tables, NVML does so without `cuInit`.
+        if sim::get().is_err() {
+            errors::note_management();
+        }
+        table.put(0)
     }
 
     fn cuGetErrorName = "cuGetErrorName" since 6000

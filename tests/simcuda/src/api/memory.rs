@@ -104,8 +104,10 @@ driver_api! {
     fn cuMemGetInfo_v2 = "cuMemGetInfo" since 3020 (free: Out<u64>, total: Out<u64>) {
         let sim = sim::get()?;
         let info = sim.core.memory_of(sim.current_device()?)?;
-        free.put(info.free_bytes)?;
-        total.put(info.total_bytes)
+        // Either may be null, as driver 580 has it.
+        free.put_if_wanted(info.free_bytes);
+        total.put_if_wanted(info.total_bytes);
+        Ok(())
     }
 
     fn cuMemAlloc_v2 = "cuMemAlloc" since 3020 (address: Out<u64>, bytes: u64) {
@@ -239,12 +241,12 @@ driver_api! {
     {
         let sim = sim::get()?;
         let stream = sim.stream(stream)?;
-        if sim.allocation_at(address).is_none_or(|entry| entry.range.start.0 != address) {
-            return Err(DriverCode::INVALID_VALUE);
-        }
-        // Memory of a graph stays with it: a replay may use it again.
+        let entry = sim.allocation_at(address).filter(|entry| entry.range.start.0 == address);
+        let entry = entry.ok_or(DriverCode::INVALID_VALUE)?;
+        // Memory of a graph stays with it: a replay may use it again. A graph frees no other memory.
         if sim.capture_of(stream).is_some() {
-            return Ok(());
+            let is_of_graph = entry.origin == Origin::Pool;
+            return if is_of_graph { Ok(()) } else { Err(DriverCode::INVALID_VALUE) };
         }
         sim.core.enqueue(stream, Work::new(move |_| sim.pool_keep(address)))
     }

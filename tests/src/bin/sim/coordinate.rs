@@ -13,6 +13,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
 use sublet_tests::{Outcome, Trouble};
 use tenants::coordinator::{
@@ -25,6 +27,8 @@ use tenants::wire::Action;
 
 pub(crate) use checkpoints::{CALLS, Fails, NodeCheckpoints};
 pub(crate) use refusal::Refusal;
+
+use crate::script::let_time_pass;
 
 /// Longer than any phase takes on a busy machine.
 const PHASE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -42,6 +46,8 @@ pub(crate) enum Way {
     CalledOffAfter(Duration),
     /// The `sublet` command.
     Command,
+    /// The same, which gets a signal after some time.
+    InterruptedAfter(Duration, Signal),
 }
 
 /// What is asked.
@@ -119,8 +125,8 @@ impl Desk {
             Way::Library => Ok(self.ask_library(request, None)),
             Way::CalledOffAfter(time) => self.ask_and_call_off(request, time),
             Way::ChildKilledAfter(time) => self.ask_child(request, time),
-            Way::Command => match &self.sublet {
-                Some(program) => self.ask_command(program, request),
+            Way::Command | Way::InterruptedAfter(..) => match &self.sublet {
+                Some(program) => self.ask_command(program, request, way),
                 None => Ok(self.ask_library(request, None)),
             },
         }
@@ -179,7 +185,7 @@ impl Desk {
         })
     }
 
-    fn ask_command(&self, program: &Path, request: &Request) -> Outcome<Verdict> {
+    fn ask_command(&self, program: &Path, request: &Request, way: Way) -> Outcome<Verdict> {
         let mut command = Command::new(program);
         let first = request.tenant.as_str();
         if let Some(swap) = &request.swap {
@@ -192,6 +198,9 @@ impl Desk {
                 request.action == Action::Resume && request.lost_imports == LostImports::LeaveOut;
             command.args([action, first]).args(leaves_out.then_some("--without-lost"));
             command.args(tags_of(&request.scope).flat_map(|name| ["--tag", name]));
+            let is_by_tag = tags_of(&request.scope).next().is_some();
+            let runs_on = request.action == Action::Pause && is_by_tag;
+            command.args(runs_on.then_some("--keep-running"));
         }
         command.args(request.is_deep.then_some("--deep"));
         command.args(["--timeout", "30s", "--json"]);
@@ -203,7 +212,13 @@ impl Desk {
         command.env("SUBLET_RUN_DIR", &self.run_dir_path).env_remove("LD_PRELOAD");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let begin = Instant::now();
-        let output = command.output()?;
+        let child = command.spawn()?;
+        if let Way::InterruptedAfter(after, signal) = way {
+            let_time_pass(after);
+            // Nobody has waited for it yet, so that the number is still its own.
+            kill(Pid::from_raw(i32::try_from(child.id())?), signal)?;
+        }
+        let output = child.wait_with_output()?;
         if begin.elapsed() > COMMAND_TIMEOUT {
             return Err(Trouble::new("the command took too long"));
         }

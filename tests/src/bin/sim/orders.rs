@@ -43,6 +43,8 @@ pub(crate) enum Order {
     HostLimit { room: HostRoom },
     /// How long files of its own may be.
     FileLimit { most_bytes: Option<u64> },
+    /// How many more descriptors it may open; none: as many as before.
+    TableLimit { spare: Option<usize> },
     /// Where what it has saved lies.
     Saved,
     /// Free everything and end. The rest as for [`Order::Check`].
@@ -86,6 +88,8 @@ pub(crate) enum Deal {
     Pin,
     /// Pause or resume memory of its own with this tag.
     OwnTag { tag: String, is_pause: bool },
+    /// Fill one piece that has a tag, if its memory is not away.
+    Touch,
 }
 
 /// What goes first when a communicator ends.
@@ -123,6 +127,7 @@ impl Order {
                 | Self::FailNoMore
                 | Self::HostLimit { .. }
                 | Self::FileLimit { .. }
+                | Self::TableLimit { .. }
                 | Self::Saved
                 | Self::Trade { .. }
                 | Self::Inventory
@@ -226,6 +231,8 @@ pub(crate) enum Answer {
     Taken(Vec<Taken>),
     /// To [`Deal::OwnTag`]: why not, where it did not.
     Tagged(Option<String>),
+    /// To [`Deal::Touch`].
+    Touched { was_away: bool },
     /// To [`Order::Inventory`].
     Inventory(Vec<Item>),
     /// To [`Order::Saved`].

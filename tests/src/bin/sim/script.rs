@@ -23,6 +23,7 @@ use crate::tally::Tally;
 use crate::worker::TAGS;
 use crate::world::{Standing, World};
 use mishap::Mishap;
+pub(crate) use mishap::let_time_pass;
 use population::Crowd;
 use rivals::Second;
 pub(crate) use veteran::Veteran;
@@ -236,6 +237,7 @@ impl Script {
             Mishap::CoordinatorKilled { after, .. }
             | Mishap::Stopped { killed: Some(after), .. } => Way::ChildKilledAfter(*after),
             Mishap::CalledOff { after } => Way::CalledOffAfter(*after),
+            Mishap::Interrupted { after, signal } => Way::InterruptedAfter(*after, *signal),
             Mishap::None | Mishap::Faults { .. } if self.world.random.u8(..12) == 0 => Way::Command,
             Mishap::None
             | Mishap::Faults { .. }
@@ -243,8 +245,11 @@ impl Script {
             | Mishap::NoHostMemory { .. }
             | Mishap::WorkerKilled { .. }
             | Mishap::Stopped { .. }
+            | Mishap::Signalled { .. }
+            | Mishap::TableFull { .. }
             | Mishap::SecondCommand { .. }
             | Mishap::RunDirGone { .. }
+            | Mishap::NameGone { .. }
             | Mishap::CheckpointFails { .. }
             | Mishap::DeadSockets { .. }
             | Mishap::Stranger { .. } => Way::Library,
@@ -377,7 +382,7 @@ impl Script {
         };
         let Ending { standing, somebody_died } = ending;
         let is = |state| standing.all_are(state);
-        let has_orphans = self.world.tenants[tenant].has_orphans;
+        let has_orphans = self.may_have_orphans(tenant);
         let is_brought = self.second.as_ref().and_then(Second::brought).is_some_and(is);
         let wrong = match verdict {
             Verdict::Done { .. } if !is(after) && !is_brought => {
@@ -408,6 +413,11 @@ impl Script {
             }
             None => Ok(()),
         }
+    }
+
+    /// May some have memory of processes that have ended, or of which nobody knows that they have?
+    fn may_have_orphans(&self, tenant: usize) -> bool {
+        self.world.tenants[tenant].has_orphans || self.names_may_be_missing()
     }
 
     fn count(&mut self, request: &Request, verdict: &Verdict, mishap: &Mishap) {

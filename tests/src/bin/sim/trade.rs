@@ -130,6 +130,10 @@ impl Market {
                 let name = if refused.is_some() { "own tag, refused" } else { "own tag" };
                 Tally::count(&mut tally.commands, name, 1);
             }
+            Answer::Touched { was_away } => {
+                let what = if was_away { "touches what is away" } else { "touches what is there" };
+                Tally::count(&mut tally.deals, what, 1);
+            }
             Answer::Done
             | Answer::Worked(_)
             | Answer::Account(_)

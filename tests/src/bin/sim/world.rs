@@ -34,7 +34,7 @@ const DEFERRED: &str = "would not take it back";
 /// Why memory stays whose owner has let it go.
 const LET_GO: &str = "let go by its owner";
 /// How long what follows from an answer may lag behind it: descriptors are closed after the answer is out.
-const SETTLE_TIMEOUT: Duration = Duration::from_secs(30);
+const SETTLE_TIMEOUT: Duration = Duration::from_mins(5);
 
 /// The processes that are paused and resumed together.
 #[derive(Debug)]
@@ -67,7 +67,7 @@ impl Tenant {
 #[derive(Clone, Debug)]
 pub(crate) struct Standing {
     pub(crate) states: BTreeMap<u32, MemberState>,
-    members: Vec<MemberStats>,
+    pub(crate) members: Vec<MemberStats>,
 }
 
 impl Standing {

@@ -7,6 +7,7 @@
 use std::cmp::Reverse;
 
 use super::{Chunk, Place, Table};
+use crate::VirtualHandle;
 
 impl Table {
     /// Those that could give their frame to `newcomer`, in the order to ask them in: what is freed, then what is used last
@@ -66,6 +67,13 @@ impl Table {
             |chunk: &Chunk| chunk.is_idle() && !chunk.is_refused && (chunk.is_freed || is_above);
         let freed = self.chunks.iter().position(|chunk| chunk.is_freed && is_surplus(chunk));
         freed.or_else(|| self.used_last(is_surplus))
+    }
+
+    /// Chunks that stay though nobody holds them, each with its row.
+    pub(in crate::paging) fn staying_idle(&self) -> Vec<(usize, VirtualHandle)> {
+        let all = self.chunks.iter().enumerate();
+        let staying = all.filter(|(_, chunk)| chunk.stays.is_some() && chunk.holders == 0);
+        staying.filter_map(|(id, chunk)| Some((id, chunk.row?))).collect()
     }
 
     /// How many of those that [`Table::free_soon`] names could give their frames for good, and are not to yet. Twice what was used

@@ -231,3 +231,100 @@ fn what_was_used_since_it_was_found_ready_does_not_give_its_frame() {
     assert_eq!(table.claim_ready(0), None);
     assert!(table.claim(0).is_some(), "it may be copied out");
 }
+
+#[test]
+fn what_stays_takes_a_frame_from_what_is_used_together() {
+    let mut table = table(3, 2);
+    bring(&mut table, 0);
+    assert!(table.fits(&[1, 2]));
+    table.stays(0, Some("a network card has it"));
+    assert!(!table.fits(&[1, 2]) && table.fits(&[0, 1]));
+    table.set_place(0, Place::Away);
+    assert!(table.fits(&[1, 2]), "it has no frame");
+}
+
+#[test]
+fn what_was_refused_is_tried_again_behind_its_next_use() {
+    let mut table = table(1, 1);
+    table.chunks[0].row = Some(VirtualHandle::new(0, 1));
+    bring(&mut table, 0);
+    table.flushing = 1;
+    for _ in 0..2 {
+        table.hold(&[0]);
+        table.used(&[0], None, Wrote::Yes);
+        assert_eq!(table.to_clean(0), Some(0));
+        table.refused(0);
+        assert_eq!(table.to_clean(0), None);
+    }
+}
+
+#[test]
+fn what_is_here_is_held_only_if_all_that_is_held_fits_the_frames() {
+    let mut table = table(2, 2);
+    (0..2).for_each(|id| bring(&mut table, id));
+    assert!(table.hold_if_here(&[0]));
+    // The other is about to leave.
+    table.frames = 1;
+    assert!(!table.hold_if_here(&[1]) && table.hold_if_here(&[0]));
+    assert_eq!(table.held(), 1);
+}
+
+#[test]
+fn what_graphs_let_go_is_held_by_lists_of_their_launches() {
+    let mut table = table(1, 1);
+    table.chunks[0].row = Some(VirtualHandle::new(0, 1));
+    bring(&mut table, 0);
+    table.hold(&[0]);
+    table.free(0);
+    // One thread is about to end a list.
+    table.graphs_let_go(&[0], 1);
+    assert!(!table.chunks[0].is_idle() && table.claim(0).is_none());
+    let launched = mark();
+    table.used(&[0], Some(&launched), Wrote::Maybe);
+    assert!(!table.chunks[0].is_idle(), "the launch is not over");
+    table.are_over(&[launched]);
+    assert!(table.claim(0).is_some());
+}
+
+#[test]
+fn addresses_are_the_first_that_fit_and_what_lies_before_all_gaps_is_not_looked_at() {
+    let mut table = Table::new(64 * CHUNK, CHUNK, 2);
+    let mut spans: Vec<(u64, u64)> = Vec::new();
+    // Those that leave later.
+    let mut freed: Vec<usize> = Vec::new();
+    let (mut end, mut in_gaps) = (0, 0);
+    for turn in 0..2000_u64 {
+        let number = turn.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+        if number.is_multiple_of(3) && !spans.is_empty() {
+            let (start, _) = spans.remove(number as usize / 3 % spans.len());
+            let before = table.chunks.iter().map(|chunk| chunk.is_freed).collect::<Vec<_>>();
+            table.free(start).expect("it was given out");
+            let now = table.chunks.iter().enumerate().filter(|(_, chunk)| chunk.is_freed);
+            freed.extend(now.map(|(id, _)| id).filter(|&id| !before[id]));
+        } else if number.is_multiple_of(4) && !freed.is_empty() {
+            table.gone(freed.remove(number as usize / 4 % freed.len()));
+        } else {
+            let size_bytes = 512 * (1 + number % 20);
+            let of_freed = freed.iter().map(|id| (*id as u64 * CHUNK, CHUNK));
+            let mut taken: Vec<_> = spans.iter().copied().chain(of_freed).collect();
+            taken.sort_unstable();
+            let first = taken.iter().fold((0, false), |(at, found), (start, size)| match found {
+                true => (at, true),
+                false if start - at >= size_bytes => (at, true),
+                false => (start + size, false),
+            });
+            let fits = first.0 + size_bytes <= 64 * CHUNK;
+            let given = table.alloc(size_bytes).map(|(start, _)| start);
+            assert_eq!(given, fits.then_some(first.0), "turn {turn}");
+            spans.extend(given.map(|start| (start, size_bytes)));
+            in_gaps += u32::from(first.0 < end);
+            end = end.max(first.0 + size_bytes);
+        }
+    }
+    assert!(in_gaps > 100, "{in_gaps}");
+    let mut table = Table::new(64 * CHUNK, CHUNK, 2);
+    for index in 1..=100 {
+        table.alloc(CHUNK / 2).expect("room");
+        assert_eq!(table.full_bytes, index * CHUNK / 2);
+    }
+}

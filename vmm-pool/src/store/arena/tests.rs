@@ -36,3 +36,22 @@ fn what_a_pause_needs_comes_in_once_and_goes_if_it_is_not_taken() {
         assert_eq!(arena.held_bytes(), taken_bytes, "turn {turn}");
     }
 }
+
+#[test]
+fn what_two_devices_use_one_after_the_other_is_pinned_for_both() {
+    let driver = SimDriver::new(SimNode::private(&[64 << 20; 2]).unwrap(), SimOptions::default());
+    driver.make_current(DeviceOrdinal(0)).unwrap();
+    let mut arena = HostArena::new(Arc::new(driver), 0);
+    let log = &mut StepLog::default();
+    let [first, second] = [0, 1].map(|device| Pins::of(&[DeviceOrdinal(device)]));
+    arena.grow_to(log, CHUNK_BYTES, first).unwrap();
+    let pins = |arena: &HostArena<SimDriver>| {
+        arena.chunks.iter().map(|placed| placed.held.pins).collect::<Vec<_>>()
+    };
+    assert_eq!(pins(&arena), [first]);
+    arena.pin_again(log, second).unwrap();
+    assert_eq!(pins(&arena), [Pins::All]);
+    arena.unpin_all(log);
+    arena.pin_again(log, second).unwrap();
+    assert_eq!(pins(&arena), [second]);
+}

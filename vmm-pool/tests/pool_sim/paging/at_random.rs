@@ -168,7 +168,7 @@ impl Stage {
 }
 
 /// A thread has one slot, at the gate of the first pool that it meets.
-fn on_a_thread(body: impl FnOnce() + Send + 'static) {
+pub(super) fn on_a_thread(body: impl FnOnce() + Send + 'static) {
     let ended = std::thread::spawn(body).join();
     ended.expect("what the thread says above");
 }

@@ -1,13 +1,14 @@
 //! Uses that nobody announces, and that are seen at launches.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use vmm_pool::FromOpen;
 use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{Driver as _, DriverCode, DriverOp, VaRange};
 use vmm_pool::paging::{In, PageError};
 
-use super::program::{LIMIT, Place, SHORT, Stage, byte_unseen, bytes_of, word_at};
+use super::program::{LIMIT, Place, SHORT, Stage, byte_unseen, bytes_of, until, word_at};
 use crate::stage::{DEVICE, UNIT, pause, resume};
 
 #[test]
@@ -109,10 +110,17 @@ fn a_span_that_is_freed_goes_when_the_use_is_over_that_another_thread_is_about_t
 /// A parameter may be an address by chance: a span ends where another begins.
 #[test]
 fn a_span_that_is_freed_while_a_call_that_names_it_waits_comes_and_goes_with_that_call() {
+    for is_captured in [false, true] {
+        free_while_a_call_waits(is_captured);
+    }
+}
+
+fn free_while_a_call_waits(is_captured: bool) {
     let mut stage = Stage::looked(1);
     stage.alloc(1).expect("addresses");
     stage.alloc(1).expect("addresses");
-    let (second, other) = (stage.start_of(1), In::Stream(stage.streams[1]));
+    let second = stage.start_of(1);
+    let other = if is_captured { In::Graph } else { In::Stream(stage.streams[1]) };
     stage.use_without_end(0);
     let held = std::mem::take(&mut stage.held);
     let misses = stage.pager().report().misses;
@@ -129,6 +137,7 @@ fn a_span_that_is_freed_while_a_call_that_names_it_waits_comes_and_goes_with_tha
         drop(held);
         waiting.join().expect("no panic");
     });
+    assert!(!stage.pager().has_captured(), "what a graph would use is freed");
     stage.spans.remove(1);
     stage.use_all(true);
     while stage.pager().report().paged_bytes > UNIT {
@@ -235,6 +244,53 @@ fn what_a_graph_uses_stays() {
 }
 
 #[test]
+fn what_a_graph_uses_stays_if_a_span_that_shares_its_chunk_is_freed() {
+    let mut stage = Stage::looked(2);
+    for size_bytes in [UNIT / 2, UNIT / 2, UNIT, UNIT] {
+        stage.alloc_bytes(size_bytes).expect("addresses");
+    }
+    stage.capture(0);
+    stage.free(1);
+    let words = [1, 2].map(|span| word_at(stage.start_of(span), 0));
+    let refused = stage.pager().begin_call(&words, In::Stream(stage.streams[0]), LIMIT);
+    assert!(matches!(refused, Err(PageError::TooFewFrames { .. })), "{refused:?}");
+    stage.free(0);
+    let both = stage.pager().begin_call(&words, In::Stream(stage.streams[0]), LIMIT);
+    stage.pager().end_call(&both.expect("no graph uses anything").expect("paged"));
+    stage.end();
+}
+
+#[test]
+fn a_capture_waits_for_the_copy_of_what_it_uses() {
+    let mut stage = Stage::looked(2);
+    stage.alloc(1).expect("addresses");
+    stage.use_all(true);
+    stage.check();
+    let faults = stage.driver().faults();
+    let synchronized = faults.calls(DriverOp::EventSynchronize);
+    let use_ends = faults.hold(DriverOp::EventRecord);
+    std::thread::scope(|scope| {
+        let flushing = scope.spawn(|| stage.pager().flush(LIMIT));
+        assert!(use_ends.is_met(LIMIT), "the use gets its event");
+        let copy_begins = faults.hold(DriverOp::EventRecord);
+        drop(use_ends);
+        assert!(copy_begins.is_met(LIMIT), "the copy gets its own");
+        // Nobody hears that it is over.
+        faults.fail(DriverOp::EventQuery, FaultSpan::From(1), DriverCode::UNKNOWN);
+        drop(copy_begins);
+        while stage.pager().report().out_bytes == 0 {
+            std::thread::yield_now();
+        }
+        stage.capture(0);
+        assert!(faults.calls(DriverOp::EventSynchronize) > synchronized, "it reads the chunk");
+        faults.clear();
+        flushing.join().expect("no panic").expect("copied");
+    });
+    stage.free(0);
+    stage.end();
+}
+
+#[test]
 fn what_has_no_room_next_to_what_graphs_use_is_refused_immediately() {
     let mut stage = Stage::looked(2);
     stage.alloc_each(3);
@@ -317,29 +373,40 @@ fn a_window_ends_when_launches_of_graphs_are_over() {
 }
 
 #[test]
-fn what_the_driver_does_not_say_the_end_of_is_waited_for_when_the_window_ends() {
+fn what_is_freed_behind_its_last_use_leaves_though_nobody_wants_its_frame() {
     let mut stage = Stage::looked(1);
     stage.alloc(1).expect("addresses");
-    let start = stage.start_of(0);
-    stage.use_without_end(0);
-    let faults = stage.pool.driver().faults();
-    for call in 1..=2 {
-        faults.fail(DriverOp::EventRecord, FaultSpan::Nth(call), DriverCode::UNKNOWN);
-    }
-    let pager = stage.pager.take();
-    std::thread::scope(|scope| {
-        let waits = stage.pool.driver().faults().calls(DriverOp::ContextSynchronize);
-        let ending = scope.spawn(|| drop(pager));
-        let (core, faults) = (stage.pool.driver().core(), stage.pool.driver().faults());
-        let is_waiting = || faults.calls(DriverOp::ContextSynchronize) > waits;
-        while core.mapping_at(start).is_some() && !is_waiting() {
-            std::thread::yield_now();
-        }
-        assert!(core.mapping_at(start).is_some(), "its use is not over");
-        assert_eq!(faults.fired(), 2);
-        stage.held.clear();
-        ending.join().expect("it has ended");
-    });
+    stage.use_all(true);
+    stage.check();
+    stage.free(0);
+    until(|| stage.pager().report().resident_bytes == 0);
+    stage.end();
+}
+
+#[test]
+fn a_pause_waits_for_what_is_being_filled() {
+    let mut stage = Stage::looked(2);
+    stage.alloc_each(2);
+    stage.use_all(true);
+    stage.check();
+    stage.pager().flush(LIMIT).expect("copied");
+    stage.pager().set_frames(UNIT, LIMIT).expect("one leaves");
+    stage.pager().set_frames(2 * UNIT, LIMIT).expect("room for it");
+    let faults = stage.driver().faults();
+    let mapped = faults.calls(DriverOp::Map);
+    // Nobody hears that its copy is over.
+    faults.fail(DriverOp::EventQuery, FaultSpan::From(1), DriverCode::UNKNOWN);
+    let starts = [0, 1].map(|span| stage.start_of(span));
+    stage.pager().announce(&starts).expect("announced");
+    until(|| stage.driver().faults().calls(DriverOp::Map) > mapped);
+    let shut = stage.pool.keeper().shut::<FromOpen>(Instant::now() + SHORT, || false);
+    assert!(shut.is_err(), "a chunk is half way");
+    drop(shut);
+    stage.driver().faults().clear();
+    pause(&stage.pool);
+    resume(&stage.pool);
+    stage.use_all(false);
+    stage.check();
     stage.end();
 }
 
@@ -386,22 +453,6 @@ fn a_capture_waits_through_a_pause_for_uses_that_another_thread_is_about_to_end(
 }
 
 #[test]
-fn the_end_of_a_use_that_the_driver_refuses_once_is_marked_all_the_same() {
-    let mut stage = Stage::looked(1);
-    stage.alloc(1).expect("addresses");
-    stage.alloc(1).expect("addresses");
-    stage.try_use(&[0], 0, true).expect("a use");
-    let faults = stage.driver().faults();
-    faults.fail(DriverOp::EventRecord, FaultSpan::Nth(1), DriverCode::UNKNOWN);
-    // Its frame is the only one.
-    stage.try_use(&[1], 0, true).expect("the use of the other has ended");
-    assert_eq!(stage.driver().faults().fired(), 1);
-    stage.use_all(false);
-    stage.check();
-    stage.end();
-}
-
-#[test]
 fn the_host_gets_all_but_what_a_graph_uses() {
     let mut stage = Stage::looked(2);
     stage.alloc(1).expect("addresses");
@@ -412,6 +463,31 @@ fn the_host_gets_all_but_what_a_graph_uses() {
     stage.pager().flush(LIMIT).expect("it waits for nothing that stays in use");
     let report = stage.pager().report();
     assert_eq!((report.out_bytes, &*report.chunks), (UNIT, "wh"));
+    stage.end();
+}
+
+#[test]
+fn a_flush_ends_uses_that_have_begun_meanwhile() {
+    let mut stage = Stage::looked(2);
+    stage.alloc_each(2);
+    let word = word_at(stage.start_of(0), 0);
+    let [first, second] = stage.streams.map(In::Stream);
+    let held = stage.pager().begin_call(&[word], first, LIMIT).expect("here").expect("paged");
+    stage.try_use(&[1], 1, true).expect("a use");
+    std::thread::scope(|scope| {
+        let recorded = stage.driver().faults().calls(DriverOp::EventRecord);
+        let flushing = scope.spawn(|| stage.pager().flush(Duration::from_secs(10)));
+        // It has ended what could be ended.
+        while stage.driver().faults().calls(DriverOp::EventRecord) == recorded
+            && !flushing.is_finished()
+        {
+            std::thread::yield_now();
+        }
+        let again = stage.pager().begin_call(&[word], second, LIMIT).expect("here");
+        stage.pager().end_call(&again.expect("paged"));
+        stage.pager().end_call(&held);
+        flushing.join().expect("no panic").expect("nothing is in use any more");
+    });
     stage.end();
 }
 

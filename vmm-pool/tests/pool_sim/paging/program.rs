@@ -9,7 +9,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use vmm_pool::driver::sim::{SimDriver, Touch, Work};
 use vmm_pool::driver::{
@@ -43,6 +43,15 @@ pub(crate) fn pager(
 
 pub(crate) fn unlimited(_: u64) -> HostBudget {
     UNLIMITED
+}
+
+/// Waits until it is so, for at most [`LIMIT`].
+pub(super) fn until(is_so: impl Fn() -> bool) {
+    let deadline = Instant::now() + LIMIT;
+    while !is_so() {
+        assert!(Instant::now() < deadline, "it does not come");
+        std::thread::yield_now();
+    }
 }
 
 /// Pauses and resumes the process again and again.

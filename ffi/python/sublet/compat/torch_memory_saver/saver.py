@@ -14,12 +14,15 @@ from typing import Any, Optional
 import sublet
 from sublet._adapter import torch_adapter
 from sublet._errors import UsageError
+from sublet.compat._tried import note_untried
 from sublet.compat.torch_memory_saver import preload
 from sublet.compat.torch_memory_saver.functions import BinaryWrapper
 from sublet.compat.torch_memory_saver.preload import is_xpu
 
-__all__ = ["BinaryWrapper", "Implementation", "TorchMemorySaver", "is_xpu"]
+__all__ = ["BinaryWrapper", "Implementation", "TorchMemorySaver", "is_xpu", "missing"]
 
+#: Whose names are here.
+_VERSION = "0.0.10"
 _DEFAULT_TAG = "default"
 _MODES = ("preload", "torch")
 _BACKENDS = ("pinned", "mmap")
@@ -212,6 +215,12 @@ class TorchMemorySaver:
     def _ensure_initialized(self) -> None:
         self._started()
 
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self), name):
+            # A property that may not be read: its own message.
+            return object.__getattribute__(self, name)
+        raise AttributeError(missing(f"TorchMemorySaver.{name}"))
+
     def _started(self) -> Implementation:
         with self._starting:
             if self._impl is None:
@@ -226,6 +235,8 @@ class Implementation:
         preload.check()
         if hook_mode == "torch":
             sublet.attach()
+        if "sglang" in sys.modules:
+            note_untried("SGLang", ("sglang",))
         self._binary_wrapper = BinaryWrapper()
         self.functions = self._binary_wrapper.cdll
 
@@ -327,6 +338,14 @@ class Implementation:
         saved = (ctypes.c_uint8 * size_bytes).from_address(ctypes.addressof(host.contents))
         backup = torch.frombuffer(saved, dtype=torch.uint8).view(x.dtype).view(x.shape)
         return backup if zero_copy else backup.clone()
+
+
+def missing(name: str) -> str:
+    """What is said of a name that is not here."""
+    return (
+        f"Sublet's torch_memory_saver has no {name}: it has what {_VERSION} has; leave Sublet's alias out of PYTHONPATH "
+        "to have the original's sleep"
+    )
 
 
 #: By the name that programs and tests reach for.

@@ -15,6 +15,7 @@ import sublet
 from sublet._adapter import giving_up, torch_adapter
 from sublet._errors import UsageError
 from sublet._library import own_library
+from sublet._native import RUNS_WITHOUT
 from sublet._torch_pools import ExpandableSegments
 
 #: What tags of this interface begin with in Sublet's reports.
@@ -106,7 +107,7 @@ class CuMemAllocator:
         self.current_tag = tag
         self._tags[identity] = tag
         self.allocator_and_pools[tag] = (pool, None)
-        self._library.region_begin(PREFIX + tag, 0, None)
+        self._library.region_begin(PREFIX + tag, RUNS_WITHOUT, None)
         try:
             with adapter.region_pool(None, None, False), self._in_front(identity):
                 with self._torch.cuda.use_mem_pool(pool):
@@ -134,7 +135,7 @@ class CuMemAllocator:
         self._tags[identity] = CUDAGRAPH
         outer_tag, self.current_tag = self.current_tag, CUDAGRAPH
         self._expandable.suspend({self._torch.cuda.current_device(): identity})
-        self._library.region_begin(PREFIX + CUDAGRAPH, 0, None)
+        self._library.region_begin(PREFIX + CUDAGRAPH, RUNS_WITHOUT, None)
         try:
             # The capture itself has torch allocate from it.
             yield pool.id

@@ -1,5 +1,6 @@
 //! What the `sublet` command prints for programs (`--json`), and its exit code, which must say the same.
 
+use std::os::unix::process::ExitStatusExt as _;
 use std::process::Output;
 
 use serde::Deserialize;
@@ -12,6 +13,7 @@ use super::{Refusal, Verdict};
 const DONE: i32 = 0;
 const UNCHANGED: i32 = 1;
 const PARTIAL: i32 = 3;
+const CALLED_OFF: i32 = 130;
 
 /// The document of a pause or resume, or of half a swap; the fields that matter here.
 #[derive(Debug, Deserialize)]
@@ -94,6 +96,11 @@ pub(super) fn read(output: &Output) -> Outcome<Verdict> {
             [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes));
         format!("{}: {out}{err}", output.status)
     };
+    if output.status.signal().is_some() && output.stdout.is_empty() {
+        // Before it handles signals it has asked nobody for anything.
+        let refusal = Refusal { text: said(), left_unchanged: true, ..Refusal::default() };
+        return Ok(Verdict::Refused(refusal));
+    }
     let document: Document = serde_json::from_slice(&output.stdout)
         .map_err(|error| Trouble::new(format!("not a document: {error}; {}", said())))?;
     let (mut halves, is_swap) = match document {
@@ -112,8 +119,9 @@ pub(super) fn read(output: &Output) -> Outcome<Verdict> {
     // Of a swap, both halves are told of where the second was tried.
     let both_are_paused = is_swap && count == 2 && !is_done;
     let fits = match output.status.code() {
-        Some(DONE) => is_done && !is_partial,
-        Some(UNCHANGED) => !is_done && is_unchanged && !both_are_paused,
+        // What stays of the first tenant is no fault of a swap in which the second came.
+        Some(DONE) => is_done && (!is_partial || (is_swap && losses == 0)),
+        Some(UNCHANGED | CALLED_OFF) => !is_done && is_unchanged && !both_are_paused,
         // Processes may have been lost by a swap that went back.
         Some(PARTIAL) => is_partial || !is_unchanged || both_are_paused || (is_swap && !is_done),
         Some(_) | None => false,

@@ -4,6 +4,7 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use fastrand::Rng;
+use nix::sys::signal::Signal;
 use sublet_tests::{Outcome, Trouble};
 use tenants::wire::Action;
 use vmm_pool::driver::sim::SimDriver;
@@ -34,6 +35,12 @@ pub(super) enum Mishap {
     CoordinatorKilled { after: Duration, with: Option<u64> },
     /// The command is called off after some time.
     CalledOff { after: Duration },
+    /// The command gets a signal after some time.
+    Interrupted { after: Duration, signal: Signal },
+    /// A worker, which handles it, gets a signal after some time.
+    Signalled { worker: u64, after: Duration },
+    /// A worker can open only so many more descriptors.
+    TableFull { worker: u64, spare: usize },
     /// A process that does not run under Sublet has taken what is free of a device.
     Stranger { device: usize },
     /// A worker is stopped after some time and goes on later. Perhaps the coordinator is killed at some instant.
@@ -42,6 +49,8 @@ pub(super) enum Mishap {
     SecondCommand { after: Duration, action: Action },
     /// The run directory is removed after some time, perhaps with a second command behind that.
     RunDirGone { after: Duration, second: Option<(Duration, Action)> },
+    /// The socket of a worker loses its name right before the command.
+    NameGone { worker: u64 },
     /// A call of the driver's about another process fails, behind so many that do not.
     CheckpointFails { call: &'static str, behind: u64 },
     /// The tenant's directory holds more sockets of dead processes than a tenant may have processes.
@@ -73,11 +82,14 @@ impl Mishap {
             Self::ContextLost { .. } => "a context was lost",
             Self::NoHostMemory { .. } => "no host memory",
             Self::WorkerKilled { .. } | Self::CoordinatorKilled { .. } => "a process was killed",
-            Self::CalledOff { .. } => "called off",
+            Self::CalledOff { .. } | Self::Interrupted { .. } => "called off",
+            Self::Signalled { .. } => "a process got a signal",
+            Self::TableFull { .. } => "no descriptors",
             Self::Stranger { .. } => "no device memory, taken from outside",
             Self::Stopped { .. } => "a process was stopped",
             Self::SecondCommand { .. } => "a second command",
             Self::RunDirGone { .. } => "the run directory was removed",
+            Self::NameGone { .. } => "a socket had no name",
             Self::CheckpointFails { .. } => "a call of the driver's about another process failed",
             Self::DeadSockets { .. } => "sockets of dead processes",
         }
@@ -115,7 +127,7 @@ pub(super) fn symbol(rules: &str) -> &str {
 }
 
 #[expect(clippy::disallowed_methods, reason = "a random instant is what the simulation is about")]
-pub(super) fn let_time_pass(time: Duration) {
+pub(crate) fn let_time_pass(time: Duration) {
     std::thread::sleep(time);
 }
 
@@ -126,6 +138,11 @@ fn random_rule(random: &mut Rng) -> String {
     }
     let op = DriverOp::ALL[random.usize(..DriverOp::ALL.len())];
     format!("{}:{}:{}", op.symbol(), random.u64(1..4), code.0)
+}
+
+/// One that ends a command, and that a worker handles.
+pub(super) fn any_signal(random: &mut Rng) -> Signal {
+    if random.bool() { Signal::SIGINT } else { Signal::SIGTERM }
 }
 
 /// One that makes room for others fails, or dies.
@@ -196,8 +213,12 @@ impl Script {
                 let killed = random.bool().then(|| Duration::from_micros(random.u64(..40_000)));
                 Mishap::Stopped { worker: any, after, lasting, killed }
             }
-            (45..48, _) => Mishap::RunDirGone { after, second: None },
+            (45..47, _) => Mishap::RunDirGone { after, second: None },
+            (47, _) => Mishap::NameGone { worker: any },
             (48, _) => Mishap::DeadSockets { tenant },
+            (58, _) => Mishap::Interrupted { after, signal: any_signal(random) },
+            (59..61, _) => Mishap::Signalled { worker: any, after },
+            (61..63, _) => Mishap::TableFull { worker: any, spare: random.usize(..8) },
             (49..58, _) => {
                 let calls = if action == Action::Pause { &CALLS[..2] } else { &CALLS[2..] };
                 let call = calls[random.usize(..calls.len())];
@@ -223,8 +244,11 @@ impl Script {
         let by = match way {
             Way::ChildKilledAfter(_) => "a child to be killed",
             Way::CalledOffAfter(_) => "the library, called off",
+            Way::InterruptedAfter(..) if self.world.desk.sublet.is_some() => {
+                "the command, interrupted"
+            }
             Way::Command if self.world.desk.sublet.is_some() => "the command",
-            Way::Library | Way::Command => "the library",
+            Way::Library | Way::Command | Way::InterruptedAfter(..) => "the library",
         };
         Tally::count(&mut self.world.tally.commands, by, 1);
         match mishap {
@@ -243,16 +267,20 @@ impl Script {
                 }
                 Ok(verdict)
             }
-            Mishap::Stopped { .. } | Mishap::SecondCommand { .. } | Mishap::RunDirGone { .. } => {
-                self.ask_beside(tenant, way, request, mishap)
-            }
+            Mishap::Stopped { .. }
+            | Mishap::Signalled { .. }
+            | Mishap::SecondCommand { .. }
+            | Mishap::RunDirGone { .. } => self.ask_beside(tenant, way, request, mishap),
             Mishap::None
             | Mishap::Faults { .. }
             | Mishap::ContextLost { .. }
             | Mishap::NoHostMemory { .. }
             | Mishap::CheckpointFails { .. }
             | Mishap::CalledOff { .. }
+            | Mishap::Interrupted { .. }
+            | Mishap::TableFull { .. }
             | Mishap::DeadSockets { .. }
+            | Mishap::NameGone { .. }
             | Mishap::Stranger { .. } => self.world.desk.ask(way, request),
         }
     }
@@ -307,12 +335,20 @@ impl Script {
                 self.aside(*worker, &Order::HostLimit { room: HostRoom::Nothing })?;
                 Ok(None)
             }
+            Mishap::TableFull { worker, spare } => {
+                let spare = Some(*spare);
+                self.aside(*worker, &Order::TableLimit { spare })?;
+                Ok(None)
+            }
             Mishap::DeadSockets { tenant } => self.leave_dead_sockets(*tenant).map(|()| None),
+            Mishap::NameGone { worker } => self.remove_name(*worker).map(|()| None),
             Mishap::None
             | Mishap::CheckpointFails { .. }
             | Mishap::CalledOff { .. }
+            | Mishap::Interrupted { .. }
             | Mishap::WorkerKilled { .. }
             | Mishap::Stopped { .. }
+            | Mishap::Signalled { .. }
             | Mishap::SecondCommand { .. }
             | Mishap::RunDirGone { .. }
             | Mishap::CoordinatorKilled { .. } => Ok(None),
@@ -340,13 +376,20 @@ impl Script {
             Mishap::NoHostMemory { worker } => {
                 self.aside(*worker, &Order::HostLimit { room: HostRoom::Plenty }).map(|()| 0)
             }
-            Mishap::RunDirGone { .. } => self.end_rivals(mishap).map(|()| 0),
+            Mishap::TableFull { worker, .. } => {
+                self.aside(*worker, &Order::TableLimit { spare: None }).map(|()| 0)
+            }
+            Mishap::RunDirGone { .. } | Mishap::NameGone { .. } => {
+                self.end_rivals(mishap).map(|()| 0)
+            }
             Mishap::None
             | Mishap::CheckpointFails { .. }
             | Mishap::Stranger { .. }
             | Mishap::CalledOff { .. }
+            | Mishap::Interrupted { .. }
             | Mishap::WorkerKilled { .. }
             | Mishap::Stopped { .. }
+            | Mishap::Signalled { .. }
             | Mishap::SecondCommand { .. }
             | Mishap::DeadSockets { .. }
             | Mishap::CoordinatorKilled { .. } => Ok(0),

@@ -1,5 +1,5 @@
-//! What happens during a command and is no failure of the machine: a second command, a process that is stopped, a run directory
-//! that vanishes, sockets of processes that were killed.
+//! What happens during a command and is no failure of the machine: a second command, a process that is stopped
+//! or gets a signal, a run directory that vanishes, sockets of processes that were killed.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -12,7 +12,7 @@ use sublet_tests::{Outcome, Trouble};
 use tenants::scope::Scope;
 use tenants::wire::{Action, MemberState};
 
-use super::mishap::{Mishap, let_time_pass};
+use super::mishap::{Mishap, any_signal, let_time_pass};
 use super::{Script, outline};
 use crate::coordinate::{Request, Verdict, Way};
 use crate::tally::Tally;
@@ -54,7 +54,9 @@ impl Script {
         let action = if random.bool() { Action::Pause } else { Action::Resume };
         let after = Duration::from_micros(random.u64(..20_000));
         if *scope != Scope::Whole || !tags_are_back {
-            return mishap;
+            // What a second command brings about is known of whole ones alone.
+            let is_of_whole = matches!(mishap, Mishap::NameGone { .. });
+            return if is_of_whole { Mishap::None } else { mishap };
         }
         if mishap.is_none() && random.u8(..8) == 0 {
             return Mishap::SecondCommand { after, action };
@@ -94,6 +96,13 @@ impl Script {
             kill(pid, Signal::SIGSTOP)?;
             let_time_pass(*lasting);
             kill(pid, Signal::SIGCONT)?;
+        }
+        if let Mishap::Signalled { worker, after } = mishap {
+            let signal = any_signal(&mut self.world.random);
+            let_time_pass(*after);
+            if let Some(worker) = self.world.worker(*worker) {
+                kill(Pid::from_raw(i32::try_from(worker.pid())?), signal)?;
+            }
         }
         if let Mishap::SecondCommand { after, action } = mishap {
             self.ask_too(tenant, *after, *action)?;
@@ -140,9 +149,24 @@ impl Script {
         self.removed.is_some_and(|since| since.elapsed() < NAMES_AGAIN)
     }
 
+    /// As a cleaner does that finds the socket old.
+    pub(super) fn remove_name(&mut self, worker: u64) -> Outcome {
+        let Some(tenant) = self.world.tenant_of(worker) else { return Ok(()) };
+        let pid = self.world.worker(worker).map(|worker| worker.pid());
+        let standing = self.world.standing(tenant)?;
+        let member = standing.members.iter().find(|member| Some(member.member.pid) == pid);
+        let dir = self.world.desk.run_dir.existing_tenant(&self.world.tenants[tenant].name)?;
+        if let (Some(member), Some(dir)) = (member, dir) {
+            fs::remove_file(dir.path().join(format!("{}.sock", member.member.id)))?;
+            Tally::count(&mut self.world.tally.deals, "removes a name", 1);
+            self.removed = Some(Instant::now());
+        }
+        Ok(())
+    }
+
     /// Waits until all processes have taken their names again.
     pub(super) fn end_rivals(&mut self, mishap: &Mishap) -> Outcome {
-        if matches!(mishap, Mishap::RunDirGone { .. }) {
+        if matches!(mishap, Mishap::RunDirGone { .. } | Mishap::NameGone { .. }) {
             for tenant in 0..self.world.tenants.len() {
                 self.world.until_all_answer(tenant)?;
             }

@@ -208,7 +208,7 @@ impl Script {
     ) -> Outcome {
         let are = |first, second| left.standing.all_are(first) && came.standing.all_are(second);
         let somebody_died = left.somebody_died || came.somebody_died;
-        let has_orphans = [from, to].iter().any(|tenant| self.world.tenants[*tenant].has_orphans);
+        let has_orphans = [from, to].iter().any(|tenant| self.may_have_orphans(*tenant));
         let wrong = match verdict {
             Verdict::Done { .. } if !are(leaves.after, comes.after) => {
                 Some("it succeeded, and the states are others")

@@ -26,17 +26,20 @@ impl Script {
             }
             let index = random.usize(..found.workers.len());
             let number = found.workers[index].number;
+            let is_some_away = !is_paused && !found.market.away.is_empty();
             let deal = match random.u8(..100) {
+                0..50 if is_some_away => Deal::Touch,
                 // Of what is said while all stand paused, only what gives up gets anywhere.
                 0..30 => Deal::LetOneGo,
                 30..45 => Deal::End { order: any_order(random) },
-                45..75 => Deal::Accept {
+                45..70 => Deal::Accept {
                     offers: {
                         let count = random.usize(1..=2);
                         found.market.send(number, count, random)
                     },
                 },
-                75..90 => Deal::Offer { count: random.usize(1..=2) },
+                70..78 => Deal::Touch,
+                78..90 => Deal::Offer { count: random.usize(1..=2) },
                 90..92 => Deal::Pin,
                 92..98 if !is_paused => {
                     let tag = TAGS[random.usize(..TAGS.len())].to_owned();
@@ -104,5 +107,6 @@ fn name_of(deal: &Deal) -> &'static str {
         Deal::Settle { .. } => "settles a ticket",
         Deal::Pin => "pins one",
         Deal::OwnTag { .. } => "pauses a tag of its own",
+        Deal::Touch => "comes to touch some",
     }
 }

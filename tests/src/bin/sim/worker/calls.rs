@@ -5,7 +5,7 @@ use vmm_pool::driver::sim::GRANULARITY_BYTES;
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, VaRange};
 use vmm_pool::{PoolError, VirtualHandle};
 
-use super::Sim;
+use super::{Sim, host};
 
 /// A call that an injected fault made fail is made again so often at most.
 const TRIES_MAX: usize = 8;
@@ -13,6 +13,11 @@ const TRIES_MAX: usize = 8;
 /// How many calls have been made to fail.
 pub(super) fn fired(member: &Sim) -> u64 {
     member.pool().driver().faults().fired()
+}
+
+/// Has a call been made to fail since, or is there no descriptor to be had?
+pub(super) fn is_explained(member: &Sim, fired_before: u64) -> bool {
+    fired(member) > fired_before || host::lacks_descriptors()
 }
 
 /// What a call came to: `None` when a fault that was injected since, or a full device, explains the refusal.
@@ -23,7 +28,7 @@ pub(super) fn judged<T>(
 ) -> Outcome<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),
-        Err(error) if fired(member) > fired_before || is_full(&error) => Ok(None),
+        Err(error) if is_explained(member, fired_before) || is_full(&error) => Ok(None),
         Err(error) => Err(error.into()),
     }
 }
@@ -95,7 +100,7 @@ pub(super) fn try_map(
 }
 
 fn explained<T>(member: &Sim, before: u64, error: PoolError) -> Result<Option<T>, NotMapped> {
-    if fired(member) > before || is_full(&error) {
+    if is_explained(member, before) || is_full(&error) {
         Ok(None)
     } else {
         Err(NotMapped::Refused(error))

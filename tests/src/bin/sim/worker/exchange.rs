@@ -17,7 +17,7 @@ use vmm_pool::driver::{AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
 use vmm_pool::gate::Passage;
 use vmm_pool::{Class, Contents, Standing, VirtualHandle};
 
-use super::calls::{device_refused, fired, insist, judged, map, unmap};
+use super::calls::{device_refused, fired, insist, is_explained, judged, map, unmap};
 use super::memory::Paint;
 use super::{Charter, Sim, memory};
 use crate::orders::{Account, EndOrder, Offer, Paper};
@@ -223,7 +223,7 @@ impl Exchange {
                         tenant: self.member.tenant().clone(),
                         part: None,
                     },
-                    Err(_) if fired(&self.member) > before => continue,
+                    Err(_) if is_explained(&self.member, before) => continue,
                     Err(error) => return Err(error.into()),
                 };
                 piece.id = u128::from_be_bytes(ticket.allocation.0);
@@ -342,6 +342,35 @@ impl Exchange {
 
     fn close(&self, start: DeviceAddress) -> Outcome {
         insist(&self.member, || self.member.pool().enter_giving_up().block_close(start))
+    }
+
+    /// Fills one piece that has a tag with what is in it, unless its memory is away by tag, where a hook refuses it.
+    /// Was it away? What is not refused is there, and right.
+    pub(super) fn touch(&self) -> Outcome<bool> {
+        let _pass = self.member.gate().pass(Passage::Use);
+        let mut model = self.model();
+        let model = &mut *model;
+        let has_tag = |piece: &&mut Piece| !piece.tag.is_empty();
+        let tagged =
+            model.random.choice(model.pieces.iter_mut().filter(has_tag).collect::<Vec<_>>());
+        let Some(piece) = tagged else { return Ok(false) };
+        let Some(place) = piece.place else { return Ok(false) };
+        let pool = self.member.pool();
+        let seen =
+            memory::holds(pool.driver(), piece.readers[0], place, Paint::plain(piece.pattern));
+        if let Some(away) = pool.away_by_tag(place) {
+            if away.tag != piece.tag || seen.is_ok() || !pool.runs_without_some() {
+                return Err(Trouble::new(format!("{seen:?} of {piece:?}, which is {away:?}")));
+            }
+            return Ok(true);
+        }
+        // What was imported may have gone with its owner, and this process not have heard of that.
+        if piece.is_own() || seen.is_ok() {
+            self.check_one(piece, &[], &mut Account::default())?;
+            memory::write(pool.driver(), piece.readers[0], place, Paint::plain(piece.pattern))
+                .map_err(device_refused)?;
+        }
+        Ok(false)
     }
 
     /// A device outside the driver's view takes one piece, for good.

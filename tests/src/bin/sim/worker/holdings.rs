@@ -17,7 +17,7 @@ use super::cells::{self, Cells};
 use super::exchange::{Exchange, Shared};
 use super::memory::Paint;
 use super::paged::{self, Paged};
-use super::{Charter, Sim, memory};
+use super::{Charter, Sim, host, memory};
 use crate::orders::{Account, EndOrder};
 use crate::usage::{Usage, descriptors, largest_mappings};
 
@@ -351,7 +351,10 @@ impl Holdings {
             }
             let shared = exchange.check(away, open, &mut account)?;
             match self.settle(&mut account, &shared, away.is_empty()) {
-                Ok(_is_exact) => return Ok(account),
+                Ok(_is_exact) => {
+                    host::has_descriptors();
+                    return Ok(account);
+                }
                 Err(trouble) if Instant::now() > until => {
                     return Err(Trouble::new(format!("{trouble}; {}", exchange.told())));
                 }

@@ -1,10 +1,17 @@
-//! The host memory and the disk that this process may take, as the simulation has it.
+//! The host memory, the disk and the descriptors that this process may take, and its signals, as the simulation
+//! has them.
 
+#![expect(unsafe_code, reason = "installs a signal handler")]
+
+use std::ffi::c_int;
+use std::fs::File;
+use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
 use sublet_tests::Outcome;
 use tenants::host_memory::{HostLimit, LimitKind};
 
@@ -53,6 +60,77 @@ pub(super) fn limit_files(most_bytes: Option<u64>) -> Outcome {
     let soft = most_bytes.map_or(hard, |bytes| bytes.max(FILE_BYTES_MIN).min(hard));
     setrlimit(Resource::RLIMIT_FSIZE, soft, hard)?;
     Ok(())
+}
+
+/// What fills the table of descriptors, and the limit of before.
+struct Filling {
+    _copies: Vec<File>,
+    soft: u64,
+}
+
+static FILLING: Mutex<Option<Filling>> = Mutex::new(None);
+/// There were no descriptors at some time since all was last compared.
+static LACKED_DESCRIPTORS: AtomicBool = AtomicBool::new(false);
+/// So many numbers above the first free one are filled: the table that the system allows would take long.
+const NUMBERS_FILLED: u64 = 256;
+
+/// Uses all descriptors up but for some, or gives them back.
+pub(super) fn limit_table(spare: Option<usize>) -> Outcome {
+    let mut filling = FILLING.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(Filling { soft, .. }) = filling.take() {
+        let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
+        setrlimit(Resource::RLIMIT_NOFILE, soft, hard)?;
+    }
+    let Some(spare) = spare else { return Ok(()) };
+    LACKED_DESCRIPTORS.store(true, Ordering::Relaxed);
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    let first = File::open("/dev/null")?;
+    let most = u64::try_from(first.as_raw_fd())? + NUMBERS_FILLED;
+    setrlimit(Resource::RLIMIT_NOFILE, most.min(soft), hard)?;
+    let mut copies = Vec::new();
+    while let Ok(copy) = first.try_clone() {
+        copies.push(copy);
+    }
+    copies.truncate(copies.len().saturating_sub(spare));
+    copies.push(first);
+    *filling = Some(Filling { _copies: copies, soft });
+    Ok(())
+}
+
+/// Is what fails for want of descriptors to be expected?
+pub(super) fn lacks_descriptors() -> bool {
+    LACKED_DESCRIPTORS.load(Ordering::Relaxed)
+}
+
+/// All is compared, and what lacked descriptors is over.
+pub(super) fn has_descriptors() {
+    LACKED_DESCRIPTORS.store(false, Ordering::Relaxed);
+}
+
+extern "C" fn nothing(_signal: c_int) {}
+
+fn handled() -> SigSet {
+    [Signal::SIGINT, Signal::SIGTERM].into_iter().collect()
+}
+
+/// From now on these signals interrupt calls of the system's, which are not begun again by themselves.
+pub(super) fn handle_signals() -> Outcome {
+    let action = SigAction::new(SigHandler::Handler(nothing), SaFlags::empty(), SigSet::empty());
+    for signal in &handled() {
+        // SAFETY: the handler does nothing, and so nothing that a handler may not do.
+        unsafe { sigaction(signal, &action) }?;
+    }
+    Ok(())
+}
+
+/// They do not come to the calling thread, nor to those that it starts.
+pub(super) fn leave_signals() -> Outcome {
+    Ok(handled().thread_block()?)
+}
+
+/// They come to the calling thread.
+pub(super) fn take_signals() -> Outcome {
+    Ok(handled().thread_unblock()?)
 }
 
 /// Where what it has saved lies.

@@ -118,6 +118,8 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
     let spills = host::spills(charter.seed);
     let config = MemberConfig { host_limits: host::limits, spills, ..plain };
     let member = Member::join(config, driver)?;
+    // Who imports memory of others touches it only while it is there.
+    exchange::TAGS.into_iter().for_each(tenants::region::agree_to_run_without);
     member.pool().set_file_dir(host::file_dir(&charter.node, charter.seed));
     member.pool().detect_changes(detection(charter.seed));
     member.pool().set_piece_bytes(piece_bytes(charter.seed));
@@ -134,7 +136,10 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
     let writer = Arc::new(Mutex::new(stream.try_clone()?));
     let (tasks, inbox) = channel();
     let answers = Arc::clone(&writer);
+    host::handle_signals()?;
     let worker = thread::spawn(move || application.obey(&inbox, &answers));
+    // What works and waits takes them, and not who reads orders.
+    host::leave_signals()?;
     listen(stream, (&member, &exchange, &pager), &tasks, &writer)?;
     drop(tasks);
     if worker.is_finished() {
@@ -170,6 +175,7 @@ fn listen(
             let (member, exchange) = (Arc::clone(member), Arc::clone(exchange));
             let writer = Arc::clone(writer);
             thread::spawn(move || {
+                host::take_signals().ok();
                 let_time_pass(Duration::from_micros(after_us));
                 let answer = deal_with(&member, &exchange, deal)
                     .unwrap_or_else(|trouble| Answer::Violation(trouble.to_string()));
@@ -206,6 +212,7 @@ fn deal_with(member: &Sim, exchange: &Exchange, deal: Deal) -> Outcome<Answer> {
             exchange.pin_one();
             Ok(Answer::Done)
         }
+        Deal::Touch => exchange.touch().map(|was_away| Answer::Touched { was_away }),
         Deal::OwnTag { tag, is_pause } => {
             let action = if is_pause { Action::Pause } else { Action::Resume };
             let tags = TagNames::Named([tag].into());
@@ -248,6 +255,10 @@ fn obey_aside(member: &Sim, pager: &paged::Open, order: &Order) -> Answer {
             Answer::Done
         }
         Order::FileLimit { most_bytes } => match host::limit_files(*most_bytes) {
+            Ok(()) => Answer::Done,
+            Err(trouble) => Answer::Violation(trouble.to_string()),
+        },
+        Order::TableLimit { spare } => match host::limit_table(*spare) {
             Ok(()) => Answer::Done,
             Err(trouble) => Answer::Violation(trouble.to_string()),
         },
@@ -310,6 +321,7 @@ impl Application {
             | Order::FailNoMore
             | Order::HostLimit { .. }
             | Order::FileLimit { .. }
+            | Order::TableLimit { .. }
             | Order::Saved
             | Order::Trade { .. }
             | Order::Inventory => Err(Trouble::new("an order to be obeyed aside")),

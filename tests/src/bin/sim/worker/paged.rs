@@ -240,6 +240,8 @@ impl Paged {
             PageError::OutOfHostMemory { .. } => host::shortages() > self.shortages,
             PageError::TooFewFrames { .. }
             | PageError::NotPaged { .. }
+            | PageError::UnfitChunk { .. }
+            | PageError::NoBytes
             | PageError::Late { .. }
             | PageError::Ended { .. }
             | PageError::NoThread(_) => false,
@@ -503,13 +505,14 @@ impl Paged {
     }
 
     /// What the pool has on record, once a window is gone that was closed while the process was paused: the pager's thread ends it
-    /// behind the resume.
+    /// behind the resume, perhaps when there is another one.
     pub(super) fn report(&self) -> PoolReport {
         let deadline = Instant::now() + LIMIT;
         loop {
             let report = self.member.pool().report();
             let own: u64 = report.devices.iter().map(own_bytes_on).sum();
-            let is_ending = self.window.is_none() && !self.is_stuck && own > 0;
+            let window = self.window.as_ref().map(|window| window.pager.report());
+            let is_ending = !self.is_stuck && own > window.map_or(0, |window| window.paged_bytes);
             if !is_ending || Instant::now() >= deadline {
                 return report;
             }

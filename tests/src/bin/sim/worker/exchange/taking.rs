@@ -9,7 +9,7 @@ use vmm_pool::driver::sim::GRANULARITY_BYTES;
 use vmm_pool::driver::{DeviceOrdinal, VaRange};
 use vmm_pool::{Contents, PoolError, VirtualHandle};
 
-use super::super::calls::{NotMapped, fired, judged, try_map};
+use super::super::calls::{NotMapped, fired, is_explained, judged, try_map};
 use super::{Exchange, LIBRARY, Origin, Piece};
 use crate::orders::{Offer, Paper, Taken, TakenHow, Why};
 
@@ -89,7 +89,7 @@ impl Exchange {
     }
 
     fn refusal(&self, before: u64, error: &ImportError) -> TakenHow {
-        let is_explained = fired(&self.member) > before;
+        let is_explained = is_explained(&self.member, before);
         TakenHow::Refused { why: why(error), text: error.to_string(), is_explained }
     }
 
@@ -120,6 +120,7 @@ fn why(error: &ImportError) -> Why {
             | FailureKind::OutOfDeviceMemory { .. }
             | FailureKind::DoesNotFit { .. }
             | FailureKind::PeerGone
+            | FailureKind::Nameless
             | FailureKind::NoConsent
             | FailureKind::CalledOff
             | FailureKind::NotNow

@@ -1,0 +1,47 @@
+//! Copies, fills and waits for values whose memory is away by tag.
+//!
+//! The driver finds nothing mapped there, and the context of the process would be lost with that call. So the call is refused
+//! before the driver has it, with a code that the CUDA runtime hands out and forgets. Kernels are not looked at.
+
+use std::collections::BTreeSet;
+use std::ffi::c_int;
+use std::sync::{Mutex, PoisonError};
+
+use tenants::scope::{Scope, TagNames};
+use vmm_pool::AwayByTag;
+use vmm_pool::driver::DriverCode;
+
+use super::graph::capture_of;
+use crate::look::{self, Names};
+use crate::runtime::Member;
+
+/// Tags that a note was made of: one is enough. A leaf.
+static NOTED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+
+/// Memory that is away by tag among what a call names for a stream of this value. It stays so while the caller is inside the gate.
+pub(crate) fn away_in(member: &Member, names: Names<'_>, stream: usize) -> Option<AwayByTag> {
+    let mut found = None;
+    look::each_range(names, |range| {
+        found = found.take().or_else(|| member.pool().away_by_tag(range));
+    });
+    // What is captured touches nothing yet.
+    found.filter(|_| capture_of(stream).is_none())
+}
+
+/// The answer of the call `symbol`, which names `away`. The first of a tag is noted, outside of the gate.
+#[cold]
+pub(crate) fn refuse(member: &Member, symbol: &'static str, away: &AwayByTag) -> c_int {
+    let AwayByTag { tag, range, device } = away;
+    let is_new = NOTED.lock().unwrap_or_else(PoisonError::into_inner).insert(tag.clone());
+    if is_new {
+        let tags = TagNames::Named([tag.clone()].into());
+        let resume = Scope::Tags { tags, owner: None }.resume_command(member.tenant());
+        let device = device.map_or_else(String::new, |device| format!(" of {device}"));
+        member.note(format!(
+            "{symbol} was refused with CUDA_ERROR_NOT_PERMITTED and did nothing: it names memory at {}, {} bytes{device} \
+             with tag '{tag}', which is paused. Bring it back first: `{resume}`",
+            range.start, range.size_bytes
+        ));
+    }
+    DriverCode::NOT_PERMITTED.0
+}

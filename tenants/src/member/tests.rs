@@ -1,0 +1,64 @@
+//! Members behind a pause by tag, a freeze and a panic.
+
+use std::sync::Arc;
+
+use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
+use vmm_pool::driver::{AllocationProp, DeviceOrdinal};
+use vmm_pool::{Class, Contents};
+
+use super::{Event, Member, MemberConfig};
+use crate::coordinator::{Coordinator, Options};
+use crate::identity::TenantName;
+use crate::run_dir::RunDir;
+use crate::scope::{NCCL_TAG, Scope, TagNames};
+use crate::wire::{MemberState, Phase};
+
+struct Alone {
+    run_dir: RunDir,
+    name: TenantName,
+    member: Arc<Member<SimDriver>>,
+    _base: tempfile::TempDir,
+}
+
+fn alone() -> Alone {
+    let base = tempfile::tempdir().unwrap();
+    let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
+    let name = TenantName::new("train").unwrap();
+    let config = MemberConfig::new(run_dir.clone(), name.clone(), "python train.py", "0.1.0");
+    let node = SimNode::private(&[8 * GRANULARITY_BYTES]).unwrap();
+    let driver = SimDriver::new(node, SimOptions::default());
+    let member = Member::join(config, Arc::new(driver)).unwrap();
+    Alone { run_dir, name, member, _base: base }
+}
+
+#[test]
+fn calls_into_nccl_wait_from_a_pause_of_its_tag_to_the_resume() {
+    let Alone { run_dir, name, member, _base } = alone();
+    let class = Class { library: "nccl", tag: NCCL_TAG.to_owned(), contents: Contents::Keep };
+    let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
+    member.pool().enter().create(GRANULARITY_BYTES, &prop, class).unwrap();
+    let scope = Scope::Tags { tags: TagNames::Named([NCCL_TAG.to_owned()].into()), owner: None };
+    let options = Options { scope, ..Options::default() };
+    let mut coordinator = Coordinator::new(run_dir, name, options);
+    let waits = || member.cut.is_away();
+    assert!(!waits());
+    coordinator.pause(&mut |_| {}).map(drop).unwrap();
+    assert!(waits());
+    coordinator.resume(&mut |_| {}).map(drop).unwrap();
+    assert!(!waits());
+}
+
+/// The contexts of a frozen process are off the devices, so calls of its threads would end it.
+#[test]
+fn a_panic_leaves_a_frozen_process_frozen_unless_it_was_being_thawed() {
+    let Alone { member, _base, .. } = alone();
+    for event in [Event::PauseBegun, Event::Released, Event::Frozen] {
+        member.transition(event).unwrap();
+    }
+    for phase in [None, Some(Phase::Freeze), Some(Phase::CreateOwn)] {
+        member.fail_inside(phase, "a deliberate panic");
+        assert_eq!(member.state(), MemberState::Deep, "{phase:?}");
+    }
+    member.fail_inside(Some(Phase::Thaw), "a deliberate panic");
+    assert_eq!(member.state(), MemberState::Faulted);
+}
