@@ -215,6 +215,7 @@ def _follow_graphs(torch: Any, pools: Pools, graphs: Graphs) -> None:
             capture_end(graph, *args, **kwargs)
         finally:
             graphs.ended(graph)
+            pools.capture_ended()
 
     @functools.wraps(replay)
     def replayed(graph: Any, *args: Any, **kwargs: Any) -> None:

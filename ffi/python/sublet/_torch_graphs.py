@@ -77,6 +77,11 @@ class Graphs:
                 self._there.pop(pool, None)
         setattr(graph, _POOL, pool)
 
+    def under_capture(self) -> Set[int]:
+        """The threads that capture."""
+        with self._lock:
+            return {capture.thread for capture in self._captures}
+
     def refuse_away(self, graph: Any) -> None:
         """Raises UsageError when memory of `graph`'s own pool is away; a fraction of a microsecond when not."""
         pool: Optional[PoolId] = getattr(graph, _POOL, None)

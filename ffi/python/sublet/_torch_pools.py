@@ -5,12 +5,13 @@ has pools of its own: blocks of two tags, or of a tag and of none, never lie in 
 segments come from torch's own allocator by `cudaMalloc` (or from expandable segments, by
 `cuMemCreate`) inside the region, which is how libsublet.so knows their tag.
 
-What torch does with pools is settled in c10/cuda/CUDACachingAllocator.cpp, alike in 2.8 to 2.11:
+What torch does with pools is settled in c10/cuda/CUDACachingAllocator.cpp:
 
 - `beginAllocateToPool` appends the pool, with a condition on thread or stream, to a list of its
-  device; an allocation is served by the **first** pool of the list whose condition holds. Being
-  opened later therefore never wins: this module takes an outer region's pool off the list while an
-  inner one is open, and moves what must come last to the end.
+  device. Of those whose condition holds, an allocation is served by the **first** in torch 2.8 and 2.9,
+  and by the **last** from 2.10 on (pytorch/pytorch#168382). This module takes an outer region's pool off
+  the list while an inner one is open. What must yield to all others is moved to the end where the first
+  serves; where the last serves, it is put on the list before all others.
 - A pool may be on a device's list once. So a pool is entered by one thread at a time; a second
   thread in the same region gets another pool of that tag.
 - A pool whose use count falls to nothing loses its cached blocks at the next `empty_cache()` and
@@ -61,6 +62,8 @@ class Pools:
         self._made: Dict[Tuple[Optional[str], int], List[PoolId]] = defaultdict(list)
         self._uses: Dict[Tuple[int, PoolId], int] = defaultdict(int)
         self._everyone: Optional[Entered] = None
+        self._listed: List[Entered] = []
+        self._last_serves = version(torch) >= (2, 10)
         self._expandable = ExpandableSegments(torch)
 
     # ------------------------------------------------------------ regions
@@ -87,19 +90,18 @@ class Pools:
         """Inside, threads without a region of their own allocate from pools of `tag`.
 
         Raises:
-            UsageError: another such region is open in this process.
+            UsageError: another such region is open in this process. With torch 2.10 and later also: another
+                thread has a region open, or a graph is under capture.
         """
         with self._lock:
-            if self._everyone is not None:
-                raise UsageError(
-                    f"region '{tag}' for all threads: that of '{self._everyone.tag}' "
-                    "is open; end it first"
-                )
+            self._refuse_everyone(tag)
             entered = Entered(tag, threading.get_ident(), [])
             entered.pools = {device: self._take(tag, device) for device in devices}
             self._expandable.suspend(entered.pools, plain)
             self._put_on(entered, for_all=True)
             self._everyone = entered
+            if self._last_serves:
+                self._again(self._stack())
         try:
             yield
         finally:
@@ -112,15 +114,20 @@ class Pools:
     def capture_begun(self) -> None:
         """Lets the graph whose capture this thread has just begun come before open regions.
 
-        Its private pool is the last of the list then, and a region's pool would serve it: memory
+        Its private pool is the last of the list then. Where the first serves, a region's pool would: memory
         that the graph replays on would be handed to others once the capture is over.
         """
         with self._lock:
-            stack = self._stack()
-            if stack:
-                self._take_off(stack[-1])
-                self._put_on(stack[-1])
+            if not self._last_serves:
+                self._again(self._stack())
             self._everyone_last()
+
+    def capture_ended(self) -> None:
+        """Lets regions that this thread has begun in its capture serve it."""
+        with self._lock:
+            stack = self._stack()
+            if stack and not stack[-1].listed:
+                self._put_on(stack[-1])
 
     def tag(self) -> Optional[str]:
         """What memory that this thread asks for belongs to; None is no tag."""
@@ -211,17 +218,47 @@ class Pools:
         for device, pool in entered.pools.items():
             self._uses[device, pool] -= 1
 
+    def _refuse_everyone(self, tag: str) -> None:
+        """Raises UsageError where a region for all threads would take memory from others."""
+        said = f"region '{tag}' for all threads: "
+        if self._everyone is not None:
+            raise UsageError(f"{said}that of '{self._everyone.tag}' is open; end it first")
+        if not self._last_serves:
+            return
+        others = [region.tag for region in self._listed if region.pools and region.thread != threading.get_ident()]
+        if others:
+            raise UsageError(f"{said}another thread has region '{others[0]}' open; begin the one for all threads before it")
+        if self._is_capturing() or (self._graphs is not None and self._graphs.under_capture()):
+            raise UsageError(f"{said}a graph is under capture; begin the region before the capture")
+
+    def _is_capturing(self) -> bool:
+        """Whether this thread captures a graph."""
+        thread = threading.get_ident()
+        known = self._graphs is not None and thread in self._graphs.under_capture()
+        return known or bool(self._torch.cuda.is_current_stream_capturing())
+
+    def _again(self, stack: List[Entered]) -> None:
+        """Moves the innermost region's pools to the end of their lists."""
+        if stack:
+            self._take_off(stack[-1])
+            self._put_on(stack[-1])
+
     def _put_on(self, entered: Entered, for_all: bool = False) -> None:
+        # The pool of the graph must stay the last; nobody can put it on the list again.
+        if self._last_serves and self._is_capturing():
+            return
         c = self._torch._C
         begin = c._cuda_beginAllocateToPool if for_all else c._cuda_beginAllocateCurrentThreadToPool
         for device, pool in entered.pools.items():
             begin(device, pool)
         entered.listed = True
+        self._listed.append(entered)
 
     def _take_off(self, entered: Entered) -> None:
         if not entered.listed:
             return
         entered.listed = False
+        self._listed.remove(entered)
         for device, pool in entered.pools.items():
             self._torch._C._cuda_endAllocateToPool(device, pool)
             self._torch._C._cuda_releasePool(device, pool)
@@ -233,7 +270,7 @@ class Pools:
         another thread's allocation would get into the default pool with the region's tag on it.
         """
         everyone = self._everyone
-        if everyone is None:
+        if everyone is None or self._last_serves:
             return
         for device, before in list(everyone.pools.items()):
             after = self._take(everyone.tag, device)

@@ -1,8 +1,8 @@
 """As much of torch as sublet._torch_pools talks to: its allocator's rules for pools, and no memory.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.8 to 2.11: the first pool of a
-device's list whose condition holds serves an allocation; no pool is twice on a list; a pool lives
-while its use count is above nothing.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp: of the pools on a device's list whose condition
+holds, the first one serves an allocation in torch 2.8 and 2.9, the last one from 2.10 on; no pool is twice
+on a list; a pool lives while its use count is above nothing.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ class FakeTorch:
         self._handles = 0
         self.segments: List[Dict[str, Any]] = []
         self.backend = "native"
+        #: The thread whose stream is captured.
+        self.capturing: Optional[int] = None
         memory = types.SimpleNamespace(_set_allocator_settings=self._set)
         self.cuda = types.SimpleNamespace(
             CUDAGraph=type("CUDAGraph", (self._graph(),), {"torch": self}),
@@ -86,6 +88,7 @@ class FakeTorch:
             get_allocator_backend=lambda: self.backend,
             graph_pool_handle=self._handle,
             init=lambda: None,
+            is_current_stream_capturing=lambda: self.capturing == threading.get_ident(),
             is_available=lambda: True,
             is_initialized=lambda: True,
             memory=memory,
@@ -96,8 +99,11 @@ class FakeTorch:
         )
 
     def _graph(self) -> type:
+        return SplitGraph if self._version() >= (2, 14) else FakeGraph
+
+    def _version(self) -> Tuple[int, int]:
         major, minor = self.__version__.split(".")[:2]
-        return SplitGraph if (int(major), int(minor)) >= (2, 14) else FakeGraph
+        return int(major), int(minor)
 
     def _handle(self) -> PoolId:
         self._handles += 1
@@ -108,7 +114,8 @@ class FakeTorch:
 
     def serving(self, device: int = 0) -> PoolId:
         """The pool that serves the calling thread on `device`."""
-        for pool, condition in self._C.lists.get(device, []):
+        listed = self._C.lists.get(device, [])
+        for pool, condition in listed if self._version() < (2, 10) else listed[::-1]:
             if condition():
                 return pool
         return (0, 0)
@@ -124,11 +131,15 @@ class FakeGraph:
 
     def capture_begin(self, pool: Optional[PoolId] = None) -> None:
         self.capturing = True
+        thread = self.torch.capturing = threading.get_ident()
         self.pool_id = pool or self.torch._handle()
-        self.torch._C._begin(0, self.pool_id, lambda: self.capturing)
+        # What other threads ask for is not of the stream that is captured.
+        self.serves = lambda: self.capturing and threading.get_ident() == thread
+        self.torch._C._begin(0, self.pool_id, self.serves)
 
     def capture_end(self) -> None:
         self.torch._C._cuda_endAllocateToPool(0, self.pool_id)
+        self.torch.capturing = None
         self.capturing, self.captured = False, True
 
     def pool(self) -> PoolId:
@@ -161,7 +172,7 @@ class SplitGraph(FakeGraph):
 
     def _again(self) -> None:
         self.torch._C._cuda_endAllocateToPool(0, self.pool_id)
-        self.torch._C._begin(0, self.pool_id, lambda: self.capturing)
+        self.torch._C._begin(0, self.pool_id, self.serves)
 
 
 class Other:

@@ -18,10 +18,10 @@ from sublet._errors import UsageError
 MIB = 1 << 20
 
 
-@pytest.fixture
-def torch(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
-    """A torch of version 2.11 in this process, with no pools yet."""
-    fake = FakeTorch()
+@pytest.fixture(params=["2.9.1", "2.11.0+cu130"])
+def torch(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeTorch:
+    """A torch in this process, with no pools yet: one that asks the first pool of a list, and one that asks the last."""
+    fake = FakeTorch(request.param)
     monkeypatch.setitem(sys.modules, "torch", fake)
     monkeypatch.setattr(_torch, "_pools", None)
     return fake

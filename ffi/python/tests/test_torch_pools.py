@@ -12,9 +12,14 @@ from sublet._errors import UsageError
 from sublet._torch_pools import DEFAULT_POOL, ExpandableSegments, Pools, with_expandable
 
 
-@pytest.fixture
-def torch() -> FakeTorch:
-    return FakeTorch()
+@pytest.fixture(params=["2.9.1", "2.11.0", "2.15.0"])
+def torch(request: pytest.FixtureRequest) -> FakeTorch:
+    """Of several pools the first serves in the first version, the last in the others."""
+    return FakeTorch(request.param)
+
+
+def last_serves(torch: FakeTorch) -> bool:
+    return torch.__version__ != "2.9.1"
 
 
 @pytest.fixture
@@ -41,7 +46,7 @@ def test_a_region_has_one_pool_for_the_life_of_the_process(torch: FakeTorch, poo
     assert torch._C.uses[0, first] == 1, "a use of it stays, or empty_cache() would end it"
 
 
-def test_the_innermost_region_serves_although_torch_asks_the_oldest_first(
+def test_the_innermost_region_serves_whichever_torch_asks_first(
     torch: FakeTorch, pools: Pools
 ) -> None:
     with pools.region("weights", [0]):
@@ -120,13 +125,20 @@ def test_a_region_that_ends_in_another_thread_says_so(torch: FakeTorch, pools: P
 
 def test_a_region_for_all_threads_serves_those_without_one(torch: FakeTorch, pools: Pools) -> None:
     with other_thread() as backward, other_thread() as loader:
-        loader_region = contextlib.ExitStack()
-        loader.does(lambda: loader_region.enter_context(pools.region("data", [0])))
-        data = loader.does(torch.serving)
+        loader_region, data = contextlib.ExitStack(), DEFAULT_POOL
+
+        def load() -> PoolId:
+            loader_region.enter_context(pools.region("data", [0]))
+            return torch.serving()
+
+        if not last_serves(torch):
+            data = loader.does(load)
         with pools.everyone("step", [0]):
             step = backward.does(torch.serving)
             assert step != DEFAULT_POOL and torch.serving() == step
-            assert loader.does(torch.serving) == data, "a region that was open stays"
+            if last_serves(torch):
+                data = loader.does(load)
+            assert loader.does(torch.serving) == data != step, "a region of one thread comes before"
             with pools.region("weights", [0]):
                 assert torch.serving() not in (step, data, DEFAULT_POOL), (
                     "one that begins later counts too"
@@ -136,6 +148,28 @@ def test_a_region_for_all_threads_serves_those_without_one(torch: FakeTorch, poo
                 assert torch.serving() not in set(pools._made["step", 0])
         loader.does(loader_region.close)
     assert torch.serving() == DEFAULT_POOL
+    assert all_lists_empty(torch)
+
+
+def test_a_region_for_all_threads_takes_nothing_from_others(torch: FakeTorch, pools: Pools) -> None:
+    if not last_serves(torch):
+        return  # It is the last that is asked.
+    with other_thread() as loader:
+        region = contextlib.ExitStack()
+        loader.does(lambda: region.enter_context(pools.region("data", [0])))
+        with pytest.raises(UsageError, match="another thread has region 'data' open; begin the one for all threads before it"):
+            with pools.everyone("step", [0]):
+                pass
+        loader.does(region.close)
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    with pytest.raises(UsageError, match="a graph is under capture"), pools.everyone("step", [0]):
+        pass
+    graph.capture_end()
+    with pools.region("weights", [0]):
+        weights = torch.serving()
+        with pools.everyone("step", [0]):
+            assert torch.serving() == weights, "a region of this thread comes before"
     assert all_lists_empty(torch)
 
 
@@ -173,7 +207,21 @@ def test_a_graph_captured_in_a_region_has_its_own_pool(
             assert torch.serving() == graph.pool_id
         assert torch.serving() == graph.pool_id
         graph.capture_end()
+        pools.capture_ended()
         assert torch.serving() in set(pools._made["step", 0])
+    assert all_lists_empty(torch)
+
+
+def test_a_region_that_begins_in_a_capture_and_outlives_it_serves_then(torch: FakeTorch, pools: Pools) -> None:
+    graph, region = torch.cuda.CUDAGraph(), contextlib.ExitStack()
+    graph.capture_begin()
+    pools.capture_begun()
+    region.enter_context(pools.region("kv", [0]))
+    assert torch.serving() == graph.pool_id
+    graph.capture_end()
+    pools.capture_ended()
+    assert torch.serving() in set(pools._made["kv", 0])
+    region.close()
     assert all_lists_empty(torch)
 
 
