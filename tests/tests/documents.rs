@@ -235,6 +235,9 @@ fn every_document_is_as_the_schema_says() -> Outcome {
     assert_eq!(shown["tenants"][0]["silent"][0]["pid"], job.ranks[1].pid());
     assert_eq!(shown["tenants"][0]["silent"][0]["standing"], "stopped");
     drop(job);
+    std::os::unix::fs::symlink("/tmp", checked.stage.run_dir_path().join("link"))?;
+    let shown = checked.run("view", 0, &["ps"])?;
+    assert_eq!(shown["refused"][0]["tenant"], "link");
     let mut unmet = checked.schema.unmet();
     unmet.retain(|name| !NOT_HERE.contains(&name.as_str()));
     assert_eq!(unmet, [""; 0], "definitions that nothing was printed for");

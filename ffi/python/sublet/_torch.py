@@ -1,6 +1,6 @@
 """What Sublet asks of PyTorch: pools for regions, memory nobody uses, CPU tensors over saved bytes.
 
-Imported only where torch is imported already. Tried with torch 2.8 to 2.11; `check_supported` says
+Imported only where torch is imported already. Made for torch 2.8 to 2.15; `check_supported` says
 what follows for others.
 """
 
@@ -22,7 +22,7 @@ from sublet._native import Library
 from sublet._torch_graphs import Graphs
 from sublet._torch_pools import Pools, version
 
-OLDEST, NEWEST = (2, 8), (2, 11)
+OLDEST, NEWEST = (2, 8), (2, 15)
 #: What regions need of torch's native part.
 _NEEDED = (
     "_cuda_beginAllocateCurrentThreadToPool",
