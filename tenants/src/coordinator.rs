@@ -12,6 +12,7 @@
 mod agreement;
 mod ahead;
 mod budgets;
+mod conversation;
 mod cutting;
 mod error;
 mod exchange;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
+use super::conversation::{Inquiry, Next};
 use super::peers::{Everybody, Peers};
 use super::report::{MemberFailure, Who};
 use super::{Coordinator, CoordinatorError};
@@ -121,15 +122,16 @@ impl Coordinator {
             return Err(PrepareError::Short { tenant: self.tenant.clone(), shortage });
         }
         self.ask_all(&mut all, HostStep::Begin { most_bytes: u64::MAX })?;
-        progress(&all.processes());
+        progress(&processes(&all.peers, &all.said));
         if let Err(error) = self.watch(&mut all, waits, progress) {
-            all.peers.call_off(&HostStep::CallOff, self.options.contact_timeout);
+            let members = all.peers.all();
+            all.peers.tell(&members, HostStep::CallOff, self.options.contact_timeout);
             return Err(error);
         }
         Ok(PrepareReport {
             tenant: self.tenant.to_string(),
             wall_us: micros(started.elapsed()),
-            processes: all.processes(),
+            processes: processes(&all.peers, &all.said),
             failures: all.failures,
         })
     }
@@ -144,19 +146,13 @@ impl Coordinator {
 
     /// Asks everybody who has greeted, and waits for all answers.
     fn ask_all(&self, all: &mut Preparing, step: HostStep) -> Result<(), PrepareError> {
-        for index in 0..all.peers.list.len() {
-            if all.peers.list[index].info.is_some() && all.peers.is_up(index) {
-                let asked = all.peers.ask(index, &step, self.options.contact_timeout);
-                all.failures.extend(asked.err());
-            }
-        }
-        while let Some(answer) = all.peers.next_answer(self.options.interrupt.as_ref()) {
-            let peer = answer.peer;
-            match answer.to(&step) {
-                Ok(said) => all.said[peer] = Some(said),
-                Err(failure) => all.fail(peer, failure),
-            }
-        }
+        let Preparing { peers, said, failures } = all;
+        let mut members = peers.greeted();
+        members.retain(|index| peers.is_up(*index));
+        peers.converse(&members, self.inquiry(step), |_, index, says| {
+            said[index] = says.map_err(|failure| failures.push(failure)).ok();
+            Next::Done
+        });
         self.refuse_interrupted()
     }
 
@@ -166,26 +162,18 @@ impl Coordinator {
         waits: Waits,
         progress: &mut dyn FnMut(&[PreparedProcess]),
     ) -> Result<(), PrepareError> {
-        let step = |seen_bytes| HostStep::Watch { seen_bytes, wait_ms: millis(SLICE) };
         let timeout = SLICE + self.options.contact_timeout;
-        for index in 0..all.peers.list.len() {
-            if let Some(seen_bytes) = all.goes_on(index, waits) {
-                let asked = all.peers.ask(index, &step(seen_bytes), timeout);
-                all.failures.extend(asked.err());
-            }
-        }
-        while let Some(answer) = all.peers.next_answer(self.options.interrupt.as_ref()) {
-            let peer = answer.peer;
-            match answer.to(&step(0)) {
-                Ok(said) => all.said[peer] = Some(said),
-                Err(failure) => all.fail(peer, failure),
-            }
-            if let Some(seen_bytes) = all.goes_on(peer, waits) {
-                let asked = all.peers.ask(peer, &step(seen_bytes), timeout);
-                all.failures.extend(asked.err());
-            }
-            progress(&all.processes());
-        }
+        let Preparing { peers, said, failures } = all;
+        let watch = |seen_bytes| HostStep::Watch { seen_bytes, wait_ms: millis(SLICE) };
+        let mut members = peers.all();
+        members.retain(|index| goes_on(said[*index].as_ref(), waits).is_some());
+        // One that has brought anything in answers immediately.
+        let first = Inquiry::of(watch(0), timeout, self.options.interrupt.as_ref());
+        peers.converse(&members, first, |peers, index, says| {
+            said[index] = says.map_err(|failure| failures.push(failure)).ok();
+            progress(&processes(peers, said));
+            goes_on(said[index].as_ref(), waits).map_or(Next::Done, |seen| Next::Again(watch(seen)))
+        });
         self.refuse_interrupted()
     }
 
@@ -199,39 +187,30 @@ impl Coordinator {
     }
 }
 
-impl Preparing {
-    /// What it says is of no use any more.
-    fn fail(&mut self, peer: usize, failure: MemberFailure) {
-        self.said[peer] = None;
-        self.failures.push(failure);
+/// Is more to be heard of one that has `said` this? Then what it has brought in so far, in bytes.
+fn goes_on(said: Option<&HostProgress>, waits: Waits) -> Option<u64> {
+    if let Waits::Until(end) = waits
+        && Instant::now() >= end
+    {
+        return None;
     }
+    let said = said?;
+    match said.stage {
+        HostStage::Grows | HostStage::Waits => Some(said.brought_in_bytes),
+        HostStage::Rests | HostStage::Stopped(_) => None,
+    }
+}
 
-    /// Is more to be heard of it? Then what it has brought in so far, in bytes.
-    fn goes_on(&self, peer: usize, waits: Waits) -> Option<u64> {
-        if let Waits::Until(end) = waits
-            && Instant::now() >= end
-        {
-            return None;
-        }
-        let said = self.said[peer].as_ref()?;
-        match said.stage {
-            HostStage::Grows | HostStage::Waits => Some(said.brought_in_bytes),
-            HostStage::Rests | HostStage::Stopped(_) => None,
-        }
-    }
-
-    fn processes(&self) -> Vec<PreparedProcess> {
-        let peers = self.peers.list.iter().zip(&self.said);
-        let mut processes: Vec<_> = peers
-            .filter_map(|(peer, said)| {
-                let command = peer.info.as_ref()?.command.clone();
-                let host = HostProgress { need: None, ..said.clone()? };
-                Some(PreparedProcess { who: peer.who, command, host })
-            })
-            .collect();
-        processes.sort_by_key(|process| process.who.pid);
-        processes
-    }
+/// All that have said something, by process id.
+fn processes(peers: &Peers, said: &[Option<HostProgress>]) -> Vec<PreparedProcess> {
+    let each = peers.list.iter().zip(said).filter_map(|(peer, said)| {
+        let command = peer.info.as_ref()?.command.clone();
+        let host = HostProgress { need: None, ..said.clone()? };
+        Some(PreparedProcess { who: peer.who, command, host })
+    });
+    let mut processes: Vec<_> = each.collect();
+    processes.sort_by_key(|process| process.who.pid);
+    processes
 }
 
 impl From<&PrepareError> for Code {

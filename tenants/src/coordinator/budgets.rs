@@ -6,6 +6,7 @@ use serde::{Serialize, Serializer};
 use vmm_pool::budget::{Figure, Gpu};
 use vmm_pool::driver::DeviceUuid;
 
+use super::conversation::Next;
 use super::peers::Everybody;
 use super::report::MemberFailure;
 use super::{Coordinator, CoordinatorError};
@@ -137,12 +138,11 @@ impl Coordinator {
         let file = BudgetFile::edit(&dir)?;
         // Once the file is there, a process that joins finds it.
         let Everybody { mut peers, mut failures } = self.connect_all(&dir)?;
-        for index in 0..peers.list.len() {
-            failures.extend(peers.ask(index, &Count, self.options.contact_timeout).err());
-        }
-        while let Some(answer) = peers.next_answer(self.options.interrupt.as_ref()) {
-            failures.extend(answer.to(&Count).err());
-        }
+        let members = peers.all();
+        peers.converse(&members, self.inquiry(Count), |_, _, said| {
+            failures.extend(said.err());
+            Next::Done
+        });
         file.change(changes)?;
         self.budget_report(&file, failures)
     }

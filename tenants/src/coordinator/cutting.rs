@@ -225,16 +225,19 @@ impl Session<'_> {
 
     /// Waits for an answer, and takes all that are there.
     fn gather(&mut self, held: &mut [Held]) -> Result<(), Vec<MemberFailure>> {
-        let mut next = self.peers.next_answer(self.options.interrupt.as_ref());
-        while let Some(answer) = next {
+        let mut failures = Vec::new();
+        for answer in self.peers.arrived(self.options.interrupt.as_ref()) {
             let peer = answer.peer;
-            let report = answer.to(&Hold::default()).map_err(|failure| vec![failure])?;
-            if let Some(held) = held.iter_mut().find(|held| held.index == peer) {
-                held.answered(report);
+            match answer.to(&Hold::default()) {
+                Ok(report) => {
+                    if let Some(held) = held.iter_mut().find(|held| held.index == peer) {
+                        held.answered(report);
+                    }
+                }
+                Err(failure) => failures.push(failure),
             }
-            next = self.peers.settled_answer();
         }
-        Ok(())
+        if failures.is_empty() { Ok(()) } else { Err(failures) }
     }
 
     fn tell(&mut self, held: &[Held], late: &[Laggard]) {

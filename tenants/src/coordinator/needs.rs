@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use vmm_pool::ClassBytes;
 
+use super::conversation::{Inquiry, Next, Wait};
 use super::peers::{Everybody, Peers, gone};
 use super::report::{MemberFailure, Report, Step, TenantStats};
 use super::session::{Plan, Session};
@@ -52,19 +53,18 @@ impl Coordinator {
         let timeout = self.options.timeout.unwrap_or(NEEDS_TIMEOUT);
         let question =
             Needs { scope: self.options.scope.clone(), timeout_ms: millis(timeout), all_devices };
-        for index in 0..peers.list.len() {
-            // One that does not answer is left for the resume to name.
-            let _unasked = peers.ask(index, &question, timeout);
-        }
         let mut needs: BTreeMap<String, DeviceNeed> = BTreeMap::new();
-        while let Some(answer) = peers.next_answer(self.options.interrupt.as_ref()) {
-            for device in answer.to(&question).unwrap_or_default().devices {
+        let (members, interrupt) = (peers.all(), self.options.interrupt.as_ref());
+        peers.converse(&members, Inquiry::of(question, timeout, interrupt), |_, _, said| {
+            // One that does not answer is left for the resume to name.
+            for device in said.unwrap_or_default().devices {
                 let need = needs.entry(device.uuid).or_default();
                 need.needed_bytes = need.needed_bytes.saturating_add(device.bytes);
                 need.free_bytes = need.free_bytes.max(device.free_bytes);
                 need.total_bytes = device.total_bytes;
             }
-        }
+            Next::Done
+        });
         Ok(needs)
     }
 
@@ -75,14 +75,11 @@ impl Coordinator {
     /// [`CoordinatorError::NoSuchTenant`], [`CoordinatorError::RunDir`].
     pub fn look_idle(&self, quiet_us: u64) -> Result<Vec<Idleness>, CoordinatorError> {
         let Everybody { mut peers, .. } = self.connect_all(&self.dir()?)?;
-        let question = LookIdle { quiet_us };
-        for index in 0..peers.list.len() {
-            let _unasked = peers.ask(index, &question, self.options.contact_timeout);
-        }
-        let mut all = Vec::new();
-        while let Some(answer) = peers.next_answer(self.options.interrupt.as_ref()) {
-            all.extend(answer.to(&question).ok());
-        }
+        let (mut all, members) = (Vec::new(), peers.all());
+        peers.converse(&members, self.inquiry(LookIdle { quiet_us }), |_, _, said| {
+            all.extend(said.ok());
+            Next::Done
+        });
         Ok(all)
     }
 }
@@ -338,22 +335,24 @@ impl Holdings {
         let asked = all.iter().map(|coordinator| coordinator.ask_stats(began));
         let (mut peers, mut found): (Vec<_>, Vec<_>) = asked.unzip();
         let mut each: Vec<&mut Peers> = peers.iter_mut().collect();
-        while let Some((position, answer)) = Peers::next_of(&mut each, None) {
+        Peers::gather(&mut each, Wait::Others, None, |each, position, answer| {
             let index = answer.peer;
             let who = each[position].list[index].who;
             let is_overdue = each[position].is_overdue(index);
             found[position].is_silent |= is_overdue;
             found[position].is_overdue |= is_overdue;
-            let Ok(stats) = &mut found[position].stats else { continue };
-            match answer.to(&Stats) {
-                Ok(mut member) => {
-                    // The kernel's id is in our namespace, the member's own may not be.
-                    member.member.pid = who.pid.unwrap_or(member.member.pid);
-                    stats.members.push(member);
+            if let Ok(stats) = &mut found[position].stats {
+                match answer.to(&Stats) {
+                    Ok(mut member) => {
+                        // The kernel's id is in our namespace, the member's own may not be.
+                        member.member.pid = who.pid.unwrap_or(member.member.pid);
+                        stats.members.push(member);
+                    }
+                    Err(failure) => stats.failures.push(failure),
                 }
-                Err(failure) => stats.failures.push(failure),
             }
-        }
+            Wait::Others
+        });
         for stats in found.iter_mut().filter_map(|found| found.stats.as_mut().ok()) {
             stats.members.sort_by_key(|stats| stats.member.pid);
         }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags};
 use nix::unistd::geteuid;
 
+use super::conversation::{Inquiry, Next};
 pub(super) use super::report::Question;
 use super::report::{MemberFailure, Step, Who};
 use super::{CoordinatorError, Interrupt};
@@ -193,33 +194,36 @@ impl Everybody {
     ) -> Result<Self, CoordinatorError> {
         let Self { mut peers, mut failures } =
             Self::connect(dir, Step::Hello, Instant::now() + timeout)?;
-        for index in 0..peers.list.len() {
-            failures.extend(peers.ask(index, &Hello, timeout).err());
-        }
-        while let Some(answer) = peers.next_answer(interrupt) {
-            let peer = answer.peer;
-            let greeted = answer.to(&Hello).and_then(|info| peers.introduce(peer, info));
-            failures.extend(greeted.err());
-        }
+        let members = peers.all();
+        peers.converse(&members, Inquiry::of(Hello, timeout, interrupt), |peers, index, said| {
+            failures.extend(said.and_then(|info| peers.introduce(index, info)).err());
+            Next::Done
+        });
         Ok(Self { peers, failures })
     }
 }
 
 impl Peers {
-    /// Tells all that can be told to stop what they were told to do, and waits for their answers.
-    pub(super) fn call_off<Q: Question>(&mut self, question: &Q, timeout: Duration) {
-        for index in 0..self.list.len() {
-            if self.is_up(index)
-                && let Err(failure) = self.ask(index, question, timeout)
-            {
-                tracing::debug!(%failure, "a process was not told");
+    /// The indexes of all members.
+    pub(super) fn all(&self) -> Vec<usize> {
+        (0..self.list.len()).collect()
+    }
+
+    /// The indexes of the members that have said who they are.
+    pub(super) fn greeted(&self) -> Vec<usize> {
+        let greeted = self.list.iter().enumerate().filter(|(_, peer)| peer.info.is_some());
+        greeted.map(|(index, _)| index).collect()
+    }
+
+    /// Tells those of `members` that can be told something that changes nothing more, and waits for their answers.
+    pub(super) fn tell<Q: Question>(&mut self, members: &[usize], news: Q, timeout: Duration) {
+        let up: Vec<usize> = members.iter().copied().filter(|index| self.is_up(*index)).collect();
+        self.converse(&up, Inquiry::of(news, timeout, None), |_, _, said| {
+            if let Err(failure) = said {
+                tracing::debug!(%failure, "a process was not told, or did not say that it was");
             }
-        }
-        while let Some(answer) = self.next_answer(None) {
-            if let Some(failure) = answer.failure() {
-                tracing::debug!(%failure, "a process did not say that it has stopped");
-            }
-        }
+            Next::Done
+        });
     }
 
     /// Asks one member; its answer is due within `timeout` of now, or of the deadline of what it owes already.
@@ -269,26 +273,14 @@ impl Peers {
         }
     }
 
-    /// The next answer, or the next member that is overdue; none when nobody owes one that could still
-    /// be in time, or when `interrupt` was raised.
-    pub(super) fn next_answer(&mut self, interrupt: Option<&Interrupt>) -> Option<Answer> {
-        Self::next_of(&mut [self], interrupt).map(|(_, answer)| answer)
-    }
-
-    /// As [`Peers::next_answer`], of several tenants' members, with the position of that tenant.
+    /// The next answer of several tenants' members with the position of that tenant, or the next member that is overdue; none
+    /// when nobody owes one that could still be in time, or when `interrupt` was raised.
     pub(super) fn next_of(
         all: &mut [&mut Self],
         interrupt: Option<&Interrupt>,
     ) -> Option<(usize, Answer)> {
-        fn first(
-            all: &mut [&mut Peers],
-            mut answer: impl FnMut(&mut Peers) -> Option<Answer>,
-        ) -> Option<(usize, Answer)> {
-            let mut each = all.iter_mut().enumerate();
-            each.find_map(|(position, peers)| Some((position, answer(peers)?)))
-        }
         loop {
-            if let Some(found) = first(all, Self::answer_at_hand) {
+            if let Some(found) = Self::first(all, Self::answer_at_hand) {
                 return Some(found);
             }
             if interrupt.is_some_and(Interrupt::is_raised) {
@@ -300,21 +292,29 @@ impl Peers {
                 let late = |peers: &mut Self| {
                     peers.answer_at_hand().or_else(|| peers.mark_overdue(deadline))
                 };
-                if let Some(found) = first(all, late) {
+                if let Some(found) = Self::first(all, late) {
                     return Some(found);
                 }
             }
         }
     }
 
-    /// An answer that has arrived already, or a member that is overdue already. Does not block.
-    pub(super) fn settled_answer(&mut self) -> Option<Answer> {
-        if let Some(answer) = self.answer_at_hand() {
-            return Some(answer);
+    /// As [`Peers::next_of`], of what has arrived or is overdue already. Does not block.
+    pub(super) fn settled_of(all: &mut [&mut Self]) -> Option<(usize, Answer)> {
+        if let Some(found) = Self::first(all, Self::answer_at_hand) {
+            return Some(found);
         }
         let now = Instant::now();
-        Self::look(&mut [self], now, None);
-        self.answer_at_hand().or_else(|| self.mark_overdue(now))
+        Self::look(all, now, None);
+        Self::first(all, |peers| peers.answer_at_hand().or_else(|| peers.mark_overdue(now)))
+    }
+
+    fn first(
+        all: &mut [&mut Self],
+        mut answer: impl FnMut(&mut Self) -> Option<Answer>,
+    ) -> Option<(usize, Answer)> {
+        let mut each = all.iter_mut().enumerate();
+        each.find_map(|(position, peers)| Some((position, answer(peers)?)))
     }
 
     /// Waits until one that owes an answer has sent something or ended, and notes all of those: with many members,

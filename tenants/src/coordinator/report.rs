@@ -499,7 +499,7 @@ pub struct Swap {
 }
 
 /// A question of the coordinator's, which is one of its steps.
-pub(super) trait Question: Ask {
+pub(super) trait Question: Ask + Clone {
     /// What people read of it.
     fn step(&self) -> Step;
 }

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::peers::{Answer, Everybody, Peers};
-use super::report::{MemberFailure, Step, Who};
+use super::conversation::{Inquiry, Next};
+use super::peers::{Everybody, Peers};
+use super::report::{MemberFailure, Who};
 use super::{Coordinator, CoordinatorError};
 use crate::code::Code;
 use crate::identity::TenantName;
@@ -175,7 +176,8 @@ impl Coordinator {
         });
         if begun.is_err() {
             // They remove what they have written, and nothing comes into the directory any more.
-            save.peers.call_off(&SaveStep::CallOff, CALL_OFF_TIMEOUT);
+            let members = save.peers.all();
+            save.peers.tell(&members, SaveStep::CallOff, CALL_OFF_TIMEOUT);
         }
         begun?;
         // Of processes that have failed without a word.
@@ -198,23 +200,19 @@ impl Coordinator {
     /// Asks every process what it has, and looks whether all of it fits.
     fn begin_all(&self, target: &SaveDir, save: &mut Save) -> Result<(), SaveError> {
         let begin = SaveStep::Begin { dir: target.name()? };
-        let greeted = save.peers.list.iter().enumerate().filter(|(_, peer)| peer.info.is_some());
-        let greeted: Vec<usize> = greeted.map(|(index, _)| index).collect();
-        for index in greeted {
-            let asked = save.peers.ask(index, &begin, self.answer_timeout());
-            save.failures.extend(asked.err());
-        }
-        while let Some(answer) = save.peers.next_answer(self.options.interrupt.as_ref()) {
-            let peer = answer.peer;
-            let Some(SaveProgress { account, stage, .. }) = save.accept(answer) else {
-                continue;
-            };
-            if stage == SaveStage::Nothing {
-                save.idle.push(peer);
-            } else {
-                save.writers.push(Writer { peer, account, written_bytes: 0, map: None });
+        let Save { peers, writers, idle, failures, .. } = save;
+        let greeted = peers.greeted();
+        let begin = Inquiry::of(begin, self.answer_timeout(), self.options.interrupt.as_ref());
+        peers.converse(&greeted, begin, |_, peer, said| {
+            match said {
+                Ok(SaveProgress { stage: SaveStage::Nothing, .. }) => idle.push(peer),
+                Ok(SaveProgress { account, .. }) => {
+                    writers.push(Writer { peer, account, written_bytes: 0, map: None });
+                }
+                Err(failure) => failures.push(failure),
             }
-        }
+            Next::Done
+        });
         self.refuse_called_off()?;
         save.writers.sort_by_key(|writer| save.peers.list[writer.peer].who.pid);
         let needed_bytes = save.writers.iter().map(|writer| writer.account.saved_bytes).sum();
@@ -232,26 +230,31 @@ impl Coordinator {
         save: &mut Save,
         progress: &mut dyn FnMut(&[SaveState]),
     ) -> Result<(), SaveError> {
-        for index in save.writers.iter().map(|writer| writer.peer).collect::<Vec<_>>() {
-            self.ask_on(save, index);
-        }
-        progress(&save.states());
-        while let Some(answer) = save.peers.next_answer(self.options.interrupt.as_ref()) {
-            let peer = answer.peer;
-            let Some(SaveProgress { written_bytes, stage, .. }) = save.accept(answer) else {
-                continue;
-            };
-            if let Some(writer) = save.writers.iter_mut().find(|writer| writer.peer == peer) {
-                writer.written_bytes = written_bytes;
-                match stage {
-                    SaveStage::Written { map } => writer.map = Some(map),
-                    SaveStage::Nothing | SaveStage::Writing | SaveStage::CalledOff => {
-                        self.ask_on(save, peer);
+        let Save { peers, writers, failures, .. } = save;
+        let members: Vec<usize> = writers.iter().map(|writer| writer.peer).collect();
+        let on = SaveStep::WriteOn { for_ms: millis(SLICE) };
+        let timeout = SLICE + self.answer_timeout();
+        progress(&states(peers, writers));
+        let write = Inquiry::of(on.clone(), timeout, self.options.interrupt.as_ref());
+        peers.converse(&members, write, |peers, index, said| {
+            let mut next = Next::Done;
+            let writer = writers.iter_mut().find(|writer| writer.peer == index);
+            match (said, writer) {
+                (Ok(SaveProgress { written_bytes, stage, .. }), Some(writer)) => {
+                    writer.written_bytes = written_bytes;
+                    match stage {
+                        SaveStage::Written { map } => writer.map = Some(map),
+                        SaveStage::Nothing | SaveStage::Writing | SaveStage::CalledOff => {
+                            next = Next::Again(on.clone());
+                        }
                     }
                 }
+                (Ok(_), None) => {}
+                (Err(failure), _) => failures.push(failure),
             }
-            progress(&save.states());
-        }
+            progress(&states(peers, writers));
+            next
+        });
         self.refuse_called_off()?;
         save.writers.retain(|writer| writer.map.is_some());
         // One that was late for an answer may have come to its end all the same.
@@ -259,13 +262,6 @@ impl Coordinator {
         let has_written = |who: Who| writers.iter().any(|w| peers.list[w.peer].who == who);
         failures.retain(|failure| !has_written(failure.who));
         Ok(())
-    }
-
-    fn ask_on(&self, save: &mut Save, index: usize) {
-        let step = SaveStep::WriteOn { for_ms: millis(SLICE) };
-        let timeout = SLICE + self.answer_timeout();
-        let asked = save.peers.ask(index, &step, timeout);
-        save.failures.extend(asked.err());
     }
 
     fn answer_timeout(&self) -> Duration {
@@ -312,26 +308,14 @@ impl Coordinator {
     }
 }
 
-impl Save {
-    /// What an answer says; a failure is filed.
-    fn accept(&mut self, answer: Answer) -> Option<SaveProgress> {
-        if answer.step != Step::Save {
-            // Late, and given up on already.
-            return None;
-        }
-        // All steps have one kind of answer.
-        let progress = answer.to(&SaveStep::CallOff);
-        progress.map_err(|failure| self.failures.push(failure)).ok()
-    }
-
-    fn states(&self) -> Vec<SaveState> {
-        let state = |writer: &Writer| SaveState {
-            who: self.peers.list[writer.peer].who,
-            total_bytes: writer.account.saved_bytes,
-            written_bytes: writer.written_bytes,
-        };
-        self.writers.iter().map(state).collect()
-    }
+/// How far all that write are.
+fn states(peers: &Peers, writers: &[Writer]) -> Vec<SaveState> {
+    let state = |writer: &Writer| SaveState {
+        who: peers.list[writer.peer].who,
+        total_bytes: writer.account.saved_bytes,
+        written_bytes: writer.written_bytes,
+    };
+    writers.iter().map(state).collect()
 }
 
 fn not_private(error: RunDirError) -> SaveDirError {

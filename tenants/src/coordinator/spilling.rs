@@ -13,6 +13,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use super::conversation::{Inquiry, Next};
 use super::overlap::SLOWEST_BYTES_PER_SECOND;
 use super::peers::{Everybody, Peers};
 use super::report::{Event, Step};
@@ -162,7 +163,8 @@ impl Coordinator {
             }
             let Some(held) = lock.take() else { break };
             let most_bytes = STEP_BYTES.min(missing - given);
-            match self.step_of(&mut peers, index, most_bytes, STEP_TIME + ANSWER_MARGIN) {
+            let timeout = STEP_TIME + ANSWER_MARGIN;
+            match self.steps_of(&mut peers, &[index], most_bytes, timeout).remove(&index) {
                 Some(said) => {
                     given += said.given_back_bytes;
                     left.insert(index, said);
@@ -182,41 +184,28 @@ impl Coordinator {
 
     /// What came of one step of each of `peers` that answers.
     fn step_of_all(&self, peers: &mut Peers, most_bytes: u64) -> BTreeMap<usize, SpillProgress> {
-        let question = SpillStep { most_bytes };
-        for index in 0..peers.list.len() {
-            if let Err(failure) = peers.ask(index, &question, ASK_TIMEOUT) {
-                tracing::debug!(%failure, "a process was not told to make room");
-            }
-        }
-        self.answers(peers, question)
+        let members = peers.all();
+        self.steps_of(peers, &members, most_bytes, ASK_TIMEOUT)
     }
 
-    /// What came of one step of one of them.
-    fn step_of(
+    /// What came of one step of each of `members` that answers.
+    fn steps_of(
         &self,
         peers: &mut Peers,
-        index: usize,
+        members: &[usize],
         most_bytes: u64,
         timeout: Duration,
-    ) -> Option<SpillProgress> {
-        let question = SpillStep { most_bytes };
-        if let Err(failure) = peers.ask(index, &question, timeout) {
-            tracing::debug!(%failure, "a process was not told to make room");
-            return None;
-        }
-        self.answers(peers, question).remove(&index)
-    }
-
-    fn answers(&self, peers: &mut Peers, question: SpillStep) -> BTreeMap<usize, SpillProgress> {
-        let mut said = BTreeMap::new();
-        while let Some(answer) = peers.next_answer(self.options.interrupt.as_ref()) {
-            let peer = answer.peer;
-            match answer.to(&question) {
-                Ok(progress) => drop(said.insert(peer, progress)),
+    ) -> BTreeMap<usize, SpillProgress> {
+        let mut came = BTreeMap::new();
+        let step = Inquiry::of(SpillStep { most_bytes }, timeout, self.options.interrupt.as_ref());
+        peers.converse(members, step, |_, index, said| {
+            match said {
+                Ok(progress) => drop(came.insert(index, progress)),
                 Err(failure) => tracing::info!(%failure, "a process makes no room"),
             }
-        }
-        said
+            Next::Done
+        });
+        came
     }
 }
 

@@ -216,17 +216,20 @@ impl Session<'_> {
 
     /// Waits for an answer, and takes all that are there.
     fn gather_activities(&mut self, all: &mut [Stepped]) -> Result<(), Vec<MemberFailure>> {
-        let mut next = self.peers.next_answer(self.options.interrupt.as_ref());
-        while let Some(answer) = next {
+        let mut failures = Vec::new();
+        for answer in self.peers.arrived(self.options.interrupt.as_ref()) {
             let peer = answer.peer;
-            let activity = answer.to(&StepOn::default()).map_err(|failure| vec![failure])?;
-            if let Some(stepped) = all.iter_mut().find(|stepped| stepped.index == peer) {
-                stepped.due = stepped.due.saturating_sub(1);
-                stepped.activity = Some(activity);
+            match answer.to(&StepOn::default()) {
+                Ok(activity) => {
+                    if let Some(stepped) = all.iter_mut().find(|stepped| stepped.index == peer) {
+                        stepped.due = stepped.due.saturating_sub(1);
+                        stepped.activity = Some(activity);
+                    }
+                }
+                Err(failure) => failures.push(failure),
             }
-            next = self.peers.settled_answer();
         }
-        Ok(())
+        if failures.is_empty() { Ok(()) } else { Err(failures) }
     }
 
     fn tell_of_devices(&mut self, all: &[Stepped]) {

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 use vmm_pool::PinnedBytes;
 
 use super::agreement::Agreed;
+use super::conversation::{Inquiry, Next, Wait};
 use super::needs::short_devices;
-use super::peers::{Answer, Question};
+use super::peers::{Peers, Question};
 use super::report::{Event, MemberFailure, Step};
 use super::session::{Session, Stop};
 use super::{CoordinatorError, Interrupt, Meanwhile};
@@ -326,40 +327,21 @@ impl Session<'_> {
             members: members.len(),
         });
         let due = timeout + self.options.reply_margin;
-        for index in members {
-            if let Err(failure) = self.peers.ask(*index, question, due) {
-                result.failures.push((*index, failure));
-                if on_failure == OnFailure::Stop {
-                    return result;
-                }
-            }
-        }
-        self.peers.give_all_the_time_of_the_last(step);
-        let mut goes_on = false;
-        loop {
-            let stop = on_failure == OnFailure::Stop && !result.failures.is_empty();
-            let listens = match on_failure {
-                OnFailure::Stop => true,
-                OnFailure::WaitForAll => step == Step::Hello || step.is_commit() && !goes_on,
-            };
-            let interrupt = self.options.interrupt.as_ref().filter(|_| listens);
-            let answer =
-                if stop { self.peers.settled_answer() } else { self.peers.next_answer(interrupt) };
-            let Some(answer) = answer else {
-                if on_failure == OnFailure::WaitForAll
-                    && step.is_commit()
-                    && interrupt.is_some_and(Interrupt::is_raised)
-                {
-                    goes_on = true;
-                    (self.progress)(Event::GoingOn);
-                    continue;
-                }
-                break;
-            };
-            // An answer to an earlier step that was given up on has no meaning any more.
-            if answer.step == step {
-                self.file(question, answer, &mut result);
-            }
+        let listens = match on_failure {
+            OnFailure::Stop => true,
+            OnFailure::WaitForAll => step == Step::Hello || step.is_commit(),
+        };
+        let interrupt = self.options.interrupt.as_ref().filter(|_| listens);
+        self.take_answers(
+            members,
+            Inquiry::of(question.clone(), due, interrupt),
+            on_failure,
+            &mut result,
+        );
+        let goes_on = on_failure == OnFailure::WaitForAll && step.is_commit();
+        if goes_on && interrupt.is_some_and(Interrupt::is_raised) {
+            (self.progress)(Event::GoingOn);
+            self.take_answers(&[], Inquiry::of(question.clone(), due, None), on_failure, &mut result);
         }
         let elapsed = began.elapsed();
         if result.failures.is_empty() {
@@ -368,24 +350,30 @@ impl Session<'_> {
         result
     }
 
-    fn file<Q: Question>(
+    fn take_answers<Q: Question>(
         &mut self,
-        question: &Q,
-        answer: Answer,
+        members: &[usize],
+        inquiry: Inquiry<'_, Q>,
+        on_failure: OnFailure,
         result: &mut StepResult<Q::Answer>,
     ) {
-        let (index, step) = (answer.peer, answer.step);
-        match answer.to(question) {
+        let progress = &mut self.progress;
+        let step = inquiry.step();
+        self.peers.converse(members, inquiry, |peers, index, said| match said {
             Ok(answer) => {
-                let who = self.peers.list[index].who;
-                (self.progress)(Event::MemberDone { who, step });
+                progress(Event::MemberDone { who: peers.list[index].who, step });
                 result.done.push((index, answer));
+                Next::Done
             }
             Err(failure) => {
                 tracing::debug!(%failure, "a member failed");
                 result.failures.push((index, failure));
+                match on_failure {
+                    OnFailure::Stop => Next::Stop,
+                    OnFailure::WaitForAll => Next::Done,
+                }
             }
-        }
+        });
     }
 }
 
@@ -426,23 +414,24 @@ impl Session<'_> {
             }
         }
         let failed_step = failures.first().map(|failure| failure.step);
-        while let Some(answer) = self.peers.next_answer(None) {
+        // Late news of the step that failed is part of why; of a member lost meanwhile, too.
+        let is_why = |failure: &MemberFailure| {
+            Some(failure.step) == failed_step && failure.failure.kind != FailureKind::CalledOff
+        };
+        Peers::gather(&mut [&mut self.peers], Wait::Others, None, |_, _, answer| {
             let peer = answer.peer;
-            if answer.step == undo.step() {
-                match answer.to(&undo) {
-                    Ok(report) => result.done.push((peer, report)),
-                    // It was under way, and is undone by another's word.
-                    Err(failure) if failure.failure.kind == FailureKind::CalledOff => {}
-                    Err(failure) => result.failures.push((peer, failure)),
-                }
-                continue;
+            if answer.step != undo.step() {
+                failures.extend(answer.failure().filter(is_why));
+                return Wait::Others;
             }
-            // Late news of the step that failed is part of why; of a member lost meanwhile, too.
-            let is_why = |failure: &MemberFailure| {
-                Some(failure.step) == failed_step && failure.failure.kind != FailureKind::CalledOff
-            };
-            failures.extend(answer.failure().filter(is_why));
-        }
+            match answer.to(&undo) {
+                Ok(report) => result.done.push((peer, report)),
+                // It was under way, and is undone by another's word.
+                Err(failure) if failure.failure.kind == FailureKind::CalledOff => {}
+                Err(failure) => result.failures.push((peer, failure)),
+            }
+            Wait::Others
+        });
         let out_of_memory = failures
             .iter()
             .any(|member| matches!(member.failure.kind, FailureKind::OutOfDeviceMemory { .. }));
@@ -478,17 +467,6 @@ impl Session<'_> {
         error: &CoordinatorError,
     ) {
         let news = GiveUp { action, why: error.to_string() };
-        for index in members {
-            if self.peers.is_up(*index)
-                && let Err(failure) = self.peers.ask(*index, &news, TELL_TIMEOUT)
-            {
-                tracing::debug!(%failure, "a waiting member was not told");
-            }
-        }
-        while let Some(answer) = self.peers.next_answer(None) {
-            if let Some(failure) = answer.failure() {
-                tracing::debug!(%failure, "a waiting member did not take the news");
-            }
-        }
+        self.peers.tell(members, news, TELL_TIMEOUT);
     }
 }
