@@ -89,8 +89,8 @@ fn label(gpu: &GpuBudget) -> String {
 
 fn above(tenant: &str, gpu: &GpuBudget) -> String {
     format!(
-        "tenant '{tenant}' holds {} more on {} than its budget: nothing is taken away, and new allocations there fail until \
-         it fits",
+        "tenant '{tenant}' holds {} more on {} than its budget: paged memory gives way, nothing else is taken away, and \
+         new allocations there fail until it fits",
         units::bytes(gpu.over_bytes()),
         label(gpu)
     )

@@ -341,7 +341,12 @@ impl Session<'_> {
         let goes_on = on_failure == OnFailure::WaitForAll && step.is_commit();
         if goes_on && interrupt.is_some_and(Interrupt::is_raised) {
             (self.progress)(Event::GoingOn);
-            self.take_answers(&[], Inquiry::of(question.clone(), due, None), on_failure, &mut result);
+            self.take_answers(
+                &[],
+                Inquiry::of(question.clone(), due, None),
+                on_failure,
+                &mut result,
+            );
         }
         let elapsed = began.elapsed();
         if result.failures.is_empty() {

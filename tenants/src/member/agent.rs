@@ -201,6 +201,7 @@ impl<D: Driver> Agent<D> {
         {
             self.member.begin_giving_back();
         }
+        self.member.pool.yield_to_budgets();
         // A coordinator holds a lock that went with the directory: another one must not find us meanwhile.
         if self.leading().is_some() {
             return;

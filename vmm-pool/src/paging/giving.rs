@@ -41,6 +41,10 @@ impl<D: Driver> Lender for Shared<D> {
         self.spare(&table) as u64 * self.chunk_bytes
     }
 
+    fn owed_bytes(&self, device: DeviceOrdinal) -> u64 {
+        if device == self.device { self.table().owed as u64 * self.chunk_bytes } else { 0 }
+    }
+
     fn ask(&self, bytes: u64) {
         let mut table = self.table();
         let chunks = usize::try_from(bytes.div_ceil(self.chunk_bytes)).unwrap_or(usize::MAX);

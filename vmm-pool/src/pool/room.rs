@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use super::Pool;
+use crate::budget::Figure;
 use crate::driver::{DeviceOrdinal, Driver};
 
 /// How long each may take to give.
@@ -14,6 +15,9 @@ const LIMIT: Duration = Duration::from_secs(10);
 pub(crate) trait Lender: Debug + Send + Sync {
     /// How much of it there is on the device, in bytes: what leaves when work that is queued has ended, but for what it is to give already.
     fn spare_bytes(&self, device: DeviceOrdinal) -> u64;
+
+    /// What it has been asked for there and has not given yet, in bytes.
+    fn owed_bytes(&self, device: DeviceOrdinal) -> u64;
 
     /// Asks for so much of that. It is given when uses are over, and taken again by nobody of the window meanwhile.
     fn ask(&self, bytes: u64);
@@ -34,10 +38,14 @@ impl Lenders {
         all.push(lender);
     }
 
+    fn all(&self) -> Vec<Arc<dyn Lender>> {
+        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.iter().filter_map(Weak::upgrade).collect()
+    }
+
     /// Those with memory to spare on the device, who has most first, with how much it is.
     pub(crate) fn on(&self, device: DeviceOrdinal) -> Vec<(u64, Arc<dyn Lender>)> {
-        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let all = all.iter().filter_map(Weak::upgrade);
+        let all = self.all().into_iter();
         let mut found: Vec<_> = all.map(|lender| (lender.spare_bytes(device), lender)).collect();
         found.retain(|(spare_bytes, _)| *spare_bytes > 0);
         found.sort_by_key(|(spare_bytes, _)| std::cmp::Reverse(*spare_bytes));
@@ -62,17 +70,39 @@ impl<D: Driver> Pool<D> {
         if spare_bytes.saturating_add(free_bytes) < bytes {
             return false;
         }
-        let mut left = bytes;
-        let mut asked = Vec::new();
-        for (spare_bytes, lender) in lenders {
-            if left == 0 {
-                break;
-            }
-            lender.ask(left.min(spare_bytes));
-            left = left.saturating_sub(spare_bytes);
-            asked.push(lender);
-        }
-        let given = asked.iter().filter(|lender| lender.wait(LIMIT)).count();
+        let given = ask(lenders, bytes).iter().filter(|lender| lender.wait(LIMIT)).count();
         given > 0
     }
+
+    /// Asks paged memory for what is held of each device beyond a budget, and waits for nothing.
+    pub fn yield_to_budgets(&self) {
+        let lenders = self.lenders.all();
+        if lenders.is_empty() {
+            return;
+        }
+        for device in self.devices() {
+            let figure = self.budget.figure(device);
+            let Some(Figure { budget_bytes: Some(budget_bytes), held_bytes }) = figure else {
+                continue;
+            };
+            let owed_bytes: u64 = lenders.iter().map(|lender| lender.owed_bytes(device)).sum();
+            let over_bytes = held_bytes.saturating_sub(budget_bytes);
+            ask(self.lenders.on(device), over_bytes.saturating_sub(owed_bytes));
+        }
+    }
+}
+
+/// Asks one after the other for so many bytes in all. Returns those that were asked.
+fn ask(lenders: Vec<(u64, Arc<dyn Lender>)>, bytes: u64) -> Vec<Arc<dyn Lender>> {
+    let mut left = bytes;
+    let mut asked = Vec::new();
+    for (spare_bytes, lender) in lenders {
+        if left == 0 {
+            break;
+        }
+        lender.ask(left.min(spare_bytes));
+        left = left.saturating_sub(spare_bytes);
+        asked.push(lender);
+    }
+    asked
 }

@@ -47,7 +47,7 @@ impl Account for Slot {
 }
 
 /// A file in which so many processes count.
-fn shared(slots: usize) -> Arc<Shared> {
+pub(crate) fn shared(slots: usize) -> Arc<Shared> {
     let file = tempfile::tempfile().expect("a file");
     file.set_len(Shared::BYTES as u64).expect("its size");
     let shared = Shared::map(&file).expect("a mapping");
@@ -60,7 +60,7 @@ fn shared(slots: usize) -> Arc<Shared> {
     Arc::new(shared)
 }
 
-fn counts(pool: &SimPool, shared: &Arc<Shared>, slot: usize) {
+pub(crate) fn counts(pool: &SimPool, shared: &Arc<Shared>, slot: usize) {
     assert!(pool.count_against(Arc::new(Slot { shared: Arc::clone(shared), slot })));
 }
 

@@ -10,7 +10,10 @@ use vmm_pool::driver::{AllocationProp, Driver as _, VaRange};
 use vmm_pool::paging::{In, Pager, WHAT_IS_LEFT, WindowSize};
 
 use super::program::{self, LIMIT, Stage, pause_until, unlimited};
-use crate::stage::{DEVICE, OTHER, UNIT, class, create, free_bytes, kept, pause, pool, resume};
+use crate::budgets;
+use crate::stage::{
+    DEVICE, OTHER, UNIT, class, create, free_bytes, kept, node, pause, pool, resume,
+};
 
 const FRAMES: u64 = 16;
 
@@ -68,6 +71,37 @@ fn frames_that_gave_way_are_taken_again_some_time_later() {
         stage.use_all(false);
         let _late = silence.recv_timeout(Duration::from_millis(200));
     }
+    stage.check();
+    drop(stage.pager.take());
+}
+
+/// A budget that is lowered below what a window's frames hold.
+#[test]
+fn frames_are_given_up_to_a_budget() {
+    let pool = pool(&node());
+    let shared = budgets::shared(1);
+    budgets::counts(&pool, &shared, 0);
+    let mut stage = Stage::of(pool, FRAMES, unlimited);
+    stage.alloc_each(FRAMES);
+    stage.use_all(true);
+    let resident = |stage: &Stage| stage.pager().report().resident_bytes / UNIT;
+    let before = resident(&stage);
+    stage.pool.pool().yield_to_budgets();
+    assert_eq!(resident(&stage), before, "within the budget");
+    shared.set_budget(0, Some((before - 3) * UNIT));
+    // Asked again before it has given, it gives no more.
+    (0..3).for_each(|_| stage.pool.pool().yield_to_budgets());
+    let given = std::time::Instant::now() + LIMIT;
+    while resident(&stage) > before - 3 {
+        assert!(std::time::Instant::now() < given, "{} of {before} are there", resident(&stage));
+        std::thread::yield_now();
+    }
+    assert_eq!(resident(&stage), before - 3);
+    for _ in 0..2 {
+        stage.use_all(true);
+        stage.use_all(false);
+    }
+    assert!(resident(&stage) <= before - 3, "what the budget refuses does not come back");
     stage.check();
     drop(stage.pager.take());
 }
