@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -115,6 +116,34 @@ def test_frames_make_room_within_the_budget() -> None:
     assert sublet.budget()["gpus"][0]["held_bytes"] <= held + 8 * CHUNK
     other.free()
     first.free()
+    library.page_close(pager)
+    sublet.budget("none")
+
+
+@pytest.mark.tenant("giving-to-a-budget")
+def test_frames_give_way_to_a_budget_that_is_lowered() -> None:
+    allocate(CHUNK).free()
+    library = own_library()
+    held = sublet.budget("1GiB")["gpus"][0]["held_bytes"]
+    pager = library.page_open(0, 16 * CHUNK, CHUNK, 8 * CHUNK)
+    spans = [library.page_alloc(pager, CHUNK) for _ in range(8)]
+    for fill, span in enumerate(spans, 1):
+        library.page_acquire(pager, [span], 0, WAIT_MS)
+        Memory(span, CHUNK, 0).write(bytes([fill]) * CHUNK)
+        library.page_release(pager, [span], 0, True)
+    assert json.loads(library.page_report(pager))["resident_bytes"] == 8 * CHUNK
+    sublet.budget(f"{(held + 4 * CHUNK) >> 20}MiB")
+    end = time.monotonic() + 60
+    while sublet.budget()["gpus"][0]["held_bytes"] > held + 4 * CHUNK:
+        assert time.monotonic() < end, json.loads(library.page_report(pager))
+        time.sleep(0.05)
+    assert json.loads(library.page_report(pager))["resident_bytes"] == 4 * CHUNK
+    for fill, span in enumerate(spans, 1):
+        library.page_acquire(pager, [span], 0, WAIT_MS)
+        assert Memory(span, CHUNK, 0).read() == bytes([fill]) * CHUNK
+        library.page_release(pager, [span], 0, False)
+    assert sublet.budget()["gpus"][0]["held_bytes"] <= held + 4 * CHUNK
+    call("cuCtxSynchronize")
     library.page_close(pager)
     sublet.budget("none")
 

@@ -136,8 +136,10 @@ fn not_found(partner: Partner) -> MemberFailure {
         Some(pid) => format!("try again, or end it (kill {pid})"),
         None => "try again, or end it".to_owned(),
     };
+    // Of a process whose id is not known nobody can say whether it lives.
+    let lives = if pid.is_some() { "it lives" } else { "it may live" };
     let message = format!(
-        "it lives and shares memory with others, and its socket in the run directory is gone: {way_on}"
+        "{lives} and shares memory with others, and its socket in the run directory is gone: {way_on}"
     );
     let failure = Failure { kind: FailureKind::Nameless, message };
     MemberFailure { who: Who { pid, member }, step: Step::Hello, failure }
