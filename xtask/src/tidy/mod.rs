@@ -3,6 +3,7 @@
 //! Every finding is one line, `path:line: what; next step`. The checks are functions from text to
 //! findings, so that their tests need no files.
 
+mod ceiling;
 mod files;
 mod messages;
 mod modules;
@@ -10,6 +11,7 @@ mod named_tests;
 mod results;
 mod words;
 
+use std::collections::BTreeMap;
 use std::fmt::{self, Display};
 use std::fs;
 use std::path::Path;
@@ -42,7 +44,8 @@ impl Display for Finding {
 /// Checks every file of the project and prints what it finds.
 pub(crate) fn run(workspace: &Workspace) -> Outcome {
     let mut findings = Vec::new();
-    let (mut errors, mut promises) = (String::new(), String::new());
+    let (mut errors, mut promises, mut numbers) = (String::new(), String::new(), String::new());
+    let mut counted = BTreeMap::new();
     let (mut rust, mut read) = (Vec::new(), Vec::new());
     let paths = workspace.files()?;
     for path in &paths {
@@ -53,11 +56,16 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
         let path = path_text(path);
         findings.extend(files::check(&path, &text));
         findings.extend(results::check(&path, &text));
+        if let Some(language) = ceiling::language(&path) {
+            *counted.entry(language).or_default() += ceiling::code_lines(language, &text);
+        }
         if words::is_read(&path) {
             read.push((path.clone(), text.clone()));
         }
         if path == messages::PAGE {
             errors = text;
+        } else if path == ceiling::PAGE {
+            numbers = text;
         } else if path == named_tests::PAGE {
             promises = text;
         } else if is_rust(&path) {
@@ -65,6 +73,7 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
         }
     }
     let names = paths.iter().map(|path| path_text(path)).collect();
+    findings.extend(ceiling::check(&numbers, &counted));
     findings.extend(modules::check(&rust));
     findings.extend(named_tests::check(&promises, &rust, &names));
     findings.extend(messages::check(&errors, &rust));
