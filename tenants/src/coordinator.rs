@@ -35,7 +35,7 @@ mod tests;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-pub use ahead::{PrepareError, PrepareReport, PreparedProcess, Waits};
+pub use ahead::{PrepareReport, PreparedProcess, Waits};
 pub use budgets::{BudgetReport, GpuBudget};
 pub use error::{CoordinatorError, SwapError};
 pub use interrupt::Interrupt;
@@ -46,7 +46,7 @@ pub use report::{
 
 pub use needs::{DeviceNeed, DeviceShortage, Holder, Holdings};
 use needs::{Gives, name_holders};
-pub use saving::{SaveError, SaveReport, SaveState};
+pub use saving::{SaveReport, SaveState};
 pub use swap::{swap, swap_with_itself};
 
 use lending::{NamesWait, Patience};

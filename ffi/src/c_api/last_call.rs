@@ -8,7 +8,7 @@ use std::ffi::{CStr, CString, c_char, c_int};
 use serde::Serialize;
 use serde_json::{Value, json};
 use tenants::coordinator::{
-    BudgetReport, CoordinatorError, Outcome, PrepareError, PrepareReport, SwapError, staying,
+    BudgetReport, CoordinatorError, Outcome, PrepareReport, SwapError, staying,
 };
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
@@ -174,15 +174,13 @@ fn not_switched(error: &SwitchError) -> c_int {
 }
 
 /// [`settled`] for host memory ahead of a pause.
-pub(crate) fn brought_in(outcome: Result<PrepareReport, PrepareError>) -> c_int {
+pub(crate) fn brought_in(outcome: Result<PrepareReport, CoordinatorError>) -> c_int {
     match outcome {
         Ok(report) => {
             let how = if report.is_complete() { "completed" } else { "partial" };
             keep_report(with_outcome(&report, how))
         }
-        Err(PrepareError::Tenant(error)) => refused(&error),
-        Err(error @ PrepareError::Short { .. }) => fail(OUT_OF_HOST_MEMORY, &chain(&error)),
-        Err(error @ PrepareError::CalledOff { .. }) => fail(REFUSED, &chain(&error)),
+        Err(error) => refused(&error),
     }
 }
 
@@ -292,6 +290,7 @@ fn code_of(error: &CoordinatorError) -> c_int {
         | CoordinatorError::NoSuchTenant { .. }
         | CoordinatorError::NoProcess { .. } => ARGUMENT,
         CoordinatorError::Faulted { .. } | CoordinatorError::Unrecovered { .. } => LOST,
+        CoordinatorError::HostShort { .. } | CoordinatorError::NoSpace { .. } => OUT_OF_HOST_MEMORY,
         CoordinatorError::RunDir(_)
         | CoordinatorError::Joined { .. }
         | CoordinatorError::Unreachable { .. }
@@ -299,6 +298,11 @@ fn code_of(error: &CoordinatorError) -> c_int {
         | CoordinatorError::VersionsDiffer { .. }
         | CoordinatorError::CalledOff { .. }
         | CoordinatorError::NotDeep { .. }
+        | CoordinatorError::NotPrepared { .. }
+        | CoordinatorError::NotSaved { .. }
+        | CoordinatorError::SaveDir(_)
+        | CoordinatorError::NothingSaved { .. }
+        | CoordinatorError::SaveFailed { .. }
         | CoordinatorError::FailedTogether { .. }
         | CoordinatorError::Refused { .. } => {
             if failed(FailureKind::Faulted) || failed(FailureKind::PeerGone) {

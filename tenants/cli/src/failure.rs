@@ -160,7 +160,7 @@ impl From<SwapError> for Failure {
 pub(crate) fn exit_code_of(error: &CoordinatorError) -> u8 {
     if !error.left_unchanged() {
         EXIT_PARTIAL
-    } else if matches!(error, CoordinatorError::CalledOff { .. }) {
+    } else if Code::from(error) == Code::CalledOff {
         EXIT_CALLED_OFF
     } else {
         EXIT_UNCHANGED

@@ -4,14 +4,12 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use comfy_table::Table;
-use tenants::coordinator::{
-    Coordinator, Options, PrepareError, PrepareReport, PreparedProcess, Waits,
-};
+use tenants::coordinator::{Coordinator, Options, PrepareReport, PreparedProcess, Waits};
 use tenants::run_dir::RunDir;
 use tenants::wire::{HostProgress, HostStage};
 
 use crate::args::PrepareArgs;
-use crate::failure::{EXIT_CALLED_OFF, EXIT_PARTIAL, EXIT_UNCHANGED, Failure, exit_code_of};
+use crate::failure::{EXIT_PARTIAL, Failure};
 use crate::output::{self, Output};
 use crate::progress::Progress;
 use crate::signals;
@@ -30,7 +28,7 @@ pub(crate) fn prepare(
         let tenant = args.tenant.as_str();
         coordinator.prepare(waits, &mut |processes| progress.say(line_of(tenant, processes)))
     };
-    let report = result.map_err(|error| failure_of(&error))?;
+    let report = result?;
     if args.show.json {
         output.json(&report)?;
     } else {
@@ -43,15 +41,6 @@ pub(crate) fn prepare(
             is_over(process) || (args.no_wait && goes_on)
         });
     Ok(if is_as_asked { ExitCode::SUCCESS } else { ExitCode::from(EXIT_PARTIAL) })
-}
-
-fn failure_of(error: &PrepareError) -> Failure {
-    let code = match error {
-        PrepareError::CalledOff { .. } => EXIT_CALLED_OFF,
-        PrepareError::Tenant(error) => exit_code_of(error),
-        PrepareError::Short { .. } => EXIT_UNCHANGED,
-    };
-    Failure::of(error, code).because(error)
 }
 
 /// How far all processes are, and each of them.

@@ -3,12 +3,12 @@
 use std::process::ExitCode;
 
 use comfy_table::Table;
-use tenants::coordinator::{Coordinator, Options, SaveError, SaveReport, SaveState};
+use tenants::coordinator::{Coordinator, Options, SaveReport, SaveState};
 use tenants::run_dir::RunDir;
 use tenants::saving::map::{SavedProcess, TENANT_MAP};
 
 use crate::args::SaveArgs;
-use crate::failure::{EXIT_CALLED_OFF, EXIT_PARTIAL, EXIT_UNCHANGED, Failure, exit_code_of};
+use crate::failure::{EXIT_PARTIAL, Failure};
 use crate::output::{self, Output};
 use crate::progress::Progress;
 use crate::signals;
@@ -26,25 +26,13 @@ pub(crate) fn save(
         let tenant = args.tenant.as_str();
         coordinator.save(&args.dir, &mut |states| progress.say(line_of(tenant, states)))
     };
-    let report = result.map_err(|error| failure_of(&error))?;
+    let report = result?;
     if args.show.json {
         output.json(&report)?;
     } else {
         render(&report, args.show.verbose, output);
     }
     Ok(if report.map.complete { ExitCode::SUCCESS } else { ExitCode::from(EXIT_PARTIAL) })
-}
-
-fn failure_of(error: &SaveError) -> Failure {
-    let code = match error {
-        SaveError::CalledOff { .. } => EXIT_CALLED_OFF,
-        SaveError::Tenant(error) => exit_code_of(error),
-        SaveError::Dir(_)
-        | SaveError::NothingSaved { .. }
-        | SaveError::NoSpace { .. }
-        | SaveError::Failed { .. } => EXIT_UNCHANGED,
-    };
-    Failure::of(error, code).because(error)
 }
 
 /// How far all processes are, and each of them.

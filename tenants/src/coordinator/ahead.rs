@@ -11,9 +11,7 @@ use super::conversation::{Inquiry, Next};
 use super::peers::{Everybody, Peers};
 use super::report::{MemberFailure, Who};
 use super::{Coordinator, CoordinatorError};
-use crate::code::Code;
-use crate::host_memory::{HostShortage, shortage};
-use crate::identity::TenantName;
+use crate::host_memory::shortage;
 use crate::run_dir::TenantDir;
 use crate::time::{micros, millis};
 use crate::wire::{HostProgress, HostStage, HostStep};
@@ -28,30 +26,6 @@ pub enum Waits {
     ForAll,
     /// Until then at most: what is missing comes in afterwards.
     Until(Instant),
-}
-
-/// Why nothing was brought in.
-#[derive(Debug, thiserror::Error)]
-pub enum PrepareError {
-    /// The tenant could not be spoken to.
-    #[error(transparent)]
-    Tenant(#[from] CoordinatorError),
-    /// What is wanted does not fit into host memory, nor would a pause that copies all of it. No process has begun.
-    #[error("tenant '{tenant}': {shortage}")]
-    Short {
-        /// The tenant.
-        tenant: TenantName,
-        /// What is short.
-        shortage: HostShortage,
-    },
-    /// Somebody called it off. What had come in stays, for the next pause.
-    #[error(
-        "preparing tenant '{tenant}' was called off; what was brought in stays for its next pause, and `sublet ps` shows it"
-    )]
-    CalledOff {
-        /// The tenant.
-        tenant: TenantName,
-    },
 }
 
 /// One process.
@@ -106,12 +80,12 @@ impl Coordinator {
     /// at any time.
     ///
     /// # Errors
-    /// [`PrepareError`]. Where some processes come to an end before all is there, it succeeds and says which and why.
+    /// [`CoordinatorError`]. Where some processes come to an end before all is there, it succeeds and says which and why.
     pub fn prepare(
         &mut self,
         waits: Waits,
         progress: &mut dyn FnMut(&[PreparedProcess]),
-    ) -> Result<PrepareReport, PrepareError> {
+    ) -> Result<PrepareReport, CoordinatorError> {
         let span = tracing::info_span!("tenant.prepare", tenant = %self.tenant);
         let _entered = span.enter();
         let started = Instant::now();
@@ -119,7 +93,7 @@ impl Coordinator {
         self.ask_all(&mut all, HostStep::Need)?;
         let needs = || all.said.iter().flatten().filter_map(|said| said.need.as_ref());
         if let Some(shortage) = shortage(needs()) {
-            return Err(PrepareError::Short { tenant: self.tenant.clone(), shortage });
+            return Err(CoordinatorError::HostShort { tenant: self.tenant.clone(), shortage });
         }
         self.ask_all(&mut all, HostStep::Begin { most_bytes: u64::MAX })?;
         progress(&processes(&all.peers, &all.said));
@@ -136,7 +110,7 @@ impl Coordinator {
         })
     }
 
-    fn greet_everybody(&self, dir: &TenantDir) -> Result<Preparing, PrepareError> {
+    fn greet_everybody(&self, dir: &TenantDir) -> Result<Preparing, CoordinatorError> {
         let (timeout, interrupt) = (self.options.contact_timeout, self.options.interrupt.as_ref());
         let Everybody { peers, failures } = Everybody::greeted(dir, timeout, interrupt)?;
         self.refuse_interrupted()?;
@@ -145,7 +119,7 @@ impl Coordinator {
     }
 
     /// Asks everybody who has greeted, and waits for all answers.
-    fn ask_all(&self, all: &mut Preparing, step: HostStep) -> Result<(), PrepareError> {
+    fn ask_all(&self, all: &mut Preparing, step: HostStep) -> Result<(), CoordinatorError> {
         let Preparing { peers, said, failures } = all;
         let mut members = peers.greeted();
         members.retain(|index| peers.is_up(*index));
@@ -161,7 +135,7 @@ impl Coordinator {
         all: &mut Preparing,
         waits: Waits,
         progress: &mut dyn FnMut(&[PreparedProcess]),
-    ) -> Result<(), PrepareError> {
+    ) -> Result<(), CoordinatorError> {
         let timeout = SLICE + self.options.contact_timeout;
         let Preparing { peers, said, failures } = all;
         let watch = |seen_bytes| HostStep::Watch { seen_bytes, wait_ms: millis(SLICE) };
@@ -177,10 +151,10 @@ impl Coordinator {
         self.refuse_interrupted()
     }
 
-    fn refuse_interrupted(&self) -> Result<(), PrepareError> {
+    fn refuse_interrupted(&self) -> Result<(), CoordinatorError> {
         match &self.options.interrupt {
             Some(interrupt) if interrupt.is_raised() => {
-                Err(PrepareError::CalledOff { tenant: self.tenant.clone() })
+                Err(CoordinatorError::NotPrepared { tenant: self.tenant.clone() })
             }
             Some(_) | None => Ok(()),
         }
@@ -211,14 +185,4 @@ fn processes(peers: &Peers, said: &[Option<HostProgress>]) -> Vec<PreparedProces
     let mut processes: Vec<_> = each.collect();
     processes.sort_by_key(|process| process.who.pid);
     processes
-}
-
-impl From<&PrepareError> for Code {
-    fn from(error: &PrepareError) -> Self {
-        match error {
-            PrepareError::Tenant(error) => error.into(),
-            PrepareError::Short { .. } => Self::HostFull,
-            PrepareError::CalledOff { .. } => Self::CalledOff,
-        }
-    }
 }

@@ -1,6 +1,7 @@
 //! Why a coordinator did not do what it was asked.
 
 use std::fmt;
+use std::path::PathBuf;
 
 use super::needs::DeviceShortage;
 use super::report::MemberFailure;
@@ -8,11 +9,12 @@ use crate::code::Code;
 use crate::host_memory::HostShortage;
 use crate::identity::TenantName;
 use crate::run_dir::RunDirError;
+use crate::saving::SaveDirError;
 use crate::scope::Scope;
 use crate::transport::{TransportError, command_of, is_stopped};
 use crate::wire::{Action, FailureKind};
 
-/// Why a pause, a resume or a question was not carried out.
+/// Why a pause, a resume, a question, preparing or saving was not carried out.
 #[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -98,6 +100,41 @@ pub enum CoordinatorError {
         save_hint(tenant)
     )]
     Unrecovered { tenant: TenantName, failures: Vec<MemberFailure> },
+    /// What is to be prepared does not fit into host memory, nor would a pause that copies all of it. No process has begun.
+    #[error("tenant '{tenant}': {shortage}")]
+    HostShort { tenant: TenantName, shortage: HostShortage },
+    /// Preparing was called off. What had come in stays, for the next pause.
+    #[error(
+        "preparing tenant '{tenant}' was called off; what was brought in stays for its next pause, and `sublet ps` shows it"
+    )]
+    NotPrepared { tenant: TenantName },
+    /// The directory that contents were to be saved in is not usable. No process was asked to write.
+    #[error(transparent)]
+    SaveDir(#[from] SaveDirError),
+    /// No process has given memory up that could be saved.
+    #[error(
+        "tenant '{tenant}' has nothing saved: its memory is where it belongs; `sublet pause {tenant}` saves it"
+    )]
+    NothingSaved { tenant: TenantName },
+    /// The disk is too small for what is saved. Nothing was written.
+    #[error(
+        "what tenant '{tenant}' has saved takes {needed_bytes} bytes, and {free_bytes} are free in {}: free {} \
+         more, or name a directory on another disk",
+        dir.display(), needed_bytes.saturating_sub(*free_bytes)
+    )]
+    NoSpace {
+        tenant: TenantName,
+        dir: PathBuf,
+        needed_bytes: u64,
+        /// Bytes that the filesystem has free.
+        free_bytes: u64,
+    },
+    /// Saving was called off. What was written is removed.
+    #[error("saving tenant '{tenant}' to files was called off, and what was written is removed")]
+    NotSaved { tenant: TenantName },
+    /// No process could write. Nothing is left in the directory.
+    #[error("no process of tenant '{tenant}' has written anything to {}: {}", dir.display(), joined(failures))]
+    SaveFailed { tenant: TenantName, dir: PathBuf, failures: Vec<MemberFailure> },
     /// Processes joined again and again while the tenant was being paused. Everything was undone.
     #[error(
         "tenant '{tenant}' is as before: processes joined it each time while it was being paused; pause it again"
@@ -380,12 +417,16 @@ fn known_tags(known: &[String]) -> String {
     format!("there is the {}", quoted_tags(known))
 }
 
+fn joined(failures: &[MemberFailure]) -> String {
+    failures.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+}
+
 fn listed(failures: &[MemberFailure]) -> String {
-    let texts: Vec<_> = failures.iter().map(ToString::to_string).collect();
     if failures.iter().all(|failure| failure.failure.kind != FailureKind::CutNotReached) {
-        return texts.join("; ");
+        return joined(failures);
     }
     // Where each rank is reads better one below the other.
+    let texts: Vec<_> = failures.iter().map(ToString::to_string).collect();
     format!(
         "the ranks did not reach a common cut in time:\n  {}\n  If they only need longer, give a longer \
          timeout; if one is stuck, see what its process waits for",
@@ -437,11 +478,17 @@ impl From<&CoordinatorError> for Code {
             CoordinatorError::UnknownTags { .. } => Self::UnknownTag,
             CoordinatorError::PausedAlready { .. }
             | CoordinatorError::StandsStill { .. }
+            | CoordinatorError::NothingSaved { .. }
             | CoordinatorError::NotDeep { .. } => Self::WrongState,
             CoordinatorError::Joined { .. } => Self::Joined,
-            CoordinatorError::CalledOff { .. } => Self::CalledOff,
+            CoordinatorError::CalledOff { .. }
+            | CoordinatorError::NotPrepared { .. }
+            | CoordinatorError::NotSaved { .. } => Self::CalledOff,
+            CoordinatorError::HostShort { .. } | CoordinatorError::NoSpace { .. } => Self::HostFull,
+            CoordinatorError::SaveDir(_) => Self::Usage,
             CoordinatorError::FailedTogether { .. } => Self::Other,
-            CoordinatorError::Refused { failures, .. } => {
+            CoordinatorError::Refused { failures, .. }
+            | CoordinatorError::SaveFailed { failures, .. } => {
                 // Those that were told to stop, because another failed, are not why.
                 let kinds = || failures.iter().map(|failure| failure.failure.kind);
                 let why = kinds().find(|kind| *kind != FailureKind::CalledOff);

@@ -13,8 +13,6 @@ use super::conversation::{Inquiry, Next};
 use super::peers::{Everybody, Peers};
 use super::report::{MemberFailure, Who};
 use super::{Coordinator, CoordinatorError};
-use crate::code::Code;
-use crate::identity::TenantName;
 use crate::run_dir::{RunDirError, TenantDir, trusted_path};
 use crate::saving::dir::SaveDir;
 use crate::saving::map::{
@@ -31,42 +29,6 @@ const SLICE: Duration = Duration::from_millis(500);
 const ANSWER_TIMEOUT: Duration = Duration::from_mins(1);
 /// How long processes may take to remove what they have written.
 const CALL_OFF_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Why nothing was written.
-#[expect(missing_docs, reason = "messages name what the fields are")]
-#[derive(Debug, thiserror::Error)]
-pub enum SaveError {
-    /// The tenant could not be spoken to.
-    #[error(transparent)]
-    Tenant(#[from] CoordinatorError),
-    /// The directory is not usable. No process was asked to write.
-    #[error(transparent)]
-    Dir(#[from] SaveDirError),
-    /// No process has given memory up.
-    #[error(
-        "tenant '{tenant}' has nothing saved: its memory is where it belongs; `sublet pause {tenant}` saves it"
-    )]
-    NothingSaved { tenant: TenantName },
-    /// The disk is too small. Nothing was written.
-    #[error(
-        "what tenant '{tenant}' has saved takes {needed_bytes} bytes, and {free_bytes} are free in {}: free {} \
-         more, or name a directory on another disk",
-        dir.display(), needed_bytes.saturating_sub(*free_bytes)
-    )]
-    NoSpace {
-        tenant: TenantName,
-        dir: PathBuf,
-        needed_bytes: u64,
-        /// Bytes that the filesystem has free.
-        free_bytes: u64,
-    },
-    /// Somebody called it off. What was written is removed.
-    #[error("saving tenant '{tenant}' to files was called off, and what was written is removed")]
-    CalledOff { tenant: TenantName },
-    /// No process could write. Nothing is left in the directory.
-    #[error("no process of tenant '{tenant}' has written anything to {}: {}", dir.display(), listed(failures))]
-    Failed { tenant: TenantName, dir: PathBuf, failures: Vec<MemberFailure> },
-}
 
 /// How far one process is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,22 +83,22 @@ impl Coordinator {
     /// says how far it is.
     ///
     /// # Errors
-    /// [`SaveError`]; nothing is left in `dir` then. Where some processes have written and others not, it succeeds and
+    /// [`CoordinatorError`]; nothing is left in `dir` then. Where some processes have written and others not, it succeeds and
     /// says who has not.
     pub fn save(
         &mut self,
         dir: &Path,
         progress: &mut dyn FnMut(&[SaveState]),
-    ) -> Result<SaveReport, SaveError> {
+    ) -> Result<SaveReport, CoordinatorError> {
         let span = tracing::info_span!("tenant.save", tenant = %self.tenant);
         let _entered = span.enter();
         let started = Instant::now();
         let tenant_dir = self.dir()?;
         let lock = self.lock(&tenant_dir, Action::Resume).map_err(|error| {
             if let CoordinatorError::CalledOff { tenant, .. } = error {
-                return SaveError::CalledOff { tenant };
+                return CoordinatorError::NotSaved { tenant };
             }
-            error.into()
+            error
         })?;
         // A user who could rename a directory above could put other contents in this place.
         trusted_path::check_above_all(dir).map_err(not_private)?;
@@ -160,16 +122,16 @@ impl Coordinator {
         tenant_dir: &TenantDir,
         target: &SaveDir,
         progress: &mut dyn FnMut(&[SaveState]),
-    ) -> Result<(TenantMap, usize), SaveError> {
+    ) -> Result<(TenantMap, usize), CoordinatorError> {
         let mut save = self.greet_all(tenant_dir)?;
         let begun = self.begin_all(target, &mut save).and_then(|()| {
             self.write_all(&mut save, progress)?;
             if save.writers.is_empty() {
                 let (tenant, dir) = (self.tenant.clone(), target.path().to_owned());
                 return Err(if save.failures.is_empty() {
-                    SaveError::NothingSaved { tenant }
+                    CoordinatorError::NothingSaved { tenant }
                 } else {
-                    SaveError::Failed { tenant, dir, failures: save.failures.clone() }
+                    CoordinatorError::SaveFailed { tenant, dir, failures: save.failures.clone() }
                 });
             }
             Ok(())
@@ -190,7 +152,7 @@ impl Coordinator {
     }
 
     /// Connects to every process that lives, and asks who it is.
-    fn greet_all(&self, tenant_dir: &TenantDir) -> Result<Save, SaveError> {
+    fn greet_all(&self, tenant_dir: &TenantDir) -> Result<Save, CoordinatorError> {
         let (timeout, interrupt) = (self.options.contact_timeout, self.options.interrupt.as_ref());
         let Everybody { peers, failures } = Everybody::greeted(tenant_dir, timeout, interrupt)?;
         self.refuse_called_off()?;
@@ -198,7 +160,7 @@ impl Coordinator {
     }
 
     /// Asks every process what it has, and looks whether all of it fits.
-    fn begin_all(&self, target: &SaveDir, save: &mut Save) -> Result<(), SaveError> {
+    fn begin_all(&self, target: &SaveDir, save: &mut Save) -> Result<(), CoordinatorError> {
         let begin = SaveStep::Begin { dir: target.name()? };
         let Save { peers, writers, idle, failures, .. } = save;
         let greeted = peers.greeted();
@@ -219,7 +181,7 @@ impl Coordinator {
         let free_bytes = target.free_bytes()?;
         if free_bytes < needed_bytes {
             let (tenant, dir) = (self.tenant.clone(), target.path().to_owned());
-            return Err(SaveError::NoSpace { tenant, dir, needed_bytes, free_bytes });
+            return Err(CoordinatorError::NoSpace { tenant, dir, needed_bytes, free_bytes });
         }
         Ok(())
     }
@@ -229,7 +191,7 @@ impl Coordinator {
         &self,
         save: &mut Save,
         progress: &mut dyn FnMut(&[SaveState]),
-    ) -> Result<(), SaveError> {
+    ) -> Result<(), CoordinatorError> {
         let Save { peers, writers, failures, .. } = save;
         let members: Vec<usize> = writers.iter().map(|writer| writer.peer).collect();
         let on = SaveStep::WriteOn { for_ms: millis(SLICE) };
@@ -268,10 +230,10 @@ impl Coordinator {
         self.options.timeout.unwrap_or(ANSWER_TIMEOUT) + self.options.reply_margin
     }
 
-    fn refuse_called_off(&self) -> Result<(), SaveError> {
+    fn refuse_called_off(&self) -> Result<(), CoordinatorError> {
         match &self.options.interrupt {
             Some(interrupt) if interrupt.is_raised() => {
-                Err(SaveError::CalledOff { tenant: self.tenant.clone() })
+                Err(CoordinatorError::NotSaved { tenant: self.tenant.clone() })
             }
             Some(_) | None => Ok(()),
         }
@@ -329,23 +291,4 @@ fn not_private(error: RunDirError) -> SaveDirError {
         (PathBuf::new(), io::Error::other(error))
     };
     SaveDirError::Io { operation: "looking at", path, source }
-}
-
-fn listed(failures: &[MemberFailure]) -> String {
-    failures.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
-}
-
-impl From<&SaveError> for Code {
-    fn from(error: &SaveError) -> Self {
-        match error {
-            SaveError::Tenant(error) => error.into(),
-            SaveError::Dir(_) => Self::Usage,
-            SaveError::NothingSaved { .. } => Self::WrongState,
-            SaveError::NoSpace { .. } => Self::HostFull,
-            SaveError::CalledOff { .. } => Self::CalledOff,
-            SaveError::Failed { failures, .. } => {
-                failures.first().map_or(Self::Other, |failure| failure.failure.kind.into())
-            }
-        }
-    }
 }
