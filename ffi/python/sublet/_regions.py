@@ -283,8 +283,8 @@ def region(
             to a file, ``"discard"`` does not save them, and they are undefined after the resume.
         device: number of the one device that is meant; memory on others belongs to no tag. By
             default all devices.
-        all_threads: also for threads that are in no region of their own, such as those that run
-            PyTorch's backward pass. One such region at a time in a process.
+        all_threads: also for threads that are in no region of their own, such as those of PyTorch's backward pass. One such
+            region at a time in a process; with PyTorch 2.10 and later, begun before other threads' regions and captures.
         home: where its memory is. ``"paged"``: in host memory, with a part on the device by turns, as the parameters of a
             module that :func:`paged` was given, but for any memory that is allocated inside by ``cudaMalloc``. It is for one
             device, the current one by default. :func:`set_frames`, :func:`plan` and :func:`report` know it by its tag.
