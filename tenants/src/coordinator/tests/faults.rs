@@ -3,6 +3,7 @@
 use super::*;
 use vmm_pool::{HostDemand, Schedule};
 
+use crate::code::Code;
 use crate::host_memory::{HostLimit, HostNeed, LimitKind};
 
 const MEMBERS: usize = 3;
@@ -99,6 +100,61 @@ fn fault_in_one(case: &Case, phase: Phase, victim: usize, fault: Fault) {
             assert_eq!(world.phases_of(id).last(), Some(&case.undo));
             assert_eq!(world.state(id), case.start);
         }
+    }
+}
+
+/// Kinds that are neither waited out nor tried again.
+const KINDS: [FailureKind; 11] = [
+    FailureKind::CutNotReached,
+    FailureKind::DrainTimeout,
+    FailureKind::OutOfHostMemory,
+    FailureKind::WrongState,
+    FailureKind::PeerGone,
+    FailureKind::NoConsent,
+    FailureKind::NotNow,
+    FailureKind::Shared,
+    FailureKind::Unknown,
+    FailureKind::Driver,
+    FailureKind::Faulted,
+];
+
+/// Kind by phase by standing: what an error says of the tenant is what its processes are, and its code is that of the kind.
+#[test]
+fn what_an_error_says_of_the_tenant_is_what_its_processes_are() {
+    for case in CASES {
+        let all: &[Phase] = if case.action == Action::Pause { &PAUSE } else { &RESUME };
+        for phase in all {
+            std::thread::scope(|scope| {
+                for kind in KINDS {
+                    let case = &case;
+                    // Behind the point of no return a process is whole or faulted; others are asked again for minutes.
+                    if case.phases.contains(phase) || kind == FailureKind::Faulted {
+                        scope.spawn(move || kind_in_one(case, *phase, kind));
+                    }
+                }
+            });
+        }
+    }
+}
+
+fn kind_in_one(case: &Case, phase: Phase, kind: FailureKind) {
+    let what = format!("{:?} in {phase:?}: {kind:?}", case.action);
+    let world = world(case.start, 1, phase, Fault::Fail(kind));
+    let done = act(&world, case.action);
+    let survivors = [1, 3].map(|id| world.state(id));
+    match done {
+        Err(error) => {
+            let is_unchanged = survivors == [case.start; 2];
+            assert_eq!(error.left_unchanged(), is_unchanged, "{what}: {error}");
+            assert_eq!(Code::from(&error), Code::from(kind), "{what}: {error}");
+            assert_eq!(error.to_string().contains("as before"), is_unchanged, "{what}: {error}");
+        }
+        Ok(Outcome::Completed(report)) => {
+            assert!(!case.phases.contains(&phase), "{what}: {report:?}");
+            assert!(report.is_partial(), "{what}: {report:?}");
+            assert!(!survivors.contains(&case.start), "{what}: {survivors:?}");
+        }
+        Ok(other) => panic!("{what}: {other:?}"),
     }
 }
 
