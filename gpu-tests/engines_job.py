@@ -84,7 +84,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-class Engines:
+class Engines(runner.Rows):
     """All rows, one after the other."""
 
     def __init__(self, rows: Sequence[Row], args: argparse.Namespace, result: Result, work: Path) -> None:
@@ -103,25 +103,6 @@ class Engines:
         if self.current is not None:
             self.current.record.note(reason)
             self.current.record.finish("deadline")
-
-    def run(self) -> None:
-        """Every row that is wanted, then the table."""
-        words = [word for word in self.args.rows.split(",") if word]
-        rows = [row for row in self.rows if not words or any(word in row.name for word in words)]
-        if not rows:
-            raise JobError(f"no row has one of {words} in its name: {', '.join(row.name for row in self.rows)}")
-        try:
-            for row in rows:
-                self.one(row)
-                self.result.save()
-        finally:
-            print()
-            runner.table(self.table)
-            runner.verdicts(self.result)
-
-    def left_s(self) -> float:
-        """Seconds until the job must have ended, some for the report taken off."""
-        return self.args.deadline - 10 - (time.monotonic() - self.began)
 
     def one(self, row: Row) -> None:
         """A row; whatever becomes of it, the next has its turn."""

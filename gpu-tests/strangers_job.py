@@ -184,7 +184,7 @@ KEPT = ("pause_ms", "resume_ms", "step", "cut_retries", "drain_rounds", "drain_c
 HEAD = ("row", "pauses", "failed", "retries", "ok", "pause ms, median / p99", "resume ms, median / p99", "what")
 
 
-class Strangers:
+class Strangers(runner.Rows):
     """All rows, one after the other."""
 
     def __init__(self, rows: Sequence[Row], args: Any, result: Result, work: Path) -> None:
@@ -196,25 +196,6 @@ class Strangers:
         result.data["parameters"]["gpus_used"] = self.gpus
         self.current: Stranger | None = None
         common.at_deadline(lambda _reason: self.current.end(shown=True) if self.current else None)
-
-    def run(self) -> None:
-        """The rows that are wanted, then the table."""
-        words = [word.strip() for word in self.args.rows.split(",") if word.strip()]
-        rows = [row for row in self.rows if not words or any(word in row.name for word in words)]
-        if not rows:
-            raise JobError(f"no row has one of {words} in its name: {', '.join(row.name for row in self.rows)}")
-        try:
-            for row in rows:
-                self.one(row)
-                self.result.save()
-        finally:
-            print()
-            runner.table(self.table)
-            runner.verdicts(self.result)
-
-    def left_s(self) -> float:
-        """Seconds until the job must have ended, some for the report taken off."""
-        return self.args.deadline - 10 - (time.monotonic() - self.began)
 
     def one(self, row: Row) -> None:
         """A row; whatever becomes of it, the next has its turn."""

@@ -25,11 +25,10 @@ from typing import Any
 import common
 import runner
 from common import GIB, MIB, Result
+from compat_job import SLACK_BYTES, about, free_bytes, pattern
 
 ROLES = ("plain", "expandable", "conditional")
 KEPT_BYTES, LOST_BYTES = GIB, GIB
-#: What else may be on the device: contexts grow when kernels are loaded.
-SLACK_BYTES = 64 * MIB
 CYCLES = 3
 
 
@@ -41,29 +40,6 @@ def parse(argv: list[str]) -> Any:
 
 
 # ---------------------------------------------------------------- in the children
-
-
-def pattern(size_bytes: int, seed: int) -> Any:
-    """Bytes on the device that look random, and the same for the same seed."""
-    import torch
-
-    generator = torch.Generator(device="cuda:0")
-    generator.manual_seed(seed)
-    return torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, device="cuda:0", generator=generator)
-
-
-def free_bytes() -> int:
-    """What the driver says is free, once all work has ended and torch has given back what it caches."""
-    import torch
-
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return int(torch.cuda.mem_get_info()[0])
-
-
-def about(value: int, wanted: int) -> bool:
-    """Is a number of bytes what it should be?"""
-    return abs(value - wanted) <= SLACK_BYTES
 
 
 def pool_of(tensor: Any) -> tuple[int, int] | None:
