@@ -8,6 +8,7 @@
  *   always    one thread copies while another one has the memory leave and come back
  *
  * Two allocations lie behind each other, and the second has the tag. */
+#include "copies.h"
 #include "driver.h"
 #include "inside.h"
 
@@ -17,48 +18,6 @@
 #include <sublet.h>
 
 enum { BYTES = 4 << 20, NEAR = 512, ROW = 256, NOT_PERMITTED = 800, HOST = 1, DEVICE = 2, ROUNDS = 20 };
-
-typedef struct {
-    size_t x, y;
-    unsigned kind;
-    void *host;
-    CUdeviceptr device;
-    void *array;
-    size_t pitch;
-} Side2d;
-
-typedef struct {
-    Side2d from, to;
-    size_t width, height;
-} Copy2d;
-
-typedef struct {
-    size_t x, y, z, level;
-    unsigned kind;
-    void *host;
-    CUdeviceptr device;
-    void *array, *context;
-    size_t pitch, height;
-} Side3d;
-
-typedef struct {
-    Side3d from, to;
-    size_t width, height, depth;
-} Copy3d;
-
-typedef struct {
-    unsigned kind;
-    CUdeviceptr address;
-    size_t row, layer;
-    int hint[2];
-} Operand;
-
-typedef struct {
-    Operand from, to;
-    size_t extent[3];
-    int order;
-    unsigned flags;
-} BatchCopy;
 
 typedef struct {
     unsigned kind, flags, reduction, type;

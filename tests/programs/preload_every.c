@@ -5,6 +5,7 @@
  * none is done before the resume. It prints the same with and without Sublet.
  *
  * With the word `asleep` the process runs on without that memory: each call is refused, and the context lives. */
+#include "copies.h"
 #include "driver.h"
 #include "inside.h"
 
@@ -14,48 +15,6 @@
 #include <sublet.h>
 
 enum { ROW = 64, PITCH = 256, ROWS = 4, PLACE = PITCH * ROWS, BYTES = 8 << 20, HOST = 1, DEVICE = 2, NOT_PERMITTED = 800 };
-
-typedef struct {
-    size_t x, y;
-    unsigned kind;
-    void *host;
-    CUdeviceptr device;
-    void *array;
-    size_t pitch;
-} Side2d;
-
-typedef struct {
-    Side2d from, to;
-    size_t width, height;
-} Copy2d;
-
-typedef struct {
-    size_t x, y, z, level;
-    unsigned kind;
-    void *host;
-    CUdeviceptr device;
-    void *array, *context;
-    size_t pitch, height;
-} Side3d;
-
-typedef struct {
-    Side3d from, to;
-    size_t width, height, depth;
-} Copy3d;
-
-typedef struct {
-    unsigned kind;
-    CUdeviceptr address;
-    size_t row, layer;
-    int hint[2];
-} Operand;
-
-typedef struct {
-    Operand from, to;
-    size_t extent[3];
-    int order;
-    unsigned flags;
-} BatchCopy;
 
 typedef struct {
     unsigned kind;
