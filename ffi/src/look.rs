@@ -52,10 +52,10 @@ const EXTRA_SIZE: usize = 2;
 /// Where `CUlaunchConfig` has its stream: behind seven sizes of four bytes.
 const CONFIG_STREAM_OFFSET: usize = 32;
 
-/// Where all windows lie, as [`Hull::packed`] has it; 0: there is none. One number, so that no look sees the beginning of one hull and
+/// The addresses of all windows, as [`Hull::packed`] has them; 0: there is none. One number, so that no look sees the beginning of one hull and
 /// the end of another.
 static HULL: AtomicU64 = AtomicU64::new(0);
-/// What its two halves count: so 32 bits are enough for any address.
+/// The unit of its two halves: 32 bits are enough for any address.
 const HULL_UNIT_BITS: u32 = 25;
 static WINDOWS: LazyLock<RwLock<Windows>> = LazyLock::new(RwLock::default);
 /// What is looked at of each function.

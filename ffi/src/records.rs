@@ -30,7 +30,7 @@ struct Kind {
     values: u32,
 }
 
-/// How much is named from an address on.
+/// The memory that a call names from an address on.
 #[derive(Debug)]
 enum Extent {
     Bytes(u64),
@@ -39,14 +39,14 @@ enum Extent {
     Rows(Rows),
 }
 
-/// Where a structure says which rows it names. A length or height of 0 is that of what is copied.
+/// Places in a structure that say which rows it names. A length or height of 0 is that of the copy.
 #[derive(Debug)]
 struct Rows {
-    /// How far the first lies behind the address: in bytes, rows and layers.
+    /// The distance of the first from the address: in bytes, rows and layers.
     first: &'static [usize],
     /// The bytes of a row and the rows of a layer, with all that lies between them.
     strides: &'static [usize],
-    /// What is copied: bytes of a row, rows, layers.
+    /// The extent of the copy: bytes of a row, rows, layers.
     copied: &'static [usize],
 }
 

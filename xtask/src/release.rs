@@ -63,7 +63,7 @@ fn torch_notice(workspace: &Workspace) -> Outcome<String> {
     })
 }
 
-/// What to say of the releases, the newest first, when `tried` is the newest that was tried.
+/// A sentence about the releases, the newest first, when `tried` is the newest that was tried.
 fn compared(releases: &[(u32, u32)], tried: (u32, u32)) -> String {
     let (major, minor) = tried;
     let behind = releases.iter().filter(|release| **release > tried).count();

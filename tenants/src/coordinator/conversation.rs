@@ -36,7 +36,7 @@ impl Coordinator {
     }
 }
 
-/// What follows an answer.
+/// The step that follows an answer.
 pub(super) enum Next<Q> {
     /// Nothing more of this member.
     Done,

@@ -100,7 +100,7 @@ pub enum CoordinatorError {
         save_hint(tenant)
     )]
     Unrecovered { tenant: TenantName, failures: Vec<MemberFailure> },
-    /// What is to be prepared does not fit into host memory, nor would a pause that copies all of it. No process has begun.
+    /// Host memory is too small for a pause that copies all memory of the tenant. No process has begun.
     #[error("tenant '{tenant}': {shortage}")]
     HostShort { tenant: TenantName, shortage: HostShortage },
     /// Preparing was called off. What had come in stays, for the next pause.

@@ -270,7 +270,7 @@ impl Coordinator {
     }
 }
 
-/// How far all that write are.
+/// The progress of every writer.
 fn states(peers: &Peers, writers: &[Writer]) -> Vec<SaveState> {
     let state = |writer: &Writer| SaveState {
         who: peers.list[writer.peer].who,

@@ -182,13 +182,13 @@ impl Coordinator {
         Ok(given)
     }
 
-    /// What came of one step of each of `peers` that answers.
+    /// Has each of `peers` do one step; the results of those that answer.
     fn step_of_all(&self, peers: &mut Peers, most_bytes: u64) -> BTreeMap<usize, SpillProgress> {
         let members = peers.all();
         self.steps_of(peers, &members, most_bytes, ASK_TIMEOUT)
     }
 
-    /// What came of one step of each of `members` that answers.
+    /// Has each of `members` do one step; the results of those that answer.
     fn steps_of(
         &self,
         peers: &mut Peers,

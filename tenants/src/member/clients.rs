@@ -179,7 +179,7 @@ impl Clients {
         }
     }
 
-    /// What leads to client `number`.
+    /// The connection of client `number`.
     pub(super) fn connection(&self, number: u64) -> Option<&Connection> {
         let client = self.list.iter().find(|client| client.number == number)?;
         Some(&client.connection)

@@ -14,7 +14,7 @@ use crate::run_dir::TenantDir;
 use crate::transport::{Connection, Peer};
 use crate::wire::{Failure, FailureKind};
 
-/// What a process of another pid namespace is not given.
+/// Things that a process of another pid namespace is not given.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Given {
     Memory,

@@ -94,7 +94,7 @@ pub enum RunDirError {
     },
 }
 
-/// What has the name of a file of ours is none.
+/// The error for a name of a file of ours that is no regular file.
 pub(super) fn no_file() -> io::Error {
     io::Error::from_raw_os_error(libc::ENODEV)
 }

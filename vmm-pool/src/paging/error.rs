@@ -19,22 +19,22 @@ pub enum PageError {
          the limit (SUBLET_HOST_BYTES_MAX, or the container's), or page less"
     )]
     OutOfHostMemory {
-        /// Where the last contents would end, in bytes.
+        /// The end of the last contents, in bytes.
         needed_bytes: u64,
         /// By how much host memory would have to grow, in bytes.
         grow_bytes: u64,
         /// By how much it may, in bytes.
         available_bytes: u64,
     },
-    /// What is used together does not fit.
+    /// The memory that is used together does not fit.
     #[error(
         "{needed_bytes} bytes are used together and the frames for paging have {frames_bytes}: give at least \
          {needed_bytes} bytes of frames, or use less together"
     )]
     TooFewFrames {
-        /// What is wanted now, in bytes.
+        /// The bytes that are wanted now.
         needed_bytes: u64,
-        /// What the frames hold, in bytes.
+        /// The bytes that the frames hold.
         frames_bytes: u64,
     },
     /// The window has no room for more.
@@ -42,7 +42,7 @@ pub enum PageError {
         "{asked_bytes} bytes do not fit the window of {window_bytes} bytes for paging: free what is not needed there"
     )]
     WindowFull {
-        /// What was wanted, in bytes.
+        /// The bytes that were wanted.
         asked_bytes: u64,
         /// All of the window, in bytes.
         window_bytes: u64,
@@ -55,7 +55,7 @@ pub enum PageError {
     UnfitChunk {
         /// The size that was asked for, in bytes.
         chunk_bytes: u64,
-        /// What it must be a multiple of, in bytes.
+        /// The bytes that it must be a multiple of.
         granularity_bytes: u64,
         /// The device.
         device: DeviceOrdinal,
@@ -68,13 +68,13 @@ pub enum PageError {
         "{address} is the start of nothing that is paged: give an address that came from there"
     )]
     NotPaged {
-        /// What was given.
+        /// The address that was given.
         address: DeviceAddress,
     },
     /// Something did not happen in time.
     #[error("waiting for {what} took longer than {} s: is the GPU busy with work that does not end?", limit.as_secs())]
     Late {
-        /// What.
+        /// The event that was waited for.
         what: String,
         /// The deadline.
         limit: Duration,

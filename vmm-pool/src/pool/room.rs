@@ -16,7 +16,7 @@ pub(crate) trait Lender: Debug + Send + Sync {
     /// How much of it there is on the device, in bytes: what leaves when work that is queued has ended, but for what it is to give already.
     fn spare_bytes(&self, device: DeviceOrdinal) -> u64;
 
-    /// What it has been asked for there and has not given yet, in bytes.
+    /// The bytes that it was asked for there and has not given yet.
     fn owed_bytes(&self, device: DeviceOrdinal) -> u64;
 
     /// Asks for so much of that. It is given when uses are over, and taken again by nobody of the window meanwhile.

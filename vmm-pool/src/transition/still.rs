@@ -20,7 +20,7 @@ pub(super) struct ShutGate<D: Driver> {
     pool: Arc<Pool<D>>,
     /// Nothing else begins meanwhile.
     right: Arc<Right>,
-    /// Where the gate was.
+    /// The mode of the gate before.
     before: Mode,
     on_drop: OnDrop,
 }

@@ -93,7 +93,7 @@ fn can_multicast<D: Driver>(driver: &D, device: DeviceOrdinal) -> bool {
     driver.device_attribute(device, DeviceAttribute::MULTICAST_SUPPORTED).is_ok_and(|it| it != 0)
 }
 
-/// What hiding multicast costs, where there are switches that have it. It is the driver that is asked, as NCCL asks it: that there are
+/// The cost of hiding multicast, where there are switches that have it. The driver is asked, as NCCL asks it: that there are
 /// switches (`/proc/driver/nvidia-nvswitch`) does not say so, since those of A100 servers cannot multicast.
 fn multicast(gpus: usize) -> Check {
     let subject = "NVLS";

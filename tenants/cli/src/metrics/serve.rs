@@ -40,7 +40,7 @@ use crate::output;
 pub(crate) const ADDRESS: &str = "127.0.0.1:9400";
 /// Connections at a time. A new one takes the place of the one that has been idle longest; if none is, it waits.
 const CONNECTIONS_MAX: usize = 128;
-/// How long a connection may be idle before its place goes to another: time to ask, and to take the answer.
+/// The time that a connection may be idle before its place goes to another: time to ask, and to take the answer.
 const IDLE_MIN: Duration = Duration::from_millis(500);
 /// The most that is read of a request.
 const REQUEST_BYTES_MAX: usize = 64 << 10;
