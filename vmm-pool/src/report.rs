@@ -19,6 +19,9 @@ pub enum Contents {
     Keep,
     /// Given up: the memory comes back with undefined contents.
     Discard,
+    /// Given up by a pause of its tag, which its program asks for. A pause of everything may come at any instant, and saves it to host memory.
+    #[serde(rename = "discard-by-tag")]
+    DiscardByTag,
     /// Saved to a file and put back.
     File,
 }

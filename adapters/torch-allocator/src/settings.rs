@@ -115,7 +115,7 @@ impl Settings {
         match (self.cpu_backup, self.disk_backup) {
             (true, _) => Contents::Keep,
             (false, true) => Contents::File,
-            (false, false) => Contents::Discard,
+            (false, false) => Contents::DiscardByTag,
         }
     }
 
@@ -136,7 +136,7 @@ impl Settings {
 fn tag_name(tag: &str, contents: Contents) -> String {
     let policy = match contents {
         Contents::Keep => "keep",
-        Contents::Discard => "discard",
+        Contents::Discard | Contents::DiscardByTag => "discard",
         Contents::File => "file",
     };
     format!("{PREFIX}{tag}/{policy}")
@@ -186,7 +186,7 @@ mod tests {
         let mut own = Settings::new(&environment);
         own.set_tag("a/b");
         for (cpu_backup, disk_backup, name, contents) in [
-            (false, false, "tms/a/b/discard", Contents::Discard),
+            (false, false, "tms/a/b/discard", Contents::DiscardByTag),
             (false, true, "tms/a/b/file", Contents::File),
             (true, true, "tms/a/b/keep", Contents::Keep),
         ] {

@@ -86,6 +86,21 @@ def test_one_tag_has_memory_with_and_without_backups() -> None:
 
 
 @pytest.mark.tenant("saver")
+def test_a_pause_of_the_whole_tenant_saves_what_has_no_backup() -> None:
+    """It may come at any instant, and an engine has its cache of keys and values there."""
+    tms = saver()
+    with tms.region("kv_cache"):
+        cache = allocate(BYTES, fill=5)
+    for _ in range(2):
+        sublet.pause()
+        sublet.resume()
+        assert cache.read() == bytes([5]) * BYTES
+    tms.pause("kv_cache")
+    tms.resume("kv_cache")
+    assert cache.read() != bytes([5]) * BYTES
+
+
+@pytest.mark.tenant("saver")
 def test_what_ends_the_process_elsewhere_is_a_success_here() -> None:
     tms = saver()
     tms.pause("never used")

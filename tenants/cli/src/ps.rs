@@ -357,6 +357,7 @@ pub(crate) fn contents_label(contents: Contents) -> &'static str {
     match contents {
         Contents::Keep => "keep",
         Contents::Discard => "discard",
+        Contents::DiscardByTag => "discard-by-tag",
         Contents::File => "file",
     }
 }

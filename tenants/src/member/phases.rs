@@ -280,7 +280,7 @@ impl<D: Driver> Member<D> {
         let waiting = quiesced.pool().gate().waiting();
         let is_locked = waiting.iter().any(|waiting| waiting.call == Call::Memory);
         let unused = if is_locked { Vec::new() } else { (self.config.unused)() };
-        quiesced.mark_unused(&unused);
+        quiesced.mark_unused(&unused, &selection);
         let references = self.pool.references(&selection);
         let partners = self.living_sharers(&references.holders);
         let references = References::new(references, partners);

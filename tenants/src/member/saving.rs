@@ -260,7 +260,7 @@ fn why_not(holding: &Holding) -> Option<WhyNot> {
     Some(match (holding.is_resident, holding.class.contents) {
         (true, _) => WhyNot::InPlace,
         (false, Contents::Discard) => WhyNot::Discarded,
-        (false, Contents::Keep | Contents::File) => WhyNot::Unused,
+        (false, Contents::Keep | Contents::File | Contents::DiscardByTag) => WhyNot::Unused,
     })
 }
 

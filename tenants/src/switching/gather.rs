@@ -244,7 +244,7 @@ fn standing_of(stats: &TenantStats) -> Standing {
                 held.away_bytes += class.own_bytes.saturating_sub(class.resident_bytes);
                 match class.contents {
                     Contents::Discard => held.discarded_bytes += leaves,
-                    Contents::Keep | Contents::File => {
+                    Contents::Keep | Contents::File | Contents::DiscardByTag => {
                         let kept = u128::from(leaves) * u128::from(unchanged) / 1000;
                         let kept = u64::try_from(kept).unwrap_or(leaves);
                         held.unchanged_bytes += kept;

@@ -5,10 +5,11 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 
 use super::residency::Change;
-use super::{Ledger, Mapping, Presence, Remount, Row, Rows, merged, overlapping};
+use super::{Ledger, Mapping, Presence, Remount, Row, Rows, Selection, merged, overlapping};
 use crate::deferred::Physical;
 use crate::driver::VaRange;
 use crate::error::{PoolError, PoolResult};
+use crate::report::Contents;
 use crate::store::Saved;
 use crate::{AllocationId, VirtualHandle};
 
@@ -248,6 +249,20 @@ impl Ledger {
             let unused = parts.remove(&row.handle()).filter(|_| counts).unwrap_or_default();
             if row.backing().is_at_rest() {
                 let _none = row.backing_mut().change(Change::Unused(merged(unused)));
+            }
+        }
+    }
+
+    /// Marks what a pause of `selection` by tag does not save as unused.
+    pub(crate) fn give_up_by_tag(&mut self, selection: &Selection) {
+        if !matches!(selection, Selection::Tagged(..) | Selection::Standing(..)) {
+            return;
+        }
+        for (_, row) in &mut self.rows {
+            let is_given_up = row.class().contents == Contents::DiscardByTag && selection.has(row);
+            if is_given_up && row.is_own() && row.backing().is_at_rest() {
+                let all = std::iter::once(0..row.size_bytes()).collect();
+                let _none = row.backing_mut().change(Change::Unused(all));
             }
         }
     }

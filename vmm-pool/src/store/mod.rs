@@ -35,7 +35,7 @@ impl Store {
     /// Where contents of this policy go, when they are saved at all.
     pub(crate) fn of(contents: Contents) -> Option<Self> {
         match contents {
-            Contents::Keep => Some(Self::Host),
+            Contents::Keep | Contents::DiscardByTag => Some(Self::Host),
             Contents::File => Some(Self::File),
             Contents::Discard => None,
         }

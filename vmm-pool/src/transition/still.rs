@@ -196,9 +196,12 @@ impl<D: Driver> Quiesced<D> {
 
     /// Parts of own memory whose contents nobody needs: unless the process touches them first, the next save gives
     /// them up. Marks of before are void. Ranges of other memory are passed over. It must be asked behind the gate: a
-    /// thread could take such memory into use before.
-    pub fn mark_unused(&self, ranges: &[VaRange]) {
-        self.pool().ledger().mark_unused(ranges);
+    /// thread could take such memory into use before. So is what a pause of `selection` by tag gives up
+    /// ([`Contents::DiscardByTag`](crate::Contents::DiscardByTag)).
+    pub fn mark_unused(&self, ranges: &[VaRange], selection: &Selection) {
+        let mut ledger = self.pool().ledger();
+        ledger.mark_unused(ranges);
+        ledger.give_up_by_tag(selection);
     }
 
     /// Has the devices tell what the kept contents of `selection` are, piece by piece, so that what is zero, or as in

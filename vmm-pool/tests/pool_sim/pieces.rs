@@ -225,7 +225,7 @@ fn saved_contents_are_read_with_their_zeros_from_memory_and_file() {
         assert!(bytes[65_536..3 * 65_536].chunks(16).all(|part| part == pattern(1)));
         match contents {
             Contents::File => assert_eq!(pool.report().file_bytes, 2 * PIECE),
-            Contents::Keep | Contents::Discard => {
+            Contents::Keep | Contents::Discard | Contents::DiscardByTag => {
                 let place = pool.saved_at(pieces(range, 10, 2));
                 assert!(place.is_ok(), "{place:?}");
                 let across = pieces(range, 11, 2);

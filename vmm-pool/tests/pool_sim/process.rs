@@ -118,7 +118,9 @@ impl SimPool {
     /// Drains, so that the driver calls of the save that follows are its own.
     pub(crate) fn drain(&self) {
         let quiesced = self.quiesce();
-        quiesced.mark_unused(&self.told.lock().expect("no test has failed").unused);
+        let told = self.told.lock().expect("no test has failed");
+        quiesced.mark_unused(&told.unused, &Selection::Whole);
+        drop(told);
         self.put(Stage::Quiesced(quiesced));
     }
 
@@ -139,7 +141,7 @@ impl SimPool {
     ) -> PoolResult<StepLog> {
         let told = std::mem::take(&mut *self.told.lock().expect("no test has failed"));
         let mut quiesced = self.quiesce();
-        quiesced.mark_unused(&told.unused);
+        quiesced.mark_unused(&told.unused, selection);
         let mut seen = quiesced.survey(selection);
         let budget = |_| budget;
         match quiesced.prepare(selection.clone(), &told.stays, Copies::All, budget, schedule) {

@@ -56,6 +56,7 @@ pub(crate) fn class(contents: Contents) -> Class {
     let tag = match contents {
         Contents::Keep => "",
         Contents::Discard => "scratch",
+        Contents::DiscardByTag => "cache",
         Contents::File => "weights",
     };
     Class { library: "test", tag: tag.to_owned(), contents }

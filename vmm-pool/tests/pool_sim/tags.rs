@@ -58,6 +58,33 @@ pub(crate) fn selected(tags: &[&str]) -> Selection {
     Selection::SetAside(names(tags), Whose::Everybody)
 }
 
+/// A program that says so for pauses of its own is in the middle of its work when somebody else pauses all of it.
+#[test]
+fn what_a_pause_by_tag_gives_up_a_pause_of_everything_saves() {
+    let pool = pool(&node());
+    let cache = filled(&pool, 4, tagged("kv", Contents::DiscardByTag), 2);
+    let weights = filled(&pool, 2, tagged("weights", Contents::DiscardByTag), 1);
+    for _ in 0..2 {
+        pause(&pool);
+        assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+        resume(&pool);
+        assert!(
+            holds(&pool, DEVICE, cache, pattern(2)) && holds(&pool, DEVICE, weights, pattern(1))
+        );
+    }
+    let copies = || pool.driver().faults().calls(DriverOp::CopyToDevice);
+    let before = copies();
+    pause_tags(&pool, &["kv"]);
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - 2 * UNIT);
+    resume_tags(&pool, &["kv"]);
+    assert_eq!(copies(), before, "given up");
+    assert!(!holds(&pool, DEVICE, cache, pattern(2)) && holds(&pool, DEVICE, weights, pattern(1)));
+    write(&pool, DEVICE, cache, pattern(3));
+    pause(&pool);
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, cache, pattern(3)) && holds(&pool, DEVICE, weights, pattern(1)));
+}
+
 #[test]
 fn a_tag_leaves_and_comes_back_while_the_rest_stays() {
     let pool = pool(&node());

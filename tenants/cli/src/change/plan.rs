@@ -84,7 +84,10 @@ impl Plan {
                     match class.contents {
                         Contents::Keep => plan.host_bytes_max += moves,
                         Contents::File => plan.file_bytes_max += moves,
-                        Contents::Discard => {}
+                        Contents::DiscardByTag if *scope == Scope::Whole => {
+                            plan.host_bytes_max += moves;
+                        }
+                        Contents::Discard | Contents::DiscardByTag => {}
                     }
                 }
             }
