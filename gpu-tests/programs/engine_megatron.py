@@ -26,7 +26,8 @@ def main() -> None:
         num_attention_heads=8,
         use_cpu_initialization=True,
         pipeline_dtype=torch.float32,
-        sequence_parallel=True,
+        # torch's LayerNorm, which is Megatron's without Transformer Engine, has no sequence parallelism.
+        sequence_parallel=False,
         tensor_model_parallel_size=training.world,
         hidden_dropout=0.0,
         attention_dropout=0.0,
