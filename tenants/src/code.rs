@@ -72,6 +72,41 @@ impl Code {
         Self::RunDir,
         Self::Other,
     ];
+
+    /// The exit code of a command that failed for this and left everything as it was.
+    pub const fn exit(self) -> u8 {
+        self.outside(false).0
+    }
+
+    /// The number that C has for it (`SUBLET_ERROR_`), which Python has a class for.
+    pub const fn number(self, is_retryable: bool) -> i32 {
+        self.outside(is_retryable).1
+    }
+
+    /// How each is told outside: an exit code, and a number of the C interface.
+    const fn outside(self, is_retryable: bool) -> (u8, i32) {
+        let refused = if is_retryable { 3 } else { 4 };
+        match self {
+            Self::Usage => (2, 1),
+            Self::NoSuchTenant | Self::UnknownTag => (1, 1),
+            Self::CalledOff => (130, refused),
+            Self::GpuFull => (1, 5),
+            Self::HostFull => (1, 6),
+            Self::Lost => (1, 7),
+            Self::Busy
+            | Self::NoAnswer
+            | Self::InCapture
+            | Self::NotInTime
+            | Self::NoConsent
+            | Self::WrongState
+            | Self::Shared
+            | Self::Joined
+            | Self::VersionsDiffer
+            | Self::Driver
+            | Self::RunDir
+            | Self::Other => (1, refused),
+        }
+    }
 }
 
 impl fmt::Display for Code {

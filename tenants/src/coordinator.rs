@@ -14,7 +14,6 @@ mod ahead;
 mod budgets;
 mod conversation;
 mod cutting;
-mod error;
 mod exchange;
 mod freezing;
 mod interrupt;
@@ -31,13 +30,14 @@ mod steps;
 mod swap;
 #[cfg(test)]
 mod tests;
+mod tries;
+mod trouble;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use ahead::{PrepareReport, PreparedProcess, Waits};
 pub use budgets::{BudgetReport, GpuBudget};
-pub use error::{CoordinatorError, SwapError};
 pub use interrupt::Interrupt;
 pub use report::{
     CutSummary, DeviceTotal, DrainSummary, Event, MemberFailure, MemberPhase, Outcome,
@@ -48,11 +48,12 @@ pub use needs::{DeviceNeed, DeviceShortage, Holder, Holdings};
 use needs::{Gives, name_holders};
 pub use saving::{SaveReport, SaveState};
 pub use swap::{swap, swap_with_itself};
+pub use trouble::Trouble;
 
-use lending::{NamesWait, Patience};
+use lending::Patience;
 use peers::Everybody;
 use session::Session;
-use spilling::Room;
+use tries::Tries;
 
 use crate::checkpoints::Checkpointer;
 use crate::identity::{MemberId, TenantName};
@@ -238,22 +239,16 @@ impl Coordinator {
     /// Processes that are paused already stay so. Returns when the memory can be used by others.
     ///
     /// # Errors
-    /// [`CoordinatorError`]; the tenant is then active as before, unless the error says otherwise.
-    pub fn pause(
-        &mut self,
-        progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Outcome, CoordinatorError> {
+    /// [`Trouble`]; the tenant is then active as before, unless the error says otherwise.
+    pub fn pause(&mut self, progress: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, Trouble> {
         self.act(Action::Pause, progress)
     }
 
     /// Has the contexts of a tenant leave that stands paused, as a pause of [`Depth::Contexts`] does. One that runs is left alone.
     ///
     /// # Errors
-    /// [`CoordinatorError`]; the tenant is then paused as before.
-    pub fn deepen(
-        &mut self,
-        progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Outcome, CoordinatorError> {
+    /// [`Trouble`]; the tenant is then paused as before.
+    pub fn deepen(&mut self, progress: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, Trouble> {
         let dir = self.dir()?;
         let lock = self.lock(&dir, Action::Pause)?;
         let mut session = Session::open(&dir, &lock, &self.options, Action::Pause, progress)?;
@@ -270,12 +265,9 @@ impl Coordinator {
     /// Has all paused processes of the tenant take their device memory back, at the addresses it had.
     ///
     /// # Errors
-    /// [`CoordinatorError`]; the tenant is then paused as before, contents kept, unless the error says
-    /// otherwise. [`CoordinatorError::missing_device_bytes`] tells when memory was short.
-    pub fn resume(
-        &mut self,
-        progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Outcome, CoordinatorError> {
+    /// [`Trouble`]; the tenant is then paused as before, contents kept, unless the error says
+    /// otherwise. [`Trouble::missing_device_bytes`] tells when memory was short.
+    pub fn resume(&mut self, progress: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, Trouble> {
         self.act(Action::Resume, progress)
     }
 
@@ -283,13 +275,13 @@ impl Coordinator {
     /// sockets are removed; members that do not answer are listed, not an error.
     ///
     /// # Errors
-    /// [`CoordinatorError::NoSuchTenant`], [`CoordinatorError::NoProcess`], [`CoordinatorError::RunDir`].
-    pub fn stats(&self) -> Result<TenantStats, CoordinatorError> {
+    /// [`Trouble::NoSuchTenant`], [`Trouble::NoProcess`], [`Trouble::RunDir`].
+    pub fn stats(&self) -> Result<TenantStats, Trouble> {
         Holdings::of_all(&[self]).remove(0).stats
     }
 
     /// Everybody, for a question outside of pauses and resumes.
-    fn connect_all(&self, dir: &TenantDir) -> Result<Everybody, CoordinatorError> {
+    fn connect_all(&self, dir: &TenantDir) -> Result<Everybody, Trouble> {
         Everybody::connect(dir, Step::Stats, Instant::now() + self.options.contact_timeout)
     }
 
@@ -297,7 +289,7 @@ impl Coordinator {
         &mut self,
         action: Action,
         progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Outcome, CoordinatorError> {
+    ) -> Result<Outcome, Trouble> {
         let span = tracing::info_span!("tenant.act", tenant = %self.tenant, ?action);
         let _entered = span.enter();
         let dir = self.dir()?;
@@ -312,25 +304,15 @@ impl Coordinator {
         lock: &CoordinatorLock,
         action: Action,
         progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Outcome, CoordinatorError> {
-        let mut tries = 1;
-        let mut patience = Patience::new(&self.options);
-        let mut room = Room::default();
-        let mut names = NamesWait::default();
+    ) -> Result<Outcome, Trouble> {
+        let mut tries = Tries::new(&self.options);
         loop {
-            let mut outcome = self.try_act(dir, lock, action, patience, progress);
-            if let Ok(Outcome::Completed(report)) = &mut outcome {
-                report.notes.extend(room.notes());
-            }
-            match outcome {
-                // With the newcomers, then.
-                Err(CoordinatorError::Joined { .. }) if tries < JOINED_TRIES_MAX => tries += 1,
-                Err(error) if self.makes_room(&mut room, &error, progress) => {}
-                Err(error) if names.waits(&self.options, dir, &error) => {}
-                Err(error) if error.is_lent() => match patience.next() {
-                    Some(next) => patience = next,
-                    None => return Err(error),
-                },
+            match self.try_act(dir, lock, action, tries.patience, progress) {
+                Err(error) if tries.again(self, dir, &error, progress) => {}
+                Ok(Outcome::Completed(mut report)) => {
+                    report.notes.extend(tries.room.notes());
+                    return Ok(Outcome::Completed(report));
+                }
                 outcome => return outcome,
             }
         }
@@ -343,7 +325,7 @@ impl Coordinator {
         action: Action,
         patience: Patience,
         progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Outcome, CoordinatorError> {
+    ) -> Result<Outcome, Trouble> {
         let mut session = Session::open(dir, lock, &self.options, action, progress)?;
         session.recover()?;
         let members = session.members_for(action)?;
@@ -367,19 +349,15 @@ impl Coordinator {
     }
 
     /// `error` with the tenants that hold the devices that are too full for this tenant, but for what is given to it.
-    fn with_holders(
-        &self,
-        mut error: CoordinatorError,
-        gives: Option<Gives<'_>>,
-    ) -> CoordinatorError {
-        if let CoordinatorError::Refused { shortages, .. } = &mut error {
+    fn with_holders(&self, mut error: Trouble, gives: Option<Gives<'_>>) -> Trouble {
+        if let Trouble::Refused { shortages, .. } = &mut error {
             name_holders(shortages, &self.run_dir, gives);
         }
         error
     }
 
     /// Takes the tenant's lock, unless that is called off.
-    fn lock(&self, dir: &TenantDir, action: Action) -> Result<CoordinatorLock, CoordinatorError> {
+    fn lock(&self, dir: &TenantDir, action: Action) -> Result<CoordinatorLock, Trouble> {
         let started = Instant::now();
         let deadline = started + self.options.lock_timeout;
         let alone = self.options.takes_part != TakesPart::Everybody;
@@ -402,7 +380,7 @@ impl Coordinator {
         let _wish = (!alone).then(|| dir.want_alone());
         loop {
             if interrupt.is_raised() {
-                return Err(CoordinatorError::called_off_before(self.tenant.clone(), action));
+                return Err(Trouble::called_off_before(self.tenant.clone(), action));
             }
             match take(deadline.min(Instant::now() + LOCK_LOOK)) {
                 Err(RunDirError::Locked { .. }) if Instant::now() < deadline => {}
@@ -412,19 +390,19 @@ impl Coordinator {
     }
 
     /// Is there a process to speak to? Takes no lock.
-    fn check_alive(&self) -> Result<(), CoordinatorError> {
+    fn check_alive(&self) -> Result<(), Trouble> {
         let dir = self.dir()?;
         let dead = dir.remove_stale()?;
         if dir.members()?.is_empty() {
-            return Err(CoordinatorError::NoProcess { tenant: self.tenant.clone(), dead });
+            return Err(Trouble::NoProcess { tenant: self.tenant.clone(), dead });
         }
         Ok(())
     }
 
-    fn dir(&self) -> Result<TenantDir, CoordinatorError> {
+    fn dir(&self) -> Result<TenantDir, Trouble> {
         match self.run_dir.existing_tenant(&self.tenant)? {
             Some(dir) => Ok(dir),
-            None => Err(CoordinatorError::NoSuchTenant {
+            None => Err(Trouble::NoSuchTenant {
                 tenant: self.tenant.clone(),
                 existing: self.run_dir.live_tenants()?,
             }),

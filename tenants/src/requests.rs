@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::driver::Driver;
 
-use crate::coordinator::{Coordinator, CoordinatorError, Meanwhile, Options, Outcome, TakesPart};
+use crate::coordinator::{Coordinator, Meanwhile, Options, Outcome, TakesPart, Trouble};
 use crate::identity::TenantName;
 use crate::member::{Member, Waited};
 use crate::run_dir::{RunDir, RunDirError};
@@ -24,12 +24,12 @@ const LOOK: Duration = Duration::from_millis(50);
 /// while it waits, so one that is let go early may call for the opposite without harm.
 ///
 /// # Errors
-/// [`CoordinatorError`] after `timeout`, with the tenant as it was.
+/// [`Trouble`] after `timeout`, with the tenant as it was.
 pub fn act_together<D: Driver>(
     member: &Member<D>,
     action: Action,
     timeout: Duration,
-) -> Result<Option<Outcome>, CoordinatorError> {
+) -> Result<Option<Outcome>, Trouble> {
     let has_happened = match action {
         Action::Pause => member.is_paused_as_a_whole(),
         Action::Resume => member.state() == MemberState::Active,
@@ -49,7 +49,7 @@ fn coordinate_or_wait<D: Driver>(
     action: Action,
     count: u64,
     deadline: Instant,
-) -> Result<Option<Outcome>, CoordinatorError> {
+) -> Result<Option<Outcome>, Trouble> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let options = Options {
@@ -61,7 +61,7 @@ fn coordinate_or_wait<D: Driver>(
         let outcome = act(member.run_dir(), member.tenant(), action, options);
         match outcome {
             Ok(outcome) => return Ok(Some(outcome)),
-            Err(CoordinatorError::RunDir(RunDirError::Locked { .. })) => {}
+            Err(Trouble::RunDir(RunDirError::Locked { .. })) => {}
             Err(error) => {
                 // Another caller may have done it in the meantime.
                 return match member.wait_for(action, count, Instant::now()) {
@@ -74,7 +74,7 @@ fn coordinate_or_wait<D: Driver>(
             Waited::Done => return Ok(None),
             Waited::GivenUp(why) => {
                 let tenant = member.tenant().clone();
-                return Err(CoordinatorError::FailedTogether { tenant, action, why });
+                return Err(Trouble::FailedTogether { tenant, action, why });
             }
             Waited::NotYet => {}
         }
@@ -92,13 +92,13 @@ fn coordinate_or_wait<D: Driver>(
 /// their ranks need each other's: where it is named, so do the other tags.
 ///
 /// # Errors
-/// [`CoordinatorError`], with the process as it was.
+/// [`Trouble`], with the process as it was.
 pub fn act_for_own_tags<D: Driver>(
     member: &Member<D>,
     tags: TagNames,
     action: Action,
     timeout: Option<Duration>,
-) -> Result<Outcome, CoordinatorError> {
+) -> Result<Outcome, Trouble> {
     if tags.names_nccl().0 {
         let scope = Scope::Tags { tags, owner: None };
         let (run_dir, tenant) = (member.run_dir(), member.tenant());
@@ -128,7 +128,7 @@ pub fn act_for_own_tags<D: Driver>(
 /// Pauses or resumes a tenant from one process for all, the caller's own tenant or another. `meanwhile` is for a pause by tag.
 ///
 /// # Errors
-/// [`CoordinatorError`], with the tenant as it was.
+/// [`Trouble`], with the tenant as it was.
 pub fn act_for_all(
     run_dir: &RunDir,
     tenant: &TenantName,
@@ -136,7 +136,7 @@ pub fn act_for_all(
     action: Action,
     timeout: Option<Duration>,
     meanwhile: Meanwhile,
-) -> Result<Outcome, CoordinatorError> {
+) -> Result<Outcome, Trouble> {
     let lock_timeout = timeout.unwrap_or(Options::default().lock_timeout);
     let options = Options { timeout, lock_timeout, scope, meanwhile, ..Options::default() };
     act(run_dir, tenant, action, options)
@@ -147,7 +147,7 @@ fn act(
     tenant: &TenantName,
     action: Action,
     options: Options,
-) -> Result<Outcome, CoordinatorError> {
+) -> Result<Outcome, Trouble> {
     let mut coordinator = Coordinator::new(run_dir.clone(), tenant.clone(), options);
     match action {
         Action::Pause => coordinator.pause(&mut |_| {}),

@@ -8,7 +8,7 @@ use std::process::Command;
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use sublet_tests::{Job, JobOptions, MIB, Outcome, Ran, Stage, Trouble};
-use tenants::coordinator::{Coordinator, CoordinatorError, Interrupt, Options};
+use tenants::coordinator::{Coordinator, Interrupt, Options, Trouble as Told};
 use tenants::identity::TenantName;
 
 const CAPACITIES: [u64; 2] = [256 * MIB; 2];
@@ -342,7 +342,7 @@ fn a_save_that_is_called_off_half_way_leaves_nothing() -> Outcome {
     // As Ctrl-C does it, when all have been asked to write and none has answered.
     let saved = coordinator.save(&dir, &mut |_| told = nix::unistd::write(&raise, &[1]));
     told?;
-    assert!(matches!(saved, Err(CoordinatorError::NotSaved { .. })), "{saved:?}");
+    assert!(matches!(saved, Err(Told::NotSaved { .. })), "{saved:?}");
     assert!(!dir.exists());
     assert_eq!(stage.states("train")?, ["paused"]);
     stage.resume("train")?;

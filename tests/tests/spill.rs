@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use sublet_stage::{Place, Process, memory as on};
 use sublet_tests::{MIB, Outcome as TestOutcome, Steps, Trouble};
-use tenants::coordinator::{Coordinator, CoordinatorError, Options, Outcome, Report, swap};
+use tenants::coordinator::{Coordinator, Options, Outcome, Report, Trouble as Told, swap};
 use tenants::host_memory::{HostLimit, LimitKind};
 use tenants::identity::TenantName;
 use tenants::wire::{FailureKind, MemberState};
@@ -113,7 +113,7 @@ impl<const MACHINE: usize> World<MACHINE> {
         Coordinator::new(run_dir, tenant.name.clone(), Options::default())
     }
 
-    fn pause(&self, tenant: &Tenant) -> Result<Outcome, CoordinatorError> {
+    fn pause(&self, tenant: &Tenant) -> Result<Outcome, Told> {
         let paused = self.coordinator(tenant).pause(&mut |_| {});
         // The next one rests for less, as far as clocks tell.
         let since = Instant::now();
@@ -198,7 +198,7 @@ fn one_that_has_not_opted_in_or_is_busy_is_passed_over() -> TestOutcome {
     Ok(())
 }
 
-fn is_short(error: &CoordinatorError) -> bool {
+fn is_short(error: &Told) -> bool {
     let failures = error.failures();
     failures.iter().any(|failure| failure.failure.kind == FailureKind::OutOfHostMemory)
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use sublet_stage::{Place, Process, memory as on};
 use sublet_tests::{MIB, Outcome as TestOutcome, Trouble};
-use tenants::coordinator::{CoordinatorError, Meanwhile, Outcome};
+use tenants::coordinator::{Meanwhile, Outcome, Trouble as Told};
 use tenants::identity::TenantName;
 use tenants::requests::{act_for_all, act_for_own_tags};
 use tenants::scope::{Scope, TagNames};
@@ -36,12 +36,12 @@ impl Tenant {
         Ok(Self { members, name: TenantName::new("train")?, place })
     }
 
-    fn act(&self, action: Action, scope: Scope) -> Result<Outcome, CoordinatorError> {
+    fn act(&self, action: Action, scope: Scope) -> Result<Outcome, Told> {
         act_for_all(self.place.run_dir(), &self.name, scope, action, None, Meanwhile::RunOn)
     }
 
     /// As somebody does who is of no process of the tenant.
-    fn ask_from_outside(&self, action: Action, scope: Scope) -> Result<Outcome, CoordinatorError> {
+    fn ask_from_outside(&self, action: Action, scope: Scope) -> Result<Outcome, Told> {
         act_for_all(self.place.run_dir(), &self.name, scope, action, None, Meanwhile::AsAgreed)
     }
 
@@ -190,7 +190,7 @@ fn an_unknown_tag_is_refused_with_the_tags_there_are() -> TestOutcome {
         .err()
         .ok_or_else(|| Trouble::new("no such tag"))?;
     assert!(error.to_string().contains("'wieghts'"), "{error}");
-    let CoordinatorError::UnknownTags { known, .. } = error else {
+    let Told::UnknownTags { known, .. } = error else {
         return Err(Trouble::new("another error"));
     };
     assert!(known.contains(&"weights".to_owned()), "{known:?}");

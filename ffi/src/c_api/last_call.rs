@@ -7,18 +7,14 @@ use std::ffi::{CStr, CString, c_char, c_int};
 
 use serde::Serialize;
 use serde_json::{Value, json};
-use tenants::coordinator::{
-    BudgetReport, CoordinatorError, Outcome, PrepareReport, SwapError, staying,
-};
+use tenants::code::Code;
+use tenants::coordinator::{BudgetReport, Outcome, PrepareReport, Swap, Trouble, staying};
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
-use tenants::switching::{SwitchError, Switched};
-use tenants::wire::FailureKind;
+use tenants::switching::Switched;
 use vmm_pool::PinnedBytes;
 
-use super::{
-    ARGUMENT, LOST, NOT_JOINED, OK, OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY, REFUSED, RETRY,
-};
+use super::{NOT_JOINED, OK, REFUSED};
 use crate::runtime;
 
 /// The outcome of one thread's last call.
@@ -104,99 +100,67 @@ pub(crate) fn not_joined() -> c_int {
     say_no(NOT_JOINED, &format!("{whose} has no GPU memory yet"))
 }
 
-/// Keeps the report of what was done, or the error, and returns the code.
-pub(crate) fn settled(outcome: Result<Outcome, CoordinatorError>) -> c_int {
-    match outcome {
-        Ok(outcome) => keep_report(json_of(&outcome)),
-        Err(error) => refused(&error),
-    }
+/// Keeps the report of what was done, or the trouble, and returns the code.
+fn answered<T>(done: Result<T, Trouble>, report: impl FnOnce(T) -> Value) -> c_int {
+    done.map_or_else(|trouble| refused(&trouble), |done| keep_report(report(done)))
 }
 
-/// [`settled`] for a swap of two tenants.
-pub(crate) fn swapped(outcome: Result<tenants::coordinator::Swap, SwapError>) -> c_int {
-    match outcome {
-        Ok(swap) => keep_report(json!({
+/// [`answered`] for a pause or a resume.
+pub(crate) fn settled(outcome: Result<Outcome, Trouble>) -> c_int {
+    answered(outcome, |outcome| json_of(&outcome))
+}
+
+/// [`answered`] for a swap of two tenants.
+pub(crate) fn swapped(outcome: Result<Swap, Trouble>) -> c_int {
+    answered(outcome, |swap| {
+        json!({
             "paused": json_of(&swap.paused),
             "resumed": json_of(&swap.resumed),
             "wall_us": swap.wall_us,
-        })),
-        Err(SwapError::NoTarget(error) | SwapError::Pause(error)) => refused(&error),
-        // Their words say what state both are in, and name their causes already.
-        Err(
-            ref error @ (SwapError::WentBack { ref source, .. }
-            | SwapError::NotBack { ref source, .. }),
-        ) => refused_because(source, &error.to_string()),
-    }
+        })
+    })
 }
 
-/// [`settled`] for a tenant that was to get its GPUs.
-pub(crate) fn switched(outcome: Result<Switched, SwitchError>) -> c_int {
-    match outcome {
-        Ok(Switched { had_them, victims, reasons, changes, unrecorded }) => {
-            let paused: Vec<_> = victims.iter().map(TenantName::as_str).collect();
-            let changes: Vec<Value> = changes.iter().map(|(_, outcome)| json_of(outcome)).collect();
-            let how = if had_them { "already" } else { "completed" };
-            keep_report(json!({
-                "outcome": how, "paused": paused, "reasons": reasons, "changes": changes,
-                "unrecorded": unrecorded,
-            }))
+/// [`answered`] for a tenant that was to get its GPUs.
+pub(crate) fn switched(outcome: Result<Switched, Trouble>) -> c_int {
+    answered(outcome, |Switched { had_them, victims, reasons, changes, unrecorded }| {
+        let paused: Vec<_> = victims.iter().map(TenantName::as_str).collect();
+        let changes: Vec<Value> = changes.iter().map(|(_, outcome)| json_of(outcome)).collect();
+        let how = if had_them { "already" } else { "completed" };
+        json!({
+            "outcome": how, "paused": paused, "reasons": reasons, "changes": changes,
+            "unrecorded": unrecorded,
+        })
+    })
+}
+
+/// [`answered`] for a resume that queued: its report, and who was paused and why.
+pub(crate) fn resumed_in_turn(outcome: Result<Switched, Trouble>) -> c_int {
+    answered(outcome, |Switched { victims, reasons, changes, unrecorded, .. }| {
+        let resumed = changes.last().map_or(Outcome::AlreadyActive, |(_, own)| own.clone());
+        let mut report = json_of(&resumed);
+        let paused: Vec<_> = victims.iter().map(TenantName::as_str).collect();
+        if let Some(fields) = report.as_object_mut() {
+            fields.insert("paused".to_owned(), json!(paused));
+            fields.insert("reasons".to_owned(), json!(reasons));
+            fields.insert("unrecorded".to_owned(), json!(unrecorded));
         }
-        Err(error) => not_switched(&error),
-    }
+        report
+    })
 }
 
-/// [`settled`] for a resume that queued: its report, and who was paused and why.
-pub(crate) fn resumed_in_turn(outcome: Result<Switched, SwitchError>) -> c_int {
-    match outcome {
-        Ok(Switched { victims, reasons, changes, unrecorded, .. }) => {
-            let resumed = changes.last().map_or(Outcome::AlreadyActive, |(_, own)| own.clone());
-            let mut report = json_of(&resumed);
-            let paused: Vec<_> = victims.iter().map(TenantName::as_str).collect();
-            if let Some(fields) = report.as_object_mut() {
-                fields.insert("paused".to_owned(), json!(paused));
-                fields.insert("reasons".to_owned(), json!(reasons));
-                fields.insert("unrecorded".to_owned(), json!(unrecorded));
-            }
-            keep_report(report)
-        }
-        Err(error) => not_switched(&error),
-    }
+/// [`answered`] for host memory ahead of a pause.
+pub(crate) fn brought_in(outcome: Result<PrepareReport, Trouble>) -> c_int {
+    answered(outcome, |report| with_completeness(&report, report.is_complete()))
 }
 
-fn not_switched(error: &SwitchError) -> c_int {
-    let message = chain(error);
-    match (error, error.cause()) {
-        (_, Some(cause)) => refused_because(cause, &message),
-        (SwitchError::Never { .. }, _) => fail(OUT_OF_DEVICE_MEMORY, &message),
-        (_, None) if error.is_retryable() => fail(RETRY, &message),
-        (_, None) => fail(REFUSED, &message),
-    }
-}
-
-/// [`settled`] for host memory ahead of a pause.
-pub(crate) fn brought_in(outcome: Result<PrepareReport, CoordinatorError>) -> c_int {
-    match outcome {
-        Ok(report) => {
-            let how = if report.is_complete() { "completed" } else { "partial" };
-            keep_report(with_outcome(&report, how))
-        }
-        Err(error) => refused(&error),
-    }
-}
-
-/// [`settled`] for a change of a tenant's budgets.
-pub(crate) fn budgeted(outcome: Result<BudgetReport, CoordinatorError>) -> c_int {
-    match outcome {
-        Ok(report) => {
-            let how = if report.failures.is_empty() { "completed" } else { "partial" };
-            keep_report(with_outcome(&report, how))
-        }
-        Err(error) => refused(&error),
-    }
+/// [`answered`] for a change of a tenant's budgets.
+pub(crate) fn budgeted(outcome: Result<BudgetReport, Trouble>) -> c_int {
+    answered(outcome, |report| with_completeness(&report, report.failures.is_empty()))
 }
 
 /// [`settled`] for an action that all processes of a tenant began together.
-pub(crate) fn settled_together(outcome: Result<Option<Outcome>, CoordinatorError>) -> c_int {
+pub(crate) fn settled_together(outcome: Result<Option<Outcome>, Trouble>) -> c_int {
     match outcome {
         Ok(Some(outcome)) => keep_report(json_of(&outcome)),
         // Another process has the account.
@@ -210,11 +174,9 @@ pub(crate) fn settled_together(outcome: Result<Option<Outcome>, CoordinatorError
 }
 
 /// [`settled`] for the caller's own tenant, of which no process need have GPU memory yet.
-pub(crate) fn settled_for_own(outcome: Result<Outcome, CoordinatorError>) -> c_int {
+pub(crate) fn settled_for_own(outcome: Result<Outcome, Trouble>) -> c_int {
     match outcome {
-        Err(CoordinatorError::NoSuchTenant { .. } | CoordinatorError::NoProcess { .. }) => {
-            settled_nothing()
-        }
+        Err(trouble) if trouble.is_gone() => settled_nothing(),
         outcome => settled(outcome),
     }
 }
@@ -237,6 +199,10 @@ fn with_outcome(report: &impl Serialize, outcome: &str) -> Value {
     report
 }
 
+fn with_completeness(report: &impl Serialize, is_complete: bool) -> Value {
+    with_outcome(report, if is_complete { "completed" } else { "partial" })
+}
+
 fn json_of(outcome: &Outcome) -> Value {
     match outcome {
         Outcome::Completed(report) if report.is_partial() => {
@@ -254,70 +220,13 @@ fn json_of(outcome: &Outcome) -> Value {
     }
 }
 
-/// Keeps an error of the coordinator's and returns its code.
-pub(crate) fn refused(error: &CoordinatorError) -> c_int {
-    refused_because(error, &chain(error))
-}
-
-/// With the code of `error`, in other words.
-fn refused_because(error: &CoordinatorError, message: &str) -> c_int {
-    let code = code_of(error);
-    let devices: Vec<Value> = error
-        .shortages()
-        .iter()
-        .map(|shortage| serde_json::to_value(shortage).unwrap_or_default())
-        .collect();
-    let tags = if let CoordinatorError::UnknownTags { known, .. } = error {
-        known.as_slice()
-    } else {
-        &[]
-    };
-    let missing_bytes = error.missing_device_bytes();
+/// Keeps trouble and returns its number.
+pub(crate) fn refused(trouble: &Trouble) -> c_int {
+    let (code, message) = (Code::from(trouble).number(trouble.is_retryable()), chain(trouble));
     tracing::info!(code, "{message}");
-    keep(code, message, described(code, message, missing_bytes, &json!(devices), &json!(tags)))
-}
-
-fn code_of(error: &CoordinatorError) -> c_int {
-    if error.missing_device_bytes().is_some() {
-        return OUT_OF_DEVICE_MEMORY;
-    }
-    let failed =
-        |wanted: FailureKind| error.failures().iter().any(|failure| failure.failure.kind == wanted);
-    match error {
-        CoordinatorError::UnknownTags { .. }
-        | CoordinatorError::PausedAlready { .. }
-        | CoordinatorError::StandsStill { .. }
-        | CoordinatorError::NoSuchTenant { .. }
-        | CoordinatorError::NoProcess { .. } => ARGUMENT,
-        CoordinatorError::Faulted { .. } | CoordinatorError::Unrecovered { .. } => LOST,
-        CoordinatorError::HostShort { .. } | CoordinatorError::NoSpace { .. } => OUT_OF_HOST_MEMORY,
-        CoordinatorError::RunDir(_)
-        | CoordinatorError::Joined { .. }
-        | CoordinatorError::Unreachable { .. }
-        | CoordinatorError::NoGreeting { .. }
-        | CoordinatorError::VersionsDiffer { .. }
-        | CoordinatorError::CalledOff { .. }
-        | CoordinatorError::NotDeep { .. }
-        | CoordinatorError::NotPrepared { .. }
-        | CoordinatorError::NotSaved { .. }
-        | CoordinatorError::SaveDir(_)
-        | CoordinatorError::NothingSaved { .. }
-        | CoordinatorError::SaveFailed { .. }
-        | CoordinatorError::FailedTogether { .. }
-        | CoordinatorError::Refused { .. } => {
-            if failed(FailureKind::Faulted) || failed(FailureKind::PeerGone) {
-                LOST
-            } else if failed(FailureKind::OutOfHostMemory) {
-                OUT_OF_HOST_MEMORY
-            } else if error.is_retryable() {
-                RETRY
-            } else {
-                REFUSED
-            }
-        }
-        // The enumeration may grow in another crate.
-        _ => REFUSED,
-    }
+    let (devices, tags) = (json!(trouble.shortages()), json!(trouble.known_tags()));
+    let missing_bytes = trouble.missing_device_bytes();
+    keep(code, &message, described(code, &message, missing_bytes, &devices, &tags))
 }
 
 /// Writes `text` with a terminating zero where it fits; the length that it has.

@@ -20,6 +20,8 @@ pub mod stats;
 
 use std::ffi::c_int;
 
+use tenants::code::Code;
+
 use crate::{bindings, pluggable};
 
 pub(crate) const OK: c_int = code(bindings::SUBLET_OK);
@@ -29,7 +31,15 @@ pub(crate) const RETRY: c_int = code(bindings::SUBLET_ERROR_RETRY);
 pub(crate) const REFUSED: c_int = code(bindings::SUBLET_ERROR_REFUSED);
 pub(crate) const OUT_OF_DEVICE_MEMORY: c_int = code(bindings::SUBLET_ERROR_OUT_OF_DEVICE_MEMORY);
 pub(crate) const OUT_OF_HOST_MEMORY: c_int = code(bindings::SUBLET_ERROR_OUT_OF_HOST_MEMORY);
-pub(crate) const LOST: c_int = code(bindings::SUBLET_ERROR_LOST);
+
+/// Fails to compile when the numbers of [`Code`] and those of the header differ.
+const _: () = {
+    assert!(Code::Usage.number(false) == ARGUMENT);
+    assert!(Code::Busy.number(true) == RETRY && Code::Driver.number(false) == REFUSED);
+    assert!(Code::GpuFull.number(true) == OUT_OF_DEVICE_MEMORY);
+    assert!(Code::HostFull.number(true) == OUT_OF_HOST_MEMORY);
+    assert!(Code::Lost.number(false) == code(bindings::SUBLET_ERROR_LOST));
+};
 
 /// A constant of the header as the type that its functions return.
 const fn code(value: u32) -> c_int {

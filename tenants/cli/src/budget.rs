@@ -5,9 +5,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use tenants::budget::{Budgets, Which, gpus};
-use tenants::coordinator::{
-    BudgetReport, Coordinator, CoordinatorError, GpuBudget, Options, TenantStats,
-};
+use tenants::coordinator::{BudgetReport, Coordinator, GpuBudget, Options, TenantStats, Trouble};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 
@@ -169,7 +167,7 @@ pub(crate) fn for_run(
                 EXIT_UNCHANGED,
             ));
         }
-        Ok(_) | Err(CoordinatorError::NoSuchTenant { .. }) => {}
+        Ok(_) | Err(Trouble::NoSuchTenant { .. }) => {}
         Err(error) => return Err(error.into()),
     }
     let all = View::gather_with(run_dir, None, &Gpus::default())?.tenants.into_iter();

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use tenants::checkpoints::Checkpointer;
 use tenants::coordinator::{
-    self, Coordinator, CoordinatorError, Depth, DeviceShortage, Event, Interrupt, LostImports,
-    Meanwhile, MemberFailure, Options, Outcome, Swap, SwapError,
+    self, Coordinator, Depth, DeviceShortage, Event, Interrupt, LostImports, Meanwhile,
+    MemberFailure, Options, Outcome, Swap, Trouble,
 };
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
@@ -154,11 +154,11 @@ fn resume_in_turn(
     if args.show.json {
         output.json(&Document::queued(&args.tenant, &result))?;
         return Ok(result.map_or_else(
-            |error| ExitCode::from(switch::code_of(&error)),
+            |error| ExitCode::from(exit_code_of(&error)),
             |switched| switch::code_of_done(&switched),
         ));
     }
-    let switched = result.map_err(|error| switch::failure_of(&error))?;
+    let switched = result.map_err(|error| failure_of(&error))?;
     let is_active = |(_, outcome): &(_, Outcome)| matches!(outcome, Outcome::AlreadyActive);
     if switched.changes.iter().all(is_active) && switched.unrecorded.is_none() {
         output.line(format!("tenant '{}' is active already", args.tenant));
@@ -169,26 +169,23 @@ fn resume_in_turn(
 }
 
 /// Tries again what `result` says was short of GPU memory, for at most `wait`, and says what it waits for. Between two
-/// tries the tenants stand as `result` says, and ending this process leaves them so. `error_of` is the part of an error
-/// that waiting may help with.
-fn wait_until_it_fits<T, E>(
+/// tries the tenants stand as `result` says, and ending this process leaves them so.
+fn wait_until_it_fits<T>(
     tenant: &TenantName,
-    mut result: Result<T, E>,
-    error_of: impl Fn(&E) -> Option<&CoordinatorError>,
+    mut result: Result<T, Trouble>,
     wait: Duration,
     interrupt: &Interrupt,
     progress: &mut Progress,
-    mut again: impl FnMut(&mut Progress) -> Result<T, E>,
-) -> Result<T, E> {
+    mut again: impl FnMut(&mut Progress) -> Result<T, Trouble>,
+) -> Result<T, Trouble> {
     let started = Instant::now();
     let mut back_off = RETRY_MIN;
     let mut told = String::new();
     let mut gpus = None;
     loop {
-        let retryable = result.as_ref().err().and_then(&error_of);
-        let waiting_for = retryable
-            .filter(|error| error.is_retryable())
-            .and_then(|error| waiting_for(error, gpus.get_or_insert_with(Gpus::look)));
+        let retryable = result.as_ref().err().filter(|error| error.is_retryable());
+        let waiting_for =
+            retryable.and_then(|error| waiting_for(error, gpus.get_or_insert_with(Gpus::look)));
         let left = wait.saturating_sub(started.elapsed());
         let goes_on = !left.is_zero() && !interrupt.is_raised();
         let Some(waiting_for) = waiting_for.filter(|_| goes_on) else {
@@ -212,26 +209,20 @@ fn wait_until_it_fits<T, E>(
 /// Tries a resume again, as [`wait_until_it_fits`] says.
 fn resume_when_it_fits(
     coordinator: &mut Coordinator,
-    result: Result<Outcome, CoordinatorError>,
+    result: Result<Outcome, Trouble>,
     wait: Duration,
     interrupt: &Interrupt,
     progress: &mut Progress,
-) -> Result<Outcome, CoordinatorError> {
+) -> Result<Outcome, Trouble> {
     coordinator.look_first();
     let tenant = coordinator.tenant().clone();
-    wait_until_it_fits(
-        &tenant,
-        result,
-        |error| Some(error),
-        wait,
-        interrupt,
-        progress,
-        |progress| coordinator.resume(&mut |event| progress.note(&event)),
-    )
+    wait_until_it_fits(&tenant, result, wait, interrupt, progress, |progress| {
+        coordinator.resume(&mut |event| progress.note(&event))
+    })
 }
 
 /// What a resume waits for; `None` when it is not GPU memory.
-fn waiting_for(error: &CoordinatorError, gpus: &Gpus) -> Option<String> {
+fn waiting_for(error: &Trouble, gpus: &Gpus) -> Option<String> {
     let missing_bytes = error.missing_device_bytes()?;
     let devices: Vec<_> =
         error.shortages().iter().map(|shortage| shortage_line(shortage, gpus)).collect();
@@ -281,25 +272,19 @@ pub(crate) fn swap(
         };
         let result = swap(&mut progress, &mut to);
         // The first runs while the second does not fit, and each try looks before it stops anybody.
-        wait_until_it_fits(
-            &args.to,
-            result,
-            SwapError::in_the_way,
-            wait,
-            &interrupt,
-            &mut progress,
-            |progress| swap(progress, &mut to),
-        )
+        wait_until_it_fits(&args.to, result, wait, &interrupt, &mut progress, |progress| {
+            swap(progress, &mut to)
+        })
     };
     show_swap(args, result, output)
 }
 
-type Half = Result<Outcome, CoordinatorError>;
+type Half = Result<Outcome, Trouble>;
 
 /// Prints what became of both, of those that were asked.
 fn show_swap(
     args: &SwapArgs,
-    result: Result<Swap, SwapError>,
+    result: Result<Swap, Trouble>,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     let json = args.show.json;
@@ -315,20 +300,20 @@ fn show_swap(
     };
     let (out, back): (Option<Half>, Option<Half>) = match result {
         Ok(swap) => (Some(Ok(swap.paused)), Some(Ok(swap.resumed))),
-        Err(SwapError::NoTarget(error)) => (None, Some(Err(error))),
-        Err(SwapError::Pause(error)) => (Some(Err(error)), None),
-        Err(SwapError::WentBack { tenant, left, losses, source }) => {
+        Err(Trouble::WentBack { tenant, left, losses, source }) => {
             let subject = left.subject(&tenant);
             told.push(format!("{subject} was paused for it, and is active again"));
             told.extend(lost(losses));
             (None, Some(Err(*source)))
         }
-        Err(SwapError::NotBack { tenant, left, losses, resume, source }) => {
+        Err(Trouble::NotBack { tenant, left, losses, resume, source }) => {
             told.extend(lost(losses));
             let (state, resumes) = (left.is_away(&tenant), left.resume_command(&tenant));
             told.push(format!("{state}: `{resumes}` tries again"));
             (Some(Err(*resume)), Some(Err(*source)))
         }
+        Err(error) if error.is_about(&args.to) => (None, Some(Err(error))),
+        Err(error) => (Some(Err(error)), None),
     };
     // Something of the first has changed, but where all of it is back.
     let is_partial = told.len() > usize::from(out.is_none());
@@ -384,12 +369,11 @@ fn options(timeout: Option<Duration>, interrupt: &Interrupt) -> Options {
 }
 
 /// The error of a change for a person, with the processes that hold GPUs which are too full.
-fn failure_of(error: &CoordinatorError) -> Failure {
+pub(crate) fn failure_of(error: &Trouble) -> Failure {
     let short = error.shortages().iter().filter(|device| device.outside_bytes > 0);
-    let parts = [chain(error)]
-        .into_iter()
-        .chain(outsiders::in_words(short.map(|short| short.uuid.as_str())));
-    let parts: Vec<_> = parts.collect();
+    let lacking = if let Trouble::Never { gpus, .. } = error { gpus.as_slice() } else { &[] };
+    let gpus = short.map(|short| &short.uuid).chain(lacking).map(String::as_str);
+    let parts: Vec<_> = [chain(error)].into_iter().chain(outsiders::in_words(gpus)).collect();
     Failure::of_change(parts.join("; "), error)
 }
 

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use serde::Serialize;
 use tenants::code::Code;
-use tenants::coordinator::{CoordinatorError, SwapError};
+use tenants::coordinator::Trouble;
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDirError;
@@ -64,10 +64,10 @@ impl Failure {
         Self::new(chain(error), exit)
     }
 
-    /// Of a coordinator, in the words of `message`.
-    pub(crate) fn of_change(message: String, error: &CoordinatorError) -> Self {
-        let nobody = if let CoordinatorError::NoSuchTenant { tenant, .. }
-        | CoordinatorError::NoProcess { tenant, .. } = error
+    /// Of a command for tenants, in the words of `message`.
+    pub(crate) fn of_change(message: String, error: &Trouble) -> Self {
+        let nobody = if let Trouble::NoSuchTenant { tenant, .. }
+        | Trouble::NoProcess { tenant, .. } = error
         {
             Some(tenant.clone())
         } else {
@@ -136,33 +136,12 @@ impl From<RunDirError> for Failure {
     }
 }
 
-impl From<CoordinatorError> for Failure {
-    fn from(error: CoordinatorError) -> Self {
-        Self::of_change(chain(&error), &error)
+impl From<Trouble> for Failure {
+    fn from(trouble: Trouble) -> Self {
+        Self::of_change(chain(&trouble), &trouble)
     }
 }
 
-impl From<SwapError> for Failure {
-    fn from(error: SwapError) -> Self {
-        match error {
-            SwapError::NoTarget(error) | SwapError::Pause(error) => error.into(),
-            // Their messages hold their causes already.
-            SwapError::WentBack { ref source, ref losses, .. } if losses.is_empty() => {
-                Self::new(error.to_string(), exit_code_of(source)).because(&**source)
-            }
-            SwapError::WentBack { ref source, .. } | SwapError::NotBack { ref source, .. } => {
-                Self::new(error.to_string(), EXIT_PARTIAL).because(&**source)
-            }
-        }
-    }
-}
-
-pub(crate) fn exit_code_of(error: &CoordinatorError) -> u8 {
-    if !error.left_unchanged() {
-        EXIT_PARTIAL
-    } else if Code::from(error) == Code::CalledOff {
-        EXIT_CALLED_OFF
-    } else {
-        EXIT_UNCHANGED
-    }
+pub(crate) fn exit_code_of(trouble: &Trouble) -> u8 {
+    if trouble.left_unchanged() { Code::from(trouble).exit() } else { EXIT_PARTIAL }
 }

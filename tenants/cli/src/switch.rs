@@ -5,20 +5,20 @@ use std::time::{Duration, SystemTime};
 
 use serde::Serialize;
 use tenants::code::Code;
-use tenants::coordinator::Outcome;
+use tenants::coordinator::{Outcome, Trouble};
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::scope::Scope;
-use tenants::switching::{self, Claimant, SwitchError, SwitchOptions, Switched};
+use tenants::switching::{self, Claimant, SwitchOptions, Switched};
 
 use crate::args::{ShowArgs, SwitchArgs};
 use crate::change::{self, Document};
-use crate::failure::{EXIT_CALLED_OFF, EXIT_PARTIAL, EXIT_UNCHANGED, Failure, exit_code_of};
+use crate::failure::{EXIT_PARTIAL, Failure, exit_code_of};
 use crate::gpus::Gpus;
 use crate::output::{self, Output};
 use crate::progress::Progress;
-use crate::{outsiders, signals, units};
+use crate::{signals, units};
 
 /// Decisions that `sublet turns` shows, with `-v` and without.
 const SHOWN_MAX: usize = 20;
@@ -62,14 +62,14 @@ pub(crate) fn switch(
     if args.show.json {
         return documented(args, result, output);
     }
-    let switched = result.map_err(|error| failure_of(&error))?;
+    let switched = result.map_err(|error| change::failure_of(&error))?;
     render(args.dry_run, args.show, &switched, output);
     Ok(code_of_done(&switched))
 }
 
 fn documented(
     args: &SwitchArgs,
-    result: Result<Switched, SwitchError>,
+    result: Result<Switched, Trouble>,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     let tenant = args.tenant.as_str();
@@ -109,17 +109,9 @@ fn documented(
                 retryable: error.is_retryable(),
                 unchanged: error.left_unchanged(),
             })?;
-            Ok(ExitCode::from(code_of(&error)))
+            Ok(ExitCode::from(exit_code_of(&error)))
         }
     }
-}
-
-/// The error of a switch for a person, with the processes that hold GPUs which are too full.
-pub(crate) fn failure_of(error: &SwitchError) -> Failure {
-    let gpus = if let SwitchError::Never { gpus, .. } = error { gpus.as_slice() } else { &[] };
-    let named = outsiders::in_words(gpus.iter().map(String::as_str));
-    let parts: Vec<_> = [chain(error)].into_iter().chain(named).collect();
-    Failure::new(parts.join("; "), code_of(error)).because(error)
 }
 
 /// The exit code of a switch that was done.
@@ -128,16 +120,6 @@ pub(crate) fn code_of_done(switched: &Switched) -> ExitCode {
         return ExitCode::from(EXIT_PARTIAL);
     }
     change::code_of_switch(switched.changes.iter().map(|(_, outcome)| outcome))
-}
-
-pub(crate) fn code_of(error: &SwitchError) -> u8 {
-    if matches!(error, SwitchError::CalledOff { .. }) {
-        return EXIT_CALLED_OFF;
-    }
-    if matches!(error, SwitchError::NotUndone { .. }) {
-        return EXIT_PARTIAL;
-    }
-    error.cause().map_or(EXIT_UNCHANGED, exit_code_of)
 }
 
 pub(crate) fn render(is_dry: bool, how: ShowArgs, switched: &Switched, output: &mut Output) {

@@ -3,7 +3,7 @@
 
 use serde::Serialize;
 use tenants::code::Code;
-use tenants::coordinator::{Coordinator, CoordinatorError, Holdings, Options, TenantStats};
+use tenants::coordinator::{Coordinator, Holdings, Options, TenantStats, Trouble};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::wire::{MemberInfo, MemberState, MemberStats};
@@ -124,7 +124,7 @@ impl View {
                     let left = left_of(&stats, gpus);
                     tenants.push(TenantView { stats, changed_by, silent, left });
                 }
-                Err(CoordinatorError::NoSuchTenant { .. } | CoordinatorError::NoProcess { .. })
+                Err(Trouble::NoSuchTenant { .. } | Trouble::NoProcess { .. })
                     if tenant.is_none() => {}
                 // One that is in disorder is said, and keeps nobody from the others.
                 Err(error) if tenant.is_none() => {

@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::conversation::{Inquiry, Next};
 use super::peers::{Everybody, Peers};
 use super::report::{MemberFailure, Who};
-use super::{Coordinator, CoordinatorError};
+use super::{Coordinator, Trouble};
 use crate::host_memory::shortage;
 use crate::run_dir::TenantDir;
 use crate::time::{micros, millis};
@@ -80,12 +80,12 @@ impl Coordinator {
     /// at any time.
     ///
     /// # Errors
-    /// [`CoordinatorError`]. Where some processes come to an end before all is there, it succeeds and says which and why.
+    /// [`Trouble`]. Where some processes come to an end before all is there, it succeeds and says which and why.
     pub fn prepare(
         &mut self,
         waits: Waits,
         progress: &mut dyn FnMut(&[PreparedProcess]),
-    ) -> Result<PrepareReport, CoordinatorError> {
+    ) -> Result<PrepareReport, Trouble> {
         let span = tracing::info_span!("tenant.prepare", tenant = %self.tenant);
         let _entered = span.enter();
         let started = Instant::now();
@@ -93,7 +93,7 @@ impl Coordinator {
         self.ask_all(&mut all, HostStep::Need)?;
         let needs = || all.said.iter().flatten().filter_map(|said| said.need.as_ref());
         if let Some(shortage) = shortage(needs()) {
-            return Err(CoordinatorError::HostShort { tenant: self.tenant.clone(), shortage });
+            return Err(Trouble::HostShort { tenant: self.tenant.clone(), shortage });
         }
         self.ask_all(&mut all, HostStep::Begin { most_bytes: u64::MAX })?;
         progress(&processes(&all.peers, &all.said));
@@ -110,7 +110,7 @@ impl Coordinator {
         })
     }
 
-    fn greet_everybody(&self, dir: &TenantDir) -> Result<Preparing, CoordinatorError> {
+    fn greet_everybody(&self, dir: &TenantDir) -> Result<Preparing, Trouble> {
         let (timeout, interrupt) = (self.options.contact_timeout, self.options.interrupt.as_ref());
         let Everybody { peers, failures } = Everybody::greeted(dir, timeout, interrupt)?;
         self.refuse_interrupted()?;
@@ -119,7 +119,7 @@ impl Coordinator {
     }
 
     /// Asks everybody who has greeted, and waits for all answers.
-    fn ask_all(&self, all: &mut Preparing, step: HostStep) -> Result<(), CoordinatorError> {
+    fn ask_all(&self, all: &mut Preparing, step: HostStep) -> Result<(), Trouble> {
         let Preparing { peers, said, failures } = all;
         let mut members = peers.greeted();
         members.retain(|index| peers.is_up(*index));
@@ -135,7 +135,7 @@ impl Coordinator {
         all: &mut Preparing,
         waits: Waits,
         progress: &mut dyn FnMut(&[PreparedProcess]),
-    ) -> Result<(), CoordinatorError> {
+    ) -> Result<(), Trouble> {
         let timeout = SLICE + self.options.contact_timeout;
         let Preparing { peers, said, failures } = all;
         let watch = |seen_bytes| HostStep::Watch { seen_bytes, wait_ms: millis(SLICE) };
@@ -151,10 +151,10 @@ impl Coordinator {
         self.refuse_interrupted()
     }
 
-    fn refuse_interrupted(&self) -> Result<(), CoordinatorError> {
+    fn refuse_interrupted(&self) -> Result<(), Trouble> {
         match &self.options.interrupt {
             Some(interrupt) if interrupt.is_raised() => {
-                Err(CoordinatorError::NotPrepared { tenant: self.tenant.clone() })
+                Err(Trouble::NotPrepared { tenant: self.tenant.clone() })
             }
             Some(_) | None => Ok(()),
         }

@@ -9,7 +9,7 @@ use vmm_pool::driver::DeviceUuid;
 use super::conversation::Next;
 use super::peers::Everybody;
 use super::report::MemberFailure;
-use super::{Coordinator, CoordinatorError};
+use super::{Coordinator, Trouble};
 use crate::budget::Budgets;
 use crate::identity::TenantName;
 use crate::run_dir::{BudgetFile, RunDirError, TenantDir};
@@ -117,8 +117,8 @@ impl Coordinator {
     /// The tenant's budgets as they are; `None` where no process of it counts. Asks no process.
     ///
     /// # Errors
-    /// [`CoordinatorError::NoSuchTenant`], [`CoordinatorError::RunDir`].
-    pub fn budgets(&self) -> Result<Option<BudgetReport>, CoordinatorError> {
+    /// [`Trouble::NoSuchTenant`], [`Trouble::RunDir`].
+    pub fn budgets(&self) -> Result<Option<BudgetReport>, Trouble> {
         let Some(file) = BudgetFile::existing(&self.dir()?)? else {
             return Ok(None);
         };
@@ -129,9 +129,9 @@ impl Coordinator {
     /// taken from anybody: where more is held than may be, new allocations fail until it fits.
     ///
     /// # Errors
-    /// [`CoordinatorError::NoSuchTenant`], [`CoordinatorError::NoProcess`], [`CoordinatorError::RunDir`]. Processes that
+    /// [`Trouble::NoSuchTenant`], [`Trouble::NoProcess`], [`Trouble::RunDir`]. Processes that
     /// do not answer are listed, and no error.
-    pub fn change_budgets(&self, changes: &Budgets) -> Result<BudgetReport, CoordinatorError> {
+    pub fn change_budgets(&self, changes: &Budgets) -> Result<BudgetReport, Trouble> {
         let dir = self.dir()?;
         // A tenant without a process gets no file.
         drop(self.connect_all(&dir)?);
@@ -151,7 +151,7 @@ impl Coordinator {
         &self,
         file: &BudgetFile,
         failures: Vec<MemberFailure>,
-    ) -> Result<BudgetReport, CoordinatorError> {
+    ) -> Result<BudgetReport, Trouble> {
         Ok(BudgetReport {
             tenant: self.tenant.to_string(),
             budgets: file.budgets()?,

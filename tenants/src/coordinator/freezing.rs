@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::driver::DriverCode;
 
-use super::CoordinatorError;
+use super::Trouble;
 use super::report::{MemberFailure, MemberPhase, PhaseSummary, Report, Step};
 use super::session::Session;
 use super::steps::OnFailure;
@@ -102,8 +102,8 @@ impl Moved {
 
 impl Session<'_> {
     /// Refuses a deep pause that would not come to its end, before anything moves.
-    pub(super) fn refuse_shallow(&self) -> Result<(), CoordinatorError> {
-        let refused = |why: String| CoordinatorError::NotDeep { tenant: self.tenant(), why };
+    pub(super) fn refuse_shallow(&self) -> Result<(), Trouble> {
+        let refused = |why: String| Trouble::NotDeep { tenant: self.tenant(), why };
         if self.scope != Scope::Whole {
             let why = "its processes run on without the memory of a tag, and need their contexts";
             return Err(refused(why.to_owned()));
@@ -221,12 +221,12 @@ impl Session<'_> {
     /// [`Session::freeze_again`] if the resume comes to nothing.
     ///
     /// # Errors
-    /// [`CoordinatorError::Refused`]: those that are not back. All stand as before, as far as the driver does its part.
+    /// [`Trouble::Refused`]: those that are not back. All stand as before, as far as the driver does its part.
     pub(super) fn thaw_for(
         &mut self,
         action: Action,
         members: &[usize],
-    ) -> Result<Option<PhaseSummary>, CoordinatorError> {
+    ) -> Result<Option<PhaseSummary>, Trouble> {
         let is_deep = |index: &usize| self.state(*index) == Some(MemberState::Deep);
         let deep: Vec<usize> = members.iter().copied().filter(is_deep).collect();
         if action == Action::Pause || deep.is_empty() {
@@ -240,7 +240,7 @@ impl Session<'_> {
             return Ok(thawed);
         }
         self.freeze_again(thawed);
-        Err(CoordinatorError::refused(self.tenant(), (action, false), moved.failures))
+        Err(Trouble::refused(self.tenant(), (action, false), moved.failures))
     }
 
     /// A resume came to nothing: what it has `thawed` is as before, as far as the driver does its part.

@@ -14,7 +14,7 @@ use nix::poll::{PollFd, PollFlags};
 use super::report::{MemberFailure, Step};
 use super::session::{Session, Stop};
 use super::steps::OnFailure;
-use super::{CoordinatorError, Interrupt, Options};
+use super::{Interrupt, Options, Trouble};
 use crate::identity::TenantName;
 use crate::references::Partner;
 use crate::run_dir::{NAMES_AGAIN_WITHIN, TenantDir, pause_thread};
@@ -50,11 +50,11 @@ impl Patience {
         Self { deadline: Instant::now() + wait, look, tries_again }
     }
 
-    /// For one more try; none when the time is over.
-    pub(super) fn next(self) -> Option<Self> {
-        let again = self.tries_again && !self.is_over();
+    /// Is there time for one more try?
+    pub(super) fn goes_on(&mut self) -> bool {
         // Tries that end immediately are many.
-        again.then_some(Self { look: (self.look * 2).min(WAIT), ..self })
+        self.look = (self.look * 2).min(WAIT);
+        self.tries_again && !self.is_over()
     }
 
     fn shut(&self) -> Duration {
@@ -205,12 +205,7 @@ pub(super) struct NamesWait(bool);
 impl NamesWait {
     /// Is it worth one more try? Waits, with nobody stopped, until those that `error` names as nameless have names in `dir`,
     /// or had the time to make them, or it is called off.
-    pub(super) fn waits(
-        &mut self,
-        options: &Options,
-        dir: &TenantDir,
-        error: &CoordinatorError,
-    ) -> bool {
+    pub(super) fn waits(&mut self, options: &Options, dir: &TenantDir, error: &Trouble) -> bool {
         let is_nameless = |failure: &&MemberFailure| failure.failure.kind == FailureKind::Nameless;
         let nameless: Vec<_> = error.failures().iter().filter(is_nameless).collect();
         if self.0 || nameless.is_empty() || options.consent.is_some() || !error.left_unchanged() {
@@ -229,7 +224,7 @@ impl NamesWait {
     }
 }
 
-impl CoordinatorError {
+impl Trouble {
     /// Was a pause refused only because other tenants have memory open, with all as before?
     pub(super) fn is_lent(&self) -> bool {
         let is_lent = |failure: &MemberFailure| failure.failure.kind == FailureKind::Lent;
@@ -310,11 +305,11 @@ mod tests {
         let mut patience = Patience::new(&options);
         for _ in 0..8 {
             assert!(patience.shut() * SHUT_SHARE <= patience.look && patience.shut() <= SHUT_MAX);
-            let next = patience.next().expect("there is time");
-            assert_eq!(next.look, 2 * patience.look);
-            patience = next;
+            let before = patience.look;
+            assert!(patience.goes_on());
+            assert_eq!(patience.look, 2 * before);
         }
         let over = Options { timeout: Some(Duration::ZERO), ..options };
-        assert!(Patience::new(&over).next().is_none());
+        assert!(!Patience::new(&over).goes_on());
     }
 }

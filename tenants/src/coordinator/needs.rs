@@ -13,7 +13,7 @@ use super::peers::{Everybody, Peers, gone};
 use super::report::{MemberFailure, Report, Step, TenantStats};
 use super::session::{Plan, Session};
 use super::steps::{OnFailure, StepResult};
-use super::{Coordinator, CoordinatorError, Options, budgets};
+use super::{Coordinator, Options, Trouble, budgets};
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
 use crate::scope::Scope;
@@ -44,11 +44,8 @@ impl Coordinator {
     /// answer; with `all_devices` also what is free on all other GPUs that they use. Takes no lock and changes nothing.
     ///
     /// # Errors
-    /// [`CoordinatorError::NoSuchTenant`], [`CoordinatorError::RunDir`].
-    pub fn needs(
-        &self,
-        all_devices: bool,
-    ) -> Result<BTreeMap<String, DeviceNeed>, CoordinatorError> {
+    /// [`Trouble::NoSuchTenant`], [`Trouble::RunDir`].
+    pub fn needs(&self, all_devices: bool) -> Result<BTreeMap<String, DeviceNeed>, Trouble> {
         let Everybody { mut peers, .. } = self.connect_all(&self.dir()?)?;
         let timeout = self.options.timeout.unwrap_or(NEEDS_TIMEOUT);
         let question =
@@ -72,8 +69,8 @@ impl Coordinator {
     /// process up for some milliseconds; takes no lock.
     ///
     /// # Errors
-    /// [`CoordinatorError::NoSuchTenant`], [`CoordinatorError::RunDir`].
-    pub fn look_idle(&self, quiet_us: u64) -> Result<Vec<Idleness>, CoordinatorError> {
+    /// [`Trouble::NoSuchTenant`], [`Trouble::RunDir`].
+    pub fn look_idle(&self, quiet_us: u64) -> Result<Vec<Idleness>, Trouble> {
         let Everybody { mut peers, .. } = self.connect_all(&self.dir()?)?;
         let (mut all, members) = (Vec::new(), peers.all());
         peers.converse(&members, self.inquiry(LookIdle { quiet_us }), |_, _, said| {
@@ -321,7 +318,7 @@ const CONNECT_SHARE: u32 = 4;
 #[derive(Debug)]
 pub struct Holdings {
     /// As [`Coordinator::stats`] says it.
-    pub stats: Result<TenantStats, CoordinatorError>,
+    pub stats: Result<TenantStats, Trouble>,
     /// Is there a process that lives and has said nothing?
     pub is_silent: bool,
     /// Was one of these waited for, until the time was up?
@@ -374,10 +371,7 @@ impl Coordinator {
         }
     }
 
-    fn try_ask_stats(
-        &self,
-        began: Instant,
-    ) -> Result<(Peers, TenantStats, bool), CoordinatorError> {
+    fn try_ask_stats(&self, began: Instant) -> Result<(Peers, TenantStats, bool), Trouble> {
         let dir = self.dir()?;
         let timeout = self.options.contact_timeout;
         let connected = Everybody::connect(&dir, Step::Stats, began + timeout / CONNECT_SHARE);

@@ -13,7 +13,7 @@ use nix::unistd::geteuid;
 use super::conversation::{Inquiry, Next};
 pub(super) use super::report::Question;
 use super::report::{MemberFailure, Step, Who};
-use super::{CoordinatorError, Interrupt};
+use super::{Interrupt, Trouble};
 use crate::run_dir::{MemberSocket, TenantDir};
 use crate::transport::{Connection, Process, TransportError, poll_until, user_of};
 use crate::wire::{Failure, FailureKind, Hello, MemberInfo, Reply};
@@ -156,12 +156,8 @@ impl Everybody {
     /// reached have failed in `step`.
     ///
     /// # Errors
-    /// [`CoordinatorError::NoProcess`], [`CoordinatorError::RunDir`].
-    pub(super) fn connect(
-        dir: &TenantDir,
-        step: Step,
-        deadline: Instant,
-    ) -> Result<Self, CoordinatorError> {
+    /// [`Trouble::NoProcess`], [`Trouble::RunDir`].
+    pub(super) fn connect(dir: &TenantDir, step: Step, deadline: Instant) -> Result<Self, Trouble> {
         let mut all = Self::default();
         for socket in dir.members()? {
             match reach(&socket, deadline) {
@@ -178,7 +174,7 @@ impl Everybody {
         }
         if all.peers.list.is_empty() && all.failures.is_empty() {
             let (tenant, dead) = (dir.tenant().clone(), all.peers.dead);
-            return Err(CoordinatorError::NoProcess { tenant, dead });
+            return Err(Trouble::NoProcess { tenant, dead });
         }
         Ok(all)
     }
@@ -191,7 +187,7 @@ impl Everybody {
         dir: &TenantDir,
         timeout: Duration,
         interrupt: Option<&Interrupt>,
-    ) -> Result<Self, CoordinatorError> {
+    ) -> Result<Self, Trouble> {
         let Self { mut peers, mut failures } =
             Self::connect(dir, Step::Hello, Instant::now() + timeout)?;
         let members = peers.all();

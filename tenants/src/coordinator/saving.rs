@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::conversation::{Inquiry, Next};
 use super::peers::{Everybody, Peers};
 use super::report::{MemberFailure, Who};
-use super::{Coordinator, CoordinatorError};
+use super::{Coordinator, Trouble};
 use crate::run_dir::{RunDirError, TenantDir, trusted_path};
 use crate::saving::dir::SaveDir;
 use crate::saving::map::{
@@ -83,20 +83,20 @@ impl Coordinator {
     /// says how far it is.
     ///
     /// # Errors
-    /// [`CoordinatorError`]; nothing is left in `dir` then. Where some processes have written and others not, it succeeds and
+    /// [`Trouble`]; nothing is left in `dir` then. Where some processes have written and others not, it succeeds and
     /// says who has not.
     pub fn save(
         &mut self,
         dir: &Path,
         progress: &mut dyn FnMut(&[SaveState]),
-    ) -> Result<SaveReport, CoordinatorError> {
+    ) -> Result<SaveReport, Trouble> {
         let span = tracing::info_span!("tenant.save", tenant = %self.tenant);
         let _entered = span.enter();
         let started = Instant::now();
         let tenant_dir = self.dir()?;
         let lock = self.lock(&tenant_dir, Action::Resume).map_err(|error| {
-            if let CoordinatorError::CalledOff { tenant, .. } = error {
-                return CoordinatorError::NotSaved { tenant };
+            if let Trouble::CalledOff { tenant, .. } = error {
+                return Trouble::NotSaved { tenant };
             }
             error
         })?;
@@ -122,16 +122,16 @@ impl Coordinator {
         tenant_dir: &TenantDir,
         target: &SaveDir,
         progress: &mut dyn FnMut(&[SaveState]),
-    ) -> Result<(TenantMap, usize), CoordinatorError> {
+    ) -> Result<(TenantMap, usize), Trouble> {
         let mut save = self.greet_all(tenant_dir)?;
         let begun = self.begin_all(target, &mut save).and_then(|()| {
             self.write_all(&mut save, progress)?;
             if save.writers.is_empty() {
                 let (tenant, dir) = (self.tenant.clone(), target.path().to_owned());
                 return Err(if save.failures.is_empty() {
-                    CoordinatorError::NothingSaved { tenant }
+                    Trouble::NothingSaved { tenant }
                 } else {
-                    CoordinatorError::SaveFailed { tenant, dir, failures: save.failures.clone() }
+                    Trouble::SaveFailed { tenant, dir, failures: save.failures.clone() }
                 });
             }
             Ok(())
@@ -152,7 +152,7 @@ impl Coordinator {
     }
 
     /// Connects to every process that lives, and asks who it is.
-    fn greet_all(&self, tenant_dir: &TenantDir) -> Result<Save, CoordinatorError> {
+    fn greet_all(&self, tenant_dir: &TenantDir) -> Result<Save, Trouble> {
         let (timeout, interrupt) = (self.options.contact_timeout, self.options.interrupt.as_ref());
         let Everybody { peers, failures } = Everybody::greeted(tenant_dir, timeout, interrupt)?;
         self.refuse_called_off()?;
@@ -160,7 +160,7 @@ impl Coordinator {
     }
 
     /// Asks every process what it has, and looks whether all of it fits.
-    fn begin_all(&self, target: &SaveDir, save: &mut Save) -> Result<(), CoordinatorError> {
+    fn begin_all(&self, target: &SaveDir, save: &mut Save) -> Result<(), Trouble> {
         let begin = SaveStep::Begin { dir: target.name()? };
         let Save { peers, writers, idle, failures, .. } = save;
         let greeted = peers.greeted();
@@ -181,7 +181,7 @@ impl Coordinator {
         let free_bytes = target.free_bytes()?;
         if free_bytes < needed_bytes {
             let (tenant, dir) = (self.tenant.clone(), target.path().to_owned());
-            return Err(CoordinatorError::NoSpace { tenant, dir, needed_bytes, free_bytes });
+            return Err(Trouble::NoSpace { tenant, dir, needed_bytes, free_bytes });
         }
         Ok(())
     }
@@ -191,7 +191,7 @@ impl Coordinator {
         &self,
         save: &mut Save,
         progress: &mut dyn FnMut(&[SaveState]),
-    ) -> Result<(), CoordinatorError> {
+    ) -> Result<(), Trouble> {
         let Save { peers, writers, failures, .. } = save;
         let members: Vec<usize> = writers.iter().map(|writer| writer.peer).collect();
         let on = SaveStep::WriteOn { for_ms: millis(SLICE) };
@@ -230,10 +230,10 @@ impl Coordinator {
         self.options.timeout.unwrap_or(ANSWER_TIMEOUT) + self.options.reply_margin
     }
 
-    fn refuse_called_off(&self) -> Result<(), CoordinatorError> {
+    fn refuse_called_off(&self) -> Result<(), Trouble> {
         match &self.options.interrupt {
             Some(interrupt) if interrupt.is_raised() => {
-                Err(CoordinatorError::NotSaved { tenant: self.tenant.clone() })
+                Err(Trouble::NotSaved { tenant: self.tenant.clone() })
             }
             Some(_) | None => Ok(()),
         }

@@ -5,12 +5,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use super::agreement::Agreed;
-use super::error::silence;
 use super::lending::Patience;
 use super::peers::{Peers, Reached, reach};
 use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Question, Report, Step};
 use super::steps::{OnFailure, StepResult};
-use super::{CoordinatorError, Depth, Interrupt, LostImports, Options, TakesPart};
+use super::trouble::silence;
+use super::{Depth, Interrupt, LostImports, Options, TakesPart, Trouble};
 use crate::host_memory::HostShortage;
 use crate::identity::TenantName;
 use crate::phase::{Manner, Stage};
@@ -113,7 +113,7 @@ impl<'a> Session<'a> {
         options: &'a Options,
         action: Action,
         progress: &'a mut dyn FnMut(Event<'_>),
-    ) -> Result<Self, CoordinatorError> {
+    ) -> Result<Self, Trouble> {
         let (began, round) = (Instant::now(), new_round());
         let scope = options.scope.clone();
         let peers = Peers::default();
@@ -137,7 +137,7 @@ impl<'a> Session<'a> {
                 }
                 Err(source) => {
                     let tenant = dir.tenant().clone();
-                    return Err(CoordinatorError::Unreachable { tenant, source });
+                    return Err(Trouble::Unreachable { tenant, source });
                 }
             }
         }
@@ -145,7 +145,7 @@ impl<'a> Session<'a> {
         if session.peers.list.is_empty() {
             dir.remove_stale_holding(lock)?;
             let (tenant, dead) = (dir.tenant().clone(), session.peers.dead);
-            return Err(CoordinatorError::NoProcess { tenant, dead });
+            return Err(Trouble::NoProcess { tenant, dead });
         }
         session.check_versions()?;
         Ok(session)
@@ -171,14 +171,14 @@ impl<'a> Session<'a> {
     }
 
     /// Asks every member who it is; those that turn out dead are left out. It can be called off: nothing has been done yet.
-    pub(super) fn greet(&mut self) -> Result<(), CoordinatorError> {
+    pub(super) fn greet(&mut self) -> Result<(), Trouble> {
         let everyone: Vec<usize> = (0..self.peers.list.len()).collect();
         let timeout = self.options.greeting_timeout();
         let result = self.step(&Hello, &everyone, timeout, OnFailure::WaitForAll);
         if self.is_called_off() {
             // Some may not have answered yet, and would be left out.
             let (tenant, action) = (self.tenant(), self.action);
-            return Err(CoordinatorError::called_off_before(tenant, action));
+            return Err(Trouble::called_off_before(tenant, action));
         }
         let mut failures = result.failures;
         for (index, info) in result.done {
@@ -191,7 +191,7 @@ impl<'a> Session<'a> {
                 let is_silent = self.peers.is_overdue(index);
                 let why = if is_silent { silence(&failure) } else { failure.to_string() };
                 let failure = Box::new(failure);
-                return Err(CoordinatorError::NoGreeting { tenant, action, failure, why });
+                return Err(Trouble::NoGreeting { tenant, action, failure, why });
             }
         }
         self.peers.list.retain(|peer| peer.info.is_some());
@@ -205,7 +205,7 @@ impl<'a> Session<'a> {
         self.peers.process_has_ended(index) || (self.peers.has_hung_up(index) && nobody_is_there())
     }
 
-    fn check_versions(&self) -> Result<(), CoordinatorError> {
+    fn check_versions(&self) -> Result<(), Trouble> {
         let mut by_version: BTreeMap<&str, Vec<String>> = BTreeMap::new();
         for info in self.peers.list.iter().filter_map(|peer| peer.info.as_ref()) {
             let pids = by_version.entry(&info.version).or_default();
@@ -218,7 +218,7 @@ impl<'a> Session<'a> {
             .iter()
             .map(|(version, pids)| format!("{version} in process {}", pids.join(", ")))
             .collect();
-        Err(CoordinatorError::VersionsDiffer { tenant: self.tenant(), versions: texts.join("; ") })
+        Err(Trouble::VersionsDiffer { tenant: self.tenant(), versions: texts.join("; ") })
     }
 
     /// Takes `members` through all phases of `action`.
@@ -227,7 +227,7 @@ impl<'a> Session<'a> {
         action: Action,
         members: Vec<usize>,
         patience: Patience,
-    ) -> Result<Report, CoordinatorError> {
+    ) -> Result<Report, Trouble> {
         let plan = Plan::new(action, self.manner(false));
         let thawed = self.thaw_for(action, &members)?;
         let mut report = self.new_report(action);
@@ -308,7 +308,7 @@ impl<'a> Session<'a> {
     }
 
     /// Is this the one that leads the tenant, as far as others can see? Looked at before a first step is taken.
-    pub(super) fn check_lock(&self) -> Result<(), CoordinatorError> {
+    pub(super) fn check_lock(&self) -> Result<(), Trouble> {
         let tenant = self.tenant();
         if self.lock.is_named() { Ok(()) } else { Err(RunDirError::LockGone { tenant }.into()) }
     }

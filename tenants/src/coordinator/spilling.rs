@@ -17,7 +17,7 @@ use super::conversation::{Inquiry, Next};
 use super::overlap::SLOWEST_BYTES_PER_SECOND;
 use super::peers::{Everybody, Peers};
 use super::report::{Event, Step};
-use super::{Coordinator, CoordinatorError};
+use super::{Coordinator, Trouble};
 use crate::host_memory::LimitKind;
 use crate::identity::TenantName;
 use crate::member::SPILL_STEP_TIME as STEP_TIME;
@@ -72,7 +72,7 @@ impl Coordinator {
     pub(super) fn makes_room(
         &self,
         room: &mut Room,
-        error: &CoordinatorError,
+        error: &Trouble,
         progress: &mut dyn FnMut(Event<'_>),
     ) -> bool {
         let short = error.host_short().filter(|short| short.kind != LimitKind::Configured);
@@ -129,7 +129,7 @@ impl Coordinator {
         asked.collect()
     }
 
-    fn peers_of(&self, tenant: &TenantName) -> Result<Peers, CoordinatorError> {
+    fn peers_of(&self, tenant: &TenantName) -> Result<Peers, Trouble> {
         let other = Self::new(self.run_dir.clone(), tenant.clone(), self.options.clone());
         let Everybody { peers, .. } =
             Everybody::connect(&other.dir()?, Step::Spill, Instant::now() + ASK_TIMEOUT)?;
@@ -144,7 +144,7 @@ impl Coordinator {
         (kind, missing): (&LimitKind, u64),
         until: Instant,
         progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<u64, CoordinatorError> {
+    ) -> Result<u64, Trouble> {
         let other = Self::new(self.run_dir.clone(), tenant.clone(), self.options.clone());
         let dir = other.dir()?;
         let mut lock = Some(dir.lock(Instant::now())?);

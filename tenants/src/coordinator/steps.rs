@@ -14,7 +14,7 @@ use super::needs::short_devices;
 use super::peers::{Peers, Question};
 use super::report::{Event, MemberFailure, Step};
 use super::session::{Session, Stop};
-use super::{CoordinatorError, Interrupt, Meanwhile};
+use super::{Interrupt, Meanwhile, Trouble};
 use crate::phase::Told;
 use crate::run_dir::RunDirError;
 use crate::scope::{LIBRARY_TAGS, NCCL_TAG, Scope, TagNames};
@@ -58,7 +58,7 @@ impl Session<'_> {
 
     /// The members that `action` has something to do for; empty when there is nothing to be done. A resume
     /// without tags of a tenant that runs is one of all its tags.
-    pub(super) fn members_for(&mut self, action: Action) -> Result<Vec<usize>, CoordinatorError> {
+    pub(super) fn members_for(&mut self, action: Action) -> Result<Vec<usize>, Trouble> {
         self.refuse_unknown_tags()?;
         let active = self.members_in(MemberState::Active);
         let mut paused = self.members_in(MemberState::Paused);
@@ -93,7 +93,7 @@ impl Session<'_> {
             return Ok(members);
         };
         if action == Action::Pause && !paused.is_empty() {
-            return Err(CoordinatorError::PausedAlready { tenant: self.tenant() });
+            return Err(Trouble::PausedAlready { tenant: self.tenant() });
         }
         let infos = || members.iter().filter_map(|index| self.peers.list[*index].info.as_ref());
         let rows = infos().flat_map(|info| info.tags.iter().map(|row| (info.id, row)));
@@ -133,18 +133,15 @@ impl Session<'_> {
     }
 
     /// Refuses what would end a pause by tag in which members stand still, or make it another.
-    pub(super) fn refuse_standing(&self) -> Result<(), CoordinatorError> {
+    pub(super) fn refuse_standing(&self) -> Result<(), Trouble> {
         let Some(tags) = self.stands_without() else { return Ok(()) };
         let what = Scope::Tags { tags, owner: None }.subject(self.dir.tenant());
-        Err(CoordinatorError::StandsStill { tenant: self.tenant(), what })
+        Err(Trouble::StandsStill { tenant: self.tenant(), what })
     }
 
     /// What an owner has freed meanwhile comes back for those that hold it, and goes when all have it: without one of them it would be
     /// lost. Before anything is created.
-    fn refuse_resume_without_partners(
-        &mut self,
-        members: &[usize],
-    ) -> Result<(), CoordinatorError> {
+    fn refuse_resume_without_partners(&mut self, members: &[usize]) -> Result<(), Trouble> {
         if self.acts_alone() {
             return Ok(());
         }
@@ -153,7 +150,7 @@ impl Session<'_> {
         found.map_err(|failures| {
             let tenant = self.tenant();
             let runs = members.first().is_some_and(|index| self.runs(*index));
-            CoordinatorError::refused(tenant, (Action::Resume, runs), failures)
+            Trouble::refused(tenant, (Action::Resume, runs), failures)
         })
     }
 
@@ -177,7 +174,7 @@ impl Session<'_> {
         self.state(index) == Some(MemberState::Active)
     }
 
-    fn refuse_unknown_tags(&self) -> Result<(), CoordinatorError> {
+    fn refuse_unknown_tags(&self) -> Result<(), Trouble> {
         let Scope::Tags { tags: TagNames::Named(wanted), .. } = &self.scope else {
             return Ok(());
         };
@@ -191,12 +188,12 @@ impl Session<'_> {
             return Ok(());
         }
         let known = known.into_iter().collect();
-        Err(CoordinatorError::UnknownTags { tenant: self.tenant(), unknown, known })
+        Err(Trouble::UnknownTags { tenant: self.tenant(), unknown, known })
     }
 
     /// Has every member that a dead coordinator left half-way finish or undo its part, so that every member
     /// is active or paused. They agree among themselves which way ([`Phase::Settle`]).
-    pub(super) fn recover(&mut self) -> Result<(), CoordinatorError> {
+    pub(super) fn recover(&mut self) -> Result<(), Trouble> {
         let is_half_way = |index: &usize| match &self.peers.list[*index].info {
             Some(info) => match info.state {
                 MemberState::Offloading | MemberState::Restoring => true,
@@ -220,7 +217,7 @@ impl Session<'_> {
         let mut failures = result.failures;
         failures.retain(|(index, _)| !self.is_dead(*index));
         if !failures.is_empty() {
-            return Err(CoordinatorError::Unrecovered {
+            return Err(Trouble::Unrecovered {
                 tenant: self.tenant(),
                 failures: failures.into_iter().map(|(_, failure)| failure).collect(),
             });
@@ -230,12 +227,12 @@ impl Session<'_> {
         self.refuse_faulted()
     }
 
-    fn refuse_faulted(&self) -> Result<(), CoordinatorError> {
+    fn refuse_faulted(&self) -> Result<(), Trouble> {
         let infos = self.peers.list.iter().filter_map(|peer| peer.info.as_ref());
         for info in infos {
             match info.state {
                 MemberState::Faulted => {
-                    return Err(CoordinatorError::Faulted { tenant: self.tenant(), pid: info.pid });
+                    return Err(Trouble::Faulted { tenant: self.tenant(), pid: info.pid });
                 }
                 MemberState::Active
                 | MemberState::Paused
@@ -389,12 +386,7 @@ const TELL_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Session<'_> {
     /// Undoes all that was done in `members` and makes the error of it.
-    pub(super) fn roll_back(
-        &mut self,
-        action: Action,
-        members: &[usize],
-        stop: Stop,
-    ) -> CoordinatorError {
+    pub(super) fn roll_back(&mut self, action: Action, members: &[usize], stop: Stop) -> Trouble {
         let mut failures = stop.failures();
         (self.progress)(Event::RollingBack { failures: &failures });
         // A member that still waits for its application has done nothing yet, and stops when we hang up.
@@ -447,11 +439,11 @@ impl Session<'_> {
         let info = members.first().and_then(|index| self.peers.list[*index].info.as_ref());
         let runs = info.is_some_and(|info| info.state == MemberState::Active);
         match stop {
-            Stop::Joined if undo_failures.is_empty() => CoordinatorError::Joined { tenant },
+            Stop::Joined if undo_failures.is_empty() => Trouble::Joined { tenant },
             Stop::LockGone if undo_failures.is_empty() => RunDirError::LockGone { tenant }.into(),
-            Stop::CalledOff => CoordinatorError::CalledOff { tenant, action, runs, undo_failures },
+            Stop::CalledOff => Trouble::CalledOff { tenant, action, runs, undo_failures },
             stop @ (Stop::Failed(_) | Stop::HostShort(..) | Stop::Joined | Stop::LockGone) => {
-                CoordinatorError::Refused {
+                Trouble::Refused {
                     tenant,
                     action,
                     runs,
@@ -465,12 +457,7 @@ impl Session<'_> {
     }
 
     /// Lets the applications that wait for `action` together go on with the same error.
-    pub(super) fn tell_waiting(
-        &mut self,
-        action: Action,
-        members: &[usize],
-        error: &CoordinatorError,
-    ) {
+    pub(super) fn tell_waiting(&mut self, action: Action, members: &[usize], error: &Trouble) {
         let news = GiveUp { action, why: error.to_string() };
         self.peers.tell(members, news, TELL_TIMEOUT);
     }

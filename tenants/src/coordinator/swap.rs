@@ -14,15 +14,14 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::PinnedBytes;
 
-use super::error::SwapError;
 use super::exchange::{Exchange, totals};
-use super::lending::{NamesWait, Patience};
+use super::lending::Patience;
 use super::needs::{DeviceShortage, short_devices};
 use super::overlap::{Side, exchange};
 use super::report::{Event, MemberFailure, Outcome, PhaseSummary, Report, Step, Swap, Who};
 use super::session::{Plan, Session, Stop};
-use super::spilling::Room;
-use super::{Coordinator, CoordinatorError, Depth, JOINED_TRIES_MAX, Options};
+use super::tries::Tries;
+use super::{Coordinator, Depth, Options, Trouble};
 use crate::identity::TenantName;
 use crate::phase::Manner;
 use crate::run_dir::{CoordinatorLock, TenantDir, pause_thread};
@@ -53,50 +52,38 @@ struct Held<'a> {
 /// Pauses `from` and resumes `to`, both of all their processes, under the locks of both. Blocks for a bounded time.
 ///
 /// # Errors
-/// [`SwapError`], which says what state both are in.
+/// [`Trouble`], which says what state both are in.
 pub fn swap(
     from: &mut Coordinator,
     to: &mut Coordinator,
     progress: &mut dyn FnMut(Event<'_>),
-) -> Result<Swap, SwapError> {
+) -> Result<Swap, Trouble> {
     let started = Instant::now();
-    to.check_alive().map_err(SwapError::NoTarget)?;
+    to.check_alive()?;
     let (from, to) = lock_both(from, to)?;
-    let mut tries = 1;
-    let mut patience = Patience::new(&from.coordinator.options);
-    let mut room = Room::default();
-    let mut names = NamesWait::default();
+    let mut tries = Tries::new(&from.coordinator.options);
     loop {
-        match overlapped(&from, &to, patience, started, progress) {
-            // With the newcomers, then.
-            Err(SwapError::Pause(CoordinatorError::Joined { .. })) if tries < JOINED_TRIES_MAX => {
-                tries += 1;
+        match overlapped(&from, &to, tries.patience, started, progress) {
+            Err(error) => {
+                let about = if error.is_about(&to.coordinator.tenant) { &to } else { &from };
+                if !tries.again(about.coordinator, &about.dir, &error, progress) {
+                    return Err(error);
+                }
             }
-            Err(SwapError::Pause(error)) if error.is_lent() => match patience.next() {
-                Some(next) => patience = next,
-                None => return Err(SwapError::Pause(error)),
-            },
-            Err(SwapError::Pause(error))
-                if from.coordinator.makes_room(&mut room, &error, progress) => {}
-            Err(SwapError::Pause(error))
-                if names.waits(&from.coordinator.options, &from.dir, &error) => {}
-            Err(SwapError::NoTarget(error))
-                if names.waits(&to.coordinator.options, &to.dir, &error) => {}
-            Err(error) => return Err(error),
             Ok(Moving::Both(mut swap)) => {
                 if let Outcome::Completed(report) = &mut swap.paused {
-                    report.notes.extend(room.notes());
+                    report.notes.extend(tries.room.notes());
                 }
                 return Ok(*swap);
             }
             Ok(Moving::OneThatLeaves) => {
-                let paused = from.act(Action::Pause, progress).map_err(SwapError::Pause)?;
+                let paused = from.act(Action::Pause, progress)?;
                 let resumed = Outcome::AlreadyActive;
                 return Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) });
             }
             // The contexts of both do not fit together.
             Ok(Moving::OneAfterTheOther { left }) => {
-                let paused = from.act(Action::Pause, progress).map_err(SwapError::Pause)?;
+                let paused = from.act(Action::Pause, progress)?;
                 return match to.act(Action::Resume, progress) {
                     Ok(resumed) => Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) }),
                     Err(source) => {
@@ -113,11 +100,11 @@ pub fn swap(
             // What the first has made since then stays: if it left and the second did not come, the error would not say so.
             Ok(Moving::OneThatComes { stays }) => {
                 let paused = if from.coordinator.options.depth == Depth::Contexts {
-                    from.act(Action::Pause, progress).map_err(SwapError::Pause)?
+                    from.act(Action::Pause, progress)?
                 } else {
                     Outcome::AlreadyPaused { stays }
                 };
-                let resumed = to.act(Action::Resume, progress).map_err(SwapError::NoTarget)?;
+                let resumed = to.act(Action::Resume, progress)?;
                 return Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) });
             }
         }
@@ -142,9 +129,9 @@ enum Moving {
 fn lock_both<'a>(
     from: &'a Coordinator,
     to: &'a Coordinator,
-) -> Result<(Held<'a>, Held<'a>), SwapError> {
-    let hold_from = || from.hold(Action::Pause).map_err(SwapError::Pause);
-    let hold_to = || to.hold(Action::Resume).map_err(SwapError::NoTarget);
+) -> Result<(Held<'a>, Held<'a>), Trouble> {
+    let hold_from = || from.hold(Action::Pause);
+    let hold_to = || to.hold(Action::Resume);
     if from.tenant.as_str() <= to.tenant.as_str() {
         let from = hold_from()?;
         Ok((from, hold_to()?))
@@ -155,7 +142,7 @@ fn lock_both<'a>(
 }
 
 impl Coordinator {
-    fn hold(&self, action: Action) -> Result<Held<'_>, CoordinatorError> {
+    fn hold(&self, action: Action) -> Result<Held<'_>, Trouble> {
         let dir = self.dir()?;
         let lock = self.lock(&dir, action)?;
         Ok(Held { coordinator: self, dir, lock })
@@ -163,11 +150,7 @@ impl Coordinator {
 }
 
 impl Held<'_> {
-    fn act(
-        &self,
-        action: Action,
-        progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Outcome, CoordinatorError> {
+    fn act(&self, action: Action, progress: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, Trouble> {
         self.coordinator.act_holding(&self.dir, &self.lock, action, progress)
     }
 
@@ -176,7 +159,7 @@ impl Held<'_> {
         options: &'s Options,
         action: Action,
         progress: &'s mut dyn FnMut(Event<'_>),
-    ) -> Result<Session<'s>, CoordinatorError> {
+    ) -> Result<Session<'s>, Trouble> {
         let mut session = Session::open(&self.dir, &self.lock, options, action, progress)?;
         session.recover()?;
         Ok(session)
@@ -190,22 +173,18 @@ fn overlapped(
     patience: Patience,
     started: Instant,
     progress: &mut dyn FnMut(Event<'_>),
-) -> Result<Moving, SwapError> {
+) -> Result<Moving, Trouble> {
     let shared = RefCell::new(progress);
     let tell = |event: Event<'_>| (*shared.borrow_mut())(event);
     let (mut tell_from, mut tell_to, mut tell_after) = (tell, tell, tell);
-    let mut leaving = from
-        .open(&from.coordinator.options, Action::Pause, &mut tell_from)
-        .map_err(SwapError::Pause)?;
-    let leavers = leaving.members_for(Action::Pause).map_err(SwapError::Pause)?;
+    let mut leaving = from.open(&from.coordinator.options, Action::Pause, &mut tell_from)?;
+    let leavers = leaving.members_for(Action::Pause)?;
     // If the second did not come, going back would have it run.
     if !leavers.is_empty() {
-        leaving.refuse_standing().map_err(SwapError::Pause)?;
+        leaving.refuse_standing()?;
     }
-    let mut coming = to
-        .open(&to.coordinator.options, Action::Resume, &mut tell_to)
-        .map_err(SwapError::NoTarget)?;
-    let comers = coming.members_for(Action::Resume).map_err(SwapError::NoTarget)?;
+    let mut coming = to.open(&to.coordinator.options, Action::Resume, &mut tell_to)?;
+    let comers = coming.members_for(Action::Resume)?;
     if leavers.is_empty() {
         return Ok(Moving::OneThatComes { stays: leaving.stays() });
     }
@@ -213,14 +192,14 @@ fn overlapped(
         return Ok(Moving::OneThatLeaves);
     }
     if leaving.is_deep() {
-        leaving.refuse_shallow().map_err(SwapError::Pause)?;
+        leaving.refuse_shallow()?;
     }
     let left = leaving.resident_part(&leavers);
     let thawed = match coming.thaw_for(Action::Resume, &comers) {
         Err(error) if error.missing_device_bytes().is_some() => {
             return Ok(Moving::OneAfterTheOther { left });
         }
-        thawed => thawed.map_err(SwapError::NoTarget)?,
+        thawed => thawed?,
     };
     let moved = change_places(
         (from, to),
@@ -229,7 +208,7 @@ fn overlapped(
         started,
         &mut tell_after,
     );
-    let has_not_come = |error: &SwapError| !matches!(error, SwapError::NotBack { .. });
+    let has_not_come = |error: &Trouble| !matches!(error, Trouble::NotBack { .. });
     if moved.as_ref().is_err_and(has_not_come) {
         coming.freeze_again(thawed);
     }
@@ -243,7 +222,7 @@ fn change_places<'s>(
     (coming, comers, thawed): (&mut Session<'s>, Vec<usize>, Option<PhaseSummary>),
     started: Instant,
     tell_after: &mut dyn FnMut(Event<'_>),
-) -> Result<Moving, SwapError> {
+) -> Result<Moving, Trouble> {
     let runs = coming.runs(comers[0]);
     let target = Target { from, to, who: coming.peers.list[comers[0]].who, runs };
     // What it wants of a tenant that runs on it can have.
@@ -265,20 +244,20 @@ fn change_places<'s>(
     let mut report = leaving.new_report(Action::Pause);
     let plan = Plan::new(Action::Pause, Manner { without_lost: false, by_stages: true });
     if let Err(stop) = leaving.prepare(&plan, &leavers, patience, &mut report) {
-        return Err(SwapError::Pause(leaving.roll_back(Action::Pause, &leavers, stop)));
+        return Err(leaving.roll_back(Action::Pause, &leavers, stop));
     }
     let gives = leaving.last_said(&report, &leavers);
     let checked = target
         .check_room(&needs, &totals(gives.iter().flatten()))
-        .and_then(|()| coming.check_lock().map_err(SwapError::NoTarget))
+        .and_then(|()| coming.check_lock())
         .and_then(|()| {
             let next = Step::Phase(Phase::RestoreStage);
             coming.check_alive(&comers, next).map_err(|dead| target.refused(dead))
         });
     if let Err(error) = checked {
-        let why = error.in_the_way().map(|error| error.failures().to_vec()).unwrap_or_default();
-        let undone = leaving.roll_back(Action::Pause, &leavers, Stop::Failed(why));
-        return Err(if undone.left_unchanged() { error } else { SwapError::Pause(undone) });
+        let why = Stop::Failed(error.failures().to_vec());
+        let undone = leaving.roll_back(Action::Pause, &leavers, why);
+        return Err(if undone.left_unchanged() { error } else { undone });
     }
 
     // The point of no return of the first.
@@ -332,16 +311,12 @@ struct Target<'a> {
 }
 
 impl Target<'_> {
-    fn refused(&self, failures: Vec<MemberFailure>) -> SwapError {
-        SwapError::NoTarget(self.error(failures, Vec::new()))
+    fn refused(&self, failures: Vec<MemberFailure>) -> Trouble {
+        self.error(failures, Vec::new())
     }
 
-    fn error(
-        &self,
-        failures: Vec<MemberFailure>,
-        shortages: Vec<DeviceShortage>,
-    ) -> CoordinatorError {
-        CoordinatorError::Refused {
+    fn error(&self, failures: Vec<MemberFailure>, shortages: Vec<DeviceShortage>) -> Trouble {
+        Trouble::Refused {
             tenant: self.to.coordinator.tenant.clone(),
             action: Action::Resume,
             runs: self.runs,
@@ -357,7 +332,7 @@ impl Target<'_> {
         &self,
         needs: &[Vec<DeviceDelta>],
         gives: &BTreeMap<String, u64>,
-    ) -> Result<(), SwapError> {
+    ) -> Result<(), Trouble> {
         let with_room: Vec<DeviceDelta> = needs
             .iter()
             .flatten()
@@ -378,7 +353,7 @@ impl Target<'_> {
         let step = Step::Phase(Phase::RestoreStage);
         let error = self.error(vec![MemberFailure { who: self.who, step, failure }], shortages);
         let leaver = Some((&self.from.coordinator.tenant, gives));
-        Err(SwapError::NoTarget(self.to.coordinator.with_holders(error, leaver)))
+        Err(self.to.coordinator.with_holders(error, leaver))
     }
 }
 
@@ -388,9 +363,9 @@ fn go_back(
     (from, to): (&Held<'_>, &Held<'_>),
     left: Scope,
     paused: Report,
-    source: CoordinatorError,
+    source: Trouble,
     progress: &mut dyn FnMut(Event<'_>),
-) -> SwapError {
+) -> Trouble {
     // Nobody may call that off, and its steps, greetings too, have no less time than those of any undo.
     let Options { timeout, finish_timeout, .. } = from.coordinator.options;
     let options = Options {
@@ -406,9 +381,8 @@ fn go_back(
             let members = session.members_for(Action::Resume)?;
             session.run(Action::Resume, members, Patience::new(&options))
         });
-        let is_short = |error: &CoordinatorError| {
-            error.missing_device_bytes().is_some() && error.left_unchanged()
-        };
+        let is_short =
+            |error: &Trouble| error.missing_device_bytes().is_some() && error.left_unchanged();
         if !resumed.as_ref().is_err_and(is_short) || Instant::now() >= until {
             break resumed;
         }
@@ -421,11 +395,11 @@ fn go_back(
     match resumed {
         Ok(resumed) => {
             let losses = paused.losses.into_iter().chain(resumed.losses).collect();
-            SwapError::WentBack { tenant, left, losses, source }
+            Trouble::WentBack { tenant, left, losses, source }
         }
         Err(error) => {
             let resume = Box::new(from.coordinator.with_holders(error, None));
-            SwapError::NotBack { tenant, left, losses: paused.losses, resume, source }
+            Trouble::NotBack { tenant, left, losses: paused.losses, resume, source }
         }
     }
 }

@@ -3,11 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::SwitchError;
 use crate::checkpoints::Checkpointer;
 use crate::coordinator::{
-    Coordinator, CoordinatorError, Depth, Event, Interrupt, LostImports, Options, Outcome,
-    SwapError, swap,
+    Coordinator, Depth, Event, Interrupt, LostImports, Options, Outcome, Trouble, swap,
 };
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
@@ -70,17 +68,17 @@ pub(super) fn to_depth(
     Coordinator::new(run_dir.clone(), tenant.clone(), options)
 }
 
-pub(super) fn busy(tenant: &TenantName, reasons: &[String]) -> SwitchError {
-    SwitchError::Busy { tenant: tenant.clone(), why: reasons.join("; ") }
+pub(super) fn busy(tenant: &TenantName, reasons: &[String]) -> Trouble {
+    Trouble::Busy { tenant: tenant.clone(), why: reasons.join("; ") }
 }
 
 /// What somebody holds who does not answer is not known, so nothing is refused for good.
-pub(super) fn fits_nowhere(tenant: &TenantName, scene: &Scene, reasons: &[String]) -> SwitchError {
+pub(super) fn fits_nowhere(tenant: &TenantName, scene: &Scene, reasons: &[String]) -> Trouble {
     if scene.unheard.is_empty() {
         let held = scene.tenants.get(tenant).into_iter().flat_map(|standing| &standing.held);
         let lacks = held.filter(|(gpu, held)| scene.free_bytes.get(*gpu) < Some(&held.away_bytes));
         let gpus = lacks.map(|(gpu, _)| gpu.clone()).collect();
-        return SwitchError::Never { why: reasons.join("; "), gpus };
+        return Trouble::Never { tenant: tenant.clone(), why: reasons.join("; "), gpus };
     }
     busy(tenant, reasons)
 }
@@ -104,7 +102,7 @@ impl Acting<'_> {
         one: &TenantName,
         runs: bool,
         progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<(Outcome, Option<String>), CoordinatorError> {
+    ) -> Result<(Outcome, Option<String>), Trouble> {
         let mut coordinator = self.coordinator(one, self.options.interrupt.as_ref());
         let outcome =
             if runs { coordinator.pause(progress) } else { coordinator.deepen(progress) }?;
@@ -120,7 +118,7 @@ impl Acting<'_> {
         &self,
         victims: &[TenantName],
         progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Vec<(TenantName, Outcome)>, SwitchError> {
+    ) -> Result<Vec<(TenantName, Outcome)>, Trouble> {
         let interrupt = self.options.interrupt.as_ref();
         let mut to = self.coordinator(self.tenant, interrupt);
         if let [only] = victims {
@@ -130,22 +128,20 @@ impl Acting<'_> {
                     let both = [(only.clone(), swap.paused), (self.tenant.clone(), swap.resumed)];
                     Ok(both.into_iter().filter(|(_, outcome)| !was_away(outcome)).collect())
                 }
-                Err(SwapError::Pause(error)) if is_gone(&error) => {
+                Err(Trouble::WentBack { tenant, source, .. }) => {
+                    let were_paused = vec![tenant];
+                    Err(Trouble::Undone { were_paused, refused_by: None, source })
+                }
+                Err(Trouble::NotBack { tenant, resume, source, .. }) => {
+                    let stay_paused = vec![(tenant, *resume)];
+                    Err(Trouble::NotUndone { stay_paused, refused_by: None, source })
+                }
+                Err(error) if error.is_gone() && error.is_about(only) => {
                     self.resume(to, Vec::new(), progress)
                 }
-                Err(SwapError::NoTarget(error)) => {
-                    Err(self.undo(Vec::new(), (None, error), progress))
-                }
-                Err(SwapError::Pause(error)) => {
-                    Err(self.undo(Vec::new(), (Some(only), error), progress))
-                }
-                Err(SwapError::WentBack { tenant, source, .. }) => {
-                    let were_paused = vec![tenant];
-                    Err(SwitchError::Undone { were_paused, refused_by: None, source })
-                }
-                Err(SwapError::NotBack { tenant, resume, source, .. }) => {
-                    let stay_paused = vec![(tenant, *resume)];
-                    Err(SwitchError::NotUndone { stay_paused, refused_by: None, source })
+                Err(error) => {
+                    let refuses = (!error.is_about(self.tenant)).then_some(only);
+                    Err(self.undo(Vec::new(), (refuses, error), progress))
                 }
             };
         }
@@ -158,7 +154,7 @@ impl Acting<'_> {
         &self,
         victims: &[TenantName],
         progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Vec<(TenantName, Outcome)>, SwitchError> {
+    ) -> Result<Vec<(TenantName, Outcome)>, Trouble> {
         let interrupt = self.options.interrupt.as_ref();
         let mut done = Vec::new();
         for victim in victims {
@@ -166,7 +162,7 @@ impl Acting<'_> {
                 Ok(outcome) if was_away(&outcome) => {}
                 Ok(outcome) => done.push((victim.clone(), outcome)),
                 // It made way in its own manner.
-                Err(error) if is_gone(&error) => {}
+                Err(error) if error.is_gone() => {}
                 Err(error) => {
                     let paused = done.into_iter().map(|(victim, _)| victim).collect();
                     return Err(self.undo(paused, (Some(victim), error), progress));
@@ -181,7 +177,7 @@ impl Acting<'_> {
         mut to: Coordinator,
         mut done: Vec<(TenantName, Outcome)>,
         progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Vec<(TenantName, Outcome)>, SwitchError> {
+    ) -> Result<Vec<(TenantName, Outcome)>, Trouble> {
         match to.resume(progress) {
             Ok(outcome) => {
                 done.push((self.tenant.clone(), outcome));
@@ -198,11 +194,11 @@ impl Acting<'_> {
     fn undo(
         &self,
         paused: Vec<TenantName>,
-        (refuses, error): (Option<&TenantName>, CoordinatorError),
+        (refuses, error): (Option<&TenantName>, Trouble),
         progress: &mut dyn FnMut(Event<'_>),
-    ) -> SwitchError {
+    ) -> Trouble {
         // One that was called off would have gone.
-        let is_called_off = matches!(error, CoordinatorError::CalledOff { .. });
+        let is_called_off = matches!(error, Trouble::CalledOff { .. });
         let refused_by = refuses.filter(|_| !is_called_off).cloned();
         let mut stay_paused = Vec::new();
         for victim in paused.iter().rev() {
@@ -212,9 +208,9 @@ impl Acting<'_> {
         }
         let source = Box::new(error);
         if stay_paused.is_empty() {
-            SwitchError::Undone { were_paused: paused, refused_by, source }
+            Trouble::Undone { were_paused: paused, refused_by, source }
         } else {
-            SwitchError::NotUndone { stay_paused, refused_by, source }
+            Trouble::NotUndone { stay_paused, refused_by, source }
         }
     }
 }
@@ -222,9 +218,4 @@ impl Acting<'_> {
 /// Had somebody else paused it by then? It is theirs to bring back.
 fn was_away(outcome: &Outcome) -> bool {
     matches!(outcome, Outcome::AlreadyPaused { .. })
-}
-
-/// Has the tenant ended, which makes room too?
-fn is_gone(error: &CoordinatorError) -> bool {
-    matches!(error, CoordinatorError::NoSuchTenant { .. } | CoordinatorError::NoProcess { .. })
 }

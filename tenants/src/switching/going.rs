@@ -1,9 +1,9 @@
 //! One whose decision it is to go: it has others paused, or their contexts leave, comes itself, and writes down what has been. With the lock.
 
+use super::Switched;
 use super::acting::{Acting, SwitchOptions};
 use super::queue::Queue;
-use super::{SwitchError, Switched};
-use crate::coordinator::{CoordinatorError, Event};
+use crate::coordinator::{Event, Trouble};
 use crate::error_text::chain;
 use crate::identity::TenantName;
 use crate::run_dir::turn_files::TurnLock;
@@ -24,7 +24,7 @@ impl Queue {
         decision: &Decision,
         options: &SwitchOptions,
         progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Switched, SwitchError> {
+    ) -> Result<Switched, Trouble> {
         let runs =
             |name: &TenantName| scene.tenants.get(name).is_some_and(|standing| standing.is_active);
         if runs(one) {
@@ -56,13 +56,13 @@ impl Queue {
             }
         }
         let done = done.and_then(|(outcome, why)| {
-            let not_deep = |why| CoordinatorError::NotDeep { tenant: one.clone(), why };
+            let not_deep = |why| Trouble::NotDeep { tenant: one.clone(), why };
             why.map_or(Ok(outcome), |why| Err(not_deep(why)))
         });
         let kept = self.turns.keep_history(lock, &history);
         let unrecorded = kept.and(self.turns.log(Some(lock), &lines)).err();
         let unrecorded = unrecorded.map(|error| chain(&error));
-        let outcome = done.map_err(|error| SwitchError::Undone {
+        let outcome = done.map_err(|error| Trouble::Undone {
             were_paused: Vec::new(),
             refused_by: Some(one.clone()),
             source: Box::new(error),
@@ -82,7 +82,7 @@ impl Queue {
         decision: &Decision,
         options: &SwitchOptions,
         progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Switched, SwitchError> {
+    ) -> Result<Switched, Trouble> {
         let had_them = scene.tenants.get(&self.tenant).is_some_and(|standing| standing.is_active);
         if !victims.is_empty() {
             let mut leaving = history.clone();
@@ -107,7 +107,7 @@ impl Queue {
             Ok(changes) => changes,
             Err(error) => {
                 let mut lines = vec![format!("'{}' did not come: {error}", self.tenant)];
-                if let SwitchError::NotUndone { stay_paused, .. } = &error {
+                if let Trouble::NotUndone { stay_paused, .. } = &error {
                     // It comes back by itself, where it does that.
                     for (victim, _) in stay_paused {
                         history.is_leaving(victim);

@@ -20,7 +20,7 @@ mod turn;
 
 use std::time::Instant;
 
-use crate::coordinator::{Coordinator, CoordinatorError, Event, Options};
+use crate::coordinator::{Coordinator, Event, Options, Trouble};
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
 use crate::time::now_us;
@@ -32,7 +32,7 @@ use acting::{busy, fits_nowhere};
 pub use back::come_back_by_itself;
 pub use gather::{Claimant, LoggedDecision, TurnsView, look};
 use gather::{Silent, gather, history_of};
-pub use outcome::{SwitchError, Switched};
+pub use outcome::Switched;
 use queue::{CallsOff, LOCK_TIMEOUT, Queue, never};
 pub use room::{Allocation, Newcomer, with_room};
 pub use turn::{Turn, TurnOptions};
@@ -40,13 +40,13 @@ pub use turn::{Turn, TurnOptions};
 /// Pauses what is in the way of `tenant` on its GPUs, and resumes it. Blocks for a bounded time, besides `wait`.
 ///
 /// # Errors
-/// [`SwitchError`].
+/// [`Trouble`].
 pub fn switch(
     run_dir: &RunDir,
     tenant: &TenantName,
     options: &SwitchOptions,
     progress: &mut dyn FnMut(Event<'_>),
-) -> Result<Switched, SwitchError> {
+) -> Result<Switched, Trouble> {
     lives(run_dir, tenant, options)?;
     if options.is_dry {
         return dry(run_dir, tenant);
@@ -58,13 +58,13 @@ pub fn switch(
 /// quantum keeps it. Blocks for a bounded time, besides `wait`.
 ///
 /// # Errors
-/// [`SwitchError`].
+/// [`Trouble`].
 pub fn resume_in_turn(
     run_dir: &RunDir,
     tenant: &TenantName,
     options: &SwitchOptions,
     progress: &mut dyn FnMut(Event<'_>),
-) -> Result<Switched, SwitchError> {
+) -> Result<Switched, Trouble> {
     lives(run_dir, tenant, options)?;
     let mut switched = queue_for(run_dir, tenant, Wish::Resume, options, progress)?;
     if switched.had_them {
@@ -82,7 +82,7 @@ fn queue_for(
     wish: Wish,
     options: &SwitchOptions,
     progress: &mut dyn FnMut(Event<'_>),
-) -> Result<Switched, SwitchError> {
+) -> Result<Switched, Trouble> {
     let calls_off =
         CallsOff { interrupt: options.interrupt.as_ref(), asks: options.asks, is_over: &never };
     let mut queue = Queue::enter(run_dir, tenant, wish, options.wait, calls_off)?;
@@ -124,17 +124,13 @@ fn stays_away(run_dir: &RunDir, tenant: &TenantName) {
 }
 
 /// A tenant without a process has its own error, which names those that there are.
-fn lives(
-    run_dir: &RunDir,
-    tenant: &TenantName,
-    options: &SwitchOptions,
-) -> Result<(), CoordinatorError> {
+fn lives(run_dir: &RunDir, tenant: &TenantName, options: &SwitchOptions) -> Result<(), Trouble> {
     let options_of = Options { timeout: options.timeout, ..Options::default() };
     Coordinator::new(run_dir.clone(), tenant.clone(), options_of).stats().map(drop)
 }
 
 /// What a switch would do now.
-fn dry(run_dir: &RunDir, tenant: &TenantName) -> Result<Switched, SwitchError> {
+fn dry(run_dir: &RunDir, tenant: &TenantName) -> Result<Switched, Trouble> {
     let turns = run_dir.existing_turns()?;
     let claims = turns.as_ref().map_or_else(|| Ok(Vec::new()), |turns| turns.claims(None))?;
     let history = turns.as_ref().map(history_of).unwrap_or_default();

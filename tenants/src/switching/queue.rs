@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
+use super::Switched;
 use super::acting::{SwitchOptions, busy, fits_nowhere};
 use super::gather::{self, Displaced, Silent, gather, history_of};
-use super::{SwitchError, Switched};
-use crate::coordinator::{Event, Interrupt};
+use crate::coordinator::{Event, Interrupt, Trouble};
 use crate::identity::TenantName;
 use crate::run_dir::claims::{Claim, Found, OwnClaim, Watch, pid_namespace};
 use crate::run_dir::turn_files::{TurnDir, TurnLock};
@@ -77,12 +77,12 @@ impl<'a> CallsOff<'a> {
         Self { asks: None, ..self }
     }
 
-    fn check(self, tenant: &TenantName) -> Result<(), SwitchError> {
+    fn check(self, tenant: &TenantName) -> Result<(), Trouble> {
         if self.interrupt.is_some_and(Interrupt::is_raised)
             || self.asks.is_some_and(|asks| asks())
             || (self.is_over)()
         {
-            return Err(SwitchError::CalledOff { tenant: tenant.clone() });
+            return Err(Trouble::NotSwitched { tenant: tenant.clone() });
         }
         Ok(())
     }
@@ -115,7 +115,7 @@ impl Queue {
         wish: Wish,
         wait: Duration,
         calls_off: CallsOff<'_>,
-    ) -> Result<Self, SwitchError> {
+    ) -> Result<Self, Trouble> {
         let turns = run_dir.turns()?;
         let deadline = Instant::now().checked_add(wait);
         let deadline_of_lock = lock_deadline(&wish, deadline);
@@ -144,7 +144,7 @@ impl Queue {
     }
 
     /// Makes the claim again, in its place, where somebody has removed its file. Says whether it did.
-    pub(super) fn keep_claim(&mut self, calls_off: CallsOff<'_>) -> Result<bool, SwitchError> {
+    pub(super) fn keep_claim(&mut self, calls_off: CallsOff<'_>) -> Result<bool, Trouble> {
         if self.claim.is_there() {
             return Ok(false);
         }
@@ -156,7 +156,7 @@ impl Queue {
     }
 
     /// Takes the lock. Its holder may be switching for long, and this one is no less alive for that.
-    fn lock(&self, calls_off: CallsOff<'_>) -> Result<TurnLock, SwitchError> {
+    fn lock(&self, calls_off: CallsOff<'_>) -> Result<TurnLock, Trouble> {
         let deadline = lock_deadline(&self.wish, self.deadline);
         let locked = lock_of(&self.turns, &self.tenant, deadline, || self.beat(calls_off));
         self.claim.beat();
@@ -180,7 +180,7 @@ impl Queue {
     }
 
     /// A sign of life, unless it is called off.
-    fn beat(&self, calls_off: CallsOff<'_>) -> Result<(), SwitchError> {
+    fn beat(&self, calls_off: CallsOff<'_>) -> Result<(), Trouble> {
         self.claim.beat();
         calls_off.check(&self.tenant)
     }
@@ -227,7 +227,7 @@ impl Queue {
         options: &SwitchOptions,
         is_over: &dyn Fn() -> bool,
         progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Switched, SwitchError> {
+    ) -> Result<Switched, Trouble> {
         let calls_off =
             CallsOff { interrupt: options.interrupt.as_ref(), asks: options.asks, is_over };
         let (mut trying, mut unseen) =
@@ -283,7 +283,7 @@ impl Queue {
                         Ok(switched) if self.wish.context().is_some() => return Ok(switched),
                         Ok(_) => {}
                         // Another one, or none: it is passed over for a while.
-                        Err(SwitchError::Undone { .. }) if !self.is_late() => {}
+                        Err(Trouble::Undone { .. }) if !self.is_late() => {}
                         Err(error) => return Err(error),
                     }
                 }
@@ -327,17 +327,17 @@ impl Queue {
     /// What has come of going; none where it is to look again.
     fn came(
         &mut self,
-        went: Result<Switched, SwitchError>,
+        went: Result<Switched, Trouble>,
         had_no_contexts: bool,
         trying: &mut Trying,
         calls_off: CallsOff<'_>,
-    ) -> Result<Option<Switched>, SwitchError> {
-        let is_short = went.as_ref().is_err_and(SwitchError::is_short_of_devices);
+    ) -> Result<Option<Switched>, Trouble> {
+        let lacks = |error: &Trouble| error.missing_device_bytes().is_some();
+        let is_short = went.as_ref().is_err_and(lacks);
         let was_short = std::mem::replace(&mut self.is_short, is_short);
         match went {
             // Its contexts came back first, and then its memory did not fit: others make way for both.
-            Err(SwitchError::Undone { .. } | SwitchError::Tenant(_))
-                if had_no_contexts && is_short && !was_short => {}
+            Err(Trouble::Undone { .. }) if had_no_contexts && is_short && !was_short => {}
             Err(error) if self.tries_others(&error) => {}
             Err(error) if self.tries_again(&error, trying) => {
                 self.rest(trying.again_after, calls_off)?;
@@ -349,9 +349,9 @@ impl Queue {
     }
 
     /// Takes the lock; none where the claim has gone, perhaps with the whole directory.
-    fn lock_unless_gone(&self, calls_off: CallsOff<'_>) -> Result<Option<TurnLock>, SwitchError> {
+    fn lock_unless_gone(&self, calls_off: CallsOff<'_>) -> Result<Option<TurnLock>, Trouble> {
         match self.lock(calls_off) {
-            Err(SwitchError::RunDir(RunDirError::Io { .. })) if !self.claim.is_there() => Ok(None),
+            Err(Trouble::RunDir(RunDirError::Io { .. })) if !self.claim.is_there() => Ok(None),
             locked => locked.map(Some),
         }
     }
@@ -372,30 +372,28 @@ impl Queue {
     }
 
     /// Is there time for others to make way instead of one that could not be paused? What a person has ordered is tried once.
-    fn tries_others(&self, error: &SwitchError) -> bool {
+    fn tries_others(&self, error: &Trouble) -> bool {
         let is_in_time = self.deadline.is_none_or(|deadline| Instant::now() < deadline);
-        let is_undone = matches!(error, SwitchError::Undone { .. });
-        is_in_time && is_undone && error.refusal().is_some() && !self.wish.is_order()
+        let is_refused = matches!(error, Trouble::Undone { refused_by: Some(_), .. });
+        is_in_time && is_refused && !self.wish.is_order()
     }
 
     /// Is there time until its own tenant may come? An allocation has its own way of trying again, and so has a turn that lasts already, which has
     /// no deadline. Others are not paused for it in vain for long.
-    fn tries_again(&self, error: &SwitchError, trying: &mut Trying) -> bool {
+    fn tries_again(&self, error: &Trouble, trying: &mut Trying) -> bool {
         let after = trying.again_after;
         let since = *trying.failing_since.get_or_insert_with(Instant::now);
-        let others =
-            matches!(error, SwitchError::Undone { were_paused, .. } if !were_paused.is_empty());
-        if others && since.elapsed() >= NEVER_MAX {
+        let Trouble::Undone { were_paused, refused_by: None, .. } = error else { return false };
+        if !were_paused.is_empty() && since.elapsed() >= NEVER_MAX {
             return false;
         }
         let is_in_time = self.deadline.is_some_and(|deadline| Instant::now() + after < deadline);
-        let is_own = matches!(error, SwitchError::Undone { .. } | SwitchError::Tenant(_));
         let may_wait = matches!(self.wish, Wish::Turn | Wish::Resume);
-        is_in_time && is_own && may_wait && error.refusal().is_none() && error.is_retryable()
+        is_in_time && may_wait && error.is_retryable()
     }
 
     /// Does nothing for so long, unless it is called off.
-    fn rest(&self, time: Duration, calls_off: CallsOff<'_>) -> Result<(), SwitchError> {
+    fn rest(&self, time: Duration, calls_off: CallsOff<'_>) -> Result<(), Trouble> {
         self.wait_for(time, calls_off, |left| {
             pause_thread(left);
             false
@@ -408,7 +406,7 @@ impl Queue {
         watch: &Watch,
         look: Duration,
         calls_off: CallsOff<'_>,
-    ) -> Result<(), SwitchError> {
+    ) -> Result<(), Trouble> {
         self.wait_for(look, calls_off, |left| watch.wait(left))
     }
 
@@ -418,7 +416,7 @@ impl Queue {
         time: Duration,
         calls_off: CallsOff<'_>,
         ends: impl Fn(Duration) -> bool,
-    ) -> Result<(), SwitchError> {
+    ) -> Result<(), Trouble> {
         let end = Instant::now() + time;
         loop {
             self.beat(calls_off)?;
@@ -470,8 +468,8 @@ fn lock_of(
     turns: &TurnDir,
     tenant: &TenantName,
     deadline: Instant,
-    goes_on: impl Fn() -> Result<(), SwitchError>,
-) -> Result<TurnLock, SwitchError> {
+    goes_on: impl Fn() -> Result<(), Trouble>,
+) -> Result<TurnLock, Trouble> {
     let (began, mut has_said) = (Instant::now(), false);
     loop {
         let locked = turns.lock(deadline.min(Instant::now() + SIGN_EVERY));

@@ -12,10 +12,10 @@ use vmm_pool::driver::{DeviceOrdinal, Driver, DriverCode};
 use vmm_pool::gate::Gate;
 use vmm_pool::{PoolError, PoolResult};
 
+use super::SwitchOptions;
 use super::queue::{AGAIN_AFTER, AGAIN_AFTER_MAX, CallsOff, Queue, never};
-use super::{SwitchError, SwitchOptions};
 use crate::checkpoints::Checkpointer;
-use crate::coordinator::Interrupt;
+use crate::coordinator::{Interrupt, Trouble};
 use crate::cut::Cut;
 use crate::error_text::chain;
 use crate::identity::TenantName;
@@ -162,26 +162,24 @@ fn try_again<D: Driver, T>(
                 }
                 "others took what was made free".to_owned()
             }
-            Err(SwitchError::CalledOff { .. }) if is_over() => {
+            Err(Trouble::NotSwitched { .. }) if is_over() => {
                 return Err("its process has left its tenant".to_owned());
             }
             // Its time is over, by whatever it has waited for last.
-            Err(SwitchError::Never { why, .. } | SwitchError::Busy { why, .. }) => {
+            Err(Trouble::Never { why, .. } | Trouble::Busy { why, .. }) => {
                 deadline = Instant::now();
                 why
             }
             Err(
-                error @ (SwitchError::CalledOff { .. }
-                | SwitchError::RunDir(RunDirError::Switching { .. })),
+                error @ (Trouble::NotSwitched { .. }
+                | Trouble::RunDir(RunDirError::Switching { .. })),
             ) => {
                 deadline = Instant::now();
                 chain(&error)
             }
-            Err(error @ (SwitchError::NotUndone { .. } | SwitchError::RunDir(_))) => {
-                return Err(chain(&error));
-            }
             // Its own tenant did not come, or somebody was not paused in time.
-            Err(error @ (SwitchError::Undone { .. } | SwitchError::Tenant(_))) => chain(&error),
+            Err(error @ Trouble::Undone { .. }) => chain(&error),
+            Err(error) => return Err(chain(&error)),
         };
         let left = deadline.saturating_duration_since(Instant::now());
         if !left.is_zero() {
@@ -236,7 +234,7 @@ impl Newcomer<'_> {
             let why = match queue.wait_and_go(&options, &never, &mut |_| {}) {
                 Ok(_) if make() => return Ok(()),
                 Ok(_) => "others took what was made free".to_owned(),
-                Err(error @ (SwitchError::Undone { .. } | SwitchError::Tenant(_))) => chain(&error),
+                Err(error @ Trouble::Undone { .. }) => chain(&error),
                 Err(error) => return Err(chain(&error)),
             };
             let left = deadline.saturating_duration_since(Instant::now());

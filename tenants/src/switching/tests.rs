@@ -47,14 +47,14 @@ fn who_has_no_place_yet_can_be_called_off_while_somebody_switches() {
     let soon = Interrupt::at(Instant::now() + Duration::from_millis(100)).unwrap();
     assert!(matches!(
         enter(CallsOff { interrupt: Some(&soon), asks: None, is_over: &never }),
-        SwitchError::CalledOff { .. }
+        Trouble::NotSwitched { .. }
     ));
     let asks: fn() -> bool = || true;
     assert!(matches!(
         enter(CallsOff { interrupt: None, asks: Some(asks), is_over: &never }),
-        SwitchError::CalledOff { .. }
+        Trouble::NotSwitched { .. }
     ));
-    assert!(matches!(enter(CallsOff::when(&|| true)), SwitchError::CalledOff { .. }));
+    assert!(matches!(enter(CallsOff::when(&|| true)), Trouble::NotSwitched { .. }));
     assert!(turns.claims(None).unwrap().is_empty());
 }
 
@@ -70,7 +70,7 @@ fn who_waits_decides_without_the_lock_so_that_none_is_held_by_one_that_is_stoppe
     let _held = run_dir.turns().unwrap().lock(Instant::now()).unwrap();
     // It has no process, and need not act to know that.
     let error = queue.wait_and_go(&SwitchOptions::default(), &never, &mut |_| {}).unwrap_err();
-    assert!(matches!(error, SwitchError::Never { .. }), "{error}");
+    assert!(matches!(error, Trouble::Never { .. }), "{error}");
 }
 
 /// How often somebody has opened the claim `number`, and so looked at all claims, until `end`, and until the first time: a busy machine keeps
@@ -256,7 +256,7 @@ fn who_does_not_answer_may_hold_what_is_missing_so_nothing_is_refused_for_good()
         Queue::enter(&run_dir, &tenant, wish, Duration::ZERO, CallsOff::when(&never)).unwrap();
     let options = SwitchOptions::default();
     let error = queue.wait_and_go(&options, &never, &mut |_| {}).unwrap_err();
-    assert!(matches!(error, SwitchError::Busy { .. }) && error.is_retryable(), "{error}");
+    assert!(matches!(error, Trouble::Busy { .. }) && error.is_retryable(), "{error}");
     assert!(error.to_string().contains("'stopped' may hold is not known"), "{error}");
     // What this one has found out every other knows.
     assert_ne!(turns_of(&run_dir), Silent::default());
@@ -270,7 +270,7 @@ fn who_does_not_answer_may_hold_what_is_missing_so_nothing_is_refused_for_good()
     std::fs::remove_file(run_dir.path().join(".turns/silent")).unwrap();
     queue.wait_anew(Instant::now() + Duration::from_mins(1));
     let error = queue.wait_and_go(&options, &never, &mut |_| {}).unwrap_err();
-    assert!(matches!(error, SwitchError::Never { .. }), "{error}");
+    assert!(matches!(error, Trouble::Never { .. }), "{error}");
     member.leave();
 }
 
@@ -286,11 +286,11 @@ fn queuing(run_dir: &RunDir, tenant: &str, node: &SimNode) -> Arc<Member<SimDriv
 }
 
 /// Goes without a wait, and once more where a thread of a busy machine was late with an answer.
-fn goes(queue: &mut Queue) -> Result<Switched, SwitchError> {
+fn goes(queue: &mut Queue) -> Result<Switched, Trouble> {
     let deadline = Instant::now() + Duration::from_mins(1);
     loop {
         let went = queue.wait_and_go(&SwitchOptions::default(), &never, &mut |_| {});
-        let is_late = |error: &SwitchError| error.to_string().contains("does not answer");
+        let is_late = |error: &Trouble| error.to_string().contains("does not answer");
         if !went.as_ref().is_err_and(is_late) || Instant::now() >= deadline {
             return went;
         }
@@ -322,7 +322,7 @@ fn memory_of_a_tenant_that_is_being_paused_may_be_free_soon_and_is_waited_for() 
     });
     let _report = paused.unwrap();
     let error = said.pop().unwrap().unwrap_err();
-    assert!(matches!(error, SwitchError::Busy { .. }) && error.is_retryable(), "{error}");
+    assert!(matches!(error, Trouble::Busy { .. }) && error.is_retryable(), "{error}");
     assert!(error.to_string().contains("'leaves' is being paused or resumed"), "{error}");
     queue.wait_anew(Instant::now() + Duration::from_mins(1));
     queue.wait_and_go(&SwitchOptions::default(), &never, &mut |_| {}).unwrap();
@@ -354,7 +354,7 @@ fn a_paused_process_that_nobody_sees_for_a_moment_gets_no_turn_and_stays_away_fo
     let is_displaced = || history_of(&run_dir.turns().unwrap()).is_displaced(&tenant);
     // Its socket has gone with the run directory.
     let error = go().unwrap_err();
-    assert!(matches!(error, SwitchError::Busy { .. }) && error.is_retryable(), "{error}");
+    assert!(matches!(error, Trouble::Busy { .. }) && error.is_retryable(), "{error}");
     assert!(error.to_string().contains("'a' does not answer"), "{error}");
     assert_eq!(is_displaced(), None);
     let turns = run_dir.turns().unwrap();
@@ -389,7 +389,7 @@ fn who_would_give_up_because_of_one_that_rests_asks_it_once_more() {
             .unwrap();
     let error = queue.wait_and_go(&SwitchOptions::default(), &never, &mut |_| {}).unwrap_err();
     // It answers, so that all is known.
-    assert!(matches!(error, SwitchError::Never { .. }), "{error}");
+    assert!(matches!(error, Trouble::Never { .. }), "{error}");
     assert_eq!(turns_of(&run_dir), Silent::default());
     member.leave();
 }

@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 
 use super::gather::{Displaced, write_down};
 use super::queue::{CallsOff, Queue, never};
-use super::{SwitchError, SwitchOptions, Switched};
+use super::{SwitchOptions, Switched};
 use crate::checkpoints::Checkpointer;
+use crate::coordinator::Trouble;
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
 use crate::time::now_us;
@@ -79,12 +80,12 @@ impl Turn {
     /// theirs. One that was paused by name stays so.
     ///
     /// # Errors
-    /// [`SwitchError`]; there is no turn then.
+    /// [`Trouble`]; there is no turn then.
     pub fn begin(
         run_dir: &RunDir,
         tenant: &TenantName,
         options: TurnOptions,
-    ) -> Result<(Self, Switched), SwitchError> {
+    ) -> Result<(Self, Switched), Trouble> {
         let asks = Some(options.is_called_off);
         let calls_off = CallsOff { interrupt: None, asks, is_over: &never };
         let mut queue = Queue::enter(run_dir, tenant, Wish::Turn, options.wait, calls_off)?;
@@ -202,7 +203,7 @@ impl Watch {
         queue.has_told = false;
         let went = queue
             .say(true)
-            .map_err(SwitchError::from)
+            .map_err(Trouble::from)
             .and_then(|()| queue.wait_and_go(&self.options.switch(), &is_over, &mut |_| {}));
         if let Err(error) = &went {
             tracing::info!(tenant = %self.tenant, %error, "a turn was not brought back yet");

@@ -1,6 +1,6 @@
 //! A context that is lost: from one call on, the driver refuses everything with the same code.
 
-use tenants::coordinator::{CoordinatorError, Outcome};
+use tenants::coordinator::{Outcome, Trouble};
 use tenants::wire::{Action, MemberState};
 use vmm_pool::driver::DriverCode;
 use vmm_pool::driver::sim::FaultSpan;
@@ -30,7 +30,7 @@ fn lose_context_at(action: Action, nth: u64, code: DriverCode) {
     }
     for action in [Action::Pause, Action::Resume] {
         let error = stage.act(action).expect_err("a faulted member");
-        assert!(matches!(error, CoordinatorError::Faulted { .. }), "{what}: {error}");
+        assert!(matches!(error, Trouble::Faulted { .. }), "{what}: {error}");
         assert!(error.to_string().contains("end it"), "{what}: {error}");
     }
 }

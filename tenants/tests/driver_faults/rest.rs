@@ -1,6 +1,6 @@
 //! A whole pause of processes that stand still in a pause by tag: one call fails, each in turn.
 
-use tenants::coordinator::{CoordinatorError, Outcome};
+use tenants::coordinator::{Outcome, Trouble};
 use tenants::wire::{Action, MemberState};
 use vmm_pool::driver::DriverCode;
 use vmm_pool::driver::sim::FaultSpan;
@@ -24,7 +24,7 @@ fn rest_may_fail(stage: &Stage, member: usize) {
             Ok(other) => panic!("{what}: {other:?}"),
             Err(error) => {
                 assert!(met && error.left_unchanged(), "{what}: {error}");
-                assert!(matches!(error, CoordinatorError::Refused { .. }), "{what}: {error}");
+                assert!(matches!(error, Trouble::Refused { .. }), "{what}: {error}");
                 stage.assert_all(MemberState::Paused, &what);
                 assert_eq!(stage.used(), held, "{what}: the rest is where it was");
                 // Every other time it is resumed from there.

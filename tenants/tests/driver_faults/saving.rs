@@ -5,7 +5,7 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use tenants::coordinator::{Coordinator, CoordinatorError, Interrupt, Options, SaveReport};
+use tenants::coordinator::{Coordinator, Interrupt, Options, SaveReport, Trouble};
 use tenants::saving::map::{ProcessMap, SavedAllocation, WhyNot};
 use tenants::saving::{DirName, PART_SUFFIX};
 use tenants::transport::Connection;
@@ -19,7 +19,7 @@ use crate::stage::{Stage, UNIT, by_tag, page_of, tenant};
 
 const SOON: Duration = Duration::from_secs(30);
 
-fn save(stage: &Stage, dir: &Path) -> Result<SaveReport, CoordinatorError> {
+fn save(stage: &Stage, dir: &Path) -> Result<SaveReport, Trouble> {
     let mut coordinator = Coordinator::new(stage.run_dir.clone(), tenant(), Options::default());
     coordinator.save(dir, &mut |_| {})
 }
@@ -88,7 +88,7 @@ fn a_paused_tenant_and_one_whose_tag_is_away_are_written_whole() {
         stage.assert_intact("written and resumed");
     }
     let error = save(&stage, &base.path().join("active")).expect_err("nothing to write");
-    assert!(matches!(error, CoordinatorError::NothingSaved { .. }), "{error}");
+    assert!(matches!(error, Trouble::NothingSaved { .. }), "{error}");
     stage.assert_ticket_is_good();
 }
 
@@ -172,7 +172,7 @@ fn a_save_that_is_called_off_leaves_the_tenant_paused_and_no_file() {
         nix::unistd::write(&raise, &[1]).expect("raised");
     });
     let error = error.expect_err("called off");
-    assert!(matches!(error, CoordinatorError::NotSaved { .. }), "{error}");
+    assert!(matches!(error, Trouble::NotSaved { .. }), "{error}");
     assert!(!dir.exists());
     stage.assert_all(MemberState::Paused, "called off");
     stage.must(Action::Resume);

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use tenants::coordinator::{Coordinator, CoordinatorError, Options, Outcome};
+use tenants::coordinator::{Coordinator, Options, Outcome, Trouble};
 use tenants::requests::act_together;
 use tenants::scope::Scope;
 use tenants::wire::{Action, MemberState};
@@ -41,7 +41,7 @@ fn fail_one(stage: &Stage, action: Action, scope: &Scope, member: usize, nth: u6
         Ok(other) => panic!("{what}: {other:?}"),
         Err(error) => {
             assert!(met, "{what}: {error}");
-            assert!(matches!(error, CoordinatorError::Refused { .. }), "{what}: {error}");
+            assert!(matches!(error, Trouble::Refused { .. }), "{what}: {error}");
             assert!(error.left_unchanged(), "{what}: {error}");
             assert!(error.to_string().contains("returned CUDA_ERROR_UNKNOWN"), "{what}: {error}");
             stage.assert_all(start, &what);

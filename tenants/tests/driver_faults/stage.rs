@@ -6,7 +6,7 @@ use std::time::Duration;
 
 pub(crate) use sublet_stage::memory::{UNIT, page_of};
 use sublet_stage::{Place, Process, memory};
-use tenants::coordinator::{Coordinator, CoordinatorError, Meanwhile, Options, Outcome};
+use tenants::coordinator::{Coordinator, Meanwhile, Options, Outcome, Trouble};
 use tenants::identity::TenantName;
 use tenants::member::MemberConfig;
 use tenants::run_dir::RunDir;
@@ -218,12 +218,12 @@ impl Stage {
     }
 
     /// Pauses or resumes, as the command does.
-    pub(crate) fn act(&self, action: Action) -> Result<Outcome, CoordinatorError> {
+    pub(crate) fn act(&self, action: Action) -> Result<Outcome, Trouble> {
         self.act_on(action, Scope::Whole)
     }
 
     /// As [`Stage::act`], on a part of the memory.
-    pub(crate) fn act_on(&self, action: Action, scope: Scope) -> Result<Outcome, CoordinatorError> {
+    pub(crate) fn act_on(&self, action: Action, scope: Scope) -> Result<Outcome, Trouble> {
         self.act_with(action, Options { scope, ..Options::default() })
     }
 
@@ -235,7 +235,7 @@ impl Stage {
         assert!(matches!(paused, Ok(Outcome::Completed(_))), "{paused:?}");
     }
 
-    fn act_with(&self, action: Action, options: Options) -> Result<Outcome, CoordinatorError> {
+    fn act_with(&self, action: Action, options: Options) -> Result<Outcome, Trouble> {
         let (timeout, releases_early) = (Some(PHASE_TIMEOUT), self.releases_early);
         let options = Options { timeout, releases_early, ..options };
         let mut coordinator = Coordinator::new(self.run_dir.clone(), tenant(), options);

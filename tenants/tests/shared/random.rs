@@ -1,6 +1,6 @@
 //! Any order of sharing, freeing, pausing, undoing and resuming, with calls that fail, compared byte by byte.
 
-use tenants::coordinator::{CoordinatorError, Event, Interrupt, Options, Outcome};
+use tenants::coordinator::{Event, Interrupt, Options, Outcome, Trouble};
 use tenants::scope::{Scope, TagNames};
 use tenants::ticket::Ticket;
 use tenants::wire::{Action, MemberState};
@@ -202,7 +202,7 @@ impl Run {
             }
         }
         if let (Err(error), false, None) = (&outcome, fails, called_off_at) {
-            let refused = matches!(error, CoordinatorError::Refused { .. });
+            let refused = matches!(error, Trouble::Refused { .. });
             assert!(!refused, "refused although nothing failed: {error}");
         }
     }

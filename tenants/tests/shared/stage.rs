@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 pub(crate) use sublet_stage::Process;
 pub(crate) use sublet_stage::memory::UNIT;
 use sublet_stage::{Place, memory};
-use tenants::coordinator::{Coordinator, CoordinatorError, Event, LostImports, Options, Outcome};
+use tenants::coordinator::{Coordinator, Event, LostImports, Options, Outcome, Trouble};
 use tenants::identity::TenantName;
 use tenants::member::ImportError;
 use tenants::scope::{Scope, TagNames};
@@ -16,7 +16,7 @@ use vmm_pool::driver::sim::SimOptions;
 use vmm_pool::driver::{DeviceOrdinal, DriverCode, VaRange};
 use vmm_pool::{Class, Contents, VirtualHandle};
 
-pub(crate) type Acted = Result<Outcome, CoordinatorError>;
+pub(crate) type Acted = Result<Outcome, Trouble>;
 
 pub(crate) const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
 const TENANT: &str = "train";

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use sublet_tests::{Boundary, MIB, Outcome, Trouble};
 use tenants::coordinator::{
-    Coordinator, CoordinatorError, Event, Options, Outcome as Done, Step, swap,
+    Coordinator, Event, Options, Outcome as Done, Step, Trouble as Told, swap,
 };
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
@@ -68,7 +68,7 @@ fn of_tag(tag: &str) -> Scope {
     Scope::Tags { tags, owner: None }
 }
 
-fn said(done: Result<Done, CoordinatorError>) -> Outcome<String> {
+fn said(done: Result<Done, Told>) -> Outcome<String> {
     match done? {
         Done::Completed(report) => {
             let told = report.losses.iter().map(ToString::to_string).chain(report.notes);

@@ -2,10 +2,10 @@
 
 use serde::Serialize;
 use tenants::code::Code;
-use tenants::coordinator::{CoordinatorError, DeviceShortage, MemberFailure, Outcome, Report};
+use tenants::coordinator::{DeviceShortage, MemberFailure, Outcome, Report, Trouble};
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
-use tenants::switching::{SwitchError, Switched};
+use tenants::switching::Switched;
 use vmm_pool::PinnedBytes;
 
 use crate::outsiders::{self, Occupant};
@@ -94,10 +94,7 @@ impl<'a> SwapDocument<'a> {
 }
 
 impl<'a> Document<'a> {
-    pub(crate) fn new(
-        tenant: &'a TenantName,
-        result: &'a Result<Outcome, CoordinatorError>,
-    ) -> Self {
+    pub(crate) fn new(tenant: &'a TenantName, result: &'a Result<Outcome, Trouble>) -> Self {
         let mut document = Self {
             tenant: tenant.as_str(),
             outcome: "completed",
@@ -136,9 +133,7 @@ impl<'a> Document<'a> {
             Ok(Outcome::AlreadyPaused { .. }) => document.outcome = "already_paused",
             Ok(Outcome::AlreadyActive) => document.outcome = "already_active",
             Err(error) => {
-                document.fail(chain(error), error.into(), Some(error));
-                document.retryable = error.is_retryable();
-                document.unchanged = error.left_unchanged();
+                document.fail(error);
             }
         }
         document
@@ -151,22 +146,19 @@ impl<'a> Document<'a> {
         self.report = Some(report);
     }
 
-    fn fail(&mut self, error: String, code: Code, cause: Option<&'a CoordinatorError>) {
+    fn fail(&mut self, trouble: &'a Trouble) {
         self.outcome = "failed";
-        self.error = Some(error);
-        self.code = Some(code);
-        if let Some(cause) = cause {
-            self.failures = cause.failures();
-            self.missing_device_bytes = cause.missing_device_bytes();
-            self.shortages = cause.shortages().iter().map(Shortage::of).collect();
-        }
+        self.error = Some(chain(trouble));
+        self.code = Some(trouble.into());
+        self.failures = trouble.failures();
+        self.missing_device_bytes = trouble.missing_device_bytes();
+        self.shortages = trouble.shortages().iter().map(Shortage::of).collect();
+        self.retryable = trouble.is_retryable();
+        self.unchanged = trouble.left_unchanged();
     }
 
     /// Of a resume that queued.
-    pub(super) fn queued(
-        tenant: &'a TenantName,
-        result: &'a Result<Switched, SwitchError>,
-    ) -> Self {
+    pub(super) fn queued(tenant: &'a TenantName, result: &'a Result<Switched, Trouble>) -> Self {
         let mut document = Self::new(tenant, &Ok(Outcome::AlreadyActive));
         match result {
             Ok(Switched { changes, unrecorded, .. })
@@ -189,9 +181,7 @@ impl<'a> Document<'a> {
                 document.unchanged = false;
             }
             Err(error) => {
-                document.fail(chain(error), error.into(), error.cause());
-                document.retryable = error.is_retryable();
-                document.unchanged = error.left_unchanged();
+                document.fail(error);
             }
         }
         document

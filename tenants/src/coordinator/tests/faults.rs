@@ -21,11 +21,11 @@ fn world(state: MemberState, victim: usize, phase: Phase, fault: Fault) -> World
     World::of(&scripts)
 }
 
-fn act(world: &World, action: Action) -> Result<Outcome, CoordinatorError> {
+fn act(world: &World, action: Action) -> Result<Outcome, Trouble> {
     act_by(&mut world.coordinator(), action)
 }
 
-fn act_by(coordinator: &mut Coordinator, action: Action) -> Result<Outcome, CoordinatorError> {
+fn act_by(coordinator: &mut Coordinator, action: Action) -> Result<Outcome, Trouble> {
     match action {
         Action::Pause => coordinator.pause(&mut quiet),
         Action::Resume => coordinator.resume(&mut quiet),
@@ -80,7 +80,7 @@ fn fault_in_one(case: &Case, phase: Phase, victim: usize, fault: Fault) {
     let started = Instant::now();
     let error = act(&world, case.action).unwrap_err();
     assert!(started.elapsed() < ENDS_WITHIN, "{:?}", started.elapsed());
-    let CoordinatorError::Refused { failures, .. } = &error else {
+    let Trouble::Refused { failures, .. } = &error else {
         panic!("{error}");
     };
     let victim_id = victim as u64 + 1;
@@ -192,7 +192,7 @@ fn bad_bytes_in_each_reversible_phase(fault: Fault, words: &str) {
             let error = act(&world, case.action).unwrap_err();
             let text = error.to_string();
             assert!(text.contains(words), "no '{words}' in: {text}");
-            let CoordinatorError::Refused { failures, .. } = &error else {
+            let Trouble::Refused { failures, .. } = &error else {
                 panic!("{error}");
             };
             assert_eq!(failures[0].who.member, MemberId(2), "{error}");
@@ -293,7 +293,7 @@ fn two_silent_members_cost_no_more_time_than_one() {
     let options = Options { timeout, ..impatient() };
     let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), options);
     let error = coordinator.pause(&mut quiet).unwrap_err();
-    let CoordinatorError::Refused { failures, .. } = &error else {
+    let Trouble::Refused { failures, .. } = &error else {
         panic!("{error}");
     };
     // Both have had the same time: one after the other, the second would have had twice as long.
@@ -311,7 +311,7 @@ fn a_late_answer_is_not_taken_for_the_answer_to_the_undo() {
     let late = active().with(Phase::Prepare, Fault::Late);
     let world = World::of(&[late, active()]);
     let error = world.coordinator().pause(&mut quiet).unwrap_err();
-    let CoordinatorError::Refused { undo_failures, .. } = &error else {
+    let Trouble::Refused { undo_failures, .. } = &error else {
         panic!("{error}");
     };
     assert!(undo_failures.is_empty(), "{error}");
@@ -432,7 +432,7 @@ fn a_member_silent_at_the_greeting_is_named_and_nothing_is_touched() {
     silent.hello = Some(Fault::Silent);
     let world = World::of(&[active(), silent]);
     let error = world.coordinator().pause(&mut quiet).unwrap_err();
-    assert!(matches!(&error, CoordinatorError::NoGreeting { failure, .. }
+    assert!(matches!(&error, Trouble::NoGreeting { failure, .. }
         if failure.who.member == MemberId(2)));
     assert!(world.lines().is_empty());
 }
@@ -452,7 +452,7 @@ fn a_longer_timeout_is_one_for_the_greeting_too() {
         Coordinator::new(world.run_dir.clone(), tenant("train"), options).pause(&mut quiet)
     };
     let error = pause(told(0, Duration::from_millis(1))).unwrap_err();
-    assert!(matches!(error, CoordinatorError::NoGreeting { .. }), "{error}");
+    assert!(matches!(error, Trouble::NoGreeting { .. }), "{error}");
     let text = error.to_string();
     assert!(text.starts_with("pause of 'train' not started: process "), "{text}");
     assert!(

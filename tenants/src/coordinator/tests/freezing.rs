@@ -291,7 +291,7 @@ fn what_cannot_be_frozen_or_thawed_is_refused_before_anything_moves() {
     let refused = |world: &World, options: Options| {
         let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), options);
         let error = coordinator.pause(&mut quiet).unwrap_err();
-        assert!(matches!(error, CoordinatorError::NotDeep { .. }) && error.left_unchanged());
+        assert!(matches!(error, Trouble::NotDeep { .. }) && error.left_unchanged());
         assert!(error.to_string().contains("`sublet pause train` frees its memory"), "{error}");
         assert!(world.phases_of(1).is_empty());
         error.to_string()

@@ -18,7 +18,7 @@ fn members_whose_directory_is_removed_make_it_again_and_are_found() {
     let ids: Vec<_> = job.members.iter().map(|member| member.id()).collect();
     fs::remove_dir_all(job.run_dir.path()).unwrap();
     let error = job.coordinator(patient()).resume(&mut quiet).unwrap_err();
-    assert!(matches!(error, CoordinatorError::NoSuchTenant { .. } | CoordinatorError::RunDir(_)));
+    assert!(matches!(error, Trouble::NoSuchTenant { .. } | Trouble::RunDir(_)));
     until("both sockets", || sockets(&job) == 2);
     for path in [job.run_dir.path().to_owned(), job.run_dir.path().join("train")] {
         assert_eq!(fs::metadata(path).unwrap().permissions().mode() & 0o777, 0o700);

@@ -10,7 +10,7 @@ fn sharing_with(member: u64, script: Script) -> Script {
     Script { partner: Some(partner), ..script }
 }
 
-fn is_refused_for(error: &CoordinatorError, member: u64) {
+fn is_refused_for(error: &Trouble, member: u64) {
     let failures = error.failures();
     assert!(failures.iter().all(|one| one.who.member == MemberId(member)), "{error}");
     let kinds: Vec<_> = failures.iter().map(|one| one.failure.kind).collect();

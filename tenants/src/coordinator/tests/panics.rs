@@ -35,7 +35,7 @@ fn a_phase_that_panics_is_named_and_holds_nobody_up() {
     assert!(!job.members[0].cut().is_held());
     for _ in 0..2 {
         let error = job.coordinator(patient()).pause(&mut quiet).unwrap_err();
-        assert!(matches!(error, CoordinatorError::Faulted { .. }), "{error}");
+        assert!(matches!(error, Trouble::Faulted { .. }), "{error}");
     }
     let stats = job.coordinator(patient()).stats().unwrap();
     let notes: Vec<_> = stats.members.iter().flat_map(|stats| &stats.notes).collect();

@@ -251,7 +251,7 @@ fn a_command_whose_lock_was_removed_begins_nothing() {
             }
         })
         .unwrap_err();
-    let gone = matches!(error, CoordinatorError::RunDir(RunDirError::LockGone { .. }));
+    let gone = matches!(error, Trouble::RunDir(RunDirError::LockGone { .. }));
     assert!(gone && error.is_retryable() && error.left_unchanged(), "{error}");
     assert!(job.members.iter().all(|member| member.stats().last_pause.is_empty()));
     report(job.coordinator(patient()).pause(&mut quiet).unwrap());

@@ -82,15 +82,15 @@ fn when_nobody_can_write_or_nobody_has_anything_no_directory_is_left() {
     let fault = Some(Fault::Fail(FailureKind::OutOfHostMemory));
     let world = World::of(&[Script { save: fault, ..paused() }]);
     let error = world.coordinator().save(&dir, &mut |_| {}).unwrap_err();
-    assert!(matches!(error, CoordinatorError::SaveFailed { .. }), "{error}");
+    assert!(matches!(error, Trouble::SaveFailed { .. }), "{error}");
     assert!(error.to_string().contains("told to fail"), "{error}");
     let world = World::of(&[saved(active(), None)]);
     let error = world.coordinator().save(&dir, &mut |_| {}).unwrap_err();
-    assert!(matches!(error, CoordinatorError::NothingSaved { .. }), "{error}");
+    assert!(matches!(error, Trouble::NothingSaved { .. }), "{error}");
     assert!(!dir.exists());
     let world = World::new();
     let error = world.coordinator().save(&dir, &mut |_| {}).unwrap_err();
-    assert!(matches!(error, CoordinatorError::NoSuchTenant { .. }), "{error}");
+    assert!(matches!(error, Trouble::NoSuchTenant { .. }), "{error}");
     assert!(!dir.exists());
 }
 
@@ -100,7 +100,7 @@ fn more_than_the_disk_holds_is_refused_before_anything_is_written() {
     let base = tempfile::tempdir().unwrap();
     let dir = base.path().join("saved");
     let error = world.coordinator().save(&dir, &mut |_| panic!("nothing is written")).unwrap_err();
-    let CoordinatorError::NoSpace { needed_bytes, .. } = error else { panic!("{error}") };
+    let Trouble::NoSpace { needed_bytes, .. } = error else { panic!("{error}") };
     assert_eq!(needed_bytes, (1 << 62) + 3000);
     assert!(error.to_string().contains("name a directory on another disk"), "{error}");
     assert!(!dir.exists());
@@ -128,7 +128,7 @@ fn a_save_that_is_called_off_leaves_nothing() {
             }
         })
         .unwrap_err();
-    assert!(matches!(error, CoordinatorError::NotSaved { .. }), "{error}");
+    assert!(matches!(error, Trouble::NotSaved { .. }), "{error}");
     assert!(!dir.exists());
     assert_eq!(world.lines().len(), 2);
 }

@@ -56,7 +56,7 @@ fn pair(run_dir: &RunDir, options: &Options) -> (Coordinator, Coordinator) {
     (coordinator("train"), coordinator("infer"))
 }
 
-fn swapped(world: &World, options: &Options) -> Result<Swap, SwapError> {
+fn swapped(world: &World, options: &Options) -> Result<Swap, Trouble> {
     let (mut from, mut to) = pair(&world.run_dir, options);
     swap(&mut from, &mut to, &mut quiet)
 }
@@ -208,9 +208,11 @@ fn a_tenant_that_does_not_fit_stops_nobody() {
     // On a device of its own that nothing leaves.
     let world = world(&[active()], &[Script { uuid: "gpu-b", ..tight(GIB / 2) }]);
     let error = swapped(&world, &patient()).unwrap_err();
-    let SwapError::NoTarget(refused) = &error else { panic!("{error}") };
-    assert_eq!(refused.missing_device_bytes(), Some(GIB / 2));
-    assert!(refused.is_retryable() && refused.left_unchanged(), "{error}");
+    assert_eq!(error.missing_device_bytes(), Some(GIB / 2));
+    assert!(
+        error.is_about(&tenant("infer")) && error.is_retryable() && error.left_unchanged(),
+        "{error}"
+    );
     assert!(error.to_string().contains("not even without tenant 'train'"), "{error}");
     assert!(world.lines().is_empty());
 }
@@ -222,7 +224,7 @@ fn a_tenant_with_a_dead_or_faulted_process_stops_nobody() {
     {
         let world = world(&[active()], &[tight(0), script]);
         let error = swapped(&world, &waiting_for(Fault::Silent)).unwrap_err();
-        assert!(matches!(error, SwapError::NoTarget(_)), "{error}");
+        assert!(error.is_about(&tenant("infer")), "{error}");
         assert!(world.phases_of(1).is_empty());
         assert_eq!(world.state(1), MemberState::Active);
     }
@@ -234,7 +236,7 @@ fn a_first_tenant_that_does_not_prepare_runs_on_and_the_second_is_not_asked() {
         for fault in [Fault::Fail(FailureKind::OutOfHostMemory), Fault::Die, Fault::Silent] {
             let world = world(&[active(), active().with(phase, fault)], &[tight(0)]);
             let error = swapped(&world, &waiting_for(fault)).unwrap_err();
-            assert!(matches!(error, SwapError::Pause(_)), "{error}");
+            assert!(error.is_about(&tenant("train")), "{error}");
             assert_eq!(world.state(1), MemberState::Active, "{phase:?} {fault:?}");
             assert!(world.phases_of(5).is_empty());
             assert_eq!(times(&world, 1, Phase::ReleaseStage), 0);
@@ -264,7 +266,7 @@ fn a_second_tenant_that_fails_at_any_stage_is_undone_and_the_first_runs_again() 
             let other = Script { holds_bytes: 0, ..paused() };
             let world = world(&[small(active()), small(active())], &[failing, other]);
             let error = swapped(&world, &in_small_windows(fault)).unwrap_err();
-            let SwapError::WentBack { source, losses, .. } = &error else {
+            let Trouble::WentBack { source, losses, .. } = &error else {
                 panic!("{phase:?} {stage} {fault:?}: {error}")
             };
             assert!(losses.is_empty(), "{losses:?}");
@@ -326,7 +328,7 @@ fn a_first_tenant_of_which_one_releases_too_late_comes_back_where_the_second_doe
     let world = world(&[late], &[failing]);
     let options = Options { contact_timeout: SOON, ..waiting_for(Fault::Silent) };
     let error = swapped(&world, &options).unwrap_err();
-    let SwapError::WentBack { losses, .. } = &error else { panic!("{error}") };
+    let Trouble::WentBack { losses, .. } = &error else { panic!("{error}") };
     assert_eq!(losses[0].step, Step::Phase(Phase::Release));
     assert_eq!((world.state(1), world.state(5)), (MemberState::Active, MemberState::Paused));
 }
@@ -338,7 +340,7 @@ fn a_first_tenant_that_comes_back_slowly_has_the_time_of_an_undo() {
     let world = world(&[slow], &[failing]);
     let options = Options { finish_timeout: SOON, ..impatient() };
     let error = swapped(&world, &options).unwrap_err();
-    assert!(matches!(error, SwapError::WentBack { .. }), "{error}");
+    assert!(matches!(error, Trouble::WentBack { .. }), "{error}");
     assert_eq!((world.state(1), world.state(5)), (MemberState::Active, MemberState::Paused));
 }
 
@@ -348,7 +350,7 @@ fn a_first_tenant_that_cannot_come_back_is_named_beside_the_cause() {
     let failing = tight(0).with(Phase::RestoreStage, Fault::Fail(FailureKind::Driver));
     let world = world(&[stuck], &[failing]);
     let error = swapped(&world, &patient()).unwrap_err();
-    let SwapError::NotBack { resume, source, .. } = &error else { panic!("{error}") };
+    let Trouble::NotBack { resume, source, .. } = &error else { panic!("{error}") };
     assert_eq!(resume.failures()[0].step, Step::Phase(Phase::CreateOwn));
     assert_eq!(source.failures()[0].step, Step::Phase(Phase::RestoreStage));
     let said = error.to_string();
@@ -364,7 +366,7 @@ fn a_first_tenant_that_cannot_come_back_is_named_beside_the_cause() {
 }
 
 /// Swaps, and calls it off where `at` says so.
-fn called_off(world: &World, at: impl Fn(&Event<'_>) -> bool) -> SwapError {
+fn called_off(world: &World, at: impl Fn(&Event<'_>) -> bool) -> Trouble {
     let (interrupt, raise): (Interrupt, OwnedFd) = Interrupt::new().unwrap();
     let options = Options { interrupt: Some(interrupt), ..patient() };
     let (mut from, mut to) = pair(&world.run_dir, &options);
@@ -387,15 +389,15 @@ fn a_swap_called_off_is_undone_wherever_it_is() {
     for phase in [Phase::CloseGate, Phase::Drain, Phase::Prepare] {
         let world = world(&[active()], &[tight(0)]);
         let error = called_off(&world, |event| step_is(event, phase));
-        assert!(matches!(error, SwapError::Pause(CoordinatorError::CalledOff { .. })), "{error}");
+        assert!(matches!(error, Trouble::CalledOff { .. }), "{error}");
         assert_eq!((world.state(1), world.state(5)), (MemberState::Active, MemberState::Paused));
         assert_eq!(times(&world, 1, Phase::ReleaseStage), 0);
     }
     for phase in [Phase::ReleaseStage, Phase::RestoreStage, Phase::Restore, Phase::Import] {
         let world = world(&[active()], &[tight(0)]);
         let error = called_off(&world, |event| step_is(event, phase));
-        let SwapError::WentBack { source, .. } = &error else { panic!("{phase:?}: {error}") };
-        let CoordinatorError::CalledOff { action, .. } = **source else { panic!("{source}") };
+        let Trouble::WentBack { source, .. } = &error else { panic!("{phase:?}: {error}") };
+        let Trouble::CalledOff { action, .. } = **source else { panic!("{source}") };
         assert_eq!(action, Action::Resume);
         assert_eq!((world.state(1), world.state(5)), (MemberState::Active, MemberState::Paused));
     }

@@ -1,7 +1,7 @@
 //! Why a command was refused, as data: nothing of it is read out of a message.
 
 use tenants::code::Code;
-use tenants::coordinator::{CoordinatorError, DeviceShortage, SwapError};
+use tenants::coordinator::{DeviceShortage, Trouble as Told};
 use tenants::identity::NameError;
 
 /// Why a command did not succeed.
@@ -22,7 +22,7 @@ pub(crate) struct Refusal {
 }
 
 impl Refusal {
-    pub(super) fn of(error: &CoordinatorError) -> Self {
+    pub(super) fn of(error: &Told) -> Self {
         let shortages = error.shortages().iter();
         Self {
             text: error.to_string(),
@@ -34,13 +34,9 @@ impl Refusal {
         }
     }
 
-    pub(super) fn of_swap(error: &SwapError) -> Self {
-        let source = match error {
-            SwapError::NoTarget(source) | SwapError::Pause(source) => source,
-            SwapError::WentBack { source, .. } | SwapError::NotBack { source, .. } => source,
-        };
-        let both_are_paused = matches!(error, SwapError::NotBack { .. });
-        Self { text: error.to_string(), both_are_paused, ..Self::of(source) }
+    pub(super) fn of_swap(error: &Told) -> Self {
+        let both_are_paused = matches!(error, Told::NotBack { .. });
+        Self { both_are_paused, ..Self::of(error) }
     }
 
     pub(super) fn of_name(error: &NameError) -> Self {

@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 use sublet_tests::{Outcome, Trouble};
-use tenants::coordinator::{Coordinator, CoordinatorError, Options};
+use tenants::coordinator::{Coordinator, Options, Trouble as Told};
 use tenants::saving::map::{ProcessMap, TENANT_MAP, TenantMap};
 use vmm_pool::driver::sim::SOIL;
 
@@ -26,7 +26,7 @@ impl Script {
         match coordinator.save(&path, &mut |_| {}) {
             Ok(_) => {}
             // All of it is discarded or imported.
-            Err(CoordinatorError::NothingSaved { .. }) => return Ok(()),
+            Err(Told::NothingSaved { .. }) => return Ok(()),
             Err(error) => {
                 return Err(Trouble::new(format!("what is saved was not written: {error}")));
             }
