@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Optional
 
 #: By the name that people use: each version, and the GPU. Of all others only names and parameters were compared, or nothing.
-TRIED: dict[str, dict[str, str]] = {"vLLM": {"0.24.0": "H200"}}
+TRIED: dict[str, dict[str, str]] = {"vLLM": {"0.24.0": "H200"}, "SGLang": {"0.5.17": "H200"}}
 
 _noted: set[str] = set()
 
