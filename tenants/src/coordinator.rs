@@ -253,7 +253,7 @@ impl Coordinator {
         let lock = self.lock(&dir, Action::Pause)?;
         let mut session = Session::open(&dir, &lock, &self.options, Action::Pause, progress)?;
         session.recover()?;
-        if !session.members_for(Action::Pause)?.is_empty() {
+        if !session.members_for()?.is_empty() {
             return Ok(Outcome::AlreadyActive);
         }
         session.refuse_shallow()?;
@@ -328,7 +328,7 @@ impl Coordinator {
     ) -> Result<Outcome, Trouble> {
         let mut session = Session::open(dir, lock, &self.options, action, progress)?;
         session.recover()?;
-        let members = session.members_for(action)?;
+        let members = session.members_for()?;
         let is_deep = action == Action::Pause && self.options.depth == Depth::Contexts;
         if is_deep {
             session.refuse_shallow()?;
@@ -342,7 +342,7 @@ impl Coordinator {
                 Action::Resume => Outcome::AlreadyActive,
             });
         }
-        let done = session.run(action, members, patience);
+        let done = session.run(members, patience);
         let report = done.map_err(|error| self.with_holders(error, None))?;
         tracing::info!(wall_us = report.wall_us, losses = report.losses.len(), "done");
         Ok(Outcome::Completed(Box::new(report)))

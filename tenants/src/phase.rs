@@ -42,36 +42,29 @@ pub enum Phase {
     /// Pause 3: by its [`Schedule`], save contents to host memory and files and unmap, or take all host memory and disk space that
     /// saving takes, and move nothing. Every handle is kept.
     Prepare,
-    /// By stages, any number of times behind the point of no return: save and release a window of own memory.
-    ReleaseStage,
-    /// Pause 4, the point of no return: release imports and own memory. What is not saved yet is saved before.
+    /// Pause 4, the point of no return: release own memory, a window of it at a time or all that is left; with all, imports too. What is not
+    /// saved yet is saved before.
     Release,
     /// Pause 5: compare the device's free memory with what was released.
     Verify,
     /// Behind a deep pause, when it is over: the process learns that its contexts leave, and calls the driver for nothing
     /// from then on. Then the coordinator has the driver take them.
     Freeze,
-    /// Undo of pause 1 to 3: map again, then open the gate. Nobody else is needed for that.
-    AbortPause,
     /// Before a resume, when the driver has brought the contexts back: the process may call it again.
     Thaw,
-    /// Resume 1: create all memory, or none.
-    CreateOwn,
-    /// Instead of [`Phase::CreateOwn`], by stages, any number of times: create as much as is allowed, map it at its old
-    /// addresses, and put its contents back.
-    RestoreStage,
-    /// Resume 2: map it at its old addresses, put contents back, export what peers will import. What is still away is
-    /// created before.
+    /// Resume 1: create all memory, or none. A swap leaves it out.
+    Create,
+    /// Resume 2: map it at its old addresses and put contents back, a window at a time or all that is left; what is still away is
+    /// created before. With all, export what peers will import.
     Restore,
-    /// Resume 3: import peers' memory at its old addresses.
+    /// Resume 3: import peers' memory at its old addresses. What was imported from processes that have ended, or that do not have it any
+    /// more, ends the resume, or is left out for ever: its addresses stay reserved and unmapped.
     Import,
-    /// Instead of [`Phase::Import`]: the same, but what was imported from processes that have ended, or that do not
-    /// have it any more, is left out for ever. Its addresses stay reserved and unmapped.
-    ImportFromLiving,
     /// Resume 4: open the gate.
     Activate,
-    /// Undo of resume 1 to 3: release everything again, contents kept. Leaves a process that has not begun as it is.
-    AbortResume,
+    /// Undo of all that comes before a point of no return. A pause maps again and opens the gate, and needs nobody else for that; a resume
+    /// releases everything again, contents kept. Leaves a process that has not begun as it is.
+    Abort,
     /// The coordinator of what is under way has ended: find out from the others how far they were told to
     /// go, and go the same way. Nothing is done when nothing is under way.
     Settle,
@@ -98,53 +91,16 @@ pub struct Row {
     phase: Phase,
     /// For people, in a few words.
     label: &'static str,
-    /// What it belongs to; none of [`Stage::Settle`], which finds that out.
+    /// What it belongs to; none where the process finds that out.
     action: Option<Action>,
     stage: Stage,
     /// How long processes may take for it when nothing else is said.
     timeout: Duration,
     /// It is taken at a common cut of the ranks, where all processes take part.
     at_cut: bool,
-    /// In which pauses and resumes it is taken.
-    when: When,
     /// The bytes of its report are those that the action gives back or takes.
     moves_memory: bool,
     order: fn(&Told<'_>) -> Order,
-}
-
-/// In which pauses and resumes a phase is taken.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum When {
-    Always,
-    /// Where all memory of a process moves in one step.
-    AtOnce,
-    /// Where it moves by stages.
-    ByStages,
-    /// Where lost memory is not left out.
-    WithLost,
-    /// Where it is.
-    WithoutLost,
-}
-
-/// How a pause or resume is done, where there is more than one way.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Manner {
-    /// Memory that was imported from processes that have ended is left out.
-    pub without_lost: bool,
-    /// Memory moves by stages, so that another tenant's moves the other way meanwhile.
-    pub by_stages: bool,
-}
-
-impl When {
-    fn is_of(self, manner: Manner) -> bool {
-        match self {
-            Self::Always => true,
-            Self::AtOnce => !manner.by_stages,
-            Self::ByStages => manner.by_stages,
-            Self::WithLost => !manner.without_lost,
-            Self::WithoutLost => manner.without_lost,
-        }
-    }
 }
 
 /// What an order can say, besides what to do. Each row of the table takes what its phase needs.
@@ -160,8 +116,10 @@ pub struct Told<'a> {
     pub schedule: Schedule,
     /// When [`Phase::Release`] saves what no phase before it has saved.
     pub rest: Schedule,
-    /// Of a stage.
-    pub window: Window,
+    /// How much is moved now; none for all that is left.
+    pub window: Option<Window>,
+    /// Memory that was imported from processes that have ended is left out.
+    pub without_lost: bool,
     /// The contexts are to leave when the pause is over.
     pub is_deep: bool,
     /// Processes stand still after a pause by tag.
@@ -169,7 +127,7 @@ pub struct Told<'a> {
 }
 
 impl<'a> Told<'a> {
-    /// For phases that are no stages.
+    /// With the usual answers to all else.
     pub fn new(scope: &'a Scope, stays: &'a [Stay]) -> Self {
         Self {
             scope,
@@ -177,7 +135,8 @@ impl<'a> Told<'a> {
             copies: Copies::default(),
             schedule: Schedule::default(),
             rest: Schedule::SaveMeanwhile,
-            window: Window::default(),
+            window: None,
+            without_lost: false,
             is_deep: false,
             stands: false,
         }
@@ -208,14 +167,13 @@ const fn row(
         stage,
         timeout: Duration::from_mins(1),
         at_cut: false,
-        when: When::Always,
         moves_memory: false,
         order,
     }
 }
 
 /// One row for each phase, in the order of [`Phase`], which is that of a pause and of a resume.
-const TABLE: [Row; 17] = {
+const TABLE: [Row; 13] = {
     use Action::{Pause, Resume};
     use Stage::{Abort, AtRest, Commit, Prepare, Settle};
     [
@@ -241,59 +199,39 @@ const TABLE: [Row; 17] = {
             })
         },
         Row {
-            when: When::ByStages,
             moves_memory: true,
-            ..row(Phase::ReleaseStage, "release by stages", Pause, Commit, |told| {
-                Order::ReleaseStage { window: told.window.clone() }
-            })
-        },
-        Row {
-            moves_memory: true,
-            ..row(Phase::Release, "release memory", Pause, Commit, |told| Order::Release {
+            ..row(Phase::Release, "release", Pause, Commit, |told| Order::Release {
+                window: told.window.clone(),
                 rest: told.rest,
             })
         },
         row(Phase::Verify, "verify", Pause, Commit, |_| Order::Verify),
         row(Phase::Freeze, "freeze", Pause, AtRest, |_| Order::Freeze),
-        row(Phase::AbortPause, "undo pause", Pause, Abort, |_| Order::AbortPause),
         row(Phase::Thaw, "thaw", Resume, AtRest, |_| Order::Thaw),
         Row {
             moves_memory: true,
-            when: When::AtOnce,
-            ..row(Phase::CreateOwn, "create memory", Resume, Prepare, |told| Order::CreateOwn {
+            ..row(Phase::Create, "create", Resume, Prepare, |told| Order::Create {
                 scope: told.scope.clone(),
             })
         },
         Row {
-            moves_memory: true,
-            when: When::ByStages,
-            ..row(Phase::RestoreStage, "restore by stages", Resume, Prepare, |told| {
-                Order::RestoreStage { scope: told.scope.clone(), window: told.window.clone() }
-            })
-        },
-        Row {
             timeout: Duration::from_mins(2),
-            // What is left by stages.
             moves_memory: true,
-            ..row(Phase::Restore, "restore contents", Resume, Prepare, |_| Order::Restore)
-        },
-        Row {
-            when: When::WithLost,
-            ..row(Phase::Import, "import from peers", Resume, Prepare, |_| Order::Import)
-        },
-        Row {
-            when: When::WithoutLost,
-            ..row(Phase::ImportFromLiving, "import from living peers", Resume, Prepare, |_| {
-                Order::ImportFromLiving
+            ..row(Phase::Restore, "restore", Resume, Prepare, |told| Order::Restore {
+                scope: told.scope.clone(),
+                window: told.window.clone(),
             })
         },
-        row(Phase::Activate, "open gate", Resume, Commit, |_| Order::Activate),
-        row(Phase::AbortResume, "undo resume", Resume, Abort, |_| Order::AbortResume),
+        row(Phase::Import, "import", Resume, Prepare, |told| Order::Import {
+            without_lost: told.without_lost,
+        }),
+        row(Phase::Activate, "activate", Resume, Commit, |_| Order::Activate),
+        Row { action: None, ..row(Phase::Abort, "abort", Pause, Abort, |_| Order::Abort) },
         Row {
             action: None,
             // One that was told to release by stages may have all of its memory to save.
             timeout: Duration::from_mins(3),
-            ..row(Phase::Settle, "settle what was left half done", Pause, Settle, |_| Order::Settle)
+            ..row(Phase::Settle, "settle", Pause, Settle, |_| Order::Settle)
         },
     ]
 };
@@ -302,48 +240,19 @@ const TABLE: [Row; 17] = {
 /// time-outs were requested: the cut's, and those of closing the gate and of the drain.
 pub const HELD_MAX: Duration = Duration::from_secs(70);
 
-/// The first phase of `action` that is of `stage` and always taken. There is one; else this does not compile.
-const fn first(action: Action, stage: Stage) -> Phase {
-    let mut at = 0;
-    loop {
-        let row = &TABLE[at];
-        // CAST: both enums have no fields; their order is what is compared.
-        let is_of_stage = row.stage as u8 == stage as u8 && matches!(row.when, When::Always);
-        if let Some(found) = row.action
-            && is_of_stage
-            && found as u8 == action as u8
-        {
-            return row.phase;
-        }
-        at += 1;
-    }
-}
-
 impl Action {
     /// Its point of no return.
     pub fn commit(self) -> Phase {
-        const PAUSE: Phase = first(Action::Pause, Stage::Commit);
-        const RESUME: Phase = first(Action::Resume, Stage::Commit);
         match self {
-            Self::Pause => PAUSE,
-            Self::Resume => RESUME,
+            Self::Pause => Phase::Release,
+            Self::Resume => Phase::Activate,
         }
     }
 
-    /// What undoes it before that.
-    pub fn abort(self) -> Phase {
-        const PAUSE: Phase = first(Action::Pause, Stage::Abort);
-        const RESUME: Phase = first(Action::Resume, Stage::Abort);
-        match self {
-            Self::Pause => PAUSE,
-            Self::Resume => RESUME,
-        }
-    }
-
-    /// Its phases of `stage`, in order, as they are taken in this manner.
-    pub fn phases(self, stage: Stage, manner: Manner) -> Vec<Phase> {
-        let rows = TABLE.iter().filter(|row| row.action == Some(self) && row.stage == stage);
-        rows.filter(|row| row.when.is_of(manner)).map(|row| row.phase).collect()
+    /// Its phases of `stage`, in order.
+    pub fn phases(self, stage: Stage) -> impl Iterator<Item = Phase> {
+        let rows = TABLE.iter().filter(move |row| row.action == Some(self) && row.stage == stage);
+        rows.map(|row| row.phase)
     }
 }
 
@@ -403,11 +312,6 @@ impl Phase {
         self.row().moves_memory
     }
 
-    /// Is it taken any number of times, each for a part of the memory?
-    pub fn is_staged(self) -> bool {
-        matches!(self, Self::ReleaseStage | Self::RestoreStage)
-    }
-
     /// The order to take it.
     pub fn order(self, told: &Told<'_>) -> Order {
         (self.row().order)(told)
@@ -437,13 +341,10 @@ pub enum Order {
         /// When contents are saved.
         schedule: Schedule,
     },
-    /// [`Phase::ReleaseStage`].
-    ReleaseStage {
-        /// How much; one allocation that is larger than what is said of its device goes, too.
-        window: Window,
-    },
     /// [`Phase::Release`].
     Release {
+        /// How much, or all that is left; one allocation that is larger than what is said of its device goes, too.
+        window: Option<Window>,
         /// When contents that are not saved yet are saved.
         rest: Schedule,
     },
@@ -451,32 +352,29 @@ pub enum Order {
     Verify,
     /// [`Phase::Freeze`].
     Freeze,
-    /// [`Phase::AbortPause`].
-    AbortPause,
     /// [`Phase::Thaw`].
     Thaw,
-    /// [`Phase::CreateOwn`].
-    CreateOwn {
+    /// [`Phase::Create`].
+    Create {
         /// Which memory the resume is about.
         scope: Scope,
-    },
-    /// [`Phase::RestoreStage`].
-    RestoreStage {
-        /// Which memory the resume is about.
-        scope: Scope,
-        /// How much, and no more.
-        window: Window,
     },
     /// [`Phase::Restore`].
-    Restore,
+    Restore {
+        /// Which memory the resume is about.
+        scope: Scope,
+        /// How much, and no more, or all that is left.
+        window: Option<Window>,
+    },
     /// [`Phase::Import`].
-    Import,
-    /// [`Phase::ImportFromLiving`].
-    ImportFromLiving,
+    Import {
+        /// Is what nobody has any more left out?
+        without_lost: bool,
+    },
     /// [`Phase::Activate`].
     Activate,
-    /// [`Phase::AbortResume`].
-    AbortResume,
+    /// [`Phase::Abort`].
+    Abort,
     /// [`Phase::Settle`].
     Settle,
 }
@@ -488,19 +386,15 @@ impl Order {
             Self::CloseGate { .. } => Phase::CloseGate,
             Self::Drain => Phase::Drain,
             Self::Prepare { .. } => Phase::Prepare,
-            Self::ReleaseStage { .. } => Phase::ReleaseStage,
             Self::Release { .. } => Phase::Release,
             Self::Verify => Phase::Verify,
             Self::Freeze => Phase::Freeze,
-            Self::AbortPause => Phase::AbortPause,
             Self::Thaw => Phase::Thaw,
-            Self::CreateOwn { .. } => Phase::CreateOwn,
-            Self::RestoreStage { .. } => Phase::RestoreStage,
-            Self::Restore => Phase::Restore,
-            Self::Import => Phase::Import,
-            Self::ImportFromLiving => Phase::ImportFromLiving,
+            Self::Create { .. } => Phase::Create,
+            Self::Restore { .. } => Phase::Restore,
+            Self::Import { .. } => Phase::Import,
             Self::Activate => Phase::Activate,
-            Self::AbortResume => Phase::AbortResume,
+            Self::Abort => Phase::Abort,
             Self::Settle => Phase::Settle,
         }
     }
@@ -524,34 +418,27 @@ mod tests {
             assert_eq!(phase.row().phase, phase);
             let told = Told::new(&Scope::Whole, &[]);
             assert_eq!(phase.order(&told).phase(), phase);
+            let in_json = serde_json::to_value(phase).unwrap();
+            assert_eq!(in_json, phase.label().replace(' ', "_"), "one name everywhere");
         }
     }
 
     #[test]
     fn a_pause_and_a_resume_have_their_phases_in_order() {
         use Phase::{
-            Activate, CloseGate, CreateOwn, Drain, Import, ImportFromLiving, Prepare, Release,
-            ReleaseStage, Restore, RestoreStage, Verify,
+            Activate, CloseGate, Create, Drain, Freeze, Import, Prepare, Release, Restore, Thaw,
+            Verify,
         };
-        for without_lost in [false, true] {
-            let import = if without_lost { ImportFromLiving } else { Import };
-            let manner = |by_stages| Manner { without_lost, by_stages };
-            let by_stages = |action: Action, stage| action.phases(stage, manner(true));
-            assert_eq!(by_stages(Action::Pause, Stage::Prepare), [CloseGate, Drain, Prepare]);
-            assert_eq!(by_stages(Action::Pause, Stage::Commit), [ReleaseStage, Release, Verify]);
-            assert_eq!(by_stages(Action::Resume, Stage::Prepare), [RestoreStage, Restore, import]);
-            let of = |action: Action, stage| action.phases(stage, manner(false));
-            assert_eq!(of(Action::Pause, Stage::Prepare), [CloseGate, Drain, Prepare]);
-            assert_eq!(of(Action::Pause, Stage::Commit), [Release, Verify]);
-            assert_eq!(of(Action::Resume, Stage::Prepare), [CreateOwn, Restore, import]);
-            assert_eq!(of(Action::Resume, Stage::Commit), [Activate]);
+        let of = |action: Action, stage| action.phases(stage).collect::<Vec<_>>();
+        assert_eq!(of(Action::Pause, Stage::Prepare), [CloseGate, Drain, Prepare]);
+        assert_eq!(of(Action::Pause, Stage::Commit), [Release, Verify]);
+        assert_eq!(of(Action::Pause, Stage::AtRest), [Freeze]);
+        assert_eq!(of(Action::Resume, Stage::AtRest), [Thaw]);
+        assert_eq!(of(Action::Resume, Stage::Prepare), [Create, Restore, Import]);
+        assert_eq!(of(Action::Resume, Stage::Commit), [Activate]);
+        for action in [Action::Pause, Action::Resume] {
+            assert_eq!(action.phases(Stage::Commit).next(), Some(action.commit()));
         }
-        assert_eq!((Action::Pause.commit(), Action::Resume.commit()), (Release, Activate));
-        for (action, phase) in [(Action::Pause, Phase::Freeze), (Action::Resume, Phase::Thaw)] {
-            assert_eq!(action.phases(Stage::AtRest, Manner::default()), [phase]);
-        }
-        let aborts = (Action::Pause.abort(), Action::Resume.abort());
-        assert_eq!(aborts, (Phase::AbortPause, Phase::AbortResume));
     }
 
     #[test]
@@ -560,10 +447,9 @@ mod tests {
         let expected = [
             Phase::Verify,
             Phase::Freeze,
-            Phase::AbortPause,
             Phase::Thaw,
             Phase::Activate,
-            Phase::AbortResume,
+            Phase::Abort,
             Phase::Settle,
         ];
         assert_eq!(over, expected);

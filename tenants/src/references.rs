@@ -22,11 +22,6 @@
 //! Saving keeps every handle, so going back needs no peer. What is away is kept by its owner as long as an importer may want
 //! it, also if its application frees it: it comes back, importers fetch it, and the owner lets go when the resume is committed.
 
-#[cfg(test)]
-mod model;
-#[cfg(test)]
-mod search;
-
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use serde::{Deserialize, Serialize};
@@ -120,6 +115,9 @@ pub fn decide(members: &[(MemberId, &References)], bystanders: &BTreeSet<MemberI
 
 #[cfg(test)]
 mod tests {
+    mod model;
+    mod search;
+
     use super::*;
 
     fn held(number: u8) -> Held {

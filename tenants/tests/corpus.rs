@@ -36,7 +36,7 @@ use tenants::wire::{
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{
     AllocationId, CopiedBytes, Copying, Held, HostDemand, KeptBytes, Part, PinnedBytes, PoolReport,
-    SlabTotals, StayReason,
+    Schedule, SlabTotals, StayReason,
 };
 
 const ID: AllocationId = AllocationId(*b"0123456789abcdef");
@@ -184,13 +184,13 @@ fn requests() -> Vec<Request> {
         Request::Phase(TakePhase {
             round: 8,
             alone: false,
-            order: Order::ReleaseStage { window: window() },
+            order: Order::Release { window: Some(window()), rest: Schedule::SaveMeanwhile },
             timeout_ms: 60_000,
         }),
         Request::Phase(TakePhase {
             round: 9,
             alone: false,
-            order: Order::RestoreStage { scope: Scope::Whole, window: window() },
+            order: Order::Restore { scope: Scope::Whole, window: Some(window()) },
             timeout_ms: 60_000,
         }),
         Request::Withdraw(Withdraw { round: 7 }),

@@ -17,7 +17,7 @@ const STEP_TIMEOUT: Duration = Duration::from_mins(2);
 pub const PAUSE: [Phase; 5] =
     [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release, Phase::Verify];
 /// The phases of a resume, in order.
-pub const RESUME: [Phase; 4] = [Phase::CreateOwn, Phase::Restore, Phase::Import, Phase::Activate];
+pub const RESUME: [Phase; 4] = [Phase::Create, Phase::Restore, Phase::Import, Phase::Activate];
 
 /// One end of a phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,9 +32,9 @@ impl Boundary {
     /// Where an overlapped swap has things half done.
     pub const HALF_WAY_THROUGH_A_SWAP: [Self; 5] = [
         Self::Done(Phase::Prepare),
-        Self::Started(Phase::ReleaseStage),
-        Self::Started(Phase::RestoreStage),
         Self::Started(Phase::Release),
+        Self::Started(Phase::Restore),
+        Self::Done(Phase::Release),
         Self::Done(Phase::Restore),
     ];
 

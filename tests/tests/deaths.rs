@@ -256,7 +256,7 @@ fn rank_killed_beside_its_child_on_the_way_is_named_and_the_others_are_settled()
         for (action, boundary) in [
             ("pause", Boundary::Done(Phase::Drain)),
             ("pause", Boundary::Done(Phase::Prepare)),
-            ("resume", Boundary::Done(Phase::CreateOwn)),
+            ("resume", Boundary::Done(Phase::Create)),
         ] {
             for (coordinator_dies, is_waited_for) in [(false, false), (true, false), (true, true)] {
                 let what = format!(

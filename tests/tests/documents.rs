@@ -192,7 +192,7 @@ fn every_document_is_as_the_schema_says() -> Outcome {
     let failure = &refused["failures"][0]["failure"];
     assert_eq!(
         (&failure["code"], &refused["failures"][0]["step"]),
-        (&json!("gpu-full"), &json!("create_own"))
+        (&json!("gpu-full"), &json!("create"))
     );
     assert!(failure["missing_bytes"].is_u64(), "{refused}");
     checked.run("swap", 0, &["swap", "infer", "train"])?;

@@ -377,7 +377,7 @@ fn a_timeline_has_every_process_and_phase_of_the_last_pause_and_resume() -> Outc
     stage.resume("train")?;
     stage.sublet(&["trace", "train", "-o", &path])?.succeeded()?;
     let found = slices(&file)?;
-    for phase in ["prepare", "release memory", "restore contents", "open gate"] {
+    for phase in ["prepare", "release", "restore", "activate"] {
         for rank in &job.ranks {
             let wanted = (phase.to_owned(), u64::from(rank.pid()));
             assert!(found.contains(&wanted), "no {wanted:?}: {found:#?}");

@@ -356,11 +356,11 @@ fn a_tag_that_the_seconds_budget_does_not_have_stops_nobody() -> TestOutcome {
 fn a_command_that_is_killed_leaves_a_way_on() -> TestOutcome {
     // With no room for a window besides both, and with room for more than the window of that command.
     let held_bytes = (3 + 2) * 2 * COUNT * UNIT;
-    killed_half_way(held_bytes, &Boundary::HALF_WAY_THROUGH_A_SWAP, Phase::ReleaseStage)?;
+    killed_half_way(held_bytes, &Boundary::HALF_WAY_THROUGH_A_SWAP, Phase::Release)?;
     let boundaries = [
         Boundary::Done(Phase::Prepare),
         Boundary::Started(Phase::Release),
-        Boundary::Started(Phase::RestoreStage),
+        Boundary::Started(Phase::Restore),
         Boundary::Done(Phase::Restore),
     ];
     killed_half_way(256 * MIB, &boundaries, Phase::Release)

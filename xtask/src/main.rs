@@ -65,6 +65,8 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         command: Vec<std::ffi::OsString>,
     },
+    /// Count the files and functions that a pause, a resume and a switch run. It needs valgrind.
+    Walk,
     /// Run the tests of the Python package alone.
     Python,
     /// Run all that a build must pass: `test`, clippy, the documentation and dependencies, warnings denied.
@@ -127,6 +129,10 @@ fn dispatch(command: &Command) -> Outcome {
             let mut command = workspace.command(program);
             command.args(arguments).envs(variables);
             Err(format!("{} could not be started: {}", program.display(), command.exec()).into())
+        }
+        Command::Walk => {
+            let command = ["python3", "tests/walk.py"].map(Into::into).to_vec();
+            dispatch(&Command::Built { release: false, python: false, command })
         }
         Command::Python => test::python(&workspace),
         Command::Ci => test::ci(&workspace),

@@ -217,7 +217,7 @@ mod tests {
         assert_eq!(slice(&events, "copy", 13), [0, 1000]);
         assert_eq!(slice(&events, "copy", 12), [0, 125_000]);
         for row in [12, 13, GPU_ROWS] {
-            assert_eq!(slice(&events, "release memory", row), [250_000, 50_000]);
+            assert_eq!(slice(&events, "release", row), [250_000, 50_000]);
         }
         assert_eq!(slice(&events, "last pause", TENANT_ROW), [0, 300_000]);
         assert_eq!(slice(&events, "last resume", TENANT_ROW)[0], 330_000);

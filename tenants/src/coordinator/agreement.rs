@@ -10,7 +10,7 @@ use super::TakesPart;
 use super::overlap::moving_time;
 use super::peers::{Reached, reach};
 use super::report::{MemberFailure, Step, Who};
-use super::session::{Plan, Session, Stop};
+use super::session::{Legs, Session, Stop};
 use crate::host_memory;
 use crate::identity::MemberId;
 use crate::references::{Partner, References, Stay, decide, missing};
@@ -32,12 +32,12 @@ pub(super) struct Agreed {
 
 impl Session<'_> {
     /// What `drained` go by from here on.
-    pub(super) fn agree(&self, plan: &Plan, drained: &[(usize, Drained)]) -> Result<Agreed, Stop> {
+    pub(super) fn agree(&self, legs: Legs, drained: &[(usize, Drained)]) -> Result<Agreed, Stop> {
         let needs: Vec<_> = drained.iter().map(|(_, said)| &said.host).collect();
         let demands: Vec<_> = needs.iter().map(|need| need.demand).collect();
         let copies = host_memory::copies_with_room(&needs);
         let is_early = self.options.releases_early || pays(&demands, copies);
-        let (schedule, saving) = if plan.by_stages {
+        let (schedule, saving) = if legs == Legs::Both {
             (Schedule::SaveMeanwhile, None)
         } else if is_early {
             (Schedule::SaveMeanwhile, Some(saving_time(&demands)))

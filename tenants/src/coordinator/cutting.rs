@@ -12,6 +12,7 @@ use super::stepping::Stillness;
 use super::steps::OnFailure;
 use crate::cut::plan::{Pace, Plan, Verdict};
 use crate::cut::{CutReport, Lag, Laggard, Limits, foreign_ranks, laggards};
+use crate::run_dir::pause_thread;
 use crate::time::{micros, millis};
 use crate::wire::{Failure, FailureKind, Hold, Phase};
 
@@ -25,6 +26,10 @@ const PATIENCE_MAX: Duration = Duration::from_secs(2);
 const STALLS_PER_PATIENCE: u32 = 4;
 /// How long nothing must move, while somebody waits for device memory, until that is why.
 const MEMORY_WAIT: Duration = Duration::from_secs(1);
+/// How long all run when a pause has met a capture, doubled each time,
+const CAPTURE_REST_MIN: Duration = Duration::from_millis(1);
+/// and at most.
+const CAPTURE_REST_MAX: Duration = Duration::from_millis(50);
 /// A pause that takes no longer is not worth a word.
 const QUIET: Duration = Duration::from_millis(200);
 /// Laggards that an error names.
@@ -79,18 +84,17 @@ fn patience(stalls: u32) -> Duration {
 impl Session<'_> {
     /// Brings `members` to a cut, has them take `phase` there, which shuts their gates, and lets calls in until their
     /// devices are idle. Those that stand still in a pause by tag are at one already. Where that is not possible for a capture,
-    /// `undo` lets them run on, to another cut. Who is missing goes to `absent`, also where it fails.
+    /// they run on for a moment, to another cut. Who is missing goes to `absent`, also where it fails.
     pub(super) fn cut_and_take(
         &mut self,
         phase: Phase,
-        undo: Phase,
         members: &[usize],
         absent: &mut Vec<String>,
         report: &mut Report,
     ) -> Result<(), Stop> {
         let began = Instant::now();
         let deadline = began + self.options.cut_timeout();
-        let mut summary = CutSummary::default();
+        let (mut summary, mut rest) = (CutSummary::default(), CAPTURE_REST_MIN);
         let standing = self.standing();
         let running: Vec<_> = members.iter().copied().filter(|it| !standing.contains(it)).collect();
         loop {
@@ -119,12 +123,15 @@ impl Session<'_> {
                 return Err(Stop::Failed(failures));
             }
             // A capture has begun: let all run, and try again.
-            let undone = self.phase_step(undo, members, OnFailure::WaitForAll);
+            let undone = self.phase_step(Phase::Abort, members, OnFailure::WaitForAll);
             if !undone.failures.is_empty() {
                 return Err(Stop::Failed(undone.into_failures()));
             }
             self.begin_anew();
             summary.retries += 1;
+            // Each try holds all ranks, and a capture takes as long as it takes.
+            pause_thread(rest);
+            rest = (rest * 2).min(CAPTURE_REST_MAX);
         }
     }
 

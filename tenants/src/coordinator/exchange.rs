@@ -31,14 +31,12 @@ const WIDER_WINDOW_PART: u64 = 4;
 /// The next order, and to whom: an index among those that leave, or among those that come.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Move {
-    /// Save and release a window.
-    ReleaseStage(usize, Window),
-    /// Save and release what is left.
-    Release(usize),
+    /// Save and release a window, or what is left.
+    Release(usize, Option<Window>),
     /// Say what has stayed: nobody has anything left to release.
     Verify(usize),
     /// Create and fill as much as this.
-    RestoreStage(usize, Window),
+    Restore(usize, Window),
 }
 
 /// See the head of this module.
@@ -248,18 +246,18 @@ impl Exchange {
                     let needs_no_room = self.is_coming_over || self.has_room_for_both;
                     if most.saturating_sub(asked) <= window_bytes || needs_no_room {
                         leaver.at = LeaverAt::Releasing;
-                        return Some(Move::Release(index));
+                        return Some(Move::Release(index, None));
                     }
                     let stage = leaver.next_stage;
                     leaver.next_stage += 1;
                     let devices = leaver.left.keys().map(|uuid| (uuid.clone(), window_bytes));
                     let window = Window { stage, devices: devices.collect() };
-                    return Some(Move::ReleaseStage(index, window));
+                    return Some(Move::Release(index, Some(window)));
                 }
                 LeaverAt::Trouble if leaver.due == 0 => {
                     leaver.due += 1;
                     leaver.at = LeaverAt::Releasing;
-                    return Some(Move::Release(index));
+                    return Some(Move::Release(index, None));
                 }
                 LeaverAt::Released if all_released => {
                     leaver.due += 1;
@@ -317,7 +315,7 @@ impl Exchange {
             let window = Window { stage: comer.next_stage, devices: granted.clone() };
             comer.next_stage += 1;
             comer.promised.push_back(granted);
-            return Some(Move::RestoreStage(index, window));
+            return Some(Move::Restore(index, window));
         }
         None
     }
@@ -362,21 +360,22 @@ impl Exchange {
     pub(super) fn released(&mut self, index: usize, report: &PhaseReport) {
         self.add_gone(&report.devices);
         let moved_bytes = sum(report.devices.iter().map(|delta| delta.bytes));
+        let is_all = self.owes_all_alone(index);
         let leaver = &mut self.leaving[index];
         leaver.answers += 1;
         leaver.due = leaver.due.saturating_sub(1);
         leaver.left = left_of(report).map(|left| (left.uuid.clone(), left.bytes)).collect();
-        if leaver.at == LeaverAt::Stages && moved_bytes == 0 && !leaver.left.is_empty() {
+        if is_all {
+            leaver.at = LeaverAt::Released;
+        } else if leaver.at == LeaverAt::Stages && moved_bytes == 0 && !leaver.left.is_empty() {
             leaver.at = LeaverAt::Trouble;
         }
     }
 
-    /// A process that leaves has released all that it can.
-    pub(super) fn released_all(&mut self, index: usize, report: &PhaseReport) {
-        self.released(index, report);
-        if self.leaving[index].at == LeaverAt::Releasing {
-            self.leaving[index].at = LeaverAt::Released;
-        }
+    /// Has this process, which leaves, done all its stages, and is to release what is left?
+    pub(super) fn owes_all_alone(&self, index: usize) -> bool {
+        let leaver = &self.leaving[index];
+        leaver.at == LeaverAt::Releasing && leaver.due == 1
     }
 
     /// Too much time has passed. A process that leaves is told to release what is left, whatever has come of its stages.

@@ -138,7 +138,7 @@ impl Session<'_> {
         if members.is_empty() {
             return None;
         }
-        let mut report = self.new_report(Action::Pause);
+        let mut report = self.new_report();
         report.set_stays(self.stays());
         self.freeze(&members, &mut report);
         report.wall_us = micros(self.began.elapsed());
@@ -222,14 +222,10 @@ impl Session<'_> {
     ///
     /// # Errors
     /// [`Trouble::Refused`]: those that are not back. All stand as before, as far as the driver does its part.
-    pub(super) fn thaw_for(
-        &mut self,
-        action: Action,
-        members: &[usize],
-    ) -> Result<Option<PhaseSummary>, Trouble> {
+    pub(super) fn thaw_for(&mut self, members: &[usize]) -> Result<Option<PhaseSummary>, Trouble> {
         let is_deep = |index: &usize| self.state(*index) == Some(MemberState::Deep);
         let deep: Vec<usize> = members.iter().copied().filter(is_deep).collect();
-        if action == Action::Pause || deep.is_empty() {
+        if self.action == Action::Pause || deep.is_empty() {
             return Ok(None);
         }
         let began = Instant::now();
@@ -240,7 +236,7 @@ impl Session<'_> {
             return Ok(thawed);
         }
         self.freeze_again(thawed);
-        Err(Trouble::refused(self.tenant(), (action, false), moved.failures))
+        Err(Trouble::refused(self.tenant(), (self.action, false), moved.failures))
     }
 
     /// A resume came to nothing: what it has `thawed` is as before, as far as the driver does its part.
@@ -253,7 +249,7 @@ impl Session<'_> {
         let members: Vec<usize> = (0..self.peers.list.len())
             .filter(|index| self.peers.is_up(*index) && was_thawed(index))
             .collect();
-        let mut report = self.new_report(Action::Pause);
+        let mut report = Report::new(self.dir.tenant(), Action::Pause);
         self.freeze(&members, &mut report);
         for failure in report.not_deep {
             tracing::warn!(%failure, "paused, and not deep as before");

@@ -11,7 +11,7 @@ use vmm_pool::ClassBytes;
 use super::conversation::{Inquiry, Next, Wait};
 use super::peers::{Everybody, Peers, gone};
 use super::report::{MemberFailure, Report, Step, TenantStats};
-use super::session::{Plan, Session};
+use super::session::Session;
 use super::steps::{OnFailure, StepResult};
 use super::{Coordinator, Options, Trouble, budgets};
 use crate::identity::TenantName;
@@ -22,7 +22,7 @@ use crate::time::millis;
 use crate::transport::is_stopped;
 use crate::wire::{
     DeviceDelta, Failure, FailureKind, Idleness, LookIdle, MemberState, MemberStats, Needed, Needs,
-    Stats,
+    Phase, Stats,
 };
 
 /// How long members may take to say what a resume needs, when nothing else is said.
@@ -83,21 +83,15 @@ impl Coordinator {
 
 impl Session<'_> {
     /// Refuses when the devices cannot hold the members.
-    pub(super) fn look(
-        &mut self,
-        plan: &Plan,
-        members: &[usize],
-    ) -> Result<(), Vec<MemberFailure>> {
+    pub(super) fn look(&mut self, members: &[usize]) -> Result<(), Vec<MemberFailure>> {
         let short = short_devices(&self.needs(members));
-        let next = plan.prepare.first();
-        let (Some(shortage), Some(&index), Some(&next)) = (short.first(), members.first(), next)
-        else {
+        let (Some(shortage), Some(&index)) = (short.first(), members.first()) else {
             return Ok(());
         };
         let missing_bytes = shortage.missing_bytes();
         let kind = FailureKind::OutOfDeviceMemory { missing_bytes };
         let failure = Failure { kind, message: "its tenant does not fit".to_owned() };
-        let step = Step::Phase(next);
+        let step = Step::Phase(Phase::Create);
         Err(vec![MemberFailure { who: self.peers.list[index].who, step, failure }])
     }
 

@@ -63,7 +63,7 @@ impl<'s, 'a> Side<'s, 'a> {
         let Step::Phase(phase) = answer.step else { return None };
         let member = self.members.iter().position(|index| *index == answer.peer)?;
         let index = answer.peer;
-        let question = Ordered { phase, window: Window::default(), rest: Schedule::default() };
+        let question = Ordered { phase, window: None, rest: Schedule::default() };
         let question = question.question(self.session, Timeout::default());
         let result = answer.to(&question);
         let now = Instant::now();
@@ -110,7 +110,7 @@ struct Taken {
 /// An order of either side.
 struct Ordered {
     phase: Phase,
-    window: Window,
+    window: Option<Window>,
     /// Of [`Phase::Release`].
     rest: Schedule,
 }
@@ -125,11 +125,13 @@ struct Timeout {
 impl Ordered {
     /// Of `bytes` in all. What leaves goes in windows of one allocation at least, whatever its size.
     fn moves_at_most(&self, bytes: u64) -> u64 {
-        if self.phase != Phase::RestoreStage {
-            return if self.phase.moves_memory() { bytes } else { 0 };
+        match &self.window {
+            Some(Window { devices, .. }) if self.phase == Phase::Restore => {
+                devices.iter().fold(0, |sum: u64, (_, bytes)| sum.saturating_add(*bytes)).min(bytes)
+            }
+            Some(_) | None if self.phase.moves_memory() => bytes,
+            Some(_) | None => 0,
         }
-        let window = self.window.devices.iter();
-        window.fold(0, |sum: u64, (_, bytes)| sum.saturating_add(*bytes)).min(bytes)
     }
 
     fn question(&self, session: &Session<'_>, timeout: Timeout) -> TakePhase {
@@ -158,8 +160,8 @@ pub(super) fn exchange(
 ) -> Hindrance {
     let mut hindrance: Hindrance = None;
     // All that moves takes so long at the slowest, and as long again for one that does it in small parts.
-    let usual = leaving.session.options.phase_timeout(Phase::ReleaseStage);
-    let usual = usual.max(Phase::ReleaseStage.timeout()) + moving_time(plan.total_bytes());
+    let usual = leaving.session.options.phase_timeout(Phase::Release);
+    let usual = usual.max(Phase::Release.timeout()) + moving_time(plan.total_bytes());
     let until = Instant::now() + 2 * usual;
     loop {
         if Instant::now() >= until {
@@ -228,16 +230,15 @@ fn send(
 ) {
     let (bytes, rest) = (plan.total_bytes(), plan.rest());
     let (member, phase, window) = match next {
-        Move::RestoreStage(member, window) => {
-            let order = Ordered { phase: Phase::RestoreStage, window, rest };
+        Move::Restore(member, window) => {
+            let order = Ordered { phase: Phase::Restore, window: Some(window), rest };
             if let Err(failure) = coming.send(member, &order, bytes) {
                 hindrance.get_or_insert(Stop::Failed(vec![failure]));
             }
             return;
         }
-        Move::ReleaseStage(member, window) => (member, Phase::ReleaseStage, window),
-        Move::Release(member) => (member, Phase::Release, Window::default()),
-        Move::Verify(member) => (member, Phase::Verify, Window::default()),
+        Move::Release(member, window) => (member, Phase::Release, window),
+        Move::Verify(member) => (member, Phase::Verify, None),
     };
     if let Err(failure) = leaving.send(member, &Ordered { phase, window, rest }, bytes) {
         lose(leaving, plan, member, failure);
@@ -264,10 +265,11 @@ fn timeout_of(options: &Options, order: &Ordered, bytes: u64) -> Timeout {
 fn has_left(leaving: &mut Side<'_, '_>, plan: &mut Exchange, taken: Taken) {
     let Taken { member, phase, result } = taken;
     match (phase, result) {
-        (Phase::ReleaseStage, Ok(report)) => plan.released(member, &report),
-        (Phase::Release, Ok(report)) => plan.released_all(member, &report),
+        (Phase::Release, Ok(report)) => plan.released(member, &report),
         (Phase::Verify, Ok(_)) => plan.left_for_good(member),
-        (Phase::ReleaseStage, Err(failure)) if is_refused(leaving, member) => {
+        (Phase::Release, Err(failure))
+            if !plan.owes_all_alone(member) && is_refused(leaving, member) =>
+        {
             let note = format!("a stage was not released at first: {failure}");
             leaving.report.notes.push(note);
             plan.stage_failed(member);
@@ -298,12 +300,12 @@ mod tests {
     #[test]
     fn nobody_is_given_up_by_one_that_waits_for_it() {
         let bytes = 100 << 30;
-        let order = |phase| Ordered { phase, window: Window::default(), rest: Schedule::default() };
+        let order = |phase| Ordered { phase, window: None, rest: Schedule::default() };
         for timeout in [None, Some(1), Some(600)] {
             let options =
                 Options { timeout: timeout.map(Duration::from_secs), ..Options::default() };
-            let Timeout { silence, .. } = timeout_of(&options, &order(Phase::RestoreStage), bytes);
-            for phase in [Phase::ReleaseStage, Phase::Release, Phase::Verify] {
+            let Timeout { silence, .. } = timeout_of(&options, &order(Phase::Restore), bytes);
+            for phase in [Phase::Release, Phase::Verify] {
                 let Timeout { answer, .. } = timeout_of(&options, &order(phase), bytes);
                 assert!(silence + options.reply_margin >= answer, "{timeout:?} {phase:?}");
             }

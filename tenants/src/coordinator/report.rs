@@ -336,6 +336,17 @@ impl PhaseSummary {
         let bytes = self.members.iter().map(|member| member.report.bytes);
         bytes.fold(0, u64::saturating_add)
     }
+
+    /// What was done of the same phase behind this.
+    fn add(&mut self, later: Self) {
+        self.wall_us = self.wall_us.saturating_add(later.wall_us);
+        for member in later.members {
+            match self.members.iter_mut().find(|earlier| earlier.who == member.who) {
+                Some(earlier) => earlier.report.add(member.report),
+                None => self.members.push(member),
+            }
+        }
+    }
 }
 
 impl Report {
@@ -455,7 +466,10 @@ impl Report {
             }
         }
         self.stayed_bytes = PinnedBytes::total_bytes(&self.stays);
-        self.phases.push(summary);
+        match self.phases.last_mut() {
+            Some(last) if last.phase == summary.phase => last.add(summary),
+            Some(_) | None => self.phases.push(summary),
+        }
     }
 
     fn device(&mut self, uuid: &str) -> &mut DeviceTotal {

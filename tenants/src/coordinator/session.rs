@@ -10,31 +10,21 @@ use super::peers::{Peers, Reached, reach};
 use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Question, Report, Step};
 use super::steps::{OnFailure, StepResult};
 use super::trouble::silence;
-use super::{Depth, Interrupt, LostImports, Options, TakesPart, Trouble};
+use super::{Depth, Interrupt, Options, TakesPart, Trouble};
 use crate::host_memory::HostShortage;
 use crate::identity::TenantName;
-use crate::phase::{Manner, Stage};
+use crate::phase::Stage;
 use crate::run_dir::{CoordinatorLock, MemberSocket, RunDirError, TenantDir};
 use crate::scope::Scope;
 use crate::time::{micros, millis};
 use crate::transport::has_ended;
 use crate::wire::{Action, AwaitConsent, Drain, FailureKind, Hello, Phase, PhaseReport, TakePhase};
 
-/// The phases of one pause or resume.
-pub(super) struct Plan {
-    action: Action,
-    pub(super) by_stages: bool,
-    pub(super) prepare: Vec<Phase>,
-    /// The first of these is the point of no return.
-    commit: Vec<Phase>,
-}
-
-impl Plan {
-    pub(super) fn new(action: Action, manner: Manner) -> Self {
-        let phases = |stage| action.phases(stage, manner);
-        let (prepare, commit) = (phases(Stage::Prepare), phases(Stage::Commit));
-        Self { action, by_stages: manner.by_stages, prepare, commit }
-    }
+/// Which legs a transaction has: one tenant leaves, or comes, or both at the same time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Legs {
+    One,
+    Both,
 }
 
 /// The connections to a tenant's members while its lock is held.
@@ -45,7 +35,7 @@ pub(super) struct Session<'a> {
     pub(super) progress: &'a mut dyn FnMut(Event<'_>),
     pub(super) peers: Peers,
     /// What is to be done.
-    action: Action,
+    pub(super) action: Action,
     /// When the first process was spoken to.
     pub(super) began: Instant,
     /// Tells this pause or resume from others.
@@ -221,25 +211,23 @@ impl<'a> Session<'a> {
         Err(Trouble::VersionsDiffer { tenant: self.tenant(), versions: texts.join("; ") })
     }
 
-    /// Takes `members` through all phases of `action`.
+    /// Takes `members` through all phases.
     pub(super) fn run(
         &mut self,
-        action: Action,
         members: Vec<usize>,
         patience: Patience,
     ) -> Result<Report, Trouble> {
-        let plan = Plan::new(action, self.manner(false));
-        let thawed = self.thaw_for(action, &members)?;
-        let mut report = self.new_report(action);
+        let thawed = self.thaw_for(&members)?;
+        let mut report = self.new_report();
         if let Some(thawed) = thawed.clone() {
             report.add(thawed);
         }
-        let saving = match self.prepare(&plan, &members, patience, &mut report) {
+        let saving = match self.prepare(Legs::One, &members, patience, &mut report) {
             Ok(saving) => saving,
             Err(stop) => {
-                let error = self.roll_back(action, &members, stop);
+                let error = self.roll_back(&members, stop);
                 if self.options.consent.is_some() {
-                    self.tell_waiting(action, &members, &error);
+                    self.tell_waiting(self.action, &members, &error);
                 }
                 if error.left_unchanged() {
                     self.freeze_again(thawed);
@@ -247,7 +235,7 @@ impl<'a> Session<'a> {
                 return Err(error);
             }
         };
-        self.commit(&plan.commit, members, saving, &mut report);
+        self.commit(members, saving, &mut report);
         if self.is_deep() {
             self.freeze_all(&mut report);
         }
@@ -257,14 +245,9 @@ impl<'a> Session<'a> {
         Ok(report)
     }
 
-    fn manner(&self, by_stages: bool) -> Manner {
-        let without_lost = self.options.lost_imports == LostImports::LeaveOut;
-        Manner { without_lost, by_stages }
-    }
-
-    /// An account of `action` without any step yet.
-    pub(super) fn new_report(&self, action: Action) -> Report {
-        let mut report = Report::new(self.dir.tenant(), action);
+    /// An account without any step yet.
+    pub(super) fn new_report(&self) -> Report {
+        let mut report = Report::new(self.dir.tenant(), self.action);
         report.stands_still = self.stands;
         if self.peers.dead > 0 {
             report.notes.push(format!(
@@ -284,12 +267,12 @@ impl<'a> Session<'a> {
     /// slowest behind the point of no return, if it is left for then.
     pub(super) fn prepare(
         &mut self,
-        plan: &Plan,
+        legs: Legs,
         members: &[usize],
         patience: Patience,
         report: &mut Report,
     ) -> Result<Option<Duration>, Stop> {
-        let action = plan.action;
+        let action = self.action;
         if let Some(timeout) = self.options.consent {
             let question = AwaitConsent { action, timeout_ms: millis(timeout) };
             let result = self.step(&question, members, timeout, OnFailure::Stop);
@@ -298,13 +281,13 @@ impl<'a> Session<'a> {
             }
         }
         if self.options.look_first && action == Action::Resume {
-            self.look(plan, members)?;
+            self.look(members)?;
         }
         if action == Action::Pause {
             self.wait_for_borrowers(members, patience)?;
         }
         self.check_lock().map_err(|_| Stop::LockGone)?;
-        self.take_all(plan, members, patience, report)
+        self.take_all(legs, members, patience, report)
     }
 
     /// Is this the one that leads the tenant, as far as others can see? Looked at before a first step is taken.
@@ -315,27 +298,24 @@ impl<'a> Session<'a> {
 
     /// The end of a resume by stages: all that follows them. An error is undone by the caller.
     pub(super) fn come(&mut self, members: &[usize], report: &mut Report) -> Result<(), Stop> {
-        let mut plan = Plan::new(Action::Resume, self.manner(true));
-        plan.prepare.retain(|phase| !phase.is_staged());
         let patience = Patience::new(self.options);
-        let saving = self.take_all(&plan, members, patience, report)?;
-        self.commit(&plan.commit, members.to_vec(), saving, report);
+        let saving = self.take_all(Legs::Both, members, patience, report)?;
+        self.commit(members.to_vec(), saving, report);
         Ok(())
     }
 
     fn take_all(
         &mut self,
-        plan: &Plan,
+        legs: Legs,
         members: &[usize],
         patience: Patience,
         report: &mut Report,
     ) -> Result<Option<Duration>, Stop> {
-        let action = plan.action;
         let mut absent = Vec::new();
-        let taken = self.take_each(plan, members, patience, (&mut absent, report));
+        let taken = self.take_each(legs, members, patience, (&mut absent, report));
         let agreed = taken.map_err(|stop| stop.naming(&absent))?;
         report.notes.append(&mut absent);
-        self.check_alive(members, Step::Phase(action.commit()))?;
+        self.check_alive(members, Step::Phase(self.action.commit()))?;
         Ok(agreed.saving)
     }
 
@@ -343,15 +323,17 @@ impl<'a> Session<'a> {
     /// in no live process of the tenant.
     fn take_each(
         &mut self,
-        plan: &Plan,
+        legs: Legs,
         members: &[usize],
         patience: Patience,
         (absent, report): (&mut Vec<String>, &mut Report),
     ) -> Result<Agreed, Stop> {
         let mut agreed = Agreed::default();
-        for &phase in &plan.prepare {
+        // With both legs memory comes by windows, each created when there is room for it.
+        let is_taken = |phase: &Phase| legs == Legs::One || *phase != Phase::Create;
+        for phase in self.action.phases(Stage::Prepare).filter(is_taken) {
             if phase.is_at_cut() && self.options.takes_part == TakesPart::Everybody {
-                self.cut_and_take(phase, plan.action.abort(), members, absent, report)?;
+                self.cut_and_take(phase, members, absent, report)?;
                 continue;
             }
             let began = Instant::now();
@@ -369,7 +351,7 @@ impl<'a> Session<'a> {
                     .map(|(index, (report, said))| ((index, report), (index, said)))
                     .unzip();
                 self.refuse_host_shortage(&said)?;
-                agreed = self.agree(plan, &said)?;
+                agreed = self.agree(legs, &said)?;
                 done
             } else {
                 self.take(&question, phase, members)?
@@ -406,15 +388,9 @@ impl<'a> Session<'a> {
     }
 
     /// All phases that cannot be undone, of members that are not lost on the way.
-    fn commit(
-        &mut self,
-        phases: &[Phase],
-        members: Vec<usize>,
-        mut saving: Option<Duration>,
-        report: &mut Report,
-    ) {
+    fn commit(&mut self, members: Vec<usize>, mut saving: Option<Duration>, report: &mut Report) {
         let mut left = members;
-        for &phase in phases {
+        for phase in self.action.phases(Stage::Commit) {
             let began = Instant::now();
             let usual = self.options.phase_timeout(phase);
             // There is no way back, and one that saves is not lost.

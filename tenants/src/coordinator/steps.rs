@@ -14,7 +14,7 @@ use super::needs::short_devices;
 use super::peers::{Peers, Question};
 use super::report::{Event, MemberFailure, Step};
 use super::session::{Session, Stop};
-use super::{Interrupt, Meanwhile, Trouble};
+use super::{Interrupt, LostImports, Meanwhile, Trouble};
 use crate::phase::Told;
 use crate::run_dir::RunDirError;
 use crate::scope::{LIBRARY_TAGS, NCCL_TAG, Scope, TagNames};
@@ -58,7 +58,8 @@ impl Session<'_> {
 
     /// The members that `action` has something to do for; empty when there is nothing to be done. A resume
     /// without tags of a tenant that runs is one of all its tags.
-    pub(super) fn members_for(&mut self, action: Action) -> Result<Vec<usize>, Trouble> {
+    pub(super) fn members_for(&mut self) -> Result<Vec<usize>, Trouble> {
+        let action = self.action;
         self.refuse_unknown_tags()?;
         let active = self.members_in(MemberState::Active);
         let mut paused = self.members_in(MemberState::Paused);
@@ -277,7 +278,12 @@ impl<T> StepResult<T> {
 impl Session<'_> {
     /// What orders say, when no process has said anything yet that others go by.
     pub(super) fn told(&self) -> Told<'_> {
-        Told { is_deep: self.is_deep(), stands: self.stands, ..Told::new(&self.scope, &[]) }
+        Told {
+            is_deep: self.is_deep(),
+            stands: self.stands,
+            without_lost: self.options.lost_imports == LostImports::LeaveOut,
+            ..Told::new(&self.scope, &[])
+        }
     }
 
     /// `phase` as part of this pause or resume.
@@ -386,7 +392,8 @@ const TELL_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Session<'_> {
     /// Undoes all that was done in `members` and makes the error of it.
-    pub(super) fn roll_back(&mut self, action: Action, members: &[usize], stop: Stop) -> Trouble {
+    pub(super) fn roll_back(&mut self, members: &[usize], stop: Stop) -> Trouble {
+        let action = self.action;
         let mut failures = stop.failures();
         (self.progress)(Event::RollingBack { failures: &failures });
         // A member that still waits for its application has done nothing yet, and stops when we hang up.
@@ -397,14 +404,14 @@ impl Session<'_> {
         }
         let up = |index: &usize| self.peers.is_up(*index);
         let targets: Vec<usize> = members.iter().copied().filter(up).collect();
-        let undo = self.question(action.abort());
+        let undo = self.question(Phase::Abort);
         let mut result = StepResult::default();
         for index in targets {
             // One that is silent already gets the message, but not another full wait.
             let timeout = if self.peers.is_overdue(index) {
                 self.options.reply_margin
             } else {
-                self.options.phase_timeout(action.abort()) + self.options.reply_margin
+                self.options.phase_timeout(Phase::Abort) + self.options.reply_margin
             };
             if let Err(failure) = self.peers.ask(index, &undo, timeout) {
                 result.failures.push((index, failure));

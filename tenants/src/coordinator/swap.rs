@@ -16,14 +16,13 @@ use vmm_pool::PinnedBytes;
 
 use super::exchange::{Exchange, totals};
 use super::lending::Patience;
-use super::needs::{DeviceShortage, short_devices};
+use super::needs::short_devices;
 use super::overlap::{Side, exchange};
-use super::report::{Event, MemberFailure, Outcome, PhaseSummary, Report, Step, Swap, Who};
-use super::session::{Plan, Session, Stop};
+use super::report::{Event, MemberFailure, Outcome, PhaseSummary, Step, Swap};
+use super::session::{Legs, Session, Stop};
 use super::tries::Tries;
 use super::{Coordinator, Depth, Options, Trouble};
 use crate::identity::TenantName;
-use crate::phase::Manner;
 use crate::run_dir::{CoordinatorLock, TenantDir, pause_thread};
 use crate::scope::Scope;
 use crate::time::micros;
@@ -87,13 +86,11 @@ pub fn swap(
                 return match to.act(Action::Resume, progress) {
                     Ok(resumed) => Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) }),
                     Err(source) => {
-                        let paused = match paused {
-                            Outcome::Completed(report) => *report,
-                            Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => {
-                                Report::new(&from.coordinator.tenant, Action::Pause)
-                            }
+                        let losses = match paused {
+                            Outcome::Completed(report) => report.losses,
+                            Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => Vec::new(),
                         };
-                        Err(go_back((&from, &to), left, paused, source, progress))
+                        Err(Stranded { left, losses, source }.go_back(&from, &to, progress))
                     }
                 };
             }
@@ -166,6 +163,36 @@ impl Held<'_> {
     }
 }
 
+/// One of the two: its lock, and the session with those of its processes that take part.
+struct Leg<'h> {
+    held: &'h Held<'h>,
+    session: Session<'h>,
+    members: Vec<usize>,
+}
+
+impl<'h> Leg<'h> {
+    fn open(
+        held: &'h Held<'h>,
+        action: Action,
+        progress: &'h mut dyn FnMut(Event<'_>),
+    ) -> Result<Self, Trouble> {
+        let mut session = held.open(&held.coordinator.options, action, progress)?;
+        let members = session.members_for()?;
+        Ok(Self { held, session, members })
+    }
+}
+
+/// Two tenants that change places, both of which have something to move.
+struct Pair<'h> {
+    out: Leg<'h>,
+    back: Leg<'h>,
+    /// What of the first leaves.
+    left: Scope,
+    /// Contexts of the second that were brought back for it.
+    thawed: Option<PhaseSummary>,
+    started: Instant,
+}
+
 /// Both simultaneously, if both have something to move.
 fn overlapped(
     from: &Held<'_>,
@@ -177,154 +204,140 @@ fn overlapped(
     let shared = RefCell::new(progress);
     let tell = |event: Event<'_>| (*shared.borrow_mut())(event);
     let (mut tell_from, mut tell_to, mut tell_after) = (tell, tell, tell);
-    let mut leaving = from.open(&from.coordinator.options, Action::Pause, &mut tell_from)?;
-    let leavers = leaving.members_for(Action::Pause)?;
+    let out = Leg::open(from, Action::Pause, &mut tell_from)?;
     // If the second did not come, going back would have it run.
-    if !leavers.is_empty() {
-        leaving.refuse_standing()?;
+    if !out.members.is_empty() {
+        out.session.refuse_standing()?;
     }
-    let mut coming = to.open(&to.coordinator.options, Action::Resume, &mut tell_to)?;
-    let comers = coming.members_for(Action::Resume)?;
-    if leavers.is_empty() {
-        return Ok(Moving::OneThatComes { stays: leaving.stays() });
+    let mut back = Leg::open(to, Action::Resume, &mut tell_to)?;
+    if out.members.is_empty() {
+        return Ok(Moving::OneThatComes { stays: out.session.stays() });
     }
-    if comers.is_empty() {
+    if back.members.is_empty() {
         return Ok(Moving::OneThatLeaves);
     }
-    if leaving.is_deep() {
-        leaving.refuse_shallow()?;
+    if out.session.is_deep() {
+        out.session.refuse_shallow()?;
     }
-    let left = leaving.resident_part(&leavers);
-    let thawed = match coming.thaw_for(Action::Resume, &comers) {
+    let left = out.session.resident_part(&out.members);
+    let thawed = match back.session.thaw_for(&back.members) {
         Err(error) if error.missing_device_bytes().is_some() => {
             return Ok(Moving::OneAfterTheOther { left });
         }
         thawed => thawed?,
     };
-    let moved = change_places(
-        (from, to),
-        (&mut leaving, leavers, left, patience),
-        (&mut coming, comers, thawed.clone()),
-        started,
-        &mut tell_after,
-    );
+    let mut pair = Pair { out, back, left, thawed, started };
+    let moved = pair.change_places(patience, &mut tell_after);
     let has_not_come = |error: &Trouble| !matches!(error, Trouble::NotBack { .. });
     if moved.as_ref().is_err_and(has_not_come) {
-        coming.freeze_again(thawed);
+        pair.back.session.freeze_again(pair.thawed);
     }
-    moved
+    Ok(Moving::Both(Box::new(moved?)))
 }
 
-/// Both have something to move, and all that does is asked.
-fn change_places<'s>(
-    (from, to): (&Held<'_>, &Held<'_>),
-    (leaving, leavers, left, patience): (&mut Session<'s>, Vec<usize>, Scope, Patience),
-    (coming, comers, thawed): (&mut Session<'s>, Vec<usize>, Option<PhaseSummary>),
-    started: Instant,
-    tell_after: &mut dyn FnMut(Event<'_>),
-) -> Result<Moving, Trouble> {
-    let runs = coming.runs(comers[0]);
-    let target = Target { from, to, who: coming.peers.list[comers[0]].who, runs };
-    // What it wants of a tenant that runs on it can have.
-    if leaving.scope == Scope::Whole {
-        let wanted = coming.wanted_of(&comers, from.dir.tenant());
-        let wanted = wanted.map_err(|failures| target.refused(failures))?;
-        if !wanted.is_empty() {
-            return Err(target.refused(wanted));
+impl Pair<'_> {
+    fn change_places(
+        &mut self,
+        patience: Patience,
+        tell_after: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Swap, Trouble> {
+        self.refuse_wanted()?;
+        let comers = &self.back.members;
+        let needed = self.back.session.needs_of_each(comers);
+        let needed = needed.map_err(|failures| self.refused(failures))?;
+        let needs: Vec<_> = needed.iter().map(|needed| needed.devices.clone()).collect();
+        if !short_devices(needs.iter().flatten()).is_empty() {
+            let held = self.out.session.resident_bytes(&self.out.members);
+            self.check_room(&needs, &held)?;
+        }
+
+        // From here on processes of the first are stopped.
+        let leaving = &mut self.out.session;
+        let mut report = leaving.new_report();
+        let prepared = leaving.prepare(Legs::Both, &self.out.members, patience, &mut report);
+        if let Err(stop) = prepared {
+            return Err(leaving.roll_back(&self.out.members, stop));
+        }
+        let gives = leaving.last_said(&report, &self.out.members);
+        if let Err(error) = self.look_again(&needs, &totals(gives.iter().flatten())) {
+            let why = Stop::Failed(error.failures().to_vec());
+            let undone = self.out.session.roll_back(&self.out.members, why);
+            return Err(if undone.left_unchanged() { error } else { undone });
+        }
+
+        // The point of no return of the first.
+        let (from, to) = (self.out.held, self.back.held);
+        let stages = Exchange::new(from.coordinator.options.window_bytes, &gives, &needed);
+        let mut resumed = self.back.session.new_report();
+        if let Some(thawed) = self.thawed.clone() {
+            resumed.add(thawed);
+        }
+        report.window_bytes = Some(stages.window_bytes());
+        resumed.window_bytes = report.window_bytes;
+        let mut leaving = Side::new(&mut self.out.session, self.out.members.clone(), report);
+        let mut coming = Side::new(&mut self.back.session, self.back.members.clone(), resumed);
+        let hindrance = exchange(&mut leaving, &mut coming, stages, self.started);
+        let Side { session: leaving, report: mut paused, .. } = leaving;
+        let Side { session: coming, members: comers, report: mut resumed, .. } = coming;
+        paused.wall_us = micros(self.started.elapsed());
+        leaving.note_latecomers(&mut paused);
+        leaving.note_nothing_of_nccl(&mut paused);
+        let came = match hindrance {
+            Some(stop) => Err(stop),
+            None => coming.come(&comers, &mut resumed),
+        };
+        if let Err(stop) = came {
+            let source = to.coordinator.with_holders(coming.roll_back(&comers, stop), None);
+            // One that has not finished its part obeys nobody else as long as this leads it.
+            leaving.peers.list.clear();
+            let stranded = Stranded { left: self.left.clone(), losses: paused.losses, source };
+            return Err(stranded.go_back(from, to, tell_after));
+        }
+        // Behind the second, which runs by then.
+        if leaving.is_deep() {
+            leaving.freeze_all(&mut paused);
+            paused.wall_us = micros(self.started.elapsed());
+        }
+        resumed.wall_us = micros(self.started.elapsed());
+        coming.note_latecomers(&mut resumed);
+        Ok(Swap {
+            paused: Outcome::Completed(Box::new(paused)),
+            resumed: Outcome::Completed(Box::new(resumed)),
+            wall_us: micros(self.started.elapsed()),
+        })
+    }
+
+    /// What the second wants of the first, which runs on, it can have.
+    fn refuse_wanted(&mut self) -> Result<(), Trouble> {
+        if self.out.session.scope != Scope::Whole {
+            return Ok(());
+        }
+        let lender = self.out.held.dir.tenant();
+        let wanted = self.back.session.wanted_of(&self.back.members, lender);
+        match wanted.unwrap_or_else(|failures| failures) {
+            none if none.is_empty() => Ok(()),
+            wanted => Err(self.refused(wanted)),
         }
     }
-    let needed = coming.needs_of_each(&comers).map_err(|failures| target.refused(failures))?;
-    let needs: Vec<_> = needed.iter().map(|needed| needed.devices.clone()).collect();
-    if !short_devices(needs.iter().flatten()).is_empty() {
-        let held = leaving.resident_bytes(&leavers);
-        target.check_room(&needs, &held)?;
+
+    /// The last look before the point of no return of the first, when it is known what each of its processes gives.
+    fn look_again(
+        &mut self,
+        needs: &[Vec<DeviceDelta>],
+        gives: &BTreeMap<String, u64>,
+    ) -> Result<(), Trouble> {
+        self.check_room(needs, gives)?;
+        self.back.session.check_lock()?;
+        let next = Step::Phase(Phase::Restore);
+        let alive = self.back.session.check_alive(&self.back.members, next);
+        alive.map_err(|dead| self.refused(dead))
     }
 
-    // From here on processes of the first are stopped.
-    let mut report = leaving.new_report(Action::Pause);
-    let plan = Plan::new(Action::Pause, Manner { without_lost: false, by_stages: true });
-    if let Err(stop) = leaving.prepare(&plan, &leavers, patience, &mut report) {
-        return Err(leaving.roll_back(Action::Pause, &leavers, stop));
-    }
-    let gives = leaving.last_said(&report, &leavers);
-    let checked = target
-        .check_room(&needs, &totals(gives.iter().flatten()))
-        .and_then(|()| coming.check_lock())
-        .and_then(|()| {
-            let next = Step::Phase(Phase::RestoreStage);
-            coming.check_alive(&comers, next).map_err(|dead| target.refused(dead))
-        });
-    if let Err(error) = checked {
-        let why = Stop::Failed(error.failures().to_vec());
-        let undone = leaving.roll_back(Action::Pause, &leavers, why);
-        return Err(if undone.left_unchanged() { error } else { undone });
-    }
-
-    // The point of no return of the first.
-    let stages = Exchange::new(from.coordinator.options.window_bytes, &gives, &needed);
-    let mut resumed = coming.new_report(Action::Resume);
-    if let Some(thawed) = thawed {
-        resumed.add(thawed);
-    }
-    report.window_bytes = Some(stages.window_bytes());
-    resumed.window_bytes = report.window_bytes;
-    let mut leaving = Side::new(leaving, leavers, report);
-    let mut coming = Side::new(coming, comers, resumed);
-    let hindrance = exchange(&mut leaving, &mut coming, stages, started);
-    let mut paused = leaving.report;
-    paused.wall_us = micros(started.elapsed());
-    leaving.session.note_latecomers(&mut paused);
-    leaving.session.note_nothing_of_nccl(&mut paused);
-    let Side { session: coming, members: comers, report: mut resumed, .. } = coming;
-    let came = match hindrance {
-        Some(stop) => Err(stop),
-        None => coming.come(&comers, &mut resumed),
-    };
-    if let Err(stop) = came {
-        let error = coming.roll_back(Action::Resume, &comers, stop);
-        let source = to.coordinator.with_holders(error, None);
-        // One that has not finished its part obeys nobody else as long as this leads it.
-        leaving.session.peers.list.clear();
-        return Err(go_back((from, to), left, paused, source, tell_after));
-    }
-    // Behind the second, which runs by then.
-    if leaving.session.is_deep() {
-        leaving.session.freeze_all(&mut paused);
-        paused.wall_us = micros(started.elapsed());
-    }
-    resumed.wall_us = micros(started.elapsed());
-    coming.note_latecomers(&mut resumed);
-    Ok(Moving::Both(Box::new(Swap {
-        paused: Outcome::Completed(Box::new(paused)),
-        resumed: Outcome::Completed(Box::new(resumed)),
-        wall_us: micros(started.elapsed()),
-    })))
-}
-
-/// The tenant that is to come, for errors before anything was changed.
-struct Target<'a> {
-    from: &'a Held<'a>,
-    to: &'a Held<'a>,
-    who: Who,
-    /// Do its processes run, and memory of theirs comes by tag?
-    runs: bool,
-}
-
-impl Target<'_> {
+    /// The second cannot come, and nothing was changed.
     fn refused(&self, failures: Vec<MemberFailure>) -> Trouble {
-        self.error(failures, Vec::new())
-    }
-
-    fn error(&self, failures: Vec<MemberFailure>, shortages: Vec<DeviceShortage>) -> Trouble {
-        Trouble::Refused {
-            tenant: self.to.coordinator.tenant.clone(),
-            action: Action::Resume,
-            runs: self.runs,
-            failures,
-            undo_failures: Vec::new(),
-            shortages,
-            host_short: None,
-        }
+        let runs = self.back.session.runs(self.back.members[0]);
+        let tenant = self.back.held.coordinator.tenant.clone();
+        Trouble::refused(tenant, (Action::Resume, runs), failures)
     }
 
     /// Refuses when the second does not fit into what is free and what the first gives, by device.
@@ -342,64 +355,79 @@ impl Target<'_> {
                 DeviceDelta { free_bytes, ..need.clone() }
             })
             .collect();
-        let shortages = short_devices(&with_room);
-        let Some(shortage) = shortages.first() else { return Ok(()) };
+        let short = short_devices(&with_room);
+        let Some(shortage) = short.first() else { return Ok(()) };
         let kind = FailureKind::DoesNotFit { missing_bytes: shortage.missing_bytes() };
+        let from = self.out.held.coordinator;
         let message = format!(
             "its tenant does not fit, not even without {}",
-            self.from.coordinator.options.scope.subject(&self.from.coordinator.tenant)
+            from.options.scope.subject(&from.tenant)
         );
+        let who = self.back.session.peers.list[self.back.members[0]].who;
         let failure = Failure { kind, message };
-        let step = Step::Phase(Phase::RestoreStage);
-        let error = self.error(vec![MemberFailure { who: self.who, step, failure }], shortages);
-        let leaver = Some((&self.from.coordinator.tenant, gives));
-        Err(self.to.coordinator.with_holders(error, leaver))
+        let step = Step::Phase(Phase::Restore);
+        let mut error = self.refused(vec![MemberFailure { who, step, failure }]);
+        if let Trouble::Refused { shortages, .. } = &mut error {
+            *shortages = short;
+        }
+        Err(self.back.held.coordinator.with_holders(error, Some((&from.tenant, gives))))
     }
 }
 
-/// The second did not come, and the first takes back what has `left` of it. Where the second keeps some of the room for that, because it could not be taken
-/// back wholly, it is told to again for a moment.
-fn go_back(
-    (from, to): (&Held<'_>, &Held<'_>),
+/// A first tenant that has left for a second that did not come.
+struct Stranded {
+    /// What of it is away.
     left: Scope,
-    paused: Report,
+    losses: Vec<MemberFailure>,
+    /// Why the second did not come.
     source: Trouble,
-    progress: &mut dyn FnMut(Event<'_>),
-) -> Trouble {
-    // Nobody may call that off, and its steps, greetings too, have no less time than those of any undo.
-    let Options { timeout, finish_timeout, .. } = from.coordinator.options;
-    let options = Options {
-        timeout: timeout.map(|timeout| timeout.max(finish_timeout)),
-        interrupt: None,
-        look_first: false,
-        scope: left.clone(),
-        ..from.coordinator.options.clone()
-    };
-    let until = Instant::now() + KEPT_ROOM_WAIT;
-    let resumed = loop {
-        let resumed = from.open(&options, Action::Resume, progress).and_then(|mut session| {
-            let members = session.members_for(Action::Resume)?;
-            session.run(Action::Resume, members, Patience::new(&options))
-        });
-        let is_short =
-            |error: &Trouble| error.missing_device_bytes().is_some() && error.left_unchanged();
-        if !resumed.as_ref().is_err_and(is_short) || Instant::now() >= until {
-            break resumed;
-        }
-        // Opening it finishes what an undo has left.
-        let quiet = Options { interrupt: None, timeout: None, ..to.coordinator.options.clone() };
-        drop(to.open(&quiet, Action::Resume, progress).map(drop));
-        pause_thread(KEPT_ROOM_LOOK);
-    };
-    let (tenant, source) = (from.coordinator.tenant.clone(), Box::new(source));
-    match resumed {
-        Ok(resumed) => {
-            let losses = paused.losses.into_iter().chain(resumed.losses).collect();
-            Trouble::WentBack { tenant, left, losses, source }
-        }
-        Err(error) => {
-            let resume = Box::new(from.coordinator.with_holders(error, None));
-            Trouble::NotBack { tenant, left, losses: paused.losses, resume, source }
+}
+
+impl Stranded {
+    /// Brings it back. Where the second keeps some of the room for that, because it could not be taken back wholly, it is told to again for a moment.
+    fn go_back(
+        self,
+        from: &Held<'_>,
+        to: &Held<'_>,
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> Trouble {
+        let Self { left, mut losses, source } = self;
+        // Nobody may call that off, and its steps, greetings too, have no less time than those of any undo.
+        let Options { timeout, finish_timeout, .. } = from.coordinator.options;
+        let options = Options {
+            timeout: timeout.map(|timeout| timeout.max(finish_timeout)),
+            interrupt: None,
+            look_first: false,
+            scope: left.clone(),
+            ..from.coordinator.options.clone()
+        };
+        let until = Instant::now() + KEPT_ROOM_WAIT;
+        let resumed = loop {
+            let resumed = from.open(&options, Action::Resume, progress).and_then(|mut session| {
+                let members = session.members_for()?;
+                session.run(members, Patience::new(&options))
+            });
+            let is_short =
+                |error: &Trouble| error.missing_device_bytes().is_some() && error.left_unchanged();
+            if !resumed.as_ref().is_err_and(is_short) || Instant::now() >= until {
+                break resumed;
+            }
+            // Opening it finishes what an undo has left.
+            let quiet =
+                Options { interrupt: None, timeout: None, ..to.coordinator.options.clone() };
+            drop(to.open(&quiet, Action::Resume, progress).map(drop));
+            pause_thread(KEPT_ROOM_LOOK);
+        };
+        let (tenant, source) = (from.coordinator.tenant.clone(), Box::new(source));
+        match resumed {
+            Ok(resumed) => {
+                losses.extend(resumed.losses);
+                Trouble::WentBack { tenant, left, losses, source }
+            }
+            Err(error) => {
+                let resume = Box::new(from.coordinator.with_holders(error, None));
+                Trouble::NotBack { tenant, left, losses, resume, source }
+            }
         }
     }
 }

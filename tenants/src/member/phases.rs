@@ -42,19 +42,19 @@ impl<D: Driver> Member<D> {
                 report
             }),
             Order::Prepare { stays, copies, schedule } => self.prepare(stays, *copies, *schedule),
-            Order::ReleaseStage { window } => self.release_stage(window),
-            Order::Release { rest } => self.release(*rest),
+            Order::Release { window: Some(window), .. } => self.release_window(window),
+            Order::Release { window: None, rest } => self.release(*rest),
             Order::Verify => self.verify(),
             Order::Freeze => self.freeze(),
-            Order::AbortPause => self.abort_pause(),
             Order::Thaw => self.thaw(),
-            Order::CreateOwn { scope } => self.create_own(scope, deadline),
-            Order::RestoreStage { scope, window } => self.restore_stage(scope, window, deadline),
-            Order::Restore => self.restore(),
-            Order::Import => self.import(deadline),
-            Order::ImportFromLiving => self.import_from_living(deadline),
+            Order::Create { scope } => self.create(scope, deadline),
+            Order::Restore { scope, window: Some(window) } => {
+                self.restore_window(scope, window, deadline)
+            }
+            Order::Restore { window: None, .. } => self.restore(),
+            Order::Import { without_lost } => self.import(*without_lost, deadline),
             Order::Activate => self.activate(),
-            Order::AbortResume => self.abort_resume(),
+            Order::Abort => self.abort(),
             Order::Settle => self.settle(round),
         };
         if phase.is_last() {
@@ -364,7 +364,7 @@ impl<D: Driver> Member<D> {
     }
 
     /// The point of no return of a pause by stages, or behind it.
-    pub(super) fn release_stage(&self, window: &Window) -> Result<PhaseReport, Failure> {
+    pub(super) fn release_window(&self, window: &Window) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Offloading)?;
         let (mut departing, _) =
             self.next_of(|progress| progress.into_departing(Some(window.stage)))?;
@@ -484,19 +484,21 @@ impl<D: Driver> Member<D> {
     }
 
     /// Maps again what was unmapped, and runs on. Nobody else is needed for that, also when others have died meanwhile.
-    pub(super) fn abort_pause(&self) -> Result<PhaseReport, Failure> {
+    /// Undoes what is under way, and nothing where nothing is.
+    pub(super) fn abort(&self) -> Result<PhaseReport, Failure> {
         match self.state() {
-            MemberState::Offloading => {}
+            MemberState::Offloading => self.abort_pause(),
+            MemberState::Restoring => self.abort_resume(),
             MemberState::Active => {
                 self.cut.release();
-                return Ok(PhaseReport::default());
+                Ok(PhaseReport::default())
             }
-            MemberState::Paused | MemberState::Deep => return Ok(PhaseReport::default()),
-            MemberState::Faulted => return Err(faulted()),
-            state @ MemberState::Restoring => {
-                return Err(wrong_state(format!("a pause cannot be undone while {state:?}")));
-            }
+            MemberState::Paused | MemberState::Deep => Ok(PhaseReport::default()),
+            MemberState::Faulted => Err(faulted()),
         }
+    }
+
+    fn abort_pause(&self) -> Result<PhaseReport, Failure> {
         let undone = match self.take_progress() {
             Progress::Draining(draining, _) => Ok(draining.reopen()),
             Progress::Quiesced(quiesced, selection) => {
@@ -560,7 +562,7 @@ impl Status {
             | (Stage::AtRest, Some(Action::Resume)) => return,
         };
         match phases.last_mut() {
-            Some((last, stages)) if *last == phase && phase.is_staged() => {
+            Some((last, stages)) if *last == phase => {
                 stages.add(report.clone());
             }
             Some(_) | None => phases.push((phase, report.clone())),

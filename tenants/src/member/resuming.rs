@@ -46,11 +46,7 @@ impl<D: Driver> Member<D> {
         Ok(resume)
     }
 
-    pub(super) fn create_own(
-        &self,
-        scope: &Scope,
-        deadline: Instant,
-    ) -> Result<PhaseReport, Failure> {
+    pub(super) fn create(&self, scope: &Scope, deadline: Instant) -> Result<PhaseReport, Failure> {
         self.refuse_shared(scope)?;
         let resume = self.begin_resume(scope, deadline)?;
         let selection = resume.selection();
@@ -96,19 +92,21 @@ impl<D: Driver> Member<D> {
         self.next_of(Progress::into_returning)
     }
 
-    pub(super) fn import(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
-        let (log, missing) = self.fetch_imports(deadline)?;
-        if let Some(missing) = missing.into_iter().next() {
-            return Err(import_failure(&missing.into()));
-        }
-        self.map_imports(log)
-    }
-
-    pub(super) fn import_from_living(&self, deadline: Instant) -> Result<PhaseReport, Failure> {
+    /// Leaves out what nobody has any more, or refuses.
+    pub(super) fn import(
+        &self,
+        without_lost: bool,
+        deadline: Instant,
+    ) -> Result<PhaseReport, Failure> {
         self.expect(MemberState::Restoring)?;
-        let mut notes = self.leave_lost_out();
+        let mut notes = if without_lost { self.leave_lost_out() } else { Vec::new() };
         let (log, missing) = self.fetch_imports(deadline)?;
-        notes.extend(missing.iter().map(|missing| self.leave_missing_out(missing)));
+        for missing in missing {
+            if !without_lost {
+                return Err(import_failure(&missing.into()));
+            }
+            notes.push(self.leave_missing_out(&missing));
+        }
         let mut report = self.map_imports(log)?;
         report.notes.extend(notes);
         Ok(report)
@@ -162,16 +160,6 @@ impl<D: Driver> Member<D> {
     }
 
     pub(super) fn abort_resume(&self) -> Result<PhaseReport, Failure> {
-        match self.state() {
-            MemberState::Restoring => {}
-            MemberState::Active | MemberState::Paused | MemberState::Deep => {
-                return Ok(PhaseReport::default());
-            }
-            MemberState::Faulted => return Err(faulted()),
-            state @ MemberState::Offloading => {
-                return Err(wrong_state(format!("a resume cannot be undone while {state:?}")));
-            }
-        }
         let (selection, undone) = match self.take_progress() {
             Progress::Returning(returning) => (returning.selection().clone(), returning.undo()),
             Progress::Arriving(arriving, _) => (arriving.selection().clone(), arriving.undo()),
@@ -195,8 +183,8 @@ impl<D: Driver> Member<D> {
         Ok(report(log))
     }
 
-    /// Brings back as much as is allowed. The first stage shuts the gate.
-    pub(super) fn restore_stage(
+    /// Brings back as much as is allowed. The first window shuts the gate.
+    pub(super) fn restore_window(
         &self,
         scope: &Scope,
         window: &Window,

@@ -29,7 +29,9 @@ use crate::identity::MemberId;
 use crate::phase::Action;
 use crate::run_dir::MemberSocket;
 use crate::transport::{Connection, Process, TransportError, poll_until};
-use crate::wire::{Ask as _, Failure, FailureKind, MemberState, PhaseReport, RoundEnd, Withdraw};
+use crate::wire::{
+    Ask as _, Failure, FailureKind, MemberState, Phase, PhaseReport, RoundEnd, Withdraw,
+};
 
 /// How long all others together may take to say what they were told. Agents answer immediately; only a stopped
 /// process does not.
@@ -74,7 +76,7 @@ impl<D: Driver> Member<D> {
         }
         let phase = match verdict {
             Verdict::Commit => action.commit(),
-            Verdict::Abort => action.abort(),
+            Verdict::Abort => Phase::Abort,
         };
         self.note(format!(
             "the coordinator of a pause or resume ended half-way, and this process finished it alone \
@@ -82,9 +84,8 @@ impl<D: Driver> Member<D> {
         ));
         let outcome = match (action, verdict) {
             (Action::Pause, Verdict::Commit) => self.release(Schedule::SaveMeanwhile),
-            (Action::Pause, Verdict::Abort) => self.abort_pause(),
             (Action::Resume, Verdict::Commit) => self.activate(),
-            (Action::Resume, Verdict::Abort) => self.abort_resume(),
+            (_, Verdict::Abort) => self.abort(),
         };
         match (outcome, self.state()) {
             // Where a pause could not be undone, to be paused is an end as well.

@@ -55,7 +55,7 @@ fn a_panic_leaves_a_frozen_process_frozen_unless_it_was_being_thawed() {
     for event in [Event::PauseBegun, Event::Released, Event::Frozen] {
         member.transition(event).unwrap();
     }
-    for phase in [None, Some(Phase::Freeze), Some(Phase::CreateOwn)] {
+    for phase in [None, Some(Phase::Freeze), Some(Phase::Create)] {
         member.fail_inside(phase, "a deliberate panic");
         assert_eq!(member.state(), MemberState::Deep, "{phase:?}");
     }

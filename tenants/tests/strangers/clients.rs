@@ -290,7 +290,7 @@ fn phases_that_come_twice_late_or_out_of_order_change_nothing() {
         Phase::Prepare,
         Phase::Release,
         Phase::Verify,
-        Phase::CreateOwn,
+        Phase::Create,
         Phase::Restore,
         Phase::Import,
         Phase::Activate,
@@ -307,8 +307,8 @@ fn phases_that_come_twice_late_or_out_of_order_change_nothing() {
     let (kind, _) = failure_of(ask(&mut client, &phase(Phase::CloseGate)));
     assert_eq!((kind, member.state()), (FailureKind::WrongState, MemberState::Offloading));
     for _ in 0..2 {
-        let done = ask(&mut client, &phase(Phase::AbortPause));
-        assert!(matches!(done, Reply::PhaseDone(Phase::AbortPause, _)));
+        let done = ask(&mut client, &phase(Phase::Abort));
+        assert!(matches!(done, Reply::PhaseDone(Phase::Abort, _)));
         assert_eq!(member.state(), MemberState::Active);
     }
     pause_and_resume(&stage, "train");
@@ -387,7 +387,7 @@ fn a_process_that_is_led_makes_its_name_again_only_behind_that() {
     };
     // It looks for its name every three seconds.
     assert!(!waits(Duration::from_secs(7)), "another command could find it");
-    takes(Phase::AbortPause);
+    takes(Phase::Abort);
     assert!(waits(Duration::from_mins(2)), "nobody can find it any more");
     answers(&member);
     member.leave();

@@ -180,7 +180,7 @@ fn nothing_is_lent_from_the_moment_that_a_gate_is_shut_for_a_pause() {
         assert_eq!(failure.kind, FailureKind::NotNow, "{failure}");
         assert_eq!(lending(&lender), Lending::default());
     }
-    lead(&mut coordinator, 1, &[Phase::AbortPause]);
+    lead(&mut coordinator, 1, &[Phase::Abort]);
     let (reply, fds) = client.exchange(&question, FDS_PER_MESSAGE_MAX, soon()).unwrap();
     assert!(matches!(reply, Reply::Fds { count: 2, .. }) && fds.len() == 2);
     lender.leave();
@@ -226,17 +226,17 @@ fn a_resume_that_waits_for_a_lender_on_its_way_ends_when_it_is_called_off() {
     lead(&mut coordinator, 1, &pause);
     let mut on_its_way = Connection::connect(lender.socket_path(), soon()).unwrap();
     lead(&mut on_its_way, 1, &[Phase::CloseGate]);
-    lead(&mut coordinator, 2, &[Phase::CreateOwn, Phase::Restore]);
+    lead(&mut coordinator, 2, &[Phase::Create, Phase::Restore]);
     // Which has ten minutes.
     coordinator.send(&order(2, Phase::Import), &[], soon()).unwrap();
-    coordinator.send(&order(2, Phase::AbortResume), &[], soon()).unwrap();
+    coordinator.send(&order(2, Phase::Abort), &[], soon()).unwrap();
     let (reply, _) = coordinator.receive::<Reply>(soon()).unwrap();
     assert!(matches!(&reply, Reply::Failed(_)), "{reply:?}");
     let (reply, _) = coordinator.receive::<Reply>(soon()).unwrap();
-    assert!(matches!(reply, Reply::PhaseDone(Phase::AbortResume, _)), "{reply:?}");
+    assert!(matches!(reply, Reply::PhaseDone(Phase::Abort, _)), "{reply:?}");
     assert_eq!(borrower.state(), MemberState::Paused);
-    lead(&mut on_its_way, 1, &[Phase::AbortPause]);
-    lead(&mut coordinator, 3, &[Phase::CreateOwn, Phase::Restore, Phase::Import, Phase::Activate]);
+    lead(&mut on_its_way, 1, &[Phase::Abort]);
+    lead(&mut coordinator, 3, &[Phase::Create, Phase::Restore, Phase::Import, Phase::Activate]);
     assert_eq!(borrower.state(), MemberState::Active);
     lender.leave();
     borrower.leave();

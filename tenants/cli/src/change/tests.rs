@@ -94,15 +94,15 @@ fn a_report_is_one_line_and_what_was_lost_and_two_small_tables_with_the_option()
     assert_eq!(code, ExitCode::from(EXIT_PARTIAL));
     let line = "paused tenant 'train' in 412 ms: 3 GiB freed on GPU 3, 1 GiB copied. Bring it back: sublet resume train";
     let note = "note: process 10: 4 MiB stay";
-    let lost = "lost: process 11 in step 'release memory': it hung up";
+    let lost = "lost: process 11 in step 'release': it hung up";
     assert_eq!(lines, [line, note, lost]);
     let (_, lines) = said(&Scope::Whole, outcome(), ShowArgs { verbose: true, json: false });
     let details = "
 pause of 'train'
-PHASE           SLOWEST    WALL  BYTES
-drain             45 ms   46 ms  3 GiB
-prepare           45 ms   99 ms  3 GiB
-release memory    45 ms  300 ms  3 GiB
+PHASE    SLOWEST    WALL  BYTES
+drain      45 ms   46 ms  3 GiB
+prepare    45 ms   99 ms  3 GiB
+release    45 ms  300 ms  3 GiB
 9 GiB kept: 6 GiB zero, 2 GiB unchanged, 1 GiB copied
 GPU  NAME         UUID                                      FREED    FREE   TOTAL
 3    NVIDIA H200  GPU-5f00be66-6abd-452b-8111-0cecf4164a2a  3 GiB  70 GiB  80 GiB";

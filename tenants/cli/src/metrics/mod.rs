@@ -430,7 +430,7 @@ mod tests {
         }
         let phases = all.iter().filter_map(|line| line.split_once("phase=\"")?.1.split('"').next());
         let phases: Vec<_> = phases.collect();
-        assert!(phases.contains(&"restore_contents"), "{phases:?}");
+        assert!(phases.contains(&"restore"), "{phases:?}");
         assert!(phases.iter().all(|phase| !phase.contains(' ')), "{phases:?}");
     }
 

@@ -311,7 +311,7 @@ fn a_paused_job_holds_its_launches_until_it_is_active_again() {
         // A resume that goes half way and back leaves them where they are.
         let path = job.members[0].socket_path();
         let mut half = crate::transport::Connection::connect(path, Instant::now() + SOON).unwrap();
-        for phase in [Phase::CreateOwn, Phase::AbortResume] {
+        for phase in [Phase::Create, Phase::Abort] {
             let request = Request::Phase(TakePhase {
                 round: 7,
                 alone: false,

@@ -95,12 +95,12 @@ impl Swapped {
     fn send(&mut self) {
         while let Some(next) = self.plan.next() {
             let (worker, told) = match next {
-                Move::ReleaseStage(index, window) => {
+                Move::Release(index, Some(window)) => {
                     (&mut self.leaving[index], Told::Stage(window))
                 }
-                Move::Release(index) => (&mut self.leaving[index], Told::Release),
+                Move::Release(index, None) => (&mut self.leaving[index], Told::Release),
                 Move::Verify(index) => (&mut self.leaving[index], Told::Verify),
-                Move::RestoreStage(index, window) => (&mut self.coming[index], Told::Stage(window)),
+                Move::Restore(index, window) => (&mut self.coming[index], Told::Stage(window)),
             };
             worker.told.push_back(told);
         }
@@ -152,8 +152,7 @@ impl Swapped {
         let report = Self::report(&left, &moved);
         self.leaving[index].left = left;
         match told {
-            Told::Stage(_) => self.plan.released(index, &report),
-            Told::Release | Told::Verify => self.plan.released_all(index, &report),
+            Told::Stage(_) | Told::Release | Told::Verify => self.plan.released(index, &report),
         }
     }
 
@@ -291,14 +290,14 @@ fn where_both_fit_the_first_saves_all_and_gives_it_back_last() {
         if both_fit {
             let window = |device, bytes| Window { stage: 0, devices: vec![(uuid(device), bytes)] };
             let moves = [
-                Move::Release(0),
-                Move::Release(1),
-                Move::RestoreStage(0, window(0, 8 * GIB)),
-                Move::RestoreStage(1, window(1, 3 * GIB)),
+                Move::Release(0, None),
+                Move::Release(1, None),
+                Move::Restore(0, window(0, 8 * GIB)),
+                Move::Restore(1, window(1, 3 * GIB)),
             ];
             assert_eq!(told, moves);
         } else {
-            assert!(matches!(told[0], Move::ReleaseStage(0, _)), "{told:?}");
+            assert!(matches!(told[0], Move::Release(0, Some(_))), "{told:?}");
         }
         in_step(&mut swapped());
     }
@@ -346,13 +345,12 @@ fn numbers_that_nobody_can_mean_end_in_no_sum_and_answers_without_end_in_the_res
         }
         let said = Swapped::report(&[most], &[most]);
         match told.pop_front().expect("an order") {
-            Move::ReleaseStage(index, _) => {
-                stages += 1;
+            Move::Release(index, window) => {
+                stages += u32::from(window.is_some());
                 plan.released(index, &said);
             }
-            Move::Release(index) => plan.released_all(index, &said),
             Move::Verify(index) => plan.left_for_good(index),
-            Move::RestoreStage(index, _) => plan.restored(index, &said),
+            Move::Restore(index, _) => plan.restored(index, &said),
         }
         if stages == 100 {
             plan.hurry();
@@ -369,7 +367,7 @@ fn who_leaves_for_nobody_is_sent_no_further_stage() {
     swapped.release(0);
     swapped.plan.end_coming();
     let next: Vec<_> = std::iter::from_fn(|| swapped.plan.next()).collect();
-    assert_eq!(next, [Move::Release(0)]);
+    assert_eq!(next, [Move::Release(0, None)]);
 }
 
 #[test]

@@ -12,7 +12,7 @@ use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{ClassBytes, CopiedBytes, DeviceReport, PoolReport, Schedule};
 
-use super::script::{Fault, GIB, Script};
+use super::script::{Deed, Fault, GIB, RELEASE_WINDOW, Script};
 use crate::coordinator::{Coordinator, Event, Options};
 use crate::identity::{MemberId, TenantName};
 use crate::references::References;
@@ -33,10 +33,10 @@ const STEP: Duration = Duration::from_millis(5);
 /// One line of the log that all members of a world share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Line {
-    Began(u64, Phase),
+    Began(u64, Deed),
     /// It is told when to save.
     Schedule(u64, Schedule),
-    Ended(u64, Phase),
+    Ended(u64, Deed),
     Consent(u64),
     GivenUp(u64, String),
     CalledOff(u64),
@@ -155,7 +155,7 @@ impl World {
         let log = self.log.lock().unwrap();
         log.iter()
             .filter_map(|line| match line {
-                Line::Began(member, phase) if *member == id => Some(*phase),
+                Line::Began(member, deed) if *member == id => Some(deed.phase()),
                 Line::Began(..)
                 | Line::Schedule(..)
                 | Line::Ended(..)
@@ -295,12 +295,12 @@ impl Agent {
                 if let Order::Prepare { schedule, .. } = order {
                     self.log.lock().unwrap().push(Line::Schedule(self.id, *schedule));
                 }
-                let line = Line::Began(self.id, order.phase());
+                let line = Line::Began(self.id, Deed::of(order));
                 let mut log = self.log.lock().unwrap();
                 let earlier = log.iter().filter(|before| **before == line).count();
                 log.push(line);
                 let is_due = self.script.fault_at.is_none_or(|at| at == earlier);
-                self.script.faults.get(&order.phase()).copied().filter(|_| is_due)
+                self.script.faults.get(&Deed::of(order)).copied().filter(|_| is_due)
             }
             Request::GiveUp(GiveUp { why, .. }) => {
                 self.log.lock().unwrap().push(Line::GivenUp(self.id, why.clone()));
@@ -423,23 +423,20 @@ impl Agent {
         let left = all - self.moved.load(Ordering::Relaxed);
         let all_at_most = |window: &Window| window.devices.iter().map(|(_, bytes)| *bytes).sum();
         let most: u64 = match order {
-            Order::ReleaseStage { window } | Order::RestoreStage { window, .. } => {
-                all_at_most(window)
-            }
-            Order::Restore if self.moved.load(Ordering::Relaxed) == 0 => return (0, 0),
-            Order::Release { .. } | Order::Restore => left,
-            Order::CloseGate { .. } | Order::Verify | Order::AbortResume | Order::Activate => {
+            Order::Release { window: Some(window), .. }
+            | Order::Restore { window: Some(window), .. } => all_at_most(window),
+            Order::Restore { .. } if self.moved.load(Ordering::Relaxed) == 0 => return (0, 0),
+            Order::Release { .. } | Order::Restore { .. } => left,
+            Order::CloseGate { .. } | Order::Verify | Order::Abort | Order::Activate => {
                 self.moved.store(0, Ordering::Relaxed);
                 return (all, all);
             }
             Order::Drain
             | Order::Prepare { .. }
             | Order::Freeze
-            | Order::AbortPause
             | Order::Thaw
-            | Order::CreateOwn { .. }
-            | Order::Import
-            | Order::ImportFromLiving
+            | Order::Create { .. }
+            | Order::Import { .. }
             | Order::Settle => return (all, left),
         };
         // In units of what cannot be divided.
@@ -457,22 +454,22 @@ impl Agent {
         let (bytes, left) = self.moved(order);
         let mut state = self.state.lock().unwrap();
         *state = match phase {
-            Phase::CloseGate | Phase::Drain | Phase::Prepare | Phase::ReleaseStage => {
-                MemberState::Offloading
-            }
-            Phase::Release | Phase::Verify | Phase::AbortResume | Phase::Thaw => {
-                MemberState::Paused
-            }
+            Phase::CloseGate | Phase::Drain | Phase::Prepare => MemberState::Offloading,
+            Phase::Release if Deed::of(order) == RELEASE_WINDOW => MemberState::Offloading,
+            Phase::Release | Phase::Verify | Phase::Thaw => MemberState::Paused,
             Phase::Freeze => MemberState::Deep,
-            Phase::CreateOwn
-            | Phase::RestoreStage
-            | Phase::Restore
-            | Phase::Import
-            | Phase::ImportFromLiving => MemberState::Restoring,
-            Phase::Settle if *state == MemberState::Restoring => MemberState::Paused,
-            Phase::Activate | Phase::AbortPause | Phase::Settle => MemberState::Active,
+            Phase::Create | Phase::Restore | Phase::Import => MemberState::Restoring,
+            Phase::Abort | Phase::Settle => match *state {
+                MemberState::Restoring => MemberState::Paused,
+                MemberState::Offloading => MemberState::Active,
+                rests @ (MemberState::Active
+                | MemberState::Paused
+                | MemberState::Deep
+                | MemberState::Faulted) => rests,
+            },
+            Phase::Activate => MemberState::Active,
         };
-        self.log.lock().unwrap().push(Line::Ended(self.id, phase));
+        self.log.lock().unwrap().push(Line::Ended(self.id, Deed::of(order)));
         let report = PhaseReport {
             elapsed_us: 1000 * self.id,
             driver_calls: 3,

@@ -8,7 +8,7 @@ use crate::host_memory::{HostLimit, HostNeed, LimitKind};
 
 const MEMBERS: usize = 3;
 const REVERSIBLE_PAUSE: &[Phase] = &[Phase::CloseGate, Phase::Drain, Phase::Prepare];
-const REVERSIBLE_RESUME: &[Phase] = &[Phase::CreateOwn, Phase::Restore, Phase::Import];
+const REVERSIBLE_RESUME: &[Phase] = &[Phase::Create, Phase::Restore, Phase::Import];
 
 /// Three members, the one with index `victim` faulty in `phase`.
 fn world(state: MemberState, victim: usize, phase: Phase, fault: Fault) -> World {
@@ -45,14 +45,14 @@ const CASES: [Case; 2] = [
         action: Action::Pause,
         start: MemberState::Active,
         phases: REVERSIBLE_PAUSE,
-        undo: Phase::AbortPause,
+        undo: Phase::Abort,
         no_return: Phase::Release,
     },
     Case {
         action: Action::Resume,
         start: MemberState::Paused,
         phases: REVERSIBLE_RESUME,
-        undo: Phase::AbortResume,
+        undo: Phase::Abort,
         no_return: Phase::Activate,
     },
 ];
@@ -270,10 +270,9 @@ fn a_short_timeout_limits_no_phase_that_finishes_or_undoes() {
         let report = report(act_by(&mut coordinator, action).unwrap());
         assert!(report.losses.is_empty(), "{phase:?}: {:?}", report.losses);
     }
-    for (start, fails, undo) in [
-        (active(), Phase::Drain, Phase::AbortPause),
-        (paused(), Phase::Restore, Phase::AbortResume),
-    ] {
+    for (start, fails, undo) in
+        [(active(), Phase::Drain, Phase::Abort), (paused(), Phase::Restore, Phase::Abort)]
+    {
         let action =
             if start.state == MemberState::Active { Action::Pause } else { Action::Resume };
         let failing = start.clone().with(fails, Fault::Fail(FailureKind::Driver));
@@ -321,7 +320,7 @@ fn a_late_answer_is_not_taken_for_the_answer_to_the_undo() {
 #[test]
 fn an_undo_that_fails_is_part_of_the_error() {
     let failure = Fault::Fail(FailureKind::Driver);
-    let stuck = active().with(Phase::AbortPause, Fault::Fail(FailureKind::Faulted));
+    let stuck = active().with(Phase::Abort, Fault::Fail(FailureKind::Faulted));
     let world = World::of(&[active().with(Phase::Drain, failure), stuck]);
     let error = world.coordinator().pause(&mut quiet).unwrap_err();
     assert!(!error.left_unchanged() && !error.is_retryable());
@@ -379,7 +378,7 @@ fn members_that_fit_the_host_alone_but_not_together_are_refused_before_anything_
     assert!(text.contains("MemAvailable leaves 3221225472"), "{text}");
     assert!(error.is_retryable() && error.left_unchanged());
     for id in [1, 2] {
-        let phases = [Phase::CloseGate, Phase::Drain, Phase::AbortPause];
+        let phases = [Phase::CloseGate, Phase::Drain, Phase::Abort];
         assert_eq!(world.phases_of(id), phases);
     }
 }
@@ -388,7 +387,7 @@ fn members_that_fit_the_host_alone_but_not_together_are_refused_before_anything_
 fn missing_device_memory_is_told_and_can_be_tried_again() {
     let missing_bytes = 3 * GIB;
     let failure = Fault::Fail(FailureKind::OutOfDeviceMemory { missing_bytes });
-    let world = World::of(&[paused(), paused().with(Phase::CreateOwn, failure)]);
+    let world = World::of(&[paused(), paused().with(Phase::Create, failure)]);
     let error = world.coordinator().resume(&mut quiet).unwrap_err();
     assert_eq!(error.missing_device_bytes(), Some(missing_bytes));
     assert!(error.is_retryable() && error.left_unchanged());
@@ -412,7 +411,7 @@ fn without_the_consent_of_all_nothing_is_touched() {
     assert!(error.to_string().contains("own call to pause"), "{error}");
     assert!(error.is_retryable());
     assert_eq!(world.states(), [MemberState::Active; 2]);
-    assert!(!world.phases_of(2).contains(&Phase::AbortPause));
+    assert!(!world.phases_of(2).contains(&Phase::Abort));
 }
 
 #[test]
@@ -505,7 +504,7 @@ fn a_resume_that_leaves_lost_imports_out_asks_for_that() {
     let leaving = Options { lost_imports: LostImports::LeaveOut, ..options() };
     let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), leaving);
     let report = report(coordinator.resume(&mut quiet).unwrap());
-    assert_eq!(report.phases[2].phase, Phase::ImportFromLiving);
+    assert_eq!(report.phases[2].phase, Phase::Import);
     assert_eq!(world.states(), [MemberState::Active; 2]);
 }
 

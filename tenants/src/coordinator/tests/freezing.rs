@@ -278,7 +278,7 @@ fn a_member_that_refuses_to_freeze_leaves_the_tenant_paused() {
 #[test]
 fn a_resume_that_comes_to_nothing_leaves_the_tenant_deep() {
     let full = FailureKind::OutOfDeviceMemory { missing_bytes: 7 };
-    let script = Script::new(MemberState::Deep).with(Phase::CreateOwn, Fault::Fail(full));
+    let script = Script::new(MemberState::Deep).with(Phase::Create, Fault::Fail(full));
     let (world, driver) = (World::of(&[script]), Driver::at(CHECKPOINTED));
     let error = coordinator(&world, &driver).resume(&mut quiet).unwrap_err();
     assert!(error.missing_device_bytes().is_some(), "{error}");

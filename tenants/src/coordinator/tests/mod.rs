@@ -22,7 +22,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use fake::{Line, World, impatient, options, quiet, tenant};
-use script::{AtTheGate, Fault, GIB, Script};
+use script::{AtTheGate, Deed, Fault, GIB, RELEASE_WINDOW, RESTORE_WINDOW, Script};
 
 use super::*;
 use crate::identity::MemberId;
@@ -30,7 +30,7 @@ use crate::wire::{FailureKind, MemberState, Reply, Request, TakePhase, Told};
 
 const PAUSE: [Phase; 5] =
     [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release, Phase::Verify];
-const RESUME: [Phase; 4] = [Phase::CreateOwn, Phase::Restore, Phase::Import, Phase::Activate];
+const RESUME: [Phase; 4] = [Phase::Create, Phase::Restore, Phase::Import, Phase::Activate];
 
 fn active() -> Script {
     Script::new(MemberState::Active)
@@ -56,7 +56,7 @@ fn assert_in_step(lines: &[Line], members: usize, phases: &[Phase]) {
     let began: Vec<_> = lines
         .iter()
         .filter_map(|line| match line {
-            Line::Began(_, phase) => Some(*phase),
+            Line::Began(_, deed) => Some(deed.phase()),
             Line::Schedule(..)
             | Line::Ended(..)
             | Line::Consent(_)
@@ -66,10 +66,12 @@ fn assert_in_step(lines: &[Line], members: usize, phases: &[Phase]) {
         .collect();
     assert_eq!(began, order);
     for phase in phases {
-        let last_end =
-            lines.iter().rposition(|line| matches!(line, Line::Ended(_, ended) if ended == phase));
-        let next_start =
-            lines.iter().position(|line| matches!(line, Line::Began(_, began) if began > phase));
+        let last_end = lines
+            .iter()
+            .rposition(|line| matches!(line, Line::Ended(_, ended) if ended.phase() == *phase));
+        let next_start = lines
+            .iter()
+            .position(|line| matches!(line, Line::Began(_, began) if began.phase() > *phase));
         assert!(next_start.is_none() || last_end < next_start);
     }
 }

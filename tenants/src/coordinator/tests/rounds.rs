@@ -150,7 +150,7 @@ fn orders_of_another_round_are_refused_while_one_is_under_way() {
         BEFORE_RELEASE.into_iter().zip([Phase::Drain, Phase::Prepare, Phase::Release])
     {
         first.lead(step, &Scope::Whole);
-        for order in [step, next, Phase::Release, Phase::Verify, Phase::CreateOwn] {
+        for order in [step, next, Phase::Release, Phase::Verify, Phase::Create] {
             refused(second.ask(&second.order(order, &Scope::Whole)));
             // Neither over another connection, though it names the round.
             refused(second.ask(&first.order(order, &Scope::Whole)));
@@ -160,9 +160,9 @@ fn orders_of_another_round_are_refused_while_one_is_under_way() {
         refused(second.ask(&Request::Step(look)));
         refused(second.ask(&hold));
         // There is nothing to be undone of it here, and what is under way is not.
-        for request in [&second, &first].map(|line| line.order(Phase::AbortPause, &Scope::Whole)) {
+        for request in [&second, &first].map(|line| line.order(Phase::Abort, &Scope::Whole)) {
             let reply = second.ask(&request);
-            assert!(matches!(reply, Reply::PhaseDone(Phase::AbortPause, _)), "{reply:?}");
+            assert!(matches!(reply, Reply::PhaseDone(Phase::Abort, _)), "{reply:?}");
         }
         assert_eq!(member.state(), MemberState::Offloading);
     }
@@ -173,7 +173,7 @@ fn orders_of_another_round_are_refused_while_one_is_under_way() {
     assert_eq!(member.state(), MemberState::Paused);
     // It is over: nothing late belongs to it.
     second.1 = round;
-    for late in [Phase::CloseGate, Phase::CreateOwn, Phase::Release, Phase::Verify] {
+    for late in [Phase::CloseGate, Phase::Create, Phase::Release, Phase::Verify] {
         refused(second.ask(&second.order(late, &Scope::Whole)));
     }
     report(job.coordinator(patient()).resume(&mut quiet).unwrap());
@@ -194,7 +194,7 @@ fn whoever_settles_a_round_hangs_up_on_its_leader() {
         assert!(gone.is_err_and(|error| error.peer_is_gone()));
     }
     next.lead(Phase::CloseGate, &Scope::Whole);
-    next.lead(Phase::AbortPause, &Scope::Whole);
+    next.lead(Phase::Abort, &Scope::Whole);
 }
 
 /// The lock's file, which a cleaner of old files removes.
@@ -264,14 +264,14 @@ fn a_late_question_about_a_round_leaves_the_next_command_connected() {
     let mut line = Line::to(member);
     let first = line.1;
     line.lead(Phase::CloseGate, &Scope::Whole);
-    line.lead(Phase::AbortPause, &Scope::Whole);
+    line.lead(Phase::Abort, &Scope::Whole);
     let mut next = Line::to(member);
     next.1 = line.1;
     next.lead(Phase::CloseGate, &Scope::Whole);
     assert_eq!(told(member, first), RoundEnd::Abort);
     next.lead(Phase::Drain, &Scope::Whole);
     assert_eq!(member.state(), MemberState::Offloading);
-    next.lead(Phase::AbortPause, &Scope::Whole);
+    next.lead(Phase::Abort, &Scope::Whole);
 }
 
 #[test]
@@ -303,9 +303,9 @@ fn one_that_has_begun_to_release_goes_on_whatever_others_say() {
     let job = Job::new(2);
     let mut lines = lines_of(&job);
     lead_all(&mut lines, &BEFORE_STAGES, &Scope::Whole);
-    lines[0].lead(Phase::ReleaseStage, &Scope::Whole);
+    lines[0].lead(RELEASE_WINDOW, &Scope::Whole);
     let round = lines[0].1;
-    lines[1].lead(Phase::AbortPause, &Scope::Whole);
+    lines[1].lead(Phase::Abort, &Scope::Whole);
     assert_eq!(told(&job.members[1], round), RoundEnd::Abort);
     drop(lines);
     settled(&job);

@@ -139,7 +139,7 @@ fn a_resume_that_may_never_succeed_says_how_to_save() {
     let error = world.coordinator().resume(&mut quiet).unwrap_err().to_string();
     assert!(error.ends_with("`sublet save train DIR` writes what is saved to files"), "{error}");
     let kind = FailureKind::OutOfDeviceMemory { missing_bytes: 1 };
-    let world = World::of(&[paused().with(Phase::CreateOwn, Fault::Fail(kind))]);
+    let world = World::of(&[paused().with(Phase::Create, Fault::Fail(kind))]);
     let error = world.coordinator().resume(&mut quiet).unwrap_err().to_string();
     assert!(!error.contains("sublet save"), "it will fit one day: {error}");
     let world = World::of(&[Script::new(MemberState::Faulted)]);

@@ -6,11 +6,49 @@ use std::sync::{Arc, Condvar, Mutex};
 
 use crate::host_memory::HostNeed;
 use crate::identity::MemberId;
+use crate::phase::Told;
 use crate::references::Partner;
+use crate::scope::Scope;
 use crate::stepping::{Activity, Calls};
-use crate::wire::{FailureKind, MemberState, Phase};
+use crate::wire::{FailureKind, MemberState, Order, Phase, Window};
 
 pub(super) const GIB: u64 = 1 << 30;
+
+/// A phase, or one window of it, which is another thing to be told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Deed {
+    All(Phase),
+    Window(Phase),
+}
+
+pub(super) const RELEASE_WINDOW: Deed = Deed::Window(Phase::Release);
+pub(super) const RESTORE_WINDOW: Deed = Deed::Window(Phase::Restore);
+
+impl Deed {
+    pub(super) fn of(order: &Order) -> Self {
+        let (Order::Release { window, .. } | Order::Restore { window, .. }) = order else {
+            return Self::All(order.phase());
+        };
+        if window.is_some() { Self::Window(order.phase()) } else { Self::All(order.phase()) }
+    }
+
+    pub(super) fn phase(self) -> Phase {
+        let (Self::All(phase) | Self::Window(phase)) = self;
+        phase
+    }
+
+    /// To do it of `scope`; a window is the first, and of nothing.
+    pub(super) fn order(self, scope: &Scope) -> Order {
+        let window = matches!(self, Self::Window(_)).then(Window::default);
+        self.phase().order(&Told { window, ..Told::new(scope, &[]) })
+    }
+}
+
+impl From<Phase> for Deed {
+    fn from(phase: Phase) -> Self {
+        Self::All(phase)
+    }
+}
 
 /// What a member does instead of its part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,9 +59,9 @@ pub(super) enum Fault {
     /// Answers after so many milliseconds.
     Slow(u64),
     /// Answers once that member has begun that phase.
-    AfterBegan(u64, Phase),
+    AfterBegan(u64, Deed),
     /// Answers once that member has ended that phase.
-    AfterEnded(u64, Phase),
+    AfterEnded(u64, Deed),
     /// Answers right before it answers to the next order.
     Late,
     WrongAnswer,
@@ -55,7 +93,7 @@ pub(super) type Meeting = Arc<(Mutex<usize>, Condvar)>;
 pub(super) struct Script {
     pub(super) state: MemberState,
     pub(super) version: &'static str,
-    pub(super) faults: HashMap<Phase, Fault>,
+    pub(super) faults: HashMap<Deed, Fault>,
     pub(super) consent: Option<Fault>,
     pub(super) hello: Option<Fault>,
     pub(super) stats: Option<Fault>,
@@ -130,8 +168,8 @@ impl Script {
         }
     }
 
-    pub(super) fn with(mut self, phase: Phase, fault: Fault) -> Self {
-        self.faults.insert(phase, fault);
+    pub(super) fn with(mut self, deed: impl Into<Deed>, fault: Fault) -> Self {
+        self.faults.insert(deed.into(), fault);
         self
     }
 

@@ -18,7 +18,7 @@ use crate::wire::{Hold, Needed, Needs, StepOn};
 use vmm_pool::gate::Passage;
 
 pub(super) const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Prepare];
-pub(super) const BEFORE_ACTIVATE: [Phase; 3] = [Phase::CreateOwn, Phase::Restore, Phase::Import];
+pub(super) const BEFORE_ACTIVATE: [Phase; 3] = [Phase::Create, Phase::Restore, Phase::Import];
 const ROUND: u64 = 12;
 const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
 
@@ -35,22 +35,24 @@ impl Line {
         self.0.receive(Instant::now() + SOON).unwrap().0
     }
 
-    pub(super) fn phase_of(&mut self, phase: Phase, scope: &Scope) -> Reply {
-        let request = self.order(phase, scope);
+    pub(super) fn phase_of(&mut self, deed: impl Into<Deed>, scope: &Scope) -> Reply {
+        let deed = deed.into();
+        let request = self.order(deed, scope);
         // What follows the last step of a round is another.
-        self.1 += u64::from(phase.is_last());
+        self.1 += u64::from(deed.phase().is_last());
         self.ask(&request)
     }
 
-    pub(super) fn order(&self, phase: Phase, scope: &Scope) -> Request {
-        let order = phase.order(&Told::new(scope, &[]));
+    pub(super) fn order(&self, deed: impl Into<Deed>, scope: &Scope) -> Request {
+        let order = deed.into().order(scope);
         Request::Phase(TakePhase { round: self.1, alone: false, order, timeout_ms: 30_000 })
     }
 
     /// A step that succeeds.
-    pub(super) fn lead(&mut self, phase: Phase, scope: &Scope) {
-        let reply = self.phase_of(phase, scope);
-        assert!(matches!(reply, Reply::PhaseDone(..)), "{phase:?}: {reply:?}");
+    pub(super) fn lead(&mut self, deed: impl Into<Deed>, scope: &Scope) {
+        let deed = deed.into();
+        let reply = self.phase_of(deed, scope);
+        assert!(matches!(reply, Reply::PhaseDone(..)), "{deed:?}: {reply:?}");
     }
 
     /// Behind its shut gate.
@@ -121,7 +123,7 @@ fn a_capture_that_a_call_begins_behind_the_shut_gate_refuses_the_drain_and_no_de
     let reply = line.phase_of(Phase::Drain, &Scope::Whole);
     let Reply::Failed(failure) = reply else { panic!("{reply:?}") };
     assert_eq!((failure.kind, waits()), (FailureKind::InCapture, before), "{failure:?}");
-    line.lead(Phase::AbortPause, &Scope::Whole);
+    line.lead(Phase::Abort, &Scope::Whole);
     member.capture_ended();
     report(job.coordinator(patient()).pause(&mut quiet).unwrap());
 }
@@ -230,7 +232,7 @@ fn an_undone_pause_lets_ranks_go_while_its_coordinator_is_still_there() {
         for phase in &BEFORE_RELEASE[..steps] {
             line.lead(*phase, &Scope::Whole);
         }
-        line.lead(Phase::AbortPause, &Scope::Whole);
+        line.lead(Phase::Abort, &Scope::Whole);
         assert!(!member.info().held, "after {steps} steps");
         assert!(lets_work_through(member), "after {steps} steps");
     }
@@ -249,14 +251,14 @@ fn a_resume_by_tag_that_fails_leaves_the_process_running() {
     assert!(lets_work_through(member), "a pause by tag");
 
     faults.fail(DriverOp::Create, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
-    line.fail(Phase::CreateOwn, &kv());
+    line.fail(Phase::Create, &kv());
     assert_eq!(member.state(), MemberState::Active);
     assert!(lets_work_through(member), "nothing was taken");
 
     faults.fail(DriverOp::CopyToDevice, FaultSpan::Nth(1), DriverCode::UNKNOWN);
-    line.lead(Phase::CreateOwn, &kv());
+    line.lead(Phase::Create, &kv());
     line.fail(Phase::Restore, &kv());
-    line.lead(Phase::AbortResume, &kv());
+    line.lead(Phase::Abort, &kv());
     assert_eq!(member.state(), MemberState::Active);
     assert!(lets_work_through(member), "undone");
 
@@ -279,14 +281,14 @@ fn a_whole_resume_that_fails_leaves_the_process_paused_and_frees_possible() {
     let faults = member.pool().driver().faults();
 
     faults.fail(DriverOp::Create, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
-    line.fail(Phase::CreateOwn, &Scope::Whole);
+    line.fail(Phase::Create, &Scope::Whole);
     assert_eq!(member.state(), MemberState::Paused);
     assert!(lets_through(Passage::GiveUp, member), "nothing was taken");
 
     faults.fail(DriverOp::CopyToDevice, FaultSpan::Nth(1), DriverCode::UNKNOWN);
-    line.lead(Phase::CreateOwn, &Scope::Whole);
+    line.lead(Phase::Create, &Scope::Whole);
     line.fail(Phase::Restore, &Scope::Whole);
-    line.lead(Phase::AbortResume, &Scope::Whole);
+    line.lead(Phase::Abort, &Scope::Whole);
     assert_eq!(member.state(), MemberState::Paused);
     assert!(lets_through(Passage::GiveUp, member), "undone");
 
@@ -303,7 +305,7 @@ fn a_coordinator_whose_work_is_over_makes_room_as_any_idle_client() {
     let member = &job.members[0];
     let mut first = Line::to(member);
     first.lead(Phase::CloseGate, &Scope::Whole);
-    first.lead(Phase::AbortPause, &Scope::Whole);
+    first.lead(Phase::Abort, &Scope::Whole);
     // All places are taken, and one more comes.
     let others: Vec<_> = (0..CONNECTIONS_MAX)
         .map(|_| {
@@ -371,7 +373,7 @@ fn the_next_command_settles_what_a_process_has_not_begun_to_do_of_the_last() {
     // A command that ends while the process has not begun with its order.
     let line = Line::to(member);
     let Line(mut connection, _) = line;
-    let create = Phase::CreateOwn.order(&Told::new(&Scope::Whole, &[]));
+    let create = Phase::Create.order(&Told::new(&Scope::Whole, &[]));
     let create = TakePhase { round: ROUND, alone: false, order: create, timeout_ms: 30_000 };
     connection.send(&Request::Phase(create), &[], Instant::now() + SOON).unwrap();
     until("the order to be read", || member.info().in_round);
@@ -448,6 +450,6 @@ fn who_has_made_an_idle_device_busy_is_not_let_on_next() {
     until("the device is idle", || next(Calls::None).is_idle);
     assert_eq!(next(Calls::None).ready, 1);
     is_over.store(true, Ordering::Relaxed);
-    line.lead(Phase::AbortPause, &Scope::Whole);
+    line.lead(Phase::Abort, &Scope::Whole);
     thread.join().unwrap();
 }

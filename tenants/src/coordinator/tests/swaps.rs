@@ -47,8 +47,8 @@ fn in_small_windows(fault: Fault) -> Options {
     Options { window_bytes: Some(WINDOW / SMALL), ..waiting_for(fault) }
 }
 
-fn at(script: Script, phase: Phase, stage: usize, fault: Fault) -> Script {
-    Script { fault_at: Some(stage), ..script.with(phase, fault) }
+fn at(script: Script, deed: impl Into<Deed>, stage: usize, fault: Fault) -> Script {
+    Script { fault_at: Some(stage), ..script.with(deed, fault) }
 }
 
 fn pair(run_dir: &RunDir, options: &Options) -> (Coordinator, Coordinator) {
@@ -61,9 +61,18 @@ fn swapped(world: &World, options: &Options) -> Result<Swap, Trouble> {
     swap(&mut from, &mut to, &mut quiet)
 }
 
-/// The number of times that `id` began `phase`.
-fn times(world: &World, id: u64, phase: Phase) -> usize {
-    world.phases_of(id).into_iter().filter(|began| *began == phase).count()
+fn began(id: u64, deed: impl Into<Deed>) -> Line {
+    Line::Began(id, deed.into())
+}
+
+fn ended(id: u64, deed: impl Into<Deed>) -> Line {
+    Line::Ended(id, deed.into())
+}
+
+/// The number of times that `id` began `deed`.
+fn times(world: &World, id: u64, deed: impl Into<Deed>) -> usize {
+    let line = began(id, deed);
+    world.lines().into_iter().filter(|other| *other == line).count()
 }
 
 /// Where `what` comes first in the log.
@@ -77,33 +86,32 @@ fn last_position(world: &World, what: &Line) -> usize {
 
 #[test]
 fn a_swap_overlaps_what_leaves_with_what_comes() {
-    let slow = at(active(), Phase::ReleaseStage, 4, Fault::AfterBegan(5, Phase::RestoreStage));
+    let slow = at(active(), RELEASE_WINDOW, 4, Fault::AfterBegan(5, RESTORE_WINDOW));
     let world = world(&[active(), slow], &[tight(0), tight(0)]);
     let done = swapped(&world, &patient()).unwrap();
     let (out, back) = (report(done.paused), report(done.resumed));
     assert_eq!(world.states()[..2], [MemberState::Paused; 2]);
     assert_eq!(world.states()[2..], [MemberState::Active; 2]);
     let phases = |report: &Report| -> Vec<_> { report.phases.iter().map(|p| p.phase).collect() };
-    let left = [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::ReleaseStage];
-    assert_eq!(phases(&out)[..4], left);
-    assert_eq!(phases(&out)[4..], [Phase::Release, Phase::Verify]);
-    let came = [Phase::RestoreStage, Phase::Restore, Phase::Import, Phase::Activate];
+    let left = [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release, Phase::Verify];
+    assert_eq!(phases(&out), left);
+    let came = [Phase::Restore, Phase::Import, Phase::Activate];
     assert_eq!(phases(&back), came);
     assert_eq!((out.devices[0].bytes, back.window_bytes), (2 * GIB, Some(WINDOW)));
     assert_eq!(back.devices[0].bytes, 2 * GIB);
-    let taken: u64 = back.phases.iter().take(2).map(PhaseSummary::bytes).sum();
+    let taken: u64 = back.phases.iter().take(1).map(PhaseSummary::bytes).sum();
     assert_eq!(taken, 2 * GIB);
     // The first to come has begun before the last has left, and after all have let go of what they had imported.
-    let first_in = position(&world, &Line::Began(5, Phase::RestoreStage));
-    let last_out = [1, 2].map(|id| last_position(&world, &Line::Ended(id, Phase::Release)));
+    let first_in = position(&world, &began(5, RESTORE_WINDOW));
+    let last_out = [1, 2].map(|id| last_position(&world, &ended(id, Phase::Release)));
     assert!(last_out.iter().any(|last| first_in < *last), "{first_in} {last_out:?}");
     for id in [1, 2] {
-        assert!(position(&world, &Line::Ended(id, Phase::ReleaseStage)) < first_in);
+        assert!(position(&world, &ended(id, RELEASE_WINDOW)) < first_in);
     }
     // Everybody has done all that can be undone before anything is released.
     for id in [1, 2] {
-        let ready = position(&world, &Line::Ended(id, Phase::Prepare));
-        assert!(ready < position(&world, &Line::Began(1, Phase::ReleaseStage)));
+        let ready = position(&world, &ended(id, Phase::Prepare));
+        assert!(ready < position(&world, &began(1, RELEASE_WINDOW)));
     }
 }
 
@@ -129,14 +137,14 @@ fn without_room_for_both_no_device_holds_more_than_the_larger_and_a_window() {
 
 #[test]
 fn with_room_for_both_the_first_leaves_in_one_step_and_the_second_comes_meanwhile() {
-    let slow = active().with(Phase::Release, Fault::AfterEnded(5, Phase::RestoreStage));
+    let slow = active().with(Phase::Release, Fault::AfterEnded(5, RESTORE_WINDOW));
     let world = world(&[slow], &[tight(GIB + WINDOW)]);
     let done = swapped(&world, &patient()).unwrap();
     assert!(matches!(done.resumed, Outcome::Completed(_)));
-    assert_eq!((times(&world, 1, Phase::ReleaseStage), times(&world, 1, Phase::Release)), (0, 1));
-    assert_eq!(times(&world, 5, Phase::RestoreStage), 1);
-    let came = position(&world, &Line::Ended(5, Phase::RestoreStage));
-    assert!(came < position(&world, &Line::Ended(1, Phase::Release)));
+    assert_eq!((times(&world, 1, RELEASE_WINDOW), times(&world, 1, Phase::Release)), (0, 1));
+    assert_eq!(times(&world, 5, RESTORE_WINDOW), 1);
+    let came = position(&world, &ended(5, RESTORE_WINDOW));
+    assert!(came < position(&world, &ended(1, Phase::Release)));
 }
 
 #[test]
@@ -146,10 +154,10 @@ fn one_that_moves_memory_is_not_overdue_whatever_the_deadline() {
     let slow = Fault::Slow(2500);
     for (leaves, comes) in [
         (active().with(Phase::Release, slow), tight(GIB + WINDOW)),
-        (active(), tight(GIB + WINDOW).with(Phase::RestoreStage, slow)),
+        (active(), tight(GIB + WINDOW).with(RESTORE_WINDOW, slow)),
         (active().with(Phase::Release, slow), tight(0)),
         // One allocation that is larger than a window.
-        (at(Script { unit_bytes: GIB, ..active() }, Phase::ReleaseStage, 0, slow), tight(0)),
+        (at(Script { unit_bytes: GIB, ..active() }, RELEASE_WINDOW, 0, slow), tight(0)),
     ] {
         let world = world(&[leaves], &[comes]);
         let done = swapped(&world, &options).unwrap();
@@ -176,7 +184,7 @@ fn a_tenant_that_comes_to_other_devices_waits_for_nobody() {
     };
     assert_eq!((out.devices[0].uuid.as_str(), back.devices[0].uuid.as_str()), ("gpu-a", "gpu-b"));
     assert_eq!(back.devices.len(), 1);
-    assert!(times(&world, 5, Phase::RestoreStage) >= 1);
+    assert!(times(&world, 5, RESTORE_WINDOW) >= 1);
 }
 
 #[test]
@@ -187,7 +195,7 @@ fn a_process_without_device_memory_takes_part() {
     assert!(matches!(done.resumed, Outcome::Completed(_)));
     assert_eq!(world.states()[..2], [MemberState::Paused; 2]);
     assert_eq!(world.states()[2..], [MemberState::Active; 2]);
-    assert_eq!(times(&world, 6, Phase::RestoreStage), 1);
+    assert_eq!(times(&world, 6, RESTORE_WINDOW), 1);
 }
 
 #[test]
@@ -239,7 +247,7 @@ fn a_first_tenant_that_does_not_prepare_runs_on_and_the_second_is_not_asked() {
             assert!(error.is_about(&tenant("train")), "{error}");
             assert_eq!(world.state(1), MemberState::Active, "{phase:?} {fault:?}");
             assert!(world.phases_of(5).is_empty());
-            assert_eq!(times(&world, 1, Phase::ReleaseStage), 0);
+            assert_eq!(times(&world, 1, RELEASE_WINDOW), 0);
         }
     }
 }
@@ -255,10 +263,10 @@ fn a_second_tenant_that_fails_at_any_stage_is_undone_and_the_first_runs_again() 
     ];
     for fault in faults {
         for (phase, stage) in [
-            (Phase::RestoreStage, 0),
-            (Phase::RestoreStage, 1),
-            (Phase::Restore, 0),
-            (Phase::Import, 0),
+            (RESTORE_WINDOW, 0),
+            (RESTORE_WINDOW, 1),
+            (Phase::Restore.into(), 0),
+            (Phase::Import.into(), 0),
         ] {
             // It needs what both of the others have.
             let large = Script { holds_bytes: 2 * GIB, ..tight(0) };
@@ -270,7 +278,8 @@ fn a_second_tenant_that_fails_at_any_stage_is_undone_and_the_first_runs_again() 
                 panic!("{phase:?} {stage} {fault:?}: {error}")
             };
             assert!(losses.is_empty(), "{losses:?}");
-            let failed = source.failures().iter().any(|failure| failure.step == Step::Phase(phase));
+            let failed =
+                source.failures().iter().any(|failure| failure.step == Step::Phase(phase.phase()));
             assert!(failed, "{phase:?} {stage} {fault:?}: {source}");
             let said = "Tenant 'train' was paused for it, and is active again";
             assert!(error.to_string().contains(said), "{error}");
@@ -278,8 +287,8 @@ fn a_second_tenant_that_fails_at_any_stage_is_undone_and_the_first_runs_again() 
             assert_eq!(world.state(6), MemberState::Paused);
             // Its pause was finished before.
             for id in [1, 2] {
-                let released = position(&world, &Line::Ended(id, Phase::Release));
-                assert!(released < position(&world, &Line::Began(id, Phase::CreateOwn)));
+                let released = position(&world, &ended(id, Phase::Release));
+                assert!(released < position(&world, &began(id, Phase::Create)));
             }
         }
     }
@@ -287,21 +296,20 @@ fn a_second_tenant_that_fails_at_any_stage_is_undone_and_the_first_runs_again() 
 
 #[test]
 fn one_that_dies_while_it_leaves_is_reported_and_the_second_comes() {
-    for (phase, stage) in [(Phase::ReleaseStage, 0), (Phase::ReleaseStage, 3), (Phase::Release, 0)]
-    {
+    for (phase, stage) in [(RELEASE_WINDOW, 0), (RELEASE_WINDOW, 3), (Phase::Release.into(), 0)] {
         let dying = at(active(), phase, stage, Fault::Die);
         let world = world(&[active(), dying], &[tight(0)]);
         let done = swapped(&world, &patient()).unwrap();
         let out = report(done.paused);
         assert_eq!(out.losses.len(), 1, "{phase:?} {stage}");
-        assert_eq!(out.losses[0].step, Step::Phase(phase));
+        assert_eq!(out.losses[0].step, Step::Phase(phase.phase()));
         assert_eq!((world.state(1), world.state(5)), (MemberState::Paused, MemberState::Active));
     }
 }
 
 #[test]
 fn one_that_is_silent_while_it_leaves_holds_nobody_up_for_ever() {
-    let silent = at(small(active()), Phase::ReleaseStage, 1, Fault::Silent);
+    let silent = at(small(active()), RELEASE_WINDOW, 1, Fault::Silent);
     let world = world(&[small(active()), silent], &[small(tight(0))]);
     let out = report(swapped(&world, &in_small_windows(Fault::Silent)).unwrap().paused);
     assert_eq!(out.losses.len(), 1);
@@ -311,7 +319,7 @@ fn one_that_is_silent_while_it_leaves_holds_nobody_up_for_ever() {
 #[test]
 fn one_that_cannot_do_a_stage_is_told_to_release_what_is_left() {
     for stage in [0, 2] {
-        let failing = at(active(), Phase::ReleaseStage, stage, Fault::Fail(FailureKind::Driver));
+        let failing = at(active(), RELEASE_WINDOW, stage, Fault::Fail(FailureKind::Driver));
         let world = world(&[active(), failing], &[tight(0)]);
         let out = report(swapped(&world, &patient()).unwrap().paused);
         assert!(out.losses.is_empty());
@@ -335,8 +343,8 @@ fn a_first_tenant_of_which_one_releases_too_late_comes_back_where_the_second_doe
 
 #[test]
 fn a_first_tenant_that_comes_back_slowly_has_the_time_of_an_undo() {
-    let slow = active().with(Phase::CreateOwn, Fault::Slow(3000));
-    let failing = tight(0).with(Phase::RestoreStage, Fault::Fail(FailureKind::Driver));
+    let slow = active().with(Phase::Create, Fault::Slow(3000));
+    let failing = tight(0).with(RESTORE_WINDOW, Fault::Fail(FailureKind::Driver));
     let world = world(&[slow], &[failing]);
     let options = Options { finish_timeout: SOON, ..impatient() };
     let error = swapped(&world, &options).unwrap_err();
@@ -346,13 +354,13 @@ fn a_first_tenant_that_comes_back_slowly_has_the_time_of_an_undo() {
 
 #[test]
 fn a_first_tenant_that_cannot_come_back_is_named_beside_the_cause() {
-    let stuck = active().with(Phase::CreateOwn, Fault::Fail(FailureKind::Driver));
-    let failing = tight(0).with(Phase::RestoreStage, Fault::Fail(FailureKind::Driver));
+    let stuck = active().with(Phase::Create, Fault::Fail(FailureKind::Driver));
+    let failing = tight(0).with(RESTORE_WINDOW, Fault::Fail(FailureKind::Driver));
     let world = world(&[stuck], &[failing]);
     let error = swapped(&world, &patient()).unwrap_err();
     let Trouble::NotBack { resume, source, .. } = &error else { panic!("{error}") };
-    assert_eq!(resume.failures()[0].step, Step::Phase(Phase::CreateOwn));
-    assert_eq!(source.failures()[0].step, Step::Phase(Phase::RestoreStage));
+    assert_eq!(resume.failures()[0].step, Step::Phase(Phase::Create));
+    assert_eq!(source.failures()[0].step, Step::Phase(Phase::Restore));
     let said = error.to_string();
     for part in [
         "resuming tenant 'infer' failed",
@@ -391,9 +399,9 @@ fn a_swap_called_off_is_undone_wherever_it_is() {
         let error = called_off(&world, |event| step_is(event, phase));
         assert!(matches!(error, Trouble::CalledOff { .. }), "{error}");
         assert_eq!((world.state(1), world.state(5)), (MemberState::Active, MemberState::Paused));
-        assert_eq!(times(&world, 1, Phase::ReleaseStage), 0);
+        assert_eq!(times(&world, 1, RELEASE_WINDOW), 0);
     }
-    for phase in [Phase::ReleaseStage, Phase::RestoreStage, Phase::Restore, Phase::Import] {
+    for phase in [Phase::Release, Phase::Restore, Phase::Import] {
         let world = world(&[active()], &[tight(0)]);
         let error = called_off(&world, |event| step_is(event, phase));
         let Trouble::WentBack { source, .. } = &error else { panic!("{phase:?}: {error}") };

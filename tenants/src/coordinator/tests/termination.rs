@@ -10,7 +10,7 @@ use crate::transport::{Connection, poll_until};
 use crate::wire::{Asked, RoundEnd};
 
 const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Prepare];
-const BEFORE_ACTIVATE: [Phase; 3] = [Phase::CreateOwn, Phase::Restore, Phase::Import];
+const BEFORE_ACTIVATE: [Phase; 3] = [Phase::Create, Phase::Restore, Phase::Import];
 const BEFORE_STAGES: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Prepare];
 const ROUND: u64 = 11;
 
@@ -26,24 +26,24 @@ impl Hand {
         Self { connections: paths.map(connect).collect() }
     }
 
-    fn tell(&mut self, index: usize, phase: Phase) {
-        self.tell_within(index, phase, 30_000);
+    fn tell(&mut self, index: usize, deed: impl Into<Deed>) {
+        self.tell_within(index, deed, 30_000);
     }
 
-    fn tell_within(&mut self, index: usize, phase: Phase, timeout_ms: u64) {
+    fn tell_within(&mut self, index: usize, deed: impl Into<Deed>, timeout_ms: u64) {
         let request = Request::Phase(TakePhase {
             round: ROUND,
             alone: false,
-            order: phase.order(&Told::new(&Scope::Whole, &[])),
+            order: deed.into().order(&Scope::Whole),
             timeout_ms,
         });
         self.connections[index].send(&request, &[], Instant::now() + SOON).unwrap();
     }
 
-    fn lead(&mut self, phases: &[Phase]) {
-        for phase in phases {
+    fn lead<T: Copy + Into<Deed>>(&mut self, deeds: &[T]) {
+        for deed in deeds {
             for index in 0..self.connections.len() {
-                self.tell(index, *phase);
+                self.tell(index, *deed);
             }
             for connection in &mut self.connections {
                 let (reply, _) = connection.receive::<Reply>(Instant::now() + SOON).unwrap();
@@ -54,9 +54,14 @@ impl Hand {
 }
 
 /// Ends after `phases`, with `decision` told to these members only, and says where that leads.
-fn ended(job: &Job, phases: &[Phase], decision: Phase, told: &[usize]) -> Vec<MemberState> {
+fn ended<T: Copy + Into<Deed>>(
+    job: &Job,
+    deeds: &[T],
+    decision: impl Into<Deed> + Copy,
+    told: &[usize],
+) -> Vec<MemberState> {
     let mut hand = Hand::on(job);
-    hand.lead(phases);
+    hand.lead(deeds);
     for index in told {
         hand.tell(*index, decision);
     }
@@ -82,7 +87,7 @@ fn one_that_was_told_to_release_takes_all_along() {
 fn one_that_was_told_to_release_a_stage_takes_all_along() {
     for told in [&[0][..], &[2], &[0, 1], &[0, 1, 2]] {
         let job = Job::new(3);
-        let states = ended(&job, &BEFORE_STAGES, Phase::ReleaseStage, told);
+        let states = ended(&job, &BEFORE_STAGES, RELEASE_WINDOW, told);
         assert_eq!(states, [MemberState::Paused; 3], "{told:?}");
         report(job.coordinator(patient()).resume(&mut quiet).unwrap());
     }
@@ -91,13 +96,13 @@ fn one_that_was_told_to_release_a_stage_takes_all_along() {
 #[test]
 fn when_none_was_told_to_release_a_stage_all_go_back() {
     let job = Job::new(3);
-    let states = ended(&job, &BEFORE_STAGES, Phase::ReleaseStage, &[]);
+    let states = ended(&job, &BEFORE_STAGES, RELEASE_WINDOW, &[]);
     assert_eq!(states, [MemberState::Active; 3]);
 }
 
 #[test]
 fn those_who_were_to_come_by_stages_stay_paused() {
-    for phases in [&[Phase::RestoreStage][..], &[Phase::RestoreStage, Phase::Restore]] {
+    for phases in [&[RESTORE_WINDOW][..], &[RESTORE_WINDOW, Phase::Restore.into()]] {
         let job = Job::new(3);
         report(job.coordinator(patient()).pause(&mut quiet).unwrap());
         let states = ended(&job, phases, Phase::Activate, &[]);
@@ -112,15 +117,16 @@ fn a_stage_out_of_turn_is_refused_and_changes_nothing() {
     let mut hand = Hand::on(&job);
     hand.lead(&BEFORE_STAGES);
     let window = crate::wire::Window { stage: 1, ..Default::default() };
-    let told = Told { window, ..Told::new(&Scope::Whole, &[]) };
-    let order = Phase::ReleaseStage.order(&told);
+    let told = Told { window: Some(window), ..Told::new(&Scope::Whole, &[]) };
+    let order = Phase::Release.order(&told);
     let request =
         Request::Phase(TakePhase { round: ROUND, alone: false, order, timeout_ms: 30_000 });
     hand.connections[0].send(&request, &[], Instant::now() + SOON).unwrap();
     let (reply, _) = hand.connections[0].receive::<Reply>(Instant::now() + SOON).unwrap();
     assert!(matches!(reply, Reply::Failed(_)), "{reply:?}");
     assert_eq!(job.states(), [MemberState::Offloading]);
-    hand.lead(&[Phase::ReleaseStage, Phase::Release, Phase::Verify]);
+    hand.lead(&[RELEASE_WINDOW]);
+    hand.lead(&[Phase::Release, Phase::Verify]);
     assert_eq!(job.states(), [MemberState::Paused]);
 }
 
@@ -304,7 +310,7 @@ fn what_was_told_in_another_round_counts_for_nothing() {
     // The first is left active by a resume of its own.
     let mut hand = Hand::on(&job);
     let second = hand.connections.pop().unwrap();
-    hand.lead(&[Phase::CreateOwn, Phase::Restore, Phase::Import, Phase::Activate]);
+    hand.lead(&[Phase::Create, Phase::Restore, Phase::Import, Phase::Activate]);
     let asked = job.members[0].info().asked;
     assert_eq!(asked, Some(Asked { round: ROUND, phase: Phase::Activate }));
     drop(hand);
