@@ -25,7 +25,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use serde::{Deserialize, Serialize};
-use vmm_pool::{AllocationId, Held, StayReason};
+use vmm_pool::{AllocationId, Shareable, StayReason};
 
 use crate::identity::MemberId;
 
@@ -33,9 +33,9 @@ use crate::identity::MemberId;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct References {
     /// Its own, that others hold or may come for.
-    pub given: Vec<Held>,
+    pub given: Vec<Shareable>,
     /// What it has imported, by owner.
-    pub taken: Vec<(MemberId, Vec<Held>)>,
+    pub taken: Vec<(MemberId, Vec<Shareable>)>,
     /// Is some of what the pause is about among `given`?
     pub shares_scope: bool,
     /// Who of other tenants has some of it open, by what it said of itself.
@@ -120,19 +120,19 @@ mod tests {
 
     use super::*;
 
-    fn held(number: u8) -> Held {
-        Held { id: AllocationId([number; 16]), is_pinned: false }
+    fn held(number: u8) -> Shareable {
+        Shareable { id: AllocationId([number; 16]), is_pinned: false }
     }
 
-    fn pinned(number: u8) -> Held {
-        Held { is_pinned: true, ..held(number) }
+    fn pinned(number: u8) -> Shareable {
+        Shareable { is_pinned: true, ..held(number) }
     }
 
-    fn owner(given: &[Held]) -> References {
+    fn owner(given: &[Shareable]) -> References {
         References { given: given.to_vec(), ..References::default() }
     }
 
-    fn importer(owner: u64, held: &[Held]) -> References {
+    fn importer(owner: u64, held: &[Shareable]) -> References {
         References { taken: vec![(MemberId(owner), held.to_vec())], ..References::default() }
     }
 

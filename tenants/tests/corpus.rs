@@ -35,8 +35,8 @@ use tenants::wire::{
 };
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{
-    AllocationId, CopiedBytes, Copying, Held, HostDemand, KeptBytes, Part, PinnedBytes, PoolReport,
-    Schedule, SlabTotals, StayReason,
+    AllocationId, CopiedBytes, Copying, HostDemand, KeptBytes, Part, PinnedBytes, PoolReport,
+    Schedule, Shareable, SlabTotals, StayReason,
 };
 
 const ID: AllocationId = AllocationId(*b"0123456789abcdef");
@@ -267,8 +267,8 @@ fn drained() -> Drained {
     };
     let limits = vec![HostLimit { kind: LimitKind::Configured, bytes: 8 << 30 }];
     let references = References {
-        given: vec![Held { id: ID, is_pinned: true }],
-        taken: vec![(MemberId(9), vec![Held { id: ID, is_pinned: false }])],
+        given: vec![Shareable { id: ID, is_pinned: true }],
+        taken: vec![(MemberId(9), vec![Shareable { id: ID, is_pinned: false }])],
         shares_scope: true,
         lent: vec![MemberId(11)],
         partners: vec![Partner { member: MemberId(12), pid: Some(4244) }],

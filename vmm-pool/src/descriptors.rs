@@ -15,11 +15,11 @@ const NUMBERS: usize = 1 << 20;
 const WORD_BITS: usize = 64;
 
 /// A bit for each number.
-struct Table([AtomicU64; NUMBERS / WORD_BITS]);
+struct DescriptorSet([AtomicU64; NUMBERS / WORD_BITS]);
 
-static NOTED: Table = Table::new();
+static NOTED: DescriptorSet = DescriptorSet::new();
 
-impl Table {
+impl DescriptorSet {
     #[expect(clippy::large_stack_arrays, reason = "statics alone are made by it")]
     const fn new() -> Self {
         Self([const { AtomicU64::new(0) }; NUMBERS / WORD_BITS])
@@ -127,7 +127,7 @@ mod tests {
 
     #[test]
     fn numbers_are_noted_until_they_are_forgotten() {
-        static TABLE: Table = Table::new();
+        static TABLE: DescriptorSet = DescriptorSet::new();
         let most = RawFd::try_from(NUMBERS).unwrap();
         for number in [0, 63, 64, 65, 1023, most - 1] {
             assert!(TABLE.note(number));

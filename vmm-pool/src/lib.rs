@@ -40,8 +40,8 @@ pub use error::{PoolError, PoolResult};
 pub use ids::{AllocationId, PeerId, VirtualHandle};
 pub use journal::{Step, StepLog};
 pub use ledger::{
-    After, Block, Class, Facts, Held, Holding, HoldingSource, Known, LIBRARY_TAGS, Lease,
-    LentTotals, PlainMemory, References, Selection, Sight, Standing, StayReason, TagTotals, Tags,
+    After, Block, Class, Facts, Holding, HoldingSource, Known, LIBRARY_TAGS, Lease, LentTotals,
+    PlainMemory, References, Selection, Shareable, Sight, Stance, StayReason, TagTotals, Tags,
     TicketWatch, Unfreezable, Whose,
 };
 pub use pool::{

@@ -48,22 +48,22 @@ pub(crate) struct Waits<D: Driver> {
 #[derive(Debug)]
 struct Shared<D: Driver> {
     driver: Arc<D>,
-    table: Mutex<Table>,
+    table: Mutex<WaitPlaces>,
     tell: Sender<()>,
     /// A wait is over.
     over: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Table {
+struct WaitPlaces {
     /// The last question of all. No number comes twice.
     last: u64,
-    places: BTreeMap<Waited, Place>,
+    places: BTreeMap<Waited, WaitPlace>,
 }
 
 /// One place that was asked about.
 #[derive(Debug, Default)]
-struct Place {
+struct WaitPlace {
     /// The last question.
     asked: u64,
     /// The last question that was answered.
@@ -74,7 +74,7 @@ struct Place {
     began: Option<Instant>,
 }
 
-impl Place {
+impl WaitPlace {
     /// Is a wait to begin here?
     fn is_wanted(&self) -> bool {
         self.asked > self.answered
@@ -156,8 +156,8 @@ impl<D: Driver> Waits<D> {
     /// Waits until no wait is under way that was taken up less than `limit` ago, which is over then at the latest. Is none at all? One that has only just been
     /// requested may be about to begin, though nobody wants to know any more.
     pub(crate) fn let_end(&self, limit: Duration) -> bool {
-        let is_young = |row: &Place| row.began.is_some_and(|began| began.elapsed() < limit);
-        let is_any = |table: &mut Table| table.places.values().any(is_young);
+        let is_young = |row: &WaitPlace| row.began.is_some_and(|began| began.elapsed() < limit);
+        let is_any = |table: &mut WaitPlaces| table.places.values().any(is_young);
         let waited = self.shared.over.wait_timeout_while(self.shared.table(), limit, is_any);
         let (table, _) = waited.unwrap_or_else(PoisonError::into_inner);
         table.places.values().all(|row| row.began.is_none())
@@ -165,7 +165,7 @@ impl<D: Driver> Waits<D> {
 
     /// Waits until nobody of ours is in the driver at `place`, or about to be, for at most `limit`. Is nobody? Nobody may ask for it meanwhile.
     pub(crate) fn let_place_end(&self, place: Waited, limit: Duration) -> bool {
-        let is_there = |table: &mut Table| {
+        let is_there = |table: &mut WaitPlaces| {
             table.places.get(&place).is_some_and(|row| row.began.is_some() || row.is_wanted())
         };
         let waited = self.shared.over.wait_timeout_while(self.shared.table(), limit, is_there);
@@ -183,7 +183,7 @@ impl<D: Driver> Waits<D> {
 }
 
 impl<D: Driver> Shared<D> {
-    fn table(&self) -> MutexGuard<'_, Table> {
+    fn table(&self) -> MutexGuard<'_, WaitPlaces> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -193,7 +193,7 @@ impl<D: Driver> Shared<D> {
         let mut table = self.table();
         let row = table.places.entry(place).or_default();
         let asked = row.asked;
-        *row = Place { asked, answered: asked, outcome: Some(error), ..Place::default() };
+        *row = WaitPlace { asked, answered: asked, outcome: Some(error), ..WaitPlace::default() };
         drop(table);
         self.over.notify_all();
         let _told = self.tell.try_send(());

@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
-use vmm_pool::budget::{Account, Figure, Gpu, OverBudget, Place, Shared};
+use vmm_pool::budget::{Account, Entry, Figure, Gpu, OverBudget, Shared};
 use vmm_pool::driver::{DeviceOrdinal, DeviceUuid, Driver};
 
 use super::Member;
@@ -75,11 +75,11 @@ impl Share {
         *present = seat;
     }
 
-    fn note_taken(&self, index: usize, size_bytes: u64) -> Place {
+    fn note_taken(&self, index: usize, size_bytes: u64) -> Entry {
         if let Some(held) = self.held.get(index) {
             held.fetch_add(size_bytes, Ordering::Relaxed);
         }
-        Place(index)
+        Entry(index)
     }
 
     /// Says once for each GPU what was refused.
@@ -104,7 +104,7 @@ fn index_of(device: DeviceOrdinal) -> Option<usize> {
 }
 
 impl Account for Share {
-    fn take(&self, device: DeviceOrdinal, size_bytes: u64) -> Result<Option<Place>, OverBudget> {
+    fn take(&self, device: DeviceOrdinal, size_bytes: u64) -> Result<Option<Entry>, OverBudget> {
         let (_turn, seat) = (self.turn(), self.seat());
         let counted = index_of(device).and_then(|index| Some((index, seat.place(index)?)));
         let Some((index, place)) = counted else {
@@ -123,7 +123,7 @@ impl Account for Share {
         Ok(Some(self.note_taken(index, size_bytes)))
     }
 
-    fn take_anyway(&self, device: DeviceOrdinal, size_bytes: u64) -> Option<Place> {
+    fn take_anyway(&self, device: DeviceOrdinal, size_bytes: u64) -> Option<Entry> {
         let (seat, index) = (self.seat(), index_of(device)?);
         let place = seat.place(index)?;
         if let Some(shared) = seat.shared() {
@@ -132,7 +132,7 @@ impl Account for Share {
         Some(self.note_taken(index, size_bytes))
     }
 
-    fn give_back(&self, Place(index): Place, size_bytes: u64) {
+    fn give_back(&self, Entry(index): Entry, size_bytes: u64) {
         let seat = self.seat();
         if let Some(held) = self.held.get(index) {
             held.fetch_sub(size_bytes, Ordering::Relaxed);

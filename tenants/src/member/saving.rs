@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use vmm_pool::driver::{DeviceOrdinal, Driver};
-use vmm_pool::{Contents, Holding, HoldingSource, Spilled, Standing, WriteOut};
+use vmm_pool::{Contents, Holding, HoldingSource, Spilled, Stance, WriteOut};
 
 use super::Member;
 use super::failures::{pool_failure, wrong_state};
@@ -120,13 +120,13 @@ impl<D: Driver> Member<D> {
         let info = self.info();
         // Where not all is away, the rest is as the work behind the last whole pause has left it.
         let runs = info.state == MemberState::Active || info.stands_without.is_some();
-        let standing = if runs { Standing::Runs } else { Standing::StandsStill };
+        let standing = if runs { Stance::Runs } else { Stance::StandsStill };
         let holdings = self.pool.inventory(standing);
         let account = account_of(&holdings);
         let process = ProcessName::from(&info);
         let begun =
             Saving { connection, dir, process, account, holdings, out: None, is_whole: false };
-        if standing == Standing::Runs && account.saved_bytes + account.not_kept_bytes == 0 {
+        if standing == Stance::Runs && account.saved_bytes + account.not_kept_bytes == 0 {
             return begun.progress(SaveStage::Nothing);
         }
         saving.insert(begun).progress(SaveStage::Writing)

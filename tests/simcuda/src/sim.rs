@@ -7,7 +7,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use vmm_pool::driver::sim::{Core, Latency, SimDriver, SimNode, SimOptions, Standing};
+use vmm_pool::driver::sim::{Core, Latency, ProcessPage, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{DriverCode, DriverVersion};
 
 use crate::abi::Coded;
@@ -26,7 +26,7 @@ pub(crate) struct Sim {
     _driver: SimDriver,
     pub(crate) core: Arc<Core>,
     /// By which other processes find this one.
-    pub(crate) standing: Standing,
+    pub(crate) standing: ProcessPage,
     pub(crate) contexts: Mutex<Contexts>,
     pub(crate) allocations: Mutex<Allocations>,
     pub(crate) events: Mutex<Events>,

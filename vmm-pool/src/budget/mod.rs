@@ -20,7 +20,7 @@ use crate::error::{PoolError, PoolResult};
 
 /// Where an account counts what was allocated, as long as the account lasts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place(pub usize);
+pub struct Entry(pub usize);
 
 /// What an account says of a device, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,13 +46,13 @@ pub trait Account: Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// [`OverBudget`]; nothing is taken.
-    fn take(&self, device: DeviceOrdinal, size_bytes: u64) -> Result<Option<Place>, OverBudget>;
+    fn take(&self, device: DeviceOrdinal, size_bytes: u64) -> Result<Option<Entry>, OverBudget>;
 
     /// As [`Account::take`], whether it fits or not: for memory that is there already, or that comes back.
-    fn take_anyway(&self, device: DeviceOrdinal, size_bytes: u64) -> Option<Place>;
+    fn take_anyway(&self, device: DeviceOrdinal, size_bytes: u64) -> Option<Entry>;
 
     /// Gives back what was taken at `place`.
-    fn give_back(&self, place: Place, size_bytes: u64);
+    fn give_back(&self, place: Entry, size_bytes: u64);
 
     /// What is set and held; `None` where the device is not counted.
     fn figure(&self, device: DeviceOrdinal) -> Option<Figure>;
@@ -62,7 +62,7 @@ pub trait Account: Debug + Send + Sync + 'static {
 #[derive(Debug)]
 pub struct Charge {
     account: Arc<dyn Account>,
-    place: Place,
+    place: Entry,
     size_bytes: u64,
 }
 
@@ -143,6 +143,6 @@ impl Budget {
     }
 }
 
-fn of(account: &Arc<dyn Account>, place: Place, size_bytes: u64) -> Charge {
+fn of(account: &Arc<dyn Account>, place: Entry, size_bytes: u64) -> Charge {
     Charge { account: Arc::clone(account), place, size_bytes }
 }

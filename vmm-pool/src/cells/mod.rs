@@ -23,7 +23,7 @@ use crate::driver::{
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::{Class, Row};
 use crate::pool::{Entered, Kind, Pool, Use};
-use crate::slabs::{AccessPlan, Ended, Held, NewSlab, Place, Recipe, SlabKey, Wanted};
+use crate::slabs::{AccessPlan, Ended, NewSlab, Occupant, Recipe, SlabKey, StandsFor, Wanted};
 
 const NEXT: &str = "set SUBLET_SLABS=0 where this library needs it";
 
@@ -220,8 +220,8 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         let released = {
             let mut slabs = self.pool.slabs();
             match slabs.held(handle) {
-                Held::Row(row) => Err(row),
-                Held::Cell(cell) => Ok(slabs.release(cell.handle)),
+                StandsFor::Row(row) => Err(row),
+                StandsFor::Cell(cell) => Ok(slabs.release(cell.handle)),
             }
         };
         match released {
@@ -245,8 +245,8 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
             (slabs.place(address), slabs.retain_at(address))
         };
         match place {
-            Place::Elsewhere | Place::Alone => self.retain_at(address),
-            Place::Cell { .. } | Place::Nothing => retained.ok_or_else(|| {
+            Occupant::Elsewhere | Occupant::Alone => self.retain_at(address),
+            Occupant::Cell { .. } | Occupant::Nothing => retained.ok_or_else(|| {
                 let object = format!("nothing mapped at {address}");
                 refused(DriverOp::Map, DriverCode::INVALID_VALUE, object, 0)
             }),
@@ -261,8 +261,8 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     pub fn cell_properties(&self, handle: VirtualHandle) -> PoolResult<AllocationProp> {
         let held = self.pool.slabs().held(handle);
         match held {
-            Held::Cell(cell) => Ok(cell.prop),
-            Held::Row(row) => self.properties(row),
+            StandsFor::Cell(cell) => Ok(cell.prop),
+            StandsFor::Row(row) => self.properties(row),
         }
     }
 

@@ -19,7 +19,7 @@ use crate::driver::{Driver, DriverCode, DriverOp, VaRange};
 use crate::error::{PoolError, PoolResult};
 use crate::ledger::Row;
 use crate::pool::{Entered, Use};
-use crate::slabs::{CellAt, Ended, Held, MapPlan, Table};
+use crate::slabs::{CellAt, Ended, MapPlan, Slabs, StandsFor};
 
 /// How long a call waits for another thread's driver call about the same window.
 const OTHERS_MAX: Duration = Duration::from_secs(20);
@@ -56,8 +56,8 @@ impl<D: Driver> Entered<'_, D, Use> {
                 (slabs.held(handle), slabs.row_under(range.start))
             };
             let cell = match held {
-                Held::Row(row) => return self.map_row(range, offset_bytes, row),
-                Held::Cell(cell) => cell,
+                StandsFor::Row(row) => return self.map_row(range, offset_bytes, row),
+                StandsFor::Cell(cell) => cell,
             };
             for row in std::iter::once(cell.row).chain(under) {
                 self.is_there(row)?;
@@ -118,7 +118,7 @@ impl<D: Driver> Entered<'_, D, Use> {
     fn settled(
         &self,
         range: VaRange,
-        mut plan: impl FnMut(&mut Table) -> MapPlan,
+        mut plan: impl FnMut(&mut Slabs) -> MapPlan,
     ) -> PoolResult<MapPlan> {
         let deadline = Instant::now() + OTHERS_MAX;
         let mut slabs = self.pool.slabs();
@@ -135,7 +135,7 @@ impl<D: Driver> Entered<'_, D, Use> {
         }
     }
 
-    fn changed<T>(&self, change: impl FnOnce(&mut Table) -> T) -> T {
+    fn changed<T>(&self, change: impl FnOnce(&mut Slabs) -> T) -> T {
         let done = change(&mut self.pool.slabs());
         self.pool.slabs_changed.notify_all();
         done

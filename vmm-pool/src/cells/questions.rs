@@ -4,7 +4,7 @@ use super::this_thread;
 use crate::driver::{DeviceAddress, Driver, Location, VaRange};
 use crate::ledger::{Facts, Known, LIBRARY_TAGS};
 use crate::pool::{Entered, Pool, Use};
-use crate::slabs::Place;
+use crate::slabs::Occupant;
 
 impl<D: Driver> Pool<D> {
     /// Who can answer a question about `address` now. Passes no gate, and waits for nothing.
@@ -12,7 +12,7 @@ impl<D: Driver> Pool<D> {
         let (place, reserved, rights, is_vacant) = {
             let slabs = self.slabs();
             let place = slabs.place(address);
-            if place == Place::Elsewhere {
+            if place == Occupant::Elsewhere {
                 drop(slabs);
                 return self.who_knows(address);
             }
@@ -20,15 +20,15 @@ impl<D: Driver> Pool<D> {
             (place, reserved, rights, slabs.is_vacant(address))
         };
         // Where a caller has a whole window, and nothing in it, the driver sees the same.
-        if place == Place::Nothing && (reserved.is_none() || !is_vacant) {
+        if place == Occupant::Nothing && (reserved.is_none() || !is_vacant) {
             return Known::Nobody;
         }
         match self.who_knows(address) {
             // The reservation is ours, and the caller's is a part of it.
             Known::Away(facts) => {
                 let (mapping, number) = match place {
-                    Place::Cell { range, handle } => (range, handle.raw()),
-                    Place::Elsewhere | Place::Alone | Place::Nothing => {
+                    Occupant::Cell { range, handle } => (range, handle.raw()),
+                    Occupant::Elsewhere | Occupant::Alone | Occupant::Nothing => {
                         (facts.mapping, facts.number)
                     }
                 };
@@ -54,8 +54,8 @@ impl<D: Driver> Pool<D> {
     pub fn memory_number(&self, address: DeviceAddress) -> Option<u64> {
         let place = self.slabs().place(address);
         match place {
-            Place::Cell { handle, .. } => Some(handle.raw()),
-            Place::Elsewhere | Place::Alone | Place::Nothing => {
+            Occupant::Cell { handle, .. } => Some(handle.raw()),
+            Occupant::Elsewhere | Occupant::Alone | Occupant::Nothing => {
                 self.ledger().mapped_at(address).map(|(_, row)| row.handle().raw())
             }
         }
@@ -64,8 +64,8 @@ impl<D: Driver> Pool<D> {
     /// The cell that is mapped at `address`.
     pub fn cell_range(&self, address: DeviceAddress) -> Option<VaRange> {
         match self.slabs().place(address) {
-            Place::Cell { range, .. } => Some(range),
-            Place::Elsewhere | Place::Alone | Place::Nothing => None,
+            Occupant::Cell { range, .. } => Some(range),
+            Occupant::Elsewhere | Occupant::Alone | Occupant::Nothing => None,
         }
     }
 

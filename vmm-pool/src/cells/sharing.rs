@@ -6,7 +6,7 @@ use crate::driver::{Driver, DriverCode, DriverOp};
 use crate::error::PoolResult;
 use crate::ledger::Class;
 use crate::pool::{Borrowed, Entered, Export, ImportSource, Kind, Use};
-use crate::slabs::{Ended, Held, NewSlab, Part};
+use crate::slabs::{Ended, NewSlab, Part, StandsFor};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
 impl<D: Driver> Entered<'_, D, Use> {
@@ -24,7 +24,7 @@ impl<D: Driver> Entered<'_, D, Use> {
             let held = {
                 let mut slabs = self.pool.slabs();
                 let held = slabs.held(handle);
-                if let Held::Cell(cell) = held
+                if let StandsFor::Cell(cell) = held
                     && !cell.is_unplaced
                 {
                     slabs.share(handle);
@@ -32,10 +32,10 @@ impl<D: Driver> Entered<'_, D, Use> {
                 held
             };
             match held {
-                Held::Row(row) => return Ok((self.export(row)?, None)),
+                StandsFor::Row(row) => return Ok((self.export(row)?, None)),
                 // A caller that maps it later, wherever that is, is not kept from doing so.
-                Held::Cell(cell) if cell.is_unplaced => self.stand_alone(cell)?,
-                Held::Cell(cell) => return Ok((self.export(cell.row)?, Some(cell.part))),
+                StandsFor::Cell(cell) if cell.is_unplaced => self.stand_alone(cell)?,
+                StandsFor::Cell(cell) => return Ok((self.export(cell.row)?, Some(cell.part))),
             }
         }
         let object = "allocation that other threads use meanwhile".to_owned();
@@ -140,8 +140,8 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     /// [`crate::PoolError::StaleHandle`].
     pub fn cell_owner(&self, handle: VirtualHandle) -> PoolResult<Option<PeerId>> {
         let row = match self.pool.slabs().held(handle) {
-            Held::Cell(cell) => cell.row,
-            Held::Row(row) => row,
+            StandsFor::Cell(cell) => cell.row,
+            StandsFor::Row(row) => row,
         };
         self.import_owner(row)
     }

@@ -248,7 +248,7 @@ fn add_to_class(account: &mut ClassBytes, row: &Row) {
 
 /// An allocation that more than one process may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Held {
+pub struct Shareable {
     /// Its identity.
     pub id: AllocationId,
     /// A device outside the driver's view may hold its pages, by doing of this process.
@@ -259,11 +259,11 @@ pub struct Held {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct References {
     /// Its own, that others hold or may come for.
-    pub given: Vec<Held>,
+    pub given: Vec<Shareable>,
     /// Who may hold some of that: processes that were given a descriptor.
     pub holders: BTreeSet<PeerId>,
     /// What it has imported, by owner.
-    pub taken: BTreeMap<PeerId, Vec<Held>>,
+    pub taken: BTreeMap<PeerId, Vec<Shareable>>,
     /// What of the selection that was asked about processes of other tenants have open.
     pub lent: BTreeMap<PeerId, LentTotals>,
     /// Is some of the selection that was asked about among `given`?
@@ -305,7 +305,7 @@ impl Ledger {
             if row.is_host() {
                 continue;
             }
-            let held = Held { id: row.id(), is_pinned: row.is_pinned() };
+            let held = Shareable { id: row.id(), is_pinned: row.is_pinned() };
             if row.is_shared() {
                 references.given.push(held);
                 references.holders.extend(row.importers());
@@ -386,7 +386,7 @@ pub enum HoldingSource {
 
 /// Whether the process that asks for an inventory runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Standing {
+pub enum Stance {
     /// It runs, and may change what is on a device: only of what is away the saved contents are the contents.
     Runs,
     /// It stands still: what is saved is what its memory held.
@@ -394,10 +394,10 @@ pub enum Standing {
 }
 
 impl Holding {
-    fn of(ledger: &Ledger, row: &Row, standing: Standing) -> Self {
-        let is_paged = row.backing().is_chunk() && standing == Standing::Runs;
+    fn of(ledger: &Ledger, row: &Row, standing: Stance) -> Self {
+        let is_paged = row.backing().is_chunk() && standing == Stance::Runs;
         let is_resident = row.is_resident() || is_paged;
-        let counts = !is_resident || standing == Standing::StandsStill;
+        let counts = !is_resident || standing == Stance::StandsStill;
         let saved = row.saved().filter(|_| row.is_own() && counts);
         Self {
             id: row.id(),
@@ -429,7 +429,7 @@ impl Holding {
 
 impl Ledger {
     /// All allocations, in the ledger's order, with what is saved of each.
-    pub(crate) fn inventory(&self, standing: Standing) -> Vec<Holding> {
+    pub(crate) fn inventory(&self, standing: Stance) -> Vec<Holding> {
         self.rows().map(|row| Holding::of(self, row, standing)).collect()
     }
 }

@@ -36,7 +36,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Weak;
 
 pub use accounts::{
-    Held, Holding, HoldingSource, References, Standing, StayReason, TagTotals, Unfreezable,
+    Holding, HoldingSource, References, Shareable, Stance, StayReason, TagTotals, Unfreezable,
 };
 use backing::Backing;
 pub(crate) use layout::{Layout, Placed};

@@ -81,7 +81,7 @@ pub(super) enum Looks {
 
 /// Where a chunk is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum ChunkPlace {
     #[default]
     Away,
     Coming,
@@ -96,7 +96,7 @@ pub(super) struct Chunk {
     spans: u32,
     /// Its row, for as long as it belongs to a span, and until it is away behind that.
     pub(super) row: Option<VirtualHandle>,
-    place: Place,
+    place: ChunkPlace,
     /// Its last span was freed. It belongs to nobody else before its row is gone.
     pub(super) is_freed: bool,
     /// How many hold it; who holds two of its spans counts twice.
@@ -129,7 +129,7 @@ pub(super) struct Chunk {
 impl Chunk {
     /// Does nobody hold it, with all that was begun over?
     pub(super) fn is_idle(&self) -> bool {
-        self.place == Place::Here
+        self.place == ChunkPlace::Here
             && self.holders == 0
             && self.uses.is_empty()
             && self.out.is_none()
@@ -165,7 +165,7 @@ impl Chunk {
 
 /// See the head of this module.
 #[derive(Debug)]
-pub(super) struct Table {
+pub(super) struct Chunks {
     pub(super) chunks: Vec<Chunk>,
     /// How many are not away.
     resident: usize,
@@ -228,7 +228,7 @@ pub(super) struct Counts {
     pub(super) remapping: Duration,
 }
 
-impl Table {
+impl Chunks {
     pub(super) fn new(window_bytes: u64, chunk_bytes: u64, frames: usize) -> Self {
         Self {
             chunks: Vec::new(),
@@ -271,10 +271,10 @@ impl Table {
     }
 
     /// It is there from now on.
-    pub(super) fn set_place(&mut self, id: usize, place: Place) {
+    pub(super) fn set_place(&mut self, id: usize, place: ChunkPlace) {
         let before = std::mem::replace(&mut self.chunks[id].place, place);
-        self.resident += usize::from(place != Place::Away);
-        self.resident -= usize::from(before != Place::Away);
+        self.resident += usize::from(place != ChunkPlace::Away);
+        self.resident -= usize::from(before != ChunkPlace::Away);
     }
 
     /// How many there may be.
@@ -323,7 +323,7 @@ impl Table {
     }
 
     /// The span is gone. Chunks of no other are freed: those that are away come out, with their rows, and are
-    /// [`Table::gone`] when these are; what is on the device goes when its uses are over, also those that another thread is
+    /// [`Chunks::gone`] when these are; what is on the device goes when its uses are over, also those that another thread is
     /// about to end. A call may wait for one because its parameters have the address by chance: that comes first. `None`: there is
     /// no such span.
     pub(super) fn free(&mut self, start: u64) -> Option<Vec<(usize, VirtualHandle)>> {
@@ -349,7 +349,7 @@ impl Table {
     /// The row of a chunk that belongs to nobody any more, is away, and is held by nobody.
     pub(super) fn take_freed(&mut self, id: usize) -> Option<VirtualHandle> {
         let chunk = &mut self.chunks[id];
-        let is_over = chunk.is_freed && chunk.place == Place::Away && chunk.holders == 0;
+        let is_over = chunk.is_freed && chunk.place == ChunkPlace::Away && chunk.holders == 0;
         if is_over { chunk.row.take() } else { None }
     }
 
@@ -361,7 +361,7 @@ impl Table {
 
     /// A chunk that was freed has no row any more: its addresses are anybody's.
     pub(super) fn gone(&mut self, id: usize) {
-        self.set_place(id, Place::Away);
+        self.set_place(id, ChunkPlace::Away);
         self.chunks[id] = Chunk::default();
     }
 
@@ -375,7 +375,7 @@ impl Table {
         let others = self.chunks.iter().enumerate();
         let others = others.filter(|(id, chunk)| {
             let is_kept =
-                chunk.holders > 0 || (chunk.stays.is_some() && chunk.place != Place::Away);
+                chunk.holders > 0 || (chunk.stays.is_some() && chunk.place != ChunkPlace::Away);
             is_kept && !ids.contains(id)
         });
         others.count() + ids.len() <= self.frames
@@ -392,7 +392,7 @@ impl Table {
             chunk.holders += 1;
             chunk.is_promised = false;
             chunk.last = now;
-            if chunk.place != Place::Here {
+            if chunk.place != ChunkPlace::Here {
                 is_hit = false;
                 self.queue.retain(|queued| *queued != id);
                 self.queue.push_front(id);
@@ -415,7 +415,7 @@ impl Table {
 
     /// Are all of them on the device?
     pub(super) fn are_here(&self, ids: &[usize]) -> bool {
-        ids.iter().all(|&id| self.chunks[id].place == Place::Here)
+        ids.iter().all(|&id| self.chunks[id].place == ChunkPlace::Here)
     }
 
     /// A use is over when `mark` is; without one it is over.
@@ -450,7 +450,7 @@ impl Table {
             let chunk = &mut self.chunks[id];
             chunk.last = now;
             chunk.is_promised = true;
-            if chunk.place != Place::Here && !self.queue.contains(&id) {
+            if chunk.place != ChunkPlace::Here && !self.queue.contains(&id) {
                 self.queue.push_back(id);
             }
         }
@@ -458,7 +458,7 @@ impl Table {
 
     /// The next that is to come.
     pub(super) fn next_wanted(&self) -> Option<usize> {
-        let is_away = |id: &usize| self.chunks[*id].place == Place::Away;
+        let is_away = |id: &usize| self.chunks[*id].place == ChunkPlace::Away;
         if self.is_looked {
             // Others are filled meanwhile.
             return self.queue.iter().copied().find(is_away);
@@ -472,7 +472,7 @@ impl Table {
         let chunk = &mut self.chunks[id];
         let row = chunk.row.filter(|_| chunk.is_idle())?;
         let has_contents = chunk.version > 0 && !chunk.is_freed;
-        self.set_place(id, Place::Going);
+        self.set_place(id, ChunkPlace::Going);
         Some((row, has_contents))
     }
 
@@ -483,7 +483,7 @@ impl Table {
 
     /// It is where it was.
     pub(super) fn unclaim(&mut self, id: usize) {
-        self.set_place(id, Place::Here);
+        self.set_place(id, ChunkPlace::Here);
         self.queue.retain(|queued| *queued != id);
     }
 
@@ -504,7 +504,7 @@ impl Table {
         self.chunks.iter_mut().for_each(|chunk| chunk.is_refused = false);
     }
 
-    /// All spans are freed, as by [`Table::free`], and nobody holds anything any more.
+    /// All spans are freed, as by [`Chunks::free`], and nobody holds anything any more.
     pub(super) fn free_all(&mut self) -> Vec<(usize, VirtualHandle)> {
         self.chunks.iter_mut().for_each(|chunk| chunk.holders = 0);
         let spans: Vec<_> = self.spans.keys().copied().collect();
@@ -513,14 +513,14 @@ impl Table {
 
     /// Is everything that was written saved, but for chunks that graphs use?
     pub(super) fn is_all_clean(&self, captured: &[usize]) -> bool {
-        let is_clean = |chunk: &Chunk| chunk.place == Place::Away || chunk.is_clean();
+        let is_clean = |chunk: &Chunk| chunk.place == ChunkPlace::Away || chunk.is_clean();
         let mut chunks = self.chunks.iter().enumerate();
         chunks.all(|(id, chunk)| is_clean(chunk) || captured.contains(&id))
     }
 
     /// Its contents are on their way, and there when `mark` is over; with none they are there.
     pub(super) fn came(&mut self, id: usize, mark: Option<Arc<Mark>>, was_copied: bool) {
-        self.set_place(id, Place::Here);
+        self.set_place(id, ChunkPlace::Here);
         self.chunks[id].coming = mark;
         self.queue.retain(|queued| *queued != id);
         self.counts.copied_in += u64::from(was_copied);
@@ -528,7 +528,7 @@ impl Table {
 
     /// It did not come. Who waits for it is told.
     pub(super) fn failed(&mut self, id: usize, error: Arc<PageError>) {
-        self.set_place(id, Place::Away);
+        self.set_place(id, ChunkPlace::Away);
         let chunk = &mut self.chunks[id];
         chunk.failure = Some((chunk.failures() + 1, error));
         chunk.is_promised = false;

@@ -16,7 +16,7 @@ use crossbeam_channel::Sender;
 use self::choosing::choose;
 use super::marks::Mark;
 use super::prints::Questions;
-use super::table::{Looks, Place};
+use super::table::{ChunkPlace, Looks};
 use super::uses::SLOTS;
 use super::{PageError, PageResult, Shared};
 use crate::VirtualHandle;
@@ -344,7 +344,7 @@ impl<D: Driver> Worker<'_, D> {
             let mut table = self.shared.table();
             let row = table.chunks[newcomer].row;
             if row.is_some() {
-                table.set_place(newcomer, Place::Coming);
+                table.set_place(newcomer, ChunkPlace::Coming);
             }
             row
         };
@@ -425,7 +425,7 @@ impl<D: Driver> Worker<'_, D> {
             Ok(Some(frame)) => {
                 let freed = {
                     let mut table = self.shared.table();
-                    table.set_place(victim, Place::Away);
+                    table.set_place(victim, ChunkPlace::Away);
                     table.take_freed(victim)
                 };
                 if let Some(row) = freed {

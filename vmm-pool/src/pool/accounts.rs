@@ -8,7 +8,7 @@ use crate::budget::{Account, Charge, Figure};
 use crate::driver::{DeviceOrdinal, Driver};
 use crate::error::{PoolError, PoolResult};
 use crate::ledger::{
-    Holding, LentTotals, References, Row, Selection, Standing, TagTotals, Unfreezable,
+    Holding, LentTotals, References, Row, Selection, Stance, TagTotals, Unfreezable,
 };
 use crate::report::{CopiedBytes, DeviceReport, PinnedBytes, PoolReport};
 use crate::{AllocationId, PeerId, deferred};
@@ -179,7 +179,7 @@ impl<D: Driver> Pool<D> {
     }
 
     /// All allocations, in the ledger's order, with what is saved of each. Waits for nothing.
-    pub fn inventory(&self, standing: Standing) -> Vec<Holding> {
+    pub fn inventory(&self, standing: Stance) -> Vec<Holding> {
         self.ledger().inventory(standing)
     }
 

@@ -37,7 +37,7 @@ use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::{Gate, Pass, Passage};
 use crate::ledger::{Class, Ledger, Mapping, NewRow, Origin, Row};
 use crate::report::Copied;
-use crate::slabs::Table;
+use crate::slabs::Slabs;
 use crate::store::{Ahead, HostArena};
 use crate::waits::Waits;
 use crate::{AllocationId, VirtualHandle};
@@ -61,7 +61,7 @@ pub struct Pool<D: Driver> {
     pub(crate) driver: Arc<D>,
     ledger: Mutex<Ledger>,
     /// Which small allocations are parts of large ones. A leaf.
-    slabs: Mutex<Table>,
+    slabs: Mutex<Slabs>,
     /// Something that the table says is busy has been settled.
     pub(crate) slabs_changed: Condvar,
     pub(crate) deferred: Deferred<D>,
@@ -207,7 +207,7 @@ impl<D: Driver> Pool<D> {
     }
 
     /// As [`Pool::ledger`]. Neither lock is taken under the other.
-    pub(crate) fn slabs(&self) -> MutexGuard<'_, Table> {
+    pub(crate) fn slabs(&self) -> MutexGuard<'_, Slabs> {
         self.slabs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

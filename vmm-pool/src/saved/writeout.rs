@@ -25,7 +25,7 @@ const PIECE_LENGTH: usize = 8 << 20;
 
 /// One allocation's place in the file.
 #[derive(Clone, Debug)]
-struct Place {
+struct FilePlace {
     id: AllocationId,
     /// Where the allocation begins in the file.
     offset_bytes: u64,
@@ -41,7 +41,7 @@ struct Place {
 pub struct WriteOut {
     file: ContentsFile,
     /// By index of the holding; none for those that have nothing saved, or were freed before all of it was written.
-    places: Vec<Option<Place>>,
+    places: Vec<Option<FilePlace>>,
     /// What is to be written next: index of the holding, and part of it by offset.
     next: Cursor,
     total_bytes: u64,
@@ -82,7 +82,7 @@ impl WriteOut {
         Ok(Self::into(file, places))
     }
 
-    fn into(file: ContentsFile, places: Vec<Option<Place>>) -> Self {
+    fn into(file: ContentsFile, places: Vec<Option<FilePlace>>) -> Self {
         let parts = places.iter().flatten().flat_map(|place| &place.parts);
         Self {
             file,
@@ -200,7 +200,7 @@ impl WriteOut {
 }
 
 /// The place of `holding` behind `end_bytes`, which moves on.
-fn place(holding: &Holding, end_bytes: &mut u64) -> Option<Place> {
+fn place(holding: &Holding, end_bytes: &mut u64) -> Option<FilePlace> {
     if holding.saved_parts.is_empty() {
         return None;
     }
@@ -208,7 +208,7 @@ fn place(holding: &Holding, end_bytes: &mut u64) -> Option<Place> {
     let offset_bytes = end_bytes.next_multiple_of(ALIGNMENT_BYTES);
     *end_bytes = offset_bytes + holding.size_bytes;
     let (parts, sum) = (holding.saved_parts.clone(), crc32fast::Hasher::new());
-    Some(Place { id: holding.id, offset_bytes, parts, sum })
+    Some(FilePlace { id: holding.id, offset_bytes, parts, sum })
 }
 
 #[cfg(all(test, feature = "sim"))]
@@ -237,7 +237,7 @@ mod tests {
         }
     }
 
-    fn placed(holdings: &[Holding]) -> Vec<Option<Place>> {
+    fn placed(holdings: &[Holding]) -> Vec<Option<FilePlace>> {
         let mut end_bytes = 0;
         holdings.iter().map(|holding| place(holding, &mut end_bytes)).collect()
     }

@@ -6,13 +6,13 @@ use std::thread::ThreadId;
 
 use super::{
     AccessPlan, CELL_BYTES_MAX, Cell, CellAt, Ended, Item, MapPlan, Part, ROOM_BYTES,
-    ROOM_UNIT_BYTES, Recipe, Slab, SlabKey, Table, Under, Window, item_under,
+    ROOM_UNIT_BYTES, Recipe, Slab, SlabKey, Slabs, Under, Window, item_under,
 };
 use crate::VirtualHandle;
 use crate::driver::{AccessDesc, DeviceAddress, DriverCode, Location, VaRange};
 
 // Addresses are given out.
-impl Table {
+impl Slabs {
     /// This thread is likely to want addresses for the cell next; or for nothing of ours.
     pub(crate) fn aim(&mut self, thread: ThreadId, handle: Option<VirtualHandle>) {
         match handle.filter(|handle| self.cells.contains_key(handle)) {
@@ -90,7 +90,7 @@ impl Table {
 }
 
 // Memory comes there.
-impl Table {
+impl Slabs {
     /// Is something of a caller's mapped in `range`, which meets a window?
     pub(crate) fn is_taken(&self, range: VaRange) -> bool {
         let near = self.windows.range(..range.end().0).next_back();
@@ -285,7 +285,7 @@ impl Table {
     }
 
     /// What it takes to map an allocation of its own at `range`. In a window that is recorded ([`MapPlan::Done`]), and
-    /// [`Table::not_mapped_alone`] takes it back.
+    /// [`Slabs::not_mapped_alone`] takes it back.
     pub(crate) fn map_alone(&mut self, range: VaRange) -> MapPlan {
         if !self.meets_window(range) {
             return MapPlan::StandAlone;
@@ -335,7 +335,7 @@ impl Slab {
 }
 
 // Memory leaves.
-impl Table {
+impl Slabs {
     /// Takes down what is mapped inside `range`, which meets a window. Says which ranges hold allocations
     /// that stand alone, for their owner to unmap. None where nothing is mapped there, or `range` cuts through
     /// something.
@@ -455,7 +455,7 @@ impl Window {
     }
 }
 
-impl Table {
+impl Slabs {
     /// Do the sums that are kept agree with what they are of? For assertions.
     pub(super) fn are_sums_right(&self) -> bool {
         let is_slab_right = |slab: &Slab| {
@@ -471,7 +471,7 @@ impl Table {
 }
 
 // Rights.
-impl Table {
+impl Slabs {
     /// What rights on `range`, which meets a window, take. A device keeps what it has of the slab, whatever is set on a cell.
     pub(crate) fn plan_access(&mut self, range: VaRange, access: &[AccessDesc]) -> AccessPlan {
         let wrong = AccessPlan::Refused(DriverCode::INVALID_VALUE);
@@ -518,7 +518,7 @@ impl Table {
         wider.collect()
     }
 
-    /// The driver has set [`Table::wider`] rights on the window, for `access` to `range`.
+    /// The driver has set [`Slabs::wider`] rights on the window, for `access` to `range`.
     pub(crate) fn granted(&mut self, window: u64, range: VaRange, access: &[AccessDesc]) {
         let wider = self.wider(window, access);
         if let Some(window) = self.windows.get_mut(&window) {

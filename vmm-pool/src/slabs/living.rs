@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    Cell, Ended, NewSlab, Part, Place, Recipe, SHARE, SLAB_BYTES_MAX, SLAB_BYTES_MIN, Slab,
-    SlabKey, Table, Under, Wanted, Window,
+    Cell, Ended, NewSlab, Occupant, Part, Recipe, SHARE, SLAB_BYTES_MAX, SLAB_BYTES_MIN, Slab,
+    SlabKey, Slabs, Under, Wanted, Window,
 };
 use crate::VirtualHandle;
 use crate::driver::{AccessDesc, DeviceAddress, VaRange};
@@ -36,7 +36,7 @@ impl Slab {
     }
 }
 
-impl Table {
+impl Slabs {
     /// What a caller that asks for memory is to be given.
     pub(crate) fn wanted(&self, size_bytes: u64, recipe: &Recipe) -> Wanted {
         if !self.is_on || !recipe.is_for_cells(size_bytes) {
@@ -144,7 +144,7 @@ impl Table {
 
     /// One reference more to what is mapped at `address`.
     pub(crate) fn retain_at(&mut self, address: DeviceAddress) -> Option<VirtualHandle> {
-        let Place::Cell { handle, .. } = self.place(address) else { return None };
+        let Occupant::Cell { handle, .. } = self.place(address) else { return None };
         self.cell_mut(handle)?.references += 1;
         Some(handle)
     }

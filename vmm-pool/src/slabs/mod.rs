@@ -207,7 +207,7 @@ struct Item {
 
 /// What a caller's handle stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Held {
+pub(crate) enum StandsFor {
     /// A part of a slab.
     Cell(CellAt),
     /// A row of the ledger: this one.
@@ -241,7 +241,7 @@ pub(crate) enum Wanted {
 
 /// Who answers for a place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum Occupant {
     /// No window is there.
     Elsewhere,
     /// A cell, mapped here.
@@ -257,9 +257,9 @@ pub(crate) enum Place {
 pub(crate) enum MapPlan {
     /// Nothing: it is recorded.
     Done,
-    /// The slab has to be mapped at `mounted` in the window that begins at `window`; then [`Table::filled`].
+    /// The slab has to be mapped at `mounted` in the window that begins at `window`; then [`Slabs::filled`].
     Fill { row: VirtualHandle, window: u64, mounted: VaRange },
-    /// What was there before is to be cleared; then [`Table::cleared`].
+    /// What was there before is to be cleared; then [`Slabs::cleared`].
     Clear,
     /// It is, or is to be, an allocation of its own, and is mapped as one.
     StandAlone,
@@ -303,7 +303,7 @@ impl Ended {
 pub(crate) enum AccessPlan {
     /// Nothing: they are recorded.
     Done,
-    /// They are set on what is mapped here, in the window that begins at `window`; then [`Table::granted`].
+    /// They are set on what is mapped here, in the window that begins at `window`; then [`Slabs::granted`].
     Grant { window: u64, mounted: VaRange },
     /// They are set where they were requested, on allocations that stand alone.
     Rows,
@@ -313,7 +313,7 @@ pub(crate) enum AccessPlan {
 
 /// See the head of this module.
 #[derive(Debug, Default)]
-pub(crate) struct Table {
+pub(crate) struct Slabs {
     is_on: bool,
     /// Other processes are known to have given up what is gone here.
     is_home: bool,
@@ -332,13 +332,13 @@ pub(crate) struct Table {
 }
 
 // What is asked.
-impl Table {
+impl Slabs {
     /// Are cells made here?
     pub(crate) fn set_on(&mut self, is_on: bool) {
         self.is_on = is_on;
     }
 
-    /// See [`Table::set_on`].
+    /// See [`Slabs::set_on`].
     pub(crate) fn is_on(&self) -> bool {
         self.is_on
     }
@@ -350,9 +350,9 @@ impl Table {
     }
 
     /// What `handle` stands for.
-    pub(crate) fn held(&self, handle: VirtualHandle) -> Held {
+    pub(crate) fn held(&self, handle: VirtualHandle) -> StandsFor {
         let handle = self.alone.get(&handle).copied().unwrap_or(handle);
-        self.cell_at(handle).map_or(Held::Row(handle), Held::Cell)
+        self.cell_at(handle).map_or(StandsFor::Row(handle), StandsFor::Cell)
     }
 
     fn cell_at(&self, handle: VirtualHandle) -> Option<CellAt> {
@@ -402,16 +402,16 @@ impl Table {
     }
 
     /// Who answers for `address`.
-    pub(crate) fn place(&self, address: DeviceAddress) -> Place {
+    pub(crate) fn place(&self, address: DeviceAddress) -> Occupant {
         let Some(window) = self.window_at(address) else {
-            return Place::Elsewhere;
+            return Occupant::Elsewhere;
         };
         let under = item_under(&window.items, address.0, |item| item.size_bytes);
         let Some((start, item)) = under else {
-            return Place::Nothing;
+            return Occupant::Nothing;
         };
         let range = VaRange::new(DeviceAddress(start), item.size_bytes);
-        item.cell.map_or(Place::Alone, |handle| Place::Cell { range, handle })
+        item.cell.map_or(Occupant::Alone, |handle| Occupant::Cell { range, handle })
     }
 
     /// Is `address` in a window that no slab is mapped in?
@@ -455,7 +455,7 @@ impl Table {
 }
 
 // What is to leave a window.
-impl Table {
+impl Slabs {
     /// The slab of this size leaves the window, which is changing until it has.
     fn dismount(&mut self, start: u64, size_bytes: u64) -> Option<(u64, VaRange)> {
         let window = self.windows.get_mut(&start)?;

@@ -16,14 +16,14 @@ fn window(number: u64) -> VaRange {
 }
 
 /// A table with one slab, in one window.
-fn table() -> (Table, SlabKey) {
-    let mut table = Table::default();
+fn table() -> (Slabs, SlabKey) {
+    let mut table = Slabs::default();
     table.set_on(true);
     let key = add_slab(&mut table, 0, Some((recipe(), UNIT)));
     (table, key)
 }
 
-fn add_slab(table: &mut Table, number: u64, recipe: Option<(Recipe, u64)>) -> SlabKey {
+fn add_slab(table: &mut Slabs, number: u64, recipe: Option<(Recipe, u64)>) -> SlabKey {
     let row = VirtualHandle::new(usize::try_from(number).unwrap(), 1);
     let id = AllocationId([u8::try_from(number).unwrap(); 16]);
     let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
@@ -37,7 +37,7 @@ fn this_thread() -> ThreadId {
 }
 
 /// A cell that is mapped at its spot.
-fn placed(table: &mut Table, key: SlabKey, units: u64) -> (VirtualHandle, VaRange) {
+fn placed(table: &mut Slabs, key: SlabKey, units: u64) -> (VirtualHandle, VaRange) {
     let handle = table.carve(key, units * UNIT).unwrap();
     table.aim(this_thread(), Some(handle));
     let start = table.take_spot(this_thread(), units * UNIT, 0).unwrap();
@@ -121,11 +121,11 @@ fn a_slab_ends_with_its_last_cell_and_its_window_with_the_last_spot() {
     let (rows, ended) = table.unmap(range).unwrap();
     let mounted = vec![(window(0).start.0, window(0))];
     assert_eq!((rows, ended.row.unwrap().index(), ended.mounted), (vec![], 0, mounted));
-    assert_eq!(table.place(range.start), Place::Nothing);
+    assert_eq!(table.place(range.start), Occupant::Nothing);
     assert_eq!(table.dismounted(window(0).start.0), None, "its addresses are kept");
     assert_eq!(table.unmap(range).map(|_| ()), None, "nothing is mapped");
     assert_eq!(table.free_spot(range).unwrap().windows, [window(0)]);
-    assert_eq!(table.place(range.start), Place::Elsewhere);
+    assert_eq!(table.place(range.start), Occupant::Elsewhere);
     assert_eq!(table.totals(), SlabTotals::default());
 }
 
@@ -144,7 +144,7 @@ fn a_range_that_cuts_a_cell_or_leaves_the_window_is_refused() {
     }
     let (rows, ended) = table.unmap(VaRange::new(first.start, 3 * UNIT)).unwrap();
     assert!(rows.is_empty() && ended.is_nothing(), "their handles keep them");
-    assert_eq!(table.place(second.start), Place::Nothing);
+    assert_eq!(table.place(second.start), Occupant::Nothing);
 }
 
 #[test]
@@ -184,11 +184,11 @@ fn a_cell_takes_the_place_of_one_that_is_gone_whose_addresses_are_kept() {
     assert_eq!(table.map(next, range), MapPlan::Odd, "the other is there still");
     table.release(gone).unwrap();
     assert_eq!(table.map(next, range), MapPlan::Clear);
-    assert_eq!(table.place(range.start), Place::Cell { range, handle: next });
+    assert_eq!(table.place(range.start), Occupant::Cell { range, handle: next });
     assert_eq!(table.totals().dead_bytes, 0);
     // What could not be cleared is not mapped, and is to be cleared the next time.
     assert!(table.cleared((key, next), range, false).is_nothing());
-    assert_eq!(table.place(range.start), Place::Nothing);
+    assert_eq!(table.place(range.start), Occupant::Nothing);
     assert_eq!(table.map(next, range), MapPlan::Clear);
     assert!(table.cleared((key, next), range, true).is_nothing());
     let other = placed(&mut table, key, 1).0;
@@ -214,7 +214,7 @@ fn bytes_that_others_may_hold_take_nothing_new_until_all_give_them_up() {
 }
 
 /// A room with a spot of so many units.
-fn room(table: &mut Table, number: u64, units: u64) -> VaRange {
+fn room(table: &mut Slabs, number: u64, units: u64) -> VaRange {
     let start = DeviceAddress(START.0 + number * (1 << 30));
     let room_bytes = table.room_bytes(units * UNIT, 0).unwrap();
     let spot = table.add_room(VaRange::new(start, room_bytes), units * UNIT);
@@ -235,7 +235,7 @@ fn a_room_takes_any_cell_that_is_in_use_and_its_slab_leaves_with_it() {
     assert_eq!((filled, there), (window, mounted));
     assert_eq!(table.map(handle, spot), MapPlan::Wrong, "another thread fills it");
     assert!(table.filled(handle, spot, (window, mounted), true).is_nothing());
-    assert_eq!(table.place(spot.start), Place::Cell { range: spot, handle });
+    assert_eq!(table.place(spot.start), Occupant::Cell { range: spot, handle });
     assert_eq!(table.spot_at(spot.start), Some(spot));
     table.unmap(first).unwrap();
     table.release(handle).unwrap();
@@ -263,7 +263,7 @@ fn a_room_takes_what_stands_alone_in_parts_and_cells_that_fit_nowhere_else_stand
     let spot = room(&mut table, 1, 2);
     let half = VaRange::new(spot.start, UNIT);
     assert_eq!(table.map_alone(half), MapPlan::Done);
-    assert_eq!(table.place(half.start), Place::Alone);
+    assert_eq!(table.place(half.start), Occupant::Alone);
     assert_eq!(table.map_alone(half), MapPlan::Wrong, "it is taken");
     assert_eq!(table.map_alone(VaRange::new(START, UNIT)), MapPlan::Wrong, "no spot");
     let outside = VaRange::new(DeviceAddress(START.0 / 2), UNIT);
@@ -279,12 +279,12 @@ fn a_room_takes_what_stands_alone_in_parts_and_cells_that_fit_nowhere_else_stand
     assert_eq!(table.map_alone(beyond), MapPlan::Wrong);
     assert_eq!(table.map_alone(range), MapPlan::Odd, "a slab is there");
     table.not_mapped_alone(half);
-    assert_eq!(table.place(half.start), Place::Nothing);
+    assert_eq!(table.place(half.start), Occupant::Nothing);
 }
 
 #[test]
 fn importers_hold_parts_that_do_not_overlap() {
-    let mut table = Table::default();
+    let mut table = Slabs::default();
     let key = add_slab(&mut table, 0, None);
     let part =
         |offset: u64, units: u64| Part { offset_bytes: offset * UNIT, size_bytes: units * UNIT };
@@ -299,8 +299,8 @@ fn importers_hold_parts_that_do_not_overlap() {
 
 #[test]
 fn slabs_grow_with_what_lives_and_the_dead_are_bounded() {
-    let mut table = Table::default();
-    let wanted = |table: &Table, units: u64| table.wanted(units * UNIT, &recipe());
+    let mut table = Slabs::default();
+    let wanted = |table: &Slabs, units: u64| table.wanted(units * UNIT, &recipe());
     assert_eq!(wanted(&table, 1), Wanted::Alone, "off");
     table.set_on(true);
     assert_eq!(wanted(&table, 1), Wanted::Cell { slab_bytes: SLAB_BYTES_MIN });

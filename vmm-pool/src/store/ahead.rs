@@ -17,20 +17,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::arena::{Held, Pins};
+use super::arena::{HeldChunk, Pins};
 use super::chunk::{BringIn, CHUNK_BYTES, Chunk, missing_chunks};
 
 /// How long a pause waits for the chunk that is on its way, before it brings one in itself: the driver may have the
 /// chunk, and be busy with something else.
 const HAND_OVER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Chunks that are here ahead of the one that the pause under way pins.
+/// ChunksAhead that are here ahead of the one that the pause under way pins.
 const CHUNKS_AHEAD: usize = 2;
 
 /// What is known of an arena without its lock, and the chunks that come in.
 #[derive(Debug, Default)]
 pub(crate) struct Ahead {
-    table: Mutex<Table>,
+    table: Mutex<ChunksAhead>,
     changed: Condvar,
     /// The thread that brings a chunk in hands it over as it is: a pause waits for it, or the process ends.
     is_urgent: AtomicBool,
@@ -41,7 +41,7 @@ pub(crate) struct Ahead {
 }
 
 #[derive(Debug, Default)]
-struct Table {
+struct ChunksAhead {
     on_its_way: Option<Coming>,
     /// In the order in which they came.
     here: VecDeque<Delivered>,
@@ -50,7 +50,7 @@ struct Table {
     held: HeldFigures,
 }
 
-impl Table {
+impl ChunksAhead {
     fn figures(&self) -> HeldFigures {
         self.here.iter().fold(self.held, |held, (_, coming)| held.with(*coming))
     }
@@ -117,7 +117,7 @@ impl HeldFigures {
 }
 
 /// A chunk that was brought in, and what for.
-pub(super) type Delivered = (Held, Coming);
+pub(super) type Delivered = (HeldChunk, Coming);
 
 /// A chunk that somebody brings in, or has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -132,11 +132,11 @@ pub(crate) struct Claim {
     ahead: Arc<Ahead>,
     pub(super) coming: Coming,
     /// Once it is delivered.
-    held: Option<Held>,
+    held: Option<HeldChunk>,
 }
 
 impl Ahead {
-    fn table(&self) -> MutexGuard<'_, Table> {
+    fn table(&self) -> MutexGuard<'_, ChunksAhead> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -161,7 +161,7 @@ impl Ahead {
         self.begin_in(&mut self.table(), coming)
     }
 
-    fn begin_in(self: &Arc<Self>, table: &mut Table, coming: Coming) -> Option<Claim> {
+    fn begin_in(self: &Arc<Self>, table: &mut ChunksAhead, coming: Coming) -> Option<Claim> {
         if self.has_ended() || self.is_held() || table.on_its_way.is_some() {
             return None;
         }
@@ -181,7 +181,7 @@ impl Ahead {
             while let Some(claim) = ahead.begin_wanted() {
                 // What the system refuses the pause tries itself, and tells.
                 if let Ok(chunk) = Chunk::new(&how, claim.size_bytes(), claim.is_urgent()) {
-                    claim.deliver(Held::new(chunk));
+                    claim.deliver(HeldChunk::new(chunk));
                 }
             }
         };
@@ -202,7 +202,7 @@ impl Ahead {
 
     /// The next chunk that the pause needs, when it is time for it. None when it needs no more.
     fn begin_wanted(self: &Arc<Self>) -> Option<Claim> {
-        let is_early = |table: &mut Table| {
+        let is_early = |table: &mut ChunksAhead| {
             let is_busy = table.on_its_way.is_some() || table.here.len() >= CHUNKS_AHEAD;
             is_busy && !table.wanted.is_empty()
         };
@@ -233,8 +233,8 @@ impl Ahead {
     fn wait_while(
         &self,
         timeout: Duration,
-        waits: impl Fn(&Table) -> bool,
-    ) -> MutexGuard<'_, Table> {
+        waits: impl Fn(&ChunksAhead) -> bool,
+    ) -> MutexGuard<'_, ChunksAhead> {
         let deadline = Instant::now() + timeout;
         let mut table = self.table();
         while table.on_its_way.is_some() && waits(&table) {
@@ -288,7 +288,7 @@ impl Claim {
     }
 
     /// The chunk is there to be taken.
-    pub(super) fn deliver(mut self, held: Held) {
+    pub(super) fn deliver(mut self, held: HeldChunk) {
         self.held = Some(held);
         // What is dropped now tells the waiters.
     }

@@ -47,12 +47,12 @@ impl Pins {
 
 /// A chunk that is held. The arena has it, and everybody who has a piece of it.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct HeldChunk {
     pub(super) chunk: Arc<Chunk>,
     pub(super) pins: Pins,
 }
 
-impl Held {
+impl HeldChunk {
     pub(super) fn new(chunk: Chunk) -> Self {
         Self { chunk: Arc::new(chunk), pins: Pins::Nobody }
     }
@@ -72,7 +72,7 @@ impl Held {
 /// A chunk of the arena.
 #[derive(Debug)]
 struct Placed {
-    held: Held,
+    held: HeldChunk,
     /// Its linear offset.
     start_bytes: u64,
 }
@@ -90,7 +90,7 @@ pub(crate) struct HostArena<D: Driver> {
     driver: Arc<D>,
     chunks: Vec<Placed>,
     /// Between devices and the file ([`ring`]).
-    ring: Option<Held>,
+    ring: Option<HeldChunk>,
     /// What the last completed pause used of the chunks, and whether it used the ring.
     used: (Option<Used>, bool),
     /// What was brought in while the application ran, and no pause has completed since: up to where, and the ring.
@@ -140,7 +140,7 @@ impl<D: Driver> HostArena<D> {
         log: &mut StepLog,
         end_bytes: u64,
         is_for_ring: bool,
-    ) -> PoolResult<Held> {
+    ) -> PoolResult<HeldChunk> {
         let wanted = loop {
             let (mut held, coming) = match self.ahead.take_soon() {
                 Ok(delivered) => delivered,
@@ -163,7 +163,7 @@ impl<D: Driver> HostArena<D> {
             None => next_chunk_bytes(self.capacity_bytes(), end_bytes),
         };
         let chunk = new_chunk(&self.how, size_bytes);
-        Ok(Held::new(chunk.map_err(memory_refused(size_bytes))?))
+        Ok(HeldChunk::new(chunk.map_err(memory_refused(size_bytes))?))
     }
 
     /// Puts chunks that have come in from outside a pause where they belong.
@@ -184,7 +184,7 @@ impl<D: Driver> HostArena<D> {
         self.note_held();
     }
 
-    fn push(&mut self, held: Held) {
+    fn push(&mut self, held: HeldChunk) {
         self.chunks.push(Placed { held, start_bytes: self.capacity_bytes() });
     }
 
@@ -269,7 +269,7 @@ impl<D: Driver> HostArena<D> {
 
     /// Pins `held` for `pins` too, in addition to those it is pinned for. What it was pinned for it may not be any more when this
     /// fails.
-    fn pin_held(driver: &D, held: &mut Held, pins: Pins) -> PoolResult<()> {
+    fn pin_held(driver: &D, held: &mut HeldChunk, pins: Pins) -> PoolResult<()> {
         let present = held.pins;
         if present == pins || present == Pins::All {
             return Ok(());
@@ -284,7 +284,7 @@ impl<D: Driver> HostArena<D> {
     }
 
     /// As [`HostArena::pin_held`], of a chunk that is in no list yet: what cannot be unpinned again stays mapped for good.
-    fn pinned(&self, log: &mut StepLog, mut held: Held, pins: Pins) -> PoolResult<Held> {
+    fn pinned(&self, log: &mut StepLog, mut held: HeldChunk, pins: Pins) -> PoolResult<HeldChunk> {
         let outcome =
             log.timed("pin host memory", |_| Self::pin_held(&self.driver, &mut held, pins));
         match outcome {
@@ -476,7 +476,7 @@ fn pin<D: Driver>(driver: &D, chunk: &Chunk, pins: Pins) -> PoolResult<()> {
 }
 
 /// The driver may be copying nothing that is in `held`.
-fn unpin<D: Driver>(driver: &D, Held { chunk, pins }: &Held) -> PoolResult<()> {
+fn unpin<D: Driver>(driver: &D, HeldChunk { chunk, pins }: &HeldChunk) -> PoolResult<()> {
     if *pins == Pins::Nobody {
         return Ok(());
     }
@@ -510,7 +510,7 @@ impl Claim {
             chunk.map_err(memory_refused(size_bytes))
         })?;
         let pins = if self.coming.is_for_ring && pins != Pins::Nobody { Pins::All } else { pins };
-        let mut held = Held::new(chunk);
+        let mut held = HeldChunk::new(chunk);
         if !is_urgent() && pins != Pins::Nobody {
             log.timed("pin host memory", |_| pin(driver, &held.chunk, pins))?;
             held.pins = pins;
@@ -529,7 +529,7 @@ impl<D: Driver> Drop for HostArena<D> {
         }
         // Unmapping pinned memory would pull it from under the driver: keep what is left for good.
         let chunks = self.chunks.drain(..).map(|placed| placed.held);
-        chunks.chain(self.ring.take()).for_each(Held::keep_for_good);
+        chunks.chain(self.ring.take()).for_each(HeldChunk::keep_for_good);
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use vmm_pool::budget::{Account, Counted, Figure, Gpu, OverBudget, Place, Shared};
+use vmm_pool::budget::{Account, Counted, Entry, Figure, Gpu, OverBudget, Shared};
 use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, DeviceUuid, DriverCode, VaRange,
@@ -26,18 +26,18 @@ struct Slot {
 }
 
 impl Account for Slot {
-    fn take(&self, device: DeviceOrdinal, bytes: u64) -> Result<Option<Place>, OverBudget> {
+    fn take(&self, device: DeviceOrdinal, bytes: u64) -> Result<Option<Entry>, OverBudget> {
         let place = usize::try_from(device.0).expect("a device");
-        self.shared.take(place, self.slot, bytes).map(|()| Some(Place(place)))
+        self.shared.take(place, self.slot, bytes).map(|()| Some(Entry(place)))
     }
 
-    fn take_anyway(&self, device: DeviceOrdinal, bytes: u64) -> Option<Place> {
+    fn take_anyway(&self, device: DeviceOrdinal, bytes: u64) -> Option<Entry> {
         let place = usize::try_from(device.0).expect("a device");
         self.shared.take_anyway(place, self.slot, bytes);
-        Some(Place(place))
+        Some(Entry(place))
     }
 
-    fn give_back(&self, place: Place, bytes: u64) {
+    fn give_back(&self, place: Entry, bytes: u64) {
         self.shared.give_back(place.0, self.slot, bytes);
     }
 

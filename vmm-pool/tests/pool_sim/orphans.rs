@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
 use vmm_pool::{
-    AllocationId, Contents, LostImports, PeerId, PoolError, References, Selection, Standing,
+    AllocationId, Contents, LostImports, PeerId, PoolError, References, Selection, Stance,
     StayReason, Tags, VirtualHandle, Whose,
 };
 
@@ -238,7 +238,7 @@ fn who_has_fetched_memory_in_a_resume_that_was_undone_has_not_in_the_next() {
     let (owner, importer) = (pool(&node), pool(&node));
     let shared = create(&owner, DEVICE, 1, kept());
     share(&owner, shared, &importer, 1);
-    let id = owner.inventory(Standing::Runs)[0].id;
+    let id = owner.inventory(Stance::Runs)[0].id;
     paused(&owner);
     owner.create_own(&WHOLE).expect("memory");
     owner.restore_own(usize::MAX).expect("contents");

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use vmm_pool::driver::sim::{FaultSpan, SimDriver, SimNode};
 use vmm_pool::driver::{AccessDesc, Driver as _, DriverCode, DriverOp, RawStream, VaRange};
 use vmm_pool::paging::Pager;
-use vmm_pool::{ChangeDetection, Class, Contents, PoolError, SavedError, Spilled, Standing};
+use vmm_pool::{ChangeDetection, Class, Contents, PoolError, SavedError, Spilled, Stance};
 
 use crate::paging::program::{pager, unlimited};
 use crate::stage::{
@@ -322,9 +322,9 @@ fn what_is_paged_is_no_saved_contents_of_a_process_that_runs() {
         saved.map(|holding| holding.is_resident).collect::<Vec<_>>()
     };
     // The pager may write there at any moment.
-    assert_eq!(saved(Standing::Runs), [true; 0]);
-    assert_eq!(saved(Standing::StandsStill), [false]);
+    assert_eq!(saved(Stance::Runs), [true; 0]);
+    assert_eq!(saved(Stance::StandsStill), [false]);
     pause(&pool);
-    assert_eq!(saved(Standing::StandsStill), [false; 2]);
+    assert_eq!(saved(Stance::StandsStill), [false; 2]);
     resume(&pool);
 }

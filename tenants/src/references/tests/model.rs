@@ -9,7 +9,7 @@ mod names;
 
 use std::collections::BTreeSet;
 
-use vmm_pool::{AllocationId, Held, StayReason};
+use vmm_pool::{AllocationId, Shareable, StayReason};
 
 use super::{References, decide};
 use crate::identity::MemberId;
@@ -287,7 +287,7 @@ impl State {
         let name = |who: usize| MemberId(who as u64);
         let said = |who: usize| self.processes[who].said.filter(|_| members[who]);
         let references = ALL.map(|who| {
-            let held = |said: Said| Held { id: ID, is_pinned: said.pinned };
+            let held = |said: Said| Shareable { id: ID, is_pinned: said.pinned };
             let given = said(who).filter(|said| said.given).map(held).into_iter().collect();
             let taken = said(who).filter(|said| said.taken).map(held);
             let taken = taken.map(|held| (name(OWNER), vec![held])).into_iter().collect();

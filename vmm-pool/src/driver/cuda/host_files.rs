@@ -55,7 +55,7 @@ struct HostFile {
 
 /// Addresses that were reserved here.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct HostRange {
     /// The only one that may be mapped there.
     handle: RawHandle,
     size_bytes: u64,
@@ -67,7 +67,7 @@ struct Place {
     is_mapped: bool,
 }
 
-impl Place {
+impl HostRange {
     fn range(&self, start: u64) -> VaRange {
         VaRange::new(DeviceAddress(start), self.size_bytes)
     }
@@ -77,7 +77,7 @@ impl Place {
 struct Tables {
     files: BTreeMap<RawHandle, Arc<HostFile>>,
     last: u64,
-    places: BTreeMap<u64, Place>,
+    places: BTreeMap<u64, HostRange>,
 }
 
 /// The files of a process, and where they are mapped.
@@ -242,7 +242,7 @@ impl HostFiles {
         }
         let size_bytes = file.size_bytes;
         let (is_attached, is_registered, is_mapped) = (true, false, false);
-        let place = Place { handle, size_bytes, is_attached, is_registered, is_mapped };
+        let place = HostRange { handle, size_bytes, is_attached, is_registered, is_mapped };
         self.tables().places.insert(start, place);
         Ok(place.range(start))
     }

@@ -49,7 +49,7 @@ struct Holder {
 }
 
 #[derive(Debug, Default)]
-struct Table {
+struct PlannedFaults {
     rules: Vec<Rule>,
     holders: Vec<Holder>,
     panics: Vec<&'static str>,
@@ -60,7 +60,7 @@ struct Table {
 /// Rules that make calls fail, and a count of the calls made. All methods may be called at any time.
 #[derive(Debug, Default)]
 pub struct Faults {
-    table: Mutex<Table>,
+    table: Mutex<PlannedFaults>,
 }
 
 impl Faults {
@@ -168,7 +168,7 @@ impl Faults {
         verdict
     }
 
-    fn lock(&self) -> MutexGuard<'_, Table> {
+    fn lock(&self) -> MutexGuard<'_, PlannedFaults> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -23,7 +23,7 @@ struct Call {
 }
 
 #[derive(Debug, Default)]
-struct Table {
+struct LastCalls {
     calls: VecDeque<Call>,
     made: u64,
     /// What was refused last, and what it touched: alone it ends no context.
@@ -31,7 +31,7 @@ struct Table {
     words: Option<String>,
 }
 
-impl Table {
+impl LastCalls {
     fn tell(&self, words: &mut String, range: VaRange) {
         // Writing to a string does not fail.
         let _never = write!(words, "{range:?}, after {} calls", self.made);
@@ -44,7 +44,7 @@ impl Table {
 
 /// See the head of this module. Its lock is a leaf.
 #[derive(Debug, Default)]
-pub(super) struct LastWords(Mutex<Table>);
+pub(super) struct LastWords(Mutex<LastCalls>);
 
 impl LastWords {
     /// A call has changed what is mapped in `range`.
@@ -86,7 +86,7 @@ impl LastWords {
         self.table().words.clone()
     }
 
-    fn table(&self) -> MutexGuard<'_, Table> {
+    fn table(&self) -> MutexGuard<'_, LastCalls> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -53,7 +53,7 @@ pub use self::core::{AccessGuard, ContextCost, Core, PublishedName, Touch};
 pub use self::faults::{FaultSpan, Faults, Hold, Latency};
 pub use self::memory::{Census, GRANULARITY_BYTES, MappingInfo};
 pub use self::node::SimNode;
-pub use self::processes::{InCall, Standing};
+pub use self::processes::{InCall, ProcessPage};
 pub use self::stream::{StreamKind, Work};
 
 use super::{

@@ -81,7 +81,7 @@ impl Page {
 
 /// This process's own page. While it lives, others find this process by its id.
 #[derive(Debug)]
-pub struct Standing(Page);
+pub struct ProcessPage(Page);
 
 /// A call of this process's, which nobody locks the process under.
 #[derive(Debug)]
@@ -93,7 +93,7 @@ impl Drop for InCall<'_> {
     }
 }
 
-impl Standing {
+impl ProcessPage {
     /// Goes in for a call; waits while another process has locked this one.
     pub fn enter(&self) -> InCall<'_> {
         loop {
@@ -145,7 +145,7 @@ impl SimNode {
     ///
     /// # Errors
     /// What the file system said.
-    pub fn stand(&self) -> io::Result<Standing> {
+    pub fn stand(&self) -> io::Result<ProcessPage> {
         // A node that a script has made need not have it.
         make_place(self.dir())?;
         self.sweep_processes();
@@ -155,7 +155,7 @@ impl SimNode {
         let page = Page::open(OpenOptions::new().read(true).write(true).create(true), &draft)?;
         page.file.lock_shared()?;
         fs::rename(draft, path)?;
-        Ok(Standing(page))
+        Ok(ProcessPage(page))
     }
 
     /// Removes the pages of processes that have ended.

@@ -14,12 +14,12 @@ const CALLS_MAX: u64 = 12;
 /// See the head of this module.
 #[derive(Debug)]
 pub(super) struct Schedule {
-    table: Mutex<Table>,
+    table: Mutex<RunQueue>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct Table {
+struct RunQueue {
     random: u64,
     /// Streams whose first work could run, and for how many calls it does not.
     ready: Vec<(RawStream, u64)>,
@@ -29,7 +29,7 @@ struct Table {
     has_ended: bool,
 }
 
-impl Table {
+impl RunQueue {
     /// A number below `end` (`SplitMix64`).
     fn below(&mut self, end: u64) -> u64 {
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -55,11 +55,11 @@ impl Table {
 impl Schedule {
     pub(super) fn new(seed: u64) -> Self {
         let table =
-            Table { random: seed, ready: Vec::new(), runs: None, waiting: 0, has_ended: false };
+            RunQueue { random: seed, ready: Vec::new(), runs: None, waiting: 0, has_ended: false };
         Self { table: Mutex::new(table), changed: Condvar::new() }
     }
 
-    fn table(&self) -> MutexGuard<'_, Table> {
+    fn table(&self) -> MutexGuard<'_, RunQueue> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

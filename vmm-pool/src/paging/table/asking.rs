@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use super::super::PageError;
 use super::super::prints::Prints;
-use super::{Answered, Copied, Mark, Out, Table};
+use super::{Answered, Chunks, Copied, Mark, Out};
 
 /// A question for fingerprints, which was answered when its event is over.
 #[derive(Debug)]
@@ -50,7 +50,7 @@ pub(in crate::paging) struct Unseen {
     pub(in crate::paging) uses: RangeInclusive<u64>,
 }
 
-impl Table {
+impl Chunks {
     /// Is it to be compared with its copy before it may leave?
     pub(in crate::paging) fn needs_check(&self, id: usize) -> bool {
         if !self.checks.is_on || self.checks.passed == Some(id) {
@@ -184,7 +184,7 @@ impl Table {
         (0..count).find(|question| !used.contains(question))
     }
 
-    /// What was answered, to be told with [`Table::told`].
+    /// What was answered, to be told with [`Chunks::told`].
     pub(in crate::paging) fn take_answered(&mut self) -> Vec<Answered> {
         std::mem::take(&mut self.answered)
     }

@@ -1,18 +1,18 @@
 //! What a report says of a table.
 
-use super::{Chunk, Place, Table};
+use super::{Chunk, ChunkPlace, Chunks};
 
-impl Table {
+impl Chunks {
     /// Where each chunk is, as [`crate::paging::PageReport::chunks`] has it.
     pub(in crate::paging) fn letters(&self) -> String {
         let letter = |chunk: &Chunk| match chunk.place {
-            Place::Coming => 'i',
-            Place::Away if chunk.spans == 0 => '-',
-            Place::Away => 'a',
-            Place::Here | Place::Going if chunk.coming.is_some() => 'i',
-            Place::Here | Place::Going if chunk.out.is_some() => 'o',
-            Place::Here | Place::Going if chunk.is_clean() => 'h',
-            Place::Here | Place::Going => 'w',
+            ChunkPlace::Coming => 'i',
+            ChunkPlace::Away if chunk.spans == 0 => '-',
+            ChunkPlace::Away => 'a',
+            ChunkPlace::Here | ChunkPlace::Going if chunk.coming.is_some() => 'i',
+            ChunkPlace::Here | ChunkPlace::Going if chunk.out.is_some() => 'o',
+            ChunkPlace::Here | ChunkPlace::Going if chunk.is_clean() => 'h',
+            ChunkPlace::Here | ChunkPlace::Going => 'w',
         };
         self.chunks.iter().map(letter).collect()
     }

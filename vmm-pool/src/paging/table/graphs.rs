@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
-use super::{Mark, Table, distinct};
+use super::{Chunks, Mark, distinct};
 
-impl Table {
+impl Chunks {
     /// A launch of a graph is over when `mark` is.
     pub(in crate::paging) fn graph_used(&mut self, mark: &Arc<Mark>) {
         self.graph_uses.push(Arc::clone(mark));

@@ -6,10 +6,10 @@
 
 use std::cmp::Reverse;
 
-use super::{Chunk, Place, Table};
+use super::{Chunk, ChunkPlace, Chunks};
 use crate::VirtualHandle;
 
-impl Table {
+impl Chunks {
     /// Those that could give their frame to `newcomer`, in the order to ask them in: what is freed, then what is used last
     /// from now on, and of two that nobody knows of the one that is clean. What was announced gives it only to somebody who waits.
     pub(in crate::paging) fn victims(&self, newcomer: usize) -> Vec<usize> {
@@ -17,7 +17,7 @@ impl Table {
         let all = self.chunks.iter().enumerate().filter(|(_, chunk)| {
             let is_wanted = chunk.is_promised && !chunk.is_freed;
             let stays = chunk.stays.is_some() && chunk.is_refused;
-            chunk.place == Place::Here
+            chunk.place == ChunkPlace::Here
                 && chunk.holders == 0
                 && !stays
                 && (somebody_waits || !is_wanted)
@@ -38,12 +38,12 @@ impl Table {
     fn free_soon(&self, lists_of: impl Fn(usize) -> u32) -> impl Iterator<Item = usize> {
         let here = self.chunks.iter().enumerate().filter(move |&(id, chunk)| {
             let is_held = chunk.holders > 0 && chunk.holders > lists_of(id);
-            chunk.place == Place::Here && chunk.stays.is_none() && !is_held
+            chunk.place == ChunkPlace::Here && chunk.stays.is_none() && !is_held
         });
         here.map(|(id, _)| id)
     }
 
-    /// The least number of uses before the next that a chunk of the later half has, of those that [`Table::free_soon`] names.
+    /// The least number of uses before the next that a chunk of the later half has, of those that [`Chunks::free_soon`] names.
     pub(in crate::paging) fn later_half(&self, lists_of: impl Fn(usize) -> u32) -> usize {
         let mut next_uses: Vec<_> = self.free_soon(lists_of).map(|id| self.next_use(id)).collect();
         let middle = next_uses.len() / 2;
@@ -76,7 +76,7 @@ impl Table {
         staying.filter_map(|(id, chunk)| Some((id, chunk.row?))).collect()
     }
 
-    /// How many of those that [`Table::free_soon`] names could give their frames for good, and are not to yet. Twice what was used
+    /// How many of those that [`Chunks::free_soon`] names could give their frames for good, and are not to yet. Twice what was used
     /// together stays.
     pub(in crate::paging) fn spare(&self, lists_of: impl Fn(usize) -> u32) -> usize {
         let above = self.resident().saturating_sub(2 * self.most_together);

@@ -8,13 +8,13 @@ fn mark() -> Arc<Mark> {
 
 const CHUNK: u64 = 4096;
 
-fn table(chunks: u64, frames: usize) -> Table {
-    let mut table = Table::new(16 * CHUNK, CHUNK, frames);
+fn table(chunks: u64, frames: usize) -> Chunks {
+    let mut table = Chunks::new(16 * CHUNK, CHUNK, frames);
     table.alloc(chunks * CHUNK).expect("room");
     table
 }
 
-fn bring(table: &mut Table, id: usize) {
+fn bring(table: &mut Chunks, id: usize) {
     table.came(id, None, false);
 }
 
@@ -78,7 +78,7 @@ fn addresses_of_a_span_are_given_out_again_when_all_of_it_is_away() {
     assert_eq!(table.free(0), None);
     table.gone(0);
     assert_eq!(table.alloc(2 * CHUNK), Some((2 * CHUNK, vec![2, 3])));
-    table.set_place(1, Place::Away);
+    table.set_place(1, ChunkPlace::Away);
     assert_eq!(table.take_freed(1), Some(VirtualHandle::new(1, 1)));
     assert_eq!(table.alloc(CHUNK + 1), Some((4 * CHUNK, vec![4, 5])), "its row is there");
     table.gone(1);
@@ -87,7 +87,7 @@ fn addresses_of_a_span_are_given_out_again_when_all_of_it_is_away() {
 
 #[test]
 fn spans_lie_side_by_side_whatever_their_sizes_are() {
-    let mut table = Table::new(16 * CHUNK, CHUNK, 2);
+    let mut table = Chunks::new(16 * CHUNK, CHUNK, 2);
     let size_bytes = 3 * CHUNK / 4;
     for index in 0..20 {
         let (start, bare) = table.alloc(size_bytes - 1).expect("room");
@@ -104,7 +104,7 @@ fn spans_lie_side_by_side_whatever_their_sizes_are() {
 
 #[test]
 fn a_chunk_of_two_spans_is_in_use_as_long_as_one_of_them_is() {
-    let mut table = Table::new(16 * CHUNK, CHUNK, 2);
+    let mut table = Chunks::new(16 * CHUNK, CHUNK, 2);
     for _ in 0..2 {
         let (_, bare) = table.alloc(CHUNK / 2).expect("room");
         for id in bare {
@@ -134,13 +134,13 @@ fn what_may_have_been_written_is_clean_if_it_is_as_it_was() {
     let one = |seed: u8| -> Prints { [Fingerprint::of(&[seed; 16])].into() };
     let mut table = table(1, 1);
     bring(&mut table, 0);
-    let used = |table: &mut Table, wrote: Wrote| {
+    let used = |table: &mut Chunks, wrote: Wrote| {
         let over = mark();
         table.hold(&[0]);
         table.used(&[0], Some(&over), wrote);
         table.are_over(&[over]);
     };
-    let end = |table: &mut Table, out: Arc<Mark>, prints: Prints| {
+    let end = |table: &mut Chunks, out: Arc<Mark>, prints: Prints| {
         table.are_over(&[out]);
         for answered in table.take_answered() {
             table.told(answered, Arc::clone(&prints));
@@ -239,7 +239,7 @@ fn what_stays_takes_a_frame_from_what_is_used_together() {
     assert!(table.fits(&[1, 2]));
     table.stays(0, Some("a network card has it"));
     assert!(!table.fits(&[1, 2]) && table.fits(&[0, 1]));
-    table.set_place(0, Place::Away);
+    table.set_place(0, ChunkPlace::Away);
     assert!(table.fits(&[1, 2]), "it has no frame");
 }
 
@@ -288,7 +288,7 @@ fn what_graphs_let_go_is_held_by_lists_of_their_launches() {
 
 #[test]
 fn addresses_are_the_first_that_fit_and_what_lies_before_all_gaps_is_not_looked_at() {
-    let mut table = Table::new(64 * CHUNK, CHUNK, 2);
+    let mut table = Chunks::new(64 * CHUNK, CHUNK, 2);
     let mut spans: Vec<(u64, u64)> = Vec::new();
     // Those that leave later.
     let mut freed: Vec<usize> = Vec::new();
@@ -322,7 +322,7 @@ fn addresses_are_the_first_that_fit_and_what_lies_before_all_gaps_is_not_looked_
         }
     }
     assert!(in_gaps > 100, "{in_gaps}");
-    let mut table = Table::new(64 * CHUNK, CHUNK, 2);
+    let mut table = Chunks::new(64 * CHUNK, CHUNK, 2);
     for index in 1..=100 {
         table.alloc(CHUNK / 2).expect("room");
         assert_eq!(table.full_bytes, index * CHUNK / 2);

@@ -15,7 +15,7 @@ use tenants::ticket::Ticket;
 use vmm_pool::driver::sim::GRANULARITY_BYTES;
 use vmm_pool::driver::{AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
 use vmm_pool::gate::Passage;
-use vmm_pool::{Class, Contents, Standing, VirtualHandle};
+use vmm_pool::{Class, Contents, Stance, VirtualHandle};
 
 use super::calls::{device_refused, fired, insist, is_explained, judged, map, unmap};
 use super::memory::Paint;
@@ -467,7 +467,7 @@ impl Exchange {
                 }
                 (seen, _) => {
                     let found = memory::told(driver, *reader, place);
-                    let all = self.member.pool().inventory(Standing::Runs).into_iter();
+                    let all = self.member.pool().inventory(Stance::Runs).into_iter();
                     let known: Vec<_> =
                         all.filter(|held| u128::from_be_bytes(held.id.0) == piece.id).collect();
                     return Err(Trouble::new(format!(

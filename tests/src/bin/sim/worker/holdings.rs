@@ -10,7 +10,7 @@ use sublet_tests::{Outcome, Trouble};
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, StreamKind};
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal, RawContext, RawStream, VaRange};
 use vmm_pool::gate::Passage;
-use vmm_pool::{Class, Contents, Standing, VirtualHandle};
+use vmm_pool::{Class, Contents, Stance, VirtualHandle};
 
 use super::calls::{device_refused, insist, judged, map, unmap};
 use super::cells::{self, Cells};
@@ -409,7 +409,7 @@ impl Holdings {
             let resident = resident - paged;
             let is_right = (*bytes..=bytes + perhaps).contains(&(own - of_cells));
             if !is_right || (is_all_back && resident != own) {
-                let recorded = self.member.pool().inventory(Standing::Runs).into_iter();
+                let recorded = self.member.pool().inventory(Stance::Runs).into_iter();
                 let own_here = recorded.filter(|item| {
                     item.is_own() && item.device.is_some_and(|device| device.0 == index)
                 });

@@ -32,7 +32,7 @@ use tenants::scope::TagNames;
 use tenants::wire::Action;
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
-use vmm_pool::{ChangeDetection, PieceBytes, Standing};
+use vmm_pool::{ChangeDetection, PieceBytes, Stance};
 
 use crate::orders::{Answer, Deal, Item, Order, Worked, write_line};
 use collectives::Collectives;
@@ -224,7 +224,7 @@ fn deal_with(member: &Sim, exchange: &Exchange, deal: Deal) -> Outcome<Answer> {
 
 fn inventory(member: &Sim, pager: &paged::Open) -> Vec<Item> {
     // What is paged is to be counted only while it is there.
-    let all = member.pool().inventory(Standing::StandsStill).into_iter();
+    let all = member.pool().inventory(Stance::StandsStill).into_iter();
     all.filter_map(|found| {
         Some(Item {
             id: u128::from_be_bytes(found.id.0),
