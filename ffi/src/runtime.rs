@@ -306,7 +306,7 @@ fn try_join() -> Result<Arc<Member>, String> {
 /// Has `member` do what the settings say.
 fn set_up(member: &Arc<Member>, settings: &Settings) {
     let pool = member.pool();
-    pool.detect_changes(settings.changes);
+    pool.copies().detect_changes(settings.changes);
     pool.use_slabs(settings.uses_slabs);
     if settings.fails_without_nccl {
         member.cut().fail_while_away();

@@ -247,7 +247,10 @@ fn who_asks_from_outside_has_processes_stand_still_and_what_was_away_before_stay
         assert!(owner.pool().gate().is_offloaded() && importer.pool().gate().is_offloaded());
         assert!(completed(&tenant.act(Action::Resume, back)?));
         assert_eq!((tenant.states(), tenant.used()?), (vec![MemberState::Active; 2], 4 * UNIT));
-        assert!(owner.pool().is_set_aside("kv") && !importer.pool().is_set_aside("kv"));
+        assert!(
+            owner.pool().holdings().is_set_aside("kv")
+                && !importer.pool().holdings().is_set_aside("kv")
+        );
         assert!(owner.info().stands_without.is_none());
     }
     assert!(completed(&tenant.act(Action::Resume, Scope::Whole)?));

@@ -41,12 +41,13 @@ pub use ids::{AllocationId, PeerId, VirtualHandle};
 pub use journal::{Step, StepLog};
 pub use ledger::{
     After, Block, Class, Facts, Holding, HoldingSource, Known, LIBRARY_TAGS, Lease, LentTotals,
-    PlainMemory, References, Selection, Shareable, Sight, Stance, StayReason, TagTotals, Tags,
-    TicketWatch, Unfreezable, Whose,
+    References, Selection, Shareable, Sight, Stance, StayReason, TagTotals, Tags, TicketWatch,
+    Unfreezable, Whose,
 };
 pub use pool::{
-    AwayByTag, Borrowed, ChangeDetection, Entered, Export, GiveUp, ImportSource, Kind, LostImports,
-    PieceBytes, Pool, Registered, Use,
+    AwayByTag, Borrowed, ChangeDetection, CopyPolicy, Entered, Export, GiveUp, Holdings,
+    ImportSource, Kind, LostImports, Native, Natives, PieceBytes, PlainMemory, Pool, Registered,
+    Use,
 };
 pub use report::{
     ClassBytes, Contents, CopiedBytes, DeviceReport, KeptBytes, PinnedBytes, PoolReport, SlabTotals,

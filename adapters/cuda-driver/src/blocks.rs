@@ -84,7 +84,7 @@ impl Accessors {
         member: &Member<D>,
         current: Option<DeviceOrdinal>,
     ) -> bool {
-        let owners = member.pool().block_devices();
+        let owners = member.pool().holdings().block_devices();
         let accessors: BTreeSet<_> = owners.iter().copied().chain(current).collect();
         let mut is_any_open = false;
         for &owner in &owners {
@@ -119,7 +119,7 @@ impl Accessors {
     }
 }
 
-/// Why a plain allocation of `size_bytes` stays with the driver, which is then told to [`note_native`]; `None`
+/// Why a plain allocation of `size_bytes` stays with the driver, which is then told to [`vmm_pool::Natives`]; `None`
 /// where it becomes pool memory. `is_outside` says whether NCCL may share memory
 /// with a process that cannot open our handles.
 pub fn stays_native(
@@ -163,7 +163,7 @@ pub fn allocate<D: Driver>(
     match made {
         Ok(address) => {
             if let Some(context) = context {
-                member.pool().set_block_context(address, context);
+                member.pool().holdings().set_block_context(address, context);
             }
             Answer::Done(address)
         }
@@ -182,7 +182,7 @@ pub(crate) fn room_of(device: Option<DeviceOrdinal>, size_bytes: u64, class: &Cl
     Allocation { device, size_bytes, is_asked_twice, may_wait }
 }
 
-/// Takes room in the tenant's budget for what the driver is about to make, for [`note_native`].
+/// Takes room in the tenant's budget for what the driver is about to make, for [`vmm_pool::Native`].
 ///
 /// # Errors
 /// [`DriverCode::OUT_OF_MEMORY`] where it does not fit.
@@ -191,35 +191,11 @@ pub fn take_room<D: Driver>(
     device: DeviceOrdinal,
     size_bytes: u64,
 ) -> Result<Counted, DriverCode> {
-    let charge = member.pool().charge(device, size_bytes);
+    let charge = member.pool().budget().charge(Some(device), size_bytes);
     charge.map(Counted::Yes).map_err(|error| {
         tracing::debug!(%error, "allocation refused");
         error.code().unwrap_or(DriverCode::OUT_OF_MEMORY)
     })
-}
-
-/// Counts an allocation that the driver made; `counted` is what [`take_room`] gave for it.
-pub fn note_native<D: Driver>(
-    member: &Member<D>,
-    made: Native,
-    context: Option<RawContext>,
-    counted: Counted,
-) {
-    let Native { address, size_bytes, device, reason } = made;
-    member.pool().native_allocated(address, size_bytes, device, context, reason, counted);
-}
-
-/// An allocation of the driver's own.
-#[derive(Clone, Copy, Debug)]
-pub struct Native {
-    /// Where it is, or what it is known by.
-    pub address: DeviceAddress,
-    /// Its size.
-    pub size_bytes: u64,
-    /// Its device.
-    pub device: DeviceOrdinal,
-    /// Why it is not the pool's.
-    pub reason: &'static str,
 }
 
 /// Plain memory that ends with its context. While this lives, no pause or resume begins.
@@ -279,8 +255,8 @@ pub fn free<D: Driver>(
     settle: impl FnOnce() -> DriverCode,
 ) -> Answer<()> {
     let entered = member.pool().enter_giving_up();
-    let Some(block) = member.pool().block_at(address) else {
-        member.pool().native_freed(address);
+    let Some(block) = member.pool().holdings().block_at(address) else {
+        member.pool().natives().freed(address);
         return Answer::AskDriver;
     };
     give_up(&entered, settle, || entered.block_give_up(block))
@@ -295,8 +271,8 @@ pub fn free_later<D: Driver>(
     arrange: impl FnOnce(Block) -> DriverCode,
 ) -> Answer<()> {
     let entered = member.pool().enter_giving_up();
-    let Some(block) = member.pool().block_at(address) else {
-        member.pool().native_freed(address);
+    let Some(block) = member.pool().holdings().block_at(address) else {
+        member.pool().natives().freed(address);
         return Answer::AskDriver;
     };
     if entered.is_offloaded() {

@@ -146,9 +146,13 @@ pub fn correction<D: Driver>(
         }
         // The driver's own changes with each resume: who keeps what belongs to a number would take it for other memory.
         attribute::BUFFER_ID => Some(Value::Long(pool.memory_number(address)?)),
-        attribute::IS_LEGACY_IPC_CAPABLE => pool.block_place(address).map(|_| Value::Byte(1)),
-        attribute::HANDLE_TYPES => pool.block_place(address).map(|_| Value::Word(0)),
-        attribute::CONTEXT => pool.block_context(address).map(|context| Value::Long(context.0)),
+        attribute::IS_LEGACY_IPC_CAPABLE => {
+            pool.holdings().block_place(address).map(|_| Value::Byte(1))
+        }
+        attribute::HANDLE_TYPES => pool.holdings().block_place(address).map(|_| Value::Word(0)),
+        attribute::CONTEXT => {
+            pool.holdings().block_context(address).map(|context| Value::Long(context.0))
+        }
         _ => None,
     }
 }
@@ -181,7 +185,7 @@ pub fn ask<D: Driver>(
             Known::Nobody => return driver(NOWHERE),
             Known::Here(sight) => {
                 let code = driver(address);
-                if pool.is_as_seen(address, sight) {
+                if pool.holdings().is_as_seen(address, sight) {
                     return code;
                 }
             }

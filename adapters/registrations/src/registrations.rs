@@ -52,7 +52,7 @@ impl Registrations {
         call: impl FnOnce() -> T,
         key: impl FnOnce(&T) -> Option<Key>,
     ) -> T {
-        if !member.pool().has_mapping_in(range) {
+        if !member.pool().holdings().has_mapping_in(range) {
             return call();
         }
         let registered = member.pool().enter().register(range, reason);

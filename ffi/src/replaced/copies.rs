@@ -56,7 +56,7 @@ pub(crate) fn opens_blocks() -> bool {
 
 /// The device of memory, and a context of that device's; none for host memory.
 fn place_of(member: &Member, address: u64) -> Option<(DeviceOrdinal, Pointer)> {
-    let block = member.pool().block_place(DeviceAddress(address));
+    let block = member.pool().holdings().block_place(DeviceAddress(address));
     let (device, context) = match block {
         Some((device, context)) => (device, context.map(pointer_of)),
         None => (device_of_native(address)?, None),
@@ -90,7 +90,7 @@ pub(crate) fn copy_in_place(copy: Refused, refused: c_int, again: impl Fn() -> c
     let is_ours = |address: &u64| {
         let address = DeviceAddress(*address);
         let is_paged = runtime::paged_regions().range_of(address).is_some();
-        is_paged || member.pool().block_place(address).is_some()
+        is_paged || member.pool().holdings().block_place(address).is_some()
     };
     if !sides.iter().any(is_ours) {
         return refused;

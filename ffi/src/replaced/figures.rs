@@ -20,7 +20,7 @@ fn within(device: DeviceOrdinal) -> Option<(u64, u64)> {
         let may_count = environment::current().has_budgets() || runtime::others_count();
         if may_count { runtime::join() } else { None }
     })?;
-    let Figure { budget_bytes, held_bytes } = member.pool().budget_figure(device)?;
+    let Figure { budget_bytes, held_bytes } = member.pool().budget().figure(device)?;
     budget_bytes.map(|budget_bytes| (budget_bytes, held_bytes))
 }
 

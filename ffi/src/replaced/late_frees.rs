@@ -69,6 +69,7 @@ pub(super) fn is_going(member: &Member, address: Address) -> bool {
     GOING.load(Ordering::Relaxed) > 0
         && member
             .pool()
+            .holdings()
             .block_at(DeviceAddress(address))
             .is_some_and(|block| table().going.contains_key(&block.identity()))
 }

@@ -7,7 +7,8 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 
-use sublet_cuda_driver::blocks::{self, Native, stays};
+use sublet_cuda_driver::blocks::{self, stays};
+use vmm_pool::Native;
 use vmm_pool::budget::Counted;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Location, LocationKind};
 use vmm_pool::gate::{Pass, Passage};
@@ -57,9 +58,9 @@ fn count(
 ) {
     let device = device.or_else(|| runtime::current_device().ok());
     if let (Some(member), Some(device)) = (runtime::member(), device) {
-        let (address, size_bytes) = (DeviceAddress(address), bytes as u64);
-        let native = Native { address, size_bytes, device, reason };
-        blocks::note_native(member, native, contexts::listed_current(), counted);
+        let (size_bytes, context) = (bytes as u64, contexts::listed_current());
+        let native = Native { size_bytes, device, context, reason, counted };
+        member.pool().natives().allocated(DeviceAddress(address), native);
     }
 }
 
@@ -308,7 +309,7 @@ pub unsafe extern "C" fn cuArrayDestroy(array: Pointer) -> c_int {
     runtime::caught(|| {
         if let Some(member) = runtime::member() {
             // Before the driver lets the value go, which may be another array's immediately.
-            member.pool().native_freed(DeviceAddress(array.addr() as u64));
+            member.pool().natives().freed(DeviceAddress(array.addr() as u64));
         }
         call_driver!(cuArrayDestroy(array))
     })

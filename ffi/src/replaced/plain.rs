@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use sublet_cuda_driver::blocks::Native;
 use sublet_cuda_driver::{Answer, blocks, ipc, vmm};
 use tenants::member::IPC_LIBRARY;
+use vmm_pool::Native;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
 use vmm_pool::gate::Passage;
 
@@ -25,7 +25,8 @@ use crate::runtime::{self, Member, answered, class_of_caller};
 
 /// Waits for work that may use the block at `address`, whatever context is current; leaves that as it is.
 pub(crate) fn settle(member: &Member, address: DeviceAddress) -> DriverCode {
-    let (current, owner) = (runtime::current_context(), member.pool().block_context(address));
+    let (current, owner) =
+        (runtime::current_context(), member.pool().holdings().block_context(address));
     if owner.is_some() && owner == current {
         return DriverCode(settle_here());
     }
@@ -35,7 +36,7 @@ pub(crate) fn settle(member: &Member, address: DeviceAddress) -> DriverCode {
             return DriverCode(code);
         }
     }
-    let device = member.pool().block_device(address);
+    let device = member.pool().holdings().block_device(address);
     match device.filter(|device| runtime::current_device() != Ok(*device)) {
         Some(device) => settle_device(device),
         None => DriverCode(settle_here()),
@@ -134,8 +135,9 @@ unsafe extern "C" fn mem_alloc(
                 }
                 // SAFETY: the call succeeded, so it wrote the address.
                 let made = DeviceAddress(unsafe { address.read() });
-                let native = Native { address: made, size_bytes: size as u64, device, reason };
-                blocks::note_native(member, native, contexts::listed_current(), counted);
+                let (size_bytes, context) = (size as u64, contexts::listed_current());
+                let native = Native { size_bytes, device, context, reason, counted };
+                member.pool().natives().allocated(made, native);
                 return Answer::Done(());
             }
             // Its work is waited for by pauses and frees from now on.
@@ -298,7 +300,7 @@ macro_rules! ipc_open {
                     let opened = ipc::open(member, accessors, &handle.0, device, IPC_LIBRARY);
                     opened.map(|made| {
                         if let Some(context) = contexts::listed_current() {
-                            member.pool().set_block_context(made, context);
+                            member.pool().holdings().set_block_context(made, context);
                         }
                         write_out!(address, made.0);
                     })

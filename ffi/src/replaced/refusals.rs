@@ -22,7 +22,7 @@ static NOTED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 pub(crate) fn away_in(member: &Member, names: Names<'_>, stream: usize) -> Option<AwayByTag> {
     let mut found = None;
     look::each_range(names, |range| {
-        found = found.take().or_else(|| member.pool().away_by_tag(range));
+        found = found.take().or_else(|| member.pool().holdings().away_by_tag(range));
     });
     // What is captured touches nothing yet.
     found.filter(|_| capture_of(stream).is_none())

@@ -193,7 +193,7 @@ impl<D: Driver> Agent<D> {
         }
         self.look_at = now + NAME_LOOK_EVERY;
         let _seen = self.member.idleness();
-        if self.jobs.is_empty() && self.member.pool.has_watched_tickets() {
+        if self.jobs.is_empty() && self.member.pool.holdings().has_watched_tickets() {
             self.submit(NOBODY, Work::EndTickets, AGENT_TIMEOUT);
         }
         if self.member.pool.holds_idle_memory()

@@ -218,7 +218,7 @@ impl<D: Driver> Member<D> {
             if let Some(most_bytes) = self.config.prepares_up_to
                 && calm.is_due(self.pool.host_standing(), most_bytes)
                 && self.state() == MemberState::Active
-                && !self.pool.gives_host_memory_back()
+                && !self.pool.copies().is_given_back()
             {
                 self.ahead.state().progress =
                     HostProgress { stage: HostStage::Grows, ..HostProgress::default() };

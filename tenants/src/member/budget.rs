@@ -237,7 +237,7 @@ impl<D: Driver> Member<D> {
         let count = driver.device_count().ok()?;
         let is_it = |device: &DeviceOrdinal| driver.device_uuid(*device) == Ok(uuid);
         let device = (0..count).map(DeviceOrdinal).find(is_it)?;
-        self.pool.budget_figure(device)
+        self.pool.budget().figure(device)
     }
 
     /// See [`crate::wire::Count`].

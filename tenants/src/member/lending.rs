@@ -93,7 +93,7 @@ impl<D: Driver> Member<D> {
             let fd = match *purpose {
                 FetchPurpose::Redeem { serial } => {
                     // Asked before: redeeming may be the last use of the allocation in this process.
-                    let tag = pool.tag_of(id);
+                    let tag = pool.holdings().tag_of(id);
                     let fd = pool.redeem(id, serial, (*importer).into());
                     fd.inspect(|_| handed.tags.push(tag))
                 }
@@ -203,7 +203,7 @@ impl<D: Driver> Member<D> {
 
     fn note_borrower(&self, importer: MemberId, known: KnownBorrower) {
         if self.borrowers().len() >= BORROWERS_KEPT {
-            let lent = self.pool.lent(&Selection::Whole);
+            let lent = self.pool.holdings().lent(&Selection::Whole);
             self.borrowers().retain(|id, _| lent.contains_key(&(*id).into()));
         }
         self.borrowers().insert(importer, known);
@@ -216,12 +216,12 @@ impl<D: Driver> Member<D> {
         lent.extend(self.opened(scope));
         let mut wanted: Vec<Wanted> = Vec::new();
         for (owner, tenant) in self.known_lenders() {
-            let LostImports { count, bytes } = self.pool.imports_away(owner.into());
+            let LostImports { count, bytes } = self.pool.holdings().imports_away(owner.into());
             if count > 0 {
                 wanted.push(Wanted { tenant: tenant.to_string(), count, bytes });
             }
         }
-        let holders = self.pool.references(&Selection::Whole).holders;
+        let holders = self.pool.holdings().references(&Selection::Whole).holders;
         let partners = self.living_sharers(&holders);
         Lending { lent, wanted, partners }
     }
@@ -236,7 +236,7 @@ impl<D: Driver> Member<D> {
             pid: Some(std::process::id()),
             ..Lent::default()
         };
-        for (class, bytes) in self.pool.imports_here((*owner).into()) {
+        for (class, bytes) in self.pool.holdings().imports_here((*owner).into()) {
             if tags.has(&class.tag) && !region::runs_without(&class.tag) {
                 let is_handle = class.library == IPC_LIBRARY;
                 opened.handles += u64::from(is_handle);
@@ -249,7 +249,7 @@ impl<D: Driver> Member<D> {
 
     /// What of `selection` processes of other tenants have open.
     pub(super) fn lent(&self, selection: &Selection) -> Vec<Lent> {
-        let by_borrower = self.pool.lent(selection);
+        let by_borrower = self.pool.holdings().lent(selection);
         let borrowers = self.borrowers();
         let named = by_borrower.into_iter().map(|(id, totals)| {
             let LentTotals { handles, tickets, bytes } = totals;

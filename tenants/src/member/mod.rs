@@ -440,7 +440,7 @@ impl<D: Driver> Member<D> {
 
     /// The tags of its regions, in order of their names.
     pub fn tags(&self) -> Vec<TagBytes> {
-        let mut bytes = self.pool.tag_bytes();
+        let mut bytes = self.pool.holdings().tag_bytes();
         for tag in region::tags().into_keys() {
             bytes.entry(tag).or_default();
         }

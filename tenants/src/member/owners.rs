@@ -81,7 +81,7 @@ impl<D: Driver> Member<D> {
 
     /// All of its tenant that this process shares memory with and does not know to have ended; `holders` hold what it owns.
     pub(super) fn living_sharers(&self, holders: &BTreeSet<PeerId>) -> Vec<Partner> {
-        let owners = self.pool.import_owners().into_iter().map(MemberId::from);
+        let owners = self.pool.holdings().import_owners().into_iter().map(MemberId::from);
         let mut all: BTreeSet<_> = owners.filter(|owner| self.lender(*owner).is_none()).collect();
         all.extend(holders.iter().copied().map(MemberId::from));
         let living = all.into_iter().filter(|other| !self.has_ended(*other));
@@ -116,7 +116,7 @@ impl<D: Driver> Member<D> {
 
     /// The owners of imports that have ended.
     fn dead_owners(&self) -> Vec<(MemberId, String)> {
-        let owners = self.pool.import_owners().into_iter().map(MemberId::from);
+        let owners = self.pool.holdings().import_owners().into_iter().map(MemberId::from);
         let dead = owners.filter(|owner| self.has_ended(*owner));
         dead.map(|owner| (owner, self.owner_in_words(owner))).collect()
     }
@@ -126,7 +126,7 @@ impl<D: Driver> Member<D> {
     pub(super) fn forget_ended(&self) {
         let mut kept: BTreeSet<MemberId> = self.peers().keys().copied().collect();
         kept.extend(self.sharers().keys().copied());
-        let importing = self.pool.import_owners();
+        let importing = self.pool.holdings().import_owners();
         for owner in kept.into_iter().filter(|owner| self.has_ended(*owner)) {
             self.peers().remove(&owner);
             if !importing.contains(&owner.into()) {
@@ -139,7 +139,7 @@ impl<D: Driver> Member<D> {
     /// One sentence for each dead owner whose memory this process had imported and has given up.
     pub(super) fn lost_imports(&self) -> Vec<String> {
         let sentence = |(owner, words): (MemberId, String)| {
-            let LostImports { count, bytes } = self.pool.imports_away(owner.into());
+            let LostImports { count, bytes } = self.pool.holdings().imports_away(owner.into());
             (count > 0).then(|| {
                 format!(
                     "{words} has ended: {bytes} bytes in {count} allocations that were imported from it cannot \
@@ -154,7 +154,7 @@ impl<D: Driver> Member<D> {
     pub(super) fn leave_lost_out(&self) -> Vec<String> {
         let mut notes = Vec::new();
         for (owner, words) in self.dead_owners() {
-            let LostImports { count, bytes } = self.pool.give_up_imports(owner.into());
+            let LostImports { count, bytes } = self.pool.holdings().give_up_imports(owner.into());
             if count == 0 {
                 continue;
             }
@@ -170,7 +170,7 @@ impl<D: Driver> Member<D> {
 
     /// Gives up on what a living owner does not have any more; says so in the notes and in one sentence.
     pub(super) fn leave_missing_out(&self, missing: &Missing) -> String {
-        let LostImports { count, bytes } = self.pool.give_up_missing(&missing.ids);
+        let LostImports { count, bytes } = self.pool.holdings().give_up_missing(&missing.ids);
         let note = format!(
             "{bytes} bytes in {count} allocations that were imported from {}, which does not have them any more, \
              are lost: their addresses are unmapped, and work that touches them fails",

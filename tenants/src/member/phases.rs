@@ -241,7 +241,7 @@ impl<D: Driver> Member<D> {
     /// Refuses to take memory away that a device may hold the pages of, unseen by us: it would go on reading and writing
     /// there.
     fn refuse_unseen_pins(&self, scope: &Scope) -> Result<(), Failure> {
-        let leaving = self.pool.resident_bytes(&self.paused_selection(scope));
+        let leaving = self.pool.holdings().resident_bytes(&self.paused_selection(scope));
         if leaving.values().all(|bytes| *bytes == 0) {
             return Ok(());
         }
@@ -281,7 +281,7 @@ impl<D: Driver> Member<D> {
         let is_locked = waiting.iter().any(|waiting| waiting.call == Call::Memory);
         let unused = if is_locked { Vec::new() } else { (self.config.unused)() };
         quiesced.mark_unused(&unused, &selection);
-        let references = self.pool.references(&selection);
+        let references = self.pool.holdings().references(&selection);
         let partners = self.living_sharers(&references.holders);
         let references = References::new(references, partners);
         // The devices of all processes are idle, behind gates that are shut: nobody writes to it from here on.
@@ -350,7 +350,9 @@ impl<D: Driver> Member<D> {
             Ok((prepared, log)) => {
                 let leaving = match schedule {
                     Schedule::SaveFirst => BTreeMap::new(),
-                    Schedule::SaveMeanwhile => self.pool.resident_bytes(prepared.selection()),
+                    Schedule::SaveMeanwhile => {
+                        self.pool.holdings().resident_bytes(prepared.selection())
+                    }
                 };
                 let devices = self.deltas(&self.by_device(leaving));
                 self.set_progress(Progress::Prepared(prepared));
@@ -473,13 +475,13 @@ impl<D: Driver> Member<D> {
             return Ok(self.verify_tags(&selection));
         }
         self.expect(MemberState::Paused)?;
-        let devices = self.deltas(&self.by_device(self.pool.resident_bytes(&selection)));
+        let devices = self.deltas(&self.by_device(self.pool.holdings().resident_bytes(&selection)));
         Ok(PhaseReport { devices, notes: self.lost_imports(), ..PhaseReport::default() })
     }
 
     /// As [`Member::verify`], of a pause by tag. Where the process runs on, new memory of the tags may be there already.
     fn verify_tags(&self, selection: &Selection) -> PhaseReport {
-        let away = self.by_device(self.pool.offloaded_bytes(selection));
+        let away = self.by_device(self.pool.holdings().offloaded_bytes(selection));
         PhaseReport { devices: self.deltas(&away), ..PhaseReport::default() }
     }
 

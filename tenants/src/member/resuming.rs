@@ -51,7 +51,7 @@ impl<D: Driver> Member<D> {
         let resume = self.begin_resume(scope, deadline)?;
         let selection = resume.selection();
         let undone = undone_resume(&selection);
-        let taken = self.by_device(self.pool.offloaded_bytes(&selection));
+        let taken = self.by_device(self.pool.holdings().offloaded_bytes(&selection));
         let created = match resume {
             Resume::Aside(shut, aside) => shut.create_own(aside),
             Resume::Away(shut, away) => shut.create_own(away),
@@ -249,7 +249,7 @@ impl<D: Driver> Member<D> {
                 if let Err(error) = self.pool.check_budget(&selection) {
                     return Reply::Failed(pool_failure(&error));
                 }
-                let mut away = self.pool.offloaded_bytes(&selection);
+                let mut away = self.pool.holdings().offloaded_bytes(&selection);
                 if all_devices {
                     let driver = self.pool.driver();
                     let devices = (0..driver.device_count().unwrap_or(0)).map(DeviceOrdinal);
@@ -259,7 +259,7 @@ impl<D: Driver> Member<D> {
                     }
                 }
                 let away = self.by_device(away);
-                let largest_bytes = self.pool.largest_offloaded_bytes(&selection);
+                let largest_bytes = self.pool.holdings().largest_offloaded_bytes(&selection);
                 Reply::Needs(Needed { devices: self.deltas(&away), largest_bytes })
             }
             MemberState::Faulted => Reply::Failed(faulted()),

@@ -121,7 +121,7 @@ impl<D: Driver> Member<D> {
         // Where not all is away, the rest is as the work behind the last whole pause has left it.
         let runs = info.state == MemberState::Active || info.stands_without.is_some();
         let standing = if runs { Stance::Runs } else { Stance::StandsStill };
-        let holdings = self.pool.inventory(standing);
+        let holdings = self.pool.holdings().inventory(standing);
         let account = account_of(&holdings);
         let process = ProcessName::from(&info);
         let begun =

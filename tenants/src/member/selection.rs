@@ -75,7 +75,9 @@ impl<D: Driver> Member<D> {
     /// they came for it. Nobody comes while it is away.
     pub(super) fn refuse_shared(&self, scope: &Scope) -> Result<(), Failure> {
         let acts_alone = self.status().rounds.acts_alone();
-        if acts_alone && self.pool.is_shared(&self.resumed_selection(scope, self.state())) {
+        if acts_alone
+            && self.pool.holdings().is_shared(&self.resumed_selection(scope, self.state()))
+        {
             let message = "other processes hold some of this memory, or may come for it: resume it in all of them together";
             return Err(Failure { kind: FailureKind::Shared, message: message.to_owned() });
         }
@@ -111,7 +113,7 @@ impl<D: Driver> Member<D> {
             }
             status.nccl_is_asked_away
         };
-        self.cut.set_away(is_asked_away || self.pool.is_set_aside(NCCL_TAG));
+        self.cut.set_away(is_asked_away || self.pool.holdings().is_set_aside(NCCL_TAG));
     }
 
     /// Lets them through, whatever is away.

@@ -104,7 +104,7 @@ impl Stage {
         let members: Vec<Process> = (0..2).map(join).collect();
         // Several groups, so that some is unmapped, or given back, while other contents are still on their way.
         for member in &members {
-            member.pool().set_group_bytes(UNIT);
+            member.pool().copies().set_group_bytes(UNIT);
         }
         // A memfd is replaced by the real one below.
         let ticket = (tempfile::tempfile().expect("a file").into(), 0);

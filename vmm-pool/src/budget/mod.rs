@@ -96,7 +96,7 @@ impl Drop for Charge {
 
 /// A pool's account, once it has one.
 #[derive(Debug, Default)]
-pub(crate) struct Budget(OnceLock<Arc<dyn Account>>);
+pub struct Budget(OnceLock<Arc<dyn Account>>);
 
 impl Budget {
     /// Counts from now on. False where something counts already.
@@ -104,11 +104,11 @@ impl Budget {
         self.0.set(account).is_ok()
     }
 
-    /// Takes room for an allocation that is about to be made; nothing where nothing counts, or it is no device's.
+    /// Takes room for an allocation that is about to be made, by the driver itself too; nothing where nothing counts, or it is no device's.
     ///
     /// # Errors
     /// [`PoolError::OverBudget`].
-    pub(crate) fn charge(
+    pub fn charge(
         &self,
         device: Option<DeviceOrdinal>,
         size_bytes: u64,
@@ -137,8 +137,8 @@ impl Budget {
         account.take_anyway(device, size_bytes).map(|place| of(account, place, size_bytes))
     }
 
-    /// What is set and held on `device`; `None` where nothing counts.
-    pub(crate) fn figure(&self, device: DeviceOrdinal) -> Option<Figure> {
+    /// What may be held on `device`, and is, by all who share the budget; `None` where nothing counts.
+    pub fn figure(&self, device: DeviceOrdinal) -> Option<Figure> {
         self.0.get()?.figure(device)
     }
 }

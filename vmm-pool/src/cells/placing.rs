@@ -147,7 +147,7 @@ impl<D: Driver> Entered<'_, D, Use> {
             let slabs = self.pool.slabs();
             slabs.meets_window(range).then(|| slabs.is_taken(range))
         };
-        let is_taken = in_window.unwrap_or_else(|| self.pool.ledger().has_mapping_in(range));
+        let is_taken = in_window.unwrap_or_else(|| self.pool.holdings().has_mapping_in(range));
         if is_taken {
             return Err(cannot(DriverCode::INVALID_VALUE, range));
         }

@@ -14,7 +14,7 @@ impl<D: Driver> Pool<D> {
             let place = slabs.place(address);
             if place == Occupant::Elsewhere {
                 drop(slabs);
-                return self.who_knows(address);
+                return self.holdings().who_knows(address);
             }
             let (reserved, rights) = (slabs.spot_at(address), slabs.rights_at(address));
             (place, reserved, rights, slabs.is_vacant(address))
@@ -23,7 +23,7 @@ impl<D: Driver> Pool<D> {
         if place == Occupant::Nothing && (reserved.is_none() || !is_vacant) {
             return Known::Nobody;
         }
-        match self.who_knows(address) {
+        match self.holdings().who_knows(address) {
             // The reservation is ours, and the caller's is a part of it.
             Known::Away(facts) => {
                 let (mapping, number) = match place {
@@ -83,7 +83,7 @@ impl<D: Driver> Pool<D> {
     /// of [`Pool::range_of`], and cells. Passes no gate.
     #[doc(alias = "cuMemGetAddressRange")]
     pub fn range_seen(&self, address: DeviceAddress) -> Option<VaRange> {
-        self.cell_range(address).or_else(|| self.range_of(address))
+        self.cell_range(address).or_else(|| self.holdings().range_of(address))
     }
 }
 

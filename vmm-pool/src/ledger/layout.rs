@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::pieces::{Survey, Wish};
-use super::{Ledger, Mapping, Row, Rows, merged, overlapping};
+use super::{Ledger, Mapping, Row, Rows, merged};
 use crate::VirtualHandle;
 use crate::driver::VaRange;
 use crate::store::{Copies, Extent, Saved, Store, append};
@@ -309,7 +309,7 @@ impl Ledger {
 
     /// Somebody was given the place of the copy of all that is mapped in `range`.
     pub(crate) fn lend_copies(&mut self, range: VaRange) {
-        let handles: Vec<_> = overlapping(&self.mappings, range).map(Mapping::allocation).collect();
+        let handles: Vec<_> = self.mappings.overlapping(range).map(Mapping::allocation).collect();
         for handle in handles {
             if let Some(row) = self.row_mut(handle) {
                 row.backing_mut().forget_prints();

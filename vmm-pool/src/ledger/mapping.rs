@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Ledger, Row};
+use super::Ledger;
 use crate::VirtualHandle;
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Location, RawContext, VaRange,
@@ -113,7 +113,7 @@ impl Mapping {
     }
 
     /// What [`super::Ledger::sight_of`] tells two looks apart by; `None` while the driver knows less than the record.
-    pub(super) fn standing(&self) -> Option<u64> {
+    pub(crate) fn standing(&self) -> Option<u64> {
         (self.presence == Presence::Whole && !self.is_leaving).then_some(self.departures)
     }
 
@@ -223,40 +223,5 @@ impl Ledger {
                 context: mapping.context(),
             }),
         }
-    }
-
-    /// The range that the driver would report for `address`, where the driver cannot or would say something else: mappings
-    /// whose memory is away or a host file, and blocks that are larger than was requested.
-    pub(crate) fn range_of(&self, address: DeviceAddress) -> Option<VaRange> {
-        let (mapping, row) = self.mapped_at(address)?;
-        if let Some(size_bytes) = row.block_size_bytes() {
-            return Some(VaRange::new(mapping.range().start, size_bytes));
-        }
-        let is_of_driver = mapping.standing().is_some() && !row.is_of_host_file();
-        (!is_of_driver).then(|| mapping.range())
-    }
-
-    /// Notes that the block that begins at `start` was allocated in `context`.
-    pub(crate) fn set_context(&mut self, start: u64, context: RawContext) {
-        if let Some(mapping) = self.mappings.get_mut(&start) {
-            mapping.set_context(Some(context));
-        }
-    }
-
-    /// The first mapping in `range` of memory that the process runs without, since a pause by tag, and that memory.
-    pub(crate) fn set_aside_in(&self, range: VaRange) -> Option<(&Mapping, &Row)> {
-        self.touched_by(range)
-            .filter_map(|mapping| Some((mapping, self.row(mapping.allocation())?)))
-            .find(|(_, row)| row.is_away_by_tag())
-    }
-
-    /// Is some of the memory mapped in `range` away?
-    pub(crate) fn is_any_away(&self, range: VaRange) -> bool {
-        self.touched_by(range).any(|mapping| mapping.standing().is_none())
-    }
-
-    /// The mappings that a call touches by `range`: none, where that has no bytes.
-    fn touched_by(&self, range: VaRange) -> impl Iterator<Item = &Mapping> {
-        super::overlapping(&self.mappings, range).filter(move |_| range.size_bytes > 0)
     }
 }

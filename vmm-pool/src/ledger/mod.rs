@@ -19,16 +19,18 @@
 
 mod accounts;
 mod backing;
+mod block;
 mod layout;
 mod mapping;
+mod mappings;
 mod moving;
 mod paged;
 mod pieces;
-mod plain;
 mod residency;
 mod row;
 mod selection;
 mod tickets;
+mod views;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -39,12 +41,12 @@ pub use accounts::{
     Holding, HoldingSource, References, Shareable, Stance, StayReason, TagTotals, Unfreezable,
 };
 use backing::Backing;
+pub use block::Block;
 pub(crate) use layout::{Layout, Placed};
 pub use mapping::{Facts, Known, Sight};
 pub(crate) use mapping::{Mapping, Presence};
+pub(crate) use mappings::Mappings;
 pub(crate) use pieces::{Survey, Wish};
-pub(crate) use plain::Native;
-pub use plain::{Block, PlainMemory};
 use residency::Change;
 pub use row::Class;
 pub(crate) use row::{NewRow, Origin, Row};
@@ -52,7 +54,9 @@ pub(crate) use selection::Rows;
 pub use selection::{After, LIBRARY_TAGS, Selection, Tags, Whose};
 use slab::Slab;
 pub use tickets::{Lease, LentTotals, TicketWatch};
+use views::Views;
 
+use crate::budget::Charge;
 use crate::deferred::Physical;
 use crate::driver::{
     AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverError, DriverOp, RawHandle, VaRange,
@@ -66,12 +70,8 @@ use crate::{AllocationId, PeerId, VirtualHandle};
 pub(crate) struct Ledger {
     rows: Slab<Row>,
     by_id: HashMap<AllocationId, VirtualHandle>,
-    /// By start address.
-    mappings: BTreeMap<u64, Mapping>,
-    /// Plain allocations left to the driver, by address.
-    natives: BTreeMap<u64, Native>,
-    /// Places mapped for a copy of a pause or resume, and not taken down yet. By start address.
-    views: BTreeMap<u64, VaRange>,
+    pub(crate) mappings: Mappings,
+    pub(crate) views: Views,
     /// How much own memory there is on each device that has some, in allocations.
     own_on: BTreeMap<DeviceOrdinal, usize>,
     next_generation: u32,
@@ -167,40 +167,15 @@ impl Ledger {
         }
     }
 
-    /// The mapping that begins at `start`.
-    pub(crate) fn mapping(&self, start: u64) -> Option<&Mapping> {
-        self.mappings.get(&start)
-    }
-
-    /// All mappings, in order.
-    pub(crate) fn mappings(&self) -> impl Iterator<Item = &Mapping> {
-        self.mappings.values()
-    }
-
     /// The mappings of `row`, in order.
     pub(crate) fn mappings_of(&self, row: &Row) -> impl Iterator<Item = &Mapping> {
-        row.mapped_at().filter_map(|start| self.mapping(start))
-    }
-
-    /// The mapping that holds `address`.
-    pub(crate) fn mapping_at(&self, address: DeviceAddress) -> Option<&Mapping> {
-        let (_, mapping) = self.mappings.range(..=address.0).next_back()?;
-        mapping.range().contains_address(address).then_some(mapping)
+        row.mapped_at().filter_map(|start| self.mappings.get(start))
     }
 
     /// The mapping that holds `address`, with its row.
     pub(crate) fn mapped_at(&self, address: DeviceAddress) -> Option<(&Mapping, &Row)> {
-        let mapping = self.mapping_at(address)?;
+        let mapping = self.mappings.at(address)?;
         Some((mapping, self.row(mapping.allocation())?))
-    }
-
-    /// Starts of the mappings that lie wholly inside `range`.
-    pub(crate) fn mappings_inside(&self, range: VaRange) -> Vec<u64> {
-        self.mappings
-            .range(range.start.0..range.end().0)
-            .filter(|(_, mapping)| range.contains(mapping.range()))
-            .map(|(&start, _)| start)
-            .collect()
     }
 
     /// Takes the row out when nothing holds it any more.
@@ -273,7 +248,7 @@ impl Ledger {
     ) -> PoolResult<(RawHandle, Option<DeviceOrdinal>)> {
         let row = self.find(handle)?;
         // The driver sees no mapping whose memory is away, or that is being made; it is one all the same.
-        let is_taken = overlapping(&self.mappings, range).next().is_some();
+        let is_taken = self.mappings.overlapping(range).next().is_some();
         if !row.is_resident() && row.is_set_aside() && !row.is_lost() {
             return Err(PoolError::Offloaded { tag: row.class().tag.clone() });
         }
@@ -292,25 +267,18 @@ impl Ledger {
             range.size_bytes,
             device,
         )?;
-        self.mappings.insert(range.start.0, Mapping::new(range, handle));
+        self.mappings.insert(Mapping::new(range, handle));
         if let Some(row) = self.row_mut(handle) {
             row.mapped(range.start.0);
         }
         Ok((raw, device))
     }
 
-    /// The driver has made the mapping that [`Ledger::begin_mapping`] recorded. False when its record is gone
-    /// meanwhile.
-    pub(crate) fn mapping_made(&mut self, range: VaRange) -> bool {
-        let mapping = self.mappings.get_mut(&range.start.0).filter(|found| found.range() == range);
-        mapping.map(|mapping| mapping.set_presence(Presence::Whole)).is_some()
-    }
-
     /// Forgets the mappings that begin there.
     pub(crate) fn forget_mappings(&mut self, starts: &[u64]) -> Vec<Row> {
         let mut garbage = Vec::new();
         for start in starts {
-            let Some(mapping) = self.mappings.remove(start) else { continue };
+            let Some(mapping) = self.mappings.remove(*start) else { continue };
             let handle = mapping.allocation();
             if let Some(row) = self.row_mut(handle) {
                 row.unmapped(*start);
@@ -320,34 +288,21 @@ impl Ledger {
         garbage
     }
 
-    /// Rights that the driver has set on the mappings that begin there.
-    pub(crate) fn add_access(&mut self, starts: &[u64], access: &[AccessDesc]) {
-        for start in starts {
-            if let Some(mapping) = self.mappings.get_mut(start) {
-                mapping.add_access(access);
+    /// Has all own memory that is on its device, and does not count yet, count against a budget.
+    pub(crate) fn charge_all(
+        &mut self,
+        make: impl Fn(u64, Option<DeviceOrdinal>) -> Option<Charge>,
+    ) {
+        for (_, row) in &mut self.rows {
+            if let (true, Some(physical)) = (row.is_own(), row.backing_mut().handle_mut()) {
+                physical.charge_with(&make);
             }
         }
     }
 
-    /// Rights are about to be set on `range`, which may cut through mappings: their starts, in order, and what of `range` each
-    /// has, if that is present.
-    pub(crate) fn begin_access(&mut self, range: VaRange) -> Vec<(u64, Option<VaRange>)> {
-        let all: Vec<_> = overlapping(&self.mappings, range).map(Mapping::range).collect();
-        let all = all.into_iter().rev().filter_map(|whole| {
-            let mapping = self.mappings.get_mut(&whole.start.0)?;
-            let start = whole.start.max(range.start);
-            let part = VaRange::new(start, whole.end().min(range.end()).0 - start.0);
-            if part != whole {
-                mapping.set_uneven();
-            }
-            Some((whole.start.0, mapping.is_present().then_some(part)))
-        });
-        all.collect()
-    }
-
     /// Has a pause leave all that is mapped in `range` in place. Returns how many bytes that is new for.
     pub(crate) fn pin(&mut self, range: VaRange, reason: &'static str) -> u64 {
-        let handles: Vec<_> = overlapping(&self.mappings, range).map(Mapping::allocation).collect();
+        let handles: Vec<_> = self.mappings.overlapping(range).map(Mapping::allocation).collect();
         let mut bytes = 0;
         for handle in handles {
             if let Some(row) = self.row_mut(handle)
@@ -359,15 +314,10 @@ impl Ledger {
         bytes
     }
 
-    /// Is anything of `range` mapped?
-    pub(crate) fn has_mapping_in(&self, range: VaRange) -> bool {
-        overlapping(&self.mappings, range).next().is_some()
-    }
-
     /// Has a pause leave all that is mapped in `range` in place, until [`Ledger::unregister`] is told the same
     /// allocations, which are returned.
     pub(crate) fn register(&mut self, range: VaRange, reason: &'static str) -> Vec<VirtualHandle> {
-        let handles: Vec<_> = overlapping(&self.mappings, range).map(Mapping::allocation).collect();
+        let handles: Vec<_> = self.mappings.overlapping(range).map(Mapping::allocation).collect();
         for handle in &handles {
             if let Some(row) = self.row_mut(*handle) {
                 row.register(reason);
@@ -398,24 +348,7 @@ impl Ledger {
         if let Some(row) = self.row_mut(handle) {
             row.become_block(asked_bytes);
         }
-        if let Some(mapping) = self.mappings.get_mut(&start) {
-            mapping.set_opened(1);
-        }
-    }
-
-    /// Opens the mapping that begins at `start` once more, or once less. Says how often it is open then; none when
-    /// it was not open.
-    pub(crate) fn change_opened(&mut self, start: u64, by: i8) -> Option<u32> {
-        let mapping = self.mappings.get_mut(&start).filter(|found| found.opened() > 0)?;
-        mapping.set_opened(mapping.opened().saturating_add_signed(by.into()));
-        Some(mapping.opened())
-    }
-
-    /// A close that failed: the mapping is open once, as before it.
-    pub(crate) fn opened_again(&mut self, start: u64) {
-        if let Some(mapping) = self.mappings.get_mut(&start) {
-            mapping.set_opened(1);
-        }
+        self.mappings.open_once(start);
     }
 }
 
@@ -505,7 +438,7 @@ impl Ledger {
     pub(crate) fn give_up(&mut self, choose: impl Fn(AllocationId, PeerId) -> bool) -> (u64, u64) {
         let mut lost = (0, 0);
         for (_, row) in &mut self.rows {
-            if is_import_away(row, &choose) {
+            if !row.is_resident() && row.owner().is_some_and(|owner| choose(row.id(), owner)) {
                 lost = (lost.0 + 1, lost.1 + row.size_bytes());
                 if !row.is_lost() {
                     let _none = row.backing_mut().change(Change::GivenUp);
@@ -515,31 +448,11 @@ impl Ledger {
         lost
     }
 
-    /// As [`Ledger::give_up`], and changes nothing.
-    pub(crate) fn imports_away(&self, choose: impl Fn(AllocationId, PeerId) -> bool) -> (u64, u64) {
-        let away = self.rows().filter(|row| is_import_away(row, &choose));
-        away.fold((0, 0), |(count, bytes), row| (count + 1, bytes + row.size_bytes()))
-    }
-
     /// Takes out every descriptor that `choose` picks.
     pub(crate) fn take_exports(&mut self, choose: impl Fn(&Row) -> bool) -> Vec<OwnedFd> {
         let chosen = self.rows.iter_mut().map(|(_, row)| row).filter(|row| choose(row));
         chosen.filter_map(Row::take_export).collect()
     }
-}
-
-fn is_import_away(row: &Row, choose: impl Fn(AllocationId, PeerId) -> bool) -> bool {
-    !row.is_resident() && row.owner().is_some_and(|owner| choose(row.id(), owner))
-}
-
-/// The mappings, by start address, of which a part lies in `range`; the last first.
-fn overlapping(
-    mappings: &BTreeMap<u64, Mapping>,
-    range: VaRange,
-) -> impl Iterator<Item = &Mapping> {
-    let before_its_end = mappings.range(..range.end().0).rev().map(|(_, mapping)| mapping);
-    // They do not overlap each other, so none before the first that ends too early reaches it.
-    before_its_end.take_while(move |mapping| range.start < mapping.range().end())
 }
 
 /// The same bytes as ranges in order, none empty, none touching another.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 
 use super::residency::Change;
-use super::{Ledger, Mapping, Presence, Remount, Row, Rows, Selection, merged, overlapping};
+use super::{Ledger, Mapping, Remount, Row, Rows, Selection, merged};
 use crate::deferred::Physical;
 use crate::driver::VaRange;
 use crate::error::{PoolError, PoolResult};
@@ -19,7 +19,7 @@ impl Ledger {
     /// # Errors
     /// [`PoolError::MissingImport`] when its memory is not there.
     pub(crate) fn to_remount(&self, start: u64) -> PoolResult<Option<Remount>> {
-        let Some(mapping) = self.mapping(start) else {
+        let Some(mapping) = self.mappings.get(start) else {
             return Ok(None);
         };
         let range = mapping.range();
@@ -30,27 +30,6 @@ impl Ledger {
         };
         let (access, presence) = (mapping.access_list(), mapping.presence());
         Ok(Some(Remount { range, raw, access, device: row.device(), presence }))
-    }
-
-    /// How much of the mapping that begins at `start` the driver has now.
-    pub(crate) fn set_presence(&mut self, start: u64, presence: Presence) {
-        if let Some(mapping) = self.mappings.get_mut(&start) {
-            mapping.set_presence(presence);
-        }
-    }
-
-    /// The mapping that begins at `start` is about to be taken out of the driver's page tables.
-    pub(crate) fn begin_leaving(&mut self, start: u64) {
-        if let Some(mapping) = self.mappings.get_mut(&start) {
-            mapping.begin_leaving();
-        }
-    }
-
-    /// It was not.
-    pub(crate) fn call_off_leaving(&mut self, start: u64) {
-        if let Some(mapping) = self.mappings.get_mut(&start) {
-            mapping.call_off_leaving();
-        }
     }
 
     /// Ranges that are mapped now, in order, of those of `rows` that `choose` picks.
@@ -139,7 +118,7 @@ impl Ledger {
         self.is_frozen = false;
         let mappings = &self.mappings;
         for (_, row) in &mut self.rows {
-            let mut at = row.mapped_at().filter_map(|start| mappings.get(&start));
+            let mut at = row.mapped_at().filter_map(|start| mappings.get(start));
             let is_mapped = at.all(Mapping::is_present);
             drop(at);
             if !row.is_lost() {
@@ -236,7 +215,7 @@ impl Ledger {
     pub(crate) fn mark_unused(&mut self, ranges: &[VaRange]) {
         let mut parts: HashMap<VirtualHandle, Vec<Range<u64>>> = HashMap::new();
         for range in ranges {
-            for mapping in overlapping(&self.mappings, *range) {
+            for mapping in self.mappings.overlapping(*range) {
                 let start = mapping.range().start.0;
                 let begin = range.start.0.max(start) - start;
                 let end = range.end().0.min(mapping.range().end().0) - start;
@@ -265,21 +244,6 @@ impl Ledger {
                 let _none = row.backing_mut().change(Change::Unused(all));
             }
         }
-    }
-
-    /// A place made for a copy. It is here from its reservation on, until it is gone.
-    pub(crate) fn add_view(&mut self, range: VaRange) {
-        self.views.insert(range.start.0, range);
-    }
-
-    /// Forgets one.
-    pub(crate) fn remove_view(&mut self, range: VaRange) {
-        self.views.remove(&range.start.0);
-    }
-
-    /// All of them.
-    pub(crate) fn views(&self) -> Vec<VaRange> {
-        self.views.values().copied().collect()
     }
 
     /// Where `handle` is mapped now; nowhere, unless `choose` picks it.

@@ -23,7 +23,7 @@ impl Ledger {
         let handle = self.enter(new, Backing::of_chunk());
         let mut mapping = Mapping::new(range, handle);
         mapping.add_access(access);
-        self.mappings.insert(range.start.0, mapping);
+        self.mappings.insert(mapping);
         if let Some(row) = self.row_mut(handle) {
             row.mapped(range.start.0);
         }

@@ -250,7 +250,7 @@ impl Row {
     }
 
     /// Was it saved to host memory, and is it in the file all the same?
-    pub(super) fn spilled(&self) -> Option<&Saved> {
+    pub(crate) fn spilled(&self) -> Option<&Saved> {
         let is_kept_in_memory = Store::of(self.class().contents) == Some(Store::Host);
         self.saved().filter(|saved| is_kept_in_memory && saved.store == Store::File)
     }

@@ -4,14 +4,32 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, PoisonError};
 
 use super::Pool;
-use crate::budget::{Account, Charge, Figure};
-use crate::driver::{DeviceOrdinal, Driver};
+use crate::budget::Account;
+use crate::driver::{DeviceOrdinal, Driver, Location};
 use crate::error::{PoolError, PoolResult};
-use crate::ledger::{
-    Holding, LentTotals, References, Row, Selection, Stance, TagTotals, Unfreezable,
+use crate::ledger::{Class, Mapping, Origin, Row, Selection, Unfreezable};
+use crate::report::{
+    ClassBytes, CopiedBytes, DeviceReport, NATIVE_BYTES_MIN, PinnedBytes, PoolReport,
 };
-use crate::report::{CopiedBytes, DeviceReport, PinnedBytes, PoolReport};
-use crate::{AllocationId, PeerId, deferred};
+use crate::store::{Saved, Store};
+use crate::{AllocationId, deferred};
+
+/// Memory that stays in a pause, by device and cause.
+#[derive(Debug, Default)]
+pub(crate) struct Reasons(BTreeMap<(DeviceOrdinal, &'static str), PinnedBytes>);
+
+impl Reasons {
+    /// So much more stays on `device` for `reason`.
+    pub(crate) fn add(&mut self, device: DeviceOrdinal, reason: &'static str, bytes: u64) {
+        let stay = PinnedBytes { reason: reason.to_owned(), bytes, count: 1 };
+        self.0.entry((device, reason)).and_modify(|all| all.add(&stay)).or_insert(stay);
+    }
+
+    /// All of it, in order.
+    pub(crate) fn all(self) -> impl Iterator<Item = (DeviceOrdinal, PinnedBytes)> {
+        self.0.into_iter().map(|((device, _), stay)| (device, stay))
+    }
+}
 
 impl<D: Driver> Pool<D> {
     /// The devices that this process has memory of its own on, in ordinal order. Imports do not count:
@@ -24,7 +42,7 @@ impl<D: Driver> Pool<D> {
     /// The devices that this process has memory of its own on, what stays with the driver too.
     pub(crate) fn devices_with_any(&self) -> BTreeSet<DeviceOrdinal> {
         let ledger = self.ledger();
-        ledger.devices().into_iter().chain(ledger.native_devices()).collect()
+        ledger.devices().into_iter().chain(self.natives.devices()).collect()
     }
 
     /// The devices whose work may touch memory of the pool: those with some of it, and those that were given access
@@ -32,7 +50,9 @@ impl<D: Driver> Pool<D> {
     pub fn devices_at_work(&self) -> Vec<DeviceOrdinal> {
         let (mut devices, accessors) = {
             let ledger = self.ledger();
-            (ledger.devices(), ledger.accessors())
+            let accessors = ledger.mappings.all().flat_map(Mapping::accessors);
+            let accessors: BTreeSet<_> = accessors.filter_map(Location::as_device).collect();
+            (ledger.devices(), accessors)
         };
         let guests: BTreeSet<_> = accessors.difference(&devices).copied().collect();
         let has_context = |device: &DeviceOrdinal| {
@@ -46,8 +66,21 @@ impl<D: Driver> Pool<D> {
     /// What the driver could not bring back with the contexts of this process. *While offloaded.*
     pub fn unfreezable(&self) -> Unfreezable {
         let is_away = self.gate().is_offloaded();
-        let mut bytes = self.ledger().unfreezable(is_away);
-        bytes.host_bytes += self.deferred.host_bytes();
+        let host_bytes = self.deferred.host_bytes();
+        let mut bytes = Unfreezable { host_bytes, ..Unfreezable::default() };
+        for row in self.ledger().rows() {
+            let stays =
+                *row.origin() == Origin::Foreign || (is_away && !row.is_own() && row.is_resident());
+            if row.is_of_host_file() {
+                // It is the host's alone.
+            } else if row.is_host() {
+                bytes.host_bytes += row.size_bytes();
+            } else if stays {
+                bytes.imported_bytes += row.size_bytes();
+            } else if row.is_pinned() {
+                bytes.registered_bytes += row.size_bytes();
+            }
+        }
         bytes
     }
 
@@ -58,31 +91,43 @@ impl<D: Driver> Pool<D> {
 
     /// Who holds what now. *While offloaded.*
     pub fn report(&self) -> PoolReport {
-        let (mut accounts, file_bytes, spilled_bytes) = {
-            let ledger = self.ledger();
-            (ledger.accounts(), ledger.file_bytes(), ledger.spilled_bytes())
-        };
+        let mut report = PoolReport::default();
+        let mut reasons = Reasons::default();
+        let mut classes: BTreeMap<(DeviceOrdinal, Class), ClassBytes> = BTreeMap::new();
+        for row in self.ledger().rows() {
+            let stored = |saved: &Saved| saved.stored_bytes(&row.copied_parts());
+            report.file_bytes += row.backing().held_in(Store::File).map_or(0, stored);
+            report.spilled_bytes += row.spilled().map_or(0, stored);
+            let Some(device) = row.device() else {
+                report.host_numa_bytes += row.size_bytes();
+                continue;
+            };
+            add_to_class(classes.entry((device, row.class().clone())).or_default(), row);
+            if let (Some(reason), true) = (reason_it_stays(row), row.is_resident()) {
+                reasons.add(device, reason, row.size_bytes());
+            }
+        }
+        self.natives.add_to(&mut reasons, 0);
         for (device, size_bytes) in self.deferred.handles() {
-            accounts.add_stay(device, deferred::REASON, size_bytes);
+            reasons.add(device, deferred::REASON, size_bytes);
         }
         let mut devices: BTreeMap<DeviceOrdinal, DeviceReport> = BTreeMap::new();
-        for ((device, class), mut bytes) in accounts.classes {
+        for ((device, class), mut bytes) in classes {
             class.library.clone_into(&mut bytes.library);
             bytes.tag = class.tag;
             bytes.contents = class.contents;
             devices.entry(device).or_insert_with(|| self.device_row(device)).classes.push(bytes);
         }
-        for ((device, _), stay) in accounts.stays {
+        for (device, stay) in reasons.all() {
             devices.entry(device).or_insert_with(|| self.device_row(device)).pinned.push(stay);
         }
-        let mut devices: Vec<_> = devices.into_values().collect();
-        for device in &mut devices {
+        report.devices = devices.into_values().collect();
+        for device in &mut report.devices {
             device.classes.sort_by_key(|class| std::cmp::Reverse(class.own_bytes));
         }
-        let host_arena_bytes = self.ahead.figures().bytes();
-        let host_numa_bytes = accounts.host_numa_bytes;
-        let slabs = self.slabs().totals();
-        PoolReport { devices, host_arena_bytes, file_bytes, spilled_bytes, host_numa_bytes, slabs }
+        report.host_arena_bytes = self.ahead.figures().bytes();
+        report.slabs = self.slabs().totals();
+        report
     }
 
     fn device_row(&self, device: DeviceOrdinal) -> DeviceReport {
@@ -105,26 +150,18 @@ impl<D: Driver> Pool<D> {
         name
     }
 
-    /// Own memory of `selection` that is on its device and would leave in a pause, in bytes.
-    pub fn resident_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
-        self.ledger().resident_bytes(selection)
-    }
-
     /// Device memory that a pause of `selection` does not give to others, by cause: what it must leave in place. Where it `is_over`,
     /// also what could not be saved, what the driver would not unmap, and what it would not take back.
     pub fn stays(&self, selection: &Selection, is_over: bool) -> Vec<PinnedBytes> {
-        let refused = self.deferred.handles().into_iter().map(|(_, bytes)| PinnedBytes {
-            reason: deferred::REASON.to_owned(),
-            bytes,
-            count: 1,
-        });
-        let refused: Vec<_> = refused.filter(|_| is_over).collect();
+        let mut reasons = self.holdings.stays(selection, is_over);
+        if !selection.is_by_tag() {
+            self.natives.add_to(&mut reasons, NATIVE_BYTES_MIN);
+        }
+        for (device, size_bytes) in self.deferred.handles().into_iter().filter(|_| is_over) {
+            reasons.add(device, deferred::REASON, size_bytes);
+        }
         let mut stays = Vec::new();
-        PinnedBytes::merge(
-            &mut stays,
-            &self.ledger().stays(selection, is_over).into_values().collect::<Vec<_>>(),
-        );
-        PinnedBytes::merge(&mut stays, &refused);
+        reasons.all().for_each(|(_, stay)| PinnedBytes::merge(&mut stays, &[stay]));
         stays
     }
 
@@ -139,69 +176,31 @@ impl<D: Driver> Pool<D> {
         let device = self.ledger().by_id(id).and_then(Row::device);
         device.map(|device| self.uuid(device)).unwrap_or_default()
     }
+}
 
-    /// Own memory of `selection` that is not on its device now, in bytes.
-    pub fn offloaded_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
-        self.ledger().offloaded_bytes(selection)
+fn reason_it_stays(row: &Row) -> Option<&'static str> {
+    match (row.reason_to_stay(), row.origin()) {
+        (Some(reason), _) => Some(reason),
+        (None, Origin::Foreign) => Some(
+            "imported from a descriptor that is no ticket: its owner does not run under Sublet",
+        ),
+        (None, Origin::Own | Origin::Imported { .. }) => None,
     }
+}
 
-    /// The largest allocation of that, in bytes.
-    pub fn largest_offloaded_bytes(&self, selection: &Selection) -> u64 {
-        self.ledger().largest_offloaded_bytes(selection)
-    }
-
-    /// Memory by tag. What has none is left out.
-    pub fn tag_bytes(&self) -> BTreeMap<String, TagTotals> {
-        self.ledger().tag_bytes()
-    }
-
-    /// The tag of an allocation; empty when it has none, or is gone.
-    pub fn tag_of(&self, id: AllocationId) -> String {
-        self.ledger().by_id(id).map(|row| row.class().tag.clone()).unwrap_or_default()
-    }
-
-    /// Does the process run without some memory of `tag`, its own or imported?
-    pub fn is_set_aside(&self, tag: &str) -> bool {
-        let ledger = self.ledger();
-        ledger.rows().any(|row| row.class().tag == tag && !row.is_lost() && row.is_set_aside())
-    }
-
-    /// Does another process hold memory of `selection` that this one owns, or a ticket for it?
-    pub fn is_shared(&self, selection: &Selection) -> bool {
-        self.ledger().shares(selection)
-    }
-
-    /// All that is recorded of one allocation, for the error of a test.
-    #[cfg(feature = "sim")]
-    pub fn told_of(&self, id: AllocationId) -> String {
-        let ledger = self.ledger();
-        format!("{:?}, frozen: {}", ledger.by_id(id), ledger.is_frozen())
-    }
-
-    /// All allocations, in the ledger's order, with what is saved of each. Waits for nothing.
-    pub fn inventory(&self, standing: Stance) -> Vec<Holding> {
-        self.ledger().inventory(standing)
-    }
-
-    /// Gives nothing to importers from now on but what is owed to them since a pause ([`Pool::hand_out`]).
-    pub fn freeze(&self) {
-        self.ledger().freeze();
-    }
-
-    /// Importers are given what they ask for again: the process runs.
-    pub fn thaw(&self) {
-        self.ledger().thaw();
-    }
-
-    /// What of `selection` processes of other tenants have open now. Waits for nothing.
-    pub fn lent(&self, selection: &Selection) -> BTreeMap<PeerId, LentTotals> {
-        self.ledger().lent_of(selection)
-    }
-
-    /// What is held of shared device memory, and whether some of `selection` is. It stays so where the pool is frozen
-    /// and the application's calls are held back.
-    pub fn references(&self, selection: &Selection) -> References {
-        self.ledger().references(selection)
+fn add_to_class(account: &mut ClassBytes, row: &Row) {
+    if row.is_own() {
+        account.own_bytes += row.size_bytes();
+        account.own_count += 1;
+        if row.is_resident() {
+            account.resident_bytes += row.size_bytes();
+        }
+        if row.reason_to_stay().is_some() {
+            account.pinned_bytes += row.size_bytes();
+        }
+    } else {
+        account.imported_bytes += row.size_bytes();
+        account.imported_count += 1;
     }
 }
 
@@ -216,17 +215,9 @@ impl<D: Driver> Pool<D> {
         let charge = |size_bytes, device| self.budget.charge_anyway(device, size_bytes);
         // Whatever comes into either table from here on counts by itself.
         self.ledger().charge_all(charge);
+        self.natives.charge_all(charge);
         self.deferred.charge_all(charge);
         true
-    }
-
-    /// Takes room for memory that the driver is about to make by itself, given to [`Pool::native_allocated`] when it has.
-    /// Nothing where no budget counts.
-    ///
-    /// # Errors
-    /// [`crate::PoolError::OverBudget`].
-    pub fn charge(&self, device: DeviceOrdinal, size_bytes: u64) -> PoolResult<Option<Charge>> {
-        self.budget.charge(Some(device), size_bytes)
     }
 
     /// Refuses where the budget, as it stands now, does not have what a resume of `selection` brings back. Takes nothing.
@@ -237,7 +228,7 @@ impl<D: Driver> Pool<D> {
         if !selection.is_by_tag() {
             return Ok(());
         }
-        for (device, asked_bytes) in self.offloaded_bytes(selection) {
+        for (device, asked_bytes) in self.holdings.offloaded_bytes(selection) {
             let Some(figure) = self.budget.figure(device) else { continue };
             let Some(budget_bytes) = figure.budget_bytes else { continue };
             let held_bytes = figure.held_bytes;
@@ -251,10 +242,5 @@ impl<D: Driver> Pool<D> {
             }
         }
         Ok(())
-    }
-
-    /// What may be held on `device`, and is, by all who share the budget. `None` where nothing counts.
-    pub fn budget_figure(&self, device: DeviceOrdinal) -> Option<Figure> {
-        self.budget.figure(device)
     }
 }

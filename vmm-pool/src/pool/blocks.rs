@@ -2,17 +2,14 @@
 
 #![expect(unsafe_code, reason = "unmaps, releases and frees through the driver")]
 
-use std::collections::BTreeSet;
-
-use super::{Entered, Kind, Pool, Use};
+use super::{Entered, Kind, Use};
 use crate::VirtualHandle;
-use crate::budget::Counted;
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError,
-    DriverOp, Location, RawContext, VaRange,
+    DriverOp, Location, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
-use crate::ledger::{Block, Class, Native, PlainMemory, Row};
+use crate::ledger::{Block, Class};
 
 impl<D: Driver> Entered<'_, D, Use> {
     /// A block of at least `size_bytes` on the device of `prop`, mapped and reachable by `accessors`.
@@ -71,7 +68,7 @@ impl<D: Driver> Entered<'_, D, Use> {
     /// Gives up what was made and cannot be used: nobody has seen it yet.
     pub(crate) fn abandon(&self, range: Option<VaRange>, handle: VirtualHandle) {
         if let Some(range) = range {
-            let starts = self.pool.ledger().mappings_inside(range);
+            let (starts, _) = self.pool.mapped_in(range);
             let garbage = self.pool.ledger().forget_mappings(&starts);
             self.pool.dispose_quietly(garbage);
             if let Err(error) = self.pool.deferred.free_range(range) {
@@ -117,7 +114,7 @@ impl<D: Driver> Entered<'_, D, Use> {
     pub fn block_admit(&self, address: DeviceAddress, guests: &[DeviceOrdinal]) {
         let (range, wanted): (_, Vec<_>) = {
             let ledger = self.pool.ledger();
-            let Some(mapping) = ledger.mapping(address.0) else { return };
+            let Some(mapping) = ledger.mappings.get(address.0) else { return };
             let lacks =
                 |guest: &&DeviceOrdinal| mapping.rights_of(Location::device(**guest)).is_none();
             (mapping.range(), guests.iter().filter(lacks).copied().collect())
@@ -145,7 +142,7 @@ impl<D: Driver> Entered<'_, D, Use> {
         let Some(start) = open.map(|mapping| mapping.range().start) else {
             return Ok(None);
         };
-        let _opened = ledger.change_opened(start.0, 1);
+        let _opened = ledger.mappings.change_opened(start.0, 1);
         Ok(Some(start))
     }
 
@@ -184,7 +181,7 @@ impl<D: Driver> Entered<'_, D, Use> {
         let place = Location::device(owner);
         let (blocks, opened): (Vec<_>, Vec<_>) = {
             let ledger = self.pool.ledger();
-            let blocks = ledger.mappings().filter_map(|mapping| {
+            let blocks = ledger.mappings.all().filter_map(|mapping| {
                 let row = ledger.row(mapping.allocation())?;
                 row.block_size_bytes()?;
                 let is_owners = row.device() == Some(owner);
@@ -205,7 +202,7 @@ impl<D: Driver> Entered<'_, D, Use> {
                 continue;
             }
             let opened = self.set_access(block.range, &access);
-            let is_there = || self.pool.ledger().has_block(block);
+            let is_there = || self.pool.ledger().mappings.block(block).is_some();
             all = all.and(opened.or_else(|error| if is_there() { Err(error) } else { Ok(()) }));
         }
         for (block, is_present, _) in opened {
@@ -246,13 +243,13 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         let block = {
             let mut ledger = self.pool.ledger();
             // At none it is not opened once more while it is being unmapped.
-            let left = ledger.change_opened(address.0, -1).ok_or(PoolError::NotOurs)?;
-            match ledger.mapping(address.0) {
+            let left = ledger.mappings.change_opened(address.0, -1).ok_or(PoolError::NotOurs)?;
+            match ledger.mappings.get(address.0) {
                 Some(mapping) if left == 0 => Block::of(mapping),
                 Some(_) | None => return Ok(()),
             }
         };
-        self.block_give_up(block).inspect_err(|_| self.pool.ledger().opened_again(address.0))
+        self.block_give_up(block).inspect_err(|_| self.pool.ledger().mappings.open_once(address.0))
     }
 
     /// Frees the block that starts at `address`. The caller has waited for work on it.
@@ -265,22 +262,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     /// `cuMemUnmap` and `cuMemRelease` when it is resident, `cuMemAddressFree`.
     #[doc(alias = "cuMemFree")]
     pub fn block_free(&self, address: DeviceAddress) -> PoolResult<()> {
-        self.block_give_up(self.pool.block_at(address).ok_or(PoolError::NotOurs)?)
-    }
-
-    /// Ends what was taken from a context, opened blocks too, however often: the context is gone, and its work with it. What
-    /// the driver will not unmap stays, and is counted; what was left to the driver has ended with the context.
-    #[doc(alias = "cuCtxDestroy")]
-    pub fn plain_memory_ends(&self, taken: PlainMemory) {
-        let blocks = self.pool.ledger().end_plain_memory(taken);
-        for block in blocks {
-            match self.block_give_up(block) {
-                Ok(()) | Err(PoolError::NotOurs) => {}
-                Err(error) => {
-                    tracing::error!(%error, address = %block.start(), "a block outlives its context");
-                }
-            }
-        }
+        self.block_give_up(self.pool.holdings.block_at(address).ok_or(PoolError::NotOurs)?)
     }
 
     /// Frees `block`, as [`Entered::block_free`] does. Of callers in several threads one frees it; the others are told that
@@ -292,11 +274,11 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     /// # Driver calls
     /// As [`Entered::block_free`].
     pub fn block_give_up(&self, block: Block) -> PoolResult<()> {
-        if !self.pool.ledger().claim(block) {
+        if !self.pool.ledger().mappings.claim(block) {
             return Err(PoolError::NotOurs);
         }
         let range = block.range;
-        self.unmap(range).inspect_err(|_| self.pool.ledger().claim_ends(block))?;
+        self.unmap(range).inspect_err(|_| self.pool.ledger().mappings.claim_ends(block))?;
         // SAFETY: the application gives the block up, and nothing is mapped in the range any more.
         if let Err(error) = unsafe { self.pool.driver.address_free(range) } {
             // The memory is gone, which is what was requested; the addresses follow.
@@ -304,57 +286,5 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
             self.pool.deferred.free_range_later(range);
         }
         Ok(())
-    }
-}
-
-impl<D: Driver> Pool<D> {
-    /// The block that starts at `address`; none for one that [`Entered::block_open`] opened.
-    pub fn block_at(&self, address: DeviceAddress) -> Option<Block> {
-        let ledger = self.ledger();
-        let mapping = ledger.mapping(address.0).filter(|found| found.opened() == 0)?;
-        ledger.row(mapping.allocation())?.block_size_bytes()?;
-        Some(Block::of(mapping))
-    }
-
-    /// Counts a plain allocation that was left to the driver, and why. `context` is the caller's, where it has one, and
-    /// `counted` what was taken of a budget for it.
-    pub fn native_allocated(
-        &self,
-        address: DeviceAddress,
-        size_bytes: u64,
-        device: DeviceOrdinal,
-        context: Option<RawContext>,
-        reason: &'static str,
-        counted: Counted,
-    ) {
-        let mut ledger = self.ledger();
-        let counted = match counted {
-            // What was taken before the call is elsewhere, or less: the memory is there, so it counts as it is.
-            Counted::Yes(charge) if !charge.as_ref().is_some_and(|it| it.is(size_bytes)) => {
-                let made = self.budget.charge_anyway(Some(device), size_bytes);
-                drop(charge);
-                Counted::Yes(made)
-            }
-            counted @ (Counted::No | Counted::Yes(_)) => counted,
-        };
-        ledger.add_native(address, Native { size_bytes, device, context, reason, counted });
-    }
-
-    /// Forgets a plain allocation that was counted.
-    pub fn native_freed(&self, address: DeviceAddress) {
-        self.ledger().remove_native(address);
-    }
-
-    /// The device of the block that starts at `address`.
-    pub fn block_device(&self, address: DeviceAddress) -> Option<DeviceOrdinal> {
-        let ledger = self.ledger();
-        ledger.row(ledger.mapping(address.0)?.allocation())?.device()
-    }
-
-    /// The devices that blocks lie on, other than those that are away.
-    pub fn block_devices(&self) -> BTreeSet<DeviceOrdinal> {
-        let ledger = self.ledger();
-        let blocks = ledger.rows().filter(|row| row.block_size_bytes().is_some());
-        blocks.filter(|row| row.is_resident()).filter_map(Row::device).collect()
     }
 }

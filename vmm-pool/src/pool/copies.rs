@@ -60,7 +60,7 @@ impl Default for GroupBytes {
 
 /// See the head of this module. Anybody may change it at any time; its lock is a leaf.
 #[derive(Debug, Default)]
-pub(crate) struct CopyPolicy {
+pub struct CopyPolicy {
     are_retained: AtomicBool,
     is_given_back: AtomicBool,
     /// A [`ChangeDetection`].
@@ -78,15 +78,22 @@ impl CopyPolicy {
         self.are_retained.load(Ordering::Relaxed)
     }
 
-    pub(super) fn set_retained(&self, are_retained: bool) {
+    /// Are copies of contents in host memory kept for readers after a resume? Counts from the next resume on, which
+    /// keeps or forgets those of what it brings back. A copy that is kept has its place until its memory is freed, and
+    /// the next pause puts the same memory's contents there.
+    pub fn retain(&self, are_retained: bool) {
         self.are_retained.store(are_retained, Ordering::Relaxed);
     }
 
-    pub(crate) fn is_given_back(&self) -> bool {
+    /// See [`CopyPolicy::give_back`].
+    pub fn is_given_back(&self) -> bool {
         self.is_given_back.load(Ordering::Relaxed)
     }
 
-    pub(super) fn set_given_back(&self, is_given_back: bool) {
+    /// Is host memory that holds no contents given back by each resume, and copies with it that only the next pause has
+    /// use for? It stays pinned for the next pause otherwise,
+    /// which is then as fast as the link.
+    pub fn give_back(&self, is_given_back: bool) {
         self.is_given_back.store(is_given_back, Ordering::Relaxed);
     }
 
@@ -101,7 +108,8 @@ impl CopyPolicy {
         all.into_iter().find(|detection| *detection as u8 == set).unwrap_or(ChangeDetection::Off)
     }
 
-    pub(super) fn set_detection(&self, detection: ChangeDetection) {
+    /// Which kept contents pauses do not copy; all are copied at first. Counts from the next pause on.
+    pub fn detect_changes(&self, detection: ChangeDetection) {
         self.detection.store(detection as u8, Ordering::Relaxed);
     }
 
@@ -109,7 +117,8 @@ impl CopyPolicy {
         PieceBytes::new(self.piece_bytes.load(Ordering::Relaxed)).unwrap_or_default()
     }
 
-    pub(super) fn set_piece_bytes(&self, piece_bytes: PieceBytes) {
+    /// The size of the pieces that are told apart for that. Counts from the next pause on.
+    pub fn set_piece_bytes(&self, piece_bytes: PieceBytes) {
         self.piece_bytes.store(piece_bytes.0, Ordering::Relaxed);
     }
 
@@ -117,7 +126,9 @@ impl CopyPolicy {
         self.group_bytes.0.load(Ordering::Relaxed)
     }
 
-    pub(super) fn set_group_bytes(&self, bytes: u64) {
+    /// How much of a device a pause copies between two looks at what is done, behind which it unmaps; 256 MiB at first. Less is for
+    /// tests and measurements: each look costs a call. Counts from the next pause on.
+    pub fn set_group_bytes(&self, bytes: u64) {
         self.group_bytes.0.store(bytes, Ordering::Relaxed);
     }
 
@@ -147,14 +158,14 @@ mod tests {
         assert_eq!(policy.detection(), ChangeDetection::Off);
         assert_eq!(policy.piece_bytes(), PieceBytes::default());
         for detection in [ChangeDetection::On, ChangeDetection::Verify, ChangeDetection::Off] {
-            policy.set_detection(detection);
+            policy.detect_changes(detection);
             assert_eq!(policy.detection(), detection);
             assert_eq!(policy.stay_for_pauses(), detection != ChangeDetection::Off);
         }
         policy.set_piece_bytes(PieceBytes::MAX);
         assert_eq!(policy.piece_bytes(), PieceBytes::MAX);
-        policy.set_detection(ChangeDetection::On);
-        policy.set_given_back(true);
+        policy.detect_changes(ChangeDetection::On);
+        policy.give_back(true);
         assert!(!policy.stay_for_pauses());
     }
 

@@ -9,7 +9,9 @@
 mod accounts;
 mod blocks;
 mod copies;
+mod holdings;
 mod host_files;
+mod plain;
 mod questions;
 mod room;
 mod sharing;
@@ -20,8 +22,9 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 
-pub(crate) use copies::CopyPolicy;
-pub use copies::{ChangeDetection, PieceBytes};
+pub use copies::{ChangeDetection, CopyPolicy, PieceBytes};
+pub use holdings::Holdings;
+pub use plain::{Native, Natives, PlainMemory};
 pub use questions::AwayByTag;
 pub(crate) use room::{Lender, Lenders};
 pub use sharing::{Borrowed, Export, ImportSource, LostImports};
@@ -59,7 +62,8 @@ impl Registered {
 #[derive(Debug)]
 pub struct Pool<D: Driver> {
     pub(crate) driver: Arc<D>,
-    ledger: Mutex<Ledger>,
+    holdings: Holdings,
+    natives: Natives,
     /// Which small allocations are parts of large ones. A leaf.
     slabs: Mutex<Slabs>,
     /// Something that the table says is busy has been settled.
@@ -77,7 +81,7 @@ pub struct Pool<D: Driver> {
     right: Mutex<Weak<Right>>,
     /// Lists the contexts that the application has made for itself.
     own_contexts: fn() -> Vec<RawContext>,
-    pub(crate) budget: Budget,
+    pub(crate) budget: Arc<Budget>,
     pub(crate) copies: CopyPolicy,
     /// Who gives memory up if there is no room.
     pub(crate) lenders: Lenders,
@@ -108,10 +112,12 @@ impl<D: Driver> Pool<D> {
         let arena = HostArena::new(Arc::clone(&driver), toucher_threads);
         let ahead = Arc::clone(arena.ahead());
         let arena = Mutex::new(arena);
+        let budget = Arc::new(Budget::default());
         let waits = Waits::new(Arc::clone(&driver));
         let pool = Self {
             driver,
-            ledger: Mutex::default(),
+            holdings: Holdings::default(),
+            natives: Natives::new(Arc::clone(&budget)),
             slabs: Mutex::default(),
             slabs_changed: Condvar::new(),
             deferred,
@@ -124,7 +130,7 @@ impl<D: Driver> Pool<D> {
             door: Door::default(),
             right: Mutex::new(Arc::downgrade(&right)),
             own_contexts,
-            budget: Budget::default(),
+            budget,
             copies: CopyPolicy::default(),
             lenders: Lenders::default(),
             copied: Copied::default(),
@@ -161,39 +167,14 @@ impl<D: Driver> Pool<D> {
         self.arena().disk.dir().to_owned()
     }
 
-    /// Are copies of contents in host memory kept for readers after a resume? Counts from the next resume on, which
-    /// keeps or forgets those of what it brings back. A copy that is kept has its place until its memory is freed, and
-    /// the next pause puts the same memory's contents there.
-    pub fn retain_copies(&self, are_kept: bool) {
-        self.copies.set_retained(are_kept);
+    /// What becomes of contents that need not be copied, and of copies in host memory.
+    pub fn copies(&self) -> &CopyPolicy {
+        &self.copies
     }
 
-    /// Is host memory that holds no contents given back by each resume, and copies with it that only the next pause has
-    /// use for? It stays pinned for the next pause otherwise,
-    /// which is then as fast as the link.
-    pub fn give_host_memory_back(&self, is_given_back: bool) {
-        self.copies.set_given_back(is_given_back);
-    }
-
-    /// Which kept contents pauses do not copy; all are copied at first. Counts from the next pause on.
-    pub fn detect_changes(&self, detection: ChangeDetection) {
-        self.copies.set_detection(detection);
-    }
-
-    /// The size of the pieces that are told apart for that. Counts from the next pause on.
-    pub fn set_piece_bytes(&self, piece_bytes: PieceBytes) {
-        self.copies.set_piece_bytes(piece_bytes);
-    }
-
-    /// How much of a device a pause copies between two looks at what is done, behind which it unmaps; 256 MiB at first. Less is for
-    /// tests and measurements: each look costs a call. Counts from the next pause on.
-    pub fn set_group_bytes(&self, bytes: u64) {
-        self.copies.set_group_bytes(bytes);
-    }
-
-    /// What was last said to [`Pool::give_host_memory_back`].
-    pub fn gives_host_memory_back(&self) -> bool {
-        self.copies.is_given_back()
+    /// What counts the device memory.
+    pub fn budget(&self) -> &Budget {
+        &self.budget
     }
 
     /// The driver below.
@@ -201,9 +182,18 @@ impl<D: Driver> Pool<D> {
         &self.driver
     }
 
-    /// Poisoning is ignored: every section under the lock leaves the ledger consistent.
+    /// What this process holds.
+    pub fn holdings(&self) -> &Holdings {
+        &self.holdings
+    }
+
+    /// Plain allocations that are left to the driver.
+    pub fn natives(&self) -> &Natives {
+        &self.natives
+    }
+
     pub(crate) fn ledger(&self) -> MutexGuard<'_, Ledger> {
-        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+        self.holdings.ledger()
     }
 
     /// As [`Pool::ledger`]. Neither lock is taken under the other.
@@ -233,11 +223,6 @@ impl<D: Driver> Pool<D> {
     /// Where calls that touch device memory go in and out.
     pub fn gate(&self) -> &Gate {
         &self.gate
-    }
-
-    /// Is anything of `range` mapped by this pool, here or away? Waits for nothing.
-    pub fn has_mapping_in(&self, range: VaRange) -> bool {
-        self.ledger().has_mapping_in(range)
     }
 
     /// Goes in for calls that touch memory or make new; waits as long as memory is away.
@@ -271,11 +256,9 @@ impl<D: Driver> Pool<D> {
     /// Where the mappings inside `range` begin, and the ranges of those that the driver has.
     fn mapped_in(&self, range: VaRange) -> (Vec<u64>, Vec<VaRange>) {
         let ledger = self.ledger();
-        let starts = ledger.mappings_inside(range);
-        let mappings = starts.iter().filter_map(|&start| ledger.mapping(start));
-        let present = mappings.filter(|found| found.is_present()).map(Mapping::range);
-        let present = present.collect();
-        (starts, present)
+        let starts = ledger.mappings.inside(range).map(|found| found.range().start.0).collect();
+        let present = ledger.mappings.inside(range).filter(|found| found.is_present());
+        (starts, present.map(Mapping::range).collect())
     }
 }
 
@@ -343,7 +326,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     #[doc(alias = "cuMemRetainAllocationHandle")]
     pub fn retain_at(&self, address: DeviceAddress) -> PoolResult<VirtualHandle> {
         let mut ledger = self.pool.ledger();
-        let handle = ledger.mapping_at(address).ok_or(PoolError::NotOurs)?.allocation();
+        let handle = ledger.mappings.at(address).ok_or(PoolError::NotOurs)?.allocation();
         if ledger.add_reference(handle) { Ok(handle) } else { Err(PoolError::NotOurs) }
     }
 
@@ -464,7 +447,7 @@ impl<D: Driver> Entered<'_, D, Use> {
             self.pool.dispose_quietly(garbage);
             return Err(error).about(about, range.size_bytes, device);
         }
-        let is_recorded = self.pool.ledger().mapping_made(range);
+        let is_recorded = self.pool.ledger().mappings.made(range);
         if !is_recorded {
             // SAFETY: another thread has unmapped the range since, by its record: that is what holds.
             let unmapped = unsafe { self.pool.driver.unmap(range) };
@@ -482,7 +465,7 @@ impl<D: Driver> Entered<'_, D, Use> {
     /// `cuMemSetAccess`.
     #[doc(alias = "cuMemSetAccess")]
     pub fn set_access(&self, range: VaRange, access: &[AccessDesc]) -> PoolResult<()> {
-        let touched = self.pool.ledger().begin_access(range);
+        let touched = self.pool.ledger().mappings.begin_access(range);
         if touched.is_empty() {
             return Err(PoolError::NotOurs);
         }
@@ -501,7 +484,7 @@ impl<D: Driver> Entered<'_, D, Use> {
         // A mapping of which a part has got them has them as a whole when it is mapped again: the driver keeps rights by its own
         // pages, we by mapping.
         let starts: Vec<_> = touched.iter().map(|(start, _)| *start).collect();
-        self.pool.ledger().add_access(&starts, access);
+        self.pool.ledger().mappings.add_access(&starts, access);
         Ok(())
     }
 

@@ -1,11 +1,12 @@
 //! Questions about addresses, and calls that name all that they touch: neither waits for memory of somebody else's.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 
-use super::Pool;
+use super::{Holdings, Pool};
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawContext, VaRange};
 use crate::gate::{Pass, Passage};
-use crate::ledger::{Known, PlainMemory, Row, Sight};
+use crate::ledger::{Block, Known, Row, Sight};
 
 /// Memory that its process runs without, since a pause by tag.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,32 +19,24 @@ pub struct AwayByTag {
     pub device: Option<DeviceOrdinal>,
 }
 
-impl<D: Driver> Pool<D> {
-    /// Does the process run without some memory, since a pause by tag? One load.
-    #[inline]
-    pub fn runs_without_some(&self) -> bool {
-        self.runs_without_some.load(Ordering::Relaxed)
-    }
-
-    /// Looks for memory that the process runs without, before the gate opens.
-    pub(crate) fn note_what_is_away(&self) {
-        let is_any = self.ledger().rows().any(Row::is_away_by_tag);
-        self.runs_without_some.store(is_any, Ordering::SeqCst);
-    }
-
+impl Holdings {
     /// Memory in `range` that the process runs without, as long as the caller is inside: a call that touches it
     /// would fail, and the context with it.
     pub fn away_by_tag(&self, range: VaRange) -> Option<AwayByTag> {
         let ledger = self.ledger();
-        let (mapping, row) = ledger.set_aside_in(range)?;
-        Some(AwayByTag {
-            tag: row.class().tag.clone(),
-            range: mapping.range(),
-            device: row.device(),
-        })
+        let touched = ledger.mappings.touched_by(range);
+        let mut rows = touched.filter_map(|found| Some((found, ledger.row(found.allocation())?)));
+        let (mapping, row) = rows.find(|(_, row)| row.is_away_by_tag())?;
+        let (tag, range, device) = (row.class().tag.clone(), mapping.range(), row.device());
+        Some(AwayByTag { tag, range, device })
     }
 
-    /// Who can answer a question about `address` now. Passes no gate, and waits for nothing.
+    /// Is anything of `range` mapped by this pool, here or away?
+    pub fn has_mapping_in(&self, range: VaRange) -> bool {
+        self.ledger().mappings.overlapping(range).next().is_some()
+    }
+
+    /// Who can answer a question about `address` now. Passes no gate.
     pub fn who_knows(&self, address: DeviceAddress) -> Known {
         self.ledger().sight_of(address)
     }
@@ -51,19 +44,38 @@ impl<D: Driver> Pool<D> {
     /// Has what was seen of `address` been there all the time since? Then what the driver has said of it in between
     /// is right.
     pub fn is_as_seen(&self, address: DeviceAddress, sight: Sight) -> bool {
-        self.ledger().sight_of(address) == Known::Here(sight)
+        self.who_knows(address) == Known::Here(sight)
     }
 
-    /// The range that the driver would report for `address`, where the driver cannot or would say something else:
-    /// mappings whose memory is away, and blocks that are larger than was requested. Passes no gate.
+    /// The range that the driver would report for `address`, where the driver cannot or would say something else: mappings
+    /// whose memory is away or a host file, and blocks that are larger than was requested. Passes no gate.
     #[doc(alias = "cuMemGetAddressRange")]
     pub fn range_of(&self, address: DeviceAddress) -> Option<VaRange> {
-        self.ledger().range_of(address)
+        let ledger = self.ledger();
+        let (mapping, row) = ledger.mapped_at(address)?;
+        if let Some(size_bytes) = row.block_size_bytes() {
+            return Some(VaRange::new(mapping.range().start, size_bytes));
+        }
+        let is_of_driver = mapping.standing().is_some() && !row.is_of_host_file();
+        (!is_of_driver).then(|| mapping.range())
+    }
+
+    /// The block that starts at `address`; none for one that [`crate::Entered::block_open`] opened.
+    pub fn block_at(&self, address: DeviceAddress) -> Option<Block> {
+        let ledger = self.ledger();
+        let mapping = ledger.mappings.get(address.0).filter(|found| found.opened() == 0)?;
+        ledger.row(mapping.allocation())?.block_size_bytes()?;
+        Some(Block::of(mapping))
     }
 
     /// The context in which the block at `address` was allocated.
     pub fn block_context(&self, address: DeviceAddress) -> Option<RawContext> {
-        self.ledger().mapping_at(address)?.context()
+        self.ledger().mappings.at(address)?.context()
+    }
+
+    /// Notes that the block that begins at `address` was allocated in `context`.
+    pub fn set_block_context(&self, address: DeviceAddress, context: RawContext) {
+        self.ledger().mappings.set_context(address.0, context);
     }
 
     /// The device of the block that holds `address`, and the context in which it was allocated, if that is known.
@@ -77,26 +89,31 @@ impl<D: Driver> Pool<D> {
         Some((row.device()?, mapping.context()))
     }
 
-    /// Takes the plain memory of `context`, which is about to be ended, from it: [`crate::Entered::plain_memory_ends`] or
-    /// [`Pool::plain_memory_stays`] comes next. Nobody finds it by the context's value from now on, which may be another context's immediately.
-    /// No streams of ours are left in it either. No step of a pause or resume may be under way.
-    ///
-    /// # Driver calls
-    /// `cuStreamDestroy`, for streams of all contexts.
-    #[doc(alias = "cuCtxDestroy")]
-    pub fn take_plain_memory(&self, context: RawContext) -> PlainMemory {
-        self.deferred.end_streams();
-        self.ledger().take_plain_memory(context)
+    /// The device of the block that starts at `address`.
+    pub fn block_device(&self, address: DeviceAddress) -> Option<DeviceOrdinal> {
+        let ledger = self.ledger();
+        ledger.row(ledger.mappings.get(address.0)?.allocation())?.device()
     }
 
-    /// `context` lives on after all, with what was taken from it.
-    pub fn plain_memory_stays(&self, context: RawContext, taken: PlainMemory) {
-        self.ledger().give_plain_memory_back(context, taken);
+    /// The devices that blocks lie on, other than those that are away.
+    pub fn block_devices(&self) -> BTreeSet<DeviceOrdinal> {
+        let ledger = self.ledger();
+        let blocks = ledger.rows().filter(|row| row.block_size_bytes().is_some());
+        blocks.filter(|row| row.is_resident()).filter_map(Row::device).collect()
+    }
+}
+
+impl<D: Driver> Pool<D> {
+    /// Does the process run without some memory, since a pause by tag? One load.
+    #[inline]
+    pub fn runs_without_some(&self) -> bool {
+        self.runs_without_some.load(Ordering::Relaxed)
     }
 
-    /// Notes that the block that begins at `address` was allocated in `context`.
-    pub fn set_block_context(&self, address: DeviceAddress, context: RawContext) {
-        self.ledger().set_context(address.0, context);
+    /// Looks for memory that the process runs without, before the gate opens.
+    pub(crate) fn note_what_is_away(&self) {
+        let is_any = self.ledger().rows().any(Row::is_away_by_tag);
+        self.runs_without_some.store(is_any, Ordering::SeqCst);
     }
 
     /// Goes in for the call `what`, which touches these addresses and nothing else. While all memory of the process is away that
@@ -117,7 +134,7 @@ impl<D: Driver> Pool<D> {
     ) -> Pass<'a> {
         let is_any_away = {
             let ledger = self.ledger();
-            touched.iter().any(|range| ledger.is_any_away(*range))
+            touched.iter().any(|range| ledger.mappings.is_any_away(*range))
         };
         if !is_any_away {
             return pass;

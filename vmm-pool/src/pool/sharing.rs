@@ -1,6 +1,5 @@
 //! Memory that crosses processes: exports of ours, imports of others'.
 
-use std::collections::BTreeSet;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
@@ -9,7 +8,7 @@ use crate::deferred::Physical;
 use crate::descriptors::UninheritedFd;
 use crate::driver::Driver;
 use crate::error::{Describe, PoolError, PoolResult};
-use crate::ledger::{Class, Lease, NewRow, Origin, Row, TicketWatch};
+use crate::ledger::{Class, Lease, NewRow, Origin, TicketWatch};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
 /// What a ticket for an allocation must say.
@@ -305,41 +304,6 @@ impl<D: Driver> Pool<D> {
         if let Ok(mut arena) = self.arena.try_lock() {
             arena.disk.close_in_child();
         }
-    }
-
-    /// Are there tickets that are known to be open, or to have been closed?
-    pub fn has_watched_tickets(&self) -> bool {
-        self.ledger().has_watched_tickets()
-    }
-
-    /// The owners of all imports, each once.
-    pub fn import_owners(&self) -> Vec<PeerId> {
-        let ledger = self.ledger();
-        let owners: BTreeSet<PeerId> = ledger.rows().filter_map(Row::owner).collect();
-        owners.into_iter().collect()
-    }
-
-    /// Kind and size in bytes of each allocation that was imported from `owner` and is on its device.
-    pub fn imports_here(&self, owner: PeerId) -> Vec<(Class, u64)> {
-        let ledger = self.ledger();
-        let here = ledger.rows().filter(|row| row.owner() == Some(owner) && row.is_resident());
-        here.map(|row| (row.class().clone(), row.size_bytes())).collect()
-    }
-
-    /// How much was imported from `owner` and is not resident.
-    pub fn imports_away(&self, owner: PeerId) -> LostImports {
-        self.ledger().imports_away(|_, theirs| theirs == owner).into()
-    }
-
-    /// Gives up on what was imported from `owner` and is not resident: it is not fetched any more, and
-    /// its mappings stay absent until their user unmaps them. Says how much that is.
-    pub fn give_up_imports(&self, owner: PeerId) -> LostImports {
-        self.ledger().give_up(|_, theirs| theirs == owner).into()
-    }
-
-    /// As [`Pool::give_up_imports`], of these allocations.
-    pub fn give_up_missing(&self, missing: &BTreeSet<AllocationId>) -> LostImports {
-        self.ledger().give_up(|id, _| missing.contains(&id)).into()
     }
 }
 

@@ -68,7 +68,7 @@ impl<D: Driver, W: Origin> Shut<D, W> {
     /// `cuMemGetInfo`, `cuMemCreate`; `cuMemUnmap` and `cuMemRelease` of such imports.
     pub fn create_own(self, brings: W::Brings) -> Result<(Arriving<D>, StepLog), Failed<Done<D>>> {
         let (shut, selection) = (self.into_gate(), brings.into());
-        shut.pool().freeze();
+        shut.pool().holdings().freeze();
         let rows = shut.pool().ledger().choose(&selection);
         let still = Still::not_touched_yet(&shut);
         let stale = stale_imports(shut.pool(), &rows);
@@ -85,7 +85,7 @@ impl<D: Driver, W: Origin> Shut<D, W> {
     /// The same, but creates nothing yet.
     pub fn arrive(self, brings: W::Brings) -> Arriving<D> {
         let (shut, selection) = (self.into_gate(), brings.into());
-        shut.pool().freeze();
+        shut.pool().holdings().freeze();
         let rows = shut.pool().ledger().choose(&selection);
         Arriving::new(shut, selection, rows)
     }

@@ -101,12 +101,12 @@ impl<D: Driver> StillChunk<'_, D> {
         let about = || format!("chunk at {}", range.start);
         if presence == Presence::Absent {
             self.pool.driver.map(range, raw).about(about, range.size_bytes, device)?;
-            self.pool.ledger().set_presence(start, Presence::Bare);
+            self.pool.ledger().mappings.set_presence(start, Presence::Bare);
         }
         if presence != Presence::Whole {
             let set = self.pool.driver.set_access(range, &access);
             set.about(about, range.size_bytes, device)?;
-            self.pool.ledger().set_presence(start, Presence::Whole);
+            self.pool.ledger().mappings.set_presence(start, Presence::Whole);
         }
         Ok(())
     }
@@ -136,16 +136,16 @@ impl<D: Driver> StillChunk<'_, D> {
     fn mapped_at(&self) -> Option<VaRange> {
         let ledger = self.pool.ledger();
         let range = ledger.chunk_range(self.row)?;
-        ledger.mapping(range.start.0).is_some_and(Mapping::is_present).then_some(range)
+        ledger.mappings.get(range.start.0).is_some_and(Mapping::is_present).then_some(range)
     }
 
     fn unmap(&self, range: VaRange) -> PoolResult<()> {
-        self.pool.ledger().begin_leaving(range.start.0);
+        self.pool.ledger().mappings.begin_leaving(range.start.0);
         // SAFETY: `self` proves that no work uses the range, and that none will before it is mapped again.
         let unmapped = unsafe { self.pool.driver.unmap(range) };
         match &unmapped {
-            Ok(()) => self.pool.ledger().set_presence(range.start.0, Presence::Absent),
-            Err(_) => self.pool.ledger().call_off_leaving(range.start.0),
+            Ok(()) => self.pool.ledger().mappings.set_presence(range.start.0, Presence::Absent),
+            Err(_) => self.pool.ledger().mappings.call_off_leaving(range.start.0),
         }
         unmapped.about(|| format!("chunk at {}", range.start), range.size_bytes, None)
     }

@@ -209,7 +209,7 @@ impl<D: Driver> Still<'_, D> {
     /// Takes a mapping out of the driver's page tables and keeps its record.
     pub(super) fn unmap(&self, log: &mut StepLog, range: VaRange) -> PoolResult<()> {
         log.call();
-        self.pool.ledger().begin_leaving(range.start.0);
+        self.pool.ledger().mappings.begin_leaving(range.start.0);
         // SAFETY: `self` proves that no work uses the range until it is mapped again.
         let unmapped = unsafe { self.pool.driver.unmap(range) }.about(
             || format!("mapping at {}", range.start),
@@ -217,8 +217,8 @@ impl<D: Driver> Still<'_, D> {
             None,
         );
         match &unmapped {
-            Ok(()) => self.pool.ledger().set_presence(range.start.0, Presence::Absent),
-            Err(_) => self.pool.ledger().call_off_leaving(range.start.0),
+            Ok(()) => self.pool.ledger().mappings.set_presence(range.start.0, Presence::Absent),
+            Err(_) => self.pool.ledger().mappings.call_off_leaving(range.start.0),
         }
         unmapped
     }
@@ -243,13 +243,13 @@ impl<D: Driver> Still<'_, D> {
         if presence == Presence::Absent {
             log.call();
             self.pool.driver.map(range, raw).about(about, range.size_bytes, device)?;
-            self.pool.ledger().set_presence(start, Presence::Bare);
+            self.pool.ledger().mappings.set_presence(start, Presence::Bare);
         }
         if presence != Presence::Whole && !access.is_empty() {
             log.call();
             self.pool.driver.set_access(range, &access).about(about, range.size_bytes, device)?;
         }
-        self.pool.ledger().set_presence(start, Presence::Whole);
+        self.pool.ledger().mappings.set_presence(start, Presence::Whole);
         Ok(())
     }
 
@@ -298,7 +298,7 @@ impl<D: Driver> Still<'_, D> {
             Some(device),
         )?;
         let range = VaRange::new(start, size_bytes);
-        self.pool.ledger().add_view(range);
+        self.pool.ledger().views.add(range);
         self.pool
             .driver
             .map(range, raw)
@@ -319,13 +319,13 @@ impl<D: Driver> Still<'_, D> {
             return Err(first).about(|| "view for a copy".to_owned(), range.size_bytes, None);
         }
         // Addresses are freed only when nothing is mapped there, whatever the call before said.
-        self.pool.ledger().remove_view(range);
+        self.pool.ledger().views.remove(range);
         Ok(())
     }
 
     /// Takes down every view that a step which failed has left. All copies are done.
     pub(super) fn drop_views(&self, log: &mut StepLog) {
-        let views = self.pool.ledger().views();
+        let views = self.pool.ledger().views.all();
         for range in views {
             if let Err(error) = self.drop_view(log, range) {
                 log.notes.push(format!("stays mapped: {error}"));

@@ -141,7 +141,7 @@ impl<D: Driver> ShutGate<D> {
         self.pool.waits.forget();
         self.pool.copied.begin(0);
         if mode == Mode::Open {
-            self.pool.thaw();
+            self.pool.holdings().thaw();
             self.pool.note_what_is_away();
         }
         self.pool.gate().set(mode);
@@ -185,7 +185,7 @@ impl<D: Driver> ShutGate<D> {
 impl<D: Driver> Quiesced<D> {
     /// Nobody is inside, and the devices are idle. From here on nothing is given to importers.
     pub(super) fn of_idle(shut: ShutGate<D>) -> Self {
-        shut.pool.freeze();
+        shut.pool.holdings().freeze();
         Self { shut, survey: Survey::default() }
     }
 

@@ -207,10 +207,10 @@ fn pauses_beside_it_take_what_is_on_its_way_and_never_more_than_they_need() {
             assert_eq!(held(&pool).0, 2 * CHUNK, "{round}");
             resume(&pool);
             assert!(is_whole(&pool, DEVICE, range), "{round}");
-            pool.give_host_memory_back(true);
+            pool.copies().give_back(true);
             pause(&pool);
             resume(&pool);
-            pool.give_host_memory_back(false);
+            pool.copies().give_back(false);
         }
         is_over.store(true, Ordering::Relaxed);
     });

@@ -12,7 +12,7 @@ use vmm_pool::{Class, Contents, PoolError, VirtualHandle};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, create, free_bytes,
-    import_again, kept, map, node, pause, pool, resume, share,
+    import_again, kept, map, native, node, pause, pool, resume, share,
 };
 use crate::tags::{pause_tags, resume_tags};
 
@@ -65,7 +65,7 @@ pub(crate) fn counts(pool: &SimPool, shared: &Arc<Shared>, slot: usize) {
 }
 
 fn held(pool: &SimPool, device: DeviceOrdinal) -> u64 {
-    pool.budget_figure(device).expect("it counts").held_bytes
+    pool.budget().figure(device).expect("it counts").held_bytes
 }
 
 /// What is counted is what the devices have given.
@@ -93,10 +93,10 @@ fn what_was_there_before_counting_began_counts_too() {
     let away = create(&pool, DEVICE, 5, tagged());
     let prop = AllocationProp::pinned_on(OTHER);
     pool.block_allocate(7 * UNIT, &prop, &[OTHER], kept()).expect("a block");
-    pool.native_allocated(DeviceAddress(8), 100, OTHER, None, "small", Counted::Yes(None));
-    pool.native_allocated(DeviceAddress(16), 100, OTHER, None, "managed", Counted::No);
+    pool.natives().allocated(DeviceAddress(8), native(100, OTHER, None, Counted::Yes(None)));
+    pool.natives().allocated(DeviceAddress(16), native(100, OTHER, None, Counted::No));
     pause_tags(&pool, &["kv"]);
-    assert!(pool.budget_figure(DEVICE).is_none());
+    assert!(pool.budget().figure(DEVICE).is_none());
     let shared = shared(1);
     counts(&pool, &shared, 0);
     assert!(!pool.count_against(Arc::new(Slot { shared, slot: 0 })), "it counts already");
@@ -104,8 +104,8 @@ fn what_was_there_before_counting_began_counts_too() {
     assert_eq!(held(&pool, OTHER), 7 * UNIT + 100);
     resume_tags(&pool, &["kv"]);
     assert_eq!(held(&pool, DEVICE), 8 * UNIT);
-    pool.native_freed(DeviceAddress(8));
-    pool.native_freed(DeviceAddress(16));
+    pool.natives().freed(DeviceAddress(8));
+    pool.natives().freed(DeviceAddress(16));
     for handle in [early, away] {
         pool.release(handle).expect("release");
     }

@@ -337,7 +337,7 @@ fn a_mapping_or_export_that_the_driver_refuses_leaves_no_record() {
     assert!(pool.map(place, 0, handle).is_err());
     assert_eq!(pool.range_of(place.start), None);
     assert!(pool.export(handle).is_err());
-    assert!(!pool.is_shared(&WHOLE));
+    assert!(!pool.holdings().is_shared(&WHOLE));
     pool.release(handle).expect("released");
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES, "nothing else holds it");
 }

@@ -33,7 +33,7 @@ fn a_copy_that_is_kept_is_read_after_the_resume_and_lies_where_it_was() {
     let pool = a_pool();
     let other = filled(&pool, "other", 3, 9);
     let range = filled(&pool, "weights", 2, 1);
-    pool.retain_copies(true);
+    pool.copies().retain(true);
     assert_eq!(copy(&pool, range), Err(SavedError::Resident(range.start)));
     pause_tags(&pool, &["weights"]);
     let (place, bytes) = copy(&pool, range).expect("away");
@@ -59,12 +59,12 @@ fn a_copy_that_is_kept_is_read_after_the_resume_and_lies_where_it_was() {
 fn a_copy_goes_with_the_next_resume_that_keeps_none_and_with_its_memory() {
     let pool = a_pool();
     let (kept, gone) = (filled(&pool, "kept", 2, 1), filled(&pool, "gone", 1, 2));
-    pool.retain_copies(true);
+    pool.copies().retain(true);
     for tag in ["kept", "gone"] {
         pause_tags(&pool, &[tag]);
         resume_tags(&pool, &[tag]);
     }
-    pool.retain_copies(false);
+    pool.copies().retain(false);
     assert!(copy(&pool, kept).is_ok(), "it counts from the next resume on");
     pause_tags(&pool, &["gone"]);
     resume_tags(&pool, &["gone"]);
@@ -80,7 +80,7 @@ fn a_copy_goes_with_the_next_resume_that_keeps_none_and_with_its_memory() {
 fn a_copy_that_a_failed_pause_may_have_written_over_is_not_given_out() {
     let pool = a_pool();
     let range = filled(&pool, "weights", 2, 1);
-    pool.retain_copies(true);
+    pool.copies().retain(true);
     pause_tags(&pool, &["weights"]);
     resume_tags(&pool, &["weights"]);
     write(&pool, DEVICE, range, pattern(2));
@@ -107,14 +107,14 @@ fn a_resume_gives_host_memory_back_that_holds_neither_contents_nor_copies() {
     pause_tags(&pool, &["large"]);
     resume_tags(&pool, &["large"]);
     assert_eq!(held(), (UNIT + CHUNK, 2), "kept for the next pause");
-    pool.give_host_memory_back(true);
+    pool.copies().give_back(true);
     pause_tags(&pool, &["large"]);
     resume_tags(&pool, &["large"]);
     assert_eq!(held(), (UNIT, 1), "contents lie in the first piece");
-    pool.retain_copies(true);
+    pool.copies().retain(true);
     resume_tags(&pool, &["small"]);
     assert_eq!(held(), (UNIT, 1), "a copy does");
-    pool.retain_copies(false);
+    pool.copies().retain(false);
     pause_tags(&pool, &["small"]);
     resume_tags(&pool, &["small"]);
     assert_eq!(held(), (0, 0));

@@ -68,11 +68,11 @@ fn a_shut_gate_that_is_dropped_opens_and_importers_are_given_memory() {
     let held = pool.shut::<FromOpen>();
     assert_eq!(gate_of(&pool), GateAt::Shut);
     // As after a drain that came to nothing.
-    pool.freeze();
+    pool.holdings().freeze();
     drop(held);
     assert_eq!(gate_of(&pool), GateAt::Open);
     assert!(!is_frozen(&pool));
-    pool.freeze();
+    pool.holdings().freeze();
     drop(pool.shut::<FromOpen>().reopen());
     assert_eq!((gate_of(&pool), is_frozen(&pool)), (GateAt::Open, false));
 }

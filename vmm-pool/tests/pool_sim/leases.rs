@@ -56,7 +56,7 @@ fn comes_back(lender: &SimPool, export: &Export, borrower: &SimPool) {
 }
 
 fn lent_of(lender: &SimPool) -> LentTotals {
-    lender.lent(&WHOLE).get(&BORROWER).copied().unwrap_or_default()
+    lender.holdings().lent(&WHOLE).get(&BORROWER).copied().unwrap_or_default()
 }
 
 #[test]
@@ -117,16 +117,16 @@ fn nothing_is_lent_by_a_frozen_pool_and_what_is_lent_is_among_its_references() {
     let (lender, borrower) = (pool(&node), pool(&node));
     let owned = create(&lender, DEVICE, 1, kept());
     let borrowed = borrow(&lender, owned, &borrower);
-    lender.freeze();
+    lender.holdings().freeze();
     assert!(is_frozen(&lender));
-    let id = lender.references(&WHOLE).lent;
+    let id = lender.holdings().references(&WHOLE).lent;
     assert_eq!(id.keys().copied().collect::<Vec<_>>(), [BORROWER]);
     let export = Export { id: vmm_pool::AllocationId([1; 16]), size_bytes: UNIT, serial: 0 };
     let refused = lender.lend(export.id, 0, lease().1);
     assert!(matches!(refused, Err(PoolError::Frozen)), "{refused:?}");
-    lender.thaw();
+    lender.holdings().thaw();
     borrower.release(borrowed).expect("released");
-    assert!(lender.references(&WHOLE).lent.is_empty());
+    assert!(lender.holdings().references(&WHOLE).lent.is_empty());
 }
 
 #[test]
@@ -138,7 +138,7 @@ fn only_memory_of_the_selection_counts() {
     let _borrowed = borrow(&lender, owned, &borrower);
     let of = |tag: &str| {
         let tags = vmm_pool::Tags::Named([tag.to_owned()].into());
-        lender.lent(&Selection::Tagged(tags, Whose::Everybody)).len()
+        lender.holdings().lent(&Selection::Tagged(tags, Whose::Everybody)).len()
     };
     assert_eq!((of(&tagged.tag), of("another")), (1, 0));
 }

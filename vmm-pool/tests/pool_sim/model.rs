@@ -130,7 +130,7 @@ fn nth<T>(items: &[T], pick: usize) -> Option<usize> {
 impl Model {
     fn new() -> Self {
         let pool = pool(&node());
-        pool.detect_changes(ChangeDetection::Verify);
+        pool.copies().detect_changes(ChangeDetection::Verify);
         Self { pool, memories: BTreeMap::new(), places: Vec::new(), made: 0, paused: false }
     }
 

@@ -261,9 +261,9 @@ impl World {
     /// What all processes hold of what others have made, and of their own.
     fn pause(&self) {
         for pool in &self.pools {
-            pool.freeze();
+            pool.holdings().freeze();
         }
-        let [first, second] = [0, 1].map(|index| self.pools[index].references(&WHOLE));
+        let [first, second] = [0, 1].map(|index| self.pools[index].holdings().references(&WHOLE));
         for (pool, mine, theirs) in
             [(&self.pools[0], &first, &second), (&self.pools[1], &second, &first)]
         {

@@ -279,7 +279,10 @@ fn registered_memory_stays_until_its_last_registration_ends() {
     let [whole, half] = parts.map(|part| pool.enter().register(part, "a network card holds it"));
     let nothing = pool.enter().register(VaRange::new(place.end(), UNIT), "nothing is there");
     assert!(nothing.is_empty() && !whole.is_empty());
-    assert!(pool.has_mapping_in(place) && !pool.has_mapping_in(VaRange::new(place.end(), UNIT)));
+    assert!(
+        pool.holdings().has_mapping_in(place)
+            && !pool.holdings().has_mapping_in(VaRange::new(place.end(), UNIT))
+    );
     pool.enter_giving_up().unregister(&half);
     write(&pool, DEVICE, place, pattern(1));
     pause(&pool);
@@ -356,7 +359,7 @@ fn nothing_is_unmapped_before_its_copy_is_done_however_many_groups_there_are() {
     const USED: u64 = 8 << 20;
     let node = SimNode::private(&[4 * GROUP]).expect("a node");
     let pool = pool(&node);
-    pool.set_group_bytes(GROUP);
+    pool.copies().set_group_bytes(GROUP);
     let places: Vec<_> = (0..3)
         .map(|_| {
             let handle = create(&pool, DEVICE, GROUP / UNIT, kept());

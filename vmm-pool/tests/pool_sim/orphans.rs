@@ -28,14 +28,14 @@ fn let_go() -> (SimPool, SimPool, VirtualHandle, VaRange) {
     let there = map(&importer, imported, UNIT, &[RW(OTHER)]);
     owner.unmap(place).expect("unmap");
     owner.release(shared).expect("release");
-    assert_eq!(importer.import_owners(), [OWNER]);
+    assert_eq!(importer.holdings().import_owners(), [OWNER]);
     (owner, importer, imported, there)
 }
 
 /// What a pool says that holds still.
 fn references(pool: &SimPool) -> References {
-    pool.freeze();
-    pool.references(&WHOLE)
+    pool.holdings().freeze();
+    pool.holdings().references(&WHOLE)
 }
 
 fn ids_of_imports(importer: &SimPool) -> Vec<AllocationId> {
@@ -216,7 +216,7 @@ fn who_has_fetched_memory_again_holds_it_and_who_has_not_does_not() {
     let shared = create(&owner, DEVICE, 1, kept());
     share(&owner, shared, &importer, 1);
     for fetches in [true, false] {
-        assert!(owner.is_shared(&WHOLE));
+        assert!(owner.holdings().is_shared(&WHOLE));
         for pool in [&owner, &importer] {
             paused(pool);
             pool.create_own(&WHOLE).expect("memory");
@@ -225,10 +225,10 @@ fn who_has_fetched_memory_again_holds_it_and_who_has_not_does_not() {
         if fetches {
             import_again(&owner, &importer, 1).expect("imports");
         } else {
-            importer.give_up_imports(OWNER);
+            importer.holdings().give_up_imports(OWNER);
         }
         drop((owner.commit_resume(), importer.commit_resume()));
-        assert_eq!(owner.is_shared(&WHOLE), fetches);
+        assert_eq!(owner.holdings().is_shared(&WHOLE), fetches);
     }
 }
 
@@ -238,15 +238,15 @@ fn who_has_fetched_memory_in_a_resume_that_was_undone_has_not_in_the_next() {
     let (owner, importer) = (pool(&node), pool(&node));
     let shared = create(&owner, DEVICE, 1, kept());
     share(&owner, shared, &importer, 1);
-    let id = owner.inventory(Stance::Runs)[0].id;
+    let id = owner.holdings().inventory(Stance::Runs)[0].id;
     paused(&owner);
     owner.create_own(&WHOLE).expect("memory");
     owner.restore_own(usize::MAX).expect("contents");
     drop(owner.hand_out(id, PeerId(1)).expect("it is owed"));
     owner.undo_resume().expect("given up again");
-    assert!(owner.is_shared(&WHOLE), "it is owed still");
+    assert!(owner.holdings().is_shared(&WHOLE), "it is owed still");
     resume(&owner);
-    assert!(!owner.is_shared(&WHOLE), "nobody has come for it");
+    assert!(!owner.holdings().is_shared(&WHOLE), "nobody has come for it");
 }
 
 #[test]
@@ -296,14 +296,14 @@ fn memory_of_the_dead_is_kept_until_the_release_and_asked_for_until_it_is_given_
 
     paused(&importer);
     assert_eq!(free_bytes(&importer, DEVICE), CAPACITY_BYTES, "memory of the dead stays");
-    assert_eq!(importer.imports_away(OWNER), LostImports { count: 1, bytes: UNIT });
+    assert_eq!(importer.holdings().imports_away(OWNER), LostImports { count: 1, bytes: UNIT });
     importer.create_own(&WHOLE).expect("it has none");
     importer.restore_own(0).expect("it has none");
     assert_eq!(importer.import_requests().len(), 1);
     let refused = importer.map_imports();
     assert!(matches!(refused, Err(PoolError::MissingImport { .. })));
 
-    assert_eq!(importer.give_up_imports(OWNER).count, 1);
+    assert_eq!(importer.holdings().give_up_imports(OWNER).count, 1);
     assert!(importer.import_requests().is_empty());
     importer.map_imports().expect("nothing is missing");
     drop(importer.commit_resume());
@@ -332,7 +332,7 @@ fn a_range_with_a_lost_part_is_unmapped_as_a_whole() {
 
     let missing: BTreeSet<_> = ids_of_imports(&importer).into_iter().collect();
     paused(&importer);
-    assert_eq!(importer.give_up_missing(&missing).count, 1);
+    assert_eq!(importer.holdings().give_up_missing(&missing).count, 1);
     resume(&importer);
     importer.unmap(both).expect("what is there is unmapped, and what is not is forgotten");
     importer.release(own).expect("release");

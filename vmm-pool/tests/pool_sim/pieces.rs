@@ -19,7 +19,7 @@ const PIECE: u64 = 64 << 10;
 
 fn a_pool() -> SimPool {
     let pool = pool(&SimNode::private(&[2 * CHUNK]).expect("a node"));
-    pool.detect_changes(ChangeDetection::On);
+    pool.copies().detect_changes(ChangeDetection::On);
     pool
 }
 
@@ -95,8 +95,8 @@ fn many_pieces_are_asked_about_in_turn_and_each_answer_is_its_own() {
     /// Of those that a device is asked about in one turn: twice as many are more than it is asked in its first two turns.
     const AT_ONCE: u64 = 16 << 10;
     let pool = pool(&SimNode::private(&[4 * CHUNK]).expect("a node"));
-    pool.detect_changes(ChangeDetection::On);
-    pool.set_piece_bytes(PieceBytes::MIN);
+    pool.copies().detect_changes(ChangeDetection::On);
+    pool.copies().set_piece_bytes(PieceBytes::MIN);
     // The questions of a turn are about two allocations.
     let sizes = [3, 250, 3 * AT_ONCE * SMALL / UNIT - 200, 1];
     let ranges = sizes.map(|units| memory(&pool, "", Contents::Keep, units));
@@ -200,7 +200,7 @@ fn what_has_not_changed_is_left_out_also_by_stages() {
 #[test]
 fn everything_is_copied_where_changes_are_not_detected() {
     let pool = a_pool();
-    pool.detect_changes(ChangeDetection::Off);
+    pool.copies().detect_changes(ChangeDetection::Off);
     let range = memory(&pool, "", Contents::Keep, 1);
     fill(&pool, pieces(range, 3, 1), 1);
     for _ in 0..2 {
@@ -325,7 +325,7 @@ fn demand_says_what_each_choice_of_copies_takes() {
 #[test]
 fn what_lies_in_the_file_already_is_not_to_be_copied_there() {
     let pool = a_pool();
-    pool.detect_changes(ChangeDetection::Off);
+    pool.copies().detect_changes(ChangeDetection::Off);
     let ranges = [memory(&pool, "one", Contents::File, 2), memory(&pool, "", Contents::Keep, 1)];
     for range in ranges {
         fill(&pool, range, 1);
@@ -348,7 +348,7 @@ fn host_memory_that_is_wanted_back_takes_the_copies_with_it() {
     let pool = a_pool();
     let range = memory(&pool, "", Contents::Keep, 1);
     fill(&pool, range, 1);
-    pool.give_host_memory_back(true);
+    pool.copies().give_back(true);
     for _ in 0..2 {
         assert_eq!(kept(&save(&pool, &WHOLE)), (0, 0, 32));
         resume(&pool);
@@ -384,7 +384,7 @@ fn a_device_that_will_not_tell_has_all_copied_and_is_asked_no_more() {
 #[test]
 fn a_difference_that_fingerprints_do_not_show_is_an_error_and_is_copied() {
     let pool = a_pool();
-    pool.detect_changes(ChangeDetection::Verify);
+    pool.copies().detect_changes(ChangeDetection::Verify);
     let range = memory(&pool, "", Contents::Keep, 1);
     fill(&pool, pieces(range, 0, 2), 1);
     assert_eq!(kept(&save(&pool, &WHOLE)), (30, 0, 2));
@@ -394,7 +394,7 @@ fn a_difference_that_fingerprints_do_not_show_is_an_error_and_is_copied() {
     assert!(log.steps.iter().any(|step| step.name == "verify"));
     resume(&pool);
     // A copy that has rotted since it was made.
-    pool.retain_copies(true);
+    pool.copies().retain(true);
     save(&pool, &WHOLE);
     resume(&pool);
     let copy = pool.copy_at(pieces(range, 1, 1)).expect("kept for readers");
@@ -414,7 +414,7 @@ fn a_copy_whose_place_was_lent_is_not_taken_for_unchanged() {
     let pool = a_pool();
     let range = memory(&pool, "", Contents::Keep, 1);
     fill(&pool, range, 1);
-    pool.retain_copies(true);
+    pool.copies().retain(true);
     for is_resumed in [false, true] {
         save(&pool, &WHOLE);
         let away = (!is_resumed).then(|| pool.saved_at(range).expect("saved"));
@@ -463,7 +463,7 @@ fn pieces_of_each_size_are_told_apart() {
     for kib in [16, 256, 2048] {
         let pool = a_pool();
         let piece_bytes = PieceBytes::new(kib << 10).expect("a size");
-        pool.set_piece_bytes(piece_bytes);
+        pool.copies().set_piece_bytes(piece_bytes);
         let range = memory(&pool, "", Contents::Keep, 3);
         fill(&pool, VaRange::new(DeviceAddress(range.start.0 + UNIT + 16), 16), 1);
         let log = save(&pool, &WHOLE);

@@ -499,7 +499,7 @@ impl SimPool {
     }
 
     pub(crate) fn range_of(&self, address: DeviceAddress) -> Option<VaRange> {
-        self.pool.range_of(address)
+        self.pool.holdings().range_of(address)
     }
 
     pub(crate) fn block_identity(

@@ -8,7 +8,7 @@ use vmm_pool::budget::Counted;
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, RawContext, VaRange};
 use vmm_pool::{Facts, Known};
 
-use crate::stage::{DEVICE, UNIT, create, kept, map, node, pause, pool, resume};
+use crate::stage::{DEVICE, UNIT, create, kept, map, native, node, pause, pool, resume};
 
 const CONTEXT: RawContext = RawContext(77);
 
@@ -17,27 +17,27 @@ fn the_driver_answers_for_what_is_here_and_the_ledger_for_what_is_away() {
     let pool = pool(&node());
     let prop = AllocationProp::pinned_on(DEVICE);
     let block = pool.block_allocate(100, &prop, &[DEVICE], kept()).expect("a block");
-    pool.set_block_context(block, CONTEXT);
+    pool.holdings().set_block_context(block, CONTEXT);
     let inside = DeviceAddress(block.0 + 64);
     let elsewhere = DeviceAddress(block.0 + UNIT);
-    assert_eq!(pool.who_knows(elsewhere), Known::Elsewhere);
-    let Known::Here(sight) = pool.who_knows(inside) else { panic!("it is mapped") };
-    assert!(pool.is_as_seen(inside, sight));
+    assert_eq!(pool.holdings().who_knows(elsewhere), Known::Elsewhere);
+    let Known::Here(sight) = pool.holdings().who_knows(inside) else { panic!("it is mapped") };
+    assert!(pool.holdings().is_as_seen(inside, sight));
 
     pause(&pool);
-    assert_eq!(pool.who_knows(elsewhere), Known::Elsewhere);
+    assert_eq!(pool.holdings().who_knows(elsewhere), Known::Elsewhere);
     let access = vec![AccessDesc::read_write(DEVICE)];
     let mapping = VaRange::new(block, UNIT);
     let context = Some(CONTEXT);
     let number = pool.memory_number(inside).expect("a number");
     let block_bytes = Some(100);
     let facts = Facts { mapping, number, block_bytes, reserved: None, prop, access, context };
-    assert_eq!(pool.who_knows(inside), Known::Away(facts));
-    assert!(!pool.is_as_seen(inside, sight));
+    assert_eq!(pool.holdings().who_knows(inside), Known::Away(facts));
+    assert!(!pool.holdings().is_as_seen(inside, sight));
 
     resume(&pool);
-    assert!(matches!(pool.who_knows(inside), Known::Here(_)));
-    assert!(!pool.is_as_seen(inside, sight), "it was away in between");
+    assert!(matches!(pool.holdings().who_knows(inside), Known::Here(_)));
+    assert!(!pool.holdings().is_as_seen(inside, sight), "it was away in between");
     assert_eq!(pool.memory_number(inside), Some(number), "it is the same memory");
     assert_eq!(pool.memory_number(elsewhere), None);
 }
@@ -48,10 +48,10 @@ fn the_plain_memory_of_a_context_is_found_by_it() {
     let prop = AllocationProp::pinned_on(DEVICE);
     let [mine, other] =
         [(); 2].map(|()| pool.block_allocate(UNIT, &prop, &[DEVICE], kept()).expect("a block"));
-    pool.set_block_context(mine, CONTEXT);
+    pool.holdings().set_block_context(mine, CONTEXT);
     let small = DeviceAddress(4096);
-    pool.native_allocated(small, 512, DEVICE, Some(CONTEXT), "small", Counted::No);
-    pool.native_allocated(DeviceAddress(8192), 512, DEVICE, None, "small", Counted::No);
+    pool.natives().allocated(small, native(512, DEVICE, Some(CONTEXT), Counted::No));
+    pool.natives().allocated(DeviceAddress(8192), native(512, DEVICE, None, Counted::No));
     let counted = pool.report();
     let taken = pool.take_plain_memory(CONTEXT);
     assert_eq!(taken.blocks().collect::<Vec<_>>(), [VaRange::new(mine, UNIT)]);
@@ -76,7 +76,7 @@ fn what_ends_with_a_context_is_not_taken_for_that_of_the_next_of_its_value() {
     let prop = AllocationProp::pinned_on(DEVICE);
     let block = |context| {
         let made = pool.block_allocate(UNIT, &prop, &[DEVICE], kept()).expect("a block");
-        pool.set_block_context(made, context);
+        pool.holdings().set_block_context(made, context);
         made
     };
     let entered = pool.enter_giving_up();
@@ -100,7 +100,7 @@ fn memory_that_is_freed_while_its_context_ends_is_not_ended_for_its_addresses() 
     let block = || pool.block_allocate(UNIT, &prop, &[DEVICE], kept()).expect("a block");
     let entered = pool.enter_giving_up();
     let first = block();
-    pool.set_block_context(first, CONTEXT);
+    pool.holdings().set_block_context(first, CONTEXT);
     let taken = [(); 2].map(|()| pool.take_plain_memory(CONTEXT));
     entered.block_free(first).expect("freed");
     assert_eq!(block(), first, "another thread has it");

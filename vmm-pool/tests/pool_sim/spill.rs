@@ -86,7 +86,7 @@ fn contents_go_to_the_file_step_by_step_and_come_back_from_there() {
 #[test]
 fn nothing_of_before_is_taken_for_unchanged_after_it() {
     let (pool, _dir) = a_pool();
-    pool.detect_changes(ChangeDetection::On);
+    pool.copies().detect_changes(ChangeDetection::On);
     let ranges = two(&pool, SMALL);
     pause(&pool);
     resume(&pool);
@@ -316,7 +316,7 @@ fn what_is_paged_is_no_saved_contents_of_a_process_that_runs() {
     let stream = pool.driver().stream_create().expect("a stream");
     (1..=2).for_each(|seed| page_out(&pool, &pager, stream, seed));
     let saved = |standing| {
-        let holdings = pool.inventory(standing);
+        let holdings = pool.holdings().inventory(standing);
         assert_eq!(holdings.len(), 2);
         let saved = holdings.into_iter().filter(|holding| holding.saved_bytes() > 0);
         saved.map(|holding| holding.is_resident).collect::<Vec<_>>()

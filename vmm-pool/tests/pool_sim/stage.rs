@@ -4,13 +4,14 @@ use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
+use vmm_pool::budget::Counted;
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, RawContext, VaRange,
 };
 use vmm_pool::{
-    AllocationId, Class, Contents, HostBudget, ImportSource, PeerId, Pool, PoolError, PoolResult,
-    Selection, StepLog, VirtualHandle,
+    AllocationId, Class, Contents, HostBudget, ImportSource, Native, PeerId, Pool, PoolError,
+    PoolResult, Selection, StepLog, VirtualHandle,
 };
 
 /// A pause and a resume of everything.
@@ -222,4 +223,14 @@ pub(crate) fn resume(pool: &SimPool) {
     pool.create_own(&WHOLE).expect("memory");
     pool.restore_own(usize::MAX).expect("contents");
     drop(pool.commit_resume());
+}
+
+/// A plain allocation that is left to the driver.
+pub(crate) fn native(
+    size_bytes: u64,
+    device: DeviceOrdinal,
+    context: Option<RawContext>,
+    counted: Counted,
+) -> Native {
+    Native { size_bytes, device, context, reason: "small", counted }
 }

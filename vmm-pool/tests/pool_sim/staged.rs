@@ -10,7 +10,7 @@ use vmm_pool::{ByDevice, Contents, HostBudget, PoolError, PoolResult, Schedule};
 use crate::faults::{Pair, each_fault, peer};
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, GateAt, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, class, create,
-    end_streams, free_bytes, gate_of, holds, map, node, pattern, pool, resume, write,
+    end_streams, free_bytes, gate_of, holds, map, native, node, pattern, pool, resume, write,
 };
 
 /// So much of both devices.
@@ -375,7 +375,7 @@ const WRITTEN: u64 = 2 * UNIT;
 /// Five allocations that are copied one after the other, scratch memory, and memory that nobody uses.
 fn large() -> (SimPool, Vec<(VaRange, u64)>) {
     let pool = pool(&SimNode::private(&[6 * GROUP]).expect("a node"));
-    pool.set_group_bytes(GROUP);
+    pool.copies().set_group_bytes(GROUP);
     let rights = [AccessDesc::read_write(DEVICE)];
     map(&pool, create(&pool, DEVICE, 2, class(Contents::Discard)), 2 * UNIT, &rights);
     let one = |seed| {
@@ -493,7 +493,7 @@ fn what_fails_after_some_was_saved_loses_nothing(schedule: Schedule) {
 #[test]
 fn the_drivers_pools_are_trimmed_also_where_nothing_of_ours_leaves() {
     let pool = pool(&node());
-    pool.native_allocated(DeviceAddress(8192), 512, DEVICE, None, "async", Counted::No);
+    pool.natives().allocated(DeviceAddress(8192), native(512, DEVICE, None, Counted::No));
     let trims = || pool.driver().faults().calls(DriverOp::PoolTrim);
     let before = trims();
     pool.reserve(&WHOLE, UNLIMITED).expect("room");

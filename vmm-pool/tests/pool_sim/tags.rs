@@ -199,10 +199,10 @@ fn a_librarys_memory_leaves_by_its_tag_and_comes_back_only_when_it_is_asked_for(
     };
     // All regions are others.
     pause_selected(&pool, &Selection::Tagged(Tags::Regions, Whose::Everybody));
-    assert!(!pool.is_set_aside("nccl") && pool.is_set_aside("weights"));
+    assert!(!pool.holdings().is_set_aside("nccl") && pool.holdings().is_set_aside("weights"));
     there(2 + 1);
     pause_tags(&pool, &["nccl"]);
-    assert!(pool.is_set_aside("nccl"));
+    assert!(pool.holdings().is_set_aside("nccl"));
     // A pause and resume of everything pass over it, and so does one by another tag.
     pause(&pool);
     resume_selected(&pool, &Selection::Staged(names(&["weights"])));
@@ -212,7 +212,7 @@ fn a_librarys_memory_leaves_by_its_tag_and_comes_back_only_when_it_is_asked_for(
     there(4 + 1);
     // Taken by a pause of everything, it comes back with what belongs to no region.
     resume_selected(&pool, &Selection::SetAside(Tags::All, Whose::Everybody));
-    assert!(!pool.is_set_aside("nccl"));
+    assert!(!pool.holdings().is_set_aside("nccl"));
     pause(&pool);
     resume_selected(&pool, &Selection::Staged(names(&["kv"])));
     there(2 + 1);
@@ -267,7 +267,7 @@ fn saved_contents_outlive_memory_that_a_failed_resume_could_not_give_back() {
         faults.fail(DriverOp::Unmap, FaultSpan::From(1), DriverCode::UNKNOWN);
         pool.undo_resume().expect("as far as the driver lets it go");
         faults.clear();
-        assert!(pool.is_set_aside("kv"), "its process runs without it");
+        assert!(pool.holdings().is_set_aside("kv"), "its process runs without it");
         match what {
             "a pause" => pause_tags(&pool, &["kv"]),
             "an undone pause" => undone(&pool, "kv"),
@@ -292,8 +292,8 @@ fn imports_follow_the_owner_that_is_named() {
     let all_of = |whose| Selection::Tagged(Tags::All, whose);
     importer.save(&all_of(Whose::Owner(PeerId(1))), UNLIMITED).expect("nothing");
     assert!(holds(&importer, OTHER, there, pattern(1)));
-    assert!(owner.is_shared(&all_of(Whose::Own)));
-    assert!(!importer.is_shared(&all_of(Whose::Own)));
+    assert!(owner.holdings().is_shared(&all_of(Whose::Own)));
+    assert!(!importer.holdings().is_shared(&all_of(Whose::Own)));
 }
 
 #[test]
@@ -497,7 +497,10 @@ impl SharedTag {
         drop((self.owner.commit_resume(), self.importer.commit_resume()));
         let is_right = holds(&self.importer, OTHER, self.there, pattern(6));
         assert!(is_right || self.contents == Contents::Discard);
-        assert!(!self.owner.tag_bytes().contains_key("kv"), "it is the importer's alone");
+        assert!(
+            !self.owner.holdings().tag_bytes().contains_key("kv"),
+            "it is the importer's alone"
+        );
     }
 }
 
@@ -518,7 +521,7 @@ fn what_a_pause_by_tag_left_on_its_device_is_owed_to_importers_that_gave_it_up()
     let selection = Selection::Tagged(names(&["kv"]), Whose::Everybody);
     pause_without_unmapping(&shared.owner, &selection);
     // It is away as far as others can tell.
-    assert_eq!(shared.owner.tag_bytes()["kv"].away_bytes, UNIT);
+    assert_eq!(shared.owner.holdings().tag_bytes()["kv"].away_bytes, UNIT);
     let export = shared.owner.export(shared.handle).expect("a ticket");
     let refused = shared.owner.redeem(export.id, export.serial, PeerId(2));
     assert!(matches!(refused, Err(PoolError::Offloaded { tag }) if tag == "kv"));

@@ -169,13 +169,13 @@ impl World {
     fn set(&mut self) {
         let random = &mut self.random;
         let piece_bytes = PieceBytes::new(random.of(&[16, 64, 256, 2048]) << 10).expect("a size");
-        self.pool.set_piece_bytes(piece_bytes);
+        self.pool.copies().set_piece_bytes(piece_bytes);
         let detects = !random.one_in(4);
         let detection = if detects { ChangeDetection::On } else { ChangeDetection::Off };
-        self.pool.detect_changes(detection);
-        self.pool.retain_copies(random.one_in(4));
-        self.pool.give_host_memory_back(random.one_in(6));
-        self.pool.set_group_bytes(UNIT << random.below(4));
+        self.pool.copies().detect_changes(detection);
+        self.pool.copies().retain(random.one_in(4));
+        self.pool.copies().give_back(random.one_in(6));
+        self.pool.copies().set_group_bytes(UNIT << random.below(4));
         self.log.push(format!("set {piece_bytes:?} {detection:?}"));
     }
 

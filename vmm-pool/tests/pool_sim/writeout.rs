@@ -69,8 +69,8 @@ fn what_is_saved_is_written_and_stays_saved() {
     pool.mark_unused(&[hole]);
     pause(&pool);
 
-    let holdings = pool.inventory(Stance::StandsStill);
-    assert_eq!(holdings, pool.inventory(Stance::Runs), "all of it is away");
+    let holdings = pool.holdings().inventory(Stance::StandsStill);
+    assert_eq!(holdings, pool.holdings().inventory(Stance::Runs), "all of it is away");
     let [first, scratch, second] = &holdings[..] else { panic!("{holdings:?}") };
     assert_eq!(first.saved_parts, [0..2 * UNIT, 5 * UNIT..9 * UNIT]);
     assert_eq!((first.ranges.as_slice(), first.device), (&[kept][..], Some(DEVICE)));
@@ -93,7 +93,12 @@ fn what_is_saved_is_written_and_stays_saved() {
     resume(&pool);
     assert!(holds(&pool, DEVICE, VaRange::new(kept.start, 2 * UNIT), pattern(1)));
     assert!(holds(&pool, OTHER, filed, pattern(3)));
-    let saved = pool.inventory(Stance::StandsStill).iter().map(Holding::saved_bytes).sum::<u64>();
+    let saved = pool
+        .holdings()
+        .inventory(Stance::StandsStill)
+        .iter()
+        .map(Holding::saved_bytes)
+        .sum::<u64>();
     assert_eq!(saved, 0, "contents on a device are no saved ones");
 }
 
@@ -103,9 +108,9 @@ fn of_memory_on_its_device_contents_are_saved_only_while_the_process_stands_stil
     let (_, range) = filled(&pool, DEVICE, 2, class(Contents::Keep), 4);
     // A pause that stops short of the release.
     pool.save(&WHOLE, UNLIMITED).expect("saving");
-    let saved = |standing| pool.inventory(standing)[0].saved_bytes();
+    let saved = |standing| pool.holdings().inventory(standing)[0].saved_bytes();
     assert_eq!((saved(Stance::StandsStill), saved(Stance::Runs)), (2 * UNIT, 0));
-    let (file, written, _) = write_all(&pool, &pool.inventory(Stance::StandsStill));
+    let (file, written, _) = write_all(&pool, &pool.holdings().inventory(Stance::StandsStill));
     assert!(is_filled(part(&file, written[0].as_ref().expect("a place"), 0, 2 * UNIT), 4));
     pool.remount().expect("mapped again");
     drop(pool.commit_resume());
@@ -114,7 +119,7 @@ fn of_memory_on_its_device_contents_are_saved_only_while_the_process_stands_stil
     // A resume that stops short of its end.
     pause(&pool);
     pool.create_own(&WHOLE).expect("memory");
-    let (file, written, _) = write_all(&pool, &pool.inventory(Stance::StandsStill));
+    let (file, written, _) = write_all(&pool, &pool.holdings().inventory(Stance::StandsStill));
     assert!(is_filled(part(&file, written[0].as_ref().expect("a place"), 0, 2 * UNIT), 4));
 }
 
@@ -127,7 +132,7 @@ fn a_tag_that_is_set_aside_is_written_while_the_process_runs() {
     let weights = Selection::Tagged(tags, Whose::Everybody);
     pool.save(&weights, UNLIMITED).expect("saving");
     pool.release_selected().expect("release");
-    let holdings = pool.inventory(Stance::Runs);
+    let holdings = pool.holdings().inventory(Stance::Runs);
     let (file, written, _) = write_all(&pool, &holdings);
     for (holding, written) in holdings.iter().zip(&written) {
         assert_eq!(holding.is_resident, holding.class.tag.is_empty());
@@ -145,9 +150,9 @@ fn imports_name_their_owner_and_owners_their_importers() {
     let (shared, _) = filled(&owner, DEVICE, 1, class(Contents::Keep), 7);
     let handle = share(&owner, shared, &importer, 42);
     let there = map(&importer, handle, UNIT, &[AccessDesc::read_write(DEVICE)]);
-    let own = &owner.inventory(Stance::Runs)[0];
+    let own = &owner.holdings().inventory(Stance::Runs)[0];
     assert_eq!(own.source, HoldingSource::Own { importers: vec![PeerId(42)] });
-    let imported = &importer.inventory(Stance::Runs)[0];
+    let imported = &importer.holdings().inventory(Stance::Runs)[0];
     assert_eq!(imported.source, HoldingSource::Imported { owner: OWNER });
     assert_eq!((imported.id, imported.ranges.as_slice()), (own.id, &[there][..]));
     assert!(own.is_own() && !imported.is_own());
@@ -174,7 +179,7 @@ fn a_limit_on_files_that_comes_meanwhile_is_an_error_and_no_signal() {
     let pool = pool(&node());
     filled(&pool, DEVICE, 20, class(Contents::Keep), 8);
     pause(&pool);
-    let holdings = pool.inventory(Stance::StandsStill);
+    let holdings = pool.holdings().inventory(Stance::StandsStill);
     let file = |name: &str| File::create_new(dir.join(name)).expect("a file");
     let mut out = WriteOut::new(&holdings, file("first"), dir.clone()).expect("no limit yet");
     assert!(!out.write_on(&pool, Instant::now()).expect("the first piece"));
@@ -202,7 +207,7 @@ fn what_is_freed_before_it_is_written_is_passed_over_though_its_host_memory_has_
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("data");
     let file = File::create_new(&path).expect("a file");
-    let holdings = pool.inventory(Stance::StandsStill);
+    let holdings = pool.holdings().inventory(Stance::StandsStill);
     let mut out = WriteOut::new(&holdings, file, dir.path().to_owned()).expect("laid out");
     assert!(!out.write_on(&pool, Instant::now()).expect("a piece"));
     for range in freed {
@@ -228,7 +233,7 @@ fn what_is_freed_half_written_counts_as_if_it_had_not_been_there() {
     pause(&pool);
     let dir = tempfile::tempdir().expect("a directory");
     let file = File::create_new(dir.path().join("data")).expect("a file");
-    let holdings = pool.inventory(Stance::StandsStill);
+    let holdings = pool.holdings().inventory(Stance::StandsStill);
     let mut out = WriteOut::new(&holdings, file, dir.path().to_owned()).expect("laid out");
     assert!(!out.write_on(&pool, Instant::now()).expect("a piece"));
     assert!(out.written_bytes() > 0 && out.written(0).is_some());

@@ -53,8 +53,8 @@ pub(super) fn settle() {
 /// Has the pool follow what is set for the whole process.
 pub(super) fn tell_pool() {
     if let Some(member) = runtime::member() {
-        member.pool().retain_copies(environment().retain.load(Ordering::Relaxed));
-        member.pool().give_host_memory_back(HAS_MAPPED_BACKUPS.load(Ordering::Relaxed));
+        member.pool().copies().retain(environment().retain.load(Ordering::Relaxed));
+        member.pool().copies().give_back(HAS_MAPPED_BACKUPS.load(Ordering::Relaxed));
     }
 }
 

@@ -123,7 +123,7 @@ fn one_that_resumes_a_tag_of_its_own_alone_is_refused_where_others_are_to_come_f
     let error = job.coordinator(alone).resume(&mut quiet).unwrap_err();
     assert!(error.is_shared(), "{error}");
     assert!(
-        owner.pool().is_shared(&Selection::SetAside(Tags::All, Whose::Own)),
+        owner.pool().holdings().is_shared(&Selection::SetAside(Tags::All, Whose::Own)),
         "it is owed still"
     );
     assert!(away() > 0);

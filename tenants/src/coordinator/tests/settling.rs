@@ -214,7 +214,7 @@ fn one_that_has_not_saved_all_goes_back_whatever_others_may_have_been_told() {
     drop(line);
     until("the member to settle", || !is_under_way(member.state()));
     assert_eq!(member.state(), MemberState::Active);
-    let resident = member.pool().resident_bytes(&Selection::Whole);
+    let resident = member.pool().holdings().resident_bytes(&Selection::Whole);
     assert_eq!(resident.get(&DEVICE), Some(&GRANULARITY_BYTES));
 }
 

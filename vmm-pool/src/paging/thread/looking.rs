@@ -99,11 +99,11 @@ impl<D: Driver> Worker<'_, D> {
     pub(super) fn is_place_as_seen(&self, chunk: usize) -> bool {
         let address = self.shared.range_of(chunk).start;
         let seen = self.sights.get(&chunk);
-        seen.is_some_and(|seen| *seen == self.shared.pool.who_knows(address))
+        seen.is_some_and(|seen| *seen == self.shared.pool.holdings().who_knows(address))
     }
 
     pub(super) fn see(&mut self, chunk: usize) {
-        let now = self.shared.pool.who_knows(self.shared.range_of(chunk).start);
+        let now = self.shared.pool.holdings().who_knows(self.shared.range_of(chunk).start);
         self.sights.insert(chunk, now);
     }
 

@@ -73,14 +73,14 @@ impl World {
         let (pool, mut random) = (pool(&node()), Random(seed));
         if !random.one_in(4) {
             let verifies = random.one_in(4);
-            pool.detect_changes(if verifies {
+            pool.copies().detect_changes(if verifies {
                 ChangeDetection::Verify
             } else {
                 ChangeDetection::On
             });
         }
         if random.one_in(2) {
-            pool.set_piece_bytes(PieceBytes::new(256 << 10).expect("a size"));
+            pool.copies().set_piece_bytes(PieceBytes::new(256 << 10).expect("a size"));
         }
         let driver = Arc::clone(pool.driver());
         let streams = [(); 2].map(|()| driver.stream_create().expect("a stream"));

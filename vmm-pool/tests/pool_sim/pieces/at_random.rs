@@ -38,8 +38,8 @@ enum To {
 impl Changing {
     fn new() -> Self {
         let pool = pool(&SimNode::private(&[CHUNK]).expect("a node"));
-        pool.detect_changes(ChangeDetection::On);
-        pool.set_piece_bytes(PieceBytes::new(1 << 20).expect("a size"));
+        pool.copies().detect_changes(ChangeDetection::On);
+        pool.copies().set_piece_bytes(PieceBytes::new(1 << 20).expect("a size"));
         let contents = [("", Contents::Keep), ("tag", Contents::Keep), ("", Contents::File)];
         let ranges: Vec<_> = contents.map(|(tag, contents)| memory(&pool, tag, contents, 2)).into();
         let seeds = ranges.iter().map(|_| vec![vec![0]; 4]).collect();

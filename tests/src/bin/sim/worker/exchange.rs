@@ -358,7 +358,7 @@ impl Exchange {
         let pool = self.member.pool();
         let seen =
             memory::holds(pool.driver(), piece.readers[0], place, Paint::plain(piece.pattern));
-        if let Some(away) = pool.away_by_tag(place) {
+        if let Some(away) = pool.holdings().away_by_tag(place) {
             if away.tag != piece.tag || seen.is_ok() || !pool.runs_without_some() {
                 return Err(Trouble::new(format!("{seen:?} of {piece:?}, which is {away:?}")));
             }
@@ -467,7 +467,7 @@ impl Exchange {
                 }
                 (seen, _) => {
                     let found = memory::told(driver, *reader, place);
-                    let all = self.member.pool().inventory(Stance::Runs).into_iter();
+                    let all = self.member.pool().holdings().inventory(Stance::Runs).into_iter();
                     let known: Vec<_> =
                         all.filter(|held| u128::from_be_bytes(held.id.0) == piece.id).collect();
                     return Err(Trouble::new(format!(

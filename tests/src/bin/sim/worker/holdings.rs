@@ -409,7 +409,7 @@ impl Holdings {
             let resident = resident - paged;
             let is_right = (*bytes..=bytes + perhaps).contains(&(own - of_cells));
             if !is_right || (is_all_back && resident != own) {
-                let recorded = self.member.pool().inventory(Stance::Runs).into_iter();
+                let recorded = self.member.pool().holdings().inventory(Stance::Runs).into_iter();
                 let own_here = recorded.filter(|item| {
                     item.is_own() && item.device.is_some_and(|device| device.0 == index)
                 });
@@ -420,7 +420,7 @@ impl Holdings {
                     own_here
                         .map(|item| (
                             u128::from_be_bytes(item.id.0),
-                            self.member.pool().told_of(item.id)
+                            self.member.pool().holdings().told_of(item.id)
                         ))
                         .collect::<Vec<_>>()
                 )));

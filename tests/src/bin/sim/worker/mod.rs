@@ -121,9 +121,9 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
     // Who imports memory of others touches it only while it is there.
     exchange::TAGS.into_iter().for_each(tenants::region::agree_to_run_without);
     member.pool().set_file_dir(host::file_dir(&charter.node, charter.seed));
-    member.pool().detect_changes(detection(charter.seed));
-    member.pool().set_piece_bytes(piece_bytes(charter.seed));
-    member.pool().give_host_memory_back(host::gives_back(charter.seed));
+    member.pool().copies().detect_changes(detection(charter.seed));
+    member.pool().copies().set_piece_bytes(piece_bytes(charter.seed));
+    member.pool().copies().give_back(host::gives_back(charter.seed));
     let pager = paged::Open::default();
     let home = charter.devices.first().copied().unwrap_or_default();
     let exchange = Arc::new(Exchange::new(Arc::clone(&member), charter));
@@ -224,7 +224,7 @@ fn deal_with(member: &Sim, exchange: &Exchange, deal: Deal) -> Outcome<Answer> {
 
 fn inventory(member: &Sim, pager: &paged::Open) -> Vec<Item> {
     // What is paged is to be counted only while it is there.
-    let all = member.pool().inventory(Stance::StandsStill).into_iter();
+    let all = member.pool().holdings().inventory(Stance::StandsStill).into_iter();
     all.filter_map(|found| {
         Some(Item {
             id: u128::from_be_bytes(found.id.0),

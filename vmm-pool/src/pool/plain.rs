@@ -1,0 +1,176 @@
+//! The plain memory of a context, while that is being ended; and plain memory that was left to the driver.
+//!
+//! The driver gives the value of an ended context to the next one immediately, so "the memory of the context of this value" may be that of two. A caller that
+//! ends a context takes its memory out first: nobody else finds it by the value from then on.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::accounts::Reasons;
+use super::{Entered, Kind, Pool};
+use crate::budget::{Budget, Charge, Counted};
+use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawContext, VaRange};
+use crate::error::PoolError;
+use crate::ledger::Block;
+
+/// A plain allocation that was left to the driver.
+#[derive(Debug)]
+pub struct Native {
+    /// Its size.
+    pub size_bytes: u64,
+    /// The device that it is on.
+    pub device: DeviceOrdinal,
+    /// The context in which it was allocated, if that is known.
+    pub context: Option<RawContext>,
+    /// Why it was left to the driver.
+    pub reason: &'static str,
+    /// What was taken of a budget for it.
+    pub counted: Counted,
+}
+
+/// Plain allocations that the pool only counts, by address. Its lock is a leaf, but for the account's that a budget has.
+#[derive(Debug)]
+pub struct Natives {
+    budget: Arc<Budget>,
+    all: Mutex<BTreeMap<u64, Native>>,
+}
+
+impl Natives {
+    pub(super) fn new(budget: Arc<Budget>) -> Self {
+        Self { budget, all: Mutex::default() }
+    }
+
+    fn all(&self) -> MutexGuard<'_, BTreeMap<u64, Native>> {
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts an allocation that the driver has made at `address`.
+    pub fn allocated(&self, address: DeviceAddress, mut native: Native) {
+        let (size_bytes, device) = (native.size_bytes, native.device);
+        let mut all = self.all();
+        // What was taken before the call is elsewhere, or less: the memory is there, so it counts as it is.
+        if let Counted::Yes(charge) = &mut native.counted
+            && !charge.as_ref().is_some_and(|it| it.is(size_bytes))
+        {
+            *charge = self.budget.charge_anyway(Some(device), size_bytes);
+        }
+        all.insert(address.0, native);
+    }
+
+    /// Forgets the one at `address`.
+    pub fn freed(&self, address: DeviceAddress) {
+        self.all().remove(&address.0);
+    }
+
+    /// The devices that they are on.
+    pub(super) fn devices(&self) -> BTreeSet<DeviceOrdinal> {
+        self.all().values().map(|native| native.device).collect()
+    }
+
+    /// Adds those to `reasons` that are on devices with at least so many bytes of them.
+    pub(super) fn add_to(&self, reasons: &mut Reasons, least_bytes: u64) {
+        let all = self.all();
+        let mut bytes: BTreeMap<DeviceOrdinal, u64> = BTreeMap::new();
+        for native in all.values() {
+            *bytes.entry(native.device).or_default() += native.size_bytes;
+        }
+        let matters = |native: &&Native| bytes[&native.device] >= least_bytes;
+        for native in all.values().filter(matters) {
+            reasons.add(native.device, native.reason, native.size_bytes);
+        }
+    }
+
+    /// Has all that does not count yet count against a budget.
+    pub(super) fn charge_all(&self, make: impl Fn(u64, Option<DeviceOrdinal>) -> Option<Charge>) {
+        for native in self.all().values_mut() {
+            if let Counted::Yes(charge @ None) = &mut native.counted {
+                *charge = make(native.size_bytes, Some(native.device));
+            }
+        }
+    }
+}
+
+/// What of plain memory was allocated in a context: blocks, and what was left to the driver.
+#[derive(Debug, Default)]
+#[must_use = "it belongs to no context any more"]
+pub struct PlainMemory {
+    blocks: Vec<Block>,
+    natives: Vec<DeviceAddress>,
+}
+
+impl PlainMemory {
+    /// Where the blocks lie.
+    pub fn blocks(&self) -> impl Iterator<Item = VaRange> {
+        self.blocks.iter().map(|block| block.range)
+    }
+
+    /// How many allocations were left to the driver.
+    pub fn natives(&self) -> usize {
+        self.natives.len()
+    }
+}
+
+impl<D: Driver> Pool<D> {
+    /// Takes the plain memory of `context`, which is about to be ended, from it: [`crate::Entered::plain_memory_ends`] or
+    /// [`Pool::plain_memory_stays`] comes next. Nobody finds it by the context's value from now on, which may be another context's immediately.
+    /// No streams of ours are left in it either. No step of a pause or resume may be under way.
+    ///
+    /// # Driver calls
+    /// `cuStreamDestroy`, for streams of all contexts.
+    #[doc(alias = "cuCtxDestroy")]
+    pub fn take_plain_memory(&self, context: RawContext) -> PlainMemory {
+        self.deferred.end_streams();
+        let blocks = self.ledger().mappings.take_blocks(context);
+        let mut natives = Vec::new();
+        for (address, native) in &mut *self.natives.all() {
+            if native.context.take_if(|own| *own == context).is_some() {
+                natives.push(DeviceAddress(*address));
+            }
+        }
+        PlainMemory { blocks, natives }
+    }
+
+    /// `context` lives on after all: what was taken from it, and is still there, is its own again.
+    pub fn plain_memory_stays(&self, context: RawContext, taken: PlainMemory) {
+        let mut ledger = self.ledger();
+        for block in taken.blocks {
+            if ledger.mappings.is_nobodys(block) {
+                ledger.mappings.set_context(block.start().0, context);
+            }
+        }
+        drop(ledger);
+        let mut natives = self.natives.all();
+        for address in taken.natives {
+            if let Some(native) = natives.get_mut(&address.0) {
+                native.context.get_or_insert(context);
+            }
+        }
+    }
+}
+
+impl<D: Driver, K: Kind> Entered<'_, D, K> {
+    /// Ends what was taken from a context, opened blocks too, however often: the context is gone, and its work with it. What
+    /// the driver will not unmap stays, and is counted; what was left to the driver has ended with the context.
+    #[doc(alias = "cuCtxDestroy")]
+    pub fn plain_memory_ends(&self, taken: PlainMemory) {
+        let PlainMemory { mut blocks, natives } = taken;
+        for address in natives {
+            // The driver may have given the address to another thread by now, in a context of its own.
+            let mut all = self.pool.natives.all();
+            if all.get(&address.0).is_some_and(|native| native.context.is_none()) {
+                all.remove(&address.0);
+            }
+        }
+        let ledger = self.pool.ledger();
+        blocks.retain(|block| ledger.mappings.is_nobodys(*block));
+        drop(ledger);
+        for block in blocks {
+            match self.block_give_up(block) {
+                Ok(()) | Err(PoolError::NotOurs) => {}
+                Err(error) => {
+                    tracing::error!(%error, address = %block.start(), "a block outlives its context");
+                }
+            }
+        }
+    }
+}
