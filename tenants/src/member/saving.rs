@@ -320,7 +320,7 @@ impl<D: Driver> Member<D> {
         }
         let is_called_off = || is_called_off.load(Ordering::Relaxed);
         let until = Instant::now() + SPILL_STEP_TIME;
-        match self.pool.spill_unless(step.most_bytes, until, &is_called_off) {
+        match self.pool.spill(step.most_bytes, until, &is_called_off) {
             Ok(Spilled { moved_bytes, given_back_bytes, left_bytes }) => {
                 tracing::info!(
                     moved_bytes,

@@ -177,13 +177,13 @@ impl<D: Driver> Entered<'_, D, Use> {
     pub fn set_cell_access(&self, range: VaRange, access: &[AccessDesc]) -> PoolResult<()> {
         let (plan, wider) = {
             let mut slabs = self.pool.slabs();
-            let plan = if slabs.meets_window(range) {
+            let plan = if slabs.windows.meets_window(range) {
                 slabs.plan_access(range, access)
             } else {
                 AccessPlan::Rows
             };
             let wider = match plan {
-                AccessPlan::Grant { window, .. } => slabs.wider(window, access),
+                AccessPlan::Grant { window, .. } => slabs.windows.wider(window, access),
                 AccessPlan::Done | AccessPlan::Rows | AccessPlan::Refused(_) => Vec::new(),
             };
             (plan, wider)
@@ -193,7 +193,7 @@ impl<D: Driver> Entered<'_, D, Use> {
             AccessPlan::Rows => self.set_access(range, access),
             AccessPlan::Grant { window, mounted } => {
                 self.set_access(mounted, &wider)?;
-                self.pool.slabs().granted(window, range, access);
+                self.pool.slabs().windows.granted(window, range, access);
                 Ok(())
             }
             AccessPlan::Refused(code) => {
@@ -242,7 +242,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     pub fn retain_cell_at(&self, address: DeviceAddress) -> PoolResult<VirtualHandle> {
         let (place, retained) = {
             let mut slabs = self.pool.slabs();
-            (slabs.place(address), slabs.retain_at(address))
+            (slabs.windows.place(address), slabs.retain_at(address))
         };
         match place {
             Occupant::Elsewhere | Occupant::Alone => self.retain_at(address),
@@ -278,7 +278,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     pub fn unmap_cells(&self, range: VaRange) -> PoolResult<()> {
         let unmapped = {
             let mut slabs = self.pool.slabs();
-            if slabs.meets_window(range) { Some(slabs.unmap(range)) } else { None }
+            if slabs.windows.meets_window(range) { Some(slabs.unmap(range)) } else { None }
         };
         let Some(unmapped) = unmapped else {
             return self.unmap(range);
@@ -311,7 +311,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     pub fn free_cell_addresses(&self, range: VaRange) -> PoolResult<()> {
         let freed = {
             let mut slabs = self.pool.slabs();
-            if slabs.meets_window(range) { Some(slabs.free_spot(range)) } else { None }
+            if slabs.windows.meets_window(range) { Some(slabs.free_spot(range)) } else { None }
         };
         let ended = match freed {
             None if !self.address_free_is_refused(range) => return Err(PoolError::NotOurs),
@@ -352,7 +352,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
                     return Some(ended);
                 }
             };
-            ended.windows.extend(self.pool.slabs().dismounted(window));
+            ended.windows.extend(self.pool.slabs().windows.dismounted(window));
             self.pool.slabs_changed.notify_all();
         }
         if let Some(row) = ended.row

@@ -145,7 +145,7 @@ impl<D: Driver> Entered<'_, D, Use> {
     fn check_call(&self, range: VaRange, offset_bytes: u64, whole_bytes: u64) -> PoolResult<()> {
         let in_window = {
             let slabs = self.pool.slabs();
-            slabs.meets_window(range).then(|| slabs.is_taken(range))
+            slabs.windows.meets_window(range).then(|| slabs.windows.is_taken(range))
         };
         let is_taken = in_window.unwrap_or_else(|| self.pool.holdings().has_mapping_in(range));
         if is_taken {

@@ -11,13 +11,14 @@ impl<D: Driver> Pool<D> {
     pub fn who_answers(&self, address: DeviceAddress) -> Known {
         let (place, reserved, rights, is_vacant) = {
             let slabs = self.slabs();
-            let place = slabs.place(address);
+            let place = slabs.windows.place(address);
             if place == Occupant::Elsewhere {
                 drop(slabs);
                 return self.holdings().who_knows(address);
             }
-            let (reserved, rights) = (slabs.spot_at(address), slabs.rights_at(address));
-            (place, reserved, rights, slabs.is_vacant(address))
+            let (reserved, rights) =
+                (slabs.windows.spot_at(address), slabs.windows.rights_at(address));
+            (place, reserved, rights, slabs.windows.is_vacant(address))
         };
         // Where a caller has a whole window, and nothing in it, the driver sees the same.
         if place == Occupant::Nothing && (reserved.is_none() || !is_vacant) {
@@ -41,18 +42,18 @@ impl<D: Driver> Pool<D> {
 
     /// What a caller was given that holds `address`, where it is a part of what the driver has reserved for us.
     pub fn reserved_range(&self, address: DeviceAddress) -> Option<VaRange> {
-        self.slabs().spot_at(address)
+        self.slabs().windows.spot_at(address)
     }
 
     /// The right of `place` that callers have set on the cell at `address`; none where there is no cell.
     pub fn cell_right(&self, address: DeviceAddress, place: Location) -> Option<i32> {
-        self.slabs().right_at(address, place)
+        self.slabs().windows.right_at(address, place)
     }
 
     /// A number that the memory at `address` has alone, wherever it is.
     #[doc(alias = "CU_POINTER_ATTRIBUTE_BUFFER_ID")]
     pub fn memory_number(&self, address: DeviceAddress) -> Option<u64> {
-        let place = self.slabs().place(address);
+        let place = self.slabs().windows.place(address);
         match place {
             Occupant::Cell { handle, .. } => Some(handle.raw()),
             Occupant::Elsewhere | Occupant::Alone | Occupant::Nothing => {
@@ -63,7 +64,7 @@ impl<D: Driver> Pool<D> {
 
     /// The cell that is mapped at `address`.
     pub fn cell_range(&self, address: DeviceAddress) -> Option<VaRange> {
-        match self.slabs().place(address) {
+        match self.slabs().windows.place(address) {
             Occupant::Cell { range, .. } => Some(range),
             Occupant::Elsewhere | Occupant::Alone | Occupant::Nothing => None,
         }

@@ -205,7 +205,7 @@ impl Holding {
             ranges: ledger.mappings_of(row).map(Mapping::range).collect(),
             source: match row.origin() {
                 _ if row.is_lost() => HoldingSource::Lost,
-                Origin::Own => HoldingSource::Own { importers: row.importers() },
+                Origin::Own => HoldingSource::Own { importers: row.sharing().importers() },
                 Origin::Imported { owner } => HoldingSource::Imported { owner: *owner },
                 Origin::Foreign => HoldingSource::Foreign,
             },

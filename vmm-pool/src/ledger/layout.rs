@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::pieces::{Survey, Wish};
-use super::{Ledger, Mapping, Row, Rows, merged};
+use super::{Ledger, Row, Rows, merged};
 use crate::VirtualHandle;
 use crate::driver::VaRange;
 use crate::store::{Copies, Extent, Saved, Store, append};
@@ -302,19 +302,13 @@ impl Ledger {
 
     /// The copy of this one does not count.
     pub(crate) fn forget_copy(&mut self, handle: VirtualHandle) {
-        if let Some(row) = self.row_mut(handle) {
-            row.backing_mut().forget_copy();
-        }
+        self.change_in(std::iter::once(handle), |row| row.backing_mut().forget_copy());
     }
 
     /// Somebody was given the place of the copy of all that is mapped in `range`.
     pub(crate) fn lend_copies(&mut self, range: VaRange) {
-        let handles: Vec<_> = self.mappings.overlapping(range).map(Mapping::allocation).collect();
-        for handle in handles {
-            if let Some(row) = self.row_mut(handle) {
-                row.backing_mut().forget_prints();
-            }
-        }
+        let mapped = self.mapped_in(range);
+        self.change_in(mapped.into_iter(), |row| row.backing_mut().forget_prints());
     }
 
     /// Gives up copies that only the next pause has use for, but those that `copies` says of a pause of `rows`.

@@ -3,6 +3,8 @@
 //! The driver knows more, and is asked wherever it can answer. It cannot while memory is away, and what it says in the
 //! middle of a pause or resume may be half of the truth. So a caller looks here first and again afterwards.
 
+mod all;
+
 use std::collections::BTreeMap;
 
 use super::Ledger;
@@ -10,6 +12,8 @@ use crate::VirtualHandle;
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Location, RawContext, VaRange,
 };
+
+pub(crate) use self::all::Mappings;
 
 /// A place where an allocation is mapped, and the rights set on it.
 #[derive(Debug)]
@@ -83,11 +87,6 @@ impl Mapping {
         self.is_uneven
     }
 
-    /// Rights are about to be set on a part of it.
-    pub(super) fn set_uneven(&mut self) {
-        self.is_uneven = true;
-    }
-
     /// May a kernel on `place` read all of it, as far as is known?
     pub(crate) fn is_readable_by_kernels(&self, place: Location) -> bool {
         let rights = self.rights_of(place).unwrap_or(0);
@@ -122,37 +121,12 @@ impl Mapping {
         self.is_leaving = false;
     }
 
-    pub(super) fn begin_leaving(&mut self) {
-        self.is_leaving = true;
-        self.departures += 1;
-    }
-
-    pub(super) fn call_off_leaving(&mut self) {
-        self.is_leaving = false;
-    }
-
     pub(super) fn add_access(&mut self, access: &[AccessDesc]) {
         self.access.extend(access.iter().map(|desc| (desc.location, desc.flags)));
     }
 
     pub(crate) fn context(&self) -> Option<RawContext> {
         self.context
-    }
-
-    pub(super) fn set_context(&mut self, context: Option<RawContext>) {
-        self.context = context;
-    }
-
-    pub(super) fn is_claimed(&self) -> bool {
-        self.is_claimed
-    }
-
-    pub(super) fn set_claimed(&mut self, is_claimed: bool) {
-        self.is_claimed = is_claimed;
-    }
-
-    pub(super) fn set_opened(&mut self, opened: u32) {
-        self.opened = opened;
     }
 }
 

@@ -22,17 +22,17 @@ mod backing;
 mod block;
 mod layout;
 mod mapping;
-mod mappings;
 mod moving;
 mod paged;
 mod pieces;
 mod residency;
 mod row;
 mod selection;
+mod sharing;
 mod tickets;
 mod views;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Weak;
@@ -44,15 +44,16 @@ use backing::Backing;
 pub use block::Block;
 pub(crate) use layout::{Layout, Placed};
 pub use mapping::{Facts, Known, Sight};
-pub(crate) use mapping::{Mapping, Presence};
-pub(crate) use mappings::Mappings;
+pub(crate) use mapping::{Mapping, Mappings, Presence};
 pub(crate) use pieces::{Survey, Wish};
 use residency::Change;
 pub use row::Class;
 pub(crate) use row::{NewRow, Origin, Row};
 pub(crate) use selection::Rows;
 pub use selection::{After, LIBRARY_TAGS, Selection, Tags, Whose};
+pub(crate) use sharing::Sharing;
 use slab::Slab;
+use tickets::Watches;
 pub use tickets::{Lease, LentTotals, TicketWatch};
 use views::Views;
 
@@ -75,13 +76,7 @@ pub(crate) struct Ledger {
     /// How much own memory there is on each device that has some, in allocations.
     own_on: BTreeMap<DeviceOrdinal, usize>,
     next_generation: u32,
-    last_ticket: u64,
-    /// How many tickets were watched at the last look, and those since.
-    watches: usize,
-    /// Rows that had watched tickets then, or have since.
-    watched: BTreeSet<VirtualHandle>,
-    /// How many tickets more are to come before those that are watched are looked at for room.
-    next_look: usize,
+    watches: Watches,
     /// Contents that somebody reads where they lie, who has no lock meanwhile.
     read: Weak<Vec<Saved>>,
     /// Nothing is given to importers: a pause has asked who holds what, or memory is away.
@@ -302,37 +297,28 @@ impl Ledger {
 
     /// Has a pause leave all that is mapped in `range` in place. Returns how many bytes that is new for.
     pub(crate) fn pin(&mut self, range: VaRange, reason: &'static str) -> u64 {
-        let handles: Vec<_> = self.mappings.overlapping(range).map(Mapping::allocation).collect();
         let mut bytes = 0;
-        for handle in handles {
-            if let Some(row) = self.row_mut(handle)
-                && row.pin(reason)
-            {
-                bytes += row.size_bytes();
-            }
-        }
+        self.change_in(self.mapped_in(range).into_iter(), |row| {
+            bytes += if row.pin(reason) { row.size_bytes() } else { 0 };
+        });
         bytes
+    }
+
+    fn mapped_in(&self, range: VaRange) -> Vec<VirtualHandle> {
+        self.mappings.overlapping(range).map(Mapping::allocation).collect()
     }
 
     /// Has a pause leave all that is mapped in `range` in place, until [`Ledger::unregister`] is told the same
     /// allocations, which are returned.
     pub(crate) fn register(&mut self, range: VaRange, reason: &'static str) -> Vec<VirtualHandle> {
-        let handles: Vec<_> = self.mappings.overlapping(range).map(Mapping::allocation).collect();
-        for handle in &handles {
-            if let Some(row) = self.row_mut(*handle) {
-                row.register(reason);
-            }
-        }
+        let handles = self.mapped_in(range);
+        self.change_in(handles.iter().copied(), |row| row.register(reason));
         handles
     }
 
     /// The end of one registration. Allocations that have ended are passed over.
     pub(crate) fn unregister(&mut self, handles: &[VirtualHandle]) {
-        for handle in handles {
-            if let Some(row) = self.row_mut(*handle) {
-                row.unregister();
-            }
-        }
+        self.change_in(handles.iter().copied(), Row::unregister);
     }
 
     /// Makes a block of it: its mapping alone keeps it, and `asked_bytes` is its size for callers.
@@ -382,14 +368,14 @@ impl Ledger {
         }
         let row = self.by_id(id).filter(|row| row.is_own());
         let row = row.ok_or(PoolError::StaleHandle { handle: 0 })?;
-        if row.is_resident() && !row.is_owed_by_tag() {
+        if row.is_resident() && !row.sharing().is_owed_by_tag() {
             return Ok(row);
         }
         Err(PoolError::Offloaded { tag: row.class().tag.clone() })
     }
 
-    /// `importer` holds `id` from now on, by the ticket `serial`. A descriptor that is kept for nobody any more, and a row
-    /// that nobody here holds, come out.
+    /// Somebody holds `id` from now on, by the ticket `serial`, or without one where that is 0; `note` says who. A descriptor that
+    /// is kept for nobody any more, and a row that nobody here holds, come out.
     ///
     /// # Errors
     /// As [`Ledger::find_for_importer`].
@@ -397,27 +383,28 @@ impl Ledger {
         &mut self,
         id: AllocationId,
         serial: u64,
-        importer: PeerId,
+        note: impl FnOnce(&mut Sharing),
     ) -> PoolResult<(Option<OwnedFd>, Option<Row>)> {
         let handle = self.find_for_importer(id)?.handle();
         let fd = self.row_mut(handle).and_then(|row| {
-            row.add_importer(importer);
-            row.use_ticket(serial)
+            note(row.sharing_mut());
+            row.sharing_mut().use_ticket(serial)
         });
         Ok((fd, self.take_garbage(handle)))
+    }
+
+    /// What `importer`, which fetches `id` again, is handed: a copy of the descriptor at hand, or without room for one, that
+    /// very one. None where the driver is to give one; then [`Ledger::fetched`].
+    pub(crate) fn export_at_hand(&mut self, id: AllocationId) -> Option<OwnedFd> {
+        let sharing = self.by_id_mut(id)?.sharing_mut();
+        sharing.copy_of_export().or_else(|| sharing.take_export())
     }
 
     /// `importer` has fetched `id` again.
     pub(crate) fn fetched(&mut self, id: AllocationId, importer: PeerId) {
         if let Some(row) = self.by_id_mut(id) {
-            row.add_importer(importer);
+            row.sharing_mut().add_importer(importer);
         }
-    }
-
-    /// A descriptor for an importer of `id`, when one is at hand: a copy, or without room for one, that very one.
-    pub(crate) fn export_at_hand(&mut self, id: AllocationId) -> Option<OwnedFd> {
-        let row = self.by_id_mut(id)?;
-        row.copy_of_export().or_else(|| row.take_export())
     }
 
     /// One reference more to `id`, where it is held and not lost. Of own memory the ticket `serial` is redeemed by
@@ -429,7 +416,7 @@ impl Ledger {
     ) -> Option<(VirtualHandle, Option<OwnedFd>)> {
         let row = self.by_id_mut(id).filter(|row| !row.is_lost())?;
         row.add_reference();
-        let fd = if row.is_own() { row.use_ticket(serial) } else { None };
+        let fd = if row.is_own() { row.sharing_mut().use_ticket(serial) } else { None };
         Some((row.handle(), fd))
     }
 
@@ -446,12 +433,6 @@ impl Ledger {
             }
         }
         lost
-    }
-
-    /// Takes out every descriptor that `choose` picks.
-    pub(crate) fn take_exports(&mut self, choose: impl Fn(&Row) -> bool) -> Vec<OwnedFd> {
-        let chosen = self.rows.iter_mut().map(|(_, row)| row).filter(|row| choose(row));
-        chosen.filter_map(Row::take_export).collect()
     }
 }
 

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 
 use super::residency::Change;
+use super::sharing::Sharing;
 use super::{Ledger, Mapping, Remount, Row, Rows, Selection, merged};
 use crate::deferred::Physical;
 use crate::driver::VaRange;
@@ -89,9 +90,7 @@ impl Ledger {
 
     /// Saved contents of `handle` are about to be written to its memory.
     pub(crate) fn begin_refill(&mut self, handle: VirtualHandle) {
-        if let Some(row) = self.row_mut(handle) {
-            row.backing_mut().begin_refill();
-        }
+        self.change_in(std::iter::once(handle), |row| row.backing_mut().begin_refill());
     }
 
     /// The contents of `rows` are on their devices again, as far as they came back.
@@ -167,10 +166,10 @@ impl Ledger {
                 return;
             }
             // A process that still wants it asks again, and is an importer when the resume is committed.
-            if row.can_leave() || row.is_owed_by_tag() {
-                row.begin_fetching();
+            if row.can_leave() || row.sharing().is_owed_by_tag() {
+                row.sharing_mut().begin_fetching();
             }
-            if row.is_resident() && !row.is_exported() {
+            if row.is_resident() && !row.sharing().is_exported() {
                 wanted.push((row.id(), row.size_bytes()));
             }
         });
@@ -187,8 +186,7 @@ impl Ledger {
         let mut exports = Vec::new();
         self.change_in(rows.fetched(), |row| {
             if choose(row) {
-                row.call_off_fetching();
-                exports.extend(row.take_export());
+                exports.extend(row.sharing_mut().call_off_fetching());
             }
         });
         exports
@@ -200,14 +198,17 @@ impl Ledger {
         let handles: Vec<_> = self.rows().map(Row::handle).collect();
         for (_, row) in &mut self.rows {
             row.set_stays(None);
-            row.end_fetching(rows.owes(row));
+            let is_tag_back = rows.owes(row);
+            row.sharing_mut().end_fetching(is_tag_back);
         }
         handles.into_iter().filter_map(|handle| self.take_garbage(handle)).collect()
     }
 
     /// Descriptors that no ticket needs.
     pub(crate) fn take_spare_exports(&mut self) -> Vec<OwnedFd> {
-        self.take_exports(|row| !row.has_tickets())
+        let rows = self.rows.iter_mut().map(|(_, row)| row.sharing_mut());
+        let spare = rows.filter(|sharing| !sharing.tickets.await_somebody());
+        spare.filter_map(Sharing::take_export).collect()
     }
 
     /// Parts of own memory whose contents nobody needs: unless the process touches them first, the next pause
@@ -268,8 +269,7 @@ impl Ledger {
             return None;
         }
         let row = self.row_mut(handle).filter(|row| row.is_resident() && choose(row))?;
-        row.call_off_fetching();
-        let export = row.take_export();
+        let export = row.sharing_mut().call_off_fetching();
         row.backing_mut().change(Change::Released).map(|physical| (physical, export))
     }
 }

@@ -59,12 +59,6 @@ impl Ledger {
         Some(mapping.range())
     }
 
-    /// Is the place of a chunk's contents its own, and large enough for all of them?
-    pub(crate) fn has_chunk_place(&self, handle: VirtualHandle) -> bool {
-        let kept = self.row(handle).and_then(|row| row.backing().chunk_copy());
-        kept.is_some()
-    }
-
     /// The place of a chunk's contents, which are about to be copied there: the one that it has, or a new one. What lies
     /// there has no fingerprints from now on.
     pub(crate) fn take_chunk_place(&mut self, handle: VirtualHandle) -> Option<Extent> {

@@ -2,13 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::os::fd::{AsFd as _, OwnedFd};
 
 use super::backing::Backing;
 use super::residency::Change;
-use super::tickets::{Lease, Leases, TicketWatch, Tickets};
+use super::sharing::Sharing;
 use crate::deferred::Physical;
-use crate::descriptors::UninheritedFd;
 use crate::driver::{
     AllocationProp, DeviceOrdinal, HANDLE_TYPE_POSIX_FD, Location, LocationKind, RawHandle,
 };
@@ -71,22 +69,6 @@ pub(crate) struct Row {
     stays: Option<&'static str>,
     /// For memory made as a block: the size that the caller requested.
     block_size_bytes: Option<u64>,
-}
-
-/// Who else may hold an allocation.
-#[derive(Debug, Default)]
-struct Sharing {
-    tickets: Tickets,
-    /// Processes of other tenants that have it open.
-    leases: Leases,
-    /// Processes that may hold it: those that were given a descriptor since it was last created.
-    importers: BTreeSet<PeerId>,
-    /// From its restoring to the end of that resume: those that have fetched it again, the importers to come.
-    fetched: Option<BTreeSet<PeerId>>,
-    /// Importers have given it up by its tag, and come for it when that is brought back, wherever it is meanwhile.
-    is_owed_by_tag: bool,
-    /// The driver's descriptor for the importers, between issue and redemption.
-    exported: Option<UninheritedFd>,
 }
 
 impl Row {
@@ -152,7 +134,7 @@ impl Row {
             && self.is_own()
             && self.is_resident()
             && !self.was_mapped
-            && !self.is_exported()
+            && !self.sharing.is_exported()
             && !self.is_shared()
     }
 
@@ -175,6 +157,11 @@ impl Row {
 
     pub(super) fn backing_mut(&mut self) -> &mut Backing {
         &mut self.backing
+    }
+
+    /// Is the place of a chunk's contents in host memory its own, and large enough for all of them?
+    pub(crate) fn has_chunk_place(&self) -> bool {
+        self.backing.chunk_copy().is_some()
     }
 
     pub(crate) fn is_lost(&self) -> bool {
@@ -266,33 +253,24 @@ impl Row {
 
     /// May another process hold it, or come for it?
     pub(crate) fn is_shared(&self) -> bool {
-        self.is_own() && (!self.sharing.importers.is_empty() || self.sharing.tickets.hold())
+        self.is_own() && (self.sharing.has_importers() || self.sharing.tickets.hold())
     }
 
-    /// Are importers without it until its tag is brought back?
-    pub(crate) fn is_owed_by_tag(&self) -> bool {
-        self.sharing.is_owed_by_tag
+    /// Who else may hold it.
+    pub(crate) fn sharing(&self) -> &Sharing {
+        &self.sharing
     }
 
-    pub(crate) fn importers(&self) -> Vec<PeerId> {
-        self.sharing.importers.iter().copied().collect()
-    }
-
-    pub(crate) fn is_exported(&self) -> bool {
-        self.sharing.exported.is_some()
-    }
-
-    /// A copy of the descriptor kept for importers, where there is one and room for another.
-    pub(crate) fn copy_of_export(&self) -> Option<OwnedFd> {
-        self.sharing.exported.as_ref()?.as_fd().try_clone_to_owned().ok()
+    pub(super) fn sharing_mut(&mut self) -> &mut Sharing {
+        &mut self.sharing
     }
 
     /// Does nobody hold it any more? `is_paused` says that its process is, and its importers have given up what they had.
     pub(super) fn is_garbage(&self, is_paused: bool) -> bool {
         // Resident memory the driver keeps for its importers. What is away nobody but its owner can bring back, nor what was to be and that the
         // driver has not let go.
-        let is_away = is_paused || !self.backing.is_at_rest() || self.sharing.is_owed_by_tag;
-        let is_owed = self.is_own() && is_away && !self.sharing.importers.is_empty();
+        let is_away = is_paused || !self.backing.is_at_rest() || self.sharing.is_owed_by_tag();
+        let is_owed = self.is_own() && is_away && self.sharing.has_importers();
         let is_held = self.references > 0 || !self.mappings.is_empty();
         // Tickets last: each is a question to the system.
         !is_held && !is_owed && !self.sharing.tickets.hold()
@@ -360,95 +338,10 @@ impl Row {
         self.stays = reason;
     }
 
-    pub(super) fn add_ticket(&mut self, serial: u64) {
-        self.sharing.tickets.add(serial);
-    }
-
-    /// A ticket that nobody was given.
-    pub(super) fn take_ticket_back(&mut self, serial: u64) {
-        self.sharing.tickets.take_back(serial);
-    }
-
-    /// The ticket `serial` is redeemed. With the last the descriptor goes that was kept for them.
-    pub(super) fn use_ticket(&mut self, serial: u64) -> Option<OwnedFd> {
-        self.sharing.tickets.redeem(serial);
-        if self.has_tickets() { None } else { self.take_export() }
-    }
-
-    /// From now on the ticket `serial` lasts until it is closed.
-    pub(super) fn watch_ticket(&mut self, serial: u64, watch: TicketWatch) -> bool {
-        self.sharing.tickets.watch(serial, watch)
-    }
-
-    /// Drops tickets that have been closed, and with the last that nobody had redeemed the descriptor that was kept for
-    /// them. Says how many.
-    pub(super) fn drop_closed_tickets(&mut self) -> (usize, Option<OwnedFd>) {
-        if self.sharing.tickets.is_empty() {
-            return (0, None);
-        }
-        let dropped = self.sharing.tickets.drop_closed();
-        let spare = if dropped > 0 && !self.has_tickets() { self.take_export() } else { None };
-        (dropped, spare)
-    }
-
-    /// How many tickets are watched.
-    pub(super) fn watched_tickets(&self) -> usize {
-        self.sharing.tickets.watched()
-    }
-
-    /// Are there tickets that nobody has redeemed?
-    pub(super) fn has_tickets(&self) -> bool {
-        self.sharing.tickets.await_somebody()
-    }
-
-    pub(super) fn add_importer(&mut self, importer: PeerId) {
-        self.sharing.importers.insert(importer);
-        if let Some(fetched) = &mut self.sharing.fetched {
-            fetched.insert(importer);
-        }
-    }
-
-    /// A process of another tenant holds it from now on.
-    pub(super) fn add_lease(&mut self, lease: Lease, by_ticket: bool) {
-        self.sharing.leases.add(lease, by_ticket);
-    }
-
-    pub(super) fn leases(&mut self) -> &mut Leases {
-        &mut self.sharing.leases
-    }
-
-    pub(super) fn keep_export(&mut self, fd: OwnedFd) -> Option<OwnedFd> {
-        self.sharing.exported.replace(fd.into()).map(UninheritedFd::into_inner)
-    }
-
-    pub(super) fn take_export(&mut self) -> Option<OwnedFd> {
-        self.sharing.exported.take().map(UninheritedFd::into_inner)
-    }
-
     /// The process runs on, and importers without it, until its tag is brought back.
     pub(super) fn owe_by_tag(&mut self) {
-        self.sharing.is_owed_by_tag |= self.can_leave() && !self.sharing.importers.is_empty();
-    }
-
-    /// Importers fetch it again: who they are is counted from now on.
-    pub(super) fn begin_fetching(&mut self) {
-        self.sharing.fetched.get_or_insert_default();
-    }
-
-    pub(super) fn call_off_fetching(&mut self) {
-        self.sharing.fetched = None;
-    }
-
-    /// A process that has fetched it is its importer from now on, and nobody else. Where importers are without it until its
-    /// tag is back, that is so if `is_tag_back`.
-    pub(super) fn end_fetching(&mut self, is_tag_back: bool) {
-        let fetched = self.sharing.fetched.take();
-        if self.sharing.is_owed_by_tag && !is_tag_back {
-            return;
-        }
-        self.sharing.is_owed_by_tag = false;
-        if let Some(fetched) = fetched {
-            self.sharing.importers = fetched;
+        if self.can_leave() {
+            self.sharing.owe_by_tag();
         }
     }
 }

@@ -145,7 +145,7 @@ impl Ledger {
         };
         Rows {
             handles: of(&|row| selection.has(row)),
-            owed: of(&|row| row.is_owed_by_tag() && selection.brings_tag_of(row)),
+            owed: of(&|row| row.sharing().is_owed_by_tag() && selection.brings_tag_of(row)),
         }
     }
 }

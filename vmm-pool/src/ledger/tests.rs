@@ -301,7 +301,9 @@ fn a_row_is_what_it_was_made_as() {
     assert_eq!((row.id(), row.size_bytes(), row.prop()), (id(1), SIZE_BYTES, &prop));
     assert_eq!((row.class(), row.origin(), row.device()), (&class, &Origin::Own, Some(GPU)));
     assert_eq!((row.raw(), row.handle()), (Some(RawHandle(1)), handle));
-    assert!(row.is_resident() && !row.is_shared() && !row.is_pinned() && !row.is_exported());
+    assert!(
+        row.is_resident() && !row.is_shared() && !row.is_pinned() && !row.sharing().is_exported()
+    );
     assert_eq!(row.describe(), "test allocation of tag kv");
     mapped(&mut ledger, 1, handle);
     let row = ledger.row(handle).unwrap();

@@ -7,7 +7,7 @@
 //! its holder has given the memory back to the driver, or has ended. No pause takes memory away while a lease of it is open, and while
 //! the pool is frozen none is given.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
 use super::{Ledger, Row, Selection};
@@ -94,10 +94,6 @@ impl Tickets {
     pub(super) fn watched(&self) -> usize {
         self.0.values().filter(|ticket| ticket.watch.is_some()).count()
     }
-
-    pub(super) fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
 }
 
 /// How many tickets are watched at most: each takes a descriptor.
@@ -106,6 +102,43 @@ pub(super) const WATCHES_MAX: usize = 256;
 /// For how many tickets a look at all that are watched must have made room, or is not taken again: it is a question to the
 /// kernel for each.
 const LOOK_EVERY: usize = 64;
+
+/// Serial numbers of tickets, and which allocations have some that are watched.
+#[derive(Debug, Default)]
+pub(super) struct Watches {
+    last_serial: u64,
+    /// How many tickets were watched at the last look, and those since.
+    pub(super) count: usize,
+    /// Rows that had watched tickets then, or have since.
+    rows: BTreeSet<VirtualHandle>,
+    /// How many tickets more are to come before those that are watched are looked at for room.
+    next_look: usize,
+}
+
+impl Watches {
+    /// One ticket more is to be watched. Is it time to look for room?
+    fn is_look_due(&mut self) -> bool {
+        if self.count < WATCHES_MAX {
+            return false;
+        }
+        self.next_look = self.next_look.saturating_sub(1);
+        self.next_look == 0
+    }
+
+    /// So many tickets of `row` are watched.
+    fn add(&mut self, row: VirtualHandle, count: usize) {
+        if count > 0 {
+            self.count += count;
+            self.rows.insert(row);
+        }
+    }
+
+    /// All that had some; they are counted again from none.
+    fn take(&mut self) -> BTreeSet<VirtualHandle> {
+        self.count = 0;
+        std::mem::take(&mut self.rows)
+    }
+}
 
 /// What is to be exported for a ticket.
 #[derive(Debug)]
@@ -129,14 +162,14 @@ impl Ledger {
         if !row.is_own() {
             return Ok(ToExport { id, size_bytes, serial: 0, raw: None });
         }
-        let raw = if row.is_exported() { None } else { row.raw() };
-        if raw.is_none() && !row.is_exported() {
+        let raw = if row.sharing().is_exported() { None } else { row.raw() };
+        if raw.is_none() && !row.sharing().is_exported() {
             return Err(PoolError::Offloaded { tag: row.class().tag.clone() });
         }
-        self.last_ticket += 1;
-        let serial = self.last_ticket;
+        self.watches.last_serial += 1;
+        let serial = self.watches.last_serial;
         if let Some(row) = self.row_mut(handle) {
-            row.add_ticket(serial);
+            row.sharing_mut().tickets.add(serial);
         }
         Ok(ToExport { id, size_bytes, serial, raw })
     }
@@ -150,19 +183,16 @@ impl Ledger {
         watch: TicketWatch,
     ) -> Vec<OwnedFd> {
         let mut spare = Vec::new();
-        if self.watches >= WATCHES_MAX {
-            self.next_look = self.next_look.saturating_sub(1);
-            if self.next_look == 0 {
-                spare = self.drop_closed_tickets();
-                self.next_look = LOOK_EVERY.saturating_sub(WATCHES_MAX - self.watches);
-            }
+        if self.watches.is_look_due() {
+            spare = self.drop_closed_tickets();
+            self.watches.next_look = LOOK_EVERY.saturating_sub(WATCHES_MAX - self.watches.count);
         }
-        let has_room = self.watches < WATCHES_MAX;
+        let has_room = self.watches.count < WATCHES_MAX;
         let row = self.by_id_mut(id).filter(|_| has_room);
-        let watched = row.and_then(|row| row.watch_ticket(serial, watch).then(|| row.handle()));
+        let watched = row
+            .and_then(|row| row.sharing_mut().tickets.watch(serial, watch).then(|| row.handle()));
         if let Some(handle) = watched {
-            self.watches += 1;
-            self.watched.insert(handle);
+            self.watches.add(handle, 1);
         }
         spare
     }
@@ -170,26 +200,22 @@ impl Ledger {
     /// Drops tickets that have been closed; descriptors that were kept for them alone come out.
     fn drop_closed_tickets(&mut self) -> Vec<OwnedFd> {
         let mut spare = Vec::new();
-        self.watches = 0;
-        for handle in std::mem::take(&mut self.watched) {
+        for handle in self.watches.take() {
             let Some(row) = self.row_mut(handle) else { continue };
-            spare.extend(row.drop_closed_tickets().1);
-            let count = row.watched_tickets();
-            if count > 0 {
-                self.watches += count;
-                self.watched.insert(handle);
-            }
+            spare.extend(row.sharing_mut().drop_closed_tickets());
+            let count = row.sharing().tickets.watched();
+            self.watches.add(handle, count);
         }
         spare
     }
 
     pub(crate) fn has_watched_tickets(&self) -> bool {
-        self.watches > 0
+        self.watches.count > 0
     }
 
     /// As [`Ledger::drop_closed_tickets`]; memory that nothing else held comes out too.
     pub(crate) fn end_closed_tickets(&mut self) -> (Vec<OwnedFd>, Vec<Row>) {
-        if self.watches == 0 {
+        if self.watches.count == 0 {
             return Default::default();
         }
         let spare = self.drop_closed_tickets();
@@ -201,7 +227,7 @@ impl Ledger {
     /// Keeps the descriptor that the driver gave for `id`. One that nobody wants comes back.
     pub(crate) fn keep_export(&mut self, id: AllocationId, fd: OwnedFd) -> Option<OwnedFd> {
         match self.by_id_mut(id) {
-            Some(row) => row.keep_export(fd),
+            Some(row) => row.sharing_mut().keep_export(fd),
             None => Some(fd),
         }
     }
@@ -209,7 +235,7 @@ impl Ledger {
     /// The driver gave no descriptor for a ticket, which nobody was given then.
     pub(crate) fn export_failed(&mut self, id: AllocationId, serial: u64) -> Option<Row> {
         let row = self.by_id_mut(id)?;
-        row.take_ticket_back(serial);
+        row.sharing_mut().tickets.take_back(serial);
         let handle = row.handle();
         self.take_garbage(handle)
     }
@@ -239,7 +265,7 @@ pub struct LentTotals {
 
 /// The leases of one allocation.
 #[derive(Debug, Default)]
-pub(super) struct Leases(Vec<Lent>);
+pub(crate) struct Leases(Vec<Lent>);
 
 #[derive(Debug)]
 struct Lent {
@@ -249,7 +275,7 @@ struct Lent {
 
 impl Leases {
     /// One more. Those that have ended go.
-    pub(super) fn add(&mut self, lease: Lease, by_ticket: bool) {
+    pub(crate) fn add(&mut self, lease: Lease, by_ticket: bool) {
         self.drop_closed();
         self.0.push(Lent { lease, by_ticket });
     }
@@ -260,25 +286,6 @@ impl Leases {
 }
 
 impl Ledger {
-    /// `lease.borrower` holds `id` from now on, by the ticket `serial`, or by a handle where that is 0. What comes out is as
-    /// in [`Ledger::redeemed`].
-    ///
-    /// # Errors
-    /// As [`Ledger::find_for_importer`].
-    pub(crate) fn lent(
-        &mut self,
-        id: AllocationId,
-        serial: u64,
-        lease: Lease,
-    ) -> PoolResult<(Option<OwnedFd>, Option<Row>)> {
-        let handle = self.find_for_importer(id)?.handle();
-        let fd = self.row_mut(handle).and_then(|row| {
-            row.add_lease(lease, serial != 0);
-            row.use_ticket(serial)
-        });
-        Ok((fd, self.take_garbage(handle)))
-    }
-
     /// What of `selection` that a pause would take each borrower has open. Leases that have ended go.
     pub(crate) fn lent_of(&mut self, selection: &Selection) -> BTreeMap<PeerId, LentTotals> {
         let mut all: BTreeMap<PeerId, LentTotals> = BTreeMap::new();
@@ -287,7 +294,7 @@ impl Ledger {
                 continue;
             }
             let size_bytes = row.size_bytes();
-            let leases = row.leases();
+            let leases = &mut row.sharing_mut().leases;
             leases.drop_closed();
             let mut counted = Vec::new();
             for lent in &leases.0 {

@@ -337,7 +337,7 @@ impl<D: Driver> Pager<D> {
     pub fn close_if_empty(&self) -> bool {
         let shared = &self.shared;
         let mut is_closed = shared.entering.lock().unwrap_or_else(PoisonError::into_inner);
-        *is_closed |= shared.table().has_no_spans();
+        *is_closed |= shared.table().spans.is_empty();
         *is_closed
     }
 
@@ -386,7 +386,7 @@ impl<D: Driver> Pager<D> {
         let mut all = Vec::new();
         for &address in spans {
             let start = address.0.checked_sub(self.shared.window.start.0);
-            let ids = start.and_then(|start| table.span(start));
+            let ids = start.and_then(|start| table.spans.chunks_of(start));
             all.extend(ids.ok_or(PageError::NotPaged { address })?);
         }
         Ok(all)

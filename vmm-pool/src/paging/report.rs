@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use super::prints::PIECES;
-use super::table::{Chunks, Unseen};
+use super::table::{Chunk, Chunks, Unseen};
 use super::{Pager, Shared};
 use crate::driver::Driver;
 
@@ -89,7 +89,7 @@ impl<D: Driver> Shared<D> {
         let (first, last) = (*unseen.pieces.start() as u64, *unseen.pieces.end() as u64);
         let start = unseen.id as u64 * self.chunk_bytes + first * piece_bytes;
         let size_bytes = (last + 1 - first) * piece_bytes;
-        let span = table.span_of(start..=start + size_bytes - 1);
+        let span = table.spans.at(start..=start + size_bytes - 1);
         let window = self.window.start.0;
         UnseenWrite {
             chunk: unseen.id,
@@ -110,18 +110,16 @@ impl<D: Driver> Pager<D> {
         let table = self.shared.table();
         let chunk_bytes = self.shared.chunk_bytes;
         let bytes = |chunks: usize| chunks as u64 * chunk_bytes;
+        let count = |is: fn(&Chunk) -> bool| table.chunks.iter().filter(|chunk| is(chunk)).count();
+        let owned = count(Chunk::is_owned);
         let counts = table.counts;
         let is_elastic = self.shared.leaves_bytes > 0;
         PageReport {
             chunk_bytes,
-            paged_bytes: bytes(table.owned()),
-            frames_bytes: bytes(if is_elastic {
-                table.frames.min(table.owned())
-            } else {
-                table.frames
-            }),
+            paged_bytes: bytes(owned),
+            frames_bytes: bytes(if is_elastic { table.frames.min(owned) } else { table.frames }),
             resident_bytes: bytes(table.resident()),
-            stays_bytes: bytes(table.staying()),
+            stays_bytes: bytes(count(Chunk::stays)),
             out_bytes: counts.copied_out * chunk_bytes,
             unchanged_bytes: counts.unchanged * chunk_bytes,
             in_bytes: counts.copied_in * chunk_bytes,
@@ -138,7 +136,7 @@ impl<D: Driver> Pager<D> {
                 .iter()
                 .map(|each| self.shared.describe(&table, each))
                 .collect(),
-            chunks: table.letters(),
+            chunks: table.chunks.iter().map(Chunk::letter).collect(),
         }
     }
 }

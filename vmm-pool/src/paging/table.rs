@@ -17,21 +17,19 @@ mod asking;
 mod figures;
 mod graphs;
 mod leaving;
+mod spans;
 
-use std::collections::{BTreeMap, VecDeque};
-use std::ops::Range;
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
 use self::asking::Checks;
 pub(super) use self::asking::{Asked, Unseen};
+use self::spans::Spans;
 use super::PageError;
 use super::marks::Mark;
 use super::prints::Prints;
 use crate::VirtualHandle;
-
-/// What spans begin at a multiple of, in bytes, as PyTorch's own allocator has it.
-const ALIGNMENT_BYTES: u64 = 512;
 
 /// What a use did to a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -161,6 +159,57 @@ impl Chunk {
     pub(super) fn failures(&self) -> u64 {
         self.failure.as_ref().map_or(0, |(count, _)| *count)
     }
+
+    /// Why it did not come, if that is since there were `before` failures.
+    pub(super) fn failure_since(&self, before: u64) -> Option<Arc<PageError>> {
+        let (count, error) = self.failure.as_ref()?;
+        (*count > before).then(|| Arc::clone(error))
+    }
+
+    /// The driver has refused to copy or unmap it.
+    pub(super) fn refused(&mut self) {
+        self.is_refused = true;
+    }
+
+    /// It may not leave, for this reason.
+    pub(super) fn set_stays(&mut self, reason: Option<&'static str>) {
+        self.stays = reason;
+    }
+
+    /// Its place in host memory has nothing.
+    pub(super) fn forget_copy(&mut self) {
+        self.saved_version = None;
+        self.forget_prints();
+    }
+
+    /// Somebody else may have written to its place.
+    pub(super) fn forget_prints(&mut self) {
+        self.copied = Copied::default();
+    }
+
+    /// It is filled at these addresses for copies, and that is over when `mark` is.
+    pub(super) fn filling(&mut self, slot: usize, mark: Option<Arc<Mark>>) {
+        self.aside = Some(slot);
+        self.coming = mark;
+    }
+
+    /// It is at the addresses for copies no more.
+    pub(super) fn left_aside(&mut self) {
+        self.aside = None;
+    }
+
+    /// The driver does not take it from there. Who waits for it is told.
+    pub(super) fn stuck(&mut self, error: Arc<PageError>) {
+        self.is_refused = true;
+        self.failure = Some((self.failures() + 1, error));
+    }
+
+    /// The device is asked, before anything is copied.
+    pub(super) fn asking(&mut self, asked: Asked) {
+        let Asked { question, mark } = asked;
+        let (marks, version) = (vec![mark], self.version);
+        self.out = Some(Out { marks, version, question: Some(question), is_copy: false });
+    }
 }
 
 /// See the head of this module.
@@ -169,12 +218,7 @@ pub(super) struct Chunks {
     pub(super) chunks: Vec<Chunk>,
     /// How many are not away.
     resident: usize,
-    /// Where each begins in the window, and its size, in bytes.
-    spans: BTreeMap<u64, u64>,
-    /// No byte of the window before it can be given out.
-    full_bytes: u64,
-    window_bytes: u64,
-    chunk_bytes: u64,
+    pub(super) spans: Spans,
     /// The most chunks that may be on the device.
     pub(super) frames: usize,
     /// As many as the driver or the budget gave, if that was less.
@@ -233,10 +277,7 @@ impl Chunks {
         Self {
             chunks: Vec::new(),
             resident: 0,
-            spans: BTreeMap::new(),
-            full_bytes: 0,
-            window_bytes,
-            chunk_bytes,
+            spans: Spans::new(window_bytes, chunk_bytes),
             frames,
             given: None,
             queue: VecDeque::new(),
@@ -260,11 +301,6 @@ impl Chunks {
         }
     }
 
-    /// Was all freed that was given out?
-    pub(super) fn has_no_spans(&self) -> bool {
-        self.spans.is_empty()
-    }
-
     /// Chunks that have a frame, or are about to.
     pub(super) fn resident(&self) -> usize {
         self.resident
@@ -285,29 +321,9 @@ impl Chunks {
     /// So many bytes of the window that belong to no span, and the chunks among them that have no row: the caller gives each
     /// one.
     pub(super) fn alloc(&mut self, size_bytes: u64) -> Option<(u64, Vec<usize>)> {
-        let size_bytes = size_bytes.checked_next_multiple_of(ALIGNMENT_BYTES)?;
-        let full = self.full_bytes;
-        let behind = usize::try_from(full / self.chunk_bytes).ok()?;
-        let freed = self.chunks.iter().enumerate().skip(behind).filter(|(_, chunk)| chunk.is_freed);
-        let freed = freed.map(|(id, _)| (id as u64 * self.chunk_bytes, self.chunk_bytes));
-        let spans = self.spans.range(full..).map(|(start, size_bytes)| (*start, *size_bytes));
-        let mut taken: Vec<_> = spans.chain(freed).collect();
-        taken.sort_unstable();
-        let mut start = full;
-        for (taken, taken_bytes) in taken {
-            if taken - start >= size_bytes {
-                break;
-            }
-            start = taken + taken_bytes;
-        }
-        if size_bytes == 0 || start.checked_add(size_bytes)? > self.window_bytes {
-            return None;
-        }
-        self.spans.insert(start, size_bytes);
-        if start == full {
-            self.full_bytes += size_bytes;
-        }
-        let ids = self.span(start)?;
+        let chunks = self.chunks.iter().enumerate();
+        let freed = chunks.filter(|(_, chunk)| chunk.is_freed).map(|(id, _)| id);
+        let (start, ids) = self.spans.take(size_bytes, freed)?;
         if self.chunks.len() < ids.end {
             self.chunks.resize_with(ids.end, Chunk::default);
         }
@@ -315,21 +331,12 @@ impl Chunks {
         Some((start, ids.filter(|&id| self.chunks[id].row.is_none()).collect()))
     }
 
-    /// The chunks of the span that begins here.
-    pub(super) fn span(&self, start: u64) -> Option<Range<usize>> {
-        let last = start + self.spans.get(&start)? - 1;
-        let index = |at: u64| usize::try_from(at / self.chunk_bytes).ok();
-        Some(index(start)?..index(last)? + 1)
-    }
-
     /// The span is gone. Chunks of no other are freed: those that are away come out, with their rows, and are
     /// [`Chunks::gone`] when these are; what is on the device goes when its uses are over, also those that another thread is
     /// about to end. A call may wait for one because its parameters have the address by chance: that comes first. `None`: there is
     /// no such span.
     pub(super) fn free(&mut self, start: u64) -> Option<Vec<(usize, VirtualHandle)>> {
-        let ids = self.span(start)?;
-        self.spans.remove(&start);
-        self.full_bytes = self.full_bytes.min(start);
+        let ids = self.spans.remove(start)?;
         let mut away = Vec::new();
         for id in ids {
             let chunk = &mut self.chunks[id];
@@ -493,11 +500,6 @@ impl Chunks {
         outs.filter(|out| out.is_copy).count()
     }
 
-    /// The driver has refused to copy or unmap it.
-    pub(super) fn refused(&mut self, id: usize) {
-        self.chunks[id].is_refused = true;
-    }
-
     /// What the driver refused is tried again.
     pub(super) fn try_again(&mut self) {
         self.given = None;
@@ -507,8 +509,7 @@ impl Chunks {
     /// All spans are freed, as by [`Chunks::free`], and nobody holds anything any more.
     pub(super) fn free_all(&mut self) -> Vec<(usize, VirtualHandle)> {
         self.chunks.iter_mut().for_each(|chunk| chunk.holders = 0);
-        let spans: Vec<_> = self.spans.keys().copied().collect();
-        spans.into_iter().filter_map(|start| self.free(start)).flatten().collect()
+        self.spans.starts().into_iter().filter_map(|start| self.free(start)).flatten().collect()
     }
 
     /// Is everything that was written saved, but for chunks that graphs use?
@@ -533,17 +534,6 @@ impl Chunks {
         chunk.failure = Some((chunk.failures() + 1, error));
         chunk.is_promised = false;
         self.queue.retain(|queued| *queued != id);
-    }
-
-    /// Why it did not come, if that is since there were `before` failures.
-    pub(super) fn failure_since(&self, id: usize, before: u64) -> Option<Arc<PageError>> {
-        let (count, error) = self.chunks[id].failure.as_ref()?;
-        (*count > before).then(|| Arc::clone(error))
-    }
-
-    /// It may not leave.
-    pub(super) fn stays(&mut self, id: usize, reason: Option<&'static str>) {
-        self.chunks[id].stays = reason;
     }
 
     /// All that is on its way and may be over.

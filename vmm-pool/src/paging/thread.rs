@@ -23,7 +23,7 @@ use crate::VirtualHandle;
 use crate::copies::DeviceStreams;
 use crate::driver::{Driver, RawEvent};
 use crate::error::{Describe, PoolError, PoolResult};
-use crate::ledger::Known;
+use crate::ledger::{Known, Row};
 use crate::pool::{Entered, Use};
 use crate::transition::{Copier, StillChunk};
 
@@ -357,7 +357,7 @@ impl<D: Driver> Worker<'_, D> {
         if let (Some(slot), Ok((mark, was_copied))) = (slot, &came) {
             {
                 let mut table = self.shared.table();
-                table.filling(newcomer, slot, mark.clone());
+                table.chunks[newcomer].filling(slot, mark.clone());
                 table.counts.exchanges += u64::from(victim.is_some());
                 table.counts.copied_in += u64::from(*was_copied);
             }
@@ -402,14 +402,15 @@ impl<D: Driver> Worker<'_, D> {
         let is_given_up = next == Next::Driver && self.shared.table().chunks[victim].is_freed;
         let (stays, has_place) = {
             let ledger = self.shared.pool.ledger();
-            (ledger.chunk_stays(row, is_given_up), ledger.has_chunk_place(row))
+            let has_place = ledger.row(row).is_some_and(Row::has_chunk_place);
+            (ledger.chunk_stays(row, is_given_up), has_place)
         };
-        self.shared.table().stays(victim, stays);
+        self.shared.table().chunks[victim].set_stays(stays);
         if stays.is_some() || (has_contents && !has_place) {
             let mut table = self.shared.table();
             if !has_place {
                 // A pause that came to nothing has taken it.
-                table.forget_copy(victim);
+                table.chunks[victim].forget_copy();
             }
             if stays.is_some() {
                 table.used_now(victim);
@@ -448,7 +449,7 @@ impl<D: Driver> Worker<'_, D> {
     fn ask_what_stays(&self, staying: Vec<(usize, VirtualHandle)>) {
         for (chunk, row) in staying {
             let stays = self.shared.pool.ledger().chunk_stays(row, false);
-            self.shared.table().stays(chunk, stays);
+            self.shared.table().chunks[chunk].set_stays(stays);
         }
     }
 
@@ -525,11 +526,11 @@ impl<D: Driver> Worker<'_, D> {
         let claimed = self.shared.table().claim(chunk);
         let Some((row, _)) = claimed else { return };
         let is_as_seen = self.is_place_as_seen(chunk);
-        let has_place = self.shared.pool.ledger().has_chunk_place(row);
+        let has_place = self.shared.pool.ledger().row(row).is_some_and(Row::has_chunk_place);
         let compares = {
             let mut table = self.shared.table();
             if !is_as_seen || !has_place {
-                table.forget_prints(chunk);
+                table.chunks[chunk].forget_prints();
             }
             table.is_to_compare(chunk)
         };
@@ -542,12 +543,12 @@ impl<D: Driver> Worker<'_, D> {
         };
         if let Some(asked) = asked.take_if(|_| compares) {
             let mut table = self.shared.table();
-            table.asking(chunk, asked);
+            table.chunks[chunk].asking(asked);
             table.unclaim(chunk);
             return;
         }
         self.see(chunk);
-        self.shared.table().forget_prints(chunk);
+        self.shared.table().chunks[chunk].forget_prints();
         let begun = self.behind_question(asked.as_ref());
         let begun = begun.and_then(|()| self.start_out(row)).and_then(|()| self.mark_behind());
         drop(entered);
@@ -564,12 +565,12 @@ impl<D: Driver> Worker<'_, D> {
     /// Who waits for a frame is told. What was begun is waited for: it reads the chunk.
     fn not_cleaned(&mut self, chunk: usize, error: PoolError) {
         if self.finish_or_leave().is_err() {
-            self.shared.table().stays(chunk, Some("a copy of it did not end"));
+            self.shared.table().chunks[chunk].set_stays(Some("a copy of it did not end"));
         }
         tracing::warn!(%error, "paged memory was not copied to the host");
         let error = Arc::new(PageError::from(error));
         let mut table = self.shared.table();
-        table.refused(chunk);
+        table.chunks[chunk].refused();
         table.unclaim(chunk);
         if let Some(wanted) = table.next_wanted() {
             table.failed(wanted, error);
@@ -589,7 +590,7 @@ impl<D: Driver> Worker<'_, D> {
             Ok(None) => {}
             Err(error) => {
                 tracing::error!(%error, "memory for paging is not given back yet");
-                self.shared.table().refused(chunk);
+                self.shared.table().chunks[chunk].refused();
             }
         }
     }

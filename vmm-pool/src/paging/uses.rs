@@ -462,7 +462,7 @@ impl<D: Driver> Pager<D> {
                 shared.changed.notify_all();
             }
             let mut failed = ids.iter().zip(&before);
-            let failed = failed.find_map(|(&id, &before)| table.failure_since(id, before));
+            let failed = failed.find_map(|(&id, &before)| table.chunks[id].failure_since(before));
             if let Some(error) = failed {
                 return Some(Err(PageError::Shared(error)));
             }
@@ -503,7 +503,7 @@ impl<D: Driver> Pager<D> {
                 shared.device,
                 table.resident(),
                 table.frames_now(),
-                table.held()
+                table.chunks.iter().filter(|chunk| chunk.holders > 0).count()
             )
         };
         let held = self.hold(ids, limit, what);

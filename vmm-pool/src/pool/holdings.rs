@@ -71,7 +71,8 @@ impl Holdings {
             match (row.is_own(), row.is_resident()) {
                 (true, true) => {
                     totals.resident_bytes += row.size_bytes();
-                    totals.away_bytes += if row.is_owed_by_tag() { row.size_bytes() } else { 0 };
+                    let is_owed = row.sharing().is_owed_by_tag();
+                    totals.away_bytes += if is_owed { row.size_bytes() } else { 0 };
                 }
                 (true, false) => totals.away_bytes += row.size_bytes(),
                 (false, false) if row.owner().is_some() => {
@@ -142,7 +143,7 @@ impl Holdings {
             let held = Shareable { id: row.id(), is_pinned: row.is_pinned() };
             if row.is_shared() {
                 references.given.push(held);
-                references.holders.extend(row.importers());
+                references.holders.extend(row.sharing().importers());
             } else if let (Some(owner), true) = (row.owner(), row.is_resident()) {
                 references.taken.entry(owner).or_default().push(held);
             }

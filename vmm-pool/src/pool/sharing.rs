@@ -8,7 +8,7 @@ use crate::deferred::Physical;
 use crate::descriptors::UninheritedFd;
 use crate::driver::Driver;
 use crate::error::{Describe, PoolError, PoolResult};
-use crate::ledger::{Class, Lease, NewRow, Origin, TicketWatch};
+use crate::ledger::{Class, Lease, NewRow, Origin, Sharing, TicketWatch};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
 /// What a ticket for an allocation must say.
@@ -225,13 +225,7 @@ impl<D: Driver> Pool<D> {
     /// # Driver calls
     /// `cuMemExportToShareableHandle` when no descriptor is at hand.
     pub fn redeem(&self, id: AllocationId, serial: u64, importer: PeerId) -> PoolResult<OwnedFd> {
-        let fd = self.descriptor_for_importer(id)?;
-        // Once more: a pause may have begun meanwhile, which does not know of this importer. The descriptor itself
-        // keeps the memory for the importer from now on.
-        let (spare, garbage) = self.ledger().redeemed(id, serial, importer)?;
-        drop(spare);
-        self.dispose_quietly(garbage);
-        Ok(fd)
+        self.give(id, serial, |sharing| sharing.add_importer(importer))
     }
 
     /// As [`Pool::redeem`], on behalf of a process of another tenant, which holds it as long as its lease is open. It is
@@ -243,23 +237,30 @@ impl<D: Driver> Pool<D> {
     /// # Driver calls
     /// As [`Pool::redeem`].
     pub fn lend(&self, id: AllocationId, serial: u64, lease: Lease) -> PoolResult<OwnedFd> {
-        let fd = self.descriptor_for_importer(id)?;
-        let (spare, garbage) = self.ledger().lent(id, serial, lease)?;
-        drop(spare);
-        self.dispose_quietly(garbage);
-        Ok(fd)
+        self.give(id, serial, |sharing| sharing.leases.add(lease, serial != 0))
     }
 
-    fn descriptor_for_importer(&self, id: AllocationId) -> PoolResult<OwnedFd> {
-        let at_hand = self.ledger().find_for_importer(id)?.copy_of_export();
-        match at_hand {
-            Some(fd) => Ok(fd),
+    fn give(
+        &self,
+        id: AllocationId,
+        serial: u64,
+        note: impl FnOnce(&mut Sharing),
+    ) -> PoolResult<OwnedFd> {
+        let at_hand = self.ledger().find_for_importer(id)?.sharing().copy_of_export();
+        let fd = match at_hand {
+            Some(fd) => fd,
             None => self.export_once(id).or_else(|error| {
                 // Its process may have freed it just then, or a pause begun: that is why, then.
                 self.ledger().find_for_importer(id)?;
                 Err(error)
-            }),
-        }
+            })?,
+        };
+        // Once more: a pause may have begun meanwhile, which does not know of this importer. The descriptor itself
+        // keeps the memory for the importer from now on.
+        let (spare, garbage) = self.ledger().redeemed(id, serial, note)?;
+        drop(spare);
+        self.dispose_quietly(garbage);
+        Ok(fd)
     }
 
     /// A descriptor of the driver's for one importer, kept by nobody.

@@ -42,7 +42,7 @@ impl<D: Driver> Pool<D> {
     /// chunks back that hold none any more. The file is that of [`Pool::set_file_dir`]. A resume finds them there. What
     /// somebody may be reading in place ([`Pool::saved_at`]) stays. To be called while no step of a pause or resume is under
     /// way, by the thread that takes those steps. Blocks for as long as the disk takes, and at `until` for no longer than it takes for 64 MiB: what has been
-    /// written as a whole by then has moved.
+    /// written as a whole by then has moved. Ends in the same way, without an error, once it `is_called_off`, which is asked before each 64 MiB.
     ///
     /// # Errors
     /// [`crate::PoolError::OutOfDisk`] and [`crate::PoolError::FileRefused`], also for an allocation that was not written by `until`: nothing has moved, and all
@@ -51,18 +51,7 @@ impl<D: Driver> Pool<D> {
     ///
     /// # Driver calls
     /// `cuMemHostUnregister`.
-    pub fn spill(&self, most_bytes: u64, until: Instant) -> PoolResult<Spilled> {
-        self.spill_unless(most_bytes, until, &|| false)
-    }
-
-    /// As [`Pool::spill`], and ends as at `until`, without an error, once it `is_called_off`, which is asked before each 64 MiB.
-    ///
-    /// # Errors
-    /// As [`Pool::spill`].
-    ///
-    /// # Driver calls
-    /// As [`Pool::spill`].
-    pub fn spill_unless(
+    pub fn spill(
         &self,
         most_bytes: u64,
         until: Instant,
@@ -240,7 +229,7 @@ mod tests {
         drop(saved.unwrap().0.depart().release(Schedule::SaveMeanwhile).unwrap());
         let before = pool.report().host_arena_bytes;
         pool.arena().disk.use_without_flush();
-        let error = pool.spill(u64::MAX, soon).unwrap_err();
+        let error = pool.spill(u64::MAX, soon, &|| false).unwrap_err();
         assert!(matches!(error, PoolError::FileRefused { operation: "writing", .. }), "{error}");
         let report = pool.report();
         assert_eq!((report.host_arena_bytes, report.spilled_bytes), (before, 0));

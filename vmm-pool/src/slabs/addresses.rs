@@ -46,7 +46,7 @@ impl Slabs {
             fits.then_some((window.range.start.0, start))
         })?;
         let spot = VaRange::new(DeviceAddress(start), size_bytes);
-        self.windows.get_mut(&window)?.put_spot(spot);
+        self.windows.get_mut(window)?.put_spot(spot);
         self.aims.remove(&thread);
         Some(DeviceAddress(start))
     }
@@ -67,15 +67,15 @@ impl Slabs {
         let mut room = Window::new(range, Under::Nothing, BTreeMap::new());
         room.is_room = true;
         room.put_spot(VaRange::new(DeviceAddress(start), size_bytes));
-        self.windows.insert(range.start.0, room);
+        self.windows.insert(room);
         DeviceAddress(start)
     }
 
     /// The caller gives the addresses up, which are one spot with nothing mapped. None where they are not. Addresses that
     /// nobody needs any more come out.
     pub(crate) fn free_spot(&mut self, range: VaRange) -> Option<Ended> {
-        let start = self.window_at(range.start)?.range.start.0;
-        let window = self.windows.get_mut(&start)?;
+        let start = self.windows.window_at(range.start)?.range.start.0;
+        let window = self.windows.get_mut(start)?;
         if window.spots.get(&range.start.0) != Some(&range.size_bytes) || window.has_item_in(range)
         {
             return None;
@@ -83,7 +83,7 @@ impl Slabs {
         window.take_spot(range.start);
         let mut ended = Ended::default();
         if window.spots.is_empty() && window.under == Under::Nothing {
-            ended.windows.extend(self.windows.remove(&start).map(|window| window.range));
+            ended.windows.extend(self.windows.remove(start));
         }
         Some(ended)
     }
@@ -91,12 +91,6 @@ impl Slabs {
 
 // Memory comes there.
 impl Slabs {
-    /// Is something of a caller's mapped in `range`, which meets a window?
-    pub(crate) fn is_taken(&self, range: VaRange) -> bool {
-        let near = self.windows.range(..range.end().0).next_back();
-        near.is_some_and(|(_, window)| window.has_item_in(range))
-    }
-
     /// What it takes to map the cell at `range`, which is as long as it. What takes nothing is recorded.
     pub(crate) fn map(&mut self, handle: VirtualHandle, range: VaRange) -> MapPlan {
         let Some(found) = self.cell_at(handle) else {
@@ -104,14 +98,15 @@ impl Slabs {
             return MapPlan::StandAlone;
         };
         let otherwise = if found.can_leave { MapPlan::StandAlone } else { MapPlan::Odd };
-        if !self.meets_window(range) {
+        if !self.windows.meets_window(range) {
             return otherwise;
         }
-        let window = match self.vacant_window(range) {
+        let window = match self.windows.vacant_window(range) {
             Ok(window) => window,
             Err(plan) => return plan,
         };
-        let (start, is_empty) = (window.range.start.0, window.items.is_empty());
+        let (whole, is_empty) = (window.range, window.items.is_empty());
+        let start = whole.start.0;
         let is_all =
             window.spots.len() == 1 && window.spots.get(&range.start.0) == Some(&range.size_bytes);
         match window.under {
@@ -139,14 +134,13 @@ impl Slabs {
                 let base = range.start.0.checked_sub(found.part.offset_bytes);
                 let slab_bytes = self.slabs[&found.slab].new.size_bytes;
                 let mounted = base.map(|base| VaRange::new(DeviceAddress(base), slab_bytes));
-                let whole = self.windows[&start].range;
                 // Nothing is left outside the slab that a caller could map something at.
                 let fits = |mounted: &VaRange| {
                     is_empty && whole.contains(*mounted) && (is_all || *mounted == whole)
                 };
                 match mounted.filter(fits) {
                     Some(mounted) => {
-                        self.set_under(start, Under::Changing);
+                        self.windows.set_under(start, Under::Changing);
                         // The cell, and its slab with it, lives until it is unmapped again.
                         self.set_mapped(start, range, handle);
                         MapPlan::Fill { row: found.row, window: start, mounted }
@@ -178,7 +172,7 @@ impl Slabs {
             let free = parts.filter(|part| self.is_free(slab, *part, None));
             free.map(|part| (key, slab.new.row, part)).collect()
         };
-        self.windows.values().filter(|window| !window.is_room).flat_map(of_window).collect()
+        self.windows.all().filter(|window| !window.is_room).flat_map(of_window).collect()
     }
 
     /// A cell in a vacancy, unless that is taken by now. What was there is cleared when the cell is mapped.
@@ -216,21 +210,8 @@ impl Slabs {
         self.slabs.get(&key)?.new.recipe.as_ref().map(|(recipe, _)| recipe)
     }
 
-    /// The window that `range` is a part of a spot of, with nothing mapped there.
-    pub(super) fn vacant_window(&self, range: VaRange) -> Result<&Window, MapPlan> {
-        let window = self.window_at(range.start).filter(|window| window.is_of_spot(range));
-        let vacant = window.filter(|window| !window.has_item_in(range));
-        vacant.ok_or(MapPlan::Wrong)
-    }
-
-    fn set_under(&mut self, window: u64, under: Under) {
-        if let Some(window) = self.windows.get_mut(&window) {
-            window.under = under;
-        }
-    }
-
     fn set_mapped(&mut self, window: u64, range: VaRange, handle: VirtualHandle) {
-        if let Some(window) = self.windows.get_mut(&window) {
+        if let Some(window) = self.windows.get_mut(window) {
             window.put_item(range, Some(handle));
         }
         if let Some(cell) = self.cell_mut(handle) {
@@ -248,16 +229,16 @@ impl Slabs {
         (window, mounted): (u64, VaRange),
         is_filled: bool,
     ) -> Ended {
-        self.set_under(window, Under::Nothing);
+        self.windows.set_under(window, Under::Nothing);
         if !is_filled {
             return self.unmap_item(window, range.start, Some(handle));
         }
         let Some(found) = self.cell_at(handle) else {
             // Another thread has unmapped it and given it back. Its slab may have ended too: what is mapped goes.
-            self.set_under(window, Under::Changing);
+            self.windows.set_under(window, Under::Changing);
             return Ended { mounted: vec![(window, mounted)], ..Ended::default() };
         };
-        self.set_under(window, Under::Slab(found.slab, mounted.start.0));
+        self.windows.set_under(window, Under::Slab(found.slab, mounted.start.0));
         if let Some(slab) = self.slabs.get_mut(&found.slab) {
             slab.windows.insert(window);
         }
@@ -278,7 +259,9 @@ impl Slabs {
             if let Some(cell) = self.cell_mut(handle) {
                 cell.is_unclean = false;
             }
-        } else if let Some(window) = self.window_at(range.start).map(|found| found.range.start.0) {
+        } else if let Some(window) =
+            self.windows.window_at(range.start).map(|found| found.range.start.0)
+        {
             ended.add(self.unmap_item(window, range.start, Some(handle)));
         }
         ended
@@ -287,10 +270,10 @@ impl Slabs {
     /// What it takes to map an allocation of its own at `range`. In a window that is recorded ([`MapPlan::Done`]), and
     /// [`Slabs::not_mapped_alone`] takes it back.
     pub(crate) fn map_alone(&mut self, range: VaRange) -> MapPlan {
-        if !self.meets_window(range) {
+        if !self.windows.meets_window(range) {
             return MapPlan::StandAlone;
         }
-        let window = match self.vacant_window(range) {
+        let window = match self.windows.vacant_window(range) {
             Ok(window) => window,
             Err(plan) => return plan,
         };
@@ -300,7 +283,7 @@ impl Slabs {
             Under::Changing => MapPlan::Busy,
             Under::Slab(..) => MapPlan::Odd,
             Under::Nothing => {
-                if let Some(window) = self.windows.get_mut(&start) {
+                if let Some(window) = self.windows.get_mut(start) {
                     window.put_item(range, None);
                 }
                 MapPlan::Done
@@ -310,7 +293,7 @@ impl Slabs {
 
     /// An allocation that stands alone could not be mapped at `range`.
     pub(crate) fn not_mapped_alone(&mut self, range: VaRange) {
-        if let Some(window) = self.window_at(range.start).map(|found| found.range.start.0) {
+        if let Some(window) = self.windows.window_at(range.start).map(|found| found.range.start.0) {
             self.unmap_item(window, range.start, None);
         }
     }
@@ -340,7 +323,7 @@ impl Slabs {
     /// that stand alone, for their owner to unmap. None where nothing is mapped there, or `range` cuts through
     /// something.
     pub(crate) fn unmap(&mut self, range: VaRange) -> Option<(Vec<VaRange>, Ended)> {
-        let window = self.window_at(range.start)?;
+        let window = self.windows.window_at(range.start)?;
         let (start, whole) = (window.range.start.0, window.range);
         let met: Vec<(VaRange, Option<VirtualHandle>)> = window
             .items
@@ -365,7 +348,7 @@ impl Slabs {
 
     /// The `cell`, or an allocation of its own, is not mapped at `at` in the window any more, if it was.
     fn unmap_item(&mut self, window: u64, at: DeviceAddress, cell: Option<VirtualHandle>) -> Ended {
-        let window = self.windows.get_mut(&window);
+        let window = self.windows.get_mut(window);
         let window =
             window.filter(|window| window.items.get(&at.0).is_some_and(|item| item.cell == cell));
         let Some(window) = window else { return Ended::default() };
@@ -379,7 +362,7 @@ impl Slabs {
 
     /// The slab leaves a room in which nothing of it is mapped.
     fn leave_room(&mut self, start: u64) -> Option<(u64, VaRange)> {
-        let window = self.windows.get(&start)?;
+        let window = self.windows.get(start)?;
         let Under::Slab(key, _) = window.under else { return None };
         if !window.is_room || !window.items.is_empty() {
             return None;
@@ -387,15 +370,16 @@ impl Slabs {
         let slab = self.slabs.get_mut(&key)?;
         slab.windows.remove(&start);
         let size_bytes = slab.new.size_bytes;
-        self.dismount(start, size_bytes)
+        self.windows.dismount(start, size_bytes)
     }
 
     /// An allocation that stands alone is still mapped at `range`.
     pub(crate) fn stays_mapped(&mut self, range: VaRange) {
-        let Some(window) = self.window_at(range.start).map(|found| found.range.start.0) else {
+        let Some(window) = self.windows.window_at(range.start).map(|found| found.range.start.0)
+        else {
             return;
         };
-        if let Some(window) = self.windows.get_mut(&window) {
+        if let Some(window) = self.windows.get_mut(window) {
             window.put_item(range, None);
         }
     }
@@ -466,7 +450,7 @@ impl Slabs {
             let spots: u64 = window.spots.values().sum();
             (window.spot_bytes, window.item_bytes) == (spots, mapped)
         };
-        self.slabs.values().all(is_slab_right) && self.windows.values().all(is_window_right)
+        self.slabs.values().all(is_slab_right) && self.windows.all().all(is_window_right)
     }
 }
 
@@ -475,7 +459,7 @@ impl Slabs {
     /// What rights on `range`, which meets a window, take. A device keeps what it has of the slab, whatever is set on a cell.
     pub(crate) fn plan_access(&mut self, range: VaRange, access: &[AccessDesc]) -> AccessPlan {
         let wrong = AccessPlan::Refused(DriverCode::INVALID_VALUE);
-        let Some(window) = self.window_at(range.start) else {
+        let Some(window) = self.windows.window_at(range.start) else {
             return wrong;
         };
         let (mut at, mut are_cells) = (range.start.0, true);
@@ -498,7 +482,7 @@ impl Slabs {
         }
         let held = |desc: &AccessDesc| window.rights.get(&desc.location).copied().unwrap_or(0);
         if access.iter().all(|desc| held(desc) & desc.flags == desc.flags) {
-            self.record(range, access);
+            self.windows.record(range, access);
             return AccessPlan::Done;
         }
         let Some(slab) = self.slabs.get(&key) else {
@@ -506,54 +490,5 @@ impl Slabs {
         };
         let mounted = VaRange::new(DeviceAddress(base), slab.new.size_bytes);
         AccessPlan::Grant { window: window.range.start.0, mounted }
-    }
-
-    /// What the driver is to set, so that `access` is there and nothing that was is lost.
-    pub(crate) fn wider(&self, window: u64, access: &[AccessDesc]) -> Vec<AccessDesc> {
-        let held = self.windows.get(&window).map(|window| &window.rights);
-        let wider = access.iter().map(|desc| {
-            let held = held.and_then(|held| held.get(&desc.location)).copied().unwrap_or(0);
-            AccessDesc { flags: held | desc.flags, ..*desc }
-        });
-        wider.collect()
-    }
-
-    /// The driver has set [`Slabs::wider`] rights on the window, for `access` to `range`.
-    pub(crate) fn granted(&mut self, window: u64, range: VaRange, access: &[AccessDesc]) {
-        let wider = self.wider(window, access);
-        if let Some(window) = self.windows.get_mut(&window) {
-            window.rights.extend(wider.iter().map(|desc| (desc.location, desc.flags)));
-        }
-        self.record(range, access);
-    }
-
-    fn record(&mut self, range: VaRange, access: &[AccessDesc]) {
-        let Some(window) = self.window_at(range.start).map(|window| window.range.start.0) else {
-            return;
-        };
-        let Some(window) = self.windows.get_mut(&window) else { return };
-        let met = window.items.range_mut(..range.end().0);
-        for (_, item) in met.filter(|(start, item)| *start + item.size_bytes > range.start.0) {
-            item.rights.extend(access.iter().map(|desc| (desc.location, desc.flags)));
-        }
-    }
-
-    /// What callers have set on the cell that is mapped at `address`; `None` where none is.
-    pub(crate) fn rights_at(&self, address: DeviceAddress) -> Option<Vec<AccessDesc>> {
-        let item = self.cell_item_at(address)?;
-        let rights = item.rights.iter().map(|(&location, &flags)| AccessDesc { location, flags });
-        Some(rights.collect())
-    }
-
-    fn cell_item_at(&self, address: DeviceAddress) -> Option<&Item> {
-        let window = self.window_at(address)?;
-        let (_, item) = item_under(&window.items, address.0, |item| item.size_bytes)?;
-        item.cell.is_some().then_some(item)
-    }
-
-    /// The right of `place` at `address`; `None` where no cell is mapped.
-    pub(crate) fn right_at(&self, address: DeviceAddress, place: Location) -> Option<i32> {
-        let item = self.cell_item_at(address)?;
-        Some(item.rights.get(&place).copied().unwrap_or(0))
     }
 }

@@ -87,7 +87,7 @@ impl Slabs {
         self.slabs.insert(key, slab);
         let rights = rights.iter().map(|right| (right.location, right.flags)).collect();
         let under = Under::Slab(key, window.start.0);
-        self.windows.insert(window.start.0, Window::new(window, under, rights));
+        self.windows.insert(Window::new(window, under, rights));
         if let Some(slab) = self.slabs.get_mut(&key) {
             slab.windows.insert(window.start.0);
         }
@@ -144,7 +144,7 @@ impl Slabs {
 
     /// One reference more to what is mapped at `address`.
     pub(crate) fn retain_at(&mut self, address: DeviceAddress) -> Option<VirtualHandle> {
-        let Occupant::Cell { handle, .. } = self.place(address) else { return None };
+        let Occupant::Cell { handle, .. } = self.windows.place(address) else { return None };
         self.cell_mut(handle)?.references += 1;
         Some(handle)
     }
@@ -205,7 +205,7 @@ impl Slabs {
         };
         let mut ended = Ended { row: Some(slab.new.row), ..Ended::default() };
         for start in slab.windows {
-            ended.mounted.extend(self.dismount(start, slab.new.size_bytes));
+            ended.mounted.extend(self.windows.dismount(start, slab.new.size_bytes));
         }
         ended
     }

@@ -35,10 +35,12 @@
 
 mod addresses;
 mod living;
+mod windows;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::thread::ThreadId;
 
+use self::windows::Windows;
 use crate::driver::{
     ALLOCATION_KIND_PINNED, AllocationProp, DeviceAddress, DriverCode, HANDLE_TYPE_POSIX_FD,
     Location, VaRange,
@@ -303,7 +305,7 @@ impl Ended {
 pub(crate) enum AccessPlan {
     /// Nothing: they are recorded.
     Done,
-    /// They are set on what is mapped here, in the window that begins at `window`; then [`Slabs::granted`].
+    /// They are set on what is mapped here, in the window that begins at `window`; then [`Windows::granted`].
     Grant { window: u64, mounted: VaRange },
     /// They are set where they were requested, on allocations that stand alone.
     Rows,
@@ -320,8 +322,7 @@ pub(crate) struct Slabs {
     last_key: u64,
     last_cell: u64,
     slabs: BTreeMap<SlabKey, Slab>,
-    /// By start address.
-    windows: BTreeMap<u64, Window>,
+    pub(crate) windows: Windows,
     cells: HashMap<VirtualHandle, (SlabKey, u64)>,
     /// Cells that have become allocations of their own: the row behind each handle.
     alone: HashMap<VirtualHandle, VirtualHandle>,
@@ -375,7 +376,7 @@ impl Slabs {
 
     /// The windows that the slab is mapped in.
     fn windows_of<'a>(&'a self, slab: &'a Slab) -> impl Iterator<Item = &'a Window> {
-        slab.windows.iter().filter_map(|start| self.windows.get(start))
+        slab.windows.iter().filter_map(|start| self.windows.get(*start))
     }
 
     /// Has anybody been told addresses of this part?
@@ -385,45 +386,9 @@ impl Slabs {
 
     /// The row of the slab of ours that is mapped at `address`.
     pub(crate) fn row_under(&self, address: DeviceAddress) -> Option<VirtualHandle> {
-        let Under::Slab(key, _) = self.window_at(address)?.under else { return None };
+        let Under::Slab(key, _) = self.windows.window_at(address)?.under else { return None };
         let slab = self.slabs.get(&key).filter(|slab| slab.new.recipe.is_some())?;
         Some(slab.new.row)
-    }
-
-    fn window_at(&self, address: DeviceAddress) -> Option<&Window> {
-        let (_, window) = self.windows.range(..=address.0).next_back()?;
-        window.range.contains_address(address).then_some(window)
-    }
-
-    /// Does `range` meet a window?
-    pub(crate) fn meets_window(&self, range: VaRange) -> bool {
-        let before_its_end = self.windows.range(..range.end().0).next_back();
-        before_its_end.is_some_and(|(_, window)| range.start < window.range.end())
-    }
-
-    /// Who answers for `address`.
-    pub(crate) fn place(&self, address: DeviceAddress) -> Occupant {
-        let Some(window) = self.window_at(address) else {
-            return Occupant::Elsewhere;
-        };
-        let under = item_under(&window.items, address.0, |item| item.size_bytes);
-        let Some((start, item)) = under else {
-            return Occupant::Nothing;
-        };
-        let range = VaRange::new(DeviceAddress(start), item.size_bytes);
-        item.cell.map_or(Occupant::Alone, |handle| Occupant::Cell { range, handle })
-    }
-
-    /// Is `address` in a window that no slab is mapped in?
-    pub(crate) fn is_vacant(&self, address: DeviceAddress) -> bool {
-        self.window_at(address).is_some_and(|window| window.under == Under::Nothing)
-    }
-
-    /// What a caller was given that holds `address`.
-    pub(crate) fn spot_at(&self, address: DeviceAddress) -> Option<VaRange> {
-        let window = self.window_at(address)?;
-        let (start, size_bytes) = item_under(&window.spots, address.0, |size_bytes| *size_bytes)?;
-        Some(VaRange::new(DeviceAddress(start), *size_bytes))
     }
 
     /// The slab of this identity, with its row.
@@ -456,25 +421,6 @@ impl Slabs {
 
 // What is to leave a window.
 impl Slabs {
-    /// The slab of this size leaves the window, which is changing until it has.
-    fn dismount(&mut self, start: u64, size_bytes: u64) -> Option<(u64, VaRange)> {
-        let window = self.windows.get_mut(&start)?;
-        let Under::Slab(_, base) = window.under else { return None };
-        window.under = Under::Changing;
-        window.rights.clear();
-        Some((start, VaRange::new(DeviceAddress(base), size_bytes)))
-    }
-
-    /// The driver has nothing mapped in the window any more. Its addresses come out where nobody has any of them.
-    pub(crate) fn dismounted(&mut self, start: u64) -> Option<VaRange> {
-        let window = self.windows.get_mut(&start)?;
-        window.under = Under::Nothing;
-        if !window.spots.is_empty() {
-            return None;
-        }
-        self.windows.remove(&start).map(|window| window.range)
-    }
-
     /// Other processes may hear of the cell from now on.
     pub(crate) fn share(&mut self, handle: VirtualHandle) {
         if let Some(cell) = self.cell_mut(handle) {
@@ -503,7 +449,7 @@ impl Slabs {
 
     /// Is something mapped still in the window at `address` that the driver would not take back?
     pub(crate) fn is_stuck(&self, address: DeviceAddress) -> bool {
-        let window = self.window_at(address).map(|window| window.range.start.0);
+        let window = self.windows.window_at(address).map(|window| window.range.start.0);
         let mut left = self.refused.iter().flat_map(|ended| &ended.mounted);
         window.is_some_and(|window| left.any(|(start, _)| *start == window))
     }

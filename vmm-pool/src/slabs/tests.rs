@@ -121,11 +121,11 @@ fn a_slab_ends_with_its_last_cell_and_its_window_with_the_last_spot() {
     let (rows, ended) = table.unmap(range).unwrap();
     let mounted = vec![(window(0).start.0, window(0))];
     assert_eq!((rows, ended.row.unwrap().index(), ended.mounted), (vec![], 0, mounted));
-    assert_eq!(table.place(range.start), Occupant::Nothing);
-    assert_eq!(table.dismounted(window(0).start.0), None, "its addresses are kept");
+    assert_eq!(table.windows.place(range.start), Occupant::Nothing);
+    assert_eq!(table.windows.dismounted(window(0).start.0), None, "its addresses are kept");
     assert_eq!(table.unmap(range).map(|_| ()), None, "nothing is mapped");
     assert_eq!(table.free_spot(range).unwrap().windows, [window(0)]);
-    assert_eq!(table.place(range.start), Occupant::Elsewhere);
+    assert_eq!(table.windows.place(range.start), Occupant::Elsewhere);
     assert_eq!(table.totals(), SlabTotals::default());
 }
 
@@ -144,7 +144,7 @@ fn a_range_that_cuts_a_cell_or_leaves_the_window_is_refused() {
     }
     let (rows, ended) = table.unmap(VaRange::new(first.start, 3 * UNIT)).unwrap();
     assert!(rows.is_empty() && ended.is_nothing(), "their handles keep them");
-    assert_eq!(table.place(second.start), Occupant::Nothing);
+    assert_eq!(table.windows.place(second.start), Occupant::Nothing);
 }
 
 #[test]
@@ -153,20 +153,20 @@ fn rights_of_a_device_are_set_once_a_window() {
     let (_, range) = placed(&mut table, key, 1);
     let own = AccessDesc::read_write(DeviceOrdinal(0));
     let other = AccessDesc::read_write(DeviceOrdinal(1));
-    assert_eq!(table.right_at(range.start, own.location), Some(0), "nobody has set any");
+    assert_eq!(table.windows.right_at(range.start, own.location), Some(0), "nobody has set any");
     assert_eq!(table.plan_access(range, &[own]), AccessPlan::Done);
     let grant = AccessPlan::Grant { window: window(0).start.0, mounted: window(0) };
     assert_eq!(table.plan_access(range, &[own, other]), grant);
-    table.granted(window(0).start.0, range, &[other]);
-    assert_eq!(table.right_at(range.start, other.location), Some(3));
+    table.windows.granted(window(0).start.0, range, &[other]);
+    assert_eq!(table.windows.right_at(range.start, other.location), Some(3));
     let (_, next) = placed(&mut table, key, 1);
-    assert_eq!(table.right_at(next.start, other.location), Some(0));
+    assert_eq!(table.windows.right_at(next.start, other.location), Some(0));
     assert_eq!(table.plan_access(next, &[other]), AccessPlan::Done);
     let less = AccessDesc { flags: 1, ..other };
     assert_eq!(table.plan_access(next, &[less]), AccessPlan::Done);
-    assert_eq!(table.wider(window(0).start.0, &[less])[0].flags, 3);
-    assert_eq!(table.right_at(next.start, other.location), Some(1), "it is what was set");
-    assert_eq!(table.right_at(range.start, other.location), Some(3));
+    assert_eq!(table.windows.wider(window(0).start.0, &[less])[0].flags, 3);
+    assert_eq!(table.windows.right_at(next.start, other.location), Some(1), "it is what was set");
+    assert_eq!(table.windows.right_at(range.start, other.location), Some(3));
     let refused = AccessPlan::Refused(DriverCode::INVALID_VALUE);
     let tail = VaRange::new(next.start, 2 * UNIT);
     let wrong = AccessDesc { flags: 2, ..own };
@@ -184,11 +184,11 @@ fn a_cell_takes_the_place_of_one_that_is_gone_whose_addresses_are_kept() {
     assert_eq!(table.map(next, range), MapPlan::Odd, "the other is there still");
     table.release(gone).unwrap();
     assert_eq!(table.map(next, range), MapPlan::Clear);
-    assert_eq!(table.place(range.start), Occupant::Cell { range, handle: next });
+    assert_eq!(table.windows.place(range.start), Occupant::Cell { range, handle: next });
     assert_eq!(table.totals().dead_bytes, 0);
     // What could not be cleared is not mapped, and is to be cleared the next time.
     assert!(table.cleared((key, next), range, false).is_nothing());
-    assert_eq!(table.place(range.start), Occupant::Nothing);
+    assert_eq!(table.windows.place(range.start), Occupant::Nothing);
     assert_eq!(table.map(next, range), MapPlan::Clear);
     assert!(table.cleared((key, next), range, true).is_nothing());
     let other = placed(&mut table, key, 1).0;
@@ -235,15 +235,15 @@ fn a_room_takes_any_cell_that_is_in_use_and_its_slab_leaves_with_it() {
     assert_eq!((filled, there), (window, mounted));
     assert_eq!(table.map(handle, spot), MapPlan::Wrong, "another thread fills it");
     assert!(table.filled(handle, spot, (window, mounted), true).is_nothing());
-    assert_eq!(table.place(spot.start), Occupant::Cell { range: spot, handle });
-    assert_eq!(table.spot_at(spot.start), Some(spot));
+    assert_eq!(table.windows.place(spot.start), Occupant::Cell { range: spot, handle });
+    assert_eq!(table.windows.spot_at(spot.start), Some(spot));
     table.unmap(first).unwrap();
     table.release(handle).unwrap();
     let (_, ended) = table.unmap(spot).unwrap();
     assert_eq!((ended.mounted, ended.row), (vec![(window, mounted)], None));
     assert!(table.free_spot(spot).unwrap().is_nothing(), "its slab is there still");
     let room = VaRange::new(DeviceAddress(window), 2 * ROOM_BYTES);
-    assert_eq!(table.dismounted(window), Some(room));
+    assert_eq!(table.windows.dismounted(window), Some(room));
 }
 
 #[test]
@@ -263,7 +263,7 @@ fn a_room_takes_what_stands_alone_in_parts_and_cells_that_fit_nowhere_else_stand
     let spot = room(&mut table, 1, 2);
     let half = VaRange::new(spot.start, UNIT);
     assert_eq!(table.map_alone(half), MapPlan::Done);
-    assert_eq!(table.place(half.start), Occupant::Alone);
+    assert_eq!(table.windows.place(half.start), Occupant::Alone);
     assert_eq!(table.map_alone(half), MapPlan::Wrong, "it is taken");
     assert_eq!(table.map_alone(VaRange::new(START, UNIT)), MapPlan::Wrong, "no spot");
     let outside = VaRange::new(DeviceAddress(START.0 / 2), UNIT);
@@ -279,7 +279,7 @@ fn a_room_takes_what_stands_alone_in_parts_and_cells_that_fit_nowhere_else_stand
     assert_eq!(table.map_alone(beyond), MapPlan::Wrong);
     assert_eq!(table.map_alone(range), MapPlan::Odd, "a slab is there");
     table.not_mapped_alone(half);
-    assert_eq!(table.place(half.start), Occupant::Nothing);
+    assert_eq!(table.windows.place(half.start), Occupant::Nothing);
 }
 
 #[test]

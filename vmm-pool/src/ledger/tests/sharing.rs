@@ -23,7 +23,7 @@ fn numbers(descriptors: &[OwnedFd]) -> Vec<RawFd> {
 fn shared(ledger: &mut Ledger, number: u8) -> VirtualHandle {
     let handle = insert(ledger, number);
     let serial = ledger.begin_export(handle).unwrap().serial;
-    let (fd, row) = ledger.redeemed(id(number), serial, PEER).unwrap();
+    let (fd, row) = ledger.redeemed(id(number), serial, by_peer).unwrap();
     assert!(fd.is_none() && row.is_none());
     handle
 }
@@ -42,8 +42,8 @@ fn a_descriptor_is_kept_or_comes_out() {
     // With the last ticket it goes.
     let other = ledger.begin_export(handle).unwrap();
     assert!(other.raw.is_none(), "one is kept already");
-    assert!(ledger.redeemed(id(1), serial, PEER).unwrap().0.is_none());
-    let (last, row) = ledger.redeemed(id(1), other.serial, PEER).unwrap();
+    assert!(ledger.redeemed(id(1), serial, by_peer).unwrap().0.is_none());
+    let (last, row) = ledger.redeemed(id(1), other.serial, by_peer).unwrap();
     assert_eq!(last.map(|fd| fd.as_raw_fd()), Some(kept));
     assert!(row.is_none(), "its application holds it");
 }
@@ -54,12 +54,12 @@ fn a_pause_that_has_begun_meanwhile_knows_of_no_further_importer() {
     let handle = insert(&mut ledger, 1);
     let serial = ledger.begin_export(handle).unwrap().serial;
     ledger.freeze();
-    assert!(matches!(ledger.redeemed(id(1), serial, PEER), Err(PoolError::Frozen)));
-    assert!(ledger.row(handle).unwrap().importers().is_empty());
-    assert!(ledger.row(handle).unwrap().has_tickets(), "it is good still");
+    assert!(matches!(ledger.redeemed(id(1), serial, by_peer), Err(PoolError::Frozen)));
+    assert!(ledger.row(handle).unwrap().sharing().importers().is_empty());
+    assert!(ledger.row(handle).unwrap().sharing().tickets.await_somebody(), "it is good still");
     ledger.run_on();
-    ledger.redeemed(id(1), serial, PEER).unwrap();
-    assert_eq!(ledger.row(handle).unwrap().importers(), [PEER]);
+    ledger.redeemed(id(1), serial, by_peer).unwrap();
+    assert_eq!(ledger.row(handle).unwrap().sharing().importers(), [PEER]);
 }
 
 #[test]
@@ -71,12 +71,12 @@ fn who_fetches_again_is_an_importer_and_nobody_else_is() {
     assert_eq!(wanted.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [id(1), id(2)]);
     ledger.fetched(id(1), OTHER_PEER);
     assert!(ledger.end_fetching(&whole(&ledger)).is_empty(), "its application holds both");
-    assert_eq!(ledger.row(fetched).unwrap().importers(), [OTHER_PEER]);
-    assert!(ledger.row(forgotten).unwrap().importers().is_empty());
+    assert_eq!(ledger.row(fetched).unwrap().sharing().importers(), [OTHER_PEER]);
+    assert!(ledger.row(forgotten).unwrap().sharing().importers().is_empty());
     // From then on nobody is forgotten.
     ledger.fetched(id(1), PEER);
     assert!(ledger.end_fetching(&whole(&ledger)).is_empty());
-    assert_eq!(ledger.row(fetched).unwrap().importers(), [PEER, OTHER_PEER]);
+    assert_eq!(ledger.row(fetched).unwrap().sharing().importers(), [PEER, OTHER_PEER]);
 }
 
 #[test]
@@ -92,7 +92,7 @@ fn what_has_a_descriptor_or_stays_or_is_nobody_elses_is_not_exported_again() {
     assert_eq!(wanted.iter().map(|(id, ..)| *id).collect::<Vec<_>>(), [id(2)]);
     // Nobody fetches what stays, and a process that has it keeps it.
     assert!(ledger.end_fetching(&whole(&ledger)).is_empty());
-    assert_eq!(ledger.row(stays).unwrap().importers(), [PEER]);
+    assert_eq!(ledger.row(stays).unwrap().sharing().importers(), [PEER]);
     assert_eq!(ledger.row(stays).unwrap().reason_to_stay(), None, "the pause is over");
     // Of another selection nothing is looked at.
     let none = ledger.choose(&Selection::Tagged(Tags::All, Whose::Everybody));
@@ -112,8 +112,8 @@ fn a_resume_that_is_called_off_keeps_the_importers_of_before() {
     let out = ledger.call_off_fetching(&whole(&ledger), |row| row.handle() == called_off);
     assert_eq!(numbers(&out), [kept[0]], "no descriptor is kept for those who would fetch it");
     assert!(ledger.end_fetching(&whole(&ledger)).is_empty());
-    assert_eq!(ledger.row(called_off).unwrap().importers(), [PEER]);
-    assert!(ledger.row(goes_on).unwrap().importers().is_empty(), "nobody has fetched it");
+    assert_eq!(ledger.row(called_off).unwrap().sharing().importers(), [PEER]);
+    assert!(ledger.row(goes_on).unwrap().sharing().importers().is_empty(), "nobody has fetched it");
     assert_eq!(numbers(&ledger.take_spare_exports()), [kept[1]]);
 }
 
@@ -195,7 +195,7 @@ fn a_ticket_beyond_those_that_are_watched_asks_little_of_the_others() {
     for id in &ids {
         issue(&mut ledger, *id, &null);
     }
-    assert_eq!(ledger.watches, WATCHES_MAX);
+    assert_eq!(ledger.watches.count, WATCHES_MAX);
     let asked = ASKED.get();
     assert!(asked > 0 && asked < 6 * ids.len() as u64, "{asked}");
 }
@@ -213,4 +213,8 @@ fn a_ticket_among_much_memory_takes_no_longer_than_among_little() {
             }
         }
     });
+}
+
+fn by_peer(sharing: &mut Sharing) {
+    sharing.add_importer(PEER);
 }

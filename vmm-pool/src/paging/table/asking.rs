@@ -8,7 +8,6 @@
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
-use super::super::PageError;
 use super::super::prints::Prints;
 use super::{Answered, Chunks, Copied, Mark, Out};
 
@@ -91,13 +90,6 @@ impl Chunks {
         Some(unseen)
     }
 
-    /// Where the span begins that one of these bytes of the window belongs to, and its size.
-    pub(in crate::paging) fn span_of(&self, bytes: RangeInclusive<u64>) -> Option<(u64, u64)> {
-        let last = self.spans.range(..=*bytes.end()).next_back();
-        let (start, size_bytes) = last.map(|(start, size_bytes)| (*start, *size_bytes))?;
-        (start + size_bytes > *bytes.start()).then_some((start, size_bytes))
-    }
-
     /// A copy of all of it has begun, which is over when `mark` is, or was over without one.
     pub(in crate::paging) fn copying_out(
         &mut self,
@@ -115,19 +107,6 @@ impl Chunks {
         }
         chunk.copied = Copied::default();
         self.counts.copied_out += 1;
-    }
-
-    /// Its place in host memory has nothing.
-    pub(in crate::paging) fn forget_copy(&mut self, id: usize) {
-        self.chunks[id].saved_version = None;
-        self.forget_prints(id);
-    }
-
-    /// It is filled at these addresses for copies, and that is over when `mark` is.
-    pub(in crate::paging) fn filling(&mut self, id: usize, slot: usize, mark: Option<Arc<Mark>>) {
-        let chunk = &mut self.chunks[id];
-        chunk.aside = Some(slot);
-        chunk.coming = mark;
     }
 
     /// Addresses for copies that nothing is filled at. `None` if all `count` are in use.
@@ -149,32 +128,11 @@ impl Chunks {
         full.find_map(|(id, chunk)| Some((id, chunk.aside?)))
     }
 
-    /// It is at the addresses for copies no more.
-    pub(in crate::paging) fn left_aside(&mut self, id: usize) {
-        self.chunks[id].aside = None;
-    }
-
-    /// The driver does not take it from there. Who waits for it is told.
-    pub(in crate::paging) fn stuck(&mut self, id: usize, error: Arc<PageError>) {
-        let chunk = &mut self.chunks[id];
-        chunk.is_refused = true;
-        chunk.failure = Some((chunk.failures() + 1, error));
-    }
-
     /// Is its device to say if its place has what it has?
     pub(in crate::paging) fn is_to_compare(&self, id: usize) -> bool {
         let chunk = &self.chunks[id];
         let is_unsure = chunk.copied.prints.is_some() && chunk.copied.is_unsure;
         (is_unsure && !chunk.is_freed) || self.needs_check(id)
-    }
-
-    /// The device is asked, before anything is copied.
-    pub(in crate::paging) fn asking(&mut self, id: usize, asked: Asked) {
-        let chunk = &mut self.chunks[id];
-        let Asked { question, mark } = asked;
-        let version = chunk.version;
-        chunk.out =
-            Some(Out { marks: vec![mark], version, question: Some(question), is_copy: false });
     }
 
     /// A question that nobody has asked and not been told.
@@ -210,11 +168,6 @@ impl Chunks {
         None
     }
 
-    /// Somebody else may have written to the place of a chunk.
-    pub(in crate::paging) fn forget_prints(&mut self, id: usize) {
-        self.chunks[id].copied = Copied::default();
-    }
-
     /// Are these on the device, with room for who uses them too? Then they are held.
     pub(in crate::paging) fn hold_if_here(&mut self, ids: &[usize]) -> bool {
         // As long as all that is here fits, so do these.
@@ -241,10 +194,5 @@ impl Chunks {
         let mut awaited: Vec<_> = awaited.collect();
         awaited.dedup_by(|one, other| Arc::ptr_eq(one, other));
         awaited
-    }
-
-    /// Chunks that somebody uses.
-    pub(in crate::paging) fn held(&self) -> usize {
-        self.chunks.iter().filter(|chunk| chunk.holders > 0).count()
     }
 }

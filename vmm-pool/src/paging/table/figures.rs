@@ -1,29 +1,28 @@
-//! What a report says of a table.
+//! What a report says of a chunk.
 
-use super::{Chunk, ChunkPlace, Chunks};
+use super::{Chunk, ChunkPlace};
 
-impl Chunks {
-    /// Where each chunk is, as [`crate::paging::PageReport::chunks`] has it.
-    pub(in crate::paging) fn letters(&self) -> String {
-        let letter = |chunk: &Chunk| match chunk.place {
+impl Chunk {
+    /// Where it is, as [`crate::paging::PageReport::chunks`] has it.
+    pub(in crate::paging) fn letter(&self) -> char {
+        match self.place {
             ChunkPlace::Coming => 'i',
-            ChunkPlace::Away if chunk.spans == 0 => '-',
+            ChunkPlace::Away if self.spans == 0 => '-',
             ChunkPlace::Away => 'a',
-            ChunkPlace::Here | ChunkPlace::Going if chunk.coming.is_some() => 'i',
-            ChunkPlace::Here | ChunkPlace::Going if chunk.out.is_some() => 'o',
-            ChunkPlace::Here | ChunkPlace::Going if chunk.is_clean() => 'h',
+            ChunkPlace::Here | ChunkPlace::Going if self.coming.is_some() => 'i',
+            ChunkPlace::Here | ChunkPlace::Going if self.out.is_some() => 'o',
+            ChunkPlace::Here | ChunkPlace::Going if self.is_clean() => 'h',
             ChunkPlace::Here | ChunkPlace::Going => 'w',
-        };
-        self.chunks.iter().map(letter).collect()
+        }
     }
 
-    /// Chunks of spans.
-    pub(in crate::paging) fn owned(&self) -> usize {
-        self.chunks.iter().filter(|chunk| chunk.spans > 0).count()
+    /// Is it a part of a span?
+    pub(in crate::paging) fn is_owned(&self) -> bool {
+        self.spans > 0
     }
 
-    /// Chunks that may not leave.
-    pub(in crate::paging) fn staying(&self) -> usize {
-        self.chunks.iter().filter(|chunk| chunk.stays.is_some()).count()
+    /// May it not leave?
+    pub(in crate::paging) fn stays(&self) -> bool {
+        self.stays.is_some()
     }
 }

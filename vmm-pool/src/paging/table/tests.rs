@@ -91,15 +91,22 @@ fn spans_lie_side_by_side_whatever_their_sizes_are() {
     let size_bytes = 3 * CHUNK / 4;
     for index in 0..20 {
         let (start, bare) = table.alloc(size_bytes - 1).expect("room");
-        assert_eq!(start, index * size_bytes, "rounded up to {ALIGNMENT_BYTES}");
+        assert_eq!(start, index * size_bytes, "rounded up");
         for id in bare {
             table.chunks[id].row = Some(VirtualHandle::new(id, 1));
         }
     }
-    assert_eq!(table.owned(), 15, "three quarters of twenty");
+    assert_eq!(
+        table.chunks.iter().filter(|chunk| chunk.is_owned()).count(),
+        15,
+        "three quarters of twenty"
+    );
     assert!(table.alloc(CHUNK + 1).is_none());
     assert_eq!(table.alloc(CHUNK), Some((15 * CHUNK, vec![15])));
-    assert_eq!((table.span(size_bytes), table.span(size_bytes + 512)), (Some(0..2), None));
+    assert_eq!(
+        (table.spans.chunks_of(size_bytes), table.spans.chunks_of(size_bytes + 512)),
+        (Some(0..2), None)
+    );
 }
 
 #[test]
@@ -162,7 +169,7 @@ fn what_may_have_been_written_is_clean_if_it_is_as_it_was() {
         used(&mut table, Wrote::No);
         assert!(!table.chunks[0].is_clean() && table.is_to_compare(0));
         let asked = mark();
-        table.asking(0, Asked { question: 0, mark: Arc::clone(&asked) });
+        table.chunks[0].asking(Asked { question: 0, mark: Arc::clone(&asked) });
         assert_eq!(table.copies_out(), 0);
         assert!(!table.chunks[0].is_idle(), "a question is under way");
         end(&mut table, asked, prints);
@@ -237,7 +244,7 @@ fn what_stays_takes_a_frame_from_what_is_used_together() {
     let mut table = table(3, 2);
     bring(&mut table, 0);
     assert!(table.fits(&[1, 2]));
-    table.stays(0, Some("a network card has it"));
+    table.chunks[0].set_stays(Some("a network card has it"));
     assert!(!table.fits(&[1, 2]) && table.fits(&[0, 1]));
     table.set_place(0, ChunkPlace::Away);
     assert!(table.fits(&[1, 2]), "it has no frame");
@@ -253,7 +260,7 @@ fn what_was_refused_is_tried_again_behind_its_next_use() {
         table.hold(&[0]);
         table.used(&[0], None, Wrote::Yes);
         assert_eq!(table.to_clean(0), Some(0));
-        table.refused(0);
+        table.chunks[0].refused();
         assert_eq!(table.to_clean(0), None);
     }
 }
@@ -266,7 +273,7 @@ fn what_is_here_is_held_only_if_all_that_is_held_fits_the_frames() {
     // The other is about to leave.
     table.frames = 1;
     assert!(!table.hold_if_here(&[1]) && table.hold_if_here(&[0]));
-    assert_eq!(table.held(), 1);
+    assert_eq!(table.chunks.iter().filter(|chunk| chunk.holders > 0).count(), 1);
 }
 
 #[test]
@@ -325,6 +332,6 @@ fn addresses_are_the_first_that_fit_and_what_lies_before_all_gaps_is_not_looked_
     let mut table = Chunks::new(64 * CHUNK, CHUNK, 2);
     for index in 1..=100 {
         table.alloc(CHUNK / 2).expect("room");
-        assert_eq!(table.full_bytes, index * CHUNK / 2);
+        assert_eq!(table.spans.full_bytes, index * CHUNK / 2);
     }
 }

@@ -113,14 +113,14 @@ impl<D: Driver> Worker<'_, D> {
         let row = self.shared.table().chunks[id].row;
         let still = row.and_then(|row| StillChunk::away(&entered, row));
         let (Some(still), Some(aside)) = (still, self.shared.range_aside(slot)) else {
-            self.shared.table().stuck(id, Arc::new(PoolError::NotOurs.into()));
+            self.shared.table().chunks[id].stuck(Arc::new(PoolError::NotOurs.into()));
             return;
         };
         if let Err(error) = self.remap(|| still.leave_aside(aside)) {
-            self.shared.table().stuck(id, Arc::new(error.into()));
+            self.shared.table().chunks[id].stuck(Arc::new(error.into()));
             return;
         }
-        self.shared.table().left_aside(id);
+        self.shared.table().chunks[id].left_aside();
         match self.remap(|| still.land()) {
             Ok(()) => {
                 still.came();

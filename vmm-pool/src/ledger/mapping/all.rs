@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use super::{Block, Mapping, Presence};
+use super::super::Block;
+use super::{Mapping, Presence};
 use crate::driver::{AccessDesc, DeviceAddress, RawContext, VaRange};
 
 /// See the head of this module. Each mapping has its row, so the ledger alone adds and removes them.
@@ -10,11 +11,11 @@ use crate::driver::{AccessDesc, DeviceAddress, RawContext, VaRange};
 pub(crate) struct Mappings(BTreeMap<u64, Mapping>);
 
 impl Mappings {
-    pub(super) fn insert(&mut self, mapping: Mapping) {
+    pub(in crate::ledger) fn insert(&mut self, mapping: Mapping) {
         self.0.insert(mapping.range().start.0, mapping);
     }
 
-    pub(super) fn remove(&mut self, start: u64) -> Option<Mapping> {
+    pub(in crate::ledger) fn remove(&mut self, start: u64) -> Option<Mapping> {
         self.0.remove(&start)
     }
 
@@ -76,12 +77,15 @@ impl Mappings {
 
     /// The mapping that begins at `start` is about to be taken out of the driver's page tables.
     pub(crate) fn begin_leaving(&mut self, start: u64) {
-        self.change(start, Mapping::begin_leaving);
+        self.change(start, |mapping| {
+            mapping.is_leaving = true;
+            mapping.departures += 1;
+        });
     }
 
     /// It was not.
     pub(crate) fn call_off_leaving(&mut self, start: u64) {
-        self.change(start, Mapping::call_off_leaving);
+        self.change(start, |mapping| mapping.is_leaving = false);
     }
 
     /// Rights that the driver has set on the mappings that begin there.
@@ -99,9 +103,7 @@ impl Mappings {
             let mapping = self.0.get_mut(&whole.start.0)?;
             let start = whole.start.max(range.start);
             let part = VaRange::new(start, whole.end().min(range.end()).0 - start.0);
-            if part != whole {
-                mapping.set_uneven();
-            }
+            mapping.is_uneven |= part != whole;
             Some((whole.start.0, mapping.is_present().then_some(part)))
         });
         all.collect()
@@ -110,36 +112,33 @@ impl Mappings {
     /// Opens the mapping that begins at `start` once more, or once less. Says how often it is open then; none when
     /// it was not open.
     pub(crate) fn change_opened(&mut self, start: u64, by: i8) -> Option<u32> {
-        let mapping = self.0.get_mut(&start).filter(|found| found.opened() > 0)?;
-        mapping.set_opened(mapping.opened().saturating_add_signed(by.into()));
-        Some(mapping.opened())
+        let mapping = self.0.get_mut(&start).filter(|found| found.opened > 0)?;
+        mapping.opened = mapping.opened.saturating_add_signed(by.into());
+        Some(mapping.opened)
     }
 
     /// The mapping is open once: it has just been opened, or a close of it has failed.
     pub(crate) fn open_once(&mut self, start: u64) {
-        self.change(start, |mapping| mapping.set_opened(1));
+        self.change(start, |mapping| mapping.opened = 1);
     }
 
     /// Notes that the block that begins at `start` was allocated in `context`.
     pub(crate) fn set_context(&mut self, start: u64, context: RawContext) {
-        self.change(start, |mapping| mapping.set_context(Some(context)));
+        self.change(start, |mapping| mapping.context = Some(context));
     }
 
     /// Takes the blocks of `context` from it: they stay where they are, and are nobody's.
     pub(crate) fn take_blocks(&mut self, context: RawContext) -> Vec<Block> {
-        let all = self.0.values_mut();
-        let of_context = all.filter(|mapping| mapping.context() == Some(context));
-        let taken = of_context.map(|mapping| {
-            mapping.set_context(None);
-            Block::of(mapping)
-        });
-        taken.collect()
+        let of_context = |mapping: &mut Mapping| {
+            mapping.context.take_if(|own| *own == context).map(|_| Block::of(mapping))
+        };
+        self.0.values_mut().filter_map(of_context).collect()
     }
 
     /// Is this still the block that was taken from its context? It may have been freed meanwhile, and another thread have
     /// got its addresses.
     pub(crate) fn is_nobodys(&self, block: Block) -> bool {
-        self.block(block).is_some_and(|found| found.context().is_none())
+        self.block(block).is_some_and(|found| found.context.is_none())
     }
 
     /// The mapping of `block`; none when it is gone, or another block lies there.
@@ -150,12 +149,12 @@ impl Mappings {
     /// Whether the caller is the one that gives `block` up. False when it is gone, when another block lies there by now, and
     /// when another caller gives it up: a context that ends, or a free that its stream has passed.
     pub(crate) fn claim(&mut self, block: Block) -> bool {
-        let is_free = self.block(block).is_some_and(|found| !found.is_claimed());
-        is_free && self.change(block.start().0, |mapping| mapping.set_claimed(true)).is_some()
+        let is_free = self.block(block).is_some_and(|found| !found.is_claimed);
+        is_free && self.change(block.start().0, |mapping| mapping.is_claimed = true).is_some()
     }
 
     /// The driver would not take the block that the caller has claimed: it may be given up once more.
     pub(crate) fn claim_ends(&mut self, block: Block) {
-        self.change(block.start().0, |mapping| mapping.set_claimed(false));
+        self.change(block.start().0, |mapping| mapping.is_claimed = false);
     }
 }
