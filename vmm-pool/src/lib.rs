@@ -35,6 +35,7 @@ pub mod threads;
 mod transition;
 mod waits;
 
+pub use cells::Cells;
 pub use descriptors::{Uninherited, UninheritedFd, close_in_child as close_descriptors_in_child};
 pub use error::{PoolError, PoolResult};
 pub use ids::{AllocationId, PeerId, VirtualHandle};
@@ -52,7 +53,7 @@ pub use pool::{
 pub use report::{
     ClassBytes, Contents, CopiedBytes, DeviceReport, KeptBytes, PinnedBytes, PoolReport, SlabTotals,
 };
-pub use saved::{SavedError, Spilled, WriteOut, Written};
+pub use saved::{SavedContents, SavedError, Spilled, WriteOut, Written};
 pub use slabs::Part;
 pub use store::{
     CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, Copying, HostBudget, HostDemand, Schedule,

@@ -79,8 +79,8 @@ pub fn create<D: Driver>(
     let made = with_room(member, room_of(device, size_bytes, &class), || {
         let (entered, class) = (member.pool().enter(), class.clone());
         match purpose {
-            Purpose::Any => entered.create_cell(size_bytes, prop, class),
-            Purpose::Window => entered.create_alone(size_bytes, prop, class),
+            Purpose::Any => entered.cells().create_cell(size_bytes, prop, class),
+            Purpose::Window => entered.cells().create_alone(size_bytes, prop, class),
         }
     });
     let made = made.inspect(|handle| note_made(member, library, *handle));
@@ -94,7 +94,7 @@ pub fn release<D: Driver>(member: &Member<D>, handle: u64) -> Answer<()> {
     ours(handle).and_then(|handle| {
         // NCCL 2.26 and newer make one to see if they can, and release it.
         WITHOUT_ADDRESSES.set(WITHOUT_ADDRESSES.get().filter(|other| *other != handle));
-        Answer::of(entered.release_cell(handle))
+        Answer::of(entered.cells().release_cell(handle))
     })
 }
 
@@ -102,14 +102,14 @@ pub fn release<D: Driver>(member: &Member<D>, handle: u64) -> Answer<()> {
 #[doc(alias = "cuMemRetainAllocationHandle")]
 pub fn retain<D: Driver>(member: &Member<D>, address: DeviceAddress) -> Answer<u64> {
     let entered = member.pool().enter_giving_up();
-    Answer::of(entered.retain_cell_at(address)).map(VirtualHandle::raw)
+    Answer::of(entered.cells().retain_cell_at(address)).map(VirtualHandle::raw)
 }
 
 /// What a handle was created with.
 #[doc(alias = "cuMemGetAllocationPropertiesFromHandle")]
 pub fn properties<D: Driver>(member: &Member<D>, handle: u64) -> Answer<AllocationProp> {
     let entered = member.pool().enter_giving_up();
-    ours(handle).and_then(|handle| Answer::of(entered.cell_properties(handle)))
+    ours(handle).and_then(|handle| Answer::of(entered.cells().cell_properties(handle)))
 }
 
 /// Maps a handle.
@@ -121,7 +121,8 @@ pub fn map<D: Driver>(
     handle: u64,
 ) -> Answer<()> {
     let entered = member.pool().enter();
-    ours(handle).and_then(|handle| Answer::of(entered.map_cell(range, offset_bytes, handle)))
+    ours(handle)
+        .and_then(|handle| Answer::of(entered.cells().map_cell(range, offset_bytes, handle)))
 }
 
 /// Unmaps a range.
@@ -129,7 +130,7 @@ pub fn map<D: Driver>(
 pub fn unmap<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()> {
     let entered = member.pool().enter_giving_up();
     let _asking = back_in(member);
-    Answer::of(entered.unmap_cells(range))
+    Answer::of(entered.cells().unmap_cells(range))
 }
 
 /// Waits while the contexts are off the devices: host memory of ours is unregistered with its mapping, and what the driver makes of that
@@ -146,7 +147,7 @@ pub fn address_free<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()>
     if let Some(freed) = member.pool().driver().free_of_host_file(range) {
         return freed.map_or_else(|error| Answer::Refused(error.code), Answer::Done);
     }
-    Answer::of(entered.free_cell_addresses(range))
+    Answer::of(entered.cells().free_cell_addresses(range))
 }
 
 /// This thread has addresses reserved that the pool does not see: what it made before is for them, if for any.
@@ -172,7 +173,8 @@ pub fn address_reserve<D: Driver>(
         return Answer::AskDriver;
     }
     let entered = member.pool().enter();
-    Answer::of_found(entered.take_addresses(size_bytes, alignment, library)).map(|start| start.0)
+    Answer::of_found(entered.cells().take_addresses(size_bytes, alignment, library))
+        .map(|start| start.0)
 }
 
 /// Sets who may reach a range.
@@ -183,7 +185,7 @@ pub fn set_access<D: Driver>(
     access: &[AccessDesc],
 ) -> Answer<()> {
     let entered = member.pool().enter();
-    Answer::of(entered.set_cell_access(range, access))
+    Answer::of(entered.cells().set_cell_access(range, access))
 }
 
 /// A ticket instead of the driver's descriptor.

@@ -37,7 +37,7 @@ pub unsafe extern "C" fn sublet_host_copy(
         if host.is_null() || size_bytes == 0 {
             return fail(ARGUMENT, "a host copy needs a size, and somewhere to write");
         }
-        match member.pool().saved_at(VaRange::new(DeviceAddress(address), size_bytes)) {
+        match member.pool().saved().at(VaRange::new(DeviceAddress(address), size_bytes)) {
             Ok(pointer) => {
                 // SAFETY: checked not to be null; the caller's for one pointer.
                 unsafe { host.write(pointer.as_ptr().cast_const().cast()) };
@@ -70,7 +70,7 @@ pub unsafe extern "C" fn sublet_host_copy_out(
         }
         // SAFETY: the caller's buffer has this many bytes.
         let target = unsafe { std::slice::from_raw_parts_mut(target.cast::<u8>(), length) };
-        match member.pool().read_saved(DeviceAddress(address), target) {
+        match member.pool().saved().read(DeviceAddress(address), target) {
             Ok(()) => OK,
             Err(error) => fail(ARGUMENT, &error.to_string()),
         }

@@ -166,8 +166,8 @@ impl<D: Driver> Member<D> {
         entered: &Entered<'_, D, Use>,
         handle: VirtualHandle,
     ) -> Result<OwnedFd, ImportError> {
-        let (export, part) = entered.export_cell(handle)?;
-        let owner = entered.cell_owner(handle)?.map_or(self.id, MemberId::from);
+        let (export, part) = entered.cells().export_cell(handle)?;
+        let owner = entered.cells().cell_owner(handle)?.map_or(self.id, MemberId::from);
         // A process that redeems a ticket for borrowed memory asks its owner.
         let tenant = self.lender(owner).unwrap_or_else(|| self.config.tenant.clone());
         let ticket = Ticket {
@@ -209,7 +209,7 @@ impl<D: Driver> Member<D> {
             self.approach(owner, &ticket.tenant)?;
         }
         let is_own = owner == self.id;
-        if let Some(handle) = entered.import_held_cell(allocation, serial, part)? {
+        if let Some(handle) = entered.cells().import_held_cell(allocation, serial, part)? {
             // The owner keeps memory for every ticket until it is redeemed: tell it that this one is.
             if is_own || serial == 0 {
                 return Ok(handle);
@@ -222,7 +222,7 @@ impl<D: Driver> Member<D> {
                 return Ok(handle);
             }
             // The ticket is good still, and would hold the memory for ever if this were a success.
-            entered.release_cell(handle)?;
+            entered.cells().release_cell(handle)?;
             return Err(error);
         }
         if is_own {
@@ -235,7 +235,7 @@ impl<D: Driver> Member<D> {
         let lent = fds.remove(&allocation).ok_or(ImportError::Stale { id: allocation })?;
         let source =
             ImportSource { id: allocation, size_bytes: ticket.size_bytes, owner: owner.into() };
-        Ok(entered.import_cell(source, lent, class, part)?)
+        Ok(entered.cells().import_cell(source, lent, class, part)?)
     }
 
     /// Redeems a ticket at its owner. While that is paused, or being paused, it waits as it would at its own gate,

@@ -2,6 +2,7 @@
 
 #![expect(unsafe_code, reason = "fills device memory through the driver")]
 
+use super::Cells;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,13 +10,13 @@ use crate::driver::{
     DeviceOrdinal, Driver, DriverCode, DriverError, DriverOp, DriverResult, RawStream, VaRange,
 };
 use crate::error::{Describe, PoolResult};
-use crate::pool::{Entered, Use};
+use crate::pool::Use;
 
 /// How often a wait for it is told of. A device clears a terabyte in a second, where nothing keeps it busy. The wait ends with the fill and not before: what is
 /// filled later would be memory that is in use by then.
 const TOLD_EVERY: Duration = Duration::from_secs(10);
 
-impl<D: Driver> Entered<'_, D, Use> {
+impl<D: Driver> Cells<'_, D, Use> {
     /// Fills `range` with zeros, on a thread of ours: the caller's context and captures stay as they are.
     ///
     /// # Errors
@@ -26,7 +27,7 @@ impl<D: Driver> Entered<'_, D, Use> {
         let late = DriverError { op: DriverOp::StreamSynchronize, code: DriverCode::NOT_READY };
         let place = device.ok_or(late).about(about, range.size_bytes, device)?;
         let (tell, told) = crossbeam_channel::bounded(1);
-        let driver = Arc::clone(&self.pool.driver);
+        let driver = Arc::clone(&self.0.pool.driver);
         let begun = crate::threads::spawn(
             "sublet-fill",
             move || {
@@ -38,7 +39,7 @@ impl<D: Driver> Entered<'_, D, Use> {
         let outcome = match begun.map(|()| wait_for(&told, range)) {
             Ok(Some((outcome, left))) => {
                 if let Some(stream) = left {
-                    self.pool.deferred.end_stream_later(place, stream);
+                    self.0.pool.deferred.end_stream_later(place, stream);
                 }
                 outcome
             }

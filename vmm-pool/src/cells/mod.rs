@@ -6,7 +6,7 @@
 //! the cell (map, give access, unmap, release, free the addresses) takes no driver call but the first access of a device.
 //! What goes another way is in `placing`.
 //!
-//! Methods here are for what callers hold, cells or not; those of [`crate::pool`] are for rows alone. The table's lock is a
+//! Methods of [`Cells`] are for what callers hold, cells or not; those of [`Entered`] are for rows alone. The table's lock is a
 //! leaf: nothing is asked of the driver or the ledger under it.
 
 mod filling;
@@ -35,8 +35,19 @@ fn this_thread() -> ThreadId {
     std::thread::current().id()
 }
 
+/// Calls about what callers hold, cells or not.
+#[derive(Debug)]
+pub struct Cells<'a, D: Driver, K: Kind>(&'a Entered<'a, D, K>);
+
+impl<D: Driver, K: Kind> Entered<'_, D, K> {
+    /// The calls for handles and addresses that may be cells'.
+    pub fn cells(&self) -> Cells<'_, D, K> {
+        Cells(self)
+    }
+}
+
 // Making and giving up.
-impl<D: Driver> Entered<'_, D, Use> {
+impl<D: Driver> Cells<'_, D, Use> {
     /// Creates memory: a cell where it may be one, an allocation of its own otherwise.
     ///
     /// # Errors
@@ -54,24 +65,24 @@ impl<D: Driver> Entered<'_, D, Use> {
         class: Class,
     ) -> PoolResult<VirtualHandle> {
         let recipe = Recipe { prop: *prop, class };
-        let wanted = self.pool.slabs().wanted(size_bytes, &recipe);
+        let wanted = self.0.pool.slabs().wanted(size_bytes, &recipe);
         if let Wanted::Cell { slab_bytes } = wanted
             && let Some(cell) = self.cell(size_bytes, &recipe, slab_bytes)
         {
-            self.pool.slabs().aim(this_thread(), Some(cell));
+            self.0.pool.slabs().aim(this_thread(), Some(cell));
             return Ok(cell);
         }
-        self.pool.slabs().aim(this_thread(), None);
-        let vacancies = self.pool.slabs().vacancies(size_bytes, &recipe);
+        self.0.pool.slabs().aim(this_thread(), None);
+        let vacancies = self.0.pool.slabs().vacancies(size_bytes, &recipe);
         let again = vacancies.into_iter().find_map(|(key, row, part)| {
-            self.is_here(row).then(|| self.pool.slabs().refill(key, part))?
+            self.is_here(row).then(|| self.0.pool.slabs().refill(key, part))?
         });
-        again.map_or_else(|| self.create(size_bytes, prop, recipe.class), Ok)
+        again.map_or_else(|| self.0.create(size_bytes, prop, recipe.class), Ok)
     }
 
     /// Is the memory of `row` on its device?
     fn is_here(&self, row: VirtualHandle) -> bool {
-        self.pool.ledger().row(row).is_some_and(Row::is_resident)
+        self.0.pool.ledger().row(row).is_some_and(Row::is_resident)
     }
 
     /// Creates an allocation of its own, of which it is known that it is to be mapped where a cell cannot be.
@@ -87,14 +98,14 @@ impl<D: Driver> Entered<'_, D, Use> {
         prop: &AllocationProp,
         class: Class,
     ) -> PoolResult<VirtualHandle> {
-        self.pool.slabs().aim(this_thread(), None);
-        self.create(size_bytes, prop, class)
+        self.0.pool.slabs().aim(this_thread(), None);
+        self.0.create(size_bytes, prop, class)
     }
 
     fn cell(&self, size_bytes: u64, recipe: &Recipe, slab_bytes: u64) -> Option<VirtualHandle> {
-        let with_room = self.pool.slabs().with_room(size_bytes, recipe);
+        let with_room = self.0.pool.slabs().with_room(size_bytes, recipe);
         let carved = with_room.into_iter().find_map(|(key, row)| {
-            self.is_here(row).then(|| self.pool.slabs().carve(key, size_bytes))?
+            self.is_here(row).then(|| self.0.pool.slabs().carve(key, size_bytes))?
         });
         if carved.is_some() {
             return carved;
@@ -106,9 +117,9 @@ impl<D: Driver> Entered<'_, D, Use> {
                 return None;
             }
         };
-        let cell = self.pool.slabs().carve(key, size_bytes);
+        let cell = self.0.pool.slabs().carve(key, size_bytes);
         if cell.is_none() {
-            let ended = self.pool.slabs().end_empty(key);
+            let ended = self.0.pool.slabs().end_empty(key);
             self.take_down(ended);
         }
         cell
@@ -124,20 +135,20 @@ impl<D: Driver> Entered<'_, D, Use> {
         let (prop, device) = (&recipe.prop, recipe.prop.location.as_device());
         let about = || "new slab".to_owned();
         let unit =
-            self.pool.driver.allocation_granularity(prop).about(about, slab_bytes, device)?;
+            self.0.pool.driver.allocation_granularity(prop).about(about, slab_bytes, device)?;
         let (Some(size_bytes), Some(device)) = (unit.round_up(slab_bytes), device) else {
             return Ok(None);
         };
         if !cell_bytes.is_multiple_of(unit.size_bytes) {
             return Ok(None);
         }
-        let row = self.create(size_bytes, prop, recipe.class.clone())?;
+        let row = self.0.create(size_bytes, prop, recipe.class.clone())?;
         let access = [AccessDesc::read_write(device)];
         let window = self.map_window(row, size_bytes, unit.size_bytes, &access)?;
-        let id = self.pool.ledger().find(row)?.id();
+        let id = self.0.pool.ledger().find(row)?.id();
         let recipe = Some((recipe.clone(), unit.size_bytes));
         let new = NewSlab { row, id, size_bytes, prop: *prop, recipe };
-        Ok(Some(self.pool.slabs().insert(new, window, &access)))
+        Ok(Some(self.0.pool.slabs().insert(new, window, &access)))
     }
 
     /// Maps the slab `row`, whose reference is used up where that fails, in a new window.
@@ -149,20 +160,20 @@ impl<D: Driver> Entered<'_, D, Use> {
         access: &[AccessDesc],
     ) -> PoolResult<VaRange> {
         let reserved =
-            self.pool.driver.address_reserve(size_bytes, alignment_bytes, DeviceAddress(0));
+            self.0.pool.driver.address_reserve(size_bytes, alignment_bytes, DeviceAddress(0));
         let start = match reserved {
             Ok(start) => start,
             Err(error) => {
-                self.abandon(None, row);
+                self.0.abandon(None, row);
                 return Err(error).about(|| "window of a slab".to_owned(), size_bytes, None);
             }
         };
         let window = VaRange::new(start, size_bytes);
-        let mapped = self.map(window, 0, row).and_then(|()| match access {
+        let mapped = self.0.map(window, 0, row).and_then(|()| match access {
             [] => Ok(()),
-            access => self.set_access(window, access),
+            access => self.0.set_access(window, access),
         });
-        mapped.map(|()| window).inspect_err(|_| self.abandon(Some(window), row))
+        mapped.map(|()| window).inspect_err(|_| self.0.abandon(Some(window), row))
     }
 
     /// Sets who may reach what is mapped in `range`. A device that gets rights to one cell gets them to its slab, and keeps them there; it is
@@ -176,7 +187,7 @@ impl<D: Driver> Entered<'_, D, Use> {
     #[doc(alias = "cuMemSetAccess")]
     pub fn set_cell_access(&self, range: VaRange, access: &[AccessDesc]) -> PoolResult<()> {
         let (plan, wider) = {
-            let mut slabs = self.pool.slabs();
+            let mut slabs = self.0.pool.slabs();
             let plan = if slabs.windows.meets_window(range) {
                 slabs.plan_access(range, access)
             } else {
@@ -190,10 +201,10 @@ impl<D: Driver> Entered<'_, D, Use> {
         };
         match plan {
             AccessPlan::Done => Ok(()),
-            AccessPlan::Rows => self.set_access(range, access),
+            AccessPlan::Rows => self.0.set_access(range, access),
             AccessPlan::Grant { window, mounted } => {
-                self.set_access(mounted, &wider)?;
-                self.pool.slabs().windows.granted(window, range, access);
+                self.0.set_access(mounted, &wider)?;
+                self.0.pool.slabs().windows.granted(window, range, access);
                 Ok(())
             }
             AccessPlan::Refused(code) => {
@@ -204,7 +215,7 @@ impl<D: Driver> Entered<'_, D, Use> {
     }
 }
 
-impl<D: Driver, K: Kind> Entered<'_, D, K> {
+impl<D: Driver, K: Kind> Cells<'_, D, K> {
     /// Gives back one reference of what `handle` stands for.
     ///
     /// # Errors
@@ -215,17 +226,17 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     #[doc(alias = "cuMemRelease")]
     pub fn release_cell(&self, handle: VirtualHandle) -> PoolResult<()> {
         if !handle.is_of_cell() {
-            return self.release(handle);
+            return self.0.release(handle);
         }
         let released = {
-            let mut slabs = self.pool.slabs();
+            let mut slabs = self.0.pool.slabs();
             match slabs.held(handle) {
                 StandsFor::Row(row) => Err(row),
                 StandsFor::Cell(cell) => Ok(slabs.release(cell.handle)),
             }
         };
         match released {
-            Err(row) => self.release(row),
+            Err(row) => self.0.release(row),
             Ok(None) => Err(PoolError::StaleHandle { handle: handle.raw() }),
             Ok(Some(ended)) => {
                 self.take_down(ended);
@@ -241,11 +252,11 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     #[doc(alias = "cuMemRetainAllocationHandle")]
     pub fn retain_cell_at(&self, address: DeviceAddress) -> PoolResult<VirtualHandle> {
         let (place, retained) = {
-            let mut slabs = self.pool.slabs();
+            let mut slabs = self.0.pool.slabs();
             (slabs.windows.place(address), slabs.retain_at(address))
         };
         match place {
-            Occupant::Elsewhere | Occupant::Alone => self.retain_at(address),
+            Occupant::Elsewhere | Occupant::Alone => self.0.retain_at(address),
             Occupant::Cell { .. } | Occupant::Nothing => retained.ok_or_else(|| {
                 let object = format!("nothing mapped at {address}");
                 refused(DriverOp::Map, DriverCode::INVALID_VALUE, object, 0)
@@ -259,10 +270,10 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     /// As [`Entered::properties`].
     #[doc(alias = "cuMemGetAllocationPropertiesFromHandle")]
     pub fn cell_properties(&self, handle: VirtualHandle) -> PoolResult<AllocationProp> {
-        let held = self.pool.slabs().held(handle);
+        let held = self.0.pool.slabs().held(handle);
         match held {
             StandsFor::Cell(cell) => Ok(cell.prop),
-            StandsFor::Row(row) => self.properties(row),
+            StandsFor::Row(row) => self.0.properties(row),
         }
     }
 
@@ -277,11 +288,11 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     #[doc(alias = "cuMemUnmap")]
     pub fn unmap_cells(&self, range: VaRange) -> PoolResult<()> {
         let unmapped = {
-            let mut slabs = self.pool.slabs();
+            let mut slabs = self.0.pool.slabs();
             if slabs.windows.meets_window(range) { Some(slabs.unmap(range)) } else { None }
         };
         let Some(unmapped) = unmapped else {
-            return self.unmap(range);
+            return self.0.unmap(range);
         };
         let Some((rows, ended)) = unmapped else {
             let object = format!("no whole mapping at {}", range.start);
@@ -291,8 +302,8 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         self.take_down(ended);
         let mut outcome = Ok(());
         for row in rows {
-            if let Err(error) = self.unmap(row) {
-                self.pool.slabs().stays_mapped(row);
+            if let Err(error) = self.0.unmap(row) {
+                self.0.pool.slabs().stays_mapped(row);
                 outcome = outcome.and(Err(error));
             }
         }
@@ -310,11 +321,11 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     #[doc(alias = "cuMemAddressFree")]
     pub fn free_cell_addresses(&self, range: VaRange) -> PoolResult<()> {
         let freed = {
-            let mut slabs = self.pool.slabs();
+            let mut slabs = self.0.pool.slabs();
             if slabs.windows.meets_window(range) { Some(slabs.free_spot(range)) } else { None }
         };
         let ended = match freed {
-            None if !self.address_free_is_refused(range) => return Err(PoolError::NotOurs),
+            None if !self.0.address_free_is_refused(range) => return Err(PoolError::NotOurs),
             None | Some(None) => {
                 let object = format!("addresses at {}", range.start);
                 let code = DriverCode::INVALID_VALUE;
@@ -329,15 +340,15 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     /// Takes down what nobody has any more. The caller's call is done already: what the driver refuses is tried again
     /// with the next.
     fn take_down(&self, ended: Ended) {
-        let mut all = self.pool.slabs().take_refused();
+        let mut all = self.0.pool.slabs().take_refused();
         if !ended.is_nothing() {
             all.push(ended);
         }
         for ended in all {
             if let Some(left) = self.try_take_down(ended) {
-                self.pool.slabs().keep_refused(left);
+                self.0.pool.slabs().keep_refused(left);
                 // Who waits for that is to know.
-                self.pool.slabs_changed.notify_all();
+                self.0.pool.slabs_changed.notify_all();
             }
         }
     }
@@ -345,24 +356,24 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     /// What the driver would not take comes out.
     fn try_take_down(&self, mut ended: Ended) -> Option<Ended> {
         while let Some((window, mounted)) = ended.mounted.last().copied() {
-            match self.unmap(mounted) {
+            match self.0.unmap(mounted) {
                 Ok(()) | Err(PoolError::NotOurs) => ended.mounted.pop(),
                 Err(error) => {
                     tracing::error!(%error, "a slab that nobody has there stays until the next call like this");
                     return Some(ended);
                 }
             };
-            ended.windows.extend(self.pool.slabs().windows.dismounted(window));
-            self.pool.slabs_changed.notify_all();
+            ended.windows.extend(self.0.pool.slabs().windows.dismounted(window));
+            self.0.pool.slabs_changed.notify_all();
         }
         if let Some(row) = ended.row
-            && let Err(error) = self.release(row)
+            && let Err(error) = self.0.release(row)
         {
             // It is gone from the ledger, and offered to the driver again.
             tracing::error!(%error, "memory of a slab stays until the next pause");
         }
         for window in ended.windows {
-            if let Err(error) = self.pool.deferred.free_addresses(window) {
+            if let Err(error) = self.0.pool.deferred.free_addresses(window) {
                 tracing::error!(%error, "addresses of a slab stay until the next pause");
             }
         }

@@ -13,13 +13,13 @@ use std::collections::HashSet;
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
-use super::{NEXT, refused};
+use super::{Cells, NEXT, refused};
 use crate::VirtualHandle;
 use crate::driver::{Driver, DriverCode, DriverOp, VaRange};
 use crate::error::{PoolError, PoolResult};
 use crate::ledger::Row;
-use crate::pool::{Entered, Use};
-use crate::slabs::{CellAt, Ended, MapPlan, Slabs, StandsFor};
+use crate::pool::Use;
+use crate::slabs::{CellAt, Ended, MapPlan, SlabTable, StandsFor};
 
 /// How long a call waits for another thread's driver call about the same window.
 const OTHERS_MAX: Duration = Duration::from_secs(20);
@@ -31,7 +31,7 @@ fn cannot(code: DriverCode, range: VaRange) -> PoolError {
     refused(DriverOp::Map, code, format!("mapping at {}", range.start), range.size_bytes)
 }
 
-impl<D: Driver> Entered<'_, D, Use> {
+impl<D: Driver> Cells<'_, D, Use> {
     /// Maps the whole of what `handle` stands for.
     ///
     /// # Errors
@@ -52,7 +52,7 @@ impl<D: Driver> Entered<'_, D, Use> {
         }
         for _ in 0..TRIES_MAX {
             let (held, under) = {
-                let slabs = self.pool.slabs();
+                let slabs = self.0.pool.slabs();
                 (slabs.held(handle), slabs.row_under(range.start))
             };
             let cell = match held {
@@ -74,7 +74,7 @@ impl<D: Driver> Entered<'_, D, Use> {
                     return cleared;
                 }
                 MapPlan::Fill { row, window, mounted } => {
-                    let made = self.map(mounted, 0, row);
+                    let made = self.0.map(mounted, 0, row);
                     let place = (window, mounted);
                     let ended =
                         self.changed(|slabs| slabs.filled(handle, range, place, made.is_ok()));
@@ -95,11 +95,11 @@ impl<D: Driver> Entered<'_, D, Use> {
     fn map_row(&self, range: VaRange, offset_bytes: u64, row: VirtualHandle) -> PoolResult<()> {
         for _ in 0..TRIES_MAX {
             match self.settled(range, |slabs| slabs.map_alone(range))? {
-                MapPlan::StandAlone => return self.map(range, offset_bytes, row),
+                MapPlan::StandAlone => return self.0.map(range, offset_bytes, row),
                 MapPlan::Done => {
-                    let mapped = self.map(range, offset_bytes, row);
+                    let mapped = self.0.map(range, offset_bytes, row);
                     if mapped.is_err() {
-                        self.pool.slabs().not_mapped_alone(range);
+                        self.0.pool.slabs().not_mapped_alone(range);
                     }
                     return mapped;
                 }
@@ -118,10 +118,10 @@ impl<D: Driver> Entered<'_, D, Use> {
     fn settled(
         &self,
         range: VaRange,
-        mut plan: impl FnMut(&mut Slabs) -> MapPlan,
+        mut plan: impl FnMut(&mut SlabTable) -> MapPlan,
     ) -> PoolResult<MapPlan> {
         let deadline = Instant::now() + OTHERS_MAX;
-        let mut slabs = self.pool.slabs();
+        let mut slabs = self.0.pool.slabs();
         loop {
             let plan = plan(&mut slabs);
             if plan != MapPlan::Busy {
@@ -130,24 +130,24 @@ impl<D: Driver> Entered<'_, D, Use> {
             let left = deadline
                 .checked_duration_since(Instant::now())
                 .ok_or_else(|| cannot(DriverCode::NOT_READY, range))?;
-            let waited = self.pool.slabs_changed.wait_timeout(slabs, left);
+            let waited = self.0.pool.slabs_changed.wait_timeout(slabs, left);
             slabs = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
-    fn changed<T>(&self, change: impl FnOnce(&mut Slabs) -> T) -> T {
-        let done = change(&mut self.pool.slabs());
-        self.pool.slabs_changed.notify_all();
+    fn changed<T>(&self, change: impl FnOnce(&mut SlabTable) -> T) -> T {
+        let done = change(&mut self.0.pool.slabs());
+        self.0.pool.slabs_changed.notify_all();
         done
     }
 
     /// What the driver refuses of any allocation of `whole_bytes`, in its order.
     fn check_call(&self, range: VaRange, offset_bytes: u64, whole_bytes: u64) -> PoolResult<()> {
         let in_window = {
-            let slabs = self.pool.slabs();
+            let slabs = self.0.pool.slabs();
             slabs.windows.meets_window(range).then(|| slabs.windows.is_taken(range))
         };
-        let is_taken = in_window.unwrap_or_else(|| self.pool.holdings().has_mapping_in(range));
+        let is_taken = in_window.unwrap_or_else(|| self.0.pool.holdings().has_mapping_in(range));
         if is_taken {
             return Err(cannot(DriverCode::INVALID_VALUE, range));
         }
@@ -163,7 +163,7 @@ impl<D: Driver> Entered<'_, D, Use> {
     /// Offers the driver once more to unmap what it would not, around `range`.
     fn unmap_stuck(&self, range: VaRange) -> PoolResult<()> {
         self.take_down(Ended::default());
-        if !self.pool.slabs().is_stuck(range.start) {
+        if !self.0.pool.slabs().is_stuck(range.start) {
             return Ok(());
         }
         let object = format!(
@@ -175,7 +175,7 @@ impl<D: Driver> Entered<'_, D, Use> {
 
     /// Is the memory of `row` on its device, as far as is known?
     fn is_there(&self, row: VirtualHandle) -> PoolResult<()> {
-        let ledger = self.pool.ledger();
+        let ledger = self.0.pool.ledger();
         let row = ledger.find(row)?;
         if row.is_resident() {
             return Ok(());
@@ -190,20 +190,20 @@ impl<D: Driver> Entered<'_, D, Use> {
     /// The cell, which nobody has mapped or shared, becomes an allocation of its own, which its handle stands for from now on. Nothing
     /// happens if that is not so any more.
     pub(super) fn stand_alone(&self, cell: CellAt) -> PoolResult<()> {
-        let class = self.pool.ledger().find(cell.row)?.class().clone();
-        let row = self.create(cell.part.size_bytes, &cell.prop, class)?;
+        let class = self.0.pool.ledger().find(cell.row)?.class().clone();
+        let row = self.0.create(cell.part.size_bytes, &cell.prop, class)?;
         for _ in 1..cell.references {
-            self.pool.ledger().add_reference(row);
+            self.0.pool.ledger().add_reference(row);
         }
         let ended = self.changed(|slabs| slabs.stand_alone(cell, row));
         let Some(ended) = ended else {
-            return (0..cell.references).try_for_each(|_| self.release(row));
+            return (0..cell.references).try_for_each(|_| self.0.release(row));
         };
         self.take_down(ended);
         // In this order: what another thread adds meanwhile is not among those that are looked for.
-        let known = self.pool.slabs().rows_alone();
-        let living: HashSet<_> = self.pool.ledger().rows().map(Row::handle).collect();
-        self.pool.slabs().forget_alone(|row| !known.contains(&row) || living.contains(&row));
+        let known = self.0.pool.slabs().rows_alone();
+        let living: HashSet<_> = self.0.pool.ledger().rows().map(Row::handle).collect();
+        self.0.pool.slabs().forget_alone(|row| !known.contains(&row) || living.contains(&row));
         Ok(())
     }
 }

@@ -1,9 +1,9 @@
 //! Questions about addresses, answered for what callers hold there.
 
-use super::this_thread;
+use super::{Cells, this_thread};
 use crate::driver::{DeviceAddress, Driver, Location, VaRange};
 use crate::ledger::{Facts, Known, LIBRARY_TAGS};
-use crate::pool::{Entered, Pool, Use};
+use crate::pool::{Pool, Use};
 use crate::slabs::Occupant;
 
 impl<D: Driver> Pool<D> {
@@ -88,7 +88,7 @@ impl<D: Driver> Pool<D> {
     }
 }
 
-impl<D: Driver> Entered<'_, D, Use> {
+impl<D: Driver> Cells<'_, D, Use> {
     /// Addresses for a caller of `library`'s: those of the cell that this thread has just got, where it asks for as many bytes; a room for any that its
     /// memory may go to, where it has cells. None where the driver is to give them.
     ///
@@ -105,18 +105,18 @@ impl<D: Driver> Entered<'_, D, Use> {
             return None;
         }
         let room_bytes = {
-            let mut slabs = self.pool.slabs();
+            let mut slabs = self.0.pool.slabs();
             let spot = slabs.take_spot(this_thread(), size_bytes, alignment);
             if spot.is_some() {
                 return spot;
             }
             slabs.room_bytes(size_bytes, alignment)?
         };
-        let reserved = self.pool.driver.address_reserve(room_bytes, alignment, DeviceAddress(0));
+        let reserved = self.0.pool.driver.address_reserve(room_bytes, alignment, DeviceAddress(0));
         match reserved {
             Ok(start) => {
                 let range = VaRange::new(start, room_bytes);
-                Some(self.pool.slabs().add_room(range, size_bytes))
+                Some(self.0.pool.slabs().add_room(range, size_bytes))
             }
             Err(error) => {
                 tracing::debug!(%error, "no room for a slab around addresses");

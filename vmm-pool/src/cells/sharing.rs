@@ -1,15 +1,15 @@
 //! Cells that cross processes: a ticket names the slab, and which part of it the cell is.
 
-use super::placing::TRIES_MAX;
+use super::{Cells, placing::TRIES_MAX};
 use super::{refused, this_thread};
 use crate::driver::{Driver, DriverCode, DriverOp};
 use crate::error::PoolResult;
 use crate::ledger::Class;
-use crate::pool::{Borrowed, Entered, Export, ImportSource, Kind, Use};
+use crate::pool::{Borrowed, Export, ImportSource, Kind, Use};
 use crate::slabs::{Ended, NewSlab, Part, StandsFor};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
-impl<D: Driver> Entered<'_, D, Use> {
+impl<D: Driver> Cells<'_, D, Use> {
     /// Makes what `handle` stands for importable by others, and counts one ticket, as [`Entered::export`] does. Says which part
     /// of the exported allocation it is, unless it is the whole.
     ///
@@ -22,7 +22,7 @@ impl<D: Driver> Entered<'_, D, Use> {
     pub fn export_cell(&self, handle: VirtualHandle) -> PoolResult<(Export, Option<Part>)> {
         for _ in 0..TRIES_MAX {
             let held = {
-                let mut slabs = self.pool.slabs();
+                let mut slabs = self.0.pool.slabs();
                 let held = slabs.held(handle);
                 if let StandsFor::Cell(cell) = held
                     && !cell.is_unplaced
@@ -32,10 +32,10 @@ impl<D: Driver> Entered<'_, D, Use> {
                 held
             };
             match held {
-                StandsFor::Row(row) => return Ok((self.export(row)?, None)),
+                StandsFor::Row(row) => return Ok((self.0.export(row)?, None)),
                 // A caller that maps it later, wherever that is, is not kept from doing so.
                 StandsFor::Cell(cell) if cell.is_unplaced => self.stand_alone(cell)?,
-                StandsFor::Cell(cell) => return Ok((self.export(cell.row)?, Some(cell.part))),
+                StandsFor::Cell(cell) => return Ok((self.0.export(cell.row)?, Some(cell.part))),
             }
         }
         let object = "allocation that other threads use meanwhile".to_owned();
@@ -56,8 +56,8 @@ impl<D: Driver> Entered<'_, D, Use> {
         serial: u64,
         part: Option<Part>,
     ) -> PoolResult<Option<VirtualHandle>> {
-        self.pool.slabs().aim(this_thread(), None);
-        let Some(row) = self.import_held(id, serial) else {
+        self.0.pool.slabs().aim(this_thread(), None);
+        let Some(row) = self.0.import_held(id, serial) else {
             return Ok(None);
         };
         part.map_or(Ok(row), |part| self.hold_part(id, row, part)).map(Some)
@@ -78,8 +78,8 @@ impl<D: Driver> Entered<'_, D, Use> {
         class: Class,
         part: Option<Part>,
     ) -> PoolResult<VirtualHandle> {
-        self.pool.slabs().aim(this_thread(), None);
-        let row = self.borrow(source, lent, class)?;
+        self.0.pool.slabs().aim(this_thread(), None);
+        let row = self.0.borrow(source, lent, class)?;
         part.map_or(Ok(row), |part| self.hold_part(source.id, row, part))
     }
 
@@ -91,22 +91,22 @@ impl<D: Driver> Entered<'_, D, Use> {
         part: Part,
     ) -> PoolResult<VirtualHandle> {
         let known = {
-            let mut slabs = self.pool.slabs();
+            let mut slabs = self.0.pool.slabs();
             slabs.slab_of(id).map(|(key, _)| slabs.hold_part(key, part))
         };
         if let Some(held) = known {
             // The slab has a reference of its own.
-            self.release(row)?;
+            self.0.release(row)?;
             return self.aimed_at(held, part);
         }
         let (size_bytes, prop) = {
-            let ledger = self.pool.ledger();
+            let ledger = self.0.pool.ledger();
             let row = ledger.find(row)?;
             (row.size_bytes(), *row.prop())
         };
         let window = self.map_window(row, size_bytes, 0, &[])?;
         let (held, ended, is_ours) = {
-            let mut slabs = self.pool.slabs();
+            let mut slabs = self.0.pool.slabs();
             // Another thread may have imported it meanwhile.
             let known = slabs.slab_of(id).map(|(key, _)| key);
             let is_ours = known.is_none();
@@ -118,14 +118,14 @@ impl<D: Driver> Entered<'_, D, Use> {
             (held, if is_ours { slabs.end_empty(key) } else { Ended::default() }, is_ours)
         };
         if !is_ours {
-            self.abandon(Some(window), row);
+            self.0.abandon(Some(window), row);
         }
         self.take_down(ended);
         self.aimed_at(held, part)
     }
 
     fn aimed_at(&self, held: Option<VirtualHandle>, part: Part) -> PoolResult<VirtualHandle> {
-        self.pool.slabs().aim(this_thread(), held);
+        self.0.pool.slabs().aim(this_thread(), held);
         held.ok_or_else(|| {
             let object = format!("part of a slab at {}", part.offset_bytes);
             refused(DriverOp::Import, DriverCode::INVALID_VALUE, object, part.size_bytes)
@@ -133,16 +133,16 @@ impl<D: Driver> Entered<'_, D, Use> {
     }
 }
 
-impl<D: Driver, K: Kind> Entered<'_, D, K> {
+impl<D: Driver, K: Kind> Cells<'_, D, K> {
     /// The owner of an import, where `handle` is one; `None` for own memory.
     ///
     /// # Errors
     /// [`crate::PoolError::StaleHandle`].
     pub fn cell_owner(&self, handle: VirtualHandle) -> PoolResult<Option<PeerId>> {
-        let row = match self.pool.slabs().held(handle) {
+        let row = match self.0.pool.slabs().held(handle) {
             StandsFor::Cell(cell) => cell.row,
             StandsFor::Row(row) => row,
         };
-        self.import_owner(row)
+        self.0.import_owner(row)
     }
 }

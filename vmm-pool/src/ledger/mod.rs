@@ -331,9 +331,7 @@ impl Ledger {
 
     /// Makes a block that is opened once of the mapping at `start`. The caller keeps its reference.
     pub(crate) fn become_opened(&mut self, handle: VirtualHandle, start: u64, asked_bytes: u64) {
-        if let Some(row) = self.row_mut(handle) {
-            row.become_block(asked_bytes);
-        }
+        self.change_in(std::iter::once(handle), |row| row.become_block(asked_bytes));
         self.mappings.open_once(start);
     }
 }
@@ -402,9 +400,7 @@ impl Ledger {
 
     /// `importer` has fetched `id` again.
     pub(crate) fn fetched(&mut self, id: AllocationId, importer: PeerId) {
-        if let Some(row) = self.by_id_mut(id) {
-            row.sharing_mut().add_importer(importer);
-        }
+        self.by_id_mut(id).into_iter().for_each(|row| row.sharing_mut().add_importer(importer));
     }
 
     /// One reference more to `id`, where it is held and not lost. Of own memory the ticket `serial` is redeemed by

@@ -4,7 +4,7 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::marks::Mark;
-use super::table::{Chunks, Looks, Wrote};
+use super::table::{Looks, WindowChunks, Wrote};
 use super::uses::{In, Touched};
 use super::{Pager, Shared};
 use crate::driver::{Driver, DriverCode, RawStream};
@@ -147,7 +147,7 @@ impl<D: Driver> Shared<D> {
         waited.about(|| "a use of paged memory".to_owned(), 0, Some(self.device))
     }
 
-    fn tell_end(&self, table: MutexGuard<'_, Chunks>, end: &PoolResult<End>) {
+    fn tell_end(&self, table: MutexGuard<'_, WindowChunks>, end: &PoolResult<End>) {
         // It costs more to wake a thread than to have it look by itself.
         let is_told = table.looks_again == Looks::WhenTold || table.without_room > 0;
         drop(table);

@@ -5,7 +5,7 @@ use std::ptr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::table::Chunks;
+use super::table::WindowChunks;
 use super::thread::{LOOK_SOON, Worker};
 use super::{PageError, PageResult, Shared};
 use crate::deferred::Physical;
@@ -26,7 +26,7 @@ const TRIED_AGAIN: Duration = Duration::from_secs(10);
 
 impl<D: Driver> Shared<D> {
     /// How many chunks could give their frames.
-    fn spare(&self, table: &Chunks) -> usize {
+    fn spare(&self, table: &WindowChunks) -> usize {
         let calls = self.calls();
         table.spare(|id| calls.lists.holding(id))
     }
@@ -56,7 +56,7 @@ impl<D: Driver> Lender for Shared<D> {
     }
 
     fn wait(&self, limit: Duration) -> bool {
-        let what = |_: &Chunks| "frames to be given up".to_owned();
+        let what = |_: &WindowChunks| "frames to be given up".to_owned();
         let given = self.wait_for(limit, what, |table| (table.owed == 0).then_some(Ok(())));
         if given.is_err() {
             self.table().owed = 0;

@@ -48,7 +48,7 @@ pub use self::error::{PageError, PageResult};
 use self::marks::Mark;
 pub use self::plan::Planned;
 pub use self::report::{PageReport, UnseenWrite};
-use self::table::{Chunks, Wrote};
+use self::table::{WindowChunks, Wrote};
 use self::uses::Calls;
 pub use self::uses::{In, Touched};
 use crate::AllocationId;
@@ -103,7 +103,7 @@ struct Shared<D: Driver> {
     /// How much of the device stays free if frames are taken, in bytes.
     leaves_bytes: u64,
     host_budget: Budget,
-    table: Mutex<Chunks>,
+    table: Mutex<WindowChunks>,
     /// One at a time gives out spans: the next may share a chunk whose row is not entered yet. True: nothing is given out any more.
     entering: Mutex<bool>,
     /// The thread has done something, or is to do something.
@@ -121,7 +121,7 @@ impl<D: Driver> fmt::Debug for Shared<D> {
 }
 
 impl<D: Driver> Shared<D> {
-    fn table(&self) -> MutexGuard<'_, Chunks> {
+    fn table(&self) -> MutexGuard<'_, WindowChunks> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -171,8 +171,8 @@ impl<D: Driver> Shared<D> {
     fn wait_for<T>(
         &self,
         limit: Duration,
-        what: impl Fn(&Chunks) -> String,
-        mut look: impl FnMut(&mut Chunks) -> Option<PageResult<T>>,
+        what: impl Fn(&WindowChunks) -> String,
+        mut look: impl FnMut(&mut WindowChunks) -> Option<PageResult<T>>,
     ) -> PageResult<T> {
         let mut deadline = Instant::now() + limit;
         let mut table = self.table();
@@ -241,7 +241,7 @@ impl<D: Driver> Pager<D> {
             chunk_bytes,
             leaves_bytes: if frames_bytes == WHAT_IS_LEFT { LEFT_FREE_BYTES } else { 0 },
             host_budget: Box::new(host_budget),
-            table: Mutex::new(Chunks::new(whole_bytes, chunk_bytes, bounded(frames))),
+            table: Mutex::new(WindowChunks::new(whole_bytes, chunk_bytes, bounded(frames))),
             entering: Mutex::default(),
             changed: Condvar::new(),
             calls: Mutex::default(),
@@ -410,7 +410,8 @@ impl<D: Driver> Pager<D> {
     ) -> PageResult<()> {
         let mut ids = self.chunks_of(spans)?;
         let (device, needed_bytes) = (self.shared.device, self.bytes_of(&ids));
-        let what = |_: &Chunks| format!("{needed_bytes} bytes that are paged to be on {device}");
+        let what =
+            |_: &WindowChunks| format!("{needed_bytes} bytes that are paged to be on {device}");
         self.shared.calls().note(&ids);
         self.shared.foretell();
         let awaited = self.hold(&mut ids, limit, what)?;
@@ -466,7 +467,7 @@ impl<D: Driver> Pager<D> {
         let shared = &self.shared;
         let below = shared.want_ends();
         let captured = shared.calls().captured();
-        let what = |_: &Chunks| "what was written to be copied to the host".to_owned();
+        let what = |_: &WindowChunks| "what was written to be copied to the host".to_owned();
         shared.table().flushing += 1;
         shared.changed.notify_all();
         let flushed = shared.wait_for(limit, what, |table| {
@@ -495,9 +496,9 @@ impl<D: Driver> Pager<D> {
             table.given = None;
         }
         self.shared.changed.notify_all();
-        let what = |_: &Chunks| "device memory to be given back".to_owned();
+        let what = |_: &WindowChunks| "device memory to be given back".to_owned();
         // Another thread may allow more meanwhile.
-        let fits = |table: &mut Chunks| table.resident() <= table.frames.max(frames);
+        let fits = |table: &mut WindowChunks| table.resident() <= table.frames.max(frames);
         self.shared.wait_for(limit, what, |table| fits(table).then_some(Ok(())))
     }
 

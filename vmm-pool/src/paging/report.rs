@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use super::prints::PIECES;
-use super::table::{Chunk, Chunks, Unseen};
+use super::table::{Chunk, Unseen, WindowChunks};
 use super::{Pager, Shared};
 use crate::driver::Driver;
 
@@ -84,7 +84,7 @@ impl fmt::Display for UnseenWrite {
 }
 
 impl<D: Driver> Shared<D> {
-    pub(super) fn describe(&self, table: &Chunks, unseen: &Unseen) -> UnseenWrite {
+    pub(super) fn describe(&self, table: &WindowChunks, unseen: &Unseen) -> UnseenWrite {
         let piece_bytes = self.chunk_bytes / PIECES as u64;
         let (first, last) = (*unseen.pieces.start() as u64, *unseen.pieces.end() as u64);
         let start = unseen.id as u64 * self.chunk_bytes + first * piece_bytes;

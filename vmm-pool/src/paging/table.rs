@@ -214,7 +214,7 @@ impl Chunk {
 
 /// See the head of this module.
 #[derive(Debug)]
-pub(super) struct Chunks {
+pub(super) struct WindowChunks {
     pub(super) chunks: Vec<Chunk>,
     /// How many are not away.
     resident: usize,
@@ -272,7 +272,7 @@ pub(super) struct Counts {
     pub(super) remapping: Duration,
 }
 
-impl Chunks {
+impl WindowChunks {
     pub(super) fn new(window_bytes: u64, chunk_bytes: u64, frames: usize) -> Self {
         Self {
             chunks: Vec::new(),
@@ -332,7 +332,7 @@ impl Chunks {
     }
 
     /// The span is gone. Chunks of no other are freed: those that are away come out, with their rows, and are
-    /// [`Chunks::gone`] when these are; what is on the device goes when its uses are over, also those that another thread is
+    /// [`WindowChunks::gone`] when these are; what is on the device goes when its uses are over, also those that another thread is
     /// about to end. A call may wait for one because its parameters have the address by chance: that comes first. `None`: there is
     /// no such span.
     pub(super) fn free(&mut self, start: u64) -> Option<Vec<(usize, VirtualHandle)>> {
@@ -506,7 +506,7 @@ impl Chunks {
         self.chunks.iter_mut().for_each(|chunk| chunk.is_refused = false);
     }
 
-    /// All spans are freed, as by [`Chunks::free`], and nobody holds anything any more.
+    /// All spans are freed, as by [`WindowChunks::free`], and nobody holds anything any more.
     pub(super) fn free_all(&mut self) -> Vec<(usize, VirtualHandle)> {
         self.chunks.iter_mut().for_each(|chunk| chunk.holders = 0);
         self.spans.starts().into_iter().filter_map(|start| self.free(start)).flatten().collect()

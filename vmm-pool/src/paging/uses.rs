@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use super::lists::Lists;
 use super::marks::Mark;
 use super::order::Order;
-use super::table::{Chunks, distinct};
+use super::table::{WindowChunks, distinct};
 use super::{PageError, PageResult, Pager, Shared};
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawStream, VaRange};
 use crate::error::Describe;
@@ -428,7 +428,7 @@ impl<D: Driver> Pager<D> {
         &self,
         ids: &mut Vec<usize>,
         limit: Duration,
-        what: impl Fn(&Chunks) -> String,
+        what: impl Fn(&WindowChunks) -> String,
     ) -> PageResult<Vec<Arc<Mark>>> {
         let shared = &self.shared;
         let (mut is_held, mut is_without_room) = (false, false);
@@ -492,7 +492,7 @@ impl<D: Driver> Pager<D> {
         shared.want_ends();
         let began = Instant::now();
         let wanted = ids.clone();
-        let what = |table: &Chunks| {
+        let what = |table: &WindowChunks| {
             let ids = &wanted;
             let first = ids.first().map_or(0, |id| shared.range_of(*id).start.0);
             let away = ids.iter().filter(|id| !table.are_here(&[**id])).count();

@@ -49,14 +49,7 @@ pub enum ChangeDetection {
 
 /// Bytes copied between two looks at a stream. At 55 GB/s the usual ones take 5 ms, in which the driver unmaps some 200 blocks:
 /// copying and unmapping keep each other busy.
-#[derive(Debug)]
-struct GroupBytes(AtomicU64);
-
-impl Default for GroupBytes {
-    fn default() -> Self {
-        Self(AtomicU64::new(256 << 20))
-    }
-}
+const GROUP_BYTES: u64 = 256 << 20;
 
 /// See the head of this module. Anybody may change it at any time; its lock is a leaf.
 #[derive(Debug, Default)]
@@ -67,7 +60,8 @@ pub struct CopyPolicy {
     detection: AtomicU8,
     /// A [`PieceBytes`]; 0 for the usual.
     piece_bytes: AtomicU64,
-    group_bytes: GroupBytes,
+    /// 0 for the usual.
+    group_bytes: AtomicU64,
     /// Devices that would not tell, and the word on each.
     refusals: Mutex<BTreeMap<DeviceOrdinal, DriverError>>,
     has_told_of_room: AtomicBool,
@@ -123,13 +117,14 @@ impl CopyPolicy {
     }
 
     pub(crate) fn group_bytes(&self) -> u64 {
-        self.group_bytes.0.load(Ordering::Relaxed)
+        let set = self.group_bytes.load(Ordering::Relaxed);
+        if set == 0 { GROUP_BYTES } else { set }
     }
 
     /// How much of a device a pause copies between two looks at what is done, behind which it unmaps; 256 MiB at first. Less is for
     /// tests and measurements: each look costs a call. Counts from the next pause on.
     pub fn set_group_bytes(&self, bytes: u64) {
-        self.group_bytes.0.store(bytes, Ordering::Relaxed);
+        self.group_bytes.store(bytes, Ordering::Relaxed);
     }
 
     /// Has `device` said that it never will?

@@ -40,7 +40,7 @@ use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::{Gate, Pass, Passage};
 use crate::ledger::{Class, Ledger, Mapping, NewRow, Origin, Row};
 use crate::report::Copied;
-use crate::slabs::Slabs;
+use crate::slabs::SlabTable;
 use crate::store::{Ahead, HostArena};
 use crate::waits::Waits;
 use crate::{AllocationId, VirtualHandle};
@@ -65,7 +65,7 @@ pub struct Pool<D: Driver> {
     holdings: Holdings,
     natives: Natives,
     /// Which small allocations are parts of large ones. A leaf.
-    slabs: Mutex<Slabs>,
+    slabs: Mutex<SlabTable>,
     /// Something that the table says is busy has been settled.
     pub(crate) slabs_changed: Condvar,
     pub(crate) deferred: Deferred<D>,
@@ -197,7 +197,7 @@ impl<D: Driver> Pool<D> {
     }
 
     /// As [`Pool::ledger`]. Neither lock is taken under the other.
-    pub(crate) fn slabs(&self) -> MutexGuard<'_, Slabs> {
+    pub(crate) fn slabs(&self) -> MutexGuard<'_, SlabTable> {
         self.slabs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -132,14 +132,11 @@ impl<D: Driver> Pool<D> {
         what: &'static str,
         touched: &[VaRange],
     ) -> Pass<'a> {
-        let is_any_away = {
-            let ledger = self.ledger();
-            touched.iter().any(|range| ledger.mappings.is_any_away(*range))
-        };
-        if !is_any_away {
+        let ledger = self.ledger();
+        if !touched.iter().any(|range| ledger.mappings.is_any_away(*range)) {
             return pass;
         }
-        drop(pass);
+        drop((ledger, pass));
         self.gate().pass_for(what, Passage::Use)
     }
 }

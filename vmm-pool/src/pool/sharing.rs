@@ -247,14 +247,14 @@ impl<D: Driver> Pool<D> {
         note: impl FnOnce(&mut Sharing),
     ) -> PoolResult<OwnedFd> {
         let at_hand = self.ledger().find_for_importer(id)?.sharing().copy_of_export();
-        let fd = match at_hand {
-            Some(fd) => fd,
-            None => self.export_once(id).or_else(|error| {
+        let export = || {
+            self.export_once(id).or_else(|error| {
                 // Its process may have freed it just then, or a pause begun: that is why, then.
                 self.ledger().find_for_importer(id)?;
                 Err(error)
-            })?,
+            })
         };
+        let fd = at_hand.map_or_else(export, Ok)?;
         // Once more: a pause may have begun meanwhile, which does not know of this importer. The descriptor itself
         // keeps the memory for the importer from now on.
         let (spare, garbage) = self.ledger().redeemed(id, serial, note)?;
@@ -291,10 +291,7 @@ impl<D: Driver> Pool<D> {
     /// `cuMemExportToShareableHandle` when no descriptor is at hand.
     pub fn hand_out(&self, id: AllocationId, importer: PeerId) -> PoolResult<OwnedFd> {
         let at_hand = self.ledger().export_at_hand(id);
-        let fd = match at_hand {
-            Some(fd) => fd,
-            None => self.export_once(id)?,
-        };
+        let fd = at_hand.map_or_else(|| self.export_once(id), Ok)?;
         self.ledger().fetched(id, importer);
         Ok(fd)
     }

@@ -58,33 +58,40 @@ fn saved_or_retained(row: &Row) -> Option<&Saved> {
     if row.is_resident() { row.backing().retained() } else { row.saved() }
 }
 
+/// Contents that pauses have saved, to be read.
+#[derive(Debug)]
+pub struct SavedContents<'a, D: Driver> {
+    pool: &'a Pool<D>,
+    find: Find,
+}
+
 impl<D: Driver> Pool<D> {
-    /// Where the saved contents of `range` lie in host memory, while its memory is away. Good until a resume of
+    /// What is saved of memory that is away.
+    pub fn saved(&self) -> SavedContents<'_, D> {
+        SavedContents { pool: self, find: Row::saved }
+    }
+
+    /// The same, and the copy of the last pause while memory is back on its device, when
+    /// copies are kept ([`crate::CopyPolicy::retain`]): until the next pause or resume of it begins.
+    pub fn saved_or_retained(&self) -> SavedContents<'_, D> {
+        SavedContents { pool: self, find: saved_or_retained }
+    }
+}
+
+impl<D: Driver> SavedContents<'_, D> {
+    /// Where the contents of `range` lie in host memory. Good until a resume of
     /// it begins; parts that were unused when it was paused hold nothing meant. Nothing is given out while a
     /// pause or resume is under way. The next pause copies it all again, whatever it finds.
     ///
     /// # Errors
     /// [`SavedError`].
-    pub fn saved_at(&self, range: VaRange) -> Result<NonNull<u8>, SavedError> {
-        self.found_at(range, Row::saved)
-    }
-
-    /// As [`Pool::saved_at`], and where the copy of the last pause lies while the memory is back on its device, when
-    /// copies are kept ([`Pool::retain_copies`]): until the next pause or resume of it begins.
-    ///
-    /// # Errors
-    /// [`SavedError`].
-    pub fn copy_at(&self, range: VaRange) -> Result<NonNull<u8>, SavedError> {
-        self.found_at(range, saved_or_retained)
-    }
-
-    fn found_at(&self, range: VaRange, find: Find) -> Result<NonNull<u8>, SavedError> {
-        let arena = self.arena();
-        if self.gate().is_shut() {
+    pub fn at(&self, range: VaRange) -> Result<NonNull<u8>, SavedError> {
+        let arena = self.pool.arena();
+        if self.pool.gate().is_shut() {
             // It is on its way, and what is given out now would be of no use.
             return Err(SavedError::Resident(range.start));
         }
-        let pieces = self.saved_pieces(range, find)?;
+        let pieces = self.pieces(range)?;
         if pieces.iter().any(|piece| piece.saved.store == Store::File) {
             return Err(SavedError::NotKept(range.start));
         }
@@ -104,28 +111,16 @@ impl<D: Driver> Pool<D> {
         let [found] = &found[..] else { return Err(SavedError::InPieces(range.start)) };
         let found = found.start();
         // A caller that has the place can write there, and the next pause would take it for unchanged.
-        self.ledger().lend_copies(range);
+        self.pool.ledger().lend_copies(range);
         Ok(found)
     }
 
-    /// Copies the saved contents of the range from `start` on to `target`, as [`Pool::saved_at`]; also those that
+    /// Copies the contents of the range from `start` on to `target`; also those that
     /// are in a file.
     ///
     /// # Errors
     /// [`SavedError`], but for [`SavedError::InPieces`]; `target` holds nothing meant then.
-    pub fn read_saved(&self, start: DeviceAddress, target: &mut [u8]) -> Result<(), SavedError> {
-        self.read(start, target, Row::saved)
-    }
-
-    /// As [`Pool::read_saved`], of what [`Pool::copy_at`] is about.
-    ///
-    /// # Errors
-    /// [`SavedError`], but for [`SavedError::InPieces`]; `target` holds nothing meant then.
-    pub fn read_copy(&self, start: DeviceAddress, target: &mut [u8]) -> Result<(), SavedError> {
-        self.read(start, target, saved_or_retained)
-    }
-
-    fn read(&self, start: DeviceAddress, target: &mut [u8], find: Find) -> Result<(), SavedError> {
+    pub fn read(&self, start: DeviceAddress, target: &mut [u8]) -> Result<(), SavedError> {
         let range = VaRange::new(start, target.len() as u64);
         let refused = |error| {
             let kind = if let PoolError::FileUnreadable { source, .. } = &error {
@@ -139,8 +134,8 @@ impl<D: Driver> Pool<D> {
         };
         loop {
             let (pieces, located) = {
-                let arena = self.arena();
-                let pieces = self.saved_pieces(range, find)?;
+                let arena = self.pool.arena();
+                let pieces = self.pieces(range)?;
                 let located =
                     pieces.iter().map(|piece| arena.locate(&piece.saved, piece.part.clone()));
                 let located: PoolResult<Vec<Vec<Located>>> = located.collect();
@@ -148,7 +143,7 @@ impl<D: Driver> Pool<D> {
             };
             let read = Located::read(&located, target);
             // A pause may have put other contents there meanwhile.
-            if self.saved_pieces(range, find)? == pieces {
+            if self.pieces(range)? == pieces {
                 return read.map_err(refused);
             }
         }
@@ -156,14 +151,14 @@ impl<D: Driver> Pool<D> {
 
     /// Where the contents of `range` lie: it may go over several allocations that are mapped side by side, as blocks of
     /// expandable segments do.
-    fn saved_pieces(&self, range: VaRange, find: Find) -> Result<Vec<Piece>, SavedError> {
-        let ledger = self.ledger();
+    fn pieces(&self, range: VaRange) -> Result<Vec<Piece>, SavedError> {
+        let ledger = self.pool.ledger();
         let mut pieces = Vec::new();
         let mut at = range.start;
         while at < range.end() {
             let found = ledger.mapped_at(at);
             let (mapping, row) = found.ok_or(SavedError::NotOurs(range.start, range.end()))?;
-            let saved = find(row);
+            let saved = (self.find)(row);
             if row.is_resident() && (saved.is_none() || saved != row.backing().retained()) {
                 return Err(SavedError::Resident(at));
             }

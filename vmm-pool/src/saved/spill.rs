@@ -234,7 +234,7 @@ mod tests {
         let report = pool.report();
         assert_eq!((report.host_arena_bytes, report.spilled_bytes), (before, 0));
         let mut bytes = [0; 16];
-        pool.read_saved(start, &mut bytes).unwrap();
+        pool.saved().read(start, &mut bytes).unwrap();
         assert_eq!(bytes, [7; 16]);
     }
 }

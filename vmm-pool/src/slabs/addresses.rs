@@ -6,13 +6,13 @@ use std::thread::ThreadId;
 
 use super::{
     AccessPlan, CELL_BYTES_MAX, Cell, CellAt, Ended, Item, MapPlan, Part, ROOM_BYTES,
-    ROOM_UNIT_BYTES, Recipe, Slab, SlabKey, Slabs, Under, Window, item_under,
+    ROOM_UNIT_BYTES, Recipe, Slab, SlabKey, SlabTable, Under, Window, item_under,
 };
 use crate::VirtualHandle;
 use crate::driver::{AccessDesc, DeviceAddress, DriverCode, Location, VaRange};
 
 // Addresses are given out.
-impl Slabs {
+impl SlabTable {
     /// This thread is likely to want addresses for the cell next; or for nothing of ours.
     pub(crate) fn aim(&mut self, thread: ThreadId, handle: Option<VirtualHandle>) {
         match handle.filter(|handle| self.cells.contains_key(handle)) {
@@ -90,7 +90,7 @@ impl Slabs {
 }
 
 // Memory comes there.
-impl Slabs {
+impl SlabTable {
     /// What it takes to map the cell at `range`, which is as long as it. What takes nothing is recorded.
     pub(crate) fn map(&mut self, handle: VirtualHandle, range: VaRange) -> MapPlan {
         let Some(found) = self.cell_at(handle) else {
@@ -268,7 +268,7 @@ impl Slabs {
     }
 
     /// What it takes to map an allocation of its own at `range`. In a window that is recorded ([`MapPlan::Done`]), and
-    /// [`Slabs::not_mapped_alone`] takes it back.
+    /// [`SlabTable::not_mapped_alone`] takes it back.
     pub(crate) fn map_alone(&mut self, range: VaRange) -> MapPlan {
         if !self.windows.meets_window(range) {
             return MapPlan::StandAlone;
@@ -318,7 +318,7 @@ impl Slab {
 }
 
 // Memory leaves.
-impl Slabs {
+impl SlabTable {
     /// Takes down what is mapped inside `range`, which meets a window. Says which ranges hold allocations
     /// that stand alone, for their owner to unmap. None where nothing is mapped there, or `range` cuts through
     /// something.
@@ -439,7 +439,7 @@ impl Window {
     }
 }
 
-impl Slabs {
+impl SlabTable {
     /// Do the sums that are kept agree with what they are of? For assertions.
     pub(super) fn are_sums_right(&self) -> bool {
         let is_slab_right = |slab: &Slab| {
@@ -455,7 +455,7 @@ impl Slabs {
 }
 
 // Rights.
-impl Slabs {
+impl SlabTable {
     /// What rights on `range`, which meets a window, take. A device keeps what it has of the slab, whatever is set on a cell.
     pub(crate) fn plan_access(&mut self, range: VaRange, access: &[AccessDesc]) -> AccessPlan {
         let wrong = AccessPlan::Refused(DriverCode::INVALID_VALUE);

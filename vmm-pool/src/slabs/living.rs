@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
     Cell, Ended, NewSlab, Occupant, Part, Recipe, SHARE, SLAB_BYTES_MAX, SLAB_BYTES_MIN, Slab,
-    SlabKey, Slabs, Under, Wanted, Window,
+    SlabKey, SlabTable, Under, Wanted, Window,
 };
 use crate::VirtualHandle;
 use crate::driver::{AccessDesc, DeviceAddress, VaRange};
@@ -36,7 +36,7 @@ impl Slab {
     }
 }
 
-impl Slabs {
+impl SlabTable {
     /// What a caller that asks for memory is to be given.
     pub(crate) fn wanted(&self, size_bytes: u64, recipe: &Recipe) -> Wanted {
         if !self.is_on || !recipe.is_for_cells(size_bytes) {

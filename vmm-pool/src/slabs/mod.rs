@@ -259,9 +259,9 @@ pub(crate) enum Occupant {
 pub(crate) enum MapPlan {
     /// Nothing: it is recorded.
     Done,
-    /// The slab has to be mapped at `mounted` in the window that begins at `window`; then [`Slabs::filled`].
+    /// The slab has to be mapped at `mounted` in the window that begins at `window`; then [`SlabTable::filled`].
     Fill { row: VirtualHandle, window: u64, mounted: VaRange },
-    /// What was there before is to be cleared; then [`Slabs::cleared`].
+    /// What was there before is to be cleared; then [`SlabTable::cleared`].
     Clear,
     /// It is, or is to be, an allocation of its own, and is mapped as one.
     StandAlone,
@@ -315,7 +315,7 @@ pub(crate) enum AccessPlan {
 
 /// See the head of this module.
 #[derive(Debug, Default)]
-pub(crate) struct Slabs {
+pub(crate) struct SlabTable {
     is_on: bool,
     /// Other processes are known to have given up what is gone here.
     is_home: bool,
@@ -333,13 +333,13 @@ pub(crate) struct Slabs {
 }
 
 // What is asked.
-impl Slabs {
+impl SlabTable {
     /// Are cells made here?
     pub(crate) fn set_on(&mut self, is_on: bool) {
         self.is_on = is_on;
     }
 
-    /// See [`Slabs::set_on`].
+    /// See [`SlabTable::set_on`].
     pub(crate) fn is_on(&self) -> bool {
         self.is_on
     }
@@ -420,7 +420,7 @@ impl Slabs {
 }
 
 // What is to leave a window.
-impl Slabs {
+impl SlabTable {
     /// Other processes may hear of the cell from now on.
     pub(crate) fn share(&mut self, handle: VirtualHandle) {
         if let Some(cell) = self.cell_mut(handle) {

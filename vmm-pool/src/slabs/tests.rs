@@ -16,14 +16,14 @@ fn window(number: u64) -> VaRange {
 }
 
 /// A table with one slab, in one window.
-fn table() -> (Slabs, SlabKey) {
-    let mut table = Slabs::default();
+fn table() -> (SlabTable, SlabKey) {
+    let mut table = SlabTable::default();
     table.set_on(true);
     let key = add_slab(&mut table, 0, Some((recipe(), UNIT)));
     (table, key)
 }
 
-fn add_slab(table: &mut Slabs, number: u64, recipe: Option<(Recipe, u64)>) -> SlabKey {
+fn add_slab(table: &mut SlabTable, number: u64, recipe: Option<(Recipe, u64)>) -> SlabKey {
     let row = VirtualHandle::new(usize::try_from(number).unwrap(), 1);
     let id = AllocationId([u8::try_from(number).unwrap(); 16]);
     let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
@@ -37,7 +37,7 @@ fn this_thread() -> ThreadId {
 }
 
 /// A cell that is mapped at its spot.
-fn placed(table: &mut Slabs, key: SlabKey, units: u64) -> (VirtualHandle, VaRange) {
+fn placed(table: &mut SlabTable, key: SlabKey, units: u64) -> (VirtualHandle, VaRange) {
     let handle = table.carve(key, units * UNIT).unwrap();
     table.aim(this_thread(), Some(handle));
     let start = table.take_spot(this_thread(), units * UNIT, 0).unwrap();
@@ -214,7 +214,7 @@ fn bytes_that_others_may_hold_take_nothing_new_until_all_give_them_up() {
 }
 
 /// A room with a spot of so many units.
-fn room(table: &mut Slabs, number: u64, units: u64) -> VaRange {
+fn room(table: &mut SlabTable, number: u64, units: u64) -> VaRange {
     let start = DeviceAddress(START.0 + number * (1 << 30));
     let room_bytes = table.room_bytes(units * UNIT, 0).unwrap();
     let spot = table.add_room(VaRange::new(start, room_bytes), units * UNIT);
@@ -284,7 +284,7 @@ fn a_room_takes_what_stands_alone_in_parts_and_cells_that_fit_nowhere_else_stand
 
 #[test]
 fn importers_hold_parts_that_do_not_overlap() {
-    let mut table = Slabs::default();
+    let mut table = SlabTable::default();
     let key = add_slab(&mut table, 0, None);
     let part =
         |offset: u64, units: u64| Part { offset_bytes: offset * UNIT, size_bytes: units * UNIT };
@@ -299,8 +299,8 @@ fn importers_hold_parts_that_do_not_overlap() {
 
 #[test]
 fn slabs_grow_with_what_lives_and_the_dead_are_bounded() {
-    let mut table = Slabs::default();
-    let wanted = |table: &Slabs, units: u64| table.wanted(units * UNIT, &recipe());
+    let mut table = SlabTable::default();
+    let wanted = |table: &SlabTable, units: u64| table.wanted(units * UNIT, &recipe());
     assert_eq!(wanted(&table, 1), Wanted::Alone, "off");
     table.set_on(true);
     assert_eq!(wanted(&table, 1), Wanted::Cell { slab_bytes: SLAB_BYTES_MIN });

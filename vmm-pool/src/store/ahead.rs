@@ -24,7 +24,7 @@ use super::chunk::{BringIn, CHUNK_BYTES, Chunk, missing_chunks};
 /// chunk, and be busy with something else.
 const HAND_OVER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// ChunksAhead that are here ahead of the one that the pause under way pins.
+/// Chunks that are here ahead of the one that the pause under way pins.
 const CHUNKS_AHEAD: usize = 2;
 
 /// What is known of an arena without its lock, and the chunks that come in.

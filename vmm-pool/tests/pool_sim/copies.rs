@@ -24,8 +24,8 @@ fn filled(pool: &SimPool, tag: &str, units: u64, seed: u64) -> VaRange {
 /// Where the copy is, and its first bytes.
 fn copy(pool: &SimPool, range: VaRange) -> Result<(usize, [u8; 16]), SavedError> {
     let mut bytes = [0; 16];
-    pool.read_copy(range.start, &mut bytes)?;
-    Ok((pool.copy_at(range)?.addr().get(), bytes))
+    pool.saved_or_retained().read(range.start, &mut bytes)?;
+    Ok((pool.saved_or_retained().at(range)?.addr().get(), bytes))
 }
 
 #[test]
@@ -40,7 +40,7 @@ fn a_copy_that_is_kept_is_read_after_the_resume_and_lies_where_it_was() {
     assert_eq!(bytes, pattern(1));
     resume_tags(&pool, &["weights"]);
     assert_eq!(copy(&pool, range), Ok((place, pattern(1))));
-    assert_eq!(pool.saved_at(range), Err(SavedError::Resident(range.start)), "not the contents");
+    assert_eq!(pool.saved().at(range), Err(SavedError::Resident(range.start)), "not the contents");
 
     // Nobody else's contents come there, and the next copy of the same memory does.
     write(&pool, DEVICE, range, pattern(2));

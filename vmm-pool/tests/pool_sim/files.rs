@@ -165,9 +165,9 @@ fn unused_parts_take_no_disk_and_saved_bytes_are_read_from_the_file() {
     assert_eq!((log.bytes, pool.report().file_bytes), (4 * UNIT, 4 * UNIT));
     assert!(disk_bytes(dir.path()) < 5 * UNIT);
     let last = DeviceAddress(range.start.0 + 7 * UNIT + 8);
-    assert_eq!(pool.saved_at(VaRange::new(last, 16)), Err(SavedError::NotKept(last)));
+    assert_eq!(pool.saved().at(VaRange::new(last, 16)), Err(SavedError::NotKept(last)));
     let mut bytes = [0; 24];
-    pool.read_saved(last, &mut bytes).expect("saved");
+    pool.saved().read(last, &mut bytes).expect("saved");
     assert_eq!((&bytes[..8], &bytes[8..]), (&pattern(1)[8..], &pattern(1)[..]));
     resume(&pool);
     assert!(holds(&pool, DEVICE, VaRange::new(range.start, 2 * UNIT), pattern(1)));
@@ -286,7 +286,7 @@ fn a_file_cut_short_leaves_the_memory_paused_and_what_is_put_back_is_read() {
     pool.undo_resume().expect("given up again");
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
     let mut end = [0; 8];
-    let unread = pool.read_saved(DeviceAddress(range.end().0 - 8), &mut end);
+    let unread = pool.saved().read(DeviceAddress(range.end().0 - 8), &mut end);
     assert!(matches!(unread, Err(SavedError::Unreadable(..))), "{unread:?}");
 
     file.write_all_at(&saved, 0).expect("put back");
@@ -324,9 +324,9 @@ fn a_byte_that_has_changed_in_the_file_fails_the_resume_before_anything_is_hande
     // Readers of it are told, whatever part of the block they ask for; readers of others read.
     let mut bytes = [0; 16];
     let wrong = DeviceAddress(second.start.0 + 2 * UNIT + 8);
-    let unread = pool.read_saved(wrong, &mut bytes);
+    let unread = pool.saved().read(wrong, &mut bytes);
     assert!(matches!(unread, Err(SavedError::Unreadable(..))), "{unread:?}");
-    pool.read_saved(first.start, &mut bytes).expect("saved");
+    pool.saved().read(first.start, &mut bytes).expect("saved");
     assert_eq!(bytes, pattern(5));
 
     file.write_all_at(&byte, at).expect("put back");

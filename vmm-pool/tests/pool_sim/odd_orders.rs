@@ -162,7 +162,7 @@ impl World {
 
     fn reserve(&self, process: usize, size_bytes: u64) -> VaRange {
         let pool = &self.pools[process];
-        let start = match pool.enter().take_addresses(size_bytes, 0, "nccl") {
+        let start = match pool.enter().cells().take_addresses(size_bytes, 0, "nccl") {
             Some(start) => start,
             None => pool.driver().reserve(size_bytes, 0, DeviceAddress(0)).expect("addresses"),
         };
@@ -172,7 +172,7 @@ impl World {
     /// As the hook does.
     fn free(&self, process: usize, range: VaRange) -> Heard<()> {
         let pool = &self.pools[process];
-        match pool.enter_giving_up().free_cell_addresses(range) {
+        match pool.enter_giving_up().cells().free_cell_addresses(range) {
             Err(PoolError::NotOurs) => pool.driver().free_addresses(range).map_err(Some),
             outcome => heard(outcome),
         }
@@ -180,7 +180,7 @@ impl World {
 
     fn unmap(&self, process: usize, range: VaRange) -> Heard<()> {
         let pool = &self.pools[process];
-        match pool.enter_giving_up().unmap_cells(range) {
+        match pool.enter_giving_up().cells().unmap_cells(range) {
             // The driver's to refuse, which has nothing there.
             Err(PoolError::NotOurs) => Err(Some(DriverCode::INVALID_VALUE)),
             outcome => heard(outcome),
@@ -188,14 +188,14 @@ impl World {
     }
 
     fn set_access(&self, process: usize, range: VaRange, access: AccessDesc) -> Heard<()> {
-        match self.pools[process].enter().set_cell_access(range, &[access]) {
+        match self.pools[process].enter().cells().set_cell_access(range, &[access]) {
             Err(PoolError::NotOurs) => Err(Some(DriverCode::INVALID_VALUE)),
             outcome => heard(outcome),
         }
     }
 
     fn retain(&self, process: usize, address: DeviceAddress) -> Heard<VirtualHandle> {
-        match self.pools[process].enter_giving_up().retain_cell_at(address) {
+        match self.pools[process].enter_giving_up().cells().retain_cell_at(address) {
             Err(PoolError::NotOurs) => Err(Some(DriverCode::INVALID_VALUE)),
             outcome => heard(outcome),
         }
@@ -208,7 +208,8 @@ impl World {
         (export, part): &(Export, Option<Part>),
     ) -> Heard<VirtualHandle> {
         let (owner, importer) = (&self.pools[from], &self.pools[to]);
-        let held = |serial| heard(importer.enter().import_held_cell(export.id, serial, *part));
+        let held =
+            |serial| heard(importer.enter().cells().import_held_cell(export.id, serial, *part));
         if from == to {
             return held(export.serial)?.ok_or(None);
         }
@@ -222,7 +223,7 @@ impl World {
             size_bytes: export.size_bytes,
             owner: PeerId(from as u64),
         };
-        heard(importer.enter().import_cell(source, fd.into(), nccl(), *part))
+        heard(importer.enter().cells().import_cell(source, fd.into(), nccl(), *part))
     }
 
     /// The right of a device, as `cuMemGetAccess` has it.
@@ -430,7 +431,7 @@ impl Both {
         let prop = AllocationProp::pinned_on(device(other));
         let values = [0, 1].map(|world: usize| {
             let pool: &SimPool = &self.worlds[world].pools[process];
-            pool.enter().create_cell(units * UNIT, &prop, nccl()).expect("memory")
+            pool.enter().cells().create_cell(units * UNIT, &prop, nccl()).expect("memory")
         });
         self.uses.push(Use { device: other, ..Use::default() });
         let memory = self.uses.len() - 1;
@@ -473,7 +474,7 @@ impl Both {
             .map(|range| VaRange::new(DeviceAddress(range.start.0 + at * UNIT), units * UNIT));
         let call = |world: usize| {
             let pool = &self.worlds[world].pools[process];
-            pool.enter().map_cell(ranges[world], offset, handle.values[world])
+            pool.enter().cells().map_cell(ranges[world], offset, handle.values[world])
         };
         let slabbed = call(1);
         if let Err(error) = &slabbed
@@ -573,7 +574,7 @@ impl Both {
         let Some(index) = nth(&self.handles[process], handle) else { return };
         let values = self.handles[process][index].values;
         let done = self.same("a release", |world, index| {
-            heard(world.pools[process].enter_giving_up().release_cell(values[index]))
+            heard(world.pools[process].enter_giving_up().cells().release_cell(values[index]))
         });
         assert_eq!(done, Ok(()), "each is in the list as often as it has references");
         // A number that nobody holds is the driver's to judge, and the pool knows those that tickets hold.
@@ -600,7 +601,7 @@ impl Both {
         let Some(index) = nth(&self.handles[process], handle) else { return };
         let values = self.handles[process][index].values;
         let _same = self.same("properties", |world, index| {
-            heard(world.pools[process].enter_giving_up().cell_properties(values[index]))
+            heard(world.pools[process].enter_giving_up().cells().cell_properties(values[index]))
         });
     }
 
@@ -610,9 +611,9 @@ impl Both {
         let mut tickets = Vec::new();
         let done = self.same("an export", |world, index| {
             let pool = &world.pools[process];
-            let owner = heard(pool.enter().cell_owner(values[index]))?;
+            let owner = heard(pool.enter().cells().cell_owner(values[index]))?;
             let exported = if owner.is_none() {
-                heard(pool.enter().export_cell(values[index]))
+                heard(pool.enter().cells().export_cell(values[index]))
             } else {
                 // The agent's to pass on.
                 return Ok(false);

@@ -220,16 +220,16 @@ fn saved_contents_are_read_with_their_zeros_from_memory_and_file() {
         let log = save(&pool, &WHOLE);
         assert_eq!(kept(&log), (62, 0, 2));
         let mut bytes = vec![0xaa; 4 * 65_536];
-        pool.read_saved(pieces(range, 9, 4).start, &mut bytes).expect("saved");
+        pool.saved().read(pieces(range, 9, 4).start, &mut bytes).expect("saved");
         assert!(bytes[..65_536].iter().chain(&bytes[3 * 65_536..]).all(|byte| *byte == 0));
         assert!(bytes[65_536..3 * 65_536].chunks(16).all(|part| part == pattern(1)));
         match contents {
             Contents::File => assert_eq!(pool.report().file_bytes, 2 * PIECE),
             Contents::Keep | Contents::Discard | Contents::DiscardByTag => {
-                let place = pool.saved_at(pieces(range, 10, 2));
+                let place = pool.saved().at(pieces(range, 10, 2));
                 assert!(place.is_ok(), "{place:?}");
                 let across = pieces(range, 11, 2);
-                assert_eq!(pool.saved_at(across), Err(SavedError::InPieces(across.start)));
+                assert_eq!(pool.saved().at(across), Err(SavedError::InPieces(across.start)));
             }
         }
         resume(&pool);
@@ -397,7 +397,7 @@ fn a_difference_that_fingerprints_do_not_show_is_an_error_and_is_copied() {
     pool.copies().retain(true);
     save(&pool, &WHOLE);
     resume(&pool);
-    let copy = pool.copy_at(pieces(range, 1, 1)).expect("kept for readers");
+    let copy = pool.saved_or_retained().at(pieces(range, 1, 1)).expect("kept for readers");
     assert_eq!(kept(&save(&pool, &WHOLE)), (30, 0, 2), "in the same place");
     resume(&pool);
     rot(copy);
@@ -417,9 +417,10 @@ fn a_copy_whose_place_was_lent_is_not_taken_for_unchanged() {
     pool.copies().retain(true);
     for is_resumed in [false, true] {
         save(&pool, &WHOLE);
-        let away = (!is_resumed).then(|| pool.saved_at(range).expect("saved"));
+        let away = (!is_resumed).then(|| pool.saved().at(range).expect("saved"));
         resume(&pool);
-        let copy = away.unwrap_or_else(|| pool.copy_at(range).expect("kept for readers"));
+        let copy =
+            away.unwrap_or_else(|| pool.saved_or_retained().at(range).expect("kept for readers"));
         rot(copy);
         assert_eq!(kept(&save(&pool, &WHOLE)), (0, 0, 32));
         resume(&pool);

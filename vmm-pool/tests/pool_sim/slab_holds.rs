@@ -14,15 +14,15 @@ use crate::tags::{pause_tags, resume_tags};
 const SOON: Duration = Duration::from_secs(10);
 
 fn unmap(pool: &SimPool, range: VaRange) {
-    pool.enter_giving_up().unmap_cells(range).expect("unmapped");
+    pool.enter_giving_up().cells().unmap_cells(range).expect("unmapped");
 }
 
 fn release(pool: &SimPool, handle: VirtualHandle) -> PoolResult<()> {
-    pool.enter_giving_up().release_cell(handle)
+    pool.enter_giving_up().cells().release_cell(handle)
 }
 
 fn map(pool: &SimPool, range: VaRange, handle: VirtualHandle) -> PoolResult<()> {
-    pool.enter().map_cell(range, 0, handle)
+    pool.enter().cells().map_cell(range, 0, handle)
 }
 
 fn alone(pool: &SimPool) -> VirtualHandle {
@@ -30,7 +30,7 @@ fn alone(pool: &SimPool) -> VirtualHandle {
 }
 
 fn is_clear_and_readable(pool: &SimPool, range: VaRange) -> bool {
-    pool.enter().set_cell_access(range, &[AccessDesc::read_write(DEVICE)]).expect("access");
+    pool.enter().cells().set_cell_access(range, &[AccessDesc::read_write(DEVICE)]).expect("access");
     is_clear(pool, DEVICE, range)
 }
 
@@ -122,7 +122,7 @@ fn addresses_that_the_driver_would_not_clear_keep_nobody_waiting() {
 fn the_driver_answers_for_addresses_that_nothing_is_mapped_at() {
     let pool = slabbed(&node());
     let (_, kept) = allocate(&pool, 1);
-    let start = pool.enter().take_addresses(2 * UNIT, 0, "nccl").expect("a room");
+    let start = pool.enter().cells().take_addresses(2 * UNIT, 0, "nccl").expect("a room");
     assert_eq!(pool.who_answers(start), Known::Elsewhere, "they are reserved");
     assert_eq!(pool.reserved_range(start), Some(VaRange::new(start, 2 * UNIT)));
     let behind = DeviceAddress(start.0 + 2 * UNIT);

@@ -50,8 +50,8 @@ fn work(pool: &SimPool, seed: u64, rounds: &AtomicU64) {
                 // As NCCL suspends: the addresses stay.
                 let (handle, range, _) = held[at];
                 let entered = pool.enter_giving_up();
-                entered.unmap_cells(range).expect("unmapped");
-                entered.release_cell(handle).expect("released");
+                entered.cells().unmap_cells(range).expect("unmapped");
+                entered.cells().release_cell(handle).expect("released");
                 drop(entered);
                 let Ok(handle) = create(pool, range.size_bytes / UNIT) else {
                     held.swap_remove(at);
@@ -59,9 +59,9 @@ fn work(pool: &SimPool, seed: u64, rounds: &AtomicU64) {
                     continue;
                 };
                 let entered = pool.enter();
-                entered.map_cell(range, 0, handle).expect("mapped again");
+                entered.cells().map_cell(range, 0, handle).expect("mapped again");
                 let access = [AccessDesc::read_write(DEVICE)];
-                entered.set_cell_access(range, &access).expect("access");
+                entered.cells().set_cell_access(range, &access).expect("access");
                 let mark = seed << 32 | round;
                 write(pool, DEVICE, range, pattern(mark));
                 held[at] = (handle, range, mark);
@@ -131,22 +131,26 @@ fn a_cell_that_one_thread_exports_and_another_maps_elsewhere_is_one_memory() {
         let handle = create(&pool, 1).expect("memory");
         let elsewhere = reserve(&pool, UNIT);
         let export = std::thread::scope(|scope| {
-            let exporter = scope.spawn(|| pool.enter().export_cell(handle).expect("export"));
-            pool.enter().map_cell(elsewhere, 0, handle).expect("mapped");
+            let exporter =
+                scope.spawn(|| pool.enter().cells().export_cell(handle).expect("export"));
+            pool.enter().cells().map_cell(elsewhere, 0, handle).expect("mapped");
             exporter.join().expect("it ends")
         });
-        pool.enter().set_cell_access(elsewhere, &[AccessDesc::read_write(DEVICE)]).expect("access");
+        pool.enter()
+            .cells()
+            .set_cell_access(elsewhere, &[AccessDesc::read_write(DEVICE)])
+            .expect("access");
         write(&pool, DEVICE, elsewhere, pattern(seed));
         let (export, part) = export;
-        let again = pool.enter().import_held_cell(export.id, export.serial, part);
+        let again = pool.enter().cells().import_held_cell(export.id, export.serial, part);
         let again = again.expect("held").expect("its own");
         let place = place(&pool, again, 1, DEVICE);
         assert!(holds(&pool, DEVICE, place, pattern(seed)));
         for _ in 0..2 {
-            pool.enter_giving_up().release_cell(again).expect("released");
+            pool.enter_giving_up().cells().release_cell(again).expect("released");
         }
         for range in [elsewhere, place] {
-            pool.enter_giving_up().unmap_cells(range).expect("unmapped");
+            pool.enter_giving_up().cells().unmap_cells(range).expect("unmapped");
             free_range(&pool, range);
         }
         free(&pool, kept);

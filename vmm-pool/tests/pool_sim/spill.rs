@@ -73,9 +73,9 @@ fn contents_go_to_the_file_step_by_step_and_come_back_from_there() {
         assert_eq!(gate_of(&pool), GateAt::Offloaded);
         assert_eq!(pool.spill(u64::MAX, later(), &|| false).expect("nothing"), Spilled::default());
         let mut bytes = [0; 16];
-        pool.read_saved(ranges[1].start, &mut bytes).expect("it reads the file");
+        pool.saved().read(ranges[1].start, &mut bytes).expect("it reads the file");
         assert_eq!(bytes, pattern(2));
-        assert_eq!(pool.saved_at(ranges[0]), Err(SavedError::NotKept(ranges[0].start)));
+        assert_eq!(pool.saved().at(ranges[0]), Err(SavedError::NotKept(ranges[0].start)));
         resume(&pool);
         assert_holds(&pool, ranges);
         let report = pool.report();
@@ -122,12 +122,12 @@ fn what_somebody_reads_in_place_stays_there_and_what_nothing_is_given_back_for()
     let ranges = two(&pool, SMALL);
     pause(&pool);
     let first = VaRange::new(ranges[1].start, 16);
-    let place = pool.saved_at(first).expect("in host memory");
+    let place = pool.saved().at(first).expect("in host memory");
     // The chunk that both lie in stays.
     assert_eq!(pool.movable_bytes(), 0);
     let spilled = pool.spill(u64::MAX, later(), &|| false).expect("nothing");
     assert_eq!(spilled, Spilled::default());
-    assert_eq!(pool.saved_at(first), Ok(place));
+    assert_eq!(pool.saved().at(first), Ok(place));
     resume(&pool);
     assert_holds(&pool, ranges);
     // The next time it may.
@@ -147,13 +147,13 @@ fn what_somebody_is_given_the_place_of_while_it_is_written_stays() {
     let place = Cell::new(None);
     // Asked while contents are on their way to the disk.
     let lend = || {
-        place.set(Some(pool.saved_at(first).expect("in host memory")));
+        place.set(Some(pool.saved().at(first).expect("in host memory")));
         false
     };
     let half = LARGE * UNIT;
     let spilled = pool.spill(u64::MAX, later(), &lend).expect("room on the disk");
     assert_eq!(spilled, Spilled { moved_bytes: half, given_back_bytes: 0, left_bytes: half });
-    assert_eq!(pool.saved_at(first).ok(), place.get());
+    assert_eq!(pool.saved().at(first).ok(), place.get());
     resume(&pool);
     assert_holds(&pool, ranges);
 }
@@ -188,12 +188,12 @@ fn only_what_lies_behind_what_stays_is_moved() {
     for (lent, moved_bytes) in [(0, LARGE * UNIT), (1, 0)] {
         pause(&pool);
         let first = VaRange::new(ranges[lent].start, 16);
-        let place = pool.saved_at(first).expect("in host memory");
+        let place = pool.saved().at(first).expect("in host memory");
         assert_eq!(pool.movable_bytes(), moved_bytes);
         let spilled = pool.spill(u64::MAX, later(), &|| false).expect("room on the disk");
         let given_back_bytes = if moved_bytes > 0 { CHUNK } else { 0 };
         assert_eq!(spilled, Spilled { moved_bytes, given_back_bytes, left_bytes: 0 });
-        assert_eq!(pool.saved_at(first), Ok(place));
+        assert_eq!(pool.saved().at(first), Ok(place));
         resume(&pool);
         assert_holds(&pool, ranges);
     }

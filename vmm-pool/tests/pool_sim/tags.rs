@@ -302,15 +302,15 @@ fn saved_contents_can_be_read_while_they_are_away() {
     let range = filled(&pool, 2, tagged("weights", Contents::Keep), 5);
     let cache = filled(&pool, 1, tagged("kv", Contents::Discard), 6);
     let part = VaRange::new(DeviceAddress(range.start.0 + UNIT), 64);
-    assert_eq!(pool.saved_at(part), Err(SavedError::Resident(part.start)));
+    assert_eq!(pool.saved().at(part), Err(SavedError::Resident(part.start)));
     pause_tags(&pool, &["weights", "kv"]);
     let mut bytes = [0; 64];
-    pool.read_saved(part.start, &mut bytes).expect("saved");
+    pool.saved().read(part.start, &mut bytes).expect("saved");
     assert_eq!(bytes[..16], pattern(5));
-    assert!(pool.saved_at(part).is_ok());
-    assert_eq!(pool.saved_at(cache), Err(SavedError::NotKept(cache.start)));
+    assert!(pool.saved().at(part).is_ok());
+    assert_eq!(pool.saved().at(cache), Err(SavedError::NotKept(cache.start)));
     let beyond = VaRange::new(range.start, 3 * UNIT);
-    assert_eq!(pool.saved_at(beyond), Err(SavedError::NotOurs(beyond.start, beyond.end())));
+    assert_eq!(pool.saved().at(beyond), Err(SavedError::NotOurs(beyond.start, beyond.end())));
 }
 
 #[test]
@@ -329,11 +329,11 @@ fn saved_contents_are_read_across_allocations_that_are_mapped_side_by_side() {
     pause_tags(&pool, &["kv"]);
     let across = VaRange::new(DeviceAddress(range.start.0 + UNIT - 16), 32);
     let mut bytes = [0; 32];
-    pool.read_saved(across.start, &mut bytes).expect("saved");
+    pool.saved().read(across.start, &mut bytes).expect("saved");
     assert_eq!(bytes, [pattern(1), pattern(2)].concat()[..]);
-    let place = pool.saved_at(across).expect("neighbours in the arena too");
+    let place = pool.saved().at(across).expect("neighbours in the arena too");
     // Saved places follow each other as the allocations do.
-    let second = pool.saved_at(part(1, 2)).expect("saved");
+    let second = pool.saved().at(part(1, 2)).expect("saved");
     assert_eq!(place.addr().get() + 16, second.addr().get());
 }
 

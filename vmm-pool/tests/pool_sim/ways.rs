@@ -366,7 +366,7 @@ impl World {
         let mut seen = vec![0; usize::try_from(PIECE).expect("small")];
         for (piece, held) in memory.seeds.iter().enumerate() {
             let known = held.last().copied().flatten();
-            match (self.pool.read_saved(piece_of(place, piece).start, &mut seen), known) {
+            match (self.pool.saved().read(piece_of(place, piece).start, &mut seen), known) {
                 (Ok(()), Some(seed)) => {
                     let is_it = seen.chunks(16).all(|part| *part == bytes_of(seed));
                     assert!(is_it, "saved piece {piece} of {at}\n{}", self.story());
@@ -378,7 +378,7 @@ impl World {
             }
         }
         if self.random.one_in(4) {
-            let is_lent = self.pool.saved_at(place).is_ok();
+            let is_lent = self.pool.saved().at(place).is_ok();
             self.log.push(format!("  lent {at}: {is_lent}"));
         }
     }

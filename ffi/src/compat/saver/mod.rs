@@ -282,7 +282,8 @@ pub unsafe extern "C" fn tms_get_cpu_backup_pointer(address: *const u8, size: u6
 fn forget_passed() {
     let Some(member) = runtime::member() else { return };
     together().retain(|&(start, size_bytes), _| {
-        let found = member.pool().copy_at(VaRange::new(DeviceAddress(start), size_bytes));
+        let found =
+            member.pool().saved_or_retained().at(VaRange::new(DeviceAddress(start), size_bytes));
         matches!(found, Ok(_) | Err(SavedError::InPieces(_)))
     });
 }
@@ -292,7 +293,7 @@ fn backup(start: DeviceAddress, size_bytes: u64) -> Option<std::ptr::NonNull<u8>
         return None;
     }
     let pool = runtime::member()?.pool();
-    match pool.copy_at(VaRange::new(start, size_bytes)) {
+    match pool.saved_or_retained().at(VaRange::new(start, size_bytes)) {
         Ok(place) => return Some(place),
         Err(SavedError::InPieces(_)) => {}
         // Callers ask for what is not away, too.
@@ -308,7 +309,7 @@ fn backup(start: DeviceAddress, size_bytes: u64) -> Option<std::ptr::NonNull<u8>
         Entry::Vacant(place) => place.insert(vec![0_u8; length].into_boxed_slice()),
     };
     // Each time: there may have been another pause since.
-    pool.read_copy(start, copy).ok()?;
+    pool.saved_or_retained().read(start, copy).ok()?;
     std::ptr::NonNull::new(copy.as_mut_ptr())
 }
 

@@ -9,7 +9,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use super::super::prints::Prints;
-use super::{Answered, Chunks, Copied, Mark, Out};
+use super::{Answered, Copied, Mark, Out, WindowChunks};
 
 /// A question for fingerprints, which was answered when its event is over.
 #[derive(Debug)]
@@ -49,7 +49,7 @@ pub(in crate::paging) struct Unseen {
     pub(in crate::paging) uses: RangeInclusive<u64>,
 }
 
-impl Chunks {
+impl WindowChunks {
     /// Is it to be compared with its copy before it may leave?
     pub(in crate::paging) fn needs_check(&self, id: usize) -> bool {
         if !self.checks.is_on || self.checks.passed == Some(id) {
@@ -142,7 +142,7 @@ impl Chunks {
         (0..count).find(|question| !used.contains(question))
     }
 
-    /// What was answered, to be told with [`Chunks::told`].
+    /// What was answered, to be told with [`WindowChunks::told`].
     pub(in crate::paging) fn take_answered(&mut self) -> Vec<Answered> {
         std::mem::take(&mut self.answered)
     }

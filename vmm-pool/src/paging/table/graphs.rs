@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
-use super::{Chunks, Mark, distinct};
+use super::{Mark, WindowChunks, distinct};
 
-impl Chunks {
+impl WindowChunks {
     /// A launch of a graph is over when `mark` is.
     pub(in crate::paging) fn graph_used(&mut self, mark: &Arc<Mark>) {
         self.graph_uses.push(Arc::clone(mark));

@@ -6,10 +6,10 @@
 
 use std::cmp::Reverse;
 
-use super::{Chunk, ChunkPlace, Chunks};
+use super::{Chunk, ChunkPlace, WindowChunks};
 use crate::VirtualHandle;
 
-impl Chunks {
+impl WindowChunks {
     /// Those that could give their frame to `newcomer`, in the order to ask them in: what is freed, then what is used last
     /// from now on, and of two that nobody knows of the one that is clean. What was announced gives it only to somebody who waits.
     pub(in crate::paging) fn victims(&self, newcomer: usize) -> Vec<usize> {
@@ -43,7 +43,7 @@ impl Chunks {
         here.map(|(id, _)| id)
     }
 
-    /// The least number of uses before the next that a chunk of the later half has, of those that [`Chunks::free_soon`] names.
+    /// The least number of uses before the next that a chunk of the later half has, of those that [`WindowChunks::free_soon`] names.
     pub(in crate::paging) fn later_half(&self, lists_of: impl Fn(usize) -> u32) -> usize {
         let mut next_uses: Vec<_> = self.free_soon(lists_of).map(|id| self.next_use(id)).collect();
         let middle = next_uses.len() / 2;
@@ -76,7 +76,7 @@ impl Chunks {
         staying.filter_map(|(id, chunk)| Some((id, chunk.row?))).collect()
     }
 
-    /// How many of those that [`Chunks::free_soon`] names could give their frames for good, and are not to yet. Twice what was used
+    /// How many of those that [`WindowChunks::free_soon`] names could give their frames for good, and are not to yet. Twice what was used
     /// together stays.
     pub(in crate::paging) fn spare(&self, lists_of: impl Fn(usize) -> u32) -> usize {
         let above = self.resident().saturating_sub(2 * self.most_together);

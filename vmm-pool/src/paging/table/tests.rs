@@ -8,13 +8,13 @@ fn mark() -> Arc<Mark> {
 
 const CHUNK: u64 = 4096;
 
-fn table(chunks: u64, frames: usize) -> Chunks {
-    let mut table = Chunks::new(16 * CHUNK, CHUNK, frames);
+fn table(chunks: u64, frames: usize) -> WindowChunks {
+    let mut table = WindowChunks::new(16 * CHUNK, CHUNK, frames);
     table.alloc(chunks * CHUNK).expect("room");
     table
 }
 
-fn bring(table: &mut Chunks, id: usize) {
+fn bring(table: &mut WindowChunks, id: usize) {
     table.came(id, None, false);
 }
 
@@ -87,7 +87,7 @@ fn addresses_of_a_span_are_given_out_again_when_all_of_it_is_away() {
 
 #[test]
 fn spans_lie_side_by_side_whatever_their_sizes_are() {
-    let mut table = Chunks::new(16 * CHUNK, CHUNK, 2);
+    let mut table = WindowChunks::new(16 * CHUNK, CHUNK, 2);
     let size_bytes = 3 * CHUNK / 4;
     for index in 0..20 {
         let (start, bare) = table.alloc(size_bytes - 1).expect("room");
@@ -111,7 +111,7 @@ fn spans_lie_side_by_side_whatever_their_sizes_are() {
 
 #[test]
 fn a_chunk_of_two_spans_is_in_use_as_long_as_one_of_them_is() {
-    let mut table = Chunks::new(16 * CHUNK, CHUNK, 2);
+    let mut table = WindowChunks::new(16 * CHUNK, CHUNK, 2);
     for _ in 0..2 {
         let (_, bare) = table.alloc(CHUNK / 2).expect("room");
         for id in bare {
@@ -141,13 +141,13 @@ fn what_may_have_been_written_is_clean_if_it_is_as_it_was() {
     let one = |seed: u8| -> Prints { [Fingerprint::of(&[seed; 16])].into() };
     let mut table = table(1, 1);
     bring(&mut table, 0);
-    let used = |table: &mut Chunks, wrote: Wrote| {
+    let used = |table: &mut WindowChunks, wrote: Wrote| {
         let over = mark();
         table.hold(&[0]);
         table.used(&[0], Some(&over), wrote);
         table.are_over(&[over]);
     };
-    let end = |table: &mut Chunks, out: Arc<Mark>, prints: Prints| {
+    let end = |table: &mut WindowChunks, out: Arc<Mark>, prints: Prints| {
         table.are_over(&[out]);
         for answered in table.take_answered() {
             table.told(answered, Arc::clone(&prints));
@@ -295,7 +295,7 @@ fn what_graphs_let_go_is_held_by_lists_of_their_launches() {
 
 #[test]
 fn addresses_are_the_first_that_fit_and_what_lies_before_all_gaps_is_not_looked_at() {
-    let mut table = Chunks::new(64 * CHUNK, CHUNK, 2);
+    let mut table = WindowChunks::new(64 * CHUNK, CHUNK, 2);
     let mut spans: Vec<(u64, u64)> = Vec::new();
     // Those that leave later.
     let mut freed: Vec<usize> = Vec::new();
@@ -329,7 +329,7 @@ fn addresses_are_the_first_that_fit_and_what_lies_before_all_gaps_is_not_looked_
         }
     }
     assert!(in_gaps > 100, "{in_gaps}");
-    let mut table = Chunks::new(64 * CHUNK, CHUNK, 2);
+    let mut table = WindowChunks::new(64 * CHUNK, CHUNK, 2);
     for index in 1..=100 {
         table.alloc(CHUNK / 2).expect("room");
         assert_eq!(table.spans.full_bytes, index * CHUNK / 2);

@@ -83,7 +83,7 @@ impl Cells {
     fn create(&self, bytes: u64, device: DeviceOrdinal) -> Outcome<Option<VirtualHandle>> {
         let before = fired(&self.member);
         let prop = AllocationProp::pinned_on(device);
-        let made = self.member.pool().enter().create_cell(bytes, &prop, class());
+        let made = self.member.pool().enter().cells().create_cell(bytes, &prop, class());
         judged(&self.member, before, made)
     }
 
@@ -103,7 +103,7 @@ impl Cells {
     /// Its own, or the driver's.
     fn addresses(&self, bytes: u64) -> Outcome<VaRange> {
         let pool = self.member.pool();
-        let own = pool.enter().take_addresses(bytes, GRANULARITY_BYTES, LIBRARY_TAGS[0]);
+        let own = pool.enter().cells().take_addresses(bytes, GRANULARITY_BYTES, LIBRARY_TAGS[0]);
         let of_driver = || pool.driver().core().reserve(bytes, 0, DeviceAddress(0));
         let start = own.map_or_else(of_driver, Ok).map_err(device_refused)?;
         Ok(VaRange::new(start, bytes))
@@ -118,14 +118,14 @@ impl Cells {
     ) -> Outcome<bool> {
         let pool = Arc::clone(self.member.pool());
         let before = fired(&self.member);
-        let mapped = pool.enter().map_cell(range, 0, handle);
+        let mapped = pool.enter().cells().map_cell(range, 0, handle);
         if judged(&self.member, before, mapped)?.is_none() {
             self.release(handle)?;
             self.free_addresses(range)?;
             return Ok(false);
         }
         let access = [AccessDesc::read_write(device)];
-        let allowed = pool.enter().set_cell_access(range, &access);
+        let allowed = pool.enter().cells().set_cell_access(range, &access);
         if judged(&self.member, before, allowed)?.is_none() {
             self.give_up(Cell { handle, range, device, pattern: 0 })?;
             return Ok(false);
@@ -163,7 +163,7 @@ impl Cells {
         // As NCCL does, which keeps addresses alone.
         let pool = member.pool();
         let before = fired(&member);
-        let retained = pool.enter_giving_up().retain_cell_at(cell.range.start);
+        let retained = pool.enter_giving_up().cells().retain_cell_at(cell.range.start);
         if let Some(handle) = judged(&member, before, retained)? {
             self.release(handle)?;
         }
@@ -175,7 +175,7 @@ impl Cells {
         let member = Arc::clone(&self.member);
         let _pass = member.gate().pass(Passage::Use);
         let Cell { handle, range, device, .. } = self.list.swap_remove(index);
-        insist(&member, || member.pool().enter_giving_up().unmap_cells(range))?;
+        insist(&member, || member.pool().enter_giving_up().cells().unmap_cells(range))?;
         self.release(handle)?;
         let Some(handle) = self.create(range.size_bytes, device)? else {
             self.free_addresses(range)?;
@@ -186,21 +186,21 @@ impl Cells {
 
     fn give_up(&self, cell: Cell) -> Outcome {
         let pool = self.member.pool();
-        insist(&self.member, || pool.enter_giving_up().unmap_cells(cell.range))?;
+        insist(&self.member, || pool.enter_giving_up().cells().unmap_cells(cell.range))?;
         self.release(cell.handle)?;
         self.free_addresses(cell.range)
     }
 
     fn release(&self, handle: VirtualHandle) -> Outcome {
         let before = fired(&self.member);
-        let released = self.member.pool().enter_giving_up().release_cell(handle);
+        let released = self.member.pool().enter_giving_up().cells().release_cell(handle);
         judged(&self.member, before, released).map(drop)
     }
 
     fn free_addresses(&self, range: VaRange) -> Outcome {
         let pool = self.member.pool();
         let before = fired(&self.member);
-        match pool.enter_giving_up().free_cell_addresses(range) {
+        match pool.enter_giving_up().cells().free_cell_addresses(range) {
             Err(PoolError::NotOurs) => {
                 pool.driver().core().free_addresses(range).map_err(device_refused)
             }
