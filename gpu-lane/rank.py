@@ -77,6 +77,7 @@ class Tenancy:
 
         self.present = sublet.attached()
         self.library: Any = _library.own_library() if self.present else None
+        self.command = _library.command
 
     def timed(self, act: Callable[..., Any], *arguments: Any) -> dict[str, float]:
         """Calls `act`; the seconds it took."""
@@ -86,12 +87,11 @@ class Tenancy:
 
     def together(self, action: str) -> dict[str, float]:
         """ncclPause or ncclResume of this process."""
-        return self.timed({"pause": self.library.pause_together, "resume": self.library.resume_together}[action])
+        return self.timed(self.command, self.library, f"{action}_together")
 
     def tenant(self, action: str, timeout_ms: int = 60_000) -> dict[str, float]:
         """Pauses or resumes the whole tenant."""
-        act = {"pause": self.library.pause_tenant, "resume": self.library.resume_tenant}[action]
-        return self.timed(act, None, timeout_ms)
+        return self.timed(lambda: self.command(self.library, action, timeout_ms=timeout_ms))
 
     def stats(self, print_too: bool = False) -> Any:
         """Sublet's own numbers of this process; in its log too, by ncclMemStats."""

@@ -46,6 +46,7 @@ functions! {
     pub fn sublet_last_error() -> *const ::core::ffi::c_char;
     pub fn sublet_last_error_json(buffer: *mut ::core::ffi::c_char, size: usize) -> i64;
     pub fn sublet_last_report_json(buffer: *mut ::core::ffi::c_char, size: usize) -> i64;
+    pub fn sublet_command(json: *const ::core::ffi::c_char) -> ::core::ffi::c_int;
     pub fn sublet_pause_tenant(
         tenant: *const ::core::ffi::c_char,
         timeout_ms: u32,

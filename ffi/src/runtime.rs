@@ -27,7 +27,7 @@ use tenants::host_memory::{self, HostFigure, HostLimit};
 use tenants::identity::{FamilyName, TenantName};
 use tenants::member::{FAMILY_WAIT, MemberConfig};
 use tenants::numa;
-use tenants::run_dir::{self, RunDir};
+use tenants::run_dir::{self, RunDir, RunDirError};
 use tenants::settings::{REQUIRED_VARIABLE, Settings};
 use tenants::switching;
 use vmm_pool::ChangeDetection;
@@ -244,11 +244,11 @@ pub(crate) fn start_log() {
 }
 
 /// The run directory that the environment names.
-pub(crate) fn run_dir() -> Result<RunDir, String> {
+pub(crate) fn run_dir() -> Result<RunDir, RunDirError> {
     // Every thread that takes a lock comes here first, also before this process has joined.
     watch_forks();
     let Environment { settings, session_dir, .. } = environment::current().into_owned();
-    RunDir::open(settings.run_dir, session_dir).map_err(|error| chain(&error))
+    RunDir::open(settings.run_dir, session_dir)
 }
 
 /// The tenant that an attach chose, or that the environment names.
@@ -271,7 +271,7 @@ fn try_join() -> Result<Arc<Member>, String> {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let chosen_family = lock(&CHOSEN_FAMILY).clone();
     let config = MemberConfig {
-        run_dir: run_dir()?,
+        run_dir: run_dir().map_err(|error| chain(&error))?,
         tenant: tenant_name()?,
         family: chosen_family.or_else(|| settings.family.clone()),
         family_wait: settings.wait.unwrap_or(FAMILY_WAIT),

@@ -5,6 +5,7 @@
 pub mod budget;
 pub mod checkpoints;
 pub mod code;
+pub mod command;
 pub mod coordinator;
 pub mod cut;
 mod descriptors;

@@ -69,6 +69,11 @@ int main(void)
     is_paused = sublet_is_paused();
     resumed = ncclResume(NULL);
     printf("together %d %d, back %d %d\n", paused, is_paused, resumed, sublet_is_paused());
+    paused = sublet_command("{\"pause\": {\"timeout_ms\": 5000}}");
+    is_paused = sublet_is_paused();
+    resumed = sublet_command("{\"resume\": {}}");
+    int wrong = sublet_command(NULL) + sublet_command("pause") + sublet_command("{\"pause\": {\"tenent\": \"nobody\"}}");
+    printf("by command %d %d, back %d %d, no commands %d\n", paused, is_paused, resumed, sublet_is_paused(), wrong);
     int unknown = sublet_pause_tenant("nobody", 1000);
     printf("unknown tenant %d, error %d\n", unknown, strstr(sublet_last_error(), "nobody") != NULL);
     int begun_turns = sublet_turn_begin(30000) + sublet_turn_begin(0);

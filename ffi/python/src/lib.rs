@@ -25,7 +25,6 @@ macro_rules! functions {
     };
 }
 
-mod acting;
 #[path = "../../src/bindings.rs"]
 mod bindings;
 mod calls;
@@ -74,10 +73,6 @@ mod _native {
     const CONTENTS_FILE: u32 = bindings::SUBLET_CONTENTS_FILE;
     #[pymodule_export]
     const RUNS_WITHOUT: u32 = bindings::SUBLET_RUNS_WITHOUT;
-    #[pymodule_export]
-    const WHOSE_TENANT: u32 = bindings::SUBLET_WHOSE_TENANT;
-    #[pymodule_export]
-    const WHOSE_PROCESS: u32 = bindings::SUBLET_WHOSE_PROCESS;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -2,11 +2,15 @@
 
 #![expect(unsafe_code, reason = "opens libsublet.so and calls what its header declares")]
 
-use std::ffi::{CStr, CString, c_char, c_int};
+use std::error::Error as _;
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::PathBuf;
+use std::ptr;
 
 use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
+use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
+use pyo3::types::PyList;
 
 use crate::bindings::{Functions, SUBLET_ERROR_NOT_JOINED};
 
@@ -16,6 +20,34 @@ const NOT_JOINED: c_int = SUBLET_ERROR_NOT_JOINED.cast_signed();
 
 /// Bytes that an answer in JSON is first given room for.
 const ANSWER_BYTES: usize = 4096;
+
+/// Finds `name` in the library, or returns the exception that says that it is missing.
+macro_rules! function {
+    ($library:expr, $py:expr, $name:ident) => {
+        $library.function($py, stringify!($name), $library.functions().$name)?
+    };
+}
+
+/// Calls `name` of the library without the interpreter lock, and raises what its code means. What the arguments point to is moved into
+/// the call, or outlives it.
+macro_rules! call {
+    ($library:expr, $py:expr, $what:literal, $name:ident($($argument:expr),*)) => {{
+        let name = function!($library, $py, $name);
+        // SAFETY: each use passes what the header asks for: terminated strings, as many entries as it says, and places that it may write to.
+        $library.run($py, $what, move || unsafe { name($($argument),*) })
+    }};
+}
+
+/// The JSON that `name` of the library writes.
+macro_rules! answer {
+    ($library:expr, $py:expr, $what:literal, $name:ident($($argument:expr),*)) => {{
+        let name = function!($library, $py, $name);
+        // SAFETY: the buffer has `size` bytes, and the other arguments are numbers.
+        $library.answer($py, $what, &|buffer, size| unsafe { name($($argument,)* buffer, size) })
+    }};
+}
+
+pub(crate) use {answer, call, function};
 
 /// The functions of a `libsublet.so` that is in this process.
 #[pyclass(frozen, module = "sublet._native")]
@@ -46,9 +78,14 @@ impl Library {
     }
 
     /// Opens the library at `path`. Other libraries do not see it.
-    pub(crate) fn opened(path: PathBuf) -> Result<Self, libloading::Error> {
+    pub(crate) fn opened(path: PathBuf) -> PyResult<Self> {
         // SAFETY: libsublet.so does nothing when it is loaded, and is never unloaded.
-        let handle = unsafe { Handle::open(Some(path), RTLD_NOW | RTLD_LOCAL) }?;
+        let handle = unsafe { Handle::open(Some(path), RTLD_NOW | RTLD_LOCAL) };
+        let handle = handle.map_err(|error| {
+            // The loader's own words, which name the file, are the cause.
+            let cause = error.source().map_or_else(String::new, |cause| format!(": {cause}"));
+            PyOSError::new_err(format!("{error}{cause}"))
+        })?;
         // SAFETY: its functions have the types of the header, from which both are made.
         let functions = unsafe { Functions::of(handle.into()) };
         Ok(Self { functions })
@@ -113,6 +150,23 @@ impl Library {
             code => Err(self.failure(code)),
         });
         answer.map_err(|failure| failure.raised(py, what))
+    }
+
+    /// Runs `call`, whose wait for a turn ends when the handler of a signal raises. That is raised then.
+    pub(crate) fn waiting(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce() -> PyResult<String>,
+    ) -> PyResult<String> {
+        let found = self.functions().sublet_ask_while_waiting;
+        let ask = self.function(py, "sublet_ask_while_waiting", found)?;
+        let mut raised: Option<PyErr> = None;
+        // SAFETY: this thread asks until the second call, and `raised` lives as long.
+        unsafe { ask(Some(handle_signals), (&raw mut raised).cast()) };
+        let answer = call();
+        // SAFETY: nobody is asked.
+        unsafe { ask(None, ptr::null_mut()) };
+        raised.map_or(answer, Err)
     }
 
     /// The text that `write` gives, without the interpreter lock.
@@ -186,7 +240,22 @@ unsafe fn owned(text: *const c_char) -> String {
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
-/// `text` as C takes it. A zero inside is a `ValueError`.
-pub(crate) fn c_text(text: Option<&str>) -> PyResult<Option<CString>> {
-    Ok(text.map(CString::new).transpose()?)
+/// Adds what was done to `done`.
+pub(crate) fn noted(
+    done: Option<&Bound<'_, PyList>>,
+    answer: PyResult<String>,
+) -> PyResult<String> {
+    if let (Some(done), Ok(answer)) = (done, &answer) {
+        done.append(answer)?;
+    }
+    answer
+}
+
+/// Has Python handle signals, as the header declares it. `raised` is an `Option<PyErr>`: what a handler has raised.
+unsafe extern "C" fn handle_signals(raised: *mut c_void) -> c_int {
+    let error = Python::attach(|py| py.check_signals().err());
+    let is_raised = error.is_some();
+    // SAFETY: `waiting` has passed it, on this thread, and does not use it meanwhile.
+    unsafe { *raised.cast::<Option<PyErr>>() = error };
+    c_int::from(is_raised)
 }

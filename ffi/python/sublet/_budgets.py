@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 from sublet._errors import UsageError
-from sublet._library import own_library
-from sublet._pausing import parsed
+from sublet._library import command, own_library
 
 if TYPE_CHECKING:
     from sublet._native import Library
@@ -29,9 +28,8 @@ def budget_text(budget: Budget) -> str:
 
 def of_tenant(library: Library, tenant: Optional[str], budget: Optional[Budget]) -> dict[str, Any]:
     """Shows a tenant's budgets, or changes them; ``None`` for the library's own tenant."""
-    if budget is None:
-        return parsed(library.budget(tenant))
-    return parsed(library.set_budget(tenant, budget_text(budget)))
+    budgets = None if budget is None else budget_text(budget)
+    return command(library, "budget", tenant=tenant, budgets=budgets)
 
 
 def budget(budget: Optional[Budget] = None) -> dict[str, Any]:

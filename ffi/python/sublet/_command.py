@@ -9,7 +9,7 @@ import subprocess
 from typing import Any, Optional
 
 from sublet._errors import RefusedError, UsageError, from_document
-from sublet._library import command_path
+from sublet._library import command, command_path
 from sublet._native import Library
 
 #: The command's exit code for a command line that it does not understand, of which it prints no document.
@@ -66,5 +66,5 @@ def _answer(action: str, half: dict[str, Any]) -> dict[str, Any]:
 
 def is_deep(library: Library, tenant: Optional[str]) -> bool:
     """Is a process of the tenant frozen? ``None`` is the caller's own tenant."""
-    members = json.loads(library.tenant_stats(tenant))["members"]
+    members = command(library, "stats", tenant=tenant)["members"]
     return any(member["member"]["state"] == "deep" for member in members)

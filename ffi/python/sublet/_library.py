@@ -188,6 +188,12 @@ def any_library() -> Library:
     return _loaded.any()
 
 
+def command(library: Library, name: str, done: Optional[list[str]] = None, **fields: object) -> dict[str, Any]:
+    """What ``library`` reports of the command of this name of ``sublet_command``. ``done`` has the report before any signal is handled."""
+    report: dict[str, Any] = json.loads(library.command(name.partition("_")[0], json.dumps({name: fields}), done))
+    return report
+
+
 def library_path() -> str:
     """The path of the ``libsublet.so`` that the package carries, for ``LD_PRELOAD``."""
     return _carried("lib/libsublet.so")

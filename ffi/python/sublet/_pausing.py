@@ -11,8 +11,8 @@ from sublet import _command, _report
 from sublet._adapter import answer_pauses
 from sublet._contexts import context
 from sublet._errors import NotAttachedError, OutOfDeviceMemory, RefusedError, UsageError
-from sublet._library import own_library, own_tenant
-from sublet._native import WHOSE_PROCESS, Library
+from sublet._library import command, own_library, own_tenant
+from sublet._native import Library
 from sublet._paging_regions import refuse_paged
 from sublet._regions import checked_tag, refuse_open
 from sublet._report import Report
@@ -83,11 +83,11 @@ def waiting(resumes: Callable[[], Report], wait: Optional[float]) -> Report:
 
 
 def or_by_command(
-    by_library: Callable[[], str], library: Library, tenant: Optional[str], by_command: Callable[[], Any]
-) -> Any:
+    by_library: Callable[[], dict[str, Any]], library: Library, tenant: Optional[str], by_command: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
     """What the library answers. If it is refused since the processes of ``tenant`` are frozen, what the command does."""
     try:
-        return parsed(by_library())
+        return by_library()
     except RefusedError:
         # Not this process: the command alone can have the driver thaw them.
         if not _command.is_deep(library, tenant):
@@ -99,30 +99,40 @@ def pause_by(
     library: Library,
     tenant: Optional[str],
     tags: Optional[list[str]],
-    whose: int,
     limit_ms: int,
     deep: bool,
     done: list[str],
 ) -> Report:
-    """Pauses a tenant, the caller's own for ``None``; with tags, their memory of ``whose``. ``done`` has the answer before any signal is handled."""
+    """Pauses a tenant; ``None`` is the caller's own, and of that with tags what the process owns. ``done`` has the answer before any signal is handled."""
     if deep and tags is not None:
         raise UsageError("pause: deep=True means the whole tenant, since a process that runs on needs its context: leave tags out")
     if deep:
         return _report.of(_command.run("pause", "--deep", tenant or own_tenant(), timeout_ms=limit_ms, done=done))
-    if tags is None:
-        return _report.of(parsed(library.pause_tenant(tenant, limit_ms, done)))
-    return _report.of(parsed(library.pause_tags(tenant, tags, whose, limit_ms, done)))
+    is_own = tenant is None and tags is not None
+    return _report.of(command(library, "pause", done, tenant=tenant, tags=tags, is_own=is_own, timeout_ms=limit_ms))
 
 
 def resume_by(
     library: Library,
     tenant: Optional[str],
     tags: Optional[list[str]],
-    by_library: Callable[[], str],
     limit_ms: int,
     wait: Optional[float],
 ) -> Report:
-    """What ``by_library`` resumes, or the command if it must; tried again for ``wait`` seconds."""
+    """Resumes a tenant, ``None`` as for :func:`pause_by`, by the command if it must; tried again for ``wait`` seconds."""
+
+    def of_tags(tags: Optional[list[str]]) -> dict[str, Any]:
+        is_own = tenant is None and tags is not None
+        return command(library, "resume", tenant=tenant, tags=tags, is_own=is_own, timeout_ms=limit_ms)
+
+    def by_library() -> dict[str, Any]:
+        if tenant is not None or tags is not None or library.is_paused():
+            return of_tags(tags)
+        try:
+            return of_tags([])
+        except NotAttachedError:
+            # A process without device memory, such as a launcher, can have paused its tenant all the same.
+            return of_tags(None)
 
     def by_command() -> dict[str, Any]:
         named = [f"--tag={tag}" for tag in tags or ()]
@@ -189,11 +199,11 @@ def pause_noting(
         _not_with_together(tags=listed, timeout=timeout, deep=deep)
     library = _own_library()
     if together:
-        return _report.of(parsed(library.pause_together(done)))
+        return _report.of(command(library, "pause_together", done))
     if listed is not None:
         refuse_open(listed)
         refuse_paged(listed)
-    return pause_by(library, None, listed, WHOSE_PROCESS, limit_ms, deep, done)
+    return pause_by(library, None, listed, limit_ms, deep, done)
 
 
 def resume(
@@ -236,20 +246,8 @@ def resume(
         _not_with_together(tags=listed, timeout=timeout, wait=wait)
     library = _own_library()
     if together:
-        return _report.of(parsed(library.resume_together()))
-
-    def by_library() -> str:
-        if listed is not None:
-            return library.resume_tags(None, listed, WHOSE_PROCESS, limit_ms)
-        if library.is_paused():
-            return library.resume_tenant(None, limit_ms)
-        try:
-            return library.resume_tags(None, [], WHOSE_PROCESS, limit_ms)
-        except NotAttachedError:
-            # A process without device memory, such as a launcher, can have paused its tenant all the same.
-            return library.resume_tenant(None, limit_ms)
-
-    return resume_by(library, None, listed, by_library, limit_ms, wait)
+        return _report.of(command(library, "resume_together"))
+    return resume_by(library, None, listed, limit_ms, wait)
 
 
 @context

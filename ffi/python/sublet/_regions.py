@@ -62,9 +62,8 @@ class _Entry:
             self._pool = adapter.region_pool(region.tag, device, region.all_threads, plain=region.home == "paged")
             self._pool.__enter__()
         self._end = library.region_end_all_threads if region.all_threads else library.region_end
-        begin = library.region_begin_all_threads if region.all_threads else library.region_begin
         agreed = RUNS_WITHOUT if region.runs_without else 0
-        begin(region.tag, CONTENTS[region.contents] | agreed, device, self._begun)
+        library.region_begin(region.tag, CONTENTS[region.contents] | agreed, device, self._begun, region.all_threads)
         with _open_lock:
             _open.add(self)
         _entered.entries.append(self)

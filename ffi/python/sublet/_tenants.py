@@ -11,9 +11,8 @@ from sublet import _command, _report
 from sublet._budgets import Budget, of_tenant
 from sublet._contexts import context
 from sublet._errors import UsageError
-from sublet._library import any_library, own_tenant
-from sublet._native import WHOSE_TENANT
-from sublet._pausing import Tags, back_afterwards, or_by_command, parsed, pause_by, resume_by, tag_list, timeout_ms
+from sublet._library import any_library, command, own_tenant
+from sublet._pausing import Tags, back_afterwards, or_by_command, pause_by, resume_by, tag_list, timeout_ms
 from sublet._report import Report, SwapReport
 
 #: What `tenants::identity::TenantName` takes.
@@ -71,7 +70,7 @@ class Tenant:
         return self._pause([], tag_list(tags), timeout, deep)
 
     def _pause(self, done: list[str], tags: Optional[list[str]], timeout: Optional[float], deep: bool) -> Report:
-        return pause_by(any_library(), self._name, tags, WHOSE_TENANT, timeout_ms(timeout), deep, done)
+        return pause_by(any_library(), self._name, tags, timeout_ms(timeout), deep, done)
 
     def resume(
         self,
@@ -94,16 +93,8 @@ class Tenant:
         if queue:
             if tags is not None or timeout is not None:
                 raise UsageError("a resume that queues is of the whole tenant: leave tags and timeout out")
-            return _report.of(parsed(library.resume_in_turn(self._name, timeout_ms(wait, "wait"))))
-        listed = tag_list(tags)
-        limit_ms = timeout_ms(timeout)
-
-        def by_library() -> str:
-            if listed is None:
-                return library.resume_tenant(self._name, limit_ms)
-            return library.resume_tags(self._name, listed, WHOSE_TENANT, limit_ms)
-
-        return resume_by(library, self._name, listed, by_library, limit_ms, wait)
+            return _report.of(command(library, "resume_in_turn", tenant=self._name, wait_ms=timeout_ms(wait, "wait")))
+        return resume_by(library, self._name, tag_list(tags), timeout_ms(timeout), wait)
 
     @context
     def paused(
@@ -137,7 +128,7 @@ class Tenant:
         if not wait and timeout is not None:
             raise UsageError("wait=False does not wait: leave timeout out")
         limit_ms = timeout_ms(timeout) or (2**32 - 1)
-        return parsed(any_library().prepare_tenant(self._name, limit_ms if wait else 0))
+        return command(any_library(), "prepare", tenant=self._name, wait_ms=limit_ms if wait else 0)
 
     def budget(self, budget: Optional[Budget] = None) -> dict[str, Any]:
         """How much GPU memory its processes may hold together; with ``budget``, changes it.
@@ -155,7 +146,7 @@ class Tenant:
         Raises:
             UsageError: there is no such tenant.
         """
-        return parsed(any_library().tenant_stats(self._name))
+        return command(any_library(), "stats", tenant=self._name)
 
     @property
     def state(self) -> str:
@@ -181,7 +172,7 @@ class Tenant:
             OutOfDeviceMemory: the tenant does not fit, even if all others made way.
             UsageError: there is no such tenant.
         """
-        return _report.of(parsed(any_library().switch_tenant(self._name, timeout_ms(wait, "wait"))))
+        return _report.of(command(any_library(), "switch", tenant=self._name, wait_ms=timeout_ms(wait, "wait")))
 
     def swap_to(
         self,
@@ -246,10 +237,8 @@ def swap(
         deepened = ["--deep"] if deep else []
         return _command.run("swap", *names, *options, *deepened, timeout_ms=limit_ms)
 
-    def by_library() -> str:
-        if options:
-            return library.swap_tags(names[0], out, names[1], back, limit_ms)
-        return library.swap_tenants(names[0], names[1], limit_ms)
+    def by_library() -> dict[str, Any]:
+        return command(library, "swap", tenant=names[0], out_tags=out, to=names[1], in_tags=back, timeout_ms=limit_ms)
 
     done = by_command() if deep else or_by_command(by_library, library, names[1], by_command)
     return _report.of_swap(done)
@@ -261,4 +250,4 @@ def tenants() -> list[str]:
     >>> "train" in sublet.tenants()
     True
     """
-    return sorted(json.loads(any_library().tenants()))
+    return sorted(json.loads(any_library().command("tenants", '{"tenants": {}}')))

@@ -7,8 +7,8 @@ from typing import Optional
 
 from sublet import _report
 from sublet._contexts import context
-from sublet._library import any_library
-from sublet._pausing import parsed, timeout_ms
+from sublet._library import any_library, command
+from sublet._pausing import timeout_ms
 from sublet._report import Report
 
 
@@ -47,7 +47,7 @@ def turn(*, timeout: Optional[float] = None) -> Iterator[Report]:
     library = any_library()
     begun: list[str] = []
     try:
-        yield _report.of(parsed(library.turn_begin(timeout_ms(timeout), begun)))
+        yield _report.of(command(library, "turn_begin", begun, wait_ms=timeout_ms(timeout)))
     finally:
         if begun:
             library.turn_end()

@@ -5,39 +5,27 @@
 use std::ffi::{c_int, c_void};
 use std::fmt::Write as _;
 use std::io::Write as _;
-use std::time::Duration;
 
-use tenants::requests;
-use tenants::wire::Action;
+use tenants::command::Command;
 use vmm_pool::PoolReport;
 
 use super::OK;
-use super::last_call::{fail_aloud, guarded, settled_nothing, settled_together};
+use super::last_call::{fail_aloud, guarded};
+use super::pausing::act;
 use crate::{environment, runtime};
-
-/// How long a process waits for the others to ask for the same, unless a setting says another time. They are at the same step, so
-/// the wait is short unless one of them is stuck.
-const TOGETHER_WAIT: Duration = Duration::from_mins(2);
 
 const NCCL_SUCCESS: c_int = 0;
 const NCCL_UNHANDLED_CUDA_ERROR: c_int = 1;
 const NCCL_INVALID_ARGUMENT: c_int = 4;
 const NCCL_INVALID_USAGE: c_int = 5;
 
-fn act_together(action: Action) -> c_int {
-    guarded(|| {
-        let Some(member) = runtime::member() else {
-            // Nothing was ever allocated here, so there is nothing to pause, and no process waits for us.
-            settled_nothing();
-            return NCCL_SUCCESS;
-        };
-        let wait = environment::current().settings.wait.unwrap_or(TOGETHER_WAIT);
-        // Callers of ours find the code that says more in sublet_last_error_json.
-        match settled_together(requests::act_together(member, action, wait)) {
-            OK => NCCL_SUCCESS,
-            _ => NCCL_UNHANDLED_CUDA_ERROR,
-        }
-    })
+/// The result of an action of all processes of the tenant. Callers of ours find the code that says more in
+/// `sublet_last_error_json`; others look at this only, so the words go to the log.
+fn together(command: Command) -> c_int {
+    match act(|| Ok(command)) {
+        OK => NCCL_SUCCESS,
+        _ => NCCL_UNHANDLED_CUDA_ERROR,
+    }
 }
 
 /// Pauses the tenant once every process of it has called this.
@@ -46,7 +34,7 @@ fn act_together(action: Action) -> c_int {
 /// The argument is ignored.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclPause(_comm: *mut c_void) -> c_int {
-    act_together(Action::Pause)
+    together(Command::PauseTogether {})
 }
 
 /// Resumes the tenant once every process of it has called this.
@@ -55,7 +43,7 @@ pub unsafe extern "C" fn ncclPause(_comm: *mut c_void) -> c_int {
 /// The argument is ignored.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclResume(_comm: *mut c_void) -> c_int {
-    act_together(Action::Resume)
+    together(Command::ResumeTogether {})
 }
 
 /// Prints this process's device memory, also where there is none yet.

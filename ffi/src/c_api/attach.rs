@@ -4,10 +4,10 @@
 
 use std::ffi::{c_char, c_int};
 
-use tenants::identity::FamilyName;
+use tenants::identity::{FamilyName, TenantName};
 
 use super::last_call::fail;
-use super::pausing::{code_of, tenant_of, text};
+use super::pausing::{code_of, name_of, text};
 use super::stats::answer;
 use super::{ARGUMENT, OK, REFUSED};
 use crate::attach::{self, Refusal};
@@ -22,7 +22,8 @@ pub unsafe extern "C" fn sublet_attach(tenant: *const c_char) -> c_int {
     code_of(|| {
         runtime::start_log();
         // SAFETY: as this function's caller promises.
-        let chosen = (!tenant.is_null()).then(|| unsafe { tenant_of(tenant) }).transpose()?;
+        let chosen = unsafe { name_of(tenant) }?.map(|name| TenantName::new(&name)).transpose();
+        let chosen = chosen.map_err(|error| fail(ARGUMENT, &error.to_string()))?;
         Ok(match attach::attach(chosen) {
             Ok(()) => OK,
             Err(Refusal::OtherTenant(reason)) => fail(ARGUMENT, &reason),

@@ -5,24 +5,21 @@
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int};
 
-use serde::Serialize;
 use serde_json::{Value, json};
 use tenants::code::Code;
-use tenants::coordinator::{BudgetReport, Outcome, PrepareReport, Swap, Trouble, staying};
+use tenants::coordinator::Trouble;
 use tenants::error_text::chain;
-use tenants::identity::TenantName;
-use tenants::switching::Switched;
-use vmm_pool::PinnedBytes;
 
 use super::{NOT_JOINED, OK, REFUSED};
-use crate::runtime;
+use crate::runtime::{self, Member};
 
 /// The outcome of one thread's last call.
 #[derive(Debug, Default)]
 struct Last {
     message: CString,
     error: Value,
-    report: Value,
+    /// In JSON; nothing when there is none.
+    report: Option<String>,
 }
 
 thread_local! {
@@ -85,143 +82,42 @@ pub(crate) fn guarded_length(work: impl FnOnce() -> i64) -> i64 {
 }
 
 /// This process has no device memory under Sublet.
-pub(crate) fn not_joined() -> c_int {
+pub(super) fn nobody() -> Trouble {
     if runtime::is_forked() {
-        return say_no(
-            NOT_JOINED,
+        return Trouble::NotJoined(
             "this process was forked from one that holds device memory under Sublet, and neither CUDA nor Sublet \
-             outlives a fork: start processes afresh ('spawn' in Python), or fork before CUDA is used",
+             outlives a fork: start processes afresh ('spawn' in Python), or fork before CUDA is used"
+                .to_owned(),
         );
     }
     let whose = runtime::tenant_name().map_or_else(
         |_| "this process".to_owned(),
         |tenant| format!("this process of tenant '{tenant}'"),
     );
-    say_no(NOT_JOINED, &format!("{whose} has no GPU memory yet"))
+    Trouble::NotJoined(format!("{whose} has no GPU memory yet"))
 }
 
-/// Keeps the report of what was done, or the trouble, and returns the code.
-fn answered<T>(done: Result<T, Trouble>, report: impl FnOnce(T) -> Value) -> c_int {
-    done.map_or_else(|trouble| refused(&trouble), |done| keep_report(report(done)))
+/// What this process has joined its tenant as.
+pub(super) fn joined() -> Result<&'static Member, Trouble> {
+    runtime::member().ok_or_else(nobody)
 }
 
-/// [`answered`] for a pause or a resume.
-pub(crate) fn settled(outcome: Result<Outcome, Trouble>) -> c_int {
-    answered(outcome, |outcome| json_of(&outcome))
+/// Keeps that this process has no device memory under Sublet.
+pub(crate) fn not_joined() -> c_int {
+    refused(&nobody())
 }
 
-/// [`answered`] for a swap of two tenants.
-pub(crate) fn swapped(outcome: Result<Swap, Trouble>) -> c_int {
-    answered(outcome, |swap| {
-        json!({
-            "paused": json_of(&swap.paused),
-            "resumed": json_of(&swap.resumed),
-            "wall_us": swap.wall_us,
-        })
-    })
-}
-
-/// [`answered`] for a tenant that was to get its GPUs.
-pub(crate) fn switched(outcome: Result<Switched, Trouble>) -> c_int {
-    answered(outcome, |Switched { had_them, victims, reasons, changes, unrecorded }| {
-        let paused: Vec<_> = victims.iter().map(TenantName::as_str).collect();
-        let changes: Vec<Value> = changes.iter().map(|(_, outcome)| json_of(outcome)).collect();
-        let how = if had_them { "already" } else { "completed" };
-        json!({
-            "outcome": how, "paused": paused, "reasons": reasons, "changes": changes,
-            "unrecorded": unrecorded,
-        })
-    })
-}
-
-/// [`answered`] for a resume that queued: its report, and who was paused and why.
-pub(crate) fn resumed_in_turn(outcome: Result<Switched, Trouble>) -> c_int {
-    answered(outcome, |Switched { victims, reasons, changes, unrecorded, .. }| {
-        let resumed = changes.last().map_or(Outcome::AlreadyActive, |(_, own)| own.clone());
-        let mut report = json_of(&resumed);
-        let paused: Vec<_> = victims.iter().map(TenantName::as_str).collect();
-        if let Some(fields) = report.as_object_mut() {
-            fields.insert("paused".to_owned(), json!(paused));
-            fields.insert("reasons".to_owned(), json!(reasons));
-            fields.insert("unrecorded".to_owned(), json!(unrecorded));
-        }
-        report
-    })
-}
-
-/// [`answered`] for host memory ahead of a pause.
-pub(crate) fn brought_in(outcome: Result<PrepareReport, Trouble>) -> c_int {
-    answered(outcome, |report| with_completeness(&report, report.is_complete()))
-}
-
-/// [`answered`] for a change of a tenant's budgets.
-pub(crate) fn budgeted(outcome: Result<BudgetReport, Trouble>) -> c_int {
-    answered(outcome, |report| with_completeness(&report, report.failures.is_empty()))
-}
-
-/// [`settled`] for an action that all processes of a tenant began together.
-pub(crate) fn settled_together(outcome: Result<Option<Outcome>, Trouble>) -> c_int {
-    match outcome {
-        Ok(Some(outcome)) => keep_report(json_of(&outcome)),
-        // Another process has the account.
-        Ok(None) => keep_report(json!({"outcome": "completed"})),
-        Err(error) => {
-            // Callers of ncclPause look at its code only, so the words go to the log.
-            tracing::warn!("{}", chain(&error));
-            refused(&error)
-        }
-    }
-}
-
-/// [`settled`] for the caller's own tenant, of which no process need have GPU memory yet.
-pub(crate) fn settled_for_own(outcome: Result<Outcome, Trouble>) -> c_int {
-    match outcome {
-        Err(trouble) if trouble.is_gone() => settled_nothing(),
-        outcome => settled(outcome),
-    }
-}
-
-/// Keeps the report that there is no memory yet to do anything with.
-pub(crate) fn settled_nothing() -> c_int {
-    keep_report(json!({"outcome": "nothing"}))
-}
-
-fn keep_report(report: Value) -> c_int {
-    let _kept = LAST.try_with(|last| last.borrow_mut().report = report);
+/// Keeps the report of what was done in JSON, and returns the code.
+pub(crate) fn keep_report(report: String) -> c_int {
+    let _kept = LAST.try_with(|last| last.borrow_mut().report = Some(report));
     OK
-}
-
-fn with_outcome(report: &impl Serialize, outcome: &str) -> Value {
-    let mut report = serde_json::to_value(report).unwrap_or_default();
-    if let Some(fields) = report.as_object_mut() {
-        fields.insert("outcome".to_owned(), json!(outcome));
-    }
-    report
-}
-
-fn with_completeness(report: &impl Serialize, is_complete: bool) -> Value {
-    with_outcome(report, if is_complete { "completed" } else { "partial" })
-}
-
-fn json_of(outcome: &Outcome) -> Value {
-    match outcome {
-        Outcome::Completed(report) if report.is_partial() => {
-            // Callers that look at the code only would not know.
-            tracing::warn!("not wholly as asked: {}", report.remarks().join("; "));
-            with_outcome(report, "partial")
-        }
-        Outcome::Completed(report) => with_outcome(report, "completed"),
-        Outcome::AlreadyPaused { stays } if !stays.is_empty() => {
-            let stayed_bytes = PinnedBytes::total_bytes(stays);
-            tracing::warn!("paused already: {}", staying(stays).collect::<Vec<_>>().join("; "));
-            json!({"outcome": "partial", "stayed_bytes": stayed_bytes, "stays": stays})
-        }
-        Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => json!({"outcome": "already"}),
-    }
 }
 
 /// Keeps trouble and returns its number.
 pub(crate) fn refused(trouble: &Trouble) -> c_int {
+    if let Trouble::NotJoined(message) = trouble {
+        return say_no(NOT_JOINED, message);
+    }
     let (code, message) = (Code::from(trouble).number(trouble.is_retryable()), chain(trouble));
     tracing::info!(code, "{message}");
     let (devices, tags) = (json!(trouble.shortages()), json!(trouble.known_tags()));
@@ -253,8 +149,8 @@ pub extern "C" fn sublet_last_error() -> *const c_char {
     LAST.try_with(|last| last.borrow().message.as_ptr()).unwrap_or(empty.as_ptr())
 }
 
-fn json_answer(pick: impl FnOnce(&Last) -> Value) -> String {
-    LAST.try_with(|last| pick(&last.borrow())).unwrap_or_default().to_string()
+fn kept(pick: impl FnOnce(&Last) -> String) -> String {
+    LAST.try_with(|last| pick(&last.borrow())).unwrap_or_default()
 }
 
 /// Why the last call of this thread failed, as JSON.
@@ -263,7 +159,7 @@ fn json_answer(pick: impl FnOnce(&Last) -> Value) -> String {
 /// `buffer` is null or valid for writes of `size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_last_error_json(buffer: *mut c_char, size: usize) -> i64 {
-    let text = json_answer(|last| last.error.clone());
+    let text = kept(|last| last.error.to_string());
     // SAFETY: as this function's caller promises.
     unsafe { write_text(&text, buffer, size) }
 }
@@ -274,7 +170,7 @@ pub unsafe extern "C" fn sublet_last_error_json(buffer: *mut c_char, size: usize
 /// `buffer` is null or valid for writes of `size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_last_report_json(buffer: *mut c_char, size: usize) -> i64 {
-    let text = json_answer(|last| last.report.clone());
+    let text = kept(|last| last.report.clone().unwrap_or_else(|| "null".to_owned()));
     // SAFETY: as this function's caller promises.
     unsafe { write_text(&text, buffer, size) }
 }

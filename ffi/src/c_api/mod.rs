@@ -1,6 +1,6 @@
 //! `include/sublet.h`, function by function. The header is the source of truth.
 //!
-//! * [`pausing`]: pausing and resuming, whole or by tag; getting the GPUs from others, and turns on them.
+//! * [`pausing`]: commands: pausing and resuming, whole or by tag; getting the GPUs from others, and turns on them.
 //! * [`regions`]: which memory belongs to which tag.
 //! * [`contents`]: contents while they are offloaded, and contents that the application does not need.
 //! * [`paging`]: addresses whose contents are on the device by turns.
@@ -58,7 +58,7 @@ agrees! {
     stats: sublet_version sublet_stats_json sublet_tenant_stats_json sublet_tenants_json
         sublet_set_budget sublet_budget_json;
     last_call: sublet_last_error sublet_last_error_json sublet_last_report_json;
-    pausing: sublet_pause_tenant sublet_resume_tenant sublet_swap_tenants sublet_swap_tags
+    pausing: sublet_command sublet_pause_tenant sublet_resume_tenant sublet_swap_tenants sublet_swap_tags
         sublet_pause_tags sublet_resume_tags sublet_resume_in_turn sublet_prepare_tenant
         sublet_is_paused sublet_tag_is_paused sublet_changes sublet_switch_tenant sublet_turn_begin
         sublet_turn_end;

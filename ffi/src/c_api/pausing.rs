@@ -1,4 +1,4 @@
-//! Pausing and resuming, whole or by tag; getting the GPUs from others, and turns on them.
+//! Commands: pausing and resuming, whole or by tag; getting the GPUs from others, and turns on them.
 
 #![expect(unsafe_code, reason = "exports the C interface")]
 
@@ -6,23 +6,16 @@ use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use tenants::coordinator::{Coordinator, Meanwhile, Options, Waits, swap, swap_with_itself};
+use tenants::command::{self, Asker, Change, Command, Wait};
+use tenants::coordinator::Trouble;
 use tenants::identity::TenantName;
-use tenants::member::Asking;
-use tenants::requests;
-use tenants::run_dir::RunDir;
-use tenants::scope::{Scope, TagNames};
-use tenants::switching::{self, SwitchOptions, Turn, TurnOptions};
-use tenants::wire::Action;
+use tenants::switching::Turn;
 
-use super::last_call::{
-    brought_in, fail, guarded, not_joined, resumed_in_turn, say_no, settled, settled_for_own,
-    swapped, switched,
-};
-use super::{ARGUMENT, OK, REFUSED};
-use crate::{bindings, runtime};
+use super::last_call::{fail, guarded, joined, keep_report, nobody, refused, say_no};
+use super::{ARGUMENT, OK};
+use crate::{bindings, environment, runtime};
 
 /// The text at `pointer`, which is not null.
 ///
@@ -34,31 +27,22 @@ pub(super) unsafe fn text<'a>(pointer: *const c_char, what: &str) -> Result<&'a 
     text.to_str().map_err(|_| fail(ARGUMENT, &format!("{what} is not UTF-8: {text:?}")))
 }
 
-/// The tenant of that name; the caller's own when null.
+/// A tenant's name; none for null, which is the caller's own.
 ///
 /// # Safety
 /// `tenant` is null or a terminated string.
-pub(super) unsafe fn tenant_of(tenant: *const c_char) -> Result<TenantName, c_int> {
-    if tenant.is_null() {
-        if let Some(member) = runtime::member() {
-            return Ok(member.tenant().clone());
-        }
-        if runtime::is_forked() {
-            return Err(not_joined());
-        }
-        return runtime::tenant_name().map_err(|reason| fail(ARGUMENT, &reason));
-    }
+pub(super) unsafe fn name_of(tenant: *const c_char) -> Result<Option<String>, c_int> {
     // SAFETY: as this function's caller promises.
-    let name = unsafe { text(tenant, "the tenant's name") }?;
-    TenantName::new(name).map_err(|error| fail(ARGUMENT, &error.to_string()))
+    let name = (!tenant.is_null()).then(|| unsafe { text(tenant, "the tenant's name") });
+    Ok(name.transpose()?.map(str::to_owned))
 }
 
-pub(super) fn run_dir() -> Result<RunDir, c_int> {
-    runtime::run_dir().map_err(|reason| fail(REFUSED, &reason))
-}
-
-fn timeout_of(timeout_ms: u32) -> Option<Duration> {
-    (timeout_ms > 0).then(|| Duration::from_millis(u64::from(timeout_ms)))
+fn own_tenant() -> Result<TenantName, Trouble> {
+    match runtime::member() {
+        Some(member) => Ok(member.tenant().clone()),
+        None if runtime::is_forked() => Err(nobody()),
+        None => runtime::tenant_name().map_err(Trouble::Usage),
+    }
 }
 
 /// The result of work that fails with a code.
@@ -66,30 +50,66 @@ pub(super) fn code_of(work: impl FnOnce() -> Result<c_int, c_int>) -> c_int {
     guarded(|| work().unwrap_or_else(|code| code))
 }
 
-/// A mark that this process itself asks, where the tenant is its own; for as long as the value lives.
-fn asking_for(tenant: &TenantName) -> Option<Asking<'static>> {
-    runtime::member().filter(|member| member.tenant() == tenant).map(|member| member.asks_itself())
-}
+/// How long a process waits for the others to ask for the same, unless a setting says another time. They are at the same step, so
+/// the wait is short unless one of them is stuck.
+const TOGETHER_WAIT: Duration = Duration::from_mins(2);
 
-unsafe fn act_for_all(
-    tenant: *const c_char,
-    scope: Scope,
-    action: Action,
-    timeout_ms: u32,
-) -> Result<c_int, c_int> {
+/// Turns of this process that have begun and not ended.
+static TURNS: Mutex<Vec<Turn>> = Mutex::new(Vec::new());
+
+/// What comes of a command, in JSON.
+pub(super) fn report_of(command: Command) -> Result<String, c_int> {
     runtime::start_log();
-    let settle = if tenant.is_null() && scope == Scope::Whole { settled_for_own } else { settled };
-    // SAFETY: as this function's caller promises.
-    let tenant = unsafe { tenant_of(tenant) }?;
-    let timeout = timeout_of(timeout_ms);
-    let asking = asking_for(&tenant);
-    let meanwhile = meanwhile(asking.is_some());
-    Ok(settle(requests::act_for_all(&run_dir()?, &tenant, scope, action, timeout, meanwhile)))
+    let asker = Asker {
+        run_dir: || Ok(runtime::run_dir()?),
+        member: joined,
+        tenant: own_tenant,
+        together_wait: environment::current().settings.wait.unwrap_or(TOGETHER_WAIT),
+        checkpointer: runtime::checkpointer,
+        asks: is_called_off,
+        is_paused,
+        turns: &TURNS,
+    };
+    command::run(command, &asker).map_err(|trouble| refused(&trouble))
 }
 
-/// The conduct of processes while memory of theirs is away by tag: theirs, or somebody else's wish.
-fn meanwhile(is_own_wish: bool) -> Meanwhile {
-    if is_own_wish { Meanwhile::RunOn } else { Meanwhile::AsAgreed }
+/// Does what `command` says, and keeps the report.
+pub(crate) fn act(command: impl FnOnce() -> Result<Command, c_int>) -> c_int {
+    code_of(|| Ok(keep_report(report_of(command()?)?)))
+}
+
+/// Does what a command in JSON says.
+///
+/// # Safety
+/// `json` is null or a terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sublet_command(json: *const c_char) -> c_int {
+    act(|| {
+        if json.is_null() {
+            return Err(fail(ARGUMENT, "a command is needed"));
+        }
+        // SAFETY: as this function's caller promises.
+        let json = unsafe { text(json, "the command") }?;
+        serde_json::from_str(json)
+            .map_err(|error| fail(ARGUMENT, &format!("this is no command: {error}")))
+    })
+}
+
+/// All of a tenant.
+///
+/// # Safety
+/// `tenant` is null or a terminated string.
+unsafe fn whole(tenant: *const c_char, timeout_ms: u32) -> Result<Change, c_int> {
+    // SAFETY: as this function's caller promises.
+    let tenant = unsafe { name_of(tenant) }?;
+    Ok(Change { tenant, timeout_ms, ..Change::default() })
+}
+
+/// # Safety
+/// `tenant` is null or a terminated string.
+unsafe fn waits(tenant: *const c_char, wait_ms: u32) -> Result<Wait, c_int> {
+    // SAFETY: as this function's caller promises.
+    Ok(Wait { tenant: unsafe { name_of(tenant) }?, wait_ms })
 }
 
 /// Pauses every process of a tenant.
@@ -98,13 +118,8 @@ fn meanwhile(is_own_wish: bool) -> Meanwhile {
 /// `tenant` is null or a terminated string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_pause_tenant(tenant: *const c_char, timeout_ms: u32) -> c_int {
-    code_of(|| {
-        // SAFETY: as this function's caller promises.
-        let (run_dir, name) = (run_dir()?, unsafe { tenant_of(tenant) }?);
-        // SAFETY: as above.
-        let pause = || unsafe { act_for_all(tenant, Scope::Whole, Action::Pause, timeout_ms) };
-        switching::by_name(&run_dir, &name, pause)
-    })
+    // SAFETY: as this function's caller promises.
+    act(|| unsafe { whole(tenant, timeout_ms) }.map(Command::Pause))
 }
 
 /// Resumes every process of a tenant.
@@ -114,7 +129,7 @@ pub unsafe extern "C" fn sublet_pause_tenant(tenant: *const c_char, timeout_ms: 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_resume_tenant(tenant: *const c_char, timeout_ms: u32) -> c_int {
     // SAFETY: as this function's caller promises.
-    code_of(|| unsafe { act_for_all(tenant, Scope::Whole, Action::Resume, timeout_ms) })
+    act(|| unsafe { whole(tenant, timeout_ms) }.map(Command::Resume))
 }
 
 /// Resumes a tenant in its place among those that wait for the GPUs.
@@ -123,12 +138,8 @@ pub unsafe extern "C" fn sublet_resume_tenant(tenant: *const c_char, timeout_ms:
 /// `tenant` is null or a terminated string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_resume_in_turn(tenant: *const c_char, wait_ms: u32) -> c_int {
-    code_of(|| {
-        // SAFETY: as this function's caller promises.
-        let (run_dir, tenant, options) = unsafe { to_switch(tenant, wait_ms) }?;
-        let done = switching::resume_in_turn(&run_dir, &tenant, &options, &mut |_| {});
-        Ok(resumed_in_turn(done))
-    })
+    // SAFETY: as this function's caller promises.
+    act(|| unsafe { waits(tenant, wait_ms) }.map(Command::ResumeInTurn))
 }
 
 /// Pauses one tenant and resumes another simultaneously.
@@ -141,46 +152,9 @@ pub unsafe extern "C" fn sublet_swap_tenants(
     to: *const c_char,
     timeout_ms: u32,
 ) -> c_int {
-    // SAFETY: as this function's caller promises.
-    code_of(|| unsafe { swap_scopes((from, Scope::Whole), (to, Scope::Whole), timeout_ms) })
-}
-
-/// # Safety
-/// Both are null or terminated strings.
-unsafe fn swap_scopes(
-    (from, out): (*const c_char, Scope),
-    (to, back): (*const c_char, Scope),
-    timeout_ms: u32,
-) -> Result<c_int, c_int> {
-    runtime::start_log();
-    // SAFETY: as this function's caller promises.
-    let from = unsafe { tenant_of(from) }?;
-    // SAFETY: as this function's caller promises.
-    let to = unsafe { tenant_of(to) }?;
-    if from == to {
-        return Err(fail(ARGUMENT, &swap_with_itself(&from)));
-    }
-    let run_dir = run_dir()?;
-    let timeout = timeout_of(timeout_ms);
-    let asking = asking_for(&from);
-    let meanwhile = meanwhile(asking.is_some());
-    let options = |scope| Options { timeout, scope, meanwhile, ..Options::default() };
-    let mut from = Coordinator::new(run_dir.clone(), from, options(out));
-    let mut to = Coordinator::new(run_dir, to, options(back));
-    Ok(swapped(swap(&mut from, &mut to, &mut |_| {})))
-}
-
-/// All of a tenant, or these tags of it.
-///
-/// # Safety
-/// `tags` is null or points to `count` terminated strings.
-unsafe fn scope_of(tags: *const *const c_char, count: usize) -> Result<Scope, c_int> {
-    if tags.is_null() && count == 0 {
-        return Ok(Scope::Whole);
-    }
-    // SAFETY: as this function's caller promises.
-    let tags = unsafe { tags_of(tags, count) }?;
-    Ok(Scope::Tags { tags, owner: None })
+    let none = std::ptr::null();
+    // SAFETY: as this function's caller promises; there are no tags.
+    unsafe { sublet_swap_tags(from, none, 0, to, none, 0, timeout_ms) }
 }
 
 /// Pauses tags of one tenant and resumes tags of another simultaneously.
@@ -197,13 +171,14 @@ pub unsafe extern "C" fn sublet_swap_tags(
     in_count: usize,
     timeout_ms: u32,
 ) -> c_int {
-    code_of(|| {
+    act(|| {
         // SAFETY: as this function's caller promises.
-        let out = unsafe { scope_of(out_tags, out_count) }?;
+        let out_tags = unsafe { tags_of(out_tags, out_count) }?;
         // SAFETY: as this function's caller promises.
-        let back = unsafe { scope_of(in_tags, in_count) }?;
+        let in_tags = unsafe { tags_of(in_tags, in_count) }?;
         // SAFETY: as this function's caller promises.
-        unsafe { swap_scopes((from, out), (to, back), timeout_ms) }
+        let (tenant, to) = (unsafe { name_of(from) }?, unsafe { name_of(to) }?);
+        Ok(Command::Swap { tenant, out_tags, to, in_tags, timeout_ms })
     })
 }
 
@@ -213,22 +188,18 @@ pub unsafe extern "C" fn sublet_swap_tags(
 /// `tenant` is null or a terminated string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_prepare_tenant(tenant: *const c_char, wait_ms: u32) -> c_int {
-    code_of(|| {
-        runtime::start_log();
-        // SAFETY: as this function's caller promises.
-        let tenant = unsafe { tenant_of(tenant) }?;
-        let until = Instant::now() + Duration::from_millis(u64::from(wait_ms));
-        let mut coordinator = Coordinator::new(run_dir()?, tenant, Options::default());
-        Ok(brought_in(coordinator.prepare(Waits::Until(until), &mut |_| {})))
-    })
+    // SAFETY: as this function's caller promises.
+    act(|| unsafe { waits(tenant, wait_ms) }.map(Command::Prepare))
 }
 
+/// Tags by name; none where all are meant.
+///
 /// # Safety
 /// `tags` is null or points to `count` terminated strings.
-unsafe fn tags_of(tags: *const *const c_char, count: usize) -> Result<TagNames, c_int> {
+unsafe fn tags_of(tags: *const *const c_char, count: usize) -> Result<BTreeSet<String>, c_int> {
     if tags.is_null() {
         return match count {
-            0 => Ok(TagNames::All),
+            0 => Ok(BTreeSet::new()),
             _ => Err(fail(ARGUMENT, &format!("{count} tags were announced and none given"))),
         };
     }
@@ -245,45 +216,30 @@ unsafe fn tags_of(tags: *const *const c_char, count: usize) -> Result<TagNames, 
     if names.is_empty() {
         return Err(fail(ARGUMENT, "no tag was given: null stands for all of them"));
     }
-    Ok(TagNames::Named(names))
+    Ok(names)
 }
 
-unsafe fn act_for_tags(
+/// # Safety
+/// `tenant` is null or a terminated string; `tags` is null or points to `count` of them.
+unsafe fn of_tags(
     tenant: *const c_char,
-    tags: (*const *const c_char, usize),
+    tags: *const *const c_char,
+    count: usize,
     whose: c_int,
-    action: Action,
     timeout_ms: u32,
-) -> Result<c_int, c_int> {
-    runtime::start_log();
+) -> Result<Change, c_int> {
     // SAFETY: as this function's caller promises.
-    let tags = unsafe { tags_of(tags.0, tags.1) }?;
-    match u32::try_from(whose) {
-        Ok(bindings::SUBLET_WHOSE_TENANT) => {
-            let scope = Scope::Tags { tags, owner: None };
-            // SAFETY: as this function's caller promises.
-            unsafe { act_for_all(tenant, scope, action, timeout_ms) }
+    let tags = Some(unsafe { tags_of(tags, count) }?);
+    let is_own = match u32::try_from(whose) {
+        Ok(bindings::SUBLET_WHOSE_TENANT) => false,
+        Ok(bindings::SUBLET_WHOSE_PROCESS) => true,
+        _ => {
+            let message = format!("{whose} is no SUBLET_WHOSE_ value: use 0 or 1");
+            return Err(fail(ARGUMENT, &message));
         }
-        Ok(bindings::SUBLET_WHOSE_PROCESS) => {
-            let Some(member) = runtime::member() else {
-                return Err(not_joined());
-            };
-            // SAFETY: as this function's caller promises.
-            let tenant = unsafe { tenant_of(tenant) }?;
-            if tenant != *member.tenant() {
-                let own = member.tenant();
-                let message = format!("this process is of tenant '{own}', not of '{tenant}'");
-                return Err(fail(ARGUMENT, &message));
-            }
-            if let (true, 1..) = tags.names_nccl() {
-                let message = "tag 'nccl' is NCCL's memory in all processes: name it in a call of its own, or with \
-                               SUBLET_WHOSE_TENANT";
-                return Err(fail(ARGUMENT, message));
-            }
-            Ok(settled(requests::act_for_own_tags(member, tags, action, timeout_of(timeout_ms))))
-        }
-        _ => Err(fail(ARGUMENT, &format!("{whose} is no SUBLET_WHOSE_ value: use 0 or 1"))),
-    }
+    };
+    // SAFETY: as this function's caller promises.
+    Ok(Change { tenant: unsafe { name_of(tenant) }?, tags, is_own, timeout_ms })
 }
 
 /// Pauses memory by tag.
@@ -299,7 +255,7 @@ pub unsafe extern "C" fn sublet_pause_tags(
     timeout_ms: u32,
 ) -> c_int {
     // SAFETY: as this function's caller promises.
-    code_of(|| unsafe { act_for_tags(tenant, (tags, count), whose, Action::Pause, timeout_ms) })
+    act(|| unsafe { of_tags(tenant, tags, count, whose, timeout_ms) }.map(Command::Pause))
 }
 
 /// Brings memory back by tag.
@@ -315,7 +271,7 @@ pub unsafe extern "C" fn sublet_resume_tags(
     timeout_ms: u32,
 ) -> c_int {
     // SAFETY: as this function's caller promises.
-    code_of(|| unsafe { act_for_tags(tenant, (tags, count), whose, Action::Resume, timeout_ms) })
+    act(|| unsafe { of_tags(tenant, tags, count, whose, timeout_ms) }.map(Command::Resume))
 }
 
 /// 1 while the calling process is paused as a whole.
@@ -381,31 +337,8 @@ pub extern "C" fn sublet_ask_while_waiting(
     OK
 }
 
-/// How long a turn is waited for where nothing is said.
-const WAIT: Duration = Duration::from_mins(10);
-
-/// Turns of this process that have begun and not ended.
-static TURNS: Mutex<Vec<Turn>> = Mutex::new(Vec::new());
-
 fn is_paused() -> bool {
     runtime::member().is_some_and(tenants::member::Member::is_paused_as_a_whole)
-}
-
-/// What a switch to `tenant` needs, which waits for so long at most.
-///
-/// # Safety
-/// `tenant` is null or a terminated string.
-unsafe fn to_switch(
-    tenant: *const c_char,
-    wait_ms: u32,
-) -> Result<(RunDir, TenantName, SwitchOptions), c_int> {
-    runtime::start_log();
-    // SAFETY: as this function's caller promises.
-    let tenant = unsafe { tenant_of(tenant) }?;
-    let wait = Duration::from_millis(u64::from(wait_ms));
-    let checkpointer = runtime::checkpointer();
-    let asks = Some(is_called_off as fn() -> bool);
-    Ok((run_dir()?, tenant, SwitchOptions { wait, checkpointer, asks, ..SwitchOptions::default() }))
 }
 
 /// Has a tenant get its GPUs.
@@ -414,29 +347,14 @@ unsafe fn to_switch(
 /// `tenant` is null or a terminated string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_switch_tenant(tenant: *const c_char, wait_ms: u32) -> c_int {
-    code_of(|| {
-        // SAFETY: as this function's caller promises.
-        let (run_dir, tenant, options) = unsafe { to_switch(tenant, wait_ms) }?;
-        Ok(switched(switching::switch(&run_dir, &tenant, &options, &mut |_| {})))
-    })
+    // SAFETY: as this function's caller promises.
+    act(|| unsafe { waits(tenant, wait_ms) }.map(Command::Switch))
 }
 
 /// Begins a turn of this process.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_turn_begin(wait_ms: u32) -> c_int {
-    code_of(|| {
-        runtime::start_log();
-        // SAFETY: null is the caller's own tenant.
-        let tenant = unsafe { tenant_of(std::ptr::null()) }?;
-        let wait = if wait_ms == 0 { WAIT } else { Duration::from_millis(u64::from(wait_ms)) };
-        let options =
-            TurnOptions { wait, checkpointer: runtime::checkpointer(), is_paused, is_called_off };
-        let begun = Turn::begin(&run_dir()?, &tenant, options);
-        Ok(switched(begun.map(|(turn, done)| {
-            TURNS.lock().unwrap_or_else(PoisonError::into_inner).push(turn);
-            done
-        })))
-    })
+    act(|| Ok(Command::TurnBegin { wait_ms }))
 }
 
 /// Ends the turn of this process that began last.

@@ -3,16 +3,14 @@
 #![expect(unsafe_code, reason = "exports the C interface")]
 
 use std::ffi::{c_char, c_int};
-use std::path::Path;
 
-use tenants::budget::{Budgets, gpus};
-use tenants::coordinator::{BudgetReport, Coordinator, Options};
-use tenants::error_text::chain;
+use serde::Serialize;
+use tenants::command::Command;
 
-use super::last_call::{budgeted, fail, guarded_length, not_joined, refused, write_text};
-use super::pausing::{code_of, run_dir, tenant_of, text};
+use super::last_call::{fail, guarded_length, joined, refused, write_text};
+use super::pausing::{act, name_of, report_of, text};
 use super::{ARGUMENT, REFUSED};
-use crate::runtime;
+use crate::runtime::Member;
 
 /// The version of the library.
 #[unsafe(no_mangle)]
@@ -21,26 +19,35 @@ pub extern "C" fn sublet_version() -> *const c_char {
     VERSION.as_ptr().cast()
 }
 
+/// Writes the JSON that `find` finds. If it finds none, the answer is -1, and `find` has kept the reason.
+///
+/// # Safety
+/// `buffer` is null or valid for writes of `size` bytes.
+unsafe fn write_found(
+    find: impl FnOnce() -> Result<String, c_int>,
+    buffer: *mut c_char,
+    size: usize,
+) -> i64 {
+    // SAFETY: as this function's caller promises.
+    guarded_length(|| find().map_or(-1, |text| unsafe { write_text(&text, buffer, size) }))
+}
+
 /// Writes what `find` finds as JSON. If it finds nothing, the answer is -1, and `find` has kept the reason.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.
-pub(super) unsafe fn answer<T: serde::Serialize>(
+pub(super) unsafe fn answer<T: Serialize>(
     find: impl FnOnce() -> Result<T, c_int>,
     buffer: *mut c_char,
     size: usize,
 ) -> i64 {
-    guarded_length(|| {
-        let Ok(found) = find() else { return -1 };
-        match serde_json::to_string(&found) {
-            // SAFETY: as this function's caller promises.
-            Ok(text) => unsafe { write_text(&text, buffer, size) },
-            Err(error) => {
-                fail(REFUSED, &format!("what is held could not be written as JSON: {error}"));
-                -1
-            }
-        }
-    })
+    let as_text = |found| {
+        serde_json::to_string(&found).map_err(|error| {
+            fail(REFUSED, &format!("what is held could not be written as JSON: {error}"))
+        })
+    };
+    // SAFETY: as this function's caller promises.
+    unsafe { write_found(|| as_text(find()?), buffer, size) }
 }
 
 /// The memory that this process holds, as JSON.
@@ -49,7 +56,7 @@ pub(super) unsafe fn answer<T: serde::Serialize>(
 /// `buffer` is null or valid for writes of `size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_stats_json(buffer: *mut c_char, size: usize) -> i64 {
-    let find = || runtime::member().map(tenants::member::Member::stats).ok_or_else(not_joined);
+    let find = || joined().map(Member::stats).map_err(|trouble| refused(&trouble));
     // SAFETY: as this function's caller promises.
     unsafe { answer(find, buffer, size) }
 }
@@ -64,14 +71,10 @@ pub unsafe extern "C" fn sublet_tenant_stats_json(
     buffer: *mut c_char,
     size: usize,
 ) -> i64 {
-    let find = || {
-        // SAFETY: as this function's caller promises.
-        let (tenant, run_dir) = (unsafe { tenant_of(tenant) }?, run_dir()?);
-        let stats = Coordinator::new(run_dir, tenant, Options::default()).stats();
-        stats.map_err(|error| fail(ARGUMENT, &chain(&error)))
-    };
     // SAFETY: as this function's caller promises.
-    unsafe { answer(find, buffer, size) }
+    let find = || report_of(Command::Stats { tenant: unsafe { name_of(tenant) }? });
+    // SAFETY: as this function's caller promises.
+    unsafe { write_found(find, buffer, size) }
 }
 
 /// The names of the tenants there are, as JSON.
@@ -80,21 +83,8 @@ pub unsafe extern "C" fn sublet_tenant_stats_json(
 /// `buffer` is null or valid for writes of `size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_tenants_json(buffer: *mut c_char, size: usize) -> i64 {
-    let find = || {
-        let tenants = run_dir()?.live_tenants().map_err(|error| fail(REFUSED, &chain(&error)))?;
-        Ok(tenants.iter().map(ToString::to_string).collect::<Vec<_>>())
-    };
     // SAFETY: as this function's caller promises.
-    unsafe { answer(find, buffer, size) }
-}
-
-/// # Safety
-/// `tenant` is null or a terminated string.
-unsafe fn coordinator_of(tenant: *const c_char) -> Result<Coordinator, c_int> {
-    runtime::start_log();
-    // SAFETY: as this function's caller promises.
-    let tenant = unsafe { tenant_of(tenant) }?;
-    Ok(Coordinator::new(run_dir()?, tenant, Options::default()))
+    unsafe { write_found(|| report_of(Command::Tenants {}), buffer, size) }
 }
 
 /// Changes how much GPU memory a tenant may hold.
@@ -103,18 +93,14 @@ unsafe fn coordinator_of(tenant: *const c_char) -> Result<Coordinator, c_int> {
 /// Both are null or terminated strings.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_set_budget(tenant: *const c_char, budgets: *const c_char) -> c_int {
-    code_of(|| {
+    act(|| {
         if budgets.is_null() {
             return Err(fail(ARGUMENT, "budgets are needed: say for example 0=40GiB, or none"));
         }
         // SAFETY: as this function's caller promises.
-        let given = unsafe { text(budgets, "the budgets") }?;
-        let given: Budgets = given.parse().map_err(|error| fail(ARGUMENT, &chain(&error)))?;
-        let on_machine = given.check(Path::new(gpus::NODE_GPUS));
-        on_machine.map_err(|error| fail(ARGUMENT, &chain(&error)))?;
+        let budgets = Some(unsafe { text(budgets, "the budgets") }?.to_owned());
         // SAFETY: as this function's caller promises.
-        let coordinator = unsafe { coordinator_of(tenant) }?;
-        Ok(budgeted(coordinator.change_budgets(&given)))
+        Ok(Command::Budget { tenant: unsafe { name_of(tenant) }?, budgets })
     })
 }
 
@@ -128,12 +114,8 @@ pub unsafe extern "C" fn sublet_budget_json(
     buffer: *mut c_char,
     size: usize,
 ) -> i64 {
-    let find = || {
-        // SAFETY: as this function's caller promises.
-        let coordinator = unsafe { coordinator_of(tenant) }?;
-        let found = coordinator.budgets().map_err(|error| refused(&error))?;
-        Ok(found.unwrap_or_else(|| BudgetReport::none(coordinator.tenant())))
-    };
     // SAFETY: as this function's caller promises.
-    unsafe { answer(find, buffer, size) }
+    let find = || report_of(Command::Budget { tenant: unsafe { name_of(tenant) }?, budgets: None });
+    // SAFETY: as this function's caller promises.
+    unsafe { write_found(find, buffer, size) }
 }

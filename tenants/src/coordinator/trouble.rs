@@ -26,6 +26,12 @@ use words::{
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Trouble {
+    /// The command is wrong.
+    #[error("{0}")]
+    Usage(String),
+    /// The process that asks has not joined a tenant.
+    #[error("{0}")]
+    NotJoined(String),
     /// Nobody ever ran under that name, or all of it is gone.
     #[error("there is no tenant '{tenant}' ({})", known(existing))]
     NoSuchTenant { tenant: TenantName, existing: Vec<TenantName> },
@@ -367,7 +373,7 @@ impl Trouble {
             | Self::NotBack { .. }
             | Self::Undone { .. }
             | Self::NotUndone { .. } => self.cause().is_about(tenant),
-            Self::RunDir(_) | Self::SaveDir(_) => false,
+            Self::Usage(_) | Self::NotJoined(_) | Self::RunDir(_) | Self::SaveDir(_) => false,
         }
     }
 
@@ -429,7 +435,7 @@ impl From<&Trouble> for Code {
             | Trouble::Undone { source, .. }
             | Trouble::NotUndone { source, .. } => (&**source).into(),
             Trouble::HostShort { .. } | Trouble::NoSpace { .. } => Self::HostFull,
-            Trouble::SaveDir(_) => Self::Usage,
+            Trouble::Usage(_) | Trouble::NotJoined(_) | Trouble::SaveDir(_) => Self::Usage,
             Trouble::FailedTogether { .. } => Self::Other,
             Trouble::Refused { failures, .. } | Trouble::SaveFailed { failures, .. } => {
                 // Those that were told to stop, because another failed, are not why.

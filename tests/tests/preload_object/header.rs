@@ -120,6 +120,7 @@ fn a_c_program_has_the_calls_of_amem_and_for_the_whole_tenant() {
          for torch 1, nothing 0, too much 0\n\
          paused 0 1 0, again 0, resumed 0 0 0, changed 1\n\
          together 0 1, back 0 0\n\
+         by command 0 1, back 0 0, no commands 3\n\
          unknown tenant 1, error 1\n\
          turns 0 0, one end too many 1, switched 0, to nobody 1\n\
          budget 0 1, none 0 1, wrong 1, of nobody 1 -1\n\

@@ -32,7 +32,7 @@ const ORDERS: [Order; 3] = [
         folder: "tenants/src",
         modules: "lib error_text code descriptors size time identity family turns cut stepping region references \
             host_memory numa budget scope phase state saving wire transport run_dir ticket checkpoints member \
-            coordinator requests settings switching",
+            coordinator requests settings switching command",
     },
     Order {
         folder: "ffi/src",

@@ -9,17 +9,17 @@
 
 mod settings;
 
-use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::ffi::{CStr, CString, c_char, c_int};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{CStr, c_char, c_int};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use sublet_torch_allocator::{Backend, tags_of};
+use tenants::command::{Change, Command};
 use vmm_pool::SavedError;
 use vmm_pool::driver::{DeviceAddress, DriverCode, VaRange};
 
-use crate::bindings::SUBLET_WHOSE_PROCESS;
 use crate::c_api::last_call::{fail_aloud, guarded_length, write_text};
 use crate::c_api::{self, pausing};
 use crate::guards::Guard;
@@ -194,29 +194,22 @@ pub extern "C" fn tms_get_retain_cpu_backup() -> bool {
 }
 
 /// Tags of ours that `tag` stands for; null or empty stands for all that were made here.
-unsafe fn own_tags(tag: *const c_char) -> Vec<CString> {
+unsafe fn own_tags(tag: *const c_char) -> BTreeSet<String> {
     // SAFETY: as this function's caller promises.
     let tag = unsafe { text_of(tag) }.filter(|tag| !tag.is_empty());
-    let names = tags_of(tag.as_deref());
-    names.into_iter().filter_map(|name| CString::new(name).ok()).collect()
+    tags_of(tag.as_deref()).into_iter().collect()
 }
 
-const WHOSE: c_int = SUBLET_WHOSE_PROCESS.cast_signed();
-
-type ActOnTags =
-    unsafe extern "C" fn(*const c_char, *const *const c_char, usize, c_int, u32) -> c_int;
-
 /// Pauses or resumes this process's memory of `tag`. A tag without memory is a success.
-unsafe fn act(tag: *const c_char, act: ActOnTags) -> c_int {
+unsafe fn act(tag: *const c_char, command: fn(Change) -> Command) -> c_int {
     quietly((), settings::tell_pool);
     // SAFETY: as this function's caller promises.
-    let tags = quietly(Vec::new(), || unsafe { own_tags(tag) });
+    let tags = quietly(BTreeSet::new(), || unsafe { own_tags(tag) });
     if tags.is_empty() {
         return 0;
     }
-    let pointers: Vec<_> = tags.iter().map(|tag| tag.as_ptr()).collect();
-    // SAFETY: the strings are terminated and live until after the call.
-    unsafe { act(std::ptr::null(), pointers.as_ptr(), pointers.len(), WHOSE, 0) }
+    let change = Change { tags: Some(tags), is_own: true, ..Change::default() };
+    pausing::act(|| Ok(command(change)))
 }
 
 /// Gives the memory of `tag` back, or all that is paused by tags of this interface when that is null. 0 is success,
@@ -227,7 +220,7 @@ unsafe fn act(tag: *const c_char, act: ActOnTags) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tms_pause(tag: *const c_char) -> c_int {
     // SAFETY: as this function's caller promises.
-    unsafe { act(tag, pausing::sublet_pause_tags) }
+    unsafe { act(tag, Command::Pause) }
 }
 
 /// Brings memory back to the same addresses; as [`tms_pause`]. After a failure it is still paused, with its
@@ -238,7 +231,7 @@ pub unsafe extern "C" fn tms_pause(tag: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tms_resume(tag: *const c_char) -> c_int {
     // SAFETY: as this function's caller promises.
-    let code = unsafe { act(tag, pausing::sublet_resume_tags) };
+    let code = unsafe { act(tag, Command::Resume) };
     quietly((), forget_passed);
     code
 }
