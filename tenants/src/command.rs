@@ -15,7 +15,7 @@ use vmm_pool::driver::Driver;
 use crate::budget::{Budgets, gpus};
 use crate::checkpoints::Checkpointer;
 use crate::coordinator::{
-    BudgetReport, Coordinator, Meanwhile, Options, Outcome, Trouble, Waits, staying, swap,
+    BudgetReport, Coordinator, Event, Meanwhile, Options, Outcome, Trouble, Waits, staying, swap,
     swap_with_itself,
 };
 use crate::error_text::chain;
@@ -24,7 +24,7 @@ use crate::member::{Asking, Member};
 use crate::requests;
 use crate::run_dir::RunDir;
 use crate::scope::{Scope, TagNames};
-use crate::switching::{self, SwitchOptions, Switched, Turn, TurnOptions};
+use crate::switching::{self, SwitchOptions, Switched, Turn};
 use crate::wire::Action;
 
 /// A tenant by its name; that of the process that asks where it is none.
@@ -32,8 +32,16 @@ type Name = Option<String>;
 
 type Tags = BTreeSet<String>;
 
+/// Has a tenant get its GPUs.
+type SwitchBy = fn(
+    &RunDir,
+    &TenantName,
+    &SwitchOptions,
+    &mut dyn FnMut(Event<'_>),
+) -> Result<Switched, Trouble>;
+
 /// How long a turn is waited for where nothing is said.
-const TURN_WAIT: Duration = Duration::from_mins(10);
+const TURN_WAIT_MS: u32 = 600_000;
 
 /// Something that is asked about tenants. The functions of the same names in `sublet.h` say what each does.
 #[derive(Clone, Debug, Deserialize)]
@@ -113,7 +121,7 @@ pub struct Asker<'a, D: Driver> {
     pub checkpointer: fn() -> Option<Arc<dyn Checkpointer>>,
     /// See [`SwitchOptions::asks`].
     pub asks: fn() -> bool,
-    /// See [`TurnOptions::is_paused`].
+    /// See [`Turn::begin`].
     pub is_paused: fn() -> bool,
     /// Turns that it has begun and not ended.
     pub turns: &'a Mutex<Vec<Turn>>,
@@ -129,22 +137,12 @@ pub fn run<D: Driver>(command: Command, asker: &Asker<'_, D>) -> Result<String, 
         Command::Resume(change) => asker.change(change, Action::Resume)?,
         Command::PauseTogether {} => asker.act_together(Action::Pause)?,
         Command::ResumeTogether {} => asker.act_together(Action::Resume)?,
-        Command::ResumeInTurn(Wait { tenant, wait_ms }) => {
-            let (tenant, run_dir) = asker.place_of(tenant)?;
-            let options = asker.switch(wait_ms);
-            queued(&switching::resume_in_turn(&run_dir, &tenant, &options, &mut |_| {})?)
-        }
-        Command::Switch(Wait { tenant, wait_ms }) => {
-            let (tenant, run_dir) = asker.place_of(tenant)?;
-            switched(&switching::switch(&run_dir, &tenant, &asker.switch(wait_ms), &mut |_| {})?)
-        }
+        Command::ResumeInTurn(wait) => queued(&asker.switch(wait, switching::resume_in_turn)?),
+        Command::Switch(wait) => switched(&asker.switch(wait, switching::switch)?),
         Command::TurnBegin { wait_ms } => {
-            let Asker { asks: is_called_off, is_paused, .. } = *asker;
-            let wait = if wait_ms == 0 { TURN_WAIT } else { millis(wait_ms) };
-            let checkpointer = (asker.checkpointer)();
-            let options = TurnOptions { wait, checkpointer, is_paused, is_called_off };
             let (tenant, run_dir) = asker.place_of(None)?;
-            let (turn, done) = Turn::begin(&run_dir, &tenant, options)?;
+            let options = asker.waits(if wait_ms == 0 { TURN_WAIT_MS } else { wait_ms });
+            let (turn, done) = Turn::begin(&run_dir, &tenant, &options, asker.is_paused)?;
             asker.turns.lock().unwrap_or_else(PoisonError::into_inner).push(turn);
             switched(&done)
         }
@@ -206,9 +204,14 @@ impl<D: Driver> Asker<'_, D> {
         Ok(Coordinator::new(run_dir, tenant, Options::default()))
     }
 
-    fn switch(&self, wait_ms: u32) -> SwitchOptions {
+    fn waits(&self, wait_ms: u32) -> SwitchOptions {
         let (wait, checkpointer) = (millis(wait_ms), (self.checkpointer)());
         SwitchOptions { wait, checkpointer, asks: Some(self.asks), ..SwitchOptions::default() }
+    }
+
+    fn switch(&self, asked: Wait, by: SwitchBy) -> Result<Switched, Trouble> {
+        let (tenant, run_dir) = self.place_of(asked.tenant)?;
+        by(&run_dir, &tenant, &self.waits(asked.wait_ms), &mut |_| {})
     }
 
     /// A mark that this process itself asks, where the tenant is its own; for as long as the value lives.

@@ -35,7 +35,7 @@ use gather::{Silent, gather, history_of};
 pub use outcome::Switched;
 use queue::{CallsOff, LOCK_TIMEOUT, Queue, never};
 pub use room::{Allocation, Newcomer, with_room};
-pub use turn::{Turn, TurnOptions};
+pub use turn::Turn;
 
 /// Pauses what is in the way of `tenant` on its GPUs, and resumes it. Blocks for a bounded time, besides `wait`.
 ///

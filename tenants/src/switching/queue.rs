@@ -49,7 +49,7 @@ pub(super) struct Queue {
     /// Since when it was found, one time after the other, that it fits nowhere.
     pub(super) never_since: Option<Instant>,
     pub(super) displaced: Displaced,
-    /// See [`TurnOptions::is_paused`].
+    /// See [`super::Turn::begin`].
     pub(super) is_paused: fn() -> bool,
     /// It did not come for want of memory, though it fits by all figures.
     is_short: bool,

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use super::gather::{Displaced, write_down};
 use super::queue::{CallsOff, Queue, never};
 use super::{SwitchOptions, Switched};
-use crate::checkpoints::Checkpointer;
 use crate::coordinator::Trouble;
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
@@ -27,25 +26,6 @@ pub(super) const AFTER_FAILURE_MAX: Duration = Duration::from_mins(1);
 const END_WAIT: Duration = Duration::from_secs(2);
 /// How long it waits for its tenant to have its GPUs again: as long as its turn lasts.
 const FOREVER: Duration = Duration::MAX;
-
-/// How a turn is taken.
-#[derive(Clone, Debug)]
-pub struct TurnOptions {
-    /// How long to wait for it at most.
-    pub wait: Duration,
-    /// See [`SwitchOptions::checkpointer`].
-    pub checkpointer: Option<Arc<dyn Checkpointer>>,
-    /// Is the calling process paused? Asked again and again, also on another thread.
-    pub is_paused: fn() -> bool,
-    /// See [`SwitchOptions::asks`]: of the wait for the turn to begin.
-    pub is_called_off: fn() -> bool,
-}
-
-impl TurnOptions {
-    fn switch(&self) -> SwitchOptions {
-        SwitchOptions { checkpointer: self.checkpointer.clone(), ..SwitchOptions::default() }
-    }
-}
 
 /// A turn. It ends when this is dropped, or the process. It is of the process that began it: in a forked child its end does nothing.
 #[derive(Debug)]
@@ -76,6 +56,9 @@ impl Shared {
 impl Turn {
     /// Waits until `tenant` has its GPUs, or until it may pause what is in the way, which it does, and begins a turn. Blocks.
     ///
+    /// `is_paused` says whether the calling process is paused; it is asked again and again, also on another thread. The options' `asks` is
+    /// for the wait for the turn to begin.
+    ///
     /// As long as the turn lasts, a thread of this process sees to it that the tenant comes back when others have had it paused for
     /// theirs. One that was paused by name stays so.
     ///
@@ -84,19 +67,19 @@ impl Turn {
     pub fn begin(
         run_dir: &RunDir,
         tenant: &TenantName,
-        options: TurnOptions,
+        options: &SwitchOptions,
+        is_paused: fn() -> bool,
     ) -> Result<(Self, Switched), Trouble> {
-        let asks = Some(options.is_called_off);
-        let calls_off = CallsOff { interrupt: None, asks, is_over: &never };
+        let calls_off = CallsOff { interrupt: None, asks: options.asks, is_over: &never };
         let mut queue = Queue::enter(run_dir, tenant, Wish::Turn, options.wait, calls_off)?;
-        queue.is_paused = options.is_paused;
-        let switched =
-            queue.wait_and_go(&SwitchOptions { asks, ..options.switch() }, &never, &mut |_| {})?;
+        queue.is_paused = is_paused;
+        let switched = queue.wait_and_go(options, &never, &mut |_| {})?;
         queue.deadline = std::time::Instant::now().checked_add(FOREVER);
         let state = Mutex::new(State { is_over: false, queue: Some(queue) });
         let shared = Arc::new(Shared { state, changed: Condvar::new() });
         let watched = Arc::clone(&shared);
-        let watch = Watch { run_dir: run_dir.clone(), tenant: tenant.clone(), options };
+        let options = SwitchOptions { asks: None, ..options.clone() };
+        let watch = Watch { run_dir: run_dir.clone(), tenant: tenant.clone(), options, is_paused };
         let watch = move || {
             watch.run(&watched);
             watch.write_down();
@@ -130,7 +113,9 @@ impl Drop for Turn {
 struct Watch {
     run_dir: RunDir,
     tenant: TenantName,
-    options: TurnOptions,
+    options: SwitchOptions,
+    /// Asked again and again.
+    is_paused: fn() -> bool,
 }
 
 impl Watch {
@@ -146,7 +131,7 @@ impl Watch {
             }
             pause = LOOK;
             // A defect must not end the watch, nor the turn: nobody would bring the tenant back.
-            let is_paused = catch_unwind(self.options.is_paused).unwrap_or(false);
+            let is_paused = catch_unwind(self.is_paused).unwrap_or(false);
             let is_kept = kept_at.elapsed() < KEPT_EVERY;
             let Some(mut queue) = state.queue.take() else { return };
             if !is_paused {
@@ -204,7 +189,7 @@ impl Watch {
         let went = queue
             .say(true)
             .map_err(Trouble::from)
-            .and_then(|()| queue.wait_and_go(&self.options.switch(), &is_over, &mut |_| {}));
+            .and_then(|()| queue.wait_and_go(&self.options, &is_over, &mut |_| {}));
         if let Err(error) = &went {
             tracing::info!(tenant = %self.tenant, %error, "a turn was not brought back yet");
             if let Err(error) = queue.say(false) {
