@@ -124,7 +124,10 @@ pub(crate) fn resume(
         let mut progress = Progress::start(args.show, run_dir);
         let result = coordinator.resume(&mut |event| progress.note(&event));
         let wait = args.wait.at_most();
-        resume_when_it_fits(&mut coordinator, result, wait, &interrupt, &mut progress)
+        coordinator.look_first();
+        wait_until_it_fits(&args.tenant, result, wait, &interrupt, &mut progress, |progress| {
+            coordinator.resume(&mut |event| progress.note(&event))
+        })
     };
     show(&args.tenant, &scope, result, args.show, Gpus::look, output)
 }
@@ -204,21 +207,6 @@ fn wait_until_it_fits<T>(
         back_off = (back_off * 2).min(RETRY_MAX);
         result = again(progress);
     }
-}
-
-/// Tries a resume again, as [`wait_until_it_fits`] says.
-fn resume_when_it_fits(
-    coordinator: &mut Coordinator,
-    result: Result<Outcome, Trouble>,
-    wait: Duration,
-    interrupt: &Interrupt,
-    progress: &mut Progress,
-) -> Result<Outcome, Trouble> {
-    coordinator.look_first();
-    let tenant = coordinator.tenant().clone();
-    wait_until_it_fits(&tenant, result, wait, interrupt, progress, |progress| {
-        coordinator.resume(&mut |event| progress.note(&event))
-    })
 }
 
 /// What a resume waits for; `None` when it is not GPU memory.

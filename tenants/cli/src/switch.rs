@@ -25,7 +25,7 @@ const SHOWN_MAX: usize = 20;
 const SHOWN_SHORT_MAX: usize = 5;
 
 /// What a switch did or would do, for programs.
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub(crate) struct Account<'a> {
     tenant: &'a str,
@@ -60,7 +60,7 @@ pub(crate) fn switch(
         switching::switch(run_dir, &args.tenant, &options, &mut |event| progress.note(&event))
     };
     if args.show.json {
-        return documented(args, result, output);
+        return documented(args, &result, output);
     }
     let switched = result.map_err(|error| change::failure_of(&error))?;
     render(args.dry_run, args.show, &switched, output);
@@ -69,49 +69,45 @@ pub(crate) fn switch(
 
 fn documented(
     args: &SwitchArgs,
-    result: Result<Switched, Trouble>,
+    result: &Result<Switched, Trouble>,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     let tenant = args.tenant.as_str();
-    match result {
+    let changes = result.iter().flat_map(|switched| &switched.changes);
+    let changes: Vec<_> = changes.map(|(tenant, outcome)| (tenant, Ok(outcome.clone()))).collect();
+    let (account, code) = match result {
         Ok(switched) => {
-            let Switched { had_them, victims, reasons, changes, unrecorded } = &switched;
-            let changes: Vec<_> =
-                changes.iter().map(|(tenant, outcome)| (tenant, Ok(outcome.clone()))).collect();
-            output.json(&Account {
+            let account = Account {
                 tenant,
-                outcome: match (had_them, args.dry_run) {
+                outcome: match (switched.had_them, args.dry_run) {
                     (true, _) => "already_active",
                     (false, true) => "would_switch",
                     (false, false) => "completed",
                 },
-                paused: victims.iter().map(TenantName::as_str).collect(),
-                reasons,
+                paused: switched.victims.iter().map(TenantName::as_str).collect(),
+                reasons: &switched.reasons,
                 changes: changes.iter().map(|(name, result)| Document::new(name, result)).collect(),
-                unrecorded: unrecorded.as_deref(),
-                error: None,
-                code: None,
-                retryable: false,
-                unchanged: *had_them || args.dry_run,
-            })?;
-            Ok(code_of_done(&switched))
+                unrecorded: switched.unrecorded.as_deref(),
+                unchanged: switched.had_them || args.dry_run,
+                ..Account::default()
+            };
+            (account, code_of_done(switched))
         }
         Err(error) => {
-            output.json(&Account {
+            let account = Account {
                 tenant,
                 outcome: "failed",
-                paused: Vec::new(),
-                reasons: &[],
-                changes: Vec::new(),
-                unrecorded: None,
-                error: Some(chain(&error)),
-                code: Some((&error).into()),
+                error: Some(chain(error)),
+                code: Some(error.into()),
                 retryable: error.is_retryable(),
                 unchanged: error.left_unchanged(),
-            })?;
-            Ok(ExitCode::from(exit_code_of(&error)))
+                ..Account::default()
+            };
+            (account, ExitCode::from(exit_code_of(error)))
         }
-    }
+    };
+    output.json(&account)?;
+    Ok(code)
 }
 
 /// The exit code of a switch that was done.

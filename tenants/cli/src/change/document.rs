@@ -26,7 +26,7 @@ impl<'a> Shortage<'a> {
 }
 
 /// The report of one tenant for programs.
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema), schemars(rename = "Half"))]
 pub(crate) struct Document<'a> {
     tenant: &'a str,
@@ -98,22 +98,8 @@ impl<'a> Document<'a> {
         let mut document = Self {
             tenant: tenant.as_str(),
             outcome: "completed",
-            freed_bytes: 0,
-            taken_bytes: 0,
-            wall_us: None,
-            report: None,
-            paused: Vec::new(),
-            reasons: &[],
-            unrecorded: None,
-            stayed_bytes: 0,
-            stays: &[],
-            error: None,
-            code: None,
-            failures: &[],
-            missing_device_bytes: None,
-            shortages: Vec::new(),
-            retryable: false,
             unchanged: true,
+            ..Self::default()
         };
         if let Ok(outcome) = result {
             document.stays = outcome.stays();
