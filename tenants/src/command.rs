@@ -82,7 +82,7 @@ pub enum Command {
     Tenants {},
 }
 
-/// What a pause or a resume is about.
+/// A pause or a resume, of a tenant or of tags.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Change {
@@ -109,9 +109,9 @@ pub struct Wait {
 /// The process that asks.
 #[derive(Debug)]
 pub struct Asker<'a, D: Driver> {
-    /// Where it meets others.
+    /// The directory in which it meets others.
     pub run_dir: fn() -> Result<RunDir, Trouble>,
-    /// What it has joined its tenant as.
+    /// Its membership in its tenant.
     pub member: fn() -> Result<&'a Member<D>, Trouble>,
     /// Its tenant.
     pub tenant: fn() -> Result<TenantName, Trouble>,
@@ -263,7 +263,7 @@ impl<D: Driver> Asker<'_, D> {
     }
 }
 
-/// What a report says of the whole in `outcome`.
+/// Words of a report for the whole, in `outcome`.
 const COMPLETED: &str = "completed";
 const PARTIAL: &str = "partial";
 const NOTHING: &str = "nothing";
