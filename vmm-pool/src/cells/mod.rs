@@ -51,7 +51,7 @@ impl<D: Driver> Cells<'_, D, Use> {
     /// Creates memory: a cell where it may be one, an allocation of its own otherwise.
     ///
     /// # Errors
-    /// As [`Entered::create`].
+    /// As [`crate::Entered::create`].
     ///
     /// # Driver calls
     /// `cuMemCreate` for an allocation of its own. For a slab, which the first cell needs and each that finds no room,
@@ -88,7 +88,7 @@ impl<D: Driver> Cells<'_, D, Use> {
     /// Creates an allocation of its own, of which it is known that it is to be mapped where a cell cannot be.
     ///
     /// # Errors
-    /// As [`Entered::create`].
+    /// As [`crate::Entered::create`].
     ///
     /// # Driver calls
     /// `cuMemCreate`.
@@ -180,7 +180,7 @@ impl<D: Driver> Cells<'_, D, Use> {
     /// said to have what was set.
     ///
     /// # Errors
-    /// As [`Entered::set_access`]; [`PoolError::Driver`] too where a part of a window has nothing mapped.
+    /// As [`crate::Entered::set_access`]; [`PoolError::Driver`] too where a part of a window has nothing mapped.
     ///
     /// # Driver calls
     /// `cuMemSetAccess`, for a slab once a device.
@@ -219,10 +219,10 @@ impl<D: Driver, K: Kind> Cells<'_, D, K> {
     /// Gives back one reference of what `handle` stands for.
     ///
     /// # Errors
-    /// As [`Entered::release`].
+    /// As [`crate::Entered::release`].
     ///
     /// # Driver calls
-    /// Those of [`Entered::release`]; for the last cell of a slab also `cuMemUnmap` and `cuMemAddressFree`.
+    /// Those of [`crate::Entered::release`]; for the last cell of a slab also `cuMemUnmap` and `cuMemAddressFree`.
     #[doc(alias = "cuMemRelease")]
     pub fn release_cell(&self, handle: VirtualHandle) -> PoolResult<()> {
         if !handle.is_of_cell() {
@@ -248,7 +248,7 @@ impl<D: Driver, K: Kind> Cells<'_, D, K> {
     /// One more reference to what is mapped at `address`.
     ///
     /// # Errors
-    /// As [`Entered::retain_at`]; [`PoolError::Driver`] for addresses of ours that nobody has.
+    /// As [`crate::Entered::retain_at`]; [`PoolError::Driver`] for addresses of ours that nobody has.
     #[doc(alias = "cuMemRetainAllocationHandle")]
     pub fn retain_cell_at(&self, address: DeviceAddress) -> PoolResult<VirtualHandle> {
         let (place, retained) = {
@@ -267,7 +267,7 @@ impl<D: Driver, K: Kind> Cells<'_, D, K> {
     /// What `handle` was created with.
     ///
     /// # Errors
-    /// As [`Entered::properties`].
+    /// As [`crate::Entered::properties`].
     #[doc(alias = "cuMemGetAllocationPropertiesFromHandle")]
     pub fn cell_properties(&self, handle: VirtualHandle) -> PoolResult<AllocationProp> {
         let held = self.0.pool.slabs().held(handle);
@@ -280,11 +280,11 @@ impl<D: Driver, K: Kind> Cells<'_, D, K> {
     /// Unmaps what is mapped inside `range`.
     ///
     /// # Errors
-    /// As [`Entered::unmap`]; [`PoolError::Driver`] too for a part of a cell, and where nothing is mapped at addresses of
+    /// As [`crate::Entered::unmap`]; [`PoolError::Driver`] too for a part of a cell, and where nothing is mapped at addresses of
     /// ours.
     ///
     /// # Driver calls
-    /// As [`Entered::release_cell`].
+    /// As [`Cells::release_cell`].
     #[doc(alias = "cuMemUnmap")]
     pub fn unmap_cells(&self, range: VaRange) -> PoolResult<()> {
         let unmapped = {

@@ -35,7 +35,7 @@ impl<D: Driver> Cells<'_, D, Use> {
     /// Maps the whole of what `handle` stands for.
     ///
     /// # Errors
-    /// As [`Entered::map`]; [`PoolError::Driver`] too for what cannot be mapped there because of a slab.
+    /// As [`crate::Entered::map`]; [`PoolError::Driver`] too for what cannot be mapped there because of a slab.
     ///
     /// # Driver calls
     /// `cuMemMap` for what stands alone, and for a slab in a room. None for a cell where its addresses are; `cuMemsetD8Async` for one at the
@@ -91,7 +91,7 @@ impl<D: Driver> Cells<'_, D, Use> {
         Err(cannot(DriverCode::NOT_READY, range))
     }
 
-    /// [`Entered::map`] of an allocation that is no cell.
+    /// [`crate::Entered::map`] of an allocation that is no cell.
     fn map_row(&self, range: VaRange, offset_bytes: u64, row: VirtualHandle) -> PoolResult<()> {
         for _ in 0..TRIES_MAX {
             match self.settled(range, |slabs| slabs.map_alone(range))? {

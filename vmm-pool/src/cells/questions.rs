@@ -70,7 +70,7 @@ impl<D: Driver> Pool<D> {
         }
     }
 
-    /// May [`Entered::take_addresses`] have some for this thread? Passes no gate.
+    /// May [`Cells::take_addresses`] have some for this thread? Passes no gate.
     pub fn has_addresses(&self, size_bytes: u64, alignment: u64, library: &str) -> bool {
         if !LIBRARY_TAGS.contains(&library) {
             return false;
@@ -81,7 +81,7 @@ impl<D: Driver> Pool<D> {
     }
 
     /// The range that the driver would report for `address`, where the driver cannot or would say something else: those
-    /// of [`Pool::range_of`], and cells. Passes no gate.
+    /// of [`crate::Holdings::range_of`], and cells. Passes no gate.
     #[doc(alias = "cuMemGetAddressRange")]
     pub fn range_seen(&self, address: DeviceAddress) -> Option<VaRange> {
         self.cell_range(address).or_else(|| self.holdings().range_of(address))

@@ -10,11 +10,11 @@ use crate::slabs::{Ended, NewSlab, Part, StandsFor};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
 impl<D: Driver> Cells<'_, D, Use> {
-    /// Makes what `handle` stands for importable by others, and counts one ticket, as [`Entered::export`] does. Says which part
+    /// Makes what `handle` stands for importable by others, and counts one ticket, as [`crate::Entered::export`] does. Says which part
     /// of the exported allocation it is, unless it is the whole.
     ///
     /// # Errors
-    /// As [`Entered::export`].
+    /// As [`crate::Entered::export`].
     ///
     /// # Driver calls
     /// `cuMemExportToShareableHandle`, once a slab or allocation.
@@ -43,7 +43,7 @@ impl<D: Driver> Cells<'_, D, Use> {
     }
 
     /// One more reference to `part` of `id`, or the whole, when this process holds that allocation already, as
-    /// [`Entered::import_held`] does.
+    /// [`crate::Entered::import_held`] does.
     ///
     /// # Errors
     /// [`crate::PoolError::Driver`] for a part that cannot be, or where the slab cannot be mapped.
@@ -66,10 +66,10 @@ impl<D: Driver> Cells<'_, D, Use> {
     /// Imports `part` of what another process owns, or the whole.
     ///
     /// # Errors
-    /// As [`Entered::borrow`] and [`Entered::import_held_cell`].
+    /// As [`crate::Entered::borrow`] and [`Cells::import_held_cell`].
     ///
     /// # Driver calls
-    /// Those of [`Entered::borrow`]; `cuMemAddressReserve` and `cuMemMap` for a slab.
+    /// Those of [`crate::Entered::borrow`]; `cuMemAddressReserve` and `cuMemMap` for a slab.
     #[doc(alias = "cuMemImportFromShareableHandle")]
     pub fn import_cell(
         &self,

@@ -40,7 +40,7 @@ impl<D: Driver> Pool<D> {
 
     /// Moves saved contents of memory that is away from host memory to the file, about `most_bytes` of them, and gives the
     /// chunks back that hold none any more. The file is that of [`Pool::set_file_dir`]. A resume finds them there. What
-    /// somebody may be reading in place ([`Pool::saved_at`]) stays. To be called while no step of a pause or resume is under
+    /// somebody may be reading in place ([`crate::SavedContents::at`]) stays. To be called while no step of a pause or resume is under
     /// way, by the thread that takes those steps. Blocks for as long as the disk takes, and at `until` for no longer than it takes for 64 MiB: what has been
     /// written as a whole by then has moved. Ends in the same way, without an error, once it `is_called_off`, which is asked before each 64 MiB.
     ///

@@ -205,7 +205,7 @@ impl<D: Driver> Quiesced<D> {
     }
 
     /// Has the devices tell what the kept contents of `selection` are, piece by piece, so that what is zero, or as in
-    /// the copy of the last pause, is not copied, and takes no host memory ([`Pool::detect_changes`]). It must be
+    /// the copy of the last pause, is not copied, and takes no host memory ([`crate::CopyPolicy::detect_changes`]). It must be
     /// asked when the devices of all processes that may hold the memory are idle. What a device will not tell is saved as
     /// a whole, which the notes say once.
     ///
