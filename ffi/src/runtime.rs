@@ -307,7 +307,7 @@ fn try_join() -> Result<Arc<Member>, String> {
 fn set_up(member: &Arc<Member>, settings: &Settings) {
     let pool = member.pool();
     pool.copies().detect_changes(settings.changes);
-    pool.use_slabs(settings.uses_slabs);
+    pool.slabs().use_slabs(settings.uses_slabs);
     if settings.fails_without_nccl {
         member.cut().fail_while_away();
     }

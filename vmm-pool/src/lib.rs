@@ -54,7 +54,7 @@ pub use report::{
     ClassBytes, Contents, CopiedBytes, DeviceReport, KeptBytes, PinnedBytes, PoolReport, SlabTotals,
 };
 pub use saved::{SavedContents, SavedError, Spilled, WriteOut, Written};
-pub use slabs::Part;
+pub use slabs::{Part, Slabs};
 pub use store::{
     CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, Copying, HostBudget, HostDemand, Schedule,
     check_file_dir, check_file_length,

@@ -129,19 +129,20 @@ pub fn correction<D: Driver>(
     let pool = member.pool();
     match attribute {
         attribute::RANGE_SIZE => {
-            let range = pool.reserved_range(address).or_else(|| pool.range_seen(address))?;
+            let range =
+                pool.slabs().reserved_range(address).or_else(|| pool.range_seen(address))?;
             Some(Value::Long(range.size_bytes))
         }
         attribute::RANGE_START => {
-            let range = pool.reserved_range(address)?;
+            let range = pool.slabs().reserved_range(address)?;
             Some(Value::Long(range.start.0))
         }
         attribute::MAPPING_START => {
-            let cell = pool.cell_range(address)?;
+            let cell = pool.slabs().cell_range(address)?;
             Some(Value::Long(cell.start.0))
         }
         attribute::MAPPING_SIZE => {
-            let cell = pool.cell_range(address)?;
+            let cell = pool.slabs().cell_range(address)?;
             Some(Value::Long(cell.size_bytes))
         }
         // The driver's own changes with each resume: who keeps what belongs to a number would take it for other memory.

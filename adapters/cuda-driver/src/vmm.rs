@@ -169,7 +169,7 @@ pub fn address_reserve<D: Driver>(
             return Answer::Done(start.0);
         }
     }
-    if !member.pool().has_addresses(size_bytes, alignment, library) {
+    if !member.pool().slabs().has_addresses(size_bytes, alignment, library) {
         return Answer::AskDriver;
     }
     let entered = member.pool().enter();

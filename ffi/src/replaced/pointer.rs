@@ -159,7 +159,7 @@ pub unsafe extern "C" fn cuMemGetAccess(
         // The driver knows those of the slab.
         let here = |asked: DeviceAddress| {
             let code = at(asked.0);
-            let right = member.pool().cell_right(asked, *place);
+            let right = member.pool().slabs().cell_right(asked, *place);
             if let Some(right) = right.filter(|_| code == SUCCESS) {
                 write_out!(flags, u64::from(right.unsigned_abs()));
             }

@@ -58,7 +58,7 @@ unsafe extern "C" fn mem_create(
         |member| {
             late_frees::settle();
             let library = class_of_caller(caller);
-            if library == caller::NCCL && member.pool().uses_slabs() {
+            if library == caller::NCCL && member.pool().slabs().uses_slabs() {
                 spare_slabs_from_cards(member);
             }
             without_flags(member, None, flags)
@@ -83,7 +83,7 @@ fn spare_slabs_from_cards(member: &Member) {
     let Some(open) = LOOKS.open_in(Path::new(device_files::OWN_DESCRIPTORS)) else { return };
     let pins = |kind: &DeviceFile| matches!(kind, DeviceFile::Verbs | DeviceFile::GdrCopy);
     let Some((_, path)) = open.iter().find(|(kind, _)| pins(kind)) else { return };
-    member.pool().use_slabs(false);
+    member.pool().slabs().use_slabs(false);
     tracing::info!(file = %path.display(), "NCCL's memory is not made as parts of larger allocations: a network card may hold some of it");
 }
 

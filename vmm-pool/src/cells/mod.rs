@@ -22,7 +22,7 @@ use crate::driver::{
 };
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::{Class, Row};
-use crate::pool::{Entered, Kind, Pool, Use};
+use crate::pool::{Entered, Kind, Use};
 use crate::slabs::{AccessPlan, Ended, NewSlab, Occupant, Recipe, SlabKey, StandsFor, Wanted};
 
 const NEXT: &str = "set SUBLET_SLABS=0 where this library needs it";
@@ -65,17 +65,17 @@ impl<D: Driver> Cells<'_, D, Use> {
         class: Class,
     ) -> PoolResult<VirtualHandle> {
         let recipe = Recipe { prop: *prop, class };
-        let wanted = self.0.pool.slabs().wanted(size_bytes, &recipe);
+        let wanted = self.0.pool.slabs().table().wanted(size_bytes, &recipe);
         if let Wanted::Cell { slab_bytes } = wanted
             && let Some(cell) = self.cell(size_bytes, &recipe, slab_bytes)
         {
-            self.0.pool.slabs().aim(this_thread(), Some(cell));
+            self.0.pool.slabs().table().aim(this_thread(), Some(cell));
             return Ok(cell);
         }
-        self.0.pool.slabs().aim(this_thread(), None);
-        let vacancies = self.0.pool.slabs().vacancies(size_bytes, &recipe);
+        self.0.pool.slabs().table().aim(this_thread(), None);
+        let vacancies = self.0.pool.slabs().table().vacancies(size_bytes, &recipe);
         let again = vacancies.into_iter().find_map(|(key, row, part)| {
-            self.is_here(row).then(|| self.0.pool.slabs().refill(key, part))?
+            self.is_here(row).then(|| self.0.pool.slabs().table().refill(key, part))?
         });
         again.map_or_else(|| self.0.create(size_bytes, prop, recipe.class), Ok)
     }
@@ -98,14 +98,14 @@ impl<D: Driver> Cells<'_, D, Use> {
         prop: &AllocationProp,
         class: Class,
     ) -> PoolResult<VirtualHandle> {
-        self.0.pool.slabs().aim(this_thread(), None);
+        self.0.pool.slabs().table().aim(this_thread(), None);
         self.0.create(size_bytes, prop, class)
     }
 
     fn cell(&self, size_bytes: u64, recipe: &Recipe, slab_bytes: u64) -> Option<VirtualHandle> {
-        let with_room = self.0.pool.slabs().with_room(size_bytes, recipe);
+        let with_room = self.0.pool.slabs().table().with_room(size_bytes, recipe);
         let carved = with_room.into_iter().find_map(|(key, row)| {
-            self.is_here(row).then(|| self.0.pool.slabs().carve(key, size_bytes))?
+            self.is_here(row).then(|| self.0.pool.slabs().table().carve(key, size_bytes))?
         });
         if carved.is_some() {
             return carved;
@@ -117,9 +117,9 @@ impl<D: Driver> Cells<'_, D, Use> {
                 return None;
             }
         };
-        let cell = self.0.pool.slabs().carve(key, size_bytes);
+        let cell = self.0.pool.slabs().table().carve(key, size_bytes);
         if cell.is_none() {
-            let ended = self.0.pool.slabs().end_empty(key);
+            let ended = self.0.pool.slabs().table().end_empty(key);
             self.take_down(ended);
         }
         cell
@@ -148,7 +148,7 @@ impl<D: Driver> Cells<'_, D, Use> {
         let id = self.0.pool.ledger().find(row)?.id();
         let recipe = Some((recipe.clone(), unit.size_bytes));
         let new = NewSlab { row, id, size_bytes, prop: *prop, recipe };
-        Ok(Some(self.0.pool.slabs().insert(new, window, &access)))
+        Ok(Some(self.0.pool.slabs().table().insert(new, window, &access)))
     }
 
     /// Maps the slab `row`, whose reference is used up where that fails, in a new window.
@@ -187,7 +187,7 @@ impl<D: Driver> Cells<'_, D, Use> {
     #[doc(alias = "cuMemSetAccess")]
     pub fn set_cell_access(&self, range: VaRange, access: &[AccessDesc]) -> PoolResult<()> {
         let (plan, wider) = {
-            let mut slabs = self.0.pool.slabs();
+            let mut slabs = self.0.pool.slabs().table();
             let plan = if slabs.windows.meets_window(range) {
                 slabs.plan_access(range, access)
             } else {
@@ -204,7 +204,7 @@ impl<D: Driver> Cells<'_, D, Use> {
             AccessPlan::Rows => self.0.set_access(range, access),
             AccessPlan::Grant { window, mounted } => {
                 self.0.set_access(mounted, &wider)?;
-                self.0.pool.slabs().windows.granted(window, range, access);
+                self.0.pool.slabs().table().windows.granted(window, range, access);
                 Ok(())
             }
             AccessPlan::Refused(code) => {
@@ -229,7 +229,7 @@ impl<D: Driver, K: Kind> Cells<'_, D, K> {
             return self.0.release(handle);
         }
         let released = {
-            let mut slabs = self.0.pool.slabs();
+            let mut slabs = self.0.pool.slabs().table();
             match slabs.held(handle) {
                 StandsFor::Row(row) => Err(row),
                 StandsFor::Cell(cell) => Ok(slabs.release(cell.handle)),
@@ -252,7 +252,7 @@ impl<D: Driver, K: Kind> Cells<'_, D, K> {
     #[doc(alias = "cuMemRetainAllocationHandle")]
     pub fn retain_cell_at(&self, address: DeviceAddress) -> PoolResult<VirtualHandle> {
         let (place, retained) = {
-            let mut slabs = self.0.pool.slabs();
+            let mut slabs = self.0.pool.slabs().table();
             (slabs.windows.place(address), slabs.retain_at(address))
         };
         match place {
@@ -270,7 +270,7 @@ impl<D: Driver, K: Kind> Cells<'_, D, K> {
     /// As [`crate::Entered::properties`].
     #[doc(alias = "cuMemGetAllocationPropertiesFromHandle")]
     pub fn cell_properties(&self, handle: VirtualHandle) -> PoolResult<AllocationProp> {
-        let held = self.0.pool.slabs().held(handle);
+        let held = self.0.pool.slabs().table().held(handle);
         match held {
             StandsFor::Cell(cell) => Ok(cell.prop),
             StandsFor::Row(row) => self.0.properties(row),
@@ -288,7 +288,7 @@ impl<D: Driver, K: Kind> Cells<'_, D, K> {
     #[doc(alias = "cuMemUnmap")]
     pub fn unmap_cells(&self, range: VaRange) -> PoolResult<()> {
         let unmapped = {
-            let mut slabs = self.0.pool.slabs();
+            let mut slabs = self.0.pool.slabs().table();
             if slabs.windows.meets_window(range) { Some(slabs.unmap(range)) } else { None }
         };
         let Some(unmapped) = unmapped else {
@@ -303,7 +303,7 @@ impl<D: Driver, K: Kind> Cells<'_, D, K> {
         let mut outcome = Ok(());
         for row in rows {
             if let Err(error) = self.0.unmap(row) {
-                self.0.pool.slabs().stays_mapped(row);
+                self.0.pool.slabs().table().stays_mapped(row);
                 outcome = outcome.and(Err(error));
             }
         }
@@ -321,7 +321,7 @@ impl<D: Driver, K: Kind> Cells<'_, D, K> {
     #[doc(alias = "cuMemAddressFree")]
     pub fn free_cell_addresses(&self, range: VaRange) -> PoolResult<()> {
         let freed = {
-            let mut slabs = self.0.pool.slabs();
+            let mut slabs = self.0.pool.slabs().table();
             if slabs.windows.meets_window(range) { Some(slabs.free_spot(range)) } else { None }
         };
         let ended = match freed {
@@ -340,15 +340,15 @@ impl<D: Driver, K: Kind> Cells<'_, D, K> {
     /// Takes down what nobody has any more. The caller's call is done already: what the driver refuses is tried again
     /// with the next.
     fn take_down(&self, ended: Ended) {
-        let mut all = self.0.pool.slabs().take_refused();
+        let mut all = self.0.pool.slabs().table().take_refused();
         if !ended.is_nothing() {
             all.push(ended);
         }
         for ended in all {
             if let Some(left) = self.try_take_down(ended) {
-                self.0.pool.slabs().keep_refused(left);
+                self.0.pool.slabs().table().keep_refused(left);
                 // Who waits for that is to know.
-                self.0.pool.slabs_changed.notify_all();
+                self.0.pool.slabs().changed.notify_all();
             }
         }
     }
@@ -363,8 +363,8 @@ impl<D: Driver, K: Kind> Cells<'_, D, K> {
                     return Some(ended);
                 }
             };
-            ended.windows.extend(self.0.pool.slabs().windows.dismounted(window));
-            self.0.pool.slabs_changed.notify_all();
+            ended.windows.extend(self.0.pool.slabs().table().windows.dismounted(window));
+            self.0.pool.slabs().changed.notify_all();
         }
         if let Some(row) = ended.row
             && let Err(error) = self.0.release(row)
@@ -378,24 +378,5 @@ impl<D: Driver, K: Kind> Cells<'_, D, K> {
             }
         }
         None
-    }
-}
-
-impl<D: Driver> Pool<D> {
-    /// Are small allocations of libraries' own made as parts of slabs from now on? Those that are stay so. Off at first.
-    /// Imports are understood either way.
-    pub fn use_slabs(&self, are_used: bool) {
-        self.slabs().set_on(are_used);
-    }
-
-    /// See [`Pool::use_slabs`].
-    pub fn uses_slabs(&self) -> bool {
-        self.slabs().is_on()
-    }
-
-    /// Call this if all processes give up memory that they share by parts of slabs, before any makes it again at the same addresses, as a
-    /// communicator does that is suspended. Without that such addresses take no new memory, for who held the old one would see it.
-    pub fn take_shared_addresses_again(&self) {
-        self.slabs().set_home();
     }
 }

@@ -52,7 +52,7 @@ impl<D: Driver> Cells<'_, D, Use> {
         }
         for _ in 0..TRIES_MAX {
             let (held, under) = {
-                let slabs = self.0.pool.slabs();
+                let slabs = self.0.pool.slabs().table();
                 (slabs.held(handle), slabs.row_under(range.start))
             };
             let cell = match held {
@@ -99,7 +99,7 @@ impl<D: Driver> Cells<'_, D, Use> {
                 MapPlan::Done => {
                     let mapped = self.0.map(range, offset_bytes, row);
                     if mapped.is_err() {
-                        self.0.pool.slabs().not_mapped_alone(range);
+                        self.0.pool.slabs().table().not_mapped_alone(range);
                     }
                     return mapped;
                 }
@@ -121,7 +121,7 @@ impl<D: Driver> Cells<'_, D, Use> {
         mut plan: impl FnMut(&mut SlabTable) -> MapPlan,
     ) -> PoolResult<MapPlan> {
         let deadline = Instant::now() + OTHERS_MAX;
-        let mut slabs = self.0.pool.slabs();
+        let mut slabs = self.0.pool.slabs().table();
         loop {
             let plan = plan(&mut slabs);
             if plan != MapPlan::Busy {
@@ -130,21 +130,21 @@ impl<D: Driver> Cells<'_, D, Use> {
             let left = deadline
                 .checked_duration_since(Instant::now())
                 .ok_or_else(|| cannot(DriverCode::NOT_READY, range))?;
-            let waited = self.0.pool.slabs_changed.wait_timeout(slabs, left);
+            let waited = self.0.pool.slabs().changed.wait_timeout(slabs, left);
             slabs = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
     fn changed<T>(&self, change: impl FnOnce(&mut SlabTable) -> T) -> T {
-        let done = change(&mut self.0.pool.slabs());
-        self.0.pool.slabs_changed.notify_all();
+        let done = change(&mut self.0.pool.slabs().table());
+        self.0.pool.slabs().changed.notify_all();
         done
     }
 
     /// What the driver refuses of any allocation of `whole_bytes`, in its order.
     fn check_call(&self, range: VaRange, offset_bytes: u64, whole_bytes: u64) -> PoolResult<()> {
         let in_window = {
-            let slabs = self.0.pool.slabs();
+            let slabs = self.0.pool.slabs().table();
             slabs.windows.meets_window(range).then(|| slabs.windows.is_taken(range))
         };
         let is_taken = in_window.unwrap_or_else(|| self.0.pool.holdings().has_mapping_in(range));
@@ -163,7 +163,7 @@ impl<D: Driver> Cells<'_, D, Use> {
     /// Offers the driver once more to unmap what it would not, around `range`.
     fn unmap_stuck(&self, range: VaRange) -> PoolResult<()> {
         self.take_down(Ended::default());
-        if !self.0.pool.slabs().is_stuck(range.start) {
+        if !self.0.pool.slabs().table().is_stuck(range.start) {
             return Ok(());
         }
         let object = format!(
@@ -201,9 +201,13 @@ impl<D: Driver> Cells<'_, D, Use> {
         };
         self.take_down(ended);
         // In this order: what another thread adds meanwhile is not among those that are looked for.
-        let known = self.0.pool.slabs().rows_alone();
+        let known = self.0.pool.slabs().table().rows_alone();
         let living: HashSet<_> = self.0.pool.ledger().rows().map(Row::handle).collect();
-        self.0.pool.slabs().forget_alone(|row| !known.contains(&row) || living.contains(&row));
+        self.0
+            .pool
+            .slabs()
+            .table()
+            .forget_alone(|row| !known.contains(&row) || living.contains(&row));
         Ok(())
     }
 }

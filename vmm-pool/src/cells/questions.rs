@@ -1,7 +1,7 @@
 //! Questions about addresses, answered for what callers hold there.
 
 use super::{Cells, this_thread};
-use crate::driver::{DeviceAddress, Driver, Location, VaRange};
+use crate::driver::{DeviceAddress, Driver, VaRange};
 use crate::ledger::{Facts, Known, LIBRARY_TAGS};
 use crate::pool::{Pool, Use};
 use crate::slabs::Occupant;
@@ -10,7 +10,7 @@ impl<D: Driver> Pool<D> {
     /// Who can answer a question about `address` now. Passes no gate, and waits for nothing.
     pub fn who_answers(&self, address: DeviceAddress) -> Known {
         let (place, reserved, rights, is_vacant) = {
-            let slabs = self.slabs();
+            let slabs = self.slabs().table();
             let place = slabs.windows.place(address);
             if place == Occupant::Elsewhere {
                 drop(slabs);
@@ -40,20 +40,10 @@ impl<D: Driver> Pool<D> {
         }
     }
 
-    /// What a caller was given that holds `address`, where it is a part of what the driver has reserved for us.
-    pub fn reserved_range(&self, address: DeviceAddress) -> Option<VaRange> {
-        self.slabs().windows.spot_at(address)
-    }
-
-    /// The right of `place` that callers have set on the cell at `address`; none where there is no cell.
-    pub fn cell_right(&self, address: DeviceAddress, place: Location) -> Option<i32> {
-        self.slabs().windows.right_at(address, place)
-    }
-
     /// A number that the memory at `address` has alone, wherever it is.
     #[doc(alias = "CU_POINTER_ATTRIBUTE_BUFFER_ID")]
     pub fn memory_number(&self, address: DeviceAddress) -> Option<u64> {
-        let place = self.slabs().windows.place(address);
+        let place = self.slabs().table().windows.place(address);
         match place {
             Occupant::Cell { handle, .. } => Some(handle.raw()),
             Occupant::Elsewhere | Occupant::Alone | Occupant::Nothing => {
@@ -62,29 +52,11 @@ impl<D: Driver> Pool<D> {
         }
     }
 
-    /// The cell that is mapped at `address`.
-    pub fn cell_range(&self, address: DeviceAddress) -> Option<VaRange> {
-        match self.slabs().windows.place(address) {
-            Occupant::Cell { range, .. } => Some(range),
-            Occupant::Elsewhere | Occupant::Alone | Occupant::Nothing => None,
-        }
-    }
-
-    /// May [`Cells::take_addresses`] have some for this thread? Passes no gate.
-    pub fn has_addresses(&self, size_bytes: u64, alignment: u64, library: &str) -> bool {
-        if !LIBRARY_TAGS.contains(&library) {
-            return false;
-        }
-        let slabs = self.slabs();
-        slabs.aimed(this_thread(), size_bytes).is_some()
-            || slabs.room_bytes(size_bytes, alignment).is_some()
-    }
-
     /// The range that the driver would report for `address`, where the driver cannot or would say something else: those
     /// of [`crate::Holdings::range_of`], and cells. Passes no gate.
     #[doc(alias = "cuMemGetAddressRange")]
     pub fn range_seen(&self, address: DeviceAddress) -> Option<VaRange> {
-        self.cell_range(address).or_else(|| self.holdings().range_of(address))
+        self.slabs().cell_range(address).or_else(|| self.holdings().range_of(address))
     }
 }
 
@@ -105,7 +77,7 @@ impl<D: Driver> Cells<'_, D, Use> {
             return None;
         }
         let room_bytes = {
-            let mut slabs = self.0.pool.slabs();
+            let mut slabs = self.0.pool.slabs().table();
             let spot = slabs.take_spot(this_thread(), size_bytes, alignment);
             if spot.is_some() {
                 return spot;
@@ -116,7 +88,7 @@ impl<D: Driver> Cells<'_, D, Use> {
         match reserved {
             Ok(start) => {
                 let range = VaRange::new(start, room_bytes);
-                Some(self.0.pool.slabs().add_room(range, size_bytes))
+                Some(self.0.pool.slabs().table().add_room(range, size_bytes))
             }
             Err(error) => {
                 tracing::debug!(%error, "no room for a slab around addresses");

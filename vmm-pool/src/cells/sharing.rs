@@ -22,7 +22,7 @@ impl<D: Driver> Cells<'_, D, Use> {
     pub fn export_cell(&self, handle: VirtualHandle) -> PoolResult<(Export, Option<Part>)> {
         for _ in 0..TRIES_MAX {
             let held = {
-                let mut slabs = self.0.pool.slabs();
+                let mut slabs = self.0.pool.slabs().table();
                 let held = slabs.held(handle);
                 if let StandsFor::Cell(cell) = held
                     && !cell.is_unplaced
@@ -56,7 +56,7 @@ impl<D: Driver> Cells<'_, D, Use> {
         serial: u64,
         part: Option<Part>,
     ) -> PoolResult<Option<VirtualHandle>> {
-        self.0.pool.slabs().aim(this_thread(), None);
+        self.0.pool.slabs().table().aim(this_thread(), None);
         let Some(row) = self.0.import_held(id, serial) else {
             return Ok(None);
         };
@@ -78,7 +78,7 @@ impl<D: Driver> Cells<'_, D, Use> {
         class: Class,
         part: Option<Part>,
     ) -> PoolResult<VirtualHandle> {
-        self.0.pool.slabs().aim(this_thread(), None);
+        self.0.pool.slabs().table().aim(this_thread(), None);
         let row = self.0.borrow(source, lent, class)?;
         part.map_or(Ok(row), |part| self.hold_part(source.id, row, part))
     }
@@ -91,7 +91,7 @@ impl<D: Driver> Cells<'_, D, Use> {
         part: Part,
     ) -> PoolResult<VirtualHandle> {
         let known = {
-            let mut slabs = self.0.pool.slabs();
+            let mut slabs = self.0.pool.slabs().table();
             slabs.slab_of(id).map(|(key, _)| slabs.hold_part(key, part))
         };
         if let Some(held) = known {
@@ -106,7 +106,7 @@ impl<D: Driver> Cells<'_, D, Use> {
         };
         let window = self.map_window(row, size_bytes, 0, &[])?;
         let (held, ended, is_ours) = {
-            let mut slabs = self.0.pool.slabs();
+            let mut slabs = self.0.pool.slabs().table();
             // Another thread may have imported it meanwhile.
             let known = slabs.slab_of(id).map(|(key, _)| key);
             let is_ours = known.is_none();
@@ -125,7 +125,7 @@ impl<D: Driver> Cells<'_, D, Use> {
     }
 
     fn aimed_at(&self, held: Option<VirtualHandle>, part: Part) -> PoolResult<VirtualHandle> {
-        self.0.pool.slabs().aim(this_thread(), held);
+        self.0.pool.slabs().table().aim(this_thread(), held);
         held.ok_or_else(|| {
             let object = format!("part of a slab at {}", part.offset_bytes);
             refused(DriverOp::Import, DriverCode::INVALID_VALUE, object, part.size_bytes)
@@ -139,7 +139,7 @@ impl<D: Driver, K: Kind> Cells<'_, D, K> {
     /// # Errors
     /// [`crate::PoolError::StaleHandle`].
     pub fn cell_owner(&self, handle: VirtualHandle) -> PoolResult<Option<PeerId>> {
-        let row = match self.0.pool.slabs().held(handle) {
+        let row = match self.0.pool.slabs().table().held(handle) {
             StandsFor::Cell(cell) => cell.row,
             StandsFor::Row(row) => row,
         };

@@ -126,7 +126,7 @@ impl<D: Driver> Pool<D> {
             device.classes.sort_by_key(|class| std::cmp::Reverse(class.own_bytes));
         }
         report.host_arena_bytes = self.ahead.figures().bytes();
-        report.slabs = self.slabs().totals();
+        report.slabs = self.slabs().table().totals();
         report
     }
 

@@ -20,7 +20,7 @@ use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 
 pub use copies::{ChangeDetection, CopyPolicy, PieceBytes};
 pub use holdings::Holdings;
@@ -40,7 +40,7 @@ use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::{Gate, Pass, Passage};
 use crate::ledger::{Class, Ledger, Mapping, NewRow, Origin, Row};
 use crate::report::Copied;
-use crate::slabs::SlabTable;
+use crate::slabs::Slabs;
 use crate::store::{Ahead, HostArena};
 use crate::waits::Waits;
 use crate::{AllocationId, VirtualHandle};
@@ -64,10 +64,8 @@ pub struct Pool<D: Driver> {
     pub(crate) driver: Arc<D>,
     holdings: Holdings,
     natives: Natives,
-    /// Which small allocations are parts of large ones. A leaf.
-    slabs: Mutex<SlabTable>,
-    /// Something that the table says is busy has been settled.
-    pub(crate) slabs_changed: Condvar,
+    /// Which small allocations are parts of large ones.
+    slabs: Slabs,
     pub(crate) deferred: Deferred<D>,
     pub(crate) waits: Waits<D>,
     arena: Mutex<HostArena<D>>,
@@ -118,8 +116,7 @@ impl<D: Driver> Pool<D> {
             driver,
             holdings: Holdings::default(),
             natives: Natives::new(Arc::clone(&budget)),
-            slabs: Mutex::default(),
-            slabs_changed: Condvar::new(),
+            slabs: Slabs::default(),
             deferred,
             waits,
             arena,
@@ -196,9 +193,9 @@ impl<D: Driver> Pool<D> {
         self.holdings.ledger()
     }
 
-    /// As [`Pool::ledger`]. Neither lock is taken under the other.
-    pub(crate) fn slabs(&self) -> MutexGuard<'_, SlabTable> {
-        self.slabs.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Small allocations that are parts of large ones.
+    pub fn slabs(&self) -> &Slabs {
+        &self.slabs
     }
 
     /// Taken before the ledger where both are. Waits while host memory grows.

@@ -161,9 +161,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
                 all.remove(&address.0);
             }
         }
-        let ledger = self.pool.ledger();
-        blocks.retain(|block| ledger.mappings.is_nobodys(*block));
-        drop(ledger);
+        blocks.retain(|block| self.pool.ledger().mappings.is_nobodys(*block));
         for block in blocks {
             match self.block_give_up(block) {
                 Ok(()) | Err(PoolError::NotOurs) => {}

@@ -38,6 +38,7 @@ mod living;
 mod windows;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
 use self::windows::Windows;
@@ -332,24 +333,66 @@ pub(crate) struct SlabTable {
     refused: Vec<Ended>,
 }
 
+/// The table of a process, and what it says to callers. Its lock is a leaf.
+#[derive(Debug, Default)]
+pub struct Slabs {
+    table: Mutex<SlabTable>,
+    /// Something that the table says is busy has been settled.
+    pub(crate) changed: Condvar,
+}
+
+impl Slabs {
+    /// Not to be taken under the ledger's lock, nor that under this one. Poisoning is ignored, as the ledger's is.
+    pub(crate) fn table(&self) -> MutexGuard<'_, SlabTable> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Are small allocations of libraries' own made as parts of slabs from now on? Those that are stay so. Off at first.
+    /// Imports are understood either way.
+    pub fn use_slabs(&self, are_used: bool) {
+        self.table().is_on = are_used;
+    }
+
+    /// See [`Slabs::use_slabs`].
+    pub fn uses_slabs(&self) -> bool {
+        self.table().is_on
+    }
+
+    /// Call this if all processes give up memory that they share by parts of slabs, before any makes it again at the same addresses, as a
+    /// communicator does that is suspended. Without that such addresses take no new memory, for who held the old one would see it.
+    pub fn take_shared_addresses_again(&self) {
+        self.table().is_home = true;
+    }
+
+    /// What a caller was given that holds `address`, where it is a part of what the driver has reserved for us.
+    pub fn reserved_range(&self, address: DeviceAddress) -> Option<VaRange> {
+        self.table().windows.spot_at(address)
+    }
+
+    /// The right of `place` that callers have set on the cell at `address`; none where there is no cell.
+    pub fn cell_right(&self, address: DeviceAddress, place: Location) -> Option<i32> {
+        self.table().windows.right_at(address, place)
+    }
+
+    /// The cell that is mapped at `address`.
+    pub fn cell_range(&self, address: DeviceAddress) -> Option<VaRange> {
+        let Occupant::Cell { range, .. } = self.table().windows.place(address) else { return None };
+        Some(range)
+    }
+
+    /// May [`crate::Cells::take_addresses`] have some for this thread? Passes no gate.
+    pub fn has_addresses(&self, size_bytes: u64, alignment: u64, library: &str) -> bool {
+        if !LIBRARY_TAGS.contains(&library) {
+            return false;
+        }
+        let slabs = self.table();
+        slabs.aimed(std::thread::current().id(), size_bytes).is_some()
+            || slabs.room_bytes(size_bytes, alignment).is_some()
+    }
+}
+
 // What is asked.
 impl SlabTable {
-    /// Are cells made here?
-    pub(crate) fn set_on(&mut self, is_on: bool) {
-        self.is_on = is_on;
-    }
-
-    /// See [`SlabTable::set_on`].
-    pub(crate) fn is_on(&self) -> bool {
-        self.is_on
-    }
-
-    /// From now on, memory that was shared and is gone is held by no other process either: they agree on that before any of it is made
-    /// again.
-    pub(crate) fn set_home(&mut self) {
-        self.is_home = true;
-    }
-
     /// What `handle` stands for.
     pub(crate) fn held(&self, handle: VirtualHandle) -> StandsFor {
         let handle = self.alone.get(&handle).copied().unwrap_or(handle);

@@ -17,8 +17,7 @@ fn window(number: u64) -> VaRange {
 
 /// A table with one slab, in one window.
 fn table() -> (SlabTable, SlabKey) {
-    let mut table = SlabTable::default();
-    table.set_on(true);
+    let mut table = SlabTable { is_on: true, ..SlabTable::default() };
     let key = add_slab(&mut table, 0, Some((recipe(), UNIT)));
     (table, key)
 }
@@ -209,7 +208,7 @@ fn bytes_that_others_may_hold_take_nothing_new_until_all_give_them_up() {
     table.release(gone).unwrap();
     let next = table.carve(key, UNIT).unwrap();
     assert_eq!(table.map(next, range), MapPlan::Odd, "a process that imported it would see it");
-    table.set_home();
+    table.is_home = true;
     assert_eq!(table.map(next, range), MapPlan::Clear);
 }
 
@@ -302,7 +301,7 @@ fn slabs_grow_with_what_lives_and_the_dead_are_bounded() {
     let mut table = SlabTable::default();
     let wanted = |table: &SlabTable, units: u64| table.wanted(units * UNIT, &recipe());
     assert_eq!(wanted(&table, 1), Wanted::Alone, "off");
-    table.set_on(true);
+    table.is_on = true;
     assert_eq!(wanted(&table, 1), Wanted::Cell { slab_bytes: SLAB_BYTES_MIN });
     assert_eq!(wanted(&table, 16), Wanted::Cell { slab_bytes: 32 << 20 });
     assert_eq!(wanted(&table, 17), Wanted::Alone);

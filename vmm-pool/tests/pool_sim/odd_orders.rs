@@ -154,7 +154,7 @@ impl World {
             driver.make_current(DEVICE).expect("device 0");
             // No host memory but what contents take.
             let pool = SimPool::new(Arc::new(driver), 0);
-            pool.use_slabs(has_slabs);
+            pool.slabs().use_slabs(has_slabs);
             pool
         });
         Self { pools }
@@ -237,7 +237,7 @@ impl World {
             }
             Known::Here(_) | Known::Elsewhere => {
                 let told = pool.driver().core().access_of(address, place).map_err(Some);
-                told.map(|right| pool.cell_right(address, place).unwrap_or(right))
+                told.map(|right| pool.slabs().cell_right(address, place).unwrap_or(right))
             }
         }
     }
@@ -256,7 +256,9 @@ impl World {
     /// What a caller is told of where it reserved.
     fn reserved(&self, process: usize, address: DeviceAddress) -> Option<VaRange> {
         let pool = &self.pools[process];
-        pool.reserved_range(address).or_else(|| pool.driver().core().reservation_at(address))
+        pool.slabs()
+            .reserved_range(address)
+            .or_else(|| pool.driver().core().reservation_at(address))
     }
 
     /// What all processes hold of what others have made, and of their own.

@@ -124,7 +124,7 @@ fn the_driver_answers_for_addresses_that_nothing_is_mapped_at() {
     let (_, kept) = allocate(&pool, 1);
     let start = pool.enter().cells().take_addresses(2 * UNIT, 0, "nccl").expect("a room");
     assert_eq!(pool.who_answers(start), Known::Elsewhere, "they are reserved");
-    assert_eq!(pool.reserved_range(start), Some(VaRange::new(start, 2 * UNIT)));
+    assert_eq!(pool.slabs().reserved_range(start), Some(VaRange::new(start, 2 * UNIT)));
     let behind = DeviceAddress(start.0 + 2 * UNIT);
     assert_eq!(pool.who_answers(behind), Known::Nobody, "the caller has not reserved them");
     free_range(&pool, VaRange::new(start, 2 * UNIT));
@@ -136,7 +136,7 @@ fn the_driver_answers_for_addresses_that_nothing_is_mapped_at() {
 fn addresses_that_are_kept_take_new_memory_where_no_slab_is_made_for_it() {
     let pool = slabbed(&node());
     let (kept, spot) = full_slab(&pool);
-    pool.use_slabs(false);
+    pool.slabs().use_slabs(false);
     let handle = create(&pool, 1).expect("memory");
     map(&pool, spot, handle).expect("mapped");
     assert!(is_clear_and_readable(&pool, spot));
@@ -144,7 +144,7 @@ fn addresses_that_are_kept_take_new_memory_where_no_slab_is_made_for_it() {
         free(&pool, range);
     }
     assert_nothing_left(&pool);
-    pool.use_slabs(true);
+    pool.slabs().use_slabs(true);
     let (kept, spot) = full_slab(&pool);
     let left = free_bytes(&pool, DEVICE);
     let hog = pool.create(left, &AllocationProp::pinned_on(DEVICE), nccl()).expect("memory");
@@ -162,7 +162,7 @@ fn addresses_that_are_kept_take_new_memory_where_no_slab_is_made_for_it() {
 fn addresses_of_a_slab_that_is_set_aside_give_no_memory() {
     let pool = slabbed(&node());
     let (kept, spot) = full_slab(&pool);
-    pool.use_slabs(false);
+    pool.slabs().use_slabs(false);
     pause_tags(&pool, &["nccl"]);
     let handle = create(&pool, 1).expect("memory");
     assert_eq!(pool.report().slabs.cells, 1, "it stands alone");

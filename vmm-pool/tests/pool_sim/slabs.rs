@@ -21,7 +21,7 @@ pub(crate) fn nccl() -> Class {
 
 pub(crate) fn slabbed(node: &vmm_pool::driver::sim::SimNode) -> SimPool {
     let pool = pool(node);
-    pool.use_slabs(true);
+    pool.slabs().use_slabs(true);
     pool
 }
 
@@ -178,7 +178,7 @@ fn only_small_memory_of_a_library_itself_that_can_be_shared_by_descriptor_is_of_
         drop(entered);
         assert_eq!(pool.report().slabs.slabs, 0);
     }
-    pool.use_slabs(false);
+    pool.slabs().use_slabs(false);
     create(&pool, 1).expect("memory");
     assert_eq!(pool.report().slabs.slabs, 0);
 }
@@ -485,10 +485,10 @@ fn addresses_answer_for_the_cell_and_not_for_the_slab() {
     assert_eq!((rights(first), rights(second)), (Ok(3), Ok(3)));
     let none = AccessDesc { flags: 0, ..AccessDesc::read_write(OTHER) };
     pool.enter().cells().set_cell_access(second, &[none]).expect("narrower");
-    let told = |range: VaRange| pool.cell_right(range.start, Location::device(OTHER));
+    let told = |range: VaRange| pool.slabs().cell_right(range.start, Location::device(OTHER));
     assert_eq!((told(first), told(second), told(VaRange::new(tail, 1))), (Some(0), Some(0), None));
     assert_eq!((rights(first), rights(second)), (Ok(3), Ok(3)), "the slab keeps its own");
-    assert_eq!(pool.reserved_range(inside), Some(second));
+    assert_eq!(pool.slabs().reserved_range(inside), Some(second));
     let half = VaRange::new(second.start, UNIT);
     pool.enter_giving_up().cells().unmap_cells(half).expect_err("half of it");
     pool.enter_giving_up().cells().free_cell_addresses(second).expect_err("it is mapped");

@@ -52,7 +52,7 @@ impl Cells {
     pub(super) fn new(member: Arc<Sim>, charter: &Charter) -> Self {
         let mut random = Rng::with_seed(charter.seed ^ 0xce11);
         let is_used = charter.is_keeper && random.bool();
-        member.pool().use_slabs(random.u8(..4) > 0);
+        member.pool().slabs().use_slabs(random.u8(..4) > 0);
         let devices = charter.devices.iter().map(|device| DeviceOrdinal(*device)).collect();
         let number = charter.number;
         Self { member, random, devices, list: Vec::new(), number, patterns: 0, is_used }
@@ -73,7 +73,7 @@ impl Cells {
             (11, _) => {
                 // As a library that is loaded again with another setting: those that are stay as they are.
                 let pool = self.member.pool();
-                pool.use_slabs(!pool.uses_slabs());
+                pool.slabs().use_slabs(!pool.slabs().uses_slabs());
                 Ok(true)
             }
             _ => Ok(true),
