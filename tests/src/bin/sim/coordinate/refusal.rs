@@ -36,7 +36,9 @@ impl Refusal {
 
     pub(super) fn of_swap(error: &Told) -> Self {
         let both_are_paused = matches!(error, Told::NotBack { .. });
-        Self { both_are_paused, ..Self::of(error) }
+        // Of the second alone: the first is judged by that.
+        let left_unchanged = error.cause().left_unchanged();
+        Self { left_unchanged, both_are_paused, ..Self::of(error) }
     }
 
     pub(super) fn of_name(error: &NameError) -> Self {
