@@ -70,23 +70,30 @@ fn addresses_of_a_copy_whose_end_nobody_knows_are_not_used_again() {
     drop(stage.pager.take());
 }
 
-#[test]
-fn a_chunk_leaves_behind_a_wait_for_copies_whose_end_nobody_knows() {
+/// Has a chunk leave whose copy is lost, and says whether its context was waited for before its frame went over. The pager's thread may
+/// have copied it before the driver is told to lose that, and then need not wait.
+fn waits_for_a_lost_copy() -> bool {
     let mut stage = Stage::new(1);
     stage.alloc_each(2);
     stage.try_use(&[0], 0, true).expect("here");
     stage.check();
     lose_a_copy(&stage);
     stage.try_use(&[1], 0, true).expect_err("what has the frame is not known to be copied");
-    stage.driver().faults().clear();
     let [waited, unmapped] =
         [DriverOp::ContextSynchronize, DriverOp::Unmap].map(|op| stage.driver().faults().calls(op));
+    stage.driver().faults().clear();
     stage.try_use(&[1], 0, true).expect("it is copied once more");
-    assert!(stage.driver().faults().calls(DriverOp::Unmap) > unmapped, "the frame went over");
-    assert!(stage.driver().faults().calls(DriverOp::ContextSynchronize) > waited);
+    let went_over = stage.driver().faults().calls(DriverOp::Unmap) > unmapped;
+    let has_waited = stage.driver().faults().calls(DriverOp::ContextSynchronize) > waited;
     stage.use_all(false);
     stage.check();
     stage.end();
+    went_over && has_waited
+}
+
+#[test]
+fn a_chunk_leaves_behind_a_wait_for_copies_whose_end_nobody_knows() {
+    assert!((0..40).any(|_| waits_for_a_lost_copy()));
 }
 
 #[test]
