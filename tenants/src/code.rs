@@ -83,7 +83,7 @@ impl Code {
         self.outside(is_retryable).1
     }
 
-    /// How each is told outside: an exit code, and a number of the C interface.
+    /// The exit code and the number of the C interface of each.
     const fn outside(self, is_retryable: bool) -> (u8, i32) {
         let refused = if is_retryable { 3 } else { 4 };
         match self {

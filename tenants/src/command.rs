@@ -40,7 +40,7 @@ type SwitchBy = fn(
     &mut dyn FnMut(Event<'_>),
 ) -> Result<Switched, Trouble>;
 
-/// How long a turn is waited for where nothing is said.
+/// The longest wait for a turn, in milliseconds, if the command names none.
 const TURN_WAIT_MS: u32 = 600_000;
 
 /// Something that is asked about tenants. The functions of the same names in `sublet.h` say what each does.
@@ -115,7 +115,7 @@ pub struct Asker<'a, D: Driver> {
     pub member: fn() -> Result<&'a Member<D>, Trouble>,
     /// Its tenant.
     pub tenant: fn() -> Result<TenantName, Trouble>,
-    /// How long it waits for the others of its tenant to ask for the same.
+    /// The longest wait for the other processes of its tenant to ask for the same.
     pub together_wait: Duration,
     /// Gives what [`SwitchOptions::checkpointer`] says.
     pub checkpointer: fn() -> Option<Arc<dyn Checkpointer>>,

@@ -91,7 +91,7 @@ pub struct Row {
     phase: Phase,
     /// For people, in a few words.
     label: &'static str,
-    /// What it belongs to; none where the process finds that out.
+    /// Its pause or resume; none if the process finds that out.
     action: Option<Action>,
     stage: Stage,
     /// How long processes may take for it when nothing else is said.
@@ -116,7 +116,7 @@ pub struct Told<'a> {
     pub schedule: Schedule,
     /// When [`Phase::Release`] saves what no phase before it has saved.
     pub rest: Schedule,
-    /// How much is moved now; none for all that is left.
+    /// The window that is moved now; none for all that is left.
     pub window: Option<Window>,
     /// Memory that was imported from processes that have ended is left out.
     pub without_lost: bool,
@@ -343,7 +343,7 @@ pub enum Order {
     },
     /// [`Phase::Release`].
     Release {
-        /// How much, or all that is left; one allocation that is larger than what is said of its device goes, too.
+        /// The window, or none for all that is left. One allocation that is larger than its device's window goes, too.
         window: Option<Window>,
         /// When contents that are not saved yet are saved.
         rest: Schedule,
@@ -363,7 +363,7 @@ pub enum Order {
     Restore {
         /// Which memory the resume is about.
         scope: Scope,
-        /// How much, and no more, or all that is left.
+        /// The window, and no more, or none for all that is left.
         window: Option<Window>,
     },
     /// [`Phase::Import`].

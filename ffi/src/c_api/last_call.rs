@@ -97,7 +97,7 @@ pub(super) fn nobody() -> Trouble {
     Trouble::NotJoined(format!("{whose} has no GPU memory yet"))
 }
 
-/// What this process has joined its tenant as.
+/// The membership of this process in its tenant.
 pub(super) fn joined() -> Result<&'static Member, Trouble> {
     runtime::member().ok_or_else(nobody)
 }

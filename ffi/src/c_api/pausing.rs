@@ -50,14 +50,14 @@ pub(super) fn code_of(work: impl FnOnce() -> Result<c_int, c_int>) -> c_int {
     guarded(|| work().unwrap_or_else(|code| code))
 }
 
-/// How long a process waits for the others to ask for the same, unless a setting says another time. They are at the same step, so
+/// The longest wait for the other processes to ask for the same, unless a setting says another time. They are at the same step, so
 /// the wait is short unless one of them is stuck.
 const TOGETHER_WAIT: Duration = Duration::from_mins(2);
 
 /// Turns of this process that have begun and not ended.
 static TURNS: Mutex<Vec<Turn>> = Mutex::new(Vec::new());
 
-/// What comes of a command, in JSON.
+/// Runs a command, and returns its report in JSON.
 pub(super) fn report_of(command: Command) -> Result<String, c_int> {
     runtime::start_log();
     let asker = Asker {

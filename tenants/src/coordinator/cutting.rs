@@ -26,7 +26,7 @@ const PATIENCE_MAX: Duration = Duration::from_secs(2);
 const STALLS_PER_PATIENCE: u32 = 4;
 /// How long nothing must move, while somebody waits for device memory, until that is why.
 const MEMORY_WAIT: Duration = Duration::from_secs(1);
-/// How long all run when a pause has met a capture, doubled each time,
+/// The rest of all ranks after a pause has met a capture, doubled each time,
 const CAPTURE_REST_MIN: Duration = Duration::from_millis(1);
 /// and at most.
 const CAPTURE_REST_MAX: Duration = Duration::from_millis(50);

@@ -337,7 +337,7 @@ impl PhaseSummary {
         bytes.fold(0, u64::saturating_add)
     }
 
-    /// What was done of the same phase behind this.
+    /// Adds a later part of the same phase.
     fn add(&mut self, later: Self) {
         self.wall_us = self.wall_us.saturating_add(later.wall_us);
         for member in later.members {

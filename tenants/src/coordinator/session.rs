@@ -20,7 +20,7 @@ use crate::time::{micros, millis};
 use crate::transport::has_ended;
 use crate::wire::{Action, AwaitConsent, Drain, FailureKind, Hello, Phase, PhaseReport, TakePhase};
 
-/// Which legs a transaction has: one tenant leaves, or comes, or both at the same time.
+/// The legs of a transaction: one tenant leaves, or comes, or both at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Legs {
     One,

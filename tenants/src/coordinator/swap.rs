@@ -186,7 +186,7 @@ impl<'h> Leg<'h> {
 struct Pair<'h> {
     out: Leg<'h>,
     back: Leg<'h>,
-    /// What of the first leaves.
+    /// The part of the first that leaves.
     left: Scope,
     /// Contexts of the second that were brought back for it.
     thawed: Option<PhaseSummary>,
@@ -307,7 +307,7 @@ impl Pair<'_> {
         })
     }
 
-    /// What the second wants of the first, which runs on, it can have.
+    /// Refuses if the second wants memory of the first, which it can have while the first runs.
     fn refuse_wanted(&mut self) -> Result<(), Trouble> {
         if self.out.session.scope != Scope::Whole {
             return Ok(());
@@ -376,7 +376,7 @@ impl Pair<'_> {
 
 /// A first tenant that has left for a second that did not come.
 struct Stranded {
-    /// What of it is away.
+    /// The part of it that is away.
     left: Scope,
     losses: Vec<MemberFailure>,
     /// Why the second did not come.

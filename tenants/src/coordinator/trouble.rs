@@ -197,7 +197,7 @@ pub enum Trouble {
     WentBack {
         /// The first.
         tenant: TenantName,
-        /// What of it had been paused.
+        /// The part of it that had been paused.
         left: Scope,
         losses: Vec<MemberFailure>,
         /// Why the second did not come.
@@ -213,7 +213,7 @@ pub enum Trouble {
     )]
     NotBack {
         tenant: TenantName,
-        /// What of it is paused now.
+        /// The part of it that is paused now.
         left: Scope,
         losses: Vec<MemberFailure>,
         /// Why the first did not resume.
@@ -240,16 +240,16 @@ pub enum Trouble {
     #[error("{}; {}", chain(source), back(were_paused))]
     Undone {
         were_paused: Vec<TenantName>,
-        /// Who could not be paused, where that is why.
+        /// The tenant that could not be paused, if that is why.
         refused_by: Option<TenantName>,
         source: Box<Self>,
     },
     /// As [`Trouble::Undone`], and some of those that had been paused did not come back.
     #[error("{}; {}", chain(source), stay(stay_paused))]
     NotUndone {
-        /// Who is paused now, and why.
+        /// The tenants that are paused now, and why.
         stay_paused: Vec<(TenantName, Self)>,
-        /// Who could not be paused, where that is why the switch failed.
+        /// The tenant that could not be paused, if the switch failed for that.
         refused_by: Option<TenantName>,
         source: Box<Self>,
     },
@@ -324,7 +324,7 @@ impl Trouble {
         of_devices.or_else(|| self.failures().iter().filter_map(of).max())
     }
 
-    /// Who could not be paused, and why, where that is what a switch failed for.
+    /// The tenant that could not be paused, and why, if a switch failed for that.
     pub(crate) fn refusal(&self) -> Option<(&TenantName, &Self)> {
         let (Self::Undone { refused_by, source, .. } | Self::NotUndone { refused_by, source, .. }) =
             self

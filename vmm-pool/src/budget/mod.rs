@@ -137,7 +137,7 @@ impl Budget {
         account.take_anyway(device, size_bytes).map(|place| of(account, place, size_bytes))
     }
 
-    /// What may be held on `device`, and is, by all who share the budget; `None` where nothing counts.
+    /// The limit on `device`, and the bytes held there, of all processes that share the budget; `None` where nothing counts.
     pub fn figure(&self, device: DeviceOrdinal) -> Option<Figure> {
         self.0.get()?.figure(device)
     }

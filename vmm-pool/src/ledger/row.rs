@@ -256,7 +256,7 @@ impl Row {
         self.is_own() && (self.sharing.has_importers() || self.sharing.tickets.hold())
     }
 
-    /// Who else may hold it.
+    /// The other processes that may hold it.
     pub(crate) fn sharing(&self) -> &Sharing {
         &self.sharing
     }

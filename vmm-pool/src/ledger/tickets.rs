@@ -107,11 +107,11 @@ const LOOK_EVERY: usize = 64;
 #[derive(Debug, Default)]
 pub(super) struct Watches {
     last_serial: u64,
-    /// How many tickets were watched at the last look, and those since.
+    /// The number of tickets watched at the last look, and since.
     pub(super) count: usize,
     /// Rows that had watched tickets then, or have since.
     rows: BTreeSet<VirtualHandle>,
-    /// How many tickets more are to come before those that are watched are looked at for room.
+    /// The number of further tickets before those that are watched are looked at for room.
     next_look: usize,
 }
 

@@ -102,7 +102,7 @@ impl CopyPolicy {
         all.into_iter().find(|detection| *detection as u8 == set).unwrap_or(ChangeDetection::Off)
     }
 
-    /// Which kept contents pauses do not copy; all are copied at first. Counts from the next pause on.
+    /// Sets which kept contents pauses do not copy; all are copied at first. Counts from the next pause on.
     pub fn detect_changes(&self, detection: ChangeDetection) {
         self.detection.store(detection as u8, Ordering::Relaxed);
     }
@@ -121,7 +121,7 @@ impl CopyPolicy {
         if set == 0 { GROUP_BYTES } else { set }
     }
 
-    /// How much of a device a pause copies between two looks at what is done, behind which it unmaps; 256 MiB at first. Less is for
+    /// Sets how much of a device a pause copies between two looks at what is done, behind which it unmaps; 256 MiB at first. Less is for
     /// tests and measurements: each look costs a call. Counts from the next pause on.
     pub fn set_group_bytes(&self, bytes: u64) {
         self.group_bytes.store(bytes, Ordering::Relaxed);

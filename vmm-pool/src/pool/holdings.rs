@@ -123,12 +123,12 @@ impl Holdings {
         self.ledger().thaw();
     }
 
-    /// What of `selection` processes of other tenants have open now. Waits for nothing.
+    /// The memory of `selection` that processes of other tenants have open now. Waits for nothing.
     pub fn lent(&self, selection: &Selection) -> BTreeMap<PeerId, LentTotals> {
         self.ledger().lent_of(selection)
     }
 
-    /// What is held of shared device memory, and whether some of `selection` is. It stays so where the pool is frozen
+    /// The shared device memory that is held, and whether some of `selection` is. It stays so where the pool is frozen
     /// and the application's calls are held back.
     pub fn references(&self, selection: &Selection) -> References {
         let mut ledger = self.ledger();
@@ -169,7 +169,7 @@ impl Holdings {
         here.map(|row| (row.class().clone(), row.size_bytes())).collect()
     }
 
-    /// How much was imported from `owner` and is not resident.
+    /// The bytes that were imported from `owner` and are not resident.
     pub fn imports_away(&self, owner: PeerId) -> LostImports {
         let ledger = self.ledger();
         let away = ledger.rows().filter(|row| row.owner() == Some(owner) && !row.is_resident());

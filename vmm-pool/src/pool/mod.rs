@@ -64,7 +64,7 @@ pub struct Pool<D: Driver> {
     pub(crate) driver: Arc<D>,
     holdings: Holdings,
     natives: Natives,
-    /// Which small allocations are parts of large ones.
+    /// The table of small allocations that are parts of large ones.
     slabs: Slabs,
     pub(crate) deferred: Deferred<D>,
     pub(crate) waits: Waits<D>,
@@ -164,12 +164,12 @@ impl<D: Driver> Pool<D> {
         self.arena().disk.dir().to_owned()
     }
 
-    /// What becomes of contents that need not be copied, and of copies in host memory.
+    /// The settings for contents that need not be copied, and for copies in host memory.
     pub fn copies(&self) -> &CopyPolicy {
         &self.copies
     }
 
-    /// What counts the device memory.
+    /// The count of device memory.
     pub fn budget(&self) -> &Budget {
         &self.budget
     }
@@ -179,7 +179,7 @@ impl<D: Driver> Pool<D> {
         &self.driver
     }
 
-    /// What this process holds.
+    /// The memory that this process holds.
     pub fn holdings(&self) -> &Holdings {
         &self.holdings
     }

@@ -24,7 +24,7 @@ pub struct Native {
     pub context: Option<RawContext>,
     /// Why it was left to the driver.
     pub reason: &'static str,
-    /// What was taken of a budget for it.
+    /// The room that was taken of a budget for it.
     pub counted: Counted,
 }
 
@@ -90,7 +90,7 @@ impl Natives {
     }
 }
 
-/// What of plain memory was allocated in a context: blocks, and what was left to the driver.
+/// The plain memory of a context: blocks, and the memory that was left to the driver.
 #[derive(Debug, Default)]
 #[must_use = "it belongs to no context any more"]
 pub struct PlainMemory {
@@ -99,12 +99,12 @@ pub struct PlainMemory {
 }
 
 impl PlainMemory {
-    /// Where the blocks lie.
+    /// The ranges of the blocks.
     pub fn blocks(&self) -> impl Iterator<Item = VaRange> {
         self.blocks.iter().map(|block| block.range)
     }
 
-    /// How many allocations were left to the driver.
+    /// The number of allocations that were left to the driver.
     pub fn natives(&self) -> usize {
         self.natives.len()
     }

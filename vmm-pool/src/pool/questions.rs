@@ -36,7 +36,7 @@ impl Holdings {
         self.ledger().mappings.overlapping(range).next().is_some()
     }
 
-    /// Who can answer a question about `address` now. Passes no gate.
+    /// The side that can answer a question about `address` now. Passes no gate.
     pub fn who_knows(&self, address: DeviceAddress) -> Known {
         self.ledger().sight_of(address)
     }

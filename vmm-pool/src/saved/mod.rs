@@ -66,7 +66,7 @@ pub struct SavedContents<'a, D: Driver> {
 }
 
 impl<D: Driver> Pool<D> {
-    /// What is saved of memory that is away.
+    /// The saved contents of memory that is away.
     pub fn saved(&self) -> SavedContents<'_, D> {
         SavedContents { pool: self, find: Row::saved }
     }
@@ -79,7 +79,7 @@ impl<D: Driver> Pool<D> {
 }
 
 impl<D: Driver> SavedContents<'_, D> {
-    /// Where the contents of `range` lie in host memory. Good until a resume of
+    /// The place of the contents of `range` in host memory. Good until a resume of
     /// it begins; parts that were unused when it was paused hold nothing meant. Nothing is given out while a
     /// pause or resume is under way. The next pause copies it all again, whatever it finds.
     ///

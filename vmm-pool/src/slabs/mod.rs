@@ -262,7 +262,7 @@ pub(crate) enum MapPlan {
     Done,
     /// The slab has to be mapped at `mounted` in the window that begins at `window`; then [`SlabTable::filled`].
     Fill { row: VirtualHandle, window: u64, mounted: VaRange },
-    /// What was there before is to be cleared; then [`SlabTable::cleared`].
+    /// The memory that was there before is to be cleared; then [`SlabTable::cleared`].
     Clear,
     /// It is, or is to be, an allocation of its own, and is mapped as one.
     StandAlone,
@@ -364,7 +364,7 @@ impl Slabs {
         self.table().is_home = true;
     }
 
-    /// What a caller was given that holds `address`, where it is a part of what the driver has reserved for us.
+    /// The range that a caller was given and that holds `address`, if it is a part of what the driver has reserved for us.
     pub fn reserved_range(&self, address: DeviceAddress) -> Option<VaRange> {
         self.table().windows.spot_at(address)
     }

@@ -41,7 +41,7 @@ impl Windows {
         before_its_end.is_some_and(|(_, window)| range.start < window.range.end())
     }
 
-    /// Who answers for `address`.
+    /// The occupant that answers for `address`.
     pub(crate) fn place(&self, address: DeviceAddress) -> Occupant {
         let Some(window) = self.window_at(address) else {
             return Occupant::Elsewhere;
@@ -59,7 +59,7 @@ impl Windows {
         self.window_at(address).is_some_and(|window| window.under == Under::Nothing)
     }
 
-    /// What a caller was given that holds `address`.
+    /// The range that a caller was given and that holds `address`.
     pub(crate) fn spot_at(&self, address: DeviceAddress) -> Option<VaRange> {
         let window = self.window_at(address)?;
         let (start, size_bytes) = item_under(&window.spots, address.0, |size_bytes| *size_bytes)?;
@@ -104,7 +104,7 @@ impl Windows {
         }
     }
 
-    /// What the driver is to set, so that `access` is there and nothing that was is lost.
+    /// The rights that the driver is to set, so that `access` is there and nothing that was is lost.
     pub(crate) fn wider(&self, window: u64, access: &[AccessDesc]) -> Vec<AccessDesc> {
         let held = self.get(window).map(|window| &window.rights);
         let wider = access.iter().map(|desc| {
@@ -132,7 +132,7 @@ impl Windows {
         }
     }
 
-    /// What callers have set on the cell that is mapped at `address`; `None` where none is.
+    /// The rights that callers have set on the cell that is mapped at `address`; `None` where none is.
     pub(crate) fn rights_at(&self, address: DeviceAddress) -> Option<Vec<AccessDesc>> {
         let item = self.cell_item_at(address)?;
         let rights = item.rights.iter().map(|(&location, &flags)| AccessDesc { location, flags });

@@ -10,6 +10,7 @@ use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, UNIT, UNLIMITED, WHOLE, class, create, end_streams, free_bytes,
     holds, import_again, kept, map, node, pattern, pause, pool, resume, share, write,
 };
+use crate::tags::{filled, pause_tags, resume_tags, tagged};
 
 const RW: fn(vmm_pool::driver::DeviceOrdinal) -> AccessDesc = AccessDesc::read_write;
 
@@ -130,6 +131,33 @@ fn discarded_memory_comes_back_without_a_copy() {
     assert_eq!(pool.report().host_arena_bytes, 0);
     write(&pool, DEVICE, range, pattern(2));
     assert!(holds(&pool, DEVICE, range, pattern(2)), "mapped and usable");
+}
+
+/// A program that says so for pauses of its own is in the middle of its work when somebody else pauses all of it.
+#[test]
+fn what_a_pause_by_tag_gives_up_a_pause_of_everything_saves() {
+    let pool = pool(&node());
+    let cache = filled(&pool, 4, tagged("kv", Contents::DiscardByTag), 2);
+    let weights = filled(&pool, 2, tagged("weights", Contents::DiscardByTag), 1);
+    for _ in 0..2 {
+        pause(&pool);
+        assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
+        resume(&pool);
+        assert!(
+            holds(&pool, DEVICE, cache, pattern(2)) && holds(&pool, DEVICE, weights, pattern(1))
+        );
+    }
+    let copies = || pool.driver().faults().calls(DriverOp::CopyToDevice);
+    let before = copies();
+    pause_tags(&pool, &["kv"]);
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - 2 * UNIT);
+    resume_tags(&pool, &["kv"]);
+    assert_eq!(copies(), before, "given up");
+    assert!(!holds(&pool, DEVICE, cache, pattern(2)) && holds(&pool, DEVICE, weights, pattern(1)));
+    write(&pool, DEVICE, cache, pattern(3));
+    pause(&pool);
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, cache, pattern(3)) && holds(&pool, DEVICE, weights, pattern(1)));
 }
 
 #[test]

@@ -6,8 +6,13 @@ use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DriverCode, DriverOp, VaRange};
 use vmm_pool::{Known, PoolError, PoolResult, VirtualHandle};
 
-use crate::slabs::{allocate, assert_nothing_left, create, free, free_range, nccl, slabbed};
-use crate::stage::{DEVICE, SimPool, UNIT, free_bytes, is_clear, node, pattern, write};
+use crate::slabs::{
+    SLAB_BYTES, allocate, assert_nothing_left, create, free, free_range, nccl, slabbed,
+};
+use crate::stage::{
+    CAPACITY_BYTES, DEVICE, SimPool, UNIT, UNLIMITED, WHOLE, free_bytes, holds, is_clear, node,
+    pattern, resume, write,
+};
 use crate::tags::{pause_tags, resume_tags};
 
 /// Long enough for a thread to come to a call.
@@ -171,4 +176,18 @@ fn addresses_of_a_slab_that_is_set_aside_give_no_memory() {
     free(&pool, kept);
     free_range(&pool, spot);
     assert_nothing_left(&pool);
+}
+
+#[test]
+fn a_pinned_cell_keeps_its_slab_in_place() {
+    let pool = slabbed(&node());
+    let (_, first) = allocate(&pool, 1);
+    let (_, second) = allocate(&pool, 1);
+    write(&pool, DEVICE, first, pattern(1));
+    assert_eq!(pool.pin(second, "a card"), SLAB_BYTES);
+    pool.save(&WHOLE, UNLIMITED).expect("saved");
+    pool.release_selected().expect("released");
+    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - SLAB_BYTES);
+    resume(&pool);
+    assert!(holds(&pool, DEVICE, first, pattern(1)));
 }

@@ -13,7 +13,7 @@ use crate::stage::{
 };
 
 /// The first slab.
-const SLAB_BYTES: u64 = 16 << 20;
+pub(crate) const SLAB_BYTES: u64 = 16 << 20;
 
 pub(crate) fn nccl() -> Class {
     Class { library: "nccl", tag: "nccl".to_owned(), ..Class::default() }
@@ -496,20 +496,6 @@ fn addresses_answer_for_the_cell_and_not_for_the_slab() {
         .cells()
         .set_cell_access(VaRange::new(tail, UNIT), &[none])
         .expect_err("nothing is there");
-}
-
-#[test]
-fn a_pinned_cell_keeps_its_slab_in_place() {
-    let pool = slabbed(&node());
-    let (_, first) = allocate(&pool, 1);
-    let (_, second) = allocate(&pool, 1);
-    write(&pool, DEVICE, first, pattern(1));
-    assert_eq!(pool.pin(second, "a card"), SLAB_BYTES);
-    pool.save(&WHOLE, UNLIMITED).expect("saved");
-    pool.release_selected().expect("released");
-    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - SLAB_BYTES);
-    resume(&pool);
-    assert!(holds(&pool, DEVICE, first, pattern(1)));
 }
 
 #[test]

@@ -26,7 +26,7 @@ fn names(tags: &[&str]) -> Tags {
 }
 
 /// Memory of `units` under `class`, filled.
-fn filled(pool: &SimPool, units: u64, class: Class, seed: u64) -> VaRange {
+pub(crate) fn filled(pool: &SimPool, units: u64, class: Class, seed: u64) -> VaRange {
     let handle = create(pool, DEVICE, units, class);
     let range = map(pool, handle, units * UNIT, &[RW(DEVICE)]);
     write(pool, DEVICE, range, pattern(seed));
@@ -56,33 +56,6 @@ pub(crate) fn resume_tags(pool: &SimPool, tags: &[&str]) {
 /// What is set aside of these tags.
 pub(crate) fn selected(tags: &[&str]) -> Selection {
     Selection::SetAside(names(tags), Whose::Everybody)
-}
-
-/// A program that says so for pauses of its own is in the middle of its work when somebody else pauses all of it.
-#[test]
-fn what_a_pause_by_tag_gives_up_a_pause_of_everything_saves() {
-    let pool = pool(&node());
-    let cache = filled(&pool, 4, tagged("kv", Contents::DiscardByTag), 2);
-    let weights = filled(&pool, 2, tagged("weights", Contents::DiscardByTag), 1);
-    for _ in 0..2 {
-        pause(&pool);
-        assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
-        resume(&pool);
-        assert!(
-            holds(&pool, DEVICE, cache, pattern(2)) && holds(&pool, DEVICE, weights, pattern(1))
-        );
-    }
-    let copies = || pool.driver().faults().calls(DriverOp::CopyToDevice);
-    let before = copies();
-    pause_tags(&pool, &["kv"]);
-    assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES - 2 * UNIT);
-    resume_tags(&pool, &["kv"]);
-    assert_eq!(copies(), before, "given up");
-    assert!(!holds(&pool, DEVICE, cache, pattern(2)) && holds(&pool, DEVICE, weights, pattern(1)));
-    write(&pool, DEVICE, cache, pattern(3));
-    pause(&pool);
-    resume(&pool);
-    assert!(holds(&pool, DEVICE, cache, pattern(3)) && holds(&pool, DEVICE, weights, pattern(1)));
 }
 
 #[test]

@@ -37,7 +37,7 @@ pub(super) fn may_pass(kind: FailureKind) -> bool {
     }
 }
 
-/// What is left to do about a resume that may never succeed.
+/// The last way out of a resume that may never succeed.
 pub(super) fn way_on(action: Action, tenant: &TenantName, failures: &[MemberFailure]) -> String {
     if action == Action::Pause || failures.iter().all(|failure| may_pass(failure.failure.kind)) {
         return String::new();
@@ -63,7 +63,7 @@ pub(super) fn noun(action: Action) -> &'static str {
     }
 }
 
-/// What to do about a process that says nothing at all.
+/// Advice about a process that does not answer.
 pub(crate) fn silence(failure: &MemberFailure) -> String {
     let Some(pid) = failure.who.pid else { return failure.to_string() };
     let command = Some(command_of(pid)).filter(|command| !command.is_empty());

@@ -70,7 +70,7 @@ impl Mappings {
         mapping.map(|mapping| mapping.set_presence(Presence::Whole)).is_some()
     }
 
-    /// How much of the mapping that begins at `start` the driver has now.
+    /// The part of the mapping at `start` that the driver has now.
     pub(crate) fn set_presence(&mut self, start: u64, presence: Presence) {
         self.change(start, |mapping| mapping.set_presence(presence));
     }

@@ -142,7 +142,7 @@ impl WindowChunks {
         (0..count).find(|question| !used.contains(question))
     }
 
-    /// What was answered, to be told with [`WindowChunks::told`].
+    /// The answer, to be told with [`WindowChunks::told`].
     pub(in crate::paging) fn take_answered(&mut self) -> Vec<Answered> {
         std::mem::take(&mut self.answered)
     }

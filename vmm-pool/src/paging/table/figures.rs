@@ -3,7 +3,7 @@
 use super::{Chunk, ChunkPlace};
 
 impl Chunk {
-    /// Where it is, as [`crate::paging::PageReport::chunks`] has it.
+    /// Its place, as [`crate::paging::PageReport::chunks`] has it.
     pub(in crate::paging) fn letter(&self) -> char {
         match self.place {
             ChunkPlace::Coming => 'i',

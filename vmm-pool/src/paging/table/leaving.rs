@@ -76,7 +76,7 @@ impl WindowChunks {
         staying.filter_map(|(id, chunk)| Some((id, chunk.row?))).collect()
     }
 
-    /// How many of those that [`WindowChunks::free_soon`] names could give their frames for good, and are not to yet. Twice what was used
+    /// The number of chunks that [`WindowChunks::free_soon`] names and that are not to give their frames for good yet. Twice what was used
     /// together stays.
     pub(in crate::paging) fn spare(&self, lists_of: impl Fn(usize) -> u32) -> usize {
         let above = self.resident().saturating_sub(2 * self.most_together);

@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::ops::{Range, RangeInclusive};
 
-/// What spans begin at a multiple of, in bytes, as PyTorch's own allocator has it.
+/// The alignment of spans, in bytes, which is that of PyTorch's own allocator.
 const ALIGNMENT_BYTES: u64 = 512;
 
 /// The spans of one window.
 #[derive(Debug)]
 pub(in crate::paging) struct Spans {
-    /// Where each begins in the window, and its size, in bytes.
+    /// Their starts in the window and sizes, in bytes.
     all: BTreeMap<u64, u64>,
     /// No byte of the window before it can be given out.
     pub(super) full_bytes: u64,
@@ -73,12 +73,12 @@ impl Spans {
         Some(ids)
     }
 
-    /// Where they begin.
+    /// Their starts.
     pub(super) fn starts(&self) -> Vec<u64> {
         self.all.keys().copied().collect()
     }
 
-    /// Where the span begins that one of these bytes of the window belongs to, and its size.
+    /// The start and size of the span that one of these bytes of the window belongs to.
     pub(in crate::paging) fn at(&self, bytes: RangeInclusive<u64>) -> Option<(u64, u64)> {
         let last = self.all.range(..=*bytes.end()).next_back();
         let (start, size_bytes) = last.map(|(start, size_bytes)| (*start, *size_bytes))?;
