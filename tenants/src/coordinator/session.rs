@@ -227,7 +227,7 @@ impl<'a> Session<'a> {
             Err(stop) => {
                 let error = self.roll_back(&members, stop);
                 if self.options.consent.is_some() {
-                    self.tell_waiting(self.action, &members, &error);
+                    self.tell_waiting(&members, &error);
                 }
                 if error.left_unchanged() {
                     self.freeze_again(thawed);

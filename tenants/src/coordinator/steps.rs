@@ -463,9 +463,9 @@ impl Session<'_> {
         }
     }
 
-    /// Lets the applications that wait for `action` together go on with the same error.
-    pub(super) fn tell_waiting(&mut self, action: Action, members: &[usize], error: &Trouble) {
-        let news = GiveUp { action, why: error.to_string() };
+    /// Lets the applications that wait for it together go on with the same error.
+    pub(super) fn tell_waiting(&mut self, members: &[usize], error: &Trouble) {
+        let news = GiveUp { action: self.action, why: error.to_string() };
         self.peers.tell(members, news, TELL_TIMEOUT);
     }
 }
