@@ -28,6 +28,17 @@ MODES = (
 
 def grpo_trl(ctx: Context) -> None:
     """The same seeds in each mode: are weights, losses and rewards the same bits, and what does a step take?"""
+    grpo(ctx, [0])
+
+
+def grpo_two(ctx: Context) -> None:
+    """The same on two GPUs: on each a trainer of one job, with its own engine in its process."""
+    grpo(ctx, [0, 1])
+
+
+def grpo(ctx: Context, gpus: list[int]) -> None:
+    """Trains in each mode, one process a GPU."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(gpus))] if len(gpus) > 1 else []
     wanted = [name for name in str(ctx.args.grpo_modes).split(",") if name]
     steps, results, lines = int(setting("GRPO_STEPS", STEPS)), {}, []
     for name, dropins, under, is_paused in MODES:
@@ -40,11 +51,11 @@ def grpo_trl(ctx: Context) -> None:
         if dropins:
             more["SUBLET_COMPAT"] = dropins
         tenant = ctx.tenant(name.replace("_", "-")) if under else None
-        child = ctx.start(name, [str(PROGRAMS / "engine_grpo.py"), *given], tenant, ctx.env([0], more))
+        child = ctx.start(name, [*launch, str(PROGRAMS / "engine_grpo.py"), *given], tenant, ctx.env(gpus, more))
         child.wait_fact("ready", ctx.left_s(240))
         if is_paused:
             count, deep = int(setting("GRPO_PAUSES", 10)), int(setting("GRPO_DEEP", 2))
-            ctx.pause_often(tenant, [0], count, deep, lambda child=child, steps=steps: (child.fact("step") or 0) >= steps - 1)
+            ctx.pause_often(tenant, gpus, count, deep, lambda child=child, steps=steps: (child.fact("step") or 0) >= steps - 1)
         child.finish(ctx.record, ctx.left_s(300), prefix=name)
         if not out.exists():
             raise JobError(f"{name} came to no result: {child.why()}")

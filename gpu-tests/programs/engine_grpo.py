@@ -49,7 +49,8 @@ def main() -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             torch.cuda.synchronize()
             ends.append(time.perf_counter())
-            runner.fact("step", int(state.global_step))
+            if state.is_world_process_zero:
+                runner.fact("step", int(state.global_step))
 
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     prompts = [" ".join(f"<t{300 + (row * 7 + at) % 30_000}>" for at in range(args.prompt // 2)) for row in range(64)]
@@ -84,9 +85,13 @@ def main() -> None:
         processing_class=tokenizer,
         callbacks=[Watcher()],
     )
-    runner.fact("ready", True)
+    is_first = trainer.accelerator.is_main_process
+    if is_first:
+        runner.fact("ready", True)
     began = time.perf_counter()
     trainer.train()
+    if not is_first:
+        return
     digest = hashlib.sha256()
     for parameter in trainer.accelerator.unwrap_model(trainer.model).parameters():
         digest.update(parameter.detach().float().cpu().numpy().tobytes())
