@@ -12,6 +12,7 @@
 mod agreement;
 mod ahead;
 mod budgets;
+mod cast;
 mod conversation;
 mod cutting;
 mod exchange;
@@ -22,15 +23,15 @@ mod needs;
 mod overlap;
 mod peers;
 mod report;
+mod round;
 mod saving;
 mod session;
 mod spilling;
 mod stepping;
-mod steps;
 mod swap;
 #[cfg(test)]
 mod tests;
-mod tries;
+mod transaction;
 mod trouble;
 
 use std::sync::Arc;
@@ -50,10 +51,7 @@ pub use saving::{SaveReport, SaveState};
 pub use swap::{swap, swap_with_itself};
 pub use trouble::Trouble;
 
-use lending::Patience;
-use peers::Everybody;
-use session::Session;
-use tries::Tries;
+use cast::Everybody;
 
 use crate::checkpoints::Checkpointer;
 use crate::identity::{MemberId, TenantName};
@@ -203,9 +201,6 @@ impl Options {
     }
 }
 
-/// How often a pause begins again because processes have joined its tenant meanwhile.
-const JOINED_TRIES_MAX: u32 = 8;
-
 /// How long one wait for the lock lasts before the interrupt is looked at.
 const LOCK_LOOK: Duration = Duration::from_millis(100);
 
@@ -244,22 +239,18 @@ impl Coordinator {
         self.act(Action::Pause, progress)
     }
 
-    /// Has the contexts of a tenant leave that stands paused, as a pause of [`Depth::Contexts`] does. One that runs is left alone.
+    /// Has the contexts of a tenant leave that stands paused, if that is the depth of the options. One that runs is left alone.
     ///
     /// # Errors
     /// [`Trouble`]; the tenant is then paused as before.
     pub fn deepen(&mut self, progress: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, Trouble> {
-        let dir = self.dir()?;
-        let lock = self.lock(&dir, Action::Pause)?;
-        let mut session = Session::open(&dir, &lock, &self.options, Action::Pause, progress)?;
-        session.recover()?;
-        if !session.members_for()?.is_empty() {
+        let held = self.hold(Action::Pause)?;
+        let mut session = held.open(&self.options, Action::Pause, progress)?;
+        if !session.members.is_empty() {
             return Ok(Outcome::AlreadyActive);
         }
         session.refuse_shallow()?;
-        let stays = session.stays();
-        let report = session.deepen().map(|report| Outcome::Completed(Box::new(report)));
-        Ok(report.unwrap_or(Outcome::AlreadyPaused { stays }))
+        Ok(session.rest())
     }
 
     /// Has all paused processes of the tenant take their device memory back, at the addresses it had.
@@ -292,60 +283,7 @@ impl Coordinator {
     ) -> Result<Outcome, Trouble> {
         let span = tracing::info_span!("tenant.act", tenant = %self.tenant, ?action);
         let _entered = span.enter();
-        let dir = self.dir()?;
-        let lock = self.lock(&dir, action)?;
-        self.act_holding(&dir, &lock, action, progress)
-    }
-
-    /// With the tenant's lock.
-    fn act_holding(
-        &self,
-        dir: &TenantDir,
-        lock: &CoordinatorLock,
-        action: Action,
-        progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Outcome, Trouble> {
-        let mut tries = Tries::new(&self.options);
-        loop {
-            match self.try_act(dir, lock, action, tries.patience, progress) {
-                Err(error) if tries.again(self, dir, &error, progress) => {}
-                Ok(Outcome::Completed(mut report)) => {
-                    report.notes.extend(tries.room.notes());
-                    return Ok(Outcome::Completed(report));
-                }
-                outcome => return outcome,
-            }
-        }
-    }
-
-    fn try_act(
-        &self,
-        dir: &TenantDir,
-        lock: &CoordinatorLock,
-        action: Action,
-        patience: Patience,
-        progress: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Outcome, Trouble> {
-        let mut session = Session::open(dir, lock, &self.options, action, progress)?;
-        session.recover()?;
-        let members = session.members_for()?;
-        let is_deep = action == Action::Pause && self.options.depth == Depth::Contexts;
-        if is_deep {
-            session.refuse_shallow()?;
-        }
-        if members.is_empty() {
-            if let Some(report) = is_deep.then(|| session.deepen()).flatten() {
-                return Ok(Outcome::Completed(Box::new(report)));
-            }
-            return Ok(match action {
-                Action::Pause => Outcome::AlreadyPaused { stays: session.stays() },
-                Action::Resume => Outcome::AlreadyActive,
-            });
-        }
-        let done = session.run(members, patience);
-        let report = done.map_err(|error| self.with_holders(error, None))?;
-        tracing::info!(wall_us = report.wall_us, losses = report.losses.len(), "done");
-        Ok(Outcome::Completed(Box::new(report)))
+        self.hold(action)?.act(action, progress)
     }
 
     /// `error` with the tenants that hold the devices that are too full for this tenant, but for what is given to it.

@@ -1,21 +1,22 @@
 //! What all processes of a pause go by once each is drained, decided once: which shared memory stays on its device, which copies of earlier
 //! pauses stay in host memory, and whether memory is given back while the rest is still saved.
 
-use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use vmm_pool::{Copies, HostDemand, Schedule};
 
-use super::TakesPart;
+use super::cast::Cast;
 use super::overlap::moving_time;
-use super::peers::{Reached, reach};
+use super::peers::{Peers, Reached, reach};
 use super::report::{MemberFailure, Step, Who};
-use super::session::{Legs, Session, Stop};
+use super::round::Round;
+use super::session::Stop;
 use crate::host_memory;
 use crate::identity::MemberId;
 use crate::references::{Partner, References, Stay, decide, missing};
+use crate::run_dir::MemberSocket;
 use crate::transport::is_stopped;
-use crate::wire::{Drained, Failure, FailureKind, Phase};
+use crate::wire::{Drained, FailureKind, Phase};
 
 /// What all processes of a pause go by, behind [`Phase::Drain`].
 #[derive(Default)]
@@ -30,100 +31,91 @@ pub(super) struct Agreed {
     pub(super) saving: Option<Duration>,
 }
 
-impl Session<'_> {
-    /// What `drained` go by from here on.
-    pub(super) fn agree(&self, legs: Legs, drained: &[(usize, Drained)]) -> Result<Agreed, Stop> {
+impl Agreed {
+    /// What the members go by from here on that have said this when they were drained.
+    ///
+    /// They hold still since, and hand nothing out.
+    pub(super) fn of(
+        cast: &Cast<'_>,
+        round: &Round<'_>,
+        drained: &[(usize, Drained)],
+    ) -> Result<Self, Stop> {
+        refuse_host_shortage(&cast.peers, drained)?;
         let needs: Vec<_> = drained.iter().map(|(_, said)| &said.host).collect();
         let demands: Vec<_> = needs.iter().map(|need| need.demand).collect();
         let copies = host_memory::copies_with_room(&needs);
-        let is_early = self.options.releases_early || pays(&demands, copies);
-        let (schedule, saving) = if legs == Legs::Both {
+        let is_early = cast.options.releases_early || pays(&demands, copies);
+        let (schedule, saving) = if round.overlaps() {
             (Schedule::SaveMeanwhile, None)
         } else if is_early {
             (Schedule::SaveMeanwhile, Some(saving_time(&demands)))
         } else {
             (Schedule::SaveFirst, None)
         };
-        Ok(Agreed { stays: self.agree_on_shared(drained)?, copies, schedule, saving })
+        Ok(Self { stays: agree_on_shared(cast, round, drained)?, copies, schedule, saving })
     }
+}
 
-    /// Refuses where the members need more host memory together than there is: the one that needs most is named.
-    pub(super) fn refuse_host_shortage(&self, drained: &[(usize, Drained)]) -> Result<(), Stop> {
-        let most = drained.iter().max_by_key(|(_, said)| said.host.demand.grow_bytes);
-        let short = host_memory::shortage(drained.iter().map(|(_, said)| &said.host));
-        let (Some(short), Some((most, _))) = (short, most) else { return Ok(()) };
-        let failure = Failure { kind: FailureKind::OutOfHostMemory, message: short.to_string() };
-        let (who, step) = (self.peers.list[*most].who, Step::Phase(Phase::Prepare));
-        Err(Stop::HostShort(Box::new(short), MemberFailure { who, step, failure }))
+/// Refuses where the members need more host memory together than there is: the one that needs most is named.
+fn refuse_host_shortage(peers: &Peers, drained: &[(usize, Drained)]) -> Result<(), Stop> {
+    let most = drained.iter().max_by_key(|(_, said)| said.host.demand.grow_bytes);
+    let short = host_memory::shortage(drained.iter().map(|(_, said)| &said.host));
+    let (Some(short), Some((most, _))) = (short, most) else { return Ok(()) };
+    let step = Step::Phase(Phase::Prepare);
+    let kind = FailureKind::OutOfHostMemory;
+    let failure = MemberFailure::new(peers.who(*most), step, kind, short.to_string());
+    Err(Stop::HostShort(Box::new(short), failure))
+}
+
+/// The decision about shared memory, over what the members have said.
+fn agree_on_shared(
+    cast: &Cast<'_>,
+    round: &Round<'_>,
+    drained: &[(usize, Drained)],
+) -> Result<Vec<Stay>, Stop> {
+    let said = drained.iter().map(|(index, said)| (cast.peers.who(*index), &said.references));
+    let said: Vec<(Who, &References)> = said.collect();
+    let refused = |who, kind, why| {
+        let failure = MemberFailure::new(who, Step::Phase(Phase::Drain), kind, why);
+        Err(Stop::Failed(vec![failure]))
+    };
+    // The agents said at the shut gates that nothing is lent, and lend nothing since.
+    if let Some((who, _)) = said.iter().find(|(_, references)| !references.lent.is_empty()) {
+        let why = "a process of another tenant has some of this memory open still";
+        return refused(*who, FailureKind::Lent, why);
     }
-
-    /// The decision over what the members have said. They hold still since, and hand nothing out.
-    fn agree_on_shared(&self, drained: &[(usize, Drained)]) -> Result<Vec<Stay>, Stop> {
-        let said = drained.iter().map(|(index, said)| (*index, &said.references));
-        let said: Vec<(usize, &References)> = said.collect();
-        // The agents said at the shut gates that nothing is lent, and lend nothing since.
-        if let Some((index, _)) = said.iter().find(|(_, references)| !references.lent.is_empty()) {
-            return Err(Stop::Failed(vec![self.still_lent(*index)]));
-        }
-        if let TakesPart::Alone(_) = self.options.takes_part {
-            let sharer = said.iter().find(|(_, references)| references.shares_scope);
-            return match sharer {
-                Some(&(index, _)) => Err(Stop::Failed(vec![self.shares(index)])),
-                None => Ok(Vec::new()),
-            };
-        }
-        // Before this moment a newcomer may have been given memory that nobody here would count.
-        if self.somebody_joined() {
-            return Err(Stop::Joined);
-        }
-        self.refuse_missing(said.iter().flat_map(|(_, references)| &references.partners))?;
-        let name = |index: usize| self.peers.list[index].who.member;
-        let said: Vec<(MemberId, &References)> =
-            said.into_iter().map(|(index, references)| (name(index), references)).collect();
-        let take_part: BTreeSet<MemberId> = said.iter().map(|(member, _)| *member).collect();
-        let all = self.peers.list.iter().map(|peer| peer.who.member);
-        let bystanders = all.filter(|member| !take_part.contains(member)).collect();
-        Ok(decide(&said, &bystanders))
-    }
-
-    /// Refuses where one that shares memory with others is not among those that were found.
-    pub(super) fn refuse_missing<'p>(
-        &self,
-        partners: impl Iterator<Item = &'p Partner>,
-    ) -> Result<(), Vec<MemberFailure>> {
-        let found = self.peers.list.iter().map(|peer| peer.who.member).collect();
-        let missing: Vec<_> =
-            missing(partners.copied(), &found).into_iter().map(not_found).collect();
-        if missing.is_empty() { Ok(()) } else { Err(missing) }
-    }
-
-    fn still_lent(&self, index: usize) -> MemberFailure {
-        let message = "a process of another tenant has some of this memory open still".to_owned();
-        let failure = Failure { kind: FailureKind::Lent, message };
-        let step = Step::Phase(Phase::Drain);
-        MemberFailure { who: self.peers.list[index].who, step, failure }
-    }
-
-    fn shares(&self, index: usize) -> MemberFailure {
-        let failure = Failure {
-            kind: FailureKind::Shared,
-            message: "other processes hold some of this memory, or may come for it: pause it in all of them together"
-                .to_owned(),
+    if round.acts_alone() {
+        let Some((who, _)) = said.iter().find(|(_, references)| references.shares_scope) else {
+            return Ok(Vec::new());
         };
-        let step = Step::Phase(Phase::Drain);
-        MemberFailure { who: self.peers.list[index].who, step, failure }
+        let why = "other processes hold some of this memory, or may come for it: pause it in all of them \
+                   together";
+        return refused(*who, FailureKind::Shared, why);
     }
+    // Before this moment a newcomer may have been given memory that nobody here would count.
+    let deadline = Instant::now() + cast.options.contact_timeout;
+    let lives = |socket: &MemberSocket| !matches!(reach(socket, deadline), Ok(Reached::Dead));
+    if cast.newcomers().iter().any(lives) {
+        return Err(Stop::Joined);
+    }
+    refuse_missing(&cast.peers, said.iter().flat_map(|(_, references)| &references.partners))?;
+    let said: Vec<(MemberId, &References)> =
+        said.into_iter().map(|(who, references)| (who.member, references)).collect();
+    let mut bystanders = cast.peers.names();
+    for (member, _) in &said {
+        bystanders.remove(member);
+    }
+    Ok(decide(&said, &bystanders))
+}
 
-    /// Is there a living process in the tenant that the members were listed without?
-    fn somebody_joined(&self) -> bool {
-        let Ok(sockets) = self.dir.members() else {
-            return false;
-        };
-        let deadline = Instant::now() + self.options.contact_timeout;
-        let is_known = |id| self.peers.list.iter().any(|peer| peer.who.member == id);
-        let mut new = sockets.iter().filter(|socket| !is_known(socket.id));
-        new.any(|socket| !matches!(reach(socket, deadline), Ok(Reached::Dead)))
-    }
+/// Refuses where one that shares memory with others is not among those that were found.
+pub(super) fn refuse_missing<'p>(
+    peers: &Peers,
+    partners: impl Iterator<Item = &'p Partner>,
+) -> Result<(), Vec<MemberFailure>> {
+    let missing = missing(partners.copied(), &peers.names());
+    let missing: Vec<_> = missing.into_iter().map(not_found).collect();
+    if missing.is_empty() { Ok(()) } else { Err(missing) }
 }
 
 /// The failure of one that shares memory with others, and that has no name for the moment.
@@ -141,8 +133,7 @@ fn not_found(partner: Partner) -> MemberFailure {
     let message = format!(
         "{lives} and shares memory with others, and its socket in the run directory is gone: {way_on}"
     );
-    let failure = Failure { kind: FailureKind::Nameless, message };
-    MemberFailure { who: Who { pid, member }, step: Step::Hello, failure }
+    MemberFailure::new(Who { pid, member }, Step::Hello, FailureKind::Nameless, message)
 }
 
 // When memory is given back while the rest is still saved.

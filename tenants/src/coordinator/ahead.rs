@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
+use super::cast::Everybody;
 use super::conversation::{Inquiry, Next};
-use super::peers::{Everybody, Peers};
+use super::peers::Peers;
 use super::report::{MemberFailure, Who};
 use super::{Coordinator, Trouble};
 use crate::host_memory::shortage;
@@ -114,7 +115,7 @@ impl Coordinator {
         let (timeout, interrupt) = (self.options.contact_timeout, self.options.interrupt.as_ref());
         let Everybody { peers, failures } = Everybody::greeted(dir, timeout, interrupt)?;
         self.refuse_interrupted()?;
-        let said = vec![None; peers.list.len()];
+        let said = vec![None; peers.all().len()];
         Ok(Preparing { peers, said, failures })
     }
 
@@ -177,10 +178,10 @@ fn goes_on(said: Option<&HostProgress>, waits: Waits) -> Option<u64> {
 
 /// All that have said something, by process id.
 fn processes(peers: &Peers, said: &[Option<HostProgress>]) -> Vec<PreparedProcess> {
-    let each = peers.list.iter().zip(said).filter_map(|(peer, said)| {
-        let command = peer.info.as_ref()?.command.clone();
+    let each = said.iter().enumerate().filter_map(|(index, said)| {
+        let command = peers.info(index)?.command.clone();
         let host = HostProgress { need: None, ..said.clone()? };
-        Some(PreparedProcess { who: peer.who, command, host })
+        Some(PreparedProcess { who: peers.who(index), command, host })
     });
     let mut processes: Vec<_> = each.collect();
     processes.sort_by_key(|process| process.who.pid);

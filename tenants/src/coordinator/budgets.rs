@@ -6,8 +6,8 @@ use serde::{Serialize, Serializer};
 use vmm_pool::budget::{Figure, Gpu};
 use vmm_pool::driver::DeviceUuid;
 
+use super::cast::Everybody;
 use super::conversation::Next;
-use super::peers::Everybody;
 use super::report::MemberFailure;
 use super::{Coordinator, Trouble};
 use crate::budget::Budgets;

@@ -6,15 +6,16 @@
 
 use std::time::{Duration, Instant};
 
-use super::report::{CutSummary, Event, MemberFailure, Report, Step};
-use super::session::{Session, Stop};
-use super::stepping::Stillness;
-use super::steps::OnFailure;
+use super::cast::{Cast, OnFailure};
+use super::report::{CutSummary, DrainSummary, Event, MemberFailure, PhaseSummary, Step};
+use super::round::Round;
+use super::session::Stop;
+use super::stepping::{Gated, Stillness};
 use crate::cut::plan::{Pace, Plan, Verdict};
 use crate::cut::{CutReport, Lag, Laggard, Limits, foreign_ranks, laggards};
 use crate::run_dir::pause_thread;
 use crate::time::{micros, millis};
-use crate::wire::{Failure, FailureKind, Hold, Phase};
+use crate::wire::{FailureKind, Hold, Phase};
 
 /// How long a member may be silent while nothing moves.
 const SLICE: Duration = Duration::from_millis(25);
@@ -81,69 +82,85 @@ fn patience(stalls: u32) -> Duration {
     PATIENCE.saturating_mul(1 << (stalls / STALLS_PER_PATIENCE).min(16)).min(PATIENCE_MAX)
 }
 
-impl Session<'_> {
-    /// Brings `members` to a cut, has them take `phase` there, which shuts their gates, and lets calls in until their
-    /// devices are idle. Those that stand still in a pause by tag are at one already. Where that is not possible for a capture,
-    /// they run on for a moment, to another cut. Who is missing goes to `absent`, also where it fails.
-    pub(super) fn cut_and_take(
+/// The ranks of a tenant on their way to a common cut, where a pause stops them.
+pub(super) struct Ranks<'s, 'a> {
+    cast: &'s mut Cast<'a>,
+    members: &'s [usize],
+    /// Those that run: the others stand still in a pause by tag, and are at a cut already.
+    running: Vec<usize>,
+    began: Instant,
+    summary: CutSummary,
+    /// One sentence for each communicator that some ranks of are in no live process of the tenant.
+    absent: Vec<String>,
+}
+
+impl<'s, 'a> Ranks<'s, 'a> {
+    /// The ranks of `members`. Nobody is asked yet.
+    pub(super) fn new(cast: &'s mut Cast<'a>, members: &'s [usize]) -> Self {
+        let standing = cast.peers.standing();
+        let running = members.iter().copied().filter(|index| !standing.contains(index)).collect();
+        let (began, summary, absent) = (Instant::now(), CutSummary::default(), Vec::new());
+        Self { cast, members, running, began, summary, absent }
+    }
+
+    /// How they came to their cut, and sentences about those that are missing.
+    pub(super) fn into_account(self) -> (CutSummary, Vec<String>) {
+        (self.summary, self.absent)
+    }
+
+    fn deadline(&self) -> Instant {
+        self.began + self.cast.options.cut_timeout()
+    }
+
+    /// Brings them to a cut, has the members take `phase` there, which shuts their gates, and lets calls in until their
+    /// devices are idle. Where that is not possible for a capture, they run on for a moment, to another cut.
+    pub(super) fn stop(
         &mut self,
+        round: &mut Round<'_>,
         phase: Phase,
-        members: &[usize],
-        absent: &mut Vec<String>,
-        report: &mut Report,
-    ) -> Result<(), Stop> {
-        let began = Instant::now();
-        let deadline = began + self.options.cut_timeout();
-        let (mut summary, mut rest) = (CutSummary::default(), CAPTURE_REST_MIN);
-        let standing = self.standing();
-        let running: Vec<_> = members.iter().copied().filter(|it| !standing.contains(it)).collect();
+    ) -> Result<(PhaseSummary, DrainSummary), Stop> {
+        let mut rest = CAPTURE_REST_MIN;
         loop {
-            let plan = self.reach_cut(&running, deadline, absent, &mut summary)?;
-            let closing = Instant::now();
-            let result = self.phase_step(phase, members, OnFailure::Stop);
-            if self.is_called_off() {
-                return Err(Stop::CalledOff);
-            }
-            let failures = if result.failures.is_empty() {
-                summary.wall_us = micros(closing - began);
-                let closed = self.summary(phase, closing.elapsed(), result.done);
-                match self.drain_by_steps(&running, Some(plan), report) {
-                    Ok(()) => {
-                        report.cut = Some(summary);
-                        report.add(closed);
-                        return Ok(());
-                    }
-                    Err(Stop::Failed(failures)) => failures,
-                    Err(stop) => return Err(stop),
-                }
-            } else {
-                result.into_failures()
+            let plan = self.reach_cut()?;
+            let failures = match self.close_gates(round, phase, plan) {
+                Err(Stop::Failed(failures)) => failures,
+                closed => return closed,
             };
-            if !failures.iter().all(is_of_capture) || Instant::now() >= deadline {
+            if !failures.iter().all(is_of_capture) || Instant::now() >= self.deadline() {
                 return Err(Stop::Failed(failures));
             }
             // A capture has begun: let all run, and try again.
-            let undone = self.phase_step(Phase::Abort, members, OnFailure::WaitForAll);
-            if !undone.failures.is_empty() {
-                return Err(Stop::Failed(undone.into_failures()));
-            }
-            self.begin_anew();
-            summary.retries += 1;
+            let undo = round.question(Phase::Abort);
+            self.cast.take(&undo, self.members, OnFailure::WaitForAll).of_all()?;
+            round.begin_again();
+            self.summary.retries += 1;
             // Each try holds all ranks, and a capture takes as long as it takes.
             pause_thread(rest);
             rest = (rest * 2).min(CAPTURE_REST_MAX);
         }
     }
 
-    /// Holds `members` until all that was launched can end.
-    fn reach_cut(
+    fn close_gates(
         &mut self,
-        members: &[usize],
-        deadline: Instant,
-        absent: &mut Vec<String>,
-        summary: &mut CutSummary,
-    ) -> Result<Plan, Stop> {
-        let mut held = self.hold_all(members)?;
+        round: &Round<'_>,
+        phase: Phase,
+        plan: Plan,
+    ) -> Result<(PhaseSummary, DrainSummary), Stop> {
+        let closing = Instant::now();
+        let result = self.cast.take(&round.question(phase), self.members, OnFailure::Stop);
+        if self.cast.is_called_off() {
+            return Err(Stop::CalledOff);
+        }
+        let done = result.of_all()?;
+        self.summary.wall_us = micros(closing - self.began);
+        let closed = self.cast.summary(phase, closing.elapsed(), done);
+        let drain = Gated::new(self.cast, round.number()).drain(&self.running, Some(plan))?;
+        Ok((closed, drain))
+    }
+
+    /// Holds those that run until all that was launched can end.
+    fn reach_cut(&mut self) -> Result<Plan, Stop> {
+        let mut held = self.hold_all()?;
         let launched_before = launched(&held);
         let mut plan = Plan::default();
         let began = Instant::now();
@@ -151,15 +168,15 @@ impl Session<'_> {
         let mut quiet = Stillness::new(0);
         let mut stalls = 0;
         loop {
-            if self.is_called_off() {
+            if self.cast.is_called_off() {
                 return Err(Stop::CalledOff);
             }
             let reports: Vec<_> = held.iter().map(|held| &held.report).collect();
-            *absent = foreign_ranks(&reports);
+            self.absent = foreign_ranks(&reports);
             let pace = still.pace(progress(&reports), patience(stalls));
             let verdict = plan.update(&reports, pace);
             if pace == Pace::Stalled {
-                summary.stalls += 1;
+                self.summary.stalls += 1;
                 still.begin_again();
                 // A communicator in the making needs ranks to come that nobody can name yet, perhaps from many
                 // launches away: patience would not help it.
@@ -168,11 +185,11 @@ impl Session<'_> {
             let limits: Vec<_> = reports.iter().map(|r| plan.limits().for_member(r)).collect();
             let current = |(held, limits): (&Held, &Limits)| held.fresh && held.sent == *limits;
             if verdict == Verdict::Settled && held.iter().zip(&limits).all(current) {
-                summary.launches += launched(&held).saturating_sub(launched_before);
+                self.summary.launches += launched(&held).saturating_sub(launched_before);
                 return Ok(plan);
             }
             let late = laggards(plan.limits(), &reports);
-            if self.options.passes_by_memory_waits
+            if self.cast.options.passes_by_memory_waits
                 && quiet.pace(progress(&reports), MEMORY_WAIT) == Pace::Stalled
             {
                 let waits = self.memory_waits(&held, &late);
@@ -180,7 +197,7 @@ impl Session<'_> {
                     return Err(Stop::Failed(waits));
                 }
             }
-            if Instant::now() >= deadline {
+            if Instant::now() >= self.deadline() {
                 return Err(Stop::Failed(self.not_reached(&held, &late)));
             }
             if began.elapsed() >= QUIET {
@@ -193,21 +210,18 @@ impl Session<'_> {
                 if verdict == Verdict::Settled && is_current {
                     continue;
                 }
-                self.send_limits(held, limits, wait, summary)?;
+                self.send_limits(held, limits, wait)?;
             }
             self.gather(&mut held)?;
         }
     }
 
-    fn hold_all(&mut self, members: &[usize]) -> Result<Vec<Held>, Vec<MemberFailure>> {
+    fn hold_all(&mut self) -> Result<Vec<Held>, Vec<MemberFailure>> {
         // The first of a cut: hold everything, and say where you stand.
-        let timeout = self.options.contact_timeout;
-        let result = self.step(&Hold::default(), members, timeout, OnFailure::Stop);
-        if !result.failures.is_empty() {
-            return Err(result.into_failures());
-        }
-        let held = result.done.into_iter().map(|(index, report)| Held::new(index, report));
-        Ok(held.collect())
+        let timeout = self.cast.options.contact_timeout;
+        let held = self.cast.step(&Hold::default(), &self.running, timeout, OnFailure::Stop);
+        let held = held.of_all()?.into_iter();
+        Ok(held.map(|(index, report)| Held::new(index, report)).collect())
     }
 
     /// Tells a member its limits, unless it knows them and owes an answer, which comes when it moves or after `wait`.
@@ -216,24 +230,23 @@ impl Session<'_> {
         held: &mut Held,
         limits: Limits,
         wait: Duration,
-        summary: &mut CutSummary,
     ) -> Result<(), Vec<MemberFailure>> {
         let changed = held.sent != limits;
         if !changed && held.due > 0 {
             return Ok(());
         }
-        summary.rounds += u64::from(changed);
+        self.summary.rounds += u64::from(changed);
         held.asked(&limits);
         let hold = Hold { limits, seen: held.report.seen, wait_ms: millis(wait) };
-        let timeout = wait + self.options.contact_timeout;
-        let asked = self.peers.ask(held.index, &hold, timeout);
+        let timeout = wait + self.cast.options.contact_timeout;
+        let asked = self.cast.peers.ask(held.index, &hold, timeout);
         asked.map_err(|failure| vec![failure])
     }
 
     /// Waits for an answer, and takes all that are there.
     fn gather(&mut self, held: &mut [Held]) -> Result<(), Vec<MemberFailure>> {
         let mut failures = Vec::new();
-        for answer in self.peers.arrived(self.options.interrupt.as_ref()) {
+        for answer in self.cast.peers.arrived(self.cast.options.interrupt.as_ref()) {
             let peer = answer.peer;
             match answer.to(&Hold::default()) {
                 Ok(report) => {
@@ -249,8 +262,8 @@ impl Session<'_> {
 
     fn tell(&mut self, held: &[Held], late: &[Laggard]) {
         if let Some(laggard) = late.first() {
-            let who = self.peers.list[held[laggard.report].index].who;
-            (self.progress)(Event::WaitingForCut { who, laggard, others: late.len() - 1 });
+            let who = self.cast.peers.who(held[laggard.report].index);
+            self.cast.tell(Event::WaitingForCut { who, laggard, others: late.len() - 1 });
         }
     }
 
@@ -265,8 +278,8 @@ impl Session<'_> {
                  can be paused when it has got that, or was refused it",
                 waited_ms / 1000
             );
-            let failure = Failure { kind: FailureKind::NotNow, message };
-            Some(MemberFailure { who: self.peers.list[held.index].who, step: Step::Cut, failure })
+            let who = self.cast.peers.who(held.index);
+            Some(MemberFailure::new(who, Step::Cut, FailureKind::NotNow, message))
         });
         failures.take(NAMED_MAX).collect()
     }
@@ -276,20 +289,19 @@ impl Session<'_> {
             .iter()
             .take(NAMED_MAX)
             .map(|laggard| {
-                let who = self.peers.list[held[laggard.report].index].who;
-                let failure = match laggard.lag {
-                    Lag::Captures(count) => Failure {
-                        kind: FailureKind::InCapture,
-                        message: format!(
+                let who = self.cast.peers.who(held[laggard.report].index);
+                let (kind, message) = match laggard.lag {
+                    Lag::Captures(count) => (
+                        FailureKind::InCapture,
+                        format!(
                             "{who} is capturing {count} stream(s): pause again when the capture has ended"
                         ),
-                    },
+                    ),
                     Lag::Launches { .. } | Lag::Call => {
-                        let message = laggard.to_string();
-                        Failure { kind: FailureKind::CutNotReached, message }
+                        (FailureKind::CutNotReached, laggard.to_string())
                     }
                 };
-                MemberFailure { who, step: Step::Cut, failure }
+                MemberFailure::new(who, Step::Cut, kind, message)
             })
             .collect();
         if late.len() > failures.len()
@@ -301,9 +313,9 @@ impl Session<'_> {
         if failures.is_empty() {
             // All were at rest, but not all had said so under the last limits.
             failures.extend(held.iter().filter(|held| !held.fresh).map(|held| {
-                let message = "it did not say in time that it has stopped".to_owned();
-                let failure = Failure { kind: FailureKind::CutNotReached, message };
-                MemberFailure { who: self.peers.list[held.index].who, step: Step::Cut, failure }
+                let message = "it did not say in time that it has stopped";
+                let who = self.cast.peers.who(held.index);
+                MemberFailure::new(who, Step::Cut, FailureKind::CutNotReached, message)
             }));
         }
         failures

@@ -13,13 +13,13 @@ use std::time::{Duration, Instant};
 use vmm_pool::driver::DriverCode;
 
 use super::Trouble;
-use super::report::{MemberFailure, MemberPhase, PhaseSummary, Report, Step};
-use super::session::Session;
-use super::steps::OnFailure;
+use super::cast::{Cast, OnFailure, StepResult};
+use super::report::{MemberFailure, Report, Step};
+use super::round::Round;
 use crate::checkpoints::{CheckpointError, Checkpointer, ProcessState};
 use crate::scope::Scope;
 use crate::time::micros;
-use crate::wire::{Action, Failure, FailureKind, MemberState, Phase, PhaseReport};
+use crate::wire::{Action, FailureKind, MemberState, Phase, PhaseReport};
 
 /// How long a checkpoint or a restore may take, which have no timeout of the driver's. By what was measured, enough for 8 TiB of pinned host memory.
 const DRIVER_TIMEOUT: Duration = Duration::from_mins(3);
@@ -100,83 +100,79 @@ impl Moved {
     }
 }
 
-impl Session<'_> {
+/// The way to the contexts of a tenant's processes, for a pause or resume of it.
+pub(super) struct Freezer<'s, 'a> {
+    cast: &'s mut Cast<'a>,
+    round: &'s Round<'a>,
+}
+
+impl<'s, 'a> Freezer<'s, 'a> {
+    /// For `cast`, in `round`. The driver is asked nothing yet.
+    pub(super) fn new(cast: &'s mut Cast<'a>, round: &'s Round<'a>) -> Self {
+        Self { cast, round }
+    }
+
     /// Refuses a deep pause that would not come to its end, before anything moves.
     pub(super) fn refuse_shallow(&self) -> Result<(), Trouble> {
-        let refused = |why: String| Trouble::NotDeep { tenant: self.tenant(), why };
-        if self.scope != Scope::Whole {
+        let refused = |why: String| Trouble::NotDeep { tenant: self.cast.tenant(), why };
+        if *self.round.scope() != Scope::Whole {
             let why = "its processes run on without the memory of a tag, and need their contexts";
             return Err(refused(why.to_owned()));
         }
         let driver = self.driver().map_err(|error| refused(error.to_string()))?;
-        for index in 0..self.peers.list.len() {
-            let who = self.peers.list[index].who;
+        for index in self.cast.peers.all() {
             let why = match self.pid_here(index) {
                 Err(error) => Some(error.to_string()),
                 Ok(pid) => obstacle(&*driver, pid),
             };
             if let Some(why) = why {
-                return Err(refused(format!("{who}: {why}")));
+                return Err(refused(format!("{}: {why}", self.cast.peers.who(index))));
             }
         }
         Ok(())
     }
 
     fn driver(&self) -> Result<Arc<dyn Checkpointer>, CheckpointError> {
-        self.options.checkpointer.clone().ok_or_else(|| CheckpointError::Unavailable {
+        self.cast.options.checkpointer.clone().ok_or_else(|| CheckpointError::Unavailable {
             reason: format!(
                 "a process of a job cannot have the driver freeze processes, nor thaw them: the command can (sublet pause {0} --deep, sublet \
                  resume {0})",
-                self.dir.tenant()
+                self.cast.tenant()
             ),
         })
     }
 
-    /// Freezes a tenant that stands paused; none if all of it is frozen.
-    pub(super) fn deepen(&mut self) -> Option<Report> {
-        let members = self.not_checkpointed();
-        if members.is_empty() {
-            return None;
-        }
-        let mut report = self.new_report();
-        report.set_stays(self.stays());
-        self.freeze(&members, &mut report);
-        report.wall_us = micros(self.began.elapsed());
-        Some(report)
-    }
-
     /// The pause of all members that are not lost is complete: freezes them, and those that were paused before.
     pub(super) fn freeze_all(&mut self, report: &mut Report) {
-        let lost = |index: &usize| {
-            let who = self.peers.list[*index].who;
-            !self.peers.is_up(*index) || report.losses.iter().any(|loss| loss.who == who)
-        };
-        let members: Vec<usize> = (0..self.peers.list.len()).filter(|index| !lost(index)).collect();
+        let mut members = self.cast.peers.all();
+        members.retain(|index| {
+            let who = self.cast.peers.who(*index);
+            self.cast.peers.is_up(*index) && !report.losses.iter().any(|loss| loss.who == who)
+        });
         for index in &members {
-            if let Some(info) = &mut self.peers.list[*index].info {
-                info.state = MemberState::Paused;
-            }
+            self.cast.peers.set_state(*index, MemberState::Paused);
         }
         self.freeze(&members, report);
     }
 
     /// Those of all members that the driver has not taken off the devices.
-    fn not_checkpointed(&self) -> Vec<usize> {
-        let is_meant = |index: &usize| {
-            let state = self.state(*index);
+    pub(super) fn not_frozen(&self) -> Vec<usize> {
+        let mut members = self.cast.peers.all();
+        members.retain(|index| {
+            let state = self.cast.peers.state(*index);
             let is_away = || self.driver_state(*index) == Ok(ProcessState::Checkpointed);
-            self.peers.is_up(*index)
+            self.cast.peers.is_up(*index)
                 && (state == Some(MemberState::Paused)
                     || state == Some(MemberState::Deep) && !is_away())
-        };
-        (0..self.peers.list.len()).filter(is_meant).collect()
+        });
+        members
     }
 
     /// Takes the contexts of `members`, which stand paused, off the devices. What failed is in `report`, and those members, and all others,
     /// are paused as before.
     pub(super) fn freeze(&mut self, members: &[usize], report: &mut Report) {
         let began = Instant::now();
-        let told = self.phase_step(Phase::Freeze, members, OnFailure::WaitForAll);
+        let told = self.take(Phase::Freeze, members);
         let ready: Vec<usize> = told.done.iter().map(|(index, _)| *index).collect();
         let failures = told.failures.into_iter().map(|(_, failure)| failure).collect();
         let mut moved = Moved { done: told.done, failures };
@@ -184,14 +180,14 @@ impl Session<'_> {
             self.take_off(&ready, &mut moved);
         }
         if moved.failures.is_empty() {
-            report.add(self.summary(Phase::Freeze, began.elapsed(), moved.done));
+            report.add(self.cast.summary(Phase::Freeze, began.elapsed(), moved.done));
             // The driver has taken that with the contexts.
             report.set_stays(Vec::new());
             return;
         }
         // All stand alike again, as far as that goes; a resume does the rest. One that has not answered in time may be ready by now.
-        let asked: Vec<usize> =
-            members.iter().copied().filter(|index| self.peers.is_up(*index)).collect();
+        let up = |index: &usize| self.cast.peers.is_up(*index);
+        let asked: Vec<usize> = members.iter().copied().filter(up).collect();
         let mut undone = Moved::default();
         self.bring_back(&asked, Phase::Freeze, &mut undone);
         report.not_deep = moved.failures;
@@ -200,7 +196,7 @@ impl Session<'_> {
 
     /// Locks all, then has all checkpointed. Stops behind the first step that failed for somebody.
     fn take_off(&self, members: &[usize], moved: &mut Moved) {
-        let lock = Call::Lock(self.options.phase_timeout(Phase::Freeze));
+        let lock = Call::Lock(self.cast.options.phase_timeout(Phase::Freeze));
         let mut unseen = Vec::new();
         let running = self.in_state(members, ProcessState::Running, &mut unseen);
         self.make_each(lock, &running, Phase::Freeze, moved);
@@ -217,39 +213,38 @@ impl Session<'_> {
         }
     }
 
-    /// Brings the contexts of all members back that stand deep, for a resume, and says what came of it. It is for
-    /// [`Session::freeze_again`] if the resume comes to nothing.
+    /// Brings the contexts of those of `members` back that stand deep, for a resume, and adds what came of it to `report`.
     ///
     /// # Errors
     /// [`Trouble::Refused`]: those that are not back. All stand as before, as far as the driver does its part.
-    pub(super) fn thaw_for(&mut self, members: &[usize]) -> Result<Option<PhaseSummary>, Trouble> {
-        let is_deep = |index: &usize| self.state(*index) == Some(MemberState::Deep);
+    pub(super) fn thaw(&mut self, members: &[usize], report: &mut Report) -> Result<(), Trouble> {
+        let is_deep = |index: &usize| self.cast.peers.state(*index) == Some(MemberState::Deep);
         let deep: Vec<usize> = members.iter().copied().filter(is_deep).collect();
-        if self.action == Action::Pause || deep.is_empty() {
-            return Ok(None);
+        if deep.is_empty() {
+            return Ok(());
         }
         let began = Instant::now();
         let mut moved = Moved::default();
         self.bring_back(&deep, Phase::Thaw, &mut moved);
-        let thawed = Some(self.summary(Phase::Thaw, began.elapsed(), moved.done));
+        report.add(self.cast.summary(Phase::Thaw, began.elapsed(), moved.done));
         if moved.failures.is_empty() {
-            return Ok(thawed);
+            return Ok(());
         }
-        self.freeze_again(thawed);
-        Err(Trouble::refused(self.tenant(), (self.action, false), moved.failures))
+        self.freeze_again(report);
+        Err(Trouble::refused(self.cast.tenant(), (Action::Resume, false), moved.failures))
     }
 
-    /// A resume came to nothing: what it has `thawed` is as before, as far as the driver does its part.
-    pub(super) fn freeze_again(&mut self, thawed: Option<PhaseSummary>) {
-        let Some(thawed) = thawed else { return };
-        let was_thawed = |index: &usize| {
-            let who = self.peers.list[*index].who;
-            thawed.members.iter().any(|MemberPhase { who: other, .. }| *other == who)
+    /// A resume came to nothing: what it has thawed, by its `report`, is as before, as far as the driver does its part.
+    pub(super) fn freeze_again(&mut self, report: &Report) {
+        let Some(thawed) = report.phases.iter().find(|summary| summary.phase == Phase::Thaw) else {
+            return;
         };
-        let members: Vec<usize> = (0..self.peers.list.len())
-            .filter(|index| self.peers.is_up(*index) && was_thawed(index))
-            .collect();
-        let mut report = Report::new(self.dir.tenant(), Action::Pause);
+        let mut members = self.cast.peers.all();
+        members.retain(|index| {
+            let who = self.cast.peers.who(*index);
+            self.cast.peers.is_up(*index) && thawed.members.iter().any(|other| other.who == who)
+        });
+        let mut report = Report::new(&self.cast.tenant(), Action::Pause);
         self.freeze(&members, &mut report);
         for failure in report.not_deep {
             tracing::warn!(%failure, "paused, and not deep as before");
@@ -265,7 +260,7 @@ impl Session<'_> {
         self.make_each(Call::Unlock, &locked, phase, moved);
         let mut back = Vec::new();
         for index in members {
-            let who = self.peers.list[*index].who;
+            let who = self.cast.peers.who(*index);
             match self.expect_state(*index, ProcessState::Running, &unseen) {
                 Ok(()) => back.push(*index),
                 // Why is said already.
@@ -273,14 +268,16 @@ impl Session<'_> {
                 Err(error) => moved.failures.push(self.failure(*index, phase, &error)),
             }
         }
-        let told = self.phase_step(Phase::Thaw, &back, OnFailure::WaitForAll);
+        let told = self.take(Phase::Thaw, &back);
         for (index, report) in &told.done {
-            if let Some(info) = &mut self.peers.list[*index].info {
-                info.state = MemberState::Paused;
-            }
+            self.cast.peers.set_state(*index, MemberState::Paused);
             moved.of(*index).add(report.clone());
         }
         moved.failures.extend(told.into_failures());
+    }
+
+    fn take(&mut self, phase: Phase, members: &[usize]) -> StepResult<PhaseReport> {
+        self.cast.take(&self.round.question(phase), members, OnFailure::WaitForAll)
     }
 
     /// Makes one call about each of `members` at the same time, and waits for all, with a deadline.
@@ -347,7 +344,7 @@ impl Session<'_> {
 
     /// The id by which the driver is asked about a process. That of another pid namespace may be another process here.
     fn pid_here(&self, index: usize) -> Result<u32, CheckpointError> {
-        self.peers.list[index].pid_here.ok_or_else(|| CheckpointError::Unavailable {
+        self.cast.peers.pid_here(index).ok_or_else(|| CheckpointError::Unavailable {
             reason: "it has no id in this pid namespace: use a command in its container, or outside of both".to_owned(),
         })
     }
@@ -397,9 +394,8 @@ impl Session<'_> {
             | CheckpointError::Silent { .. }
             | CheckpointError::State { .. } => FailureKind::Driver,
         };
-        let who = self.peers.list[index].who;
-        let failure = Failure { kind, message: error.to_string() };
-        MemberFailure { who, step: Step::Phase(phase), failure }
+        let who = self.cast.peers.who(index);
+        MemberFailure::new(who, Step::Phase(phase), kind, error.to_string())
     }
 }
 

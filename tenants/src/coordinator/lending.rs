@@ -6,20 +6,17 @@
 //! hold none there; it is waited for for a moment, and then all run on and it begins again.
 
 use std::fmt::Write as _;
-use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
-use nix::poll::{PollFd, PollFlags};
-
+use super::cast::{Cast, OnFailure};
 use super::report::{MemberFailure, Step};
-use super::session::{Session, Stop};
-use super::steps::OnFailure;
+use super::session::Stop;
 use super::{Interrupt, Options, Trouble};
 use crate::identity::TenantName;
 use crate::references::Partner;
 use crate::run_dir::{NAMES_AGAIN_WITHIN, TenantDir, pause_thread};
-use crate::transport::poll_until;
-use crate::wire::{AskLent, Failure, FailureKind, Lending, Lent, Wanted};
+use crate::scope::Scope;
+use crate::wire::{AskLent, FailureKind, Lending, Lent, Wanted};
 
 /// How long a pause waits in all, where its options say nothing.
 const WAIT: Duration = Duration::from_secs(30);
@@ -66,42 +63,38 @@ impl Patience {
     }
 }
 
-impl Session<'_> {
+/// What some members of a tenant share with other processes.
+pub(super) struct Loans<'s, 'a> {
+    cast: &'s mut Cast<'a>,
+    /// The part of their memory that matters.
+    scope: &'s Scope,
+    members: &'s [usize],
+}
+
+impl<'s, 'a> Loans<'s, 'a> {
+    /// Of `members`, as far as `scope` goes. Nobody is asked yet.
+    pub(super) fn new(cast: &'s mut Cast<'a>, scope: &'s Scope, members: &'s [usize]) -> Self {
+        Self { cast, scope, members }
+    }
+
     /// Before anybody is stopped: waits for borrowers as long as this try may. Refuses when the time of all tries is over.
-    pub(super) fn wait_for_borrowers(
-        &mut self,
-        members: &[usize],
-        patience: Patience,
-    ) -> Result<(), Stop> {
-        let until = (Instant::now() + patience.look).min(patience.deadline);
-        let lent = self.look_for_borrowers(members, until)?;
-        if lent.is_empty() || !patience.is_over() {
-            return Ok(());
-        }
-        Err(Stop::Failed(lent))
+    pub(super) fn wait_while_all_run(&mut self, patience: Patience) -> Result<(), Stop> {
+        let lent = self.lent_at((Instant::now() + patience.look).min(patience.deadline))?;
+        if lent.is_empty() || !patience.is_over() { Ok(()) } else { Err(Stop::Failed(lent)) }
     }
 
     /// Behind shut gates, where nothing is lent any more: waits for borrowers for a moment.
-    pub(super) fn wait_behind_gates(
-        &mut self,
-        members: &[usize],
-        patience: Patience,
-    ) -> Result<(), Stop> {
-        let until = Instant::now() + patience.shut();
-        let lent = self.look_for_borrowers(members, until)?;
+    pub(super) fn wait_behind_gates(&mut self, patience: Patience) -> Result<(), Stop> {
+        let lent = self.lent_at(Instant::now() + patience.shut())?;
         if lent.is_empty() { Ok(()) } else { Err(Stop::Failed(lent)) }
     }
 
-    /// Who holds something at `until`; empty as soon as nobody does.
-    fn look_for_borrowers(
-        &mut self,
-        members: &[usize],
-        until: Instant,
-    ) -> Result<Vec<MemberFailure>, Stop> {
+    /// Who has lent memory still at `until`; empty as soon as nobody has.
+    fn lent_at(&mut self, until: Instant) -> Result<Vec<MemberFailure>, Stop> {
         let mut rest = REST_MIN;
         loop {
-            let lent = self.lent(members)?;
-            if self.is_called_off() {
+            let lent = self.lent()?;
+            if self.cast.is_called_off() {
                 return Err(Stop::CalledOff);
             }
             let left = until.saturating_duration_since(Instant::now());
@@ -115,66 +108,52 @@ impl Session<'_> {
 
     /// Waits for as long as `rest`, or until the pause is called off.
     fn rest(&self, rest: Duration) {
-        let raised = self.options.interrupt.as_ref();
-        let mut fds: Vec<_> = raised
-            .map(|raised| PollFd::new(raised.as_fd(), PollFlags::POLLIN))
-            .into_iter()
-            .collect();
-        if let Err(error) = poll_until(&mut fds, Instant::now() + rest) {
-            tracing::debug!(%error, "borrowers are asked again immediately");
+        match &self.cast.options.interrupt {
+            Some(interrupt) => interrupt.wait(rest),
+            None => pause_thread(rest),
         }
     }
 
-    /// One failure for each of `members` that has lent memory of this pause.
-    fn lent(&mut self, members: &[usize]) -> Result<Vec<MemberFailure>, Stop> {
-        let all = self.ask_lent(members).map_err(Stop::Failed)?;
-        let lenders = all.into_iter().filter(|(_, lending)| !lending.lent.is_empty());
-        Ok(lenders.map(|(index, lending)| self.is_lent(index, &lending.lent)).collect())
-    }
-
-    /// What each of `members` that names a family, as it said when it was greeted, shares with other tenants. The others
-    /// share nothing but with the one whose pause by tag this is.
-    fn ask_lent(&mut self, members: &[usize]) -> Result<Vec<(usize, Lending)>, Vec<MemberFailure>> {
-        let names_family = |index: &&usize| {
-            let info = self.peers.list[**index].info.as_ref();
-            info.is_some_and(|info| info.family.is_some() || !self.scope.is_about(info.id))
+    /// One failure for each member that has lent memory of this pause.
+    fn lent(&mut self) -> Result<Vec<MemberFailure>, Vec<MemberFailure>> {
+        let mut all = self.of_others()?;
+        all.retain(|(_, lending)| !lending.lent.is_empty());
+        let failure = |(index, lending): (usize, Lending)| {
+            let (who, message) = (self.cast.peers.who(index), held_by(&lending.lent));
+            MemberFailure::new(who, Step::Lending, FailureKind::Lent, message)
         };
-        let members: Vec<usize> = members.iter().filter(names_family).copied().collect();
-        self.ask_lending(&members)
+        Ok(all.into_iter().map(failure).collect())
     }
 
-    /// With whom `members` share memory.
-    pub(super) fn partners(
-        &mut self,
-        members: &[usize],
-    ) -> Result<Vec<Partner>, Vec<MemberFailure>> {
-        let all = self.ask_lending(members)?;
+    /// What each member that names a family, as it said when it was greeted, shares with other tenants. The others
+    /// share nothing but with the one whose pause by tag this is.
+    fn of_others(&mut self) -> Result<Vec<(usize, Lending)>, Vec<MemberFailure>> {
+        let mut members = self.members.to_vec();
+        members.retain(|index| {
+            let info = self.cast.peers.info(*index);
+            info.is_some_and(|info| info.family.is_some() || !self.scope.is_about(info.id))
+        });
+        self.ask(&members)
+    }
+
+    /// With whom the members share memory.
+    pub(super) fn partners(&mut self) -> Result<Vec<Partner>, Vec<MemberFailure>> {
+        let all = self.ask(self.members)?;
         Ok(all.into_iter().flat_map(|(_, lending)| lending.partners).collect())
     }
 
-    fn ask_lending(
-        &mut self,
-        members: &[usize],
-    ) -> Result<Vec<(usize, Lending)>, Vec<MemberFailure>> {
-        let timeout = self.options.contact_timeout;
+    fn ask(&mut self, members: &[usize]) -> Result<Vec<(usize, Lending)>, Vec<MemberFailure>> {
+        let timeout = self.cast.options.contact_timeout;
         let question = AskLent { scope: self.scope.clone() };
-        let result = self.step(&question, members, timeout, OnFailure::Stop);
-        if result.failures.is_empty() { Ok(result.done) } else { Err(result.into_failures()) }
+        self.cast.step(&question, members, timeout, OnFailure::Stop).of_all()
     }
 
-    /// The failure of a member that has lent what `lent` says.
-    pub(super) fn is_lent(&self, index: usize, lent: &[Lent]) -> MemberFailure {
-        let failure = Failure { kind: FailureKind::Lent, message: held_by(lent) };
-        MemberFailure { who: self.peers.list[index].who, step: Step::Lending, failure }
-    }
-
-    /// What `members`, which are paused, have open of tenant `lender`.
+    /// What the members, which are paused, have open of tenant `lender`.
     pub(super) fn wanted_of(
         &mut self,
-        members: &[usize],
         lender: &TenantName,
     ) -> Result<Vec<MemberFailure>, Vec<MemberFailure>> {
-        let all = self.ask_lent(members)?;
+        let all = self.of_others()?;
         let mut failures = Vec::new();
         for (index, lending) in all {
             let of_lender = |wanted: &&Wanted| wanted.tenant == lender.as_str();
@@ -189,9 +168,8 @@ impl Session<'_> {
                      resume this tenant while '{lender}' runs, and have it let them go first ({})",
                     way_to_let_go(true, true)
                 );
-                let failure = Failure { kind: FailureKind::LenderAway, message };
-                let who = self.peers.list[index].who;
-                failures.push(MemberFailure { who, step: Step::Lending, failure });
+                let (who, kind) = (self.cast.peers.who(index), FailureKind::LenderAway);
+                failures.push(MemberFailure::new(who, Step::Lending, kind, message));
             }
         }
         Ok(failures)

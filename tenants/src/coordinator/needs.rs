@@ -8,11 +8,10 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use vmm_pool::ClassBytes;
 
+use super::cast::{Cast, Everybody, OnFailure, StepResult};
 use super::conversation::{Inquiry, Next, Wait};
-use super::peers::{Everybody, Peers, gone};
-use super::report::{MemberFailure, Report, Step, TenantStats};
-use super::session::Session;
-use super::steps::{OnFailure, StepResult};
+use super::peers::{Peers, gone};
+use super::report::{MemberFailure, Step, TenantStats};
 use super::{Coordinator, Options, Trouble, budgets};
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
@@ -21,8 +20,8 @@ use crate::size::Size;
 use crate::time::millis;
 use crate::transport::is_stopped;
 use crate::wire::{
-    DeviceDelta, Failure, FailureKind, Idleness, LookIdle, MemberState, MemberStats, Needed, Needs,
-    Phase, Stats,
+    DeviceDelta, FailureKind, Idleness, LookIdle, MemberState, MemberStats, Needed, Needs, Phase,
+    Stats,
 };
 
 /// How long members may take to say what a resume needs, when nothing else is said.
@@ -81,73 +80,63 @@ impl Coordinator {
     }
 }
 
-impl Session<'_> {
-    /// Refuses when the devices cannot hold the members.
-    pub(super) fn look(&mut self, members: &[usize]) -> Result<(), Vec<MemberFailure>> {
-        let short = short_devices(&self.needs(members));
-        let (Some(shortage), Some(&index)) = (short.first(), members.first()) else {
-            return Ok(());
-        };
-        let missing_bytes = shortage.missing_bytes();
-        let kind = FailureKind::OutOfDeviceMemory { missing_bytes };
-        let failure = Failure { kind, message: "its tenant does not fit".to_owned() };
-        let step = Step::Phase(Phase::Create);
-        Err(vec![MemberFailure { who: self.peers.list[index].who, step, failure }])
-    }
+/// Refuses when the devices cannot hold `members`.
+pub(super) fn refuse_shortage(
+    cast: &mut Cast<'_>,
+    scope: &Scope,
+    members: &[usize],
+) -> Result<(), Vec<MemberFailure>> {
+    let short = short_devices(&needs(cast, scope, members));
+    let (Some(shortage), Some(&index)) = (short.first(), members.first()) else {
+        return Ok(());
+    };
+    let kind = FailureKind::OutOfDeviceMemory { missing_bytes: shortage.missing_bytes() };
+    let (who, step) = (cast.peers.who(index), Step::Phase(Phase::Create));
+    Err(vec![MemberFailure::new(who, step, kind, "its tenant does not fit")])
+}
 
-    /// What `members` need to be resumed and what is free, as far as they answer.
-    pub(super) fn needs(&mut self, members: &[usize]) -> Vec<DeviceDelta> {
-        self.ask_needs(members).done.into_iter().flat_map(|(_, needed)| needed.devices).collect()
-    }
+/// What `members` need to be resumed and what is free, as far as they answer.
+pub(super) fn needs(cast: &mut Cast<'_>, scope: &Scope, members: &[usize]) -> Vec<DeviceDelta> {
+    let said = ask_needs(cast, scope, members).done;
+    said.into_iter().flat_map(|(_, needed)| needed.devices).collect()
+}
 
-    fn ask_needs(&mut self, members: &[usize]) -> StepResult<Needed> {
-        let timeout = self.options.timeout.unwrap_or(NEEDS_TIMEOUT);
-        let question =
-            Needs { scope: self.scope.clone(), timeout_ms: millis(timeout), all_devices: false };
-        self.step(&question, members, timeout, OnFailure::WaitForAll)
-    }
+fn ask_needs(cast: &mut Cast<'_>, scope: &Scope, members: &[usize]) -> StepResult<Needed> {
+    let timeout = cast.options.timeout.unwrap_or(NEEDS_TIMEOUT);
+    let question = Needs { scope: scope.clone(), timeout_ms: millis(timeout), all_devices: false };
+    cast.step(&question, members, timeout, OnFailure::WaitForAll)
+}
 
-    /// What each of `members` needs to be resumed, in their order.
-    pub(super) fn needs_of_each(
-        &mut self,
-        members: &[usize],
-    ) -> Result<Vec<Needed>, Vec<MemberFailure>> {
-        let mut result = self.ask_needs(members);
-        if !result.failures.is_empty() {
-            return Err(result.into_failures());
-        }
-        result.done.sort_by_key(|(index, _)| members.iter().position(|member| member == index));
-        Ok(result.done.into_iter().map(|(_, needed)| needed).collect())
-    }
+/// What each of `members` needs to be resumed, in their order.
+pub(super) fn needs_of_each(
+    cast: &mut Cast<'_>,
+    scope: &Scope,
+    members: &[usize],
+) -> Result<Vec<Needed>, Vec<MemberFailure>> {
+    let mut all = ask_needs(cast, scope, members).of_all()?;
+    all.sort_by_key(|(index, _)| members.iter().position(|member| member == index));
+    Ok(all.into_iter().map(|(_, needed)| needed).collect())
+}
 
-    /// What a pause of `members` would give back about now, by device, as far as they answer.
-    pub(super) fn resident_bytes(&mut self, members: &[usize]) -> BTreeMap<String, u64> {
-        let timeout = self.options.contact_timeout;
-        let result = self.step(&Stats, members, timeout, OnFailure::WaitForAll);
-        let leaves = |class: &&ClassBytes| match &self.scope {
-            Scope::Whole => true,
-            Scope::Tags { tags, .. } => tags.to_pause().has(&class.tag),
-        };
-        let mut bytes = BTreeMap::new();
-        for device in result.done.iter().flat_map(|(_, stats)| &stats.pool.devices) {
-            let classes = device.classes.iter().filter(leaves);
-            let leaving =
-                classes.map(|class| class.resident_bytes.saturating_sub(class.pinned_bytes));
-            *bytes.entry(device.uuid.clone()).or_insert(0_u64) += leaving.sum::<u64>();
-        }
-        bytes
+/// What a pause of `members` would give back about now, by device, as far as they answer.
+pub(super) fn resident_bytes(
+    cast: &mut Cast<'_>,
+    scope: &Scope,
+    members: &[usize],
+) -> BTreeMap<String, u64> {
+    let timeout = cast.options.contact_timeout;
+    let result = cast.step(&Stats, members, timeout, OnFailure::WaitForAll);
+    let leaves = |class: &&ClassBytes| match scope {
+        Scope::Whole => true,
+        Scope::Tags { tags, .. } => tags.to_pause().has(&class.tag),
+    };
+    let mut bytes = BTreeMap::new();
+    for device in result.done.iter().flat_map(|(_, stats)| &stats.pool.devices) {
+        let classes = device.classes.iter().filter(leaves);
+        let leaving = classes.map(|class| class.resident_bytes.saturating_sub(class.pinned_bytes));
+        *bytes.entry(device.uuid.clone()).or_insert(0_u64) += leaving.sum::<u64>();
     }
-
-    /// What each of `members` said of its devices in the last phase of `report`, in their order.
-    pub(super) fn last_said(&self, report: &Report, members: &[usize]) -> Vec<Vec<DeviceDelta>> {
-        let said = report.phases.last().map_or(&[][..], |phase| &phase.members);
-        let of = |index: &usize| {
-            let who = self.peers.list[*index].who;
-            let found = said.iter().find(|member| member.who == who);
-            found.map(|member| member.report.devices.clone()).unwrap_or_default()
-        };
-        members.iter().map(of).collect()
-    }
+    bytes
 }
 
 // Devices that are too full.
@@ -328,7 +317,7 @@ impl Holdings {
         let mut each: Vec<&mut Peers> = peers.iter_mut().collect();
         Peers::gather(&mut each, Wait::Others, None, |each, position, answer| {
             let index = answer.peer;
-            let who = each[position].list[index].who;
+            let who = each[position].who(index);
             let is_overdue = each[position].is_overdue(index);
             found[position].is_silent |= is_overdue;
             found[position].is_overdue |= is_overdue;
@@ -378,8 +367,8 @@ impl Coordinator {
             budgets: budgets::of_dir(&dir)?,
             failures,
         };
-        for index in 0..peers.list.len() {
-            let who = peers.list[index].who;
+        for index in peers.all() {
+            let who = peers.who(index);
             if let Some(pid) = who.pid.filter(|pid| is_stopped(*pid)) {
                 is_silent = true;
                 let message = format!("it is stopped (SIGSTOP): `kill -CONT {pid}` continues it");

@@ -9,7 +9,8 @@ use vmm_pool::Schedule;
 use super::Options;
 use super::exchange::{Exchange, Move};
 use super::peers::{Answer, Peers};
-use super::report::{Event, MemberFailure, PhaseSummary, Report, StageSummary, Step};
+use super::report::{Event, MemberFailure, StageSummary, Step};
+use super::round::Round;
 use super::session::{Session, Stop};
 use crate::phase::Told;
 use crate::time::{micros, millis};
@@ -18,12 +19,9 @@ use crate::wire::{Phase, PhaseReport, TakePhase, Window};
 /// What a stage, or a step of spilling, may take at least, in bytes a second: disks are that slow.
 pub(super) const SLOWEST_BYTES_PER_SECOND: u64 = 128 << 20;
 
-/// One of the two tenants, with those of its processes that take part.
-pub(super) struct Side<'s, 'a> {
-    pub(super) session: &'s mut Session<'a>,
-    /// Their indices in the session. The exchange counts them from 0.
-    pub(super) members: Vec<usize>,
-    pub(super) report: Report,
+/// One of the two tenants. The exchange counts its processes that take part from 0.
+struct Side<'s, 'a> {
+    session: &'s mut Session<'a>,
     tallies: BTreeMap<Phase, Tally>,
 }
 
@@ -35,43 +33,40 @@ struct Tally {
 }
 
 impl<'s, 'a> Side<'s, 'a> {
-    /// Nothing is asked of `members` yet.
-    pub(super) fn new(session: &'s mut Session<'a>, members: Vec<usize>, report: Report) -> Self {
-        Self { session, members, report, tallies: BTreeMap::new() }
+    /// Nothing is asked of its members yet.
+    fn new(session: &'s mut Session<'a>) -> Self {
+        Self { session, tallies: BTreeMap::new() }
     }
 
     /// `bytes` is what moves in all, of both tenants.
     fn send(&mut self, member: usize, order: &Ordered, bytes: u64) -> Result<(), MemberFailure> {
-        let index = self.members[member];
+        let index = self.session.members[member];
         let phase = order.phase;
-        let timeout = timeout_of(self.session.options, order, bytes);
+        let timeout = timeout_of(self.session.cast.options, order, bytes);
         let now = Instant::now();
         if let Entry::Vacant(vacant) = self.tallies.entry(phase) {
             vacant.insert(Tally { began: now, ended: now, done: BTreeMap::new() });
-            (self.session.progress)(Event::StepStarted {
-                tenant: self.session.dir.tenant(),
-                step: Step::Phase(phase),
-                members: self.members.len(),
-            });
+            let members = self.session.members.len();
+            self.session.cast.tell_of_start(Step::Phase(phase), members);
         }
-        let question = order.question(self.session, timeout);
-        self.session.peers.ask(index, &question, timeout.answer)
+        let question = order.question(&self.session.round, timeout);
+        self.session.cast.peers.ask(index, &question, timeout.answer)
     }
 
     /// What came of an order, and by which member.
     fn take(&mut self, answer: Answer, started: Instant) -> Option<Taken> {
         let Step::Phase(phase) = answer.step else { return None };
-        let member = self.members.iter().position(|index| *index == answer.peer)?;
+        let member = self.session.members.iter().position(|index| *index == answer.peer)?;
         let index = answer.peer;
         let question = Ordered { phase, window: None, rest: Schedule::default() };
-        let question = question.question(self.session, Timeout::default());
+        let question = question.question(&self.session.round, Timeout::default());
         let result = answer.to(&question);
         let now = Instant::now();
         if let (Ok(report), Some(tally)) = (&result, self.tallies.get_mut(&phase)) {
             tally.ended = now;
-            let who = self.session.peers.list[index].who;
+            let who = self.session.cast.peers.who(index);
             let ended_us = micros(now - started);
-            self.report.stages.push(StageSummary {
+            self.session.report.stages.push(StageSummary {
                 phase,
                 who,
                 began_us: ended_us.saturating_sub(report.elapsed_us),
@@ -80,23 +75,20 @@ impl<'s, 'a> Side<'s, 'a> {
                 copied_bytes: report.stage.as_ref().map_or(0, |stage| stage.copied_bytes),
             });
             tally.done.entry(index).or_default().add(report.clone());
-            (self.session.progress)(Event::MemberDone { who, step: Step::Phase(phase) });
+            self.session.cast.tell(Event::MemberDone { who, step: Step::Phase(phase) });
         }
         Some(Taken { member, phase, result })
     }
 
     /// Adds what was done by stages to the report, in the order of the phases.
     fn account(&mut self) {
-        self.report.stages.retain(|stage| stage.phase != Phase::Verify);
+        self.session.report.stages.retain(|stage| stage.phase != Phase::Verify);
         for (phase, tally) in std::mem::take(&mut self.tallies) {
             let Tally { began, ended, done } = tally;
             let done: Vec<_> = done.into_iter().collect();
-            let summary: PhaseSummary = self.session.summary(phase, ended - began, done);
-            self.report.add(summary);
-            (self.session.progress)(Event::StepDone {
-                step: Step::Phase(phase),
-                elapsed: ended - began,
-            });
+            let elapsed = ended - began;
+            self.session.report.add(self.session.cast.summary(phase, elapsed, done));
+            self.session.cast.tell(Event::StepDone { step: Step::Phase(phase), elapsed });
         }
     }
 }
@@ -134,15 +126,10 @@ impl Ordered {
         }
     }
 
-    fn question(&self, session: &Session<'_>, timeout: Timeout) -> TakePhase {
+    fn question(&self, round: &Round<'_>, timeout: Timeout) -> TakePhase {
         let window = self.window.clone();
-        let told = Told { window, rest: self.rest, ..session.told() };
-        TakePhase {
-            round: session.round(),
-            alone: session.acts_alone(),
-            order: self.phase.order(&told),
-            timeout_ms: millis(timeout.silence),
-        }
+        let told = Told { window, rest: self.rest, ..round.told() };
+        round.order(self.phase.order(&told), millis(timeout.silence))
     }
 }
 
@@ -153,14 +140,16 @@ pub(super) type Hindrance = Option<Stop>;
 /// meanwhile; the rest of that is left to do. Times are counted from `started`. When something is in the way of those who
 /// come, nothing more is asked of them, and the others leave without stages.
 pub(super) fn exchange(
-    leaving: &mut Side<'_, '_>,
-    coming: &mut Side<'_, '_>,
+    leaving: &mut Session<'_>,
+    coming: &mut Session<'_>,
     mut plan: Exchange,
     started: Instant,
 ) -> Hindrance {
+    let (mut leaving, mut coming) = (Side::new(leaving), Side::new(coming));
+    let (leaving, coming) = (&mut leaving, &mut coming);
     let mut hindrance: Hindrance = None;
     // All that moves takes so long at the slowest, and as long again for one that does it in small parts.
-    let usual = leaving.session.options.phase_timeout(Phase::Release);
+    let usual = leaving.session.cast.options.phase_timeout(Phase::Release);
     let usual = usual.max(Phase::Release.timeout()) + moving_time(plan.total_bytes());
     let until = Instant::now() + 2 * usual;
     loop {
@@ -177,10 +166,10 @@ pub(super) fn exchange(
             break;
         }
         let interrupt = match hindrance {
-            None => coming.session.options.interrupt.as_ref(),
+            None => coming.session.cast.options.interrupt.as_ref(),
             Some(_) => None,
         };
-        let mut both = [&mut leaving.session.peers, &mut coming.session.peers];
+        let mut both = [&mut leaving.session.cast.peers, &mut coming.session.cast.peers];
         match Peers::next_of(&mut both, interrupt) {
             Some((0, answer)) => {
                 if let Some(taken) = leaving.take(answer, started) {
@@ -198,13 +187,13 @@ pub(super) fn exchange(
                     }
                 }
             }
-            None if hindrance.is_none() && coming.session.is_called_off() => {
+            None if hindrance.is_none() && coming.session.cast.is_called_off() => {
                 hindrance = Some(Stop::CalledOff);
             }
             // Nobody owes anything, and still something is missing: an answer was none to the question.
             None => {
                 tracing::error!("a swap came to a halt");
-                for member in 0..leaving.members.len() {
+                for member in 0..leaving.session.members.len() {
                     plan.left_for_good(member);
                 }
                 if hindrance.is_none() {
@@ -271,7 +260,7 @@ fn has_left(leaving: &mut Side<'_, '_>, plan: &mut Exchange, taken: Taken) {
             if !plan.owes_all_alone(member) && is_refused(leaving, member) =>
         {
             let note = format!("a stage was not released at first: {failure}");
-            leaving.report.notes.push(note);
+            leaving.session.report.notes.push(note);
             plan.stage_failed(member);
         }
         (_, Ok(_)) => {}
@@ -281,15 +270,15 @@ fn has_left(leaving: &mut Side<'_, '_>, plan: &mut Exchange, taken: Taken) {
 
 /// Does this member live, and answer?
 fn is_refused(side: &Side<'_, '_>, member: usize) -> bool {
-    let index = side.members[member];
-    side.session.peers.is_up(index) && !side.session.peers.is_overdue(index)
+    let (index, peers) = (side.session.members[member], &side.session.cast.peers);
+    peers.is_up(index) && !peers.is_overdue(index)
 }
 
 /// Nothing is asked of this member any more.
 fn lose(leaving: &mut Side<'_, '_>, plan: &mut Exchange, member: usize, failure: MemberFailure) {
     if !plan.has_left_for_good(member) {
         plan.left_for_good(member);
-        leaving.report.losses.push(failure);
+        leaving.session.report.losses.push(failure);
     }
 }
 

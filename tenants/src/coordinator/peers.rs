@@ -3,20 +3,22 @@
 //! Answers come in the order of the questions on each connection, so a question may be sent while an
 //! earlier one is unanswered: each connection keeps the queue of what it owes. One poll waits for all.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags};
 use nix::unistd::geteuid;
 
+use super::Interrupt;
 use super::conversation::{Inquiry, Next};
 pub(super) use super::report::Question;
 use super::report::{MemberFailure, Step, Who};
-use super::{Interrupt, Trouble};
-use crate::run_dir::{MemberSocket, TenantDir};
-use crate::transport::{Connection, Process, TransportError, poll_until, user_of};
-use crate::wire::{Failure, FailureKind, Hello, MemberInfo, Reply};
+use crate::identity::MemberId;
+use crate::run_dir::{MemberSocket, RunDirError, TenantDir};
+use crate::scope::TagNames;
+use crate::transport::{Connection, Process, TransportError, has_ended, poll_until, user_of};
+use crate::wire::{FailureKind, MemberInfo, MemberState, Reply};
 
 /// Requests are a few bytes; a peer that cannot take one for this long does not read its socket at all.
 const SEND_TIMEOUT: Duration = Duration::from_secs(1);
@@ -27,10 +29,10 @@ const END_TIMEOUT: Duration = Duration::from_millis(500);
 /// One member, connected until it is lost.
 #[derive(Debug)]
 pub(super) struct Peer {
-    pub(super) who: Who,
+    who: Who,
     /// Its id in the pid namespace of this process, if it has one there. `who` may have that of its own namespace.
-    pub(super) pid_here: Option<u32>,
-    pub(super) info: Option<MemberInfo>,
+    pid_here: Option<u32>,
+    info: Option<MemberInfo>,
     /// Its connection does not always tell of its end: a child that it forked may hold that open.
     process: Process,
     link: Link,
@@ -99,11 +101,8 @@ impl Answer {
 
 /// The failure of a member that answered another question than the one it was asked.
 fn another_answer(who: Who, step: Step) -> MemberFailure {
-    let failure = Failure {
-        kind: FailureKind::Unknown,
-        message: "its answer does not fit the question".to_owned(),
-    };
-    MemberFailure { who, step, failure }
+    let message = "its answer does not fit the question";
+    MemberFailure::new(who, step, FailureKind::Unknown, message)
 }
 
 /// Whether the process behind a socket is there.
@@ -135,80 +134,112 @@ pub(super) fn reach(socket: &MemberSocket, deadline: Instant) -> Result<Reached,
 /// All members of one operation.
 #[derive(Debug, Default)]
 pub(super) struct Peers {
-    pub(super) list: Vec<Peer>,
+    list: Vec<Peer>,
     /// Processes that had ended, whose sockets were removed.
-    pub(super) dead: usize,
+    dead: usize,
     /// Who has something for us. One too many is no harm, and one that is missing is found by the next look.
     ready: VecDeque<usize>,
 }
 
-/// All processes of a tenant, for a question that does not need all of them.
-#[derive(Debug, Default)]
-pub(super) struct Everybody {
-    /// Those that are there.
-    pub(super) peers: Peers,
-    /// Those that could not be reached.
-    pub(super) failures: Vec<MemberFailure>,
-}
-
-impl Everybody {
-    /// Connects to every process of the tenant that lives, and removes the sockets of the dead. Those that cannot be
-    /// reached have failed in `step`.
-    ///
-    /// # Errors
-    /// [`Trouble::NoProcess`], [`Trouble::RunDir`].
-    pub(super) fn connect(dir: &TenantDir, step: Step, deadline: Instant) -> Result<Self, Trouble> {
-        let mut all = Self::default();
-        for socket in dir.members()? {
-            match reach(&socket, deadline) {
-                Ok(Reached::Peer(peer)) => all.peers.list.push(*peer),
-                Ok(Reached::Dead) => {
-                    dir.remove_socket(&socket)?;
-                    all.peers.dead += 1;
-                }
-                Err(error) => {
-                    let who = Who { pid: None, member: socket.id };
-                    all.failures.push(gone(who, step, with_source(&error)));
-                }
+impl Peers {
+    /// Adds the process behind `socket`, or removes the socket of one that is dead.
+    pub(super) fn add(
+        &mut self,
+        dir: &TenantDir,
+        socket: &MemberSocket,
+        reached: Reached,
+    ) -> Result<(), RunDirError> {
+        match reached {
+            Reached::Peer(peer) => self.list.push(*peer),
+            Reached::Dead => {
+                dir.remove_socket(socket)?;
+                self.dead += 1;
             }
         }
-        if all.peers.list.is_empty() && all.failures.is_empty() {
-            let (tenant, dead) = (dir.tenant().clone(), all.peers.dead);
-            return Err(Trouble::NoProcess { tenant, dead });
-        }
-        Ok(all)
+        Ok(())
     }
 
-    /// The same, and asks each who it is. Those that do not say within `timeout`, or until `interrupt` is raised, have failed.
-    ///
-    /// # Errors
-    /// As [`Everybody::connect`].
-    pub(super) fn greeted(
-        dir: &TenantDir,
-        timeout: Duration,
-        interrupt: Option<&Interrupt>,
-    ) -> Result<Self, Trouble> {
-        let Self { mut peers, mut failures } =
-            Self::connect(dir, Step::Hello, Instant::now() + timeout)?;
-        let members = peers.all();
-        peers.converse(&members, Inquiry::of(Hello, timeout, interrupt), |peers, index, said| {
-            failures.extend(said.and_then(|info| peers.introduce(index, info)).err());
-            Next::Done
-        });
-        Ok(Self { peers, failures })
-    }
-}
-
-impl Peers {
     /// The indexes of all members.
     pub(super) fn all(&self) -> Vec<usize> {
         (0..self.list.len()).collect()
     }
 
+    /// How many processes had ended before they were spoken to.
+    pub(super) fn dead(&self) -> usize {
+        self.dead
+    }
+
+    pub(super) fn who(&self, index: usize) -> Who {
+        self.list[index].who
+    }
+
+    /// The names of all members.
+    pub(super) fn names(&self) -> BTreeSet<MemberId> {
+        self.list.iter().map(|peer| peer.who.member).collect()
+    }
+
+    /// What a member has said of itself.
+    pub(super) fn info(&self, index: usize) -> Option<&MemberInfo> {
+        self.list[index].info.as_ref()
+    }
+
+    /// What all members have said of themselves.
+    pub(super) fn infos(&self) -> impl Iterator<Item = &MemberInfo> {
+        self.list.iter().filter_map(|peer| peer.info.as_ref())
+    }
+
+    /// The id of a member's process in the pid namespace of this process.
+    pub(super) fn pid_here(&self, index: usize) -> Option<u32> {
+        self.list[index].pid_here
+    }
+
+    /// As if the process of this member were in another pid namespace.
+    #[cfg(test)]
+    pub(super) fn move_out_of_sight(&mut self, index: usize) {
+        self.list[index].pid_here = None;
+    }
+
+    /// The indexes of the members of which `is_meant` is true.
+    pub(super) fn those(&self, is_meant: impl Fn(&MemberInfo) -> bool) -> Vec<usize> {
+        let mut all = self.all();
+        all.retain(|index| self.info(*index).is_some_and(&is_meant));
+        all
+    }
+
     /// The indexes of the members that have said who they are.
     pub(super) fn greeted(&self) -> Vec<usize> {
-        let greeted = self.list.iter().enumerate().filter(|(_, peer)| peer.info.is_some());
-        greeted.map(|(index, _)| index).collect()
+        self.those(|_| true)
+    }
+
+    /// The members that stand still in a pause by tag.
+    pub(super) fn standing(&self) -> Vec<usize> {
+        self.those(|info| info.stands_without.is_some())
+    }
+
+    /// The tags of a pause by tag in which members stand still.
+    pub(super) fn stands_without(&self) -> Option<TagNames> {
+        self.infos().find_map(|info| info.stands_without.clone())
+    }
+
+    pub(super) fn state(&self, index: usize) -> Option<MemberState> {
+        self.info(index).map(|info| info.state)
+    }
+
+    /// A step has brought this member to `state`.
+    pub(super) fn set_state(&mut self, index: usize, state: MemberState) {
+        if let Some(info) = &mut self.list[index].info {
+            info.state = state;
+        }
+    }
+
+    /// Does this member run, so that what comes back to it comes by tag?
+    pub(super) fn runs(&self, index: usize) -> bool {
+        self.state(index) == Some(MemberState::Active)
+    }
+
+    /// Forgets the members that have not said who they are.
+    pub(super) fn drop_nameless(&mut self) {
+        self.list.retain(|peer| peer.info.is_some());
     }
 
     /// Tells those of `members` that can be told something that changes nothing more, and waits for their answers.
@@ -391,14 +422,11 @@ impl Peers {
         matches!(self.list[index].link, Link::Up { .. })
     }
 
-    /// Has this member's process ended, or closed its end?
-    pub(super) fn has_hung_up(&self, index: usize) -> bool {
-        matches!(self.list[index].link, Link::HungUp)
-    }
-
-    /// Is this member's process known to have ended?
-    pub(super) fn process_has_ended(&self, index: usize) -> bool {
-        self.list[index].process.has_ended()
+    /// Has this member's process ended? That it hung up does not say so.
+    pub(super) fn is_dead(&self, index: usize, dir: &TenantDir) -> bool {
+        let Peer { who, process, link, .. } = &self.list[index];
+        let is_left = || dir.socket_path(who.member).is_ok_and(|path| has_ended(&path));
+        process.has_ended() || (matches!(link, Link::HungUp) && is_left())
     }
 
     /// Forgets the members that have ended.
@@ -551,8 +579,7 @@ fn waiting_fds(peer: &Peer) -> impl Iterator<Item = PollFd<'_>> {
 
 /// The failure of a member that does not answer for itself.
 pub(super) fn gone(who: Who, step: Step, message: String) -> MemberFailure {
-    let failure = Failure { kind: FailureKind::PeerGone, message };
-    MemberFailure { who, step, failure }
+    MemberFailure::new(who, step, FailureKind::PeerGone, message)
 }
 
 /// An error and its cause in one line: failures of members travel as text.

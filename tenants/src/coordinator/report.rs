@@ -13,8 +13,8 @@ use crate::phase::Stage;
 use crate::size::Size;
 use crate::stepping::Activity;
 use crate::wire::{
-    Action, Ask, AskLent, AwaitConsent, Count, Drain, Failure, GiveUp, Hello, Hold, HostStep,
-    LookIdle, MemberStats, Needs, Phase, PhaseReport, SaveStep, SpillStep, Stats, StepOn,
+    Action, Ask, AskLent, AwaitConsent, Count, Drain, Failure, FailureKind, GiveUp, Hello, Hold,
+    HostStep, LookIdle, MemberStats, Needs, Phase, PhaseReport, SaveStep, SpillStep, Stats, StepOn,
     TakePhase,
 };
 
@@ -106,6 +106,12 @@ pub struct MemberFailure {
     pub step: Step,
     /// Why.
     pub failure: Failure,
+}
+
+impl MemberFailure {
+    pub(super) fn new(who: Who, step: Step, kind: FailureKind, message: impl Into<String>) -> Self {
+        Self { who, step, failure: Failure { kind, message: message.into() } }
+    }
 }
 
 impl fmt::Display for MemberFailure {
@@ -201,6 +207,21 @@ impl Outcome {
             Self::Completed(report) => &report.stays,
             Self::AlreadyPaused { stays } => stays,
             Self::AlreadyActive => &[],
+        }
+    }
+
+    /// Adds to the notes of an account.
+    pub(super) fn note(&mut self, notes: Vec<String>) {
+        if let Self::Completed(report) = self {
+            report.notes.extend(notes);
+        }
+    }
+
+    /// The processes that were lost.
+    pub(super) fn into_losses(self) -> Vec<MemberFailure> {
+        match self {
+            Self::Completed(report) => report.losses,
+            Self::AlreadyPaused { .. } | Self::AlreadyActive => Vec::new(),
         }
     }
 

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
+use super::cast::Everybody;
 use super::conversation::{Inquiry, Next};
-use super::peers::{Everybody, Peers};
+use super::peers::Peers;
 use super::report::{MemberFailure, Who};
 use super::{Coordinator, Trouble};
 use crate::run_dir::{RunDirError, TenantDir, trusted_path};
@@ -156,7 +157,7 @@ impl Coordinator {
         let (timeout, interrupt) = (self.options.contact_timeout, self.options.interrupt.as_ref());
         let Everybody { peers, failures } = Everybody::greeted(tenant_dir, timeout, interrupt)?;
         self.refuse_called_off()?;
-        Ok(Save { ended: peers.dead, peers, failures, ..Save::default() })
+        Ok(Save { ended: peers.dead(), peers, failures, ..Save::default() })
     }
 
     /// Asks every process what it has, and looks whether all of it fits.
@@ -176,7 +177,7 @@ impl Coordinator {
             Next::Done
         });
         self.refuse_called_off()?;
-        save.writers.sort_by_key(|writer| save.peers.list[writer.peer].who.pid);
+        save.writers.sort_by_key(|writer| save.peers.who(writer.peer).pid);
         let needed_bytes = save.writers.iter().map(|writer| writer.account.saved_bytes).sum();
         let free_bytes = target.free_bytes()?;
         if free_bytes < needed_bytes {
@@ -221,7 +222,7 @@ impl Coordinator {
         save.writers.retain(|writer| writer.map.is_some());
         // One that was late for an answer may have come to its end all the same.
         let Save { peers, writers, failures, .. } = save;
-        let has_written = |who: Who| writers.iter().any(|w| peers.list[w.peer].who == who);
+        let has_written = |who: Who| writers.iter().any(|w| peers.who(w.peer) == who);
         failures.retain(|failure| !has_written(failure.who));
         Ok(())
     }
@@ -240,7 +241,7 @@ impl Coordinator {
     }
 
     fn map_of(&self, save: &Save) -> TenantMap {
-        let info_of = |index: usize| save.peers.list[index].info.as_ref();
+        let info_of = |index: usize| save.peers.info(index);
         let processes = save.writers.iter().filter_map(|writer| {
             Some(SavedProcess {
                 process: info_of(writer.peer)?.into(),
@@ -273,7 +274,7 @@ impl Coordinator {
 /// The progress of every writer.
 fn states(peers: &Peers, writers: &[Writer]) -> Vec<SaveState> {
     let state = |writer: &Writer| SaveState {
-        who: peers.list[writer.peer].who,
+        who: peers.who(writer.peer),
         total_bytes: writer.account.saved_bytes,
         written_bytes: writer.written_bytes,
     };

@@ -1,49 +1,44 @@
-//! One pause or resume, from the greeting to the account.
+//! One leg of a transaction: the pause or resume of one tenant, from the greeting to the account.
+//!
+//! What a coordinator that has ended left half done is settled before. When a pause or resume ends before its point of no
+//! return, all members go back, and the error says why.
 
-use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use super::agreement::Agreed;
-use super::lending::Patience;
-use super::peers::{Peers, Reached, reach};
-use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Question, Report, Step};
-use super::steps::{OnFailure, StepResult};
-use super::trouble::silence;
-use super::{Depth, Interrupt, Options, TakesPart, Trouble};
+use super::cast::{Cast, OnFailure};
+use super::conversation::Wait;
+use super::cutting::Ranks;
+use super::freezing::Freezer;
+use super::lending::{Loans, Patience};
+use super::needs::{needs, refuse_shortage, short_devices};
+use super::peers::{Peers, Question};
+use super::report::{Event, MemberFailure, Outcome, Report, Step};
+use super::round::Round;
+use super::stepping::Gated;
+use super::{Options, Trouble};
 use crate::host_memory::HostShortage;
-use crate::identity::TenantName;
 use crate::phase::Stage;
-use crate::run_dir::{CoordinatorLock, MemberSocket, RunDirError, TenantDir};
+use crate::run_dir::{CoordinatorLock, RunDirError, TenantDir};
 use crate::scope::Scope;
 use crate::time::{micros, millis};
-use crate::transport::has_ended;
-use crate::wire::{Action, AwaitConsent, Drain, FailureKind, Hello, Phase, PhaseReport, TakePhase};
+use crate::wire::{Action, AwaitConsent, Drain, FailureKind, GiveUp, Phase, PhaseReport};
 
-/// The legs of a transaction: one tenant leaves, or comes, or both at the same time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Legs {
-    One,
-    Both,
-}
+/// How long a member may take to hear that what it waits for will not happen.
+const TELL_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The connections to a tenant's members while its lock is held.
+/// A tenant's pause or resume, while its lock is held.
 pub(super) struct Session<'a> {
-    pub(super) dir: &'a TenantDir,
+    pub(super) cast: Cast<'a>,
+    pub(super) round: Round<'a>,
+    pub(super) report: Report,
+    /// Those that take part, by their indices; none if there is nothing to be done.
+    pub(super) members: Vec<usize>,
     lock: &'a CoordinatorLock,
-    pub(super) options: &'a Options,
-    pub(super) progress: &'a mut dyn FnMut(Event<'_>),
-    pub(super) peers: Peers,
-    /// What is to be done.
-    pub(super) action: Action,
+    /// One sentence for each communicator that some ranks of are in no live process of the tenant.
+    absent: Vec<String>,
     /// When the first process was spoken to.
-    pub(super) began: Instant,
-    /// Tells this pause or resume from others.
-    round: u64,
-    /// Which memory it is about.
-    pub(super) scope: Scope,
-    /// Do all processes stand still while a pause by tag lasts?
-    pub(super) stands: bool,
+    began: Instant,
 }
 
 /// Why an action ends before its point of no return.
@@ -66,7 +61,7 @@ impl From<Vec<MemberFailure>> for Stop {
 
 impl Stop {
     /// Who has failed.
-    pub(super) fn failures(&self) -> Vec<MemberFailure> {
+    fn failures(&self) -> Vec<MemberFailure> {
         match self {
             Self::Failed(failures) => failures.clone(),
             Self::HostShort(_, failure) => vec![failure.clone()],
@@ -74,7 +69,7 @@ impl Stop {
         }
     }
 
-    pub(super) fn host_shortage(self) -> Option<Box<HostShortage>> {
+    fn host_shortage(self) -> Option<Box<HostShortage>> {
         if let Self::HostShort(short, _) = self { Some(short) } else { None }
     }
 
@@ -96,7 +91,7 @@ impl Stop {
 }
 
 impl<'a> Session<'a> {
-    /// Connects to all live members and learns who they are.
+    /// Connects to all live members, learns who they are, has them settle what was left half done, and chooses those that take part.
     pub(super) fn open(
         dir: &'a TenantDir,
         lock: &'a CoordinatorLock,
@@ -104,331 +99,306 @@ impl<'a> Session<'a> {
         action: Action,
         progress: &'a mut dyn FnMut(Event<'_>),
     ) -> Result<Self, Trouble> {
-        let (began, round) = (Instant::now(), new_round());
-        let scope = options.scope.clone();
-        let peers = Peers::default();
-        let stands = false;
-        let mut session =
-            Self { dir, lock, options, progress, peers, action, began, round, scope, stands };
-        dir.until_names_are_back(|| session.is_called_off());
-        let deadline = Instant::now() + options.contact_timeout;
-        let takes_part = |socket: &MemberSocket| match options.takes_part {
-            TakesPart::Everybody => true,
-            TakesPart::Alone(member) => socket.id == member,
-        };
-        for socket in dir.members()?.into_iter().filter(takes_part) {
-            match reach(&socket, deadline) {
-                Ok(Reached::Peer(peer)) => session.peers.list.push(*peer),
-                Ok(Reached::Dead) => {
-                    dir.remove_socket(&socket)?;
-                    session.peers.dead += 1;
-                    let member = socket.id;
-                    (session.progress)(Event::StaleRemoved { member });
-                }
-                Err(source) => {
-                    let tenant = dir.tenant().clone();
-                    return Err(Trouble::Unreachable { tenant, source });
-                }
-            }
-        }
-        session.greet()?;
-        if session.peers.list.is_empty() {
-            dir.remove_stale_holding(lock)?;
-            let (tenant, dead) = (dir.tenant().clone(), session.peers.dead);
-            return Err(Trouble::NoProcess { tenant, dead });
-        }
-        session.check_versions()?;
-        Ok(session)
-    }
-
-    /// Tells this pause or resume from others.
-    pub(super) fn round(&self) -> u64 {
-        self.round
-    }
-
-    /// What was led is undone, and what follows is a pause or resume of its own.
-    pub(super) fn begin_anew(&mut self) {
-        self.round = new_round();
-    }
-
-    /// Does no process but one take part?
-    pub(super) fn acts_alone(&self) -> bool {
-        self.options.takes_part != TakesPart::Everybody
-    }
-
-    pub(super) fn tenant(&self) -> TenantName {
-        self.dir.tenant().clone()
-    }
-
-    /// Asks every member who it is; those that turn out dead are left out. It can be called off: nothing has been done yet.
-    pub(super) fn greet(&mut self) -> Result<(), Trouble> {
-        let everyone: Vec<usize> = (0..self.peers.list.len()).collect();
-        let timeout = self.options.greeting_timeout();
-        let result = self.step(&Hello, &everyone, timeout, OnFailure::WaitForAll);
-        if self.is_called_off() {
-            // Some may not have answered yet, and would be left out.
-            let (tenant, action) = (self.tenant(), self.action);
-            return Err(Trouble::called_off_before(tenant, action));
-        }
-        let mut failures = result.failures;
-        for (index, info) in result.done {
-            let introduced = self.peers.introduce(index, info);
-            failures.extend(introduced.err().map(|failure| (index, failure)));
-        }
-        for (index, failure) in failures {
-            if !self.is_dead(index) {
-                let (tenant, action) = (self.tenant(), self.action);
-                let is_silent = self.peers.is_overdue(index);
-                let why = if is_silent { silence(&failure) } else { failure.to_string() };
-                let failure = Box::new(failure);
-                return Err(Trouble::NoGreeting { tenant, action, failure, why });
-            }
-        }
-        self.peers.list.retain(|peer| peer.info.is_some());
-        Ok(())
-    }
-
-    /// Has this member ended? That it hung up does not say so.
-    pub(super) fn is_dead(&self, index: usize) -> bool {
-        let socket = self.dir.socket_path(self.peers.list[index].who.member);
-        let nobody_is_there = || socket.is_ok_and(|path| has_ended(&path));
-        self.peers.process_has_ended(index) || (self.peers.has_hung_up(index) && nobody_is_there())
-    }
-
-    fn check_versions(&self) -> Result<(), Trouble> {
-        let mut by_version: BTreeMap<&str, Vec<String>> = BTreeMap::new();
-        for info in self.peers.list.iter().filter_map(|peer| peer.info.as_ref()) {
-            let pids = by_version.entry(&info.version).or_default();
-            pids.push(info.pid.to_string());
-        }
-        if by_version.len() < 2 {
-            return Ok(());
-        }
-        let texts: Vec<_> = by_version
-            .iter()
-            .map(|(version, pids)| format!("{version} in process {}", pids.join(", ")))
-            .collect();
-        Err(Trouble::VersionsDiffer { tenant: self.tenant(), versions: texts.join("; ") })
-    }
-
-    /// Takes `members` through all phases.
-    pub(super) fn run(
-        &mut self,
-        members: Vec<usize>,
-        patience: Patience,
-    ) -> Result<Report, Trouble> {
-        let thawed = self.thaw_for(&members)?;
-        let mut report = self.new_report();
-        if let Some(thawed) = thawed.clone() {
-            report.add(thawed);
-        }
-        let saving = match self.prepare(Legs::One, &members, patience, &mut report) {
-            Ok(saving) => saving,
-            Err(stop) => {
-                let error = self.roll_back(&members, stop);
-                if self.options.consent.is_some() {
-                    self.tell_waiting(&members, &error);
-                }
-                if error.left_unchanged() {
-                    self.freeze_again(thawed);
-                }
-                return Err(error);
-            }
-        };
-        self.commit(members, saving, &mut report);
-        if self.is_deep() {
-            self.freeze_all(&mut report);
-        }
-        report.wall_us = micros(self.began.elapsed());
-        self.note_latecomers(&mut report);
-        self.note_nothing_of_nccl(&mut report);
-        Ok(report)
-    }
-
-    /// An account without any step yet.
-    pub(super) fn new_report(&self) -> Report {
-        let mut report = Report::new(self.dir.tenant(), self.action);
-        report.stands_still = self.stands;
-        if self.peers.dead > 0 {
+        let began = Instant::now();
+        let mut round = Round::new(options, action);
+        let mut cast = Cast::open(dir, lock, options, action, progress)?;
+        cast.recover(&round)?;
+        let members = round.members(&mut cast)?;
+        let mut report = Report::new(dir.tenant(), action);
+        report.stands_still = round.stands();
+        if cast.peers.dead() > 0 {
             report.notes.push(format!(
                 "{} process(es) of the tenant had ended before; what they left behind was removed",
-                self.peers.dead
+                cast.peers.dead()
             ));
         }
-        report
+        Ok(Self { cast, round, report, members, lock, absent: Vec::new(), began })
     }
 
-    /// Is this a pause that takes contexts too?
-    pub(super) fn is_deep(&self) -> bool {
-        self.action == Action::Pause && self.options.depth == Depth::Contexts
+    /// The outcome of one that has nothing to do, but for the contexts that a deep pause takes.
+    pub(super) fn rest(mut self) -> Outcome {
+        if self.round.action() == Action::Resume {
+            return Outcome::AlreadyActive;
+        }
+        let stays = self.round.stays(&self.cast.peers);
+        let shallow = if self.round.is_deep() {
+            Freezer::new(&mut self.cast, &self.round).not_frozen()
+        } else {
+            Vec::new()
+        };
+        if shallow.is_empty() {
+            return Outcome::AlreadyPaused { stays };
+        }
+        self.report.set_stays(stays);
+        Freezer::new(&mut self.cast, &self.round).freeze(&shallow, &mut self.report);
+        self.report.wall_us = micros(self.began.elapsed());
+        self.into_outcome()
     }
 
-    /// All that can be undone: consent, the phases that prepare, and a last look at who is there. How long saving takes at the
-    /// slowest behind the point of no return, if it is left for then.
-    pub(super) fn prepare(
-        &mut self,
-        legs: Legs,
-        members: &[usize],
-        patience: Patience,
-        report: &mut Report,
-    ) -> Result<Option<Duration>, Stop> {
-        let action = self.action;
-        if let Some(timeout) = self.options.consent {
-            let question = AwaitConsent { action, timeout_ms: millis(timeout) };
-            let result = self.step(&question, members, timeout, OnFailure::Stop);
-            if !result.failures.is_empty() {
-                return Err(Stop::Failed(result.into_failures()));
+    /// Takes the members through all phases.
+    pub(super) fn run(mut self, patience: Patience) -> Result<Outcome, Trouble> {
+        self.thaw()?;
+        if let Err(stop) = self.prepare(patience) {
+            let error = self.undo(stop);
+            if error.left_unchanged() {
+                self.freeze_again();
             }
+            return Err(error);
         }
-        if self.options.look_first && action == Action::Resume {
-            self.look(members)?;
+        self.commit();
+        self.account(self.began);
+        self.freeze(self.began);
+        tracing::info!(wall_us = self.report.wall_us, losses = self.report.losses.len(), "done");
+        Ok(self.into_outcome())
+    }
+
+    /// Its account.
+    pub(super) fn into_outcome(self) -> Outcome {
+        Outcome::Completed(Box::new(self.report))
+    }
+
+    /// All that can be undone: consent, the phases that prepare, and a last look at who is there.
+    pub(super) fn prepare(&mut self, patience: Patience) -> Result<(), Stop> {
+        let action = self.round.action();
+        let options = self.cast.options;
+        if let Some(timeout) = options.consent {
+            let question = AwaitConsent { action, timeout_ms: millis(timeout) };
+            self.cast.step(&question, &self.members, timeout, OnFailure::Stop).of_all()?;
         }
-        if action == Action::Pause {
-            self.wait_for_borrowers(members, patience)?;
+        match action {
+            Action::Pause => self.loans().wait_while_all_run(patience)?,
+            Action::Resume if options.look_first => {
+                refuse_shortage(&mut self.cast, self.round.scope(), &self.members)?;
+            }
+            Action::Resume => {}
         }
         self.check_lock().map_err(|_| Stop::LockGone)?;
-        self.take_all(legs, members, patience, report)
+        self.take_all(patience)
     }
 
     /// Is this the one that leads the tenant, as far as others can see? Looked at before a first step is taken.
     pub(super) fn check_lock(&self) -> Result<(), Trouble> {
-        let tenant = self.tenant();
+        let tenant = self.cast.tenant();
         if self.lock.is_named() { Ok(()) } else { Err(RunDirError::LockGone { tenant }.into()) }
     }
 
-    /// The end of a resume by stages: all that follows them. An error is undone by the caller.
-    pub(super) fn come(&mut self, members: &[usize], report: &mut Report) -> Result<(), Stop> {
-        let patience = Patience::new(self.options);
-        let saving = self.take_all(Legs::Both, members, patience, report)?;
-        self.commit(members.to_vec(), saving, report);
-        Ok(())
+    /// The phases that prepare.
+    pub(super) fn take_all(&mut self, patience: Patience) -> Result<(), Stop> {
+        let taken = self.take_each(patience);
+        taken.map_err(|stop| stop.naming(&self.absent))?;
+        self.report.notes.append(&mut self.absent);
+        let next = Step::Phase(self.round.action().commit());
+        Ok(self.check_alive(next)?)
     }
 
-    fn take_all(
-        &mut self,
-        legs: Legs,
-        members: &[usize],
-        patience: Patience,
-        report: &mut Report,
-    ) -> Result<Option<Duration>, Stop> {
-        let mut absent = Vec::new();
-        let taken = self.take_each(legs, members, patience, (&mut absent, report));
-        let agreed = taken.map_err(|stop| stop.naming(&absent))?;
-        report.notes.append(&mut absent);
-        self.check_alive(members, Step::Phase(self.action.commit()))?;
-        Ok(agreed.saving)
-    }
-
-    /// One phase that prepares after the other. One sentence goes to `absent` for each communicator that some ranks of are
-    /// in no live process of the tenant.
-    fn take_each(
-        &mut self,
-        legs: Legs,
-        members: &[usize],
-        patience: Patience,
-        (absent, report): (&mut Vec<String>, &mut Report),
-    ) -> Result<Agreed, Stop> {
-        let mut agreed = Agreed::default();
-        // With both legs memory comes by windows, each created when there is room for it.
-        let is_taken = |phase: &Phase| legs == Legs::One || *phase != Phase::Create;
-        for phase in self.action.phases(Stage::Prepare).filter(is_taken) {
-            if phase.is_at_cut() && self.options.takes_part == TakesPart::Everybody {
-                self.cut_and_take(phase, members, absent, report)?;
+    /// One phase that prepares after the other.
+    fn take_each(&mut self, patience: Patience) -> Result<(), Stop> {
+        for phase in self.round.prepares() {
+            if phase.is_at_cut() && !self.round.acts_alone() {
+                self.stop_at_cut(phase)?;
                 continue;
             }
             let began = Instant::now();
-            if phase == Phase::Drain {
-                if report.drain.is_none() {
-                    self.drain_by_steps(members, None, report)?;
-                }
-                self.wait_behind_gates(members, patience)?;
-            }
-            let question = self.question_of(phase, &agreed);
             let done = if phase == Phase::Drain {
-                let done = self.take(&Drain(question), phase, members)?;
-                let (done, said): (Vec<_>, Vec<_>) = done
-                    .into_iter()
-                    .map(|(index, (report, said))| ((index, report), (index, said)))
-                    .unzip();
-                self.refuse_host_shortage(&said)?;
-                agreed = self.agree(legs, &said)?;
-                done
+                self.drain(patience)?
             } else {
-                self.take(&question, phase, members)?
+                self.take(&self.round.question(phase), phase)?
             };
-            report.add(self.summary(phase, began.elapsed(), done));
+            self.report.add(self.cast.summary(phase, began.elapsed(), done));
         }
-        Ok(agreed)
+        Ok(())
     }
 
-    /// What all of `members` answer; the first that fails ends it.
+    /// Brings the ranks to a cut, and has them take `phase` there.
+    fn stop_at_cut(&mut self, phase: Phase) -> Result<(), Stop> {
+        let mut ranks = Ranks::new(&mut self.cast, &self.members);
+        let stopped = ranks.stop(&mut self.round, phase);
+        let (cut, absent) = ranks.into_account();
+        self.absent = absent;
+        let (closed, drain) = stopped?;
+        self.report.cut = Some(cut);
+        self.report.drain = Some(drain);
+        self.report.add(closed);
+        Ok(())
+    }
+
+    /// Waits until the devices are idle and nobody else has any of the memory open, and decides what all go by from then on.
+    fn drain(&mut self, patience: Patience) -> Result<Vec<(usize, PhaseReport)>, Stop> {
+        if self.report.drain.is_none() {
+            let mut gated = Gated::new(&mut self.cast, self.round.number());
+            self.report.drain = Some(gated.drain(&self.members, None)?);
+        }
+        self.loans().wait_behind_gates(patience)?;
+        let done = self.take(&Drain(self.round.question(Phase::Drain)), Phase::Drain)?;
+        let (done, said): (Vec<_>, Vec<_>) = done
+            .into_iter()
+            .map(|(index, (report, said))| ((index, report), (index, said)))
+            .unzip();
+        self.round.agree(Agreed::of(&self.cast, &self.round, &said)?);
+        Ok(done)
+    }
+
+    /// What all members answer; the first that fails ends it.
     fn take<Q: Question>(
         &mut self,
         question: &Q,
         phase: Phase,
-        members: &[usize],
     ) -> Result<Vec<(usize, Q::Answer)>, Stop> {
-        let timeout = self.options.phase_timeout(phase);
-        let result = self.step(question, members, timeout, OnFailure::Stop);
-        if !result.failures.is_empty() {
-            return Err(Stop::Failed(result.into_failures()));
-        }
-        if self.is_called_off() { Err(Stop::CalledOff) } else { Ok(result.done) }
-    }
-
-    /// Have any of `members` ended meanwhile, before they are told `next`?
-    pub(super) fn check_alive(
-        &mut self,
-        members: &[usize],
-        next: Step,
-    ) -> Result<(), Vec<MemberFailure>> {
-        let dead = members.iter().filter_map(|index| self.peers.check_alive(*index, next).err());
-        let dead: Vec<_> = dead.collect();
-        if dead.is_empty() { Ok(()) } else { Err(dead) }
+        let timeout = self.cast.options.phase_timeout(phase);
+        let done = self.cast.step(question, &self.members, timeout, OnFailure::Stop).of_all()?;
+        if self.cast.is_called_off() { Err(Stop::CalledOff) } else { Ok(done) }
     }
 
     /// All phases that cannot be undone, of members that are not lost on the way.
-    fn commit(&mut self, members: Vec<usize>, mut saving: Option<Duration>, report: &mut Report) {
-        let mut left = members;
-        for phase in self.action.phases(Stage::Commit) {
+    pub(super) fn commit(&mut self) {
+        let mut saving = self.round.agreed().saving;
+        let mut left = self.members.clone();
+        for phase in self.round.action().phases(Stage::Commit) {
             let began = Instant::now();
-            let usual = self.options.phase_timeout(phase);
-            // There is no way back, and one that saves is not lost.
-            let timeout = saving.take().map_or(usual, |saving| usual.max(phase.timeout() + saving));
-            let question = TakePhase { timeout_ms: millis(timeout), ..self.question(phase) };
-            let result = self.step(&question, &left, timeout, OnFailure::WaitForAll);
+            let mut order = self.round.question(phase);
+            if let Some(saving) = saving.take() {
+                // There is no way back, and one that saves is not lost.
+                order.timeout_ms = order.timeout_ms.max(millis(phase.timeout() + saving));
+            }
+            let result = self.cast.take(&order, &left, OnFailure::WaitForAll);
             left.retain(|index| !result.failures.iter().any(|(failed, _)| failed == index));
-            let StepResult { done, failures } = result;
-            report.add(self.summary(phase, began.elapsed(), done));
-            report.losses.extend(failures.into_iter().map(|(_, failure)| failure));
+            self.report.losses.extend(result.failures.into_iter().map(|(_, failure)| failure));
+            self.report.add(self.cast.summary(phase, began.elapsed(), result.done));
         }
     }
 
-    /// Does somebody want it called off?
-    pub(super) fn is_called_off(&self) -> bool {
-        self.options.interrupt.as_ref().is_some_and(Interrupt::is_raised)
+    /// Have any members ended meanwhile, before they are told `next`?
+    pub(super) fn check_alive(&mut self, next: Step) -> Result<(), Vec<MemberFailure>> {
+        let (peers, members) = (&mut self.cast.peers, self.members.iter());
+        let dead: Vec<_> = members.filter_map(|it| peers.check_alive(*it, next).err()).collect();
+        if dead.is_empty() { Ok(()) } else { Err(dead) }
     }
 
-    pub(super) fn summary(
-        &self,
-        phase: Phase,
-        wall: Duration,
-        done: Vec<(usize, PhaseReport)>,
-    ) -> PhaseSummary {
-        let mut members: Vec<_> = done
-            .into_iter()
-            .map(|(index, report)| MemberPhase { who: self.peers.list[index].who, report })
-            .collect();
-        members.sort_by_key(|member| (member.who.pid, member.who.member));
-        PhaseSummary { phase, wall_us: micros(wall), members }
+    pub(super) fn loans(&mut self) -> Loans<'_, 'a> {
+        Loans::new(&mut self.cast, self.round.scope(), &self.members)
+    }
+
+    /// Refuses a deep pause that would not come to its end, before anything moves.
+    pub(super) fn refuse_shallow(&mut self) -> Result<(), Trouble> {
+        if !self.round.is_deep() {
+            return Ok(());
+        }
+        Freezer::new(&mut self.cast, &self.round).refuse_shallow()
+    }
+
+    /// Has the contexts leave when a deep pause is complete, and counts the time from `began`.
+    pub(super) fn freeze(&mut self, began: Instant) {
+        if self.round.is_deep() {
+            Freezer::new(&mut self.cast, &self.round).freeze_all(&mut self.report);
+            self.report.wall_us = micros(began.elapsed());
+        }
+    }
+
+    /// Brings the contexts back that a resume needs.
+    pub(super) fn thaw(&mut self) -> Result<(), Trouble> {
+        if self.round.action() == Action::Pause {
+            return Ok(());
+        }
+        Freezer::new(&mut self.cast, &self.round).thaw(&self.members, &mut self.report)
+    }
+
+    /// Nothing has come of a resume: contexts that were brought back for it leave again.
+    pub(super) fn freeze_again(&mut self) {
+        Freezer::new(&mut self.cast, &self.round).freeze_again(&self.report);
+    }
+
+    /// Undoes all that was done in the members and makes the error of it. Applications that wait for it together go on with the same
+    /// error.
+    pub(super) fn undo(&mut self, stop: Stop) -> Trouble {
+        let error = self.roll_back(stop);
+        if self.cast.options.consent.is_some() {
+            let news = GiveUp { action: self.round.action(), why: error.to_string() };
+            self.cast.peers.tell(&self.members, news, TELL_TIMEOUT);
+        }
+        error
+    }
+
+    fn roll_back(&mut self, stop: Stop) -> Trouble {
+        let action = self.round.action();
+        let mut failures = stop.failures();
+        self.cast.tell(Event::RollingBack { failures: &failures });
+        // A member that still waits for its application has done nothing yet, and stops when we hang up.
+        for index in &self.members {
+            if self.cast.peers.owes(*index, Step::Consent(action)) {
+                self.cast.peers.drop_link(*index);
+            }
+        }
+        let up = |index: &usize| self.cast.peers.is_up(*index);
+        let targets: Vec<usize> = self.members.iter().copied().filter(up).collect();
+        let undo = self.round.question(Phase::Abort);
+        let (mut undone, mut undo_failures) = (Vec::new(), Vec::new());
+        for index in targets {
+            // One that is silent already gets the message, but not another full wait.
+            let mut timeout = self.cast.options.reply_margin;
+            if !self.cast.peers.is_overdue(index) {
+                timeout += self.cast.options.phase_timeout(Phase::Abort);
+            }
+            undo_failures.extend(self.cast.peers.ask(index, &undo, timeout).err());
+        }
+        let failed_step = failures.first().map(|failure| failure.step);
+        // Late news of the step that failed is part of why; of a member lost meanwhile, too.
+        let is_why = |failure: &MemberFailure| {
+            Some(failure.step) == failed_step && failure.failure.kind != FailureKind::CalledOff
+        };
+        Peers::gather(&mut [&mut self.cast.peers], Wait::Others, None, |_, _, answer| {
+            let peer = answer.peer;
+            if answer.step != undo.step() {
+                failures.extend(answer.failure().filter(is_why));
+                return Wait::Others;
+            }
+            match answer.to(&undo) {
+                Ok(_) => undone.push(peer),
+                // It was under way, and is undone by another's word.
+                Err(failure) if failure.failure.kind == FailureKind::CalledOff => {}
+                Err(failure) => undo_failures.push(failure),
+            }
+            Wait::Others
+        });
+        let out_of_memory = failures
+            .iter()
+            .any(|member| matches!(member.failure.kind, FailureKind::OutOfDeviceMemory { .. }));
+        let mut shortages = Vec::new();
+        if out_of_memory {
+            shortages = short_devices(&needs(&mut self.cast, self.round.scope(), &undone));
+        }
+        let tenant = self.cast.tenant();
+        let runs = self.members.first().is_some_and(|index| self.cast.peers.runs(*index));
+        match stop {
+            Stop::Joined if undo_failures.is_empty() => Trouble::Joined { tenant },
+            Stop::LockGone if undo_failures.is_empty() => RunDirError::LockGone { tenant }.into(),
+            Stop::CalledOff => Trouble::CalledOff { tenant, action, runs, undo_failures },
+            stop @ (Stop::Failed(_) | Stop::HostShort(..) | Stop::Joined | Stop::LockGone) => {
+                Trouble::Refused {
+                    tenant,
+                    action,
+                    runs,
+                    shortages,
+                    host_short: stop.host_shortage(),
+                    failures,
+                    undo_failures,
+                }
+            }
+        }
+    }
+
+    /// Ends the account of a leg that has come to its end, of what took from `began` until now.
+    pub(super) fn account(&mut self, began: Instant) {
+        self.report.wall_us = micros(began.elapsed());
+        self.note_latecomers();
+        self.note_nothing_of_nccl();
     }
 
     /// Nothing has left, and yet calls wait.
-    pub(super) fn note_nothing_of_nccl(&self, report: &mut Report) {
-        let Scope::Tags { tags, .. } = &self.scope else { return };
-        let is_empty = report.devices.iter().all(|device| device.bytes == 0);
-        if report.action == Action::Pause && tags.names_nccl() == (true, 0) && is_empty {
-            report.notes.push(
+    fn note_nothing_of_nccl(&mut self) {
+        let Scope::Tags { tags, .. } = self.round.scope() else { return };
+        let is_empty = self.report.devices.iter().all(|device| device.bytes == 0);
+        if self.round.action() == Action::Pause && tags.names_nccl() == (true, 0) && is_empty {
+            self.report.notes.push(
                 "NCCL had no memory in these processes at that moment, so nothing left; calls into NCCL wait until its \
                  resume all the same"
                     .to_owned(),
@@ -437,29 +407,15 @@ impl<'a> Session<'a> {
     }
 
     /// Processes that joined while we worked were not part of it.
-    pub(super) fn note_latecomers(&self, report: &mut Report) {
-        if self.options.takes_part != TakesPart::Everybody {
+    fn note_latecomers(&mut self) {
+        if self.round.acts_alone() {
             return;
         }
-        let Ok(sockets) = self.dir.members() else {
-            return;
-        };
-        let known = |id| self.peers.list.iter().any(|peer| peer.who.member == id);
-        let late = sockets.iter().filter(|socket| !known(socket.id)).count();
+        let late = self.cast.newcomers().len();
         if late > 0 {
-            report.notes.push(format!(
+            self.report.notes.push(format!(
                 "{late} process(es) joined the tenant meanwhile and took no part; run the command again"
             ));
         }
     }
-}
-
-/// A number that no other pause or resume has.
-fn new_round() -> u64 {
-    static COUNT: AtomicU32 = AtomicU32::new(0);
-    let counted = || {
-        let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        (u64::from(std::process::id()) << 32) | u64::from(count)
-    };
-    getrandom::u64().unwrap_or_else(|_| counted())
 }

@@ -13,9 +13,10 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use super::cast::Everybody;
 use super::conversation::{Inquiry, Next};
 use super::overlap::SLOWEST_BYTES_PER_SECOND;
-use super::peers::{Everybody, Peers};
+use super::peers::Peers;
 use super::report::{Event, Step};
 use super::{Coordinator, Trouble};
 use crate::host_memory::LimitKind;
@@ -150,7 +151,7 @@ impl Coordinator {
         let mut lock = Some(dir.lock(Instant::now())?);
         let mut peers = self.peers_of(tenant)?;
         let began = Instant::now();
-        let members = peers.list.len();
+        let members = peers.all().len();
         progress(Event::StepStarted { tenant, step: Step::Spill, members });
         let mut left = self.step_of_all(&mut peers, 0);
         let mut given = 0;

@@ -3,13 +3,14 @@
 
 use std::time::{Duration, Instant};
 
-use super::report::{DrainSummary, Event, MemberFailure, Report, Step};
-use super::session::{Session, Stop};
+use super::cast::Cast;
+use super::report::{DrainSummary, Event, MemberFailure, Step};
+use super::session::Stop;
 use crate::cut::Limits;
 use crate::cut::plan::{Pace, Plan};
 use crate::stepping::{Activity, Calls, Decision, StepOrder, Stepper, not_idle};
 use crate::time::{micros, millis};
-use crate::wire::{Failure, FailureKind, Phase, StepOn};
+use crate::wire::{FailureKind, Phase, StepOn};
 
 /// How long nothing must move before processes are let on for the first time: kernels that need nobody end by
 /// themselves.
@@ -92,23 +93,34 @@ fn patience(stepper: &Stepper) -> Duration {
     by_rounds.max(PATIENCE_PER_CALL.saturating_mul(stepper.further())).min(PATIENCE_MAX)
 }
 
-impl Session<'_> {
-    /// Waits until the devices of `members`, whose gates are shut, have nothing left to do, and lets calls in where
+/// The processes of a tenant behind their shut gates.
+pub(super) struct Gated<'s, 'a> {
+    cast: &'s mut Cast<'a>,
+    /// The number of their pause.
+    round: u64,
+}
+
+impl<'s, 'a> Gated<'s, 'a> {
+    /// Those of `cast`, in the pause with this number.
+    pub(super) fn new(cast: &'s mut Cast<'a>, round: u64) -> Self {
+        Self { cast, round }
+    }
+
+    /// Waits until the devices of `members` have nothing left to do, and lets calls in where
     /// they wait for what was not launched. `plan` is the cut that their launches are held at, if any.
-    pub(super) fn drain_by_steps(
+    pub(super) fn drain(
         &mut self,
         members: &[usize],
         plan: Option<Plan>,
-        report: &mut Report,
-    ) -> Result<(), Stop> {
+    ) -> Result<DrainSummary, Stop> {
         let began = Instant::now();
-        let deadline = began + self.options.phase_timeout(Phase::Drain);
+        let deadline = began + self.cast.options.phase_timeout(Phase::Drain);
         let held = plan.as_ref().map(|plan| plan.limits().clone());
         let mut stepper = Stepper::new(plan.unwrap_or_default());
         let mut still = Stillness::new(Vec::new());
         let mut all: Vec<_> = members.iter().map(|&index| Stepped::new(index)).collect();
         loop {
-            if self.is_called_off() {
+            if self.cast.is_called_off() {
                 return Err(Stop::CalledOff);
             }
             let activities: Vec<_> = all.iter().filter_map(Stepped::fresh).collect();
@@ -120,12 +132,11 @@ impl Session<'_> {
                 }
                 match decision {
                     Decision::Drained => {
-                        report.drain = Some(DrainSummary {
+                        return Ok(DrainSummary {
                             wall_us: micros(began.elapsed()),
                             rounds: stepper.rounds().into(),
                             calls: activities.iter().map(|activity| activity.steps).sum(),
                         });
-                        return Ok(());
                     }
                     Decision::Open(calls) => {
                         if pace == Pace::Stalled {
@@ -208,16 +219,16 @@ impl Session<'_> {
         wait: Duration,
     ) -> Result<(), Vec<MemberFailure>> {
         let seen = stepped.activity.as_ref().map(Activity::seen).unwrap_or_default();
-        let question = StepOn { round: self.round(), step, seen, wait_ms: millis(wait) };
+        let question = StepOn { round: self.round, step, seen, wait_ms: millis(wait) };
         stepped.due += 1;
-        let timeout = wait + self.options.contact_timeout;
-        self.peers.ask(stepped.index, &question, timeout).map_err(|failure| vec![failure])
+        let timeout = wait + self.cast.options.contact_timeout;
+        self.cast.peers.ask(stepped.index, &question, timeout).map_err(|failure| vec![failure])
     }
 
     /// Waits for an answer, and takes all that are there.
     fn gather_activities(&mut self, all: &mut [Stepped]) -> Result<(), Vec<MemberFailure>> {
         let mut failures = Vec::new();
-        for answer in self.peers.arrived(self.options.interrupt.as_ref()) {
+        for answer in self.cast.peers.arrived(self.cast.options.interrupt.as_ref()) {
             let peer = answer.peer;
             match answer.to(&StepOn::default()) {
                 Ok(activity) => {
@@ -238,16 +249,16 @@ impl Session<'_> {
             Some((stepped.index, activity))
         });
         if let Some((index, activity)) = busy.next() {
-            let (who, others) = (self.peers.list[index].who, busy.count());
-            (self.progress)(Event::WaitingForDevices { who, activity, others });
+            let (who, others) = (self.cast.peers.who(index), busy.count());
+            self.cast.tell(Event::WaitingForDevices { who, activity, others });
         }
     }
 
     /// One failure for each process whose devices are busy after `waited`, the first with what all others do.
     fn not_drained(&self, all: &[Stepped], waited: Duration) -> Vec<MemberFailure> {
-        let tenant = self.tenant();
+        let tenant = self.cast.tenant();
         let longer_s = (waited * LONGER).as_secs().max(1);
-        let who = |stepped: &Stepped| self.peers.list[stepped.index].who;
+        let who = |stepped: &Stepped| self.cast.peers.who(stepped.index);
         let is_busy = |stepped: &&Stepped| stepped.activity.as_ref().is_none_or(|a| !a.is_idle);
         let describe = |stepped: &Stepped| match &stepped.activity {
             Some(activity) => activity.to_string(),
@@ -259,8 +270,7 @@ impl Session<'_> {
                 "{busy} ({:.1} s were too short: sublet pause {tenant} --timeout {longer_s}s)",
                 waited.as_secs_f64()
             );
-            let failure = Failure { kind: FailureKind::DrainTimeout, message };
-            MemberFailure { who: who(stepped), step: Step::Drain, failure }
+            MemberFailure::new(who(stepped), Step::Drain, FailureKind::DrainTimeout, message)
         };
         let mut failures: Vec<_> = all.iter().filter(is_busy).map(failure).collect();
         let idle = all.iter().filter(|stepped| !is_busy(stepped)).take(NAMED_MAX);

@@ -12,21 +12,20 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use vmm_pool::PinnedBytes;
-
 use super::exchange::{Exchange, totals};
 use super::lending::Patience;
-use super::needs::short_devices;
-use super::overlap::{Side, exchange};
-use super::report::{Event, MemberFailure, Outcome, PhaseSummary, Step, Swap};
-use super::session::{Legs, Session, Stop};
-use super::tries::Tries;
-use super::{Coordinator, Depth, Options, Trouble};
+use super::needs::{needs_of_each, resident_bytes, short_devices};
+use super::overlap::exchange;
+use super::report::{Event, MemberFailure, Outcome, Step, Swap};
+use super::round::refuse_standing;
+use super::session::{Session, Stop};
+use super::transaction::{Held, attempt};
+use super::{Coordinator, Options, Trouble};
 use crate::identity::TenantName;
-use crate::run_dir::{CoordinatorLock, TenantDir, pause_thread};
+use crate::run_dir::pause_thread;
 use crate::scope::Scope;
 use crate::time::micros;
-use crate::wire::{Action, DeviceDelta, Failure, FailureKind, Phase};
+use crate::wire::{Action, DeviceDelta, FailureKind, Phase};
 
 /// How long a first tenant that is to come back waits for room that the second has kept,
 const KEPT_ROOM_WAIT: Duration = Duration::from_secs(2);
@@ -41,13 +40,6 @@ pub fn swap_with_itself(tenant: &TenantName) -> String {
     )
 }
 
-/// A tenant with its lock.
-struct Held<'a> {
-    coordinator: &'a Coordinator,
-    dir: TenantDir,
-    lock: CoordinatorLock,
-}
-
 /// Pauses `from` and resumes `to`, both of all their processes, under the locks of both. Blocks for a bounded time.
 ///
 /// # Errors
@@ -60,66 +52,76 @@ pub fn swap(
     let started = Instant::now();
     to.check_alive()?;
     let (from, to) = lock_both(from, to)?;
-    let mut tries = Tries::new(&from.coordinator.options);
-    loop {
-        match overlapped(&from, &to, tries.patience, started, progress) {
-            Err(error) => {
-                let about = if error.is_about(&to.coordinator.tenant) { &to } else { &from };
-                if !tries.again(about.coordinator, &about.dir, &error, progress) {
-                    return Err(error);
-                }
-            }
-            Ok(Moving::Both(mut swap)) => {
-                if let Outcome::Completed(report) = &mut swap.paused {
-                    report.notes.extend(tries.room.notes());
-                }
-                return Ok(*swap);
-            }
-            Ok(Moving::OneThatLeaves) => {
-                let paused = from.act(Action::Pause, progress)?;
-                let resumed = Outcome::AlreadyActive;
-                return Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) });
-            }
-            // The contexts of both do not fit together.
-            Ok(Moving::OneAfterTheOther { left }) => {
-                let paused = from.act(Action::Pause, progress)?;
-                return match to.act(Action::Resume, progress) {
-                    Ok(resumed) => Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) }),
-                    Err(source) => {
-                        let losses = match paused {
-                            Outcome::Completed(report) => report.losses,
-                            Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => Vec::new(),
-                        };
-                        Err(Stranded { left, losses, source }.go_back(&from, &to, progress))
-                    }
-                };
-            }
-            // What the first has made since then stays: if it left and the second did not come, the error would not say so.
-            Ok(Moving::OneThatComes { stays }) => {
-                let paused = if from.coordinator.options.depth == Depth::Contexts {
-                    from.act(Action::Pause, progress)?
-                } else {
-                    Outcome::AlreadyPaused { stays }
-                };
-                let resumed = to.act(Action::Resume, progress)?;
-                return Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) });
-            }
-        }
-    }
+    let (moved, notes) = attempt(&[&from, &to], progress, |patience, progress| {
+        move_both(&from, &to, patience, started, progress)
+    })?;
+    let (mut paused, resumed) = match moved {
+        Moved::Both { paused, resumed } => (paused, resumed),
+        Moved::Neither { left } => one_after_the_other(&from, &to, left, progress)?,
+    };
+    paused.note(notes);
+    Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) })
 }
 
-/// Which of two tenants has something to move.
-enum Moving {
-    Both(Box<Swap>),
-    OneThatLeaves,
+/// What came of a try.
+enum Moved {
+    Both {
+        paused: Outcome,
+        resumed: Outcome,
+    },
     /// The contexts of the second do not fit next to the first, of which this would leave.
-    OneAfterTheOther {
+    Neither {
         left: Scope,
     },
-    /// When it was greeted, the first had nothing that leaves but what its pause has left.
-    OneThatComes {
-        stays: Vec<PinnedBytes>,
-    },
+}
+
+/// Moves both at the same time, if both have something to move.
+fn move_both(
+    from: &Held<'_>,
+    to: &Held<'_>,
+    patience: Patience,
+    started: Instant,
+    progress: &mut dyn FnMut(Event<'_>),
+) -> Result<Moved, Trouble> {
+    let shared = RefCell::new(progress);
+    let tell = |event: Event<'_>| (*shared.borrow_mut())(event);
+    let (mut tell_from, mut tell_to, mut tell_after) = (tell, tell, tell);
+    let mut out = from.open(&from.coordinator.options, Action::Pause, &mut tell_from)?;
+    // If the second did not come, going back would have it run.
+    if !out.members.is_empty() {
+        refuse_standing(&out.cast)?;
+    }
+    let mut back = to.open(&to.coordinator.options, Action::Resume, &mut tell_to)?;
+    out.refuse_shallow()?;
+    if out.members.is_empty() || back.members.is_empty() {
+        let paused = from.finish(out, patience)?;
+        return Ok(Moved::Both { paused, resumed: to.finish(back, patience)? });
+    }
+    let left = out.round.resident_part(&out.cast.peers, &out.members);
+    match back.thaw() {
+        Err(error) if error.missing_device_bytes().is_some() => {
+            return Ok(Moved::Neither { left });
+        }
+        thawed => thawed?,
+    }
+    Pair { from, to, out, back, left, started }.change_places(patience, &mut tell_after)
+}
+
+/// Where the contexts of both do not fit together. `left` is what leaves of the first.
+fn one_after_the_other(
+    from: &Held<'_>,
+    to: &Held<'_>,
+    left: Scope,
+    progress: &mut dyn FnMut(Event<'_>),
+) -> Result<(Outcome, Outcome), Trouble> {
+    let paused = from.act(Action::Pause, progress)?;
+    match to.act(Action::Resume, progress) {
+        Ok(resumed) => Ok((paused, resumed)),
+        Err(source) => {
+            let losses = paused.into_losses();
+            Err(Stranded { left, losses, source }.go_back(from, to, progress))
+        }
+    }
 }
 
 /// Takes both locks in the order of the names: two swaps the opposite way do not wait for each other.
@@ -138,182 +140,92 @@ fn lock_both<'a>(
     }
 }
 
-impl Coordinator {
-    fn hold(&self, action: Action) -> Result<Held<'_>, Trouble> {
-        let dir = self.dir()?;
-        let lock = self.lock(&dir, action)?;
-        Ok(Held { coordinator: self, dir, lock })
-    }
-}
-
-impl Held<'_> {
-    fn act(&self, action: Action, progress: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, Trouble> {
-        self.coordinator.act_holding(&self.dir, &self.lock, action, progress)
-    }
-
-    fn open<'s>(
-        &'s self,
-        options: &'s Options,
-        action: Action,
-        progress: &'s mut dyn FnMut(Event<'_>),
-    ) -> Result<Session<'s>, Trouble> {
-        let mut session = Session::open(&self.dir, &self.lock, options, action, progress)?;
-        session.recover()?;
-        Ok(session)
-    }
-}
-
-/// One of the two: its lock, and the session with those of its processes that take part.
-struct Leg<'h> {
-    held: &'h Held<'h>,
-    session: Session<'h>,
-    members: Vec<usize>,
-}
-
-impl<'h> Leg<'h> {
-    fn open(
-        held: &'h Held<'h>,
-        action: Action,
-        progress: &'h mut dyn FnMut(Event<'_>),
-    ) -> Result<Self, Trouble> {
-        let mut session = held.open(&held.coordinator.options, action, progress)?;
-        let members = session.members_for()?;
-        Ok(Self { held, session, members })
-    }
-}
-
 /// Two tenants that change places, both of which have something to move.
 struct Pair<'h> {
-    out: Leg<'h>,
-    back: Leg<'h>,
+    from: &'h Held<'h>,
+    to: &'h Held<'h>,
+    out: Session<'h>,
+    back: Session<'h>,
     /// The part of the first that leaves.
     left: Scope,
-    /// Contexts of the second that were brought back for it.
-    thawed: Option<PhaseSummary>,
     started: Instant,
-}
-
-/// Both simultaneously, if both have something to move.
-fn overlapped(
-    from: &Held<'_>,
-    to: &Held<'_>,
-    patience: Patience,
-    started: Instant,
-    progress: &mut dyn FnMut(Event<'_>),
-) -> Result<Moving, Trouble> {
-    let shared = RefCell::new(progress);
-    let tell = |event: Event<'_>| (*shared.borrow_mut())(event);
-    let (mut tell_from, mut tell_to, mut tell_after) = (tell, tell, tell);
-    let out = Leg::open(from, Action::Pause, &mut tell_from)?;
-    // If the second did not come, going back would have it run.
-    if !out.members.is_empty() {
-        out.session.refuse_standing()?;
-    }
-    let mut back = Leg::open(to, Action::Resume, &mut tell_to)?;
-    if out.members.is_empty() {
-        return Ok(Moving::OneThatComes { stays: out.session.stays() });
-    }
-    if back.members.is_empty() {
-        return Ok(Moving::OneThatLeaves);
-    }
-    if out.session.is_deep() {
-        out.session.refuse_shallow()?;
-    }
-    let left = out.session.resident_part(&out.members);
-    let thawed = match back.session.thaw_for(&back.members) {
-        Err(error) if error.missing_device_bytes().is_some() => {
-            return Ok(Moving::OneAfterTheOther { left });
-        }
-        thawed => thawed?,
-    };
-    let mut pair = Pair { out, back, left, thawed, started };
-    let moved = pair.change_places(patience, &mut tell_after);
-    let has_not_come = |error: &Trouble| !matches!(error, Trouble::NotBack { .. });
-    if moved.as_ref().is_err_and(has_not_come) {
-        pair.back.session.freeze_again(pair.thawed);
-    }
-    Ok(Moving::Both(Box::new(moved?)))
 }
 
 impl Pair<'_> {
+    /// Both simultaneously. The contexts of the second are back.
     fn change_places(
-        &mut self,
+        mut self,
         patience: Patience,
         tell_after: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Swap, Trouble> {
-        self.refuse_wanted()?;
-        let comers = &self.back.members;
-        let needed = self.back.session.needs_of_each(comers);
-        let needed = needed.map_err(|failures| self.refused(failures))?;
-        let needs: Vec<_> = needed.iter().map(|needed| needed.devices.clone()).collect();
-        if !short_devices(needs.iter().flatten()).is_empty() {
-            let held = self.out.session.resident_bytes(&self.out.members);
-            self.check_room(&needs, &held)?;
-        }
-
-        // From here on processes of the first are stopped.
-        let leaving = &mut self.out.session;
-        let mut report = leaving.new_report();
-        let prepared = leaving.prepare(Legs::Both, &self.out.members, patience, &mut report);
-        if let Err(stop) = prepared {
-            return Err(leaving.roll_back(&self.out.members, stop));
-        }
-        let gives = leaving.last_said(&report, &self.out.members);
-        if let Err(error) = self.look_again(&needs, &totals(gives.iter().flatten())) {
-            let why = Stop::Failed(error.failures().to_vec());
-            let undone = self.out.session.roll_back(&self.out.members, why);
-            return Err(if undone.left_unchanged() { error } else { undone });
-        }
+    ) -> Result<Moved, Trouble> {
+        self.out.round.overlap();
+        self.back.round.overlap();
+        let plan = match self.prepare(patience) {
+            Ok(plan) => plan,
+            Err(error) => {
+                self.back.freeze_again();
+                return Err(error);
+            }
+        };
 
         // The point of no return of the first.
-        let (from, to) = (self.out.held, self.back.held);
-        let stages = Exchange::new(from.coordinator.options.window_bytes, &gives, &needed);
-        let mut resumed = self.back.session.new_report();
-        if let Some(thawed) = self.thawed.clone() {
-            resumed.add(thawed);
-        }
-        report.window_bytes = Some(stages.window_bytes());
-        resumed.window_bytes = report.window_bytes;
-        let mut leaving = Side::new(&mut self.out.session, self.out.members.clone(), report);
-        let mut coming = Side::new(&mut self.back.session, self.back.members.clone(), resumed);
-        let hindrance = exchange(&mut leaving, &mut coming, stages, self.started);
-        let Side { session: leaving, report: mut paused, .. } = leaving;
-        let Side { session: coming, members: comers, report: mut resumed, .. } = coming;
-        paused.wall_us = micros(self.started.elapsed());
-        leaving.note_latecomers(&mut paused);
-        leaving.note_nothing_of_nccl(&mut paused);
+        let Self { from, to, mut out, mut back, left, started } = self;
+        out.report.window_bytes = Some(plan.window_bytes());
+        back.report.window_bytes = out.report.window_bytes;
+        let hindrance = exchange(&mut out, &mut back, plan, started);
+        out.account(started);
         let came = match hindrance {
             Some(stop) => Err(stop),
-            None => coming.come(&comers, &mut resumed),
+            None => back.take_all(Patience::new(back.cast.options)),
         };
         if let Err(stop) = came {
-            let source = to.coordinator.with_holders(coming.roll_back(&comers, stop), None);
+            let source = to.coordinator.with_holders(back.undo(stop), None);
+            let stranded = Stranded { left, losses: out.report.losses, source };
             // One that has not finished its part obeys nobody else as long as this leads it.
-            leaving.peers.list.clear();
-            let stranded = Stranded { left: self.left.clone(), losses: paused.losses, source };
-            return Err(stranded.go_back(from, to, tell_after));
+            drop(out.cast);
+            let error = stranded.go_back(from, to, tell_after);
+            if !matches!(error, Trouble::NotBack { .. }) {
+                back.freeze_again();
+            }
+            return Err(error);
         }
+        back.commit();
         // Behind the second, which runs by then.
-        if leaving.is_deep() {
-            leaving.freeze_all(&mut paused);
-            paused.wall_us = micros(self.started.elapsed());
+        out.freeze(started);
+        back.account(started);
+        Ok(Moved::Both { paused: out.into_outcome(), resumed: back.into_outcome() })
+    }
+
+    /// All of the first prepares, if the second fits into what is free and what leaves.
+    fn prepare(&mut self, patience: Patience) -> Result<Exchange, Trouble> {
+        self.refuse_wanted()?;
+        let Session { cast, round, members, .. } = &mut self.back;
+        let needed = needs_of_each(cast, round.scope(), members);
+        let needed = needed.map_err(|failures| self.refused(failures))?;
+        let needs: Vec<_> = needed.iter().flat_map(|needed| needed.devices.clone()).collect();
+        if !short_devices(&needs).is_empty() {
+            let Session { cast, round, members, .. } = &mut self.out;
+            let held = resident_bytes(cast, round.scope(), members);
+            self.check_room(&needs, &held)?;
         }
-        resumed.wall_us = micros(self.started.elapsed());
-        coming.note_latecomers(&mut resumed);
-        Ok(Swap {
-            paused: Outcome::Completed(Box::new(paused)),
-            resumed: Outcome::Completed(Box::new(resumed)),
-            wall_us: micros(self.started.elapsed()),
-        })
+        // From here on processes of the first are stopped.
+        if let Err(stop) = self.out.prepare(patience) {
+            return Err(self.out.undo(stop));
+        }
+        let gives = last_said(&self.out);
+        if let Err(error) = self.look_again(&needs, &totals(gives.iter().flatten())) {
+            let undone = self.out.undo(Stop::Failed(error.failures().to_vec()));
+            return Err(if undone.left_unchanged() { error } else { undone });
+        }
+        Ok(Exchange::new(self.from.coordinator.options.window_bytes, &gives, &needed))
     }
 
     /// Refuses if the second wants memory of the first, which it can have while the first runs.
     fn refuse_wanted(&mut self) -> Result<(), Trouble> {
-        if self.out.session.scope != Scope::Whole {
+        if *self.out.round.scope() != Scope::Whole {
             return Ok(());
         }
-        let lender = self.out.held.dir.tenant();
-        let wanted = self.back.session.wanted_of(&self.back.members, lender);
+        let wanted = self.back.loans().wanted_of(self.from.dir.tenant());
         match wanted.unwrap_or_else(|failures| failures) {
             none if none.is_empty() => Ok(()),
             wanted => Err(self.refused(wanted)),
@@ -323,55 +235,59 @@ impl Pair<'_> {
     /// The last look before the point of no return of the first, when it is known what each of its processes gives.
     fn look_again(
         &mut self,
-        needs: &[Vec<DeviceDelta>],
+        needs: &[DeviceDelta],
         gives: &BTreeMap<String, u64>,
     ) -> Result<(), Trouble> {
         self.check_room(needs, gives)?;
-        self.back.session.check_lock()?;
-        let next = Step::Phase(Phase::Restore);
-        let alive = self.back.session.check_alive(&self.back.members, next);
+        self.back.check_lock()?;
+        let alive = self.back.check_alive(Step::Phase(Phase::Restore));
         alive.map_err(|dead| self.refused(dead))
     }
 
     /// The second cannot come, and nothing was changed.
     fn refused(&self, failures: Vec<MemberFailure>) -> Trouble {
-        let runs = self.back.session.runs(self.back.members[0]);
-        let tenant = self.back.held.coordinator.tenant.clone();
-        Trouble::refused(tenant, (Action::Resume, runs), failures)
+        let runs = self.back.cast.peers.runs(self.back.members[0]);
+        Trouble::refused(self.back.cast.tenant(), (Action::Resume, runs), failures)
     }
 
     /// Refuses when the second does not fit into what is free and what the first gives, by device.
     fn check_room(
         &self,
-        needs: &[Vec<DeviceDelta>],
+        needs: &[DeviceDelta],
         gives: &BTreeMap<String, u64>,
     ) -> Result<(), Trouble> {
-        let with_room: Vec<DeviceDelta> = needs
-            .iter()
-            .flatten()
-            .map(|need| {
-                let given = gives.get(&need.uuid).copied().unwrap_or(0);
-                let free_bytes = need.free_bytes.saturating_add(given);
-                DeviceDelta { free_bytes, ..need.clone() }
-            })
-            .collect();
+        let with_room = |need: &DeviceDelta| {
+            let given = gives.get(&need.uuid).copied().unwrap_or(0);
+            DeviceDelta { free_bytes: need.free_bytes.saturating_add(given), ..need.clone() }
+        };
+        let with_room: Vec<_> = needs.iter().map(with_room).collect();
         let short = short_devices(&with_room);
         let Some(shortage) = short.first() else { return Ok(()) };
         let kind = FailureKind::DoesNotFit { missing_bytes: shortage.missing_bytes() };
-        let from = self.out.held.coordinator;
+        let from = self.from.coordinator;
         let message = format!(
             "its tenant does not fit, not even without {}",
             from.options.scope.subject(&from.tenant)
         );
-        let who = self.back.session.peers.list[self.back.members[0]].who;
-        let failure = Failure { kind, message };
+        let who = self.back.cast.peers.who(self.back.members[0]);
         let step = Step::Phase(Phase::Restore);
-        let mut error = self.refused(vec![MemberFailure { who, step, failure }]);
+        let mut error = self.refused(vec![MemberFailure::new(who, step, kind, message)]);
         if let Trouble::Refused { shortages, .. } = &mut error {
             *shortages = short;
         }
-        Err(self.back.held.coordinator.with_holders(error, Some((&from.tenant, gives))))
+        Err(self.to.coordinator.with_holders(error, Some((&from.tenant, gives))))
     }
+}
+
+/// What each member of a session said of its devices in the last phase, in their order.
+fn last_said(session: &Session<'_>) -> Vec<Vec<DeviceDelta>> {
+    let said = session.report.phases.last().map_or(&[][..], |phase| &phase.members);
+    let of = |index: &usize| {
+        let who = session.cast.peers.who(*index);
+        let found = said.iter().find(|member| member.who == who);
+        found.map(|member| member.report.devices.clone()).unwrap_or_default()
+    };
+    session.members.iter().map(of).collect()
 }
 
 /// A first tenant that has left for a second that did not come.
@@ -403,10 +319,8 @@ impl Stranded {
         };
         let until = Instant::now() + KEPT_ROOM_WAIT;
         let resumed = loop {
-            let resumed = from.open(&options, Action::Resume, progress).and_then(|mut session| {
-                let members = session.members_for()?;
-                session.run(members, Patience::new(&options))
-            });
+            let session = from.open(&options, Action::Resume, progress);
+            let resumed = session.and_then(|session| session.run(Patience::new(&options)));
             let is_short =
                 |error: &Trouble| error.missing_device_bytes().is_some() && error.left_unchanged();
             if !resumed.as_ref().is_err_and(is_short) || Instant::now() >= until {
@@ -421,7 +335,7 @@ impl Stranded {
         let (tenant, source) = (from.coordinator.tenant.clone(), Box::new(source));
         match resumed {
             Ok(resumed) => {
-                losses.extend(resumed.losses);
+                losses.extend(resumed.into_losses());
                 Trouble::WentBack { tenant, left, losses, source }
             }
             Err(error) => {

@@ -316,13 +316,12 @@ fn what_cannot_be_frozen_or_thawed_is_refused_before_anything_moves() {
 fn a_process_of_another_pid_namespace_is_refused_whatever_id_it_says_that_it_has() {
     let (world, driver) = (World::of(&[active()]), Driver::at(RUNNING));
     let coordinator = coordinator(&world, &driver);
-    let dir = world.run_dir.tenant(&tenant("train")).unwrap();
-    let lock = coordinator.lock(&dir, Action::Pause).unwrap();
-    let (options, mut progress) = (coordinator.options.clone(), quiet);
-    let mut session = Session::open(&dir, &lock, &options, Action::Pause, &mut progress).unwrap();
+    let held = coordinator.hold(Action::Pause).unwrap();
+    let mut progress = quiet;
+    let mut session = held.open(&coordinator.options, Action::Pause, &mut progress).unwrap();
     assert!(session.refuse_shallow().is_ok());
-    assert!(session.peers.list[0].who.pid.is_some(), "its own id, for reports");
-    session.peers.list[0].pid_here = None;
+    assert!(session.cast.peers.who(0).pid.is_some(), "its own id, for reports");
+    session.cast.peers.move_out_of_sight(0);
     let error = session.refuse_shallow().unwrap_err();
     assert!(error.to_string().contains("no id in this pid namespace"), "{error}");
     assert!(driver.take_made().is_empty());
