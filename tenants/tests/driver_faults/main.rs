@@ -10,10 +10,9 @@
 mod calls;
 mod lost_context;
 mod pairs;
-mod rest;
 mod saving;
+mod scene;
 mod sharing;
 mod shortage;
 mod singles;
 mod stage;
-mod tags;

@@ -4,94 +4,84 @@
 //! says how many pairs (`all` for every one) and `SUBLET_FAULT_SEED` which sample.
 
 use fastrand::Rng;
-use tenants::wire::{Action, MemberState};
-use vmm_pool::driver::DriverCode;
-use vmm_pool::driver::sim::FaultSpan;
+use tenants::wire::MemberState;
+use vmm_pool::Schedule::{self, SaveFirst, SaveMeanwhile};
 
-use crate::stage::Stage;
+use crate::scene::Command::{self, Pause, Resume, Swap};
+use crate::scene::Memory::Whole;
+use crate::scene::Scene;
 
 const PAIRS_IN_A_BUILD: u64 = 40;
 
-/// A call that fails: of which member, and its number among that member's calls.
+/// A call that fails: of which process, and its number among that process's calls.
 type Call = (usize, u64);
 
-fn check(stage: &Stage, action: Action, first: Call, second: Call, seed: u64) {
-    let what = format!("{action:?} with calls {first:?} and {second:?} failed (seed {seed})");
-    for (member, nth) in [first, second] {
-        stage.faults(member).fail_any(FaultSpan::Nth(nth), DriverCode::UNKNOWN);
-    }
-    let outcome = stage.act(action);
-    stage.clear_faults();
-    let states = stage.states();
+fn check(scene: &Scene, calls: [Call; 2], what: &str) {
+    scene.make_ready();
+    let (outcome, _) = scene.act(&calls);
+    let states = scene.states();
     assert!(!states.contains(&MemberState::Faulted), "{what}: {states:?}: {outcome:?}");
     // Whatever was left half done is put right first.
-    stage.must_then(Action::Resume, &what);
-    stage.assert_all(MemberState::Active, &what);
-    stage.assert_contents_of(&[0, 1], &what);
+    scene.go_back(what);
     // What the driver kept after two refusals goes with the next pause.
-    stage.must_then(Action::Pause, &what);
-    stage.must_then(Action::Resume, &what);
-    stage.assert_intact(&what);
+    scene.move_once_more(what);
+    scene.first.assert_intact(what);
 }
 
-/// How many calls each member makes in `action` when none fails, and in an undo about as many again.
-fn calls_in(stage: &Stage, action: Action) -> [u64; 2] {
-    let count = |member| stage.faults(member).calls_total();
-    let before = [count(0), count(1)];
-    stage.must(action);
-    [0, 1].map(|member| (count(member) - before[member]) * 3 / 2)
-}
-
-fn all_calls(calls: [u64; 2]) -> Vec<Call> {
-    (0..2).flat_map(|member| (1..=calls[member]).map(move |nth| (member, nth))).collect()
+/// All calls that processes make when none fails, and in an undo about as many again.
+fn all_calls(scene: &Scene) -> Vec<Call> {
+    let count = || scene.faults().iter().map(|it| it.calls_total()).collect::<Vec<_>>();
+    scene.make_ready();
+    let before = count();
+    assert!(scene.act(&[]).0.is_ok());
+    let made = count().into_iter().zip(before).map(|(calls, before)| (calls - before) * 3 / 2);
+    let made = made.enumerate();
+    let all = made.flat_map(|(process, calls)| (1..=calls).map(move |nth| (process, nth)));
+    let all = all.collect();
+    scene.go_back("without a fault");
+    all
 }
 
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-fn some_pairs(stage: &Stage, action: Action) {
+fn some_pairs(command: Command, schedule: Schedule) {
     let seed = variable("SUBLET_FAULT_SEED").and_then(|text| text.parse().ok());
     let seed = seed.unwrap_or_else(|| fastrand::u64(..));
-    if action == Action::Resume {
-        stage.must(Action::Pause);
-    }
-    let calls = all_calls(calls_in(stage, action));
-    if action == Action::Pause {
-        stage.must(Action::Resume);
-    }
-    let round = |first, second| {
-        if action == Action::Resume {
-            stage.must(Action::Pause);
-        }
-        check(stage, action, first, second, seed);
+    let case = (command, Whole, schedule);
+    let scene = Scene::new(case);
+    let all = all_calls(&scene);
+    let round = |calls: [Call; 2]| {
+        check(&scene, calls, &format!("{case:?} with calls {calls:?} failed (seed {seed})"));
     };
     let wanted = variable("SUBLET_FAULT_PAIRS");
     if wanted.as_deref() == Some("all") {
-        for (index, first) in calls.iter().enumerate() {
-            calls[index + 1..].iter().for_each(|second| round(*first, *second));
+        for (index, first) in all.iter().enumerate() {
+            all[index + 1..].iter().for_each(|second| round([*first, *second]));
         }
         return;
     }
     let mut random = Rng::with_seed(seed);
     let count = wanted.and_then(|text| text.parse().ok()).unwrap_or(PAIRS_IN_A_BUILD);
     for _ in 0..count {
-        let [first, second] = [0, 1].map(|_| calls[random.usize(..calls.len())]);
-        round(first, second);
+        round([0, 1].map(|_| all[random.usize(..all.len())]));
     }
 }
 
 #[test]
 fn any_two_calls_of_a_pause_may_fail_and_the_next_command_puts_all_right() {
-    some_pairs(&Stage::new(), Action::Pause);
+    some_pairs(Pause, SaveFirst);
+    some_pairs(Pause, SaveMeanwhile);
 }
 
 #[test]
 fn any_two_calls_of_a_resume_may_fail_and_the_next_command_puts_all_right() {
-    some_pairs(&Stage::new(), Action::Resume);
+    some_pairs(Resume, SaveFirst);
 }
 
 #[test]
-fn any_two_calls_of_a_pause_that_releases_early_may_fail_and_the_next_command_puts_all_right() {
-    some_pairs(&Stage::with_early_release(), Action::Pause);
+fn any_two_calls_of_a_swap_may_fail_and_the_next_command_puts_all_right() {
+    some_pairs(Swap, SaveFirst);
+    some_pairs(Swap, SaveMeanwhile);
 }

@@ -29,7 +29,7 @@ fn a_resume_that_does_not_fit_leaves_all_members_paused_and_says_what_is_missing
                 panic!("{:?}", error.shortages());
             };
             assert_eq!(shortage.free_bytes, 3 * UNIT);
-            assert_eq!(shortage.needed_bytes, stage.resident_on(device));
+            assert_eq!(shortage.needed_bytes, stage.resident()[device]);
             assert_eq!(shortage.missing_bytes(), shortage.needed_bytes - 3 * UNIT);
             assert_eq!(error.missing_device_bytes(), Some(shortage.missing_bytes()));
             assert_eq!(shortage.outside_bytes, CAPACITY_BYTES - 3 * UNIT);

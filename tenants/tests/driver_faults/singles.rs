@@ -2,134 +2,77 @@
 
 use std::time::{Duration, Instant};
 
-use tenants::coordinator::{Coordinator, Options, Outcome, Trouble};
+use tenants::coordinator::{Coordinator, Options, Outcome};
 use tenants::requests::act_together;
-use tenants::scope::Scope;
 use tenants::wire::{Action, MemberState};
-use vmm_pool::driver::sim::FaultSpan;
-use vmm_pool::driver::{DriverCode, DriverOp};
+use vmm_pool::Schedule::{SaveFirst, SaveMeanwhile};
+use vmm_pool::driver::DriverOp;
 
+use crate::scene::Command::{Pause, Resume, Swap};
+use crate::scene::Memory::{Rest, Tagged, Whole};
+use crate::scene::{Case, Scene};
 use crate::stage::{Stage, tenant};
 
-/// Fails call `nth` of `member` during `action` on `scope`. False when so many calls were not made.
-fn fail_one(stage: &Stage, action: Action, scope: &Scope, member: usize, nth: u64) -> bool {
-    let what = format!("{action:?} of {scope:?} with call {nth} of member {member} failed");
-    let before = stage.clear_faults();
-    stage.faults(member).fail_any(FaultSpan::Nth(nth), DriverCode::UNKNOWN);
-    let outcome = stage.act_on(action, scope.clone());
-    let met = stage.clear_faults() > before;
-    let (start, end) = match (scope, action) {
-        (Scope::Whole, Action::Pause) => (MemberState::Active, MemberState::Paused),
-        (Scope::Whole, Action::Resume) => (MemberState::Paused, MemberState::Active),
-        // The processes run before, and run after.
-        (Scope::Tags { .. }, _) => (MemberState::Active, MemberState::Active),
-    };
+/// Fails each call of each process in turn, of which there are so many at least.
+fn each_call(case: Case, least: u64) {
+    let scene = Scene::new(case);
+    let calls = |process| (1..).map(move |nth| (process, nth));
+    for mut calls in (0..scene.faults().len()).map(calls) {
+        let not_made = calls.find(|call| !one_call(&scene, case, *call));
+        assert!(not_made.is_some_and(|(_, nth)| nth > least), "only {not_made:?} was not made");
+    }
+    scene.first.assert_ticket_is_good();
+}
+
+/// False when so many calls were not made.
+fn one_call(scene: &Scene, case: Case, call: (usize, u64)) -> bool {
+    let what = &format!("{case:?} with call {call:?} failed");
+    scene.make_ready();
+    let held = scene.first.used();
+    let (outcome, is_made) = scene.act(&[call]);
     match outcome {
-        Ok(Outcome::Completed(report)) => {
-            assert!(report.losses.is_empty(), "{what}: {:?}", report.losses);
-            if action == Action::Pause && report.notes.is_empty() && report.stays.is_empty() {
-                stage.assert_gone(&what);
-            }
-            if action == Action::Pause && *scope == Scope::Whole {
-                let is_gone = stage.used() == [0, 0];
-                assert_eq!(report.stayed_bytes == 0, is_gone, "{what}: {:?}", report.stays);
-                let again = stage.act_on(action, scope.clone());
-                let already = Outcome::AlreadyPaused { stays: report.stays.clone() };
-                assert_eq!(again.as_ref().ok(), Some(&already), "{what}: {again:?}");
-            }
-        }
-        Ok(other) => panic!("{what}: {other:?}"),
+        Ok(done) => scene.assert_done(&done, what),
         Err(error) => {
-            assert!(met, "{what}: {error}");
-            assert!(matches!(error, Trouble::Refused { .. }), "{what}: {error}");
-            assert!(error.left_unchanged(), "{what}: {error}");
-            assert!(error.to_string().contains("returned CUDA_ERROR_UNKNOWN"), "{what}: {error}");
-            stage.assert_all(start, &what);
-            if action == Action::Pause {
-                stage.assert_contents_of(&[0, 1], &what);
+            assert!(is_made, "{what}: {error}");
+            scene.assert_refused(&error, &held, what);
+            // Processes that stood still before go back from there every other time.
+            if case.1 != Rest || call.1.is_multiple_of(2) {
+                let (again, _) = scene.act(&[]);
+                assert!(again.is_ok(), "{what}, then again: {again:?} ({:?})", scene.states());
             }
-            let again = stage.act_on(action, scope.clone());
-            assert!(again.is_ok(), "{what}, then again: {again:?} ({:?})", stage.states());
         }
     }
-    stage.assert_all(end, &what);
-    met
-}
-
-/// Fails each call of a pause of `scope` in turn, in `member`.
-pub(crate) fn pauses(stage: Stage, scope: &Scope, member: usize) {
-    for nth in 1.. {
-        let met = fail_one(&stage, Action::Pause, scope, member, nth);
-        let what = format!("pause of {scope:?}, call {nth} of member {member}");
-        let resumed = stage.act_on(Action::Resume, scope.clone());
-        assert!(resumed.is_ok(), "{what}: {resumed:?}");
-        if *scope != Scope::Whole {
-            // What the driver kept goes with the next pause.
-            stage.must(Action::Pause);
-            stage.assert_gone(&what);
-            stage.must(Action::Resume);
-        }
-        stage.assert_intact(&what);
-        if !met {
-            assert!(nth > 50, "only {nth} calls were met");
-            break;
-        }
+    scene.assert_behind(what);
+    scene.go_back(what);
+    // What the driver keeps in a whole pause goes with the way back.
+    if !is_made || case.1 != Whole || case.0 == Resume {
+        scene.move_once_more(what);
     }
-    stage.assert_ticket_is_good();
+    scene.first.assert_intact(what);
+    is_made
 }
 
-#[test]
-fn any_call_of_a_pause_may_fail_and_the_tenant_is_active_or_paused_with_its_contents() {
-    pauses(Stage::new(), &Scope::Whole, 0);
-}
-
-#[test]
-fn any_call_of_a_pause_may_fail_in_the_second_process_too() {
-    pauses(Stage::new(), &Scope::Whole, 1);
-}
-
-#[test]
-fn any_call_of_a_pause_that_releases_early_may_fail_and_nothing_is_lost() {
-    pauses(Stage::with_early_release(), &Scope::Whole, 0);
-}
-
-#[test]
-fn any_call_of_a_pause_that_releases_early_may_fail_in_the_second_process_too() {
-    pauses(Stage::with_early_release(), &Scope::Whole, 1);
-}
-
-/// Fails each call of a resume of `scope` in turn, in `member`.
-pub(crate) fn resumes(scope: &Scope, member: usize) {
-    let stage = Stage::new();
-    for nth in 1.. {
-        let paused = stage.act_on(Action::Pause, scope.clone());
-        assert!(paused.is_ok(), "{paused:?}");
-        if *scope != Scope::Whole {
-            stage.assert_gone("all memory has the tag");
+/// A test for each case: the tenant is as before or as it was to be, and has lost nothing.
+macro_rules! each_call_may_fail {
+    ($($name:ident: $command:ident, $memory:ident, $schedule:ident, $least:literal;)*) => {$(
+        #[test]
+        fn $name() {
+            each_call(($command, $memory, $schedule), $least);
         }
-        let met = fail_one(&stage, Action::Resume, scope, member, nth);
-        let what = format!("resume of {scope:?}, call {nth} of member {member}");
-        stage.assert_contents_of(&[0, 1], &what);
-        // A stream that the driver kept goes with the next pause.
-        stage.must(Action::Pause);
-        stage.must(Action::Resume);
-        stage.assert_intact(&what);
-        if !met {
-            assert!(nth > 50, "only {nth} calls were met");
-            break;
-        }
-    }
-    stage.assert_ticket_is_good();
+    )*};
 }
 
-#[test]
-fn any_call_of_a_resume_may_fail_and_the_tenant_stays_paused_with_its_contents() {
-    resumes(&Scope::Whole, 0);
-}
-
-#[test]
-fn any_call_of_a_resume_may_fail_in_the_second_process_too() {
-    resumes(&Scope::Whole, 1);
+each_call_may_fail! {
+    any_call_of_a_pause_may_fail_and_nothing_is_lost: Pause, Whole, SaveFirst, 50;
+    any_call_of_a_pause_that_releases_early_may_fail_and_nothing_is_lost: Pause, Whole, SaveMeanwhile, 50;
+    any_call_of_a_pause_by_tag_may_fail_and_nothing_is_lost: Pause, Tagged, SaveFirst, 50;
+    any_call_of_a_pause_by_tag_that_releases_early_may_fail_and_nothing_is_lost: Pause, Tagged, SaveMeanwhile, 50;
+    any_call_of_a_pause_of_the_rest_may_fail_and_nothing_is_lost: Pause, Rest, SaveFirst, 30;
+    any_call_of_a_pause_of_the_rest_that_releases_early_may_fail_and_nothing_is_lost: Pause, Rest, SaveMeanwhile, 30;
+    any_call_of_a_resume_may_fail_and_nothing_is_lost: Resume, Whole, SaveFirst, 50;
+    any_call_of_a_resume_by_tag_may_fail_and_nothing_is_lost: Resume, Tagged, SaveFirst, 50;
+    any_call_of_a_swap_with_room_for_both_may_fail_and_nothing_is_lost: Swap, Whole, SaveFirst, 50;
+    any_call_of_a_swap_by_windows_may_fail_and_nothing_is_lost: Swap, Whole, SaveMeanwhile, 50;
 }
 
 /// There is no way back then, and it comes to its end by itself.

@@ -15,7 +15,7 @@ use tenants::ticket::Ticket;
 use tenants::wire::{Action, MemberState};
 use vmm_pool::driver::sim::{Census, Faults, SimOptions};
 use vmm_pool::driver::{AllocationProp, DeviceAddress, DeviceOrdinal, RawContext, VaRange};
-use vmm_pool::{Class, Contents, VirtualHandle};
+use vmm_pool::{Class, Contents, Schedule, VirtualHandle};
 
 /// Memory of each device.
 pub(crate) const CAPACITY_BYTES: u64 = 128 << 20;
@@ -44,9 +44,9 @@ pub(crate) struct Stage {
     census: Vec<Census>,
     /// Host memory that each held then.
     held_bytes: Vec<u64>,
-    /// Do pauses release while they save?
-    pub(crate) releases_early: bool,
-    _place: Place,
+    /// When pauses save.
+    pub(crate) schedule: Schedule,
+    _place: Arc<Place>,
 }
 
 /// The device that a member's memory lies on.
@@ -90,17 +90,14 @@ pub(crate) fn config(run_dir: &RunDir) -> MemberConfig {
 }
 
 impl Stage {
-    /// As [`Stage::new`], and pauses release while they save.
-    pub(crate) fn with_early_release() -> Self {
-        let mut stage = Self::new();
-        stage.releases_early = true;
-        stage
+    /// On devices with much room.
+    pub(crate) fn new() -> Self {
+        Self::on(&Arc::new(Place::new(&[CAPACITY_BYTES; 2]).expect("a place")), TENANT)
     }
 
-    /// Both members with all their memory, after one whole pause and resume.
-    pub(crate) fn new() -> Self {
-        let place = Place::new(&[CAPACITY_BYTES; 2]).expect("a place");
-        let join = |_| place.join(TENANT, SimOptions::default()).expect("joined");
+    /// Both members of `tenant` with all their memory, after one whole pause and resume.
+    pub(crate) fn on(place: &Arc<Place>, tenant: &str) -> Self {
+        let join = |_| place.join(tenant, SimOptions::default()).expect("joined");
         let members: Vec<Process> = (0..2).map(join).collect();
         // Several groups, so that some is unmapped, or given back, while other contents are still on their way.
         for member in &members {
@@ -117,8 +114,8 @@ impl Stage {
             resident: Vec::new(),
             census: Vec::new(),
             held_bytes: Vec::new(),
-            releases_early: false,
-            _place: place,
+            schedule: Schedule::SaveFirst,
+            _place: Arc::clone(place),
         };
         (0..2).for_each(|member| stage.fill(member));
         stage.hide(0);
@@ -236,13 +233,18 @@ impl Stage {
     }
 
     fn act_with(&self, action: Action, options: Options) -> Result<Outcome, Trouble> {
-        let (timeout, releases_early) = (Some(PHASE_TIMEOUT), self.releases_early);
-        let options = Options { timeout, releases_early, ..options };
-        let mut coordinator = Coordinator::new(self.run_dir.clone(), tenant(), options);
+        let mut coordinator = self.coordinator(options);
         match action {
             Action::Pause => coordinator.pause(&mut |_| {}),
             Action::Resume => coordinator.resume(&mut |_| {}),
         }
+    }
+
+    /// One that waits long enough for a busy machine, and pauses by the stage's schedule.
+    pub(crate) fn coordinator(&self, options: Options) -> Coordinator {
+        let releases_early = self.schedule == Schedule::SaveMeanwhile;
+        let options = Options { timeout: Some(PHASE_TIMEOUT), releases_early, ..options };
+        Coordinator::new(self.run_dir.clone(), self.members[0].tenant().clone(), options)
     }
 
     /// Pauses or resumes without a fault.
@@ -278,9 +280,9 @@ impl Stage {
         assert_eq!(self.states(), [state; 2], "{when}");
     }
 
-    /// Bytes that the tenant holds on a device while it is active.
-    pub(crate) fn resident_on(&self, device: usize) -> u64 {
-        self.resident[device]
+    /// Bytes that the tenant holds on each device while it is active.
+    pub(crate) fn resident(&self) -> &[u64] {
+        &self.resident
     }
 
     /// Objects of the driver's, without streams that the pool keeps from step to step: the next step makes its own.
@@ -391,7 +393,7 @@ pub(crate) fn redeem_block(
 ) -> Result<VirtualHandle, ()> {
     let identity = owner.pool().enter_giving_up().block_identity(block);
     let (allocation, _, size_bytes) = identity.expect("a block");
-    let ticket = Ticket::uncounted(allocation, size_bytes, owner.id(), tenant());
+    let ticket = Ticket::uncounted(allocation, size_bytes, owner.id(), owner.tenant().clone());
     importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").map_err(drop)
 }
 
