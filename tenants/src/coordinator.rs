@@ -31,7 +31,6 @@ mod stepping;
 mod swap;
 #[cfg(test)]
 mod tests;
-mod transaction;
 mod trouble;
 
 use std::sync::Arc;
@@ -52,6 +51,9 @@ pub use swap::{swap, swap_with_itself};
 pub use trouble::Trouble;
 
 use cast::Everybody;
+use lending::{NamesWait, Patience};
+use session::Session;
+use spilling::Room;
 
 use crate::checkpoints::Checkpointer;
 use crate::identity::{MemberId, TenantName};
@@ -195,13 +197,21 @@ impl Options {
         }
     }
 
+    /// Does somebody want it called off?
+    fn is_called_off(&self) -> bool {
+        self.interrupt.as_ref().is_some_and(Interrupt::is_raised)
+    }
+
     /// How long members may take to say who they are.
     fn greeting_timeout(&self) -> Duration {
         self.timeout.unwrap_or_default().max(self.contact_timeout)
     }
 }
 
-/// How long one wait for the lock lasts before the interrupt is looked at.
+/// The number of times that a pause begins, since processes have joined its tenant meanwhile.
+const JOINED_TRIES_MAX: u32 = 8;
+
+/// The length of one wait for the lock, before the interrupt is looked at.
 const LOCK_LOOK: Duration = Duration::from_millis(100);
 
 /// Pauses, resumes and questions one tenant.
@@ -245,7 +255,7 @@ impl Coordinator {
     /// [`Trouble`]; the tenant is then paused as before.
     pub fn deepen(&mut self, progress: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, Trouble> {
         let held = self.hold(Action::Pause)?;
-        let mut session = held.open(&self.options, Action::Pause, progress)?;
+        let mut session = Session::open(&held, &self.options, Action::Pause, progress)?;
         if !session.members.is_empty() {
             return Ok(Outcome::AlreadyActive);
         }
@@ -284,6 +294,13 @@ impl Coordinator {
         let span = tracing::info_span!("tenant.act", tenant = %self.tenant, ?action);
         let _entered = span.enter();
         self.hold(action)?.act(action, progress)
+    }
+
+    /// Takes the tenant's lock for `action`, unless that is called off.
+    fn hold(&self, action: Action) -> Result<Held<'_>, Trouble> {
+        let dir = self.dir()?;
+        let lock = self.lock(&dir, action)?;
+        Ok(Held { coordinator: self, dir, lock })
     }
 
     /// `error` with the tenants that hold the devices that are too full for this tenant, but for what is given to it.
@@ -344,6 +361,64 @@ impl Coordinator {
                 tenant: self.tenant.clone(),
                 existing: self.run_dir.live_tenants()?,
             }),
+        }
+    }
+}
+
+/// A tenant with its lock.
+struct Held<'a> {
+    coordinator: &'a Coordinator,
+    dir: TenantDir,
+    lock: CoordinatorLock,
+}
+
+impl Held<'_> {
+    /// Pauses or resumes it, with nobody on the other leg.
+    fn act(&self, action: Action, progress: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, Trouble> {
+        let (mut outcome, notes) = attempt(&[self], progress, |patience, progress| {
+            let mut session = Session::open(self, &self.coordinator.options, action, progress)?;
+            session.refuse_shallow()?;
+            self.finish(session, patience)
+        })?;
+        outcome.note(notes);
+        Ok(outcome)
+    }
+
+    /// Takes its leg to the end.
+    fn finish(&self, session: Session<'_>, patience: Patience) -> Result<Outcome, Trouble> {
+        if session.members.is_empty() {
+            return Ok(session.rest());
+        }
+        session.run(patience).map_err(|error| self.coordinator.with_holders(error, None))
+    }
+}
+
+/// Tries `once` and again, as long as something helps the tenant that its error is about: one of `legs`. What came of it, and
+/// notes about what was done for that.
+fn attempt<T>(
+    legs: &[&Held<'_>],
+    progress: &mut dyn FnMut(Event<'_>),
+    mut once: impl FnMut(Patience, &mut dyn FnMut(Event<'_>)) -> Result<T, Trouble>,
+) -> Result<(T, Vec<String>), Trouble> {
+    let mut patience = Patience::new(&legs[0].coordinator.options);
+    let (mut joined, mut room, mut names) = (1, Room::default(), NamesWait::default());
+    loop {
+        let error = match once(patience, progress) {
+            Ok(done) => return Ok((done, room.notes())),
+            Err(error) => error,
+        };
+        let about = |held: &&&Held<'_>| error.is_about(&held.coordinator.tenant);
+        let Held { coordinator, dir, .. } = legs.iter().find(about).unwrap_or(&legs[0]);
+        if matches!(error, Trouble::Joined { .. }) && joined < JOINED_TRIES_MAX {
+            // With the newcomers, then.
+            joined += 1;
+            continue;
+        }
+        let helps = coordinator.makes_room(&mut room, &error, progress)
+            || names.waits(&coordinator.options, dir, &error)
+            || (error.is_lent() && patience.goes_on());
+        if !helps {
+            return Err(error);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What all processes of a pause go by once each is drained, decided once: which shared memory stays on its device, which copies of earlier
+//! The decision that all processes of a pause go by once each is drained: which shared memory stays on its device, which copies of earlier
 //! pauses stay in host memory, and whether memory is given back while the rest is still saved.
 
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ use crate::run_dir::MemberSocket;
 use crate::transport::is_stopped;
 use crate::wire::{Drained, FailureKind, Phase};
 
-/// What all processes of a pause go by, behind [`Phase::Drain`].
+/// The decision that all processes of a pause go by, behind [`Phase::Drain`].
 #[derive(Default)]
 pub(super) struct Agreed {
     /// Shared memory that this pause leaves where it is.
@@ -32,9 +32,7 @@ pub(super) struct Agreed {
 }
 
 impl Agreed {
-    /// What the members go by from here on that have said this when they were drained.
-    ///
-    /// They hold still since, and hand nothing out.
+    /// Decides for members that have said this when they were drained. They hold still since, and hand nothing out.
     pub(super) fn of(
         cast: &Cast<'_>,
         round: &Round<'_>,

@@ -153,12 +153,10 @@ impl Coordinator {
     }
 
     fn refuse_interrupted(&self) -> Result<(), Trouble> {
-        match &self.options.interrupt {
-            Some(interrupt) if interrupt.is_raised() => {
-                Err(Trouble::NotPrepared { tenant: self.tenant.clone() })
-            }
-            Some(_) | None => Ok(()),
+        if self.options.is_called_off() {
+            return Err(Trouble::NotPrepared { tenant: self.tenant.clone() });
         }
+        Ok(())
     }
 }
 

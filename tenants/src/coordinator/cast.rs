@@ -8,13 +8,13 @@ use super::peers::{Peers, Question, Reached, gone, reach, with_source};
 use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Step, Who};
 use super::round::Round;
 use super::trouble::silence;
-use super::{Interrupt, Options, TakesPart, Trouble};
+use super::{Held, Interrupt, Options, TakesPart, Trouble};
 use crate::identity::TenantName;
-use crate::run_dir::{CoordinatorLock, MemberSocket, TenantDir};
+use crate::run_dir::{MemberSocket, TenantDir};
 use crate::time::micros;
 use crate::wire::{Action, Hello, MemberState, Phase, PhaseReport, TakePhase};
 
-/// All processes of a tenant that take part in a pause or resume, or could, as its coordinator knows them.
+/// The processes of a tenant, the connections to them, and who is told how far they are.
 pub(super) struct Cast<'a> {
     dir: &'a TenantDir,
     progress: &'a mut dyn FnMut(Event<'_>),
@@ -31,14 +31,14 @@ pub(super) enum OnFailure {
     WaitForAll,
 }
 
-/// What came of one step.
+/// The answers to one step, and who gave none.
 pub(super) struct StepResult<T> {
     pub(super) done: Vec<(usize, T)>,
     pub(super) failures: Vec<(usize, MemberFailure)>,
 }
 
 impl<T> StepResult<T> {
-    /// What all have answered, or who has failed.
+    /// All answers, or those that have failed.
     pub(super) fn of_all(self) -> Result<Vec<(usize, T)>, Vec<MemberFailure>> {
         if self.failures.is_empty() { Ok(self.done) } else { Err(self.into_failures()) }
     }
@@ -51,14 +51,14 @@ impl<T> StepResult<T> {
 impl<'a> Cast<'a> {
     /// Connects to all live members and learns who they are.
     pub(super) fn open(
-        dir: &'a TenantDir,
-        lock: &CoordinatorLock,
+        held: &'a Held<'_>,
         options: &'a Options,
         action: Action,
         progress: &'a mut dyn FnMut(Event<'_>),
     ) -> Result<Self, Trouble> {
+        let dir = &held.dir;
         let mut cast = Self { dir, progress, options, peers: Peers::default() };
-        dir.until_names_are_back(|| cast.is_called_off());
+        dir.until_names_are_back(|| options.is_called_off());
         let deadline = Instant::now() + options.contact_timeout;
         for socket in dir.members()? {
             if matches!(options.takes_part, TakesPart::Alone(member) if member != socket.id) {
@@ -74,7 +74,7 @@ impl<'a> Cast<'a> {
         }
         cast.greet(action)?;
         if cast.peers.all().is_empty() {
-            dir.remove_stale_holding(lock)?;
+            dir.remove_stale_holding(&held.lock)?;
             return Err(Trouble::NoProcess { tenant: cast.tenant(), dead: cast.peers.dead() });
         }
         cast.check_versions()?;
@@ -85,7 +85,7 @@ impl<'a> Cast<'a> {
     fn greet(&mut self, action: Action) -> Result<(), Trouble> {
         let timeout = self.options.greeting_timeout();
         let result = self.step(&Hello, &self.peers.all(), timeout, OnFailure::WaitForAll);
-        if self.is_called_off() {
+        if self.options.is_called_off() {
             // Some may not have answered yet, and would be left out.
             return Err(Trouble::called_off_before(self.tenant(), action));
         }
@@ -130,25 +130,20 @@ impl<'a> Cast<'a> {
             }
             MemberState::Faulted => false,
         });
-        if half_way.is_empty() {
-            return self.refuse_faulted();
-        }
         for index in &half_way {
             self.tell(Event::Recovering { who: self.peers.who(*index) });
         }
-        let settle = round.question(Phase::Settle);
-        let mut result = self.take(&settle, &half_way, OnFailure::WaitForAll);
-        // One that ended meanwhile is left half-way no more.
-        result.failures.retain(|(index, _)| !self.peers.is_dead(*index, self.dir));
-        if let Err(failures) = result.of_all() {
-            return Err(Trouble::Unrecovered { tenant: self.tenant(), failures });
+        if !half_way.is_empty() {
+            let settle = round.question(Phase::Settle);
+            let mut result = self.take(&settle, &half_way, OnFailure::WaitForAll);
+            // One that ended meanwhile is left half-way no more.
+            result.failures.retain(|(index, _)| !self.peers.is_dead(*index, self.dir));
+            if let Err(failures) = result.of_all() {
+                return Err(Trouble::Unrecovered { tenant: self.tenant(), failures });
+            }
+            self.peers.drop_ended();
+            self.greet(round.action())?;
         }
-        self.peers.drop_ended();
-        self.greet(round.action())?;
-        self.refuse_faulted()
-    }
-
-    fn refuse_faulted(&self) -> Result<(), Trouble> {
         match self.peers.infos().find(|info| info.state == MemberState::Faulted) {
             Some(info) => Err(Trouble::Faulted { tenant: self.tenant(), pid: info.pid }),
             None => Ok(()),
@@ -161,16 +156,6 @@ impl<'a> Cast<'a> {
 
     pub(super) fn tell(&mut self, event: Event<'_>) {
         (self.progress)(event);
-    }
-
-    /// Does somebody want it called off?
-    pub(super) fn is_called_off(&self) -> bool {
-        self.options.interrupt.as_ref().is_some_and(Interrupt::is_raised)
-    }
-
-    /// A step was sent to so many members.
-    pub(super) fn tell_of_start(&mut self, step: Step, members: usize) {
-        self.tell(Event::StepStarted { tenant: self.dir.tenant(), step, members });
     }
 
     /// Has `members` take the phase that `order` is for, in its time.
@@ -197,7 +182,8 @@ impl<'a> Cast<'a> {
         if members.is_empty() {
             return result;
         }
-        self.tell_of_start(step, members.len());
+        let (tenant, count) = (self.dir.tenant(), members.len());
+        self.tell(Event::StepStarted { tenant, step, members: count });
         let due = timeout + self.options.reply_margin;
         let listens = match on_failure {
             OnFailure::Stop => true,
@@ -225,7 +211,7 @@ impl<'a> Cast<'a> {
         result: &mut StepResult<Q::Answer>,
     ) {
         let progress = &mut self.progress;
-        let step = inquiry.step();
+        let step = inquiry.question.step();
         self.peers.converse(members, inquiry, |peers, index, said| match said {
             Ok(answer) => {
                 progress(Event::MemberDone { who: peers.who(index), step });

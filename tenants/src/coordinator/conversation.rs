@@ -5,12 +5,12 @@
 use std::time::Duration;
 
 use super::peers::{Answer, Peers, Question};
-use super::report::{MemberFailure, Step};
+use super::report::MemberFailure;
 use super::{Coordinator, Interrupt};
 
 /// One question, the time to answer it, and what ends the wait early.
 pub(super) struct Inquiry<'a, Q> {
-    question: Q,
+    pub(super) question: Q,
     timeout: Duration,
     interrupt: Option<&'a Interrupt>,
 }
@@ -19,13 +19,6 @@ impl<'a, Q> Inquiry<'a, Q> {
     /// `question`, to be answered within `timeout`, or until `interrupt` is raised.
     pub(super) fn of(question: Q, timeout: Duration, interrupt: Option<&'a Interrupt>) -> Self {
         Self { question, timeout, interrupt }
-    }
-}
-
-impl<Q: Question> Inquiry<'_, Q> {
-    /// The step that it asks for.
-    pub(super) fn step(&self) -> Step {
-        self.question.step()
     }
 }
 
@@ -101,11 +94,7 @@ impl Peers {
         mut take: impl FnMut(&mut [&mut Self], usize, Answer) -> Wait,
     ) {
         loop {
-            let next = match wait {
-                Wait::Others => Self::next_of(all, interrupt),
-                Wait::Nobody => Self::settled_of(all),
-            };
-            let Some((position, answer)) = next else { return };
+            let Some((position, answer)) = Self::next_of(all, wait, interrupt) else { return };
             if take(all, position, answer) == Wait::Nobody {
                 wait = Wait::Nobody;
             }

@@ -103,7 +103,7 @@ impl<'s, 'a> Ranks<'s, 'a> {
         Self { cast, members, running, began, summary, absent }
     }
 
-    /// How they came to their cut, and sentences about those that are missing.
+    /// The account of their way to the cut, and sentences about those that are missing.
     pub(super) fn into_account(self) -> (CutSummary, Vec<String>) {
         (self.summary, self.absent)
     }
@@ -148,7 +148,7 @@ impl<'s, 'a> Ranks<'s, 'a> {
     ) -> Result<(PhaseSummary, DrainSummary), Stop> {
         let closing = Instant::now();
         let result = self.cast.take(&round.question(phase), self.members, OnFailure::Stop);
-        if self.cast.is_called_off() {
+        if self.cast.options.is_called_off() {
             return Err(Stop::CalledOff);
         }
         let done = result.of_all()?;
@@ -168,7 +168,7 @@ impl<'s, 'a> Ranks<'s, 'a> {
         let mut quiet = Stillness::new(0);
         let mut stalls = 0;
         loop {
-            if self.cast.is_called_off() {
+            if self.cast.options.is_called_off() {
                 return Err(Stop::CalledOff);
             }
             let reports: Vec<_> = held.iter().map(|held| &held.report).collect();

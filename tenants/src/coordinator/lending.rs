@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::cast::{Cast, OnFailure};
 use super::report::{MemberFailure, Step};
 use super::session::Stop;
-use super::{Interrupt, Options, Trouble};
+use super::{Options, Trouble};
 use crate::identity::TenantName;
 use crate::references::Partner;
 use crate::run_dir::{NAMES_AGAIN_WITHIN, TenantDir, pause_thread};
@@ -63,7 +63,7 @@ impl Patience {
     }
 }
 
-/// What some members of a tenant share with other processes.
+/// The memory that some members of a tenant share with other processes.
 pub(super) struct Loans<'s, 'a> {
     cast: &'s mut Cast<'a>,
     /// The part of their memory that matters.
@@ -89,12 +89,12 @@ impl<'s, 'a> Loans<'s, 'a> {
         if lent.is_empty() { Ok(()) } else { Err(Stop::Failed(lent)) }
     }
 
-    /// Who has lent memory still at `until`; empty as soon as nobody has.
+    /// One failure for each member that has lent memory still at `until`; none as soon as nobody has.
     fn lent_at(&mut self, until: Instant) -> Result<Vec<MemberFailure>, Stop> {
         let mut rest = REST_MIN;
         loop {
             let lent = self.lent()?;
-            if self.cast.is_called_off() {
+            if self.cast.options.is_called_off() {
                 return Err(Stop::CalledOff);
             }
             let left = until.saturating_duration_since(Instant::now());
@@ -125,7 +125,7 @@ impl<'s, 'a> Loans<'s, 'a> {
         Ok(all.into_iter().map(failure).collect())
     }
 
-    /// What each member that names a family, as it said when it was greeted, shares with other tenants. The others
+    /// Asks the members that share memory with other tenants: those that named a family when they were greeted. The others
     /// share nothing but with the one whose pause by tag this is.
     fn of_others(&mut self) -> Result<Vec<(usize, Lending)>, Vec<MemberFailure>> {
         let mut members = self.members.to_vec();
@@ -136,7 +136,7 @@ impl<'s, 'a> Loans<'s, 'a> {
         self.ask(&members)
     }
 
-    /// With whom the members share memory.
+    /// The processes that the members share memory with.
     pub(super) fn partners(&mut self) -> Result<Vec<Partner>, Vec<MemberFailure>> {
         let all = self.ask(self.members)?;
         Ok(all.into_iter().flat_map(|(_, lending)| lending.partners).collect())
@@ -148,7 +148,7 @@ impl<'s, 'a> Loans<'s, 'a> {
         self.cast.step(&question, members, timeout, OnFailure::Stop).of_all()
     }
 
-    /// What the members, which are paused, have open of tenant `lender`.
+    /// One failure for each member, which is paused, that has memory of tenant `lender` open.
     pub(super) fn wanted_of(
         &mut self,
         lender: &TenantName,
@@ -190,10 +190,9 @@ impl NamesWait {
             return false;
         }
         self.0 = true;
-        let is_called_off = || options.interrupt.as_ref().is_some_and(Interrupt::is_raised);
         let deadline = Instant::now() + NAMES_AGAIN_WITHIN;
         while !nameless.iter().all(|failure| dir.has_member(failure.who.member)) {
-            if is_called_off() || Instant::now() >= deadline {
+            if options.is_called_off() || Instant::now() >= deadline {
                 break;
             }
             pause_thread(REST_MAX);

@@ -95,7 +95,7 @@ pub(super) fn refuse_shortage(
     Err(vec![MemberFailure::new(who, step, kind, "its tenant does not fit")])
 }
 
-/// What `members` need to be resumed and what is free, as far as they answer.
+/// The device memory that a resume of `members` takes, and that is free, as far as they answer.
 pub(super) fn needs(cast: &mut Cast<'_>, scope: &Scope, members: &[usize]) -> Vec<DeviceDelta> {
     let said = ask_needs(cast, scope, members).done;
     said.into_iter().flat_map(|(_, needed)| needed.devices).collect()
@@ -107,7 +107,7 @@ fn ask_needs(cast: &mut Cast<'_>, scope: &Scope, members: &[usize]) -> StepResul
     cast.step(&question, members, timeout, OnFailure::WaitForAll)
 }
 
-/// What each of `members` needs to be resumed, in their order.
+/// The device memory that a resume of each of `members` takes, in their order.
 pub(super) fn needs_of_each(
     cast: &mut Cast<'_>,
     scope: &Scope,
@@ -118,7 +118,7 @@ pub(super) fn needs_of_each(
     Ok(all.into_iter().map(|(_, needed)| needed).collect())
 }
 
-/// What a pause of `members` would give back about now, by device, as far as they answer.
+/// The device memory that a pause of `members` would give back about now, by device, as far as they answer.
 pub(super) fn resident_bytes(
     cast: &mut Cast<'_>,
     scope: &Scope,

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use vmm_pool::Schedule;
 
 use super::Options;
+use super::conversation::Wait;
 use super::exchange::{Exchange, Move};
 use super::peers::{Answer, Peers};
 use super::report::{Event, MemberFailure, StageSummary, Step};
@@ -46,8 +47,9 @@ impl<'s, 'a> Side<'s, 'a> {
         let now = Instant::now();
         if let Entry::Vacant(vacant) = self.tallies.entry(phase) {
             vacant.insert(Tally { began: now, ended: now, done: BTreeMap::new() });
-            let members = self.session.members.len();
-            self.session.cast.tell_of_start(Step::Phase(phase), members);
+            let (tenant, members) = (self.session.cast.tenant(), self.session.members.len());
+            let step = Step::Phase(phase);
+            self.session.cast.tell(Event::StepStarted { tenant: &tenant, step, members });
         }
         let question = order.question(&self.session.round, timeout);
         self.session.cast.peers.ask(index, &question, timeout.answer)
@@ -170,7 +172,7 @@ pub(super) fn exchange(
             Some(_) => None,
         };
         let mut both = [&mut leaving.session.cast.peers, &mut coming.session.cast.peers];
-        match Peers::next_of(&mut both, interrupt) {
+        match Peers::next_of(&mut both, Wait::Others, interrupt) {
             Some((0, answer)) => {
                 if let Some(taken) = leaving.take(answer, started) {
                     has_left(leaving, &mut plan, taken);
@@ -187,7 +189,7 @@ pub(super) fn exchange(
                     }
                 }
             }
-            None if hindrance.is_none() && coming.session.cast.is_called_off() => {
+            None if hindrance.is_none() && coming.session.cast.options.is_called_off() => {
                 hindrance = Some(Stop::CalledOff);
             }
             // Nobody owes anything, and still something is missing: an answer was none to the question.

@@ -11,7 +11,7 @@ use nix::poll::{PollFd, PollFlags};
 use nix::unistd::geteuid;
 
 use super::Interrupt;
-use super::conversation::{Inquiry, Next};
+use super::conversation::{Inquiry, Next, Wait};
 pub(super) use super::report::Question;
 use super::report::{MemberFailure, Step, Who};
 use crate::identity::MemberId;
@@ -164,7 +164,7 @@ impl Peers {
         (0..self.list.len()).collect()
     }
 
-    /// How many processes had ended before they were spoken to.
+    /// The number of processes that had ended before they were spoken to.
     pub(super) fn dead(&self) -> usize {
         self.dead
     }
@@ -178,12 +178,12 @@ impl Peers {
         self.list.iter().map(|peer| peer.who.member).collect()
     }
 
-    /// What a member has said of itself.
+    /// The greeting of a member.
     pub(super) fn info(&self, index: usize) -> Option<&MemberInfo> {
         self.list[index].info.as_ref()
     }
 
-    /// What all members have said of themselves.
+    /// The greetings of all members.
     pub(super) fn infos(&self) -> impl Iterator<Item = &MemberInfo> {
         self.list.iter().filter_map(|peer| peer.info.as_ref())
     }
@@ -301,11 +301,14 @@ impl Peers {
     }
 
     /// The next answer of several tenants' members with the position of that tenant, or the next member that is overdue; none
-    /// when nobody owes one that could still be in time, or when `interrupt` was raised.
+    /// when nobody owes one that could still be in time, or when `interrupt` was raised. With [`Wait::Nobody`] it does not block,
+    /// and takes what has arrived or is overdue already.
     pub(super) fn next_of(
         all: &mut [&mut Self],
+        wait: Wait,
         interrupt: Option<&Interrupt>,
     ) -> Option<(usize, Answer)> {
+        let interrupt = interrupt.filter(|_| wait == Wait::Others);
         loop {
             if let Some(found) = Self::first(all, Self::answer_at_hand) {
                 return Some(found);
@@ -313,27 +316,21 @@ impl Peers {
             if interrupt.is_some_and(Interrupt::is_raised) {
                 return None;
             }
-            let deadline = all.iter().filter_map(|peers| peers.earliest_deadline()).min()?;
+            let deadline = match wait {
+                Wait::Others => all.iter().filter_map(|peers| peers.earliest_deadline()).min()?,
+                Wait::Nobody => Instant::now(),
+            };
             Self::look(all, deadline, interrupt);
             if Instant::now() >= deadline {
                 let late = |peers: &mut Self| {
                     peers.answer_at_hand().or_else(|| peers.mark_overdue(deadline))
                 };
-                if let Some(found) = Self::first(all, late) {
-                    return Some(found);
+                let found = Self::first(all, late);
+                if found.is_some() || wait == Wait::Nobody {
+                    return found;
                 }
             }
         }
-    }
-
-    /// As [`Peers::next_of`], of what has arrived or is overdue already. Does not block.
-    pub(super) fn settled_of(all: &mut [&mut Self]) -> Option<(usize, Answer)> {
-        if let Some(found) = Self::first(all, Self::answer_at_hand) {
-            return Some(found);
-        }
-        let now = Instant::now();
-        Self::look(all, now, None);
-        Self::first(all, |peers| peers.answer_at_hand().or_else(|| peers.mark_overdue(now)))
     }
 
     fn first(

@@ -540,30 +540,29 @@ pub(super) trait Question: Ask + Clone {
 }
 
 macro_rules! questions {
-    ($($question:ident is $step:expr;)*) => {$(
+    ($($question:ident($self:ident) is $step:expr;)*) => {$(
         impl Question for $question {
-            fn step(&self) -> Step {
-                let step: fn(&Self) -> Step = $step;
-                step(self)
+            fn step(&$self) -> Step {
+                $step
             }
         }
     )*};
 }
 
 questions! {
-    Hello is |_| Step::Hello;
-    Stats is |_| Step::Stats;
-    LookIdle is |_| Step::Stats;
-    Count is |_| Step::Count;
-    AwaitConsent is |asked| Step::Consent(asked.action);
-    GiveUp is |told| Step::Consent(told.action);
-    Needs is |_| Step::Needs;
-    Hold is |_| Step::Cut;
-    StepOn is |_| Step::Drain;
-    SaveStep is |_| Step::Save;
-    HostStep is |_| Step::Host;
-    SpillStep is |_| Step::Spill;
-    AskLent is |_| Step::Lending;
-    Drain is |_| Step::Phase(Phase::Drain);
-    TakePhase is |asked| Step::Phase(asked.order.phase());
+    Hello(self) is Step::Hello;
+    Stats(self) is Step::Stats;
+    LookIdle(self) is Step::Stats;
+    Count(self) is Step::Count;
+    AwaitConsent(self) is Step::Consent(self.action);
+    GiveUp(self) is Step::Consent(self.action);
+    Needs(self) is Step::Needs;
+    Hold(self) is Step::Cut;
+    StepOn(self) is Step::Drain;
+    SaveStep(self) is Step::Save;
+    HostStep(self) is Step::Host;
+    SpillStep(self) is Step::Spill;
+    AskLent(self) is Step::Lending;
+    Drain(self) is Step::Phase(Phase::Drain);
+    TakePhase(self) is Step::Phase(self.order.phase());
 }

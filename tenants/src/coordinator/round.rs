@@ -23,7 +23,7 @@ pub(super) struct Round<'a> {
     action: Action,
     /// Tells it from others.
     number: u64,
-    /// Which memory it is about.
+    /// The memory that it is about.
     scope: Scope,
     /// Do all processes stand still while a pause by tag lasts?
     stands: bool,
@@ -66,7 +66,7 @@ impl<'a> Round<'a> {
         self.overlaps = true;
     }
 
-    /// What all processes go by from now on.
+    /// All processes go by `agreed` from now on.
     pub(super) fn agree(&mut self, agreed: Agreed) {
         self.agreed = agreed;
     }
@@ -75,7 +75,7 @@ impl<'a> Round<'a> {
         &self.agreed
     }
 
-    /// What was led is undone, and what follows is a pause or resume of its own.
+    /// Begins a pause or resume of its own, when all that was led is undone.
     pub(super) fn begin_again(&mut self) {
         self.number = new_number();
     }
@@ -97,7 +97,7 @@ impl<'a> Round<'a> {
         phases.filter(move |phase| !(overlaps && *phase == Phase::Create))
     }
 
-    /// What orders say.
+    /// The words of its orders.
     pub(super) fn told(&self) -> Told<'_> {
         Told {
             copies: self.agreed.copies,
@@ -205,8 +205,8 @@ impl<'a> Round<'a> {
         Ok(members)
     }
 
-    /// What an owner has freed meanwhile comes back for those that hold it, and goes when all have it: without one of them it would be
-    /// lost. Before anything is created.
+    /// Refuses, before anything is created, if a process is missing that shares memory with others. Memory that its owner has freed
+    /// meanwhile comes back for those that hold it, and goes when all have it: without one of them it would be lost.
     fn refuse_without_partners(
         &self,
         cast: &mut Cast<'_>,
@@ -239,7 +239,7 @@ impl<'a> Round<'a> {
         Err(Trouble::UnknownTags { tenant: cast.tenant(), unknown, known })
     }
 
-    /// What it takes of `members` now, so that a resume of that brings nothing back that was away before.
+    /// The part that it takes of `members` now: a resume of that brings nothing back that was away before.
     pub(super) fn resident_part(&self, peers: &Peers, members: &[usize]) -> Scope {
         let Scope::Tags { tags, owner } = &self.scope else { return Scope::Whole };
         let infos = || members.iter().filter_map(|index| peers.info(*index));

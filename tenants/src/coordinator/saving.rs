@@ -232,12 +232,10 @@ impl Coordinator {
     }
 
     fn refuse_called_off(&self) -> Result<(), Trouble> {
-        match &self.options.interrupt {
-            Some(interrupt) if interrupt.is_raised() => {
-                Err(Trouble::NotSaved { tenant: self.tenant.clone() })
-            }
-            Some(_) | None => Ok(()),
+        if self.options.is_called_off() {
+            return Err(Trouble::NotSaved { tenant: self.tenant.clone() });
         }
+        Ok(())
     }
 
     fn map_of(&self, save: &Save) -> TenantMap {

@@ -1,6 +1,6 @@
 //! One leg of a transaction: the pause or resume of one tenant, from the greeting to the account.
 //!
-//! What a coordinator that has ended left half done is settled before. When a pause or resume ends before its point of no
+//! A pause or resume that an earlier coordinator left half done is settled before. When a pause or resume ends before its point of no
 //! return, all members go back, and the error says why.
 
 use std::time::{Duration, Instant};
@@ -16,15 +16,15 @@ use super::peers::{Peers, Question};
 use super::report::{Event, MemberFailure, Outcome, Report, Step};
 use super::round::Round;
 use super::stepping::Gated;
-use super::{Options, Trouble};
+use super::{Held, Options, Trouble};
 use crate::host_memory::HostShortage;
 use crate::phase::Stage;
-use crate::run_dir::{CoordinatorLock, RunDirError, TenantDir};
+use crate::run_dir::{CoordinatorLock, RunDirError};
 use crate::scope::Scope;
 use crate::time::{micros, millis};
 use crate::wire::{Action, AwaitConsent, Drain, FailureKind, GiveUp, Phase, PhaseReport};
 
-/// How long a member may take to hear that what it waits for will not happen.
+/// The time for a member to hear that its wait is in vain.
 const TELL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A tenant's pause or resume, while its lock is held.
@@ -60,7 +60,7 @@ impl From<Vec<MemberFailure>> for Stop {
 }
 
 impl Stop {
-    /// Who has failed.
+    /// The failures that it is about.
     fn failures(&self) -> Vec<MemberFailure> {
         match self {
             Self::Failed(failures) => failures.clone(),
@@ -93,18 +93,17 @@ impl Stop {
 impl<'a> Session<'a> {
     /// Connects to all live members, learns who they are, has them settle what was left half done, and chooses those that take part.
     pub(super) fn open(
-        dir: &'a TenantDir,
-        lock: &'a CoordinatorLock,
+        held: &'a Held<'_>,
         options: &'a Options,
         action: Action,
         progress: &'a mut dyn FnMut(Event<'_>),
     ) -> Result<Self, Trouble> {
         let began = Instant::now();
         let mut round = Round::new(options, action);
-        let mut cast = Cast::open(dir, lock, options, action, progress)?;
+        let mut cast = Cast::open(held, options, action, progress)?;
         cast.recover(&round)?;
         let members = round.members(&mut cast)?;
-        let mut report = Report::new(dir.tenant(), action);
+        let mut report = Report::new(held.dir.tenant(), action);
         report.stands_still = round.stands();
         if cast.peers.dead() > 0 {
             report.notes.push(format!(
@@ -112,7 +111,7 @@ impl<'a> Session<'a> {
                 cast.peers.dead()
             ));
         }
-        Ok(Self { cast, round, report, members, lock, absent: Vec::new(), began })
+        Ok(Self { cast, round, report, members, lock: &held.lock, absent: Vec::new(), began })
     }
 
     /// The outcome of one that has nothing to do, but for the contexts that a deep pause takes.
@@ -137,7 +136,9 @@ impl<'a> Session<'a> {
 
     /// Takes the members through all phases.
     pub(super) fn run(mut self, patience: Patience) -> Result<Outcome, Trouble> {
-        self.thaw()?;
+        if self.round.action() == Action::Resume {
+            self.thaw()?;
+        }
         if let Err(stop) = self.prepare(patience) {
             let error = self.undo(stop);
             if error.left_unchanged() {
@@ -238,7 +239,7 @@ impl<'a> Session<'a> {
         Ok(done)
     }
 
-    /// What all members answer; the first that fails ends it.
+    /// The answers of all members; the first that fails ends it.
     fn take<Q: Question>(
         &mut self,
         question: &Q,
@@ -246,7 +247,7 @@ impl<'a> Session<'a> {
     ) -> Result<Vec<(usize, Q::Answer)>, Stop> {
         let timeout = self.cast.options.phase_timeout(phase);
         let done = self.cast.step(question, &self.members, timeout, OnFailure::Stop).of_all()?;
-        if self.cast.is_called_off() { Err(Stop::CalledOff) } else { Ok(done) }
+        if self.cast.options.is_called_off() { Err(Stop::CalledOff) } else { Ok(done) }
     }
 
     /// All phases that cannot be undone, of members that are not lost on the way.
@@ -296,9 +297,6 @@ impl<'a> Session<'a> {
 
     /// Brings the contexts back that a resume needs.
     pub(super) fn thaw(&mut self) -> Result<(), Trouble> {
-        if self.round.action() == Action::Pause {
-            return Ok(());
-        }
         Freezer::new(&mut self.cast, &self.round).thaw(&self.members, &mut self.report)
     }
 
@@ -389,33 +387,22 @@ impl<'a> Session<'a> {
     /// Ends the account of a leg that has come to its end, of what took from `began` until now.
     pub(super) fn account(&mut self, began: Instant) {
         self.report.wall_us = micros(began.elapsed());
-        self.note_latecomers();
-        self.note_nothing_of_nccl();
-    }
-
-    /// Nothing has left, and yet calls wait.
-    fn note_nothing_of_nccl(&mut self) {
+        let late = if self.round.acts_alone() { 0 } else { self.cast.newcomers().len() };
+        if late > 0 {
+            // They were not part of it.
+            self.report.notes.push(format!(
+                "{late} process(es) joined the tenant meanwhile and took no part; run the command again"
+            ));
+        }
         let Scope::Tags { tags, .. } = self.round.scope() else { return };
         let is_empty = self.report.devices.iter().all(|device| device.bytes == 0);
         if self.round.action() == Action::Pause && tags.names_nccl() == (true, 0) && is_empty {
+            // Nothing has left, and yet calls wait.
             self.report.notes.push(
                 "NCCL had no memory in these processes at that moment, so nothing left; calls into NCCL wait until its \
                  resume all the same"
                     .to_owned(),
             );
-        }
-    }
-
-    /// Processes that joined while we worked were not part of it.
-    fn note_latecomers(&mut self) {
-        if self.round.acts_alone() {
-            return;
-        }
-        let late = self.cast.newcomers().len();
-        if late > 0 {
-            self.report.notes.push(format!(
-                "{late} process(es) joined the tenant meanwhile and took no part; run the command again"
-            ));
         }
     }
 }

@@ -84,7 +84,7 @@ impl Coordinator {
             return false;
         }
         room.tries += 1;
-        if room.tries > TRIES_MAX || self.is_called_off() {
+        if room.tries > TRIES_MAX || self.options.is_called_off() {
             return false;
         }
         let mut candidates = self.candidates(&short.kind);
@@ -95,7 +95,7 @@ impl Coordinator {
         let slowest = Duration::from_secs(asked / SLOWEST_BYTES_PER_SECOND);
         let until = Instant::now() + ROOM_TIME + slowest;
         for Candidate { tenant, .. } in candidates {
-            if missing == 0 || self.is_called_off() || Instant::now() >= until {
+            if missing == 0 || self.options.is_called_off() || Instant::now() >= until {
                 break;
             }
             match self.spill(&tenant, (&short.kind, missing), until, progress) {
@@ -109,10 +109,6 @@ impl Coordinator {
             }
         }
         missing < asked
-    }
-
-    fn is_called_off(&self) -> bool {
-        self.options.interrupt.as_ref().is_some_and(super::Interrupt::is_raised)
     }
 
     /// The other tenants that have something to move, as far as they answer.
@@ -155,7 +151,7 @@ impl Coordinator {
         progress(Event::StepStarted { tenant, step: Step::Spill, members });
         let mut left = self.step_of_all(&mut peers, 0);
         let mut given = 0;
-        while given < missing && !self.is_called_off() && Instant::now() < until {
+        while given < missing && !self.options.is_called_off() && Instant::now() < until {
             let willing = left.iter().find(|(_, said)| may_give(said, kind));
             let Some((&index, _)) = willing else { break };
             if lock.is_none() {
@@ -172,7 +168,7 @@ impl Coordinator {
                 }
                 None => drop(left.remove(&index)),
             }
-            if self.is_called_off() {
+            if self.options.is_called_off() {
                 // Hanging up ends a step that is under way, and the next to have the lock waits for no more of it.
                 drop((peers, held));
                 break;

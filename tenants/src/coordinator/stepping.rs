@@ -120,7 +120,7 @@ impl<'s, 'a> Gated<'s, 'a> {
         let mut still = Stillness::new(Vec::new());
         let mut all: Vec<_> = members.iter().map(|&index| Stepped::new(index)).collect();
         loop {
-            if self.cast.is_called_off() {
+            if self.cast.options.is_called_off() {
                 return Err(Stop::CalledOff);
             }
             let activities: Vec<_> = all.iter().filter_map(Stepped::fresh).collect();

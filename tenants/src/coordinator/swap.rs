@@ -19,8 +19,7 @@ use super::overlap::exchange;
 use super::report::{Event, MemberFailure, Outcome, Step, Swap};
 use super::round::refuse_standing;
 use super::session::{Session, Stop};
-use super::transaction::{Held, attempt};
-use super::{Coordinator, Options, Trouble};
+use super::{Coordinator, Held, Options, Trouble, attempt};
 use crate::identity::TenantName;
 use crate::run_dir::pause_thread;
 use crate::scope::Scope;
@@ -63,7 +62,7 @@ pub fn swap(
     Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) })
 }
 
-/// What came of a try.
+/// The outcome of one try.
 enum Moved {
     Both {
         paused: Outcome,
@@ -86,12 +85,12 @@ fn move_both(
     let shared = RefCell::new(progress);
     let tell = |event: Event<'_>| (*shared.borrow_mut())(event);
     let (mut tell_from, mut tell_to, mut tell_after) = (tell, tell, tell);
-    let mut out = from.open(&from.coordinator.options, Action::Pause, &mut tell_from)?;
+    let mut out = Session::open(from, &from.coordinator.options, Action::Pause, &mut tell_from)?;
     // If the second did not come, going back would have it run.
     if !out.members.is_empty() {
         refuse_standing(&out.cast)?;
     }
-    let mut back = to.open(&to.coordinator.options, Action::Resume, &mut tell_to)?;
+    let mut back = Session::open(to, &to.coordinator.options, Action::Resume, &mut tell_to)?;
     out.refuse_shallow()?;
     if out.members.is_empty() || back.members.is_empty() {
         let paused = from.finish(out, patience)?;
@@ -107,7 +106,7 @@ fn move_both(
     Pair { from, to, out, back, left, started }.change_places(patience, &mut tell_after)
 }
 
-/// Where the contexts of both do not fit together. `left` is what leaves of the first.
+/// Moves the first, then the second: the contexts of both do not fit together. `left` is the part of the first that leaves.
 fn one_after_the_other(
     from: &Held<'_>,
     to: &Held<'_>,
@@ -279,7 +278,7 @@ impl Pair<'_> {
     }
 }
 
-/// What each member of a session said of its devices in the last phase, in their order.
+/// The devices of each member of a session, as it said in the last phase, in their order.
 fn last_said(session: &Session<'_>) -> Vec<Vec<DeviceDelta>> {
     let said = session.report.phases.last().map_or(&[][..], |phase| &phase.members);
     let of = |index: &usize| {
@@ -319,7 +318,7 @@ impl Stranded {
         };
         let until = Instant::now() + KEPT_ROOM_WAIT;
         let resumed = loop {
-            let session = from.open(&options, Action::Resume, progress);
+            let session = Session::open(from, &options, Action::Resume, progress);
             let resumed = session.and_then(|session| session.run(Patience::new(&options)));
             let is_short =
                 |error: &Trouble| error.missing_device_bytes().is_some() && error.left_unchanged();
@@ -329,7 +328,7 @@ impl Stranded {
             // Opening it finishes what an undo has left.
             let quiet =
                 Options { interrupt: None, timeout: None, ..to.coordinator.options.clone() };
-            drop(to.open(&quiet, Action::Resume, progress).map(drop));
+            drop(Session::open(to, &quiet, Action::Resume, progress).map(drop));
             pause_thread(KEPT_ROOM_LOOK);
         };
         let (tenant, source) = (from.coordinator.tenant.clone(), Box::new(source));

@@ -1,4 +1,4 @@
-//! A pause, a resume or a swap while calls of the driver fail: about what, by which schedule, and what must be so behind it.
+//! A pause, a resume or a swap while calls of the driver fail, and all that must be so behind it.
 
 use std::sync::Arc;
 

@@ -318,7 +318,8 @@ fn a_process_of_another_pid_namespace_is_refused_whatever_id_it_says_that_it_has
     let coordinator = coordinator(&world, &driver);
     let held = coordinator.hold(Action::Pause).unwrap();
     let mut progress = quiet;
-    let mut session = held.open(&coordinator.options, Action::Pause, &mut progress).unwrap();
+    let mut session =
+        Session::open(&held, &coordinator.options, Action::Pause, &mut progress).unwrap();
     assert!(session.refuse_shallow().is_ok());
     assert!(session.cast.peers.who(0).pid.is_some(), "its own id, for reports");
     session.cast.peers.move_out_of_sight(0);
