@@ -30,7 +30,6 @@ use tenants::numa;
 use tenants::run_dir::{self, RunDir, RunDirError};
 use tenants::settings::{REQUIRED_VARIABLE, Settings};
 use tenants::switching;
-use vmm_pool::ChangeDetection;
 use vmm_pool::driver::{CudaDriver, DeviceOrdinal, Driver as _, DriverCode, VaRange};
 
 use crate::contexts;
@@ -286,7 +285,7 @@ fn try_join() -> Result<Arc<Member>, String> {
         node_of: |address| numa::node_of(Path::new("/sys"), address),
         own_contexts: contexts::own,
         captures: Arc::clone(captures().counts()),
-        unused: if settings.changes == ChangeDetection::Off { Vec::new } else { unused },
+        unused: if settings.detects_changes { unused } else { Vec::new },
         ungated: crate::UNGATED,
         unseen_pins: crate::UNSEEN_PINS,
         unseen_nccl: crate::UNSEEN_NCCL,
@@ -306,7 +305,7 @@ fn try_join() -> Result<Arc<Member>, String> {
 /// Has `member` do what the settings say.
 fn set_up(member: &Arc<Member>, settings: &Settings) {
     let pool = member.pool();
-    pool.copies().detect_changes(settings.changes);
+    pool.copies().detect_changes(settings.detects_changes);
     pool.slabs().use_slabs(settings.uses_slabs);
     if settings.fails_without_nccl {
         member.cut().fail_while_away();

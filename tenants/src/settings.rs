@@ -8,8 +8,6 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use vmm_pool::ChangeDetection;
-
 use crate::budget::{BUDGET_VARIABLE, Budgets};
 use crate::identity::{FamilyName, TenantName};
 use crate::run_dir::RUN_DIR_VARIABLE;
@@ -40,7 +38,7 @@ pub struct Settings {
     /// What the tenant may hold on each GPU.
     pub budgets: Option<Budgets>,
     /// Which kept contents a pause does not copy.
-    pub changes: ChangeDetection,
+    pub detects_changes: bool,
     /// Tenants that name the same family may open each other's memory.
     pub family: Option<FamilyName>,
     /// Where saved contents go that are kept in a file.
@@ -78,7 +76,7 @@ impl Default for Settings {
     fn default() -> Self {
         Self {
             budgets: None,
-            changes: ChangeDetection::default(),
+            detects_changes: true,
             family: None,
             file_dir: None,
             host_bytes_max: None,
@@ -195,14 +193,12 @@ fn preparation(text: &str) -> Result<Option<u64>, String> {
     }
 }
 
-fn changes(text: &str) -> Result<ChangeDetection, String> {
-    let value = match text {
-        "off" => Some(ChangeDetection::Off),
-        "on" => Some(ChangeDetection::On),
-        "verify" => Some(ChangeDetection::Verify),
-        _ => None,
-    };
-    expected(value, "on, off or verify")
+fn on_or_off(text: &str) -> Result<bool, String> {
+    match text {
+        "off" => Ok(false),
+        "on" => Ok(true),
+        _ => Err("expected on or off".to_owned()),
+    }
 }
 
 /// Puts `value` in its place.
@@ -226,7 +222,7 @@ const fn path(name: &'static str, put: fn(&mut Settings, PathBuf)) -> Setting {
 /// All settings, by name.
 pub const SETTINGS: [Setting; 18] = [
     text(BUDGET_VARIABLE, |to, text| fill(&mut to.budgets, parsed(text))),
-    text("SUBLET_CHANGES", |to, text| put(&mut to.changes, changes(text))),
+    text("SUBLET_CHANGES", |to, text| put(&mut to.detects_changes, on_or_off(text))),
     // The Python package reads it.
     text("SUBLET_COMPAT", |_, text| names(text, &FRAMEWORKS).map(drop)),
     text(FAMILY_VARIABLE, |to, text| {
@@ -286,7 +282,7 @@ mod tests {
     fn each_setting_gets_to_its_place() {
         let (settings, wrong) = read(&[
             ("SUBLET_BUDGET", "0=60GiB"),
-            ("SUBLET_CHANGES", "verify"),
+            ("SUBLET_CHANGES", "off"),
             ("SUBLET_COMPAT", "slime, vllm"),
             ("SUBLET_FAMILY", "rl"),
             ("SUBLET_FILE_DIR", "/nvme"),
@@ -306,7 +302,7 @@ mod tests {
         ]);
         assert_eq!(wrong, []);
         assert_eq!(settings.budgets.unwrap().to_string(), "0=60GiB");
-        assert_eq!(settings.changes, ChangeDetection::Verify);
+        assert!(!settings.detects_changes);
         assert_eq!(settings.family, Some(FamilyName::new("rl").unwrap()));
         assert_eq!(settings.tenant, Some(TenantName::new("train").unwrap()));
         let dirs = [settings.file_dir, settings.run_dir].map(Option::unwrap);
@@ -337,7 +333,7 @@ mod tests {
     #[test]
     fn a_wrong_value_is_named_with_what_is_expected_and_counts_as_not_set() {
         for (name, value, expected) in [
-            ("SUBLET_CHANGES", "banana", "SUBLET_CHANGES=banana: expected on, off or verify"),
+            ("SUBLET_CHANGES", "banana", "SUBLET_CHANGES=banana: expected on or off"),
             ("SUBLET_SLABS", "yes", "SUBLET_SLABS=yes: expected 0 or 1"),
             ("SUBLET_SPILL", "/nvme", "expected 0 or 1"),
             ("SUBLET_TURNS", "always", "'always' is none of auto, deep, class=, weight= and wait="),

@@ -78,9 +78,9 @@ fn contents_in_files_leave_zeros_out_and_come_back() -> Outcome {
 }
 
 #[test]
-fn what_is_left_out_can_be_switched_off_and_verified() -> Outcome {
+fn what_is_left_out_can_be_switched_off() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    for (value, is_left_out) in [("off", false), ("verify", true), ("on", true)] {
+    for (value, is_left_out) in [("off", false), ("on", true)] {
         let options = JobOptions::new("train", 1).with("SUBLET_CHANGES", value);
         let mut job = stage.connected_job(&options)?;
         job.ranks[0].do_it(&format!("zeros {}", 32 * MIB))?;

@@ -46,9 +46,8 @@ pub use ledger::{
     Unfreezable, Whose,
 };
 pub use pool::{
-    AwayByTag, Borrowed, ChangeDetection, CopyPolicy, Entered, Export, GiveUp, Holdings,
-    ImportSource, Kind, LostImports, Native, Natives, PieceBytes, PlainMemory, Pool, Registered,
-    Use,
+    AwayByTag, Borrowed, CopyPolicy, Entered, Export, GiveUp, Holdings, ImportSource, Kind,
+    LostImports, Native, Natives, PieceBytes, PlainMemory, Pool, Registered, Use,
 };
 pub use report::{
     ClassBytes, Contents, CopiedBytes, DeviceReport, KeptBytes, PinnedBytes, PoolReport, SlabTotals,

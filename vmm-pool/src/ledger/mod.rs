@@ -45,7 +45,7 @@ pub use block::Block;
 pub(crate) use layout::{Layout, Placed};
 pub use mapping::{Facts, Known, Sight};
 pub(crate) use mapping::{Mapping, Mappings, Presence};
-pub(crate) use pieces::{Survey, Wish};
+pub(crate) use pieces::Survey;
 use residency::Change;
 pub use row::Class;
 pub(crate) use row::{NewRow, Origin, Row};

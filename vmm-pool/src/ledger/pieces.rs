@@ -39,11 +39,6 @@ impl Survey {
         self.prints.insert(row, Arc::new(prints));
     }
 
-    /// What was seen of `row` does not hold.
-    pub(crate) fn forget(&mut self, row: VirtualHandle) {
-        self.prints.remove(&row);
-    }
-
     /// Nothing that was seen holds.
     pub(crate) fn clear(&mut self) {
         self.prints.clear();

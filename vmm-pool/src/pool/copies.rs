@@ -1,7 +1,7 @@
 //! What becomes of contents that need not be copied, and of copies in host memory after a resume.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use crate::driver::{DeviceOrdinal, DriverError};
@@ -33,20 +33,6 @@ impl Default for PieceBytes {
     }
 }
 
-/// Which kept contents a pause does not copy.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum ChangeDetection {
-    /// None: everything is copied.
-    Off,
-    /// Pieces that are all zero, which take no host memory either, and pieces that are as in the copy of the last pause.
-    /// That copy stays in host memory after a resume.
-    #[default]
-    On,
-    /// The same, and each piece that would not be copied is compared byte by byte. A difference is an error in the log, and
-    /// is copied. Slow.
-    Verify,
-}
-
 /// Bytes copied between two looks at a stream. At 55 GB/s the usual ones take 5 ms, in which the driver unmaps some 200 blocks:
 /// copying and unmapping keep each other busy.
 const GROUP_BYTES: u64 = 256 << 20;
@@ -56,8 +42,7 @@ const GROUP_BYTES: u64 = 256 << 20;
 pub struct CopyPolicy {
     are_retained: AtomicBool,
     is_given_back: AtomicBool,
-    /// A [`ChangeDetection`].
-    detection: AtomicU8,
+    are_changes_detected: AtomicBool,
     /// A [`PieceBytes`]; 0 for the usual.
     piece_bytes: AtomicU64,
     /// 0 for the usual.
@@ -93,18 +78,18 @@ impl CopyPolicy {
 
     /// Do copies stay for the sake of the next pause?
     pub(crate) fn stay_for_pauses(&self) -> bool {
-        self.detection() != ChangeDetection::Off && !self.is_given_back()
+        self.are_changes_detected() && !self.is_given_back()
     }
 
-    pub(crate) fn detection(&self) -> ChangeDetection {
-        let all = [ChangeDetection::On, ChangeDetection::Verify];
-        let set = self.detection.load(Ordering::Relaxed);
-        all.into_iter().find(|detection| *detection as u8 == set).unwrap_or(ChangeDetection::Off)
+    pub(crate) fn are_changes_detected(&self) -> bool {
+        self.are_changes_detected.load(Ordering::Relaxed)
     }
 
-    /// Sets which kept contents pauses do not copy; all are copied at first. Counts from the next pause on.
-    pub fn detect_changes(&self, detection: ChangeDetection) {
-        self.detection.store(detection as u8, Ordering::Relaxed);
+    /// Does a pause copy only what changed? It leaves out pieces that are all zero, which take no host memory either, and
+    /// pieces that are as in the copy of the last pause, which stays in host memory after a resume. All is copied at
+    /// first. Counts from the next pause on.
+    pub fn detect_changes(&self, are_detected: bool) {
+        self.are_changes_detected.store(are_detected, Ordering::Relaxed);
     }
 
     pub(crate) fn piece_bytes(&self) -> PieceBytes {
@@ -150,16 +135,16 @@ mod tests {
     #[test]
     fn what_is_set_is_what_is_detected() {
         let policy = CopyPolicy::default();
-        assert_eq!(policy.detection(), ChangeDetection::Off);
+        assert!(!policy.are_changes_detected());
         assert_eq!(policy.piece_bytes(), PieceBytes::default());
-        for detection in [ChangeDetection::On, ChangeDetection::Verify, ChangeDetection::Off] {
-            policy.detect_changes(detection);
-            assert_eq!(policy.detection(), detection);
-            assert_eq!(policy.stay_for_pauses(), detection != ChangeDetection::Off);
+        for are_detected in [true, false] {
+            policy.detect_changes(are_detected);
+            assert_eq!(policy.are_changes_detected(), are_detected);
+            assert_eq!(policy.stay_for_pauses(), are_detected);
         }
         policy.set_piece_bytes(PieceBytes::MAX);
         assert_eq!(policy.piece_bytes(), PieceBytes::MAX);
-        policy.detect_changes(ChangeDetection::On);
+        policy.detect_changes(true);
         policy.give_back(true);
         assert!(!policy.stay_for_pauses());
     }

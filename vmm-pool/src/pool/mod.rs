@@ -22,7 +22,7 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 
-pub use copies::{ChangeDetection, CopyPolicy, PieceBytes};
+pub use copies::{CopyPolicy, PieceBytes};
 pub use holdings::Holdings;
 pub use plain::{Native, Natives, PlainMemory};
 pub use questions::AwayByTag;

@@ -457,7 +457,7 @@ impl<D: Driver> HostArena<D> {
     }
 }
 
-pub(crate) fn memory_refused(size_bytes: u64) -> impl Fn(io::Error) -> PoolError {
+fn memory_refused(size_bytes: u64) -> impl Fn(io::Error) -> PoolError {
     move |source| PoolError::HostMemoryRefused { size_bytes, source }
 }
 

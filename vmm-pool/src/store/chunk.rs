@@ -179,11 +179,6 @@ impl<D: Driver> Pinned<D> {
         Ok(Self { driver, map: Some(map) })
     }
 
-    /// For the driver.
-    pub(crate) fn start(&self) -> NonNull<u8> {
-        self.map.as_ref().map_or(NonNull::dangling(), start_of)
-    }
-
     /// A part of it as slots, as far as there are so many. No device may be writing there.
     pub(crate) fn slots(&mut self, part: Range<usize>) -> &mut [PieceSlot] {
         let Some(map) = &self.map else { return &mut [] };
@@ -195,13 +190,6 @@ impl<D: Driver> Pinned<D> {
         // SAFETY: live, aligned to a page and then to a slot, zeros or slots, and this value's own (invariant 1); any bits are a
         // slot.
         unsafe { std::slice::from_raw_parts_mut(first.as_ptr(), end - start) }
-    }
-
-    /// The first bytes. No device may be writing there.
-    pub(crate) fn bytes(&self, length: usize) -> &[u8] {
-        let Some(map) = &self.map else { return &[] };
-        // SAFETY: live and written to by nobody now (invariant 1).
-        unsafe { std::slice::from_raw_parts(start_of(map).as_ptr(), length.min(map.len())) }
     }
 
     /// A device may be writing there still: it stays for good.

@@ -12,7 +12,7 @@ mod ring;
 mod sums;
 
 pub(crate) use ahead::{Ahead, Used};
-pub(crate) use arena::{HostArena, Pins, memory_refused};
+pub(crate) use arena::{HostArena, Pins};
 pub use chunk::CHUNK_BYTES;
 pub(crate) use chunk::Pinned;
 pub(crate) use disk::{ALIGNMENT_BYTES, ContentsFile, Writer};

@@ -7,9 +7,7 @@ use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, DriverCode, DriverOp, VaRange,
 };
-use vmm_pool::{
-    ChangeDetection, Contents, Failed, FromOpen, PoolError, PoolResult, StepLog, VirtualHandle,
-};
+use vmm_pool::{Contents, Failed, FromOpen, PoolError, PoolResult, StepLog, VirtualHandle};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, class, create, end_streams,
@@ -36,7 +34,7 @@ impl Pair {
         let node = node();
         let pools = [pool(&node), pool(&node)];
         for pool in &pools {
-            pool.copies().detect_changes(ChangeDetection::On);
+            pool.copies().detect_changes(true);
         }
         let mut contents = Vec::new();
         let mut seed = 1;
@@ -344,7 +342,7 @@ fn nothing_is_unmapped_under_copies_whose_end_nobody_has_seen() {
 #[test]
 fn calls_are_let_through_if_the_context_is_lost_under_a_look_at_the_contents() {
     let pool = pool(&node());
-    pool.copies().detect_changes(ChangeDetection::On);
+    pool.copies().detect_changes(true);
     let handle = create(&pool, DEVICE, 2, kept());
     map(&pool, handle, 2 * UNIT, &[AccessDesc::read_write(DEVICE)]);
     let draining = pool.shut::<FromOpen>().into_draining();
@@ -363,7 +361,7 @@ fn calls_are_let_through_if_the_context_is_lost_under_a_look_at_the_contents() {
 #[test]
 fn a_process_runs_on_when_no_device_looks_at_its_contents_any_more() {
     let pool = pool(&node());
-    pool.copies().detect_changes(ChangeDetection::On);
+    pool.copies().detect_changes(true);
     let places = [(); 2].map(|()| {
         let handle = create(&pool, DEVICE, 2, kept());
         map(&pool, handle, 2 * UNIT, &[AccessDesc::read_write(DEVICE)])

@@ -12,8 +12,7 @@ use nix::sys::resource::{Resource, setrlimit};
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverOp, VaRange};
 use vmm_pool::{
-    ChangeDetection, Class, Contents, HostBudget, PoolError, SavedError, Selection, Tags, Whose,
-    check_file_dir,
+    Class, Contents, HostBudget, PoolError, SavedError, Selection, Tags, Whose, check_file_dir,
 };
 
 use crate::stage::{
@@ -178,7 +177,7 @@ fn unused_parts_take_no_disk_and_saved_bytes_are_read_from_the_file() {
 #[test]
 fn zeros_of_contents_in_a_file_come_back_wherever_they_are() {
     let (pool, _dir) = filing_pool(&node());
-    pool.copies().detect_changes(ChangeDetection::On);
+    pool.copies().detect_changes(true);
     let piece = |range: VaRange, first: u64, count: u64| {
         VaRange::new(DeviceAddress(range.start.0 + first * PIECE), count * PIECE)
     };
@@ -212,7 +211,7 @@ fn zeros_of_contents_in_a_file_come_back_wherever_they_are() {
 #[test]
 fn a_place_made_for_contents_stays_until_its_zeros_are_made_too() {
     let (pool, _dir) = filing_pool(&node());
-    pool.copies().detect_changes(ChangeDetection::On);
+    pool.copies().detect_changes(true);
     let range = filled(&pool, DEVICE, 1, tagged("weights"), 1);
     let zeros = VaRange::new(range.start, UNIT - PIECE);
     write(&pool, DEVICE, zeros, [0; 16]);

@@ -6,8 +6,7 @@ use proptest::prelude::*;
 use proptest::test_runner::Config;
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
 use vmm_pool::{
-    AllocationId, ChangeDetection, Class, ClassBytes, Contents, PeerId, Selection, Tags,
-    VirtualHandle, Whose,
+    AllocationId, Class, ClassBytes, Contents, PeerId, Selection, Tags, VirtualHandle, Whose,
 };
 
 use crate::stage::{
@@ -130,7 +129,7 @@ fn nth<T>(items: &[T], pick: usize) -> Option<usize> {
 impl Model {
     fn new() -> Self {
         let pool = pool(&node());
-        pool.copies().detect_changes(ChangeDetection::Verify);
+        pool.copies().detect_changes(true);
         Self { pool, memories: BTreeMap::new(), places: Vec::new(), made: 0, paused: false }
     }
 

@@ -5,8 +5,8 @@ mod at_random;
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
 use vmm_pool::{
-    ChangeDetection, Class, Contents, Copies, HostBudget, KeptBytes, PieceBytes, SavedError,
-    Selection, StepLog, Tags, Whose,
+    Class, Contents, Copies, HostBudget, KeptBytes, PieceBytes, SavedError, Selection, StepLog,
+    Tags, Whose,
 };
 
 use crate::stage::{
@@ -19,7 +19,7 @@ const PIECE: u64 = 64 << 10;
 
 fn a_pool() -> SimPool {
     let pool = pool(&SimNode::private(&[2 * CHUNK]).expect("a node"));
-    pool.copies().detect_changes(ChangeDetection::On);
+    pool.copies().detect_changes(true);
     pool
 }
 
@@ -95,7 +95,7 @@ fn many_pieces_are_asked_about_in_turn_and_each_answer_is_its_own() {
     /// Of those that a device is asked about in one turn: twice as many are more than it is asked in its first two turns.
     const AT_ONCE: u64 = 16 << 10;
     let pool = pool(&SimNode::private(&[4 * CHUNK]).expect("a node"));
-    pool.copies().detect_changes(ChangeDetection::On);
+    pool.copies().detect_changes(true);
     pool.copies().set_piece_bytes(PieceBytes::MIN);
     // The questions of a turn are about two allocations.
     let sizes = [3, 250, 3 * AT_ONCE * SMALL / UNIT - 200, 1];
@@ -200,7 +200,7 @@ fn what_has_not_changed_is_left_out_also_by_stages() {
 #[test]
 fn everything_is_copied_where_changes_are_not_detected() {
     let pool = a_pool();
-    pool.copies().detect_changes(ChangeDetection::Off);
+    pool.copies().detect_changes(false);
     let range = memory(&pool, "", Contents::Keep, 1);
     fill(&pool, pieces(range, 3, 1), 1);
     for _ in 0..2 {
@@ -325,7 +325,7 @@ fn demand_says_what_each_choice_of_copies_takes() {
 #[test]
 fn what_lies_in_the_file_already_is_not_to_be_copied_there() {
     let pool = a_pool();
-    pool.copies().detect_changes(ChangeDetection::Off);
+    pool.copies().detect_changes(false);
     let ranges = [memory(&pool, "one", Contents::File, 2), memory(&pool, "", Contents::Keep, 1)];
     for range in ranges {
         fill(&pool, range, 1);
@@ -379,34 +379,6 @@ fn a_device_that_will_not_tell_has_all_copied_and_is_asked_no_more() {
     assert_eq!(faults.calls(DriverOp::ModuleLoad), asked);
     resume(&pool);
     assert!(has(&pool, pieces(range, 0, 1), 1) && is_zero(&pool, pieces(range, 1, 31)));
-}
-
-#[test]
-fn a_difference_that_fingerprints_do_not_show_is_an_error_and_is_copied() {
-    let pool = a_pool();
-    pool.copies().detect_changes(ChangeDetection::Verify);
-    let range = memory(&pool, "", Contents::Keep, 1);
-    fill(&pool, pieces(range, 0, 2), 1);
-    assert_eq!(kept(&save(&pool, &WHOLE)), (30, 0, 2));
-    resume(&pool);
-    let log = save(&pool, &WHOLE);
-    assert_eq!((kept(&log), log.notes.len()), ((30, 2, 0), 0));
-    assert!(log.steps.iter().any(|step| step.name == "verify"));
-    resume(&pool);
-    // A copy that has rotted since it was made.
-    pool.copies().retain(true);
-    save(&pool, &WHOLE);
-    resume(&pool);
-    let copy = pool.saved_or_retained().at(pieces(range, 1, 1)).expect("kept for readers");
-    assert_eq!(kept(&save(&pool, &WHOLE)), (30, 0, 2), "in the same place");
-    resume(&pool);
-    rot(copy);
-    let log = save(&pool, &WHOLE);
-    let address = format!("{:#x}", range.start.0 + PIECE + 7);
-    assert!(log.notes[0].contains(&address), "{:?} names {address}", log.notes);
-    assert_eq!(kept(&log), (0, 0, 32));
-    resume(&pool);
-    assert!(has(&pool, pieces(range, 0, 2), 1) && is_zero(&pool, pieces(range, 2, 30)));
 }
 
 #[test]

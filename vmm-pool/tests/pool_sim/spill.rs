@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use vmm_pool::driver::sim::{FaultSpan, SimDriver, SimNode};
 use vmm_pool::driver::{AccessDesc, Driver as _, DriverCode, DriverOp, RawStream, VaRange};
 use vmm_pool::paging::Pager;
-use vmm_pool::{ChangeDetection, Class, Contents, PoolError, SavedError, Spilled, Stance};
+use vmm_pool::{Class, Contents, PoolError, SavedError, Spilled, Stance};
 
 use crate::paging::program::{pager, unlimited};
 use crate::stage::{
@@ -86,7 +86,7 @@ fn contents_go_to_the_file_step_by_step_and_come_back_from_there() {
 #[test]
 fn nothing_of_before_is_taken_for_unchanged_after_it() {
     let (pool, _dir) = a_pool();
-    pool.copies().detect_changes(ChangeDetection::On);
+    pool.copies().detect_changes(true);
     let ranges = two(&pool, SMALL);
     pause(&pool);
     resume(&pool);

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, VaRange};
 use vmm_pool::{
-    ByDevice, ChangeDetection, Class, Contents, PieceBytes, PoolResult, SavedError, Selection,
-    Tags, VirtualHandle, Whose,
+    ByDevice, Class, Contents, PieceBytes, PoolResult, SavedError, Selection, Tags, VirtualHandle,
+    Whose,
 };
 
 use crate::stage::{
@@ -171,12 +171,11 @@ impl World {
         let piece_bytes = PieceBytes::new(random.of(&[16, 64, 256, 2048]) << 10).expect("a size");
         self.pool.copies().set_piece_bytes(piece_bytes);
         let detects = !random.one_in(4);
-        let detection = if detects { ChangeDetection::On } else { ChangeDetection::Off };
-        self.pool.copies().detect_changes(detection);
+        self.pool.copies().detect_changes(detects);
         self.pool.copies().retain(random.one_in(4));
         self.pool.copies().give_back(random.one_in(6));
         self.pool.copies().set_group_bytes(UNIT << random.below(4));
-        self.log.push(format!("set {piece_bytes:?} {detection:?}"));
+        self.log.push(format!("set {piece_bytes:?}, detects changes: {detects}"));
     }
 
     fn mark_unused(&mut self) {

@@ -10,7 +10,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use vmm_pool::driver::sim::{FaultSpan, SimDriver};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, Driver as _, DriverCode, RawStream, VaRange};
 use vmm_pool::paging::{In, Pager, WindowSize};
-use vmm_pool::{ByDevice, ChangeDetection, Contents, HostBudget, PieceBytes, PoolResult};
+use vmm_pool::{ByDevice, Contents, HostBudget, PieceBytes, PoolResult};
 
 use super::at_random::on_a_thread;
 use super::program::{LIMIT, unlimited, word_at};
@@ -72,12 +72,7 @@ impl World {
     fn new(seed: u64) -> Self {
         let (pool, mut random) = (pool(&node()), Random(seed));
         if !random.one_in(4) {
-            let verifies = random.one_in(4);
-            pool.copies().detect_changes(if verifies {
-                ChangeDetection::Verify
-            } else {
-                ChangeDetection::On
-            });
+            pool.copies().detect_changes(true);
         }
         if random.one_in(2) {
             pool.copies().set_piece_bytes(PieceBytes::new(256 << 10).expect("a size"));

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use proptest::test_runner::Config;
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{DeviceAddress, DriverCode, VaRange};
-use vmm_pool::{ChangeDetection, Contents, HostBudget, PieceBytes, Registered};
+use vmm_pool::{Contents, HostBudget, PieceBytes, Registered};
 
 use super::{CHUNK, memory, save, tagged};
 use crate::stage::{
@@ -38,7 +38,7 @@ enum To {
 impl Changing {
     fn new() -> Self {
         let pool = pool(&SimNode::private(&[CHUNK]).expect("a node"));
-        pool.copies().detect_changes(ChangeDetection::On);
+        pool.copies().detect_changes(true);
         pool.copies().set_piece_bytes(PieceBytes::new(1 << 20).expect("a size"));
         let contents = [("", Contents::Keep), ("tag", Contents::Keep), ("", Contents::File)];
         let ranges: Vec<_> = contents.map(|(tag, contents)| memory(&pool, tag, contents, 2)).into();

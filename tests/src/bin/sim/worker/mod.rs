@@ -32,7 +32,7 @@ use tenants::scope::TagNames;
 use tenants::wire::Action;
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
-use vmm_pool::{ChangeDetection, PieceBytes, Stance};
+use vmm_pool::{PieceBytes, Stance};
 
 use crate::orders::{Answer, Deal, Item, Order, Worked, write_line};
 use collectives::Collectives;
@@ -121,7 +121,8 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
     // Who imports memory of others touches it only while it is there.
     exchange::TAGS.into_iter().for_each(tenants::region::agree_to_run_without);
     member.pool().set_file_dir(host::file_dir(&charter.node, charter.seed));
-    member.pool().copies().detect_changes(detection(charter.seed));
+    // Most find what is zero and what has not changed, and some copy all.
+    member.pool().copies().detect_changes(charter.seed % 8 != 0);
     member.pool().copies().set_piece_bytes(piece_bytes(charter.seed));
     member.pool().copies().give_back(host::gives_back(charter.seed));
     let pager = paged::Open::default();
@@ -147,15 +148,6 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
         return worker.join().map_err(|_| Trouble::new("the application's thread panicked"))?;
     }
     Ok(())
-}
-
-/// Most find what is zero and what has not changed, some of these compare every byte, and some copy all.
-fn detection(seed: u64) -> ChangeDetection {
-    match seed % 8 {
-        0 => ChangeDetection::Off,
-        1 => ChangeDetection::Verify,
-        _ => ChangeDetection::On,
-    }
 }
 
 fn piece_bytes(seed: u64) -> PieceBytes {
