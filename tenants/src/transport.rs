@@ -44,7 +44,7 @@ pub use process::{Listener, Peer, command_of, stat_words};
 
 use vmm_pool::UninheritedFd;
 
-use frame::{FrameError, HEADER_BYTES, Header, Outgoing, Room};
+use frame::{FdRoom, FrameError, HEADER_BYTES, Header, Outgoing};
 
 use crate::wire::{Ask, FDS_PER_MESSAGE_MAX, Failure, Reply, Request};
 
@@ -347,7 +347,7 @@ impl Connection {
         let want = self.incoming.missing_bytes().min(READ_BYTES);
         let target = &mut buffer[..want];
         let received = loop {
-            let room = if self.limits.fds_max == 0 { Room::None } else { Room::Full };
+            let room = if self.limits.fds_max == 0 { FdRoom::None } else { FdRoom::Full };
             match frame::receive(self.stream.as_fd(), target, &mut self.incoming.fds, room) {
                 Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN) => return Ok(false),

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use super::Peer;
 use super::frame::FrameError;
+use super::process::command_next_to_library;
 use crate::wire::PROTOCOL_VERSION;
 
 /// Why a message did not get through.
@@ -49,7 +50,8 @@ pub enum TransportError {
     /// The peer speaks another version of it.
     #[error(
         "{peer} speaks protocol version {peer_version} and process {own_pid} (this one) speaks {own_version}: \
-         run all processes of a tenant with one Sublet version"
+         run all processes of a tenant with one Sublet version{}",
+        peer.pid().map(own_command_of).unwrap_or_default()
     )]
     VersionMismatch { peer: Peer, peer_version: u16, own_pid: u32, own_version: u16 },
     /// A message is longer than any may be.
@@ -163,6 +165,17 @@ impl TransportError {
 
 fn is_for_want_of_descriptors(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
+}
+
+/// The command that can pause and resume a process of another version.
+fn own_command_of(pid: u32) -> String {
+    match command_next_to_library(pid) {
+        Some(path) => format!("; the command of process {pid}'s version is {}", path.display()),
+        None => format!(
+            "; no command lies next to the library of process {pid} any more: install the version that it was started \
+             with into a folder of its own, and use the command there"
+        ),
+    }
 }
 
 fn room_for_files(error: &io::Error) -> &'static str {

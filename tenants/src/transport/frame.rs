@@ -213,7 +213,7 @@ pub(super) struct Received {
 
 /// How many descriptors the kernel may install.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Room {
+pub(super) enum FdRoom {
     /// None: what comes is closed by the kernel, and reported as truncated.
     None,
     /// As many as a message can carry.
@@ -225,12 +225,12 @@ pub(super) fn receive(
     socket: BorrowedFd<'_>,
     into: &mut [u8],
     fds: &mut Vec<OwnedFd>,
-    room: Room,
+    room: FdRoom,
 ) -> Result<Received, Errno> {
     let mut space = [MaybeUninit::uninit(); CONTROL_BYTES];
     let mut control = match room {
-        Room::None => RecvAncillaryBuffer::default(),
-        Room::Full => RecvAncillaryBuffer::new(&mut space),
+        FdRoom::None => RecvAncillaryBuffer::default(),
+        FdRoom::Full => RecvAncillaryBuffer::new(&mut space),
     };
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
     let received = recvmsg(socket, &mut [IoSliceMut::new(into)], &mut control, flags)?;

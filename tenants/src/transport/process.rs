@@ -213,6 +213,15 @@ pub fn command_of(pid: u32) -> String {
     words.join(" ").chars().take(SHOWN_MAX).map(shown).collect()
 }
 
+/// The `sublet` that was installed with the library which process `pid` has loaded; none where either is gone.
+pub(super) fn command_next_to_library(pid: u32) -> Option<PathBuf> {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).ok()?;
+    let mut files = maps.lines().filter_map(|line| Some(Path::new(line.get(line.find('/')?..)?)));
+    let folder = files.find(|file| file.ends_with("libsublet.so"))?.parent()?;
+    let installed = folder.parent().map(|above| above.join("bin/sublet"));
+    [folder.join("sublet")].into_iter().chain(installed).find(|path| path.is_file())
+}
+
 /// Is the process stopped by a signal, so that SIGCONT continues it? False when that cannot be known. One that a debugger holds is another
 /// matter: SIGCONT does nothing for it.
 pub(crate) fn is_stopped(pid: u32) -> bool {

@@ -4,6 +4,7 @@ use std::io::{Read as _, Write as _};
 use proptest::prelude::*;
 
 use super::frame::MAGIC;
+use super::process::command_next_to_library;
 use super::*;
 use crate::wire::{Action, Failure, FailureKind, GiveUp, Hello, PROTOCOL_VERSION, Reply, Request};
 
@@ -183,12 +184,53 @@ fn both_sides_of_different_versions_learn_who_speaks_what() {
     assert!(text.contains(&theirs_is), "{text}");
     assert!(text.contains(&format!("(this one) speaks {PROTOCOL_VERSION}")), "{text}");
     assert!(text.contains("with one Sublet version"), "{text}");
+    assert!(
+        text.contains(&format!("no command lies next to the library of process {own_pid}")),
+        "{text}"
+    );
     // The answer that lets the other side say the same.
     let mut answer = [0; HEADER_BYTES];
     theirs.read_exact(&mut answer).unwrap();
     assert_eq!(answer, header(0, 0));
     let error = ours.receive::<Request>(soon()).unwrap_err();
     assert!(matches!(error, TransportError::OutOfStep { .. }));
+}
+
+#[test]
+fn the_command_of_another_version_lies_next_to_its_library() {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let library = maps
+        .lines()
+        .find_map(|line| line.get(line.find('/')?..).filter(|path| path.contains("/libc.so")))
+        .unwrap();
+    let root = tempfile::tempdir().unwrap();
+    let [lib, bin] = ["lib", "bin"].map(|name| root.path().join(name));
+    for folder in [&lib, &bin] {
+        std::fs::create_dir(folder).unwrap();
+    }
+    let preloaded = lib.join("libsublet.so");
+    std::fs::copy(library, &preloaded).unwrap();
+    let mut child = std::process::Command::new("sleep")
+        .arg("60")
+        .env("LD_PRELOAD", &preloaded)
+        .spawn()
+        .unwrap();
+    let pid = child.id();
+    let is_loaded =
+        || std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap().contains("libsublet.so");
+    while !is_loaded() && child.try_wait().unwrap().is_none() {
+        std::thread::yield_now();
+    }
+    assert_eq!(command_next_to_library(pid), None);
+    for command in [bin.join("sublet"), lib.join("sublet")] {
+        std::fs::write(&command, "").unwrap();
+        assert_eq!(command_next_to_library(pid), Some(command));
+    }
+    // An upgrade in place takes the library away.
+    std::fs::remove_file(&preloaded).unwrap();
+    assert_eq!(command_next_to_library(pid), None);
+    child.kill().unwrap();
+    child.wait().unwrap();
 }
 
 #[test]
