@@ -23,7 +23,7 @@ use vmm_pool::gate::Passage;
 
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
-use crate::look::{self, Names, Seen};
+use crate::look::{self, Names, StaysInUse};
 use crate::records::{
     COPY_2D, COPY_3D, DECOMPRESSION, FABRIC_COPY, MEMORY_OPERATION, OPERATION_3D,
 };
@@ -114,7 +114,7 @@ macro_rules! waiting_function {
             code
         }
     };
-    (@look $symbol:ident [] []) => { None::<Seen> };
+    (@look $symbol:ident [] []) => { None::<StaysInUse> };
     (@look $symbol:ident [ $names:expr, $stream:expr ] [ $($index:ident)? ]) => {
         if look::is_on() {
             match replaced::look_at(stringify!($symbol), $names, $stream) {

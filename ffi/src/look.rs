@@ -370,14 +370,14 @@ pub(crate) fn capture_begins() {
 
 /// Memory that a call uses: it stays at least until this is dropped, which is when the driver has the call.
 #[derive(Debug)]
-pub(crate) struct Seen {
+pub(crate) struct StaysInUse {
     windows: Windows,
     /// By the place of its window. Few calls use memory of two.
     first: Option<(usize, Touched)>,
     others: Vec<(usize, Touched)>,
 }
 
-impl Seen {
+impl StaysInUse {
     fn new() -> Self {
         Self { windows: windows(), first: None, others: Vec::new() }
     }
@@ -396,7 +396,7 @@ impl Seen {
     }
 }
 
-impl Drop for Seen {
+impl Drop for StaysInUse {
     fn drop(&mut self) {
         for (window, touched) in self.first.iter().chain(&self.others) {
             self.windows[*window].pager.end_call(touched);
@@ -408,8 +408,8 @@ impl Drop for Seen {
 ///
 /// # Errors
 /// What the call is to answer.
-pub(crate) fn begin(symbol: &str, found: &Found, place: In) -> Result<Option<Seen>, c_int> {
-    let mut seen = Seen::new();
+pub(crate) fn begin(symbol: &str, found: &Found, place: In) -> Result<Option<StaysInUse>, c_int> {
+    let mut seen = StaysInUse::new();
     let current = contexts::current_context();
     for index in 0..seen.windows.len() {
         let known = &seen.windows[index];
@@ -428,11 +428,11 @@ pub(crate) fn begin(symbol: &str, found: &Found, place: In) -> Result<Option<See
 }
 
 /// A graph is about to be launched, where `place` says. What it uses is on the device.
-pub(crate) fn begin_graph(place: impl FnOnce() -> In) -> Option<Seen> {
+pub(crate) fn begin_graph(place: impl FnOnce() -> In) -> Option<StaysInUse> {
     if !is_on() {
         return None;
     }
-    let mut seen = Seen::new();
+    let mut seen = StaysInUse::new();
     if !seen.windows.iter().any(|known| known.pager.has_captured()) {
         return None;
     }

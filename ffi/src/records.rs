@@ -12,12 +12,12 @@ use crate::interpose::Pointer;
 #[derive(Debug)]
 pub(crate) struct Record {
     bytes: usize,
-    places: &'static [Place],
+    places: &'static [PointerField],
 }
 
 /// The place of an address in a structure.
 #[derive(Debug)]
-struct Place {
+struct PointerField {
     offset: usize,
     kind: Option<Kind>,
     extent: Extent,
@@ -61,12 +61,12 @@ const POINTER: u32 = 1 << 1;
 /// At least what a value in memory has. It lies at a multiple of its size, so in one mapping.
 const VALUE: Extent = Extent::Bytes(4);
 
-const fn always(offset: usize, extent: Extent) -> Place {
-    Place { offset, kind: None, extent }
+const fn always(offset: usize, extent: Extent) -> PointerField {
+    PointerField { offset, kind: None, extent }
 }
 
-const fn if_kind(offset: usize, kind_offset: usize, values: u32, extent: Extent) -> Place {
-    Place { offset, kind: Some(Kind { offset: kind_offset, values }), extent }
+const fn if_kind(offset: usize, kind_offset: usize, values: u32, extent: Extent) -> PointerField {
+    PointerField { offset, kind: Some(Kind { offset: kind_offset, values }), extent }
 }
 
 const fn rows(
@@ -154,7 +154,7 @@ impl Record {
                 // SAFETY: inside of a structure.
                 unsafe { place.read_unaligned() }
             };
-            for Place { offset, kind, extent } in self.places {
+            for PointerField { offset, kind, extent } in self.places {
                 let counts = kind.as_ref().is_none_or(|kind| {
                     let value = word(kind.offset) & u64::from(u32::MAX);
                     value < u64::from(u32::BITS) && kind.values >> value & 1 == 1

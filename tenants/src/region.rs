@@ -60,7 +60,7 @@ thread_local! {
 
 /// What all threads share.
 #[derive(Debug)]
-struct Shared {
+struct Regions {
     /// Every tag that a region was ever begun with.
     policies: BTreeMap<String, Contents>,
     /// Those whose memory is paged: no pause by tag takes it.
@@ -71,14 +71,14 @@ struct Shared {
     everywhere: Option<Region>,
 }
 
-static SHARED: Mutex<Shared> = Mutex::new(Shared {
+static SHARED: Mutex<Regions> = Mutex::new(Regions {
     policies: BTreeMap::new(),
     paged: BTreeSet::new(),
     runs_without: BTreeSet::new(),
     everywhere: None,
 });
 
-fn shared() -> MutexGuard<'static, Shared> {
+fn shared() -> MutexGuard<'static, Regions> {
     SHARED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

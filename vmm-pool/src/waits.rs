@@ -40,13 +40,13 @@ fn is_over(place: Waited, code: DriverCode) -> bool {
 /// The waits of one process. Any thread may use it.
 #[derive(Debug)]
 pub(crate) struct Waits<D: Driver> {
-    shared: Arc<Shared<D>>,
+    shared: Arc<WaitThreads<D>>,
     /// Something has been waited for.
     ended: Receiver<()>,
 }
 
 #[derive(Debug)]
-struct Shared<D: Driver> {
+struct WaitThreads<D: Driver> {
     driver: Arc<D>,
     table: Mutex<WaitPlaces>,
     tell: Sender<()>,
@@ -90,7 +90,7 @@ pub(crate) struct Question {
 
 /// What is known of a question.
 #[derive(Debug)]
-pub(crate) enum Answer {
+pub(crate) enum WorkLeft {
     /// All work has ended.
     Idle,
     /// These places have work left.
@@ -103,7 +103,7 @@ impl<D: Driver> Waits<D> {
     pub(crate) fn new(driver: Arc<D>) -> Self {
         // One message says that there is something to look at; more would say the same.
         let (tell, ended) = crossbeam_channel::bounded(1);
-        let shared = Shared { driver, table: Mutex::default(), tell, over: Condvar::new() };
+        let shared = WaitThreads { driver, table: Mutex::default(), tell, over: Condvar::new() };
         Self { shared: Arc::new(shared), ended }
     }
 
@@ -132,20 +132,20 @@ impl<D: Driver> Waits<D> {
     }
 
     /// What has come of `question` so far.
-    pub(crate) fn look(&self, question: &Question) -> Answer {
+    pub(crate) fn look(&self, question: &Question) -> WorkLeft {
         let table = self.shared.table();
         let mut busy = Vec::new();
         for &place in &question.places {
             match table.places.get(&place) {
                 Some(row) if row.answered >= question.number => {
                     if let Some(error) = row.outcome {
-                        return Answer::Failed(place, error);
+                        return WorkLeft::Failed(place, error);
                     }
                 }
                 Some(_) | None => busy.push(place),
             }
         }
-        if busy.is_empty() { Answer::Idle } else { Answer::Busy(busy) }
+        if busy.is_empty() { WorkLeft::Idle } else { WorkLeft::Busy(busy) }
     }
 
     /// Gets a message when a wait has ended.
@@ -182,7 +182,7 @@ impl<D: Driver> Waits<D> {
     }
 }
 
-impl<D: Driver> Shared<D> {
+impl<D: Driver> WaitThreads<D> {
     fn table(&self) -> MutexGuard<'_, WaitPlaces> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }

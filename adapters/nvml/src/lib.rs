@@ -19,7 +19,7 @@ use vmm_pool::budget::Figure;
 use vmm_pool::driver::{DeviceUuid, Driver};
 
 pub use memory::{Memory, MemoryV2};
-pub use processes::{Process, ProcessV1, Row};
+pub use processes::{Process, ProcessEntry, ProcessV1};
 
 /// A code of NVML's, as its functions return it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

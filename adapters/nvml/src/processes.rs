@@ -32,18 +32,18 @@ pub struct Process {
 }
 
 /// One process of an answer.
-pub trait Row: Copy + Default {
+pub trait ProcessEntry: Copy + Default {
     /// Its id, in the namespace that NVML tells it in.
     fn pid(&self) -> u32;
 }
 
-impl Row for ProcessV1 {
+impl ProcessEntry for ProcessV1 {
     fn pid(&self) -> u32 {
         self.pid
     }
 }
 
-impl Row for Process {
+impl ProcessEntry for Process {
     fn pid(&self) -> u32 {
         self.pid
     }
@@ -76,7 +76,11 @@ pub const ROWS_MAX: usize = 1 << 16;
 
 /// The answer to a caller whose buffer has room for `room` rows: what of `rows` is of `pids`, in the order that NVML has. The
 /// number is what the caller is told: as many as there are, and as many as are needed where the buffer is too short.
-pub fn answer<R: Row>(rows: &[R], pids: &BTreeSet<u32>, room: usize) -> (NvmlCode, Vec<R>, u32) {
+pub fn answer<R: ProcessEntry>(
+    rows: &[R],
+    pids: &BTreeSet<u32>,
+    room: usize,
+) -> (NvmlCode, Vec<R>, u32) {
     let own: Vec<R> = rows.iter().copied().filter(|row| pids.contains(&row.pid())).collect();
     let count = u32::try_from(own.len()).unwrap_or(u32::MAX);
     if own.len() > room {

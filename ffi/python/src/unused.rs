@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use pyo3::prelude::*;
 
 /// `sublet_unused` of the library that asks.
-pub(crate) type Answer = unsafe extern "C" fn(u64, *const u64, *const u64, usize) -> c_int;
+pub(crate) type SayUnused = unsafe extern "C" fn(u64, *const u64, *const u64, usize) -> c_int;
 /// What the library calls.
 pub(crate) type Ask = unsafe extern "C" fn(*mut c_void, u64);
 
@@ -16,7 +16,7 @@ pub(crate) type Ask = unsafe extern "C" fn(*mut c_void, u64);
 #[derive(Debug)]
 pub(crate) struct Source {
     function: Py<PyAny>,
-    answer: Answer,
+    answer: SayUnused,
 }
 
 /// Called by the library on a thread of its own.
@@ -32,7 +32,7 @@ pub(crate) unsafe extern "C" fn ask(context: *mut c_void, token: u64) {
 
 impl Source {
     /// A source for the life of the process: a question may be on its way when another one is set.
-    pub(crate) fn leaked(function: Py<PyAny>, answer: Answer) -> &'static Self {
+    pub(crate) fn leaked(function: Py<PyAny>, answer: SayUnused) -> &'static Self {
         Box::leak(Box::new(Self { function, answer }))
     }
 

@@ -166,7 +166,7 @@ pub(crate) fn report() -> Report {
         INTERPOSED.walk(Purpose::Patch);
     }
     let is_up = driver::is_loaded() && cuda_state::driver_is_up();
-    let libraries: Vec<Library> = INTERPOSED
+    let libraries: Vec<LibraryHooks> = INTERPOSED
         .walked()
         .into_iter()
         .map(|(path, entry)| library(path, &entry, is_preloaded, is_up))
@@ -175,7 +175,7 @@ pub(crate) fn report() -> Report {
         || runtime::tenant_name().ok().map(|name| name.to_string()),
         |member| Some(member.tenant().to_string()),
     );
-    let is_hooked = |library: &Library| library.state == State::Hooked;
+    let is_hooked = |library: &LibraryHooks| library.state == State::Hooked;
     Report {
         tenant,
         launches_are_held: libraries.iter().all(is_hooked),
@@ -184,7 +184,7 @@ pub(crate) fn report() -> Report {
     }
 }
 
-fn library(path: String, entry: &Entry, is_preloaded: bool, driver_is_up: bool) -> Library {
+fn library(path: String, entry: &Entry, is_preloaded: bool, driver_is_up: bool) -> LibraryHooks {
     let table = if driver_is_up { cuda_state::table_of(&path) } else { Table::NoRuntime };
     let (state, why) = match (&entry.problem, table) {
         (Some(problem), _) => (State::Unknown, problem.clone()),
@@ -203,7 +203,7 @@ fn library(path: String, entry: &Entry, is_preloaded: bool, driver_is_up: bool) 
         (None, Table::NoRuntime) => (State::Hooked, hooked_how(entry, is_preloaded).to_owned()),
     };
     let path = if path.is_empty() { program_path() } else { path };
-    Library { path, slots: entry.slots, exchanged: entry.exchanged, state, why }
+    LibraryHooks { path, slots: entry.slots, exchanged: entry.exchanged, state, why }
 }
 
 fn hooked_how(entry: &Entry, is_preloaded: bool) -> &'static str {
@@ -229,7 +229,7 @@ pub(crate) struct Report {
     /// The tenant; null when none can be named.
     pub(crate) tenant: Option<String>,
     /// Libraries that reach the driver or NCCL, or may.
-    pub(crate) libraries: Vec<Library>,
+    pub(crate) libraries: Vec<LibraryHooks>,
     /// Devices that had a context before the attach.
     pub(crate) devices: Vec<Device>,
     /// True when every library is hooked, so that every kernel launch passes our gate.
@@ -238,7 +238,7 @@ pub(crate) struct Report {
 
 /// One library.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub(crate) struct Library {
+pub(crate) struct LibraryHooks {
     /// Its file.
     pub(crate) path: String,
     /// Imports of it that lead to us.

@@ -106,18 +106,18 @@ pub unsafe extern "C" fn sublet_set_file_dir(path: *const c_char) -> c_int {
 
 /// A function of the application's, and what it is called with.
 #[derive(Clone, Copy, Debug)]
-struct Source {
+struct ContentsFunction {
     function: unsafe extern "C" fn(*mut c_void, u64),
     context: *mut c_void,
 }
 
 // SAFETY: the context is the application's, which is told that it is used on another thread.
-unsafe impl Send for Source {}
+unsafe impl Send for ContentsFunction {}
 
 /// The source, and the question that is open.
 #[derive(Debug)]
 struct Questions {
-    source: Option<Source>,
+    source: Option<ContentsFunction>,
     /// The token of the open question, and where its answer goes.
     open: Option<(u64, crossbeam_channel::Sender<Vec<VaRange>>)>,
 }
@@ -139,7 +139,7 @@ pub unsafe extern "C" fn sublet_set_unused_source(
     context: *mut c_void,
 ) -> c_int {
     guarded(|| {
-        questions().source = source.map(|function| Source { function, context });
+        questions().source = source.map(|function| ContentsFunction { function, context });
         runtime::set_unused_source(ask_unused);
         OK
     })

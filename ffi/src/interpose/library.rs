@@ -18,7 +18,7 @@ const COPIES_MAX: usize = 8;
 
 /// Where calls of a function go.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Verdict {
+pub(crate) enum Treatment {
     /// They go to this function of ours.
     Replace(AddressOf),
     /// They go to the library's own function, and the process's owner is told that there are some.
@@ -31,7 +31,7 @@ pub(crate) struct Row {
     /// The function's name.
     pub(crate) name: &'static CStr,
     /// Where calls of it go.
-    pub(crate) verdict: Verdict,
+    pub(crate) verdict: Treatment,
     /// Our export of that name.
     pub(crate) exported: AddressOf,
 }
@@ -50,7 +50,7 @@ pub(crate) struct Description {
     pub(crate) table: &'static [Row],
     /// Told, once, of each copy that is found: its path, and whether it is the one that is watched.
     pub(crate) found: fn(&CStr, bool),
-    /// Told of a function of [`Verdict::Tell`] when code has called it.
+    /// Told of a function of [`Treatment::Tell`] when code has called it.
     pub(crate) called: fn(&CStr),
 }
 
@@ -283,8 +283,8 @@ impl Library {
         }
         let row = self.rows().get(number)?;
         match row.verdict {
-            Verdict::Replace(ours) => Some(ours()),
-            Verdict::Tell => {
+            Treatment::Replace(ours) => Some(ours()),
+            Treatment::Tell => {
                 (self.description.called)(row.name);
                 Some(own)
             }
@@ -300,8 +300,8 @@ impl Library {
         }
         let row = self.rows().get(number)?;
         Some(match row.verdict {
-            Verdict::Replace(ours) => ours(),
-            Verdict::Tell => (row.exported)(),
+            Treatment::Replace(ours) => ours(),
+            Treatment::Tell => (row.exported)(),
         })
     }
 }
@@ -394,14 +394,14 @@ macro_rules! interpose_library {
         const TABLE: &[$crate::interpose::library::Row] = &[
             $($crate::interpose::library::Row {
                 name: $crate::interpose::driver::c_name!($replaced),
-                verdict: $crate::interpose::library::Verdict::Replace(
+                verdict: $crate::interpose::library::Treatment::Replace(
                     || ($ours::$replaced as *const ()).expose_provenance(),
                 ),
                 exported: || (exports::$replaced as *const ()).expose_provenance(),
             },)*
             $($crate::interpose::library::Row {
                 name: $crate::interpose::driver::c_name!($told),
-                verdict: $crate::interpose::library::Verdict::Tell,
+                verdict: $crate::interpose::library::Treatment::Tell,
                 exported: || (exports::$told as *const ()).expose_provenance(),
             },)*
         ];

@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::ffi::{CStr, c_char, c_int, c_uint};
 
 use sublet_nvml::memory::Narrow;
-use sublet_nvml::processes::{self, Row};
+use sublet_nvml::processes::{self, ProcessEntry};
 use sublet_nvml::{Asker, Bound, Gpu, NvmlCode};
 
 use crate::environment;
@@ -164,7 +164,7 @@ fn narrow<M: Narrow + Copy>(code: c_int, device: Pointer, place: *mut M) -> c_in
 }
 
 /// All processes on a GPU, as NVML's `own` function lists them.
-fn all<R: Row>(own: impl Fn(*mut c_uint, *mut R) -> c_int) -> Result<Vec<R>, c_int> {
+fn all<R: ProcessEntry>(own: impl Fn(*mut c_uint, *mut R) -> c_int) -> Result<Vec<R>, c_int> {
     let mut found = 0;
     for _ in 0..TRIES_MAX {
         let room = processes::room_for(found);
@@ -185,7 +185,7 @@ fn all<R: Row>(own: impl Fn(*mut c_uint, *mut R) -> c_int) -> Result<Vec<R>, c_i
 }
 
 /// Answers a question for the processes on a GPU: with those of the tenant, where that has a budget there.
-fn running<R: Row>(
+fn running<R: ProcessEntry>(
     device: Pointer,
     count: *mut c_uint,
     rows: *mut R,
@@ -210,7 +210,7 @@ fn running<R: Row>(
 }
 
 /// Writes the tenant's processes among `found` to the caller's place for their number and buffer with room for so many.
-fn answer<R: Row>(
+fn answer<R: ProcessEntry>(
     found: &[R],
     pids: &BTreeSet<u32>,
     (count, rows, room): (*mut c_uint, *mut R, c_uint),

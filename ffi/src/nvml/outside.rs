@@ -11,7 +11,7 @@ use std::fs;
 use std::sync::{Mutex, PoisonError};
 
 use sublet_nvml::Process;
-use sublet_nvml::processes::Row as _;
+use sublet_nvml::processes::ProcessEntry as _;
 
 use super::{NVML, SUCCESS, all, own_symbol};
 use crate::interpose::Pointer;

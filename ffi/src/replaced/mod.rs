@@ -37,7 +37,7 @@ pub use vmm::*;
 use vmm_pool::driver::{DeviceAddress, DriverCode, VaRange};
 
 use crate::interpose::Pointer;
-use crate::look::{self, Names, Seen};
+use crate::look::{self, Names, StaysInUse};
 
 type Handle = c_ulonglong;
 type Address = u64;
@@ -62,7 +62,7 @@ pub(crate) fn look_at(
     symbol: &'static str,
     names: Names<'_>,
     stream: Pointer,
-) -> Result<Option<Seen>, c_int> {
+) -> Result<Option<StaysInUse>, c_int> {
     let found = look::found(names);
     if found.ranges().is_empty() {
         return Ok(None);

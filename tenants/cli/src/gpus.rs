@@ -93,7 +93,7 @@ impl Gpu {
 /// What a process has on one GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema), schemars(rename = "HeldOnGpu"))]
-pub(crate) struct Held {
+pub(crate) struct GpuBytes {
     /// The GPU, by its machine-wide name.
     pub(crate) uuid: String,
     pub(crate) bytes: u64,
@@ -104,7 +104,7 @@ pub(crate) struct Held {
 pub(crate) struct Gpus {
     list: Vec<Gpu>,
     /// What each process has on them, by its id as the management library tells it; none where that does not answer.
-    held: Option<BTreeMap<u32, Vec<Held>>>,
+    held: Option<BTreeMap<u32, Vec<GpuBytes>>>,
 }
 
 impl Gpus {
@@ -124,13 +124,13 @@ impl Gpus {
     }
 
     #[cfg(test)]
-    pub(crate) fn with_held(list: Vec<Gpu>, held: BTreeMap<u32, Vec<Held>>) -> Self {
+    pub(crate) fn with_held(list: Vec<Gpu>, held: BTreeMap<u32, Vec<GpuBytes>>) -> Self {
         Self { list, held: Some(held) }
     }
 
     /// What a process has on each GPU, its contexts too; none where that is not known. In a pid namespace of its own this process knows others by
     /// other ids than the management library does.
-    pub(crate) fn held_by(&self, pid: u32) -> Option<Vec<Held>> {
+    pub(crate) fn held_by(&self, pid: u32) -> Option<Vec<GpuBytes>> {
         let held = self.held.as_ref()?;
         held.get(&pid).cloned().or_else(|| knows_all_pids().then(Vec::new))
     }
@@ -226,7 +226,7 @@ fn ask() -> Gpus {
 fn by_library() -> Result<Gpus, NvmlError> {
     let nvml = Nvml::init()?;
     let mut list = Vec::new();
-    let mut held: BTreeMap<u32, Vec<Held>> = BTreeMap::new();
+    let mut held: BTreeMap<u32, Vec<GpuBytes>> = BTreeMap::new();
     for index in 0..nvml.device_count()? {
         // One that does not answer is left out, and the others are shown.
         let Ok(device) = nvml.device_by_index(index) else { continue };
@@ -234,7 +234,7 @@ fn by_library() -> Result<Gpus, NvmlError> {
         let memory = device.memory_info().ok();
         for process in device.running_compute_processes().unwrap_or_default() {
             if let UsedGpuMemory::Used(bytes) = process.used_gpu_memory {
-                held.entry(process.pid).or_default().push(Held { uuid: uuid.clone(), bytes });
+                held.entry(process.pid).or_default().push(GpuBytes { uuid: uuid.clone(), bytes });
             }
         }
         list.push(Gpu {

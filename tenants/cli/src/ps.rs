@@ -371,8 +371,8 @@ pub(crate) mod tests {
     use vmm_pool::{ClassBytes, CopiedBytes, DeviceReport, PinnedBytes, PoolReport};
 
     use super::*;
+    use crate::gpus::GpuBytes;
     use crate::gpus::Gpus;
-    use crate::gpus::Held;
     use crate::gpus::tests::{UUID, h200};
     use crate::silent::Standing;
     use crate::view::Left;
@@ -489,9 +489,9 @@ pub(crate) mod tests {
             standing: Standing::Stopped,
             gpus,
         };
-        let held = vec![Held { uuid: UUID.to_owned(), bytes: 4 << 30 }];
+        let held = vec![GpuBytes { uuid: UUID.to_owned(), bytes: 4 << 30 }];
         let silent = vec![silent(12, held), silent(13, Vec::new())];
-        let gpus = vec![Held { uuid: UUID.to_owned(), bytes: 689 << 20 }];
+        let gpus = vec![GpuBytes { uuid: UUID.to_owned(), bytes: 689 << 20 }];
         let left = vec![Left { pid: 11, gpus }];
         let tenants = vec![TenantView { stats, changed_by: Vec::new(), silent, left }];
         let view = View::of(tenants, &Gpus::of(vec![h200()]));

@@ -8,7 +8,7 @@ use serde::Serialize;
 use tenants::coordinator::{MemberFailure, TenantStats};
 use tenants::transport::stat_words;
 
-use crate::gpus::Held;
+use crate::gpus::GpuBytes;
 use crate::outsiders;
 
 const PROC: &str = "/proc";
@@ -22,7 +22,7 @@ pub(crate) struct Silent {
     pub(crate) command: String,
     pub(crate) standing: Standing,
     /// On each GPU, as NVIDIA's management library tells; nothing where it does not.
-    pub(crate) gpus: Vec<Held>,
+    pub(crate) gpus: Vec<GpuBytes>,
 }
 
 /// What keeps it from answering, as far as the kernel tells.

@@ -9,7 +9,7 @@ use tenants::run_dir::RunDir;
 use tenants::wire::{MemberInfo, MemberState, MemberStats};
 
 use crate::failure::Failure;
-use crate::gpus::{Gpu, Gpus, Held};
+use crate::gpus::{Gpu, GpuBytes, Gpus};
 use crate::output::complain;
 use crate::silent::Silent;
 
@@ -55,7 +55,7 @@ pub(crate) struct TenantView {
 pub(crate) struct Left {
     pub(crate) pid: u32,
     /// GPUs on which it has none are left out.
-    pub(crate) gpus: Vec<Held>,
+    pub(crate) gpus: Vec<GpuBytes>,
 }
 
 impl Left {
@@ -192,7 +192,7 @@ pub(crate) mod tests {
         let mut members: Vec<_> =
             (1..).zip(states).map(|(pid, state)| member(pid, state)).collect();
         members.push(member(4, MemberState::Paused));
-        let held = |bytes| vec![Held { uuid: UUID.to_owned(), bytes }];
+        let held = |bytes| vec![GpuBytes { uuid: UUID.to_owned(), bytes }];
         let known = (1..=3).map(|pid| (pid, held(u64::from(pid) << 20))).collect();
         let tenant = "train".to_owned();
         let stats = TenantStats { tenant, members, budgets: Vec::new(), failures: Vec::new() };

@@ -48,13 +48,13 @@ pub struct ByCommand {
 type Answer = Result<u32, CheckpointError>;
 
 /// Calls without an answer yet; none when the child has ended.
-type Waiting = Mutex<Option<BTreeMap<u64, (&'static str, Sender<Answer>)>>>;
+type OpenCalls = Mutex<Option<BTreeMap<u64, (&'static str, Sender<Answer>)>>>;
 
 #[derive(Debug)]
 struct Child {
     /// A forked child that kept it would have the command outlive this process.
     socket: Uninherited<UnixStream>,
-    waiting: Arc<Waiting>,
+    waiting: Arc<OpenCalls>,
     /// The number of the last call. Held while a line is written, so that lines stay whole.
     last: Mutex<u64>,
 }
@@ -187,7 +187,7 @@ fn write(socket: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
 }
 
 /// Hands answers out until there are no more.
-fn hear(socket: &UnixStream, waiting: &Waiting) {
+fn hear(socket: &UnixStream, waiting: &OpenCalls) {
     for line in BufReader::new(socket).lines() {
         let Ok(line) = line else { return };
         let mut words = line.splitn(3, ' ');

@@ -43,9 +43,9 @@ pub(crate) struct BudgetFile {
 }
 
 /// The right to change what is in the file; given up when dropped.
-struct Table<'a>(&'a File);
+struct WriteRight<'a>(&'a File);
 
-impl Drop for Table<'_> {
+impl Drop for WriteRight<'_> {
     fn drop(&mut self) {
         if let Err(errno) = lock(self.0, TABLE, libc::F_UNLCK) {
             tracing::warn!(%errno, "the lock of the tenant's budgets was not given up");
@@ -67,11 +67,11 @@ fn byte_of(slot: usize) -> i64 {
     FIRST_SLOT + i64::try_from(slot).unwrap_or_default()
 }
 
-fn table(file: &File) -> io::Result<Table<'_>> {
+fn table(file: &File) -> io::Result<WriteRight<'_>> {
     let deadline = Instant::now() + TABLE_TIMEOUT;
     loop {
         match lock(file, TABLE, libc::F_WRLCK) {
-            Ok(()) => return Ok(Table(file)),
+            Ok(()) => return Ok(WriteRight(file)),
             Err(Errno::EAGAIN | Errno::EACCES) if Instant::now() < deadline => {
                 pause_thread(BACK_OFF);
             }

@@ -30,25 +30,25 @@ const FOREVER: Duration = Duration::MAX;
 /// A turn. It ends when this is dropped, or the process. It is of the process that began it: in a forked child its end does nothing.
 #[derive(Debug)]
 pub struct Turn {
-    shared: Arc<Shared>,
+    shared: Arc<TurnCell>,
     pid: u32,
 }
 
 #[derive(Debug)]
-struct Shared {
-    state: Mutex<State>,
+struct TurnCell {
+    state: Mutex<TurnQueue>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct State {
+struct TurnQueue {
     is_over: bool,
     /// Away while the thread that brings the tenant back waits with it.
     queue: Option<Queue>,
 }
 
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl TurnCell {
+    fn state(&self) -> MutexGuard<'_, TurnQueue> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -75,11 +75,12 @@ impl Turn {
         queue.is_paused = is_paused;
         let switched = queue.wait_and_go(options, &never, &mut |_| {})?;
         queue.deadline = std::time::Instant::now().checked_add(FOREVER);
-        let state = Mutex::new(State { is_over: false, queue: Some(queue) });
-        let shared = Arc::new(Shared { state, changed: Condvar::new() });
+        let state = Mutex::new(TurnQueue { is_over: false, queue: Some(queue) });
+        let shared = Arc::new(TurnCell { state, changed: Condvar::new() });
         let watched = Arc::clone(&shared);
         let options = SwitchOptions { asks: None, ..options.clone() };
-        let watch = Watch { run_dir: run_dir.clone(), tenant: tenant.clone(), options, is_paused };
+        let watch =
+            TurnThread { run_dir: run_dir.clone(), tenant: tenant.clone(), options, is_paused };
         let watch = move || {
             watch.run(&watched);
             watch.write_down();
@@ -102,7 +103,7 @@ impl Drop for Turn {
         state.is_over = true;
         self.shared.changed.notify_all();
         // Who is told that the turn has ended finds no claim of it. A thread that has it for longer ends it.
-        let is_away = |state: &mut State| state.queue.is_none();
+        let is_away = |state: &mut TurnQueue| state.queue.is_none();
         let waited = self.shared.changed.wait_timeout_while(state, END_WAIT, is_away);
         let queue = waited.unwrap_or_else(PoisonError::into_inner).0.queue.take();
         drop(queue);
@@ -110,7 +111,7 @@ impl Drop for Turn {
 }
 
 /// What the thread of a turn knows.
-struct Watch {
+struct TurnThread {
     run_dir: RunDir,
     tenant: TenantName,
     options: SwitchOptions,
@@ -118,8 +119,8 @@ struct Watch {
     is_paused: fn() -> bool,
 }
 
-impl Watch {
-    fn run(&self, shared: &Shared) {
+impl TurnThread {
+    fn run(&self, shared: &TurnCell) {
         let (mut pause, mut after_failure) = (LOOK, AFTER_FAILURE);
         let mut kept_at = Instant::now();
         loop {
@@ -166,7 +167,7 @@ impl Watch {
     }
 
     /// Others are to see the turn, also where the run directory has gone meanwhile.
-    fn keep(&self, queue: &mut Queue, shared: &Shared) {
+    fn keep(&self, queue: &mut Queue, shared: &TurnCell) {
         let is_over = || shared.state().is_over;
         if let Err(error) = queue.keep_claim(CallsOff::when(&is_over)) {
             tracing::debug!(tenant = %self.tenant, %error, "a claim to a turn was not made again yet");
@@ -183,7 +184,7 @@ impl Watch {
         }
     }
 
-    fn comes_back(&self, queue: &mut Queue, shared: &Shared) -> bool {
+    fn comes_back(&self, queue: &mut Queue, shared: &TurnCell) -> bool {
         let is_over = || shared.state().is_over;
         queue.has_told = false;
         let went = queue
@@ -207,8 +208,8 @@ mod tests {
     /// The child has a copy of the turn, and of a lock that a thread of its parent may have.
     #[test]
     fn a_turn_is_not_touched_at_its_end_in_a_forked_child() {
-        let state = Mutex::new(State { is_over: false, queue: None });
-        let shared = Arc::new(Shared { state, changed: Condvar::new() });
+        let state = Mutex::new(TurnQueue { is_over: false, queue: None });
+        let shared = Arc::new(TurnCell { state, changed: Condvar::new() });
         let parent = std::process::id() + 1;
         drop(Turn { shared: Arc::clone(&shared), pid: parent });
         assert!(!shared.state().is_over);

@@ -30,7 +30,7 @@ pub struct Full {
 }
 
 /// What one look at all slots has shown, in bytes.
-struct Seen {
+struct SlotTotals {
     held: u64,
     /// By processes with lower slots.
     asked_before: u64,
@@ -38,7 +38,7 @@ struct Seen {
     asked: u64,
 }
 
-impl Seen {
+impl SlotTotals {
     fn by(slots: &[Slot], own: usize) -> Self {
         let mut seen = Self { held: 0, asked_before: 0, asked: 0 };
         for (index, slot) in slots.iter().enumerate() {
@@ -68,7 +68,7 @@ pub fn take(slots: &[Slot], own: usize, size_bytes: u64, budget_bytes: u64) -> R
     let mut held_bytes = 0;
     for _ in 0..ROUNDS_MAX {
         mine.asked_bytes.store(size_bytes, Ordering::SeqCst);
-        let seen = Seen::by(slots, own);
+        let seen = SlotTotals::by(slots, own);
         let fits = |others_bytes: u64| {
             let all = seen.held.checked_add(others_bytes);
             all.and_then(|all| all.checked_add(size_bytes)).is_some_and(|all| all <= budget_bytes)

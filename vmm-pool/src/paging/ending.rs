@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::marks::Mark;
 use super::table::{Looks, WindowChunks, Wrote};
 use super::uses::{In, Touched};
-use super::{Pager, Shared};
+use super::{PagedWindow, Pager};
 use crate::driver::{Driver, DriverCode, RawStream};
 use crate::error::{Describe, PoolResult};
 use crate::gate::Passage;
@@ -21,7 +21,7 @@ const END_OF_USES: &str = "the end of uses of paged memory";
 /// When a use is over: an event, or now.
 type End = Option<Arc<Mark>>;
 
-impl<D: Driver> Shared<D> {
+impl<D: Driver> PagedWindow<D> {
     /// Has the pager's thread end the uses of all streams, as far as their calls are launched. The number that the next list would
     /// have.
     pub(super) fn want_ends(&self) -> u64 {

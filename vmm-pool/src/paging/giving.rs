@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::table::WindowChunks;
 use super::thread::{LOOK_SOON, Worker};
-use super::{PageError, PageResult, Shared};
+use super::{PageError, PageResult, PagedWindow};
 use crate::deferred::Physical;
 use crate::driver::{DeviceOrdinal, Driver};
 use crate::error::PoolError;
@@ -24,7 +24,7 @@ const ENDS_LIMIT: Duration = Duration::from_secs(1);
 /// When what was given up, or refused, is tried again.
 const TRIED_AGAIN: Duration = Duration::from_secs(10);
 
-impl<D: Driver> Shared<D> {
+impl<D: Driver> PagedWindow<D> {
     /// How many chunks could give their frames.
     fn spare(&self, table: &WindowChunks) -> usize {
         let calls = self.calls();
@@ -32,7 +32,7 @@ impl<D: Driver> Shared<D> {
     }
 }
 
-impl<D: Driver> Lender for Shared<D> {
+impl<D: Driver> Lender for PagedWindow<D> {
     fn spare_bytes(&self, device: DeviceOrdinal) -> u64 {
         let table = self.table();
         if device != self.device || table.is_ending || table.broken.is_some() {

@@ -89,13 +89,13 @@ const LEFT_FREE_BYTES: u64 = 1 << 30;
 /// The window of one device. Any thread may call; none may be inside the pool's gate.
 #[derive(Debug)]
 pub struct Pager<D: Driver> {
-    shared: Arc<Shared<D>>,
+    shared: Arc<PagedWindow<D>>,
 }
 
 /// By how much host memory may grow that holds so many bytes.
 type Budget = Box<dyn Fn(u64) -> HostBudget + Send + Sync>;
 
-struct Shared<D: Driver> {
+struct PagedWindow<D: Driver> {
     pool: Arc<Pool<D>>,
     device: DeviceOrdinal,
     window: VaRange,
@@ -114,13 +114,13 @@ struct Shared<D: Driver> {
     spare: Arc<Mutex<Vec<RawEvent>>>,
 }
 
-impl<D: Driver> fmt::Debug for Shared<D> {
+impl<D: Driver> fmt::Debug for PagedWindow<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Pager").field("device", &self.device).finish_non_exhaustive()
     }
 }
 
-impl<D: Driver> Shared<D> {
+impl<D: Driver> PagedWindow<D> {
     fn table(&self) -> MutexGuard<'_, WindowChunks> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -234,7 +234,7 @@ impl<D: Driver> Pager<D> {
         let about = || "addresses for paging".to_owned();
         let reserved = places::reserve(&*pool.driver, window_bytes);
         let window = reserved.about(about, window_bytes, Some(device))?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(PagedWindow {
             pool,
             device,
             window,
@@ -254,12 +254,12 @@ impl<D: Driver> Pager<D> {
             tracing::error!(%error, "addresses for paging stay until the next pause");
         }
         begun?;
-        let lender: Weak<dyn Lender> = Arc::<Shared<D>>::downgrade(&shared);
+        let lender: Weak<dyn Lender> = Arc::<PagedWindow<D>>::downgrade(&shared);
         shared.pool.lenders.add(lender);
         Ok(Self { shared })
     }
 
-    fn begin(shared: &Arc<Shared<D>>) -> PageResult<()> {
+    fn begin(shared: &Arc<PagedWindow<D>>) -> PageResult<()> {
         let (tell, told) = crossbeam_channel::bounded(1);
         let (for_thread, after_panic) = (Arc::clone(shared), Arc::clone(shared));
         let spawned = crate::threads::spawn(

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::prints::PIECES;
 use super::table::{Chunk, Unseen, WindowChunks};
-use super::{Pager, Shared};
+use super::{PagedWindow, Pager};
 use crate::driver::Driver;
 
 /// What a pager holds and has done.
@@ -83,7 +83,7 @@ impl fmt::Display for UnseenWrite {
     }
 }
 
-impl<D: Driver> Shared<D> {
+impl<D: Driver> PagedWindow<D> {
     pub(super) fn describe(&self, table: &WindowChunks, unseen: &Unseen) -> UnseenWrite {
         let piece_bytes = self.chunk_bytes / PIECES as u64;
         let (first, last) = (*unseen.pieces.start() as u64, *unseen.pieces.end() as u64);

@@ -18,7 +18,7 @@ use super::marks::Mark;
 use super::prints::Questions;
 use super::table::{ChunkPlace, Looks};
 use super::uses::SLOTS;
-use super::{PageError, PageResult, Shared};
+use super::{PageError, PageResult, PagedWindow};
 use crate::VirtualHandle;
 use crate::copies::DeviceStreams;
 use crate::driver::{Driver, RawEvent};
@@ -66,7 +66,7 @@ enum Next {
 }
 
 /// Until the pager ends. `told` hears if it has begun.
-pub(super) fn run<D: Driver>(shared: &Arc<Shared<D>>, told: &Sender<PoolResult<()>>) {
+pub(super) fn run<D: Driver>(shared: &Arc<PagedWindow<D>>, told: &Sender<PoolResult<()>>) {
     let copier = Copier::new(&shared.pool);
     let sights = BTreeMap::new();
     let asking = DeviceStreams::new(&shared.pool.deferred);
@@ -87,7 +87,7 @@ pub(super) fn run<D: Driver>(shared: &Arc<Shared<D>>, told: &Sender<PoolResult<(
 }
 
 /// Frees all spans. Chunks that are away go immediately, and those on the device when uses and launches of graphs are over.
-fn remove_all<D: Driver>(shared: &Shared<D>) {
+fn remove_all<D: Driver>(shared: &PagedWindow<D>) {
     if shared.table().lost_uses > 0 {
         // Uses without an event behind them.
         let _asking = shared.pool.door().pass();
@@ -118,14 +118,14 @@ fn remove_all<D: Driver>(shared: &Shared<D>) {
 }
 
 /// A chunk whose spans were freed, and that is away now.
-pub(super) fn remove<D: Driver>(shared: &Shared<D>, chunk: usize, row: VirtualHandle) {
+pub(super) fn remove<D: Driver>(shared: &PagedWindow<D>, chunk: usize, row: VirtualHandle) {
     let garbage = shared.pool.ledger().remove_chunk(row);
     shared.pool.dispose_quietly(garbage);
     shared.table().gone(chunk);
 }
 
 /// Gives everything back: events, addresses.
-fn finish<D: Driver>(shared: &Shared<D>) {
+fn finish<D: Driver>(shared: &PagedWindow<D>) {
     let pool = &shared.pool;
     let spare = std::mem::take(&mut *shared.spare.lock().unwrap_or_else(PoisonError::into_inner));
     for event in spare {
@@ -144,7 +144,7 @@ fn finish<D: Driver>(shared: &Shared<D>) {
 }
 
 pub(super) struct Worker<'a, D: Driver> {
-    pub(super) shared: &'a Arc<Shared<D>>,
+    pub(super) shared: &'a Arc<PagedWindow<D>>,
     copier: Copier<'a, D>,
     /// Past the gate while chunks are filled that are not mapped yet: a pause begins when they are. Copies to the device wait for
     /// nothing but each other.

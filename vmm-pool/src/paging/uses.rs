@@ -23,7 +23,7 @@ use super::lists::Lists;
 use super::marks::Mark;
 use super::order::Order;
 use super::table::{WindowChunks, distinct};
-use super::{PageError, PageResult, Pager, Shared};
+use super::{PageError, PageResult, PagedWindow, Pager};
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawStream, VaRange};
 use crate::error::Describe;
 use crate::gate::Passage;
@@ -177,7 +177,7 @@ impl Calls {
     }
 }
 
-impl<D: Driver> Shared<D> {
+impl<D: Driver> PagedWindow<D> {
     pub(super) fn calls(&self) -> MutexGuard<'_, Calls> {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -13,7 +13,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::keeper::{Origin, Shut};
-use super::queue::{ByDevice, Left, Moved, Queue, Waiting, Window};
+use super::queue::{Allowance, ByDevice, Left, Moved, Queue, Waiting};
 use super::release::is_import;
 use super::restore::{ImportRequest, Room};
 use super::still::{Done, Failed, ShutGate, Still};
@@ -213,7 +213,7 @@ impl<D: Driver> Arriving<D> {
     fn pick(&mut self, allowed: impl Fn(DeviceOrdinal) -> u64) -> Vec<Waiting> {
         let Self { returning, queue, .. } = self;
         let ledger = returning.pool().ledger();
-        let window = |device| Some(Window::AtMost(allowed(device)));
+        let window = |device| Some(Allowance::AtMost(allowed(device)));
         let (mut picked, others) = queue.take(window, |row| ledger.row(row).is_some());
         picked.extend(others);
         picked

@@ -11,7 +11,7 @@ use super::still::{Failed, Quiesced, ShutGate};
 use crate::driver::{Driver, DriverCode, DriverError};
 use crate::gate::{Passage, WaitingCall};
 use crate::pool::Pool;
-use crate::waits::{Answer, Question, Waited};
+use crate::waits::{Question, Waited, WorkLeft};
 
 /// How long a waiter goes without looking who is inside: calls come out without taking a lock.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
@@ -237,20 +237,20 @@ impl<D: Driver> Draining<D> {
             asked.map_err(|(place, source)| DrainError::NoThread { place, source })?
         };
         match self.pool().waits.look(&question) {
-            Answer::Idle => {
+            WorkLeft::Idle => {
                 self.is_idle = true;
                 self.blocked.clear();
                 Ok(Activity { is_idle: true, ..Activity::default() })
             }
-            Answer::Busy(busy) => {
+            WorkLeft::Busy(busy) => {
                 self.question = Some(question);
                 Ok(Activity { busy, ..Activity::default() })
             }
             // One that is older than our part in the process, so that nobody has counted it.
-            Answer::Failed(_, source) if source.code == DriverCode::STREAM_CAPTURE_IMPLICIT => {
+            WorkLeft::Failed(_, source) if source.code == DriverCode::STREAM_CAPTURE_IMPLICIT => {
                 Err(DrainError::InCapture { count: 1 })
             }
-            Answer::Failed(place, source) => Err(DrainError::Driver { place, source }),
+            WorkLeft::Failed(place, source) => Err(DrainError::Driver { place, source }),
         }
     }
 

@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::queue::{ByDevice, Left, Moved, Queue, Waiting, Window};
+use super::queue::{Allowance, ByDevice, Left, Moved, Queue, Waiting};
 use super::release::{Meanwhile, is_import};
 use super::save::Behind;
 use super::still::{Done, Failed, Quiesced, Still};
@@ -382,7 +382,7 @@ impl<D: Driver> Departing<D> {
     fn pick(&mut self, window: impl Fn(DeviceOrdinal) -> Option<u64>) -> Vec<Waiting> {
         let Self { leaving, queue, .. } = self;
         let ledger = leaving.pool().ledger();
-        let window = |device| window(device).map(Window::AtLeastOne);
+        let window = |device| window(device).map(Allowance::AtLeastOne);
         let (mut picked, others) = queue.take(window, |row| ledger.row(row).is_some_and(is_to_go));
         picked.extend(others);
         picked

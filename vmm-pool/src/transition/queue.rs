@@ -81,7 +81,7 @@ struct Tally {
 
 /// How much a stage may take of one device.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Window {
+pub(super) enum Allowance {
     /// So many bytes, and one allocation at least.
     AtLeastOne(u64),
     /// No more than so many bytes.
@@ -155,7 +155,7 @@ impl Queue {
     /// Those that take room first, then those that take none.
     pub(super) fn take(
         &mut self,
-        window: impl Fn(DeviceOrdinal) -> Option<Window>,
+        window: impl Fn(DeviceOrdinal) -> Option<Allowance>,
         still_waits: impl Fn(VirtualHandle) -> bool,
     ) -> (Vec<Waiting>, Vec<Waiting>) {
         let mut others = std::mem::take(&mut self.unlimited);
@@ -194,7 +194,7 @@ impl Queue {
 /// Takes what fits from the front, and passes over some that do not.
 fn take_from(
     queue: &mut VecDeque<Waiting>,
-    window: Window,
+    window: Allowance,
     bytes: &mut u64,
     still_waits: impl Fn(VirtualHandle) -> bool,
     (taken, gone): (&mut Vec<Waiting>, &mut Vec<Waiting>),
@@ -209,8 +209,8 @@ fn take_from(
             continue;
         }
         let fits = match window {
-            Window::AtLeastOne(most) => *bytes == 0 || bytes.saturating_add(wanted) <= most,
-            Window::AtMost(most) => bytes.saturating_add(wanted) <= most,
+            Allowance::AtLeastOne(most) => *bytes == 0 || bytes.saturating_add(wanted) <= most,
+            Allowance::AtMost(most) => bytes.saturating_add(wanted) <= most,
         };
         if fits {
             *bytes += wanted;

@@ -38,19 +38,21 @@ pub(super) fn language(path: &str) -> Option<&'static str> {
     }
 }
 
+/// The text before a module of tests.
+pub(super) fn product_part(text: &str) -> &str {
+    let is_tests = |(at, _): &(usize, &str)| {
+        let line = text[*at..].lines().nth(1).unwrap_or_default();
+        line.contains("mod ") && line.ends_with('{')
+    };
+    let end = text.match_indices("#[cfg(test)]\n").find(is_tests).map_or(text.len(), |(at, _)| at);
+    &text[..end]
+}
+
 /// Lines that are neither blank nor comments alone, without a module of tests.
 pub(super) fn code_lines(language: &str, text: &str) -> usize {
     let comment = if language == "rust" { "//" } else { "#" };
-    let mut lines = text.lines().map(str::trim).peekable();
-    let mut count = 0;
-    while let Some(line) = lines.next() {
-        let is_module = |next: &&str| next.contains("mod ") && next.ends_with('{');
-        if line == "#[cfg(test)]" && lines.peek().is_some_and(is_module) {
-            break;
-        }
-        count += usize::from(!line.is_empty() && !line.starts_with(comment));
-    }
-    count
+    let lines = product_part(text).lines().map(str::trim);
+    lines.filter(|line| !line.is_empty() && !line.starts_with(comment)).count()
 }
 
 /// Compares what was counted with the numbers in [`PAGE`].

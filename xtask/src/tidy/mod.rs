@@ -9,6 +9,7 @@ mod messages;
 mod modules;
 mod named_tests;
 mod results;
+mod type_names;
 mod words;
 
 use std::collections::BTreeMap;
@@ -77,6 +78,7 @@ pub(crate) fn run(workspace: &Workspace) -> Outcome {
     findings.extend(modules::check(&rust));
     findings.extend(named_tests::check(&promises, &rust, &names));
     findings.extend(messages::check(&errors, &rust));
+    findings.extend(type_names::check(&rust));
     findings.extend(words::check(&read));
     for finding in &findings {
         println!("{finding}");

@@ -28,11 +28,11 @@ const VERSION_DEFAULT: DriverVersion = DriverVersion(13000);
 /// A simulated node, open in this process.
 #[derive(Clone, Debug)]
 pub struct SimNode {
-    shared: Arc<Shared>,
+    shared: Arc<OpenNode>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct OpenNode {
     dir: PathBuf,
     id: [u8; 16],
     version: DriverVersion,
@@ -42,7 +42,7 @@ struct Shared {
     private: Option<File>,
 }
 
-impl Drop for Shared {
+impl Drop for OpenNode {
     fn drop(&mut self) {
         if self.private.is_some() {
             // A leftover is swept by the next private node, so a failure here has no reader.
@@ -110,7 +110,7 @@ impl SimNode {
             .map(|(name, capacity)| Account::open(dir.join(name), capacity).map(Arc::new))
             .collect::<io::Result<Vec<_>>>()?;
         let host = accounts.pop().ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))?;
-        let shared = Shared {
+        let shared = OpenNode {
             dir,
             id: config.id,
             version: config.version,

@@ -74,14 +74,14 @@ impl<'a, D: Driver> Worker<'a, D> {
         unsafe { self.copier.start(log, Way::Out, &transfer) }
     }
 
-    /// See [`super::Shared::mark_or_wait`].
+    /// See [`super::PagedWindow::mark_or_wait`].
     pub(super) fn mark_behind(&mut self) -> PoolResult<Option<Arc<Mark>>> {
         let shared = self.shared;
         shared.mark_or_wait(self.streams()?)
     }
 }
 
-impl<D: Driver> super::Shared<D> {
+impl<D: Driver> super::PagedWindow<D> {
     /// What is over when all is that `streams` were given last, this way. `None` when it has been waited for, for want of an event.
     ///
     /// # Errors
