@@ -254,7 +254,8 @@ impl<D: Driver> Asker<'_, D> {
         let by_name = action == Action::Pause && scope == Scope::Whole;
         let asking = self.asks_for(&tenant);
         let meanwhile = meanwhile(asking.is_some());
-        let act = || requests::act_for_all(&run_dir, &tenant, scope, action, timeout, meanwhile);
+        let options = Options { scope, meanwhile, ..Options::within(timeout) };
+        let act = || requests::act(&run_dir, &tenant, action, options);
         let done = if by_name { switching::by_name(&run_dir, &tenant, act) } else { act() };
         match done {
             Err(trouble) if may_be_gone && trouble.is_gone() => Ok(json!({"outcome": NOTHING})),

@@ -181,6 +181,12 @@ impl Default for Options {
 }
 
 impl Options {
+    /// The usual ones, but that a phase, and the wait for the tenant's lock, may take so long.
+    pub fn within(timeout: Option<Duration>) -> Self {
+        let usual = Self::default();
+        Self { timeout, lock_timeout: timeout.unwrap_or(usual.lock_timeout), ..usual }
+    }
+
     /// How long the ranks may take to come to a common cut.
     pub fn cut_timeout(&self) -> Duration {
         self.timeout.unwrap_or(self.cut_timeout)

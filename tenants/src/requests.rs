@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::driver::Driver;
 
-use crate::coordinator::{Coordinator, Meanwhile, Options, Outcome, TakesPart, Trouble};
+use crate::coordinator::{Coordinator, Options, Outcome, TakesPart, Trouble};
 use crate::identity::TenantName;
 use crate::member::{Member, Waited};
 use crate::run_dir::{RunDir, RunDirError};
@@ -102,15 +102,14 @@ pub fn act_for_own_tags<D: Driver>(
     if tags.names_nccl().0 {
         let scope = Scope::Tags { tags, owner: None };
         let (run_dir, tenant) = (member.run_dir(), member.tenant());
-        return act_for_all(run_dir, tenant, scope, action, timeout, Meanwhile::RunOn);
+        return act(run_dir, tenant, action, Options { scope, ..Options::within(timeout) });
     }
     let scope = Scope::Tags { tags, owner: Some(member.id()) };
-    let lock_timeout = timeout.unwrap_or(Options::default().lock_timeout);
+    let options = Options { scope: scope.clone(), ..Options::within(timeout) };
     let _asking = member.asks_itself();
-    let _turn = member.take_turn(Instant::now() + lock_timeout);
+    let _turn = member.take_turn(Instant::now() + options.lock_timeout);
     let act_with = |takes_part| {
-        let scope = scope.clone();
-        let options = Options { timeout, lock_timeout, scope, takes_part, ..Options::default() };
+        let options = Options { takes_part, ..options.clone() };
         act(member.run_dir(), member.tenant(), action, options)
     };
     // A process that is paused as a whole comes back with its tenant. Whether it may act alone is known for certain
@@ -125,24 +124,11 @@ pub fn act_for_own_tags<D: Driver>(
     act_with(TakesPart::Everybody)
 }
 
-/// Pauses or resumes a tenant from one process for all, the caller's own tenant or another. `meanwhile` is for a pause by tag.
+/// Pauses or resumes a tenant from one process for all, the caller's own tenant or another.
 ///
 /// # Errors
 /// [`Trouble`], with the tenant as it was.
-pub fn act_for_all(
-    run_dir: &RunDir,
-    tenant: &TenantName,
-    scope: Scope,
-    action: Action,
-    timeout: Option<Duration>,
-    meanwhile: Meanwhile,
-) -> Result<Outcome, Trouble> {
-    let lock_timeout = timeout.unwrap_or(Options::default().lock_timeout);
-    let options = Options { timeout, lock_timeout, scope, meanwhile, ..Options::default() };
-    act(run_dir, tenant, action, options)
-}
-
-fn act(
+pub fn act(
     run_dir: &RunDir,
     tenant: &TenantName,
     action: Action,

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use sublet_stage::memory::UNIT;
 use sublet_stage::{Place, Process, memory};
-use tenants::coordinator::{Coordinator, Meanwhile, Options, Outcome};
+use tenants::coordinator::{Coordinator, Options, Outcome};
 use tenants::identity::TenantName;
-use tenants::requests::act_for_all;
+use tenants::requests::act;
 use tenants::scope::{Scope, TagNames};
 use tenants::switching::{Allocation, SwitchOptions, resume_in_turn, switch, with_room};
 use tenants::turns::TurnSettings;
@@ -154,9 +154,8 @@ fn a_resume_that_queues_brings_back_what_a_running_tenant_is_without() {
     let tags = TagNames::Named(["kv".to_owned()].into());
     let scope = Scope::Tags { tags, owner: None };
     let tenant = own.tenant();
-    act_for_all(place.run_dir(), tenant, scope, Action::Pause, None, Meanwhile::RunOn)
-        .map(drop)
-        .unwrap();
+    let options = Options { scope, ..Options::default() };
+    act(place.run_dir(), tenant, Action::Pause, options).map(drop).unwrap();
     assert_eq!(place.used_bytes(DEVICE).unwrap(), 0);
     let options = SwitchOptions { wait: BUSY, ..SwitchOptions::default() };
     let resume = || resume_in_turn(place.run_dir(), tenant, &options, &mut |_| {}).unwrap();
@@ -175,16 +174,7 @@ fn a_switch_that_is_done_and_cannot_be_written_down_says_both() {
     };
     let train = place.join("train", SimOptions::default()).unwrap();
     fill(&train);
-    act_for_all(
-        place.run_dir(),
-        train.tenant(),
-        Scope::Whole,
-        Action::Pause,
-        None,
-        Meanwhile::RunOn,
-    )
-    .map(drop)
-    .unwrap();
+    act(place.run_dir(), train.tenant(), Action::Pause, Options::default()).map(drop).unwrap();
     let infer = place.join("infer", SimOptions::default()).unwrap();
     fill(&infer);
     // What has been cannot be replaced any more, from the middle of the switch on.

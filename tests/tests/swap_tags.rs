@@ -8,11 +8,9 @@ use std::time::{Duration, Instant};
 use sublet_stage::{Place, Process, memory as on};
 use sublet_tests::{Boundary, MIB, Outcome as TestOutcome, Steps, Trouble};
 use tenants::budget::Budgets;
-use tenants::coordinator::{
-    Coordinator, Meanwhile, Options, Outcome, Report, Swap, Trouble as Told, swap,
-};
+use tenants::coordinator::{Coordinator, Options, Outcome, Report, Swap, Trouble as Told, swap};
 use tenants::identity::TenantName;
-use tenants::requests::act_for_all;
+use tenants::requests::act;
 use tenants::scope::{Scope, TagNames};
 use tenants::wire::{Action, MemberState, Phase};
 use vmm_pool::driver::sim::{FaultSpan, SimOptions};
@@ -92,8 +90,8 @@ impl World {
 
     fn act(&self, tenant: &str, action: Action, scope: Scope) -> TestOutcome {
         let tenant = TenantName::new(tenant)?;
-        act_for_all(self.place.run_dir(), &tenant, scope, action, None, Meanwhile::RunOn)
-            .map(drop)?;
+        let options = Options { scope, ..Options::default() };
+        act(self.place.run_dir(), &tenant, action, options).map(drop)?;
         Ok(())
     }
 

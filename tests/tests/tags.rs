@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use sublet_stage::{Place, Process, memory as on};
 use sublet_tests::{MIB, Outcome as TestOutcome, Trouble};
-use tenants::coordinator::{Meanwhile, Outcome, Trouble as Told};
+use tenants::coordinator::{Meanwhile, Options, Outcome, Trouble as Told};
 use tenants::identity::TenantName;
-use tenants::requests::{act_for_all, act_for_own_tags};
+use tenants::requests::{act, act_for_own_tags};
 use tenants::scope::{Scope, TagNames};
 use tenants::ticket::Ticket;
 use tenants::wire::{Action, MemberState};
@@ -37,12 +37,13 @@ impl Tenant {
     }
 
     fn act(&self, action: Action, scope: Scope) -> Result<Outcome, Told> {
-        act_for_all(self.place.run_dir(), &self.name, scope, action, None, Meanwhile::RunOn)
+        act(self.place.run_dir(), &self.name, action, Options { scope, ..Options::default() })
     }
 
     /// As somebody does who is of no process of the tenant.
     fn ask_from_outside(&self, action: Action, scope: Scope) -> Result<Outcome, Told> {
-        act_for_all(self.place.run_dir(), &self.name, scope, action, None, Meanwhile::AsAgreed)
+        let options = Options { scope, meanwhile: Meanwhile::AsAgreed, ..Options::default() };
+        act(self.place.run_dir(), &self.name, action, options)
     }
 
     fn used(&self) -> Result<u64, Trouble> {

@@ -122,7 +122,7 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
     exchange::TAGS.into_iter().for_each(tenants::region::agree_to_run_without);
     member.pool().set_file_dir(host::file_dir(&charter.node, charter.seed));
     // Most find what is zero and what has not changed, and some copy all.
-    member.pool().copies().detect_changes(charter.seed % 8 != 0);
+    member.pool().copies().detect_changes(!charter.seed.is_multiple_of(8));
     member.pool().copies().set_piece_bytes(piece_bytes(charter.seed));
     member.pool().copies().give_back(host::gives_back(charter.seed));
     let pager = paged::Open::default();
