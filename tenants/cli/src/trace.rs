@@ -5,6 +5,7 @@
 //! lies between phases only a coordinator sees, and it is not drawn.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::process::ExitCode;
 
 use serde_json::{Value, json};
@@ -103,7 +104,7 @@ impl Timeline {
             }
             if at_us > began_us {
                 self.name(TENANT_ROW, &format!("tenant {}", stats.tenant));
-                self.slice(title, TENANT_ROW, 0, began_us, at_us - began_us, &json!({}));
+                self.slice(title, TENANT_ROW, 0, began_us..at_us, &json!({}));
                 // A gap, so that the two are seen to be two.
                 self.end_us = at_us + (at_us - began_us) / 10;
             }
@@ -119,13 +120,14 @@ impl Timeline {
             "notes": report.notes,
         });
         let label = phase.label();
-        self.slice(label, u64::from(pid), 0, began_us, report.elapsed_us, &args);
+        let whole = began_us..began_us + report.elapsed_us;
+        self.slice(label, u64::from(pid), 0, whole.clone(), &args);
         let mut at_us = began_us;
         for (step, elapsed_us) in &report.steps {
             // Parts are rounded one by one, and some overlap; none is drawn past its whole.
-            let left_us = (began_us + report.elapsed_us).saturating_sub(at_us);
+            let left_us = whole.end.saturating_sub(at_us);
             let took_us = left_us.min(*elapsed_us);
-            self.slice(step, u64::from(pid), 0, at_us, took_us, &json!({}));
+            self.slice(step, u64::from(pid), 0, at_us..at_us + took_us, &json!({}));
             at_us += took_us;
         }
         for delta in report.devices.iter().filter(|delta| delta.bytes > 0) {
@@ -133,17 +135,17 @@ impl Timeline {
             let thread = format!("process {pid}");
             self.events.push(name_of("thread_name", row, u64::from(pid), &thread));
             let args = json!({ "bytes": delta.bytes, "free_bytes": delta.free_bytes });
-            self.slice(label, row, u64::from(pid), began_us, report.elapsed_us, &args);
+            self.slice(label, row, u64::from(pid), whole.clone(), &args);
             self.events.push(json!({
-                "ph": "C", "name": "free bytes", "pid": row, "ts": began_us + report.elapsed_us,
+                "ph": "C", "name": "free bytes", "pid": row, "ts": whole.end,
                 "args": { "free": delta.free_bytes },
             }));
         }
     }
 
-    fn slice(&mut self, name: &str, row: u64, thread: u64, at_us: u64, took_us: u64, args: &Value) {
+    fn slice(&mut self, name: &str, row: u64, thread: u64, time: Range<u64>, args: &Value) {
         self.events.push(json!({
-            "ph": "X", "name": name, "pid": row, "tid": thread, "ts": at_us, "dur": took_us, "args": args,
+            "ph": "X", "name": name, "pid": row, "tid": thread, "ts": time.start, "dur": time.end - time.start, "args": args,
         }));
     }
 

@@ -2,29 +2,25 @@
 
 use super::Switched;
 use super::acting::{Acting, SwitchOptions};
-use super::queue::Queue;
+use super::queue::{Queue, Seen};
 use crate::coordinator::{Event, Trouble};
 use crate::error_text::chain;
 use crate::identity::TenantName;
 use crate::run_dir::turn_files::TurnLock;
 use crate::time::now_us;
-use crate::turns::Decision;
-use crate::turns::history::History;
-use crate::turns::scene::{Scene, Wish};
+use crate::turns::scene::Wish;
 
 impl Queue {
     /// Has the contexts of `one` leave, and writes that down.
-    #[expect(clippy::too_many_arguments, reason = "one decision, and all that it was made of")]
     pub(super) fn sink(
         &self,
         lock: &TurnLock,
-        scene: &Scene,
-        mut history: History,
+        seen: Seen,
         one: &TenantName,
-        decision: &Decision,
         options: &SwitchOptions,
         progress: &mut dyn FnMut(Event<'_>),
     ) -> Result<Switched, Trouble> {
+        let Seen { scene, mut history, decision, .. } = seen;
         let runs =
             |name: &TenantName| scene.tenants.get(name).is_some_and(|standing| standing.is_active);
         if runs(one) {
@@ -39,7 +35,7 @@ impl Queue {
         let now_us = now_us();
         let took_us = now_us.saturating_sub(began_us);
         if done.is_ok() && runs(one) {
-            lines.extend(history.left(one, scene, now_us));
+            lines.extend(history.left(one, &scene, now_us));
         }
         match &done {
             Ok((_, None)) => {}
@@ -72,17 +68,15 @@ impl Queue {
     }
 
     /// Pauses `victims` and resumes the own tenant, and writes down what has been.
-    #[expect(clippy::too_many_arguments, reason = "one decision, and all that it was made of")]
     pub(super) fn go(
         &mut self,
         lock: &TurnLock,
-        scene: &Scene,
-        mut history: History,
+        seen: Seen,
         victims: &[TenantName],
-        decision: &Decision,
         options: &SwitchOptions,
         progress: &mut dyn FnMut(Event<'_>),
     ) -> Result<Switched, Trouble> {
+        let Seen { scene, mut history, decision, .. } = seen;
         let had_them = scene.tenants.get(&self.tenant).is_some_and(|standing| standing.is_active);
         if !victims.is_empty() {
             let mut leaving = history.clone();
@@ -129,12 +123,12 @@ impl Queue {
         let now_us = now_us();
         let has_left = |victim: &&TenantName| changes.iter().any(|(name, _)| name == *victim);
         for victim in victims.iter().filter(has_left) {
-            lines.extend(history.left(victim, scene, now_us));
+            lines.extend(history.left(victim, &scene, now_us));
         }
         if !had_them {
             history.came(&self.tenant, now_us);
         } else if !victims.is_empty() {
-            history.got_more(&self.tenant, scene, now_us);
+            history.got_more(&self.tenant, &scene, now_us);
         }
         let is_turn = self.wish == Wish::Turn;
         if is_turn {

@@ -100,10 +100,10 @@ struct Trying {
 }
 
 /// What one look has shown, and what follows from it.
-struct Seen {
-    scene: Scene,
-    history: History,
-    decision: Decision,
+pub(super) struct Seen {
+    pub(super) scene: Scene,
+    pub(super) history: History,
+    pub(super) decision: Decision,
     /// How many wait before it.
     before: u32,
 }
@@ -241,7 +241,7 @@ impl Queue {
             }
             let can_sink = options.checkpointer.is_some();
             let looked = self.look(lock.as_ref(), std::mem::take(&mut asks_all), can_sink);
-            let Ok(Some(Seen { scene, history, decision, before })) = looked else {
+            let Ok(Some(seen)) = looked else {
                 // Its file has just gone, or it stood still for too long. Else something is wrong with it.
                 unseen += 1;
                 if unseen >= UNSEEN_MAX {
@@ -252,6 +252,7 @@ impl Queue {
                 continue;
             };
             unseen = 0;
+            let Seen { scene, decision, before, .. } = &seen;
             match &decision.verdict {
                 Verdict::Go(victims) => {
                     let Some(held) = lock.take() else {
@@ -259,11 +260,11 @@ impl Queue {
                         lock = self.lock_unless_gone(calls_off)?;
                         continue;
                     };
-                    let went =
-                        self.go(&held, &scene, history, victims, &decision, options, progress);
-                    drop(held);
                     let own = scene.tenants.get(&self.tenant);
                     let had_no_contexts = own.is_some_and(|own| own.contexts.are_away);
+                    let victims = victims.clone();
+                    let went = self.go(&held, seen, &victims, options, progress);
+                    drop(held);
                     if let Some(switched) =
                         self.came(went, had_no_contexts, &mut trying, calls_off)?
                     {
@@ -275,7 +276,8 @@ impl Queue {
                         lock = self.lock_unless_gone(calls_off)?;
                         continue;
                     };
-                    let went = self.sink(&held, &scene, history, one, &decision, options, progress);
+                    let one = one.clone();
+                    let went = self.sink(&held, seen, &one, options, progress);
                     drop(held);
                     self.is_short = false;
                     match went {
@@ -298,7 +300,7 @@ impl Queue {
                         (lock, asks_all, has_asked_all) = (None, true, true);
                     } else {
                         self.tell(lock.as_ref(), &decision.reasons);
-                        return Err(fits_nowhere(&self.tenant, &scene, &decision.reasons));
+                        return Err(fits_nowhere(&self.tenant, scene, &decision.reasons));
                     }
                 }
                 Verdict::Wait(until_us) => {

@@ -421,9 +421,9 @@ impl<D: Driver> Still<'_, D> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
         let mut arena = self.pool.arena();
-        let layouts = log.timed("lay out", |log| {
-            self.layouts_within(log, &arena, rows, survey, copies, budget)
-        })?;
+        let (layouts, note) =
+            log.timed("lay out", |_| self.layouts_within(&arena, rows, survey, copies, budget))?;
+        log.notes.extend(note);
         let [_, filed] = &layouts;
         let reserved = log.timed("reserve disk", |_| arena.disk.reserve(&filed.copied_places()));
         if let Err(error) = reserved {

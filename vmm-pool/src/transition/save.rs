@@ -147,16 +147,15 @@ impl<D: Driver> Still<'_, D> {
     }
 
     /// Places for all, in host memory and in the file, with as many of `copies` as there is room for. The others are
-    /// given up.
+    /// given up; a note says so once.
     pub(super) fn layouts_within(
         &self,
-        log: &mut StepLog,
         arena: &HostArena<D>,
         rows: &Rows,
         survey: &Survey,
         copies: Copies,
         budget: HostBudget,
-    ) -> PoolResult<[Layout; 2]> {
+    ) -> PoolResult<([Layout; 2], Option<String>)> {
         let mut fits = Ok(());
         for copies in Copies::FEWER.into_iter().filter(|fewer| *fewer <= copies) {
             let [kept, filed] = self.pool.layouts(rows, survey, copies);
@@ -168,13 +167,14 @@ impl<D: Driver> Still<'_, D> {
                 continue;
             }
             let given_up = self.pool.ledger().give_copies_up(rows, copies);
-            if given_up > 0 && self.pool.copies.tells_of_room() {
-                log.notes.push(format!(
+            let is_told = given_up > 0 && self.pool.copies.tells_of_room();
+            let note = is_told.then(|| {
+                format!(
                     "host memory had no room for {given_up} bytes of copies of the last pause: what they hold is copied \
                      again by its next pause; allow more host memory, or set SUBLET_CHANGES=off (said once)"
-                ));
-            }
-            return Ok([kept, filed]);
+                )
+            });
+            return Ok(([kept, filed], note));
         }
         fits.map(|()| Default::default())
     }
