@@ -51,15 +51,15 @@ fn beginning(id: CommunicatorId) -> String {
 /// The end of the names for those who can open the handles of `member`.
 fn ending(member: &Member) -> String {
     let mut hasher = DefaultHasher::new();
-    match member.family() {
+    match member.presence().family() {
         Some(family) => ("family", family.to_string()).hash(&mut hasher),
-        None => ("tenant", member.tenant().to_string()).hash(&mut hasher),
+        None => ("tenant", member.presence().tenant().to_string()).hash(&mut hasher),
     }
     format!("-{:016x}", hasher.finish())
 }
 
 fn folder(member: &Member) -> PathBuf {
-    member.run_dir().path().join(FOLDER)
+    member.presence().run_dir().path().join(FOLDER)
 }
 
 /// Makes and locks the file `name`. None where another process, or this one, has locked it already.

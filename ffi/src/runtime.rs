@@ -176,7 +176,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// It has joined another one.
 pub(crate) fn choose_tenant(tenant: TenantName) -> Result<(), String> {
     let mut chosen = lock(&CHOSEN_TENANT);
-    if let Some(joined) = member().map(Member::tenant).filter(|joined| **joined != tenant) {
+    if let Some(joined) =
+        member().map(|member| member.presence().tenant()).filter(|joined| **joined != tenant)
+    {
         return Err(format!(
             "this process is in tenant {joined} since its first device memory and cannot join {tenant}: \
              attach before the first use of CUDA, or name {joined}"
@@ -192,9 +194,11 @@ pub(crate) fn choose_tenant(tenant: TenantName) -> Result<(), String> {
 /// It has joined its tenant, with another one or none.
 pub(crate) fn choose_family(family: FamilyName) -> Result<(), String> {
     let mut chosen = lock(&CHOSEN_FAMILY);
-    if let Some(member) = member().filter(|member| member.family() != Some(&family)) {
+    if let Some(presence) = member().map(Member::presence)
+        && presence.family() != Some(&family)
+    {
         let named =
-            member.family().map_or("no family".to_owned(), |named| format!("family {named}"));
+            presence.family().map_or("no family".to_owned(), |named| format!("family {named}"));
         return Err(format!(
             "this process names {named} since its first device memory and cannot name {family}: choose it before the \
              first use of CUDA, or start the process with `sublet run --family {family}`"

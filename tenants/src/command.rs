@@ -216,7 +216,7 @@ impl<D: Driver> Asker<'_, D> {
 
     /// A mark that this process itself asks, where the tenant is its own; for as long as the value lives.
     fn asks_for(&self, tenant: &TenantName) -> Option<Asking<'_>> {
-        let member = (self.member)().ok().filter(|member| member.tenant() == tenant);
+        let member = (self.member)().ok().filter(|member| member.presence().tenant() == tenant);
         member.map(Member::asks_itself)
     }
 
@@ -235,7 +235,7 @@ impl<D: Driver> Asker<'_, D> {
         let timeout = timeout_of(timeout_ms);
         if is_own {
             let member = (self.member)()?;
-            let (tenant, own) = (self.tenant_of(name)?, member.tenant());
+            let (tenant, own) = (self.tenant_of(name)?, member.presence().tenant());
             if tenant != *own {
                 let message = format!("this process is of tenant '{own}', not of '{tenant}'");
                 return Err(Trouble::Usage(message));

@@ -58,7 +58,7 @@ fn coordinate_or_wait<D: Driver>(
             timeout: Some(left.max(LOOK)),
             ..Options::default()
         };
-        let outcome = act(member.run_dir(), member.tenant(), action, options);
+        let outcome = act(member.presence().run_dir(), member.presence().tenant(), action, options);
         match outcome {
             Ok(outcome) => return Ok(Some(outcome)),
             Err(Trouble::RunDir(RunDirError::Locked { .. })) => {}
@@ -73,7 +73,7 @@ fn coordinate_or_wait<D: Driver>(
         match member.wait_for(action, count, Instant::now() + LOOK) {
             Waited::Done => return Ok(None),
             Waited::GivenUp(why) => {
-                let tenant = member.tenant().clone();
+                let tenant = member.presence().tenant().clone();
                 return Err(Trouble::FailedTogether { tenant, action, why });
             }
             Waited::NotYet => {}
@@ -82,7 +82,8 @@ fn coordinate_or_wait<D: Driver>(
             // It may just have been done. The others' consent is needed all the same.
             let (lock_timeout, consent, timeout) = (LOOK, Some(LOOK), Some(LOOK));
             let options = Options { timeout, lock_timeout, consent, ..Options::default() };
-            return act(member.run_dir(), member.tenant(), action, options).map(Some);
+            return act(member.presence().run_dir(), member.presence().tenant(), action, options)
+                .map(Some);
         }
     }
 }
@@ -101,22 +102,22 @@ pub fn act_for_own_tags<D: Driver>(
 ) -> Result<Outcome, Trouble> {
     if tags.names_nccl().0 {
         let scope = Scope::Tags { tags, owner: None };
-        let (run_dir, tenant) = (member.run_dir(), member.tenant());
+        let (run_dir, tenant) = (member.presence().run_dir(), member.presence().tenant());
         return act(run_dir, tenant, action, Options { scope, ..Options::within(timeout) });
     }
-    let scope = Scope::Tags { tags, owner: Some(member.id()) };
+    let scope = Scope::Tags { tags, owner: Some(member.presence().id()) };
     let options = Options { scope: scope.clone(), ..Options::within(timeout) };
     let _asking = member.asks_itself();
     let _turn = member.take_turn(Instant::now() + options.lock_timeout);
     let act_with = |takes_part| {
         let options = Options { takes_part, ..options.clone() };
-        act(member.run_dir(), member.tenant(), action, options)
+        act(member.presence().run_dir(), member.presence().tenant(), action, options)
     };
     // A process that is paused as a whole comes back with its tenant. Whether it may act alone is known for certain
     // only once nobody can come for the memory any more: this look spares an attempt in vain.
     let is_shared = member.pool().holdings().is_shared(&member.paused_selection(&scope));
     if !is_shared && member.state() == MemberState::Active {
-        match act_with(TakesPart::Alone(member.id())) {
+        match act_with(TakesPart::Alone(member.presence().id())) {
             Err(error) if error.is_shared() => {}
             outcome => return outcome,
         }

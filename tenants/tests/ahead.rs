@@ -94,8 +94,8 @@ fn idle_memory_goes_back_while_the_machine_is_short_and_no_contents_do() {
     AVAILABLE.store(TOTAL / 20 - 1, Ordering::Relaxed);
     // With each look the agent puts its socket's name back. The second one comes when all of the first has been done.
     for _ in 0..2 {
-        std::fs::remove_file(member.socket_path()).unwrap();
-        wait_until("the agent has looked", || member.socket_path().exists());
+        std::fs::remove_file(member.presence().socket_path()).unwrap();
+        wait_until("the agent has looked", || member.presence().socket_path().exists());
     }
     assert_eq!(held_bytes(&member), SMALL, "it holds contents");
     coordinator(&place).resume(&mut |_| {}).map(drop).unwrap();

@@ -25,7 +25,11 @@ fn takes(process: &Process, units: u64) -> bool {
 }
 
 fn coordinator(place: &Place, process: &Process) -> Coordinator {
-    Coordinator::new(place.run_dir().clone(), process.tenant().clone(), Options::default())
+    Coordinator::new(
+        place.run_dir().clone(),
+        process.presence().tenant().clone(),
+        Options::default(),
+    )
 }
 
 fn change(place: &Place, process: &Process, units: u64) -> BudgetReport {

@@ -153,7 +153,7 @@ fn a_resume_that_queues_brings_back_what_a_running_tenant_is_without() {
     memory::map(own.pool(), handle, 1, DEVICE);
     let tags = TagNames::Named(["kv".to_owned()].into());
     let scope = Scope::Tags { tags, owner: None };
-    let tenant = own.tenant();
+    let tenant = own.presence().tenant();
     let options = Options { scope, ..Options::default() };
     act(place.run_dir(), tenant, Action::Pause, options).map(drop).unwrap();
     assert_eq!(place.used_bytes(DEVICE).unwrap(), 0);
@@ -174,13 +174,13 @@ fn a_switch_that_is_done_and_cannot_be_written_down_says_both() {
     };
     let train = place.join("train", SimOptions::default()).unwrap();
     fill(&train);
-    act(place.run_dir(), train.tenant(), Action::Pause, Options::default()).map(drop).unwrap();
+    act(place.run_dir(), train.presence().tenant(), Action::Pause, Options::default()).map(drop).unwrap();
     let infer = place.join("infer", SimOptions::default()).unwrap();
     fill(&infer);
     // What has been cannot be replaced any more, from the middle of the switch on.
     let in_the_way = place.run_dir().path().join(".turns/history.next");
     let options = SwitchOptions { wait: BUSY, ..SwitchOptions::default() };
-    let done = switch(place.run_dir(), train.tenant(), &options, &mut |_| {
+    let done = switch(place.run_dir(), train.presence().tenant(), &options, &mut |_| {
         std::fs::create_dir_all(&in_the_way).unwrap();
     });
     let done = done.unwrap();
@@ -188,7 +188,7 @@ fn a_switch_that_is_done_and_cannot_be_written_down_says_both() {
     let why = done.unrecorded.unwrap();
     assert!(why.contains("history.next"), "{why}");
     std::fs::remove_dir(&in_the_way).unwrap();
-    let done = switch(place.run_dir(), infer.tenant(), &options, &mut |_| {}).unwrap();
+    let done = switch(place.run_dir(), infer.presence().tenant(), &options, &mut |_| {}).unwrap();
     assert!(done.unrecorded.is_none(), "{:?}", done.unrecorded);
     assert_eq!([train.state(), infer.state()], [MemberState::Paused, MemberState::Active]);
 }

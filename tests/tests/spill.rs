@@ -98,7 +98,7 @@ impl<const MACHINE: usize> World<MACHINE> {
         pools.push(Arc::clone(pool));
         let class = Class { library: "test", contents: Contents::Keep, ..Class::default() };
         let range = on::map(pool, on::create(pool, DEVICE, 2, class), 2, DEVICE);
-        let seed = process.id().0;
+        let seed = process.presence().id().0;
         on::write(pool.driver(), DEVICE, range, seed);
         Ok(Tenant { name: TenantName::new(name)?, process, range, seed })
     }

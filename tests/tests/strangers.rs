@@ -76,7 +76,7 @@ impl Stage {
     /// What a process of our own user that is in no tenant gets of `allocation`, if it asks as `importer`.
     fn fetched(&self, allocation: &str, importer: &str, family: &[&str]) -> Outcome<String> {
         let mut command = Command::new(&self.program);
-        command.arg("fetch").arg(self.member.socket_path()).args([allocation, importer]);
+        command.arg("fetch").arg(self.member.presence().socket_path()).args([allocation, importer]);
         said(command.args(family))
     }
 
@@ -103,7 +103,7 @@ impl Stage {
         for dir in [self.run_dir.path().to_owned(), self.run_dir.path().join("train")] {
             fs::set_permissions(dir, Permissions::from_mode(0o711))?;
         }
-        fs::set_permissions(self.member.socket_path(), Permissions::from_mode(0o777))?;
+        fs::set_permissions(self.member.presence().socket_path(), Permissions::from_mode(0o777))?;
         Ok(())
     }
 
@@ -116,7 +116,7 @@ impl Stage {
 
     /// The member answers, and its tenant can be paused and resumed.
     fn all_is_well(&self) -> Outcome {
-        let mut connection = Connection::connect(self.member.socket_path(), soon())?;
+        let mut connection = Connection::connect(self.member.presence().socket_path(), soon())?;
         let (reply, _) = connection.exchange(&Request::Hello, 0, soon())?;
         assert!(matches!(reply, Reply::Member(_)), "{reply:?}");
         let tenant = TenantName::new("train")?;
@@ -188,7 +188,7 @@ fn another_user_cannot_list_enter_or_change_our_directories() -> Outcome {
     let Some(stage) = Stage::new()? else { return Ok(()) };
     let run = stage.run_dir.path().to_owned();
     let tenant = run.join("train");
-    let socket = stage.member.socket_path().to_owned();
+    let socket = stage.member.presence().socket_path().to_owned();
     for dir in [&run, &tenant] {
         stage.refused(&[Path::new("list"), dir], PERMISSION)?;
         stage.refused(&[Path::new("enter"), dir], PERMISSION)?;
@@ -247,7 +247,7 @@ fn a_stolen_ticket_is_of_no_use_to_another_user() -> Outcome {
     let handle = stage.member.pool().enter().create(GRANULARITY_BYTES, &prop, class)?;
     let redeem = |ticket: OwnedFd| -> Outcome<String> {
         let mut command = stranger(&stage.program);
-        command.arg("redeem").args(stage.member.socket_path().parent());
+        command.arg("redeem").args(stage.member.presence().socket_path().parent());
         let output = command.stdin(Stdio::from(ticket)).output()?;
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     };
@@ -265,7 +265,7 @@ fn a_stolen_ticket_is_of_no_use_to_another_user() -> Outcome {
 fn an_agent_hangs_up_on_another_user_who_reaches_it() -> Outcome {
     let Some(stage) = Stage::new()? else { return Ok(()) };
     stage.open_the_door()?;
-    let socket = stage.member.socket_path().to_owned();
+    let socket = stage.member.presence().socket_path().to_owned();
     assert_eq!(stage.succeeded(&[Path::new("ask"), &socket])?, "done 0 bytes");
     // Nor do many connections with many descriptors, held open, keep it from its work.
     let said = stage.succeeded(&[Path::new("flood"), &socket])?;
@@ -318,9 +318,11 @@ fn a_process_that_asks_as_a_member_which_it_is_not_gets_no_memory() -> Outcome {
     let (peer, borrower) = (join(&stage.run_dir, "train")?, join(&stage.run_dir, "infer")?);
     let memory = memory_of(&stage.member)?;
     let own = std::process::id();
-    for (importer, family) in
-        [(stage.member.id(), &[] as &[&str]), (peer.id(), &[]), (borrower.id(), &["infer", "rl"])]
-    {
+    for (importer, family) in [
+        (stage.member.presence().id(), &[] as &[&str]),
+        (peer.presence().id(), &[]),
+        (borrower.presence().id(), &["infer", "rl"]),
+    ] {
         let said = stage.fetched(&memory, &importer.to_string(), family)?;
         let tenant = family.first().unwrap_or(&"train");
         let expected = format!("which is process {own} (user ");
@@ -349,9 +351,9 @@ fn a_process_of_another_pid_namespace_may_pause_and_gets_neither_memory_nor_cont
         return Ok(());
     }
     let memory = memory_of(&stage.member)?;
-    for importer in ["announced", &stage.member.id().to_string()] {
+    for importer in ["announced", &stage.member.presence().id().to_string()] {
         let mut command = in_a_container(&stage.program);
-        command.arg("fetch").arg(stage.member.socket_path()).args([&memory, importer]);
+        command.arg("fetch").arg(stage.member.presence().socket_path()).args([&memory, importer]);
         let said = said(&mut command)?;
         assert!(said.starts_with("refused process "), "{said}");
         assert!(said.contains("which is not in its pid namespace"), "{said}");

@@ -43,7 +43,7 @@ impl Holder {
     fn take(&mut self, tag: &'static str) {
         let pool = self.process.pool();
         for _ in 0..COUNT {
-            let seed = on_seed(self.process.id().0, self.held.len());
+            let seed = on_seed(self.process.presence().id().0, self.held.len());
             let class = Class { library: "test", tag: tag.to_owned(), contents: Contents::Keep };
             let range = on::map(pool, on::create(pool, DEVICE, 1, class), 1, DEVICE);
             on::write(pool.driver(), DEVICE, range, seed);

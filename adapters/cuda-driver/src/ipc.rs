@@ -36,7 +36,7 @@ pub fn handle_of<D: Driver>(
     let mut handle = [0; HANDLE_BYTES];
     handle[..8].copy_from_slice(&MAGIC);
     handle[8..24].copy_from_slice(&id.0);
-    handle[24..32].copy_from_slice(&member.id().0.to_le_bytes());
+    handle[24..32].copy_from_slice(&member.presence().id().0.to_le_bytes());
     handle[32..40].copy_from_slice(&asked_bytes.to_le_bytes());
     handle[40..48].copy_from_slice(&size_bytes.to_le_bytes());
     Answer::Done(handle)

@@ -173,7 +173,7 @@ pub(crate) fn report() -> Report {
         .collect();
     let tenant = runtime::member().map_or_else(
         || runtime::tenant_name().ok().map(|name| name.to_string()),
-        |member| Some(member.tenant().to_string()),
+        |member| Some(member.presence().tenant().to_string()),
     );
     let is_hooked = |library: &LibraryHooks| library.state == State::Hooked;
     Report {

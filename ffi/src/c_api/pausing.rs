@@ -39,7 +39,7 @@ pub(super) unsafe fn name_of(tenant: *const c_char) -> Result<Option<String>, c_
 
 fn own_tenant() -> Result<TenantName, Trouble> {
     match runtime::member() {
-        Some(member) => Ok(member.tenant().clone()),
+        Some(member) => Ok(member.presence().tenant().clone()),
         None if runtime::is_forked() => Err(nobody()),
         None => runtime::tenant_name().map_err(Trouble::Usage),
     }

@@ -78,7 +78,7 @@ impl Process for Here {
     }
 
     fn seed(&self) -> u64 {
-        self.0.id().0
+        self.0.presence().id().0
     }
 
     fn capture_of(&self, stream: usize) -> Option<u64> {

@@ -35,7 +35,7 @@ pub(crate) fn refuse(member: &Member, symbol: &'static str, away: &AwayByTag) ->
     let is_new = NOTED.lock().unwrap_or_else(PoisonError::into_inner).insert(tag.clone());
     if is_new {
         let tags = TagNames::Named([tag.clone()].into());
-        let resume = Scope::Tags { tags, owner: None }.resume_command(member.tenant());
+        let resume = Scope::Tags { tags, owner: None }.resume_command(member.presence().tenant());
         let device = device.map_or_else(String::new, |device| format!(" of {device}"));
         member.note(format!(
             "{symbol} was refused with CUDA_ERROR_NOT_PERMITTED and did nothing: it names memory at {}, {} bytes{device} \

@@ -43,8 +43,6 @@ const ACCEPT_BACK_OFF: Duration = Duration::from_millis(100);
 /// How long a coordinator may ask for nothing after all members had to be done with its last request. It waits
 /// for none of them longer than its margin for answers, which is two seconds.
 const SILENCE_MAX: Duration = Duration::from_secs(15);
-/// By when every process has its name again, after one has: busy machines take longer.
-pub(super) const NAMES_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
 /// Wakes the agent from any thread.
 #[derive(Debug)]
@@ -161,7 +159,7 @@ impl<D: Driver> Agent<D> {
         self.reserve.fill(&self.wakeups.0);
         self.wait();
         self.wakeups.clear();
-        let has_left = self.member.has_left();
+        let has_left = self.member.presence.has_left();
         self.listener.take_if(|listener| has_left && !listener.is_named());
         self.accept();
         self.serve();
@@ -211,17 +209,16 @@ impl<D: Driver> Agent<D> {
             return;
         }
         // The name goes at the process's end, too.
-        if self.member.has_left.load(Ordering::SeqCst) {
+        if self.member.presence.has_left() {
             return;
         }
         let member = Arc::clone(&self.member);
-        let path = member.socket_path.display();
-        match member.config.run_dir.listen_again(member.tenant(), member.id) {
+        let path = member.presence.socket_path().display();
+        match member.presence.listen_again() {
             Ok(listener) => {
                 // A client that has connected already is served all the same.
                 self.accept();
                 self.listener = Some(listener);
-                member.note_new_name();
                 member.note(format!("{path} had been removed, and was made again"));
             }
             Err(error) => {
@@ -230,7 +227,7 @@ impl<D: Driver> Agent<D> {
                 ));
             }
         }
-        if member.has_left.load(Ordering::SeqCst) {
+        if member.presence.has_left() {
             member.leave();
         }
     }

@@ -285,7 +285,7 @@ impl<D: Driver> Member<D> {
         let limits = (self.config.host_limits)().into_iter().map(|limit| {
             let most_bytes = match limit.kind {
                 // It is the whole tenant's, and another process may need as much.
-                LimitKind::Configured => limit.bytes / self.members(),
+                LimitKind::Configured => limit.bytes / self.presence.members(),
                 LimitKind::Available | LimitKind::ControlGroup { .. } => {
                     held_bytes.saturating_add(limit.bytes)
                 }
@@ -297,11 +297,6 @@ impl<D: Driver> Member<D> {
             kind: figure.kind,
         });
         limits.chain(figures).min_by_key(|room| room.most_bytes)
-    }
-
-    /// Processes of the tenant, this one too.
-    fn members(&self) -> u64 {
-        self.dir.members().map_or(1, |members| members.len().max(1) as u64)
     }
 
     /// Gives one chunk after the other of idle host memory back while the machine is short.

@@ -11,7 +11,7 @@ use vmm_pool::driver::Driver;
 
 use super::fetch::{Fetched, ImportError};
 use super::{AGENT_TIMEOUT, Member};
-use crate::identity::{FamilyName, MemberId, TenantName};
+use crate::identity::{MemberId, TenantName};
 use crate::run_dir::SOCKET_EXTENSION;
 use crate::wire::{Borrower, Failure, FailureKind, FetchPurpose};
 
@@ -23,8 +23,8 @@ impl<D: Driver> Member<D> {
     /// The tenant of `owner`, which a handle names without its tenant: our own, unless a process of that identity is in
     /// another one of our run directory. Contacts nobody.
     pub fn tenant_of(&self, owner: MemberId) -> TenantName {
-        let own = self.tenant();
-        if owner == self.id() || self.dir.has_member(owner) {
+        let own = self.presence().tenant();
+        if owner == self.presence().id() || self.presence.dir().has_member(owner) {
             return own.clone();
         }
         if let Some(tenant) = self.lender(owner) {
@@ -39,19 +39,14 @@ impl<D: Driver> Member<D> {
         tenants.into_iter().find(is_there).unwrap_or_else(|| own.clone())
     }
 
-    /// The family that this process names.
-    pub fn family(&self) -> Option<&FamilyName> {
-        self.config.family.as_ref()
-    }
-
     /// `owner`, of tenant `theirs`, is to give memory: notes where it is. Nobody is contacted by a process that
     /// names no family.
     pub(super) fn approach(&self, owner: MemberId, theirs: &TenantName) -> Result<(), ImportError> {
         let refused = || ImportError::OtherTenant {
             theirs: theirs.to_string(),
-            ours: self.tenant().to_string(),
+            ours: self.presence().tenant().to_string(),
         };
-        self.family().ok_or_else(refused)?;
+        self.presence().family().ok_or_else(refused)?;
         // In a directory that is ours alone, as our own is.
         let dir = self.config.run_dir.existing_tenant(theirs).ok().flatten();
         let path = dir.as_ref().and_then(|dir| dir.socket_path(owner).ok());
@@ -85,15 +80,15 @@ impl<D: Driver> Member<D> {
                 let dir = self.config.run_dir.path().join(tenant.as_str());
                 dir.join(format!("{owner}.{SOCKET_EXTENSION}"))
             }
-            None => self.socket_path_of(owner),
+            None => self.presence().socket_path_of(owner),
         }
     }
 
     /// What this process says of itself to `owner`; none where that is of its own tenant.
     pub(super) fn as_borrower(&self, owner: MemberId) -> Option<Borrower> {
         self.lender(owner)?;
-        let family = self.family().map(ToString::to_string);
-        Some(Borrower { tenant: self.tenant().to_string(), family })
+        let family = self.presence().family().map(ToString::to_string);
+        Some(Borrower { tenant: self.presence().tenant().to_string(), family })
     }
 
     /// How long an open may wait for `owner`: for one of the own tenant as long as a call waits at the own gate, for

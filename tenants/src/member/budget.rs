@@ -174,7 +174,9 @@ impl<D: Driver> Member<D> {
             }
             return Ok(true);
         }
-        let Some((file, slot)) = BudgetFile::join(&self.dir, self.config.budgets.as_ref())? else {
+        let Some((file, slot)) =
+            BudgetFile::join(self.presence.dir(), self.config.budgets.as_ref())?
+        else {
             return Ok(false);
         };
         let places = self.places_in(&file)?;
@@ -196,7 +198,7 @@ impl<D: Driver> Member<D> {
     fn count_again(&self, share: &Share) -> Result<(), RunDirError> {
         let found = share.seat().file.budgets();
         let budgets = found.or_else(|error| self.config.budgets.clone().ok_or(error))?;
-        let Some((file, slot)) = BudgetFile::join(&self.dir, Some(&budgets))? else {
+        let Some((file, slot)) = BudgetFile::join(self.presence.dir(), Some(&budgets))? else {
             return Ok(());
         };
         if file.budgets()?.is_empty() {
@@ -276,8 +278,10 @@ impl<D: Driver> Member<D> {
     /// The tenant's budgets are those of its first process, or what they were changed to since.
     fn note_other_budgets(&self) {
         let Some(wanted) = &self.config.budgets else { return };
-        let found =
-            BudgetFile::existing(&self.dir).ok().flatten().and_then(|file| file.budgets().ok());
+        let found = BudgetFile::existing(self.presence.dir())
+            .ok()
+            .flatten()
+            .and_then(|file| file.budgets().ok());
         if let Some(found) = found.filter(|found| found != wanted) {
             tracing::info!(tenant = %self.config.tenant, %found, %wanted, "the tenant's budgets are others by now");
         }

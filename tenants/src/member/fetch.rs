@@ -13,8 +13,8 @@ use vmm_pool::{
 };
 
 use super::Member;
-use super::agent::NAMES_AGAIN_AFTER;
 use super::borrowing::{REST_MAX, REST_MIN};
+use super::presence::NAMES_AGAIN_AFTER;
 use crate::descriptors::free_descriptors;
 use crate::identity::MemberId;
 use crate::ticket::{self, Ticket};
@@ -167,7 +167,7 @@ impl<D: Driver> Member<D> {
         handle: VirtualHandle,
     ) -> Result<OwnedFd, ImportError> {
         let (export, part) = entered.cells().export_cell(handle)?;
-        let owner = entered.cells().cell_owner(handle)?.map_or(self.id, MemberId::from);
+        let owner = entered.cells().cell_owner(handle)?.map_or(self.presence.id(), MemberId::from);
         // A process that redeems a ticket for borrowed memory asks its owner.
         let tenant = self.lender(owner).unwrap_or_else(|| self.config.tenant.clone());
         let ticket = Ticket {
@@ -208,7 +208,7 @@ impl<D: Driver> Member<D> {
         if is_borrowed {
             self.approach(owner, &ticket.tenant)?;
         }
-        let is_own = owner == self.id;
+        let is_own = owner == self.presence.id();
         if let Some(handle) = entered.cells().import_held_cell(allocation, serial, part)? {
             // The owner keeps memory for every ticket until it is redeemed: tell it that this one is.
             if is_own || serial == 0 {
@@ -276,7 +276,7 @@ impl<D: Driver> Member<D> {
     fn is_for_want_of_names(&self, error: &ImportError) -> bool {
         let is_unknown = matches!(error, ImportError::Owner { source, .. } if source.nobody_listens())
             || matches!(error, ImportError::Refused(failure) if failure.kind == FailureKind::Unknown);
-        is_unknown && !self.names_stay()
+        is_unknown && !self.presence.names_stay()
     }
 
     /// Imports again all of `returning` that is not resident, from all owners. What a living owner does not have any
@@ -357,7 +357,8 @@ impl<D: Driver> Member<D> {
         let kept = self.peers().remove(&owner);
         let borrower = self.as_borrower(owner);
         let each = if borrower.is_some() { 2 } else { 1 };
-        let question = FetchFds { allocations: ids.to_vec(), purpose, importer: self.id, borrower };
+        let question =
+            FetchFds { allocations: ids.to_vec(), purpose, importer: self.presence.id(), borrower };
         let kept = kept.map(|mut connection| {
             let answer = connection.call(&question, deadline);
             answer.map(|answer| (answer, connection))

@@ -93,7 +93,7 @@ impl<D: Driver> Member<D> {
             message: format!(
                 "process {} is in a deep pause, with nothing on any GPU: `sublet resume {}` brings it back",
                 std::process::id(),
-                self.tenant()
+                self.presence().tenant()
             ),
         }
     }

@@ -77,7 +77,8 @@ impl<D: Driver> Member<D> {
     /// To a process of the own tenant.
     fn hand_out_inside(&self, fetch: &FetchFds, client: &mut Client) -> Result<HandedOut, Failure> {
         let FetchFds { allocations, purpose, importer, .. } = fetch;
-        self.check_importer(client, *importer, Some(&self.dir), self.tenant())?;
+        let dir = self.presence.dir();
+        self.check_importer(client, *importer, Some(dir), dir.tenant())?;
         match self.state() {
             MemberState::Faulted => return Err(faulted()),
             MemberState::Deep => return Err(self.frozen()),
@@ -161,7 +162,7 @@ impl<D: Driver> Member<D> {
         let tenant = TenantName::new(&borrower.tenant).map_err(|_text| no_name("tenant"))?;
         let family = borrower.family.as_deref().map(FamilyName::new).transpose();
         let family = family.map_err(|_text| no_name("family"))?;
-        let ours = Standing { tenant: self.tenant(), family: self.config.family.as_ref() };
+        let ours = Standing { tenant: self.presence.tenant(), family: self.presence.family() };
         let theirs = Standing { tenant: &tenant, family: family.as_ref() };
         admit(ours, theirs).map_err(|error| refused(error.to_string()))?;
         Ok(tenant)
@@ -172,14 +173,14 @@ impl<D: Driver> Member<D> {
         match self.state() {
             MemberState::Active => Ok(()),
             MemberState::Paused | MemberState::Deep => {
-                Err(self.lender_away(&format!("tenant '{}' is paused", self.tenant())))
+                Err(self.lender_away(&format!("tenant '{}' is paused", self.presence().tenant())))
             }
             state @ (MemberState::Offloading | MemberState::Restoring) => Err(Failure {
                 kind: FailureKind::NotNow,
                 message: format!(
                     "process {} of tenant '{}' is {state:?}: a pause or resume of it is under way",
                     std::process::id(),
-                    self.tenant()
+                    self.presence().tenant()
                 ),
             }),
             MemberState::Faulted => Err(faulted()),
@@ -187,7 +188,7 @@ impl<D: Driver> Member<D> {
     }
 
     fn lender_away(&self, why: &str) -> Failure {
-        let tenant = self.tenant();
+        let tenant = self.presence().tenant();
         Failure {
             kind: FailureKind::LenderAway,
             message: format!(
@@ -232,7 +233,7 @@ impl<D: Driver> Member<D> {
         let Scope::Tags { tags, owner: Some(owner) } = scope else { return None };
         let tags = tags.to_pause();
         let mut opened = Lent {
-            tenant: self.tenant().to_string(),
+            tenant: self.presence().tenant().to_string(),
             pid: Some(std::process::id()),
             ..Lent::default()
         };

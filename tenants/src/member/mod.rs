@@ -26,6 +26,7 @@ mod lending;
 mod neighbours;
 mod owners;
 mod phases;
+mod presence;
 mod progress;
 mod resuming;
 mod rounds;
@@ -38,8 +39,7 @@ mod tests;
 mod worker;
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -52,6 +52,7 @@ pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STA
 pub use config::{FAMILY_WAIT, JoinError, MemberConfig};
 pub use fetch::ImportError;
 pub use lending::IPC_LIBRARY;
+pub use presence::Presence;
 pub(crate) use saving::SPILL_STEP_TIME;
 
 use crate::checkpoints::Checkpointer;
@@ -60,7 +61,6 @@ use crate::descriptors::DescriptorLimit;
 use crate::host_memory::budget;
 use crate::identity::{MemberId, TenantName};
 use crate::region;
-use crate::run_dir::{RunDir, SOCKET_EXTENSION, TenantDir};
 use crate::scope::TagNames;
 use crate::state::{self, Event, InvalidTransition};
 use crate::transport::Connection;
@@ -108,10 +108,8 @@ pub(crate) struct Status {
 /// One process's part in its tenant. Shared by all its threads.
 #[derive(Debug)]
 pub struct Member<D: Driver> {
-    id: MemberId,
-    config: MemberConfig,
-    dir: TenantDir,
-    socket_path: PathBuf,
+    config: Arc<MemberConfig>,
+    presence: Arc<Presence>,
     pool: Arc<Pool<D>>,
     cut: Cut,
     /// The worker's alone.
@@ -119,10 +117,6 @@ pub struct Member<D: Driver> {
     status: Mutex<Status>,
     changed: Condvar,
     waker: agent::Waker,
-    /// Its name is not put back where it goes.
-    has_left: AtomicBool,
-    /// When its name was last put back.
-    new_name: Mutex<Option<Instant>>,
     peers: Mutex<HashMap<MemberId, Connection>>,
     /// Who owns what was imported, also after its end, and who holds what was given.
     sharers: Mutex<HashMap<MemberId, Sharer>>,
@@ -155,17 +149,14 @@ impl<D: Driver> Member<D> {
     pub fn join(config: MemberConfig, driver: Arc<D>) -> Result<Arc<Self>, JoinError> {
         vmm_pool::support::check(&*driver)?;
         let system = |what| move |source| JoinError::System { what, source };
-        let id = random_id().map_err(system("a random identity"))?;
-        let (dir, listener) = config.run_dir.listen(&config.tenant, id)?;
-        let socket_path = dir.socket_path(id)?;
+        let config = Arc::new(config);
+        let (presence, listener) = Presence::begin(Arc::clone(&config))?;
         let (waker, wakeups) = agent::wake_pair().map_err(system("a pipe"))?;
         let (pool, keeper) = Pool::new(driver, config.toucher_threads, config.own_contexts);
         let member = Arc::new(Self {
-            id,
             pool,
             config,
-            dir,
-            socket_path,
+            presence: Arc::new(presence),
             cut: Cut::default(),
             progress: Mutex::new(Progress::Rest(keeper)),
             status: Mutex::new(Status {
@@ -188,8 +179,6 @@ impl<D: Driver> Member<D> {
             }),
             changed: Condvar::new(),
             waker,
-            has_left: AtomicBool::new(false),
-            new_name: Mutex::default(),
             peers: Mutex::default(),
             sharers: Mutex::default(),
             lenders: Mutex::default(),
@@ -212,7 +201,7 @@ impl<D: Driver> Member<D> {
             member.start_ahead();
         }
         member.count_from_the_start();
-        tracing::info!(tenant = %member.config.tenant, member = %id, "joined");
+        tracing::info!(tenant = %member.config.tenant, member = %member.presence.id(), "joined");
         Ok(member)
     }
 
@@ -220,28 +209,14 @@ impl<D: Driver> Member<D> {
     /// that pins host memory. While it is paused the name stays: an exit handler that needs its memory waits for a resume. The
     /// name of a dead process goes with the next command.
     pub fn leave(&self) {
-        self.has_left.store(true, Ordering::SeqCst);
+        self.presence.leave();
         self.end_ahead();
         if !self.gate().is_open() {
             return;
         }
-        if let Err(error) = std::fs::remove_file(&self.socket_path) {
-            tracing::debug!(%error, "the socket was gone already");
-        }
+        self.presence.remove_name();
         // The agent closes it: what listens without a name is taken for one that has lost it.
         self.waker.wake();
-    }
-
-    fn note_new_name(&self) {
-        *self.new_name.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
-    }
-
-    /// Are the names of all processes where they belong, as far as can be told by the own one?
-    fn names_stay(&self) -> bool {
-        let new_name = *self.new_name.lock().unwrap_or_else(PoisonError::into_inner);
-        let all_had_time = new_name.is_none_or(|since| since.elapsed() > agent::NAMES_AGAIN_AFTER);
-        let is_there = self.has_left.load(Ordering::SeqCst) || self.dir.has_member(self.id);
-        all_had_time && is_there
     }
 
     /// For a forked child, which is no member: closes its copy of the pool's file, where no other thread was changing it at
@@ -251,30 +226,9 @@ impl<D: Driver> Member<D> {
         self.pool.close_file_in_child();
     }
 
-    /// Its identity.
-    pub fn id(&self) -> MemberId {
-        self.id
-    }
-
-    /// Its tenant.
-    pub fn tenant(&self) -> &TenantName {
-        &self.config.tenant
-    }
-
-    /// Where tenants live.
-    pub fn run_dir(&self) -> &RunDir {
-        &self.config.run_dir
-    }
-
-    /// Where its agent listens.
-    pub fn socket_path(&self) -> &Path {
-        &self.socket_path
-    }
-
-    /// Where the agent of `member`, of the same tenant, would listen. All identities are of one length, so this path
-    /// fits where the own one did.
-    pub fn socket_path_of(&self, member: MemberId) -> PathBuf {
-        self.socket_path.with_file_name(format!("{member}.{SOCKET_EXTENSION}"))
+    /// How it stands in the run directory.
+    pub fn presence(&self) -> &Presence {
+        &self.presence
     }
 
     /// By how much its host memory may grow that holds so many bytes of contents. What comes out reads the machine's figures
@@ -418,7 +372,7 @@ impl<D: Driver> Member<D> {
             }
         };
         MemberInfo {
-            id: self.id,
+            id: self.presence.id(),
             pid: std::process::id(),
             family: self.config.family.as_ref().map(ToString::to_string),
             class: self.config.turns.class,
@@ -489,11 +443,6 @@ impl<D: Driver> Member<D> {
         }
     }
 
-    /// Is its process at its end?
-    pub(crate) fn has_left(&self) -> bool {
-        self.has_left.load(Ordering::SeqCst)
-    }
-
     /// Does a call of this process wait for its memory, or for other ranks behind it?
     pub(crate) fn has_waiting_calls(&self) -> bool {
         !self.gate().waiting().is_empty() || self.cut.has_waiting()
@@ -512,12 +461,6 @@ impl<D: Driver> Member<D> {
         let _woken =
             self.changed.wait_timeout(status, rest).unwrap_or_else(PoisonError::into_inner);
     }
-}
-
-fn random_id() -> std::io::Result<MemberId> {
-    let mut bytes = [0; 8];
-    getrandom::fill(&mut bytes).map_err(|error| std::io::Error::other(error.to_string()))?;
-    Ok(MemberId(u64::from_le_bytes(bytes)))
 }
 
 /// Time for exchanges between agents that need no device.

@@ -32,12 +32,12 @@ impl<D: Driver> Member<D> {
             Given::Memory => format!(
                 "process {own} of tenant {} gives no memory to {asks}, which is not in its pid namespace: start both in one \
                  (docker run --pid=container:NAME)",
-                self.tenant()
+                self.presence().tenant()
             ),
             Given::Contents => format!(
                 "process {own} of tenant {0} writes no saved contents for {asks}, which is not in its pid namespace: run \
                  sublet save {0} there (docker exec, kubectl exec)",
-                self.tenant()
+                self.presence().tenant()
             ),
         };
         Err(Failure { kind: FailureKind::Unknown, message })

@@ -110,7 +110,8 @@ impl<D: Driver> Member<D> {
         let path = self.place_of(other);
         let told =
             self.sharers().get(&other).and_then(|known| Some(known.process.as_ref()?.has_ended()));
-        let is_gone = || told.is_none() && path.symlink_metadata().is_err() && self.names_stay();
+        let is_gone =
+            || told.is_none() && path.symlink_metadata().is_err() && self.presence.names_stay();
         told == Some(true) || has_ended(&path) || is_gone()
     }
 
@@ -259,8 +260,7 @@ mod tests {
         std::fs::remove_dir_all(tenant.run_dir.path()).unwrap();
         assert_eq!(importer.dead_owners(), []);
         // The importer has its name again, and the owner has not.
-        let _again = tenant.run_dir.listen_again(&tenant.name, importer.id()).unwrap();
-        importer.note_new_name();
+        let _again = importer.presence().listen_again().unwrap();
         assert_eq!(importer.dead_owners(), []);
         importer.leave();
         owner.leave();

@@ -87,7 +87,7 @@ impl<D: Driver> Member<D> {
     fn whose(&self, owner: Option<MemberId>) -> Whose {
         match owner {
             None => Whose::Everybody,
-            Some(owner) if owner == self.id() => Whose::Own,
+            Some(owner) if owner == self.presence().id() => Whose::Own,
             Some(owner) => Whose::Owner(owner.into()),
         }
     }

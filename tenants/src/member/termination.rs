@@ -121,13 +121,13 @@ impl<D: Driver> Member<D> {
 
     /// Asks all at a time, so that one that is silent takes nobody else's time to answer.
     fn ask_others_once(&self, round: u64, deadline: Instant) -> Result<Verdict, Silent> {
-        let sockets = self.dir.members().unwrap_or_default();
-        if !sockets.iter().any(|socket| socket.id == self.id) {
+        let sockets = self.presence.dir().members().unwrap_or_default();
+        if !sockets.iter().any(|socket| socket.id == self.presence.id()) {
             tracing::warn!("the tenant's directory has gone: the others cannot be asked");
             return Err(Silent);
         }
         let mut to_ask: VecDeque<MemberSocket> =
-            sockets.into_iter().filter(|socket| socket.id != self.id).collect();
+            sockets.into_iter().filter(|socket| socket.id != self.presence.id()).collect();
         let mut asked: Vec<Question> = Vec::new();
         let mut all_answered = true;
         let mut said = Said::default();

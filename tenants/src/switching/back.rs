@@ -50,10 +50,11 @@ fn watch<D: Driver>(member: &Member<D>) {
         || SwitchOptions { checkpointer: member.checkpointer(), ..SwitchOptions::default() };
     let mut depth = Sinking { after_failure: AFTER_FAILURE, not_before: None };
     let mut after_failure = AFTER_FAILURE;
-    let (run_dir, tenant) = (member.run_dir(), member.tenant());
+    let presence = member.presence();
+    let (run_dir, tenant) = (presence.run_dir(), presence.tenant());
     // Known from the pause on, and looked at now and then: the run directory may go before anything here wants to be back.
     let (mut away, mut look_at) = (Displaced::default(), Instant::now());
-    while !member.has_left() {
+    while !presence.has_left() {
         member.wait_while_active(REST);
         if !is_paused() {
             // It is on its way, or faulted.
@@ -71,7 +72,7 @@ fn watch<D: Driver>(member: &Member<D>) {
             member.rest(LOOK);
             continue;
         }
-        let is_over = || !is_paused() || member.has_left();
+        let is_over = || !is_paused() || presence.has_left();
         let queue =
             Queue::enter(run_dir, tenant, Wish::Back, Duration::MAX, CallsOff::when(&is_over));
         let back = queue.and_then(|mut queue| {
@@ -81,7 +82,7 @@ fn watch<D: Driver>(member: &Member<D>) {
         if let Err(error) = back
             && is_paused()
         {
-            tracing::info!(tenant = %member.tenant(), %error, "the tenant was not brought back yet");
+            tracing::info!(%tenant, %error, "the tenant was not brought back yet");
             member.rest(after_failure);
             after_failure = (after_failure * 2).min(AFTER_FAILURE_MAX);
         } else {
@@ -121,14 +122,16 @@ impl Sinking {
 
 /// One process of a tenant does it for all.
 pub(super) fn is_first<D: Driver>(member: &Member<D>) -> bool {
-    let dir = member.run_dir().existing_tenant(member.tenant()).ok().flatten();
+    let presence = member.presence();
+    let dir = presence.run_dir().existing_tenant(presence.tenant()).ok().flatten();
     dir.is_some_and(|dir| dir.pids().first() == Some(&std::process::id()))
 }
 
 fn sink<D: Driver>(member: &Member<D>) -> Result<(), String> {
     let checkpointer = member.checkpointer();
     let options = SwitchOptions { checkpointer, ..SwitchOptions::default() };
-    let mut coordinator = to_depth(member.run_dir(), member.tenant(), &options, Depth::Contexts);
+    let (run_dir, tenant) = (member.presence().run_dir(), member.presence().tenant());
+    let mut coordinator = to_depth(run_dir, tenant, &options, Depth::Contexts);
     match coordinator.deepen(&mut |_| {}) {
         Ok(Outcome::Completed(report)) => {
             report.not_deep.first().map_or(Ok(()), |failure| Err(failure.to_string()))

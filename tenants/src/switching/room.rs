@@ -76,8 +76,9 @@ pub fn with_room<D: Driver, T>(
     let began = Instant::now();
     // Others may be switching for long, and this thread waits for memory then, too.
     let waits = member.cut().wait_for_memory_since(began);
-    let (run_dir, tenant, wish) = (member.run_dir(), member.tenant(), Wish::Memory(wants));
-    let has_left = || member.has_left();
+    let (run_dir, tenant, wish) =
+        (member.presence().run_dir(), member.presence().tenant(), Wish::Memory(wants));
+    let has_left = || member.presence().has_left();
     let calls_off = CallsOff::when(&has_left);
     let entered = Queue::enter(run_dir, tenant, wish, wait, calls_off);
     drop(waits);
@@ -114,7 +115,7 @@ fn holds_others_up<D: Driver>(member: &Member<D>) -> bool {
 }
 
 fn may_wait<D: Driver>(member: &Member<D>, allocation: Allocation) -> bool {
-    if !allocation.may_wait || holds_others_up(member) || member.has_left() {
+    if !allocation.may_wait || holds_others_up(member) || member.presence().has_left() {
         return false;
     }
     let asked = (allocation.size_bytes, Instant::now());
@@ -134,7 +135,7 @@ fn try_again<D: Driver, T>(
     (wait, began): (Duration, Instant),
     mut make: impl FnMut() -> PoolResult<T>,
 ) -> Result<PoolResult<T>, String> {
-    let is_over = || member.has_left();
+    let is_over = || member.presence().has_left();
     let checkpointer = member.checkpointer();
     let (mut in_vain, mut again_after) = (0, AGAIN_AFTER);
     let mut deadline = queue.deadline.unwrap_or_else(|| Instant::now() + wait);

@@ -311,10 +311,11 @@ fn memory_of_a_tenant_that_is_being_paused_may_be_free_soon_and_is_waited_for() 
     let wish = Wish::Memory([(wants.pool().uuid(device), 32 * MIB)].into());
     let none = Duration::ZERO;
     let mut queue =
-        Queue::enter(&run_dir, wants.tenant(), wish, none, CallsOff::when(&never)).unwrap();
+        Queue::enter(&run_dir, wants.presence().tenant(), wish, none, CallsOff::when(&never))
+            .unwrap();
     let mut said = Vec::new();
     let coordinator =
-        Coordinator::new(run_dir.clone(), leaves.tenant().clone(), Options::default());
+        Coordinator::new(run_dir.clone(), leaves.presence().tenant().clone(), Options::default());
     let paused = { coordinator }.pause(&mut |event| {
         if let Event::StepStarted { step: Step::Phase(Phase::Prepare), .. } = event {
             said.push(goes(&mut queue));
@@ -425,7 +426,7 @@ fn one_that_was_brought_back_by_name_is_not_away_for_another_any_more() {
     let back = queuing(&run_dir, "back", &node);
     let turns = run_dir.turns().unwrap();
     let mut history = History::default();
-    history.is_leaving(back.tenant());
+    history.is_leaving(back.presence().tenant());
     turns.keep_history(&turns.lock(Instant::now()).unwrap(), &history).unwrap();
     // Who comes next sees that it runs, and all know it then.
     let other = TenantName::new("other").unwrap();
@@ -433,7 +434,7 @@ fn one_that_was_brought_back_by_name_is_not_away_for_another_any_more() {
     let mut queue =
         Queue::enter(&run_dir, &other, Wish::Turn, none, CallsOff::when(&never)).unwrap();
     goes(&mut queue).unwrap();
-    assert_eq!(history_of(&turns).is_displaced(back.tenant()), Some(false));
+    assert_eq!(history_of(&turns).is_displaced(back.presence().tenant()), Some(false));
     back.leave();
 }
 
@@ -442,11 +443,11 @@ fn one_process_of_a_tenant_has_its_contexts_leave() {
     let base = tempfile::tempdir().unwrap();
     let run_dir = run_dir(&base);
     let member = queuing(&run_dir, "a", &SimNode::private(&[64 * MIB]).unwrap());
-    let dir = run_dir.tenant(member.tenant()).unwrap();
+    let dir = run_dir.tenant(member.presence().tenant()).unwrap();
     assert!(back::is_first(&member));
     // Without a name it is not the first; it takes the name again after a while.
     let is_another = (0..100).any(|_| {
-        std::fs::remove_file(dir.socket_path(member.id()).unwrap()).ok();
+        std::fs::remove_file(dir.socket_path(member.presence().id()).unwrap()).ok();
         !back::is_first(&member)
     });
     assert!(is_another, "each process would");

@@ -25,7 +25,7 @@ fn save(stage: &Stage, dir: &Path) -> Result<SaveReport, Trouble> {
 }
 
 fn map_of(stage: &Stage, dir: &Path, member: usize) -> ProcessMap {
-    let id = stage.members[member].id().to_string();
+    let id = stage.members[member].presence().id().to_string();
     let names = fs::read_dir(dir).expect("a directory");
     let mut names = names.map(|entry| entry.expect("an entry").path());
     let map = names.find(|path| path.to_string_lossy().ends_with(&format!("{id}.json")));
@@ -57,7 +57,7 @@ fn assert_saved(stage: &Stage, dir: &Path, member: usize, when: &str) {
                 import.addresses.iter().any(|mapped| mapped.address == address)
             };
             let import = map.imports.iter().find(imported).expect("neither own nor imported");
-            let owner = stage.members[1 - member].id().to_string();
+            let owner = stage.members[1 - member].presence().id().to_string();
             assert_eq!(import.owner, Some(owner), "{when}");
         }
     }
@@ -184,7 +184,7 @@ struct Asker(Connection);
 
 impl Asker {
     fn of(stage: &Stage, member: usize) -> Self {
-        let path = stage.members[member].socket_path();
+        let path = stage.members[member].presence().socket_path();
         Self(Connection::connect(path, Instant::now() + SOON).expect("a connection"))
     }
 

@@ -393,7 +393,7 @@ pub(crate) fn redeem_block(
 ) -> Result<VirtualHandle, ()> {
     let identity = owner.pool().enter_giving_up().block_identity(block);
     let (allocation, _, size_bytes) = identity.expect("a block");
-    let ticket = Ticket::uncounted(allocation, size_bytes, owner.id(), owner.tenant().clone());
+    let ticket = Ticket::uncounted(allocation, size_bytes, owner.presence().id(), owner.presence().tenant().clone());
     importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").map_err(drop)
 }
 

@@ -160,7 +160,7 @@ fn plays_an_owner_that_dies() {
     write(&member, VaRange::new(block, 2 * UNIT), 5);
     let (id, _, size_bytes) =
         member.pool().enter_giving_up().block_identity(block).expect("a block");
-    let said = format!("{id:?} {} {size_bytes}", member.id());
+    let said = format!("{id:?} {} {size_bytes}", member.presence().id());
     std::fs::write(format!("{dir}/said.new"), said).expect("written");
     std::fs::rename(format!("{dir}/said.new"), format!("{dir}/said")).expect("renamed");
     std::thread::park_timeout(std::time::Duration::from_mins(3));

@@ -103,16 +103,16 @@ fn block(owner: &Process, tag: &str) -> (VaRange, Ticket, u64) {
     write(owner, range, 7);
     let (allocation, asked_bytes, size_bytes) =
         owner.pool().enter_giving_up().block_identity(start).expect("known");
-    let ticket = Ticket::uncounted(allocation, size_bytes, owner.id(), tenant());
+    let ticket = Ticket::uncounted(allocation, size_bytes, owner.presence().id(), tenant());
     (range, ticket, asked_bytes)
 }
 
 fn own_tags(owner: &Process) -> Scope {
-    Scope::Tags { tags: TagNames::All, owner: Some(owner.id()) }
+    Scope::Tags { tags: TagNames::All, owner: Some(owner.presence().id()) }
 }
 
 fn alone(owner: &Process) -> Options {
-    Options { takes_part: TakesPart::Alone(owner.id()), ..options(own_tags(owner)) }
+    Options { takes_part: TakesPart::Alone(owner.presence().id()), ..options(own_tags(owner)) }
 }
 
 #[test]

@@ -127,7 +127,8 @@ impl Run {
             let handle =
                 owner.pool().enter().import_held(export.id, export.serial).expect("its own");
             owner.pool().enter_giving_up().release(handle).expect("that once more");
-            let ticket = Ticket::uncounted(export.id, export.size_bytes, owner.id(), tenant());
+            let ticket =
+                Ticket::uncounted(export.id, export.size_bytes, owner.presence().id(), tenant());
             let handle = importer
                 .redeem_ticket(&importer.pool().enter(), &ticket, "test")
                 .expect("redeemed");
@@ -214,7 +215,7 @@ impl Run {
         let tags = CLASSES[1..].iter().filter(|_| self.random.bool());
         let tags: std::collections::BTreeSet<_> = tags.map(|(tag, _)| (*tag).to_owned()).collect();
         let tags = if tags.is_empty() { TagNames::All } else { TagNames::Named(tags) };
-        let owner = self.random.bool().then(|| self.processes[0].id());
+        let owner = self.random.bool().then(|| self.processes[0].presence().id());
         Scope::Tags { tags, owner }
     }
 

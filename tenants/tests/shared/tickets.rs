@@ -76,7 +76,7 @@ fn unwatched(owner: &Process, handle: VirtualHandle) -> Ticket {
         allocation: export.id,
         serial: export.serial,
         size_bytes: export.size_bytes,
-        owner: owner.id(),
+        owner: owner.presence().id(),
         tenant: tenant(),
         part: None,
     }

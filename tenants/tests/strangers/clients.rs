@@ -30,7 +30,7 @@ fn header(fds: usize, payload_bytes: usize) -> Vec<u8> {
 }
 
 fn connect(member: &SimMember) -> Connection {
-    Connection::connect(member.socket_path(), soon()).unwrap()
+    Connection::connect(member.presence().socket_path(), soon()).unwrap()
 }
 
 fn ask(connection: &mut Connection, request: &Request) -> Reply {
@@ -119,7 +119,7 @@ fn the_longest_request_is_read_and_one_byte_more_is_not() {
     let request = Request::FetchFds(FetchFds {
         allocations,
         purpose: FetchPurpose::Redeem { serial: 0 },
-        importer: member.id(),
+        importer: member.presence().id(),
         borrower: None,
     });
     let frame = encode(&request, 0).unwrap();
@@ -330,7 +330,7 @@ fn memory_is_handed_to_members_of_the_tenant_and_in_numbers_within_the_limit() {
             borrower: None,
         })
     };
-    for nobody in [stranger.id(), MemberId(0), MemberId(u64::MAX)] {
+    for nobody in [stranger.presence().id(), MemberId(0), MemberId(u64::MAX)] {
         let (kind, message) = failure_of(ask(&mut client, &fetch(vec![ticket.allocation], nobody)));
         assert_eq!(kind, FailureKind::Unknown);
         assert!(message.contains("is no process of tenant train"), "{message}");
@@ -338,10 +338,10 @@ fn memory_is_handed_to_members_of_the_tenant_and_in_numbers_within_the_limit() {
     let unknown = AllocationId([9; 16]);
     let missing =
         Reply::Fds { count: 0, tags: Vec::new(), missing: vec![unknown], devices: Vec::new() };
-    assert_eq!(ask(&mut client, &fetch(vec![unknown], peer.id())), missing);
-    let many = fetch(vec![ticket.allocation; FDS_PER_MESSAGE_MAX + 1], peer.id());
+    assert_eq!(ask(&mut client, &fetch(vec![unknown], peer.presence().id())), missing);
+    let many = fetch(vec![ticket.allocation; FDS_PER_MESSAGE_MAX + 1], peer.presence().id());
     assert_eq!(failure_of(ask(&mut client, &many)).0, FailureKind::Unknown);
-    let most = fetch(vec![ticket.allocation; FDS_PER_MESSAGE_MAX], peer.id());
+    let most = fetch(vec![ticket.allocation; FDS_PER_MESSAGE_MAX], peer.presence().id());
     let (reply, fds) = client.exchange(&most, FDS_PER_MESSAGE_MAX, soon()).unwrap();
     assert_eq!(
         reply,
@@ -354,9 +354,11 @@ fn memory_is_handed_to_members_of_the_tenant_and_in_numbers_within_the_limit() {
     );
     assert_eq!(fds.len(), FDS_PER_MESSAGE_MAX);
     // A client that did not ask for descriptors gets none, though they were sent.
-    let one = encode(&fetch(vec![ticket.allocation], peer.id()), 0).unwrap();
+    let one = encode(&fetch(vec![ticket.allocation], peer.presence().id()), 0).unwrap();
     assert!(decode::<Request>(&one, Limits::REQUESTS).is_ok());
-    let error = client.exchange(&fetch(vec![ticket.allocation], peer.id()), 0, soon()).unwrap_err();
+    let error = client
+        .exchange(&fetch(vec![ticket.allocation], peer.presence().id()), 0, soon())
+        .unwrap_err();
     assert!(error.to_string().contains("descriptors where none belong"), "{error}");
     for member in [owner, peer, stranger] {
         member.leave();
@@ -377,13 +379,13 @@ fn a_process_that_is_led_makes_its_name_again_only_behind_that() {
         assert!(matches!(reply, Reply::PhaseDone(..)), "{reply:?}");
     };
     takes(Phase::CloseGate);
-    std::fs::remove_file(member.socket_path()).unwrap();
+    std::fs::remove_file(member.presence().socket_path()).unwrap();
     let waits = |limit: Duration| {
         let deadline = Instant::now() + limit;
-        while !member.socket_path().exists() && Instant::now() < deadline {
+        while !member.presence().socket_path().exists() && Instant::now() < deadline {
             poll_until(&mut [], Instant::now() + Duration::from_millis(20)).unwrap();
         }
-        member.socket_path().exists()
+        member.presence().socket_path().exists()
     };
     // It looks for its name every three seconds.
     assert!(!waits(Duration::from_secs(7)), "another command could find it");

@@ -42,7 +42,7 @@ fn refused(client: &mut Connection, request: &Request) -> Failure {
 }
 
 fn lending(lender: &SimMember) -> Lending {
-    let mut client = Connection::connect(lender.socket_path(), soon()).unwrap();
+    let mut client = Connection::connect(lender.presence().socket_path(), soon()).unwrap();
     let question = Request::Lent(AskLent { scope: Scope::Whole });
     let (reply, _) = client.exchange(&question, 0, soon()).unwrap();
     let Reply::Lent(lending) = reply else { panic!("{reply:?}") };
@@ -54,13 +54,13 @@ fn who_is_no_process_of_the_tenant_that_it_names_is_lent_nothing() {
     let stage = Stage::new();
     let (lender, borrower) = (stage.relative("train", RL), stage.relative("infer", RL));
     let (ticket, _handle) = ticket_of(&lender);
-    let mut client = Connection::connect(lender.socket_path(), soon()).unwrap();
+    let mut client = Connection::connect(lender.presence().socket_path(), soon()).unwrap();
     let ids = || vec![ticket.allocation];
     for (importer, tenant) in [
         (MemberId(1), "infer"),
-        (lender.id(), "infer"),
-        (borrower.id(), "score"),
-        (borrower.id(), "train"),
+        (lender.presence().id(), "infer"),
+        (borrower.presence().id(), "score"),
+        (borrower.presence().id(), "train"),
     ] {
         let failure = refused(&mut client, &fetch(ids(), importer, tenant, RL));
         assert!(failure.message.contains("is no process of tenant"), "{failure}");
@@ -71,15 +71,15 @@ fn who_is_no_process_of_the_tenant_that_it_names_is_lent_nothing() {
         ("infer", None, "only 'train' names family 'rl'"),
         ("infer", Some("other"), "in family 'other'"),
     ] {
-        let failure = refused(&mut client, &fetch(ids(), borrower.id(), tenant, family));
+        let failure = refused(&mut client, &fetch(ids(), borrower.presence().id(), tenant, family));
         assert!(failure.message.contains(words), "{failure}");
     }
     let many = vec![ticket.allocation; FDS_PER_MESSAGE_MAX / 2 + 1];
-    let failure = refused(&mut client, &fetch(many, borrower.id(), "infer", RL));
+    let failure = refused(&mut client, &fetch(many, borrower.presence().id(), "infer", RL));
     assert!(failure.message.contains("125 are the limit"), "{failure}");
     assert_eq!(lending(&lender), Lending::default());
     // This process is the borrower, too. Two descriptors for each: the driver's, and the lease.
-    let good = fetch(ids(), borrower.id(), "infer", RL);
+    let good = fetch(ids(), borrower.presence().id(), "infer", RL);
     let (reply, fds) = client.exchange(&good, FDS_PER_MESSAGE_MAX, soon()).unwrap();
     assert!(matches!(&reply, Reply::Fds { count: 2, devices, .. } if devices.len() == 1));
     assert_eq!((fds.len(), lending(&lender).lent.len()), (2, 1));
@@ -95,7 +95,7 @@ fn a_process_that_names_no_family_asks_nobody_of_another_tenant() {
     let stage = Stage::new();
     let (lender, stranger) = (stage.relative("train", RL), stage.relative("infer", None));
     // A process that is asked there would be seen.
-    let dir = lender.socket_path().parent().unwrap().to_owned();
+    let dir = lender.presence().socket_path().parent().unwrap().to_owned();
     let trap = UnixListener::bind(dir.join(format!("{}.sock", MemberId(77)))).unwrap();
     trap.set_nonblocking(true).unwrap();
     let (good, _handle) = ticket_of(&lender);
@@ -113,7 +113,7 @@ fn a_lender_that_answers_nothing_is_given_up_in_time() {
     let stage = Stage::new();
     let lender = stage.relative("train", RL);
     let borrower = stage.patient("infer", RL, Duration::from_secs(3));
-    let dir = lender.socket_path().parent().unwrap().to_owned();
+    let dir = lender.presence().socket_path().parent().unwrap().to_owned();
     // It listens, and says nothing.
     let _silent = UnixListener::bind(dir.join(format!("{}.sock", MemberId(78)))).unwrap();
     let (good, _handle) = ticket_of(&lender);
@@ -171,9 +171,9 @@ fn nothing_is_lent_from_the_moment_that_a_gate_is_shut_for_a_pause() {
     let stage = Stage::new();
     let (lender, borrower) = (stage.relative("train", RL), stage.relative("infer", RL));
     let (ticket, _handle) = ticket_of(&lender);
-    let question = fetch(vec![ticket.allocation], borrower.id(), "infer", RL);
-    let mut client = Connection::connect(lender.socket_path(), soon()).unwrap();
-    let mut coordinator = Connection::connect(lender.socket_path(), soon()).unwrap();
+    let question = fetch(vec![ticket.allocation], borrower.presence().id(), "infer", RL);
+    let mut client = Connection::connect(lender.presence().socket_path(), soon()).unwrap();
+    let mut coordinator = Connection::connect(lender.presence().socket_path(), soon()).unwrap();
     for phase in [Phase::CloseGate, Phase::Drain] {
         lead(&mut coordinator, 1, &[phase]);
         let failure = refused(&mut client, &question);
@@ -221,10 +221,10 @@ fn a_resume_that_waits_for_a_lender_on_its_way_ends_when_it_is_called_off() {
     let (lender, borrower) = (stage.relative("train", RL), stage.relative("infer", RL));
     let (ticket, _handle) = ticket_of(&lender);
     borrower.redeem_ticket(&borrower.pool().enter(), &ticket, "test").unwrap();
-    let mut coordinator = Connection::connect(borrower.socket_path(), soon()).unwrap();
+    let mut coordinator = Connection::connect(borrower.presence().socket_path(), soon()).unwrap();
     let pause = [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release, Phase::Verify];
     lead(&mut coordinator, 1, &pause);
-    let mut on_its_way = Connection::connect(lender.socket_path(), soon()).unwrap();
+    let mut on_its_way = Connection::connect(lender.presence().socket_path(), soon()).unwrap();
     lead(&mut on_its_way, 1, &[Phase::CloseGate]);
     lead(&mut coordinator, 2, &[Phase::Create, Phase::Restore]);
     // Which has ten minutes.

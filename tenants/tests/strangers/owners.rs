@@ -26,7 +26,7 @@ fn redeem(importer: &SimMember, ticket: &Ticket) -> Result<(), ImportError> {
 
 /// A ticket whose owner is member [`OWNER`] of the importer's tenant.
 fn ticket(importer: &SimMember) -> Ticket {
-    Ticket::uncounted(AllocationId([3; 16]), 2 << 20, OWNER, importer.tenant().clone())
+    Ticket::uncounted(AllocationId([3; 16]), 2 << 20, OWNER, importer.presence().tenant().clone())
 }
 
 /// An owner that answers one request with these bytes and descriptors, and hangs up.
@@ -103,7 +103,7 @@ fn an_owner_that_answers_nonsense_is_refused_and_named() {
     ];
     for (words, bytes, files) in cases {
         let ticket = ticket(&importer);
-        let owner = answering(&importer.socket_path_of(OWNER), bytes, files);
+        let owner = answering(&importer.presence().socket_path_of(OWNER), bytes, files);
         let error = redeem(&importer, &ticket).unwrap_err();
         let text = error.to_string();
         assert!(text.contains(words), "no '{words}' in: {text}");
@@ -127,7 +127,7 @@ fn an_owner_that_closed_the_idle_connection_is_asked_anew() {
     // As many clients as the owner keeps: the importer's idle connection is closed.
     let mut others = Vec::new();
     for _ in 0..tenants::member::CONNECTIONS_MAX {
-        let mut other = Connection::connect(owner.socket_path(), soon()).unwrap();
+        let mut other = Connection::connect(owner.presence().socket_path(), soon()).unwrap();
         other.exchange(&Request::Hello, 0, soon()).unwrap();
         others.push(other);
     }
@@ -143,14 +143,14 @@ fn a_ticket_leads_nowhere_but_into_the_directory_of_our_own_tenant() {
     let importer = stage.member("train");
     // The owner is a number in a ticket: whichever it is, its name is looked for there and nowhere else.
     let other = stage.member("infer");
-    for owner in [OWNER, MemberId(0), MemberId(u64::MAX), other.id()] {
+    for owner in [OWNER, MemberId(0), MemberId(u64::MAX), other.presence().id()] {
         let elsewhere = stage.base().join(format!("{owner}.sock"));
         let trap = UnixListener::bind(&elsewhere).unwrap();
         trap.set_nonblocking(true).unwrap();
         let error = redeem(&importer, &Ticket { owner, ..ticket(&importer) }).unwrap_err();
         assert!(
             matches!(&error, ImportError::Owner { path, .. }
-            if path.parent() == importer.socket_path().parent()),
+            if path.parent() == importer.presence().socket_path().parent()),
             "{error}"
         );
         assert!(trap.accept().is_err(), "somebody came");
@@ -177,11 +177,11 @@ fn a_ticket_of_another_tenant_is_of_no_use_even_when_it_says_otherwise() {
 fn a_link_in_place_of_a_members_socket_is_no_member() {
     let stage = Stage::new();
     let (member, other) = (stage.member("train"), stage.member("infer"));
-    let link = member.socket_path().with_file_name(format!("{OWNER}.sock"));
-    std::os::unix::fs::symlink(other.socket_path(), &link).unwrap();
+    let link = member.presence().socket_path().with_file_name(format!("{OWNER}.sock"));
+    std::os::unix::fs::symlink(other.presence().socket_path(), &link).unwrap();
     let dir = stage.run_dir.existing_tenant(&name("train")).unwrap().unwrap();
     let members = dir.members().unwrap();
-    assert_eq!(members.iter().map(|m| m.id).collect::<Vec<_>>(), [member.id()]);
+    assert_eq!(members.iter().map(|m| m.id).collect::<Vec<_>>(), [member.presence().id()]);
     member.leave();
     other.leave();
 }
@@ -206,7 +206,7 @@ fn as_many_members_as_the_limit_says_are_listed_and_one_more_is_an_error() {
 fn a_client_that_hangs_up_is_told_by_the_end_of_its_stream() {
     let stage = Stage::new();
     let member = stage.member("train");
-    let client = std::os::unix::net::UnixStream::connect(member.socket_path()).unwrap();
+    let client = std::os::unix::net::UnixStream::connect(member.presence().socket_path()).unwrap();
     client.shutdown(std::net::Shutdown::Write).unwrap();
     let mut fds = [PollFd::new(client.as_fd(), PollFlags::POLLIN)];
     assert!(poll_until(&mut fds, soon()).unwrap(), "the agent kept a dead connection");

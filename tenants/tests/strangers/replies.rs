@@ -55,7 +55,7 @@ fn failed(message: String) -> Reply {
 fn a_member_that_says_too_much_or_what_terminals_obey_is_named_and_costs_itself_alone() {
     let stage = Stage::new();
     let member = stage.member("train");
-    let mut connection = Connection::connect(member.socket_path(), soon()).unwrap();
+    let mut connection = Connection::connect(member.presence().socket_path(), soon()).unwrap();
     let real = connection.call(&Stats, soon()).unwrap().unwrap();
     let with = |change: &dyn Fn(&mut MemberStats)| {
         let mut stats = real.clone();
@@ -78,7 +78,7 @@ fn a_member_that_says_too_much_or_what_terminals_obey_is_named_and_costs_itself_
         let coordinator = Coordinator::new(stage.run_dir.clone(), tenant, Options::default());
         let found = Holdings::of_all(&[&coordinator]).remove(0).stats.unwrap();
         assert_eq!(found.members.len(), 1, "the other is shown");
-        assert_eq!(found.members[0].member.id, member.id());
+        assert_eq!(found.members[0].member.id, member.presence().id());
         let said: Vec<String> = found.failures.iter().map(ToString::to_string).collect();
         assert!(said.len() == 1 && said[0].contains(why), "{why}: {said:?}");
         assert!(said[0].len() < 32 << 10 && !said[0].contains(char::is_control), "{said:?}");
@@ -92,7 +92,7 @@ fn a_member_that_says_too_much_or_what_terminals_obey_is_named_and_costs_itself_
 fn a_process_with_as_many_and_as_long_tags_as_it_may_have_is_heard() {
     let stage = Stage::new();
     let member = stage.member("train");
-    let mut connection = Connection::connect(member.socket_path(), soon()).unwrap();
+    let mut connection = Connection::connect(member.presence().socket_path(), soon()).unwrap();
     let mut stats = connection.call(&Stats, soon()).unwrap().unwrap();
     stats.member.tags = vec![tag(TAG_BYTES_MAX); TAGS_MAX];
     let class = vmm_pool::ClassBytes {

@@ -87,14 +87,14 @@ pub(crate) fn ticket_of(owner: &SimMember) -> (Ticket, VirtualHandle) {
 
 /// A bare stream to a member's agent.
 pub(crate) fn stream(member: &SimMember) -> UnixStream {
-    UnixStream::connect(member.socket_path()).unwrap()
+    UnixStream::connect(member.presence().socket_path()).unwrap()
 }
 
 /// The member's agent answers a new client.
 pub(crate) fn answers(member: &SimMember) {
-    let mut connection = Connection::connect(member.socket_path(), soon()).unwrap();
+    let mut connection = Connection::connect(member.presence().socket_path(), soon()).unwrap();
     let (reply, _) = connection.exchange(&Request::Hello, 0, soon()).unwrap();
-    assert!(matches!(reply, Reply::Member(info) if info.id == member.id()));
+    assert!(matches!(reply, Reply::Member(info) if info.id == member.presence().id()));
 }
 
 /// What arrives until the other end closes; it must, before `deadline`.

@@ -185,7 +185,7 @@ fn lender(run_dir: &Path) -> io::Result<(Arc<Member<SimDriver>>, String)> {
 /// Is a process of a tenant until its standard input ends. Says where it listens, and which allocation it has.
 fn lend(run_dir: &Path) -> io::Result<String> {
     let (member, allocation) = lender(run_dir)?;
-    writeln!(io::stdout(), "{} {allocation}", member.socket_path().display())?;
+    writeln!(io::stdout(), "{} {allocation}", member.presence().socket_path().display())?;
     io::stdin().read_to_end(&mut Vec::new())?;
     member.leave();
     Ok(String::new())
@@ -198,7 +198,7 @@ fn reuse(run_dir: &Path) -> io::Result<String> {
     let program = std::env::current_exe()?;
     let attempt = |name: &str| {
         let mut command = Command::new(&program);
-        command.arg(name).arg(member.socket_path());
+        command.arg(name).arg(member.presence().socket_path());
         command
     };
     let mut gone = attempt("announce").stdin(Stdio::piped()).spawn()?;

@@ -273,7 +273,7 @@ fn a_capture_under_way_is_waited_for() {
 #[test]
 fn a_coordinator_that_hangs_up_lets_go_at_once() {
     let job = Job::new(1);
-    let path = job.members[0].socket_path();
+    let path = job.members[0].presence().socket_path();
     let mut coordinator =
         crate::transport::Connection::connect(path, Instant::now() + SOON).unwrap();
     let hold = Request::Cut(Hold { limits: Limits::default(), seen: Seen::default(), wait_ms: 0 });
@@ -309,7 +309,7 @@ fn a_paused_job_holds_its_launches_until_it_is_active_again() {
         });
         until("both", || job.members.iter().all(|m| m.cut().report(0).waiting.len() == 1));
         // A resume that goes half way and back leaves them where they are.
-        let path = job.members[0].socket_path();
+        let path = job.members[0].presence().socket_path();
         let mut half = crate::transport::Connection::connect(path, Instant::now() + SOON).unwrap();
         for phase in [Phase::Create, Phase::Abort] {
             let request = Request::Phase(TakePhase {

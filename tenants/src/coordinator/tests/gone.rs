@@ -15,7 +15,7 @@ fn sockets(job: &Job) -> usize {
 fn members_whose_directory_is_removed_make_it_again_and_are_found() {
     let job = Job::new(2);
     report(job.coordinator(patient()).pause(&mut quiet).unwrap());
-    let ids: Vec<_> = job.members.iter().map(|member| member.id()).collect();
+    let ids: Vec<_> = job.members.iter().map(|member| member.presence().id()).collect();
     fs::remove_dir_all(job.run_dir.path()).unwrap();
     let error = job.coordinator(patient()).resume(&mut quiet).unwrap_err();
     assert!(matches!(error, Trouble::NoSuchTenant { .. } | Trouble::RunDir(_)));
@@ -26,7 +26,7 @@ fn members_whose_directory_is_removed_make_it_again_and_are_found() {
     let resumed = report(job.coordinator(patient()).resume(&mut quiet).unwrap());
     assert_eq!(resumed.phases[0].members.len(), 2);
     assert_eq!(job.states(), [MemberState::Active; 2]);
-    assert_eq!(ids, job.members.iter().map(|member| member.id()).collect::<Vec<_>>());
+    assert_eq!(ids, job.members.iter().map(|member| member.presence().id()).collect::<Vec<_>>());
     report(job.coordinator(patient()).pause(&mut quiet).unwrap());
 }
 
@@ -67,5 +67,5 @@ fn one_that_has_left_does_not_come_back() {
     until("it has gone again", || fs::remove_dir_all(job.run_dir.path()).is_ok());
     until("the other's socket again", || sockets(&job) == 1);
     let dir = job.run_dir.existing_tenant(&tenant("train")).unwrap().unwrap();
-    assert_eq!(dir.members().unwrap()[0].id, job.members[1].id());
+    assert_eq!(dir.members().unwrap()[0].id, job.members[1].presence().id());
 }

@@ -112,13 +112,13 @@ fn one_that_resumes_a_tag_of_its_own_alone_is_refused_where_others_are_to_come_f
     let class = Class { library: "app", tag: "x".to_owned(), ..Class::default() };
     let shared = sublet_stage::memory::create(owner.pool(), DeviceOrdinal(0), 1, class);
     let export = owner.pool().enter().export(shared).unwrap();
-    let importer = job.members[1].id().into();
+    let importer = job.members[1].presence().id().into();
     drop(owner.pool().redeem(export.id, export.serial, importer).unwrap());
     let away = || owner.tags().iter().map(|row| row.away_bytes).sum::<u64>();
     report(job.coordinator(Options { scope: of_tag("x"), ..patient() }).pause(&mut quiet).unwrap());
     assert!(away() > 0);
-    let scope = Scope::Tags { tags: named("x"), owner: Some(owner.id()) };
-    let takes_part = TakesPart::Alone(owner.id());
+    let scope = Scope::Tags { tags: named("x"), owner: Some(owner.presence().id()) };
+    let takes_part = TakesPart::Alone(owner.presence().id());
     let alone = Options { scope, takes_part, ..patient() };
     let error = job.coordinator(alone).resume(&mut quiet).unwrap_err();
     assert!(error.is_shared(), "{error}");
@@ -320,7 +320,7 @@ fn what_one_has_settled_alone_it_tells_to_those_that_ask_later() {
     // The first has nobody to ask but the second, which was told to release. The third asks when the second has gone.
     lines[1].lead(Phase::Release, &Scope::Whole);
     let third = lines.pop();
-    let path = job.members[2].socket_path();
+    let path = job.members[2].presence().socket_path();
     let elsewhere = path.with_extension("elsewhere");
     fs::rename(path, &elsewhere).unwrap();
     let round = lines[0].1;

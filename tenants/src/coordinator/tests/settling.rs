@@ -27,7 +27,10 @@ pub(super) struct Line(pub(super) Connection, pub(super) u64);
 
 impl Line {
     pub(super) fn to(member: &Member<SimDriver>) -> Self {
-        Self(Connection::connect(member.socket_path(), Instant::now() + SOON).unwrap(), ROUND)
+        Self(
+            Connection::connect(member.presence().socket_path(), Instant::now() + SOON).unwrap(),
+            ROUND,
+        )
     }
 
     pub(super) fn ask(&mut self, request: &Request) -> Reply {
@@ -86,7 +89,7 @@ fn allocate(member: &Member<SimDriver>) {
 
 /// A process of the tenant that takes connections and answers nothing, as one that is stopped.
 fn silent(job: &Job) -> impl Sized + use<> {
-    job.members[0].run_dir().listen(&tenant("train"), MemberId(1)).unwrap()
+    job.members[0].presence().run_dir().listen(&tenant("train"), MemberId(1)).unwrap()
 }
 
 pub(super) fn is_under_way(state: MemberState) -> bool {
@@ -328,7 +331,7 @@ fn one_whose_coordinator_ended_is_led_by_nobody_and_puts_its_name_back() {
     drop(line);
     until("it to run on", || job.states() == [MemberState::Active]);
     std::fs::remove_dir_all(job.run_dir.path()).unwrap();
-    until("its socket", || job.members[0].socket_path().exists());
+    until("its socket", || job.members[0].presence().socket_path().exists());
 }
 
 #[test]

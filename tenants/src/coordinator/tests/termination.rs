@@ -22,7 +22,7 @@ struct Hand {
 impl Hand {
     fn on(job: &Job) -> Self {
         let connect = |path| Connection::connect(path, Instant::now() + SOON).unwrap();
-        let paths = job.members.iter().map(|member| member.socket_path());
+        let paths = job.members.iter().map(|member| member.presence().socket_path());
         Self { connections: paths.map(connect).collect() }
     }
 
@@ -290,7 +290,7 @@ fn one_that_was_stopped_before_it_had_prepared_and_those_that_had_go_back() {
     let mut hand = Hand::on(&job);
     hand.lead(&BEFORE_RELEASE[..2]);
     // The others do not hear from the first while they settle, and it goes on afterwards.
-    let path = job.members[0].socket_path();
+    let path = job.members[0].presence().socket_path();
     let elsewhere = path.with_extension("elsewhere");
     std::fs::rename(path, &elsewhere).unwrap();
     let first = hand.connections.remove(0);
