@@ -316,7 +316,7 @@ fn ask_layout(function: Pointer) -> Layout {
     if layout.is_none()
         && let Some(member) = runtime::member()
     {
-        member.note(
+        member.notes().add(
             "the driver does not describe the parameters of a kernel: uses of paged memory by it are not seen"
                 .to_owned(),
         );
@@ -418,7 +418,7 @@ pub(crate) fn begin(symbol: &str, found: &Found, place: In) -> Result<Option<Sta
             Ok(Some(touched)) => seen.add(index, touched),
             Err(error) => {
                 if let Some(member) = runtime::member() {
-                    member.note(format!("{symbol} was refused: {}", chain(&error)));
+                    member.notes().add(format!("{symbol} was refused: {}", chain(&error)));
                 }
                 return Err(code_of(&error).0);
             }

@@ -109,7 +109,7 @@ pub(crate) fn join() -> Option<&'static Member> {
                 watch_exit();
                 let notes = environment::at_joining().notes();
                 for note in notes.into_iter().chain(std::mem::take(&mut *lock(&NOTES_OF_ATTACH))) {
-                    member.note(note);
+                    member.notes().add(note);
                 }
                 Some(member)
             }
@@ -211,7 +211,7 @@ pub(crate) fn choose_family(family: FamilyName) -> Result<(), String> {
 /// A note of an attach, for the tenant that is or will be joined.
 pub(crate) fn note_of_attach(text: String) {
     match member() {
-        Some(member) => member.note(text),
+        Some(member) => member.notes().add(text),
         None => lock(&NOTES_OF_ATTACH).push(text),
     }
 }
@@ -324,7 +324,7 @@ fn set_up(member: &Arc<Member>, settings: &Settings) {
     if settings.spills
         && let Some(note) = environment::no_room_in(&pool.file_dir())
     {
-        member.note(note);
+        member.notes().add(note);
     }
 }
 
@@ -477,7 +477,9 @@ pub(crate) fn caught(hook: impl FnOnce() -> c_int) -> c_int {
 
 fn failed_inside() -> c_int {
     if let Some(member) = member() {
-        member.note("a hook failed inside; the call was refused. Please report this".to_owned());
+        member
+            .notes()
+            .add("a hook failed inside; the call was refused. Please report this".to_owned());
     }
     DriverCode::UNKNOWN.0
 }

@@ -20,7 +20,7 @@ use crate::coordinator::{
 };
 use crate::error_text::chain;
 use crate::identity::TenantName;
-use crate::member::{Asking, Member};
+use crate::member::{AskingThread, Member};
 use crate::requests;
 use crate::run_dir::RunDir;
 use crate::scope::{Scope, TagNames};
@@ -215,9 +215,9 @@ impl<D: Driver> Asker<'_, D> {
     }
 
     /// A mark that this process itself asks, where the tenant is its own; for as long as the value lives.
-    fn asks_for(&self, tenant: &TenantName) -> Option<Asking<'_>> {
+    fn asks_for(&self, tenant: &TenantName) -> Option<AskingThread<'_>> {
         let member = (self.member)().ok().filter(|member| member.presence().tenant() == tenant);
-        member.map(Member::asks_itself)
+        member.map(|member| member.asking().begin())
     }
 
     fn act_together(&self, action: Action) -> Result<Value, Trouble> {

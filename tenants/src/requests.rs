@@ -31,16 +31,16 @@ pub fn act_together<D: Driver>(
     timeout: Duration,
 ) -> Result<Option<Outcome>, Trouble> {
     let has_happened = match action {
-        Action::Pause => member.is_paused_as_a_whole(),
-        Action::Resume => member.state() == MemberState::Active,
+        Action::Pause => member.lifecycle().is_paused_as_a_whole(),
+        Action::Resume => member.lifecycle().state() == MemberState::Active,
     };
     if has_happened {
         return Ok(None);
     }
     let deadline = Instant::now() + timeout;
-    let count = member.consent(action);
+    let count = member.asking().begin_consent(action);
     let outcome = coordinate_or_wait(member, action, count, deadline);
-    member.withdraw_consent();
+    member.asking().end_consent();
     outcome
 }
 
@@ -64,13 +64,13 @@ fn coordinate_or_wait<D: Driver>(
             Err(Trouble::RunDir(RunDirError::Locked { .. })) => {}
             Err(error) => {
                 // Another caller may have done it in the meantime.
-                return match member.wait_for(action, count, Instant::now()) {
+                return match member.asking().wait_for(action, count, Instant::now()) {
                     Waited::Done => Ok(None),
                     Waited::GivenUp(_) | Waited::NotYet => Err(error),
                 };
             }
         }
-        match member.wait_for(action, count, Instant::now() + LOOK) {
+        match member.asking().wait_for(action, count, Instant::now() + LOOK) {
             Waited::Done => return Ok(None),
             Waited::GivenUp(why) => {
                 let tenant = member.presence().tenant().clone();
@@ -107,8 +107,8 @@ pub fn act_for_own_tags<D: Driver>(
     }
     let scope = Scope::Tags { tags, owner: Some(member.presence().id()) };
     let options = Options { scope: scope.clone(), ..Options::within(timeout) };
-    let _asking = member.asks_itself();
-    let _turn = member.take_turn(Instant::now() + options.lock_timeout);
+    let _asking = member.asking().begin();
+    let _turn = member.asking().take_turn(Instant::now() + options.lock_timeout);
     let act_with = |takes_part| {
         let options = Options { takes_part, ..options.clone() };
         act(member.presence().run_dir(), member.presence().tenant(), action, options)
@@ -116,7 +116,7 @@ pub fn act_for_own_tags<D: Driver>(
     // A process that is paused as a whole comes back with its tenant. Whether it may act alone is known for certain
     // only once nobody can come for the memory any more: this look spares an attempt in vain.
     let is_shared = member.pool().holdings().is_shared(&member.paused_selection(&scope));
-    if !is_shared && member.state() == MemberState::Active {
+    if !is_shared && member.lifecycle().state() == MemberState::Active {
         match act_with(TakesPart::Alone(member.presence().id())) {
             Err(error) if error.is_shared() => {}
             outcome => return outcome,

@@ -56,7 +56,10 @@ fn what_was_paused_can_be_resumed_within_a_limit_that_the_application_lived_with
         assert!(matches!(coordinator.pause(&mut |_| {}).unwrap(), Outcome::Completed(_)));
         assert_eq!(soft_limit(), low);
         assert!(matches!(coordinator.resume(&mut |_| {}).unwrap(), Outcome::Completed(_)));
-        assert_eq!([owner.state(), importer.state()], [MemberState::Active; 2]);
+        assert_eq!(
+            [owner.lifecycle().state(), importer.lifecycle().state()],
+            [MemberState::Active; 2]
+        );
     }
     // The answer is out before descriptors are closed and the limit is put back; the next pause comes after that.
     assert!(matches!(coordinator.pause(&mut |_| {}).unwrap(), Outcome::Completed(_)));

@@ -184,11 +184,17 @@ fn a_switch_that_is_done_and_cannot_be_written_down_says_both() {
         std::fs::create_dir_all(&in_the_way).unwrap();
     });
     let done = done.unwrap();
-    assert_eq!([train.state(), infer.state()], [MemberState::Active, MemberState::Paused]);
+    assert_eq!(
+        [train.lifecycle().state(), infer.lifecycle().state()],
+        [MemberState::Active, MemberState::Paused]
+    );
     let why = done.unrecorded.unwrap();
     assert!(why.contains("history.next"), "{why}");
     std::fs::remove_dir(&in_the_way).unwrap();
     let done = switch(place.run_dir(), infer.presence().tenant(), &options, &mut |_| {}).unwrap();
     assert!(done.unrecorded.is_none(), "{:?}", done.unrecorded);
-    assert_eq!([train.state(), infer.state()], [MemberState::Paused, MemberState::Active]);
+    assert_eq!(
+        [train.lifecycle().state(), infer.lifecycle().state()],
+        [MemberState::Paused, MemberState::Active]
+    );
 }

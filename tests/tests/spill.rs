@@ -188,7 +188,7 @@ fn one_that_has_not_opted_in_or_is_busy_is_passed_over() -> TestOutcome {
         let _lock = dir.lock(Instant::now())?;
         let error = world.pause(&train).unwrap_err();
         assert!(is_short(&error), "{error}");
-        assert_eq!(train.process.state(), MemberState::Active);
+        assert_eq!(train.process.lifecycle().state(), MemberState::Active);
     }
     world.pause(&train).map(drop)?;
     assert!(young.spilled() && !old.spilled());
@@ -215,7 +215,7 @@ fn where_the_disk_takes_nothing_the_pause_is_refused_and_nothing_has_changed() -
     assert!(!old.spilled() && train.has_all());
     let notes = old.process.stats().notes;
     assert!(notes.iter().any(|note| note.contains("/nowhere")), "{notes:?}");
-    assert_eq!(old.process.state(), MemberState::Paused);
+    assert_eq!(old.process.lifecycle().state(), MemberState::Paused);
     world.resume(&old)
 }
 
@@ -269,8 +269,11 @@ fn a_command_that_is_killed_while_it_makes_room_loses_nothing() -> TestOutcome {
         steps.until_line(line)?;
         steps.kill()?;
         assert_eq!(old.spilled(), has_moved, "{line}");
-        assert_eq!(old.process.state(), MemberState::Paused, "{line}");
-        assert!(train.has_all() && train.process.state() == MemberState::Active, "{line}");
+        assert_eq!(old.process.lifecycle().state(), MemberState::Paused, "{line}");
+        assert!(
+            train.has_all() && train.process.lifecycle().state() == MemberState::Active,
+            "{line}"
+        );
     }
     world.pause(&train).map(drop)?;
     // Room for what passes from the file to the device.

@@ -111,7 +111,9 @@ impl World {
     }
 
     fn states(&self) -> [Vec<MemberState>; 2] {
-        let of = |holders: &[Holder]| holders.iter().map(|holder| holder.process.state()).collect();
+        let of = |holders: &[Holder]| {
+            holders.iter().map(|holder| holder.process.lifecycle().state()).collect()
+        };
         [of(&self.train), of(&self.infer)]
     }
 
@@ -301,7 +303,9 @@ fn what_does_not_fit_or_is_not_there_stops_nobody() -> TestOutcome {
         .for_each(|holder| ["a", "b"].into_iter().for_each(|tag| holder.take(tag)));
     world.act("infer", Action::Pause, Scope::Whole)?;
     world.act("train", Action::Resume, tag("kv"))?;
-    let changes = || world.train.iter().map(|holder| holder.process.changes()).collect::<Vec<_>>();
+    let changes = || {
+        world.train.iter().map(|holder| holder.process.lifecycle().changes()).collect::<Vec<_>>()
+    };
     let before = changes();
     let filler = Holder::new(&world.place, "other", &["x", "y"])?;
     let error = world.swap(tag("kv"), Scope::Whole).unwrap_err();
@@ -338,11 +342,11 @@ fn a_tag_that_the_seconds_budget_does_not_have_stops_nobody() -> TestOutcome {
     // What it may hold is taken meanwhile.
     world.infer[0].take("a");
     world.infer[0].take("b");
-    let before = world.train[0].process.changes();
+    let before = world.train[0].process.lifecycle().changes();
     let error = world.swap(tag("kv"), tag("kv")).unwrap_err();
     assert!(error.is_about(&TenantName::new("infer")?), "{error}");
     assert!(error.to_string().contains("budget"), "{error}");
-    assert_eq!(world.train[0].process.changes(), before, "it was not stopped");
+    assert_eq!(world.train[0].process.lifecycle().changes(), before, "it was not stopped");
     world.act("infer", Action::Pause, tag("a"))?;
     world.swap(tag("kv"), tag("kv")).map(drop)?;
     assert!(world.infer[0].has("kv"));

@@ -51,7 +51,7 @@ impl Tenant {
     }
 
     fn states(&self) -> Vec<MemberState> {
-        self.members.iter().map(|member| member.state()).collect()
+        self.members.iter().map(|member| member.lifecycle().state()).collect()
     }
 }
 
@@ -212,7 +212,7 @@ fn a_tag_that_does_not_fit_stays_away_and_comes_back_when_it_does() -> TestOutco
     let error = act_for_own_tags(first, tags(&["kv"]), Action::Resume, None);
     let error = error.err().ok_or_else(|| Trouble::new("there is no room"))?;
     assert_eq!(error.missing_device_bytes(), Some(UNIT), "{error}");
-    assert_eq!(first.state(), MemberState::Active, "it runs on without the tag");
+    assert_eq!(first.lifecycle().state(), MemberState::Active, "it runs on without the tag");
     let (handle, range) = filler.pop().ok_or_else(|| Trouble::new("none"))?;
     second.pool().enter_giving_up().unmap(range)?;
     second.pool().enter_giving_up().release(handle)?;

@@ -151,7 +151,9 @@ impl<D: Driver> PagedRegions<D> {
             // It is being closed.
             Err(PageError::Ended { .. }) => None,
             Err(error) => {
-                member.note(format!("{size_bytes} bytes of the paged region '{tag}': {error}"));
+                member
+                    .notes()
+                    .add(format!("{size_bytes} bytes of the paged region '{tag}': {error}"));
                 Some(Answer::Refused(DriverCode::OUT_OF_MEMORY))
             }
         }

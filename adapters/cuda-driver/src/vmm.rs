@@ -215,7 +215,7 @@ pub fn import<D: Driver>(
             Answer::of(handle).map(VirtualHandle::raw)
         }
         Err(error) => {
-            member.note(error.to_string());
+            member.notes().add(error.to_string());
             Answer::Refused(DriverCode::INVALID_VALUE)
         }
     }

@@ -284,7 +284,7 @@ pub extern "C" fn sublet_is_paused() -> c_int {
 /// memory was all there is not away.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_changes() -> u64 {
-    runtime::member().map_or(0, tenants::member::Member::changes)
+    runtime::member().map_or(0, |member| member.lifecycle().changes())
 }
 
 /// 1 while any of the calling process's memory with this tag is offloaded, 0 while all is resident, -1 for a tag that it
@@ -338,7 +338,7 @@ pub extern "C" fn sublet_ask_while_waiting(
 }
 
 fn is_paused() -> bool {
-    runtime::member().is_some_and(tenants::member::Member::is_paused_as_a_whole)
+    runtime::member().is_some_and(|member| member.lifecycle().is_paused_as_a_whole())
 }
 
 /// Has a tenant get its GPUs.

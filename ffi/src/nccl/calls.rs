@@ -74,7 +74,7 @@ impl Process for Here {
     }
 
     fn note(&self, text: &str) {
-        self.0.note(text.to_owned());
+        self.0.notes().add(text.to_owned());
     }
 
     fn seed(&self) -> u64 {
@@ -130,7 +130,7 @@ pub(super) fn counted(
     if let Ok(result) = runtime::netted(|| count(runtime::collectives(), &here)) {
         return result.0;
     }
-    member.note("a call of NCCL's failed inside of us. Please report this".to_owned());
+    member.notes().add("a call of NCCL's failed inside of us. Please report this".to_owned());
     NcclResult::INTERNAL_ERROR.0
 }
 

@@ -36,7 +36,7 @@ fn seen<T>(ours: impl FnOnce(&'static Member) -> T, plain: impl FnOnce() -> T) -
         return plain();
     };
     runtime::netted(|| ours(member)).unwrap_or_else(|_| {
-        member.note("a registration failed inside; please report this".to_owned());
+        member.notes().add("a registration failed inside; please report this".to_owned());
         plain()
     })
 }
@@ -64,7 +64,7 @@ fn found(path: &CStr, is_watched: bool) {
     if is_watched {
         tracing::debug!(%path, "registrations are watched");
     } else if let Some(member) = runtime::member() {
-        member.note(format!(
+        member.notes().add(format!(
             "a second library of its kind registers memory, {path}: what it registers a pause moves away from under \
              the device; keep one"
         ));

@@ -41,7 +41,7 @@ macro_rules! refused {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol($($arg: $ty),*) -> c_int {
             if let Some(member) = runtime::join() {
-                member.note($note.to_owned());
+                member.notes().add($note.to_owned());
             }
             DriverCode::NOT_SUPPORTED.0
         }

@@ -105,7 +105,7 @@ pub(super) fn end_capture(
         if graphs.capture_ended(capture, made, had_other_work) == Counted::NotInBody
             && let Some(member) = runtime::member()
         {
-            member.note(
+            member.notes().add(
                 "a collective was captured into a part of a graph that is not followed, such as the body of a conditional \
                  node: a pause in the middle of its launches may time out"
                     .to_owned(),
@@ -189,7 +189,7 @@ fn turned_back(member: &Member, withdrawal: &Withdrawal<'_>) -> c_int {
             DriverCode::NOT_PERMITTED,
         ),
     };
-    member.note(text.to_owned());
+    member.notes().add(text.to_owned());
     code.0
 }
 

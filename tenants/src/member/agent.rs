@@ -45,8 +45,8 @@ const ACCEPT_BACK_OFF: Duration = Duration::from_millis(100);
 const SILENCE_MAX: Duration = Duration::from_secs(15);
 
 /// Wakes the agent from any thread.
-#[derive(Debug)]
-pub(super) struct Waker(OwnedFd);
+#[derive(Clone, Debug)]
+pub(super) struct Waker(Arc<OwnedFd>);
 
 /// The agent's end.
 #[derive(Debug)]
@@ -54,13 +54,13 @@ pub(super) struct Wakeups(OwnedFd);
 
 pub(super) fn wake_pair() -> io::Result<(Waker, Wakeups)> {
     let (read, write) = nix::unistd::pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)?;
-    Ok((Waker(write), Wakeups(read)))
+    Ok((Waker(Arc::new(write)), Wakeups(read)))
 }
 
 impl Waker {
     pub(super) fn wake(&self) {
         // A full pipe wakes as well as one byte more would.
-        let _woken = nix::unistd::write(&self.0, &[1]);
+        let _woken = nix::unistd::write(&*self.0, &[1]);
     }
 }
 
@@ -172,7 +172,7 @@ impl<D: Driver> Agent<D> {
 
     /// A turn has failed inside. What it was about nobody knows, so all that is under way is settled as if its clients had gone.
     fn hang_up_on_all(&mut self, panic: &str) {
-        self.member.note(format!(
+        self.member.notes.add(format!(
             "Sublet failed inside, in its agent ({panic}): it hung up on all who had connected, and goes on; report this"
         ));
         for number in self.clients.numbers() {
@@ -219,12 +219,12 @@ impl<D: Driver> Agent<D> {
                 // A client that has connected already is served all the same.
                 self.accept();
                 self.listener = Some(listener);
-                member.note(format!("{path} had been removed, and was made again"));
+                member.notes.add(format!("{path} had been removed, and was made again"));
             }
             Err(error) => {
-                member.note(format!(
-                    "{path} was removed, and nobody can reach this process: {error}"
-                ));
+                member
+                    .notes
+                    .add(format!("{path} was removed, and nobody can reach this process: {error}"));
             }
         }
         if member.presence.has_left() {
@@ -281,7 +281,7 @@ impl<D: Driver> Agent<D> {
                 }
                 Ok(None) => return,
                 Err(error @ TransportError::Accept { .. }) => {
-                    self.member.note(format!("nobody can reach this process: {error}"));
+                    self.member.notes.add(format!("nobody can reach this process: {error}"));
                     self.accept_after = Some(Instant::now() + ACCEPT_BACK_OFF);
                     return;
                 }
@@ -330,7 +330,7 @@ impl<D: Driver> Agent<D> {
     /// The coordinator went away: nobody will tell us what to do, so the worker finds out when it is done
     /// with what it was told.
     fn leader_gone(&mut self) {
-        let round = self.member.status().rounds.end_leading();
+        let round = self.member.rounds().end_leading();
         self.submit(NOBODY, Work::Phase(round, Order::Settle), AGENT_TIMEOUT);
     }
 
@@ -371,7 +371,7 @@ impl<D: Driver> Agent<D> {
             }
             Request::Step(step) => {
                 let wait = wait_of(step.wait_ms);
-                let is_led = self.member.status().rounds.is_led(number, step.round);
+                let is_led = self.member.rounds().is_led(number, step.round);
                 if is_led && self.follow(number, wait) {
                     let asked = self.member.cut().claim(number);
                     self.submit(number, Work::Step { step, asked }, wait);
@@ -404,7 +404,7 @@ impl<D: Driver> Agent<D> {
                 self.answer(number, &Reply::Told(told));
             }
             Request::GiveUp(GiveUp { action, why }) => {
-                self.member.give_up(action, why);
+                self.member.asking.give_up(action, why);
                 self.answer(number, &Reply::Noted);
             }
             Request::AwaitConsent(AwaitConsent { action, timeout_ms }) => {
@@ -497,13 +497,13 @@ impl<D: Driver> Agent<D> {
         while let Ok(done) = self.done.try_recv() {
             self.clients.answer_open(done.connection, &done.reply);
             if done.phase.is_some_and(Phase::is_last) {
-                self.member.status().rounds.stop_leading(done.connection);
+                self.member.rounds().stop_leading(done.connection);
             }
         }
     }
 
     fn answer_waiters(&mut self) {
-        let consent = self.member.status().consent;
+        let consent = self.member.asking.consent_to();
         let now = Instant::now();
         let mut answers = Vec::new();
         self.waiters.retain(|waiter| {

@@ -217,7 +217,7 @@ impl<D: Driver> Member<D> {
             }
             if let Some(most_bytes) = self.config.prepares_up_to
                 && calm.is_due(self.pool.host_standing(), most_bytes)
-                && self.state() == MemberState::Active
+                && self.lifecycle.state() == MemberState::Active
                 && !self.pool.copies().is_given_back()
             {
                 self.ahead.state().progress =
@@ -241,9 +241,9 @@ impl<D: Driver> Member<D> {
             {
                 return HostStage::Rests;
             }
-            if !matches!(self.state(), MemberState::Active | MemberState::Paused) {
+            if !matches!(self.lifecycle.state(), MemberState::Active | MemberState::Paused) {
                 self.ahead.state().progress.stage = HostStage::Waits;
-                self.rest(REST);
+                self.lifecycle.rest(REST);
                 continue;
             }
             let room = self.room(self.pool.host_standing().held_bytes);
@@ -258,7 +258,7 @@ impl<D: Driver> Member<D> {
                         Some(_) | None => HostStage::Rests,
                     };
                 }
-                Ok(BroughtIn::NotNow) => self.rest(REST),
+                Ok(BroughtIn::NotNow) => self.lifecycle.rest(REST),
                 Err(error) => return HostStage::Stopped(refusal_of(&error)),
             }
         }
@@ -302,7 +302,7 @@ impl<D: Driver> Member<D> {
     /// Gives one chunk after the other of idle host memory back while the machine is short.
     fn give_idle_memory_back(&self) {
         let mut given_bytes = 0;
-        while matches!(self.state(), MemberState::Active | MemberState::Paused)
+        while matches!(self.lifecycle.state(), MemberState::Active | MemberState::Paused)
             && !self.pool.has_stopped_bringing_in()
         {
             match self.pool.give_idle_chunk_back() {

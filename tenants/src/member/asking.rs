@@ -1,17 +1,18 @@
 //! The application itself asks: for a pause or resume of its own process, by a thread that waits for its turn, or by a call
 //! that waits until all processes have made it.
+//!
+//! Lock order: `consent` is a leaf.
 
-use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender};
-use vmm_pool::driver::Driver;
 
-use super::{Member, Status};
+use super::agent::Waker;
 use crate::wire::Action;
 
-/// What came of [`Member::wait_for`].
+/// What came of [`Asking::wait_for`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Waited {
     /// It has happened.
@@ -22,15 +23,54 @@ pub enum Waited {
     NotYet,
 }
 
-/// One token, taken and put back: a lock that can be waited for with a deadline.
+/// See the head of this module.
 #[derive(Debug)]
-pub(super) struct Turns(Sender<()>, Receiver<()>);
+pub struct Asking {
+    /// How many threads of this process ask for a pause or resume now.
+    threads: AtomicUsize,
+    turns: Turns,
+    consent: Mutex<Consent>,
+    changed: Condvar,
+    waker: Waker,
+}
+
+/// What the application has requested and waits in, and what has happened.
+#[derive(Debug, Default)]
+struct Consent {
+    to: Option<Action>,
+    /// Why what the application waits in will not happen.
+    given_up: Option<String>,
+    pauses: u64,
+    resumes: u64,
+}
+
+impl Consent {
+    fn count(&mut self, action: Action) -> &mut u64 {
+        match action {
+            Action::Pause => &mut self.pauses,
+            Action::Resume => &mut self.resumes,
+        }
+    }
+}
+
+/// Whose turn it is among threads that pause or resume this process alone: one token, taken and put back, as a lock that can
+/// be waited for with a deadline.
+#[derive(Debug)]
+struct Turns(Sender<()>, Receiver<()>);
+
+impl Default for Turns {
+    fn default() -> Self {
+        let (put, take) = crossbeam_channel::bounded(1);
+        let _first = put.try_send(());
+        Self(put, take)
+    }
+}
 
 /// While it lives, this process itself asks for a pause.
 #[derive(Debug)]
-pub struct Asking<'a>(&'a AtomicUsize);
+pub struct AskingThread<'a>(&'a AtomicUsize);
 
-impl Drop for Asking<'_> {
+impl Drop for AskingThread<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
     }
@@ -47,7 +87,16 @@ impl Drop for Turn<'_> {
     }
 }
 
-impl<D: Driver> Member<D> {
+impl Asking {
+    pub(super) fn new(waker: Waker) -> Self {
+        let (threads, turns) = (AtomicUsize::new(0), Turns::default());
+        Self { threads, turns, consent: Mutex::default(), changed: Condvar::new(), waker }
+    }
+
+    fn consent(&self) -> MutexGuard<'_, Consent> {
+        self.consent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Waits for this thread's turn to pause or resume the process alone; none at `deadline`, and then what
     /// follows finds the process in the other's hands.
     pub fn take_turn(&self, deadline: Instant) -> Option<Turn<'_>> {
@@ -56,83 +105,79 @@ impl<D: Driver> Member<D> {
 
     /// The calling thread asks for a pause that takes part of this process too, and answers for it that nothing
     /// is launched meanwhile.
-    pub fn asks_itself(&self) -> Asking<'_> {
-        self.asking.fetch_add(1, Ordering::SeqCst);
-        Asking(&self.asking)
+    pub fn begin(&self) -> AskingThread<'_> {
+        self.threads.fetch_add(1, Ordering::SeqCst);
+        AskingThread(&self.threads)
     }
 
     /// Does the application itself ask for a pause now?
-    pub(crate) fn is_asking(&self) -> bool {
-        self.asking.load(Ordering::SeqCst) > 0 || self.status().consent == Some(Action::Pause)
+    pub(crate) fn is_for_pause(&self) -> bool {
+        self.threads.load(Ordering::SeqCst) > 0 || self.consent_to() == Some(Action::Pause)
     }
 
     /// The application itself asks for `action` and stands still until it has happened: says so to
     /// the coordinator. Returns how often the action has happened so far.
-    pub fn consent(&self, action: Action) -> u64 {
+    pub fn begin_consent(&self, action: Action) -> u64 {
         let count = {
-            let mut status = self.status();
-            status.consent = Some(action);
-            status.given_up = None;
-            status.count(action)
+            let mut consent = self.consent();
+            consent.to = Some(action);
+            consent.given_up = None;
+            *consent.count(action)
         };
         self.waker.wake();
         count
     }
 
-    /// The application stands in [`Member::consent`] no more.
-    pub fn withdraw_consent(&self) {
-        self.status().consent = None;
+    /// The application stands in [`Asking::begin_consent`] no more.
+    pub fn end_consent(&self) {
+        self.consent().to = None;
+    }
+
+    /// What the application stands in.
+    pub(super) fn consent_to(&self) -> Option<Action> {
+        self.consent().to
     }
 
     /// The `action` that the application waits in will not happen.
-    pub(crate) fn give_up(&self, action: Action, why: String) {
+    pub(super) fn give_up(&self, action: Action, why: String) {
         {
-            let mut status = self.status();
-            if status.consent != Some(action) {
+            let mut consent = self.consent();
+            if consent.to != Some(action) {
                 return;
             }
-            status.given_up = Some(why);
+            consent.given_up = Some(why);
         }
         self.changed.notify_all();
+    }
+
+    /// A pause or resume of all of the process has happened.
+    pub(super) fn note_done(&self, action: Action) {
+        *self.consent().count(action) += 1;
+        self.changed.notify_all();
+    }
+
+    /// How often that was.
+    pub(super) fn done(&self, action: Action) -> u64 {
+        *self.consent().count(action)
     }
 
     /// Waits until `action` has happened more often than `count`, until it is known that it will not, or
     /// until `deadline`.
     pub fn wait_for(&self, action: Action, count: u64, deadline: Instant) -> Waited {
-        let mut status = self.status();
+        let mut consent = self.consent();
         loop {
-            if status.count(action) > count {
+            if *consent.count(action) > count {
                 return Waited::Done;
             }
-            if let Some(why) = status.given_up.take() {
+            if let Some(why) = consent.given_up.take() {
                 return Waited::GivenUp(why);
             }
             let now = Instant::now();
             if now >= deadline {
                 return Waited::NotYet;
             }
-            status = self
-                .changed
-                .wait_timeout(status, deadline - now)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
-    }
-}
-
-impl Default for Turns {
-    fn default() -> Self {
-        let (put, take) = crossbeam_channel::bounded(1);
-        let _first = put.try_send(());
-        Self(put, take)
-    }
-}
-
-impl Status {
-    fn count(&self, action: Action) -> u64 {
-        match action {
-            Action::Pause => self.pauses,
-            Action::Resume => self.resumes,
+            let waited = self.changed.wait_timeout(consent, deadline - now);
+            consent = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }

@@ -120,7 +120,7 @@ impl<D: Driver> Member<D> {
                     if Instant::now() + rest >= deadline || self.calling_off.is_raised() {
                         return Err(ImportError::Refused(failure));
                     }
-                    self.rest(rest);
+                    self.lifecycle.rest(rest);
                     rest = (2 * rest).min(REST_MAX);
                 }
                 Err(ImportError::Refused(failure)) if failure.kind == FailureKind::LenderAway => {

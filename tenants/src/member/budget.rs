@@ -159,7 +159,7 @@ impl<D: Driver> Member<D> {
             Err(error) => {
                 let budgets = self.config.budgets.as_ref().map(ToString::to_string);
                 let budgets = budgets.unwrap_or_default();
-                self.note(format!("no budget is kept to ({budgets}): {error}"));
+                self.notes.add(format!("no budget is kept to ({budgets}): {error}"));
             }
         }
     }
@@ -207,7 +207,7 @@ impl<D: Driver> Member<D> {
         }
         let places = self.places_in(&file)?;
         share.move_to(Seat { file, slot, places });
-        self.note(
+        self.notes.add(
             "the file of the tenant's budgets had been removed or made shorter, and was made again"
                 .to_owned(),
         );

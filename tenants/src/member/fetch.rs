@@ -267,7 +267,7 @@ impl<D: Driver> Member<D> {
                 answer => return answer,
             }
             entered.step_aside();
-            self.rest(rest);
+            self.lifecycle.rest(rest);
             rest = (2 * rest).min(REST_MAX);
         }
     }

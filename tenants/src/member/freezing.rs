@@ -19,11 +19,11 @@ const PINNING_TIMEOUT: Duration = Duration::from_secs(10);
 impl<D: Driver> Member<D> {
     /// The process stands paused, and its contexts are to leave. One that was told before is ready.
     pub(super) fn freeze(&self) -> Result<PhaseReport, Failure> {
-        if self.state() == MemberState::Deep {
+        if self.lifecycle.state() == MemberState::Deep {
             return Ok(PhaseReport::default());
         }
-        self.expect(MemberState::Paused)?;
-        if self.status().stands_without.is_some() {
+        self.lifecycle.expect(MemberState::Paused)?;
+        if self.stood_without_tags() {
             let own = std::process::id();
             return Err(wrong_state(format!(
                 "process {own} is paused by tag, and its other memory is on the GPU"
@@ -35,7 +35,7 @@ impl<D: Driver> Member<D> {
         let keeper = self.take_keeper()?;
         match keeper.freeze(PINNING_TIMEOUT) {
             Ok((frozen, log)) => {
-                self.transition(Event::Frozen)?;
+                self.lifecycle.transition(Event::Frozen)?;
                 self.set_progress(Progress::Frozen(frozen));
                 Ok(report(log))
             }
@@ -50,14 +50,14 @@ impl<D: Driver> Member<D> {
 
     /// The contexts are back, or never left.
     pub(super) fn thaw(&self) -> Result<PhaseReport, Failure> {
-        if self.state() == MemberState::Paused {
+        if self.lifecycle.state() == MemberState::Paused {
             return Ok(PhaseReport::default());
         }
-        self.expect(MemberState::Deep)?;
+        self.lifecycle.expect(MemberState::Deep)?;
         let frozen = self.next_of(Progress::into_frozen)?;
         let (keeper, log) = frozen.thaw();
         self.set_progress(Progress::Rest(keeper));
-        self.transition(Event::Thawed)?;
+        self.lifecycle.transition(Event::Thawed)?;
         Ok(report(log))
     }
 

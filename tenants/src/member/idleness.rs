@@ -57,7 +57,8 @@ impl<D: Driver> Member<D> {
     pub(super) fn run_idle(&self, quiet_us: u64) -> Reply {
         let before = self.idleness();
         let is_at_rest = matches!(*self.progress(), Progress::Rest(_));
-        let may_look = is_at_rest && self.state() == MemberState::Active && self.captures() == 0;
+        let may_look =
+            is_at_rest && self.lifecycle.state() == MemberState::Active && self.captures() == 0;
         if before.is_drained || before.quiet_us < quiet_us || !may_look {
             return Reply::Idleness(before);
         }

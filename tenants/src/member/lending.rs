@@ -79,7 +79,7 @@ impl<D: Driver> Member<D> {
         let FetchFds { allocations, purpose, importer, .. } = fetch;
         let dir = self.presence.dir();
         self.check_importer(client, *importer, Some(dir), dir.tenant())?;
-        match self.state() {
+        match self.lifecycle.state() {
             MemberState::Faulted => return Err(faulted()),
             MemberState::Deep => return Err(self.frozen()),
             MemberState::Active
@@ -170,7 +170,7 @@ impl<D: Driver> Member<D> {
 
     /// Only a process that is active lends: a pause has asked the others what is lent.
     fn may_lend(&self) -> Result<(), Failure> {
-        match self.state() {
+        match self.lifecycle.state() {
             MemberState::Active => Ok(()),
             MemberState::Paused | MemberState::Deep => {
                 Err(self.lender_away(&format!("tenant '{}' is paused", self.presence().tenant())))

@@ -23,8 +23,11 @@ mod fetch;
 mod freezing;
 mod idleness;
 mod lending;
+mod lifecycle;
 mod neighbours;
+mod notes;
 mod owners;
+mod phase_log;
 mod phases;
 mod presence;
 mod progress;
@@ -39,19 +42,21 @@ mod tests;
 mod worker;
 
 use std::collections::HashMap;
-use std::sync::atomic::AtomicUsize;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use vmm_pool::driver::Driver;
 use vmm_pool::{HostBudget, Pool, Selection, TagTotals, UninheritedFd, Whose};
 
-pub use asking::{Asking, Turn, Waited};
+pub use asking::{Asking, AskingThread, Turn, Waited};
 pub use captures::{BeforeCapture, Captures, ContextWait};
 pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
 pub use config::{FAMILY_WAIT, JoinError, MemberConfig};
 pub use fetch::ImportError;
 pub use lending::IPC_LIBRARY;
+pub use lifecycle::Lifecycle;
+pub use notes::Notes;
 pub use presence::Presence;
 pub(crate) use saving::SPILL_STEP_TIME;
 
@@ -61,49 +66,17 @@ use crate::descriptors::DescriptorLimit;
 use crate::host_memory::budget;
 use crate::identity::{MemberId, TenantName};
 use crate::region;
-use crate::scope::TagNames;
-use crate::state::{self, Event, InvalidTransition};
 use crate::transport::Connection;
-use crate::wire::{
-    Action, Asked, HostProgress, MemberInfo, MemberState, MemberStats, PauseTimes, Phase,
-    PhaseReport, TagBytes,
-};
+use crate::wire::{Action, HostProgress, MemberInfo, MemberState, MemberStats, TagBytes};
+use agent::Waker;
 use ahead::Ahead;
-use asking::Turns;
 use lending::KnownBorrower;
 use owners::Sharer;
+use phase_log::{LoggedPhases, PhaseLog};
 use progress::Progress;
 use rounds::Rounds;
 use vmm_pool::gate::Gate;
 use worker::CallingOff;
-
-#[derive(Debug)]
-pub(crate) struct Status {
-    pub(crate) state: MemberState,
-    /// How often that has changed.
-    pub(crate) changes: u64,
-    /// When it did last.
-    pub(crate) changed_at: Instant,
-    /// The last step that was requested of it, for people.
-    pub(crate) asked: Option<Asked>,
-    pub(crate) rounds: Rounds,
-    pub(crate) pauses: u64,
-    /// This process is paused, and others may still be at it.
-    pub(crate) is_pausing: bool,
-    /// The tags without which this process stands still; none where it runs, or is paused as a whole.
-    pub(crate) stands_without: Option<TagNames>,
-    pub(crate) resumes: u64,
-    pub(crate) last_pause: Vec<(Phase, PhaseReport)>,
-    pub(crate) last_resume: Vec<(Phase, PhaseReport)>,
-    pub(crate) pause_times: PauseTimes,
-    /// A pause of NCCL's memory was the last that was requested, and not a resume of it.
-    pub(crate) nccl_is_asked_away: bool,
-    /// What the application itself has requested and waits in.
-    pub(crate) consent: Option<Action>,
-    /// Why what the application waits in will not happen.
-    pub(crate) given_up: Option<String>,
-    pub(crate) notes: Vec<String>,
-}
 
 /// One process's part in its tenant. Shared by all its threads.
 #[derive(Debug)]
@@ -114,9 +87,11 @@ pub struct Member<D: Driver> {
     cut: Cut,
     /// The worker's alone.
     progress: Mutex<Progress<D>>,
-    status: Mutex<Status>,
-    changed: Condvar,
-    waker: agent::Waker,
+    lifecycle: Arc<Lifecycle>,
+    rounds: Mutex<Rounds>,
+    phase_log: PhaseLog,
+    notes: Arc<Notes>,
+    waker: Waker,
     peers: Mutex<HashMap<MemberId, Connection>>,
     /// Who owns what was imported, also after its end, and who holds what was given.
     sharers: Mutex<HashMap<MemberId, Sharer>>,
@@ -130,10 +105,11 @@ pub struct Member<D: Driver> {
     spare: Mutex<Vec<UninheritedFd>>,
     /// Raised while memory is brought back.
     descriptor_limit: DescriptorLimit,
-    /// How many threads of this process ask for a pause or resume now.
-    asking: AtomicUsize,
-    /// Whose turn it is among threads that pause or resume this process alone.
-    turns: Turns,
+    asking: Asking,
+    /// This process is paused, and others may still be at it.
+    is_pausing: AtomicBool,
+    /// A pause of NCCL's memory was the last that was requested, and not a resume of it.
+    nccl_is_asked_away: AtomicBool,
     ahead: Ahead,
     /// What it holds, where that is counted against the tenant's budgets.
     counting: Mutex<Option<Arc<budget::Share>>>,
@@ -152,6 +128,7 @@ impl<D: Driver> Member<D> {
         let config = Arc::new(config);
         let (presence, listener) = Presence::begin(Arc::clone(&config))?;
         let (waker, wakeups) = agent::wake_pair().map_err(system("a pipe"))?;
+        let lifecycle = Arc::new(Lifecycle::new(config.tenant.clone(), waker.clone()));
         let (pool, keeper) = Pool::new(driver, config.toucher_threads, config.own_contexts);
         let member = Arc::new(Self {
             pool,
@@ -159,25 +136,13 @@ impl<D: Driver> Member<D> {
             presence: Arc::new(presence),
             cut: Cut::default(),
             progress: Mutex::new(Progress::Rest(keeper)),
-            status: Mutex::new(Status {
-                state: MemberState::Active,
-                changes: 0,
-                changed_at: Instant::now(),
-                asked: None,
-                rounds: Rounds::default(),
-                pauses: 0,
-                is_pausing: false,
-                stands_without: None,
-                resumes: 0,
-                last_pause: Vec::new(),
-                last_resume: Vec::new(),
-                pause_times: PauseTimes::default(),
-                nccl_is_asked_away: false,
-                consent: None,
-                given_up: None,
-                notes: Vec::new(),
-            }),
-            changed: Condvar::new(),
+            lifecycle,
+            rounds: Mutex::default(),
+            phase_log: PhaseLog::default(),
+            notes: Arc::default(),
+            asking: Asking::new(waker.clone()),
+            is_pausing: AtomicBool::new(false),
+            nccl_is_asked_away: AtomicBool::new(false),
             waker,
             peers: Mutex::default(),
             sharers: Mutex::default(),
@@ -186,8 +151,6 @@ impl<D: Driver> Member<D> {
             calling_off: CallingOff::default(),
             spare: Mutex::default(),
             descriptor_limit: DescriptorLimit::default(),
-            asking: AtomicUsize::new(0),
-            turns: Turns::default(),
             ahead: Ahead::default(),
             counting: Mutex::default(),
             idle: idleness::Watch::default(),
@@ -224,6 +187,25 @@ impl<D: Driver> Member<D> {
     pub fn let_go_in_child(&self) {
         self.descriptor_limit.put_back_in_child();
         self.pool.close_file_in_child();
+    }
+
+    /// Where it stands.
+    pub fn lifecycle(&self) -> &Lifecycle {
+        &self.lifecycle
+    }
+
+    /// What people should know of it.
+    pub fn notes(&self) -> &Notes {
+        &self.notes
+    }
+
+    /// What the application itself asks for.
+    pub fn asking(&self) -> &Asking {
+        &self.asking
+    }
+
+    pub(crate) fn rounds(&self) -> MutexGuard<'_, Rounds> {
+        self.rounds.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How it stands in the run directory.
@@ -293,12 +275,6 @@ impl<D: Driver> Member<D> {
         (self.config.checkpointer)()
     }
 
-    /// Where it stands, and for how long it has.
-    pub(crate) fn stands(&self) -> (MemberState, Duration) {
-        let status = self.status();
-        (status.state, status.changed_at.elapsed())
-    }
-
     /// After how long a rest its contexts leave too, where they do.
     pub(crate) fn goes_deep_after(&self) -> Option<Duration> {
         self.config.turns.deep
@@ -309,57 +285,13 @@ impl<D: Driver> Member<D> {
         self.config.captures.under_way()
     }
 
-    /// Where it stands.
-    pub fn state(&self) -> MemberState {
-        self.status().state
-    }
-
-    /// Is all of its memory away that can be, since a pause?
-    pub fn is_paused_as_a_whole(&self) -> bool {
-        let status = self.status();
-        status.state.is_away() && status.stands_without.is_none()
-    }
-
-    /// How often that has changed: by each pause and resume, whole or by tag, twice and more.
-    pub fn changes(&self) -> u64 {
-        self.status().changes
-    }
-
-    pub(crate) fn status(&self) -> MutexGuard<'_, Status> {
-        self.status.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Something a person should know; shown once in the statistics.
-    pub fn note(&self, text: String) {
-        let mut status = self.status();
-        if !status.notes.contains(&text) && status.notes.len() < 32 {
-            tracing::warn!("{text}");
-            status.notes.push(text);
-        }
-    }
-
-    fn transition(&self, event: Event) -> Result<(), InvalidTransition> {
-        let (from, to) = {
-            let mut status = self.status();
-            let from = status.state;
-            status.state = state::next(from, event)?;
-            status.changes += 1;
-            status.changed_at = Instant::now();
-            (from, status.state)
-        };
-        self.changed.notify_all();
-        self.waker.wake();
-        tracing::info!(tenant = %self.config.tenant, ?from, ?to, "state");
-        Ok(())
-    }
-
     /// Who it is, for others.
     pub fn info(&self) -> MemberInfo {
-        let (state, asked, in_round) = {
-            let status = self.status();
-            (status.state, status.asked, status.rounds.under_way().is_some())
+        let (state, in_round) = {
+            let rounds = self.rounds();
+            (self.lifecycle.state(), rounds.under_way().is_some())
         };
-        let stands_without = self.status().stands_without.clone();
+        let stands_without = self.lifecycle.stands_without();
         let gave_up = stands_without.as_ref().map_or(Selection::Whole, |tags| {
             Selection::Standing(tags.to_pause(), Whose::Everybody)
         });
@@ -387,7 +319,7 @@ impl<D: Driver> Member<D> {
             held: self.cut.is_held(),
             in_round,
             nccl_waits: self.cut.is_away(),
-            asked,
+            asked: self.phase_log.all().asked,
             tags: self.tags(),
         }
     }
@@ -422,7 +354,7 @@ impl<D: Driver> Member<D> {
         let communicators = self.cut.ranks();
         let lent = self.lent(&Selection::Whole);
         let idleness = self.idleness();
-        let status = self.status();
+        let LoggedPhases { last_pause, last_resume, pause_times, .. } = self.phase_log.all();
         // All of one instant: host memory may be growing.
         let held_bytes = pool.host_arena_bytes;
         let host = HostProgress { held_bytes, ..self.host_progress() };
@@ -430,36 +362,22 @@ impl<D: Driver> Member<D> {
             member,
             pool,
             copied: self.pool.copied_bytes(),
-            pauses: status.pauses,
-            resumes: status.resumes,
-            last_pause: status.last_pause.clone(),
-            last_resume: status.last_resume.clone(),
-            pause_times: status.pause_times,
+            pauses: self.asking.done(Action::Pause),
+            resumes: self.asking.done(Action::Resume),
+            last_pause,
+            last_resume,
+            pause_times,
             host,
             idleness,
             lent,
             communicators,
-            notes: status.notes.clone(),
+            notes: self.notes.all(),
         }
     }
 
     /// Does a call of this process wait for its memory, or for other ranks behind it?
     pub(crate) fn has_waiting_calls(&self) -> bool {
         !self.gate().waiting().is_empty() || self.cut.has_waiting()
-    }
-
-    /// Waits while its process runs, for at most `rest`.
-    pub(crate) fn wait_while_active(&self, rest: Duration) {
-        let is_active = |status: &mut Status| status.state == MemberState::Active;
-        let waited = self.changed.wait_timeout_while(self.status(), rest, is_active);
-        drop(waited.unwrap_or_else(PoisonError::into_inner));
-    }
-
-    /// Waits for as long as `rest`, or until this process itself changes its state.
-    pub(crate) fn rest(&self, rest: Duration) {
-        let status = self.status();
-        let _woken =
-            self.changed.wait_timeout(status, rest).unwrap_or_else(PoisonError::into_inner);
     }
 }
 

@@ -163,7 +163,7 @@ impl<D: Driver> Member<D> {
                 "{bytes} bytes in {count} allocations that were imported from {words}, which has ended, are \
                  lost: their addresses are unmapped, and work that touches them fails"
             );
-            self.note(note.clone());
+            self.notes.add(note.clone());
             notes.push(note);
         }
         notes
@@ -177,7 +177,7 @@ impl<D: Driver> Member<D> {
              are lost: their addresses are unmapped, and work that touches them fails",
             missing.owner
         );
-        self.note(note.clone());
+        self.notes.add(note.clone());
         note
     }
 }

@@ -1,6 +1,7 @@
 //! What a process does in each phase. Runs on the worker thread, one phase at a time.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use vmm_pool::driver::{DeviceOrdinal, Driver};
@@ -10,14 +11,14 @@ use vmm_pool::{
     Quiesced, Schedule, Selection, Shut, StepLog, Undone,
 };
 
+use super::Member;
 use super::failures::{
     drain_failure, failed_inside, faulted, in_capture, not_undone_yet, pool_failure, wrong_state,
 };
 use super::progress::Progress;
-use super::{Member, Status};
 use crate::cut::{Limits, Seen};
 use crate::host_memory::HostNeed;
-use crate::phase::{Action, Stage, Window};
+use crate::phase::{Action, Window};
 use crate::references::{References, Stay};
 use crate::scope::{Scope, TagNames};
 use crate::state::Event;
@@ -66,7 +67,7 @@ impl<D: Driver> Member<D> {
             Ok(mut report) => {
                 report.elapsed_us = elapsed_us;
                 tracing::debug!(?phase, elapsed_us, bytes = report.bytes, "phase");
-                self.status().record(phase, &report);
+                self.phase_log.record(phase, &report);
                 Reply::PhaseDone(phase, PhaseAnswer { report, drained })
             }
             Err(failure) => {
@@ -78,7 +79,7 @@ impl<D: Driver> Member<D> {
 
     /// The answer of a step that failed. Where the context is lost by that, the process stands faulted.
     pub(super) fn refuse(&self, failure: Failure) -> Reply {
-        if failure.kind == FailureKind::Faulted && self.state() != MemberState::Faulted {
+        if failure.kind == FailureKind::Faulted && self.lifecycle.state() != MemberState::Faulted {
             self.stand_faulted();
         }
         Reply::Failed(failure)
@@ -93,7 +94,7 @@ impl<D: Driver> Member<D> {
         asked: u64,
         until: Instant,
     ) -> Reply {
-        if let Err(failure) = self.expect(MemberState::Active) {
+        if let Err(failure) = self.lifecycle.expect(MemberState::Active) {
             return Reply::Failed(failure);
         }
         let held = self.cut.hold(holder, limits);
@@ -109,7 +110,7 @@ impl<D: Driver> Member<D> {
     /// through, so that it hears of it from the driver, and ends.
     fn stand_faulted(&self) {
         // Every state has this transition.
-        if let Err(error) = self.transition(Event::Lost) {
+        if let Err(error) = self.lifecycle.transition(Event::Lost) {
             tracing::error!(%error, "a lost context was not recorded");
         }
         self.take_progress().abandon();
@@ -128,28 +129,14 @@ impl<D: Driver> Member<D> {
     pub(super) fn fail_inside(&self, phase: Option<Phase>, panic: &str) -> Reply {
         let failure = failed_inside(phase, panic);
         tracing::error!("{failure}");
-        self.note(failure.message.clone());
+        self.notes.add(failure.message.clone());
         // Its contexts are off the devices: calls that were let through would end it. Apart from a thaw, nothing that such a process is told
         // to do calls the driver, so it stands as before.
-        let is_frozen = self.state() == MemberState::Deep && phase != Some(Phase::Thaw);
+        let is_frozen = self.lifecycle.state() == MemberState::Deep && phase != Some(Phase::Thaw);
         if !is_frozen {
             self.stand_faulted();
         }
         Reply::Failed(failure)
-    }
-
-    pub(super) fn expect(&self, wanted: MemberState) -> Result<(), Failure> {
-        let state = self.state();
-        if state == wanted {
-            return Ok(());
-        }
-        if state == MemberState::Faulted {
-            return Err(faulted());
-        }
-        Err(wrong_state(format!(
-            "process {} is {state:?}, and this step needs it {wanted:?}",
-            std::process::id()
-        )))
     }
 
     fn close_gate(
@@ -159,7 +146,7 @@ impl<D: Driver> Member<D> {
         deadline: Instant,
     ) -> Result<PhaseReport, Failure> {
         let stood = *scope == Scope::Whole && self.stood_without_tags();
-        self.expect(if stood { MemberState::Paused } else { MemberState::Active })?;
+        self.lifecycle.expect(if stood { MemberState::Paused } else { MemberState::Active })?;
         if is_deep {
             self.refuse_unfreezable()?;
         }
@@ -173,14 +160,14 @@ impl<D: Driver> Member<D> {
         let selection = self.leaving_selection(scope, stands);
         let progress = if stood {
             let shut = self.shut::<FromOffloaded>(deadline)?;
-            self.transition(Event::RestBegun)?;
+            self.lifecycle.transition(Event::RestBegun)?;
             Progress::Quiesced(shut.into_quiesced(), selection)
         } else {
             let draining = self.begin_pause()?;
-            self.transition(Event::PauseBegun)?;
+            self.lifecycle.transition(Event::PauseBegun)?;
             Progress::Draining(draining, selection)
         };
-        self.status().last_pause.clear();
+        self.phase_log.begin(Action::Pause);
         self.set_progress(progress);
         Ok(PhaseReport::default())
     }
@@ -229,7 +216,7 @@ impl<D: Driver> Member<D> {
     /// launches none.
     fn refuse_ungated(&self) -> Result<(), Failure> {
         match (self.config.ungated)() {
-            Some(why) if !self.is_asking() => Err(wrong_state(format!(
+            Some(why) if !self.asking.is_for_pause() => Err(wrong_state(format!(
                 "process {} cannot be paused from outside: {why}; or pause it from inside, between its steps \
                  (sublet_pause_tenant)",
                 std::process::id()
@@ -254,7 +241,7 @@ impl<D: Driver> Member<D> {
     /// Gives memory back that nothing held but tickets, all closed by now. The worker's alone: it is who shuts the gate,
     /// so that it is open here.
     pub(super) fn end_closed_tickets(&self) {
-        if self.state() == MemberState::Active {
+        if self.lifecycle.state() == MemberState::Active {
             self.pool.enter_giving_up().end_closed_tickets();
         }
     }
@@ -267,7 +254,7 @@ impl<D: Driver> Member<D> {
     }
 
     fn drain(&self, deadline: Instant) -> Result<(PhaseReport, Drained), Failure> {
-        self.expect(MemberState::Offloading)?;
+        self.lifecycle.expect(MemberState::Offloading)?;
         let (mut quiesced, selection, waited) = if self.stood_without_tags() {
             let (quiesced, selection) = self.next_of(Progress::into_quiesced)?;
             (quiesced, selection, 0)
@@ -342,7 +329,7 @@ impl<D: Driver> Member<D> {
         copies: Copies,
         schedule: Schedule,
     ) -> Result<PhaseReport, Failure> {
-        self.expect(MemberState::Offloading)?;
+        self.lifecycle.expect(MemberState::Offloading)?;
         let (quiesced, selection) = self.next_of(Progress::into_quiesced)?;
         self.forget_ended();
         let stays: Vec<_> = stays.iter().map(|stay| (stay.id, stay.reason)).collect();
@@ -367,7 +354,7 @@ impl<D: Driver> Member<D> {
 
     /// The point of no return of a pause by stages, or behind it.
     pub(super) fn release_window(&self, window: &Window) -> Result<PhaseReport, Failure> {
-        self.expect(MemberState::Offloading)?;
+        self.lifecycle.expect(MemberState::Offloading)?;
         let (mut departing, _) =
             self.next_of(|progress| progress.into_departing(Some(window.stage)))?;
         let moved = departing.release_stage(&self.known(window));
@@ -379,7 +366,7 @@ impl<D: Driver> Member<D> {
 
     /// The point of no return of a pause, or behind it: the process stands paused, or runs on without some tags.
     pub(super) fn release(&self, rest: Schedule) -> Result<PhaseReport, Failure> {
-        self.expect(MemberState::Offloading)?;
+        self.lifecycle.expect(MemberState::Offloading)?;
         let (departing, next) = self.next_of(|progress| progress.into_departing(None))?;
         let selection = departing.selection().clone();
         match departing.release(rest) {
@@ -396,22 +383,18 @@ impl<D: Driver> Member<D> {
 
     /// The last step of `round` was taken, well or not.
     fn last_step_taken(&self, round: Option<u64>) {
-        let mut status = self.status();
-        let rests = status.state.rests();
         if let Some(round) = round {
-            status.rounds.last_step_taken(round, rests);
+            let mut rounds = self.rounds();
+            rounds.last_step_taken(round, self.lifecycle.state().rests());
         }
     }
 
     /// A thread that has requested a pause together with others waits until all of them have released, which this process knows by
     /// what follows that.
     fn count_pause(&self) {
-        let mut status = self.status();
-        if std::mem::take(&mut status.is_pausing) {
-            status.pauses += 1;
-            let all_us = status.last_pause.iter().map(|(_, report)| report.elapsed_us).sum();
-            status.pause_times.add(all_us);
-            self.changed.notify_all();
+        if self.is_pausing.swap(false, Ordering::Relaxed) {
+            self.phase_log.end_pause();
+            self.asking.note_done(Action::Pause);
         }
     }
 
@@ -424,7 +407,7 @@ impl<D: Driver> Member<D> {
         let stays = self.pool.stays(&selection, true);
         let keeper = match selection.after_pause() {
             After::Running => {
-                self.transition(Event::TagsReleased)?;
+                self.lifecycle.transition(Event::TagsReleased)?;
                 // Before the gate opens: what stands at it may be a launch.
                 self.nccl_follows(&selection);
                 let keeper = done.end();
@@ -433,9 +416,9 @@ impl<D: Driver> Member<D> {
             }
             After::Paused => {
                 // Before others see it paused.
-                self.status().stands_without = selection.stands_without().map(TagNames::from);
-                self.transition(Event::Released)?;
-                self.status().is_pausing = true;
+                self.lifecycle.stand_without(selection.stands_without().map(TagNames::from));
+                self.lifecycle.transition(Event::Released)?;
+                self.is_pausing.store(true, Ordering::Relaxed);
                 self.cut.pause();
                 done.end()
             }
@@ -474,7 +457,7 @@ impl<D: Driver> Member<D> {
         if selection.is_by_tag() {
             return Ok(self.verify_tags(&selection));
         }
-        self.expect(MemberState::Paused)?;
+        self.lifecycle.expect(MemberState::Paused)?;
         let devices = self.deltas(&self.by_device(self.pool.holdings().resident_bytes(&selection)));
         Ok(PhaseReport { devices, notes: self.lost_imports(), ..PhaseReport::default() })
     }
@@ -488,7 +471,7 @@ impl<D: Driver> Member<D> {
     /// Maps again what was unmapped, and runs on. Nobody else is needed for that, also when others have died meanwhile.
     /// Undoes what is under way, and nothing where nothing is.
     pub(super) fn abort(&self) -> Result<PhaseReport, Failure> {
-        match self.state() {
+        match self.lifecycle.state() {
             MemberState::Offloading => self.abort_pause(),
             MemberState::Restoring => self.abort_resume(),
             MemberState::Active => {
@@ -533,10 +516,10 @@ impl<D: Driver> Member<D> {
     /// A pause has come to nothing.
     fn run_again(&self, Undone { done, log, spare }: Undone<D>) -> Result<PhaseReport, Failure> {
         if self.stood_without_tags() {
-            self.transition(Event::RestUndone)?;
+            self.lifecycle.transition(Event::RestUndone)?;
             self.set_progress(Progress::Rest(done.end()));
         } else {
-            self.transition(Event::PauseUndone)?;
+            self.lifecycle.transition(Event::PauseUndone)?;
             self.set_progress(Progress::Rest(done.end()));
             self.cut.release();
         }
@@ -549,27 +532,6 @@ pub(super) struct DeviceBytes {
     device: DeviceOrdinal,
     uuid: String,
     bytes: u64,
-}
-
-impl Status {
-    fn record(&mut self, phase: Phase, report: &PhaseReport) {
-        let phases = match (phase.stage(), phase.action()) {
-            (Stage::Prepare | Stage::Commit | Stage::AtRest, Some(Action::Pause)) => {
-                &mut self.last_pause
-            }
-            (Stage::Prepare | Stage::Commit, Some(Action::Resume)) => &mut self.last_resume,
-            // A thaw comes before the resume begins, which clears what the last has left.
-            (Stage::Abort | Stage::Settle, _)
-            | (_, None)
-            | (Stage::AtRest, Some(Action::Resume)) => return,
-        };
-        match phases.last_mut() {
-            Some((last, stages)) if *last == phase => {
-                stages.add(report.clone());
-            }
-            Some(_) | None => phases.push((phase, report.clone())),
-        }
-    }
 }
 
 pub(super) fn report(log: StepLog) -> PhaseReport {

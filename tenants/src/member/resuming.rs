@@ -16,7 +16,7 @@ use super::phases::report;
 use super::progress::Progress;
 use super::selection::Resumed;
 use crate::descriptors::free_descriptors;
-use crate::phase::Window;
+use crate::phase::{Action, Window};
 use crate::scope::Scope;
 use crate::state::Event;
 use crate::wire::{Failure, MemberState, Needed, PhaseReport, Reply, StageLeft, StageReport};
@@ -28,21 +28,21 @@ impl<D: Driver> Member<D> {
         scope: &Scope,
         deadline: Instant,
     ) -> Result<Resume<D>, Failure> {
-        let resume = match self.resumed(scope, self.state()) {
+        let resume = match self.resumed(scope, self.lifecycle.state()) {
             Resumed::Aside(aside) => {
-                self.expect(MemberState::Active)?;
+                self.lifecycle.expect(MemberState::Active)?;
                 let shut = self.shut(deadline)?;
-                self.transition(Event::TagResumeBegun)?;
+                self.lifecycle.transition(Event::TagResumeBegun)?;
                 Resume::Aside(shut, aside)
             }
             Resumed::Away(away) => {
-                self.expect(MemberState::Paused)?;
+                self.lifecycle.expect(MemberState::Paused)?;
                 let shut = self.shut(deadline)?;
-                self.transition(Event::ResumeBegun)?;
+                self.lifecycle.transition(Event::ResumeBegun)?;
                 Resume::Away(shut, away)
             }
         };
-        self.status().last_resume.clear();
+        self.phase_log.begin(Action::Resume);
         Ok(resume)
     }
 
@@ -63,7 +63,7 @@ impl<D: Driver> Member<D> {
             }
             Err(Failed { state, error }) => {
                 // Nothing was taken; stand as before, so that the same resume can be tried later.
-                self.transition(undone)?;
+                self.lifecycle.transition(undone)?;
                 self.set_progress(Progress::Rest(state.end()));
                 Err(pool_failure(&error))
             }
@@ -71,7 +71,7 @@ impl<D: Driver> Member<D> {
     }
 
     pub(super) fn restore(&self) -> Result<PhaseReport, Failure> {
-        self.expect(MemberState::Restoring)?;
+        self.lifecycle.expect(MemberState::Restoring)?;
         let (arriving, _) = self.next_of(Progress::into_arriving)?;
         match arriving.restore_rest(free_descriptors() / 4) {
             Ok((returning, moved)) => {
@@ -88,7 +88,7 @@ impl<D: Driver> Member<D> {
     }
 
     fn take_returning(&self) -> Result<Returning<D>, Failure> {
-        self.expect(MemberState::Restoring)?;
+        self.lifecycle.expect(MemberState::Restoring)?;
         self.next_of(Progress::into_returning)
     }
 
@@ -98,7 +98,7 @@ impl<D: Driver> Member<D> {
         without_lost: bool,
         deadline: Instant,
     ) -> Result<PhaseReport, Failure> {
-        self.expect(MemberState::Restoring)?;
+        self.lifecycle.expect(MemberState::Restoring)?;
         let mut notes = if without_lost { self.leave_lost_out() } else { Vec::new() };
         let (log, missing) = self.fetch_imports(deadline)?;
         for missing in missing {
@@ -135,15 +135,16 @@ impl<D: Driver> Member<D> {
     }
 
     pub(super) fn activate(&self) -> Result<PhaseReport, Failure> {
-        self.expect(MemberState::Restoring)?;
+        self.lifecycle.expect(MemberState::Restoring)?;
         let restored = self.next_of(Progress::into_restored)?;
         let selection = restored.selection().clone();
         let (done, spare) = restored.commit();
         // Before others see it active.
-        self.status().stands_without = None;
-        self.transition(Event::Resumed)?;
-        self.status().resumes += u64::from(!matches!(selection, Selection::SetAside(..)));
-        self.changed.notify_all();
+        self.lifecycle.stand_without(None);
+        self.lifecycle.transition(Event::Resumed)?;
+        if !matches!(selection, Selection::SetAside(..)) {
+            self.asking.note_done(Action::Resume);
+        }
         self.set_progress(Progress::Rest(done.end()));
         self.nccl_follows(&selection);
         self.cut.release();
@@ -178,7 +179,7 @@ impl<D: Driver> Member<D> {
             self.set_progress(Progress::Returning(*state));
             pool_failure(&error)
         })?;
-        self.transition(undone_resume(&selection))?;
+        self.lifecycle.transition(undone_resume(&selection))?;
         self.set_progress(Progress::Rest(done.end()));
         Ok(report(log))
     }
@@ -196,7 +197,7 @@ impl<D: Driver> Member<D> {
                 Resume::Away(shut, away) => shut.arrive(away),
             }
         } else {
-            self.expect(MemberState::Restoring)?;
+            self.lifecycle.expect(MemberState::Restoring)?;
             let (arriving, next) = self.next_of(Progress::into_arriving)?;
             if next != window.stage {
                 return Err(self.out_of_turn(Progress::Arriving(arriving, next)));
@@ -243,7 +244,7 @@ impl<D: Driver> Member<D> {
     /// Says what a resume of `scope` would need on each device, and what is free there. Refuses what the tenant's budget does
     /// not have.
     pub(super) fn run_needs(&self, scope: &Scope, all_devices: bool) -> Reply {
-        match self.state() {
+        match self.lifecycle.state() {
             state @ (MemberState::Active | MemberState::Paused) => {
                 let selection = self.resumed_selection(scope, state);
                 if let Err(error) = self.pool.check_budget(&selection) {

@@ -301,11 +301,8 @@ pub(crate) const SPILL_STEP_TIME: Duration = Duration::from_mins(1);
 impl<D: Driver> Member<D> {
     /// Does one step, unless nobody waits for it any more, and answers for it.
     pub(super) fn run_spill(&self, step: SpillStep, is_called_off: &AtomicBool) -> Reply {
-        let (state, changed_at) = {
-            let status = self.status();
-            (status.state, status.changed_at)
-        };
-        let rests_ms = millis(changed_at.elapsed());
+        let (state, rests) = self.lifecycle.since();
+        let rests_ms = millis(rests);
         let limits = (self.config.host_limits)();
         let said = SpillProgress { rests_ms, limits, ..SpillProgress::default() };
         let may_move = self.config.spills
@@ -333,7 +330,7 @@ impl<D: Driver> Member<D> {
             }
             Err(error) => {
                 let failure = pool_failure(&error);
-                self.note(format!(
+                self.notes.add(format!(
                     "saved contents were to go to a file to make room, and stay in host memory: {failure}"
                 ));
                 self.refuse(failure)

@@ -3,6 +3,8 @@
 //! They wait from the end of a pause that names NCCL to the end of the resume, also where NCCL had no memory at that
 //! moment: what it allocates later would be there in spite of the pause.
 
+use std::sync::atomic::Ordering;
+
 use vmm_pool::driver::Driver;
 use vmm_pool::{Aside, Away, Selection, Whose};
 
@@ -43,7 +45,7 @@ impl<D: Driver> Member<D> {
 
     /// Does it stand still without some tags, or did it when the pause under way began?
     pub(super) fn stood_without_tags(&self) -> bool {
-        self.status().stands_without.is_some()
+        self.lifecycle.stands_without().is_some()
     }
 
     /// What of `scope` a resume brings back to this process in `state`.
@@ -74,9 +76,12 @@ impl<D: Driver> Member<D> {
     /// Refuses what would come back to this process alone, and is others' too: the caller may have looked before
     /// they came for it. Nobody comes while it is away.
     pub(super) fn refuse_shared(&self, scope: &Scope) -> Result<(), Failure> {
-        let acts_alone = self.status().rounds.acts_alone();
+        let acts_alone = self.rounds().acts_alone();
         if acts_alone
-            && self.pool.holdings().is_shared(&self.resumed_selection(scope, self.state()))
+            && self
+                .pool
+                .holdings()
+                .is_shared(&self.resumed_selection(scope, self.lifecycle.state()))
         {
             let message = "other processes hold some of this memory, or may come for it: resume it in all of them together";
             return Err(Failure { kind: FailureKind::Shared, message: message.to_owned() });
@@ -106,19 +111,16 @@ impl<D: Driver> Member<D> {
             | Selection::Standing(..)
             | Selection::SetAside(..) => None,
         };
-        let is_asked_away = {
-            let mut status = self.status();
-            if let Some((_, is_away)) = asked.filter(|(tags, _)| tags.has(NCCL_TAG)) {
-                status.nccl_is_asked_away = is_away;
-            }
-            status.nccl_is_asked_away
-        };
+        if let Some((_, is_away)) = asked.filter(|(tags, _)| tags.has(NCCL_TAG)) {
+            self.nccl_is_asked_away.store(is_away, Ordering::Relaxed);
+        }
+        let is_asked_away = self.nccl_is_asked_away.load(Ordering::Relaxed);
         self.cut.set_away(is_asked_away || self.pool.holdings().is_set_aside(NCCL_TAG));
     }
 
     /// Lets them through, whatever is away.
     pub(super) fn let_nccl_through(&self) {
-        self.status().nccl_is_asked_away = false;
+        self.nccl_is_asked_away.store(false, Ordering::Relaxed);
         self.cut.set_away(false);
     }
 

@@ -41,7 +41,7 @@ impl<D: Driver> Member<D> {
         asked: u64,
         until: Instant,
     ) -> Reply {
-        let taken = self.expect(MemberState::Offloading);
+        let taken = self.lifecycle.expect(MemberState::Offloading);
         match taken.and_then(|()| self.next_of(Progress::into_draining)) {
             Err(failure) => self.refuse(failure),
             Ok((mut draining, selection)) => {

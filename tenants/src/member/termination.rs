@@ -52,7 +52,7 @@ impl<D: Driver> Member<D> {
     /// Brings a pause or resume under way, which is `round`, to an end without its coordinator. Runs on the worker thread,
     /// after the phase that the coordinator left behind.
     pub(super) fn settle(&self, round: Option<u64>) -> Result<PhaseReport, Failure> {
-        let action = match self.state() {
+        let action = match self.lifecycle.state() {
             MemberState::Offloading => Action::Pause,
             MemberState::Restoring => Action::Resume,
             MemberState::Active => {
@@ -67,18 +67,18 @@ impl<D: Driver> Member<D> {
             }
         };
         let outlook = self.progress().outlook();
-        let told = round.map_or(RoundEnd::Open, |round| self.status().rounds.told(round));
+        let told = round.map_or(RoundEnd::Open, |round| self.rounds().told(round));
         let asked = || round.map_or(Verdict::Abort, |round| self.ask_others(round));
         let verdict = known(outlook, told).unwrap_or_else(asked);
         if let Some(round) = round {
             // Others that ask us follow.
-            self.status().rounds.decide(round, verdict);
+            self.rounds().decide(round, verdict);
         }
         let phase = match verdict {
             Verdict::Commit => action.commit(),
             Verdict::Abort => Phase::Abort,
         };
-        self.note(format!(
+        self.notes.add(format!(
             "the coordinator of a pause or resume ended half-way, and this process finished it alone \
              ({phase:?})"
         ));
@@ -87,7 +87,7 @@ impl<D: Driver> Member<D> {
             (Action::Resume, Verdict::Commit) => self.activate(),
             (_, Verdict::Abort) => self.abort(),
         };
-        match (outcome, self.state()) {
+        match (outcome, self.lifecycle.state()) {
             // Where a pause could not be undone, to be paused is an end as well.
             (Err(failure), MemberState::Active | MemberState::Paused) => {
                 Ok(PhaseReport { notes: vec![failure.message], ..PhaseReport::default() })

@@ -6,11 +6,12 @@ use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal};
 use vmm_pool::{Class, Contents};
 
-use super::{Event, Member, MemberConfig};
+use super::{Member, MemberConfig};
 use crate::coordinator::{Coordinator, Options};
 use crate::identity::TenantName;
 use crate::run_dir::RunDir;
 use crate::scope::{NCCL_TAG, Scope, TagNames};
+use crate::state::Event;
 use crate::wire::{MemberState, Phase};
 
 struct Alone {
@@ -53,12 +54,12 @@ fn calls_into_nccl_wait_from_a_pause_of_its_tag_to_the_resume() {
 fn a_panic_leaves_a_frozen_process_frozen_unless_it_was_being_thawed() {
     let Alone { member, _base, .. } = alone();
     for event in [Event::PauseBegun, Event::Released, Event::Frozen] {
-        member.transition(event).unwrap();
+        member.lifecycle.transition(event).unwrap();
     }
     for phase in [None, Some(Phase::Freeze), Some(Phase::Create)] {
         member.fail_inside(phase, "a deliberate panic");
-        assert_eq!(member.state(), MemberState::Deep, "{phase:?}");
+        assert_eq!(member.lifecycle().state(), MemberState::Deep, "{phase:?}");
     }
     member.fail_inside(Some(Phase::Thaw), "a deliberate panic");
-    assert_eq!(member.state(), MemberState::Faulted);
+    assert_eq!(member.lifecycle().state(), MemberState::Faulted);
 }

@@ -103,7 +103,7 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
         }
         member.waker.wake();
         member.close_spare(phase);
-        if member.state() != MemberState::Restoring {
+        if member.lifecycle.state() != MemberState::Restoring {
             member.descriptor_limit.put_back();
         }
     }
@@ -112,7 +112,7 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
 /// Does a job; none when nobody waits for an answer.
 fn do_job<D: Driver>(member: &Member<D>, saving: &mut Option<Saving>, job: Job) -> Option<Reply> {
     let Job { connection, work, deadline } = job;
-    if member.state() == MemberState::Deep && work.needs_driver() {
+    if member.lifecycle.state() == MemberState::Deep && work.needs_driver() {
         return Some(Reply::Failed(member.frozen()));
     }
     Some(match work {
@@ -197,7 +197,7 @@ impl<D: Driver> Member<D> {
     fn close_spare(&self, done: Option<Phase>) {
         let spare = std::mem::take(&mut *self.spare.lock().unwrap_or_else(PoisonError::into_inner));
         drop(spare);
-        if done.is_some_and(Phase::is_last) && self.state() == MemberState::Active {
+        if done.is_some_and(Phase::is_last) && self.lifecycle.state() == MemberState::Active {
             self.pool.release_deferred();
         }
     }

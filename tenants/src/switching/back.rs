@@ -30,22 +30,22 @@ const REST: Duration = Duration::from_hours(1);
 pub fn come_back_by_itself<D: Driver>(member: &Arc<Member<D>>) {
     let (watched, after_panic) = (Arc::clone(member), Arc::clone(member));
     let again = move |text: &str| {
-        after_panic.note(format!(
+        after_panic.notes().add(format!(
             "Sublet failed inside, watching for its turn ({text}), and begins again; report this"
         ));
-        after_panic.rest(AFTER_FAILURE_MAX);
+        after_panic.lifecycle().rest(AFTER_FAILURE_MAX);
         come_back_by_itself(&after_panic);
     };
     let thread = vmm_pool::threads::spawn("sublet-back", move || watch(&watched), again);
     if let Err(error) = thread {
-        member.note(format!(
+        member.notes().add(format!(
             "nobody brings this tenant back when others have it paused for theirs: no thread ({error})"
         ));
     }
 }
 
 fn watch<D: Driver>(member: &Member<D>) {
-    let is_paused = || member.state().is_away();
+    let is_paused = || member.lifecycle().state().is_away();
     let options =
         || SwitchOptions { checkpointer: member.checkpointer(), ..SwitchOptions::default() };
     let mut depth = Sinking { after_failure: AFTER_FAILURE, not_before: None };
@@ -55,11 +55,11 @@ fn watch<D: Driver>(member: &Member<D>) {
     // Known from the pause on, and looked at now and then: the run directory may go before anything here wants to be back.
     let (mut away, mut look_at) = (Displaced::default(), Instant::now());
     while !presence.has_left() {
-        member.wait_while_active(REST);
+        member.lifecycle().wait_while_active(REST);
         if !is_paused() {
             // It is on its way, or faulted.
             (away, look_at) = (Displaced::default(), Instant::now());
-            member.rest(ON_ITS_WAY);
+            member.lifecycle().rest(ON_ITS_WAY);
             continue;
         }
         let wants_back = member.queues().is_some() && member.has_waiting_calls();
@@ -69,7 +69,7 @@ fn watch<D: Driver>(member: &Member<D>) {
         };
         if !wants_back || !is_away {
             depth.look(member);
-            member.rest(LOOK);
+            member.lifecycle().rest(LOOK);
             continue;
         }
         let is_over = || !is_paused() || presence.has_left();
@@ -83,7 +83,7 @@ fn watch<D: Driver>(member: &Member<D>) {
             && is_paused()
         {
             tracing::info!(%tenant, %error, "the tenant was not brought back yet");
-            member.rest(after_failure);
+            member.lifecycle().rest(after_failure);
             after_failure = (after_failure * 2).min(AFTER_FAILURE_MAX);
         } else {
             after_failure = AFTER_FAILURE;
@@ -99,7 +99,7 @@ struct Sinking {
 
 impl Sinking {
     fn look<D: Driver>(&mut self, member: &Member<D>) {
-        let (state, rested) = member.stands();
+        let (state, rested) = member.lifecycle().since();
         let is_early = self.not_before.is_some_and(|not_before| Instant::now() < not_before);
         let is_whole = member.info().stands_without.is_none();
         let is_due =
@@ -115,7 +115,7 @@ impl Sinking {
         };
         self.not_before = Some(Instant::now() + self.after_failure);
         if let Some(why) = failed {
-            member.note(format!("its contexts stay on the GPUs while it rests: {why}"));
+            member.notes().add(format!("its contexts stay on the GPUs while it rests: {why}"));
         }
     }
 }

@@ -89,7 +89,7 @@ pub fn with_room<D: Driver, T>(
         },
         Err(error) => chain(&error),
     };
-    member.note(format!(
+    member.notes().add(format!(
         "an allocation of {} bytes on {gpu} was refused after it had waited for {} s: {why}",
         allocation.size_bytes,
         began.elapsed().as_secs()
@@ -139,7 +139,7 @@ fn try_again<D: Driver, T>(
     let checkpointer = member.checkpointer();
     let (mut in_vain, mut again_after) = (0, AGAIN_AFTER);
     let mut deadline = queue.deadline.unwrap_or_else(|| Instant::now() + wait);
-    let is_running = || member.state() == MemberState::Active;
+    let is_running = || member.lifecycle().state() == MemberState::Active;
     // It waits for memory at all times but while it tries: also while it rests no launch of its thread comes.
     let mut waits = None;
     loop {

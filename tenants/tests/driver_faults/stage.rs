@@ -273,7 +273,7 @@ impl Stage {
     }
 
     pub(crate) fn states(&self) -> Vec<MemberState> {
-        self.members.iter().map(|member| member.state()).collect()
+        self.members.iter().map(|member| member.lifecycle().state()).collect()
     }
 
     pub(crate) fn assert_all(&self, state: MemberState, when: &str) {

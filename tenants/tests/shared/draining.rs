@@ -53,7 +53,7 @@ fn a_long_queue_is_drained_or_refused_with_what_waits_longer() {
     let (_, longer) = refused.split_once("--timeout ").expect("looked at above");
     let longer = longer.split_once('s').and_then(|(seconds, _)| seconds.parse::<u64>().ok());
     assert!(longer.is_some_and(|seconds| (8..4 * (took_s + 1)).contains(&seconds)), "{refused}");
-    assert_eq!(process.state(), MemberState::Active);
+    assert_eq!(process.lifecycle().state(), MemberState::Active);
     drop(go);
     stage.pause();
     assert_eq!(done.load(Ordering::SeqCst), KERNELS, "all that was queued is over");
@@ -71,7 +71,7 @@ fn a_wait_for_a_device_that_panics_refuses_the_pause_and_the_next_one_has_anothe
     let refused = stage.act(Action::Pause, Scope::Whole).err().map(|error| error.to_string());
     assert!(begin.elapsed() < TIMEOUT / 2, "it took {:?}", begin.elapsed());
     assert!(refused.as_ref().is_some_and(|text| text.contains("work on GPU 0")), "{refused:?}");
-    assert_eq!(process.state(), MemberState::Active);
+    assert_eq!(process.lifecycle().state(), MemberState::Active);
     assert_eq!(holds(&process, range, 7), Ok(true));
     stage.pause();
     stage.resume();

@@ -35,7 +35,10 @@ fn memory_that_its_owner_let_go_stays_and_pauses_go_on() {
     let (owner, importer, imported, there) = let_go(&stage);
     for round in 0..3 {
         let notes = stage.pause();
-        assert_eq!((owner.state(), importer.state()), (MemberState::Paused, MemberState::Paused));
+        assert_eq!(
+            (owner.lifecycle().state(), importer.lifecycle().state()),
+            (MemberState::Paused, MemberState::Paused)
+        );
         assert!(notes.iter().any(|note| note.contains("let go by its owner")), "{notes:?}");
         assert_used(&owner, 2 * UNIT, "nobody could bring it back");
         stage.resume();
@@ -57,7 +60,10 @@ fn a_failing_call_beside_memory_that_its_owner_let_go_is_undone() {
         importer.pool().driver().faults().fail(op, FaultSpan::Nth(nth), DriverCode::UNKNOWN);
         let refused = stage.act(Action::Pause, Scope::Whole).expect_err("one call fails");
         assert!(refused.left_unchanged(), "{refused}");
-        assert_eq!((owner.state(), importer.state()), (MemberState::Active, MemberState::Active));
+        assert_eq!(
+            (owner.lifecycle().state(), importer.lifecycle().state()),
+            (MemberState::Active, MemberState::Active)
+        );
         assert_eq!((holds(&importer, there, 7), holds(&importer, own, 9)), (Ok(true), Ok(true)));
     }
 }
@@ -210,7 +216,10 @@ fn a_death_in_a_pause_takes_all_survivors_back_to_the_same_memory() {
     });
     let refused = refused.expect_err("one has died");
     assert!(refused.left_unchanged(), "{refused}");
-    assert_eq!((middle.state(), last.state()), (MemberState::Active, MemberState::Active));
+    assert_eq!(
+        (middle.lifecycle().state(), last.lifecycle().state()),
+        (MemberState::Active, MemberState::Active)
+    );
     assert_eq!(holds(&middle, of_the_dead_at, 5), Ok(true), "the driver keeps it, as always");
     assert_eq!(holds(&last, at_last, 7), Ok(true));
     assert_one_memory((&last, at_last), (&middle, at_middle), 8);

@@ -47,9 +47,9 @@ fn joined_in(phase: Phase) {
     });
     assert!(outcome.is_ok(), "{phase:?}: {outcome:?}");
     let (importer, redeeming) = late.expect("it joined");
-    assert_eq!(owner.state(), MemberState::Paused, "{phase:?}");
+    assert_eq!(owner.lifecycle().state(), MemberState::Paused, "{phase:?}");
     // A process that is not paused waits with the ticket in its hand.
-    let is_there = importer.state() == MemberState::Active;
+    let is_there = importer.lifecycle().state() == MemberState::Active;
     if is_there {
         assert_used(&owner, 0, &format!("{phase:?}: nobody was given the old memory"));
     }
@@ -88,7 +88,10 @@ fn a_process_that_waits_with_a_ticket_of_a_paused_owner_can_be_paused_itself() {
             break;
         }
     }
-    assert_eq!((owner.state(), importer.state()), (MemberState::Paused, MemberState::Paused));
+    assert_eq!(
+        (owner.lifecycle().state(), importer.lifecycle().state()),
+        (MemberState::Paused, MemberState::Paused)
+    );
     stage.resume();
     let at_importer = redeeming.join().expect("redeemed");
     assert_one_memory((&owner, at_owner), (&importer, at_importer), 8);

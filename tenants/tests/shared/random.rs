@@ -63,7 +63,7 @@ impl Run {
     }
 
     fn all_are(&self, state: MemberState) -> bool {
-        self.processes.iter().all(|process| process.state() == state)
+        self.processes.iter().all(|process| process.lifecycle().state() == state)
     }
 
     fn any(&mut self, count: usize) -> usize {
@@ -236,12 +236,12 @@ impl Run {
     /// A process that runs sees what it must, where it sees anything.
     fn check(&self) {
         for process in &self.processes {
-            assert_ne!(process.state(), MemberState::Faulted, "{:#?}", self.last());
+            assert_ne!(process.lifecycle().state(), MemberState::Faulted, "{:#?}", self.last());
         }
         for (number, memory) in self.memories.iter().enumerate() {
             for holder in &memory.holders {
                 let process = &self.processes[holder.process];
-                if process.state() != MemberState::Active {
+                if process.lifecycle().state() != MemberState::Active {
                     continue;
                 }
                 let seen = holds(process, holder.range, memory.seed.unwrap_or(0));

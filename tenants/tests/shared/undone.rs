@@ -32,7 +32,7 @@ impl Twice {
     }
 
     fn check_undone_and_resume(&self) {
-        let states = (self.owner.state(), self.importer.state());
+        let states = (self.owner.lifecycle().state(), self.importer.lifecycle().state());
         assert_eq!(states, (MemberState::Active, MemberState::Active));
         assert_eq!(holds(&self.owner, self.second[0], 11), Ok(true), "it is in use");
         assert_eq!(holds(&self.importer, self.second[1], 9), Ok(true), "it is in use");
@@ -87,7 +87,7 @@ fn stuck_in_a_pause_of(scope: &Scope, before: MemberState) {
     assert_eq!(holds(&importer, at_importer, 7), Ok(true), "or it shows nothing: it is mapped");
     let refused = stage.act(Action::Resume, scope.clone()).err().map(|error| error.to_string());
     assert!(refused.as_ref().is_some_and(|text| text.contains("mapping at")), "{refused:?}");
-    assert_eq!((owner.state(), importer.state()), (before, before));
+    assert_eq!((owner.lifecycle().state(), importer.lifecycle().state()), (before, before));
     faults.clear();
     stage.must(Action::Resume, scope.clone());
     assert_eq!(holds(&importer, at_importer, 7), Ok(true));

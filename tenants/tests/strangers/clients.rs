@@ -106,7 +106,7 @@ fn a_request_cut_short_anywhere_is_dropped() {
         drop(client);
     }
     answers(&member);
-    assert_eq!(member.state(), MemberState::Active);
+    assert_eq!(member.lifecycle().state(), MemberState::Active);
     member.leave();
 }
 
@@ -257,11 +257,11 @@ fn as_many_requests_wait_as_the_limit_says_and_one_more_ends_the_connection() {
         client.send(&wait, &[], soon()).unwrap();
     }
     answers(&member);
-    member.consent(Action::Pause);
+    member.asking().begin_consent(Action::Pause);
     for _ in 0..OPEN_REQUESTS_MAX {
         assert_eq!(client.receive::<Reply>(soon()).unwrap().0, Reply::Consented);
     }
-    member.withdraw_consent();
+    member.asking().end_consent();
     // All are answered, so there is room again; but not for one more than that.
     for _ in 0..=OPEN_REQUESTS_MAX {
         client.send(&wait, &[], soon()).unwrap();
@@ -297,7 +297,10 @@ fn phases_that_come_twice_late_or_out_of_order_change_nothing() {
     ];
     for late in out_of_order {
         let (kind, _) = failure_of(ask(&mut client, &phase_of(1, late)));
-        assert_eq!((kind, member.state()), (FailureKind::WrongState, MemberState::Active));
+        assert_eq!(
+            (kind, member.lifecycle().state()),
+            (FailureKind::WrongState, MemberState::Active)
+        );
     }
     drop(client);
     let mut client = connect(&member);
@@ -305,11 +308,14 @@ fn phases_that_come_twice_late_or_out_of_order_change_nothing() {
     let done = ask(&mut client, &phase(Phase::CloseGate));
     assert!(matches!(done, Reply::PhaseDone(Phase::CloseGate, _)));
     let (kind, _) = failure_of(ask(&mut client, &phase(Phase::CloseGate)));
-    assert_eq!((kind, member.state()), (FailureKind::WrongState, MemberState::Offloading));
+    assert_eq!(
+        (kind, member.lifecycle().state()),
+        (FailureKind::WrongState, MemberState::Offloading)
+    );
     for _ in 0..2 {
         let done = ask(&mut client, &phase(Phase::Abort));
         assert!(matches!(done, Reply::PhaseDone(Phase::Abort, _)));
-        assert_eq!(member.state(), MemberState::Active);
+        assert_eq!(member.lifecycle().state(), MemberState::Active);
     }
     pause_and_resume(&stage, "train");
     member.leave();

@@ -141,13 +141,13 @@ fn the_applications_own_pause_together_waits_once_and_is_told_who_holds_what() {
         consent: Some(Duration::from_secs(5)),
         ..Options::default()
     };
-    lender.consent(tenants::wire::Action::Pause);
+    lender.asking().begin_consent(tenants::wire::Action::Pause);
     let mut coordinator = Coordinator::new(stage.run_dir.clone(), name("train"), options);
     let error = coordinator.pause(&mut |_| {}).unwrap_err();
     assert!(error.failures().iter().all(|member| member.failure.kind == FailureKind::Lent));
     assert!(error.to_string().contains("of tenant 'infer'"), "{error}");
     assert!(error.left_unchanged() && error.is_retryable());
-    lender.withdraw_consent();
+    lender.asking().end_consent();
     borrower.pool().enter_giving_up().release(borrowed).unwrap();
     assert_eq!(lending(&lender), Lending::default());
     lender.leave();
@@ -210,7 +210,7 @@ fn what_is_lent_in_the_last_moment_ends_a_pause_before_its_devices_are_drained()
     assert!(error.failures().iter().all(|member| member.failure.kind == FailureKind::Lent));
     assert!(error.left_unchanged(), "{error}");
     assert_eq!((borrowed.is_some(), drains), (true, 0));
-    assert_eq!(lender.state(), MemberState::Active);
+    assert_eq!(lender.lifecycle().state(), MemberState::Active);
     lender.leave();
     borrower.leave();
 }
@@ -234,10 +234,10 @@ fn a_resume_that_waits_for_a_lender_on_its_way_ends_when_it_is_called_off() {
     assert!(matches!(&reply, Reply::Failed(_)), "{reply:?}");
     let (reply, _) = coordinator.receive::<Reply>(soon()).unwrap();
     assert!(matches!(reply, Reply::PhaseDone(Phase::Abort, _)), "{reply:?}");
-    assert_eq!(borrower.state(), MemberState::Paused);
+    assert_eq!(borrower.lifecycle().state(), MemberState::Paused);
     lead(&mut on_its_way, 1, &[Phase::Abort]);
     lead(&mut coordinator, 3, &[Phase::Create, Phase::Restore, Phase::Import, Phase::Activate]);
-    assert_eq!(borrower.state(), MemberState::Active);
+    assert_eq!(borrower.lifecycle().state(), MemberState::Active);
     lender.leave();
     borrower.leave();
 }

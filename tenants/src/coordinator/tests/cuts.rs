@@ -60,7 +60,7 @@ impl Job {
     }
 
     pub(super) fn states(&self) -> Vec<MemberState> {
-        self.members.iter().map(|member| member.state()).collect()
+        self.members.iter().map(|member| member.lifecycle().state()).collect()
     }
 
     fn launch(&self, rank: usize) {
@@ -355,7 +355,7 @@ fn the_applications_own_pause_goes_through_the_cut_too() {
     let mut options = patient();
     options.consent = Some(SOON);
     for member in &job.members {
-        member.consent(Action::Pause);
+        member.asking().begin_consent(Action::Pause);
     }
     // Both ranks stand in the call; a thread of the second has a launch to make yet.
     std::thread::scope(|scope| {

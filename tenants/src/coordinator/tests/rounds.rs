@@ -164,13 +164,13 @@ fn orders_of_another_round_are_refused_while_one_is_under_way() {
             let reply = second.ask(&request);
             assert!(matches!(reply, Reply::PhaseDone(Phase::Abort, _)), "{reply:?}");
         }
-        assert_eq!(member.state(), MemberState::Offloading);
+        assert_eq!(member.lifecycle().state(), MemberState::Offloading);
     }
     let round = first.1;
     first.lead(Phase::Release, &Scope::Whole);
     first.lead(Phase::Verify, &Scope::Whole);
     assert_eq!(told(member, round), RoundEnd::Commit);
-    assert_eq!(member.state(), MemberState::Paused);
+    assert_eq!(member.lifecycle().state(), MemberState::Paused);
     // It is over: nothing late belongs to it.
     second.1 = round;
     for late in [Phase::CloseGate, Phase::Create, Phase::Release, Phase::Verify] {
@@ -270,7 +270,7 @@ fn a_late_question_about_a_round_leaves_the_next_command_connected() {
     next.lead(Phase::CloseGate, &Scope::Whole);
     assert_eq!(told(member, first), RoundEnd::Abort);
     next.lead(Phase::Drain, &Scope::Whole);
-    assert_eq!(member.state(), MemberState::Offloading);
+    assert_eq!(member.lifecycle().state(), MemberState::Offloading);
     next.lead(Phase::Abort, &Scope::Whole);
 }
 
@@ -287,7 +287,7 @@ fn what_lies_unread_counts_for_whoever_asks() {
     }
     {
         // The agent looks at nothing meanwhile.
-        let _held = member.status();
+        let _held = member.rounds();
         let question = Request::Withdraw(Withdraw { round: line.1 });
         let order = line.order(Phase::Release, &Scope::Whole);
         asker.0.send(&question, &[], Instant::now() + SOON).unwrap();

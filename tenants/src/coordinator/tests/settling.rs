@@ -215,8 +215,8 @@ fn one_that_has_not_saved_all_goes_back_whatever_others_may_have_been_told() {
     faults.fail(DriverOp::CopyToHost, FaultSpan::Nth(1), DriverCode::UNKNOWN);
     line.fail(Phase::Prepare, &Scope::Whole);
     drop(line);
-    until("the member to settle", || !is_under_way(member.state()));
-    assert_eq!(member.state(), MemberState::Active);
+    until("the member to settle", || !is_under_way(member.lifecycle().state()));
+    assert_eq!(member.lifecycle().state(), MemberState::Active);
     let resident = member.pool().holdings().resident_bytes(&Selection::Whole);
     assert_eq!(resident.get(&DEVICE), Some(&GRANULARITY_BYTES));
 }
@@ -255,14 +255,14 @@ fn a_resume_by_tag_that_fails_leaves_the_process_running() {
 
     faults.fail(DriverOp::Create, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
     line.fail(Phase::Create, &kv());
-    assert_eq!(member.state(), MemberState::Active);
+    assert_eq!(member.lifecycle().state(), MemberState::Active);
     assert!(lets_work_through(member), "nothing was taken");
 
     faults.fail(DriverOp::CopyToDevice, FaultSpan::Nth(1), DriverCode::UNKNOWN);
     line.lead(Phase::Create, &kv());
     line.fail(Phase::Restore, &kv());
     line.lead(Phase::Abort, &kv());
-    assert_eq!(member.state(), MemberState::Active);
+    assert_eq!(member.lifecycle().state(), MemberState::Active);
     assert!(lets_work_through(member), "undone");
 
     faults.clear();
@@ -285,14 +285,14 @@ fn a_whole_resume_that_fails_leaves_the_process_paused_and_frees_possible() {
 
     faults.fail(DriverOp::Create, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
     line.fail(Phase::Create, &Scope::Whole);
-    assert_eq!(member.state(), MemberState::Paused);
+    assert_eq!(member.lifecycle().state(), MemberState::Paused);
     assert!(lets_through(Passage::GiveUp, member), "nothing was taken");
 
     faults.fail(DriverOp::CopyToDevice, FaultSpan::Nth(1), DriverCode::UNKNOWN);
     line.lead(Phase::Create, &Scope::Whole);
     line.fail(Phase::Restore, &Scope::Whole);
     line.lead(Phase::Abort, &Scope::Whole);
-    assert_eq!(member.state(), MemberState::Paused);
+    assert_eq!(member.lifecycle().state(), MemberState::Paused);
     assert!(lets_through(Passage::GiveUp, member), "undone");
 
     faults.clear();
@@ -381,11 +381,11 @@ fn the_next_command_settles_what_a_process_has_not_begun_to_do_of_the_last() {
     connection.send(&Request::Phase(create), &[], Instant::now() + SOON).unwrap();
     until("the order to be read", || member.info().in_round);
     drop(connection);
-    assert_eq!(member.state(), MemberState::Paused);
+    assert_eq!(member.lifecycle().state(), MemberState::Paused);
     let mut recovered = false;
     let resumed = job.coordinator(options()).resume(&mut |event: Event<'_>| {
         if matches!(event, Event::StepDone { step: Step::Hello, .. }) && busy.take().is_some() {
-            until("it to begin", || member.state() == MemberState::Restoring);
+            until("it to begin", || member.lifecycle().state() == MemberState::Restoring);
         } else if matches!(event, Event::Recovering { .. }) {
             recovered = true;
             creating = None;
@@ -393,7 +393,7 @@ fn the_next_command_settles_what_a_process_has_not_begun_to_do_of_the_last() {
     });
     report(resumed.unwrap());
     assert!(recovered);
-    assert_eq!(member.state(), MemberState::Active);
+    assert_eq!(member.lifecycle().state(), MemberState::Active);
 }
 
 #[test]
@@ -409,13 +409,16 @@ fn what_a_resume_needs_a_paused_process_says_and_one_on_its_way_refuses() {
         line.lead(phase, &Scope::Whole);
     }
     let refused = line.0.call(&question, Instant::now() + SOON).unwrap().unwrap_err();
-    assert_eq!((refused.kind, member.state()), (FailureKind::WrongState, MemberState::Offloading));
+    assert_eq!(
+        (refused.kind, member.lifecycle().state()),
+        (FailureKind::WrongState, MemberState::Offloading)
+    );
     for phase in [Phase::Release, Phase::Verify] {
         line.lead(phase, &Scope::Whole);
     }
     let devices = line.0.call(&question, Instant::now() + SOON).unwrap().unwrap();
     assert_eq!(devices.devices.iter().map(|device| device.bytes).sum::<u64>(), GRANULARITY_BYTES);
-    assert_eq!(member.state(), MemberState::Paused);
+    assert_eq!(member.lifecycle().state(), MemberState::Paused);
     assert_eq!(member.info().asked.map(|asked| asked.phase), Some(Phase::Verify));
 }
 

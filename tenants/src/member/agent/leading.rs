@@ -16,7 +16,7 @@ impl<D: Driver> Agent<D> {
         if let Some(number) = self.leading()
             && Instant::now() >= self.due
         {
-            self.member.note(
+            self.member.notes.add(
                 "the leader of a pause or resume was silent for too long (stopped?), and was hung up on".to_owned(),
             );
             self.hang_up(number);
@@ -42,19 +42,19 @@ impl<D: Driver> Agent<D> {
             self.hear_out(number);
             // The next command may lead already, and have what was left half done settled. This is no round of its own, and
             // to hang up on it would leave this process out of all that it does.
-            let leads = self.member.status().rounds.is_led(number, round);
+            let leads = self.member.rounds().is_led(number, round);
             if leads {
                 self.hang_up(number);
             }
         }
-        self.member.status().rounds.told(round)
+        self.member.rounds().told(round)
     }
 
     /// Lets `number` lead, as far as nobody else does, until its next request is due: when all have had `timeout` for
     /// this one.
     pub(super) fn follow(&mut self, number: u64, timeout: Duration) -> bool {
         self.pass_by_the_dead(number);
-        let follows = self.member.status().rounds.lead(number);
+        let follows = self.member.rounds().lead(number);
         if follows {
             self.due = Instant::now() + timeout + SILENCE_MAX;
         }
@@ -81,17 +81,13 @@ impl<D: Driver> Agent<D> {
         let (phase, wait) = (order.phase(), wait_of(timeout_ms));
         self.pass_by_the_dead(number);
         let admission = {
-            let mut status = self.member.status();
-            let rests = status.state.rests();
-            let of_round = OfRound { round, alone, stage: phase.stage() };
-            let admission = status.rounds.admit(number, of_round, rests);
-            if admission == Admission::Taken {
-                status.asked = Some(Asked { round, phase });
-            }
-            admission
+            let mut rounds = self.member.rounds();
+            let rests = self.member.lifecycle.state().rests();
+            rounds.admit(number, OfRound { round, alone, stage: phase.stage() }, rests)
         };
         match admission {
             Admission::Taken => {
+                self.member.phase_log.note_asked(Asked { round, phase });
                 self.due = Instant::now() + wait + SILENCE_MAX;
                 self.member.cut().claim(number);
                 self.submit(number, Work::Phase(Some(round), order), wait);
@@ -107,12 +103,12 @@ impl<D: Driver> Agent<D> {
     fn take_at_rest(&mut self, number: u64, request: TakePhase) {
         let TakePhase { round, order, timeout_ms, .. } = request;
         let (phase, wait) = (order.phase(), wait_of(timeout_ms));
-        let is_free = self.member.status().rounds.under_way().is_none();
+        let is_free = self.member.rounds().under_way().is_none();
         if !is_free || !self.follow(number, wait) {
             self.refuse(number);
             return;
         }
-        self.member.status().asked = Some(Asked { round, phase });
+        self.member.phase_log.note_asked(Asked { round, phase });
         self.submit(number, Work::Phase(None, order), wait);
     }
 
@@ -125,7 +121,7 @@ impl<D: Driver> Agent<D> {
             self.hang_up(leader);
         }
         let round = {
-            let rounds = &mut self.member.status().rounds;
+            let mut rounds = self.member.rounds();
             let round = rounds.end_leading();
             rounds.lead(number);
             round
@@ -165,6 +161,6 @@ impl<D: Driver> Agent<D> {
 
     /// The connection of the leader.
     pub(super) fn leading(&self) -> Option<u64> {
-        self.member.status().rounds.leader()
+        self.member.rounds().leader()
     }
 }
