@@ -73,7 +73,7 @@ fn a_file_of_budgets_that_was_removed_is_made_again_and_who_joined_meanwhile_cou
     until("the run directory is there again", || place.run_dir().path().is_dir());
     let later = process(&place, None);
     until("the file is made again", || file(&place).exists());
-    until("who joined meanwhile counts", || later.counts());
+    until("who joined meanwhile counts", || later.counting().is_on());
     let report = coordinator(&place, &first).budgets().unwrap().unwrap();
     assert_eq!(report.gpus[0].budget_bytes, Some(8 * UNIT));
     assert_eq!(report.gpus[0].held_bytes, 5 * UNIT);

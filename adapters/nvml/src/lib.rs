@@ -86,7 +86,7 @@ impl<D: Driver> Asker<'_, D> {
     ///
     /// Waits for other processes for moments; asks no process, and of the driver no more than its devices' identities.
     pub fn bound(&self, gpu: Gpu) -> Option<Bound> {
-        if let Some(figure) = self.member.and_then(|member| member.figure_of(gpu.uuid)) {
+        if let Some(figure) = self.member.and_then(|member| member.counting().figure_of(gpu.uuid)) {
             return Bound::of(figure);
         }
         let coordinator =

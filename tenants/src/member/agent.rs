@@ -190,14 +190,14 @@ impl<D: Driver> Agent<D> {
             return;
         }
         self.look_at = now + NAME_LOOK_EVERY;
-        let _seen = self.member.idleness();
+        let _seen = self.member.idle.look();
         if self.jobs.is_empty() && self.member.pool.holdings().has_watched_tickets() {
             self.submit(NOBODY, Work::EndTickets, AGENT_TIMEOUT);
         }
         if self.member.pool.holds_idle_memory()
             && self.pressure.look(&(self.member.config.host_figures)()).is_some()
         {
-            self.member.begin_giving_back();
+            self.member.prefault.begin_giving_back();
         }
         self.member.pool.yield_to_budgets();
         // A coordinator holds a lock that went with the directory: another one must not find us meanwhile.
@@ -234,7 +234,7 @@ impl<D: Driver> Agent<D> {
 
     /// Sees that what this process holds is counted where the others of its tenant count.
     fn keep_counting(&self) {
-        if self.jobs.is_empty() && self.member.is_to_count() {
+        if self.jobs.is_empty() && self.member.counting.is_due() {
             self.submit(NOBODY, Work::Count, AGENT_TIMEOUT);
         }
     }
@@ -440,25 +440,25 @@ impl<D: Driver> Agent<D> {
     fn handle_host(&mut self, number: u64, step: HostStep) {
         match step {
             HostStep::Need => {
-                self.answer(number, &Reply::Host(Box::new(self.member.host_need())));
+                self.answer(number, &Reply::Host(Box::new(self.member.prefault.need())));
                 return;
             }
-            HostStep::Begin { most_bytes } => self.member.begin_ahead(most_bytes),
-            HostStep::CallOff => self.member.call_ahead_off(),
+            HostStep::Begin { most_bytes } => self.member.prefault.begin(most_bytes),
+            HostStep::CallOff => self.member.prefault.call_off(),
             HostStep::Watch { seen_bytes, wait_ms } => {
                 let deadline = Instant::now() + wait_of(wait_ms);
                 self.watchers.push(Watcher { connection: number, seen_bytes, deadline });
                 return;
             }
         }
-        self.answer(number, &Reply::Host(Box::new(self.member.host_progress())));
+        self.answer(number, &Reply::Host(Box::new(self.member.prefault.progress())));
     }
 
     fn answer_watchers(&mut self) {
         if self.watchers.is_empty() {
             return;
         }
-        let progress = self.member.host_progress();
+        let progress = self.member.prefault.progress();
         let has_ended = matches!(progress.stage, HostStage::Rests | HostStage::Stopped(_));
         let now = Instant::now();
         let mut answered = Vec::new();

@@ -7,10 +7,11 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
+use vmm_pool::Pool;
 use vmm_pool::budget::{Account, Entry, Figure, Gpu, OverBudget, Shared};
 use vmm_pool::driver::{DeviceOrdinal, DeviceUuid, Driver};
 
-use super::Member;
+use super::{MemberConfig, Notes, Presence};
 use crate::error_text::chain;
 use crate::identity::TenantName;
 use crate::run_dir::{self, BudgetFile, RunDirError};
@@ -18,7 +19,7 @@ use crate::wire::{Failure, FailureKind, Reply};
 
 /// What this process holds, counted in the tenant's file. It lives as long as the process.
 #[derive(Debug)]
-pub(super) struct Share {
+struct Share {
     tenant: TenantName,
     /// Where it is counted. Changed when the file has been removed; a leaf, held for moments.
     seat: RwLock<Seat>,
@@ -150,9 +151,28 @@ impl Account for Share {
     }
 }
 
-impl<D: Driver> Member<D> {
+/// Whether this process counts what it holds, and where. Its lock is held while it begins to count, which waits for other processes.
+#[derive(Debug)]
+pub struct Counting<D: Driver> {
+    pool: Arc<Pool<D>>,
+    presence: Arc<Presence>,
+    config: Arc<MemberConfig>,
+    notes: Arc<Notes>,
+    share: Mutex<Option<Arc<Share>>>,
+}
+
+impl<D: Driver> Counting<D> {
+    pub(super) fn new(
+        pool: Arc<Pool<D>>,
+        presence: Arc<Presence>,
+        config: Arc<MemberConfig>,
+        notes: Arc<Notes>,
+    ) -> Self {
+        Self { pool, presence, config, notes, share: Mutex::default() }
+    }
+
     /// Counts from its first allocation on, where budgets are given or others of its tenant count.
-    pub(super) fn count_from_the_start(&self) {
+    pub(super) fn begin(&self) {
         match self.count() {
             Ok(true) => self.note_other_budgets(),
             Ok(false) => {}
@@ -166,9 +186,9 @@ impl<D: Driver> Member<D> {
 
     /// Counts what this process holds, from now on and for good, where anybody of its tenant does. Says whether it does.
     /// Asks the driver; waits for other processes for moments.
-    pub(super) fn count(&self) -> Result<bool, RunDirError> {
-        let mut counting = self.counting.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(share) = &*counting {
+    fn count(&self) -> Result<bool, RunDirError> {
+        let mut present = self.share.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(share) = &*present {
             if !share.is_named() {
                 self.count_again(share)?;
             }
@@ -188,9 +208,9 @@ impl<D: Driver> Member<D> {
             said: AtomicU64::new(0),
         });
         if self.pool.count_against(Arc::clone(&share) as Arc<dyn Account>) {
-            *counting = Some(share);
+            *present = Some(share);
         }
-        Ok(counting.is_some())
+        Ok(present.is_some())
     }
 
     /// Somebody has removed the file in which this process counts, or made it shorter: those that join would not find it, nor would a
@@ -215,9 +235,9 @@ impl<D: Driver> Member<D> {
     }
 
     /// Is there a file of the tenant's budgets that this process is to count in, and does not; or none, and it does? Does not block.
-    pub(super) fn is_to_count(&self) -> bool {
-        self.counting.try_lock().is_ok_and(|counting| {
-            counting.as_ref().map_or_else(
+    pub(super) fn is_due(&self) -> bool {
+        self.share.try_lock().is_ok_and(|share| {
+            share.as_ref().map_or_else(
                 || run_dir::may_count(self.config.run_dir.path(), &self.config.tenant),
                 |share| !share.is_named(),
             )
@@ -225,14 +245,14 @@ impl<D: Driver> Member<D> {
     }
 
     /// Does this process count what it holds? Not while it begins to; does not block.
-    pub fn counts(&self) -> bool {
-        self.counting.try_lock().is_ok_and(|counting| counting.is_some())
+    pub fn is_on(&self) -> bool {
+        self.share.try_lock().is_ok_and(|share| share.is_some())
     }
 
     /// What the tenant may hold of a GPU, and holds. None where this process does not count, or does not see that GPU. Asks the
     /// driver for its devices' identities.
     pub fn figure_of(&self, uuid: DeviceUuid) -> Option<Figure> {
-        if !self.counts() {
+        if !self.is_on() {
             return None;
         }
         let driver = self.pool.driver();
@@ -243,7 +263,7 @@ impl<D: Driver> Member<D> {
     }
 
     /// See [`crate::wire::Count`].
-    pub(super) fn run_count(&self) -> Reply {
+    pub(super) fn run(&self) -> Reply {
         match self.count() {
             Ok(true) => Reply::Counts,
             Ok(false) => Reply::Failed(Failure {

@@ -11,7 +11,6 @@
 //! taken out for use and put back.
 
 mod agent;
-mod ahead;
 mod asking;
 mod borrowing;
 mod budget;
@@ -21,7 +20,7 @@ mod config;
 mod failures;
 mod fetch;
 mod freezing;
-mod idleness;
+mod idle;
 mod lending;
 mod lifecycle;
 mod neighbours;
@@ -29,6 +28,7 @@ mod notes;
 mod owners;
 mod phase_log;
 mod phases;
+mod prefault;
 mod presence;
 mod progress;
 mod resuming;
@@ -50,6 +50,7 @@ use vmm_pool::driver::Driver;
 use vmm_pool::{HostBudget, Pool, Selection, TagTotals, UninheritedFd, Whose};
 
 pub use asking::{Asking, AskingThread, Turn, Waited};
+pub use budget::Counting;
 pub use captures::{BeforeCapture, Captures, ContextWait};
 pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
 pub use config::{FAMILY_WAIT, JoinError, MemberConfig};
@@ -69,10 +70,11 @@ use crate::region;
 use crate::transport::Connection;
 use crate::wire::{Action, HostProgress, MemberInfo, MemberState, MemberStats, TagBytes};
 use agent::Waker;
-use ahead::Ahead;
+use idle::Idle;
 use lending::KnownBorrower;
 use owners::Sharer;
 use phase_log::{LoggedPhases, PhaseLog};
+use prefault::Prefault;
 use progress::Progress;
 use rounds::Rounds;
 use vmm_pool::gate::Gate;
@@ -110,10 +112,9 @@ pub struct Member<D: Driver> {
     is_pausing: AtomicBool,
     /// A pause of NCCL's memory was the last that was requested, and not a resume of it.
     nccl_is_asked_away: AtomicBool,
-    ahead: Ahead,
-    /// What it holds, where that is counted against the tenant's budgets.
-    counting: Mutex<Option<Arc<budget::Share>>>,
-    idle: idleness::Watch,
+    prefault: Arc<Prefault<D>>,
+    counting: Counting<D>,
+    idle: Idle<D>,
 }
 
 impl<D: Driver> Member<D> {
@@ -130,16 +131,31 @@ impl<D: Driver> Member<D> {
         let (waker, wakeups) = agent::wake_pair().map_err(system("a pipe"))?;
         let lifecycle = Arc::new(Lifecycle::new(config.tenant.clone(), waker.clone()));
         let (pool, keeper) = Pool::new(driver, config.toucher_threads, config.own_contexts);
+        let (presence, notes) = (Arc::new(presence), Arc::<Notes>::default());
+        let idle = Idle::new(Arc::clone(&pool));
+        let counting = Counting::new(
+            Arc::clone(&pool),
+            Arc::clone(&presence),
+            Arc::clone(&config),
+            Arc::clone(&notes),
+        );
+        let prefault = Arc::new(Prefault::new(
+            Arc::clone(&pool),
+            Arc::clone(&presence),
+            Arc::clone(&lifecycle),
+            Arc::clone(&config),
+            waker.clone(),
+        ));
         let member = Arc::new(Self {
             pool,
             config,
-            presence: Arc::new(presence),
+            presence,
             cut: Cut::default(),
             progress: Mutex::new(Progress::Rest(keeper)),
             lifecycle,
             rounds: Mutex::default(),
             phase_log: PhaseLog::default(),
-            notes: Arc::default(),
+            notes,
             asking: Asking::new(waker.clone()),
             is_pausing: AtomicBool::new(false),
             nccl_is_asked_away: AtomicBool::new(false),
@@ -151,9 +167,9 @@ impl<D: Driver> Member<D> {
             calling_off: CallingOff::default(),
             spare: Mutex::default(),
             descriptor_limit: DescriptorLimit::default(),
-            ahead: Ahead::default(),
-            counting: Mutex::default(),
-            idle: idleness::Watch::default(),
+            prefault,
+            counting,
+            idle,
         });
         member.pool.place_on_nodes(member.config.node_of);
         if let Err(source) = agent::spawn(&member, listener, wakeups) {
@@ -161,9 +177,9 @@ impl<D: Driver> Member<D> {
             return Err(JoinError::System { what: "a thread", source });
         }
         if member.config.prepares_up_to.is_some() {
-            member.start_ahead();
+            member.prefault.start();
         }
-        member.count_from_the_start();
+        member.counting.begin();
         tracing::info!(tenant = %member.config.tenant, member = %member.presence.id(), "joined");
         Ok(member)
     }
@@ -173,7 +189,7 @@ impl<D: Driver> Member<D> {
     /// name of a dead process goes with the next command.
     pub fn leave(&self) {
         self.presence.leave();
-        self.end_ahead();
+        self.prefault.end();
         if !self.gate().is_open() {
             return;
         }
@@ -254,16 +270,6 @@ impl<D: Driver> Member<D> {
         &self.cut
     }
 
-    /// A stream capture has begun: no pause until it ends.
-    pub fn capture_begun(&self) {
-        self.config.captures.begun();
-    }
-
-    /// A stream capture has ended, well or badly.
-    pub fn capture_ended(&self) {
-        self.config.captures.ended();
-    }
-
     /// For how long an allocation waits that its device has no room for, where it queues.
     pub fn queues(&self) -> Option<Duration> {
         let turns = self.config.turns;
@@ -280,9 +286,14 @@ impl<D: Driver> Member<D> {
         self.config.turns.deep
     }
 
-    /// How many stream captures are under way, or about to begin.
-    pub fn captures(&self) -> usize {
-        self.config.captures.under_way()
+    /// The process's stream captures.
+    pub fn captures(&self) -> &Captures {
+        &self.config.captures
+    }
+
+    /// Whether it counts what it holds.
+    pub fn counting(&self) -> &Counting<D> {
+        &self.counting
     }
 
     /// Who it is, for others.
@@ -353,11 +364,11 @@ impl<D: Driver> Member<D> {
         }
         let communicators = self.cut.ranks();
         let lent = self.lent(&Selection::Whole);
-        let idleness = self.idleness();
+        let idleness = self.idle.look();
         let LoggedPhases { last_pause, last_resume, pause_times, .. } = self.phase_log.all();
         // All of one instant: host memory may be growing.
         let held_bytes = pool.host_arena_bytes;
-        let host = HostProgress { held_bytes, ..self.host_progress() };
+        let host = HostProgress { held_bytes, ..self.prefault.progress() };
         MemberStats {
             member,
             pool,

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use vmm_pool::driver::{DeviceOrdinal, Driver};
 use vmm_pool::gate::Call;
@@ -27,6 +27,9 @@ use crate::wire::{
     DeviceDelta, Drained, Failure, FailureKind, MemberState, Order, Phase, PhaseAnswer,
     PhaseReport, Reply,
 };
+
+/// How long the gate stays shut for a look at the devices at most.
+const LOOK_MAX: Duration = Duration::from_millis(10);
 
 impl<D: Driver> Member<D> {
     /// Takes the phase of `round` that `order` asks for, and answers for it. To settle is to settle that round; none where
@@ -98,8 +101,9 @@ impl<D: Driver> Member<D> {
             return Reply::Failed(failure);
         }
         let held = self.cut.hold(holder, limits);
-        let report =
-            held.then(|| self.cut.watch(seen, asked, until, &|| self.captures())).flatten();
+        let report = held
+            .then(|| self.cut.watch(seen, asked, until, &|| self.captures().under_way()))
+            .flatten();
         match report {
             Some(report) => Reply::Cut(Box::new(report)),
             None => Reply::Failed(wrong_state("the hold ended with its holder".to_owned())),
@@ -247,7 +251,7 @@ impl<D: Driver> Member<D> {
     }
 
     pub(super) fn refuse_capture(&self) -> Result<(), Failure> {
-        match self.captures() {
+        match self.captures().under_way() {
             0 => Ok(()),
             count => Err(in_capture(count)),
         }
@@ -466,6 +470,46 @@ impl<D: Driver> Member<D> {
     fn verify_tags(&self, selection: &Selection) -> PhaseReport {
         let away = self.by_device(self.pool.holdings().offloaded_bytes(selection));
         PhaseReport { devices: self.deltas(&away), ..PhaseReport::default() }
+    }
+
+    /// Looks whether the devices have work left, where nothing was launched for `quiet_us`. On the worker thread, which takes no step of a pause
+    /// meanwhile. A thread that comes to the gate at this moment waits for some milliseconds.
+    pub(super) fn run_idle(&self, quiet_us: u64) -> Reply {
+        let before = self.idle.look();
+        let is_at_rest = matches!(*self.progress(), Progress::Rest(_));
+        let may_look = is_at_rest
+            && self.lifecycle.state() == MemberState::Active
+            && self.captures().under_way() == 0;
+        if before.is_drained || before.quiet_us < quiet_us || !may_look {
+            return Reply::Idleness(before);
+        }
+        let mark = self.idle.mark();
+        let Ok(mut draining) = self.begin_pause() else { return Reply::Idleness(before) };
+        let until = Instant::now() + LOOK_MAX;
+        let is_idle = loop {
+            // A capture that begins now waits at the gate.
+            match draining.look(|| self.captures().under_way()) {
+                Ok(activity) if activity.is_idle => break true,
+                Ok(activity) if activity.inside > 0 => break false,
+                Ok(_) => {}
+                Err(error) => {
+                    tracing::debug!(%error, "the devices were not looked at");
+                    break false;
+                }
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break false;
+            }
+            draining.wait_for_change(left, self.calling_off.receiver());
+        };
+        // A thread that has come to the gate since has something to launch.
+        let is_drained = is_idle && self.gate().mark() == mark;
+        self.set_progress(Progress::Rest(draining.reopen().done.end()));
+        if is_drained {
+            self.idle.note_drained(mark);
+        }
+        Reply::Idleness(self.idle.look())
     }
 
     /// Maps again what was unmapped, and runs on. Nobody else is needed for that, also when others have died meanwhile.

@@ -202,13 +202,13 @@ impl<D: Driver> Member<D> {
 
     /// What the devices do, as far as they can be asked now.
     fn look(&self, draining: &mut Draining<D>) -> Result<vmm_pool::Activity, Failure> {
-        let looked = draining.look(|| self.captures());
+        let looked = draining.look(|| self.captures().under_way());
         looked.map_err(|error| drain_failure(&error, &draining.pool().gate().waiting()))
     }
 
     fn activity(&self, draining: &mut Draining<D>, order: u64) -> Result<Activity, Failure> {
         // Before the devices: who comes out after a look at them is seen as inside.
-        let cut = self.cut.report(self.captures());
+        let cut = self.cut.report(self.captures().under_way());
         let looked = self.look(draining)?;
         let waiting = draining.pool().gate().waiting();
         let calls = waiting.iter().take(LISTED_MAX);

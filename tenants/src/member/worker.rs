@@ -142,7 +142,7 @@ fn do_job<D: Driver>(member: &Member<D>, saving: &mut Option<Saving>, job: Job) 
             }
             member.run_spill(step, &is_called_off)
         }
-        Work::Count => member.run_count(),
+        Work::Count => member.counting.run(),
         Work::Idle(quiet_us) => member.run_idle(quiet_us),
         Work::Say(reply) => reply,
         Work::Save(step) => member.run_save(saving, connection, step),

@@ -111,7 +111,7 @@ fn gives_way<D: Driver>(member: &Member<D>, allocation: Allocation, error: &Pool
 
 /// Does the thread stand where others wait for it?
 fn holds_others_up<D: Driver>(member: &Member<D>) -> bool {
-    Gate::is_inside() || Cut::is_inside() || member.captures() > 0
+    Gate::is_inside() || Cut::is_inside() || member.captures().under_way() > 0
 }
 
 fn may_wait<D: Driver>(member: &Member<D>, allocation: Allocation) -> bool {

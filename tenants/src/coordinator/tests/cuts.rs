@@ -258,13 +258,13 @@ fn a_rank_that_waits_on_its_host_for_one_that_is_held_is_helped_by_the_stall_rul
 #[test]
 fn a_capture_under_way_is_waited_for() {
     let job = Job::new(2);
-    job.members[1].capture_begun();
+    job.members[1].captures().begun();
     let outcome = job.coordinator(patient()).pause(&mut |event| {
         if let Event::WaitingForCut { laggard, .. } = event
-            && job.members[1].captures() > 0
+            && job.members[1].captures().under_way() > 0
         {
             assert!(laggard.to_string().starts_with("capturing 1 stream(s)"), "{laggard}");
-            job.members[1].capture_ended();
+            job.members[1].captures().ended();
         }
     });
     assert_eq!(report(outcome.unwrap()).phases.len(), 5);

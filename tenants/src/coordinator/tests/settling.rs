@@ -121,13 +121,13 @@ fn a_capture_that_a_call_begins_behind_the_shut_gate_refuses_the_drain_and_no_de
     let mut line = Line::to(member);
     let call = member.gate().pass_for("cuStreamBeginCapture", Passage::Capture);
     line.lead(Phase::CloseGate, &Scope::Whole);
-    member.capture_begun();
+    member.captures().begun();
     drop(call);
     let reply = line.phase_of(Phase::Drain, &Scope::Whole);
     let Reply::Failed(failure) = reply else { panic!("{reply:?}") };
     assert_eq!((failure.kind, waits()), (FailureKind::InCapture, before), "{failure:?}");
     line.lead(Phase::Abort, &Scope::Whole);
-    member.capture_ended();
+    member.captures().ended();
     report(job.coordinator(patient()).pause(&mut quiet).unwrap());
 }
 

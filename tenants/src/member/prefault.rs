@@ -10,10 +10,11 @@ use std::time::{Duration, Instant};
 
 use nix::sys::resource::{Resource, getrlimit};
 use vmm_pool::driver::{Driver, DriverOp};
-use vmm_pool::{BroughtIn, HostDemand, HostStanding, PoolError, StepLog};
+use vmm_pool::{BroughtIn, HostDemand, HostStanding, Pool, PoolError, StepLog};
 
-use super::Member;
+use super::agent::Waker;
 use super::failures::pool_failure;
+use super::{Lifecycle, MemberConfig, Presence};
 use crate::host_memory::{HostFigure, HostNeed, LimitKind};
 use crate::time::micros;
 use crate::wire::{Failure, FailureKind, HostProgress, HostStage, MemberState};
@@ -29,9 +30,14 @@ const END_TIMEOUT: Duration = Duration::from_secs(1);
 /// The lowest priority: the application comes first.
 const NICE: i32 = 19;
 
-/// Of one process.
-#[derive(Debug, Default)]
-pub(super) struct Ahead {
+/// See the head of this module.
+#[derive(Debug)]
+pub(super) struct Prefault<D: Driver> {
+    pool: Arc<Pool<D>>,
+    presence: Arc<Presence>,
+    lifecycle: Arc<Lifecycle>,
+    config: Arc<MemberConfig>,
+    waker: Waker,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -69,12 +75,6 @@ struct Calm {
     not_before: Option<Instant>,
 }
 
-impl Ahead {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl State {
     /// `run` is over. The next one tells those that have requested more meanwhile.
     fn end(&mut self, run: &Run, stage: HostStage) {
@@ -88,17 +88,32 @@ impl State {
     }
 }
 
-impl<D: Driver> Member<D> {
+impl<D: Driver> Prefault<D> {
+    pub(super) fn new(
+        pool: Arc<Pool<D>>,
+        presence: Arc<Presence>,
+        lifecycle: Arc<Lifecycle>,
+        config: Arc<MemberConfig>,
+        waker: Waker,
+    ) -> Self {
+        let (state, changed) = (Mutex::default(), Condvar::new());
+        Self { pool, presence, lifecycle, config, waker, state, changed }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// How far it is. Waits for nothing.
-    pub(super) fn host_progress(&self) -> HostProgress {
+    pub(super) fn progress(&self) -> HostProgress {
         let HostStanding { held_bytes, wanted_bytes, .. } = self.pool.host_standing();
-        let progress = self.ahead.state().progress.clone();
+        let progress = self.state().progress.clone();
         HostProgress { held_bytes, wanted_bytes, need: None, ..progress }
     }
 
     /// What is missing, and what limits it.
-    pub(super) fn host_need(&self) -> HostProgress {
-        let progress = self.host_progress();
+    pub(super) fn need(&self) -> HostProgress {
+        let progress = self.progress();
         let HostProgress { held_bytes, wanted_bytes, .. } = progress;
         let grow_bytes = wanted_bytes.saturating_sub(held_bytes);
         let demand = HostDemand {
@@ -114,40 +129,40 @@ impl<D: Driver> Member<D> {
     }
 
     /// Has host memory brought in, up to `most_bytes`, on a thread of its own.
-    pub(super) fn begin_ahead(self: &Arc<Self>, most_bytes: u64) {
+    pub(super) fn begin(self: &Arc<Self>, most_bytes: u64) {
         {
-            let mut state = self.ahead.state();
+            let mut state = self.state();
             if state.asked.is_none() {
                 state.progress =
                     HostProgress { stage: HostStage::Grows, ..HostProgress::default() };
             }
             state.asked = Some(most_bytes);
         }
-        self.ahead.changed.notify_all();
-        self.start_ahead();
+        self.changed.notify_all();
+        self.start();
     }
 
-    /// Ends what [`Member::begin_ahead`] has begun, at the next chunk.
-    pub(super) fn call_ahead_off(&self) {
-        self.ahead.state().asked = None;
+    /// Ends what [`Prefault::begin`] has begun, at the next chunk.
+    pub(super) fn call_off(&self) {
+        self.state().asked = None;
     }
 
     /// Sees that there is a thread.
-    pub(super) fn start_ahead(self: &Arc<Self>) {
-        if std::mem::replace(&mut self.ahead.state().has_thread, true) {
+    pub(super) fn start(self: &Arc<Self>) {
+        if std::mem::replace(&mut self.state().has_thread, true) {
             return;
         }
-        let (member, after_panic) = (Arc::clone(self), Arc::clone(self));
+        let (prefault, after_panic) = (Arc::clone(self), Arc::clone(self));
         let thread = vmm_pool::threads::spawn(
             "sublet-ahead",
-            move || member.run_ahead(),
+            move || prefault.run(),
             move |text| {
                 let why = format!("Sublet failed inside, bringing host memory in ({text})");
-                after_panic.ahead_has_ended(&format!("{why}: report this, or pause without it"));
+                after_panic.has_ended(&format!("{why}: report this, or pause without it"));
             },
         );
         if let Err(error) = thread {
-            self.ahead_has_ended(&format!(
+            self.has_ended(&format!(
                 "no thread to bring host memory in with ({error}): raise its limit of threads (ulimit -u), or pause \
                  without it"
             ));
@@ -155,9 +170,9 @@ impl<D: Driver> Member<D> {
     }
 
     /// There is no thread for it, or no more.
-    fn ahead_has_ended(&self, why: &str) {
+    fn has_ended(&self, why: &str) {
         {
-            let mut state = self.ahead.state();
+            let mut state = self.state();
             state.has_thread = false;
             state.asked = None;
             state.progress.stage = HostStage::Stopped(Failure {
@@ -170,18 +185,18 @@ impl<D: Driver> Member<D> {
 
     /// Has idle host memory given back, as long as the machine is short.
     pub(super) fn begin_giving_back(self: &Arc<Self>) {
-        self.ahead.state().is_short = true;
-        self.ahead.changed.notify_all();
-        self.start_ahead();
+        self.state().is_short = true;
+        self.changed.notify_all();
+        self.start();
     }
 
     /// The process ends: waits a bounded time for the driver call that is under way.
-    pub(super) fn end_ahead(&self) {
+    pub(super) fn end(&self) {
         self.pool.stop_bringing_in(END_TIMEOUT);
-        self.ahead.changed.notify_all();
+        self.changed.notify_all();
     }
 
-    fn run_ahead(&self) {
+    fn run(&self) {
         if let Err(error) = rustix::process::setpriority_process(None, NICE) {
             tracing::debug!(%error, "host memory is brought in at the application's own priority");
         }
@@ -195,7 +210,7 @@ impl<D: Driver> Member<D> {
             if matches!(stage, HostStage::Stopped(_)) {
                 calm.not_before = Some(Instant::now() + AGAIN_AFTER);
             }
-            self.ahead.state().end(&run, stage);
+            self.state().end(&run, stage);
             self.waker.wake();
         }
     }
@@ -209,10 +224,10 @@ impl<D: Driver> Member<D> {
             if self.pool.has_stopped_bringing_in() {
                 return None;
             }
-            if std::mem::take(&mut self.ahead.state().is_short) {
+            if std::mem::take(&mut self.state().is_short) {
                 return Some(Task::GiveBack);
             }
-            if let Some(most_bytes) = self.ahead.state().asked {
+            if let Some(most_bytes) = self.state().asked {
                 return Some(bring_in(most_bytes, true));
             }
             if let Some(most_bytes) = self.config.prepares_up_to
@@ -220,15 +235,15 @@ impl<D: Driver> Member<D> {
                 && self.lifecycle.state() == MemberState::Active
                 && !self.pool.copies().is_given_back()
             {
-                self.ahead.state().progress =
+                self.state().progress =
                     HostProgress { stage: HostStage::Grows, ..HostProgress::default() };
                 return Some(bring_in(most_bytes, false));
             }
-            let state = self.ahead.state();
+            let state = self.state();
             if state.asked.is_none() && !state.is_short && !self.pool.has_stopped_bringing_in() {
                 let rest =
                     if self.config.prepares_up_to.is_some() { LOOK_EVERY } else { AGAIN_AFTER };
-                drop(self.ahead.changed.wait_timeout(state, rest));
+                drop(self.changed.wait_timeout(state, rest));
             }
         }
     }
@@ -236,13 +251,12 @@ impl<D: Driver> Member<D> {
     /// Brings in what is missing, as far as it may.
     fn bring_all_in(&self, run: &Run) -> HostStage {
         loop {
-            if self.pool.has_stopped_bringing_in()
-                || (run.is_asked && self.ahead.state().asked.is_none())
+            if self.pool.has_stopped_bringing_in() || (run.is_asked && self.state().asked.is_none())
             {
                 return HostStage::Rests;
             }
             if !matches!(self.lifecycle.state(), MemberState::Active | MemberState::Paused) {
-                self.ahead.state().progress.stage = HostStage::Waits;
+                self.state().progress.stage = HostStage::Waits;
                 self.lifecycle.rest(REST);
                 continue;
             }
@@ -270,7 +284,7 @@ impl<D: Driver> Member<D> {
             steps.map(|step| step.elapsed_us).sum::<u64>()
         };
         {
-            let progress = &mut self.ahead.state().progress;
+            let progress = &mut self.state().progress;
             progress.stage = HostStage::Grows;
             progress.brought_in_bytes += size_bytes;
             progress.elapsed_us = micros(run.begun.elapsed());
