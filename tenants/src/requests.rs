@@ -115,7 +115,7 @@ pub fn act_for_own_tags<D: Driver>(
     };
     // A process that is paused as a whole comes back with its tenant. Whether it may act alone is known for certain
     // only once nobody can come for the memory any more: this look spares an attempt in vain.
-    let is_shared = member.pool().holdings().is_shared(&member.paused_selection(&scope));
+    let is_shared = member.pool().holdings().is_shared(&scope.paused(member.presence().id()));
     if !is_shared && member.lifecycle().state() == MemberState::Active {
         match act_with(TakesPart::Alone(member.presence().id())) {
             Err(error) if error.is_shared() => {}

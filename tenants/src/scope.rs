@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 pub use vmm_pool::LIBRARY_TAGS;
-use vmm_pool::Tags;
+use vmm_pool::{Selection, Tags, Whose};
 
 use crate::identity::{MemberId, TenantName};
 
@@ -156,11 +156,28 @@ impl Scope {
         format!("sublet resume {tenant}{}", tags.concat())
     }
 
+    /// What of it a pause takes from process `own`.
+    pub fn paused(&self, own: MemberId) -> Selection {
+        match self {
+            Self::Whole => Selection::Whole,
+            Self::Tags { tags, owner } => Selection::Tagged(tags.to_pause(), whose(*owner, own)),
+        }
+    }
+
     /// Is `id` one whose own memory this is about?
     pub fn is_about(&self, id: MemberId) -> bool {
         match self {
             Self::Whole | Self::Tags { owner: None, .. } => true,
             Self::Tags { owner: Some(owner), .. } => *owner == id,
         }
+    }
+}
+
+/// The memory of `owner`, or of everybody, as process `own` calls it.
+pub(crate) fn whose(owner: Option<MemberId>, own: MemberId) -> Whose {
+    match owner {
+        None => Whose::Everybody,
+        Some(owner) if owner == own => Whose::Own,
+        Some(owner) => Whose::Owner(owner.into()),
     }
 }

@@ -39,9 +39,10 @@ fn what_was_paused_can_be_resumed_within_a_limit_that_the_application_lived_with
     let class = || Class { library: "test", tag: String::new(), contents: Contents::Discard };
     for _ in 0..SHARED {
         let shared = owner.pool().enter().create(GRANULARITY_BYTES, &prop, class()).unwrap();
-        let fd = owner.issue_ticket(&owner.pool().enter(), shared).unwrap();
+        let fd = owner.sharing().issue_ticket(&owner.pool().enter(), shared).unwrap();
         let ticket = Ticket::read(fd.as_fd()).unwrap().unwrap();
-        let imported = importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").unwrap();
+        let imported =
+            importer.sharing().redeem_ticket(&importer.pool().enter(), &ticket, "test").unwrap();
         for (member, handle) in [(&owner, shared), (&importer, imported)] {
             let driver = member.pool().driver();
             let at = driver.address_reserve(GRANULARITY_BYTES, 0, DeviceAddress(0)).unwrap();

@@ -165,7 +165,7 @@ fn memory_of(owner: &Member<SimDriver>) -> Outcome<String> {
     let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
     let class = Class { library: "test", ..Class::default() };
     let handle = owner.pool().enter().create(GRANULARITY_BYTES, &prop, class)?;
-    let ticket = owner.issue_ticket(&owner.pool().enter(), handle)?;
+    let ticket = owner.sharing().issue_ticket(&owner.pool().enter(), handle)?;
     let ticket = Ticket::read(ticket.as_fd())?.ok_or_else(|| Trouble::new("it is no ticket"))?;
     Ok(format!("{:032x}", u128::from_be_bytes(ticket.allocation.0)))
 }
@@ -251,11 +251,11 @@ fn a_stolen_ticket_is_of_no_use_to_another_user() -> Outcome {
         let output = command.stdin(Stdio::from(ticket)).output()?;
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     };
-    let said = redeem(stage.member.issue_ticket(&stage.member.pool().enter(), handle)?)?;
+    let said = redeem(stage.member.sharing().issue_ticket(&stage.member.pool().enter(), handle)?)?;
     assert!(said.starts_with("refused") && said.contains(PERMISSION), "{said}");
     // Even with the door open, the owner hangs up on it.
     stage.open_the_door()?;
-    let said = redeem(stage.member.issue_ticket(&stage.member.pool().enter(), handle)?)?;
+    let said = redeem(stage.member.sharing().issue_ticket(&stage.member.pool().enter(), handle)?)?;
     assert_eq!(said.trim_end(), "done 0 bytes");
     stage.close_the_door()?;
     stage.all_is_well()

@@ -127,9 +127,9 @@ fn imports_leave_and_come_back_with_their_owners_tag() -> TestOutcome {
     let [owner, importer] = [&tenant.members[0], &tenant.members[1]];
     let (shared, _) = memory(owner, "shared");
     memory(importer, "shared");
-    let fd = owner.issue_ticket(&owner.pool().enter(), shared)?;
+    let fd = owner.sharing().issue_ticket(&owner.pool().enter(), shared)?;
     let ticket = Ticket::read(fd.as_fd())?.ok_or_else(|| Trouble::new("no ticket"))?;
-    let imported = importer.redeem_ticket(&importer.pool().enter(), &ticket, "test")?;
+    let imported = importer.sharing().redeem_ticket(&importer.pool().enter(), &ticket, "test")?;
     on::map(importer.pool(), imported, 1, DEVICE);
     assert_eq!(tenant.used()?, 2 * UNIT);
     // The importer touches it whenever it likes, unless it has agreed not to.
@@ -231,9 +231,9 @@ fn who_asks_from_outside_has_processes_stand_still_and_what_was_away_before_stay
         }
     }
     let (shared, _) = memory(owner, "weights");
-    let fd = owner.issue_ticket(&owner.pool().enter(), shared)?;
+    let fd = owner.sharing().issue_ticket(&owner.pool().enter(), shared)?;
     let ticket = Ticket::read(fd.as_fd())?.ok_or_else(|| Trouble::new("no ticket"))?;
-    let imported = importer.redeem_ticket(&importer.pool().enter(), &ticket, "test")?;
+    let imported = importer.sharing().redeem_ticket(&importer.pool().enter(), &ticket, "test")?;
     on::map(importer.pool(), imported, 1, DEVICE);
     assert!(completed(&act_for_own_tags(owner, tags(&["kv"]), Action::Pause, None)?));
     assert_eq!(tenant.used()?, 4 * UNIT);

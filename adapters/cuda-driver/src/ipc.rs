@@ -66,7 +66,7 @@ pub fn try_open<D: Driver>(
 ) -> Option<Result<DeviceAddress, ImportError>> {
     let (ticket, asked_bytes) = read(member, handle)?;
     let entered = member.pool().enter();
-    let opened = member.redeem_ticket(&entered, &ticket, library).and_then(|handle| {
+    let opened = member.sharing().redeem_ticket(&entered, &ticket, library).and_then(|handle| {
         let address = entered.block_open(handle, asked_bytes, accessor)?;
         // Who enables peer access from here on finds it.
         entered.block_admit(address, &accessors.of(accessor));
@@ -88,7 +88,7 @@ fn read<D: Driver>(member: &Member<D>, handle: &[u8; HANDLE_BYTES]) -> Option<(T
     if asked_bytes > size_bytes {
         return None;
     }
-    let tenant = member.tenant_of(owner);
+    let tenant = member.sharing().tenant_of(owner);
     let ticket = Ticket::uncounted(AllocationId(*id), size_bytes, owner, tenant);
     Some((ticket, asked_bytes))
 }

@@ -192,7 +192,8 @@ pub fn set_access<D: Driver>(
 #[doc(alias = "cuMemExportToShareableHandle")]
 pub fn export<D: Driver>(member: &Member<D>, handle: u64) -> Answer<OwnedFd> {
     let entered = member.pool().enter();
-    ours(handle).and_then(|handle| Answer::of_import(member.issue_ticket(&entered, handle)))
+    ours(handle)
+        .and_then(|handle| Answer::of_import(member.sharing().issue_ticket(&entered, handle)))
 }
 
 /// The memory that a ticket stands for; another descriptor becomes memory that is never paused.
@@ -205,7 +206,7 @@ pub fn import<D: Driver>(
     let entered = member.pool().enter();
     match Ticket::read(fd) {
         Ok(Some(ticket)) => {
-            let redeemed = member.redeem_ticket(&entered, &ticket, library);
+            let redeemed = member.sharing().redeem_ticket(&entered, &ticket, library);
             let redeemed = redeemed.inspect(|handle| note_made(member, library, *handle));
             Answer::of_import(redeemed).map(VirtualHandle::raw)
         }

@@ -18,8 +18,8 @@ use vmm_pool::driver::Driver;
 use vmm_pool::threads::text_of;
 
 use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
-use super::lending::HandedOut;
 use super::neighbours::Given;
+use super::sharing::HandedOut;
 use super::worker::{self, Done, Job, NOBODY, Work};
 use super::{AGENT_TIMEOUT, Member};
 use crate::descriptors::Reserve;
@@ -381,8 +381,8 @@ impl<D: Driver> Agent<D> {
             }
             Request::Save(step) => {
                 let client = self.clients.connection(number);
-                let checked =
-                    client.map(|client| self.member.check_neighbour(client, Given::Contents));
+                let checked = client
+                    .map(|client| self.member.presence.check_neighbour(client, Given::Contents));
                 if let Some(Err(failure)) = checked {
                     self.say(number, Reply::Failed(failure));
                     return;
@@ -414,7 +414,7 @@ impl<D: Driver> Agent<D> {
             Request::FetchFds(fetch) => {
                 // Here and not on the worker: once it has shut the gate, what is said to be lent is all.
                 let client = self.clients.find(number);
-                match client.map(|client| self.member.hand_out(&fetch, client)) {
+                match client.map(|client| self.member.sharing.hand_out(&fetch, client)) {
                     None => {}
                     Some(Ok(HandedOut { fds, tags, missing, devices })) => {
                         let count = u32::try_from(fds.len()).unwrap_or(u32::MAX);
@@ -425,7 +425,7 @@ impl<D: Driver> Agent<D> {
                 }
             }
             Request::Lent(AskLent { scope }) => {
-                let reply = Reply::Lent(Box::new(self.member.lending(&scope)));
+                let reply = Reply::Lent(Box::new(self.member.sharing.lending(&scope)));
                 if self.leading() == Some(number) {
                     // A look that the worker is still at was requested before: it ends now, and is answered before.
                     self.member.cut().claim(number);

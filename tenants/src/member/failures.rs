@@ -5,6 +5,7 @@ use vmm_pool::gate::WaitingCall;
 use vmm_pool::{DrainError, PoolError};
 
 use super::ImportError;
+use crate::identity::TenantName;
 use crate::state::InvalidTransition;
 use crate::stepping::{HeldCall, at_work, not_idle};
 use crate::wire::{Failure, FailureKind, Phase};
@@ -73,6 +74,17 @@ pub(super) fn faulted() -> Failure {
         kind: FailureKind::Faulted,
         message: format!(
             "process {} is faulted: something of it was lost before; end it",
+            std::process::id()
+        ),
+    }
+}
+
+/// What callers that need the driver are told during a deep pause.
+pub(super) fn frozen(tenant: &TenantName) -> Failure {
+    Failure {
+        kind: FailureKind::NotNow,
+        message: format!(
+            "process {} is in a deep pause, with nothing on any GPU: `sublet resume {tenant}` brings it back",
             std::process::id()
         ),
     }

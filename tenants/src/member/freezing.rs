@@ -85,16 +85,4 @@ impl<D: Driver> Member<D> {
             )))
         })
     }
-
-    /// What callers that need the driver are told meanwhile.
-    pub(super) fn frozen(&self) -> Failure {
-        Failure {
-            kind: FailureKind::NotNow,
-            message: format!(
-                "process {} is in a deep pause, with nothing on any GPU: `sublet resume {}` brings it back",
-                std::process::id(),
-                self.presence().tenant()
-            ),
-        }
-    }
 }

@@ -12,20 +12,16 @@
 
 mod agent;
 mod asking;
-mod borrowing;
 mod budget;
 mod captures;
 mod clients;
 mod config;
 mod failures;
-mod fetch;
 mod freezing;
 mod idle;
-mod lending;
 mod lifecycle;
 mod neighbours;
 mod notes;
-mod owners;
 mod phase_log;
 mod phases;
 mod prefault;
@@ -35,13 +31,13 @@ mod resuming;
 mod rounds;
 mod saving;
 mod selection;
+mod sharing;
 mod stepping;
 mod termination;
 #[cfg(test)]
 mod tests;
 mod worker;
 
-use std::collections::HashMap;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -54,25 +50,20 @@ pub use budget::Counting;
 pub use captures::{BeforeCapture, Captures, ContextWait};
 pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
 pub use config::{FAMILY_WAIT, JoinError, MemberConfig};
-pub use fetch::ImportError;
-pub use lending::IPC_LIBRARY;
 pub use lifecycle::Lifecycle;
 pub use notes::Notes;
 pub use presence::Presence;
 pub(crate) use saving::SPILL_STEP_TIME;
+pub use sharing::{IPC_LIBRARY, ImportError, Sharing};
 
 use crate::checkpoints::Checkpointer;
 use crate::cut::Cut;
 use crate::descriptors::DescriptorLimit;
 use crate::host_memory::budget;
-use crate::identity::{MemberId, TenantName};
 use crate::region;
-use crate::transport::Connection;
 use crate::wire::{Action, HostProgress, MemberInfo, MemberState, MemberStats, TagBytes};
 use agent::Waker;
 use idle::Idle;
-use lending::KnownBorrower;
-use owners::Sharer;
 use phase_log::{LoggedPhases, PhaseLog};
 use prefault::Prefault;
 use progress::Progress;
@@ -94,13 +85,7 @@ pub struct Member<D: Driver> {
     phase_log: PhaseLog,
     notes: Arc<Notes>,
     waker: Waker,
-    peers: Mutex<HashMap<MemberId, Connection>>,
-    /// Who owns what was imported, also after its end, and who holds what was given.
-    sharers: Mutex<HashMap<MemberId, Sharer>>,
-    /// Of which other tenants the owners are that memory was asked of.
-    lenders: Mutex<HashMap<MemberId, TenantName>>,
-    /// Processes of other tenants that memory was lent to.
-    borrowers: Mutex<HashMap<MemberId, KnownBorrower>>,
+    sharing: Sharing<D>,
     /// Raised while a phase under way is to end early, because it will be undone.
     calling_off: CallingOff,
     /// Descriptors of a resume that is over, to be closed when there is time.
@@ -133,6 +118,8 @@ impl<D: Driver> Member<D> {
         let (pool, keeper) = Pool::new(driver, config.toucher_threads, config.own_contexts);
         let (presence, notes) = (Arc::new(presence), Arc::<Notes>::default());
         let idle = Idle::new(Arc::clone(&pool));
+        let sharing =
+            Sharing::new(Arc::clone(&pool), Arc::clone(&presence), Arc::clone(&lifecycle), &config);
         let counting = Counting::new(
             Arc::clone(&pool),
             Arc::clone(&presence),
@@ -160,10 +147,7 @@ impl<D: Driver> Member<D> {
             is_pausing: AtomicBool::new(false),
             nccl_is_asked_away: AtomicBool::new(false),
             waker,
-            peers: Mutex::default(),
-            sharers: Mutex::default(),
-            lenders: Mutex::default(),
-            borrowers: Mutex::default(),
+            sharing,
             calling_off: CallingOff::default(),
             spare: Mutex::default(),
             descriptor_limit: DescriptorLimit::default(),
@@ -215,6 +199,11 @@ impl<D: Driver> Member<D> {
         &self.notes
     }
 
+    /// The memory that it shares with others.
+    pub fn sharing(&self) -> &Sharing<D> {
+        &self.sharing
+    }
+
     /// What the application itself asks for.
     pub fn asking(&self) -> &Asking {
         &self.asking
@@ -258,11 +247,6 @@ impl<D: Driver> Member<D> {
 
     fn progress(&self) -> MutexGuard<'_, Progress<D>> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Connections to owners that are not in use.
-    fn peers(&self) -> MutexGuard<'_, HashMap<MemberId, Connection>> {
-        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Where launches that wait for other ranks are counted, and held.
@@ -363,7 +347,7 @@ impl<D: Driver> Member<D> {
             }
         }
         let communicators = self.cut.ranks();
-        let lent = self.lent(&Selection::Whole);
+        let lent = self.sharing.lent(&Selection::Whole);
         let idleness = self.idle.look();
         let LoggedPhases { last_pause, last_resume, pause_times, .. } = self.phase_log.all();
         // All of one instant: host memory may be growing.

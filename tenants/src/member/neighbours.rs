@@ -5,9 +5,8 @@ use std::io::{self, ErrorKind};
 
 use nix::errno::Errno;
 use nix::unistd::geteuid;
-use vmm_pool::driver::Driver;
 
-use super::Member;
+use super::Presence;
 use super::clients::Client;
 use crate::identity::{MemberId, TenantName};
 use crate::run_dir::TenantDir;
@@ -21,7 +20,7 @@ pub(super) enum Given {
     Contents,
 }
 
-impl<D: Driver> Member<D> {
+impl Presence {
     /// Refuses `what` to a process that is not of this pid namespace.
     pub(super) fn check_neighbour(&self, client: &Connection, what: Given) -> Result<(), Failure> {
         if client.is_neighbour().map_err(|error| not_seen(&error))? {
@@ -32,12 +31,12 @@ impl<D: Driver> Member<D> {
             Given::Memory => format!(
                 "process {own} of tenant {} gives no memory to {asks}, which is not in its pid namespace: start both in one \
                  (docker run --pid=container:NAME)",
-                self.presence().tenant()
+                self.tenant()
             ),
             Given::Contents => format!(
                 "process {own} of tenant {0} writes no saved contents for {asks}, which is not in its pid namespace: run \
                  sublet save {0} there (docker exec, kubectl exec)",
-                self.presence().tenant()
+                self.tenant()
             ),
         };
         Err(Failure { kind: FailureKind::Unknown, message })

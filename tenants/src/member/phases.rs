@@ -232,7 +232,7 @@ impl<D: Driver> Member<D> {
     /// Refuses to take memory away that a device may hold the pages of, unseen by us: it would go on reading and writing
     /// there.
     fn refuse_unseen_pins(&self, scope: &Scope) -> Result<(), Failure> {
-        let leaving = self.pool.holdings().resident_bytes(&self.paused_selection(scope));
+        let leaving = self.pool.holdings().resident_bytes(&scope.paused(self.presence.id()));
         if leaving.values().all(|bytes| *bytes == 0) {
             return Ok(());
         }
@@ -273,7 +273,7 @@ impl<D: Driver> Member<D> {
         let unused = if is_locked { Vec::new() } else { (self.config.unused)() };
         quiesced.mark_unused(&unused, &selection);
         let references = self.pool.holdings().references(&selection);
-        let partners = self.living_sharers(&references.holders);
+        let partners = self.sharing.sharers().living(&references.holders);
         let references = References::new(references, partners);
         // The devices of all processes are idle, behind gates that are shut: nobody writes to it from here on.
         let seen = quiesced.survey(&selection);
@@ -335,7 +335,7 @@ impl<D: Driver> Member<D> {
     ) -> Result<PhaseReport, Failure> {
         self.lifecycle.expect(MemberState::Offloading)?;
         let (quiesced, selection) = self.next_of(Progress::into_quiesced)?;
-        self.forget_ended();
+        self.sharing.sharers().forget_ended();
         let stays: Vec<_> = stays.iter().map(|stay| (stay.id, stay.reason)).collect();
         match quiesced.prepare(selection, &stays, copies, self.host_budget(), schedule) {
             Ok((prepared, log)) => {
@@ -463,7 +463,11 @@ impl<D: Driver> Member<D> {
         }
         self.lifecycle.expect(MemberState::Paused)?;
         let devices = self.deltas(&self.by_device(self.pool.holdings().resident_bytes(&selection)));
-        Ok(PhaseReport { devices, notes: self.lost_imports(), ..PhaseReport::default() })
+        Ok(PhaseReport {
+            devices,
+            notes: self.sharing.sharers().lost_imports(),
+            ..PhaseReport::default()
+        })
     }
 
     /// As [`Member::verify`], of a pause by tag. Where the process runs on, new memory of the tags may be there already.

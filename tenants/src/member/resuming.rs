@@ -10,11 +10,11 @@ use vmm_pool::{
 };
 
 use super::Member;
-use super::failures::{faulted, import_failure, pool_failure, wrong_state};
-use super::fetch::Missing;
+use super::failures::{faulted, frozen, import_failure, pool_failure, wrong_state};
 use super::phases::report;
 use super::progress::Progress;
 use super::selection::Resumed;
+use super::sharing::Missing;
 use crate::descriptors::free_descriptors;
 use crate::phase::{Action, Window};
 use crate::scope::Scope;
@@ -99,13 +99,17 @@ impl<D: Driver> Member<D> {
         deadline: Instant,
     ) -> Result<PhaseReport, Failure> {
         self.lifecycle.expect(MemberState::Restoring)?;
-        let mut notes = if without_lost { self.leave_lost_out() } else { Vec::new() };
+        let mut notes = if without_lost {
+            self.sharing.sharers().leave_lost_out(&self.notes)
+        } else {
+            Vec::new()
+        };
         let (log, missing) = self.fetch_imports(deadline)?;
         for missing in missing {
             if !without_lost {
                 return Err(import_failure(&missing.into()));
             }
-            notes.push(self.leave_missing_out(&missing));
+            notes.push(self.sharing.sharers().leave_missing_out(&missing, &self.notes));
         }
         let mut report = self.map_imports(log)?;
         report.notes.extend(notes);
@@ -114,7 +118,7 @@ impl<D: Driver> Member<D> {
 
     fn fetch_imports(&self, deadline: Instant) -> Result<(StepLog, Vec<Missing>), Failure> {
         let mut returning = self.take_returning()?;
-        let fetched = self.import_again(&mut returning, deadline);
+        let fetched = self.sharing.import_again(&mut returning, &self.calling_off, deadline);
         self.set_progress(Progress::Returning(returning));
         fetched.map_err(|error| import_failure(&error))
     }
@@ -264,7 +268,7 @@ impl<D: Driver> Member<D> {
                 Reply::Needs(Needed { devices: self.deltas(&away), largest_bytes })
             }
             MemberState::Faulted => Reply::Failed(faulted()),
-            MemberState::Deep => Reply::Failed(self.frozen()),
+            MemberState::Deep => Reply::Failed(frozen(self.presence.tenant())),
             state @ (MemberState::Offloading | MemberState::Restoring) => {
                 Reply::Failed(wrong_state(format!(
                     "process {} is {state:?}: what a resume needs is known when it runs or is paused",

@@ -10,8 +10,7 @@ use vmm_pool::{Aside, Away, Selection, Whose};
 
 use super::Member;
 use super::failures::wrong_state;
-use crate::identity::MemberId;
-use crate::scope::{NCCL_TAG, Scope};
+use crate::scope::{NCCL_TAG, Scope, whose};
 use crate::state::MemberState;
 use crate::wire::{Failure, FailureKind};
 
@@ -24,22 +23,14 @@ pub(super) enum Resumed {
 }
 
 impl<D: Driver> Member<D> {
-    /// What of `scope` a pause takes from this process.
-    pub fn paused_selection(&self, scope: &Scope) -> Selection {
-        match scope {
-            Scope::Whole => Selection::Whole,
-            Scope::Tags { tags, owner } => Selection::Tagged(tags.to_pause(), self.whose(*owner)),
-        }
-    }
-
-    /// The same, of a pause meanwhile which this process `stands` still or not. One that stands still already gives the rest.
+    /// What of `scope` a pause takes from this process, which `stands` still meanwhile or not. One that stands still already gives the rest.
     pub(super) fn leaving_selection(&self, scope: &Scope, stands: bool) -> Selection {
         match scope {
             Scope::Whole if self.stood_without_tags() => Selection::Rest,
             Scope::Tags { tags, owner } if stands => {
-                Selection::Standing(tags.to_pause(), self.whose(*owner))
+                Selection::Standing(tags.to_pause(), whose(*owner, self.presence.id()))
             }
-            Scope::Whole | Scope::Tags { .. } => self.paused_selection(scope),
+            Scope::Whole | Scope::Tags { .. } => scope.paused(self.presence.id()),
         }
     }
 
@@ -69,7 +60,7 @@ impl<D: Driver> Member<D> {
                 | MemberState::Deep
                 | MemberState::Restoring
                 | MemberState::Faulted,
-            ) => Resumed::Aside(Aside(tags.to_resume(), self.whose(*owner))),
+            ) => Resumed::Aside(Aside(tags.to_resume(), whose(*owner, self.presence.id()))),
         }
     }
 
@@ -87,14 +78,6 @@ impl<D: Driver> Member<D> {
             return Err(Failure { kind: FailureKind::Shared, message: message.to_owned() });
         }
         Ok(())
-    }
-
-    fn whose(&self, owner: Option<MemberId>) -> Whose {
-        match owner {
-            None => Whose::Everybody,
-            Some(owner) if owner == self.presence().id() => Whose::Own,
-            Some(owner) => Whose::Owner(owner.into()),
-        }
     }
 }
 

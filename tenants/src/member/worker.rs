@@ -11,7 +11,7 @@ use vmm_pool::driver::Driver;
 use vmm_pool::threads::text_of;
 
 use super::Member;
-use super::failures::failed_inside;
+use super::failures::{failed_inside, frozen};
 use super::saving::Saving;
 use crate::phase::{Action, Stage};
 use crate::scope::Scope;
@@ -113,7 +113,7 @@ fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Don
 fn do_job<D: Driver>(member: &Member<D>, saving: &mut Option<Saving>, job: Job) -> Option<Reply> {
     let Job { connection, work, deadline } = job;
     if member.lifecycle.state() == MemberState::Deep && work.needs_driver() {
-        return Some(Reply::Failed(member.frozen()));
+        return Some(Reply::Failed(frozen(member.presence.tenant())));
     }
     Some(match work {
         Work::Phase(round, order) => {

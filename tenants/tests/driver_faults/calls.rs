@@ -70,9 +70,10 @@ impl Made {
             write(owner, device, part, SEED + n as u64);
             handles.push(handle);
         }
-        let fd = again(|| owner.issue_ticket(&owner.pool().enter(), handles[2]));
+        let fd = again(|| owner.sharing().issue_ticket(&owner.pool().enter(), handles[2]));
         let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
-        let handle = again(|| importer.redeem_ticket(&importer.pool().enter(), &ticket, "test"));
+        let handle =
+            again(|| importer.sharing().redeem_ticket(&importer.pool().enter(), &ticket, "test"));
         let imported = reserve(importer, 1);
         map(importer, imported, handle, elsewhere);
         // The mapping keeps it.

@@ -60,9 +60,10 @@ fn share_and_let_go(stage: &Stage) {
     let kept = || class(Contents::Keep);
     let prop = AllocationProp::pinned_on(device_of(0));
     let made = again(|| Ok(owner.pool().enter().create(UNIT, &prop, kept())?));
-    let ticket = again(|| owner.issue_ticket(&owner.pool().enter(), made));
+    let ticket = again(|| owner.sharing().issue_ticket(&owner.pool().enter(), made));
     let ticket = Ticket::read(ticket.as_fd()).expect("readable").expect("a ticket");
-    let imported = again(|| importer.redeem_ticket(&importer.pool().enter(), &ticket, "test"));
+    let imported =
+        again(|| importer.sharing().redeem_ticket(&importer.pool().enter(), &ticket, "test"));
     let mut places = Vec::new();
     for (member, handle, device) in
         [(owner, made, device_of(0)), (importer, imported, device_of(1))]

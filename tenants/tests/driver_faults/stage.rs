@@ -149,10 +149,12 @@ impl Stage {
         let shared = create(&member, device, 2, Contents::Keep);
         let places = [(); 2].map(|()| memory::map(member.pool(), shared, 2, device));
         write(&member, device, places[0], seed);
-        let fd = member.issue_ticket(&member.pool().enter(), shared).expect("a ticket");
+        let fd = member.sharing().issue_ticket(&member.pool().enter(), shared).expect("a ticket");
         let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
-        let imported =
-            importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("import");
+        let imported = importer
+            .sharing()
+            .redeem_ticket(&importer.pool().enter(), &ticket, "test")
+            .expect("import");
         for place in places {
             self.spot(index, device, place, seed);
             let there = memory::map(importer.pool(), imported, 2, elsewhere);
@@ -180,10 +182,12 @@ impl Stage {
         let range = memory::map(member.pool(), filed, 1, device);
         write(&member, device, range, seed);
         self.spot(index, device, range, seed);
-        let fd = member.issue_ticket(&member.pool().enter(), filed).expect("a ticket");
+        let fd = member.sharing().issue_ticket(&member.pool().enter(), filed).expect("a ticket");
         let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
-        let imported =
-            importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("import");
+        let imported = importer
+            .sharing()
+            .redeem_ticket(&importer.pool().enter(), &ticket, "test")
+            .expect("import");
         let there = memory::map(importer.pool(), imported, 1, elsewhere);
         self.spot(peer, elsewhere, there, seed);
         importer.pool().enter_giving_up().release(imported).expect("the mapping keeps it");
@@ -207,7 +211,8 @@ impl Stage {
         let lonely = create(&member, device_of(index), 1, Contents::Keep);
         let range = memory::map(member.pool(), lonely, 1, device_of(index));
         write(&member, device_of(index), range, seed);
-        let ticket = member.issue_ticket(&member.pool().enter(), lonely).expect("a ticket");
+        let ticket =
+            member.sharing().issue_ticket(&member.pool().enter(), lonely).expect("a ticket");
         member.pool().enter_giving_up().unmap(range).expect("unmap");
         free_addresses(&member, range);
         member.pool().enter_giving_up().release(lonely).expect("the ticket keeps it");
@@ -345,8 +350,10 @@ impl Stage {
         let importer = &self.members[1];
         let (fd, seed) = &self.ticket;
         let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
-        let handle =
-            importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("redeemed");
+        let handle = importer
+            .sharing()
+            .redeem_ticket(&importer.pool().enter(), &ticket, "test")
+            .expect("redeemed");
         let range = memory::map(importer.pool(), handle, 1, device_of(1));
         assert!(holds(importer, device_of(1), range, *seed), "the memory behind the ticket");
     }
@@ -394,7 +401,7 @@ pub(crate) fn redeem_block(
     let identity = owner.pool().enter_giving_up().block_identity(block);
     let (allocation, _, size_bytes) = identity.expect("a block");
     let ticket = Ticket::uncounted(allocation, size_bytes, owner.presence().id(), owner.presence().tenant().clone());
-    importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").map_err(drop)
+    importer.sharing().redeem_ticket(&importer.pool().enter(), &ticket, "test").map_err(drop)
 }
 
 pub(crate) fn write(member: &Process, device: DeviceOrdinal, range: VaRange, seed: u64) {

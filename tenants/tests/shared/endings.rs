@@ -204,7 +204,7 @@ fn a_death_in_a_pause_takes_all_survivors_back_to_the_same_memory() {
     let (middle, last) = (stage.join_with(slow), stage.join());
     let (mut child, ticket) = dying_owner(&stage);
     let of_the_dead =
-        middle.redeem_ticket(&middle.pool().enter(), &ticket, "test").expect("imported");
+        middle.sharing().redeem_ticket(&middle.pool().enter(), &ticket, "test").expect("imported");
     let of_the_dead_at = map(&middle, of_the_dead, 2);
     let (handle, at_middle) = written(&middle, 1, "", 7);
     let (_, at_last) = share(&middle, handle, &last, 1);
@@ -235,6 +235,7 @@ fn a_death_in_a_pause_takes_all_survivors_back_to_the_same_memory() {
     assert_one_memory((&middle, at_middle), (&last, at_last), 9);
     // What is lost is not given out again by its handle, which would map to nothing.
     let refused = middle
+        .sharing()
         .redeem_ticket(&middle.pool().enter(), &ticket, "test")
         .expect_err("nobody has it any more");
     assert!(refused.to_string().contains("could not be asked"), "{refused}");

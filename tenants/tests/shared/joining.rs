@@ -33,7 +33,7 @@ fn joined_in(phase: Phase) {
     let stage = Stage::new();
     let owner = stage.join();
     let (handle, at_owner) = written(&owner, 2, "", 7);
-    let ticket = owner.issue_ticket(&owner.pool().enter(), handle).expect("a ticket");
+    let ticket = owner.sharing().issue_ticket(&owner.pool().enter(), handle).expect("a ticket");
     let mut late: Option<(Process, JoinHandle<VaRange>)> = None;
     let outcome = stage.act_with(Action::Pause, options(Scope::Whole), &mut |event| {
         if let Event::StepStarted { step: Step::Phase(begun), .. } = event
@@ -77,7 +77,7 @@ fn a_process_that_waits_with_a_ticket_of_a_paused_owner_can_be_paused_itself() {
     let stage = Stage::new();
     let owner = stage.join();
     let (handle, at_owner) = written(&owner, 2, "", 7);
-    let ticket = owner.issue_ticket(&owner.pool().enter(), handle).expect("a ticket");
+    let ticket = owner.sharing().issue_ticket(&owner.pool().enter(), handle).expect("a ticket");
     stage.pause();
     let importer = stage.join();
     let redeeming = redeems(&importer, &ticket);
@@ -128,7 +128,7 @@ fn a_handle_opened_while_its_owner_pauses_alone_is_refused_by_the_tags_name_and_
         let (importer, tell) = (importer.clone(), tell.clone());
         std::thread::spawn(move || {
             let entered = importer.pool().enter();
-            tell.send(importer.redeem_ticket(&entered, &ticket, "test")).expect("heard");
+            tell.send(importer.sharing().redeem_ticket(&entered, &ticket, "test")).expect("heard");
         })
     };
     let mut opened = None;
@@ -146,8 +146,10 @@ fn a_handle_opened_while_its_owner_pauses_alone_is_refused_by_the_tags_name_and_
 
     let resumed = stage.act_with(Action::Resume, alone(&owner), &mut |_| {});
     assert!(matches!(resumed, Ok(Outcome::Completed(_))), "{resumed:?}");
-    let handle =
-        importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("it is there");
+    let handle = importer
+        .sharing()
+        .redeem_ticket(&importer.pool().enter(), &ticket, "test")
+        .expect("it is there");
     let start = importer.pool().enter().block_open(handle, asked_bytes, DEVICE).expect("opened");
     let at_importer = VaRange::new(start, 2 * UNIT);
     assert_eq!(holds(&importer, at_importer, 7), Ok(true));
@@ -159,8 +161,10 @@ fn an_alone_pause_of_memory_that_somebody_has_opened_gives_way_to_one_of_all() {
     let stage = Stage::new();
     let (owner, importer) = (stage.join(), stage.join());
     let (at_owner, ticket, asked_bytes) = block(&owner, "opened");
-    let handle =
-        importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").expect("redeemed");
+    let handle = importer
+        .sharing()
+        .redeem_ticket(&importer.pool().enter(), &ticket, "test")
+        .expect("redeemed");
     let start = importer.pool().enter().block_open(handle, asked_bytes, DEVICE).expect("opened");
     let at_importer = VaRange::new(start, 2 * UNIT);
     let refused = stage.act_with(Action::Pause, alone(&owner), &mut |_| {});
@@ -204,7 +208,7 @@ fn a_handle_that_is_opened_while_its_owner_frees_the_memory_is_refused_as_stale(
         let opening = {
             let importer = importer.clone();
             std::thread::spawn(move || {
-                importer.redeem_ticket(&importer.pool().enter(), &ticket, "test")
+                importer.sharing().redeem_ticket(&importer.pool().enter(), &ticket, "test")
             })
         };
         assert!(export.is_met(Duration::from_secs(30)), "it asks");
@@ -220,7 +224,7 @@ fn an_agent_that_panics_hangs_up_says_so_and_goes_on() {
     let stage = Stage::new();
     let (owner, importer) = (stage.join(), stage.join());
     let (at_owner, ticket, _) = block(&owner, "");
-    let redeem = || importer.redeem_ticket(&importer.pool().enter(), &ticket, "test");
+    let redeem = || importer.sharing().redeem_ticket(&importer.pool().enter(), &ticket, "test");
     owner.pool().driver().faults().panic_at(DriverOp::Export);
     let hung_up = redeem().expect_err("its agent has failed");
     assert!(matches!(hung_up, ImportError::Owner { .. }), "{hung_up}");
@@ -240,8 +244,8 @@ fn a_second_ticket_for_what_is_held_is_redeemed_or_stays_good_when_its_tag_is_pa
     let stage = Stage::new();
     let (owner, importer) = (stage.join(), stage.join());
     let (handle, at_owner) = written(&owner, 2, "kv", 7);
-    let tickets =
-        [(); 2].map(|()| owner.issue_ticket(&owner.pool().enter(), handle).expect("a ticket"));
+    let tickets = [(); 2]
+        .map(|()| owner.sharing().issue_ticket(&owner.pool().enter(), handle).expect("a ticket"));
     let first = redeem(&importer, &tickets[0]).expect("imported");
     stage.must(Action::Pause, tags("kv"));
     let refused = redeem(&importer, &tickets[1]).expect_err("it is away");

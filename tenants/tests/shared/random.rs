@@ -130,6 +130,7 @@ impl Run {
             let ticket =
                 Ticket::uncounted(export.id, export.size_bytes, owner.presence().id(), tenant());
             let handle = importer
+                .sharing()
                 .redeem_ticket(&importer.pool().enter(), &ticket, "test")
                 .expect("redeemed");
             (handle, map(importer, handle, units))

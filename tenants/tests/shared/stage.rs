@@ -155,7 +155,7 @@ pub(crate) fn free(process: &Process, handle: VirtualHandle, range: VaRange) {
 
 pub(crate) fn redeem(importer: &Process, ticket: &OwnedFd) -> Result<VirtualHandle, ImportError> {
     let ticket = Ticket::read(ticket.as_fd()).expect("readable").expect("a ticket");
-    importer.redeem_ticket(&importer.pool().enter(), &ticket, "test")
+    importer.sharing().redeem_ticket(&importer.pool().enter(), &ticket, "test")
 }
 
 /// Gives `handle` of `owner` to `importer`: its handle and its place there.
@@ -165,7 +165,7 @@ pub(crate) fn share(
     importer: &Process,
     units: u64,
 ) -> (VirtualHandle, VaRange) {
-    let ticket = owner.issue_ticket(&owner.pool().enter(), handle).expect("a ticket");
+    let ticket = owner.sharing().issue_ticket(&owner.pool().enter(), handle).expect("a ticket");
     let imported = redeem(importer, &ticket).expect("imported");
     (imported, map(importer, imported, units))
 }

@@ -14,7 +14,7 @@ const WATCHED_MAX: usize = 256;
 
 fn exported(owner: &Process) -> (VirtualHandle, OwnedFd) {
     let handle = create(owner, 1, Class::default());
-    (handle, owner.issue_ticket(&owner.pool().enter(), handle).expect("a ticket"))
+    (handle, owner.sharing().issue_ticket(&owner.pool().enter(), handle).expect("a ticket"))
 }
 
 #[test]
@@ -53,7 +53,7 @@ fn one_ticket_serves_two_importers_after_its_owner_let_go() {
     let stage = Stage::new();
     let [owner, first, second] = [(); 3].map(|()| stage.join());
     let (handle, at_owner) = written(&owner, 2, "", 7);
-    let ticket = owner.issue_ticket(&owner.pool().enter(), handle).expect("a ticket");
+    let ticket = owner.sharing().issue_ticket(&owner.pool().enter(), handle).expect("a ticket");
     let one = redeem(&first, &ticket).expect("imported");
     free(&owner, handle, at_owner);
     let two = redeem(&second, &ticket).expect("the ticket is open");
@@ -83,7 +83,7 @@ fn unwatched(owner: &Process, handle: VirtualHandle) -> Ticket {
 }
 
 fn redeem_words(importer: &Process, ticket: &Ticket) -> VirtualHandle {
-    importer.redeem_ticket(&importer.pool().enter(), ticket, "test").expect("imported")
+    importer.sharing().redeem_ticket(&importer.pool().enter(), ticket, "test").expect("imported")
 }
 
 #[test]

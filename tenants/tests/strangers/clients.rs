@@ -231,9 +231,10 @@ fn more_importers_than_connections_pause_and_resume_together() {
     let (_, handle) = ticket_of(&owner);
     let importers: Vec<_> = (0..CONNECTIONS_MAX + 44).map(|_| stage.member("train")).collect();
     for importer in &importers {
-        let fd = owner.issue_ticket(&owner.pool().enter(), handle).unwrap();
+        let fd = owner.sharing().issue_ticket(&owner.pool().enter(), handle).unwrap();
         let ticket = Ticket::read(fd.as_fd()).unwrap().unwrap();
-        let imported = importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").unwrap();
+        let imported =
+            importer.sharing().redeem_ticket(&importer.pool().enter(), &ticket, "test").unwrap();
         let driver = importer.pool().driver();
         let at = driver.address_reserve(GRANULARITY_BYTES, 0, DeviceAddress(0)).unwrap();
         importer.pool().enter().map(VaRange::new(at, GRANULARITY_BYTES), 0, imported).unwrap();

@@ -100,10 +100,11 @@ fn a_process_that_names_no_family_asks_nobody_of_another_tenant() {
     trap.set_nonblocking(true).unwrap();
     let (good, _handle) = ticket_of(&lender);
     let ticket = Ticket { owner: MemberId(77), ..good };
-    let error = stranger.redeem_ticket(&stranger.pool().enter(), &ticket, "test").unwrap_err();
+    let error =
+        stranger.sharing().redeem_ticket(&stranger.pool().enter(), &ticket, "test").unwrap_err();
     assert!(matches!(error, ImportError::OtherTenant { .. }), "{error}");
     trap.accept().unwrap_err();
-    assert_eq!(stranger.tenant_of(MemberId(77)), name("train"));
+    assert_eq!(stranger.sharing().tenant_of(MemberId(77)), name("train"));
     lender.leave();
     stranger.leave();
 }
@@ -119,13 +120,15 @@ fn a_lender_that_answers_nothing_is_given_up_in_time() {
     let (good, _handle) = ticket_of(&lender);
     let ticket = Ticket { owner: MemberId(78), ..good.clone() };
     let began = Instant::now();
-    let error = borrower.redeem_ticket(&borrower.pool().enter(), &ticket, "test").unwrap_err();
+    let error =
+        borrower.sharing().redeem_ticket(&borrower.pool().enter(), &ticket, "test").unwrap_err();
     assert!(matches!(error, ImportError::Owner { .. }), "{error}");
     assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
     let elsewhere = Ticket { tenant: name("nowhere"), ..good.clone() };
-    let error = borrower.redeem_ticket(&borrower.pool().enter(), &elsewhere, "test").unwrap_err();
+    let error =
+        borrower.sharing().redeem_ticket(&borrower.pool().enter(), &elsewhere, "test").unwrap_err();
     assert!(matches!(error, ImportError::NoLender { .. }), "{error}");
-    borrower.redeem_ticket(&borrower.pool().enter(), &good, "test").unwrap();
+    borrower.sharing().redeem_ticket(&borrower.pool().enter(), &good, "test").unwrap();
     lender.leave();
     borrower.leave();
 }
@@ -135,7 +138,8 @@ fn the_applications_own_pause_together_waits_once_and_is_told_who_holds_what() {
     let stage = Stage::new();
     let (lender, borrower) = (stage.relative("train", RL), stage.relative("infer", RL));
     let (ticket, _handle) = ticket_of(&lender);
-    let borrowed = borrower.redeem_ticket(&borrower.pool().enter(), &ticket, "test").unwrap();
+    let borrowed =
+        borrower.sharing().redeem_ticket(&borrower.pool().enter(), &ticket, "test").unwrap();
     let options = Options {
         timeout: Some(Duration::from_secs(3)),
         consent: Some(Duration::from_secs(5)),
@@ -202,7 +206,10 @@ fn what_is_lent_in_the_last_moment_ends_a_pause_before_its_devices_are_drained()
             // Behind the first look, and before the gate is shut.
             if phase == Phase::CloseGate {
                 borrowed.get_or_insert_with(|| {
-                    borrower.redeem_ticket(&borrower.pool().enter(), &ticket, "test").unwrap()
+                    borrower
+                        .sharing()
+                        .redeem_ticket(&borrower.pool().enter(), &ticket, "test")
+                        .unwrap()
                 });
             }
         })
@@ -220,7 +227,7 @@ fn a_resume_that_waits_for_a_lender_on_its_way_ends_when_it_is_called_off() {
     let stage = Stage::new();
     let (lender, borrower) = (stage.relative("train", RL), stage.relative("infer", RL));
     let (ticket, _handle) = ticket_of(&lender);
-    borrower.redeem_ticket(&borrower.pool().enter(), &ticket, "test").unwrap();
+    borrower.sharing().redeem_ticket(&borrower.pool().enter(), &ticket, "test").unwrap();
     let mut coordinator = Connection::connect(borrower.presence().socket_path(), soon()).unwrap();
     let pause = [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release, Phase::Verify];
     lead(&mut coordinator, 1, &pause);

@@ -21,7 +21,7 @@ use crate::stage::{SimMember, Stage, answers, name, soon, ticket_of};
 const OWNER: MemberId = MemberId(0xabc);
 
 fn redeem(importer: &SimMember, ticket: &Ticket) -> Result<(), ImportError> {
-    importer.redeem_ticket(&importer.pool().enter(), ticket, "test").map(drop)
+    importer.sharing().redeem_ticket(&importer.pool().enter(), ticket, "test").map(drop)
 }
 
 /// A ticket whose owner is member [`OWNER`] of the importer's tenant.

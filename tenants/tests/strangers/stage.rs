@@ -81,7 +81,7 @@ pub(crate) fn class() -> Class {
 pub(crate) fn ticket_of(owner: &SimMember) -> (Ticket, VirtualHandle) {
     let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
     let handle = owner.pool().enter().create(GRANULARITY_BYTES, &prop, class()).unwrap();
-    let fd = owner.issue_ticket(&owner.pool().enter(), handle).unwrap();
+    let fd = owner.sharing().issue_ticket(&owner.pool().enter(), handle).unwrap();
     (Ticket::read(fd.as_fd()).unwrap().unwrap(), handle)
 }
 

@@ -176,7 +176,8 @@ fn lender(run_dir: &Path) -> io::Result<(Arc<Member<SimDriver>>, String)> {
     let class = Class { library: "test", ..Class::default() };
     let handle = member.pool().enter().create(GRANULARITY_BYTES, &prop, class);
     let handle = handle.map_err(io::Error::other)?;
-    let ticket = member.issue_ticket(&member.pool().enter(), handle).map_err(io::Error::other)?;
+    let ticket =
+        member.sharing().issue_ticket(&member.pool().enter(), handle).map_err(io::Error::other)?;
     let ticket = Ticket::read(ticket.as_fd()).map_err(io::Error::other)?;
     let id = ticket.map(|ticket| u128::from_be_bytes(ticket.allocation.0)).unwrap_or_default();
     Ok((member, format!("{id:032x}")))

@@ -31,7 +31,7 @@ impl Exchange {
     fn redeem(&self, offer: &Offer, ticket: &Ticket) -> Outcome<TakenHow> {
         let entered = self.member.pool().enter();
         let before = fired(&self.member);
-        let handle = match self.member.redeem_ticket(&entered, ticket, LIBRARY) {
+        let handle = match self.member.sharing().redeem_ticket(&entered, ticket, LIBRARY) {
             Ok(handle) => handle,
             Err(error) => return Ok(self.refusal(before, &error)),
         };
@@ -97,7 +97,9 @@ impl Exchange {
     pub(in super::super) fn settle(&self, words: &[u8]) -> Outcome {
         let entered = self.member.pool().enter();
         // It may have been redeemed by one that died since.
-        if let Ok(handle) = self.member.redeem_ticket(&entered, &Ticket::decode(words)?, LIBRARY) {
+        if let Ok(handle) =
+            self.member.sharing().redeem_ticket(&entered, &Ticket::decode(words)?, LIBRARY)
+        {
             let before = fired(&self.member);
             judged(&self.member, before, self.member.pool().enter_giving_up().release(handle))?;
         }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use nix::sys::stat::{SFlag, fstat};
 use vmm_pool::driver::Driver;
@@ -12,11 +12,11 @@ use vmm_pool::{
     StepLog, Use, VirtualHandle,
 };
 
-use super::Member;
-use super::borrowing::{REST_MAX, REST_MIN};
-use super::presence::NAMES_AGAIN_AFTER;
+use super::Sharing;
 use crate::descriptors::free_descriptors;
 use crate::identity::MemberId;
+use crate::member::presence::NAMES_AGAIN_AFTER;
+use crate::member::worker::CallingOff;
 use crate::ticket::{self, Ticket};
 use crate::transport::{Connection, TransportError};
 use crate::wire::{FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchFds, FetchPurpose, SentFds};
@@ -144,7 +144,7 @@ pub(super) struct Fetched {
 
 /// Imports that a living owner does not have any more.
 #[derive(Debug)]
-pub(super) struct Missing {
+pub(in crate::member) struct Missing {
     /// The owner, in words.
     pub(super) owner: String,
     pub(super) ids: BTreeSet<AllocationId>,
@@ -156,7 +156,11 @@ impl From<Missing> for ImportError {
     }
 }
 
-impl<D: Driver> Member<D> {
+/// Between two questions to an owner that is paused, or about to be.
+const REST_MIN: Duration = Duration::from_millis(1);
+const REST_MAX: Duration = Duration::from_millis(100);
+
+impl<D: Driver> Sharing<D> {
     /// A ticket for `handle`, instead of the driver's descriptor.
     ///
     /// # Errors
@@ -169,7 +173,7 @@ impl<D: Driver> Member<D> {
         let (export, part) = entered.cells().export_cell(handle)?;
         let owner = entered.cells().cell_owner(handle)?.map_or(self.presence.id(), MemberId::from);
         // A process that redeems a ticket for borrowed memory asks its owner.
-        let tenant = self.lender(owner).unwrap_or_else(|| self.config.tenant.clone());
+        let tenant = self.sharers.lender(owner).unwrap_or_else(|| self.presence.tenant().clone());
         let ticket = Ticket {
             allocation: export.id,
             serial: export.serial,
@@ -204,9 +208,9 @@ impl<D: Driver> Member<D> {
         library: &'static str,
     ) -> Result<VirtualHandle, ImportError> {
         let Ticket { allocation, serial, owner, part, .. } = *ticket;
-        let is_borrowed = ticket.tenant != self.config.tenant;
+        let is_borrowed = ticket.tenant != *self.presence.tenant();
         if is_borrowed {
-            self.approach(owner, &ticket.tenant)?;
+            self.sharers.approach(owner, &ticket.tenant)?;
         }
         let is_own = owner == self.presence.id();
         if let Some(handle) = entered.cells().import_held_cell(allocation, serial, part)? {
@@ -248,17 +252,17 @@ impl<D: Driver> Member<D> {
         id: AllocationId,
         serial: u64,
     ) -> Result<Fetched, ImportError> {
-        let give_up = self.open_deadline(owner);
+        let give_up = self.sharers.open_deadline(owner);
         let names_by = Instant::now() + NAMES_AGAIN_AFTER;
         let names_by = give_up.map_or(names_by, |at| at.min(names_by));
         let mut rest = REST_MIN;
         loop {
-            let deadline = Instant::now() + self.answer_timeout(owner);
+            let deadline = Instant::now() + self.sharers.answer_timeout(owner);
             let purpose = FetchPurpose::Redeem { serial };
             match self.fetch(owner, &[id], purpose, deadline) {
                 Err(ImportError::Refused(failure)) if is_over_later(failure.kind) => {
                     if give_up.is_some_and(|at| Instant::now() >= at) {
-                        let waited_ms = self.config.family_wait.as_millis();
+                        let waited_ms = self.sharers.family_wait.as_millis();
                         let message = format!("{failure}; it was waited for for {waited_ms} ms");
                         return Err(ImportError::Refused(Failure { message, ..failure }));
                     }
@@ -284,9 +288,10 @@ impl<D: Driver> Member<D> {
     ///
     /// Descriptors are fetched all before the first is imported, because the driver is slow where one process exports
     /// while another imports, but never more simultaneously than this process may open.
-    pub(super) fn import_again(
+    pub(in crate::member) fn import_again(
         &self,
         returning: &mut Returning<D>,
+        calling_off: &CallingOff,
         deadline: Instant,
     ) -> Result<(StepLog, Vec<Missing>), ImportError> {
         let begin = Instant::now();
@@ -303,9 +308,9 @@ impl<D: Driver> Member<D> {
                     log.add(returning.import_batch(std::mem::take(&mut at_hand))?);
                     continue;
                 }
-                let each = if self.lender(owner).is_some() { 2 } else { 1 };
+                let each = if self.sharers.lender(owner).is_some() { 2 } else { 1 };
                 let ids = &rest[..batch.min(room).div_euclid(each).max(1).min(rest.len())];
-                match self.fetch_again(owner, ids, deadline) {
+                match self.fetch_again(owner, ids, calling_off, deadline) {
                     Ok(fetched) => {
                         at_hand.extend(fetched.fds);
                         gone.extend(fetched.missing);
@@ -324,7 +329,7 @@ impl<D: Driver> Member<D> {
                 }
             }
             if !gone.is_empty() {
-                missing.push(Missing { owner: self.owner_in_words(owner), ids: gone });
+                missing.push(Missing { owner: self.sharers.owner_in_words(owner), ids: gone });
             }
         }
         let fetch_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
@@ -339,23 +344,55 @@ impl<D: Driver> Member<D> {
             return error;
         };
         let has_ended = source.nobody_listens() || source.peer_is_gone();
-        match self.known_owner(owner).filter(|_| has_ended && self.has_ended(owner)) {
+        match self.sharers.known_owner(owner).filter(|_| has_ended && self.sharers.has_ended(owner))
+        {
             Some(owner) => ImportError::OwnerEnded { owner, count },
             None => ImportError::Owner { path, source },
         }
     }
 
-    pub(super) fn fetch(
+    /// As one fetch, once more after a pause of this process. A lender that is on its way somewhere is waited for; one that
+    /// is paused is named.
+    fn fetch_again(
+        &self,
+        owner: MemberId,
+        ids: &[AllocationId],
+        calling_off: &CallingOff,
+        deadline: Instant,
+    ) -> Result<Fetched, ImportError> {
+        let mut rest = REST_MIN;
+        loop {
+            match self.fetch(owner, ids, FetchPurpose::Again, deadline) {
+                Err(ImportError::Refused(failure)) if self.waits_for(owner, &failure) => {
+                    if Instant::now() + rest >= deadline || calling_off.is_raised() {
+                        return Err(ImportError::Refused(failure));
+                    }
+                    self.lifecycle.rest(rest);
+                    rest = (2 * rest).min(REST_MAX);
+                }
+                Err(ImportError::Refused(failure)) if failure.kind == FailureKind::LenderAway => {
+                    return Err(ImportError::LenderAway { count: ids.len(), failure });
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+
+    fn waits_for(&self, owner: MemberId, failure: &Failure) -> bool {
+        failure.kind == FailureKind::NotNow && self.sharers.lender(owner).is_some()
+    }
+
+    fn fetch(
         &self,
         owner: MemberId,
         ids: &[AllocationId],
         purpose: FetchPurpose,
         deadline: Instant,
     ) -> Result<Fetched, ImportError> {
-        let path = || self.place_of(owner);
+        let path = || self.sharers.place_of(owner);
         let failed = |source| ImportError::Owner { path: path(), source };
-        let kept = self.peers().remove(&owner);
-        let borrower = self.as_borrower(owner);
+        let kept = self.sharers.idle().remove(&owner);
+        let borrower = self.sharers.as_borrower(owner);
         let each = if borrower.is_some() { 2 } else { 1 };
         let question =
             FetchFds { allocations: ids.to_vec(), purpose, importer: self.presence.id(), borrower };
@@ -370,7 +407,7 @@ impl<D: Driver> Member<D> {
             None => self.ask_anew(owner, &question, deadline),
         };
         let (answer, connection) = answer.map_err(failed)?;
-        self.peers().insert(owner, connection);
+        self.sharers.idle().insert(owner, connection);
         let SentFds { count, fds, tags, missing, devices } =
             answer.map_err(ImportError::Refused)?;
         if count != fds.len() || fds.len() + each * missing.len() != each * ids.len() {
@@ -407,7 +444,7 @@ impl<D: Driver> Member<D> {
         question: &FetchFds,
         deadline: Instant,
     ) -> Result<(Result<SentFds, Failure>, Connection), TransportError> {
-        let mut connection = self.connect_to_owner(owner, deadline)?;
+        let mut connection = self.sharers.connect(owner, deadline)?;
         let answer = connection.call(question, deadline)?;
         Ok((answer, connection))
     }

@@ -3,15 +3,15 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
-use std::sync::PoisonError;
-use std::time::Instant;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use vmm_pool::driver::Driver;
-use vmm_pool::{LostImports, PeerId};
+use vmm_pool::{LostImports, PeerId, Pool};
 
-use super::Member;
-use super::fetch::Missing;
+use super::Missing;
 use crate::identity::{MemberId, TenantName};
+use crate::member::{Notes, Presence};
 use crate::references::Partner;
 use crate::transport::{Connection, TransportError, Watched, command_of, has_ended};
 
@@ -51,10 +51,43 @@ impl fmt::Display for Sharer {
     }
 }
 
-impl<D: Driver> Member<D> {
+/// Who owns what was imported, also after its end, and who holds what was given. Its locks are leaves: a connection is taken
+/// out for use and put back.
+#[derive(Debug)]
+pub(in crate::member) struct Sharers<D: Driver> {
+    pool: Arc<Pool<D>>,
+    pub(super) presence: Arc<Presence>,
+    /// How long one of another tenant is waited for.
+    pub(super) family_wait: Duration,
+    known: Mutex<HashMap<MemberId, Sharer>>,
+    /// Of which other tenants the owners are that memory was asked of.
+    lenders: Mutex<HashMap<MemberId, TenantName>>,
+    /// Connections to owners that are not in use.
+    idle: Mutex<HashMap<MemberId, Connection>>,
+}
+
+impl<D: Driver> Sharers<D> {
+    pub(super) fn new(pool: Arc<Pool<D>>, presence: Arc<Presence>, family_wait: Duration) -> Self {
+        let (known, lenders, idle) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Self { pool, presence, family_wait, known, lenders, idle }
+    }
+
+    fn known(&self) -> MutexGuard<'_, HashMap<MemberId, Sharer>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn lenders(&self) -> MutexGuard<'_, HashMap<MemberId, TenantName>> {
+        self.lenders.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Connections to owners that are not in use.
+    pub(super) fn idle(&self) -> MutexGuard<'_, HashMap<MemberId, Connection>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Connects to `owner`. The kernel says which process that is, and which command; this is remembered beyond its
     /// end.
-    pub(super) fn connect_to_owner(
+    pub(super) fn connect(
         &self,
         owner: MemberId,
         deadline: Instant,
@@ -62,31 +95,27 @@ impl<D: Driver> Member<D> {
         let connection = Connection::connect(&self.place_of(owner), deadline)?;
         // What it answers becomes memory that this process writes to.
         connection.check_neighbour()?;
-        self.note_sharer(owner, &connection);
+        self.note(owner, &connection);
         Ok(connection)
     }
 
     /// Memory is about to be shared with `other`, which `connection` leads to.
-    pub(super) fn note_sharer(&self, other: MemberId, connection: &Connection) {
+    pub(super) fn note(&self, other: MemberId, connection: &Connection) {
         let is_watched = |known: &Sharer| known.process.is_some();
-        if self.sharers().get(&other).is_none_or(|known| !is_watched(known)) {
+        if self.known().get(&other).is_none_or(|known| !is_watched(known)) {
             let known = Sharer::at(connection, self.lender(other));
-            self.sharers().insert(other, known);
+            self.known().insert(other, known);
         }
     }
 
-    fn sharers(&self) -> std::sync::MutexGuard<'_, HashMap<MemberId, Sharer>> {
-        self.sharers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// All of its tenant that this process shares memory with and does not know to have ended; `holders` hold what it owns.
-    pub(super) fn living_sharers(&self, holders: &BTreeSet<PeerId>) -> Vec<Partner> {
+    pub(in crate::member) fn living(&self, holders: &BTreeSet<PeerId>) -> Vec<Partner> {
         let owners = self.pool.holdings().import_owners().into_iter().map(MemberId::from);
         let mut all: BTreeSet<_> = owners.filter(|owner| self.lender(*owner).is_none()).collect();
         all.extend(holders.iter().copied().map(MemberId::from));
         let living = all.into_iter().filter(|other| !self.has_ended(*other));
         let partner = |member| {
-            let pid = self.sharers().get(&member).and_then(|known| known.pid);
+            let pid = self.known().get(&member).and_then(|known| known.pid);
             Partner { member, pid }
         };
         living.map(partner).collect()
@@ -94,7 +123,7 @@ impl<D: Driver> Member<D> {
 
     /// `owner` in words, when this process has spoken to it before.
     pub(super) fn known_owner(&self, owner: MemberId) -> Option<String> {
-        self.sharers().get(&owner).map(ToString::to_string)
+        self.known().get(&owner).map(ToString::to_string)
     }
 
     /// `owner` in words.
@@ -109,7 +138,7 @@ impl<D: Driver> Member<D> {
     pub(super) fn has_ended(&self, other: MemberId) -> bool {
         let path = self.place_of(other);
         let told =
-            self.sharers().get(&other).and_then(|known| Some(known.process.as_ref()?.has_ended()));
+            self.known().get(&other).and_then(|known| Some(known.process.as_ref()?.has_ended()));
         let is_gone =
             || told.is_none() && path.symlink_metadata().is_err() && self.presence.names_stay();
         told == Some(true) || has_ended(&path) || is_gone()
@@ -124,21 +153,21 @@ impl<D: Driver> Member<D> {
 
     /// Lets go of what is kept for processes that have ended: connections to them, and the names of those
     /// that nothing is imported from any more.
-    pub(super) fn forget_ended(&self) {
-        let mut kept: BTreeSet<MemberId> = self.peers().keys().copied().collect();
-        kept.extend(self.sharers().keys().copied());
+    pub(in crate::member) fn forget_ended(&self) {
+        let mut kept: BTreeSet<MemberId> = self.idle().keys().copied().collect();
+        kept.extend(self.known().keys().copied());
         let importing = self.pool.holdings().import_owners();
         for owner in kept.into_iter().filter(|owner| self.has_ended(*owner)) {
-            self.peers().remove(&owner);
+            self.idle().remove(&owner);
             if !importing.contains(&owner.into()) {
-                self.sharers().remove(&owner);
-                self.forget_lender(owner);
+                self.known().remove(&owner);
+                self.lenders().remove(&owner);
             }
         }
     }
 
     /// One sentence for each dead owner whose memory this process had imported and has given up.
-    pub(super) fn lost_imports(&self) -> Vec<String> {
+    pub(in crate::member) fn lost_imports(&self) -> Vec<String> {
         let sentence = |(owner, words): (MemberId, String)| {
             let LostImports { count, bytes } = self.pool.holdings().imports_away(owner.into());
             (count > 0).then(|| {
@@ -152,8 +181,8 @@ impl<D: Driver> Member<D> {
     }
 
     /// Gives up on what dead owners had; says so in the notes and in one sentence each.
-    pub(super) fn leave_lost_out(&self) -> Vec<String> {
-        let mut notes = Vec::new();
+    pub(in crate::member) fn leave_lost_out(&self, notes: &Notes) -> Vec<String> {
+        let mut said = Vec::new();
         for (owner, words) in self.dead_owners() {
             let LostImports { count, bytes } = self.pool.holdings().give_up_imports(owner.into());
             if count == 0 {
@@ -163,21 +192,21 @@ impl<D: Driver> Member<D> {
                 "{bytes} bytes in {count} allocations that were imported from {words}, which has ended, are \
                  lost: their addresses are unmapped, and work that touches them fails"
             );
-            self.notes.add(note.clone());
-            notes.push(note);
+            notes.add(note.clone());
+            said.push(note);
         }
-        notes
+        said
     }
 
     /// Gives up on what a living owner does not have any more; says so in the notes and in one sentence.
-    pub(super) fn leave_missing_out(&self, missing: &Missing) -> String {
+    pub(in crate::member) fn leave_missing_out(&self, missing: &Missing, notes: &Notes) -> String {
         let LostImports { count, bytes } = self.pool.holdings().give_up_missing(&missing.ids);
         let note = format!(
             "{bytes} bytes in {count} allocations that were imported from {}, which does not have them any more, \
              are lost: their addresses are unmapped, and work that touches them fails",
             missing.owner
         );
-        self.notes.add(note.clone());
+        notes.add(note.clone());
         note
     }
 }
@@ -185,7 +214,6 @@ impl<D: Driver> Member<D> {
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsFd as _;
-    use std::sync::Arc;
 
     use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
     use vmm_pool::driver::{AllocationProp, DeviceOrdinal};
@@ -193,8 +221,7 @@ mod tests {
 
     use super::*;
     use crate::coordinator::{Coordinator, Options};
-    use crate::identity::TenantName;
-    use crate::member::MemberConfig;
+    use crate::member::{Member, MemberConfig};
     use crate::run_dir::RunDir;
     use crate::ticket::Ticket;
 
@@ -231,9 +258,9 @@ mod tests {
         let class = Class { library: "test", tag: String::new(), contents };
         let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
         let shared = owner.pool().enter().create(GRANULARITY_BYTES, &prop, class).unwrap();
-        let fd = owner.issue_ticket(&owner.pool().enter(), shared).unwrap();
+        let fd = owner.sharing.issue_ticket(&owner.pool().enter(), shared).unwrap();
         let ticket = Ticket::read(fd.as_fd()).unwrap().unwrap();
-        importer.redeem_ticket(&importer.pool().enter(), &ticket, "test").unwrap()
+        importer.sharing.redeem_ticket(&importer.pool().enter(), &ticket, "test").unwrap()
     }
 
     #[test]
@@ -246,10 +273,16 @@ mod tests {
             owner.leave();
             importer.pool().enter_giving_up().release(imported).unwrap();
         }
-        assert_eq!((importer.peers().len(), importer.sharers().len()), (3, 3));
+        assert_eq!(
+            (importer.sharing.sharers().idle().len(), importer.sharing.sharers().known().len()),
+            (3, 3)
+        );
         let mut coordinator = Coordinator::new(tenant.run_dir, tenant.name, Options::default());
         let _paused = coordinator.pause(&mut |_| {}).unwrap();
-        assert_eq!((importer.peers().len(), importer.sharers().len()), (0, 0));
+        assert_eq!(
+            (importer.sharing.sharers().idle().len(), importer.sharing.sharers().known().len()),
+            (0, 0)
+        );
     }
 
     #[test]
@@ -258,10 +291,10 @@ mod tests {
         let (owner, importer) = (tenant.join(), tenant.join());
         share(&owner, &importer, Contents::Keep);
         std::fs::remove_dir_all(tenant.run_dir.path()).unwrap();
-        assert_eq!(importer.dead_owners(), []);
+        assert_eq!(importer.sharing.sharers().dead_owners(), []);
         // The importer has its name again, and the owner has not.
         let _again = importer.presence().listen_again().unwrap();
-        assert_eq!(importer.dead_owners(), []);
+        assert_eq!(importer.sharing.sharers().dead_owners(), []);
         importer.leave();
         owner.leave();
     }

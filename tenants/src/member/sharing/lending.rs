@@ -11,11 +11,11 @@ use std::sync::{MutexGuard, PoisonError};
 use vmm_pool::driver::Driver;
 use vmm_pool::{AllocationId, Lease, LentTotals, LostImports, PoolError, Selection};
 
-use super::Member;
-use super::clients::Client;
-use super::failures::{faulted, pool_failure};
+use super::Sharing;
 use crate::family::{Standing, admit};
 use crate::identity::{FamilyName, MemberId, TenantName};
+use crate::member::clients::Client;
+use crate::member::failures::{faulted, frozen, pool_failure};
 use crate::region;
 use crate::scope::Scope;
 use crate::ticket;
@@ -32,14 +32,14 @@ const BORROWERS_KEPT: usize = 64;
 
 /// What an importer is given.
 #[derive(Default)]
-pub(super) struct HandedOut {
-    pub(super) fds: Vec<OwnedFd>,
+pub(in crate::member) struct HandedOut {
+    pub(in crate::member) fds: Vec<OwnedFd>,
     /// When tickets are redeemed.
-    pub(super) tags: Vec<String>,
+    pub(in crate::member) tags: Vec<String>,
     /// What this process does not have any more.
-    pub(super) missing: Vec<AllocationId>,
+    pub(in crate::member) missing: Vec<AllocationId>,
     /// Of what is lent.
-    pub(super) devices: Vec<String>,
+    pub(in crate::member) devices: Vec<String>,
 }
 
 /// A process of another tenant that something was lent to.
@@ -53,9 +53,9 @@ fn refused(message: String) -> Failure {
     Failure { kind: FailureKind::Unknown, message }
 }
 
-impl<D: Driver> Member<D> {
+impl<D: Driver> Sharing<D> {
     /// Descriptors of what an importer asks for, which `client` leads to.
-    pub(super) fn hand_out(
+    pub(in crate::member) fn hand_out(
         &self,
         fetch: &FetchFds,
         client: &mut Client,
@@ -78,17 +78,17 @@ impl<D: Driver> Member<D> {
     fn hand_out_inside(&self, fetch: &FetchFds, client: &mut Client) -> Result<HandedOut, Failure> {
         let FetchFds { allocations, purpose, importer, .. } = fetch;
         let dir = self.presence.dir();
-        self.check_importer(client, *importer, Some(dir), dir.tenant())?;
+        self.presence.check_importer(client, *importer, Some(dir), dir.tenant())?;
         match self.lifecycle.state() {
             MemberState::Faulted => return Err(faulted()),
-            MemberState::Deep => return Err(self.frozen()),
+            MemberState::Deep => return Err(frozen(self.presence.tenant())),
             MemberState::Active
             | MemberState::Offloading
             | MemberState::Paused
             | MemberState::Restoring => {}
         }
-        self.note_sharer(*importer, &client.connection);
-        let pool = self.pool();
+        self.sharers.note(*importer, &client.connection);
+        let pool = &self.pool;
         let mut handed = HandedOut::default();
         for &id in allocations {
             let fd = match *purpose {
@@ -117,14 +117,14 @@ impl<D: Driver> Member<D> {
     ) -> Result<HandedOut, Failure> {
         let FetchFds { allocations, purpose, importer, .. } = fetch;
         let tenant = self.admitted(borrower)?;
-        let dir = self.config.run_dir.existing_tenant(&tenant).ok().flatten();
-        self.check_importer(client, *importer, dir.as_ref(), &tenant)?;
+        let dir = self.presence.run_dir().existing_tenant(&tenant).ok().flatten();
+        self.presence.check_importer(client, *importer, dir.as_ref(), &tenant)?;
         self.may_lend()?;
         self.note_borrower(
             *importer,
             KnownBorrower { tenant, pid: client.connection.peer().pid() },
         );
-        let pool = self.pool();
+        let pool = &self.pool;
         let mut handed = HandedOut::default();
         for &id in allocations {
             let serial = match *purpose {
@@ -173,14 +173,14 @@ impl<D: Driver> Member<D> {
         match self.lifecycle.state() {
             MemberState::Active => Ok(()),
             MemberState::Paused | MemberState::Deep => {
-                Err(self.lender_away(&format!("tenant '{}' is paused", self.presence().tenant())))
+                Err(self.lender_away(&format!("tenant '{}' is paused", self.presence.tenant())))
             }
             state @ (MemberState::Offloading | MemberState::Restoring) => Err(Failure {
                 kind: FailureKind::NotNow,
                 message: format!(
                     "process {} of tenant '{}' is {state:?}: a pause or resume of it is under way",
                     std::process::id(),
-                    self.presence().tenant()
+                    self.presence.tenant()
                 ),
             }),
             MemberState::Faulted => Err(faulted()),
@@ -188,7 +188,7 @@ impl<D: Driver> Member<D> {
     }
 
     fn lender_away(&self, why: &str) -> Failure {
-        let tenant = self.presence().tenant();
+        let tenant = self.presence.tenant();
         Failure {
             kind: FailureKind::LenderAway,
             message: format!(
@@ -212,18 +212,18 @@ impl<D: Driver> Member<D> {
 
     /// What of `scope` other tenants have open, or this process of another of its own; and what of theirs is away here. Waits
     /// for nothing.
-    pub(super) fn lending(&self, scope: &Scope) -> Lending {
-        let mut lent = self.lent(&self.paused_selection(scope));
+    pub(in crate::member) fn lending(&self, scope: &Scope) -> Lending {
+        let mut lent = self.lent(&scope.paused(self.presence.id()));
         lent.extend(self.opened(scope));
         let mut wanted: Vec<Wanted> = Vec::new();
-        for (owner, tenant) in self.known_lenders() {
+        for (owner, tenant) in self.sharers.known_lenders() {
             let LostImports { count, bytes } = self.pool.holdings().imports_away(owner.into());
             if count > 0 {
                 wanted.push(Wanted { tenant: tenant.to_string(), count, bytes });
             }
         }
         let holders = self.pool.holdings().references(&Selection::Whole).holders;
-        let partners = self.living_sharers(&holders);
+        let partners = self.sharers.living(&holders);
         Lending { lent, wanted, partners }
     }
 
@@ -233,7 +233,7 @@ impl<D: Driver> Member<D> {
         let Scope::Tags { tags, owner: Some(owner) } = scope else { return None };
         let tags = tags.to_pause();
         let mut opened = Lent {
-            tenant: self.presence().tenant().to_string(),
+            tenant: self.presence.tenant().to_string(),
             pid: Some(std::process::id()),
             ..Lent::default()
         };
@@ -249,7 +249,7 @@ impl<D: Driver> Member<D> {
     }
 
     /// What of `selection` processes of other tenants have open.
-    pub(super) fn lent(&self, selection: &Selection) -> Vec<Lent> {
+    pub(in crate::member) fn lent(&self, selection: &Selection) -> Vec<Lent> {
         let by_borrower = self.pool.holdings().lent(selection);
         let borrowers = self.borrowers();
         let named = by_borrower.into_iter().map(|(id, totals)| {
