@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::error::Error;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -20,6 +20,7 @@ use crate::coordinator::{
 };
 use crate::error_text::chain;
 use crate::identity::TenantName;
+use crate::lock;
 use crate::member::{AskingThread, Member};
 use crate::requests;
 use crate::run_dir::RunDir;
@@ -143,7 +144,7 @@ pub fn run<D: Driver>(command: Command, asker: &Asker<'_, D>) -> Result<String, 
             let (tenant, run_dir) = asker.place_of(None)?;
             let options = asker.waits(if wait_ms == 0 { TURN_WAIT_MS } else { wait_ms });
             let (turn, done) = Turn::begin(&run_dir, &tenant, &options, asker.is_paused)?;
-            asker.turns.lock().unwrap_or_else(PoisonError::into_inner).push(turn);
+            lock(asker.turns).push(turn);
             switched(&done)
         }
         Command::Prepare(Wait { tenant, wait_ms }) => {

@@ -17,10 +17,12 @@
 //! | reserve, four | agent | a connection takes the place of one where the application has used all others up |
 
 use std::os::fd::AsFd;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use vmm_pool::UninheritedFd;
+
+use crate::lock;
 
 /// Descriptors that are left to the application and the rest of us.
 const DESCRIPTORS_KEPT_FREE: usize = 32;
@@ -76,7 +78,7 @@ struct Raised {
 impl DescriptorLimit {
     /// Raises the soft limit to the hard one, or to what is enough, until [`DescriptorLimit::put_back`].
     pub(crate) fn raise(&self) {
-        let mut raised = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut raised = lock(&self.0);
         let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else {
             return;
         };
@@ -92,7 +94,7 @@ impl DescriptorLimit {
 
     /// Puts it back, unless the application has set another meanwhile.
     pub(crate) fn put_back(&self) {
-        put_back(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        put_back(&mut lock(&self.0));
     }
 
     /// As [`DescriptorLimit::put_back`], in a forked child, which has the limit of its parent at the fork.

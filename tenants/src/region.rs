@@ -8,10 +8,12 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{Class, Contents, LIBRARY_TAGS};
+
+use crate::lock;
 
 /// Deepest nesting; more is a leak of begins without ends.
 pub const DEPTH_MAX: usize = 64;
@@ -78,10 +80,6 @@ static SHARED: Mutex<Regions> = Mutex::new(Regions {
     everywhere: None,
 });
 
-fn shared() -> MutexGuard<'static, Regions> {
-    SHARED.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Why a region could not begin or end.
 #[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -124,7 +122,7 @@ fn region(
     if LIBRARY_TAGS.contains(&tag) {
         return Err(RegionError::LibrarysTag { tag: tag.to_owned() });
     }
-    let mut shared = shared();
+    let mut shared = lock(&SHARED);
     let tags = shared.policies.len();
     match shared.policies.get(tag) {
         Some(&was) if was != contents => {
@@ -145,23 +143,23 @@ fn region(
 /// [`RegionError::BadTag`], [`RegionError::OtherContents`], [`RegionError::LibrarysTag`], [`RegionError::TooManyTags`].
 pub fn page(tag: &str) -> Result<(), RegionError> {
     let Region { tag, .. } = region(tag, Contents::Keep, None)?;
-    shared().paged.insert(tag);
+    lock(&SHARED).paged.insert(tag);
     Ok(())
 }
 
 /// It does so no longer.
 pub fn page_no_more(tag: &str) {
-    shared().paged.remove(tag);
+    lock(&SHARED).paged.remove(tag);
 }
 
 /// The process runs on while memory of this tag is away, also by another's pause.
 pub fn agree_to_run_without(tag: &str) {
-    shared().runs_without.insert(tag.to_owned());
+    lock(&SHARED).runs_without.insert(tag.to_owned());
 }
 
 /// Does the process run on while memory of this tag is away, also by another's pause? Libraries see to it for their own.
 pub fn runs_without(tag: &str) -> bool {
-    LIBRARY_TAGS.contains(&tag) || shared().runs_without.contains(tag)
+    LIBRARY_TAGS.contains(&tag) || lock(&SHARED).runs_without.contains(tag)
 }
 
 /// Begins a region on this thread, inside any that is open. `device`: memory on others belongs to no tag.
@@ -221,7 +219,7 @@ pub fn set_base(base: Base) -> Result<(), RegionError> {
 /// What counts on this thread where no region is open.
 fn base_region() -> Option<Region> {
     match BASE.try_with(|base| base.borrow().clone()).unwrap_or_default() {
-        Base::Everywhere => shared().everywhere.clone(),
+        Base::Everywhere => lock(&SHARED).everywhere.clone(),
         Base::NoTag => None,
         Base::Region { tag, contents } => Some(Region { tag, contents, device: None }),
     }
@@ -238,7 +236,7 @@ pub fn begin_everywhere(
     device: Option<DeviceOrdinal>,
 ) -> Result<(), RegionError> {
     let region = region(tag, contents, device)?;
-    let mut shared = shared();
+    let mut shared = lock(&SHARED);
     if let Some(open) = &shared.everywhere
         && open.tag != tag
     {
@@ -254,7 +252,7 @@ pub fn begin_everywhere(
 /// # Errors
 /// [`RegionError::Everywhere`] when there is none.
 pub fn end_everywhere() -> Result<(), RegionError> {
-    match shared().everywhere.take() {
+    match lock(&SHARED).everywhere.take() {
         Some(_) => Ok(()),
         None => Err(RegionError::Everywhere("no region for all threads is open")),
     }
@@ -262,7 +260,7 @@ pub fn end_everywhere() -> Result<(), RegionError> {
 
 /// Every tag that a region was ever begun with, with its policy, but for those whose memory is paged.
 pub fn tags() -> BTreeMap<String, Contents> {
-    let shared = shared();
+    let shared = lock(&SHARED);
     let known = shared.policies.iter().filter(|(tag, _)| !shared.paged.contains(*tag));
     known.map(|(tag, contents)| (tag.clone(), *contents)).collect()
 }

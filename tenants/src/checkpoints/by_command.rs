@@ -17,7 +17,7 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
@@ -27,6 +27,7 @@ use vmm_pool::Uninherited;
 use vmm_pool::driver::DriverCode;
 
 use super::{CheckpointError, Checkpointer, ProcessState};
+use crate::lock;
 
 /// The word by which the command becomes such a child.
 pub const SUBCOMMAND: &str = "checkpoints";
@@ -66,10 +67,6 @@ impl Drop for Child {
             tracing::debug!(%error, "the child that calls the driver has gone");
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn unavailable(reason: String) -> CheckpointError {

@@ -14,10 +14,12 @@ use crossbeam_channel::{Receiver, Sender};
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags};
+use vmm_pool::Keeper;
 use vmm_pool::driver::Driver;
 use vmm_pool::threads::text_of;
 
 use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
+use super::failures::PID;
 use super::neighbours::Given;
 use super::sharing::HandedOut;
 use super::worker::{self, Done, Job, NOBODY, Work};
@@ -111,10 +113,12 @@ struct Agent<D: Driver> {
 /// Starts both threads.
 pub(super) fn spawn<D: Driver>(
     member: &Arc<Member<D>>,
+    keeper: Keeper<D>,
     listener: Listener,
     wakeups: Wakeups,
 ) -> io::Result<()> {
-    let (jobs, done) = worker::spawn(member)?;
+    let (jobs, done) = worker::spawn(member, keeper)?;
+    let after_panic = jobs.clone();
     let mut reserve = Reserve::default();
     reserve.fill(&wakeups.0);
     let agent = Agent {
@@ -134,11 +138,13 @@ pub(super) fn spawn<D: Driver>(
         savers: BTreeSet::new(),
         spillers: BTreeMap::new(),
     };
-    let after_panic = Arc::clone(member);
     vmm_pool::threads::spawn(
         "sublet-agent",
         move || agent.run(),
-        move |text| drop(after_panic.fail_inside(None, text)),
+        move |text| {
+            let (work, deadline) = (Work::Fail(text.to_owned()), Instant::now());
+            drop(after_panic.send(Job { connection: NOBODY, work, deadline }));
+        },
     )?;
     Ok(())
 }
@@ -195,7 +201,7 @@ impl<D: Driver> Agent<D> {
             self.submit(NOBODY, Work::EndTickets, AGENT_TIMEOUT);
         }
         if self.member.pool.holds_idle_memory()
-            && self.pressure.look(&(self.member.config.host_figures)()).is_some()
+            && self.pressure.look(&(self.member.config().host_figures)()).is_some()
         {
             self.member.prefault.begin_giving_back();
         }
@@ -461,19 +467,13 @@ impl<D: Driver> Agent<D> {
         let progress = self.member.prefault.progress();
         let has_ended = matches!(progress.stage, HostStage::Rests | HostStage::Stopped(_));
         let now = Instant::now();
-        let mut answered = Vec::new();
-        self.watchers.retain(|watcher| {
-            let is_due = has_ended
-                || progress.brought_in_bytes != watcher.seen_bytes
-                || now >= watcher.deadline;
-            if is_due {
-                answered.push(watcher.connection);
-            }
-            !is_due
+        let answered = self.watchers.extract_if(.., |watcher| {
+            let has_grown = progress.brought_in_bytes != watcher.seen_bytes;
+            has_ended || has_grown || now >= watcher.deadline
         });
-        for number in answered {
-            let reply = Reply::Host(Box::new(progress.clone()));
-            self.clients.answer_open(number, &reply);
+        let reply = Reply::Host(Box::new(progress.clone()));
+        for watcher in answered {
+            self.clients.answer_open(watcher.connection, &reply);
         }
     }
 
@@ -505,21 +505,16 @@ impl<D: Driver> Agent<D> {
     fn answer_waiters(&mut self) {
         let consent = self.member.asking.consent_to();
         let now = Instant::now();
-        let mut answers = Vec::new();
-        self.waiters.retain(|waiter| {
-            if consent == Some(waiter.action) {
-                answers.push((waiter.connection, Reply::Consented));
-                return false;
-            }
-            if now >= waiter.deadline {
-                let failure = no_consent(waiter.action);
-                answers.push((waiter.connection, Reply::Failed(failure)));
-                return false;
-            }
-            true
-        });
-        for (number, reply) in answers {
-            self.clients.answer_open(number, &reply);
+        let answered = self
+            .waiters
+            .extract_if(.., |waiter| consent == Some(waiter.action) || now >= waiter.deadline);
+        for Waiter { connection, action, .. } in answered {
+            let reply = if consent == Some(action) {
+                Reply::Consented
+            } else {
+                Reply::Failed(no_consent(action))
+            };
+            self.clients.answer_open(connection, &reply);
         }
     }
 }
@@ -550,12 +545,8 @@ fn no_consent(action: Action) -> Failure {
         Action::Pause => "ncclPause",
         Action::Resume => "ncclResume",
     };
-    Failure {
-        kind: FailureKind::NoConsent,
-        message: format!(
-            "process {} has not called {call} in time: every process of the tenant must call it, or one \
-             of them sublet_pause_tenant for all",
-            std::process::id()
-        ),
-    }
+    FailureKind::NoConsent.because(format!(
+            "process {PID} has not called {call} in time: every process of the tenant must call it, or one \
+             of them sublet_pause_tenant for all"
+        ))
 }

@@ -3,13 +3,15 @@
 //!
 //! Lock order: `consent` is a leaf.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender};
 
 use super::agent::Waker;
+use crate::lock;
 use crate::wire::Action;
 
 /// What came of [`Asking::wait_for`].
@@ -28,7 +30,9 @@ pub enum Waited {
 pub struct Asking {
     /// How many threads of this process ask for a pause or resume now.
     threads: AtomicUsize,
-    turns: Turns,
+    /// Whose turn it is among threads that pause or resume this process alone: one token, taken and put back, as a lock that
+    /// can be waited for with a deadline.
+    turns: (Sender<()>, Receiver<()>),
     consent: Mutex<Consent>,
     changed: Condvar,
     waker: Waker,
@@ -40,29 +44,13 @@ struct Consent {
     to: Option<Action>,
     /// Why what the application waits in will not happen.
     given_up: Option<String>,
-    pauses: u64,
-    resumes: u64,
+    /// How often all of the process was paused, and resumed.
+    done: BTreeMap<Action, u64>,
 }
 
 impl Consent {
-    fn count(&mut self, action: Action) -> &mut u64 {
-        match action {
-            Action::Pause => &mut self.pauses,
-            Action::Resume => &mut self.resumes,
-        }
-    }
-}
-
-/// Whose turn it is among threads that pause or resume this process alone: one token, taken and put back, as a lock that can
-/// be waited for with a deadline.
-#[derive(Debug)]
-struct Turns(Sender<()>, Receiver<()>);
-
-impl Default for Turns {
-    fn default() -> Self {
-        let (put, take) = crossbeam_channel::bounded(1);
-        let _first = put.try_send(());
-        Self(put, take)
+    fn count(&self, action: Action) -> u64 {
+        self.done.get(&action).copied().unwrap_or(0)
     }
 }
 
@@ -89,12 +77,9 @@ impl Drop for Turn<'_> {
 
 impl Asking {
     pub(super) fn new(waker: Waker) -> Self {
-        let (threads, turns) = (AtomicUsize::new(0), Turns::default());
+        let (threads, turns) = (AtomicUsize::new(0), crossbeam_channel::bounded(1));
+        let _first = turns.0.try_send(());
         Self { threads, turns, consent: Mutex::default(), changed: Condvar::new(), waker }
-    }
-
-    fn consent(&self) -> MutexGuard<'_, Consent> {
-        self.consent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for this thread's turn to pause or resume the process alone; none at `deadline`, and then what
@@ -119,10 +104,10 @@ impl Asking {
     /// the coordinator. Returns how often the action has happened so far.
     pub fn begin_consent(&self, action: Action) -> u64 {
         let count = {
-            let mut consent = self.consent();
+            let mut consent = lock(&self.consent);
             consent.to = Some(action);
             consent.given_up = None;
-            *consent.count(action)
+            consent.count(action)
         };
         self.waker.wake();
         count
@@ -130,18 +115,18 @@ impl Asking {
 
     /// The application stands in [`Asking::begin_consent`] no more.
     pub fn end_consent(&self) {
-        self.consent().to = None;
+        lock(&self.consent).to = None;
     }
 
     /// What the application stands in.
     pub(super) fn consent_to(&self) -> Option<Action> {
-        self.consent().to
+        lock(&self.consent).to
     }
 
     /// The `action` that the application waits in will not happen.
     pub(super) fn give_up(&self, action: Action, why: String) {
         {
-            let mut consent = self.consent();
+            let mut consent = lock(&self.consent);
             if consent.to != Some(action) {
                 return;
             }
@@ -152,21 +137,21 @@ impl Asking {
 
     /// A pause or resume of all of the process has happened.
     pub(super) fn note_done(&self, action: Action) {
-        *self.consent().count(action) += 1;
+        *lock(&self.consent).done.entry(action).or_default() += 1;
         self.changed.notify_all();
     }
 
     /// How often that was.
     pub(super) fn done(&self, action: Action) -> u64 {
-        *self.consent().count(action)
+        lock(&self.consent).count(action)
     }
 
     /// Waits until `action` has happened more often than `count`, until it is known that it will not, or
     /// until `deadline`.
     pub fn wait_for(&self, action: Action, count: u64, deadline: Instant) -> Waited {
-        let mut consent = self.consent();
+        let mut consent = lock(&self.consent);
         loop {
-            if *consent.count(action) > count {
+            if consent.count(action) > count {
                 return Waited::Done;
             }
             if let Some(why) = consent.given_up.take() {

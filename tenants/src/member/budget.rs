@@ -5,17 +5,19 @@
 //! given or others count, or when `sublet budget` asks: then what there is already is charged.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 
 use vmm_pool::Pool;
 use vmm_pool::budget::{Account, Entry, Figure, Gpu, OverBudget, Shared};
 use vmm_pool::driver::{DeviceOrdinal, DeviceUuid, Driver};
 
-use super::{MemberConfig, Notes, Presence};
+use super::failures::PID;
+use super::{Notes, Presence};
 use crate::error_text::chain;
 use crate::identity::TenantName;
+use crate::lock;
 use crate::run_dir::{self, BudgetFile, RunDirError};
-use crate::wire::{Failure, FailureKind, Reply};
+use crate::wire::{FailureKind, Reply};
 
 /// What this process holds, counted in the tenant's file. It lives as long as the process.
 #[derive(Debug)]
@@ -52,10 +54,6 @@ impl Seat {
 }
 
 impl Share {
-    fn turn(&self) -> MutexGuard<'_, ()> {
-        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn seat(&self) -> RwLockReadGuard<'_, Seat> {
         self.seat.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -106,7 +104,7 @@ fn index_of(device: DeviceOrdinal) -> Option<usize> {
 
 impl Account for Share {
     fn take(&self, device: DeviceOrdinal, size_bytes: u64) -> Result<Option<Entry>, OverBudget> {
-        let (_turn, seat) = (self.turn(), self.seat());
+        let (_turn, seat) = (lock(&self.turn), self.seat());
         let counted = index_of(device).and_then(|index| Some((index, seat.place(index)?)));
         let Some((index, place)) = counted else {
             return Ok(None);
@@ -144,7 +142,7 @@ impl Account for Share {
     }
 
     fn figure(&self, device: DeviceOrdinal) -> Option<Figure> {
-        let (_turn, seat) = (self.turn(), self.seat());
+        let (_turn, seat) = (lock(&self.turn), self.seat());
         let (place, shared) = (seat.place(index_of(device)?)?, seat.shared()?);
         seat.file.forget_dead(Some(seat.slot));
         Some(shared.figure(place))
@@ -156,19 +154,13 @@ impl Account for Share {
 pub struct Counting<D: Driver> {
     pool: Arc<Pool<D>>,
     presence: Arc<Presence>,
-    config: Arc<MemberConfig>,
     notes: Arc<Notes>,
     share: Mutex<Option<Arc<Share>>>,
 }
 
 impl<D: Driver> Counting<D> {
-    pub(super) fn new(
-        pool: Arc<Pool<D>>,
-        presence: Arc<Presence>,
-        config: Arc<MemberConfig>,
-        notes: Arc<Notes>,
-    ) -> Self {
-        Self { pool, presence, config, notes, share: Mutex::default() }
+    pub(super) fn new(pool: Arc<Pool<D>>, presence: Arc<Presence>, notes: Arc<Notes>) -> Self {
+        Self { pool, presence, notes, share: Mutex::default() }
     }
 
     /// Counts from its first allocation on, where budgets are given or others of its tenant count.
@@ -177,7 +169,7 @@ impl<D: Driver> Counting<D> {
             Ok(true) => self.note_other_budgets(),
             Ok(false) => {}
             Err(error) => {
-                let budgets = self.config.budgets.as_ref().map(ToString::to_string);
+                let budgets = self.presence.config().budgets.as_ref().map(ToString::to_string);
                 let budgets = budgets.unwrap_or_default();
                 self.notes.add(format!("no budget is kept to ({budgets}): {error}"));
             }
@@ -187,7 +179,7 @@ impl<D: Driver> Counting<D> {
     /// Counts what this process holds, from now on and for good, where anybody of its tenant does. Says whether it does.
     /// Asks the driver; waits for other processes for moments.
     fn count(&self) -> Result<bool, RunDirError> {
-        let mut present = self.share.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut present = lock(&self.share);
         if let Some(share) = &*present {
             if !share.is_named() {
                 self.count_again(share)?;
@@ -195,13 +187,13 @@ impl<D: Driver> Counting<D> {
             return Ok(true);
         }
         let Some((file, slot)) =
-            BudgetFile::join(self.presence.dir(), self.config.budgets.as_ref())?
+            BudgetFile::join(self.presence.dir(), self.presence.config().budgets.as_ref())?
         else {
             return Ok(false);
         };
         let places = self.places_in(&file)?;
         let share = Arc::new(Share {
-            tenant: self.config.tenant.clone(),
+            tenant: self.presence.tenant().clone(),
             held: places.iter().map(|_| AtomicU64::new(0)).collect(),
             seat: RwLock::new(Seat { file, slot, places }),
             turn: Mutex::default(),
@@ -217,7 +209,7 @@ impl<D: Driver> Counting<D> {
     /// command that changes budgets. What is not there any more says no budgets; those that this process was started with count then.
     fn count_again(&self, share: &Share) -> Result<(), RunDirError> {
         let found = share.seat().file.budgets();
-        let budgets = found.or_else(|error| self.config.budgets.clone().ok_or(error))?;
+        let budgets = found.or_else(|error| self.presence.config().budgets.clone().ok_or(error))?;
         let Some((file, slot)) = BudgetFile::join(self.presence.dir(), Some(&budgets))? else {
             return Ok(());
         };
@@ -238,7 +230,7 @@ impl<D: Driver> Counting<D> {
     pub(super) fn is_due(&self) -> bool {
         self.share.try_lock().is_ok_and(|share| {
             share.as_ref().map_or_else(
-                || run_dir::may_count(self.config.run_dir.path(), &self.config.tenant),
+                || run_dir::may_count(self.presence.run_dir().path(), self.presence.tenant()),
                 |share| !share.is_named(),
             )
         })
@@ -266,14 +258,12 @@ impl<D: Driver> Counting<D> {
     pub(super) fn run(&self) -> Reply {
         match self.count() {
             Ok(true) => Reply::Counts,
-            Ok(false) => Reply::Failed(Failure {
-                kind: FailureKind::Unknown,
-                message: format!("process {}: nobody counts in its tenant", std::process::id()),
-            }),
-            Err(error) => Reply::Failed(Failure {
-                kind: FailureKind::Driver,
-                message: format!("process {}: {}", std::process::id(), chain(&error)),
-            }),
+            Ok(false) => Reply::Failed(
+                FailureKind::Unknown.because(format!("process {PID}: nobody counts in its tenant")),
+            ),
+            Err(error) => Reply::Failed(
+                FailureKind::Driver.because(format!("process {PID}: {}", chain(&error))),
+            ),
         }
     }
 
@@ -283,8 +273,8 @@ impl<D: Driver> Counting<D> {
         let gpu = |ordinal: i32| {
             let device = DeviceOrdinal(ordinal);
             let uuid = driver.device_uuid(device).ok()?;
-            let index = (self.config.gpu_index)(device, self.pool.pci_address(device));
-            let total_bytes = (self.config.device_bytes)(device);
+            let index = (self.presence.config().gpu_index)(device, self.pool.pci_address(device));
+            let total_bytes = (self.presence.config().device_bytes)(device);
             let figure = Figure { budget_bytes: None, held_bytes: 0 };
             Some(Gpu { uuid, index, total_bytes, figure })
         };
@@ -297,13 +287,13 @@ impl<D: Driver> Counting<D> {
 
     /// The tenant's budgets are those of its first process, or what they were changed to since.
     fn note_other_budgets(&self) {
-        let Some(wanted) = &self.config.budgets else { return };
+        let Some(wanted) = &self.presence.config().budgets else { return };
         let found = BudgetFile::existing(self.presence.dir())
             .ok()
             .flatten()
             .and_then(|file| file.budgets().ok());
         if let Some(found) = found.filter(|found| found != wanted) {
-            tracing::info!(tenant = %self.config.tenant, %found, %wanted, "the tenant's budgets are others by now");
+            tracing::info!(tenant = %self.presence.tenant(), %found, %wanted, "the tenant's budgets are others by now");
         }
     }
 }

@@ -3,8 +3,10 @@
 //! Natively a free waits during a capture; ours waits for the context first. So neither begins while the other is under way: a capture that is about to begin
 //! lets waits end, and a wait that finds one takes another way.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex};
 use std::time::Duration;
+
+use crate::lock;
 
 /// The captures of a process, whichever of its members counts them, and waits for its contexts.
 #[derive(Debug, Default)]
@@ -31,31 +33,27 @@ pub struct BeforeCapture<'a>(&'a Captures);
 pub struct ContextWait<'a>(&'a Captures);
 
 impl Captures {
-    fn counts(&self) -> MutexGuard<'_, Counts> {
-        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// How many are under way, or about to begin: one may begin before the process joins its tenant, and past the gate.
     pub fn under_way(&self) -> usize {
-        let counts = self.counts();
+        let counts = lock(&self.counts);
         counts.under_way + counts.about_to_begin
     }
 
     /// One has begun: no pause until it ends.
     pub fn begun(&self) {
-        self.counts().under_way += 1;
+        lock(&self.counts).under_way += 1;
     }
 
     /// One has ended, well or badly.
     pub fn ended(&self) {
-        let mut counts = self.counts();
+        let mut counts = lock(&self.counts);
         // An end without a begin of ours (a capture older than the hooks) must not wrap.
         counts.under_way = counts.under_way.saturating_sub(1);
     }
 
     /// One is about to begin, until the answer is dropped: waits for a context that are under way end first, or `limit` is over.
     pub fn before(&self, limit: Duration) -> BeforeCapture<'_> {
-        let mut counts = self.counts();
+        let mut counts = lock(&self.counts);
         counts.about_to_begin += 1;
         let waited = self.changed.wait_timeout_while(counts, limit, |counts| counts.waits > 0);
         drop(waited);
@@ -64,7 +62,7 @@ impl Captures {
 
     /// The calling thread is about to wait for a context, until the answer is dropped; none during a stream capture, which the wait would spoil.
     pub fn wait(&self) -> Option<ContextWait<'_>> {
-        let mut counts = self.counts();
+        let mut counts = lock(&self.counts);
         if counts.under_way + counts.about_to_begin > 0 {
             return None;
         }
@@ -75,13 +73,13 @@ impl Captures {
 
 impl Drop for BeforeCapture<'_> {
     fn drop(&mut self) {
-        self.0.counts().about_to_begin -= 1;
+        lock(&self.0.counts).about_to_begin -= 1;
     }
 }
 
 impl Drop for ContextWait<'_> {
     fn drop(&mut self) {
-        self.0.counts().waits -= 1;
+        lock(&self.0.counts).waits -= 1;
         self.0.changed.notify_all();
     }
 }
@@ -108,7 +106,7 @@ mod tests {
                 told.send(()).expect("heard");
             });
             let has_come = || {
-                let counts = captures.counts();
+                let counts = lock(&captures.counts);
                 counts.about_to_begin + counts.under_way > 0
             };
             while !has_come() {
@@ -138,7 +136,7 @@ mod tests {
         let captures = Captures::default();
         let wait = captures.wait().expect("no capture");
         let before = captures.before(Duration::from_millis(1));
-        assert_eq!(captures.counts().waits, 1, "it lasts");
+        assert_eq!(lock(&captures.counts).waits, 1, "it lasts");
         assert!(captures.wait().is_none(), "a capture is about to begin");
         drop(before);
         assert!(captures.wait().is_some());

@@ -1,5 +1,7 @@
 //! What a phase that fails says: the kind, by what can be done about it, and one sentence.
 
+use std::fmt;
+
 use vmm_pool::driver::{DriverCode, DriverOp};
 use vmm_pool::gate::WaitingCall;
 use vmm_pool::{DrainError, PoolError};
@@ -10,6 +12,17 @@ use crate::state::InvalidTransition;
 use crate::stepping::{HeldCall, at_work, not_idle};
 use crate::wire::{Failure, FailureKind, Phase};
 
+/// The number of this process, for messages.
+pub(super) const PID: OwnPid = OwnPid;
+
+pub(super) struct OwnPid;
+
+impl fmt::Display for OwnPid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", std::process::id())
+    }
+}
+
 pub(super) fn wrong_state(message: String) -> Failure {
     Failure { kind: FailureKind::WrongState, message }
 }
@@ -19,19 +32,18 @@ const NAMED_MAX: usize = 4;
 
 /// `waiting` are the threads at the gate.
 pub(super) fn drain_failure(error: &DrainError, waiting: &[WaitingCall]) -> Failure {
-    let process = std::process::id();
     let (kind, message) = match error {
         DrainError::Deadline { seen } => {
             let calls = waiting.iter().map(|call| HeldCall::new(call.call.name(), call.waited));
             let calls: Vec<_> = calls.take(NAMED_MAX).collect();
             let busy: Vec<_> = seen.busy.iter().map(ToString::to_string).collect();
             let what = at_work(seen.inside as u64, &busy, waiting.len() as u64, &calls);
-            (FailureKind::DrainTimeout, not_idle(format_args!("process {process}"), what))
+            (FailureKind::DrainTimeout, not_idle(format_args!("process {PID}"), what))
         }
         DrainError::CalledOff => (
             FailureKind::CalledOff,
             format!(
-                "process {process}: the wait for the device was called off, because the pause failed elsewhere"
+                "process {PID}: the wait for the device was called off, because the pause failed elsewhere"
             ),
         ),
         DrainError::InCapture { count } => return in_capture(*count),
@@ -40,67 +52,46 @@ pub(super) fn drain_failure(error: &DrainError, waiting: &[WaitingCall]) -> Fail
             return context_lost(source);
         }
         DrainError::Driver { place, source } => {
-            (FailureKind::Driver, format!("process {process}: work on {place} failed: {source}"))
+            (FailureKind::Driver, format!("process {PID}: work on {place} failed: {source}"))
         }
     };
     Failure { kind, message }
 }
 
 pub(super) fn in_capture(count: usize) -> Failure {
-    let process = std::process::id();
-    Failure {
-        kind: FailureKind::InCapture,
-        message: format!(
-            "process {process} is capturing {count} stream(s): pause again when the capture has ended"
-        ),
-    }
+    FailureKind::InCapture.because(format!(
+        "process {PID} is capturing {count} stream(s): pause again when the capture has ended"
+    ))
 }
 
 /// A code after which the driver refuses everything: device memory that was not saved is gone, and what was
 /// saved cannot be put back in this process.
 pub(super) fn context_lost(error: &dyn std::error::Error) -> Failure {
-    Failure {
-        kind: FailureKind::Faulted,
-        message: format!(
-            "process {}: its CUDA context is lost ({error}), and with it what its device memory held: end the \
-             process",
-            std::process::id()
-        ),
-    }
+    FailureKind::Faulted.because(format!(
+            "process {PID}: its CUDA context is lost ({error}), and with it what its device memory held: end the \
+             process"
+        ))
 }
 
 pub(super) fn faulted() -> Failure {
-    Failure {
-        kind: FailureKind::Faulted,
-        message: format!(
-            "process {} is faulted: something of it was lost before; end it",
-            std::process::id()
-        ),
-    }
+    FailureKind::Faulted
+        .because(format!("process {PID} is faulted: something of it was lost before; end it"))
 }
 
 /// What callers that need the driver are told during a deep pause.
 pub(super) fn frozen(tenant: &TenantName) -> Failure {
-    Failure {
-        kind: FailureKind::NotNow,
-        message: format!(
-            "process {} is in a deep pause, with nothing on any GPU: `sublet resume {tenant}` brings it back",
-            std::process::id()
-        ),
-    }
+    FailureKind::NotNow.because(format!(
+            "process {PID} is in a deep pause, with nothing on any GPU: `sublet resume {tenant}` brings it back"
+        ))
 }
 
 /// A defect of ours.
 pub(super) fn failed_inside(phase: Option<Phase>, panic: &str) -> Failure {
-    Failure {
-        kind: FailureKind::Faulted,
-        message: format!(
-            "process {}: Sublet failed inside, in step '{}' ({panic}); the process runs on and can neither be paused \
+    FailureKind::Faulted.because(format!(
+            "process {PID}: Sublet failed inside, in step '{}' ({panic}); the process runs on and can neither be paused \
              nor resumed any more: end it, and report this",
-            std::process::id(),
             phase.map_or("cut", Phase::label)
-        ),
-    }
+        ))
 }
 
 pub(super) fn not_undone_yet(failure: &Failure) -> Failure {
@@ -148,7 +139,7 @@ pub(super) fn pool_failure(error: &PoolError) -> Failure {
         | PoolError::FileCorrupted { .. }
         | PoolError::Driver { .. } => FailureKind::Driver,
     };
-    Failure { kind, message: format!("process {}: {error}", std::process::id()) }
+    Failure { kind, message: format!("process {PID}: {error}") }
 }
 
 pub(super) fn import_failure(error: &ImportError) -> Failure {
@@ -170,11 +161,11 @@ pub(super) fn import_failure(error: &ImportError) -> Failure {
         | ImportError::Missing { .. }
         | ImportError::Miscounted { .. } => FailureKind::PeerGone,
     };
-    Failure { kind, message: format!("process {}: {error}", std::process::id()) }
+    Failure { kind, message: format!("process {PID}: {error}") }
 }
 
 impl From<InvalidTransition> for Failure {
     fn from(error: InvalidTransition) -> Self {
-        wrong_state(format!("process {}: {error}", std::process::id()))
+        wrong_state(format!("process {PID}: {error}"))
     }
 }

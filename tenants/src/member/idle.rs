@@ -4,12 +4,13 @@
 //! Launches pay nothing for it: the gate counts who goes in and out for itself. So what is known is as old as the last look: one comes with every answer, and
 //! one whenever the agent looks after its socket.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use vmm_pool::Pool;
 use vmm_pool::driver::Driver;
 
+use crate::lock;
 use crate::time::micros;
 use crate::wire::Idleness;
 
@@ -35,17 +36,13 @@ impl<D: Driver> Idle<D> {
         Self { pool, seen: Mutex::default() }
     }
 
-    fn seen(&self) -> MutexGuard<'_, Seen> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// For how long it has done nothing, as far as somebody has looked: this is a look. Blocks nowhere, and calls no driver.
     pub(super) fn look(&self) -> Idleness {
         let gate = self.pool.gate();
         let waiting_calls = gate.waiting().len() as u64;
         let is_inside = gate.inside() > 0;
         let mark = gate.mark();
-        let mut seen = self.seen();
+        let mut seen = lock(&self.seen);
         if is_inside || seen.mark != mark || seen.since.is_none() {
             *seen = Seen { mark, since: Some(Instant::now()), is_drained: false };
         }
@@ -56,12 +53,12 @@ impl<D: Driver> Idle<D> {
 
     /// The gate's mark at the last look.
     pub(super) fn mark(&self) -> u64 {
-        self.seen().mark
+        lock(&self.seen).mark
     }
 
     /// The devices had nothing left to do when the gate's mark was `mark`.
     pub(super) fn note_drained(&self, mark: u64) {
-        let mut seen = self.seen();
+        let mut seen = lock(&self.seen);
         seen.is_drained = seen.mark == mark;
     }
 }

@@ -2,12 +2,13 @@
 //!
 //! Lock order: `stand` is a leaf.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::agent::Waker;
-use super::failures::{faulted, wrong_state};
+use super::failures::{PID, faulted, wrong_state};
 use crate::identity::TenantName;
+use crate::lock;
 use crate::scope::TagNames;
 use crate::state::{self, Event, InvalidTransition, MemberState};
 use crate::wire::Failure;
@@ -38,40 +39,36 @@ impl Lifecycle {
         Self { tenant, waker, stand, changed: Condvar::new() }
     }
 
-    fn stand(&self) -> MutexGuard<'_, Stand> {
-        self.stand.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Where the process stands.
     pub fn state(&self) -> MemberState {
-        self.stand().state
+        lock(&self.stand).state
     }
 
     /// Where it stands, and for how long it has.
     pub(crate) fn since(&self) -> (MemberState, Duration) {
-        let stand = self.stand();
+        let stand = lock(&self.stand);
         (stand.state, stand.changed_at.elapsed())
     }
 
     /// How often that has changed: by each pause and resume, whole or by tag, twice and more.
     pub fn changes(&self) -> u64 {
-        self.stand().changes
+        lock(&self.stand).changes
     }
 
     /// Is all of its memory away that can be, since a pause?
     pub fn is_paused_as_a_whole(&self) -> bool {
-        let stand = self.stand();
+        let stand = lock(&self.stand);
         stand.state.is_away() && stand.without.is_none()
     }
 
     /// The tags without which it stands still, or stood when the pause under way began.
     pub(crate) fn stands_without(&self) -> Option<TagNames> {
-        self.stand().without.clone()
+        lock(&self.stand).without.clone()
     }
 
     /// Notes what [`Lifecycle::stands_without`] is to say from the next change on.
     pub(super) fn stand_without(&self, tags: Option<TagNames>) {
-        self.stand().without = tags;
+        lock(&self.stand).without = tags;
     }
 
     /// Refuses a step that is for a process in another state.
@@ -83,16 +80,13 @@ impl Lifecycle {
         if state == MemberState::Faulted {
             return Err(faulted());
         }
-        Err(wrong_state(format!(
-            "process {} is {state:?}, and this step needs it {wanted:?}",
-            std::process::id()
-        )))
+        Err(wrong_state(format!("process {PID} is {state:?}, and this step needs it {wanted:?}")))
     }
 
     /// `event` has happened to it: tells all who wait.
     pub(super) fn transition(&self, event: Event) -> Result<(), InvalidTransition> {
         let (from, to) = {
-            let mut stand = self.stand();
+            let mut stand = lock(&self.stand);
             let from = stand.state;
             stand.state = state::next(from, event)?;
             stand.changes += 1;
@@ -108,13 +102,13 @@ impl Lifecycle {
     /// Waits while the process runs, for at most `rest`.
     pub(crate) fn wait_while_active(&self, rest: Duration) {
         let is_active = |stand: &mut Stand| stand.state == MemberState::Active;
-        let waited = self.changed.wait_timeout_while(self.stand(), rest, is_active);
+        let waited = self.changed.wait_timeout_while(lock(&self.stand), rest, is_active);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Waits for as long as `rest`, or until the process changes its state.
     pub(crate) fn rest(&self, rest: Duration) {
-        let woken = self.changed.wait_timeout(self.stand(), rest);
+        let woken = self.changed.wait_timeout(lock(&self.stand), rest);
         drop(woken.unwrap_or_else(PoisonError::into_inner));
     }
 }

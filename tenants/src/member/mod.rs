@@ -27,6 +27,8 @@ mod phases;
 mod prefault;
 mod presence;
 mod progress;
+mod refusals;
+mod reports;
 mod resuming;
 mod rounds;
 mod saving;
@@ -38,12 +40,11 @@ mod termination;
 mod tests;
 mod worker;
 
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use vmm_pool::driver::Driver;
-use vmm_pool::{HostBudget, Pool, Selection, TagTotals, UninheritedFd, Whose};
+use vmm_pool::{HostBudget, Pool, Selection, TagTotals, Whose};
 
 pub use asking::{Asking, AskingThread, Turn, Waited};
 pub use budget::Counting;
@@ -56,17 +57,16 @@ pub use presence::Presence;
 pub(crate) use saving::SPILL_STEP_TIME;
 pub use sharing::{IPC_LIBRARY, ImportError, Sharing};
 
-use crate::checkpoints::Checkpointer;
 use crate::cut::Cut;
 use crate::descriptors::DescriptorLimit;
 use crate::host_memory::budget;
+use crate::lock;
 use crate::region;
 use crate::wire::{Action, HostProgress, MemberInfo, MemberState, MemberStats, TagBytes};
 use agent::Waker;
 use idle::Idle;
 use phase_log::{LoggedPhases, PhaseLog};
 use prefault::Prefault;
-use progress::Progress;
 use rounds::Rounds;
 use vmm_pool::gate::Gate;
 use worker::CallingOff;
@@ -74,12 +74,9 @@ use worker::CallingOff;
 /// One process's part in its tenant. Shared by all its threads.
 #[derive(Debug)]
 pub struct Member<D: Driver> {
-    config: Arc<MemberConfig>,
     presence: Arc<Presence>,
     pool: Arc<Pool<D>>,
     cut: Cut,
-    /// The worker's alone.
-    progress: Mutex<Progress<D>>,
     lifecycle: Arc<Lifecycle>,
     rounds: Mutex<Rounds>,
     phase_log: PhaseLog,
@@ -88,15 +85,9 @@ pub struct Member<D: Driver> {
     sharing: Sharing<D>,
     /// Raised while a phase under way is to end early, because it will be undone.
     calling_off: CallingOff,
-    /// Descriptors of a resume that is over, to be closed when there is time.
-    spare: Mutex<Vec<UninheritedFd>>,
     /// Raised while memory is brought back.
     descriptor_limit: DescriptorLimit,
     asking: Asking,
-    /// This process is paused, and others may still be at it.
-    is_pausing: AtomicBool,
-    /// A pause of NCCL's memory was the last that was requested, and not a resume of it.
-    nccl_is_asked_away: AtomicBool,
     prefault: Arc<Prefault<D>>,
     counting: Counting<D>,
     idle: Idle<D>,
@@ -111,60 +102,45 @@ impl<D: Driver> Member<D> {
     pub fn join(config: MemberConfig, driver: Arc<D>) -> Result<Arc<Self>, JoinError> {
         vmm_pool::support::check(&*driver)?;
         let system = |what| move |source| JoinError::System { what, source };
-        let config = Arc::new(config);
-        let (presence, listener) = Presence::begin(Arc::clone(&config))?;
-        let (waker, wakeups) = agent::wake_pair().map_err(system("a pipe"))?;
-        let lifecycle = Arc::new(Lifecycle::new(config.tenant.clone(), waker.clone()));
-        let (pool, keeper) = Pool::new(driver, config.toucher_threads, config.own_contexts);
+        let (presence, listener) = Presence::begin(config)?;
         let (presence, notes) = (Arc::new(presence), Arc::<Notes>::default());
-        let idle = Idle::new(Arc::clone(&pool));
-        let sharing =
-            Sharing::new(Arc::clone(&pool), Arc::clone(&presence), Arc::clone(&lifecycle), &config);
-        let counting = Counting::new(
-            Arc::clone(&pool),
-            Arc::clone(&presence),
-            Arc::clone(&config),
-            Arc::clone(&notes),
-        );
-        let prefault = Arc::new(Prefault::new(
-            Arc::clone(&pool),
-            Arc::clone(&presence),
-            Arc::clone(&lifecycle),
-            Arc::clone(&config),
-            waker.clone(),
-        ));
+        let (waker, wakeups) = agent::wake_pair().map_err(system("a pipe"))?;
+        let lifecycle = Arc::new(Lifecycle::new(presence.tenant().clone(), waker.clone()));
+        let config = presence.config();
+        let (pool, keeper) = Pool::new(driver, config.toucher_threads, config.own_contexts);
+        let (of_pool, of_presence) = (|| Arc::clone(&pool), || Arc::clone(&presence));
+        let idle = Idle::new(of_pool());
+        let sharing = Sharing::new(of_pool(), of_presence(), Arc::clone(&lifecycle));
+        let counting = Counting::new(of_pool(), of_presence(), Arc::clone(&notes));
+        let prefault =
+            Prefault::new(of_pool(), of_presence(), Arc::clone(&lifecycle), waker.clone());
         let member = Arc::new(Self {
             pool,
-            config,
             presence,
             cut: Cut::default(),
-            progress: Mutex::new(Progress::Rest(keeper)),
             lifecycle,
             rounds: Mutex::default(),
             phase_log: PhaseLog::default(),
             notes,
             asking: Asking::new(waker.clone()),
-            is_pausing: AtomicBool::new(false),
-            nccl_is_asked_away: AtomicBool::new(false),
             waker,
             sharing,
             calling_off: CallingOff::default(),
-            spare: Mutex::default(),
             descriptor_limit: DescriptorLimit::default(),
-            prefault,
+            prefault: Arc::new(prefault),
             counting,
             idle,
         });
-        member.pool.place_on_nodes(member.config.node_of);
-        if let Err(source) = agent::spawn(&member, listener, wakeups) {
+        member.pool.place_on_nodes(member.config().node_of);
+        if let Err(source) = agent::spawn(&member, keeper, listener, wakeups) {
             member.leave();
             return Err(JoinError::System { what: "a thread", source });
         }
-        if member.config.prepares_up_to.is_some() {
+        if member.config().prepares_up_to.is_some() {
             member.prefault.start();
         }
         member.counting.begin();
-        tracing::info!(tenant = %member.config.tenant, member = %member.presence.id(), "joined");
+        tracing::info!(tenant = %member.presence.tenant(), member = %member.presence.id(), "joined");
         Ok(member)
     }
 
@@ -210,7 +186,7 @@ impl<D: Driver> Member<D> {
     }
 
     pub(crate) fn rounds(&self) -> MutexGuard<'_, Rounds> {
-        self.rounds.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.rounds)
     }
 
     /// How it stands in the run directory.
@@ -221,7 +197,7 @@ impl<D: Driver> Member<D> {
     /// By how much its host memory may grow that holds so many bytes of contents. What comes out reads the machine's figures
     /// each time.
     pub fn host_budget(&self) -> impl Fn(u64) -> HostBudget + Send + Sync + use<D> {
-        let limits = self.config.host_limits;
+        let limits = self.config().host_limits;
         move |held_bytes| budget(held_bytes, &limits())
     }
 
@@ -235,44 +211,19 @@ impl<D: Driver> Member<D> {
         self.pool.gate()
     }
 
-    /// Takes the pause or resume under way out, for a step of it.
-    fn take_progress(&self) -> Progress<D> {
-        std::mem::replace(&mut *self.progress(), Progress::Taken)
-    }
-
-    fn set_progress(&self, progress: Progress<D>) {
-        let before = std::mem::replace(&mut *self.progress(), progress);
-        drop(before);
-    }
-
-    fn progress(&self) -> MutexGuard<'_, Progress<D>> {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Where launches that wait for other ranks are counted, and held.
     pub fn cut(&self) -> &Cut {
         &self.cut
     }
 
-    /// For how long an allocation waits that its device has no room for, where it queues.
-    pub fn queues(&self) -> Option<Duration> {
-        let turns = self.config.turns;
-        turns.queues.then_some(turns.wait)
-    }
-
-    /// How the driver is called about processes of tenants, from this one.
-    pub(crate) fn checkpointer(&self) -> Option<Arc<dyn Checkpointer>> {
-        (self.config.checkpointer)()
-    }
-
-    /// After how long a rest its contexts leave too, where they do.
-    pub(crate) fn goes_deep_after(&self) -> Option<Duration> {
-        self.config.turns.deep
+    /// What its process was told when it joined.
+    pub fn config(&self) -> &MemberConfig {
+        self.presence.config()
     }
 
     /// The process's stream captures.
     pub fn captures(&self) -> &Captures {
-        &self.config.captures
+        &self.config().captures
     }
 
     /// Whether it counts what it holds.
@@ -301,13 +252,13 @@ impl<D: Driver> Member<D> {
         MemberInfo {
             id: self.presence.id(),
             pid: std::process::id(),
-            family: self.config.family.as_ref().map(ToString::to_string),
-            class: self.config.turns.class,
-            weight: self.config.turns.weight,
-            queues: self.config.turns.queues,
-            goes_deep: self.config.turns.deep.is_some(),
-            command: self.config.command.clone(),
-            version: self.config.version.clone(),
+            family: self.presence.family().map(ToString::to_string),
+            class: self.config().turns.class,
+            weight: self.config().turns.weight,
+            queues: self.config().turns.queues,
+            goes_deep: self.config().turns.deep.is_some(),
+            command: self.config().command.clone(),
+            version: self.config().version.clone(),
             state,
             stands_without,
             stays,
@@ -349,7 +300,7 @@ impl<D: Driver> Member<D> {
         let communicators = self.cut.ranks();
         let lent = self.sharing.lent(&Selection::Whole);
         let idleness = self.idle.look();
-        let LoggedPhases { last_pause, last_resume, pause_times, .. } = self.phase_log.all();
+        let LoggedPhases { mut last, pause_times, .. } = self.phase_log.all();
         // All of one instant: host memory may be growing.
         let held_bytes = pool.host_arena_bytes;
         let host = HostProgress { held_bytes, ..self.prefault.progress() };
@@ -359,8 +310,8 @@ impl<D: Driver> Member<D> {
             copied: self.pool.copied_bytes(),
             pauses: self.asking.done(Action::Pause),
             resumes: self.asking.done(Action::Resume),
-            last_pause,
-            last_resume,
+            last_pause: last.remove(&Action::Pause).unwrap_or_default(),
+            last_resume: last.remove(&Action::Resume).unwrap_or_default(),
             pause_times,
             host,
             idleness,

@@ -8,6 +8,7 @@ use nix::unistd::geteuid;
 
 use super::Presence;
 use super::clients::Client;
+use super::failures::PID;
 use crate::identity::{MemberId, TenantName};
 use crate::run_dir::TenantDir;
 use crate::transport::{Connection, Peer};
@@ -26,15 +27,15 @@ impl Presence {
         if client.is_neighbour().map_err(|error| not_seen(&error))? {
             return Ok(());
         }
-        let (own, asks) = (std::process::id(), named(client.peer()));
+        let asks = named(client.peer());
         let message = match what {
             Given::Memory => format!(
-                "process {own} of tenant {} gives no memory to {asks}, which is not in its pid namespace: start both in one \
+                "process {PID} of tenant {} gives no memory to {asks}, which is not in its pid namespace: start both in one \
                  (docker run --pid=container:NAME)",
                 self.tenant()
             ),
             Given::Contents => format!(
-                "process {own} of tenant {0} writes no saved contents for {asks}, which is not in its pid namespace: run \
+                "process {PID} of tenant {0} writes no saved contents for {asks}, which is not in its pid namespace: run \
                  sublet save {0} there (docker exec, kubectl exec)",
                 self.tenant()
             ),
@@ -64,16 +65,12 @@ impl Presence {
                 client.listens_at = Some(socket);
                 Ok(())
             }
-            Ok(Err(member)) => Err(Failure {
-                kind: FailureKind::Unknown,
-                message: format!(
-                    "process {} gives no memory to {}: it asks as {importer} of tenant {tenant}, which is {}; start it \
+            Ok(Err(member)) => Err(FailureKind::Unknown.because(format!(
+                    "process {PID} gives no memory to {}: it asks as {importer} of tenant {tenant}, which is {}; start it \
                      in that tenant (sublet run --tenant {tenant})",
-                    std::process::id(),
                     named(client.connection.peer()),
                     named(member)
-                ),
-            }),
+                ))),
             Err(error)
                 if matches!(error.kind(), ErrorKind::ConnectionRefused | ErrorKind::NotFound) =>
             {
@@ -85,8 +82,7 @@ impl Presence {
 }
 
 fn no_process_of(importer: MemberId, tenant: &TenantName) -> Failure {
-    let own = std::process::id();
-    let message = format!("process {own}: {importer} is no process of tenant {tenant}");
+    let message = format!("process {PID}: {importer} is no process of tenant {tenant}");
     Failure { kind: FailureKind::Unknown, message }
 }
 
@@ -100,9 +96,8 @@ fn not_seen(error: &io::Error) -> Failure {
     Failure {
         kind: if is_over_soon { FailureKind::NotNow } else { FailureKind::Driver },
         message: format!(
-            "process {} cannot see who asks it for memory ({error}): ask again; where it has no descriptors left, raise its \
-             limit of open files (ulimit -n)",
-            std::process::id()
+            "process {PID} cannot see who asks it for memory ({error}): ask again; where it has no descriptors left, raise its \
+             limit of open files (ulimit -n)"
         ),
     }
 }

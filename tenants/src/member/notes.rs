@@ -1,6 +1,8 @@
 //! What people should know of a process.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
+
+use crate::lock;
 
 /// Notes beyond these are left out.
 const NOTES_MAX: usize = 32;
@@ -10,13 +12,9 @@ const NOTES_MAX: usize = 32;
 pub struct Notes(Mutex<Vec<String>>);
 
 impl Notes {
-    fn list(&self) -> MutexGuard<'_, Vec<String>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Adds `text`, and logs it.
     pub fn add(&self, text: String) {
-        let mut list = self.list();
+        let mut list = lock(&self.0);
         if !list.contains(&text) && list.len() < NOTES_MAX {
             tracing::warn!("{text}");
             list.push(text);
@@ -24,6 +22,6 @@ impl Notes {
     }
 
     pub(super) fn all(&self) -> Vec<String> {
-        self.list().clone()
+        lock(&self.0).clone()
     }
 }

@@ -1,7 +1,9 @@
 //! The phases of a process's last pause and resume, and how long its pauses took, for people.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::collections::BTreeMap;
+use std::sync::Mutex;
 
+use crate::lock;
 use crate::phase::{Action, Stage};
 use crate::wire::{Asked, PauseTimes, Phase, PhaseReport};
 
@@ -14,23 +16,19 @@ pub(super) struct PhaseLog(Mutex<LoggedPhases>);
 pub(super) struct LoggedPhases {
     /// The last step that was requested.
     pub(super) asked: Option<Asked>,
-    pub(super) last_pause: Vec<(Phase, PhaseReport)>,
-    pub(super) last_resume: Vec<(Phase, PhaseReport)>,
+    /// The phases of the last pause and resume.
+    pub(super) last: BTreeMap<Action, Vec<(Phase, PhaseReport)>>,
     pub(super) pause_times: PauseTimes,
 }
 
 impl PhaseLog {
-    fn logged(&self) -> MutexGuard<'_, LoggedPhases> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub(super) fn note_asked(&self, asked: Asked) {
-        self.logged().asked = Some(asked);
+        lock(&self.0).asked = Some(asked);
     }
 
     /// A pause or resume begins: forgets the last.
     pub(super) fn begin(&self, action: Action) {
-        self.logged().of(action).clear();
+        lock(&self.0).last.remove(&action);
     }
 
     /// Adds what a phase has done.
@@ -43,8 +41,8 @@ impl PhaseLog {
             | (_, None)
             | (Stage::AtRest, Some(Action::Resume)) => return,
         };
-        let mut logged = self.logged();
-        let phases = logged.of(action);
+        let mut logged = lock(&self.0);
+        let phases = logged.last.entry(action).or_default();
         match phases.last_mut() {
             Some((last, stages)) if *last == phase => {
                 stages.add(report.clone());
@@ -55,22 +53,14 @@ impl PhaseLog {
 
     /// The last pause is over for all processes.
     pub(super) fn end_pause(&self) {
-        let mut logged = self.logged();
-        let all_us = logged.last_pause.iter().map(|(_, report)| report.elapsed_us).sum();
+        let mut logged = lock(&self.0);
+        let pause = logged.last.get(&Action::Pause).into_iter().flatten();
+        let all_us = pause.map(|(_, report)| report.elapsed_us).sum();
         logged.pause_times.add(all_us);
     }
 
     /// All that it says now.
     pub(super) fn all(&self) -> LoggedPhases {
-        self.logged().clone()
-    }
-}
-
-impl LoggedPhases {
-    fn of(&mut self, action: Action) -> &mut Vec<(Phase, PhaseReport)> {
-        match action {
-            Action::Pause => &mut self.last_pause,
-            Action::Resume => &mut self.last_resume,
-        }
+        lock(&self.0).clone()
     }
 }

@@ -1,22 +1,24 @@
 //! What a process does in each phase. Runs on the worker thread, one phase at a time.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::Ordering;
+use std::mem;
 use std::time::{Duration, Instant};
 
-use vmm_pool::driver::{DeviceOrdinal, Driver};
+use vmm_pool::driver::Driver;
 use vmm_pool::gate::Call;
 use vmm_pool::{
     After, Copies, Done, Draining, Failed, FromOffloaded, Keeper, NotShut, Origin, PinnedBytes,
-    Quiesced, Schedule, Selection, Shut, StepLog, Undone,
+    Quiesced, Schedule, Selection, Shut, Undone,
 };
 
 use super::Member;
 use super::failures::{
-    drain_failure, failed_inside, faulted, in_capture, not_undone_yet, pool_failure, wrong_state,
+    PID, drain_failure, failed_inside, faulted, not_undone_yet, pool_failure, wrong_state,
 };
 use super::progress::Progress;
-use crate::cut::{Limits, Seen};
+use super::refusals;
+use super::reports::{PhaseResult, deltas, known, report, staged};
+use super::worker::Executor;
 use crate::host_memory::HostNeed;
 use crate::phase::{Action, Window};
 use crate::references::{References, Stay};
@@ -24,17 +26,21 @@ use crate::scope::{Scope, TagNames};
 use crate::state::Event;
 use crate::time::micros;
 use crate::wire::{
-    DeviceDelta, Drained, Failure, FailureKind, MemberState, Order, Phase, PhaseAnswer,
-    PhaseReport, Reply,
+    Drained, Failure, FailureKind, Hold, MemberState, Order, Phase, PhaseAnswer, PhaseReport, Reply,
 };
 
 /// How long the gate stays shut for a look at the devices at most.
 const LOOK_MAX: Duration = Duration::from_millis(10);
 
-impl<D: Driver> Member<D> {
+impl<D: Driver> Executor<D> {
     /// Takes the phase of `round` that `order` asks for, and answers for it. To settle is to settle that round; none where
     /// nothing is under way.
-    pub(super) fn run_phase(&self, round: Option<u64>, order: &Order, deadline: Instant) -> Reply {
+    pub(super) fn run_phase(
+        &mut self,
+        round: Option<u64>,
+        order: &Order,
+        deadline: Instant,
+    ) -> Reply {
         let (phase, begin) = (order.phase(), Instant::now());
         let mut drained = None;
         let outcome = match order {
@@ -70,7 +76,7 @@ impl<D: Driver> Member<D> {
             Ok(mut report) => {
                 report.elapsed_us = elapsed_us;
                 tracing::debug!(?phase, elapsed_us, bytes = report.bytes, "phase");
-                self.phase_log.record(phase, &report);
+                self.member.phase_log.record(phase, &report);
                 Reply::PhaseDone(phase, PhaseAnswer { report, drained })
             }
             Err(failure) => {
@@ -81,7 +87,7 @@ impl<D: Driver> Member<D> {
     }
 
     /// The answer of a step that failed. Where the context is lost by that, the process stands faulted.
-    pub(super) fn refuse(&self, failure: Failure) -> Reply {
+    pub(super) fn refuse(&mut self, failure: Failure) -> Reply {
         if failure.kind == FailureKind::Faulted && self.lifecycle.state() != MemberState::Faulted {
             self.stand_faulted();
         }
@@ -89,21 +95,14 @@ impl<D: Driver> Member<D> {
     }
 
     /// Holds the process on the way to a cut, and says where it stands.
-    pub(super) fn run_cut(
-        &self,
-        holder: u64,
-        limits: Limits,
-        seen: Seen,
-        asked: u64,
-        until: Instant,
-    ) -> Reply {
+    pub(super) fn run_cut(&self, holder: u64, hold: Hold, asked: u64, until: Instant) -> Reply {
         if let Err(failure) = self.lifecycle.expect(MemberState::Active) {
             return Reply::Failed(failure);
         }
-        let held = self.cut.hold(holder, limits);
-        let report = held
-            .then(|| self.cut.watch(seen, asked, until, &|| self.captures().under_way()))
-            .flatten();
+        let cut = &self.member.cut;
+        let held = cut.hold(holder, hold.limits);
+        let captures = || self.member.captures().under_way();
+        let report = held.then(|| cut.watch(hold.seen, asked, until, &captures)).flatten();
         match report {
             Some(report) => Reply::Cut(Box::new(report)),
             None => Reply::Failed(wrong_state("the hold ended with its holder".to_owned())),
@@ -112,12 +111,12 @@ impl<D: Driver> Member<D> {
 
     /// The context is lost, and nothing of ours can bring it back. The application's own calls are let
     /// through, so that it hears of it from the driver, and ends.
-    fn stand_faulted(&self) {
+    fn stand_faulted(&mut self) {
         // Every state has this transition.
         if let Err(error) = self.lifecycle.transition(Event::Lost) {
             tracing::error!(%error, "a lost context was not recorded");
         }
-        self.take_progress().abandon();
+        mem::take(&mut self.progress).abandon();
         // What a panic has dropped has given it back too.
         if let Some(keeper) = self.pool.keeper() {
             keeper.let_through_for_good();
@@ -125,15 +124,15 @@ impl<D: Driver> Member<D> {
             tracing::error!("calls stay held back: something is still under way");
         }
         self.let_nccl_through();
-        self.cut.release();
+        self.member.cut.release();
     }
 
     /// The code of `phase`, or of a look at the cut, failed in a way that nobody foresaw. What has been done of it
     /// nobody knows, so the process is faulted; it is not left waiting.
-    pub(super) fn fail_inside(&self, phase: Option<Phase>, panic: &str) -> Reply {
+    pub(super) fn fail_inside(&mut self, phase: Option<Phase>, panic: &str) -> Reply {
         let failure = failed_inside(phase, panic);
         tracing::error!("{failure}");
-        self.notes.add(failure.message.clone());
+        self.member.notes.add(failure.message.clone());
         // Its contexts are off the devices: calls that were let through would end it. Apart from a thaw, nothing that such a process is told
         // to do calls the driver, so it stands as before.
         let is_frozen = self.lifecycle.state() == MemberState::Deep && phase != Some(Phase::Thaw);
@@ -144,24 +143,26 @@ impl<D: Driver> Member<D> {
     }
 
     fn close_gate(
-        &self,
+        &mut self,
         scope: &Scope,
         (is_deep, stands): (bool, bool),
         deadline: Instant,
-    ) -> Result<PhaseReport, Failure> {
+    ) -> PhaseResult {
         let stood = *scope == Scope::Whole && self.stood_without_tags();
         self.lifecycle.expect(if stood { MemberState::Paused } else { MemberState::Active })?;
+        let Member { pool, asking, presence, .. } = &*self.member;
+        let config = presence.config();
         if is_deep {
-            self.refuse_unfreezable()?;
+            refusals::unfreezable(config, pool)?;
         }
-        self.refuse_ungated()?;
-        self.refuse_unseen_pins(scope)?;
+        refusals::ungated(config, asking)?;
+        refusals::unseen_pins(config, pool, &scope.paused(presence.id()))?;
         if !stands {
-            self.refuse_unseen_nccl(scope)?;
+            refusals::unseen_nccl(config, scope)?;
         }
-        self.refuse_capture()?;
+        refusals::captures(config)?;
         self.end_closed_tickets();
-        let selection = self.leaving_selection(scope, stands);
+        let selection = self.leaving(scope, stands);
         let progress = if stood {
             let shut = self.shut::<FromOffloaded>(deadline)?;
             self.lifecycle.transition(Event::RestBegun)?;
@@ -171,24 +172,25 @@ impl<D: Driver> Member<D> {
             self.lifecycle.transition(Event::PauseBegun)?;
             Progress::Draining(draining, selection)
         };
-        self.phase_log.begin(Action::Pause);
-        self.set_progress(progress);
+        self.member.phase_log.begin(Action::Pause);
+        self.progress = progress;
         Ok(PhaseReport::default())
     }
 
     /// Shuts the gate for a pause, or for a look at the devices, and waits for nobody.
-    pub(super) fn begin_pause(&self) -> Result<Draining<D>, Failure> {
+    pub(super) fn begin_pause(&mut self) -> Result<Draining<D>, Failure> {
         self.take_keeper()?.close().map_err(|failed| self.not_shut(failed))
     }
 
-    pub(super) fn shut<W: Origin>(&self, deadline: Instant) -> Result<Shut<D, W>, Failure> {
-        let called_off = || self.calling_off.is_raised();
-        self.take_keeper()?.shut(deadline, called_off).map_err(|failed| self.not_shut(failed))
+    pub(super) fn shut<W: Origin>(&mut self, deadline: Instant) -> Result<Shut<D, W>, Failure> {
+        let keeper = self.take_keeper()?;
+        let called_off = || self.member.calling_off.is_raised();
+        keeper.shut(deadline, called_off).map_err(|failed| self.not_shut(failed))
     }
 
     /// What something begins with that nothing else is under way for.
-    pub(super) fn take_keeper(&self) -> Result<Keeper<D>, Failure> {
-        let progress = self.take_progress();
+    pub(super) fn take_keeper(&mut self) -> Result<Keeper<D>, Failure> {
+        let progress = mem::take(&mut self.progress);
         if matches!(progress, Progress::Taken) {
             return self.pool.keeper().ok_or_else(|| self.out_of_turn(progress));
         }
@@ -196,50 +198,22 @@ impl<D: Driver> Member<D> {
     }
 
     /// Puts the keeper back: the gate is as it was.
-    fn not_shut(&self, Failed { state, error }: Failed<Keeper<D>, NotShut>) -> Failure {
-        self.set_progress(Progress::Rest(*state));
+    fn not_shut(&mut self, Failed { state, error }: Failed<Keeper<D>, NotShut>) -> Failure {
+        self.progress = Progress::Rest(*state);
         let inside = match error {
             NotShut::StillInside(inside) => inside,
             NotShut::Elsewhere(_) => {
-                return wrong_state(format!("process {}: {error}", std::process::id()));
+                return wrong_state(format!("process {PID}: {error}"));
             }
         };
-        let kind = if self.calling_off.is_raised() {
+        let kind = if self.member.calling_off.is_raised() {
             FailureKind::CalledOff
         } else {
             FailureKind::DrainTimeout
         };
-        let message = format!(
-            "process {}: {inside}; pause at a step boundary, or give a longer timeout",
-            std::process::id()
-        );
+        let message =
+            format!("process {PID}: {inside}; pause at a step boundary, or give a longer timeout");
         Failure { kind, message }
-    }
-
-    /// Refuses a pause from outside where work can reach a device past the gate: only the process itself knows when it
-    /// launches none.
-    fn refuse_ungated(&self) -> Result<(), Failure> {
-        match (self.config.ungated)() {
-            Some(why) if !self.asking.is_for_pause() => Err(wrong_state(format!(
-                "process {} cannot be paused from outside: {why}; or pause it from inside, between its steps \
-                 (sublet_pause_tenant)",
-                std::process::id()
-            ))),
-            Some(_) | None => Ok(()),
-        }
-    }
-
-    /// Refuses to take memory away that a device may hold the pages of, unseen by us: it would go on reading and writing
-    /// there.
-    fn refuse_unseen_pins(&self, scope: &Scope) -> Result<(), Failure> {
-        let leaving = self.pool.holdings().resident_bytes(&scope.paused(self.presence.id()));
-        if leaving.values().all(|bytes| *bytes == 0) {
-            return Ok(());
-        }
-        (self.config.unseen_pins)().map_or(Ok(()), |why| {
-            let own = std::process::id();
-            Err(wrong_state(format!("process {own} cannot be paused: {why}")))
-        })
     }
 
     /// Gives memory back that nothing held but tickets, all closed by now. The worker's alone: it is who shuts the gate,
@@ -250,14 +224,7 @@ impl<D: Driver> Member<D> {
         }
     }
 
-    pub(super) fn refuse_capture(&self) -> Result<(), Failure> {
-        match self.captures().under_way() {
-            0 => Ok(()),
-            count => Err(in_capture(count)),
-        }
-    }
-
-    fn drain(&self, deadline: Instant) -> Result<(PhaseReport, Drained), Failure> {
+    fn drain(&mut self, deadline: Instant) -> Result<(PhaseReport, Drained), Failure> {
         self.lifecycle.expect(MemberState::Offloading)?;
         let (mut quiesced, selection, waited) = if self.stood_without_tags() {
             let (quiesced, selection) = self.next_of(Progress::into_quiesced)?;
@@ -270,141 +237,133 @@ impl<D: Driver> Member<D> {
         // resume where a thread at the gate has it, with the interpreter's lock in its hands.
         let waiting = quiesced.pool().gate().waiting();
         let is_locked = waiting.iter().any(|waiting| waiting.call == Call::Memory);
-        let unused = if is_locked { Vec::new() } else { (self.config.unused)() };
+        let unused = if is_locked { Vec::new() } else { (self.member.config().unused)() };
         quiesced.mark_unused(&unused, &selection);
         let references = self.pool.holdings().references(&selection);
-        let partners = self.sharing.sharers().living(&references.holders);
+        let partners = self.member.sharing.sharers().living(&references.holders);
         let references = References::new(references, partners);
         // The devices of all processes are idle, behind gates that are shut: nobody writes to it from here on.
         let seen = quiesced.survey(&selection);
         let demand = quiesced.host_demand(&selection);
-        let host = HostNeed { demand, limits: (self.config.host_limits)() };
-        self.set_progress(Progress::Quiesced(quiesced, selection));
+        let host = HostNeed { demand, limits: (self.member.config().host_limits)() };
+        self.progress = Progress::Quiesced(quiesced, selection);
         let mut report = report(seen);
         report.driver_calls += 2 * waited as u64;
         Ok((report, Drained { host, references }))
     }
 
     /// Waits until nobody is inside a call and the devices are idle. Says how many waits that took.
-    fn quiesce(&self, deadline: Instant) -> Result<(Quiesced<D>, Selection, usize), Failure> {
+    fn quiesce(&mut self, deadline: Instant) -> Result<(Quiesced<D>, Selection, usize), Failure> {
         let (mut draining, selection) = self.next_of(Progress::into_draining)?;
         if let Err(failure) = self.clear(&mut draining, deadline) {
-            self.set_progress(Progress::Draining(draining, selection));
+            self.progress = Progress::Draining(draining, selection);
             return Err(failure);
         }
-        match draining.drain(deadline, self.calling_off.receiver()) {
+        match draining.drain(deadline, self.member.calling_off.receiver()) {
             Ok((quiesced, waited)) => Ok((quiesced, selection, waited)),
             Err(Failed { state, error }) => {
                 let failure = drain_failure(&error, &state.pool().gate().waiting());
-                self.set_progress(Progress::Draining(*state, selection));
+                self.progress = Progress::Draining(*state, selection);
                 Err(failure)
             }
         }
     }
 
     /// Waits until nobody is inside a call. A capture that was begun by then ends the pause, and none can begin after.
-    fn clear(&self, draining: &mut Draining<D>, deadline: Instant) -> Result<(), Failure> {
-        let called_off = self.calling_off.receiver();
+    fn clear(&mut self, draining: &mut Draining<D>, deadline: Instant) -> Result<(), Failure> {
+        let called_off = self.member.calling_off.receiver();
         let cleared = draining.clear(deadline, called_off);
         cleared.map_err(|error| drain_failure(&error, &draining.pool().gate().waiting()))?;
-        self.refuse_capture()
+        refusals::captures(self.member.config())
     }
 
     /// What the requested step needs, if it follows the one before.
     pub(super) fn next_of<T>(
-        &self,
+        &mut self,
         take: impl FnOnce(Progress<D>) -> Result<T, Box<Progress<D>>>,
     ) -> Result<T, Failure> {
-        take(self.take_progress()).map_err(|progress| self.out_of_turn(*progress))
+        take(mem::take(&mut self.progress)).map_err(|progress| self.out_of_turn(*progress))
+    }
+
+    /// Puts back what a step has left that failed.
+    pub(super) fn put_back<S>(
+        &mut self,
+        Failed { state, error }: Failed<S>,
+        progress: impl FnOnce(S) -> Progress<D>,
+    ) -> Failure {
+        self.progress = progress(*state);
+        pool_failure(&error)
     }
 
     /// Puts `progress` back: the requested step does not follow it.
-    pub(super) fn out_of_turn(&self, progress: Progress<D>) -> Failure {
-        let message =
-            format!("process {}: this step does not follow the one before", std::process::id());
-        self.set_progress(progress);
+    pub(super) fn out_of_turn(&mut self, progress: Progress<D>) -> Failure {
+        let message = format!("process {PID}: this step does not follow the one before");
+        self.progress = progress;
         wrong_state(message)
     }
 
     /// Unless it is saved by then, what would leave is told by device, so that another tenant can count on it.
-    fn prepare(
-        &self,
-        stays: &[Stay],
-        copies: Copies,
-        schedule: Schedule,
-    ) -> Result<PhaseReport, Failure> {
+    fn prepare(&mut self, stays: &[Stay], copies: Copies, schedule: Schedule) -> PhaseResult {
         self.lifecycle.expect(MemberState::Offloading)?;
         let (quiesced, selection) = self.next_of(Progress::into_quiesced)?;
-        self.sharing.sharers().forget_ended();
+        self.member.sharing.sharers().forget_ended();
         let stays: Vec<_> = stays.iter().map(|stay| (stay.id, stay.reason)).collect();
-        match quiesced.prepare(selection, &stays, copies, self.host_budget(), schedule) {
-            Ok((prepared, log)) => {
-                let leaving = match schedule {
-                    Schedule::SaveFirst => BTreeMap::new(),
-                    Schedule::SaveMeanwhile => {
-                        self.pool.holdings().resident_bytes(prepared.selection())
-                    }
-                };
-                let devices = self.deltas(&self.by_device(leaving));
-                self.set_progress(Progress::Prepared(prepared));
-                Ok(PhaseReport { devices, ..report(log) })
-            }
-            Err(Failed { state, error }) => {
-                self.set_progress(Progress::Leaving(*state));
-                Err(pool_failure(&error))
-            }
-        }
+        let budget = self.member.host_budget();
+        let prepared = quiesced.prepare(selection, &stays, copies, budget, schedule);
+        let (prepared, log) =
+            prepared.map_err(|failed| self.put_back(failed, Progress::Leaving))?;
+        let leaving = match schedule {
+            Schedule::SaveFirst => BTreeMap::new(),
+            Schedule::SaveMeanwhile => self.pool.holdings().resident_bytes(prepared.selection()),
+        };
+        self.progress = Progress::Prepared(prepared);
+        Ok(PhaseReport { devices: deltas(&self.pool, leaving), ..report(log) })
     }
 
     /// The point of no return of a pause by stages, or behind it.
-    pub(super) fn release_window(&self, window: &Window) -> Result<PhaseReport, Failure> {
+    pub(super) fn release_window(&mut self, window: &Window) -> PhaseResult {
         self.lifecycle.expect(MemberState::Offloading)?;
         let (mut departing, _) =
             self.next_of(|progress| progress.into_departing(Some(window.stage)))?;
-        let moved = departing.release_stage(&self.known(window));
+        let moved = departing.release_stage(&known(&self.pool, window));
         let left = departing.left();
-        self.set_progress(Progress::Departing(departing, window.stage.saturating_add(1)));
+        self.progress = Progress::Departing(departing, window.stage.saturating_add(1));
         let moved = moved.map_err(|error| pool_failure(&error))?;
-        Ok(self.staged(moved, left))
+        Ok(staged(&self.pool, moved, left))
     }
 
     /// The point of no return of a pause, or behind it: the process stands paused, or runs on without some tags.
-    pub(super) fn release(&self, rest: Schedule) -> Result<PhaseReport, Failure> {
+    pub(super) fn release(&mut self, rest: Schedule) -> PhaseResult {
         self.lifecycle.expect(MemberState::Offloading)?;
         let (departing, next) = self.next_of(|progress| progress.into_departing(None))?;
         let selection = departing.selection().clone();
-        match departing.release(rest) {
-            Ok((done, moved)) => {
-                let stays = self.stand_released(selection, done)?;
-                Ok(PhaseReport { stays, ..self.staged(moved, BTreeMap::new()) })
-            }
-            Err(Failed { state, error }) => {
-                self.set_progress(Progress::Departing(state, next));
-                Err(pool_failure(&error))
-            }
-        }
+        let put_back = |state| Progress::Departing(Box::new(state), next);
+        let released = departing.release(rest);
+        let (done, moved) = released.map_err(|failed| self.put_back(failed, put_back))?;
+        let stays = self.stand_released(selection, done)?;
+        Ok(PhaseReport { stays, ..staged(&self.pool, moved, BTreeMap::new()) })
     }
 
     /// The last step of `round` was taken, well or not.
-    fn last_step_taken(&self, round: Option<u64>) {
+    fn last_step_taken(&mut self, round: Option<u64>) {
         if let Some(round) = round {
-            let mut rounds = self.rounds();
+            let mut rounds = self.member.rounds();
             rounds.last_step_taken(round, self.lifecycle.state().rests());
         }
     }
 
     /// A thread that has requested a pause together with others waits until all of them have released, which this process knows by
     /// what follows that.
-    fn count_pause(&self) {
-        if self.is_pausing.swap(false, Ordering::Relaxed) {
-            self.phase_log.end_pause();
-            self.asking.note_done(Action::Pause);
+    fn count_pause(&mut self) {
+        if mem::take(&mut self.is_pausing) {
+            self.member.phase_log.end_pause();
+            self.member.asking.note_done(Action::Pause);
         }
     }
 
     /// All that leaves is released: the process stands paused, or runs on without some tags. Says what stays.
     pub(super) fn stand_released(
-        &self,
+        &mut self,
         selection: Selection,
         done: Done<D>,
     ) -> Result<Vec<PinnedBytes>, Failure> {
@@ -415,84 +374,55 @@ impl<D: Driver> Member<D> {
                 // Before the gate opens: what stands at it may be a launch.
                 self.nccl_follows(&selection);
                 let keeper = done.end();
-                self.cut.release();
+                self.member.cut.release();
                 keeper
             }
             After::Paused => {
                 // Before others see it paused.
                 self.lifecycle.stand_without(selection.stands_without().map(TagNames::from));
                 self.lifecycle.transition(Event::Released)?;
-                self.is_pausing.store(true, Ordering::Relaxed);
-                self.cut.pause();
+                self.is_pausing = true;
+                self.member.cut.pause();
                 done.end()
             }
         };
-        self.set_progress(Progress::Released(keeper, selection));
+        self.progress = Progress::Released(keeper, selection);
         Ok(stays)
     }
 
-    pub(super) fn by_device(&self, bytes: BTreeMap<DeviceOrdinal, u64>) -> Vec<DeviceBytes> {
-        let named = |(device, bytes)| DeviceBytes { device, uuid: self.pool.uuid(device), bytes };
-        bytes.into_iter().map(named).collect()
-    }
-
-    /// What the driver says of the devices of `bytes` now. Makes their contexts current on this thread.
-    pub(super) fn deltas(&self, bytes: &[DeviceBytes]) -> Vec<DeviceDelta> {
-        let driver = self.pool.driver();
-        bytes
-            .iter()
-            .map(|row| {
-                let info = driver.make_current(row.device).and_then(|()| driver.memory_info());
-                DeviceDelta {
-                    device: row.device,
-                    uuid: row.uuid.clone(),
-                    bytes: row.bytes,
-                    free_bytes: info.map_or(0, |info| info.free_bytes),
-                    total_bytes: info.map_or(0, |info| info.total_bytes),
-                }
-            })
-            .collect()
-    }
-
     /// Says what is free on the devices, now that all members have released.
-    fn verify(&self) -> Result<PhaseReport, Failure> {
+    fn verify(&mut self) -> PhaseResult {
         let (keeper, selection) = self.next_of(Progress::into_released)?;
-        self.set_progress(Progress::Rest(keeper));
+        self.progress = Progress::Rest(keeper);
+        let holdings = self.pool.holdings();
         if selection.is_by_tag() {
-            return Ok(self.verify_tags(&selection));
+            // Where the process runs on, new memory of the tags may be there already.
+            let devices = deltas(&self.pool, holdings.offloaded_bytes(&selection));
+            return Ok(PhaseReport { devices, ..PhaseReport::default() });
         }
         self.lifecycle.expect(MemberState::Paused)?;
-        let devices = self.deltas(&self.by_device(self.pool.holdings().resident_bytes(&selection)));
-        Ok(PhaseReport {
-            devices,
-            notes: self.sharing.sharers().lost_imports(),
-            ..PhaseReport::default()
-        })
-    }
-
-    /// As [`Member::verify`], of a pause by tag. Where the process runs on, new memory of the tags may be there already.
-    fn verify_tags(&self, selection: &Selection) -> PhaseReport {
-        let away = self.by_device(self.pool.holdings().offloaded_bytes(selection));
-        PhaseReport { devices: self.deltas(&away), ..PhaseReport::default() }
+        let devices = deltas(&self.pool, holdings.resident_bytes(&selection));
+        let notes = self.member.sharing.sharers().lost_imports();
+        Ok(PhaseReport { devices, notes, ..PhaseReport::default() })
     }
 
     /// Looks whether the devices have work left, where nothing was launched for `quiet_us`. On the worker thread, which takes no step of a pause
     /// meanwhile. A thread that comes to the gate at this moment waits for some milliseconds.
-    pub(super) fn run_idle(&self, quiet_us: u64) -> Reply {
-        let before = self.idle.look();
-        let is_at_rest = matches!(*self.progress(), Progress::Rest(_));
+    pub(super) fn run_idle(&mut self, quiet_us: u64) -> Reply {
+        let before = self.member.idle.look();
+        let is_at_rest = matches!(self.progress, Progress::Rest(_));
         let may_look = is_at_rest
             && self.lifecycle.state() == MemberState::Active
-            && self.captures().under_way() == 0;
+            && self.member.captures().under_way() == 0;
         if before.is_drained || before.quiet_us < quiet_us || !may_look {
             return Reply::Idleness(before);
         }
-        let mark = self.idle.mark();
+        let mark = self.member.idle.mark();
         let Ok(mut draining) = self.begin_pause() else { return Reply::Idleness(before) };
         let until = Instant::now() + LOOK_MAX;
         let is_idle = loop {
             // A capture that begins now waits at the gate.
-            match draining.look(|| self.captures().under_way()) {
+            match draining.look(|| self.member.captures().under_way()) {
                 Ok(activity) if activity.is_idle => break true,
                 Ok(activity) if activity.inside > 0 => break false,
                 Ok(_) => {}
@@ -505,25 +435,25 @@ impl<D: Driver> Member<D> {
             if left.is_zero() {
                 break false;
             }
-            draining.wait_for_change(left, self.calling_off.receiver());
+            draining.wait_for_change(left, self.member.calling_off.receiver());
         };
         // A thread that has come to the gate since has something to launch.
-        let is_drained = is_idle && self.gate().mark() == mark;
-        self.set_progress(Progress::Rest(draining.reopen().done.end()));
+        let is_drained = is_idle && self.member.gate().mark() == mark;
+        self.progress = Progress::Rest(draining.reopen().done.end());
         if is_drained {
-            self.idle.note_drained(mark);
+            self.member.idle.note_drained(mark);
         }
-        Reply::Idleness(self.idle.look())
+        Reply::Idleness(self.member.idle.look())
     }
 
     /// Maps again what was unmapped, and runs on. Nobody else is needed for that, also when others have died meanwhile.
     /// Undoes what is under way, and nothing where nothing is.
-    pub(super) fn abort(&self) -> Result<PhaseReport, Failure> {
+    pub(super) fn abort(&mut self) -> PhaseResult {
         match self.lifecycle.state() {
             MemberState::Offloading => self.abort_pause(),
             MemberState::Restoring => self.abort_resume(),
             MemberState::Active => {
-                self.cut.release();
+                self.member.cut.release();
                 Ok(PhaseReport::default())
             }
             MemberState::Paused | MemberState::Deep => Ok(PhaseReport::default()),
@@ -531,20 +461,18 @@ impl<D: Driver> Member<D> {
         }
     }
 
-    fn abort_pause(&self) -> Result<PhaseReport, Failure> {
-        let undone = match self.take_progress() {
+    fn abort_pause(&mut self) -> PhaseResult {
+        let undone = match mem::take(&mut self.progress) {
             Progress::Draining(draining, _) => Ok(draining.reopen()),
-            Progress::Quiesced(quiesced, selection) => {
-                return quiesced.reopen().map_or_else(
-                    |Failed { state, error }| {
-                        self.set_progress(Progress::Quiesced(*state, selection));
-                        Err(not_undone_yet(&pool_failure(&error)))
-                    },
-                    |undone| self.run_again(undone),
-                );
+            Progress::Quiesced(quiesced, selection) => quiesced.reopen().map_err(|failed| {
+                self.put_back(failed, |quiesced| Progress::Quiesced(quiesced, selection))
+            }),
+            Progress::Leaving(leaving) => {
+                leaving.undo().map_err(|failed| self.put_back(failed, Progress::Leaving))
             }
-            Progress::Leaving(leaving) => leaving.undo(),
-            Progress::Prepared(prepared) => prepared.undo(),
+            Progress::Prepared(prepared) => {
+                prepared.undo().map_err(|failed| self.put_back(failed, Progress::Leaving))
+            }
             progress @ (Progress::Taken
             | Progress::Rest(_)
             | Progress::Departing(..)
@@ -554,41 +482,20 @@ impl<D: Driver> Member<D> {
             | Progress::Returning(_)
             | Progress::Restored(_)) => return Err(self.out_of_turn(progress)),
         };
-        let undone = undone.map_err(|Failed { state, error }| {
-            self.set_progress(Progress::Leaving(*state));
-            not_undone_yet(&pool_failure(&error))
-        })?;
-        self.run_again(undone)
+        self.run_again(undone.map_err(|failure| not_undone_yet(&failure))?)
     }
 
     /// A pause has come to nothing.
-    fn run_again(&self, Undone { done, log, spare }: Undone<D>) -> Result<PhaseReport, Failure> {
+    fn run_again(&mut self, Undone { done, log, spare }: Undone<D>) -> PhaseResult {
         if self.stood_without_tags() {
             self.lifecycle.transition(Event::RestUndone)?;
-            self.set_progress(Progress::Rest(done.end()));
+            self.progress = Progress::Rest(done.end());
         } else {
             self.lifecycle.transition(Event::PauseUndone)?;
-            self.set_progress(Progress::Rest(done.end()));
-            self.cut.release();
+            self.progress = Progress::Rest(done.end());
+            self.member.cut.release();
         }
         drop(spare);
         Ok(report(log))
-    }
-}
-
-pub(super) struct DeviceBytes {
-    device: DeviceOrdinal,
-    uuid: String,
-    bytes: u64,
-}
-
-pub(super) fn report(log: StepLog) -> PhaseReport {
-    PhaseReport {
-        driver_calls: log.driver_calls,
-        bytes: log.bytes,
-        steps: log.steps.into_iter().map(|step| (step.name.to_owned(), step.elapsed_us)).collect(),
-        kept: log.kept,
-        notes: log.notes,
-        ..PhaseReport::default()
     }
 }

@@ -5,7 +5,7 @@
 //!
 //! Lock order: `state` is a leaf.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use nix::sys::resource::{Resource, getrlimit};
@@ -13,9 +13,10 @@ use vmm_pool::driver::{Driver, DriverOp};
 use vmm_pool::{BroughtIn, HostDemand, HostStanding, Pool, PoolError, StepLog};
 
 use super::agent::Waker;
-use super::failures::pool_failure;
-use super::{Lifecycle, MemberConfig, Presence};
+use super::failures::{PID, pool_failure};
+use super::{Lifecycle, Presence};
 use crate::host_memory::{HostFigure, HostNeed, LimitKind};
+use crate::lock;
 use crate::time::micros;
 use crate::wire::{Failure, FailureKind, HostProgress, HostStage, MemberState};
 
@@ -36,7 +37,6 @@ pub(super) struct Prefault<D: Driver> {
     pool: Arc<Pool<D>>,
     presence: Arc<Presence>,
     lifecycle: Arc<Lifecycle>,
-    config: Arc<MemberConfig>,
     waker: Waker,
     state: Mutex<State>,
     changed: Condvar,
@@ -93,21 +93,16 @@ impl<D: Driver> Prefault<D> {
         pool: Arc<Pool<D>>,
         presence: Arc<Presence>,
         lifecycle: Arc<Lifecycle>,
-        config: Arc<MemberConfig>,
         waker: Waker,
     ) -> Self {
         let (state, changed) = (Mutex::default(), Condvar::new());
-        Self { pool, presence, lifecycle, config, waker, state, changed }
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        Self { pool, presence, lifecycle, waker, state, changed }
     }
 
     /// How far it is. Waits for nothing.
     pub(super) fn progress(&self) -> HostProgress {
         let HostStanding { held_bytes, wanted_bytes, .. } = self.pool.host_standing();
-        let progress = self.state().progress.clone();
+        let progress = lock(&self.state).progress.clone();
         HostProgress { held_bytes, wanted_bytes, need: None, ..progress }
     }
 
@@ -124,14 +119,14 @@ impl<D: Driver> Prefault<D> {
             grow_with_all_bytes: grow_bytes,
             ..HostDemand::default()
         };
-        let need = HostNeed { demand, limits: (self.config.host_limits)() };
+        let need = HostNeed { demand, limits: (self.presence.config().host_limits)() };
         HostProgress { need: Some(need), ..progress }
     }
 
     /// Has host memory brought in, up to `most_bytes`, on a thread of its own.
     pub(super) fn begin(self: &Arc<Self>, most_bytes: u64) {
         {
-            let mut state = self.state();
+            let mut state = lock(&self.state);
             if state.asked.is_none() {
                 state.progress =
                     HostProgress { stage: HostStage::Grows, ..HostProgress::default() };
@@ -144,12 +139,12 @@ impl<D: Driver> Prefault<D> {
 
     /// Ends what [`Prefault::begin`] has begun, at the next chunk.
     pub(super) fn call_off(&self) {
-        self.state().asked = None;
+        lock(&self.state).asked = None;
     }
 
     /// Sees that there is a thread.
     pub(super) fn start(self: &Arc<Self>) {
-        if std::mem::replace(&mut self.state().has_thread, true) {
+        if std::mem::replace(&mut lock(&self.state).has_thread, true) {
             return;
         }
         let (prefault, after_panic) = (Arc::clone(self), Arc::clone(self));
@@ -172,20 +167,19 @@ impl<D: Driver> Prefault<D> {
     /// There is no thread for it, or no more.
     fn has_ended(&self, why: &str) {
         {
-            let mut state = self.state();
+            let mut state = lock(&self.state);
             state.has_thread = false;
             state.asked = None;
-            state.progress.stage = HostStage::Stopped(Failure {
-                kind: FailureKind::OutOfHostMemory,
-                message: format!("process {}: {why}", std::process::id()),
-            });
+            state.progress.stage = HostStage::Stopped(
+                FailureKind::OutOfHostMemory.because(format!("process {PID}: {why}")),
+            );
         }
         self.waker.wake();
     }
 
     /// Has idle host memory given back, as long as the machine is short.
     pub(super) fn begin_giving_back(self: &Arc<Self>) {
-        self.state().is_short = true;
+        lock(&self.state).is_short = true;
         self.changed.notify_all();
         self.start();
     }
@@ -210,7 +204,7 @@ impl<D: Driver> Prefault<D> {
             if matches!(stage, HostStage::Stopped(_)) {
                 calm.not_before = Some(Instant::now() + AGAIN_AFTER);
             }
-            self.state().end(&run, stage);
+            lock(&self.state).end(&run, stage);
             self.waker.wake();
         }
     }
@@ -224,25 +218,28 @@ impl<D: Driver> Prefault<D> {
             if self.pool.has_stopped_bringing_in() {
                 return None;
             }
-            if std::mem::take(&mut self.state().is_short) {
+            if std::mem::take(&mut lock(&self.state).is_short) {
                 return Some(Task::GiveBack);
             }
-            if let Some(most_bytes) = self.state().asked {
+            if let Some(most_bytes) = lock(&self.state).asked {
                 return Some(bring_in(most_bytes, true));
             }
-            if let Some(most_bytes) = self.config.prepares_up_to
+            if let Some(most_bytes) = self.presence.config().prepares_up_to
                 && calm.is_due(self.pool.host_standing(), most_bytes)
                 && self.lifecycle.state() == MemberState::Active
                 && !self.pool.copies().is_given_back()
             {
-                self.state().progress =
+                lock(&self.state).progress =
                     HostProgress { stage: HostStage::Grows, ..HostProgress::default() };
                 return Some(bring_in(most_bytes, false));
             }
-            let state = self.state();
+            let state = lock(&self.state);
             if state.asked.is_none() && !state.is_short && !self.pool.has_stopped_bringing_in() {
-                let rest =
-                    if self.config.prepares_up_to.is_some() { LOOK_EVERY } else { AGAIN_AFTER };
+                let rest = if self.presence.config().prepares_up_to.is_some() {
+                    LOOK_EVERY
+                } else {
+                    AGAIN_AFTER
+                };
                 drop(self.changed.wait_timeout(state, rest));
             }
         }
@@ -251,12 +248,13 @@ impl<D: Driver> Prefault<D> {
     /// Brings in what is missing, as far as it may.
     fn bring_all_in(&self, run: &Run) -> HostStage {
         loop {
-            if self.pool.has_stopped_bringing_in() || (run.is_asked && self.state().asked.is_none())
+            if self.pool.has_stopped_bringing_in()
+                || (run.is_asked && lock(&self.state).asked.is_none())
             {
                 return HostStage::Rests;
             }
             if !matches!(self.lifecycle.state(), MemberState::Active | MemberState::Paused) {
-                self.state().progress.stage = HostStage::Waits;
+                lock(&self.state).progress.stage = HostStage::Waits;
                 self.lifecycle.rest(REST);
                 continue;
             }
@@ -284,7 +282,7 @@ impl<D: Driver> Prefault<D> {
             steps.map(|step| step.elapsed_us).sum::<u64>()
         };
         {
-            let progress = &mut self.state().progress;
+            let progress = &mut lock(&self.state).progress;
             progress.stage = HostStage::Grows;
             progress.brought_in_bytes += size_bytes;
             progress.elapsed_us = micros(run.begun.elapsed());
@@ -296,7 +294,7 @@ impl<D: Driver> Prefault<D> {
 
     /// Up to how much may be held now, by what limits it most; none without a limit. `held_bytes` are held.
     fn room(&self, held_bytes: u64) -> Option<Room> {
-        let limits = (self.config.host_limits)().into_iter().map(|limit| {
+        let limits = (self.presence.config().host_limits)().into_iter().map(|limit| {
             let most_bytes = match limit.kind {
                 // It is the whole tenant's, and another process may need as much.
                 LimitKind::Configured => limit.bytes / self.presence.members(),
@@ -306,10 +304,11 @@ impl<D: Driver> Prefault<D> {
             };
             Room { most_bytes, kind: limit.kind }
         });
-        let figures = (self.config.host_figures)().into_iter().map(|figure: HostFigure| Room {
-            most_bytes: held_bytes.saturating_add(figure.spare_bytes()),
-            kind: figure.kind,
-        });
+        let figures =
+            (self.presence.config().host_figures)().into_iter().map(|figure: HostFigure| Room {
+                most_bytes: held_bytes.saturating_add(figure.spare_bytes()),
+                kind: figure.kind,
+            });
         limits.chain(figures).min_by_key(|room| room.most_bytes)
     }
 
@@ -327,7 +326,7 @@ impl<D: Driver> Prefault<D> {
                     break;
                 }
             }
-            let figures = (self.config.host_figures)();
+            let figures = (self.presence.config().host_figures)();
             if figures.iter().all(|figure| figure.spare_bytes() > 0) {
                 break;
             }
@@ -354,16 +353,11 @@ impl Room {
             LimitKind::Configured => "raise it: each process of the tenant has its share",
             kind @ (LimitKind::Available | LimitKind::ControlGroup { .. }) => kind.advice(),
         };
-        Failure {
-            kind: FailureKind::OutOfHostMemory,
-            message: format!(
-                "process {}: {wanted_bytes} bytes of host memory are wanted for a pause, and no more than {} are held \
+        FailureKind::OutOfHostMemory.because(format!(
+                "process {PID}: {wanted_bytes} bytes of host memory are wanted for a pause, and no more than {} are held \
                  ahead of it, a reserve set aside, because of {}: {next}",
-                std::process::id(),
-                self.most_bytes,
-                self.kind
-            ),
-        }
+                self.most_bytes, self.kind
+            ))
     }
 }
 

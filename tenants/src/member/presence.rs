@@ -3,12 +3,13 @@
 //! Lock order: `new_name` is a leaf.
 
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{JoinError, MemberConfig};
 use crate::identity::{FamilyName, MemberId, TenantName};
+use crate::lock;
 use crate::run_dir::{RunDir, RunDirError, SOCKET_EXTENSION, TenantDir};
 use crate::transport::Listener;
 
@@ -19,7 +20,7 @@ pub(super) const NAMES_AGAIN_AFTER: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub struct Presence {
     id: MemberId,
-    config: Arc<MemberConfig>,
+    config: MemberConfig,
     dir: TenantDir,
     socket_path: PathBuf,
     /// Its name is not put back where it goes.
@@ -30,7 +31,7 @@ pub struct Presence {
 
 impl Presence {
     /// Listens in the tenant's directory, under an identity of its own.
-    pub(super) fn begin(config: Arc<MemberConfig>) -> Result<(Self, Listener), JoinError> {
+    pub(super) fn begin(config: MemberConfig) -> Result<(Self, Listener), JoinError> {
         let what = "a random identity";
         let id = random_id().map_err(|source| JoinError::System { what, source })?;
         let (dir, listener) = config.run_dir.listen(&config.tenant, id)?;
@@ -47,6 +48,11 @@ impl Presence {
     /// Its tenant.
     pub fn tenant(&self) -> &TenantName {
         &self.config.tenant
+    }
+
+    /// What its process was told when it joined.
+    pub(super) fn config(&self) -> &MemberConfig {
+        &self.config
     }
 
     /// The family that it names.
@@ -94,13 +100,13 @@ impl Presence {
     /// Puts the socket's name back, which has gone.
     pub(super) fn listen_again(&self) -> Result<Listener, RunDirError> {
         let listener = self.run_dir().listen_again(self.tenant(), self.id)?;
-        *self.new_name.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        *lock(&self.new_name) = Some(Instant::now());
         Ok(listener)
     }
 
     /// Are the names of all processes where they belong, as far as can be told by the own one?
     pub(super) fn names_stay(&self) -> bool {
-        let new_name = *self.new_name.lock().unwrap_or_else(PoisonError::into_inner);
+        let new_name = *lock(&self.new_name);
         let all_had_time = new_name.is_none_or(|since| since.elapsed() > NAMES_AGAIN_AFTER);
         all_had_time && (self.has_left() || self.dir.has_member(self.id))
     }

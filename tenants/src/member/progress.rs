@@ -10,9 +10,10 @@ use vmm_pool::{
 };
 
 /// See the head of this module.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) enum Progress<D: Driver> {
     /// A step has it. What such a step drops gives the keeper back to the pool.
+    #[default]
     Taken,
     /// Nothing is under way.
     Rest(Keeper<D>),

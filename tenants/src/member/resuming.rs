@@ -1,34 +1,36 @@
 //! What a process does in the phases of a resume. Runs on the worker thread, as `phases.rs`.
 
 use std::collections::BTreeMap;
+use std::mem;
+use std::sync::Arc;
 use std::time::Instant;
 
 use vmm_pool::driver::{DeviceOrdinal, Driver};
 use vmm_pool::{
-    Aside, Away, ByDevice, Failed, FromOffloaded, FromOpen, Left, Moved, PoolError, Returning,
-    Selection, Shut, StepLog, UninheritedFd,
+    Aside, Away, Failed, FromOffloaded, FromOpen, Moved, PoolError, Returning, Selection, Shut,
+    StepLog, UninheritedFd,
 };
 
-use super::Member;
-use super::failures::{faulted, frozen, import_failure, pool_failure, wrong_state};
-use super::phases::report;
+use super::failures::{PID, faulted, frozen, import_failure, pool_failure, wrong_state};
 use super::progress::Progress;
+use super::reports::{PhaseResult, deltas, known, report, staged};
 use super::selection::Resumed;
 use super::sharing::Missing;
+use super::worker::Executor;
 use crate::descriptors::free_descriptors;
 use crate::phase::{Action, Window};
 use crate::scope::Scope;
 use crate::state::Event;
-use crate::wire::{Failure, MemberState, Needed, PhaseReport, Reply, StageLeft, StageReport};
+use crate::wire::{Failure, MemberState, Needed, PhaseReport, Reply};
 
-impl<D: Driver> Member<D> {
+impl<D: Driver> Executor<D> {
     /// Shuts the gate for a resume of `scope`.
     pub(super) fn begin_resume(
-        &self,
+        &mut self,
         scope: &Scope,
         deadline: Instant,
     ) -> Result<Resume<D>, Failure> {
-        let resume = match self.resumed(scope, self.lifecycle.state()) {
+        let resume = match self.resumed(scope) {
             Resumed::Aside(aside) => {
                 self.lifecycle.expect(MemberState::Active)?;
                 let shut = self.shut(deadline)?;
@@ -42,103 +44,88 @@ impl<D: Driver> Member<D> {
                 Resume::Away(shut, away)
             }
         };
-        self.phase_log.begin(Action::Resume);
+        self.member.phase_log.begin(Action::Resume);
         Ok(resume)
     }
 
-    pub(super) fn create(&self, scope: &Scope, deadline: Instant) -> Result<PhaseReport, Failure> {
+    pub(super) fn create(&mut self, scope: &Scope, deadline: Instant) -> PhaseResult {
         self.refuse_shared(scope)?;
         let resume = self.begin_resume(scope, deadline)?;
         let selection = resume.selection();
         let undone = undone_resume(&selection);
-        let taken = self.by_device(self.pool.holdings().offloaded_bytes(&selection));
+        let taken = self.pool.holdings().offloaded_bytes(&selection);
         let created = match resume {
             Resume::Aside(shut, aside) => shut.create_own(aside),
             Resume::Away(shut, away) => shut.create_own(away),
         };
         match created {
             Ok((arriving, log)) => {
-                self.set_progress(Progress::Arriving(arriving, 0));
-                Ok(PhaseReport { devices: self.deltas(&taken), ..report(log) })
+                self.progress = Progress::Arriving(arriving, 0);
+                Ok(PhaseReport { devices: deltas(&self.pool, taken), ..report(log) })
             }
             Err(Failed { state, error }) => {
                 // Nothing was taken; stand as before, so that the same resume can be tried later.
                 self.lifecycle.transition(undone)?;
-                self.set_progress(Progress::Rest(state.end()));
+                self.progress = Progress::Rest(state.end());
                 Err(pool_failure(&error))
             }
         }
     }
 
-    pub(super) fn restore(&self) -> Result<PhaseReport, Failure> {
+    pub(super) fn restore(&mut self) -> PhaseResult {
         self.lifecycle.expect(MemberState::Restoring)?;
         let (arriving, _) = self.next_of(Progress::into_arriving)?;
-        match arriving.restore_rest(free_descriptors() / 4) {
-            Ok((returning, moved)) => {
-                self.set_progress(Progress::Returning(returning));
-                // All of it was created by then, unless it comes by stages.
-                let bytes = if moved.log.bytes == 0 { moved.copied_bytes } else { moved.log.bytes };
-                Ok(PhaseReport { bytes, ..self.staged(moved, BTreeMap::new()) })
-            }
-            Err(Failed { state, error }) => {
-                self.set_progress(Progress::Returning(*state));
-                Err(pool_failure(&error))
-            }
-        }
+        let restored = arriving.restore_rest(free_descriptors() / 4);
+        let (returning, moved) =
+            restored.map_err(|failed| self.put_back(failed, Progress::Returning))?;
+        self.progress = Progress::Returning(returning);
+        // All of it was created by then, unless it comes by stages.
+        let bytes = if moved.log.bytes == 0 { moved.copied_bytes } else { moved.log.bytes };
+        Ok(PhaseReport { bytes, ..staged(&self.pool, moved, BTreeMap::new()) })
     }
 
-    fn take_returning(&self) -> Result<Returning<D>, Failure> {
+    fn take_returning(&mut self) -> Result<Returning<D>, Failure> {
         self.lifecycle.expect(MemberState::Restoring)?;
         self.next_of(Progress::into_returning)
     }
 
     /// Leaves out what nobody has any more, or refuses.
-    pub(super) fn import(
-        &self,
-        without_lost: bool,
-        deadline: Instant,
-    ) -> Result<PhaseReport, Failure> {
+    pub(super) fn import(&mut self, without_lost: bool, deadline: Instant) -> PhaseResult {
         self.lifecycle.expect(MemberState::Restoring)?;
-        let mut notes = if without_lost {
-            self.sharing.sharers().leave_lost_out(&self.notes)
-        } else {
-            Vec::new()
-        };
+        let member = Arc::clone(&self.member);
+        let (sharers, notes) = (member.sharing.sharers(), &member.notes);
+        let mut said = if without_lost { sharers.leave_lost_out(notes) } else { Vec::new() };
         let (log, missing) = self.fetch_imports(deadline)?;
         for missing in missing {
             if !without_lost {
                 return Err(import_failure(&missing.into()));
             }
-            notes.push(self.sharing.sharers().leave_missing_out(&missing, &self.notes));
+            said.push(sharers.leave_missing_out(&missing, notes));
         }
         let mut report = self.map_imports(log)?;
-        report.notes.extend(notes);
+        report.notes.extend(said);
         Ok(report)
     }
 
-    fn fetch_imports(&self, deadline: Instant) -> Result<(StepLog, Vec<Missing>), Failure> {
+    fn fetch_imports(&mut self, deadline: Instant) -> Result<(StepLog, Vec<Missing>), Failure> {
         let mut returning = self.take_returning()?;
-        let fetched = self.sharing.import_again(&mut returning, &self.calling_off, deadline);
-        self.set_progress(Progress::Returning(returning));
+        let fetched =
+            self.member.sharing.import_again(&mut returning, &self.member.calling_off, deadline);
+        self.progress = Progress::Returning(returning);
         fetched.map_err(|error| import_failure(&error))
     }
 
     /// All that comes before the gate opens is done with that.
-    fn map_imports(&self, mut log: StepLog) -> Result<PhaseReport, Failure> {
-        match self.take_returning()?.map_imports() {
-            Ok((restored, mapped)) => {
-                self.set_progress(Progress::Restored(restored));
-                log.add(mapped);
-                Ok(report(log))
-            }
-            Err(Failed { state, error }) => {
-                self.set_progress(Progress::Returning(*state));
-                Err(pool_failure(&error))
-            }
-        }
+    fn map_imports(&mut self, mut log: StepLog) -> PhaseResult {
+        let mapped = self.take_returning()?.map_imports();
+        let (restored, mapped) =
+            mapped.map_err(|failed| self.put_back(failed, Progress::Returning))?;
+        self.progress = Progress::Restored(restored);
+        log.add(mapped);
+        Ok(report(log))
     }
 
-    pub(super) fn activate(&self) -> Result<PhaseReport, Failure> {
+    pub(super) fn activate(&mut self) -> PhaseResult {
         self.lifecycle.expect(MemberState::Restoring)?;
         let restored = self.next_of(Progress::into_restored)?;
         let selection = restored.selection().clone();
@@ -147,25 +134,17 @@ impl<D: Driver> Member<D> {
         self.lifecycle.stand_without(None);
         self.lifecycle.transition(Event::Resumed)?;
         if !matches!(selection, Selection::SetAside(..)) {
-            self.asking.note_done(Action::Resume);
+            self.member.asking.note_done(Action::Resume);
         }
-        self.set_progress(Progress::Rest(done.end()));
+        self.progress = Progress::Rest(done.end());
         self.nccl_follows(&selection);
-        self.cut.release();
-        self.close_later(spare);
+        self.member.cut.release();
+        self.spare.extend(spare.into_iter().map(UninheritedFd::from));
         Ok(PhaseReport::default())
     }
 
-    /// Closes descriptors after the answer is out: nobody waits for that.
-    fn close_later(&self, spare: Vec<std::os::fd::OwnedFd>) {
-        self.spare
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-            .extend(spare.into_iter().map(UninheritedFd::from));
-    }
-
-    pub(super) fn abort_resume(&self) -> Result<PhaseReport, Failure> {
-        let (selection, undone) = match self.take_progress() {
+    pub(super) fn abort_resume(&mut self) -> PhaseResult {
+        let (selection, undone) = match mem::take(&mut self.progress) {
             Progress::Returning(returning) => (returning.selection().clone(), returning.undo()),
             Progress::Arriving(arriving, _) => (arriving.selection().clone(), arriving.undo()),
             Progress::Restored(restored) => (restored.selection().clone(), restored.undo()),
@@ -179,22 +158,19 @@ impl<D: Driver> Member<D> {
             | Progress::Frozen(_)
             | Progress::Released(..)) => return Err(self.out_of_turn(progress)),
         };
-        let (done, log) = undone.map_err(|Failed { state, error }| {
-            self.set_progress(Progress::Returning(*state));
-            pool_failure(&error)
-        })?;
+        let (done, log) = undone.map_err(|failed| self.put_back(failed, Progress::Returning))?;
         self.lifecycle.transition(undone_resume(&selection))?;
-        self.set_progress(Progress::Rest(done.end()));
+        self.progress = Progress::Rest(done.end());
         Ok(report(log))
     }
 
     /// Brings back as much as is allowed. The first window shuts the gate.
     pub(super) fn restore_window(
-        &self,
+        &mut self,
         scope: &Scope,
         window: &Window,
         deadline: Instant,
-    ) -> Result<PhaseReport, Failure> {
+    ) -> PhaseResult {
         let mut arriving = if window.stage == 0 {
             match self.begin_resume(scope, deadline)? {
                 Resume::Aside(shut, aside) => shut.arrive(aside),
@@ -208,7 +184,7 @@ impl<D: Driver> Member<D> {
             }
             arriving
         };
-        let moved = match arriving.restore_stage(&self.known(window)) {
+        let moved = match arriving.restore_stage(&known(&self.pool, window)) {
             // Others have taken what was free. It is tried again when more of the first tenant has left.
             Err(error @ PoolError::OutOfDeviceMemory { .. }) => {
                 let notes = vec![format!("comes when more of the first tenant has left: {error}")];
@@ -217,40 +193,17 @@ impl<D: Driver> Member<D> {
             moved => moved,
         };
         let left = arriving.left();
-        self.set_progress(Progress::Arriving(arriving, window.stage.saturating_add(1)));
+        self.progress = Progress::Arriving(arriving, window.stage.saturating_add(1));
         let moved = moved.map_err(|error| pool_failure(&error))?;
-        Ok(self.staged(moved, left))
-    }
-
-    /// `window` by the numbers that devices have in this process.
-    pub(super) fn known(&self, window: &Window) -> ByDevice {
-        let devices = self.pool.devices().into_iter();
-        let named = devices.filter_map(|device| {
-            let uuid = self.pool.uuid(device);
-            let (_, bytes) = window.devices.iter().find(|(name, _)| *name == uuid)?;
-            Some((device, *bytes))
-        });
-        named.collect()
-    }
-
-    pub(super) fn staged(&self, moved: Moved, left: BTreeMap<DeviceOrdinal, Left>) -> PhaseReport {
-        let left = left.into_iter().map(|(device, left)| StageLeft {
-            uuid: self.pool.uuid(device),
-            bytes: left.bytes,
-            smallest_bytes: left.smallest_bytes,
-        });
-        let copied_bytes = moved.copied_bytes;
-        let stage = Some(StageReport { copied_bytes, left: left.collect() });
-        let devices = self.deltas(&self.by_device(moved.bytes));
-        PhaseReport { devices, stage, ..report(moved.log) }
+        Ok(staged(&self.pool, moved, left))
     }
 
     /// Says what a resume of `scope` would need on each device, and what is free there. Refuses what the tenant's budget does
     /// not have.
     pub(super) fn run_needs(&self, scope: &Scope, all_devices: bool) -> Reply {
         match self.lifecycle.state() {
-            state @ (MemberState::Active | MemberState::Paused) => {
-                let selection = self.resumed_selection(scope, state);
+            MemberState::Active | MemberState::Paused => {
+                let selection = self.resumed(scope).into();
                 if let Err(error) = self.pool.check_budget(&selection) {
                     return Reply::Failed(pool_failure(&error));
                 }
@@ -263,16 +216,14 @@ impl<D: Driver> Member<D> {
                         away.entry(device).or_default();
                     }
                 }
-                let away = self.by_device(away);
                 let largest_bytes = self.pool.holdings().largest_offloaded_bytes(&selection);
-                Reply::Needs(Needed { devices: self.deltas(&away), largest_bytes })
+                Reply::Needs(Needed { devices: deltas(&self.pool, away), largest_bytes })
             }
             MemberState::Faulted => Reply::Failed(faulted()),
-            MemberState::Deep => Reply::Failed(frozen(self.presence.tenant())),
+            MemberState::Deep => Reply::Failed(frozen(self.member.presence.tenant())),
             state @ (MemberState::Offloading | MemberState::Restoring) => {
                 Reply::Failed(wrong_state(format!(
-                    "process {} is {state:?}: what a resume needs is known when it runs or is paused",
-                    std::process::id()
+                    "process {PID} is {state:?}: what a resume needs is known when it runs or is paused"
                 )))
             }
         }

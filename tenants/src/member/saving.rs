@@ -6,12 +6,13 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use vmm_pool::driver::{DeviceOrdinal, Driver};
-use vmm_pool::{Contents, Holding, HoldingSource, Spilled, Stance, WriteOut};
+use vmm_pool::driver::Driver;
+use vmm_pool::{Contents, Holding, HoldingSource, Pool, Spilled, Stance, WriteOut};
 
 use super::Member;
-use super::failures::{pool_failure, wrong_state};
-use crate::identity::MemberId;
+use super::failures::{PID, pool_failure, wrong_state};
+use super::worker::Executor;
+use crate::identity::{MemberId, TenantName};
 use crate::saving::SaveDirError;
 use crate::saving::dir::{FILE_PREFIX, SaveDir};
 use crate::saving::map::{
@@ -73,25 +74,20 @@ impl Drop for Saving {
     }
 }
 
-impl<D: Driver> Member<D> {
+impl<D: Driver> Executor<D> {
     /// Does one step for `connection`, and answers for it.
-    pub(super) fn run_save(
-        &self,
-        saving: &mut Option<Saving>,
-        connection: u64,
-        step: SaveStep,
-    ) -> Reply {
+    pub(super) fn run_save(&mut self, connection: u64, step: SaveStep) -> Reply {
         let outcome = match step {
             SaveStep::Begin { dir } => {
                 let dir = SaveDir::open(&dir).map_err(|error| dir_failure(&error));
-                dir.map(|dir| self.begin_save(saving, connection, dir))
+                dir.map(|dir| self.begin_save(connection, dir))
             }
             SaveStep::WriteOn { for_ms } => {
                 let until = Instant::now() + Duration::from_millis(for_ms).min(STEP_MAX);
-                self.write_on(saving, connection, until)
+                self.write_on(connection, until)
             }
             SaveStep::CallOff => {
-                saving.take_if(|saving| saving.connection == connection);
+                self.saving.take_if(|saving| saving.connection == connection);
                 Ok(SaveProgress {
                     account: SaveAccount::default(),
                     written_bytes: 0,
@@ -103,21 +99,16 @@ impl<D: Driver> Member<D> {
             Ok(progress) => Reply::Saving(Box::new(progress)),
             Err(failure) => {
                 tracing::error!("{failure}");
-                saving.take_if(|saving| saving.connection == connection);
+                self.saving.take_if(|saving| saving.connection == connection);
                 Reply::Failed(failure)
             }
         }
     }
 
-    fn begin_save(
-        &self,
-        saving: &mut Option<Saving>,
-        connection: u64,
-        dir: SaveDir,
-    ) -> SaveProgress {
+    fn begin_save(&mut self, connection: u64, dir: SaveDir) -> SaveProgress {
         // The asking process holds the tenant's lock, so one that began before has lost it, and has ended.
-        *saving = None;
-        let info = self.info();
+        self.saving = None;
+        let info = self.member.info();
         // Where not all is away, the rest is as the work behind the last whole pause has left it.
         let runs = info.state == MemberState::Active || info.stands_without.is_some();
         let standing = if runs { Stance::Runs } else { Stance::StandsStill };
@@ -129,63 +120,68 @@ impl<D: Driver> Member<D> {
         if standing == Stance::Runs && account.saved_bytes + account.not_kept_bytes == 0 {
             return begun.progress(SaveStage::Nothing);
         }
-        saving.insert(begun).progress(SaveStage::Writing)
+        self.saving.insert(begun).progress(SaveStage::Writing)
     }
 
-    fn write_on(
-        &self,
-        saving: &mut Option<Saving>,
-        connection: u64,
-        until: Instant,
-    ) -> Result<SaveProgress, Failure> {
-        let of_asker = saving.as_mut().filter(|saving| saving.connection == connection);
+    fn write_on(&mut self, connection: u64, until: Instant) -> Result<SaveProgress, Failure> {
+        let Member { pool, presence, .. } = &*self.member;
+        let of_asker = self.saving.as_mut().filter(|saving| saving.connection == connection);
         let Some(under_way) = of_asker else {
             return Err(wrong_state(format!(
-                "process {} is not writing its saved contents to files any more: a pause, a resume or another save \
-                 has begun meanwhile; try again",
-                std::process::id()
+                "process {PID} is not writing its saved contents to files any more: a pause, a resume or another save \
+                 has begun meanwhile; try again"
             )));
         };
-        if under_way.account.saved_bytes > 0 && !self.write_data(under_way, until)? {
+        if under_way.account.saved_bytes > 0 && !under_way.write_data(pool, until)? {
             return Ok(under_way.progress(SaveStage::Writing));
         }
-        let map = self.map_of(under_way);
-        let text = serde_json::to_vec_pretty(&map).map_err(|error| Failure {
-            kind: FailureKind::Unknown,
-            message: format!("process {}: the map of its contents: {error}", std::process::id()),
-        })?;
-        let name = under_way.map_name();
-        under_way.dir.write_whole(&name, &text).map_err(|error| dir_failure(&error))?;
-        under_way.is_whole = true;
+        let name = under_way.write_map(pool, presence.tenant())?;
         let done = under_way.progress(SaveStage::Written { map: name });
-        *saving = None;
+        self.saving = None;
         Ok(done)
     }
+}
 
+impl Saving {
     /// Writes contents until `until`. True when all are in their file, and that has its name.
-    fn write_data(&self, saving: &mut Saving, until: Instant) -> Result<bool, Failure> {
-        let name = saving.data_name();
-        let out = if let Some(out) = &mut saving.out {
+    fn write_data<D: Driver>(&mut self, pool: &Pool<D>, until: Instant) -> Result<bool, Failure> {
+        let name = self.data_name();
+        let out = if let Some(out) = &mut self.out {
             out
         } else {
-            let file = saving.dir.create_part(&name).map_err(|error| dir_failure(&error))?;
-            let out = WriteOut::new(&saving.holdings, file, saving.dir.path().to_owned());
-            saving.out.insert(out.map_err(|error| pool_failure(&error))?)
+            let file = self.dir.create_part(&name).map_err(|error| dir_failure(&error))?;
+            let out = WriteOut::new(&self.holdings, file, self.dir.path().to_owned());
+            self.out.insert(out.map_err(|error| pool_failure(&error))?)
         };
-        if !out.write_on(&self.pool, until).map_err(|error| pool_failure(&error))? {
+        if !out.write_on(pool, until).map_err(|error| pool_failure(&error))? {
             return Ok(false);
         }
-        saving.account.saved_bytes = out.total_bytes();
-        saving.dir.finish_part(&name).map_err(|error| dir_failure(&error))?;
+        self.account.saved_bytes = out.total_bytes();
+        self.dir.finish_part(&name).map_err(|error| dir_failure(&error))?;
         Ok(true)
     }
 
-    fn map_of(&self, saving: &Saving) -> ProcessMap {
+    /// Writes the map of what is written, and says its name: all is whole then.
+    fn write_map<D: Driver>(
+        &mut self,
+        pool: &Pool<D>,
+        tenant: &TenantName,
+    ) -> Result<String, Failure> {
+        let text = serde_json::to_vec_pretty(&self.map(pool, tenant)).map_err(|error| {
+            FailureKind::Unknown.because(format!("process {PID}: the map of its contents: {error}"))
+        })?;
+        let name = self.map_name();
+        self.dir.write_whole(&name, &text).map_err(|error| dir_failure(&error))?;
+        self.is_whole = true;
+        Ok(name)
+    }
+
+    fn map<D: Driver>(&self, pool: &Pool<D>, tenant: &TenantName) -> ProcessMap {
         let mut devices = BTreeMap::new();
         let mut allocations = Vec::new();
         let mut imports = Vec::new();
-        for (index, holding) in saving.holdings.iter().enumerate() {
-            let written = saving.out.as_ref().and_then(|out| out.written(index));
+        for (index, holding) in self.holdings.iter().enumerate() {
+            let written = self.out.as_ref().and_then(|out| out.written(index));
             let HoldingSource::Own { importers } = &holding.source else {
                 imports.push(imported(holding));
                 continue;
@@ -195,7 +191,9 @@ impl<D: Driver> Member<D> {
                 continue;
             }
             let device = holding.device.map(|ordinal| {
-                let name = devices.entry(ordinal).or_insert_with(|| self.device_name(ordinal));
+                let name = devices
+                    .entry(ordinal)
+                    .or_insert_with(|| DeviceName { uuid: pool.uuid(ordinal), ordinal: ordinal.0 });
                 name.clone()
             });
             allocations.push(SavedAllocation {
@@ -217,17 +215,13 @@ impl<D: Driver> Member<D> {
         ProcessMap {
             format: FORMAT.to_owned(),
             version: VERSION,
-            tenant: self.config.tenant.to_string(),
-            process: saving.process.clone(),
-            data: saving.out.as_ref().map(|_| saving.data_name()),
-            account: saving.account,
+            tenant: tenant.to_string(),
+            process: self.process.clone(),
+            data: self.out.as_ref().map(|_| self.data_name()),
+            account: self.account,
             allocations,
             imports,
         }
-    }
-
-    fn device_name(&self, device: DeviceOrdinal) -> DeviceName {
-        DeviceName { uuid: self.pool.uuid(device), ordinal: device.0 }
     }
 }
 
@@ -291,23 +285,23 @@ fn dir_failure(error: &SaveDirError) -> Failure {
         | SaveDirError::Elsewhere { .. } => FailureKind::Unknown,
     };
     let cause = std::error::Error::source(error).map(|cause| format!(": {cause}"));
-    let message = format!("process {}: {error}{}", std::process::id(), cause.unwrap_or_default());
+    let message = format!("process {PID}: {error}{}", cause.unwrap_or_default());
     Failure { kind, message }
 }
 
 /// How long one step lasts at most: the worker thread does nothing else meanwhile. The asking process waits for longer.
 pub(crate) const SPILL_STEP_TIME: Duration = Duration::from_mins(1);
 
-impl<D: Driver> Member<D> {
+impl<D: Driver> Executor<D> {
     /// Does one step, unless nobody waits for it any more, and answers for it.
-    pub(super) fn run_spill(&self, step: SpillStep, is_called_off: &AtomicBool) -> Reply {
+    pub(super) fn run_spill(&mut self, step: SpillStep, is_called_off: &AtomicBool) -> Reply {
         let (state, rests) = self.lifecycle.since();
         let rests_ms = millis(rests);
-        let limits = (self.config.host_limits)();
+        let limits = (self.member.config().host_limits)();
         let said = SpillProgress { rests_ms, limits, ..SpillProgress::default() };
-        let may_move = self.config.spills
+        let may_move = self.member.config().spills
             && state == MemberState::Paused
-            && !(self.config.is_in_memory)(&self.pool.file_dir());
+            && !(self.member.config().is_in_memory)(&self.pool.file_dir());
         if !may_move {
             return Reply::Spilled(Box::new(said));
         }
@@ -330,7 +324,7 @@ impl<D: Driver> Member<D> {
             }
             Err(error) => {
                 let failure = pool_failure(&error);
-                self.notes.add(format!(
+                self.member.notes.add(format!(
                     "saved contents were to go to a file to make room, and stay in host memory: {failure}"
                 ));
                 self.refuse(failure)

@@ -20,7 +20,7 @@ pub use lending::IPC_LIBRARY;
 use lending::KnownBorrower;
 use sharers::Sharers;
 
-use super::{Lifecycle, MemberConfig, Presence};
+use super::{Lifecycle, Presence};
 use crate::identity::{MemberId, TenantName};
 
 /// See the head of this module.
@@ -39,9 +39,8 @@ impl<D: Driver> Sharing<D> {
         pool: Arc<Pool<D>>,
         presence: Arc<Presence>,
         lifecycle: Arc<Lifecycle>,
-        config: &MemberConfig,
     ) -> Self {
-        let sharers = Sharers::new(Arc::clone(&pool), Arc::clone(&presence), config.family_wait);
+        let sharers = Sharers::new(Arc::clone(&pool), Arc::clone(&presence));
         Self { pool, presence, lifecycle, sharers, borrowers: Mutex::default() }
     }
 

@@ -7,10 +7,11 @@ use vmm_pool::Draining;
 use vmm_pool::driver::Driver;
 
 use super::Member;
-use super::failures::{drain_failure, wrong_state};
+use super::failures::{PID, drain_failure, wrong_state};
 use super::progress::Progress;
-use crate::stepping::{Activity, Calls, HeldCall, SeenActivity, StepOrder};
-use crate::wire::{Failure, FailureKind, MemberState, Reply};
+use super::worker::Executor;
+use crate::stepping::{Activity, Calls, HeldCall, StepOrder};
+use crate::wire::{Failure, FailureKind, MemberState, Reply, StepOn};
 
 /// How long a watcher goes without looking: threads come to the gate without a word to us.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
@@ -30,14 +31,13 @@ const COME_PATIENCE: Duration = Duration::from_millis(1);
 /// Waiting calls that a report lists.
 const LISTED_MAX: usize = 16;
 
-impl<D: Driver> Member<D> {
-    /// Does `step`, and says what the process does as soon as that is other than `seen`, or at `until`, or when
+impl<D: Driver> Executor<D> {
+    /// Does a step, and says what the process does as soon as that is other than was seen, or at `until`, or when
     /// something else is requested than what [`crate::cut::Cut::claim`] gave `asked` for.
     pub(super) fn run_step(
-        &self,
+        &mut self,
         holder: u64,
-        step: StepOrder,
-        seen: SeenActivity,
+        on: StepOn,
         asked: u64,
         until: Instant,
     ) -> Reply {
@@ -45,9 +45,10 @@ impl<D: Driver> Member<D> {
         match taken.and_then(|()| self.next_of(Progress::into_draining)) {
             Err(failure) => self.refuse(failure),
             Ok((mut draining, selection)) => {
-                let watch = Watch { holder, asked, until };
-                let activity = self.step_and_watch(&mut draining, step, seen, &watch);
-                self.set_progress(Progress::Draining(draining, selection));
+                let member = &*self.member;
+                let mut stepper = Stepper { member, draining: &mut draining, asked, until };
+                let activity = stepper.step_and_watch(holder, on);
+                self.progress = Progress::Draining(draining, selection);
                 match activity {
                     Ok(activity) => Reply::Activity(Box::new(activity)),
                     Err(failure) => self.refuse(failure),
@@ -55,51 +56,50 @@ impl<D: Driver> Member<D> {
             }
         }
     }
+}
 
-    fn step_and_watch(
-        &self,
-        draining: &mut Draining<D>,
-        step: StepOrder,
-        seen: SeenActivity,
-        watch: &Watch,
-    ) -> Result<Activity, Failure> {
-        let StepOrder { order, limits, calls } = step;
+/// A process behind its shut gate, until something else is requested of it.
+struct Stepper<'a, D: Driver> {
+    member: &'a Member<D>,
+    draining: &'a mut Draining<D>,
+    asked: u64,
+    until: Instant,
+}
+
+impl<D: Driver> Stepper<'_, D> {
+    fn step_and_watch(&mut self, holder: u64, on: StepOn) -> Result<Activity, Failure> {
+        let StepOn { step: StepOrder { order, limits, calls }, seen, .. } = on;
         if let Some(limits) = limits
-            && !self.cut.hold(watch.holder, limits)
+            && !self.member.cut.hold(holder, limits)
         {
             return Err(wrong_state("the hold ended with its holder".to_owned()));
         }
         match calls {
             Calls::None => {}
-            Calls::Ready(count) => self.step_ready(draining, count, watch)?,
-            Calls::Each(count) => self.step_each(draining, (count, None), watch)?,
-            Calls::Turn(count) => self.step_each(draining, (count, Some(TURN_PATIENCE)), watch)?,
+            Calls::Ready(count) => self.step_ready(count)?,
+            Calls::Each(count) => self.step_each(count, None)?,
+            Calls::Turn(count) => self.step_each(count, Some(TURN_PATIENCE))?,
         }
         loop {
-            let activity = self.activity(draining, order)?;
-            if calls != Calls::None || activity.seen() != seen || self.is_over(watch) {
+            let activity = self.activity(order)?;
+            if calls != Calls::None || activity.seen() != seen || self.is_over() {
                 return Ok(activity);
             }
-            let left = watch.until.saturating_duration_since(Instant::now());
-            draining.wait_for_change(left.min(LOOK_EVERY), self.calling_off.receiver());
+            let left = self.until.saturating_duration_since(Instant::now());
+            self.draining.wait_for_change(left.min(LOOK_EVERY), self.member.calling_off.receiver());
         }
     }
 
     /// Lets all that wait make `count` calls; up to one after which the devices are idle in so much time, if any is given.
-    fn step_each(
-        &self,
-        draining: &mut Draining<D>,
-        (count, idle_within): (u32, Option<Duration>),
-        watch: &Watch,
-    ) -> Result<(), Failure> {
+    fn step_each(&mut self, count: u32, idle_within: Option<Duration>) -> Result<(), Failure> {
         for _ in 0..count {
-            if self.is_over(watch) || !self.somebody_waits(draining, watch)? {
+            if self.is_over() || !self.somebody_waits()? {
                 break;
             }
-            draining.step_all();
-            self.wait_until(CALL_PATIENCE, draining, watch, Draining::is_clear);
+            self.draining.step_all();
+            self.wait_until(CALL_PATIENCE, Draining::is_clear);
             if let Some(patience) = idle_within
-                && self.is_idle_soon(patience, draining, watch)?
+                && self.is_idle_soon(patience)?
             {
                 break;
             }
@@ -108,127 +108,100 @@ impl<D: Driver> Member<D> {
     }
 
     /// Lets threads that are ready make `count` calls in all, as long as the devices stay what they were.
-    fn step_ready(
-        &self,
-        draining: &mut Draining<D>,
-        count: u32,
-        watch: &Watch,
-    ) -> Result<(), Failure> {
-        let was_idle = self.look(draining)?.is_idle;
+    fn step_ready(&mut self, count: u32) -> Result<(), Failure> {
+        let was_idle = self.look()?.is_idle;
         for _ in 0..count {
-            if self.is_over(watch) || !self.somebody_waits(draining, watch)? {
+            if self.is_over() || !self.somebody_waits()? {
                 break;
             }
-            let Some(slot) = draining.step_one() else { break };
-            self.wait_until(CALL_PATIENCE, draining, watch, Draining::is_clear);
-            let is_idle = self.is_idle_soon(BUSY_PATIENCE, draining, watch)?;
+            let Some(slot) = self.draining.step_one() else { break };
+            self.wait_until(CALL_PATIENCE, Draining::is_clear);
+            let is_idle = self.is_idle_soon(BUSY_PATIENCE)?;
             if was_idle && !is_idle {
-                draining.note_blocked(slot);
+                self.draining.note_blocked(slot);
             }
             if is_idle != was_idle {
                 break;
             }
-            if draining.steps() > CALLS_AT_SPEED {
-                self.wait_until(WORD_TIME, draining, watch, |_| false);
+            if self.draining.steps() > CALLS_AT_SPEED {
+                self.wait_until(WORD_TIME, |_| false);
             }
         }
         Ok(())
     }
 
     /// Is there something else to do?
-    fn is_over(&self, watch: &Watch) -> bool {
-        Instant::now() >= watch.until
-            || self.cut.is_asked_since(watch.asked)
-            || self.calling_off.is_raised()
+    fn is_over(&self) -> bool {
+        Instant::now() >= self.until
+            || self.member.cut.is_asked_since(self.asked)
+            || self.member.calling_off.is_raised()
     }
 
     /// Does a thread wait that can be let in? Those that come in a moment count.
-    fn somebody_waits(&self, draining: &Draining<D>, watch: &Watch) -> Result<bool, Failure> {
+    fn somebody_waits(&self) -> Result<bool, Failure> {
         let waits = |draining: &Draining<D>| !draining.pool().gate().waiting().is_empty();
-        if !self.wait_until(COME_PATIENCE, draining, watch, waits) {
+        if !self.wait_until(COME_PATIENCE, waits) {
             return Ok(false);
         }
-        if draining.wants_capture() {
-            return Err(Failure {
-                kind: FailureKind::InCapture,
-                message: format!(
-                    "process {} is about to capture a stream, and its devices wait for what comes then: pause again \
-                     when the capture has ended",
-                    std::process::id()
-                ),
-            });
+        if self.draining.wants_capture() {
+            return Err(FailureKind::InCapture.because(format!(
+                    "process {PID} is about to capture a stream, and its devices wait for what comes then: pause again \
+                     when the capture has ended"
+                )));
         }
         Ok(true)
     }
 
     /// Are the devices idle before `patience` ends?
-    fn is_idle_soon(
-        &self,
-        patience: Duration,
-        draining: &mut Draining<D>,
-        watch: &Watch,
-    ) -> Result<bool, Failure> {
+    fn is_idle_soon(&mut self, patience: Duration) -> Result<bool, Failure> {
         let until = Instant::now() + patience;
         loop {
-            if self.look(draining)?.is_idle {
+            if self.look()?.is_idle {
                 return Ok(true);
             }
             let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() || self.is_over(watch) {
+            if left.is_zero() || self.is_over() {
                 return Ok(false);
             }
-            draining.wait_for_change(left, self.calling_off.receiver());
+            self.draining.wait_for_change(left, self.member.calling_off.receiver());
         }
     }
 
     /// Waits for `happened`, for at most `patience`; says whether it has.
-    fn wait_until(
-        &self,
-        patience: Duration,
-        draining: &Draining<D>,
-        watch: &Watch,
-        happened: impl Fn(&Draining<D>) -> bool,
-    ) -> bool {
+    fn wait_until(&self, patience: Duration, happened: impl Fn(&Draining<D>) -> bool) -> bool {
         let until = Instant::now() + patience;
-        while !happened(draining) {
+        while !happened(self.draining) {
             let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() || self.is_over(watch) {
+            if left.is_zero() || self.is_over() {
                 return false;
             }
-            draining.wait_for_step(left);
+            self.draining.wait_for_step(left);
         }
         true
     }
 
     /// What the devices do, as far as they can be asked now.
-    fn look(&self, draining: &mut Draining<D>) -> Result<vmm_pool::Activity, Failure> {
-        let looked = draining.look(|| self.captures().under_way());
-        looked.map_err(|error| drain_failure(&error, &draining.pool().gate().waiting()))
+    fn look(&mut self) -> Result<vmm_pool::Activity, Failure> {
+        let looked = self.draining.look(|| self.member.captures().under_way());
+        looked.map_err(|error| drain_failure(&error, &self.draining.pool().gate().waiting()))
     }
 
-    fn activity(&self, draining: &mut Draining<D>, order: u64) -> Result<Activity, Failure> {
+    fn activity(&mut self, order: u64) -> Result<Activity, Failure> {
         // Before the devices: who comes out after a look at them is seen as inside.
-        let cut = self.cut.report(self.captures().under_way());
-        let looked = self.look(draining)?;
-        let waiting = draining.pool().gate().waiting();
+        let cut = self.member.cut.report(self.member.captures().under_way());
+        let looked = self.look()?;
+        let waiting = self.draining.pool().gate().waiting();
         let calls = waiting.iter().take(LISTED_MAX);
         Ok(Activity {
             order,
             cut,
             inside: looked.inside as u64,
             waiting: waiting.len() as u64,
-            ready: draining.ready().len() as u64,
+            ready: self.draining.ready().len() as u64,
             calls: calls.map(|call| HeldCall::new(call.call.name(), call.waited)).collect(),
             busy: looked.busy.iter().map(ToString::to_string).collect(),
             is_idle: looked.is_idle,
-            steps: draining.steps(),
+            steps: self.draining.steps(),
         })
     }
-}
-
-/// For whom, and for how long.
-struct Watch {
-    holder: u64,
-    asked: u64,
-    until: Instant,
 }

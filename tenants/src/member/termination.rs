@@ -23,8 +23,11 @@ use nix::poll::{PollFd, PollFlags};
 use vmm_pool::Schedule;
 use vmm_pool::driver::Driver;
 
-use super::Member;
+use super::Presence;
+use super::failures::PID;
+use super::reports::PhaseResult;
 use super::rounds::{Said, Verdict, known};
+use super::worker::Executor;
 use crate::identity::MemberId;
 use crate::phase::Action;
 use crate::run_dir::MemberSocket;
@@ -48,37 +51,38 @@ const ASK_AGAIN: Duration = Duration::from_millis(5);
 /// no event, where something else holds its socket.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-impl<D: Driver> Member<D> {
+impl<D: Driver> Executor<D> {
     /// Brings a pause or resume under way, which is `round`, to an end without its coordinator. Runs on the worker thread,
     /// after the phase that the coordinator left behind.
-    pub(super) fn settle(&self, round: Option<u64>) -> Result<PhaseReport, Failure> {
+    pub(super) fn settle(&mut self, round: Option<u64>) -> PhaseResult {
         let action = match self.lifecycle.state() {
             MemberState::Offloading => Action::Pause,
             MemberState::Restoring => Action::Resume,
             MemberState::Active => {
-                self.cut().release();
+                self.member.cut.release();
                 return Ok(PhaseReport::default());
             }
             // Whether its contexts are away only the driver knows: the next command asks it.
             MemberState::Paused | MemberState::Deep => return Ok(PhaseReport::default()),
             MemberState::Faulted => {
-                let message = format!("process {} is faulted: end it", std::process::id());
+                let message = format!("process {PID} is faulted: end it");
                 return Err(Failure { kind: FailureKind::Faulted, message });
             }
         };
-        let outlook = self.progress().outlook();
-        let told = round.map_or(RoundEnd::Open, |round| self.rounds().told(round));
-        let asked = || round.map_or(Verdict::Abort, |round| self.ask_others(round));
+        let outlook = self.progress.outlook();
+        let told = round.map_or(RoundEnd::Open, |round| self.member.rounds().told(round));
+        let asked =
+            || round.map_or(Verdict::Abort, |round| ask_others(&self.member.presence, round));
         let verdict = known(outlook, told).unwrap_or_else(asked);
         if let Some(round) = round {
             // Others that ask us follow.
-            self.rounds().decide(round, verdict);
+            self.member.rounds().decide(round, verdict);
         }
         let phase = match verdict {
             Verdict::Commit => action.commit(),
             Verdict::Abort => Phase::Abort,
         };
-        self.notes.add(format!(
+        self.member.notes.add(format!(
             "the coordinator of a pause or resume ended half-way, and this process finished it alone \
              ({phase:?})"
         ));
@@ -95,91 +99,91 @@ impl<D: Driver> Member<D> {
             (outcome, _) => outcome,
         }
     }
+}
 
-    /// Was any other process told to go beyond the point of no return of `round`? One that does not say counts as one that
-    /// was told nothing: it may not even have prepared, and then goes back when it can.
-    fn ask_others(&self, round: u64) -> Verdict {
-        for _ in 0..ASKED_TIMES_MAX {
-            let began = Instant::now();
-            let verdict = self.ask_others_once(round, began + ASK_TIMEOUT);
-            let took = began.elapsed();
-            match verdict {
-                Ok(Verdict::Commit) => return Verdict::Commit,
-                // Those that answered first may have gone on since, without one that was silent for long.
-                Ok(Verdict::Abort) if took < ANSWERS_COUNT => break,
-                // Those that answered first may have gone on since. Else this process was stopped itself, and the others
-                // have gone on without it.
-                Err(Silent) if took < ASK_TIMEOUT + ANSWERS_COUNT => {
-                    let again = self.ask_others_once(round, Instant::now() + ANSWERS_COUNT);
-                    return again.unwrap_or(Verdict::Abort);
-                }
-                Ok(Verdict::Abort) | Err(Silent) => {}
+/// Was any other process told to go beyond the point of no return of `round`? One that does not say counts as one that
+/// was told nothing: it may not even have prepared, and then goes back when it can.
+fn ask_others(presence: &Presence, round: u64) -> Verdict {
+    for _ in 0..ASKED_TIMES_MAX {
+        let began = Instant::now();
+        let verdict = ask_others_once(presence, round, began + ASK_TIMEOUT);
+        let took = began.elapsed();
+        match verdict {
+            Ok(Verdict::Commit) => return Verdict::Commit,
+            // Those that answered first may have gone on since, without one that was silent for long.
+            Ok(Verdict::Abort) if took < ANSWERS_COUNT => break,
+            // Those that answered first may have gone on since. Else this process was stopped itself, and the others
+            // have gone on without it.
+            Err(Silent) if took < ASK_TIMEOUT + ANSWERS_COUNT => {
+                let again = ask_others_once(presence, round, Instant::now() + ANSWERS_COUNT);
+                return again.unwrap_or(Verdict::Abort);
             }
+            Ok(Verdict::Abort) | Err(Silent) => {}
         }
-        Verdict::Abort
     }
+    Verdict::Abort
+}
 
-    /// Asks all at a time, so that one that is silent takes nobody else's time to answer.
-    fn ask_others_once(&self, round: u64, deadline: Instant) -> Result<Verdict, Silent> {
-        let sockets = self.presence.dir().members().unwrap_or_default();
-        if !sockets.iter().any(|socket| socket.id == self.presence.id()) {
-            tracing::warn!("the tenant's directory has gone: the others cannot be asked");
+/// Asks all at a time, so that one that is silent takes nobody else's time to answer.
+fn ask_others_once(presence: &Presence, round: u64, deadline: Instant) -> Result<Verdict, Silent> {
+    let sockets = presence.dir().members().unwrap_or_default();
+    if !sockets.iter().any(|socket| socket.id == presence.id()) {
+        tracing::warn!("the tenant's directory has gone: the others cannot be asked");
+        return Err(Silent);
+    }
+    let mut to_ask: VecDeque<MemberSocket> =
+        sockets.into_iter().filter(|socket| socket.id != presence.id()).collect();
+    let mut asked: Vec<Question> = Vec::new();
+    let mut all_answered = true;
+    let mut said = Said::default();
+    while !(asked.is_empty() && to_ask.is_empty()) {
+        let now = Instant::now();
+        if now >= deadline {
+            let silent = asked.iter().map(|question| question.member);
+            for member in silent.chain(to_ask.iter().map(|socket| socket.id)) {
+                tracing::warn!(%member, "a peer did not say how far it was told to go");
+            }
             return Err(Silent);
         }
-        let mut to_ask: VecDeque<MemberSocket> =
-            sockets.into_iter().filter(|socket| socket.id != self.presence.id()).collect();
-        let mut asked: Vec<Question> = Vec::new();
-        let mut all_answered = true;
-        let mut said = Said::default();
-        while !(asked.is_empty() && to_ask.is_empty()) {
-            let now = Instant::now();
-            if now >= deadline {
-                let silent = asked.iter().map(|question| question.member);
-                for member in silent.chain(to_ask.iter().map(|socket| socket.id)) {
-                    tracing::warn!(%member, "a peer did not say how far it was told to go");
+        let mut look_again = deadline.min(now + LOOK_EVERY);
+        while asked.len() < ASKED_AT_ONCE
+            && let Some(socket) = to_ask.pop_front()
+        {
+            match Question::ask(&socket, round) {
+                Ok(question) => asked.push(question),
+                Err(error) if error.peer_is_gone() => {}
+                Err(error) => {
+                    // Its queue is full, or we have no descriptor for it now.
+                    tracing::debug!(%error, "a peer could not be asked yet");
+                    to_ask.push_back(socket);
+                    look_again = deadline.min(now + ASK_AGAIN);
+                    break;
                 }
-                return Err(Silent);
-            }
-            let mut look_again = deadline.min(now + LOOK_EVERY);
-            while asked.len() < ASKED_AT_ONCE
-                && let Some(socket) = to_ask.pop_front()
-            {
-                match Question::ask(&socket, round) {
-                    Ok(question) => asked.push(question),
-                    Err(error) if error.peer_is_gone() => {}
-                    Err(error) => {
-                        // Its queue is full, or we have no descriptor for it now.
-                        tracing::debug!(%error, "a peer could not be asked yet");
-                        to_ask.push_back(socket);
-                        look_again = deadline.min(now + ASK_AGAIN);
-                        break;
-                    }
-                }
-            }
-            let mut fds: Vec<PollFd<'_>> = asked.iter().flat_map(Question::events).collect();
-            if let Err(error) = poll_until(&mut fds, look_again) {
-                tracing::warn!(%error, "the others could not be waited for");
-                return Err(Silent);
-            }
-            drop(fds);
-            asked.retain_mut(|question| match question.answer() {
-                Heard::Nothing => true,
-                Heard::Gone => false,
-                Heard::Nonsense => {
-                    all_answered = false;
-                    false
-                }
-                Heard::Told(told) => {
-                    said.hear(told);
-                    false
-                }
-            });
-            if let Some(verdict) = said.verdict() {
-                return Ok(verdict);
             }
         }
-        if all_answered { Ok(Verdict::Abort) } else { Err(Silent) }
+        let mut fds: Vec<PollFd<'_>> = asked.iter().flat_map(Question::events).collect();
+        if let Err(error) = poll_until(&mut fds, look_again) {
+            tracing::warn!(%error, "the others could not be waited for");
+            return Err(Silent);
+        }
+        drop(fds);
+        asked.retain_mut(|question| match question.answer() {
+            Heard::Nothing => true,
+            Heard::Gone => false,
+            Heard::Nonsense => {
+                all_answered = false;
+                false
+            }
+            Heard::Told(told) => {
+                said.hear(told);
+                false
+            }
+        });
+        if let Some(verdict) = said.verdict() {
+            return Ok(verdict);
+        }
     }
+    if all_answered { Ok(Verdict::Abort) } else { Err(Silent) }
 }
 
 /// One of the others did not say what it was told, and none of those that did was told anything.

@@ -6,6 +6,8 @@ use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal};
 use vmm_pool::{Class, Contents};
 
+use super::progress::Progress;
+use super::worker::Executor;
 use super::{Member, MemberConfig};
 use crate::coordinator::{Coordinator, Options};
 use crate::identity::TenantName;
@@ -56,10 +58,11 @@ fn a_panic_leaves_a_frozen_process_frozen_unless_it_was_being_thawed() {
     for event in [Event::PauseBegun, Event::Released, Event::Frozen] {
         member.lifecycle.transition(event).unwrap();
     }
+    let mut executor = Executor::new(Arc::clone(&member), Progress::Taken);
     for phase in [None, Some(Phase::Freeze), Some(Phase::Create)] {
-        member.fail_inside(phase, "a deliberate panic");
+        executor.fail_inside(phase, "a deliberate panic");
         assert_eq!(member.lifecycle().state(), MemberState::Deep, "{phase:?}");
     }
-    member.fail_inside(Some(Phase::Thaw), "a deliberate panic");
+    executor.fail_inside(Some(Phase::Thaw), "a deliberate panic");
     assert_eq!(member.lifecycle().state(), MemberState::Faulted);
 }

@@ -2,17 +2,19 @@
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender};
 use vmm_pool::driver::Driver;
 use vmm_pool::threads::text_of;
+use vmm_pool::{Keeper, Pool, UninheritedFd};
 
-use super::Member;
 use super::failures::{failed_inside, frozen};
+use super::progress::Progress;
 use super::saving::Saving;
+use super::{Lifecycle, Member};
 use crate::phase::{Action, Stage};
 use crate::scope::Scope;
 use crate::wire::{Hold, MemberState, Order, Phase, Reply, SaveStep, SpillStep, StepOn};
@@ -55,6 +57,8 @@ pub(super) enum Work {
     EndTickets,
     /// This connection, which had requested [`Work::Save`], is closed.
     EndSave(u64),
+    /// The agent's thread has ended in this panic.
+    Fail(String),
 }
 
 /// What has come of a job.
@@ -65,96 +69,138 @@ pub(super) struct Done {
     pub(super) reply: Reply,
 }
 
-/// Starts the thread. Jobs go in, and what has come of each comes out.
+/// The part of a member that works. The thread that it is on has it alone.
+pub(super) struct Executor<D: Driver> {
+    pub(super) member: Arc<Member<D>>,
+    pub(super) pool: Arc<Pool<D>>,
+    pub(super) lifecycle: Arc<Lifecycle>,
+    /// How far the pause or resume under way has come.
+    pub(super) progress: Progress<D>,
+    pub(super) saving: Option<Saving>,
+    /// Descriptors of a resume that is over, to be closed when there is time.
+    pub(super) spare: Vec<UninheritedFd>,
+    /// This process is paused, and others may still be at it.
+    pub(super) is_pausing: bool,
+    /// A pause of NCCL's memory was the last that was requested, and not a resume of it.
+    pub(super) nccl_is_asked_away: bool,
+}
+
+/// Starts the thread, which has `keeper`. Jobs go in, and what has come of each comes out.
 pub(super) fn spawn<D: Driver>(
     member: &Arc<Member<D>>,
+    keeper: Keeper<D>,
 ) -> io::Result<(Sender<Job>, Receiver<Done>)> {
     let (jobs, queue) = crossbeam_channel::unbounded();
     let (report, done) = crossbeam_channel::unbounded();
-    let (for_thread, after_panic) = (Arc::clone(member), Arc::clone(member));
+    let executor = Executor::new(Arc::clone(member), Progress::Rest(keeper));
+    let after_panic = Arc::clone(member);
     vmm_pool::threads::spawn(
         "sublet-worker",
-        move || work(&for_thread, &queue, &report),
-        move |text| drop(after_panic.fail_inside(None, text)),
+        move || executor.run(&queue, &report),
+        move |text| drop(Executor::new(after_panic, Progress::Taken).fail_inside(None, text)),
     )?;
     Ok((jobs, done))
 }
 
-fn work<D: Driver>(member: &Member<D>, jobs: &Receiver<Job>, report: &Sender<Done>) {
-    let mut saving = None;
-    for job in jobs {
-        let (connection, phase) = (job.connection, job.work.phase());
-        // What only reads saved contents harms nothing when it fails.
-        let only_reads = matches!(job.work, Work::Save(_));
-        // A defect in one phase must not end the thread: every later phase would wait for it in vain, and the
-        // application at the gate.
-        let done = || do_job(member, &mut saving, job);
-        let reply = catch_unwind(AssertUnwindSafe(done)).unwrap_or_else(|panic| {
-            let text = text_of(&*panic);
-            Some(if only_reads {
-                Reply::Failed(failed_inside(None, text))
-            } else {
-                member.fail_inside(phase, text)
-            })
-        });
-        let Some(reply) = reply else { continue };
-        if report.send(Done { connection, phase, reply }).is_err() {
-            return;
-        }
-        member.waker.wake();
-        member.close_spare(phase);
-        if member.lifecycle.state() != MemberState::Restoring {
-            member.descriptor_limit.put_back();
+impl<D: Driver> Executor<D> {
+    pub(super) fn new(member: Arc<Member<D>>, progress: Progress<D>) -> Self {
+        Self {
+            pool: Arc::clone(&member.pool),
+            lifecycle: Arc::clone(&member.lifecycle),
+            member,
+            progress,
+            saving: None,
+            spare: Vec::new(),
+            is_pausing: false,
+            nccl_is_asked_away: false,
         }
     }
-}
 
-/// Does a job; none when nobody waits for an answer.
-fn do_job<D: Driver>(member: &Member<D>, saving: &mut Option<Saving>, job: Job) -> Option<Reply> {
-    let Job { connection, work, deadline } = job;
-    if member.lifecycle.state() == MemberState::Deep && work.needs_driver() {
-        return Some(Reply::Failed(frozen(member.presence.tenant())));
+    fn run(mut self, jobs: &Receiver<Job>, report: &Sender<Done>) {
+        for job in jobs {
+            let (connection, phase) = (job.connection, job.work.phase());
+            // What only reads saved contents harms nothing when it fails.
+            let only_reads = matches!(job.work, Work::Save(_));
+            // A defect in one phase must not end the thread: every later phase would wait for it in vain, and the
+            // application at the gate.
+            let done = catch_unwind(AssertUnwindSafe(|| self.work(job)));
+            let reply = done.unwrap_or_else(|panic| {
+                let text = text_of(&*panic);
+                Some(if only_reads {
+                    Reply::Failed(failed_inside(None, text))
+                } else {
+                    self.fail_inside(phase, text)
+                })
+            });
+            let Some(reply) = reply else { continue };
+            if report.send(Done { connection, phase, reply }).is_err() {
+                return;
+            }
+            self.member.waker.wake();
+            self.close_spare(phase);
+            if self.lifecycle.state() != MemberState::Restoring {
+                self.member.descriptor_limit.put_back();
+            }
+        }
     }
-    Some(match work {
-        Work::Phase(round, order) => {
-            // It moves what is being written.
-            *saving = None;
-            if order.phase().ends_early() {
-                member.calling_off.lower();
+
+    /// Does a job; none when nobody waits for an answer.
+    fn work(&mut self, job: Job) -> Option<Reply> {
+        let Job { connection, work, deadline } = job;
+        if self.lifecycle.state() == MemberState::Deep && work.needs_driver() {
+            return Some(Reply::Failed(frozen(self.member.presence.tenant())));
+        }
+        Some(match work {
+            Work::Phase(round, order) => {
+                // It moves what is being written.
+                self.saving = None;
+                if order.phase().ends_early() {
+                    self.member.calling_off.lower();
+                }
+                // It opens a descriptor for each allocation that is shared, and must not need those of the application.
+                if order.phase().action() == Some(Action::Resume) {
+                    self.member.descriptor_limit.raise();
+                }
+                self.run_phase(round, &order, deadline)
             }
-            // It opens a descriptor for each allocation that is shared, and must not need those of the application.
-            if order.phase().action() == Some(Action::Resume) {
-                member.descriptor_limit.raise();
+            Work::Needs(scope, all_devices) => self.run_needs(&scope, all_devices),
+            Work::Cut { hold, asked } => self.run_cut(connection, hold, asked, deadline),
+            Work::Step { step, asked } => self.run_step(connection, step, asked, deadline),
+            Work::Spill(step, is_called_off) => {
+                // It moves what is being written. A question moves nothing.
+                if step.most_bytes > 0 {
+                    self.saving = None;
+                }
+                self.run_spill(step, &is_called_off)
             }
-            member.run_phase(round, &order, deadline)
-        }
-        Work::Needs(scope, all_devices) => member.run_needs(&scope, all_devices),
-        Work::Cut { hold: Hold { limits, seen, .. }, asked } => {
-            member.run_cut(connection, limits, seen, asked, deadline)
-        }
-        Work::Step { step: StepOn { step, seen, .. }, asked } => {
-            member.run_step(connection, step, seen, asked, deadline)
-        }
-        Work::Spill(step, is_called_off) => {
-            // It moves what is being written. A question moves nothing.
-            if step.most_bytes > 0 {
-                *saving = None;
+            Work::Count => self.member.counting.run(),
+            Work::Idle(quiet_us) => self.run_idle(quiet_us),
+            Work::Say(reply) => reply,
+            Work::Save(step) => self.run_save(connection, step),
+            Work::EndTickets => {
+                self.end_closed_tickets();
+                return None;
             }
-            member.run_spill(step, &is_called_off)
+            Work::EndSave(closed) => {
+                self.saving.take_if(|saving| saving.connection() == closed);
+                return None;
+            }
+            Work::Fail(panic) => {
+                self.fail_inside(None, &panic);
+                return None;
+            }
+        })
+    }
+
+    /// Closes descriptors after the answer is out: nobody waits for that. Behind the last step of a round it offers the driver
+    /// once more what that would not take back: the next step that does may be a pause in some hours.
+    fn close_spare(&mut self, done: Option<Phase>) {
+        self.spare.clear();
+        let is_active = self.lifecycle.state() == MemberState::Active;
+        if done.is_some_and(Phase::is_last) && is_active {
+            self.pool.release_deferred();
         }
-        Work::Count => member.counting.run(),
-        Work::Idle(quiet_us) => member.run_idle(quiet_us),
-        Work::Say(reply) => reply,
-        Work::Save(step) => member.run_save(saving, connection, step),
-        Work::EndTickets => {
-            member.end_closed_tickets();
-            return None;
-        }
-        Work::EndSave(closed) => {
-            *saving = saving.take().filter(|saving| saving.connection() != closed);
-            return None;
-        }
-    })
+    }
 }
 
 /// Ends a wait inside a phase early. Raised by the agent, seen by the worker, which alone lowers it.
@@ -188,18 +234,6 @@ impl CallingOff {
     /// For waiting on it together with something else, without taking what is in it.
     pub(super) fn receiver(&self) -> &Receiver<()> {
         &self.raised
-    }
-}
-
-impl<D: Driver> Member<D> {
-    /// Closes what [`Member::close_later`] was given. Behind the last step of a round it offers the driver once more what that
-    /// would not take back: the next step that does may be a pause in some hours.
-    fn close_spare(&self, done: Option<Phase>) {
-        let spare = std::mem::take(&mut *self.spare.lock().unwrap_or_else(PoisonError::into_inner));
-        drop(spare);
-        if done.is_some_and(Phase::is_last) && self.lifecycle.state() == MemberState::Active {
-            self.pool.release_deferred();
-        }
     }
 }
 

@@ -46,8 +46,10 @@ pub fn come_back_by_itself<D: Driver>(member: &Arc<Member<D>>) {
 
 fn watch<D: Driver>(member: &Member<D>) {
     let is_paused = || member.lifecycle().state().is_away();
-    let options =
-        || SwitchOptions { checkpointer: member.checkpointer(), ..SwitchOptions::default() };
+    let options = || SwitchOptions {
+        checkpointer: (member.config().checkpointer)(),
+        ..SwitchOptions::default()
+    };
     let mut depth = Sinking { after_failure: AFTER_FAILURE, not_before: None };
     let mut after_failure = AFTER_FAILURE;
     let presence = member.presence();
@@ -62,7 +64,7 @@ fn watch<D: Driver>(member: &Member<D>) {
             member.lifecycle().rest(ON_ITS_WAY);
             continue;
         }
-        let wants_back = member.queues().is_some() && member.has_waiting_calls();
+        let wants_back = member.config().turns.queues && member.has_waiting_calls();
         let is_away = (wants_back || Instant::now() >= look_at) && {
             look_at = Instant::now() + KEPT_EVERY;
             away.look(run_dir, tenant)
@@ -103,7 +105,7 @@ impl Sinking {
         let is_early = self.not_before.is_some_and(|not_before| Instant::now() < not_before);
         let is_whole = member.info().stands_without.is_none();
         let is_due =
-            state == MemberState::Paused && is_whole && is_due(rested, member.goes_deep_after());
+            state == MemberState::Paused && is_whole && is_due(rested, member.config().turns.deep);
         if !is_due || is_early {
             return;
         }
@@ -128,7 +130,7 @@ pub(super) fn is_first<D: Driver>(member: &Member<D>) -> bool {
 }
 
 fn sink<D: Driver>(member: &Member<D>) -> Result<(), String> {
-    let checkpointer = member.checkpointer();
+    let checkpointer = (member.config().checkpointer)();
     let options = SwitchOptions { checkpointer, ..SwitchOptions::default() };
     let (run_dir, tenant) = (member.presence().run_dir(), member.presence().tenant());
     let mut coordinator = to_depth(run_dir, tenant, &options, Depth::Contexts);

@@ -21,6 +21,7 @@ use crate::error_text::chain;
 use crate::identity::TenantName;
 use crate::member::Member;
 use crate::run_dir::{RunDir, RunDirError, pause_thread};
+use crate::turns::TurnSettings;
 use crate::turns::scene::Wish;
 use crate::wire::MemberState;
 
@@ -67,8 +68,8 @@ pub fn with_room<D: Driver, T>(
         Err(error) if is_full(&error) => error,
         done => return done,
     };
-    let Some(wait) = member.queues() else { return Err(refused) };
-    let Some(device) = allocation.device.filter(|_| may_wait(member, allocation)) else {
+    let TurnSettings { queues, wait, .. } = member.config().turns;
+    let Some(device) = allocation.device.filter(|_| queues && may_wait(member, allocation)) else {
         return Err(refused);
     };
     let gpu = member.pool().uuid(device);
@@ -136,7 +137,7 @@ fn try_again<D: Driver, T>(
     mut make: impl FnMut() -> PoolResult<T>,
 ) -> Result<PoolResult<T>, String> {
     let is_over = || member.presence().has_left();
-    let checkpointer = member.checkpointer();
+    let checkpointer = (member.config().checkpointer)();
     let (mut in_vain, mut again_after) = (0, AGAIN_AFTER);
     let mut deadline = queue.deadline.unwrap_or_else(|| Instant::now() + wait);
     let is_running = || member.lifecycle().state() == MemberState::Active;

@@ -1,7 +1,7 @@
 //! A turn of the calling process: its tenant has its GPUs from the beginning of it to its end, but for when others have theirs.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::gather::{Displaced, write_down};
@@ -9,6 +9,7 @@ use super::queue::{CallsOff, Queue, never};
 use super::{SwitchOptions, Switched};
 use crate::coordinator::Trouble;
 use crate::identity::TenantName;
+use crate::lock;
 use crate::run_dir::RunDir;
 use crate::time::now_us;
 use crate::turns::history::History;
@@ -45,12 +46,6 @@ struct TurnQueue {
     is_over: bool,
     /// Away while the thread that brings the tenant back waits with it.
     queue: Option<Queue>,
-}
-
-impl TurnCell {
-    fn state(&self) -> MutexGuard<'_, TurnQueue> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Turn {
@@ -99,7 +94,7 @@ impl Drop for Turn {
             // The thread that has the state now and then is none of the child's.
             return;
         }
-        let mut state = self.shared.state();
+        let mut state = lock(&self.shared.state);
         state.is_over = true;
         self.shared.changed.notify_all();
         // Who is told that the turn has ended finds no claim of it. A thread that has it for longer ends it.
@@ -124,7 +119,7 @@ impl TurnThread {
         let (mut pause, mut after_failure) = (LOOK, AFTER_FAILURE);
         let mut kept_at = Instant::now();
         loop {
-            let state = shared.state();
+            let state = lock(&shared.state);
             let waited = shared.changed.wait_timeout_while(state, pause, |state| !state.is_over);
             let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
             if state.is_over {
@@ -161,14 +156,14 @@ impl TurnThread {
                     after_failure = (after_failure * 2).min(AFTER_FAILURE_MAX);
                 }
             }
-            shared.state().queue = Some(queue);
+            lock(&shared.state).queue = Some(queue);
             shared.changed.notify_all();
         }
     }
 
     /// Others are to see the turn, also where the run directory has gone meanwhile.
     fn keep(&self, queue: &mut Queue, shared: &TurnCell) {
-        let is_over = || shared.state().is_over;
+        let is_over = || lock(&shared.state).is_over;
         if let Err(error) = queue.keep_claim(CallsOff::when(&is_over)) {
             tracing::debug!(tenant = %self.tenant, %error, "a claim to a turn was not made again yet");
         }
@@ -185,7 +180,7 @@ impl TurnThread {
     }
 
     fn comes_back(&self, queue: &mut Queue, shared: &TurnCell) -> bool {
-        let is_over = || shared.state().is_over;
+        let is_over = || lock(&shared.state).is_over;
         queue.has_told = false;
         let went = queue
             .say(true)
@@ -212,8 +207,8 @@ mod tests {
         let shared = Arc::new(TurnCell { state, changed: Condvar::new() });
         let parent = std::process::id() + 1;
         drop(Turn { shared: Arc::clone(&shared), pid: parent });
-        assert!(!shared.state().is_over);
+        assert!(!lock(&shared.state).is_over);
         drop(Turn { shared: Arc::clone(&shared), pid: std::process::id() });
-        assert!(shared.state().is_over);
+        assert!(lock(&shared.state).is_over);
     }
 }

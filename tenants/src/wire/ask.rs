@@ -429,6 +429,11 @@ pub enum FailureKind {
 }
 
 impl FailureKind {
+    /// A failure of this kind, which says `message`.
+    pub(crate) fn because(self, message: String) -> Failure {
+        Failure { kind: self, message }
+    }
+
     /// How much more device memory must be free, where that is why.
     pub(crate) fn missing_device_bytes(self) -> Option<u64> {
         if let Self::OutOfDeviceMemory { missing_bytes } | Self::DoesNotFit { missing_bytes } = self

@@ -36,7 +36,8 @@ fn is_asked(path: &str) -> bool {
 }
 
 /// What stands before a message: of an error, and of what a process answers when it does not do its part.
-const MARKS: [&str; 3] = ["#[error(", "wrong_state(format!(", "message: format!("];
+const MARKS: [&str; 4] =
+    ["#[error(", "wrong_state(format!(", "message: format!(", ".because(format!("];
 
 /// The messages in `text` that have words of their own, each with its offset.
 fn messages(text: &str) -> Vec<(usize, String)> {
@@ -117,6 +118,7 @@ mod tests {
         #[error("{0}")] D,
         // #[error("in a comment")]
         Failure { kind, message: format!("process {id} waits") }
+        FailureKind::NotNow.because(format!("process {id} rests"))
     "#;
 
     #[test]
@@ -124,13 +126,19 @@ mod tests {
         let found: Vec<_> = messages(RUST).into_iter().map(|(_, message)| message).collect();
         assert_eq!(
             found,
-            ["there is no '…' (…)", "two lines of one message, and {braces}: …", "process … waits",]
+            [
+                "there is no '…' (…)",
+                "two lines of one message, and {braces}: …",
+                "process … waits",
+                "process … rests",
+            ]
         );
     }
 
     #[test]
     fn message_without_an_entry_is_found_where_it_is() {
-        let page = "| `there is no '…' (…)`, `process … waits` | it is not there |\n";
+        let page =
+            "| `there is no '…' (…)`, `process … waits`, `process … rests` | it is not there |\n";
         let rust = [("tenants/src/a.rs".to_owned(), RUST.to_owned())];
         let found = check(page, &rust);
         assert_eq!(found.len(), 1);

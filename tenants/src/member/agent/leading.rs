@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use vmm_pool::driver::Driver;
 
 use super::{AGENT_TIMEOUT, Agent, SILENCE_MAX, Work, wait_of};
-use crate::member::failures::wrong_state;
+use crate::member::failures::{PID, wrong_state};
 use crate::member::rounds::{Admission, OfRound};
 use crate::phase::Stage;
 use crate::wire::{Asked, Order, PhaseAnswer, Reply, RoundEnd, TakePhase};
@@ -133,7 +133,6 @@ impl<D: Driver> Agent<D> {
 
     /// Another one leads, or the request does not follow the one before.
     pub(super) fn refuse(&mut self, number: u64) {
-        let own = std::process::id();
         let other = self.leading().filter(|leader| *leader != number);
         let why = other.map(|leader| {
             match self.clients.connection(leader).and_then(|client| client.peer().pid()) {
@@ -143,9 +142,9 @@ impl<D: Driver> Agent<D> {
         });
         let failure = wrong_state(match why {
             Some(leader) => format!(
-                "process {own} takes part in another pause or resume, which {leader} leads: wait for it, or end it"
+                "process {PID} takes part in another pause or resume, which {leader} leads: wait for it, or end it"
             ),
-            None => format!("process {own}: this step does not follow the one before"),
+            None => format!("process {PID}: this step does not follow the one before"),
         });
         self.say(number, Reply::Failed(failure));
     }

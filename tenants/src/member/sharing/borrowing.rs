@@ -8,6 +8,7 @@ use vmm_pool::driver::Driver;
 
 use super::{ImportError, Sharers};
 use crate::identity::{MemberId, TenantName};
+use crate::lock;
 use crate::member::AGENT_TIMEOUT;
 use crate::run_dir::SOCKET_EXTENSION;
 use crate::wire::Borrower;
@@ -44,18 +45,18 @@ impl<D: Driver> Sharers<D> {
         let dir = self.presence.run_dir().existing_tenant(theirs).ok().flatten();
         let path = dir.as_ref().and_then(|dir| dir.socket_path(owner).ok());
         path.ok_or_else(|| ImportError::NoLender { theirs: theirs.to_string() })?;
-        self.lenders().insert(owner, theirs.clone());
+        lock(&self.lenders).insert(owner, theirs.clone());
         Ok(())
     }
 
     /// The tenant of `owner`, where it is another one that memory was asked of.
     pub(super) fn lender(&self, owner: MemberId) -> Option<TenantName> {
-        self.lenders().get(&owner).cloned()
+        lock(&self.lenders).get(&owner).cloned()
     }
 
     /// All processes of other tenants that memory was asked of, and that are not known to have ended.
     pub(super) fn known_lenders(&self) -> Vec<(MemberId, TenantName)> {
-        self.lenders().iter().map(|(id, tenant)| (*id, tenant.clone())).collect()
+        lock(&self.lenders).iter().map(|(id, tenant)| (*id, tenant.clone())).collect()
     }
 
     /// Where the agent of `owner` listens, which may be of another tenant.
@@ -79,13 +80,13 @@ impl<D: Driver> Sharers<D> {
     /// How long an open may wait for `owner`: for one of the own tenant as long as a call waits at the own gate, for
     /// another, whose pauses are its own, until a deadline.
     pub(super) fn open_deadline(&self, owner: MemberId) -> Option<Instant> {
-        self.lender(owner).map(|_| Instant::now() + self.family_wait)
+        self.lender(owner).map(|_| Instant::now() + self.presence.config().family_wait)
     }
 
     /// How long `owner` may take to answer an open.
     pub(super) fn answer_timeout(&self, owner: MemberId) -> Duration {
         match self.lender(owner) {
-            Some(_) => AGENT_TIMEOUT.min(self.family_wait),
+            Some(_) => AGENT_TIMEOUT.min(self.presence.config().family_wait),
             None => AGENT_TIMEOUT,
         }
     }

@@ -15,6 +15,7 @@ use vmm_pool::{
 use super::Sharing;
 use crate::descriptors::free_descriptors;
 use crate::identity::MemberId;
+use crate::lock;
 use crate::member::presence::NAMES_AGAIN_AFTER;
 use crate::member::worker::CallingOff;
 use crate::ticket::{self, Ticket};
@@ -144,7 +145,7 @@ pub(super) struct Fetched {
 
 /// Imports that a living owner does not have any more.
 #[derive(Debug)]
-pub(in crate::member) struct Missing {
+pub(crate) struct Missing {
     /// The owner, in words.
     pub(super) owner: String,
     pub(super) ids: BTreeSet<AllocationId>,
@@ -262,7 +263,7 @@ impl<D: Driver> Sharing<D> {
             match self.fetch(owner, &[id], purpose, deadline) {
                 Err(ImportError::Refused(failure)) if is_over_later(failure.kind) => {
                     if give_up.is_some_and(|at| Instant::now() >= at) {
-                        let waited_ms = self.sharers.family_wait.as_millis();
+                        let waited_ms = self.presence.config().family_wait.as_millis();
                         let message = format!("{failure}; it was waited for for {waited_ms} ms");
                         return Err(ImportError::Refused(Failure { message, ..failure }));
                     }
@@ -391,23 +392,21 @@ impl<D: Driver> Sharing<D> {
     ) -> Result<Fetched, ImportError> {
         let path = || self.sharers.place_of(owner);
         let failed = |source| ImportError::Owner { path: path(), source };
-        let kept = self.sharers.idle().remove(&owner);
+        let kept = lock(&self.sharers.idle).remove(&owner);
         let borrower = self.sharers.as_borrower(owner);
         let each = if borrower.is_some() { 2 } else { 1 };
         let question =
             FetchFds { allocations: ids.to_vec(), purpose, importer: self.presence.id(), borrower };
-        let kept = kept.map(|mut connection| {
-            let answer = connection.call(&question, deadline);
-            answer.map(|answer| (answer, connection))
-        });
         let answer = match kept {
-            // The owner may have closed what was idle; a new connection tells whether it lives.
-            Some(Err(error)) if error.peer_is_gone() => self.ask_anew(owner, &question, deadline),
-            Some(answer) => answer,
             None => self.ask_anew(owner, &question, deadline),
+            Some(mut connection) => match connection.call(&question, deadline) {
+                // The owner may have closed what was idle; a new connection tells whether it lives.
+                Err(error) if error.peer_is_gone() => self.ask_anew(owner, &question, deadline),
+                answer => answer.map(|answer| (answer, connection)),
+            },
         };
         let (answer, connection) = answer.map_err(failed)?;
-        self.sharers.idle().insert(owner, connection);
+        lock(&self.sharers.idle).insert(owner, connection);
         let SentFds { count, fds, tags, missing, devices } =
             answer.map_err(ImportError::Refused)?;
         if count != fds.len() || fds.len() + each * missing.len() != each * ids.len() {

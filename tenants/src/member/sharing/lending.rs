@@ -4,9 +4,7 @@
 //! All of it is the agent thread's. So what it says to be lent after the gate is shut stays all that is lent: nothing is
 //! lent by a process that is not active.
 
-use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::{MutexGuard, PoisonError};
 
 use vmm_pool::driver::Driver;
 use vmm_pool::{AllocationId, Lease, LentTotals, LostImports, PoolError, Selection};
@@ -14,8 +12,9 @@ use vmm_pool::{AllocationId, Lease, LentTotals, LostImports, PoolError, Selectio
 use super::Sharing;
 use crate::family::{Standing, admit};
 use crate::identity::{FamilyName, MemberId, TenantName};
+use crate::lock;
 use crate::member::clients::Client;
-use crate::member::failures::{faulted, frozen, pool_failure};
+use crate::member::failures::{PID, faulted, frozen, pool_failure};
 use crate::region;
 use crate::scope::Scope;
 use crate::ticket;
@@ -32,14 +31,14 @@ const BORROWERS_KEPT: usize = 64;
 
 /// What an importer is given.
 #[derive(Default)]
-pub(in crate::member) struct HandedOut {
-    pub(in crate::member) fds: Vec<OwnedFd>,
+pub(crate) struct HandedOut {
+    pub(crate) fds: Vec<OwnedFd>,
     /// When tickets are redeemed.
-    pub(in crate::member) tags: Vec<String>,
+    pub(crate) tags: Vec<String>,
     /// What this process does not have any more.
-    pub(in crate::member) missing: Vec<AllocationId>,
+    pub(crate) missing: Vec<AllocationId>,
     /// Of what is lent.
-    pub(in crate::member) devices: Vec<String>,
+    pub(crate) devices: Vec<String>,
 }
 
 /// A process of another tenant that something was lent to.
@@ -133,13 +132,7 @@ impl<D: Driver> Sharing<D> {
             };
             // Asked before: redeeming may be the last use of the allocation in this process.
             let device = pool.device_of(id);
-            let (lease, watch) = ticket::lease().map_err(|error| Failure {
-                kind: FailureKind::Driver,
-                message: format!(
-                    "process {} can lend no more ({error}): raise its limit of open files (ulimit -n), or close what is open",
-                    std::process::id()
-                ),
-            })?;
+            let (lease, watch) = ticket::lease().map_err(|error| FailureKind::Driver.because(format!("process {PID} can lend no more ({error}): raise its limit of open files (ulimit -n), or close what is open")))?;
             match pool.lend(id, serial, Lease { borrower: (*importer).into(), watch }) {
                 Ok(fd) => {
                     handed.fds.extend([fd, lease]);
@@ -156,9 +149,7 @@ impl<D: Driver> Sharing<D> {
 
     /// The tenant of an importer, if it may be lent to.
     fn admitted(&self, borrower: &Borrower) -> Result<TenantName, Failure> {
-        let no_name = |what: &str| {
-            refused(format!("process {}: what asks names no {what}", std::process::id()))
-        };
+        let no_name = |what: &str| refused(format!("process {PID}: what asks names no {what}"));
         let tenant = TenantName::new(&borrower.tenant).map_err(|_text| no_name("tenant"))?;
         let family = borrower.family.as_deref().map(FamilyName::new).transpose();
         let family = family.map_err(|_text| no_name("family"))?;
@@ -175,44 +166,32 @@ impl<D: Driver> Sharing<D> {
             MemberState::Paused | MemberState::Deep => {
                 Err(self.lender_away(&format!("tenant '{}' is paused", self.presence.tenant())))
             }
-            state @ (MemberState::Offloading | MemberState::Restoring) => Err(Failure {
-                kind: FailureKind::NotNow,
-                message: format!(
-                    "process {} of tenant '{}' is {state:?}: a pause or resume of it is under way",
-                    std::process::id(),
+            state @ (MemberState::Offloading | MemberState::Restoring) => Err(FailureKind::NotNow.because(format!(
+                    "process {PID} of tenant '{}' is {state:?}: a pause or resume of it is under way",
                     self.presence.tenant()
-                ),
-            }),
+                ))),
             MemberState::Faulted => Err(faulted()),
         }
     }
 
     fn lender_away(&self, why: &str) -> Failure {
         let tenant = self.presence.tenant();
-        Failure {
-            kind: FailureKind::LenderAway,
-            message: format!(
-                "{why}, and with it the memory of its process {}: resume that first (sublet resume {tenant})",
-                std::process::id()
-            ),
-        }
-    }
-
-    fn borrowers(&self) -> MutexGuard<'_, HashMap<MemberId, KnownBorrower>> {
-        self.borrowers.lock().unwrap_or_else(PoisonError::into_inner)
+        FailureKind::LenderAway.because(format!(
+                "{why}, and with it the memory of its process {PID}: resume that first (sublet resume {tenant})"
+            ))
     }
 
     fn note_borrower(&self, importer: MemberId, known: KnownBorrower) {
-        if self.borrowers().len() >= BORROWERS_KEPT {
+        if lock(&self.borrowers).len() >= BORROWERS_KEPT {
             let lent = self.pool.holdings().lent(&Selection::Whole);
-            self.borrowers().retain(|id, _| lent.contains_key(&(*id).into()));
+            lock(&self.borrowers).retain(|id, _| lent.contains_key(&(*id).into()));
         }
-        self.borrowers().insert(importer, known);
+        lock(&self.borrowers).insert(importer, known);
     }
 
     /// What of `scope` other tenants have open, or this process of another of its own; and what of theirs is away here. Waits
     /// for nothing.
-    pub(in crate::member) fn lending(&self, scope: &Scope) -> Lending {
+    pub(crate) fn lending(&self, scope: &Scope) -> Lending {
         let mut lent = self.lent(&scope.paused(self.presence.id()));
         lent.extend(self.opened(scope));
         let mut wanted: Vec<Wanted> = Vec::new();
@@ -249,9 +228,9 @@ impl<D: Driver> Sharing<D> {
     }
 
     /// What of `selection` processes of other tenants have open.
-    pub(in crate::member) fn lent(&self, selection: &Selection) -> Vec<Lent> {
+    pub(crate) fn lent(&self, selection: &Selection) -> Vec<Lent> {
         let by_borrower = self.pool.holdings().lent(selection);
-        let borrowers = self.borrowers();
+        let borrowers = lock(&self.borrowers);
         let named = by_borrower.into_iter().map(|(id, totals)| {
             let LentTotals { handles, tickets, bytes } = totals;
             let known = borrowers.get(&id.into());

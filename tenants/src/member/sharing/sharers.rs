@@ -3,14 +3,15 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use vmm_pool::driver::Driver;
 use vmm_pool::{LostImports, PeerId, Pool};
 
 use super::Missing;
 use crate::identity::{MemberId, TenantName};
+use crate::lock;
 use crate::member::{Notes, Presence};
 use crate::references::Partner;
 use crate::transport::{Connection, TransportError, Watched, command_of, has_ended};
@@ -54,35 +55,20 @@ impl fmt::Display for Sharer {
 /// Who owns what was imported, also after its end, and who holds what was given. Its locks are leaves: a connection is taken
 /// out for use and put back.
 #[derive(Debug)]
-pub(in crate::member) struct Sharers<D: Driver> {
+pub(crate) struct Sharers<D: Driver> {
     pool: Arc<Pool<D>>,
     pub(super) presence: Arc<Presence>,
-    /// How long one of another tenant is waited for.
-    pub(super) family_wait: Duration,
     known: Mutex<HashMap<MemberId, Sharer>>,
     /// Of which other tenants the owners are that memory was asked of.
-    lenders: Mutex<HashMap<MemberId, TenantName>>,
+    pub(super) lenders: Mutex<HashMap<MemberId, TenantName>>,
     /// Connections to owners that are not in use.
-    idle: Mutex<HashMap<MemberId, Connection>>,
+    pub(super) idle: Mutex<HashMap<MemberId, Connection>>,
 }
 
 impl<D: Driver> Sharers<D> {
-    pub(super) fn new(pool: Arc<Pool<D>>, presence: Arc<Presence>, family_wait: Duration) -> Self {
+    pub(super) fn new(pool: Arc<Pool<D>>, presence: Arc<Presence>) -> Self {
         let (known, lenders, idle) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Self { pool, presence, family_wait, known, lenders, idle }
-    }
-
-    fn known(&self) -> MutexGuard<'_, HashMap<MemberId, Sharer>> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn lenders(&self) -> MutexGuard<'_, HashMap<MemberId, TenantName>> {
-        self.lenders.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Connections to owners that are not in use.
-    pub(super) fn idle(&self) -> MutexGuard<'_, HashMap<MemberId, Connection>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+        Self { pool, presence, known, lenders, idle }
     }
 
     /// Connects to `owner`. The kernel says which process that is, and which command; this is remembered beyond its
@@ -102,20 +88,20 @@ impl<D: Driver> Sharers<D> {
     /// Memory is about to be shared with `other`, which `connection` leads to.
     pub(super) fn note(&self, other: MemberId, connection: &Connection) {
         let is_watched = |known: &Sharer| known.process.is_some();
-        if self.known().get(&other).is_none_or(|known| !is_watched(known)) {
+        if lock(&self.known).get(&other).is_none_or(|known| !is_watched(known)) {
             let known = Sharer::at(connection, self.lender(other));
-            self.known().insert(other, known);
+            lock(&self.known).insert(other, known);
         }
     }
 
     /// All of its tenant that this process shares memory with and does not know to have ended; `holders` hold what it owns.
-    pub(in crate::member) fn living(&self, holders: &BTreeSet<PeerId>) -> Vec<Partner> {
+    pub(crate) fn living(&self, holders: &BTreeSet<PeerId>) -> Vec<Partner> {
         let owners = self.pool.holdings().import_owners().into_iter().map(MemberId::from);
         let mut all: BTreeSet<_> = owners.filter(|owner| self.lender(*owner).is_none()).collect();
         all.extend(holders.iter().copied().map(MemberId::from));
         let living = all.into_iter().filter(|other| !self.has_ended(*other));
         let partner = |member| {
-            let pid = self.known().get(&member).and_then(|known| known.pid);
+            let pid = lock(&self.known).get(&member).and_then(|known| known.pid);
             Partner { member, pid }
         };
         living.map(partner).collect()
@@ -123,7 +109,7 @@ impl<D: Driver> Sharers<D> {
 
     /// `owner` in words, when this process has spoken to it before.
     pub(super) fn known_owner(&self, owner: MemberId) -> Option<String> {
-        self.known().get(&owner).map(ToString::to_string)
+        lock(&self.known).get(&owner).map(ToString::to_string)
     }
 
     /// `owner` in words.
@@ -137,8 +123,9 @@ impl<D: Driver> Sharers<D> {
     /// their names again yet.
     pub(super) fn has_ended(&self, other: MemberId) -> bool {
         let path = self.place_of(other);
-        let told =
-            self.known().get(&other).and_then(|known| Some(known.process.as_ref()?.has_ended()));
+        let told = lock(&self.known)
+            .get(&other)
+            .and_then(|known| Some(known.process.as_ref()?.has_ended()));
         let is_gone =
             || told.is_none() && path.symlink_metadata().is_err() && self.presence.names_stay();
         told == Some(true) || has_ended(&path) || is_gone()
@@ -153,21 +140,21 @@ impl<D: Driver> Sharers<D> {
 
     /// Lets go of what is kept for processes that have ended: connections to them, and the names of those
     /// that nothing is imported from any more.
-    pub(in crate::member) fn forget_ended(&self) {
-        let mut kept: BTreeSet<MemberId> = self.idle().keys().copied().collect();
-        kept.extend(self.known().keys().copied());
+    pub(crate) fn forget_ended(&self) {
+        let mut kept: BTreeSet<MemberId> = lock(&self.idle).keys().copied().collect();
+        kept.extend(lock(&self.known).keys().copied());
         let importing = self.pool.holdings().import_owners();
         for owner in kept.into_iter().filter(|owner| self.has_ended(*owner)) {
-            self.idle().remove(&owner);
+            lock(&self.idle).remove(&owner);
             if !importing.contains(&owner.into()) {
-                self.known().remove(&owner);
-                self.lenders().remove(&owner);
+                lock(&self.known).remove(&owner);
+                lock(&self.lenders).remove(&owner);
             }
         }
     }
 
     /// One sentence for each dead owner whose memory this process had imported and has given up.
-    pub(in crate::member) fn lost_imports(&self) -> Vec<String> {
+    pub(crate) fn lost_imports(&self) -> Vec<String> {
         let sentence = |(owner, words): (MemberId, String)| {
             let LostImports { count, bytes } = self.pool.holdings().imports_away(owner.into());
             (count > 0).then(|| {
@@ -181,7 +168,7 @@ impl<D: Driver> Sharers<D> {
     }
 
     /// Gives up on what dead owners had; says so in the notes and in one sentence each.
-    pub(in crate::member) fn leave_lost_out(&self, notes: &Notes) -> Vec<String> {
+    pub(crate) fn leave_lost_out(&self, notes: &Notes) -> Vec<String> {
         let mut said = Vec::new();
         for (owner, words) in self.dead_owners() {
             let LostImports { count, bytes } = self.pool.holdings().give_up_imports(owner.into());
@@ -199,7 +186,7 @@ impl<D: Driver> Sharers<D> {
     }
 
     /// Gives up on what a living owner does not have any more; says so in the notes and in one sentence.
-    pub(in crate::member) fn leave_missing_out(&self, missing: &Missing, notes: &Notes) -> String {
+    pub(crate) fn leave_missing_out(&self, missing: &Missing, notes: &Notes) -> String {
         let LostImports { count, bytes } = self.pool.holdings().give_up_missing(&missing.ids);
         let note = format!(
             "{bytes} bytes in {count} allocations that were imported from {}, which does not have them any more, \
@@ -274,13 +261,19 @@ mod tests {
             importer.pool().enter_giving_up().release(imported).unwrap();
         }
         assert_eq!(
-            (importer.sharing.sharers().idle().len(), importer.sharing.sharers().known().len()),
+            (
+                lock(&importer.sharing.sharers().idle).len(),
+                lock(&importer.sharing.sharers().known).len()
+            ),
             (3, 3)
         );
         let mut coordinator = Coordinator::new(tenant.run_dir, tenant.name, Options::default());
         let _paused = coordinator.pause(&mut |_| {}).unwrap();
         assert_eq!(
-            (importer.sharing.sharers().idle().len(), importer.sharing.sharers().known().len()),
+            (
+                lock(&importer.sharing.sharers().idle).len(),
+                lock(&importer.sharing.sharers().known).len()
+            ),
             (0, 0)
         );
     }
