@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use vmm_pool::PinnedBytes;
 use vmm_pool::driver::Driver;
+use vmm_pool::sync::lock;
 
 use crate::budget::{Budgets, gpus};
 use crate::checkpoints::Checkpointer;
@@ -20,7 +21,6 @@ use crate::coordinator::{
 };
 use crate::error_text::chain;
 use crate::identity::TenantName;
-use crate::lock;
 use crate::member::{AskingThread, Member};
 use crate::requests;
 use crate::run_dir::RunDir;

@@ -21,8 +21,7 @@ use std::sync::Mutex;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use vmm_pool::UninheritedFd;
-
-use crate::lock;
+use vmm_pool::sync::lock;
 
 /// Descriptors that are left to the application and the rest of us.
 const DESCRIPTORS_KEPT_FREE: usize = 32;

@@ -32,8 +32,3 @@ pub mod time;
 pub mod transport;
 pub mod turns;
 pub mod wire;
-
-/// Locks `mutex`, also behind a thread that has panicked with it.
-pub(crate) fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-}

@@ -11,9 +11,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
 
 use vmm_pool::driver::DeviceOrdinal;
+use vmm_pool::sync::lock;
 use vmm_pool::{Class, Contents, LIBRARY_TAGS};
-
-use crate::lock;
 
 /// Deepest nesting; more is a leak of begins without ends.
 pub const DEPTH_MAX: usize = 64;

@@ -156,7 +156,7 @@ impl Scope {
         format!("sublet resume {tenant}{}", tags.concat())
     }
 
-    /// What of it a pause takes from process `own`.
+    /// The part of it that a pause takes from process `own`.
     pub fn paused(&self, own: MemberId) -> Selection {
         match self {
             Self::Whole => Selection::Whole,

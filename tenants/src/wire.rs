@@ -458,7 +458,7 @@ pub struct TagBytes {
 }
 
 /// A step of one pause or resume.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Asked {
     /// Which pause or resume, by a random number.

@@ -8,3 +8,8 @@ pub use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
 pub use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 pub use std::thread::{LocalKey, yield_now};
 pub use std::thread_local;
+
+/// Locks `mutex`, also behind a thread that has panicked with it.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

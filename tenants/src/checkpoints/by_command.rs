@@ -25,9 +25,9 @@ use nix::sys::socket::{MsgFlags, send};
 use nix::unistd::geteuid;
 use vmm_pool::Uninherited;
 use vmm_pool::driver::DriverCode;
+use vmm_pool::sync::lock;
 
 use super::{CheckpointError, Checkpointer, ProcessState};
-use crate::lock;
 
 /// The word by which the command becomes such a child.
 pub const SUBCOMMAND: &str = "checkpoints";

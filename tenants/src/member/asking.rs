@@ -9,12 +9,12 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender};
+use vmm_pool::sync::lock;
 
 use super::agent::Waker;
-use crate::lock;
 use crate::wire::Action;
 
-/// What came of [`Asking::wait_for`].
+/// The end of [`Asking::wait_for`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Waited {
     /// It has happened.
@@ -28,23 +28,23 @@ pub enum Waited {
 /// See the head of this module.
 #[derive(Debug)]
 pub struct Asking {
-    /// How many threads of this process ask for a pause or resume now.
+    /// Threads of this process that ask for a pause or resume now.
     threads: AtomicUsize,
-    /// Whose turn it is among threads that pause or resume this process alone: one token, taken and put back, as a lock that
-    /// can be waited for with a deadline.
+    /// The turn of a thread that pauses or resumes this process alone: one token, taken and put back, as a lock that can
+    /// be waited for with a deadline.
     turns: (Sender<()>, Receiver<()>),
     consent: Mutex<Consent>,
     changed: Condvar,
     waker: Waker,
 }
 
-/// What the application has requested and waits in, and what has happened.
+/// The pause or resume that the application has requested and waits in, and those that have happened.
 #[derive(Debug, Default)]
 struct Consent {
     to: Option<Action>,
     /// Why what the application waits in will not happen.
     given_up: Option<String>,
-    /// How often all of the process was paused, and resumed.
+    /// Pauses and resumes of all of the process, counted.
     done: BTreeMap<Action, u64>,
 }
 
@@ -118,7 +118,7 @@ impl Asking {
         lock(&self.consent).to = None;
     }
 
-    /// What the application stands in.
+    /// The action that the application stands in.
     pub(super) fn consent_to(&self) -> Option<Action> {
         lock(&self.consent).to
     }
@@ -141,7 +141,7 @@ impl Asking {
         self.changed.notify_all();
     }
 
-    /// How often that was.
+    /// Pauses, or resumes, so far.
     pub(super) fn done(&self, action: Action) -> u64 {
         lock(&self.consent).count(action)
     }

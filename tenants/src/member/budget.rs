@@ -10,12 +10,12 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use vmm_pool::Pool;
 use vmm_pool::budget::{Account, Entry, Figure, Gpu, OverBudget, Shared};
 use vmm_pool::driver::{DeviceOrdinal, DeviceUuid, Driver};
+use vmm_pool::sync::lock;
 
 use super::failures::PID;
 use super::{Notes, Presence};
 use crate::error_text::chain;
 use crate::identity::TenantName;
-use crate::lock;
 use crate::run_dir::{self, BudgetFile, RunDirError};
 use crate::wire::{FailureKind, Reply};
 
@@ -149,7 +149,8 @@ impl Account for Share {
     }
 }
 
-/// Whether this process counts what it holds, and where. Its lock is held while it begins to count, which waits for other processes.
+/// This process's share of the tenant's budgets, if it counts. Its lock is held while it begins to count, which waits for
+/// other processes.
 #[derive(Debug)]
 pub struct Counting<D: Driver> {
     pool: Arc<Pool<D>>,
@@ -293,7 +294,8 @@ impl<D: Driver> Counting<D> {
             .flatten()
             .and_then(|file| file.budgets().ok());
         if let Some(found) = found.filter(|found| found != wanted) {
-            tracing::info!(tenant = %self.presence.tenant(), %found, %wanted, "the tenant's budgets are others by now");
+            let tenant = self.presence.tenant();
+            tracing::info!(%tenant, %found, %wanted, "the tenant's budgets are others by now");
         }
     }
 }

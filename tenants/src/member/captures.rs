@@ -6,7 +6,7 @@
 use std::sync::{Condvar, Mutex};
 use std::time::Duration;
 
-use crate::lock;
+use vmm_pool::sync::lock;
 
 /// The captures of a process, whichever of its members counts them, and waits for its contexts.
 #[derive(Debug, Default)]

@@ -78,7 +78,7 @@ pub(super) fn faulted() -> Failure {
         .because(format!("process {PID} is faulted: something of it was lost before; end it"))
 }
 
-/// What callers that need the driver are told during a deep pause.
+/// The refusal of what needs the driver during a deep pause.
 pub(super) fn frozen(tenant: &TenantName) -> Failure {
     FailureKind::NotNow.because(format!(
             "process {PID} is in a deep pause, with nothing on any GPU: `sublet resume {tenant}` brings it back"
@@ -95,13 +95,10 @@ pub(super) fn failed_inside(phase: Option<Phase>, panic: &str) -> Failure {
 }
 
 pub(super) fn not_undone_yet(failure: &Failure) -> Failure {
-    Failure {
-        kind: failure.kind,
-        message: format!(
+    failure.kind.because(format!(
             "the pause is not undone yet: {failure}. Nothing is lost, and the process stands still: run `sublet \
              resume` for its tenant to go back"
-        ),
-    }
+    ))
 }
 
 pub(super) fn pool_failure(error: &PoolError) -> Failure {

@@ -12,7 +12,7 @@ use super::refusals;
 use super::reports::{PhaseResult, report};
 use super::worker::Executor;
 use crate::state::Event;
-use crate::wire::{Failure, FailureKind, MemberState, PhaseReport};
+use crate::wire::{FailureKind, MemberState, PhaseReport};
 
 /// How long to freeze waits for a call that pins host memory for the next pause.
 const PINNING_TIMEOUT: Duration = Duration::from_secs(10);
@@ -41,8 +41,7 @@ impl<D: Driver> Executor<D> {
             }
             Err(Failed { state, error }) => {
                 self.progress = Progress::Rest(*state);
-                let kind = FailureKind::NotNow;
-                Err(Failure { kind, message: format!("process {PID} was not frozen: {error}") })
+                Err(FailureKind::NotNow.because(format!("process {PID} was not frozen: {error}")))
             }
         }
     }

@@ -1,16 +1,16 @@
-//! For how long this process has done nothing: nothing launched, by the marks that threads leave at the gate, and nothing left to do on its
-//! devices, by a look behind the gate as a pause takes it.
+//! The time for which this process has done nothing: nothing launched, by the marks that threads leave at the gate, and
+//! nothing left to do on its devices, by a look behind the gate as a pause takes it.
 //!
-//! Launches pay nothing for it: the gate counts who goes in and out for itself. So what is known is as old as the last look: one comes with every answer, and
-//! one whenever the agent looks after its socket.
+//! Launches pay nothing for it: the gate counts who goes in and out for itself. So what is known is as old as the last
+//! look: one comes with every answer, and one whenever the agent looks after its socket.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use vmm_pool::Pool;
 use vmm_pool::driver::Driver;
+use vmm_pool::sync::lock;
 
-use crate::lock;
 use crate::time::micros;
 use crate::wire::Idleness;
 
@@ -21,7 +21,7 @@ pub(super) struct Idle<D: Driver> {
     seen: Mutex<Seen>,
 }
 
-/// What was seen last.
+/// The last look.
 #[derive(Debug, Default)]
 struct Seen {
     /// The gate's mark, and since when it stands still.
@@ -36,7 +36,8 @@ impl<D: Driver> Idle<D> {
         Self { pool, seen: Mutex::default() }
     }
 
-    /// For how long it has done nothing, as far as somebody has looked: this is a look. Blocks nowhere, and calls no driver.
+    /// Says for how long it has done nothing, as far as somebody has looked: this is a look. Blocks nowhere, and calls no
+    /// driver.
     pub(super) fn look(&self) -> Idleness {
         let gate = self.pool.gate();
         let waiting_calls = gate.waiting().len() as u64;
@@ -46,14 +47,8 @@ impl<D: Driver> Idle<D> {
         if is_inside || seen.mark != mark || seen.since.is_none() {
             *seen = Seen { mark, since: Some(Instant::now()), is_drained: false };
         }
-        let quiet = seen.since.map_or(Duration::ZERO, |since| since.elapsed());
-        let quiet_us = micros(quiet);
+        let quiet_us = micros(seen.since.map_or(Duration::ZERO, |since| since.elapsed()));
         Idleness { quiet_us, is_drained: seen.is_drained, waiting_calls }
-    }
-
-    /// The gate's mark at the last look.
-    pub(super) fn mark(&self) -> u64 {
-        lock(&self.seen).mark
     }
 
     /// The devices had nothing left to do when the gate's mark was `mark`.

@@ -1,14 +1,15 @@
-//! Where a process stands, and since when: what [`state::next`] makes of one event after the other.
+//! The state of a process, which [`state::next`] takes from one event to the next, and those who wait for it to change.
 //!
 //! Lock order: `stand` is a leaf.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use vmm_pool::sync::lock;
+
 use super::agent::Waker;
 use super::failures::{PID, faulted, wrong_state};
 use crate::identity::TenantName;
-use crate::lock;
 use crate::scope::TagNames;
 use crate::state::{self, Event, InvalidTransition, MemberState};
 use crate::wire::Failure;
@@ -39,18 +40,18 @@ impl Lifecycle {
         Self { tenant, waker, stand, changed: Condvar::new() }
     }
 
-    /// Where the process stands.
+    /// The state now.
     pub fn state(&self) -> MemberState {
         lock(&self.stand).state
     }
 
-    /// Where it stands, and for how long it has.
+    /// The state now, and for how long it has been that.
     pub(crate) fn since(&self) -> (MemberState, Duration) {
         let stand = lock(&self.stand);
         (stand.state, stand.changed_at.elapsed())
     }
 
-    /// How often that has changed: by each pause and resume, whole or by tag, twice and more.
+    /// Changes so far: each pause and resume, whole or by tag, makes two or more.
     pub fn changes(&self) -> u64 {
         lock(&self.stand).changes
     }

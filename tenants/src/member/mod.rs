@@ -1,14 +1,13 @@
-//! One process's part in its tenant: its pool, its gate, where it stands, and the threads that answer
-//! for it.
+//! One process's part in its tenant: what all its threads use, and the two threads that answer for it.
 //!
 //! ```text
 //!   application threads --hooks--> Pool (its gate, its ledger) --> driver
-//!   agent thread:  sockets only; answers immediately, calls the driver only to hand a descriptor out
-//!   worker thread: one phase at a time; the only thread of ours that drives the device
+//!   agent thread, `Agent`:     sockets only; answers immediately, calls the driver only to hand a descriptor out
+//!   worker thread, `Executor`: one phase at a time; the only thread of ours that drives the device
 //! ```
 //!
-//! Lock order: `status` and `progress` are leaves; nothing is called while they are held. `peers` likewise: a connection is
-//! taken out for use and put back.
+//! [`Member`] is made of objects, each with locks of its own, which are leaves: nothing is called while they are held. Two
+//! are none: the rounds' comes before that of [`Lifecycle`], and that of [`Counting`] is held while counting begins.
 
 mod agent;
 mod asking;
@@ -44,6 +43,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use vmm_pool::driver::Driver;
+use vmm_pool::sync::lock;
 use vmm_pool::{HostBudget, Pool, Selection, TagTotals, Whose};
 
 pub use asking::{Asking, AskingThread, Turn, Waited};
@@ -60,7 +60,6 @@ pub use sharing::{IPC_LIBRARY, ImportError, Sharing};
 use crate::cut::Cut;
 use crate::descriptors::DescriptorLimit;
 use crate::host_memory::budget;
-use crate::lock;
 use crate::region;
 use crate::wire::{Action, HostProgress, MemberInfo, MemberState, MemberStats, TagBytes};
 use agent::Waker;
@@ -140,7 +139,8 @@ impl<D: Driver> Member<D> {
             member.prefault.start();
         }
         member.counting.begin();
-        tracing::info!(tenant = %member.presence.tenant(), member = %member.presence.id(), "joined");
+        let presence = &member.presence;
+        tracing::info!(tenant = %presence.tenant(), member = %presence.id(), "joined");
         Ok(member)
     }
 
@@ -165,12 +165,12 @@ impl<D: Driver> Member<D> {
         self.pool.close_file_in_child();
     }
 
-    /// Where it stands.
+    /// Its state.
     pub fn lifecycle(&self) -> &Lifecycle {
         &self.lifecycle
     }
 
-    /// What people should know of it.
+    /// Notes for people.
     pub fn notes(&self) -> &Notes {
         &self.notes
     }
@@ -180,7 +180,7 @@ impl<D: Driver> Member<D> {
         &self.sharing
     }
 
-    /// What the application itself asks for.
+    /// The application's own pauses and resumes.
     pub fn asking(&self) -> &Asking {
         &self.asking
     }
@@ -189,7 +189,7 @@ impl<D: Driver> Member<D> {
         lock(&self.rounds)
     }
 
-    /// How it stands in the run directory.
+    /// Its identity and its name in the run directory.
     pub fn presence(&self) -> &Presence {
         &self.presence
     }
@@ -216,7 +216,7 @@ impl<D: Driver> Member<D> {
         &self.cut
     }
 
-    /// What its process was told when it joined.
+    /// Its settings.
     pub fn config(&self) -> &MemberConfig {
         self.presence.config()
     }
@@ -226,16 +226,16 @@ impl<D: Driver> Member<D> {
         &self.config().captures
     }
 
-    /// Whether it counts what it holds.
+    /// Its share of the tenant's budgets.
     pub fn counting(&self) -> &Counting<D> {
         &self.counting
     }
 
     /// Who it is, for others.
     pub fn info(&self) -> MemberInfo {
-        let (state, in_round) = {
+        let (state, in_round, asked) = {
             let rounds = self.rounds();
-            (self.lifecycle.state(), rounds.under_way().is_some())
+            (self.lifecycle.state(), rounds.under_way().is_some(), rounds.asked)
         };
         let stands_without = self.lifecycle.stands_without();
         let gave_up = stands_without.as_ref().map_or(Selection::Whole, |tags| {
@@ -265,7 +265,7 @@ impl<D: Driver> Member<D> {
             held: self.cut.is_held(),
             in_round,
             nccl_waits: self.cut.is_away(),
-            asked: self.phase_log.all().asked,
+            asked,
             tags: self.tags(),
         }
     }
@@ -297,10 +297,7 @@ impl<D: Driver> Member<D> {
                 device.classes.iter_mut().for_each(|class| class.resident_bytes = 0);
             }
         }
-        let communicators = self.cut.ranks();
-        let lent = self.sharing.lent(&Selection::Whole);
-        let idleness = self.idle.look();
-        let LoggedPhases { mut last, pause_times, .. } = self.phase_log.all();
+        let LoggedPhases { mut last, pause_times } = self.phase_log.all();
         // All of one instant: host memory may be growing.
         let held_bytes = pool.host_arena_bytes;
         let host = HostProgress { held_bytes, ..self.prefault.progress() };
@@ -314,9 +311,9 @@ impl<D: Driver> Member<D> {
             last_resume: last.remove(&Action::Resume).unwrap_or_default(),
             pause_times,
             host,
-            idleness,
-            lent,
-            communicators,
+            idleness: self.idle.look(),
+            lent: self.sharing.lent(&Selection::Whole),
+            communicators: self.cut.ranks(),
             notes: self.notes.all(),
         }
     }

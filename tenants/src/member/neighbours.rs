@@ -27,20 +27,17 @@ impl Presence {
         if client.is_neighbour().map_err(|error| not_seen(&error))? {
             return Ok(());
         }
-        let asks = named(client.peer());
-        let message = match what {
+        let (tenant, asks) = (self.tenant(), named(client.peer()));
+        Err(FailureKind::Unknown.because(match what {
             Given::Memory => format!(
-                "process {PID} of tenant {} gives no memory to {asks}, which is not in its pid namespace: start both in one \
-                 (docker run --pid=container:NAME)",
-                self.tenant()
+                "process {PID} of tenant {tenant} gives no memory to {asks}, which is not in its pid namespace: start \
+                 both in one (docker run --pid=container:NAME)"
             ),
             Given::Contents => format!(
-                "process {PID} of tenant {0} writes no saved contents for {asks}, which is not in its pid namespace: run \
-                 sublet save {0} there (docker exec, kubectl exec)",
-                self.tenant()
+                "process {PID} of tenant {tenant} writes no saved contents for {asks}, which is not in its pid \
+                 namespace: run sublet save {tenant} there (docker exec, kubectl exec)"
             ),
-        };
-        Err(Failure { kind: FailureKind::Unknown, message })
+        }))
     }
 
     /// Refuses memory to a process that is not `importer`, the member of `dir` that it says to be.
@@ -82,8 +79,8 @@ impl Presence {
 }
 
 fn no_process_of(importer: MemberId, tenant: &TenantName) -> Failure {
-    let message = format!("process {PID}: {importer} is no process of tenant {tenant}");
-    Failure { kind: FailureKind::Unknown, message }
+    FailureKind::Unknown
+        .because(format!("process {PID}: {importer} is no process of tenant {tenant}"))
 }
 
 fn named(peer: Peer) -> String {
@@ -93,11 +90,9 @@ fn named(peer: Peer) -> String {
 
 fn not_seen(error: &io::Error) -> Failure {
     let is_over_soon = error.raw_os_error() == Some(Errno::EAGAIN as i32);
-    Failure {
-        kind: if is_over_soon { FailureKind::NotNow } else { FailureKind::Driver },
-        message: format!(
+    let kind = if is_over_soon { FailureKind::NotNow } else { FailureKind::Driver };
+    kind.because(format!(
             "process {PID} cannot see who asks it for memory ({error}): ask again; where it has no descriptors left, raise its \
              limit of open files (ulimit -n)"
-        ),
-    }
+    ))
 }

@@ -1,8 +1,8 @@
-//! What people should know of a process.
+//! Notes of a process for people.
 
 use std::sync::Mutex;
 
-use crate::lock;
+use vmm_pool::sync::lock;
 
 /// Notes beyond these are left out.
 const NOTES_MAX: usize = 32;

@@ -3,29 +3,24 @@
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
-use crate::lock;
+use vmm_pool::sync::lock;
+
 use crate::phase::{Action, Stage};
-use crate::wire::{Asked, PauseTimes, Phase, PhaseReport};
+use crate::wire::{PauseTimes, Phase, PhaseReport};
 
 /// See the head of this module. Its lock is a leaf.
 #[derive(Debug, Default)]
 pub(super) struct PhaseLog(Mutex<LoggedPhases>);
 
-/// What a [`PhaseLog`] says.
+/// The contents of a [`PhaseLog`].
 #[derive(Clone, Debug, Default)]
 pub(super) struct LoggedPhases {
-    /// The last step that was requested.
-    pub(super) asked: Option<Asked>,
     /// The phases of the last pause and resume.
     pub(super) last: BTreeMap<Action, Vec<(Phase, PhaseReport)>>,
     pub(super) pause_times: PauseTimes,
 }
 
 impl PhaseLog {
-    pub(super) fn note_asked(&self, asked: Asked) {
-        lock(&self.0).asked = Some(asked);
-    }
-
     /// A pause or resume begins: forgets the last.
     pub(super) fn begin(&self, action: Action) {
         lock(&self.0).last.remove(&action);
@@ -59,7 +54,7 @@ impl PhaseLog {
         logged.pause_times.add(all_us);
     }
 
-    /// All that it says now.
+    /// A copy of all.
     pub(super) fn all(&self) -> LoggedPhases {
         lock(&self.0).clone()
     }

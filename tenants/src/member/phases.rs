@@ -68,8 +68,7 @@ impl<D: Driver> Executor<D> {
             Order::Settle => self.settle(round),
         };
         if phase.is_last() {
-            self.count_pause();
-            self.last_step_taken(round);
+            self.end_round(round);
         }
         let elapsed_us = micros(begin.elapsed());
         match outcome {
@@ -188,7 +187,7 @@ impl<D: Driver> Executor<D> {
         keeper.shut(deadline, called_off).map_err(|failed| self.not_shut(failed))
     }
 
-    /// What something begins with that nothing else is under way for.
+    /// The keeper, for something that begins while nothing else is under way.
     pub(super) fn take_keeper(&mut self) -> Result<Keeper<D>, Failure> {
         let progress = mem::take(&mut self.progress);
         if matches!(progress, Progress::Taken) {
@@ -200,20 +199,17 @@ impl<D: Driver> Executor<D> {
     /// Puts the keeper back: the gate is as it was.
     fn not_shut(&mut self, Failed { state, error }: Failed<Keeper<D>, NotShut>) -> Failure {
         self.progress = Progress::Rest(*state);
-        let inside = match error {
-            NotShut::StillInside(inside) => inside,
-            NotShut::Elsewhere(_) => {
-                return wrong_state(format!("process {PID}: {error}"));
+        let is_called_off = self.member.calling_off.is_raised();
+        match &error {
+            NotShut::StillInside(inside) => {
+                let late = FailureKind::DrainTimeout;
+                let kind = if is_called_off { FailureKind::CalledOff } else { late };
+                kind.because(format!(
+                    "process {PID}: {inside}; pause at a step boundary, or give a longer timeout"
+                ))
             }
-        };
-        let kind = if self.member.calling_off.is_raised() {
-            FailureKind::CalledOff
-        } else {
-            FailureKind::DrainTimeout
-        };
-        let message =
-            format!("process {PID}: {inside}; pause at a step boundary, or give a longer timeout");
-        Failure { kind, message }
+            NotShut::Elsewhere(_) => wrong_state(format!("process {PID}: {error}")),
+        }
     }
 
     /// Gives memory back that nothing held but tickets, all closed by now. The worker's alone: it is who shuts the gate,
@@ -297,9 +293,8 @@ impl<D: Driver> Executor<D> {
 
     /// Puts `progress` back: the requested step does not follow it.
     pub(super) fn out_of_turn(&mut self, progress: Progress<D>) -> Failure {
-        let message = format!("process {PID}: this step does not follow the one before");
         self.progress = progress;
-        wrong_state(message)
+        wrong_state(format!("process {PID}: this step does not follow the one before"))
     }
 
     /// Unless it is saved by then, what would leave is told by device, so that another tenant can count on it.
@@ -344,20 +339,16 @@ impl<D: Driver> Executor<D> {
         Ok(PhaseReport { stays, ..staged(&self.pool, moved, BTreeMap::new()) })
     }
 
-    /// The last step of `round` was taken, well or not.
-    fn last_step_taken(&mut self, round: Option<u64>) {
-        if let Some(round) = round {
-            let mut rounds = self.member.rounds();
-            rounds.last_step_taken(round, self.lifecycle.state().rests());
-        }
-    }
-
-    /// A thread that has requested a pause together with others waits until all of them have released, which this process knows by
-    /// what follows that.
-    fn count_pause(&mut self) {
+    /// The last step of `round` was taken, well or not. A thread that has requested a pause together with others waits until
+    /// all of them have released, which this process knows by what follows that.
+    fn end_round(&mut self, round: Option<u64>) {
         if mem::take(&mut self.is_pausing) {
             self.member.phase_log.end_pause();
             self.member.asking.note_done(Action::Pause);
+        }
+        if let Some(round) = round {
+            let mut rounds = self.member.rounds();
+            rounds.last_step_taken(round, self.lifecycle.state().rests());
         }
     }
 
@@ -406,8 +397,8 @@ impl<D: Driver> Executor<D> {
         Ok(PhaseReport { devices, notes, ..PhaseReport::default() })
     }
 
-    /// Looks whether the devices have work left, where nothing was launched for `quiet_us`. On the worker thread, which takes no step of a pause
-    /// meanwhile. A thread that comes to the gate at this moment waits for some milliseconds.
+    /// Looks whether the devices have work left, where nothing was launched for `quiet_us`. Takes no step of a pause. A thread
+    /// that comes to the gate at this moment waits for some milliseconds.
     pub(super) fn run_idle(&mut self, quiet_us: u64) -> Reply {
         let before = self.member.idle.look();
         let is_at_rest = matches!(self.progress, Progress::Rest(_));
@@ -417,7 +408,7 @@ impl<D: Driver> Executor<D> {
         if before.is_drained || before.quiet_us < quiet_us || !may_look {
             return Reply::Idleness(before);
         }
-        let mark = self.member.idle.mark();
+        let mark = self.pool.gate().mark();
         let Ok(mut draining) = self.begin_pause() else { return Reply::Idleness(before) };
         let until = Instant::now() + LOOK_MAX;
         let is_idle = loop {

@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 
 use nix::sys::resource::{Resource, getrlimit};
 use vmm_pool::driver::{Driver, DriverOp};
+use vmm_pool::sync::lock;
 use vmm_pool::{BroughtIn, HostDemand, HostStanding, Pool, PoolError, StepLog};
 
 use super::agent::Waker;
 use super::failures::{PID, pool_failure};
 use super::{Lifecycle, Presence};
 use crate::host_memory::{HostFigure, HostNeed, LimitKind};
-use crate::lock;
 use crate::time::micros;
 use crate::wire::{Failure, FailureKind, HostProgress, HostStage, MemberState};
 
@@ -214,6 +214,7 @@ impl<D: Driver> Prefault<D> {
         let bring_in = |most_bytes, is_asked| {
             Task::BringIn(Run { most_bytes, begun: Instant::now(), is_asked })
         };
+        let prepares_up_to = self.presence.config().prepares_up_to;
         loop {
             if self.pool.has_stopped_bringing_in() {
                 return None;
@@ -224,7 +225,7 @@ impl<D: Driver> Prefault<D> {
             if let Some(most_bytes) = lock(&self.state).asked {
                 return Some(bring_in(most_bytes, true));
             }
-            if let Some(most_bytes) = self.presence.config().prepares_up_to
+            if let Some(most_bytes) = prepares_up_to
                 && calm.is_due(self.pool.host_standing(), most_bytes)
                 && self.lifecycle.state() == MemberState::Active
                 && !self.pool.copies().is_given_back()
@@ -235,11 +236,7 @@ impl<D: Driver> Prefault<D> {
             }
             let state = lock(&self.state);
             if state.asked.is_none() && !state.is_short && !self.pool.has_stopped_bringing_in() {
-                let rest = if self.presence.config().prepares_up_to.is_some() {
-                    LOOK_EVERY
-                } else {
-                    AGAIN_AFTER
-                };
+                let rest = if prepares_up_to.is_some() { LOOK_EVERY } else { AGAIN_AFTER };
                 drop(self.changed.wait_timeout(state, rest));
             }
         }
@@ -294,7 +291,8 @@ impl<D: Driver> Prefault<D> {
 
     /// Up to how much may be held now, by what limits it most; none without a limit. `held_bytes` are held.
     fn room(&self, held_bytes: u64) -> Option<Room> {
-        let limits = (self.presence.config().host_limits)().into_iter().map(|limit| {
+        let config = self.presence.config();
+        let limits = (config.host_limits)().into_iter().map(|limit| {
             let most_bytes = match limit.kind {
                 // It is the whole tenant's, and another process may need as much.
                 LimitKind::Configured => limit.bytes / self.presence.members(),
@@ -304,11 +302,10 @@ impl<D: Driver> Prefault<D> {
             };
             Room { most_bytes, kind: limit.kind }
         });
-        let figures =
-            (self.presence.config().host_figures)().into_iter().map(|figure: HostFigure| Room {
-                most_bytes: held_bytes.saturating_add(figure.spare_bytes()),
-                kind: figure.kind,
-            });
+        let figures = (config.host_figures)().into_iter().map(|figure: HostFigure| Room {
+            most_bytes: held_bytes.saturating_add(figure.spare_bytes()),
+            kind: figure.kind,
+        });
         limits.chain(figures).min_by_key(|room| room.most_bytes)
     }
 

@@ -1,4 +1,4 @@
-//! How a process stands in the run directory: its identity, the name of its socket, and its neighbours of the same tenant.
+//! A process in the run directory: its identity, the name of its socket, and its neighbours of the same tenant.
 //!
 //! Lock order: `new_name` is a leaf.
 
@@ -7,9 +7,10 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use vmm_pool::sync::lock;
+
 use super::{JoinError, MemberConfig};
 use crate::identity::{FamilyName, MemberId, TenantName};
-use crate::lock;
 use crate::run_dir::{RunDir, RunDirError, SOCKET_EXTENSION, TenantDir};
 use crate::transport::Listener;
 
@@ -50,7 +51,7 @@ impl Presence {
         &self.config.tenant
     }
 
-    /// What its process was told when it joined.
+    /// The settings of its process.
     pub(super) fn config(&self) -> &MemberConfig {
         &self.config
     }
@@ -60,23 +61,23 @@ impl Presence {
         self.config.family.as_ref()
     }
 
-    /// Where tenants live.
+    /// The directory of all tenants.
     pub fn run_dir(&self) -> &RunDir {
         &self.config.run_dir
     }
 
-    /// Where its tenant's processes meet.
+    /// The directory of its tenant.
     pub(super) fn dir(&self) -> &TenantDir {
         &self.dir
     }
 
-    /// Where its agent listens.
+    /// The socket of its agent.
     pub fn socket_path(&self) -> &Path {
         &self.socket_path
     }
 
-    /// Where the agent of `member`, of the same tenant, would listen. All identities are of one length, so this path
-    /// fits where the own one did.
+    /// The path at which the agent of `member`, of the same tenant, would listen. All identities are of one length, so
+    /// this path fits where the own one did.
     pub fn socket_path_of(&self, member: MemberId) -> PathBuf {
         self.socket_path.with_file_name(format!("{member}.{SOCKET_EXTENSION}"))
     }

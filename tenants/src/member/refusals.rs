@@ -1,4 +1,4 @@
-//! What keeps a process from a pause, as far as its pool and its settings say.
+//! Reasons to refuse a pause that a process's pool and settings know.
 
 use vmm_pool::driver::Driver;
 use vmm_pool::{Pool, Selection, Unfreezable};
@@ -70,6 +70,9 @@ pub(super) fn unfreezable<D: Driver>(config: &MemberConfig, pool: &Pool<D>) -> R
         (config.unfreezable)()
     };
     why.map_or(Ok(()), |why| {
-        Err(wrong_state(format!("the driver could not bring process {PID} back from a deep pause: {why}; a pause without --deep frees its memory")))
+        Err(wrong_state(format!(
+            "the driver could not bring process {PID} back from a deep pause: {why}; a pause without --deep \
+             frees its memory"
+        )))
     })
 }

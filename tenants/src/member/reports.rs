@@ -1,4 +1,4 @@
-//! What a step reports: what it has done, to each device, and what is free there.
+//! The report of a step: its times, its bytes by device, and what is free there.
 
 use std::collections::BTreeMap;
 
@@ -8,10 +8,10 @@ use vmm_pool::{ByDevice, Left, Moved, Pool, StepLog};
 use crate::phase::Window;
 use crate::wire::{DeviceDelta, Failure, PhaseReport, StageLeft, StageReport};
 
-/// What has come of a step.
+/// The end of a step, well or not.
 pub(super) type PhaseResult = Result<PhaseReport, Failure>;
 
-/// What the driver says of the devices of `bytes` now. Makes their contexts current on this thread.
+/// The devices of `bytes`, as the driver has them now. Makes their contexts current on this thread.
 pub(super) fn deltas<D: Driver>(
     pool: &Pool<D>,
     bytes: BTreeMap<DeviceOrdinal, u64>,

@@ -50,9 +50,8 @@ impl<D: Driver> Executor<D> {
 
     pub(super) fn create(&mut self, scope: &Scope, deadline: Instant) -> PhaseResult {
         self.refuse_shared(scope)?;
+        let selection = self.resumed(scope).into();
         let resume = self.begin_resume(scope, deadline)?;
-        let selection = resume.selection();
-        let undone = undone_resume(&selection);
         let taken = self.pool.holdings().offloaded_bytes(&selection);
         let created = match resume {
             Resume::Aside(shut, aside) => shut.create_own(aside),
@@ -65,7 +64,7 @@ impl<D: Driver> Executor<D> {
             }
             Err(Failed { state, error }) => {
                 // Nothing was taken; stand as before, so that the same resume can be tried later.
-                self.lifecycle.transition(undone)?;
+                self.lifecycle.transition(undone_resume(&selection))?;
                 self.progress = Progress::Rest(state.end());
                 Err(pool_failure(&error))
             }
@@ -238,23 +237,11 @@ pub(super) enum Resume<D: Driver> {
     Away(Shut<D, FromOffloaded>, Away),
 }
 
-impl<D: Driver> Resume<D> {
-    fn selection(&self) -> Selection {
-        match self {
-            Self::Aside(_, aside) => aside.clone().into(),
-            Self::Away(_, away) => away.clone().into(),
-        }
-    }
-}
-
-/// What happens to a process whose resume of `selection` is undone.
+/// The event by which a resume of `selection` is undone.
 fn undone_resume(selection: &Selection) -> Event {
-    match selection {
-        Selection::SetAside(..) => Event::TagResumeUndone,
-        Selection::Whole
-        | Selection::Rest
-        | Selection::Staged(_)
-        | Selection::Tagged(..)
-        | Selection::Standing(..) => Event::ResumeUndone,
+    if matches!(selection, Selection::SetAside(..)) {
+        Event::TagResumeUndone
+    } else {
+        Event::ResumeUndone
     }
 }

@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 
 use super::progress::Outlook;
 use crate::phase::Stage;
-use crate::wire::RoundEnd;
+use crate::wire::{Asked, RoundEnd};
 
 /// Rounds of several processes that are remembered. No next one begins while a process is half-way in the last, as long as
 /// commands take turns; the others are for when they do not, because their lock's file was removed.
@@ -64,6 +64,8 @@ pub(crate) struct Rounds {
     under_way: Option<Round>,
     /// The newest last.
     past: VecDeque<(u64, RoundEnd)>,
+    /// The last step that was requested, for people.
+    pub(super) asked: Option<Asked>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,4 +1,5 @@
-//! What of a scope this process has; and its calls into NCCL, which wait at the cut while it runs on without NCCL's memory.
+//! The part of a scope that this process has; and its calls into NCCL, which wait at the cut while it runs on without
+//! NCCL's memory.
 //!
 //! They wait from the end of a pause that names NCCL to the end of the resume, also where NCCL had no memory at that
 //! moment: what it allocates later would be there in spite of the pause.
@@ -7,37 +8,16 @@ use vmm_pool::driver::Driver;
 use vmm_pool::{Aside, Away, Selection, Whose};
 
 use super::worker::Executor;
-use crate::identity::MemberId;
 use crate::scope::{NCCL_TAG, Scope, whose};
 use crate::state::MemberState;
 use crate::wire::{Failure, FailureKind};
 
-/// What a resume brings back, by whether the process runs.
+/// Memory that a resume brings back, by whether the process runs.
 pub(super) enum Resumed {
     /// It does.
     Aside(Aside),
     /// Its memory is away.
     Away(Away),
-}
-
-impl Resumed {
-    /// What of `scope` comes back to process `own` in `state`.
-    fn of(scope: &Scope, own: MemberId, state: MemberState) -> Self {
-        match (scope, state) {
-            (Scope::Whole, _) => Self::Away(Away::Whole),
-            (Scope::Tags { tags, .. }, MemberState::Paused) => {
-                Self::Away(Away::Staged(tags.to_resume()))
-            }
-            (
-                Scope::Tags { tags, owner },
-                MemberState::Active
-                | MemberState::Offloading
-                | MemberState::Deep
-                | MemberState::Restoring
-                | MemberState::Faulted,
-            ) => Self::Aside(Aside(tags.to_resume(), whose(*owner, own))),
-        }
-    }
 }
 
 impl From<Resumed> for Selection {
@@ -50,8 +30,8 @@ impl From<Resumed> for Selection {
 }
 
 impl<D: Driver> Executor<D> {
-    /// What of `scope` a pause takes from this process, which `stands` still meanwhile or not. One that stands still already
-    /// gives the rest.
+    /// The part of `scope` that a pause takes from this process, which `stands` still meanwhile or not. One that stands still
+    /// already gives the rest.
     pub(super) fn leaving(&self, scope: &Scope, stands: bool) -> Selection {
         let own = self.member.presence.id();
         match scope {
@@ -68,9 +48,25 @@ impl<D: Driver> Executor<D> {
         self.lifecycle.stands_without().is_some()
     }
 
-    /// What of `scope` a resume brings back to this process now.
+    /// The part of `scope` that a resume brings back to this process now.
     pub(super) fn resumed(&self, scope: &Scope) -> Resumed {
-        Resumed::of(scope, self.member.presence.id(), self.lifecycle.state())
+        match (scope, self.lifecycle.state()) {
+            (Scope::Whole, _) => Resumed::Away(Away::Whole),
+            (Scope::Tags { tags, .. }, MemberState::Paused) => {
+                Resumed::Away(Away::Staged(tags.to_resume()))
+            }
+            (
+                Scope::Tags { tags, owner },
+                MemberState::Active
+                | MemberState::Offloading
+                | MemberState::Deep
+                | MemberState::Restoring
+                | MemberState::Faulted,
+            ) => {
+                let whose = whose(*owner, self.member.presence.id());
+                Resumed::Aside(Aside(tags.to_resume(), whose))
+            }
+        }
     }
 
     /// Refuses what would come back to this process alone, and is others' too: the caller may have looked before

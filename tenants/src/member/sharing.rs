@@ -21,7 +21,7 @@ use lending::KnownBorrower;
 use sharers::Sharers;
 
 use super::{Lifecycle, Presence};
-use crate::identity::{MemberId, TenantName};
+use crate::identity::MemberId;
 
 /// See the head of this module.
 #[derive(Debug)]
@@ -47,11 +47,5 @@ impl<D: Driver> Sharing<D> {
     /// The processes that memory is shared with.
     pub(super) fn sharers(&self) -> &Sharers<D> {
         &self.sharers
-    }
-
-    /// The tenant of `owner`, which a handle names without its tenant: our own, unless a process of that identity is in
-    /// another one of our run directory. Contacts nobody.
-    pub fn tenant_of(&self, owner: MemberId) -> TenantName {
-        self.sharers.tenant_of(owner)
     }
 }

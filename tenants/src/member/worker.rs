@@ -74,7 +74,7 @@ pub(super) struct Executor<D: Driver> {
     pub(super) member: Arc<Member<D>>,
     pub(super) pool: Arc<Pool<D>>,
     pub(super) lifecycle: Arc<Lifecycle>,
-    /// How far the pause or resume under way has come.
+    /// The pause or resume under way.
     pub(super) progress: Progress<D>,
     pub(super) saving: Option<Saving>,
     /// Descriptors of a resume that is over, to be closed when there is time.
@@ -137,7 +137,14 @@ impl<D: Driver> Executor<D> {
                 return;
             }
             self.member.waker.wake();
-            self.close_spare(phase);
+            // After the answer is out: nobody waits for that.
+            self.spare.clear();
+            // The driver is offered once more what it would not take back: the next step that does may be a pause in
+            // some hours.
+            let is_active = self.lifecycle.state() == MemberState::Active;
+            if is_active && phase.is_some_and(Phase::is_last) {
+                self.pool.release_deferred();
+            }
             if self.lifecycle.state() != MemberState::Restoring {
                 self.member.descriptor_limit.put_back();
             }
@@ -190,16 +197,6 @@ impl<D: Driver> Executor<D> {
                 return None;
             }
         })
-    }
-
-    /// Closes descriptors after the answer is out: nobody waits for that. Behind the last step of a round it offers the driver
-    /// once more what that would not take back: the next step that does may be a pause in some hours.
-    fn close_spare(&mut self, done: Option<Phase>) {
-        self.spare.clear();
-        let is_active = self.lifecycle.state() == MemberState::Active;
-        if done.is_some_and(Phase::is_last) && is_active {
-            self.pool.release_deferred();
-        }
     }
 }
 

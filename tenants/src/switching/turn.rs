@@ -4,12 +4,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use vmm_pool::sync::lock;
+
 use super::gather::{Displaced, write_down};
 use super::queue::{CallsOff, Queue, never};
 use super::{SwitchOptions, Switched};
 use crate::coordinator::Trouble;
 use crate::identity::TenantName;
-use crate::lock;
 use crate::run_dir::RunDir;
 use crate::time::now_us;
 use crate::turns::history::History;

@@ -87,7 +87,7 @@ impl<D: Driver> Agent<D> {
         };
         match admission {
             Admission::Taken => {
-                self.member.phase_log.note_asked(Asked { round, phase });
+                self.member.rounds().asked = Some(Asked { round, phase });
                 self.due = Instant::now() + wait + SILENCE_MAX;
                 self.member.cut().claim(number);
                 self.submit(number, Work::Phase(Some(round), order), wait);
@@ -108,7 +108,7 @@ impl<D: Driver> Agent<D> {
             self.refuse(number);
             return;
         }
-        self.member.phase_log.note_asked(Asked { round, phase });
+        self.member.rounds().asked = Some(Asked { round, phase });
         self.submit(number, Work::Phase(None, order), wait);
     }
 

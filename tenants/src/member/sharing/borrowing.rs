@@ -5,23 +5,23 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use vmm_pool::driver::Driver;
+use vmm_pool::sync::lock;
 
-use super::{ImportError, Sharers};
+use super::{ImportError, Sharers, Sharing};
 use crate::identity::{MemberId, TenantName};
-use crate::lock;
 use crate::member::AGENT_TIMEOUT;
 use crate::run_dir::SOCKET_EXTENSION;
 use crate::wire::Borrower;
 
-impl<D: Driver> Sharers<D> {
+impl<D: Driver> Sharing<D> {
     /// The tenant of `owner`, which a handle names without its tenant: our own, unless a process of that identity is in
     /// another one of our run directory. Contacts nobody.
-    pub(super) fn tenant_of(&self, owner: MemberId) -> TenantName {
+    pub fn tenant_of(&self, owner: MemberId) -> TenantName {
         let own = self.presence.tenant();
         if owner == self.presence.id() || self.presence.dir().has_member(owner) {
             return own.clone();
         }
-        if let Some(tenant) = self.lender(owner) {
+        if let Some(tenant) = self.sharers.lender(owner) {
             return tenant;
         }
         let run_dir = self.presence.run_dir();
@@ -32,7 +32,9 @@ impl<D: Driver> Sharers<D> {
         let tenants = run_dir.tenants().unwrap_or_default();
         tenants.into_iter().find(is_there).unwrap_or_else(|| own.clone())
     }
+}
 
+impl<D: Driver> Sharers<D> {
     /// `owner`, of tenant `theirs`, is to give memory: notes where it is. Nobody is contacted by a process that
     /// names no family.
     pub(super) fn approach(&self, owner: MemberId, theirs: &TenantName) -> Result<(), ImportError> {

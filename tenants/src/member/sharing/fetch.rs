@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::stat::{SFlag, fstat};
 use vmm_pool::driver::Driver;
+use vmm_pool::sync::lock;
 use vmm_pool::{
     AllocationId, Borrowed, Class, Contents, Entered, ImportSource, PoolError, Returning, Step,
     StepLog, Use, VirtualHandle,
@@ -15,7 +16,6 @@ use vmm_pool::{
 use super::Sharing;
 use crate::descriptors::free_descriptors;
 use crate::identity::MemberId;
-use crate::lock;
 use crate::member::presence::NAMES_AGAIN_AFTER;
 use crate::member::worker::CallingOff;
 use crate::ticket::{self, Ticket};

@@ -7,12 +7,12 @@
 use std::os::fd::OwnedFd;
 
 use vmm_pool::driver::Driver;
+use vmm_pool::sync::lock;
 use vmm_pool::{AllocationId, Lease, LentTotals, LostImports, PoolError, Selection};
 
 use super::Sharing;
 use crate::family::{Standing, admit};
 use crate::identity::{FamilyName, MemberId, TenantName};
-use crate::lock;
 use crate::member::clients::Client;
 use crate::member::failures::{PID, faulted, frozen, pool_failure};
 use crate::region;
@@ -48,10 +48,6 @@ pub(super) struct KnownBorrower {
     pid: Option<u32>,
 }
 
-fn refused(message: String) -> Failure {
-    Failure { kind: FailureKind::Unknown, message }
-}
-
 impl<D: Driver> Sharing<D> {
     /// Descriptors of what an importer asks for, which `client` leads to.
     pub(in crate::member) fn hand_out(
@@ -62,7 +58,7 @@ impl<D: Driver> Sharing<D> {
         let fds_max =
             if fetch.borrower.is_some() { FDS_PER_MESSAGE_MAX / 2 } else { FDS_PER_MESSAGE_MAX };
         if fetch.allocations.len() > fds_max {
-            return Err(refused(format!(
+            return Err(FailureKind::Unknown.because(format!(
                 "{} descriptors in one request, and {fds_max} are the limit",
                 fetch.allocations.len()
             )));
@@ -119,10 +115,8 @@ impl<D: Driver> Sharing<D> {
         let dir = self.presence.run_dir().existing_tenant(&tenant).ok().flatten();
         self.presence.check_importer(client, *importer, dir.as_ref(), &tenant)?;
         self.may_lend()?;
-        self.note_borrower(
-            *importer,
-            KnownBorrower { tenant, pid: client.connection.peer().pid() },
-        );
+        let pid = client.connection.peer().pid();
+        self.note_borrower(*importer, KnownBorrower { tenant, pid });
         let pool = &self.pool;
         let mut handed = HandedOut::default();
         for &id in allocations {
@@ -132,7 +126,12 @@ impl<D: Driver> Sharing<D> {
             };
             // Asked before: redeeming may be the last use of the allocation in this process.
             let device = pool.device_of(id);
-            let (lease, watch) = ticket::lease().map_err(|error| FailureKind::Driver.because(format!("process {PID} can lend no more ({error}): raise its limit of open files (ulimit -n), or close what is open")))?;
+            let (lease, watch) = ticket::lease().map_err(|error| {
+                FailureKind::Driver.because(format!(
+                    "process {PID} can lend no more ({error}): raise its limit of open files (ulimit -n), or close \
+                     what is open"
+                ))
+            })?;
             match pool.lend(id, serial, Lease { borrower: (*importer).into(), watch }) {
                 Ok(fd) => {
                     handed.fds.extend([fd, lease]);
@@ -149,13 +148,15 @@ impl<D: Driver> Sharing<D> {
 
     /// The tenant of an importer, if it may be lent to.
     fn admitted(&self, borrower: &Borrower) -> Result<TenantName, Failure> {
-        let no_name = |what: &str| refused(format!("process {PID}: what asks names no {what}"));
+        let no_name = |what: &str| {
+            FailureKind::Unknown.because(format!("process {PID}: what asks names no {what}"))
+        };
         let tenant = TenantName::new(&borrower.tenant).map_err(|_text| no_name("tenant"))?;
         let family = borrower.family.as_deref().map(FamilyName::new).transpose();
         let family = family.map_err(|_text| no_name("family"))?;
         let ours = Standing { tenant: self.presence.tenant(), family: self.presence.family() };
         let theirs = Standing { tenant: &tenant, family: family.as_ref() };
-        admit(ours, theirs).map_err(|error| refused(error.to_string()))?;
+        admit(ours, theirs).map_err(|error| FailureKind::Unknown.because(error.to_string()))?;
         Ok(tenant)
     }
 
@@ -166,10 +167,12 @@ impl<D: Driver> Sharing<D> {
             MemberState::Paused | MemberState::Deep => {
                 Err(self.lender_away(&format!("tenant '{}' is paused", self.presence.tenant())))
             }
-            state @ (MemberState::Offloading | MemberState::Restoring) => Err(FailureKind::NotNow.because(format!(
-                    "process {PID} of tenant '{}' is {state:?}: a pause or resume of it is under way",
-                    self.presence.tenant()
-                ))),
+            state @ (MemberState::Offloading | MemberState::Restoring) => {
+                let tenant = self.presence.tenant();
+                Err(FailureKind::NotNow.because(format!(
+                    "process {PID} of tenant '{tenant}' is {state:?}: a pause or resume of it is under way"
+                )))
+            }
             MemberState::Faulted => Err(faulted()),
         }
     }

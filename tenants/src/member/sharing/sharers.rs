@@ -7,11 +7,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use vmm_pool::driver::Driver;
+use vmm_pool::sync::lock;
 use vmm_pool::{LostImports, PeerId, Pool};
 
 use super::Missing;
 use crate::identity::{MemberId, TenantName};
-use crate::lock;
 use crate::member::{Notes, Presence};
 use crate::references::Partner;
 use crate::transport::{Connection, TransportError, Watched, command_of, has_ended};
@@ -52,14 +52,14 @@ impl fmt::Display for Sharer {
     }
 }
 
-/// Who owns what was imported, also after its end, and who holds what was given. Its locks are leaves: a connection is taken
-/// out for use and put back.
+/// The owners of imported memory, also after their end, and the holders of own memory. Its locks are leaves: a connection
+/// is taken out for use and put back.
 #[derive(Debug)]
 pub(crate) struct Sharers<D: Driver> {
     pool: Arc<Pool<D>>,
     pub(super) presence: Arc<Presence>,
     known: Mutex<HashMap<MemberId, Sharer>>,
-    /// Of which other tenants the owners are that memory was asked of.
+    /// The tenants of those owners that are of another one.
     pub(super) lenders: Mutex<HashMap<MemberId, TenantName>>,
     /// Connections to owners that are not in use.
     pub(super) idle: Mutex<HashMap<MemberId, Connection>>,

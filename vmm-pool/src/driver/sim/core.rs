@@ -12,9 +12,9 @@ mod memory;
 mod streams;
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
-use std::sync::{
-    Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
-};
+use std::sync::{Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use crate::sync::lock;
 
 use self::events::Events;
 use self::streams::Streams;
@@ -72,10 +72,6 @@ pub struct Core {
     /// Where tests want an order of streams that a seed decides.
     schedule: OnceLock<Schedule>,
     pub(super) last_words: LastWords,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Core {
