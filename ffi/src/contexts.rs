@@ -8,9 +8,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{c_int, c_uint};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use vmm_pool::driver::{CudaDriver, DeviceOrdinal, Driver as _, DriverCode, RawContext};
+use vmm_pool::sync::lock;
 
 use crate::interpose::Pointer;
 use crate::interpose::driver::call_driver;
@@ -120,10 +121,6 @@ fn is_current_green() -> bool {
         stream => Pointer, &raw mut green => *mut Pointer
     ));
     DriverCode(code).ok().is_ok() && !green.is_null()
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The device's primary context, which torch and the CUDA runtime use. Retained when first needed, and for

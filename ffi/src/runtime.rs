@@ -11,7 +11,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, Once, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, LazyLock, Mutex, Once, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use sublet_cuda_driver::paged::PagedRegions;
@@ -31,6 +31,7 @@ use tenants::run_dir::{self, RunDir, RunDirError};
 use tenants::settings::{REQUIRED_VARIABLE, Settings};
 use tenants::switching;
 use vmm_pool::driver::{CudaDriver, DeviceOrdinal, Driver as _, DriverCode, VaRange};
+use vmm_pool::sync::lock;
 
 use crate::contexts;
 use crate::environment::{self, Environment};
@@ -164,10 +165,6 @@ pub(crate) fn collectives() -> &'static Collectives {
 /// What is registered with network cards and the like.
 pub(crate) fn registrations() -> &'static Registrations {
     &REGISTRATIONS
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Sets the tenant that this process joins, whatever the environment says.

@@ -7,13 +7,14 @@
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock};
 
 use tenants::member::Member;
 use tenants::region::{self, RegionError};
 use vmm_pool::PoolError;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverCode, VaRange};
 use vmm_pool::paging::{PageError, Pager};
+use vmm_pool::sync::lock;
 
 use crate::Answer;
 use crate::blocks::give_up;
@@ -189,10 +190,6 @@ impl<D: Driver> PagedRegions<D> {
         })
     }
 
-    fn freeing(&self) -> MutexGuard<'_, BTreeSet<DeviceAddress>> {
-        self.freeing.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// What was allocated in a paged region and holds `address`.
     #[doc(alias = "cuMemGetAddressRange")]
     pub fn range_of(&self, address: DeviceAddress) -> Option<VaRange> {
@@ -211,7 +208,7 @@ impl<'a, D: Driver> Claim<'a, D> {
     /// Waits for a thread that frees what lies there now.
     fn new(regions: &'a PagedRegions<D>, address: DeviceAddress) -> Self {
         let is_claimed = |freeing: &mut BTreeSet<DeviceAddress>| freeing.contains(&address);
-        let waited = regions.freed.wait_while(regions.freeing(), is_claimed);
+        let waited = regions.freed.wait_while(lock(&regions.freeing), is_claimed);
         waited.unwrap_or_else(PoisonError::into_inner).insert(address);
         Self { regions, address }
     }
@@ -219,7 +216,7 @@ impl<'a, D: Driver> Claim<'a, D> {
 
 impl<D: Driver> Drop for Claim<'_, D> {
     fn drop(&mut self) {
-        self.regions.freeing().remove(&self.address);
+        lock(&self.regions.freeing).remove(&self.address);
         self.regions.freed.notify_all();
     }
 }

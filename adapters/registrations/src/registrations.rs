@@ -1,11 +1,12 @@
 //! What is registered with which device, for as long as it is.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use tenants::member::Member;
 use vmm_pool::Registered;
 use vmm_pool::driver::{Driver, VaRange};
+use vmm_pool::sync::lock;
 
 /// Why memory that a network card holds stays.
 pub const NETWORK_CARD: &str =
@@ -36,10 +37,6 @@ pub enum Key {
 pub struct Registrations(Mutex<HashMap<Key, Registered>>);
 
 impl Registrations {
-    fn table(&self) -> MutexGuard<'_, HashMap<Key, Registered>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Registers `range` by `call`, the library's own; `key` says under which value, and none where it failed.
     ///
     /// Host memory goes straight to `call`. Memory of the pool is held in place from before `call` on; while it is away
@@ -61,7 +58,7 @@ impl Registrations {
             Some(key) => {
                 tracing::info!(address = %range.start, bytes = range.size_bytes, ?key, "registered");
                 // The value of one that its library ended without us.
-                let before = self.table().insert(key, registered);
+                let before = lock(&self.0).insert(key, registered);
                 end(member, before);
             }
             None => end(member, Some(registered)),
@@ -78,12 +75,12 @@ impl Registrations {
         is_done: impl FnOnce(&T) -> bool,
     ) -> T {
         // Taken out first: as soon as the library has let the value go, it may give it out again.
-        let registered = self.table().remove(&key);
+        let registered = lock(&self.0).remove(&key);
         let answer = call();
         if is_done(&answer) {
             end(member, registered);
         } else if let Some(registered) = registered {
-            self.table().insert(key, registered);
+            lock(&self.0).insert(key, registered);
         }
         answer
     }
@@ -98,14 +95,14 @@ impl Registrations {
         is_done: impl FnOnce(&T) -> bool,
     ) -> T {
         let is_of = |key: &Key| matches!(key, Key::GdrCopy { context: of, .. } if *of == context);
-        let all: Vec<_> = self.table().extract_if(|key, _| is_of(key)).collect();
+        let all: Vec<_> = lock(&self.0).extract_if(|key, _| is_of(key)).collect();
         let answer = call();
         if is_done(&answer) {
             for (_, registered) in all {
                 end(member, Some(registered));
             }
         } else {
-            self.table().extend(all);
+            lock(&self.0).extend(all);
         }
         answer
     }

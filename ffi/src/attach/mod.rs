@@ -12,12 +12,13 @@
 mod cuda_state;
 
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Mutex, Once};
 
 use cuda_state::Table;
 use serde::Serialize;
 use sublet_registrations::device_files::{self, DeviceFile};
 use tenants::identity::TenantName;
+use vmm_pool::sync::lock;
 
 use crate::interpose::patch::{Entry, Purpose};
 use crate::interpose::{Binding, driver, loader};
@@ -29,10 +30,6 @@ static DEVICES: Mutex<Option<Vec<Device>>> = Mutex::new(None);
 
 /// The library that took the driver's functions before the first attach, and keeps them, as a sentence.
 static LATE: Mutex<Option<String>> = Mutex::new(None);
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Why a process was not attached. Nothing has changed then.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -4,11 +4,12 @@
 
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt as _;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use vmm_pool::driver::{DeviceAddress, VaRange};
+use vmm_pool::sync::lock;
 
 use super::last_call::{fail, guarded, not_joined};
 use super::{ARGUMENT, OK};
@@ -125,10 +126,6 @@ struct Questions {
 static QUESTIONS: Mutex<Questions> = Mutex::new(Questions { source: None, open: None });
 static LAST_TOKEN: AtomicU64 = AtomicU64::new(0);
 
-fn questions() -> std::sync::MutexGuard<'static, Questions> {
-    QUESTIONS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Sets the function that each pause asks which memory the application does not need.
 ///
 /// # Safety
@@ -139,7 +136,7 @@ pub unsafe extern "C" fn sublet_set_unused_source(
     context: *mut c_void,
 ) -> c_int {
     guarded(|| {
-        questions().source = source.map(|function| ContentsFunction { function, context });
+        lock(&QUESTIONS).source = source.map(|function| ContentsFunction { function, context });
         runtime::set_unused_source(ask_unused);
         OK
     })
@@ -173,7 +170,7 @@ pub unsafe extern "C" fn sublet_unused(
             let range = |(&start, &size): (&u64, &u64)| VaRange::new(DeviceAddress(start), size);
             starts.iter().zip(sizes).map(range).collect()
         };
-        let open = questions().open.take_if(|(open, _)| *open == token);
+        let open = lock(&QUESTIONS).open.take_if(|(open, _)| *open == token);
         let sent = open.is_some_and(|(_, answer)| answer.send(ranges).is_ok());
         if sent {
             OK
@@ -188,7 +185,7 @@ fn ask_unused() -> Vec<VaRange> {
     let (send, answer) = crossbeam_channel::bounded(1);
     let token = LAST_TOKEN.fetch_add(1, Ordering::Relaxed) + 1;
     let source = {
-        let mut questions = questions();
+        let mut questions = lock(&QUESTIONS);
         let Some(source) = questions.source else {
             return Vec::new();
         };
@@ -202,7 +199,7 @@ fn ask_unused() -> Vec<VaRange> {
     };
     let thread = vmm_pool::threads::spawn("sublet-unused", ask, |_| {});
     let answered = thread.ok().and_then(|()| answer.recv_timeout(ANSWER_TIMEOUT).ok());
-    questions().open.take_if(|(open, _)| *open == token);
+    lock(&QUESTIONS).open.take_if(|(open, _)| *open == token);
     if answered.is_none() {
         tracing::debug!("the application did not say in time what it does not need: all is saved");
     }

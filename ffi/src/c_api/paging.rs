@@ -4,13 +4,14 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_int};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tenants::error_text::chain;
 use vmm_pool::PoolError;
 use vmm_pool::driver::{CudaDriver, DeviceAddress, DeviceOrdinal, DriverCode, RawStream};
 use vmm_pool::paging::{PageError, PageResult, Pager, WindowSize};
+use vmm_pool::sync::lock;
 
 use super::last_call::{fail, guarded, not_joined};
 use super::regions::tag_of;
@@ -24,10 +25,6 @@ static PAGERS: Mutex<Pagers> = Mutex::new(Pagers { open: BTreeMap::new(), last: 
 struct Pagers {
     open: BTreeMap<u64, Arc<Pager<CudaDriver>>>,
     last: u64,
-}
-
-fn pagers() -> MutexGuard<'static, Pagers> {
-    PAGERS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn code_of(error: &PageError) -> c_int {
@@ -61,7 +58,7 @@ fn done(result: PageResult<()>) -> c_int {
 }
 
 fn pager_of(number: u64) -> Result<Arc<Pager<CudaDriver>>, c_int> {
-    let found = pagers().open.get(&number).cloned();
+    let found = lock(&PAGERS).open.get(&number).cloned();
     found.ok_or_else(|| fail(ARGUMENT, &format!("{number} is no pager: open one first")))
 }
 
@@ -108,7 +105,7 @@ pub unsafe extern "C" fn sublet_page_open(
             if environment::at_joining().settings.checks_paging {
                 made.check_writes();
             }
-            let mut pagers = pagers();
+            let mut pagers = lock(&PAGERS);
             pagers.last += 1;
             let number = pagers.last;
             pagers.open.insert(number, Arc::new(made));
@@ -126,7 +123,7 @@ pub extern "C" fn sublet_page_close(pager: u64) -> c_int {
             return fail(ARGUMENT, &error.to_string());
         }
         drop(found);
-        let closed = pagers().open.remove(&pager);
+        let closed = lock(&PAGERS).open.remove(&pager);
         if let Some(closed) = &closed {
             look::remove(closed);
         }

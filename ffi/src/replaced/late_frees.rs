@@ -12,12 +12,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{c_int, c_void};
 use std::panic::catch_unwind;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use sublet_cuda_driver::{Answer, blocks};
 use vmm_pool::driver::{DeviceAddress, Driver as _, DriverCode};
 use vmm_pool::gate::Gate;
+use vmm_pool::sync::lock;
 use vmm_pool::{Block, VirtualHandle};
 
 use super::{Address, SUCCESS};
@@ -60,10 +61,6 @@ impl Table {
     }
 }
 
-fn table() -> MutexGuard<'static, Table> {
-    TABLE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Is the block at `address` given up already? Who frees it once more is wrong.
 pub(super) fn is_going(member: &Member, address: Address) -> bool {
     GOING.load(Ordering::Relaxed) > 0
@@ -71,7 +68,7 @@ pub(super) fn is_going(member: &Member, address: Address) -> bool {
             .pool()
             .holdings()
             .block_at(DeviceAddress(address))
-            .is_some_and(|block| table().going.contains_key(&block.identity()))
+            .is_some_and(|block| lock(&TABLE).going.contains_key(&block.identity()))
 }
 
 /// Waits until what is due is gone. It waits for no stream.
@@ -88,7 +85,7 @@ pub(crate) fn settle() {
         let waited = CHANGED.wait_timeout_while(table, SETTLED_WITHIN, is_any_due);
         waited.unwrap_or_else(PoisonError::into_inner).0
     };
-    let mut table = done(table());
+    let mut table = done(lock(&TABLE));
     if !table.refused.is_empty() {
         table.offer_again();
         drop(done(table));
@@ -113,11 +110,11 @@ fn arrange(
 ) -> c_int {
     let identity = block.identity();
     {
-        let mut table = table();
+        let mut table = lock(&TABLE);
         if !table.has_thread {
             let thread = vmm_pool::threads::spawn("sublet-frees", give_up_what_is_due, |_| {
                 // The next one begins it again.
-                self::table().has_thread = false;
+                lock(&TABLE).has_thread = false;
             });
             if let Err(error) = thread {
                 tracing::warn!(%error, "no thread for frees in the order of a stream");
@@ -140,13 +137,13 @@ fn arrange(
 /// Called by the driver, on a thread of its own, when the stream has come there.
 extern "C" fn is_due(data: *mut c_void) {
     let Some(identity) = VirtualHandle::from_raw(data.addr() as u64) else { return };
-    let mut table = table();
+    let mut table = lock(&TABLE);
     table.due.insert(identity);
     table.offer_again();
 }
 
 fn forget(identity: VirtualHandle) {
-    let mut table = table();
+    let mut table = lock(&TABLE);
     table.due.remove(&identity);
     table.going.remove(&identity);
     GOING.store(table.going.len(), Ordering::Relaxed);
@@ -163,7 +160,7 @@ fn give_up_what_is_due() {
     loop {
         let (identity, block) = {
             let is_none_due = |table: &mut Table| table.due.is_empty();
-            let waited = CHANGED.wait_while(table(), is_none_due);
+            let waited = CHANGED.wait_while(lock(&TABLE), is_none_due);
             let mut table = waited.unwrap_or_else(PoisonError::into_inner);
             let Some(identity) = table.due.first().copied() else { continue };
             let Some(block) = table.going.get(&identity).copied() else {
@@ -178,7 +175,7 @@ fn give_up_what_is_due() {
         match catch_unwind(|| give_up(block)) {
             Ok(Answer::Refused(code)) => {
                 tracing::warn!(?code, %address, "a block that its stream has passed stays for now");
-                let mut table = table();
+                let mut table = lock(&TABLE);
                 table.due.remove(&identity);
                 table.refused.insert(identity);
                 CHANGED.notify_all();

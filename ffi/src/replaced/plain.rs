@@ -4,13 +4,14 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use sublet_cuda_driver::{Answer, blocks, ipc, vmm};
 use tenants::member::IPC_LIBRARY;
 use vmm_pool::Native;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
 use vmm_pool::gate::Passage;
+use vmm_pool::sync::lock;
 
 use super::context::{device_of, with_current};
 use super::graph::capture_of;
@@ -251,14 +252,10 @@ pub struct IpcHandle([u8; ipc::HANDLE_BYTES]);
 /// Memory that this process has open by handles of the driver's own, and how often.
 static OPENED_BY_DRIVER: Mutex<BTreeMap<Address, usize>> = Mutex::new(BTreeMap::new());
 
-fn opened_by_driver() -> MutexGuard<'static, BTreeMap<Address, usize>> {
-    OPENED_BY_DRIVER.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Why the driver could not bring this process back from a deep pause. Driver 580: its restore fails with
 /// `CUDA_ERROR_INVALID_VALUE` while such memory is open.
 pub(crate) fn unfreezable() -> Option<String> {
-    let count = opened_by_driver().len();
+    let count = lock(&OPENED_BY_DRIVER).len();
     (count > 0).then(|| {
         format!(
             "{count} allocations are open by cudaIpc handles of the driver's own: of processes that do not run under Sublet (start those in the \
@@ -283,7 +280,7 @@ macro_rules! ipc_open {
                 let code = call_driver!($symbol(address, handle, flags));
                 if code == 0 {
                     // SAFETY: the driver has written there.
-                    *opened_by_driver().entry(unsafe { *address }).or_default() += 1;
+                    *lock(&OPENED_BY_DRIVER).entry(unsafe { *address }).or_default() += 1;
                 }
                 code
             };
@@ -329,7 +326,7 @@ pub unsafe extern "C" fn cuIpcCloseMemHandle(address: Address) -> c_int {
         || {
             let code = call_driver!(cuIpcCloseMemHandle(address));
             if code == 0 {
-                let mut all = opened_by_driver();
+                let mut all = lock(&OPENED_BY_DRIVER);
                 if let Some(times) = all.remove(&address).filter(|times| *times > 1) {
                     all.insert(address, times - 1);
                 }

@@ -17,9 +17,10 @@
 //! Lock order: `groups` and `handles` are leaves.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use tenants::cut::Series;
+use vmm_pool::sync::lock;
 
 use super::communicators::{Communicator, Derived};
 use super::{Collectives, NcclResult, Process, group};
@@ -36,10 +37,6 @@ pub(super) struct Experts {
 struct ExpertGroup {
     communicator: Arc<Communicator>,
     number: u32,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Collectives {

@@ -12,13 +12,14 @@ mod settings;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, c_char, c_int};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use sublet_torch_allocator::{Backend, tags_of};
 use tenants::command::{Change, Command};
 use vmm_pool::SavedError;
 use vmm_pool::driver::{DeviceAddress, DriverCode, VaRange};
+use vmm_pool::sync::lock;
 
 use crate::c_api::last_call::{fail_aloud, guarded_length, write_text};
 use crate::c_api::{self, pausing};
@@ -35,10 +36,6 @@ type Backups = BTreeMap<(u64, u64), Box<[u8]>>;
 
 /// Backups that lie in several pieces, as one copy each for the callers that asked; kept as long as the backups.
 static TOGETHER: Mutex<Backups> = Mutex::new(Backups::new());
-
-fn together() -> MutexGuard<'static, Backups> {
-    TOGETHER.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Runs a function of the interface that cannot fail; a panic of ours does not unwind into C.
 fn quietly<T>(otherwise: T, work: impl FnOnce() -> T) -> T {
@@ -274,7 +271,7 @@ pub unsafe extern "C" fn tms_get_cpu_backup_pointer(address: *const u8, size: u6
 /// Frees copies of backups that there are no more.
 fn forget_passed() {
     let Some(member) = runtime::member() else { return };
-    together().retain(|&(start, size_bytes), _| {
+    lock(&TOGETHER).retain(|&(start, size_bytes), _| {
         let found =
             member.pool().saved_or_retained().at(VaRange::new(DeviceAddress(start), size_bytes));
         matches!(found, Ok(_) | Err(SavedError::InPieces(_)))
@@ -296,7 +293,7 @@ fn backup(start: DeviceAddress, size_bytes: u64) -> Option<std::ptr::NonNull<u8>
         }
     }
     let length = usize::try_from(size_bytes).ok()?;
-    let mut known = together();
+    let mut known = lock(&TOGETHER);
     let copy = match known.entry((start.0, size_bytes)) {
         Entry::Occupied(copy) => copy.into_mut(),
         Entry::Vacant(place) => place.insert(vec![0_u8; length].into_boxed_slice()),

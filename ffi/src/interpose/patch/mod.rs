@@ -32,12 +32,13 @@ use std::ffi::{CStr, CString, c_int, c_void};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock};
 
 use namespaces::Elsewhere;
 use object::{Object, Place};
 use protections::Protections;
 use slots::Settled;
+use vmm_pool::sync::lock;
 
 use super::Binding;
 use super::driver::Driver;
@@ -149,10 +150,6 @@ impl Patches {
         }
     }
 
-    fn known(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Makes what walks need from `names`: our functions by the names that libraries import them by. `names` may ask the
     /// loader: two threads may both ask it, and one answer is then dropped.
     pub(super) fn prepare(&self, names: impl FnOnce() -> HashMap<&'static [u8], Ours>) {
@@ -234,13 +231,13 @@ impl Patches {
 
     /// Is a library loaded whose file's name begins so, as of the last walk?
     pub(super) fn has_loaded(&self, file: &[u8]) -> bool {
-        self.known().entries.keys().any(|identity| is_file(&identity.name, file))
+        lock(&self.known).entries.keys().any(|identity| is_file(&identity.name, file))
     }
 
     /// The library that may have looked up functions of the one whose file's name begins with `file`: a function by which
     /// it does that led past us when the other was loaded already.
     pub(super) fn looked_up_past_us(&self, file: &str) -> Option<String> {
-        let known = self.known();
+        let known = lock(&self.known);
         let others = |identity: &Identity| is_file(&identity.name, file.as_bytes());
         let first_seen =
             |(identity, entry): (&Identity, &Entry)| others(identity).then_some(entry.first_walk);
@@ -253,7 +250,7 @@ impl Patches {
 
     /// The libraries that reach, or may reach, anything that we stand in for; by path. Calls nothing of the loader's.
     pub(super) fn entries(&self) -> Vec<(String, Entry)> {
-        let known = self.known();
+        let known = lock(&self.known);
         let mattering = known.entries.iter().filter(|(_, entry)| entry.matters());
         let mut entries: Vec<_> = mattering
             .map(|(identity, entry)| (identity.name.to_string_lossy().into_owned(), entry.clone()))
@@ -327,7 +324,7 @@ unsafe extern "C" fn visit(
         {
             return 1;
         }
-        let mut known = patches.known();
+        let mut known = lock(&patches.known);
         known.walks += 1;
         walk.known = Some(known);
         walk.loads = (info.dlpi_adds, info.dlpi_subs);
