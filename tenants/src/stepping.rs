@@ -7,7 +7,8 @@
 //! that wait make one call more. `docs/consistent-cut.md` argues why that ends.
 //!
 //! This is the decision, a pure function of what the processes say. `coordinator/stepping.rs` carries it out,
-//! `member/stepping.rs` does what is decided, and `stepping/tests.rs` tries it on all interleavings of small programs.
+//! `member/executor/stepping.rs` does what is decided, and `stepping/tests.rs` tries it on all interleavings of small
+//! programs.
 
 #[cfg(test)]
 mod busy_tests;

@@ -1,4 +1,4 @@
-//! The thread of a member that speaks: it serves connections, and gives work to the one that works (`worker.rs`).
+//! The thread of a member that speaks: it serves connections, and gives work to the one that works (`executor.rs`).
 
 mod leading;
 
@@ -19,10 +19,10 @@ use vmm_pool::driver::Driver;
 use vmm_pool::threads::text_of;
 
 use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
+use super::executor::{self, Done, Job, NOBODY, Work};
 use super::failures::PID;
 use super::neighbours::Given;
 use super::sharing::HandedOut;
-use super::worker::{self, Done, Job, NOBODY, Work};
 use super::{AGENT_TIMEOUT, Member};
 use crate::descriptors::Reserve;
 use crate::host_memory::Pressure;
@@ -117,7 +117,7 @@ pub(super) fn spawn<D: Driver>(
     listener: Listener,
     wakeups: Wakeups,
 ) -> io::Result<()> {
-    let (jobs, done) = worker::spawn(member, keeper)?;
+    let (jobs, done) = executor::spawn(member, keeper)?;
     let after_panic = jobs.clone();
     let mut reserve = Reserve::default();
     reserve.fill(&wakeups.0);

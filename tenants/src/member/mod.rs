@@ -15,29 +15,20 @@ mod budget;
 mod captures;
 mod clients;
 mod config;
+mod executor;
 mod failures;
-mod freezing;
 mod idle;
 mod lifecycle;
 mod neighbours;
 mod notes;
 mod phase_log;
-mod phases;
 mod prefault;
 mod presence;
 mod progress;
-mod refusals;
-mod reports;
-mod resuming;
 mod rounds;
-mod saving;
-mod selection;
 mod sharing;
-mod stepping;
-mod termination;
 #[cfg(test)]
 mod tests;
-mod worker;
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -51,10 +42,10 @@ pub use budget::Counting;
 pub use captures::{BeforeCapture, Captures, ContextWait};
 pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
 pub use config::{FAMILY_WAIT, JoinError, MemberConfig};
+pub(crate) use executor::SPILL_STEP_TIME;
 pub use lifecycle::Lifecycle;
 pub use notes::Notes;
 pub use presence::Presence;
-pub(crate) use saving::SPILL_STEP_TIME;
 pub use sharing::{IPC_LIBRARY, ImportError, Sharing};
 
 use crate::cut::Cut;
@@ -63,12 +54,12 @@ use crate::host_memory::budget;
 use crate::region;
 use crate::wire::{Action, HostProgress, MemberInfo, MemberState, MemberStats, TagBytes};
 use agent::Waker;
+use executor::CallingOff;
 use idle::Idle;
 use phase_log::{LoggedPhases, PhaseLog};
 use prefault::Prefault;
 use rounds::Rounds;
 use vmm_pool::gate::Gate;
-use worker::CallingOff;
 
 /// One process's part in its tenant. Shared by all its threads.
 #[derive(Debug)]

@@ -6,8 +6,8 @@ use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal};
 use vmm_pool::{Class, Contents};
 
+use super::executor::Executor;
 use super::progress::Progress;
-use super::worker::Executor;
 use super::{Member, MemberConfig};
 use crate::coordinator::{Coordinator, Options};
 use crate::identity::TenantName;

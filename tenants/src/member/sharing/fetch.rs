@@ -16,8 +16,8 @@ use vmm_pool::{
 use super::Sharing;
 use crate::descriptors::free_descriptors;
 use crate::identity::MemberId;
+use crate::member::executor::CallingOff;
 use crate::member::presence::NAMES_AGAIN_AFTER;
-use crate::member::worker::CallingOff;
 use crate::ticket::{self, Ticket};
 use crate::transport::{Connection, TransportError};
 use crate::wire::{FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchFds, FetchPurpose, SentFds};

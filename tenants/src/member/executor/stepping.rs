@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use vmm_pool::Draining;
 use vmm_pool::driver::Driver;
 
-use super::Member;
-use super::failures::{PID, drain_failure, wrong_state};
-use super::progress::Progress;
-use super::worker::Executor;
+use super::Executor;
+use crate::member::Member;
+use crate::member::failures::{PID, drain_failure, wrong_state};
+use crate::member::progress::Progress;
 use crate::stepping::{Activity, Calls, HeldCall, StepOrder};
 use crate::wire::{Failure, FailureKind, MemberState, Reply, StepOn};
 

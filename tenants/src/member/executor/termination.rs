@@ -23,12 +23,12 @@ use nix::poll::{PollFd, PollFlags};
 use vmm_pool::Schedule;
 use vmm_pool::driver::Driver;
 
-use super::Presence;
-use super::failures::PID;
+use super::Executor;
 use super::reports::PhaseResult;
-use super::rounds::{Said, Verdict, known};
-use super::worker::Executor;
 use crate::identity::MemberId;
+use crate::member::Presence;
+use crate::member::failures::PID;
+use crate::member::rounds::{Said, Verdict, known};
 use crate::phase::Action;
 use crate::run_dir::MemberSocket;
 use crate::transport::{Connection, Process, TransportError, poll_until};

@@ -11,15 +11,15 @@ use vmm_pool::{
     Quiesced, Schedule, Selection, Shut, Undone,
 };
 
-use super::Member;
-use super::failures::{
-    PID, drain_failure, failed_inside, faulted, not_undone_yet, pool_failure, wrong_state,
-};
-use super::progress::Progress;
+use super::Executor;
 use super::refusals;
 use super::reports::{PhaseResult, deltas, known, report, staged};
-use super::worker::Executor;
 use crate::host_memory::HostNeed;
+use crate::member::Member;
+use crate::member::failures::{
+    PID, drain_failure, failed_inside, faulted, not_undone_yet, pool_failure, wrong_state,
+};
+use crate::member::progress::Progress;
 use crate::phase::{Action, Window};
 use crate::references::{References, Stay};
 use crate::scope::{Scope, TagNames};
@@ -128,7 +128,7 @@ impl<D: Driver> Executor<D> {
 
     /// The code of `phase`, or of a look at the cut, failed in a way that nobody foresaw. What has been done of it
     /// nobody knows, so the process is faulted; it is not left waiting.
-    pub(super) fn fail_inside(&mut self, phase: Option<Phase>, panic: &str) -> Reply {
+    pub(in crate::member) fn fail_inside(&mut self, phase: Option<Phase>, panic: &str) -> Reply {
         let failure = failed_inside(phase, panic);
         tracing::error!("{failure}");
         self.member.notes.add(failure.message.clone());

@@ -7,7 +7,7 @@
 use vmm_pool::driver::Driver;
 use vmm_pool::{Aside, Away, Selection, Whose};
 
-use super::worker::Executor;
+use super::Executor;
 use crate::scope::{NCCL_TAG, Scope, whose};
 use crate::state::MemberState;
 use crate::wire::{Failure, FailureKind};

@@ -1,5 +1,15 @@
 //! The thread of a member that works: one job at a time, in the order in which the agent gives them. It alone drives devices.
 
+mod freezing;
+mod phases;
+mod refusals;
+mod reports;
+mod resuming;
+mod saving;
+mod selection;
+mod stepping;
+mod termination;
+
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -11,13 +21,15 @@ use vmm_pool::driver::Driver;
 use vmm_pool::threads::text_of;
 use vmm_pool::{Keeper, Pool, UninheritedFd};
 
+pub(crate) use saving::SPILL_STEP_TIME;
+
 use super::failures::{failed_inside, frozen};
 use super::progress::Progress;
-use super::saving::Saving;
 use super::{Lifecycle, Member};
 use crate::phase::{Action, Stage};
 use crate::scope::Scope;
 use crate::wire::{Hold, MemberState, Order, Phase, Reply, SaveStep, SpillStep, StepOn};
+use saving::Saving;
 
 /// No connection has this number.
 pub(super) const NOBODY: u64 = 0;
@@ -71,18 +83,18 @@ pub(super) struct Done {
 
 /// The part of a member that works. The thread that it is on has it alone.
 pub(super) struct Executor<D: Driver> {
-    pub(super) member: Arc<Member<D>>,
-    pub(super) pool: Arc<Pool<D>>,
-    pub(super) lifecycle: Arc<Lifecycle>,
+    member: Arc<Member<D>>,
+    pool: Arc<Pool<D>>,
+    lifecycle: Arc<Lifecycle>,
     /// The pause or resume under way.
-    pub(super) progress: Progress<D>,
-    pub(super) saving: Option<Saving>,
+    progress: Progress<D>,
+    saving: Option<Saving>,
     /// Descriptors of a resume that is over, to be closed when there is time.
-    pub(super) spare: Vec<UninheritedFd>,
+    spare: Vec<UninheritedFd>,
     /// This process is paused, and others may still be at it.
-    pub(super) is_pausing: bool,
+    is_pausing: bool,
     /// A pause of NCCL's memory was the last that was requested, and not a resume of it.
-    pub(super) nccl_is_asked_away: bool,
+    nccl_is_asked_away: bool,
 }
 
 /// Starts the thread, which has `keeper`. Jobs go in, and what has come of each comes out.

@@ -6,11 +6,11 @@ use std::time::Duration;
 use vmm_pool::Failed;
 use vmm_pool::driver::Driver;
 
-use super::failures::{PID, wrong_state};
-use super::progress::Progress;
+use super::Executor;
 use super::refusals;
 use super::reports::{PhaseResult, report};
-use super::worker::Executor;
+use crate::member::failures::{PID, wrong_state};
+use crate::member::progress::Progress;
 use crate::state::Event;
 use crate::wire::{FailureKind, MemberState, PhaseReport};
 

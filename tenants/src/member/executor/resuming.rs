@@ -11,13 +11,13 @@ use vmm_pool::{
     StepLog, UninheritedFd,
 };
 
-use super::failures::{PID, faulted, frozen, import_failure, pool_failure, wrong_state};
-use super::progress::Progress;
+use super::Executor;
 use super::reports::{PhaseResult, deltas, known, report, staged};
 use super::selection::Resumed;
-use super::sharing::Missing;
-use super::worker::Executor;
 use crate::descriptors::free_descriptors;
+use crate::member::failures::{PID, faulted, frozen, import_failure, pool_failure, wrong_state};
+use crate::member::progress::Progress;
+use crate::member::sharing::Missing;
 use crate::phase::{Action, Window};
 use crate::scope::Scope;
 use crate::state::Event;

@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 use vmm_pool::driver::Driver;
 use vmm_pool::{Contents, Holding, HoldingSource, Pool, Spilled, Stance, WriteOut};
 
-use super::Member;
-use super::failures::{PID, pool_failure, wrong_state};
-use super::worker::Executor;
+use super::Executor;
 use crate::identity::{MemberId, TenantName};
+use crate::member::Member;
+use crate::member::failures::{PID, pool_failure, wrong_state};
 use crate::saving::SaveDirError;
 use crate::saving::dir::{FILE_PREFIX, SaveDir};
 use crate::saving::map::{

@@ -3,8 +3,8 @@
 use vmm_pool::driver::Driver;
 use vmm_pool::{Pool, Selection, Unfreezable};
 
-use super::failures::{PID, in_capture, wrong_state};
-use super::{Asking, MemberConfig};
+use crate::member::failures::{PID, in_capture, wrong_state};
+use crate::member::{Asking, MemberConfig};
 use crate::scope::Scope;
 use crate::wire::Failure;
 
