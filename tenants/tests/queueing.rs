@@ -174,7 +174,9 @@ fn a_switch_that_is_done_and_cannot_be_written_down_says_both() {
     };
     let train = place.join("train", SimOptions::default()).unwrap();
     fill(&train);
-    act(place.run_dir(), train.presence().tenant(), Action::Pause, Options::default()).map(drop).unwrap();
+    act(place.run_dir(), train.presence().tenant(), Action::Pause, Options::default())
+        .map(drop)
+        .unwrap();
     let infer = place.join("infer", SimOptions::default()).unwrap();
     fill(&infer);
     // What has been cannot be replaced any more, from the middle of the switch on.

@@ -249,7 +249,7 @@ impl Stage {
     pub(crate) fn coordinator(&self, options: Options) -> Coordinator {
         let releases_early = self.schedule == Schedule::SaveMeanwhile;
         let options = Options { timeout: Some(PHASE_TIMEOUT), releases_early, ..options };
-        Coordinator::new(self.run_dir.clone(), self.members[0].tenant().clone(), options)
+        Coordinator::new(self.run_dir.clone(), self.members[0].presence().tenant().clone(), options)
     }
 
     /// Pauses or resumes without a fault.
@@ -400,7 +400,12 @@ pub(crate) fn redeem_block(
 ) -> Result<VirtualHandle, ()> {
     let identity = owner.pool().enter_giving_up().block_identity(block);
     let (allocation, _, size_bytes) = identity.expect("a block");
-    let ticket = Ticket::uncounted(allocation, size_bytes, owner.presence().id(), owner.presence().tenant().clone());
+    let ticket = Ticket::uncounted(
+        allocation,
+        size_bytes,
+        owner.presence().id(),
+        owner.presence().tenant().clone(),
+    );
     importer.sharing().redeem_ticket(&importer.pool().enter(), &ticket, "test").map_err(drop)
 }
 
