@@ -316,10 +316,10 @@ fn set_up(member: &Arc<Member>, settings: &Settings) {
     }
     let chosen = lock(&CHOSEN_FILE_DIR).take();
     if let Some(dir) = chosen.or_else(|| settings.file_dir.clone()) {
-        pool.set_file_dir(dir);
+        pool.host_memory().set_file_dir(dir);
     }
     if settings.spills
-        && let Some(note) = environment::no_room_in(&pool.file_dir())
+        && let Some(note) = environment::no_room_in(&pool.host_memory().file_dir())
     {
         member.notes().add(note);
     }
@@ -329,7 +329,7 @@ fn set_up(member: &Arc<Member>, settings: &Settings) {
 /// process joins.
 pub(crate) fn set_file_dir(dir: PathBuf) {
     match member() {
-        Some(member) => member.pool().set_file_dir(dir),
+        Some(member) => member.pool().host_memory().set_file_dir(dir),
         None => *lock(&CHOSEN_FILE_DIR) = Some(dir),
     }
 }

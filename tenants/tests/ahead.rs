@@ -60,7 +60,7 @@ fn prepare(place: &Place) -> PrepareReport {
 }
 
 fn held_bytes(member: &Process) -> u64 {
-    member.pool().host_standing().held_bytes
+    member.pool().host_memory().standing().held_bytes
 }
 
 /// Others have their turn.
@@ -130,7 +130,7 @@ fn refused_pinning_ends_it_with_the_call_and_the_limit_that_it_may_be() {
     assert_eq!(memory::holds(member.pool().driver(), DEVICE, range, 7), Ok(true));
     // The process ends: nothing comes in any more.
     member.leave();
-    assert!(member.pool().has_stopped_bringing_in());
+    assert!(member.pool().host_memory().has_stopped());
 }
 
 #[test]

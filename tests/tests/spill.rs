@@ -92,7 +92,7 @@ impl<const MACHINE: usize> World<MACHINE> {
         })?;
         let pool = process.pool();
         if let Some(dir) = dir {
-            pool.set_file_dir(dir.to_owned());
+            pool.host_memory().set_file_dir(dir.to_owned());
         }
         let mut pools = MACHINES[MACHINE].pools.lock().unwrap_or_else(PoisonError::into_inner);
         pools.push(Arc::clone(pool));

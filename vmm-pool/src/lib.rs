@@ -42,12 +42,13 @@ pub use ids::{AllocationId, PeerId, VirtualHandle};
 pub use journal::{Step, StepLog};
 pub use ledger::{
     After, Block, Class, Facts, Holding, HoldingSource, Known, LIBRARY_TAGS, Lease, LentTotals,
-    References, Selection, Shareable, Sight, Stance, StayReason, TagTotals, Tags, TicketWatch,
-    Unfreezable, Whose,
+    LostImports, References, Selection, Shareable, Sight, Stance, StayReason, TagTotals, Tags,
+    TicketWatch, Unfreezable, Whose,
 };
 pub use pool::{
-    AwayByTag, Borrowed, CopyPolicy, Entered, Export, GiveUp, Holdings, ImportSource, Kind,
-    LostImports, Native, Natives, PieceBytes, PlainMemory, Pool, Registered, Use,
+    AwayByTag, Borrowed, BroughtIn, CopyPolicy, Devices, Entered, Export, GiveUp, Holdings,
+    HostMemory, HostStanding, ImportSource, Kind, Native, Natives, PieceBytes, PlainMemory, Pool,
+    Registered, Use,
 };
 pub use report::{
     ClassBytes, Contents, CopiedBytes, DeviceReport, KeptBytes, PinnedBytes, PoolReport, SlabTotals,
@@ -59,8 +60,8 @@ pub use store::{
     check_file_dir, check_file_length,
 };
 pub use transition::{
-    Activity, Arriving, Aside, Away, BroughtIn, ByDevice, Departing, Done, DrainError, Draining,
-    Failed, FromOffloaded, FromOpen, Frozen, HostStanding, ImportRequest, Keeper, Leaving, Left,
-    Moved, NotFrozen, NotShut, Origin, Prepared, Quiesced, Restored, Returning, Shut, Undone,
+    Activity, Arriving, Aside, Away, ByDevice, Departing, Done, DrainError, Draining, Failed,
+    FromOffloaded, FromOpen, Frozen, ImportRequest, Keeper, Leaving, Left, Moved, NotFrozen,
+    NotShut, Origin, Prepared, Quiesced, Restored, Returning, Shut, Undone,
 };
-pub use waits::Waited;
+pub use waits::{Waited, Waits};

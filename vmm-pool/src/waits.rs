@@ -39,7 +39,7 @@ fn is_over(place: Waited, code: DriverCode) -> bool {
 
 /// The waits of one process. Any thread may use it.
 #[derive(Debug)]
-pub(crate) struct Waits<D: Driver> {
+pub struct Waits<D: Driver> {
     shared: Arc<WaitThreads<D>>,
     /// Something has been waited for.
     ended: Receiver<()>,
@@ -153,9 +153,12 @@ impl<D: Driver> Waits<D> {
         &self.ended
     }
 
-    /// Waits until no wait is under way that was taken up less than `limit` ago, which is over then at the latest. Is none at all? One that has only just been
-    /// requested may be about to begin, though nobody wants to know any more.
-    pub(crate) fn let_end(&self, limit: Duration) -> bool {
+    /// Waits until no wait is under way that was taken up less than `limit` ago, which is over then at the latest. Is none at all?
+    ///
+    /// For a thread that is inside, and about to begin a stream capture, which the driver ends when a device is waited for during it: waits that were
+    /// left behind when the gate opened may be about to begin, though nobody wants to know any more. Where a device has work for longer, its wait
+    /// has begun long before.
+    pub fn let_end(&self, limit: Duration) -> bool {
         let is_young = |row: &WaitPlace| row.began.is_some_and(|began| began.elapsed() < limit);
         let is_any = |table: &mut WaitPlaces| table.places.values().any(is_young);
         let waited = self.shared.over.wait_timeout_while(self.shared.table(), limit, is_any);
@@ -164,7 +167,11 @@ impl<D: Driver> Waits<D> {
     }
 
     /// Waits until nobody of ours is in the driver at `place`, or about to be, for at most `limit`. Is nobody? Nobody may ask for it meanwhile.
-    pub(crate) fn let_place_end(&self, place: Waited, limit: Duration) -> bool {
+    ///
+    /// For a thread that is inside, and about to end a context, which nobody may be using: a wait there that was left behind when the gate opened
+    /// ends with the work, which the driver would wait for too.
+    #[doc(alias = "cuCtxDestroy")]
+    pub fn let_place_end(&self, place: Waited, limit: Duration) -> bool {
         let is_there = |table: &mut WaitPlaces| {
             table.places.get(&place).is_some_and(|row| row.began.is_some() || row.is_wanted())
         };

@@ -119,7 +119,7 @@ fn has_ended(ending: Ending<'static, CudaDriver>) {
 
 /// The driver ends a context even if it is used, which its documentation forbids. A wait of ours may have been left behind there by a pause that was called off.
 fn let_waits_end(member: &Member, place: Waited) {
-    if !member.pool().let_waits_at_end(place, WAITS_BEFORE_END) {
+    if !member.pool().waits().let_place_end(place, WAITS_BEFORE_END) {
         let seconds = WAITS_BEFORE_END.as_secs();
         tracing::warn!(%place, seconds, "it is ended while its work is waited for: that work has not ended");
     }

@@ -106,7 +106,7 @@ fn capture_key(stream: Pointer, symbol: &str) -> u64 {
     stream as u64
 }
 
-/// How long a capture lets waits for devices end that were left behind, and then those of other threads: see [`vmm_pool::Pool::let_waits_end`] and
+/// How long a capture lets waits for devices end that were left behind, and then those of other threads: see [`vmm_pool::Waits::let_end`] and
 /// [`tenants::member::Captures::before`].
 const WAITS_BEFORE_CAPTURE: Duration = Duration::from_secs(1);
 
@@ -123,7 +123,7 @@ macro_rules! begin_capture {
             let _pass = member
                 .map(|member| member.gate().pass_for(stringify!($symbol), Passage::Capture));
             if let Some(member) = member {
-                member.pool().let_waits_end(WAITS_BEFORE_CAPTURE);
+                member.pool().waits().let_end(WAITS_BEFORE_CAPTURE);
             }
             let captures = runtime::captures();
             let _before = captures.counts().before(WAITS_BEFORE_CAPTURE);

@@ -200,7 +200,7 @@ impl<D: Driver> Agent<D> {
         if self.jobs.is_empty() && self.member.pool.holdings().has_watched_tickets() {
             self.submit(NOBODY, Work::EndTickets, AGENT_TIMEOUT);
         }
-        if self.member.pool.holds_idle_memory()
+        if self.member.pool.host_memory().holds_idle_memory()
             && self.pressure.look(&(self.member.config().host_figures)()).is_some()
         {
             self.member.prefault.begin_giving_back();

@@ -274,7 +274,8 @@ impl<D: Driver> Counting<D> {
         let gpu = |ordinal: i32| {
             let device = DeviceOrdinal(ordinal);
             let uuid = driver.device_uuid(device).ok()?;
-            let index = (self.presence.config().gpu_index)(device, self.pool.pci_address(device));
+            let index =
+                (self.presence.config().gpu_index)(device, self.pool.devices().pci_address(device));
             let total_bytes = (self.presence.config().device_bytes)(device);
             let figure = Figure { budget_bytes: None, held_bytes: 0 };
             Some(Gpu { uuid, index, total_bytes, figure })

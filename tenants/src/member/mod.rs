@@ -121,7 +121,7 @@ impl<D: Driver> Member<D> {
             counting,
             idle,
         });
-        member.pool.place_on_nodes(member.config().node_of);
+        member.pool.devices().place_on_nodes(member.config().node_of);
         if let Err(source) = agent::spawn(&member, keeper, listener, wakeups) {
             member.leave();
             return Err(JoinError::System { what: "a thread", source });
@@ -153,7 +153,7 @@ impl<D: Driver> Member<D> {
     /// the fork. Blocks nowhere. All other descriptors are closed by [`vmm_pool::close_descriptors_in_child`], which needs no member.
     pub fn let_go_in_child(&self) {
         self.descriptor_limit.put_back_in_child();
-        self.pool.close_file_in_child();
+        self.pool.host_memory().close_file_in_child();
     }
 
     /// Its state.

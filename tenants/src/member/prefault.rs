@@ -101,7 +101,7 @@ impl<D: Driver> Prefault<D> {
 
     /// How far it is. Waits for nothing.
     pub(super) fn progress(&self) -> HostProgress {
-        let HostStanding { held_bytes, wanted_bytes, .. } = self.pool.host_standing();
+        let HostStanding { held_bytes, wanted_bytes, .. } = self.pool.host_memory().standing();
         let progress = lock(&self.state).progress.clone();
         HostProgress { held_bytes, wanted_bytes, need: None, ..progress }
     }
@@ -186,7 +186,7 @@ impl<D: Driver> Prefault<D> {
 
     /// The process ends: waits a bounded time for the driver call that is under way.
     pub(super) fn end(&self) {
-        self.pool.stop_bringing_in(END_TIMEOUT);
+        self.pool.host_memory().stop(END_TIMEOUT);
         self.changed.notify_all();
     }
 
@@ -216,7 +216,7 @@ impl<D: Driver> Prefault<D> {
         };
         let prepares_up_to = self.presence.config().prepares_up_to;
         loop {
-            if self.pool.has_stopped_bringing_in() {
+            if self.pool.host_memory().has_stopped() {
                 return None;
             }
             if std::mem::take(&mut lock(&self.state).is_short) {
@@ -226,7 +226,7 @@ impl<D: Driver> Prefault<D> {
                 return Some(bring_in(most_bytes, true));
             }
             if let Some(most_bytes) = prepares_up_to
-                && calm.is_due(self.pool.host_standing(), most_bytes)
+                && calm.is_due(self.pool.host_memory().standing(), most_bytes)
                 && self.lifecycle.state() == MemberState::Active
                 && !self.pool.copies().is_given_back()
             {
@@ -235,7 +235,7 @@ impl<D: Driver> Prefault<D> {
                 return Some(bring_in(most_bytes, false));
             }
             let state = lock(&self.state);
-            if state.asked.is_none() && !state.is_short && !self.pool.has_stopped_bringing_in() {
+            if state.asked.is_none() && !state.is_short && !self.pool.host_memory().has_stopped() {
                 let rest = if prepares_up_to.is_some() { LOOK_EVERY } else { AGAIN_AFTER };
                 drop(self.changed.wait_timeout(state, rest));
             }
@@ -244,8 +244,9 @@ impl<D: Driver> Prefault<D> {
 
     /// Brings in what is missing, as far as it may.
     fn bring_all_in(&self, run: &Run) -> HostStage {
+        let host = self.pool.host_memory();
         loop {
-            if self.pool.has_stopped_bringing_in()
+            if self.pool.host_memory().has_stopped()
                 || (run.is_asked && lock(&self.state).asked.is_none())
             {
                 return HostStage::Rests;
@@ -255,12 +256,12 @@ impl<D: Driver> Prefault<D> {
                 self.lifecycle.rest(REST);
                 continue;
             }
-            let room = self.room(self.pool.host_standing().held_bytes);
+            let room = self.room(host.standing().held_bytes);
             let most_bytes = room.as_ref().map_or(u64::MAX, |room| room.most_bytes);
-            match self.pool.bring_in(most_bytes.min(run.most_bytes)) {
+            match host.bring_in(self.pool.gate(), most_bytes.min(run.most_bytes)) {
                 Ok(BroughtIn::Chunk { size_bytes, log }) => self.note_chunk(run, size_bytes, &log),
                 Ok(BroughtIn::Enough) => {
-                    let HostStanding { held_bytes, wanted_bytes, .. } = self.pool.host_standing();
+                    let HostStanding { held_bytes, wanted_bytes, .. } = host.standing();
                     let is_all = held_bytes >= wanted_bytes || run.most_bytes < most_bytes;
                     return match room {
                         Some(room) if !is_all => HostStage::Stopped(room.refusal(wanted_bytes)),
@@ -313,9 +314,9 @@ impl<D: Driver> Prefault<D> {
     fn give_idle_memory_back(&self) {
         let mut given_bytes = 0;
         while matches!(self.lifecycle.state(), MemberState::Active | MemberState::Paused)
-            && !self.pool.has_stopped_bringing_in()
+            && !self.pool.host_memory().has_stopped()
         {
-            match self.pool.give_idle_chunk_back() {
+            match self.pool.host_memory().give_idle_chunk_back(self.pool.gate()) {
                 Ok(0) => break,
                 Ok(bytes) => given_bytes += bytes,
                 Err(error) => {

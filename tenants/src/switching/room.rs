@@ -72,7 +72,7 @@ pub fn with_room<D: Driver, T>(
     let Some(device) = allocation.device.filter(|_| queues && may_wait(member, allocation)) else {
         return Err(refused);
     };
-    let gpu = member.pool().uuid(device);
+    let gpu = member.pool().devices().uuid(device);
     let wants = BTreeMap::from([(gpu.clone(), allocation.size_bytes)]);
     let began = Instant::now();
     // Others may be switching for long, and this thread waits for memory then, too.

@@ -244,7 +244,7 @@ fn who_does_not_answer_may_hold_what_is_missing_so_nothing_is_refused_for_good()
     let driver = Arc::new(SimDriver::new(node.clone(), SimOptions::default()));
     let member = Member::join(config, driver).unwrap();
     member.pool().driver().make_current(DeviceOrdinal(0)).unwrap();
-    let gpu = member.pool().uuid(DeviceOrdinal(0));
+    let gpu = member.pool().devices().uuid(DeviceOrdinal(0));
     let outside = SimDriver::new(node, SimOptions::default());
     outside.create(32 * MIB, &AllocationProp::pinned_on(DeviceOrdinal(0))).unwrap();
     // As of a process that is stopped.
@@ -308,7 +308,7 @@ fn memory_of_a_tenant_that_is_being_paused_may_be_free_soon_and_is_waited_for() 
     let entered = leaves.pool().enter();
     entered.block_allocate(48 * MIB, &prop, &[device], Contents::default()).unwrap();
     drop(entered);
-    let wish = Wish::Memory([(wants.pool().uuid(device), 32 * MIB)].into());
+    let wish = Wish::Memory([(wants.pool().devices().uuid(device), 32 * MIB)].into());
     let none = Duration::ZERO;
     let mut queue =
         Queue::enter(&run_dir, wants.presence().tenant(), wish, none, CallsOff::when(&never))

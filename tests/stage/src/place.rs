@@ -101,7 +101,7 @@ impl Place {
         let member = Member::join(config, Arc::new(self.driver(options)));
         let member = member.map_err(io::Error::other)?;
         // Contents that go to files stay in memory, as the devices' do.
-        member.pool().set_file_dir("/dev/shm".into());
+        member.pool().host_memory().set_file_dir("/dev/shm".into());
         Ok(member)
     }
 

@@ -82,7 +82,7 @@ impl<D: Driver> Cells<'_, D, Use> {
 
     /// Is the memory of `row` on its device?
     fn is_here(&self, row: VirtualHandle) -> bool {
-        self.0.pool.ledger().row(row).is_some_and(Row::is_resident)
+        self.0.pool.ledger().rows.get(row).is_some_and(Row::is_resident)
     }
 
     /// Creates an allocation of its own, of which it is known that it is to be mapped where a cell cannot be.
@@ -145,7 +145,7 @@ impl<D: Driver> Cells<'_, D, Use> {
         let row = self.0.create(size_bytes, prop, recipe.class.clone())?;
         let access = [AccessDesc::read_write(device)];
         let window = self.map_window(row, size_bytes, unit.size_bytes, &access)?;
-        let id = self.0.pool.ledger().find(row)?.id();
+        let id = self.0.pool.ledger().rows.find(row)?.id();
         let recipe = Some((recipe.clone(), unit.size_bytes));
         let new = NewSlab { row, id, size_bytes, prop: *prop, recipe };
         Ok(Some(self.0.pool.slabs().table().insert(new, window, &access)))

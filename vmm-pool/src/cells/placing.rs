@@ -176,7 +176,7 @@ impl<D: Driver> Cells<'_, D, Use> {
     /// Is the memory of `row` on its device, as far as is known?
     fn is_there(&self, row: VirtualHandle) -> PoolResult<()> {
         let ledger = self.0.pool.ledger();
-        let row = ledger.find(row)?;
+        let row = ledger.rows.find(row)?;
         if row.is_resident() {
             return Ok(());
         }
@@ -190,10 +190,10 @@ impl<D: Driver> Cells<'_, D, Use> {
     /// The cell, which nobody has mapped or shared, becomes an allocation of its own, which its handle stands for from now on. Nothing
     /// happens if that is not so any more.
     pub(super) fn stand_alone(&self, cell: CellAt) -> PoolResult<()> {
-        let class = self.0.pool.ledger().find(cell.row)?.class().clone();
+        let class = self.0.pool.ledger().rows.find(cell.row)?.class().clone();
         let row = self.0.create(cell.part.size_bytes, &cell.prop, class)?;
         for _ in 1..cell.references {
-            self.0.pool.ledger().add_reference(row);
+            self.0.pool.ledger().rows.add_reference(row);
         }
         let ended = self.changed(|slabs| slabs.stand_alone(cell, row));
         let Some(ended) = ended else {
@@ -202,7 +202,7 @@ impl<D: Driver> Cells<'_, D, Use> {
         self.take_down(ended);
         // In this order: what another thread adds meanwhile is not among those that are looked for.
         let known = self.0.pool.slabs().table().rows_alone();
-        let living: HashSet<_> = self.0.pool.ledger().rows().map(Row::handle).collect();
+        let living: HashSet<_> = self.0.pool.ledger().rows.iter().map(Row::handle).collect();
         self.0
             .pool
             .slabs()

@@ -66,10 +66,10 @@ impl<D: Driver> Cells<'_, D, Use> {
     /// Imports `part` of what another process owns, or the whole.
     ///
     /// # Errors
-    /// As [`crate::Entered::borrow`] and [`Cells::import_held_cell`].
+    /// As [`crate::Entered::import`] and [`Cells::import_held_cell`].
     ///
     /// # Driver calls
-    /// Those of [`crate::Entered::borrow`]; `cuMemAddressReserve` and `cuMemMap` for a slab.
+    /// Those of [`crate::Entered::import`]; `cuMemAddressReserve` and `cuMemMap` for a slab.
     #[doc(alias = "cuMemImportFromShareableHandle")]
     pub fn import_cell(
         &self,
@@ -79,7 +79,7 @@ impl<D: Driver> Cells<'_, D, Use> {
         part: Option<Part>,
     ) -> PoolResult<VirtualHandle> {
         self.0.pool.slabs().table().aim(this_thread(), None);
-        let row = self.0.borrow(source, lent, class)?;
+        let row = self.0.import(source, lent, class)?;
         part.map_or(Ok(row), |part| self.hold_part(source.id, row, part))
     }
 
@@ -101,7 +101,7 @@ impl<D: Driver> Cells<'_, D, Use> {
         }
         let (size_bytes, prop) = {
             let ledger = self.0.pool.ledger();
-            let row = ledger.find(row)?;
+            let row = ledger.rows.find(row)?;
             (row.size_bytes(), *row.prop())
         };
         let window = self.map_window(row, size_bytes, 0, &[])?;

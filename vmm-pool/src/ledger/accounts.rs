@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Class, Ledger, LentTotals, Mapping, Origin, Row, Rows};
+use super::{Class, Ledger, LentTotals, Mapping, Origin, Row, RowTable, Rows};
 use crate::driver::{DeviceOrdinal, VaRange};
 use crate::error::{PoolError, PoolResult};
 use crate::store::Store;
@@ -25,6 +25,15 @@ pub struct TagTotals {
     pub imported_away_bytes: u64,
 }
 
+/// Imports that nobody can bring back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LostImports {
+    /// How many.
+    pub count: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
 /// What stays with a process in a pause, and what the driver does not bring back with its contexts, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Unfreezable {
@@ -36,13 +45,13 @@ pub struct Unfreezable {
     pub registered_bytes: u64,
 }
 
-impl Ledger {
+impl RowTable {
     /// Own memory whose contents a pause may save to host memory, here or away, and needed or not.
     pub(crate) fn kept_bytes(&self) -> u64 {
         let is_kept = |row: &&Row| {
             row.is_own() && row.can_leave() && Store::of(row.class().contents) == Some(Store::Host)
         };
-        self.rows().filter(is_kept).map(Row::size_bytes).sum()
+        self.iter().filter(is_kept).map(Row::size_bytes).sum()
     }
 
     /// Own memory that `choose` picks of `rows`.
@@ -52,7 +61,7 @@ impl Ledger {
         choose: impl Fn(&Row) -> bool,
     ) -> BTreeMap<DeviceOrdinal, u64> {
         let mut bytes = BTreeMap::new();
-        for row in self.rows_in(rows) {
+        for row in self.among(rows) {
             if let (true, Some(device)) = (row.is_own() && choose(row), row.device()) {
                 *bytes.entry(device).or_insert(0) += row.size_bytes();
             }
@@ -60,10 +69,24 @@ impl Ledger {
         bytes
     }
 
-    /// The devices with memory of this process's own. Imports do not count: they lie on their owners' devices, and
-    /// touching one of those would make a context there, which costs some 500 MiB.
-    pub(crate) fn devices(&self) -> BTreeSet<DeviceOrdinal> {
-        self.own_on.keys().copied().collect()
+    /// What the pause under way leaves where it is, instead of what the one before did. Allocations that this process
+    /// does not hold are passed over.
+    ///
+    /// # Errors
+    /// [`PoolError::Disowned`] when the decision takes memory for nobody's that is this process's own. Nothing is
+    /// changed then.
+    pub(crate) fn set_stays(&mut self, stays: &[(AllocationId, StayReason)]) -> PoolResult<()> {
+        let by_id: HashMap<AllocationId, StayReason> = stays.iter().copied().collect();
+        let is_wrong = |id: AllocationId, reason: StayReason| {
+            reason != StayReason::Pinned && self.by_id(id).is_some_and(Row::is_own)
+        };
+        if let Some((&id, _)) = by_id.iter().find(|&(&id, &reason)| is_wrong(id, reason)) {
+            return Err(PoolError::Disowned { id });
+        }
+        for row in self.iter_mut() {
+            row.set_stays(by_id.get(&row.id()).map(|reason| reason.in_words()));
+        }
+        Ok(())
     }
 }
 
@@ -115,28 +138,6 @@ impl StayReason {
             Self::OwnerApart => "imported from a process that takes no part in the pause",
             Self::Pinned => "registered with a network card by a process that shares it",
         }
-    }
-}
-
-impl Ledger {
-    /// What the pause under way leaves where it is, instead of what the one before did. Allocations that this process
-    /// does not hold are passed over.
-    ///
-    /// # Errors
-    /// [`PoolError::Disowned`] when the decision takes memory for nobody's that is this process's own. Nothing is
-    /// changed then.
-    pub(crate) fn set_stays(&mut self, stays: &[(AllocationId, StayReason)]) -> PoolResult<()> {
-        let by_id: HashMap<AllocationId, StayReason> = stays.iter().copied().collect();
-        let is_wrong = |id: AllocationId, reason: StayReason| {
-            reason != StayReason::Pinned && self.by_id(id).is_some_and(Row::is_own)
-        };
-        if let Some((&id, _)) = by_id.iter().find(|&(&id, &reason)| is_wrong(id, reason)) {
-            return Err(PoolError::Disowned { id });
-        }
-        for (_, row) in &mut self.rows {
-            row.set_stays(by_id.get(&row.id()).map(|reason| reason.in_words()));
-        }
-        Ok(())
     }
 }
 
@@ -202,7 +203,7 @@ impl Holding {
             class: row.class().clone(),
             device: row.device(),
             size_bytes: row.size_bytes(),
-            ranges: ledger.mappings_of(row).map(Mapping::range).collect(),
+            ranges: ledger.mappings.of(row).map(Mapping::range).collect(),
             source: match row.origin() {
                 _ if row.is_lost() => HoldingSource::Lost,
                 Origin::Own => HoldingSource::Own { importers: row.sharing().importers() },

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::pieces::{Survey, Wish};
-use super::{Ledger, Row, Rows, merged};
+use super::{Ledger, Row, RowTable, Rows, merged};
 use crate::VirtualHandle;
 use crate::driver::VaRange;
 use crate::store::{Copies, Extent, Saved, Store, append};
@@ -47,7 +47,7 @@ impl Layout {
     /// For all of `rows`, of which `survey` says what it holds; of the copies that are left those stay that
     /// `copies` says.
     pub(crate) fn of(
-        ledger: &Ledger,
+        table: &RowTable,
         rows: &Rows,
         store: Store,
         survey: &Survey,
@@ -55,7 +55,7 @@ impl Layout {
     ) -> Self {
         let mut taken = Vec::new();
         let mut wishes = Vec::new();
-        for row in ledger.rows() {
+        for row in table.iter() {
             let is_wanted = rows.save_to(row, store);
             let before = row.backing().retained_in(store, copies, is_wanted);
             if is_wanted {
@@ -229,7 +229,7 @@ impl Gaps {
 impl Ledger {
     /// Where saved contents and copies of them lie in `store`, or are read from there still, in order and apart.
     pub(crate) fn places_in(&self, store: Store) -> Vec<Range<u64>> {
-        let held = self.rows().filter_map(|row| row.backing().held_in(store));
+        let held = self.rows.iter().filter_map(|row| row.backing().held_in(store));
         let read = self.read.upgrade();
         let read = read.iter().flat_map(|read| read.iter()).filter(|saved| saved.store == store);
         merged(held.chain(read).flat_map(Saved::places).collect())
@@ -243,9 +243,16 @@ impl Ledger {
         read
     }
 
+    /// Somebody was given the place of the copy of all that is mapped in `range`.
+    pub(crate) fn lend_copies(&mut self, range: VaRange) {
+        self.rows.change(self.mapped_in(range), |row| row.backing_mut().forget_prints());
+    }
+}
+
+impl RowTable {
     /// Where the last of them ends.
     pub(crate) fn end_in(&self, store: Store) -> u64 {
-        let held = self.rows().filter_map(|row| row.backing().held_in(store));
+        let held = self.iter().filter_map(|row| row.backing().held_in(store));
         held.flat_map(Saved::places).map(|place| place.end).max().unwrap_or(0)
     }
 
@@ -258,12 +265,12 @@ impl Ledger {
         chunk_end: impl Fn(u64) -> u64,
     ) -> (Vec<(VirtualHandle, Saved)>, u64) {
         let end = |saved: &Saved| saved.places().map(|place| place.end).max().unwrap_or(0);
-        let stays = self.rows().filter(|row| row.movable().is_none());
+        let stays = self.iter().filter(|row| row.movable().is_none());
         let stays =
             stays.filter_map(|row| row.backing().held_in(Store::Host)).map(end).max().unwrap_or(0);
         let kept_bytes = chunk_end(stays);
         let of = |row: &Row| Some((row.handle(), row.movable()?.clone()));
-        let mut all: Vec<_> = self.rows().filter_map(of).collect();
+        let mut all: Vec<_> = self.iter().filter_map(of).collect();
         all.retain(|(_, saved)| end(saved) > kept_bytes);
         all.sort_by_key(|(_, saved)| std::cmp::Reverse(end(saved)));
         let bytes =
@@ -280,12 +287,12 @@ impl Ledger {
 
     /// The contents of this one lie there now. False when it has gone, or come back, meanwhile.
     pub(crate) fn spilled(&mut self, handle: VirtualHandle, saved: Saved) -> bool {
-        self.row_mut(handle).is_some_and(|row| row.backing_mut().spill_to(saved))
+        self.get_mut(handle).is_some_and(|row| row.backing_mut().spill_to(saved))
     }
 
     /// Copies of what has come back are kept for readers, or for the next pause, or not.
     pub(crate) fn retain_copies(&mut self, rows: &Rows, for_readers: bool, for_pauses: bool) {
-        for (_, row) in &mut self.rows {
+        for row in self.iter_mut() {
             if rows.has(row) || !row.backing().is_coming() {
                 row.backing_mut().retain_copy(for_readers, for_pauses);
             }
@@ -295,27 +302,20 @@ impl Ledger {
     /// What `layout` has places for is about to be saved there. From now on no copy counts that this changes, in any
     /// byte or in where it lies: what lies there is half of the old and half of the new until all is saved.
     pub(crate) fn forget_copies(&mut self, layout: &Layout) {
-        for placed in layout.placed.iter().filter(|placed| !placed.is_same) {
-            self.forget_copy(placed.row);
-        }
+        let changed = layout.placed.iter().filter(|placed| !placed.is_same);
+        self.change(changed.map(|placed| placed.row), |row| row.backing_mut().forget_copy());
     }
 
     /// The copy of this one does not count.
     pub(crate) fn forget_copy(&mut self, handle: VirtualHandle) {
-        self.change_in(std::iter::once(handle), |row| row.backing_mut().forget_copy());
-    }
-
-    /// Somebody was given the place of the copy of all that is mapped in `range`.
-    pub(crate) fn lend_copies(&mut self, range: VaRange) {
-        let mapped = self.mapped_in(range);
-        self.change_in(mapped.into_iter(), |row| row.backing_mut().forget_prints());
+        self.change([handle], |row| row.backing_mut().forget_copy());
     }
 
     /// Gives up copies that only the next pause has use for, but those that `copies` says of a pause of `rows`.
     /// Says how much they hold.
     pub(crate) fn give_copies_up(&mut self, rows: &Rows, copies: Copies) -> u64 {
         let mut bytes = 0;
-        for (_, row) in &mut self.rows {
+        for row in self.iter_mut() {
             let store = row.backing().copy_store();
             let is_wanted = store.is_some_and(|store| rows.save_to(row, store));
             bytes += row.backing_mut().give_copy_up(copies, is_wanted);

@@ -32,7 +32,7 @@ pub(crate) struct Mapping {
     /// For a block: the context in which it was allocated, with which it ends.
     context: Option<RawContext>,
     /// Rights were set on a part of it: what is recorded of them may not hold for all.
-    is_uneven: bool,
+    pub(super) is_uneven: bool,
     /// For a block: one caller gives it up at this moment, and no other may.
     is_claimed: bool,
 }
@@ -80,11 +80,6 @@ impl Mapping {
     /// Is anything of it in the driver's page tables?
     pub(crate) fn is_present(&self) -> bool {
         self.presence != Presence::Absent
-    }
-
-    /// Were rights set on a part of it?
-    pub(crate) fn is_uneven(&self) -> bool {
-        self.is_uneven
     }
 
     /// May a kernel on `place` read all of it, as far as is known?

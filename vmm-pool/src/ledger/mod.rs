@@ -29,53 +29,46 @@ mod residency;
 mod row;
 mod selection;
 mod sharing;
+mod table;
 mod tickets;
 mod views;
 
-use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Weak;
 
 pub use accounts::{
-    Holding, HoldingSource, References, Shareable, Stance, StayReason, TagTotals, Unfreezable,
+    Holding, HoldingSource, LostImports, References, Shareable, Stance, StayReason, TagTotals,
+    Unfreezable,
 };
-use backing::Backing;
 pub use block::Block;
 pub(crate) use layout::{Layout, Placed};
 pub use mapping::{Facts, Known, Sight};
 pub(crate) use mapping::{Mapping, Mappings, Presence};
 pub(crate) use pieces::Survey;
-use residency::Change;
 pub use row::Class;
 pub(crate) use row::{NewRow, Origin, Row};
 pub(crate) use selection::Rows;
 pub use selection::{After, LIBRARY_TAGS, Selection, Tags, Whose};
 pub(crate) use sharing::Sharing;
-use slab::Slab;
+use table::RowTable;
 use tickets::Watches;
 pub use tickets::{Lease, LentTotals, TicketWatch};
 use views::Views;
 
-use crate::budget::Charge;
-use crate::deferred::Physical;
 use crate::driver::{
     AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverError, DriverOp, RawHandle, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::store::Saved;
-use crate::{AllocationId, PeerId, VirtualHandle};
+use crate::{AllocationId, VirtualHandle};
 
 /// See the head of this module.
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
-    rows: Slab<Row>,
-    by_id: HashMap<AllocationId, VirtualHandle>,
+    pub(crate) rows: RowTable,
     pub(crate) mappings: Mappings,
     pub(crate) views: Views,
-    /// How much own memory there is on each device that has some, in allocations.
-    own_on: BTreeMap<DeviceOrdinal, usize>,
-    next_generation: u32,
     watches: Watches,
     /// Contents that somebody reads where they lie, who has no lock meanwhile.
     read: Weak<Vec<Saved>>,
@@ -95,138 +88,31 @@ pub(crate) struct Remount {
 
 // Rows and mappings.
 impl Ledger {
-    /// Enters what has just been created or imported, with one reference.
-    pub(crate) fn insert(&mut self, new: NewRow, physical: Physical) -> VirtualHandle {
-        self.enter(new, Backing::new(physical))
-    }
-
-    fn enter(&mut self, new: NewRow, backing: Backing) -> VirtualHandle {
-        self.next_generation = (self.next_generation + 1) & VirtualHandle::GENERATION_MASK;
-        let id = new.id;
-        let vacant = self.rows.vacant_entry();
-        let handle = VirtualHandle::new(vacant.key(), self.next_generation);
-        let row = vacant.insert(Row::new(new, handle, backing));
-        if let (true, Some(device)) = (row.is_own(), row.device()) {
-            *self.own_on.entry(device).or_insert(0) += 1;
-        }
-        // Two threads may import the same simultaneously: the first is found by its identity.
-        self.by_id.entry(id).or_insert(handle);
-        handle
-    }
-
-    /// The row of `handle`, while it lives.
-    pub(crate) fn row(&self, handle: VirtualHandle) -> Option<&Row> {
-        self.rows.get(handle.index()).filter(|row| row.handle() == handle)
-    }
-
-    fn row_mut(&mut self, handle: VirtualHandle) -> Option<&mut Row> {
-        self.rows.get_mut(handle.index()).filter(|row| row.handle() == handle)
-    }
-
-    /// The row of `handle`.
-    ///
-    /// # Errors
-    /// [`PoolError::StaleHandle`].
-    pub(crate) fn find(&self, handle: VirtualHandle) -> PoolResult<&Row> {
-        self.row(handle).ok_or(PoolError::StaleHandle { handle: handle.raw() })
-    }
-
-    /// The row of this identity.
-    pub(crate) fn by_id(&self, id: AllocationId) -> Option<&Row> {
-        self.by_id.get(&id).and_then(|&handle| self.row(handle))
-    }
-
-    fn by_id_mut(&mut self, id: AllocationId) -> Option<&mut Row> {
-        let handle = self.by_id.get(&id).copied()?;
-        self.row_mut(handle)
-    }
-
-    /// All rows, in an order that holds as long as none comes or goes.
-    pub(crate) fn rows(&self) -> impl Iterator<Item = &Row> {
-        self.rows.iter().map(|(_, row)| row)
-    }
-
-    /// Those of them that live, in the same order.
-    pub(crate) fn rows_in<'a>(&'a self, rows: &'a Rows) -> impl Iterator<Item = &'a Row> + use<'a> {
-        rows.handles().filter_map(|handle| self.row(handle))
-    }
-
-    /// Has `each` change those that live.
-    fn change_in(
-        &mut self,
-        handles: impl Iterator<Item = VirtualHandle>,
-        mut each: impl FnMut(&mut Row),
-    ) {
-        for handle in handles {
-            self.row_mut(handle).into_iter().for_each(&mut each);
-        }
-    }
-
-    /// The mappings of `row`, in order.
-    pub(crate) fn mappings_of(&self, row: &Row) -> impl Iterator<Item = &Mapping> {
-        row.mapped_at().filter_map(|start| self.mappings.get(start))
-    }
-
     /// The mapping that holds `address`, with its row.
     pub(crate) fn mapped_at(&self, address: DeviceAddress) -> Option<(&Mapping, &Row)> {
         let mapping = self.mappings.at(address)?;
-        Some((mapping, self.row(mapping.allocation())?))
+        Some((mapping, self.rows.get(mapping.allocation())?))
     }
 
     /// Takes the row out when nothing holds it any more.
     fn take_garbage(&mut self, handle: VirtualHandle) -> Option<Row> {
-        if !self.row(handle)?.is_garbage(self.is_frozen) {
-            return None;
-        }
-        let row = self.rows.remove(handle.index());
-        if let (true, Some(device)) = (row.is_own(), row.device())
-            && let Some(count) = self.own_on.get_mut(&device)
-        {
-            *count -= 1;
-            if *count == 0 {
-                self.own_on.remove(&device);
-            }
-        }
-        if self.by_id.get(&row.id()) == Some(&handle) {
-            self.by_id.remove(&row.id());
-        }
-        Some(row)
+        let is_frozen = self.is_frozen;
+        self.rows.take(handle, |row| row.is_garbage(is_frozen))
     }
 }
 
 // What applications' calls change. Rows that come out are held by nobody any more.
 impl Ledger {
-    /// One reference more; false when the row is gone.
-    pub(crate) fn add_reference(&mut self, handle: VirtualHandle) -> bool {
-        self.row_mut(handle).map(Row::add_reference).is_some()
-    }
-
     /// One reference less.
     ///
     /// # Errors
     /// [`PoolError::StaleHandle`], also when all references are used up.
     pub(crate) fn drop_reference(&mut self, handle: VirtualHandle) -> PoolResult<Option<Row>> {
-        let had_one = self.row_mut(handle).is_some_and(Row::drop_reference);
+        let had_one = self.rows.get_mut(handle).is_some_and(Row::drop_reference);
         if !had_one {
             return Err(PoolError::StaleHandle { handle: handle.raw() });
         }
         Ok(self.take_garbage(handle))
-    }
-
-    /// Has `physical` stand behind `handle`, if nobody has used that memory yet. What stood behind it comes out.
-    ///
-    /// # Errors
-    /// `physical` itself.
-    pub(crate) fn exchange_untouched(
-        &mut self,
-        handle: VirtualHandle,
-        physical: Physical,
-    ) -> Result<Physical, Physical> {
-        let row = self.row_mut(handle).filter(|row| row.is_untouched_host());
-        match row.and_then(|row| row.backing_mut().handle_mut()) {
-            Some(place) => Ok(std::mem::replace(place, physical)),
-            None => Err(physical),
-        }
     }
 
     /// Records a mapping that is about to be made. From then on it keeps its memory, whatever another thread
@@ -241,7 +127,7 @@ impl Ledger {
         offset_bytes: u64,
         handle: VirtualHandle,
     ) -> PoolResult<(RawHandle, Option<DeviceOrdinal>)> {
-        let row = self.find(handle)?;
+        let row = self.rows.find(handle)?;
         // The driver sees no mapping whose memory is away, or that is being made; it is one all the same.
         let is_taken = self.mappings.overlapping(range).next().is_some();
         if !row.is_resident() && row.is_set_aside() && !row.is_lost() {
@@ -263,9 +149,7 @@ impl Ledger {
             device,
         )?;
         self.mappings.insert(Mapping::new(range, handle));
-        if let Some(row) = self.row_mut(handle) {
-            row.mapped(range.start.0);
-        }
+        self.rows.change([handle], |row| row.mapped(range.start.0));
         Ok((raw, device))
     }
 
@@ -275,30 +159,16 @@ impl Ledger {
         for start in starts {
             let Some(mapping) = self.mappings.remove(*start) else { continue };
             let handle = mapping.allocation();
-            if let Some(row) = self.row_mut(handle) {
-                row.unmapped(*start);
-            }
+            self.rows.change([handle], |row| row.unmapped(*start));
             garbage.extend(self.take_garbage(handle));
         }
         garbage
     }
 
-    /// Has all own memory that is on its device, and does not count yet, count against a budget.
-    pub(crate) fn charge_all(
-        &mut self,
-        make: impl Fn(u64, Option<DeviceOrdinal>) -> Option<Charge>,
-    ) {
-        for (_, row) in &mut self.rows {
-            if let (true, Some(physical)) = (row.is_own(), row.backing_mut().handle_mut()) {
-                physical.charge_with(&make);
-            }
-        }
-    }
-
     /// Has a pause leave all that is mapped in `range` in place. Returns how many bytes that is new for.
     pub(crate) fn pin(&mut self, range: VaRange, reason: &'static str) -> u64 {
         let mut bytes = 0;
-        self.change_in(self.mapped_in(range).into_iter(), |row| {
+        self.rows.change(self.mapped_in(range), |row| {
             bytes += if row.pin(reason) { row.size_bytes() } else { 0 };
         });
         bytes
@@ -308,22 +178,17 @@ impl Ledger {
         self.mappings.overlapping(range).map(Mapping::allocation).collect()
     }
 
-    /// Has a pause leave all that is mapped in `range` in place, until [`Ledger::unregister`] is told the same
+    /// Has a pause leave all that is mapped in `range` in place, until [`RowTable::unregister`] is told the same
     /// allocations, which are returned.
     pub(crate) fn register(&mut self, range: VaRange, reason: &'static str) -> Vec<VirtualHandle> {
         let handles = self.mapped_in(range);
-        self.change_in(handles.iter().copied(), |row| row.register(reason));
+        self.rows.change(handles.iter().copied(), |row| row.register(reason));
         handles
-    }
-
-    /// The end of one registration. Allocations that have ended are passed over.
-    pub(crate) fn unregister(&mut self, handles: &[VirtualHandle]) {
-        self.change_in(handles.iter().copied(), Row::unregister);
     }
 
     /// Makes a block of it: its mapping alone keeps it, and `asked_bytes` is its size for callers.
     pub(crate) fn become_block(&mut self, handle: VirtualHandle, asked_bytes: u64) -> Option<Row> {
-        let row = self.row_mut(handle)?;
+        let row = self.rows.get_mut(handle)?;
         row.become_block(asked_bytes);
         let _had_one = row.drop_reference();
         self.take_garbage(handle)
@@ -331,7 +196,7 @@ impl Ledger {
 
     /// Makes a block that is opened once of the mapping at `start`. The caller keeps its reference.
     pub(crate) fn become_opened(&mut self, handle: VirtualHandle, start: u64, asked_bytes: u64) {
-        self.change_in(std::iter::once(handle), |row| row.become_block(asked_bytes));
+        self.rows.change([handle], |row| row.become_block(asked_bytes));
         self.mappings.open_once(start);
     }
 }
@@ -364,7 +229,7 @@ impl Ledger {
         if self.is_frozen {
             return Err(PoolError::Frozen);
         }
-        let row = self.by_id(id).filter(|row| row.is_own());
+        let row = self.rows.by_id(id).filter(|row| row.is_own());
         let row = row.ok_or(PoolError::StaleHandle { handle: 0 })?;
         if row.is_resident() && !row.sharing().is_owed_by_tag() {
             return Ok(row);
@@ -384,51 +249,11 @@ impl Ledger {
         note: impl FnOnce(&mut Sharing),
     ) -> PoolResult<(Option<OwnedFd>, Option<Row>)> {
         let handle = self.find_for_importer(id)?.handle();
-        let fd = self.row_mut(handle).and_then(|row| {
+        let fd = self.rows.get_mut(handle).and_then(|row| {
             note(row.sharing_mut());
             row.sharing_mut().use_ticket(serial)
         });
         Ok((fd, self.take_garbage(handle)))
-    }
-
-    /// What `importer`, which fetches `id` again, is handed: a copy of the descriptor at hand, or without room for one, that
-    /// very one. None where the driver is to give one; then [`Ledger::fetched`].
-    pub(crate) fn export_at_hand(&mut self, id: AllocationId) -> Option<OwnedFd> {
-        let sharing = self.by_id_mut(id)?.sharing_mut();
-        sharing.copy_of_export().or_else(|| sharing.take_export())
-    }
-
-    /// `importer` has fetched `id` again.
-    pub(crate) fn fetched(&mut self, id: AllocationId, importer: PeerId) {
-        self.by_id_mut(id).into_iter().for_each(|row| row.sharing_mut().add_importer(importer));
-    }
-
-    /// One reference more to `id`, where it is held and not lost. Of own memory the ticket `serial` is redeemed by
-    /// that; a descriptor that is kept for nobody any more comes out.
-    pub(crate) fn hold_again(
-        &mut self,
-        id: AllocationId,
-        serial: u64,
-    ) -> Option<(VirtualHandle, Option<OwnedFd>)> {
-        let row = self.by_id_mut(id).filter(|row| !row.is_lost())?;
-        row.add_reference();
-        let fd = if row.is_own() { row.sharing_mut().use_ticket(serial) } else { None };
-        Some((row.handle(), fd))
-    }
-
-    /// Gives up imports that are not resident and that `choose` picks, by identity and owner: they are lost. Says how
-    /// many, and their bytes.
-    pub(crate) fn give_up(&mut self, choose: impl Fn(AllocationId, PeerId) -> bool) -> (u64, u64) {
-        let mut lost = (0, 0);
-        for (_, row) in &mut self.rows {
-            if !row.is_resident() && row.owner().is_some_and(|owner| choose(row.id(), owner)) {
-                lost = (lost.0 + 1, lost.1 + row.size_bytes());
-                if !row.is_lost() {
-                    let _none = row.backing_mut().change(Change::GivenUp);
-                }
-            }
-        }
-        lost
     }
 }
 

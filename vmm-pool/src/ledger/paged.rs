@@ -6,7 +6,7 @@
 use super::backing::Backing;
 use super::layout::Places;
 use super::residency::Change;
-use super::{Ledger, Mapping, NewRow, Presence, Row};
+use super::{Ledger, Mapping, NewRow, Row, RowTable};
 use crate::VirtualHandle;
 use crate::deferred::Physical;
 use crate::driver::{AccessDesc, VaRange};
@@ -20,13 +20,11 @@ impl Ledger {
         range: VaRange,
         access: &[AccessDesc],
     ) -> VirtualHandle {
-        let handle = self.enter(new, Backing::of_chunk());
+        let handle = self.rows.enter(new, Backing::of_chunk());
         let mut mapping = Mapping::new(range, handle);
         mapping.add_access(access);
         self.mappings.insert(mapping);
-        if let Some(row) = self.row_mut(handle) {
-            row.mapped(range.start.0);
-        }
+        self.rows.change([handle], |row| row.mapped(range.start.0));
         handle
     }
 
@@ -37,7 +35,7 @@ impl Ledger {
         handle: VirtualHandle,
         is_given_up: bool,
     ) -> Option<&'static str> {
-        let row = self.row(handle)?;
+        let row = self.rows.get(handle)?;
         let pinned = row.reason_to_stay().filter(|_| !is_given_up);
         let shared = row.is_shared().then_some("another process may hold it");
         let twice = (row.mapped_at().len() > 1).then_some("it is mapped at another address too");
@@ -46,7 +44,7 @@ impl Ledger {
 
     /// The row of a chunk goes, which is mapped nowhere.
     pub(crate) fn remove_chunk(&mut self, handle: VirtualHandle) -> Vec<Row> {
-        let starts: Vec<_> = self.row(handle).into_iter().flat_map(Row::mapped_at).collect();
+        let starts: Vec<_> = self.rows.get(handle).into_iter().flat_map(Row::mapped_at).collect();
         let mut garbage = self.forget_mappings(&starts);
         garbage.extend(self.drop_reference(handle).ok().flatten());
         garbage
@@ -54,15 +52,14 @@ impl Ledger {
 
     /// Where its device sees a chunk, if it is there.
     pub(crate) fn chunk_range(&self, handle: VirtualHandle) -> Option<VaRange> {
-        let row = self.row(handle).filter(|row| row.backing().is_chunk())?;
-        let mapping = self.mappings_of(row).next()?;
-        Some(mapping.range())
+        let row = self.rows.chunk(handle)?;
+        self.mappings.of(row).next().map(Mapping::range)
     }
 
     /// The place of a chunk's contents, which are about to be copied there: the one that it has, or a new one. What lies
     /// there has no fingerprints from now on.
     pub(crate) fn take_chunk_place(&mut self, handle: VirtualHandle) -> Option<Extent> {
-        let row = self.row(handle).filter(|row| row.backing().is_chunk() && row.is_resident())?;
+        let row = self.rows.chunk(handle).filter(|row| row.is_resident())?;
         let size_bytes = row.size_bytes();
         let whole = row.backing().chunk_copy().and_then(|saved| match &*saved.extents {
             [only] if only.size_bytes == size_bytes => Some(*only),
@@ -72,24 +69,41 @@ impl Ledger {
             whole
         } else {
             // What it has in pieces goes: the contents move as a whole.
-            self.forget_copy(handle);
+            self.rows.forget_copy(handle);
             let taken = self.places_in(Store::Host);
             let at = Places::find(taken, std::iter::once(((), size_bytes))).places;
             Extent { start: 0, size_bytes, at: at.first()?.1 }
         };
         let saved = Saved { store: Store::Host, extents: [extent].into(), prints: None };
-        self.row_mut(handle)?.backing_mut().keep_chunk_copy(saved);
+        self.rows.get_mut(handle)?.backing_mut().keep_chunk_copy(saved);
         Some(extent)
     }
 
     /// Where contents in host memory would end if all chunks had their places there, and `more` chunks of `chunk_bytes`.
     pub(crate) fn end_with_chunks(&self, more: usize, chunk_bytes: u64) -> u64 {
         let without = self
-            .rows()
+            .rows
+            .iter()
             .filter(|row| row.backing().is_chunk() && row.backing().held_in(Store::Host).is_none());
         let wanted = without.map(Row::size_bytes).chain(std::iter::repeat_n(chunk_bytes, more));
         Places::find(self.places_in(Store::Host), wanted.map(|size_bytes| ((), size_bytes)))
             .end_bytes
+    }
+
+    /// A chunk that was to come and could not: it is away as before. Its memory comes out if it is mapped nowhere.
+    pub(crate) fn chunk_did_not_come(&mut self, handle: VirtualHandle) -> Option<Physical> {
+        let row = self.rows.get_mut(handle)?;
+        let leaves = row.is_resident() && self.mappings.present(row).next().is_none();
+        let physical = leaves.then(|| row.backing_mut().change(Change::Released)).flatten();
+        let _none = row.backing_mut().change(Change::Runs { is_mapped: false });
+        physical
+    }
+}
+
+impl RowTable {
+    /// The row of a chunk.
+    pub(crate) fn chunk(&self, handle: VirtualHandle) -> Option<&Row> {
+        self.get(handle).filter(|row| row.backing().is_chunk())
     }
 
     /// A chunk that is mapped nowhere any more has left: its process goes on without it. Its contents lie in its place,
@@ -99,7 +113,7 @@ impl Ledger {
         handle: VirtualHandle,
         has_contents: bool,
     ) -> Option<Physical> {
-        let row = self.row_mut(handle)?;
+        let row = self.get_mut(handle)?;
         if let Some(copy) = row.backing().chunk_copy().cloned().filter(|_| has_contents) {
             let _none = row.backing_mut().change(Change::Saved(copy));
         }
@@ -110,24 +124,10 @@ impl Ledger {
 
     /// A chunk is mapped again, and its contents are there, or on their way behind an event.
     pub(crate) fn chunk_came(&mut self, handle: VirtualHandle) {
-        let Some(row) = self.row_mut(handle) else { return };
+        let Some(row) = self.get_mut(handle) else { return };
         if let Some(saved) = row.backing().saved().cloned() {
             row.backing_mut().keep_chunk_copy(saved);
         }
         let _none = row.backing_mut().change(Change::Arrived);
-    }
-
-    /// A chunk that was to come and could not: it is away as before. Its memory comes out if it is mapped nowhere.
-    pub(crate) fn chunk_did_not_come(&mut self, handle: VirtualHandle) -> Option<Physical> {
-        let row = self.row(handle)?;
-        let is_mapped = self.mappings_of(row).any(|found| found.presence() != Presence::Absent);
-        let row = self.row_mut(handle)?;
-        let physical = if is_mapped || !row.is_resident() {
-            None
-        } else {
-            row.backing_mut().change(Change::Released)
-        };
-        let _none = row.backing_mut().change(Change::Runs { is_mapped: false });
-        physical
     }
 }

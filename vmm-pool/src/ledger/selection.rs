@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{Ledger, Row};
+use super::{Row, RowTable};
 use crate::store::Store;
 use crate::{PeerId, VirtualHandle};
 
@@ -83,7 +83,7 @@ pub enum After {
 ///
 /// None is added meanwhile: what makes or imports memory waits at the gate. An allocation may go meanwhile, with its last
 /// ticket. Then its handle finds nothing, and the steps that are left pass over it. Which of these may leave is asked at each
-/// step: what is not to leave can be known after the choice ([`Ledger::set_stays`]), and an import can be lost.
+/// step: what is not to leave can be known after the choice ([`RowTable::set_stays`]), and an import can be lost.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Rows {
     handles: Vec<VirtualHandle>,
@@ -137,11 +137,11 @@ fn is_in(handles: &[VirtualHandle], row: &Row) -> bool {
     find(handles, row.handle()).is_ok_and(|at| handles[at] == row.handle())
 }
 
-impl Ledger {
+impl RowTable {
     /// What `selection` is now.
     pub(crate) fn choose(&self, selection: &Selection) -> Rows {
         let of = |choose: &dyn Fn(&Row) -> bool| {
-            self.rows().filter(|row| choose(row)).map(Row::handle).collect()
+            self.iter().filter(|row| choose(row)).map(Row::handle).collect()
         };
         Rows {
             handles: of(&|row| selection.has(row)),

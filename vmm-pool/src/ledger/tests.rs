@@ -3,6 +3,8 @@ mod sharing;
 use proptest::prelude::*;
 
 use super::*;
+use crate::PeerId;
+use crate::deferred::Physical;
 use crate::driver::{AllocationProp, LocationKind};
 use crate::report::Contents;
 use crate::scaling::assert_not_quadratic;
@@ -20,7 +22,7 @@ fn id(number: u8) -> AllocationId {
 fn insert_of(ledger: &mut Ledger, number: u8, origin: Origin) -> VirtualHandle {
     let (prop, class) = (AllocationProp::pinned_on(GPU), Class::default());
     let new = NewRow { id: id(number), size_bytes: SIZE_BYTES, prop, origin, class };
-    ledger.insert(new, physical(u64::from(number)))
+    ledger.rows.insert(new, physical(u64::from(number)))
 }
 
 fn insert(ledger: &mut Ledger, number: u8) -> VirtualHandle {
@@ -47,7 +49,7 @@ fn mapped(ledger: &mut Ledger, number: u64, handle: VirtualHandle) {
 
 /// All that a pause of everything moves now.
 fn whole(ledger: &Ledger) -> Rows {
-    ledger.choose(&Selection::Whole)
+    ledger.rows.choose(&Selection::Whole)
 }
 
 #[test]
@@ -57,20 +59,20 @@ fn a_handle_of_memory_that_is_gone_finds_nothing_in_its_place() {
     assert!(ledger.drop_reference(gone).unwrap().is_some());
     let in_its_place = insert(&mut ledger, 2);
     assert_eq!(in_its_place.index(), gone.index(), "rows are used again");
-    assert!(ledger.row(gone).is_none());
-    assert!(matches!(ledger.find(gone), Err(PoolError::StaleHandle { .. })));
-    assert!(ledger.by_id(id(1)).is_none());
+    assert!(ledger.rows.get(gone).is_none());
+    assert!(matches!(ledger.rows.find(gone), Err(PoolError::StaleHandle { .. })));
+    assert!(ledger.rows.by_id(id(1)).is_none());
     // Nor does anything that changes a row.
-    assert!(!ledger.add_reference(gone));
+    assert!(!ledger.rows.add_reference(gone));
     assert!(matches!(ledger.drop_reference(gone), Err(PoolError::StaleHandle { .. })));
     assert!(ledger.begin_mapping(range(1), 0, gone).is_err());
     assert!(ledger.begin_export(gone).is_err());
     assert!(ledger.become_block(gone, 1).is_none());
-    let refused = ledger.returned(gone, physical(9));
+    let refused = ledger.rows.returned(gone, physical(9));
     assert_eq!(refused.map(|handle| handle.raw()), Some(RawHandle(9)));
     let saved = Saved::whole(Store::Host, 0, SIZE_BYTES);
     assert!(ledger.saved(gone, saved).is_empty());
-    let row = ledger.row(in_its_place).unwrap();
+    let row = ledger.rows.get(in_its_place).unwrap();
     assert_eq!((row.id(), row.saved(), row.block_size_bytes()), (id(2), None, None));
     assert!(ledger.drop_reference(in_its_place).unwrap().is_some(), "it has its one reference");
 }
@@ -89,8 +91,8 @@ fn only_what_is_nowhere_mapped_gives_its_handle_up() {
         [1],
         "a part of the third is mapped"
     );
-    assert!(!ledger.row(unmapped).unwrap().is_resident());
-    assert!(ledger.row(unchosen).unwrap().is_resident());
+    assert!(!ledger.rows.get(unmapped).unwrap().is_resident());
+    assert!(ledger.rows.get(unchosen).unwrap().is_resident());
     // A mapping whose rights are still to be set is one too.
     ledger.mappings.set_presence(range(1).start.0, Presence::Bare);
     ledger.mappings.set_presence(range(2).start.0, Presence::Absent);
@@ -107,7 +109,7 @@ fn what_goes_after_the_choice_is_passed_over_with_what_comes_in_its_place() {
     let serial = ledger.begin_export(by_ticket).unwrap().serial;
     assert!(ledger.drop_reference(by_ticket).unwrap().is_none(), "its ticket keeps it");
     let chosen = whole(&ledger);
-    let handles = |ledger: &Ledger| ledger.rows_in(&chosen).map(Row::handle).collect::<Vec<_>>();
+    let handles = |ledger: &Ledger| ledger.rows.among(&chosen).map(Row::handle).collect::<Vec<_>>();
     assert_eq!(handles(&ledger), [first, by_ticket, last]);
     // Its last ticket goes, on another thread.
     assert!(ledger.export_failed(id(2), serial).is_some(), "nobody holds it");
@@ -115,9 +117,9 @@ fn what_goes_after_the_choice_is_passed_over_with_what_comes_in_its_place() {
     let in_its_place = insert(&mut ledger, 4);
     assert_eq!(in_its_place.index(), by_ticket.index(), "rows are used again");
     assert_eq!(handles(&ledger), [first, last]);
-    assert!(!chosen.has(ledger.row(in_its_place).unwrap()));
+    assert!(!chosen.has(ledger.rows.get(in_its_place).unwrap()));
     assert_eq!(raws(&ledger.take_unmapped(&chosen, |_| true)), [1, 3]);
-    assert!(ledger.row(in_its_place).unwrap().is_resident());
+    assert!(ledger.rows.get(in_its_place).unwrap().is_resident());
     // What has left by the same choice is chosen no more: its last step is about it all the same.
     ledger.run_on();
     assert!(whole(&ledger).handles().eq([in_its_place]));
@@ -135,7 +137,7 @@ fn marks_of_before_are_void_and_memory_that_is_mapped_twice_has_none() {
     mapped(&mut ledger, 4, import);
     let whole = vec![Range { start: 0, end: SIZE_BYTES }];
     let half = |number: u64| VaRange::new(range(number).start, SIZE_BYTES / 2);
-    let copied = |ledger: &Ledger, handle| ledger.row(handle).unwrap().copied_parts();
+    let copied = |ledger: &Ledger, handle| ledger.rows.get(handle).unwrap().copied_parts();
     ledger.mark_unused(&[half(1), half(2), half(4)]);
     assert_eq!(copied(&ledger, once), vec![Range { start: SIZE_BYTES / 2, end: SIZE_BYTES }]);
     for unmarked in [twice, import] {
@@ -200,8 +202,8 @@ fn only_own_device_memory_and_imports_of_a_known_owner_leave() {
     prop.location.kind = LocationKind::HOST_NUMA;
     let (class, origin) = (Class::default(), Origin::Own);
     let host = NewRow { id: id(4), size_bytes: SIZE_BYTES, prop, origin, class };
-    let host = ledger.insert(host, physical(4));
-    let row = |handle| ledger.row(handle).unwrap();
+    let host = ledger.rows.insert(host, physical(4));
+    let row = |handle| ledger.rows.get(handle).unwrap();
     assert_eq!(
         [own, imported, foreign, host].map(|handle| row(handle).can_leave()),
         [true, true, false, false]
@@ -230,14 +232,14 @@ fn parts_below_a_mebibyte_are_copied_with_the_rest() {
     let handle = insert(&mut ledger, 1);
     mapped(&mut ledger, 1, handle);
     let part = |from: u64, to: u64| VaRange::new(DeviceAddress(SIZE_BYTES + from), to - from);
-    let copied = |ledger: &Ledger| ledger.row(handle).unwrap().copied_parts();
+    let copied = |ledger: &Ledger| ledger.rows.get(handle).unwrap().copied_parts();
     ledger.mark_unused(&[part(0, MIB - 1)]);
     assert_eq!(copied(&ledger), vec![Range { start: 0, end: SIZE_BYTES }]);
     ledger.mark_unused(&[part(4096, MIB + 4096)]);
     assert_eq!(copied(&ledger), [0..4096, MIB + 4096..SIZE_BYTES]);
     ledger.mark_unused(&[part(0, SIZE_BYTES)]);
     assert!(copied(&ledger).is_empty());
-    assert!(!ledger.row(handle).unwrap().is_saved_to(Store::Host), "there is nothing to save");
+    assert!(!ledger.rows.get(handle).unwrap().is_saved_to(Store::Host), "there is nothing to save");
 }
 
 #[test]
@@ -250,14 +252,21 @@ fn what_is_lost_is_neither_held_again_nor_mapped_nor_asked_for() {
         handle
     });
     let choose = |theirs, owner| theirs == id(2) && owner == PEER;
-    assert_eq!(ledger.give_up(choose), (0, 0), "it is there");
+    assert_eq!(ledger.rows.give_up(choose), LostImports::default(), "it is there");
     assert_eq!(raws(&ledger.take_unmapped(&whole(&ledger), |row| row.handle() == lost)), [2]);
-    assert_eq!(ledger.give_up(choose), (1, SIZE_BYTES));
-    assert_eq!(ledger.give_up(|_, _| true), (0, 0), "a lost one is given up once");
-    assert_eq!([kept, lost].map(|handle| ledger.row(handle).unwrap().is_lost()), [false, true]);
-    assert_eq!(ledger.row(lost).unwrap().owner(), None);
-    assert!(ledger.hold_again(id(2), 0).is_none());
-    assert_eq!(ledger.hold_again(id(1), 0).map(|(handle, _)| handle), Some(kept));
+    assert_eq!(ledger.rows.give_up(choose), LostImports { count: 1, bytes: SIZE_BYTES });
+    assert_eq!(
+        ledger.rows.give_up(|_, _| true),
+        LostImports::default(),
+        "a lost one is given up once"
+    );
+    assert_eq!(
+        [kept, lost].map(|handle| ledger.rows.get(handle).unwrap().is_lost()),
+        [false, true]
+    );
+    assert_eq!(ledger.rows.get(lost).unwrap().owner(), None);
+    assert!(ledger.rows.hold_again(id(2), 0).is_none());
+    assert_eq!(ledger.rows.hold_again(id(1), 0).map(|(handle, _)| handle), Some(kept));
     assert!(ledger.to_remount(range(2).start.0).is_err());
     let refused = ledger.begin_mapping(range(9), 0, lost).unwrap_err();
     assert_eq!(refused.code(), Some(DriverCode::NOT_READY));
@@ -296,8 +305,8 @@ fn a_row_is_what_it_was_made_as() {
         origin: Origin::Own,
         class: class.clone(),
     };
-    let handle = ledger.insert(new, physical(1));
-    let row = ledger.row(handle).unwrap();
+    let handle = ledger.rows.insert(new, physical(1));
+    let row = ledger.rows.get(handle).unwrap();
     assert_eq!((row.id(), row.size_bytes(), row.prop()), (id(1), SIZE_BYTES, &prop));
     assert_eq!((row.class(), row.origin(), row.device()), (&class, &Origin::Own, Some(GPU)));
     assert_eq!((row.raw(), row.handle()), (Some(RawHandle(1)), handle));
@@ -306,7 +315,7 @@ fn a_row_is_what_it_was_made_as() {
     );
     assert_eq!(row.describe(), "test allocation of tag kv");
     mapped(&mut ledger, 1, handle);
-    let row = ledger.row(handle).unwrap();
+    let row = ledger.rows.get(handle).unwrap();
     assert_eq!(row.describe(), "test allocation at 0x200000 of tag kv");
     assert!(!row.is_saved_to(Store::Host) && !row.is_saved_to(Store::File), "nobody saves it");
 }
@@ -321,7 +330,7 @@ fn what_is_pinned_stays_and_is_counted_once() {
     assert_eq!(ledger.pin(range(5), "a card holds it"), 0);
     assert_eq!(ledger.pin(both, "a card holds it"), SIZE_BYTES);
     assert_eq!(ledger.pin(both, "another"), 0);
-    let row = ledger.row(handle).unwrap();
+    let row = ledger.rows.get(handle).unwrap();
     assert!(row.is_pinned() && !row.can_leave());
     assert_eq!(row.reason_to_stay(), Some("a card holds it"));
 }
@@ -333,12 +342,12 @@ fn a_row_lives_as_long_as_something_holds_it() {
     mapped(&mut ledger, 1, handle);
     assert!(ledger.drop_reference(handle).unwrap().is_none(), "a mapping");
     assert!(ledger.drop_reference(handle).is_err(), "there was one reference");
-    assert!(ledger.add_reference(handle));
+    assert!(ledger.rows.add_reference(handle));
     assert!(ledger.forget_mappings(&[range(1).start.0]).is_empty(), "a reference");
     let serial = ledger.begin_export(handle).unwrap().serial;
     assert!(ledger.drop_reference(handle).unwrap().is_none(), "a ticket");
     assert!(ledger.export_failed(id(1), serial).is_some());
-    assert!(ledger.row(handle).is_none() && ledger.by_id(id(1)).is_none());
+    assert!(ledger.rows.get(handle).is_none() && ledger.rows.by_id(id(1)).is_none());
 }
 
 #[test]
@@ -349,7 +358,7 @@ fn what_is_opened_is_closed_as_often() {
     let start = range(1).start.0;
     assert_eq!(ledger.mappings.change_opened(start, 1), None, "it is not open");
     ledger.become_opened(handle, start, 100);
-    assert_eq!(ledger.row(handle).unwrap().block_size_bytes(), Some(100));
+    assert_eq!(ledger.rows.get(handle).unwrap().block_size_bytes(), Some(100));
     assert_eq!(
         [1, -1, -1].map(|by| ledger.mappings.change_opened(start, by)),
         [Some(2), Some(1), Some(0)]
@@ -375,7 +384,7 @@ fn rights_on_a_part_of_a_mapping_count_for_it_and_are_known_as_a_part() {
     ledger.mappings.add_access(&starts, &[AccessDesc::read_write(GPU)]);
     let seen = [1, 2, 3].map(|number| {
         let mapping = ledger.mappings.get(range(number).start.0).unwrap();
-        (mapping.access_list().len(), mapping.is_uneven())
+        (mapping.access_list().len(), mapping.is_uneven)
     });
     assert_eq!(seen, [(1, false), (1, true), (0, false)]);
     assert!(ledger.mappings.begin_access(range(9)).is_empty());
@@ -422,10 +431,10 @@ fn saved_contents_have_a_place_in_one_store() {
     mapped(&mut ledger, 1, handle);
     let saved = Saved::whole(Store::File, 100, SIZE_BYTES);
     assert_eq!(ledger.saved(handle, saved), [range(1)], "it is mapped there still");
-    let row = ledger.row(handle).unwrap();
+    let row = ledger.rows.get(handle).unwrap();
     let held_in = |store| row.backing().held_in(store);
     assert!(held_in(Store::File).is_some() && held_in(Store::Host).is_none());
     assert_eq!(ledger.places_in(Store::File), vec![Range { start: 100, end: 100 + SIZE_BYTES }]);
-    ledger.void_copies();
+    ledger.rows.void_copies();
     assert!(ledger.places_in(Store::File).is_empty());
 }

@@ -10,7 +10,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
-use super::{Ledger, Row, Selection};
+use super::{Ledger, Row, RowTable, Selection};
 use crate::descriptors::UninheritedFd;
 use crate::driver::RawHandle;
 use crate::error::{PoolError, PoolResult};
@@ -157,7 +157,7 @@ impl Ledger {
     /// # Errors
     /// [`PoolError::StaleHandle`], [`PoolError::Offloaded`].
     pub(crate) fn begin_export(&mut self, handle: VirtualHandle) -> PoolResult<ToExport> {
-        let row = self.find(handle)?;
+        let row = self.rows.find(handle)?;
         let (id, size_bytes) = (row.id(), row.size_bytes());
         if !row.is_own() {
             return Ok(ToExport { id, size_bytes, serial: 0, raw: None });
@@ -168,9 +168,7 @@ impl Ledger {
         }
         self.watches.last_serial += 1;
         let serial = self.watches.last_serial;
-        if let Some(row) = self.row_mut(handle) {
-            row.sharing_mut().tickets.add(serial);
-        }
+        self.rows.change([handle], |row| row.sharing_mut().tickets.add(serial));
         Ok(ToExport { id, size_bytes, serial, raw })
     }
 
@@ -188,7 +186,7 @@ impl Ledger {
             self.watches.next_look = LOOK_EVERY.saturating_sub(WATCHES_MAX - self.watches.count);
         }
         let has_room = self.watches.count < WATCHES_MAX;
-        let row = self.by_id_mut(id).filter(|_| has_room);
+        let row = self.rows.by_id_mut(id).filter(|_| has_room);
         let watched = row
             .and_then(|row| row.sharing_mut().tickets.watch(serial, watch).then(|| row.handle()));
         if let Some(handle) = watched {
@@ -201,7 +199,7 @@ impl Ledger {
     fn drop_closed_tickets(&mut self) -> Vec<OwnedFd> {
         let mut spare = Vec::new();
         for handle in self.watches.take() {
-            let Some(row) = self.row_mut(handle) else { continue };
+            let Some(row) = self.rows.get_mut(handle) else { continue };
             spare.extend(row.sharing_mut().drop_closed_tickets());
             let count = row.sharing().tickets.watched();
             self.watches.add(handle, count);
@@ -219,22 +217,14 @@ impl Ledger {
             return Default::default();
         }
         let spare = self.drop_closed_tickets();
-        let ended = self.rows().filter(|row| row.is_garbage(self.is_frozen)).map(Row::handle);
+        let ended = self.rows.iter().filter(|row| row.is_garbage(self.is_frozen)).map(Row::handle);
         let ended: Vec<_> = ended.collect();
         (spare, ended.into_iter().filter_map(|handle| self.take_garbage(handle)).collect())
     }
 
-    /// Keeps the descriptor that the driver gave for `id`. One that nobody wants comes back.
-    pub(crate) fn keep_export(&mut self, id: AllocationId, fd: OwnedFd) -> Option<OwnedFd> {
-        match self.by_id_mut(id) {
-            Some(row) => row.sharing_mut().keep_export(fd),
-            None => Some(fd),
-        }
-    }
-
     /// The driver gave no descriptor for a ticket, which nobody was given then.
     pub(crate) fn export_failed(&mut self, id: AllocationId, serial: u64) -> Option<Row> {
-        let row = self.by_id_mut(id)?;
+        let row = self.rows.by_id_mut(id)?;
         row.sharing_mut().tickets.take_back(serial);
         let handle = row.handle();
         self.take_garbage(handle)
@@ -285,11 +275,11 @@ impl Leases {
     }
 }
 
-impl Ledger {
+impl RowTable {
     /// What of `selection` that a pause would take each borrower has open. Leases that have ended go.
     pub(crate) fn lent_of(&mut self, selection: &Selection) -> BTreeMap<PeerId, LentTotals> {
         let mut all: BTreeMap<PeerId, LentTotals> = BTreeMap::new();
-        for (_, row) in &mut self.rows {
+        for row in self.iter_mut() {
             if !(row.can_leave() && selection.has(row)) {
                 continue;
             }

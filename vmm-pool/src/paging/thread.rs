@@ -402,7 +402,7 @@ impl<D: Driver> Worker<'_, D> {
         let is_given_up = next == Next::Driver && self.shared.table().chunks[victim].is_freed;
         let (stays, has_place) = {
             let ledger = self.shared.pool.ledger();
-            let has_place = ledger.row(row).is_some_and(Row::has_chunk_place);
+            let has_place = ledger.rows.get(row).is_some_and(Row::has_chunk_place);
             (ledger.chunk_stays(row, is_given_up), has_place)
         };
         self.shared.table().chunks[victim].set_stays(stays);
@@ -526,7 +526,7 @@ impl<D: Driver> Worker<'_, D> {
         let claimed = self.shared.table().claim(chunk);
         let Some((row, _)) = claimed else { return };
         let is_as_seen = self.is_place_as_seen(chunk);
-        let has_place = self.shared.pool.ledger().row(row).is_some_and(Row::has_chunk_place);
+        let has_place = self.shared.pool.ledger().rows.get(row).is_some_and(Row::has_chunk_place);
         let compares = {
             let mut table = self.shared.table();
             if !is_as_seen || !has_place {

@@ -1,10 +1,11 @@
 //! What the pool holds, for people and for coordinators.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use super::Pool;
 use crate::budget::Account;
+use crate::deferred;
 use crate::driver::{DeviceOrdinal, Driver, Location};
 use crate::error::{PoolError, PoolResult};
 use crate::ledger::{Class, Mapping, Origin, Row, Selection, Unfreezable};
@@ -12,7 +13,6 @@ use crate::report::{
     ClassBytes, CopiedBytes, DeviceReport, NATIVE_BYTES_MIN, PinnedBytes, PoolReport,
 };
 use crate::store::{Saved, Store};
-use crate::{AllocationId, deferred};
 
 /// Memory that stays in a pause, by device and cause.
 #[derive(Debug, Default)]
@@ -32,17 +32,10 @@ impl Reasons {
 }
 
 impl<D: Driver> Pool<D> {
-    /// The devices that this process has memory of its own on, in ordinal order. Imports do not count:
-    /// they lie on their owners' devices, and touching one of those would make a context there, which
-    /// costs some 500 MiB.
-    pub fn devices(&self) -> Vec<DeviceOrdinal> {
-        self.ledger().devices().into_iter().collect()
-    }
-
     /// The devices that this process has memory of its own on, what stays with the driver too.
     pub(crate) fn devices_with_any(&self) -> BTreeSet<DeviceOrdinal> {
         let ledger = self.ledger();
-        ledger.devices().into_iter().chain(self.natives.devices()).collect()
+        ledger.rows.devices().into_iter().chain(self.natives.devices()).collect()
     }
 
     /// The devices whose work may touch memory of the pool: those with some of it, and those that were given access
@@ -52,7 +45,7 @@ impl<D: Driver> Pool<D> {
             let ledger = self.ledger();
             let accessors = ledger.mappings.all().flat_map(Mapping::accessors);
             let accessors: BTreeSet<_> = accessors.filter_map(Location::as_device).collect();
-            (ledger.devices(), accessors)
+            (ledger.rows.devices(), accessors)
         };
         let guests: BTreeSet<_> = accessors.difference(&devices).copied().collect();
         let has_context = |device: &DeviceOrdinal| {
@@ -68,7 +61,7 @@ impl<D: Driver> Pool<D> {
         let is_away = self.gate().is_offloaded();
         let host_bytes = self.deferred.host_bytes();
         let mut bytes = Unfreezable { host_bytes, ..Unfreezable::default() };
-        for row in self.ledger().rows() {
+        for row in self.ledger().rows.iter() {
             let stays =
                 *row.origin() == Origin::Foreign || (is_away && !row.is_own() && row.is_resident());
             if row.is_of_host_file() {
@@ -94,7 +87,7 @@ impl<D: Driver> Pool<D> {
         let mut report = PoolReport::default();
         let mut reasons = Reasons::default();
         let mut classes: BTreeMap<(DeviceOrdinal, Class), ClassBytes> = BTreeMap::new();
-        for row in self.ledger().rows() {
+        for row in self.ledger().rows.iter() {
             let stored = |saved: &Saved| saved.stored_bytes(&row.copied_parts());
             report.file_bytes += row.backing().held_in(Store::File).map_or(0, stored);
             report.spilled_bytes += row.spilled().map_or(0, stored);
@@ -111,43 +104,27 @@ impl<D: Driver> Pool<D> {
         for (device, size_bytes) in self.deferred.handles() {
             reasons.add(device, deferred::REASON, size_bytes);
         }
+        let row = |device| {
+            let uuid = self.devices.uuid(device);
+            DeviceReport { device, uuid, classes: Vec::new(), pinned: Vec::new() }
+        };
         let mut devices: BTreeMap<DeviceOrdinal, DeviceReport> = BTreeMap::new();
         for ((device, class), mut bytes) in classes {
             class.library.clone_into(&mut bytes.library);
             bytes.tag = class.tag;
             bytes.contents = class.contents;
-            devices.entry(device).or_insert_with(|| self.device_row(device)).classes.push(bytes);
+            devices.entry(device).or_insert_with(|| row(device)).classes.push(bytes);
         }
         for (device, stay) in reasons.all() {
-            devices.entry(device).or_insert_with(|| self.device_row(device)).pinned.push(stay);
+            devices.entry(device).or_insert_with(|| row(device)).pinned.push(stay);
         }
         report.devices = devices.into_values().collect();
         for device in &mut report.devices {
             device.classes.sort_by_key(|class| std::cmp::Reverse(class.own_bytes));
         }
-        report.host_arena_bytes = self.ahead.figures().bytes();
+        report.host_arena_bytes = self.host_memory.ahead.figures().bytes();
         report.slabs = self.slabs().table().totals();
         report
-    }
-
-    fn device_row(&self, device: DeviceOrdinal) -> DeviceReport {
-        let uuid = self.uuid(device);
-        DeviceReport { device, uuid, classes: Vec::new(), pinned: Vec::new() }
-    }
-
-    /// The machine-wide name of `device`, as [`DeviceUuid`](crate::driver::DeviceUuid) writes it, or a name by ordinal
-    /// where the driver has none. Asked of the driver once a device.
-    pub fn uuid(&self, device: DeviceOrdinal) -> String {
-        let known = || self.names.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(name) = known().get(&device) {
-            return name.clone();
-        }
-        let Ok(uuid) = self.driver.device_uuid(device) else {
-            return format!("ordinal-{}", device.0);
-        };
-        let name = uuid.to_string();
-        known().insert(device, name.clone());
-        name
     }
 
     /// Device memory that a pause of `selection` does not give to others, by cause: what it must leave in place. Where it `is_over`,
@@ -163,18 +140,6 @@ impl<D: Driver> Pool<D> {
         let mut stays = Vec::new();
         reasons.all().for_each(|(_, stay)| PinnedBytes::merge(&mut stays, &[stay]));
         stays
-    }
-
-    /// Does this process see the device of this name, as [`Pool::uuid`] says it?
-    pub fn sees_device(&self, uuid: &str) -> bool {
-        let count = self.driver.device_count().unwrap_or(0);
-        (0..count).any(|ordinal| self.uuid(DeviceOrdinal(ordinal)) == uuid)
-    }
-
-    /// The device that `id` is on, by the name that all processes share; empty when it is gone, or on a host.
-    pub fn device_of(&self, id: AllocationId) -> String {
-        let device = self.ledger().by_id(id).and_then(Row::device);
-        device.map(|device| self.uuid(device)).unwrap_or_default()
     }
 }
 
@@ -214,7 +179,7 @@ impl<D: Driver> Pool<D> {
         }
         let charge = |size_bytes, device| self.budget.charge_anyway(device, size_bytes);
         // Whatever comes into either table from here on counts by itself.
-        self.ledger().charge_all(charge);
+        self.ledger().rows.charge_all(charge);
         self.natives.charge_all(charge);
         self.deferred.charge_all(charge);
         true

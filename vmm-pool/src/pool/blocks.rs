@@ -9,7 +9,7 @@ use crate::driver::{
     DriverOp, Location, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
-use crate::ledger::{Block, Class};
+use crate::ledger::{Block, Class, Mapping};
 
 impl<D: Driver> Entered<'_, D, Use> {
     /// A block of at least `size_bytes` on the device of `prop`, mapped and reachable by `accessors`.
@@ -135,10 +135,8 @@ impl<D: Driver> Entered<'_, D, Use> {
     ) -> PoolResult<Option<DeviceAddress>> {
         let mut ledger = self.pool.ledger();
         let place = Location::device(accessor);
-        let row = ledger.find(handle)?;
-        let open = ledger
-            .mappings_of(row)
-            .find(|mapping| mapping.opened() > 0 && mapping.rights_of(place).is_some());
+        let is_open = |found: &&Mapping| found.opened() > 0 && found.rights_of(place).is_some();
+        let open = ledger.mappings.of(ledger.rows.find(handle)?).find(is_open);
         let Some(start) = open.map(|mapping| mapping.range().start) else {
             return Ok(None);
         };
@@ -151,7 +149,7 @@ impl<D: Driver> Entered<'_, D, Use> {
         handle: VirtualHandle,
         accessor: DeviceOrdinal,
     ) -> PoolResult<VaRange> {
-        let size_bytes = self.pool.ledger().find(handle)?.size_bytes();
+        let size_bytes = self.pool.ledger().rows.find(handle)?.size_bytes();
         let about = || "address for an opened block".to_owned();
         let reserved = self.pool.driver.address_reserve(size_bytes, 0, DeviceAddress(0));
         let address = match reserved {
@@ -182,7 +180,7 @@ impl<D: Driver> Entered<'_, D, Use> {
         let (blocks, opened): (Vec<_>, Vec<_>) = {
             let ledger = self.pool.ledger();
             let blocks = ledger.mappings.all().filter_map(|mapping| {
-                let row = ledger.row(mapping.allocation())?;
+                let row = ledger.rows.get(mapping.allocation())?;
                 row.block_size_bytes()?;
                 let is_owners = row.device() == Some(owner);
                 let is_open_there = mapping.opened() > 0 && mapping.rights_of(place).is_some();

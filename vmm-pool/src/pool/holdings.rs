@@ -3,12 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::LostImports;
 use super::accounts::Reasons;
 use crate::driver::DeviceOrdinal;
 use crate::ledger::{
-    Class, Holding, Ledger, LentTotals, References, Row, Selection, Shareable, Stance, StayReason,
-    TagTotals,
+    Class, Holding, Ledger, LentTotals, LostImports, References, Row, Selection, Shareable, Stance,
+    StayReason, TagTotals,
 };
 use crate::report::OVERDUE;
 use crate::{AllocationId, PeerId};
@@ -23,22 +22,36 @@ impl Holdings {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The devices that this process has memory of its own on, in ordinal order. Imports do not count:
+    /// they lie on their owners' devices, and touching one of those would make a context there, which
+    /// costs some 500 MiB.
+    pub fn devices(&self) -> Vec<DeviceOrdinal> {
+        self.ledger().rows.devices().into_iter().collect()
+    }
+
+    /// The device that `id` is on; none when it is gone, or on a host.
+    pub fn device_of(&self, id: AllocationId) -> Option<DeviceOrdinal> {
+        self.ledger().rows.by_id(id).and_then(Row::device)
+    }
+
     /// Own memory of `selection` that is on its device and would leave in a pause, in bytes.
     pub fn resident_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
         let ledger = self.ledger();
-        ledger.own_bytes(&ledger.choose(selection), |row| row.is_resident() && row.can_leave())
+        ledger
+            .rows
+            .own_bytes(&ledger.rows.choose(selection), |row| row.is_resident() && row.can_leave())
     }
 
     /// Own memory of `selection` that is not on its device now, in bytes.
     pub fn offloaded_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
         let ledger = self.ledger();
-        ledger.own_bytes(&ledger.choose(selection), |row| !row.is_resident())
+        ledger.rows.own_bytes(&ledger.rows.choose(selection), |row| !row.is_resident())
     }
 
     /// The largest allocation of that, in bytes.
     pub fn largest_offloaded_bytes(&self, selection: &Selection) -> u64 {
         let ledger = self.ledger();
-        let away = ledger.rows().filter(|row| row.is_own() && !row.is_resident());
+        let away = ledger.rows.iter().filter(|row| row.is_own() && !row.is_resident());
         away.filter(|row| selection.has(row)).map(Row::size_bytes).max().unwrap_or(0)
     }
 
@@ -49,7 +62,7 @@ impl Holdings {
         let is_whole = !selection.is_by_tag();
         let is_meant = |row: &&Row| selection.has(row) || (is_whole && row.is_own());
         let mut reasons = Reasons::default();
-        for row in self.ledger().rows().filter(|row| row.is_resident()).filter(is_meant) {
+        for row in self.ledger().rows.iter().filter(|row| row.is_resident()).filter(is_meant) {
             let cause = match row.reason_to_stay() {
                 None if is_over && row.can_leave() => Some(OVERDUE),
                 cause => {
@@ -66,7 +79,7 @@ impl Holdings {
     /// Memory by tag. What has none is left out.
     pub fn tag_bytes(&self) -> BTreeMap<String, TagTotals> {
         let mut bytes: BTreeMap<String, TagTotals> = BTreeMap::new();
-        for row in self.ledger().rows().filter(|row| !row.class().tag.is_empty()) {
+        for row in self.ledger().rows.iter().filter(|row| !row.class().tag.is_empty()) {
             let totals = bytes.entry(row.class().tag.clone()).or_default();
             match (row.is_own(), row.is_resident()) {
                 (true, true) => {
@@ -86,31 +99,31 @@ impl Holdings {
 
     /// The tag of an allocation; empty when it has none, or is gone.
     pub fn tag_of(&self, id: AllocationId) -> String {
-        self.ledger().by_id(id).map(|row| row.class().tag.clone()).unwrap_or_default()
+        self.ledger().rows.by_id(id).map(|row| row.class().tag.clone()).unwrap_or_default()
     }
 
     /// Does the process run without some memory of `tag`, its own or imported?
     pub fn is_set_aside(&self, tag: &str) -> bool {
         let ledger = self.ledger();
-        ledger.rows().any(|row| row.class().tag == tag && !row.is_lost() && row.is_set_aside())
+        ledger.rows.iter().any(|row| row.class().tag == tag && !row.is_lost() && row.is_set_aside())
     }
 
     /// Does another process hold memory of `selection` that this one owns, or a ticket for it?
     pub fn is_shared(&self, selection: &Selection) -> bool {
-        self.ledger().rows().any(|row| row.is_shared() && selection.has(row))
+        self.ledger().rows.iter().any(|row| row.is_shared() && selection.has(row))
     }
 
     /// All that is recorded of one allocation, for the error of a test.
     #[cfg(feature = "sim")]
     pub fn told_of(&self, id: AllocationId) -> String {
         let ledger = self.ledger();
-        format!("{:?}, frozen: {}", ledger.by_id(id), ledger.is_frozen())
+        format!("{:?}, frozen: {}", ledger.rows.by_id(id), ledger.is_frozen())
     }
 
     /// All allocations, in the ledger's order, with what is saved of each. Waits for nothing.
     pub fn inventory(&self, stance: Stance) -> Vec<Holding> {
         let ledger = self.ledger();
-        ledger.rows().map(|row| Holding::of(&ledger, row, stance)).collect()
+        ledger.rows.iter().map(|row| Holding::of(&ledger, row, stance)).collect()
     }
 
     /// Gives nothing to importers from now on but what is owed to them since a pause ([`crate::Pool::hand_out`]).
@@ -125,16 +138,16 @@ impl Holdings {
 
     /// The memory of `selection` that processes of other tenants have open now. Waits for nothing.
     pub fn lent(&self, selection: &Selection) -> BTreeMap<PeerId, LentTotals> {
-        self.ledger().lent_of(selection)
+        self.ledger().rows.lent_of(selection)
     }
 
     /// The shared device memory that is held, and whether some of `selection` is. It stays so where the pool is frozen
     /// and the application's calls are held back.
     pub fn references(&self, selection: &Selection) -> References {
         let mut ledger = self.ledger();
-        let lent = ledger.lent_of(selection);
+        let lent = ledger.rows.lent_of(selection);
         let mut references = References { lent, ..References::default() };
-        for row in ledger.rows() {
+        for row in ledger.rows.iter() {
             references.shares_selection |= row.is_shared() && selection.has(row);
             // Host memory never leaves.
             if row.is_host() {
@@ -158,32 +171,37 @@ impl Holdings {
 
     /// The owners of all imports, each once.
     pub fn import_owners(&self) -> Vec<PeerId> {
-        let owners: BTreeSet<PeerId> = self.ledger().rows().filter_map(Row::owner).collect();
+        let owners: BTreeSet<PeerId> = self.ledger().rows.iter().filter_map(Row::owner).collect();
         owners.into_iter().collect()
     }
 
     /// Kind and size in bytes of each allocation that was imported from `owner` and is on its device.
     pub fn imports_here(&self, owner: PeerId) -> Vec<(Class, u64)> {
         let ledger = self.ledger();
-        let here = ledger.rows().filter(|row| row.owner() == Some(owner) && row.is_resident());
+        let here = ledger.rows.iter().filter(|row| row.owner() == Some(owner) && row.is_resident());
         here.map(|row| (row.class().clone(), row.size_bytes())).collect()
     }
 
     /// The bytes that were imported from `owner` and are not resident.
     pub fn imports_away(&self, owner: PeerId) -> LostImports {
         let ledger = self.ledger();
-        let away = ledger.rows().filter(|row| row.owner() == Some(owner) && !row.is_resident());
-        away.fold((0, 0), |(count, bytes), row| (count + 1, bytes + row.size_bytes())).into()
+        let is_away = |row: &&Row| row.owner() == Some(owner) && !row.is_resident();
+        let mut lost = LostImports::default();
+        for row in ledger.rows.iter().filter(is_away) {
+            lost.count += 1;
+            lost.bytes += row.size_bytes();
+        }
+        lost
     }
 
     /// Gives up on what was imported from `owner` and is not resident: it is not fetched any more, and
     /// its mappings stay absent until their user unmaps them. Says how much that is.
     pub fn give_up_imports(&self, owner: PeerId) -> LostImports {
-        self.ledger().give_up(|_, theirs| theirs == owner).into()
+        self.ledger().rows.give_up(|_, theirs| theirs == owner)
     }
 
     /// As [`Holdings::give_up_imports`], of these allocations.
     pub fn give_up_missing(&self, missing: &BTreeSet<AllocationId>) -> LostImports {
-        self.ledger().give_up(|id, _| missing.contains(&id)).into()
+        self.ledger().rows.give_up(|id, _| missing.contains(&id))
     }
 }

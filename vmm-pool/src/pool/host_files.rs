@@ -27,7 +27,7 @@ impl<D: Driver> Entered<'_, D, Use> {
         let driver = &self.pool.driver;
         let (raw, prop) = {
             let ledger = self.pool.ledger();
-            let row = ledger.row(handle).filter(|row| row.size_bytes() == size_bytes)?;
+            let row = ledger.rows.get(handle).filter(|row| row.size_bytes() == size_bytes)?;
             let may_be_file = row.is_of_host_file() || row.is_untouched_host();
             (row.raw().filter(|_| may_be_file)?, *row.prop())
         };
@@ -45,7 +45,7 @@ impl<D: Driver> Entered<'_, D, Use> {
             .inspect_err(|error| tracing::warn!(%error, "shared host memory stays the driver's"))
             .ok();
         let exchanged = match reserved {
-            Some(_) => self.pool.ledger().exchange_untouched(handle, physical),
+            Some(_) => self.pool.ledger().rows.exchange_untouched(handle, physical),
             None => Err(physical),
         };
         let is_file = exchanged.is_ok();

@@ -9,39 +9,40 @@
 mod accounts;
 mod blocks;
 mod copies;
+mod devices;
 mod holdings;
 mod host_files;
+mod host_memory;
 mod plain;
 mod questions;
 mod room;
 mod sharing;
 
-use std::collections::BTreeMap;
 use std::marker::PhantomData;
-use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 pub use copies::{CopyPolicy, PieceBytes};
+pub use devices::Devices;
 pub use holdings::Holdings;
+pub use host_memory::{BroughtIn, HostMemory, HostStanding};
 pub use plain::{Native, Natives, PlainMemory};
 pub use questions::AwayByTag;
 pub(crate) use room::{Lender, Lenders};
-pub use sharing::{Borrowed, Export, ImportSource, LostImports};
+pub use sharing::{Borrowed, Export, ImportSource};
 
 use crate::asking::Door;
 use crate::budget::Budget;
 use crate::deferred::{Deferred, Physical};
 use crate::driver::{
-    AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError,
-    DriverOp, PciAddress, RawContext, VaRange,
+    AccessDesc, AllocationProp, DeviceAddress, Driver, DriverCode, DriverError, DriverOp,
+    RawContext, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::{Gate, Pass, Passage};
 use crate::ledger::{Class, Ledger, Mapping, NewRow, Origin, Row};
 use crate::report::Copied;
 use crate::slabs::Slabs;
-use crate::store::{Ahead, HostArena};
 use crate::waits::Waits;
 use crate::{AllocationId, VirtualHandle};
 
@@ -62,37 +63,29 @@ impl Registered {
 #[derive(Debug)]
 pub struct Pool<D: Driver> {
     pub(crate) driver: Arc<D>,
-    holdings: Holdings,
+    holdings: Arc<Holdings>,
+    devices: Arc<Devices<D>>,
+    host_memory: HostMemory<D>,
     natives: Natives,
     /// The table of small allocations that are parts of large ones.
     slabs: Slabs,
     pub(crate) deferred: Deferred<D>,
-    pub(crate) waits: Waits<D>,
-    arena: Mutex<HostArena<D>>,
-    /// The arena's figures, and what is on its way there.
-    pub(crate) ahead: Arc<Ahead>,
-    /// Where devices are. A leaf.
-    pub(crate) node_of: Mutex<Option<NodeOf>>,
+    waits: Waits<D>,
     gate: Gate,
     door: Door,
     /// Who may begin a pause or resume. A leaf.
     right: Mutex<Weak<Right>>,
-    /// Lists the contexts that the application has made for itself.
-    own_contexts: fn() -> Vec<RawContext>,
+    /// Lists the contexts that the application has made for itself: their work must end before memory leaves.
+    pub(crate) own_contexts: fn() -> Vec<RawContext>,
     pub(crate) budget: Arc<Budget>,
     pub(crate) copies: CopyPolicy,
     /// Who gives memory up if there is no room.
     pub(crate) lenders: Lenders,
     /// How far the copies of a pause or resume under way are.
     pub(crate) copied: Copied,
-    /// Machine-wide names of devices, as the driver gave them. A leaf.
-    names: Mutex<BTreeMap<DeviceOrdinal, String>>,
     /// Does the process run without some memory, since a pause by tag? It changes only behind a gate that is shut.
     runs_without_some: AtomicBool,
 }
-
-/// The NUMA node of a device.
-type NodeOf = fn(PciAddress) -> Option<u32>;
 
 /// The right to begin a pause or resume, which nobody else has while this lives.
 #[derive(Debug)]
@@ -106,22 +99,20 @@ impl<D: Driver> Pool<D> {
         own_contexts: fn() -> Vec<RawContext>,
     ) -> (Self, Arc<Right>) {
         let right = Arc::new(Right);
-        let deferred = Deferred::new(Arc::clone(&driver));
-        let arena = HostArena::new(Arc::clone(&driver), toucher_threads);
-        let ahead = Arc::clone(arena.ahead());
-        let arena = Mutex::new(arena);
+        let holdings = Arc::<Holdings>::default();
+        let devices = Arc::new(Devices::new(Arc::clone(&driver)));
+        let host_memory =
+            HostMemory::new(Arc::clone(&holdings), Arc::clone(&devices), toucher_threads);
         let budget = Arc::new(Budget::default());
-        let waits = Waits::new(Arc::clone(&driver));
         let pool = Self {
+            deferred: Deferred::new(Arc::clone(&driver)),
+            waits: Waits::new(Arc::clone(&driver)),
             driver,
-            holdings: Holdings::default(),
+            holdings,
+            devices,
+            host_memory,
             natives: Natives::new(Arc::clone(&budget)),
             slabs: Slabs::default(),
-            deferred,
-            waits,
-            arena,
-            ahead,
-            node_of: Mutex::default(),
             gate: Gate::default(),
             runs_without_some: AtomicBool::new(false),
             door: Door::default(),
@@ -131,7 +122,6 @@ impl<D: Driver> Pool<D> {
             copies: CopyPolicy::default(),
             lenders: Lenders::default(),
             copied: Copied::default(),
-            names: Mutex::default(),
         };
         (pool, right)
     }
@@ -145,23 +135,6 @@ impl<D: Driver> Pool<D> {
         let right = Arc::new(Right);
         *held = Arc::downgrade(&right);
         Some(right)
-    }
-
-    /// Contexts that the application has made for itself: their work must end before memory leaves.
-    pub(crate) fn own_contexts(&self) -> Vec<RawContext> {
-        (self.own_contexts)()
-    }
-
-    /// Where contents of [`crate::Contents::File`] go, `/tmp` at first. It counts from the next pause on that begins
-    /// while no such contents are saved; that pause fails if the directory cannot be used, which
-    /// [`crate::check_file_dir`] tells in advance. Waits while host memory grows.
-    pub fn set_file_dir(&self, dir: PathBuf) {
-        self.arena().disk.set_dir(dir);
-    }
-
-    /// What was last said to [`Pool::set_file_dir`]. Waits while host memory grows.
-    pub fn file_dir(&self) -> PathBuf {
-        self.arena().disk.dir().to_owned()
     }
 
     /// The settings for contents that need not be copied, and for copies in host memory.
@@ -184,6 +157,21 @@ impl<D: Driver> Pool<D> {
         &self.holdings
     }
 
+    /// The devices: their names, and where they are.
+    pub fn devices(&self) -> &Devices<D> {
+        &self.devices
+    }
+
+    /// Host memory for saved contents.
+    pub fn host_memory(&self) -> &HostMemory<D> {
+        &self.host_memory
+    }
+
+    /// Waits for devices, on threads of their own.
+    pub fn waits(&self) -> &Waits<D> {
+        &self.waits
+    }
+
     /// Plain allocations that are left to the driver.
     pub fn natives(&self) -> &Natives {
         &self.natives
@@ -196,20 +184,6 @@ impl<D: Driver> Pool<D> {
     /// Small allocations that are parts of large ones.
     pub fn slabs(&self) -> &Slabs {
         &self.slabs
-    }
-
-    /// Taken before the ledger where both are. Waits while host memory grows.
-    pub(crate) fn arena(&self) -> MutexGuard<'_, HostArena<D>> {
-        self.arena.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// As [`Pool::arena`], unless somebody has it.
-    pub(crate) fn try_arena(&self) -> Option<MutexGuard<'_, HostArena<D>>> {
-        match self.arena.try_lock() {
-            Ok(arena) => Some(arena),
-            Err(TryLockError::Poisoned(arena)) => Some(arena.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
     }
 
     /// The door of calls that ask the driver about work: shut while the process is frozen.
@@ -292,7 +266,7 @@ mod sealed {
 impl<D: Driver, K: Kind> Entered<'_, D, K> {
     /// The end of a registration: a pause takes its memory again, where nothing else keeps it.
     pub fn unregister(&self, registered: &Registered) {
-        self.pool.ledger().unregister(&registered.0);
+        self.pool.ledger().rows.unregister(&registered.0);
     }
 
     /// Does the ledger alone answer, because memory was away when this thread went in? It stays so while the thread is
@@ -324,7 +298,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     pub fn retain_at(&self, address: DeviceAddress) -> PoolResult<VirtualHandle> {
         let mut ledger = self.pool.ledger();
         let handle = ledger.mappings.at(address).ok_or(PoolError::NotOurs)?.allocation();
-        if ledger.add_reference(handle) { Ok(handle) } else { Err(PoolError::NotOurs) }
+        if ledger.rows.add_reference(handle) { Ok(handle) } else { Err(PoolError::NotOurs) }
     }
 
     /// What `handle` was created with.
@@ -333,7 +307,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     /// [`PoolError::StaleHandle`].
     #[doc(alias = "cuMemGetAllocationPropertiesFromHandle")]
     pub fn properties(&self, handle: VirtualHandle) -> PoolResult<AllocationProp> {
-        Ok(*self.pool.ledger().find(handle)?.prop())
+        Ok(*self.pool.ledger().rows.find(handle)?.prop())
     }
 
     /// Unmaps whatever the pool has mapped inside `range`: one mapping, many, or none.
@@ -425,7 +399,7 @@ impl<D: Driver> Entered<'_, D, Use> {
         let mut ledger = self.pool.ledger();
         // Counting may have begun meanwhile, and has then passed over what the ledger did not have.
         physical.charge_with(|bytes, device| self.pool.budget.charge_anyway(device, bytes));
-        Ok(ledger.insert(new, physical))
+        Ok(ledger.rows.insert(new, physical))
     }
 
     /// Maps the whole of `handle` at `range`.

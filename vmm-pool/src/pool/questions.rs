@@ -25,7 +25,8 @@ impl Holdings {
     pub fn away_by_tag(&self, range: VaRange) -> Option<AwayByTag> {
         let ledger = self.ledger();
         let touched = ledger.mappings.touched_by(range);
-        let mut rows = touched.filter_map(|found| Some((found, ledger.row(found.allocation())?)));
+        let mut rows =
+            touched.filter_map(|found| Some((found, ledger.rows.get(found.allocation())?)));
         let (mapping, row) = rows.find(|(_, row)| row.is_away_by_tag())?;
         let (tag, range, device) = (row.class().tag.clone(), mapping.range(), row.device());
         Some(AwayByTag { tag, range, device })
@@ -64,7 +65,7 @@ impl Holdings {
     pub fn block_at(&self, address: DeviceAddress) -> Option<Block> {
         let ledger = self.ledger();
         let mapping = ledger.mappings.get(address.0).filter(|found| found.opened() == 0)?;
-        ledger.row(mapping.allocation())?.block_size_bytes()?;
+        ledger.rows.get(mapping.allocation())?.block_size_bytes()?;
         Some(Block::of(mapping))
     }
 
@@ -92,13 +93,13 @@ impl Holdings {
     /// The device of the block that starts at `address`.
     pub fn block_device(&self, address: DeviceAddress) -> Option<DeviceOrdinal> {
         let ledger = self.ledger();
-        ledger.row(ledger.mappings.get(address.0)?.allocation())?.device()
+        ledger.rows.get(ledger.mappings.get(address.0)?.allocation())?.device()
     }
 
     /// The devices that blocks lie on, other than those that are away.
     pub fn block_devices(&self) -> BTreeSet<DeviceOrdinal> {
         let ledger = self.ledger();
-        let blocks = ledger.rows().filter(|row| row.block_size_bytes().is_some());
+        let blocks = ledger.rows.iter().filter(|row| row.block_size_bytes().is_some());
         blocks.filter(|row| row.is_resident()).filter_map(Row::device).collect()
     }
 }
@@ -112,7 +113,7 @@ impl<D: Driver> Pool<D> {
 
     /// Looks for memory that the process runs without, before the gate opens.
     pub(crate) fn note_what_is_away(&self) {
-        let is_any = self.ledger().rows().any(Row::is_away_by_tag);
+        let is_any = self.ledger().rows.iter().any(Row::is_away_by_tag);
         self.runs_without_some.store(is_any, Ordering::SeqCst);
     }
 

@@ -80,7 +80,7 @@ impl<D: Driver> Pool<D> {
         if lenders.is_empty() {
             return;
         }
-        for device in self.devices() {
+        for device in self.holdings.devices() {
             let figure = self.budget.figure(device);
             let Some(Figure { budget_bytes: Some(budget_bytes), held_bytes }) = figure else {
                 continue;

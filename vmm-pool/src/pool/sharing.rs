@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::{Entered, Kind, Pool, Use};
 use crate::deferred::Physical;
 use crate::descriptors::UninheritedFd;
-use crate::driver::Driver;
+use crate::driver::{AllocationProp, Driver};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::{Class, Lease, NewRow, Origin, Sharing, TicketWatch};
 use crate::{AllocationId, PeerId, VirtualHandle};
@@ -21,15 +21,6 @@ pub struct Export {
     /// Which of its tickets this is: redeeming it once, or closing it where it is watched, lets the memory go that it holds. 0 for memory that is
     /// another process's, of which a ticket holds nothing.
     pub serial: u64,
-}
-
-/// Imports that nobody can bring back.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct LostImports {
-    /// How many.
-    pub count: u64,
-    /// Their bytes.
-    pub bytes: u64,
 }
 
 /// What an importer knows of memory that another process owns.
@@ -79,7 +70,7 @@ impl<D: Driver> Entered<'_, D, Use> {
         let outcome = match self.pool.driver.export_fd(raw) {
             // The ticket, which nobody has yet, keeps the row; another thread may have exported it too.
             Ok(fd) => {
-                let unwanted = self.pool.ledger().keep_export(id, fd);
+                let unwanted = self.pool.ledger().rows.keep_export(id, fd);
                 drop(unwanted);
                 Ok(())
             }
@@ -108,13 +99,14 @@ impl<D: Driver> Entered<'_, D, Use> {
     /// One more reference to `id`, when this process holds it already, as owner or importer. Of its own the ticket
     /// `serial` is redeemed by that. What a pause has lost for good is held no more.
     pub fn import_held(&self, id: AllocationId, serial: u64) -> Option<VirtualHandle> {
-        let held = self.pool.ledger().hold_again(id, serial);
+        let held = self.pool.ledger().rows.hold_again(id, serial);
         let (handle, spare) = held?;
         drop(spare);
         Some(handle)
     }
 
-    /// Imports what another process owns, from the driver's descriptor `fd`.
+    /// Imports what another process owns. If that is of another tenant, its lease is closed once the driver has taken the
+    /// memory back.
     ///
     /// # Errors
     /// [`PoolError::Driver`].
@@ -125,29 +117,14 @@ impl<D: Driver> Entered<'_, D, Use> {
     pub fn import(
         &self,
         source: ImportSource,
-        fd: BorrowedFd<'_>,
-        class: Class,
-    ) -> PoolResult<VirtualHandle> {
-        let origin = Origin::Imported { owner: source.owner };
-        self.insert_import(source.id, source.size_bytes, origin, fd, None, class)
-    }
-
-    /// Imports what a process of another tenant has lent: `lease` is closed once the driver has taken it back.
-    ///
-    /// # Errors
-    /// As [`Entered::import`].
-    ///
-    /// # Driver calls
-    /// As [`Entered::import`].
-    pub fn borrow(
-        &self,
-        source: ImportSource,
         lent: Borrowed,
         class: Class,
     ) -> PoolResult<VirtualHandle> {
-        let origin = Origin::Imported { owner: source.owner };
-        let Borrowed { fd, lease } = lent;
-        self.insert_import(source.id, source.size_bytes, origin, fd.as_fd(), lease, class)
+        let ImportSource { id, size_bytes, owner } = source;
+        let (physical, prop) = self.import_physical(lent.fd.as_fd(), size_bytes)?;
+        let lease = lent.lease.map(|lease| Arc::new(UninheritedFd::from(lease)));
+        let new = NewRow { id, size_bytes, prop, origin: Origin::Imported { owner }, class };
+        Ok(self.pool.ledger().rows.insert(new, physical.under(lease)))
     }
 
     /// Imports from a descriptor whose owner is unknown. Such memory is counted and never paused.
@@ -159,35 +136,30 @@ impl<D: Driver> Entered<'_, D, Use> {
     /// `cuMemImportFromShareableHandle`, `cuMemGetAllocationPropertiesFromHandle`.
     pub fn import_foreign(&self, fd: BorrowedFd<'_>, class: Class) -> PoolResult<VirtualHandle> {
         let id = AllocationId::random().ok_or(PoolError::NotOurs)?;
-        self.insert_import(id, 0, Origin::Foreign, fd, None, class)
+        let (physical, prop) = self.import_physical(fd, 0)?;
+        let new = NewRow { id, size_bytes: 0, prop, origin: Origin::Foreign, class };
+        Ok(self.pool.ledger().rows.insert(new, physical))
     }
 
-    fn insert_import(
+    /// The driver's handle for `fd`, and what its memory was created with.
+    fn import_physical(
         &self,
-        id: AllocationId,
-        size_bytes: u64,
-        origin: Origin,
         fd: BorrowedFd<'_>,
-        lease: Option<OwnedFd>,
-        class: Class,
-    ) -> PoolResult<VirtualHandle> {
+        size_bytes: u64,
+    ) -> PoolResult<(Physical, AllocationProp)> {
         let import = || "import of a peer's allocation".to_owned();
         let raw = self.pool.driver.import_fd(fd).about(import, size_bytes, None)?;
-        let prop = match self.pool.driver.properties(raw) {
-            Ok(prop) => prop,
+        match self.pool.driver.properties(raw) {
+            Ok(prop) => Ok((Physical::new(raw, size_bytes, prop.location.as_device()), prop)),
             Err(error) => {
                 // Nobody else has seen the handle; what the driver keeps is deferred.
                 if let Err(kept) = self.pool.deferred.release(Physical::new(raw, size_bytes, None))
                 {
                     tracing::error!(error = %kept, "an import stays until the next pause");
                 }
-                return Err(error).about(import, size_bytes, None);
+                Err(error).about(import, size_bytes, None)
             }
-        };
-        let lease = lease.map(|lease| Arc::new(UninheritedFd::from(lease)));
-        let physical = Physical::new(raw, size_bytes, prop.location.as_device()).under(lease);
-        let new = NewRow { id, size_bytes, prop, origin, class };
-        Ok(self.pool.ledger().insert(new, physical))
+        }
     }
 }
 
@@ -207,7 +179,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     /// # Errors
     /// [`PoolError::StaleHandle`].
     pub fn import_owner(&self, handle: VirtualHandle) -> PoolResult<Option<PeerId>> {
-        Ok(self.pool.ledger().find(handle)?.owner())
+        Ok(self.pool.ledger().rows.find(handle)?.owner())
     }
 }
 
@@ -267,7 +239,7 @@ impl<D: Driver> Pool<D> {
     fn export_once(&self, id: AllocationId) -> PoolResult<OwnedFd> {
         let (raw, size_bytes) = {
             let ledger = self.ledger();
-            let row = ledger.by_id(id).filter(|row| row.is_own());
+            let row = ledger.rows.by_id(id).filter(|row| row.is_own());
             let row = row.ok_or(PoolError::StaleHandle { handle: 0 })?;
             let away = || {
                 let tag = row.class().tag.clone();
@@ -290,23 +262,9 @@ impl<D: Driver> Pool<D> {
     /// # Driver calls
     /// `cuMemExportToShareableHandle` when no descriptor is at hand.
     pub fn hand_out(&self, id: AllocationId, importer: PeerId) -> PoolResult<OwnedFd> {
-        let at_hand = self.ledger().export_at_hand(id);
+        let at_hand = self.ledger().rows.export_at_hand(id);
         let fd = at_hand.map_or_else(|| self.export_once(id), Ok)?;
-        self.ledger().fetched(id, importer);
+        self.ledger().rows.fetched(id, importer);
         Ok(fd)
-    }
-
-    /// For a forked child: closes its copy of the file, which holds disk space that the parent believes to have given back.
-    /// Passes over a file that a thread was changing at the fork.
-    pub fn close_file_in_child(&self) {
-        if let Ok(mut arena) = self.arena.try_lock() {
-            arena.disk.close_in_child();
-        }
-    }
-}
-
-impl From<(u64, u64)> for LostImports {
-    fn from((count, bytes): (u64, u64)) -> Self {
-        Self { count, bytes }
     }
 }

@@ -86,7 +86,7 @@ impl<D: Driver> SavedContents<'_, D> {
     /// # Errors
     /// [`SavedError`].
     pub fn at(&self, range: VaRange) -> Result<NonNull<u8>, SavedError> {
-        let arena = self.pool.arena();
+        let arena = self.pool.host_memory().arena();
         if self.pool.gate().is_shut() {
             // It is on its way, and what is given out now would be of no use.
             return Err(SavedError::Resident(range.start));
@@ -134,7 +134,7 @@ impl<D: Driver> SavedContents<'_, D> {
         };
         loop {
             let (pieces, located) = {
-                let arena = self.pool.arena();
+                let arena = self.pool.host_memory().arena();
                 let pieces = self.pieces(range)?;
                 let located =
                     pieces.iter().map(|piece| arena.locate(&piece.saved, piece.part.clone()));

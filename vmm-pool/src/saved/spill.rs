@@ -10,7 +10,7 @@ use std::time::Instant;
 use crate::VirtualHandle;
 use crate::driver::Driver;
 use crate::error::{Describe, PoolError, PoolResult};
-use crate::pool::Pool;
+use crate::pool::HostMemory;
 use crate::store::{
     ALIGNMENT_BYTES, ContentsFile, Extent, HostArena, Piece, SLOT_BYTES, SLOT_LENGTH, Saved, Store,
     Writer,
@@ -30,16 +30,16 @@ pub struct Spilled {
     pub left_bytes: u64,
 }
 
-impl<D: Driver> Pool<D> {
-    /// How much of the saved contents in host memory [`Pool::spill`] may move, in bytes: those for which host memory would be given back. Does not
+impl<D: Driver> HostMemory<D> {
+    /// How much of the saved contents in host memory [`HostMemory::spill`] may move, in bytes: those for which host memory would be given back. Does not
     /// block for long.
     pub fn movable_bytes(&self) -> u64 {
         let arena = self.arena();
-        self.ledger().movable(0, |at| arena.chunk_end(at)).1
+        self.holdings.ledger().rows.movable(0, |at| arena.chunk_end(at)).1
     }
 
     /// Moves saved contents of memory that is away from host memory to the file, about `most_bytes` of them, and gives the
-    /// chunks back that hold none any more. The file is that of [`Pool::set_file_dir`]. A resume finds them there. What
+    /// chunks back that hold none any more. The file is that of [`HostMemory::set_file_dir`]. A resume finds them there. What
     /// somebody may be reading in place ([`crate::SavedContents::at`]) stays. To be called while no step of a pause or resume is under
     /// way, by the thread that takes those steps. Blocks for as long as the disk takes, and at `until` for no longer than it takes for 64 MiB: what has been
     /// written as a whole by then has moved. Ends in the same way, without an error, once it `is_called_off`, which is asked before each 64 MiB.
@@ -61,12 +61,13 @@ impl<D: Driver> Pool<D> {
         let (mut moves, all_bytes, portions, file, kept) = {
             let mut arena = self.arena();
             arena.take_delivered();
-            let (chosen, all_bytes) = self.ledger().movable(most_bytes, |at| arena.chunk_end(at));
-            let moves = in_file(chosen, self.ledger().end_in(Store::File));
+            let (chosen, all_bytes) =
+                self.holdings.ledger().rows.movable(most_bytes, |at| arena.chunk_end(at));
+            let moves = in_file(chosen, self.holdings.ledger().rows.end_in(Store::File));
             let places: Vec<_> = moves.iter().flat_map(|(_, _, to)| to.places()).collect();
             // Taken now: what is freed meanwhile stays where it is until it is written, and a pager puts nothing in its place.
             let kept = moves.iter().map(|(_, from, _)| from.clone()).collect();
-            let kept = self.ledger().keep_places(kept);
+            let kept = self.holdings.ledger().keep_places(kept);
             let portions = moves.iter().map(|(_, from, to)| in_portions(&arena, from, to));
             let portions: Vec<_> = portions.collect();
             let reserved = arena.disk.reserve(&places);
@@ -93,21 +94,21 @@ impl<D: Driver> Pool<D> {
         let mut moved_bytes = 0;
         let mut arena = self.arena();
         if written.is_ok() {
-            let mut ledger = self.ledger();
+            let mut ledger = self.holdings.ledger();
             // But for what was freed meanwhile, or somebody was given the place of.
-            let moved = moves
-                .into_iter()
-                .filter_map(|(row, from, to)| ledger.spilled(row, to).then(|| bytes_of(&from)));
+            let moved = moves.into_iter().filter_map(|(row, from, to)| {
+                ledger.rows.spilled(row, to).then(|| bytes_of(&from))
+            });
             moved_bytes = moved.sum();
         }
-        let live: Vec<Range<u64>> = self.ledger().places_in(Store::File);
+        let live: Vec<Range<u64>> = self.holdings.ledger().places_in(Store::File);
         drop(arena.disk.keep_only(&live));
         written?;
-        let end_bytes = self.ledger().end_in(Store::Host);
+        let end_bytes = self.holdings.ledger().rows.end_in(Store::Host);
         let before_bytes = arena.held_bytes();
-        if let Some(&device) = self.devices().first() {
+        if let Some(&device) = self.holdings.devices().first() {
             let about = || "giving host memory back".to_owned();
-            self.driver.make_current(device).about(about, 0, Some(device))?;
+            self.devices.driver.make_current(device).about(about, 0, Some(device))?;
             arena.shrink_to(end_bytes)?;
         }
         let given_back_bytes = before_bytes.saturating_sub(arena.held_bytes());
@@ -200,7 +201,7 @@ mod tests {
     use super::*;
     use crate::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
     use crate::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
-    use crate::{Class, Copies, HostBudget, Schedule, Selection};
+    use crate::{Class, Copies, HostBudget, Pool, Schedule, Selection};
 
     #[test]
     fn what_the_disk_loses_before_its_flush_has_not_moved() {
@@ -228,8 +229,8 @@ mod tests {
         );
         drop(saved.unwrap().0.depart().release(Schedule::SaveMeanwhile).unwrap());
         let before = pool.report().host_arena_bytes;
-        pool.arena().disk.use_without_flush();
-        let error = pool.spill(u64::MAX, soon, &|| false).unwrap_err();
+        pool.host_memory().arena().disk.use_without_flush();
+        let error = pool.host_memory().spill(u64::MAX, soon, &|| false).unwrap_err();
         assert!(matches!(error, PoolError::FileRefused { operation: "writing", .. }), "{error}");
         let report = pool.report();
         assert_eq!((report.host_arena_bytes, report.spilled_bytes), (before, 0));

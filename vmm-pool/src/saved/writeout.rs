@@ -180,9 +180,9 @@ impl WriteOut {
         let (located, kept) = {
             // While it is held, no memory of saved contents goes elsewhere. What is located does not go back to the system either, and a
             // pager puts nothing in its place.
-            let arena = pool.arena();
+            let arena = pool.host_memory().arena();
             let mut ledger = pool.ledger();
-            let saved = ledger.by_id(place.id).and_then(Row::saved).cloned();
+            let saved = ledger.rows.by_id(place.id).and_then(Row::saved).cloned();
             let Some(saved) = saved else { return Ok(false) };
             let located = arena.locate(&saved, piece.start..piece.start + length as u64)?;
             (located, ledger.keep_places(vec![saved]))
@@ -276,12 +276,12 @@ mod tests {
         let node = SimNode::private(&[64 << 20]).unwrap();
         let driver = std::sync::Arc::new(SimDriver::new(node, SimOptions::default()));
         let (pool, _keeper) = Pool::new(driver, 1, Vec::new);
-        pool.arena().disk.use_full();
+        pool.host_memory().arena().disk.use_full();
         let full = holding(4096, &[Range { start: 0, end: 4096 }]);
         let (prop, class) = (AllocationProp::pinned_on(DeviceOrdinal(0)), Class::default());
         let (size_bytes, origin) = (full.size_bytes, Origin::Own);
         let new = NewRow { id: ID, size_bytes, prop, origin, class };
-        let row = pool.ledger().insert(new, Physical::new(RawHandle(1), size_bytes, None));
+        let row = pool.ledger().rows.insert(new, Physical::new(RawHandle(1), size_bytes, None));
         // What is read there is zeros.
         pool.ledger().saved(row, Saved::whole(Store::File, 0, size_bytes));
         let mut out = WriteOut::into(ContentsFile::full(), placed(&[full]));

@@ -335,13 +335,16 @@ impl<D: Driver> HostArena<D> {
         outcome
     }
 
-    /// All slots of the ring and the file, unless one is missing or somebody has a slot.
-    pub(crate) fn way_to_file(&mut self) -> Option<(Vec<Slot>, Arc<ContentsFile>)> {
-        let held = self.ring.as_mut()?;
-        if held.is_in_use() {
-            return None;
-        }
-        Some((ring::slots(&held.chunk), self.disk.file()?))
+    /// All slots of the ring, made if it is missing, and the file, unless there is none or somebody has a slot. A context
+    /// must be current on this thread.
+    pub(crate) fn way_to_file(
+        &mut self,
+        log: &mut StepLog,
+    ) -> PoolResult<Option<(Vec<Slot>, Arc<ContentsFile>)>> {
+        self.hold_ring(log)?;
+        let is_idle = self.ring.as_mut().is_some_and(|held| !held.is_in_use());
+        let slots = self.ring.as_ref().filter(|_| is_idle).map(|held| ring::slots(&held.chunk));
+        Ok(slots.zip(self.disk.file()))
     }
 
     /// Gives all chunks back that lie wholly behind `keep_bytes` and behind the last one that is in use. A context must be

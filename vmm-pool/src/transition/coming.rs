@@ -69,7 +69,7 @@ impl<D: Driver, W: Origin> Shut<D, W> {
     pub fn create_own(self, brings: W::Brings) -> Result<(Arriving<D>, StepLog), Failed<Done<D>>> {
         let (shut, selection) = (self.into_gate(), brings.into());
         shut.pool().holdings().freeze();
-        let rows = shut.pool().ledger().choose(&selection);
+        let rows = shut.pool().ledger().rows.choose(&selection);
         let still = Still::not_touched_yet(&shut);
         let stale = stale_imports(shut.pool(), &rows);
         let created = still.drop_stale(&stale).and_then(|mut log| {
@@ -86,7 +86,7 @@ impl<D: Driver, W: Origin> Shut<D, W> {
     pub fn arrive(self, brings: W::Brings) -> Arriving<D> {
         let (shut, selection) = (self.into_gate(), brings.into());
         shut.pool().holdings().freeze();
-        let rows = shut.pool().ledger().choose(&selection);
+        let rows = shut.pool().ledger().rows.choose(&selection);
         Arriving::new(shut, selection, rows)
     }
 }
@@ -100,7 +100,7 @@ impl<D: Driver> Arriving<D> {
         let mut copied_bytes = 0;
         {
             let ledger = shut.pool().ledger();
-            for row in ledger.rows_in(&rows).filter(|row| row.is_own()) {
+            for row in ledger.rows.among(&rows).filter(|row| row.is_own()) {
                 let stored = row.saved().map(|saved| saved.stored_bytes(&row.copied_parts()));
                 copied_bytes += stored.unwrap_or(0);
                 queue.add(if row.is_resident() {
@@ -184,7 +184,7 @@ impl<D: Driver> Arriving<D> {
     ) -> PoolResult<Moved> {
         let picked = self.pick(allowed);
         let part = Rows::of(picked.iter().map(|waiting| waiting.row));
-        let bytes = self.pool().ledger().own_bytes(&part, |row| !row.is_resident());
+        let bytes = self.pool().ledger().rows.own_bytes(&part, |row| !row.is_resident());
         match self.fill(&part, exports_max) {
             Ok((log, copied_bytes)) => Ok(Moved { log, bytes, copied_bytes }),
             Err(error) => {
@@ -214,7 +214,7 @@ impl<D: Driver> Arriving<D> {
         let Self { returning, queue, .. } = self;
         let ledger = returning.pool().ledger();
         let window = |device| Some(Allowance::AtMost(allowed(device)));
-        let (mut picked, others) = queue.take(window, |row| ledger.row(row).is_some());
+        let (mut picked, others) = queue.take(window, |row| ledger.rows.get(row).is_some());
         picked.extend(others);
         picked
     }
@@ -223,7 +223,7 @@ impl<D: Driver> Arriving<D> {
 /// Imports of `rows` that are here before any has been fetched.
 fn stale_imports<D: Driver>(pool: &Pool<D>, rows: &Rows) -> Rows {
     let ledger = pool.ledger();
-    let here = ledger.rows_in(rows).filter(|row| is_import(row) && row.is_resident());
+    let here = ledger.rows.among(rows).filter(|row| is_import(row) && row.is_resident());
     Rows::of(here.map(Row::handle))
 }
 
@@ -329,16 +329,16 @@ impl<D: Driver> Restored<D> {
             let (for_readers, for_pauses) =
                 (pool.copies.are_retained(), pool.copies.stay_for_pauses());
             let mut ledger = pool.ledger();
-            ledger.retain_copies(rows, for_readers, for_pauses);
-            ledger.arrived(rows);
+            ledger.rows.retain_copies(rows, for_readers, for_pauses);
+            ledger.rows.arrived(rows);
             if let Selection::Staged(_) = self.selection() {
                 // It was paused as a whole, and its importers run on without the other tags too.
-                ledger.owe_all_but(rows);
+                ledger.rows.owe_all_but(rows);
             }
         }
         let spare = pool.run_again(rows);
         if pool.copies.is_given_back() {
-            pool.give_host_memory_back_by(HostArena::shrink_to);
+            pool.host_memory().give_back_by(HostArena::shrink_to);
         }
         (self.returning.shut.end_in(Mode::Open), spare)
     }
@@ -385,14 +385,15 @@ impl<D: Driver> Pool<D> {
     pub(super) fn run_again(&self, rows: &Rows) -> Vec<OwnedFd> {
         let garbage = {
             let mut ledger = self.ledger();
-            ledger.void_copies();
+            ledger.rows.void_copies();
             ledger.run_on();
             ledger.end_fetching(rows)
         };
         self.dispose_quietly(garbage);
-        let mut arena = self.arena();
-        let mut spare: Vec<OwnedFd> = self.give_disk_back(&mut arena).into_iter().collect();
-        spare.extend(self.ledger().take_spare_exports());
+        let mut arena = self.host_memory().arena();
+        let mut spare: Vec<OwnedFd> =
+            self.host_memory().give_disk_back(&mut arena).into_iter().collect();
+        spare.extend(self.ledger().rows.take_spare_exports());
         spare
     }
 }

@@ -4,14 +4,13 @@
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use crate::copies::{CopyStreams, DeviceStreams, Way};
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, VaRange};
 use crate::error::PoolResult;
 use crate::journal::StepLog;
 use crate::pool::Pool;
-use crate::store::{ContentsFile, Extent, SLOT_BYTES, Slot, read_ahead, write_behind};
+use crate::store::{Extent, SLOT_BYTES, Slot, read_ahead, write_behind};
 
 /// Contents of one allocation, where their device reaches them, and where they lie in a store.
 #[derive(Clone, Debug)]
@@ -48,7 +47,7 @@ impl<'a, D: Driver> Copier<'a, D> {
         for extent in &transfer.extents {
             log.call();
             let range = transfer.range.part(&extent.part());
-            let pieces = self.pool.arena().pieces_of(&extent.place());
+            let pieces = self.pool.host_memory().arena().pieces_of(&extent.place());
             for piece in pieces {
                 // SAFETY: as the caller vouches.
                 unsafe { copies.start(way, &piece, range.part(&piece.part)) }?;
@@ -140,8 +139,10 @@ impl<D: Driver> Copier<'_, D> {
         log: &mut StepLog,
         filed: &[&Transfer],
     ) -> PoolResult<()> {
-        let missing = self.pool.arena().disk.nothing_to_write_to();
-        let Some((slots, file)) = self.pool.way_to_file(log)? else { return Err(missing) };
+        let missing = self.pool.host_memory().arena().disk.nothing_to_write_to();
+        let Some((slots, file)) = self.pool.host_memory().arena().way_to_file(log)? else {
+            return Err(missing);
+        };
         log.timed("save to file", |log| {
             write_behind(&file, slots, |writing| {
                 for batch in in_batches(filed) {
@@ -171,8 +172,8 @@ impl<D: Driver> Copier<'_, D> {
     ) -> PoolResult<()> {
         let batches = in_batches(filed);
         let places: Vec<_> = batches.iter().map(|batch| batch.place.clone()).collect();
-        let Some((slots, file)) = self.pool.way_to_file(log)? else {
-            let missing = |place| Err(self.pool.arena().disk.nothing_to_read(place));
+        let Some((slots, file)) = self.pool.host_memory().arena().way_to_file(log)? else {
+            let missing = |place| Err(self.pool.host_memory().arena().disk.nothing_to_read(place));
             return places.first().map_or(Ok(()), missing);
         };
         log.timed("restore from file", |log| {
@@ -184,15 +185,6 @@ impl<D: Driver> Copier<'_, D> {
                 Ok(())
             })
         })
-    }
-}
-
-impl<D: Driver> Pool<D> {
-    /// The slots of the ring, made if it is missing, and the file, unless one of them is missing. A context must be current on this thread.
-    fn way_to_file(&self, log: &mut StepLog) -> PoolResult<Option<(Vec<Slot>, Arc<ContentsFile>)>> {
-        let mut arena = self.arena();
-        arena.hold_ring(log)?;
-        Ok(arena.way_to_file())
     }
 }
 
@@ -223,6 +215,9 @@ unsafe fn pass<D: Driver>(
 
 #[cfg(test)]
 mod tests {
+    #[cfg(feature = "sim")]
+    use std::sync::Arc;
+
     use super::*;
     #[cfg(feature = "sim")]
     use crate::ledger::Selection;
@@ -328,7 +323,7 @@ mod tests {
                 Schedule::SaveFirst,
             )
         };
-        pool.arena().disk.use_full();
+        pool.host_memory().arena().disk.use_full();
         let free_bytes = || driver.memory_of(GPU).unwrap().free_bytes;
         let before = free_bytes();
         let Failed { state: leaving, error } = save(keeper).unwrap_err();

@@ -82,22 +82,6 @@ pub enum DrainError {
     },
 }
 
-impl<D: Driver> Pool<D> {
-    /// For a thread that is inside, and about to begin a stream capture, which the driver ends when a device is waited for during it: waits that were
-    /// left behind when the gate opened, and may be about to begin, end by this, or `limit` is over. Did they? Where a device has work for longer, its wait
-    /// has begun long before.
-    pub fn let_waits_end(&self, limit: Duration) -> bool {
-        self.waits.let_end(limit)
-    }
-
-    /// For a thread that is inside, and about to end a context, which nobody may be using: a wait there that was left behind when the gate opened ends by this, or
-    /// `limit` is over. Did it? It ends with the work, which the driver would wait for too.
-    #[doc(alias = "cuCtxDestroy")]
-    pub fn let_waits_at_end(&self, place: Waited, limit: Duration) -> bool {
-        self.waits.let_place_end(place, limit)
-    }
-}
-
 impl<D: Driver> Draining<D> {
     /// Of a gate that was open: all memory is there that is not set aside.
     pub(super) fn new(shut: ShutGate<D>) -> Self {
@@ -230,13 +214,13 @@ impl<D: Driver> Draining<D> {
             question
         } else {
             let devices = self.pool().devices_at_work().into_iter().map(Waited::Device);
-            let own = self.pool().own_contexts().into_iter().map(Waited::OwnContext);
+            let own = (self.pool().own_contexts)().into_iter().map(Waited::OwnContext);
             let places: Vec<_> = devices.chain(own).collect();
             self.waits += places.len();
-            let asked = self.pool().waits.ask(places);
+            let asked = self.pool().waits().ask(places);
             asked.map_err(|(place, source)| DrainError::NoThread { place, source })?
         };
-        match self.pool().waits.look(&question) {
+        match self.pool().waits().look(&question) {
             WorkLeft::Idle => {
                 self.is_idle = true;
                 self.blocked.clear();
@@ -263,7 +247,7 @@ impl<D: Driver> Draining<D> {
             self.pool().gate().wait_for_change(time.min(LOOK_EVERY));
             return;
         }
-        let ended = self.pool().waits.ended();
+        let ended = self.pool().waits().ended();
         let mut either = Select::new();
         either.recv(ended);
         either.recv(called_off);

@@ -72,18 +72,18 @@ impl<D: Driver> Keeper<D> {
         if !self.pool().gate().is_offloaded() {
             return Err(Failed::new(self, NotFrozen::NotAway));
         }
-        if !self.pool().ahead.hold(timeout) {
-            self.pool().ahead.go_on();
+        if !self.pool().host_memory().ahead.hold(timeout) {
+            self.pool().host_memory().ahead.go_on();
             return Err(Failed::new(self, NotFrozen::Pinning));
         }
         if let Err(inside) = self.pool().door().shut(timeout) {
-            self.pool().ahead.go_on();
+            self.pool().host_memory().ahead.go_on();
             return Err(Failed::new(self, NotFrozen::Asking(inside, timeout)));
         }
         // If this panics, threads that ask about work must not wait for ever.
         let mut opens = Opens(Some(self.pool().door()));
         // Host memory is given back under this lock alone, and looks there whether it may.
-        let log = self.pool().set_pinned(false);
+        let log = self.pool().host_memory().set_pinned(false);
         opens.0 = None;
         drop(opens);
         let (pool, right) = self.into_parts();
@@ -106,8 +106,8 @@ impl<D: Driver> Frozen<D> {
         let Self { pool, right } = self;
         // First: it stays open if what follows panics.
         pool.door().open();
-        let log = pool.set_pinned(true);
-        pool.ahead.go_on();
+        let log = pool.host_memory().set_pinned(true);
+        pool.host_memory().ahead.go_on();
         (Keeper::new(pool, right), log)
     }
 }
@@ -165,8 +165,8 @@ mod tests {
         assert_eq!(pins(), 0);
         assert!(log.steps.iter().any(|step| step.name == "unpin host memory"));
         let calls = pool.driver().faults().calls_total();
-        assert_eq!(pool.bring_in(u64::MAX).unwrap(), BroughtIn::NotNow);
-        assert_eq!(pool.give_idle_chunk_back().unwrap(), 0);
+        assert_eq!(pool.host_memory().bring_in(pool.gate(), u64::MAX).unwrap(), BroughtIn::NotNow);
+        assert_eq!(pool.host_memory().give_idle_chunk_back(pool.gate()).unwrap(), 0);
         assert_eq!(pool.driver().faults().calls_total(), calls);
         let (keeper, _) = frozen.thaw();
         assert_eq!(pins(), before);
@@ -182,7 +182,7 @@ mod tests {
         let (pool, keeper) = pool();
         let failed = keeper.freeze(SOON).unwrap_err();
         assert_eq!(failed.error, NotFrozen::NotAway);
-        assert!(pool.bring_in(u64::MAX).unwrap() == BroughtIn::Enough);
+        assert!(pool.host_memory().bring_in(pool.gate(), u64::MAX).unwrap() == BroughtIn::Enough);
     }
 
     #[test]

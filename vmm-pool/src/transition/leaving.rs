@@ -153,8 +153,8 @@ impl<D: Driver> Leaving<D> {
         budget: impl FnOnce(u64) -> HostBudget,
         schedule: Schedule,
     ) -> PoolResult<(LaidOut, StepLog)> {
-        self.pool().ledger().set_stays(stays)?;
-        let held_bytes = self.pool().arena().held_bytes();
+        self.pool().ledger().rows.set_stays(stays)?;
+        let held_bytes = self.pool().host_memory().arena().held_bytes();
         let budget = budget(held_bytes);
         let still = Still::drained(&self.quiesced);
         let seen = self.quiesced.seen();
@@ -202,11 +202,11 @@ impl<D: Driver> Leaving<D> {
     /// All that leaves is released: when the result is dropped, the process runs on without some tags, or the gate
     /// admits only calls that give memory up or ask about it.
     pub(super) fn into_released(self) -> Done<D> {
-        self.pool().ledger().disown_imports(&self.rows);
+        self.pool().ledger().rows.disown_imports(&self.rows);
         let then = match self.selection.after_pause() {
             After::Running => {
                 let mut ledger = self.pool().ledger();
-                ledger.owe_by_tag(&self.rows);
+                ledger.rows.owe_by_tag(&self.rows);
                 ledger.run_on();
                 Mode::Open
             }
@@ -236,9 +236,9 @@ impl<D: Driver> Prepared<D> {
             let mut ledger = leaving.pool().ledger();
             // From here on a copy counts only if nothing of it changes: a stage may write where that of a later one lies.
             for row in laid_out.changing() {
-                ledger.forget_copy(row);
+                ledger.rows.forget_copy(row);
             }
-            for row in ledger.rows_in(&leaving.rows).filter(|row| is_to_go(row)) {
+            for row in ledger.rows.among(&leaving.rows).filter(|row| is_to_go(row)) {
                 let waiting = match laid_out.copied_bytes(row.handle()) {
                     0 => Waiting::unlimited(row),
                     copied_bytes => Waiting::of(row, 0, copied_bytes),
@@ -383,7 +383,8 @@ impl<D: Driver> Departing<D> {
         let Self { leaving, queue, .. } = self;
         let ledger = leaving.pool().ledger();
         let window = |device| window(device).map(Allowance::AtLeastOne);
-        let (mut picked, others) = queue.take(window, |row| ledger.row(row).is_some_and(is_to_go));
+        let (mut picked, others) =
+            queue.take(window, |row| ledger.rows.get(row).is_some_and(is_to_go));
         picked.extend(others);
         picked
     }
@@ -393,14 +394,14 @@ impl<D: Driver> Departing<D> {
         let Self { leaving, queue, .. } = self;
         let ledger = leaving.pool().ledger();
         for waiting in picked.iter().rev() {
-            if ledger.row(waiting.row).is_some_and(is_to_go) {
+            if ledger.rows.get(waiting.row).is_some_and(is_to_go) {
                 queue.put_back(*waiting);
             }
         }
     }
 
     fn resident_of(&self, part: &Rows) -> ByDevice {
-        self.pool().ledger().own_bytes(part, Row::is_resident)
+        self.pool().ledger().rows.own_bytes(part, Row::is_resident)
     }
 }
 
@@ -420,14 +421,14 @@ impl<D: Driver> Still<'_, D> {
     ) -> PoolResult<(StepLog, [Layout; 2])> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
-        let mut arena = self.pool.arena();
+        let mut arena = self.pool.host_memory().arena();
         let (layouts, note) =
             log.timed("lay out", |_| self.layouts_within(&arena, rows, survey, copies, budget))?;
         log.notes.extend(note);
         let [_, filed] = &layouts;
         let reserved = log.timed("reserve disk", |_| arena.disk.reserve(&filed.copied_places()));
         if let Err(error) = reserved {
-            drop(self.pool.give_disk_back(&mut arena));
+            drop(self.pool.host_memory().give_disk_back(&mut arena));
             return Err(error);
         }
         Ok((log, layouts))
@@ -435,18 +436,18 @@ impl<D: Driver> Still<'_, D> {
 
     /// Takes all host memory that saving to `layouts` takes, pinned.
     fn hold_space(&self, log: &mut StepLog, [kept, filed]: &[Layout; 2]) -> PoolResult<()> {
-        let devices = self.pool.devices();
+        let devices = self.pool.holdings().devices();
         let Some(&device) = devices.first() else { return Ok(()) };
-        let mut arena = self.pool.arena();
+        let mut arena = self.pool.host_memory().arena();
         let pins = Pins::of(&devices);
         let about = || "pinning of host memory".to_owned();
         self.pool.driver.make_current(device).about(about, 0, Some(device))?;
         if !kept.placed.is_empty() {
             arena.pin_again(log, pins)?;
         }
-        arena.begin_growth(self.pool.nodes_of(&devices), kept.end_bytes);
+        arena.begin_growth(self.pool.devices().nodes_of(&devices), kept.end_bytes);
         let grown = arena.grow_to(log, kept.end_bytes, pins);
-        self.pool.ahead.end_growth();
+        self.pool.host_memory().ahead.end_growth();
         grown?;
         if filed.placed.is_empty() { Ok(()) } else { arena.hold_ring(log) }
     }
@@ -454,9 +455,9 @@ impl<D: Driver> Still<'_, D> {
     /// Nothing is saved where space was taken: gives it back.
     fn give_space_back(&self) {
         if self.pool.deferred.is_settled() {
-            self.pool.give_host_memory_back_by(HostArena::give_back_unused);
+            self.pool.host_memory().give_back_by(HostArena::give_back_unused);
         }
-        drop(self.pool.give_disk_back(&mut self.pool.arena()));
+        drop(self.pool.host_memory().give_disk_back(&mut self.pool.host_memory().arena()));
     }
 
     /// Undo of [`Still::save`]: own memory and imports are still there, with their contents; they are mapped again,
@@ -476,10 +477,10 @@ impl<D: Driver> Still<'_, D> {
         let spare = if before == Mode::Open {
             self.pool.run_again(rows)
         } else {
-            self.pool.ledger().stand_on(rows);
+            self.pool.ledger().rows.stand_on(rows);
             Vec::new()
         };
-        self.pool.give_host_memory_back_by(HostArena::give_back_unused);
+        self.pool.host_memory().give_back_by(HostArena::give_back_unused);
         Ok((log, spare))
     }
 }

@@ -19,7 +19,6 @@
 //! The order across processes is the caller's business; each step here leaves ledger and driver in agreement, whether
 //! it succeeds or fails.
 
-mod ahead;
 mod coming;
 mod copier;
 mod draining;
@@ -34,7 +33,6 @@ mod save;
 mod still;
 mod survey;
 
-pub use ahead::{BroughtIn, HostStanding};
 pub use coming::{Arriving, Restored, Returning};
 pub(crate) use copier::{Copier, Transfer};
 pub use draining::{Activity, DrainError, Draining};

@@ -22,7 +22,7 @@ impl<D: Driver> StillChunk<'_, D> {
         if let Some(range) = self.mapped_at() {
             self.unmap(range)?;
         }
-        Ok(self.pool.ledger().chunk_left(self.row, has_contents))
+        Ok(self.pool.ledger().rows.chunk_left(self.row, has_contents))
     }
 
     /// Gives the chunk memory and maps it. Its contents are not there yet: the caller that brings them says [`StillChunk::came`], or
@@ -39,7 +39,7 @@ impl<D: Driver> StillChunk<'_, D> {
     }
 
     fn take(&self, physical: Physical) {
-        let spare = self.pool.ledger().returned(self.row, physical);
+        let spare = self.pool.ledger().rows.returned(self.row, physical);
         if let Some(spare) = spare {
             // A try of before has left it its own.
             self.give_back(spare);
@@ -113,7 +113,7 @@ impl<D: Driver> StillChunk<'_, D> {
 
     /// The contents of the chunk are there, or on their way.
     pub(crate) fn came(self) {
-        self.pool.ledger().chunk_came(self.row);
+        self.pool.ledger().rows.chunk_came(self.row);
     }
 
     /// The contents of the chunk do not come: it is away as before, and its memory goes back to the driver. No copy of it

@@ -59,7 +59,7 @@ impl<D: Driver> Still<'_, D> {
             self.release_unmapped(log, rows, is_import);
             let ledger = self.pool.ledger();
             let goes = |row: &&Row| row.is_own() && row.is_resident() && loses_nothing(row);
-            meanwhile.ready = ledger.rows_in(rows).filter(goes).map(Row::handle).collect();
+            meanwhile.ready = ledger.rows.among(rows).filter(goes).map(Row::handle).collect();
         }
         let mut bytes = 0;
         for _ in 0..BETWEEN_MOST {
@@ -114,11 +114,11 @@ impl<D: Driver> Still<'_, D> {
 
     /// Says how much host memory and disk space a pause has used, at its end.
     pub(super) fn note_used(&self) {
-        let mut arena = self.pool.arena();
+        let mut arena = self.pool.host_memory().arena();
         let ([in_memory, in_file], kept_bytes) = {
             let ledger = self.pool.ledger();
-            let ends = [Store::Host, Store::File].map(|store| ledger.end_in(store));
-            (ends, ledger.kept_bytes())
+            let ends = [Store::Host, Store::File].map(|store| ledger.rows.end_in(store));
+            (ends, ledger.rows.kept_bytes())
         };
         arena.used(Used { end_bytes: in_memory, kept_bytes }, in_file > 0);
     }
@@ -145,7 +145,7 @@ impl<D: Driver> Still<'_, D> {
             Ok(())
         })?;
         log.timed("close exports", |_| {
-            let exports = self.pool.ledger().call_off_fetching(rows, loses_nothing);
+            let exports = self.pool.ledger().rows.call_off_fetching(rows, loses_nothing);
             drop(exports);
             Ok(())
         })?;
@@ -257,7 +257,8 @@ impl<D: Driver> Still<'_, D> {
     pub(super) fn map_row_again(&self, log: &mut StepLog, handle: VirtualHandle) -> PoolResult<()> {
         let starts: Vec<u64> = {
             let ledger = self.pool.ledger();
-            let mappings = ledger.row(handle).into_iter().flat_map(|row| ledger.mappings_of(row));
+            let mappings =
+                ledger.rows.get(handle).into_iter().flat_map(|row| ledger.mappings.of(row));
             let incomplete = mappings.filter(|mapping| mapping.presence() != Presence::Whole);
             incomplete.map(|mapping| mapping.range().start.0).collect()
         };
@@ -273,7 +274,7 @@ impl<D: Driver> Still<'_, D> {
     ) -> PoolResult<()> {
         let handles: Vec<VirtualHandle> = {
             let ledger = self.pool.ledger();
-            ledger.rows_in(rows).filter(|row| choose(row)).map(Row::handle).collect()
+            ledger.rows.among(rows).filter(|row| choose(row)).map(Row::handle).collect()
         };
         handles.into_iter().try_for_each(|handle| self.map_row_again(log, handle))
     }

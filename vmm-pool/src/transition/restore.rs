@@ -72,7 +72,7 @@ impl<D: Driver> Still<'_, D> {
             self.check_device_budget(log, rows)?;
             let wanted: Vec<_> = {
                 let ledger = self.pool.ledger();
-                let away = ledger.rows_in(rows).filter(|row| row.is_own() && !row.is_resident());
+                let away = ledger.rows.among(rows).filter(|row| row.is_own() && !row.is_resident());
                 away.map(|row| (row.handle(), row.size_bytes(), *row.prop())).collect()
             };
             let mut room = self.take_room(room, &wanted)?;
@@ -102,7 +102,7 @@ impl<D: Driver> Still<'_, D> {
                 let mut ledger = self.pool.ledger();
                 let entered = created.into_iter().map(|(row, mut made)| {
                     made.charge_with(|bytes, device| self.pool.budget.charge_anyway(device, bytes));
-                    ledger.returned(row, made)
+                    ledger.rows.returned(row, made)
                 });
                 entered.flatten().collect()
             };
@@ -151,7 +151,7 @@ impl<D: Driver> Still<'_, D> {
 
     /// Own memory of `rows` that is not on its device.
     fn missing_bytes(&self, rows: &Rows) -> BTreeMap<DeviceOrdinal, u64> {
-        self.pool.ledger().own_bytes(rows, |row| !row.is_resident())
+        self.pool.ledger().rows.own_bytes(rows, |row| !row.is_resident())
     }
 
     fn out_of_device_memory(&self, device: DeviceOrdinal, rows: &Rows) -> PoolError {
@@ -173,7 +173,7 @@ impl<D: Driver> Still<'_, D> {
         let mut copier = Copier::new(self.pool);
         let own: Vec<_> = {
             let ledger = self.pool.ledger();
-            let own = ledger.rows_in(part).filter(|row| row.is_own() && row.is_resident());
+            let own = ledger.rows.among(part).filter(|row| row.is_own() && row.is_resident());
             own.map(|row| (row.handle(), row.device())).collect()
         };
         let mut from_file = Vec::new();
@@ -218,10 +218,10 @@ impl<D: Driver> Still<'_, D> {
     ) -> PoolResult<Option<Target>> {
         let ((store, extents, zeros), writable, raw, size_bytes) = {
             let mut ledger = self.pool.ledger();
-            ledger.begin_refill(row);
-            let Some(found) = ledger.row(row) else { return Ok(None) };
+            ledger.rows.begin_refill(row);
+            let Some(found) = ledger.rows.get(row) else { return Ok(None) };
             let Some(saved) = found.saved() else { return Ok(None) };
-            let writable = ledger.mappings_of(found).find(|mapping| {
+            let writable = ledger.mappings.of(found).find(|mapping| {
                 mapping.rights_of(found.prop().location) == Some(AccessDesc::READ_WRITE)
             });
             let writable = writable.map(Mapping::range);
@@ -301,16 +301,16 @@ impl<D: Driver> Still<'_, D> {
         rows: &Rows,
         exports_max: usize,
     ) -> PoolResult<()> {
-        let wanted = self.pool.ledger().begin_fetching(rows);
+        let wanted = self.pool.ledger().rows.begin_fetching(rows);
         for (id, size_bytes) in wanted.into_iter().take(exports_max) {
-            let Some(raw) = self.pool.ledger().by_id(id).and_then(Row::raw) else { continue };
+            let Some(raw) = self.pool.ledger().rows.by_id(id).and_then(Row::raw) else { continue };
             log.call();
             let fd = self.pool.driver.export_fd(raw).about(
                 || "export, again".to_owned(),
                 size_bytes,
                 None,
             )?;
-            let unwanted = self.pool.ledger().keep_export(id, fd);
+            let unwanted = self.pool.ledger().rows.keep_export(id, fd);
             drop(unwanted);
         }
         Ok(())
@@ -324,7 +324,7 @@ impl<D: Driver> Still<'_, D> {
         let mut log = StepLog::default();
         let wanted: Vec<_> = {
             let ledger = self.pool.ledger();
-            let absent = ledger.rows().filter(|row| {
+            let absent = ledger.rows.iter().filter(|row| {
                 row.owner().is_some() && !row.is_resident() && descriptors.contains_key(&row.id())
             });
             absent.map(|row| (row.handle(), row.id(), row.size_bytes(), row.device())).collect()
@@ -347,7 +347,7 @@ impl<D: Driver> Still<'_, D> {
                 )?;
                 log.bytes += size_bytes;
                 let made = Physical::new(raw, size_bytes, device).under(leases.get(&id).cloned());
-                let unwanted = self.pool.ledger().returned(row, made);
+                let unwanted = self.pool.ledger().rows.returned(row, made);
                 self.release_all(log, unwanted.into_iter().collect());
             }
             Ok(())
@@ -374,7 +374,7 @@ impl<D: Driver> Pool<D> {
     pub(super) fn import_requests(&self, rows: &Rows) -> Vec<ImportRequest> {
         let ledger = self.ledger();
         let mut by_owner: BTreeMap<PeerId, Vec<AllocationId>> = BTreeMap::new();
-        for row in ledger.rows_in(rows).filter(|row| !row.is_resident()) {
+        for row in ledger.rows.among(rows).filter(|row| !row.is_resident()) {
             if let Some(owner) = row.owner() {
                 by_owner.entry(owner).or_default().push(row.id());
             }

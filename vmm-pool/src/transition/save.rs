@@ -3,7 +3,6 @@
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
 use std::collections::{BTreeMap, VecDeque};
-use std::os::fd::OwnedFd;
 
 use super::copier::{Copier, Transfer};
 use super::release::Meanwhile;
@@ -11,12 +10,11 @@ use super::still::Still;
 use crate::VirtualHandle;
 use crate::copies::Way;
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, VaRange};
-use crate::error::{Describe, PoolResult};
+use crate::error::PoolResult;
 use crate::journal::StepLog;
-use crate::ledger::{Layout, Mapping, Placed, Presence, Rows, Selection, Survey};
-use crate::pool::Pool;
+use crate::ledger::{Layout, Placed, Rows, Survey};
 use crate::report::KeptBytes;
-use crate::store::{Copies, Copying, HostArena, HostBudget, HostDemand, Pins, Saved, Store};
+use crate::store::{Copies, HostArena, HostBudget, Pins, Saved};
 
 #[derive(Debug)]
 pub(super) struct Item {
@@ -115,7 +113,7 @@ impl<D: Driver> Still<'_, D> {
         self.pool.deferred.settle()?;
         let mut copier = Copier::new(self.pool);
         // From here on a copy counts only if nothing of it changes.
-        self.pool.ledger().forget_copies(&kept);
+        self.pool.ledger().rows.forget_copies(&kept);
         let end_bytes = kept.end_bytes;
         let planned = log.timed("plan", |log| {
             let plan = self.plan(log, kept, filed)?;
@@ -125,10 +123,10 @@ impl<D: Driver> Still<'_, D> {
             Ok(plan)
         });
         let outcome = planned.and_then(|plan| {
-            let nodes = self.pool.nodes_of(&self.pool.devices());
-            self.pool.arena().begin_growth(nodes, end_bytes);
+            let nodes = self.pool.devices().nodes_of(&self.pool.holdings().devices());
+            self.pool.host_memory().arena().begin_growth(nodes, end_bytes);
             let kept = self.save_to_memory(log, &mut behind, &mut copier, &plan);
-            self.pool.ahead.end_growth();
+            self.pool.host_memory().ahead.end_growth();
             kept.and_then(|()| self.save_to_file(log, &mut copier, &plan.to_file))?;
             Ok(plan.kept)
         });
@@ -139,7 +137,7 @@ impl<D: Driver> Still<'_, D> {
             }
             if self.pool.deferred.is_settled() {
                 self.drop_views(log);
-                self.pool.ledger().void_copies();
+                self.pool.ledger().rows.void_copies();
             }
         }
         log.kept = Some(outcome?);
@@ -158,7 +156,7 @@ impl<D: Driver> Still<'_, D> {
     ) -> PoolResult<([Layout; 2], Option<String>)> {
         let mut fits = Ok(());
         for copies in Copies::FEWER.into_iter().filter(|fewer| *fewer <= copies) {
-            let [kept, filed] = self.pool.layouts(rows, survey, copies);
+            let [kept, filed] = self.pool.host_memory().layouts(rows, survey, copies);
             let file_bytes = filed.end_bytes;
             let grow_bytes = arena.growth(kept.end_bytes, file_bytes > 0);
             let needed_bytes = kept.end_bytes + file_bytes;
@@ -166,7 +164,7 @@ impl<D: Driver> Still<'_, D> {
             if fits.is_err() {
                 continue;
             }
-            let given_up = self.pool.ledger().give_copies_up(rows, copies);
+            let given_up = self.pool.ledger().rows.give_copies_up(rows, copies);
             let is_told = given_up > 0 && self.pool.copies.tells_of_room();
             let note = is_told.then(|| {
                 format!(
@@ -206,9 +204,9 @@ impl<D: Driver> Still<'_, D> {
     ) -> PoolResult<()> {
         let rows = behind.rows();
         // Also where this pause is of one of several devices only: the memory is there for the next one too.
-        let pins = Pins::of(&self.pool.devices());
+        let pins = Pins::of(&self.pool.holdings().devices());
         if !plan.groups.is_empty() {
-            self.pool.arena().pin_again(log, pins)?;
+            self.pool.host_memory().arena().pin_again(log, pins)?;
         }
         // Two groups may be in flight on a device; when the third is queued the first is done.
         let mut in_flight: BTreeMap<DeviceOrdinal, VecDeque<&Group>> = BTreeMap::new();
@@ -219,7 +217,7 @@ impl<D: Driver> Still<'_, D> {
             let done = if flying.len() == 2 { flying.pop_front() } else { None };
             flying.push_back(group);
             let end_bytes = group.items.iter().map(Item::end_bytes).max().unwrap_or(0);
-            self.pool.arena().grow_to(log, end_bytes, pins)?;
+            self.pool.host_memory().arena().grow_to(log, end_bytes, pins)?;
             log.timed("queue copies", |log| {
                 group.items.iter().try_for_each(|item| {
                     // SAFETY: the source stays mapped until its group is retired below, after its stream is done; the
@@ -319,13 +317,9 @@ impl<D: Driver> Still<'_, D> {
         for placed in layout.placed {
             let (device, readable, raw, size_bytes) = {
                 let ledger = self.pool.ledger();
-                let Some(found) = ledger.row(placed.row) else { continue };
+                let Some(found) = ledger.rows.get(placed.row) else { continue };
                 let Some(device) = found.device() else { continue };
-                let readable = ledger.mappings_of(found).find(|mapping| {
-                    let rights = mapping.rights_of(found.prop().location).unwrap_or(0);
-                    mapping.presence() == Presence::Whole && rights != 0 && !mapping.is_uneven()
-                });
-                let readable = readable.map(Mapping::range);
+                let readable = ledger.mappings.readable(found);
                 (device, readable, found.raw(), found.size_bytes())
             };
             let copied_bytes = placed.copied_bytes();
@@ -343,76 +337,6 @@ impl<D: Driver> Still<'_, D> {
             items.push(Item { row, saved, transfer, copied_bytes, view });
         }
         Ok(items)
-    }
-}
-
-impl<D: Driver> Pool<D> {
-    pub(super) fn layouts(&self, rows: &Rows, survey: &Survey, copies: Copies) -> [Layout; 2] {
-        let ledger = self.ledger();
-        let layout = |store| Layout::of(&ledger, rows, store, survey, copies);
-        [Store::Host, Store::File].map(layout)
-    }
-
-    /// Gives disk space back that no saved contents need. The file itself, when it is empty, is for the caller to
-    /// close.
-    pub(super) fn give_disk_back(&self, arena: &mut HostArena<D>) -> Option<OwnedFd> {
-        let places = self.ledger().places_in(Store::File);
-        arena.disk.keep_only(&places)
-    }
-
-    /// Host memory that a pause of `selection` would take now that copies everything, with what is saved there already.
-    /// Waits while host memory grows.
-    pub fn host_demand(&self, selection: &Selection) -> HostDemand {
-        self.demand_of(selection, &Survey::default())
-    }
-
-    /// As [`Pool::host_demand`], of a pause that copies what `survey` says.
-    pub(super) fn demand_of(&self, selection: &Selection, survey: &Survey) -> HostDemand {
-        let arena = self.arena();
-        let rows = self.ledger().choose(selection);
-        let growth =
-            |[kept, filed]: &[Layout; 2]| arena.growth(kept.end_bytes, filed.end_bytes > 0);
-        let with_all = self.layouts(&rows, survey, Copies::All);
-        let grow_with_all_bytes = growth(&with_all);
-        let [kept, filed] = with_all;
-        let to_memory_bytes = kept.placed.iter().map(Placed::copied_bytes).sum();
-        let to_file_bytes = filed.placed.iter().map(Placed::copied_bytes).sum();
-        let copying = Copying { to_memory_bytes, to_file_bytes };
-        // Where that takes nothing, nothing less can be requested.
-        let least = |copies, more: u64| match more {
-            0 => 0,
-            more => growth(&self.layouts(&rows, survey, copies)).min(more),
-        };
-        let grow_with_needed_bytes = least(Copies::Needed, grow_with_all_bytes);
-        let grow_bytes = least(Copies::None, grow_with_needed_bytes);
-        let held_bytes = arena.held_bytes();
-        HostDemand {
-            saved_bytes: kept.end_bytes + filed.end_bytes,
-            copying,
-            held_bytes,
-            grow_bytes,
-            grow_with_needed_bytes,
-            grow_with_all_bytes,
-        }
-    }
-
-    /// Has `give_back` give host memory back, which is told where saved contents and copies end. What does not go stays for the next
-    /// pause.
-    ///
-    /// # Driver calls
-    /// `cuMemHostUnregister`.
-    pub(super) fn give_host_memory_back_by(
-        &self,
-        give_back: impl FnOnce(&mut HostArena<D>, u64) -> PoolResult<()>,
-    ) {
-        let Some(&device) = self.devices().first() else { return };
-        let mut arena = self.arena();
-        let end_bytes = self.ledger().end_in(Store::Host);
-        let about = || "giving host memory back".to_owned();
-        let current = self.driver.make_current(device).about(about, 0, Some(device));
-        if let Err(error) = current.and_then(|()| give_back(&mut arena, end_bytes)) {
-            tracing::error!(%error, "host memory stays for the next pause");
-        }
     }
 }
 

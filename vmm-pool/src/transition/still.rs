@@ -10,7 +10,7 @@ use crate::driver::{Driver, RawEvent, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::Mode;
 use crate::journal::StepLog;
-use crate::ledger::{Rows, Selection, Survey};
+use crate::ledger::{Row, Rows, Selection, Survey};
 use crate::pool::{Entered, Pool, Right, Use};
 use crate::store::HostDemand;
 
@@ -138,7 +138,7 @@ impl<D: Driver> ShutGate<D> {
 
     fn set(&self, mode: Mode) {
         // Nobody waits for devices during calls of the application's.
-        self.pool.waits.forget();
+        self.pool.waits().forget();
         self.pool.copied.begin(0);
         if mode == Mode::Open {
             self.pool.holdings().thaw();
@@ -149,7 +149,7 @@ impl<D: Driver> ShutGate<D> {
 
     /// Chooses what a pause of `selection` moves. From here on, dropping it undoes that.
     pub(super) fn begin_pause(&mut self, selection: &Selection) -> Arc<Rows> {
-        let rows = Arc::new(self.pool.ledger().choose(selection));
+        let rows = Arc::new(self.pool.ledger().rows.choose(selection));
         self.on_drop = OnDrop::UndoPause(Arc::clone(&rows));
         rows
     }
@@ -201,7 +201,7 @@ impl<D: Driver> Quiesced<D> {
     pub fn mark_unused(&self, ranges: &[VaRange], selection: &Selection) {
         let mut ledger = self.pool().ledger();
         ledger.mark_unused(ranges);
-        ledger.give_up_by_tag(selection);
+        ledger.rows.give_up_by_tag(selection);
     }
 
     /// Has the devices tell what the kept contents of `selection` are, piece by piece, so that what is zero, or as in
@@ -213,7 +213,7 @@ impl<D: Driver> Quiesced<D> {
     /// `cuMemHostRegister`, `cuStreamCreate`, `cuLaunchKernel` once a device, `cuStreamSynchronize`; the first time also
     /// `cuModuleLoadData`.
     pub fn survey(&mut self, selection: &Selection) -> StepLog {
-        let rows = self.pool().ledger().choose(selection);
+        let rows = self.pool().ledger().rows.choose(selection);
         let (survey, log) = Still::drained(self).survey(&rows);
         self.survey = survey;
         log
@@ -221,7 +221,7 @@ impl<D: Driver> Quiesced<D> {
 
     /// Host memory that a pause of `selection` takes now, with what is saved there already, by what has been seen of it.
     pub fn host_demand(&self, selection: &Selection) -> HostDemand {
-        self.pool().demand_of(selection, &self.survey)
+        self.pool().host_memory().demand_of(selection, &self.survey)
     }
 
     pub(super) fn seen(&self) -> &Survey {
@@ -308,20 +308,14 @@ impl<'a, D: Driver> StillChunk<'a, D> {
                 return Ok(None);
             }
         }
-        let is_chunk = pool
-            .ledger()
-            .row(row)
-            .is_some_and(|row| row.backing().is_chunk() && row.backing().is_at_rest());
+        let is_chunk = pool.ledger().rows.chunk(row).is_some_and(|row| row.backing().is_at_rest());
         Ok(is_chunk.then_some(Self { pool, row }))
     }
 
     /// Of a chunk that is away, so that nothing can touch it. `None` if it is not.
     pub(crate) fn away(entered: &'a Entered<'_, D, Use>, row: VirtualHandle) -> Option<Self> {
         let pool = entered.pool;
-        let is_away = pool
-            .ledger()
-            .row(row)
-            .is_some_and(|row| row.backing().is_chunk() && row.is_set_aside());
+        let is_away = pool.ledger().rows.chunk(row).is_some_and(Row::is_set_aside);
         is_away.then_some(Self { pool, row })
     }
 }

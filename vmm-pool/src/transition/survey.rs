@@ -14,7 +14,7 @@ use crate::driver::{
 };
 use crate::error::PoolResult;
 use crate::journal::StepLog;
-use crate::ledger::{Mapping, Row, Rows, Survey};
+use crate::ledger::{Row, Rows, Survey};
 use crate::store::{Pinned, Prints};
 
 /// An allocation to look at, where its device reads it.
@@ -70,15 +70,12 @@ impl<D: Driver> Still<'_, D> {
         let ledger = self.pool.ledger();
         let is_saved = |row: &&Row| row.backing().has_contents() && row.is_kept();
         let mut all: BTreeMap<DeviceOrdinal, Vec<Looked>> = BTreeMap::new();
-        for row in ledger.rows_in(rows).filter(is_saved) {
+        for row in ledger.rows.among(rows).filter(is_saved) {
             let Some(device) = row.device().filter(|device| !self.pool.copies.is_refused(*device))
             else {
                 continue;
             };
-            let location = row.prop().location;
-            let mut mappings = ledger.mappings_of(row);
-            let readable = mappings.find(|mapping| mapping.is_readable_by_kernels(location));
-            let range = readable.map(Mapping::range).filter(|range| {
+            let range = ledger.mappings.readable(row).filter(|range| {
                 let is_even = |bytes: u64| bytes.is_multiple_of(WORD_BYTES);
                 is_even(range.start.0) && is_even(range.size_bytes)
             });

@@ -46,7 +46,7 @@ fn is_whole(pool: &SimPool, device: DeviceOrdinal, range: VaRange) -> bool {
 fn bring_in(pool: &SimPool, most_bytes: u64) -> Vec<StepLog> {
     let mut logs = Vec::new();
     loop {
-        match pool.bring_in(most_bytes).expect("host memory") {
+        match pool.host_memory().bring_in(pool.gate(), most_bytes).expect("host memory") {
             BroughtIn::Chunk { log, .. } => logs.push(log),
             BroughtIn::Enough => return logs,
             BroughtIn::NotNow => panic!("nobody else is there"),
@@ -59,7 +59,7 @@ fn names(log: &StepLog) -> Vec<&'static str> {
 }
 
 fn held(pool: &SimPool) -> (u64, u64) {
-    let HostStanding { held_bytes, wanted_bytes, .. } = pool.host_standing();
+    let HostStanding { held_bytes, wanted_bytes, .. } = pool.host_memory().standing();
     assert_eq!(pool.report().host_arena_bytes, held_bytes);
     (held_bytes, wanted_bytes)
 }
@@ -75,7 +75,7 @@ fn a_first_pause_takes_no_host_memory_that_was_brought_in_before() {
     assert_eq!(names(&logs[0]), ["touch host memory", "pin host memory"]);
     assert_eq!(held(&pool), (2 * CHUNK, 2 * CHUNK));
     assert_eq!(pool.driver().census().host_ranges, 2);
-    assert_eq!(pool.host_demand(&WHOLE).grow_bytes, 0);
+    assert_eq!(pool.host_memory().demand(&WHOLE).grow_bytes, 0);
     let log = pool.save(&WHOLE, HostBudget(Some(0))).expect("nothing is to be taken");
     assert!(!names(&log).contains(&"wait for host memory"), "{log:?}");
     assert!(!names(&log).contains(&"pin host memory"), "{log:?}");
@@ -136,7 +136,7 @@ fn refused_pinning_leaves_nothing_behind_and_names_the_call() {
         [DriverOp::HostRegister, DriverOp::ExchangeCaptureMode, DriverOp::PrimaryContextRetain]
     {
         faults.fail(op, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
-        let error = pool.bring_in(u64::MAX).expect_err("refused");
+        let error = pool.host_memory().bring_in(pool.gate(), u64::MAX).expect_err("refused");
         assert!(matches!(error, PoolError::Driver { size_bytes: UNIT, .. }), "{error}");
         assert!(error.to_string().contains("pinning of host memory"), "{error}");
         faults.clear();
@@ -153,7 +153,7 @@ fn what_was_brought_in_stays_over_a_pause_that_comes_to_nothing_and_goes_with_th
     let node = large_node();
     let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
     let pool = SimPool::new(Arc::clone(&driver), 2);
-    pool.set_file_dir("/dev/shm".into());
+    pool.host_memory().set_file_dir("/dev/shm".into());
     let range = filled(&pool, DEVICE, CHUNK + UNIT, Contents::Keep);
     filled(&pool, DEVICE, UNIT, Contents::File);
     bring_in(&pool, u64::MAX);
@@ -192,7 +192,7 @@ fn pauses_beside_it_take_what_is_on_its_way_and_never_more_than_they_need() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !is_over.load(Ordering::Relaxed) {
-                match pool.bring_in(u64::MAX).expect("host memory") {
+                match pool.host_memory().bring_in(pool.gate(), u64::MAX).expect("host memory") {
                     BroughtIn::Chunk { .. } => drop(brought_in.fetch_add(1, Ordering::Relaxed)),
                     BroughtIn::Enough | BroughtIn::NotNow => std::thread::yield_now(),
                 }
@@ -222,8 +222,11 @@ fn pauses_beside_it_take_what_is_on_its_way_and_never_more_than_they_need() {
 fn nothing_is_brought_in_once_the_process_ends() {
     let pool = pool(&large_node());
     filled(&pool, DEVICE, UNIT, Contents::Keep);
-    pool.stop_bringing_in(Duration::from_secs(1));
-    assert_eq!(pool.bring_in(u64::MAX).expect("no call"), BroughtIn::NotNow);
+    pool.host_memory().stop(Duration::from_secs(1));
+    assert_eq!(
+        pool.host_memory().bring_in(pool.gate(), u64::MAX).expect("no call"),
+        BroughtIn::NotNow
+    );
     assert_eq!(held(&pool).0, 0);
     pause(&pool);
     resume(&pool);
@@ -252,7 +255,9 @@ fn host_memory_is_brought_in_again_behind_a_freeze_that_did_not_wait_for_it() {
         let pinning = pool.driver().faults().hold(DriverOp::HostRegister);
         let bringing = scope.spawn(|| {
             pool.driver().make_current(DEVICE).expect("device 0");
-            pool.bring_in(u64::MAX).map(|came| matches!(came, BroughtIn::Chunk { .. }))
+            pool.host_memory()
+                .bring_in(pool.gate(), u64::MAX)
+                .map(|came| matches!(came, BroughtIn::Chunk { .. }))
         });
         assert!(pinning.is_met(SOON), "it is on its way");
         pause(&pool);
@@ -279,7 +284,7 @@ fn the_node_of_each_device_is_asked_by_its_pci_address() {
         Some(0)
     }
     let pool = pool(&large_node());
-    pool.place_on_nodes(node_of);
+    pool.devices().place_on_nodes(node_of);
     let here = filled(&pool, DEVICE, UNIT, Contents::Keep);
     let there = filled(&pool, OTHER, UNIT, Contents::Keep);
     bring_in(&pool, u64::MAX);
@@ -299,9 +304,12 @@ fn what_a_pause_has_taken_for_its_contents_is_not_idle() {
     resume(&pool);
     pool.reserve(&WHOLE, UNLIMITED).expect("host memory");
     let held_bytes = pool.report().host_arena_bytes;
-    assert_eq!(pool.give_idle_chunk_back().expect("not now"), 0);
+    assert_eq!(pool.host_memory().give_idle_chunk_back(pool.gate()).expect("not now"), 0);
     assert_eq!(pool.report().host_arena_bytes, held_bytes);
     pool.remount().expect("undone");
     drop(pool.commit_resume());
-    assert_eq!(pool.give_idle_chunk_back().expect("idle again"), held_bytes);
+    assert_eq!(
+        pool.host_memory().give_idle_chunk_back(pool.gate()).expect("idle again"),
+        held_bytes
+    );
 }

@@ -1,6 +1,5 @@
 //! The application's calls: ranges, references and refusals.
 
-use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -320,8 +319,7 @@ fn memory_released_by_another_thread_while_it_is_being_exported_stays_with_its_t
     let fd = owner.redeem(export.id, export.serial, PeerId(7)).expect("it is there");
     let importer = pool(&node);
     let source = ImportSource { id: export.id, size_bytes: UNIT, owner: OWNER };
-    let imported = importer.import(source, fd.as_fd(), kept()).expect("imported");
-    drop(fd);
+    let imported = importer.import(source, fd.into(), kept()).expect("imported");
     let there = map(&importer, imported, UNIT, &[AccessDesc::read_write(DEVICE)]);
     assert!(holds(&importer, DEVICE, there, pattern(5)), "the memory that was meant");
 }
@@ -345,7 +343,7 @@ fn a_mapping_or_export_that_the_driver_refuses_leaves_no_record() {
 #[test]
 fn a_capture_lets_a_wait_end_that_was_left_behind_before_it_had_begun() {
     let (pool, _, hold) = held(&node(), DriverOp::ContextSetCurrent);
-    assert!(pool.let_waits_end(Duration::ZERO), "nothing was asked");
+    assert!(pool.waits().let_end(Duration::ZERO), "nothing was asked");
     let faults = pool.driver().faults();
     let begun = faults.calls(DriverOp::PrimaryContextRetain);
     let mut draining = pool.keeper().close().expect("it runs");
@@ -358,9 +356,9 @@ fn a_capture_lets_a_wait_end_that_was_left_behind_before_it_had_begun() {
     let calls = || faults.calls(DriverOp::ContextSynchronize);
     assert_eq!(calls(), 0);
     drop(hold);
-    assert!(pool.let_waits_end(Duration::from_mins(1)));
+    assert!(pool.waits().let_end(Duration::from_mins(1)));
     assert_eq!(calls(), 1);
-    assert!(pool.let_waits_end(Duration::ZERO));
+    assert!(pool.waits().let_end(Duration::ZERO));
     assert_eq!(calls(), 1, "nobody wants to know any more");
 }
 
@@ -374,14 +372,14 @@ fn the_end_of_a_context_lets_a_wait_end_that_was_left_behind_in_it() {
     // The device's own context is waited for too.
     let holds = [hold, pool.driver().faults().hold(DriverOp::ContextSetCurrent)];
     let place = Waited::OwnContext(RawContext(77));
-    assert!(pool.let_waits_at_end(place, Duration::ZERO), "nothing was asked");
+    assert!(pool.waits().let_place_end(place, Duration::ZERO), "nothing was asked");
     let mut draining = pool.keeper().close().expect("it runs");
     let seen = draining.look(|| 0).expect("asked");
     assert!(!seen.is_idle);
     assert!(holds.iter().all(|hold| hold.is_met(Duration::from_mins(1))));
-    assert!(!pool.let_waits_at_end(place, Duration::ZERO));
+    assert!(!pool.waits().let_place_end(place, Duration::ZERO));
     drop(draining.reopen());
     drop(holds);
-    assert!(pool.let_waits_at_end(place, Duration::from_mins(1)));
-    assert!(pool.let_waits_at_end(place, Duration::ZERO));
+    assert!(pool.waits().let_place_end(place, Duration::from_mins(1)));
+    assert!(pool.waits().let_place_end(place, Duration::ZERO));
 }

@@ -18,7 +18,7 @@ fn several() -> SimPool {
     let node = SimNode::private(&[DEVICE_BYTES; DEVICES as usize]).expect("a node");
     let driver = SimDriver::new(node, SimOptions::default());
     let pool = SimPool::new(std::sync::Arc::new(driver), 2);
-    pool.set_file_dir("/dev/shm".into());
+    pool.host_memory().set_file_dir("/dev/shm".into());
     pool
 }
 

@@ -29,7 +29,7 @@ const PIECE: u64 = 64 << 10;
 fn filing_pool(node: &SimNode) -> (SimPool, tempfile::TempDir) {
     let dir = tempfile::tempdir().expect("a directory");
     let pool = pool(node);
-    pool.set_file_dir(dir.path().to_owned());
+    pool.host_memory().set_file_dir(dir.path().to_owned());
     (pool, dir)
 }
 
@@ -73,7 +73,7 @@ fn one_pause_keeps_files_and_discards() {
     let weights = filled(&pool, DEVICE, 40, class(Contents::File), 3);
     let elsewhere = filled(&pool, OTHER, 4, class(Contents::File), 4);
     for round in 10..12 {
-        let demand = pool.host_demand(&WHOLE);
+        let demand = pool.host_memory().demand(&WHOLE);
         assert_eq!(demand.saved_bytes, 46 * UNIT);
         assert_eq!(
             demand.held_bytes + demand.grow_bytes,
@@ -137,7 +137,7 @@ fn what_comes_back_first_gives_its_disk_back_first() {
     assert!(disk_bytes(dir.path()) <= all - 16 * UNIT, "a hole and a shorter file");
     // What leaves with it takes the gap, and another directory waits for an empty file.
     let other = tempfile::tempdir().expect("a directory");
-    pool.set_file_dir(other.path().to_owned());
+    pool.host_memory().set_file_dir(other.path().to_owned());
     pause(&pool);
     assert_eq!((open_files(dir.path()).len(), open_files(other.path()).len()), (1, 0));
     assert_eq!(pool.report().file_bytes, 24 * UNIT);
@@ -229,7 +229,7 @@ fn a_directory_that_is_not_there_is_named_and_nothing_has_changed() {
     let (pool, dir) = filing_pool(&node());
     let range = filled(&pool, DEVICE, 2, tagged("weights"), 7);
     let missing = dir.path().join("missing");
-    pool.set_file_dir(missing.clone());
+    pool.host_memory().set_file_dir(missing.clone());
     pool.drain();
     let (report, calls) = (pool.report(), pool.driver().faults().calls_total());
     let checked = check_file_dir(&missing).expect_err("not there").to_string();
@@ -339,7 +339,7 @@ fn pieces_that_begin_and_end_anywhere_come_back_beside_those_that_go_past_the_ca
     for dir in [tempfile::tempdir(), tempfile::tempdir_in("/dev/shm")] {
         let dir = dir.expect("a directory");
         let pool = pool(&node());
-        pool.set_file_dir(dir.path().to_owned());
+        pool.host_memory().set_file_dir(dir.path().to_owned());
         let odd = filled(&pool, DEVICE, 40, tagged("weights"), 1);
         let even = filled(&pool, DEVICE, 40, tagged("weights"), 2);
         for (begin, size_bytes) in [(4096 + 16, 5 * UNIT), (3 * UNIT, 16 * 1001)] {
@@ -362,7 +362,7 @@ fn a_directory_on_a_disk_that_is_read_only_is_named_and_nothing_moves() {
     let (pool, _dir) = filing_pool(&node());
     let range = filled(&pool, DEVICE, 2, tagged("weights"), 7);
     // The kernel's own files can be written by nobody in this way.
-    pool.set_file_dir("/proc".into());
+    pool.host_memory().set_file_dir("/proc".into());
     pool.drain();
     let calls = pool.driver().faults().calls_total();
     let error = pool.save(&WHOLE, UNLIMITED).expect_err("read-only");
@@ -413,7 +413,7 @@ fn a_limit_on_files_is_an_error_and_no_signal() {
         return;
     };
     let pool = pool(&node());
-    pool.set_file_dir(dir);
+    pool.host_memory().set_file_dir(dir);
     let range = filled(&pool, DEVICE, 3, tagged("weights"), 5);
     // For this process alone.
     setrlimit(Resource::RLIMIT_FSIZE, UNIT, UNIT).expect("a limit");
@@ -427,7 +427,7 @@ fn a_limit_on_files_is_an_error_and_no_signal() {
 fn nothing_is_left_of_a_process_that_was_killed_while_paused() {
     if let Some(dir) = given_dir() {
         let pool = pool(&node());
-        pool.set_file_dir(dir);
+        pool.host_memory().set_file_dir(dir);
         filled(&pool, DEVICE, 3, tagged("weights"), 5);
         pause(&pool);
         let mut output = std::io::stdout();

@@ -31,7 +31,7 @@ fn processes_that_save_little_take_little_host_memory() {
             let place =
                 map(pool, create(pool, DEVICE, 1, kept()), UNIT, &[AccessDesc::read_write(DEVICE)]);
             write(pool, DEVICE, place, pattern(seed));
-            assert!(pool.host_demand(&WHOLE).grow_bytes <= 8 << 20);
+            assert!(pool.host_memory().demand(&WHOLE).grow_bytes <= 8 << 20);
             pool.save(&WHOLE, HostBudget(Some(8 << 20))).expect("room for what it saves");
             pool.release_selected().expect("released");
             place
@@ -76,7 +76,9 @@ fn who_asks_about_host_memory_waits_for_no_copy_of_a_pause() {
     let asking = std::thread::spawn(move || {
         assert!(hold.is_met(LIMIT), "contents are saved");
         let (tell, told) = mpsc::channel();
-        std::thread::spawn(move || tell.send((asked.movable_bytes(), asked.file_dir())));
+        std::thread::spawn(move || {
+            tell.send((asked.host_memory().movable_bytes(), asked.host_memory().file_dir()))
+        });
         let answer = told.recv_timeout(LIMIT);
         drop(hold);
         answer.map(drop)
@@ -110,7 +112,7 @@ fn host_memory_of_a_pause_that_failed_goes_back_to_what_the_last_one_used() {
     resume(&pool);
     assert_eq!(arena_bytes(&pool), UNIT, "kept for the next pause");
     let more = create(&pool, DEVICE, CHUNK / UNIT, kept());
-    assert_eq!(pool.host_demand(&WHOLE).grow_bytes, CHUNK);
+    assert_eq!(pool.host_memory().demand(&WHOLE).grow_bytes, CHUNK);
     faults.fail(DriverOp::HostRegister, FaultSpan::Nth(1), DriverCode::OUT_OF_MEMORY);
     let error = pool.save(&WHOLE, UNLIMITED).expect_err("the second piece is refused");
     assert!(error.to_string().contains("pinning of host memory"), "{error}");
@@ -175,7 +177,7 @@ fn what_nobody_used_may_be_used_after_a_pause_that_came_to_nothing() {
     let place = map(&pool, handle, 2 * UNIT, &[AccessDesc::read_write(DEVICE)]);
     pool.mark_unused(&[place]);
     pool.drain();
-    assert_eq!(pool.host_demand(&WHOLE).saved_bytes, 0);
+    assert_eq!(pool.host_memory().demand(&WHOLE).saved_bytes, 0);
     pool.remount().expect("nothing has moved");
-    assert_eq!(pool.host_demand(&WHOLE).saved_bytes, 2 * UNIT);
+    assert_eq!(pool.host_memory().demand(&WHOLE).saved_bytes, 2 * UNIT);
 }

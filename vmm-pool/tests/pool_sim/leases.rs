@@ -42,7 +42,7 @@ fn borrow(lender: &SimPool, handle: VirtualHandle, borrower: &SimPool) -> Virtua
     let export = lender.export(handle).expect("export");
     let lent = lent(lender, &export);
     let source = ImportSource { id: export.id, size_bytes: export.size_bytes, owner: OWNER };
-    borrower.enter().borrow(source, lent, kept()).expect("borrowed")
+    borrower.enter().import(source, lent, kept()).expect("borrowed")
 }
 
 /// A borrower that was paused resumes, and borrows `export` again.
@@ -154,7 +154,7 @@ fn an_import_that_the_driver_refuses_leaves_nothing_lent() {
         assert_eq!(lent_of(&lender).bytes, UNIT);
         borrower.driver().faults().fail(op, FaultSpan::Nth(1), DriverCode::UNKNOWN);
         let source = ImportSource { id: export.id, size_bytes: UNIT, owner: OWNER };
-        borrower.enter().borrow(source, lent, kept()).expect_err("refused");
+        borrower.enter().import(source, lent, kept()).expect_err("refused");
         borrower.driver().faults().clear();
         assert_eq!(lent_of(&lender), LentTotals::default(), "{op:?}");
     }

@@ -120,7 +120,7 @@ fn discarded_memory_comes_back_without_a_copy() {
     let scratch = create(&pool, DEVICE, 4, class(Contents::Discard));
     let range = map(&pool, scratch, 4 * UNIT, &[RW(DEVICE)]);
     write(&pool, DEVICE, range, pattern(1));
-    assert_eq!(pool.host_demand(&WHOLE).saved_bytes, 0);
+    assert_eq!(pool.host_memory().demand(&WHOLE).saved_bytes, 0);
     let saved = pool.save(&WHOLE, UNLIMITED).expect("saving");
     let released = pool.release_selected().expect("release");
     assert_eq!((saved.bytes, released.bytes), (0, 4 * UNIT));

@@ -316,7 +316,7 @@ fn demand_says_what_each_choice_of_copies_takes() {
     save(&pool, &tagged("one"));
     resume_tags(&pool, &["one"]);
     fill(&pool, memory(&pool, "other", Contents::Keep, 20), 2);
-    let demand = pool.host_demand(&tagged("other"));
+    let demand = pool.host_memory().demand(&tagged("other"));
     let all = Copies::FEWER.map(|copies| demand.grow_bytes_with(copies));
     assert_eq!(all, [CHUNK, 0, 0]);
     assert_eq!((demand.held_bytes, demand.grow_bytes), (CHUNK, 0));
@@ -330,14 +330,14 @@ fn what_lies_in_the_file_already_is_not_to_be_copied_there() {
     for range in ranges {
         fill(&pool, range, 1);
     }
-    assert_eq!(pool.host_demand(&tagged("one")).copying.to_file_bytes, 2 * UNIT);
+    assert_eq!(pool.host_memory().demand(&tagged("one")).copying.to_file_bytes, 2 * UNIT);
     // Host memory for the way there is refused at first, and does not count as held.
     pool.driver().faults().fail(DriverOp::HostRegister, FaultSpan::Nth(1), DriverCode::UNKNOWN);
     pool.save(&tagged("one"), UNLIMITED).expect_err("it is not pinned");
     assert_eq!(pool.report().host_arena_bytes, 0);
     pool.remount().expect("undone");
     save(&pool, &tagged("one"));
-    let copying = pool.host_demand(&WHOLE).copying;
+    let copying = pool.host_memory().demand(&WHOLE).copying;
     assert_eq!((copying.to_memory_bytes, copying.to_file_bytes), (UNIT, 0));
     resume_tags(&pool, &["one"]);
     assert!(ranges.into_iter().all(|range| has(&pool, range, 1)));

@@ -457,10 +457,10 @@ impl SimPool {
     pub(crate) fn import(
         &self,
         source: ImportSource,
-        fd: BorrowedFd<'_>,
+        lent: Borrowed,
         class: Class,
     ) -> PoolResult<VirtualHandle> {
-        self.pool.enter().import(source, fd, class)
+        self.pool.enter().import(source, lent, class)
     }
 
     pub(crate) fn import_foreign(

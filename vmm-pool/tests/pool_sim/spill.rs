@@ -30,7 +30,7 @@ fn later() -> Instant {
 fn a_pool() -> (SimPool, tempfile::TempDir) {
     let pool = pool(&SimNode::private(&[2 * CHUNK]).expect("a node"));
     let dir = tempfile::tempdir().expect("a directory");
-    pool.set_file_dir(dir.path().to_owned());
+    pool.host_memory().set_file_dir(dir.path().to_owned());
     (pool, dir)
 }
 
@@ -60,18 +60,22 @@ fn contents_go_to_the_file_step_by_step_and_come_back_from_there() {
     for ring_bytes in [0, CHUNK] {
         pause(&pool);
         assert_eq!(pool.report().host_arena_bytes, 2 * CHUNK + ring_bytes);
-        assert_eq!(pool.movable_bytes(), 2 * LARGE * UNIT);
+        assert_eq!(pool.host_memory().movable_bytes(), 2 * LARGE * UNIT);
         // What lies last goes first, one allocation at least.
-        let first = pool.spill(1, later(), &|| false).expect("room on the disk");
+        let first = pool.host_memory().spill(1, later(), &|| false).expect("room on the disk");
         let half = LARGE * UNIT;
         assert_eq!(first, Spilled { moved_bytes: half, given_back_bytes: CHUNK, left_bytes: half });
         let report = pool.report();
         assert_eq!((report.file_bytes, report.spilled_bytes), (half, half));
-        let second = pool.spill(u64::MAX, later(), &|| false).expect("room on the disk");
+        let second =
+            pool.host_memory().spill(u64::MAX, later(), &|| false).expect("room on the disk");
         assert_eq!(second, Spilled { moved_bytes: half, given_back_bytes: CHUNK, left_bytes: 0 });
         assert_eq!(pool.report().host_arena_bytes, ring_bytes);
         assert_eq!(gate_of(&pool), GateAt::Offloaded);
-        assert_eq!(pool.spill(u64::MAX, later(), &|| false).expect("nothing"), Spilled::default());
+        assert_eq!(
+            pool.host_memory().spill(u64::MAX, later(), &|| false).expect("nothing"),
+            Spilled::default()
+        );
         let mut bytes = [0; 16];
         pool.saved().read(ranges[1].start, &mut bytes).expect("it reads the file");
         assert_eq!(bytes, pattern(2));
@@ -92,11 +96,11 @@ fn nothing_of_before_is_taken_for_unchanged_after_it() {
     resume(&pool);
     // Now all of it is as in the copies.
     pause(&pool);
-    pool.spill(u64::MAX, later(), &|| false).expect("room on the disk");
+    pool.host_memory().spill(u64::MAX, later(), &|| false).expect("room on the disk");
     resume(&pool);
     write(&pool, DEVICE, ranges[0], pattern(7));
     pause(&pool);
-    assert_eq!(pool.movable_bytes(), 4 * UNIT, "all of it was copied");
+    assert_eq!(pool.host_memory().movable_bytes(), 4 * UNIT, "all of it was copied");
     resume(&pool);
     assert!(holds(&pool, DEVICE, ranges[0], pattern(7)));
     assert!(holds(&pool, DEVICE, ranges[1], pattern(2)));
@@ -107,8 +111,8 @@ fn what_has_no_room_on_the_disk_stays_in_host_memory() {
     let (pool, _dir) = a_pool();
     let ranges = two(&pool, SMALL);
     pause(&pool);
-    pool.set_file_dir("/nowhere".into());
-    let error = pool.spill(u64::MAX, later(), &|| false).unwrap_err();
+    pool.host_memory().set_file_dir("/nowhere".into());
+    let error = pool.host_memory().spill(u64::MAX, later(), &|| false).unwrap_err();
     assert!(matches!(error, PoolError::FileRefused { operation: "making", .. }), "{error}");
     let report = pool.report();
     assert_eq!((report.file_bytes, report.host_arena_bytes), (0, 2 * SMALL * UNIT));
@@ -124,15 +128,15 @@ fn what_somebody_reads_in_place_stays_there_and_what_nothing_is_given_back_for()
     let first = VaRange::new(ranges[1].start, 16);
     let place = pool.saved().at(first).expect("in host memory");
     // The chunk that both lie in stays.
-    assert_eq!(pool.movable_bytes(), 0);
-    let spilled = pool.spill(u64::MAX, later(), &|| false).expect("nothing");
+    assert_eq!(pool.host_memory().movable_bytes(), 0);
+    let spilled = pool.host_memory().spill(u64::MAX, later(), &|| false).expect("nothing");
     assert_eq!(spilled, Spilled::default());
     assert_eq!(pool.saved().at(first), Ok(place));
     resume(&pool);
     assert_holds(&pool, ranges);
     // The next time it may.
     pause(&pool);
-    let spilled = pool.spill(u64::MAX, later(), &|| false).expect("room");
+    let spilled = pool.host_memory().spill(u64::MAX, later(), &|| false).expect("room");
     assert_eq!(spilled.moved_bytes, 2 * SMALL * UNIT);
     resume(&pool);
     assert_holds(&pool, ranges);
@@ -151,7 +155,7 @@ fn what_somebody_is_given_the_place_of_while_it_is_written_stays() {
         false
     };
     let half = LARGE * UNIT;
-    let spilled = pool.spill(u64::MAX, later(), &lend).expect("room on the disk");
+    let spilled = pool.host_memory().spill(u64::MAX, later(), &lend).expect("room on the disk");
     assert_eq!(spilled, Spilled { moved_bytes: half, given_back_bytes: 0, left_bytes: half });
     assert_eq!(pool.saved().at(first).ok(), place.get());
     resume(&pool);
@@ -172,11 +176,14 @@ fn what_is_freed_while_it_is_written_lies_where_it_was_until_then() {
         if !is_freed.replace(true) {
             pool.unmap(range).expect("unmap");
             pool.release(handle).expect("release");
-            assert_eq!(pool.give_idle_chunk_back().expect("it is in use"), 0);
+            assert_eq!(
+                pool.host_memory().give_idle_chunk_back(pool.gate()).expect("it is in use"),
+                0
+            );
         }
         false
     };
-    let spilled = pool.spill(u64::MAX, later(), &free).expect("room on the disk");
+    let spilled = pool.host_memory().spill(u64::MAX, later(), &free).expect("room on the disk");
     assert_eq!((spilled.moved_bytes, spilled.given_back_bytes), (0, held_bytes));
     assert_eq!(pool.report().file_bytes, 0);
 }
@@ -189,8 +196,9 @@ fn only_what_lies_behind_what_stays_is_moved() {
         pause(&pool);
         let first = VaRange::new(ranges[lent].start, 16);
         let place = pool.saved().at(first).expect("in host memory");
-        assert_eq!(pool.movable_bytes(), moved_bytes);
-        let spilled = pool.spill(u64::MAX, later(), &|| false).expect("room on the disk");
+        assert_eq!(pool.host_memory().movable_bytes(), moved_bytes);
+        let spilled =
+            pool.host_memory().spill(u64::MAX, later(), &|| false).expect("room on the disk");
         let given_back_bytes = if moved_bytes > 0 { CHUNK } else { 0 };
         assert_eq!(spilled, Spilled { moved_bytes, given_back_bytes, left_bytes: 0 });
         assert_eq!(pool.saved().at(first), Ok(place));
@@ -204,7 +212,8 @@ fn an_allocation_that_is_not_written_in_time_stays_and_is_named() {
     let (pool, _dir) = a_pool();
     let ranges = two(&pool, LARGE);
     pause(&pool);
-    let error = pool.spill(u64::MAX, Instant::now(), &|| false).unwrap_err().to_string();
+    let error =
+        pool.host_memory().spill(u64::MAX, Instant::now(), &|| false).unwrap_err().to_string();
     let bytes = LARGE * UNIT;
     assert!(
         error.contains(&format!("({bytes} bytes at 0: one allocation moves as a whole")),
@@ -212,7 +221,7 @@ fn an_allocation_that_is_not_written_in_time_stays_and_is_named() {
     );
     let report = pool.report();
     assert_eq!((report.file_bytes, report.host_arena_bytes), (0, 2 * CHUNK));
-    let spilled = pool.spill(u64::MAX, later(), &|| false).expect("room on the disk");
+    let spilled = pool.host_memory().spill(u64::MAX, later(), &|| false).expect("room on the disk");
     assert_eq!(spilled.moved_bytes, 2 * bytes);
     resume(&pool);
     assert_holds(&pool, ranges);
@@ -228,11 +237,11 @@ fn what_is_called_off_ends_between_two_allocations_and_all_contents_are_somewher
     for (asked_max, moved_bytes) in [(0, 0), (bytes.div_ceil(64 << 20), bytes)] {
         let asked = Cell::new(0_u64);
         let is_called_off = || asked.replace(asked.get() + 1) >= asked_max;
-        let spilled = pool.spill(u64::MAX, later(), &is_called_off);
+        let spilled = pool.host_memory().spill(u64::MAX, later(), &is_called_off);
         assert_eq!(spilled.expect("it is no failure").moved_bytes, moved_bytes, "{asked_max}");
         assert_eq!(pool.report().spilled_bytes, moved_bytes);
     }
-    let spilled = pool.spill(u64::MAX, later(), &|| false).expect("room on the disk");
+    let spilled = pool.host_memory().spill(u64::MAX, later(), &|| false).expect("room on the disk");
     assert_eq!((spilled.moved_bytes, spilled.left_bytes), (bytes, 0));
     resume(&pool);
     assert_holds(&pool, ranges);
@@ -245,7 +254,7 @@ fn host_memory_that_the_driver_will_not_unpin_stays_and_contents_are_safe() {
     pause(&pool);
     let faults = pool.driver().faults();
     faults.fail(DriverOp::HostUnregister, FaultSpan::From(1), DriverCode::UNKNOWN);
-    pool.spill(u64::MAX, later(), &|| false).unwrap_err();
+    pool.host_memory().spill(u64::MAX, later(), &|| false).unwrap_err();
     faults.clear();
     assert_eq!(pool.report().spilled_bytes, 2 * SMALL * UNIT);
     resume(&pool);
@@ -262,7 +271,7 @@ fn contents_that_are_set_aside_and_those_of_the_policy_file_keep_apart() {
     pause_tags(&pool, &["kv"]);
     pause(&pool);
     assert_eq!(pool.report().file_bytes, 4 * UNIT);
-    pool.spill(u64::MAX, later(), &|| false).expect("room on the disk");
+    pool.host_memory().spill(u64::MAX, later(), &|| false).expect("room on the disk");
     let report = pool.report();
     assert_eq!((report.file_bytes, report.spilled_bytes), (9 * UNIT, 5 * UNIT));
     resume(&pool);
@@ -294,7 +303,8 @@ fn what_is_freed_while_it_is_written_keeps_its_place_until_then() {
         }
         false
     };
-    let spilled = pool.spill(u64::MAX, later(), &is_called_off).expect("room on the disk");
+    let spilled =
+        pool.host_memory().spill(u64::MAX, later(), &is_called_off).expect("room on the disk");
     assert_eq!((written.get(), spilled.moved_bytes), (true, 0), "it is gone");
     page_out(&pool, &pager, stream, 3);
     assert_eq!(pool.report().host_arena_bytes, 2 * UNIT, "the first place is free now");

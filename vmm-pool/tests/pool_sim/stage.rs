@@ -1,7 +1,6 @@
 //! A node with one pool a process, and a way to write and look at device bytes.
 
 use std::collections::HashMap;
-use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use vmm_pool::budget::Counted;
@@ -43,7 +42,7 @@ pub(crate) fn pool(node: &SimNode) -> SimPool {
     let driver = SimDriver::new(node.clone(), SimOptions::default());
     driver.make_current(DEVICE).expect("device 0");
     let pool = SimPool::new(Arc::new(driver), 2);
-    pool.set_file_dir("/dev/shm".into());
+    pool.host_memory().set_file_dir("/dev/shm".into());
     pool
 }
 
@@ -143,7 +142,7 @@ pub(crate) fn share(
     let export = owner.export(handle).expect("export");
     let fd = owner.redeem(export.id, export.serial, PeerId(importer_id)).expect("a descriptor");
     let source = ImportSource { id: export.id, size_bytes: export.size_bytes, owner: OWNER };
-    importer.import(source, fd.as_fd(), kept()).expect("import")
+    importer.import(source, fd.into(), kept()).expect("import")
 }
 
 /// Fetches what `importer` gave up from `owner`, and maps it again.

@@ -1,7 +1,6 @@
 //! Pauses and resumes by tag of a process that runs on.
 
 use std::collections::BTreeSet;
-use std::os::fd::AsFd as _;
 
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
@@ -425,7 +424,7 @@ impl SharedTag {
         let export = owner.export(handle).expect("export");
         let fd = owner.redeem(export.id, export.serial, PeerId(1)).expect("a descriptor");
         let source = ImportSource { id: export.id, size_bytes: export.size_bytes, owner: OWNER };
-        let imported = importer.import(source, fd.as_fd(), class).expect("import");
+        let imported = importer.import(source, fd.into(), class).expect("import");
         let there = map(&importer, imported, UNIT, &[RW(OTHER)]);
         filled(&owner, 1, tagged("other", Contents::Keep), 7);
         Self { owner, importer, handle, contents, place, there }

@@ -313,7 +313,7 @@ impl World {
                 1 => {
                     let most_bytes = UNIT * self.random.below(40);
                     let until = Instant::now() + Duration::from_mins(5);
-                    let spilled = self.pool.spill(most_bytes, until, &|| false);
+                    let spilled = self.pool.host_memory().spill(most_bytes, until, &|| false);
                     self.log.push(format!("  spill {most_bytes}: {spilled:?}"));
                 }
                 _ => {

@@ -213,7 +213,10 @@ fn what_is_freed_before_it_is_written_is_passed_over_though_its_host_memory_has_
     for range in freed {
         pool.unmap(range).expect("memory is given up while it is away");
     }
-    assert_eq!(pool.give_idle_chunk_back().expect("an idle chunk"), HOST_CHUNK_BYTES);
+    assert_eq!(
+        pool.host_memory().give_idle_chunk_back(pool.gate()).expect("an idle chunk"),
+        HOST_CHUNK_BYTES
+    );
     assert!(out.write_on(&pool, Instant::now() + Duration::from_mins(1)).expect("the rest"));
     assert_eq!([out.written_bytes(), out.total_bytes()], [9 * UNIT; 2]);
     let written: Vec<_> = (0..3).map(|index| out.written(index)).collect();

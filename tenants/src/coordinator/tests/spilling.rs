@@ -28,7 +28,7 @@ fn paused_in(dir: &Path, host_limits: fn() -> Vec<HostLimit>) -> Job {
         config.host_limits = host_limits;
     });
     let pool = job.members[0].pool();
-    pool.set_file_dir(dir.to_owned());
+    pool.host_memory().set_file_dir(dir.to_owned());
     pool.driver().make_current(DEVICE).unwrap();
     let class = Class { library: "test", contents: Contents::Keep, ..Class::default() };
     let handle = memory::create(pool, DEVICE, UNITS, class);

@@ -21,7 +21,7 @@ pub(super) fn deltas<D: Driver>(
         let info = driver.make_current(device).and_then(|()| driver.memory_info());
         DeviceDelta {
             device,
-            uuid: pool.uuid(device),
+            uuid: pool.devices().uuid(device),
             bytes,
             free_bytes: info.map_or(0, |info| info.free_bytes),
             total_bytes: info.map_or(0, |info| info.total_bytes),
@@ -32,9 +32,9 @@ pub(super) fn deltas<D: Driver>(
 
 /// `window` by the numbers that devices have in this process.
 pub(super) fn known<D: Driver>(pool: &Pool<D>, window: &Window) -> ByDevice {
-    let devices = pool.devices().into_iter();
+    let devices = pool.holdings().devices().into_iter();
     let named = devices.filter_map(|device| {
-        let uuid = pool.uuid(device);
+        let uuid = pool.devices().uuid(device);
         let (_, bytes) = window.devices.iter().find(|(name, _)| *name == uuid)?;
         Some((device, *bytes))
     });
@@ -48,7 +48,7 @@ pub(super) fn staged<D: Driver>(
     left: BTreeMap<DeviceOrdinal, Left>,
 ) -> PhaseReport {
     let left = left.into_iter().map(|(device, left)| StageLeft {
-        uuid: pool.uuid(device),
+        uuid: pool.devices().uuid(device),
         bytes: left.bytes,
         smallest_bytes: left.smallest_bytes,
     });

@@ -191,9 +191,10 @@ impl Saving {
                 continue;
             }
             let device = holding.device.map(|ordinal| {
-                let name = devices
-                    .entry(ordinal)
-                    .or_insert_with(|| DeviceName { uuid: pool.uuid(ordinal), ordinal: ordinal.0 });
+                let name = devices.entry(ordinal).or_insert_with(|| DeviceName {
+                    uuid: pool.devices().uuid(ordinal),
+                    ordinal: ordinal.0,
+                });
                 name.clone()
             });
             allocations.push(SavedAllocation {
@@ -301,17 +302,17 @@ impl<D: Driver> Executor<D> {
         let said = SpillProgress { rests_ms, limits, ..SpillProgress::default() };
         let may_move = self.member.config().spills
             && state == MemberState::Paused
-            && !(self.member.config().is_in_memory)(&self.pool.file_dir());
+            && !(self.member.config().is_in_memory)(&self.pool.host_memory().file_dir());
         if !may_move {
             return Reply::Spilled(Box::new(said));
         }
         if step.most_bytes == 0 {
-            let left_bytes = self.pool.movable_bytes();
+            let left_bytes = self.pool.host_memory().movable_bytes();
             return Reply::Spilled(Box::new(SpillProgress { left_bytes, ..said }));
         }
         let is_called_off = || is_called_off.load(Ordering::Relaxed);
         let until = Instant::now() + SPILL_STEP_TIME;
-        match self.pool.spill(step.most_bytes, until, &is_called_off) {
+        match self.pool.host_memory().spill(step.most_bytes, until, &is_called_off) {
             Ok(Spilled { moved_bytes, given_back_bytes, left_bytes }) => {
                 tracing::info!(
                     moved_bytes,

@@ -434,7 +434,7 @@ impl<D: Driver> Sharing<D> {
     /// Is a device of this name surely none of this process's?
     fn cannot_see(&self, uuid: &str) -> bool {
         let is_name = uuid.starts_with("GPU-");
-        is_name && !self.pool.sees_device(uuid)
+        is_name && !self.pool.devices().sees(uuid)
     }
 
     fn ask_anew(

@@ -125,7 +125,8 @@ impl<D: Driver> Sharing<D> {
                 FetchPurpose::Again => 0,
             };
             // Asked before: redeeming may be the last use of the allocation in this process.
-            let device = pool.device_of(id);
+            let device = pool.holdings().device_of(id);
+            let device = device.map(|device| pool.devices().uuid(device)).unwrap_or_default();
             let (lease, watch) = ticket::lease().map_err(|error| {
                 FailureKind::Driver.because(format!(
                     "process {PID} can lend no more ({error}): raise its limit of open files (ulimit -n), or close \

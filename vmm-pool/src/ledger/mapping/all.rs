@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::super::Block;
+use super::super::{Block, Row};
 use super::{Mapping, Presence};
 use crate::driver::{AccessDesc, DeviceAddress, RawContext, VaRange};
 
@@ -27,6 +27,22 @@ impl Mappings {
     /// The mapping that begins at `start`.
     pub(crate) fn get(&self, start: u64) -> Option<&Mapping> {
         self.0.get(&start)
+    }
+
+    /// Those of `row`, in order.
+    pub(crate) fn of(&self, row: &Row) -> impl Iterator<Item = &Mapping> {
+        row.mapped_at().filter_map(|start| self.get(start))
+    }
+
+    /// Where `row` is in the driver's page tables, in order.
+    pub(crate) fn present(&self, row: &Row) -> impl Iterator<Item = VaRange> {
+        self.of(row).filter(|mapping| mapping.is_present()).map(Mapping::range)
+    }
+
+    /// Where kernels on its device may read all of `row`, as far as is known.
+    pub(crate) fn readable(&self, row: &Row) -> Option<VaRange> {
+        let place = row.prop().location;
+        self.of(row).find(|mapping| mapping.is_readable_by_kernels(place)).map(Mapping::range)
     }
 
     /// Changes the mapping that begins at `start`, if there is one.

@@ -34,10 +34,10 @@ fn a_descriptor_is_kept_or_comes_out() {
     let handle = insert(&mut ledger, 1);
     let serial = ledger.begin_export(handle).unwrap().serial;
     let ((first, _), (second, kept), (third, refused)) = (descriptor(), descriptor(), descriptor());
-    assert!(ledger.keep_export(id(1), first).is_none());
-    let replaced = ledger.keep_export(id(1), second).expect("another thread's");
+    assert!(ledger.rows.keep_export(id(1), first).is_none());
+    let replaced = ledger.rows.keep_export(id(1), second).expect("another thread's");
     assert_ne!(replaced.as_raw_fd(), kept);
-    let nobodys = ledger.keep_export(id(9), third).expect("there is no such memory");
+    let nobodys = ledger.rows.keep_export(id(9), third).expect("there is no such memory");
     assert_eq!(nobodys.as_raw_fd(), refused);
     // With the last ticket it goes.
     let other = ledger.begin_export(handle).unwrap();
@@ -55,28 +55,31 @@ fn a_pause_that_has_begun_meanwhile_knows_of_no_further_importer() {
     let serial = ledger.begin_export(handle).unwrap().serial;
     ledger.freeze();
     assert!(matches!(ledger.redeemed(id(1), serial, by_peer), Err(PoolError::Frozen)));
-    assert!(ledger.row(handle).unwrap().sharing().importers().is_empty());
-    assert!(ledger.row(handle).unwrap().sharing().tickets.await_somebody(), "it is good still");
+    assert!(ledger.rows.get(handle).unwrap().sharing().importers().is_empty());
+    assert!(
+        ledger.rows.get(handle).unwrap().sharing().tickets.await_somebody(),
+        "it is good still"
+    );
     ledger.run_on();
     ledger.redeemed(id(1), serial, by_peer).unwrap();
-    assert_eq!(ledger.row(handle).unwrap().sharing().importers(), [PEER]);
+    assert_eq!(ledger.rows.get(handle).unwrap().sharing().importers(), [PEER]);
 }
 
 #[test]
 fn who_fetches_again_is_an_importer_and_nobody_else_is() {
     let mut ledger = Ledger::default();
     let [fetched, forgotten] = [1, 2].map(|number| shared(&mut ledger, number));
-    ledger.fetched(id(1), OTHER_PEER);
-    let wanted = ledger.begin_fetching(&whole(&ledger));
+    ledger.rows.fetched(id(1), OTHER_PEER);
+    let wanted = ledger.rows.begin_fetching(&whole(&ledger));
     assert_eq!(wanted.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [id(1), id(2)]);
-    ledger.fetched(id(1), OTHER_PEER);
+    ledger.rows.fetched(id(1), OTHER_PEER);
     assert!(ledger.end_fetching(&whole(&ledger)).is_empty(), "its application holds both");
-    assert_eq!(ledger.row(fetched).unwrap().sharing().importers(), [OTHER_PEER]);
-    assert!(ledger.row(forgotten).unwrap().sharing().importers().is_empty());
+    assert_eq!(ledger.rows.get(fetched).unwrap().sharing().importers(), [OTHER_PEER]);
+    assert!(ledger.rows.get(forgotten).unwrap().sharing().importers().is_empty());
     // From then on nobody is forgotten.
-    ledger.fetched(id(1), PEER);
+    ledger.rows.fetched(id(1), PEER);
     assert!(ledger.end_fetching(&whole(&ledger)).is_empty());
-    assert_eq!(ledger.row(fetched).unwrap().sharing().importers(), [PEER, OTHER_PEER]);
+    assert_eq!(ledger.rows.get(fetched).unwrap().sharing().importers(), [PEER, OTHER_PEER]);
 }
 
 #[test]
@@ -86,35 +89,38 @@ fn what_has_a_descriptor_or_stays_or_is_nobody_elses_is_not_exported_again() {
     insert(&mut ledger, 3);
     insert_of(&mut ledger, 4, Origin::Imported { owner: PEER });
     let (fd, _) = descriptor();
-    assert!(ledger.keep_export(id(1), fd).is_none());
-    ledger.set_stays(&[(id(2), StayReason::Pinned)]).unwrap();
-    let wanted = ledger.begin_fetching(&whole(&ledger));
+    assert!(ledger.rows.keep_export(id(1), fd).is_none());
+    ledger.rows.set_stays(&[(id(2), StayReason::Pinned)]).unwrap();
+    let wanted = ledger.rows.begin_fetching(&whole(&ledger));
     assert_eq!(wanted.iter().map(|(id, ..)| *id).collect::<Vec<_>>(), [id(2)]);
     // Nobody fetches what stays, and a process that has it keeps it.
     assert!(ledger.end_fetching(&whole(&ledger)).is_empty());
-    assert_eq!(ledger.row(stays).unwrap().sharing().importers(), [PEER]);
-    assert_eq!(ledger.row(stays).unwrap().reason_to_stay(), None, "the pause is over");
+    assert_eq!(ledger.rows.get(stays).unwrap().sharing().importers(), [PEER]);
+    assert_eq!(ledger.rows.get(stays).unwrap().reason_to_stay(), None, "the pause is over");
     // Of another selection nothing is looked at.
-    let none = ledger.choose(&Selection::Tagged(Tags::All, Whose::Everybody));
-    assert!(ledger.begin_fetching(&none).is_empty());
+    let none = ledger.rows.choose(&Selection::Tagged(Tags::All, Whose::Everybody));
+    assert!(ledger.rows.begin_fetching(&none).is_empty());
 }
 
 #[test]
 fn a_resume_that_is_called_off_keeps_the_importers_of_before() {
     let mut ledger = Ledger::default();
     let [called_off, goes_on] = [1, 2].map(|number| shared(&mut ledger, number));
-    ledger.begin_fetching(&whole(&ledger));
+    ledger.rows.begin_fetching(&whole(&ledger));
     let kept = [1, 2].map(|number| {
         let (fd, kept) = descriptor();
-        assert!(ledger.keep_export(id(number), fd).is_none());
+        assert!(ledger.rows.keep_export(id(number), fd).is_none());
         kept
     });
-    let out = ledger.call_off_fetching(&whole(&ledger), |row| row.handle() == called_off);
+    let out = ledger.rows.call_off_fetching(&whole(&ledger), |row| row.handle() == called_off);
     assert_eq!(numbers(&out), [kept[0]], "no descriptor is kept for those who would fetch it");
     assert!(ledger.end_fetching(&whole(&ledger)).is_empty());
-    assert_eq!(ledger.row(called_off).unwrap().sharing().importers(), [PEER]);
-    assert!(ledger.row(goes_on).unwrap().sharing().importers().is_empty(), "nobody has fetched it");
-    assert_eq!(numbers(&ledger.take_spare_exports()), [kept[1]]);
+    assert_eq!(ledger.rows.get(called_off).unwrap().sharing().importers(), [PEER]);
+    assert!(
+        ledger.rows.get(goes_on).unwrap().sharing().importers().is_empty(),
+        "nobody has fetched it"
+    );
+    assert_eq!(numbers(&ledger.rows.take_spare_exports()), [kept[1]]);
 }
 
 #[test]
@@ -123,11 +129,11 @@ fn what_its_application_freed_while_it_was_away_goes_when_its_importers_have_it(
     let handle = shared(&mut ledger, 1);
     assert_eq!(raws(&ledger.take_unmapped(&whole(&ledger), |_| true)), [1]);
     assert!(ledger.drop_reference(handle).unwrap().is_none(), "an importer may want it");
-    assert!(ledger.returned(handle, physical(2)).is_none());
-    ledger.begin_fetching(&whole(&ledger));
-    ledger.fetched(id(1), PEER);
+    assert!(ledger.rows.returned(handle, physical(2)).is_none());
+    ledger.rows.begin_fetching(&whole(&ledger));
+    ledger.rows.fetched(id(1), PEER);
     // In the order of a resume's end.
-    ledger.arrived(&whole(&ledger));
+    ledger.rows.arrived(&whole(&ledger));
     ledger.run_on();
     let gone = ledger.end_fetching(&whole(&ledger));
     assert_eq!(
@@ -137,7 +143,7 @@ fn what_its_application_freed_while_it_was_away_goes_when_its_importers_have_it(
             .collect::<Vec<_>>(),
         [2]
     );
-    assert!(ledger.by_id(id(1)).is_none());
+    assert!(ledger.rows.by_id(id(1)).is_none());
 }
 
 #[test]
@@ -146,10 +152,10 @@ fn a_descriptor_that_a_ticket_needs_is_not_spare() {
     let handle = insert(&mut ledger, 1);
     let serial = ledger.begin_export(handle).unwrap().serial;
     let (fd, number) = descriptor();
-    assert!(ledger.keep_export(id(1), fd).is_none());
-    assert!(ledger.take_spare_exports().is_empty());
+    assert!(ledger.rows.keep_export(id(1), fd).is_none());
+    assert!(ledger.rows.take_spare_exports().is_empty());
     assert!(ledger.export_failed(id(1), serial).is_none(), "its application holds it");
-    assert_eq!(numbers(&ledger.take_spare_exports()), [number]);
+    assert_eq!(numbers(&ledger.rows.take_spare_exports()), [number]);
 }
 
 thread_local! {
@@ -175,14 +181,14 @@ fn insert_many(ledger: &mut Ledger, count: u64) -> Vec<AllocationId> {
         let (id, prop) = (AllocationId(bytes), AllocationProp::pinned_on(GPU));
         let (class, origin) = (Class::default(), Origin::Own);
         let new = NewRow { id, size_bytes: SIZE_BYTES, prop, origin, class };
-        ledger.insert(new, physical(number));
+        ledger.rows.insert(new, physical(number));
         id
     };
     (0..count).map(one).collect()
 }
 
 fn issue(ledger: &mut Ledger, id: AllocationId, null: &File) {
-    let handle = ledger.by_id(id).unwrap().handle();
+    let handle = ledger.rows.by_id(id).unwrap().handle();
     let serial = ledger.begin_export(handle).unwrap().serial;
     drop(ledger.watch_ticket(id, serial, open_ticket(null)));
 }

@@ -29,7 +29,7 @@ impl<'a, D: Driver> Worker<'a, D> {
     ) -> PoolResult<bool> {
         let (range, saved) = {
             let ledger = self.shared.pool.ledger();
-            let saved = ledger.row(row).and_then(|row| row.saved()).cloned();
+            let saved = ledger.rows.get(row).and_then(|row| row.saved()).cloned();
             (aside.or_else(|| ledger.chunk_range(row)).ok_or(PoolError::NotOurs)?, saved)
         };
         let all = vec![Range { start: 0, end: range.size_bytes }];
@@ -57,14 +57,14 @@ impl<'a, D: Driver> Worker<'a, D> {
         };
         let (log, end_bytes) = (&mut StepLog::default(), extent.place().end);
         let held = self.shared.check_host(end_bytes).and_then(|()| {
-            let devices = pool.devices();
-            let nodes = pool.nodes_of(&devices);
-            let mut arena = pool.arena();
+            let devices = pool.holdings().devices();
+            let nodes = pool.devices().nodes_of(&devices);
+            let mut arena = pool.host_memory().arena();
             arena.set_nodes(nodes);
             arena.grow_to(log, end_bytes, Pins::of(&devices))
         });
         if let Err(error) = held {
-            pool.ledger().forget_copy(row);
+            pool.ledger().rows.forget_copy(row);
             return Err(error);
         }
         let transfer = Transfer { device: self.shared.device, range, extents: vec![extent] };

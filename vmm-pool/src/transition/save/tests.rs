@@ -3,6 +3,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::driver::DeviceAddress;
 use crate::scaling::assert_not_quadratic;
+use crate::store::Store;
 
 const GROUP_BYTES: u64 = 256 << 20;
 

@@ -120,7 +120,7 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
     let member = Member::join(config, driver)?;
     // Who imports memory of others touches it only while it is there.
     exchange::TAGS.into_iter().for_each(tenants::region::agree_to_run_without);
-    member.pool().set_file_dir(host::file_dir(&charter.node, charter.seed));
+    member.pool().host_memory().set_file_dir(host::file_dir(&charter.node, charter.seed));
     // Most find what is zero and what has not changed, and some copy all.
     member.pool().copies().detect_changes(!charter.seed.is_multiple_of(8));
     member.pool().copies().set_piece_bytes(piece_bytes(charter.seed));
