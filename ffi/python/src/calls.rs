@@ -100,24 +100,24 @@ impl Library {
     /// Begins a region of this thread, or of threads that have none of their own; of every device when there is none.
     #[pyo3(signature = (tag, contents, device, begun=None, all_threads=false))]
     fn region_begin(
-        &self,
-        py: Python<'_>,
+        slf: &Bound<'_, Self>,
         tag: &str,
         contents: c_int,
         device: Option<c_int>,
         begun: Option<&Bound<'_, PyList>>,
         all_threads: bool,
     ) -> PyResult<()> {
+        let (slf, py) = (slf.borrow(), slf.py());
         let (c_tag, device) = (CString::new(tag)?, device.unwrap_or(-1));
         let done = if all_threads {
             call!(
-                self,
+                slf,
                 py,
                 "region",
                 sublet_region_begin_all_threads(c_tag.as_ptr(), contents, device)
             )
         } else {
-            call!(self, py, "region", sublet_region_begin_on(c_tag.as_ptr(), contents, device))
+            call!(slf, py, "region", sublet_region_begin_on(c_tag.as_ptr(), contents, device))
         };
         noted(begun, done.map(|()| tag.to_owned())).map(drop)
     }

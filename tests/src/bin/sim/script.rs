@@ -365,6 +365,7 @@ impl Script {
     }
 
     /// Is what came of a command what may come of it?
+    #[expect(clippy::too_many_arguments, reason = "all that was seen of one command")]
     fn judge(
         &self,
         tenant: usize,

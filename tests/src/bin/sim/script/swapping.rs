@@ -197,6 +197,7 @@ impl Script {
         self.enter_tags(pair.to, &back, verdict);
     }
 
+    #[expect(clippy::too_many_arguments, reason = "all that was seen of one command")]
     fn judge_swap(
         &self,
         Pair { from, to }: Pair,
