@@ -18,7 +18,8 @@ use crate::interpose::driver::call_driver;
 
 static LISTED: Mutex<Listed> = Mutex::new(Listed::new());
 static PRIMARY_CONTEXTS: Mutex<BTreeMap<c_int, usize>> = Mutex::new(BTreeMap::new());
-/// How often the application retains each device's primary context. Less than nothing where it did so before an attach.
+/// The number of times that the application retains each device's primary context. Can be negative where it did so
+/// before an attach.
 static RETAINED_PRIMARIES: Mutex<BTreeMap<c_int, i64>> = Mutex::new(BTreeMap::new());
 
 /// Contexts that were seen, by what a pause does about their work.

@@ -1,5 +1,5 @@
-//! What the environment says to this process. All settings of ours are [`Settings`]; other projects' names count if ours say nothing:
-//! `GMM_LOG` (0 to 5), `GMM_IPC_DIR`, `AMEM_ENABLE` and `AMEM_GROUPID`, `TMS_DISK_BACKUP_DIR`.
+//! The environment of this process. All settings of ours are [`Settings`]. Other projects' names count if ours say
+//! nothing: `GMM_LOG` (0 to 5), `GMM_IPC_DIR`, `AMEM_ENABLE` and `AMEM_GROUPID`, `TMS_DISK_BACKUP_DIR`.
 
 #![expect(unsafe_code, reason = "asks for the terminal session")]
 
@@ -23,7 +23,7 @@ const GROUP_UNSET: i32 = i32::MIN;
 /// The environment as it was when this process joined its tenant.
 static JOINED_WITH: OnceLock<Environment> = OnceLock::new();
 
-/// What the variables that matter here say.
+/// The values of the variables that matter here.
 #[derive(Clone, Debug)]
 pub(crate) struct Environment {
     pub(crate) settings: Settings,
@@ -37,12 +37,12 @@ pub(crate) struct Environment {
     nccl_ep_timeout_ms: Option<u64>,
 }
 
-/// What the environment says: as it was when this process joined its tenant, and before that, as it is.
+/// Returns the environment: as it was when this process joined its tenant, and before that, as it is.
 pub(crate) fn current() -> Cow<'static, Environment> {
     JOINED_WITH.get().map_or_else(|| Cow::Owned(Environment::read()), Cow::Borrowed)
 }
 
-/// What the environment says now that this process joins. It counts from here on.
+/// Returns the environment now that this process joins. It counts from here on.
 pub(crate) fn at_joining() -> &'static Environment {
     JOINED_WITH.get_or_init(Environment::read)
 }
@@ -82,7 +82,7 @@ impl Environment {
     /// each other.
     ///
     /// # Errors
-    /// What is named is no tenant; the text says what is.
+    /// The name is no tenant's; the text says what is.
     pub(crate) fn tenant(&self) -> Result<TenantName, String> {
         if let Some(wrong) = self.wrong.iter().find(|wrong| wrong.name == TENANT_VARIABLE) {
             return Err(wrong.text.clone());
@@ -120,7 +120,7 @@ impl Environment {
         device_files::named(&self.settings.without_pins)
     }
 
-    /// What people should know of the settings of this process.
+    /// Returns the notes for people about the settings of this process.
     pub(crate) fn notes(&self) -> Vec<String> {
         let mut notes: Vec<_> = self
             .wrong

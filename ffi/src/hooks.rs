@@ -7,10 +7,10 @@
 //! | replace | answered from the pool, or passed on when it is not about memory of ours | [`crate::replaced`] |
 //! | pass | not hooked, for the reason given | `PASSED` in the completeness test |
 //!
-//! Which functions there are, by name and version, says the table of `sublet_cuda_driver::functions`. Each row of it has one
-//! exported function of the driver's own name (for libraries that link the driver directly), which is also the entry that
-//! `dlsym` and `cuGetProcAddress` answer with. The completeness test holds the table against every function that
-//! NVIDIA's header declares.
+//! The table of `sublet_cuda_driver::functions` says which functions there are, by name and version. Each row of it has
+//! one exported function of the driver's own name (for libraries that link the driver directly). That function is also
+//! the entry that `dlsym` and `cuGetProcAddress` answer with. The completeness test holds the table against every
+//! function that NVIDIA's header declares.
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 

@@ -18,8 +18,8 @@
 //! * [`c_api`]: `include/sublet.h` and the `ncclPause` family.
 //! * [`compat`]: what callers of other projects know by other names.
 //!
-//! What becomes of memory, collectives and pauses is decided in the crates below. Decided here is which function a caller
-//! gets, and nothing here prints, exits or unwinds.
+//! The crates below decide what becomes of memory, collectives and pauses. This crate decides which function a caller
+//! gets. Nothing here prints, exits or unwinds.
 
 /// The functions of the C interface as `bindings` declares them: a type for each, by its name.
 macro_rules! functions {

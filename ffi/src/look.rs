@@ -1,9 +1,9 @@
 //! The launch look: which memory of windows a call to the driver names.
 //!
-//! Where something is paged whose uses nobody announces, each call that gives work to a device is compared, word by word,
-//! with the addresses of such windows: a kernel's parameters as the driver describes them, the ranges of copies and fills, and
-//! the structures that describe a copy. What is found must be on the device before the call is made; the thread
-//! waits for that outside of the gate.
+//! The uses of some windows are announced by nobody. Each call that gives work to a device is compared, word by word,
+//! with the addresses of such windows. The look reads a kernel's parameters as the driver describes them, and the
+//! ranges of copies and fills. It also reads the structures that describe a copy. What is found must be on the device
+//! before the call is made. The thread waits for that outside of the gate.
 //!
 //! | call | what is compared |
 //! | --- | --- |
@@ -39,9 +39,9 @@ use crate::interpose::driver::call_driver;
 use crate::records::Record;
 use crate::runtime;
 
-/// How long a call waits for its memory. The time of a pause does not count.
+/// The longest time that a call waits for its memory. The time of a pause does not count.
 const WAIT: Duration = Duration::from_mins(10);
-/// What is compared: an address.
+/// The size of what is compared: an address.
 const WORD_BYTES: usize = size_of::<u64>();
 /// Ranges of one call that are found without an allocation.
 const FEW: usize = 8;
@@ -49,7 +49,7 @@ const FEW: usize = 8;
 const EXTRA_END: usize = 0;
 const EXTRA_BUFFER: usize = 1;
 const EXTRA_SIZE: usize = 2;
-/// Where `CUlaunchConfig` has its stream: behind seven sizes of four bytes.
+/// The offset of the stream in a `CUlaunchConfig`: behind seven sizes of four bytes.
 const CONFIG_STREAM_OFFSET: usize = 32;
 
 /// The addresses of all windows, as [`Hull::packed`] has them; 0: there is none. One number, so that no look sees the beginning of one hull and
@@ -58,7 +58,7 @@ static HULL: AtomicU64 = AtomicU64::new(0);
 /// The unit of its two halves: 32 bits are enough for any address.
 const HULL_UNIT_BITS: u32 = 25;
 static WINDOWS: LazyLock<RwLock<Windows>> = LazyLock::new(RwLock::default);
-/// What is looked at of each function.
+/// The parameters of each function that are looked at.
 static LAYOUTS: LazyLock<RwLock<HashMap<usize, Layout>>> = LazyLock::new(RwLock::default);
 
 /// A call has a reference to all of them: the lock is not held while it waits.
@@ -74,7 +74,8 @@ struct Window {
 }
 
 impl Window {
-    /// Where a call's work goes, as this window sees it: its events stand behind no stream of another context.
+    /// Returns the place of a call's work, as this window sees it: its events stand behind no stream of another
+    /// context.
     fn place(&self, place: In, current: Option<RawContext>) -> In {
         match place {
             In::Stream(raw) | In::OwnStream(raw) if current != self.context => {
@@ -115,7 +116,7 @@ pub(crate) fn remove(pager: &Arc<Pager<CudaDriver>>) {
     }
 }
 
-/// What a call gives to the driver.
+/// The parts of a call to the driver that name memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Names<'a> {
     Kernel {
@@ -407,7 +408,7 @@ impl Drop for StaysInUse {
 /// Waits until what was [`found`] is on the device.
 ///
 /// # Errors
-/// What the call is to answer.
+/// The code that the call is to answer with.
 pub(crate) fn begin(symbol: &str, found: &Found, place: In) -> Result<Option<StaysInUse>, c_int> {
     let mut seen = StaysInUse::new();
     let current = contexts::current_context();

@@ -44,9 +44,9 @@ pub(crate) use crate::contexts::{
     primary_was_reset, primary_was_retained,
 };
 
-/// How many threads bring new host memory in. More would only get in the way of the thread that pins it:
-/// with 4 processes together on 64 cores, 4 threads each gave a first pause of 48 GB/s in all and 16 each
-/// 40 GB/s; 6 still feed one process alone at the speed it can pin.
+/// The most threads that bring new host memory in. More would only get in the way of the thread that pins it. With 4
+/// processes together on 64 cores, 4 threads each gave a first pause of 48 GB/s in all. There 16 threads each gave 40
+/// GB/s. Yet 6 still feed one process alone at the speed it can pin.
 const TOUCHER_THREADS_MAX: usize = 6;
 
 /// The exit code of a process that had to join its tenant and could not.
@@ -142,17 +142,17 @@ pub(crate) fn paged_regions() -> &'static PagedRegions<CudaDriver> {
     &PAGED_REGIONS
 }
 
-/// Which devices may reach which plain memory.
+/// Returns the devices that may reach plain memory, by the device that owns it.
 pub(crate) fn accessors() -> &'static Accessors {
     &ACCESSORS
 }
 
-/// Which streams are being captured, also before the process joins.
+/// Returns the streams that are being captured, also before the process joins.
 pub(crate) fn captures() -> &'static Captures {
     &CAPTURES
 }
 
-/// Which graphs launch collectives.
+/// Returns the graphs that launch collectives.
 pub(crate) fn graphs() -> &'static Graphs {
     &GRAPHS
 }
@@ -162,7 +162,7 @@ pub(crate) fn collectives() -> &'static Collectives {
     &COLLECTIVES
 }
 
-/// What is registered with network cards and the like.
+/// Returns the registrations with network cards and the like.
 pub(crate) fn registrations() -> &'static Registrations {
     &REGISTRATIONS
 }
@@ -334,7 +334,8 @@ pub(crate) fn set_file_dir(dir: PathBuf) {
     }
 }
 
-/// How the driver is called about processes of tenants: by the `sublet` command, where it lies next to this library or in `../bin`.
+/// Returns the `sublet` command as the way to call the driver about processes of tenants. The command is looked for
+/// next to this library and in `../bin`.
 pub(crate) fn checkpointer() -> Option<Arc<dyn Checkpointer>> {
     let (_, library) = loader::image_of((checkpointer as *const ()).addr())?;
     let library = PathBuf::from(std::ffi::OsStr::from_bytes(library.as_bytes()));
@@ -484,7 +485,7 @@ fn failed_inside() -> c_int {
 /// NCCL's function whose memory it registers as windows, also where it calls it for itself, by both of its names.
 const FOR_WINDOWS: [&CStr; 2] = [c"ncclMemAlloc", c"pncclMemAlloc"];
 
-/// What the function that holds the return address `caller` wants memory for.
+/// Returns the purpose for which the function that holds the return address `caller` wants memory.
 pub(crate) fn purpose_of_caller(caller: usize) -> Purpose {
     static KNOWN: LazyLock<RwLock<HashMap<usize, Purpose>>> = LazyLock::new(RwLock::default);
     let known = KNOWN.read().unwrap_or_else(PoisonError::into_inner).get(&caller).copied();

@@ -16,7 +16,7 @@ use crate::hooks::{ASKING, WAITING};
 use crate::interposed::*;
 use crate::replaced::*;
 
-/// How a value is passed by the C interface of x86-64.
+/// The way in which the C interface of x86-64 passes a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Passed {
     /// In an integer register, of this many bytes.
@@ -73,7 +73,7 @@ values! {
     }
 }
 
-/// How a function's arguments are passed, and what it returns, which is the last.
+/// The ways in which a function passes its arguments, and its result, which is the last.
 trait Signature {
     fn passed(self) -> Vec<Passed>;
 }

@@ -34,7 +34,7 @@ pub enum CheckpointError {
 
 /// The calls of the driver's that are about another process, by its id in this pid namespace. From any thread.
 pub trait Checkpointer: std::fmt::Debug + Send + Sync {
-    /// Where a process stands. Does not wait for it.
+    /// Returns where a process stands, as the driver says. Does not wait for the process.
     ///
     /// # Errors
     /// [`CheckpointError`].

@@ -1,5 +1,7 @@
-//! What a program can ask about tenants, as one value: each function of the C interface makes one, and Python writes it as JSON, such as
-//! `{"pause": {"tenant": "train", "tags": ["kv"]}}`. What comes of it is JSON too.
+//! The commands that a program can give about tenants, each as one value.
+//!
+//! Each function of the C interface makes one. Python writes it as JSON, such as
+//! `{"pause": {"tenant": "train", "tags": ["kv"]}}`. The result is JSON too.
 
 use std::collections::BTreeSet;
 use std::error::Error;

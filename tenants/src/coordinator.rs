@@ -63,7 +63,7 @@ use crate::scope::Scope;
 use crate::time::millis;
 use crate::wire::{Action, Phase};
 
-/// How long a coordinator waits, and for what.
+/// The options of a coordinator: how long it waits and for what, and how it acts.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// For each phase that prepares, and at least that for the greeting; none for their own defaults
@@ -85,7 +85,7 @@ pub struct Options {
     /// Before a resume creates anything, ask every member what is needed and free. For trying again and
     /// again: one that cannot succeed then takes no memory from others even for a moment.
     pub look_first: bool,
-    /// What a resume does about memory that was imported from processes that have ended.
+    /// The rule of a resume for memory that was imported from processes that have ended.
     pub lost_imports: LostImports,
     /// Calls the action off when it is raised before the point of no return.
     pub interrupt: Option<Interrupt>,
@@ -99,13 +99,14 @@ pub struct Options {
     /// of the two it may hold for that. If both and a window have room on it, it holds both. None for the usual, which fits
     /// tenants of many gigabytes.
     pub window_bytes: Option<u64>,
-    /// What a pause takes off the devices.
+    /// The things that a pause takes off the devices.
     pub depth: Depth,
-    /// How the driver is called about other processes, for that and for the way back. Without it both are refused.
+    /// The interface to the driver's calls about other processes, for a pause that takes contexts and for the way back.
+    /// Without it both are refused.
     pub checkpointer: Option<Arc<dyn Checkpointer>>,
-    /// Which memory the action is about.
+    /// The memory that the action is about.
     pub scope: Scope,
-    /// Who takes part.
+    /// The members that take part.
     pub takes_part: TakesPart,
     /// The conduct of processes while a pause by tag lasts.
     pub meanwhile: Meanwhile,
@@ -121,7 +122,7 @@ pub enum Meanwhile {
     AsAgreed,
 }
 
-/// Which members of a tenant take part in a pause or resume.
+/// The members of a tenant that take part in a pause or resume.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TakesPart {
     /// All.
@@ -133,7 +134,7 @@ pub enum TakesPart {
     Alone(MemberId),
 }
 
-/// What a pause takes off the devices.
+/// The depth of a pause: what it takes off the devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Depth {
     /// The processes' memory.
@@ -143,8 +144,8 @@ pub enum Depth {
     Contexts,
 }
 
-/// What becomes of memory that was imported from a process that ended while its tenant was paused. It
-/// cannot come back: its contents were that process's.
+/// The fate of memory that was imported from a process that ended while its tenant was paused. Such memory cannot come
+/// back: its contents were that process's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LostImports {
     /// The resume is refused, and the tenant stays paused.
@@ -187,12 +188,12 @@ impl Options {
         Self { timeout, lock_timeout: timeout.unwrap_or(usual.lock_timeout), ..usual }
     }
 
-    /// How long the ranks may take to come to a common cut.
+    /// Returns the time that the ranks may take to come to a common cut.
     pub fn cut_timeout(&self) -> Duration {
         self.timeout.unwrap_or(self.cut_timeout)
     }
 
-    /// How long members may take for `phase`.
+    /// Returns the time that members may take for `phase`.
     pub fn phase_timeout(&self, phase: Phase) -> Duration {
         let timeout = self.timeout.unwrap_or_else(|| phase.timeout());
         match phase.stage() {
@@ -208,7 +209,7 @@ impl Options {
         self.interrupt.as_ref().is_some_and(Interrupt::is_raised)
     }
 
-    /// How long members may take to say who they are.
+    /// Returns the time that members may take to say who they are.
     fn greeting_timeout(&self) -> Duration {
         self.timeout.unwrap_or_default().max(self.contact_timeout)
     }
@@ -278,8 +279,8 @@ impl Coordinator {
         self.act(Action::Resume, progress)
     }
 
-    /// What every process of the tenant holds. Takes no lock and changes nothing but that dead processes'
-    /// sockets are removed; members that do not answer are listed, not an error.
+    /// Returns what every process of the tenant holds. Takes no lock and changes nothing but that dead processes'
+    /// sockets are removed. Members that do not answer are listed, not an error.
     ///
     /// # Errors
     /// [`Trouble::NoSuchTenant`], [`Trouble::NoProcess`], [`Trouble::RunDir`].

@@ -26,13 +26,13 @@ use vmm_pool::sync::lock;
 /// Descriptors that are left to the application and the rest of us.
 const DESCRIPTORS_KEPT_FREE: usize = 32;
 
-/// How many descriptors this process may have open.
+/// Returns the most descriptors that this process may have open: its soft limit.
 fn descriptor_limit() -> usize {
     getrlimit(Resource::RLIMIT_NOFILE)
         .map_or(usize::MAX, |(soft, _)| usize::try_from(soft).unwrap_or(usize::MAX))
 }
 
-/// How many descriptors this process may open now, with some left over.
+/// Returns how many descriptors this process may open now, less a few that are kept free.
 pub(crate) fn free_descriptors() -> usize {
     let limit = descriptor_limit();
     // Where /proc cannot be read, as many as are likely to be free.
@@ -64,7 +64,7 @@ impl Reserve {
 /// More than any tenant shares, and no more than programs can go through one by one.
 const ENOUGH: u64 = 1 << 20;
 
-/// What the soft limit was, while it is raised.
+/// The raise of the soft limit of open files, with the former limit; none while it is not raised.
 #[derive(Debug, Default)]
 pub(crate) struct DescriptorLimit(Mutex<Option<Raised>>);
 

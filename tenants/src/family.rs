@@ -1,4 +1,4 @@
-//! Which tenants may open each other's device memory: those whose processes name one family.
+//! Families of tenants: tenants may open each other's device memory if their processes name one family.
 //!
 //! Their pauses stay their own: no cut, no lock and no frozen moment is common to two tenants. So references are not traced
 //! across them; memory is *lent*, on a lease that ends with its last use (`vmm-pool/src/ledger/tickets.rs`).
@@ -8,7 +8,7 @@
 
 use crate::identity::{FamilyName, TenantName};
 
-/// Where a process stands: its tenant, and the family that it names, if any.
+/// The tenant of a process, and the family that it names, if any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Standing<'a> {
     /// Its tenant.

@@ -1,4 +1,4 @@
-//! How much host memory a pause may take, and what stands in the way.
+//! The host memory that a pause may take, and the limits on it.
 //!
 //! Three things limit it: the user's word (`SUBLET_HOST_BYTES_MAX`), the memory limits of the control groups
 //! that a process is in, and what the kernel calls available. Each process says what it needs and what limits
@@ -22,7 +22,7 @@ const CGROUP_DEPTH_MAX: usize = 32;
 /// Version 1 writes "no limit" as the largest multiple of a page; nothing real comes near.
 const UNLIMITED_BYTES_MIN: u64 = 1 << 60;
 
-/// What limits host memory.
+/// A kind of limit on host memory.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LimitKind {
@@ -33,7 +33,7 @@ pub enum LimitKind {
     /// The memory limit of a control group, of which a tenth of what is free stays for everybody else: who exceeds it
     /// is killed, and a job's memory grows meanwhile. Processes in the same one share it.
     ControlGroup {
-        /// Where it is.
+        /// The directory of the control group.
         path: PathBuf,
         /// Device and inode of that place: containers may use one path for different groups.
         identity: GroupIdentity,
@@ -72,7 +72,7 @@ impl fmt::Display for LimitKind {
 /// One limit and what it leaves.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostLimit {
-    /// Which.
+    /// The kind of limit.
     pub kind: LimitKind,
     /// For [`LimitKind::Configured`] all that may be held, for the others what may be taken in addition.
     pub bytes: u64,
@@ -81,21 +81,21 @@ pub struct HostLimit {
 /// Memory of the machine, or of a control group, at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostFigure {
-    /// Whose.
+    /// The machine, as [`LimitKind::Available`], or the control group.
     pub kind: LimitKind,
     /// All of it, in bytes.
     pub total_bytes: u64,
-    /// What may still be taken, in bytes.
+    /// Bytes that may still be taken.
     pub available_bytes: u64,
 }
 
 impl HostFigure {
-    /// What background work leaves for everybody else, in bytes: a tenth of all.
+    /// Returns the bytes that background work leaves for everybody else: a tenth of all.
     fn reserve_bytes(&self) -> u64 {
         self.total_bytes / 10
     }
 
-    /// What background work may take, in bytes.
+    /// Returns the bytes that background work may take.
     pub fn spare_bytes(&self) -> u64 {
         self.available_bytes.saturating_sub(self.reserve_bytes())
     }
@@ -123,12 +123,12 @@ impl Pressure {
     }
 }
 
-/// What one process must save, and what limits it.
+/// The contents that one process must save, and the limits on its host memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostNeed {
-    /// What it must save, and the host memory that it takes for that.
+    /// The contents that it must save, and the host memory that it takes for them.
     pub demand: HostDemand,
-    /// What limits that.
+    /// The limits on that host memory.
     pub limits: Vec<HostLimit>,
 }
 
@@ -159,11 +159,11 @@ pub fn budget(held_bytes: u64, limits: &[HostLimit]) -> HostBudget {
     kind.advice()
 )]
 pub struct HostShortage {
-    /// Which limit.
+    /// The limit that is exceeded.
     pub kind: LimitKind,
-    /// What it leaves.
+    /// Bytes that the limit leaves.
     pub bytes: u64,
-    /// What is needed of it.
+    /// Bytes that the processes need under the limit.
     pub demand_bytes: u64,
     /// Contents to save.
     pub saved_bytes: u64,
@@ -172,7 +172,7 @@ pub struct HostShortage {
 }
 
 impl HostShortage {
-    /// How much more the limit would have to leave, in bytes.
+    /// Returns how many more bytes the limit would have to leave.
     pub fn missing_bytes(&self) -> u64 {
         self.demand_bytes.saturating_sub(self.bytes)
     }
@@ -212,7 +212,7 @@ fn shortage_with<'a>(
     sums.into_values().find(|sum| sum.demand_bytes > sum.bytes)
 }
 
-/// What limits this process now.
+/// Returns the limits on this process's host memory now.
 ///
 /// `configured_bytes`, when given, is the user's word for the whole tenant and takes the place of the kernel's
 /// own figure: on machines that grow their memory as it is used, that is far too low. The limits of control

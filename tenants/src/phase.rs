@@ -70,7 +70,7 @@ pub enum Phase {
     Settle,
 }
 
-/// What a phase is to its pause or resume.
+/// The role of a phase in its pause or resume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Stage {
     /// It can be undone.
@@ -85,7 +85,7 @@ pub enum Stage {
     AtRest,
 }
 
-/// What there is to know of a phase.
+/// A row of the table of phases: the properties of one phase.
 #[derive(Clone, Copy, Debug)]
 pub struct Row {
     phase: Phase,
@@ -94,7 +94,7 @@ pub struct Row {
     /// Its pause or resume; none if the process finds that out.
     action: Option<Action>,
     stage: Stage,
-    /// How long processes may take for it when nothing else is said.
+    /// The longest time that processes may take for it, unless another is requested.
     timeout: Duration,
     /// It is taken at a common cut of the ranks, where all processes take part.
     at_cut: bool,
@@ -103,14 +103,14 @@ pub struct Row {
     order: fn(&Told<'_>) -> Order,
 }
 
-/// What an order can say, besides what to do. Each row of the table takes what its phase needs.
+/// The values that an order can carry. Each row of the table takes those that its phase needs.
 #[derive(Clone, Debug)]
 pub struct Told<'a> {
-    /// Which memory it is about.
+    /// The memory that the order is about.
     pub scope: &'a Scope,
     /// Shared memory that stays where it is.
     pub stays: &'a [Stay],
-    /// Which copies of earlier pauses stay in host memory.
+    /// The copies of earlier pauses that stay in host memory.
     pub copies: Copies,
     /// When contents are saved.
     pub schedule: Schedule,
@@ -143,10 +143,10 @@ impl<'a> Told<'a> {
     }
 }
 
-/// How much one stage moves.
+/// The amount of memory that one stage moves.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Window {
-    /// Which stage of its process it is, counted from 0.
+    /// The number of the stage in its process, counted from 0.
     pub stage: u32,
     /// Bytes at most, by the machine-wide name of the device; nothing of those that are not named.
     pub devices: Vec<(String, u64)>,
@@ -236,8 +236,8 @@ const TABLE: [Row; 13] = {
     ]
 };
 
-/// How long a pause that fails may have held launches of some processes while work of others ran on, unless other
-/// time-outs were requested: the cut's, and those of closing the gate and of the drain.
+/// The longest time that a pause that fails may have held launches of some processes while work of others ran on.
+/// It is the sum of the time-outs of the cut, of closing the gate and of the drain, unless others were requested.
 pub const HELD_MAX: Duration = Duration::from_secs(70);
 
 impl Action {
@@ -262,22 +262,22 @@ impl Phase {
         &TABLE[self as usize]
     }
 
-    /// What it does, in a few words.
+    /// Returns what it does, in a few words.
     pub fn label(self) -> &'static str {
         self.row().label
     }
 
-    /// What it belongs to; none of a phase that finds that out.
+    /// Returns the action that it belongs to; none if the process finds that out.
     pub fn action(self) -> Option<Action> {
         self.row().action
     }
 
-    /// What it is to its pause or resume.
+    /// Returns its role in its pause or resume.
     pub fn stage(self) -> Stage {
         self.row().stage
     }
 
-    /// How long processes may take for it when nothing else is said.
+    /// Returns the longest time that processes may take for it, unless another is requested.
     pub fn timeout(self) -> Duration {
         self.row().timeout
     }
@@ -323,7 +323,7 @@ impl Phase {
 pub enum Order {
     /// [`Phase::CloseGate`].
     CloseGate {
-        /// Which memory the pause is about.
+        /// The memory that the pause is about.
         scope: Scope,
         /// Is [`Phase::Freeze`] to follow? What stands in the way of that refuses the pause.
         is_deep: bool,
@@ -336,7 +336,7 @@ pub enum Order {
     Prepare {
         /// Shared memory that stays where it is.
         stays: Vec<Stay>,
-        /// Which copies of earlier pauses may stay in host memory.
+        /// The copies of earlier pauses that may stay in host memory.
         copies: Copies,
         /// When contents are saved.
         schedule: Schedule,
@@ -356,12 +356,12 @@ pub enum Order {
     Thaw,
     /// [`Phase::Create`].
     Create {
-        /// Which memory the resume is about.
+        /// The memory that the resume is about.
         scope: Scope,
     },
     /// [`Phase::Restore`].
     Restore {
-        /// Which memory the resume is about.
+        /// The memory that the resume is about.
         scope: Scope,
         /// The window, and no more, or none for all that is left.
         window: Option<Window>,

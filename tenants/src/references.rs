@@ -1,4 +1,4 @@
-//! Who keeps shared memory alive, and who saves it: decided once for all processes of a tenant.
+//! The decision who keeps shared memory alive, and who saves it: made once for all processes of a tenant.
 //!
 //! While a tenant runs the driver answers: memory lives while any process holds it. A pause takes every
 //! reference away, so exactly one process must save the contents and create the memory again. That is the
@@ -29,16 +29,16 @@ use vmm_pool::{AllocationId, Shareable, StayReason};
 
 use crate::identity::MemberId;
 
-/// What one process holds of shared device memory.
+/// The shared device memory that one process holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct References {
     /// Its own, that others hold or may come for.
     pub given: Vec<Shareable>,
-    /// What it has imported, by owner.
+    /// Memory that it has imported, by owner.
     pub taken: Vec<(MemberId, Vec<Shareable>)>,
     /// Is some of what the pause is about among `given`?
     pub shares_scope: bool,
-    /// Who of other tenants has some of it open, by what it said of itself.
+    /// Processes of other tenants that have some of its memory open, by what they said of themselves.
     pub lent: Vec<MemberId>,
     /// With whom of its tenant it shares memory, but for those that it knows to have ended.
     pub partners: Vec<Partner>,
@@ -56,7 +56,7 @@ pub struct Partner {
 /// An allocation that a pause leaves on its device in all who hold it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stay {
-    /// Which.
+    /// The allocation.
     pub id: AllocationId,
     /// Why.
     pub reason: StayReason,
@@ -83,8 +83,8 @@ pub fn missing(
     by_member.into_values().collect()
 }
 
-/// What must stay, of all that somebody has imported. `members` take part in the pause, and have said what they hold;
-/// `bystanders` live and take no part. Nobody is [`missing`].
+/// Returns what must stay, of all that somebody has imported. `members` take part in the pause, and have said what they
+/// hold; `bystanders` live and take no part. Nobody is [`missing`].
 ///
 /// Memory of an owner that has ended is not among it, unless it is pinned: it is given up, since its contents were its
 /// owner's to save.

@@ -33,7 +33,7 @@ struct Region {
     device: Option<DeviceOrdinal>,
 }
 
-/// What counts for a thread's memory where none of its regions is open.
+/// The region that counts for a thread's memory where none of its own regions is open.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Base {
     /// The region for all threads, if there is one.
@@ -53,13 +53,13 @@ pub enum Base {
 thread_local! {
     /// Open regions, the innermost last; `None` where no region counts.
     static REGIONS: RefCell<Vec<Option<Region>>> = const { RefCell::new(Vec::new()) };
-    /// What counts where no region is open.
+    /// The region that counts where none is open.
     static BASE: RefCell<Base> = const { RefCell::new(Base::Everywhere) };
     /// A library allocates for its caller.
     static FOR_CALLER: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What all threads share.
+/// The state of regions that all threads share.
 #[derive(Debug)]
 struct Regions {
     /// Every tag that a region was ever begun with.
@@ -215,7 +215,7 @@ pub fn set_base(base: Base) -> Result<(), RegionError> {
     outcome
 }
 
-/// What counts on this thread where no region is open.
+/// Returns the region that counts on this thread where none of its own is open.
 fn base_region() -> Option<Region> {
     match BASE.try_with(|base| base.borrow().clone()).unwrap_or_default() {
         Base::Everywhere => lock(&SHARED).everywhere.clone(),

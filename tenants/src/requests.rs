@@ -1,5 +1,5 @@
-//! What a process asks of its tenant: a pause or resume that all ask for together, one by tag of its own memory,
-//! one on behalf of all.
+//! The requests of a process to its tenant: a pause or resume that all ask for together, one by tag of its own
+//! memory, one on behalf of all.
 
 use std::time::{Duration, Instant};
 
@@ -12,8 +12,8 @@ use crate::run_dir::{RunDir, RunDirError};
 use crate::scope::{Scope, TagNames};
 use crate::wire::{Action, MemberState};
 
-/// How long one look for the coordinator's lock lasts; between looks the caller waits for the event
-/// itself, which usually comes first.
+/// The time between two looks for the coordinator's lock, and the longest wait of the last look. Between looks the
+/// caller waits for the event itself, which usually comes first.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// Pauses or resumes the caller's whole tenant once **every** process of it has called this. Returns when

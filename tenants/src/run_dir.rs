@@ -1,4 +1,4 @@
-//! Where the processes of a user meet: the run directory, tenants' directories and the coordinator's lock.
+//! The places where the processes of a user meet: the run directory, tenants' directories and the coordinator's lock.
 //!
 //! ```text
 //! <run>/                        0700, ours alone
@@ -81,9 +81,9 @@ pub struct TenantDir {
 /// The socket of one process of a tenant; the process may be dead.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemberSocket {
-    /// Whose it is.
+    /// The member that it belongs to.
     pub id: MemberId,
-    /// Where it is.
+    /// Its path.
     pub path: PathBuf,
 }
 
@@ -133,7 +133,7 @@ impl RunDir {
         }
     }
 
-    /// Where it is.
+    /// Returns the path of the run directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -236,17 +236,17 @@ impl RunDir {
 }
 
 impl TenantDir {
-    /// Where it is.
+    /// Returns the path of the tenant's directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whose it is.
+    /// Returns the tenant that it belongs to.
     pub fn tenant(&self) -> &TenantName {
         &self.tenant
     }
 
-    /// Where the socket of member `id` belongs.
+    /// Returns the path that the socket of member `id` belongs at.
     ///
     /// # Errors
     /// [`RunDirError::PathTooLong`].
@@ -340,7 +340,8 @@ impl TenantDir {
         self.lock_with(deadline, share)
     }
 
-    /// Who holds the coordinator's lock now, as [`RunDirError::Locked`] would name them. Takes no lock, and does not block.
+    /// Returns the processes that hold the coordinator's lock now, as [`RunDirError::Locked`] would name them. Takes no
+    /// lock, and does not block.
     pub fn lock_holders(&self) -> Vec<u32> {
         // Nobody holds a lock on a file that is not there, and one that cannot be read names nobody.
         open_to_read(&self.path.join(LOCK_NAME))
@@ -489,7 +490,7 @@ fn remove_file_if_there(path: &Path) -> Result<(), RunDirError> {
 /// the other end of a pipe.
 ///
 /// # Errors
-/// What the system said, and of what is no regular file that it is none.
+/// The system's error; for what is no regular file, an error that says so.
 pub fn open_regular(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
     let file = options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
     if file.metadata()?.is_file() { Ok(file) } else { Err(error::no_file()) }

@@ -1,4 +1,4 @@
-//! Which memory of a tenant a pause or resume is about.
+//! The memory of a tenant that a pause or resume is about.
 //!
 //! Each process makes of it a selection of its pool, which is the same from the first step to the last and to the undo. What a
 //! pause by tag gives up is *set aside*: its processes run on without it, and a whole pause and resume pass over it. Where
@@ -15,7 +15,7 @@ use vmm_pool::{Selection, Tags, Whose};
 
 use crate::identity::{MemberId, TenantName};
 
-/// Which memory of a tenant a pause or resume is about.
+/// The memory of a tenant that a pause or resume is about.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Scope {
     /// All of it. The processes stand still while it is away.
@@ -23,7 +23,7 @@ pub enum Scope {
     Whole,
     /// That with these tags. The processes run on without it where they ask for it themselves, or have agreed.
     Tags {
-        /// Which tags.
+        /// The tags of that memory.
         tags: TagNames,
         /// One process's own memory only, wherever it was imported; everybody's when not given.
         owner: Option<MemberId>,
@@ -44,7 +44,7 @@ pub enum TagNames {
 }
 
 impl TagNames {
-    /// What a pause takes of them.
+    /// Returns the tags whose memory a pause takes.
     pub fn to_pause(&self) -> Tags {
         match self {
             Self::All => Tags::Regions,
@@ -52,7 +52,7 @@ impl TagNames {
         }
     }
 
-    /// What a resume brings back of them.
+    /// Returns the tags whose memory a resume brings back.
     pub fn to_resume(&self) -> Tags {
         self.into()
     }
@@ -107,7 +107,7 @@ impl Scope {
         }
     }
 
-    /// What it is about of `tenant`, in words.
+    /// Names the memory of `tenant` that it is about, in words.
     pub fn subject(&self, tenant: &TenantName) -> String {
         match (self, self.names().as_slice()) {
             (Self::Whole, _) => format!("tenant '{tenant}'"),
@@ -128,7 +128,7 @@ impl Scope {
         }
     }
 
-    /// What this is about of `tenant`, to begin a sentence.
+    /// Returns [`Scope::subject`] with a capital first letter, to begin a sentence.
     pub(crate) fn subject_first(&self, tenant: &TenantName) -> String {
         let subject = self.subject(tenant);
         let mut letters = subject.chars();

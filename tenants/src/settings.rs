@@ -1,6 +1,6 @@
-//! What Sublet is told by the environment: one list for the processes of a job, for the command, and for the page that explains
-//! it. [`Settings::read`] reads all of it. A program calls it once and hands the values on. `docs/reference.md` says what each is
-//! about.
+//! The settings of Sublet in the environment: one list for the processes of a job, for the command, and for the page
+//! that explains it. [`Settings::read`] reads all of it. A program calls it once and hands the values on.
+//! `docs/reference.md` says what each is about.
 
 use std::ffi::OsString;
 use std::fmt::Display;
@@ -15,9 +15,9 @@ use crate::size::Size;
 use crate::time;
 use crate::turns::{TURNS_VARIABLE, TurnSettings};
 
-/// What the names of all settings begin with.
+/// The prefix of the names of all settings.
 pub const PREFIX: &str = "SUBLET_";
-/// What the names of variables of this project's own tests begin with.
+/// The prefix of the names of variables of this project's own tests.
 pub const TEST_PREFIX: &str = "SUBLET_TEST_";
 /// Names the tenant that a process belongs to.
 pub const TENANT_VARIABLE: &str = "SUBLET_TENANT";
@@ -35,13 +35,13 @@ const DEVICE_FILES: [&str; 3] = ["uverbs", "gdrdrv", "nvidia-fs"];
 #[derive(Clone, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch of the environment")]
 pub struct Settings {
-    /// What the tenant may hold on each GPU.
+    /// The memory that the tenant may hold on each GPU.
     pub budgets: Option<Budgets>,
-    /// Which kept contents a pause does not copy.
+    /// Does a pause leave out contents that it need not copy, such as those unchanged since the last pause?
     pub detects_changes: bool,
     /// Tenants that name the same family may open each other's memory.
     pub family: Option<FamilyName>,
-    /// Where saved contents go that are kept in a file.
+    /// The directory for saved contents that are kept in a file.
     pub file_dir: Option<PathBuf>,
     /// The most host memory that the tenant's saved contents may take, in bytes.
     pub host_bytes_max: Option<u64>,
@@ -55,7 +55,7 @@ pub struct Settings {
     pub checks_paging: bool,
     /// Does a process end that cannot join its tenant?
     pub is_required: bool,
-    /// Where tenants meet.
+    /// The directory where tenants meet.
     pub run_dir: Option<PathBuf>,
     /// Are NCCL's small allocations made as parts of large ones?
     pub uses_slabs: bool,
@@ -63,10 +63,10 @@ pub struct Settings {
     pub spills: bool,
     /// The tenant.
     pub tenant: Option<TenantName>,
-    /// How the tenant takes turns.
+    /// The settings of the tenant's turns.
     pub turns: TurnSettings,
-    /// How long a process waits for others: for the rest of its tenant to call `ncclPause` too, and for a paused tenant whose
-    /// memory it opens. None for what is usual for each.
+    /// The longest time that a process waits for others: for the rest of its tenant to call `ncclPause` too, and for a
+    /// paused tenant whose memory it opens. None for what is usual for each.
     pub wait: Option<Duration>,
     /// Names of kinds of device files through which no device memory is pinned.
     pub without_pins: Vec<String>,
@@ -105,7 +105,7 @@ pub struct WrongSetting {
     pub text: String,
 }
 
-/// How a value gets into [`Settings`]. The error says what is expected.
+/// The function that puts a value into [`Settings`]. Its error says what is expected.
 #[derive(Clone, Copy, Debug)]
 enum Put {
     Text(fn(&mut Settings, &str) -> Result<(), String>),

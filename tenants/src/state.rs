@@ -1,8 +1,8 @@
-//! Where a process stands between active and paused.
+//! The states of a process between active and paused.
 
 use serde::{Deserialize, Serialize};
 
-/// Where a process stands, as others see it.
+/// The state of a process, as others see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
@@ -37,7 +37,7 @@ impl MemberState {
     }
 }
 
-/// What happened to a process.
+/// Something that happened to a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// The gate was shut for a pause.
@@ -74,9 +74,9 @@ pub enum Event {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{event:?} is not possible while {state:?}")]
 pub struct InvalidTransition {
-    /// Where the process stands.
+    /// The state of the process.
     pub state: MemberState,
-    /// What was to happen.
+    /// The event that was to happen.
     pub event: Event,
 }
 

@@ -26,22 +26,22 @@ use crate::cut::plan::{Pace, Plan, Verdict};
 use crate::cut::{CutReport, Limits, Seen};
 use crate::time::millis;
 
-/// How many calls a thread may make before its process is asked again, at first.
+/// The most calls that a thread may make at first before its process is asked again.
 const CALLS_MAX: u32 = 64;
 /// Each so many rounds without success it is the turn of a process whose device is busy: what is missing may be its
 /// own to launch, by another thread.
 const BUSY_EVERY: u32 = 4;
-/// How many rounds come before the first of these. Most devices that are busy have only work left that needs nobody.
+/// The rounds before the first such turn. Most devices that are busy have only work left that needs nobody.
 const BUSY_AFTER: u32 = 16;
 /// Up to how many calls a thread of a busy process makes in one turn: about what the queue of a device holds.
 const FURTHER_MAX: u32 = 1024;
 
-/// What a process does behind its shut gate.
+/// The activity of a process behind its shut gate.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Activity {
-    /// Which order it was made under, by [`StepOrder::order`].
+    /// The number of the order that it was made under, as [`StepOrder::order`].
     pub order: u64,
-    /// Where its counted launches stand.
+    /// The state of its counted launches.
     pub cut: CutReport,
     /// Threads inside a call.
     pub inside: u64,
@@ -62,7 +62,7 @@ pub struct Activity {
 /// A call that waits at the gate.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct HeldCall {
-    /// Which.
+    /// The name of the call.
     pub what: String,
     /// For how long, in milliseconds.
     pub waited_ms: u64,
@@ -115,7 +115,7 @@ impl fmt::Display for Activity {
     }
 }
 
-/// What the coordinator knows of a process already: it is told when this is no longer so.
+/// The activity of a process as the coordinator knows it. The coordinator is told when this is no longer so.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct SeenActivity {
     /// Of its counted launches.
@@ -128,19 +128,19 @@ pub struct SeenActivity {
     pub is_idle: bool,
 }
 
-/// What a process may do until it is told otherwise.
+/// The launches and calls that a process may make until it is told otherwise.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepOrder {
     /// Tells this order from others; higher ones are later.
     pub order: u64,
     /// Up to which count each lane may be launched; none where launches are not counted in this pause.
     pub limits: Option<Limits>,
-    /// What threads at the gate may do.
+    /// The calls that threads at the gate may make.
     pub calls: Calls,
 }
 
 impl Activity {
-    /// What a reader of this knows.
+    /// Returns what a reader of this knows.
     pub fn seen(&self) -> SeenActivity {
         let Self { cut, inside, waiting, is_idle, .. } = self;
         SeenActivity { cut: cut.seen, inside: *inside, waiting: *waiting, is_idle: *is_idle }
@@ -157,7 +157,7 @@ impl Activity {
     }
 }
 
-/// What threads at the gate may do.
+/// The calls that threads at the gate may make.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Calls {
     /// Wait.
@@ -172,7 +172,7 @@ pub enum Calls {
     Turn(u32),
 }
 
-/// What came of a look at all of them.
+/// The result of a look at all activities.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decision {
     /// All devices are idle, and nothing that was launched lacks a counterpart.
@@ -185,17 +185,17 @@ pub enum Decision {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Stepper {
     plan: Plan,
-    /// How many calls at a time. It halves whenever a process that was stepped is busy in its turn: it may have been
-    /// sent too far, and then the others must come after it, and must not overtake it in theirs.
+    /// The number of calls at a time. It halves whenever a process that was stepped is busy in its turn: it may have
+    /// been sent too far, and then the others must come after it, and must not overtake it in theirs.
     budget: u32,
     rounds: u32,
-    /// Who was stepped last because it was idle.
+    /// True for each process that was stepped last because it was idle.
     stepped: Vec<bool>,
-    /// How often each was let on though it was busy.
+    /// The number of times that each process was let on though it was busy.
     turns: Vec<u32>,
-    /// Whose devices are idle.
+    /// True for each process whose devices are idle.
     idle: Vec<bool>,
-    /// How many calls each made in its last turn while busy; 0 when something has come of it since.
+    /// The calls per thread that each process made in its last turn while busy; 0 when something has come of it since.
     further: Vec<u32>,
     /// Up to how many calls in all each makes in that turn.
     allowed: Vec<u64>,
@@ -221,7 +221,7 @@ impl Stepper {
         self.plan.limits()
     }
 
-    /// How often nothing has moved so far.
+    /// Returns the number of rounds so far in which nothing has moved.
     pub fn rounds(&self) -> u32 {
         self.rounds
     }

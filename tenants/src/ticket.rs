@@ -34,7 +34,7 @@ use crate::identity::{MemberId, TENANT_NAME_BYTES_MAX, TenantName};
 /// Changes whenever the layout does.
 pub const TICKET_VERSION: u16 = 3;
 
-/// How every ticket of this version begins: magic and version.
+/// The first bytes of every ticket of this version: magic and version.
 pub const HEAD: [u8; 10] = {
     let [m0, m1, m2, m3, m4, m5, m6, m7] = MAGIC;
     let [v0, v1] = TICKET_VERSION.to_le_bytes();
@@ -48,12 +48,12 @@ const MAGIC: [u8; 8] = *b"SUBLETTK";
 const ZEROES: [u8; 6] = [0; 6];
 const TENANT_AT: usize = 56;
 
-/// What a ticket says.
+/// The contents of a ticket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ticket {
     /// The allocation that it stands for.
     pub allocation: AllocationId,
-    /// Which of the owner's tickets it is; 0 where the owner keeps no memory for it.
+    /// The number of the ticket among the owner's; 0 where the owner keeps no memory for it.
     pub serial: u64,
     /// Size of the allocation, in bytes.
     pub size_bytes: u64,
@@ -87,7 +87,7 @@ pub enum TicketError {
     /// A part of it makes no sense.
     #[error("this descriptor is a Sublet ticket with a bad {field}")]
     Malformed {
-        /// Which part.
+        /// The name of the bad part.
         field: &'static str,
     },
     /// The system refused to read it.
@@ -109,7 +109,7 @@ impl Ticket {
     /// Writes the ticket into a new descriptor, sealed and close-on-exec.
     ///
     /// # Errors
-    /// What the system returned, such as too many open files.
+    /// The system's error, such as too many open files.
     pub fn issue(&self) -> io::Result<OwnedFd> {
         sealed_and_locked("sublet-ticket", &self.encode())
     }
@@ -204,7 +204,7 @@ impl Ticket {
 /// the memory that came with it. Takes two descriptors.
 ///
 /// # Errors
-/// What the system returned, such as too many open files, or no `/proc`.
+/// The system's error, such as too many open files, or no `/proc`.
 pub fn lease() -> io::Result<(OwnedFd, TicketWatch)> {
     let fd = sealed_and_locked("sublet-lease", &[])?;
     let watch = watch(fd.as_fd())?;
@@ -222,10 +222,11 @@ fn sealed_and_locked(name: &str, bytes: &[u8]) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// What tells whether the ticket or lease behind `fd`, which has just been made, is still open anywhere. Takes a descriptor.
+/// Returns the watch that tells whether the ticket or lease behind `fd`, which has just been made, is still open
+/// anywhere. Takes a descriptor.
 ///
 /// # Errors
-/// What the system returned, such as too many open files, or no `/proc`.
+/// The system's error, such as too many open files, or no `/proc`.
 pub fn watch(fd: BorrowedFd<'_>) -> io::Result<TicketWatch> {
     // Opened again: a duplicate would have the lock too.
     let fd = OwnedFd::from(File::open(format!("/proc/self/fd/{}", fd.as_raw_fd()))?).into();

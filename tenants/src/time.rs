@@ -56,7 +56,7 @@ fn ahead_in(offsets: &str) -> i64 {
     offsets.lines().find_map(us).unwrap_or(0)
 }
 
-/// Which start of the machine this is; empty where the kernel does not say.
+/// Returns the id of this start of the machine; empty where the kernel does not say.
 pub(crate) fn boot() -> &'static str {
     static BOOT: OnceLock<String> = OnceLock::new();
     BOOT.get_or_init(|| {

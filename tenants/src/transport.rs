@@ -48,7 +48,7 @@ use frame::{FdRoom, FrameError, HEADER_BYTES, Header, Outgoing};
 
 use crate::wire::{Ask, FDS_PER_MESSAGE_MAX, Failure, Reply, Request};
 
-/// How much of a payload is read in one piece: memory follows what arrives, not what a header claims.
+/// The most bytes of a payload that are read in one piece: memory follows what arrives, not what a header claims.
 const READ_BYTES: usize = 16 * 1024;
 /// A full queue of a listening socket gives no event when it has room again.
 const CONNECT_BACK_OFF: Duration = Duration::from_millis(5);
@@ -149,7 +149,7 @@ impl Connection {
         })
     }
 
-    /// Who is at the other end.
+    /// Returns the process at the other end.
     pub fn peer(&self) -> Peer {
         self.peer
     }
@@ -513,7 +513,7 @@ impl AsFd for Connection {
 }
 
 impl Incoming {
-    /// What is still to come of the header, or of the payload once the header is known.
+    /// Returns the bytes still to come of the header, or of the payload once the header is known.
     fn missing_bytes(&self) -> usize {
         match self.announced {
             None => HEADER_BYTES - self.header_filled,
@@ -536,7 +536,7 @@ impl Incoming {
 /// Waits until one of `fds` is ready. False when `deadline` came first. Signals do not end the wait.
 ///
 /// # Errors
-/// What the system returned.
+/// The system's error.
 pub fn poll_until(fds: &mut [PollFd<'_>], deadline: Instant) -> io::Result<bool> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());

@@ -32,7 +32,7 @@ pub use ask::{
 /// Changes whenever a message does. Processes of different versions refuse each other by name.
 pub const PROTOCOL_VERSION: u16 = 31;
 
-/// What one process asks of another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
+/// A request of one process to another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
     /// [`Hello`], answered with [`Reply::Member`].
@@ -74,7 +74,7 @@ pub enum Request {
 pub enum FetchPurpose {
     /// To redeem a ticket.
     Redeem {
-        /// Which of the owner's tickets; 0 where it holds nothing.
+        /// The number of the ticket among the owner's; 0 where the owner keeps no memory for it.
         serial: u64,
     },
     /// Once more, for what a pause made the importer give up. No ticket is used up.
@@ -108,7 +108,7 @@ pub enum Reply {
     /// To [`Request::FetchFds`]. Descriptors travel with this message; `count` says how many. What is lent to another
     /// tenant has two each: the driver's, and its lease.
     Fds {
-        /// How many.
+        /// The number of descriptors.
         count: u32,
         /// When tickets were redeemed: the tag of each allocation, in the same order.
         tags: Vec<String>,
@@ -134,13 +134,13 @@ pub enum Reply {
     Failed(Failure),
 }
 
-/// What a process shares with other tenants.
+/// The memory that a process shares with other tenants.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lending {
     /// Own memory that processes of other tenants have open; and memory of this pause by tag that it has open itself, and has
     /// not agreed to run without.
     pub lent: Vec<Lent>,
-    /// What was borrowed from other tenants, and a pause has given up.
+    /// Memory that was borrowed from other tenants, and that a pause has given up.
     pub wanted: Vec<Wanted>,
     /// Processes of its own tenant that it shares memory with.
     pub partners: Vec<Partner>,
@@ -173,15 +173,16 @@ pub struct Wanted {
     pub bytes: u64,
 }
 
-/// How far a process is with host memory for its next pause.
+/// The progress of a process with host memory for its next pause.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct HostProgress {
-    /// What it holds, in bytes.
+    /// Host memory that it holds, in bytes.
     pub held_bytes: u64,
-    /// What a pause would hold, in bytes.
+    /// Host memory that a pause would hold, in bytes.
     pub wanted_bytes: u64,
-    /// What has been brought in, in bytes, and what follows, since it was last asked to begin, or began by itself.
+    /// Host memory brought in, in bytes, since it was last asked to begin, or began by itself. The time fields count
+    /// from then too.
     pub brought_in_bytes: u64,
     /// Since then, in microseconds.
     pub elapsed_us: u64,
@@ -189,7 +190,7 @@ pub struct HostProgress {
     pub touching_us: u64,
     /// Of `elapsed_us`, how much went into pinning.
     pub pinning_us: u64,
-    /// How far it is.
+    /// The stage that it has reached.
     pub stage: HostStage,
     /// To [`HostStep::Need`]: what is missing, and what limits it. No document has it.
     #[cfg_attr(feature = "schema", schemars(with = "()"))]
@@ -212,14 +213,14 @@ pub enum HostStage {
     Stopped(Failure),
 }
 
-/// How far a process is with writing saved contents to files.
+/// The progress of a process in writing saved contents to files.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SaveProgress {
-    /// What it has.
+    /// The bytes that the process has, by kind.
     pub account: SaveAccount,
     /// Bytes of [`SaveAccount::saved_bytes`] that are written.
     pub written_bytes: u64,
-    /// How far it is.
+    /// The stage that it has reached.
     pub stage: SaveStage,
 }
 
@@ -239,20 +240,20 @@ pub enum SaveStage {
     CalledOff,
 }
 
-/// What a process has moved from host memory to a file, and may still.
+/// The contents that a process has moved from host memory to a file, and those that it may still move.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SpillProgress {
     /// Saved contents that it may move; none where it has not opted in, or does not stand paused.
     pub left_bytes: u64,
     /// Host memory that this step gave back to the system.
     pub given_back_bytes: u64,
-    /// How long it has stood as it stands.
+    /// The time that it has been in its present state, in milliseconds.
     pub rests_ms: u64,
-    /// What limits its host memory: giving some back helps others under the same.
+    /// The limits on its host memory: giving some back helps others under the same.
     pub limits: Vec<HostLimit>,
 }
 
-/// What one process did in one phase.
+/// The report of one process on one phase.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct PhaseReport {
@@ -277,7 +278,7 @@ pub struct PhaseReport {
 }
 
 impl PhaseReport {
-    /// What was done further in the same phase, as done in one.
+    /// Adds the report of further work in the same phase, as if all were done in one.
     pub fn add(&mut self, next: Self) {
         self.elapsed_us += next.elapsed_us;
         self.driver_calls += next.driver_calls;
@@ -314,7 +315,7 @@ impl PhaseReport {
 /// The answer to a step.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PhaseAnswer {
-    /// What was done.
+    /// The report on the step.
     pub report: PhaseReport,
     /// Of [`Phase::Drain`].
     pub drained: Option<Box<Drained>>,
@@ -326,16 +327,16 @@ impl From<PhaseReport> for PhaseAnswer {
     }
 }
 
-/// What a process says that has drained: the coordinator alone goes by it.
+/// The account of a process that has drained. The coordinator alone goes by it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Drained {
     /// The host memory that saving will take.
     pub host: HostNeed,
-    /// What is held of shared memory.
+    /// The shared memory that it holds.
     pub references: References,
 }
 
-/// How far a process is with what it does by stages.
+/// The progress of a process in a pause or resume by stages.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct StageReport {
@@ -345,7 +346,7 @@ pub struct StageReport {
     pub left: Vec<StageLeft>,
 }
 
-/// What a resume would take.
+/// The memory that a resume would take.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Needed {
     /// Of each device, and what is free there.
@@ -354,7 +355,7 @@ pub struct Needed {
     pub largest_bytes: u64,
 }
 
-/// What is still to be moved on one device.
+/// The memory that is still to be moved on one device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct StageLeft {
@@ -382,7 +383,7 @@ pub struct DeviceDelta {
     pub total_bytes: u64,
 }
 
-/// Who a process is.
+/// The identity and the state of a process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
@@ -393,9 +394,9 @@ pub struct MemberInfo {
     pub pid: u32,
     /// The family that it names, whose tenants may open its memory.
     pub family: Option<String>,
-    /// What its tenant is to others when they take turns.
+    /// The class of its tenant, by which tenants take turns.
     pub class: Class,
-    /// How many quanta a fair tenant has at a time.
+    /// The number of quanta that a fair tenant has at a time.
     pub weight: Weight,
     /// Do its resumes, and allocations that its devices have no room for, queue for others to make way?
     pub queues: bool,
@@ -405,7 +406,7 @@ pub struct MemberInfo {
     pub command: String,
     /// Version of its libsublet.
     pub version: String,
-    /// Where it stands.
+    /// Its present state.
     pub state: MemberState,
     /// Device memory that a pause of it leaves, or has left if it is paused.
     pub stays: Vec<PinnedBytes>,
@@ -461,7 +462,7 @@ pub struct TagBytes {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Asked {
-    /// Which pause or resume, by a random number.
+    /// The pause or resume, by a random number.
     #[serde(with = "id_text")]
     #[cfg_attr(feature = "schema", schemars(with = "String"))]
     pub round: u64,
@@ -469,7 +470,7 @@ pub struct Asked {
     pub phase: Phase,
 }
 
-/// What one process was told of the end of a pause or resume.
+/// The order that one process was given for the end of a pause or resume, if any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum RoundEnd {
     /// Nothing: no step that commits or undoes it.
@@ -480,15 +481,15 @@ pub enum RoundEnd {
     Abort,
 }
 
-/// What a process holds, and how its last pause and resume went.
+/// The memory that a process holds, and its reports on its last pause and resume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct MemberStats {
-    /// Who it is.
+    /// The identity and the state of the process.
     pub member: MemberInfo,
-    /// What it holds.
+    /// The memory that it holds.
     pub pool: PoolReport,
-    /// How far the copies of a pause or resume under way are.
+    /// The progress of the copies of a pause or resume under way.
     pub copied: CopiedBytes,
     /// Pauses completed.
     pub pauses: u64,
@@ -498,7 +499,7 @@ pub struct MemberStats {
     pub last_pause: Vec<(Phase, PhaseReport)>,
     /// Phases of the last resume, in order.
     pub last_resume: Vec<(Phase, PhaseReport)>,
-    /// How long its pauses took, all phases of each together.
+    /// The lengths of its pauses, all phases of each together.
     pub pause_times: PauseTimes,
     /// Host memory for the next pause.
     pub host: HostProgress,
@@ -508,7 +509,7 @@ pub struct MemberStats {
     pub lent: Vec<Lent>,
     /// Its ranks in communicators.
     pub communicators: Vec<Rank>,
-    /// What a person should know, such as memory that Sublet cannot manage and why.
+    /// Notes for people, such as memory that Sublet cannot manage and why.
     pub notes: Vec<String>,
 }
 
@@ -533,7 +534,7 @@ fn whole_seconds<S: Serializer>(us: &u64, serializer: S) -> Result<S::Ok, S::Err
     serializer.serialize_u64(shown_us)
 }
 
-/// How many pauses took how long. A length belongs to the first bound that it does not exceed.
+/// The lengths of pauses, counted by bounds. A length belongs to the first bound that it does not exceed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct PauseTimes {

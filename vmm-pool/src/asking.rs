@@ -92,7 +92,7 @@ impl Door {
     /// Shuts it, and waits at most for `timeout` until all are out.
     ///
     /// # Errors
-    /// How many calls are still under way; the door is open again.
+    /// The number of calls that are still under way; the door is open again.
     pub(crate) fn shut(&self, timeout: Duration) -> Result<(), usize> {
         let end = Instant::now() + timeout;
         self.shut.store(1, Ordering::SeqCst);

@@ -1,4 +1,4 @@
-//! What every [`Driver`] must do, as functions that any driver can be put through.
+//! The behaviour that every [`Driver`] must show, as functions that any driver can be put through.
 //!
 //! The list runs on the simulated driver in every build and on hardware by hand, which keeps the
 //! simulation honest. Each case is on its own: it makes what it needs on device 0, leaves nothing behind,
@@ -27,7 +27,7 @@ use crate::driver::{
     RawHandle, RawStream, VaRange,
 };
 
-/// What a case may assume about its surroundings.
+/// The assumptions that a case may make about its surroundings.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Bytes by which free memory may move without our doing: 0 on a node of our own.

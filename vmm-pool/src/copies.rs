@@ -13,7 +13,7 @@ use crate::driver::{DeviceOrdinal, Driver, RawEvent, RawStream, VaRange};
 use crate::error::{Describe, PoolResult};
 use crate::store::Piece;
 
-/// Where a copy goes.
+/// The direction of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     /// From a device to the host.
@@ -35,7 +35,7 @@ pub(crate) struct CopyStreams<'a, D: Driver> {
     next: usize,
     /// There may be work that was not waited for.
     is_busy: [bool; 2],
-    /// What that uses of the host.
+    /// The host memory that this work uses.
     in_use: [Vec<InUse>; 2],
     /// The driver has refused work: the next step makes its own.
     is_refused: bool,

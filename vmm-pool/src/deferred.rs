@@ -1,9 +1,9 @@
 //! Deferred releases: driver objects that nobody needs any more and that the driver would not take back, and
 //! devices whose copies were not seen to end.
 //!
-//! What the driver refuses once it may take the next time, and the caller that gave the object up can do nothing
-//! about it. So it is kept here, counted in the report, and offered again at each step of a pause or resume:
-//! no single failure leaks memory, addresses or streams for good. Idle streams for copies wait here for the next step too.
+//! An object that the driver refuses once it may take the next time. The caller that gave the object up can do nothing
+//! about it. So it is kept here, counted in the report, and offered again at each step of a pause or resume: no single
+//! failure leaks memory, addresses or streams for good. Idle streams for copies wait here for the next step too.
 
 #![expect(unsafe_code, reason = "gives objects back to the driver")]
 
@@ -31,12 +31,12 @@ pub(crate) struct Physical {
     device: Option<DeviceOrdinal>,
     /// For memory that another process has lent: open until the driver has taken the handle back.
     _lease: Option<Arc<UninheritedFd>>,
-    /// What it takes of a budget, where one counts and it is own memory.
+    /// The part of a budget that it takes, where a budget counts and it is own memory.
     charge: Option<Charge>,
 }
 
 impl Physical {
-    /// What the driver has just handed out, and nobody else holds.
+    /// Owns a handle that the driver has just handed out, and that nobody else holds.
     pub(crate) fn new(raw: RawHandle, size_bytes: u64, device: Option<DeviceOrdinal>) -> Self {
         Self { raw, size_bytes, device, _lease: None, charge: None }
     }
@@ -73,7 +73,7 @@ impl Physical {
     }
 }
 
-/// What copies use, which stays where it is while somebody has this.
+/// A hold on host memory that copies use. The memory stays where it is while somebody has this.
 pub(crate) type InUse = Arc<dyn Any + Send + Sync>;
 
 /// See the head of this module. Its lock is a leaf.

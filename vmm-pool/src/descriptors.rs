@@ -55,7 +55,7 @@ impl DescriptorSet {
     }
 }
 
-/// What has a descriptor that a forked child does not keep. As `F` in all else.
+/// A value with a descriptor that a forked child does not keep. As `F` in all else.
 #[derive(Debug)]
 pub struct Uninherited<F: AsFd + IntoRawFd> {
     /// There, until it is dropped or taken out.
@@ -67,7 +67,7 @@ pub struct Uninherited<F: AsFd + IntoRawFd> {
 pub type UninheritedFd = Uninherited<OwnedFd>;
 
 impl<F: AsFd + IntoRawFd> Uninherited<F> {
-    /// What a child would keep.
+    /// Takes the value out. A forked child keeps its descriptor from now on.
     pub fn into_inner(mut self) -> F {
         self.take().unwrap_or_else(|| unreachable!("it is taken once"))
     }

@@ -34,7 +34,7 @@ pub enum PoolError {
     Driver {
         object: String,
         size_bytes: u64,
-        /// Where it lives, for device memory.
+        /// The device of the memory, for device memory.
         device: Option<DeviceOrdinal>,
         #[source]
         source: DriverError,
@@ -100,7 +100,7 @@ pub enum PoolError {
     )]
     FileRefused {
         operation: &'static str,
-        /// Where the file is, or should be.
+        /// The directory in which the file is, or should be.
         dir: PathBuf,
         /// From where on in the file.
         offset_bytes: u64,

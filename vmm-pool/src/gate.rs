@@ -4,7 +4,7 @@
 //! one atomic addition on memory that belongs to the calling thread alone, so launches from many threads do not meet.
 //! Closing is the slow side: it looks at every thread's slot (`slots.rs`) until all are out.
 //!
-//! While it is shut, whoever keeps it can let each thread that waits make one call (`Gate::step`): work that is on
+//! While it is shut, its keeper can let each thread that waits make one call (`Gate::step`): work that is on
 //! a device already may need what these threads come to launch.
 //!
 //! Lock order: `slots` and `sleepers` are leaves; nothing is called while they are held.
@@ -19,7 +19,7 @@ use crate::sync::{
     AtomicU8, AtomicU64, Condvar, Mutex, MutexGuard, Ordering, PoisonError, thread_local,
 };
 
-/// What a call needs of the gate.
+/// The kind of access that a call needs from the gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Passage {
     /// Touches device memory or makes new: waits until all memory is there.
@@ -28,7 +28,7 @@ pub enum Passage {
     /// when the ledger alone answers.
     GiveUp,
     /// Begins a stream capture: as [`Passage::Use`], but never let in while the gate is shut. The driver ends a capture
-    /// when a device is waited for beside it.
+    /// while a thread waits for a device.
     Capture,
 }
 
@@ -42,7 +42,7 @@ impl Passage {
     }
 }
 
-/// Who may pass.
+/// The state of the gate, which says who may pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Mode {
@@ -115,9 +115,9 @@ impl Sleeper {
 pub struct WaitingCall {
     /// Its slot, which is the thread's for as long as that lives.
     pub slot: u64,
-    /// What it waits to do.
+    /// The call that the thread waits to make.
     pub call: Call,
-    /// What it needs.
+    /// The kind of access that the call needs.
     pub passage: Passage,
     /// For how long.
     pub waited: Duration,
@@ -176,9 +176,9 @@ pub struct Pass<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{inside} threads were still inside driver calls after {waited_ms} ms")]
 pub struct StillInside {
-    /// How many.
+    /// The number of threads that were still inside.
     pub inside: usize,
-    /// How long was waited.
+    /// The time waited, in milliseconds.
     pub waited_ms: u64,
 }
 
@@ -227,7 +227,7 @@ impl Gate {
         }
     }
 
-    /// Where the gate is, behind the thread's mark.
+    /// Marks the thread's slot, and then returns the mode of the gate.
     #[inline]
     fn mark_and_look(&self, slot: &Slot) -> u8 {
         slot.step_in();
@@ -303,7 +303,7 @@ impl Gate {
         self.changed.notify_all();
     }
 
-    /// Who may pass from now on.
+    /// Sets the mode, which says who may pass from now on.
     pub(crate) fn set(&self, mode: Mode) {
         self.swap(mode);
     }
@@ -320,7 +320,7 @@ impl Gate {
         self.swap(Mode::Shut)
     }
 
-    /// How many threads are inside, or let in and on their way.
+    /// Counts the threads that are inside, or let in and on their way.
     pub fn inside(&self) -> usize {
         // In this order: one that was let in leaves the list when it has marked its slot.
         let let_in = self.sleepers().list.values().filter(|sleeper| sleeper.let_in).count();
@@ -417,7 +417,7 @@ impl Gate {
         }
     }
 
-    /// How many calls have had to wait.
+    /// Returns the number of calls that have had to wait.
     pub fn waits(&self) -> u64 {
         self.waits.load(Ordering::Relaxed)
     }

@@ -1,4 +1,4 @@
-//! What a phase did, step by step, for the report.
+//! The record of a phase, step by step, for the report.
 
 use std::time::Instant;
 
@@ -10,13 +10,13 @@ use crate::report::KeptBytes;
 /// A named part of a phase, with what it took.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Step {
-    /// What was done.
+    /// The name of the work that was done.
     pub name: &'static str,
-    /// How long.
+    /// The time that the work took, in microseconds.
     pub elapsed_us: u64,
 }
 
-/// What a phase did, for the report.
+/// The record of a phase, for the report.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepLog {
     /// In order.
@@ -47,7 +47,7 @@ impl StepLog {
         outcome
     }
 
-    /// What another part of the same phase did, as done by this one.
+    /// Adds the record of another part of the same phase to this one.
     pub fn add(&mut self, other: Self) {
         for Step { name, elapsed_us } in other.steps {
             match self.steps.iter_mut().find(|step| step.name == name) {

@@ -12,7 +12,7 @@ const WORD_BITS: usize = usize::BITS as usize;
 /// turns. With none it does nothing.
 ///
 /// # Errors
-/// What the kernel said: it refuses addresses at which nothing is mapped, and nodes that it does not know.
+/// The error of the kernel: it refuses addresses at which nothing is mapped, and nodes that it does not know.
 pub(crate) fn place(start: *mut u8, size_bytes: usize, nodes: &[u32]) -> io::Result<()> {
     if nodes.is_empty() {
         return Ok(());

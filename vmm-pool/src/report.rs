@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize, Serializer};
 
 use crate::driver::DeviceOrdinal;
 
-/// What becomes of an allocation's bytes while its tenant is paused.
+/// The treatment of an allocation's contents while its tenant is paused.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
@@ -26,7 +26,7 @@ pub enum Contents {
     File,
 }
 
-/// What a pause did with the contents that it keeps, in bytes.
+/// The contents that a pause keeps, by the way in which it kept them, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct KeptBytes {
@@ -55,7 +55,8 @@ impl KeptBytes {
     }
 }
 
-/// What a pause or resume under way copies between devices and host memory or the file, in bytes. Both are 0 while none does.
+/// The bytes that a pause or resume under way copies between devices and host memory or the file. Both counts are 0
+/// while none copies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct CopiedBytes {
@@ -84,7 +85,7 @@ impl Copied {
         self.done_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// What a stage copies again after a failure counts once.
+    /// Returns the counts so far. A part that a stage copies again after a failure counts once.
     pub(crate) fn read(&self) -> CopiedBytes {
         let of_bytes = self.of_bytes.load(Ordering::Relaxed);
         CopiedBytes { done_bytes: self.done_bytes.load(Ordering::Relaxed).min(of_bytes), of_bytes }
@@ -101,7 +102,7 @@ pub struct ClassBytes {
     #[serde(serialize_with = "none_if_empty")]
     #[cfg_attr(feature = "schema", schemars(with = "Option<String>"))]
     pub tag: String,
-    /// What a pause does with the contents.
+    /// The treatment of the contents in a pause.
     pub contents: Contents,
     /// Allocations of this process.
     pub own_bytes: u64,
@@ -137,7 +138,7 @@ pub(crate) const OVERDUE: &str =
 pub struct PinnedBytes {
     /// Why it stays, with what to do about it.
     pub reason: String,
-    /// How much.
+    /// The size of that memory, in bytes.
     pub bytes: u64,
     /// In how many allocations.
     pub count: u64,
@@ -178,7 +179,7 @@ pub struct DeviceReport {
     /// By class, largest first.
     #[serde(rename = "memory")]
     pub classes: Vec<ClassBytes>,
-    /// What a pause leaves in place.
+    /// The memory that a pause leaves in place.
     pub pinned: Vec<PinnedBytes>,
 }
 
@@ -208,7 +209,7 @@ pub struct PoolReport {
     pub spilled_bytes: u64,
     /// Host bytes of driver allocations on NUMA nodes, which are never paused.
     pub host_numa_bytes: u64,
-    /// What is in slabs: allocations that small ones of a library's are parts of.
+    /// The totals of the slabs: allocations that small ones of a library's are parts of.
     pub slabs: SlabTotals,
 }
 
@@ -222,9 +223,9 @@ pub struct SlabTotals {
     pub slab_bytes: u64,
     /// Of these, what is in allocations that live.
     pub live_bytes: u64,
-    /// What was in allocations that have been freed, and is not given out again.
+    /// Bytes of allocations that have been freed, and that are not given out again.
     pub dead_bytes: u64,
-    /// What was not given out yet.
+    /// Bytes that were not given out yet.
     pub tail_bytes: u64,
     /// Allocations of its own in them that live.
     pub cells: u64,

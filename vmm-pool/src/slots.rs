@@ -1,5 +1,5 @@
-//! Which threads are inside a call, without a lock that they share: each thread marks a slot of its own, and a thread that
-//! must know reads them all.
+//! The threads that are inside a call, known without a lock that they share. Each thread marks a slot of its own, and a
+//! thread that must know reads all slots.
 //!
 //! A thread marks its slot with one sequentially consistent addition and then loads the mode that says
 //! whether it may go in; the thread that closes stores the mode, sequentially consistent too, and then looks at
@@ -21,7 +21,7 @@ pub struct Slot {
     number: AtomicU64,
     /// Odd while inside; each time inside has a value of its own. Written by the owner alone.
     turn: AtomicU64,
-    /// What the owner says of itself; for the user of the slots to understand.
+    /// A value that the owner sets. The user of the slots gives it its meaning.
     label: AtomicUsize,
     /// Not 0 once its thread has ended: the next thread takes it.
     is_free: AtomicU8,
@@ -30,11 +30,11 @@ pub struct Slot {
 /// A look at a thread that was inside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Occupant {
-    /// Which slot.
+    /// The number of the slot.
     pub number: u64,
-    /// Which time inside.
+    /// The value of this time inside: each time has a value of its own.
     pub turn: u64,
-    /// What it said of itself.
+    /// The label that the owner had set.
     pub label: usize,
 }
 
@@ -59,12 +59,13 @@ impl Slot {
         self.turn.load(Ordering::Relaxed) % 2 == 1
     }
 
-    /// Which thread's: no two threads have the same, though one may take over the slot of another that has ended.
+    /// Returns the number of the slot's thread. No two threads have the same, though one may take over the slot of
+    /// another that has ended.
     pub fn number(&self) -> u64 {
         self.number.load(Ordering::Relaxed)
     }
 
-    /// What the owner said of itself last.
+    /// Returns the label that the owner set last.
     #[inline]
     pub fn label(&self) -> usize {
         self.label.load(Ordering::Relaxed)
@@ -93,7 +94,7 @@ impl Slot {
     }
 }
 
-/// What a thread knows of its slot.
+/// The state of a thread's slot, as the thread knows it.
 #[derive(Clone, Copy, Debug)]
 pub enum Seat {
     /// It has none: it was never inside, or it ends and has let go of it.
@@ -135,7 +136,8 @@ impl Drop for Lease {
     }
 }
 
-/// Where each thread keeps what it knows of its slot of one [`Slots`]. A call looks here once, when it comes.
+/// The thread-local storage in which each thread keeps its slot of one [`Slots`]. A call looks here once, when it
+/// comes.
 #[derive(Clone, Copy, Debug)]
 pub struct Threads {
     /// Has no destructor, so it is there for as long as the thread runs: destructors make calls too.
@@ -183,7 +185,7 @@ impl Threads {
         }
     }
 
-    /// What the calling thread said of itself last.
+    /// Returns the label that the calling thread set last.
     pub fn label(self) -> usize {
         match self.seat.get() {
             Seat::None | Seat::Coming => 0,
@@ -255,7 +257,8 @@ impl Slots {
         turns.fold(list.last_number, u64::wrapping_add)
     }
 
-    /// How many are inside now; none if the list is locked, as it is while a thread comes for the first time.
+    /// Counts the threads that are inside now. Returns `None` if the list is locked, as it is while a thread comes for
+    /// the first time.
     pub fn count_inside(&self) -> Option<usize> {
         let list = match self.list.try_lock() {
             Ok(list) => list,
@@ -265,7 +268,7 @@ impl Slots {
         Some(list.living().filter(|slot| slot.occupant().is_some()).count())
     }
 
-    /// Who is inside now.
+    /// Lists the threads that are inside now.
     pub fn inside(&self) -> Vec<Occupant> {
         self.list().living().filter_map(Slot::occupant).collect()
     }

@@ -18,7 +18,7 @@ pub enum Unsupported {
     /// A device cannot place memory at chosen addresses.
     #[error("{device} has no virtual memory management: hide it with CUDA_VISIBLE_DEVICES")]
     NoVirtualMemory {
-        /// Which.
+        /// The device that lacks it.
         device: DeviceOrdinal,
     },
     /// The driver did not answer.

@@ -54,7 +54,7 @@ pub fn spawn(
     thread.map(drop)
 }
 
-/// What a panic said.
+/// Returns the message of a panic.
 pub fn text_of(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")

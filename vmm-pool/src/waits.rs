@@ -88,7 +88,7 @@ pub(crate) struct Question {
     places: Vec<Waited>,
 }
 
-/// What is known of a question.
+/// The answer to a question, as far as it is known.
 #[derive(Debug)]
 pub(crate) enum WorkLeft {
     /// All work has ended.
@@ -131,7 +131,7 @@ impl<D: Driver> Waits<D> {
         Ok(Question { number, places })
     }
 
-    /// What has come of `question` so far.
+    /// Returns the answer to `question` so far.
     pub(crate) fn look(&self, question: &Question) -> WorkLeft {
         let table = self.shared.table();
         let mut busy = Vec::new();

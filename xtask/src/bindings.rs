@@ -14,15 +14,16 @@ use crate::{Outcome, process};
 
 /// The header.
 const HEADER: &str = "ffi/include/sublet.h";
-/// Where bindgen looks for the library that reads C.
+/// The variable with the folder in which bindgen looks for the library that reads C.
 const LIBCLANG_PATH: &str = "LIBCLANG_PATH";
 
 /// Its Rust view.
 const VIEW: &str = "ffi/src/bindings.rs";
-/// What bindgen makes of the functions, and the macro that each crate with the view makes something else of them by.
+/// The text that bindgen writes before the functions, and the macro call that replaces it. Each crate with the view
+/// makes something else of the functions by that macro.
 const FUNCTIONS: [&str; 2] = ["unsafe extern \"C\" {", "functions! {"];
 
-/// What comes first.
+/// The beginning of the view.
 const HEAD: &str = "\
 //! The C interface, generated from `include/sublet.h` by `cargo xtask bindgen`.
 //!

@@ -10,7 +10,7 @@ use cargo_metadata::{Message, TargetKind};
 use crate::workspace::Workspace;
 use crate::{Outcome, process, shims, simulated};
 
-/// What was built, each at a path that later builds do not touch.
+/// The outputs of a build, each at a path that later builds do not touch.
 ///
 /// A test build of the whole workspace turns every feature on and overwrites cargo's own outputs with
 /// that. These are copies, so that tests run what a user would run.

@@ -15,15 +15,16 @@ use crate::{Outcome, build, process};
 const BUNDLE_BYTES_MAX: u64 = 60 * 1024 * 1024;
 /// The oldest C library that the bundle must start with.
 const GLIBC_MAX: Glibc = Glibc(2, 36);
-/// What both kinds of suites need, the suites about correctness and about speed, and scripts that a job runs as a user would.
+/// The folders in the bundle: what both kinds of suites need, the suites about correctness, the suites about speed, and
+/// scripts. A job runs the scripts as a user would.
 const FOLDERS: [&str; 4] = ["gpu-lane", "gpu-tests", "benchmarks", "examples"];
 /// Parts of them that are for the source tree alone.
 const LEFT_OUT: [&str; 2] = ["tests", "results"];
 const RUNNER: &str = "gpu-lane/run.sh";
-/// Where in the bundle Python packages are, as wheels that the jobs install.
+/// The folder of Python packages in the bundle, as wheels that the jobs install.
 const WHEELS: &str = "python";
-/// What jobs measure ours against or run, and such machines lack. It is fetched as it is published, and not kept among
-/// the sources.
+/// The packages that jobs measure ours against or run, and that such machines lack. They are fetched as they are
+/// published, and not kept among the sources.
 const FETCHED: [&str; 5] = [
     "torch_memory_saver==0.0.10",
     "trl==1.16.0",

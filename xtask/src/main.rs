@@ -38,7 +38,7 @@ use clap::{Parser, Subcommand};
 
 use crate::workspace::Workspace;
 
-/// What a command returns: an error is one sentence for the reader, with the next step in it.
+/// The result of a command: an error is one sentence for the reader, with the next step in it.
 pub(crate) type Outcome<T = ()> = Result<T, Box<dyn Error>>;
 
 /// Builds, tests and checks the project.

@@ -12,9 +12,9 @@ use crate::{Outcome, process};
 
 /// The packages whose programs are in the wheel.
 const SHIPPED: [&str; 4] = ["sublet-ffi", "sublet-cli", "sublet-python", "simcuda"];
-/// How the names of files begin that hold what a licence asks to be passed on.
+/// The beginnings of the names of files that hold what a licence asks to be passed on.
 const NAMES: [&str; 5] = ["licen", "copying", "copyright", "notice", "unlicense"];
-/// Where the compiler keeps the notices of its standard library, which is in all our programs.
+/// The file in which the compiler keeps the notices of its standard library, which is in all our programs.
 const STANDARD_LIBRARY: &str = "share/doc/rust/COPYRIGHT-library.html";
 
 /// Writes the licences of all crates that the wheel's programs are made of into the file `crates`, and those of Rust's

@@ -46,7 +46,7 @@ impl Portable {
         self.glibc
     }
 
-    /// What the compiler calls the platform.
+    /// Returns the compiler's name of the platform.
     pub(crate) fn target() -> String {
         format!("{}-unknown-linux-gnu", env::consts::ARCH)
     }

@@ -11,11 +11,11 @@ use std::time::Duration;
 use crate::Outcome;
 use crate::workspace::Workspace;
 
-/// How long to wait for one of the last lines once a child has ended. Something it left running may hold the
-/// pipe open for ever, and must not hold us.
+/// The longest wait for one of the last lines once a child has ended. Something it left running may hold the pipe open
+/// for ever, and must not hold us.
 const LAST_LINES_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How many programs this machine runs simultaneously.
+/// Returns the number of programs that this machine runs simultaneously.
 pub(crate) fn cores() -> usize {
     thread::available_parallelism().map_or(1, NonZero::get)
 }

@@ -12,13 +12,13 @@ use crate::{Outcome, process};
 /// A package that we need. Where we install it ourselves, the version is fixed.
 #[derive(Debug)]
 pub(crate) struct Package {
-    /// What pip calls it.
+    /// The name for pip, with the version if that is fixed.
     requirement: &'static str,
-    /// What Python imports.
+    /// The module that Python imports.
     module: &'static str,
 }
 
-/// What shows that our package asks for nothing: no PyTorch, no driver, no other package.
+/// The program that shows that our package needs nothing: no PyTorch, no driver, no other package.
 const IMPORT: &str = "import sys, sublet; assert 'torch' not in sys.modules; \
      print(sublet.__file__.rpartition('/sublet/')[0])";
 
@@ -41,7 +41,7 @@ pub(crate) const MATURIN: Package = Package { requirement: "maturin==1.16.0", mo
 /// The type checker.
 pub(crate) const MYPY: Package = Package { requirement: "mypy==2.4.1", module: "mypy" };
 
-/// What some tests run or read files with, and nothing else needs. Not every Python has all of them.
+/// The packages that some tests run or read files with, and nothing else needs. Not every Python has all of them.
 pub(crate) const OPTIONAL: [(Package, &str); 5] = [
     (Package { requirement: "ray==2.60.0", module: "ray" }, "sublet.ray with a cluster"),
     (Package { requirement: "ipykernel==7.4.0", module: "ipykernel" }, "kernels of Jupyter"),

@@ -107,7 +107,7 @@ fn releases(said: &str) -> Vec<(u32, u32)> {
     found
 }
 
-/// What stands below the heading of `version`, up to the next heading of its kind.
+/// Returns the text below the heading of `version`, up to the next heading of its kind.
 fn section<'a>(changes: &'a str, version: &str) -> Option<&'a str> {
     let text = changes.split("\n## ").find_map(|section| {
         let (heading, text) = section.split_once('\n')?;

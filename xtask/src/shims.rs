@@ -18,9 +18,10 @@ use std::path::Path;
 use crate::workspace::Workspace;
 use crate::{Outcome, process};
 
-/// What finds `libsublet.so` from `sublet/alias` and from next to the package, where others look for the alias.
+/// The linker option by which the loader finds `libsublet.so` from `sublet/alias` and from next to the package. Others
+/// look for the alias in these places.
 const ALIAS_RUNPATH: &str = "-Wl,-rpath,$ORIGIN/../lib:$ORIGIN/sublet/lib";
-/// What finds `libsublet.so` next to it, and NCCL where its wheel puts it.
+/// The linker option by which the loader finds `libsublet.so` next to the object, and NCCL where its wheel puts it.
 const NCCL_RUNPATH: &str = "-Wl,-rpath,$ORIGIN:$ORIGIN/../../nvidia/nccl/lib";
 /// Names under which frameworks look for the object, without and with the version of the CUDA runtime.
 const ALIASES: [&str; 3] = ["", "_cu12", "_cu13"];

@@ -10,7 +10,7 @@ use crate::python::{MATURIN, PYTEST, Python};
 use crate::workspace::Workspace;
 use crate::{Outcome, build, notices, process, shims, simulated};
 
-/// Where the package's source is.
+/// The folder of the package's source.
 pub(crate) const SOURCE: &str = "ffi/python";
 
 /// The oldest C library that a wheel for users starts with: that of RHEL 8, and of PyTorch's own wheels.
@@ -22,7 +22,7 @@ const TESTS: &str = "tests/test_wheel.py";
 /// Tells these tests that the wheel is one for users, of any machine.
 const IS_PORTABLE: &str = "SUBLET_TEST_PORTABLE";
 
-/// What a wheel is made of, and where it goes.
+/// The parts of a wheel, and the folder that it goes to.
 #[derive(Debug)]
 pub(crate) struct Parts<'a> {
     /// `libsublet.so`.
@@ -31,7 +31,7 @@ pub(crate) struct Parts<'a> {
     pub(crate) command: &'a Path,
     /// Cargo's profile for the native module and the simulated driver.
     pub(crate) profile: &'static str,
-    /// How the native module is built for older systems; nothing for a wheel that stays here.
+    /// The tools that build the native module for older systems; nothing for a wheel that stays here.
     pub(crate) portable: Option<&'a Portable>,
     /// The folder of the wheel. Older wheels in it are removed.
     pub(crate) folder: &'a Path,

@@ -1,4 +1,4 @@
-//! Where things are: the repository root, the target directory, the files of the project.
+//! The places of things: the repository root, the target directory, the files of the project.
 
 use std::collections::BTreeSet;
 use std::env;
@@ -16,7 +16,7 @@ use crate::Outcome;
 pub(crate) struct Workspace {
     /// The repository root.
     pub(crate) root: PathBuf,
-    /// Where cargo builds, and where our own outputs go.
+    /// The folder in which cargo builds, and to which our own outputs go.
     pub(crate) target: PathBuf,
     /// Members and the edges between them. Dependencies of others are not resolved.
     pub(crate) metadata: Metadata,

@@ -41,7 +41,7 @@ pub mod stays {
     pub const ARRAYS: &str = "arrays have no address that could be kept; their bytes are reckoned";
 }
 
-/// Which devices were given access to which devices' plain memory, by `cuCtxEnablePeerAccess`.
+/// The devices that were given access to other devices' plain memory, by `cuCtxEnablePeerAccess`.
 #[derive(Debug, Default)]
 pub struct Accessors {
     /// Owner to accessors.
@@ -66,7 +66,7 @@ impl Accessors {
     /// Lets `accessor` reach plain memory that `owner` has already.
     ///
     /// # Errors
-    /// What the pool said.
+    /// The error of the pool.
     pub fn open<D: Driver>(
         &self,
         member: &Member<D>,
@@ -174,8 +174,9 @@ pub fn allocate<D: Driver>(
     }
 }
 
-/// How an allocation of a class waits for room. PyTorch frees what it caches when it is refused, and asks again, but not in a pool of its own, which a region
-/// is. NCCL asks while other ranks wait for this one.
+/// Describes an allocation of a class, with how it waits for room. PyTorch frees what it caches when it is refused, and
+/// asks again. It does not do so in a pool of its own, which a region is. NCCL asks while other ranks wait for this
+/// one.
 pub(crate) fn room_of(device: Option<DeviceOrdinal>, size_bytes: u64, class: &Class) -> Allocation {
     let is_asked_twice = class.library == caller::TORCH && class.tag.is_empty();
     let may_wait = !class.library.starts_with(caller::NCCL);
@@ -209,9 +210,10 @@ pub struct Ending<'a, D: Driver> {
     memory: Option<PlainMemory>,
 }
 
-/// What of plain memory goes with `context`. Asked before the driver ends it: its value may be another's immediately. Until it is dropped, that memory is no
-/// context's; when the driver has not ended the context by then, it has its memory again. Before it is looked for, `prepare` is called: what lasts, while no
-/// pause or resume begins.
+/// Takes the plain memory that goes with `context`. Called before the driver ends the context: its value may be
+/// another's immediately. Until the answer is dropped, that memory is no context's. When the driver has not ended the
+/// context by then, the context has its memory again. `prepare` is called before the memory is looked for. It may take
+/// long: no pause or resume begins meanwhile.
 #[doc(alias = "cuCtxDestroy")]
 pub fn ending<D: Driver>(
     member: &Member<D>,
@@ -225,7 +227,7 @@ pub fn ending<D: Driver>(
 }
 
 impl<D: Driver> Ending<'_, D> {
-    /// Which context is to end.
+    /// Returns the context that is to end.
     pub fn context(&self) -> RawContext {
         self.context
     }

@@ -1,4 +1,4 @@
-//! Which library a call comes from, by its file name.
+//! The library that a call comes from, by its file name.
 
 use std::sync::{Mutex, PoisonError};
 

@@ -62,7 +62,7 @@ const fn is_same(one: &str, other: &str) -> bool {
     one.len() == other.len() && common_bytes(one, other) == one.len()
 }
 
-/// How many bytes both begin with.
+/// Counts the bytes that both begin with.
 const fn common_bytes(one: &str, other: &str) -> usize {
     let (one, other) = (one.as_bytes(), other.as_bytes());
     let mut index = 0;
@@ -72,7 +72,7 @@ const fn common_bytes(one: &str, other: &str) -> usize {
     index
 }
 
-/// How all names of [`FUNCTIONS`] begin.
+/// The beginning that all names of [`FUNCTIONS`] share.
 pub const PREFIX: &str = {
     let first = FUNCTIONS[0].symbol;
     let (mut bytes, mut index) = (first.len(), 1);

@@ -82,7 +82,7 @@ impl<T> Answer<T> {
         }
     }
 
-    /// What `next` says about what is ours.
+    /// Answers about what is ours by `next`; leaves other answers as they are.
     pub fn and_then<U>(self, next: impl FnOnce(T) -> Answer<U>) -> Answer<U> {
         match self {
             Self::Done(value) => next(value),

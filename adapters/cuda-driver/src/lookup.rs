@@ -1,4 +1,4 @@
-//! Which of our functions stands in for which of the driver's.
+//! The exchange of the driver's functions for those of ours that stand in for them.
 //!
 //! Callers find the driver's functions by name, in three ways: `dlsym` on `libcuda.so.1`,
 //! `cuGetProcAddress` (by base name, version and flags), and plain ELF binding. The first two are answered

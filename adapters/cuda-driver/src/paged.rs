@@ -23,10 +23,10 @@ use crate::blocks::give_up;
 #[derive(Debug)]
 pub struct PagedRegions<D: Driver> {
     all: RwLock<Vec<PagedRegion<D>>>,
-    /// What a thread is about to free: nobody else has it, or frees what comes to lie there.
+    /// The addresses that threads are about to free: nobody else has one, or frees what comes to lie there.
     freeing: Mutex<BTreeSet<DeviceAddress>>,
     freed: Condvar,
-    /// How many there are, for callers that would find none.
+    /// The number of regions, for callers that would find none.
     count: AtomicUsize,
 }
 
@@ -190,7 +190,7 @@ impl<D: Driver> PagedRegions<D> {
         })
     }
 
-    /// What was allocated in a paged region and holds `address`.
+    /// Returns the range that was allocated in a paged region and holds `address`.
     #[doc(alias = "cuMemGetAddressRange")]
     pub fn range_of(&self, address: DeviceAddress) -> Option<VaRange> {
         self.window_of(address)?.span_at(address)

@@ -9,8 +9,8 @@ use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverCode, Locatio
 use vmm_pool::gate::Passage;
 use vmm_pool::{Facts, Known};
 
-/// How often a question is asked again whose memory has come or gone meanwhile. A pause and a resume in the time of
-/// one call is rare enough, and two are not to be expected.
+/// The most tries for a question whose memory comes or goes meanwhile. A pause and a resume in the time of one call is
+/// rare enough. Two are not to be expected.
 const TRIES_MAX: usize = 4;
 
 /// Attributes of pointers (`CUpointer_attribute`) that are spoken of here.
@@ -50,7 +50,7 @@ pub enum Value {
     Long(u64),
 }
 
-/// What the ledger can say about an attribute of memory that is away.
+/// The ledger's answer about an attribute of memory that is away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Said {
     /// This, as the driver would if the memory were there.
@@ -63,8 +63,8 @@ pub enum Said {
     Unknown,
 }
 
-/// What the ledger says about `attribute` of `address`, whose memory is away, to a thread whose current context is of device
-/// `current`.
+/// Returns the ledger's answer about `attribute` of `address`, whose memory is away. The thread that asks has a current
+/// context of device `current`.
 pub fn said(
     facts: &Facts,
     attribute: i32,
@@ -118,9 +118,10 @@ pub fn said(
     }
 }
 
-/// What the driver says otherwise of a block than of the plain memory that it stands for: a block is larger than was
-/// requested, the driver knows no context of virtual memory, and none of it can be shared by `cuIpcGetMemHandle`. And of a cell, of which it sees the slab alone, and of addresses that are
-/// a part of what is reserved for slabs.
+/// Returns the value that plain memory would have, where the driver says otherwise of the block that stands for it. A
+/// block is larger than was requested, and the driver knows no context of virtual memory. None of it can be shared by
+/// `cuIpcGetMemHandle`. The values of a cell are corrected too: the driver sees its slab alone. So are those of
+/// addresses that are a part of what is reserved for slabs.
 pub fn correction<D: Driver>(
     member: &Member<D>,
     attribute: i32,
@@ -158,7 +159,7 @@ pub fn correction<D: Driver>(
     }
 }
 
-/// What the driver would say of memory of a paged region, which is `range`: it sees chunks.
+/// Returns the value that the driver would give for memory of a paged region, `range`, as a whole: it sees chunks.
 pub fn of_paged(range: VaRange, attribute: i32) -> Option<Value> {
     match attribute {
         attribute::RANGE_START | attribute::MAPPING_START => Some(Value::Long(range.start.0)),

@@ -44,7 +44,7 @@ fn ours(handle: u64) -> Answer<VirtualHandle> {
     Answer::of_found(VirtualHandle::from_raw(handle))
 }
 
-/// What is known of what a caller wants memory for.
+/// The purpose for which a caller wants memory, as far as it is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// Nothing.
@@ -105,7 +105,7 @@ pub fn retain<D: Driver>(member: &Member<D>, address: DeviceAddress) -> Answer<u
     Answer::of(entered.cells().retain_cell_at(address)).map(VirtualHandle::raw)
 }
 
-/// What a handle was created with.
+/// Returns the properties that a handle was created with.
 #[doc(alias = "cuMemGetAllocationPropertiesFromHandle")]
 pub fn properties<D: Driver>(member: &Member<D>, handle: u64) -> Answer<AllocationProp> {
     let entered = member.pool().enter_giving_up();
@@ -238,7 +238,7 @@ pub fn pin_for_rdma<D: Driver>(member: &Member<D>, range: VaRange) {
 /// `CU_DEVICE_ATTRIBUTE_LOGICAL_ENDPOINT_*` of CUDA 13.3.
 const LOGICAL_ENDPOINTS: RangeInclusive<i32> = 153..=156;
 
-/// What applications must not believe the device can do, because a pause could not undo it.
+/// Tells whether applications must not believe that the device has this ability, because a pause could not undo it.
 ///
 /// Multicast objects, logical endpoints and fabric handles hold references to memory in ways that are not replayed yet;
 /// callers ask for these attributes first and do without.

@@ -1,4 +1,4 @@
-//! Which streams are being captured into graphs.
+//! The streams that are being captured into graphs.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tenants::member;
 use vmm_pool::driver::RawContext;
 
-/// What a capture records into.
+/// The graph that a capture records into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
     /// A graph that comes to be at its end.
@@ -31,7 +31,7 @@ pub struct Captures {
 }
 
 impl Captures {
-    /// How many there are, for the process's part in its tenant, which may join while some are under way.
+    /// Returns the counts of captures, for the process's part in its tenant, which may join while some are under way.
     pub fn counts(&self) -> &Arc<member::Captures> {
         &self.counts
     }

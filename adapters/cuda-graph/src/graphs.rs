@@ -1,4 +1,4 @@
-//! What a graph launch adds to the counts of the consistent cut.
+//! The increments that a graph launch adds to the counts of the consistent cut.
 //!
 //! Collectives on a stream under capture launch nothing. Their increments follow the work: capture, graph,
 //! executable graph, launch; and go with copies, child graphs and updates. A process none of whose graphs
@@ -69,7 +69,7 @@ struct Tables {
     bodies: HashSet<u64>,
 }
 
-/// What becomes of collectives that a capture has recorded.
+/// The way in which collectives that a capture has recorded are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Counted {
     /// Each launch counts them.
@@ -88,7 +88,7 @@ pub struct Graphs {
     tables: RwLock<Tables>,
 }
 
-/// What a thread remembers of one executable graph.
+/// The facts that a thread remembers of one executable graph.
 #[derive(Clone, Debug)]
 struct Remembered {
     /// [`Graphs::changes`] when it was asked.
@@ -106,7 +106,7 @@ thread_local! {
         const { RefCell::new([const { None }; REMEMBERED_MAX]) };
 }
 
-/// Where `executable` is remembered. The driver's values are addresses, alike in their lowest bits.
+/// Returns the slot in which `executable` is remembered. The driver's values are addresses, alike in their lowest bits.
 fn slot(executable: u64) -> usize {
     let mixed = executable.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
     // CAST: less than the number of slots.
@@ -220,8 +220,8 @@ impl Graphs {
 
     /// `destroy` ends `graph`, and says whether it has; executables made from it stay.
     ///
-    /// What is known of the value goes first: once the driver has let it go, another thread may get it for a graph
-    /// of its own.
+    /// The tables forget the value first: once the driver has let it go, another thread may get it for a graph of its
+    /// own.
     #[doc(alias = "cuGraphDestroy")]
     pub fn destroy_graph(&self, graph: u64, destroy: impl FnOnce() -> bool) {
         let taken = self.write().and_then(|mut tables| {
@@ -257,7 +257,7 @@ impl Graphs {
         self.tables.write().unwrap_or_else(PoisonError::into_inner).bodies.insert(graph);
     }
 
-    /// What a launch of `executable` adds; `None` when nothing.
+    /// Returns the increments that a launch of `executable` adds; `None` when there are none.
     #[doc(alias = "cuGraphLaunch")]
     #[inline]
     pub fn increments_of(&self, executable: u64) -> Option<Rc<[Increment]>> {

@@ -1,5 +1,6 @@
-//! What NVIDIA's management library (NVML) says of a GPU inside a tenant that has a budget there: as much memory as the tenant may
-//! hold, and the tenant's own processes. Libraries size their caches by asking; without a budget nothing is changed.
+//! The answers of NVIDIA's management library (NVML) about a GPU, for a tenant that has a budget there. They show as
+//! much memory as the tenant may hold, and the tenant's own processes. Libraries size their caches by asking. Without a
+//! budget nothing is changed.
 //!
 //! * [`Bound`]: what the tenant may hold of a GPU, and holds.
 //! * [`memory`]: the answers about memory, within that.
@@ -52,12 +53,12 @@ impl Gpu {
     }
 }
 
-/// What a tenant may hold of a GPU, in bytes, and holds.
+/// The bytes that a tenant may hold of a GPU, and the bytes that it holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bound {
     /// The most.
     pub budget_bytes: u64,
-    /// What all its processes hold.
+    /// The bytes that all processes of the tenant hold.
     pub held_bytes: u64,
 }
 
@@ -67,12 +68,12 @@ impl Bound {
     }
 }
 
-/// Who asks.
+/// The process that asks about a GPU.
 #[derive(Debug)]
 pub struct Asker<'a, D: Driver> {
     /// The process's part in its tenant, where it has joined.
     pub member: Option<&'a Member<D>>,
-    /// Where tenants live.
+    /// The directory that tenants live in.
     pub run_dir: &'a RunDir,
     /// The tenant that it is of, or would join.
     pub tenant: &'a TenantName,
@@ -81,8 +82,9 @@ pub struct Asker<'a, D: Driver> {
 }
 
 impl<D: Driver> Asker<'_, D> {
-    /// What the tenant may hold of `gpu`; none without a budget there. What the process itself counts in comes first, for the
-    /// driver's answers are by that too; then what processes of the tenant count in; then what the first of them will.
+    /// Returns the tenant's bound on `gpu`; `None` without a budget there. The figures by which the process itself
+    /// counts come first: the driver's answers are by them too. Then come those by which processes of the tenant count.
+    /// Last come those by which the first of them will count.
     ///
     /// Waits for other processes for moments; asks no process, and of the driver no more than its devices' identities.
     pub fn bound(&self, gpu: Gpu) -> Option<Bound> {

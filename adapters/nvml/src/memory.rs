@@ -1,4 +1,4 @@
-//! How much memory a GPU has, and how much of it is free.
+//! The size of a GPU's memory, and of the part that is free.
 //!
 //! The figures are those of `cuMemGetInfo` under a budget: all is the smaller of the GPU's and the budget, free is the smaller of
 //! what is free and what the tenant may still take. What is used is the rest, as NVML has it: all three add up.
@@ -35,7 +35,7 @@ pub struct MemoryV2 {
 
 /// An answer about memory.
 pub trait Narrow {
-    /// What there is of it inside `bound`. In bytes; never more than it said.
+    /// Returns the answer for the memory inside `bound`, in bytes. It shows no more memory than the original answer.
     #[must_use]
     fn within(self, bound: Bound) -> Self;
 }

@@ -1,4 +1,4 @@
-//! Which processes have a GPU's memory: those of the tenant, with what NVML says of each.
+//! The processes that have a GPU's memory: those of the tenant, with what NVML says of each.
 
 use std::collections::BTreeSet;
 
@@ -58,7 +58,7 @@ pub fn of_tenant(run_dir: &RunDir, tenant: &TenantName, own: u32) -> BTreeSet<u3
     pids
 }
 
-/// How many rows to make room for when NVML is asked and says that there are `found`.
+/// Returns the number of rows to make room for, where NVML has said that there are `found`.
 pub fn room_for(found: usize) -> usize {
     // Some may begin in between.
     found.saturating_add(16).min(ROWS_MAX)

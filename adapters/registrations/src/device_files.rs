@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Where the kernel lists a process's descriptors.
+/// The directory in which the kernel lists a process's descriptors.
 pub const OWN_DESCRIPTORS: &str = "/proc/self/fd";
 
 /// A kind of such device files.
@@ -33,7 +33,8 @@ impl DeviceFile {
         }
     }
 
-    /// What a process does without that it may pin device memory with it.
+    /// Returns the advice by which a process does without files of this kind, or without pinning device memory with
+    /// them.
     fn advice(self) -> &'static str {
         match self {
             Self::Verbs => {

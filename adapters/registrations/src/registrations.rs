@@ -1,4 +1,4 @@
-//! What is registered with which device, for as long as it is.
+//! The registrations of memory with devices, for as long as they last.
 
 use std::collections::HashMap;
 use std::sync::Mutex;

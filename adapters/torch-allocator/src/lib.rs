@@ -1,4 +1,4 @@
-//! What callers of torch's allocators ask for beyond device memory: the settings of `torch_memory_saver`.
+//! The settings of `torch_memory_saver`: what callers of torch's allocators ask for beyond device memory.
 //!
 //! Memory of one tag may be kept, discarded or written to files there, as the calling thread was set when it
 //! allocated it. A tag of ours has one policy, so each such pair is a tag of its own, `tms/<tag>/<policy>`, and

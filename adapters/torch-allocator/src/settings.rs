@@ -1,4 +1,4 @@
-//! What a thread has set, what the environment sets, and the tags that follow from it.
+//! The settings of a thread, those of the environment, and the tags that follow from them.
 
 use std::ffi::{CStr, CString};
 use std::sync::atomic::AtomicBool;
@@ -6,10 +6,10 @@ use std::sync::atomic::AtomicBool;
 use tenants::region::{self, Base};
 use vmm_pool::Contents;
 
-/// What tags of this interface begin with.
+/// The beginning of all tags of this interface.
 const PREFIX: &str = "tms/";
 
-/// What kind of host memory callers ask backups to lie in.
+/// The kind of host memory that callers ask backups to lie in.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Backend {
     /// Pages that the driver has pinned.
@@ -38,7 +38,7 @@ impl Backend {
     }
 }
 
-/// What the environment says.
+/// The settings that the environment makes.
 #[derive(Debug)]
 pub struct Environment {
     interesting: bool,
@@ -75,7 +75,7 @@ impl Environment {
     }
 }
 
-/// What one thread has set.
+/// The settings that one thread has made.
 #[derive(Debug)]
 pub struct Settings {
     tag: CString,
@@ -85,12 +85,12 @@ pub struct Settings {
     pub cpu_backup: bool,
     /// Does a pause save it to a file?
     pub disk_backup: bool,
-    /// Where backups are said to lie.
+    /// The kind of host memory that backups are said to lie in.
     pub backend: Backend,
 }
 
 impl Settings {
-    /// What a thread begins with.
+    /// Returns the settings that a thread begins with.
     pub fn new(environment: &Environment) -> Self {
         Self {
             tag: c"default".to_owned(),
@@ -119,7 +119,7 @@ impl Settings {
         }
     }
 
-    /// What counts for memory of the thread outside of regions.
+    /// Returns what counts for memory of the thread outside of regions.
     pub fn base(&self, environment: &Environment) -> Base {
         if self.interesting {
             let contents = self.contents();

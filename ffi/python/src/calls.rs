@@ -137,7 +137,7 @@ impl Library {
         call!(self, py, "region", sublet_region_end_all_threads())
     }
 
-    /// What this process holds.
+    /// Returns what this process holds, as JSON.
     fn stats(&self, py: Python<'_>) -> PyResult<String> {
         answer!(self, py, "stats", sublet_stats_json())
     }
@@ -274,12 +274,12 @@ impl Library {
         call!(self, py, "paged", sublet_page_announce(pager, spans.as_ptr(), spans.len()))
     }
 
-    /// What a step would bring to a window with other frames.
+    /// Returns what a step would bring to a window with other frames, as JSON.
     fn page_plan(&self, py: Python<'_>, pager: u64) -> PyResult<String> {
         answer!(self, py, "plan", sublet_page_plan_json(pager))
     }
 
-    /// What a window holds and has done.
+    /// Returns what a window holds and has done, as JSON.
     fn page_report(&self, py: Python<'_>, pager: u64) -> PyResult<String> {
         answer!(self, py, "report", sublet_page_json(pager))
     }

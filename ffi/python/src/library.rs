@@ -14,7 +14,7 @@ use pyo3::types::PyList;
 
 use crate::bindings::{Functions, SUBLET_ERROR_NOT_JOINED};
 
-/// What a text function means by -1.
+/// The error code that a text function means by -1.
 // CAST: the header's codes are small.
 const NOT_JOINED: c_int = SUBLET_ERROR_NOT_JOINED.cast_signed();
 
@@ -91,7 +91,7 @@ impl Library {
         Ok(Self { functions })
     }
 
-    /// What the library finds.
+    /// Returns the functions that were found in the library.
     pub(crate) fn functions(&self) -> &Functions {
         &self.functions
     }

@@ -9,10 +9,10 @@ use pyo3::prelude::*;
 
 /// `sublet_unused` of the library that asks.
 pub(crate) type SayUnused = unsafe extern "C" fn(u64, *const u64, *const u64, usize) -> c_int;
-/// What the library calls.
+/// The function that the library calls.
 pub(crate) type Ask = unsafe extern "C" fn(*mut c_void, u64);
 
-/// Who is asked, and how the answer goes back.
+/// The function of Python's that is asked, and the library's function that takes the answer.
 #[derive(Debug)]
 pub(crate) struct Source {
     function: Py<PyAny>,

@@ -114,7 +114,7 @@ fn learn(owner: DeviceOrdinal, accessor: DeviceOrdinal) {
     }
 }
 
-/// Whose functions a shared CUDA runtime has in its table of the driver's.
+/// The owner of the functions in a shared CUDA runtime's table of the driver's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Table {
     /// The library at that path is no CUDA runtime.

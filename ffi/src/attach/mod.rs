@@ -5,7 +5,7 @@
 //! is about the tenant: which one is joined, what the devices held before (`cuda_state`), and whether a pause from outside
 //! is safe.
 //!
-//! What an attach cannot reach is in the `Report`, library by library; `docs/attach.md` lists the limits.
+//! The `Report` says, library by library, what an attach cannot reach; `docs/attach.md` lists the limits.
 
 #![expect(unsafe_code, reason = "asks for a notice of forks")]
 
@@ -244,7 +244,7 @@ pub(crate) struct LibraryHooks {
     pub(crate) exchanged: usize,
     /// Whether its calls are seen.
     pub(crate) state: State,
-    /// How that is known, or why it is not so.
+    /// The way in which that is known, or the reason why it is not so.
     pub(crate) why: String,
 }
 

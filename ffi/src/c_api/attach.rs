@@ -47,7 +47,7 @@ pub unsafe extern "C" fn sublet_set_family(family: *const c_char) -> c_int {
     })
 }
 
-/// What the attach found and did, as JSON.
+/// Writes what the attach found and did, as JSON.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.

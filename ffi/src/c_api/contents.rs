@@ -15,13 +15,13 @@ use super::last_call::{fail, guarded, not_joined};
 use super::{ARGUMENT, OK};
 use crate::runtime;
 
-/// How long a pause waits for the application's answer. The application may wait for a lock whose holder waits at our gate:
-/// then everything is saved.
+/// The longest time that a pause waits for the application's answer. The application may wait for a lock whose holder
+/// waits at our gate: then everything is saved.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(250);
 /// Ranges in one answer.
 const RANGES_MAX: usize = 1 << 20;
 
-/// Where the saved contents of a range lie in host memory.
+/// Writes to `host` the address at which the saved contents of a range lie in host memory.
 ///
 /// # Safety
 /// `host` is null or valid for a write.

@@ -258,7 +258,7 @@ pub extern "C" fn sublet_page_set_frames(pager: u64, frames_bytes: u64, timeout_
     with(pager, |pager| done(pager.set_frames(frames_bytes, limit)))
 }
 
-/// What a step would bring with other frames, as JSON.
+/// Writes what a step would bring with other frames, as JSON.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.
@@ -272,7 +272,7 @@ pub unsafe extern "C" fn sublet_page_plan_json(
     unsafe { answer(|| pager_of(pager).map(|found| found.plan()), buffer, size) }
 }
 
-/// What a pager holds and has done, as JSON.
+/// Writes what a pager holds and has done, as JSON.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.

@@ -280,8 +280,8 @@ pub extern "C" fn sublet_is_paused() -> c_int {
     c_int::from(is_paused())
 }
 
-/// How many steps of pauses and resumes the calling process has come through. As long as that is the same, a tag whose
-/// memory was all there is not away.
+/// Counts the steps of pauses and resumes that the calling process has come through. As long as that is the same, a tag
+/// whose memory was all there is not away.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_changes() -> u64 {
     runtime::member().map_or(0, |member| member.lifecycle().changes())

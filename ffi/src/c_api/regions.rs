@@ -1,4 +1,4 @@
-//! Which memory belongs to which tag.
+//! The regions that say which memory belongs to which tag.
 
 #![expect(unsafe_code, reason = "exports the C interface")]
 

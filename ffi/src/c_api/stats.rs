@@ -104,7 +104,7 @@ pub unsafe extern "C" fn sublet_set_budget(tenant: *const c_char, budgets: *cons
     })
 }
 
-/// What a tenant may hold of each GPU, and holds, as JSON.
+/// Writes what a tenant may hold of each GPU, and holds, as JSON.
 ///
 /// # Safety
 /// `tenant` is null or a terminated string; `buffer` is null or valid for writes of `size` bytes.

@@ -13,10 +13,10 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering}
 
 use super::{AddressOf, Binding, loader};
 
-/// How many copies of one library are told apart.
+/// The most copies of one library that are told apart.
 const COPIES_MAX: usize = 8;
 
-/// Where calls of a function go.
+/// The destination of a function's calls.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Treatment {
     /// They go to this function of ours.
@@ -30,16 +30,15 @@ pub(crate) enum Treatment {
 pub(crate) struct Row {
     /// The function's name.
     pub(crate) name: &'static CStr,
-    /// Where calls of it go.
     pub(crate) verdict: Treatment,
     /// Our export of that name.
     pub(crate) exported: AddressOf,
 }
 
-/// How a library is known, and what we stand in for.
+/// The marks by which a library is known, and the functions of it that we stand in for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Description {
-    /// How the names of its functions begin.
+    /// The beginning of its functions' names.
     pub(crate) prefix: &'static str,
     /// A name that we do not export, and every copy has.
     pub(crate) landmark: &'static CStr,
@@ -68,7 +67,7 @@ pub(crate) struct Library {
 #[derive(Debug)]
 pub(crate) struct Loaded {
     number: usize,
-    /// Where the file is mapped.
+    /// The address at which the file is mapped.
     base: usize,
     scope: Scope,
     table: &'static [Row],
@@ -79,7 +78,7 @@ pub(crate) struct Loaded {
 const UNKNOWN: usize = 0;
 const ABSENT: usize = 1;
 
-/// Where names are looked up.
+/// The place in which names are looked up.
 #[derive(Clone, Copy, Debug)]
 enum Scope {
     /// Behind us in the order that the whole program uses.
@@ -140,7 +139,7 @@ impl Library {
         self.description.table
     }
 
-    /// How the names of its functions begin.
+    /// Returns the beginning of its functions' names.
     pub(super) const fn prefix(&self) -> &'static str {
         self.description.prefix
     }
@@ -311,7 +310,7 @@ impl Library {
 struct Sites([AtomicU64; SITES_MAX]);
 
 const SITES_MAX: usize = 1024;
-/// How many places one address allows: a process has some tens of call sites.
+/// The number of places that one address allows: a process has some tens of call sites.
 const SITE_PLACES: usize = 4;
 
 /// A call site: its address, above it the number of its copy, and whether it is in that copy itself. 0 when

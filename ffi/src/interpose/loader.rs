@@ -89,7 +89,7 @@ pub(crate) fn program() -> Option<*mut c_void> {
     (!opened.is_null()).then_some(opened)
 }
 
-/// What the loader says of `address`.
+/// Returns the loader's facts about `address`.
 fn info_of(address: usize) -> Option<libc::Dl_info> {
     let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
     let pointer = std::ptr::with_exposed_provenance::<c_void>(address);
@@ -101,7 +101,7 @@ fn info_of(address: usize) -> Option<libc::Dl_info> {
     Some(unsafe { info.assume_init() })
 }
 
-/// Where the file that holds `address` is mapped, and its path.
+/// Returns the address at which the file that holds `address` is mapped, and its path.
 pub(crate) fn image_of(address: usize) -> Option<(usize, CString)> {
     let info = info_of(address)?;
     if info.dli_fname.is_null() {

@@ -1,4 +1,4 @@
-//! How callers come to call us instead of the driver, NCCL, or another library.
+//! The engine that makes callers call us instead of the driver, NCCL, or another library.
 //!
 //! An engine without a table of its own: the functions of others and ours in their place are handed to it as a value, an
 //! `Interposition`, by [`crate::interposed`]. A further library is a further `Library` in that value.
@@ -67,7 +67,7 @@ pub(crate) struct LoaderFunction {
     pub(crate) is_exported: bool,
 }
 
-/// How the libraries of this process were bound to us.
+/// The way in which the libraries of this process were bound to us.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Binding {
     /// By the loader: we come before the driver and before all libraries that we stand in for.
@@ -106,7 +106,7 @@ const UNASKED: u8 = 0;
 const OURS: u8 = 1;
 const ANOTHERS: u8 = 2;
 
-/// How long a walk may take in a forked child.
+/// The longest time that a walk may take in a forked child.
 const CHILD_WALK_MAX: Duration = Duration::from_secs(2);
 
 /// In a process that the loader bound to us: does another library or the program itself come before us with a function
@@ -155,7 +155,7 @@ impl Interposition {
         &self.driver
     }
 
-    /// How this process's libraries were bound to us.
+    /// Returns the way in which this process's libraries were bound to us.
     pub(crate) fn binding(&self) -> Binding {
         if self.is_attached.load(Ordering::Acquire) { Binding::ByAttach } else { Binding::ByLoader }
     }

@@ -52,7 +52,7 @@ thread_local! {
 mod ours {
     use super::*;
 
-    /// How often it was called.
+    /// The number of calls of `sublettest_work`.
     pub(super) static COUNTED: AtomicI32 = AtomicI32::new(0);
 
     /// Counted, then the watched library's own.
@@ -86,7 +86,7 @@ fn call(address: usize, value: c_int) -> c_int {
     function(value)
 }
 
-/// What a copy, or a library that uses one, is asked by name, past our own functions.
+/// A copy, or a library that uses one, which is asked by name, past our own functions.
 #[derive(Clone, Copy, Debug)]
 struct Opened(Pointer);
 

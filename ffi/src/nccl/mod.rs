@@ -9,9 +9,9 @@
 //! NCCL EP (`libnccl_ep.so`), which is built on NCCL's public functions, is a library and a table of its own
 //! (`experts`).
 //!
-//! How callers come to these functions is the engine's matter ([`interpose`](crate::interpose)); this is its table. The
-//! profiling names (`pnccl...`) are not hooked: a tool calls them after the application has called the public ones,
-//! and `PyTorch` never does.
+//! The engine ([`interpose`](crate::interpose)) brings callers to these functions; this is its table. The profiling
+//! names (`pnccl...`) are not hooked: a tool calls them after the application has called the public ones, and `PyTorch`
+//! never does.
 
 #![expect(unsafe_code, reason = "exports functions under NCCL's names and calls NCCL")]
 
@@ -101,7 +101,7 @@ fn found(path: &CStr, is_watched: bool) {
     }
 }
 
-/// What of NCCL's work in this process a pause of its memory alone would not hold back.
+/// The NCCL work in this process that a pause of NCCL's memory alone would not hold back, as text.
 static UNSEEN: OnceLock<String> = OnceLock::new();
 
 /// Why NCCL's memory cannot be taken from this process while it runs on.

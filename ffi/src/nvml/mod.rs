@@ -46,7 +46,7 @@ interpose_library! {
 
 /// Longest text of a GPU's identity, in bytes (`NVML_DEVICE_UUID_V2_BUFFER_SIZE`); that of a version is shorter.
 const TEXT_BYTES: usize = 96;
-/// How often a list that grows while it is read is read again.
+/// The most tries to read a list that grows while it is read.
 const TRIES_MAX: usize = 8;
 
 const SUCCESS: c_int = NvmlCode::SUCCESS.0;
@@ -124,8 +124,8 @@ fn may_be_bound() -> bool {
         && !environment::is_the_command()
 }
 
-/// What the tenant may hold of a GPU, and whose processes are the tenant's where that is asked too. None without a budget there, or
-/// when something of ours fails.
+/// Returns the tenant's bound on a GPU, and what `and` returns for the tenant. None without a budget there, or when
+/// something of ours fails.
 fn bound<T>(
     device: Pointer,
     and: impl FnOnce(&tenants::run_dir::RunDir, &tenants::identity::TenantName) -> T,

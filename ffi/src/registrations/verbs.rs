@@ -97,7 +97,7 @@ mod calls {
         })
     }
 
-    /// Where the region gets other device memory, what it had before is let go.
+    /// Changes a region. Where it gets other device memory, the memory that it had before is let go.
     pub(super) unsafe extern "C" fn ibv_rereg_mr(
         region: Pointer,
         flags: c_int,

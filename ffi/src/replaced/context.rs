@@ -19,7 +19,7 @@ use crate::interpose::driver::call_driver;
 use crate::look;
 use crate::runtime::{self, Member};
 
-/// How long the end of a context lets waits of ours there end.
+/// The longest time that the end of a context gives waits of ours there to end.
 const WAITS_BEFORE_END: Duration = Duration::from_secs(10);
 
 /// Runs `body` with `context` current; `None` where the driver does not take it.
@@ -97,8 +97,8 @@ create_context!(cuCtxCreate_v2(flags: c_uint; device));
 create_context!(cuCtxCreate_v3(affinity: Pointer, count: c_int, flags: c_uint; device));
 create_context!(cuCtxCreate_v4(parameters: Pointer, flags: c_uint; device));
 
-/// What ends with `context`. The value is forgotten before the driver lets it go: it may be another context's immediately.
-/// `prepare` is called once no pause can begin, with or without a tenant.
+/// Takes what ends with `context`. The value is forgotten before the driver lets it go: it may be another context's
+/// immediately. `prepare` is called once no pause can begin, with or without a tenant.
 fn ending(
     context: RawContext,
     prepare: impl FnOnce(Option<&Member>),

@@ -92,8 +92,8 @@ macro_rules! unload {
 unload!(cuModuleUnload);
 unload!(cuLibraryUnload);
 
-/// What a stream's capture is known by. Each thread has a stream of its own under the value of the per-thread stream, which
-/// functions of that kind (`symbol`) also have for 0.
+/// Returns the key of a stream's capture. Each thread has a stream of its own under the value of the per-thread stream.
+/// Functions of that kind (`symbol`) also have that stream for 0.
 fn capture_key(stream: Pointer, symbol: &str) -> u64 {
     thread_local! {
         static OWN: u8 = const { 0 };
@@ -106,8 +106,8 @@ fn capture_key(stream: Pointer, symbol: &str) -> u64 {
     stream as u64
 }
 
-/// How long a capture lets waits for devices end that were left behind, and then those of other threads: see [`vmm_pool::Waits::let_end`] and
-/// [`tenants::member::Captures::before`].
+/// The longest wait of a capture for waits for devices to end: for those that were left behind, and then for those of
+/// other threads. See [`vmm_pool::Waits::let_end`] and [`tenants::member::Captures::before`].
 const WAITS_BEFORE_CAPTURE: Duration = Duration::from_secs(1);
 
 macro_rules! begin_capture {

@@ -1,5 +1,5 @@
-//! What there is of a device's memory, and what of it is free: within the tenant's budget, where it has one. Libraries size
-//! their caches by asking.
+//! A device's memory and the free part of it: within the tenant's budget, where it has one. Libraries size their caches
+//! by asking.
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
@@ -13,8 +13,8 @@ use crate::environment;
 use crate::interpose::driver::call_driver;
 use crate::runtime;
 
-/// What the tenant may hold on `device`, and holds, where it has a budget there. A process that asks before it has any
-/// memory joins its tenant for that.
+/// Returns the bytes that the tenant may hold on `device` and those that it holds. None without a budget there. A
+/// process that asks before it has any memory joins its tenant for that.
 fn within(device: DeviceOrdinal) -> Option<(u64, u64)> {
     let member = runtime::member().or_else(|| {
         let may_count = environment::current().has_budgets() || runtime::others_count();

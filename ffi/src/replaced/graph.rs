@@ -57,7 +57,7 @@ pub(crate) fn capture_of(stream: usize) -> Option<u64> {
     (code == SUCCESS && status == CAPTURE_ACTIVE).then_some(id)
 }
 
-/// Where work for a stream of this value goes.
+/// Returns the place that work for a stream of this value goes to.
 pub(crate) fn place_of(stream: usize) -> In {
     let raw = RawStream(stream as u64);
     if capture_of(stream).is_some() {

@@ -25,7 +25,7 @@ use super::{Address, SUCCESS};
 use crate::interpose::Pointer;
 use crate::runtime::{self, Member};
 
-/// How long an allocation lets the thread have done: it gives up a few blocks.
+/// The longest wait of an allocation for the thread to be done: the thread gives up a few blocks.
 const SETTLED_WITHIN: Duration = Duration::from_secs(10);
 
 static TABLE: Mutex<Table> = Mutex::new(Table::new());

@@ -23,7 +23,7 @@ use crate::runtime;
 
 /// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`.
 const DEVICE_ORDINAL: c_int = 9;
-/// What rows of pitched memory are padded to, by all devices so far; what the driver says counts.
+/// The bytes that all devices so far pad rows of pitched memory to. The pitch that the driver says counts.
 const PITCH_BYTES: usize = 512;
 /// `CU_DEVICE_CPU`.
 const DEVICE_CPU: c_int = -1;
@@ -71,7 +71,7 @@ fn made(place: *mut Address) -> Option<Address> {
     address.filter(|address| *address != 0)
 }
 
-/// Where the driver has made stream-ordered memory: on the pool's device, whatever context is current.
+/// Returns the device on which the driver has made stream-ordered memory: the pool's, whatever context is current.
 fn device_of_memory(address: Address) -> Option<DeviceOrdinal> {
     let mut device: c_int = 0;
     let place = (&raw mut device).cast::<c_void>();
@@ -95,7 +95,7 @@ fn device_of_stream(stream: usize) -> Option<DeviceOrdinal> {
     device_of(context)
 }
 
-/// Which device stream-ordered memory is of.
+/// The device of stream-ordered memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PoolOf {
     /// The stream's.

@@ -25,13 +25,13 @@ fn write(data: *mut c_void, value: Value) {
     }
 }
 
-/// What there is to say of memory of a paged region as a whole.
+/// Returns the value of an attribute for memory of a paged region as a whole.
 fn of_paged(attribute: c_int, address: DeviceAddress) -> Option<Value> {
     let range = runtime::paged_regions().range_of(address)?;
     pointers::of_paged(range, attribute)
 }
 
-/// What the ledger says of memory that is away.
+/// Returns the answer about memory that is away: for a paged region as a whole, or else the ledger's.
 fn said(facts: &Facts, attribute: c_int, address: Address) -> Said {
     if let Some(value) = of_paged(attribute, DeviceAddress(address)) {
         return Said::Value(value);

@@ -1,4 +1,4 @@
-//! What to type next, by the code of a failure. `docs/errors.md` has the same for each code.
+//! The command to type next, by the code of a failure. `docs/errors.md` has the same for each code.
 
 use std::env;
 

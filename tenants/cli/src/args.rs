@@ -1,4 +1,4 @@
-//! What may be said on the command line.
+//! The arguments that the command line may have.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -171,7 +171,7 @@ pub(crate) struct TagArgs {
 }
 
 impl TagArgs {
-    /// What to pause or resume.
+    /// Returns the memory to pause or resume.
     pub(crate) fn scope(&self) -> Scope {
         scope_of([&self.tags, &self.libraries])
     }
@@ -195,12 +195,12 @@ pub(crate) struct SwapTagArgs {
 }
 
 impl SwapTagArgs {
-    /// What leaves.
+    /// Returns the memory that leaves.
     pub(crate) fn out_scope(&self) -> Scope {
         scope_of([&self.both, &self.libraries, &self.out])
     }
 
-    /// What comes.
+    /// Returns the memory that comes.
     pub(crate) fn in_scope(&self) -> Scope {
         scope_of([&self.both, &self.libraries, &self.back])
     }
@@ -271,7 +271,7 @@ pub(crate) struct ResumeArgs {
 }
 
 impl ResumeArgs {
-    /// What to resume.
+    /// Returns the memory to resume.
     pub(crate) fn scope(&self) -> Scope {
         scope_of([&self.tags, &self.libraries])
     }
@@ -294,7 +294,7 @@ pub(crate) struct WaitArgs {
 const FOREVER: &str = "forever";
 
 impl WaitArgs {
-    /// How long to wait; nothing without the option, and no bound without a time.
+    /// Returns the longest time to wait: zero without the option, and no bound where the option has no time.
     pub(crate) fn at_most(self) -> Duration {
         self.wait.unwrap_or_default()
     }

@@ -130,8 +130,8 @@ fn check_node(budgets: &Budgets) -> Result<(), Failure> {
     budgets.check(list).map_err(|error| Failure::of(&error, EXIT_USAGE))
 }
 
-/// What `sublet run` puts into the environment of a tenant's processes, checked against what is known: none where nothing
-/// is said. `warn` is told what may surprise.
+/// Returns the budgets that `sublet run` puts into the environment of a tenant's processes, checked against what is
+/// known: none where nothing is said. `warn` is told what may surprise.
 pub(crate) fn for_run(
     tenant: &TenantName,
     given: &[Budgets],

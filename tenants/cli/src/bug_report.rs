@@ -12,7 +12,7 @@ use crate::failure::Failure;
 use crate::output::Output;
 use crate::{doctor, ps, switch};
 
-/// How the names of variables begin that change what Sublet does. No secrets are kept in these.
+/// The prefixes of variables that change what Sublet does. No secrets are kept in these.
 const SETTINGS: [&str; 5] = ["AMEM_", "CUDA_", "NCCL_", "SUBLET_", "TMS_"];
 const NOTE: &str = "\
 Sublet bug report. It names tenants, commands with their arguments, folders and settings of this user: read it before you send \
@@ -78,7 +78,7 @@ fn first_line(path: &str) -> Option<String> {
     fs::read_to_string(path).ok()?.lines().next().map(|line| line.trim().to_owned())
 }
 
-/// What the distribution calls itself.
+/// Returns the name that the distribution gives itself.
 fn system() -> Option<String> {
     let text = fs::read_to_string("/etc/os-release").ok()?;
     let name = text.lines().find_map(|line| line.strip_prefix("PRETTY_NAME="))?;

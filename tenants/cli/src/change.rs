@@ -209,7 +209,7 @@ fn wait_until_it_fits<T>(
     }
 }
 
-/// What a resume waits for; `None` when it is not GPU memory.
+/// Says what a resume waits for; `None` when it is not GPU memory.
 fn waiting_for(error: &Trouble, gpus: &Gpus) -> Option<String> {
     let missing_bytes = error.missing_device_bytes()?;
     let devices: Vec<_> =
@@ -342,7 +342,7 @@ fn depth(is_deep: bool) -> Depth {
     if is_deep { Depth::Contexts } else { Depth::Memory }
 }
 
-/// How the driver is called about processes of a tenant. Nothing is loaded yet.
+/// Returns the interface to the driver's calls about processes of a tenant. Nothing is loaded yet.
 pub(crate) fn checkpointer() -> Arc<dyn Checkpointer> {
     Arc::new(CudaCheckpoints::default())
 }

@@ -9,7 +9,7 @@ use tenants::settings::{self, Settings, WrongSetting};
 /// The loader's list of objects to load first.
 pub(crate) const PRELOAD_VARIABLE: &str = "LD_PRELOAD";
 
-/// How many letters of an unknown name may differ from the known one that is proposed.
+/// The number of letters by which an unknown name may differ from the known one that is proposed.
 const TYPOS_MAX: usize = 3;
 
 /// The environment and the place of this command, as they were at the start.
@@ -37,7 +37,7 @@ impl Environment {
         Self { variables, settings, wrong, executable }
     }
 
-    /// What Sublet's own variables say.
+    /// Returns the values of Sublet's own variables.
     pub(crate) fn settings(&self) -> &Settings {
         &self.settings
     }
@@ -82,7 +82,7 @@ impl Environment {
         said.collect()
     }
 
-    /// What the run directory is chosen from: its own variable, and the user's runtime directory.
+    /// Returns the sources of the run directory: its own variable, and the user's runtime directory.
     pub(crate) fn run_dir_sources(&self) -> (Option<PathBuf>, Option<PathBuf>) {
         (self.settings.run_dir.clone(), self.get("XDG_RUNTIME_DIR").map(PathBuf::from))
     }

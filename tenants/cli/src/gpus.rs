@@ -18,7 +18,7 @@ use tenants::budget::gpus;
 
 /// A GPU that has fallen off the bus makes NVIDIA's tools wait for ever.
 const TIMEOUT: Duration = Duration::from_secs(3);
-/// How much of a machine-wide name tells a machine's GPUs apart: `GPU-5f00be66`.
+/// The number of characters of a machine-wide name that tell a machine's GPUs apart: `GPU-5f00be66`.
 const SHORT_CHARS: usize = 12;
 
 /// Of a machine-wide name behind `GPU-`.
@@ -90,7 +90,7 @@ impl Gpu {
     }
 }
 
-/// What a process has on one GPU.
+/// The memory that a process has on one GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema), schemars(rename = "HeldOnGpu"))]
 pub(crate) struct GpuBytes {
@@ -103,7 +103,8 @@ pub(crate) struct GpuBytes {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Gpus {
     list: Vec<Gpu>,
-    /// What each process has on them, by its id as the management library tells it; none where that does not answer.
+    /// The memory of each process on them, by its id as the management library tells it; none where that does not
+    /// answer.
     held: Option<BTreeMap<u32, Vec<GpuBytes>>>,
 }
 
@@ -128,8 +129,8 @@ impl Gpus {
         Self { list, held: Some(held) }
     }
 
-    /// What a process has on each GPU, its contexts too; none where that is not known. In a pid namespace of its own this process knows others by
-    /// other ids than the management library does.
+    /// Returns the memory of a process on each GPU, its contexts too; none where that is not known. In a pid namespace
+    /// of its own this process knows others by other ids than the management library does.
     pub(crate) fn held_by(&self, pid: u32) -> Option<Vec<GpuBytes>> {
         let held = self.held.as_ref()?;
         held.get(&pid).cloned().or_else(|| knows_all_pids().then(Vec::new))
@@ -211,7 +212,7 @@ impl Watched {
     }
 }
 
-/// What the management library says to `ask`; nothing if it does not answer in time.
+/// Runs `ask`, which asks the management library, and returns the answer; nothing if it does not come in time.
 pub(crate) fn in_time<T: Send + 'static>(ask: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (say, said) = channel();
     // A thread that hangs in the library ends with this process.

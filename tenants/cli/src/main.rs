@@ -81,7 +81,7 @@ fn main() -> ExitCode {
 }
 
 /// Raises the soft limit of open files to the hard one: each process of a tenant takes two descriptors of this command.
-/// Where it cannot be raised, the command says what it lacks when it lacks it.
+/// If it cannot be raised, the command says what it lacks when it lacks it.
 fn raise_descriptor_limit() {
     if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
         && soft < hard

@@ -1,5 +1,5 @@
-//! Which processes hold a GPU's memory, as NVIDIA's management library tells. It sees processes that do not
-//! run under Sublet or do not answer, and is there wherever `nvidia-smi` is.
+//! The processes that hold a GPU's memory, as NVIDIA's management library tells. The library sees also processes that
+//! do not run under Sublet or do not answer. It is there wherever `nvidia-smi` is.
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enums::device::UsedGpuMemory;

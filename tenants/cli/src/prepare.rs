@@ -43,7 +43,7 @@ pub(crate) fn prepare(
     Ok(if is_as_asked { ExitCode::SUCCESS } else { ExitCode::from(EXIT_PARTIAL) })
 }
 
-/// How far all processes are, and each of them.
+/// Says how far all processes are, and how far each of them is.
 fn line_of(tenant: &str, processes: &[PreparedProcess]) -> String {
     let held = processes.iter().map(|process| process.host.held_bytes).sum();
     let wanted = processes.iter().map(|process| process.host.wanted_bytes).sum();

@@ -20,7 +20,7 @@ use crate::{output, signals, units};
 
 const QUIET_TIME: Duration = Duration::from_secs(1);
 const TICK: Duration = Duration::from_millis(100);
-/// How often processes are asked how much they have copied.
+/// The time between two looks at how much processes have copied.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// They answer in milliseconds. The command waits for no answer longer when it is over.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
@@ -46,11 +46,11 @@ struct Shown {
 
 #[derive(Debug, Default)]
 struct Texts {
-    /// What the coordinator said last.
+    /// The last message of the coordinator.
     step: String,
-    /// How much is copied, which says more; empty while nothing is.
+    /// The progress of the copies, which says more than `step`; empty while nothing is copied.
     copies: String,
-    /// Whose pause or resume is under way.
+    /// The tenants whose pause or resume is under way.
     tenants: BTreeSet<TenantName>,
 }
 
@@ -186,7 +186,7 @@ fn show_later(shown: Arc<Shown>, run_dir: RunDir) -> (Sender<()>, JoinHandle<()>
     (stop, thread)
 }
 
-/// What one tenant copies, of all its processes together.
+/// The copies of one tenant, of all its processes together.
 #[derive(Debug, PartialEq, Eq)]
 struct Move {
     tenant: String,
@@ -233,12 +233,12 @@ fn copies_line(moves: &[Move], left: Option<Duration>) -> String {
     each.join("; ") + &left.unwrap_or_default()
 }
 
-/// How fast it goes, since the first bytes were seen.
+/// The speed of the copies, since the first bytes were seen.
 #[derive(Debug, Default)]
 struct Pace(Option<(Instant, u64)>);
 
 impl Pace {
-    /// How long the rest takes, as fast as what is done; none before something was.
+    /// Returns the time that the rest takes at the speed so far; none before something was done.
     fn left(&mut self, now: Instant, moves: &[Move]) -> Option<Duration> {
         let done_bytes: u64 = moves.iter().map(|one| one.copied.done_bytes).sum();
         let of_bytes: u64 = moves.iter().map(|one| one.copied.of_bytes).sum();

@@ -59,7 +59,7 @@ struct Group<'a> {
     gpus: BTreeMap<&'a str, &'a Gpu>,
     on_gpu_bytes: u64,
     off_gpu_bytes: u64,
-    /// What its paused processes have on GPUs, where that is known of one.
+    /// The bytes that its paused processes have on GPUs, where that is known of one.
     left_bytes: Option<u64>,
     command: &'a str,
     idleness: Option<Idleness>,
@@ -170,13 +170,13 @@ fn overview(view: &View, early: &BTreeMap<TenantName, u32>, output: &mut Output)
     }));
 }
 
-/// Who changes the tenant, and who is waited for.
+/// Says who changes the tenant, and who is waited for.
 fn waits_of(tenant: &TenantView) -> impl Iterator<Item = String> {
     let said = waiting::sentences(tenant, outsiders::command_of).into_iter();
     said.map(|text| format!("{}: {text}", tenant.stats.tenant))
 }
 
-/// What is free, where the management library tells.
+/// Says how much memory is free, where the management library tells.
 fn free_line(view: &View) -> Option<String> {
     let free = |gpu: &Gpu| Some(gpu.total_bytes?.saturating_sub(gpu.used_bytes?));
     let known: Vec<_> = view.gpus.iter().filter_map(|gpu| Some((gpu, free(gpu)?))).collect();
@@ -320,7 +320,7 @@ fn idle_label(idleness: &Idleness) -> Option<String> {
     (*quiet_us >= SHOWN_FROM_US).then(|| format!("{word} {} s", quiet_us / 1_000_000))
 }
 
-/// What a paused process has left on GPUs.
+/// Says what a paused process has left on GPUs.
 pub(crate) fn left_label(bytes: u64) -> String {
     if bytes == 0 { "nothing left".to_owned() } else { format!("{} left", units::bytes(bytes)) }
 }

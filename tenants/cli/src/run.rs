@@ -88,7 +88,8 @@ fn note_of_others(tenant: &TenantName, run_dir: &RunDir) -> Option<String> {
     ))
 }
 
-/// What options set in the environment of the command. What an outer command has set is the inner one's too, unless an option says otherwise.
+/// Returns the variables that options set in the environment of the command. The variables that an outer command has
+/// set are the inner one's too, unless an option says otherwise.
 fn own_settings(
     args: &RunArgs,
     tenant: &TenantName,

@@ -35,7 +35,7 @@ pub(crate) fn save(
     Ok(if report.map.complete { ExitCode::SUCCESS } else { ExitCode::from(EXIT_PARTIAL) })
 }
 
-/// How far all processes are, and each of them.
+/// Says how far all processes are, and how far each of them is.
 fn line_of(tenant: &str, states: &[SaveState]) -> String {
     let written = states.iter().map(|state| state.written_bytes).sum();
     let total = states.iter().map(|state| state.total_bytes).sum();
@@ -80,7 +80,7 @@ fn table(report: &SaveReport) -> Table {
     table
 }
 
-/// What was not there, who is missing, and where to begin reading.
+/// Prints what was not there, who is missing, and where to begin reading.
 fn remarks(report: &SaveReport, output: &mut Output) {
     let map = &report.map;
     let accounts = || map.processes.iter().map(|process| process.account);

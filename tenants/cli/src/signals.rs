@@ -18,7 +18,7 @@ use tenants::coordinator::Interrupt;
 
 use crate::failure::{EXIT_CALLED_OFF, EXIT_PARTIAL, EXIT_UNCHANGED, Failure};
 
-/// What the second signal of a kind does.
+/// The effect of the second signal of a kind.
 struct Second {
     /// There was one before.
     is_second: Arc<AtomicBool>,

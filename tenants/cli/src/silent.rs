@@ -25,7 +25,7 @@ pub(crate) struct Silent {
     pub(crate) gpus: Vec<GpuBytes>,
 }
 
-/// What keeps it from answering, as far as the kernel tells.
+/// The state that keeps a process from answering, as far as the kernel tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]

@@ -44,7 +44,7 @@ const DRIVER: &str = "libcuda.so.1";
 const MAKE_NODE: &[u8] = b"simcuda_make_node";
 /// Tells the simulated driver where its node is.
 const NODE_VARIABLE: &str = "SIMCUDA_NODE";
-/// Where the loader looks for libraries first.
+/// The variable of the folders in which the loader looks for libraries first.
 const LIBRARIES_VARIABLE: &str = "LD_LIBRARY_PATH";
 /// It may number the GPUs that this machine really has.
 const VISIBLE_VARIABLE: &str = "CUDA_VISIBLE_DEVICES";
@@ -52,7 +52,7 @@ const VISIBLE_VARIABLE: &str = "CUDA_VISIBLE_DEVICES";
 const PREFIX: &str = "sublet-simulated-";
 /// Time for processes to end by themselves, and again for the system to end them.
 const LEFT_BEHIND_TIMEOUT: Duration = Duration::from_secs(2);
-/// What a shell adds to the number of a signal that ended a command.
+/// The number that a shell adds to the number of a signal that ended a command.
 const EXIT_SIGNAL: i32 = 128;
 
 /// As many as the simulated management library knows.
@@ -283,7 +283,7 @@ fn sweep(base: &Path) {
     }
 }
 
-/// What a user may still write below `base`; nothing if it is not there.
+/// Returns the bytes that a user may still write below `base`; zero if it is not there.
 fn free_bytes(base: &Path) -> u64 {
     statvfs(base).map_or(0, |found| found.blocks_available().saturating_mul(found.fragment_size()))
 }
@@ -315,7 +315,7 @@ fn find_driver(environment: &Environment) -> Result<PathBuf, Failure> {
     })
 }
 
-/// Where the loader looks: for the driver first, then where it looked before.
+/// Returns the folders in which the loader looks: the driver's first, then those where it looked before.
 fn libraries(driver: &Path, environment: &Environment) -> OsString {
     let mut list = driver.parent().unwrap_or(Path::new("")).as_os_str().to_owned();
     if let Some(before) = environment.get(LIBRARIES_VARIABLE) {

@@ -24,13 +24,13 @@ use crate::{signals, units};
 const SHOWN_MAX: usize = 20;
 const SHOWN_SHORT_MAX: usize = 5;
 
-/// What a switch did or would do, for programs.
+/// The account of what a switch did or would do, for programs.
 #[derive(Default, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub(crate) struct Account<'a> {
     tenant: &'a str,
     outcome: &'static str,
-    /// Who was paused, or would be.
+    /// The tenants that were paused, or would be.
     paused: Vec<&'a str>,
     reasons: &'a [String],
     changes: Vec<Document<'a>>,
@@ -136,7 +136,7 @@ pub(crate) fn render(is_dry: bool, how: ShowArgs, switched: &Switched, output: &
     }
 }
 
-/// What one claims, in words.
+/// Says in words where a claim stands.
 fn standing_of(claim: &Claimant) -> String {
     let for_what = match claim.wish {
         "memory" => format!(" for {}", units::bytes(claim.wanted_bytes)),

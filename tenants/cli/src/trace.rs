@@ -60,7 +60,7 @@ struct Timeline {
     named: BTreeSet<u64>,
     /// Machine-wide names, in the order of their rows.
     gpus: Vec<String>,
-    /// Where the next change goes that nobody says the time of.
+    /// The beginning of the next change whose own time nobody says.
     end_us: u64,
 }
 

@@ -45,7 +45,7 @@ pub(crate) fn counted(count: usize, one: &str, more: &str) -> String {
     format!("{count} {}", if count == 1 { one } else { more })
 }
 
-/// Who says what, with all who say the same as one.
+/// Folds all who say the same into one, and returns who says what.
 pub(crate) fn folded(said: impl IntoIterator<Item = (String, String)>) -> Vec<(String, String)> {
     let mut groups: Vec<(String, usize, String)> = Vec::new();
     for (who, text) in said {
@@ -61,7 +61,7 @@ pub(crate) fn folded(said: impl IntoIterator<Item = (String, String)>) -> Vec<(S
     groups.into_iter().map(one).collect()
 }
 
-/// What became of contents that are kept, such as "17 GiB kept: 16 GiB zero, 412 MiB unchanged, 820 MiB copied".
+/// Says what became of contents that are kept, such as "17 GiB kept: 16 GiB zero, 412 MiB unchanged, 820 MiB copied".
 pub(crate) fn kept(kept: KeptBytes) -> String {
     format!(
         "{} kept: {} zero, {} unchanged, {} copied",

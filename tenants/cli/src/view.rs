@@ -1,5 +1,5 @@
-//! What is there to be seen: all tenants with their processes and bytes, who changes them, and the GPUs. Every command that
-//! shows something draws from here.
+//! All that there is to be seen: tenants with their processes and bytes, who changes them, and the GPUs. Every command
+//! that shows something draws from here.
 
 use serde::Serialize;
 use tenants::code::Code;
@@ -45,11 +45,12 @@ pub(crate) struct TenantView {
     pub(crate) changed_by: Vec<u32>,
     /// Processes that live and did not answer.
     pub(crate) silent: Vec<Silent>,
-    /// What its paused processes have on GPUs.
+    /// The memory that its paused processes have on GPUs.
     pub(crate) left: Vec<Left>,
 }
 
-/// What a paused process has on GPUs: its contexts, and what a pause leaves in place, as NVIDIA's management library tells.
+/// The memory of a paused process on GPUs: its contexts, and what a pause leaves in place, as NVIDIA's management
+/// library tells.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema), schemars(rename = "LeftOnGpus"))]
 pub(crate) struct Left {
@@ -65,7 +66,7 @@ impl Left {
 }
 
 impl TenantView {
-    /// What this process has on GPUs, if it is paused and that is known.
+    /// Returns what this process has on GPUs, if it is paused and that is known.
     pub(crate) fn left_by(&self, pid: u32) -> Option<&Left> {
         self.left.iter().find(|left| left.pid == pid)
     }
@@ -154,7 +155,7 @@ impl View {
         Self { gpus, tenants, refused: Vec::new() }
     }
 
-    /// What a narrow column says of the GPU of this name.
+    /// Returns the label of the GPU of this name for a narrow column.
     pub(crate) fn gpu_label(&self, uuid: &str) -> String {
         self.gpus.iter().find(|gpu| gpu.uuid == uuid).map_or_else(|| uuid.to_owned(), Gpu::label)
     }

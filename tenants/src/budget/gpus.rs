@@ -1,11 +1,11 @@
-//! Which GPU has which number on this machine.
+//! The numbers of the GPUs of this machine.
 
 use std::fs;
 use std::path::Path;
 
 use vmm_pool::driver::PciAddress;
 
-/// Where the driver lists the GPUs of this machine, or of this container.
+/// The directory in which the driver lists the GPUs of this machine, or of this container.
 pub const NODE_GPUS: &str = "/proc/driver/nvidia/gpus";
 
 /// The directories in `list` ([`NODE_GPUS`]), a GPU each and named by its PCI address, in the order in which `nvidia-smi`

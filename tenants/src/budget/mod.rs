@@ -25,7 +25,7 @@ const NONE: &str = "none";
 /// Of the text of an identity, in hexadecimal.
 const UUID_DIGITS: usize = 32;
 
-/// Which GPU.
+/// The GPU or GPUs that a budget is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Which {
     /// Each that is not named.
@@ -40,7 +40,7 @@ pub enum Which {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Budgets(BTreeMap<Which, Option<u64>>);
 
-/// What is written is no budget.
+/// An error in the text of budgets.
 #[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -79,7 +79,7 @@ impl Budgets {
         self.0.is_empty()
     }
 
-    /// What is said, in order.
+    /// Returns the budgets that are said, in order.
     pub fn iter(&self) -> impl Iterator<Item = (Which, Option<u64>)> {
         self.0.iter().map(|(which, budget)| (*which, *budget))
     }

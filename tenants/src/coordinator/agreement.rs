@@ -144,8 +144,8 @@ fn not_found(partner: Partner) -> MemberFailure {
 /// under 1 ms, and clearing it some 4.
 const COPIED_BYTES_MIN: u64 = 1 << 30;
 
-/// What is not in host memory yet, against what is copied, where making it first costs less than is gained: a pause makes it
-/// during its copies otherwise.
+/// The least ratio of copied bytes to missing host memory at which making that memory first pays. At a lower ratio a
+/// pause makes it during its copies.
 const GROWTH_SHARE: u64 = 16;
 
 /// A process copies to host memory at least as fast, in bytes a second, whatever else its machine does.
@@ -164,8 +164,8 @@ fn pays(drained: &[HostDemand], copies: Copies) -> bool {
         && drained.iter().all(|demand| demand.copying.to_file_bytes == 0)
 }
 
-/// How long saving takes at the slowest, of processes that have said this when they were drained. Files of all may lie on one
-/// disk.
+/// Returns the time that saving takes at the slowest. `drained` is what the processes said when they were drained.
+/// Files of all may lie on one disk.
 fn saving_time(drained: &[HostDemand]) -> Duration {
     let copying = || drained.iter().map(|demand| demand.copying);
     let to_memory = copying().map(|copying| copying.to_memory_bytes).max().unwrap_or(0);

@@ -17,7 +17,7 @@ use crate::run_dir::TenantDir;
 use crate::time::{micros, millis};
 use crate::wire::{HostProgress, HostStage, HostStep};
 
-/// How long a process has nothing more to say before it says the same again.
+/// The time after which a process that has nothing new to say says the same again.
 const SLICE: Duration = Duration::from_millis(500);
 
 /// Whether the asker waits until all is there.
@@ -33,15 +33,15 @@ pub enum Waits {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct PreparedProcess {
-    /// Which.
+    /// The process.
     pub who: Who,
     /// Its command.
     pub command: String,
-    /// How far it is.
+    /// Its progress with host memory for its next pause.
     pub host: HostProgress,
 }
 
-/// What has come in.
+/// The account of the host memory that has come in.
 #[must_use]
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]

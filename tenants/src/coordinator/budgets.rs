@@ -1,4 +1,4 @@
-//! What a tenant may hold on each GPU, and holds: asked, and changed while its processes run.
+//! A tenant's budget and held memory on each GPU. Both are asked, and the budget is changed, while its processes run.
 //!
 //! It takes no part in pauses and resumes, and holds no lock of theirs.
 
@@ -24,9 +24,9 @@ pub struct GpuBudget {
     pub gpu: String,
     /// Its number on this machine, where that is known.
     pub index: Option<u32>,
-    /// What the tenant may hold, in bytes; none without a bound.
+    /// The bytes that the tenant may hold; none without a bound.
     pub budget_bytes: Option<u64>,
-    /// What all its processes hold, in bytes.
+    /// The bytes that all processes of the tenant hold.
     pub held_bytes: u64,
     /// All of its memory, in bytes; 0 where that is not known.
     pub total_bytes: u64,
@@ -65,7 +65,7 @@ impl BudgetReport {
         Self { tenant: tenant.to_string(), budgets, gpus, failures: Vec::new() }
     }
 
-    /// What the tenant may hold of a GPU, and holds; also of one that no process of it has.
+    /// Returns what the tenant may hold of a GPU, and what it holds; also of a GPU that no process of it has.
     pub fn figure(&self, uuid: DeviceUuid, index: Option<u32>) -> Figure {
         let known = self.gpus.iter().find(|gpu| gpu.uuid == uuid);
         known.map_or_else(
@@ -87,12 +87,12 @@ impl GpuBudget {
         }
     }
 
-    /// How much more than the budget is held, in bytes.
+    /// Returns the bytes that are held beyond the budget.
     pub fn over_bytes(&self) -> u64 {
         self.budget_bytes.map_or(0, |budget| self.held_bytes.saturating_sub(budget))
     }
 
-    /// What `budgets` would let a tenant hold on this GPU.
+    /// Returns the bytes that `budgets` would let a tenant hold on this GPU; none without a bound.
     pub fn under(&self, budgets: &Budgets) -> Option<u64> {
         budgets.of(self.uuid, self.index)
     }

@@ -17,15 +17,15 @@ use crate::run_dir::pause_thread;
 use crate::time::{micros, millis};
 use crate::wire::{FailureKind, Hold, Phase};
 
-/// How long a member may be silent while nothing moves.
+/// The longest time that a member may be silent while nothing moves.
 const SLICE: Duration = Duration::from_millis(25);
-/// How long nothing must move before everybody is let further; doubled after each [`STALLS_PER_PATIENCE`] such stalls,
-/// so that a rank that computes for long is waited for in the end.
+/// The time without progress after which everybody is let further. It doubles after each [`STALLS_PER_PATIENCE`] such
+/// stalls: a rank that computes for long is waited for in the end.
 const PATIENCE: Duration = Duration::from_millis(50);
 const PATIENCE_MAX: Duration = Duration::from_secs(2);
 /// Each stall lets everybody further than the last, by [`Plan::update`]: four of them end a wait for 15 launches.
 const STALLS_PER_PATIENCE: u32 = 4;
-/// How long nothing must move, while somebody waits for device memory, until that is why.
+/// The time without progress, while a process waits for device memory, after which that wait counts as the cause.
 const MEMORY_WAIT: Duration = Duration::from_secs(1);
 /// The rest of all ranks after a pause has met a capture, doubled each time,
 const CAPTURE_REST_MIN: Duration = Duration::from_millis(1);

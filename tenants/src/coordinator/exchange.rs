@@ -1,5 +1,5 @@
-//! Who moves how much next while two tenants change places: a pure account of bytes by device, kept from what the
-//! processes say.
+//! The order of moves while two tenants change places: which process moves how much next. It is a pure account of bytes
+//! by device, kept from what the processes say.
 //!
 //! No device holds more than the larger of what leaves and what comes there, and a window. Memory that has just been
 //! released is given to the tenant that comes as it is told; what leaves waits for nobody. If all that comes fits into what
@@ -52,7 +52,7 @@ pub(super) struct Exchange {
     has_room_for_both: bool,
 }
 
-/// What there is to know of one device.
+/// The account of one device, in bytes.
 #[expect(clippy::struct_field_names, reason = "units end the name")]
 #[derive(Debug, Default)]
 struct Device {
@@ -98,17 +98,17 @@ enum LeaverAt {
 /// A process of the tenant that comes.
 #[derive(Debug)]
 struct Comer {
-    /// What is still to be created, and the smallest allocation of it; 0 while that is not known.
+    /// By device: the bytes still to be created, and the smallest allocation of them; 0 while that is not known.
     left: BTreeMap<String, (u64, u64)>,
     next_stage: u32,
-    /// What each order that it has not answered yet allows.
+    /// The bytes by device that each order allows, for the orders that it has not answered yet.
     promised: VecDeque<Vec<(String, u64)>>,
-    /// What it was allowed last where it had nothing so small.
+    /// By device: the largest allowance, since the last creation there, that was too small for any allocation.
     too_little: Bytes,
 }
 
 impl Comer {
-    /// What no order that is under way is about, as far as can be told.
+    /// Returns the bytes that no order under way is about, as far as can be told.
     fn unasked(&self) -> BTreeMap<String, (u64, u64)> {
         let mut unasked = self.left.clone();
         for (uuid, bytes) in self.promised.iter().flatten() {
@@ -148,8 +148,8 @@ fn usual_window(moved_bytes: u64, largest_bytes: u64) -> u64 {
 }
 
 impl Exchange {
-    /// What each process that is `leaving` has on each device, and what each that is `coming` needs. `window_bytes` is the usual
-    /// one where it is none.
+    /// Begins the account. `leaving` says what each process that leaves has on each device, and `coming` what each
+    /// process that comes needs. Without `window_bytes` the usual window counts.
     pub(super) fn new(
         window_bytes: Option<u64>,
         leaving: &[Vec<DeviceDelta>],
@@ -320,7 +320,7 @@ impl Exchange {
         None
     }
 
-    /// What a process may create now, by device.
+    /// Returns the bytes that a process may create now, by device.
     fn granted(&self, index: usize, all_released: bool) -> Vec<(String, u64)> {
         let comer = &self.coming[index];
         let mut granted = Vec::new();
@@ -336,7 +336,7 @@ impl Exchange {
         granted
     }
 
-    /// How much more may be taken on a device now.
+    /// Returns how many more bytes may be taken on a device now.
     fn allowed(&self, uuid: &str, all_released: bool) -> u64 {
         let Some(device) = self.devices.get(uuid) else { return 0 };
         if all_released {

@@ -21,11 +21,12 @@ use crate::scope::Scope;
 use crate::time::micros;
 use crate::wire::{Action, FailureKind, MemberState, Phase, PhaseReport};
 
-/// How long a checkpoint or a restore may take, which have no timeout of the driver's. By what was measured, enough for 8 TiB of pinned host memory.
+/// The time limit of a checkpoint or a restore, for which the driver has no timeout. By what was measured, it is enough
+/// for 8 TiB of pinned host memory.
 const DRIVER_TIMEOUT: Duration = Duration::from_mins(3);
 /// Beyond the timeout that the driver is told, for its answer.
 const ANSWER_MARGIN: Duration = Duration::from_secs(5);
-/// Where CUDA programs look for the control daemon of MPS, where nothing else is said.
+/// The folder in which CUDA programs look for the control daemon of MPS, unless the environment names another.
 const MPS_PIPE_DIR: &str = "/tmp/nvidia-mps";
 const MPS_PIPE_VARIABLE: &str = "CUDA_MPS_PIPE_DIRECTORY=";
 
@@ -48,7 +49,7 @@ impl Call {
         }
     }
 
-    /// What reports call the time that it took.
+    /// Returns the name under which reports list the time of this call.
     fn step(self) -> &'static str {
         match self {
             Self::Lock(_) => "lock",
@@ -399,7 +400,7 @@ impl<'s, 'a> Freezer<'s, 'a> {
     }
 }
 
-/// What keeps the driver from taking the contexts of process `pid` away, or from bringing them back.
+/// Returns what keeps the driver from taking the contexts of process `pid` away, or from bringing them back.
 fn obstacle(driver: &dyn Checkpointer, pid: u32) -> Option<String> {
     if let Some(tracer) = tracer_of(&PathBuf::from(format!("/proc/{pid}/status"))) {
         return Some(format!("process {tracer} traces it (a debugger?): end that first"));
@@ -419,14 +420,14 @@ fn obstacle(driver: &dyn Checkpointer, pid: u32) -> Option<String> {
     }
 }
 
-/// Who traces a process, by what the kernel says of it.
+/// Returns the id of the process that traces another one, by the kernel's `status` file of the latter.
 fn tracer_of(status: &Path) -> Option<u32> {
     let status = fs::read_to_string(status).ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("TracerPid:"))?;
     line.trim().parse().ok().filter(|pid| *pid > 0)
 }
 
-/// Where the control daemon of MPS listens that a process with this environment finds.
+/// Returns the folder of the MPS control daemon that a process with this environment finds, if there is one.
 fn mps_of(environ: &Path) -> Option<PathBuf> {
     let environ = fs::read(environ).unwrap_or_default();
     let mut words = environ.split(|byte| *byte == 0).map(String::from_utf8_lossy);

@@ -1,4 +1,4 @@
-//! How somebody else calls a pause or resume off.
+//! The interrupt, by which others call a pause or resume off.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -18,9 +18,10 @@ use crate::run_dir::{NAMES_AGAIN_WITHIN, TenantDir, pause_thread};
 use crate::scope::Scope;
 use crate::wire::{AskLent, FailureKind, Lending, Lent, Wanted};
 
-/// How long a pause waits in all, where its options say nothing.
+/// The time that a pause waits in all, unless its options say otherwise.
 const WAIT: Duration = Duration::from_secs(30);
-/// How long all run before the gates are shut for the first time though something is lent; doubled after each time.
+/// The time for which all run before the gates are shut for the first time though something is lent. It doubles after
+/// each time.
 const LOOK: Duration = Duration::from_millis(50);
 /// Of that, for how much the gates are then shut at most.
 const SHUT_SHARE: u32 = 4;
@@ -29,11 +30,11 @@ const SHUT_MAX: Duration = Duration::from_millis(500);
 const REST_MIN: Duration = Duration::from_millis(1);
 const REST_MAX: Duration = Duration::from_millis(50);
 
-/// How long a pause waits for borrowers, over all its tries.
+/// The limits on a pause's waits for borrowers, over all its tries.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Patience {
     deadline: Instant,
-    /// How long this try lets all run.
+    /// The time for which this try lets all run.
     look: Duration,
     tries_again: bool,
 }
@@ -221,7 +222,7 @@ fn way_to_let_go(handles: bool, tickets: bool) -> String {
     }
 }
 
-/// Who has what open, and how it is let go.
+/// Says in words which process has what open, and how it is let go.
 fn held_by(lent: &[Lent]) -> String {
     let mut text = String::new();
     let mut tenants: Vec<&str> = Vec::new();

@@ -1,5 +1,6 @@
-//! What a resume of a tenant takes, what is free, which devices are too full for it and who holds them; and what a pause gives. A
-//! coordinator that leads asks its members; any other asks a tenant with no lock, and also whether its devices have anything left to do.
+//! The needs of a resume: what it takes, what is free, which devices are too full for it and who holds them. Also what
+//! a pause gives. A coordinator that leads asks its members. Any other asks a tenant with no lock, and also whether its
+//! devices have anything left to do.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -24,23 +25,24 @@ use crate::wire::{
     Stats,
 };
 
-/// How long members may take to say what a resume needs, when nothing else is said.
+/// The time within which members must say what a resume needs, unless the options say otherwise.
 pub(super) const NEEDS_TIMEOUT: Duration = Duration::from_mins(1);
 
 /// One GPU of a tenant that is paused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceNeed {
-    /// What a resume of all its processes takes there, in bytes.
+    /// The bytes that a resume of all processes of the tenant takes there.
     pub needed_bytes: u64,
-    /// What is free there, in bytes.
+    /// The bytes that are free there.
     pub free_bytes: u64,
     /// All of it, in bytes.
     pub total_bytes: u64,
 }
 
 impl Coordinator {
-    /// What a resume in the scope of the options would take on each GPU, by its machine-wide name, as far as the tenant's processes
-    /// answer; with `all_devices` also what is free on all other GPUs that they use. Takes no lock and changes nothing.
+    /// Returns what a resume in the scope of the options would take on each GPU. GPUs have their machine-wide names.
+    /// Processes that do not answer are left out. With `all_devices` the answer also has what is free on all other GPUs
+    /// that the tenant's processes use. Takes no lock and changes nothing.
     ///
     /// # Errors
     /// [`Trouble::NoSuchTenant`], [`Trouble::RunDir`].
@@ -158,7 +160,7 @@ pub struct DeviceShortage {
     pub total_bytes: u64,
     /// Tenants with memory there, largest first; this one too, where a pause left some in place.
     pub holders: Vec<Holder>,
-    /// What is neither free nor any tenant's: contexts, and processes that do not run under Sublet.
+    /// The bytes that are neither free nor any tenant's: contexts, and processes that do not run under Sublet.
     pub outside_bytes: u64,
 }
 
@@ -170,14 +172,14 @@ pub struct Holder {
     pub tenant: String,
     /// Does it run? A paused tenant can hold memory that a pause leaves in place.
     pub active: bool,
-    /// How much.
+    /// The bytes that the tenant has there.
     pub bytes: u64,
     /// Of these, what a pause of it gives back.
     pub gives_bytes: u64,
 }
 
 impl DeviceShortage {
-    /// How much more must be free.
+    /// Returns the bytes that must become free in addition.
     pub fn missing_bytes(&self) -> u64 {
         self.needed_bytes.saturating_sub(self.free_bytes)
     }
@@ -297,7 +299,7 @@ fn held_on(stats: &TenantStats, uuid: &str) -> u64 {
 /// Of the time to answer, the part that connections to all of them may take: one that takes none has others behind it.
 const CONNECT_SHARE: u32 = 4;
 
-/// What there is to know of one tenant.
+/// The figures of one tenant, and whether a process was silent.
 #[derive(Debug)]
 pub struct Holdings {
     /// As [`Coordinator::stats`] says it.

@@ -17,7 +17,7 @@ use crate::phase::Told;
 use crate::time::{micros, millis};
 use crate::wire::{Phase, PhaseReport, TakePhase, Window};
 
-/// What a stage, or a step of spilling, may take at least, in bytes a second: disks are that slow.
+/// The slowest speed of a stage, or of a step of spilling, in bytes a second: disks are that slow.
 pub(super) const SLOWEST_BYTES_PER_SECOND: u64 = 128 << 20;
 
 /// One of the two tenants. The exchange counts its processes that take part from 0.
@@ -55,7 +55,7 @@ impl<'s, 'a> Side<'s, 'a> {
         self.session.cast.peers.ask(index, &question, timeout.answer)
     }
 
-    /// What came of an order, and by which member.
+    /// Adds the answer to an order to the account, and returns its result with the member.
     fn take(&mut self, answer: Answer, started: Instant) -> Option<Taken> {
         let Step::Phase(phase) = answer.step else { return None };
         let member = self.session.members.iter().position(|index| *index == answer.peer)?;
@@ -236,7 +236,7 @@ fn send(
     }
 }
 
-/// What so many bytes take to move, at the slowest.
+/// Returns the time that `bytes` take to move at the slowest.
 pub(super) fn moving_time(bytes: u64) -> Duration {
     Duration::from_secs(bytes / SLOWEST_BYTES_PER_SECOND)
 }

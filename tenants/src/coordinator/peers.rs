@@ -23,7 +23,7 @@ use crate::wire::{FailureKind, MemberInfo, MemberState, Reply};
 /// Requests are a few bytes; a peer that cannot take one for this long does not read its socket at all.
 const SEND_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long a process may take from closing its descriptors to being dead.
+/// The longest time that a process may take from closing its descriptors to being dead.
 const END_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// One member, connected until it is lost.
@@ -51,7 +51,7 @@ enum Link {
 }
 
 impl Link {
-    /// What is left of a connection after `error`.
+    /// Returns the state of a link after `error`.
     fn after(error: &TransportError) -> Self {
         if error.peer_is_gone() { Self::HungUp } else { Self::Broken }
     }
@@ -77,7 +77,7 @@ pub(super) struct Answer {
 }
 
 impl Answer {
-    /// What it says to `question`. A refusal, and a reply of another kind, are failures of the member.
+    /// Reads the answer as one to `question`. A refusal, and a reply of another kind, are failures of the member.
     pub(super) fn to<Q: Question>(self, question: &Q) -> Result<Q::Answer, MemberFailure> {
         let (who, step) = (self.who, self.step);
         // Descriptors with a reply are taken before, by the code that knows what they are.
@@ -137,7 +137,8 @@ pub(super) struct Peers {
     list: Vec<Peer>,
     /// Processes that had ended, whose sockets were removed.
     dead: usize,
-    /// Who has something for us. One too many is no harm, and one that is missing is found by the next look.
+    /// The peers that have something for us, by index. One too many is no harm, and a missing one is found by the next
+    /// look.
     ready: VecDeque<usize>,
 }
 
@@ -564,7 +565,7 @@ impl Peer {
     }
 }
 
-/// What to wait for when `peer` owes an answer: the answer, or its end.
+/// Returns the descriptors to wait for when `peer` owes an answer: that of the answer, and that of its end.
 fn waiting_fds(peer: &Peer) -> impl Iterator<Item = PollFd<'_>> {
     let connection = match &peer.link {
         Link::Up { connection, owed } if !owed.is_empty() => Some(connection.as_fd()),

@@ -1,4 +1,4 @@
-//! What a coordinator tells: progress while it works, and an account at the end.
+//! The messages of a coordinator: progress while it works, and an account at the end.
 
 use std::fmt;
 use std::time::Duration;
@@ -100,7 +100,7 @@ impl fmt::Display for Who {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct MemberFailure {
-    /// Which.
+    /// The member.
     pub who: Who,
     /// In which step.
     pub step: Step,
@@ -126,16 +126,16 @@ impl fmt::Display for MemberFailure {
 pub enum Event<'a> {
     /// A step was sent to so many members.
     StepStarted {
-        /// Whose tenant.
+        /// The tenant of the members.
         tenant: &'a TenantName,
         /// The step.
         step: Step,
-        /// How many members take part.
+        /// The number of members that take part.
         members: usize,
     },
     /// A member has done its part.
     MemberDone {
-        /// Which.
+        /// The member.
         who: Who,
         /// The step.
         step: Step,
@@ -151,18 +151,18 @@ pub enum Event<'a> {
     WaitingForCut {
         /// The member that is waited for.
         who: Who,
-        /// Where it is.
+        /// The reason why it is not at the cut, and what its threads are at.
         laggard: &'a Laggard,
-        /// How many more there are.
+        /// The number of other members that are waited for.
         others: usize,
     },
     /// Devices have work left, behind shut gates.
     WaitingForDevices {
         /// The member that is waited for.
         who: Who,
-        /// What it does.
+        /// Its activity behind the shut gate.
         activity: &'a Activity,
-        /// How many more there are.
+        /// The number of other members that are waited for.
         others: usize,
     },
     /// Somebody wants to call off what cannot be called off any more; it goes on.
@@ -174,17 +174,17 @@ pub enum Event<'a> {
     },
     /// A process is dead and its socket was removed.
     StaleRemoved {
-        /// Whose it was.
+        /// The member whose socket it was.
         member: MemberId,
     },
     /// An earlier pause or resume was left half done by its coordinator and is being finished or undone.
     Recovering {
-        /// Which process.
+        /// The process in which it was left half done.
         who: Who,
     },
 }
 
-/// How a pause or resume that did not fail went.
+/// The outcome of a pause or resume that did not fail.
 #[must_use]
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -247,13 +247,13 @@ impl Outcome {
 pub struct Report {
     /// The tenant's name.
     pub tenant: String,
-    /// What was done.
+    /// The action that was done.
     pub action: Action,
     /// From the first message to the last answer, in microseconds.
     pub wall_us: u64,
-    /// How the ranks came to a common cut, before the phases of a pause.
+    /// The way of the ranks to a common cut, before the phases of a pause.
     pub cut: Option<CutSummary>,
-    /// What was let in behind the shut gates of a pause.
+    /// The calls that were let in behind the shut gates of a pause.
     pub drain: Option<DrainSummary>,
     /// Phases in order.
     pub phases: Vec<PhaseSummary>,
@@ -286,29 +286,29 @@ pub fn staying(stays: &[PinnedBytes]) -> impl Iterator<Item = String> {
     stays.iter().map(|stay| format!("{} of device memory stay: {}", Size(stay.bytes), stay.reason))
 }
 
-/// How the ranks of a tenant came to a common cut.
+/// The way of a tenant's ranks to a common cut, in numbers.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct CutSummary {
     /// From the first hold to the last report, in microseconds.
     pub wall_us: u64,
-    /// How often limits were sent to a member.
+    /// The number of times that limits were sent to a member.
     pub rounds: u64,
     /// Launches that were made from the first report to the last.
     pub launches: u64,
-    /// How often everybody was let one launch further because nothing moved.
+    /// The number of times that everybody was let one launch further because nothing moved.
     pub stalls: u64,
-    /// How often the gate could not be closed at the cut, and another was looked for.
+    /// The number of times that the gate could not be closed at the cut, and another cut was looked for.
     pub retries: u64,
 }
 
-/// What was let in behind the shut gates of a pause, until all devices were idle.
+/// The calls that were let in behind the shut gates of a pause, until all devices were idle.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct DrainSummary {
     /// From the gates' closing until all devices were idle, in microseconds.
     pub wall_us: u64,
-    /// How often nothing moved, and processes were let on.
+    /// The number of times that nothing moved, and processes were let on.
     pub rounds: u64,
     /// Calls that were let in.
     pub calls: u64,
@@ -320,7 +320,7 @@ pub struct DrainSummary {
 pub struct StageSummary {
     /// Of which phase.
     pub phase: Phase,
-    /// Which process.
+    /// The process whose memory moved.
     pub who: Who,
     /// When the process began it, from the beginning of the swap, in microseconds: when its answer came, less the time that
     /// it says it took.
@@ -337,11 +337,11 @@ pub struct StageSummary {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct PhaseSummary {
-    /// Which.
+    /// The phase.
     pub phase: Phase,
     /// From the first message to the last answer, in microseconds.
     pub wall_us: u64,
-    /// What each member says.
+    /// The reports of the members.
     pub members: Vec<MemberPhase>,
 }
 
@@ -371,7 +371,7 @@ impl PhaseSummary {
 }
 
 impl Report {
-    /// What all members did with the contents that they keep; none where nobody says.
+    /// Sums what all members did with the contents that they keep; none where nobody says.
     pub fn kept(&self) -> Option<KeptBytes> {
         let members = self.phases.iter().flat_map(|phase| &phase.members);
         members.filter_map(|member| member.report.kept).reduce(KeptBytes::plus)
@@ -382,13 +382,13 @@ impl Report {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct MemberPhase {
-    /// Which.
+    /// The member.
     pub who: Who,
-    /// What it says.
+    /// Its report.
     pub report: PhaseReport,
 }
 
-/// What became of one device.
+/// The account of one device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct DeviceTotal {
@@ -425,7 +425,7 @@ impl Report {
         }
     }
 
-    /// What a person should know of it, and what was lost.
+    /// Returns what a person should know of the pause or resume, and what was lost.
     pub fn remarks(&self) -> Vec<String> {
         let losses = self.losses.iter().map(|loss| format!("lost: {loss}"));
         staying(&self.stays)
@@ -507,7 +507,7 @@ impl Report {
     }
 }
 
-/// What all members of a tenant hold.
+/// The holdings of all members of a tenant.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct TenantStats {
@@ -515,7 +515,7 @@ pub struct TenantStats {
     pub tenant: String,
     /// Members that answered, by process id.
     pub members: Vec<MemberStats>,
-    /// What it may hold on each GPU, and holds; nothing where it has no budgets.
+    /// The tenant's budget on each GPU, and what it holds there; nothing where it has no budgets.
     pub budgets: Vec<GpuBudget>,
     /// Members that did not.
     pub failures: Vec<MemberFailure>,
@@ -535,7 +535,7 @@ pub struct Swap {
 
 /// A question of the coordinator's, which is one of its steps.
 pub(super) trait Question: Ask + Clone {
-    /// What people read of it.
+    /// Returns the step that the question is, for people.
     fn step(&self) -> Step;
 }
 

@@ -23,31 +23,31 @@ use crate::saving::{PART_SUFFIX, SaveDirError};
 use crate::time::{micros, millis};
 use crate::wire::{Action, SaveProgress, SaveStage, SaveStep};
 
-/// How long a process writes before it says how far it is.
+/// The time for which a process writes before it says how far it is.
 const SLICE: Duration = Duration::from_millis(500);
 /// Beyond that, how long its answer may take, unless the options say otherwise: it may have a step of a pause or
 /// resume to finish first, or a slow disk.
 const ANSWER_TIMEOUT: Duration = Duration::from_mins(1);
-/// How long processes may take to remove what they have written.
+/// The time within which processes must remove what they have written.
 const CALL_OFF_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How far one process is.
+/// The progress of one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SaveState {
-    /// Which.
+    /// The process.
     pub who: Who,
-    /// What it has to write.
+    /// The bytes that it has to write.
     pub total_bytes: u64,
-    /// What it has written.
+    /// The bytes that it has written.
     pub written_bytes: u64,
 }
 
-/// What was written.
+/// The account of what was written.
 #[must_use]
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct SaveReport {
-    /// Where to, absolute.
+    /// The folder that was written to, as an absolute path.
     pub dir: PathBuf,
     /// From the first message to the last file, in microseconds.
     pub wall_us: u64,
@@ -66,7 +66,7 @@ struct Writer {
     map: Option<String>,
 }
 
-/// What all processes have done so far.
+/// The state of all processes during a save.
 #[derive(Default)]
 struct Save {
     peers: Peers,

@@ -5,10 +5,10 @@
 //! only where that is free, since it has a lock already, and for one step at a time, so that a command that wants that tenant itself comes in between. All of
 //! it has a deadline. Whatever it has come to when it ends, all contents are in host memory or in the file.
 //!
-//! What moves lies behind all that stays in the arena, for host memory goes back from the end of it, in chunks. An allocation
-//! moves as a whole: its file is on the disk before it counts as saved there. A step is about 1 GiB, and ends soon after its
-//! asker's connection closes. What somebody was given the place of to read does not move. A resume reads each allocation from
-//! the store that it lies in.
+//! All that moves lies in the arena behind all that stays: host memory goes back from the arena's end, in chunks. An
+//! allocation moves as a whole: its file is on the disk before it counts as saved there. A step is about 1 GiB, and
+//! ends soon after its asker's connection closes. An allocation whose place somebody was given to read does not move. A
+//! resume reads each allocation from the store that it lies in.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -26,9 +26,9 @@ use crate::run_dir::pause_thread;
 use crate::size::Size;
 use crate::wire::{SpillProgress, SpillStep};
 
-/// How often one pause makes room: others take host memory meanwhile.
+/// The most times that one pause makes room: others take host memory meanwhile.
 const TRIES_MAX: u32 = 3;
-/// What one step moves, about.
+/// The number of bytes, approximately, that one step moves.
 const STEP_BYTES: u64 = 1 << 30;
 /// For a plain answer of another tenant's process.
 const ASK_TIMEOUT: Duration = Duration::from_secs(2);
@@ -39,7 +39,7 @@ const ROOM_TIME: Duration = Duration::from_mins(1);
 /// Between two steps: longer than those wait that look for a lock.
 const BETWEEN_STEPS: Duration = Duration::from_millis(60);
 
-/// What was done for one pause.
+/// The room that was made for one pause.
 #[derive(Debug, Default)]
 pub(super) struct Room {
     tries: u32,

@@ -12,26 +12,26 @@ use crate::stepping::{Activity, Calls, Decision, StepOrder, Stepper, not_idle};
 use crate::time::{micros, millis};
 use crate::wire::{FailureKind, Phase, StepOn};
 
-/// How long nothing must move before processes are let on for the first time: kernels that need nobody end by
+/// The time without progress after which processes are let on for the first time: kernels that need nobody end by
 /// themselves.
 const PATIENCE: Duration = Duration::from_millis(10);
 /// The same afterwards; doubled after each [`ROUNDS_PER_PATIENCE`] rounds.
 const PATIENCE_BETWEEN: Duration = Duration::from_millis(1);
 const PATIENCE_MAX: Duration = Duration::from_millis(200);
 const ROUNDS_PER_PATIENCE: u32 = 8;
-/// How long nothing must move for each call that a busy process was let make in its turn: what computes on the host
+/// The time without progress for each call that a busy process was let make in its turn: what computes on the host
 /// meanwhile does not fall behind by more.
 const PATIENCE_PER_CALL: Duration = Duration::from_millis(1);
-/// How long a process may make the calls of one step.
+/// The time within which a process may make the calls of one step.
 const STEP_TIME: Duration = Duration::from_millis(200);
-/// How long a process may be silent while nothing moves.
+/// The longest time that a process may be silent while nothing moves.
 const SLICE: Duration = Duration::from_millis(25);
 /// A drain that takes no longer is not worth a word.
 const QUIET: Duration = Duration::from_millis(500);
 /// Processes that an error names in addition to the one that it is about.
 const NAMED_MAX: usize = 8;
 
-/// How many times as long a timeout an error proposes as the one that was too short.
+/// The factor between the timeout that was too short and the one that an error proposes.
 const LONGER: u32 = 4;
 
 /// One process behind its gate.
@@ -54,7 +54,7 @@ impl Stepped {
         Self { index, activity, sent: 0, calls, limits, due: 0 }
     }
 
-    /// What it does, said under the last order.
+    /// Returns the activity of the process, if it was said under the last order.
     fn fresh(&self) -> Option<&Activity> {
         self.activity.as_ref().filter(|activity| activity.order == self.sent)
     }
@@ -65,7 +65,7 @@ impl Stepped {
     }
 }
 
-/// What moves when a process does anything.
+/// The figures of a process that change when it does anything.
 type Moves = (u64, u64, u64, u64, bool);
 
 fn moves(activities: &[&Activity]) -> Vec<Moves> {
@@ -289,7 +289,7 @@ impl<'s, 'a> Gated<'s, 'a> {
     }
 }
 
-/// What was seen last, and since when it has been so.
+/// The state that was seen last, and the time since which it has been so.
 pub(super) struct Stillness<T> {
     seen: T,
     since: Instant,

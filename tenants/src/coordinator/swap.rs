@@ -26,9 +26,9 @@ use crate::scope::Scope;
 use crate::time::micros;
 use crate::wire::{Action, DeviceDelta, FailureKind, Phase};
 
-/// How long a first tenant that is to come back waits for room that the second has kept,
+/// The time for which a first tenant that is to come back waits for room that the second has kept.
 const KEPT_ROOM_WAIT: Duration = Duration::from_secs(2);
-/// and how often it looks.
+/// The time between two looks for that room.
 const KEPT_ROOM_LOOK: Duration = Duration::from_millis(200);
 
 /// Why a tenant does not change places with itself.

@@ -161,7 +161,7 @@ pub enum Trouble {
         action: Action,
         /// Did its processes run before, as those do whose memory leaves or comes back by tag?
         runs: bool,
-        /// Who could not be taken back.
+        /// The members that could not be taken back.
         undo_failures: Vec<MemberFailure>,
     },
     /// The process that coordinated what all processes requested has failed, and told the others.
@@ -179,11 +179,11 @@ pub enum Trouble {
         action: Action,
         /// Did its processes run before, as those do whose memory leaves or comes back by tag?
         runs: bool,
-        /// Who did not do their part; never empty.
+        /// The members that did not do their part; never empty.
         failures: Vec<MemberFailure>,
         /// The limit that leaves too little host memory, if that is why.
         host_short: Option<Box<HostShortage>>,
-        /// Who could not be taken back.
+        /// The members that could not be taken back.
         undo_failures: Vec<MemberFailure>,
         /// Of a resume: devices that cannot hold the tenant now, and who holds them.
         shortages: Vec<DeviceShortage>,
@@ -291,7 +291,8 @@ impl Trouble {
         source.cause()
     }
 
-    /// Who did not do their part before the point of no return; empty when something else was the matter.
+    /// Returns the members that did not do their part before the point of no return; empty when something else was the
+    /// matter.
     pub fn failures(&self) -> &[MemberFailure] {
         if let Self::Refused { failures, .. } = self.cause() { failures } else { &[] }
     }
@@ -317,7 +318,7 @@ impl Trouble {
         if let Self::UnknownTags { known, .. } = self { known } else { &[] }
     }
 
-    /// How much device memory was missing, when that is why: the largest figure of one device.
+    /// Returns the device memory that was missing, in bytes, when that is why: the largest figure of one device.
     pub fn missing_device_bytes(&self) -> Option<u64> {
         let of_devices = self.shortages().iter().map(DeviceShortage::missing_bytes).max();
         let of = |failure: &MemberFailure| failure.failure.kind.missing_device_bytes();

@@ -1,7 +1,7 @@
 //! Holding a process at its next launch, and telling where it stands.
 //!
-//! Who holds is named by a number (its connection): a hold ends with its holder, immediately, whatever the
-//! worker thread is at.
+//! A number (its connection) names the holder. A hold ends with its holder, immediately, whatever the worker thread is
+//! doing.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
@@ -13,15 +13,15 @@ use crate::time::millis;
 use vmm_pool::slots::Slot;
 use vmm_pool::sync::{Arc, Ordering, PoisonError};
 
-/// How long a watcher goes without looking: calls leave without taking a lock, captures begin and end,
-/// and other threads' work ends, without a word to us.
+/// The longest time that a watcher waits between two looks. Calls leave without taking a lock, captures begin and end,
+/// and other threads' work ends, all without notifying the watcher.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// How many communicators that were given up are told of. A job that makes up for lost ranks gives one up now and
-/// then, and the others of it soon after.
+/// The most communicators that a report lists as given up. A job that makes up for lost ranks gives one up now and
+/// then. Its other ranks give it up soon after.
 pub(super) const GIVEN_UP_MAX: usize = 64;
 
-/// Who may launch.
+/// The launches that are let through.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Mode {
@@ -56,7 +56,7 @@ pub(super) struct Table {
     pub(super) waiting: BTreeMap<u64, Waiter>,
     /// Since when allocations wait for memory that others hold, in the order in which they came.
     memory_waits: Vec<Instant>,
-    /// How many launches have had to wait; the last one's number.
+    /// The number of launches that have had to wait, which is also the number of the last one.
     waits: u64,
     /// When each thread inside was first seen there, by its slot's number.
     first_seen: HashMap<u64, (u64, Instant)>,
@@ -294,8 +294,9 @@ impl Cut {
         self.moved.notify_all();
     }
 
-    /// Where the process stands, when that is other than `seen`, or at `until`, or as soon as something
-    /// else is requested than what [`Cut::claim`] gave `asked` for. `captures` says how many there are.
+    /// Returns where the process stands, when that is other than `seen`. It also returns at `until`, or as soon as
+    /// something else is requested than what [`Cut::claim`] gave `asked` for. `captures` returns the number of stream
+    /// captures under way.
     ///
     /// Blocks. None when the hold has ended.
     pub fn watch(
@@ -327,7 +328,7 @@ impl Cut {
         MemoryWait { cut: self, since }
     }
 
-    /// Where the process stands now.
+    /// Returns where the process stands now.
     pub fn report(&self, captures: usize) -> CutReport {
         self.look(&mut self.table(), captures)
     }

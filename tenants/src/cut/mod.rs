@@ -85,14 +85,14 @@ impl fmt::Display for CommunicatorId {
     }
 }
 
-/// What is counted of a communicator.
+/// A series of launches of a communicator, counted on its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Series {
     /// Its making: 1 once a rank has gone in.
     Creation,
-    /// What all its ranks do in the same order.
+    /// The launches that all its ranks make in the same order.
     Collectives,
-    /// What one rank sends another, and the other receives.
+    /// The messages that one rank sends another, and the other receives.
     Pair {
         /// The sending rank.
         from: u32,
@@ -103,7 +103,7 @@ pub enum Series {
     End,
     /// Exchanges between experts: what all its ranks do in the same order, in addition to the collectives.
     Expert {
-        /// Which of the groups of experts on it, in the order of their making.
+        /// The number of the group of experts on the communicator, in the order of their making.
         group: u32,
     },
     /// Signals that one rank gives another. Who gives one never waits: only what the other waits for must have
@@ -113,7 +113,7 @@ pub enum Series {
         from: u32,
         /// The rank that waits.
         to: u32,
-        /// Which of its signals.
+        /// The index of the signal.
         index: i32,
         /// In which context.
         context: i32,
@@ -147,7 +147,7 @@ impl Series {
 pub struct Lane {
     /// Of which communicator.
     pub communicator: CommunicatorId,
-    /// Which of its series.
+    /// The series of launches.
     pub series: Series,
 }
 
@@ -157,7 +157,7 @@ pub struct Lane {
 pub struct Rank {
     /// Of which communicator.
     pub communicator: CommunicatorId,
-    /// Which rank.
+    /// The number of the rank.
     pub rank: u32,
     /// Of how many.
     pub ranks: u32,
@@ -184,7 +184,7 @@ impl Counter {
         self.rank
     }
 
-    /// How much has been launched.
+    /// Returns the number of launches that have been counted.
     pub fn launched(&self) -> u64 {
         self.launched.load(Ordering::SeqCst)
     }
@@ -193,9 +193,9 @@ impl Counter {
 /// `launches` on the lane of `counter`, as part of one launch.
 #[derive(Clone, Debug)]
 pub struct Increment {
-    /// Where it counts.
+    /// The counter that the launches are added to.
     pub counter: Arc<Counter>,
-    /// How much.
+    /// The number of launches.
     pub launches: u64,
 }
 

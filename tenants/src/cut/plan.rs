@@ -1,4 +1,4 @@
-//! What the coordinator lets through next: a pure function of what it was told.
+//! The coordinator's decision about what to let through next: a pure function of what it was told.
 //!
 //! `docs/consistent-cut.md` argues why this ends, and `tests/model.rs` next to this file tries it on all
 //! interleavings of small programs.
@@ -19,15 +19,15 @@ pub struct Plan {
     reasons: BTreeMap<Lane, BTreeSet<Lane>>,
     /// Communicators that some ranks know by one identity and some by another, both ways round.
     aliases: BTreeMap<CommunicatorId, CommunicatorId>,
-    /// Who was waited for in the last stall, and has not moved since.
+    /// The obstacles of the last stall that have not changed since.
     stuck: BTreeSet<Stuck>,
-    /// How many launches further each process may go for the sake of these.
+    /// The number of further launches that each process may make because of these obstacles.
     further: u64,
     /// Up to how many launches in all each process goes on until the next stall, in the order of the reports.
     allowed: Vec<u64>,
 }
 
-/// What the others wait for.
+/// An obstacle that the others wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Stuck {
     /// A rank is behind on a lane, with so many launches.
@@ -38,7 +38,7 @@ enum Stuck {
     Captures(usize),
 }
 
-/// What came of a look at the reports.
+/// The result of a look at the reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// Nobody is below a limit, inside a call or capturing: if all reports were made under
@@ -208,7 +208,7 @@ impl Plan {
     }
 }
 
-/// What keeps `reports` from a cut at `limits`.
+/// Lists the obstacles that keep `reports` from a cut at `limits`.
 fn stuck(reports: &[&CutReport], limits: &Limits) -> BTreeSet<Stuck> {
     let all = reports.iter().enumerate().flat_map(|(index, report)| {
         let behind =
@@ -220,7 +220,7 @@ fn stuck(reports: &[&CutReport], limits: &Limits) -> BTreeSet<Stuck> {
     all.collect()
 }
 
-/// Which communicators `reports` say to have two identities.
+/// Returns the communicators that have two identities according to `reports`, mapped both ways round.
 pub(super) fn both_ways(reports: &[&CutReport]) -> BTreeMap<CommunicatorId, CommunicatorId> {
     let aliases = reports.iter().flat_map(|report| &report.aliases);
     aliases.flat_map(|(one, other)| [(*one, *other), (*other, *one)]).collect()

@@ -1,4 +1,5 @@
-//! What a member says of its launches, and what it is told: the data of the cut's messages; and a cut that is not reached yet, in words.
+//! The data of the cut's messages: a member's report on its launches, and the limits that it is told. The module also
+//! says in words why a cut is not reached yet.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -41,8 +42,8 @@ impl Limits {
         self.of.iter().map(|(lane, limit)| (*lane, *limit))
     }
 
-    /// What a member with this report must know: its own lanes, and communicators being made, which it
-    /// may be about to join.
+    /// Returns the limits that a member with this report must know. They are those of its own lanes, and of
+    /// communicators being made, which it may be about to join.
     #[must_use]
     pub fn for_member(&self, report: &CutReport) -> Self {
         let own = |lane: Lane| lane.series == Series::Creation || report.takes_part(lane);
@@ -74,14 +75,14 @@ pub struct Need {
     pub needed: u64,
 }
 
-/// How much one rank has launched on one lane.
+/// The number of launches that one rank has made on one lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct LaunchCount {
     /// On which lane.
     pub lane: Lane,
     /// By which rank.
     pub rank: u32,
-    /// How much.
+    /// The number of launches.
     pub launched: u64,
 }
 
@@ -105,16 +106,16 @@ pub struct Inside {
     pub inside_ms: u64,
 }
 
-/// What the coordinator knows of a member already: it is told when this is no longer so.
+/// The state of a member as the coordinator knows it. The coordinator is told when that state has changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Seen {
-    /// How many launches had been made to wait.
+    /// The number of launches that had been made to wait.
     pub waits: u64,
     /// Was it at all its limits, with nobody inside?
     pub at_rest: bool,
 }
 
-/// What a held member says.
+/// A held member's report on its launches.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct CutReport {
     /// The state that this report is of.
@@ -150,12 +151,12 @@ impl CutReport {
             || self.counters.iter().any(|counter| counter.lane == lane)
     }
 
-    /// How much all ranks that live here have launched on all lanes.
+    /// Counts the launches that all ranks that live here have made on all lanes.
     pub(crate) fn launched(&self) -> u64 {
         self.counters.iter().map(|counter| counter.launched).fold(0, u64::saturating_add)
     }
 
-    /// How much each rank that lives here has launched on `lane`.
+    /// Returns the number of launches on `lane` of each rank that lives here.
     pub fn counts_on(&self, lane: Lane) -> impl Iterator<Item = (u32, u64)> + '_ {
         let counters = move || self.counters.iter().filter(move |counter| counter.lane == lane);
         let idle =
@@ -189,26 +190,26 @@ impl CutReport {
 /// Why a member is not at the cut.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Laggard {
-    /// Which of the reports.
+    /// The index of the member's report.
     pub report: usize,
-    /// What is missing.
+    /// The event that is missing.
     pub lag: Lag,
-    /// What its threads are at.
+    /// A description of what its threads are at.
     pub place: String,
 }
 
-/// What a member lacks.
+/// An event that a member lacks for the cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lag {
     /// Launches of a lane.
     Launches {
-        /// Which.
+        /// The lane of the launches.
         lane: Lane,
         /// By which rank.
         rank: u32,
-        /// How many it has made.
+        /// The number of launches that the rank has made.
         launched: u64,
-        /// How many others have.
+        /// The limit of the lane.
         limit: u64,
     },
     /// A call to return.
@@ -246,7 +247,7 @@ pub fn laggards(limits: &Limits, reports: &[&CutReport]) -> Vec<Laggard> {
     laggards
 }
 
-/// What the threads of a member are at: the oldest call, else the oldest wait.
+/// Describes what the threads of a member are at: the oldest call, else the oldest wait.
 fn place(report: &CutReport) -> String {
     if let Some(call) = report.inside.iter().max_by_key(|call| call.inside_ms) {
         return format!("inside {} for {}", call.what, seconds(call.inside_ms));

@@ -38,12 +38,12 @@ const TIMEOUT_MAX: Duration = Duration::from_hours(24);
 /// Connections taken before those are served that there are. Many only look whether this process lives, and have hung up:
 /// taken in one go, they would have the place of one that asks next.
 const ACCEPTED_PER_TURN_MAX: usize = CONNECTIONS_MAX / 4;
-/// How long the agent looks away from its listening socket when the system gives it no connection, as
-/// when the process has too many open files: the socket would wake it again immediately.
+/// The time for which the agent ignores its listening socket when the system gives it no connection. An example is a
+/// process with too many open files: the socket would wake the agent again immediately.
 const ACCEPT_BACK_OFF: Duration = Duration::from_millis(100);
 
-/// How long a coordinator may ask for nothing after all members had to be done with its last request. It waits
-/// for none of them longer than its margin for answers, which is two seconds.
+/// The longest silence of a coordinator after all members had to be done with its last request. A coordinator waits for
+/// none of them longer than its margin for answers, which is two seconds.
 const SILENCE_MAX: Duration = Duration::from_secs(15);
 
 /// Wakes the agent from any thread.
@@ -104,9 +104,9 @@ struct Agent<D: Driver> {
     done: Receiver<Done>,
     /// When the next request of the leader is due. When that one goes, the process settles what it led alone.
     due: Instant,
-    /// Who has requested contents in files.
+    /// The connections that have requested contents in files.
     savers: BTreeSet<u64>,
-    /// Who has requested room, and what tells the steps of it that they have gone.
+    /// The connections that have requested room, each with the flag that tells its steps that the connection is closed.
     spillers: BTreeMap<u64, Arc<AtomicBool>>,
 }
 

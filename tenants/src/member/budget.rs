@@ -1,8 +1,9 @@
 //! This process's part in what its tenant holds on each GPU, and may.
 //!
-//! What is away does not count. A whole resume takes its room whether it fits or not, for it was within the budget when it
-//! left; one by tag is refused if it does not fit. Imports count at their owner. Counting begins at joining, if budgets are
-//! given or others count, or when `sublet budget` asks: then what there is already is charged.
+//! Memory that is away does not count. A whole resume takes its room whether it fits or not, for it was within the
+//! budget when it left. A resume by tag is refused if it does not fit. Imports count at their owner. Counting begins at
+//! joining, if budgets are given or others count, or when `sublet budget` asks. When counting begins, the memory that
+//! is there already is charged.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
@@ -19,15 +20,15 @@ use crate::identity::TenantName;
 use crate::run_dir::{self, BudgetFile, RunDirError};
 use crate::wire::{FailureKind, Reply};
 
-/// What this process holds, counted in the tenant's file. It lives as long as the process.
+/// The memory that this process holds, counted in the tenant's file. The share lives as long as the process.
 #[derive(Debug)]
 struct Share {
     tenant: TenantName,
-    /// Where it is counted. Changed when the file has been removed; a leaf, held for moments.
+    /// The slot where the memory is counted. It changes when the file has been removed. A leaf, held for moments.
     seat: RwLock<Seat>,
     /// Bytes that this process holds of each device that is counted. It says them in the next file.
     held: Vec<AtomicU64>,
-    /// Whose turn it is among threads that take: one slot asks for one thing at a time. A leaf; held for moments.
+    /// The turn among threads that take memory, since one slot asks for one thing at a time. A leaf, held for moments.
     turn: Mutex<()>,
     /// Devices on which something was refused, as bits.
     said: AtomicU64,
@@ -38,7 +39,7 @@ struct Share {
 struct Seat {
     file: BudgetFile,
     slot: usize,
-    /// Where each device of this process is counted, by its ordinal.
+    /// The place where each device of this process is counted, by its ordinal.
     places: Vec<Option<usize>>,
 }
 
@@ -242,8 +243,8 @@ impl<D: Driver> Counting<D> {
         self.share.try_lock().is_ok_and(|share| share.is_some())
     }
 
-    /// What the tenant may hold of a GPU, and holds. None where this process does not count, or does not see that GPU. Asks the
-    /// driver for its devices' identities.
+    /// Returns the tenant's figure for a GPU: what it may hold, and what it holds. None where this process does not
+    /// count, or does not see that GPU. Asks the driver for its devices' identities.
     pub fn figure_of(&self, uuid: DeviceUuid) -> Option<Figure> {
         if !self.is_on() {
             return None;

@@ -33,7 +33,8 @@ pub struct BeforeCapture<'a>(&'a Captures);
 pub struct ContextWait<'a>(&'a Captures);
 
 impl Captures {
-    /// How many are under way, or about to begin: one may begin before the process joins its tenant, and past the gate.
+    /// Counts the captures under way or about to begin. One may begin before the process joins its tenant, and past the
+    /// gate.
     pub fn under_way(&self) -> usize {
         let counts = lock(&self.counts);
         counts.under_way + counts.about_to_begin

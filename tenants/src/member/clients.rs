@@ -23,7 +23,7 @@ pub const CONNECTIONS_MAX: usize = 256;
 pub const OPEN_REQUESTS_MAX: usize = 256;
 /// Requests answered on one connection before the others have their turn.
 pub const REQUESTS_PER_TURN_MAX: usize = 16;
-/// How long a client may stand still inside a message, or with an answer that it does not take.
+/// The time that a client may stand still inside a message, or with an answer that it does not take.
 pub const STALL_MAX: Duration = Duration::from_secs(10);
 
 /// One connection.
@@ -100,7 +100,7 @@ impl Clients {
         self.list.iter().map(|client| client.number).collect()
     }
 
-    /// What to wait for: room for an answer where one waits, else a request.
+    /// Returns the events to wait for: room for an answer where one waits, else a request.
     pub(super) fn poll_fds(&self) -> impl Iterator<Item = PollFd<'_>> {
         self.list.iter().map(|client| {
             let waits = client.connection.has_queued();
@@ -185,7 +185,7 @@ impl Clients {
         Some(&client.connection)
     }
 
-    /// How many requests of client `number` are answered later and have not been.
+    /// Counts the requests of client `number` that are answered later and have not been.
     pub(super) fn owed(&self, number: u64) -> usize {
         let client = self.list.iter().find(|client| client.number == number);
         client.map_or(0, |client| client.open_requests)

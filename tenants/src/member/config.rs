@@ -1,4 +1,4 @@
-//! What a process is told when it joins its tenant, and why it could not.
+//! The settings of a process that joins its tenant, and the errors of joining.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,30 +15,30 @@ use crate::identity::{FamilyName, TenantName};
 use crate::run_dir::{RunDir, RunDirError};
 use crate::turns::TurnSettings;
 
-/// How long opening memory of another tenant waits while that is paused, where nothing is said.
+/// The default time that opening memory of another tenant waits while that tenant is paused.
 pub const FAMILY_WAIT: Duration = Duration::from_secs(30);
 
-/// What a process is told when it joins its tenant.
+/// The settings of a process that joins its tenant.
 #[derive(Clone, Debug)]
 pub struct MemberConfig {
-    /// Where tenants live.
+    /// The directory where tenants live.
     pub run_dir: RunDir,
-    /// Which one to join.
+    /// The tenant to join.
     pub tenant: TenantName,
     /// Tenants that name the same family may open each other's memory.
     pub family: Option<FamilyName>,
-    /// How long opening memory of another tenant waits while that is paused, or on its way.
+    /// The time that opening memory of another tenant waits while that tenant is paused, or on its way.
     pub family_wait: Duration,
-    /// How the tenant takes turns.
+    /// The settings by which the tenant takes turns.
     pub turns: TurnSettings,
     /// Start of the command line, for people.
     pub command: String,
     /// Version of the library, the same in all processes of a tenant.
     pub version: String,
-    /// What limits the host memory that a pause may take, asked at each pause.
+    /// The limits on the host memory that a pause may take, asked at each pause.
     pub host_limits: fn() -> Vec<HostLimit>,
-    /// How much of the machine's memory, and of its control groups', is available; asked while memory is held or brought
-    /// in ahead of a pause.
+    /// The available memory of the machine and of its control groups. Asked while memory is held or brought in ahead of
+    /// a pause.
     pub host_figures: fn() -> Vec<HostFigure>,
     /// Up to how much host memory, in bytes, it brings in by itself ahead of its next pause, once what that would take has
     /// been the same for a while. None when it waits until it is asked.
@@ -66,22 +66,25 @@ pub struct MemberConfig {
     pub unseen_nccl: fn() -> Option<String>,
     /// Why the driver could not bring this process back from a deep pause, as far as the pool does not know; asked before one.
     pub unfreezable: fn() -> Option<String>,
-    /// How the driver is called about processes of tenants, where that is possible from here. Asked when it is needed.
+    /// The way to call the driver about processes of tenants, where that is possible from here. Asked when it is
+    /// needed.
     pub checkpointer: fn() -> Option<Arc<dyn Checkpointer>>,
-    /// How many threads bring new host memory in. With none it comes in as contents are copied there.
+    /// The number of threads that bring new host memory in. With none, it comes in as contents are copied there.
     pub toucher_threads: usize,
-    /// What the tenant may hold on each GPU, where this process is the first to count.
+    /// The budgets of the tenant on each GPU, where this process is the first to count.
     pub budgets: Option<Budgets>,
-    /// Which number a device has on this machine, where that is known.
+    /// The number of a device on this machine, where that is known.
     pub gpu_index: fn(DeviceOrdinal, Option<PciAddress>) -> Option<u32>,
     /// All memory of a device, in bytes; 0 where that is not known. Asked once a device, when counting begins.
     pub device_bytes: fn(DeviceOrdinal) -> u64,
 }
 
 impl MemberConfig {
-    /// What must be said, and no more: no family; a fair tenant that does not queue; host memory without a limit, anywhere, and none ahead of a pause; no contexts of the
-    /// application's own, nothing known to be unused, everything gated, no pins and no work of NCCL's unseen, nothing that keeps it from a deep pause, and no way to the driver for one; one thread
-    /// for new host memory, and no budgets.
+    /// Makes settings from what must be given, with defaults for the rest. By default there is no family, and the
+    /// tenant is fair and does not queue. Host memory has no limit, lies anywhere, and none comes in ahead of a pause.
+    /// The application has no contexts of its own, and nothing is known to be unused. All work is gated, and no pins
+    /// and no work of NCCL's are unseen. Nothing keeps the process from a deep pause, and there is no way to the driver
+    /// for one. One thread brings new host memory in, and there are no budgets.
     pub fn new(run_dir: RunDir, tenant: TenantName, command: &str, version: &str) -> Self {
         Self {
             run_dir,
@@ -126,9 +129,9 @@ pub enum JoinError {
     /// The system gave no randomness, thread or pipe.
     #[error("{what} could not be had: {source}")]
     System {
-        /// What was requested.
+        /// The resource that was requested.
         what: &'static str,
-        /// What the system said.
+        /// The system's error.
         #[source]
         source: std::io::Error,
     },

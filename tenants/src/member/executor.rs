@@ -34,9 +34,9 @@ use saving::Saving;
 /// No connection has this number.
 pub(super) const NOBODY: u64 = 0;
 
-/// What the worker is to do.
+/// A job of the worker thread.
 pub(super) struct Job {
-    /// Who asked; [`NOBODY`] for a step of our own.
+    /// The connection that asked; [`NOBODY`] for a step of our own.
     pub(super) connection: u64,
     pub(super) work: Work,
     pub(super) deadline: Instant,
@@ -48,12 +48,12 @@ pub(super) enum Work {
     Needs(Scope, bool),
     Cut {
         hold: Hold,
-        /// What [`crate::cut::Cut::claim`] gave.
+        /// The number that [`crate::cut::Cut::claim`] gave.
         asked: u64,
     },
     Step {
         step: StepOn,
-        /// What [`crate::cut::Cut::claim`] gave.
+        /// The number that [`crate::cut::Cut::claim`] gave.
         asked: u64,
     },
     Save(SaveStep),
@@ -73,7 +73,7 @@ pub(super) enum Work {
     Fail(String),
 }
 
-/// What has come of a job.
+/// The outcome of a job.
 pub(super) struct Done {
     pub(super) connection: u64,
     /// None for a look at the cut, which leaves nothing to undo but the hold.

@@ -1,4 +1,4 @@
-//! What a phase that fails says: the kind, by what can be done about it, and one sentence.
+//! The failures of phases: each has a kind, by what can be done about it, and one sentence.
 
 use std::fmt;
 

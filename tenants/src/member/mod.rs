@@ -202,7 +202,7 @@ impl<D: Driver> Member<D> {
         self.pool.gate()
     }
 
-    /// Where launches that wait for other ranks are counted, and held.
+    /// Returns the cut, where launches that wait for other ranks are counted and held.
     pub fn cut(&self) -> &Cut {
         &self.cut
     }
@@ -222,7 +222,7 @@ impl<D: Driver> Member<D> {
         &self.counting
     }
 
-    /// Who it is, for others.
+    /// Returns its identity, settings and state, for others.
     pub fn info(&self) -> MemberInfo {
         let (state, in_round, asked) = {
             let rounds = self.rounds();
@@ -277,7 +277,7 @@ impl<D: Driver> Member<D> {
         bytes.into_iter().map(row).collect()
     }
 
-    /// What it holds, for others. Does not wait for a phase under way.
+    /// Returns figures on what it holds, for others. Does not wait for a phase under way.
     pub fn stats(&self) -> MemberStats {
         let member = self.info();
         let mut pool = self.pool.report();

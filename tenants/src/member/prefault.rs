@@ -20,13 +20,14 @@ use crate::host_memory::{HostFigure, HostNeed, LimitKind};
 use crate::time::micros;
 use crate::wire::{Failure, FailureKind, HostProgress, HostStage, MemberState};
 
-/// How often a process that prepares by itself looks what is missing. What is the same twice is brought in.
+/// The interval at which a process that prepares by itself looks at what is missing. An amount that is the same twice
+/// is brought in.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 /// When it has come to an end before all was there, it tries again after this long.
 const AGAIN_AFTER: Duration = Duration::from_mins(1);
 /// Between two tries while a pause or resume is under way, or the arena is in use.
 const REST: Duration = Duration::from_millis(50);
-/// How long the process's end waits for a driver call of ours.
+/// The longest time that the process's end waits for a driver call of ours.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
 /// The lowest priority: the application comes first.
 const NICE: i32 = 19;
@@ -52,7 +53,7 @@ struct State {
     progress: HostProgress,
 }
 
-/// What the thread does next.
+/// The next task of the thread.
 #[derive(Debug)]
 enum Task {
     BringIn(Run),
@@ -68,7 +69,7 @@ struct Run {
     is_asked: bool,
 }
 
-/// What a process that prepares by itself has seen.
+/// The state of a process that prepares by itself, between two looks.
 #[derive(Debug, Default)]
 struct Calm {
     wanted_bytes: u64,
@@ -99,14 +100,14 @@ impl<D: Driver> Prefault<D> {
         Self { pool, presence, lifecycle, waker, state, changed }
     }
 
-    /// How far it is. Waits for nothing.
+    /// Returns the progress so far. Waits for nothing.
     pub(super) fn progress(&self) -> HostProgress {
         let HostStanding { held_bytes, wanted_bytes, .. } = self.pool.host_memory().standing();
         let progress = lock(&self.state).progress.clone();
         HostProgress { held_bytes, wanted_bytes, need: None, ..progress }
     }
 
-    /// What is missing, and what limits it.
+    /// Returns the progress, with the need for memory that is missing and the limits on it.
     pub(super) fn need(&self) -> HostProgress {
         let progress = self.progress();
         let HostProgress { held_bytes, wanted_bytes, .. } = progress;
@@ -338,7 +339,7 @@ impl<D: Driver> Prefault<D> {
     }
 }
 
-/// What limits host memory, and where.
+/// The most host memory that may be held, and the limit that it comes from.
 #[derive(Debug)]
 struct Room {
     most_bytes: u64,

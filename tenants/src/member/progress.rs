@@ -1,4 +1,4 @@
-//! How far the pause or resume under way has come, as the proof that its next step needs.
+//! The progress of the pause or resume under way, as the proof that its next step needs.
 //!
 //! The worker thread alone takes it: out for a step, and back with what the step has made of it. What the process is to
 //! others meanwhile is its [`crate::state::MemberState`].
@@ -40,7 +40,7 @@ pub(super) enum Progress<D: Driver> {
     Restored(Restored<D>),
 }
 
-/// What a process knows, without asking anybody, of how a pause or resume ends whose coordinator is gone.
+/// The end of a pause or resume whose coordinator is gone, as far as one process alone knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Outlook {
     /// Nobody was told to commit: it has not prepared.
@@ -75,7 +75,7 @@ impl<D: Driver> Progress<D> {
     }
 }
 
-/// What a step needs, if that is the stage; the stage as it is, if it is another.
+/// Defines functions that return what a step needs, if the stage is the right one. Another stage is returned as it is.
 macro_rules! into {
     ($($(#[$doc:meta])* $name:ident: $stage:pat => $needs:expr => $what:ty;)*) => {
         impl<D: Driver> Progress<D> {$(

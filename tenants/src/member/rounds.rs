@@ -1,12 +1,12 @@
-//! Which pauses and resumes a process takes part in, one at a time, and what it was told of the end of each.
+//! The pauses and resumes of a process, one at a time, and what it was told of their ends.
 //!
 //! A round is one pause or resume. The leader sends all its orders over one connection, and orders of other rounds are
 //! refused as long as it is under way: two that lead at a time, each without knowing of the other, do not both get what
 //! they want. [`Order::Settle`](crate::phase::Order::Settle) is no order of a round: it ends the one under way.
 //!
-//! What was told of a round's end is kept after it, for processes that ask later because its coordinator has ended. Nobody
-//! asks about a round that no other process took part in, so those displace nothing: a process may pause and resume by
-//! itself as often as it likes, while another one is still to ask.
+//! A process keeps what it was told of a round's end. Others may ask for it later, because the coordinator has ended.
+//! Nobody asks about a round that no other process took part in, so such rounds displace nothing. A process may pause
+//! and resume by itself as often as it likes, while another one is still to ask.
 
 use std::collections::VecDeque;
 
@@ -18,7 +18,7 @@ use crate::wire::{Asked, RoundEnd};
 /// commands take turns; the others are for when they do not, because their lock's file was removed.
 const PAST_MAX: usize = 16;
 
-/// How a pause or resume ends.
+/// The end of a pause or resume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Verdict {
     /// One was told to commit.
@@ -36,7 +36,7 @@ impl From<Verdict> for RoundEnd {
     }
 }
 
-/// What an order says of its round.
+/// The part of an order that concerns its round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct OfRound {
     pub(super) round: u64,
@@ -45,7 +45,7 @@ pub(super) struct OfRound {
     pub(super) stage: Stage,
 }
 
-/// What becomes of an order.
+/// The decision on an order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Admission {
     /// It is taken.
@@ -162,7 +162,7 @@ impl Rounds {
         self.under_way.map(|open| open.number)
     }
 
-    /// What was told of the end of `round`.
+    /// Returns what was told of the end of `round`.
     pub(super) fn told(&self, round: u64) -> RoundEnd {
         let open = self.under_way.filter(|open| open.number == round).map(|open| open.told);
         let past = || self.past.iter().rev().find(|(past, _)| *past == round).map(|past| past.1);
@@ -211,7 +211,7 @@ impl Rounds {
     }
 }
 
-/// How a round ends that a process takes part in, as far as it knows without asking anybody.
+/// Returns how a round ends, as far as a process that takes part knows without asking anybody.
 pub(super) fn known(outlook: Outlook, told: RoundEnd) -> Option<Verdict> {
     match (outlook, told) {
         (Outlook::InDoubt, RoundEnd::Commit) => Some(Verdict::Commit),
@@ -220,7 +220,7 @@ pub(super) fn known(outlook: Outlook, told: RoundEnd) -> Option<Verdict> {
     }
 }
 
-/// What the others have said of a round's end so far.
+/// The answers of the others about a round's end so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct Said {
     commits: bool,
@@ -237,7 +237,7 @@ impl Said {
         }
     }
 
-    /// What follows from it, whatever others will say.
+    /// Returns the verdict that follows from the answers, whatever others will say.
     pub(super) fn verdict(self) -> Option<Verdict> {
         match self {
             Self { commits: true, .. } => Some(Verdict::Commit),

@@ -236,7 +236,7 @@ impl BudgetFile {
         self.file.metadata().is_ok_and(|found| found.len() >= Shared::BYTES as u64)
     }
 
-    /// What all count.
+    /// Returns the count that all processes share.
     pub(crate) fn shared(&self) -> &Shared {
         &self.shared
     }

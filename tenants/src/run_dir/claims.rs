@@ -31,10 +31,11 @@ const CLAIM_EXTENSION: &str = ".claim";
 const CLAIM_VERSION: u32 = 2;
 /// A claim is a few words; one that says more is none of ours.
 const CLAIM_BYTES_MAX: u64 = 4 << 10;
-/// How long a watch waits when something has changed: what belongs together changes within it, and a dead process's locks go.
+/// The time for which a watch waits when something has changed. What belongs together changes within it, and a dead
+/// process's locks go.
 const SETTLES: Duration = Duration::from_millis(2);
 
-/// What somebody who waits, or is in a turn, says of it.
+/// The statement of one that waits, or is in a turn, for all others.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Claim {
     /// Its tenant.
@@ -46,7 +47,6 @@ pub(crate) struct Claim {
     pub(crate) pid_namespace: u64,
     /// Does it wait? Else its tenant is in its turn.
     pub(crate) waits: bool,
-    /// What it is for.
     pub(crate) wish: Wish,
     /// When it began to wait, or its turn, in microseconds of the clock.
     pub(crate) since_us: u64,
@@ -60,7 +60,7 @@ struct Written<'a> {
     claim: &'a Claim,
 }
 
-/// What is read of a claim first.
+/// The part of a claim that is read first.
 #[derive(Deserialize)]
 struct Versioned {
     #[serde(default)]
@@ -72,11 +72,10 @@ struct Versioned {
 pub(crate) struct Found {
     /// Its number: those with smaller ones came before.
     pub(crate) number: u64,
-    /// How long its process has shown no sign of life.
+    /// The time for which its process has shown no sign of life.
     pub(crate) silent: Duration,
     /// Its process by its id here; none where it has none here, or the kernel does not tell.
     pub(crate) pid: Option<u32>,
-    /// What it says.
     pub(crate) claim: Claim,
 }
 

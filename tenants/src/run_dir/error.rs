@@ -1,4 +1,4 @@
-//! What can be wrong with a run directory.
+//! The errors of a run directory.
 
 use std::io;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use crate::transport::TransportError;
 /// A look at a directory on the way to the run directory.
 pub(super) const INSPECTION: &str = "inspection";
 
-/// What can be wrong with a run directory.
+/// An error of a run directory.
 #[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -44,7 +44,7 @@ pub enum RunDirError {
     )]
     Locked {
         tenant: TenantName,
-        /// Who holds the lock, as far as the kernel says; several, where each acts for itself alone.
+        /// The processes that hold the lock, as far as the kernel says; several, where each acts for itself alone.
         holder_pids: Vec<u32>,
         waited_ms: u64,
     },
@@ -64,7 +64,7 @@ pub enum RunDirError {
         locks::in_words(holder_pids)
     )]
     Switching {
-        /// Who holds the lock, as far as the kernel says.
+        /// The processes that hold the lock, as far as the kernel says.
         holder_pids: Vec<u32>,
         waited_ms: u64,
     },
@@ -75,7 +75,7 @@ pub enum RunDirError {
         locks::in_words(holder_pids)
     )]
     OtherTurns {
-        /// Who, as far as the kernel says.
+        /// The processes of the other version, as far as the kernel says.
         holder_pids: Vec<u32>,
         /// Its version; 0 for Sublets that wrote none.
         found: u32,
@@ -105,7 +105,7 @@ pub(super) fn is_no_file(error: &io::Error) -> bool {
     error.raw_os_error().is_some_and(|code| codes.contains(&code))
 }
 
-/// What helps where the file system is full, or a directory is not there.
+/// Returns what helps where the file system is full, or a directory is not there.
 fn next_step(operation: &str, error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::ENOENT) if operation == INSPECTION => {

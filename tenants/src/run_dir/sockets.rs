@@ -18,7 +18,7 @@ use crate::transport::{BINDING_EXTENSION, has_ended};
 /// So many sockets of others a process looks at when it joins, and removes those of the dead.
 const SWEPT_AT_JOIN: usize = 16;
 
-/// How often a process looks whether its socket still has its name.
+/// The interval at which a process looks whether its socket still has its name.
 pub(crate) const NAME_LOOK_EVERY: Duration = Duration::from_secs(3);
 
 /// The file whose time says when a process last made its socket again because the directory was removed.

@@ -28,7 +28,7 @@ use super::{RunDirError, io_error};
 
 /// Links followed on one path; the kernel's own limit.
 const LINKS_MAX: usize = 40;
-/// What the kernel shows for a user that has no name in our user namespace.
+/// The user id that the kernel shows by default for a user that has none in our user namespace.
 const OVERFLOW_UID_DEFAULT: u32 = 65534;
 
 /// Makes sure that `path` is a directory that is ours alone; creates it, but not those above it.
@@ -90,7 +90,8 @@ fn walk_above(path: &Path) -> Result<(OwnedFd, OsString), RunDirError> {
     Ok((here, name))
 }
 
-/// What is left to walk of a path; `..` leads up from wherever the walk is, which has been checked.
+/// Returns the components of a path that are to be walked. `..` leads up from wherever the walk is, which has been
+/// checked.
 fn components(path: &Path) -> VecDeque<OsString> {
     path.components()
         .filter(|component| matches!(component, Component::Normal(_) | Component::ParentDir))

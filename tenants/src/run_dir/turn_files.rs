@@ -82,7 +82,7 @@ impl TurnDir {
         wait_for_lock(&path, deadline, open, File::try_lock, locked).map(TurnLock)
     }
 
-    /// What was kept last; the default where there is nothing, or nothing that can be read.
+    /// Returns the history that was kept last; the default where there is nothing, or nothing that can be read.
     pub(crate) fn history<T: DeserializeOwned + Default>(&self) -> T {
         self.read("history")
     }
@@ -106,7 +106,7 @@ impl TurnDir {
         self.replace("history", text.as_bytes())
     }
 
-    /// Who did not answer, as it was kept last; the default as of [`TurnDir::history`].
+    /// Returns those that did not answer, as they were kept last; the default as of [`TurnDir::history`].
     pub(crate) fn silent<T: DeserializeOwned + Default>(&self) -> T {
         self.read("silent")
     }

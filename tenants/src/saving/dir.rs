@@ -21,13 +21,13 @@ use vmm_pool::check_file_length;
 
 use super::map::TENANT_MAP;
 
-/// How the names of a process's files begin.
+/// The beginning of the names of a process's files.
 pub(crate) const FILE_PREFIX: &str = "process-";
 
-/// How the name of a file ends that is not whole yet.
+/// The end of the name of a file that is not whole yet.
 pub const PART_SUFFIX: &str = ".part";
 
-/// Which directory, as one process names it to another.
+/// A directory, as one process names it to another.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DirName {
     /// Its path, absolute, in bytes.
@@ -58,7 +58,7 @@ pub enum SaveDirError {
     #[error("{} {problem}", path.display())]
     NotPrivate {
         path: PathBuf,
-        /// What is the matter, and what to do.
+        /// The problem, and what to do.
         problem: String,
     },
     /// The path leads elsewhere here.
@@ -139,7 +139,6 @@ impl SaveDir {
         Err(SaveDirError::NotPrivate { path: self.path.clone(), problem })
     }
 
-    /// Where it is.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }

@@ -9,7 +9,7 @@ use vmm_pool::Contents;
 
 use crate::state::MemberState;
 
-/// What a map says it is.
+/// The name of the format, by which a map says what it is.
 pub const FORMAT: &str = "sublet-save";
 /// Changes when a reader of the version before would misread a map.
 pub const VERSION: u32 = 1;
@@ -46,7 +46,7 @@ pub struct ProcessName {
     pub member: String,
     /// Start of its command line.
     pub command: String,
-    /// Where it stood.
+    /// Its state when it was asked.
     pub state: MemberState,
 }
 
@@ -54,12 +54,12 @@ pub struct ProcessName {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct SavedProcess {
-    /// Who.
+    /// The process.
     #[serde(flatten)]
     pub process: ProcessName,
     /// The name of its map, a [`ProcessMap`].
     pub map: String,
-    /// How much it has written, and what it had besides.
+    /// The bytes that it has written, and those that it had in addition.
     #[serde(flatten)]
     pub account: SaveAccount,
 }
@@ -76,7 +76,7 @@ pub struct FailedProcess {
     pub why: String,
 }
 
-/// What one process has, in bytes.
+/// The memory of one process, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct SaveAccount {
@@ -99,11 +99,11 @@ pub struct ProcessMap {
     pub version: u32,
     /// The tenant's name.
     pub tenant: String,
-    /// Which process.
+    /// The process that it is the map of.
     pub process: ProcessName,
     /// The name of its file with contents; none when it had none.
     pub data: Option<String>,
-    /// What it had, in bytes.
+    /// The memory that it had, in bytes.
     pub account: SaveAccount,
     /// Its own memory.
     pub allocations: Vec<SavedAllocation>,
@@ -120,15 +120,15 @@ pub struct SavedAllocation {
     pub library: String,
     /// The tag of its region; empty without one.
     pub tag: String,
-    /// What a pause does with its contents.
+    /// The way in which a pause treats its contents.
     pub contents: Contents,
     /// Its device; none for host memory.
     pub device: Option<DeviceName>,
     /// Its size.
     pub bytes: u64,
-    /// Where it was mapped.
+    /// The mappings that it had.
     pub addresses: Vec<MappedAt>,
-    /// Where its first byte lies in the file with contents; none when nothing of it is saved.
+    /// The place of its first byte in the file with contents; none when nothing of it is saved.
     pub file_offset: Option<u64>,
     /// Parts that are saved; the rest of its place in the file is a hole.
     pub saved: Vec<Part>,
@@ -153,7 +153,7 @@ pub struct ImportedAllocation {
     pub tag: String,
     /// Its size.
     pub bytes: u64,
-    /// Where it was mapped.
+    /// The mappings that it had.
     pub addresses: Vec<MappedAt>,
     /// The identity of the process that owns it; none when that has ended and was given up, or is not under Sublet.
     pub owner: Option<String>,
@@ -173,7 +173,7 @@ pub struct DeviceName {
 pub struct MappedAt {
     /// The first address, as `0x` and hexadecimal digits.
     pub address: String,
-    /// How much is mapped there.
+    /// The number of bytes that are mapped there.
     pub bytes: u64,
 }
 
@@ -182,7 +182,7 @@ pub struct MappedAt {
 pub struct Part {
     /// From the allocation's first byte on.
     pub offset: u64,
-    /// How much.
+    /// Its length, in bytes.
     pub bytes: u64,
 }
 
@@ -204,7 +204,7 @@ impl From<&Range<u64>> for Part {
     }
 }
 
-/// What `parts`, which are in order and apart, leave of `[0, size_bytes)`.
+/// Returns what `parts` leave of `[0, size_bytes)`. They are in order and apart.
 pub fn rest_of(parts: &[Range<u64>], size_bytes: u64) -> Vec<Part> {
     let begins = std::iter::once(0).chain(parts.iter().map(|part| part.end));
     let ends = parts.iter().map(|part| part.start).chain(std::iter::once(size_bytes));

@@ -7,7 +7,7 @@ use crate::cut::plan::{Pace, Plan};
 /// Calls of a step: the receive, what is computed, the send.
 const STEP: u64 = 402;
 
-/// How many calls each has made.
+/// The number of calls that each stage has made.
 #[derive(Clone, Copy, Debug)]
 struct Stages {
     made: [u64; 2],
@@ -15,7 +15,8 @@ struct Stages {
 }
 
 impl Stages {
-    /// What the first stage has sent: it computes and sends without the second. What the second has sent needs that.
+    /// Counts the sends of `stage`. The first stage computes and sends without the second. The second needs what the
+    /// first has sent.
     fn sent(&self, stage: usize) -> u64 {
         let first = self.made[0] / STEP;
         if stage == 0 { first } else { first.min(self.made[1] / STEP) }
@@ -61,7 +62,8 @@ impl Stages {
     }
 }
 
-/// How often nothing moves until both are idle, and how many calls they make, if their gates are shut after so many.
+/// Drains both stages, whose gates are shut after so many calls. Returns how often nothing moves until both are idle,
+/// and how many calls they make.
 fn drain(made: [u64; 2]) -> (u32, u64) {
     let mut stages = Stages { made, seen: made };
     let mut stepper = Stepper::new(Plan::default());

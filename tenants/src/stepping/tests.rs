@@ -9,7 +9,7 @@ use crate::cut::plan::{Pace, Plan};
 use crate::cut::{CommunicatorId, CutReport, Lane, LaunchCount, Rank, Series, Waiting};
 use run::Run;
 
-/// What a thread does next. Kernels run in the order in which their thread has launched them.
+/// An operation of a thread. Kernels run in the order in which their thread has launched them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Op {
     /// A kernel that runs until all who take part run theirs of the same number. `Some` is the communicator where
@@ -19,7 +19,7 @@ enum Op {
     Meet { number: u32, threads: usize },
 }
 
-/// What all threads of all processes do.
+/// The operations of all threads of all processes.
 #[derive(Clone, Debug, Default)]
 struct Program {
     processes: Vec<Vec<Vec<Op>>>,

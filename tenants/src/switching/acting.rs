@@ -1,4 +1,4 @@
-//! What follows from a decision: pauses, and a resume.
+//! The pauses and the resume that follow from a decision.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,10 +11,10 @@ use crate::identity::TenantName;
 use crate::run_dir::RunDir;
 use crate::turns::scene::Scene;
 
-/// How a tenant is switched to.
+/// The options of a switch to a tenant.
 #[derive(Clone, Debug, Default)]
 pub struct SwitchOptions {
-    /// How long to wait while somebody in the way is in a turn.
+    /// The time to wait while somebody in the way is in a turn.
     pub wait: Duration,
     /// For each phase of pauses and resumes; none for the phases' own.
     pub timeout: Option<Duration>,
@@ -33,7 +33,7 @@ pub struct SwitchOptions {
 /// The pauses and the resume of one decision.
 pub(super) struct Acting<'a> {
     pub(super) run_dir: &'a RunDir,
-    /// Whose decision it is.
+    /// The tenant that the decision is for.
     pub(super) tenant: &'a TenantName,
     pub(super) options: &'a SwitchOptions,
     /// Those whose contexts leave too when they are paused for it.
@@ -72,7 +72,8 @@ pub(super) fn busy(tenant: &TenantName, reasons: &[String]) -> Trouble {
     Trouble::Busy { tenant: tenant.clone(), why: reasons.join("; ") }
 }
 
-/// What somebody holds who does not answer is not known, so nothing is refused for good.
+/// Returns the error for `tenant`, which fits nowhere. Nothing is refused for good while somebody does not answer: what
+/// that one holds is not known.
 pub(super) fn fits_nowhere(tenant: &TenantName, scene: &Scene, reasons: &[String]) -> Trouble {
     if scene.unheard.is_empty() {
         let held = scene.tenants.get(tenant).into_iter().flat_map(|standing| &standing.held);

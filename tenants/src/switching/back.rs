@@ -17,16 +17,17 @@ use crate::turns::is_due;
 use crate::turns::scene::Wish;
 use crate::wire::MemberState;
 
-/// How often a process that is paused looks whether a call of it waits.
+/// The interval at which a process that is paused looks whether a call of it waits.
 const LOOK: Duration = Duration::from_millis(20);
-/// How long it rests while it neither runs nor is paused.
+/// The time for which it rests while it neither runs nor is paused.
 const ON_ITS_WAY: Duration = Duration::from_millis(100);
-/// How often a process that runs looks whether it still does, in addition to being told.
+/// The interval at which a process that runs looks whether it still does, in addition to being told.
 const REST: Duration = Duration::from_hours(1);
 
-/// From now on, when the tenant of `member` was paused for another and a call of this process waits for its memory, a thread of its own waits for the
-/// GPUs among the others, and brings the tenant back. One that was paused by name stays so, and one that wants nothing leaves the GPUs to others.
-/// Where its tenant says so, its contexts leave while it rests ([`crate::turns::TurnSettings::deep`]).
+/// Starts a thread that brings the tenant of `member` back when it was paused for another. The thread waits for the
+/// GPUs among the others, once a call of this process waits for its memory. A tenant that was paused by name stays so,
+/// and one that wants nothing leaves the GPUs to others. The contexts of a tenant that says so leave while it rests
+/// ([`crate::turns::TurnSettings::deep`]).
 pub fn come_back_by_itself<D: Driver>(member: &Arc<Member<D>>) {
     let (watched, after_panic) = (Arc::clone(member), Arc::clone(member));
     let again = move |text: &str| {

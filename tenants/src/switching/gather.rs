@@ -1,4 +1,4 @@
-//! What is so now: asked of all tenants, and read from the claims.
+//! The scene of this moment, made of the answers of all tenants and of the claims.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -17,9 +17,9 @@ use crate::turns::scene::{Contexts, Cost, Held, Scene, Standing, Waiting, Wish};
 use crate::turns::{Class, idle_after_us};
 use crate::wire::{Idleness, MemberState, MemberStats, Phase, PhaseReport};
 
-/// How fast contents are copied where nothing was measured, in bytes a microsecond.
+/// The speed at which contents are copied, where nothing was measured, in bytes a microsecond.
 const COPY_BYTES_PER_US: u64 = 10_000;
-/// How long a process may take to answer.
+/// The time that a process may take to answer.
 const ANSWER: Duration = Duration::from_secs(2);
 
 /// One that did not answer is not asked again for so long, twice as long after each time that follows,
@@ -27,7 +27,7 @@ const SILENT_MIN_US: u64 = 5_000_000;
 /// and for no longer than this.
 const SILENT_MAX_US: u64 = 60_000_000;
 
-/// How long one waits to write down what the history has lost; it tries again.
+/// The longest wait for the lock, to write down what the history has lost. Who waits in vain tries again.
 const LOCK_WAIT: Duration = Duration::from_millis(250);
 
 /// Tenants that did not answer, as all that decide know it. Each rests: nobody asks it for a while, also under the lock, where everybody
@@ -35,7 +35,7 @@ const LOCK_WAIT: Duration = Duration::from_millis(250);
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Silent(BTreeMap<String, Rest>);
 
-/// How long one is not asked, in microseconds of the clock.
+/// The time for which one is not asked, in microseconds of the clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Rest {
     until_us: u64,
@@ -310,17 +310,17 @@ pub struct Claimant {
     pub is_in_turn: bool,
     /// Is it a person's order?
     pub is_order: bool,
-    /// What it waits for, in a word: `order`, `turn`, `resume`, `back`, `memory` or `context`.
+    /// The aim of its wait, in a word: `order`, `turn`, `resume`, `back`, `memory` or `context`.
     pub wish: &'static str,
     /// Bytes that an allocation did not get, on all GPUs; 0 for any other wish.
     pub wanted_bytes: u64,
     /// For how long its tenant has been idle, in microseconds, where it runs and that is known.
     pub idle_us: Option<u64>,
-    /// How long it has waited, or had its turn, in microseconds.
+    /// The time for which it has waited, or had its turn, in microseconds.
     pub since_us: u64,
 }
 
-/// Who has a turn, who waits for one in which order, and what was decided last.
+/// The claims of those that have a turn and of those that wait, in order, and the last decisions.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct TurnsView {
@@ -338,11 +338,11 @@ pub struct LoggedDecision {
     pub at_unix_us: u64,
     /// The process that decided.
     pub pid: u32,
-    /// What, and why.
+    /// The decision, and its reason.
     pub text: String,
 }
 
-/// Who has a turn and who waits, and the last `count` decisions. Takes no lock and changes nothing.
+/// Returns who has a turn and who waits, and the last `count` decisions. Takes no lock and changes nothing.
 ///
 /// # Errors
 /// [`RunDirError`].
@@ -390,7 +390,7 @@ pub fn look(run_dir: &RunDir, count: usize) -> Result<TurnsView, RunDirError> {
     Ok(TurnsView { claims, decisions })
 }
 
-/// What has been, since the machine was started.
+/// Returns the history since the machine was started.
 pub(super) fn history_of(turns: &TurnDir) -> History {
     turns.history::<History>().of_this_start(boot(), now_us())
 }

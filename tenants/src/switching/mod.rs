@@ -129,7 +129,7 @@ fn lives(run_dir: &RunDir, tenant: &TenantName, options: &SwitchOptions) -> Resu
     Coordinator::new(run_dir.clone(), tenant.clone(), options_of).stats().map(drop)
 }
 
-/// What a switch would do now.
+/// Returns what a switch would do now.
 fn dry(run_dir: &RunDir, tenant: &TenantName) -> Result<Switched, Trouble> {
     let turns = run_dir.existing_turns()?;
     let claims = turns.as_ref().map_or_else(|| Ok(Vec::new()), |turns| turns.claims(None))?;

@@ -1,18 +1,18 @@
-//! What a switch came to.
+//! The result of a switch.
 
 use crate::coordinator::Outcome;
 use crate::identity::TenantName;
 
-/// What was done, or would be.
+/// The work that a switch has done, or would do.
 #[derive(Clone, Debug)]
 pub struct Switched {
     /// Did the tenant have its GPUs already?
     pub had_them: bool,
-    /// Who was paused, or would be.
+    /// The tenants that were paused, or would be.
     pub victims: Vec<TenantName>,
     /// Why, one line each.
     pub reasons: Vec<String>,
-    /// How each pause and the resume went, in order.
+    /// The outcome of each pause and of the resume, in order.
     pub changes: Vec<(TenantName, Outcome)>,
     /// All of this is done, and could not be written down for later decisions, and why not.
     pub unrecorded: Option<String>,

@@ -15,22 +15,24 @@ use crate::turns::history::History;
 use crate::turns::scene::{Scene, Wish};
 use crate::turns::{Decision, Verdict, decide};
 
-/// How long one look lasts while nothing changes, for who is the first that waits,
+/// The longest time of one look while nothing changes, for the first that waits.
 pub(super) const LOOK_MAX: Duration = Duration::from_millis(500);
-/// and at most for those behind, which look less often, so that many ask tenants hardly more often than few.
+/// The longest time of one look for those behind. They look less often, so that many ask tenants hardly more often than
+/// few.
 const LOOK_BEHIND_MAX: Duration = Duration::from_secs(5);
 /// For how long one that may wait looks again before it believes that it fits nowhere: the driver takes seconds to clear up after a large process.
 pub(super) const NEVER_MAX: Duration = Duration::from_secs(10);
-/// How long somebody else may take to switch tenants, for one that does not wait.
+/// The time that somebody else may take to switch tenants, for one that does not wait.
 pub(super) const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
-/// How often one that waits, also for the lock, shows a sign of life, and looks whether that is called off.
+/// The interval at which one that waits, also for the lock, shows a sign of life. It also looks whether the wait is
+/// called off.
 const SIGN_EVERY: Duration = Duration::from_millis(250);
 /// When one that waits for the lock says in the log for whom.
 const LOCK_SAID_AFTER: Duration = Duration::from_secs(10);
-/// How often in a row one may not find its own claim.
+/// The number of looks in a row without its own claim after which one gives up.
 const UNSEEN_MAX: u32 = 5;
-/// How long after its own tenant did not come, or an allocation or its switch failed, the next try is, doubled each time: memory of a process that was
-/// killed is not free immediately.
+/// The time until the next try after its own tenant did not come, or an allocation or its switch failed. It doubles
+/// each time: memory of a process that was killed is not free immediately.
 pub(super) const AGAIN_AFTER: Duration = Duration::from_millis(100);
 pub(super) const AGAIN_AFTER_MAX: Duration = Duration::from_secs(5);
 
@@ -55,7 +57,7 @@ pub(super) struct Queue {
     is_short: bool,
 }
 
-/// What calls a wait off, before anything has been done.
+/// The conditions that call a wait off, before anything has been done.
 #[derive(Clone, Copy)]
 pub(super) struct CallsOff<'a> {
     /// It was raised,
@@ -99,12 +101,12 @@ struct Trying {
     failing_since: Option<Instant>,
 }
 
-/// What one look has shown, and what follows from it.
+/// The result of one look, and the decision that follows from it.
 pub(super) struct Seen {
     pub(super) scene: Scene,
     pub(super) history: History,
     pub(super) decision: Decision,
-    /// How many wait before it.
+    /// The number of those that wait before it.
     before: u32,
 }
 
@@ -185,7 +187,7 @@ impl Queue {
         calls_off.check(&self.tenant)
     }
 
-    /// What is so now, and what this one is to do. None where its own claim is not among the others.
+    /// Gathers what is so now, and decides what this one is to do. None where its own claim is not among the others.
     /// `can_sink`: can contexts of others be taken off from here?
     fn look(
         &mut self,
@@ -326,7 +328,7 @@ impl Queue {
         }
     }
 
-    /// What has come of going; none where it is to look again.
+    /// Judges the result of going. Returns none where it is to look again.
     fn came(
         &mut self,
         went: Result<Switched, Trouble>,
@@ -435,9 +437,10 @@ impl Queue {
         self.never_since = None;
     }
 
-    /// How long until what is found to fit nowhere is looked at again; none if it is not. An allocation that nobody was in the way of is refused
-    /// soon: its library may have caches to free. One look is not enough for that: tenants are asked one after the other, and meanwhile another one
-    /// may have got memory that it did not have when it was asked. If somebody is `unheard`, who is in the way is not known.
+    /// Returns the time until what is found to fit nowhere is looked at again; none if it is not. An allocation that
+    /// nobody was in the way of is refused soon: its library may have caches to free. One look is not enough for that:
+    /// tenants are asked one after the other. Meanwhile another one may have got memory that it did not have when it
+    /// was asked. If somebody is `unheard`, it is not known who is in the way.
     pub(super) fn looks_again(&mut self, unheard: bool) -> Option<Duration> {
         let nobody_was_in_the_way =
             !unheard && !self.has_told && matches!(self.wish, Wish::Memory(_));
@@ -453,7 +456,7 @@ impl Queue {
     }
 }
 
-/// What one that waits, or is in its turn, says.
+/// Returns the claim of one that waits, or is in its turn.
 fn claim_of(tenant: &TenantName, wish: &Wish, waits: bool) -> Claim {
     Claim {
         tenant: tenant.to_string(),

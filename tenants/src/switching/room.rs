@@ -25,19 +25,19 @@ use crate::turns::TurnSettings;
 use crate::turns::scene::Wish;
 use crate::wire::MemberState;
 
-/// How often an allocation may fail though its room is there by all figures.
+/// The number of failures in a row, with room by all figures, after which an allocation is refused.
 const IN_VAIN_MAX: u32 = 6;
-/// How much longer a switch may take that has begun by then and stops nobody for good yet.
+/// The time that a switch may take past the deadline, if it has begun by then and stops nobody for good yet.
 const BEYOND: Duration = Duration::from_secs(1);
 /// Within this time a library that frees its caches when it is refused has asked again.
 const SECOND_WITHIN: Duration = Duration::from_secs(10);
 
-/// What is to be allocated.
+/// An allocation that is to be made.
 #[derive(Clone, Copy, Debug)]
 pub struct Allocation {
-    /// Where; none for memory of a host, which waits for nobody.
+    /// Its device; none for memory of a host, which waits for nobody.
     pub device: Option<DeviceOrdinal>,
-    /// How much.
+    /// Its size, in bytes.
     pub size_bytes: u64,
     /// Does the caller free what it caches when it is refused, and ask once more? Then the first refusal is for it.
     pub is_asked_twice: bool,
@@ -46,7 +46,7 @@ pub struct Allocation {
 }
 
 thread_local! {
-    /// What this thread was refused last, and when.
+    /// The bytes that this thread was refused last, and the time of that.
     static REFUSED: Cell<Option<(u64, Instant)>> = const { Cell::new(None) };
 }
 
@@ -54,7 +54,7 @@ thread_local! {
 /// and tries again; why it did not get any is a note of the process's then, and the device's refusal is the answer.
 ///
 /// # Errors
-/// What `make` said last.
+/// The last error of `make`.
 pub fn with_room<D: Driver, T>(
     member: &Member<D>,
     allocation: Allocation,
@@ -206,7 +206,7 @@ fn try_again<D: Driver, T>(
 /// A process that wants a context.
 #[derive(Debug)]
 pub struct Newcomer<'a> {
-    /// Where tenants live.
+    /// The run directory in which tenants live.
     pub run_dir: &'a RunDir,
     /// Its tenant.
     pub tenant: &'a TenantName,

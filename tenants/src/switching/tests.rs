@@ -73,8 +73,8 @@ fn who_waits_decides_without_the_lock_so_that_none_is_held_by_one_that_is_stoppe
     assert!(matches!(error, Trouble::Never { .. }), "{error}");
 }
 
-/// How often somebody has opened the claim `number`, and so looked at all claims, until `end`, and until the first time: a busy machine keeps
-/// threads waiting.
+/// Counts how often somebody has opened the claim `number`, and so looked at all claims. It counts until `end`, and
+/// longer where nobody has looked until then: a busy machine keeps threads waiting.
 fn looks_at(turns: &std::path::Path, number: u64, end: Instant) -> u32 {
     let fd = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK).unwrap();
     inotify::add_watch(&fd, turns, WatchFlags::OPEN).unwrap();
@@ -200,7 +200,7 @@ fn an_allocation_waits_for_memory_also_while_it_rests_between_two_tries() {
     assert!(waits > 5 * does_not, "{waits} and {does_not}: {:?}", member.stats().notes);
 }
 
-/// Who did not answer, for all to know.
+/// Returns the tenants that did not answer, as they are written down for all.
 fn turns_of(run_dir: &RunDir) -> Silent {
     run_dir.turns().unwrap().silent()
 }

@@ -16,17 +16,17 @@ use crate::time::now_us;
 use crate::turns::history::History;
 use crate::turns::scene::Wish;
 
-/// How often a process in its turn looks whether its tenant was paused for another.
+/// The interval at which a process in its turn looks whether its tenant was paused for another.
 const LOOK: Duration = Duration::from_millis(20);
-/// How often a process looks whether what it has in the run directory is still there.
+/// The interval at which a process looks whether what it has in the run directory is still there.
 pub(super) const KEPT_EVERY: Duration = Duration::from_secs(3);
-/// How long it does nothing after it could not bring its tenant back,
+/// The time for which a process does nothing after it could not bring its tenant back.
 pub(super) const AFTER_FAILURE: Duration = Duration::from_secs(1);
-/// twice as long after each time that follows, up to this: others were paused for it each time.
+/// The longest such time. It doubles after each failure that follows: others were paused for it each time.
 pub(super) const AFTER_FAILURE_MAX: Duration = Duration::from_mins(1);
-/// How long the end of a turn waits for the thread that works for it.
+/// The longest time for which the end of a turn waits for the thread that works for it.
 const END_WAIT: Duration = Duration::from_secs(2);
-/// How long it waits for its tenant to have its GPUs again: as long as its turn lasts.
+/// The time for which that thread waits for its tenant to have its GPUs again: as long as its turn lasts.
 const FOREVER: Duration = Duration::MAX;
 
 /// A turn. It ends when this is dropped, or the process. It is of the process that began it: in a forked child its end does nothing.
@@ -106,7 +106,7 @@ impl Drop for Turn {
     }
 }
 
-/// What the thread of a turn knows.
+/// The data of the thread of a turn.
 struct TurnThread {
     run_dir: RunDir,
     tenant: TenantName,

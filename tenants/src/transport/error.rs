@@ -1,4 +1,4 @@
-//! What can go wrong between two processes.
+//! The errors of the transport between two processes.
 
 use std::io;
 use std::path::PathBuf;
@@ -110,7 +110,7 @@ pub enum TransportError {
     },
 }
 
-/// Which way a message was to go.
+/// The direction in which a message was to go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From us to the peer.
@@ -129,7 +129,7 @@ impl Direction {
 }
 
 impl TransportError {
-    /// What a header from `peer` that is none of ours is called.
+    /// Returns the error for bytes from `peer` that are no frame that we take.
     pub(super) fn of_frame(error: FrameError, peer: Peer) -> Self {
         match error {
             FrameError::NotSublet => Self::NotSublet { peer },

@@ -23,12 +23,12 @@ pub const PAYLOAD_BYTES_MAX: usize = 16 * 1024 * 1024;
 pub const REQUEST_BYTES_MAX: usize = 256 * 1024;
 /// Length of a header, in bytes.
 pub const HEADER_BYTES: usize = 12;
-/// How much of it says whose frame this is, and of which version, in bytes.
+/// Length of the part of it that says whose frame this is, and of which version, in bytes.
 pub const HEAD_BYTES: usize = 6;
 
 pub(super) const MAGIC: [u8; 4] = *b"SBLT";
 
-/// What one side takes from the other.
+/// The most that one side takes from the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Bytes of a payload.
@@ -47,7 +47,7 @@ impl Limits {
         Self { payload_bytes_max: PAYLOAD_BYTES_MAX, fds_max: FDS_PER_MESSAGE_MAX };
 }
 
-/// What the header of a frame says is to come.
+/// The header of a frame, which says what is to come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Descriptors with the frame.
@@ -123,7 +123,7 @@ impl Header {
 /// The message in `payload`, which are all of it. Any bytes give a message or an error.
 ///
 /// # Errors
-/// What the decoder said; [`postcard::Error::DeserializeBadEncoding`] for bytes that are left over.
+/// The error of the decoder; [`postcard::Error::DeserializeBadEncoding`] for bytes that are left over.
 pub fn decode_payload<T: DeserializeOwned>(payload: &[u8]) -> Result<T, postcard::Error> {
     let (message, rest) = postcard::take_from_bytes(payload)?;
     if rest.is_empty() { Ok(message) } else { Err(postcard::Error::DeserializeBadEncoding) }
@@ -147,7 +147,7 @@ pub fn decode<T: DeserializeOwned>(frame: &[u8], limits: Limits) -> Result<T, Fr
 /// `message` as a frame that announces `fds` descriptors. Checks no limits.
 ///
 /// # Errors
-/// What the encoder said.
+/// The error of the encoder.
 pub fn encode<T: Serialize + ?Sized>(message: &T, fds: usize) -> Result<Vec<u8>, postcard::Error> {
     let payload = postcard::to_stdvec(message)?;
     let header = Header { fds, payload_bytes: payload.len() };
@@ -203,7 +203,7 @@ const FDS_MAX: usize = 253;
 /// Room for them, and for another small control message.
 const CONTROL_BYTES: usize = rustix::cmsg_space!(ScmRights(FDS_MAX), ScmCredentials(1));
 
-/// What one receive call brought; the descriptors go to the caller's list.
+/// The result of one receive call; the descriptors go to the caller's list.
 pub(super) struct Received {
     /// Bytes of data; zero when the peer has closed.
     pub(super) bytes: usize,
@@ -211,7 +211,7 @@ pub(super) struct Received {
     pub(super) fds_truncated: bool,
 }
 
-/// How many descriptors the kernel may install.
+/// The number of descriptors that the kernel may install.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FdRoom {
     /// None: what comes is closed by the kernel, and reported as truncated.

@@ -171,7 +171,7 @@ impl Process {
         }
     }
 
-    /// What becomes readable at its end.
+    /// Returns the descriptor that becomes readable at its end. None where it has ended, or is not known.
     pub(crate) fn end_event(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Known(process) => Some(process.as_fd()),
@@ -236,8 +236,8 @@ pub(crate) fn user_of(pid: u32) -> Option<u32> {
     users.split_whitespace().nth(1)?.parse().ok()
 }
 
-/// What `/proc/<pid>/stat` says behind the command's name: the state, by a letter, the parent, and more. The name, in brackets, may hold
-/// anything, brackets and spaces too.
+/// Returns the words of `/proc/<pid>/stat` behind the command's name: the state, by a letter, the parent, and more. The
+/// name, in brackets, may hold anything, brackets and spaces too.
 pub fn stat_words(stat: &str) -> impl Iterator<Item = &str> {
     stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_whitespace()
 }
@@ -281,7 +281,7 @@ impl Listener {
         self.inode.is_some() && inode(&self.path) == self.inode
     }
 
-    /// Where it listens.
+    /// Returns the path at which it listens.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -308,7 +308,7 @@ impl Listener {
     /// Ends listening and removes the name.
     ///
     /// # Errors
-    /// What the system returned; a name that is gone already is no error.
+    /// The error of the system; a name that is gone already is no error.
     pub fn close(self) -> std::io::Result<()> {
         match fs::remove_file(&self.path) {
             Err(error) if error.kind() != ErrorKind::NotFound => Err(error),

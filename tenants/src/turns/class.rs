@@ -1,4 +1,4 @@
-//! What a tenant is to the others when they take turns, and how its processes say so.
+//! The settings by which a tenant takes turns with others, and the texts by which its processes say them.
 
 use std::fmt;
 use std::num::NonZeroU32;
@@ -17,7 +17,7 @@ pub const TURNS_AUTO: &str = "auto";
 /// The word for [`TurnSettings::deep`].
 pub const TURNS_DEEP: &str = "deep";
 
-/// Who gives way to whom; the greater comes first.
+/// The rank of a tenant among those that take turns; the greater comes first.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
@@ -56,12 +56,12 @@ impl FromStr for Class {
     }
 }
 
-/// How many quanta a fair tenant has at a time: 1 to 100.
+/// The number of quanta that a fair tenant has at a time: 1 to 100.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Weight(NonZeroU32);
 
-/// What is no weight.
+/// A text that is no weight.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("'{given}' is no weight: give a number from 1 to {}", Weight::MAX)]
 pub struct WeightError {
@@ -99,7 +99,8 @@ impl FromStr for Weight {
     }
 }
 
-/// How a tenant takes turns. Written and read as `auto,deep,class=background,weight=2,wait=2m`, or some of these, in any order.
+/// The settings of a tenant for turns. Written and read as `auto,deep,class=background,weight=2,wait=2m`, or some of
+/// these, in any order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TurnSettings {
     /// Do its resumes, and allocations that its devices have no room for, queue for others to make way, and do its processes
@@ -107,15 +108,15 @@ pub struct TurnSettings {
     pub queues: bool,
     /// Do its contexts leave too while it is paused: after this time, or when another lacks their room? `deep` alone is a minute.
     pub deep: Option<Duration>,
-    /// Who gives way to whom.
+    /// Its rank among the others.
     pub class: Class,
-    /// How many quanta it has at a time.
+    /// The number of quanta that it has at a time.
     pub weight: Weight,
-    /// How long an allocation waits.
+    /// The time for which an allocation waits for room.
     pub wait: Duration,
 }
 
-/// What is part of no [`TurnSettings`].
+/// A text that is no part of [`TurnSettings`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TurnSettingsError {
     /// A wrong class.
@@ -138,7 +139,8 @@ pub enum TurnSettingsError {
 impl TurnSettings {
     /// For an allocation: less than the ten minutes after which PyTorch's watchdog ends a job whose ranks wait for each other.
     const WAIT: Duration = Duration::from_mins(2);
-    /// How long a paused tenant keeps its contexts: they leave and come back in less than a second, which is little of a minute.
+    /// The time for which a paused tenant keeps its contexts: they leave and come back in less than a second, which is
+    /// little of a minute.
     const REST: Duration = Duration::from_mins(1);
 }
 

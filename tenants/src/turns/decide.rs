@@ -10,7 +10,7 @@ use super::victims::{Candidate, choose};
 use crate::identity::TenantName;
 use crate::size::Size;
 
-/// What somebody who waits is to do.
+/// The step that one who waits is to take.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// Pause these, in this order, and resume its own tenant.
@@ -28,7 +28,7 @@ pub enum Verdict {
 pub struct Decision {
     /// For whom.
     pub tenant: TenantName,
-    /// What follows.
+    /// The step that it is to take.
     pub verdict: Verdict,
     /// Why, for people: one line, and one more for each tenant that is paused.
     pub reasons: Vec<String>,
@@ -43,7 +43,7 @@ pub(super) enum Hold {
     WhileItLasts(String),
 }
 
-/// What each of `scene.waiting` is to do at `now_us`, in the same order.
+/// Decides what each of `scene.waiting` is to do at `now_us`. The decisions are in the same order.
 ///
 /// A tenant that may go does so before `scene` is looked at again; GPUs of one who goes or waits are nobody's who comes after it.
 pub fn decide(scene: &Scene, history: &History, now_us: u64) -> Vec<Decision> {
@@ -276,7 +276,7 @@ impl<'a> View<'a> {
         self.scene.moving.iter().find(is_in_the_way)
     }
 
-    /// What of `lacks` is not free.
+    /// Returns the part of `lacks` that is not free.
     pub(super) fn short(&self, mut lacks: BTreeMap<&'a str, u64>) -> BTreeMap<&'a str, u64> {
         lacks.retain(|gpu, bytes| {
             let free_bytes = self.scene.free_bytes.get(*gpu).copied().unwrap_or(0);
@@ -365,7 +365,7 @@ impl<'a> View<'a> {
         })
     }
 
-    /// What nobody can make free.
+    /// Names the GPUs on which nobody can make enough free, and the bytes that are lacking there.
     fn lacking(
         &self,
         waiting: &Waiting,
@@ -387,7 +387,7 @@ impl<'a> View<'a> {
         lines.collect::<Vec<_>>().join("; ")
     }
 
-    /// Who may hold some of it, for all that is known.
+    /// Names the other tenants that do not answer, and so may hold some of the memory.
     fn unheard(&self, waiting: &TenantName) -> String {
         let others = self.scene.unheard.iter().filter(|tenant| *tenant != waiting);
         let named: Vec<_> = others.map(|tenant| format!("'{tenant}'")).collect();
@@ -397,7 +397,7 @@ impl<'a> View<'a> {
         format!("; what {} may hold is not known, which does not answer now", named.join(", "))
     }
 
-    /// Who is not asked to make way on `gpu`, because nobody would bring it back.
+    /// Names the tenants that are not asked to make way on `gpu`, because nobody would bring them back.
     fn spared(&self, waiting: &Waiting, gpu: &str) -> String {
         let is_spared = |tenant: &TenantName, other: &Standing| {
             waiting.wish.spares_others()

@@ -1,12 +1,12 @@
-//! Whose contexts leave the GPUs too. A pause leaves them there: 0.5 to 0.8 GiB a process (H100, driver 580, torch 2.11). Those of a tenant that says
-//! so leave
+//! The choice of tenants whose contexts leave the GPUs too. A pause leaves contexts there: 0.5 to 0.8 GiB a process
+//! (H100, driver 580, torch 2.11). Those of a tenant that says so leave
 //!
 //! * when it has rested for its time ([`is_due`]);
 //! * when another comes whose own contexts are away, or makes its first one, and the GPU has less room than that may take: the
 //!   one that has rested longest goes first, and one that waits to come back last;
 //! * when another lacks more than all that pauses give back: those that rest first, then those that run and would make way.
 //!
-//! What a context takes is not asked of anybody: one leaves, and the decision is made again with what is free then.
+//! Nobody is asked how much memory a context takes: one leaves, and the decision is made again with what is free then.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -18,7 +18,8 @@ use super::victims::Candidate;
 use crate::identity::TenantName;
 use crate::size::Size;
 
-/// How often contexts that could not leave are waited for. After that a tenant that needs their room is refused.
+/// The number of failed tries from which on contexts that could not leave are no longer waited for. A tenant that needs
+/// their room is refused then.
 const TRIES_MAX: u32 = 3;
 
 /// Are the contexts of a paused tenant to leave that has rested for so long, and is not in the queue to come back?
@@ -27,7 +28,7 @@ pub fn is_due(rested: Duration, after: Option<Duration>) -> bool {
 }
 
 impl<'a> View<'a> {
-    /// What one that waits takes on each GPU, as far as that is known: where it is not, more than is free.
+    /// Returns the bytes that one that waits takes on each GPU. Where they are not known, it returns more than is free.
     pub(super) fn lacks(
         &self,
         waiting: &'a Waiting,
@@ -44,7 +45,7 @@ impl<'a> View<'a> {
         lacks
     }
 
-    /// Where contexts come, those of another that rests leave before, if the GPU may not have room for both.
+    /// Decides that contexts of a tenant that rests leave first, if the GPU may lack room for those that come.
     pub(super) fn makes_way_for_contexts(
         &self,
         waiting: &'a Waiting,
@@ -63,8 +64,8 @@ impl<'a> View<'a> {
         self.resting(waiting, &short).first().map(|rests| Self::sinks(waiting, rests, &short))
     }
 
-    /// Where `all` that could make way give less than is `short`: contexts that may leave, if they may be enough. Who has its GPUs keeps them as
-    /// `holds` says.
+    /// Decides which contexts leave where `all` that could make way give less than is `short`, if contexts may be
+    /// enough. A tenant that has its GPUs keeps them as `holds` says.
     pub(super) fn gives_contexts(
         &self,
         waiting: &'a Waiting,
@@ -124,7 +125,7 @@ impl<'a> View<'a> {
         until.min().map(|(until_us, why)| Decision::wait(waiting, Some(until_us), why))
     }
 
-    /// What taking the contexts of `tenant` off failed with, if that was so lately that it is not tried again yet.
+    /// Returns the failed tries to take the contexts of `tenant` off, if it is too early to try again.
     fn keeps_contexts(&self, tenant: &TenantName) -> Option<&'a Refusal> {
         let past = self.history.tenants.get(tenant.as_str())?;
         past.keeps_contexts.as_ref().filter(|refusal| refusal.until_us > self.now_us)
@@ -228,7 +229,7 @@ mod tests {
     const MAY: Contexts = Contexts { may_leave: true, ..STAY };
     const AWAY: Contexts = Contexts { are_away: true, ..STAY };
 
-    /// What `who` is to do that wants this, with so much free.
+    /// Decides what the tenant `who` is to do, which wants `wish`, with `free_bytes` free.
     fn decided(
         tenants: &[(&str, Standing)],
         (who, wish): (&str, Wish),

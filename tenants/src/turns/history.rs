@@ -1,4 +1,4 @@
-//! What has been: who came and left when, who had how much, and who was pushed out early.
+//! The history of tenants: who came and left when, who had how much, and who was pushed out early.
 
 use std::collections::BTreeMap;
 
@@ -8,16 +8,16 @@ use super::quanta::{GROWTH_MAX, idle_after_us, quantum_us, time};
 use super::scene::{Scene, Standing};
 use crate::identity::TenantName;
 
-/// How often a tenant is pushed out early, within [`PUSHED_QUANTA`], until it stays away for longer.
+/// The number of early push-outs within [`PUSHED_QUANTA`] after which a tenant stays away for longer.
 const PUSHED_MAX: usize = 3;
 /// See [`PUSHED_MAX`].
 const PUSHED_QUANTA: u64 = 4;
-/// How long a tenant that could not be paused is not asked again, at least,
+/// The least time, in microseconds, for which a tenant that could not be paused is not asked again.
 const REFUSED_MIN_US: u64 = 1_000_000;
-/// and at most, or for so many times as long as the try took,
+/// The greatest such time, or [`REFUSED_TRIES`] times the length of the try, if that is more.
 const REFUSED_MAX_US: u64 = 60_000_000;
 const REFUSED_TRIES: u64 = 10;
-/// and how long after that it is as if it had never refused.
+/// The time after that, in microseconds, after which it is as if the tenant had never refused.
 const REFUSED_FORGOTTEN_US: u64 = 600_000_000;
 
 /// Of all tenants, by name.
@@ -27,7 +27,7 @@ pub struct History {
     pub tenants: BTreeMap<String, Past>,
     /// The time of the latest change, in microseconds of the clock.
     pub changed_us: u64,
-    /// Which start of the machine its times are of; empty where that is not known.
+    /// The start of the machine that its times are of; empty where that is not known.
     #[serde(default)]
     pub boot: String,
 }
@@ -43,7 +43,7 @@ pub struct Past {
     pub is_displaced: bool,
     /// When the turn began that it is in, or was in last since it came.
     pub turn_us: Option<u64>,
-    /// How long it had its GPUs in all, over its weight.
+    /// The time for which it had its GPUs in all, over its weight.
     pub used_us: u64,
     /// By how much its quantum has grown: 1, 2, 4 and so on.
     pub growth: u64,
@@ -60,11 +60,11 @@ pub struct Past {
 /// Pauses of one tenant that failed, one after the other, or tries to take its contexts off.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refusal {
-    /// How many.
+    /// The number of failures.
     pub times: u32,
     /// Others make way before it does, and it is not asked again until then.
     pub until_us: u64,
-    /// What the last one failed with.
+    /// The reason for the last failure.
     pub why: String,
 }
 
@@ -119,7 +119,7 @@ impl History {
         self.tenants.get(tenant.as_str()).map(|past| past.is_displaced)
     }
 
-    /// What is known of `tenant`.
+    /// Returns what is known of `tenant`.
     pub fn of(&self, tenant: &TenantName) -> Past {
         self.tenants.get(tenant.as_str()).cloned().unwrap_or_default()
     }

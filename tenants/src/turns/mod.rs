@@ -1,4 +1,4 @@
-//! Who has the GPUs when: decided from what is known, by pure functions on a clock of the caller's.
+//! The decisions who has the GPUs when. Pure functions make them from what is known, on a clock of the caller's.
 //!
 //! [`scene`] says what is so (tenants, their bytes, who waits), [`history`] what has been, and [`decide()`] what follows for each who
 //! waits: go, with what is to be paused for it; wait, until when or for whom; or never. Every decision has its reason as one line.

@@ -1,30 +1,31 @@
-//! How long a tenant keeps its GPUs, and how long it may rest.
+//! The time for which a tenant keeps its GPUs, and the time for which it may rest.
 
 use super::scene::Standing;
 use super::{Class, Weight};
 
 /// The shortest quantum, in microseconds, as all times here are.
 pub(super) const QUANTUM_MIN_US: u64 = 100_000;
-/// How many times as long as its switching takes (both ways) a tenant keeps the GPUs.
+/// The time for which a tenant keeps the GPUs, as a multiple of what switching it takes (both ways).
 pub(super) const COST_FACTOR: u64 = 10;
-/// How long one that waits is held up by those of lower classes, at most, besides the switch itself.
+/// The longest time for which lower classes hold up one that waits, not counting the switch itself.
 pub(super) const BOUND_US: u64 = 1_000_000;
-/// How many times as long a quantum grows at most.
+/// The greatest factor by which a quantum grows.
 pub(super) const GROWTH_MAX: u64 = 8;
-/// How long a background tenant launches nothing until it makes way, at least,
+/// The least time without a launch after which a background tenant makes way.
 const IDLE_BACKGROUND_US: u64 = 50_000;
-/// and another one.
+/// The least time without a launch after which any other tenant makes way.
 const IDLE_US: u64 = 500_000;
 
-/// How long a tenant keeps its GPUs against one of its own class, if its quantum has grown to so many times its length.
+/// Returns the time for which a tenant keeps its GPUs against one of its own class. `growth` is the factor by which its
+/// quantum has grown.
 pub(super) fn quantum_us(standing: &Standing, growth: u64) -> u64 {
     let cost_us = standing.cost.both_us().saturating_mul(COST_FACTOR);
     let one_us = cost_us.max(QUANTUM_MIN_US).saturating_mul(growth);
     one_us.saturating_mul(weight_of(standing).get())
 }
 
-/// How long a tenant launches nothing until it makes way: for one of its own class or a lower one as long as switching it takes, so that what
-/// is switched for it costs no more than what was idle.
+/// Returns the time without a launch after which a tenant makes way. For one of its own class or a lower one, it is at
+/// least as long as switching it takes. So what is switched for it costs no more than what was idle.
 pub fn idle_after_us(standing: &Standing, is_for_higher: bool) -> u64 {
     let least_us = match standing.class {
         Class::Background => IDLE_BACKGROUND_US,

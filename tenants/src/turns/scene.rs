@@ -1,4 +1,4 @@
-//! What is so at one moment.
+//! The state of tenants and GPUs at one moment, and those that wait.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,16 +22,16 @@ pub struct Scene {
     pub moving: BTreeSet<TenantName>,
     /// Tenants that did not come for want of memory, though they fit by all figures.
     pub short: BTreeSet<TenantName>,
-    /// Who waits, in the order in which they came. A tenant that waits in several processes is here as often.
+    /// Those that wait, in the order in which they came. A tenant that waits in several processes is here as often.
     pub waiting: Vec<Waiting>,
 }
 
 /// One tenant.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Standing {
-    /// What it is to the others.
+    /// Its rank among the others.
     pub class: Class,
-    /// How many quanta it has at a time.
+    /// The number of quanta that it has at a time.
     pub weight: Weight,
     /// Does it run? One that is paused holds nothing but what a pause leaves in place.
     pub is_active: bool,
@@ -43,19 +43,19 @@ pub struct Standing {
     pub comes_back: bool,
     /// Since when it has launched nothing and its streams are empty, where that is known, in microseconds of the clock.
     pub idle_since_us: Option<u64>,
-    /// What switching it takes.
+    /// The time that switching it takes.
     pub cost: Cost,
-    /// What its processes have on its GPUs besides memory that a pause gives back.
+    /// The contexts of its processes, which a pause of memory alone leaves on its GPUs.
     pub contexts: Contexts,
 }
 
-/// What the contexts of one process may take of a GPU.
+/// The bytes that the contexts of one process may take of a GPU.
 pub(super) const CONTEXT_BYTES: u64 = 1 << 30;
 
 /// The contexts of one tenant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Contexts {
-    /// How many processes have some.
+    /// The number of processes that have some.
     pub processes: u64,
     /// May they leave in turns, and are they there?
     pub may_leave: bool,
@@ -79,14 +79,14 @@ pub struct Held {
 }
 
 impl Held {
-    /// What a pause gives back.
+    /// Returns the bytes that a pause gives back.
     pub fn given_bytes(self) -> u64 {
         let kept = self.unchanged_bytes.saturating_add(self.copied_bytes);
         self.cached_bytes.saturating_add(self.discarded_bytes).saturating_add(kept)
     }
 }
 
-/// What a tenant's last pause and resume took, or would, in microseconds.
+/// The times that a tenant's last pause and resume took, or would take, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
     /// To leave.
@@ -107,11 +107,11 @@ impl Cost {
 pub struct Waiting {
     /// The tenant.
     pub tenant: TenantName,
-    /// What for.
+    /// The aim of the wait.
     pub wish: Wish,
 }
 
-/// What somebody waits for.
+/// The aim of a wait.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Wish {
@@ -144,7 +144,7 @@ impl Wish {
         }
     }
 
-    /// What it takes in addition to the tenant's own memory, by GPU.
+    /// Returns the bytes that it takes in addition to the tenant's own memory, by GPU.
     pub fn bytes(&self) -> impl Iterator<Item = (&str, u64)> {
         let bytes = if let Self::Memory(bytes) = self { Some(bytes) } else { None };
         bytes.into_iter().flatten().map(|(gpu, bytes)| (gpu.as_str(), *bytes))
@@ -185,12 +185,12 @@ impl Standing {
         self.held.iter().filter(move |(_, held)| has(held)).map(|(gpu, _)| gpu.as_str())
     }
 
-    /// What a pause copies, on all GPUs.
+    /// Returns the bytes that a pause copies, on all GPUs.
     pub fn copied_bytes(&self) -> u64 {
         self.held.values().fold(0, |all, held| all.saturating_add(held.copied_bytes))
     }
 
-    /// What it takes on each GPU until it runs, with what it wants in addition.
+    /// Returns the bytes that it takes on each GPU until it runs, with those that `wish` adds.
     pub fn lacks<'a>(&'a self, wish: &'a Wish) -> BTreeMap<&'a str, u64> {
         let away = self.held.iter().filter(|_| !self.is_active);
         let mut lacks: BTreeMap<&str, u64> =
@@ -202,13 +202,13 @@ impl Standing {
         lacks
     }
 
-    /// What its contexts may take on each of its GPUs on its way back, in bytes.
+    /// Returns the bytes that its contexts may take on each of its GPUs on its way back.
     pub(super) fn margin_bytes(&self) -> u64 {
         let Contexts { processes, are_away, .. } = self.contexts;
         if are_away { processes.saturating_mul(CONTEXT_BYTES) } else { 0 }
     }
 
-    /// What a pause gives back on this GPU.
+    /// Returns the bytes that a pause gives back on this GPU.
     pub fn given_bytes(&self, gpu: &str) -> u64 {
         self.held.get(gpu).map_or(0, |held| held.given_bytes())
     }

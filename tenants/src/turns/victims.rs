@@ -1,4 +1,4 @@
-//! Who makes way, where several could: the least that suffices.
+//! The choice of those that make way, where several could: the least that suffices.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -15,14 +15,14 @@ pub(super) struct Candidate<'a> {
     pub(super) is_idle: bool,
     /// By how many of its quanta it has had more than the tenant that had least.
     pub(super) over_quanta: u64,
-    /// What its pause would copy.
+    /// The bytes that its pause would copy.
     pub(super) copied_bytes: u64,
-    /// What its pause gives back, by GPU.
+    /// The bytes that its pause gives back, by GPU.
     pub(super) gives: BTreeMap<&'a str, u64>,
 }
 
-/// What a choice costs; less is better. Who is at work counts first, and the more the higher its class; then the classes of those that are idle,
-/// then what one has had beyond its share, then what is to be copied.
+/// The price of a choice; less is better. Tenants at work count first, and the more the higher their class. The classes
+/// of those that are idle come next. Then come what one has had beyond its share, and the bytes to be copied.
 type Price = ([usize; 2], bool, [usize; 2], Reverse<u64>, u64, usize);
 
 fn price(chosen: &[&Candidate<'_>]) -> Price {

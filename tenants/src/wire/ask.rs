@@ -1,4 +1,4 @@
-//! What can be asked, each with the one kind of answer that it has; and why it is refused.
+//! The questions to a process, each with its one kind of answer, and the reasons for a refusal.
 
 use std::os::fd::OwnedFd;
 
@@ -43,13 +43,13 @@ impl Request {
 
 /// A question to another process's agent.
 pub trait Ask {
-    /// What it is answered with, where it is not refused with a [`Failure`].
+    /// The answer to it, where it is not refused with a [`Failure`].
     type Answer;
 
     /// As it is sent.
     fn to_request(&self) -> Request;
 
-    /// How many descriptors may come with the answer.
+    /// Returns the number of descriptors that may come with the answer.
     fn fds_max(&self) -> usize {
         0
     }
@@ -101,11 +101,11 @@ asks! {
     HostStep -> HostProgress: |ask| Request::Host(*ask), Reply::Host(progress) => *progress;
 }
 
-/// Who are you?
+/// The question who you are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hello;
 
-/// What do you hold?
+/// The question what you hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stats;
 
@@ -120,22 +120,23 @@ pub struct LookIdle {
     pub quiet_us: u64,
 }
 
-/// What would a resume of `scope` need on each of your devices, and what is free there? Nothing is changed. Refused
-/// by a process that is on its way to another state, and where the tenant's budget does not have what comes by tag.
+/// The question what a resume of `scope` would need on each of your devices, and what is free there. Nothing is
+/// changed. A process that is on its way to another state refuses. So does one whose tenant's budget does not have what
+/// comes by tag.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Needs {
-    /// Which memory the resume would be about.
+    /// The memory that the resume would be about.
     pub scope: Scope,
     /// Give up, and answer so, after this long.
     pub timeout_ms: u64,
-    /// What is free is wanted of all devices that the process uses, also of those where nothing of it is away.
+    /// Is the free memory of all devices of the process wanted, also of those where nothing of it is away?
     pub all_devices: bool,
 }
 
 /// Take one step of a pause or resume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TakePhase {
-    /// Which pause or resume it belongs to, by a random number.
+    /// The pause or resume that it belongs to, by a random number.
     pub round: u64,
     /// No other process takes part in that.
     pub alone: bool,
@@ -181,7 +182,7 @@ impl Ask for Drain {
 pub struct Hold {
     /// Up to which count each lane may be launched.
     pub limits: Limits,
-    /// What I know: answer when this is no longer so.
+    /// The facts that I know: answer when they are no longer so.
     pub seen: Seen,
     /// Answer after this long in any case, or when I ask for something else.
     pub wait_ms: u64,
@@ -190,11 +191,11 @@ pub struct Hold {
 /// Behind the shut gate of a pause: do this step, and say what you do.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepOn {
-    /// Which pause it belongs to, by a random number.
+    /// The pause that it belongs to, by a random number.
     pub round: u64,
-    /// What you may do.
+    /// The things that you may do.
     pub step: StepOrder,
-    /// What I know: answer when this is no longer so, or when the step's calls are made.
+    /// The facts that I know: answer when they are no longer so, or when the step's calls are made.
     pub seen: SeenActivity,
     /// Answer after this long in any case, or when I ask for something else.
     pub wait_ms: u64,
@@ -203,7 +204,7 @@ pub struct StepOn {
 /// Wait until the application of this process has itself requested `action`, and stands still in that call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AwaitConsent {
-    /// What the application must have requested.
+    /// The action that the application must have requested.
     pub action: Action,
     /// Give up, and answer so, after this long.
     pub timeout_ms: u64,
@@ -213,7 +214,7 @@ pub struct AwaitConsent {
 /// says why.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GiveUp {
-    /// What the application requested.
+    /// The action that the application requested.
     pub action: Action,
     /// One sentence.
     pub why: String,
@@ -223,7 +224,7 @@ pub struct GiveUp {
 /// settle it too. What were you told of its end?
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Withdraw {
-    /// Which pause or resume.
+    /// The number of the pause or resume.
     pub round: u64,
 }
 
@@ -234,13 +235,13 @@ pub struct FetchFds {
     pub allocations: Vec<AllocationId>,
     /// Why.
     pub purpose: FetchPurpose,
-    /// Who asks.
+    /// The process that asks.
     pub importer: MemberId,
     /// Of which other tenant that is; none where it is the owner's own.
     pub borrower: Option<Borrower>,
 }
 
-/// What an importer of another tenant says of itself.
+/// The tenant and the family of an importer of another tenant, as it says itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Borrower {
     /// Its tenant.
@@ -252,9 +253,10 @@ pub struct Borrower {
 /// Descriptors as they came.
 #[derive(Debug)]
 pub struct SentFds {
-    /// How many the owner says it has sent.
+    /// The number of descriptors that the owner says it has sent.
     pub count: usize,
-    /// What came, in the order of the requested allocations; for a borrower two each, the driver's and the lease.
+    /// The descriptors that came, in the order of the requested allocations. A borrower gets two each: the driver's and
+    /// the lease.
     pub fds: Vec<OwnedFd>,
     /// When tickets were redeemed: the tag of each allocation, in the same order.
     pub tags: Vec<String>,
@@ -282,10 +284,10 @@ impl Ask for FetchFds {
     }
 }
 
-/// Which memory of `scope` do processes of other tenants have open? Nothing is changed.
+/// The question which memory of `scope` processes of other tenants have open. Nothing is changed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AskLent {
-    /// Which memory a pause would be about.
+    /// The memory that a pause would be about.
     pub scope: Scope,
 }
 
@@ -295,12 +297,12 @@ pub struct AskLent {
 pub enum SaveStep {
     /// Say how much it is; write nothing yet.
     Begin {
-        /// Where to.
+        /// The directory to write to.
         dir: DirName,
     },
     /// Write on for at most this long.
     WriteOn {
-        /// How long.
+        /// The time, in milliseconds.
         for_ms: u64,
     },
     /// Remove what is written, as far as it is not whole.
@@ -327,7 +329,7 @@ pub enum HostStep {
     },
     /// Say how far you are, once there is more to say.
     Watch {
-        /// What I know to be brought in: answer when it is more, or when it has come to an end.
+        /// The bytes that I know to be brought in: answer when they are more, or when that has come to an end.
         seen_bytes: u64,
         /// Answer after this long in any case.
         wait_ms: u64,
@@ -340,7 +342,7 @@ pub enum HostStep {
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Failure {
-    /// What kind.
+    /// The kind of failure.
     pub kind: FailureKind,
     /// One sentence: operation, object, size, device, code, next step.
     #[serde(deserialize_with = "crate::error_text::from_peer")]
@@ -394,7 +396,7 @@ pub enum FailureKind {
     OutOfHostMemory,
     /// The device cannot hold the tenant now.
     OutOfDeviceMemory {
-        /// How much more must be free.
+        /// The additional bytes that must be free.
         missing_bytes: u64,
     },
     /// Not possible in the state the process is in.
@@ -423,7 +425,7 @@ pub enum FailureKind {
     Faulted,
     /// The device could not hold the tenant even if what is to make room for it were away.
     DoesNotFit {
-        /// How much more must be free.
+        /// The additional bytes that must be free.
         missing_bytes: u64,
     },
 }
@@ -434,7 +436,7 @@ impl FailureKind {
         Failure { kind: self, message }
     }
 
-    /// How much more device memory must be free, where that is why.
+    /// Returns the additional bytes of device memory that must be free, where that is the cause.
     pub(crate) fn missing_device_bytes(self) -> Option<u64> {
         if let Self::OutOfDeviceMemory { missing_bytes } | Self::DoesNotFit { missing_bytes } = self
         {

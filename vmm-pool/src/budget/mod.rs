@@ -18,16 +18,16 @@ pub use shared::{GPUS_MAX, Gpu, Shared};
 use crate::driver::DeviceOrdinal;
 use crate::error::{PoolError, PoolResult};
 
-/// Where an account counts what was allocated, as long as the account lasts.
+/// The place in an account where memory is counted. It stays valid as long as the account lasts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry(pub usize);
 
-/// What an account says of a device, in bytes.
+/// The limit of an account on a device, and the amount held there, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Figure {
     /// The most that may be held; none where nothing is set.
     pub budget_bytes: Option<u64>,
-    /// What is held, by all who share the account.
+    /// The amount held by all who share the account.
     pub held_bytes: u64,
 }
 
@@ -36,11 +36,12 @@ pub struct Figure {
 pub struct OverBudget {
     /// The most that may be held, in bytes.
     pub budget_bytes: u64,
-    /// What is held already, in bytes.
+    /// The amount held already, in bytes.
     pub held_bytes: u64,
 }
 
-/// Who counts what is held on each device. Called by any thread; waits for no driver, and for others for moments only.
+/// A count of the memory held on each device. Any thread may call it. It waits for no driver, and for others for
+/// moments only.
 pub trait Account: Debug + Send + Sync + 'static {
     /// Takes `size_bytes` on `device` where that fits. `None` where the device is not counted.
     ///
@@ -54,11 +55,11 @@ pub trait Account: Debug + Send + Sync + 'static {
     /// Gives back what was taken at `place`.
     fn give_back(&self, place: Entry, size_bytes: u64);
 
-    /// What is set and held; `None` where the device is not counted.
+    /// Returns the limit and the amount held on `device`; `None` where the device is not counted.
     fn figure(&self, device: DeviceOrdinal) -> Option<Figure>;
 }
 
-/// What one allocation has taken of an account. Dropping it gives back.
+/// The part of an account that one allocation has taken. Dropping it gives the part back.
 #[derive(Debug)]
 pub struct Charge {
     account: Arc<dyn Account>,

@@ -45,7 +45,7 @@ pub struct Gpu {
     pub index: Option<u32>,
     /// All of its memory, in bytes; 0 where that is not known.
     pub total_bytes: u64,
-    /// What the tenant may hold and holds.
+    /// The budget of the tenant on this GPU, and the amount it holds there.
     pub figure: Figure,
 }
 
@@ -58,15 +58,16 @@ pub struct Shared {
 impl Shared {
     /// Slots, and thus processes, of one tenant.
     pub const SLOTS_MAX: usize = 1024;
-    /// Where the caller may keep what it likes: offset and size in bytes.
+    /// The part of the file that is left to the caller: offset and size in bytes.
     pub const CALLERS: (u64, usize) = (4096, 4096);
-    /// What the file must have, in bytes, and on its disk: writing to a page that has no place there ends a process.
+    /// The size that the file must have, in bytes. Its disk must hold all of it: a write to a page that has no place
+    /// there ends the process.
     pub const BYTES: usize = SLOTS_AT + GPUS_MAX * Self::SLOTS_MAX * size_of::<Slot>();
 
     /// Maps `file`.
     ///
     /// # Errors
-    /// What the system said; `InvalidData` where the file is too short.
+    /// The error of the system; `InvalidData` where the file is too short.
     pub fn map(file: &File) -> io::Result<Self> {
         if file.metadata()?.len() < Self::BYTES as u64 {
             return Err(io::ErrorKind::InvalidData.into());
@@ -108,7 +109,7 @@ impl Shared {
         &slots[..self.slots_used().min(slots.len())]
     }
 
-    /// How many slots have ever been used.
+    /// Returns the number of slots that have ever been used.
     pub fn slots_used(&self) -> usize {
         let used = self.word(SLOTS_USED_AT).load(Ordering::SeqCst);
         usize::try_from(used).unwrap_or(Self::SLOTS_MAX).min(Self::SLOTS_MAX)
@@ -191,7 +192,7 @@ impl Shared {
         self.word(GPUS_AT + gpu * GPU_BYTES + 16).load(Ordering::SeqCst)
     }
 
-    /// What may be held on the GPU at `gpu`, and is.
+    /// Returns the budget of the GPU at `gpu`, and the amount held on it.
     pub fn figure(&self, gpu: usize) -> Figure {
         let budget_bytes = self.budget(gpu);
         Figure {

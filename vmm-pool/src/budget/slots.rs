@@ -1,4 +1,5 @@
-//! What several processes hold of one GPU together: a slot for each, and the rule by which one may take more.
+//! The memory of one GPU that several processes hold together. Each has a slot, and a rule says whether it may take
+//! more.
 //!
 //! Only its own process adds to a slot, so that what a process held can be forgotten when it is killed at any instant.
 //! There is no total that could be wrong afterwards: the sum of all slots is it.
@@ -25,11 +26,11 @@ pub struct Slot {
 /// It does not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Full {
-    /// What all hold, in bytes.
+    /// The amount that all processes hold, in bytes.
     pub held_bytes: u64,
 }
 
-/// What one look at all slots has shown, in bytes.
+/// The sums that one look at all slots has given, in bytes.
 struct SlotTotals {
     held: u64,
     /// By processes with lower slots.
@@ -111,7 +112,7 @@ pub fn give_back(slots: &[Slot], own: usize, size_bytes: u64) {
     }
 }
 
-/// What all hold, in bytes.
+/// Adds up the bytes that all processes hold.
 pub fn held_bytes(slots: &[Slot]) -> u64 {
     let each = slots.iter().map(|slot| slot.held_bytes.load(Ordering::SeqCst));
     each.fold(0, u64::saturating_add)

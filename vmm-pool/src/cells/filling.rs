@@ -12,8 +12,8 @@ use crate::driver::{
 use crate::error::{Describe, PoolResult};
 use crate::pool::Use;
 
-/// How often a wait for it is told of. A device clears a terabyte in a second, where nothing keeps it busy. The wait ends with the fill and not before: what is
-/// filled later would be memory that is in use by then.
+/// The interval between two reports of a wait for a fill. A device clears a terabyte in a second, where nothing keeps
+/// it busy. The wait ends with the fill and not before: a later fill would write to memory that is in use by then.
 const TOLD_EVERY: Duration = Duration::from_secs(10);
 
 impl<D: Driver> Cells<'_, D, Use> {
@@ -49,7 +49,7 @@ impl<D: Driver> Cells<'_, D, Use> {
     }
 }
 
-/// What the thread says; none where it has ended without a word.
+/// Waits for the outcome that the thread sends; none where the thread has ended without a word.
 fn wait_for<T>(told: &crossbeam_channel::Receiver<T>, range: VaRange) -> Option<T> {
     loop {
         match told.recv_timeout(TOLD_EVERY) {

@@ -4,7 +4,7 @@
 //! The driver cannot map a part of an allocation. So a slab is mapped as a whole, in a window of ours, as soon as it is
 //! there, and the addresses that the library asks for next are the cell's in that window. What the library then does with
 //! the cell (map, give access, unmap, release, free the addresses) takes no driver call but the first access of a device.
-//! What goes another way is in `placing`.
+//! The other ways are in `placing`.
 //!
 //! Methods of [`Cells`] are for what callers hold, cells or not; those of [`Entered`] are for rows alone. The table's lock is a
 //! leaf: nothing is asked of the driver or the ledger under it.
@@ -264,7 +264,7 @@ impl<D: Driver, K: Kind> Cells<'_, D, K> {
         }
     }
 
-    /// What `handle` was created with.
+    /// Returns the properties that `handle` was created with.
     ///
     /// # Errors
     /// As [`crate::Entered::properties`].
@@ -353,7 +353,7 @@ impl<D: Driver, K: Kind> Cells<'_, D, K> {
         }
     }
 
-    /// What the driver would not take comes out.
+    /// Takes `ended` down. Returns the part that the driver would not take.
     fn try_take_down(&self, mut ended: Ended) -> Option<Ended> {
         while let Some((window, mounted)) = ended.mounted.last().copied() {
             match self.0.unmap(mounted) {

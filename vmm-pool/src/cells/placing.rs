@@ -1,4 +1,5 @@
-//! Where memory is mapped. An allocation of its own goes where the driver takes it, unless a slab is mapped there. A cell goes:
+//! The places where memory is mapped. An allocation of its own goes where the driver takes it, unless a slab is mapped
+//! there. A cell goes:
 //!
 //! | what is mapped | where | way |
 //! | --- | --- | --- |
@@ -21,10 +22,10 @@ use crate::ledger::Row;
 use crate::pool::Use;
 use crate::slabs::{CellAt, Ended, MapPlan, SlabTable, StandsFor};
 
-/// How long a call waits for another thread's driver call about the same window.
+/// The longest time that a call waits for another thread's driver call about the same window.
 const OTHERS_MAX: Duration = Duration::from_secs(20);
-/// How often a call finds that what it has prepared is not so any more. Only other threads that use the same memory simultaneously can
-/// do that.
+/// The largest number of tries of a call. A try fails when what it has prepared does not hold any more. Only other
+/// threads that use the same memory simultaneously can cause that.
 pub(super) const TRIES_MAX: usize = 32;
 
 fn cannot(code: DriverCode, range: VaRange) -> PoolError {
@@ -141,7 +142,7 @@ impl<D: Driver> Cells<'_, D, Use> {
         done
     }
 
-    /// What the driver refuses of any allocation of `whole_bytes`, in its order.
+    /// Makes the checks that the driver makes for any allocation of `whole_bytes`, in the driver's order.
     fn check_call(&self, range: VaRange, offset_bytes: u64, whole_bytes: u64) -> PoolResult<()> {
         let in_window = {
             let slabs = self.0.pool.slabs().table();

@@ -7,7 +7,7 @@ use crate::pool::{Pool, Use};
 use crate::slabs::Occupant;
 
 impl<D: Driver> Pool<D> {
-    /// Who can answer a question about `address` now. Passes no gate, and waits for nothing.
+    /// Tells who can answer a question about `address` now. Passes no gate, and waits for nothing.
     pub fn who_answers(&self, address: DeviceAddress) -> Known {
         let (place, reserved, rights, is_vacant) = {
             let slabs = self.slabs().table();

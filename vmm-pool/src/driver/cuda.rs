@@ -53,7 +53,7 @@ pub struct CudaDriver {
     host_files: HostFiles,
     /// Our own kernels, in those contexts.
     kernels: Kernels,
-    /// Which context they are in, where that is not the primary one, by device.
+    /// The context that they are in, where that is not the primary one, by device.
     kernels_in: [AtomicU64; DEVICES_MAX],
     /// The application's own context that is worked in on each device; 0 for none.
     stands_in: [AtomicU64; DEVICES_MAX],
@@ -122,7 +122,7 @@ impl CudaDriver {
     /// Initialises the driver for this process; harmless when that has been done.
     ///
     /// # Errors
-    /// What the driver returned.
+    /// The error that the driver returned.
     #[doc(alias = "cuInit")]
     pub fn init(&self) -> DriverResult<()> {
         // SAFETY: no pointer is passed.

@@ -248,7 +248,7 @@ impl fmt::Display for DriverOp {
 pub struct DriverError {
     /// The call.
     pub op: DriverOp,
-    /// What it returned.
+    /// The code that the call returned.
     pub code: DriverCode,
 }
 

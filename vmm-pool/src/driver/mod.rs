@@ -38,14 +38,14 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// The CUDA version the driver speaks.
     ///
     /// # Errors
-    /// What the driver returned.
+    /// The error that the driver returned.
     #[doc(alias = "cuDriverGetVersion")]
     fn version(&self) -> DriverResult<DriverVersion>;
 
-    /// How many devices this process sees.
+    /// Counts the devices that this process sees.
     ///
     /// # Errors
-    /// What the driver returned.
+    /// The error that the driver returned.
     #[doc(alias = "cuDeviceGetCount")]
     fn device_count(&self) -> DriverResult<i32>;
 
@@ -75,7 +75,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// application's thread would see its context change.
     ///
     /// # Errors
-    /// What the driver returned.
+    /// The error that the driver returned.
     #[doc(alias = "cuDevicePrimaryCtxRetain")]
     #[doc(alias = "cuCtxSetCurrent")]
     fn make_current(&self, device: DeviceOrdinal) -> DriverResult<()>;
@@ -83,7 +83,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// Is there a primary context of `device` in this process, retained by anybody? Makes none.
     ///
     /// # Errors
-    /// What the driver returned.
+    /// The error that the driver returned.
     #[doc(alias = "cuDevicePrimaryCtxGetState")]
     fn has_primary_context(&self, device: DeviceOrdinal) -> DriverResult<bool>;
 
@@ -91,7 +91,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// them otherwise.
     ///
     /// # Errors
-    /// What the driver returned.
+    /// The error that the driver returned.
     #[doc(alias = "cuThreadExchangeStreamCaptureMode")]
     fn stand_beside_captures(&self) -> DriverResult<()>;
 
@@ -105,7 +105,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// Memory of the current context's device. *Context.*
     ///
     /// # Errors
-    /// What the driver returned.
+    /// The error that the driver returned.
     #[doc(alias = "cuMemGetInfo")]
     fn memory_info(&self) -> DriverResult<MemoryInfo>;
 
@@ -121,7 +121,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// The smallest granularity of allocations with `prop`.
     ///
     /// # Errors
-    /// What the driver returned.
+    /// The error that the driver returned.
     #[doc(alias = "cuMemGetAllocationGranularity")]
     fn allocation_granularity(&self, prop: &AllocationProp) -> DriverResult<Granularity>;
 
@@ -203,7 +203,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuMemRelease")]
     unsafe fn release(&self, handle: RawHandle) -> DriverResult<()>;
 
-    /// What the memory of `handle` was created with, also for imports.
+    /// Returns the properties that the memory of `handle` was created with, also for imports.
     ///
     /// # Errors
     /// `INVALID_VALUE` for a handle that is none.
@@ -277,7 +277,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// A stream of the current context that does not wait for the default stream. *Context.*
     ///
     /// # Errors
-    /// What the driver returned.
+    /// The error that the driver returned.
     #[doc(alias = "cuStreamCreate")]
     fn stream_create(&self) -> DriverResult<RawStream>;
 
@@ -287,14 +287,14 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// The caller owns `stream` and uses it no more.
     ///
     /// # Errors
-    /// What the driver returned.
+    /// The error that the driver returned.
     #[doc(alias = "cuStreamDestroy")]
     unsafe fn stream_destroy(&self, stream: RawStream) -> DriverResult<()>;
 
     /// Waits for the work of `stream`. *Blocks.*
     ///
     /// # Errors
-    /// What the driver returned, including the failure of earlier work.
+    /// The error that the driver returned, including the failure of earlier work.
     #[doc(alias = "cuStreamSynchronize")]
     fn stream_synchronize(&self, stream: RawStream) -> DriverResult<()>;
 
@@ -308,7 +308,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// An event of the current context, which takes no time of day. A wait for it sleeps. *Context.*
     ///
     /// # Errors
-    /// What the driver returned.
+    /// The error that the driver returned.
     #[doc(alias = "cuEventCreate")]
     fn event_create(&self) -> DriverResult<RawEvent>;
 
@@ -318,7 +318,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// The caller owns `event` and uses it no more.
     ///
     /// # Errors
-    /// What the driver returned.
+    /// The error that the driver returned.
     #[doc(alias = "cuEventDestroy_v2")]
     unsafe fn event_destroy(&self, event: RawEvent) -> DriverResult<()>;
 
@@ -333,7 +333,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// Is the work done that `event` stands for? That of an event never recorded is.
     ///
     /// # Errors
-    /// What the driver returned, including the failure of earlier work.
+    /// The error that the driver returned, including the failure of earlier work.
     #[doc(alias = "cuEventQuery")]
     fn event_is_done(&self, event: RawEvent) -> DriverResult<bool>;
 
@@ -348,7 +348,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// record changes nothing about it.
     ///
     /// # Errors
-    /// What the driver returned. `STREAM_CAPTURE_ISOLATION` for a stream that is captured.
+    /// The error that the driver returned. `STREAM_CAPTURE_ISOLATION` for a stream that is captured.
     #[doc(alias = "cuStreamWaitEvent")]
     fn stream_wait_event(&self, stream: RawStream, event: RawEvent) -> DriverResult<()>;
 
@@ -438,7 +438,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// Returns unused memory of the device's stream-ordered pool and graph pool to the driver.
     ///
     /// # Errors
-    /// What the driver returned.
+    /// The error that the driver returned.
     #[doc(alias = "cuMemPoolTrimTo")]
     #[doc(alias = "cuDeviceGraphMemTrim")]
     fn trim_pools(&self, device: DeviceOrdinal) -> DriverResult<()>;

@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-/// Where the driver says that a process stands.
+/// The state of a process, as the driver reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProcessState {
     /// It may call the driver.
@@ -196,9 +196,9 @@ impl LocationKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[repr(C)]
 pub struct Location {
-    /// What kind of place.
+    /// The kind of the place.
     pub kind: LocationKind,
-    /// Which one of that kind.
+    /// The number of the place among those of its kind.
     pub id: i32,
 }
 
@@ -247,7 +247,7 @@ pub struct AllocationProp {
     pub kind: i32,
     /// Bits of `CUmemAllocationHandleType` that may be exported.
     pub requested_handle_types: i32,
-    /// Where the memory lives.
+    /// The place that the memory lives in.
     pub location: Location,
     /// Windows only; null on Linux.
     pub win32_handle_metadata: u64,
@@ -279,7 +279,7 @@ impl AllocationProp {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[repr(C)]
 pub struct AccessDesc {
-    /// Who gets access.
+    /// The place that gets access.
     pub location: Location,
     /// `CUmemAccess_flags`: 0 none, 1 read, 3 read and write.
     pub flags: i32,
@@ -318,7 +318,7 @@ pub struct MemoryInfo {
     pub total_bytes: u64,
 }
 
-/// Whose copies pinned host memory speeds up.
+/// The contexts whose copies pinned host memory speeds up.
 ///
 /// Pinning for the current context alone is faster when several processes do it simultaneously: 79 GB/s together
 /// against 46 on 4 H200 with driver 580, and 35 against 32 for one process.
@@ -365,7 +365,7 @@ impl DeviceAttribute {
     pub const HOST_ADDRESSES_FOR_REGISTERED: Self = Self(91);
 }
 
-/// Where a device sits, as the system names it: its first function.
+/// The PCI address of a device, as the system names it: that of its first function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PciAddress {
     /// Of several roots.

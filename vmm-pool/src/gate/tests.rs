@@ -5,7 +5,7 @@ use std::sync::{Arc, mpsc};
 use super::*;
 
 thread_local! {
-    /// What this thread does, once, when it has marked its slot and not looked at the mode yet.
+    /// The work that this thread does, once, when it has marked its slot and not looked at the mode yet.
     static BETWEEN: Cell<Option<Box<dyn FnOnce()>>> = const { Cell::new(None) };
 }
 

@@ -1,4 +1,4 @@
-//! What the ledger has: in sums, allocation by allocation, and what of it crosses processes.
+//! The accounts of the ledger: in sums, allocation by allocation, and of the memory that crosses processes.
 //!
 //! A pool says what it shares when it is *frozen*: nobody is given its memory then, until the process runs again. So
 //! what all processes of a tenant say, once each of them is frozen, is true at one moment.
@@ -28,13 +28,14 @@ pub struct TagTotals {
 /// Imports that nobody can bring back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LostImports {
-    /// How many.
+    /// The number of lost imports.
     pub count: u64,
     /// Their bytes.
     pub bytes: u64,
 }
 
-/// What stays with a process in a pause, and what the driver does not bring back with its contexts, in bytes.
+/// Memory that stays with a process in a pause, in bytes. The driver does not bring it back with the process's
+/// contexts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Unfreezable {
     /// Made by the driver's allocator in host memory.
@@ -69,8 +70,8 @@ impl RowTable {
         bytes
     }
 
-    /// What the pause under way leaves where it is, instead of what the one before did. Allocations that this process
-    /// does not hold are passed over.
+    /// Sets what the pause under way leaves where it is, instead of what the one before left. Allocations that this
+    /// process does not hold are passed over.
     ///
     /// # Errors
     /// [`PoolError::Disowned`] when the decision takes memory for nobody's that is this process's own. Nothing is
@@ -101,16 +102,16 @@ pub struct Shareable {
     pub is_pinned: bool,
 }
 
-/// What one process holds of shared device memory.
+/// The shared device memory that one process holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct References {
     /// Its own, that others hold or may come for.
     pub given: Vec<Shareable>,
-    /// Who may hold some of that: processes that were given a descriptor.
+    /// Processes that may hold some of `given`: those that were given a descriptor.
     pub holders: BTreeSet<PeerId>,
-    /// What it has imported, by owner.
+    /// Memory that the process has imported, by owner.
     pub taken: BTreeMap<PeerId, Vec<Shareable>>,
-    /// What of the selection that was asked about processes of other tenants have open.
+    /// Memory of the selection that was asked about, which processes of other tenants have open, by borrower.
     pub lent: BTreeMap<PeerId, LentTotals>,
     /// Is some of the selection that was asked about among `given`?
     pub shares_selection: bool,
@@ -148,15 +149,15 @@ impl StayReason {
 pub struct Holding {
     /// Its identity.
     pub id: AllocationId,
-    /// Which library allocated it, its tag, and what a pause does with its contents.
+    /// The library that allocated it, its tag, and the policy of a pause for its contents.
     pub class: Class,
-    /// Where it lives; none for host memory.
+    /// The device of the memory; none for host memory.
     pub device: Option<DeviceOrdinal>,
     /// Its size.
     pub size_bytes: u64,
-    /// Where it is mapped, or was and will be again, in order.
+    /// The ranges where it is mapped, or was and will be again, in order.
     pub ranges: Vec<VaRange>,
-    /// Where it comes from.
+    /// The creator of the allocation.
     pub source: HoldingSource,
     /// Is it on its device now? Memory that is paged counts as there while its process runs, which has it brought there at any moment.
     pub is_resident: bool,
@@ -164,17 +165,17 @@ pub struct Holding {
     pub saved_parts: Vec<Range<u64>>,
 }
 
-/// Where an allocation comes from.
+/// The creator of an allocation: this process, another of the tenant, one that has ended, or one outside Sublet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HoldingSource {
     /// Created here.
     Own {
-        /// Who has imported it, as far as is known.
+        /// Processes that have imported it, as far as is known.
         importers: Vec<PeerId>,
     },
     /// Created by another process of the tenant, who saves it.
     Imported {
-        /// Who.
+        /// The process that created it.
         owner: PeerId,
     },
     /// Created by a process that has ended; nobody has its contents.
@@ -220,7 +221,7 @@ impl Holding {
         matches!(self.source, HoldingSource::Own { .. })
     }
 
-    /// How much of it is saved.
+    /// Counts the bytes of it that are saved.
     pub fn saved_bytes(&self) -> u64 {
         self.saved_parts.iter().map(|part| part.end - part.start).sum()
     }

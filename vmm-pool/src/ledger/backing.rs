@@ -1,4 +1,4 @@
-//! What stands behind an allocation: physical memory while it is on its device, its contents, and copies of them.
+//! The backing of an allocation: physical memory while it is on its device, its contents, and copies of them.
 
 use std::ops::Range;
 
@@ -103,7 +103,7 @@ impl Backing {
         self.residency.is_set_aside()
     }
 
-    /// Where its contents are saved.
+    /// Returns the place of its saved contents, if any.
     pub(crate) fn saved(&self) -> Option<&Saved> {
         self.residency.saved()
     }
@@ -173,8 +173,8 @@ impl Backing {
     }
 
     /// It is back on its device: its copy in host memory is kept for readers, or for the next pause, or not.
-    /// What was kept for the next pause alone goes where nothing is kept for that, of memory that has been back for
-    /// longer too.
+    /// A copy for the next pause alone goes where nothing is kept for that. This rule holds for memory that has been
+    /// back for longer too.
     pub(super) fn retain_copy(&mut self, for_readers: bool, for_pauses: bool) {
         let is_back = self.handle().is_some();
         if self.is_chunk {
@@ -204,12 +204,12 @@ impl Backing {
         }
     }
 
-    /// What was kept of it is about to be written over, or given up.
+    /// Forgets the copy of it, which is about to be written over or given up.
     pub(super) fn forget_copy(&mut self) {
         self.retained = None;
     }
 
-    /// Where its copy of the last pause lies.
+    /// Returns the store of its copy of the last pause, if it has one.
     pub(super) fn copy_store(&self) -> Option<Store> {
         self.retained.as_ref().map(|kept| kept.saved.store)
     }
@@ -220,7 +220,7 @@ impl Backing {
         goes.map_or(0, |kept| kept.saved.extents.iter().map(|extent| extent.size_bytes).sum())
     }
 
-    /// What of it lies in host memory while it is away, and nobody was given its place.
+    /// Returns the place of its contents in host memory, if it is away and nobody was given that place.
     pub(super) fn movable(&self) -> Option<&Saved> {
         let in_memory = self.saved().filter(|saved| saved.store == Store::Host);
         // A chunk may be wanted any moment, by a thread that reads no file.

@@ -1,4 +1,4 @@
-//! Where in the host arena, or in the file, a pause puts what it saves there.
+//! The layout of saved contents: the places in the host arena, or in the file, where a pause puts them.
 //!
 //! Contents that are set aside lie there already and stay where they are. What else is saved goes into
 //! the first gap that holds it, in the table's order, so that a pause of everything fills the arena from end
@@ -17,27 +17,27 @@ use crate::store::{Copies, Extent, Saved, Store, append};
 /// Places in one store for all of a selection that has to be saved there.
 #[derive(Debug, Default)]
 pub(crate) struct Layout {
-    /// What is saved, in the table's order.
+    /// The allocations to be saved, in the table's order.
     pub(crate) placed: Vec<Placed>,
-    /// Where the last of all contents ends, old and new.
+    /// The end of the last of all contents, old and new.
     pub(crate) end_bytes: u64,
 }
 
-/// Where the contents of one allocation will be, and what of them must be copied there.
+/// The place for the contents of one allocation, and the parts of them that must be copied there.
 #[derive(Clone, Debug)]
 pub(crate) struct Placed {
     pub(crate) row: VirtualHandle,
     pub(crate) saved: Saved,
     /// In order and apart.
     pub(crate) copied: Vec<Extent>,
-    /// What is zero of it, in bytes.
+    /// The bytes of it that are zero.
     pub(crate) zero_bytes: u64,
     /// The copy that is kept of it says all this already.
     pub(crate) is_same: bool,
 }
 
 impl Placed {
-    /// How much of it is copied.
+    /// Counts the bytes of it that are copied.
     pub(crate) fn copied_bytes(&self) -> u64 {
         self.copied.iter().map(|extent| extent.size_bytes).sum()
     }
@@ -85,14 +85,14 @@ impl Layout {
         Self { placed: placed.collect(), end_bytes }
     }
 
-    /// Where something is copied to, in order and apart.
+    /// Returns the places that something is copied to, in order and apart.
     pub(crate) fn copied_places(&self) -> Vec<Range<u64>> {
         let copied = self.placed.iter().flat_map(|placed| &placed.copied);
         merged(copied.map(|extent| extent.place()).collect())
     }
 }
 
-/// What `wish` comes to with `new` places for what is missing.
+/// Turns `wish` into a [`Placed`], with `new` places for what is missing.
 fn placed(
     row: VirtualHandle,
     store: Store,
@@ -143,7 +143,7 @@ fn placed(
 pub(super) struct Places<K> {
     /// For whom, and where it begins, in the order of requests.
     pub(super) places: Vec<(K, u64)>,
-    /// Where the last one ends, old and new.
+    /// The end of the last of all places, old and new.
     pub(super) end_bytes: u64,
 }
 
@@ -177,7 +177,7 @@ impl<K> Places<K> {
 /// asks for each allocation, and there can be as many gaps.
 struct Gaps {
     gaps: Vec<Range<u64>>,
-    /// How much fits in one piece, as a binary tree: the root is at 1, below `n` are `2 * n` and `2 * n + 1`, and the
+    /// The sizes of the largest gaps, as a binary tree. The root is at 1. Below `n` are `2 * n` and `2 * n + 1`. The
     /// lowest level is the gaps. Each node has the larger of those below.
     largest_bytes: Vec<u64>,
 }
@@ -227,7 +227,8 @@ impl Gaps {
 }
 
 impl Ledger {
-    /// Where saved contents and copies of them lie in `store`, or are read from there still, in order and apart.
+    /// Returns the places in `store` of saved contents and copies of them, in order and apart. Places that are still
+    /// read count too.
     pub(crate) fn places_in(&self, store: Store) -> Vec<Range<u64>> {
         let held = self.rows.iter().filter_map(|row| row.backing().held_in(store));
         let read = self.read.upgrade();
@@ -235,8 +236,8 @@ impl Ledger {
         merged(held.chain(read).flat_map(Saved::places).collect())
     }
 
-    /// What comes out keeps the places of `read`, also of what is freed: nobody is given them. One caller at a time, which is the
-    /// thread that takes the steps of pauses.
+    /// Keeps the places of `read`, also of what is freed, while the returned value lives: nobody is given them. There
+    /// is one caller at a time: the thread that takes the steps of pauses.
     pub(crate) fn keep_places(&mut self, read: Vec<Saved>) -> Arc<Vec<Saved>> {
         let read = Arc::new(read);
         self.read = Arc::downgrade(&read);
@@ -250,7 +251,7 @@ impl Ledger {
 }
 
 impl RowTable {
-    /// Where the last of them ends.
+    /// Returns the end of the last saved contents or copy in `store`; 0 where there is none.
     pub(crate) fn end_in(&self, store: Store) -> u64 {
         let held = self.iter().filter_map(|row| row.backing().held_in(store));
         held.flat_map(Saved::places).map(|place| place.end).max().unwrap_or(0)
@@ -299,8 +300,8 @@ impl RowTable {
         }
     }
 
-    /// What `layout` has places for is about to be saved there. From now on no copy counts that this changes, in any
-    /// byte or in where it lies: what lies there is half of the old and half of the new until all is saved.
+    /// Forgets each copy that a save by `layout` changes, in any byte or in its place. The save is about to begin.
+    /// Until all is saved, what lies there is half of the old and half of the new.
     pub(crate) fn forget_copies(&mut self, layout: &Layout) {
         let changed = layout.placed.iter().filter(|placed| !placed.is_same);
         self.change(changed.map(|placed| placed.row), |row| row.backing_mut().forget_copy());

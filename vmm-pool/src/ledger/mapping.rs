@@ -25,9 +25,9 @@ pub(crate) struct Mapping {
     presence: Presence,
     /// It is about to be taken out of the driver's page tables: what the driver says of it holds no more.
     is_leaving: bool,
-    /// How often that has begun.
+    /// The number of times that the mapping has begun to leave the page tables.
     departures: u64,
-    /// How often a block of another process was opened here and not closed yet; 0 for any other mapping.
+    /// The number of opens of another process's block here that are not closed yet; 0 for any other mapping.
     opened: u32,
     /// For a block: the context in which it was allocated, with which it ends.
     context: Option<RawContext>,
@@ -37,7 +37,7 @@ pub(crate) struct Mapping {
     is_claimed: bool,
 }
 
-/// How much of a mapping is in the driver's page tables now.
+/// The part of a mapping that is in the driver's page tables now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Presence {
     /// Nothing.
@@ -97,7 +97,7 @@ impl Mapping {
         self.access.get(&place).copied()
     }
 
-    /// Who has rights.
+    /// Lists the places that have rights.
     pub(crate) fn accessors(&self) -> impl Iterator<Item = Location> {
         self.access.keys().copied()
     }
@@ -106,7 +106,8 @@ impl Mapping {
         self.opened
     }
 
-    /// What [`super::Ledger::sight_of`] tells two looks apart by; `None` while the driver knows less than the record.
+    /// Returns the number by which [`super::Ledger::sight_of`] tells two looks apart. `None` while the driver knows
+    /// less than the record.
     pub(crate) fn standing(&self) -> Option<u64> {
         (self.presence == Presence::Whole && !self.is_leaving).then_some(self.departures)
     }
@@ -134,7 +135,7 @@ pub struct Sight {
     departures: u64,
 }
 
-/// What is on record of an address whose memory is away, or comes or goes.
+/// The record of an address whose memory is away, or comes or goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Facts {
     /// The whole mapping that holds it.
@@ -143,9 +144,9 @@ pub struct Facts {
     pub number: u64,
     /// For a block: the size that its caller requested, in bytes.
     pub block_bytes: Option<u64>,
-    /// What the caller was given to map it in, where the driver has reserved more for us.
+    /// The range that the caller was given to map it in, where the driver has reserved more for us.
     pub reserved: Option<VaRange>,
-    /// What the memory was created with.
+    /// The properties that the memory was created with.
     pub prop: AllocationProp,
     /// The rights set on it.
     pub access: Vec<AccessDesc>,
@@ -160,7 +161,7 @@ impl Facts {
     }
 }
 
-/// Who can answer a question about an address.
+/// The source that can answer a question about an address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Known {
     /// The driver: the pool has nothing there.
@@ -174,7 +175,7 @@ pub enum Known {
 }
 
 impl Ledger {
-    /// Who can answer a question about `address` now.
+    /// Tells who can answer a question about `address` now.
     pub(crate) fn sight_of(&self, address: DeviceAddress) -> Known {
         let Some((mapping, row)) = self.mapped_at(address) else {
             return Known::Elsewhere;

@@ -76,7 +76,7 @@ pub(crate) struct Ledger {
     is_frozen: bool,
 }
 
-/// What a recorded mapping needs to be made by the driver again.
+/// The data that the driver needs to make a recorded mapping again.
 #[derive(Debug)]
 pub(crate) struct Remount {
     pub(crate) range: VaRange,

@@ -1,4 +1,4 @@
-//! What a pause and a resume change: of many rows, of one after the other, and of what importers fetch again.
+//! The changes that a pause and a resume make: to many rows, to one after the other, and to what importers fetch again.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,7 +15,7 @@ use crate::store::Saved;
 use crate::{AllocationId, VirtualHandle};
 
 impl Ledger {
-    /// What `range`, the first of a recorded mapping, needs to be mapped again; `None` when there is no such record.
+    /// Collects all that the recorded mapping at `start` needs to be mapped again; `None` when there is no such record.
     ///
     /// # Errors
     /// [`PoolError::MissingImport`] when its memory is not there.
@@ -114,7 +114,7 @@ impl Ledger {
         }
     }
 
-    /// Where `handle` is mapped now; nowhere, unless `choose` picks it.
+    /// Returns the ranges where `handle` is mapped now; none, unless `choose` picks it.
     pub(crate) fn present_of(
         &self,
         handle: VirtualHandle,
@@ -167,7 +167,7 @@ impl RowTable {
         });
     }
 
-    /// Where a device has the contents, copies are void.
+    /// Voids copies where a device has the contents.
     pub(crate) fn void_copies(&mut self) {
         for row in self.iter_mut() {
             if row.backing().has_contents() {
@@ -226,8 +226,8 @@ impl RowTable {
         wanted
     }
 
-    /// What `choose` picks of `rows` is leaving: nobody fetches it, and no descriptor is kept for those who would.
-    /// Those come out.
+    /// Ends the fetching of those of `rows` that `choose` picks, for they are leaving. Returns the descriptors that
+    /// were kept for those who would fetch them.
     pub(crate) fn call_off_fetching(
         &mut self,
         rows: &Rows,

@@ -28,8 +28,8 @@ impl Ledger {
         handle
     }
 
-    /// Why a chunk may not leave: what else holds its pages does not wait for the pager.
-    /// What pins one `is_given_up` does not hold it: its frame goes to the driver, and its user has freed it.
+    /// Returns the reason why a chunk may not leave: other holders of its pages do not wait for the pager. A pin does
+    /// not hold a chunk that `is_given_up`: its frame goes to the driver, and its user has freed it.
     pub(crate) fn chunk_stays(
         &self,
         handle: VirtualHandle,
@@ -50,7 +50,7 @@ impl Ledger {
         garbage
     }
 
-    /// Where its device sees a chunk, if it is there.
+    /// Returns the range where its device sees a chunk; none where there is no such chunk.
     pub(crate) fn chunk_range(&self, handle: VirtualHandle) -> Option<VaRange> {
         let row = self.rows.chunk(handle)?;
         self.mappings.of(row).next().map(Mapping::range)
@@ -79,7 +79,7 @@ impl Ledger {
         Some(extent)
     }
 
-    /// Where contents in host memory would end if all chunks had their places there, and `more` chunks of `chunk_bytes`.
+    /// Computes the end of contents in host memory with places for all chunks, and for `more` chunks of `chunk_bytes`.
     pub(crate) fn end_with_chunks(&self, more: usize, chunk_bytes: u64) -> u64 {
         let without = self
             .rows

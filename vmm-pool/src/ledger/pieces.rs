@@ -1,5 +1,5 @@
-//! What of an allocation a pause has to save, piece by piece: nothing of what is zero, nothing that a copy in host
-//! memory has already, and the rest.
+//! The pieces of an allocation that a pause has to save. The pause leaves out pieces that are zero, and pieces that a
+//! copy in host memory has already. It saves the rest.
 //!
 //! | piece | pause | resume |
 //! | --- | --- | --- |
@@ -23,7 +23,7 @@ use crate::store::{Extent, Prints, Saved, append};
 /// Unchanged bytes between changed ones that are copied along: below, a copy more costs as much as the bytes.
 const BRIDGED_BYTES_MAX: u64 = 128 << 10;
 
-/// What the devices hold while they stand still, as far as it was looked at.
+/// The fingerprints of device memory while the devices stand still, as far as it was looked at.
 #[derive(Debug, Default)]
 pub(crate) struct Survey {
     prints: HashMap<VirtualHandle, Arc<Prints>>,
@@ -45,10 +45,10 @@ impl Survey {
     }
 }
 
-/// What has to be done to save one allocation.
+/// The work that saving one allocation takes.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Wish {
-    /// What stays where it lies.
+    /// The extents that stay where they lie.
     pub(crate) kept: Vec<Extent>,
     /// Parts that need a place.
     pub(crate) missing: Vec<Range<u64>>,
@@ -56,7 +56,7 @@ pub(crate) struct Wish {
     pub(crate) changed: Vec<Range<u64>>,
     /// Parts that are left out because they are zero, in bytes.
     pub(crate) zero_bytes: u64,
-    /// What the pieces hold; none where that is not known.
+    /// The fingerprints of the pieces; none where they are not known.
     pub(crate) prints: Option<Arc<Prints>>,
 }
 
@@ -125,7 +125,7 @@ struct Pieces<'a> {
     held: &'a [Extent],
     known: Option<&'a Prints>,
     wish: Wish,
-    /// Where the pieces begin that are all saved, up to the last one.
+    /// The latest run of pieces that are all saved.
     data_since: Option<Range<u64>>,
 }
 

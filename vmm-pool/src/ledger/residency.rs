@@ -1,4 +1,4 @@
-//! Where an allocation's memory and contents are: one state, one transition function.
+//! The place of an allocation's memory and contents: one state, one transition function.
 //!
 //! ```text
 //!                Saved                 Released
@@ -20,7 +20,7 @@ use crate::copies::Way;
 use crate::deferred::Physical;
 use crate::store::Saved;
 
-/// Where memory and contents of one allocation are.
+/// The place of the memory and contents of one allocation.
 #[derive(Debug)]
 pub(crate) enum Residency {
     /// On its device, which alone has its contents.
@@ -38,10 +38,10 @@ pub(crate) enum Residency {
     Lost,
 }
 
-/// What is kept of an allocation that is not simply on its device.
+/// The record that is kept of an allocation that is not simply on its device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Kept {
-    /// Where its contents are; none when nobody saved them.
+    /// The place of its contents; none when nobody saved them.
     pub(crate) saved: Option<Saved>,
     /// Parts, by offset, that were not saved.
     pub(crate) unused: Vec<Range<u64>>,
@@ -49,7 +49,7 @@ pub(crate) struct Kept {
     pub(crate) is_set_aside: bool,
 }
 
-/// What can become of an allocation.
+/// A change in the residency of an allocation.
 #[derive(Debug)]
 pub(crate) enum Change {
     /// Its contents are saved here, and it may be unmapped.
@@ -185,7 +185,7 @@ impl Residency {
         matches!(self, Self::Moving { way: Way::In, .. })
     }
 
-    /// Where its contents are saved; none when they are not.
+    /// Returns the place where its contents are saved; none when they are not.
     pub(crate) fn saved(&self) -> Option<&Saved> {
         match self {
             Self::Moving { kept, .. } | Self::Offloaded { kept } => kept.saved.as_ref(),
@@ -193,7 +193,7 @@ impl Residency {
         }
     }
 
-    /// What was saved may not be what its fingerprints say any more.
+    /// Forgets the fingerprints of what was saved, which may not hold any more.
     pub(super) fn forget_prints(&mut self) {
         if let Self::Moving { kept: Kept { saved: Some(saved), .. }, .. }
         | Self::Offloaded { kept: Kept { saved: Some(saved), .. } } = self
@@ -282,7 +282,7 @@ mod tests {
         vec![Range { start: at, end: at + 1 }]
     }
 
-    /// What can be seen of a state.
+    /// The visible part of a state.
     #[derive(Clone, Debug, PartialEq, Eq)]
     enum Seen {
         Resident { raw: u64, unused: Vec<Range<u64>> },
@@ -343,7 +343,7 @@ mod tests {
         Seen::Offloaded { kept: kept(Some(at()), part(0), is_set_aside) }
     }
 
-    /// What comes of a state by a change.
+    /// The outcome of a change in a state.
     #[derive(Clone, Debug, PartialEq, Eq)]
     enum After {
         /// That state, and the handle that comes out.
@@ -354,7 +354,7 @@ mod tests {
 
     const REFUSED: After = After::Refused;
 
-    /// What comes of each state by `change`, in the order of `before`.
+    /// Asserts the outcome of `change` for each state, in the order of `before`.
     fn assert_after(change: impl Fn() -> Change, expected: [After; 8]) {
         let before = [
             resident(),

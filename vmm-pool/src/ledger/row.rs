@@ -14,18 +14,18 @@ use crate::report::Contents;
 use crate::store::{Saved, Store};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
-/// Which library allocated memory, under which tag, and what a pause does with it.
+/// The library that allocated memory, the tag of that memory, and the policy of a pause for it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Class {
     /// The library that asked, such as `nccl`.
     pub library: &'static str,
     /// The region's tag; empty outside any region.
     pub tag: String,
-    /// What a pause does with the contents.
+    /// The policy of a pause for the contents.
     pub contents: Contents,
 }
 
-/// Where an allocation comes from.
+/// The creator of an allocation: this process, another of the tenant, or an unknown one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
     /// Created here.
@@ -36,7 +36,7 @@ pub(crate) enum Origin {
     Foreign,
 }
 
-/// What is known of an allocation when it is made.
+/// The facts about an allocation that are known when it is made.
 #[derive(Debug)]
 pub(crate) struct NewRow {
     pub(crate) id: AllocationId,
@@ -61,8 +61,8 @@ pub(crate) struct Row {
     sharing: Sharing,
     /// Why a pause must leave it where it is.
     pinned: Option<&'static str>,
-    /// How many registrations with devices there are of it, and the reason of the first: for as long as they last a
-    /// pause must leave it where it is.
+    /// The number of its registrations with devices, and the reason of the first. As long as they last, a pause must
+    /// leave it where it is.
     registered: Option<(u32, &'static str)>,
     /// Why the pause under way, or the last one, leaves it where it is in all processes that hold it: nobody could
     /// save it, or somebody else has pinned it.
@@ -88,7 +88,7 @@ impl Row {
         }
     }
 
-    /// What callers hold for it, and its key in the ledger.
+    /// Returns the handle that callers hold for it, which is its key in the ledger.
     pub(crate) fn handle(&self) -> VirtualHandle {
         self.handle
     }
@@ -217,7 +217,7 @@ impl Row {
         self.backing.handle().is_some()
     }
 
-    /// Where its contents are saved.
+    /// Returns the place of its saved contents, if any.
     pub(crate) fn saved(&self) -> Option<&Saved> {
         self.backing.saved()
     }
@@ -231,7 +231,8 @@ impl Row {
         self.is_set_aside() && !self.backing.is_chunk() && !self.is_lost()
     }
 
-    /// What of it lies in host memory while it is away, and may be moved: nobody was given its place.
+    /// Returns the place of its contents in host memory, if they may be moved. Then it is away, and nobody was given
+    /// that place.
     pub(super) fn movable(&self) -> Option<&Saved> {
         self.backing.movable().filter(|_| self.is_own())
     }

@@ -1,4 +1,4 @@
-//! Which memory a pause or resume is about.
+//! The memory that a pause or resume is about.
 
 use std::collections::BTreeSet;
 
@@ -37,18 +37,18 @@ impl Tags {
     }
 }
 
-/// Whose memory, as one process sees it.
+/// The owner of the memory that is meant, as one process sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Whose {
     /// Its own, and all that it has imported.
     Everybody,
     /// Its own.
     Own,
-    /// What it has imported from this owner.
+    /// Memory that it has imported from this owner.
     Owner(PeerId),
 }
 
-/// Which memory one pause or resume is to move. When it begins, that becomes a list of allocations.
+/// The memory that one pause or resume is to move. When it begins, that becomes a list of allocations.
 ///
 /// Memory that a pause by tag has given up while the process runs on is *set aside*. A pause of everything
 /// finds it gone and leaves it so, and the resume after it too.
@@ -69,7 +69,7 @@ pub enum Selection {
     Staged(Tags),
 }
 
-/// How a process is when a pause of it is over.
+/// The state of a process when a pause of it is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum After {
     /// Only calls go in that give memory up or ask about it.
@@ -78,8 +78,8 @@ pub enum After {
     Running,
 }
 
-/// What one pause or resume moves, or one window of it, in the ledger's order. It is chosen once, at the beginning, so that
-/// the last step is about the same allocations as the first.
+/// The allocations that one pause or resume moves, or those of one window, in the ledger's order. They are chosen once,
+/// at the beginning, so that the last step is about the same allocations as the first.
 ///
 /// None is added meanwhile: what makes or imports memory waits at the gate. An allocation may go meanwhile, with its last
 /// ticket. Then its handle finds nothing, and the steps that are left pass over it. Which of these may leave is asked at each
@@ -128,7 +128,7 @@ impl Rows {
     }
 }
 
-/// Where `handle` is in what is in order, or another one of its index.
+/// Finds the position of `handle`, or of another one of its index, in `handles`, which are in order.
 fn find(handles: &[VirtualHandle], handle: VirtualHandle) -> Result<usize, usize> {
     handles.binary_search_by_key(&handle.index(), |handle| handle.index())
 }
@@ -138,7 +138,7 @@ fn is_in(handles: &[VirtualHandle], row: &Row) -> bool {
 }
 
 impl RowTable {
-    /// What `selection` is now.
+    /// Lists the rows that `selection` has now.
     pub(crate) fn choose(&self, selection: &Selection) -> Rows {
         let of = |choose: &dyn Fn(&Row) -> bool| {
             self.iter().filter(|row| choose(row)).map(Row::handle).collect()
@@ -174,7 +174,7 @@ impl Selection {
         }
     }
 
-    /// How a process is that a pause of it has been carried out in.
+    /// Returns the state of a process when a pause of this selection in it is over.
     pub fn after_pause(&self) -> After {
         match self {
             Self::Tagged(..) => After::Running,

@@ -1,4 +1,4 @@
-//! Who else may hold an allocation, and what is kept for them.
+//! The other processes that may hold an allocation, and what is kept for them.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd as _, OwnedFd};

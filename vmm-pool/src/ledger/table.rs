@@ -20,7 +20,7 @@ use crate::{AllocationId, PeerId, VirtualHandle};
 pub(crate) struct RowTable {
     rows: Slab<Row>,
     by_id: HashMap<AllocationId, VirtualHandle>,
-    /// How much own memory there is on each device that has some, in allocations.
+    /// The number of own allocations on each device that has some.
     own_on: BTreeMap<DeviceOrdinal, usize>,
     next_generation: u32,
 }
@@ -164,8 +164,8 @@ impl RowTable {
         self.change(handles.iter().copied(), Row::unregister);
     }
 
-    /// What a process that fetches `id` again is handed: a copy of the descriptor at hand, or without room for one, that
-    /// very one. None where the driver is to give one; then [`RowTable::fetched`].
+    /// Returns the descriptor for a process that fetches `id` again: a copy of the descriptor at hand. Without room for
+    /// a copy, it is that very one. None where the driver is to give one; then [`RowTable::fetched`].
     pub(crate) fn export_at_hand(&mut self, id: AllocationId) -> Option<OwnedFd> {
         let sharing = self.by_id_mut(id)?.sharing_mut();
         sharing.copy_of_export().or_else(|| sharing.take_export())

@@ -1,4 +1,5 @@
-//! What others may hold of an allocation: its tickets (which are open, and which have been redeemed), and its leases.
+//! The hold that others may have on an allocation: its tickets (which are open, and which have been redeemed), and its
+//! leases.
 //!
 //! A ticket holds its memory as a descriptor of the driver's would: for as long as it is open anywhere. That is known of a
 //! ticket that is watched. Any other holds it until somebody has redeemed it.
@@ -19,7 +20,7 @@ use crate::{AllocationId, PeerId, VirtualHandle};
 /// Tells whether a ticket, or a lease, is open anywhere.
 #[derive(Debug)]
 pub struct TicketWatch {
-    /// What is asked.
+    /// The descriptor that is asked.
     pub fd: UninheritedFd,
     /// Asks it. Does not block.
     pub is_closed: fn(BorrowedFd<'_>) -> bool,
@@ -90,13 +91,13 @@ impl Tickets {
         before - self.0.len()
     }
 
-    /// How many are watched.
+    /// Counts the tickets that are watched.
     pub(super) fn watched(&self) -> usize {
         self.0.values().filter(|ticket| ticket.watch.is_some()).count()
     }
 }
 
-/// How many tickets are watched at most: each takes a descriptor.
+/// The largest number of tickets that are watched: each takes a descriptor.
 pub(super) const WATCHES_MAX: usize = 256;
 
 /// For how many tickets a look at all that are watched must have made room, or is not taken again: it is a question to the
@@ -140,7 +141,7 @@ impl Watches {
     }
 }
 
-/// What is to be exported for a ticket.
+/// The allocation to be exported for a ticket.
 #[derive(Debug)]
 pub(crate) struct ToExport {
     pub(crate) id: AllocationId,
@@ -233,16 +234,16 @@ impl Ledger {
 
 // Leases.
 
-/// What tells whether a borrower holds an allocation still.
+/// A watch that tells whether a borrower still holds an allocation.
 #[derive(Debug)]
 pub struct Lease {
-    /// Who holds it.
+    /// The process that holds the allocation.
     pub borrower: PeerId,
     /// Tells whether it is open.
     pub watch: TicketWatch,
 }
 
-/// What one borrower has open.
+/// The totals of the memory that one borrower has open.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LentTotals {
     /// Allocations that it opened by a `cudaIpc` handle.
@@ -276,7 +277,8 @@ impl Leases {
 }
 
 impl RowTable {
-    /// What of `selection` that a pause would take each borrower has open. Leases that have ended go.
+    /// Sums up what each borrower has open of the memory in `selection` that a pause would take. Leases that have ended
+    /// go.
     pub(crate) fn lent_of(&mut self, selection: &Selection) -> BTreeMap<PeerId, LentTotals> {
         let mut all: BTreeMap<PeerId, LentTotals> = BTreeMap::new();
         for row in self.iter_mut() {

@@ -1,4 +1,4 @@
-//! Where the uses of calls end: events behind the lists of streams.
+//! The ends of the uses of calls: events behind the lists of streams.
 
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -11,11 +11,11 @@ use crate::driver::{Driver, DriverCode, RawStream};
 use crate::error::{Describe, PoolResult};
 use crate::gate::Passage;
 
-/// How long a capture, and the end of a stream, wait for lists to end that other threads are about to end.
+/// The time that a capture, and the end of a stream, wait for lists to end that other threads are about to end.
 const SETTLE_MAX: Duration = Duration::from_secs(1);
 /// Between two looks whether they have.
 const SETTLE_EVERY: Duration = Duration::from_micros(200);
-/// What a call that waits at the gate is named.
+/// The name of a call that waits at the gate.
 const END_OF_USES: &str = "the end of uses of paged memory";
 
 /// When a use is over: an event, or now.

@@ -53,14 +53,14 @@ pub enum PageError {
          multiple of that"
     )]
     UnfitChunk {
-        /// The size that was asked for, in bytes.
+        /// The size that was requested, in bytes.
         chunk_bytes: u64,
         /// The bytes that it must be a multiple of.
         granularity_bytes: u64,
         /// The device.
         device: DeviceOrdinal,
     },
-    /// No bytes were asked for.
+    /// No bytes were requested.
     #[error("0 bytes of paged memory have no address: ask for at least 1")]
     NoBytes,
     /// There is no such span.

@@ -1,5 +1,5 @@
-//! How many frames a window has: as many as its caller allows, and as memory gives. If other memory of the process finds no room, the window
-//! gives frames up; some time later it tries to have them again.
+//! The number of frames of a window: as many as its caller allows, and as memory gives. If other memory of the process
+//! finds no room, the window gives frames up. Some time later it tries to have them again.
 
 use std::ptr;
 use std::sync::Arc;
@@ -15,17 +15,17 @@ use crate::pool::{Entered, Lender, Use};
 
 /// A window with less takes memory from one that has more, in bytes.
 const FLOOR_BYTES: u64 = 2 << 30;
-/// How long a window waits for a frame of another one each time. Meanwhile it sees none of its own.
+/// The time that a window waits for a frame of another one each time. Meanwhile it sees none of its own.
 const OTHERS_LIMIT: Duration = Duration::from_millis(100);
-/// How long it asks others again, if somebody waits who is told otherwise that there is no memory.
+/// The time for which it asks others again, if somebody waits who is told otherwise that there is no memory.
 const LAST_LIMIT: Duration = Duration::from_secs(10);
-/// How long uses of others may take to end before somebody who waits is told that there is no memory.
+/// The time that uses of others may take to end before somebody who waits is told that there is no memory.
 const ENDS_LIMIT: Duration = Duration::from_secs(1);
 /// When what was given up, or refused, is tried again.
 const TRIED_AGAIN: Duration = Duration::from_secs(10);
 
 impl<D: Driver> PagedWindow<D> {
-    /// How many chunks could give their frames.
+    /// Counts the chunks that could give their frames.
     fn spare(&self, table: &WindowChunks) -> usize {
         let calls = self.calls();
         table.spare(|id| calls.lists.holding(id))

@@ -1,4 +1,5 @@
-//! Which chunks the calls on each stream use, with no event behind them yet: pure lists, with no driver, clock or lock.
+//! The chunks that the calls on each stream use, with no event behind them yet: pure lists, with no driver, clock or
+//! lock.
 //!
 //! | a list is | it has | left by |
 //! | --- | --- | --- |
@@ -42,7 +43,7 @@ impl List {
     }
 }
 
-/// What a list had that is gone.
+/// The contents of a list that is gone.
 #[derive(Debug)]
 pub(super) struct Gone {
     pub(super) chunks: Vec<usize>,
@@ -97,7 +98,7 @@ impl Lists {
         (list.number, twice)
     }
 
-    /// How many lists hold this chunk.
+    /// Counts the lists that hold this chunk.
     pub(super) fn holding(&self, id: usize) -> u32 {
         self.all.iter().map(|list| u32::from(list.chunks.contains(&id))).sum()
     }

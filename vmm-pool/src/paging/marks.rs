@@ -10,7 +10,7 @@ use crate::driver::RawEvent;
 pub(super) struct Mark {
     pub(super) event: RawEvent,
     spare: Arc<Mutex<Vec<RawEvent>>>,
-    /// What the copies before it use of the host.
+    /// The host memory that the copies before it use.
     pub(super) in_use: Vec<InUse>,
 }
 

@@ -15,9 +15,10 @@
 //! (`StillChunk`). A chunk that is away is set aside, so that pauses and resumes of everything pass over
 //! it. One on the device they handle as any other.
 //!
-//! What `table` decides, by the order of uses that `order` has recorded, `thread` carries out, on the thread `sublet-pager`. It waits for work of devices outside the
-//! gate, and goes in, as an application's call does, to begin a copy or to exchange: nothing of that waits. So a pause stops
-//! it between two such steps, and copies that are under way then end before the devices are idle.
+//! `table` decides, by the order of uses that `order` has recorded. `thread` carries that out, on the thread
+//! `sublet-pager`. It waits for work of devices outside the gate, and goes in, as an application's call does, to begin
+//! a copy or to exchange: nothing of that waits. So a pause stops it between two such steps, and copies that are under
+//! way then end before the devices are idle.
 //!
 //! The caller's part: each use of a span is between [`Pager::acquire`] and [`Pager::release`], and the work of it is
 //! launched on the stream that both were told. Or uses are *looked* for ([`Pager::look_for_uses`]): the code that hands work to
@@ -63,14 +64,14 @@ use crate::report::Contents;
 use crate::store::{HostArena, HostBudget};
 use crate::transition::{frame_access, frame_prop};
 
-/// How often a wait looks whether the process is paused, which does not count.
+/// The time between two looks of a wait whether the process is paused. Paused time does not count.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// How long the end of a pager waits for its thread.
+/// The time that the end of a pager waits for its thread.
 const END_WAIT: Duration = Duration::from_secs(10);
 /// The library that chunks are counted under.
 const LIBRARY: &str = "paged";
 
-/// How large a window and its parts are.
+/// The size of a window and of its parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowSize {
     /// Addresses, in bytes: the most that all spans together may take. They cost no memory.
@@ -100,7 +101,7 @@ struct PagedWindow<D: Driver> {
     device: DeviceOrdinal,
     window: VaRange,
     chunk_bytes: u64,
-    /// How much of the device stays free if frames are taken, in bytes.
+    /// The device memory that stays free if frames are taken, in bytes.
     leaves_bytes: u64,
     host_budget: Budget,
     table: Mutex<WindowChunks>,
@@ -108,7 +109,7 @@ struct PagedWindow<D: Driver> {
     entering: Mutex<bool>,
     /// The thread has done something, or is to do something.
     changed: Condvar,
-    /// What calls use. A leaf.
+    /// The record of what calls use. Its lock is a leaf.
     calls: Mutex<Calls>,
     /// Events that nobody uses now.
     spare: Arc<Mutex<Vec<RawEvent>>>,

@@ -6,7 +6,7 @@
 
 /// Uses that are kept at least; twice as many at most.
 const KEPT: usize = 1 << 14;
-/// How many uses before a place are compared.
+/// The number of uses before a place that are compared.
 const COMPARED: usize = 48;
 /// Number of places that are compared, the last ones. Each launch that was not foretold pays for that.
 const PLACES: usize = 64;
@@ -15,7 +15,7 @@ const PLACES: usize = 64;
 #[derive(Debug, Default)]
 pub(super) struct Order {
     uses: Vec<usize>,
-    /// Where the next use stands, if it is as before.
+    /// The place of the next use in `uses`, if it is as before.
     cursor: Option<usize>,
 }
 
@@ -62,7 +62,7 @@ impl Order {
         places.map(|(at, _)| at + 1).max_by_key(|at| (likeness(at - 1), *at))
     }
 
-    /// How many uses there are before the next one of each of so many chunks. What is not foretold has the largest number.
+    /// Counts the uses before the next one of each of so many chunks. What is not foretold has the largest number.
     pub(super) fn next_uses(&self, chunks: usize) -> Vec<usize> {
         let mut next = vec![usize::MAX; chunks];
         let ahead = self.cursor.and_then(|at| self.uses.get(at..)).unwrap_or_default();

@@ -1,8 +1,8 @@
-//! Where windows lie.
+//! The choice of addresses for windows.
 //!
-//! What a launch names is found by its words. The driver gives addresses from 8 GiB upwards, and a word there is also a pair of
-//! small numbers: sizes, strides or counters. Each such pair would be taken for a use of some chunk. So windows lie far away, where the upper half of an
-//! address is a number that kernels are hardly given.
+//! The memory that a launch names is found by the launch's words. The driver gives addresses from 8 GiB upwards, and a
+//! word there is also a pair of small numbers: sizes, strides or counters. Each such pair would be taken for a use of
+//! some chunk. So windows lie far away, where the upper half of an address is a number that kernels are hardly given.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -13,7 +13,7 @@ const FIRST: u64 = 0x5b1d << 32;
 const END: u64 = 0x7000 << 32;
 /// Windows begin at a multiple of it, and leave as much between them.
 const STEP: u64 = 1 << 32;
-/// Where the next window of this process is tried.
+/// The address at which the next window of this process is tried.
 static NEXT: AtomicU64 = AtomicU64::new(FIRST);
 
 /// Addresses for a window of so many bytes. If the driver has others at the place, it gives what it has.

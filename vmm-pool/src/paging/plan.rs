@@ -1,4 +1,5 @@
-//! How much would come in a step with other frames: the order of the last step, replayed with the best choice of what leaves. Pure.
+//! The amount that would come in a step with other frames: the order of the last step, replayed with the best choice of
+//! what leaves. Pure.
 
 use std::collections::BTreeSet;
 
@@ -7,12 +8,12 @@ use serde::Serialize;
 use super::Pager;
 use crate::driver::Driver;
 
-/// What a step would bring to the device with so many frames.
+/// The amount that a step would bring to the device with so many frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Planned {
     /// Device memory for chunks, in bytes.
     pub frames_bytes: u64,
-    /// What comes in a step, in bytes.
+    /// The contents that come in a step, in bytes.
     pub in_bytes: u64,
 }
 
@@ -45,8 +46,8 @@ fn misses(step: &[usize], frames: usize) -> usize {
 }
 
 impl<D: Driver> Pager<D> {
-    /// What a step would bring with other frames, by the order of the last one. Empty as long as no step was like the one before. It
-    /// takes some milliseconds of the calling thread.
+    /// Works out what a step would bring with other frames, by the order of the last one. Empty as long as no step was
+    /// like the one before. It takes some milliseconds of the calling thread.
     pub fn plan(&self) -> Vec<Planned> {
         let step = self.shared.calls().order.step();
         let chunk_bytes = self.shared.chunk_bytes;

@@ -20,7 +20,7 @@ pub(super) const PIECES: usize = 64;
 /// Chunks that are asked about simultaneously at most. Each waits for room next to the kernels that run, which takes longer than a copy.
 pub(super) const QUESTIONS: usize = 8;
 
-/// What a chunk held.
+/// The fingerprints of what a chunk held.
 pub(super) type Prints = Arc<[Fingerprint]>;
 
 /// Pinned memory for questions.

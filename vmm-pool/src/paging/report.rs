@@ -1,4 +1,4 @@
-//! What a pager says of itself.
+//! The report of a pager about itself.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use super::table::{Chunk, Unseen, WindowChunks};
 use super::{PagedWindow, Pager};
 use crate::driver::Driver;
 
-/// What a pager holds and has done.
+/// The report of what a pager holds and has done.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct PageReport {
     /// Size of one chunk, in bytes.
@@ -17,9 +17,9 @@ pub struct PageReport {
     pub paged_bytes: u64,
     /// The most device memory that they may take, in bytes.
     pub frames_bytes: u64,
-    /// What they take now, in bytes.
+    /// The device memory that they take now, in bytes.
     pub resident_bytes: u64,
-    /// What may not leave, in bytes: something else holds it there.
+    /// The memory that may not leave, in bytes: something else holds it there.
     pub stays_bytes: u64,
     /// Bytes copied to the host so far.
     pub out_bytes: u64,
@@ -45,8 +45,9 @@ pub struct PageReport {
     /// Writes that nobody has shown, of those that a check has found the first ones.
     #[serde(default)]
     pub unseen: Vec<UnseenWrite>,
-    /// Where each chunk is now, as a letter, in the order of their addresses: `a` away, `i` on its way in, `h` on the device and
-    /// the same in host memory, `w` on the device and written since it was copied to the host, `o` on its way out, `-` of no span.
+    /// The place of each chunk now, as a letter, in the order of their addresses: `a` away, `i` on its way in, `h` on
+    /// the device and the same in host memory, `w` on the device and written since it was copied to the host, `o` on
+    /// its way out, `-` of no span.
     pub chunks: String,
 }
 
@@ -69,7 +70,7 @@ pub struct UnseenWrite {
     pub span_bytes: u64,
     /// The number of the use of this window that used the chunk last before it.
     pub after_use: u64,
-    /// How many uses there were when it was found.
+    /// The number of uses that there were when the write was found.
     pub before_use: u64,
 }
 
@@ -104,7 +105,7 @@ impl<D: Driver> PagedWindow<D> {
 }
 
 impl<D: Driver> Pager<D> {
-    /// What it holds and has done.
+    /// Reports what the pager holds and has done.
     pub fn report(&self) -> PageReport {
         let (calls, waited) = self.shared.calls().counts();
         let table = self.shared.table();

@@ -1,4 +1,4 @@
-//! What the pager knows of the chunks of one window: a pure table, with no driver, clock or lock.
+//! The pager's knowledge of the chunks of one window: a pure table, with no driver, clock or lock.
 //!
 //! | a chunk is | its row is | left by |
 //! | --- | --- | --- |
@@ -10,8 +10,8 @@
 //! *Idle* is what nobody holds, with every use and every copy over. An idle chunk is *clean* if nothing was written since its
 //! last copy out began and that copy is over.
 //!
-//! What callers have is *spans*, which begin and end anywhere and may share chunks. A chunk is held, used and written by each of
-//! its spans, and is freed when the last of them is.
+//! Callers have *spans*, which begin and end anywhere and may share chunks. A chunk is held, used and written by each
+//! of its spans, and is freed when the last of them is.
 
 mod asking;
 mod figures;
@@ -31,7 +31,7 @@ use super::marks::Mark;
 use super::prints::Prints;
 use crate::VirtualHandle;
 
-/// What a use did to a chunk.
+/// The effect of a use on the contents of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Wrote {
     No,
@@ -52,7 +52,7 @@ struct Out {
     is_copy: bool,
 }
 
-/// What is over of a chunk whose device was asked.
+/// A question about a chunk that its device has answered.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Answered {
     pub(super) id: usize,
@@ -77,7 +77,6 @@ pub(super) enum Looks {
     WhenTold,
 }
 
-/// Where a chunk is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum ChunkPlace {
     #[default]
@@ -90,18 +89,18 @@ pub(super) enum ChunkPlace {
 /// One chunk.
 #[derive(Debug, Default)]
 pub(super) struct Chunk {
-    /// How many spans it is a part of.
+    /// The number of spans that it is a part of.
     spans: u32,
     /// Its row, for as long as it belongs to a span, and until it is away behind that.
     pub(super) row: Option<VirtualHandle>,
     place: ChunkPlace,
     /// Its last span was freed. It belongs to nobody else before its row is gone.
     pub(super) is_freed: bool,
-    /// How many hold it; who holds two of its spans counts twice.
+    /// The number of its holders. A holder of two of its spans counts twice.
     pub(super) holders: u32,
-    /// What stands behind each use that is not known to be over.
+    /// The event behind each use that is not known to be over.
     uses: Vec<Arc<Mark>>,
-    /// How often it was written since it was given out. Before that it is zero.
+    /// The number of writes to it since it was given out. Before the first write its contents are zero.
     version: u64,
     /// The version that its place in host memory has.
     saved_version: Option<u64>,
@@ -112,7 +111,7 @@ pub(super) struct Chunk {
     copied: Copied,
     /// The copy in under way.
     coming: Option<Arc<Mark>>,
-    /// Which of the addresses for copies has it, while it is filled there.
+    /// The number of the addresses for copies that have it, while it is filled there.
     aside: Option<usize>,
     /// The next use was announced.
     is_promised: bool,
@@ -150,12 +149,13 @@ impl Chunk {
         self.uses.iter().chain(out).chain(&self.coming)
     }
 
-    /// What a stream must wait for before it uses it: the copy in, and for it may write, the copy out and the question.
+    /// Returns the events that a stream must wait for before it uses it: the copy in, and for it may write, the copy
+    /// out and the question.
     pub(super) fn awaited(&self) -> impl Iterator<Item = &Arc<Mark>> {
         self.out.iter().flat_map(|out| &out.marks).chain(&self.coming)
     }
 
-    /// How often it failed to come.
+    /// Counts how often it failed to come.
     pub(super) fn failures(&self) -> u64 {
         self.failure.as_ref().map_or(0, |(count, _)| *count)
     }
@@ -216,7 +216,7 @@ impl Chunk {
 #[derive(Debug)]
 pub(super) struct WindowChunks {
     pub(super) chunks: Vec<Chunk>,
-    /// How many are not away.
+    /// The number of chunks that are not away.
     resident: usize,
     pub(super) spans: Spans,
     /// The most chunks that may be on the device.
@@ -226,7 +226,7 @@ pub(super) struct WindowChunks {
     /// Those that are to come: held ones first.
     queue: VecDeque<usize>,
     clock: u64,
-    /// How many uses there are before the next of each chunk, as far as that is foretold.
+    /// The number of uses before the next one of each chunk, as far as that is foretold.
     pub(super) next_uses: Vec<usize>,
     pub(super) is_ending: bool,
     pub(super) has_ended: bool,
@@ -256,7 +256,7 @@ pub(super) struct WindowChunks {
     pub(super) lost_slots: Vec<usize>,
 }
 
-/// What was done so far.
+/// The counts of what was done so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counts {
     pub(super) copied_out: u64,
@@ -313,7 +313,7 @@ impl WindowChunks {
         self.resident -= usize::from(before != ChunkPlace::Away);
     }
 
-    /// How many there may be.
+    /// Returns the largest number of chunks that may be on the device now.
     pub(super) fn frames_now(&self) -> usize {
         self.given.map_or(self.frames, |given| given.min(self.frames))
     }
@@ -500,7 +500,7 @@ impl WindowChunks {
         outs.filter(|out| out.is_copy).count()
     }
 
-    /// What the driver refused is tried again.
+    /// Allows what the driver refused to be tried again.
     pub(super) fn try_again(&mut self) {
         self.given = None;
         self.chunks.iter_mut().for_each(|chunk| chunk.is_refused = false);

@@ -1,4 +1,4 @@
-//! What the thread `sublet-pager` does: looks what is over, begins copies, exchanges.
+//! The thread `sublet-pager`: it checks what is over, begins copies, and makes exchanges.
 
 #![expect(unsafe_code, reason = "ends events through the driver")]
 
@@ -33,12 +33,12 @@ pub(super) const LOOK_SOON: Duration = Duration::from_micros(50);
 const LOOK_LATER: Duration = Duration::from_millis(1);
 /// The same when nothing is under way: a message comes before.
 const LOOK_SELDOM: Duration = Duration::from_secs(1);
-/// How long somebody waits for the frame of what is used last. Behind that any is taken.
+/// The time that somebody waits for the frame of what is used last. After that time any frame is taken.
 const PATIENCE: Duration = Duration::from_millis(20);
 /// Copies out under way at most, each with its question: what is queued behind them waits as long. Questions alone do not count.
 const COPIES_OUT_MAX: usize = 4;
 
-/// What is to be done next.
+/// The next thing to do.
 enum Job {
     /// Takes the frame of `victim`, or a new one, for `newcomer`.
     Bring {
@@ -56,12 +56,12 @@ enum Job {
     End,
 }
 
-/// Who has a frame next.
+/// The next owner of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Next {
     /// Another chunk: nobody else may have the frame still.
     Newcomer,
-    /// What its user has freed goes whatever pins it, as other memory does.
+    /// The driver: what its user has freed goes whatever pins it, as other memory does.
     Driver,
 }
 
@@ -149,24 +149,24 @@ pub(super) struct Worker<'a, D: Driver> {
     /// Past the gate while chunks are filled that are not mapped yet: a pause begins when they are. Copies to the device wait for
     /// nothing but each other.
     pub(super) stay: Option<Entered<'a, D, Use>>,
-    /// Where questions go: one waits for room next to the kernels that run, and copies do not wait for it.
+    /// The streams for questions: one waits for room next to the kernels that run, and copies do not wait for it.
     asking: DeviceStreams<'a, D>,
     /// Made when somebody is first asked. `None` inside if the device cannot say.
     questions: OnceCell<Option<Questions<D>>>,
-    /// What somebody waits for, and since when.
+    /// The chunk that somebody waits for, and since when.
     pub(super) awaited: Option<(usize, Instant)>,
     /// Since when there are fewer frames than there may be.
     pub(super) narrowed: Option<Instant>,
     /// The chunk for whose frame another window was asked last.
     pub(super) asked_for: Option<usize>,
-    /// How each chunk was seen when its fingerprints were taken, or it was mapped since.
+    /// The state of each chunk as seen when its fingerprints were taken, or when it was mapped since.
     sights: BTreeMap<usize, Known>,
 }
 
 impl<D: Driver> Worker<'_, D> {
     fn begin(&mut self) -> PoolResult<()> {
-        let beside = self.shared.pool.driver.stand_beside_captures();
-        beside.about(|| "streams for paging".to_owned(), 0, Some(self.shared.device))?;
+        let apart = self.shared.pool.driver.stand_beside_captures();
+        apart.about(|| "streams for paging".to_owned(), 0, Some(self.shared.device))?;
         self.streams().map(drop)
     }
 
@@ -276,7 +276,8 @@ impl<D: Driver> Worker<'_, D> {
         true
     }
 
-    /// What is used sooner keeps its frame, in uses from now on: 0 if somebody has waited long for the same chunk.
+    /// Returns a number of uses from now on: what is used sooner keeps its frame. It is 0 if somebody has waited long
+    /// for the same chunk.
     fn later_half(&mut self) -> usize {
         let table = self.shared.table();
         let awaited = table.next_wanted().filter(|&id| table.chunks[id].holders > 0);
@@ -562,7 +563,7 @@ impl<D: Driver> Worker<'_, D> {
         }
     }
 
-    /// Who waits for a frame is told. What was begun is waited for: it reads the chunk.
+    /// Tells the thread that waits for a frame that `chunk` was not copied. Waits for what was begun: it reads the chunk.
     fn not_cleaned(&mut self, chunk: usize, error: PoolError) {
         if self.finish_or_leave().is_err() {
             self.shared.table().chunks[chunk].set_stays(Some("a copy of it did not end"));

@@ -9,9 +9,10 @@
 //! somebody waits for a frame. The thread that launched last ends it, for whose current context the stream has its meaning, or the
 //! pager's.
 //!
-//! What is recorded into a graph is used whenever the graph is launched: its chunks stay until they are freed. A launch does not say
-//! what its graph uses, so it counts as a use of all chunks that graphs use: what is freed goes when such launches are over.
-//! A stream that is captured takes no event: the lists of all streams end before a capture begins.
+//! Memory that is recorded into a graph is used whenever the graph is launched: its chunks stay until they are freed. A
+//! launch does not say what its graph uses, so it counts as a use of all chunks that graphs use: what is freed goes
+//! when such launches are over. A stream that is captured takes no event: the lists of all streams end before a capture
+//! begins.
 //!
 //! Lock order: the table's, then that of `Calls`, which is a leaf. Neither is held across a driver call.
 
@@ -30,12 +31,12 @@ use crate::gate::Passage;
 
 /// Addresses for copies: how many chunks may be on their way to the device simultaneously.
 pub(super) const SLOTS: usize = 4;
-/// How many of the chunks that are used next are announced if they are away, at most. With few frames it is half of those: the others are
-/// in use.
+/// The most chunks, of those that are used next, that are announced if they are away. With few frames it is half of the
+/// frames: the others are in use.
 const AHEAD: usize = 24;
 /// Announcements are due when so many chunks have been used.
 const DUE: usize = 3;
-/// Where the work of a call goes.
+/// The destination of a call's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum In {
     /// A stream that any thread can name.
@@ -68,7 +69,7 @@ pub(super) struct Calls {
     /// Chunks that graphs use.
     captured: Vec<usize>,
     pub(super) order: Order,
-    /// What the last call used that was noted.
+    /// The chunks of the last call that was noted.
     noted: Vec<usize>,
     /// Changes of the chunk in use since the last announcement.
     changes: usize,
@@ -217,7 +218,7 @@ impl<D: Driver> Pager<D> {
         self.shared.aside().is_some()
     }
 
-    /// What [`Pager::alloc`] gave that holds `address`, in a window where uses are looked for.
+    /// Returns the span from [`Pager::alloc`] that holds `address`, in a window where uses are looked for.
     pub fn span_at(&self, address: DeviceAddress) -> Option<VaRange> {
         let window = self.shared.window.start.0;
         let at = address.0.checked_sub(window)?;

@@ -1,4 +1,4 @@
-//! What the pool holds, for people and for coordinators.
+//! Accounts of the memory that the pool holds, for people and for coordinators.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -56,7 +56,7 @@ impl<D: Driver> Pool<D> {
         devices.into_iter().collect()
     }
 
-    /// What the driver could not bring back with the contexts of this process. *While offloaded.*
+    /// Returns the memory that the driver could not bring back with the contexts of this process. *While offloaded.*
     pub fn unfreezable(&self) -> Unfreezable {
         let is_away = self.gate().is_offloaded();
         let host_bytes = self.deferred.host_bytes();
@@ -77,12 +77,12 @@ impl<D: Driver> Pool<D> {
         bytes
     }
 
-    /// How far the copies of a pause or resume under way are. Takes no lock. *While offloaded.*
+    /// Returns the progress of the copies of a pause or resume under way. Takes no lock. *While offloaded.*
     pub fn copied_bytes(&self) -> CopiedBytes {
         self.copied.read()
     }
 
-    /// Who holds what now. *While offloaded.*
+    /// Reports who holds what now. *While offloaded.*
     pub fn report(&self) -> PoolReport {
         let mut report = PoolReport::default();
         let mut reasons = Reasons::default();

@@ -1,4 +1,4 @@
-//! What becomes of contents that need not be copied, and of copies in host memory after a resume.
+//! The policy for contents that need not be copied, and for copies in host memory after a resume.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -16,7 +16,7 @@ pub struct Devices<D: Driver> {
     pub(crate) driver: Arc<D>,
     /// Machine-wide names of devices, as the driver gave them. A leaf.
     names: Mutex<BTreeMap<DeviceOrdinal, String>>,
-    /// Where devices are. A leaf.
+    /// The function that tells the NUMA node of a device. A leaf.
     node_of: Mutex<Option<NodeOf>>,
 }
 
@@ -79,7 +79,7 @@ impl<D: Driver> Devices<D> {
         nodes
     }
 
-    /// Where `device` is on the machine's buses; none where the driver does not say.
+    /// Returns the place of `device` on the machine's buses; none where the driver does not say.
     pub fn pci_address(&self, device: DeviceOrdinal) -> Option<PciAddress> {
         let part = |attribute| {
             let value = self.driver.device_attribute(device, attribute).ok()?;

@@ -1,4 +1,5 @@
-//! What this process holds, for coordinators and other processes: the ledger behind its lock, and what it says.
+//! The memory that this process holds, for coordinators and other processes: the ledger behind its lock, and its
+//! answers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};

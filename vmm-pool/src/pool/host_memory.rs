@@ -22,14 +22,14 @@ const TOUCHERS_MAX: usize = 2;
 pub struct HostStanding {
     /// Held for saved contents, in bytes.
     pub held_bytes: u64,
-    /// What a pause of everything would hold, in bytes: as much as is kept of device memory, and after a pause what
-    /// that used and what has come to it since.
+    /// The host memory that a pause of everything would hold, in bytes: as much as is kept of device memory. After a
+    /// pause it is what that pause used, and what has come to it since.
     pub wanted_bytes: u64,
     /// The size of what is brought in next, in bytes; 0 when nothing is missing.
     pub next_bytes: u64,
 }
 
-/// What came of [`HostMemory::bring_in`].
+/// The outcome of [`HostMemory::bring_in`].
 #[derive(Debug, PartialEq, Eq)]
 pub enum BroughtIn {
     /// Nothing is missing.
@@ -38,7 +38,7 @@ pub enum BroughtIn {
     Chunk {
         /// Its size.
         size_bytes: u64,
-        /// What was done for it.
+        /// The steps that were taken for it.
         log: StepLog,
     },
     /// A pause or resume is under way, or another thread brings a chunk in.
@@ -80,14 +80,14 @@ impl<D: Driver> HostMemory<D> {
         }
     }
 
-    /// Where contents of [`crate::Contents::File`] go, `/tmp` at first. It counts from the next pause on that begins
-    /// while no such contents are saved; that pause fails if the directory cannot be used, which
+    /// Sets the directory where contents of [`crate::Contents::File`] go, `/tmp` at first. It counts from the next
+    /// pause on that begins while no such contents are saved. That pause fails if the directory cannot be used, which
     /// [`crate::check_file_dir`] tells in advance. Waits while host memory grows.
     pub fn set_file_dir(&self, dir: PathBuf) {
         self.arena().disk.set_dir(dir);
     }
 
-    /// What was last said to [`HostMemory::set_file_dir`]. Waits while host memory grows.
+    /// Returns the directory that [`HostMemory::set_file_dir`] last set. Waits while host memory grows.
     pub fn file_dir(&self) -> PathBuf {
         self.arena().disk.dir().to_owned()
     }
@@ -100,7 +100,7 @@ impl<D: Driver> HostMemory<D> {
         }
     }
 
-    /// What is held of host memory, and what a pause would hold. Waits for nothing.
+    /// Returns the host memory that is held, and that which a pause would hold. Waits for nothing.
     pub fn standing(&self) -> HostStanding {
         let (kept, filed) = self.wanted_places();
         let held = self.ahead.figures();
@@ -111,7 +111,7 @@ impl<D: Driver> HostMemory<D> {
         }
     }
 
-    /// Where contents of a pause of everything would end in arena and file.
+    /// Computes the ends of the contents of a pause of everything, in arena and file.
     fn wanted_places(&self) -> (u64, u64) {
         let (whole, kept_bytes) = {
             let ledger = self.holdings.ledger();

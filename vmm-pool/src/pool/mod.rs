@@ -73,15 +73,15 @@ pub struct Pool<D: Driver> {
     waits: Waits<D>,
     gate: Gate,
     door: Door,
-    /// Who may begin a pause or resume. A leaf.
+    /// The right to begin a pause or resume, while somebody has it. A leaf.
     right: Mutex<Weak<Right>>,
     /// Lists the contexts that the application has made for itself: their work must end before memory leaves.
     pub(crate) own_contexts: fn() -> Vec<RawContext>,
     pub(crate) budget: Arc<Budget>,
     pub(crate) copies: CopyPolicy,
-    /// Who gives memory up if there is no room.
+    /// The lenders that give memory up if there is no room.
     pub(crate) lenders: Lenders,
-    /// How far the copies of a pause or resume under way are.
+    /// The progress of the copies of a pause or resume under way.
     pub(crate) copied: Copied,
     /// Does the process run without some memory, since a pause by tag? It changes only behind a gate that is shut.
     runs_without_some: AtomicBool,
@@ -191,7 +191,7 @@ impl<D: Driver> Pool<D> {
         &self.door
     }
 
-    /// Where calls that touch device memory go in and out.
+    /// Returns the gate where calls that touch device memory go in and out.
     pub fn gate(&self) -> &Gate {
         &self.gate
     }
@@ -224,7 +224,7 @@ impl<D: Driver> Pool<D> {
         }
     }
 
-    /// Where the mappings inside `range` begin, and the ranges of those that the driver has.
+    /// Returns the starts of the mappings inside `range`, and the ranges of those that the driver has.
     fn mapped_in(&self, range: VaRange) -> (Vec<u64>, Vec<VaRange>) {
         let ledger = self.ledger();
         let starts = ledger.mappings.inside(range).map(|found| found.range().start.0).collect();
@@ -301,7 +301,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         if ledger.rows.add_reference(handle) { Ok(handle) } else { Err(PoolError::NotOurs) }
     }
 
-    /// What `handle` was created with.
+    /// Returns the properties that `handle` was created with.
     ///
     /// # Errors
     /// [`PoolError::StaleHandle`].

@@ -8,15 +8,16 @@ use super::Pool;
 use crate::budget::Figure;
 use crate::driver::{DeviceOrdinal, Driver};
 
-/// How long each may take to give.
+/// The time that each lender may take to give.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// Who has device memory that it can do without. Any thread may ask.
+/// A holder of device memory that it can do without. Any thread may ask.
 pub(crate) trait Lender: Debug + Send + Sync {
-    /// How much of it there is on the device, in bytes: what leaves when work that is queued has ended, but for what it is to give already.
+    /// Returns the bytes on the device that it can do without. They leave when work that is queued has ended. Bytes
+    /// that it is to give already do not count.
     fn spare_bytes(&self, device: DeviceOrdinal) -> u64;
 
-    /// The bytes that it was asked for there and has not given yet.
+    /// Returns the bytes that were requested of it there and that it has not given yet.
     fn owed_bytes(&self, device: DeviceOrdinal) -> u64;
 
     /// Asks for so much of that. It is given when uses are over, and taken again by nobody of the window meanwhile.

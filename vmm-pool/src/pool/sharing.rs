@@ -11,19 +11,19 @@ use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::{Class, Lease, NewRow, Origin, Sharing, TicketWatch};
 use crate::{AllocationId, PeerId, VirtualHandle};
 
-/// What a ticket for an allocation must say.
+/// The data that a ticket for an allocation must carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Export {
     /// Its identity.
     pub id: AllocationId,
     /// Its size.
     pub size_bytes: u64,
-    /// Which of its tickets this is: redeeming it once, or closing it where it is watched, lets the memory go that it holds. 0 for memory that is
-    /// another process's, of which a ticket holds nothing.
+    /// The serial number of the ticket. Redeeming the ticket once, or closing it where it is watched, lets the memory
+    /// go that it holds. 0 for memory of another process, of which a ticket holds nothing.
     pub serial: u64,
 }
 
-/// What an importer knows of memory that another process owns.
+/// The facts that an importer knows of memory that another process owns.
 #[derive(Clone, Copy, Debug)]
 pub struct ImportSource {
     /// The identity on the ticket.
@@ -39,7 +39,7 @@ pub struct ImportSource {
 pub struct Borrowed {
     /// The driver's.
     pub fd: OwnedFd,
-    /// Where that process is of another tenant: what it is to find closed when the memory is given back.
+    /// For a process of another tenant: the descriptor that it is to find closed when the memory is given back.
     pub lease: Option<OwnedFd>,
 }
 

@@ -50,7 +50,7 @@ impl PartialEq for Piece {
     }
 }
 
-/// Which copy of an allocation's contents is looked for.
+/// A function that picks the copy of an allocation's contents to be read.
 type Find = fn(&Row) -> Option<&Saved>;
 
 /// The contents themselves while the memory is away, and the copy for readers while it is not.
@@ -149,8 +149,8 @@ impl<D: Driver> SavedContents<'_, D> {
         }
     }
 
-    /// Where the contents of `range` lie: it may go over several allocations that are mapped side by side, as blocks of
-    /// expandable segments do.
+    /// Finds the pieces where the contents of `range` lie. The range may go over several allocations that are mapped
+    /// side by side, as blocks of expandable segments do.
     fn pieces(&self, range: VaRange) -> Result<Vec<Piece>, SavedError> {
         let ledger = self.pool.ledger();
         let mut pieces = Vec::new();

@@ -16,10 +16,10 @@ use crate::store::{
     Writer,
 };
 
-/// What is written between two looks at the clock: whole pages.
+/// The bytes that are written between two looks at the clock: whole pages.
 const AT_ONCE_BYTES: usize = 2 * SLOT_LENGTH;
 
-/// What one step has moved, and what is left.
+/// The bytes that one step has moved, and the bytes that are left.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Spilled {
     /// Contents that went to the file, in bytes.
@@ -31,8 +31,8 @@ pub struct Spilled {
 }
 
 impl<D: Driver> HostMemory<D> {
-    /// How much of the saved contents in host memory [`HostMemory::spill`] may move, in bytes: those for which host memory would be given back. Does not
-    /// block for long.
+    /// Counts the bytes of saved contents in host memory that [`HostMemory::spill`] may move. They are those for which
+    /// host memory would be given back. Does not block for long.
     pub fn movable_bytes(&self) -> u64 {
         let arena = self.arena();
         self.holdings.ledger().rows.movable(0, |at| arena.chunk_end(at)).1
@@ -173,7 +173,7 @@ fn too_slow(dir: &Path, saved: &Saved, written_bytes: u64) -> PoolError {
     }
 }
 
-/// Where each goes that is to be moved: behind `end_bytes`, each part of it at a whole page.
+/// Gives each of `chosen` its place in the file: behind `end_bytes`, each part of it at a whole page.
 fn in_file(
     chosen: Vec<(VirtualHandle, Saved)>,
     mut end_bytes: u64,

@@ -19,15 +19,15 @@ use crate::ledger::{Holding, Row};
 use crate::pool::Pool;
 use crate::store::{ALIGNMENT_BYTES, ContentsFile, Located, Writer};
 
-/// What is read and written in one piece: between two pieces others have their turn at the arena, and the time is looked
-/// at.
+/// The bytes that are read and written in one piece. Between two pieces others have their turn at the arena, and the
+/// time is looked at.
 const PIECE_LENGTH: usize = 8 << 20;
 
 /// One allocation's place in the file.
 #[derive(Clone, Debug)]
 struct FilePlace {
     id: AllocationId,
-    /// Where the allocation begins in the file.
+    /// The offset in the file where the allocation begins.
     offset_bytes: u64,
     /// Parts of it to be written, by offset.
     parts: Vec<Range<u64>>,
@@ -42,7 +42,7 @@ pub struct WriteOut {
     file: ContentsFile,
     /// By index of the holding; none for those that have nothing saved, or were freed before all of it was written.
     places: Vec<Option<FilePlace>>,
-    /// What is to be written next: index of the holding, and part of it by offset.
+    /// The position of the next piece to write: index of the holding, and part of it by offset.
     next: Cursor,
     total_bytes: u64,
     written_bytes: u64,
@@ -50,7 +50,7 @@ pub struct WriteOut {
     buffer: Vec<u8>,
 }
 
-/// How far the writing has come.
+/// The position that the writing has reached.
 #[derive(Clone, Copy, Debug, Default)]
 struct Cursor {
     holding: usize,
@@ -59,10 +59,10 @@ struct Cursor {
     offset_bytes: u64,
 }
 
-/// Where an allocation's contents lie in a file that is written.
+/// The place and the checksum of an allocation's contents in a file that is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Written {
-    /// Where the allocation begins.
+    /// The offset in the file where the allocation begins.
     pub offset_bytes: u64,
     /// CRC-32 (as of zlib) of its saved parts, one behind the other.
     pub crc32: u32,
@@ -95,18 +95,18 @@ impl WriteOut {
         }
     }
 
-    /// What there is to write, without what was freed before.
+    /// Returns the number of bytes to write, without those that were freed before.
     pub fn total_bytes(&self) -> u64 {
         self.total_bytes
     }
 
-    /// What is written so far.
+    /// Returns the number of bytes that are written so far.
     pub fn written_bytes(&self) -> u64 {
         self.written_bytes
     }
 
-    /// Where the contents of holding `index` lie in the file; none when nothing of it is saved, or it was freed before all
-    /// of it was written. Its checksum is that of what is written so far.
+    /// Returns the place of the contents of holding `index` in the file. None when nothing of it is saved, or it was
+    /// freed before all of it was written. Its checksum is that of what is written so far.
     pub fn written(&self, index: usize) -> Option<Written> {
         let place = self.places.get(index)?.as_ref()?;
         Some(Written { offset_bytes: place.offset_bytes, crc32: place.sum.clone().finalize() })

@@ -19,7 +19,7 @@ pub(crate) struct IdleDriver {
     addresses: AtomicU64,
 }
 
-/// What no test asks of it.
+/// Refuses a call that no test makes.
 fn refused<T>() -> DriverResult<T> {
     Err(DriverError { op: DriverOp::Create, code: DriverCode::UNKNOWN })
 }

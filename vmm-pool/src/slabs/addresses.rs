@@ -1,5 +1,6 @@
-//! Where cells are: spots in windows, and what is mapped there; with the sums that are kept of a window, and rights: the driver has
-//! those of a whole slab in a window, and each cell there is said to have what callers have set on it.
+//! The addresses of cells: spots in windows, and the mappings there, with the sums that are kept of a window. Also
+//! rights: the driver has those of a whole slab in a window. Each cell there is said to have the rights that callers
+//! have set on it.
 
 use std::collections::BTreeMap;
 use std::thread::ThreadId;
@@ -51,8 +52,8 @@ impl SlabTable {
         Some(DeviceAddress(start))
     }
 
-    /// How much has to be reserved for a room of `size_bytes`, at a multiple of `alignment`; none where there are no rooms like that, or nobody
-    /// needs any.
+    /// Returns the bytes to reserve for a room with a spot of `size_bytes`, at a multiple of `alignment`. None where
+    /// there are no rooms like that, or nobody needs any.
     pub(crate) fn room_bytes(&self, size_bytes: u64, alignment: u64) -> Option<u64> {
         let is_needed = self.is_on || !self.slabs.is_empty();
         let fits = (1..=CELL_BYTES_MAX).contains(&size_bytes)
@@ -91,7 +92,8 @@ impl SlabTable {
 
 // Memory comes there.
 impl SlabTable {
-    /// What it takes to map the cell at `range`, which is as long as it. What takes nothing is recorded.
+    /// Plans the mapping of the cell at `range`, which is as long as the cell. A mapping that takes no steps is
+    /// recorded.
     pub(crate) fn map(&mut self, handle: VirtualHandle, range: VaRange) -> MapPlan {
         let Some(found) = self.cell_at(handle) else {
             // It has become an allocation of its own just now, or has ended.
@@ -151,9 +153,10 @@ impl SlabTable {
         }
     }
 
-    /// Where callers keep addresses of as many bytes with nothing there, as those do that suspend a communicator: the slab, its row and the
-    /// part. A device without room for a further slab has these bytes. Also if no more slabs are made, for an allocation of its own
-    /// could not be mapped there.
+    /// Lists the vacancies of `size_bytes`: the slab, its row and the part of each. A vacancy is a spot whose addresses
+    /// a caller keeps with nothing there, as one does that suspends a communicator. A device without room for a further
+    /// slab has these bytes. They count also if no more slabs are made: an allocation of its own could not be mapped
+    /// there.
     pub(crate) fn vacancies(
         &self,
         size_bytes: u64,
@@ -246,8 +249,8 @@ impl SlabTable {
         Ended { mounted: left.into_iter().collect(), ..Ended::default() }
     }
 
-    /// What was at `range` before the cell is cleared, or could not be: then the cell is not mapped there. The slab that it was of ends if
-    /// nobody has any of it.
+    /// Records that the old contents of `range` are cleared, or could not be: then the cell is not mapped there. The
+    /// slab that the cell belonged to before ends if nobody has any of it.
     pub(crate) fn cleared(
         &mut self,
         (before, handle): (SlabKey, VirtualHandle),
@@ -267,8 +270,8 @@ impl SlabTable {
         ended
     }
 
-    /// What it takes to map an allocation of its own at `range`. In a window that is recorded ([`MapPlan::Done`]), and
-    /// [`SlabTable::not_mapped_alone`] takes it back.
+    /// Plans the mapping of an allocation of its own at `range`. In a window the mapping is recorded
+    /// ([`MapPlan::Done`]), and [`SlabTable::not_mapped_alone`] takes the record back.
     pub(crate) fn map_alone(&mut self, range: VaRange) -> MapPlan {
         if !self.windows.meets_window(range) {
             return MapPlan::StandAlone;
@@ -415,7 +418,7 @@ impl Window {
         self.item_bytes -= self.items.remove(&start.0).map_or(0, |item| item.size_bytes);
     }
 
-    /// How much of the spots has nothing mapped.
+    /// Returns the bytes of the spots that have nothing mapped.
     pub(super) fn vacant_bytes(&self) -> u64 {
         self.spot_bytes.saturating_sub(self.item_bytes)
     }
@@ -456,7 +459,8 @@ impl SlabTable {
 
 // Rights.
 impl SlabTable {
-    /// What rights on `range`, which meets a window, take. A device keeps what it has of the slab, whatever is set on a cell.
+    /// Plans the setting of rights on `range`, which meets a window. A device keeps its rights to the slab, whatever is
+    /// set on a cell.
     pub(crate) fn plan_access(&mut self, range: VaRange, access: &[AccessDesc]) -> AccessPlan {
         let wrong = AccessPlan::Refused(DriverCode::INVALID_VALUE);
         let Some(window) = self.windows.window_at(range.start) else {

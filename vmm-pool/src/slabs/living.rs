@@ -37,7 +37,7 @@ impl Slab {
 }
 
 impl SlabTable {
-    /// What a caller that asks for memory is to be given.
+    /// Decides whether a caller that asks for memory gets a cell or an allocation of its own.
     pub(crate) fn wanted(&self, size_bytes: u64, recipe: &Recipe) -> Wanted {
         if !self.is_on || !recipe.is_for_cells(size_bytes) {
             return Wanted::Alone;

@@ -59,7 +59,7 @@ const SLAB_BYTES_MAX: u64 = 128 << 20;
 const SHARE: u64 = 4;
 /// Rooms are for reservations of a multiple of this; the driver judges others.
 const ROOM_UNIT_BYTES: u64 = 2 << 20;
-/// How much a room has before its spot, and from its spot on.
+/// The bytes of a room before its spot, and as many from the start of the spot to the end of the room.
 const ROOM_BYTES: u64 = SLAB_BYTES_MAX;
 
 /// Cells of one slab are alike in this.
@@ -89,9 +89,9 @@ pub(crate) struct SlabKey(u64);
 /// A part of an allocation, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// Where it begins in the allocation.
+    /// The offset of the part in the allocation, in bytes.
     pub offset_bytes: u64,
-    /// How long it is.
+    /// The length of the part, in bytes.
     pub size_bytes: u64,
 }
 
@@ -111,7 +111,7 @@ impl Part {
     }
 }
 
-/// What is known of a slab when it is made.
+/// The facts about a slab that are known when it is made.
 #[derive(Debug)]
 pub(crate) struct NewSlab {
     pub(crate) row: VirtualHandle,
@@ -125,15 +125,15 @@ pub(crate) struct NewSlab {
 #[derive(Debug)]
 struct Slab {
     new: NewSlab,
-    /// Where the next cell begins.
+    /// The offset at which the next cell begins.
     next_bytes: u64,
     /// By offset.
     cells: BTreeMap<u64, Cell>,
-    /// How much cells have.
+    /// The sum of the sizes of the cells.
     live_bytes: u64,
     /// Starts of the windows that it is mapped in.
     windows: BTreeSet<u64>,
-    /// Where cells have been that other processes may hold still: sizes, by offset.
+    /// Former places of cells that other processes may still hold: sizes, by offset.
     abroad: BTreeMap<u64, u64>,
 }
 
@@ -142,7 +142,7 @@ struct Cell {
     handle: VirtualHandle,
     size_bytes: u64,
     references: u32,
-    /// How often it is mapped.
+    /// The number of the cell's mappings.
     mapped: u32,
     /// Nobody can have written it.
     is_fresh: bool,
@@ -171,7 +171,7 @@ impl Cell {
     }
 }
 
-/// What a window holds, all of which the driver has mapped there in one.
+/// The state of a window: the slab in it, which the driver has mapped there as a whole, or none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Under {
     /// No slab: allocations that stand alone may be mapped in its spots, or a slab may come.
@@ -188,14 +188,14 @@ struct Window {
     /// Its slab leaves with what is last unmapped there.
     is_room: bool,
     under: Under,
-    /// What callers were given, by start address: sizes.
+    /// Ranges that callers were given: sizes, by start address.
     spots: BTreeMap<u64, u64>,
-    /// What callers have mapped, by start address.
+    /// Cells and allocations that callers have mapped, by start address.
     items: BTreeMap<u64, Item>,
-    /// How much that is, of both.
+    /// The sum of the sizes in `spots`; `item_bytes` is that of `items`.
     spot_bytes: u64,
     item_bytes: u64,
-    /// What is set on all of the slab there.
+    /// The rights that are set on the whole slab there.
     rights: BTreeMap<Location, i32>,
 }
 
@@ -204,11 +204,11 @@ struct Item {
     size_bytes: u64,
     /// None of an allocation that stands alone.
     cell: Option<VirtualHandle>,
-    /// What callers have set on it, where it is a cell.
+    /// The rights that callers have set on the item, if it is a cell.
     rights: BTreeMap<Location, i32>,
 }
 
-/// What a caller's handle stands for.
+/// The object that a caller's handle stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StandsFor {
     /// A part of a slab.
@@ -217,7 +217,7 @@ pub(crate) enum StandsFor {
     Row(VirtualHandle),
 }
 
-/// Where a cell lies.
+/// The place and the state of a cell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CellAt {
     pub(crate) handle: VirtualHandle,
@@ -233,7 +233,7 @@ pub(crate) struct CellAt {
     pub(crate) is_unplaced: bool,
 }
 
-/// What a caller is to be given for new memory.
+/// The kind of new memory that a caller is to be given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wanted {
     /// A cell of one of these slabs, in this order, or of a new one of this size.
@@ -242,7 +242,7 @@ pub(crate) enum Wanted {
     Alone,
 }
 
-/// Who answers for a place.
+/// The occupant that answers for an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Occupant {
     /// No window is there.
@@ -255,7 +255,7 @@ pub(crate) enum Occupant {
     Nothing,
 }
 
-/// What a mapping of a cell takes.
+/// The steps that a mapping takes, or the obstacle to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MapPlan {
     /// Nothing: it is recorded.
@@ -276,10 +276,10 @@ pub(crate) enum MapPlan {
     Odd,
 }
 
-/// What is to be taken down.
+/// The mappings, the row and the addresses that are to be taken down.
 #[derive(Debug, Default)]
 pub(crate) struct Ended {
-    /// Where slabs leave windows, by the windows' starts.
+    /// The ranges at which slabs leave windows, each with the start of its window.
     pub(crate) mounted: Vec<(u64, VaRange)>,
     /// The row of a slab that nobody has any more.
     pub(crate) row: Option<VirtualHandle>,
@@ -301,7 +301,7 @@ impl Ended {
     }
 }
 
-/// What rights on a range take.
+/// The steps that setting rights on a range takes, or the reason why it cannot be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AccessPlan {
     /// Nothing: they are recorded.
@@ -327,9 +327,9 @@ pub(crate) struct SlabTable {
     cells: HashMap<VirtualHandle, (SlabKey, u64)>,
     /// Cells that have become allocations of their own: the row behind each handle.
     alone: HashMap<VirtualHandle, VirtualHandle>,
-    /// What each thread is likely to want addresses for next.
+    /// The cell that each thread is likely to want addresses for next.
     aims: HashMap<ThreadId, VirtualHandle>,
-    /// What the driver would not take back.
+    /// Takedowns that the driver has refused.
     refused: Vec<Ended>,
 }
 
@@ -393,7 +393,7 @@ impl Slabs {
 
 // What is asked.
 impl SlabTable {
-    /// What `handle` stands for.
+    /// Returns the object that `handle` stands for.
     pub(crate) fn held(&self, handle: VirtualHandle) -> StandsFor {
         let handle = self.alone.get(&handle).copied().unwrap_or(handle);
         self.cell_at(handle).map_or(StandsFor::Row(handle), StandsFor::Cell)
@@ -485,7 +485,7 @@ impl SlabTable {
         Some(self.end_empty(found.slab))
     }
 
-    /// What the driver would not take back, for another try.
+    /// Takes out the takedowns that the driver has refused, for another try.
     pub(crate) fn take_refused(&mut self) -> Vec<Ended> {
         std::mem::take(&mut self.refused)
     }
@@ -502,7 +502,7 @@ impl SlabTable {
         self.refused.push(ended);
     }
 
-    /// What handles of cells stand for that are allocations of their own.
+    /// Returns the rows behind handles of cells that have become allocations of their own.
     pub(crate) fn rows_alone(&self) -> HashSet<VirtualHandle> {
         self.alone.values().copied().collect()
     }
@@ -513,7 +513,7 @@ impl SlabTable {
     }
 }
 
-/// What begins at or before `at` and is as long as `size_of` says, if it reaches there.
+/// Finds the entry that reaches `at`: it begins at or before `at`, and `size_of` gives its length.
 fn item_under<T>(
     all: &BTreeMap<u64, T>,
     at: u64,

@@ -20,14 +20,14 @@ use std::time::{Duration, Instant};
 use super::arena::{HeldChunk, Pins};
 use super::chunk::{BringIn, CHUNK_BYTES, Chunk, missing_chunks};
 
-/// How long a pause waits for the chunk that is on its way, before it brings one in itself: the driver may have the
-/// chunk, and be busy with something else.
+/// The time that a pause waits for the chunk that is on its way, before it brings one in itself: the driver may have
+/// the chunk, and be busy with something else.
 const HAND_OVER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Chunks that are here ahead of the one that the pause under way pins.
 const CHUNKS_AHEAD: usize = 2;
 
-/// What is known of an arena without its lock, and the chunks that come in.
+/// The state of an arena that is known without its lock, and the chunks that come in.
 #[derive(Debug, Default)]
 pub(crate) struct Ahead {
     table: Mutex<ChunksAhead>,
@@ -64,11 +64,11 @@ pub(crate) struct HeldFigures {
     /// The last chunk's.
     pub(crate) last_chunk_bytes: u64,
     pub(crate) has_ring: bool,
-    /// What the last completed pause used, and what there was to keep then.
+    /// The part that the last completed pause used, and the size of what there was to keep then.
     pub(crate) used: Option<Used>,
 }
 
-/// What a completed pause used of the chunks.
+/// The part of the chunks that a completed pause used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Used {
     pub(crate) end_bytes: u64,
@@ -91,7 +91,8 @@ impl HeldFigures {
         self.missing(end_bytes, wants_ring).map_or(0, |missing| missing.chunk_bytes)
     }
 
-    /// What the arena would hold with all that is missing, in bytes; what has no use counts only if it is part of a chunk that has.
+    /// Counts the bytes that the arena would hold with all that is missing. Memory that has no use counts only if it is
+    /// part of a chunk that has some.
     pub(crate) fn wanted_bytes(self, end_bytes: u64, wants_ring: bool) -> u64 {
         let ring_bytes = if wants_ring { CHUNK_BYTES } else { 0 };
         let anew_bytes = missing_chunks(0, end_bytes).sum::<u64>();
@@ -140,7 +141,7 @@ impl Ahead {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the arena holds, with chunks that are here and not yet taken.
+    /// Returns the figures of what the arena holds, with chunks that are here and not yet taken.
     pub(crate) fn figures(&self) -> HeldFigures {
         self.table().figures()
     }

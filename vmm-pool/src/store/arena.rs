@@ -27,10 +27,10 @@ use crate::driver::{DeviceOrdinal, Driver, DriverCode, PinnedFor};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 
-/// Whose context a chunk is pinned for.
+/// The contexts that a chunk is pinned for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pins {
-    /// Nobody's: the driver would not pin it again. It holds contents as well as any, and is slower.
+    /// None: the driver would not pin it again. It holds contents as well as any, and is slower.
     Nobody,
     /// That of one device.
     Only(DeviceOrdinal),
@@ -39,7 +39,7 @@ pub(crate) enum Pins {
 }
 
 impl Pins {
-    /// What a process needs that uses these devices.
+    /// Returns the pins that a process on these devices needs.
     pub(crate) fn of(devices: &[DeviceOrdinal]) -> Self {
         if let [only] = devices { Self::Only(*only) } else { Self::All }
     }
@@ -91,9 +91,10 @@ pub(crate) struct HostArena<D: Driver> {
     chunks: Vec<Placed>,
     /// Between devices and the file ([`ring`]).
     ring: Option<HeldChunk>,
-    /// What the last completed pause used of the chunks, and whether it used the ring.
+    /// The part of the chunks that the last completed pause used, and whether that pause used the ring.
     used: (Option<Used>, bool),
-    /// What was brought in while the application ran, and no pause has completed since: up to where, and the ring.
+    /// The end of the chunks that were brought in while the application ran, and whether the ring was brought in. No
+    /// pause has completed since.
     brought_in: (u64, bool),
     how: BringIn,
     /// Chunks that come in on other threads.
@@ -116,7 +117,7 @@ impl<D: Driver> HostArena<D> {
         }
     }
 
-    /// What is known of it without its lock.
+    /// Returns the part of its state that is known without its lock.
     pub(crate) fn ahead(&self) -> &Arc<Ahead> {
         &self.ahead
     }
@@ -413,7 +414,8 @@ impl<D: Driver> HostArena<D> {
         &self.chunks[self.chunks.partition_point(|placed| placed.end_bytes() <= at)]
     }
 
-    /// Where the chunk that holds the byte before `at` ends: what lies behind that can be given back while this stays.
+    /// Returns the end of the chunk that holds the byte before `at`. Memory behind that end can be given back while the
+    /// chunk stays.
     pub(crate) fn chunk_end(&self, at: u64) -> u64 {
         if at == 0 || at > self.capacity_bytes() {
             return at;
@@ -421,7 +423,8 @@ impl<D: Driver> HostArena<D> {
         self.chunk_at(at - 1).end_bytes()
     }
 
-    /// Where `place`, which is held, lies. It stays there for as long as somebody has a piece.
+    /// Returns the pieces of host memory that make up `place`, which is held. It stays there for as long as somebody
+    /// has a piece.
     pub(crate) fn pieces_of(&self, place: &Range<u64>) -> Vec<Piece> {
         let mut pieces = Vec::new();
         let mut at = place.start;
@@ -436,7 +439,7 @@ impl<D: Driver> HostArena<D> {
         pieces
     }
 
-    /// Where the part `part` of an allocation lies, of which `saved` is saved.
+    /// Returns the places of the part `part` of an allocation, of which `saved` is saved.
     ///
     /// # Errors
     /// [`PoolError::FileUnreadable`] if there is no file.

@@ -53,7 +53,7 @@ pub(super) struct Chunk {
     is_touched: bool,
 }
 
-/// How new chunks come in.
+/// The way in which new chunks come in.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BringIn {
     /// Threads that touch them. With none, pages come in as they are used.
@@ -289,7 +289,7 @@ mod tests {
         assert!(chunk.is_touched);
     }
 
-    /// What the kernel says of the map at `start` in `numa_maps`, where it says so.
+    /// Returns the memory policy that the kernel reports in `numa_maps` for the map at `start`, if it reports one.
     fn policy_at(start: u64) -> Option<String> {
         let maps = fs::read_to_string("/proc/self/numa_maps").ok()?;
         let mut before: Option<(u64, String)> = None;

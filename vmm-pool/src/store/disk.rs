@@ -5,7 +5,8 @@
 //! page. What is not goes through the cache, whose pages are sent to the disk and dropped behind the writer: no more than
 //! two pieces a writer are in host memory together. Both may be in one file, for they share no page.
 //!
-//! What was written has checksums ([`super::sums`]), in this process; what is read and is something else is an error.
+//! Written contents have checksums ([`super::sums`]), in this process. Contents that differ when they are read are an
+//! error.
 
 #![expect(unsafe_code, reason = "calls sync_file_range")]
 
@@ -26,10 +27,11 @@ use nix::sys::statvfs::fstatvfs;
 use super::sums::Sums;
 use crate::error::{PoolError, PoolResult};
 
-/// Where the file is made, unless the pool's user says otherwise.
+/// The directory of the file, unless the pool's user says otherwise.
 const DEFAULT_DIR: &str = "/tmp";
 
-/// Where pieces that go past the page cache begin and end, in the file and in memory: what every disk takes.
+/// The alignment, in bytes, of the start and the end of pieces that go past the page cache, in the file and in memory.
+/// Every disk takes it.
 pub(crate) const ALIGNMENT_BYTES: u64 = 4096;
 
 /// The directory, and the file while it holds anything.
@@ -48,9 +50,9 @@ pub(crate) struct ContentsFile {
     /// The filesystem has refused a piece that it should have taken.
     is_direct_refused: AtomicBool,
     sums: Sums,
-    /// Where it was made, for messages.
+    /// The directory in which it was made, for messages.
     dir: PathBuf,
-    /// What begins here never gets to the disk.
+    /// The offset of a piece that never gets to the disk.
     #[cfg(test)]
     broken_at: Option<u64>,
 }
@@ -270,8 +272,8 @@ impl ContentsFile {
         checked.map_err(|source| self.refused("reserving", &(0..end_bytes), source))
     }
 
-    /// What the filesystem says. Processes that pause at the same time see the same free space; who comes second is
-    /// refused by [`ContentsFile::take_space`].
+    /// Checks the free space that the filesystem reports. Processes that pause at the same time see the same free
+    /// space, and [`ContentsFile::take_space`] refuses the second one.
     fn check_space(&self, needed_bytes: u64) -> PoolResult<()> {
         let space = fstatvfs(&self.file)
             .map_err(|errno| self.refused("reserving", &(0..needed_bytes), errno.into()))?;

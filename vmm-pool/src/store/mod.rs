@@ -1,4 +1,4 @@
-//! Where saved contents are kept: host memory, or a file.
+//! The stores of saved contents: host memory, or a file.
 //!
 //! Both are linear spaces that the ledger's layout gives places in. Contents that go to the file pass through one
 //! chunk of host memory more, the ring ([`ring`]).
@@ -22,7 +22,7 @@ pub(crate) use ring::{SLOT_BYTES, SLOT_LENGTH, Slot, read_ahead, write_behind};
 
 use crate::report::Contents;
 
-/// What holds saved contents.
+/// The kind of place that holds saved contents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Store {
     /// The host arena.
@@ -32,7 +32,7 @@ pub(crate) enum Store {
 }
 
 impl Store {
-    /// Where contents of this policy go, when they are saved at all.
+    /// Returns the store that contents of this policy go to, when they are saved at all.
     pub(crate) fn of(contents: Contents) -> Option<Self> {
         match contents {
             Contents::Keep | Contents::DiscardByTag => Some(Self::Host),
@@ -42,16 +42,16 @@ impl Store {
     }
 }
 
-/// How much the arena may grow by, in bytes; `None` is without limit.
+/// The number of bytes that the arena may grow by; `None` is without limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostBudget(pub Option<u64>);
 
-/// How contents get to the host in a pause that keeps [`Copies::All`].
+/// The amounts of contents that get to the host in a pause that keeps [`Copies::All`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Copying {
-    /// What is copied to host memory, in bytes: neither what is zero nor what is there unchanged.
+    /// The contents that are copied to host memory, in bytes: neither what is zero nor what is there unchanged.
     pub to_memory_bytes: u64,
-    /// What goes to a file, in bytes.
+    /// The contents that go to a file, in bytes.
     pub to_file_bytes: u64,
 }
 
@@ -60,7 +60,7 @@ pub struct Copying {
 pub struct HostDemand {
     /// Contents to save, in bytes.
     pub saved_bytes: u64,
-    /// How they get there.
+    /// The amounts of them that go to host memory and to a file.
     pub copying: Copying,
     /// Host memory held for them already.
     pub held_bytes: u64,
@@ -95,7 +95,7 @@ pub enum Schedule {
     SaveMeanwhile,
 }
 
-/// Which copies of contents, left in host memory by earlier pauses, a pause keeps. What is unchanged in them is not
+/// The copies of contents, left in host memory by earlier pauses, that a pause keeps. What is unchanged in them is not
 /// copied again. Copies for readers are kept in any case.
 #[derive(
     Clone,

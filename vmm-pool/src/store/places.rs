@@ -1,5 +1,5 @@
-//! Where saved contents of an allocation lie: a list of extents, with nothing for what is zero; and reading them there, without the
-//! arena's lock.
+//! The places of an allocation's saved contents: a list of extents, with nothing for what is zero. They are read there
+//! without the arena's lock.
 //!
 //! ```text
 //!   allocation:  [data    ][zeros        ][data ]
@@ -22,10 +22,10 @@ use crate::error::PoolResult;
 /// A part of an allocation, and where it lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Extent {
-    /// Where it begins in the allocation.
+    /// Its first byte, by offset in the allocation.
     pub(crate) start: u64,
     pub(crate) size_bytes: u64,
-    /// Where it begins in the store.
+    /// Its first byte, by offset in the store.
     pub(crate) at: u64,
 }
 
@@ -45,7 +45,7 @@ impl Extent {
         self.at..self.at + self.size_bytes
     }
 
-    /// What of it lies in `part`.
+    /// Returns the part of it that lies in `part`.
     pub(crate) fn within(self, part: &Range<u64>) -> Option<Self> {
         let start = self.start.max(part.start);
         let end = self.end().min(part.end);
@@ -71,13 +71,13 @@ pub(crate) struct Prints {
     pub(crate) values: Box<[Fingerprint]>,
 }
 
-/// Where saved contents of one allocation lie, and what they are.
+/// The places of one allocation's saved contents, and their fingerprints where those are known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Saved {
     pub(crate) store: Store,
     /// In order and apart. What is saved and in none of them is zero.
     pub(crate) extents: Arc<[Extent]>,
-    /// What the pieces in the store hold, where that is known.
+    /// The fingerprints of the pieces in the store, where they are known.
     pub(crate) prints: Option<Arc<Prints>>,
 }
 
@@ -88,7 +88,7 @@ impl Saved {
         Self { store, extents: [Extent { start: 0, size_bytes, at }].into(), prints: None }
     }
 
-    /// Where it lies, in the order of the allocation.
+    /// Returns its places in the store, in the order of the allocation.
     pub(crate) fn places(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         self.extents.iter().map(|extent| extent.place())
     }
@@ -119,7 +119,7 @@ impl Saved {
         })
     }
 
-    /// What of `parts` is in the store, and what is zero.
+    /// Splits `parts` into what is in the store, and what is zero.
     pub(crate) fn split(&self, parts: &[Range<u64>]) -> (Vec<Extent>, Vec<Range<u64>>) {
         let (mut extents, mut zeros) = (Vec::new(), Vec::new());
         for part in parts.iter().flat_map(|part| self.parts_of(part.clone())) {
@@ -131,7 +131,7 @@ impl Saved {
         (extents, zeros)
     }
 
-    /// How much of `parts` is in the store.
+    /// Counts the bytes of `parts` that are in the store.
     pub(crate) fn stored_bytes(&self, parts: &[Range<u64>]) -> u64 {
         self.split(parts).0.iter().map(|extent| extent.size_bytes).sum()
     }
@@ -183,19 +183,19 @@ impl Piece {
         usize::try_from(self.part.end - self.part.start).unwrap_or(0)
     }
 
-    /// What keeps it where it is.
+    /// Returns a reference that keeps the piece where it is.
     pub(crate) fn in_use(&self) -> InUse {
         Arc::clone(&self.chunk) as InUse
     }
 
-    /// What lies there. No copy of the driver's may be under way there.
+    /// Returns the bytes of the piece. No copy of the driver's may be under way there.
     pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: live, for the chunk is; all of it can be read, and nobody writes it now.
         unsafe { std::slice::from_raw_parts(self.start().as_ptr(), self.length()) }
     }
 }
 
-/// Where a part of saved contents lies.
+/// The place of a part of saved contents.
 #[derive(Clone, Debug)]
 pub(crate) enum Located {
     /// Nowhere: so many bytes are zero.

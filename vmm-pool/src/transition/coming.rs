@@ -33,7 +33,7 @@ pub struct Arriving<D: Driver> {
     returning: Returning<D>,
     /// Imports that the pause could not give up. Their owner makes other memory, so they go before it is fetched.
     stale: Rows,
-    /// What is not back yet.
+    /// The allocations that are not back yet.
     queue: Queue,
 }
 
@@ -44,7 +44,7 @@ pub struct Arriving<D: Driver> {
 pub struct Returning<D: Driver> {
     shut: ShutGate<D>,
     selection: Selection,
-    /// What that was when the resume began.
+    /// The rows of the selection when the resume began.
     rows: Arc<Rows>,
 }
 
@@ -121,12 +121,12 @@ impl<D: Driver> Arriving<D> {
         self.returning.pool()
     }
 
-    /// Which of it comes back.
+    /// Returns the selection of the memory that comes back.
     pub fn selection(&self) -> &Selection {
         self.returning.selection()
     }
 
-    /// What is still away, by device.
+    /// Returns the memory that is still away, by device.
     pub fn left(&self) -> BTreeMap<DeviceOrdinal, Left> {
         self.queue.left()
     }
@@ -209,7 +209,7 @@ impl<D: Driver> Arriving<D> {
         Ok((log, copied_bytes))
     }
 
-    /// What the next window is about.
+    /// Takes the allocations of the next window from the queue.
     fn pick(&mut self, allowed: impl Fn(DeviceOrdinal) -> u64) -> Vec<Waiting> {
         let Self { returning, queue, .. } = self;
         let ledger = returning.pool().ledger();
@@ -227,9 +227,9 @@ fn stale_imports<D: Driver>(pool: &Pool<D>, rows: &Rows) -> Rows {
     Rows::of(here.map(Row::handle))
 }
 
-/// What has contents to put back.
+/// The rank of allocations with contents to put back.
 const FIRST: usize = 0;
-/// What has none.
+/// The rank of allocations without such contents.
 const THEN: usize = 1;
 
 /// Has it contents that are copied to it from somewhere?
@@ -247,12 +247,12 @@ impl<D: Driver> Returning<D> {
         self.shut.pool()
     }
 
-    /// Which of it comes back.
+    /// Returns the selection of the memory that comes back.
     pub fn selection(&self) -> &Selection {
         &self.selection
     }
 
-    /// What must be fetched from whom, by owner, in the ledger's order.
+    /// Lists the allocations that must be fetched, by owner, in the ledger's order.
     pub fn import_requests(&self) -> Vec<ImportRequest> {
         self.pool().import_requests(&self.rows)
     }
@@ -313,7 +313,7 @@ impl<D: Driver> Restored<D> {
         self.returning.pool()
     }
 
-    /// Which of it has come back.
+    /// Returns the selection of the memory that has come back.
     pub fn selection(&self) -> &Selection {
         &self.returning.selection
     }

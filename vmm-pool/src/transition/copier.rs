@@ -21,7 +21,7 @@ pub(crate) struct Transfer {
     pub(crate) extents: Vec<Extent>,
 }
 
-/// What copies, for one thread.
+/// The pool and the streams with which one thread copies.
 pub(crate) struct Copier<'a, D: Driver> {
     pub(super) pool: &'a Pool<D>,
     pub(crate) streams: DeviceStreams<'a, D>,

@@ -13,7 +13,7 @@ use crate::gate::{Passage, WaitingCall};
 use crate::pool::Pool;
 use crate::waits::{Question, Waited, WorkLeft};
 
-/// How long a waiter goes without looking who is inside: calls come out without taking a lock.
+/// The longest time that a waiter goes without looking who is inside: calls come out without taking a lock.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
 /// The gate lets nobody in, but for a call each of those who wait ([`Draining::step_all`]). Calls may be under way, and the
@@ -33,7 +33,7 @@ pub struct Draining<D: Driver> {
     blocked: BTreeSet<u64>,
 }
 
-/// What a process does behind its shut gate.
+/// The activity of a process behind its shut gate.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Activity {
     /// Threads inside a call.
@@ -50,7 +50,7 @@ pub enum DrainError {
     /// They had work left at the deadline.
     #[error("the devices did not finish in time")]
     Deadline {
-        /// What was seen last.
+        /// The activity that was seen last.
         seen: Activity,
     },
     /// The wait was called off.
@@ -59,22 +59,22 @@ pub enum DrainError {
     /// Streams are under capture, which a wait for a device would end. At least so many.
     #[error("{count} stream(s) are being captured")]
     InCapture {
-        /// How many.
+        /// The number of streams that are seen under capture.
         count: usize,
     },
     /// The system gave no thread to wait with.
     #[error("no thread to wait for {place} with: {source}")]
     NoThread {
-        /// What was to be waited for.
+        /// The place that was to be waited for.
         place: Waited,
-        /// What the system said.
+        /// The error of the system.
         #[source]
         source: std::io::Error,
     },
     /// The driver refused to wait, or work has failed.
     #[error("{source}: waiting for {place}")]
     Driver {
-        /// What was waited for.
+        /// The place that was waited for.
         place: Waited,
         /// The call and its code.
         #[source]
@@ -140,7 +140,7 @@ impl<D: Driver> Draining<D> {
         }
     }
 
-    /// How many calls were let in so far.
+    /// Returns the number of calls that were let in so far.
     pub fn steps(&self) -> u64 {
         self.steps
     }
@@ -176,7 +176,7 @@ impl<D: Driver> Draining<D> {
         waiting.filter(is_ready).collect()
     }
 
-    /// What the thread of this slot was let in for has made an idle device busy.
+    /// Notes that the call for which the thread of `slot` was let in has made an idle device busy.
     pub fn note_blocked(&mut self, slot: u64) {
         self.blocked.insert(slot);
     }
@@ -186,8 +186,9 @@ impl<D: Driver> Draining<D> {
         self.pool().gate().waiting().iter().any(|call| call.passage == Passage::Capture)
     }
 
-    /// What the process does. When nobody is inside, the devices are asked whether they are idle: those that can reach
-    /// memory of the pool, and the application's own contexts. Answers immediately; [`Draining::wait_for_change`] says when to look again.
+    /// Returns the activity of the process. When nobody is inside, the devices are asked whether they are idle: those
+    /// that can reach memory of the pool, and the application's own contexts. Answers immediately;
+    /// [`Draining::wait_for_change`] says when to look again.
     /// `captures` says how many streams are under capture: it is asked once nobody is inside, so that a capture which
     /// the last call out has begun is seen.
     ///

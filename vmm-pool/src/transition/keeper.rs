@@ -1,4 +1,4 @@
-//! Who may begin a pause or resume: one at a time, from where the gate is.
+//! The right to begin a pause or resume: one at a time, from the mode that the gate is in.
 //!
 //! [`Pool::new`] hands out the one [`Keeper`]. Each beginning consumes it, so there is no second one until the first has
 //! ended:
@@ -89,7 +89,7 @@ pub enum FromOffloaded {}
 
 /// [`FromOpen`] or [`FromOffloaded`].
 pub trait Origin: sealed::Sealed {
-    /// What a resume that begins there can bring back.
+    /// The memory that a resume from there can bring back.
     type Brings: Into<Selection>;
 }
 
@@ -130,7 +130,7 @@ pub struct Aside(pub Tags, pub Whose);
 pub enum Away {
     /// Everything but what is set aside.
     Whole,
-    /// What belongs to no region, and these tags.
+    /// The memory that belongs to no region, and these tags.
     Staged(Tags),
 }
 
@@ -155,7 +155,7 @@ pub enum NotShut {
     /// Calls did not come out in time.
     #[error(transparent)]
     StillInside(#[from] StillInside),
-    /// What is to begin does not begin where the gate is.
+    /// The gate is not in the mode from which the operation begins.
     #[error("the gate is not {0}")]
     Elsewhere(&'static str),
 }
@@ -257,7 +257,7 @@ impl<D: Driver, W: Origin> Shut<D, W> {
         self.gate.pool()
     }
 
-    /// What was to begin comes to nothing.
+    /// Gives up the pause or resume that was to begin.
     pub fn reopen(self) -> Undone<D> {
         self.gate.reopen()
     }

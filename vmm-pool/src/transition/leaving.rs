@@ -26,8 +26,8 @@ use crate::pool::Pool;
 use crate::store::{Copies, HostArena, HostBudget, Pins, Schedule};
 use crate::{AllocationId, VirtualHandle};
 
-/// Where all that leaves is saved, by store: host memory and the file. Stages are saved there in whatever order they come,
-/// and again where one has failed.
+/// The places where all that leaves is saved, by store: host memory and the file. Stages are saved there in whatever
+/// order they come, and again where one has failed.
 #[derive(Debug, Default)]
 struct LaidOut([(HashMap<VirtualHandle, Placed>, u64); 2]);
 
@@ -38,13 +38,13 @@ impl LaidOut {
         }))
     }
 
-    /// What goes to host memory and is not there yet as it is.
+    /// Lists the allocations that go to host memory and are not there yet as they are.
     fn changing(&self) -> impl Iterator<Item = VirtualHandle> + '_ {
         let [(kept, _), _] = &self.0;
         kept.values().filter(|placed| !placed.is_same).map(|placed| placed.row)
     }
 
-    /// How much of it saving copies: the rest of what is saved is zero, or lies in host memory already.
+    /// Counts the bytes of `row` that saving copies. The rest of what is saved is zero, or lies in host memory already.
     fn copied_bytes(&self, row: VirtualHandle) -> u64 {
         let placed = self.0.iter().filter_map(|(placed, _)| placed.get(&row));
         placed.map(Placed::copied_bytes).sum()
@@ -70,7 +70,7 @@ impl LaidOut {
 pub struct Leaving<D: Driver> {
     quiesced: Quiesced<D>,
     selection: Selection,
-    /// What that was when the pause began.
+    /// The rows of the selection when the pause began.
     rows: Arc<Rows>,
 }
 
@@ -80,7 +80,7 @@ pub struct Leaving<D: Driver> {
 #[must_use = "dropping it undoes the pause"]
 pub struct Prepared<D: Driver> {
     leaving: Leaving<D>,
-    /// What is not saved yet.
+    /// The places of all that is not saved yet.
     laid_out: LaidOut,
 }
 
@@ -92,7 +92,7 @@ pub struct Departing<D: Driver> {
     leaving: Leaving<D>,
     queue: Queue,
     laid_out: LaidOut,
-    /// What has gone in windows that failed, to be told with the next that does not.
+    /// The memory that has gone in windows that failed, to be told with the next that does not.
     untold: Moved,
 }
 
@@ -101,7 +101,7 @@ pub struct Departing<D: Driver> {
 pub struct Undone<D: Driver> {
     /// The process runs as before once it is dropped.
     pub done: Done<D>,
-    /// What was done for that.
+    /// The record of the undo.
     pub log: StepLog,
     /// Descriptors that nobody needs, to be closed when there is time.
     pub spare: Vec<OwnedFd>,
@@ -222,7 +222,7 @@ impl<D: Driver> Prepared<D> {
         self.leaving.pool()
     }
 
-    /// Which of it leaves.
+    /// Returns the selection of the memory that leaves.
     pub fn selection(&self) -> &Selection {
         &self.leaving.selection
     }
@@ -269,12 +269,12 @@ impl<D: Driver> Departing<D> {
         self.leaving.pool()
     }
 
-    /// Which of it leaves.
+    /// Returns the selection of the memory that leaves.
     pub fn selection(&self) -> &Selection {
         &self.leaving.selection
     }
 
-    /// What is left, by device.
+    /// Returns the memory that is left, by device.
     pub fn left(&self) -> BTreeMap<DeviceOrdinal, Left> {
         self.queue.left()
     }
@@ -328,7 +328,8 @@ impl<D: Driver> Departing<D> {
         self.leaving.abandon();
     }
 
-    /// What cannot go is noted, and not offered again. An error if the driver is not sound, with the rest still waiting.
+    /// Gives back all that is left, one allocation at a time. One that cannot go is noted, and not offered again.
+    /// Returns an error if the driver is not sound, with the rest still waiting.
     fn give_back_one_by_one(&mut self) -> PoolResult<()> {
         let mut left = self.pick(|_| Some(u64::MAX)).into_iter();
         let mut stuck: Option<(u64, PoolError)> = None;
@@ -378,7 +379,7 @@ impl<D: Driver> Departing<D> {
         outcome
     }
 
-    /// What the next window is about. It waits no more.
+    /// Takes the allocations of the next window from the queue. They wait no more.
     fn pick(&mut self, window: impl Fn(DeviceOrdinal) -> Option<u64>) -> Vec<Waiting> {
         let Self { leaving, queue, .. } = self;
         let ledger = leaving.pool().ledger();
@@ -389,7 +390,7 @@ impl<D: Driver> Departing<D> {
         picked
     }
 
-    /// What is on its device still waits for a further window.
+    /// Puts those that are still on their device back into the queue, for a further window.
     fn put_back(&mut self, picked: &[Waiting]) {
         let Self { leaving, queue, .. } = self;
         let ledger = leaving.pool().ledger();

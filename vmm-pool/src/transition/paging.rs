@@ -193,12 +193,12 @@ impl<D: Driver> Entered<'_, D, Use> {
     }
 }
 
-/// What chunks on `device` are made of. No other process can be given them.
+/// Returns the properties of the memory that makes up chunks on `device`. No other process can be given this memory.
 pub(crate) fn frame_prop(device: DeviceOrdinal) -> AllocationProp {
     AllocationProp { requested_handle_types: 0, ..AllocationProp::pinned_on(device) }
 }
 
-/// Who may touch chunks on `device`.
+/// Returns the access rights to chunks on `device`.
 pub(crate) fn frame_access(device: DeviceOrdinal) -> [AccessDesc; 1] {
     [AccessDesc::read_write(device)]
 }

@@ -1,5 +1,5 @@
-//! What is still to leave or to come by stages, kept from stage to stage, so that a stage costs as much as it moves; and what a
-//! stage has moved.
+//! The queue of what is still to leave or to come by stages, and the record of a stage. The queue is kept from stage to
+//! stage, so that a stage costs as much as it moves.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -14,7 +14,7 @@ const PASSED_OVER_MAX: usize = 64;
 /// Bytes by device.
 pub type ByDevice = BTreeMap<DeviceOrdinal, u64>;
 
-/// What is still to be moved on one device.
+/// The memory that is still to be moved on one device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Left {
     /// All of it.
@@ -23,7 +23,7 @@ pub struct Left {
     pub smallest_bytes: u64,
 }
 
-/// What a window has done.
+/// The record of what a window has done.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Moved {
     /// As of any step; its bytes are those of `bytes`.
@@ -54,7 +54,7 @@ pub(super) struct Waiting {
     counts: Option<(DeviceOrdinal, u64)>,
 }
 
-/// What it takes of a stage.
+/// The room that an allocation takes in a stage.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     device: DeviceOrdinal,
@@ -79,7 +79,7 @@ struct Tally {
     sizes: BTreeMap<u64, usize>,
 }
 
-/// How much a stage may take of one device.
+/// The amount that a stage may take of one device.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Allowance {
     /// So many bytes, and one allocation at least.
@@ -181,7 +181,7 @@ impl Queue {
         (taken, others)
     }
 
-    /// What is left, by device.
+    /// Returns the memory that is left, by device.
     pub(super) fn left(&self) -> BTreeMap<DeviceOrdinal, Left> {
         let left = self.left.iter().filter_map(|(device, tally)| {
             let (&smallest_bytes, _) = tally.sizes.first_key_value()?;

@@ -14,8 +14,9 @@ use crate::journal::StepLog;
 use crate::ledger::{Presence, Remount, Row, Rows};
 use crate::store::{Store, Used};
 
-/// What is given back between two groups of copies at most, in addition to one allocation more: the driver takes a millisecond and a half for 2 GiB
-/// of large allocations, and some 30 us for a small one. Copies take five for a group, of which two are under way.
+/// The most bytes given back between two groups of copies, in addition to one allocation more. The driver takes a
+/// millisecond and a half for 2 GiB of large allocations, and some 30 us for a small one. Copies take five for a group,
+/// of which two are under way.
 const BETWEEN_BYTES: u64 = 2 << 30;
 /// The same, in allocations: two groups of the smallest.
 const BETWEEN_MOST: usize = 256;
@@ -26,7 +27,7 @@ pub(super) struct Meanwhile<'a> {
     rows: &'a Rows,
     /// Has it begun? What was imported has gone then, and what needs no copy is among what is ready.
     has_begun: bool,
-    /// What can go.
+    /// The allocations that can go.
     ready: VecDeque<VirtualHandle>,
     /// The driver has refused something: the rest is for the end.
     is_refused: bool,

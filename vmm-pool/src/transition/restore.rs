@@ -53,7 +53,7 @@ struct Target {
     /// The range was made for the copy.
     is_view: bool,
     store: Store,
-    /// What is made zero before.
+    /// The parts that are made zero before the copies.
     zeros: Vec<Range<u64>>,
 }
 
@@ -209,7 +209,7 @@ impl<D: Driver> Still<'_, D> {
         outcome.map(|()| log)
     }
 
-    /// Where saved contents of an allocation go back to; `None` when it has none.
+    /// Finds or makes the place where saved contents of an allocation go back to. Returns `None` when it has none.
     fn target_of(
         &self,
         log: &mut StepLog,
@@ -370,7 +370,7 @@ impl<D: Driver> Still<'_, D> {
 }
 
 impl<D: Driver> Pool<D> {
-    /// What must be fetched from whom before `rows` are all there, in the ledger's order.
+    /// Lists the allocations that must be fetched before `rows` are all there, by owner, in the ledger's order.
     pub(super) fn import_requests(&self, rows: &Rows) -> Vec<ImportRequest> {
         let ledger = self.ledger();
         let mut by_owner: BTreeMap<PeerId, Vec<AllocationId>> = BTreeMap::new();

@@ -20,20 +20,20 @@ use crate::store::{Copies, HostArena, HostBudget, Pins, Saved};
 pub(super) struct Item {
     row: VirtualHandle,
     saved: Saved,
-    /// What of it is copied, from one of its own mappings, or a view made for the copy.
+    /// The part that is copied, from one of the row's own mappings, or a view made for the copy.
     transfer: Transfer,
     copied_bytes: u64,
     view: bool,
 }
 
 impl Item {
-    /// Where the last of its copies in the arena ends.
+    /// Returns the end of the last of its copies in the arena, in bytes.
     fn end_bytes(&self) -> u64 {
         self.transfer.extents.iter().map(|extent| extent.place().end).max().unwrap_or(0)
     }
 }
 
-/// What a pause saves, by where it goes.
+/// The allocations that a pause saves, by where they go.
 #[derive(Debug, Default)]
 struct Plan {
     /// Of which nothing is copied.
@@ -50,7 +50,7 @@ impl Plan {
     }
 }
 
-/// What becomes of memory whose contents are saved, while others are still on their way.
+/// The treatment of memory whose contents are saved, while other contents are still on their way.
 #[derive(Debug)]
 pub(super) enum Behind<'a> {
     /// It is unmapped and stays: for an undo, or until all is saved.
@@ -266,7 +266,7 @@ impl<D: Driver> Still<'_, D> {
         Ok(())
     }
 
-    /// What no copy reads: imports, and what is saved as it is.
+    /// Unmaps the memory that no copy reads: imports, and what is saved as it is.
     fn unmap_uncopied(&self, log: &mut StepLog, rows: &Rows, plan: &Plan) -> PoolResult<()> {
         log.timed("unmap imports", |log| self.unmap_imports(log, rows))?;
         if plan.as_is.is_empty() {
@@ -289,7 +289,7 @@ impl<D: Driver> Still<'_, D> {
         Ok(())
     }
 
-    /// What is to be done for both layouts.
+    /// Plans the work for both layouts.
     fn plan(&self, log: &mut StepLog, kept: Layout, filed: Layout) -> PoolResult<Plan> {
         let mut plan = Plan::default();
         for placed in kept.placed.iter().chain(&filed.placed) {

@@ -25,7 +25,7 @@ pub(super) struct ShutGate<D: Driver> {
     on_drop: OnDrop,
 }
 
-/// What dropping a proof does.
+/// The effect of dropping a proof.
 #[derive(Debug)]
 enum OnDrop {
     /// Puts the gate there.
@@ -41,7 +41,7 @@ enum OnDrop {
 #[must_use = "dropping it puts the gate where it was"]
 pub struct Quiesced<D: Driver> {
     shut: ShutGate<D>,
-    /// What was seen of the contents since.
+    /// The survey of the contents since the devices were idle.
     survey: Survey,
 }
 
@@ -126,7 +126,7 @@ impl<D: Driver> ShutGate<D> {
         &self.pool
     }
 
-    /// Where the gate was.
+    /// Returns the mode that the gate had before.
     pub(super) fn before(&self) -> Mode {
         self.before
     }
@@ -170,7 +170,7 @@ impl<D: Driver> ShutGate<D> {
         Done { shut: self }
     }
 
-    /// What was begun behind it is undone: the gate goes where it was when the result is dropped.
+    /// Ends a pause or resume that is undone. The gate goes where it was when the result is dropped.
     pub(super) fn end_as_before(self) -> Done<D> {
         let before = self.before;
         self.end_in(before)
@@ -273,7 +273,7 @@ impl<'a, D: Driver> Still<'a, D> {
         Self { pool: shut.pool() }
     }
 
-    /// What a proof that is dropped has moved: it was drained, or not touched yet, when that began.
+    /// Makes a proof for memory that a dropped proof has moved. It was drained, or not touched yet, when that began.
     pub(super) fn of_dropped(shut: &'a ShutGate<D>) -> Self {
         Self { pool: shut.pool() }
     }

@@ -1,4 +1,4 @@
-//! What the devices say of the contents that a pause keeps, before anything is copied.
+//! The survey that the devices make of the contents that a pause keeps, before anything is copied.
 
 #![expect(unsafe_code, reason = "has devices read memory, and starts copies through the driver")]
 
@@ -65,7 +65,8 @@ impl<D: Driver> Still<'_, D> {
         (survey, log)
     }
 
-    /// What is saved, by device, where a kernel may read it. What has no such place is saved as a whole.
+    /// Lists the allocations that are saved, by device, each where a kernel may read it. One without such a place is
+    /// saved as a whole.
     fn to_look_at(&self, rows: &Rows) -> BTreeMap<DeviceOrdinal, Vec<Looked>> {
         let ledger = self.pool.ledger();
         let is_saved = |row: &&Row| row.backing().has_contents() && row.is_kept();
@@ -183,14 +184,15 @@ impl<D: Driver> Still<'_, D> {
 /// Questions that are asked together: a device takes a quarter of a millisecond and more for so many pieces of 64 KiB.
 const ASKED_AT_ONCE: usize = 16 << 10;
 
-/// What is asked of one device. It answers one half of its slots while the other is read and filled.
+/// The questions to one device, and its answers. The device answers one half of its slots while the other is read and
+/// filled.
 struct Asker<'a> {
     device: DeviceOrdinal,
     looked: &'a [Looked],
     questions: Box<dyn Iterator<Item = VaRange> + 'a>,
     answers: Answers,
     halves: [Half; 2],
-    /// Whose turn it is.
+    /// The half whose turn it is.
     turn: usize,
     is_refused: bool,
 }
@@ -198,7 +200,7 @@ struct Asker<'a> {
 /// Slots, by their numbers.
 struct Half {
     slots: Range<usize>,
-    /// How many questions, and on which stream.
+    /// The number of questions under way, and their stream.
     under_way: Option<(usize, RawStream)>,
 }
 
@@ -226,10 +228,10 @@ impl<'a> Asker<'a> {
 
 /// Fingerprints by allocation, which come one after the other.
 struct Answers {
-    /// How many there are of each allocation.
+    /// The number of fingerprints of each allocation.
     counts: Vec<usize>,
     by_allocation: Vec<Vec<Fingerprint>>,
-    /// Whose the next one is.
+    /// The allocation of the next fingerprint.
     next: usize,
 }
 

@@ -19,7 +19,7 @@ use crate::stage::{
 
 /// Host memory is taken in pieces of this size.
 const CHUNK: u64 = 256 << 20;
-/// For what comes at once on a machine that is not busy.
+/// For what comes immediately on a machine that is not busy.
 const SOON: Duration = Duration::from_mins(1);
 
 fn large_node() -> SimNode {

@@ -1,12 +1,17 @@
 //! Rules about one file: its size, the words it may not contain, the lints a crate inherits.
 
-use super::{Finding, has_extension, is_rust};
+use super::{Finding, ceiling, has_extension, is_rust};
 
 const LINES_MAX: usize = 600;
 /// Of tests, and of models of the product that only tests run.
 const LINES_MAX_OF_TESTS: usize = 800;
 /// Made by a program, so its size is not a choice.
 const GENERATED: [&str; 1] = ["ffi/src/bindings.rs"];
+
+/// Words that begin a question, and no sentence about a thing.
+const ASKING: [&str; 6] = ["What ", "Who ", "Which ", "Whose ", "Where ", "How "];
+/// The help of the command is made of doc comments there, in the usual words of help.
+const HELP: [&str; 2] = ["tenants/cli/src/args.rs", "tenants/cli/src/simulate.rs"];
 
 /// All findings about one file.
 pub(crate) fn check(path: &str, text: &str) -> Vec<Finding> {
@@ -18,6 +23,9 @@ pub(crate) fn check(path: &str, text: &str) -> Vec<Finding> {
     }
     if is_rust(path) || has_extension(path, "py") {
         findings.extend(unnumbered_todos(path, text));
+    }
+    if ceiling::language(path) == Some("rust") && !HELP.contains(&path) {
+        findings.extend(asking_docs(path, text));
     }
     if path.ends_with("Cargo.toml") {
         findings.extend(lints(path, text));
@@ -94,6 +102,21 @@ fn unnumbered_todos(path: &str, text: &str) -> Vec<Finding> {
         .collect()
 }
 
+/// Finds paragraphs of doc comments that do not say what a thing is or does.
+fn asking_docs(path: &str, text: &str) -> Vec<Finding> {
+    let doc = |line: &str| line.starts_with("/// ") || line.starts_with("//! ");
+    let lines: Vec<&str> = text.lines().map(str::trim_start).collect();
+    let mut findings = Vec::new();
+    for (number, line) in lines.iter().enumerate().filter(|(_, line)| doc(line)) {
+        let is_first = number == 0 || !doc(lines[number - 1]);
+        if is_first && ASKING.iter().any(|word| line[4..].starts_with(word)) {
+            let next = "begin with what the thing is, or does";
+            findings.push(Finding::new(path, number + 1, "a doc comment that asks", next));
+        }
+    }
+    findings
+}
+
 /// A crate inherits the workspace's lints.
 fn lints(path: &str, text: &str) -> Option<Finding> {
     let mut section = "";
@@ -132,6 +155,15 @@ mod tests {
         assert_eq!(size("docs/long.md", &"x\n".repeat(LINES_MAX)), None);
         assert_eq!(size("docs/long.txt", &text), None);
         assert_eq!(size(GENERATED[0], &text), None);
+    }
+
+    #[test]
+    fn a_doc_comment_that_begins_with_a_question_is_found_and_a_wrapped_line_is_not() {
+        let text = "/// The place\n/// Where it lies.\nx: u8,\n/// What it is.\ny: u8,\n// What is noted.\n";
+        let found = check("vmm-pool/src/x.rs", text);
+        assert_eq!(found.len(), 1);
+        assert!(found[0].to_string().starts_with("vmm-pool/src/x.rs:4: "));
+        assert_eq!(check("vmm-pool/tests/x.rs", text), []);
     }
 
     #[test]

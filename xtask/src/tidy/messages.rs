@@ -7,7 +7,7 @@ use super::{Finding, line_of};
 
 /// The page.
 pub(super) const PAGE: &str = "docs/errors.md";
-/// Where errors come from that people meet.
+/// The folders whose errors people meet.
 const FOLDERS: [&str; 4] = ["adapters/", "ffi/", "tenants/", "vmm-pool/"];
 /// Stands for what is filled in.
 const GAP: char = '…';
@@ -35,7 +35,7 @@ fn is_asked(path: &str) -> bool {
     FOLDERS.iter().any(|folder| path.starts_with(folder)) && !is_test
 }
 
-/// What stands before a message: of an error, and of what a process answers when it does not do its part.
+/// The code before a message: of an error, and of what a process answers when it does not do its part.
 const MARKS: [&str; 4] =
     ["#[error(", "wrong_state(format!(", "message: format!(", ".because(format!("];
 

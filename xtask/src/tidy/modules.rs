@@ -11,7 +11,7 @@ use super::Finding;
 
 /// This file, where the order stands.
 const SELF: &str = "xtask/src/tidy/modules.rs";
-/// What a crate's `lib.rs` itself defines.
+/// The name that stands for what a crate's `lib.rs` itself defines.
 const ROOT: &str = "lib";
 
 /// A crate and the order of its modules.
@@ -106,14 +106,14 @@ fn module_of(folder: &str, path: &str) -> Option<Vec<String>> {
 /// One source file: what it uses of its crate outside of tests.
 #[derive(Debug, Default)]
 struct File {
-    /// Where the reader is: the file's module, and modules written out inside it.
+    /// The place of the reader: the file's module, and modules written out inside it.
     module: Vec<String>,
     is_root: bool,
     /// Names at the top of the crate, with the line of their use.
     uses: Vec<(String, usize)>,
     /// The modules of tests in files of their own.
     tests: Vec<Vec<String>>,
-    /// What `lib.rs` hands on: the name, and the module that it comes from.
+    /// The names that `lib.rs` hands on, each with the module that it comes from.
     handed_on: Vec<(String, String)>,
 }
 

@@ -6,7 +6,7 @@ use super::{Finding, has_extension};
 
 /// The page.
 pub(crate) const PAGE: &str = "docs/what-a-pause-reaches.md";
-/// How the last column of a table is headed whose rows name tests.
+/// The heading of the last column of a table whose rows name tests.
 const COLUMN: &str = "test";
 
 /// Findings about the page `text`. `rust` are the project's Rust files, path and text; `paths` all its files.

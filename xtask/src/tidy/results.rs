@@ -10,7 +10,7 @@ const BYTES_MAX: usize = 200 * 1024;
 const TEXTS: [&str; 4] = ["name", "date", "commit", "driver"];
 const OBJECTS: [&str; 4] = ["versions", "parameters", "samples", "baseline"];
 
-/// What breaks the schema in one file; nothing in files of other folders.
+/// Finds what breaks the schema in one file; nothing in files of other folders.
 pub(super) fn check(path: &str, text: &str) -> Vec<Finding> {
     if !path.starts_with(FOLDER) || !has_extension(path, "json") {
         return Vec::new();

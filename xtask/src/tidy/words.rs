@@ -1,9 +1,6 @@
 //! Phrases that readers stumble over, and what to write instead.
 //!
-//! Pages have none of them, outside of code. Sources may have as many as `LEFT` says, and that number may only
-//! fall: lower it when you mend some.
-
-use std::collections::BTreeMap;
+//! Neither pages, outside of code, nor sources have any of them.
 
 use super::{Finding, has_extension};
 
@@ -19,33 +16,12 @@ const PHRASES: [(&str, &str); 7] = [
     ("is had", "the verb: \"exists\", \"was got\""),
     ("whoever", "who it is: \"the process that\", \"the caller\""),
 ];
-/// What is read next to pages.
+/// The extensions of the files that are read in addition to pages.
 const SOURCES: [&str; 6] = ["c", "h", "py", "pyi", "rs", "sh"];
-/// How many phrases the sources of each top folder still have.
-const LEFT: [(&str, usize); 1] = [("vmm-pool", 17)];
-
 /// Findings about `files`, by path and text.
 pub(super) fn check(files: &[(String, String)]) -> Vec<Finding> {
-    let mut findings = Vec::new();
-    let mut sources: BTreeMap<&str, Vec<Finding>> = BTreeMap::new();
-    for (path, text) in files.iter().filter(|(path, _)| path != OWN) {
-        let found = phrases(path, text);
-        if has_extension(path, "md") {
-            findings.extend(found);
-        } else {
-            let folder = path.split('/').next().unwrap_or_default();
-            sources.entry(folder).or_default().extend(found);
-        }
-    }
-    for (folder, mut found) in sources {
-        let left = LEFT.iter().find(|(name, _)| *name == folder).map_or(0, |(_, left)| *left);
-        if found.len() > left {
-            let what = format!("{} such phrases, more than the {left} of {OWN}", found.len());
-            findings.append(&mut found);
-            findings.push(Finding::new(folder, 0, what, "write what the lines above say"));
-        }
-    }
-    findings
+    let others = files.iter().filter(|(path, _)| path != OWN);
+    others.flat_map(|(path, text)| phrases(path, text)).collect()
 }
 
 /// Is this a file whose words are looked at?
@@ -101,12 +77,11 @@ mod tests {
     }
 
     #[test]
-    fn sources_may_have_as_many_as_are_left() {
+    fn phrases_of_sources_are_found_but_for_those_in_names() {
         let line = "/// It runs beside it.\nfn two_at_once() {}";
         let said = found("nowhere/a.rs", line);
+        assert_eq!(said.len(), 1);
         assert!(said[0].starts_with("nowhere/a.rs:1: \"beside\"; write "), "{said:?}");
-        assert!(said[1].contains("1 such phrases, more than the 0"), "{said:?}");
-        assert_eq!(said.len(), 2);
         assert_eq!(found(OWN, line), [""; 0]);
     }
 }

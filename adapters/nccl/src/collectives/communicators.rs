@@ -20,7 +20,7 @@ use super::NcclResult;
 pub(super) struct Communicator {
     pub(super) pointer: usize,
     pub(super) local: Rank,
-    /// What one collective adds.
+    /// The increment that one collective adds.
     pub(super) collective: [Increment; 1],
     pairs: Mutex<BTreeMap<Series, Increment>>,
     pub(super) numbers: Numbers,
@@ -91,7 +91,7 @@ impl Communicator {
         self.is_given_up.store(true, Ordering::Relaxed);
     }
 
-    /// What can be done with it yet.
+    /// Tells what can be done with it yet.
     pub(super) fn use_left(&self) -> UseLeft {
         if self.is_revoked.load(Ordering::Relaxed) {
             UseLeft::Ending
@@ -151,7 +151,7 @@ impl Communicator {
     }
 }
 
-/// What an application may do with a communicator that it has.
+/// The uses of a communicator that are left to an application that has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum UseLeft {
     /// Everything.
@@ -162,7 +162,7 @@ pub(super) enum UseLeft {
     Uncounted,
 }
 
-/// How something that is made of a communicator is made.
+/// The way in which something is made of a communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Derived {
     Split,
@@ -171,8 +171,9 @@ pub(super) enum Derived {
     Experts,
 }
 
-/// How much has been made of a communicator. All its ranks make the same, so the numbers are the same in all; a
-/// making that one of them alone fails to begin, which it can then repeat, must not count.
+/// The numbers of things that were made of a communicator, by the way in which they are made. All its ranks make the
+/// same, so the numbers are the same in all. A making that one rank alone fails to begin, and can then repeat, must not
+/// count.
 #[derive(Debug, Default)]
 pub(super) struct Numbers([AtomicU64; 4]);
 
@@ -188,8 +189,8 @@ impl Numbers {
     }
 }
 
-/// How many communicators a thread remembers. Scripts with more than data, tensor, pipeline and expert
-/// groups on one thread pay for a shared lock.
+/// The number of communicators that a thread remembers. Scripts with more than data, tensor, pipeline and expert groups
+/// on one thread pay for a shared lock.
 const REMEMBERED: usize = 8;
 
 #[derive(Default)]

@@ -1,4 +1,4 @@
-//! What a thread has gathered between `ncclGroupStart` and `ncclGroupEnd`.
+//! The calls that a thread has gathered between `ncclGroupStart` and `ncclGroupEnd`.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -15,11 +15,11 @@ pub(super) struct Group {
     pub(super) increments: Vec<Increment>,
     /// Communicators that the group calls.
     pub(super) touched: Vec<Arc<Communicator>>,
-    /// What few groups have: `PyTorch` brackets every collective with a group.
+    /// The work that few groups have: `PyTorch` brackets every collective with a group.
     pub(super) rare: Option<Box<Rare>>,
 }
 
-/// What a group does in addition to launching.
+/// The work of a group in addition to its launches.
 #[derive(Debug, Default)]
 pub(super) struct Rare {
     /// Recorded into captures when the group ends.

@@ -7,7 +7,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use tenants::cut::CommunicatorId;
 
-/// How a communicator came to be.
+/// The way in which a communicator came to be.
 #[derive(Clone, Copy, Debug, Hash)]
 enum Origin {
     UniqueIds,
@@ -38,7 +38,7 @@ pub(super) fn of_split(parent: CommunicatorId, number: u64, color: i32) -> Commu
     named(Origin::Split, &(parent, number, color))
 }
 
-/// What is left of `parent` without the ranks `excluded`, by the `number`th shrinking of it.
+/// Names the rest of `parent` without the ranks `excluded`, by the `number`th shrinking of it.
 pub(super) fn of_shrink(parent: CommunicatorId, number: u64, excluded: &[i32]) -> CommunicatorId {
     let mut excluded = excluded.to_vec();
     excluded.sort_unstable();

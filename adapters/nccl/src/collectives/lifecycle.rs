@@ -9,11 +9,11 @@ use tenants::cut::{CommunicatorId, Counter, Increment, Lane, Rank, Series};
 use super::communicators::{Communicator, Derived, UseLeft};
 use super::{Collectives, NcclResult, Process, group, identity, turned_back};
 
-/// How long a thread that ends a communicator waits for threads that were held with it in hand. They have only to end a group
-/// in failure, which waits for nobody.
+/// The longest wait of a thread that ends a communicator for threads that were held with it in hand. They have only to
+/// end a group in failure, which waits for nobody.
 const WITHDRAWAL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How many identities are remembered that were used once. Where some are used again, they are all the same one.
+/// The most identities that are remembered after one use. Where some are used again, they are all the same one.
 const USED_MAX: usize = 4096;
 
 /// A communicator that a call makes.
@@ -22,16 +22,16 @@ pub(super) struct Newcomer {
     id: CommunicatorId,
     /// Taken before the call, where the rank is known by then.
     local: Option<Rank>,
-    /// Where NCCL writes the pointer.
+    /// The place that NCCL writes the pointer to.
     place: usize,
-    /// Which communicator shows when it is there, where it cannot itself.
+    /// The communicator that shows when the new one is there, where the new one cannot show it itself.
     parent: Option<Arc<Communicator>>,
     /// Its pointer, where it is in the table already.
     inserted: Option<usize>,
     making: Making,
 }
 
-/// What a making has taken, and gives back when it comes to nothing.
+/// The use or number that a making has taken, and gives back when it comes to nothing.
 #[derive(Clone, Copy, Debug)]
 enum Making {
     /// One more use of an identity by a rank.

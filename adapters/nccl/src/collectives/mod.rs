@@ -66,9 +66,9 @@ impl NcclResult {
     }
 }
 
-/// What the calls need of the process around them.
+/// The process around the calls, as far as they need it.
 pub trait Process {
-    /// Where launches are counted.
+    /// Returns the cut in which launches are counted.
     fn cut(&self) -> &Cut;
 
     /// Tells people something, once.
@@ -87,7 +87,7 @@ pub trait Process {
     /// keeps until NCCL has; 0 when none.
     fn communicator_at(&self, place: usize) -> usize;
 
-    /// What a finished communicator says of its rank, and of how many it is.
+    /// Returns the rank that a finished communicator reports, and the number of its ranks.
     fn rank_of(&self, communicator: usize) -> Option<(u32, u32)>;
 
     /// NCCL's `ncclCommGetAsyncError`; asked from other threads too.
@@ -97,24 +97,24 @@ pub trait Process {
     fn spoil_group(&self);
 }
 
-/// What a call launches.
+/// The operation that a call launches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation<'a> {
-    /// What all ranks do.
+    /// An operation of all ranks.
     Collective,
     /// A message to a rank.
     Send {
-        /// Which.
+        /// The rank that gets the message.
         peer: i32,
     },
     /// A message from a rank.
     Receive {
-        /// Which.
+        /// The rank that sends the message.
         peer: i32,
     },
     /// A signal to a rank, with or without data before it.
     Signal {
-        /// Which of the rank's signals.
+        /// The signal, of those that the rank has.
         signal: Signal,
     },
     /// A wait for signals.
@@ -138,9 +138,9 @@ pub struct Signal {
 /// Signals that are waited for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Awaited {
-    /// Which.
+    /// The signal that is waited for.
     pub signal: Signal,
-    /// How many, beyond those waited for before.
+    /// The number to wait for, beyond those waited for before.
     pub count: i32,
 }
 
@@ -153,7 +153,7 @@ pub struct Collectives {
     has_non_blocking: AtomicBool,
     /// Made by calls that go on; their pointers are not there yet.
     forming: Mutex<Vec<Newcomer>>,
-    /// How often this process has made a communicator of each identity as each rank: under `NCCL_COMM_ID` all
+    /// The number of communicators that this process has made of each identity as each rank. Under `NCCL_COMM_ID` all
     /// `ncclUniqueId`s are the same.
     uses: Mutex<HashMap<(CommunicatorId, u32), u64>>,
     experts: Experts,
@@ -429,7 +429,8 @@ impl Collectives {
     }
 }
 
-/// What an operation adds; nothing for a message or a signal to oneself, which waits for nobody else.
+/// Returns the increments that an operation adds. There are none for a message or a signal to oneself, which waits for
+/// nobody else.
 fn increments_of(
     communicator: &Communicator,
     cut: &Cut,

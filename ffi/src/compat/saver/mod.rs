@@ -2,8 +2,9 @@
 //!
 //! `sublet_torch_allocator` says what their settings mean.
 //!
-//! Where `torch_memory_saver` ends the process, these functions return a success without doing anything (pausing paused
-//! memory, resuming resident memory), or an error code, with the reason in `sublet_last_error`.
+//! These functions return where `torch_memory_saver` ends the process. They return a success without doing anything
+//! (pausing paused memory, resuming resident memory). Otherwise they return an error code, with the reason in
+//! `sublet_last_error`.
 
 #![expect(unsafe_code, reason = "exports C functions")]
 
@@ -253,9 +254,9 @@ pub unsafe extern "C" fn tms_tags_json(
     })
 }
 
-/// Where the saved bytes of device memory are: while it is paused, and after its resume where backups are kept. Valid
-/// until the next pause or resume of it. Null when there are none, as for memory that was not saved to host memory, and
-/// for a `size` of 0.
+/// Returns the address of the saved bytes of device memory: while it is paused, and after its resume where backups are
+/// kept. Valid until the next pause or resume of that memory. Null when there are none, as for memory that was not
+/// saved to host memory. Null also for a `size` of 0.
 ///
 /// # Safety
 /// The address is only compared.

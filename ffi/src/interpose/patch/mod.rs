@@ -43,7 +43,7 @@ use vmm_pool::sync::lock;
 use super::Binding;
 use super::driver::Driver;
 
-/// How often slots that the loader is not done with are looked at again.
+/// The most looks at slots that the loader is not done with.
 const TRIES_MAX: u8 = 32;
 
 /// The key by which an object is known again. One that is loaded in the place of another, from the same file, is the
@@ -52,7 +52,7 @@ const TRIES_MAX: u8 = 32;
 struct Identity {
     name: CString,
     bias: usize,
-    /// How many relocations it has.
+    /// The numbers of its relocations: of calls, and of everything else.
     sizes: (usize, usize),
 }
 
@@ -61,9 +61,9 @@ struct Identity {
 pub(crate) struct Entry {
     /// Its imports of functions that we stand in for.
     places: Vec<Place>,
-    /// How many of these lead to us.
+    /// The number of these imports that lead to us.
     pub(crate) slots: usize,
-    /// How many addresses were exchanged that it kept.
+    /// The number of addresses that it kept and that were exchanged.
     pub(crate) exchanged: usize,
     /// Why something about it could not be done.
     pub(crate) problem: Option<String>,
@@ -99,7 +99,7 @@ struct Known {
 pub(super) struct Patches {
     ours: OnceLock<Names>,
     known: LazyLock<Mutex<Known>>,
-    /// How many libraries the loader had ever loaded at the last walk.
+    /// The number of libraries that the loader had ever loaded at the last walk.
     loads: AtomicU64,
     /// Some slot was not ready at the last walk.
     unsettled: AtomicBool,
@@ -289,9 +289,9 @@ struct Walk {
     unsettled: bool,
     /// Some library may keep functions of the driver's.
     wants_driver: bool,
-    /// Where the driver is.
+    /// The addresses that the driver lies at.
     drivers: Vec<Range<usize>>,
-    /// How many libraries were ever loaded, and how many unloaded.
+    /// The number of libraries that were ever loaded, and the number that were unloaded.
     loads: (u64, u64),
 }
 
@@ -438,7 +438,7 @@ pub(super) fn is_original(path: &[u8]) -> bool {
     BEGINNINGS.iter().any(|file| is_file_of(path, file))
 }
 
-/// How the driver's file name begins.
+/// The beginning of the driver's file name.
 const DRIVER_FILE: &[u8] = b"libcuda.so";
 
 fn is_file(name: &CStr, begin: &[u8]) -> bool {

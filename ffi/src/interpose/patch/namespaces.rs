@@ -15,7 +15,7 @@ pub(super) struct Elsewhere(Mutex<Look>);
 
 #[derive(Debug, Default)]
 struct Look {
-    /// How many libraries had ever been loaded, and unloaded.
+    /// The number of libraries that had ever been loaded, and the number that had been unloaded.
     loads: (u64, u64),
     found: Option<String>,
 }

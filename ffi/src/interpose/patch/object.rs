@@ -49,7 +49,7 @@ pub(super) struct Object<'walk> {
     mapped: PhantomData<&'walk ()>,
 }
 
-/// Which of an object's relocations: its table, and its number there.
+/// The place of one of an object's relocations: its table, and its number there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Place {
     /// Of functions that are called (`DT_JMPREL`).
@@ -61,7 +61,7 @@ pub(super) enum Place {
 /// A pointer that the loader fills with the address of another library's function.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Import<'walk> {
-    /// Where the pointer is.
+    /// The address of the pointer.
     pub(super) slot: usize,
     /// The function's name.
     pub(super) name: &'walk CStr,
@@ -137,7 +137,7 @@ impl<'walk> Object<'walk> {
         self.relro.contains(&address)
     }
 
-    /// Where it keeps data that it may change at any time.
+    /// Returns the ranges in which it keeps data that it may change at any time.
     pub(super) fn data(&self) -> impl Iterator<Item = Range<usize>> {
         let writable = |segment: &&Segment| segment.flags & (PF_R | PF_W) == PF_R | PF_W;
         self.segments.iter().filter(writable).flat_map(|segment| {
@@ -274,13 +274,13 @@ impl<'walk> Object<'walk> {
 }
 
 impl Imports<'_> {
-    /// Where imports may be.
+    /// Returns the places in which imports may be.
     pub(super) fn places(&self) -> impl Iterator<Item = Place> + use<> {
         let (calls, data) = self.sizes();
         (0..calls).map(Place::Calls).chain((0..data).map(Place::Data))
     }
 
-    /// How many relocations there are, of calls and of everything else.
+    /// Counts the relocations: those of calls, and those of everything else.
     pub(super) fn sizes(&self) -> (usize, usize) {
         (self.calls.len(), self.data.len())
     }

@@ -12,7 +12,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::object::Object;
 
-/// What is looked through behind a caller.
+/// The libraries that are looked through behind a caller.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Behind {
     /// Files, in order.
@@ -21,7 +21,7 @@ pub(crate) struct Behind {
     pub(crate) goes_on: bool,
 }
 
-/// What is looked through behind the library that holds `caller`; nothing where no library does.
+/// Returns the libraries that are looked through behind the one that holds `caller`; nothing where no library does.
 pub(crate) fn behind(caller: usize) -> Behind {
     behind_caller(&loaded_for(caller))
 }
@@ -85,7 +85,7 @@ fn file_name(path: &CStr) -> &[u8] {
     path.to_bytes().rsplit(|&byte| byte == b'/').next().unwrap_or_default()
 }
 
-/// What each library depends on, by number in the list.
+/// Returns the libraries that each library depends on, by number in the list.
 fn dependencies(list: &[Loaded]) -> Vec<Vec<usize>> {
     let mut known: HashMap<&[u8], usize> = HashMap::new();
     for (number, loaded) in list.iter().enumerate() {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-/// Where this process's mappings are listed.
+/// The file that lists this process's mappings.
 const MAPS: &str = "/proc/self/maps";
 
 /// A page's rights.

@@ -116,7 +116,8 @@ mod tests {
 
     const OURS: usize = 0x7777_0000;
 
-    /// What becomes of the slot of `dlsym` (or of the weak import) that holds `value`, and what it holds then.
+    /// Settles the slot of `dlsym` (or of the weak import) that holds `value`. Returns what becomes of the slot, and
+    /// what it holds then.
     fn settled(image: &mut Image, value: usize, is_weak: bool) -> (Settled, usize) {
         let at = SLOTS + if is_weak { 16 } else { 0 };
         image.put(at, &[value as u64]);

@@ -129,7 +129,7 @@ fn help_of_each_command_is_short_and_ends_with_an_example_that_can_be_typed() {
     }
 }
 
-/// What pages show of this command: code that begins with its name, each with the page.
+/// Finds the commands that pages show: code that begins with this command's name, each with the page.
 fn shown() -> Vec<(String, String)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let docs = fs::read_dir(root.join("docs")).unwrap().map(|entry| entry.unwrap().path());

@@ -1,4 +1,4 @@
-//! What became of tenants, for programs. `docs/sublet.schema.json` describes it.
+//! The outcome of changes to tenants, for programs. `docs/sublet.schema.json` describes it.
 
 use serde::Serialize;
 use tenants::code::Code;
@@ -37,7 +37,7 @@ pub(crate) struct Document<'a> {
     taken_bytes: u64,
     wall_us: Option<u64>,
     report: Option<&'a Report>,
-    /// Who was paused to make room, by a resume that queued, and why, one line each.
+    /// The tenants that were paused to make room, by a resume that queued. `reasons` says why, one line each.
     paused: Vec<&'a str>,
     reasons: &'a [String],
     /// It is done and not written down for later switches, and why not.
@@ -49,7 +49,7 @@ pub(crate) struct Document<'a> {
     error: Option<String>,
     /// Why, in one word.
     code: Option<Code>,
-    /// Who did not do its part, where that is why.
+    /// The members that did not do their part, where that is why.
     failures: &'a [MemberFailure],
     missing_device_bytes: Option<u64>,
     shortages: Vec<Shortage<'a>>,

@@ -17,7 +17,7 @@ use crate::output::Output;
 use crate::units;
 use crate::view::View;
 
-/// What a pause would do.
+/// The plan of a pause: what it would do.
 #[derive(Debug, Default, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub(crate) struct Plan {

@@ -1,4 +1,4 @@
-//! What a pause, resume or swap came to, for people: one line, and with `-v` what it is made of.
+//! The outcome of a pause, resume or swap, for people: one line, and with `-v` what it is made of.
 
 use tenants::coordinator::{Outcome, Report, Swap, staying};
 use tenants::identity::TenantName;
@@ -43,7 +43,7 @@ pub(super) fn outcome(
     }
 }
 
-/// What was done, how much it moved, and how to undo it.
+/// Says what was done, how much it moved, and how to undo it.
 pub(crate) fn line(tenant: &TenantName, scope: &Scope, report: &Report, gpus: &Gpus) -> String {
     let (subject, took) = (scope.subject(tenant), units::micros(report.wall_us));
     let (done, moved) = (done(report.action), moved(report, gpus));
@@ -177,7 +177,7 @@ pub(crate) fn details(report: &Report, gpus: &Gpus, output: &mut Output) {
     output.table(&devices);
 }
 
-/// What a person should know of it, and what was lost.
+/// Prints what a person should know of the pause or resume.
 pub(crate) fn remark(report: &Report, output: &mut Output) {
     staying(&report.stays).for_each(|stay| output.line(stay));
     // Each begins with its process.

@@ -1,4 +1,4 @@
-//! What the machine and the environment bring.
+//! The checks of the machine and of the environment.
 
 use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
@@ -124,7 +124,8 @@ fn locked_memory(limits: Option<&str>) -> Check {
     }
 }
 
-/// How many descriptors a process may have while its memory comes back. The soft limit is raised to the hard one for that time.
+/// Checks how many descriptors a process may have while its memory comes back. The soft limit is raised to the hard one
+/// for that time.
 fn open_files(limits: Option<&str>) -> Check {
     let subject = "open files";
     let hard = limits.and_then(|text| {

@@ -40,7 +40,7 @@ pub(crate) fn doctor(
     Ok(if able { ExitCode::SUCCESS } else { ExitCode::from(EXIT_UNCHANGED) })
 }
 
-/// What is in the way, or all findings; and what that amounts to.
+/// Prints what is in the way, or all findings; and what that amounts to.
 fn render(checks: &[Check], all: bool, output: &mut Output) {
     let rows = checks.iter().filter(|check| all || check.level != Level::Ok).map(|check| {
         let level = match check.level {
@@ -72,7 +72,7 @@ fn render(checks: &[Check], all: bool, output: &mut Output) {
     });
 }
 
-/// How much a finding matters.
+/// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
@@ -90,9 +90,9 @@ pub(super) enum Level {
 pub(super) struct Check {
     pub(super) level: Level,
     pub(super) subject: String,
-    /// What was found.
+    /// The finding, in words.
     pub(super) finding: String,
-    /// What to do about it.
+    /// The action that is proposed about it.
     pub(super) next_step: Option<String>,
 }
 

@@ -12,7 +12,7 @@ use crate::environment::Environment;
 const PIPE_VARIABLE: &str = "CUDA_MPS_PIPE_DIRECTORY";
 const PIPE_DIR: &str = "/tmp/nvidia-mps";
 const PID_BYTES_MAX: u64 = 32;
-/// Where the kernel driver shows what it can do, GPU by GPU.
+/// The folder in which the kernel driver shows what it can do, GPU by GPU.
 const CAPABILITIES: &str = "/proc/driver/nvidia/capabilities";
 
 pub(super) fn checks(environment: &Environment) -> Vec<Check> {

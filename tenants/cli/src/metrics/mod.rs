@@ -77,7 +77,7 @@ fn listen(address: SocketAddr, run_dir: &RunDir, output: &mut Output) -> Result<
     Ok(ExitCode::SUCCESS)
 }
 
-/// What is looked at, time and again.
+/// The sources of the figures, which are read time and again.
 struct Figures {
     run_dir: RunDir,
     gpus: Watched,
@@ -120,7 +120,7 @@ type Labels = Vec<(&'static str, String)>;
 type Whole = Family<Labels, Gauge<u64, AtomicU64>>;
 type Fraction = Family<Labels, Gauge<f64, AtomicU64>>;
 
-/// What has been registered under one name.
+/// Registers a family of whole numbers under `name`, and returns it.
 fn whole(registry: &mut Registry, name: &str, help: &str) -> Whole {
     let family = Whole::default();
     registry.register(name, help, family.clone());
@@ -330,7 +330,7 @@ fn switches(view: &View, registry: &mut Registry) {
     }
 }
 
-/// How long pauses took, by tenant.
+/// The durations of pauses, by tenant.
 #[derive(Debug)]
 struct PauseSeconds(BTreeMap<String, PauseTimes>);
 

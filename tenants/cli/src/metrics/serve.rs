@@ -36,7 +36,7 @@ use tokio::time::{sleep, timeout};
 use crate::failure::{EXIT_UNCHANGED, Failure};
 use crate::output;
 
-/// Where it listens when nothing else is said: on this machine alone.
+/// The address to listen on when nothing else is said: on this machine alone.
 pub(crate) const ADDRESS: &str = "127.0.0.1:9400";
 /// Connections at a time. A new one takes the place of the one that has been idle longest; if none is, it waits.
 const CONNECTIONS_MAX: usize = 128;
@@ -46,7 +46,7 @@ const IDLE_MIN: Duration = Duration::from_millis(500);
 const REQUEST_BYTES_MAX: usize = 64 << 10;
 /// The least from one look to the next. Who asks sooner gets what the last has found.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// How long a look may take where the scraper does not say: Prometheus waits 10 s by default.
+/// The longest time of a look where the scraper does not say: Prometheus waits 10 s by default.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(9);
 /// The most, whatever the scraper says.
 const LOOK_TIMEOUT_MAX: Duration = Duration::from_secs(50);
@@ -65,7 +65,7 @@ const TEXT: &str = "text/plain; charset=utf-8";
 /// The outcome of one look: figures, or why there are none.
 type Look = Result<String, String>;
 
-/// Where figures come from.
+/// The source of figures: a channel to the thread that looks.
 #[derive(Clone)]
 struct Source(Sender<oneshot::Sender<Look>>);
 
@@ -276,7 +276,7 @@ fn host_name() -> String {
     name.trim().to_owned()
 }
 
-/// How long the scraper waits, less what the way takes.
+/// Returns the time limit of a look: the time that the scraper waits, less what the way takes.
 fn limit_of(request: &Request<Incoming>) -> Duration {
     let text = request.headers().get(TIMEOUT_HEADER).and_then(|value| value.to_str().ok());
     let seconds = text.and_then(|text| text.parse::<f64>().ok());
@@ -285,7 +285,7 @@ fn limit_of(request: &Request<Incoming>) -> Duration {
     share.map_or(LOOK_TIMEOUT, |share| share.min(LOOK_TIMEOUT_MAX))
 }
 
-/// What the text is called: it can be read as either.
+/// Returns the content type of the text, which can be read as either.
 fn kind_for(request: &Request<Incoming>) -> &'static str {
     let accepted = request.headers().get(ACCEPT).and_then(|value| value.to_str().ok());
     let wants_open = accepted.is_some_and(|kinds| kinds.contains("application/openmetrics-text"));
@@ -315,7 +315,7 @@ mod tests {
         send(address, &format!("{request}\r\nHost: localhost\r\nConnection: close\r\n\r\n"))
     }
 
-    /// What comes back for bytes of a connection's own.
+    /// Sends `bytes` on a connection of their own, and returns what comes back.
     fn send(address: SocketAddr, bytes: &str) -> String {
         let mut stream = TcpStream::connect(address).unwrap();
         stream.set_read_timeout(Some(GENEROUS)).unwrap();

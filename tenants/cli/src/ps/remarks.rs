@@ -1,4 +1,4 @@
-//! What people should know of tenants and their processes, below the table.
+//! Remarks about tenants and their processes for people, below the table.
 
 use tenants::coordinator::TenantStats;
 use tenants::wire::{HostProgress, HostStage, Lent, MemberInfo, MemberState, MemberStats};
@@ -7,7 +7,7 @@ use vmm_pool::PoolReport;
 use crate::view::View;
 use crate::{budget, units};
 
-/// What a tenant holds of its budgets, what its processes wait for, and who did not answer.
+/// Says what a tenant holds of its budgets, what its processes wait for, and who did not answer.
 pub(super) fn tenant_remarks(tenant: &TenantStats) -> Vec<String> {
     let mut remarks: Vec<_> = budget::remarks(tenant).collect();
     remarks.extend(nccl_remark(tenant));
@@ -16,7 +16,8 @@ pub(super) fn tenant_remarks(tenant: &TenantStats) -> Vec<String> {
     remarks
 }
 
-/// What stays on a GPU and why, and what members say. `by_gpu`: what stays is said for each GPU.
+/// Says what stays on a GPU and why, and what members say, each with the process id. `by_gpu`: what stays is said for
+/// each GPU.
 pub(super) fn remarks_of_members(
     view: &View,
     tenant: &TenantStats,

@@ -1,10 +1,10 @@
-//! Who changes a tenant, and who in it is waited for.
+//! Sentences about who changes a tenant, and who in it is waited for.
 
 use tenants::wire::{MemberState, MemberStats};
 
 use crate::view::TenantView;
 
-/// How many processes are named at most.
+/// The most processes that are named.
 const NAMED_MAX: usize = 4;
 
 /// Sentences, the most important first; none where nobody waits. `command_of` gives the command line of a process.

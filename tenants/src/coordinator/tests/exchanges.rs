@@ -259,7 +259,7 @@ fn in_step(swapped: &mut Swapped) -> Idle {
     }
 }
 
-/// How often a side had nothing to do, and something left.
+/// The number of times that each side had nothing to do though something was left.
 #[derive(Debug, Default)]
 struct Idle {
     out: usize,

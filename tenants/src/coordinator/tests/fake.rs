@@ -417,7 +417,8 @@ impl Agent {
         }
     }
 
-    /// What is moved of its one device by this order, where it has not been already, and what is left then.
+    /// Counts what this order moves of the one device. Returns the bytes of the order, and the bytes that are left
+    /// then.
     fn moved(&self, order: &Order) -> (u64, u64) {
         let all = self.script.holds_bytes;
         let left = all - self.moved.load(Ordering::Relaxed);
@@ -493,7 +494,7 @@ impl Agent {
         Reply::PhaseDone(phase, PhaseAnswer { report, drained })
     }
 
-    /// What it has on its device, or needs there.
+    /// Returns what the member has on its device, or needs there.
     fn needed(&self) -> DeviceDelta {
         DeviceDelta {
             device: DeviceOrdinal(0),

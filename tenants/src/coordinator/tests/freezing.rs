@@ -177,7 +177,8 @@ fn a_tenant_that_is_paused_is_frozen_without_another_pause() {
     assert_eq!((driver.state(), world.states()), (CHECKPOINTED, vec![MemberState::Deep]));
 }
 
-/// Where the coordinator of a deep pause, or of a resume, has ended between two calls, the driver alone knows how far it had come.
+/// The coordinator of a deep pause, or of a resume, has ended between two calls: the driver alone knows how far it had
+/// come.
 #[test]
 fn what_was_left_half_way_goes_on_from_where_the_driver_says_that_it_is() {
     let half_way = [RUNNING, ProcessState::Locked, CHECKPOINTED];

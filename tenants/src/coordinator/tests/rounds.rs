@@ -33,7 +33,7 @@ fn refused(reply: Reply) -> String {
     failure.message
 }
 
-/// What `member` says when it is asked how `round` ended, over a connection of the asker's own.
+/// Asks `member` how `round` ended, over a connection of the asker's own, and returns the answer.
 fn told(member: &Member<SimDriver>, round: u64) -> RoundEnd {
     let reply = Line::to(member).ask(&Request::Withdraw(Withdraw { round }));
     let Reply::Told(told) = reply else { panic!("{reply:?}") };

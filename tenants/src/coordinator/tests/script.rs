@@ -1,4 +1,4 @@
-//! What a member of a test says and does: where it stands, what it holds, and where it misbehaves.
+//! The script of a member of a test: where it stands, what it holds, what it says, and where it misbehaves.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -50,7 +50,7 @@ impl From<Phase> for Deed {
     }
 }
 
-/// What a member does instead of its part.
+/// The act that a member does instead of its part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fault {
     Fail(FailureKind),
@@ -86,7 +86,7 @@ pub(super) enum AtTheGate {
     MakesCalls(Arc<AtomicBool>),
 }
 
-/// How many have been asked, and what tells those that wait for more.
+/// The number of members that have been asked, and the signal for those that wait for more.
 pub(super) type Meeting = Arc<(Mutex<usize>, Condvar)>;
 
 #[derive(Clone)]
@@ -101,14 +101,14 @@ pub(super) struct Script {
     pub(super) stats_with: Option<(Meeting, usize)>,
     /// Instead of writing on, the second time.
     pub(super) save: Option<Fault>,
-    /// What it has to write; none when it runs with all its memory.
+    /// The bytes that it has to write; none when it runs with all its memory.
     pub(super) saved_bytes: Option<u64>,
     pub(super) host: HostNeed,
     /// Whom it has lent memory to, as it says when its devices are drained.
     pub(super) lent: Option<MemberId>,
     /// With whom it says that it shares memory.
     pub(super) partner: Option<Partner>,
-    /// What it has on its one device, or needs there.
+    /// The bytes that it has on its one device, or needs there.
     pub(super) holds_bytes: u64,
     /// Of that device.
     pub(super) free_bytes: u64,
@@ -118,12 +118,12 @@ pub(super) struct Script {
     pub(super) unit_bytes: u64,
     /// None when its device is idle and no thread waits.
     pub(super) at_the_gate: Option<AtTheGate>,
-    /// Which one of the orders for a phase its fault is about; each where that is none.
+    /// The number of the order for a phase that its fault is about, from 0; each order where that is none.
     pub(super) fault_at: Option<usize>,
 }
 
 impl AtTheGate {
-    /// What it says to this order, and to those that it has not answered.
+    /// Returns its answers to this order, and to those that it has not answered.
     pub(super) fn answers(&self, order: u64, calls: Calls) -> Vec<Activity> {
         let idle = Activity { order, is_idle: true, ..Activity::default() };
         match self {

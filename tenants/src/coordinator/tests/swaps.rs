@@ -75,7 +75,7 @@ fn times(world: &World, id: u64, deed: impl Into<Deed>) -> usize {
     world.lines().into_iter().filter(|other| *other == line).count()
 }
 
-/// Where `what` comes first in the log.
+/// Returns the first position of `what` in the log.
 fn position(world: &World, what: &Line) -> usize {
     world.lines().iter().position(|line| line == what).unwrap()
 }

@@ -217,7 +217,8 @@ fn silent(job: &Job) -> crate::transport::Listener {
 
 const QUICK: Duration = Duration::from_secs(4);
 
-/// How long three members take of which one was told to go on, and its coordinator has ended.
+/// Returns the time that three members take to settle after their coordinator has ended. One of them was told to go on,
+/// and one more process is silent.
 fn settle_beside_a_silent_one(told: usize, is_pause: bool) -> Duration {
     let job = Job::new(3);
     if !is_pause {

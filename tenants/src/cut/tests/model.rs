@@ -8,7 +8,7 @@ use super::super::plan::{Pace, Plan, Verdict};
 use super::super::{CutReport, Inside, Lane, LaunchCount, Limits, Need, Seen, Series, Waiting};
 use super::programs::{Op, Program};
 
-/// Where a thread is.
+/// The place of a thread relative to its next operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum At {
     /// On its way to its next operation.
@@ -31,7 +31,7 @@ pub(super) struct State {
     threads: Vec<Vec<Thread>>,
     /// The limits in force in each process; none while it is open.
     held: Vec<Option<Limits>>,
-    /// What each has reported, last and under these limits.
+    /// The last report of each process, made under these limits.
     reports: Vec<Option<CutReport>>,
     plan: Plan,
     /// The furthest place in the program's order when the last process was held.
@@ -43,7 +43,7 @@ pub(super) struct State {
     pub(super) hasty_stalls: u8,
 }
 
-/// What can happen next.
+/// An event that can happen next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
     /// A thread comes to its next operation, does it, or comes back from it.
@@ -59,7 +59,7 @@ pub(super) enum Action {
 pub(super) struct Run {
     pub(super) program: Program,
     pub(super) hasty_stalls_max: u8,
-    /// How many stalls its ranks need at most, which wait for each other in ways that launches do not show.
+    /// The most stalls that its ranks need, which wait for each other in ways that launches do not show.
     pub(super) stalls_max: u8,
 }
 
@@ -183,14 +183,14 @@ impl Run {
         increments.map(need).collect()
     }
 
-    /// How much `rank` has launched on `lane`.
+    /// Counts the launches of `rank` on `lane`.
     fn count(&self, state: &State, lane: Lane, rank: u32) -> u64 {
         let launched = (0..state.threads.len()).flat_map(|process| self.launched(state, process));
         let here = launched.flat_map(Op::increments).filter(|(l, r, _)| (*l, *r) == (lane, rank));
         here.map(|(_, _, launches)| launches).sum()
     }
 
-    /// What a process has launched.
+    /// Returns the operations that a process has launched.
     fn launched<'a>(&'a self, state: &'a State, process: usize) -> impl Iterator<Item = &'a Op> {
         let threads = self.program.processes[process].threads.iter();
         threads

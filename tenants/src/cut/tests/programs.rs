@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::super::{CommunicatorId, Lane, Rank, Series};
 
-/// What a thread does next.
+/// An operation of a thread.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Op {
     /// Launches, all or nothing.
@@ -18,7 +18,7 @@ pub(super) enum Op {
     Create {
         /// The rank that it gives.
         local: Rank,
-        /// What it counts.
+        /// The count that it adds to the lane of the communicator's creation.
         increments: [(Lane, u32, u64); 1],
     },
     /// Waits on the host until so many threads have come to the same meeting.
@@ -26,7 +26,7 @@ pub(super) enum Op {
 }
 
 impl Op {
-    /// What it counts, and where.
+    /// Returns the counts that it adds, each with its lane and rank.
     pub(super) fn increments(&self) -> &[(Lane, u32, u64)] {
         match self {
             Self::Launch { increments, .. } => increments,
@@ -52,7 +52,7 @@ pub(super) struct Process {
     pub(super) threads: Vec<Vec<Op>>,
 }
 
-/// What all processes do.
+/// The operations of all processes.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Program {
     pub(super) processes: Vec<Process>,

@@ -107,7 +107,7 @@ fn a_paused_process_turns_launches_back_too() {
     });
 }
 
-/// What two processes that hold a rank each say, and whether they are at a cut.
+/// Returns the verdict on the reports of two processes that hold a rank each: whether they are at a cut.
 fn settle(cuts: [&Cut; 2]) -> Verdict {
     let reports = cuts.map(|cut| cut.report(0));
     Plan::default().update(&[&reports[0], &reports[1]], Pace::Moving)

@@ -29,7 +29,7 @@ impl<D: Driver> Agent<D> {
         self.forget(number);
     }
 
-    /// What the leader has sent counts.
+    /// Handles all requests that the leader has sent so far: they count.
     fn hear_out(&mut self, number: u64) {
         while let Ok(Some(request)) = self.clients.next_request(number) {
             self.handle(number, request);

@@ -14,7 +14,7 @@ use crate::member::progress::Progress;
 use crate::state::Event;
 use crate::wire::{FailureKind, MemberState, PhaseReport};
 
-/// How long to freeze waits for a call that pins host memory for the next pause.
+/// The longest time that a freeze waits for a call that pins host memory for the next pause.
 const PINNING_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl<D: Driver> Executor<D> {

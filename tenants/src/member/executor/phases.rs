@@ -1,4 +1,4 @@
-//! What a process does in each phase. Runs on the worker thread, one phase at a time.
+//! The work of a process in each phase. It runs on the worker thread, one phase at a time.
 
 use std::collections::BTreeMap;
 use std::mem;
@@ -29,7 +29,7 @@ use crate::wire::{
     Drained, Failure, FailureKind, Hold, MemberState, Order, Phase, PhaseAnswer, PhaseReport, Reply,
 };
 
-/// How long the gate stays shut for a look at the devices at most.
+/// The longest time that the gate stays shut for a look at the devices.
 const LOOK_MAX: Duration = Duration::from_millis(10);
 
 impl<D: Driver> Executor<D> {
@@ -273,7 +273,7 @@ impl<D: Driver> Executor<D> {
         refusals::captures(self.member.config())
     }
 
-    /// What the requested step needs, if it follows the one before.
+    /// Takes out the state that the requested step needs, if the step follows the one before.
     pub(super) fn next_of<T>(
         &mut self,
         take: impl FnOnce(Progress<D>) -> Result<T, Box<Progress<D>>>,

@@ -1,4 +1,4 @@
-//! What a process does in the phases of a resume. Runs on the worker thread, as `phases.rs`.
+//! The work of a process in the phases of a resume. It runs on the worker thread, as that of `phases.rs` does.
 
 use std::collections::BTreeMap;
 use std::mem;

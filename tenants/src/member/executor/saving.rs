@@ -31,7 +31,7 @@ const STEP_MAX: Duration = Duration::from_secs(10);
 /// Files that are being written. Dropping it removes what is not whole.
 #[derive(Debug)]
 pub(super) struct Saving {
-    /// Who asked.
+    /// The connection that asked.
     connection: u64,
     dir: SaveDir,
     process: ProcessName,
@@ -290,7 +290,8 @@ fn dir_failure(error: &SaveDirError) -> Failure {
     Failure { kind, message }
 }
 
-/// How long one step lasts at most: the worker thread does nothing else meanwhile. The asking process waits for longer.
+/// The longest duration of one step: the worker thread does nothing else meanwhile. The asking process waits for
+/// longer.
 pub(crate) const SPILL_STEP_TIME: Duration = Duration::from_mins(1);
 
 impl<D: Driver> Executor<D> {

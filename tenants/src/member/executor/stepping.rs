@@ -1,5 +1,5 @@
-//! What a process does behind its shut gate until its devices are idle, as [`crate::stepping`] decides it for all. Runs
-//! on the worker thread.
+//! The work of a process behind its shut gate until its devices are idle, as [`crate::stepping`] decides it for all. It
+//! runs on the worker thread.
 
 use std::time::{Duration, Instant};
 
@@ -13,20 +13,21 @@ use crate::member::progress::Progress;
 use crate::stepping::{Activity, Calls, HeldCall, StepOrder};
 use crate::wire::{Failure, FailureKind, MemberState, Reply, StepOn};
 
-/// How long a watcher goes without looking: threads come to the gate without a word to us.
+/// The longest time that a watcher waits between two looks: threads come to the gate without notifying it.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
-/// How long a thread that was let in may be inside before the others go on without it: its call may wait for them.
+/// The longest time that a thread that was let in may be inside before the others go on without it. Its call may wait
+/// for them.
 const CALL_PATIENCE: Duration = Duration::from_millis(5);
-/// How long a device may be busy after a call before it counts as one that waits for something.
+/// The time that a device may be busy after a call before it counts as waiting for something.
 const BUSY_PATIENCE: Duration = Duration::from_millis(2);
 /// The same in the turn of a busy process, which may be hundreds of calls.
 const TURN_PATIENCE: Duration = Duration::from_millis(1);
-/// How many calls a process makes one right after the other while its devices stay idle. The coordinator hears of
-/// each later one before the next is made, if it has made a device of another process idle.
+/// The number of calls that a process makes one right after the other while its devices stay idle. If a later call
+/// makes a device of another process idle, the coordinator hears of it before the next call.
 const CALLS_AT_SPEED: u64 = 64;
-/// How long that takes.
+/// The time that the coordinator takes to hear of a call.
 const WORD_TIME: Duration = Duration::from_millis(1);
-/// How long threads may take from one call to the next.
+/// The longest time that threads may take from one call to the next.
 const COME_PATIENCE: Duration = Duration::from_millis(1);
 /// Waiting calls that a report lists.
 const LISTED_MAX: usize = 16;
@@ -180,7 +181,7 @@ impl<D: Driver> Stepper<'_, D> {
         true
     }
 
-    /// What the devices do, as far as they can be asked now.
+    /// Returns what the devices do, as far as they can be asked now.
     fn look(&mut self) -> Result<vmm_pool::Activity, Failure> {
         let looked = self.draining.look(|| self.member.captures().under_way());
         looked.map_err(|error| drain_failure(&error, &self.draining.pool().gate().waiting()))

@@ -36,8 +36,8 @@ use crate::wire::{
     Ask as _, Failure, FailureKind, MemberState, Phase, PhaseReport, RoundEnd, Withdraw,
 };
 
-/// How long all others together may take to say what they were told. Agents answer immediately; only a stopped
-/// process does not.
+/// The longest time that all others together may take to say what they were told. Agents answer immediately; only a
+/// stopped process does not.
 const ASK_TIMEOUT: Duration = Duration::from_secs(5);
 /// Answers that have taken longer in all are requested again: others wait for as long for a process that is stopped,
 const ANSWERS_COUNT: Duration = Duration::from_secs(1);
@@ -45,10 +45,10 @@ const ANSWERS_COUNT: Duration = Duration::from_secs(1);
 const ASKED_TIMES_MAX: u32 = 3;
 /// Questions that are out at a time: each takes two descriptors of the application's process.
 const ASKED_AT_ONCE: usize = 64;
-/// How soon one that could not be asked is tried again: there is no event for that.
+/// The time before a process that could not be asked is tried again: there is no event for that.
 const ASK_AGAIN: Duration = Duration::from_millis(5);
-/// How long nobody looks whether those who are asked live. A process that had ended already when it was asked makes
-/// no event, where something else holds its socket.
+/// The longest time between two looks at whether the asked processes live. A process that had ended already when it was
+/// asked makes no event, where something else holds its socket.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 impl<D: Driver> Executor<D> {
@@ -197,7 +197,7 @@ struct Question {
     process: Process,
 }
 
-/// What came of it so far.
+/// The outcome of a question so far.
 enum Heard {
     Nothing,
     Told(RoundEnd),
@@ -220,7 +220,7 @@ impl Question {
         Ok(Self { member: socket.id, asked, connection, process })
     }
 
-    /// What to wait for: the answer, or its end.
+    /// Returns the events to wait for: the answer, or the end of the asked process.
     fn events(&self) -> impl Iterator<Item = PollFd<'_>> {
         let fds = std::iter::once(self.connection.as_fd()).chain(self.process.end_event());
         fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN))

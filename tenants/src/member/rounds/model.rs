@@ -8,12 +8,12 @@ use super::{Admission, OfRound, PAST_MAX, Rounds, Said, Verdict, known};
 use crate::phase::Stage;
 use crate::wire::RoundEnd;
 
-/// What may happen in a search.
+/// The bounds on what may happen in a search.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Setting {
     pub(super) members: usize,
     pub(super) coordinators: usize,
-    /// How many coordinators may die.
+    /// The number of coordinators that may die.
     pub(super) deaths: u8,
     /// The lock's file may be removed, so that two coordinators lead at a time.
     pub(super) lock_goes: bool,
@@ -21,11 +21,11 @@ pub(super) struct Setting {
     pub(super) calls_off: bool,
     /// Coordinators may be silent for so long that members hang up on them.
     pub(super) stands_still: bool,
-    /// How often a member may begin to pause and resume by itself.
+    /// The number of times that a member may begin to pause and resume by itself.
     pub(super) own: u8,
-    /// How often a coordinator may say the same twice.
+    /// The number of times that a coordinator may say the same twice.
     pub(super) repeats: u8,
-    /// How often a member may be stopped for longer than others wait for it.
+    /// The number of times that a member may be stopped for longer than others wait for it.
     pub(super) stops: u8,
 }
 
@@ -56,7 +56,7 @@ impl Order {
         matches!(self, Self::Verify | Self::Abort | Self::Settle)
     }
 
-    /// What a coordinator says next.
+    /// Returns the next order of a coordinator.
     fn next(self) -> Option<Self> {
         match self {
             Self::Settle => Some(Self::Begin),
@@ -68,7 +68,7 @@ impl Order {
     }
 }
 
-/// How far a member is with what it was told to do.
+/// The progress of a member with what it was told to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum At {
     Rest,
@@ -87,11 +87,11 @@ struct Settling {
 struct Member {
     rounds: Rounds,
     at: At,
-    /// What the worker is at.
+    /// The settling that the worker is at.
     settling: Option<Settling>,
-    /// Which coordinator waits for it to settle.
+    /// The coordinator that waits for the member to settle.
     asks_to_settle: Option<usize>,
-    /// How rounds of several have ended here.
+    /// The ends of rounds of several members, as they were here.
     ends: BTreeMap<u64, Verdict>,
     is_stopped: bool,
     /// Others have gone on without it.
@@ -147,7 +147,7 @@ pub(super) struct State {
     pub(super) asked: Option<Verdict>,
 }
 
-/// What can happen next.
+/// An event that can happen next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
     LockGoes,
@@ -199,7 +199,7 @@ impl Member {
         self.rounds.admit(connection, OfRound { round, alone, stage: order.stage() }, rests)
     }
 
-    /// What the worker does; false where it does not follow the step before.
+    /// Does what the worker does on an order. Returns false where the order does not follow the step before.
     fn obey(&mut self, round: u64, order: Order) -> bool {
         let done = match (order, self.at) {
             (Order::Begin, At::Rest) => {
@@ -596,7 +596,7 @@ impl State {
         true
     }
 
-    /// What it knows without asking.
+    /// Returns the verdict that member `m` knows without asking.
     fn knows(&self, m: usize) -> Option<Verdict> {
         let member = &self.members[m];
         let round = member.settling.as_ref()?.round;
@@ -713,7 +713,8 @@ impl State {
         !std::mem::replace(&mut self.members[m].is_stopped, true)
     }
 
-    /// Where others have waited for it in vain, so has it for them, and it asks again.
+    /// Lets a stopped member go on. If others have waited for it in vain, it has waited in vain for them, and asks
+    /// again.
     fn goes_on_after_stop(&mut self, m: usize) -> bool {
         let member = &mut self.members[m];
         if let Some(settling) = &mut member.settling

@@ -61,7 +61,7 @@ impl<D: Driver> Sharers<D> {
         lock(&self.lenders).iter().map(|(id, tenant)| (*id, tenant.clone())).collect()
     }
 
-    /// Where the agent of `owner` listens, which may be of another tenant.
+    /// Returns the socket path where the agent of `owner` listens. The owner may be of another tenant.
     pub(super) fn place_of(&self, owner: MemberId) -> PathBuf {
         match self.lender(owner) {
             Some(tenant) => {
@@ -72,20 +72,20 @@ impl<D: Driver> Sharers<D> {
         }
     }
 
-    /// What this process says of itself to `owner`; none where that is of its own tenant.
+    /// Returns what this process says of itself to `owner`; none where the owner is of its own tenant.
     pub(super) fn as_borrower(&self, owner: MemberId) -> Option<Borrower> {
         self.lender(owner)?;
         let family = self.presence.family().map(ToString::to_string);
         Some(Borrower { tenant: self.presence.tenant().to_string(), family })
     }
 
-    /// How long an open may wait for `owner`: for one of the own tenant as long as a call waits at the own gate, for
-    /// another, whose pauses are its own, until a deadline.
+    /// Returns the deadline until which an open may wait for `owner`. There is none for an owner of the own tenant. The
+    /// open then waits as long as a call at the own gate. Another owner's pauses are its own, so it has a deadline.
     pub(super) fn open_deadline(&self, owner: MemberId) -> Option<Instant> {
         self.lender(owner).map(|_| Instant::now() + self.presence.config().family_wait)
     }
 
-    /// How long `owner` may take to answer an open.
+    /// Returns the longest time that `owner` may take to answer an open.
     pub(super) fn answer_timeout(&self, owner: MemberId) -> Duration {
         match self.lender(owner) {
             Some(_) => AGENT_TIMEOUT.min(self.presence.config().family_wait),

@@ -32,7 +32,7 @@ pub enum ImportError {
          (sublet run --family NAME, or SUBLET_FAMILY), or run both in one tenant, to let them share device memory"
     )]
     OtherTenant {
-        /// Whose it is.
+        /// The tenant of the ticket.
         theirs: String,
         /// Ours.
         ours: String,
@@ -43,7 +43,7 @@ pub enum ImportError {
          SUBLET_RUN_DIR"
     )]
     NoLender {
-        /// Whose it is.
+        /// The tenant of the ticket.
         theirs: String,
     },
     /// The tenant that the memory is borrowed from is paused.
@@ -51,7 +51,7 @@ pub enum ImportError {
     LenderAway {
         /// Allocations that were requested.
         count: usize,
-        /// What the owner said.
+        /// The failure that the owner reported.
         failure: Failure,
     },
     /// The memory is on a device that this process does not see.
@@ -72,7 +72,7 @@ pub enum ImportError {
     /// The system gave no descriptor for a ticket.
     #[error("no ticket could be made: {source}; raise the limit of open files (ulimit -n)")]
     NoTicket {
-        /// What the system said.
+        /// The system's error.
         #[source]
         source: std::io::Error,
     },
@@ -81,7 +81,7 @@ pub enum ImportError {
     Owner {
         /// Its socket.
         path: PathBuf,
-        /// What went wrong.
+        /// The transport's error.
         #[source]
         source: TransportError,
     },
@@ -91,7 +91,7 @@ pub enum ImportError {
          this process, or leave them out (sublet resume --without-lost)"
     )]
     OwnerEnded {
-        /// Which process.
+        /// The owner, in words.
         owner: String,
         /// Allocations that were requested.
         count: usize,
@@ -102,7 +102,7 @@ pub enum ImportError {
          (sublet resume --without-lost)"
     )]
     Missing {
-        /// Which process.
+        /// The owner, in words.
         owner: String,
         /// Allocations that are missing.
         count: usize,
@@ -134,12 +134,12 @@ pub enum ImportError {
     Pool(#[from] PoolError),
 }
 
-/// What an owner has sent.
+/// The answer of an owner to a fetch.
 pub(super) struct Fetched {
     fds: HashMap<AllocationId, Borrowed>,
     /// Of redeemed tickets.
     tags: Vec<String>,
-    /// What the owner does not have any more.
+    /// The allocations that the owner does not have any more.
     missing: BTreeSet<AllocationId>,
 }
 
@@ -165,7 +165,7 @@ impl<D: Driver> Sharing<D> {
     /// A ticket for `handle`, instead of the driver's descriptor.
     ///
     /// # Errors
-    /// What the pool or the system said.
+    /// The error of the pool or of the system.
     pub fn issue_ticket(
         &self,
         entered: &Entered<'_, D, Use>,
@@ -454,7 +454,8 @@ fn is_over_later(kind: FailureKind) -> bool {
     matches!(kind, FailureKind::NotNow | FailureKind::LenderAway)
 }
 
-/// What is behind a descriptor, the driver checks; these kinds it should never be given.
+/// Tells whether a descriptor may come from the driver. The driver checks what is behind it, but should never be given
+/// a socket, a pipe, a directory or a block device.
 fn may_be_the_drivers(fd: &OwnedFd) -> bool {
     fstat(fd).is_ok_and(|status| {
         let kind = SFlag::from_bits_truncate(status.st_mode & SFlag::S_IFMT.bits());

@@ -29,13 +29,13 @@ pub const IPC_LIBRARY: &str = "ipc";
 /// Borrowers that are remembered before those are forgotten who hold nothing.
 const BORROWERS_KEPT: usize = 64;
 
-/// What an importer is given.
+/// The memory that an importer is given.
 #[derive(Default)]
 pub(crate) struct HandedOut {
     pub(crate) fds: Vec<OwnedFd>,
     /// When tickets are redeemed.
     pub(crate) tags: Vec<String>,
-    /// What this process does not have any more.
+    /// The allocations that this process does not have any more.
     pub(crate) missing: Vec<AllocationId>,
     /// Of what is lent.
     pub(crate) devices: Vec<String>,
@@ -193,8 +193,8 @@ impl<D: Driver> Sharing<D> {
         lock(&self.borrowers).insert(importer, known);
     }
 
-    /// What of `scope` other tenants have open, or this process of another of its own; and what of theirs is away here. Waits
-    /// for nothing.
+    /// Returns the memory of `scope` that other tenants have open, and the memory of theirs that is away here. It also
+    /// returns what this process has open of another one of its own tenant. Waits for nothing.
     pub(crate) fn lending(&self, scope: &Scope) -> Lending {
         let mut lent = self.lent(&scope.paused(self.presence.id()));
         lent.extend(self.opened(scope));
@@ -210,8 +210,8 @@ impl<D: Driver> Sharing<D> {
         Lending { lent, wanted, partners }
     }
 
-    /// What this process has open of memory that another one of its tenant is about to pause by tag, and has not agreed to run
-    /// without.
+    /// Returns what this process has open of memory that another one of its tenant is about to pause by tag. Memory
+    /// that this process has agreed to run without does not count.
     fn opened(&self, scope: &Scope) -> Option<Lent> {
         let Scope::Tags { tags, owner: Some(owner) } = scope else { return None };
         let tags = tags.to_pause();
@@ -231,7 +231,7 @@ impl<D: Driver> Sharing<D> {
         (opened.bytes > 0).then_some(opened)
     }
 
-    /// What of `selection` processes of other tenants have open.
+    /// Returns the memory of `selection` that processes of other tenants have open.
     pub(crate) fn lent(&self, selection: &Selection) -> Vec<Lent> {
         let by_borrower = self.pool.holdings().lent(selection);
         let borrowers = lock(&self.borrowers);

@@ -26,7 +26,7 @@ pub(super) const ALL: [usize; 3] = [OWNER, IMPORTER, NEWCOMER];
 
 const ID: AllocationId = AllocationId([1; 16]);
 
-/// What a process has of the allocation.
+/// The state of the allocation in a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Memory {
     /// Nothing: no row in its table.
@@ -39,7 +39,7 @@ pub(super) enum Memory {
     Lost,
 }
 
-/// How far a process has come in a pause or resume.
+/// The progress of a process in a pause or resume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) enum Stage {
     Runs,
@@ -70,11 +70,11 @@ pub(super) struct Process {
     frozen: bool,
     /// Of the last step, whose answer the coordinator has.
     said: Option<Said>,
-    /// What this pause has taken, and a resume in progress would have to give back.
+    /// Has the resume in progress brought its memory back? To undo it takes that memory away again.
     restored: bool,
 }
 
-/// What [`References`] come down to for one allocation.
+/// The part of [`References`] that concerns one allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Said {
     given: bool,
@@ -97,15 +97,15 @@ pub(super) enum Step {
     UndoResume,
 }
 
-/// What is under way, if anything.
+/// The pause or resume under way.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Action {
     step: Step,
-    /// Who takes part.
+    /// The processes that take part.
     members: [bool; 3],
-    /// Who was found, take they part or not.
+    /// The processes that were found, whether they take part or not.
     found: [bool; 3],
-    /// Who has done the step.
+    /// The processes that have done the step.
     done: [bool; 3],
     by_tag: bool,
     without_lost: bool,
@@ -114,10 +114,10 @@ pub(super) struct Action {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct State {
     pub(super) processes: [Process; 3],
-    /// What each physical memory holds, by its number.
+    /// The value that each physical memory holds, by its number.
     values: [u8; 10],
     made: u8,
-    /// What was written last.
+    /// The value that was written last.
     written: u8,
     /// The owner's: who may hold it, who has fetched it again, an open ticket, saved contents.
     importers: [bool; 3],
@@ -125,13 +125,13 @@ pub(super) struct State {
     ticket: bool,
     saved: Option<u8>,
     pub(super) action: Option<Action>,
-    /// What may still happen.
+    /// The events that may still happen.
     pub(super) left: Left,
     /// A process took memory for its own that all others took for nobody's.
     pub(super) disowned: bool,
 }
 
-/// How often each kind of event may still happen.
+/// The number of times that each kind of event may still happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Left {
     pub(super) pauses: u8,
@@ -282,7 +282,7 @@ impl State {
         });
     }
 
-    /// What the coordinator decides from what all have said.
+    /// Returns the coordinator's decision from what all have said.
     fn decision(&self, members: [bool; 3]) -> Option<StayReason> {
         let name = |who: usize| MemberId(who as u64);
         let said = |who: usize| self.processes[who].said.filter(|_| members[who]);

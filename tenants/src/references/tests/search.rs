@@ -6,7 +6,7 @@ use stateright::{Checker, Expectation, Model, Property};
 
 use super::model::{ALL, Event, Left, Memory, OWNER, Stage, State};
 
-/// Where the search begins.
+/// The start of the search.
 struct Start(Left);
 
 impl Model for Start {
@@ -54,8 +54,8 @@ fn is_right(state: &State) -> bool {
     used.all(|number| state.value_of(number) == state.written())
 }
 
-/// Where nothing is under way: a resume brings back all that lives, nothing is lost but what its owner took along,
-/// and then everything can be paused.
+/// Tells whether there is a way on where nothing is under way. A resume brings back all that lives, and nothing is lost
+/// but what its owner took along. Then everything can be paused.
 fn has_way_on(state: &State) -> bool {
     if state.action.is_some() {
         return true;

@@ -38,9 +38,9 @@ struct Process {
     calls: Calls,
     /// Was its device idle when it began with these?
     was_idle: bool,
-    /// What it has said last; none before it has, or since it was sent something else.
+    /// The last report of the process; none before it has reported, or since it was sent something else.
     report: Option<Activity>,
-    /// What it is to be told.
+    /// The order that the process is to be told.
     order: Option<(Limits, Calls)>,
 }
 
@@ -71,7 +71,7 @@ pub(super) enum Action {
 #[derive(Clone, Debug)]
 pub(super) struct Run {
     pub(super) program: Program,
-    /// How often patience may end too early.
+    /// The number of times that patience may end too early.
     pub(super) hasty_max: u8,
 }
 
@@ -86,7 +86,7 @@ impl Run {
         processes.flat_map(|(process, threads)| (0..threads.len()).map(move |t| (process, t)))
     }
 
-    /// How many kernels of each thread are over.
+    /// Counts the kernels of each thread that are over.
     fn finished(&self, state: &State) -> Vec<Vec<usize>> {
         let launched = |process: usize, thread: usize| {
             &self.program.processes[process][thread]
@@ -130,7 +130,8 @@ impl Run {
         Lane { communicator, series: Series::Collectives }
     }
 
-    /// How much a process has launched, or is about to: it is counted before the gate.
+    /// Counts the launches of a process on a communicator. A launch is counted before the gate, so one that is about to
+    /// be made counts.
     fn count(&self, state: &State, process: usize, communicator: u8) -> u64 {
         let mut count = 0;
         for (thread, ops) in self.program.processes[process].iter().enumerate() {
@@ -260,7 +261,7 @@ impl Run {
         self.forget_blocked(next);
     }
 
-    /// Where the devices are idle nobody keeps them busy.
+    /// Clears the marks of blocked threads where the devices are idle: nobody keeps those busy.
     fn forget_blocked(&self, next: &mut State) {
         for process in 0..next.processes.len() {
             if self.is_idle(next, process) {

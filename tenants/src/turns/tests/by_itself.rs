@@ -61,7 +61,7 @@ impl Tenant {
 
 struct World {
     tenants: Vec<Tenant>,
-    /// Who waits, in order, and whether it is for memory.
+    /// Those that wait, in order, and whether each waits for memory.
     claims: Vec<(usize, bool)>,
     history: History,
     now_us: u64,
@@ -145,7 +145,7 @@ impl World {
         }
     }
 
-    /// What has ended ends, and who wants something says so.
+    /// Ends the work that is done, and makes the claims of those that want something.
     fn turn_over(&mut self) {
         for index in 0..self.tenants.len() {
             let now_us = self.now_us;

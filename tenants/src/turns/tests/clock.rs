@@ -19,7 +19,7 @@ pub(super) fn gpu(index: usize) -> String {
     format!("GPU-{index}")
 }
 
-/// What a job is, and does again and again.
+/// A job, and the work that it does again and again.
 #[derive(Clone, Debug)]
 pub(super) struct Job {
     pub(super) class: Class,
@@ -27,9 +27,9 @@ pub(super) struct Job {
     pub(super) gpus: Vec<usize>,
     pub(super) bytes: u64,
     pub(super) cost: Cost,
-    /// How long it works in one turn; none for one that never ends its turn.
+    /// The time for which it works in one turn; none for one that never ends its turn.
     pub(super) work_us: Option<u64>,
-    /// How long it does without the GPUs after a turn.
+    /// The time for which it does without the GPUs after a turn.
     pub(super) think_us: u64,
 }
 
@@ -54,7 +54,7 @@ enum Doing {
     Thinks { until_us: u64 },
 }
 
-/// What became of one job.
+/// The results of one job.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Tally {
     pub(super) in_turn_us: u64,

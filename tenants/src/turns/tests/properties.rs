@@ -1,4 +1,4 @@
-//! What holds whatever the jobs are.
+//! Properties that hold whatever the jobs are.
 
 use proptest::prelude::*;
 

@@ -1,5 +1,5 @@
-//! Which context the driver is called in, and what becomes of our references to it; and our own kernel in it, which takes
-//! fingerprints: compiled by the driver for a device when it is first needed.
+//! The context that the driver is called in, what becomes of our references to it, and our own kernel in it. The kernel
+//! takes fingerprints. The driver compiles it for a device when it is first needed.
 
 #![expect(unsafe_code, reason = "calls the CUDA driver")]
 
@@ -88,7 +88,7 @@ impl CudaDriver {
     /// may be its last. The next use retains the context again.
     ///
     /// # Errors
-    /// What the driver returned.
+    /// The error that the driver returned.
     #[doc(alias = "cuDevicePrimaryCtxRelease")]
     pub fn let_primary_context_go(&self, device: DeviceOrdinal) -> DriverResult<()> {
         let retained = self.retained(device)?;
@@ -179,7 +179,7 @@ impl Kernels {
         Ok(function)
     }
 
-    /// Where a device finds host memory, which is refused where it is not pinned.
+    /// Returns the address at which a device finds host memory. Memory that is not pinned is refused.
     fn seen_by_device(calls: &Calls, host: *mut c_void) -> DriverResult<u64> {
         let mut at = 0_u64;
         // SAFETY: `at` is a valid out-pointer; the host's memory is not touched.

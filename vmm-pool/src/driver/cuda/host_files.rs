@@ -43,7 +43,7 @@ const PAGE_BYTES: u64 = 4096;
 const SHARE_OF_DESCRIPTORS: u64 = 4;
 const MAGIC: [u8; 16] = *b"sublet host file";
 
-/// What a call of the driver's would return.
+/// The result that a call of the driver's would return.
 type Coded<T> = Result<T, DriverCode>;
 
 #[derive(Debug)]
@@ -201,7 +201,7 @@ impl HostFiles {
         copy.map_err(|_| DriverCode::OUT_OF_MEMORY)
     }
 
-    /// What it was made with.
+    /// Returns the properties that the memory of `handle` was made with.
     pub(super) fn properties(&self, handle: RawHandle) -> Coded<AllocationProp> {
         Ok(AllocationProp {
             kind: ALLOCATION_KIND_PINNED,

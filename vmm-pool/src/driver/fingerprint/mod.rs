@@ -26,8 +26,8 @@ const STEP_B: u64 = 0xc2b2_ae3d_27d4_eb4f;
 const STEP_C: u64 = 0xd6e8_feb8_6659_fd93;
 const STEP_D: u64 = 0xa076_1d64_78bd_642f;
 
-/// What makes fingerprints of this process unlike those of any other: random, and drawn once. Contents cannot be chosen to have
-/// equal fingerprints without them, and they never leave the process and its devices.
+/// The keys that make fingerprints of this process unlike those of any other: random, and drawn once. Without them,
+/// contents cannot be chosen to have equal fingerprints. They never leave the process and its devices.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Keys {
@@ -75,8 +75,8 @@ impl Keys {
     }
 }
 
-/// What a piece of memory holds, in 128 bits, by the keys of this process: pieces of one size whose fingerprints differ hold
-/// different bytes, and two that hold different bytes have the same one with a chance of 2^-128.
+/// A digest of a piece of memory, in 128 bits, by the keys of this process. Pieces of one size whose fingerprints
+/// differ hold different bytes. Two that hold different bytes have the same fingerprint with a chance of 2^-128.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fingerprint {
     first: u64,

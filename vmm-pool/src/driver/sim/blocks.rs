@@ -23,7 +23,7 @@ use crate::driver::{AllocationFlags, AllocationProp, Location, LocationKind};
 const LEDGER: &str = "ledger";
 /// Of the file of an allocation that a checkpoint has taken off its device.
 pub(super) const ASIDE_PREFIX: &str = "aside-";
-/// What others left in new memory.
+/// The bytes that others left in new memory.
 pub const SOIL: &[u8; 32] = b"what others had in here before..";
 /// It is there once in so many bytes,
 const SOILED_EVERY_BYTES: u64 = 64 << 10;
@@ -246,7 +246,8 @@ pub(super) fn new_memory() -> Vec<u8> {
     bytes
 }
 
-/// Where new memory has [`SOIL`] in it. All of it would be written page by page, and fill the machine.
+/// Returns the offsets in new memory that have [`SOIL`]. Soil everywhere would be written page by page, and fill
+/// the machine.
 fn soiled_places(size_bytes: u64) -> impl Iterator<Item = u64> {
     let apart = size_bytes.div_ceil(SOILED_MAX).next_multiple_of(SOILED_EVERY_BYTES);
     (0..size_bytes.div_ceil(apart)).map(move |index| index * apart)
@@ -268,7 +269,7 @@ fn remove_if_unheld(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// What the name of an allocation's file says; device ids count the node's devices.
+/// The contents of the name of an allocation's file. Device ids count the node's devices.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct BlockName {
     pub(super) id: [u8; 16],

@@ -1,4 +1,4 @@
-//! What the simulated driver does, without counting, faults or latency.
+//! The work of the simulated driver, without counting, faults or latency.
 //!
 //! Work of streams runs on this type, and a C interface on top of the simulation calls it directly for
 //! what the trait does not offer: contexts by device, access to memory from kernels, streams of any kind.
@@ -69,7 +69,7 @@ pub struct Core {
     /// Copies of host memory that is pinned, but not for the device that copies.
     foreign_pins: AtomicU64,
     faults: Faults,
-    /// Where tests want an order of streams that a seed decides.
+    /// The order of streams that a seed decides, where tests want one.
     schedule: OnceLock<Schedule>,
     pub(super) last_words: LastWords,
 }
@@ -122,7 +122,8 @@ impl Core {
         self.schedule.get_or_init(|| Schedule::new(seed));
     }
 
-    /// How many streams have work that waits for its turn, where a seed decides. For tests: a stream's thread may not have come yet.
+    /// Counts the streams with work that waits for its turn, where a seed decides. For tests: a stream's thread may not
+    /// have come yet.
     pub fn held_up(&self) -> usize {
         self.schedule.get().map_or(0, Schedule::held_up)
     }
@@ -179,7 +180,7 @@ impl Core {
         self.memory.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What this process holds now. For tests of leaks.
+    /// Counts the driver objects that this process holds now. For tests of leaks.
     pub fn census(&self) -> Census {
         let (streams, events) = (self.stream_count(), self.event_count());
         Census { streams, events, ..self.read().census() }
@@ -192,7 +193,7 @@ impl Core {
         self.options.version.unwrap_or(self.node.version())
     }
 
-    /// How many devices this process sees.
+    /// Counts the devices that this process sees.
     pub fn visible_count(&self) -> usize {
         self.devices.len()
     }
@@ -335,8 +336,8 @@ impl Core {
         DriverCode(self.device(device)?.failure.load(Ordering::Acquire)).ok()
     }
 
-    /// What the first context that failed in this process failed over, and the last calls that changed what is mapped there. For
-    /// tests.
+    /// Returns the cause of the first failure of a context in this process, and the last calls that changed what is
+    /// mapped there. For tests.
     pub fn last_words(&self) -> Option<String> {
         self.last_words.told()
     }

@@ -8,7 +8,7 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 
 use crate::driver::{DriverCode, DriverOp};
 
-/// Which calls a fault rule fails.
+/// The calls that a fault rule fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultSpan {
     /// Only the nth matching call, counted from 1 at the rule's arrival.
@@ -105,22 +105,22 @@ impl Faults {
         self.lock().rules.clear();
     }
 
-    /// How many calls were made to fail so far.
+    /// Counts the calls that were made to fail so far.
     pub fn fired(&self) -> u64 {
         self.lock().fired
     }
 
-    /// How often `op` was called, failures included.
+    /// Counts the calls of `op`, failures included.
     pub fn calls(&self, op: DriverOp) -> u64 {
         self.calls_of(op.symbol())
     }
 
-    /// How often the call named `symbol` was made, failures included.
+    /// Counts the calls named `symbol`, failures included.
     pub fn calls_of(&self, symbol: &str) -> u64 {
         self.lock().calls.get(symbol).copied().unwrap_or(0)
     }
 
-    /// How many calls were made in all, failures included.
+    /// Counts all calls, failures included.
     pub fn calls_total(&self) -> u64 {
         self.lock().calls.values().sum()
     }
@@ -188,7 +188,7 @@ fn parse_rule(rule: &str) -> Option<(Option<String>, FaultSpan, DriverCode)> {
     words.next().is_none().then_some((symbol, span, code))
 }
 
-/// How long calls take. The default is no time at all.
+/// The time that calls take. The default is no time at all.
 #[derive(Clone, Debug, Default)]
 pub struct Latency {
     per_call: BTreeMap<String, Duration>,

@@ -9,9 +9,9 @@ use super::core::Touch;
 use super::stream::meet;
 use crate::driver::{DeviceOrdinal, VaRange};
 
-/// How many calls are remembered.
+/// The number of calls that are remembered.
 const CALLS_MAX: usize = 512;
-/// How many of those that concern the addresses are told.
+/// The number of calls that are told, of those that concern the addresses.
 const TOLD_MAX: usize = 12;
 
 #[derive(Debug)]
@@ -26,7 +26,7 @@ struct Call {
 struct LastCalls {
     calls: VecDeque<Call>,
     made: u64,
-    /// What was refused last, and what it touched: alone it ends no context.
+    /// The access that was refused last, with its device and range: alone it ends no context.
     touched: Option<(Touch, DeviceOrdinal, VaRange)>,
     words: Option<String>,
 }
@@ -81,7 +81,7 @@ impl LastWords {
         table.words.get_or_insert(words);
     }
 
-    /// What the first context ended over.
+    /// Returns the description of what the first context ended over.
     pub(super) fn told(&self) -> Option<String> {
         self.table().words.clone()
     }

@@ -38,7 +38,7 @@ struct Handle {
     whose: Whose,
 }
 
-/// How a handle came about.
+/// The origin of a handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Whose {
     /// This process made the memory.
@@ -59,15 +59,15 @@ struct Mapping {
 /// One mapping, as a snapshot.
 #[derive(Clone, Copy, Debug)]
 pub struct MappingInfo {
-    /// Where it lies.
+    /// The addresses of the mapping.
     pub range: VaRange,
-    /// What is mapped.
+    /// The handle that is mapped.
     pub handle: RawHandle,
-    /// What the memory was created with.
+    /// The properties that the memory was created with.
     pub prop: AllocationProp,
 }
 
-/// How many driver objects a process holds, by kind.
+/// The number of driver objects that a process holds, by kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Census {
     /// Handles, created and imported.
@@ -95,7 +95,7 @@ pub(super) struct Memory {
     reservations: BTreeMap<u64, u64>,
     /// By start; each lies inside one reservation, never overlapping.
     mappings: BTreeMap<u64, Mapping>,
-    /// Where addresses without a hint begin, and where the next one lies.
+    /// The place where addresses without a hint begin, and the place of the next one.
     va_first: u64,
     va_next: u64,
     /// Freed ranges, reused last in first out as the real driver does.
@@ -104,7 +104,7 @@ pub(super) struct Memory {
     host: BTreeMap<u64, u64>,
     /// Starts of host memory that was registered for the context of one device alone.
     pinned_for_one: BTreeMap<u64, DeviceOrdinal>,
-    /// How many handles are imports, and how many were opened by name.
+    /// The number of handles that are imports, and of those that were opened by name.
     foreign: (u32, u32),
 }
 
@@ -167,7 +167,7 @@ impl Memory {
         }
     }
 
-    /// How many handles are imports, and how many were opened by a published name.
+    /// Counts the handles that are imports, and those that were opened by a published name.
     pub(super) fn foreign(&self) -> (u32, u32) {
         self.foreign
     }

@@ -67,7 +67,7 @@ use super::{
 pub struct SimContext {
     /// Its device.
     pub device: DeviceOrdinal,
-    /// Which of the device's: 0 is the primary one.
+    /// Its number among the device's contexts: 0 is the primary one.
     pub number: u64,
 }
 
@@ -78,10 +78,10 @@ impl From<DeviceOrdinal> for SimContext {
     }
 }
 
-/// How a simulated driver behaves in one process.
+/// The behaviour of a simulated driver in one process.
 #[derive(Clone, Debug)]
 pub struct SimOptions {
-    /// Which devices of the node this process sees, in its order; `None` for all.
+    /// The devices of the node that this process sees, in its order; `None` for all.
     pub visible: Option<Vec<usize>>,
     /// Device memory that each context costs, in bytes.
     pub context_bytes: u64,
@@ -91,7 +91,7 @@ pub struct SimOptions {
     pub peer_access: bool,
     /// Version to claim; `None` for the node's.
     pub version: Option<DriverVersion>,
-    /// How long calls take.
+    /// The time that calls take.
     pub latency: Latency,
     /// Is the soft limit of open files raised when the driver is made? Every handle costs a descriptor, and jobs
     /// have thousands; a real driver leaves the limit alone.

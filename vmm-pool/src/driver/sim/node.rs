@@ -55,7 +55,7 @@ impl SimNode {
     /// Makes a node at `dir`, which must not hold one yet, with one device per capacity in bytes.
     ///
     /// # Errors
-    /// What the file system said.
+    /// The error that the file system returned.
     pub fn create(dir: impl AsRef<Path>, capacities_bytes: &[u64]) -> io::Result<Self> {
         let dir = dir.as_ref();
         fs::create_dir_all(dir)?;
@@ -88,7 +88,7 @@ impl SimNode {
     /// Makes a node under `/dev/shm` that goes away with its last user in this process.
     ///
     /// # Errors
-    /// What the file system said.
+    /// The error that the file system returned.
     pub fn private(capacities_bytes: &[u64]) -> io::Result<Self> {
         let base = Path::new("/dev/shm");
         sweep_private(base);
@@ -126,7 +126,7 @@ impl SimNode {
         &self.shared.dir
     }
 
-    /// How many devices the node has.
+    /// Counts the devices of the node.
     pub fn device_count(&self) -> usize {
         self.shared.devices.len()
     }

@@ -1,5 +1,5 @@
-//! What one process of a node does to another's by its id: `cuCheckpointProcess*`, which takes a process's memory off the devices, its
-//! contexts' too, and brings it back.
+//! The calls that one process of a node makes on another by its id: `cuCheckpointProcess*`. They take a process's
+//! memory off the devices, its contexts' too, and bring it back.
 //!
 //! Each process has a page that all of the node share, with its state and how many of its threads are inside a call. The caller that checkpoints a process
 //! finds the device memory that it holds by its descriptors, so the process itself takes no part, and may be killed at any moment.
@@ -23,9 +23,9 @@ use super::memory::{Coded, io_code};
 use super::node::SimNode;
 use crate::driver::{DriverCode, LocationKind, ProcessState};
 
-/// How often one that waits looks again: pages give no event.
+/// The time between two looks of one that waits: pages give no event.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
-/// How long the lock of a page lasts, for one whose holder is stopped.
+/// The time that a step waits for the lock, whose holder may be stopped.
 const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 
 const PROCESSES: &str = "processes";
@@ -122,14 +122,15 @@ impl ProcessPage {
         }
     }
 
-    /// What stands in the way of a restore: allocations that were imported, and that are open by a `cudaIpc` handle.
+    /// Notes what stands in the way of a restore: the numbers of allocations that were imported, and of those that are
+    /// open by a `cudaIpc` handle.
     pub fn note_foreign(&self, imports: u32, opened: u32) {
         self.0.word(IMPORTS).store(imports, Ordering::SeqCst);
         self.0.word(OPENED).store(opened, Ordering::SeqCst);
     }
 }
 
-/// What processes of the node at `dir` find each other by.
+/// Makes the place by which processes of the node at `dir` find each other.
 pub(super) fn make_place(dir: &Path) -> io::Result<()> {
     fs::create_dir_all(dir.join(PROCESSES))?;
     let mut lock = OpenOptions::new();
@@ -144,7 +145,7 @@ impl SimNode {
     /// Makes the page of this process, which has called `cuInit`.
     ///
     /// # Errors
-    /// What the file system said.
+    /// The error that the file system returned.
     pub fn stand(&self) -> io::Result<ProcessPage> {
         // A node that a script has made need not have it.
         make_place(self.dir())?;

@@ -1,4 +1,4 @@
-//! Which stream's work runs next, by a seed: for tests of what must be right in any order.
+//! The choice of the stream whose work runs next, by a seed: for tests of what must be right in any order.
 //!
 //! Work that is first in its stream waits for a number of calls of the driver that the seed says, then runs alone; of several the
 //! seed chooses one. So copies overtake kernels that were launched before them, and the reverse. A thread that waits for
@@ -63,7 +63,7 @@ impl Schedule {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many streams have first work that waits for its turn.
+    /// Counts the streams whose first work waits for its turn.
     pub(super) fn held_up(&self) -> usize {
         self.table().ready.len()
     }

@@ -46,7 +46,7 @@ impl Work {
         Self { run: Arc::new(run), touches: Arc::new([]), first, ends: Ends::Done, is_wait: false }
     }
 
-    /// What a stream does to come behind another.
+    /// Returns work that waits for another stream, so that its own comes behind that one.
     pub(super) fn waiting(wait: impl Fn() + Send + Sync + 'static) -> Self {
         let run = move |_: &Core| {
             wait();
@@ -85,7 +85,7 @@ pub(super) fn meet(one: VaRange, other: VaRange) -> bool {
     one.start.0 < end(other) && other.start.0 < end(one)
 }
 
-/// What a stream's work uses until the stream has come to a point.
+/// The ranges that a stream's work uses until the stream has come to a point.
 struct InUse {
     point: u64,
     /// By where they begin.
@@ -142,7 +142,7 @@ impl InUse {
     }
 }
 
-/// How far the ranges of a list reach that have been looked at: the highest of their ends.
+/// The highest end of those ranges of a list that have been looked at.
 #[derive(Default)]
 struct Reach {
     of_all: u64,
@@ -222,7 +222,7 @@ impl Mark {
     }
 }
 
-/// How a stream relates to the default stream of its context.
+/// The relation of a stream to the default stream of its context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StreamKind {
     /// The default stream itself: waits for all blocking streams, and they for it.
@@ -238,10 +238,10 @@ struct Queue {
     work: VecDeque<Work>,
     submitted: u64,
     completed: u64,
-    /// How far the stream's caller knows it to be.
+    /// The point that the stream has reached as far as its caller knows.
     seen: u64,
     in_use: Vec<InUse>,
-    /// What later work waits for.
+    /// The points of streams that later work waits for.
     behind: Behind,
     /// No more work comes; the worker ends when the queue is empty.
     ending: bool,
@@ -360,7 +360,7 @@ impl Stream {
         self.submit(Work::waiting(move || mark.wait()));
     }
 
-    /// What later work waits for.
+    /// Returns the points of streams that later work waits for.
     pub(super) fn behind(&self) -> Behind {
         self.lock().behind.clone()
     }
@@ -378,7 +378,7 @@ impl Stream {
         }
     }
 
-    /// Where it is when all is done that has been submitted.
+    /// Returns the point that the stream reaches when all is done that has been submitted.
     pub(super) fn mark(self: &Arc<Self>) -> Mark {
         let queue = self.lock();
         let (point, behind) = (queue.submitted, queue.behind.clone());
@@ -401,7 +401,7 @@ impl Stream {
         queue.in_use.iter().any(|used| !used.is_over(&queue) && used.meets(range))
     }
 
-    /// What its work uses, and how far it is, for an error.
+    /// Describes what its work uses, and how far the stream is, for an error.
     pub(super) fn uses_in_words(&self) -> String {
         let queue = self.lock();
         let used = queue.in_use.iter().filter(|used| !used.is_over(&queue));

@@ -34,12 +34,12 @@ impl Mappings {
         row.mapped_at().filter_map(|start| self.get(start))
     }
 
-    /// Where `row` is in the driver's page tables, in order.
+    /// Returns the ranges where `row` is in the driver's page tables, in order.
     pub(crate) fn present(&self, row: &Row) -> impl Iterator<Item = VaRange> {
         self.of(row).filter(|mapping| mapping.is_present()).map(Mapping::range)
     }
 
-    /// Where kernels on its device may read all of `row`, as far as is known.
+    /// Finds a range where kernels on its device may read all of `row`, as far as is known.
     pub(crate) fn readable(&self, row: &Row) -> Option<VaRange> {
         let place = row.prop().location;
         self.of(row).find(|mapping| mapping.is_readable_by_kernels(place)).map(Mapping::range)

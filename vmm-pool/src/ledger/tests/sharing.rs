@@ -1,4 +1,4 @@
-//! What other processes hold of memory: tickets, descriptors, and who has imported it.
+//! Tests of other processes' hold on memory: tickets, descriptors and importers.
 
 use std::cell::Cell;
 use std::fs::File;
@@ -159,7 +159,7 @@ fn a_descriptor_that_a_ticket_needs_is_not_spare() {
 }
 
 thread_local! {
-    /// How often it was asked whether a ticket is closed.
+    /// The number of questions whether a ticket is closed.
     static ASKED: Cell<u64> = const { Cell::new(0) };
 }
 

@@ -188,7 +188,7 @@ impl WindowChunks {
         self.queue.retain(|id| chunks[*id].holders > 0);
     }
 
-    /// What a stream must wait for before it uses these.
+    /// Returns the events that a stream must wait for before it uses these chunks.
     pub(in crate::paging) fn awaited_by(&self, ids: &[usize]) -> Vec<Arc<Mark>> {
         let awaited = ids.iter().flat_map(|&id| self.chunks[id].awaited().cloned());
         let mut awaited: Vec<_> = awaited.collect();

@@ -1,4 +1,4 @@
-//! What a report says of a chunk.
+//! The figures of a chunk for a report.
 
 use super::{Chunk, ChunkPlace};
 

@@ -1,5 +1,5 @@
-//! What launches of graphs use: anything that graphs have recorded. One event behind a launch stands for all of it, but for launches on
-//! a thread's own default stream, which hold each chunk.
+//! The chunks that launches of graphs use: all that graphs have recorded. One event behind a launch stands for all of
+//! them, but for launches on a thread's own default stream, which hold each chunk.
 
 use std::sync::Arc;
 

@@ -1,4 +1,5 @@
-//! What leaves: which chunks may give their frames, in which order, and which are copied out before anybody asks.
+//! The choice of what leaves: which chunks may give their frames, in which order, and which are copied out before
+//! anybody asks.
 //!
 //! The order is that of the next uses, as far as it is foretold: what is used last leaves first. That chunk may still be in use, by work that is
 //! queued. Another that is idle already, and used sooner, would have to come again soon: with few frames most traffic would be such
@@ -55,7 +56,7 @@ impl WindowChunks {
         self.chunks[id].is_freed || self.next_use(id) >= later_half
     }
 
-    /// How many uses there are before the next of this chunk. The most if that is not foretold.
+    /// Counts the uses before the next one of this chunk. The most if that is not foretold.
     fn next_use(&self, id: usize) -> usize {
         self.next_uses.get(id).copied().unwrap_or(usize::MAX)
     }

@@ -1,4 +1,4 @@
-//! What callers have of a window.
+//! The spans of a window, which callers have.
 
 use std::collections::BTreeMap;
 use std::ops::{Range, RangeInclusive};

@@ -1,11 +1,11 @@
-//! What the pager does next.
+//! The choice of what the pager does next.
 
 use super::super::prints::QUESTIONS;
 use super::super::table::WindowChunks;
 use super::super::uses::SLOTS;
 use super::{COPIES_OUT_MAX, Job, LOOK_LATER, LOOK_SELDOM, LOOK_SOON};
 
-/// What is to be done next. What is used before `later_half`, in uses from now on, keeps its frame.
+/// Chooses the next thing to do. What is used before `later_half`, in uses from now on, keeps its frame.
 pub(super) fn choose(table: &mut WindowChunks, later_half: usize) -> Job {
     if table.broken.is_some() {
         return if table.is_ending { Job::End } else { Job::Wait(LOOK_SELDOM) };

@@ -82,7 +82,8 @@ impl<'a, D: Driver> Worker<'a, D> {
 }
 
 impl<D: Driver> super::PagedWindow<D> {
-    /// What is over when all is that `streams` were given last, this way. `None` when it has been waited for, for want of an event.
+    /// Returns the mark that is over when all is that `streams` were given last, this way. `None` when that has been
+    /// waited for, for want of an event.
     ///
     /// # Errors
     /// It may be under way: nothing is unmapped before it has been waited for.

@@ -12,7 +12,7 @@ use super::*;
 const HOLDER: u64 = 1;
 const PARENT: usize = 500;
 
-/// What happens, in the order in which it does.
+/// The events of a test, in the order in which they happen.
 #[derive(Debug, Default)]
 struct Story {
     lines: Mutex<Vec<&'static str>>,
@@ -35,7 +35,7 @@ impl Story {
 struct Shared {
     cut: Cut,
     notes: Mutex<Vec<String>>,
-    /// What NCCL has written to place 8.
+    /// The communicator that NCCL has written to place 8.
     made: AtomicUsize,
     story: Story,
 }

@@ -15,7 +15,8 @@ use super::*;
 const ID: CommunicatorId = CommunicatorId(77);
 const FAILED: NcclResult = NcclResult(5);
 
-/// What NCCL says of every communicator that goes on. One a test: tests run in threads of one process.
+/// The state that NCCL reports of every communicator that goes on. One test alone may change it: tests run in threads
+/// of one process.
 static STATE: AtomicI32 = AtomicI32::new(0);
 
 #[derive(Default)]

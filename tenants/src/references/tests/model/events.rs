@@ -1,4 +1,4 @@
-//! What can happen to the model besides the steps of a pause or resume, and what it does.
+//! The events of the model other than the steps of a pause or resume, and their effects.
 
 use super::{ALL, Action, Memory, NEWCOMER, OWNER, Stage, State, Step};
 

@@ -17,7 +17,7 @@ use crate::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, Locati
 /// Most bytes copied before the mapping is looked up again.
 const COPY_CHUNK_BYTES: u64 = 4 << 20;
 
-/// What a kernel means to do with a range.
+/// The kind of access to a range that a kernel means to make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Touch {
     /// Load from it.
@@ -50,7 +50,7 @@ impl Core {
         Ok(AccessGuard { _memory: memory })
     }
 
-    /// What the driver checks of a copy before it takes it: `current` may reach what is mapped in `ranges`.
+    /// Checks a copy as the driver does before it takes the copy: `current` may reach what is mapped in `ranges`.
     /// Addresses where nothing is mapped are left to the work itself.
     ///
     /// # Errors
@@ -72,7 +72,7 @@ impl Core {
         }
     }
 
-    /// How many copies had host memory that was pinned for another device's context alone.
+    /// Counts the copies whose host memory was pinned for another device's context alone.
     pub fn copies_pinned_for_others(&self) -> u64 {
         self.foreign_pins.load(Ordering::Relaxed)
     }

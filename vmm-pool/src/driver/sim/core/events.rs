@@ -22,7 +22,7 @@ pub(super) struct Events {
 #[derive(Clone, Debug)]
 struct Event {
     context: SimContext,
-    /// What it stands for; none before the first record.
+    /// The point of a stream that the event stands for; none before the first record.
     mark: Option<Mark>,
 }
 
@@ -31,7 +31,6 @@ impl Core {
         lock(&self.events).live.get(&event.0).cloned().ok_or(DriverCode::INVALID_HANDLE)
     }
 
-    /// How many events there are.
     pub(super) fn event_count(&self) -> usize {
         lock(&self.events).live.len()
     }

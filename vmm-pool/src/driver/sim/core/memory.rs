@@ -180,7 +180,7 @@ impl Core {
         Ok(self.write().add_handle(block, prop, Whose::Opened))
     }
 
-    /// How many handles of this process are imports, and how many were opened by a published name.
+    /// Counts the handles of this process that are imports, and those that were opened by a published name.
     pub fn foreign(&self) -> (u32, u32) {
         self.read().foreign()
     }
@@ -209,7 +209,7 @@ impl Core {
         self.adopt(block)
     }
 
-    /// What the memory of `handle` was created with.
+    /// Returns the properties that the memory of `handle` was created with.
     ///
     /// # Errors
     /// `INVALID_VALUE` for a handle that is none.

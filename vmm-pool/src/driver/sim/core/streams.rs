@@ -111,7 +111,7 @@ impl Core {
         Ok(self.stream(stream)?.context)
     }
 
-    /// How `stream` is ordered against others.
+    /// Tells how `stream` is ordered against others.
     ///
     /// # Errors
     /// `INVALID_HANDLE`.
@@ -138,7 +138,7 @@ impl Core {
         Ok(())
     }
 
-    /// How many streams there are, default ones not counted.
+    /// Counts the streams, default ones left out.
     pub(super) fn stream_count(&self) -> usize {
         let streams = lock(&self.streams);
         streams.live.values().filter(|stream| stream.kind != StreamKind::Default).count()
