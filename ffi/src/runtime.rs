@@ -30,6 +30,7 @@ use tenants::numa;
 use tenants::run_dir::{self, RunDir, RunDirError};
 use tenants::settings::{REQUIRED_VARIABLE, Settings};
 use tenants::switching;
+use tenants::transport::command_installed_with;
 use vmm_pool::driver::{CudaDriver, DeviceOrdinal, Driver as _, DriverCode, VaRange};
 use vmm_pool::sync::lock;
 
@@ -340,10 +341,7 @@ pub(crate) fn checkpointer() -> Option<Arc<dyn Checkpointer>> {
     let (_, library) = loader::image_of((checkpointer as *const ()).addr())?;
     let library = PathBuf::from(std::ffi::OsStr::from_bytes(library.as_bytes()));
     let installer = library.metadata().ok()?.uid();
-    let folder = library.parent()?;
-    let mut places = ["", "../bin"].map(|place| folder.join(place).join("sublet")).into_iter();
-    let command = places.find(|path| path.is_file())?;
-    Some(Arc::new(ByCommand::new(command, installer)))
+    Some(Arc::new(ByCommand::new(command_installed_with(&library)?, installer)))
 }
 
 /// A process of this environment that lacks a context on `device`, where it queues for room.

@@ -217,9 +217,15 @@ pub fn command_of(pid: u32) -> String {
 pub(super) fn command_next_to_library(pid: u32) -> Option<PathBuf> {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).ok()?;
     let mut files = maps.lines().filter_map(|line| Some(Path::new(line.get(line.find('/')?..)?)));
-    let folder = files.find(|file| file.ends_with("libsublet.so"))?.parent()?;
-    let installed = folder.parent().map(|above| above.join("bin/sublet"));
-    [folder.join("sublet")].into_iter().chain(installed).find(|path| path.is_file())
+    let library = files.find(|file| file.ends_with("libsublet.so"))?;
+    command_installed_with(library)?.canonicalize().ok()
+}
+
+/// Returns the `sublet` command that was installed with `library`: it lies next to it, or in `../bin`.
+pub fn command_installed_with(library: &Path) -> Option<PathBuf> {
+    let folder = library.parent()?;
+    let mut places = ["", "../bin"].map(|place| folder.join(place).join("sublet")).into_iter();
+    places.find(|path| path.is_file())
 }
 
 /// Is the process stopped by a signal, so that SIGCONT continues it? False when that cannot be known. One that a debugger holds is another

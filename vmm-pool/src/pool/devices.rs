@@ -1,11 +1,12 @@
 //! The devices, as far as they concern the whole machine: their names, and where they are.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::driver::{DeviceAttribute, DeviceOrdinal, Driver, PciAddress};
 use crate::error::{Describe, PoolResult};
 use crate::store::Pins;
+use crate::sync::lock;
 
 /// The NUMA node of a device.
 type NodeOf = fn(PciAddress) -> Option<u32>;
@@ -28,7 +29,7 @@ impl<D: Driver> Devices<D> {
     /// The machine-wide name of `device`, as [`DeviceUuid`](crate::driver::DeviceUuid) writes it, or a name by ordinal
     /// where the driver has none. Asked of the driver once a device.
     pub fn uuid(&self, device: DeviceOrdinal) -> String {
-        let known = || self.names.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = || lock(&self.names);
         if let Some(name) = known().get(&device) {
             return name.clone();
         }
@@ -65,13 +66,12 @@ impl<D: Driver> Devices<D> {
     /// Says on which NUMA node a device is, for all host memory that is brought in from now on. None where the machine
     /// has only one, or does not say. Asked once a device.
     pub fn place_on_nodes(&self, node_of: NodeOf) {
-        *self.node_of.lock().unwrap_or_else(PoisonError::into_inner) = Some(node_of);
+        *lock(&self.node_of) = Some(node_of);
     }
 
     /// The nodes of all of `devices`, in order and once each: a chunk holds contents of any of them.
     pub(crate) fn nodes_of(&self, devices: &[DeviceOrdinal]) -> Vec<u32> {
-        let node_of = *self.node_of.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(node_of) = node_of else { return Vec::new() };
+        let Some(node_of) = *lock(&self.node_of) else { return Vec::new() };
         let node_of = |&device: &DeviceOrdinal| node_of(self.pci_address(device)?);
         let mut nodes: Vec<u32> = devices.iter().filter_map(node_of).collect();
         nodes.sort_unstable();

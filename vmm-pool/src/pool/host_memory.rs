@@ -3,7 +3,7 @@
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::Duration;
 
 use super::{Devices, Holdings};
@@ -13,6 +13,7 @@ use crate::gate::Gate;
 use crate::journal::StepLog;
 use crate::ledger::{Layout, Placed, Rows, Selection, Survey};
 use crate::store::{Ahead, Copies, Copying, HostArena, HostDemand, Store};
+use crate::sync::lock;
 
 /// Threads that touch memory while the application runs.
 const TOUCHERS_MAX: usize = 2;
@@ -68,7 +69,7 @@ impl<D: Driver> HostMemory<D> {
 
     /// Taken before the ledger where both are. Waits while host memory grows.
     pub(crate) fn arena(&self) -> MutexGuard<'_, HostArena<D>> {
-        self.arena.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.arena)
     }
 
     /// As [`HostMemory::arena`], unless somebody has it.

@@ -76,11 +76,6 @@ impl<P, E> Failed<P, E> {
     pub(super) fn new(state: P, error: E) -> Self {
         Self { state: Box::new(state), error }
     }
-
-    /// Why. What was begun is undone by that.
-    pub fn into_error(self) -> E {
-        self.error
-    }
 }
 
 impl<D: Driver> Drop for ShutGate<D> {

@@ -8,9 +8,7 @@ use vmm_pool::driver::sim::{FaultSpan, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{
     AccessDesc, DeviceOrdinal, Driver as _, DriverCode, DriverOp, PciAddress, VaRange,
 };
-use vmm_pool::{
-    BroughtIn, Contents, Failed, HostBudget, HostStanding, NotFrozen, PoolError, StepLog,
-};
+use vmm_pool::{BroughtIn, Contents, HostBudget, HostStanding, NotFrozen, PoolError, StepLog};
 
 use crate::stage::{
     DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, class, create, holds, kept, map, node, pattern,
@@ -262,7 +260,7 @@ fn host_memory_is_brought_in_again_behind_a_freeze_that_did_not_wait_for_it() {
         assert!(pinning.is_met(SOON), "it is on its way");
         pause(&pool);
         let refused = pool.keeper().freeze(Duration::ZERO).map(drop);
-        let refused = refused.map_err(Failed::into_error);
+        let refused = refused.map_err(|failed| failed.error);
         assert_eq!(refused.expect_err("it is being pinned"), NotFrozen::Pinning);
         drop(pinning);
         assert!(bringing.join().expect("no panic").expect("host memory"));

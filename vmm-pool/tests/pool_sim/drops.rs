@@ -109,7 +109,7 @@ fn one_thing_begins_at_a_time_and_from_where_the_gate_is() {
         keeper.shut::<FromOpen>(soon(), || false).expect_err("memory is away");
     assert!(elsewhere(&error), "{error}");
     assert_eq!(gate_of(&pool), GateAt::Offloaded);
-    let shut = keeper.shut::<FromOffloaded>(soon(), || false).map_err(Failed::into_error);
+    let shut = keeper.shut::<FromOffloaded>(soon(), || false).map_err(|failed| failed.error);
     let keeper = shut.expect("nobody is inside").reopen().done.end();
     assert!(pool.pool().keeper().is_none(), "it is handed on");
     drop(keeper);
@@ -280,18 +280,18 @@ fn the_gate_goes_where_a_step_has_led_when_its_end_is_dropped_and_not_before() {
         let soon = Instant::now() + Duration::from_mins(1);
         let drained =
             pool.shut::<FromOpen>().into_draining().drain(soon, &crossbeam_channel::never());
-        drained.map_err(Failed::into_error).expect("no work").0
+        drained.map_err(|failed| failed.error).expect("no work").0
     };
     let prepared = || {
         quiesced()
             .prepare(WHOLE, &[], Copies::All, |_| UNLIMITED, Schedule::SaveFirst)
-            .map_err(Failed::into_error)
+            .map_err(|failed| failed.error)
             .expect("saved")
             .0
     };
     let check = |when: &str, at: GateAt| assert_eq!(gate_of(&pool), at, "{when}");
 
-    let undone = prepared().undo().map_err(Failed::into_error).expect("mapped again");
+    let undone = prepared().undo().map_err(|failed| failed.error).expect("mapped again");
     check("undone, and held", GateAt::Shut);
     drop(undone);
     check("undone", GateAt::Open);
@@ -299,7 +299,7 @@ fn the_gate_goes_where_a_step_has_led_when_its_end_is_dropped_and_not_before() {
     let released = prepared()
         .depart()
         .release(Schedule::SaveMeanwhile)
-        .map_err(Failed::into_error)
+        .map_err(|failed| failed.error)
         .expect("released");
     check("released, and held", GateAt::Shut);
     drop(released);
@@ -307,16 +307,16 @@ fn the_gate_goes_where_a_step_has_led_when_its_end_is_dropped_and_not_before() {
 
     let create = || {
         let created = pool.shut::<FromOffloaded>().create_own(Away::Whole);
-        created.map_err(Failed::into_error).expect("memory").0
+        created.map_err(|failed| failed.error).expect("memory").0
     };
-    let undone = create().undo().map_err(Failed::into_error).expect("given up");
+    let undone = create().undo().map_err(|failed| failed.error).expect("given up");
     check("given up, and held", GateAt::Shut);
     drop(undone);
     check("given up", GateAt::Offloaded);
 
-    let restored = create().restore_rest(usize::MAX).map_err(Failed::into_error);
+    let restored = create().restore_rest(usize::MAX).map_err(|failed| failed.error);
     let (returning, _) = restored.expect("contents");
-    let (restored, _) = returning.map_imports().map_err(Failed::into_error).expect("no imports");
+    let (restored, _) = returning.map_imports().map_err(|failed| failed.error).expect("no imports");
     let committed = restored.commit();
     check("committed, and held", GateAt::Shut);
     drop(committed);
@@ -413,7 +413,7 @@ fn who_went_in_while_memory_was_away_is_told_so_when_a_resume_begins() {
             let soon = Instant::now() + Duration::from_mins(1);
             let look = || has_looked.swap(true, Ordering::Relaxed);
             let shut = pool.keeper().shut::<FromOffloaded>(soon, look);
-            shut.map(drop).map_err(Failed::into_error)
+            shut.map(drop).map_err(|failed| failed.error)
         });
         while !has_looked.load(Ordering::Relaxed) && !resumer.is_finished() {
             std::thread::yield_now();

@@ -348,7 +348,7 @@ fn calls_are_let_through_if_the_context_is_lost_under_a_look_at_the_contents() {
     let draining = pool.shut::<FromOpen>().into_draining();
     let soon = Instant::now() + Duration::from_mins(1);
     let drained = draining.drain(soon, &crossbeam_channel::never());
-    let (mut quiesced, _) = drained.map_err(Failed::into_error).expect("no work");
+    let (mut quiesced, _) = drained.map_err(|failed| failed.error).expect("no work");
     let faults = pool.driver().faults();
     for op in [DriverOp::StreamSynchronize, DriverOp::ContextSynchronize] {
         faults.fail(op, FaultSpan::From(1), DriverCode::ILLEGAL_ADDRESS);
@@ -371,7 +371,7 @@ fn a_process_runs_on_when_no_device_looks_at_its_contents_any_more() {
         let draining = pool.shut::<FromOpen>().into_draining();
         let soon = Instant::now() + Duration::from_mins(1);
         let drained = draining.drain(soon, &crossbeam_channel::never());
-        let (mut quiesced, _) = drained.map_err(Failed::into_error).expect("no work");
+        let (mut quiesced, _) = drained.map_err(|failed| failed.error).expect("no work");
         faults.fail(DriverOp::StreamSynchronize, FaultSpan::From(1), DriverCode::UNKNOWN);
         let log = quiesced.survey(&WHOLE);
         assert!(log.notes.iter().any(|note| note.contains("could not be told")), "{log:?}");
@@ -383,7 +383,7 @@ fn a_process_runs_on_when_no_device_looks_at_its_contents_any_more() {
     let Failed { state, error } = quiesced.reopen().expect_err("looks may be under way");
     assert!(error.to_string().contains("copies that did not end"), "{error}");
     faults.clear();
-    drop(state.reopen().map_err(Failed::into_error).expect("it says so now"));
+    drop(state.reopen().map_err(|failed| failed.error).expect("it says so now"));
     pool.unmap(places[0]).expect("the gate is open");
     let quiesced = looked_at();
     faults.clear();

@@ -92,7 +92,7 @@ impl SimPool {
 
     pub(crate) fn shut<W: Origin>(&self) -> Shut<SimDriver, W> {
         let shut = self.keeper().shut(soon(), || false);
-        shut.map_err(Failed::into_error).expect("nobody is inside")
+        shut.map_err(|failed| failed.error).expect("nobody is inside")
     }
 
     fn take(&self) -> Stage {
@@ -111,7 +111,7 @@ impl SimPool {
         let draining = self.shut::<FromOpen>().into_draining();
         let never = crossbeam_channel::never();
         let (quiesced, _) =
-            draining.drain(soon(), &never).map_err(Failed::into_error).expect("no work");
+            draining.drain(soon(), &never).map_err(|failed| failed.error).expect("no work");
         quiesced
     }
 
