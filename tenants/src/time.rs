@@ -5,6 +5,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
+pub(crate) use sublet_sync::time::{micros, millis};
 
 /// A time such as `500ms`, `30s`, `2m` or `1h 30m`, from a millisecond to a day. A bare number is in seconds.
 ///
@@ -16,16 +17,6 @@ pub fn parse(text: &str) -> Result<Duration, String> {
         .or_else(|| humantime::parse_duration(text).ok())
         .filter(|time| (Duration::from_millis(1)..=Duration::from_hours(24)).contains(time))
         .ok_or_else(|| format!("'{text}' is no time; examples: 500ms, 30s, 2m (at most 24h)"))
-}
-
-/// In whole milliseconds.
-pub(crate) fn millis(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
-}
-
-/// In whole microseconds.
-pub(crate) fn micros(duration: Duration) -> u64 {
-    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
 /// Microseconds since the machine was started, for all processes of it.

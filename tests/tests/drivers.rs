@@ -4,11 +4,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::Command;
 use std::sync::Arc;
 
+use sublet_sim_driver::conformance::{Limits, cases};
 use sublet_tests::{Files, JobOptions, MIB, Outcome, Stage};
 use tenants::host_memory;
 use tenants::identity::TenantName;
 use tenants::member::{Member, MemberConfig};
-use vmm_pool::conformance::{Limits, cases};
 use vmm_pool::driver::CudaDriver;
 use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
 

@@ -12,9 +12,9 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::budget::Charge;
-use crate::descriptors::UninheritedFd;
 use crate::driver::{DeviceOrdinal, Driver, DriverResult, RawHandle, RawStream, VaRange};
 use crate::error::{Describe, PoolResult};
+use sublet_driver::descriptors::UninheritedFd;
 
 /// Why the bytes of deferred handles stay on the device.
 pub(crate) const REASON: &str =

@@ -2,6 +2,8 @@
 
 use std::time::Instant;
 
+use sublet_sync::time::micros;
+
 use serde::{Deserialize, Serialize};
 
 use crate::error::PoolResult;
@@ -39,7 +41,7 @@ impl StepLog {
     ) -> PoolResult<T> {
         let begin = Instant::now();
         let outcome = work(self);
-        let elapsed_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let elapsed_us = micros(begin.elapsed());
         match self.steps.iter_mut().find(|step| step.name == name) {
             Some(step) => step.elapsed_us += elapsed_us,
             None => self.steps.push(Step { name, elapsed_us }),

@@ -8,18 +8,13 @@
 pub mod asking;
 pub mod budget;
 mod cells;
-#[cfg(feature = "conformance")]
-pub mod conformance;
 mod copies;
 mod deferred;
-mod descriptors;
-pub mod driver;
 mod error;
 pub mod gate;
 mod ids;
 mod journal;
 mod ledger;
-mod nodes;
 pub mod paging;
 mod pool;
 mod report;
@@ -27,16 +22,21 @@ mod saved;
 #[cfg(test)]
 mod scaling;
 mod slabs;
-pub mod slots;
 mod store;
 pub mod support;
-pub mod sync;
-pub mod threads;
 mod transition;
 mod waits;
 
+/// The driver: its calls, and a simulated one for tests.
+pub mod driver {
+    pub use sublet_driver::*;
+    #[cfg(feature = "sim")]
+    pub use sublet_sim_driver as sim;
+}
+
+pub use sublet_sync::{slots, sync, threads};
+
 pub use cells::Cells;
-pub use descriptors::{Uninherited, UninheritedFd, close_in_child as close_descriptors_in_child};
 pub use error::{PoolError, PoolResult};
 pub use ids::{AllocationId, PeerId, VirtualHandle};
 pub use journal::{Step, StepLog};
@@ -58,6 +58,9 @@ pub use slabs::{Part, Slabs};
 pub use store::{
     CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, Copying, HostBudget, HostDemand, Schedule,
     check_file_dir, check_file_length,
+};
+pub use sublet_driver::descriptors::{
+    Uninherited, UninheritedFd, close_in_child as close_descriptors_in_child,
 };
 pub use transition::{
     Activity, Arriving, Aside, Away, ByDevice, Departing, Done, DrainError, Draining, Failed,

@@ -124,7 +124,7 @@ impl<D: Driver> Waits<D> {
             let (shared, told) = (Arc::clone(&self.shared), Arc::clone(&self.shared));
             let wait = move || shared.wait_for(place);
             // It takes the lock first, which is given up below.
-            crate::threads::spawn("sublet-drain", wait, move |_| told.end_in_panic(place))
+            sublet_sync::threads::spawn("sublet-drain", wait, move |_| told.end_in_panic(place))
                 .map_err(|source| (place, source))?;
             row.has_thread = true;
         }

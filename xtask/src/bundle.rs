@@ -71,15 +71,7 @@ fn build_programs(workspace: &Workspace, bundle: &Path) -> Outcome<Vec<PathBuf>>
     let shipped = build::build(workspace, &[&["--release"], &shipped[..]].concat())?;
     let conformance = build::build(
         workspace,
-        &[
-            "--release",
-            "--package",
-            "vmm-pool",
-            "--features",
-            "conformance",
-            "--example",
-            "conformance_gpu",
-        ],
+        &["--release", "--package", "sublet-sim-driver", "--example", "conformance_gpu"],
     )?;
     let sources = [
         ("lib/libsublet.so", shipped.library("sublet")?),

@@ -3,34 +3,27 @@
 //! These are the files of `vmm-pool` and `tenants` themselves, not copies: only [`sync`], where they take their
 //! atomics and locks from, is another. What loom finds here it finds in the product. The models are in `tests/`.
 
-// The files of `tenants` name the pool's crate.
-extern crate self as vmm_pool;
+// The files of the cut name the crate of locks.
+extern crate self as sublet_sync;
 
 // Not when this crate is compiled as a test: the unit tests in these files stay at home.
 #[cfg(not(test))]
-#[path = "../../../tenants/src/cut/mod.rs"]
+#[path = "../../../tenants/cut/src/lib.rs"]
 pub mod cut;
 #[cfg(not(test))]
 #[path = "../../../vmm-pool/src/gate.rs"]
 pub mod gate;
 #[cfg(not(test))]
-#[path = "../../../vmm-pool/src/slots.rs"]
+#[path = "../../../vmm-pool/sync/src/slots.rs"]
 pub mod slots;
 #[cfg(not(test))]
 #[path = "../../../vmm-pool/src/budget/slots.rs"]
 pub mod slots_of_budget;
 #[cfg(not(test))]
 pub mod sync;
-/// The part of `tenants::time` that the cut uses: the rest of it asks the kernel.
 #[cfg(not(test))]
-pub mod time {
-    use std::time::Duration;
-
-    /// In whole milliseconds.
-    pub fn millis(duration: Duration) -> u64 {
-        u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
-    }
-}
+#[path = "../../../vmm-pool/sync/src/time.rs"]
+pub mod time;
 
 /// Runs `model` in every interleaving with up to `preemptions` switches away from a thread that could go on.
 /// Switches where a thread waits, yields or ends are not counted.

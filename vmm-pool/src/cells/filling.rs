@@ -28,7 +28,7 @@ impl<D: Driver> Cells<'_, D, Use> {
         let place = device.ok_or(late).about(about, range.size_bytes, device)?;
         let (tell, told) = crossbeam_channel::bounded(1);
         let driver = Arc::clone(&self.0.pool.driver);
-        let begun = crate::threads::spawn(
+        let begun = sublet_sync::threads::spawn(
             "sublet-fill",
             move || {
                 let filled = clear_on_this_thread(driver.as_ref(), range, place);

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 
 use super::tickets::{Leases, Tickets};
 use crate::PeerId;
-use crate::descriptors::UninheritedFd;
+use sublet_driver::descriptors::UninheritedFd;
 
 /// See the head of this module.
 #[derive(Debug, Default)]

@@ -12,10 +12,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
 use super::{Ledger, Row, RowTable, Selection};
-use crate::descriptors::UninheritedFd;
 use crate::driver::RawHandle;
 use crate::error::{PoolError, PoolResult};
 use crate::{AllocationId, PeerId, VirtualHandle};
+use sublet_driver::descriptors::UninheritedFd;
 
 /// Tells whether a ticket, or a lease, is open anywhere.
 #[derive(Debug)]

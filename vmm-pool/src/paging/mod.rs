@@ -263,7 +263,7 @@ impl<D: Driver> Pager<D> {
     fn begin(shared: &Arc<PagedWindow<D>>) -> PageResult<()> {
         let (tell, told) = crossbeam_channel::bounded(1);
         let (for_thread, after_panic) = (Arc::clone(shared), Arc::clone(shared));
-        let spawned = crate::threads::spawn(
+        let spawned = sublet_sync::threads::spawn(
             "sublet-pager",
             move || thread::run(&for_thread, &tell),
             move |_| after_panic.say_it_has_ended(),

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use super::{Entered, Kind, Pool, Use};
 use crate::deferred::Physical;
-use crate::descriptors::UninheritedFd;
 use crate::driver::{AllocationProp, Driver};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::{Class, Lease, NewRow, Origin, Sharing, TicketWatch};
 use crate::{AllocationId, PeerId, VirtualHandle};
+use sublet_driver::descriptors::UninheritedFd;
 
 /// The data that a ticket for an allocation must carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

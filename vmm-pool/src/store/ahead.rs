@@ -187,7 +187,7 @@ impl Ahead {
             }
         };
         if !self.table().wanted.is_empty()
-            && let Err(error) = crate::threads::spawn("sublet-arena", bring_in, |_| {})
+            && let Err(error) = sublet_sync::threads::spawn("sublet-arena", bring_in, |_| {})
         {
             tracing::debug!(%error, "no thread to bring host memory in ahead");
         }

@@ -13,7 +13,7 @@ use memmap2::{Advice, MmapOptions, MmapRaw};
 
 use crate::driver::{Driver, PieceSlot, PinnedFor};
 use crate::error::{Describe, PoolError, PoolResult};
-use crate::nodes;
+use sublet_driver::nodes;
 
 /// Host memory for saved contents comes in chunks of this size at most, in bytes. Large enough that pinning runs at full speed (36 GiB/s measured with huge
 /// pages), small enough that the first copies start after some 10 ms.
@@ -91,7 +91,7 @@ impl Chunk {
         if let Err(error) = map.advise(Advice::DontDump) {
             tracing::warn!(%error, "a core dump of this process holds its saved contents");
         }
-        if let Err(error) = nodes::place(map.as_mut_ptr(), map.len(), &how.nodes) {
+        if let Err(error) = nodes::place(map.as_ptr().addr(), map.len(), &how.nodes) {
             tracing::debug!(%error, nodes = ?how.nodes, "host memory lies where the system puts it");
         }
         let base = map.as_mut_ptr();

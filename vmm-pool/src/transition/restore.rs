@@ -12,7 +12,6 @@ use super::still::Still;
 use crate::budget::Charge;
 use crate::copies::Way;
 use crate::deferred::Physical;
-use crate::descriptors::UninheritedFd;
 use crate::driver::{AccessDesc, AllocationProp, DeviceOrdinal, Driver, DriverCode};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
@@ -20,6 +19,7 @@ use crate::ledger::{Mapping, Row, Rows, Selection};
 use crate::pool::{Borrowed, Pool};
 use crate::store::Store;
 use crate::{AllocationId, PeerId, VirtualHandle};
+use sublet_driver::descriptors::UninheritedFd;
 
 /// Allocations to fetch again from one owner.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -89,7 +89,7 @@ mod tests {
         let apart = [
             "tests/src/lib.rs",
             "tenants/src/a/tests.rs",
-            "vmm-pool/src/driver/sim/mod.rs",
+            "vmm-pool/sim/src/lib.rs",
             "x/model.rs",
             "benchmarks/x.py",
             "README.md",

@@ -25,12 +25,12 @@ struct Order {
 const ORDERS: [Order; 3] = [
     Order {
         folder: "vmm-pool/src",
-        modules: "sync slots threads asking gate descriptors nodes driver lib support ids error report journal budget \
-            deferred waits store copies ledger slabs pool cells saved transition paging conformance",
+        modules: "asking gate lib support ids error report journal budget \
+            deferred waits store copies ledger slabs pool cells saved transition paging",
     },
     Order {
         folder: "tenants/src",
-        modules: "lib error_text code descriptors size time identity family turns cut stepping region references \
+        modules: "lib error_text code descriptors size time identity family turns region references \
             host_memory numa budget scope phase state saving wire transport run_dir ticket checkpoints member \
             coordinator requests settings switching command",
     },
