@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::Class;
+use super::depth::in_words;
 use super::history::History;
 use super::quanta::{BOUND_US, COST_FACTOR, QUANTUM_MIN_US, idle_after_us, quantum_us, time};
 use super::scene::{Scene, Standing, Waiting, Wish};
@@ -211,7 +212,7 @@ impl<'a> View<'a> {
                 let why = format!("'{moving}' is being paused or resumed");
                 return Decision::wait(waiting, Some(until_us), &why);
             }
-            if let Some(sinks) = self.gives_contexts(waiting, short, &all, &holds) {
+            if let Some(sinks) = self.gives_contexts(waiting, short, Some(&all), &holds) {
                 return sinks;
             }
             let reason = format!(
@@ -258,10 +259,8 @@ impl<'a> View<'a> {
         if !whys.is_empty() {
             return Decision::wait(waiting, Some(until_us), &whys.join(", and "));
         }
-        let missing: Vec<_> =
-            short.iter().map(|(gpu, bytes)| format!("{} on {gpu}", Size(*bytes))).collect();
         let what = if standing.is_active { "gets more memory" } else { "is resumed" };
-        reasons.push(format!("'{}' {what}: it lacked {}", waiting.tenant, missing.join(", ")));
+        reasons.push(format!("'{}' {what}: it lacked {}", waiting.tenant, in_words(short)));
         let victims = victims.into_iter().cloned().collect();
         let contexts_leave = standing.margin_bytes() > 0;
         Decision { contexts_leave, ..Decision::new(waiting, Verdict::Go(victims), reasons) }

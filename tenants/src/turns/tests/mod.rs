@@ -3,4 +3,5 @@
 mod by_itself;
 mod cases;
 mod clock;
+mod depth;
 mod properties;
