@@ -45,7 +45,7 @@ def test_licences_of_all_that_is_in_it_are_there(wheel: Distribution) -> None:
     assert wheel.metadata["License-Expression"] == "Apache-2.0"
     assert texts["LICENSE"] == (ROOT / "LICENSE").read_text()
     # Crates of the library, of the command and of the module; and none that is only for tests.
-    for crate in ["postcard", "tracing-subscriber", "comfy-table", "hyper", "pyo3", "libloading"]:
+    for crate in ["postcard", "tracing-subscriber", "comfy-table", "prometheus-client", "pyo3", "libloading"]:
         assert re.search(rf"^{crate} \d", texts["THIRD-PARTY.txt"], re.MULTILINE), crate
     assert not re.search(r"^(proptest|bindgen|jsonschema) \d", texts["THIRD-PARTY.txt"], re.MULTILINE)
     assert "Permission is hereby granted" in texts["THIRD-PARTY.txt"]

@@ -18,13 +18,14 @@ use prometheus_client::metrics::exemplar::Exemplar;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::{Registry, Unit};
+use tenants::coordinator::GpuBudget;
 use tenants::error_text::{plain, plain_by};
 use tenants::run_dir::RunDir;
-use tenants::wire::{MemberStats, PauseTimes, Phase, PhaseReport};
+use tenants::wire::{MemberStats, PauseTimes};
 
 use crate::args::MetricsArgs;
 use crate::failure::{EXIT_UNCHANGED, Failure};
-use crate::gpus::{Gpus, Watched};
+use crate::gpus::{Gpu, Gpus, Watched};
 use crate::output::{self, Output};
 use crate::view::{TenantView, View};
 use crate::{files, ps, signals};
@@ -65,7 +66,7 @@ fn listen(address: SocketAddr, run_dir: &RunDir, output: &mut Output) -> Result<
     let interrupt = signals::watch()?;
     let mut figures = Figures::new(run_dir);
     let look = move || figures.text().map_err(|failure| plain(&failure.to_string()));
-    serve::serve(address, look, interrupt, |address| {
+    serve::serve(address, look, &interrupt, |address| {
         if !address.ip().is_loopback() {
             output::complain(&format!(
                 "everybody who reaches {address} can read which tenants and processes there are, and what they hold"
@@ -117,29 +118,32 @@ fn text_of(view: &View) -> Result<String, Failure> {
 }
 
 type Labels = Vec<(&'static str, String)>;
-type Whole = Family<Labels, Gauge<u64, AtomicU64>>;
-type Fraction = Family<Labels, Gauge<f64, AtomicU64>>;
 
-/// Registers a family of whole numbers under `name`, and returns it.
-fn whole(registry: &mut Registry, name: &str, help: &str) -> Whole {
-    let family = Whole::default();
-    registry.register(name, help, family.clone());
-    family
+fn labels<const N: usize>(pairs: [(&'static str, &str); N]) -> Labels {
+    pairs.map(|(name, value)| (name, value.to_owned())).into()
 }
 
-fn set(family: &Whole, labels: &Labels, value: u64) {
-    family.get_or_create(labels).set(value);
-}
-
-fn set_all(family: &Whole, values: BTreeMap<Labels, u64>) {
-    for (labels, value) in values {
-        set(family, &labels, value);
+/// Registers a family of whole numbers. Those of the same labels add up.
+fn gauge(
+    registry: &mut Registry,
+    name: &str,
+    help: &str,
+    samples: impl IntoIterator<Item = (Labels, u64)>,
+) {
+    let family = Family::<Labels, Gauge<u64, AtomicU64>>::default();
+    for (labels, value) in samples {
+        family.get_or_create(&labels).inc_by(value);
     }
+    registry.register(name, help, family);
 }
 
 fn on_gpu(view: &View, tenant: &str, uuid: &str) -> Labels {
-    let gpu = view.gpu_label(uuid);
-    vec![("tenant", tenant.to_owned()), ("gpu", gpu), ("uuid", uuid.to_owned())]
+    labels([("tenant", tenant), ("gpu", &view.gpu_label(uuid)), ("uuid", uuid)])
+}
+
+fn with(mut labels: Labels, more: Labels) -> Labels {
+    labels.extend(more);
+    labels
 }
 
 fn registry(view: &View) -> Registry {
@@ -156,144 +160,119 @@ fn registry(view: &View) -> Registry {
 }
 
 fn gpus(view: &View, registry: &mut Registry) {
-    let found = whole(registry, "gpu", "1 for each GPU: its index, name and machine-wide name");
-    let used = whole(registry, "gpu_used_bytes", "Device memory in use by everybody");
-    let total = whole(registry, "gpu_total_bytes", "All memory of the device");
-    for gpu in &view.gpus {
-        let name = gpu.name.clone().unwrap_or_default();
-        set(&found, &vec![("gpu", gpu.label()), ("name", name), ("uuid", gpu.uuid.clone())], 1);
-        for (family, bytes) in [(&used, gpu.used_bytes), (&total, gpu.total_bytes)] {
-            if let Some(bytes) = bytes {
-                set(family, &vec![("uuid", gpu.uuid.clone())], bytes);
-            }
-        }
-    }
+    let found = view.gpus.iter().map(|gpu| {
+        let name = gpu.name.as_deref().unwrap_or_default();
+        (labels([("gpu", &gpu.label()), ("name", name), ("uuid", &gpu.uuid)]), 1)
+    });
+    let bytes = |of: fn(&Gpu) -> Option<u64>| {
+        let sample = move |gpu: &Gpu| Some((labels([("uuid", &gpu.uuid)]), of(gpu)?));
+        view.gpus.iter().filter_map(sample)
+    };
+    gauge(registry, "gpu", "1 for each GPU: its index, name and machine-wide name", found);
+    let help = "Device memory in use by everybody";
+    gauge(registry, "gpu_used_bytes", help, bytes(|gpu| gpu.used_bytes));
+    gauge(registry, "gpu_total_bytes", "All memory of the device", bytes(|gpu| gpu.total_bytes));
 }
 
 fn device_bytes(view: &View, registry: &mut Registry) {
-    let family = whole(
-        registry,
-        "device_bytes",
-        "Memory of tenants, by GPU, library and tag. kind: resident (own, on the GPU), away (own, given up), imported (of \
-         another process, which counts it as its own)",
-    );
-    let stays =
-        whole(registry, "staying_bytes", "Memory that a pause leaves on the GPU, by reason");
-    let mut sums: BTreeMap<Labels, u64> = BTreeMap::new();
-    let mut staying: BTreeMap<Labels, u64> = BTreeMap::new();
-    for (tenant, member) in members(view) {
-        for device in &member.pool.devices {
-            let place = || on_gpu(view, tenant, &device.uuid);
-            for class in &device.classes {
-                let away_bytes = class.own_bytes.saturating_sub(class.resident_bytes);
-                for (kind, bytes) in [
-                    ("resident", class.resident_bytes),
-                    ("away", away_bytes),
-                    ("imported", class.imported_bytes),
-                ] {
-                    let mut labels = place();
-                    labels.extend([
-                        ("library", class.library.clone()),
-                        ("tag", class.tag.clone()),
-                        ("contents", ps::contents_label(class.contents).to_owned()),
-                        ("kind", kind.to_owned()),
-                    ]);
-                    *sums.entry(labels).or_default() += bytes;
-                }
-            }
-            for pinned in &device.pinned {
-                let mut labels = place();
-                labels.push(("reason", pinned.reason.clone()));
-                *staying.entry(labels).or_default() += pinned.bytes;
-            }
-        }
-    }
-    set_all(&family, sums);
-    set_all(&stays, staying);
+    let devices = || {
+        members(view).flat_map(|(tenant, member)| {
+            let devices = member.pool.devices.iter();
+            devices.map(move |device| (on_gpu(view, tenant, &device.uuid), device))
+        })
+    };
+    let classes = devices().flat_map(|(place, device)| {
+        device.classes.iter().flat_map(move |class| {
+            let away_bytes = class.own_bytes.saturating_sub(class.resident_bytes);
+            let kinds = [
+                ("resident", class.resident_bytes),
+                ("away", away_bytes),
+                ("imported", class.imported_bytes),
+            ];
+            let (place, contents) = (place.clone(), ps::contents_label(class.contents));
+            kinds.map(|(kind, bytes)| {
+                let of = [
+                    ("library", &*class.library),
+                    ("tag", &class.tag),
+                    ("contents", contents),
+                    ("kind", kind),
+                ];
+                (with(place.clone(), labels(of)), bytes)
+            })
+        })
+    });
+    let help = "Memory of tenants, by GPU, library and tag. kind: resident (own, on the GPU), away (own, given up), imported (of \
+                another process, which counts it as its own)";
+    gauge(registry, "device_bytes", help, classes);
+    let stay = devices().flat_map(|(place, device)| {
+        let of = move |reason: &str| with(place.clone(), labels([("reason", reason)]));
+        device.pinned.iter().map(move |pinned| (of(&pinned.reason), pinned.bytes))
+    });
+    let help = "Memory that a pause leaves on the GPU, by reason";
+    gauge(registry, "staying_bytes", help, stay);
 }
 
 fn budgets(view: &View, registry: &mut Registry) {
-    let most = whole(
-        registry,
-        "budget_bytes",
-        "What a tenant may hold of a GPU, where it may not hold all",
-    );
-    let held = whole(
-        registry,
-        "budget_held_bytes",
-        "What counts against a tenant's budget of a GPU, where its processes count",
-    );
-    for TenantView { stats, .. } in &view.tenants {
-        for gpu in &stats.budgets {
-            let labels = on_gpu(view, &stats.tenant, &gpu.gpu);
-            if let Some(bytes) = gpu.budget_bytes {
-                set(&most, &labels, bytes);
-            }
-            set(&held, &labels, gpu.held_bytes);
-        }
-    }
+    let bytes = |of: fn(&GpuBudget) -> Option<u64>| {
+        view.tenants.iter().flat_map(move |TenantView { stats, .. }| {
+            let sample =
+                move |gpu: &GpuBudget| Some((on_gpu(view, &stats.tenant, &gpu.gpu), of(gpu)?));
+            stats.budgets.iter().filter_map(sample)
+        })
+    };
+    let help = "What a tenant may hold of a GPU, where it may not hold all";
+    gauge(registry, "budget_bytes", help, bytes(|gpu| gpu.budget_bytes));
+    let help = "What counts against a tenant's budget of a GPU, where its processes count";
+    gauge(registry, "budget_held_bytes", help, bytes(|gpu| Some(gpu.held_bytes)));
 }
 
 fn processes(view: &View, registry: &mut Registry) {
-    let family = whole(registry, "processes", "Processes of a tenant, by state");
-    let silent = whole(registry, "silent_processes", "Processes of a tenant that did not answer");
-    let changing =
-        whole(registry, "changing", "Is somebody pausing, resuming or saving the tenant? 0 or 1");
-    for TenantView { stats, changed_by, .. } in &view.tenants {
-        let tenant = || ("tenant", stats.tenant.clone());
-        let mut states: BTreeMap<&str, u64> = BTreeMap::new();
-        for member in &stats.members {
-            *states.entry(ps::state_label(member.member.state)).or_default() += 1;
-        }
-        for (state, count) in states {
-            set(&family, &vec![tenant(), ("state", state.to_lowercase())], count);
-        }
-        set(&silent, &vec![tenant()], stats.failures.len() as u64);
-        set(&changing, &vec![tenant()], u64::from(!changed_by.is_empty()));
-    }
+    let states = members(view).map(|(tenant, member)| {
+        let state = ps::state_label(member.member.state).to_lowercase();
+        (labels([("tenant", tenant), ("state", &state)]), 1)
+    });
+    gauge(registry, "processes", "Processes of a tenant, by state", states);
+    let each = |of: fn(&TenantView) -> u64| {
+        let sample =
+            move |tenant: &TenantView| (labels([("tenant", &tenant.stats.tenant)]), of(tenant));
+        view.tenants.iter().map(sample)
+    };
+    let silent = each(|tenant| tenant.stats.failures.len() as u64);
+    let help = "Processes of a tenant that did not answer";
+    gauge(registry, "silent_processes", help, silent);
+    let changing = each(|tenant| u64::from(!tenant.changed_by.is_empty()));
+    let help = "Is somebody pausing, resuming or saving the tenant? 0 or 1";
+    gauge(registry, "changing", help, changing);
 }
 
 fn left_bytes(view: &View, registry: &mut Registry) {
-    let family = whole(
-        registry,
-        "left_bytes",
-        "What the paused processes of a tenant have on a GPU, contexts too, as NVIDIA's management library tells",
-    );
-    let mut sums: BTreeMap<Labels, u64> = BTreeMap::new();
-    for tenant in &view.tenants {
-        for member in &tenant.stats.members {
-            let Some(left) = tenant.left_by(member.member.pid) else { continue };
-            let known = member.pool.devices.iter().map(|device| (device.uuid.as_str(), 0));
-            let held = left.gpus.iter().map(|held| (held.uuid.as_str(), held.bytes));
-            for (uuid, bytes) in known.chain(held) {
-                *sums.entry(on_gpu(view, &tenant.stats.tenant, uuid)).or_default() += bytes;
-            }
-        }
-    }
-    set_all(&family, sums);
+    let left = view.tenants.iter().flat_map(|tenant| {
+        tenant.stats.members.iter().flat_map(move |member| {
+            let left = tenant.left_by(member.member.pid);
+            let known = member.pool.devices.iter().map(|device| (&*device.uuid, 0));
+            let held = left.into_iter().flat_map(|left| &left.gpus);
+            let held = held.map(|held| (&*held.uuid, held.bytes));
+            let all = known.filter(move |_| left.is_some()).chain(held);
+            all.map(|(uuid, bytes)| (on_gpu(view, &tenant.stats.tenant, uuid), bytes))
+        })
+    });
+    let help = "What the paused processes of a tenant have on a GPU, contexts too, as NVIDIA's management library tells";
+    gauge(registry, "left_bytes", help, left);
 }
 
 fn host_bytes(view: &View, registry: &mut Registry) {
-    let family = whole(
-        registry,
-        "host_bytes",
-        "Host memory and disk of a tenant. kind: held (for saved contents), wanted (by the next pause, all of it), file (contents on \
-         disk), driver (the driver's own, which is never paused)",
-    );
-    let mut sums: BTreeMap<(&str, &str), u64> = BTreeMap::new();
-    for (tenant, member) in members(view) {
-        for (kind, bytes) in [
+    let host = members(view).flat_map(|(tenant, member)| {
+        let kinds = [
             ("held", member.pool.host_arena_bytes),
             ("wanted", member.host.wanted_bytes),
             ("file", member.pool.file_bytes),
             ("driver", member.pool.host_numa_bytes),
-        ] {
-            *sums.entry((tenant, kind)).or_default() += bytes;
-        }
-    }
-    for ((tenant, kind), bytes) in sums {
-        set(&family, &vec![("tenant", tenant.to_owned()), ("kind", kind.to_owned())], bytes);
-    }
+        ];
+        kinds.map(|(kind, bytes)| (labels([("tenant", tenant), ("kind", kind)]), bytes))
+    });
+    let help = "Host memory and disk of a tenant. kind: held (for saved contents), wanted (by the next pause, all of it), file (contents on \
+                disk), driver (the driver's own, which is never paused)";
+    gauge(registry, "host_bytes", help, host);
 }
 
 fn switches(view: &View, registry: &mut Registry) {
@@ -302,30 +281,21 @@ fn switches(view: &View, registry: &mut Registry) {
         registry.register(name, format!("{what} that a process has completed"), family.clone());
         family
     });
-    let seconds = Fraction::default();
+    let seconds = Family::<Labels, Gauge<f64, AtomicU64>>::default();
     let help = "Time of the slowest process in each phase of the tenant's last pause and resume";
     registry.register("last_phase_seconds", help, seconds.clone());
-    for TenantView { stats, .. } in &view.tenants {
-        let mut slowest: BTreeMap<Labels, u64> = BTreeMap::new();
-        for member in &stats.members {
-            let pid = ("pid", member.member.pid.to_string());
-            let labels = vec![("tenant", stats.tenant.clone()), pid];
-            pauses.get_or_create(&labels).inc_by(member.pauses);
-            resumes.get_or_create(&labels).inc_by(member.resumes);
-            let both = [("pause", &member.last_pause), ("resume", &member.last_resume)];
-            for (change, (phase, report)) in both.into_iter().flat_map(of_change) {
-                let labels = vec![
-                    ("tenant", stats.tenant.clone()),
-                    ("change", change.to_owned()),
-                    ("phase", phase.label().replace(' ', "_")),
-                ];
-                let longest = slowest.entry(labels).or_default();
-                *longest = report.elapsed_us.max(*longest);
+    for (tenant, member) in members(view) {
+        let by_pid = labels([("tenant", tenant), ("pid", &member.member.pid.to_string())]);
+        pauses.get_or_create(&by_pid).inc_by(member.pauses);
+        resumes.get_or_create(&by_pid).inc_by(member.resumes);
+        for (change, phases) in [("pause", &member.last_pause), ("resume", &member.last_resume)] {
+            for (phase, report) in phases {
+                let phase = phase.label().replace(' ', "_");
+                let of = labels([("tenant", tenant), ("change", change), ("phase", &phase)]);
+                let longest = seconds.get_or_create(&of);
+                let elapsed = Duration::from_micros(report.elapsed_us).as_secs_f64();
+                longest.set(elapsed.max(longest.get()));
             }
-        }
-        for (labels, elapsed_us) in slowest {
-            let elapsed = Duration::from_micros(elapsed_us);
-            seconds.get_or_create(&labels).set(elapsed.as_secs_f64());
         }
     }
 }
@@ -364,14 +334,6 @@ fn pause_seconds(view: &View) -> PauseSeconds {
         *times = times.plus(member.pause_times);
     }
     PauseSeconds(all)
-}
-
-type Phases = Vec<(Phase, PhaseReport)>;
-
-fn of_change<'a>(
-    (change, phases): (&'a str, &'a Phases),
-) -> impl Iterator<Item = (&'a str, &'a (Phase, PhaseReport))> {
-    phases.iter().map(move |phase| (change, phase))
 }
 
 /// All processes that answered, with their tenants' names.
