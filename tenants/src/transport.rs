@@ -40,7 +40,7 @@ use serde::de::DeserializeOwned;
 pub use error::{Direction, TransportError};
 pub use frame::{Limits, PAYLOAD_BYTES_MAX, REQUEST_BYTES_MAX};
 pub(crate) use process::{BINDING_EXTENSION, Process, Watched, has_ended, is_stopped, user_of};
-pub use process::{Listener, Peer, command_installed_with, command_of, stat_words};
+pub use process::{Listener, Peer, command_installed_with, command_of};
 
 use vmm_pool::UninheritedFd;
 

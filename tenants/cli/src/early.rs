@@ -1,15 +1,13 @@
 //! Processes under Sublet that have had no GPU memory yet. They join their tenant when they first ask for some, and nobody can ask them
 //! anything before. What is known of them stands in their environment, which the kernel shows to their own user.
 
-use std::collections::BTreeMap;
-use std::ffi::OsStr;
-use std::fs;
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
-use std::process;
 
 use nix::unistd::geteuid;
+use procfs::process::all_processes;
 use tenants::identity::TenantName;
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir};
 use tenants::settings::TENANT_VARIABLE;
@@ -24,16 +22,13 @@ pub(crate) fn find(run_dir: &RunDir) -> BTreeMap<TenantName, u32> {
     let own_uid = geteuid().as_raw();
     let run_dir = absolute(run_dir.path());
     let mut found = BTreeMap::new();
-    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    for pid in pids.filter(|pid| *pid != process::id()) {
-        let dir = format!("/proc/{pid}");
+    for process in all_processes().into_iter().flatten().flatten() {
+        let pid = process.pid().cast_unsigned();
         // Root may read what other users wrote.
-        if !fs::metadata(&dir).is_ok_and(|found| found.uid() == own_uid) {
+        if pid == std::process::id() || process.uid().ok() != Some(own_uid) {
             continue;
         }
-        let environment = fs::read(dir + "/environ").unwrap_or_default();
-        if let Some(tenant) = tenant_in(&environment, &run_dir) {
+        if let Some(tenant) = tenant_in(&process.environ().unwrap_or_default(), &run_dir) {
             let first = found.entry(tenant).or_insert(pid);
             *first = pid.min(*first);
         }
@@ -41,15 +36,12 @@ pub(crate) fn find(run_dir: &RunDir) -> BTreeMap<TenantName, u32> {
     found
 }
 
-fn tenant_in(environment: &[u8], run_dir: &Path) -> Option<TenantName> {
-    let value = |name: &str| {
-        let mut lines = environment.split(|byte| *byte == 0);
-        lines.find_map(|line| line.strip_prefix(name.as_bytes())?.strip_prefix(b"="))
-    };
-    let is_there = Path::new(OsStr::from_bytes(value(RUN_DIR_VARIABLE)?)) == run_dir;
-    let library = LIBRARY_NAME.as_bytes();
-    let is_under_sublet = value(PRELOAD_VARIABLE)?.windows(library.len()).any(|it| it == library);
-    let tenant = TenantName::new(std::str::from_utf8(value(TENANT_VARIABLE)?).ok()?).ok()?;
+fn tenant_in(environment: &HashMap<OsString, OsString>, run_dir: &Path) -> Option<TenantName> {
+    let value = |name: &str| environment.get(OsStr::new(name));
+    let is_there = Path::new(value(RUN_DIR_VARIABLE)?) == run_dir;
+    let mut preloaded = value(PRELOAD_VARIABLE)?.as_bytes().windows(LIBRARY_NAME.len());
+    let is_under_sublet = preloaded.any(|it| it == LIBRARY_NAME.as_bytes());
+    let tenant = TenantName::new(value(TENANT_VARIABLE)?.to_str()?).ok()?;
     (is_there && is_under_sublet).then_some(tenant)
 }
 
@@ -69,18 +61,19 @@ mod tests {
     #[test]
     fn a_process_is_of_the_tenant_that_its_environment_names_if_it_meets_here() {
         let found = |tenant: &str, preload: &str, run_dir: &str| {
-            let text =
-                format!("A=1\0SUBLET_TENANT={tenant}\0{preload}\0SUBLET_RUN_DIR={run_dir}\0");
-            tenant_in(text.as_bytes(), Path::new("/run/sublet"))
+            let all = [("A", "1"), ("SUBLET_TENANT", tenant), ("LD_PRELOAD", preload)];
+            let all = all.into_iter().chain([("SUBLET_RUN_DIR", run_dir)]);
+            let all = all.map(|(name, value)| (name.into(), value.into())).collect();
+            tenant_in(&all, Path::new("/run/sublet"))
         };
         let names = |preload: &str, run_dir: &str| found("py", preload, run_dir);
-        let preload = "LD_PRELOAD=/lib/other.so:/lib/libsublet.so";
+        let preload = "/lib/other.so:/lib/libsublet.so";
         assert_eq!(names(preload, "/run/sublet"), TenantName::new("py").ok());
         assert_eq!(names(preload, "/run/other"), None);
-        assert_eq!(names("LD_PRELOAD=/lib/other.so", "/run/sublet"), None);
+        assert_eq!(names("/lib/other.so", "/run/sublet"), None);
         for name in ["py\u{1b}[2J", "a\nspoof  active", "../other", ""] {
             assert_eq!(found(name, preload, "/run/sublet"), None, "{name:?}");
         }
-        assert_eq!(tenant_in(b"", Path::new("/run/sublet")), None);
+        assert_eq!(tenant_in(&HashMap::new(), Path::new("/run/sublet")), None);
     }
 }

@@ -2,16 +2,15 @@
 //! holds its memory all the same.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use procfs::process::Process;
 use serde::Serialize;
 use tenants::coordinator::{MemberFailure, TenantStats};
-use tenants::transport::stat_words;
 
 use crate::gpus::GpuBytes;
 use crate::outsiders;
 
-const PROC: &str = "/proc";
 const CONTROL_GROUPS: &str = "/sys/fs/cgroup";
 
 /// One process.
@@ -56,7 +55,7 @@ impl Silent {
     pub(crate) fn of(stats: &TenantStats) -> Vec<Self> {
         let of = |failure: &MemberFailure| {
             let pid = failure.who.pid?;
-            let standing = standing_of(pid, Path::new(PROC), Path::new(CONTROL_GROUPS))?;
+            let standing = standing_of(format!("/proc/{pid}").into(), Path::new(CONTROL_GROUPS))?;
             let command = outsiders::command_of(pid);
             Some(Self { pid, command, standing, gpus: Vec::new() })
         };
@@ -67,42 +66,35 @@ impl Silent {
     }
 }
 
-/// None of a process that has ended.
-fn standing_of(pid: u32, proc: &Path, groups: &Path) -> Option<Standing> {
-    let dir = proc.join(pid.to_string());
-    let own = state_in(&dir.join("stat")).filter(|state| !"ZX".contains(*state))?;
-    let threads = fs::read_dir(dir.join("task")).into_iter().flatten().flatten();
-    let waits = || threads.filter_map(|thread| state_in(&thread.path().join("stat")));
+/// Returns the standing of the process of this directory in `/proc`; none of one that has ended.
+fn standing_of(dir: PathBuf, groups: &Path) -> Option<Standing> {
+    let process = Process::new_with_root(dir).ok()?;
+    let own = process.stat().ok().map(|stat| stat.state).filter(|state| !"ZX".contains(*state))?;
+    // The thread that answers is not the first.
+    let mut threads = process.tasks().into_iter().flatten().flatten();
+    let mut waits = || threads.any(|thread| thread.stat().is_ok_and(|stat| stat.state == 'D'));
     Some(match own {
         'T' => Standing::Stopped,
         't' => Standing::Traced,
-        _ if is_frozen(&dir, groups) => Standing::Frozen,
+        _ if is_frozen(&process, groups) => Standing::Frozen,
         'D' => Standing::Uninterruptible,
-        // The thread that answers is not the first.
-        _ if waits().any(|state| state == 'D') => Standing::Uninterruptible,
+        _ if waits() => Standing::Uninterruptible,
         _ => Standing::Runs,
     })
 }
 
-fn state_in(stat: &Path) -> Option<char> {
-    stat_words(&fs::read_to_string(stat).ok()?).next()?.chars().next()
-}
-
-fn is_frozen(dir: &Path, groups: &Path) -> bool {
-    let membership = fs::read_to_string(dir.join("cgroup")).unwrap_or_default();
+fn is_frozen(process: &Process, groups: &Path) -> bool {
     let holds = |path: &Path, word: &str| {
         fs::read_to_string(path).is_ok_and(|text| text.lines().any(|line| line == word))
     };
-    membership.lines().filter_map(|line| line.split_once(':')?.1.split_once(':')).any(
-        |(controllers, path)| {
-            let path = path.trim_start_matches('/');
-            if controllers.is_empty() {
-                return holds(&groups.join(path).join("cgroup.events"), "frozen 1");
-            }
-            let is_freezer = controllers.split(',').any(|name| name == "freezer");
-            is_freezer && holds(&groups.join("freezer").join(path).join("freezer.state"), "FROZEN")
-        },
-    )
+    process.cgroups().into_iter().flatten().any(|group| {
+        let path = group.pathname.trim_start_matches('/');
+        if group.controllers.is_empty() {
+            return holds(&groups.join(path).join("cgroup.events"), "frozen 1");
+        }
+        let is_freezer = group.controllers.iter().any(|name| name == "freezer");
+        is_freezer && holds(&groups.join("freezer").join(path).join("freezer.state"), "FROZEN")
+    })
 }
 
 #[cfg(test)]
@@ -117,10 +109,11 @@ mod tests {
             let dir = proc.join(pid.to_string());
             let task = dir.join("task").join((pid + 1).to_string());
             fs::create_dir_all(&task).unwrap();
-            fs::write(dir.join("stat"), format!("{pid} (a) b) {letter} 1 1")).unwrap();
-            fs::write(task.join("stat"), format!("{pid} (agent) {thread} 1 1")).unwrap();
+            let rest = " 1".repeat(49);
+            fs::write(dir.join("stat"), format!("{pid} (a) b) {letter}{rest}")).unwrap();
+            fs::write(task.join("stat"), format!("{pid} (agent) {thread}{rest}")).unwrap();
             fs::write(dir.join("cgroup"), group).unwrap();
-            standing_of(pid, &proc, &groups)
+            standing_of(dir, &groups)
         };
         for (path, text) in [
             ("cold/cgroup.events", "populated 1\nfrozen 1\n"),
@@ -138,6 +131,6 @@ mod tests {
         assert_eq!(process(50, 'S', 'D', "0::/warm"), Some(Standing::Uninterruptible));
         assert_eq!(process(60, 'R', 'S', "0::/warm"), Some(Standing::Runs));
         assert_eq!(process(70, 'Z', 'Z', "0::/"), None);
-        assert_eq!(standing_of(80, &proc, &groups), None);
+        assert_eq!(standing_of(proc.join("80"), &groups), None);
     }
 }

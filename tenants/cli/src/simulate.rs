@@ -28,9 +28,9 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::statvfs::statvfs;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{Pid, mkdtemp};
+use procfs::process::all_processes;
 use tenants::run_dir::RUN_DIR_VARIABLE;
 use tenants::size::{NoSize, Size};
-use tenants::transport::stat_words;
 
 use crate::environment::Environment;
 use crate::failure::{EXIT_UNCHANGED, Failure};
@@ -201,15 +201,10 @@ fn has_children() -> bool {
 
 /// The processes whose parent this one is, by birth or because their own has ended.
 fn children() -> Vec<Pid> {
-    let own = Pid::this().to_string();
-    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    pids.filter(|pid| {
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        stat_words(&stat).nth(1) == Some(own.as_str())
-    })
-    .map(Pid::from_raw)
-    .collect()
+    let all = all_processes().into_iter().flatten().flatten();
+    let own = Pid::this().as_raw();
+    let children = all.filter(|process| process.stat().is_ok_and(|stat| stat.ppid == own));
+    children.map(|child| Pid::from_raw(child.pid())).collect()
 }
 
 /// A directory that goes when this is dropped, with a simulated node and a run directory.

@@ -244,7 +244,7 @@ pub(crate) fn user_of(pid: u32) -> Option<u32> {
 
 /// Returns the words of `/proc/<pid>/stat` behind the command's name: the state, by a letter, the parent, and more. The
 /// name, in brackets, may hold anything, brackets and spaces too.
-pub fn stat_words(stat: &str) -> impl Iterator<Item = &str> {
+pub(super) fn stat_words(stat: &str) -> impl Iterator<Item = &str> {
     stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_whitespace()
 }
 

@@ -4,7 +4,7 @@ use std::io::{Read as _, Write as _};
 use proptest::prelude::*;
 
 use super::frame::MAGIC;
-use super::process::command_next_to_library;
+use super::process::{command_next_to_library, stat_words};
 use super::*;
 use crate::wire::{Action, Failure, FailureKind, GiveUp, Hello, PROTOCOL_VERSION, Reply, Request};
 

@@ -3,7 +3,9 @@
 use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
 
+use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use tenants::error_text::chain;
+use tenants::host_memory::{HostFigure, figures};
 use tenants::identity::{MemberId, TENANT_NAME_BYTES_MAX};
 use tenants::phase::HELD_MAX;
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir, SOCKET_PATH_BYTES_MAX};
@@ -19,16 +21,13 @@ const HOST_BYTES_LOW: u64 = 8 << 30;
 const FILES_LOW: u64 = 16 * 1024;
 
 pub(super) fn checks(environment: &Environment) -> Vec<Check> {
-    let read = |path: &str| fs::read_to_string(path).ok();
+    let enabled = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").ok();
+    let limits = |resource| getrlimit(resource).ok();
     let mut checks = vec![library(environment), run_dir(environment)];
-    checks.push(host_memory(
-        read("/proc/meminfo").as_deref(),
-        read("/sys/fs/cgroup/memory.max").as_deref(),
-        read("/sys/fs/cgroup/memory.current").as_deref(),
-    ));
-    checks.push(locked_memory(read("/proc/self/limits").as_deref()));
-    checks.push(open_files(read("/proc/self/limits").as_deref()));
-    checks.push(huge_pages(read("/sys/kernel/mm/transparent_hugepage/enabled").as_deref()));
+    checks.push(host_memory(&figures(None)));
+    checks.push(locked_memory(limits(Resource::RLIMIT_MEMLOCK).map(|(soft, _)| soft)));
+    checks.push(open_files(limits(Resource::RLIMIT_NOFILE).map(|(_, hard)| hard)));
+    checks.push(huge_pages(enabled.as_deref()));
     checks.extend(variables(environment));
     checks
 }
@@ -75,24 +74,15 @@ fn run_dir(environment: &Environment) -> Check {
 }
 
 /// Host memory that contents can be saved to: what is available, within the container's limit.
-fn host_memory(meminfo: Option<&str>, limit: Option<&str>, used: Option<&str>) -> Check {
+fn host_memory(figures: &[HostFigure]) -> Check {
     let subject = "host memory";
-    let available = meminfo.and_then(|text| {
-        let line = text.lines().find(|line| line.starts_with("MemAvailable:"))?;
-        let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
-        kib.checked_mul(1024)
-    });
-    let Some(available) = available else {
+    let Some(free) = figures.iter().map(|figure| figure.available_bytes).min() else {
         return Check::warn(
             subject,
             "/proc/meminfo does not say how much is available",
             "see that it holds what tenants keep while paused",
         );
     };
-    let number = |text: Option<&str>| text.and_then(|text| text.trim().parse::<u64>().ok());
-    let left_in_container =
-        number(limit).map(|limit| limit.saturating_sub(number(used).unwrap_or(0)));
-    let free = available.min(left_in_container.unwrap_or(u64::MAX));
     let finding = format!("{} available to keep contents in", units::bytes(free));
     if free < HOST_BYTES_LOW {
         let next_step = "mark what need not survive a pause as `discard`, or free host memory";
@@ -102,49 +92,39 @@ fn host_memory(meminfo: Option<&str>, limit: Option<&str>, used: Option<&str>) -
     }
 }
 
-fn locked_memory(limits: Option<&str>) -> Check {
+fn locked_memory(soft_bytes: Option<u64>) -> Check {
     let subject = "locked memory";
-    let soft = limits.and_then(|text| {
-        let line = text.lines().find_map(|line| line.strip_prefix("Max locked memory"))?;
-        line.split_whitespace().next()
-    });
-    match soft {
+    match soft_bytes {
         None => Check::ok(subject, "limit unknown"),
-        Some("unlimited") => Check::ok(subject, "no limit"),
-        Some(text) => {
-            let shown = text.parse().map_or_else(|_| text.to_owned(), units::bytes);
-            // The driver pins pages itself, and does not count them against this limit everywhere.
-            Check::ok(
-                subject,
-                format!(
-                    "limit {shown}; raise it (ulimit -l) only if a pause says that pinning fails"
-                ),
-            )
-        }
+        Some(RLIM_INFINITY) => Check::ok(subject, "no limit"),
+        // The driver pins pages itself, and does not count them against this limit everywhere.
+        Some(bytes) => Check::ok(
+            subject,
+            format!(
+                "limit {}; raise it (ulimit -l) only if a pause says that pinning fails",
+                units::bytes(bytes)
+            ),
+        ),
     }
 }
 
 /// Checks how many descriptors a process may have while its memory comes back. The soft limit is raised to the hard one
 /// for that time.
-fn open_files(limits: Option<&str>) -> Check {
+fn open_files(hard: Option<u64>) -> Check {
     let subject = "open files";
-    let hard = limits.and_then(|text| {
-        let line = text.lines().find_map(|line| line.strip_prefix("Max open files"))?;
-        line.split_whitespace().nth(1)
-    });
-    match hard.map(|text| (text, text.parse::<u64>())) {
+    match hard {
         None => Check::ok(subject, "limit unknown"),
-        Some((text, Ok(files))) if files < FILES_LOW => Check::warn(
+        Some(files) if files < FILES_LOW => Check::warn(
             subject,
             format!(
-                "limit {text}: a resume opens one for each allocation that processes share, in addition to what the job has open, and is \
+                "limit {files}: a resume opens one for each allocation that processes share, in addition to what the job has open, and is \
                  refused where they do not fit; NCCL shares hundreds for each other rank"
             ),
             "raise the hard limit before the job starts: ulimit -Hn 1048576 as root, --ulimit nofile=1048576 for Docker, \
              LimitNOFILE=1048576 for systemd; of a process that runs: prlimit --pid PID --nofile=1048576:1048576",
         ),
-        Some((text, _)) => {
-            Check::ok(subject, format!("limit {text}, which a resume uses while it lasts"))
+        Some(files) => {
+            Check::ok(subject, format!("limit {files}, which a resume uses while it lasts"))
         }
     }
 }
@@ -254,6 +234,7 @@ fn variables(environment: &Environment) -> Vec<Check> {
 #[cfg(test)]
 mod tests {
     use tenants::coordinator::Options;
+    use tenants::host_memory::LimitKind;
     use tenants::phase::Phase;
 
     use super::super::Level;
@@ -261,40 +242,37 @@ mod tests {
 
     #[test]
     fn host_memory_is_what_the_container_leaves() {
-        let meminfo = "MemTotal: 1 kB\nMemAvailable:   104857600 kB\n";
-        let check = host_memory(Some(meminfo), Some("max\n"), Some("0\n"));
+        let figure = |gib: u64| {
+            let (total_bytes, available_bytes) = (200 << 30, gib << 30);
+            HostFigure { kind: LimitKind::Available, total_bytes, available_bytes }
+        };
+        let check = host_memory(&[figure(100)]);
         assert_eq!(check.level, Level::Ok);
         assert_eq!(check.finding, "100 GiB available to keep contents in");
-        let (limit, used) = ((5_u64 << 30).to_string(), (1_u64 << 30).to_string());
-        let check = host_memory(Some(meminfo), Some(&limit), Some(&used));
+        let check = host_memory(&[figure(100), figure(4)]);
         assert_eq!(check.level, Level::Warn);
         assert_eq!(check.finding, "4 GiB available to keep contents in");
-        assert_eq!(host_memory(None, None, None).level, Level::Warn);
+        assert_eq!(host_memory(&[]).level, Level::Warn);
     }
 
     #[test]
     fn too_few_open_files_are_named_with_the_limit_and_the_line_that_raises_it() {
-        let limits = |hard: &str| {
-            format!("Max open files            1024                 {hard:20} files\n")
-        };
-        let check = open_files(Some(&limits("4096")));
+        let check = open_files(Some(4096));
         assert_eq!(check.level, Level::Warn);
         assert!(check.finding.starts_with("limit 4096: "), "{check:?}");
         assert!(check.next_step.unwrap().contains("ulimit -Hn 1048576"));
-        for enough in ["16384", "1048576", "unlimited"] {
-            let check = open_files(Some(&limits(enough)));
-            assert!(check.level == Level::Ok && check.finding.contains(enough), "{check:?}");
+        for enough in [16384, 1_048_576, RLIM_INFINITY] {
+            let check = open_files(Some(enough));
+            let named = check.finding.contains(&enough.to_string());
+            assert!(check.level == Level::Ok && named, "{check:?}");
         }
         assert_eq!(open_files(None), Check::ok("open files", "limit unknown"));
-        assert_eq!(open_files(Some("Max open files")).level, Level::Ok);
     }
 
     #[test]
-    fn limits_and_huge_pages_are_read_as_the_kernel_writes_them() {
-        let limits = "Max locked memory         65536                65536                bytes\n";
-        assert!(locked_memory(Some(limits)).finding.starts_with("limit 64 KiB"));
-        let limits = "Max locked memory         unlimited            unlimited            bytes\n";
-        assert_eq!(locked_memory(Some(limits)).finding, "no limit");
+    fn limits_and_huge_pages_are_told_as_the_kernel_has_them() {
+        assert!(locked_memory(Some(65536)).finding.starts_with("limit 64 KiB"));
+        assert_eq!(locked_memory(Some(RLIM_INFINITY)).finding, "no limit");
         assert_eq!(huge_pages(Some("always [madvise] never")).level, Level::Ok);
         assert_eq!(huge_pages(Some("always madvise [never]")).level, Level::Warn);
         assert_eq!(huge_pages(None).level, Level::Warn);

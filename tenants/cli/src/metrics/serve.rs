@@ -128,22 +128,22 @@ fn accept(listener: &Mutex<(TcpListener, Interrupt)>) -> Option<TcpStream> {
 struct Client(TcpStream, Instant);
 
 impl Client {
-    /// The time that is left; to wait for none is an error.
-    fn left(&self) -> Option<Duration> {
-        Some(self.1.saturating_duration_since(Instant::now()))
+    /// The time that is left. To wait for none is an error.
+    fn left(&self) -> Duration {
+        self.1.saturating_duration_since(Instant::now())
     }
 }
 
 impl Read for Client {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        self.0.set_read_timeout(self.left())?;
+        self.0.set_read_timeout(Some(self.left()))?;
         self.0.read(bytes)
     }
 }
 
 impl Write for Client {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.set_write_timeout(self.left())?;
+        self.0.set_write_timeout(Some(self.left()))?;
         self.0.write(bytes)
     }
 
