@@ -18,7 +18,7 @@ use vmm_pool::sync::lock;
 use crate::budget::{Budgets, gpus};
 use crate::checkpoints::Checkpointer;
 use crate::coordinator::{
-    BudgetReport, Coordinator, Event, Meanwhile, Options, Outcome, Trouble, Waits, staying, swap,
+    BudgetReport, Coordinator, Event, Meanwhile, Options, Outcome, Trouble, staying, swap,
     swap_with_itself,
 };
 use crate::error_text::chain;
@@ -150,8 +150,8 @@ pub fn run<D: Driver>(command: Command, asker: &Asker<'_, D>) -> Result<String, 
             switched(&done)
         }
         Command::Prepare(Wait { tenant, wait_ms }) => {
-            let until = Waits::Until(Instant::now() + millis(wait_ms));
-            let report = asker.coordinator(tenant)?.prepare(until, &mut |_| {})?;
+            let until = Instant::now() + millis(wait_ms);
+            let report = asker.coordinator(tenant)?.prepare(Some(until), &mut |_| {})?;
             with_completeness(&report, report.is_complete())
         }
         Command::Swap { tenant: from, out_tags, to, in_tags, timeout_ms } => {

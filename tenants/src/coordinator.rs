@@ -10,7 +10,6 @@
 //! alone (`freezing.rs`). Every call blocks, for a bounded time.
 
 mod agreement;
-mod ahead;
 mod budgets;
 mod cast;
 mod conversation;
@@ -22,6 +21,7 @@ mod lending;
 mod needs;
 mod overlap;
 mod peers;
+mod prepare;
 mod report;
 mod round;
 mod saving;
@@ -36,9 +36,9 @@ mod trouble;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-pub use ahead::{PrepareReport, PreparedProcess, Waits};
 pub use budgets::{BudgetReport, GpuBudget};
 pub use interrupt::Interrupt;
+pub use prepare::{PrepareReport, PreparedProcess};
 pub use report::{
     CutSummary, DeviceTotal, DrainSummary, Event, MemberFailure, MemberPhase, Outcome,
     PhaseSummary, Report, StageSummary, Step, Swap, TenantStats, Who, staying,

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use sublet_stage::{Place, Process, memory};
-use tenants::coordinator::{Coordinator, Options, PrepareReport, Waits};
+use tenants::coordinator::{Coordinator, Options, PrepareReport};
 use tenants::host_memory::{HostFigure, LimitKind};
 use tenants::identity::TenantName;
 use tenants::member::{Member, MemberConfig};
@@ -56,7 +56,7 @@ fn coordinator(place: &Place) -> Coordinator {
 }
 
 fn prepare(place: &Place) -> PrepareReport {
-    coordinator(place).prepare(Waits::ForAll, &mut |_| {}).unwrap()
+    coordinator(place).prepare(None, &mut |_| {}).unwrap()
 }
 
 fn held_bytes(member: &Process) -> u64 {
@@ -160,7 +160,7 @@ fn who_asks_while_a_process_prepares_by_itself_up_to_its_bound_waits_for_the_res
     let report = std::thread::scope(|scope| {
         let asker = scope.spawn(|| {
             let mut progress = |_: &[_]| tell.send(()).unwrap();
-            coordinator(&place).prepare(Waits::ForAll, &mut progress).unwrap()
+            coordinator(&place).prepare(None, &mut progress).unwrap()
         });
         is_asked.recv_timeout(LIMIT).unwrap();
         let asked_for = faults.hold(DriverOp::HostRegister);

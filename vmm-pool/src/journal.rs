@@ -49,6 +49,12 @@ impl StepLog {
         outcome
     }
 
+    /// The time that the work of this name took, in microseconds.
+    pub fn spent_us(&self, name: &str) -> u64 {
+        let steps = self.steps.iter().filter(|step| step.name == name);
+        steps.map(|step| step.elapsed_us).sum()
+    }
+
     /// Adds the record of another part of the same phase to this one.
     pub fn add(&mut self, other: Self) {
         for Step { name, elapsed_us } in other.steps {

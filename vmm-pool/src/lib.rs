@@ -17,6 +17,7 @@ mod journal;
 mod ledger;
 pub mod paging;
 mod pool;
+mod prefault;
 mod report;
 mod saved;
 #[cfg(test)]
@@ -46,10 +47,10 @@ pub use ledger::{
     TicketWatch, Unfreezable, Whose,
 };
 pub use pool::{
-    AwayByTag, Borrowed, BroughtIn, CopyPolicy, Devices, Entered, Export, GiveUp, Holdings,
-    HostMemory, HostStanding, ImportSource, Kind, Native, Natives, PieceBytes, PlainMemory, Pool,
-    Registered, Use,
+    AwayByTag, Borrowed, CopyPolicy, Devices, Entered, Export, GiveUp, Holdings, HostMemory,
+    ImportSource, Kind, Native, Natives, PieceBytes, PlainMemory, Pool, Registered, Use,
 };
+pub use prefault::{BroughtIn, HostStanding};
 pub use report::{
     ClassBytes, Contents, CopiedBytes, DeviceReport, KeptBytes, PinnedBytes, PoolReport, SlabTotals,
 };

@@ -4,14 +4,15 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use comfy_table::Table;
-use tenants::coordinator::{Coordinator, Options, PrepareReport, PreparedProcess, Waits};
+use tenants::coordinator::{Coordinator, Options, PrepareReport, PreparedProcess};
+use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::wire::{HostProgress, HostStage};
 
 use crate::args::PrepareArgs;
 use crate::failure::{EXIT_PARTIAL, Failure};
 use crate::output::{self, Output};
-use crate::progress::Progress;
+use crate::progress::{Progress, bytes_line};
 use crate::signals;
 use crate::units;
 
@@ -22,11 +23,10 @@ pub(crate) fn prepare(
 ) -> Result<ExitCode, Failure> {
     let options = Options { interrupt: Some(signals::watch()?), ..Options::default() };
     let mut coordinator = Coordinator::new(run_dir.clone(), args.tenant.clone(), options);
-    let waits = if args.no_wait { Waits::Until(Instant::now()) } else { Waits::ForAll };
+    let until = args.no_wait.then(Instant::now);
     let result = {
         let progress = Progress::start(args.show, run_dir);
-        let tenant = args.tenant.as_str();
-        coordinator.prepare(waits, &mut |processes| progress.say(line_of(tenant, processes)))
+        coordinator.prepare(until, &mut |processes| progress.say(line_of(&args.tenant, processes)))
     };
     let report = result?;
     if args.show.json {
@@ -34,25 +34,19 @@ pub(crate) fn prepare(
     } else {
         render(&report, args.show.verbose, output);
     }
-    let is_over = |process: &PreparedProcess| process.host.stage == HostStage::Rests;
-    let is_as_asked = report.failures.is_empty()
-        && report.processes.iter().all(|process| {
-            let goes_on = matches!(process.host.stage, HostStage::Grows | HostStage::Waits);
-            is_over(process) || (args.no_wait && goes_on)
-        });
-    Ok(if is_as_asked { ExitCode::SUCCESS } else { ExitCode::from(EXIT_PARTIAL) })
+    let is_as_asked = |process: &PreparedProcess| match process.host.stage {
+        HostStage::Rests => true,
+        HostStage::Grows | HostStage::Waits => args.no_wait,
+        HostStage::Stopped(_) => false,
+    };
+    let is_done = report.failures.is_empty() && report.processes.iter().all(is_as_asked);
+    Ok(if is_done { ExitCode::SUCCESS } else { ExitCode::from(EXIT_PARTIAL) })
 }
 
 /// Says how far all processes are, and how far each of them is.
-fn line_of(tenant: &str, processes: &[PreparedProcess]) -> String {
-    let held = processes.iter().map(|process| process.host.held_bytes).sum();
-    let wanted = processes.iter().map(|process| process.host.wanted_bytes).sum();
-    let each: Vec<_> = processes
-        .iter()
-        .map(|process| format!("{} {}", process.who, units::bytes(process.host.held_bytes)))
-        .collect();
-    let (held, wanted) = (units::bytes(held), units::bytes(wanted));
-    format!("{tenant}: {held} of {wanted} of host memory ready ({})", each.join(", "))
+fn line_of(tenant: &TenantName, processes: &[PreparedProcess]) -> String {
+    let of = |PreparedProcess { who, host, .. }: &_| (*who, host.held_bytes, host.wanted_bytes);
+    bytes_line(tenant, "of host memory ready", processes.iter().map(of))
 }
 
 fn render(report: &PrepareReport, verbose: bool, output: &mut Output) {
@@ -73,22 +67,14 @@ fn table(report: &PrepareReport) -> Table {
     let header = ["PID", "HELD", "WANTED", "BROUGHT IN", "TIME", "TOUCHING", "PINNING", "COMMAND"];
     let mut table = output::table(&header, &[0, 1, 2, 3, 4, 5, 6]);
     for PreparedProcess { who, command, host } in &report.processes {
-        table.add_row([
-            who.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string()),
-            units::bytes_or_dash(host.held_bytes),
-            units::bytes_or_dash(host.wanted_bytes),
-            units::bytes_or_dash(host.brought_in_bytes),
-            time(host.elapsed_us),
-            time(host.touching_us),
-            time(host.pinning_us),
-            units::command(command),
-        ]);
+        let pid = who.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string());
+        let bytes = [host.held_bytes, host.wanted_bytes, host.brought_in_bytes];
+        let times = [host.elapsed_us, host.touching_us, host.pinning_us]
+            .map(|us| if us == 0 { "-".to_owned() } else { units::micros(us) });
+        let figures = bytes.map(units::bytes_or_dash).into_iter().chain(times);
+        table.add_row([pid].into_iter().chain(figures).chain([units::command(command)]));
     }
     table
-}
-
-fn time(us: u64) -> String {
-    if us == 0 { "-".to_owned() } else { units::micros(us) }
 }
 
 fn remarks(report: &PrepareReport) -> impl Iterator<Item = String> {
@@ -172,7 +158,7 @@ process 12 goes on; `sublet ps` shows how far it is
     fn progress_is_in_bytes_of_all_and_of_each() {
         let processes =
             [process(10, 4 << 30, HostStage::Rests), process(11, 1 << 30, HostStage::Grows)];
-        let line = line_of("train", &processes);
+        let line = line_of(&TenantName::new("train").unwrap(), &processes);
         assert_eq!(
             line,
             "train: 5 GiB of 8 GiB of host memory ready (process 10 4 GiB, process 11 1 GiB)"

@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use tenants::coordinator::{Coordinator, Event, Holdings, Options, Step, TenantStats};
+use tenants::coordinator::{Coordinator, Event, Holdings, Options, Step, TenantStats, Who};
 use tenants::error_text::plain;
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
@@ -252,6 +252,18 @@ impl Pace {
         let share = (of_bytes - done_bytes) as f64 / since_bytes as f64;
         Some(now.duration_since(began).mul_f64(share))
     }
+}
+
+/// The line of a command that has `what` done of bytes: all, and those of each process, as who, how many and of how many.
+pub(crate) fn bytes_line(
+    tenant: &TenantName,
+    what: &str,
+    each: impl Iterator<Item = (Who, u64, u64)> + Clone,
+) -> String {
+    let done = units::bytes(each.clone().map(|(_, done, _)| done).sum());
+    let all = units::bytes(each.clone().map(|(_, _, all)| all).sum());
+    let each: Vec<_> = each.map(|(who, done, _)| format!("{who} {}", units::bytes(done))).collect();
+    format!("{tenant}: {done} of {all} {what} ({})", each.join(", "))
 }
 
 fn step_line(tenant: &str, step: Step, done: usize, members: usize) -> String {

@@ -4,13 +4,14 @@ use std::process::ExitCode;
 
 use comfy_table::Table;
 use tenants::coordinator::{Coordinator, Options, SaveReport, SaveState};
+use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::saving::map::{SavedProcess, TENANT_MAP};
 
 use crate::args::SaveArgs;
 use crate::failure::{EXIT_PARTIAL, Failure};
 use crate::output::{self, Output};
-use crate::progress::Progress;
+use crate::progress::{Progress, bytes_line};
 use crate::signals;
 use crate::units;
 
@@ -23,8 +24,7 @@ pub(crate) fn save(
     let mut coordinator = Coordinator::new(run_dir.clone(), args.tenant.clone(), options);
     let result = {
         let progress = Progress::start(args.show, run_dir);
-        let tenant = args.tenant.as_str();
-        coordinator.save(&args.dir, &mut |states| progress.say(line_of(tenant, states)))
+        coordinator.save(&args.dir, &mut |states| progress.say(line_of(&args.tenant, states)))
     };
     let report = result?;
     if args.show.json {
@@ -36,15 +36,9 @@ pub(crate) fn save(
 }
 
 /// Says how far all processes are, and how far each of them is.
-fn line_of(tenant: &str, states: &[SaveState]) -> String {
-    let written = states.iter().map(|state| state.written_bytes).sum();
-    let total = states.iter().map(|state| state.total_bytes).sum();
-    let each: Vec<_> = states
-        .iter()
-        .map(|state| format!("{} {}", state.who, units::bytes(state.written_bytes)))
-        .collect();
-    let (written, total) = (units::bytes(written), units::bytes(total));
-    format!("{tenant}: {written} of {total} written ({})", each.join(", "))
+fn line_of(tenant: &TenantName, states: &[SaveState]) -> String {
+    let of = |state: &SaveState| (state.who, state.written_bytes, state.total_bytes);
+    bytes_line(tenant, "written", states.iter().map(of))
 }
 
 fn render(report: &SaveReport, verbose: bool, output: &mut Output) {
@@ -181,7 +175,10 @@ the tenant stays as it was; /data/saved/tenant.json says what is where (docs/sav
             total_bytes: 2 << 30,
             written_bytes,
         };
-        let line = line_of("train", &[state(10, 1 << 30), state(11, 512 << 20)]);
+        let line = line_of(
+            &TenantName::new("train").unwrap(),
+            &[state(10, 1 << 30), state(11, 512 << 20)],
+        );
         assert_eq!(line, "train: 1.5 GiB of 4 GiB written (process 10 1 GiB, process 11 512 MiB)");
     }
 }

@@ -304,4 +304,21 @@ impl Everybody {
         });
         Ok(Self { peers, failures })
     }
+
+    /// Asks `members`, and hands what each says to `take`. Those that do not say it have failed.
+    pub(super) fn ask<Q: Question>(
+        &mut self,
+        members: &[usize],
+        inquiry: Inquiry<'_, Q>,
+        mut take: impl FnMut(&Peers, usize, Q::Answer) -> Next<Q>,
+    ) {
+        let Self { peers, failures } = self;
+        peers.converse(members, inquiry, |peers, index, said| match said {
+            Ok(answer) => take(peers, index, answer),
+            Err(failure) => {
+                failures.push(failure);
+                Next::Done
+            }
+        });
+    }
 }

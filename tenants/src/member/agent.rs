@@ -29,8 +29,8 @@ use crate::host_memory::Pressure;
 use crate::run_dir::NAME_LOOK_EVERY;
 use crate::transport::{Listener, TransportError, poll_until};
 use crate::wire::{
-    Action, AskLent, AwaitConsent, Failure, FailureKind, GiveUp, HostStage, HostStep, LookIdle,
-    Needs, Order, Phase, Reply, Request, TakePhase, Withdraw,
+    Action, AskLent, AwaitConsent, Failure, FailureKind, GiveUp, HostStep, LookIdle, Needs, Order,
+    Phase, Reply, Request, TakePhase, Withdraw,
 };
 
 /// No request waits longer than this, whatever it says.
@@ -79,13 +79,6 @@ struct Waiter {
     deadline: Instant,
 }
 
-/// Somebody who watches host memory come in.
-struct Watcher {
-    connection: u64,
-    seen_bytes: u64,
-    deadline: Instant,
-}
-
 struct Agent<D: Driver> {
     member: Arc<Member<D>>,
     /// None once the process has left: nobody finds it any more.
@@ -98,7 +91,6 @@ struct Agent<D: Driver> {
     /// No connection is accepted before.
     accept_after: Option<Instant>,
     waiters: Vec<Waiter>,
-    watchers: Vec<Watcher>,
     pressure: Pressure,
     jobs: Sender<Job>,
     done: Receiver<Done>,
@@ -130,7 +122,6 @@ pub(super) fn spawn<D: Driver>(
         clients: Clients::default(),
         accept_after: None,
         waiters: Vec::new(),
-        watchers: Vec::new(),
         pressure: Pressure::default(),
         jobs,
         done,
@@ -171,7 +162,6 @@ impl<D: Driver> Agent<D> {
         self.serve();
         self.deliver();
         self.answer_waiters();
-        self.answer_watchers();
         self.hang_up_on_silence();
         self.keep_name();
     }
@@ -203,8 +193,9 @@ impl<D: Driver> Agent<D> {
         if self.member.pool.host_memory().holds_idle_memory()
             && self.pressure.look(&(self.member.config().host_figures)()).is_some()
         {
-            self.member.prefault.begin_giving_back();
+            self.member.prefault.give_back();
         }
+        self.member.prefault.look();
         self.member.pool.yield_to_budgets();
         // A coordinator holds a lock that went with the directory: another one must not find us meanwhile.
         if self.leading().is_some() {
@@ -247,7 +238,6 @@ impl<D: Driver> Agent<D> {
 
     fn wait(&self) {
         let waiters = self.waiters.iter().map(|waiter| waiter.deadline);
-        let waiters = waiters.chain(self.watchers.iter().map(|watcher| watcher.deadline));
         let silence = self.leading().map(|_| self.due);
         let others = self.clients.next_stall().into_iter().chain(self.accept_after).chain(silence);
         let deadline = waiters.chain(others).min().unwrap_or(self.look_at).min(self.look_at);
@@ -321,7 +311,6 @@ impl<D: Driver> Agent<D> {
     fn forget(&mut self, number: u64) {
         self.member.cut().abandon(number);
         self.waiters.retain(|waiter| waiter.connection != number);
-        self.watchers.retain(|watcher| watcher.connection != number);
         if let Some(is_called_off) = self.spillers.remove(&number) {
             is_called_off.store(true, Ordering::Relaxed);
         }
@@ -400,7 +389,17 @@ impl<D: Driver> Agent<D> {
                 let is_called_off = Arc::clone(self.spillers.entry(number).or_default());
                 self.submit(number, Work::Spill(step, is_called_off), AGENT_TIMEOUT);
             }
-            Request::Host(step) => self.handle_host(number, step),
+            Request::Host(step) => {
+                let prefault = &self.member.prefault;
+                match step {
+                    HostStep::Need | HostStep::Look => {}
+                    HostStep::Begin => prefault.begin(),
+                    HostStep::CallOff => prefault.call_off(),
+                }
+                let is_need = step == HostStep::Need;
+                let said = if is_need { prefault.need() } else { prefault.progress() };
+                self.answer(number, &Reply::Host(Box::new(said)));
+            }
             Request::Count => self.submit(number, Work::Count, AGENT_TIMEOUT),
             Request::Idle(LookIdle { quiet_us }) => {
                 self.submit(number, Work::Idle(quiet_us), AGENT_TIMEOUT);
@@ -440,40 +439,6 @@ impl<D: Driver> Agent<D> {
                     self.answer(number, &reply);
                 }
             }
-        }
-    }
-
-    fn handle_host(&mut self, number: u64, step: HostStep) {
-        match step {
-            HostStep::Need => {
-                self.answer(number, &Reply::Host(Box::new(self.member.prefault.need())));
-                return;
-            }
-            HostStep::Begin { most_bytes } => self.member.prefault.begin(most_bytes),
-            HostStep::CallOff => self.member.prefault.call_off(),
-            HostStep::Watch { seen_bytes, wait_ms } => {
-                let deadline = Instant::now() + wait_of(wait_ms);
-                self.watchers.push(Watcher { connection: number, seen_bytes, deadline });
-                return;
-            }
-        }
-        self.answer(number, &Reply::Host(Box::new(self.member.prefault.progress())));
-    }
-
-    fn answer_watchers(&mut self) {
-        if self.watchers.is_empty() {
-            return;
-        }
-        let progress = self.member.prefault.progress();
-        let has_ended = matches!(progress.stage, HostStage::Rests | HostStage::Stopped(_));
-        let now = Instant::now();
-        let answered = self.watchers.extract_if(.., |watcher| {
-            let has_grown = progress.brought_in_bytes != watcher.seen_bytes;
-            has_ended || has_grown || now >= watcher.deadline
-        });
-        let reply = Reply::Host(Box::new(progress.clone()));
-        for watcher in answered {
-            self.clients.answer_open(watcher.connection, &reply);
         }
     }
 
@@ -529,7 +494,6 @@ fn is_answered_later(request: &Request) -> bool {
             | Request::Step(_)
             | Request::Save(_)
             | Request::Spill(_)
-            | Request::Host(HostStep::Watch { .. })
             | Request::Count
             | Request::Idle(_)
             | Request::AwaitConsent(_)

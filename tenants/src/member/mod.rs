@@ -102,8 +102,7 @@ impl<D: Driver> Member<D> {
         let idle = Idle::new(of_pool());
         let sharing = Sharing::new(of_pool(), of_presence(), Arc::clone(&lifecycle));
         let counting = Counting::new(of_pool(), of_presence(), Arc::clone(&notes));
-        let prefault =
-            Prefault::new(of_pool(), of_presence(), Arc::clone(&lifecycle), waker.clone());
+        let prefault = Prefault::new(of_pool(), of_presence());
         let member = Arc::new(Self {
             pool,
             presence,
@@ -125,9 +124,6 @@ impl<D: Driver> Member<D> {
         if let Err(source) = agent::spawn(&member, keeper, listener, wakeups) {
             member.leave();
             return Err(JoinError::System { what: "a thread", source });
-        }
-        if member.config().prepares_up_to.is_some() {
-            member.prefault.start();
         }
         member.counting.begin();
         let presence = &member.presence;

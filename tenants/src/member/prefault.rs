@@ -1,31 +1,29 @@
 //! Host memory for the next pause, brought in while the application runs, and given back when the machine is short.
 //!
-//! One thread does both, of low priority, which begins when it is first wanted and takes one chunk at a time: between two
-//! it looks whether the process runs, how much may be taken, and whether somebody has called it off.
+//! A thread of low priority does either, as long as there is something to do, and takes one chunk at a time: between two it
+//! looks whether the process runs, how much may be held, and whether somebody has called it off.
 //!
 //! Lock order: `state` is a leaf.
 
-use std::sync::{Arc, Condvar, Mutex};
+use std::fmt;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use nix::sys::resource::{Resource, getrlimit};
 use vmm_pool::driver::{Driver, DriverOp};
 use vmm_pool::sync::lock;
-use vmm_pool::{BroughtIn, HostDemand, HostStanding, Pool, PoolError, StepLog};
+use vmm_pool::{BroughtIn, HostDemand, HostStanding, Pool, PoolError, threads};
 
-use super::agent::Waker;
+use super::Presence;
 use super::failures::{PID, pool_failure};
-use super::{Lifecycle, Presence};
 use crate::host_memory::{HostFigure, HostNeed, LimitKind};
+use crate::run_dir::pause_thread;
 use crate::time::micros;
-use crate::wire::{Failure, FailureKind, HostProgress, HostStage, MemberState};
+use crate::wire::{Failure, FailureKind, HostProgress, HostStage};
 
-/// The interval at which a process that prepares by itself looks at what is missing. An amount that is the same twice
-/// is brought in.
-const LOOK_EVERY: Duration = Duration::from_secs(2);
-/// When it has come to an end before all was there, it tries again after this long.
+/// When it has come to an end before all was there, a process that prepares by itself tries again after this long.
 const AGAIN_AFTER: Duration = Duration::from_mins(1);
-/// Between two tries while a pause or resume is under way, or the arena is in use.
+/// Between two tries while a pause or resume is under way.
 const REST: Duration = Duration::from_millis(50);
 /// The longest time that the process's end waits for a driver call of ours.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
@@ -37,36 +35,23 @@ const NICE: i32 = 19;
 pub(super) struct Prefault<D: Driver> {
     pool: Arc<Pool<D>>,
     presence: Arc<Presence>,
-    lifecycle: Arc<Lifecycle>,
-    waker: Waker,
     state: Mutex<State>,
-    changed: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    has_thread: bool,
-    /// Somebody has requested it: up to how much, in bytes.
-    asked: Option<u64>,
-    /// The machine is short: what is idle goes back.
-    is_short: bool,
+    /// While a thread brings memory in.
+    goal: Option<Goal>,
+    gives_back: bool,
     progress: HostProgress,
+    calm: Calm,
 }
 
-/// The next task of the thread.
-#[derive(Debug)]
-enum Task {
-    BringIn(Run),
-    GiveBack,
-}
-
-/// Host memory is brought in.
-#[derive(Debug)]
-struct Run {
+/// The host memory that is being brought in.
+#[derive(Clone, Copy, Debug)]
+struct Goal {
     most_bytes: u64,
     begun: Instant,
-    /// Somebody has requested it, and may call it off.
-    is_asked: bool,
 }
 
 /// The state of a process that prepares by itself, between two looks.
@@ -76,35 +61,15 @@ struct Calm {
     not_before: Option<Instant>,
 }
 
-impl State {
-    /// `run` is over. The next one tells those that have requested more meanwhile.
-    fn end(&mut self, run: &Run, stage: HostStage) {
-        let done_bytes = if run.is_asked { run.most_bytes } else { 0 };
-        if self.asked.is_some_and(|most_bytes| most_bytes > done_bytes) {
-            return;
-        }
-        self.asked = None;
-        self.progress.elapsed_us = micros(run.begun.elapsed());
-        self.progress.stage = stage;
-    }
-}
-
 impl<D: Driver> Prefault<D> {
-    pub(super) fn new(
-        pool: Arc<Pool<D>>,
-        presence: Arc<Presence>,
-        lifecycle: Arc<Lifecycle>,
-        waker: Waker,
-    ) -> Self {
-        let (state, changed) = (Mutex::default(), Condvar::new());
-        Self { pool, presence, lifecycle, waker, state, changed }
+    pub(super) fn new(pool: Arc<Pool<D>>, presence: Arc<Presence>) -> Self {
+        Self { pool, presence, state: Mutex::default() }
     }
 
     /// Returns the progress so far. Waits for nothing.
     pub(super) fn progress(&self) -> HostProgress {
         let HostStanding { held_bytes, wanted_bytes, .. } = self.pool.host_memory().standing();
-        let progress = lock(&self.state).progress.clone();
-        HostProgress { held_bytes, wanted_bytes, need: None, ..progress }
+        HostProgress { held_bytes, wanted_bytes, ..lock(&self.state).progress.clone() }
     }
 
     /// Returns the progress, with the need for memory that is missing and the limits on it.
@@ -124,41 +89,64 @@ impl<D: Driver> Prefault<D> {
         HostProgress { need: Some(need), ..progress }
     }
 
-    /// Has host memory brought in, up to `most_bytes`, on a thread of its own.
-    pub(super) fn begin(self: &Arc<Self>, most_bytes: u64) {
+    /// Has all host memory of the next pause brought in.
+    pub(super) fn begin(self: &Arc<Self>) {
+        self.bring_in(u64::MAX);
+    }
+
+    /// Ends what has begun, at the next chunk.
+    pub(super) fn call_off(&self) {
+        lock(&self.state).goal.iter_mut().for_each(|goal| goal.most_bytes = 0);
+    }
+
+    /// Begins without a request, where the settings say so and as much has been missing for a while. To be called every now and then.
+    pub(super) fn look(self: &Arc<Self>) {
+        let Some(most_bytes) = self.presence.config().prepares_up_to else { return };
+        let may_begin = self.pool.gate().is_open() && !self.pool.copies().is_given_back();
+        let standing = self.pool.host_memory().standing();
+        if lock(&self.state).calm.is_due(standing, most_bytes) && may_begin {
+            self.bring_in(most_bytes);
+        }
+    }
+
+    fn bring_in(self: &Arc<Self>, most_bytes: u64) {
         {
             let mut state = lock(&self.state);
-            if state.asked.is_none() {
-                state.progress =
-                    HostProgress { stage: HostStage::Grows, ..HostProgress::default() };
+            let before = state.goal;
+            if before.is_some_and(|goal| goal.most_bytes >= most_bytes) {
+                return;
             }
-            state.asked = Some(most_bytes);
+            state.goal = Some(Goal { most_bytes, begun: Instant::now() });
+            state.progress = HostProgress { stage: HostStage::Grows, ..HostProgress::default() };
+            if before.is_some() {
+                return;
+            }
         }
-        self.changed.notify_all();
-        self.start();
+        self.spawn(|prefault| while prefault.bring_one_in() {});
     }
 
-    /// Ends what [`Prefault::begin`] has begun, at the next chunk.
-    pub(super) fn call_off(&self) {
-        lock(&self.state).asked = None;
+    /// Has idle host memory given back, as long as the machine is short.
+    pub(super) fn give_back(self: &Arc<Self>) {
+        if !std::mem::replace(&mut lock(&self.state).gives_back, true) {
+            self.spawn(Self::give_idle_memory_back);
+        }
     }
 
-    /// Sees that there is a thread.
-    pub(super) fn start(self: &Arc<Self>) {
-        if std::mem::replace(&mut lock(&self.state).has_thread, true) {
-            return;
-        }
+    fn spawn(self: &Arc<Self>, work: impl FnOnce(&Self) + Send + 'static) {
         let (prefault, after_panic) = (Arc::clone(self), Arc::clone(self));
-        let thread = vmm_pool::threads::spawn(
-            "sublet-ahead",
-            move || prefault.run(),
-            move |text| {
-                let why = format!("Sublet failed inside, bringing host memory in ({text})");
-                after_panic.has_ended(&format!("{why}: report this, or pause without it"));
-            },
-        );
+        let work = move || {
+            if let Err(error) = rustix::process::setpriority_process(None, NICE) {
+                tracing::debug!(%error, "host memory comes and goes at the application's own priority");
+            }
+            work(&prefault);
+        };
+        let thread = threads::spawn("sublet-prefault", work, move |text| {
+            after_panic.has_ended(format_args!(
+                "Sublet failed inside, bringing host memory in ({text}): report this, or pause without it"
+            ));
+        });
         if let Err(error) = thread {
-            self.has_ended(&format!(
+            self.has_ended(format_args!(
                 "no thread to bring host memory in with ({error}): raise its limit of threads (ulimit -u), or pause \
                  without it"
             ));
@@ -166,170 +154,84 @@ impl<D: Driver> Prefault<D> {
     }
 
     /// There is no thread for it, or no more.
-    fn has_ended(&self, why: &str) {
-        {
-            let mut state = lock(&self.state);
-            state.has_thread = false;
-            state.asked = None;
-            state.progress.stage = HostStage::Stopped(
-                FailureKind::OutOfHostMemory.because(format!("process {PID}: {why}")),
-            );
-        }
-        self.waker.wake();
-    }
-
-    /// Has idle host memory given back, as long as the machine is short.
-    pub(super) fn begin_giving_back(self: &Arc<Self>) {
-        lock(&self.state).is_short = true;
-        self.changed.notify_all();
-        self.start();
+    fn has_ended(&self, why: fmt::Arguments<'_>) {
+        let failure = FailureKind::OutOfHostMemory.because(format!("process {PID}: {why}"));
+        let mut state = lock(&self.state);
+        (state.goal, state.gives_back) = (None, false);
+        state.progress.stage = HostStage::Stopped(failure);
     }
 
     /// The process ends: waits a bounded time for the driver call that is under way.
     pub(super) fn end(&self) {
         self.pool.host_memory().stop(END_TIMEOUT);
-        self.changed.notify_all();
     }
 
-    fn run(&self) {
-        if let Err(error) = rustix::process::setpriority_process(None, NICE) {
-            tracing::debug!(%error, "host memory is brought in at the application's own priority");
-        }
-        let mut calm = Calm::default();
-        while let Some(task) = self.next_task(&mut calm) {
-            let Task::BringIn(run) = task else {
-                self.give_idle_memory_back();
-                continue;
-            };
-            let stage = self.bring_all_in(&run);
-            if matches!(stage, HostStage::Stopped(_)) {
-                calm.not_before = Some(Instant::now() + AGAIN_AFTER);
-            }
-            lock(&self.state).end(&run, stage);
-            self.waker.wake();
-        }
-    }
-
-    /// Waits for something to do; none when the process ends.
-    fn next_task(&self, calm: &mut Calm) -> Option<Task> {
-        let bring_in = |most_bytes, is_asked| {
-            Task::BringIn(Run { most_bytes, begun: Instant::now(), is_asked })
-        };
-        let prepares_up_to = self.presence.config().prepares_up_to;
-        loop {
-            if self.pool.host_memory().has_stopped() {
-                return None;
-            }
-            if std::mem::take(&mut lock(&self.state).is_short) {
-                return Some(Task::GiveBack);
-            }
-            if let Some(most_bytes) = lock(&self.state).asked {
-                return Some(bring_in(most_bytes, true));
-            }
-            if let Some(most_bytes) = prepares_up_to
-                && calm.is_due(self.pool.host_memory().standing(), most_bytes)
-                && self.lifecycle.state() == MemberState::Active
-                && !self.pool.copies().is_given_back()
-            {
-                lock(&self.state).progress =
-                    HostProgress { stage: HostStage::Grows, ..HostProgress::default() };
-                return Some(bring_in(most_bytes, false));
-            }
-            let state = lock(&self.state);
-            if state.asked.is_none() && !state.is_short && !self.pool.host_memory().has_stopped() {
-                let rest = if prepares_up_to.is_some() { LOOK_EVERY } else { AGAIN_AFTER };
-                drop(self.changed.wait_timeout(state, rest));
-            }
-        }
-    }
-
-    /// Brings in what is missing, as far as it may.
-    fn bring_all_in(&self, run: &Run) -> HostStage {
+    /// Brings in one chunk of what is missing, as far as it may. False when that was the last.
+    fn bring_one_in(&self) -> bool {
+        let Some(goal) = lock(&self.state).goal else { return false };
         let host = self.pool.host_memory();
-        loop {
-            if self.pool.host_memory().has_stopped()
-                || (run.is_asked && lock(&self.state).asked.is_none())
-            {
-                return HostStage::Rests;
-            }
-            if !matches!(self.lifecycle.state(), MemberState::Active | MemberState::Paused) {
-                lock(&self.state).progress.stage = HostStage::Waits;
-                self.lifecycle.rest(REST);
-                continue;
-            }
-            let room = self.room(host.standing().held_bytes);
-            let most_bytes = room.as_ref().map_or(u64::MAX, |room| room.most_bytes);
-            match host.bring_in(self.pool.gate(), most_bytes.min(run.most_bytes)) {
-                Ok(BroughtIn::Chunk { size_bytes, log }) => self.note_chunk(run, size_bytes, &log),
-                Ok(BroughtIn::Enough) => {
-                    let HostStanding { held_bytes, wanted_bytes, .. } = host.standing();
-                    let is_all = held_bytes >= wanted_bytes || run.most_bytes < most_bytes;
-                    return match room {
-                        Some(room) if !is_all => HostStage::Stopped(room.refusal(wanted_bytes)),
-                        Some(_) | None => HostStage::Rests,
-                    };
-                }
-                Ok(BroughtIn::NotNow) => self.lifecycle.rest(REST),
-                Err(error) => return HostStage::Stopped(refusal_of(&error)),
-            }
+        let room = self.room(host.standing().held_bytes);
+        let most_bytes = room.as_ref().map_or(u64::MAX, |(most_bytes, _)| *most_bytes);
+        let came = host.bring_in(self.pool.gate(), most_bytes.min(goal.most_bytes));
+        if matches!(came, Ok(BroughtIn::NotNow)) && !self.presence.has_left() {
+            lock(&self.state).progress.stage = HostStage::Waits;
+            pause_thread(REST);
+            return true;
         }
-    }
-
-    fn note_chunk(&self, run: &Run, size_bytes: u64, log: &StepLog) {
-        let spent = |name| {
-            let steps = log.steps.iter().filter(|step| step.name == name);
-            steps.map(|step| step.elapsed_us).sum::<u64>()
+        let HostStanding { held_bytes, wanted_bytes, .. } = host.standing();
+        let is_short = held_bytes < wanted_bytes && goal.most_bytes >= most_bytes;
+        let mut state = lock(&self.state);
+        state.progress.elapsed_us = micros(goal.begun.elapsed());
+        let failure = match came {
+            Ok(BroughtIn::Chunk { size_bytes, log }) => {
+                let progress = &mut state.progress;
+                progress.stage = HostStage::Grows;
+                progress.brought_in_bytes += size_bytes;
+                progress.touching_us += log.spent_us("touch host memory");
+                progress.pinning_us += log.spent_us("pin host memory");
+                return true;
+            }
+            Ok(_) => room.filter(|_| is_short).map(|room| refusal(&room, wanted_bytes)),
+            Err(error) => Some(refusal_of(&error)),
         };
-        {
-            let progress = &mut lock(&self.state).progress;
-            progress.stage = HostStage::Grows;
-            progress.brought_in_bytes += size_bytes;
-            progress.elapsed_us = micros(run.begun.elapsed());
-            progress.touching_us += spent("touch host memory");
-            progress.pinning_us += spent("pin host memory");
+        if state.goal.is_some_and(|now| now.most_bytes > goal.most_bytes) {
+            // Somebody has requested more meanwhile.
+            return true;
         }
-        self.waker.wake();
+        state.goal = None;
+        state.calm.not_before = failure.as_ref().map(|_| Instant::now() + AGAIN_AFTER);
+        state.progress.stage = failure.map_or(HostStage::Rests, HostStage::Stopped);
+        false
     }
 
     /// Up to how much may be held now, by what limits it most; none without a limit. `held_bytes` are held.
-    fn room(&self, held_bytes: u64) -> Option<Room> {
+    fn room(&self, held_bytes: u64) -> Option<(u64, LimitKind)> {
         let config = self.presence.config();
-        let limits = (config.host_limits)().into_iter().map(|limit| {
-            let most_bytes = match limit.kind {
-                // It is the whole tenant's, and another process may need as much.
-                LimitKind::Configured => limit.bytes / self.presence.members(),
-                LimitKind::Available | LimitKind::ControlGroup { .. } => {
-                    held_bytes.saturating_add(limit.bytes)
-                }
-            };
-            Room { most_bytes, kind: limit.kind }
+        let limits = (config.host_limits)().into_iter();
+        let configured = limits.filter(|limit| limit.kind == LimitKind::Configured);
+        // It is the whole tenant's, and another process may need as much.
+        let share = configured.map(|limit| (limit.bytes / self.presence.members(), limit.kind));
+        let figures = (config.host_figures)().into_iter().map(|figure: HostFigure| {
+            (held_bytes.saturating_add(figure.spare_bytes()), figure.kind)
         });
-        let figures = (config.host_figures)().into_iter().map(|figure: HostFigure| Room {
-            most_bytes: held_bytes.saturating_add(figure.spare_bytes()),
-            kind: figure.kind,
-        });
-        limits.chain(figures).min_by_key(|room| room.most_bytes)
+        share.chain(figures).min_by_key(|(most_bytes, _)| *most_bytes)
     }
 
     /// Gives one chunk after the other of idle host memory back while the machine is short.
     fn give_idle_memory_back(&self) {
-        let mut given_bytes = 0;
-        while matches!(self.lifecycle.state(), MemberState::Active | MemberState::Paused)
-            && !self.pool.host_memory().has_stopped()
-        {
-            match self.pool.host_memory().give_idle_chunk_back(self.pool.gate()) {
-                Ok(0) => break,
-                Ok(bytes) => given_bytes += bytes,
-                Err(error) => {
-                    tracing::error!(%error, "host memory stays for the next pause");
-                    break;
-                }
-            }
+        let (host, mut given_bytes) = (self.pool.host_memory(), 0);
+        loop {
+            let given = host.give_idle_chunk_back(self.pool.gate()).unwrap_or_else(|error| {
+                tracing::error!(%error, "host memory stays for the next pause");
+                0
+            });
+            given_bytes += given;
             let figures = (self.presence.config().host_figures)();
-            if figures.iter().all(|figure| figure.spare_bytes() > 0) {
+            if given == 0 || figures.iter().all(|figure| figure.spare_bytes() > 0) {
                 break;
             }
         }
+        lock(&self.state).gives_back = false;
         if given_bytes > 0 {
             tracing::warn!(
                 given_bytes,
@@ -339,25 +241,16 @@ impl<D: Driver> Prefault<D> {
     }
 }
 
-/// The most host memory that may be held, and the limit that it comes from.
-#[derive(Debug)]
-struct Room {
-    most_bytes: u64,
-    kind: LimitKind,
-}
-
-impl Room {
-    fn refusal(&self, wanted_bytes: u64) -> Failure {
-        let next = match &self.kind {
-            LimitKind::Configured => "raise it: each process of the tenant has its share",
-            kind @ (LimitKind::Available | LimitKind::ControlGroup { .. }) => kind.advice(),
-        };
-        FailureKind::OutOfHostMemory.because(format!(
-                "process {PID}: {wanted_bytes} bytes of host memory are wanted for a pause, and no more than {} are held \
-                 ahead of it, a reserve set aside, because of {}: {next}",
-                self.most_bytes, self.kind
-            ))
-    }
+/// Why no more than `most_bytes` are held.
+fn refusal((most_bytes, kind): &(u64, LimitKind), wanted_bytes: u64) -> Failure {
+    let next = match kind {
+        LimitKind::Configured => "raise it: each process of the tenant has its share",
+        LimitKind::Available | LimitKind::ControlGroup { .. } => kind.advice(),
+    };
+    FailureKind::OutOfHostMemory.because(format!(
+        "process {PID}: {wanted_bytes} bytes of host memory are wanted for a pause, and no more than {most_bytes} are held \
+         ahead of it, a reserve set aside, because of {kind}: {next}"
+    ))
 }
 
 impl Calm {
@@ -372,22 +265,18 @@ impl Calm {
 
 /// Why a chunk did not come in, and what limits that may be.
 fn refusal_of(error: &PoolError) -> Failure {
-    let failure = pool_failure(error);
-    let is_of_pinning = matches!(
-        error,
-        PoolError::Driver { source, .. } if source.op == DriverOp::HostRegister
-    );
-    let Ok((soft_bytes, _)) = getrlimit(Resource::RLIMIT_MEMLOCK) else {
-        return failure;
-    };
-    if !is_of_pinning || soft_bytes == u64::MAX {
-        return failure;
+    let mut failure = pool_failure(error);
+    if let PoolError::Driver { source, .. } = error
+        && source.op == DriverOp::HostRegister
+        && let Ok((soft_bytes, _)) = getrlimit(Resource::RLIMIT_MEMLOCK)
+        && soft_bytes != u64::MAX
+    {
+        failure.message = format!(
+            "{}; RLIMIT_MEMLOCK is {soft_bytes} bytes here: raise it (ulimit -l) if the driver goes by it",
+            failure.message
+        );
     }
-    let message = format!(
-        "{}; RLIMIT_MEMLOCK is {soft_bytes} bytes here: raise it (ulimit -l) if the driver goes by it",
-        failure.message
-    );
-    Failure { message, ..failure }
+    failure
 }
 
 #[cfg(test)]
@@ -415,8 +304,7 @@ mod tests {
 
     #[test]
     fn refusals_name_the_limit_and_the_next_step() {
-        let room = Room { most_bytes: 7, kind: LimitKind::Configured };
-        let text = room.refusal(9).message;
+        let text = refusal(&(7, LimitKind::Configured), 9).message;
         assert!(
             text.contains("9 bytes") && text.contains("SUBLET_HOST_BYTES_MAX: raise it"),
             "{text}"

@@ -323,17 +323,9 @@ pub enum HostStep {
     /// Say what is missing, and what limits it; begin nothing.
     Need,
     /// Begin, where you have not, and say how far you are.
-    Begin {
-        /// Hold no more than this, in bytes.
-        most_bytes: u64,
-    },
-    /// Say how far you are, once there is more to say.
-    Watch {
-        /// The bytes that I know to be brought in: answer when they are more, or when that has come to an end.
-        seen_bytes: u64,
-        /// Answer after this long in any case.
-        wait_ms: u64,
-    },
+    Begin,
+    /// Say how far you are.
+    Look,
     /// End; what is there stays.
     CallOff,
 }

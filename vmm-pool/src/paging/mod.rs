@@ -145,7 +145,7 @@ impl<D: Driver> PagedWindow<D> {
 
     /// Refuses contents that end at `end_bytes` of host memory if that is not held, and may not be taken.
     fn check_host(&self, end_bytes: u64) -> PoolResult<()> {
-        let held = self.pool.host_memory().ahead.figures();
+        let held = self.pool.host_memory().incoming.figures();
         let wanted_bytes = held.wanted_bytes(end_bytes, false);
         let grow_bytes = wanted_bytes.saturating_sub(held.chunk_bytes);
         if grow_bytes == 0 {

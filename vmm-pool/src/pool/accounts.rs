@@ -122,7 +122,7 @@ impl<D: Driver> Pool<D> {
         for device in &mut report.devices {
             device.classes.sort_by_key(|class| std::cmp::Reverse(class.own_bytes));
         }
-        report.host_arena_bytes = self.host_memory.ahead.figures().bytes();
+        report.host_arena_bytes = self.host_memory.incoming.figures().bytes();
         report.slabs = self.slabs().table().totals();
         report
     }

@@ -48,7 +48,7 @@ impl<D: Driver> Devices<D> {
     }
 
     /// For whom this thread can pin `size_bytes` without making a context, one of which is current then.
-    pub(super) fn pins_beside_work(
+    pub(crate) fn pins_beside_work(
         &self,
         devices: &[DeviceOrdinal],
         size_bytes: u64,

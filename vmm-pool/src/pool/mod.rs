@@ -25,7 +25,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 pub use copies::{CopyPolicy, PieceBytes};
 pub use devices::Devices;
 pub use holdings::Holdings;
-pub use host_memory::{BroughtIn, HostMemory, HostStanding};
+pub use host_memory::HostMemory;
 pub use plain::{Native, Natives, PlainMemory};
 pub use questions::AwayByTag;
 pub(crate) use room::{Lender, Lenders};

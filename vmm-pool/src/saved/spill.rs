@@ -60,7 +60,6 @@ impl<D: Driver> HostMemory<D> {
         let is_over = || is_called_off() || Instant::now() >= until;
         let (mut moves, all_bytes, portions, file, kept) = {
             let mut arena = self.arena();
-            arena.take_delivered();
             let (chosen, all_bytes) =
                 self.holdings.ledger().rows.movable(most_bytes, |at| arena.chunk_end(at));
             let moves = in_file(chosen, self.holdings.ledger().rows.end_in(Store::File));

@@ -15,11 +15,14 @@
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::ahead::{Ahead, Claim, Delivered, HeldFigures, Used};
-use super::chunk::{BringIn, CHUNK_BYTES, Chunk, missing_chunks, new_chunk, next_chunk_bytes};
+use crossbeam_channel::{Receiver, bounded};
+
+use super::chunk::{
+    BringIn, CHUNK_BYTES, Chunk, Stop, missing_chunks, new_chunk, next_chunk_bytes,
+};
 use super::disk::{ContentsFile, Disk};
+use super::incoming::{Coming, HeldFigures, Incoming, Used};
 use super::places::{Located, Piece};
 use super::ring::{self, Slot};
 use super::{HostBudget, Part, Saved, Store};
@@ -47,7 +50,7 @@ impl Pins {
 
 /// A chunk that is held. The arena has it, and everybody who has a piece of it.
 #[derive(Debug)]
-pub(super) struct HeldChunk {
+pub(crate) struct HeldChunk {
     pub(super) chunk: Arc<Chunk>,
     pub(super) pins: Pins,
 }
@@ -61,6 +64,21 @@ impl HeldChunk {
     /// this thread too, which a look at the count alone would not say.
     fn is_in_use(&mut self) -> bool {
         Arc::get_mut(&mut self.chunk).is_none()
+    }
+
+    /// Brings in what is not in yet, and pins it for `pins` too, in addition to those it is pinned for. What it was pinned for it may
+    /// not be any more when this fails.
+    fn pin<D: Driver>(&mut self, driver: &D, pins: Pins, threads: usize) -> PoolResult<()> {
+        unpin(driver, self)?;
+        // A process that has used two devices may use them again.
+        let wanted = if self.pins == Pins::Nobody { pins } else { Pins::All };
+        self.pins = Pins::Nobody;
+        if let Some(chunk) = Arc::get_mut(&mut self.chunk) {
+            chunk.touch(threads, &|| false);
+        }
+        pin(driver, &self.chunk, wanted)?;
+        self.pins = wanted;
+        Ok(())
     }
 
     /// Never unmaps it: the driver holds its pages.
@@ -91,14 +109,15 @@ pub(crate) struct HostArena<D: Driver> {
     chunks: Vec<Placed>,
     /// Between devices and the file ([`ring`]).
     ring: Option<HeldChunk>,
-    /// The part of the chunks that the last completed pause used, and whether that pause used the ring.
-    used: (Option<Used>, bool),
-    /// The end of the chunks that were brought in while the application ran, and whether the ring was brought in. No
-    /// pause has completed since.
-    brought_in: (u64, bool),
-    how: BringIn,
-    /// Chunks that come in on other threads.
-    ahead: Arc<Ahead>,
+    /// The part of the chunks that the last completed pause used.
+    used: Option<Used>,
+    /// The end of what that pause used, or of what was brought in since while the application ran; and whether the ring was.
+    stays: (u64, bool),
+    pub(crate) how: BringIn,
+    /// Its figures, and the chunk that comes in while the application runs.
+    incoming: Arc<Incoming>,
+    /// Chunks that come in for the step under way, and the end of the contents that it is about.
+    growth: Option<(Receiver<Chunk>, u64)>,
     /// The file. It is under the arena's lock, for the same steps use both.
     pub(crate) disk: Disk,
 }
@@ -109,17 +128,18 @@ impl<D: Driver> HostArena<D> {
             driver,
             chunks: Vec::new(),
             ring: None,
-            used: (None, false),
-            brought_in: (0, false),
+            used: None,
+            stays: (0, false),
             how: BringIn { toucher_threads, nodes: Vec::new() },
-            ahead: Arc::default(),
+            incoming: Arc::default(),
+            growth: None,
             disk: Disk::new(),
         }
     }
 
     /// Returns the part of its state that is known without its lock.
-    pub(crate) fn ahead(&self) -> &Arc<Ahead> {
-        &self.ahead
+    pub(crate) fn incoming(&self) -> &Arc<Incoming> {
+        &self.incoming
     }
 
     /// Has new chunks lie on these NUMA nodes.
@@ -127,60 +147,55 @@ impl<D: Driver> HostArena<D> {
         self.how.nodes = nodes;
     }
 
-    /// See [`Ahead::begin_growth`]; on these NUMA nodes. [`Ahead::end_growth`] ends it.
+    /// Has a thread bring in what is missing of `[0, end_bytes)`, on these NUMA nodes, a little ahead of what is taken, so
+    /// that touching, pinning and copying run at the same time. Without a thread to be had, who takes it does it all.
+    /// [`HostArena::end_growth`] ends it.
     pub(crate) fn begin_growth(&mut self, nodes: Vec<u32>, end_bytes: u64) {
-        self.take_delivered();
         self.set_nodes(nodes);
-        self.ahead.begin_growth(self.how.clone(), end_bytes);
+        let (how, (give, growth)) = (self.how.clone(), bounded(1));
+        let mut missing = missing_chunks(self.capacity_bytes(), end_bytes).peekable();
+        if missing.peek().is_none() {
+            return;
+        }
+        // What the system refuses who takes it tries too, and tells.
+        let chunks = missing.map_while(move |size_bytes| new_chunk(&how, size_bytes).ok());
+        let bring_in = move || chunks.map_while(|chunk| give.send(chunk).ok()).for_each(drop);
+        if let Err(error) = sublet_sync::threads::spawn("sublet-arena", bring_in, |_| {}) {
+            tracing::debug!(%error, "no thread to bring host memory in ahead");
+        }
+        self.growth = Some((growth, end_bytes));
     }
 
-    /// The next chunk, all there, if contents up to `end_bytes` need one, or the ring does. It may be pinned. Waits for a bounded time
-    /// for one that is on its way. A context must be current on this thread.
-    fn next_chunk(
-        &mut self,
-        log: &mut StepLog,
-        end_bytes: u64,
-        is_for_ring: bool,
-    ) -> PoolResult<HeldChunk> {
-        let wanted = loop {
-            let (mut held, coming) = match self.ahead.take_soon() {
-                Ok(delivered) => delivered,
-                Err(wanted) => break wanted,
-            };
-            if let Some(chunk) = Arc::get_mut(&mut held.chunk) {
-                chunk.touch(self.how.toucher_threads, &AtomicBool::new(false));
+    /// No more is needed: what came and was not taken goes.
+    pub(crate) fn end_growth(&mut self) {
+        self.growth = None;
+    }
+
+    /// The next chunk, all there, if contents up to `end_bytes` need one.
+    fn next_chunk(&self, end_bytes: u64) -> PoolResult<HeldChunk> {
+        let mut end_bytes = end_bytes;
+        if let Some((growth, growth_end_bytes)) = &self.growth {
+            if let Ok(chunk) = growth.recv() {
+                return Ok(HeldChunk::new(chunk));
             }
-            if coming.is_for_ring == is_for_ring || self.ring.is_some() {
-                return Ok(held);
-            }
-            if is_for_ring {
-                held = self.pinned(log, held, Pins::All)?;
-            }
-            self.put((held, coming));
-        };
-        let size_bytes = match wanted {
-            _ if is_for_ring => CHUNK_BYTES,
-            Some(size_bytes) => size_bytes,
-            None => next_chunk_bytes(self.capacity_bytes(), end_bytes),
-        };
+            end_bytes = end_bytes.max(*growth_end_bytes);
+        }
+        self.new_chunk(next_chunk_bytes(self.capacity_bytes(), end_bytes))
+    }
+
+    fn new_chunk(&self, size_bytes: u64) -> PoolResult<HeldChunk> {
         let chunk = new_chunk(&self.how, size_bytes);
         Ok(HeldChunk::new(chunk.map_err(memory_refused(size_bytes))?))
     }
 
-    /// Puts chunks that have come in from outside a pause where they belong.
-    pub(crate) fn take_delivered(&mut self) {
-        while let Some(delivered) = self.ahead.take_here() {
-            self.put(delivered);
-        }
-    }
-
-    fn put(&mut self, (held, coming): Delivered) {
-        if coming.is_for_ring && self.ring.is_none() {
+    /// Holds a chunk that has come in from outside a pause.
+    pub(crate) fn put(&mut self, held: HeldChunk, Coming { is_for_ring, .. }: Coming) {
+        if is_for_ring && self.ring.is_none() {
             self.ring = Some(held);
-            self.brought_in.1 = true;
+            self.stays.1 = true;
         } else {
             self.push(held);
-            self.brought_in.0 = self.capacity_bytes();
+            self.stays.0 = self.stays.0.max(self.capacity_bytes());
         }
         self.note_held();
     }
@@ -189,21 +204,13 @@ impl<D: Driver> HostArena<D> {
         self.chunks.push(Placed { held, start_bytes: self.capacity_bytes() });
     }
 
-    /// The right to bring in what is missing of `[0, end_bytes)`, or of the ring where that is wanted, one chunk of it,
-    /// and how. None when nothing is, or somebody brings one in already.
-    pub(crate) fn claim(&mut self, end_bytes: u64, wants_ring: bool) -> Option<(Claim, BringIn)> {
-        self.take_delivered();
-        let coming = self.ahead.figures().missing(end_bytes, wants_ring)?;
-        Some((self.ahead.begin(coming)?, self.how.clone()))
-    }
-
     fn note_held(&self) {
         let last = self.chunks.last();
-        self.ahead.note(HeldFigures {
+        self.incoming.note(HeldFigures {
             chunk_bytes: self.capacity_bytes(),
             last_chunk_bytes: last.map_or(0, |last| last.held.chunk.size_bytes()),
             has_ring: self.ring.is_some(),
-            used: self.used.0,
+            used: self.used,
         });
     }
 
@@ -213,12 +220,12 @@ impl<D: Driver> HostArena<D> {
 
     /// Host memory held, in bytes, with what is on its way.
     pub(crate) fn held_bytes(&self) -> u64 {
-        self.ahead.expected().bytes()
+        self.incoming.expected().bytes()
     }
 
     /// Host memory to be taken in addition, so that `host_bytes` fit here, and something passes to the file or nothing.
     pub(crate) fn growth(&self, host_bytes: u64, is_file_used: bool) -> u64 {
-        let held = self.ahead.expected();
+        let held = self.incoming.expected();
         let ring_bytes = if is_file_used && !held.has_ring { CHUNK_BYTES } else { 0 };
         missing_chunks(held.chunk_bytes, host_bytes).sum::<u64>() + ring_bytes
     }
@@ -241,22 +248,20 @@ impl<D: Driver> HostArena<D> {
     /// rest at a fraction of the speed. A context must be current on this thread (that of the device, where `pins`
     /// names one), and no copy under way in a chunk.
     pub(crate) fn pin_again(&mut self, log: &mut StepLog, pins: Pins) -> PoolResult<()> {
-        for index in 0..self.chunks.len() {
-            let present = self.chunks[index].held.pins;
-            if present == pins || present == Pins::All {
-                continue;
+        let (driver, threads) = (&*self.driver, self.how.toucher_threads);
+        let mut held = self.chunks.iter_mut().map(|placed| &mut placed.held);
+        held.try_for_each(|held| match held.pins {
+            Pins::All => Ok(()),
+            present if present == pins => Ok(()),
+            Pins::Nobody | Pins::Only(_) => {
+                log.timed("pin host memory", |_| held.pin(driver, pins, threads))
             }
-            log.timed("pin host memory", |_| {
-                Self::pin_held(&self.driver, &mut self.chunks[index].held, pins)
-            })?;
-        }
-        Ok(())
+        })
     }
 
     /// Gives all pins of chunks up; what is in them stays. What the driver will not unpin stays pinned. A context must be current on
     /// this thread, and no copy under way in a chunk.
     pub(crate) fn unpin_all(&mut self, log: &mut StepLog) {
-        self.take_delivered();
         for Placed { held, .. } in &mut self.chunks {
             if held.pins == Pins::Nobody {
                 continue;
@@ -268,35 +273,11 @@ impl<D: Driver> HostArena<D> {
         }
     }
 
-    /// Pins `held` for `pins` too, in addition to those it is pinned for. What it was pinned for it may not be any more when this
-    /// fails.
-    fn pin_held(driver: &D, held: &mut HeldChunk, pins: Pins) -> PoolResult<()> {
-        let present = held.pins;
-        if present == pins || present == Pins::All {
-            return Ok(());
-        }
-        unpin(driver, held)?;
-        held.pins = Pins::Nobody;
-        // A process that has used two devices may use them again.
-        let wanted = if present == Pins::Nobody { pins } else { Pins::All };
-        pin(driver, &held.chunk, wanted)?;
-        held.pins = wanted;
-        Ok(())
-    }
-
-    /// As [`HostArena::pin_held`], of a chunk that is in no list yet: what cannot be unpinned again stays mapped for good.
+    /// Of a chunk that is new.
     fn pinned(&self, log: &mut StepLog, mut held: HeldChunk, pins: Pins) -> PoolResult<HeldChunk> {
-        let outcome =
-            log.timed("pin host memory", |_| Self::pin_held(&self.driver, &mut held, pins));
-        match outcome {
-            Ok(()) => Ok(held),
-            Err(error) => {
-                if held.pins != Pins::Nobody {
-                    held.keep_for_good();
-                }
-                Err(error)
-            }
-        }
+        let (driver, threads) = (&*self.driver, self.how.toucher_threads);
+        log.timed("pin host memory", |_| held.pin(driver, pins, threads))?;
+        Ok(held)
     }
 
     /// Grows until `[0, end_bytes)` is held, pinned for `pins`. A context must be current on this thread (that
@@ -308,8 +289,7 @@ impl<D: Driver> HostArena<D> {
         pins: Pins,
     ) -> PoolResult<()> {
         while self.capacity_bytes() < end_bytes {
-            let held =
-                log.timed("wait for host memory", |log| self.next_chunk(log, end_bytes, false))?;
+            let held = log.timed("wait for host memory", |_| self.next_chunk(end_bytes))?;
             let held = self.pinned(log, held, pins)?;
             self.push(held);
             self.note_held();
@@ -319,14 +299,13 @@ impl<D: Driver> HostArena<D> {
 
     /// Sees that there is a ring. A context must be current on this thread.
     pub(crate) fn hold_ring(&mut self, log: &mut StepLog) -> PoolResult<()> {
-        self.take_delivered();
         let held = match self.ring.take() {
             Some(held) if held.pins == Pins::All => {
                 self.ring = Some(held);
                 return Ok(());
             }
             Some(held) => held,
-            None => log.timed("wait for host memory", |log| self.next_chunk(log, 0, true))?,
+            None => log.timed("wait for host memory", |_| self.new_chunk(CHUNK_BYTES))?,
         };
         // The next pause may be of another device.
         let pinned = self.pinned(log, held, Pins::All);
@@ -365,7 +344,6 @@ impl<D: Driver> HostArena<D> {
     /// Gives one chunk back that lies wholly behind `keep_bytes`, or the ring where it may go. Returns its bytes. As
     /// [`HostArena::shrink_to`] otherwise.
     pub(crate) fn shrink_by_one(&mut self, keep_bytes: u64, ring_may_go: bool) -> PoolResult<u64> {
-        self.take_delivered();
         let before_bytes = self.capacity_bytes();
         let last = self.chunks.last().filter(|last| last.start_bytes >= keep_bytes);
         if let Some(start_bytes) = last.map(|last| last.start_bytes) {
@@ -391,8 +369,8 @@ impl<D: Driver> HostArena<D> {
 
     /// A pause is complete that has saved contents here, and some in the file or none.
     pub(crate) fn used(&mut self, used: Used, is_file_used: bool) {
-        self.used = (Some(used), is_file_used);
-        self.brought_in = (0, false);
+        self.used = Some(used);
+        self.stays = (used.end_bytes, is_file_used);
         self.note_held();
     }
 
@@ -400,11 +378,8 @@ impl<D: Driver> HostArena<D> {
     /// for the next one, and what lies behind `live_bytes`. What the driver will not unpin stays for the next pause. A
     /// context must be current, and nothing saved behind that.
     pub(crate) fn give_back_unused(&mut self, live_bytes: u64) -> PoolResult<()> {
-        let (used, is_file_used) = self.used;
-        let (brought_in_bytes, is_ring_brought_in) = self.brought_in;
-        let end_bytes = used.map_or(0, |used| used.end_bytes).max(brought_in_bytes);
+        let (end_bytes, keeps_ring) = self.stays;
         let shrunk = self.shrink_to(end_bytes.max(live_bytes));
-        let keeps_ring = is_file_used || is_ring_brought_in;
         let dropped = if keeps_ring { Ok(()) } else { self.drop_ring() };
         shrunk.and(dropped)
     }
@@ -496,39 +471,32 @@ fn unpin<D: Driver>(driver: &D, HeldChunk { chunk, pins }: &HeldChunk) -> PoolRe
     }
 }
 
-impl Claim {
-    /// Brings the chunk in and pins it, and hands it over. A context must be current on this thread where `pins` names
-    /// somebody. What is wanted sooner is handed over as it is.
-    ///
-    /// # Errors
-    /// [`PoolError::HostMemoryRefused`], [`PoolError::Driver`]; nothing is held then.
-    pub(crate) fn bring_in<D: Driver>(
-        self,
-        log: &mut StepLog,
-        driver: &D,
-        how: &BringIn,
-        pins: Pins,
-    ) -> PoolResult<()> {
-        let is_urgent = || self.is_urgent().load(Ordering::Relaxed);
-        let chunk = log.timed("touch host memory", |_| {
-            let size_bytes = self.coming.chunk_bytes;
-            let chunk = Chunk::new(how, size_bytes, self.is_urgent());
-            chunk.map_err(memory_refused(size_bytes))
-        })?;
-        let pins = if self.coming.is_for_ring && pins != Pins::Nobody { Pins::All } else { pins };
-        let mut held = HeldChunk::new(chunk);
-        if !is_urgent() && pins != Pins::Nobody {
-            log.timed("pin host memory", |_| pin(driver, &held.chunk, pins))?;
-            held.pins = pins;
-        }
-        self.deliver(held);
-        Ok(())
+/// Brings in the chunk that is `coming`, and pins it. A context must be current on this thread where `pins` names somebody. What is to
+/// `stop` is handed over as it is.
+///
+/// # Errors
+/// [`PoolError::HostMemoryRefused`], [`PoolError::Driver`]; nothing is held then.
+pub(crate) fn bring_in<D: Driver>(
+    log: &mut StepLog,
+    driver: &D,
+    how: &BringIn,
+    (Coming { chunk_bytes, is_for_ring }, pins): (Coming, Pins),
+    stop: Stop<'_>,
+) -> PoolResult<HeldChunk> {
+    let chunk = log.timed("touch host memory", |_| {
+        Chunk::new(how, chunk_bytes, stop).map_err(memory_refused(chunk_bytes))
+    })?;
+    let mut held = HeldChunk::new(chunk);
+    if !stop() && pins != Pins::Nobody {
+        let pins = if is_for_ring { Pins::All } else { pins };
+        log.timed("pin host memory", |_| pin(driver, &held.chunk, pins))?;
+        held.pins = pins;
     }
+    Ok(held)
 }
 
 impl<D: Driver> Drop for HostArena<D> {
     fn drop(&mut self) {
-        self.take_delivered();
         let dropped = self.drop_ring();
         if let Err(error) = self.shrink_to(0).and(dropped) {
             tracing::error!(%error, "host memory stays pinned");

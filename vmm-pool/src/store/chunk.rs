@@ -7,7 +7,6 @@ use std::io;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use memmap2::{Advice, MmapOptions, MmapRaw};
 
@@ -53,6 +52,9 @@ pub(super) struct Chunk {
     is_touched: bool,
 }
 
+/// Has the touching of pages to end? Asked between two huge pages.
+pub(super) type Stop<'a> = &'a (dyn Fn() -> bool + Sync);
+
 /// The way in which new chunks come in.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BringIn {
@@ -69,8 +71,8 @@ unsafe impl Send for Chunk {}
 unsafe impl Sync for Chunk {}
 
 impl Chunk {
-    /// Maps a chunk and brings all its pages in, until `stop` is raised.
-    pub(super) fn new(how: &BringIn, size_bytes: u64, stop: &AtomicBool) -> io::Result<Self> {
+    /// Maps a chunk and brings all its pages in, until it is to `stop`.
+    pub(super) fn new(how: &BringIn, size_bytes: u64, stop: Stop<'_>) -> io::Result<Self> {
         let mut chunk = Self::mapped(how, size_bytes)?;
         chunk.touch(how.toucher_threads, stop);
         Ok(chunk)
@@ -102,11 +104,11 @@ impl Chunk {
         Ok(Self { _map: map, start, length, is_touched: false })
     }
 
-    /// Brings in what is not in yet, until `stop` is raised. Nobody else may use the chunk meanwhile.
-    pub(super) fn touch(&mut self, threads: usize, stop: &AtomicBool) {
+    /// Brings in what is not in yet, until it is to `stop`. Nobody else may use the chunk meanwhile.
+    pub(super) fn touch(&mut self, threads: usize, stop: Stop<'_>) {
         if !self.is_touched && threads > 0 {
             touch(self.start, self.length, threads, stop);
-            self.is_touched = !stop.load(Ordering::Relaxed);
+            self.is_touched = !stop();
         }
     }
 
@@ -116,8 +118,8 @@ impl Chunk {
 }
 
 /// Writes a zero to each page of a new anonymous map, so that the kernel brings it in now and in parallel. Ends early,
-/// at a huge page, when `stop` is raised.
-fn touch(start: NonNull<u8>, length: usize, threads: usize, stop: &AtomicBool) {
+/// at a huge page, when it is to `stop`.
+fn touch(start: NonNull<u8>, length: usize, threads: usize, stop: Stop<'_>) {
     const PAGE_BYTES: usize = 4096;
     let share = length.div_ceil(threads).next_multiple_of(HUGE_PAGE_BYTES);
     let base = start.as_ptr().expose_provenance();
@@ -125,7 +127,7 @@ fn touch(start: NonNull<u8>, length: usize, threads: usize, stop: &AtomicBool) {
         for begin in (0..length).step_by(share) {
             let touch_share = move || {
                 for offset in (begin..(begin + share).min(length)).step_by(PAGE_BYTES) {
-                    if offset % HUGE_PAGE_BYTES == 0 && stop.load(Ordering::Relaxed) {
+                    if offset % HUGE_PAGE_BYTES == 0 && stop() {
                         return;
                     }
                     let page = std::ptr::with_exposed_provenance_mut::<u8>(base + offset);
@@ -144,7 +146,7 @@ fn touch(start: NonNull<u8>, length: usize, threads: usize, stop: &AtomicBool) {
 
 /// As [`Chunk::new`], to the end.
 pub(super) fn new_chunk(how: &BringIn, size_bytes: u64) -> io::Result<Chunk> {
-    Chunk::new(how, size_bytes, &AtomicBool::new(false))
+    Chunk::new(how, size_bytes, &|| false)
 }
 
 /// Host memory of a step's own that devices write to, for as long as the step lasts. Dropped, it goes, unless the driver keeps it.
@@ -283,9 +285,9 @@ mod tests {
     #[test]
     fn touching_ends_at_a_huge_page_when_told_and_goes_on_where_it_is_wanted() {
         let how = BringIn { toucher_threads: 2, nodes: Vec::new() };
-        let mut chunk = Chunk::new(&how, CHUNK_BYTES, &AtomicBool::new(true)).unwrap();
+        let mut chunk = Chunk::new(&how, CHUNK_BYTES, &|| true).unwrap();
         assert!(!chunk.is_touched);
-        chunk.touch(2, &AtomicBool::new(false));
+        chunk.touch(2, &|| false);
         assert!(chunk.is_touched);
     }
 

@@ -3,20 +3,20 @@
 //! Both are linear spaces that the ledger's layout gives places in. Contents that go to the file pass through one
 //! chunk of host memory more, the ring ([`ring`]).
 
-mod ahead;
 mod arena;
 mod chunk;
 mod disk;
+mod incoming;
 mod places;
 mod ring;
 mod sums;
 
-pub(crate) use ahead::{Ahead, Used};
-pub(crate) use arena::{HostArena, Pins};
+pub(crate) use arena::{HostArena, Pins, bring_in};
 pub use chunk::CHUNK_BYTES;
 pub(crate) use chunk::Pinned;
 pub(crate) use disk::{ALIGNMENT_BYTES, ContentsFile, Writer};
 pub use disk::{check_file_dir, check_file_length};
+pub(crate) use incoming::{Coming, HeldFigures, Incoming, Used};
 pub(crate) use places::{Extent, Located, Part, Piece, Prints, Saved, append};
 pub(crate) use ring::{SLOT_BYTES, SLOT_LENGTH, Slot, read_ahead, write_behind};
 

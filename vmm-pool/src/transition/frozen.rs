@@ -72,12 +72,12 @@ impl<D: Driver> Keeper<D> {
         if !self.pool().gate().is_offloaded() {
             return Err(Failed::new(self, NotFrozen::NotAway));
         }
-        if !self.pool().host_memory().ahead.hold(timeout) {
-            self.pool().host_memory().ahead.go_on();
+        if !self.pool().host_memory().incoming.hold(timeout) {
+            self.pool().host_memory().incoming.go_on();
             return Err(Failed::new(self, NotFrozen::Pinning));
         }
         if let Err(inside) = self.pool().door().shut(timeout) {
-            self.pool().host_memory().ahead.go_on();
+            self.pool().host_memory().incoming.go_on();
             return Err(Failed::new(self, NotFrozen::Asking(inside, timeout)));
         }
         // If this panics, threads that ask about work must not wait for ever.
@@ -107,7 +107,7 @@ impl<D: Driver> Frozen<D> {
         // First: it stays open if what follows panics.
         pool.door().open();
         let log = pool.host_memory().set_pinned(true);
-        pool.host_memory().ahead.go_on();
+        pool.host_memory().incoming.go_on();
         (Keeper::new(pool, right), log)
     }
 }

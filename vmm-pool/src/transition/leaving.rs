@@ -439,16 +439,13 @@ impl<D: Driver> Still<'_, D> {
     fn hold_space(&self, log: &mut StepLog, [kept, filed]: &[Layout; 2]) -> PoolResult<()> {
         let devices = self.pool.holdings().devices();
         let Some(&device) = devices.first() else { return Ok(()) };
-        let mut arena = self.pool.host_memory().arena();
         let pins = Pins::of(&devices);
         let about = || "pinning of host memory".to_owned();
         self.pool.driver.make_current(device).about(about, 0, Some(device))?;
-        if !kept.placed.is_empty() {
-            arena.pin_again(log, pins)?;
-        }
-        arena.begin_growth(self.pool.devices().nodes_of(&devices), kept.end_bytes);
-        let grown = arena.grow_to(log, kept.end_bytes, pins);
-        self.pool.host_memory().ahead.end_growth();
+        let mut arena = self.pool.host_memory().begin_growth(kept.end_bytes, filed.end_bytes > 0);
+        let pinned = if kept.placed.is_empty() { Ok(()) } else { arena.pin_again(log, pins) };
+        let grown = pinned.and_then(|()| arena.grow_to(log, kept.end_bytes, pins));
+        arena.end_growth();
         grown?;
         if filed.placed.is_empty() { Ok(()) } else { arena.hold_ring(log) }
     }

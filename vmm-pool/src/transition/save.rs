@@ -123,10 +123,10 @@ impl<D: Driver> Still<'_, D> {
             Ok(plan)
         });
         let outcome = planned.and_then(|plan| {
-            let nodes = self.pool.devices().nodes_of(&self.pool.holdings().devices());
-            self.pool.host_memory().arena().begin_growth(nodes, end_bytes);
+            let host = self.pool.host_memory();
+            drop(host.begin_growth(end_bytes, !plan.to_file.is_empty()));
             let kept = self.save_to_memory(log, &mut behind, &mut copier, &plan);
-            self.pool.host_memory().ahead.end_growth();
+            host.arena().end_growth();
             kept.and_then(|()| self.save_to_file(log, &mut copier, &plan.to_file))?;
             Ok(plan.kept)
         });

@@ -8,7 +8,7 @@
 //! | `sublet-agent` | all clients are hung up on, and a pause or resume under way is settled as after a coordinator's death; a note says so. The thread goes on |
 //! | `sublet-drain` | the wait counts as failed, so the pause is refused by the device's name; the next pause begins another thread |
 //! | `sublet-pager` | the pager has ended: each use of memory that is away is refused by its device's name |
-//! | `sublet-ahead` | bringing host memory in is refused by name; the next request begins another thread |
+//! | `sublet-prefault` | bringing host memory in is refused by name; the next request begins another thread |
 //! | `sublet-arena` | the pause brings in what it needs by itself |
 //! | `sublet-file`, and those that touch host memory | the step that waits for them panics too, on the worker |
 //! | `sublet-fill` | the call that waits for it is refused |

@@ -32,7 +32,7 @@ fn what_a_pause_needs_comes_in_once_and_goes_if_it_is_not_taken() {
         let taken_bytes = turn % 4 * CHUNK_BYTES;
         let pins = if turn % 2 == 0 { Pins::Nobody } else { Pins::All };
         arena.grow_to(&mut StepLog::default(), taken_bytes, pins).unwrap();
-        arena.ahead().end_growth();
+        arena.end_growth();
         assert_eq!(arena.held_bytes(), taken_bytes, "turn {turn}");
     }
 }

@@ -1,0 +1,150 @@
+//! Figures of the host memory that an arena holds, known without its lock, and the chunk that another thread brings in
+//! for it.
+//!
+//! That thread holds no lock while it touches and pins. A pause waits for the chunk before it grows the arena, so
+//! that never two do at the same time.
+//!
+//! Lock order: `known` is a leaf.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use super::chunk::{CHUNK_BYTES, missing_chunks};
+use crate::sync::lock;
+
+/// See the head of this module.
+#[derive(Debug, Default)]
+pub(crate) struct Incoming {
+    known: Mutex<Account>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Account {
+    held: HeldFigures,
+    coming: Option<Coming>,
+    /// Nothing is brought in, nor given back: the process's own driver calls are held back, or it ends.
+    is_held: bool,
+}
+
+/// Host memory that an arena holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct HeldFigures {
+    /// Without the ring.
+    pub(crate) chunk_bytes: u64,
+    /// The last chunk's.
+    pub(crate) last_chunk_bytes: u64,
+    pub(crate) has_ring: bool,
+    /// The part that the last completed pause used, and the size of what there was to keep then.
+    pub(crate) used: Option<Used>,
+}
+
+/// The part of the chunks that a completed pause used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Used {
+    pub(crate) end_bytes: u64,
+    /// All own memory whose contents go to host memory, whether it left or not.
+    pub(crate) kept_bytes: u64,
+}
+
+impl HeldFigures {
+    /// The chunk to bring in next if `[0, end_bytes)` is wanted, and the ring or not.
+    pub(crate) fn missing(self, end_bytes: u64, wants_ring: bool) -> Option<Coming> {
+        if wants_ring && !self.has_ring {
+            return Some(Coming { chunk_bytes: CHUNK_BYTES, is_for_ring: true });
+        }
+        let chunk_bytes = missing_chunks(self.chunk_bytes, end_bytes).next()?;
+        Some(Coming { chunk_bytes, is_for_ring: false })
+    }
+
+    /// Counts the bytes that the arena would hold with all that is missing. Memory that has no use counts only if it is
+    /// part of a chunk that has some.
+    pub(crate) fn wanted_bytes(self, end_bytes: u64, wants_ring: bool) -> u64 {
+        let ring_bytes = if wants_ring { CHUNK_BYTES } else { 0 };
+        let anew_bytes = missing_chunks(0, end_bytes).sum::<u64>();
+        let missing_bytes = missing_chunks(self.chunk_bytes, end_bytes).sum::<u64>();
+        let all_bytes = self.chunk_bytes + missing_bytes;
+        ring_bytes + if missing_bytes == 0 { all_bytes.min(anew_bytes) } else { all_bytes }
+    }
+
+    /// All of it, in bytes.
+    pub(crate) fn bytes(self) -> u64 {
+        self.chunk_bytes + if self.has_ring { CHUNK_BYTES } else { 0 }
+    }
+}
+
+/// A chunk that a thread brings in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Coming {
+    pub(crate) chunk_bytes: u64,
+    pub(crate) is_for_ring: bool,
+}
+
+/// The right, and the duty, to bring one chunk in. It ends when the arena has the chunk, or nothing comes of it.
+#[derive(Debug)]
+pub(crate) struct Claim {
+    incoming: Arc<Incoming>,
+    pub(crate) coming: Coming,
+}
+
+impl Incoming {
+    /// Returns the figures of what the arena holds.
+    pub(crate) fn figures(&self) -> HeldFigures {
+        lock(&self.known).held
+    }
+
+    /// The same, with the chunk that is on its way.
+    pub(super) fn expected(&self) -> HeldFigures {
+        let Account { mut held, coming, .. } = *lock(&self.known);
+        if let Some(Coming { chunk_bytes, is_for_ring }) = coming {
+            held.has_ring |= is_for_ring;
+            held.chunk_bytes += if is_for_ring { 0 } else { chunk_bytes };
+        }
+        held
+    }
+
+    /// The arena says what it holds.
+    pub(super) fn note(&self, held: HeldFigures) {
+        lock(&self.known).held = held;
+    }
+
+    /// One chunk is to be brought in, by the holder of the claim. None while another one is.
+    pub(crate) fn begin(self: &Arc<Self>, coming: Coming) -> Option<Claim> {
+        let mut known = lock(&self.known);
+        let begins = !known.is_held && known.coming.is_none();
+        begins.then(|| {
+            known.coming = Some(coming);
+            Claim { incoming: Arc::clone(self), coming }
+        })
+    }
+
+    /// Waits for the chunk that is on its way while that `matters`, at most for `timeout`. Is none on its way any more?
+    pub(crate) fn wait(&self, timeout: Duration, matters: impl Fn(HeldFigures) -> bool) -> bool {
+        let waits = |known: &mut Account| known.coming.is_some() && matters(known.held);
+        let waited = self.changed.wait_timeout_while(lock(&self.known), timeout, waits);
+        waited.unwrap_or_else(PoisonError::into_inner).0.coming.is_none()
+    }
+
+    /// Nothing is brought in, nor given back, until [`Self::go_on`]. Waits a while for what is on its way: has it come?
+    pub(crate) fn hold(&self, timeout: Duration) -> bool {
+        lock(&self.known).is_held = true;
+        self.wait(timeout, |_| true)
+    }
+
+    /// Ends [`Self::hold`].
+    pub(crate) fn go_on(&self) {
+        lock(&self.known).is_held = false;
+    }
+
+    /// See [`Self::hold`].
+    pub(crate) fn is_held(&self) -> bool {
+        lock(&self.known).is_held
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        lock(&self.incoming.known).coming = None;
+        self.incoming.changed.notify_all();
+    }
+}
