@@ -408,10 +408,10 @@ fn attempt<T>(
     mut once: impl FnMut(Patience, &mut dyn FnMut(Event<'_>)) -> Result<T, Trouble>,
 ) -> Result<(T, Vec<String>), Trouble> {
     let mut patience = Patience::new(&legs[0].coordinator.options);
-    let (mut joined, mut room, mut names) = (1, Room::default(), NamesWait::default());
+    let (mut joined, mut room, mut names) = (1, None, NamesWait::default());
     loop {
         let error = match once(patience, progress) {
-            Ok(done) => return Ok((done, room.notes())),
+            Ok(done) => return Ok((done, room.as_ref().map_or_else(Vec::new, Room::notes))),
             Err(error) => error,
         };
         let about = |held: &&&Held<'_>| error.is_about(&held.coordinator.tenant);

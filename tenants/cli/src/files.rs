@@ -1,9 +1,11 @@
 //! Files that are written for others to read.
 
-use std::fs::{self, OpenOptions};
+use std::fs::{self, OpenOptions, Permissions};
 use std::io::{self, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+
+use tempfile::Builder;
 
 use crate::failure::{EXIT_UNCHANGED, Failure};
 
@@ -34,32 +36,17 @@ fn failed(path: &Path, error: &io::Error) -> Failure {
     Failure::new(message, EXIT_UNCHANGED)
 }
 
-/// The name of what will be in the place of `path`.
-fn temporary(path: &Path) -> io::Result<PathBuf> {
-    let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_string_lossy();
-    // Not `*.prom`, which node_exporter would read.
-    Ok(path.with_file_name(format!(".{name}.{}", std::process::id())))
-}
-
 fn try_replace(path: &Path, text: &str) -> io::Result<()> {
-    let file = temporary(path)?;
-    let written = write(&file, text).and_then(|()| fs::rename(&file, path));
-    if written.is_err() {
-        // Should it stay, it is one hidden file.
-        fs::remove_file(&file).ok();
-    }
-    written
-}
-
-fn write(path: &Path, text: &str) -> io::Result<()> {
-    // One that a killed process of the same number left behind would be in the way, and a link that somebody else put there must not
-    // be followed.
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        Ok(()) | Err(_) => {}
-    }
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(MODE).open(path)?;
-    file.write_all(text.as_bytes())
+    let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_string_lossy();
+    let dir = path.parent().filter(|dir| *dir != Path::new("")).unwrap_or(Path::new("."));
+    // Not `*.prom`, which node_exporter would read.
+    let prefix = format!(".{name}.");
+    let mode = Permissions::from_mode(MODE);
+    let mut file = Builder::new().prefix(&prefix).permissions(mode).tempfile_in(dir)?;
+    file.write_all(text.as_bytes())?;
+    // Should a process be killed before, one hidden file stays.
+    file.persist(path)?;
+    Ok(())
 }
 
 #[cfg(test)]

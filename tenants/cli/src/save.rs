@@ -6,7 +6,7 @@ use comfy_table::Table;
 use tenants::coordinator::{Coordinator, Options, SaveReport, SaveState};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
-use tenants::saving::map::{SavedProcess, TENANT_MAP};
+use tenants::saving::map::{SaveAccount, SavedProcess, TENANT_MAP};
 
 use crate::args::SaveArgs;
 use crate::failure::{EXIT_PARTIAL, Failure};
@@ -62,14 +62,10 @@ fn table(report: &SaveReport) -> Table {
     let header = ["PID", "SAVED", "NOT KEPT", "IN PLACE", "IMPORTED", "MAP"];
     let mut table = output::table(&header, &[0, 1, 2, 3, 4]);
     for SavedProcess { process, map, account } in &map.processes {
-        table.add_row([
-            process.pid.to_string(),
-            units::bytes_or_dash(account.saved_bytes),
-            units::bytes_or_dash(account.not_kept_bytes),
-            units::bytes_or_dash(account.in_place_bytes),
-            units::bytes_or_dash(account.imported_bytes),
-            map.clone(),
-        ]);
+        let SaveAccount { saved_bytes, not_kept_bytes, in_place_bytes, imported_bytes } = *account;
+        let bytes = [saved_bytes, not_kept_bytes, in_place_bytes, imported_bytes];
+        let bytes = bytes.map(units::bytes_or_dash);
+        table.add_row([process.pid.to_string()].into_iter().chain(bytes).chain([map.clone()]));
     }
     table
 }
@@ -111,7 +107,7 @@ fn remarks(report: &SaveReport, output: &mut Output) {
 mod tests {
     use tenants::coordinator::Who;
     use tenants::identity::MemberId;
-    use tenants::saving::map::{FailedProcess, ProcessName, SaveAccount, TenantMap};
+    use tenants::saving::map::{FailedProcess, ProcessName, TenantMap};
     use tenants::wire::MemberState;
 
     use super::*;

@@ -12,12 +12,12 @@ use serde::Serialize;
 use super::cast::Everybody;
 use super::conversation::{Inquiry, Next};
 use super::peers::Peers;
-use super::report::{MemberFailure, Who};
+use super::report::Who;
 use super::{Coordinator, Trouble};
 use crate::run_dir::{RunDirError, TenantDir, trusted_path};
 use crate::saving::dir::SaveDir;
 use crate::saving::map::{
-    FORMAT, FailedProcess, ProcessName, SaveAccount, SavedProcess, TENANT_MAP, TenantMap, VERSION,
+    FORMAT, FailedProcess, ProcessName, SavedProcess, TENANT_MAP, TenantMap, VERSION,
 };
 use crate::saving::{PART_SUFFIX, SaveDirError};
 use crate::time::{micros, millis};
@@ -57,25 +57,8 @@ pub struct SaveReport {
     pub map: TenantMap,
 }
 
-/// A process that has something to write.
-struct Writer {
-    peer: usize,
-    account: SaveAccount,
-    written_bytes: u64,
-    /// The name of its map, once all is written.
-    map: Option<String>,
-}
-
-/// The state of all processes during a save.
-#[derive(Default)]
-struct Save {
-    peers: Peers,
-    ended: usize,
-    writers: Vec<Writer>,
-    /// Indexes of peers.
-    idle: Vec<usize>,
-    failures: Vec<MemberFailure>,
-}
+/// Processes that have something to write, each with what it has said last.
+type Writers = Vec<(usize, SaveProgress)>;
 
 impl Coordinator {
     /// Has every process write what it has saved to files in `dir`, which is made, or must be empty and its user's
@@ -110,125 +93,88 @@ impl Coordinator {
         }
         drop(lock);
         let (map, ended) = saved?;
-        Ok(SaveReport {
-            dir: target.path().to_owned(),
-            wall_us: micros(started.elapsed()),
-            ended,
-            map,
-        })
+        let (dir, wall_us) = (target.path().to_owned(), micros(started.elapsed()));
+        Ok(SaveReport { dir, wall_us, ended, map })
     }
 
+    /// Also returns how many processes had ended before.
     fn save_into(
         &self,
-        tenant_dir: &TenantDir,
+        dir: &TenantDir,
         target: &SaveDir,
         progress: &mut dyn FnMut(&[SaveState]),
     ) -> Result<(TenantMap, usize), Trouble> {
-        let mut save = self.greet_all(tenant_dir)?;
-        let begun = self.begin_all(target, &mut save).and_then(|()| {
-            self.write_all(&mut save, progress)?;
-            if save.writers.is_empty() {
-                let (tenant, dir) = (self.tenant.clone(), target.path().to_owned());
-                return Err(if save.failures.is_empty() {
-                    Trouble::NothingSaved { tenant }
-                } else {
-                    Trouble::SaveFailed { tenant, dir, failures: save.failures.clone() }
-                });
-            }
-            Ok(())
-        });
-        if begun.is_err() {
+        let (timeout, interrupt) = (self.options.contact_timeout, self.options.interrupt.as_ref());
+        let mut all = Everybody::greeted(dir, timeout, interrupt)?;
+        self.refuse_called_off()?;
+        let written = self.write_all(&mut all, target, progress);
+        if written.is_err() {
             // They remove what they have written, and nothing comes into the directory any more.
-            let members = save.peers.all();
-            save.peers.tell(&members, SaveStep::CallOff, CALL_OFF_TIMEOUT);
+            all.peers.tell(&all.peers.all(), SaveStep::CallOff, CALL_OFF_TIMEOUT);
         }
-        begun?;
+        let map = self.map_of(&all, written?);
         // Of processes that have failed without a word.
-        target.remove_all(|name| name.ends_with(PART_SUFFIX.as_bytes()));
-        let map = self.map_of(&save);
+        target.remove_all(|name| name.ends_with(PART_SUFFIX));
         let mut text = serde_json::to_vec_pretty(&map).unwrap_or_default();
         text.push(b'\n');
         target.write_whole(TENANT_MAP, &text)?;
-        Ok((map, save.ended))
+        Ok((map, all.peers.dead()))
     }
 
-    /// Connects to every process that lives, and asks who it is.
-    fn greet_all(&self, tenant_dir: &TenantDir) -> Result<Save, Trouble> {
-        let (timeout, interrupt) = (self.options.contact_timeout, self.options.interrupt.as_ref());
-        let Everybody { peers, failures } = Everybody::greeted(tenant_dir, timeout, interrupt)?;
-        self.refuse_called_off()?;
-        Ok(Save { ended: peers.dead(), peers, failures, ..Save::default() })
-    }
-
-    /// Asks every process what it has, and looks whether all of it fits.
-    fn begin_all(&self, target: &SaveDir, save: &mut Save) -> Result<(), Trouble> {
+    /// Asks every process what it has, looks whether all of it fits, and has all write at the same time, each a while at a
+    /// time. Returns those that have written all, and those that have nothing.
+    fn write_all(
+        &self,
+        all: &mut Everybody,
+        target: &SaveDir,
+        progress: &mut dyn FnMut(&[SaveState]),
+    ) -> Result<(Writers, Vec<usize>), Trouble> {
+        let (tenant, dir) = (self.tenant.clone(), target.path().to_owned());
+        let timeout = self.options.timeout.unwrap_or(ANSWER_TIMEOUT) + self.options.reply_margin;
+        let interrupt = self.options.interrupt.as_ref();
+        let (mut writers, mut idle) = (Writers::new(), Vec::new());
         let begin = SaveStep::Begin { dir: target.name()? };
-        let Save { peers, writers, idle, failures, .. } = save;
-        let greeted = peers.greeted();
-        let begin = Inquiry::of(begin, self.answer_timeout(), self.options.interrupt.as_ref());
-        peers.converse(&greeted, begin, |_, peer, said| {
-            match said {
-                Ok(SaveProgress { stage: SaveStage::Nothing, .. }) => idle.push(peer),
-                Ok(SaveProgress { account, .. }) => {
-                    writers.push(Writer { peer, account, written_bytes: 0, map: None });
+        let greeted = all.peers.greeted();
+        all.ask(&greeted, Inquiry::of(begin, timeout, interrupt), |_, index, said| {
+            match said.stage {
+                SaveStage::Nothing => idle.push(index),
+                SaveStage::Writing | SaveStage::Written { .. } | SaveStage::CalledOff => {
+                    writers.push((index, said));
                 }
-                Err(failure) => failures.push(failure),
             }
             Next::Done
         });
         self.refuse_called_off()?;
-        save.writers.sort_by_key(|writer| save.peers.who(writer.peer).pid);
-        let needed_bytes = save.writers.iter().map(|writer| writer.account.saved_bytes).sum();
+        writers.sort_by_key(|(index, _)| all.peers.who(*index).pid);
+        let needed_bytes = writers.iter().map(|(_, said)| said.account.saved_bytes).sum();
         let free_bytes = target.free_bytes()?;
         if free_bytes < needed_bytes {
-            let (tenant, dir) = (self.tenant.clone(), target.path().to_owned());
             return Err(Trouble::NoSpace { tenant, dir, needed_bytes, free_bytes });
         }
-        Ok(())
-    }
-
-    /// Has all write at the same time, each a while at a time.
-    fn write_all(
-        &self,
-        save: &mut Save,
-        progress: &mut dyn FnMut(&[SaveState]),
-    ) -> Result<(), Trouble> {
-        let Save { peers, writers, failures, .. } = save;
-        let members: Vec<usize> = writers.iter().map(|writer| writer.peer).collect();
+        progress(&states(&all.peers, &writers));
+        let members: Vec<usize> = writers.iter().map(|(index, _)| *index).collect();
         let on = SaveStep::WriteOn { for_ms: millis(SLICE) };
-        let timeout = SLICE + self.answer_timeout();
-        progress(&states(peers, writers));
-        let write = Inquiry::of(on.clone(), timeout, self.options.interrupt.as_ref());
-        peers.converse(&members, write, |peers, index, said| {
-            let mut next = Next::Done;
-            let writer = writers.iter_mut().find(|writer| writer.peer == index);
-            match (said, writer) {
-                (Ok(SaveProgress { written_bytes, stage, .. }), Some(writer)) => {
-                    writer.written_bytes = written_bytes;
-                    match stage {
-                        SaveStage::Written { map } => writer.map = Some(map),
-                        SaveStage::Nothing | SaveStage::Writing | SaveStage::CalledOff => {
-                            next = Next::Again(on.clone());
-                        }
-                    }
-                }
-                (Ok(_), None) => {}
-                (Err(failure), _) => failures.push(failure),
+        let write = Inquiry::of(on.clone(), SLICE + timeout, interrupt);
+        all.ask(&members, write, |peers, index, said| {
+            let is_whole = matches!(said.stage, SaveStage::Written { .. });
+            for (_, last) in writers.iter_mut().filter(|(writer, _)| *writer == index) {
+                (last.written_bytes, last.stage) = (said.written_bytes, said.stage.clone());
             }
-            progress(&states(peers, writers));
-            next
+            progress(&states(peers, &writers));
+            if is_whole { Next::Done } else { Next::Again(on.clone()) }
         });
         self.refuse_called_off()?;
-        save.writers.retain(|writer| writer.map.is_some());
+        writers.retain(|(_, said)| matches!(said.stage, SaveStage::Written { .. }));
         // One that was late for an answer may have come to its end all the same.
-        let Save { peers, writers, failures, .. } = save;
-        let has_written = |who: Who| writers.iter().any(|w| peers.who(w.peer) == who);
-        failures.retain(|failure| !has_written(failure.who));
-        Ok(())
-    }
-
-    fn answer_timeout(&self) -> Duration {
-        self.options.timeout.unwrap_or(ANSWER_TIMEOUT) + self.options.reply_margin
+        let has_written = |who| writers.iter().any(|(index, _)| all.peers.who(*index) == who);
+        all.failures.retain(|failure| !has_written(failure.who));
+        match (writers.is_empty(), all.failures.is_empty()) {
+            (false, _) => Ok((writers, idle)),
+            (true, true) => Err(Trouble::NothingSaved { tenant }),
+            (true, false) => {
+                Err(Trouble::SaveFailed { tenant, dir, failures: all.failures.clone() })
+            }
+        }
     }
 
     fn refuse_called_off(&self) -> Result<(), Trouble> {
@@ -238,16 +184,14 @@ impl Coordinator {
         Ok(())
     }
 
-    fn map_of(&self, save: &Save) -> TenantMap {
-        let info_of = |index: usize| save.peers.info(index);
-        let processes = save.writers.iter().filter_map(|writer| {
-            Some(SavedProcess {
-                process: info_of(writer.peer)?.into(),
-                map: writer.map.clone()?,
-                account: writer.account,
-            })
-        });
-        let failed = save.failures.iter().map(|failure| FailedProcess {
+    fn map_of(&self, all: &Everybody, (writers, idle): (Writers, Vec<usize>)) -> TenantMap {
+        let name_of = |index: usize| all.peers.info(index).map(ProcessName::from);
+        let processes =
+            writers.into_iter().filter_map(|(index, SaveProgress { account, stage, .. })| {
+                let SaveStage::Written { map } = stage else { return None };
+                Some(SavedProcess { process: name_of(index)?, map, account })
+            });
+        let failed = all.failures.iter().map(|failure| FailedProcess {
             pid: failure.who.pid,
             member: failure.who.member.to_string(),
             why: failure.failure.message.clone(),
@@ -256,25 +200,20 @@ impl Coordinator {
             format: FORMAT.to_owned(),
             version: VERSION,
             tenant: self.tenant.to_string(),
-            complete: save.failures.is_empty(),
+            complete: all.failures.is_empty(),
             processes: processes.collect(),
-            nothing_saved: save
-                .idle
-                .iter()
-                .filter_map(|&i| info_of(i))
-                .map(ProcessName::from)
-                .collect(),
+            nothing_saved: idle.into_iter().filter_map(name_of).collect(),
             failed: failed.collect(),
         }
     }
 }
 
 /// The progress of every writer.
-fn states(peers: &Peers, writers: &[Writer]) -> Vec<SaveState> {
-    let state = |writer: &Writer| SaveState {
-        who: peers.who(writer.peer),
-        total_bytes: writer.account.saved_bytes,
-        written_bytes: writer.written_bytes,
+fn states(peers: &Peers, writers: &Writers) -> Vec<SaveState> {
+    let state = |(index, said): &(usize, SaveProgress)| SaveState {
+        who: peers.who(*index),
+        total_bytes: said.account.saved_bytes,
+        written_bytes: said.written_bytes,
     };
     writers.iter().map(state).collect()
 }

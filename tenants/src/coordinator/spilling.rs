@@ -47,12 +47,6 @@ pub(super) struct Room {
     given: BTreeMap<TenantName, u64>,
 }
 
-/// A tenant whose contents may move.
-struct Candidate {
-    tenant: TenantName,
-    rests_ms: u64,
-}
-
 impl Room {
     /// For the report of the pause.
     pub(super) fn notes(&self) -> Vec<String> {
@@ -67,110 +61,98 @@ impl Room {
     }
 }
 
+/// Processes of a tenant that have something to move where that helps, with what they have said.
+type Willing = BTreeMap<usize, SpillProgress>;
+
 impl Coordinator {
     /// Has tenants that are paused give host memory back, those first that have been so for longest, where that is what a
     /// pause lacks. True when some was given, and the same pause may succeed now.
     pub(super) fn makes_room(
         &self,
-        room: &mut Room,
+        room: &mut Option<Room>,
         error: &Trouble,
         progress: &mut dyn FnMut(Event<'_>),
     ) -> bool {
         let short = error.host_short().filter(|short| short.kind != LimitKind::Configured);
-        // Everybody runs again, and others may have room to give.
-        let Some(short) = short.filter(|_| error.left_unchanged()) else { return false };
-        // Applications that wait in a call of their own were told that it has failed.
-        if self.options.consent.is_some() {
-            return false;
-        }
+        // Everybody runs again, and others may have room to give. Applications that wait in a call of their own were told that
+        // it has failed.
+        let may_help = error.left_unchanged() && self.options.consent.is_none();
+        let Some(short) = short.filter(|_| may_help) else { return false };
+        let room = room.get_or_insert_default();
         room.tries += 1;
         if room.tries > TRIES_MAX || self.options.is_called_off() {
             return false;
         }
-        let mut candidates = self.candidates(&short.kind);
-        candidates.sort_by_key(|candidate| std::cmp::Reverse(candidate.rests_ms));
         // What is given back is host memory of which a tenth stays free.
         let asked = short.missing_bytes().div_ceil(9).saturating_mul(10);
-        let mut missing = asked;
         let slowest = Duration::from_secs(asked / SLOWEST_BYTES_PER_SECOND);
-        let until = Instant::now() + ROOM_TIME + slowest;
-        for Candidate { tenant, .. } in candidates {
+        let (mut missing, until) = (asked, Instant::now() + ROOM_TIME + slowest);
+        let names = self.run_dir.live_tenants().unwrap_or_default();
+        let others = names.into_iter().filter(|name| *name != self.tenant).filter_map(|tenant| {
+            let other = Self::new(self.run_dir.clone(), tenant, self.options.clone());
+            let willing = other.willing(&short.kind).ok()?.1;
+            // As long as the one of them that has changed last.
+            Some((willing.values().map(|said| said.rests_ms).min()?, other))
+        });
+        let mut others: Vec<_> = others.collect();
+        others.sort_by_key(|(rests_ms, _)| std::cmp::Reverse(*rests_ms));
+        for (_, other) in others {
             if missing == 0 || self.options.is_called_off() || Instant::now() >= until {
                 break;
             }
-            match self.spill(&tenant, (&short.kind, missing), until, progress) {
+            match other.spill(&short.kind, missing, until, progress) {
+                Ok(0) => {}
                 Ok(given) => {
                     missing = missing.saturating_sub(given);
-                    if given > 0 {
-                        *room.given.entry(tenant).or_default() += given;
-                    }
+                    *room.given.entry(other.tenant).or_default() += given;
                 }
-                Err(error) => tracing::info!(%error, %tenant, "no room was made there"),
+                Err(error) => {
+                    tracing::info!(%error, tenant = %other.tenant, "no room was made there");
+                }
             }
         }
         missing < asked
     }
 
-    /// The other tenants that have something to move, as far as they answer.
-    fn candidates(&self, kind: &LimitKind) -> Vec<Candidate> {
-        let names = self.run_dir.live_tenants().unwrap_or_default();
-        let others = names.into_iter().filter(|name| *name != self.tenant);
-        let asked = others.filter_map(|tenant| {
-            let mut peers = self.peers_of(&tenant).ok()?;
-            let said = self.step_of_all(&mut peers, 0);
-            let willing = said.values().filter(|said| may_give(said, kind));
-            // As long as the one of them that has changed last.
-            let rests_ms = willing.map(|said| said.rests_ms).min()?;
-            Some(Candidate { tenant, rests_ms })
-        });
-        asked.collect()
+    /// Connects to the processes of this tenant, and asks what they have to move where `kind` is short.
+    fn willing(&self, kind: &LimitKind) -> Result<(Peers, Willing), Trouble> {
+        let until = Instant::now() + ASK_TIMEOUT;
+        let mut all = Everybody::connect(&self.dir()?, Step::Spill, until)?;
+        let members = all.peers.all();
+        let willing = self.step_of(&mut all.peers, &members, kind, (0, ASK_TIMEOUT)).1;
+        Ok((all.peers, willing))
     }
 
-    fn peers_of(&self, tenant: &TenantName) -> Result<Peers, Trouble> {
-        let other = Self::new(self.run_dir.clone(), tenant.clone(), self.options.clone());
-        let Everybody { peers, .. } =
-            Everybody::connect(&other.dir()?, Step::Spill, Instant::now() + ASK_TIMEOUT)?;
-        Ok(peers)
-    }
-
-    /// Has `tenant` give back so many bytes, or as much as it can `until` then, and says how much that was. Its lock is held for a step at a time: by somebody
-    /// else who has it then, the tenant is wanted.
+    /// Has this tenant give back so many bytes, or as much as it can `until` then, and says how much that was. Its lock is held for a
+    /// step at a time: by somebody else who has it then, the tenant is wanted.
     fn spill(
         &self,
-        tenant: &TenantName,
-        (kind, missing): (&LimitKind, u64),
+        kind: &LimitKind,
+        missing: u64,
         until: Instant,
         progress: &mut dyn FnMut(Event<'_>),
     ) -> Result<u64, Trouble> {
-        let other = Self::new(self.run_dir.clone(), tenant.clone(), self.options.clone());
-        let dir = other.dir()?;
+        let dir = self.dir()?;
         let mut lock = Some(dir.lock(Instant::now())?);
-        let mut peers = self.peers_of(tenant)?;
         let began = Instant::now();
-        let members = peers.all().len();
-        progress(Event::StepStarted { tenant, step: Step::Spill, members });
-        let mut left = self.step_of_all(&mut peers, 0);
+        let (mut peers, mut willing) = self.willing(kind)?;
+        let (tenant, step, members) = (&self.tenant, Step::Spill, peers.all().len());
+        progress(Event::StepStarted { tenant, step, members });
         let mut given = 0;
         while given < missing && !self.options.is_called_off() && Instant::now() < until {
-            let willing = left.iter().find(|(_, said)| may_give(said, kind));
-            let Some((&index, _)) = willing else { break };
+            let Some((index, _)) = willing.pop_first() else { break };
             if lock.is_none() {
                 pause_thread(BETWEEN_STEPS);
                 lock = dir.lock(Instant::now()).ok();
             }
             let Some(held) = lock.take() else { break };
-            let most_bytes = STEP_BYTES.min(missing - given);
-            let timeout = STEP_TIME + ANSWER_MARGIN;
-            match self.steps_of(&mut peers, &[index], most_bytes, timeout).remove(&index) {
-                Some(said) => {
-                    given += said.given_back_bytes;
-                    left.insert(index, said);
-                }
-                None => drop(left.remove(&index)),
-            }
+            let much = (STEP_BYTES.min(missing - given), STEP_TIME + ANSWER_MARGIN);
+            let (bytes, more) = self.step_of(&mut peers, &[index], kind, much);
+            given += bytes;
+            willing.extend(more);
             if self.options.is_called_off() {
                 // Hanging up ends a step that is under way, and the next to have the lock waits for no more of it.
-                drop((peers, held));
+                drop(peers);
                 break;
             }
             drop(held);
@@ -179,34 +161,29 @@ impl Coordinator {
         Ok(given)
     }
 
-    /// Has each of `peers` do one step; the results of those that answer.
-    fn step_of_all(&self, peers: &mut Peers, most_bytes: u64) -> BTreeMap<usize, SpillProgress> {
-        let members = peers.all();
-        self.steps_of(peers, &members, most_bytes, ASK_TIMEOUT)
-    }
-
-    /// Has each of `members` do one step; the results of those that answer.
-    fn steps_of(
+    /// Has each of `members` move about so many bytes, within a time. Returns how many bytes they have given back, and those that
+    /// have more to move, where that helps.
+    fn step_of(
         &self,
         peers: &mut Peers,
         members: &[usize],
-        most_bytes: u64,
-        timeout: Duration,
-    ) -> BTreeMap<usize, SpillProgress> {
-        let mut came = BTreeMap::new();
+        kind: &LimitKind,
+        (most_bytes, timeout): (u64, Duration),
+    ) -> (u64, Willing) {
+        let (mut given_bytes, mut willing) = (0, Willing::new());
         let step = Inquiry::of(SpillStep { most_bytes }, timeout, self.options.interrupt.as_ref());
         peers.converse(members, step, |_, index, said| {
             match said {
-                Ok(progress) => drop(came.insert(index, progress)),
+                Ok(said) => {
+                    given_bytes += said.given_back_bytes;
+                    if said.left_bytes > 0 && said.limits.iter().any(|limit| limit.kind == *kind) {
+                        willing.insert(index, said);
+                    }
+                }
                 Err(failure) => tracing::info!(%failure, "a process makes no room"),
             }
             Next::Done
         });
-        came
+        (given_bytes, willing)
     }
-}
-
-/// Has it something to move, and does that help where `kind` is short?
-fn may_give(said: &SpillProgress, kind: &LimitKind) -> bool {
-    said.left_bytes > 0 && said.limits.iter().any(|limit| limit.kind == *kind)
 }

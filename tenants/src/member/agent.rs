@@ -2,7 +2,7 @@
 
 mod leading;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -96,10 +96,9 @@ struct Agent<D: Driver> {
     done: Receiver<Done>,
     /// When the next request of the leader is due. When that one goes, the process settles what it led alone.
     due: Instant,
-    /// The connections that have requested contents in files.
-    savers: BTreeSet<u64>,
-    /// The connections that have requested room, each with the flag that tells its steps that the connection is closed.
-    spillers: BTreeMap<u64, Arc<AtomicBool>>,
+    /// The connections that have requested contents in files, each with the flag that tells its steps that the connection is
+    /// closed.
+    writers: BTreeMap<u64, Arc<AtomicBool>>,
 }
 
 /// Starts both threads.
@@ -126,8 +125,7 @@ pub(super) fn spawn<D: Driver>(
         jobs,
         done,
         due: Instant::now(),
-        savers: BTreeSet::new(),
-        spillers: BTreeMap::new(),
+        writers: BTreeMap::new(),
     };
     vmm_pool::threads::spawn(
         "sublet-agent",
@@ -311,10 +309,8 @@ impl<D: Driver> Agent<D> {
     fn forget(&mut self, number: u64) {
         self.member.cut().abandon(number);
         self.waiters.retain(|waiter| waiter.connection != number);
-        if let Some(is_called_off) = self.spillers.remove(&number) {
+        if let Some(is_called_off) = self.writers.remove(&number) {
             is_called_off.store(true, Ordering::Relaxed);
-        }
-        if self.savers.remove(&number) {
             self.submit(NOBODY, Work::EndSave(number), AGENT_TIMEOUT);
         }
         if self.leading() == Some(number) {
@@ -382,11 +378,11 @@ impl<D: Driver> Agent<D> {
                     self.say(number, Reply::Failed(failure));
                     return;
                 }
-                self.savers.insert(number);
+                self.writers.entry(number).or_default();
                 self.submit(number, Work::Save(step), AGENT_TIMEOUT);
             }
             Request::Spill(step) => {
-                let is_called_off = Arc::clone(self.spillers.entry(number).or_default());
+                let is_called_off = Arc::clone(self.writers.entry(number).or_default());
                 self.submit(number, Work::Spill(step, is_called_off), AGENT_TIMEOUT);
             }
             Request::Host(step) => {

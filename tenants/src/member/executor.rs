@@ -201,7 +201,7 @@ impl<D: Driver> Executor<D> {
                 return None;
             }
             Work::EndSave(closed) => {
-                self.saving.take_if(|saving| saving.connection() == closed);
+                self.end_save(closed);
                 return None;
             }
             Work::Fail(panic) => {

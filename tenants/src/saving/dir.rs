@@ -3,19 +3,16 @@
 //! Names are used only inside the open directory, never the path again. A file is written under a name that ends in
 //! `.part` and gets its own when it is whole.
 
-use std::ffi::OsStr;
-use std::fs::File;
-use std::io::{self, Write as _};
-use std::os::fd::OwnedFd;
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
+use std::io::{self, ErrorKind, Write as _};
+use std::os::fd::AsRawFd as _;
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
-use nix::dir::Dir;
-use nix::errno::Errno;
-use nix::fcntl::{OFlag, open, openat, renameat};
-use nix::sys::stat::{FileStat, Mode, fstat};
 use nix::sys::statvfs::fstatvfs;
-use nix::unistd::{UnlinkatFlags, fsync, geteuid, mkdir, unlinkat};
+use nix::unistd::geteuid;
 use serde::{Deserialize, Serialize};
 use vmm_pool::check_file_length;
 
@@ -73,7 +70,7 @@ pub enum SaveDirError {
 /// The open directory.
 #[derive(Debug)]
 pub(crate) struct SaveDir {
-    fd: OwnedFd,
+    dir: File,
     path: PathBuf,
     /// Was it made for this?
     is_new: bool,
@@ -85,14 +82,14 @@ impl SaveDir {
         let failed =
             |operation, source| SaveDirError::Io { operation, path: path.to_owned(), source };
         let path = std::path::absolute(path).map_err(|source| failed("using", source))?;
-        let is_new = match mkdir(&path, Mode::S_IRWXU) {
+        let is_new = match DirBuilder::new().mode(0o700).create(&path) {
             Ok(()) => true,
-            Err(Errno::EEXIST) => false,
-            Err(errno) => return Err(failed("making", errno.into())),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => false,
+            Err(error) => return Err(failed("making", error)),
         };
-        let dir = Self { is_new, ..Self::open_path(&path)? };
+        let dir = Self { is_new, ..Self::open_path(path)? };
         if !dir.names()?.is_empty() {
-            return Err(SaveDirError::NotEmpty { path });
+            return Err(SaveDirError::NotEmpty { path: dir.path });
         }
         dir.check_private()?;
         Ok(dir)
@@ -102,35 +99,27 @@ impl SaveDir {
     pub(crate) fn open(name: &DirName) -> Result<Self, SaveDirError> {
         let path = PathBuf::from(OsStr::from_bytes(&name.path));
         if !path.is_absolute() {
-            let source = Errno::EINVAL.into();
+            let source = ErrorKind::InvalidInput.into();
             return Err(SaveDirError::Io { operation: "opening", path, source });
         }
-        let dir = Self::open_path(&path)?;
+        let dir = Self::open_path(path)?;
         dir.check_private()?;
-        let status = dir.status()?;
-        if (status.st_dev, status.st_ino) == (name.device, name.inode) {
-            Ok(dir)
-        } else {
-            Err(SaveDirError::Elsewhere { path })
-        }
+        if dir.name()? == *name { Ok(dir) } else { Err(SaveDirError::Elsewhere { path: dir.path }) }
     }
 
-    fn open_path(path: &Path) -> Result<Self, SaveDirError> {
-        let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-        let fd = open(path, flags, Mode::empty()).map_err(|errno| SaveDirError::Io {
-            operation: "opening",
-            path: path.to_owned(),
-            source: errno.into(),
-        })?;
-        Ok(Self { fd, path: path.to_owned(), is_new: false })
+    fn open_path(path: PathBuf) -> Result<Self, SaveDirError> {
+        let flags = libc::O_DIRECTORY | libc::O_NOFOLLOW;
+        match OpenOptions::new().read(true).custom_flags(flags).open(&path) {
+            Ok(dir) => Ok(Self { dir, path, is_new: false }),
+            Err(source) => Err(SaveDirError::Io { operation: "opening", path, source }),
+        }
     }
 
     fn check_private(&self) -> Result<(), SaveDirError> {
         let status = self.status()?;
-        let own_uid = geteuid().as_raw();
-        let mode = status.st_mode & 0o777;
-        let problem = if status.st_uid != own_uid {
-            format!("belongs to user {}, not {own_uid}: name another", status.st_uid)
+        let (own_uid, mode) = (geteuid().as_raw(), status.mode() & 0o777);
+        let problem = if status.uid() != own_uid {
+            format!("belongs to user {}, not {own_uid}: name another", status.uid())
         } else if mode & 0o077 != 0 {
             format!("is open to others (mode {mode:03o}): chmod 700 {}", self.path.display())
         } else {
@@ -147,53 +136,52 @@ impl SaveDir {
     pub(crate) fn name(&self) -> Result<DirName, SaveDirError> {
         let status = self.status()?;
         let path = self.path.clone().into_os_string().into_vec();
-        Ok(DirName { path, device: status.st_dev, inode: status.st_ino })
+        Ok(DirName { path, device: status.dev(), inode: status.ino() })
     }
 
-    fn status(&self) -> Result<FileStat, SaveDirError> {
-        fstat(&self.fd).map_err(|errno| self.failed("looking at", "", errno.into()))
+    fn status(&self) -> Result<Metadata, SaveDirError> {
+        self.dir.metadata().map_err(|error| self.failed("looking at", "", error))
     }
 
     /// Bytes that its filesystem has free.
     pub(crate) fn free_bytes(&self) -> Result<u64, SaveDirError> {
-        let space =
-            fstatvfs(&self.fd).map_err(|errno| self.failed("looking at", "", errno.into()))?;
+        let space = fstatvfs(&self.dir);
+        let space = space.map_err(|errno| self.failed("looking at", "", errno.into()))?;
         Ok(space.blocks_available().saturating_mul(space.fragment_size()))
     }
 
+    /// The path of what is called `name` in it, for this process.
+    fn inside(&self, name: impl AsRef<Path>) -> PathBuf {
+        Path::new("/proc/self/fd").join(self.dir.as_raw_fd().to_string()).join(name)
+    }
+
     /// The names of all that is in it.
-    pub(crate) fn names(&self) -> Result<Vec<Vec<u8>>, SaveDirError> {
-        let failed = |errno: Errno| self.failed("reading", "", errno.into());
-        let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-        // A descriptor of its own: reading moves its place.
-        let fd = openat(&self.fd, ".", flags, Mode::empty()).map_err(failed)?;
-        let mut names = Vec::new();
-        for entry in Dir::from_fd(fd).map_err(failed)?.iter() {
-            let name = entry.map_err(failed)?.file_name().to_bytes().to_vec();
-            if name != b"." && name != b".." {
-                names.push(name);
-            }
-        }
-        Ok(names)
+    pub(crate) fn names(&self) -> Result<Vec<OsString>, SaveDirError> {
+        let entries = fs::read_dir(self.inside("")).and_then(|entries| {
+            entries.map(|entry| entry.map(|entry| entry.file_name())).collect()
+        });
+        entries.map_err(|error| self.failed("reading", "", error))
     }
 
     /// A new file that will be called `name` once it is whole.
     pub(crate) fn create_part(&self, name: &str) -> Result<File, SaveDirError> {
-        let flags =
-            OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-        let made = openat(&self.fd, part_of(name).as_str(), flags, Mode::S_IRUSR | Mode::S_IWUSR);
-        made.map(File::from).map_err(|errno| self.failed("making", name, errno.into()))
+        let mut new = OpenOptions::new();
+        let made = new.read(true).write(true).create_new(true).mode(0o600);
+        let made = made.open(self.inside(part_of(name)));
+        made.map_err(|error| self.failed("making", name, error))
     }
 
     /// The file that was made for `name` is whole.
     pub(crate) fn finish_part(&self, name: &str) -> Result<(), SaveDirError> {
-        let failed = |errno: Errno| self.failed("naming", name, errno.into());
-        renameat(&self.fd, part_of(name).as_str(), &self.fd, name).map_err(failed)?;
-        match fsync(&self.fd) {
+        let named = fs::rename(self.inside(part_of(name)), self.inside(name));
+        let named = named.and_then(|()| match self.dir.sync_all() {
             // Some filesystems have nothing to do for a directory.
-            Ok(()) | Err(Errno::EINVAL | Errno::ENOTSUP) => Ok(()),
-            Err(errno) => Err(failed(errno)),
-        }
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOTSUP)) => {
+                Ok(())
+            }
+            synced => synced,
+        });
+        named.map_err(|error| self.failed("naming", name, error))
     }
 
     /// Writes a small file as a whole.
@@ -205,23 +193,14 @@ impl SaveDir {
         self.finish_part(name)
     }
 
-    /// Removes what `name` has become so far: the whole file, or the part of it.
-    pub(crate) fn remove(&self, name: &str) {
-        for name in [part_of(name).as_str(), name] {
-            match unlinkat(&self.fd, name, UnlinkatFlags::NoRemoveDir) {
-                Ok(()) | Err(Errno::ENOENT) => {}
-                Err(error) => tracing::warn!(%error, name, "a file that is not whole stays"),
-            }
-        }
-    }
-
     /// Removes those of our files in it whose names `choose` picks.
-    pub(crate) fn remove_all(&self, choose: impl Fn(&[u8]) -> bool) {
-        let ours = |name: &&Vec<u8>| is_ours(name) && choose(name);
-        for name in self.names().unwrap_or_default().iter().filter(ours) {
-            let removed = unlinkat(&self.fd, name.as_slice(), UnlinkatFlags::NoRemoveDir);
-            if let Err(error) = removed {
-                tracing::warn!(%error, "a file stays");
+    pub(crate) fn remove_all(&self, choose: impl Fn(&str) -> bool) {
+        let names = self.names().unwrap_or_default();
+        let ours = |name: &&str| name.starts_with(FILE_PREFIX) || name.starts_with(TENANT_MAP);
+        let names = names.iter().filter_map(|name| name.to_str()).filter(ours);
+        for name in names.filter(|name| choose(name)) {
+            if let Err(error) = fs::remove_file(self.inside(name)) {
+                tracing::warn!(%error, name, "a file stays");
             }
         }
     }
@@ -230,7 +209,7 @@ impl SaveDir {
     pub(crate) fn undo(&self) {
         self.remove_all(|_| true);
         if self.is_new
-            && let Err(error) = std::fs::remove_dir(&self.path)
+            && let Err(error) = fs::remove_dir(&self.path)
         {
             tracing::warn!(%error, "a directory stays");
         }
@@ -240,10 +219,6 @@ impl SaveDir {
         let path = if name.is_empty() { self.path.clone() } else { self.path.join(name) };
         SaveDirError::Io { operation, path, source }
     }
-}
-
-fn is_ours(name: &[u8]) -> bool {
-    name.starts_with(FILE_PREFIX.as_bytes()) || name.starts_with(TENANT_MAP.as_bytes())
 }
 
 fn part_of(name: &str) -> String {
@@ -337,8 +312,8 @@ mod tests {
         let dir = SaveDir::prepare(&base.path().join("saved")).unwrap();
         drop(dir.create_part("process-1.bin").unwrap());
         dir.finish_part("process-1.bin").unwrap();
-        assert_eq!(dir.names().unwrap(), [b"process-1.bin".to_vec()]);
-        dir.remove("process-1.bin");
+        assert_eq!(dir.names().unwrap(), ["process-1.bin"]);
+        dir.remove_all(|name| name.starts_with("process-1."));
         assert!(dir.names().unwrap().is_empty());
         assert!(dir.free_bytes().unwrap() > 0);
     }

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use super::pieces::{Survey, Wish};
 use super::{Ledger, Row, RowTable, Rows, merged};
+use crate::AllocationId;
 use crate::VirtualHandle;
 use crate::driver::VaRange;
 use crate::store::{Copies, Extent, Saved, Store, append};
@@ -264,31 +265,29 @@ impl RowTable {
         &self,
         most_bytes: u64,
         chunk_end: impl Fn(u64) -> u64,
-    ) -> (Vec<(VirtualHandle, Saved)>, u64) {
+    ) -> (Vec<(AllocationId, Saved)>, u64) {
         let end = |saved: &Saved| saved.places().map(|place| place.end).max().unwrap_or(0);
         let stays = self.iter().filter(|row| row.movable().is_none());
         let stays =
             stays.filter_map(|row| row.backing().held_in(Store::Host)).map(end).max().unwrap_or(0);
         let kept_bytes = chunk_end(stays);
-        let of = |row: &Row| Some((row.handle(), row.movable()?.clone()));
+        let of = |row: &Row| Some((row.id(), row.movable()?.clone()));
         let mut all: Vec<_> = self.iter().filter_map(of).collect();
         all.retain(|(_, saved)| end(saved) > kept_bytes);
         all.sort_by_key(|(_, saved)| std::cmp::Reverse(end(saved)));
-        let bytes =
-            |saved: &Saved| saved.places().map(|place| place.end - place.start).sum::<u64>();
-        let all_bytes = all.iter().map(|(_, saved)| bytes(saved)).sum();
+        let all_bytes = all.iter().map(|(_, saved)| saved.bytes()).sum();
         let mut taken = 0;
         let first = all.into_iter().take_while(|(_, saved)| {
-            let is_wanted = taken == 0 || taken + bytes(saved) <= most_bytes;
-            taken += bytes(saved);
+            let is_wanted = taken == 0 || taken + saved.bytes() <= most_bytes;
+            taken += saved.bytes();
             is_wanted
         });
         (first.collect(), all_bytes)
     }
 
     /// The contents of this one lie there now. False when it has gone, or come back, meanwhile.
-    pub(crate) fn spilled(&mut self, handle: VirtualHandle, saved: Saved) -> bool {
-        self.get_mut(handle).is_some_and(|row| row.backing_mut().spill_to(saved))
+    pub(crate) fn spilled(&mut self, id: AllocationId, saved: Saved) -> bool {
+        self.by_id_mut(id).is_some_and(|row| row.backing_mut().spill_to(saved))
     }
 
     /// Copies of what has come back are kept for readers, or for the next pause, or not.

@@ -95,19 +95,16 @@ impl<D: Driver> SavedContents<'_, D> {
         if pieces.iter().any(|piece| piece.saved.store == Store::File) {
             return Err(SavedError::NotKept(range.start));
         }
-        let mut place: Option<Range<u64>> = None;
-        for part in pieces.iter().flat_map(|piece| piece.saved.parts_of(piece.part.clone())) {
-            let next = match part {
-                Part::Stored(extent) => extent.place(),
-                Part::Zeros(_) => return Err(SavedError::InPieces(range.start)),
-            };
-            place = match place {
-                None => Some(next),
-                Some(before) if before.end == next.start => Some(before.start..next.end),
-                Some(_) => return Err(SavedError::InPieces(range.start)),
-            };
-        }
-        let found = place.map(|place| arena.pieces_of(&place)).unwrap_or_default();
+        let parts = pieces.iter().flat_map(|piece| piece.saved.parts_of(piece.part.clone()));
+        let places = parts.map(|part| match part {
+            Part::Stored(extent) => Some(extent.place()),
+            Part::Zeros(_) => None,
+        });
+        let place = places.reduce(|before, next| {
+            let (before, next) = (before?, next?);
+            (before.end == next.start).then_some(before.start..next.end)
+        });
+        let found = place.flatten().map(|place| arena.pieces_of(&place)).unwrap_or_default();
         let [found] = &found[..] else { return Err(SavedError::InPieces(range.start)) };
         let found = found.start();
         // A caller that has the place can write there, and the next pause would take it for unchanged.

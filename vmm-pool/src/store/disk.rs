@@ -93,19 +93,6 @@ impl Disk {
         self.dir = dir;
     }
 
-    #[cfg(test)]
-    pub(crate) fn use_without_flush(&mut self) {
-        self.file = Some(Arc::new(ContentsFile::without_flush()));
-    }
-
-    #[cfg(test)]
-    pub(crate) fn use_full(&mut self) {
-        let file = ContentsFile::full();
-        // It reads as zeros without end.
-        file.sums.note(0, &[0; 4096], &[4096]);
-        self.file = Some(Arc::new(file));
-    }
-
     /// The file; there is one while anything is saved in it.
     pub(crate) fn file(&self) -> Option<Arc<ContentsFile>> {
         self.file.clone()
@@ -113,23 +100,12 @@ impl Disk {
 
     /// That there is no file, or no ring before it, where one is needed.
     pub(crate) fn nothing_to_write_to(&self) -> PoolError {
-        PoolError::FileRefused {
-            operation: "writing",
-            dir: self.dir.clone(),
-            offset_bytes: 0,
-            size_bytes: 0,
-            source: io::ErrorKind::NotFound.into(),
-        }
+        refused(&self.dir, "writing", &(0..0), io::ErrorKind::NotFound.into())
     }
 
     /// As [`Disk::nothing_to_write_to`], for `place`, which is to be read.
     pub(crate) fn nothing_to_read(&self, place: &Range<u64>) -> PoolError {
-        PoolError::FileUnreadable {
-            dir: self.dir.clone(),
-            offset_bytes: place.start,
-            size_bytes: place.end - place.start,
-            source: io::ErrorKind::NotFound.into(),
-        }
+        unreadable(&self.dir, place, io::ErrorKind::NotFound.into())
     }
 
     /// Takes disk space for `places`, which hold nothing yet. What was taken by a reservation that failed half-way
@@ -178,13 +154,8 @@ impl Disk {
 
 impl ContentsFile {
     fn create(dir: &Path) -> PoolResult<Self> {
-        let file = tempfile::tempfile_in(dir).map_err(|source| PoolError::FileRefused {
-            operation: "making",
-            dir: dir.to_owned(),
-            offset_bytes: 0,
-            size_bytes: 0,
-            source,
-        })?;
+        let file = tempfile::tempfile_in(dir);
+        let file = file.map_err(|source| refused(dir, "making", &(0..0), source))?;
         Ok(Self::over(file, dir.to_owned()))
     }
 
@@ -240,30 +211,6 @@ impl ContentsFile {
         self.check_limit(end_bytes)?;
         let extended = self.file.set_len(end_bytes);
         extended.map_err(|source| self.refused("making", &(0..end_bytes), source))
-    }
-
-    /// One that behaves as on a disk without space.
-    #[cfg(test)]
-    pub(crate) fn full() -> Self {
-        Self::device("/dev/full")
-    }
-
-    /// One that takes whatever is written, and says only at the flush that it has not kept it.
-    #[cfg(test)]
-    pub(super) fn without_flush() -> Self {
-        Self::device("/dev/null")
-    }
-
-    #[cfg(test)]
-    fn device(path: &str) -> Self {
-        let file = File::options().read(true).write(true).open(path).unwrap();
-        Self::over(file, PathBuf::from("/dev"))
-    }
-
-    /// One on a disk that loses what is written to `offset_bytes`, after it has taken it.
-    #[cfg(test)]
-    pub(super) fn broken_at(dir: &Path, offset_bytes: u64) -> Self {
-        Self { broken_at: Some(offset_bytes), ..Self::create(dir).unwrap() }
     }
 
     /// As [`check_file_length`].
@@ -444,29 +391,33 @@ impl ContentsFile {
         Ok((offset, length))
     }
 
-    pub(super) fn refused(
+    pub(crate) fn refused(
         &self,
         operation: &'static str,
         place: &Range<u64>,
         source: io::Error,
     ) -> PoolError {
-        PoolError::FileRefused {
-            operation,
-            dir: self.dir.clone(),
-            offset_bytes: place.start,
-            size_bytes: place.end - place.start,
-            source,
-        }
+        refused(&self.dir, operation, place, source)
     }
 
     pub(super) fn unreadable(&self, place: &Range<u64>, source: io::Error) -> PoolError {
-        PoolError::FileUnreadable {
-            dir: self.dir.clone(),
-            offset_bytes: place.start,
-            size_bytes: place.end - place.start,
-            source,
-        }
+        unreadable(&self.dir, place, source)
     }
+}
+
+fn refused(
+    dir: &Path,
+    operation: &'static str,
+    place: &Range<u64>,
+    source: io::Error,
+) -> PoolError {
+    let (offset_bytes, size_bytes) = (place.start, place.end - place.start);
+    PoolError::FileRefused { operation, dir: dir.to_owned(), offset_bytes, size_bytes, source }
+}
+
+fn unreadable(dir: &Path, place: &Range<u64>, source: io::Error) -> PoolError {
+    let (offset_bytes, size_bytes) = (place.start, place.end - place.start);
+    PoolError::FileUnreadable { dir: dir.to_owned(), offset_bytes, size_bytes, source }
 }
 
 /// Writes pieces of one file one behind the other: each is on its way to the disk while the next is written.
@@ -516,6 +467,41 @@ mod tests {
     use super::*;
 
     const HALF: usize = 4096;
+
+    impl Disk {
+        pub(crate) fn use_without_flush(&mut self) {
+            self.file = Some(Arc::new(ContentsFile::without_flush()));
+        }
+
+        pub(crate) fn use_full(&mut self) {
+            let file = ContentsFile::full();
+            // It reads as zeros without end.
+            file.sums.note(0, &[0; 4096], &[4096]);
+            self.file = Some(Arc::new(file));
+        }
+    }
+
+    impl ContentsFile {
+        /// One that behaves as on a disk without space.
+        pub(crate) fn full() -> Self {
+            Self::device("/dev/full")
+        }
+
+        /// One that takes whatever is written, and says only at the flush that it has not kept it.
+        pub(crate) fn without_flush() -> Self {
+            Self::device("/dev/null")
+        }
+
+        fn device(path: &str) -> Self {
+            let file = File::options().read(true).write(true).open(path).unwrap();
+            Self::over(file, PathBuf::from("/dev"))
+        }
+
+        /// One on a disk that loses what is written to `offset_bytes`, after it has taken it.
+        pub(crate) fn broken_at(dir: &Path, offset_bytes: u64) -> Self {
+            Self { broken_at: Some(offset_bytes), ..Self::create(dir).unwrap() }
+        }
+    }
 
     #[test]
     fn what_is_not_in_the_file_is_refused_only_if_it_is_said_to_be_written() {

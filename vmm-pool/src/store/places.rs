@@ -93,6 +93,11 @@ impl Saved {
         self.extents.iter().map(|extent| extent.place())
     }
 
+    /// Counts its bytes that are in the store.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.extents.iter().map(|extent| extent.size_bytes).sum()
+    }
+
     /// All of `part` in order: what is in the store, and what is zero.
     pub(crate) fn parts_of(&self, part: Range<u64>) -> impl Iterator<Item = Part> + '_ {
         let first = self.extents.partition_point(|extent| extent.end() <= part.start);
@@ -213,6 +218,11 @@ impl Located {
             Self::InMemory(piece) => piece.part.end - piece.part.start,
             Self::InFile(_, extent) => extent.size_bytes,
         }
+    }
+
+    /// Returns the bytes, where they lie in memory. No copy of the driver's may be under way there.
+    pub(crate) fn in_memory(&self) -> Option<&[u8]> {
+        if let Self::InMemory(piece) = self { Some(piece.bytes()) } else { None }
     }
 
     /// Copies all of `located` to `target`, which is as long. What a driver is copying there meanwhile is read as nothing meant.

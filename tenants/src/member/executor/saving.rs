@@ -2,16 +2,15 @@
 //! step of a pause or resume comes between; one that does ends it. One that stands paused gives host memory to others in the same way:
 //! its saved contents go to a file of its own.
 
-use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use vmm_pool::driver::Driver;
-use vmm_pool::{Contents, Holding, HoldingSource, Pool, Spilled, Stance, WriteOut};
+use vmm_pool::{Contents, Holding, HoldingSource, Pool, PoolError, Spilled, Stance, WriteOut};
 
 use super::Executor;
+use crate::error_text::chain;
 use crate::identity::{MemberId, TenantName};
-use crate::member::Member;
 use crate::member::failures::{PID, pool_failure, wrong_state};
 use crate::saving::SaveDirError;
 use crate::saving::dir::{FILE_PREFIX, SaveDir};
@@ -42,34 +41,11 @@ pub(super) struct Saving {
     is_whole: bool,
 }
 
-impl Saving {
-    pub(super) fn connection(&self) -> u64 {
-        self.connection
-    }
-
-    fn file_name(&self, extension: &str) -> String {
-        format!("{FILE_PREFIX}{}-{}.{extension}", self.process.pid, self.process.member)
-    }
-
-    fn data_name(&self) -> String {
-        self.file_name("bin")
-    }
-
-    fn map_name(&self) -> String {
-        self.file_name("json")
-    }
-
-    fn progress(&self, stage: SaveStage) -> SaveProgress {
-        let written_bytes = self.out.as_ref().map_or(0, WriteOut::written_bytes);
-        SaveProgress { account: self.account, written_bytes, stage }
-    }
-}
-
 impl Drop for Saving {
     fn drop(&mut self) {
         if !self.is_whole {
-            self.dir.remove(&self.data_name());
-            self.dir.remove(&self.map_name());
+            let ours = self.file_name("");
+            self.dir.remove_all(|name| name.starts_with(&ours));
         }
     }
 }
@@ -79,7 +55,7 @@ impl<D: Driver> Executor<D> {
     pub(super) fn run_save(&mut self, connection: u64, step: SaveStep) -> Reply {
         let outcome = match step {
             SaveStep::Begin { dir } => {
-                let dir = SaveDir::open(&dir).map_err(|error| dir_failure(&error));
+                let dir = SaveDir::open(&dir).map_err(Failure::from);
                 dir.map(|dir| self.begin_save(connection, dir))
             }
             SaveStep::WriteOn { for_ms } => {
@@ -87,22 +63,24 @@ impl<D: Driver> Executor<D> {
                 self.write_on(connection, until)
             }
             SaveStep::CallOff => {
-                self.saving.take_if(|saving| saving.connection == connection);
-                Ok(SaveProgress {
-                    account: SaveAccount::default(),
-                    written_bytes: 0,
-                    stage: SaveStage::CalledOff,
-                })
+                self.end_save(connection);
+                let (account, stage) = (SaveAccount::default(), SaveStage::CalledOff);
+                Ok(SaveProgress { account, written_bytes: 0, stage })
             }
         };
-        match outcome {
-            Ok(progress) => Reply::Saving(Box::new(progress)),
-            Err(failure) => {
+        outcome.map_or_else(
+            |failure| {
                 tracing::error!("{failure}");
-                self.saving.take_if(|saving| saving.connection == connection);
+                self.end_save(connection);
                 Reply::Failed(failure)
-            }
-        }
+            },
+            |progress| Reply::Saving(Box::new(progress)),
+        )
+    }
+
+    /// Ends what `connection` has requested, if it is under way.
+    pub(super) fn end_save(&mut self, connection: u64) {
+        self.saving.take_if(|saving| saving.connection == connection);
     }
 
     fn begin_save(&mut self, connection: u64, dir: SaveDir) -> SaveProgress {
@@ -114,95 +92,88 @@ impl<D: Driver> Executor<D> {
         let standing = if runs { Stance::Runs } else { Stance::StandsStill };
         let holdings = self.pool.holdings().inventory(standing);
         let account = account_of(&holdings);
-        let process = ProcessName::from(&info);
-        let begun =
-            Saving { connection, dir, process, account, holdings, out: None, is_whole: false };
-        if standing == Stance::Runs && account.saved_bytes + account.not_kept_bytes == 0 {
-            return begun.progress(SaveStage::Nothing);
+        if runs && account.saved_bytes + account.not_kept_bytes == 0 {
+            return SaveProgress { account, written_bytes: 0, stage: SaveStage::Nothing };
         }
-        self.saving.insert(begun).progress(SaveStage::Writing)
+        let process = ProcessName::from(&info);
+        let (out, is_whole) = (None, false);
+        self.saving = Some(Saving { connection, dir, process, account, holdings, out, is_whole });
+        SaveProgress { account, written_bytes: 0, stage: SaveStage::Writing }
     }
 
     fn write_on(&mut self, connection: u64, until: Instant) -> Result<SaveProgress, Failure> {
-        let Member { pool, presence, .. } = &*self.member;
         let of_asker = self.saving.as_mut().filter(|saving| saving.connection == connection);
-        let Some(under_way) = of_asker else {
+        let Some(saving) = of_asker else {
             return Err(wrong_state(format!(
                 "process {PID} is not writing its saved contents to files any more: a pause, a resume or another save \
                  has begun meanwhile; try again"
             )));
         };
-        if under_way.account.saved_bytes > 0 && !under_way.write_data(pool, until)? {
-            return Ok(under_way.progress(SaveStage::Writing));
-        }
-        let name = under_way.write_map(pool, presence.tenant())?;
-        let done = under_way.progress(SaveStage::Written { map: name });
-        self.saving = None;
-        Ok(done)
+        let stage = saving.write_on(&self.pool, self.member.presence.tenant(), until)?;
+        let written_bytes = saving.out.as_ref().map_or(0, WriteOut::written_bytes);
+        let progress = SaveProgress { account: saving.account, written_bytes, stage };
+        self.saving.take_if(|saving| saving.is_whole);
+        Ok(progress)
     }
 }
 
 impl Saving {
-    /// Writes contents until `until`. True when all are in their file, and that has its name.
-    fn write_data<D: Driver>(&mut self, pool: &Pool<D>, until: Instant) -> Result<bool, Failure> {
-        let name = self.data_name();
-        let out = if let Some(out) = &mut self.out {
-            out
-        } else {
-            let file = self.dir.create_part(&name).map_err(|error| dir_failure(&error))?;
-            let out = WriteOut::new(&self.holdings, file, self.dir.path().to_owned());
-            self.out.insert(out.map_err(|error| pool_failure(&error))?)
-        };
-        if !out.write_on(pool, until).map_err(|error| pool_failure(&error))? {
-            return Ok(false);
-        }
-        self.account.saved_bytes = out.total_bytes();
-        self.dir.finish_part(&name).map_err(|error| dir_failure(&error))?;
-        Ok(true)
+    fn file_name(&self, extension: &str) -> String {
+        format!("{FILE_PREFIX}{}-{}.{extension}", self.process.pid, self.process.member)
     }
 
-    /// Writes the map of what is written, and says its name: all is whole then.
-    fn write_map<D: Driver>(
+    /// Writes contents until `until`. When all are in their file, and that has its name, it writes the map of them: all is whole
+    /// then.
+    fn write_on<D: Driver>(
         &mut self,
         pool: &Pool<D>,
         tenant: &TenantName,
-    ) -> Result<String, Failure> {
+        until: Instant,
+    ) -> Result<SaveStage, Failure> {
+        if self.account.saved_bytes > 0 {
+            let (name, refused) = (self.file_name("bin"), |error: PoolError| pool_failure(&error));
+            let out = if let Some(out) = &mut self.out {
+                out
+            } else {
+                let (file, dir) = (self.dir.create_part(&name)?, self.dir.path().to_owned());
+                self.out.insert(WriteOut::new(&self.holdings, file, dir).map_err(refused)?)
+            };
+            if !out.write_on(pool, until).map_err(refused)? {
+                return Ok(SaveStage::Writing);
+            }
+            self.account.saved_bytes = out.total_bytes();
+            self.dir.finish_part(&name)?;
+        }
+        let map = self.file_name("json");
         let text = serde_json::to_vec_pretty(&self.map(pool, tenant)).map_err(|error| {
             FailureKind::Unknown.because(format!("process {PID}: the map of its contents: {error}"))
         })?;
-        let name = self.map_name();
-        self.dir.write_whole(&name, &text).map_err(|error| dir_failure(&error))?;
+        self.dir.write_whole(&map, &text)?;
         self.is_whole = true;
-        Ok(name)
+        Ok(SaveStage::Written { map })
     }
 
     fn map<D: Driver>(&self, pool: &Pool<D>, tenant: &TenantName) -> ProcessMap {
-        let mut devices = BTreeMap::new();
-        let mut allocations = Vec::new();
-        let mut imports = Vec::new();
+        let (mut allocations, mut imports) = (Vec::new(), Vec::new());
         for (index, holding) in self.holdings.iter().enumerate() {
-            let written = self.out.as_ref().and_then(|out| out.written(index));
             let HoldingSource::Own { importers } = &holding.source else {
                 imports.push(imported(holding));
                 continue;
             };
+            let written = self.out.as_ref().and_then(|out| out.written(index));
             if written.is_none() && !holding.saved_parts.is_empty() {
                 // Its application has freed it meanwhile.
                 continue;
             }
-            let device = holding.device.map(|ordinal| {
-                let name = devices.entry(ordinal).or_insert_with(|| DeviceName {
-                    uuid: pool.devices().uuid(ordinal),
-                    ordinal: ordinal.0,
-                });
-                name.clone()
-            });
             allocations.push(SavedAllocation {
                 id: format!("{:?}", holding.id),
                 library: holding.class.library.to_owned(),
                 tag: holding.class.tag.clone(),
                 contents: holding.class.contents,
-                device,
+                device: holding.device.map(|ordinal| DeviceName {
+                    uuid: pool.devices().uuid(ordinal),
+                    ordinal: ordinal.0,
+                }),
                 bytes: holding.size_bytes,
                 addresses: addresses_of(holding),
                 file_offset: written.map(|written| written.offset_bytes),
@@ -218,7 +189,7 @@ impl Saving {
             version: VERSION,
             tenant: tenant.to_string(),
             process: self.process.clone(),
-            data: self.out.as_ref().map(|_| self.data_name()),
+            data: self.out.as_ref().map(|_| self.file_name("bin")),
             account: self.account,
             allocations,
             imports,
@@ -249,45 +220,37 @@ fn addresses_of(holding: &Holding) -> Vec<MappedAt> {
 }
 
 fn why_not(holding: &Holding) -> Option<WhyNot> {
-    if !holding.saved_parts.is_empty() {
-        return None;
-    }
-    Some(match (holding.is_resident, holding.class.contents) {
+    let why = match (holding.is_resident, holding.class.contents) {
         (true, _) => WhyNot::InPlace,
         (false, Contents::Discard) => WhyNot::Discarded,
         (false, Contents::Keep | Contents::File | Contents::DiscardByTag) => WhyNot::Unused,
-    })
+    };
+    holding.saved_parts.is_empty().then_some(why)
 }
 
 fn account_of(holdings: &[Holding]) -> SaveAccount {
     let mut account = SaveAccount::default();
     for holding in holdings {
-        if !holding.is_own() {
-            account.imported_bytes += holding.size_bytes;
-            continue;
-        }
         let saved_bytes = holding.saved_bytes();
         account.saved_bytes += saved_bytes;
-        let rest_bytes = holding.size_bytes - saved_bytes;
-        if holding.is_resident && saved_bytes == 0 {
-            account.in_place_bytes += rest_bytes;
+        let kind = if !holding.is_own() {
+            &mut account.imported_bytes
+        } else if holding.is_resident && saved_bytes == 0 {
+            &mut account.in_place_bytes
         } else {
-            account.not_kept_bytes += rest_bytes;
-        }
+            &mut account.not_kept_bytes
+        };
+        *kind += holding.size_bytes - saved_bytes;
     }
     account
 }
 
-fn dir_failure(error: &SaveDirError) -> Failure {
-    let kind = match error {
-        SaveDirError::Io { .. } => FailureKind::OutOfHostMemory,
-        SaveDirError::NotEmpty { .. }
-        | SaveDirError::NotPrivate { .. }
-        | SaveDirError::Elsewhere { .. } => FailureKind::Unknown,
-    };
-    let cause = std::error::Error::source(error).map(|cause| format!(": {cause}"));
-    let message = format!("process {PID}: {error}{}", cause.unwrap_or_default());
-    Failure { kind, message }
+impl From<SaveDirError> for Failure {
+    fn from(error: SaveDirError) -> Self {
+        let is_full = matches!(error, SaveDirError::Io { .. });
+        let kind = if is_full { FailureKind::OutOfHostMemory } else { FailureKind::Unknown };
+        kind.because(format!("process {PID}: {}", chain(&error)))
+    }
 }
 
 /// The longest duration of one step: the worker thread does nothing else meanwhile. The asking process waits for
@@ -297,32 +260,36 @@ pub(crate) const SPILL_STEP_TIME: Duration = Duration::from_mins(1);
 impl<D: Driver> Executor<D> {
     /// Does one step, unless nobody waits for it any more, and answers for it.
     pub(super) fn run_spill(&mut self, step: SpillStep, is_called_off: &AtomicBool) -> Reply {
+        let (config, host) = (self.member.config(), self.pool.host_memory());
         let (state, rests) = self.lifecycle.since();
-        let rests_ms = millis(rests);
-        let limits = (self.member.config().host_limits)();
-        let said = SpillProgress { rests_ms, limits, ..SpillProgress::default() };
-        let may_move = self.member.config().spills
+        let (rests_ms, limits) = (millis(rests), (config.host_limits)());
+        let may_move = config.spills
             && state == MemberState::Paused
-            && !(self.member.config().is_in_memory)(&self.pool.host_memory().file_dir());
-        if !may_move {
-            return Reply::Spilled(Box::new(said));
-        }
-        if step.most_bytes == 0 {
-            let left_bytes = self.pool.host_memory().movable_bytes();
-            return Reply::Spilled(Box::new(SpillProgress { left_bytes, ..said }));
-        }
-        let is_called_off = || is_called_off.load(Ordering::Relaxed);
-        let until = Instant::now() + SPILL_STEP_TIME;
-        match self.pool.host_memory().spill(step.most_bytes, until, &is_called_off) {
+            && !(config.is_in_memory)(&host.file_dir());
+        let spilled = if !may_move {
+            Ok(Spilled::default())
+        } else if step.most_bytes == 0 {
+            Ok(Spilled { left_bytes: host.movable_bytes(), ..Spilled::default() })
+        } else {
+            let is_called_off = || is_called_off.load(Ordering::Relaxed);
+            host.spill(step.most_bytes, Instant::now() + SPILL_STEP_TIME, &is_called_off)
+        };
+        match spilled {
             Ok(Spilled { moved_bytes, given_back_bytes, left_bytes }) => {
-                tracing::info!(
-                    moved_bytes,
-                    given_back_bytes,
+                if moved_bytes > 0 {
+                    tracing::info!(
+                        moved_bytes,
+                        given_back_bytes,
+                        left_bytes,
+                        "contents moved to a file"
+                    );
+                }
+                Reply::Spilled(Box::new(SpillProgress {
                     left_bytes,
-                    "contents moved to a file"
-                );
-                let done = SpillProgress { left_bytes, given_back_bytes, ..said };
-                Reply::Spilled(Box::new(done))
+                    given_back_bytes,
+                    rests_ms,
+                    limits,
+                }))
             }
             Err(error) => {
                 let failure = pool_failure(&error);
