@@ -82,12 +82,6 @@ pub(crate) struct Saved {
 }
 
 impl Saved {
-    /// All of an allocation in one piece.
-    #[cfg(test)]
-    pub(crate) fn whole(store: Store, at: u64, size_bytes: u64) -> Self {
-        Self { store, extents: [Extent { start: 0, size_bytes, at }].into(), prints: None }
-    }
-
     /// Returns its places in the store, in the order of the allocation.
     pub(crate) fn places(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         self.extents.iter().map(|extent| extent.place())
@@ -252,6 +246,13 @@ impl Located {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    impl Saved {
+        /// All of an allocation in one piece.
+        pub(crate) fn whole(store: Store, at: u64, size_bytes: u64) -> Self {
+            Self { store, extents: [extent(0, size_bytes, at)].into(), prints: None }
+        }
+    }
 
     fn extent(start: u64, size_bytes: u64, at: u64) -> Extent {
         Extent { start, size_bytes, at }
