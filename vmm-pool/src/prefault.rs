@@ -1,5 +1,4 @@
-//! Host memory for the next pause: what one would take, brought in while the application runs, and given back when the machine
-//! is short.
+//! Host memory for the next pause: what one would take, brought in while the application runs.
 //!
 //! A chunk is touched and pinned without a lock. A pause that comes meanwhile takes it as far as it has come, so that never
 //! two grow the arena at the same time.
@@ -12,7 +11,7 @@ use crate::gate::Gate;
 use crate::journal::StepLog;
 use crate::ledger::{Selection, Survey};
 use crate::pool::HostMemory;
-use crate::store::{Coming, Copies, Store, bring_in};
+use crate::store::{Coming, Copies, bring_in};
 
 /// Threads that touch memory while the application runs.
 const TOUCHERS_MAX: usize = 2;
@@ -106,38 +105,6 @@ impl<D: Driver> HostMemory<D> {
         let held = bring_in(&mut log, driver, &how, (claim.coming, pins), &is_urgent)?;
         self.arena().put(held, claim.coming);
         Ok(BroughtIn::Chunk { size_bytes, log })
-    }
-
-    /// Is host memory held that may be idle? Waits for nothing.
-    pub fn holds_idle_memory(&self) -> bool {
-        let saved_bytes = self.holdings.ledger().rows.end_in(Store::Host);
-        let held = self.incoming.figures();
-        let last_start_bytes = held.chunk_bytes - held.last_chunk_bytes;
-        held.has_ring || (held.last_chunk_bytes > 0 && last_start_bytes >= saved_bytes)
-    }
-
-    /// Gives one chunk of host memory back that holds no contents and no copies for readers. Returns its bytes: none
-    /// when there is no such chunk, or a pause or resume is under way. To be called on a thread of ours that does
-    /// nothing else.
-    ///
-    /// # Errors
-    /// [`crate::PoolError::Driver`]; the chunk stays.
-    ///
-    /// # Driver calls
-    /// `cuThreadExchangeStreamCaptureMode`, `cuDevicePrimaryCtxGetState`, `cuCtxSetCurrent`, `cuMemHostUnregister`.
-    pub fn give_idle_chunk_back(&self, gate: &Gate) -> PoolResult<u64> {
-        let devices = self.holdings.devices();
-        let mut arena = self.arena();
-        // Looked at behind the lock: a pause takes its host memory under it, and has no other behind the point of no return.
-        if gate.is_shut() || self.incoming.is_held() {
-            return Ok(0);
-        }
-        let (end_bytes, is_file_used) = {
-            let ledger = self.holdings.ledger();
-            (ledger.rows.end_in(Store::Host), ledger.rows.end_in(Store::File) > 0)
-        };
-        self.devices.pins_beside_work(&devices, 0)?;
-        arena.shrink_by_one(end_bytes, !is_file_used)
     }
 
     /// Nothing is brought in or given back from now on, because the process ends. Waits for the driver call under way, at

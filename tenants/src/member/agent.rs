@@ -193,7 +193,9 @@ impl<D: Driver> Agent<D> {
         {
             self.member.prefault.give_back();
         }
-        self.member.prefault.look();
+        if let Some(most_bytes) = self.member.config().prepares_up_to {
+            self.member.prefault.look(most_bytes);
+        }
         self.member.pool.yield_to_budgets();
         // A coordinator holds a lock that went with the directory: another one must not find us meanwhile.
         if self.leading().is_some() {

@@ -99,9 +99,8 @@ impl<D: Driver> Prefault<D> {
         lock(&self.state).goal.iter_mut().for_each(|goal| goal.most_bytes = 0);
     }
 
-    /// Begins without a request, where the settings say so and as much has been missing for a while. To be called every now and then.
-    pub(super) fn look(self: &Arc<Self>) {
-        let Some(most_bytes) = self.presence.config().prepares_up_to else { return };
+    /// Begins without a request, where as much has been missing for a while. To be called every now and then.
+    pub(super) fn look(self: &Arc<Self>, most_bytes: u64) {
         let may_begin = self.pool.gate().is_open() && !self.pool.copies().is_given_back();
         let standing = self.pool.host_memory().standing();
         if lock(&self.state).calm.is_due(standing, most_bytes) && may_begin {
@@ -173,7 +172,8 @@ impl<D: Driver> Prefault<D> {
         let room = self.room(host.standing().held_bytes);
         let most_bytes = room.as_ref().map_or(u64::MAX, |(most_bytes, _)| *most_bytes);
         let came = host.bring_in(self.pool.gate(), most_bytes.min(goal.most_bytes));
-        if matches!(came, Ok(BroughtIn::NotNow)) && !self.presence.has_left() {
+        let goes_on = goal.most_bytes > 0 && !self.presence.has_left();
+        if goes_on && matches!(came, Ok(BroughtIn::NotNow)) {
             lock(&self.state).progress.stage = HostStage::Waits;
             pause_thread(REST);
             return true;

@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::{Devices, Holdings};
 use crate::driver::Driver;
 use crate::error::{Describe, PoolResult};
+use crate::gate::Gate;
 use crate::journal::StepLog;
 use crate::ledger::{Layout, Placed, Rows, Selection, Survey};
 use crate::store::{Copies, Copying, HeldFigures, HostArena, HostDemand, Incoming, Store};
@@ -95,6 +96,38 @@ impl<D: Driver> HostMemory<D> {
         log
     }
 
+    /// Is host memory held that may be idle? Waits for nothing.
+    pub fn holds_idle_memory(&self) -> bool {
+        let saved_bytes = self.holdings.ledger().rows.end_in(Store::Host);
+        let held = self.incoming.figures();
+        let last_start_bytes = held.chunk_bytes - held.last_chunk_bytes;
+        held.has_ring || (held.last_chunk_bytes > 0 && last_start_bytes >= saved_bytes)
+    }
+
+    /// Gives one chunk of host memory back that holds no contents and no copies for readers. Returns its bytes: none
+    /// when there is no such chunk, or a pause or resume is under way. To be called on a thread of ours that does
+    /// nothing else.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`]; the chunk stays.
+    ///
+    /// # Driver calls
+    /// `cuThreadExchangeStreamCaptureMode`, `cuDevicePrimaryCtxGetState`, `cuCtxSetCurrent`, `cuMemHostUnregister`.
+    pub fn give_idle_chunk_back(&self, gate: &Gate) -> PoolResult<u64> {
+        let devices = self.holdings.devices();
+        let mut arena = self.arena();
+        // Looked at behind the lock: a pause takes its host memory under it, and has no other behind the point of no return.
+        if gate.is_shut() || self.incoming.is_held() {
+            return Ok(0);
+        }
+        let (end_bytes, is_file_used) = {
+            let ledger = self.holdings.ledger();
+            (ledger.rows.end_in(Store::Host), ledger.rows.end_in(Store::File) > 0)
+        };
+        self.devices.pins_beside_work(&devices, 0)?;
+        arena.shrink_by_one(end_bytes, !is_file_used)
+    }
+
     pub(crate) fn layouts(&self, rows: &Rows, survey: &Survey, copies: Copies) -> [Layout; 2] {
         let ledger = self.holdings.ledger();
         let layout = |store| Layout::of(&ledger.rows, rows, store, survey, copies);
@@ -153,13 +186,24 @@ impl<D: Driver> HostMemory<D> {
         &self,
         give_back: impl FnOnce(&mut HostArena<D>, u64) -> PoolResult<()>,
     ) {
-        let Some(&device) = self.holdings.devices().first() else { return };
-        let mut arena = self.arena();
-        let end_bytes = self.holdings.ledger().rows.end_in(Store::Host);
-        let about = || "giving host memory back".to_owned();
-        let current = self.devices.driver.make_current(device).about(about, 0, Some(device));
-        if let Err(error) = current.and_then(|()| give_back(&mut arena, end_bytes)) {
+        if let Err(error) = self.try_give_back_by(&mut self.arena(), give_back) {
             tracing::error!(%error, "host memory stays for the next pause");
         }
+    }
+
+    /// The same, of `arena`.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`].
+    pub(crate) fn try_give_back_by(
+        &self,
+        arena: &mut HostArena<D>,
+        give_back: impl FnOnce(&mut HostArena<D>, u64) -> PoolResult<()>,
+    ) -> PoolResult<()> {
+        let Some(&device) = self.holdings.devices().first() else { return Ok(()) };
+        let end_bytes = self.holdings.ledger().rows.end_in(Store::Host);
+        let about = || "giving host memory back".to_owned();
+        self.devices.driver.make_current(device).about(about, 0, Some(device))?;
+        give_back(arena, end_bytes)
     }
 }

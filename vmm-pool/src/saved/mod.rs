@@ -12,7 +12,6 @@ pub use writeout::{WriteOut, Written};
 
 use crate::driver::{DeviceAddress, Driver, VaRange};
 use crate::error::{PoolError, PoolResult};
-use crate::ledger::Row;
 use crate::pool::Pool;
 use crate::store::{Located, Part, Saved, Store};
 
@@ -50,31 +49,24 @@ impl PartialEq for Piece {
     }
 }
 
-/// A function that picks the copy of an allocation's contents to be read.
-type Find = fn(&Row) -> Option<&Saved>;
-
-/// The contents themselves while the memory is away, and the copy for readers while it is not.
-fn saved_or_retained(row: &Row) -> Option<&Saved> {
-    if row.is_resident() { row.backing().retained() } else { row.saved() }
-}
-
 /// Contents that pauses have saved, to be read.
 #[derive(Debug)]
 pub struct SavedContents<'a, D: Driver> {
     pool: &'a Pool<D>,
-    find: Find,
+    /// Also the copy for readers of memory that is back on its device.
+    or_retained: bool,
 }
 
 impl<D: Driver> Pool<D> {
     /// The saved contents of memory that is away.
     pub fn saved(&self) -> SavedContents<'_, D> {
-        SavedContents { pool: self, find: Row::saved }
+        SavedContents { pool: self, or_retained: false }
     }
 
     /// The same, and the copy of the last pause while memory is back on its device, when
     /// copies are kept ([`crate::CopyPolicy::retain`]): until the next pause or resume of it begins.
     pub fn saved_or_retained(&self) -> SavedContents<'_, D> {
-        SavedContents { pool: self, find: saved_or_retained }
+        SavedContents { pool: self, or_retained: true }
     }
 }
 
@@ -155,11 +147,12 @@ impl<D: Driver> SavedContents<'_, D> {
         while at < range.end() {
             let found = ledger.mapped_at(at);
             let (mapping, row) = found.ok_or(SavedError::NotOurs(range.start, range.end()))?;
-            let saved = (self.find)(row);
-            if row.is_resident() && (saved.is_none() || saved != row.backing().retained()) {
-                return Err(SavedError::Resident(at));
-            }
-            let saved = saved.ok_or(SavedError::NotKept(at))?.clone();
+            let saved = if row.is_resident() {
+                let retained = row.backing().retained().filter(|_| self.or_retained);
+                retained.ok_or(SavedError::Resident(at))?.clone()
+            } else {
+                row.saved().ok_or(SavedError::NotKept(at))?.clone()
+            };
             let mapped = mapping.range();
             let begin = at.0 - mapped.start.0;
             let end = mapped.end().0.min(range.end().0) - mapped.start.0;

@@ -8,9 +8,9 @@ use std::time::Instant;
 use super::WriteOut;
 use crate::AllocationId;
 use crate::driver::Driver;
-use crate::error::{Describe, PoolResult};
+use crate::error::PoolResult;
 use crate::pool::HostMemory;
-use crate::store::{ALIGNMENT_BYTES, Extent, Saved, Store};
+use crate::store::{ALIGNMENT_BYTES, Extent, HostArena, Saved, Store};
 
 /// The bytes that are written between two looks at the clock.
 const AT_ONCE_BYTES: u64 = 64 << 20;
@@ -85,24 +85,17 @@ impl<D: Driver> HostMemory<D> {
             out.finish().map(|()| out.whole())
         });
         let mut arena = self.arena();
-        let mut moved_bytes = 0;
-        let (live, end_bytes) = {
-            let mut ledger = self.holdings.ledger();
-            for (id, to) in moves.into_iter().take(*written.as_ref().unwrap_or(&0)) {
-                // But for what was freed meanwhile, or somebody was given the place of.
-                let bytes = to.bytes();
-                moved_bytes += if ledger.rows.spilled(id, to) { bytes } else { 0 };
-            }
-            (ledger.places_in(Store::File), ledger.rows.end_in(Store::Host))
-        };
-        drop(arena.disk.keep_only(&live));
+        let whole = *written.as_ref().unwrap_or(&0);
+        let moved = moves.into_iter().take(whole).map(|(id, to)| {
+            // But for what was freed meanwhile, or somebody was given the place of.
+            let bytes = to.bytes();
+            if self.holdings.ledger().rows.spilled(id, to) { bytes } else { 0 }
+        });
+        let moved_bytes: u64 = moved.sum();
+        drop(self.give_disk_back(&mut arena));
         written?;
         let before_bytes = arena.held_bytes();
-        if let Some(&device) = self.holdings.devices().first() {
-            let about = || "giving host memory back".to_owned();
-            self.devices.driver.make_current(device).about(about, 0, Some(device))?;
-            arena.shrink_to(end_bytes)?;
-        }
+        self.try_give_back_by(&mut arena, HostArena::shrink_to)?;
         let given_back_bytes = before_bytes.saturating_sub(arena.held_bytes());
         Ok(Spilled { moved_bytes, given_back_bytes, left_bytes: all_bytes - moved_bytes })
     }

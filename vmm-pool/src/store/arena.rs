@@ -344,15 +344,13 @@ impl<D: Driver> HostArena<D> {
     /// Gives one chunk back that lies wholly behind `keep_bytes`, or the ring where it may go. Returns its bytes. As
     /// [`HostArena::shrink_to`] otherwise.
     pub(crate) fn shrink_by_one(&mut self, keep_bytes: u64, ring_may_go: bool) -> PoolResult<u64> {
-        let before_bytes = self.capacity_bytes();
-        let last = self.chunks.last().filter(|last| last.start_bytes >= keep_bytes);
-        if let Some(start_bytes) = last.map(|last| last.start_bytes) {
-            self.shrink_to(start_bytes)?;
-        } else if ring_may_go && self.ring.is_some() {
-            self.drop_ring()?;
-            return Ok(if self.ring.is_none() { CHUNK_BYTES } else { 0 });
+        let before_bytes = self.incoming.figures().bytes();
+        match self.chunks.last().map(|last| last.start_bytes) {
+            Some(start_bytes) if start_bytes >= keep_bytes => self.shrink_to(start_bytes)?,
+            Some(_) | None if ring_may_go => self.drop_ring()?,
+            Some(_) | None => {}
         }
-        Ok(before_bytes - self.capacity_bytes())
+        Ok(before_bytes - self.incoming.figures().bytes())
     }
 
     /// Gives the ring back, unless somebody has it. A context must be current.

@@ -232,7 +232,7 @@ impl ContentsFile {
     }
 
     fn take_space(&self, place: &Range<u64>) -> PoolResult<()> {
-        let (offset, length) = self.signed("reserving", place)?;
+        let (offset, length) = signed(place);
         loop {
             match fallocate(&self.file, FallocateFlags::empty(), offset, length) {
                 Err(Errno::EINTR) => {}
@@ -249,11 +249,8 @@ impl ContentsFile {
         }
         self.sums.forget(place);
         let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-        let given = self
-            .signed("giving back", place)
-            .ok()
-            .map(|(offset, length)| fallocate(&self.file, flags, offset, length));
-        if let Some(Err(error)) = given {
+        let (offset, length) = signed(place);
+        if let Err(error) = fallocate(&self.file, flags, offset, length) {
             tracing::debug!(%error, "disk space of contents that are back stays with the file");
         }
     }
@@ -359,20 +356,15 @@ impl ContentsFile {
     }
 
     fn forget_cached(&self, place: &Range<u64>) {
-        let Ok((offset, length)) = self.signed("reading", place) else {
-            return;
-        };
-        let advised =
-            posix_fadvise(&self.file, offset, length, PosixFadviseAdvice::POSIX_FADV_DONTNEED);
-        if let Err(error) = advised {
+        let (offset, length) = signed(place);
+        let advice = PosixFadviseAdvice::POSIX_FADV_DONTNEED;
+        if let Err(error) = posix_fadvise(&self.file, offset, length, advice) {
             tracing::debug!(%error, "saved contents stay in the page cache");
         }
     }
 
     fn sync_range(&self, place: &Range<u64>, flags: libc::c_uint) -> io::Result<()> {
-        let too_large = |_| io::Error::from(Errno::EFBIG);
-        let offset = i64::try_from(place.start).map_err(too_large)?;
-        let length = i64::try_from(place.end - place.start).map_err(too_large)?;
+        let (offset, length) = signed(place);
         // SAFETY: the descriptor is open as long as `self.file`; the call has no pointer.
         let outcome =
             unsafe { libc::sync_file_range(self.file.as_raw_fd(), offset, length, flags) };
@@ -381,14 +373,6 @@ impl ContentsFile {
             Ok(_) | Err(Errno::ENOSYS | Errno::ESPIPE | Errno::EINVAL) => Ok(()),
             Err(errno) => Err(errno.into()),
         }
-    }
-
-    /// Offset and length as the kernel wants them.
-    fn signed(&self, operation: &'static str, place: &Range<u64>) -> PoolResult<(i64, i64)> {
-        let too_large = |_| self.refused(operation, place, Errno::EFBIG.into());
-        let offset = i64::try_from(place.start).map_err(too_large)?;
-        let length = i64::try_from(place.end - place.start).map_err(too_large)?;
-        Ok((offset, length))
     }
 
     pub(crate) fn refused(
@@ -403,6 +387,12 @@ impl ContentsFile {
     pub(super) fn unreadable(&self, place: &Range<u64>, source: io::Error) -> PoolError {
         unreadable(&self.dir, place, source)
     }
+}
+
+/// Offset and length as the kernel wants them. No file is as long as it could not say.
+fn signed(place: &Range<u64>) -> (i64, i64) {
+    let [offset, length] = [place.start, place.end - place.start];
+    (i64::try_from(offset).unwrap_or(i64::MAX), i64::try_from(length).unwrap_or(i64::MAX))
 }
 
 fn refused(
