@@ -1,14 +1,13 @@
 //! The environment of this process. All settings of ours are [`Settings`]. Other projects' names count if ours say
 //! nothing: `GMM_LOG` (0 to 5), `GMM_IPC_DIR`, `AMEM_ENABLE` and `AMEM_GROUPID`, `TMS_DISK_BACKUP_DIR`.
 
-#![expect(unsafe_code, reason = "asks for the terminal session")]
-
 use std::borrow::Cow;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI32, Ordering};
 
+use nix::unistd::{Pid, getsid};
 use sublet_registrations::device_files::{self, DeviceFile};
 use tenants::budget::{BUDGET_VARIABLE, gpus};
 use tenants::host_memory::is_in_memory;
@@ -94,9 +93,8 @@ impl Environment {
         let name = if self.is_amem_enabled || group != 0 {
             format!("amem-{group}")
         } else {
-            // SAFETY: the call has no argument that could be wrong; 0 is this process.
-            let session = unsafe { libc::getsid(0) };
-            format!("session-{session}")
+            // It cannot fail for this process itself.
+            format!("session-{}", getsid(None).map_or(0, Pid::as_raw))
         };
         TenantName::new(&name).map_err(|error| error.to_string())
     }

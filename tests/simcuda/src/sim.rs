@@ -46,9 +46,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// This process, which may be a forked child of the one that loaded the library.
 pub(crate) fn process_id() -> i32 {
-    // SAFETY: `getpid` has no requirements. (The standard library's caches nothing either, but this one
-    // is a single system call by contract.)
-    unsafe { libc::getpid() }
+    std::process::id().cast_signed()
 }
 
 /// The driver, once `cuInit` has succeeded in this process.

@@ -168,7 +168,7 @@ mod tests {
                 close_in_child();
                 let _told = nix::unistd::read(until, &mut [0]);
                 // SAFETY: nothing of the child's is to be ended in order.
-                unsafe { nix::libc::_exit(0) }
+                unsafe { libc::_exit(0) }
             }
             nix::unistd::ForkResult::Parent { child } => {
                 drop(there);

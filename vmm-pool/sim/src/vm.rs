@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, mprotect, munmap};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 /// Size of a large page of the machine's, on x86-64.
 pub(super) const LARGE_PAGE_BYTES: u64 = 2 << 20;
@@ -121,13 +122,10 @@ pub(super) fn protect(start: u64, size_bytes: u64, bits: ProtFlags) -> Result<()
 
 /// Lets the process have as many descriptors as its hard limit allows. Best effort.
 pub(super) fn raise_descriptor_limit() {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: `limit` is valid for writes.
-    let known = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } == 0;
-    if known && limit.rlim_cur < limit.rlim_max {
-        limit.rlim_cur = limit.rlim_max;
-        // SAFETY: `limit` is valid for reads.
-        unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
+    if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
+        && soft < hard
+    {
+        setrlimit(Resource::RLIMIT_NOFILE, hard, hard).ok();
     }
 }
 
