@@ -4,11 +4,11 @@
 
 use std::env;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use bindgen::{Builder, EnumVariation, Formatter, RustEdition, RustTarget};
 
-use crate::python::{LIBCLANG, Python};
+use crate::python::{LIBCLANG, program};
 use crate::workspace::Workspace;
 use crate::{Outcome, process};
 
@@ -87,19 +87,12 @@ fn is_able(workspace: &Workspace, arguments: &[&str]) -> Outcome<bool> {
         return Ok(true);
     }
     // One version for all machines.
-    let folder = installed_libclang(workspace)?;
+    let folder = program(workspace, LIBCLANG, "clang/native")
+        .map_err(|error| format!("no libclang on this machine: {error}; or set {LIBCLANG_PATH}"))?;
     // This program by its open file: a build may have replaced the one at its path.
     let mut child = workspace.command("/proc/self/exe");
     process::run(child.args(arguments).env(LIBCLANG_PATH, folder))?;
     Ok(false)
-}
-
-/// The folder of the library inside the Python package that carries it.
-fn installed_libclang(workspace: &Workspace) -> Outcome<PathBuf> {
-    let python = Python::with(workspace, &LIBCLANG)
-        .map_err(|error| format!("no libclang on this machine: {error}; or set {LIBCLANG_PATH}"))?;
-    let place = "import clang.native; print(list(clang.native.__path__)[0])";
-    process::output(python.command(workspace, &[]).args(["-c", place])).map(PathBuf::from)
 }
 
 fn generate(workspace: &Workspace) -> Outcome<String> {

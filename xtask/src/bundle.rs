@@ -6,10 +6,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use crate::glibc::{self, Glibc};
-use crate::python::{MATURIN, Python};
 use crate::wheel::{self, Parts};
 use crate::workspace::Workspace;
-use crate::{Outcome, build, process};
+use crate::{Outcome, build, process, python};
 
 /// Machines take no larger bundle.
 const BUNDLE_BYTES_MAX: u64 = 60 * 1024 * 1024;
@@ -101,10 +100,16 @@ fn add_fetched(workspace: &Workspace, folder: &Path) -> Outcome {
     for requirement in FETCHED {
         let downloads = workspace.target.join("fetched").join(requirement);
         if wheel::wheels(&downloads)?.is_empty() {
-            let python = Python::with(workspace, &MATURIN)?;
-            let mut pip = python.command(workspace, &[]);
-            pip.args(["-m", "pip", "download", "--quiet", "--disable-pip-version-check"]);
-            pip.args(["--no-deps", "--only-binary=:all:", "--python-version", PYTHON, "--dest"]);
+            let mut pip = python::pip(workspace)?;
+            pip.args([
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--only-binary=:all:",
+                "--python-version",
+                PYTHON,
+                "--dest",
+            ]);
             if let Err(error) = process::output(pip.arg(&downloads).arg(requirement)) {
                 println!("the bundle goes without {requirement}: {error}");
             }
@@ -138,22 +143,18 @@ fn copy_jobs(workspace: &Workspace, bundle: &Path) -> Outcome {
     Ok(())
 }
 
-/// The newest C library version that a program asks for, `None` where no tool can tell.
-fn check_glibc(workspace: &Workspace, programs: &[PathBuf]) -> Outcome<Option<Glibc>> {
-    let programs: Vec<&Path> = programs.iter().map(PathBuf::as_path).collect();
-    let newest = glibc::newest(workspace, &programs)?;
-    if let Some(needed) = newest.filter(|needed| *needed > GLIBC_MAX) {
-        return Err(format!(
-            "the bundle needs glibc {needed}, newer than {GLIBC_MAX}; build on an older system"
-        )
-        .into());
+/// Returns the newest C library version that a program asks for.
+fn check_glibc(workspace: &Workspace, programs: &[PathBuf]) -> Outcome<Glibc> {
+    let needed = glibc::newest(workspace, programs)?;
+    if needed > GLIBC_MAX {
+        let text = format!("the bundle needs glibc {needed}, newer than {GLIBC_MAX}");
+        return Err((text + "; build on an older system").into());
     }
-    Ok(newest)
+    Ok(needed)
 }
 
-fn manifest(workspace: &Workspace, glibc: Option<Glibc>) -> Outcome<String> {
+fn manifest(workspace: &Workspace, glibc: Glibc) -> Outcome<String> {
     let version = workspace.version()?;
-    let glibc = glibc.map_or_else(|| "not checked".to_owned(), |glibc| glibc.to_string());
     let mut text = String::new();
     writeln!(text, "commit {}", process::commit(workspace)?)?;
     let mut dated = workspace.command("git");

@@ -1,7 +1,7 @@
 //! The versions of the C library that built programs ask for.
 
 use std::fmt::{self, Display};
-use std::path::Path;
+use std::path::PathBuf;
 
 use crate::workspace::Workspace;
 use crate::{Outcome, process};
@@ -17,21 +17,11 @@ impl Display for Glibc {
     }
 }
 
-/// The newest version that one of `programs` asks for, `None` where no tool can tell.
-pub(crate) fn newest(workspace: &Workspace, programs: &[&Path]) -> Outcome<Option<Glibc>> {
-    let tools = [("objdump", "-T"), ("readelf", "-V")];
-    let Some((tool, option)) =
-        tools.into_iter().find(|(tool, _)| process::is_there(workspace, tool))
-    else {
-        println!("neither objdump nor readelf is installed: C library versions are not checked");
-        return Ok(None);
-    };
-    let mut newest = None;
-    for program in programs {
-        let table = process::output(workspace.command(tool).arg(option).arg(program))?;
-        newest = newest.max(newest_in(&table));
-    }
-    Ok(newest)
+/// The newest version that one of `programs` asks for.
+pub(crate) fn newest(workspace: &Workspace, programs: &[PathBuf]) -> Outcome<Glibc> {
+    let table = process::output(workspace.command("objdump").arg("-T").args(programs))
+        .map_err(|error| format!("{error}; install binutils"))?;
+    newest_in(&table).ok_or_else(|| "no program asks for a C library".into())
 }
 
 /// The newest version named as `GLIBC_x.y` in a symbol table.

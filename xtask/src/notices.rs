@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use cargo_metadata::{DependencyKind, MetadataCommand, Package, PackageId, TargetKind};
+use cargo_metadata::{MetadataCommand, Package};
 
 use crate::workspace::Workspace;
 use crate::{Outcome, process};
@@ -20,20 +20,19 @@ const STANDARD_LIBRARY: &str = "share/doc/rust/COPYRIGHT-library.html";
 /// Writes the licences of all crates that the wheel's programs are made of into the file `crates`, and those of Rust's
 /// standard library into the file `standard_library`.
 pub(crate) fn write(workspace: &Workspace, crates: &Path, standard_library: &Path) -> Outcome {
-    let mut texts = Texts::default();
+    let mut texts = Texts::new();
     for package in shipped(workspace)? {
         let folder = package.manifest_path.parent().ok_or("a manifest has no folder")?;
         let files = licence_files(folder.as_std_path())?;
+        let name = format!("{} {}", package.name, package.version);
         if files.is_empty() {
-            let (name, version) = (&package.name, &package.version);
-            return Err(format!("{name} {version} has no file of its licence in {folder}").into());
+            return Err(format!("{name} has no file of its licence in {folder}").into());
         }
         for file in files {
-            let text = String::from_utf8_lossy(&fs::read(file)?).into_owned();
-            texts.add(&format!("{} {}", package.name, package.version), text);
+            add(&mut texts, &name, String::from_utf8_lossy(&fs::read(file)?).into_owned());
         }
     }
-    fs::write(crates, texts.page()?)?;
+    fs::write(crates, page(&texts)?)?;
     let sysroot = process::output(workspace.command("rustc").args(["--print", "sysroot"]))?;
     let from = Path::new(&sysroot).join(STANDARD_LIBRARY);
     fs::copy(&from, standard_library).map_err(|error| format!("{}: {error}", from.display()))?;
@@ -43,38 +42,19 @@ pub(crate) fn write(workspace: &Workspace, crates: &Path, standard_library: &Pat
 /// Crates of others that are linked into what is shipped. What only runs in the compiler, such as a macro, is not.
 fn shipped(workspace: &Workspace) -> Outcome<Vec<Package>> {
     let platform = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
-    let metadata = MetadataCommand::new()
-        .current_dir(&workspace.root)
-        .other_options(["--locked", "--filter-platform", &platform].map(str::to_owned))
-        .exec()?;
-    let packages: BTreeMap<&PackageId, &Package> =
-        metadata.packages.iter().map(|package| (&package.id, package)).collect();
-    let resolve = metadata.resolve.as_ref().ok_or("cargo resolved no dependencies")?;
-    let edges: BTreeMap<_, _> = resolve.nodes.iter().map(|node| (&node.id, &node.deps)).collect();
-
-    let is_root = |package: &&&Package| SHIPPED.contains(&package.name.as_str());
-    let mut left: Vec<&PackageId> =
-        packages.values().filter(is_root).map(|package| &package.id).collect();
-    let mut seen = BTreeSet::new();
-    while let Some(id) = left.pop() {
-        let package = packages.get(id).ok_or("cargo names a package that it does not list")?;
-        let is_macro =
-            |target: &cargo_metadata::Target| target.kind.contains(&TargetKind::ProcMacro);
-        if package.targets.iter().any(is_macro) || !seen.insert(id) {
-            continue;
-        }
-        let is_linked = |dependency: &&cargo_metadata::NodeDep| {
-            dependency.dep_kinds.iter().any(|kind| kind.kind == DependencyKind::Normal)
-        };
-        let dependencies = edges.get(id).into_iter().flat_map(|dependencies| dependencies.iter());
-        left.extend(dependencies.filter(is_linked).map(|dependency| &dependency.pkg));
-    }
-    let mut others: Vec<Package> = seen
-        .into_iter()
-        .filter_map(|id| packages.get(id))
-        .filter(|package| package.source.is_some())
-        .map(|package| (*package).clone())
-        .collect();
+    let mut tree = workspace.cargo(&["tree", "--locked", "--prefix=none", "--format={p}"]);
+    tree.args(["--edges=normal,no-proc-macro", "--target", &platform]);
+    tree.args(SHIPPED.iter().flat_map(|name| ["--package", name]));
+    let tree = process::output(&mut tree)?;
+    let linked: BTreeSet<&str> = tree.lines().collect();
+    let is_others = |package: &Package| {
+        let name = format!("{} v{}", package.name, package.version);
+        package.source.is_some() && linked.contains(name.as_str())
+    };
+    let options = ["--locked".to_owned()];
+    let metadata =
+        MetadataCommand::new().current_dir(&workspace.root).other_options(options).exec()?;
+    let mut others: Vec<_> = metadata.packages.into_iter().filter(is_others).collect();
     others.sort_by(|one, other| (&one.name, &one.version).cmp(&(&other.name, &other.version)));
     Ok(others)
 }
@@ -92,36 +72,27 @@ fn licence_files(folder: &Path) -> Outcome<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Texts, each once, with the crates that it is of. Texts that differ in nothing but blanks are the same.
-#[derive(Debug, Default)]
-struct Texts {
-    texts: Vec<(String, Vec<String>)>,
-    places: BTreeMap<String, usize>,
+/// Texts and the crates that each is of, by its words: those that differ in nothing but blanks are the same.
+type Texts = BTreeMap<String, (String, Vec<String>)>;
+
+fn add(texts: &mut Texts, name: &str, text: String) {
+    let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let (_, names) = texts.entry(words).or_insert_with(|| (text, Vec::new()));
+    if names.last().is_none_or(|last| last != name) {
+        names.push(name.to_owned());
+    }
 }
 
-impl Texts {
-    fn add(&mut self, name: &str, text: String) {
-        let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
-        let place = *self.places.entry(words).or_insert_with(|| {
-            self.texts.push((text, Vec::new()));
-            self.texts.len() - 1
-        });
-        let names = &mut self.texts[place].1;
-        if names.last().is_none_or(|last| last != name) {
-            names.push(name.to_owned());
-        }
-    }
-
-    fn page(&self) -> Result<String, std::fmt::Error> {
-        let mut page = "Sublet's programs contain code of the crates named here, under the licences that follow \
-                        each list.\n"
+fn page(texts: &Texts) -> Result<String, std::fmt::Error> {
+    let mut page =
+        "Sublet's programs contain code of the crates named here, under the licences that follow \
+                    each list.\n"
             .to_owned();
-        for (text, names) in &self.texts {
-            let line = "=".repeat(80);
-            write!(page, "\n{line}\n{}\n\n{}\n", names.join("\n"), text.trim_matches('\n'))?;
-        }
-        Ok(page)
+    for (text, names) in texts.values() {
+        let line = "=".repeat(80);
+        write!(page, "\n{line}\n{}\n\n{}\n", names.join("\n"), text.trim_matches('\n'))?;
     }
+    Ok(page)
 }
 
 #[cfg(test)]
@@ -130,14 +101,13 @@ mod tests {
 
     #[test]
     fn text_that_differs_in_blanks_alone_is_printed_once_with_all_names() {
-        let mut texts = Texts::default();
-        texts.add("one 1.0.0", "Permission  is\ngranted\n".to_owned());
-        texts.add("two 2.0.0", "Permission is granted".to_owned());
-        texts.add("two 2.0.0", "Permission is granted".to_owned());
-        texts.add("two 2.0.0", "Another".to_owned());
-        let page = texts.page().unwrap();
+        let mut texts = Texts::new();
+        add(&mut texts, "one 1.0.0", "Permission  is\ngranted\n".to_owned());
+        add(&mut texts, "two 2.0.0", "Permission is granted".to_owned());
+        add(&mut texts, "two 2.0.0", "Some other".to_owned());
+        let page = page(&texts).unwrap();
         assert!(page.contains("\none 1.0.0\ntwo 2.0.0\n\nPermission  is\ngranted\n"), "{page}");
         assert_eq!(page.matches("granted").count(), 1);
-        assert!(page.ends_with("\ntwo 2.0.0\n\nAnother\n"), "{page}");
+        assert!(page.ends_with("\ntwo 2.0.0\n\nSome other\n"), "{page}");
     }
 }

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::build::Built;
-use crate::python::{MYPY, OPTIONAL, PYTEST, Python, XDIST};
+use crate::python::{self, MYPY, OPTIONAL, PYTEST, packages, python};
 use crate::stages::Stages;
 use crate::wheel::{self, Parts};
 use crate::workspace::Workspace;
@@ -43,9 +43,8 @@ pub(crate) fn installed(workspace: &Workspace, built: &Built) -> Outcome<PathBuf
         folder: &workspace.target.join("built/wheels"),
     };
     let wheel = wheel::pack(workspace, &parts)?;
-    let clean =
-        Python::with_wheel_alone(workspace, &workspace.target.join("built/python"), &wheel)?;
-    let site = clean.site(workspace)?;
+    let site = workspace.target.join("built/python");
+    python::install_alone(workspace, &site, &wheel)?;
     eprintln!("{} is installed in {}", wheel.display(), site.display());
     Ok(site)
 }
@@ -58,18 +57,15 @@ fn api_tests(
 ) -> Outcome {
     let files: Vec<PathBuf> =
         workspace.files()?.into_iter().filter(|path| is_python_test(path)).collect();
-    let python = Python::with(workspace, &PYTEST)?;
-    let several = Python::with(workspace, &XDIST)?;
-    let mut folders = vec![site.to_owned()];
-    folders.extend_from_slice(several.import_path());
-    for (package, what) in &OPTIONAL {
-        match Python::with(workspace, package) {
-            Ok(found) => folders.extend_from_slice(found.import_path()),
+    let mut folders = vec![site.to_owned(), packages(workspace, PYTEST)?];
+    for (requirement, what) in OPTIONAL {
+        match packages(workspace, requirement) {
+            Ok(folder) => folders.push(folder),
             // The tests are skipped then, and that is said.
             Err(error) => lines.push(format!("not tested: {what}: {error}")),
         }
     }
-    let mut command = python.command(workspace, &folders);
+    let mut command = python(workspace, &folders);
     command.args(["-m", "pytest", "-c"]).arg(wheel::SOURCE.to_owned() + "/pyproject.toml");
     // Many tests wait for processes. Those of one file share what it sets up.
     let processes = process::cores() + 1;
@@ -83,13 +79,12 @@ fn api_tests(
 fn types(workspace: &Workspace, site: &Path) -> Outcome {
     let source = workspace.root.join(wheel::SOURCE);
     let cache = workspace.target.join("mypy");
-    let python = Python::with(workspace, &MYPY)?;
+    let mypy = packages(workspace, MYPY)?;
     // The tests' types are pytest's too.
-    let pytest = Python::with(workspace, &PYTEST)?;
-    let mut mypy = python.command(workspace, pytest.import_path());
-    mypy.current_dir(&source).args(["-m", "mypy", "--cache-dir"]).arg(&cache);
-    process::run(&mut mypy)?;
-    let mut stubtest = python.command(workspace, &[site.to_owned()]);
+    let mut check = python(workspace, &[mypy.clone(), packages(workspace, PYTEST)?]);
+    check.current_dir(&source).args(["-m", "mypy", "--cache-dir"]).arg(&cache);
+    process::run(&mut check)?;
+    let mut stubtest = python(workspace, &[mypy, site.to_owned()]);
     stubtest.current_dir(&cache).args(["-m", "mypy.stubtest", "sublet._native"]);
     process::run(&mut stubtest)
 }

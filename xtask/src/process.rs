@@ -62,18 +62,9 @@ pub(crate) fn commit(workspace: &Workspace) -> Outcome<String> {
     Ok(format!("{}{dirty}", git(&["rev-parse", "--short", "HEAD"])?))
 }
 
-/// Whether `tool` is installed.
-pub(crate) fn is_there(workspace: &Workspace, tool: &str) -> bool {
-    output(workspace.command(tool).arg("--version")).is_ok()
-}
-
 /// Removes the debug information of `program`: it is most of the size, and only a debugger reads it.
 pub(crate) fn strip(workspace: &Workspace, program: &Path) -> Outcome {
-    if is_there(workspace, "strip") {
-        return run(workspace.command("strip").arg("--strip-debug").arg(program));
-    }
-    println!("strip is not installed: {} keeps its debug information", program.display());
-    Ok(())
+    run(workspace.command("strip").arg("--strip-debug").arg(program))
 }
 
 /// Runs `command`, which uses no colours, and passes its lines on, but for those that `is_summary` names: they are added to

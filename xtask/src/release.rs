@@ -2,9 +2,8 @@
 
 use std::fs;
 
-use crate::python::{PYTEST, Python};
 use crate::workspace::Workspace;
-use crate::{Outcome, build, process, wheel};
+use crate::{Outcome, build, process, python, wheel};
 
 const CHANGES: &str = "CHANGELOG.md";
 
@@ -50,11 +49,8 @@ fn torch_notice(workspace: &Workspace) -> Outcome<String> {
     let source = fs::read_to_string(workspace.root.join(TORCH))?;
     let tried = newest_tried(&source).ok_or_else(|| format!("{TORCH} names no OLDEST, NEWEST"))?;
     let (major, minor) = tried;
-    let answer = Python::with(workspace, &PYTEST).and_then(|python| {
-        let mut pip = python.command(workspace, &[]);
-        pip.args(["-m", "pip", "--disable-pip-version-check", "index", "versions", "torch"]);
-        process::output(&mut pip)
-    });
+    let answer = python::pip(workspace)
+        .and_then(|mut pip| process::output(pip.args(["index", "versions", "torch"])));
     Ok(match answer {
         Err(error) => format!(
             "pip does not say which is the newest ({error}); {major}.{minor} is the newest that was tried"

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::glibc::{self, Glibc};
 use crate::portable::Portable;
-use crate::python::{MATURIN, PYTEST, Python};
+use crate::python::{self, MATURIN, PYTEST};
 use crate::workspace::Workspace;
 use crate::{Outcome, build, notices, process, shims, simulated};
 
@@ -75,7 +75,6 @@ pub(crate) fn pack(workspace: &Workspace, parts: &Parts<'_>) -> Outcome<PathBuf>
     // The package's folder holds the files of one wheel at a time.
     let alone = fs::File::create(workspace.target.join("wheel.lock"))?;
     alone.lock()?;
-    let python = Python::with(workspace, &MATURIN)?;
     let package = workspace.root.join(SOURCE).join("sublet");
     let library = package.join("lib/libsublet.so");
     let command = package.join("bin/sublet");
@@ -95,17 +94,27 @@ pub(crate) fn pack(workspace: &Workspace, parts: &Parts<'_>) -> Outcome<PathBuf>
     for old in wheels(parts.folder)? {
         fs::remove_file(old)?;
     }
-    let mut maturin = python.script(workspace, "maturin");
+    let mut maturin = workspace.command(python::program(workspace, MATURIN, "bin/maturin")?);
     maturin.args(["build", "--locked", "--quiet", "--strip", "--profile", parts.profile]);
     maturin.arg("--manifest-path").arg(workspace.root.join(SOURCE).join("Cargo.toml"));
     maturin.arg("--target-dir").arg(&workspace.target).arg("--out").arg(parts.folder);
-    maturin.arg("--interpreter").arg(python.interpreter());
+    maturin.arg("--interpreter").arg(python::interpreter(workspace));
+    // Nothing is promised of one that stays here but that it starts on machines like this one.
+    let mut tag = "linux".to_owned();
     if let Some(portable) = parts.portable {
         portable.prepare(&mut maturin);
         maturin.args(["--zig", "--target", &Portable::target()]);
+        // Maturin looks at the native module alone, and the tag speaks for all files.
+        let promised = portable.glibc();
+        let needed = glibc::newest(workspace, &[library, command, driver, management])?;
+        if needed > promised {
+            return Err(format!(
+                "the programs of the wheel need glibc {needed}, newer than {promised}; `objdump -T` shows for which symbols"
+            )
+            .into());
+        }
+        tag = format!("manylinux_{}_{}", promised.0, promised.1);
     }
-    // Maturin looks at the native module alone, and the tag speaks for all files.
-    let tag = platform_tag(workspace, &[&library, &command, &driver, &management], parts.portable)?;
     process::run(maturin.args(["--compatibility", &tag]))?;
     match wheels(parts.folder)?.as_slice() {
         [wheel] => Ok(wheel.clone()),
@@ -113,40 +122,11 @@ pub(crate) fn pack(workspace: &Workspace, parts: &Parts<'_>) -> Outcome<PathBuf>
     }
 }
 
-/// The platform tag that is true of `programs`: the oldest C library that they start with. One that is for older systems has
-/// the tag of that system, or is refused.
-fn platform_tag(
-    workspace: &Workspace,
-    programs: &[&Path],
-    portable: Option<&Portable>,
-) -> Outcome<String> {
-    let needed = glibc::newest(workspace, programs)?;
-    let Some(promised) = portable.map(Portable::glibc) else {
-        return Ok(match needed {
-            Some(Glibc(major, minor)) => format!("manylinux_{major}_{minor}"),
-            // Nothing is promised then but that it starts on machines like this one.
-            None => "linux".to_owned(),
-        });
-    };
-    match needed {
-        Some(needed) if needed <= promised => {
-            let Glibc(major, minor) = promised;
-            Ok(format!("manylinux_{major}_{minor}"))
-        }
-        Some(needed) => Err(format!(
-            "the programs of the wheel need glibc {needed}, newer than {promised}; `objdump -T` shows for which symbols"
-        )
-        .into()),
-        None => Err("a wheel for older systems is not packed without a look at its symbols; install binutils".into()),
-    }
-}
-
 /// Installs `wheel` where nothing else is, and asks the tests whether it is fit for users.
 fn test(workspace: &Workspace, wheel: &Path) -> Outcome {
-    let clean = Python::with_wheel_alone(workspace, &workspace.target.join("wheels/venv"), wheel)?;
-    let site = clean.site(workspace)?;
-    let pytest = Python::with(workspace, &PYTEST)?;
-    let mut command = pytest.command(workspace, &[site]);
+    let site = workspace.target.join("wheels/installed");
+    python::install_alone(workspace, &site, wheel)?;
+    let mut command = python::python(workspace, &[site, python::packages(workspace, PYTEST)?]);
     let source = workspace.root.join(SOURCE);
     command.args(["-m", "pytest", "--quiet", "--rootdir"]).arg(&workspace.root);
     command.arg("-c").arg(source.join("pyproject.toml")).arg(source.join(TESTS));
