@@ -15,8 +15,8 @@ use std::sync::atomic::AtomicUsize;
 use object::LittleEndian;
 use object::elf::{
     DT_JMPREL, DT_NEEDED, DT_NULL, DT_PLTREL, DT_PLTRELSZ, DT_RELA, DT_RELASZ, DT_SONAME, DT_STRSZ,
-    DT_STRTAB, DT_SYMTAB, Dyn64, PF_R, PF_W, PT_DYNAMIC, PT_GNU_RELRO, PT_LOAD, R_X86_64_64,
-    R_X86_64_GLOB_DAT, R_X86_64_JUMP_SLOT, Rela64, SHN_UNDEF, STB_WEAK, Sym64,
+    DT_STRTAB, DT_SYMTAB, Dyn64, DynamicTag, PF_R, PF_W, PT_DYNAMIC, PT_GNU_RELRO, PT_LOAD,
+    R_X86_64_64, R_X86_64_GLOB_DAT, R_X86_64_JUMP_SLOT, Rela64, SHN_UNDEF, STB_WEAK, Sym64,
 };
 
 /// Files of this byte order only: the crate is for x86-64.
@@ -104,14 +104,14 @@ impl<'walk> Object<'walk> {
             Some(start..end)
         };
         let of_kind = |kind| headers.iter().filter(move |header| header.p_type == kind);
-        let segments = of_kind(PT_LOAD)
+        let segments = of_kind(PT_LOAD.0)
             .filter_map(|header| Some(Segment { range: place(header)?, flags: header.p_flags }))
             .collect();
         // The loader protects whole pages only: what is behind the last whole one stays writable.
         let page = |address: usize| address & !(PAGE_BYTES - 1);
-        let relro = of_kind(PT_GNU_RELRO).find_map(place).unwrap_or_default();
+        let relro = of_kind(PT_GNU_RELRO.0).find_map(place).unwrap_or_default();
         let relro = page(relro.start)..page(relro.end);
-        let dynamic = of_kind(PT_DYNAMIC).find_map(place)?;
+        let dynamic = of_kind(PT_DYNAMIC.0).find_map(place)?;
         Some(Self { name, bias, segments, relro, dynamic, mapped: PhantomData })
     }
 
@@ -139,7 +139,7 @@ impl<'walk> Object<'walk> {
 
     /// Returns the ranges in which it keeps data that it may change at any time.
     pub(super) fn data(&self) -> impl Iterator<Item = Range<usize>> {
-        let writable = |segment: &&Segment| segment.flags & (PF_R | PF_W) == PF_R | PF_W;
+        let writable = |segment: &&Segment| segment.flags & (PF_R | PF_W).0 == (PF_R | PF_W).0;
         self.segments.iter().filter(writable).flat_map(|segment| {
             let range = segment.range.clone();
             let before = range.start..self.relro.start.clamp(range.start, range.end);
@@ -163,7 +163,7 @@ impl<'walk> Object<'walk> {
 
     fn is_readable(&self, range: Range<usize>) -> bool {
         self.segments.iter().any(|segment| {
-            segment.flags & PF_R != 0
+            segment.flags & PF_R.0 != 0
                 && segment.range.start <= range.start
                 && range.end <= segment.range.end
         })
@@ -187,7 +187,7 @@ impl<'walk> Object<'walk> {
     }
 
     /// The values of its dynamic section under the tag `wanted`; none where the section is malformed.
-    fn values(&self, wanted: i64) -> impl Iterator<Item = usize> + use<'walk> {
+    fn values(&self, wanted: DynamicTag) -> impl Iterator<Item = usize> + use<'walk> {
         let bytes = self.dynamic.end - self.dynamic.start;
         let count = bytes / size_of::<Dyn64<LittleEndian>>();
         let section = self.constant(self.dynamic.start, bytes).unwrap_or_default();
@@ -205,7 +205,7 @@ impl<'walk> Object<'walk> {
     }
 
     /// The names under the tag `wanted`.
-    fn named(&self, wanted: i64) -> Vec<&'walk CStr> {
+    fn named(&self, wanted: DynamicTag) -> Vec<&'walk CStr> {
         let names = self.names().unwrap_or_default();
         let name = |start: usize| CStr::from_bytes_until_nul(names.get(start..)?).ok();
         self.values(wanted).filter_map(name).collect()
@@ -223,8 +223,8 @@ impl<'walk> Object<'walk> {
 
     /// The tables of what it imports; `None` when it has none, or they are malformed.
     pub(super) fn imports(&self) -> Option<Imports<'walk>> {
-        let value = |wanted: i64| self.values(wanted).next();
-        let table = |start: i64, bytes: i64| -> Option<&'walk [Rela]> {
+        let value = |wanted: DynamicTag| self.values(wanted).next();
+        let table = |start, bytes| -> Option<&'walk [Rela]> {
             let (Some(start), Some(bytes)) = (value(start), value(bytes)) else {
                 return Some(&[]);
             };
@@ -232,7 +232,7 @@ impl<'walk> Object<'walk> {
             let found = self.constant(self.resolve(start)?, bytes)?;
             object::slice_from_all_bytes(found).ok()
         };
-        let is_rela = value(DT_PLTREL).is_none_or(|kind| i64::try_from(kind) == Ok(DT_RELA));
+        let is_rela = value(DT_PLTREL).is_none_or(|kind| i64::try_from(kind) == Ok(DT_RELA.0));
         let calls = if is_rela { table(DT_JMPREL, DT_PLTRELSZ)? } else { &[] };
         let names = self.names()?;
         let symbols = self.resolve(value(DT_SYMTAB)?)?;

@@ -151,7 +151,7 @@ mod tests {
         }
         assert_eq!(settled(&mut image, 0, true), (Settled::Absent, 0));
         // Its page will be protected, and is not yet.
-        image.headers.push(header(PT_GNU_RELRO, PF_R, 0, IMAGE_BYTES));
+        image.headers.push(header(PT_GNU_RELRO.0, PF_R.0, 0, IMAGE_BYTES));
         let bound = image.bias() + 0x1036;
         assert_eq!(settled(&mut image, bound, false), (Settled::NotYet, bound));
     }

@@ -44,16 +44,16 @@ impl Image {
     pub(in super::super) fn new() -> Self {
         let mut image = Self { words: vec![0; IMAGE_BYTES / 8], headers: Vec::new() };
         image.headers = vec![
-            header(PT_NOTE, PF_R, 0, 8),
-            header(PT_LOAD, PF_R | PF_W | PF_X, 0, IMAGE_BYTES),
-            header(PT_DYNAMIC, PF_R, DYNAMIC, 0x200),
+            header(PT_NOTE.0, PF_R.0, 0, 8),
+            header(PT_LOAD.0, (PF_R | PF_W | PF_X).0, 0, IMAGE_BYTES),
+            header(PT_DYNAMIC.0, PF_R.0, DYNAMIC, 0x200),
         ];
         let relocation = size_of::<Rela>() as u64;
         let entries = [
             (DT_HASH, 0),
             (DT_JMPREL, RELOCATIONS as u64),
             (DT_PLTRELSZ, 2 * relocation),
-            (DT_PLTREL, DT_RELA.cast_unsigned()),
+            (DT_PLTREL, DT_RELA.0.cast_unsigned()),
             (DT_RELA, RELOCATIONS as u64 + 2 * relocation),
             (DT_RELASZ, 2 * relocation),
             (DT_STRTAB, NAMES as u64),
@@ -62,7 +62,7 @@ impl Image {
             (DT_NULL, 0),
         ];
         for (number, (tag, value)) in entries.into_iter().enumerate() {
-            image.put(DYNAMIC + 16 * number, &[tag.cast_unsigned(), value]);
+            image.put(DYNAMIC + 16 * number, &[tag.0.cast_unsigned(), value]);
         }
         // Name, binding and section are in the first word of a symbol: 1 is global, 2 weak.
         let symbols = [(1, 1, 0), (7, 1, 0), (21, 2, 0), (26, 1, 5)];
@@ -73,7 +73,7 @@ impl Image {
         let kinds = [R_X86_64_JUMP_SLOT, R_X86_64_JUMP_SLOT, R_X86_64_GLOB_DAT, R_X86_64_64];
         let symbols = [1, 4, 3, 2];
         for (number, (kind, symbol)) in kinds.into_iter().zip(symbols).enumerate() {
-            let info = symbol << 32 | u64::from(kind);
+            let info = symbol << 32 | u64::from(kind.0);
             image.put(RELOCATIONS + 24 * number, &[(SLOTS + 8 * number) as u64, info, 0]);
         }
         let mut names = TEXT.to_vec();
@@ -160,7 +160,7 @@ fn an_image_without_tables_has_no_imports() {
     image.headers.truncate(2);
     assert_eq!(image.imports(), None);
     let mut image = Image::new();
-    image.put(DYNAMIC, &[DT_NULL.cast_unsigned(), 0]);
+    image.put(DYNAMIC, &[DT_NULL.0.cast_unsigned(), 0]);
     assert_eq!(image.imports(), None);
     image.headers.clear();
     assert_eq!(image.imports(), None);
