@@ -1,15 +1,14 @@
 //! Processes whose limit of open files is just what their applications need. One test, since the limit is the whole
 //! process's.
 
-use std::os::fd::AsFd as _;
 use std::sync::Arc;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use sublet_stage::redeem;
 use tenants::coordinator::{Coordinator, Options, Outcome};
 use tenants::identity::TenantName;
 use tenants::member::{Member, MemberConfig};
 use tenants::run_dir::RunDir;
-use tenants::ticket::Ticket;
 use tenants::wire::MemberState;
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AllocationProp, DeviceAddress, DeviceOrdinal, Driver as _, VaRange};
@@ -40,9 +39,7 @@ fn what_was_paused_can_be_resumed_within_a_limit_that_the_application_lived_with
     for _ in 0..SHARED {
         let shared = owner.pool().enter().create(GRANULARITY_BYTES, &prop, class()).unwrap();
         let fd = owner.sharing().issue_ticket(&owner.pool().enter(), shared).unwrap();
-        let ticket = Ticket::read(fd.as_fd()).unwrap().unwrap();
-        let imported =
-            importer.sharing().redeem_ticket(&importer.pool().enter(), &ticket, "test").unwrap();
+        let imported = redeem(&importer, &fd).unwrap();
         for (member, handle) in [(&owner, shared), (&importer, imported)] {
             let driver = member.pool().driver();
             let at = driver.address_reserve(GRANULARITY_BYTES, 0, DeviceAddress(0)).unwrap();

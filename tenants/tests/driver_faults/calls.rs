@@ -1,11 +1,9 @@
 //! One call fails that an application makes, each in turn, with a pause and a resume behind it.
 
 use std::fmt::Debug;
-use std::os::fd::AsFd as _;
 
-use sublet_stage::Process;
+use sublet_stage::{Process, redeem};
 use tenants::scope::{Scope, TagNames};
-use tenants::ticket::Ticket;
 use tenants::wire::Action;
 use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{
@@ -71,9 +69,7 @@ impl Made {
             handles.push(handle);
         }
         let fd = again(|| owner.sharing().issue_ticket(&owner.pool().enter(), handles[2]));
-        let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
-        let handle =
-            again(|| importer.sharing().redeem_ticket(&importer.pool().enter(), &ticket, "test"));
+        let handle = again(|| redeem(importer, &fd));
         let imported = reserve(importer, 1);
         map(importer, imported, handle, elsewhere);
         // The mapping keeps it.

@@ -1,12 +1,10 @@
 //! Joining, exporting and importing, and freeing while paused.
 
-use std::os::fd::AsFd as _;
 use std::sync::Arc;
 
-use sublet_stage::Place;
 use sublet_stage::memory::reserve;
+use sublet_stage::{Place, redeem};
 use tenants::member::{ImportError, Member};
-use tenants::ticket::Ticket;
 use tenants::wire::{Action, MemberState};
 use vmm_pool::driver::sim::{FaultSpan, SimOptions};
 use vmm_pool::driver::{AccessDesc, AllocationProp, DriverCode, VaRange};
@@ -61,9 +59,7 @@ fn share_and_let_go(stage: &Stage) {
     let prop = AllocationProp::pinned_on(device_of(0));
     let made = again(|| Ok(owner.pool().enter().create(UNIT, &prop, kept())?));
     let ticket = again(|| owner.sharing().issue_ticket(&owner.pool().enter(), made));
-    let ticket = Ticket::read(ticket.as_fd()).expect("readable").expect("a ticket");
-    let imported =
-        again(|| importer.sharing().redeem_ticket(&importer.pool().enter(), &ticket, "test"));
+    let imported = again(|| redeem(importer, &ticket));
     let mut places = Vec::new();
     for (member, handle, device) in
         [(owner, made, device_of(0)), (importer, imported, device_of(1))]

@@ -1,11 +1,11 @@
 //! Two members of one tenant on a node of two devices, and what they must never lose.
 
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 pub(crate) use sublet_stage::memory::{UNIT, page_of};
-use sublet_stage::{Place, Process, memory};
+use sublet_stage::{Place, Process, memory, redeem};
 use tenants::coordinator::{Coordinator, Meanwhile, Options, Outcome, Trouble};
 use tenants::identity::TenantName;
 use tenants::member::MemberConfig;
@@ -150,11 +150,7 @@ impl Stage {
         let places = [(); 2].map(|()| memory::map(member.pool(), shared, 2, device));
         write(&member, device, places[0], seed);
         let fd = member.sharing().issue_ticket(&member.pool().enter(), shared).expect("a ticket");
-        let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
-        let imported = importer
-            .sharing()
-            .redeem_ticket(&importer.pool().enter(), &ticket, "test")
-            .expect("import");
+        let imported = redeem(&importer, &fd).expect("import");
         for place in places {
             self.spot(index, device, place, seed);
             let there = memory::map(importer.pool(), imported, 2, elsewhere);
@@ -183,11 +179,7 @@ impl Stage {
         write(&member, device, range, seed);
         self.spot(index, device, range, seed);
         let fd = member.sharing().issue_ticket(&member.pool().enter(), filed).expect("a ticket");
-        let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
-        let imported = importer
-            .sharing()
-            .redeem_ticket(&importer.pool().enter(), &ticket, "test")
-            .expect("import");
+        let imported = redeem(&importer, &fd).expect("import");
         let there = memory::map(importer.pool(), imported, 1, elsewhere);
         self.spot(peer, elsewhere, there, seed);
         importer.pool().enter_giving_up().release(imported).expect("the mapping keeps it");
@@ -349,11 +341,7 @@ impl Stage {
     pub(crate) fn assert_ticket_is_good(self) {
         let importer = &self.members[1];
         let (fd, seed) = &self.ticket;
-        let ticket = Ticket::read(fd.as_fd()).expect("readable").expect("a ticket");
-        let handle = importer
-            .sharing()
-            .redeem_ticket(&importer.pool().enter(), &ticket, "test")
-            .expect("redeemed");
+        let handle = redeem(importer, fd).expect("redeemed");
         let range = memory::map(importer.pool(), handle, 1, device_of(1));
         assert!(holds(importer, device_of(1), range, *seed), "the memory behind the ticket");
     }

@@ -1,16 +1,13 @@
 //! Members of one tenant in this process, memory that they share, and what they read there.
 
-use std::os::fd::{AsFd as _, OwnedFd};
 use std::time::{Duration, Instant};
 
-pub(crate) use sublet_stage::Process;
 pub(crate) use sublet_stage::memory::UNIT;
 use sublet_stage::{Place, memory};
+pub(crate) use sublet_stage::{Process, redeem};
 use tenants::coordinator::{Coordinator, Event, LostImports, Options, Outcome, Trouble};
 use tenants::identity::TenantName;
-use tenants::member::ImportError;
 use tenants::scope::{Scope, TagNames};
-use tenants::ticket::Ticket;
 use tenants::wire::Action;
 use vmm_pool::driver::sim::SimOptions;
 use vmm_pool::driver::{DeviceOrdinal, DriverCode, VaRange};
@@ -151,11 +148,6 @@ pub(crate) fn free(process: &Process, handle: VirtualHandle, range: VaRange) {
     process.pool().enter_giving_up().unmap(range).expect("unmapped");
     process.pool().enter_giving_up().release(handle).expect("released");
     process.pool().driver().free_addresses(range).expect("addresses");
-}
-
-pub(crate) fn redeem(importer: &Process, ticket: &OwnedFd) -> Result<VirtualHandle, ImportError> {
-    let ticket = Ticket::read(ticket.as_fd()).expect("readable").expect("a ticket");
-    importer.sharing().redeem_ticket(&importer.pool().enter(), &ticket, "test")
 }
 
 /// Gives `handle` of `owner` to `importer`: its handle and its place there.

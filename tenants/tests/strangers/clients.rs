@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
+use sublet_stage::redeem;
 use tenants::coordinator::{Coordinator, Options, Outcome};
 use tenants::identity::MemberId;
 use tenants::member::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, STALL_MAX};
 use tenants::scope::Scope;
-use tenants::ticket::Ticket;
 use tenants::transport::frame::{HEADER_BYTES, Header, decode, encode};
 use tenants::transport::{Connection, Limits, REQUEST_BYTES_MAX, poll_until};
 use tenants::wire::{
@@ -232,9 +232,7 @@ fn more_importers_than_connections_pause_and_resume_together() {
     let importers: Vec<_> = (0..CONNECTIONS_MAX + 44).map(|_| stage.member("train")).collect();
     for importer in &importers {
         let fd = owner.sharing().issue_ticket(&owner.pool().enter(), handle).unwrap();
-        let ticket = Ticket::read(fd.as_fd()).unwrap().unwrap();
-        let imported =
-            importer.sharing().redeem_ticket(&importer.pool().enter(), &ticket, "test").unwrap();
+        let imported = redeem(importer, &fd).unwrap();
         let driver = importer.pool().driver();
         let at = driver.address_reserve(GRANULARITY_BYTES, 0, DeviceAddress(0)).unwrap();
         importer.pool().enter().map(VaRange::new(at, GRANULARITY_BYTES), 0, imported).unwrap();

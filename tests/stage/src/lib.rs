@@ -3,6 +3,7 @@
 //! ```text
 //!   Place      a directory that goes when it is dropped: a simulated node and a run directory
 //!     join       a process of a tenant, here a member over a driver of its own
+//!   redeem     imports what another process has given a ticket of
 //!   memory     creates, maps, writes and looks at memory of such a process
 //!   programs   builds C programs
 //! ```
@@ -13,4 +14,4 @@ pub mod memory;
 mod place;
 pub mod programs;
 
-pub use place::{Place, Process};
+pub use place::{Place, Process, redeem};

@@ -1,13 +1,16 @@
 //! A simulated node with a run directory.
 
 use std::io;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use tempfile::TempDir;
 use tenants::identity::TenantName;
-use tenants::member::{Member, MemberConfig};
+use tenants::member::{ImportError, Member, MemberConfig};
 use tenants::run_dir::RunDir;
+use tenants::ticket::Ticket;
+use vmm_pool::VirtualHandle;
 use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{DeviceOrdinal, MemoryInfo};
 
@@ -122,6 +125,19 @@ impl Place {
         let info = self.memory(device)?;
         Ok(info.total_bytes - info.free_bytes)
     }
+}
+
+/// Redeems the ticket `fd` in `importer`, as its driver calls do.
+///
+/// # Errors
+/// What the member said.
+///
+/// # Panics
+/// When it is no ticket.
+pub fn redeem(importer: &Process, fd: &OwnedFd) -> Result<VirtualHandle, ImportError> {
+    let read = Ticket::read(fd.as_fd()).unwrap_or_else(|error| panic!("{error}"));
+    let ticket = read.unwrap_or_else(|| panic!("{fd:?} is no ticket"));
+    importer.sharing().redeem_ticket(&importer.pool().enter(), &ticket, "test")
 }
 
 /// `/dev/shm`, or the directory for temporary files where that is too small, as in some containers.
