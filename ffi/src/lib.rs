@@ -31,6 +31,7 @@ macro_rules! functions {
 pub mod attach;
 mod bindings;
 pub mod c_api;
+pub mod command;
 pub mod compat;
 mod contexts;
 mod environment;

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tenants::cut::CommunicatorId;
-use tenants::run_dir::open_regular;
+use tenants::run_dir::files::open_regular;
 
 use crate::nvml::outside;
 use crate::runtime::Member;

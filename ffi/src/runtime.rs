@@ -29,7 +29,6 @@ use tenants::member::{FAMILY_WAIT, MemberConfig};
 use tenants::numa;
 use tenants::run_dir::{self, RunDir, RunDirError};
 use tenants::settings::{REQUIRED_VARIABLE, Settings};
-use tenants::switching;
 use tenants::transport::command_installed_with;
 use vmm_pool::driver::{CudaDriver, DeviceOrdinal, Driver as _, DriverCode, VaRange};
 use vmm_pool::sync::lock;
@@ -313,7 +312,7 @@ fn set_up(member: &Arc<Member>, settings: &Settings) {
         member.cut().fail_while_away();
     }
     if settings.turns.queues || settings.turns.deep.is_some() {
-        switching::come_back_by_itself(member);
+        sublet_turns::come_back_by_itself(member);
     }
     let chosen = lock(&CHOSEN_FILE_DIR).take();
     if let Some(dir) = chosen.or_else(|| settings.file_dir.clone()) {

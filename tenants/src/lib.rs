@@ -4,8 +4,8 @@
 
 pub mod budget;
 pub mod checkpoints;
+pub mod class;
 pub mod code;
-pub mod command;
 pub mod coordinator;
 mod descriptors;
 pub mod error_text;
@@ -24,11 +24,9 @@ pub mod scope;
 pub mod settings;
 pub mod size;
 pub mod state;
-pub mod switching;
 pub mod ticket;
 pub mod time;
 pub mod transport;
-pub mod turns;
 pub mod wire;
 
 pub use sublet_cut::{self as cut, stepping};

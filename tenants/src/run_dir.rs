@@ -15,20 +15,19 @@
 //! environment: the caller does, once.
 
 mod budget_file;
-pub(crate) mod claims;
 mod error;
+pub mod files;
 mod locks;
 mod sockets;
 pub(crate) mod trusted_path;
-pub(crate) mod turn_files;
 
 pub(crate) use sockets::{NAME_LOOK_EVERY, NAMES_AGAIN_WITHIN};
 
 use std::collections::BTreeSet;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, ErrorKind};
+use std::fs::{self, File};
+use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -36,9 +35,12 @@ use nix::unistd::geteuid;
 
 pub(crate) use budget_file::BudgetFile;
 pub use error::RunDirError;
+use files::{
+    entry_names, io_error, is_still_named, open_lock_file, open_to_read, remove_file_if_there,
+    wait_for_lock,
+};
 
 use crate::identity::{MemberId, TenantName};
-use crate::time::millis;
 use crate::transport::{BINDING_EXTENSION, Connection, Listener, TransportError, has_ended};
 
 /// Longest path of a Unix socket, in bytes (`sun_path` less its closing zero).
@@ -54,8 +56,6 @@ const LOCK_NAME: &str = "coordinator.lock";
 pub(crate) const SOCKET_EXTENSION: &str = "sock";
 /// A half-bound name older than this was left behind by a process that died between bind and rename.
 const BINDING_AGE_MAX: Duration = Duration::from_mins(1);
-const LOCK_BACK_OFF_MIN: Duration = Duration::from_millis(1);
-const LOCK_BACK_OFF_MAX: Duration = Duration::from_millis(50);
 const LISTEN_ATTEMPTS_MAX: u32 = 8;
 /// For connections to all processes of a tenant, of which nothing is asked.
 const PIDS_TIMEOUT: Duration = Duration::from_millis(500);
@@ -420,109 +420,13 @@ impl TenantDir {
     }
 }
 
-/// Opens the file at `path` and locks it by `try_lock`, again and again until `deadline`. The holder then, and how many
-/// milliseconds it was waited for, is for `locked` to say.
-fn wait_for_lock(
-    path: &Path,
-    deadline: Instant,
-    open: impl Fn() -> Result<File, RunDirError>,
-    try_lock: impl Fn(&File) -> Result<(), fs::TryLockError>,
-    locked: impl FnOnce(Vec<u32>, u64) -> RunDirError,
-) -> Result<locks::FileLock, RunDirError> {
-    let started = Instant::now();
-    let mut back_off = LOCK_BACK_OFF_MIN;
-    loop {
-        let file = open()?;
-        match try_lock(&file) {
-            Ok(()) if is_still_named(&file, path) => return Ok(locks::FileLock::new(file)),
-            // Held by another, or by us on a file that its last holder removed with the directory, where nobody would
-            // see it.
-            Ok(()) | Err(fs::TryLockError::WouldBlock) => {}
-            Err(fs::TryLockError::Error(error)) => return Err(io_error("locking", path)(error)),
-        }
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            let waited_ms = millis(started.elapsed());
-            return Err(locked(locks::holders(&file), waited_ms));
-        }
-        pause_thread(back_off.min(left));
-        back_off = (back_off * 2).min(LOCK_BACK_OFF_MAX);
-    }
-}
-
+/// Has the calling thread rest for as long as `duration`.
 #[expect(
     clippy::disallowed_methods,
     reason = "the kernel offers no file lock with a deadline, and no event for its release"
 )]
-pub(crate) fn pause_thread(duration: Duration) {
+pub fn pause_thread(duration: Duration) {
     std::thread::sleep(duration);
-}
-
-fn io_error(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> RunDirError {
-    let path = path.to_owned();
-    move |source| RunDirError::Io { operation, path, source }
-}
-
-/// Names that are valid text; others are none of ours.
-fn entry_names(path: &Path) -> Result<Vec<String>, RunDirError> {
-    let entries = fs::read_dir(path).map_err(io_error("reading", path))?;
-    let mut names = Vec::new();
-    for entry in entries {
-        let entry = entry.map_err(io_error("reading", path))?;
-        names.extend(entry.file_name().into_string().ok());
-    }
-    Ok(names)
-}
-
-fn remove_file_if_there(path: &Path) -> Result<(), RunDirError> {
-    match fs::remove_file(path) {
-        // What cannot be removed because nothing can be written there is no harm to those that live.
-        Err(error)
-            if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ReadOnlyFilesystem) =>
-        {
-            Err(io_error("removal", path)(error))
-        }
-        Ok(()) | Err(_) => Ok(()),
-    }
-}
-
-/// Opens a regular file of a directory that others write to. Anything else is refused: no link is followed, and nobody waits for
-/// the other end of a pipe.
-///
-/// # Errors
-/// The system's error; for what is no regular file, an error that says so.
-pub fn open_regular(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
-    let file = options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
-    if file.metadata()?.is_file() { Ok(file) } else { Err(error::no_file()) }
-}
-
-fn open_to_read(path: &Path) -> io::Result<File> {
-    open_regular(OpenOptions::new().read(true), path)
-}
-
-/// Opens a file that locks are taken on, and makes it where there is none. On a file system that takes no writing, to read: that
-/// is enough for locks.
-fn open_lock_file(path: &Path) -> io::Result<File> {
-    let open = |writes: bool| {
-        let mut options = OpenOptions::new();
-        options.read(true).write(writes).create(writes).truncate(false).mode(0o600);
-        open_regular(&mut options, path)
-    };
-    match open(true) {
-        Err(error) if error.kind() == ErrorKind::ReadOnlyFilesystem => open(false),
-        file => file,
-    }
-}
-
-fn is_still_named(file: &File, path: &Path) -> bool {
-    is_same(file, fs::symlink_metadata(path))
-}
-
-/// Is `file` the one that was `found`?
-fn is_same(file: &File, found: io::Result<fs::Metadata>) -> bool {
-    let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
-    let found = found.map(identity).ok();
-    found.is_some() && file.metadata().map(identity).ok() == found
 }
 
 #[cfg(test)]

@@ -9,11 +9,11 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use crate::budget::{BUDGET_VARIABLE, Budgets};
+use crate::class::{TURNS_VARIABLE, TurnSettings};
 use crate::identity::{FamilyName, TenantName};
 use crate::run_dir::RUN_DIR_VARIABLE;
 use crate::size::Size;
 use crate::time;
-use crate::turns::{TURNS_VARIABLE, TurnSettings};
 
 /// The prefix of the names of all settings.
 pub const PREFIX: &str = "SUBLET_";
@@ -262,7 +262,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::turns::Class;
+    use crate::class::Class;
 
     fn root() -> &'static Path {
         Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))

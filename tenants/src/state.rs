@@ -29,7 +29,7 @@ impl MemberState {
     }
 
     /// Is it neither on its way to a pause nor to a resume?
-    pub(crate) fn rests(self) -> bool {
+    pub fn rests(self) -> bool {
         match self {
             Self::Active | Self::Paused | Self::Deep | Self::Faulted => true,
             Self::Offloading | Self::Restoring => false,

@@ -11,6 +11,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{AllocationId, CopiedBytes, KeptBytes, LIBRARY_TAGS, PinnedBytes, PoolReport};
 
+use crate::class::{Class, Weight};
 use crate::cut::{CutReport, Rank};
 use crate::host_memory::{HostLimit, HostNeed};
 use crate::identity::{MemberId, id_text};
@@ -19,7 +20,6 @@ use crate::region::{TAG_BYTES_MAX, TAGS_MAX};
 use crate::saving::map::{ProcessName, SaveAccount};
 use crate::scope::TagNames;
 use crate::stepping::Activity;
-use crate::turns::{Class, Weight};
 
 pub use crate::phase::{Action, Order, Phase, Told, Window};
 pub use crate::state::MemberState;

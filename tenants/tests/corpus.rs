@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use tenants::class::{Class, Weight};
 use tenants::cut::{
     CommunicatorId, CutReport, Inside, Lane, LaunchCount, Need, Rank, Seen, Series, Waiting,
 };
@@ -24,7 +25,6 @@ use tenants::stepping::{Activity, Calls, HeldCall, StepOrder};
 use tenants::ticket::{HEAD, Ticket};
 use tenants::transport::Limits;
 use tenants::transport::frame::{HEAD_BYTES, HEADER_BYTES, decode, decode_payload, encode};
-use tenants::turns::{Class, Weight};
 use tenants::wire::{
     Action, AskLent, Asked, AwaitConsent, Borrower, DeviceDelta, Drained, Failure, FailureKind,
     FetchFds, FetchPurpose, GiveUp, Hold, HostProgress, HostStage, HostStep, Idleness, Lending,

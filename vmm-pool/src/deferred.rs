@@ -9,11 +9,12 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::budget::Charge;
 use crate::driver::{DeviceOrdinal, Driver, DriverResult, RawHandle, RawStream, VaRange};
 use crate::error::{Describe, PoolResult};
+use crate::sync::lock;
 use sublet_driver::descriptors::UninheritedFd;
 
 /// Why the bytes of deferred handles stay on the device.
@@ -107,17 +108,13 @@ impl<D: Driver> Deferred<D> {
         &self.driver
     }
 
-    fn lists(&self) -> MutexGuard<'_, Lists> {
-        self.lists.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Gives a handle back that is in no row any more; keeps it when the driver refuses.
     pub(crate) fn release(&self, physical: Physical) -> DriverResult<()> {
         // SAFETY: the handle has no other owner, and is mapped nowhere of ours: this is its last use, unless
         // the driver refuses, and then it is still the driver's.
         let released = unsafe { self.driver.release(physical.raw) };
         if released.is_err() {
-            self.lists().handles.push(physical);
+            lock(&self.lists).handles.push(physical);
         }
         released
     }
@@ -143,7 +140,7 @@ impl<D: Driver> Deferred<D> {
 
     /// Keeps a range that the driver has refused to free.
     pub(crate) fn free_range_later(&self, range: VaRange) {
-        self.lists().ranges.push(range);
+        lock(&self.lists).ranges.push(range);
     }
 
     fn unmap_and_free(&self, range: VaRange) -> DriverResult<()> {
@@ -159,26 +156,26 @@ impl<D: Driver> Deferred<D> {
         // SAFETY: the stream is ours, and nobody queues anything there any more.
         let ended = unsafe { self.driver.stream_destroy(stream) };
         if ended.is_err() {
-            self.lists().streams.push((device, stream));
+            lock(&self.lists).streams.push((device, stream));
         }
         ended
     }
 
     /// Keeps a stream of ours that the driver has refused to end.
     pub(crate) fn end_stream_later(&self, device: DeviceOrdinal, stream: RawStream) {
-        self.lists().streams.push((device, stream));
+        lock(&self.lists).streams.push((device, stream));
     }
 
     /// Two idle streams of `device`, if an earlier step has left some. Nobody else has them.
     pub(crate) fn take_streams(&self, device: DeviceOrdinal) -> Option<[RawStream; 2]> {
-        let idle = &mut self.lists().idle_streams;
+        let idle = &mut lock(&self.lists).idle_streams;
         let at = idle.iter().position(|(of, _)| *of == device)?;
         Some(idle.swap_remove(at).1)
     }
 
     /// Keeps two idle streams for the next step, which may end them instead.
     pub(crate) fn keep_streams(&self, device: DeviceOrdinal, streams: [RawStream; 2]) {
-        self.lists().idle_streams.push((device, streams));
+        lock(&self.lists).idle_streams.push((device, streams));
     }
 
     /// Ends all streams that are kept here. For a context that is about to end: afterwards the driver may give their values to
@@ -188,7 +185,7 @@ impl<D: Driver> Deferred<D> {
     /// `cuStreamDestroy`.
     pub(crate) fn end_streams(&self) {
         let (refused, idle) = {
-            let Lists { streams, idle_streams, .. } = &mut *self.lists();
+            let Lists { streams, idle_streams, .. } = &mut *lock(&self.lists);
             (std::mem::take(streams), std::mem::take(idle_streams))
         };
         let idle = idle.into_iter().flat_map(|(_, streams)| streams);
@@ -202,30 +199,30 @@ impl<D: Driver> Deferred<D> {
 
     /// Copies may be under way on `device`, which use this, and could not be waited for.
     pub(crate) fn leave_unsettled(&self, device: DeviceOrdinal, in_use: Vec<InUse>) {
-        self.lists().unsettled.entry(device).or_default().extend(in_use);
+        lock(&self.lists).unsettled.entry(device).or_default().extend(in_use);
     }
 
     /// Has every copy been seen to end?
     pub(crate) fn is_settled(&self) -> bool {
-        self.lists().unsettled.is_empty()
+        lock(&self.lists).unsettled.is_empty()
     }
 
     /// Sizes of the handles kept, with their devices.
     pub(crate) fn handles(&self) -> Vec<(DeviceOrdinal, u64)> {
-        let lists = self.lists();
+        let lists = lock(&self.lists);
         let placed = lists.handles.iter().filter_map(|kept| Some((kept.device?, kept.size_bytes)));
         placed.collect()
     }
 
     /// Bytes of the handles kept that are of no device: the host's.
     pub(crate) fn host_bytes(&self) -> u64 {
-        let lists = self.lists();
+        let lists = lock(&self.lists);
         lists.handles.iter().filter(|kept| kept.device.is_none()).map(|kept| kept.size_bytes).sum()
     }
 
     /// Has every handle that is kept count against a budget.
     pub(crate) fn charge_all(&self, make: impl Fn(u64, Option<DeviceOrdinal>) -> Option<Charge>) {
-        self.lists().handles.iter_mut().for_each(|kept| kept.charge_with(&make));
+        lock(&self.lists).handles.iter_mut().for_each(|kept| kept.charge_with(&make));
     }
 
     /// Offers the driver each handle once more that it would not take back. Any thread may do so while work runs: no mapping uses
@@ -234,7 +231,7 @@ impl<D: Driver> Deferred<D> {
     /// # Driver calls
     /// `cuMemRelease`.
     pub(crate) fn release_again(&self) {
-        let handles = std::mem::take(&mut self.lists().handles);
+        let handles = std::mem::take(&mut lock(&self.lists).handles);
         for handle in handles {
             let (size_bytes, device) = handle.extent();
             let released = self.release(handle);
@@ -248,15 +245,15 @@ impl<D: Driver> Deferred<D> {
     /// # Errors
     /// [`crate::PoolError::Driver`] when copies may still be under way: nothing may be unmapped.
     pub(crate) fn settle(&self) -> PoolResult<()> {
-        let unsettled: Vec<_> = self.lists().unsettled.keys().copied().collect();
+        let unsettled: Vec<_> = lock(&self.lists).unsettled.keys().copied().collect();
         for device in unsettled {
             let waited = self.driver.make_current(device).and_then(|()| self.driver.synchronize());
             waited.about(|| "copies that did not end".to_owned(), 0, Some(device))?;
-            let done = self.lists().unsettled.remove(&device);
+            let done = lock(&self.lists).unsettled.remove(&device);
             drop(done);
         }
         let (ranges, streams) = {
-            let Lists { ranges, streams, .. } = &mut *self.lists();
+            let Lists { ranges, streams, .. } = &mut *lock(&self.lists);
             (std::mem::take(ranges), std::mem::take(streams))
         };
         for range in ranges {
@@ -268,7 +265,7 @@ impl<D: Driver> Deferred<D> {
             let ended = match self.driver.make_current(device) {
                 Ok(()) => self.end_stream(device, stream),
                 Err(error) => {
-                    self.lists().streams.push((device, stream));
+                    lock(&self.lists).streams.push((device, stream));
                     Err(error)
                 }
             };

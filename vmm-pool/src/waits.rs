@@ -6,12 +6,13 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
 
 use crate::driver::{DeviceOrdinal, Driver, DriverCode, DriverError, DriverOp, RawContext};
+use crate::sync::lock;
 
 /// Something whose work must end before memory can leave.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -112,7 +113,7 @@ impl<D: Driver> Waits<D> {
     /// # Errors
     /// The system gave no thread for this place.
     pub(crate) fn ask(&self, places: Vec<Waited>) -> Result<Question, (Waited, std::io::Error)> {
-        let mut table = self.shared.table();
+        let mut table = lock(&self.shared.table);
         table.last += 1;
         let number = table.last;
         for &place in &places {
@@ -133,7 +134,7 @@ impl<D: Driver> Waits<D> {
 
     /// Returns the answer to `question` so far.
     pub(crate) fn look(&self, question: &Question) -> WorkLeft {
-        let table = self.shared.table();
+        let table = lock(&self.shared.table);
         let mut busy = Vec::new();
         for &place in &question.places {
             match table.places.get(&place) {
@@ -161,7 +162,7 @@ impl<D: Driver> Waits<D> {
     pub fn let_end(&self, limit: Duration) -> bool {
         let is_young = |row: &WaitPlace| row.began.is_some_and(|began| began.elapsed() < limit);
         let is_any = |table: &mut WaitPlaces| table.places.values().any(is_young);
-        let waited = self.shared.over.wait_timeout_while(self.shared.table(), limit, is_any);
+        let waited = self.shared.over.wait_timeout_while(lock(&self.shared.table), limit, is_any);
         let (table, _) = waited.unwrap_or_else(PoisonError::into_inner);
         table.places.values().all(|row| row.began.is_none())
     }
@@ -175,14 +176,14 @@ impl<D: Driver> Waits<D> {
         let is_there = |table: &mut WaitPlaces| {
             table.places.get(&place).is_some_and(|row| row.began.is_some() || row.is_wanted())
         };
-        let waited = self.shared.over.wait_timeout_while(self.shared.table(), limit, is_there);
+        let waited = self.shared.over.wait_timeout_while(lock(&self.shared.table), limit, is_there);
         let (mut table, _) = waited.unwrap_or_else(PoisonError::into_inner);
         !is_there(&mut table)
     }
 
     /// Nobody wants to know any more. No wait is taken up after this: one during a stream capture would end that.
     pub(crate) fn forget(&self) {
-        for row in self.shared.table().places.values_mut() {
+        for row in lock(&self.shared.table).places.values_mut() {
             row.asked = row.answered;
         }
         self.shared.over.notify_all();
@@ -190,14 +191,10 @@ impl<D: Driver> Waits<D> {
 }
 
 impl<D: Driver> WaitThreads<D> {
-    fn table(&self) -> MutexGuard<'_, WaitPlaces> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The thread of `place` is no more. What was asked has failed, and the next question begins another.
     fn end_in_panic(&self, place: Waited) {
         let error = DriverError { op: DriverOp::ContextSynchronize, code: DriverCode::UNKNOWN };
-        let mut table = self.table();
+        let mut table = lock(&self.table);
         let row = table.places.entry(place).or_default();
         let asked = row.asked;
         *row = WaitPlace { asked, answered: asked, outcome: Some(error), ..WaitPlace::default() };
@@ -210,7 +207,7 @@ impl<D: Driver> WaitThreads<D> {
     fn wait_for(&self, place: Waited) {
         loop {
             let number = {
-                let mut table = self.table();
+                let mut table = lock(&self.table);
                 let row = table.places.entry(place).or_default();
                 if !row.is_wanted() {
                     row.has_thread = false;
@@ -227,7 +224,7 @@ impl<D: Driver> WaitThreads<D> {
             // One that has ended has no work left.
             let outcome = outcome.filter(|error| !is_over(place, error.code));
             {
-                let mut table = self.table();
+                let mut table = lock(&self.table);
                 let row = table.places.entry(place).or_default();
                 row.began = None;
                 row.answered = number;

@@ -7,9 +7,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, PoisonError};
 
+use sublet_turns::{Allocation, with_room};
 use tenants::member::Member;
 use tenants::region;
-use tenants::switching::{Allocation, with_room};
 use vmm_pool::budget::Counted;
 use vmm_pool::driver::{
     AllocationFlags, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver,

@@ -7,9 +7,9 @@ use std::cell::Cell;
 use std::ops::RangeInclusive;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
+use sublet_turns::with_room;
 use tenants::member::Member;
 use tenants::region;
-use tenants::switching::with_room;
 use tenants::ticket::Ticket;
 use vmm_pool::asking::Asking;
 use vmm_pool::driver::{

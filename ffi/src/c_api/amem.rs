@@ -6,7 +6,7 @@ use std::ffi::{c_int, c_void};
 use std::fmt::Write as _;
 use std::io::Write as _;
 
-use tenants::command::Command;
+use crate::command::Command;
 use vmm_pool::PoolReport;
 
 use super::OK;

@@ -8,10 +8,10 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use tenants::command::{self, Asker, Change, Command, Wait};
+use crate::command::{self, Asker, Change, Command, Wait};
+use sublet_turns::Turn;
 use tenants::coordinator::Trouble;
 use tenants::identity::TenantName;
-use tenants::switching::Turn;
 
 use super::last_call::{fail, guarded, joined, keep_report, nobody, refused, say_no};
 use super::{ARGUMENT, OK};

@@ -4,8 +4,8 @@
 
 use std::ffi::{c_char, c_int};
 
+use crate::command::Command;
 use serde::Serialize;
-use tenants::command::Command;
 
 use super::last_call::{fail, guarded_length, joined, refused, write_text};
 use super::pausing::{act, name_of, report_of, text};

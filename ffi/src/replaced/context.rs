@@ -6,8 +6,8 @@ use std::ffi::{c_int, c_uint};
 use std::time::Duration;
 
 use sublet_cuda_driver::blocks::{self, Ending};
+use sublet_turns::Newcomer;
 use tenants::cut::Cut;
-use tenants::switching::Newcomer;
 use vmm_pool::Waited;
 use vmm_pool::driver::{CudaDriver, DeviceOrdinal, DriverCode, RawContext};
 use vmm_pool::gate::Gate;

@@ -13,11 +13,11 @@ use clap::{Args, Parser, Subcommand};
 use clap_complete::engine::{ArgValueCandidates, CompletionCandidate};
 use tenants::budget::Budgets;
 use tenants::checkpoints::by_command;
+use tenants::class::{Class, TURNS_AUTO, Weight};
 use tenants::identity::{FamilyName, TenantName};
 use tenants::run_dir::RunDir;
 use tenants::scope::{LIBRARY_TAGS, Scope, TagNames};
 use tenants::time;
-use tenants::turns::{Class, TURNS_AUTO, Weight};
 
 const EXIT_CODES: &str = "\
 Exit codes: 0 done; 1 refused or failed, nothing changed; 2 wrong usage; 3 changed, but not wholly as asked; 130 called off by \

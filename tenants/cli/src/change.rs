@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use sublet_turns::SwitchOptions;
 use tenants::checkpoints::Checkpointer;
 use tenants::coordinator::{
     self, Coordinator, Depth, DeviceShortage, Event, Interrupt, LostImports, Meanwhile,
@@ -17,7 +18,6 @@ use tenants::error_text::chain;
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::scope::Scope;
-use tenants::switching::{self, SwitchOptions};
 
 use crate::args::{PauseArgs, ResumeArgs, ShowArgs, SwapArgs};
 use crate::checkpoints::CudaCheckpoints;
@@ -67,7 +67,7 @@ fn pause_one(
     let mut coordinator = Coordinator::new(run_dir.clone(), tenant.clone(), options);
     let mut progress = Progress::start(args.show, run_dir);
     let mut pause = || coordinator.pause(&mut |event| progress.note(&event));
-    if is_whole { switching::by_name(run_dir, tenant, pause) } else { pause() }
+    if is_whole { sublet_turns::by_name(run_dir, tenant, pause) } else { pause() }
 }
 
 /// One tenant after the other: each has the whole link, and one that refuses keeps no other from being paused.
@@ -152,7 +152,7 @@ fn resume_in_turn(
     let result = {
         let mut progress = Progress::start(args.show, run_dir);
         let note = &mut |event: Event<'_>| progress.note(&event);
-        switching::resume_in_turn(run_dir, &args.tenant, &options, note)
+        sublet_turns::resume_in_turn(run_dir, &args.tenant, &options, note)
     };
     if args.show.json {
         output.json(&Document::queued(&args.tenant, &result))?;

@@ -9,10 +9,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use tenants::budget::BUDGET_VARIABLE;
+use tenants::class::{TURNS_VARIABLE, TurnSettings};
 use tenants::identity::{MemberId, NameError, TENANT_NAME_BYTES_MAX, TenantName};
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir};
 use tenants::settings::{FAMILY_VARIABLE, REQUIRED_VARIABLE, TENANT_VARIABLE};
-use tenants::turns::{TURNS_VARIABLE, TurnSettings};
 
 use crate::args::RunArgs;
 use crate::environment::{Environment, PRELOAD_VARIABLE, absolute};

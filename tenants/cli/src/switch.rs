@@ -4,13 +4,13 @@ use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
 use serde::Serialize;
+use sublet_turns::{Claimant, SwitchOptions, Switched};
 use tenants::code::Code;
 use tenants::coordinator::{Outcome, Trouble};
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::scope::Scope;
-use tenants::switching::{self, Claimant, SwitchOptions, Switched};
 
 use crate::args::{ShowArgs, SwitchArgs};
 use crate::change::{self, Document};
@@ -57,7 +57,7 @@ pub(crate) fn switch(
     };
     let result = {
         let mut progress = Progress::start(args.show, run_dir);
-        switching::switch(run_dir, &args.tenant, &options, &mut |event| progress.note(&event))
+        sublet_turns::switch(run_dir, &args.tenant, &options, &mut |event| progress.note(&event))
     };
     if args.show.json {
         return documented(args, &result, output);
@@ -151,7 +151,7 @@ pub(crate) fn turns(
     run_dir: &RunDir,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
-    let view = switching::look(run_dir, SHOWN_MAX)?;
+    let view = sublet_turns::look(run_dir, SHOWN_MAX)?;
     if how.json {
         output.json(&view)?;
         return Ok(ExitCode::SUCCESS);

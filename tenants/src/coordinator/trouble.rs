@@ -326,7 +326,7 @@ impl Trouble {
     }
 
     /// The tenant that could not be paused, and why, if a switch failed for that.
-    pub(crate) fn refusal(&self) -> Option<(&TenantName, &Self)> {
+    pub fn refusal(&self) -> Option<(&TenantName, &Self)> {
         let (Self::Undone { refused_by, source, .. } | Self::NotUndone { refused_by, source, .. }) =
             self
         else {

@@ -10,10 +10,10 @@ use vmm_pool::support::Unsupported;
 use super::Captures;
 use crate::budget::Budgets;
 use crate::checkpoints::Checkpointer;
+use crate::class::TurnSettings;
 use crate::host_memory::{HostFigure, HostLimit};
 use crate::identity::{FamilyName, TenantName};
 use crate::run_dir::{RunDir, RunDirError};
-use crate::turns::TurnSettings;
 
 /// The default time that opening memory of another tenant waits while that tenant is paused.
 pub const FAMILY_WAIT: Duration = Duration::from_secs(30);

@@ -46,7 +46,7 @@ impl Lifecycle {
     }
 
     /// The state now, and for how long it has been that.
-    pub(crate) fn since(&self) -> (MemberState, Duration) {
+    pub fn since(&self) -> (MemberState, Duration) {
         let stand = lock(&self.stand);
         (stand.state, stand.changed_at.elapsed())
     }
@@ -101,14 +101,14 @@ impl Lifecycle {
     }
 
     /// Waits while the process runs, for at most `rest`.
-    pub(crate) fn wait_while_active(&self, rest: Duration) {
+    pub fn wait_while_active(&self, rest: Duration) {
         let is_active = |stand: &mut Stand| stand.state == MemberState::Active;
         let waited = self.changed.wait_timeout_while(lock(&self.stand), rest, is_active);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Waits for as long as `rest`, or until the process changes its state.
-    pub(crate) fn rest(&self, rest: Duration) {
+    pub fn rest(&self, rest: Duration) {
         let woken = self.changed.wait_timeout(lock(&self.stand), rest);
         drop(woken.unwrap_or_else(PoisonError::into_inner));
     }

@@ -306,7 +306,7 @@ impl<D: Driver> Member<D> {
     }
 
     /// Does a call of this process wait for its memory, or for other ranks behind it?
-    pub(crate) fn has_waiting_calls(&self) -> bool {
+    pub fn has_waiting_calls(&self) -> bool {
         !self.gate().waiting().is_empty() || self.cut.has_waiting()
     }
 }

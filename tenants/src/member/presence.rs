@@ -83,7 +83,7 @@ impl Presence {
     }
 
     /// Is its process at its end?
-    pub(crate) fn has_left(&self) -> bool {
+    pub fn has_left(&self) -> bool {
         self.has_left.load(Ordering::SeqCst)
     }
 

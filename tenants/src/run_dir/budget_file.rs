@@ -20,10 +20,8 @@ use vmm_pool::Uninherited;
 use vmm_pool::budget::{Gpu, Shared};
 use vmm_pool::check_file_length;
 
-use super::{
-    RunDirError, TenantDir, io_error, is_same, is_still_named, locks, open_lock_file, open_regular,
-    pause_thread,
-};
+use super::files::{io_error, is_same, is_still_named, open_lock_file, open_regular};
+use super::{RunDirError, TenantDir, locks, pause_thread};
 use crate::budget::Budgets;
 
 pub(super) const NAME: &str = "budget";

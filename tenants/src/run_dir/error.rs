@@ -100,7 +100,7 @@ pub(super) fn no_file() -> io::Error {
 }
 
 /// Is something else there than a regular file?
-pub(super) fn is_no_file(error: &io::Error) -> bool {
+pub fn is_no_file(error: &io::Error) -> bool {
     let codes = [libc::ENODEV, libc::ENXIO, libc::EISDIR, libc::ELOOP];
     error.raw_os_error().is_some_and(|code| codes.contains(&code))
 }

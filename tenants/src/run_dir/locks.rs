@@ -11,7 +11,7 @@ use vmm_pool::Uninherited;
 
 /// A lock on a file, held until dropped. A process that dies gives it up. In a forked child it is nothing, and its end does nothing.
 #[derive(Debug)]
-pub(crate) struct FileLock {
+pub struct FileLock {
     /// Away once it has been dropped.
     held: Option<Uninherited<File>>,
     /// The process that took it.
@@ -20,17 +20,17 @@ pub(crate) struct FileLock {
 
 impl FileLock {
     /// The lock that this process has just taken on `file`.
-    pub(super) fn new(file: File) -> Self {
+    pub fn new(file: File) -> Self {
         Self { held: Some(file.into()), pid: process::id() }
     }
 
     /// Its file; none in a forked child.
-    pub(super) fn file(&self) -> Option<&File> {
+    pub fn file(&self) -> Option<&File> {
         self.held.as_deref().filter(|_| self.is_own())
     }
 
     /// Did this process take it, and no parent of it?
-    pub(super) fn is_own(&self) -> bool {
+    pub fn is_own(&self) -> bool {
         self.pid == process::id()
     }
 }
@@ -105,7 +105,7 @@ pub(super) fn is_set(file: &File, stretch: Stretch) -> nix::Result<bool> {
 
 /// Ids of the processes that hold a lock on `file`, in our pid namespace. None where the kernel lists none: it is
 /// not allowed to say, or the holders live in another namespace, or have ended and left the lock to a child.
-pub(super) fn holders(file: &File) -> Vec<u32> {
+pub fn holders(file: &File) -> Vec<u32> {
     let Ok(found) = file.metadata() else {
         return Vec::new();
     };

@@ -8,10 +8,8 @@ use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
-use super::{
-    LOCK_BACK_OFF_MAX, MEMBERS_MAX, MemberSocket, RunDirError, SOCKET_EXTENSION, TenantDir,
-    io_error, open_regular, pause_thread, remove_file_if_there,
-};
+use super::files::{LOCK_BACK_OFF_MAX, io_error, open_regular, remove_file_if_there};
+use super::{MEMBERS_MAX, MemberSocket, RunDirError, SOCKET_EXTENSION, TenantDir, pause_thread};
 use crate::identity::MemberId;
 use crate::transport::{BINDING_EXTENSION, has_ended};
 

@@ -274,22 +274,12 @@ fn files_beyond_the_limit_of_their_process_are_an_error_and_no_signal() {
         assert_eq!(source.raw_os_error(), Some(libc::EFBIG), "{source}");
     };
     let base = tempfile::tempdir().unwrap();
-    let turns = turn_files::tests::dir(&base);
     let tenant = run_dir(&base).tenant(&name("a")).unwrap();
-    let lock = turns.lock(soon()).unwrap();
-    let claim = claims::tests::claim("a");
-    let own = turns.claim(&lock, &claim, None).unwrap();
-    let line = ["x".repeat(1000)];
-    turns.log(Some(&lock), &line).unwrap();
     let hard = getrlimit(Resource::RLIMIT_FSIZE).unwrap().1;
     let limit = |bytes| setrlimit(Resource::RLIMIT_FSIZE, bytes, hard).unwrap();
     limit(1500);
     is_too_large(BudgetFile::join(&tenant, Some(&"0=50".parse().unwrap())).unwrap_err());
-    is_too_large(turns.log(None, &line).unwrap_err());
     limit(0);
-    is_too_large(own.say(&claim).unwrap_err());
-    is_too_large(turns.claim(&lock, &claim, None).unwrap_err());
-    is_too_large(turns.keep_history(&lock, &[1]).unwrap_err());
     let refused = crate::ticket::lease().and_then(|_| ticket().issue()).unwrap_err();
     assert_eq!(refused.raw_os_error(), Some(libc::EFBIG), "{refused}");
     limit(hard);
@@ -329,41 +319,6 @@ fn without_waiting(work: impl FnOnce() + Send + 'static) {
 }
 
 #[test]
-fn pipes_and_links_in_the_place_of_files_of_turns_make_nobody_wait_and_lead_nowhere() {
-    const NAMES: [&str; 5] = ["history", "history.next", "silent", "silent.next", "claim.next"];
-    without_waiting(|| {
-        let base = tempfile::tempdir().unwrap();
-        let outside = base.path().join("outside");
-        fs::write(&outside, "[3]").unwrap();
-        let link = |path: &Path| symlink(&outside, path).unwrap();
-        let broken_link = |path: &Path| symlink(base.path().join("made"), path).unwrap();
-        for make in [&make_fifo as &dyn Fn(&Path), &link, &broken_link] {
-            let turns = run_dir(&base).turns().unwrap();
-            let lock = turns.lock(soon()).unwrap();
-            for file in NAMES.iter().chain(&["log", "0000000000000009.claim"]) {
-                make(&turns.path.join(file));
-            }
-            assert!(turns.history::<Vec<u32>>().is_empty());
-            assert!(turns.silent::<Vec<u32>>().is_empty());
-            assert!(turns.log_lines().is_empty() && turns.claims(Some(&lock)).unwrap().is_empty());
-            let error = turns.log(None, &["a line".to_owned()]).unwrap_err().to_string();
-            assert!(error.contains("no regular file"), "{error}");
-            // What is about to be a file of ours takes their place.
-            let claim = crate::run_dir::claims::tests::claim("train");
-            let own = turns.claim(&lock, &claim, None).unwrap();
-            turns.keep_history(&lock, &[7]).unwrap();
-            turns.keep_silent(&[8]);
-            assert_eq!(turns.history::<Vec<u32>>(), [7]);
-            assert_eq!(turns.silent::<Vec<u32>>(), [8]);
-            drop(own);
-            fs::remove_dir_all(&turns.path).unwrap();
-        }
-        assert_eq!(fs::read(&outside).unwrap(), b"[3]");
-        assert!(!base.path().join("made").exists());
-    });
-}
-
-#[test]
 fn pipes_and_links_in_the_place_of_a_tenants_files_make_nobody_wait_and_lead_nowhere() {
     without_waiting(|| {
         let base = tempfile::tempdir().unwrap();
@@ -383,24 +338,6 @@ fn pipes_and_links_in_the_place_of_a_tenants_files_make_nobody_wait_and_lead_now
         }
         assert!(!base.path().join("made").exists());
     });
-}
-
-#[test]
-fn a_claim_that_is_no_text_and_one_that_nobody_may_read_cost_themselves_alone() {
-    let base = tempfile::tempdir().unwrap();
-    let turns = run_dir(&base).turns().unwrap();
-    let lock = turns.lock(soon()).unwrap();
-    let path = turns.path.join("0000000000000001.claim");
-    fs::write(&path, [0xff, 0xfe]).unwrap();
-    let held = File::open(&path).unwrap();
-    held.lock().unwrap();
-    let closed = turns.path.join("0000000000000002.claim");
-    fs::write(&closed, "").unwrap();
-    fs::set_permissions(&closed, fs::Permissions::from_mode(0o000)).unwrap();
-    let claim = crate::run_dir::claims::tests::claim("train");
-    let _own = turns.claim(&lock, &claim, None).unwrap();
-    let found = turns.claims(Some(&lock)).unwrap();
-    assert_eq!(found.iter().map(|found| &*found.claim.tenant).collect::<Vec<_>>(), ["train"]);
 }
 
 fn make_fifo(path: &Path) {

@@ -32,7 +32,7 @@ const LINKS_MAX: usize = 40;
 const OVERFLOW_UID_DEFAULT: u32 = 65534;
 
 /// Makes sure that `path` is a directory that is ours alone; creates it, but not those above it.
-pub(super) fn ensure(path: &Path) -> Result<(), RunDirError> {
+pub fn ensure(path: &Path) -> Result<(), RunDirError> {
     let (above, name) = walk_above(path)?;
     match mkdirat(&above, name.as_os_str(), Mode::S_IRWXU) {
         Ok(()) | Err(Errno::EEXIST) => check_own(&above, &name, path),
@@ -41,7 +41,7 @@ pub(super) fn ensure(path: &Path) -> Result<(), RunDirError> {
 }
 
 /// Checks that `path` is a directory that is ours alone.
-pub(super) fn check(path: &Path) -> Result<(), RunDirError> {
+pub fn check(path: &Path) -> Result<(), RunDirError> {
     let (above, name) = walk_above(path)?;
     check_own(&above, &name, path)
 }

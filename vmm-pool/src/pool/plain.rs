@@ -4,7 +4,7 @@
 //! ends a context takes its memory out first: nobody else finds it by the value from then on.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::accounts::Reasons;
 use super::{Entered, Kind, Pool};
@@ -12,6 +12,7 @@ use crate::budget::{Budget, Charge, Counted};
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawContext, VaRange};
 use crate::error::PoolError;
 use crate::ledger::Block;
+use crate::sync::lock;
 
 /// A plain allocation that was left to the driver.
 #[derive(Debug)]
@@ -40,14 +41,10 @@ impl Natives {
         Self { budget, all: Mutex::default() }
     }
 
-    fn all(&self) -> MutexGuard<'_, BTreeMap<u64, Native>> {
-        self.all.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Counts an allocation that the driver has made at `address`.
     pub fn allocated(&self, address: DeviceAddress, mut native: Native) {
         let (size_bytes, device) = (native.size_bytes, native.device);
-        let mut all = self.all();
+        let mut all = lock(&self.all);
         // What was taken before the call is elsewhere, or less: the memory is there, so it counts as it is.
         if let Counted::Yes(charge) = &mut native.counted
             && !charge.as_ref().is_some_and(|it| it.is(size_bytes))
@@ -59,17 +56,17 @@ impl Natives {
 
     /// Forgets the one at `address`.
     pub fn freed(&self, address: DeviceAddress) {
-        self.all().remove(&address.0);
+        lock(&self.all).remove(&address.0);
     }
 
     /// The devices that they are on.
     pub(super) fn devices(&self) -> BTreeSet<DeviceOrdinal> {
-        self.all().values().map(|native| native.device).collect()
+        lock(&self.all).values().map(|native| native.device).collect()
     }
 
     /// Adds those to `reasons` that are on devices with at least so many bytes of them.
     pub(super) fn add_to(&self, reasons: &mut Reasons, least_bytes: u64) {
-        let all = self.all();
+        let all = lock(&self.all);
         let mut bytes: BTreeMap<DeviceOrdinal, u64> = BTreeMap::new();
         for native in all.values() {
             *bytes.entry(native.device).or_default() += native.size_bytes;
@@ -82,7 +79,7 @@ impl Natives {
 
     /// Has all that does not count yet count against a budget.
     pub(super) fn charge_all(&self, make: impl Fn(u64, Option<DeviceOrdinal>) -> Option<Charge>) {
-        for native in self.all().values_mut() {
+        for native in lock(&self.all).values_mut() {
             if let Counted::Yes(charge @ None) = &mut native.counted {
                 *charge = make(native.size_bytes, Some(native.device));
             }
@@ -122,7 +119,7 @@ impl<D: Driver> Pool<D> {
         self.deferred.end_streams();
         let blocks = self.ledger().mappings.take_blocks(context);
         let mut natives = Vec::new();
-        for (address, native) in &mut *self.natives.all() {
+        for (address, native) in &mut *lock(&self.natives.all) {
             if native.context.take_if(|own| *own == context).is_some() {
                 natives.push(DeviceAddress(*address));
             }
@@ -139,7 +136,7 @@ impl<D: Driver> Pool<D> {
             }
         }
         drop(ledger);
-        let mut natives = self.natives.all();
+        let mut natives = lock(&self.natives.all);
         for address in taken.natives {
             if let Some(native) = natives.get_mut(&address.0) {
                 native.context.get_or_insert(context);
@@ -156,7 +153,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         let PlainMemory { mut blocks, natives } = taken;
         for address in natives {
             // The driver may have given the address to another thread by now, in a context of its own.
-            let mut all = self.pool.natives.all();
+            let mut all = lock(&self.pool.natives.all);
             if all.get(&address.0).is_some_and(|native| native.context.is_none()) {
                 all.remove(&address.0);
             }

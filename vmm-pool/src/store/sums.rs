@@ -7,7 +7,9 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
+
+use crate::sync::lock;
 
 /// The longest block.
 const BLOCK_BYTES: u64 = 2 << 20;
@@ -31,10 +33,6 @@ impl Block {
 pub(super) struct Sums(Mutex<BTreeMap<u64, Block>>);
 
 impl Sums {
-    fn blocks(&self) -> MutexGuard<'_, BTreeMap<u64, Block>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// `bytes` are written from `offset_bytes` on, one allocation's behind the other, each as long as `lengths_bytes`
     /// say.
     pub(super) fn note(&self, offset_bytes: u64, bytes: &[u8], lengths_bytes: &[u64]) {
@@ -52,12 +50,12 @@ impl Sums {
         }
         let Some(last) = made.last() else { return };
         self.forget(&(offset_bytes..last.place.end));
-        self.blocks().extend(made.into_iter().map(|block| (block.place.start, block)));
+        lock(&self.0).extend(made.into_iter().map(|block| (block.place.start, block)));
     }
 
     /// The blocks that have something in `place`, in order.
     pub(super) fn over(&self, place: &Range<u64>) -> Vec<Block> {
-        let blocks = self.blocks();
+        let blocks = lock(&self.0);
         let before = blocks.range(..place.start).next_back();
         let before = before.filter(|(_, block)| block.place.end > place.start);
         before
@@ -70,7 +68,7 @@ impl Sums {
     /// Nothing of `place` is in the file any more.
     pub(super) fn forget(&self, place: &Range<u64>) {
         let gone = self.over(place);
-        let mut blocks = self.blocks();
+        let mut blocks = lock(&self.0);
         for block in gone {
             blocks.remove(&block.place.start);
         }

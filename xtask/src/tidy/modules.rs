@@ -30,13 +30,13 @@ const ORDERS: [Order; 3] = [
     },
     Order {
         folder: "tenants/src",
-        modules: "lib error_text code descriptors size time identity family turns region references \
+        modules: "lib error_text code descriptors size time identity family class region references \
             host_memory numa budget scope phase state saving wire transport run_dir ticket checkpoints member \
-            coordinator requests settings switching command",
+            coordinator requests settings",
     },
     Order {
         folder: "ffi/src",
-        modules: "lib guards bindings environment interpose contexts runtime nvml peers records look replaced pluggable hooks \
+        modules: "lib guards bindings environment interpose contexts runtime command nvml peers records look replaced pluggable hooks \
             nccl registrations interposed attach c_api compat",
     },
 ];

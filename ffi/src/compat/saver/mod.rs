@@ -16,8 +16,8 @@ use std::ffi::{CStr, c_char, c_int};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::command::{Change, Command};
 use sublet_torch_allocator::{Backend, tags_of};
-use tenants::command::{Change, Command};
 use vmm_pool::SavedError;
 use vmm_pool::driver::{DeviceAddress, DriverCode, VaRange};
 use vmm_pool::sync::lock;

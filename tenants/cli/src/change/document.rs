@@ -1,11 +1,11 @@
 //! The outcome of changes to tenants, for programs. `docs/sublet.schema.json` describes it.
 
 use serde::Serialize;
+use sublet_turns::Switched;
 use tenants::code::Code;
 use tenants::coordinator::{DeviceShortage, MemberFailure, Outcome, Report, Trouble};
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
-use tenants::switching::Switched;
 use vmm_pool::PinnedBytes;
 
 use crate::outsiders::{self, Occupant};

@@ -4,7 +4,7 @@ use std::fs::{self, OpenOptions};
 use std::io::{self, Read as _};
 use std::path::Path;
 
-use tenants::run_dir::open_regular;
+use tenants::run_dir::files::open_regular;
 
 use super::Check;
 use crate::environment::Environment;

@@ -556,8 +556,8 @@ impl Agent {
             // As in a pid namespace of its own: the kernel tells the other side a better one.
             pid: 1,
             family: None,
-            class: crate::turns::Class::default(),
-            weight: crate::turns::Weight::default(),
+            class: crate::class::Class::default(),
+            weight: crate::class::Weight::default(),
             queues: false,
             goes_deep: false,
             command: "python train.py".to_owned(),

@@ -19,7 +19,7 @@ use std::num::NonZeroUsize;
 use std::os::fd::{AsFd as _, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt as _;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
@@ -35,6 +35,7 @@ use crate::{
     DeviceOrdinal, Driver as _, DriverCode, DriverOp, DriverResult, HANDLE_TYPE_POSIX_FD, Location,
     LocationKind, RawHandle, VaRange,
 };
+use sublet_sync::sync::lock;
 
 const HOST_REGISTER_DEVICE_MAP: c_uint = 2;
 const PAGE_BYTES: u64 = 4096;
@@ -161,12 +162,8 @@ impl HostFile {
 }
 
 impl HostFiles {
-    fn tables(&self) -> MutexGuard<'_, Tables> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn add(&self, file: HostFile) -> RawHandle {
-        let mut tables = self.tables();
+        let mut tables = lock(&self.0);
         tables.last += 1;
         let handle = RawHandle::of_host_file(tables.last);
         tables.files.insert(handle, Arc::new(file));
@@ -174,7 +171,7 @@ impl HostFiles {
     }
 
     fn find(&self, handle: RawHandle) -> Coded<Arc<HostFile>> {
-        self.tables().files.get(&handle).cloned().ok_or(DriverCode::INVALID_VALUE)
+        lock(&self.0).files.get(&handle).cloned().ok_or(DriverCode::INVALID_VALUE)
     }
 
     /// Memory of zeros, preferably on the node that `prop` names.
@@ -213,7 +210,7 @@ impl HostFiles {
 
     /// Its handle ends. What is mapped stays.
     pub(super) fn release(&self, handle: RawHandle) -> Coded<()> {
-        let ended = self.tables().files.remove(&handle);
+        let ended = lock(&self.0).files.remove(&handle);
         ended.map(drop).ok_or(DriverCode::INVALID_VALUE)
     }
 
@@ -242,19 +239,19 @@ impl HostFiles {
         let size_bytes = file.size_bytes;
         let (is_attached, is_registered, is_mapped) = (true, false, false);
         let place = HostRange { handle, size_bytes, is_attached, is_registered, is_mapped };
-        self.tables().places.insert(start, place);
+        lock(&self.0).places.insert(start, place);
         Ok(place.range(start))
     }
 
     /// Frees addresses that were reserved here, and that nothing is registered at.
     fn free(&self, range: VaRange) -> Coded<()> {
-        self.tables().places.remove(&range.start.0).ok_or(DriverCode::INVALID_VALUE)?;
+        lock(&self.0).places.remove(&range.start.0).ok_or(DriverCode::INVALID_VALUE)?;
         give_back(range.start.0, range.size_bytes)
     }
 
     /// Maps the whole of `handle` at addresses that were reserved for it.
     pub(super) fn map(&self, range: VaRange, handle: RawHandle) -> Coded<()> {
-        let mut tables = self.tables();
+        let mut tables = lock(&self.0);
         let file = tables.files.get(&handle).cloned().ok_or(DriverCode::INVALID_VALUE)?;
         let place = tables.places.get_mut(&range.start.0);
         let place = place.filter(|place| {
@@ -270,7 +267,7 @@ impl HostFiles {
 
     /// The whole place that `address` lies in, and whether something is mapped there.
     fn place_at(&self, address: DeviceAddress) -> Option<(VaRange, bool)> {
-        let tables = self.tables();
+        let tables = lock(&self.0);
         let (start, place) = tables.places.range(..=address.0).next_back()?;
         let is_inside = address.0 - start < place.size_bytes;
         is_inside.then(|| (place.range(*start), place.is_mapped))
@@ -283,14 +280,14 @@ impl HostFiles {
 
     /// Notes whether the place at `start` is registered. What was noted before.
     fn note_registered(&self, start: DeviceAddress, is_registered: bool) -> Coded<bool> {
-        let mut tables = self.tables();
+        let mut tables = lock(&self.0);
         let place = tables.places.get_mut(&start.0).ok_or(DriverCode::INVALID_VALUE)?;
         Ok(std::mem::replace(&mut place.is_registered, is_registered))
     }
 
     /// Unmaps what is mapped at `start`, which is not registered any more. The addresses stay reserved.
     fn unmap(&self, start: DeviceAddress) -> Coded<()> {
-        let mut tables = self.tables();
+        let mut tables = lock(&self.0);
         let place = tables.places.get_mut(&start.0).ok_or(DriverCode::INVALID_VALUE)?;
         let (at, size) = (address(start.0)?, length(place.size_bytes)?);
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE | MapFlags::MAP_FIXED;

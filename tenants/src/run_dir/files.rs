@@ -1,0 +1,134 @@
+//! Files that the processes of a user share, in directories that nobody else can change.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+pub use super::error::is_no_file;
+pub use super::locks::{FileLock, holders};
+pub use super::trusted_path::{check, ensure};
+
+use super::error::no_file;
+use super::{RunDirError, pause_thread};
+use crate::time::millis;
+
+const LOCK_BACK_OFF_MIN: Duration = Duration::from_millis(1);
+pub(super) const LOCK_BACK_OFF_MAX: Duration = Duration::from_millis(50);
+
+/// Opens the file at `path` and locks it by `try_lock`, again and again until `deadline`. The holder then, and how many
+/// milliseconds it was waited for, is for `locked` to say.
+///
+/// # Errors
+/// What `locked` says; [`RunDirError::Io`].
+pub fn wait_for_lock(
+    path: &Path,
+    deadline: Instant,
+    open: impl Fn() -> Result<File, RunDirError>,
+    try_lock: impl Fn(&File) -> Result<(), fs::TryLockError>,
+    locked: impl FnOnce(Vec<u32>, u64) -> RunDirError,
+) -> Result<FileLock, RunDirError> {
+    let started = Instant::now();
+    let mut back_off = LOCK_BACK_OFF_MIN;
+    loop {
+        let file = open()?;
+        match try_lock(&file) {
+            Ok(()) if is_still_named(&file, path) => return Ok(FileLock::new(file)),
+            // Held by another, or by us on a file that its last holder removed with the directory, where nobody would
+            // see it.
+            Ok(()) | Err(fs::TryLockError::WouldBlock) => {}
+            Err(fs::TryLockError::Error(error)) => return Err(io_error("locking", path)(error)),
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            let waited_ms = millis(started.elapsed());
+            return Err(locked(holders(&file), waited_ms));
+        }
+        pause_thread(back_off.min(left));
+        back_off = (back_off * 2).min(LOCK_BACK_OFF_MAX);
+    }
+}
+
+/// Makes an error of the run directory out of the system's: `operation` on `path` failed.
+pub fn io_error(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> RunDirError {
+    let path = path.to_owned();
+    move |source| RunDirError::Io { operation, path, source }
+}
+
+/// The names in the directory `path` that are valid text; others are none of ours.
+///
+/// # Errors
+/// [`RunDirError::Io`].
+pub fn entry_names(path: &Path) -> Result<Vec<String>, RunDirError> {
+    let entries = fs::read_dir(path).map_err(io_error("reading", path))?;
+    let mut names = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(io_error("reading", path))?;
+        names.extend(entry.file_name().into_string().ok());
+    }
+    Ok(names)
+}
+
+/// Removes the file at `path`. One that is not there is removed already.
+///
+/// # Errors
+/// [`RunDirError::Io`].
+pub fn remove_file_if_there(path: &Path) -> Result<(), RunDirError> {
+    match fs::remove_file(path) {
+        // What cannot be removed because nothing can be written there is no harm to those that live.
+        Err(error)
+            if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ReadOnlyFilesystem) =>
+        {
+            Err(io_error("removal", path)(error))
+        }
+        Ok(()) | Err(_) => Ok(()),
+    }
+}
+
+/// Opens a regular file of a directory that others write to. Anything else is refused: no link is followed, and nobody waits for
+/// the other end of a pipe.
+///
+/// # Errors
+/// The system's error; for what is no regular file, an error that says so.
+pub fn open_regular(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
+    let file = options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
+    if file.metadata()?.is_file() { Ok(file) } else { Err(no_file()) }
+}
+
+/// Opens a regular file to read it, as [`open_regular`].
+///
+/// # Errors
+/// The system's error.
+pub fn open_to_read(path: &Path) -> io::Result<File> {
+    open_regular(OpenOptions::new().read(true), path)
+}
+
+/// Opens a file that locks are taken on, and makes it where there is none. On a file system that takes no writing, to read: that
+/// is enough for locks.
+///
+/// # Errors
+/// The system's error.
+pub fn open_lock_file(path: &Path) -> io::Result<File> {
+    let open = |writes: bool| {
+        let mut options = OpenOptions::new();
+        options.read(true).write(writes).create(writes).truncate(false).mode(0o600);
+        open_regular(&mut options, path)
+    };
+    match open(true) {
+        Err(error) if error.kind() == ErrorKind::ReadOnlyFilesystem => open(false),
+        file => file,
+    }
+}
+
+/// Has `file` still the name `path`? Cleaners of old files remove it, and the next one that comes makes another.
+pub fn is_still_named(file: &File, path: &Path) -> bool {
+    is_same(file, fs::symlink_metadata(path))
+}
+
+/// Is `file` the one that was `found`?
+pub(super) fn is_same(file: &File, found: io::Result<fs::Metadata>) -> bool {
+    let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
+    let found = found.map(identity).ok();
+    found.is_some() && file.metadata().map(identity).ok() == found
+}

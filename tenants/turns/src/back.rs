@@ -1,0 +1,146 @@
+//! A tenant that queues comes back by itself when it was paused for another. The contexts of one that says so leave when it has rested for its time.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vmm_pool::driver::Driver;
+
+use super::SwitchOptions;
+use super::acting::to_depth;
+use super::gather::Displaced;
+use super::queue::{CallsOff, Queue};
+use super::turn::{AFTER_FAILURE, AFTER_FAILURE_MAX, KEPT_EVERY};
+use crate::decision::is_due;
+use crate::decision::scene::Wish;
+use tenants::coordinator::{Depth, Outcome};
+use tenants::error_text::chain;
+use tenants::member::Member;
+use tenants::wire::MemberState;
+
+/// The interval at which a process that is paused looks whether a call of it waits.
+const LOOK: Duration = Duration::from_millis(20);
+/// The time for which it rests while it neither runs nor is paused.
+const ON_ITS_WAY: Duration = Duration::from_millis(100);
+/// The interval at which a process that runs looks whether it still does, in addition to being told.
+const REST: Duration = Duration::from_hours(1);
+
+/// Starts a thread that brings the tenant of `member` back when it was paused for another. The thread waits for the
+/// GPUs among the others, once a call of this process waits for its memory. A tenant that was paused by name stays so,
+/// and one that wants nothing leaves the GPUs to others. The contexts of a tenant that says so leave while it rests
+/// ([`tenants::class::TurnSettings::deep`]).
+pub fn come_back_by_itself<D: Driver>(member: &Arc<Member<D>>) {
+    let (watched, after_panic) = (Arc::clone(member), Arc::clone(member));
+    let again = move |text: &str| {
+        after_panic.notes().add(format!(
+            "Sublet failed inside, watching for its turn ({text}), and begins again; report this"
+        ));
+        after_panic.lifecycle().rest(AFTER_FAILURE_MAX);
+        come_back_by_itself(&after_panic);
+    };
+    let thread = vmm_pool::threads::spawn("sublet-back", move || watch(&watched), again);
+    if let Err(error) = thread {
+        member.notes().add(format!(
+            "nobody brings this tenant back when others have it paused for theirs: no thread ({error})"
+        ));
+    }
+}
+
+fn watch<D: Driver>(member: &Member<D>) {
+    let is_paused = || member.lifecycle().state().is_away();
+    let options = || SwitchOptions {
+        checkpointer: (member.config().checkpointer)(),
+        ..SwitchOptions::default()
+    };
+    let mut depth = Sinking { after_failure: AFTER_FAILURE, not_before: None };
+    let mut after_failure = AFTER_FAILURE;
+    let presence = member.presence();
+    let (run_dir, tenant) = (presence.run_dir(), presence.tenant());
+    // Known from the pause on, and looked at now and then: the run directory may go before anything here wants to be back.
+    let (mut away, mut look_at) = (Displaced::default(), Instant::now());
+    while !presence.has_left() {
+        member.lifecycle().wait_while_active(REST);
+        if !is_paused() {
+            // It is on its way, or faulted.
+            (away, look_at) = (Displaced::default(), Instant::now());
+            member.lifecycle().rest(ON_ITS_WAY);
+            continue;
+        }
+        let wants_back = member.config().turns.queues && member.has_waiting_calls();
+        let is_away = (wants_back || Instant::now() >= look_at) && {
+            look_at = Instant::now() + KEPT_EVERY;
+            away.look(run_dir, tenant)
+        };
+        if !wants_back || !is_away {
+            depth.look(member);
+            member.lifecycle().rest(LOOK);
+            continue;
+        }
+        let is_over = || !is_paused() || presence.has_left();
+        let queue =
+            Queue::enter(run_dir, tenant, Wish::Back, Duration::MAX, CallsOff::when(&is_over));
+        let back = queue.and_then(|mut queue| {
+            queue.displaced = away;
+            queue.wait_and_go(&options(), &is_over, &mut |_| {})
+        });
+        if let Err(error) = back
+            && is_paused()
+        {
+            tracing::info!(%tenant, %error, "the tenant was not brought back yet");
+            member.lifecycle().rest(after_failure);
+            after_failure = (after_failure * 2).min(AFTER_FAILURE_MAX);
+        } else {
+            after_failure = AFTER_FAILURE;
+        }
+    }
+}
+
+/// Has the contexts of the own tenant leave when it has rested for its time.
+struct Sinking {
+    after_failure: Duration,
+    not_before: Option<Instant>,
+}
+
+impl Sinking {
+    fn look<D: Driver>(&mut self, member: &Member<D>) {
+        let (state, rested) = member.lifecycle().since();
+        let is_early = self.not_before.is_some_and(|not_before| Instant::now() < not_before);
+        let is_whole = member.info().stands_without.is_none();
+        let is_due =
+            state == MemberState::Paused && is_whole && is_due(rested, member.config().turns.deep);
+        if !is_due || is_early {
+            return;
+        }
+        let failed = if is_first(member) { sink(member).err() } else { None };
+        self.after_failure = if failed.is_some() {
+            (self.after_failure * 2).min(AFTER_FAILURE_MAX)
+        } else {
+            AFTER_FAILURE
+        };
+        self.not_before = Some(Instant::now() + self.after_failure);
+        if let Some(why) = failed {
+            member.notes().add(format!("its contexts stay on the GPUs while it rests: {why}"));
+        }
+    }
+}
+
+/// One process of a tenant does it for all.
+pub(super) fn is_first<D: Driver>(member: &Member<D>) -> bool {
+    let presence = member.presence();
+    let dir = presence.run_dir().existing_tenant(presence.tenant()).ok().flatten();
+    dir.is_some_and(|dir| dir.pids().first() == Some(&std::process::id()))
+}
+
+fn sink<D: Driver>(member: &Member<D>) -> Result<(), String> {
+    let checkpointer = (member.config().checkpointer)();
+    let options = SwitchOptions { checkpointer, ..SwitchOptions::default() };
+    let (run_dir, tenant) = (member.presence().run_dir(), member.presence().tenant());
+    let mut coordinator = to_depth(run_dir, tenant, &options, Depth::Contexts);
+    match coordinator.deepen(&mut |_| {}) {
+        Ok(Outcome::Completed(report)) => {
+            report.not_deep.first().map_or(Ok(()), |failure| Err(failure.to_string()))
+        }
+        // It has come back, or another was faster.
+        Ok(Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive) => Ok(()),
+        Err(error) => Err(chain(&error)),
+    }
+}

@@ -1,0 +1,512 @@
+//! The scene of this moment, made of the answers of all tenants and of the claims.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use vmm_pool::{Contents, KeptBytes};
+
+use crate::claims::Found;
+use crate::clock::{boot, now_us};
+use crate::decision::history::History;
+use crate::decision::idle_after_us;
+use crate::decision::scene::{Contexts, Cost, Held, Scene, Standing, Waiting, Wish};
+use crate::turn_files::TurnDir;
+use tenants::class::Class;
+use tenants::coordinator::{Coordinator, Holdings, Options, TenantStats};
+use tenants::identity::TenantName;
+use tenants::run_dir::{RunDir, RunDirError};
+use tenants::wire::{Idleness, MemberState, MemberStats, Phase, PhaseReport};
+
+/// The speed at which contents are copied, where nothing was measured, in bytes a microsecond.
+const COPY_BYTES_PER_US: u64 = 10_000;
+/// The time that a process may take to answer.
+const ANSWER: Duration = Duration::from_secs(2);
+
+/// One that did not answer is not asked again for so long, twice as long after each time that follows,
+const SILENT_MIN_US: u64 = 5_000_000;
+/// and for no longer than this.
+const SILENT_MAX_US: u64 = 60_000_000;
+
+/// The longest wait for the lock, to write down what the history has lost. Who waits in vain tries again.
+const LOCK_WAIT: Duration = Duration::from_millis(250);
+
+/// Tenants that did not answer, as all that decide know it. Each rests: nobody asks it for a while, also under the lock, where everybody
+/// waits for one that does not answer. Only who would give up because of them asks once more, without the lock.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Silent(BTreeMap<String, Rest>);
+
+/// The time for which one is not asked, in microseconds of the clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Rest {
+    until_us: u64,
+    time_us: u64,
+}
+
+impl Silent {
+    pub(super) fn is_left_alone(&self, tenant: &TenantName, now_us: u64) -> bool {
+        let rest = self.0.get(tenant.as_str());
+        // What was written before the machine was started is of another clock.
+        rest.is_some_and(|rest| {
+            now_us < rest.until_us && rest.until_us <= now_us.saturating_add(SILENT_MAX_US)
+        })
+    }
+
+    /// The same, when all rests are over. One that does not answer then rests for twice as long.
+    pub(super) fn rested(&self) -> Self {
+        let over = |rest: &Rest| Rest { until_us: 0, ..*rest };
+        Self(self.0.iter().map(|(tenant, rest)| (tenant.clone(), over(rest))).collect())
+    }
+
+    /// One was asked.
+    pub(super) fn note(&mut self, tenant: &TenantName, is_silent: bool, now_us: u64) {
+        if !is_silent {
+            self.0.remove(tenant.as_str());
+            return;
+        }
+        let before = self.0.get(tenant.as_str()).map(|rest| rest.time_us);
+        let time_us =
+            before.map_or(SILENT_MIN_US, |time_us| time_us.saturating_mul(2).min(SILENT_MAX_US));
+        let until_us = now_us.saturating_add(time_us);
+        self.0.insert(tenant.to_string(), Rest { until_us, time_us });
+    }
+}
+
+/// The claims of those that wait and show signs of life.
+pub(super) fn waiting(claims: &[Found]) -> impl Iterator<Item = &Found> {
+    claims
+        .iter()
+        .filter(|found| found.claim.waits && !found.is_silent())
+        .filter(|found| TenantName::new(&found.claim.tenant).is_ok())
+}
+
+fn as_waiting(found: &Found) -> Option<Waiting> {
+    let tenant = TenantName::new(&found.claim.tenant).ok()?;
+    Some(Waiting { tenant, wish: found.claim.wish.clone() })
+}
+
+/// All tenants as they are, but for those that are `silent`, of whom no more than that is known, and who waits. What those need that wait, `wanted` too, is asked of them, and whether those
+/// that run are idle.
+pub(super) fn gather(
+    run_dir: &RunDir,
+    claims: &[Found],
+    wanted: Option<&TenantName>,
+    silent: &mut Silent,
+) -> Scene {
+    let mut scene =
+        Scene { waiting: waiting(claims).filter_map(as_waiting).collect(), ..Scene::default() };
+    let somebody_waits = wanted.is_some() || !scene.waiting.is_empty();
+    let wants_more = |waiting: &Waiting| {
+        waiting.wish.bytes().next().is_some() || waiting.wish.context().is_some()
+    };
+    let mut somebody_wants_more = scene.waiting.iter().any(wants_more);
+    // All of this is under the lock: who does not answer soon is not waited for.
+    let options = Options { timeout: Some(ANSWER), contact_timeout: ANSWER, ..Options::default() };
+    let mut asked = Vec::new();
+    for name in run_dir.tenants().unwrap_or_default() {
+        if wanted != Some(&name) && silent.is_left_alone(&name, now_us()) {
+            scene.unheard.insert(name);
+        } else {
+            asked.push(Coordinator::new(run_dir.clone(), name, options.clone()));
+        }
+    }
+    let found = Holdings::of_all(&asked.iter().collect::<Vec<_>>());
+    // One whose contexts are away cannot say what is free.
+    let mut cannot_say = Vec::new();
+    for (coordinator, found) in asked.iter().zip(&found) {
+        let name = coordinator.tenant();
+        let waits = wanted == Some(name) || scene.waiting.iter().any(|other| other.tenant == *name);
+        if waits && found.stats.as_ref().is_ok_and(|stats| contexts_of(stats).are_away) {
+            cannot_say.push(name.clone());
+            somebody_wants_more = true;
+        }
+    }
+    for (coordinator, Holdings { stats, is_silent, is_overdue }) in asked.iter().zip(found) {
+        let name = coordinator.tenant().clone();
+        // One that is stopped costs no time, and may be continued at any instant.
+        silent.note(&name, is_overdue, now_us());
+        if is_silent {
+            scene.unheard.insert(name.clone());
+        }
+        // One that has ended, or cannot be spoken to, makes no way for anybody.
+        let Ok(stats) = stats else { continue };
+        if stats.members.iter().any(|member| !member.member.state.rests()) {
+            scene.moving.insert(name.clone());
+        }
+        let mut standing = standing_of(&stats);
+        let has_claim = |found: &Found| {
+            found.claim.tenant == name.as_str()
+                && (!found.claim.waits || found.claim.wish == Wish::Turn)
+        };
+        standing.has_turn = claims.iter().any(|found| !found.claim.waits && has_claim(found));
+        standing.comes_back |= claims.iter().any(has_claim);
+        let waits = wanted == Some(&name) || scene.waiting.iter().any(|other| other.tenant == name);
+        let is_heard = !is_silent || wanted == Some(&name);
+        if is_heard
+            && !standing.contexts.are_away
+            && ((waits && !standing.is_active) || somebody_wants_more)
+        {
+            let needs = coordinator.needs(standing.is_active || somebody_wants_more);
+            let needs = needs.unwrap_or_default();
+            for (gpu, need) in needs {
+                if !standing.is_active {
+                    standing.held.entry(gpu.clone()).or_default().away_bytes = need.needed_bytes;
+                }
+                scene.total_bytes.insert(gpu.clone(), need.total_bytes);
+                let free_bytes = scene.free_bytes.entry(gpu).or_default();
+                *free_bytes = need.free_bytes.max(*free_bytes);
+            }
+        }
+        if standing.is_active {
+            // Nobody is looked at who takes no turns.
+            let may_look = somebody_waits && standing.comes_back;
+            standing.idle_since_us = idle_since_us(coordinator, &standing, &stats, may_look);
+        }
+        scene.tenants.insert(name, standing);
+    }
+    // Where nobody else can say it either, its resume will.
+    for standing in cannot_say.iter().filter_map(|name| scene.tenants.get(name)) {
+        for gpu in standing.gpus() {
+            scene.free_bytes.entry(gpu.to_owned()).or_insert(u64::MAX);
+        }
+    }
+    scene
+}
+
+/// The contexts of one tenant.
+fn contexts_of(stats: &TenantStats) -> Contexts {
+    let are_away = |member: &MemberStats| member.member.state == MemberState::Deep;
+    let are_away = stats.members.iter().any(are_away);
+    let may_leave = !stats.members.is_empty()
+        && stats.failures.is_empty()
+        && stats.members.iter().all(|member| member.member.goes_deep);
+    let processes = stats.members.len() as u64;
+    Contexts { processes, may_leave: may_leave && !are_away, are_away }
+}
+
+/// Since when a tenant has launched nothing, where it is long enough to matter to anybody and its devices have nothing left to do. Where that
+/// is not known of its devices, it is looked for if `may_look`.
+fn idle_since_us(
+    coordinator: &Coordinator,
+    standing: &Standing,
+    stats: &TenantStats,
+    may_look: bool,
+) -> Option<u64> {
+    let least_us = idle_after_us(standing, true);
+    let told = stats.members.iter().map(|member| member.idleness).collect::<Vec<_>>();
+    let quiet_us = |all: &[Idleness]| all.iter().map(|one| one.quiet_us).min();
+    // One that does not answer may be at work.
+    if !stats.failures.is_empty() || quiet_us(&told)? < least_us {
+        return None;
+    }
+    let is_drained = |all: &[Idleness]| all.iter().all(|one| one.is_drained);
+    let seen =
+        if is_drained(&told) || !may_look { told } else { coordinator.look_idle(least_us).ok()? };
+    let is_complete = seen.len() == stats.members.len() && is_drained(&seen);
+    let quiet_us = quiet_us(&seen).filter(|quiet_us| is_complete && *quiet_us >= least_us)?;
+    Some(now_us().saturating_sub(quiet_us))
+}
+
+/// Adds `tenant`, which wants a turn or its first context, where it was not found. `is_away`: it has memory, and is paused.
+pub(super) fn complete(scene: &mut Scene, tenant: &TenantName, is_away: bool) {
+    if scene.tenants.contains_key(tenant) {
+        return;
+    }
+    if is_away {
+        // Its socket has gone, and comes again.
+        scene.unheard.insert(tenant.clone());
+    } else {
+        // A process that has no device memory yet is of no tenant that anybody can ask, and needs nothing.
+        let newcomer = Standing { is_active: true, ..Standing::default() };
+        scene.tenants.insert(tenant.clone(), newcomer);
+    }
+}
+
+/// One tenant, but for its turn.
+fn standing_of(stats: &TenantStats) -> Standing {
+    let mut standing = Standing::default();
+    let members = &stats.members;
+    // One on its way out is somebody else's to bring back.
+    let is_active = |member: &MemberStats| member.member.state == MemberState::Active;
+    standing.is_active = !members.is_empty() && members.iter().all(is_active);
+    let named =
+        members.iter().max_by_key(|member| (member.member.class, member.member.weight.get()));
+    if let Some(member) = named {
+        standing.class = member.member.class;
+        standing.weight = member.member.weight;
+    }
+    standing.comes_back = queues(stats);
+    for member in members {
+        let unchanged = unchanged_share(member);
+        for device in &member.pool.devices {
+            let held = standing.held.entry(device.uuid.clone()).or_default();
+            for class in &device.classes {
+                let leaves = class.resident_bytes.saturating_sub(class.pinned_bytes);
+                held.away_bytes += class.own_bytes.saturating_sub(class.resident_bytes);
+                match class.contents {
+                    Contents::Discard => held.discarded_bytes += leaves,
+                    Contents::Keep | Contents::File | Contents::DiscardByTag => {
+                        let kept = u128::from(leaves) * u128::from(unchanged) / 1000;
+                        let kept = u64::try_from(kept).unwrap_or(leaves);
+                        held.unchanged_bytes += kept;
+                        held.copied_bytes += leaves - kept;
+                    }
+                }
+            }
+        }
+        if member.member.state.is_away() {
+            // What a pause leaves in place is not given back by another.
+            for held in standing.held.values_mut() {
+                *held = Held { away_bytes: held.away_bytes, ..Held::default() };
+            }
+        }
+    }
+    standing.cost = cost_of(&standing, members);
+    standing.contexts = contexts_of(stats);
+    standing
+}
+
+/// Of what the last pause kept, in thousandths, what it did not copy.
+fn unchanged_share(member: &MemberStats) -> u64 {
+    // By stages, several have saved something.
+    let kept = member.last_pause.iter().filter_map(|(_, report)| report.kept);
+    let Some(kept) = kept.reduce(KeptBytes::plus) else { return 0 };
+    let spared = kept.zero_bytes.saturating_add(kept.unchanged_bytes);
+    let share = u128::from(spared) * 1000 / u128::from(kept.total_bytes().max(1));
+    u64::try_from(share).unwrap_or(0)
+}
+
+/// As measured; where nothing was, by the bytes.
+fn cost_of(standing: &Standing, members: &[MemberStats]) -> Cost {
+    let took = |phases: fn(&MemberStats) -> &[(Phase, PhaseReport)]| {
+        let all = members.iter().map(|member| {
+            phases(member)
+                .iter()
+                .fold(0, |all: u64, (_, report)| all.saturating_add(report.elapsed_us))
+        });
+        all.max().unwrap_or(0)
+    };
+    let held = standing.held.values();
+    let bytes = held.fold(0_u64, |all, held| {
+        all.saturating_add(held.away_bytes).saturating_add(held.copied_bytes)
+    });
+    let guess_us = bytes / COPY_BYTES_PER_US;
+    let measured = |us: u64, otherwise: u64| if us > 0 { us } else { otherwise };
+    let pause_us = measured(took(|member| &member.last_pause), guess_us);
+    let resume_us = measured(took(|member| &member.last_resume), pause_us);
+    Cost { pause_us, resume_us }
+}
+
+/// One claim, for people.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct Claimant {
+    /// Its tenant.
+    pub tenant: String,
+    /// Its class.
+    pub class: Class,
+    /// Its process; none where that has no id here.
+    pub pid: Option<u32>,
+    /// Is its tenant in its turn? Else it waits.
+    pub is_in_turn: bool,
+    /// Is it a person's order?
+    pub is_order: bool,
+    /// The aim of its wait, in a word: `order`, `turn`, `resume`, `back`, `memory` or `context`.
+    pub wish: &'static str,
+    /// Bytes that an allocation did not get, on all GPUs; 0 for any other wish.
+    pub wanted_bytes: u64,
+    /// For how long its tenant has been idle, in microseconds, where it runs and that is known.
+    pub idle_us: Option<u64>,
+    /// The time for which it has waited, or had its turn, in microseconds.
+    pub since_us: u64,
+}
+
+/// The claims of those that have a turn and of those that wait, in order, and the last decisions.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct TurnsView {
+    /// Those in their turn, and then those that wait, each in the order in which they came.
+    pub claims: Vec<Claimant>,
+    /// Decisions, oldest first.
+    pub decisions: Vec<LoggedDecision>,
+}
+
+/// One line of the log.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct LoggedDecision {
+    /// When, in microseconds since 1970.
+    pub at_unix_us: u64,
+    /// The process that decided.
+    pub pid: u32,
+    /// The decision, and its reason.
+    pub text: String,
+}
+
+/// Returns who has a turn and who waits, and the last `count` decisions. Takes no lock and changes nothing.
+///
+/// # Errors
+/// [`RunDirError`].
+pub fn look(run_dir: &RunDir, count: usize) -> Result<TurnsView, RunDirError> {
+    let Some(turns) = TurnDir::existing(&run_dir)? else { return Ok(TurnsView::default()) };
+    let found = turns.claims(None)?;
+    let now_us = now_us();
+    let scene = gather(run_dir, &[], None, &mut turns.silent());
+    let mut claims: Vec<Claimant> = found
+        .into_iter()
+        .map(|Found { claim, pid, .. }| {
+            let standing = TenantName::new(&claim.tenant).ok();
+            let standing = standing.and_then(|tenant| scene.tenants.get(&tenant));
+            Claimant {
+                class: standing.map(|standing| standing.class).unwrap_or_default(),
+                pid,
+                is_in_turn: !claim.waits,
+                is_order: claim.wish.is_order(),
+                wish: claim.wish.label(),
+                wanted_bytes: claim
+                    .wish
+                    .bytes()
+                    .fold(0, |all, (_, bytes)| all.saturating_add(bytes)),
+                idle_us: standing
+                    .and_then(|standing| standing.idle_since_us)
+                    .map(|since_us| now_us.saturating_sub(since_us)),
+                since_us: now_us.saturating_sub(claim.since_us),
+                tenant: claim.tenant,
+            }
+        })
+        .collect();
+    claims.sort_by_key(|claim| !claim.is_in_turn);
+    let lines = turns.log_lines();
+    let last = lines.iter().skip(lines.len().saturating_sub(count));
+    let decisions = last
+        .filter_map(|line| {
+            let mut words = line.splitn(3, ' ');
+            Some(LoggedDecision {
+                at_unix_us: words.next()?.parse::<u64>().ok()?.saturating_mul(1000),
+                pid: words.next()?.parse().ok()?,
+                text: words.next()?.to_owned(),
+            })
+        })
+        .collect();
+    Ok(TurnsView { claims, decisions })
+}
+
+/// Returns the history since the machine was started.
+pub(super) fn history_of(turns: &TurnDir) -> History {
+    turns.history::<History>().of_this_start(boot(), now_us())
+}
+
+/// Is a tenant away for another? As the history says, and where that has gone with the run directory, as it said last.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Displaced(bool);
+
+impl Displaced {
+    /// As the last look has found.
+    pub(super) fn is_so(self) -> bool {
+        self.0
+    }
+
+    /// Looks for `tenant`, which is paused, and writes down what the history has lost. Takes the lock of turns for that.
+    pub(super) fn look(&mut self, run_dir: &RunDir, tenant: &TenantName) -> bool {
+        let turns = TurnDir::existing(&run_dir).ok().flatten();
+        match turns.and_then(|turns| history_of(&turns).is_displaced(tenant)) {
+            Some(is_displaced) => self.0 = is_displaced,
+            None if self.0 => {
+                let leaves = |history: &mut History| history.is_leaving(tenant);
+                if let Err(error) = write_down(run_dir, tenant, leaves) {
+                    tracing::debug!(%tenant, %error, "that it is away for another is not written down yet");
+                }
+            }
+            None => {}
+        }
+        self.0
+    }
+
+    /// As [`Displaced::look`], where the tenant was away at the last one, or is paused.
+    pub(super) fn look_if_so(&mut self, run_dir: &RunDir, tenant: &TenantName, is_paused: bool) {
+        if self.0 || is_paused {
+            self.look(run_dir, tenant);
+        }
+    }
+}
+
+/// Writes down `what` is so of `tenant`, where the history knows nothing of it. Takes the lock of turns for that.
+pub(super) fn write_down(
+    run_dir: &RunDir,
+    tenant: &TenantName,
+    what: impl FnOnce(&mut History),
+) -> Result<(), RunDirError> {
+    let turns = TurnDir::make(&run_dir)?;
+    if history_of(&turns).is_displaced(tenant).is_some() {
+        return Ok(());
+    }
+    let lock = turns.lock(Instant::now() + LOCK_WAIT)?;
+    let mut history = history_of(&turns);
+    if history.is_displaced(tenant).is_none() {
+        what(&mut history);
+        turns.keep_history(&lock, &history)?;
+    }
+    Ok(())
+}
+
+/// Do processes of `tenant` queue?
+fn queues(stats: &TenantStats) -> bool {
+    !stats.members.is_empty() && stats.members.iter().all(|member| member.member.queues)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
+
+    use super::*;
+    use tenants::coordinator::{MemberFailure, Step, Who};
+    use tenants::member::{Member, MemberConfig};
+    use tenants::wire::{Failure, FailureKind};
+
+    #[test]
+    fn a_tenant_is_idle_only_if_all_its_processes_say_so() {
+        let base = tempfile::tempdir().unwrap();
+        let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
+        let name = TenantName::new("train").unwrap();
+        let config = MemberConfig::new(run_dir.clone(), name.clone(), "python train.py", "0.1.0");
+        let node = SimNode::private(&[16 << 20]).unwrap();
+        let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
+        let member = Member::join(config, driver).unwrap();
+        let coordinator = Coordinator::new(run_dir, name, Options::default());
+        let mut stats = coordinator.stats().unwrap();
+        let standing = standing_of(&stats);
+        let idle = |stats: &TenantStats| idle_since_us(&coordinator, &standing, stats, false);
+        stats.members[0].idleness = Idleness { quiet_us: 0, is_drained: true, waiting_calls: 0 };
+        assert_eq!(idle(&stats), None);
+        stats.members[0].idleness.quiet_us = u64::MAX / 2;
+        assert!(idle(&stats).is_some());
+        let failure = Failure { kind: FailureKind::PeerGone, message: "silent".to_owned() };
+        let who = Who { pid: None, member: stats.members[0].member.id };
+        stats.failures.push(MemberFailure { who, step: Step::Stats, failure });
+        assert_eq!(idle(&stats), None, "the other may be at work");
+        drop(member);
+    }
+
+    #[test]
+    fn one_that_does_not_answer_is_asked_less_and_less_often_until_it_does() {
+        let tenant = TenantName::new("a").unwrap();
+        let mut silent = Silent::default();
+        let mut now_us = 7;
+        let mut rests = Vec::new();
+        for _ in 0..6 {
+            silent.note(&tenant, true, now_us);
+            let began_us = now_us;
+            while silent.is_left_alone(&tenant, now_us) {
+                now_us += 1_000_000;
+            }
+            rests.push((now_us - began_us) / 1_000_000);
+        }
+        assert_eq!(rests, [5, 10, 20, 40, 60, 60]);
+        silent.note(&tenant, true, now_us);
+        assert!(!silent.is_left_alone(&tenant, 0), "the machine was started again");
+        silent.note(&tenant, false, now_us);
+        assert!(!silent.is_left_alone(&tenant, now_us));
+    }
+}

@@ -1,0 +1,162 @@
+//! Has a tenant get its GPUs: asks [`crate::decision`] what is to be done, and does it.
+//!
+//! There is no daemon. A process that wants its tenant to have the GPUs makes a claim in the run directory (`claims.rs`), and acts
+//! for itself when the decision about its claim is to go; until then it looks again whenever claims change. All decide by the same rules
+//! from the same claims, so all agree who is next. Who is to go takes a lock, decides once more and acts, so that one acts at a time; who waits
+//! has no lock, and keeps nobody from anything when it is stopped. A claim ends with its process.
+//!
+//! Lock order: the lock of turns, then those of tenants.
+
+mod acting;
+mod back;
+mod claims;
+mod clock;
+pub mod decision;
+#[cfg(test)]
+mod files_tests;
+mod gather;
+mod going;
+mod outcome;
+mod queue;
+mod room;
+#[cfg(test)]
+mod tests;
+mod turn;
+mod turn_files;
+
+use std::time::Instant;
+
+use crate::clock::now_us;
+use crate::decision::scene::{Waiting, Wish};
+use crate::decision::{Verdict, decide};
+use tenants::coordinator::{Coordinator, Event, Options, Trouble};
+use tenants::identity::TenantName;
+use tenants::run_dir::RunDir;
+
+pub use acting::SwitchOptions;
+use acting::{busy, fits_nowhere};
+pub use back::come_back_by_itself;
+pub use gather::{Claimant, LoggedDecision, TurnsView, look};
+use gather::{Silent, gather, history_of};
+pub use outcome::Switched;
+use queue::{CallsOff, LOCK_TIMEOUT, Queue, never};
+pub use room::{Allocation, Newcomer, with_room};
+pub use turn::Turn;
+use turn_files::TurnDir;
+
+/// Pauses what is in the way of `tenant` on its GPUs, and resumes it. Blocks for a bounded time, besides `wait`.
+///
+/// # Errors
+/// [`Trouble`].
+pub fn switch(
+    run_dir: &RunDir,
+    tenant: &TenantName,
+    options: &SwitchOptions,
+    progress: &mut dyn FnMut(Event<'_>),
+) -> Result<Switched, Trouble> {
+    lives(run_dir, tenant, options)?;
+    if options.is_dry {
+        return dry(run_dir, tenant);
+    }
+    queue_for(run_dir, tenant, Wish::Order, options, progress)
+}
+
+/// Resumes `tenant` in its place among those that wait for the GPUs: as [`switch`], but by class and in the order in which they came, and who has its
+/// quantum keeps it. Blocks for a bounded time, besides `wait`.
+///
+/// # Errors
+/// [`Trouble`].
+pub fn resume_in_turn(
+    run_dir: &RunDir,
+    tenant: &TenantName,
+    options: &SwitchOptions,
+    progress: &mut dyn FnMut(Event<'_>),
+) -> Result<Switched, Trouble> {
+    lives(run_dir, tenant, options)?;
+    let mut switched = queue_for(run_dir, tenant, Wish::Resume, options, progress)?;
+    if switched.had_them {
+        // What it runs without, by tag, comes back all the same.
+        let outcome = acting::coordinator(run_dir, tenant, options).resume(progress)?;
+        switched.changes.push((tenant.clone(), outcome));
+    }
+    Ok(switched)
+}
+
+/// Has its place among those that wait until it has got what it came for, or did not.
+fn queue_for(
+    run_dir: &RunDir,
+    tenant: &TenantName,
+    wish: Wish,
+    options: &SwitchOptions,
+    progress: &mut dyn FnMut(Event<'_>),
+) -> Result<Switched, Trouble> {
+    let calls_off =
+        CallsOff { interrupt: options.interrupt.as_ref(), asks: options.asks, is_over: &never };
+    let mut queue = Queue::enter(run_dir, tenant, wish, options.wait, calls_off)?;
+    queue.wait_and_go(options, &never, progress)
+}
+
+/// Has `pause` pause `tenant` by name: nobody brings it back but who says so. A switch may pause it before, or meanwhile: that is by
+/// name too then.
+///
+/// # Errors
+/// Those of `pause`.
+pub fn by_name<T, E>(
+    run_dir: &RunDir,
+    tenant: &TenantName,
+    pause: impl FnOnce() -> Result<T, E>,
+) -> Result<T, E> {
+    stays_away(run_dir, tenant);
+    let paused = pause();
+    if paused.is_ok() {
+        stays_away(run_dir, tenant);
+    }
+    paused
+}
+
+/// `tenant` is to be paused by name, and so nobody brings it back but who says so: also if it is away for another already.
+fn stays_away(run_dir: &RunDir, tenant: &TenantName) {
+    let Ok(Some(turns)) = TurnDir::existing(run_dir) else { return };
+    if history_of(&turns).is_displaced(tenant) != Some(true) {
+        return;
+    }
+    let kept = turns.lock(Instant::now() + LOCK_TIMEOUT).and_then(|lock| {
+        let mut history = history_of(&turns);
+        history.stays_away(tenant);
+        turns.keep_history(&lock, &history)
+    });
+    if let Err(error) = kept {
+        tracing::warn!(%tenant, %error, "it comes back when it wants to, though it is paused by name");
+    }
+}
+
+/// A tenant without a process has its own error, which names those that there are.
+fn lives(run_dir: &RunDir, tenant: &TenantName, options: &SwitchOptions) -> Result<(), Trouble> {
+    let options_of = Options { timeout: options.timeout, ..Options::default() };
+    Coordinator::new(run_dir.clone(), tenant.clone(), options_of).stats().map(drop)
+}
+
+/// Returns what a switch would do now.
+fn dry(run_dir: &RunDir, tenant: &TenantName) -> Result<Switched, Trouble> {
+    let turns = TurnDir::existing(run_dir)?;
+    let claims = turns.as_ref().map_or_else(|| Ok(Vec::new()), |turns| turns.claims(None))?;
+    let history = turns.as_ref().map(history_of).unwrap_or_default();
+    let mut scene = gather(run_dir, &claims, Some(tenant), &mut Silent::default());
+    scene.waiting.push(Waiting { tenant: tenant.clone(), wish: Wish::Order });
+    let index = scene.waiting.len() - 1;
+    let decisions = decide(&scene, &history, now_us());
+    let decision = decisions[index].clone();
+    let had_them = scene.tenants.get(tenant).is_some_and(|standing| standing.is_active);
+    match decision.verdict {
+        Verdict::Go(victims) => {
+            let (reasons, changes) = (decision.reasons, Vec::new());
+            Ok(Switched { had_them, victims, reasons, changes, unrecorded: None })
+        }
+        Verdict::Sink(sinks) => {
+            let (reasons, changes) = (decision.reasons, Vec::new());
+            Ok(Switched { had_them, victims: vec![sinks], reasons, changes, unrecorded: None })
+        }
+        Verdict::Wait(_) => Err(busy(tenant, &decision.reasons)),
+        Verdict::Never => Err(fits_nowhere(tenant, &scene, &decision.reasons)),
+    }
+}

@@ -1,0 +1,509 @@
+//! One that waits for its tenant to have its GPUs: its claim among the others, its looks, and what it does when the decision is to go.
+
+use std::time::{Duration, Instant};
+
+use super::Switched;
+use super::acting::{SwitchOptions, busy, fits_nowhere};
+use super::gather::{self, Displaced, Silent, gather, history_of};
+use crate::claims::{Claim, Found, OwnClaim, Watch, pid_namespace};
+use crate::clock::now_us;
+use crate::decision::history::History;
+use crate::decision::scene::{Scene, Wish};
+use crate::decision::{Decision, Verdict, decide};
+use crate::turn_files::{TurnDir, TurnLock};
+use tenants::coordinator::{Event, Interrupt, Trouble};
+use tenants::identity::TenantName;
+use tenants::run_dir::{RunDir, RunDirError, pause_thread};
+use tenants::time::millis;
+
+/// The longest time of one look while nothing changes, for the first that waits.
+pub(super) const LOOK_MAX: Duration = Duration::from_millis(500);
+/// The longest time of one look for those behind. They look less often, so that many ask tenants hardly more often than
+/// few.
+const LOOK_BEHIND_MAX: Duration = Duration::from_secs(5);
+/// For how long one that may wait looks again before it believes that it fits nowhere: the driver takes seconds to clear up after a large process.
+pub(super) const NEVER_MAX: Duration = Duration::from_secs(10);
+/// The time that somebody else may take to switch tenants, for one that does not wait.
+pub(super) const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
+/// The interval at which one that waits, also for the lock, shows a sign of life. It also looks whether the wait is
+/// called off.
+const SIGN_EVERY: Duration = Duration::from_millis(250);
+/// When one that waits for the lock says in the log for whom.
+const LOCK_SAID_AFTER: Duration = Duration::from_secs(10);
+/// The number of looks in a row without its own claim after which one gives up.
+const UNSEEN_MAX: u32 = 5;
+/// The time until the next try after its own tenant did not come, or an allocation or its switch failed. It doubles
+/// each time: memory of a process that was killed is not free immediately.
+pub(super) const AGAIN_AFTER: Duration = Duration::from_millis(100);
+pub(super) const AGAIN_AFTER_MAX: Duration = Duration::from_secs(5);
+
+/// One that waits for its tenant to have its GPUs, with its place among the others.
+#[derive(Debug)]
+pub(super) struct Queue {
+    pub(super) run_dir: RunDir,
+    pub(super) turns: TurnDir,
+    pub(super) tenant: TenantName,
+    pub(super) wish: Wish,
+    claim: OwnClaim,
+    /// As its claim says.
+    waits: bool,
+    pub(super) deadline: Option<Instant>,
+    pub(super) has_told: bool,
+    /// Since when it was found, one time after the other, that it fits nowhere.
+    pub(super) never_since: Option<Instant>,
+    pub(super) displaced: Displaced,
+    /// See [`super::Turn::begin`].
+    pub(super) is_paused: fn() -> bool,
+    /// It did not come for want of memory, though it fits by all figures.
+    is_short: bool,
+}
+
+/// The conditions that call a wait off, before anything has been done.
+#[derive(Clone, Copy)]
+pub(super) struct CallsOff<'a> {
+    /// It was raised,
+    pub(super) interrupt: Option<&'a Interrupt>,
+    /// who is asked says so,
+    pub(super) asks: Option<fn() -> bool>,
+    /// or what the wait is for is over.
+    pub(super) is_over: &'a dyn Fn() -> bool,
+}
+
+impl<'a> CallsOff<'a> {
+    /// When it is over alone.
+    pub(super) fn when(is_over: &'a dyn Fn() -> bool) -> Self {
+        Self { interrupt: None, asks: None, is_over }
+    }
+
+    /// The same for one that has the lock: it asks nobody, who might want it too.
+    fn with_lock(self) -> Self {
+        Self { asks: None, ..self }
+    }
+
+    fn check(self, tenant: &TenantName) -> Result<(), Trouble> {
+        if self.interrupt.is_some_and(Interrupt::is_raised)
+            || self.asks.is_some_and(|asks| asks())
+            || (self.is_over)()
+        {
+            return Err(Trouble::NotSwitched { tenant: tenant.clone() });
+        }
+        Ok(())
+    }
+}
+
+/// Nothing but an interrupt calls it off.
+pub(super) fn never() -> bool {
+    false
+}
+
+/// One that could not come, and tries again.
+struct Trying {
+    again_after: Duration,
+    failing_since: Option<Instant>,
+}
+
+/// The result of one look, and the decision that follows from it.
+pub(super) struct Seen {
+    pub(super) scene: Scene,
+    pub(super) history: History,
+    pub(super) decision: Decision,
+    /// The number of those that wait before it.
+    before: u32,
+}
+
+impl Queue {
+    pub(super) fn enter(
+        run_dir: &RunDir,
+        tenant: &TenantName,
+        wish: Wish,
+        wait: Duration,
+        calls_off: CallsOff<'_>,
+    ) -> Result<Self, Trouble> {
+        let turns = TurnDir::make(&run_dir)?;
+        let deadline = Instant::now().checked_add(wait);
+        let deadline_of_lock = lock_deadline(&wish, deadline);
+        let lock = lock_of(&turns, tenant, deadline_of_lock, || calls_off.check(tenant))?;
+        let claim = turns.claim(&lock, &claim_of(tenant, &wish, true), None)?;
+        let (run_dir, tenant) = (run_dir.clone(), tenant.clone());
+        Ok(Self {
+            run_dir,
+            turns,
+            tenant,
+            wish,
+            claim,
+            waits: true,
+            deadline,
+            has_told: false,
+            never_since: None,
+            displaced: Displaced::default(),
+            is_paused: never,
+            is_short: false,
+        })
+    }
+
+    pub(super) fn say(&mut self, waits: bool) -> Result<(), RunDirError> {
+        self.waits = waits;
+        self.claim.say(&claim_of(&self.tenant, &self.wish, waits))
+    }
+
+    /// Makes the claim again, in its place, where somebody has removed its file. Says whether it did.
+    pub(super) fn keep_claim(&mut self, calls_off: CallsOff<'_>) -> Result<bool, Trouble> {
+        if self.claim.is_there() {
+            return Ok(false);
+        }
+        self.turns = TurnDir::make(&self.run_dir)?;
+        let lock = self.lock(calls_off)?;
+        let claim = claim_of(&self.tenant, &self.wish, self.waits);
+        self.claim = self.turns.claim(&lock, &claim, Some(self.claim.number))?;
+        Ok(true)
+    }
+
+    /// Takes the lock. Its holder may be switching for long, and this one is no less alive for that.
+    fn lock(&self, calls_off: CallsOff<'_>) -> Result<TurnLock, Trouble> {
+        let deadline = lock_deadline(&self.wish, self.deadline);
+        let locked = lock_of(&self.turns, &self.tenant, deadline, || self.beat(calls_off));
+        self.claim.beat();
+        locked
+    }
+
+    /// All tenants as they are. What is found out of those that do not answer is for everybody to know. `asks_all`: also those that rest.
+    pub(super) fn gather(&self, claims: &[Found], asks_all: bool) -> Scene {
+        let known: Silent = self.turns.silent();
+        let mut silent = if asks_all { known.rested() } else { known.clone() };
+        let scene = gather(&self.run_dir, claims, Some(&self.tenant), &mut silent);
+        if silent != known {
+            self.turns.keep_silent(&silent);
+        }
+        scene
+    }
+
+    /// Is its time to wait over?
+    fn is_late(&self) -> bool {
+        self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
+    }
+
+    /// A sign of life, unless it is called off.
+    fn beat(&self, calls_off: CallsOff<'_>) -> Result<(), Trouble> {
+        self.claim.beat();
+        calls_off.check(&self.tenant)
+    }
+
+    /// Gathers what is so now, and decides what this one is to do. None where its own claim is not among the others.
+    /// `can_sink`: can contexts of others be taken off from here?
+    fn look(
+        &mut self,
+        lock: Option<&TurnLock>,
+        asks_all: bool,
+        can_sink: bool,
+    ) -> Result<Option<Seen>, RunDirError> {
+        if lock.is_none() && !self.wish.is_order() {
+            // What the history has lost with its directory is in it again.
+            self.displaced.look_if_so(&self.run_dir, &self.tenant, (self.is_paused)());
+        }
+        let claims = self.turns.claims(lock)?;
+        let mut history = history_of(&self.turns);
+        let mut scene = self.gather(&claims, asks_all);
+        history.note_back(&scene);
+        if !can_sink {
+            scene.tenants.values_mut().for_each(|standing| standing.contexts.may_leave = false);
+        }
+        if self.is_short {
+            scene.short.insert(self.tenant.clone());
+        }
+        if matches!(self.wish, Wish::Turn | Wish::Context(_)) {
+            let is_away = self.displaced.is_so() || (self.is_paused)();
+            gather::complete(&mut scene, &self.tenant, is_away);
+        }
+        let mut numbers = gather::waiting(&claims).map(|found| found.number);
+        let Some(before) = numbers.position(|number| number == self.claim.number) else {
+            return Ok(None);
+        };
+        let mut decisions = decide(&scene, &history, now_us());
+        let decision = decisions.swap_remove(before);
+        let before = u32::try_from(before).unwrap_or(u32::MAX);
+        Ok(Some(Seen { scene, history, decision, before }))
+    }
+
+    /// Waits until the decision is to go, or never to, or it is called off; and goes.
+    pub(super) fn wait_and_go(
+        &mut self,
+        options: &SwitchOptions,
+        is_over: &dyn Fn() -> bool,
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Switched, Trouble> {
+        let calls_off =
+            CallsOff { interrupt: options.interrupt.as_ref(), asks: options.asks, is_over };
+        let (mut trying, mut unseen) =
+            (Trying { again_after: AGAIN_AFTER, failing_since: None }, 0);
+        let (mut watch, mut lock) = (self.turns.watch(), None);
+        let (mut asks_all, mut has_asked_all) = (false, false);
+        loop {
+            self.beat(if lock.is_some() { calls_off.with_lock() } else { calls_off })?;
+            if lock.is_none() && self.keep_claim(calls_off)? {
+                watch = self.turns.watch();
+            }
+            let can_sink = options.checkpointer.is_some();
+            let looked = self.look(lock.as_ref(), std::mem::take(&mut asks_all), can_sink);
+            let Ok(Some(seen)) = looked else {
+                // Its file has just gone, or it stood still for too long. Else something is wrong with it.
+                unseen += 1;
+                if unseen >= UNSEEN_MAX {
+                    looked?;
+                    return Err(self.claim_is_lost().into());
+                }
+                lock = None;
+                continue;
+            };
+            unseen = 0;
+            let Seen { scene, decision, before, .. } = &seen;
+            match &decision.verdict {
+                Verdict::Go(victims) => {
+                    let Some(held) = lock.take() else {
+                        // Decided once more: others may have acted since.
+                        lock = self.lock_unless_gone(calls_off)?;
+                        continue;
+                    };
+                    let own = scene.tenants.get(&self.tenant);
+                    let had_no_contexts = own.is_some_and(|own| own.contexts.are_away);
+                    let victims = victims.clone();
+                    let went = self.go(&held, seen, &victims, options, progress);
+                    drop(held);
+                    if let Some(switched) =
+                        self.came(went, had_no_contexts, &mut trying, calls_off)?
+                    {
+                        return Ok(switched);
+                    }
+                }
+                Verdict::Sink(one) => {
+                    let Some(held) = lock.take() else {
+                        lock = self.lock_unless_gone(calls_off)?;
+                        continue;
+                    };
+                    let one = one.clone();
+                    let went = self.sink(&held, seen, &one, options, progress);
+                    drop(held);
+                    self.is_short = false;
+                    match went {
+                        // How much it was is for the caller to find out.
+                        Ok(switched) if self.wish.context().is_some() => return Ok(switched),
+                        Ok(_) => {}
+                        // Another one, or none: it is passed over for a while.
+                        Err(Trouble::Undone { .. }) if !self.is_late() => {}
+                        Err(error) => return Err(error),
+                    }
+                }
+                // What has just ended may not be free yet, and is nobody's that could give it. Nor may it be of a tenant that does not answer.
+                Verdict::Never => {
+                    let unheard = !scene.unheard.is_empty();
+                    if let Some(look) = self.looks_again(unheard) {
+                        lock = None;
+                        self.look_around(&watch, look, calls_off)?;
+                    } else if unheard && !has_asked_all {
+                        // Who rests may answer by now.
+                        (lock, asks_all, has_asked_all) = (None, true, true);
+                    } else {
+                        self.tell(lock.as_ref(), &decision.reasons);
+                        return Err(fits_nowhere(&self.tenant, scene, &decision.reasons));
+                    }
+                }
+                Verdict::Wait(until_us) => {
+                    lock = None;
+                    self.never_since = None;
+                    if !std::mem::replace(&mut self.has_told, true) {
+                        self.tell(None, &decision.reasons);
+                    }
+                    let left = self
+                        .deadline
+                        .map(|deadline| deadline.saturating_duration_since(Instant::now()));
+                    if left.is_some_and(|left| left.is_zero()) {
+                        return Err(busy(&self.tenant, &decision.reasons));
+                    }
+                    let until = until_us
+                        .map(|until_us| Duration::from_micros(until_us.saturating_sub(now_us())));
+                    let most = LOOK_MAX.saturating_mul(before.saturating_add(1));
+                    let most = most.min(LOOK_BEHIND_MAX);
+                    let look = [left, until].into_iter().flatten().fold(most, Duration::min);
+                    self.look_around(&watch, look, calls_off)?;
+                }
+            }
+        }
+    }
+
+    /// Judges the result of going. Returns none where it is to look again.
+    fn came(
+        &mut self,
+        went: Result<Switched, Trouble>,
+        had_no_contexts: bool,
+        trying: &mut Trying,
+        calls_off: CallsOff<'_>,
+    ) -> Result<Option<Switched>, Trouble> {
+        let lacks = |error: &Trouble| error.missing_device_bytes().is_some();
+        let is_short = went.as_ref().is_err_and(lacks);
+        let was_short = std::mem::replace(&mut self.is_short, is_short);
+        match went {
+            // Its contexts came back first, and then its memory did not fit: others make way for both.
+            Err(Trouble::Undone { .. }) if had_no_contexts && is_short && !was_short => {}
+            Err(error) if self.tries_others(&error) => {}
+            Err(error) if self.tries_again(&error, trying) => {
+                self.rest(trying.again_after, calls_off)?;
+                trying.again_after = (trying.again_after * 2).min(AGAIN_AFTER_MAX);
+            }
+            went => return went.map(Some),
+        }
+        Ok(None)
+    }
+
+    /// Takes the lock; none where the claim has gone, perhaps with the whole directory.
+    fn lock_unless_gone(&self, calls_off: CallsOff<'_>) -> Result<Option<TurnLock>, Trouble> {
+        match self.lock(calls_off) {
+            Err(Trouble::RunDir(RunDirError::Io { .. })) if !self.claim.is_there() => Ok(None),
+            locked => locked.map(Some),
+        }
+    }
+
+    fn claim_is_lost(&self) -> RunDirError {
+        RunDirError::Io {
+            operation: "reading back",
+            path: self.claim.path().to_owned(),
+            source: std::io::ErrorKind::NotFound.into(),
+        }
+    }
+
+    /// Adds lines to the log. One that cannot be written keeps nobody from its turn.
+    pub(super) fn tell(&self, lock: Option<&TurnLock>, lines: &[String]) {
+        if let Err(error) = self.turns.log(lock, lines) {
+            tracing::warn!(%error, ?lines, "decisions about turns are not in the log");
+        }
+    }
+
+    /// Is there time for others to make way instead of one that could not be paused? What a person has ordered is tried once.
+    fn tries_others(&self, error: &Trouble) -> bool {
+        let is_in_time = self.deadline.is_none_or(|deadline| Instant::now() < deadline);
+        let is_refused = matches!(error, Trouble::Undone { refused_by: Some(_), .. });
+        is_in_time && is_refused && !self.wish.is_order()
+    }
+
+    /// Is there time until its own tenant may come? An allocation has its own way of trying again, and so has a turn that lasts already, which has
+    /// no deadline. Others are not paused for it in vain for long.
+    fn tries_again(&self, error: &Trouble, trying: &mut Trying) -> bool {
+        let after = trying.again_after;
+        let since = *trying.failing_since.get_or_insert_with(Instant::now);
+        let Trouble::Undone { were_paused, refused_by: None, .. } = error else { return false };
+        if !were_paused.is_empty() && since.elapsed() >= NEVER_MAX {
+            return false;
+        }
+        let is_in_time = self.deadline.is_some_and(|deadline| Instant::now() + after < deadline);
+        let may_wait = matches!(self.wish, Wish::Turn | Wish::Resume);
+        is_in_time && may_wait && error.is_retryable()
+    }
+
+    /// Does nothing for so long, unless it is called off.
+    fn rest(&self, time: Duration, calls_off: CallsOff<'_>) -> Result<(), Trouble> {
+        self.wait_for(time, calls_off, |left| {
+            pause_thread(left);
+            false
+        })
+    }
+
+    /// Waits until claims change, for at most `look`.
+    fn look_around(
+        &self,
+        watch: &Watch,
+        look: Duration,
+        calls_off: CallsOff<'_>,
+    ) -> Result<(), Trouble> {
+        self.wait_for(look, calls_off, |left| watch.wait(left))
+    }
+
+    /// Shows signs of life until `ends` says so, which waits for a part of the time, or the time is over.
+    fn wait_for(
+        &self,
+        time: Duration,
+        calls_off: CallsOff<'_>,
+        ends: impl Fn(Duration) -> bool,
+    ) -> Result<(), Trouble> {
+        let end = Instant::now() + time;
+        loop {
+            self.beat(calls_off)?;
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() || ends(SIGN_EVERY.min(left)) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Its time begins again, and it has not been told anything.
+    pub(super) fn wait_anew(&mut self, deadline: Instant) {
+        self.deadline = Some(deadline);
+        self.never_since = None;
+    }
+
+    /// Returns the time until what is found to fit nowhere is looked at again; none if it is not. An allocation that
+    /// nobody was in the way of is refused soon: its library may have caches to free. One look is not enough for that:
+    /// tenants are asked one after the other. Meanwhile another one may have got memory that it did not have when it
+    /// was asked. If somebody is `unheard`, it is not known who is in the way.
+    pub(super) fn looks_again(&mut self, unheard: bool) -> Option<Duration> {
+        let nobody_was_in_the_way =
+            !unheard && !self.has_told && matches!(self.wish, Wish::Memory(_));
+        let is_first = self.never_since.is_none();
+        let since = *self.never_since.get_or_insert_with(Instant::now);
+        if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            return None;
+        }
+        if nobody_was_in_the_way {
+            return is_first.then_some(AGAIN_AFTER);
+        }
+        (since.elapsed() < NEVER_MAX).then_some(LOOK_MAX)
+    }
+}
+
+/// Returns the claim of one that waits, or is in its turn.
+fn claim_of(tenant: &TenantName, wish: &Wish, waits: bool) -> Claim {
+    Claim {
+        tenant: tenant.to_string(),
+        pid: std::process::id(),
+        pid_namespace: pid_namespace(),
+        waits,
+        wish: wish.clone(),
+        since_us: now_us(),
+    }
+}
+
+/// Takes the lock, waiting for its holder until `deadline`, with a look at `goes_on` every now and then.
+fn lock_of(
+    turns: &TurnDir,
+    tenant: &TenantName,
+    deadline: Instant,
+    goes_on: impl Fn() -> Result<(), Trouble>,
+) -> Result<TurnLock, Trouble> {
+    let (began, mut has_said) = (Instant::now(), false);
+    loop {
+        let locked = turns.lock(deadline.min(Instant::now() + SIGN_EVERY));
+        match locked {
+            Err(RunDirError::Switching { holder_pids, .. }) => {
+                goes_on()?;
+                let waited_ms = millis(began.elapsed());
+                let error = RunDirError::Switching { holder_pids, waited_ms };
+                if Instant::now() >= deadline {
+                    return Err(error.into());
+                }
+                if began.elapsed() >= LOCK_SAID_AFTER && !std::mem::replace(&mut has_said, true) {
+                    let line = format!("'{tenant}' still waits: {error}");
+                    if let Err(error) = turns.log(None, &[line]) {
+                        tracing::debug!(%error, "a line of the log of turns was not written");
+                    }
+                }
+            }
+            locked => return Ok(locked?),
+        }
+    }
+}
+
+/// One that waits has the time that it waits for, and one that does not a bounded one. An allocation is refused at its deadline.
+fn lock_deadline(wish: &Wish, deadline: Option<Instant>) -> Instant {
+    let least = Instant::now() + LOCK_TIMEOUT;
+    match (wish, deadline) {
+        (Wish::Memory(_) | Wish::Context(_), Some(deadline)) => deadline,
+        (_, deadline) => deadline.map_or(least, |deadline| deadline.max(least)),
+    }
+}
