@@ -144,7 +144,7 @@ run_graphs() {
     done
 }
 # Inference and training engines that are installed: ENGINES_ROWS as STRANGERS_ROWS, ENGINES_SIZE of the model, ENGINES_PAUSES, ENGINES_DEEP, ENGINES_SWAPS and
-# others that the rows read; ENGINES_GRPO_MODES those of grpo_trl.
+# others that the rows read; ENGINES_GRPO_MODES those of grpo_trl, grpo_two and verl.
 run_engines() {
     suite engines "${ENGINES_LIMIT_S:-595}" engines_job.py --seed "${ANYTIME_SEED:-1}" --rows "${ENGINES_ROWS:-}" \
         --size "${ENGINES_SIZE:-1.7b}" --grpo-modes "${ENGINES_GRPO_MODES:-}" \

@@ -11,6 +11,7 @@ installed or the machine has too few GPUs; that is no failure. Engines are as pu
 - two_servers: servers that do not fit together, caches filled, change places by swap, switch, vLLM's sleep, a restart.
 - sglang: its release of memory through the alias, and whole pauses.
 - grpo_trl: TRL's GRPO with vLLM in its process; grpo_two: the same as one job of two processes.
+- verl: verl's GRPO, a trainer by FSDP and vLLM on the same GPUs, by Ray.
 - zero3, megatron: training on two ranks.
 
 Bound: a pause copies what changed since the last, at 50 GB/s: 0.2 s for a server whose cache is small, 2.4 s for a full one
@@ -34,6 +35,7 @@ import engines_offline
 import engines_serve
 import engines_tools
 import engines_train
+import engines_verl
 import runner
 from common import JobError, Result
 from engines_tools import PROGRAMS, Context
@@ -70,6 +72,7 @@ ROWS = (
     Row("sglang", ("torch", "transformers", "sglang", "sgl_kernel"), engines_serve.sglang, 400),
     Row("grpo_trl", (*VLLM, "trl", "datasets", "accelerate"), engines_train.grpo_trl, 570),
     Row("grpo_two", (*VLLM, "trl", "datasets", "accelerate"), engines_train.grpo_two, 570, gpus_min=2),
+    Row("verl", (*VLLM, "verl", "ray", "transfer_queue", "pyarrow"), engines_verl.verl, 570),
     Row("zero3", ("torch", "deepspeed"), engines_train.zero3, 240, gpus_min=2),
     Row("megatron", ("torch", "megatron.core"), engines_train.megatron, 240, gpus_min=2),
 )
@@ -81,7 +84,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rows", default="", help="only rows with one of these words in their names, by comma")
     parser.add_argument("--seed", type=int, default=1, help="of the instants")
     parser.add_argument("--size", default="1.7b", help="of the model, as engine_model.py names it")
-    parser.add_argument("--grpo-modes", default="", help="only these modes of grpo_trl and grpo_two, by comma")
+    parser.add_argument("--grpo-modes", default="", help="only these modes of grpo_trl, grpo_two and verl, by comma")
     parser.add_argument("--sglang-attention", default="triton", help="SGLang's attention")
     return parser.parse_args(argv)
 

@@ -23,7 +23,7 @@ from common import JobError, Result
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 #: Packages whose versions a record names.
-PACKAGES = ("vllm", "sglang", "sglang-kernel", "trl", "transformers", "deepspeed", "megatron-core", "torch", "nvidia-nccl-cu13")
+PACKAGES = ("vllm", "sglang", "sglang-kernel", "trl", "verl", "ray", "transformers", "deepspeed", "megatron-core", "torch", "nvidia-nccl-cu13")
 #: Nothing is fetched, and nobody is told.
 QUIET = {
     "HF_HUB_OFFLINE": "1",
@@ -206,8 +206,12 @@ class Context:
 
     def used(self, gpus: Sequence[int]) -> int:
         """The most MiB in use on one of these GPUs."""
+        return max(self.used_each(gpus))
+
+    def used_each(self, gpus: Sequence[int]) -> list[int]:
+        """The MiB in use on each of these GPUs."""
         found = common.used_mib()
-        return max(found[number_of(gpu)] for gpu in gpus)
+        return [found[number_of(gpu)] for gpu in gpus]
 
     def pause_often(
         self,
@@ -235,7 +239,10 @@ class Context:
             failed += told["exit"] != 0
             if told["exit"] not in (0, 3):
                 continue
-            self.record.sample(f"{kind}left_mib", self.used(gpus))
+            left = self.used_each(gpus)
+            self.record.sample(f"{kind}left_mib", max(left))
+            for gpu, mib in zip(gpus, left, strict=True):
+                self.record.sample(f"{kind}left_mib_gpu{gpu}", mib)
             time.sleep(self.random.uniform(*hold_s))
             again = self.command("resume", tenant)
             if again["exit"] != 0:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ JOBS = Path(__file__).resolve().parent.parent
 
 import engines_job  # noqa: E402
 import engines_tools  # noqa: E402
+import engines_verl  # noqa: E402
 from common import JobError, Result  # noqa: E402
+from engines_figures import first_difference, read_steps, spread  # noqa: E402
 from engines_job import ROWS, Engines, Row  # noqa: E402
 from engines_tools import Context, added_delay, answers_differ, cache_tokens, longest_gap, metric, texts_differ  # noqa: E402
 
@@ -119,5 +123,38 @@ def test_metrics_of_a_server_are_read() -> None:
 
 def test_every_row_has_a_name_of_its_own_and_its_programs_are_there() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS)
-    for name in ("model", "offline", "grpo", "zero3", "megatron"):
+    for name in ("model", "offline", "grpo", "verl", "zero3", "megatron"):
         assert (JOBS / "programs" / f"engine_{name}.py").is_file()
+
+
+def test_figures_of_steps_are_read_and_compared(work: Path) -> None:
+    assert read_steps(work / "absent.jsonl") == []
+    lines = [
+        {"step": 0, "data": {"val/score": 1.0}},
+        {"step": 2, "data": {"critic/score/mean": 0.25, "timing_s/step": 4.0, "actor/grad_norm": 2.0, "other": 1}},
+        {"step": 1, "data": {"critic/score/mean": 0.5, "timing_s/step": 9.0}},
+    ]
+    path = work / "steps.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "da')
+    steps = read_steps(path)
+    assert steps == [{"reward": 0.5, "step_s": 9.0}, {"reward": 0.25, "step_s": 4.0, "grad_norm": 2.0}]
+    one = {"reward": [0.5, 0.25], "loss": [1.0, 2.0], "grad_norm": [3.0, 4.0], "entropy": [5.0, 6.0]}
+    one |= {"apart": [0.1, 0.2], "step_s": [9.0, 4.0]}
+    assert first_difference(one, {**one, "step_s": [1.0, 1.0]}) == "" and spread(one, one) == 0.0
+    assert first_difference(one, {**one, "loss": [1.0, 2.5]}) == "loss of step 2: 2.5 for 2.0"
+    shorter = {name: values[:1] for name, values in one.items()}
+    assert first_difference(one, shorter) == "reward of step 2: None for 0.25"
+    assert spread(one, {**one, "reward": [0.25, 0.25]}) == 0.25
+
+
+def test_all_processes_of_a_session_are_ended_also_those_of_other_groups() -> None:
+    """As Ray's workers: the child of the session's leader is a group of its own, and outlives it."""
+    child = "import os, time; os.setpgid(0, 0); print(os.getpid(), flush=True); time.sleep(60)"
+    leader = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-c", leader], stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        orphan = int(process.stdout.readline())
+        process.wait(30)
+        assert engines_verl.members(process.pid) == [orphan] and os.getpgid(orphan) == orphan
+        assert engines_verl.end_session(process.pid) == 1
+        assert engines_verl.members(process.pid) == [] and engines_verl.session_of(orphan) == 0
