@@ -32,6 +32,9 @@ const LINKS_MAX: usize = 40;
 const OVERFLOW_UID_DEFAULT: u32 = 65534;
 
 /// Makes sure that `path` is a directory that is ours alone; creates it, but not those above it.
+///
+/// # Errors
+/// [`RunDirError::NotOurs`]; [`RunDirError::Io`].
 pub fn ensure(path: &Path) -> Result<(), RunDirError> {
     let (above, name) = walk_above(path)?;
     match mkdirat(&above, name.as_os_str(), Mode::S_IRWXU) {
@@ -41,6 +44,9 @@ pub fn ensure(path: &Path) -> Result<(), RunDirError> {
 }
 
 /// Checks that `path` is a directory that is ours alone.
+///
+/// # Errors
+/// As [`ensure`].
 pub fn check(path: &Path) -> Result<(), RunDirError> {
     let (above, name) = walk_above(path)?;
     check_own(&above, &name, path)

@@ -348,7 +348,7 @@ pub struct LoggedDecision {
 /// # Errors
 /// [`RunDirError`].
 pub fn look(run_dir: &RunDir, count: usize) -> Result<TurnsView, RunDirError> {
-    let Some(turns) = TurnDir::existing(&run_dir)? else { return Ok(TurnsView::default()) };
+    let Some(turns) = TurnDir::existing(run_dir)? else { return Ok(TurnsView::default()) };
     let found = turns.claims(None)?;
     let now_us = now_us();
     let scene = gather(run_dir, &[], None, &mut turns.silent());
@@ -408,7 +408,7 @@ impl Displaced {
 
     /// Looks for `tenant`, which is paused, and writes down what the history has lost. Takes the lock of turns for that.
     pub(super) fn look(&mut self, run_dir: &RunDir, tenant: &TenantName) -> bool {
-        let turns = TurnDir::existing(&run_dir).ok().flatten();
+        let turns = TurnDir::existing(run_dir).ok().flatten();
         match turns.and_then(|turns| history_of(&turns).is_displaced(tenant)) {
             Some(is_displaced) => self.0 = is_displaced,
             None if self.0 => {
@@ -436,7 +436,7 @@ pub(super) fn write_down(
     tenant: &TenantName,
     what: impl FnOnce(&mut History),
 ) -> Result<(), RunDirError> {
-    let turns = TurnDir::make(&run_dir)?;
+    let turns = TurnDir::make(run_dir)?;
     if history_of(&turns).is_displaced(tenant).is_some() {
         return Ok(());
     }

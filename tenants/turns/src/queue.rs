@@ -119,7 +119,7 @@ impl Queue {
         wait: Duration,
         calls_off: CallsOff<'_>,
     ) -> Result<Self, Trouble> {
-        let turns = TurnDir::make(&run_dir)?;
+        let turns = TurnDir::make(run_dir)?;
         let deadline = Instant::now().checked_add(wait);
         let deadline_of_lock = lock_deadline(&wish, deadline);
         let lock = lock_of(&turns, tenant, deadline_of_lock, || calls_off.check(tenant))?;

@@ -202,7 +202,7 @@ fn an_allocation_waits_for_memory_also_while_it_rests_between_two_tries() {
 
 /// Returns the tenants that did not answer, as they are written down for all.
 fn turns_of(run_dir: &RunDir) -> Silent {
-    TurnDir::make(&run_dir).unwrap().silent()
+    TurnDir::make(run_dir).unwrap().silent()
 }
 
 #[test]
