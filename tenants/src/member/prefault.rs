@@ -121,7 +121,7 @@ impl<D: Driver> Prefault<D> {
                 return;
             }
         }
-        self.spawn(|prefault| while prefault.bring_one_in() {});
+        self.spawn(|own| while !own.presence.has_left() && own.bring_one_in() {});
     }
 
     /// Has idle host memory given back, as long as the machine is short.
@@ -172,8 +172,7 @@ impl<D: Driver> Prefault<D> {
         let room = self.room(host.standing().held_bytes);
         let most_bytes = room.as_ref().map_or(u64::MAX, |(most_bytes, _)| *most_bytes);
         let came = host.bring_in(self.pool.gate(), most_bytes.min(goal.most_bytes));
-        let goes_on = goal.most_bytes > 0 && !self.presence.has_left();
-        if goes_on && matches!(came, Ok(BroughtIn::NotNow)) {
+        if goal.most_bytes > 0 && matches!(came, Ok(BroughtIn::NotNow)) {
             lock(&self.state).progress.stage = HostStage::Waits;
             pause_thread(REST);
             return true;
