@@ -195,8 +195,8 @@ pub enum Stance {
 
 impl Holding {
     pub(crate) fn of(ledger: &Ledger, row: &Row, standing: Stance) -> Self {
-        let is_paged = row.backing().is_chunk() && standing == Stance::Runs;
-        let is_resident = row.is_resident() || is_paged;
+        let comes_when_used = row.backing().has_home() && standing == Stance::Runs;
+        let is_resident = row.is_resident() || comes_when_used;
         let counts = !is_resident || standing == Stance::StandsStill;
         let saved = row.saved().filter(|_| row.is_own() && counts);
         Self {

@@ -17,8 +17,9 @@ pub(crate) struct Backing {
     retained: Option<Retained>,
     /// Somebody may read its saved contents where they lie, until it is back.
     is_lent: bool,
-    /// It is a chunk of a window, which leaves and comes back while the process runs.
-    is_chunk: bool,
+    /// It leaves and comes back while its process runs, and has a place of its own in host memory for that: the copy that is retained,
+    /// whose bytes may be old.
+    has_home: bool,
 }
 
 /// A copy in host memory of what an allocation held when it was paused.
@@ -27,47 +28,33 @@ struct Retained {
     saved: Saved,
     /// Readers may ask for it: it stays whatever the next pause needs.
     is_for_readers: bool,
-    /// It is the place of a chunk, which stays too. The bytes there may be old.
-    is_of_chunk: bool,
-}
-
-impl Retained {
-    fn stays(&self, copies: Copies, is_wanted: bool) -> bool {
-        self.is_for_readers
-            || self.is_of_chunk
-            || match copies {
-                Copies::All => true,
-                Copies::Needed => is_wanted,
-                Copies::None => false,
-            }
-    }
 }
 
 impl Backing {
     pub(super) fn new(handle: Physical) -> Self {
         let residency = Residency::Resident { handle, unused: Vec::new() };
-        Self { residency, retained: None, is_lent: false, is_chunk: false }
+        Self { residency, retained: None, is_lent: false, has_home: false }
     }
 
-    /// A chunk of a window that is away, and of which nothing is saved: it is zero.
-    pub(super) fn of_chunk() -> Self {
+    /// Memory that is to have a place of its own. It is away, and nothing of it is saved: it is zero.
+    pub(super) fn with_home() -> Self {
         let kept = Kept { is_set_aside: true, ..Kept::default() };
         let residency = Residency::Offloaded { kept };
-        Self { residency, retained: None, is_lent: false, is_chunk: true }
+        Self { residency, retained: None, is_lent: false, has_home: true }
     }
 
-    pub(crate) fn is_chunk(&self) -> bool {
-        self.is_chunk
+    pub(crate) fn has_home(&self) -> bool {
+        self.has_home
     }
 
-    /// The place of a chunk's contents in host memory.
-    pub(super) fn chunk_copy(&self) -> Option<&Saved> {
-        self.retained.as_ref().filter(|kept| kept.is_of_chunk).map(|kept| &kept.saved)
+    /// The place of its own in host memory.
+    pub(super) fn own_place(&self) -> Option<&Saved> {
+        self.retained.as_ref().filter(|_| self.has_home).map(|kept| &kept.saved)
     }
 
-    /// Gives a chunk's contents this place, also while it is on its device.
-    pub(super) fn keep_chunk_copy(&mut self, saved: Saved) {
-        self.retained = Some(Retained { saved, is_for_readers: false, is_of_chunk: true });
+    /// Its own place is this, also while it is on its device.
+    pub(super) fn move_in(&mut self, saved: Saved) {
+        self.retained = Some(Retained { saved, is_for_readers: false });
     }
 
     /// The handle, while it is on its device.
@@ -164,7 +151,13 @@ impl Backing {
         is_wanted: bool,
     ) -> Option<&Saved> {
         let retained = self.retained.as_ref().filter(|kept| kept.saved.store == store)?;
-        retained.stays(copies, is_wanted).then_some(&retained.saved)
+        self.copy_stays(copies, is_wanted).then_some(&retained.saved)
+    }
+
+    fn copy_stays(&self, copies: Copies, is_wanted: bool) -> bool {
+        let is_for_readers = self.retained.as_ref().is_some_and(|kept| kept.is_for_readers);
+        let is_for_pauses = copies == Copies::All || (copies == Copies::Needed && is_wanted);
+        self.has_home || is_for_readers || is_for_pauses
     }
 
     /// The copy of the last pause that is kept for readers, while it is on its device.
@@ -177,9 +170,9 @@ impl Backing {
     /// back for longer too.
     pub(super) fn retain_copy(&mut self, for_readers: bool, for_pauses: bool) {
         let is_back = self.handle().is_some();
-        if self.is_chunk {
+        if self.has_home {
             if let Some(saved) = self.saved().filter(|_| is_back).cloned() {
-                self.keep_chunk_copy(saved);
+                self.move_in(saved);
             }
             return;
         }
@@ -191,7 +184,7 @@ impl Backing {
         let Some(saved) = in_memory else { return };
         let is_kept = for_readers || (for_pauses && saved.prints.is_some());
         let (saved, is_for_readers) = (saved.clone(), for_readers);
-        let kept = Retained { saved, is_for_readers, is_of_chunk: false };
+        let kept = Retained { saved, is_for_readers };
         self.retained = is_kept.then_some(kept);
     }
 
@@ -216,15 +209,16 @@ impl Backing {
 
     /// Gives its copy up, unless it stays in a pause that keeps `copies`. Says how much it held.
     pub(super) fn give_copy_up(&mut self, copies: Copies, is_wanted: bool) -> u64 {
-        let goes = self.retained.take_if(|kept| !kept.stays(copies, is_wanted));
+        let stays = self.copy_stays(copies, is_wanted);
+        let goes = self.retained.take_if(|_| !stays);
         goes.map_or(0, |kept| kept.saved.extents.iter().map(|extent| extent.size_bytes).sum())
     }
 
     /// Returns the place of its contents in host memory, if it is away and nobody was given that place.
     pub(super) fn movable(&self) -> Option<&Saved> {
         let in_memory = self.saved().filter(|saved| saved.store == Store::Host);
-        // A chunk may be wanted any moment, by a thread that reads no file.
-        let is_away = self.handle().is_none() && !self.is_lent && !self.is_chunk;
+        // What comes back while its process runs may be wanted any moment, by a thread that reads no file.
+        let is_away = self.handle().is_none() && !self.is_lent && !self.has_home;
         in_memory.filter(|saved| is_away && !saved.extents.is_empty())
     }
 

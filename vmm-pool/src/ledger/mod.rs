@@ -20,10 +20,10 @@
 mod accounts;
 mod backing;
 mod block;
+mod homes;
 mod layout;
 mod mapping;
 mod moving;
-mod paged;
 mod pieces;
 mod residency;
 mod row;

@@ -159,9 +159,9 @@ impl Row {
         &mut self.backing
     }
 
-    /// Is the place of a chunk's contents in host memory its own, and large enough for all of them?
-    pub(crate) fn has_chunk_place(&self) -> bool {
-        self.backing.chunk_copy().is_some()
+    /// Have its contents a place of their own in host memory, large enough for all of them?
+    pub(crate) fn has_own_place(&self) -> bool {
+        self.backing.own_place().is_some()
     }
 
     pub(crate) fn is_lost(&self) -> bool {
@@ -226,9 +226,9 @@ impl Row {
         self.backing.is_set_aside()
     }
 
-    /// Does the process run without it since a pause by tag? Not what is paged, which comes when it is used, nor what is lost.
+    /// Does the process run without it since a pause by tag? Not what comes back when it is used, nor what is lost.
     pub(crate) fn is_away_by_tag(&self) -> bool {
-        self.is_set_aside() && !self.backing.is_chunk() && !self.is_lost()
+        self.is_set_aside() && !self.backing.has_home() && !self.is_lost()
     }
 
     /// Returns the place of its contents in host memory, if they may be moved. Then it is away, and nobody was given

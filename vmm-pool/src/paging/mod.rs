@@ -297,7 +297,7 @@ impl<D: Driver> Pager<D> {
             Ok(())
         } else {
             let ledger = shared.pool.ledger();
-            let end_bytes = ledger.end_with_chunks(bare.len(), shared.chunk_bytes);
+            let end_bytes = ledger.end_with_homes(bare.len(), shared.chunk_bytes);
             drop(ledger);
             shared.check_host(end_bytes).map_err(PageError::from)
         };
@@ -353,7 +353,7 @@ impl<D: Driver> Pager<D> {
         let class = Class { library: LIBRARY, tag: String::new(), contents: Contents::Keep };
         let new = NewRow { id, size_bytes, prop: frame_prop(device), origin: Origin::Own, class };
         let range = self.shared.range_of(chunk);
-        Ok(self.shared.pool.ledger().insert_chunk(new, range, &frame_access(device)))
+        Ok(self.shared.pool.ledger().insert_with_home(new, range, &frame_access(device)))
     }
 
     /// Gives a span up, which nobody holds. The device memory of chunks that are no other's goes when their last use is over.

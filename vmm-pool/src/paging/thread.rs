@@ -38,6 +38,9 @@ const PATIENCE: Duration = Duration::from_millis(20);
 /// Copies out under way at most, each with its question: what is queued behind them waits as long. Questions alone do not count.
 const COPIES_OUT_MAX: usize = 4;
 
+/// The reason why a chunk stays.
+const HELD: &str = "something else holds it where it is";
+
 /// The next thing to do.
 enum Job {
     /// Takes the frame of `victim`, or a new one, for `newcomer`.
@@ -119,7 +122,7 @@ fn remove_all<D: Driver>(shared: &PagedWindow<D>) {
 
 /// A chunk whose spans were freed, and that is away now.
 pub(super) fn remove<D: Driver>(shared: &PagedWindow<D>, chunk: usize, row: VirtualHandle) {
-    let garbage = shared.pool.ledger().remove_chunk(row);
+    let garbage = shared.pool.ledger().remove_with_home(row);
     shared.pool.dispose_quietly(garbage);
     shared.table().gone(chunk);
 }
@@ -403,8 +406,8 @@ impl<D: Driver> Worker<'_, D> {
         let is_given_up = next == Next::Driver && self.shared.table().chunks[victim].is_freed;
         let (stays, has_place) = {
             let ledger = self.shared.pool.ledger();
-            let has_place = ledger.rows.get(row).is_some_and(Row::has_chunk_place);
-            (ledger.chunk_stays(row, is_given_up), has_place)
+            let has_place = ledger.rows.get(row).is_some_and(Row::has_own_place);
+            (ledger.stays_home(row, is_given_up).then_some(HELD), has_place)
         };
         self.shared.table().chunks[victim].set_stays(stays);
         if stays.is_some() || (has_contents && !has_place) {
@@ -449,7 +452,7 @@ impl<D: Driver> Worker<'_, D> {
     /// Asks for these chunks again: the cause that made them stay may be over, and others wait for their room.
     fn ask_what_stays(&self, staying: Vec<(usize, VirtualHandle)>) {
         for (chunk, row) in staying {
-            let stays = self.shared.pool.ledger().chunk_stays(row, false);
+            let stays = self.shared.pool.ledger().stays_home(row, false).then_some(HELD);
             self.shared.table().chunks[chunk].set_stays(stays);
         }
     }
@@ -489,10 +492,7 @@ impl<D: Driver> Worker<'_, D> {
             return Err(PoolError::NotOurs);
         };
         let aside = slot.and_then(|slot| self.shared.range_aside(slot));
-        let come = match aside {
-            Some(aside) => self.remap(|| still.come_aside(frame, aside)),
-            None => self.remap(|| still.come(frame)),
-        };
+        let come = self.remap(|| still.come(frame, aside));
         self.shared.table().counts.remaps += u64::from(come.is_ok());
         let is_aside = come.is_ok() && aside.is_some();
         match come.and_then(|()| self.start_in(row, aside)) {
@@ -527,7 +527,7 @@ impl<D: Driver> Worker<'_, D> {
         let claimed = self.shared.table().claim(chunk);
         let Some((row, _)) = claimed else { return };
         let is_as_seen = self.is_place_as_seen(chunk);
-        let has_place = self.shared.pool.ledger().rows.get(row).is_some_and(Row::has_chunk_place);
+        let has_place = self.shared.pool.ledger().rows.get(row).is_some_and(Row::has_own_place);
         let compares = {
             let mut table = self.shared.table();
             if !is_as_seen || !has_place {

@@ -19,49 +19,28 @@ impl<D: Driver> StillChunk<'_, D> {
     /// # Driver calls
     /// `cuMemUnmap`.
     pub(crate) fn leave(self, has_contents: bool) -> PoolResult<Option<Physical>> {
-        if let Some(range) = self.mapped_at() {
-            self.unmap(range)?;
-        }
-        Ok(self.pool.ledger().rows.chunk_left(self.row, has_contents))
+        self.unmap()?;
+        Ok(self.pool.ledger().rows.left_home(self.row, has_contents))
     }
 
-    /// Gives the chunk memory and maps it. Its contents are not there yet: the caller that brings them says [`StillChunk::came`], or
-    /// [`StillChunk::did_not_come`].
+    /// Gives the chunk memory and maps it: at `aside` alone if there is such, which are addresses of the pager's, so that nobody else's
+    /// work can touch it while it is filled. Its contents are not there yet. [`StillChunk::came`] comes next, behind
+    /// [`StillChunk::leave_aside`] and [`StillChunk::land`] where they are due, or [`StillChunk::did_not_come`].
     ///
     /// # Errors
-    /// [`PoolError::Driver`].
+    /// [`PoolError::Driver`]: nothing is mapped at `aside`.
     ///
     /// # Driver calls
     /// `cuMemMap`, `cuMemSetAccess`.
-    pub(crate) fn come(&self, physical: Physical) -> PoolResult<()> {
-        self.take(physical);
-        self.land()
-    }
-
-    fn take(&self, physical: Physical) {
+    pub(crate) fn come(&self, physical: Physical, aside: Option<VaRange>) -> PoolResult<()> {
         let spare = self.pool.ledger().rows.returned(self.row, physical);
         if let Some(spare) = spare {
             // A try of before has left it its own.
             self.give_back(spare);
         }
-    }
-
-    /// Gives the chunk memory, mapped at `aside` alone, which are addresses of the pager's: nobody else's work can touch it there while
-    /// it is filled. [`StillChunk::leave_aside`] and [`StillChunk::land`] come next, or [`StillChunk::did_not_come`].
-    ///
-    /// # Errors
-    /// [`PoolError::Driver`]: nothing is mapped there.
-    ///
-    /// # Driver calls
-    /// `cuMemMap`, `cuMemSetAccess`.
-    pub(crate) fn come_aside(&self, physical: Physical, aside: VaRange) -> PoolResult<()> {
-        self.take(physical);
-        let start = self.pool.ledger().chunk_range(self.row).map_or(0, |range| range.start.0);
-        let wanted = self.pool.ledger().to_remount(start)?;
-        let Some(Remount { raw, access, device, .. }) = wanted else {
-            return Err(PoolError::NotOurs);
-        };
-        let about = || format!("chunk at {start:#x}");
+        let Some(aside) = aside else { return self.land() };
+        let Remount { raw, access, device, .. } = self.remount()?;
+        let about = || format!("chunk at {}", self.range.start);
         self.pool.driver.map(aside, raw).about(about, aside.size_bytes, device)?;
         let set = self.pool.driver.set_access(aside, &access);
         if set.is_err()
@@ -93,12 +72,8 @@ impl<D: Driver> StillChunk<'_, D> {
     /// # Driver calls
     /// `cuMemMap`, `cuMemSetAccess`.
     pub(crate) fn land(&self) -> PoolResult<()> {
-        let start = self.pool.ledger().chunk_range(self.row).map_or(0, |range| range.start.0);
-        let wanted = self.pool.ledger().to_remount(start)?;
-        let Some(Remount { range, raw, access, device, presence }) = wanted else {
-            return Err(PoolError::NotOurs);
-        };
-        let about = || format!("chunk at {}", range.start);
+        let Remount { range, raw, access, device, presence } = self.remount()?;
+        let (start, about) = (range.start.0, || format!("chunk at {}", range.start));
         if presence == Presence::Absent {
             self.pool.driver.map(range, raw).about(about, range.size_bytes, device)?;
             self.pool.ledger().mappings.set_presence(start, Presence::Bare);
@@ -113,7 +88,7 @@ impl<D: Driver> StillChunk<'_, D> {
 
     /// The contents of the chunk are there, or on their way.
     pub(crate) fn came(self) {
-        self.pool.ledger().rows.chunk_came(self.row);
+        self.pool.ledger().rows.came_home(self.row);
     }
 
     /// The contents of the chunk do not come: it is away as before, and its memory goes back to the driver. No copy of it
@@ -122,30 +97,31 @@ impl<D: Driver> StillChunk<'_, D> {
     /// # Driver calls
     /// `cuMemUnmap`, `cuMemRelease`.
     pub(crate) fn did_not_come(self) {
-        if let Some(range) = self.mapped_at()
-            && let Err(error) = self.unmap(range)
-        {
+        if let Err(error) = self.unmap() {
             tracing::error!(%error, "a chunk that is away stays mapped until it is wanted");
         }
-        let physical = self.pool.ledger().chunk_did_not_come(self.row);
+        let physical = self.pool.ledger().did_not_come_home(self.row);
         if let Some(physical) = physical {
             self.give_back(physical);
         }
     }
 
-    fn mapped_at(&self) -> Option<VaRange> {
-        let ledger = self.pool.ledger();
-        let range = ledger.chunk_range(self.row)?;
-        ledger.mappings.get(range.start.0).is_some_and(Mapping::is_present).then_some(range)
+    fn remount(&self) -> PoolResult<Remount> {
+        self.pool.ledger().to_remount(self.range.start.0)?.ok_or(PoolError::NotOurs)
     }
 
-    fn unmap(&self, range: VaRange) -> PoolResult<()> {
-        self.pool.ledger().mappings.begin_leaving(range.start.0);
+    /// Unmaps the chunk if it is mapped.
+    fn unmap(&self) -> PoolResult<()> {
+        let (range, start) = (self.range, self.range.start.0);
+        if !self.pool.ledger().mappings.get(start).is_some_and(Mapping::is_present) {
+            return Ok(());
+        }
+        self.pool.ledger().mappings.begin_leaving(start);
         // SAFETY: `self` proves that no work uses the range, and that none will before it is mapped again.
         let unmapped = unsafe { self.pool.driver.unmap(range) };
         match &unmapped {
-            Ok(()) => self.pool.ledger().mappings.set_presence(range.start.0, Presence::Absent),
-            Err(_) => self.pool.ledger().mappings.call_off_leaving(range.start.0),
+            Ok(()) => self.pool.ledger().mappings.set_presence(start, Presence::Absent),
+            Err(_) => self.pool.ledger().mappings.call_off_leaving(start),
         }
         unmapped.about(|| format!("chunk at {}", range.start), range.size_bytes, None)
     }

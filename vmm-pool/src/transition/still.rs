@@ -279,6 +279,8 @@ impl<'a, D: Driver> Still<'a, D> {
 pub(crate) struct StillChunk<'a, D: Driver> {
     pub(super) pool: &'a Pool<D>,
     pub(super) row: VirtualHandle,
+    /// The addresses of its home.
+    pub(super) range: VaRange,
 }
 
 impl<'a, D: Driver> StillChunk<'a, D> {
@@ -303,14 +305,14 @@ impl<'a, D: Driver> StillChunk<'a, D> {
                 return Ok(None);
             }
         }
-        let is_chunk = pool.ledger().rows.chunk(row).is_some_and(|row| row.backing().is_at_rest());
-        Ok(is_chunk.then_some(Self { pool, row }))
+        let range = pool.ledger().home_of(row, |row| row.backing().is_at_rest());
+        Ok(range.map(|range| Self { pool, row, range }))
     }
 
     /// Of a chunk that is away, so that nothing can touch it. `None` if it is not.
     pub(crate) fn away(entered: &'a Entered<'_, D, Use>, row: VirtualHandle) -> Option<Self> {
         let pool = entered.pool;
-        let is_away = pool.ledger().rows.chunk(row).is_some_and(Row::is_set_aside);
-        is_away.then_some(Self { pool, row })
+        let range = pool.ledger().home_of(row, Row::is_set_aside)?;
+        Some(Self { pool, row, range })
     }
 }

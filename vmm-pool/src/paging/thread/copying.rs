@@ -30,7 +30,7 @@ impl<'a, D: Driver> Worker<'a, D> {
         let (range, saved) = {
             let ledger = self.shared.pool.ledger();
             let saved = ledger.rows.get(row).and_then(|row| row.saved()).cloned();
-            (aside.or_else(|| ledger.chunk_range(row)).ok_or(PoolError::NotOurs)?, saved)
+            (aside.or_else(|| ledger.home_of(row, |_| true)).ok_or(PoolError::NotOurs)?, saved)
         };
         let all = vec![Range { start: 0, end: range.size_bytes }];
         let (extents, zeros) = match saved {
@@ -50,11 +50,8 @@ impl<'a, D: Driver> Worker<'a, D> {
     /// Begins the copy of the contents of `row` to its place, which it gets if it has none.
     pub(super) fn start_out(&mut self, row: VirtualHandle) -> PoolResult<()> {
         let pool = &self.shared.pool;
-        let (range, extent) = {
-            let mut ledger = pool.ledger();
-            let range = ledger.chunk_range(row).ok_or(PoolError::NotOurs)?;
-            (range, ledger.take_chunk_place(row).ok_or(PoolError::NotOurs)?)
-        };
+        let home = pool.ledger().take_home_place(row);
+        let (range, extent) = home.ok_or(PoolError::NotOurs)?;
         let (log, end_bytes) = (&mut StepLog::default(), extent.place().end);
         let held = self.shared.check_host(end_bytes).and_then(|()| {
             let devices = pool.holdings().devices();

@@ -1,0 +1,126 @@
+//! Own memory that leaves and comes back while its process runs, and has a *home* for that: addresses where it is mapped, and a
+//! place for its contents.
+//!
+//! Each is a row as any other. While it is away it is set aside, and its contents lie in host memory. Its place there stays its own,
+//! also while it is on its device: the bytes there count only if the caller that moves it says so.
+
+use super::backing::Backing;
+use super::layout::Places;
+use super::residency::Change;
+use super::{Ledger, Mapping, NewRow, Row, RowTable};
+use crate::VirtualHandle;
+use crate::deferred::Physical;
+use crate::driver::{AccessDesc, VaRange};
+use crate::store::{Extent, Saved, Store};
+
+impl Ledger {
+    /// Enters memory whose home is mapped at `range`, with these rights. It is away, and nothing is saved of it: it is zero.
+    pub(crate) fn insert_with_home(
+        &mut self,
+        new: NewRow,
+        range: VaRange,
+        access: &[AccessDesc],
+    ) -> VirtualHandle {
+        let handle = self.rows.enter(new, Backing::with_home());
+        let mut mapping = Mapping::new(range, handle);
+        mapping.add_access(access);
+        self.mappings.insert(mapping);
+        self.rows.change([handle], |row| row.mapped(range.start.0));
+        handle
+    }
+
+    /// May it not leave its home? Other holders of its pages do not wait for the caller that moves it. A pin does not hold what
+    /// `is_given_up`: its memory goes to the driver, and its user has freed it.
+    pub(crate) fn stays_home(&self, handle: VirtualHandle, is_given_up: bool) -> bool {
+        self.rows.get(handle).is_some_and(|row| {
+            let is_pinned = row.reason_to_stay().is_some() && !is_given_up;
+            is_pinned || row.is_shared() || row.mapped_at().len() > 1
+        })
+    }
+
+    /// The row goes, which is mapped nowhere, with its home.
+    pub(crate) fn remove_with_home(&mut self, handle: VirtualHandle) -> Vec<Row> {
+        let starts: Vec<_> = self.rows.get(handle).into_iter().flat_map(Row::mapped_at).collect();
+        let mut garbage = self.forget_mappings(&starts);
+        garbage.extend(self.drop_reference(handle).ok().flatten());
+        garbage
+    }
+
+    /// Returns the addresses of the home of memory that `is_meant`; none where there is no such memory.
+    pub(crate) fn home_of(
+        &self,
+        handle: VirtualHandle,
+        is_meant: impl Fn(&Row) -> bool,
+    ) -> Option<VaRange> {
+        let row = self.rows.get(handle).filter(|row| row.backing().has_home() && is_meant(row))?;
+        self.mappings.of(row).next().map(Mapping::range)
+    }
+
+    /// The addresses of contents that are about to be copied home, and the place there: the one that they have, or a new one. What lies
+    /// there has no fingerprints from now on.
+    pub(crate) fn take_home_place(&mut self, handle: VirtualHandle) -> Option<(VaRange, Extent)> {
+        let range = self.home_of(handle, Row::is_resident)?;
+        let row = self.rows.get(handle)?;
+        let size_bytes = row.size_bytes();
+        let whole = row.backing().own_place().and_then(|saved| match &*saved.extents {
+            [only] if only.size_bytes == size_bytes => Some(*only),
+            _ => None,
+        });
+        let extent = if let Some(whole) = whole {
+            whole
+        } else {
+            // What it has in pieces goes: the contents move as a whole.
+            self.rows.forget_copy(handle);
+            let taken = self.places_in(Store::Host);
+            let at = Places::find(taken, std::iter::once(((), size_bytes))).places;
+            Extent { start: 0, size_bytes, at: at.first()?.1 }
+        };
+        let saved = Saved { store: Store::Host, extents: [extent].into(), prints: None };
+        self.rows.get_mut(handle)?.backing_mut().move_in(saved);
+        Some((range, extent))
+    }
+
+    /// Computes the end of contents in host memory with places for all that have a home, and for `more` of `size_bytes`.
+    pub(crate) fn end_with_homes(&self, more: usize, size_bytes: u64) -> u64 {
+        let is_without =
+            |row: &&Row| row.backing().has_home() && row.backing().held_in(Store::Host).is_none();
+        let without = self.rows.iter().filter(is_without).map(Row::size_bytes);
+        let wanted = without.chain(std::iter::repeat_n(size_bytes, more));
+        Places::find(self.places_in(Store::Host), wanted.map(|size_bytes| ((), size_bytes)))
+            .end_bytes
+    }
+
+    /// Memory that was to come home and could not: it is away as before. It comes out if it is mapped nowhere.
+    pub(crate) fn did_not_come_home(&mut self, handle: VirtualHandle) -> Option<Physical> {
+        let row = self.rows.get_mut(handle)?;
+        let leaves = row.is_resident() && self.mappings.present(row).next().is_none();
+        let physical = leaves.then(|| row.backing_mut().change(Change::Released)).flatten();
+        let _none = row.backing_mut().change(Change::Runs { is_mapped: false });
+        physical
+    }
+}
+
+impl RowTable {
+    /// Memory that is mapped nowhere any more has left its home: its process goes on without it. Its contents lie in its place, or nobody
+    /// needs them.
+    pub(crate) fn left_home(
+        &mut self,
+        handle: VirtualHandle,
+        has_contents: bool,
+    ) -> Option<Physical> {
+        let row = self.get_mut(handle)?;
+        if let Some(copy) = row.backing().own_place().cloned().filter(|_| has_contents) {
+            let _none = row.backing_mut().change(Change::Saved(copy));
+        }
+        let physical = row.backing_mut().change(Change::Released);
+        let _none = row.backing_mut().change(Change::Runs { is_mapped: false });
+        physical
+    }
+
+    /// Memory is mapped again at its home, and its contents are there, or on their way behind an event.
+    pub(crate) fn came_home(&mut self, handle: VirtualHandle) {
+        let Some(row) = self.get_mut(handle) else { return };
+        row.backing_mut().retain_copy(false, false);
+        let _none = row.backing_mut().change(Change::Arrived);
+    }
+}
