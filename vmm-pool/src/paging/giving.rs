@@ -92,7 +92,7 @@ impl<D: Driver> Worker<'_, D> {
         let (has_others, is_awaited, own_bytes) = {
             let table = shared.table();
             let own_bytes = table.resident() as u64 * shared.chunk_bytes;
-            let is_awaited = table.chunks[newcomer].holders > 0;
+            let is_awaited = table.chunks[newcomer].is_held();
             (!table.victims(newcomer).is_empty(), is_awaited, own_bytes)
         };
         let waited = self.awaited.map_or(Duration::MAX, |(_, since)| since.elapsed());

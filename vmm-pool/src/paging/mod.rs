@@ -37,22 +37,23 @@ mod places;
 mod plan;
 mod prints;
 mod report;
+mod spans;
 mod table;
 mod thread;
 mod uses;
 
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 pub use self::error::{PageError, PageResult};
 use self::marks::Mark;
 pub use self::plan::Planned;
 pub use self::report::{PageReport, UnseenWrite};
+use self::spans::Spans;
 use self::table::{WindowChunks, Wrote};
 use self::uses::Calls;
 pub use self::uses::{In, Touched};
-use crate::AllocationId;
 use crate::driver::{
     DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError, DriverOp, RawEvent, RawStream,
     VaRange,
@@ -63,6 +64,7 @@ use crate::pool::{Lender, Pool};
 use crate::report::Contents;
 use crate::store::{HostArena, HostBudget};
 use crate::transition::{frame_access, frame_prop};
+use crate::{AllocationId, VirtualHandle};
 
 /// The time between two looks of a wait whether the process is paused. Paused time does not count.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
@@ -109,6 +111,8 @@ struct PagedWindow<D: Driver> {
     entering: Mutex<bool>,
     /// The thread has done something, or is to do something.
     changed: Condvar,
+    /// All addresses for copies, in a window where uses are looked for.
+    aside: OnceLock<VaRange>,
     /// The record of what calls use. Its lock is a leaf.
     calls: Mutex<Calls>,
     /// Events that nobody uses now.
@@ -141,6 +145,18 @@ impl<D: Driver> PagedWindow<D> {
             made.about(|| "event for paging".to_owned(), 0, Some(self.device))?
         };
         Ok(Mark::new(event, &self.spare))
+    }
+
+    /// The span that begins here is gone: freed chunks that are away, with their rows. `None`: there is no such span.
+    fn free(&self, start: u64) -> Option<Vec<(usize, VirtualHandle)>> {
+        let mut table = self.table();
+        let mut calls = self.calls();
+        calls.want_ends();
+        let freed = table.free(calls.spans.remove(start)?);
+        let (captured, lists) = calls.free(&freed, table.is_looked);
+        drop(calls);
+        table.graphs_let_go(&captured, lists);
+        Some(table.take_freed())
     }
 
     /// Refuses contents that end at `end_bytes` of host memory if that is not held, and may not be taken.
@@ -242,10 +258,11 @@ impl<D: Driver> Pager<D> {
             chunk_bytes,
             leaves_bytes: if frames_bytes == WHAT_IS_LEFT { LEFT_FREE_BYTES } else { 0 },
             host_budget: Box::new(host_budget),
-            table: Mutex::new(WindowChunks::new(whole_bytes, chunk_bytes, bounded(frames))),
+            table: Mutex::new(WindowChunks::new(bounded(frames))),
             entering: Mutex::default(),
             changed: Condvar::new(),
-            calls: Mutex::default(),
+            aside: OnceLock::new(),
+            calls: Mutex::new(Calls::new(Spans::new(whole_bytes, chunk_bytes))),
             spare: Arc::default(),
         });
         let begun = Self::begin(&shared);
@@ -292,7 +309,10 @@ impl<D: Driver> Pager<D> {
             asked_bytes: size_bytes,
             window_bytes: shared.window.size_bytes,
         };
-        let (start, bare) = shared.table().alloc(size_bytes).ok_or(full)?;
+        let (start, bare) = {
+            let mut table = shared.table();
+            table.alloc(&mut shared.calls().spans, size_bytes).ok_or(full)?
+        };
         let fits = if bare.is_empty() {
             Ok(())
         } else {
@@ -308,41 +328,33 @@ impl<D: Driver> Pager<D> {
                 Ok(())
             })
         });
-        match inserted {
-            Ok(()) => {
-                let mut table = shared.table();
-                for (&chunk, row) in bare.iter().zip(rows) {
-                    table.chunks[chunk].row = Some(row);
-                }
-                drop(table);
-                shared.calls().add(start, size_bytes);
-                Ok(DeviceAddress(shared.window.start.0 + start))
-            }
-            Err(error) => {
-                // What it shares with a span that was freed meanwhile comes out too.
-                let away = shared.table().free(start).unwrap_or_default();
-                let made = bare.iter().copied().zip(rows);
-                for (chunk, row) in away.into_iter().chain(made) {
-                    thread::remove(shared, chunk, row);
-                }
-                let mut table = shared.table();
-                for &chunk in &bare {
-                    table.gone(chunk);
-                }
-                Err(error)
-            }
+        {
+            let mut table = shared.table();
+            bare.iter().zip(rows).for_each(|(&chunk, row)| table.entered(chunk, row));
         }
+        if let Err(error) = inserted {
+            // What it shares with a span that was freed meanwhile comes out too.
+            for (chunk, row) in shared.free(start).unwrap_or_default() {
+                thread::remove(shared, chunk, row);
+            }
+            let mut table = shared.table();
+            for &chunk in &bare {
+                table.gone(chunk);
+            }
+            return Err(error);
+        }
+        Ok(DeviceAddress(shared.window.start.0 + start))
     }
 
     /// Nothing is given out from now on, if all that was has been freed. Is that so?
     pub fn close_if_empty(&self) -> bool {
         let shared = &self.shared;
         let mut is_closed = shared.entering.lock().unwrap_or_else(PoisonError::into_inner);
-        *is_closed |= shared.table().spans.is_empty();
+        *is_closed |= shared.calls().spans.is_empty();
         *is_closed
     }
 
-    fn insert(&self, chunk: usize) -> PageResult<crate::VirtualHandle> {
+    fn insert(&self, chunk: usize) -> PageResult<VirtualHandle> {
         let (device, size_bytes) = (self.shared.device, self.shared.chunk_bytes);
         let no_id = DriverError { op: DriverOp::Create, code: DriverCode::UNKNOWN };
         let id = AllocationId::random().ok_or(no_id).about(
@@ -363,16 +375,7 @@ impl<D: Driver> Pager<D> {
     pub fn free(&self, span: DeviceAddress) -> PageResult<()> {
         let shared = &self.shared;
         let start = span.0.checked_sub(shared.window.start.0);
-        let away = start.and_then(|start| {
-            let mut table = shared.table();
-            let (captured, lists) = {
-                let mut calls = shared.calls();
-                calls.want_ends();
-                calls.free(start)
-            };
-            table.graphs_let_go(&captured, lists);
-            table.free(start)
-        });
+        let away = start.and_then(|start| shared.free(start));
         // They have no memory: nothing is called.
         for (chunk, row) in away.ok_or(PageError::NotPaged { address: span })? {
             thread::remove(shared, chunk, row);
@@ -383,11 +386,11 @@ impl<D: Driver> Pager<D> {
 
     /// The chunks of `spans`, those of two spans twice.
     fn chunks_of(&self, spans: &[DeviceAddress]) -> PageResult<Vec<usize>> {
-        let table = self.shared.table();
+        let calls = self.shared.calls();
         let mut all = Vec::new();
         for &address in spans {
             let start = address.0.checked_sub(self.shared.window.start.0);
-            let ids = start.and_then(|start| table.spans.chunks_of(start));
+            let ids = start.and_then(|start| calls.spans.chunks_of(start));
             all.extend(ids.ok_or(PageError::NotPaged { address })?);
         }
         Ok(all)

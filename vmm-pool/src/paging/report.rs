@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use super::prints::PIECES;
-use super::table::{Chunk, Unseen, WindowChunks};
+use super::table::{Chunk, Unseen};
 use super::{PagedWindow, Pager};
 use crate::driver::Driver;
 
@@ -85,12 +85,12 @@ impl fmt::Display for UnseenWrite {
 }
 
 impl<D: Driver> PagedWindow<D> {
-    pub(super) fn describe(&self, table: &WindowChunks, unseen: &Unseen) -> UnseenWrite {
+    pub(super) fn describe(&self, unseen: &Unseen) -> UnseenWrite {
         let piece_bytes = self.chunk_bytes / PIECES as u64;
         let (first, last) = (*unseen.pieces.start() as u64, *unseen.pieces.end() as u64);
         let start = unseen.id as u64 * self.chunk_bytes + first * piece_bytes;
         let size_bytes = (last + 1 - first) * piece_bytes;
-        let span = table.spans.at(start..=start + size_bytes - 1);
+        let span = self.calls().spans.at(start..=start + size_bytes - 1);
         let window = self.window.start.0;
         UnseenWrite {
             chunk: unseen.id,
@@ -131,12 +131,7 @@ impl<D: Driver> Pager<D> {
             misses: counts.misses,
             calls,
             waited_us: micros(waited),
-            unseen: table
-                .checks
-                .found
-                .iter()
-                .map(|each| self.shared.describe(&table, each))
-                .collect(),
+            unseen: table.checks.found.iter().map(|it| self.shared.describe(it)).collect(),
             chunks: table.chunks.iter().map(Chunk::letter).collect(),
         }
     }

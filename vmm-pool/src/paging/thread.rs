@@ -8,7 +8,7 @@ mod looking;
 
 use std::cell::OnceCell;
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::Sender;
@@ -16,7 +16,7 @@ use crossbeam_channel::Sender;
 use self::choosing::choose;
 use super::marks::Mark;
 use super::prints::Questions;
-use super::table::{ChunkPlace, Looks};
+use super::table::{ChunkEvent, Looks, WindowChunks};
 use super::uses::SLOTS;
 use super::{PageError, PageResult, PagedWindow};
 use crate::VirtualHandle;
@@ -37,9 +37,6 @@ const LOOK_SELDOM: Duration = Duration::from_secs(1);
 const PATIENCE: Duration = Duration::from_millis(20);
 /// Copies out under way at most, each with its question: what is queued behind them waits as long. Questions alone do not count.
 const COPIES_OUT_MAX: usize = 4;
-
-/// The reason why a chunk stays.
-const HELD: &str = "something else holds it where it is";
 
 /// The next thing to do.
 enum Job {
@@ -101,23 +98,18 @@ fn remove_all<D: Driver>(shared: &PagedWindow<D>) {
             return;
         }
     }
-    let away = {
-        let mut table = shared.table();
-        table.lost_uses = 0;
-        let captured = {
-            let mut calls = shared.calls();
-            // Of what has no event yet nobody knows when it is over.
-            if !calls.have_ended(u64::MAX) {
-                return;
-            }
-            calls.take_captured()
-        };
-        table.graphs_let_go(&captured, 0);
-        table.free_all()
+    let mut table = shared.table();
+    table.lost_uses = 0;
+    let captured = {
+        let mut calls = shared.calls();
+        // Of what has no event yet nobody knows when it is over.
+        if !calls.have_ended(u64::MAX) {
+            return;
+        }
+        calls.take_captured()
     };
-    for (chunk, row) in away {
-        remove(shared, chunk, row);
-    }
+    table.graphs_let_go(&captured, 0);
+    table.free_all();
 }
 
 /// A chunk whose spans were freed, and that is away now.
@@ -138,7 +130,8 @@ fn finish<D: Driver>(shared: &PagedWindow<D>) {
         }
     }
     let is_empty = shared.table().resident() == 0;
-    for range in shared.aside().into_iter().chain([shared.window]).filter(|_| is_empty) {
+    for range in shared.aside.get().copied().into_iter().chain([shared.window]).filter(|_| is_empty)
+    {
         if let Err(error) = pool.deferred.free_addresses(range) {
             tracing::error!(%error, "addresses for paging stay until the next pause");
         }
@@ -215,7 +208,7 @@ impl<D: Driver> Worker<'_, D> {
         if !stays {
             self.stay = None;
         }
-        let freed = self.shared.table().take_all_freed();
+        let freed = self.shared.table().take_freed();
         for (chunk, row) in freed {
             remove(self.shared, chunk, row);
         }
@@ -238,52 +231,52 @@ impl<D: Driver> Worker<'_, D> {
         if stays && !self.shared.pool.gate().is_open() && !matches!(job, Job::Land(..)) {
             job = Job::Wait(LOOK_SOON);
         }
+        if let Job::Wait(time) = job {
+            self.sleep(table, time);
+            return true;
+        }
+        drop(table);
         match job {
-            Job::End => return false,
-            Job::Wait(time) => {
-                // A list that is to end and came meanwhile, or is of a stream that is captured.
-                let is_awaited = is_looked && self.shared.calls().lists.is_any_ready();
-                let time = if is_awaited { time.min(LOOK_LATER) } else { time };
-                if time == LOOK_SELDOM {
-                    table.looks_again = Looks::WhenTold;
-                }
-                let waited = self.shared.changed.wait_timeout(table, time);
-                let (mut table, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
-                table.looks_again = Looks::Soon;
-                if time == LOOK_SELDOM && timeout.timed_out() {
-                    table.try_again();
-                    let staying = table.staying_idle();
-                    drop(table);
-                    self.ask_what_stays(staying);
-                }
-                return true;
-            }
-            Job::Bring { newcomer, victim } => {
-                drop(table);
-                self.bring(newcomer, victim);
-            }
-            Job::Clean(chunk) => {
-                drop(table);
-                self.clean(chunk);
-            }
-            Job::Shrink(chunk) => {
-                drop(table);
-                self.shrink(chunk);
-            }
-            Job::Land(chunk, slot) => {
-                drop(table);
-                self.land(chunk, slot);
-            }
+            Job::Bring { newcomer, victim } => self.bring(newcomer, victim),
+            Job::Clean(chunk) => self.clean(chunk),
+            Job::Shrink(chunk) => self.shrink(chunk),
+            Job::Land(chunk, slot) => self.land(chunk, slot),
+            Job::End | Job::Wait(_) => return false,
         }
         self.shared.changed.notify_all();
         true
+    }
+
+    /// Waits until somebody says something, for so long.
+    fn sleep(&self, mut table: MutexGuard<'_, WindowChunks>, mut time: Duration) {
+        // A list that is to end and came meanwhile, or is of a stream that is captured.
+        if table.is_looked && self.shared.calls().lists.is_any_ready() {
+            time = time.min(LOOK_LATER);
+        }
+        let is_long = time == LOOK_SELDOM;
+        if is_long {
+            table.looks_again = Looks::WhenTold;
+        }
+        let waited = self.shared.changed.wait_timeout(table, time);
+        let (mut table, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        table.looks_again = Looks::Soon;
+        if is_long && timeout.timed_out() {
+            table.try_again();
+            let staying = table.staying_idle();
+            drop(table);
+            // Why they stay may be over, and others wait for their room.
+            for (chunk, row) in staying {
+                let stays = self.shared.pool.ledger().stays_home(row, false);
+                self.shared.table().set_stays(chunk, stays);
+            }
+        }
     }
 
     /// Returns a number of uses from now on: what is used sooner keeps its frame. It is 0 if somebody has waited long
     /// for the same chunk.
     fn later_half(&mut self) -> usize {
         let table = self.shared.table();
-        let awaited = table.next_wanted().filter(|&id| table.chunks[id].holders > 0);
+        let awaited = table.next_wanted().filter(|&id| table.chunks[id].is_held());
         self.awaited = match (awaited, self.awaited) {
             (Some(id), Some((before, since))) if id == before => Some((id, since)),
             (Some(id), _) => Some((id, Instant::now())),
@@ -336,54 +329,42 @@ impl<D: Driver> Worker<'_, D> {
             Ok(None) => return,
             Err(error) if victim.is_none() => {
                 drop(entered);
-                self.without_room(newcomer, error);
-                return;
+                return self.without_room(newcomer, error);
             }
-            Err(error) => {
-                self.shared.table().failed(newcomer, Arc::new(error));
-                return;
-            }
+            Err(error) => return self.shared.table().failed(newcomer, Arc::new(error)),
         };
         let row = {
             let mut table = self.shared.table();
-            let row = table.chunks[newcomer].row;
+            let row = table.chunks[newcomer].row();
             if row.is_some() {
-                table.set_place(newcomer, ChunkPlace::Coming);
+                table.change(newcomer, ChunkEvent::Framed);
             }
             row
         };
-        let slot = self.shared.aside().and_then(|_| self.shared.table().free_slot(SLOTS));
+        let slot = self.shared.aside.get().and_then(|_| self.shared.table().free_slot(SLOTS));
         let came = match row {
             Some(row) => self.fill(&entered, row, frame, slot),
             // It was freed meanwhile.
             None => entered.release_frame(frame).and(Err(PoolError::NotOurs)),
         };
-        if let (Some(slot), Ok((mark, was_copied))) = (slot, &came) {
-            {
-                let mut table = self.shared.table();
-                table.chunks[newcomer].filling(slot, mark.clone());
-                table.counts.exchanges += u64::from(victim.is_some());
-                table.counts.copied_in += u64::from(*was_copied);
-            }
+        let mut table = self.shared.table();
+        let (copy, was_copied) = match came {
+            Ok(came) => came,
+            Err(error) => return table.failed(newcomer, Arc::new(error.into())),
+        };
+        table.counts.exchanges += u64::from(victim.is_some());
+        table.counts.copied_in += u64::from(was_copied);
+        if let Some(slot) = slot {
+            table.change(newcomer, ChunkEvent::Filled { slot, copy });
             self.stay.get_or_insert(entered);
             return;
         }
-        drop(entered);
-        if came.is_ok() && self.shared.table().checks.is_on {
-            self.see(newcomer);
-        }
-        let mut table = self.shared.table();
-        match came {
-            Ok((mark, was_copied)) => {
-                table.counts.exchanges += u64::from(victim.is_some());
-                table.came(newcomer, mark, was_copied);
-            }
-            Err(error) => table.failed(newcomer, Arc::new(error.into())),
-        }
-        let freed = table.take_freed(newcomer);
+        table.came(newcomer, copy);
+        let is_checked = table.checks.is_on;
         drop(table);
-        if let Some(row) = freed {
-            remove(self.shared, newcomer, row);
+        drop(entered);
+        if is_checked {
+            self.see(newcomer);
         }
     }
 
@@ -403,20 +384,20 @@ impl<D: Driver> Worker<'_, D> {
         let Some((row, has_contents)) = self.shared.table().claim_ready(victim) else {
             return Ok(None);
         };
-        let is_given_up = next == Next::Driver && self.shared.table().chunks[victim].is_freed;
+        let is_given_up = next == Next::Driver && self.shared.table().chunks[victim].is_freed();
         let (stays, has_place) = {
             let ledger = self.shared.pool.ledger();
             let has_place = ledger.rows.get(row).is_some_and(Row::has_own_place);
-            (ledger.stays_home(row, is_given_up).then_some(HELD), has_place)
+            (ledger.stays_home(row, is_given_up), has_place)
         };
-        self.shared.table().chunks[victim].set_stays(stays);
-        if stays.is_some() || (has_contents && !has_place) {
+        self.shared.table().set_stays(victim, stays);
+        if stays || (has_contents && !has_place) {
             let mut table = self.shared.table();
             if !has_place {
                 // A pause that came to nothing has taken it.
-                table.chunks[victim].forget_copy();
+                table.forget_copy(victim, true);
             }
-            if stays.is_some() {
+            if stays {
                 table.used_now(victim);
             }
             table.unclaim(victim);
@@ -426,35 +407,13 @@ impl<D: Driver> Worker<'_, D> {
             Some(still) => self.remap(|| still.leave(has_contents)),
             None => Ok(None),
         });
-        match left {
-            Ok(Some(frame)) => {
-                let freed = {
-                    let mut table = self.shared.table();
-                    table.set_place(victim, ChunkPlace::Away);
-                    table.take_freed(victim)
-                };
-                if let Some(row) = freed {
-                    remove(self.shared, victim, row);
-                }
-                Ok(Some(frame))
-            }
-            Ok(None) => {
-                self.shared.table().unclaim(victim);
-                Ok(None)
-            }
-            Err(error) => {
-                self.shared.table().unclaim(victim);
-                Err(error.into())
-            }
+        let mut table = self.shared.table();
+        if let Ok(Some(_)) = &left {
+            table.change(victim, ChunkEvent::Left);
+        } else {
+            table.unclaim(victim);
         }
-    }
-
-    /// Asks for these chunks again: the cause that made them stay may be over, and others wait for their room.
-    fn ask_what_stays(&self, staying: Vec<(usize, VirtualHandle)>) {
-        for (chunk, row) in staying {
-            let stays = self.shared.pool.ledger().stays_home(row, false).then_some(HELD);
-            self.shared.table().chunks[chunk].set_stays(stays);
-        }
+        Ok(left?)
     }
 
     /// Does what has the driver map and unmap, and adds up its time.
@@ -472,7 +431,7 @@ impl<D: Driver> Worker<'_, D> {
     ) -> PoolResult<Option<StillChunk<'e, D>>> {
         let uses: Vec<RawEvent> = {
             let table = self.shared.table();
-            let chunk = table.chunks.iter().find(|chunk| chunk.row == Some(row));
+            let chunk = table.chunks.iter().find(|chunk| chunk.row() == Some(row));
             chunk.into_iter().flat_map(|chunk| chunk.marks().map(|mark| mark.event)).collect()
         };
         StillChunk::of(entered, row, &uses)
@@ -531,7 +490,7 @@ impl<D: Driver> Worker<'_, D> {
         let compares = {
             let mut table = self.shared.table();
             if !is_as_seen || !has_place {
-                table.chunks[chunk].forget_prints();
+                table.forget_copy(chunk, false);
             }
             table.is_to_compare(chunk)
         };
@@ -544,20 +503,17 @@ impl<D: Driver> Worker<'_, D> {
         };
         if let Some(asked) = asked.take_if(|_| compares) {
             let mut table = self.shared.table();
-            table.chunks[chunk].asking(asked);
-            table.unclaim(chunk);
+            table.asking(chunk, asked);
             return;
         }
         self.see(chunk);
-        self.shared.table().chunks[chunk].forget_prints();
+        self.shared.table().forget_copy(chunk, false);
         let begun = self.behind_question(asked.as_ref());
         let begun = begun.and_then(|()| self.start_out(row)).and_then(|()| self.mark_behind());
         drop(entered);
         match begun {
             Ok(mark) => {
-                let mut table = self.shared.table();
-                table.copying_out(chunk, mark, asked);
-                table.unclaim(chunk);
+                self.shared.table().copying_out(chunk, mark, asked);
             }
             Err(error) => self.not_cleaned(chunk, error),
         }
@@ -566,12 +522,12 @@ impl<D: Driver> Worker<'_, D> {
     /// Tells the thread that waits for a frame that `chunk` was not copied. Waits for what was begun: it reads the chunk.
     fn not_cleaned(&mut self, chunk: usize, error: PoolError) {
         if self.finish_or_leave().is_err() {
-            self.shared.table().chunks[chunk].set_stays(Some("a copy of it did not end"));
+            self.shared.table().set_stays(chunk, true);
         }
         tracing::warn!(%error, "paged memory was not copied to the host");
         let error = Arc::new(PageError::from(error));
         let mut table = self.shared.table();
-        table.chunks[chunk].refused();
+        table.refused(chunk);
         table.unclaim(chunk);
         if let Some(wanted) = table.next_wanted() {
             table.failed(wanted, error);
@@ -591,7 +547,7 @@ impl<D: Driver> Worker<'_, D> {
             Ok(None) => {}
             Err(error) => {
                 tracing::error!(%error, "memory for paging is not given back yet");
-                self.shared.table().chunks[chunk].refused();
+                self.shared.table().refused(chunk);
             }
         }
     }

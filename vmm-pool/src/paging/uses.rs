@@ -16,13 +16,13 @@
 //!
 //! Lock order: the table's, then that of `Calls`, which is a leaf. Neither is held across a driver call.
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::lists::Lists;
 use super::marks::Mark;
 use super::order::Order;
+use super::spans::Spans;
 use super::table::{WindowChunks, distinct};
 use super::{PageError, PageResult, PagedWindow, Pager};
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawStream, VaRange};
@@ -63,8 +63,7 @@ pub struct Touched {
 /// See the head of this module.
 #[derive(Debug, Default)]
 pub(super) struct Calls {
-    /// First and last byte of each span, by offset in the window.
-    spans: BTreeMap<u64, u64>,
+    pub(super) spans: Spans,
     pub(super) lists: Lists,
     /// Chunks that graphs use.
     captured: Vec<usize>,
@@ -75,66 +74,22 @@ pub(super) struct Calls {
     changes: usize,
     /// Room for the chunks of a call, so that none allocates it.
     room: Vec<usize>,
-    aside: Option<VaRange>,
-    chunk_bytes: u64,
     count: u64,
     waited: Duration,
 }
 
 impl Calls {
+    pub(super) fn new(spans: Spans) -> Self {
+        Self { spans, ..Self::default() }
+    }
+
     /// Chunks that graphs use: until they are freed.
     pub(super) fn captured(&self) -> Vec<usize> {
         self.captured.clone()
     }
 
-    /// A span was given out.
-    pub(super) fn add(&mut self, start: u64, size_bytes: u64) {
-        if self.aside.is_some() {
-            self.spans.insert(start, start + size_bytes - 1);
-        }
-    }
-
-    /// The span that begins here is gone. Chunks come out that a graph has used, and that no other span has.
-    fn remove(&mut self, start: u64) -> Vec<usize> {
-        let mut ended = Vec::new();
-        if let Some(last) = self.spans.remove(&start) {
-            let alone: Vec<_> = self.ids(start, last).collect();
-            let all = alone.iter().map(|&id| {
-                let first = id as u64 * self.chunk_bytes;
-                (first, first + self.chunk_bytes - 1)
-            });
-            let mut others = Vec::new();
-            self.chunks_of(all, &mut others);
-            let is_gone = |id: &usize| alone.contains(id) && !others.contains(id);
-            ended.extend(self.captured.extract_if(.., |id| is_gone(id)));
-            let gone: Vec<_> = alone.iter().copied().filter(is_gone).collect();
-            self.order.forget(&gone);
-            self.noted.clear();
-        }
-        ended
-    }
-
-    fn ids(&self, first: u64, last: u64) -> impl Iterator<Item = usize> + use<> {
-        let chunks = first / self.chunk_bytes..=last / self.chunk_bytes;
-        chunks.filter_map(|id| usize::try_from(id).ok())
-    }
-
     pub(super) fn counts(&self) -> (u64, Duration) {
         (self.count, self.waited)
-    }
-
-    /// Puts the chunks of all spans that these ranges, by offset in the window, meet into `ids`.
-    fn chunks_of(&self, touched: impl Iterator<Item = (u64, u64)>, ids: &mut Vec<usize>) {
-        ids.clear();
-        for (start, last) in touched {
-            let before = self.spans.range(..start).next_back();
-            let met = before.into_iter().filter(|(_, end)| **end >= start);
-            for (first, last) in met.chain(self.spans.range(start..=last)) {
-                ids.extend(self.ids(*first, *last));
-            }
-        }
-        ids.sort_unstable();
-        ids.dedup();
     }
 
     /// Notes the order. Is an announcement due, and was the order another than before?
@@ -170,9 +125,13 @@ impl Calls {
         std::mem::take(&mut self.captured)
     }
 
-    /// The span that begins here is freed: what no other span has and graphs used, and how many lists hold that from now on.
-    pub(super) fn free(&mut self, start: u64) -> (Vec<usize>, u32) {
-        let captured = self.remove(start);
+    /// These chunks are freed: those that graphs used, and how many lists hold these from now on.
+    pub(super) fn free(&mut self, freed: &[usize], is_looked: bool) -> (Vec<usize>, u32) {
+        if is_looked {
+            self.order.forget(freed);
+            self.noted.clear();
+        }
+        let captured: Vec<_> = self.captured.extract_if(.., |id| freed.contains(id)).collect();
         let lists = self.lists.take_over(&captured);
         (captured, lists)
     }
@@ -183,14 +142,9 @@ impl<D: Driver> PagedWindow<D> {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// All addresses for copies, in a window where uses are looked for.
-    pub(super) fn aside(&self) -> Option<VaRange> {
-        self.calls().aside
-    }
-
-    /// Those of one number.
+    /// Addresses for copies, of one number.
     pub(super) fn range_aside(&self, slot: usize) -> Option<VaRange> {
-        let start = self.aside()?.start.0 + slot as u64 * self.chunk_bytes;
+        let start = self.aside.get()?.start.0 + slot as u64 * self.chunk_bytes;
         Some(VaRange::new(DeviceAddress(start), self.chunk_bytes))
     }
 
@@ -215,17 +169,15 @@ impl<D: Driver> Pager<D> {
 
     /// Are uses shown by [`Pager::begin_call`]?
     pub fn is_looked(&self) -> bool {
-        self.shared.aside().is_some()
+        self.shared.aside.get().is_some()
     }
 
-    /// Returns the span from [`Pager::alloc`] that holds `address`, in a window where uses are looked for.
+    /// Returns the span from [`Pager::alloc`] that holds `address`.
     pub fn span_at(&self, address: DeviceAddress) -> Option<VaRange> {
         let window = self.shared.window.start.0;
         let at = address.0.checked_sub(window)?;
-        let calls = self.shared.calls();
-        let (first, last) = calls.spans.range(..=at).next_back()?;
-        let range = VaRange::new(DeviceAddress(window + first), last - first + 1);
-        (*last >= at).then_some(range)
+        let (start, size_bytes) = self.shared.calls().spans.at(at..=at)?;
+        Some(VaRange::new(DeviceAddress(window + start), size_bytes))
     }
 
     /// From now on uses are shown by [`Pager::begin_call`], and a chunk is mapped when it is full. Before anything is given
@@ -242,12 +194,7 @@ impl<D: Driver> Pager<D> {
         let reserved = shared.pool.driver.address_reserve(size_bytes, 0, DeviceAddress(0));
         let about = || "addresses for copies of paged memory".to_owned();
         let start = reserved.about(about, size_bytes, Some(shared.device))?;
-        {
-            let mut calls = shared.calls();
-            calls.aside = Some(VaRange::new(start, size_bytes));
-            calls.chunk_bytes = shared.chunk_bytes;
-        }
-        shared.table().is_looked = true;
+        shared.table().is_looked = shared.aside.set(VaRange::new(start, size_bytes)).is_ok();
         Ok(())
     }
 
@@ -270,11 +217,11 @@ impl<D: Driver> Pager<D> {
         let window = shared.window.start.0;
         let offsets = touched.iter().filter_map(|range| {
             let last = range.size_bytes.checked_sub(1)?.checked_add(range.start.0)?;
-            Some((range.start.0.saturating_sub(window), last.checked_sub(window)?))
+            Some(range.start.0.saturating_sub(window)..=last.checked_sub(window)?)
         });
         let mut calls = shared.calls();
         let mut ids = std::mem::take(&mut calls.room);
-        calls.chunks_of(offsets, &mut ids);
+        calls.spans.meet(offsets, &mut ids);
         if ids.is_empty() {
             calls.room = ids;
             return Ok(None);
@@ -436,7 +383,7 @@ impl<D: Driver> Pager<D> {
         let mut before = Vec::new();
         let here = shared.wait_for(limit, what, |table| {
             if !is_held {
-                ids.retain(|&id| table.chunks[id].row.is_some());
+                ids.retain(|&id| table.chunks[id].row().is_some());
                 let (each, frames) = (distinct(ids), table.frames);
                 let fits = table.fits(&each);
                 if fits == is_without_room {
@@ -448,7 +395,7 @@ impl<D: Driver> Pager<D> {
                 if !fits {
                     // What graphs use stays until it is freed: no waiting makes room there.
                     let captured = shared.calls().captured();
-                    let stays = |id: &&usize| !each.contains(id) && !table.chunks[**id].is_freed;
+                    let stays = |id: &&usize| !each.contains(id) && !table.chunks[**id].is_freed();
                     let needed = each.len() + captured.iter().filter(stays).count();
                     if needed <= frames {
                         return None;
@@ -504,7 +451,7 @@ impl<D: Driver> Pager<D> {
                 shared.device,
                 table.resident(),
                 table.frames_now(),
-                table.chunks.iter().filter(|chunk| chunk.holders > 0).count()
+                table.chunks.iter().filter(|chunk| chunk.is_held()).count()
             )
         };
         let held = self.hold(ids, limit, what);
@@ -536,7 +483,7 @@ impl<D: Driver> Pager<D> {
             let table = shared.table();
             let mut calls = shared.calls();
             let captured = &calls.captured;
-            let is_over = |id: &usize| table.chunks[*id].is_freed || captured.contains(id);
+            let is_over = |id: &usize| table.chunks[*id].is_freed() || captured.contains(id);
             let (twice, kept): (Vec<_>, Vec<_>) = new.into_iter().partition(is_over);
             calls.captured.extend(kept);
             twice

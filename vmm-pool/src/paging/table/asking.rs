@@ -9,7 +9,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use super::super::prints::Prints;
-use super::{Answered, Copied, Mark, Out, WindowChunks};
+use super::{Answered, Chunk, Mark, Out, WindowChunks};
 
 /// A question for fingerprints, which was answered when its event is over.
 #[derive(Debug)]
@@ -56,8 +56,7 @@ impl WindowChunks {
             return false;
         }
         let chunk = &self.chunks[id];
-        let is_known = chunk.copied.prints.is_some() || chunk.is_untouched();
-        is_known && chunk.is_clean() && !chunk.is_freed
+        chunk.contents.is_known() && chunk.is_clean() && !chunk.is_freed()
     }
 
     /// May it give its frame away now, but for what the driver and the ledger say?
@@ -67,22 +66,13 @@ impl WindowChunks {
 
     /// A device has said what a chunk has that was as its copy when it was asked.
     fn check(&mut self, id: usize, prints: &Prints) -> Option<Unseen> {
-        let uses = self.chunks[id].last..=self.clock;
         let chunk = &mut self.chunks[id];
-        let copied = chunk.copied.prints.as_ref();
-        let is_other = |piece: &usize| match copied {
-            Some(copied) => copied[*piece] != prints[*piece] && prints[*piece].is_known(),
-            None => !prints[*piece].is_zero(),
-        };
-        let mut others = (0..prints.len()).filter(is_other);
-        let Some(first) = others.next() else {
+        let uses = chunk.last..=self.clock;
+        let Some(pieces) = chunk.contents.others(prints) else {
             self.checks.passed = Some(id);
             return None;
         };
-        let pieces = first..=others.next_back().unwrap_or(first);
-        // It is copied out again.
-        chunk.version += 1;
-        chunk.copied = Copied::default();
+        chunk.contents.written_unseen();
         let unseen = Unseen { id, pieces, uses };
         if self.checks.found.len() < UNSEEN_MAX {
             self.checks.found.push(unseen.clone());
@@ -97,48 +87,46 @@ impl WindowChunks {
         mark: Option<Arc<Mark>>,
         asked: Option<Asked>,
     ) {
-        let chunk = &mut self.chunks[id];
-        let (version, question) = (chunk.version, asked.as_ref().map(|asked| asked.question));
-        let marks: Vec<_> = mark.into_iter().chain(asked.map(|asked| asked.mark)).collect();
-        if marks.is_empty() {
-            chunk.saved_version = Some(version);
-        } else {
-            chunk.out = Some(Out { marks, version, question, is_copy: true });
-        }
-        chunk.copied = Copied::default();
+        self.chunks[id].begin_out(true, mark, asked);
+        self.unqueue(id);
         self.counts.copied_out += 1;
+    }
+
+    /// The device is asked, before anything is copied.
+    pub(in crate::paging) fn asking(&mut self, id: usize, asked: Asked) {
+        self.chunks[id].begin_out(false, None, Some(asked));
+        self.unqueue(id);
     }
 
     /// Addresses for copies that nothing is filled at. `None` if all `count` are in use.
     pub(in crate::paging) fn free_slot(&self, count: usize) -> Option<usize> {
-        let used = self.chunks.iter().filter_map(|chunk| chunk.aside);
+        let used = self.chunks.iter().filter_map(Chunk::slot).map(|(slot, _)| slot);
         let used: Vec<_> = used.chain(self.lost_slots.iter().copied()).collect();
         (0..count).find(|slot| !used.contains(slot))
     }
 
     /// Is anything being filled?
     pub(in crate::paging) fn is_any_filled(&self) -> bool {
-        self.chunks.iter().any(|chunk| chunk.aside.is_some())
+        self.chunks.iter().any(|chunk| chunk.slot().is_some())
     }
 
     /// One that is full, and where.
     pub(in crate::paging) fn full(&self) -> Option<(usize, usize)> {
-        let all = self.chunks.iter().enumerate();
-        let mut full = all.filter(|(_, chunk)| chunk.coming.is_none() && !chunk.is_refused);
-        full.find_map(|(id, chunk)| Some((id, chunk.aside?)))
+        let mut all = self.chunks.iter().enumerate();
+        all.find_map(|(id, chunk)| Some((id, chunk.slot().filter(|(_, is_full)| *is_full)?.0)))
     }
 
     /// Is its device to say if its place has what it has?
     pub(in crate::paging) fn is_to_compare(&self, id: usize) -> bool {
         let chunk = &self.chunks[id];
-        let is_unsure = chunk.copied.prints.is_some() && chunk.copied.is_unsure;
-        (is_unsure && !chunk.is_freed) || self.needs_check(id)
+        (chunk.contents.may_be_saved() && !chunk.is_freed()) || self.needs_check(id)
     }
 
     /// A question that nobody has asked and not been told.
     pub(in crate::paging) fn free_question(&self, count: usize) -> Option<usize> {
-        let outs = self.chunks.iter().filter_map(|chunk| chunk.out.as_ref()?.question);
-        let used: Vec<_> = outs.chain(self.answered.iter().map(|told| told.question)).collect();
+        let outs = self.chunks.iter().filter_map(|chunk| chunk.out()?.question);
+        let used: Vec<_> =
+            outs.chain(self.answered.iter().map(|(_, question, _)| *question)).collect();
         (0..count).find(|question| !used.contains(question))
     }
 
@@ -148,23 +136,25 @@ impl WindowChunks {
     }
 
     /// The device has said that it had these. A write comes out that nobody has shown.
-    pub(in crate::paging) fn told(&mut self, answered: Answered, prints: Prints) -> Option<Unseen> {
-        let Answered { id, version, is_copy, .. } = answered;
+    pub(in crate::paging) fn told(
+        &mut self,
+        answered: &Answered,
+        prints: Prints,
+    ) -> Option<Unseen> {
+        let (id, _, Out { version, is_copy, .. }) = *answered;
         let chunk = &mut self.chunks[id];
+        let is_freed = chunk.is_freed();
         if is_copy {
-            chunk.copied.prints = Some(prints);
+            chunk.contents.set_prints(prints);
             return None;
         }
-        let was_clean = chunk.saved_version == Some(version) || chunk.is_untouched();
-        if self.checks.is_on && was_clean {
-            return if chunk.is_freed { None } else { self.check(id, &prints) };
+        if self.checks.is_on && chunk.contents.was_clean(version) {
+            return if is_freed { None } else { self.check(id, &prints) };
         }
-        let is_same = chunk.copied.prints.as_ref() == Some(&prints);
-        if is_same && !chunk.is_freed {
-            chunk.saved_version = Some(version);
+        if chunk.contents.compare(version, &prints) && !is_freed {
+            chunk.contents.saved(version);
             self.counts.unchanged += 1;
         }
-        chunk.copied.is_unsure &= is_same && chunk.version != version;
         None
     }
 
@@ -181,16 +171,14 @@ impl WindowChunks {
 
     /// The order of uses is another than it was.
     pub(in crate::paging) fn forget_promises(&mut self) {
-        for chunk in &mut self.chunks {
-            chunk.is_promised = false;
-        }
+        self.chunks.iter_mut().for_each(|chunk| chunk.is_promised = false);
         let chunks = &self.chunks;
-        self.queue.retain(|id| chunks[*id].holders > 0);
+        self.queue.retain(|id| chunks[*id].is_held());
     }
 
     /// Returns the events that a stream must wait for before it uses these chunks.
     pub(in crate::paging) fn awaited_by(&self, ids: &[usize]) -> Vec<Arc<Mark>> {
-        let awaited = ids.iter().flat_map(|&id| self.chunks[id].awaited().cloned());
+        let awaited = ids.iter().flat_map(|&id| self.chunks[id].awaited().iter().cloned());
         let mut awaited: Vec<_> = awaited.collect();
         awaited.dedup_by(|one, other| Arc::ptr_eq(one, other));
         awaited

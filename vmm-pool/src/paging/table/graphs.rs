@@ -27,7 +27,8 @@ impl WindowChunks {
     pub(in crate::paging) fn lost(&mut self, ids: &[usize]) {
         self.lost_uses += 1;
         for &id in ids {
-            self.chunks[id].set_stays(Some("the driver does not say when its use is over"));
+            // The driver does not say when its use is over.
+            self.chunks[id].stays = true;
         }
     }
 

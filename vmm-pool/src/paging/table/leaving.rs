@@ -7,29 +7,26 @@
 
 use std::cmp::Reverse;
 
-use super::{Chunk, ChunkPlace, WindowChunks};
+use super::{Chunk, WindowChunks};
 use crate::VirtualHandle;
 
 impl WindowChunks {
     /// Those that could give their frame to `newcomer`, in the order to ask them in: what is freed, then what is used last
     /// from now on, and of two that nobody knows of the one that is clean. What was announced gives it only to somebody who waits.
     pub(in crate::paging) fn victims(&self, newcomer: usize) -> Vec<usize> {
-        let somebody_waits = self.chunks[newcomer].holders > 0;
+        let somebody_waits = self.chunks[newcomer].is_held();
         let all = self.chunks.iter().enumerate().filter(|(_, chunk)| {
-            let is_wanted = chunk.is_promised && !chunk.is_freed;
-            let stays = chunk.stays.is_some() && chunk.is_refused;
-            chunk.place == ChunkPlace::Here
-                && chunk.holders == 0
-                && !stays
-                && (somebody_waits || !is_wanted)
+            let is_wanted = chunk.is_promised && !chunk.is_freed();
+            let stays = chunk.stays && chunk.is_refused;
+            chunk.is_here() && !chunk.is_held() && !stays && (somebody_waits || !is_wanted)
         });
         // What is used before the newcomer does not leave for its sake, unless somebody waits.
         let newcomers = self.next_use(newcomer);
         let is_later = |id: usize| !self.is_looked || self.next_use(id) >= newcomers;
-        let all = all.filter(|&(id, chunk)| somebody_waits || chunk.is_freed || is_later(id));
+        let all = all.filter(|&(id, chunk)| somebody_waits || chunk.is_freed() || is_later(id));
         let mut all: Vec<_> = all.collect();
         all.sort_by_key(|&(id, chunk)| {
-            let is_kept = (!chunk.is_freed, chunk.is_promised, chunk.is_refused);
+            let is_kept = (!chunk.is_freed(), chunk.is_promised, chunk.is_refused);
             (is_kept, Reverse(self.next_use(id)), !chunk.is_clean(), chunk.last)
         });
         all.into_iter().map(|(id, _)| id).collect()
@@ -38,8 +35,7 @@ impl WindowChunks {
     /// Those here that can leave when work that is queued has ended: nobody holds them but so many lists of calls.
     fn free_soon(&self, lists_of: impl Fn(usize) -> u32) -> impl Iterator<Item = usize> {
         let here = self.chunks.iter().enumerate().filter(move |&(id, chunk)| {
-            let is_held = chunk.holders > 0 && chunk.holders > lists_of(id);
-            chunk.place == ChunkPlace::Here && chunk.stays.is_none() && !is_held
+            chunk.is_here() && !chunk.stays && !(chunk.is_held() && chunk.holders > lists_of(id))
         });
         here.map(|(id, _)| id)
     }
@@ -53,7 +49,7 @@ impl WindowChunks {
 
     /// Is it freed, or used no sooner than that?
     pub(in crate::paging) fn is_used_late(&self, id: usize, later_half: usize) -> bool {
-        self.chunks[id].is_freed || self.next_use(id) >= later_half
+        self.chunks[id].is_freed() || self.next_use(id) >= later_half
     }
 
     /// Counts the uses before the next one of this chunk. The most if that is not foretold.
@@ -65,15 +61,15 @@ impl WindowChunks {
     pub(in crate::paging) fn surplus(&self) -> Option<usize> {
         let is_above = self.resident() > self.frames_now() || self.owed > 0;
         let is_surplus =
-            |chunk: &Chunk| chunk.is_idle() && !chunk.is_refused && (chunk.is_freed || is_above);
-        let freed = self.chunks.iter().position(|chunk| chunk.is_freed && is_surplus(chunk));
+            |chunk: &Chunk| chunk.is_idle() && !chunk.is_refused && (chunk.is_freed() || is_above);
+        let freed = self.chunks.iter().position(|chunk| chunk.is_freed() && is_surplus(chunk));
         freed.or_else(|| self.used_last(is_surplus))
     }
 
     /// Chunks that stay though nobody holds them, each with its row.
     pub(in crate::paging) fn staying_idle(&self) -> Vec<(usize, VirtualHandle)> {
         let all = self.chunks.iter().enumerate();
-        let staying = all.filter(|(_, chunk)| chunk.stays.is_some() && chunk.holders == 0);
+        let staying = all.filter(|(_, chunk)| chunk.stays && !chunk.is_held());
         staying.filter_map(|(id, chunk)| Some((id, chunk.row?))).collect()
     }
 
@@ -103,7 +99,7 @@ impl WindowChunks {
         if self.flushing > 0 {
             return self.used_last(is_dirty);
         }
-        let all = self.chunks.iter().filter(|chunk| chunk.row.is_some() && !chunk.is_freed);
+        let all = self.chunks.iter().filter(|chunk| chunk.row.is_some() && !chunk.is_freed());
         if all.count() <= self.frames_now() {
             return None;
         }

@@ -1,6 +1,7 @@
 use super::*;
 use crate::driver::Fingerprint;
 use crate::driver::RawEvent;
+use crate::paging::prints::Prints;
 
 fn mark() -> Arc<Mark> {
     Arc::new(Mark::new(RawEvent(1), &Arc::default()))
@@ -8,14 +9,40 @@ fn mark() -> Arc<Mark> {
 
 const CHUNK: u64 = 4096;
 
+/// A window with nothing in it.
+fn empty(chunks: u64) -> (WindowChunks, Spans) {
+    (WindowChunks::new(2), Spans::new(chunks * CHUNK, CHUNK))
+}
+
+fn window(chunks: u64, frames: usize) -> (WindowChunks, Spans) {
+    let (_, mut spans) = empty(16);
+    let mut table = WindowChunks::new(frames);
+    table.alloc(&mut spans, chunks * CHUNK).expect("room");
+    (table, spans)
+}
+
 fn table(chunks: u64, frames: usize) -> WindowChunks {
-    let mut table = WindowChunks::new(16 * CHUNK, CHUNK, frames);
-    table.alloc(chunks * CHUNK).expect("room");
-    table
+    window(chunks, frames).0
+}
+
+/// Frees a span. Its chunks that are away come out, with their rows.
+fn free(
+    table: &mut WindowChunks,
+    spans: &mut Spans,
+    start: u64,
+) -> Option<Vec<(usize, VirtualHandle)>> {
+    table.free(spans.remove(start)?);
+    Some(table.take_freed())
 }
 
 fn bring(table: &mut WindowChunks, id: usize) {
-    table.came(id, None, false);
+    table.change(id, ChunkEvent::Framed);
+    table.came(id, None);
+}
+
+fn take(table: &mut WindowChunks, id: usize) {
+    table.change(id, ChunkEvent::Claimed);
+    table.change(id, ChunkEvent::Left);
 }
 
 #[test]
@@ -28,6 +55,7 @@ fn what_was_written_since_its_copy_began_is_not_clean() {
     table.are_over(&[first]);
     assert!(table.chunks[0].is_idle() && !table.chunks[0].is_clean());
     let out = mark();
+    table.change(0, ChunkEvent::Claimed);
     table.copying_out(0, Some(Arc::clone(&out)), None);
     let second = mark();
     table.hold(&[0]);
@@ -35,6 +63,7 @@ fn what_was_written_since_its_copy_began_is_not_clean() {
     table.are_over(&[out, second]);
     assert!(table.chunks[0].is_idle() && !table.chunks[0].is_clean());
     let out = mark();
+    table.change(0, ChunkEvent::Claimed);
     table.copying_out(0, Some(Arc::clone(&out)), None);
     assert!(!table.chunks[0].is_idle(), "a copy is under way");
     table.are_over(&[out]);
@@ -69,31 +98,35 @@ fn what_was_announced_gives_its_frame_only_to_somebody_who_waits() {
 
 #[test]
 fn addresses_of_a_span_are_given_out_again_when_all_of_it_is_away() {
-    let mut table = table(2, 2);
+    let (mut table, mut spans) = window(2, 2);
     for id in 0..2 {
-        table.chunks[id].row = Some(VirtualHandle::new(id, 1));
+        table.entered(id, VirtualHandle::new(id, 1));
     }
     bring(&mut table, 1);
-    assert_eq!(table.free(0), Some(vec![(0, VirtualHandle::new(0, 1))]));
-    assert_eq!(table.free(0), None);
+    assert_eq!(free(&mut table, &mut spans, 0), Some(vec![(0, VirtualHandle::new(0, 1))]));
+    assert_eq!(free(&mut table, &mut spans, 0), None);
     table.gone(0);
-    assert_eq!(table.alloc(2 * CHUNK), Some((2 * CHUNK, vec![2, 3])));
-    table.set_place(1, ChunkPlace::Away);
-    assert_eq!(table.take_freed(1), Some(VirtualHandle::new(1, 1)));
-    assert_eq!(table.alloc(CHUNK + 1), Some((4 * CHUNK, vec![4, 5])), "its row is there");
+    assert_eq!(table.alloc(&mut spans, 2 * CHUNK), Some((2 * CHUNK, vec![2, 3])));
+    take(&mut table, 1);
+    assert_eq!(table.take_freed(), [(1, VirtualHandle::new(1, 1))]);
+    assert_eq!(
+        table.alloc(&mut spans, CHUNK + 1),
+        Some((4 * CHUNK, vec![4, 5])),
+        "its row is there"
+    );
     table.gone(1);
-    assert_eq!(table.alloc(2 * CHUNK), Some((0, vec![0, 1])));
+    assert_eq!(table.alloc(&mut spans, 2 * CHUNK), Some((0, vec![0, 1])));
 }
 
 #[test]
 fn spans_lie_side_by_side_whatever_their_sizes_are() {
-    let mut table = WindowChunks::new(16 * CHUNK, CHUNK, 2);
+    let (mut table, mut spans) = empty(16);
     let size_bytes = 3 * CHUNK / 4;
     for index in 0..20 {
-        let (start, bare) = table.alloc(size_bytes - 1).expect("room");
+        let (start, bare) = table.alloc(&mut spans, size_bytes - 1).expect("room");
         assert_eq!(start, index * size_bytes, "rounded up");
         for id in bare {
-            table.chunks[id].row = Some(VirtualHandle::new(id, 1));
+            table.entered(id, VirtualHandle::new(id, 1));
         }
     }
     assert_eq!(
@@ -101,21 +134,21 @@ fn spans_lie_side_by_side_whatever_their_sizes_are() {
         15,
         "three quarters of twenty"
     );
-    assert!(table.alloc(CHUNK + 1).is_none());
-    assert_eq!(table.alloc(CHUNK), Some((15 * CHUNK, vec![15])));
+    assert!(table.alloc(&mut spans, CHUNK + 1).is_none());
+    assert_eq!(table.alloc(&mut spans, CHUNK), Some((15 * CHUNK, vec![15])));
     assert_eq!(
-        (table.spans.chunks_of(size_bytes), table.spans.chunks_of(size_bytes + 512)),
+        (spans.chunks_of(size_bytes), spans.chunks_of(size_bytes + 512)),
         (Some(0..2), None)
     );
 }
 
 #[test]
 fn a_chunk_of_two_spans_is_in_use_as_long_as_one_of_them_is() {
-    let mut table = WindowChunks::new(16 * CHUNK, CHUNK, 2);
+    let (mut table, mut spans) = empty(16);
     for _ in 0..2 {
-        let (_, bare) = table.alloc(CHUNK / 2).expect("room");
+        let (_, bare) = table.alloc(&mut spans, CHUNK / 2).expect("room");
         for id in bare {
-            table.chunks[id].row = Some(VirtualHandle::new(id, 1));
+            table.entered(id, VirtualHandle::new(id, 1));
         }
     }
     bring(&mut table, 0);
@@ -126,14 +159,14 @@ fn a_chunk_of_two_spans_is_in_use_as_long_as_one_of_them_is() {
     table.are_over(&[one]);
     assert!(!table.chunks[0].is_idle() && table.claim(0).is_none(), "the other is held");
     table.used(&[0], Some(&other), Wrote::No);
-    assert_eq!(table.free(0), Some(Vec::new()));
-    assert!(!table.chunks[0].is_freed && !table.chunks[0].is_clean());
+    assert_eq!(free(&mut table, &mut spans, 0), Some(Vec::new()));
+    assert!(!table.chunks[0].is_freed() && !table.chunks[0].is_clean());
     table.are_over(&[other]);
     assert!(table.chunks[0].is_idle());
-    assert_eq!(table.alloc(CHUNK / 2), Some((0, Vec::new())), "what was freed of it");
-    table.free(0);
-    table.free(CHUNK / 2);
-    assert!(table.chunks[0].is_freed && table.chunks[0].is_clean());
+    assert_eq!(table.alloc(&mut spans, CHUNK / 2), Some((0, Vec::new())), "what was freed of it");
+    free(&mut table, &mut spans, 0);
+    free(&mut table, &mut spans, CHUNK / 2);
+    assert!(table.chunks[0].is_freed() && table.chunks[0].is_clean());
 }
 
 #[test]
@@ -150,7 +183,7 @@ fn what_may_have_been_written_is_clean_if_it_is_as_it_was() {
     let end = |table: &mut WindowChunks, out: Arc<Mark>, prints: Prints| {
         table.are_over(&[out]);
         for answered in table.take_answered() {
-            table.told(answered, Arc::clone(&prints));
+            table.told(&answered, Arc::clone(&prints));
         }
     };
     used(&mut table, Wrote::Maybe);
@@ -158,6 +191,7 @@ fn what_may_have_been_written_is_clean_if_it_is_as_it_was() {
     let out = mark();
     let asked = Asked { question: 2, mark: mark() };
     let answer = Arc::clone(&asked.mark);
+    table.change(0, ChunkEvent::Claimed);
     table.copying_out(0, Some(Arc::clone(&out)), Some(asked));
     assert_eq!(table.free_question(3), Some(0));
     end(&mut table, out, one(1));
@@ -169,7 +203,8 @@ fn what_may_have_been_written_is_clean_if_it_is_as_it_was() {
         used(&mut table, Wrote::No);
         assert!(!table.chunks[0].is_clean() && table.is_to_compare(0));
         let asked = mark();
-        table.chunks[0].asking(Asked { question: 0, mark: Arc::clone(&asked) });
+        table.change(0, ChunkEvent::Claimed);
+        table.asking(0, Asked { question: 0, mark: Arc::clone(&asked) });
         assert_eq!(table.copies_out(), 0);
         assert!(!table.chunks[0].is_idle(), "a question is under way");
         end(&mut table, asked, prints);
@@ -178,6 +213,7 @@ fn what_may_have_been_written_is_clean_if_it_is_as_it_was() {
     assert!(!table.is_to_compare(0), "it was written");
     let out = mark();
     let asked = Asked { question: 0, mark: Arc::clone(&out) };
+    table.change(0, ChunkEvent::Claimed);
     table.copying_out(0, None, Some(asked));
     end(&mut table, out, one(2));
     used(&mut table, Wrote::Yes);
@@ -208,7 +244,7 @@ fn only_the_later_half_of_what_is_here_is_used_late() {
 fn with_frames_for_all_nothing_is_copied_out_ahead() {
     let mut table = table(2, 2);
     for id in 0..2 {
-        table.chunks[id].row = Some(VirtualHandle::new(id, 1));
+        table.entered(id, VirtualHandle::new(id, 1));
         bring(&mut table, id);
         table.hold(&[id]);
         let written = mark();
@@ -229,7 +265,7 @@ fn with_frames_for_all_nothing_is_copied_out_ahead() {
 fn what_was_used_since_it_was_found_ready_does_not_give_its_frame() {
     let mut table = table(1, 1);
     bring(&mut table, 0);
-    table.chunks[0].row = Some(VirtualHandle::new(0, 1));
+    table.entered(0, VirtualHandle::new(0, 1));
     assert!(table.is_ready(0), "it is zero");
     table.hold(&[0]);
     // A call in another context is waited for: no event tells of it.
@@ -244,23 +280,23 @@ fn what_stays_takes_a_frame_from_what_is_used_together() {
     let mut table = table(3, 2);
     bring(&mut table, 0);
     assert!(table.fits(&[1, 2]));
-    table.chunks[0].set_stays(Some("a network card has it"));
+    table.set_stays(0, true);
     assert!(!table.fits(&[1, 2]) && table.fits(&[0, 1]));
-    table.set_place(0, ChunkPlace::Away);
+    take(&mut table, 0);
     assert!(table.fits(&[1, 2]), "it has no frame");
 }
 
 #[test]
 fn what_was_refused_is_tried_again_behind_its_next_use() {
     let mut table = table(1, 1);
-    table.chunks[0].row = Some(VirtualHandle::new(0, 1));
+    table.entered(0, VirtualHandle::new(0, 1));
     bring(&mut table, 0);
     table.flushing = 1;
     for _ in 0..2 {
         table.hold(&[0]);
         table.used(&[0], None, Wrote::Yes);
         assert_eq!(table.to_clean(0), Some(0));
-        table.chunks[0].refused();
+        table.refused(0);
         assert_eq!(table.to_clean(0), None);
     }
 }
@@ -273,16 +309,16 @@ fn what_is_here_is_held_only_if_all_that_is_held_fits_the_frames() {
     // The other is about to leave.
     table.frames = 1;
     assert!(!table.hold_if_here(&[1]) && table.hold_if_here(&[0]));
-    assert_eq!(table.chunks.iter().filter(|chunk| chunk.holders > 0).count(), 1);
+    assert_eq!(table.chunks.iter().filter(|chunk| chunk.is_held()).count(), 1);
 }
 
 #[test]
 fn what_graphs_let_go_is_held_by_lists_of_their_launches() {
-    let mut table = table(1, 1);
-    table.chunks[0].row = Some(VirtualHandle::new(0, 1));
+    let (mut table, mut spans) = window(1, 1);
+    table.entered(0, VirtualHandle::new(0, 1));
     bring(&mut table, 0);
     table.hold(&[0]);
-    table.free(0);
+    free(&mut table, &mut spans, 0);
     // One thread is about to end a list.
     table.graphs_let_go(&[0], 1);
     assert!(!table.chunks[0].is_idle() && table.claim(0).is_none());
@@ -295,25 +331,25 @@ fn what_graphs_let_go_is_held_by_lists_of_their_launches() {
 
 #[test]
 fn addresses_are_the_first_that_fit_and_what_lies_before_all_gaps_is_not_looked_at() {
-    let mut table = WindowChunks::new(64 * CHUNK, CHUNK, 2);
-    let mut spans: Vec<(u64, u64)> = Vec::new();
+    let (mut table, mut spans) = empty(64);
+    let mut given_out: Vec<(u64, u64)> = Vec::new();
     // Those that leave later.
     let mut freed: Vec<usize> = Vec::new();
     let (mut end, mut in_gaps) = (0, 0);
     for turn in 0..2000_u64 {
         let number = turn.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-        if number.is_multiple_of(3) && !spans.is_empty() {
-            let (start, _) = spans.remove(number as usize / 3 % spans.len());
-            let before = table.chunks.iter().map(|chunk| chunk.is_freed).collect::<Vec<_>>();
-            table.free(start).expect("it was given out");
-            let now = table.chunks.iter().enumerate().filter(|(_, chunk)| chunk.is_freed);
+        if number.is_multiple_of(3) && !given_out.is_empty() {
+            let (start, _) = given_out.remove(number as usize / 3 % given_out.len());
+            let before = table.chunks.iter().map(Chunk::is_freed).collect::<Vec<_>>();
+            free(&mut table, &mut spans, start).expect("it was given out");
+            let now = table.chunks.iter().enumerate().filter(|(_, chunk)| chunk.is_freed());
             freed.extend(now.map(|(id, _)| id).filter(|&id| !before[id]));
         } else if number.is_multiple_of(4) && !freed.is_empty() {
             table.gone(freed.remove(number as usize / 4 % freed.len()));
         } else {
             let size_bytes = 512 * (1 + number % 20);
             let of_freed = freed.iter().map(|id| (*id as u64 * CHUNK, CHUNK));
-            let mut taken: Vec<_> = spans.iter().copied().chain(of_freed).collect();
+            let mut taken: Vec<_> = given_out.iter().copied().chain(of_freed).collect();
             taken.sort_unstable();
             let first = taken.iter().fold((0, false), |(at, found), (start, size)| match found {
                 true => (at, true),
@@ -321,17 +357,17 @@ fn addresses_are_the_first_that_fit_and_what_lies_before_all_gaps_is_not_looked_
                 false => (start + size, false),
             });
             let fits = first.0 + size_bytes <= 64 * CHUNK;
-            let given = table.alloc(size_bytes).map(|(start, _)| start);
+            let given = table.alloc(&mut spans, size_bytes).map(|(start, _)| start);
             assert_eq!(given, fits.then_some(first.0), "turn {turn}");
-            spans.extend(given.map(|start| (start, size_bytes)));
+            given_out.extend(given.map(|start| (start, size_bytes)));
             in_gaps += u32::from(first.0 < end);
             end = end.max(first.0 + size_bytes);
         }
     }
     assert!(in_gaps > 100, "{in_gaps}");
-    let mut table = WindowChunks::new(64 * CHUNK, CHUNK, 2);
+    let (mut table, mut spans) = empty(64);
     for index in 1..=100 {
-        table.alloc(CHUNK / 2).expect("room");
-        assert_eq!(table.spans.full_bytes, index * CHUNK / 2);
+        table.alloc(&mut spans, CHUNK / 2).expect("room");
+        assert_eq!(spans.full_bytes, index * CHUNK / 2);
     }
 }

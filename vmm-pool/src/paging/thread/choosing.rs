@@ -25,7 +25,7 @@ pub(super) fn choose(table: &mut WindowChunks, later_half: usize) -> Job {
     let mut is_keeping = false;
     if let Some(newcomer) = wanted.filter(|_| can_come) {
         let victims = table.victims(newcomer);
-        if victims.is_empty() && table.chunks[newcomer].holders > 0 {
+        if victims.is_empty() && table.chunks[newcomer].is_held() {
             // Without another frame who waits waits for ever: what refuses one is told.
             table.given = None;
             table.owed = 0;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::super::prints::{QUESTIONS, Questions};
-use super::super::table::Asked;
-use super::{Worker, remove};
+use super::super::table::{Asked, ChunkEvent};
+use super::Worker;
 use crate::copies::Way;
 use crate::driver::Driver;
 use crate::error::{Describe, PoolError, PoolResult};
@@ -23,13 +23,10 @@ impl<D: Driver> Worker<'_, D> {
         let answered = self.shared.table().take_answered();
         for each in answered {
             let questions = self.questions.get_mut().and_then(Option::as_mut);
-            if let Some(prints) = questions.map(|all| all.answer(each.question)) {
-                let mut table = self.shared.table();
-                let unseen = table.told(each, prints);
-                let unseen = unseen.map(|unseen| self.shared.describe(&table, &unseen));
-                drop(table);
+            if let Some(prints) = questions.map(|all| all.answer(each.1)) {
+                let unseen = self.shared.table().told(&each, prints);
                 if let Some(unseen) = unseen {
-                    tracing::error!("{unseen}");
+                    tracing::error!("{}", self.shared.describe(&unseen));
                 }
             }
         }
@@ -110,31 +107,27 @@ impl<D: Driver> Worker<'_, D> {
     /// Maps a chunk where everybody finds it, which is full at these addresses for copies.
     pub(super) fn land(&mut self, id: usize, slot: usize) {
         let entered = self.shared.pool.enter();
-        let row = self.shared.table().chunks[id].row;
+        let row = self.shared.table().chunks[id].row();
         let still = row.and_then(|row| StillChunk::away(&entered, row));
-        let (Some(still), Some(aside)) = (still, self.shared.range_aside(slot)) else {
-            self.shared.table().chunks[id].stuck(Arc::new(PoolError::NotOurs.into()));
-            return;
+        let taken = match still.as_ref().zip(self.shared.range_aside(slot)) {
+            Some((still, aside)) => self.remap(|| still.leave_aside(aside)),
+            None => Err(PoolError::NotOurs),
         };
-        if let Err(error) = self.remap(|| still.leave_aside(aside)) {
-            self.shared.table().chunks[id].stuck(Arc::new(error.into()));
-            return;
-        }
-        self.shared.table().chunks[id].left_aside();
+        let still = match taken.and_then(|()| still.ok_or(PoolError::NotOurs)) {
+            Ok(still) => still,
+            Err(error) => return self.shared.table().stuck(id, Arc::new(error.into())),
+        };
+        self.shared.table().change(id, ChunkEvent::LeftSlot);
         match self.remap(|| still.land()) {
             Ok(()) => {
                 still.came();
                 self.see(id);
-                self.shared.table().came(id, None, false);
+                self.shared.table().came(id, None);
             }
             Err(error) => {
                 still.did_not_come();
                 self.shared.table().failed(id, Arc::new(error.into()));
             }
-        }
-        let freed = self.shared.table().take_freed(id);
-        if let Some(row) = freed {
-            remove(self.shared, id, row);
         }
     }
 }

@@ -7,8 +7,8 @@ use std::ops::{Range, RangeInclusive};
 const ALIGNMENT_BYTES: u64 = 512;
 
 /// The spans of one window.
-#[derive(Debug)]
-pub(in crate::paging) struct Spans {
+#[derive(Debug, Default)]
+pub(super) struct Spans {
     /// Their starts in the window and sizes, in bytes.
     all: BTreeMap<u64, u64>,
     /// No byte of the window before it can be given out.
@@ -23,7 +23,7 @@ impl Spans {
     }
 
     /// Was all freed that was given out?
-    pub(in crate::paging) fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.all.is_empty()
     }
 
@@ -33,36 +33,56 @@ impl Spans {
         size_bytes: u64,
         freed: impl Iterator<Item = usize>,
     ) -> Option<(u64, Range<usize>)> {
-        let size_bytes = size_bytes.checked_next_multiple_of(ALIGNMENT_BYTES)?;
+        let aligned_bytes = size_bytes.checked_next_multiple_of(ALIGNMENT_BYTES)?;
         let full = self.full_bytes;
         let behind = usize::try_from(full / self.chunk_bytes).ok()?;
         let freed = freed.skip_while(|id| *id < behind);
         let freed = freed.map(|id| (id as u64 * self.chunk_bytes, self.chunk_bytes));
-        let spans = self.all.range(full..).map(|(start, size_bytes)| (*start, *size_bytes));
+        let spans = self.all.range(full..);
+        let spans = spans.map(|(start, bytes)| (*start, bytes.next_multiple_of(ALIGNMENT_BYTES)));
         let mut taken: Vec<_> = spans.chain(freed).collect();
         taken.sort_unstable();
         let mut start = full;
         for (taken, taken_bytes) in taken {
-            if taken - start >= size_bytes {
+            if taken - start >= aligned_bytes {
                 break;
             }
             start = taken + taken_bytes;
         }
-        if size_bytes == 0 || start.checked_add(size_bytes)? > self.window_bytes {
+        if size_bytes == 0 || start.checked_add(aligned_bytes)? > self.window_bytes {
             return None;
         }
         self.all.insert(start, size_bytes);
         if start == full {
-            self.full_bytes += size_bytes;
+            self.full_bytes += aligned_bytes;
         }
         Some((start, self.chunks_of(start)?))
     }
 
+    fn chunks(&self, start: u64, size_bytes: u64) -> Range<usize> {
+        let index = |at: u64| usize::try_from(at / self.chunk_bytes).unwrap_or(usize::MAX);
+        index(start)..index(start + size_bytes - 1) + 1
+    }
+
     /// The chunks of the span that begins here.
-    pub(in crate::paging) fn chunks_of(&self, start: u64) -> Option<Range<usize>> {
-        let last = start + self.all.get(&start)? - 1;
-        let index = |at: u64| usize::try_from(at / self.chunk_bytes).ok();
-        Some(index(start)?..index(last)? + 1)
+    pub(super) fn chunks_of(&self, start: u64) -> Option<Range<usize>> {
+        Some(self.chunks(start, *self.all.get(&start)?))
+    }
+
+    /// Puts the chunks of all spans that these ranges of the window meet into `ids`.
+    pub(super) fn meet(
+        &self,
+        ranges: impl Iterator<Item = RangeInclusive<u64>>,
+        ids: &mut Vec<usize>,
+    ) {
+        ids.clear();
+        for range in ranges {
+            let met = self.at(*range.start()..=*range.start()).into_iter();
+            let behind = self.all.range(range).map(|(start, size_bytes)| (*start, *size_bytes));
+            met.chain(behind).for_each(|(start, size)| ids.extend(self.chunks(start, size)));
+        }
+        ids.sort_unstable();
+        ids.dedup();
     }
 
     /// The span that begins here is gone. Its chunks come out.
@@ -73,13 +93,8 @@ impl Spans {
         Some(ids)
     }
 
-    /// Their starts.
-    pub(super) fn starts(&self) -> Vec<u64> {
-        self.all.keys().copied().collect()
-    }
-
-    /// The start and size of the span that one of these bytes of the window belongs to.
-    pub(in crate::paging) fn at(&self, bytes: RangeInclusive<u64>) -> Option<(u64, u64)> {
+    /// The start and size of the last span that one of these bytes of the window belongs to.
+    pub(super) fn at(&self, bytes: RangeInclusive<u64>) -> Option<(u64, u64)> {
         let last = self.all.range(..=*bytes.end()).next_back();
         let (start, size_bytes) = last.map(|(start, size_bytes)| (*start, *size_bytes))?;
         (start + size_bytes > *bytes.start()).then_some((start, size_bytes))
