@@ -4,7 +4,7 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::marks::Mark;
-use super::table::{Looks, WindowChunks, Wrote};
+use super::table::{WindowChunks, Wrote};
 use super::uses::{In, Touched};
 use super::{PagedWindow, Pager};
 use crate::driver::{Driver, DriverCode, RawStream};
@@ -149,7 +149,7 @@ impl<D: Driver> PagedWindow<D> {
 
     fn tell_end(&self, table: MutexGuard<'_, WindowChunks>, end: &PoolResult<End>) {
         // It costs more to wake a thread than to have it look by itself.
-        let is_told = table.looks_again == Looks::WhenTold || table.without_room > 0;
+        let is_told = table.demand.is_asleep || table.demand.without_room > 0;
         drop(table);
         if let Err(error) = end {
             tracing::error!(%error, "paged memory stays on its device");

@@ -42,13 +42,14 @@ impl<D: Driver> Lender for PagedWindow<D> {
     }
 
     fn owed_bytes(&self, device: DeviceOrdinal) -> u64 {
-        if device == self.device { self.table().owed as u64 * self.chunk_bytes } else { 0 }
+        if device == self.device { self.table().demand.owed() as u64 * self.chunk_bytes } else { 0 }
     }
 
     fn ask(&self, bytes: u64) {
         let mut table = self.table();
         let chunks = usize::try_from(bytes.div_ceil(self.chunk_bytes)).unwrap_or(usize::MAX);
-        table.owed += chunks.min(self.spare(&table));
+        let spare = self.spare(&table);
+        table.demand.owe(chunks.min(spare));
         drop(table);
         // What is queued ends.
         self.calls().want_ends();
@@ -57,9 +58,10 @@ impl<D: Driver> Lender for PagedWindow<D> {
 
     fn wait(&self, limit: Duration) -> bool {
         let what = |_: &WindowChunks| "frames to be given up".to_owned();
-        let given = self.wait_for(limit, what, |table| (table.owed == 0).then_some(Ok(())));
+        let given =
+            self.wait_for(limit, what, |table| (table.demand.owed() == 0).then_some(Ok(())));
         if given.is_err() {
-            self.table().owed = 0;
+            self.table().demand.owe_nothing();
         }
         given.is_ok()
     }
@@ -92,7 +94,7 @@ impl<D: Driver> Worker<'_, D> {
         let (has_others, is_awaited, own_bytes) = {
             let table = shared.table();
             let own_bytes = table.resident() as u64 * shared.chunk_bytes;
-            let is_awaited = table.chunks[newcomer].is_held();
+            let is_awaited = table.chunks()[newcomer].is_held();
             (!table.victims(newcomer).is_empty(), is_awaited, own_bytes)
         };
         let waited = self.awaited.map_or(Duration::MAX, |(_, since)| since.elapsed());
@@ -131,7 +133,8 @@ impl<D: Driver> Worker<'_, D> {
         }
         let mut table = shared.table();
         if has_others {
-            table.narrow();
+            let resident = table.resident();
+            table.demand.narrow(resident);
         } else {
             table.failed(newcomer, Arc::new(error));
         }
@@ -140,9 +143,9 @@ impl<D: Driver> Worker<'_, D> {
     /// A frame has gone back to the driver, perhaps for somebody who asked.
     pub(super) fn gave(&mut self) {
         let mut table = self.shared.table();
-        if let Some(owed) = table.owed.checked_sub(1) {
-            table.owed = owed;
-            table.narrow();
+        if table.demand.gave() {
+            let resident = table.resident();
+            table.demand.narrow(resident);
             self.narrowed = None;
         }
     }
@@ -150,10 +153,10 @@ impl<D: Driver> Worker<'_, D> {
     /// Forgets after some time that there was no room.
     pub(super) fn widen(&mut self) {
         let mut table = self.shared.table();
-        if table.given.is_none() {
+        if !table.demand.is_narrow() {
             self.narrowed = None;
         } else if self.narrowed.get_or_insert_with(Instant::now).elapsed() >= TRIED_AGAIN {
-            table.given = None;
+            table.demand.widen();
             self.narrowed = None;
         }
     }

@@ -25,12 +25,12 @@ enum State {
 }
 
 #[derive(Debug)]
-struct List {
+pub(super) struct List {
     number: u64,
     stream: RawStream,
     /// Each is held once for it.
-    chunks: Vec<usize>,
-    has_graphs: bool,
+    pub(super) chunks: Vec<usize>,
+    pub(super) has_graphs: bool,
     /// Calls that have looked and not launched yet.
     pending: u32,
     calls: u32,
@@ -41,13 +41,6 @@ impl List {
     fn is_open_for(&self, stream: RawStream) -> bool {
         self.stream == stream && self.state == State::Open
     }
-}
-
-/// The contents of a list that is gone.
-#[derive(Debug)]
-pub(super) struct Gone {
-    pub(super) chunks: Vec<usize>,
-    pub(super) has_graphs: bool,
 }
 
 /// See the head of this module.
@@ -157,10 +150,9 @@ impl Lists {
     }
 
     /// An event stands behind it, or nobody will know when it is over.
-    pub(super) fn ended(&mut self, number: u64) -> Option<Gone> {
+    pub(super) fn ended(&mut self, number: u64) -> Option<List> {
         let place = self.all.iter().position(|list| list.number == number)?;
-        let List { chunks, has_graphs, .. } = self.all.swap_remove(place);
-        Some(Gone { chunks, has_graphs })
+        Some(self.all.swap_remove(place))
     }
 
     /// Graphs hold these no more. How many lists do so instead, each once.

@@ -334,9 +334,7 @@ impl<D: Driver> Pager<D> {
         }
         if let Err(error) = inserted {
             // What it shares with a span that was freed meanwhile comes out too.
-            for (chunk, row) in shared.free(start).unwrap_or_default() {
-                thread::remove(shared, chunk, row);
-            }
+            thread::remove(shared, shared.free(start).unwrap_or_default());
             let mut table = shared.table();
             for &chunk in &bare {
                 table.gone(chunk);
@@ -377,9 +375,7 @@ impl<D: Driver> Pager<D> {
         let start = span.0.checked_sub(shared.window.start.0);
         let away = start.and_then(|start| shared.free(start));
         // They have no memory: nothing is called.
-        for (chunk, row) in away.ok_or(PageError::NotPaged { address: span })? {
-            thread::remove(shared, chunk, row);
-        }
+        thread::remove(shared, away.ok_or(PageError::NotPaged { address: span })?);
         shared.changed.notify_all();
         Ok(())
     }
@@ -472,13 +468,13 @@ impl<D: Driver> Pager<D> {
         let below = shared.want_ends();
         let captured = shared.calls().captured();
         let what = |_: &WindowChunks| "what was written to be copied to the host".to_owned();
-        shared.table().flushing += 1;
+        shared.table().demand.flushing += 1;
         shared.changed.notify_all();
         let flushed = shared.wait_for(limit, what, |table| {
             let is_so = shared.calls().have_ended(below) && table.is_all_clean(&captured);
             is_so.then_some(Ok(()))
         });
-        shared.table().flushing -= 1;
+        shared.table().demand.flushing -= 1;
         flushed
     }
 
@@ -494,15 +490,11 @@ impl<D: Driver> Pager<D> {
         if frames == 0 {
             return Err(PageError::TooFewFrames { needed_bytes: chunk_bytes, frames_bytes });
         }
-        {
-            let mut table = self.shared.table();
-            table.frames = frames;
-            table.given = None;
-        }
+        self.shared.table().demand.set_frames(frames);
         self.shared.changed.notify_all();
         let what = |_: &WindowChunks| "device memory to be given back".to_owned();
         // Another thread may allow more meanwhile.
-        let fits = |table: &mut WindowChunks| table.resident() <= table.frames.max(frames);
+        let fits = |table: &mut WindowChunks| table.resident() <= table.demand.frames().max(frames);
         self.shared.wait_for(limit, what, |table| fits(table).then_some(Ok(())))
     }
 

@@ -51,6 +51,20 @@ pub struct PageReport {
     pub chunks: String,
 }
 
+/// The counts of what a window has done so far, in chunks, and of its uses.
+#[derive(Debug, Default)]
+pub(super) struct Figures {
+    pub(super) copied_out: u64,
+    pub(super) copied_in: u64,
+    /// Those that were not copied out, for they were as their copies.
+    pub(super) unchanged: u64,
+    pub(super) exchanges: u64,
+    pub(super) hits: u64,
+    pub(super) misses: u64,
+    pub(super) remaps: u64,
+    pub(super) remapping: Duration,
+}
+
 fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
@@ -90,14 +104,15 @@ impl<D: Driver> PagedWindow<D> {
         let (first, last) = (*unseen.pieces.start() as u64, *unseen.pieces.end() as u64);
         let start = unseen.id as u64 * self.chunk_bytes + first * piece_bytes;
         let size_bytes = (last + 1 - first) * piece_bytes;
-        let span = self.calls().spans.at(start..=start + size_bytes - 1);
         let window = self.window.start.0;
+        let span = self.calls().spans.at(start..=start + size_bytes - 1);
+        let (span, span_bytes) = span.map_or((0, 0), |(start, bytes)| (window + start, bytes));
         UnseenWrite {
             chunk: unseen.id,
             address: window + start,
             size_bytes,
-            span: span.map_or(0, |(start, _)| window + start),
-            span_bytes: span.map_or(0, |(_, size_bytes)| size_bytes),
+            span,
+            span_bytes,
             after_use: *unseen.uses.start(),
             before_use: *unseen.uses.end(),
         }
@@ -111,14 +126,19 @@ impl<D: Driver> Pager<D> {
         let table = self.shared.table();
         let chunk_bytes = self.shared.chunk_bytes;
         let bytes = |chunks: usize| chunks as u64 * chunk_bytes;
-        let count = |is: fn(&Chunk) -> bool| table.chunks.iter().filter(|chunk| is(chunk)).count();
+        let count =
+            |is: fn(&Chunk) -> bool| table.chunks().iter().filter(|chunk| is(chunk)).count();
         let owned = count(Chunk::is_owned);
-        let counts = table.counts;
+        let counts = &table.figures;
         let is_elastic = self.shared.leaves_bytes > 0;
         PageReport {
             chunk_bytes,
             paged_bytes: bytes(owned),
-            frames_bytes: bytes(if is_elastic { table.frames.min(owned) } else { table.frames }),
+            frames_bytes: bytes(if is_elastic {
+                table.demand.frames().min(owned)
+            } else {
+                table.demand.frames()
+            }),
             resident_bytes: bytes(table.resident()),
             stays_bytes: bytes(count(Chunk::stays)),
             out_bytes: counts.copied_out * chunk_bytes,
@@ -132,7 +152,7 @@ impl<D: Driver> Pager<D> {
             calls,
             waited_us: micros(waited),
             unseen: table.checks.found.iter().map(|it| self.shared.describe(it)).collect(),
-            chunks: table.chunks.iter().map(Chunk::letter).collect(),
+            chunks: table.chunks().iter().map(Chunk::letter).collect(),
         }
     }
 }

@@ -11,68 +11,47 @@
 mod asking;
 mod chunk;
 mod contents;
+mod demand;
 mod graphs;
 mod leaving;
 mod state;
 
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
 
 use self::asking::Checks;
 pub(super) use self::asking::{Asked, Unseen};
 pub(super) use self::chunk::Chunk;
 pub(super) use self::contents::Wrote;
+use self::demand::Demand;
 pub(super) use self::state::ChunkEvent;
 use self::state::Out;
 use super::PageError;
 use super::marks::Mark;
+use super::report::Figures;
 use super::spans::Spans;
 use crate::VirtualHandle;
 
 /// A question about a chunk, by its number, that the device has answered.
 pub(super) type Answered = (usize, usize, Out);
 
-/// When the thread looks what is over.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Looks {
-    #[default]
-    Soon,
-    WhenTold,
-}
-
 /// See the head of this module.
 #[derive(Debug, Default)]
 pub(super) struct WindowChunks {
-    pub(super) chunks: Vec<Chunk>,
+    chunks: Vec<Chunk>,
+    pub(super) demand: Demand,
     /// The number of chunks that are not away.
     resident: usize,
-    /// The most chunks that may be on the device.
-    pub(super) frames: usize,
-    /// As many as the driver or the budget gave, if that was less.
-    pub(super) given: Option<usize>,
-    /// Those that are to come: held ones first.
-    queue: VecDeque<usize>,
     clock: u64,
-    /// The number of uses before the next one of each chunk, as far as that is foretold.
-    pub(super) next_uses: Vec<usize>,
+    /// The most chunks that were used together.
+    most_together: usize,
     pub(super) is_ending: bool,
     pub(super) has_ended: bool,
-    pub(super) looks_again: Looks,
-    /// Threads whose chunks do not fit next to those that are held. Uses of others are ended for them.
-    pub(super) without_room: usize,
-    /// Frames that others wait for: none is taken meanwhile.
-    pub(super) owed: usize,
-    /// The most chunks that were used together.
-    pub(super) most_together: usize,
-    /// Threads that wait for copies of all that was written.
-    pub(super) flushing: usize,
     /// Uses are seen at launches: a chunk is mapped when it is full.
     pub(super) is_looked: bool,
     /// The device has failed.
     pub(super) broken: Option<Arc<PageError>>,
-    pub(super) counts: Counts,
+    pub(super) figures: Figures,
     /// Questions that were answered, and nobody has looked.
     answered: Vec<Answered>,
     /// The search for writes that nobody has shown.
@@ -85,25 +64,9 @@ pub(super) struct WindowChunks {
     pub(super) lost_slots: Vec<usize>,
 }
 
-/// The counts of what was done so far.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Counts {
-    pub(super) copied_out: u64,
-    pub(super) copied_in: u64,
-    /// Chunks that were not copied out, for they were as their copies.
-    pub(super) unchanged: u64,
-    pub(super) exchanges: u64,
-    /// Uses that found all their chunks on the device, and those that did not.
-    pub(super) hits: u64,
-    pub(super) misses: u64,
-    /// Chunks that were given a frame, and the time that the driver took to map and unmap chunks.
-    pub(super) remaps: u64,
-    pub(super) remapping: Duration,
-}
-
 impl WindowChunks {
     pub(super) fn new(frames: usize) -> Self {
-        Self { frames, most_together: 1, ..Self::default() }
+        Self { demand: Demand::new(frames), ..Self::default() }
     }
 
     /// Chunks that have a frame, or are about to.
@@ -119,9 +82,9 @@ impl WindowChunks {
         self.resident += usize::from(!chunk.is_away());
     }
 
-    /// Returns the largest number of chunks that may be on the device now.
-    pub(super) fn frames_now(&self) -> usize {
-        self.given.map_or(self.frames, |given| given.min(self.frames))
+    /// All chunks, in the order of their addresses.
+    pub(super) fn chunks(&self) -> &[Chunk] {
+        &self.chunks
     }
 
     /// So many bytes of the window that belong to no span, and the chunks among them that have no row: the caller gives each
@@ -149,7 +112,8 @@ impl WindowChunks {
             chunk.spans = chunk.spans.map(|spans| spans - 1);
         }
         let freed: Vec<_> = ids.filter(|&id| self.chunks[id].is_freed()).collect();
-        self.queue.retain(|id| !freed.contains(id) || self.chunks[*id].is_held());
+        let chunks = &self.chunks;
+        self.demand.forget_all_but(|id| !freed.contains(&id) || chunks[id].is_held());
         freed
     }
 
@@ -158,11 +122,6 @@ impl WindowChunks {
         let is_over = |chunk: &Chunk| chunk.is_freed() && chunk.is_away() && !chunk.is_held();
         let all = self.chunks.iter_mut().enumerate().filter(|(_, chunk)| is_over(chunk));
         all.filter_map(|(id, chunk)| Some((id, chunk.row.take()?))).collect()
-    }
-
-    /// Nobody waits for it.
-    fn unqueue(&mut self, id: usize) {
-        self.queue.retain(|queued| *queued != id);
     }
 
     /// A chunk that was freed has no row any more: its addresses are anybody's.
@@ -183,27 +142,27 @@ impl WindowChunks {
             let is_kept = chunk.is_held() || (chunk.stays && !chunk.is_away());
             is_kept && !ids.contains(id)
         });
-        others.count() + ids.len() <= self.frames
+        others.count() + ids.len() <= self.demand.frames()
     }
 
-    /// Somebody is about to use these: they stay, or come first.
-    pub(super) fn hold(&mut self, ids: &[usize]) {
+    /// Somebody is about to use these: they stay, or come first. The time, in uses.
+    pub(super) fn hold(&mut self, ids: &[usize]) -> u64 {
         let now = self.tick();
         self.most_together = self.most_together.max(ids.len());
         let mut is_hit = true;
         for &id in ids.iter().rev() {
-            self.checks.used(id);
+            self.checks.passed.take_if(|passed| *passed == id);
             let chunk = &mut self.chunks[id];
             chunk.holders += 1;
             (chunk.is_promised, chunk.last) = (false, now);
             if !chunk.is_here() {
                 is_hit = false;
-                self.unqueue(id);
-                self.queue.push_front(id);
+                self.demand.want_first(id);
             }
         }
-        self.counts.hits += u64::from(is_hit);
-        self.counts.misses += u64::from(!is_hit);
+        self.figures.hits += u64::from(is_hit);
+        self.figures.misses += u64::from(!is_hit);
+        now
     }
 
     /// Nobody uses them after all.
@@ -212,7 +171,7 @@ impl WindowChunks {
             let chunk = &mut self.chunks[id];
             chunk.holders = chunk.holders.saturating_sub(1);
             if chunk.holders == 0 {
-                self.unqueue(id);
+                self.demand.forget(id);
             }
         }
     }
@@ -247,20 +206,17 @@ impl WindowChunks {
             let now = self.tick();
             let chunk = &mut self.chunks[id];
             (chunk.is_promised, chunk.last) = (true, now);
-            if !chunk.is_here() && !self.queue.contains(&id) {
-                self.queue.push_back(id);
+            if !chunk.is_here() {
+                self.demand.want(id);
             }
         }
     }
 
     /// The next that is to come.
     pub(super) fn next_wanted(&self) -> Option<usize> {
-        let is_away = |id: &usize| self.chunks[*id].is_away();
-        if self.is_looked {
-            // Others are filled meanwhile.
-            return self.queue.iter().copied().find(is_away);
-        }
-        self.queue.front().copied().filter(is_away)
+        // In a window where uses are looked for others are filled meanwhile.
+        let count = if self.is_looked { usize::MAX } else { 1 };
+        self.demand.queue().take(count).find(|id| self.chunks[*id].is_away())
     }
 
     /// Takes an idle chunk out of use, for a copy out to begin or for its frame: a thread that wants it waits. Its row, and whether its
@@ -295,8 +251,8 @@ impl WindowChunks {
 
     /// It is full, and the driver does not take it from the addresses for copies. Who waits for it is told.
     pub(super) fn stuck(&mut self, id: usize, error: Arc<PageError>) {
-        self.refused(id);
-        self.chunks[id].fail(error);
+        self.chunks[id].is_refused = true;
+        self.chunks[id].failure = Some((self.clock, error));
     }
 
     /// Somebody else may have written to its place in host memory, which has nothing any more if that `is_gone`.
@@ -307,7 +263,7 @@ impl WindowChunks {
     /// It is where it was.
     pub(super) fn unclaim(&mut self, id: usize) {
         self.change(id, ChunkEvent::Kept);
-        self.unqueue(id);
+        self.demand.forget(id);
     }
 
     /// Copies out that are under way.
@@ -318,7 +274,7 @@ impl WindowChunks {
 
     /// Allows what the driver refused to be tried again.
     pub(super) fn try_again(&mut self) {
-        self.given = None;
+        self.demand.widen();
         self.chunks.iter_mut().for_each(|chunk| chunk.is_refused = false);
     }
 
@@ -327,7 +283,7 @@ impl WindowChunks {
         for chunk in &mut self.chunks {
             (chunk.spans, chunk.holders) = (chunk.spans.map(|_| 0), 0);
         }
-        self.queue.clear();
+        self.demand.forget_all_but(|_| false);
     }
 
     /// Is everything that was written saved, but for chunks that graphs use?
@@ -340,7 +296,7 @@ impl WindowChunks {
     /// Its contents are on their way, and there when `mark` is over; with none they are there.
     pub(super) fn came(&mut self, id: usize, mark: Option<Arc<Mark>>) {
         self.change(id, ChunkEvent::Came(mark));
-        self.unqueue(id);
+        self.demand.forget(id);
     }
 
     /// It did not come. Who waits for it is told.
@@ -348,9 +304,9 @@ impl WindowChunks {
         if !self.chunks[id].is_away() {
             self.change(id, ChunkEvent::Failed);
         }
-        self.chunks[id].fail(error);
+        self.chunks[id].failure = Some((self.clock, error));
         self.chunks[id].is_promised = false;
-        self.unqueue(id);
+        self.demand.forget(id);
     }
 
     /// All that is on its way and may be over.

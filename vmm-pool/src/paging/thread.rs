@@ -16,11 +16,12 @@ use crossbeam_channel::Sender;
 use self::choosing::choose;
 use super::marks::Mark;
 use super::prints::Questions;
-use super::table::{ChunkEvent, Looks, WindowChunks};
+use super::table::{ChunkEvent, WindowChunks};
 use super::uses::SLOTS;
-use super::{PageError, PageResult, PagedWindow};
+use super::{PageResult, PagedWindow};
 use crate::VirtualHandle;
 use crate::copies::DeviceStreams;
+use crate::deferred::Physical;
 use crate::driver::{Driver, RawEvent};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::{Known, Row};
@@ -54,15 +55,6 @@ enum Job {
     /// Looks again after this time.
     Wait(Duration),
     End,
-}
-
-/// The next owner of a frame.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Next {
-    /// Another chunk: nobody else may have the frame still.
-    Newcomer,
-    /// The driver: what its user has freed goes whatever pins it, as other memory does.
-    Driver,
 }
 
 /// Until the pager ends. `told` hears if it has begun.
@@ -112,11 +104,13 @@ fn remove_all<D: Driver>(shared: &PagedWindow<D>) {
     table.free_all();
 }
 
-/// A chunk whose spans were freed, and that is away now.
-pub(super) fn remove<D: Driver>(shared: &PagedWindow<D>, chunk: usize, row: VirtualHandle) {
-    let garbage = shared.pool.ledger().remove_with_home(row);
-    shared.pool.dispose_quietly(garbage);
-    shared.table().gone(chunk);
+/// Chunks whose spans were freed, and that are away now, go with their rows.
+pub(super) fn remove<D: Driver>(shared: &PagedWindow<D>, gone: Vec<(usize, VirtualHandle)>) {
+    for (chunk, row) in gone {
+        let garbage = shared.pool.ledger().remove_with_home(row);
+        shared.pool.dispose_quietly(garbage);
+        shared.table().gone(chunk);
+    }
 }
 
 /// Gives everything back: events, addresses.
@@ -130,8 +124,8 @@ fn finish<D: Driver>(shared: &PagedWindow<D>) {
         }
     }
     let is_empty = shared.table().resident() == 0;
-    for range in shared.aside.get().copied().into_iter().chain([shared.window]).filter(|_| is_empty)
-    {
+    let ranges = shared.aside.get().into_iter().chain([&shared.window]);
+    for range in ranges.filter(|_| is_empty).copied() {
         if let Err(error) = pool.deferred.free_addresses(range) {
             tracing::error!(%error, "addresses for paging stay until the next pause");
         }
@@ -209,17 +203,11 @@ impl<D: Driver> Worker<'_, D> {
             self.stay = None;
         }
         let freed = self.shared.table().take_freed();
-        for (chunk, row) in freed {
-            remove(self.shared, chunk, row);
-        }
+        remove(self.shared, freed);
         let later_half = self.later_half();
         let mut table = self.shared.table();
         let mut job = choose(&mut table, later_half);
-        let is_short = table.next_wanted().is_some()
-            || table.resident() > table.frames_now()
-            || table.without_room > 0
-            || table.flushing > 0
-            || table.owed > 0;
+        let is_short = table.next_wanted().is_some() || table.demand.is_short(table.resident());
         let waits = matches!(job, Job::Wait(_)) && is_short;
         if is_looked && waits {
             drop(table);
@@ -253,14 +241,10 @@ impl<D: Driver> Worker<'_, D> {
         if table.is_looked && self.shared.calls().lists.is_any_ready() {
             time = time.min(LOOK_LATER);
         }
-        let is_long = time == LOOK_SELDOM;
-        if is_long {
-            table.looks_again = Looks::WhenTold;
-        }
+        table.demand.is_asleep = time == LOOK_SELDOM;
         let waited = self.shared.changed.wait_timeout(table, time);
         let (mut table, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
-        table.looks_again = Looks::Soon;
-        if is_long && timeout.timed_out() {
+        if std::mem::take(&mut table.demand.is_asleep) && timeout.timed_out() {
             table.try_again();
             let staying = table.staying_idle();
             drop(table);
@@ -276,7 +260,7 @@ impl<D: Driver> Worker<'_, D> {
     /// for the same chunk.
     fn later_half(&mut self) -> usize {
         let table = self.shared.table();
-        let awaited = table.next_wanted().filter(|&id| table.chunks[id].is_held());
+        let awaited = table.next_wanted().filter(|&id| table.chunks()[id].is_held());
         self.awaited = match (awaited, self.awaited) {
             (Some(id), Some((before, since))) if id == before => Some((id, since)),
             (Some(id), _) => Some((id, Instant::now())),
@@ -299,14 +283,8 @@ impl<D: Driver> Worker<'_, D> {
             match self.shared.pool.driver.event_is_done(mark.event) {
                 Ok(true) => over.push(mark),
                 Ok(false) => {}
-                Err(error) => {
-                    if !error.poisons_context() {
-                        tracing::debug!(%error, "an event for paging is asked again");
-                        continue;
-                    }
-                    self.shared.breaks(error);
-                    return;
-                }
+                Err(error) if error.poisons_context() => return self.shared.breaks(error),
+                Err(error) => tracing::debug!(%error, "an event for paging is asked again"),
             }
         }
         if !over.is_empty() {
@@ -320,7 +298,7 @@ impl<D: Driver> Worker<'_, D> {
     fn bring(&mut self, newcomer: usize, victim: Option<usize>) {
         let entered = self.shared.pool.enter();
         let taken = match victim {
-            Some(victim) => self.take_frame(&entered, victim, Next::Newcomer),
+            Some(victim) => self.take_frame(&entered, victim, false),
             None => self.new_frame(&entered, newcomer).map(Some),
         };
         let frame = match taken {
@@ -335,7 +313,7 @@ impl<D: Driver> Worker<'_, D> {
         };
         let row = {
             let mut table = self.shared.table();
-            let row = table.chunks[newcomer].row();
+            let row = table.chunks()[newcomer].row();
             if row.is_some() {
                 table.change(newcomer, ChunkEvent::Framed);
             }
@@ -352,8 +330,8 @@ impl<D: Driver> Worker<'_, D> {
             Ok(came) => came,
             Err(error) => return table.failed(newcomer, Arc::new(error.into())),
         };
-        table.counts.exchanges += u64::from(victim.is_some());
-        table.counts.copied_in += u64::from(was_copied);
+        table.figures.exchanges += u64::from(victim.is_some());
+        table.figures.copied_in += u64::from(was_copied);
         if let Some(slot) = slot {
             table.change(newcomer, ChunkEvent::Filled { slot, copy });
             self.stay.get_or_insert(entered);
@@ -368,13 +346,14 @@ impl<D: Driver> Worker<'_, D> {
         }
     }
 
-    /// The frame of a chunk that is idle and clean. `None` when it is not so after all.
+    /// The frame of a chunk that is idle and clean. `None` when it is not so after all. Whatever pins what its user has freed, it may go
+    /// `to_driver`, as other memory does; nobody else may have a frame still that goes to another chunk.
     fn take_frame(
         &self,
         entered: &Entered<'_, D, Use>,
         victim: usize,
-        next: Next,
-    ) -> PageResult<Option<crate::deferred::Physical>> {
+        to_driver: bool,
+    ) -> PageResult<Option<Physical>> {
         let pool = &self.shared.pool;
         if !pool.deferred.is_settled() {
             // A copy or a question that was not seen to end may be one of this chunk.
@@ -384,33 +363,30 @@ impl<D: Driver> Worker<'_, D> {
         let Some((row, has_contents)) = self.shared.table().claim_ready(victim) else {
             return Ok(None);
         };
-        let is_given_up = next == Next::Driver && self.shared.table().chunks[victim].is_freed();
+        let is_given_up = to_driver && self.shared.table().chunks()[victim].is_freed();
         let (stays, has_place) = {
             let ledger = self.shared.pool.ledger();
             let has_place = ledger.rows.get(row).is_some_and(Row::has_own_place);
             (ledger.stays_home(row, is_given_up), has_place)
         };
-        self.shared.table().set_stays(victim, stays);
-        if stays || (has_contents && !has_place) {
-            let mut table = self.shared.table();
-            if !has_place {
+        let goes = !stays && (has_place || !has_contents);
+        let still = if goes { self.still(entered, victim, row) } else { Ok(None) };
+        let left = still.and_then(|still| match still {
+            Some(still) => self.remap(|| still.leave(has_contents)),
+            None => Ok(None),
+        });
+        let mut table = self.shared.table();
+        table.set_stays(victim, stays);
+        if let Ok(Some(_)) = &left {
+            table.change(victim, ChunkEvent::Left);
+        } else {
+            if !goes && !has_place {
                 // A pause that came to nothing has taken it.
                 table.forget_copy(victim, true);
             }
             if stays {
                 table.used_now(victim);
             }
-            table.unclaim(victim);
-            return Ok(None);
-        }
-        let left = self.still(entered, row).and_then(|still| match still {
-            Some(still) => self.remap(|| still.leave(has_contents)),
-            None => Ok(None),
-        });
-        let mut table = self.shared.table();
-        if let Ok(Some(_)) = &left {
-            table.change(victim, ChunkEvent::Left);
-        } else {
             table.unclaim(victim);
         }
         Ok(left?)
@@ -420,20 +396,18 @@ impl<D: Driver> Worker<'_, D> {
     fn remap<T>(&self, work: impl FnOnce() -> T) -> T {
         let began = Instant::now();
         let done = work();
-        self.shared.table().counts.remapping += began.elapsed();
+        self.shared.table().figures.remapping += began.elapsed();
         done
     }
 
     fn still<'e>(
         &self,
         entered: &'e Entered<'_, D, Use>,
+        chunk: usize,
         row: VirtualHandle,
     ) -> PoolResult<Option<StillChunk<'e, D>>> {
-        let uses: Vec<RawEvent> = {
-            let table = self.shared.table();
-            let chunk = table.chunks.iter().find(|chunk| chunk.row() == Some(row));
-            chunk.into_iter().flat_map(|chunk| chunk.marks().map(|mark| mark.event)).collect()
-        };
+        let uses: Vec<RawEvent> =
+            self.shared.table().chunks()[chunk].marks().map(|mark| mark.event).collect();
         StillChunk::of(entered, row, &uses)
     }
 
@@ -443,7 +417,7 @@ impl<D: Driver> Worker<'_, D> {
         &mut self,
         entered: &Entered<'_, D, Use>,
         row: VirtualHandle,
-        frame: crate::deferred::Physical,
+        frame: Physical,
         slot: Option<usize>,
     ) -> PoolResult<(Option<Arc<Mark>>, bool)> {
         let Some(still) = StillChunk::away(entered, row) else {
@@ -452,7 +426,7 @@ impl<D: Driver> Worker<'_, D> {
         };
         let aside = slot.and_then(|slot| self.shared.range_aside(slot));
         let come = self.remap(|| still.come(frame, aside));
-        self.shared.table().counts.remaps += u64::from(come.is_ok());
+        self.shared.table().figures.remaps += u64::from(come.is_ok());
         let is_aside = come.is_ok() && aside.is_some();
         match come.and_then(|()| self.start_in(row, aside)) {
             Ok(was_copied) => {
@@ -480,11 +454,28 @@ impl<D: Driver> Worker<'_, D> {
         }
     }
 
-    /// Copies `chunk` to its place in host memory, which it gets if it has none.
+    /// Copies `chunk` to its place in host memory, which it gets if it has none. The thread that waits for a frame is told if that fails.
     fn clean(&mut self, chunk: usize) {
         let entered = self.shared.pool.enter();
         let claimed = self.shared.table().claim(chunk);
         let Some((row, _)) = claimed else { return };
+        let begun = self.begin_clean(chunk, row);
+        drop(entered);
+        let Err(error) = begun else { return };
+        // What was begun reads the chunk.
+        if self.finish_or_leave().is_err() {
+            self.shared.table().set_stays(chunk, true);
+        }
+        tracing::warn!(%error, "paged memory was not copied to the host");
+        let mut table = self.shared.table();
+        table.refused(chunk);
+        table.unclaim(chunk);
+        if let Some(wanted) = table.next_wanted() {
+            table.failed(wanted, Arc::new(error.into()));
+        }
+    }
+
+    fn begin_clean(&mut self, chunk: usize, row: VirtualHandle) -> PoolResult<()> {
         let is_as_seen = self.is_place_as_seen(chunk);
         let has_place = self.shared.pool.ledger().rows.get(row).is_some_and(Row::has_own_place);
         let compares = {
@@ -494,50 +485,24 @@ impl<D: Driver> Worker<'_, D> {
             }
             table.is_to_compare(chunk)
         };
-        let mut asked = match self.ask(chunk) {
-            Ok(asked) => asked,
-            Err(error) => {
-                drop(entered);
-                return self.not_cleaned(chunk, error);
-            }
-        };
+        let mut asked = self.ask(chunk)?;
         if let Some(asked) = asked.take_if(|_| compares) {
-            let mut table = self.shared.table();
-            table.asking(chunk, asked);
-            return;
+            self.shared.table().asking(chunk, asked);
+            return Ok(());
         }
         self.see(chunk);
         self.shared.table().forget_copy(chunk, false);
-        let begun = self.behind_question(asked.as_ref());
-        let begun = begun.and_then(|()| self.start_out(row)).and_then(|()| self.mark_behind());
-        drop(entered);
-        match begun {
-            Ok(mark) => {
-                self.shared.table().copying_out(chunk, mark, asked);
-            }
-            Err(error) => self.not_cleaned(chunk, error),
-        }
-    }
-
-    /// Tells the thread that waits for a frame that `chunk` was not copied. Waits for what was begun: it reads the chunk.
-    fn not_cleaned(&mut self, chunk: usize, error: PoolError) {
-        if self.finish_or_leave().is_err() {
-            self.shared.table().set_stays(chunk, true);
-        }
-        tracing::warn!(%error, "paged memory was not copied to the host");
-        let error = Arc::new(PageError::from(error));
-        let mut table = self.shared.table();
-        table.refused(chunk);
-        table.unclaim(chunk);
-        if let Some(wanted) = table.next_wanted() {
-            table.failed(wanted, error);
-        }
+        self.behind_question(asked.as_ref())?;
+        self.start_out(row)?;
+        let mark = self.mark_behind()?;
+        self.shared.table().copying_out(chunk, mark, asked);
+        Ok(())
     }
 
     /// Gives the frame of an idle chunk back to the driver.
     fn shrink(&mut self, chunk: usize) {
         let entered = self.shared.pool.enter();
-        match self.take_frame(&entered, chunk, Next::Driver) {
+        match self.take_frame(&entered, chunk, true) {
             Ok(Some(frame)) => {
                 if let Err(error) = entered.release_frame(frame) {
                     tracing::error!(%error, "memory for paging stays until the next pause");

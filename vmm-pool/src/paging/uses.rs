@@ -150,9 +150,9 @@ impl<D: Driver> PagedWindow<D> {
 
     /// Tells the table when chunks are used next.
     pub(super) fn foretell(&self) {
-        let chunks = self.table().chunks.len();
+        let chunks = self.table().chunks().len();
         let next_uses = self.calls().order.next_uses(chunks);
-        self.table().next_uses = next_uses;
+        self.table().demand.foretell(next_uses);
     }
 }
 
@@ -239,33 +239,27 @@ impl<D: Driver> Pager<D> {
         if is_due || is_new {
             self.announce_ahead(is_new, false);
         }
-        if let Some(list) = listed {
-            return Ok(Some(Touched { stream, chunks: ids, list }));
-        }
-        let (chunks, list) = match stream {
+        let mut touched = Touched { stream, chunks: Vec::new(), list: listed.unwrap_or(0) };
+        match stream {
+            In::Stream(_) if listed.is_some() => {}
             In::Stream(raw) => {
                 self.bring_for(&mut ids, raw, limit)?;
-                let (list, twice) = {
-                    let mut calls = shared.calls();
-                    let listed = calls.lists.add(&ids, raw);
-                    calls.room = ids;
-                    listed
-                };
+                let mut calls = shared.calls();
+                let (list, twice) = calls.lists.add(&ids, raw);
+                calls.room = ids;
+                drop(calls);
+                touched.list = list;
                 if !twice.is_empty() {
                     self.let_go(&twice);
                 }
-                (Vec::new(), list)
             }
             In::OwnStream(raw) | In::Elsewhere(raw) => {
                 self.bring_for(&mut ids, raw, limit)?;
-                (ids, 0)
+                touched.chunks = ids;
             }
-            In::Graph => {
-                self.keep(&ids, limit)?;
-                (Vec::new(), 0)
-            }
-        };
-        Ok(Some(Touched { stream, chunks, list }))
+            In::Graph => self.keep(&ids, limit)?,
+        }
+        Ok(Some(touched))
     }
 
     /// Do graphs use anything of this window?
@@ -312,7 +306,7 @@ impl<D: Driver> Pager<D> {
             let ahead = {
                 let mut calls = shared.calls();
                 calls.changes = 0;
-                calls.order.ahead(AHEAD.min(table.frames_now() / 2))
+                calls.order.ahead(AHEAD.min(table.demand.frames_now() / 2))
             };
             ahead.into_iter().filter(|id| !table.are_here(&[*id])).collect()
         };
@@ -348,11 +342,10 @@ impl<D: Driver> Pager<D> {
             let _pass = shared.pool.gate().pass_for("a use of paged memory", Passage::Use);
             self.order(&awaited, stream)
         };
-        if let Err(error) = ordered {
+        if ordered.is_err() {
             self.let_go(ids);
-            return Err(error);
         }
-        Ok(())
+        ordered
     }
 
     /// Has `stream` wait for these.
@@ -379,23 +372,23 @@ impl<D: Driver> Pager<D> {
         what: impl Fn(&WindowChunks) -> String,
     ) -> PageResult<Vec<Arc<Mark>>> {
         let shared = &self.shared;
-        let (mut is_held, mut is_without_room) = (false, false);
-        let mut before = Vec::new();
+        let (mut held, mut is_without_room) = (None, false);
         let here = shared.wait_for(limit, what, |table| {
-            if !is_held {
-                ids.retain(|&id| table.chunks[id].row().is_some());
-                let (each, frames) = (distinct(ids), table.frames);
+            if held.is_none() {
+                ids.retain(|&id| table.chunks()[id].row().is_some());
+                let (each, frames) = (distinct(ids), table.demand.frames());
                 let fits = table.fits(&each);
                 if fits == is_without_room {
                     is_without_room = !fits;
-                    table.without_room += usize::from(!fits);
-                    table.without_room -= usize::from(fits);
+                    table.demand.without_room += usize::from(!fits);
+                    table.demand.without_room -= usize::from(fits);
                     shared.changed.notify_all();
                 }
                 if !fits {
                     // What graphs use stays until it is freed: no waiting makes room there.
                     let captured = shared.calls().captured();
-                    let stays = |id: &&usize| !each.contains(id) && !table.chunks[**id].is_freed();
+                    let stays =
+                        |id: &&usize| !each.contains(id) && !table.chunks()[**id].is_freed();
                     let needed = each.len() + captured.iter().filter(stays).count();
                     if needed <= frames {
                         return None;
@@ -404,13 +397,10 @@ impl<D: Driver> Pager<D> {
                         [needed, frames].map(|count| count as u64 * shared.chunk_bytes);
                     return Some(Err(PageError::TooFewFrames { needed_bytes, frames_bytes }));
                 }
-                before = ids.iter().map(|&id| table.chunks[id].failures()).collect();
-                table.hold(ids);
-                is_held = true;
+                held = Some(table.hold(ids));
                 shared.changed.notify_all();
             }
-            let mut failed = ids.iter().zip(&before);
-            let failed = failed.find_map(|(&id, &before)| table.chunks[id].failure_since(before));
+            let failed = ids.iter().find_map(|&id| table.chunks()[id].failure_since(held?));
             if let Some(error) = failed {
                 return Some(Err(PageError::Shared(error)));
             }
@@ -420,9 +410,9 @@ impl<D: Driver> Pager<D> {
             Some(Ok(table.awaited_by(ids)))
         });
         if is_without_room {
-            shared.table().without_room -= 1;
+            shared.table().demand.without_room -= 1;
         }
-        if here.is_err() && is_held {
+        if here.is_err() && held.is_some() {
             self.let_go(ids);
         }
         here
@@ -450,8 +440,8 @@ impl<D: Driver> Pager<D> {
                 ids.len(),
                 shared.device,
                 table.resident(),
-                table.frames_now(),
-                table.chunks.iter().filter(|chunk| chunk.is_held()).count()
+                table.demand.frames_now(),
+                table.chunks().iter().filter(|chunk| chunk.is_held()).count()
             )
         };
         let held = self.hold(ids, limit, what);
@@ -483,7 +473,7 @@ impl<D: Driver> Pager<D> {
             let table = shared.table();
             let mut calls = shared.calls();
             let captured = &calls.captured;
-            let is_over = |id: &usize| table.chunks[*id].is_freed() || captured.contains(id);
+            let is_over = |id: &usize| table.chunks()[*id].is_freed() || captured.contains(id);
             let (twice, kept): (Vec<_>, Vec<_>) = new.into_iter().partition(is_over);
             calls.captured.extend(kept);
             twice

@@ -26,17 +26,8 @@ const UNSEEN_MAX: usize = 256;
 pub(in crate::paging) struct Checks {
     pub(in crate::paging) is_on: bool,
     /// The chunk whose device has said last that it is as its copy, if it has not been used since.
-    passed: Option<usize>,
+    pub(super) passed: Option<usize>,
     pub(in crate::paging) found: Vec<Unseen>,
-}
-
-impl Checks {
-    /// Somebody is about to use a chunk.
-    pub(super) fn used(&mut self, id: usize) {
-        if self.passed == Some(id) {
-            self.passed = None;
-        }
-    }
 }
 
 /// A write that nobody has shown.
@@ -88,14 +79,14 @@ impl WindowChunks {
         asked: Option<Asked>,
     ) {
         self.chunks[id].begin_out(true, mark, asked);
-        self.unqueue(id);
-        self.counts.copied_out += 1;
+        self.demand.forget(id);
+        self.figures.copied_out += 1;
     }
 
     /// The device is asked, before anything is copied.
     pub(in crate::paging) fn asking(&mut self, id: usize, asked: Asked) {
         self.chunks[id].begin_out(false, None, Some(asked));
-        self.unqueue(id);
+        self.demand.forget(id);
     }
 
     /// Addresses for copies that nothing is filled at. `None` if all `count` are in use.
@@ -153,7 +144,7 @@ impl WindowChunks {
         }
         if chunk.contents.compare(version, &prints) && !is_freed {
             chunk.contents.saved(version);
-            self.counts.unchanged += 1;
+            self.figures.unchanged += 1;
         }
         None
     }
@@ -161,7 +152,7 @@ impl WindowChunks {
     /// Are these on the device, with room for who uses them too? Then they are held.
     pub(in crate::paging) fn hold_if_here(&mut self, ids: &[usize]) -> bool {
         // As long as all that is here fits, so do these.
-        let fits = self.resident() <= self.frames || self.fits(ids);
+        let fits = self.resident <= self.demand.frames() || self.fits(ids);
         let is_so = fits && self.are_here(ids);
         if is_so {
             self.hold(ids);
@@ -173,7 +164,7 @@ impl WindowChunks {
     pub(in crate::paging) fn forget_promises(&mut self) {
         self.chunks.iter_mut().for_each(|chunk| chunk.is_promised = false);
         let chunks = &self.chunks;
-        self.queue.retain(|id| chunks[*id].is_held());
+        self.demand.forget_all_but(|id| chunks[id].is_held());
     }
 
     /// Returns the events that a stream must wait for before it uses these chunks.

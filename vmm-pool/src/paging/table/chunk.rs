@@ -30,8 +30,8 @@ pub(in crate::paging) struct Chunk {
     pub(super) stays: bool,
     /// When it was used last, in uses.
     pub(super) last: u64,
-    /// The last failure to bring it, and how many there were.
-    failure: Option<(u64, Arc<PageError>)>,
+    /// The last failure to bring it, and when that was, in uses.
+    pub(super) failure: Option<(u64, Arc<PageError>)>,
 }
 
 impl Chunk {
@@ -139,20 +139,10 @@ impl Chunk {
         self.state.under_way()
     }
 
-    /// Tells those who wait for it that it does not come.
-    pub(super) fn fail(&mut self, error: Arc<PageError>) {
-        self.failure = Some((self.failures() + 1, error));
-    }
-
-    /// Counts how often it failed to come.
-    pub(in crate::paging) fn failures(&self) -> u64 {
-        self.failure.as_ref().map_or(0, |(count, _)| *count)
-    }
-
-    /// Why it did not come, if that is since there were `before` failures.
-    pub(in crate::paging) fn failure_since(&self, before: u64) -> Option<Arc<PageError>> {
-        let (count, error) = self.failure.as_ref()?;
-        (*count > before).then(|| Arc::clone(error))
+    /// Why it did not come, to a caller that has held it since then.
+    pub(in crate::paging) fn failure_since(&self, held: u64) -> Option<Arc<PageError>> {
+        let (when, error) = self.failure.as_ref()?;
+        (*when >= held).then(|| Arc::clone(error))
     }
 
     /// Its place, as [`crate::paging::PageReport::chunks`] has it.

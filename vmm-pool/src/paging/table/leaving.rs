@@ -21,13 +21,13 @@ impl WindowChunks {
             chunk.is_here() && !chunk.is_held() && !stays && (somebody_waits || !is_wanted)
         });
         // What is used before the newcomer does not leave for its sake, unless somebody waits.
-        let newcomers = self.next_use(newcomer);
-        let is_later = |id: usize| !self.is_looked || self.next_use(id) >= newcomers;
+        let newcomers = self.demand.next_use(newcomer);
+        let is_later = |id: usize| !self.is_looked || self.demand.next_use(id) >= newcomers;
         let all = all.filter(|&(id, chunk)| somebody_waits || chunk.is_freed() || is_later(id));
         let mut all: Vec<_> = all.collect();
         all.sort_by_key(|&(id, chunk)| {
             let is_kept = (!chunk.is_freed(), chunk.is_promised, chunk.is_refused);
-            (is_kept, Reverse(self.next_use(id)), !chunk.is_clean(), chunk.last)
+            (is_kept, Reverse(self.demand.next_use(id)), !chunk.is_clean(), chunk.last)
         });
         all.into_iter().map(|(id, _)| id).collect()
     }
@@ -42,24 +42,20 @@ impl WindowChunks {
 
     /// The least number of uses before the next that a chunk of the later half has, of those that [`WindowChunks::free_soon`] names.
     pub(in crate::paging) fn later_half(&self, lists_of: impl Fn(usize) -> u32) -> usize {
-        let mut next_uses: Vec<_> = self.free_soon(lists_of).map(|id| self.next_use(id)).collect();
+        let mut next_uses: Vec<_> =
+            self.free_soon(lists_of).map(|id| self.demand.next_use(id)).collect();
         let middle = next_uses.len() / 2;
         if next_uses.is_empty() { 0 } else { *next_uses.select_nth_unstable(middle).1 }
     }
 
     /// Is it freed, or used no sooner than that?
     pub(in crate::paging) fn is_used_late(&self, id: usize, later_half: usize) -> bool {
-        self.chunks[id].is_freed() || self.next_use(id) >= later_half
-    }
-
-    /// Counts the uses before the next one of this chunk. The most if that is not foretold.
-    fn next_use(&self, id: usize) -> usize {
-        self.next_uses.get(id).copied().unwrap_or(usize::MAX)
+        self.chunks[id].is_freed() || self.demand.next_use(id) >= later_half
     }
 
     /// One that nobody needs on the device: it is freed, or there are more than there may be. It is idle.
     pub(in crate::paging) fn surplus(&self) -> Option<usize> {
-        let is_above = self.resident() > self.frames_now() || self.owed > 0;
+        let is_above = self.resident > self.demand.frames_now() || self.demand.owed() > 0;
         let is_surplus =
             |chunk: &Chunk| chunk.is_idle() && !chunk.is_refused && (chunk.is_freed() || is_above);
         let freed = self.chunks.iter().position(|chunk| chunk.is_freed() && is_surplus(chunk));
@@ -76,19 +72,14 @@ impl WindowChunks {
     /// The number of chunks that [`WindowChunks::free_soon`] names and that are not to give their frames for good yet. Twice what was used
     /// together stays.
     pub(in crate::paging) fn spare(&self, lists_of: impl Fn(usize) -> u32) -> usize {
-        let above = self.resident().saturating_sub(2 * self.most_together);
-        self.free_soon(lists_of).count().min(above).saturating_sub(self.owed)
-    }
-
-    /// There are no more frames than those that are taken, until that is tried again.
-    pub(in crate::paging) fn narrow(&mut self) {
-        self.given = Some(self.resident().min(self.frames_now()));
+        let above = self.resident.saturating_sub(2 * self.most_together.max(1));
+        self.free_soon(lists_of).count().min(above).saturating_sub(self.demand.owed())
     }
 
     /// Of those that `is_meant`, the one that is used last from now on.
     fn used_last(&self, is_meant: impl Fn(&Chunk) -> bool) -> Option<usize> {
         let all = self.chunks.iter().enumerate().filter(|(_, chunk)| is_meant(chunk));
-        let last = all.max_by_key(|(id, chunk)| (self.next_use(*id), Reverse(chunk.last)));
+        let last = all.max_by_key(|(id, chunk)| (self.demand.next_use(*id), Reverse(chunk.last)));
         last.map(|(id, _)| id)
     }
 
@@ -96,11 +87,11 @@ impl WindowChunks {
     /// written again before it leaves. If there are frames for all, none leaves. But somebody may want copies of all.
     pub(in crate::paging) fn to_clean(&self, later_half: usize) -> Option<usize> {
         let is_dirty = |chunk: &Chunk| chunk.is_idle() && !chunk.is_clean() && !chunk.is_refused;
-        if self.flushing > 0 {
+        if self.demand.flushing > 0 {
             return self.used_last(is_dirty);
         }
         let all = self.chunks.iter().filter(|chunk| chunk.row.is_some() && !chunk.is_freed());
-        if all.count() <= self.frames_now() {
+        if all.count() <= self.demand.frames_now() {
             return None;
         }
         self.used_last(is_dirty).filter(|&id| self.is_used_late(id, later_half))

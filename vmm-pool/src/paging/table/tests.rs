@@ -225,7 +225,7 @@ fn what_may_have_been_written_is_clean_if_it_is_as_it_was() {
 fn only_the_later_half_of_what_is_here_is_used_late() {
     let mut table = table(5, 5);
     (0..4).for_each(|id| bring(&mut table, id));
-    table.next_uses = vec![3, 10, 1, 7, 2];
+    table.demand.foretell(vec![3, 10, 1, 7, 2]);
     let later_half = table.later_half(|_| 0);
     let late: Vec<_> = (0..4).filter(|&id| table.is_used_late(id, later_half)).collect();
     assert_eq!(late, [1, 3]);
@@ -236,7 +236,7 @@ fn only_the_later_half_of_what_is_here_is_used_late() {
     let late: Vec<_> =
         [0, 2, 3].into_iter().filter(|&id| table.is_used_late(id, later_half)).collect();
     assert_eq!(late, [0, 3]);
-    table.next_uses = Vec::new();
+    table.demand.foretell(Vec::new());
     assert!(table.is_used_late(2, table.later_half(|_| 0)), "nothing is foretold");
 }
 
@@ -251,12 +251,12 @@ fn with_frames_for_all_nothing_is_copied_out_ahead() {
         table.used(&[id], Some(&written), Wrote::Yes);
         table.are_over(&[written]);
     }
-    table.next_uses = vec![2, 3];
+    table.demand.foretell(vec![2, 3]);
     assert_eq!(table.to_clean(3), None);
-    table.flushing = 1;
+    table.demand.flushing = 1;
     assert_eq!(table.to_clean(4), Some(1));
-    table.flushing = 0;
-    table.frames = 1;
+    table.demand.flushing = 0;
+    table.demand.set_frames(1);
     assert_eq!(table.to_clean(3), Some(1));
     assert_eq!(table.to_clean(4), None, "it is used soon");
 }
@@ -291,7 +291,7 @@ fn what_was_refused_is_tried_again_behind_its_next_use() {
     let mut table = table(1, 1);
     table.entered(0, VirtualHandle::new(0, 1));
     bring(&mut table, 0);
-    table.flushing = 1;
+    table.demand.flushing = 1;
     for _ in 0..2 {
         table.hold(&[0]);
         table.used(&[0], None, Wrote::Yes);
@@ -307,7 +307,7 @@ fn what_is_here_is_held_only_if_all_that_is_held_fits_the_frames() {
     (0..2).for_each(|id| bring(&mut table, id));
     assert!(table.hold_if_here(&[0]));
     // The other is about to leave.
-    table.frames = 1;
+    table.demand.set_frames(1);
     assert!(!table.hold_if_here(&[1]) && table.hold_if_here(&[0]));
     assert_eq!(table.chunks.iter().filter(|chunk| chunk.is_held()).count(), 1);
 }

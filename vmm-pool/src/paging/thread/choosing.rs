@@ -25,15 +25,15 @@ pub(super) fn choose(table: &mut WindowChunks, later_half: usize) -> Job {
     let mut is_keeping = false;
     if let Some(newcomer) = wanted.filter(|_| can_come) {
         let victims = table.victims(newcomer);
-        if victims.is_empty() && table.chunks[newcomer].is_held() {
+        if victims.is_empty() && table.chunks()[newcomer].is_held() {
             // Without another frame who waits waits for ever: what refuses one is told.
-            table.given = None;
-            table.owed = 0;
+            table.demand.widen();
+            table.demand.owe_nothing();
         }
-        if table.resident() < table.frames_now() && table.owed == 0 {
+        if table.resident() < table.demand.frames_now() && table.demand.owed() == 0 {
             return Job::Bring { newcomer, victim: None };
         }
-        let idle = victims.into_iter().filter(|&id| table.chunks[id].is_idle());
+        let idle = victims.into_iter().filter(|&id| table.chunks()[id].is_idle());
         let (late, soon): (Vec<_>, Vec<_>) =
             idle.partition(|&id| table.is_used_late(id, later_half));
         is_keeping = !soon.is_empty();

@@ -107,7 +107,7 @@ impl<D: Driver> Worker<'_, D> {
     /// Maps a chunk where everybody finds it, which is full at these addresses for copies.
     pub(super) fn land(&mut self, id: usize, slot: usize) {
         let entered = self.shared.pool.enter();
-        let row = self.shared.table().chunks[id].row();
+        let row = self.shared.table().chunks()[id].row();
         let still = row.and_then(|row| StillChunk::away(&entered, row));
         let taken = match still.as_ref().zip(self.shared.range_aside(slot)) {
             Some((still, aside)) => self.remap(|| still.leave_aside(aside)),
