@@ -24,11 +24,13 @@
 #![expect(unsafe_code, reason = "reads what callers give to the driver")]
 
 use std::collections::HashMap;
+use std::convert::Infallible;
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock, PoisonError, RwLock};
+use std::sync::{LazyLock, PoisonError, RwLock};
 use std::time::Duration;
 
+use sublet_cuda_driver::paged::{Window, WindowList};
 use tenants::error_text::chain;
 use vmm_pool::driver::{CudaDriver, DeviceAddress, DriverCode, RawContext, RawStream, VaRange};
 use vmm_pool::paging::{In, PageError, Pager, Touched};
@@ -57,34 +59,22 @@ const CONFIG_STREAM_OFFSET: usize = 32;
 static HULL: AtomicU64 = AtomicU64::new(0);
 /// The unit of its two halves: 32 bits are enough for any address.
 const HULL_UNIT_BITS: u32 = 25;
-static WINDOWS: LazyLock<RwLock<Windows>> = LazyLock::new(RwLock::default);
 /// The parameters of each function that are looked at.
 static LAYOUTS: LazyLock<RwLock<HashMap<usize, Layout>>> = LazyLock::new(RwLock::default);
 
-/// A call has a reference to all of them: the lock is not held while it waits.
-type Windows = Arc<[Window]>;
 /// The place and size of each parameter that an address fits into. `None`: the driver does not say.
 type Layout = Option<Box<[(usize, usize)]>>;
 
-/// A window, and the context that its pager works in.
-#[derive(Clone, Debug)]
-struct Window {
-    pager: Arc<Pager<CudaDriver>>,
-    context: Option<RawContext>,
-}
-
-impl Window {
-    /// Returns the place of a call's work, as this window sees it: its events stand behind no stream of another
-    /// context.
-    fn place(&self, place: In, current: Option<RawContext>) -> In {
-        match place {
-            In::Stream(raw) | In::OwnStream(raw) if current != self.context => {
-                // A pause waits for its work too.
-                contexts::listed_current();
-                In::Elsewhere(raw)
-            }
-            here @ (In::Stream(_) | In::OwnStream(_) | In::Elsewhere(_) | In::Graph) => here,
+/// Returns the place of a call's work, as a window sees it whose pager works in `context`: its events stand behind no stream of
+/// another one.
+fn place_in(context: Option<RawContext>, place: In, current: Option<RawContext>) -> In {
+    match place {
+        In::Stream(raw) | In::OwnStream(raw) if current != context => {
+            // A pause waits for its work too.
+            contexts::listed_current();
+            In::Elsewhere(raw)
         }
+        here @ (In::Stream(_) | In::OwnStream(_) | In::Elsewhere(_) | In::Graph) => here,
     }
 }
 
@@ -93,27 +83,13 @@ pub(crate) fn is_on() -> bool {
     HULL.load(Ordering::Relaxed) != 0
 }
 
-fn windows() -> Windows {
-    Arc::clone(&WINDOWS.read().unwrap_or_else(PoisonError::into_inner))
-}
-
-/// Looks for uses of a window from now on. Nobody has an address of it yet.
-pub(crate) fn add(pager: Arc<Pager<CudaDriver>>, context: Option<RawContext>) {
-    let mut windows = WINDOWS.write().unwrap_or_else(PoisonError::into_inner);
-    *windows = windows.iter().cloned().chain([Window { pager, context }]).collect();
-    let ranges = || windows.iter().map(|known| known.pager.window());
-    let first = ranges().map(|range| range.start.0).min().unwrap_or(0);
-    let end = ranges().map(|range| range.end().0).max().unwrap_or(0);
-    HULL.store(Hull::packed(first, end), Ordering::SeqCst);
-}
-
-/// Looks for uses of a window no more.
-pub(crate) fn remove(pager: &Arc<Pager<CudaDriver>>) {
-    let mut windows = WINDOWS.write().unwrap_or_else(PoisonError::into_inner);
-    *windows = windows.iter().filter(|known| !Arc::ptr_eq(&known.pager, pager)).cloned().collect();
-    if windows.is_empty() {
-        HULL.store(0, Ordering::SeqCst);
-    }
+/// Looks for uses of those among all windows that are to be looked at.
+pub(crate) fn at(windows: &[Window<CudaDriver>]) {
+    let looked = windows.iter().filter(|known| known.looked_in.is_some());
+    let ranges = looked.map(|known| known.pager.window());
+    let hull = ranges.map(|range| (range.start.0, range.end().0));
+    let hull = hull.reduce(|one, other| (one.0.min(other.0), one.1.max(other.1)));
+    HULL.store(hull.map_or(0, |(first, end)| Hull::packed(first, end)), Ordering::SeqCst);
 }
 
 /// The parts of a call to the driver that name memory.
@@ -356,8 +332,8 @@ pub(crate) fn stream_ends(stream: Pointer) {
     if is_on() {
         let raw = RawStream(stream.expose_provenance() as u64);
         let current = contexts::current_context();
-        for known in windows().iter() {
-            known.pager.stream_ends(raw, current == known.context);
+        for (_, pager, context) in looked(&runtime::windows().list()) {
+            pager.stream_ends(raw, current == context);
         }
     }
 }
@@ -365,14 +341,25 @@ pub(crate) fn stream_ends(stream: Pointer) {
 /// A capture is about to begin. The caller is not inside the gate.
 pub(crate) fn capture_begins() {
     if is_on() {
-        windows().iter().for_each(|known| known.pager.capture_begins());
+        let windows = runtime::windows().list();
+        looked(&windows).for_each(|(_, pager, _)| pager.capture_begins());
     }
+}
+
+/// The windows where uses are looked for: the place in the list, and the context of the pager.
+fn looked(
+    windows: &[Window<CudaDriver>],
+) -> impl Iterator<Item = (usize, &Pager<CudaDriver>, Option<RawContext>)> {
+    windows
+        .iter()
+        .enumerate()
+        .filter_map(|(index, known)| Some((index, &*known.pager, known.looked_in?)))
 }
 
 /// Memory that a call uses: it stays at least until this is dropped, which is when the driver has the call.
 #[derive(Debug)]
 pub(crate) struct StaysInUse {
-    windows: Windows,
+    windows: WindowList<CudaDriver>,
     /// By the place of its window. Few calls use memory of two.
     first: Option<(usize, Touched)>,
     others: Vec<(usize, Touched)>,
@@ -380,20 +367,25 @@ pub(crate) struct StaysInUse {
 
 impl StaysInUse {
     fn new() -> Self {
-        Self { windows: windows(), first: None, others: Vec::new() }
+        Self { windows: runtime::windows().list(), first: None, others: Vec::new() }
     }
 
-    fn add(&mut self, window: usize, touched: Touched) {
-        if self.first.is_none() {
-            self.first = Some((window, touched));
-        } else {
-            self.others.push((window, touched));
+    /// Begins a use in each window that has any. `None` if there is none.
+    fn begin<E>(
+        mut self,
+        place: In,
+        begin: impl Fn(&Pager<CudaDriver>, In) -> Result<Option<Touched>, E>,
+    ) -> Result<Option<Self>, E> {
+        let current = contexts::current_context();
+        for (index, pager, context) in looked(&self.windows) {
+            let Some(touched) = begin(pager, place_in(context, place, current))? else { continue };
+            if self.first.is_none() {
+                self.first = Some((index, touched));
+            } else {
+                self.others.push((index, touched));
+            }
         }
-    }
-
-    /// `None` if nothing was added.
-    fn if_any(self) -> Option<Self> {
-        self.first.is_some().then_some(self)
+        Ok(self.first.is_some().then_some(self))
     }
 }
 
@@ -410,22 +402,14 @@ impl Drop for StaysInUse {
 /// # Errors
 /// The code that the call is to answer with.
 pub(crate) fn begin(symbol: &str, found: &Found, place: In) -> Result<Option<StaysInUse>, c_int> {
-    let mut seen = StaysInUse::new();
-    let current = contexts::current_context();
-    for index in 0..seen.windows.len() {
-        let known = &seen.windows[index];
-        match known.pager.begin_call(found.ranges(), known.place(place, current), WAIT) {
-            Ok(None) => {}
-            Ok(Some(touched)) => seen.add(index, touched),
-            Err(error) => {
-                if let Some(member) = runtime::member() {
-                    member.notes().add(format!("{symbol} was refused: {}", chain(&error)));
-                }
-                return Err(code_of(&error).0);
-            }
+    let begun = StaysInUse::new()
+        .begin(place, |pager, place| pager.begin_call(found.ranges(), place, WAIT));
+    begun.map_err(|error| {
+        if let Some(member) = runtime::member() {
+            member.notes().add(format!("{symbol} was refused: {}", chain(&error)));
         }
-    }
-    Ok(seen.if_any())
+        code_of(&error).0
+    })
 }
 
 /// A graph is about to be launched, where `place` says. What it uses is on the device.
@@ -433,21 +417,16 @@ pub(crate) fn begin_graph(place: impl FnOnce() -> In) -> Option<StaysInUse> {
     if !is_on() {
         return None;
     }
-    let mut seen = StaysInUse::new();
-    if !seen.windows.iter().any(|known| known.pager.has_captured()) {
+    let seen = StaysInUse::new();
+    if !looked(&seen.windows).any(|(_, pager, _)| pager.has_captured()) {
         return None;
     }
-    let (device, place) = (runtime::current_device().ok(), place());
-    let current = contexts::current_context();
-    for index in 0..seen.windows.len() {
-        let known = &seen.windows[index];
-        if Some(known.pager.device()) == device
-            && let Some(touched) = known.pager.begin_graph(known.place(place, current))
-        {
-            seen.add(index, touched);
-        }
-    }
-    seen.if_any()
+    let device = runtime::current_device().ok();
+    let begun = seen.begin(place(), |pager, place| {
+        let is_meant = Some(pager.device()) == device;
+        Ok::<_, Infallible>(is_meant.then(|| pager.begin_graph(place)).flatten())
+    });
+    begun.unwrap_or(None)
 }
 
 fn code_of(error: &PageError) -> DriverCode {

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, Once, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
-use sublet_cuda_driver::paged::PagedRegions;
+use sublet_cuda_driver::paged::Windows;
 use sublet_cuda_driver::vmm::Purpose;
 use sublet_cuda_driver::{Accessors, Answer, caller};
 use sublet_cuda_graph::{Captures, Graphs};
@@ -61,7 +61,7 @@ static JOINED_PID: AtomicU32 = AtomicU32::new(0);
 /// The process is coming to its end, which frees all that it has.
 static LEAVING: AtomicBool = AtomicBool::new(false);
 static FORKED: AtomicBool = AtomicBool::new(false);
-static PAGED_REGIONS: PagedRegions<CudaDriver> = PagedRegions::new();
+static WINDOWS: Windows<CudaDriver> = Windows::new();
 static ACCESSORS: LazyLock<Accessors> = LazyLock::new(Accessors::default);
 static CAPTURES: LazyLock<Captures> = LazyLock::new(Captures::default);
 static GRAPHS: LazyLock<Graphs> = LazyLock::new(Graphs::default);
@@ -137,9 +137,9 @@ fn end_process(reason: &str) -> ! {
     unsafe { libc::_exit(EXIT_NOT_JOINED) }
 }
 
-/// Regions whose plain memory is paged.
-pub(crate) fn paged_regions() -> &'static PagedRegions<CudaDriver> {
-    &PAGED_REGIONS
+/// Returns all windows of memory that is paged.
+pub(crate) fn windows() -> &'static Windows<CudaDriver> {
+    &WINDOWS
 }
 
 /// Returns the devices that may reach plain memory, by the device that owns it.

@@ -1,4 +1,5 @@
-//! Plain memory of regions that are paged: `cuMemAlloc` in such a region gives addresses of its window, and takes no device memory.
+//! The windows of a process whose memory is paged, and plain memory of regions that lies there: `cuMemAlloc` in such a region gives
+//! addresses of its window, and takes no device memory.
 //!
 //! Only what `cuMemAlloc` gives, of [`crate::BLOCK_BYTES_MIN`] and more. Other devices have no access to it, and no other process can
 //! open it. A context that ends does not end it.
@@ -6,34 +7,45 @@
 //! The locks here come before those of windows; a window that is closed is asked under them if it is empty.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock};
 
 use tenants::member::Member;
 use tenants::region::{self, RegionError};
 use vmm_pool::PoolError;
-use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverCode, VaRange};
+use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverCode, RawContext, VaRange};
 use vmm_pool::paging::{PageError, Pager};
 use vmm_pool::sync::lock;
 
 use crate::Answer;
 use crate::blocks::give_up;
 
-/// All of a process.
+/// All windows of a process.
 #[derive(Debug)]
-pub struct PagedRegions<D: Driver> {
-    all: RwLock<Vec<PagedRegion<D>>>,
+pub struct Windows<D: Driver> {
+    all: RwLock<Option<WindowList<D>>>,
     /// The addresses that threads are about to free: nobody else has one, or frees what comes to lie there.
     freeing: Mutex<BTreeSet<DeviceAddress>>,
     freed: Condvar,
-    /// The number of regions, for callers that would find none.
-    count: AtomicUsize,
+    /// The number of windows with regions, for callers that would find none.
+    with_regions: AtomicUsize,
+    /// The number of windows that were opened.
+    opened: AtomicU64,
 }
 
+/// Windows of a process at some time: the lock is not held while a caller has them.
+pub type WindowList<D> = Arc<[Window<D>]>;
+
+/// One window.
 #[derive(Debug)]
-struct PagedRegion<D: Driver> {
-    tag: String,
-    pager: Arc<Pager<D>>,
+pub struct Window<D: Driver> {
+    number: u64,
+    /// Its pager.
+    pub pager: Arc<Pager<D>>,
+    /// The context that its pager works in, if there is one, where uses are looked for.
+    pub looked_in: Option<Option<RawContext>>,
+    /// The tags of the regions whose memory lies there.
+    tags: BTreeSet<String>,
 }
 
 /// Why a region cannot be paged in a window.
@@ -65,71 +77,119 @@ pub enum PagedRegionError {
     },
 }
 
-impl<D: Driver> PagedRegions<D> {
+impl<D: Driver> Windows<D> {
     /// None yet.
     pub const fn new() -> Self {
         Self {
-            all: RwLock::new(Vec::new()),
+            all: RwLock::new(None),
             freeing: Mutex::new(BTreeSet::new()),
             freed: Condvar::new(),
-            count: AtomicUsize::new(0),
+            with_regions: AtomicUsize::new(0),
+            opened: AtomicU64::new(0),
         }
     }
 
-    /// From now on memory that regions of `tag` ask for on the device of `pager` lies in its window. What they have stays as it is.
+    /// All that are open.
+    pub fn list(&self) -> WindowList<D> {
+        self.all.read().unwrap_or_else(PoisonError::into_inner).clone().unwrap_or_default()
+    }
+
+    /// Does `change` with the list and the place of the window with this number there, and then `then` before anybody sees the list.
+    fn change<T>(
+        &self,
+        number: u64,
+        change: impl FnOnce(&mut Vec<Window<D>>, usize) -> T,
+        then: impl FnOnce(&[Window<D>]),
+    ) -> Option<T> {
+        let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
+        let mut list = all.as_deref().unwrap_or_default().to_vec();
+        let place = list.iter().position(|known| known.number == number)?;
+        let done = change(&mut list, place);
+        then(&list);
+        let with_regions = list.iter().filter(|known| !known.tags.is_empty()).count();
+        self.with_regions.store(with_regions, Ordering::Release);
+        *all = Some(list.into());
+        Some(done)
+    }
+
+    /// Opens a window. Its number comes out.
+    pub fn open(&self, pager: Pager<D>) -> u64 {
+        let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
+        let number = self.opened.fetch_add(1, Ordering::Relaxed) + 1;
+        let pager = Arc::new(pager);
+        let new = Window { number, pager, looked_in: None, tags: BTreeSet::new() };
+        *all = Some(all.iter().flat_map(|all| all.iter().cloned()).chain([new]).collect());
+        number
+    }
+
+    /// Returns the pager of the window with this number.
+    pub fn pager(&self, number: u64) -> Option<Arc<Pager<D>>> {
+        self.find(|known| known.number == number)
+    }
+
+    /// Uses of this window are looked for, with its pager in `context`. `then` sees all windows. Nobody has an address of it yet.
+    pub fn look(&self, number: u64, context: Option<RawContext>, then: impl FnOnce(&[Window<D>])) {
+        self.change(number, |all, place| all[place].looked_in = Some(context), then);
+    }
+
+    /// From now on memory that regions of `tag` ask for on the device of this window lies there. What they have stays as it is.
     ///
     /// # Errors
     /// [`PagedRegionError`]: nothing has changed.
-    pub fn add(&self, tag: &str, pager: Arc<Pager<D>>) -> Result<(), PagedRegionError> {
-        if !pager.is_looked() {
-            return Err(PagedRegionError::NotLooked);
-        }
-        region::page(tag)?;
-        let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
-        let device = pager.device();
-        if all.iter().any(|known| known.tag == tag && known.pager.device() == device) {
-            return Err(PagedRegionError::Twice { tag: tag.to_owned(), device });
-        }
-        all.push(PagedRegion { tag: tag.to_owned(), pager });
-        self.count.store(all.len(), Ordering::Release);
-        Ok(())
+    pub fn page(&self, number: u64, tag: &str) -> Result<(), PagedRegionError> {
+        let set = |all: &mut Vec<Window<D>>, place: usize| {
+            if all[place].looked_in.is_none() {
+                return Err(PagedRegionError::NotLooked);
+            }
+            region::page(tag)?;
+            let device = all[place].pager.device();
+            if all.iter().any(|known| known.is_for(tag, device)) {
+                return Err(PagedRegionError::Twice { tag: tag.to_owned(), device });
+            }
+            all[place].tags.insert(tag.to_owned());
+            Ok(())
+        };
+        self.change(number, set, |_| {}).unwrap_or(Ok(()))
     }
 
-    /// The window is about to end: memory of its regions is ordinary memory from now on.
+    /// This window is about to end: memory of its regions is ordinary memory from now on. `then` sees all others.
     ///
     /// # Errors
     /// [`PagedRegionError::InUse`].
-    pub fn remove(&self, pager: &Arc<Pager<D>>) -> Result<(), PagedRegionError> {
-        let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
-        let mut of_window = all.iter().filter(|known| Arc::ptr_eq(&known.pager, pager));
-        if let Some(known) = of_window.next().filter(|_| !pager.close_if_empty()) {
-            return Err(PagedRegionError::InUse { tag: known.tag.clone() });
-        }
-        let gone: Vec<_> = all.extract_if(.., |known| Arc::ptr_eq(&known.pager, pager)).collect();
-        for tag in gone.into_iter().map(|gone| gone.tag) {
-            // Another device may have a window of it.
-            if !all.iter().any(|known| known.tag == tag) {
-                region::page_no_more(&tag);
+    pub fn close(
+        &self,
+        number: u64,
+        then: impl FnOnce(&[Window<D>]),
+    ) -> Result<Option<Arc<Pager<D>>>, PagedRegionError> {
+        let remove = |all: &mut Vec<Window<D>>, place: usize| {
+            let Window { pager, tags, .. } = &all[place];
+            if let Some(tag) = tags.first().filter(|_| !pager.close_if_empty()) {
+                return Err(PagedRegionError::InUse { tag: tag.clone() });
             }
-        }
-        self.count.store(all.len(), Ordering::Release);
-        Ok(())
+            let gone = all.remove(place);
+            // Another device may have a window of the same tag.
+            let is_last = |tag: &&String| !all.iter().any(|known| known.tags.contains(*tag));
+            gone.tags.iter().filter(is_last).for_each(|tag| region::page_no_more(tag));
+            Ok(gone.pager)
+        };
+        self.change(number, remove, then).transpose()
     }
 
-    fn is_empty(&self) -> bool {
-        self.count.load(Ordering::Acquire) == 0
+    fn has_no_regions(&self) -> bool {
+        self.with_regions.load(Ordering::Acquire) == 0
     }
 
-    fn find(&self, is_it: impl Fn(&PagedRegion<D>) -> bool) -> Option<Arc<Pager<D>>> {
-        if self.is_empty() {
-            return None;
-        }
+    fn find(&self, is_it: impl Fn(&Window<D>) -> bool) -> Option<Arc<Pager<D>>> {
         let all = self.all.read().unwrap_or_else(PoisonError::into_inner);
-        all.iter().find(|known| is_it(known)).map(|known| Arc::clone(&known.pager))
+        let found = all.as_deref().unwrap_or_default().iter().find(|known| is_it(known));
+        found.map(|known| Arc::clone(&known.pager))
     }
 
     fn window_of(&self, address: DeviceAddress) -> Option<Arc<Pager<D>>> {
-        self.find(|known| known.pager.window().contains_address(address))
+        if self.has_no_regions() {
+            return None;
+        }
+        self.find(|it| !it.tags.is_empty() && it.pager.window().contains_address(address))
     }
 
     /// Addresses for `size_bytes` on `device`, if `library` asks for them in a paged region. `None`: it is ordinary memory. Waits for
@@ -142,11 +202,11 @@ impl<D: Driver> PagedRegions<D> {
         size_bytes: u64,
         library: &'static str,
     ) -> Option<Answer<DeviceAddress>> {
-        if self.is_empty() {
+        if self.has_no_regions() {
             return None;
         }
         let tag = region::class_of(library, Some(device)).tag;
-        let pager = self.find(|known| known.tag == tag && known.pager.device() == device)?;
+        let pager = self.find(|known| known.is_for(&tag, device))?;
         match pager.alloc(size_bytes) {
             Ok(address) => Some(Answer::Done(address)),
             // It is being closed.
@@ -177,16 +237,14 @@ impl<D: Driver> PagedRegions<D> {
         let pager = self.window_of(address)?;
         let _claim = Claim::new(self, address);
         let is_start = pager.span_at(address).is_some_and(|span| span.start == address);
-        let freed = if is_start {
+        let freed = is_start.then(|| {
             let entered = member.pool().enter_giving_up();
             let free = || pager.free(address).map_err(|_| PoolError::NotOurs);
             give_up(&entered, || settle(pager.device()), free)
-        } else {
-            Answer::Refused(DriverCode::INVALID_VALUE)
-        };
+        });
         Some(match freed {
-            Answer::AskDriver => Answer::Refused(DriverCode::INVALID_VALUE),
-            answer @ (Answer::Done(()) | Answer::Refused(_)) => answer,
+            None | Some(Answer::AskDriver) => Answer::Refused(DriverCode::INVALID_VALUE),
+            Some(answer) => answer,
         })
     }
 
@@ -197,31 +255,43 @@ impl<D: Driver> PagedRegions<D> {
     }
 }
 
+impl<D: Driver> Clone for Window<D> {
+    fn clone(&self) -> Self {
+        Self { pager: Arc::clone(&self.pager), tags: self.tags.clone(), ..*self }
+    }
+}
+
+impl<D: Driver> Window<D> {
+    fn is_for(&self, tag: &str, device: DeviceOrdinal) -> bool {
+        self.tags.contains(tag) && self.pager.device() == device
+    }
+}
+
 /// No other thread frees what lies there.
 #[derive(Debug)]
 struct Claim<'a, D: Driver> {
-    regions: &'a PagedRegions<D>,
+    windows: &'a Windows<D>,
     address: DeviceAddress,
 }
 
 impl<'a, D: Driver> Claim<'a, D> {
     /// Waits for a thread that frees what lies there now.
-    fn new(regions: &'a PagedRegions<D>, address: DeviceAddress) -> Self {
+    fn new(windows: &'a Windows<D>, address: DeviceAddress) -> Self {
         let is_claimed = |freeing: &mut BTreeSet<DeviceAddress>| freeing.contains(&address);
-        let waited = regions.freed.wait_while(lock(&regions.freeing), is_claimed);
+        let waited = windows.freed.wait_while(lock(&windows.freeing), is_claimed);
         waited.unwrap_or_else(PoisonError::into_inner).insert(address);
-        Self { regions, address }
+        Self { windows, address }
     }
 }
 
 impl<D: Driver> Drop for Claim<'_, D> {
     fn drop(&mut self) {
-        lock(&self.regions.freeing).remove(&self.address);
-        self.regions.freed.notify_all();
+        lock(&self.windows.freeing).remove(&self.address);
+        self.windows.freed.notify_all();
     }
 }
 
-impl<D: Driver> Default for PagedRegions<D> {
+impl<D: Driver> Default for Windows<D> {
     fn default() -> Self {
         Self::new()
     }

@@ -2,30 +2,20 @@
 
 #![expect(unsafe_code, reason = "exports the C interface")]
 
-use std::collections::BTreeMap;
 use std::ffi::{c_char, c_int};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tenants::error_text::chain;
 use vmm_pool::PoolError;
 use vmm_pool::driver::{CudaDriver, DeviceAddress, DeviceOrdinal, DriverCode, RawStream};
 use vmm_pool::paging::{PageError, PageResult, Pager, WindowSize};
-use vmm_pool::sync::lock;
 
 use super::last_call::{fail, guarded, not_joined};
 use super::regions::tag_of;
 use super::stats::answer;
 use super::{ARGUMENT, OK, OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY, REFUSED, RETRY};
 use crate::{contexts, environment, look, runtime};
-
-/// All pagers of the process, by number. A leaf.
-static PAGERS: Mutex<Pagers> = Mutex::new(Pagers { open: BTreeMap::new(), last: 0 });
-
-struct Pagers {
-    open: BTreeMap<u64, Arc<Pager<CudaDriver>>>,
-    last: u64,
-}
 
 fn code_of(error: &PageError) -> c_int {
     match error {
@@ -58,8 +48,9 @@ fn done(result: PageResult<()>) -> c_int {
 }
 
 fn pager_of(number: u64) -> Result<Arc<Pager<CudaDriver>>, c_int> {
-    let found = lock(&PAGERS).open.get(&number).cloned();
-    found.ok_or_else(|| fail(ARGUMENT, &format!("{number} is no pager: open one first")))
+    runtime::windows()
+        .pager(number)
+        .ok_or_else(|| fail(ARGUMENT, &format!("{number} is no pager: open one first")))
 }
 
 /// Does `work` with the pager of this number.
@@ -70,15 +61,25 @@ fn with(number: u64, work: impl FnOnce(Arc<Pager<CudaDriver>>) -> c_int) -> c_in
     })
 }
 
+/// Does `work` with the pager of this number and `count` spans.
+///
 /// # Safety
 /// `spans` is valid for reads of `count` addresses, or `count` is 0.
-unsafe fn spans_of(spans: *const u64, count: usize) -> Vec<DeviceAddress> {
-    if spans.is_null() || count == 0 {
-        return Vec::new();
-    }
-    // SAFETY: as this function's caller promises.
-    let spans = unsafe { std::slice::from_raw_parts(spans, count) };
-    spans.iter().copied().map(DeviceAddress).collect()
+unsafe fn with_spans(
+    number: u64,
+    spans: *const u64,
+    count: usize,
+    work: impl FnOnce(&Pager<CudaDriver>, &[DeviceAddress]) -> PageResult<()>,
+) -> c_int {
+    with(number, |pager| {
+        let mut given = Vec::new();
+        if !spans.is_null() && count > 0 {
+            // SAFETY: as this function's caller promises.
+            let spans = unsafe { std::slice::from_raw_parts(spans, count) };
+            given.extend(spans.iter().copied().map(DeviceAddress));
+        }
+        done(work(&pager, &given))
+    })
 }
 
 /// Makes a window on a device.
@@ -105,12 +106,8 @@ pub unsafe extern "C" fn sublet_page_open(
             if environment::at_joining().settings.checks_paging {
                 made.check_writes();
             }
-            let mut pagers = lock(&PAGERS);
-            pagers.last += 1;
-            let number = pagers.last;
-            pagers.open.insert(number, Arc::new(made));
             // SAFETY: checked not to be null; the caller's for one number.
-            unsafe { pager.write(number) };
+            unsafe { pager.write(runtime::windows().open(made)) };
         }))
     })
 }
@@ -119,16 +116,9 @@ pub unsafe extern "C" fn sublet_page_open(
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_page_close(pager: u64) -> c_int {
     with(pager, |found| {
-        if let Err(error) = runtime::paged_regions().remove(&found) {
-            return fail(ARGUMENT, &error.to_string());
-        }
         drop(found);
-        let closed = lock(&PAGERS).open.remove(&pager);
-        if let Some(closed) = &closed {
-            look::remove(closed);
-        }
-        drop(closed);
-        OK
+        let closed = runtime::windows().close(pager, look::at);
+        closed.map_or_else(|error| fail(ARGUMENT, &error.to_string()), |_pager| OK)
     })
 }
 
@@ -162,7 +152,7 @@ pub extern "C" fn sublet_page_look(pager: u64) -> c_int {
         }
         let context = runtime::member()
             .and_then(|member| contexts::of_our_threads(member.pool().driver(), found.device()));
-        done(found.look_for_uses().map(|()| look::add(found, context)))
+        done(found.look_for_uses().map(|()| runtime::windows().look(pager, context, look::at)))
     })
 }
 
@@ -172,13 +162,13 @@ pub extern "C" fn sublet_page_look(pager: u64) -> c_int {
 /// `tag` is null or a terminated string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_page_region(pager: u64, tag: *const c_char) -> c_int {
-    with(pager, |found| {
+    with(pager, |_| {
         // SAFETY: as this function's caller promises.
         let tag = match unsafe { tag_of(tag) } {
             Ok(tag) => tag,
             Err(code) => return code,
         };
-        let added = runtime::paged_regions().add(tag, found);
+        let added = runtime::windows().page(pager, tag);
         added.map_or_else(|error| fail(ARGUMENT, &error.to_string()), |()| OK)
     })
 }
@@ -201,12 +191,11 @@ pub unsafe extern "C" fn sublet_page_acquire(
     stream: u64,
     timeout_ms: u32,
 ) -> c_int {
-    with(pager, |pager| {
-        // SAFETY: as this function's caller promises.
-        let spans = unsafe { spans_of(spans, count) };
-        let limit = Duration::from_millis(timeout_ms.into());
-        done(pager.acquire(&spans, RawStream(stream), limit))
-    })
+    let limit = Duration::from_millis(timeout_ms.into());
+    // SAFETY: as this function's caller promises.
+    unsafe {
+        with_spans(pager, spans, count, |it, spans| it.acquire(spans, RawStream(stream), limit))
+    }
 }
 
 /// Ends a use.
@@ -221,11 +210,9 @@ pub unsafe extern "C" fn sublet_page_release(
     stream: u64,
     has_written: c_int,
 ) -> c_int {
-    with(pager, |pager| {
-        // SAFETY: as this function's caller promises.
-        let spans = unsafe { spans_of(spans, count) };
-        done(pager.release(&spans, RawStream(stream), has_written != 0))
-    })
+    let (stream, has_written) = (RawStream(stream), has_written != 0);
+    // SAFETY: as this function's caller promises.
+    unsafe { with_spans(pager, spans, count, |it, spans| it.release(spans, stream, has_written)) }
 }
 
 /// Says what is used next.
@@ -238,11 +225,8 @@ pub unsafe extern "C" fn sublet_page_announce(
     spans: *const u64,
     count: usize,
 ) -> c_int {
-    with(pager, |pager| {
-        // SAFETY: as this function's caller promises.
-        let spans = unsafe { spans_of(spans, count) };
-        done(pager.announce(&spans))
-    })
+    // SAFETY: as this function's caller promises.
+    unsafe { with_spans(pager, spans, count, Pager::announce) }
 }
 
 /// Waits until the host has all that was written.

@@ -89,7 +89,7 @@ pub(crate) fn copy_in_place(copy: Refused, refused: c_int, again: impl Fn() -> c
     let sides = [copy.target, copy.source];
     let is_ours = |address: &u64| {
         let address = DeviceAddress(*address);
-        let is_paged = runtime::paged_regions().range_of(address).is_some();
+        let is_paged = runtime::windows().range_of(address).is_some();
         is_paged || member.pool().holdings().block_place(address).is_some()
     };
     if !sides.iter().any(is_ours) {

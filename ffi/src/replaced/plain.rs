@@ -143,7 +143,7 @@ unsafe extern "C" fn mem_alloc(
             }
             // Its work is waited for by pauses and frees from now on.
             let context = contexts::listed_current();
-            let paged = runtime::paged_regions().allocate(member, device, size as u64, library);
+            let paged = runtime::windows().allocate(member, device, size as u64, library);
             if let Some(paged) = paged {
                 return paged.map(|made| write_out!(address, made.0));
             }
@@ -169,7 +169,7 @@ pub unsafe extern "C" fn cuMemFree_v2(address: Address) -> c_int {
                 return Answer::Refused(DriverCode::INVALID_VALUE);
             }
             let address = DeviceAddress(address);
-            let paged = runtime::paged_regions().free(member, address, settle_paged);
+            let paged = runtime::windows().free(member, address, settle_paged);
             paged.unwrap_or_else(|| blocks::free(member, address, || settle(member, address)))
         },
         || call_driver!(cuMemFree_v2(address)),
@@ -189,7 +189,7 @@ macro_rules! free_async {
                 |member| {
                     // A graph frees what its own nodes have made, and that is no block.
                     let capture = capture_of(stream_value(stream, stringify!($symbol)));
-                    let (paged, place) = (runtime::paged_regions(), DeviceAddress(address));
+                    let (paged, place) = (runtime::windows(), DeviceAddress(address));
                     if paged.has(place) {
                         // It waits, as the caller could itself: its addresses may be others' next.
                         let waited = capture.is_none().then(|| {

@@ -27,7 +27,7 @@ fn write(data: *mut c_void, value: Value) {
 
 /// Returns the value of an attribute for memory of a paged region as a whole.
 fn of_paged(attribute: c_int, address: DeviceAddress) -> Option<Value> {
-    let range = runtime::paged_regions().range_of(address)?;
+    let range = runtime::windows().range_of(address)?;
     pointers::of_paged(range, attribute)
 }
 
@@ -184,7 +184,7 @@ pub unsafe extern "C" fn cuMemGetAddressRange_v2(
     let driver = || at(address);
     let asked = |member: &Member| {
         let known = |asked: DeviceAddress| {
-            let paged = runtime::paged_regions().range_of(asked);
+            let paged = runtime::windows().range_of(asked);
             let found = paged.or_else(|| member.pool().range_seen(asked))?;
             if !base.is_null() {
                 write_out!(base, found.start.0);
