@@ -3,19 +3,63 @@
 
 use std::time::{Duration, Instant};
 
-use vmm_pool::driver::sim::FaultSpan;
+use vmm_pool::driver::sim::{FaultSpan, SimDriver};
 use vmm_pool::driver::{
-    AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, DriverCode, DriverOp, VaRange,
+    AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver as _, DriverCode, DriverOp,
+    RawStream, VaRange,
 };
+use vmm_pool::paging::{In, Pager};
 use vmm_pool::{Contents, Failed, FromOpen, PoolError, PoolResult, StepLog, VirtualHandle};
 
+use crate::paging::program::{pager, unlimited};
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, class, create, end_streams,
     free_bytes, holds, import_again, kept, map, node, pattern, pool, share, write,
 };
 
+/// The time that a use of paged memory may take.
+const LIMIT: Duration = Duration::from_mins(1);
+/// The frames of a rank that is paged, and its chunks.
+const FRAMES: u64 = 2;
+const CHUNKS: u64 = 3;
+
+/// A window of a process with fewer frames than chunks. Each use is waited for, so that no event stands behind it.
+struct PagedRank {
+    pager: Pager<SimDriver>,
+    stream: RawStream,
+    /// Where its chunks are, and what they hold.
+    spans: Vec<(VaRange, u64)>,
+}
+
+impl PagedRank {
+    fn new(pool: &SimPool) -> Self {
+        let pager = pager(pool, FRAMES, unlimited);
+        pager.look_for_uses().expect("addresses");
+        let span = |seed| (VaRange::new(pager.alloc(UNIT).expect("a span"), UNIT), 1000 + seed);
+        let spans = (0..CHUNKS).map(span).collect();
+        let stream = pool.driver().stream_create().expect("a stream");
+        let rank = Self { pager, stream, spans };
+        rank.each(|range, seed| write(pool, DEVICE, range, pattern(seed)));
+        rank
+    }
+
+    /// Does `work` with each chunk while it is on its device.
+    fn each(&self, work: impl Fn(VaRange, u64)) {
+        for &(range, seed) in &self.spans {
+            let place = In::Elsewhere(self.stream);
+            let touched = self.pager.begin_call(&[range], place, LIMIT).expect("here");
+            work(range, seed);
+            self.pager.end_call(&touched.expect("it is paged"));
+        }
+    }
+}
+
 /// Two processes that share memory in both directions, with one of each kind of mapping.
 pub(crate) struct Pair {
+    /// The window of process 0, if it is paged.
+    paged: Option<PagedRank>,
+    /// The streams that stay for good, of each process.
+    streams: [usize; 2],
     pub(crate) pools: [SimPool; 2],
     /// What must be readable: which process, as which device, where, and what.
     contents: Vec<(usize, DeviceOrdinal, VaRange, u64)>,
@@ -31,6 +75,11 @@ pub(crate) fn peer(process: usize) -> usize {
 
 impl Pair {
     pub(crate) fn new() -> Self {
+        Self::of(false)
+    }
+
+    /// Is process 0 paged?
+    fn of(is_paged: bool) -> Self {
         let node = node();
         let pools = [pool(&node), pool(&node)];
         for pool in &pools {
@@ -80,13 +129,25 @@ impl Pair {
         let place = map(&pools[0], hidden, UNIT, &[AccessDesc::read_write(DEVICE)]);
         write(&pools[0], DEVICE, place, pattern(seed));
         pools[0].unmap(place).expect("unmap");
-        Self { pools, contents, unmapped: (hidden, seed), resident_bytes: [8 * UNIT, 7 * UNIT] }
+        let paged = is_paged.then(|| PagedRank::new(&pools[0]));
+        let paged_bytes = if is_paged { FRAMES * UNIT } else { 0 };
+        let resident_bytes = [8 * UNIT + paged_bytes, 7 * UNIT];
+        let unmapped = (hidden, seed);
+        let mut pair = Self { pools, paged, streams: [0; 2], contents, unmapped, resident_bytes };
+        pair.assert_intact("at first");
+        pair.streams = [0, 1].map(|process| end_streams(&pair.pools[process]));
+        pair
     }
 
     pub(crate) fn assert_intact(&self, when: &str) {
         for (process, device, place, seed) in &self.contents {
             let pool = &self.pools[*process];
             assert!(holds(pool, *device, *place, pattern(*seed)), "{when}: {place:?} of {process}");
+        }
+        if let Some(paged) = &self.paged {
+            paged.each(|range, seed| {
+                assert!(holds(&self.pools[0], DEVICE, range, pattern(seed)), "{when}: {range:?}");
+            });
         }
         let (handle, seed) = self.unmapped;
         let place = map(&self.pools[0], handle, UNIT, &[AccessDesc::read_write(DEVICE)]);
@@ -182,23 +243,33 @@ impl Fault {
 /// Calls `round` on a fresh pair for each call of each process that it lets happen, one at a time. `round`
 /// says whether the fault was met.
 pub(crate) fn each_fault(mut round: impl FnMut(&Pair, Fault) -> bool) -> u64 {
-    let pair = Pair::new();
+    each_fault_of(&Pair::new(), &[0, 1], &mut round)
+        + each_fault_of(&Pair::of(true), &[0], &mut round)
+}
+
+fn each_fault_of(
+    pair: &Pair,
+    processes: &[usize],
+    round: &mut impl FnMut(&Pair, Fault) -> bool,
+) -> u64 {
     // What one pause has used of host memory stays; without it most of the time goes into bringing that in.
     pair.pause().expect("pause");
     pair.resume().expect("resume");
     let mut met = 0;
-    for process in 0..2 {
-        for &op in DriverOp::ALL {
+    for &process in processes {
+        // The pager asks about events also while the gate is shut.
+        let is_pagers = |op: DriverOp| pair.paged.is_some() && op == DriverOp::EventQuery;
+        for &op in DriverOp::ALL.iter().filter(|op| !is_pagers(**op)) {
             for nth in 1.. {
                 let fault = Fault { process, op, nth };
-                if !round(&pair, fault) {
+                if !round(pair, fault) {
                     break;
                 }
                 met += 1;
                 pair.assert_intact(&format!("{fault:?}"));
                 pair.assert_balance(true, &format!("{fault:?}"));
-                for pool in &pair.pools {
-                    assert_eq!(end_streams(pool), 0, "{fault:?}: streams stay");
+                for (pool, stay) in pair.pools.iter().zip(pair.streams) {
+                    assert_eq!(end_streams(pool), stay, "{fault:?}: streams stay");
                 }
             }
         }
