@@ -1,4 +1,4 @@
-//! Device memory that gives way. Paged memory can do with fewer frames: it gives some up if other memory of the process finds no room.
+//! Device memory that gives way: its holders can do with less, and give some up if other memory of the process finds no room.
 
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -20,7 +20,7 @@ pub(crate) trait Lender: Debug + Send + Sync {
     /// Returns the bytes that were requested of it there and that it has not given yet.
     fn owed_bytes(&self, device: DeviceOrdinal) -> u64;
 
-    /// Asks for so much of that. It is given when uses are over, and taken again by nobody of the window meanwhile.
+    /// Asks for so much of that. It is given when uses are over, and taken again by nobody meanwhile.
     fn ask(&self, bytes: u64);
 
     /// Waits until all that it is to give has gone back to the driver, for so much of the time that the process is not paused. Did it?
@@ -55,12 +55,12 @@ impl Lenders {
 }
 
 impl<D: Driver> Pool<D> {
-    /// Has paged memory give up so much of the device, and waits until it has. Did any? Then what found no room may be tried again. Nothing
+    /// Has lenders give up so much of the device, and waits until they have. Did any? Then what found no room may be tried again. Nothing
     /// is given up if that, with what is free, would not be enough. A context of the device is current, and the
     /// caller is not inside of the gate. *Blocks* for as long as that memory is in use, some 10 s at most.
     ///
     /// # Driver calls
-    /// `cuMemGetInfo`, if anything is paged there.
+    /// `cuMemGetInfo`, if anybody has memory to spare there.
     pub fn make_room(&self, device: DeviceOrdinal, bytes: u64) -> bool {
         let lenders = self.lenders.on(device);
         let spare_bytes: u64 = lenders.iter().map(|(spare, _)| spare).sum();
@@ -75,7 +75,7 @@ impl<D: Driver> Pool<D> {
         given > 0
     }
 
-    /// Asks paged memory for what is held of each device beyond a budget, and waits for nothing.
+    /// Asks lenders for what is held of each device beyond a budget, and waits for nothing.
     pub fn yield_to_budgets(&self) {
         let lenders = self.lenders.all();
         if lenders.is_empty() {
