@@ -103,7 +103,13 @@ impl<D: Driver> HostMemory<D> {
         let (mut log, driver) = (StepLog::default(), &*self.devices.driver);
         let is_urgent = || gate.is_shut() || self.incoming.is_held();
         let held = bring_in(&mut log, driver, &how, (claim.coming, pins), &is_urgent)?;
-        self.arena().put(held, claim.coming);
+        let mut arena = self.arena();
+        if self.incoming.figures().missing(kept, filed > 0).is_none() {
+            // A pause did not wait for it any longer, and has taken as much itself.
+            arena.discard(held);
+            return Ok(BroughtIn::NotNow);
+        }
+        arena.put(held, claim.coming);
         Ok(BroughtIn::Chunk { size_bytes, log })
     }
 

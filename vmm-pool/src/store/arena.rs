@@ -200,6 +200,14 @@ impl<D: Driver> HostArena<D> {
         self.note_held();
     }
 
+    /// Gives up a chunk that has come in and is not wanted any more. A context must be current where it is pinned.
+    pub(crate) fn discard(&self, held: HeldChunk) {
+        if let Err(error) = unpin(&*self.driver, &held) {
+            tracing::error!(%error, "host memory stays pinned");
+            held.keep_for_good();
+        }
+    }
+
     fn push(&mut self, held: HeldChunk) {
         self.chunks.push(Placed { held, start_bytes: self.capacity_bytes() });
     }

@@ -270,6 +270,27 @@ fn host_memory_is_brought_in_again_behind_a_freeze_that_did_not_wait_for_it() {
     assert_eq!(bring_in(&pool, u64::MAX).len(), 1);
 }
 
+#[test]
+fn what_comes_when_a_pause_has_taken_as_much_is_not_kept() {
+    let pool = pool(&large_node());
+    let range = filled(&pool, DEVICE, CHUNK, Contents::Keep);
+    std::thread::scope(|scope| {
+        let pinning = pool.driver().faults().hold(DriverOp::HostRegister);
+        let bringing = scope.spawn(|| {
+            pool.driver().make_current(DEVICE).expect("device 0");
+            pool.host_memory().bring_in(pool.gate(), u64::MAX).expect("host memory")
+        });
+        assert!(pinning.is_met(SOON), "it is on its way");
+        // It waits for a while, and no longer.
+        pause(&pool);
+        drop(pinning);
+        assert_eq!(bringing.join().expect("no panic"), BroughtIn::NotNow);
+    });
+    assert_eq!((held(&pool).0, pool.driver().census().host_ranges), (CHUNK, 1));
+    resume(&pool);
+    assert!(is_whole(&pool, DEVICE, range));
+}
+
 static ASKED: AtomicU32 = AtomicU32::new(0);
 
 #[test]
