@@ -21,7 +21,7 @@ pub(super) const LOCK_BACK_OFF_MAX: Duration = Duration::from_millis(50);
 /// milliseconds it was waited for, is for `locked` to say.
 ///
 /// # Errors
-/// What `locked` says; [`RunDirError::Io`].
+/// The error that `locked` makes; [`RunDirError::Io`].
 pub fn wait_for_lock(
     path: &Path,
     deadline: Instant,

@@ -4,6 +4,7 @@ use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::os::unix::net::UnixListener;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use sublet_stage::apart::{in_own_process, make_fifo, without_waiting};
 
 use super::*;
 use crate::ticket::Ticket;
@@ -256,17 +257,11 @@ fn a_waiter_gets_the_lock_when_its_holder_gives_it_up() {
     });
 }
 
-/// For a process of the test's own: a limit is a whole process's.
-const LIMITED: &str = "SUBLET_TEST_LIMITED";
-
 #[test]
 fn files_beyond_the_limit_of_their_process_are_an_error_and_no_signal() {
-    if std::env::var_os(LIMITED).is_none() {
-        let test =
-            "run_dir::tests::files_beyond_the_limit_of_their_process_are_an_error_and_no_signal";
-        let mut again = std::process::Command::new(std::env::current_exe().unwrap());
-        let output = again.args(["--exact", test]).env(LIMITED, "1").output().unwrap();
-        assert!(output.status.success(), "{output:?}");
+    const TEST: &str =
+        "run_dir::tests::files_beyond_the_limit_of_their_process_are_an_error_and_no_signal";
+    if !in_own_process(TEST) {
         return;
     }
     let is_too_large = |error: RunDirError| {
@@ -305,19 +300,6 @@ fn a_name_that_is_no_file_is_refused_and_waits_for_nobody() {
     }
 }
 
-/// Does `work` on a thread of its own: what waits for the other end of a pipe waits for ever.
-fn without_waiting(work: impl FnOnce() + Send + 'static) {
-    let (say, done) = std::sync::mpsc::channel();
-    let worker = std::thread::spawn(move || {
-        work();
-        say.send(()).unwrap();
-    });
-    let ended = done.recv_timeout(Duration::from_mins(2));
-    let waits = ended == Err(std::sync::mpsc::RecvTimeoutError::Timeout);
-    assert!(!waits, "it waits for the other end of a pipe");
-    worker.join().unwrap();
-}
-
 #[test]
 fn pipes_and_links_in_the_place_of_a_tenants_files_make_nobody_wait_and_lead_nowhere() {
     without_waiting(|| {
@@ -338,10 +320,6 @@ fn pipes_and_links_in_the_place_of_a_tenants_files_make_nobody_wait_and_lead_now
         }
         assert!(!base.path().join("made").exists());
     });
-}
-
-fn make_fifo(path: &Path) {
-    nix::unistd::mkfifo(path, nix::sys::stat::Mode::S_IRWXU).unwrap();
 }
 
 fn make_directory(path: &Path) {

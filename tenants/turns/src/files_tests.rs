@@ -3,9 +3,9 @@
 use std::fs::{self, File};
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
-use std::time::Duration;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use sublet_stage::apart::{in_own_process, make_fifo, without_waiting};
 use tenants::run_dir::{RunDir, RunDirError};
 
 use crate::turn_files::TurnDir;
@@ -15,27 +15,11 @@ fn run_dir(base: &tempfile::TempDir) -> RunDir {
     RunDir::open(Some(base.path().join("run")), None).unwrap()
 }
 
-/// Does `work` on a thread of its own: what waits for the other end of a pipe waits for ever.
-fn without_waiting(work: impl FnOnce() + Send + 'static) {
-    let (say, done) = std::sync::mpsc::channel();
-    std::thread::spawn(move || {
-        work();
-        say.send(()).unwrap();
-    });
-    done.recv_timeout(Duration::from_mins(2)).unwrap();
-}
-
-/// For a process of the test's own: a limit is a whole process's.
-const LIMITED: &str = "SUBLET_TEST_LIMITED";
-
 #[test]
 fn files_beyond_the_limit_of_their_process_are_an_error_and_no_signal() {
-    if std::env::var_os(LIMITED).is_none() {
-        let test =
-            "files_tests::files_beyond_the_limit_of_their_process_are_an_error_and_no_signal";
-        let mut again = std::process::Command::new(std::env::current_exe().unwrap());
-        let output = again.args(["--exact", test]).env(LIMITED, "1").output().unwrap();
-        assert!(output.status.success(), "{output:?}");
+    const TEST: &str =
+        "files_tests::files_beyond_the_limit_of_their_process_are_an_error_and_no_signal";
+    if !in_own_process(TEST) {
         return;
     }
     let is_too_large = |error: RunDirError| {
@@ -111,8 +95,4 @@ fn a_claim_that_is_no_text_and_one_that_nobody_may_read_cost_themselves_alone() 
     let _own = turns.claim(&lock, &claim, None).unwrap();
     let found = turns.claims(Some(&lock)).unwrap();
     assert_eq!(found.iter().map(|found| &*found.claim.tenant).collect::<Vec<_>>(), ["train"]);
-}
-
-fn make_fifo(path: &Path) {
-    nix::unistd::mkfifo(path, nix::sys::stat::Mode::S_IRWXU).unwrap();
 }

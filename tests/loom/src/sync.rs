@@ -1,4 +1,4 @@
-//! What `sublet_sync::sync` offers, on loom.
+//! The names of `sublet_sync::sync`, on loom.
 //!
 //! Two things are not loom's own. **Sequential consistency**: loom takes a sequentially consistent access for one
 //! that acquires and releases, by which the argument of `slots.rs` does not hold. Here each such access also

@@ -5,11 +5,13 @@
 //!     join       a process of a tenant, here a member over a driver of its own
 //!   redeem     imports what another process has given a ticket of
 //!   memory     creates, maps, writes and looks at memory of such a process
+//!   apart      a part of a test in a process of its own, or on a thread that may wait for ever
 //!   programs   builds C programs
 //! ```
 //!
 //! What can fail because of the system says so; what can fail only because a test is wrong panics.
 
+pub mod apart;
 pub mod memory;
 mod place;
 pub mod programs;

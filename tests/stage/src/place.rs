@@ -74,7 +74,7 @@ impl Place {
     /// A process that joins `tenant`.
     ///
     /// # Errors
-    /// What the member said.
+    /// The words of the member.
     ///
     /// # Panics
     /// When the name is not good, or [`Self::run_dir`] is not usable.
@@ -130,7 +130,7 @@ impl Place {
 /// Redeems the ticket `fd` in `importer`, as its driver calls do.
 ///
 /// # Errors
-/// What the member said.
+/// The words of the member.
 ///
 /// # Panics
 /// When it is no ticket.

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
+use sublet_sync::time::micros;
+
 use super::prints::PIECES;
 use super::table::{Chunk, Unseen};
 use super::{PagedWindow, Pager};
@@ -63,10 +65,6 @@ pub(super) struct Figures {
     pub(super) misses: u64,
     pub(super) remaps: u64,
     pub(super) remapping: Duration,
-}
-
-fn micros(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 /// A write to paged memory that no use and no call has shown, as [`Pager::check_writes`] finds it.

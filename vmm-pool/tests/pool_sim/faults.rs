@@ -27,7 +27,7 @@ const CHUNKS: u64 = 3;
 struct PagedRank {
     pager: Pager<SimDriver>,
     stream: RawStream,
-    /// Where its chunks are, and what they hold.
+    /// The places of its chunks, and their contents.
     spans: Vec<(VaRange, u64)>,
 }
 

@@ -19,6 +19,7 @@ use crate::identity::MemberId;
 use crate::member::executor::CallingOff;
 use crate::member::presence::NAMES_AGAIN_AFTER;
 use crate::ticket::{self, Ticket};
+use crate::time::micros;
 use crate::transport::{Connection, TransportError};
 use crate::wire::{FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchFds, FetchPurpose, SentFds};
 
@@ -333,8 +334,8 @@ impl<D: Driver> Sharing<D> {
                 missing.push(Missing { owner: self.sharers.owner_in_words(owner), ids: gone });
             }
         }
-        let fetch_us = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
-        log.steps.insert(0, Step { name: "fetch descriptors", elapsed_us: fetch_us });
+        log.steps
+            .insert(0, Step { name: "fetch descriptors", elapsed_us: micros(begin.elapsed()) });
         log.add(returning.import_batch(at_hand)?);
         Ok((log, missing))
     }
