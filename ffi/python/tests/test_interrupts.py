@@ -149,11 +149,19 @@ def test_interrupt_that_comes_while_a_pause_is_under_way_brings_the_memory_back(
 
     before = signal.signal(signal.SIGUSR1, interrupts)
     try:
-        # It is delivered when the call has come back, since the pause itself is one call.
-        timer = threading.Timer(0.002, lambda: os.kill(os.getpid(), signal.SIGUSR1))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt), sublet.paused():
-            timer.join()
+        # The thread gets the interpreter when the pause gives it up. The signal is handled as the pause comes back, since a pause is one call.
+        entered = threading.Event()
+
+        def send() -> None:
+            entered.wait(20)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        sends = threading.Thread(target=send)
+        sends.start()
+        with pytest.raises(KeyboardInterrupt):
+            entered.set()
+            with sublet.paused():
+                sends.join()
         assert not library.is_paused()
     finally:
         signal.signal(signal.SIGUSR1, before)
