@@ -73,7 +73,7 @@ impl Code {
         Self::Other,
     ];
 
-    /// The exit code of a command that failed for this and left everything as it was. What the command line itself does not take ends with 2.
+    /// The exit code of a command that failed for this and left everything as it was.
     pub const fn exit(self) -> u8 {
         self.outside(false).0
     }
@@ -87,7 +87,8 @@ impl Code {
     const fn outside(self, is_retryable: bool) -> (u8, i32) {
         let refused = if is_retryable { 3 } else { 4 };
         match self {
-            Self::Usage | Self::NoSuchTenant | Self::UnknownTag => (1, 1),
+            Self::Usage => (2, 1),
+            Self::NoSuchTenant | Self::UnknownTag => (1, 1),
             Self::CalledOff => (130, refused),
             Self::GpuFull => (1, 5),
             Self::HostFull => (1, 6),

@@ -25,10 +25,11 @@ pub(crate) const MATURIN: &str = "maturin==1.16.0";
 pub(crate) const MYPY: &str = "mypy==2.4.1";
 
 /// The packages that some tests run or read files with, and nothing else needs. Not every Python has all of them.
-pub(crate) const OPTIONAL: [(&str, &str); 5] = [
+pub(crate) const OPTIONAL: [(&str, &str); 6] = [
     ("ray==2.60.0", "sublet.ray with a cluster"),
     ("ipykernel==7.4.0", "kernels of Jupyter"),
     ("kubernetes-validate==1.37.0", "manifests of Kubernetes"),
+    ("prometheus-client==0.26.0", "pages of metrics"),
     ("promql-parser==0.11.0", "questions to Prometheus"),
     ("check-jsonschema==0.39.0", "files that GitHub reads"),
 ];

@@ -68,8 +68,19 @@ def test_documented_metrics_are_those_that_are_printed(stage: Stage, tmp_path: P
     assert len(found) >= 10
     assert found == {name: known[name] for name in found}
     # The rest has values on other machines: with NVIDIA's management library, and with memory that no pause moves.
-    others = {"sublet_gpu_used_bytes", "sublet_gpu_total_bytes", "sublet_left_bytes", "sublet_staying_bytes"}
+    others = {"sublet_gpu_used_bytes", "sublet_gpu_total_bytes", "sublet_left_bytes", "sublet_outside_bytes", "sublet_staying_bytes"}
     assert set(known) - set(found) == others
+
+
+def test_metrics_are_what_another_parser_reads(stage: Stage) -> None:
+    parser = pytest.importorskip("prometheus_client.openmetrics.parser", reason="prometheus-client is not installed")
+    worker = stage.worker("train")
+    worker.do("memory = simdriver.allocate(4 * MIB)")
+    output_of(PACKAGE_BIN / "sublet", "pause", "train", **stage.environment())
+    page = output_of(PACKAGE_BIN / "sublet", "metrics", **stage.environment())
+    families = {family.name: family for family in parser.text_string_to_metric_families(page)}
+    [last] = [sample for sample in families["sublet_pause_seconds"].samples if sample.labels.get("le") == "+Inf"]
+    assert last.value == 1
 
 
 def check(expression: str) -> None:

@@ -18,6 +18,8 @@ pub(crate) fn next(code: Code, is_outside: bool, words: &[String]) -> Option<Str
     let tenant = name.map_or("TENANT", String::as_str);
     let has = |option: &str| words.iter().any(|word| word.starts_with(option));
     Some(match code {
+        // It says itself what directory will do.
+        Code::Usage if verb == "save" => return None,
         Code::Usage => format!("sublet {verb} --help"),
         Code::NoSuchTenant
         | Code::CalledOff

@@ -139,12 +139,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "PATH")]
     pub(crate) library: Option<PathBuf>,
     /// The command and its arguments
-    #[arg(
-        required = true,
-        trailing_var_arg = true,
-        allow_hyphen_values = true,
-        value_name = "COMMAND"
-    )]
+    #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
     pub(crate) command: Vec<OsString>,
 }
 
@@ -219,7 +214,7 @@ fn scope_of<const N: usize>(tags: [&Vec<String>; N]) -> Scope {
 #[expect(clippy::struct_excessive_bools, reason = "options of the command line")]
 pub(crate) struct PauseArgs {
     /// The tenant
-    #[arg(value_parser = TenantName::new, add = ArgValueCandidates::new(names), required_unless_present = "all")]
+    #[arg(value_parser = TenantName::new, add = ArgValueCandidates::new(names))]
     pub(crate) tenant: Option<TenantName>,
     /// Every tenant, one after the other
     #[arg(long, conflicts_with_all = ["tenant", "tags", "libraries", "dry_run"])]

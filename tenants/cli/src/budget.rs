@@ -1,13 +1,13 @@
 //! `sublet budget`: what a tenant may hold on each GPU, shown and changed; and what `sublet run` says of budgets before it
 //! starts anything.
 
-use std::path::Path;
 use std::process::ExitCode;
 
-use tenants::budget::{Budgets, Which, gpus};
+use tenants::budget::{BudgetError, Budgets, Which};
 use tenants::coordinator::{BudgetReport, Coordinator, GpuBudget, Options, TenantStats, Trouble};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
+use tenants::size::Size;
 
 use crate::args::BudgetArgs;
 use crate::environment::Environment;
@@ -27,7 +27,7 @@ pub(crate) fn budget(
     let report = match one_of(&args.budgets)? {
         None => coordinator.budgets()?,
         Some(changes) => {
-            check_node(&changes)?;
+            check(&changes)?;
             Some(coordinator.change_budgets(&changes)?)
         }
     };
@@ -124,10 +124,29 @@ pub(crate) fn remarks(tenant: &TenantStats) -> impl Iterator<Item = String> {
     })
 }
 
-/// Refuses a number that no GPU of this machine has, where the machine lists its GPUs.
-fn check_node(budgets: &Budgets) -> Result<(), Failure> {
-    let list = Path::new(gpus::NODE_GPUS);
-    budgets.check(list).map_err(|error| Failure::of(&error, EXIT_USAGE))
+/// Refuses a budget that holds no allocation, and a number that no GPU of this machine has, where the machine lists its GPUs.
+fn check(budgets: &Budgets) -> Result<(), Failure> {
+    let least = Size(2 << 20);
+    let all = || budgets.iter();
+    if let Some(bytes) = all().filter_map(|(_, budget)| budget).find(|bytes| *bytes < least.0) {
+        return Err(Failure::new(
+            format!(
+                "a budget of {} holds nothing, because GPU memory comes in {least}: did you mean {bytes}GiB?",
+                Size(bytes)
+            ),
+            EXIT_USAGE,
+        ));
+    }
+    let indices = all().filter_map(|(which, _)| match which {
+        Which::Index(index) => Some(index),
+        Which::Every | Which::Uuid(_) => None,
+    });
+    let Some(index) = indices.max() else { return Ok(()) };
+    let count = Gpus::look().count();
+    if count > 0 && usize::try_from(index).is_ok_and(|index| index >= count) {
+        return Err(Failure::of(&BudgetError::NoSuchGpu { index, count }, EXIT_USAGE));
+    }
+    Ok(())
 }
 
 /// Returns the budgets that `sublet run` puts into the environment of a tenant's processes, checked against what is
@@ -144,7 +163,7 @@ pub(crate) fn for_run(
         (None, None) => return Ok(None),
         (None, Some(budgets)) => budgets.clone(),
     };
-    check_node(&budgets)?;
+    check(&budgets)?;
     let options = Options::default();
     let own = Coordinator::new(run_dir.clone(), tenant.clone(), options).budgets();
     match own {

@@ -24,7 +24,7 @@ use crate::checkpoints::CudaCheckpoints;
 use crate::failure::{EXIT_PARTIAL, EXIT_USAGE, Failure, exit_code_of};
 use crate::gpus::Gpus;
 use crate::output::{self, Output};
-use crate::outsiders;
+use crate::outsiders::{self, Outside};
 use crate::progress::Progress;
 use crate::signals;
 use crate::units;
@@ -44,13 +44,59 @@ pub(crate) fn pause(
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     let Some(tenant) = &args.tenant else {
-        return pause_all(args, run_dir, output);
+        return if args.all { pause_all(args, run_dir, output) } else { Err(say_which(run_dir)?) };
     };
     if args.dry_run {
         return plan::plan(tenant, &args.tags.scope(), run_dir, args.show, output);
     }
-    let result = pause_one(args, tenant, run_dir, &signals::watch()?);
-    show(tenant, &args.tags.scope(), result, args.show, Gpus::look, output)
+    let done = Paused::of(tenant, pause_one(args, tenant, run_dir, &signals::watch()?), run_dir);
+    if args.show.json {
+        output.json(&done.document())?;
+        return Ok(done.code());
+    }
+    done.show(&args.tags.scope(), args.show, output)
+}
+
+/// A pause of one tenant.
+struct Paused {
+    tenant: TenantName,
+    result: Half,
+    /// Processes of its job that run outside Sublet, if it is paused: their memory stays.
+    strayed: Vec<Outside>,
+}
+
+impl Paused {
+    fn of(tenant: &TenantName, result: Half, run_dir: &RunDir) -> Self {
+        let look = || outsiders::strayed_from(run_dir, tenant, &Gpus::look());
+        let strayed = if result.is_ok() { look() } else { Vec::new() };
+        Self { tenant: tenant.clone(), result, strayed }
+    }
+
+    fn document(&self) -> Document<'_> {
+        Document::new(&self.tenant, &self.result).with_strayed(&self.strayed)
+    }
+
+    fn code(&self) -> ExitCode {
+        if self.strayed.is_empty() { code_of_half(&self.result) } else { ExitCode::from(EXIT_PARTIAL) }
+    }
+
+    fn show(self, scope: &Scope, how: ShowArgs, output: &mut Output) -> Result<ExitCode, Failure> {
+        let code = self.code();
+        show(&self.tenant, scope, self.result, how, Gpus::look, output)?;
+        output.lines(self.strayed.iter().filter_map(Outside::strayed));
+        Ok(code)
+    }
+}
+
+/// A pause that names nobody.
+fn say_which(run_dir: &RunDir) -> Result<Failure, Failure> {
+    let names: Vec<_> = run_dir.live_tenants()?.iter().map(ToString::to_string).collect();
+    let which = if names.is_empty() {
+        ps::NOBODY.to_owned()
+    } else {
+        format!("say which tenant to pause: {}; or all of them: `sublet pause --all`", names.join(", "))
+    };
+    Ok(Failure::new(which, EXIT_USAGE))
 }
 
 fn pause_one(
@@ -76,27 +122,26 @@ fn pause_all(args: &PauseArgs, run_dir: &RunDir, output: &mut Output) -> Result<
     let mut done = Vec::new();
     for tenant in run_dir.live_tenants()? {
         if !interrupt.is_raised() {
-            let result = pause_one(args, &tenant, run_dir, &interrupt);
-            done.push((tenant, result));
+            done.push(Paused::of(&tenant, pause_one(args, &tenant, run_dir, &interrupt), run_dir));
         }
     }
-    let is_changed = done.iter().any(|(_, result)| matches!(result, Ok(Outcome::Completed(_))));
+    let is_changed = done.iter().any(|paused| matches!(paused.result, Ok(Outcome::Completed(_))));
     if args.show.json {
-        let changes = done.iter().map(|(tenant, result)| Document::new(tenant, result)).collect();
-        output.json(&Changes { changes })?;
+        output.json(&Changes { changes: done.iter().map(Paused::document).collect() })?;
     } else if done.is_empty() {
         output.line(ps::NOBODY);
     }
     let mut code = ExitCode::SUCCESS;
-    for (tenant, result) in done {
-        let of_one = code_of_half(&result);
+    for paused in done {
+        let of_one = paused.code();
         if of_one != ExitCode::SUCCESS {
             code = if is_changed { ExitCode::from(EXIT_PARTIAL) } else { of_one };
         }
+        let tenant = paused.tenant.clone();
         let shown = if args.show.json {
-            result.map(drop).map_err(Failure::from)
+            paused.result.map(drop).map_err(Failure::from)
         } else {
-            show(&tenant, &Scope::Whole, result, args.show, Gpus::look, output).map(drop)
+            paused.show(&Scope::Whole, args.show, output).map(drop)
         };
         if let Err(failure) = shown {
             let words = ["sublet", "pause", tenant.as_str()].map(str::to_owned);

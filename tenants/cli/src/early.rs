@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
 use nix::unistd::geteuid;
-use procfs::process::all_processes;
+use procfs::process::{Process, all_processes};
 use tenants::identity::TenantName;
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir};
 use tenants::settings::TENANT_VARIABLE;
@@ -37,12 +37,49 @@ pub(crate) fn find(run_dir: &RunDir) -> BTreeMap<TenantName, u32> {
 }
 
 fn tenant_in(environment: &HashMap<OsString, OsString>, run_dir: &Path) -> Option<TenantName> {
+    let mut preloaded = environment.get(OsStr::new(PRELOAD_VARIABLE))?.as_bytes().windows(LIBRARY_NAME.len());
+    let is_under_sublet = preloaded.any(|it| it == LIBRARY_NAME.as_bytes());
+    named_in(environment, run_dir).filter(|_| is_under_sublet)
+}
+
+/// The tenant of `run_dir` that an environment names, whatever is preloaded.
+fn named_in(environment: &HashMap<OsString, OsString>, run_dir: &Path) -> Option<TenantName> {
     let value = |name: &str| environment.get(OsStr::new(name));
     let is_there = Path::new(value(RUN_DIR_VARIABLE)?) == run_dir;
-    let mut preloaded = value(PRELOAD_VARIABLE)?.as_bytes().windows(LIBRARY_NAME.len());
-    let is_under_sublet = preloaded.any(|it| it == LIBRARY_NAME.as_bytes());
     let tenant = TenantName::new(value(TENANT_VARIABLE)?.to_str()?).ok()?;
-    (is_there && is_under_sublet).then_some(tenant)
+    is_there.then_some(tenant)
+}
+
+/// The standing of a process that is no member of a tenant.
+pub(crate) enum Origin {
+    /// It runs under Sublet, and joins its tenant when it first asks for GPU memory.
+    Early,
+    /// The job of this tenant started it, and it runs without Sublet.
+    Strayed(TenantName),
+    /// Nothing of `run_dir` has started it, as far as the kernel shows it to this user.
+    Foreign,
+}
+
+/// The longest line of parents that is looked at.
+const PARENTS_MAX: usize = 32;
+
+/// The origin of a process, by its own environment and those of its parents.
+pub(crate) fn origin(run_dir: &RunDir, pid: u32) -> Origin {
+    let run_dir = absolute(run_dir.path());
+    let mut next = Process::new(pid.cast_signed()).ok();
+    for place in 0..PARENTS_MAX {
+        let Some(process) = next else { break };
+        let environment = process.environ().unwrap_or_default();
+        if place == 0 && tenant_in(&environment, &run_dir).is_some() {
+            return Origin::Early;
+        }
+        if let Some(tenant) = named_in(&environment, &run_dir) {
+            return Origin::Strayed(tenant);
+        }
+        let parent = process.stat().map(|stat| stat.ppid).ok().filter(|parent| *parent > 1);
+        next = parent.and_then(|parent| Process::new(parent).ok());
+    }
+    Origin::Foreign
 }
 
 /// That there is such a process of `tenant`, which has none that can be asked.

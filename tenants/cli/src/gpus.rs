@@ -129,6 +129,15 @@ impl Gpus {
         Self { list, held: Some(held) }
     }
 
+    pub(crate) fn count(&self) -> usize {
+        self.list.len()
+    }
+
+    /// Returns the memory of each process on each GPU, where the management library tells. Its ids may be those of another pid namespace.
+    pub(crate) fn held(&self) -> Option<&BTreeMap<u32, Vec<GpuBytes>>> {
+        self.held.as_ref()
+    }
+
     /// Returns the memory of a process on each GPU, its contexts too; none where that is not known. In a pid namespace
     /// of its own this process knows others by other ids than the management library does.
     pub(crate) fn held_by(&self, pid: u32) -> Option<Vec<GpuBytes>> {
@@ -250,7 +259,7 @@ fn by_library() -> Result<Gpus, NvmlError> {
 }
 
 /// Is this process in the first pid namespace of the machine? By the number that the kernel has for that (`PROC_PID_INIT_INO`).
-fn knows_all_pids() -> bool {
+pub(crate) fn knows_all_pids() -> bool {
     const FIRST: u64 = 0xEFFF_FFFC;
     fs::metadata("/proc/self/ns/pid").is_ok_and(|found| found.ino() == FIRST)
 }

@@ -17,6 +17,7 @@ mod environment;
 mod failure;
 mod files;
 mod gpus;
+mod hints;
 mod manual;
 mod metrics;
 mod output;
@@ -53,7 +54,9 @@ fn main() -> ExitCode {
     CompleteEnv::with_factory(Cli::command).complete();
     let words = args::plain(std::env::args_os());
     let wants_json = args::wants_json(&words);
-    let cli = Cli::parse_from(words);
+    let cli = Cli::try_parse_from(words).unwrap_or_else(|error| {
+        hints::with_hint(error, &advice::typed()).exit();
+    });
     let environment = Environment::read();
     let mut output = Output::new();
     let changes = cli.command.changes();

@@ -1,12 +1,18 @@
 //! The processes that hold a GPU's memory, as NVIDIA's management library tells. The library sees also processes that
 //! do not run under Sublet or do not answer. It is there wherever `nvidia-smi` is.
 
+use std::collections::BTreeSet;
+
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use serde::Serialize;
+use tenants::identity::TenantName;
+use tenants::run_dir::RunDir;
 use tenants::transport;
 
-use crate::{gpus, units};
+use crate::early::{self, Origin};
+use crate::gpus::{self, GpuBytes, Gpus};
+use crate::units;
 
 /// Only the largest are of use to a person.
 const PROCESSES_MAX: usize = 4;
@@ -37,6 +43,65 @@ pub(crate) fn in_words<'a>(uuids: impl Iterator<Item = &'a str>) -> impl Iterato
         let named: Vec<_> = largest_on(uuid).iter().map(ToString::to_string).collect();
         (!named.is_empty()).then(|| format!("most of {uuid} is held by {}", named.join(", ")))
     })
+}
+
+/// A process with GPU memory that is of no tenant.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub(crate) struct Outside {
+    pub(crate) pid: u32,
+    pub(crate) command: String,
+    /// The tenant whose job started it, without Sublet: no pause moves its memory.
+    pub(crate) strayed_from: Option<String>,
+    pub(crate) gpus: Vec<GpuBytes>,
+}
+
+impl Outside {
+    pub(crate) fn bytes(&self) -> u64 {
+        self.gpus.iter().map(|held| held.bytes).sum()
+    }
+
+    /// Says that a pause of its tenant does not reach it.
+    pub(crate) fn strayed(&self) -> Option<String> {
+        let tenant = self.strayed_from.as_ref()?;
+        Some(format!(
+            "{tenant} {}: runs outside Sublet, though this job started it: no pause moves its {} (LD_PRELOAD was replaced: {})",
+            self.pid,
+            units::bytes(self.bytes()),
+            self.command
+        ))
+    }
+}
+
+/// Those of all processes with memory on `gpus` that are of no tenant, the largest first. `members` are the processes of all tenants. None where
+/// the management library does not tell, or by other process ids than this machine's.
+pub(crate) fn outside(run_dir: &RunDir, members: &BTreeSet<u32>, gpus: &Gpus) -> Option<Vec<Outside>> {
+    let held = gpus.held()?;
+    if !gpus::knows_all_pids() && !held.keys().any(|pid| members.contains(pid)) {
+        return None;
+    }
+    let others = held.iter().filter(|(pid, _)| !members.contains(pid));
+    let mut found: Vec<_> = others
+        .filter_map(|(pid, held)| {
+            let strayed_from = match early::origin(run_dir, *pid) {
+                Origin::Early => return None,
+                Origin::Strayed(tenant) => Some(tenant.to_string()),
+                Origin::Foreign => None,
+            };
+            Some(Outside { pid: *pid, command: command_of(*pid), strayed_from, gpus: held.clone() })
+        })
+        .collect();
+    found.sort_by_key(|outside| std::cmp::Reverse(outside.bytes()));
+    Some(found)
+}
+
+/// Those that the job of `tenant` started without Sublet. Empty where the management library does not tell.
+pub(crate) fn strayed_from(run_dir: &RunDir, tenant: &TenantName, gpus: &Gpus) -> Vec<Outside> {
+    let dir = run_dir.existing_tenant(tenant).ok().flatten();
+    let members = dir.map(|dir| dir.pids()).unwrap_or_default().into_iter().collect();
+    let mut found = outside(run_dir, &members, gpus).unwrap_or_default();
+    found.retain(|outside| outside.strayed_from.as_deref() == Some(tenant.as_str()));
+    found
 }
 
 fn occupants(uuid: &str) -> Option<Vec<Occupant>> {

@@ -14,15 +14,18 @@ use vmm_pool::Contents;
 
 use crate::args::StatsArgs;
 use crate::failure::Failure;
-use crate::gpus::{self, Gpu};
+use crate::gpus::{self, Gpu, GpuBytes};
+use crate::outsiders::Outside;
 use crate::output::{self, Output};
-use crate::silent::Silent;
 use crate::view::{TenantView, View};
 use crate::{early, outsiders, units};
 use remarks::{remarks_of_members, tenant_remarks};
 
 pub(crate) const NOBODY: &str =
     "no tenant is running; start one with: sublet run --tenant NAME -- COMMAND ARGUMENTS";
+
+/// In the column of tenants, of a process that is of none.
+const OUTSIDE: &str = "(outside Sublet)";
 
 /// So many GPUs are shown with what is free on each.
 const GPUS_APART_MAX: usize = 4;
@@ -42,9 +45,9 @@ pub(crate) fn ps(
         args.tenant.as_ref().is_none_or(|wanted| wanted == name)
             && view.tenants.iter().all(|tenant| tenant.stats.tenant != name.as_str())
     });
-    if view.tenants.is_empty() && early.is_empty() {
-        output.lines(view.refused.is_empty().then(|| NOBODY.to_owned()));
-    } else if args.show.verbose {
+    let is_empty = view.tenants.is_empty() && early.is_empty();
+    output.lines((is_empty && view.refused.is_empty()).then(|| NOBODY.to_owned()));
+    if args.show.verbose && !is_empty {
         render(&view, &early, output);
     } else {
         overview(&view, &early, output);
@@ -144,6 +147,14 @@ fn overview(view: &View, early: &BTreeMap<TenantName, u32>, output: &mut Output)
         let group = Group { pids: vec![*pid], command: &command, ..Group::default() };
         rows.push(group.row(tenant.as_str(), None, "no memory yet"));
     }
+    for outside in view.outside.iter().flatten() {
+        let mut group = Group::default();
+        group.add(outside.pid, &outside.command);
+        for held in &outside.gpus {
+            group.hold(view, &held.uuid, held.bytes, 0);
+        }
+        rows.push(group.row(OUTSIDE, None, "-"));
+    }
     let mut header =
         vec!["TENANT", "FAMILY", "STATE", "GPU", "ON GPU", "OFF GPU", "PID", "COMMAND"];
     let mut numbers = [4, 5, 6];
@@ -155,10 +166,12 @@ fn overview(view: &View, early: &BTreeMap<TenantName, u32>, output: &mut Output)
             row.remove(1);
         }
     }
-    let mut table = output::table(&header, &numbers);
-    table.add_rows(rows);
-    output.table(&table);
-    output.lines(free_line(view));
+    if !rows.is_empty() {
+        let mut table = output::table(&header, &numbers);
+        table.add_rows(rows);
+        output.table(&table);
+    }
+    output.lines(ending(view));
     output.lines(view.tenants.iter().flat_map(|tenant| {
         let name = &tenant.stats.tenant;
         let mut remarks = tenant_remarks(&tenant.stats);
@@ -176,22 +189,33 @@ fn waits_of(tenant: &TenantView) -> impl Iterator<Item = String> {
     said.map(|text| format!("{}: {text}", tenant.stats.tenant))
 }
 
+/// Says how much memory is free, and which processes no pause reaches.
+fn ending(view: &View) -> impl Iterator<Item = String> {
+    let strayed = view.outside.iter().flatten().filter_map(Outside::strayed);
+    free_line(view).into_iter().chain(strayed)
+}
+
 /// Says how much memory is free, where the management library tells.
 fn free_line(view: &View) -> Option<String> {
-    let free = |gpu: &Gpu| Some(gpu.total_bytes?.saturating_sub(gpu.used_bytes?));
-    let known: Vec<_> = view.gpus.iter().filter_map(|gpu| Some((gpu, free(gpu)?))).collect();
-    let bytes = || known.iter().map(|(_, bytes)| *bytes);
+    let known = view.gpus.iter().filter_map(|gpu| {
+        let total_bytes = gpu.total_bytes?;
+        Some((gpu, total_bytes.saturating_sub(gpu.used_bytes?), units::bytes(total_bytes)))
+    });
+    let known: Vec<_> = known.collect();
+    let bytes = || known.iter().map(|(_, free_bytes, _)| *free_bytes);
     let (least, most) = (bytes().min()?, bytes().max()?);
     Some(if known.len() <= GPUS_APART_MAX {
-        let each = known
-            .iter()
-            .map(|(gpu, bytes)| format!("{} on GPU {}", units::bytes(*bytes), gpu.label()));
+        let each = known.iter().map(|(gpu, free_bytes, total)| {
+            format!("{} of {total} on GPU {}", units::bytes(*free_bytes), gpu.label())
+        });
         format!("free: {}", each.collect::<Vec<_>>().join(", "))
     } else {
-        let all = gpus::labels(known.iter().map(|(gpu, _)| *gpu));
+        let all = gpus::labels(known.iter().map(|(gpu, ..)| *gpu));
+        let total = &known[0].2;
+        let of = if known.iter().all(|(.., one)| one == total) { format!(" of {total}") } else { String::new() };
         match (units::bytes(least), units::bytes(most)) {
-            (least, most) if least == most => format!("free: {least} on each of GPU {all}"),
-            (least, most) => format!("free: {least} to {most} on GPU {all}"),
+            (least, most) if least == most => format!("free: {least}{of} on each of GPU {all}"),
+            (least, most) => format!("free: {least} to {most}{of} on GPU {all}"),
         }
     })
 }
@@ -217,7 +241,10 @@ fn render(view: &View, early: &BTreeMap<TenantName, u32>, output: &mut Output) {
             .members
             .iter()
             .map(|member| (member.member.family.as_deref(), member_rows(view, tenant, member)));
-        let silent = silent.iter().map(|silent| (None, silent_rows(view, &stats.tenant, silent)));
+        let silent = silent.iter().map(|silent| {
+            let stands = [&*stats.tenant, silent.standing.label()];
+            (None, rows_of_silence(view, stands, (silent.pid, &silent.command), &silent.gpus))
+        });
         for (family, rows) in members.chain(silent) {
             for mut row in rows {
                 if has_family {
@@ -236,7 +263,16 @@ fn render(view: &View, early: &BTreeMap<TenantName, u32>, output: &mut Output) {
         }
         table.add_row(row);
     }
+    for outside in view.outside.iter().flatten() {
+        for mut row in rows_of_silence(view, [OUTSIDE, "-"], (outside.pid, &outside.command), &outside.gpus) {
+            if has_family {
+                row.insert(1, "-".to_owned());
+            }
+            table.add_row(row);
+        }
+    }
     output.table(&table);
+    output.lines(ending(view));
     for tenant in &view.tenants {
         let name = &tenant.stats.tenant;
         output.lines(tenant_remarks(&tenant.stats));
@@ -283,20 +319,21 @@ fn member_rows(view: &View, tenant: &TenantView, member: &MemberStats) -> Vec<Ve
     rows
 }
 
-/// One row for each GPU on which it is known to have memory, or one.
-fn silent_rows(view: &View, tenant: &str, silent: &Silent) -> Vec<Vec<String>> {
+/// The rows of a process that says nothing itself: one for each GPU on which it is known to have memory, or one.
+fn rows_of_silence(
+    view: &View,
+    [tenant, state]: [&str; 2],
+    (pid, command): (u32, &str),
+    gpus: &[GpuBytes],
+) -> Vec<Vec<String>> {
     let row = |gpu: String, bytes: String| {
         let dash = || "-".to_owned();
-        let state = silent.standing.label().to_owned();
-        let command = units::command(&silent.command);
-        let (tenant, pid) = (tenant.to_owned(), silent.pid.to_string());
+        let (tenant, pid, state) = (tenant.to_owned(), pid.to_string(), state.to_owned());
+        let command = units::command(command);
         vec![tenant, pid, state, gpu, dash(), dash(), dash(), bytes, dash(), dash(), command]
     };
-    let mut rows: Vec<_> = silent
-        .gpus
-        .iter()
-        .map(|held| row(view.gpu_label(&held.uuid), units::bytes(held.bytes)))
-        .collect();
+    let held = |held: &GpuBytes| row(view.gpu_label(&held.uuid), units::bytes(held.bytes));
+    let mut rows: Vec<_> = gpus.iter().map(held).collect();
     if rows.is_empty() {
         rows.push(row("-".to_owned(), "-".to_owned()));
     }
@@ -371,10 +408,9 @@ pub(crate) mod tests {
     use vmm_pool::{ClassBytes, CopiedBytes, DeviceReport, PinnedBytes, PoolReport};
 
     use super::*;
-    use crate::gpus::GpuBytes;
     use crate::gpus::Gpus;
     use crate::gpus::tests::{UUID, h200};
-    use crate::silent::Standing;
+    use crate::silent::{Silent, Standing};
     use crate::view::Left;
 
     pub(crate) fn member(pid: u32, state: MemberState) -> MemberStats {
@@ -504,6 +540,7 @@ train    10  active (kv, nccl away)        3    nccl     -         keep      510
 train    11  paused, 689 MiB left          -    -        -         -               -        -         -  python train.py
 train    12  no answer: stopped (SIGSTOP)  3    -        -         -           4 GiB        -         -  python train.py
 train    13  no answer: stopped (SIGSTOP)  -    -        -         -               -        -         -  python train.py
+free: 120 GiB of 140 GiB on GPU 3
 train: calls into NCCL wait in 1 of 2 processes until: sublet resume train --library nccl
 train 10: GPU 3: 4 MiB in 2 allocations stay during a pause: registered with a network card
 train 10: 1 GiB of 3 GiB of host memory is ready for a pause, and more comes in
@@ -517,13 +554,44 @@ TENANT  STATE                         GPU   ON GPU  OFF GPU    PID  COMMAND
 train   active (kv, nccl away)        3    8.5 GiB    2 MiB     10  python train.py
 train   no answer: stopped (SIGSTOP)  3      4 GiB        -  12 +1  python train.py
 train   paused, 689 MiB left          -          -        -     11  python train.py
-free: 120 GiB on GPU 3
+free: 120 GiB of 140 GiB on GPU 3
 train: calls into NCCL wait in 1 of 2 processes until: sublet resume train --library nccl
 train 10: 4 MiB in 2 allocations stay during a pause: registered with a network card
 train 10: 1 GiB of 3 GiB of host memory is ready for a pause, and more comes in
 train 10: 3 GiB of saved contents are in a file, to make room in host memory: a resume reads them from there
 ";
         assert_eq!(output.text(), expected);
+    }
+
+    #[test]
+    fn processes_outside_have_rows_and_those_of_a_job_are_said() {
+        let outside = |pid, strayed_from: Option<&str>, gibibytes: u64| Outside {
+            pid,
+            command: "python hold.py".to_owned(),
+            strayed_from: strayed_from.map(str::to_owned),
+            gpus: vec![GpuBytes { uuid: UUID.to_owned(), bytes: gibibytes << 30 }],
+        };
+        let mut view = View::of(Vec::new(), &Gpus::of(vec![h200()]));
+        view.outside = Some(vec![outside(9, None, 12), outside(8, Some("train"), 8)]);
+        let strayed = "train 8: runs outside Sublet, though this job started it: no pause moves its 8 GiB \
+                       (LD_PRELOAD was replaced: python hold.py)";
+        let mut output = Output::default();
+        overview(&view, &BTreeMap::new(), &mut output);
+        let expected = format!(
+            "\
+TENANT            STATE  GPU  ON GPU  OFF GPU  PID  COMMAND
+(outside Sublet)  -      3    12 GiB        -    9  python hold.py
+(outside Sublet)  -      3     8 GiB        -    8  python hold.py
+free: 120 GiB of 140 GiB on GPU 3
+{strayed}
+"
+        );
+        assert_eq!(output.text(), expected);
+        let mut output = Output::default();
+        render(&view, &BTreeMap::new(), &mut output);
+        let shown = output.text();
+        assert!(shown.contains("(outside Sublet)    9  -      3    -"), "{shown}");
+        assert!(shown.ends_with(&format!("{strayed}\n")), "{shown}");
     }
 
     #[test]
@@ -556,7 +624,7 @@ train 10: 3 GiB of saved contents are in a file, to make room in host memory: a 
         let expected = "\
 TENANT  STATE   GPU  ON GPU  OFF GPU      PID  COMMAND
 train   active  0-7  64 GiB        -  4711 +7  python train.py
-free: 120 GiB on each of GPU 0-7
+free: 120 GiB of 140 GiB on each of GPU 0-7
 train 8 processes: a second NCCL is in use
 ";
         assert_eq!(output.text(), expected);

@@ -1,8 +1,10 @@
 //! `sublet run`: becomes the command, with the preload object and the tenant's name in its environment. Where no name is given, it chooses one.
 
 use std::collections::BTreeSet;
+use std::env;
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
+use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -43,16 +45,20 @@ pub(crate) fn run(
         output::complain(text);
     })?;
     let library = find_library(args.library.as_deref(), environment)?;
+    let (program, rest) = args
+        .command
+        .split_first()
+        .ok_or_else(|| Failure::new("no command was given".to_owned(), EXIT_NOT_FOUND))?;
+    // Before anything is said of a job that will not be.
+    if !is_found(program, environment.get("PATH")) {
+        return Err(Failure::of_start(program, &ErrorKind::NotFound.into()));
+    }
     if let Some(chosen) = &chosen {
         output::complain(&note_of_name(chosen));
     } else if let Some(note) = note_of_others(&tenant, run_dir) {
         output::complain(&note);
     }
     let preload = prepend(&library, environment.get(PRELOAD_VARIABLE))?;
-    let (program, rest) = args
-        .command
-        .split_first()
-        .ok_or_else(|| Failure::new("no command was given".to_owned(), EXIT_NOT_FOUND))?;
     let mut command = Command::new(program);
     if let Some(budgets) = budgets {
         command.env(BUDGET_VARIABLE, budgets.to_string());
@@ -64,6 +70,13 @@ pub(crate) fn run(
         .env(RUN_DIR_VARIABLE, absolute(run_dir.path()))
         .exec();
     Err(Failure::of_start(program, &error))
+}
+
+/// Is there a program of this name, where the system would look for it?
+fn is_found(program: &OsStr, path: Option<&OsStr>) -> bool {
+    let is_path = program.as_bytes().contains(&b'/');
+    let Some(path) = path.filter(|_| !is_path) else { return !is_path || Path::new(program).exists() };
+    env::split_paths(path).any(|dir| dir.join(program).exists())
 }
 
 fn note_of_name(Chosen { tenant, taken, .. }: &Chosen) -> String {

@@ -71,12 +71,7 @@ pub(crate) struct SimulateArgs {
     #[arg(long, value_name = "SIZE", default_value = "512MiB", value_parser = gpu_memory)]
     memory: Size,
     /// The command and its arguments, such as bash
-    #[arg(
-        required = true,
-        trailing_var_arg = true,
-        allow_hyphen_values = true,
-        value_name = "COMMAND"
-    )]
+    #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
     command: Vec<OsString>,
 }
 

@@ -11,6 +11,7 @@ use tenants::wire::{MemberInfo, MemberState, MemberStats};
 use crate::failure::Failure;
 use crate::gpus::{Gpu, GpuBytes, Gpus};
 use crate::output::complain;
+use crate::outsiders::{self, Outside};
 use crate::silent::Silent;
 
 /// All that is shown, as it was at one moment.
@@ -22,6 +23,8 @@ pub(crate) struct View {
     pub(crate) tenants: Vec<TenantView>,
     /// Tenants that cannot be looked at. The others are shown.
     pub(crate) refused: Vec<Refused>,
+    /// Processes with GPU memory that are of no tenant, the largest first. None where one tenant is looked at, and where that is not known.
+    pub(crate) outside: Option<Vec<Outside>>,
 }
 
 /// A tenant that cannot be looked at, and why.
@@ -138,7 +141,13 @@ impl View {
                 Err(error) => return Err(error.into()),
             }
         }
-        Ok(Self { refused, ..Self::of(tenants, gpus) })
+        let members = tenants.iter().flat_map(|found| {
+            let silent = found.silent.iter().map(|silent| silent.pid);
+            found.stats.members.iter().map(|member| member.member.pid).chain(silent)
+        });
+        let outside = || outsiders::outside(run_dir, &members.collect(), gpus);
+        let outside = if tenant.is_none() { outside() } else { None };
+        Ok(Self { refused, outside, ..Self::of(tenants, gpus) })
     }
 
     pub(crate) fn of(tenants: Vec<TenantView>, gpus: &Gpus) -> Self {
@@ -152,7 +161,7 @@ impl View {
             gpu.index =
                 budgets().find(|budget| budget.gpu == gpu.uuid).and_then(|budget| budget.index);
         }
-        Self { gpus, tenants, refused: Vec::new() }
+        Self { gpus, tenants, refused: Vec::new(), outside: None }
     }
 
     /// Returns the label of the GPU of this name for a narrow column.

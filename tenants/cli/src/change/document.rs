@@ -8,7 +8,7 @@ use tenants::error_text::chain;
 use tenants::identity::TenantName;
 use vmm_pool::PinnedBytes;
 
-use crate::outsiders::{self, Occupant};
+use crate::outsiders::{self, Occupant, Outside};
 
 /// A GPU that is too full, and the processes with the most memory on it.
 #[derive(Serialize)]
@@ -46,6 +46,8 @@ pub(crate) struct Document<'a> {
     stayed_bytes: u64,
     /// Of these, how much for which cause.
     stays: &'a [PinnedBytes],
+    /// Processes that the job started without Sublet: a pause does not reach their memory.
+    strayed: &'a [Outside],
     error: Option<String>,
     /// Why, in one word.
     code: Option<Code>,
@@ -123,6 +125,12 @@ impl<'a> Document<'a> {
             }
         }
         document
+    }
+
+    /// Of a pause whose job has such processes.
+    pub(super) fn with_strayed(self, strayed: &'a [Outside]) -> Self {
+        let outcome = if strayed.is_empty() { self.outcome } else { "partial" };
+        Self { outcome, strayed, ..self }
     }
 
     fn tell(&mut self, report: &'a Report) {

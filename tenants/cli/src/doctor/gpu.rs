@@ -18,7 +18,8 @@ pub(super) fn checks() -> Vec<Check> {
 
 /// The loader's message names its own next step, if it has one.
 fn no_driver(message: String) -> Check {
-    Check::fail("driver", message, "without a driver nothing can be paused on this machine")
+    let next = "without a driver nothing can be paused on this machine; `sublet simulate -- bash` has simulated GPUs to try it on";
+    Check::fail("driver", message, next)
 }
 
 fn driver_checks<D: Driver>(driver: &D) -> Vec<Check> {

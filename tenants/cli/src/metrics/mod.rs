@@ -258,6 +258,15 @@ fn left_bytes(view: &View, registry: &mut Registry) {
     });
     let help = "What the paused processes of a tenant have on a GPU, contexts too, as NVIDIA's management library tells";
     gauge(registry, "left_bytes", help, left);
+    let outside = view.outside.iter().flatten().flat_map(|outside| {
+        let tenant = outside.strayed_from.as_deref().unwrap_or_default();
+        let each = outside.gpus.iter();
+        each.map(move |held| {
+            (with(on_gpu(view, tenant, &held.uuid), labels([("pid", &outside.pid.to_string())])), held.bytes)
+        })
+    });
+    let help = "Memory of processes outside Sublet. tenant: the one whose job started the process, which no pause reaches";
+    gauge(registry, "outside_bytes", help, outside);
 }
 
 fn host_bytes(view: &View, registry: &mut Registry) {
@@ -315,7 +324,7 @@ impl Collector for PauseSeconds {
         )?;
         let seconds = |us| Duration::from_micros(us).as_secs_f64();
         for (tenant, times) in &self.0 {
-            let bounds = PauseTimes::BOUNDS_US.map(seconds).into_iter().chain([f64::MAX]);
+            let bounds = PauseTimes::BOUNDS_US.map(seconds).into_iter().chain([f64::INFINITY]);
             let buckets: Vec<_> = bounds.zip(times.counts).collect();
             let labels = [("tenant", tenant.as_str())];
             let mut metric = metric.encode_family(&labels)?;

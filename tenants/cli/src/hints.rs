@@ -1,0 +1,71 @@
+//! What is said of words that clap does not know: the way there is to what they ask for.
+
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+
+/// A word that other tools have, the subcommands that it is typed with (all if none is named), and the way there is.
+const HINTS: [(&str, &str, &str); 7] = [
+    ("--watch", "", "`watch -n 1 sublet ps` shows it again each second"),
+    ("--deep", "resume", "a plain resume brings the contexts of a deep pause back too"),
+    ("top", "", "`watch -n 1 sublet ps` shows it again each second"),
+    ("suspend", "", "`sublet pause TENANT` gives its GPU memory back"),
+    ("stop", "", "`sublet pause TENANT` gives its GPU memory back"),
+    ("sleep", "", "`sublet pause TENANT` gives its GPU memory back"),
+    ("wake", "", "`sublet resume TENANT` brings its GPU memory back"),
+];
+
+/// `error` with the way there is to what `words` ask for, and without clap's own, which is to pass an option as a name.
+pub(crate) fn with_hint(mut error: clap::Error, words: &[String]) -> clap::Error {
+    let kind = match error.kind() {
+        ErrorKind::UnknownArgument => ContextKind::InvalidArg,
+        ErrorKind::InvalidSubcommand => ContextKind::InvalidSubcommand,
+        _ => return error,
+    };
+    let Some(ContextValue::String(word)) = error.get(kind).cloned() else { return error };
+    let verb = words.get(1).map_or("", String::as_str);
+    let known = HINTS.iter().find(|(known, of, _)| *known == word && (of.is_empty() || *of == verb));
+    let hint = known.map(|(_, _, hint)| (*hint).to_owned());
+    let hint = hint.or_else(|| {
+        let is_name = !word.starts_with('-') && kind == ContextKind::InvalidArg;
+        let names = "one tenant at a time; `sublet pause --all` pauses every one".to_owned();
+        (is_name && ["pause", "resume"].contains(&verb)).then_some(names)
+    });
+    if kind == ContextKind::InvalidArg {
+        error.remove(ContextKind::Suggested);
+    }
+    if let Some(hint) = hint {
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![hint.into()]));
+    }
+    error
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+    use crate::args::Cli;
+
+    fn said(line: &str) -> String {
+        let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
+        with_hint(Cli::try_parse_from(&words).unwrap_err(), &words).to_string()
+    }
+
+    #[test]
+    fn words_of_other_tools_are_answered_with_ours() {
+        for (line, hint) in [
+            ("sublet ps --watch", "tip: `watch -n 1 sublet ps`"),
+            ("sublet resume a --deep", "tip: a plain resume"),
+            ("sublet suspend a", "tip: `sublet pause TENANT`"),
+            ("sublet top", "tip: `watch -n 1 sublet ps`"),
+            ("sublet pause a b", "tip: one tenant at a time; `sublet pause --all`"),
+            ("sublet run --tennant a -- true", "tip: a similar argument exists: '--tenant'"),
+            ("sublet pauze a", "tip: a similar subcommand exists: 'pause'"),
+        ] {
+            let said = said(line);
+            assert!(said.contains(hint), "{line}: {said}");
+            assert!(!said.contains("as a value"), "{line}: {said}");
+        }
+        assert!(!said("sublet ps --loud").contains("tip"));
+        assert!(!said("sublet switch a b").contains("--all"));
+    }
+}
