@@ -23,6 +23,8 @@ pub const TEST_PREFIX: &str = "SUBLET_TEST_";
 pub const TENANT_VARIABLE: &str = "SUBLET_TENANT";
 /// Names the family, whose tenants may open each other's memory.
 pub const FAMILY_VARIABLE: &str = "SUBLET_FAMILY";
+/// The mark of a launch: all processes of one `sublet run` have it alike.
+pub const LAUNCH_VARIABLE: &str = "SUBLET_LAUNCH";
 /// Whether a process that cannot join its tenant ends: 1, or 0.
 pub const REQUIRED_VARIABLE: &str = "SUBLET_REQUIRED";
 
@@ -220,7 +222,7 @@ const fn path(name: &'static str, put: fn(&mut Settings, PathBuf)) -> Setting {
 }
 
 /// All settings, by name.
-pub const SETTINGS: [Setting; 18] = [
+pub const SETTINGS: [Setting; 19] = [
     text(BUDGET_VARIABLE, |to, text| fill(&mut to.budgets, parsed(text))),
     text("SUBLET_CHANGES", |to, text| put(&mut to.detects_changes, on_or_off(text))),
     // The Python package reads it.
@@ -230,6 +232,8 @@ pub const SETTINGS: [Setting; 18] = [
     }),
     path("SUBLET_FILE_DIR", |to, path| to.file_dir = Some(path)),
     text("SUBLET_HOST_BYTES_MAX", |to, text| fill(&mut to.host_bytes_max, size(text))),
+    // The command reads it.
+    text(LAUNCH_VARIABLE, |_, _| Ok(())),
     text("SUBLET_LOG", |to, text| fill(&mut to.log, Ok(text.to_owned()))),
     text("SUBLET_NCCL_AWAY", |to, text| {
         let value = ["wait", "fail"].contains(&text).then_some(text == "fail");
@@ -287,6 +291,7 @@ mod tests {
             ("SUBLET_FAMILY", "rl"),
             ("SUBLET_FILE_DIR", "/nvme"),
             ("SUBLET_HOST_BYTES_MAX", "1.5GiB"),
+            ("SUBLET_LAUNCH", "12-34"),
             ("SUBLET_LOG", "debug"),
             ("SUBLET_NCCL_AWAY", "fail"),
             ("SUBLET_PAGING_CHECK", "1"),

@@ -251,7 +251,7 @@ fn rank_command(stage: &Stage, options: &JobOptions, dir: &Path, index: usize) -
     let files = stage.files();
     let mut command = if options.is_preloaded {
         let mut command = stage.command(&files.sublet);
-        command.args(["run", "--tenant", &options.tenant, "--library"]);
+        command.args(["run", "--join", "--tenant", &options.tenant, "--library"]);
         command.arg(&files.preload).args(["--", "env"]);
         command.args(options.variables.iter().map(|(name, value)| format!("{name}={value}")));
         command.arg(Files::program("rank"));

@@ -165,7 +165,7 @@ fn rank_command(stage: &Stage, options: &SpmdOptions, dir: &Path, index: usize) 
     let program = if is_python { "python3".into() } else { Files::program("spmd") };
     let mut command = if options.is_preloaded {
         let mut command = stage.command(&files.sublet);
-        command.args(["run", "--tenant", &options.tenant, "--library"]);
+        command.args(["run", "--join", "--tenant", &options.tenant, "--library"]);
         command.arg(&files.preload).arg("--").arg(program);
         command
     } else {

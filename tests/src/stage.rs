@@ -164,7 +164,7 @@ impl Stage {
         environment: &[(&str, &str)],
     ) -> Outcome<Rank> {
         let mut command = self.command(&self.files.sublet);
-        command.args(["run", "--tenant", tenant]).args(options).arg("--library");
+        command.args(["run", "--join", "--tenant", tenant]).args(options).arg("--library");
         command.arg(&self.files.preload).arg("--").arg(Files::program("hoard"));
         command.env("SUBLET_FILE_DIR", self.place.path()).envs(environment.iter().copied());
         let mut process = Rank::start(0, &mut command)?;
@@ -192,7 +192,7 @@ impl Stage {
             None => self.command(Path::new("python3")),
             Some(tenant) => {
                 let mut command = self.command(&self.files.sublet);
-                command.args(["run", "--tenant", tenant]).args(options).arg("--library");
+                command.args(["run", "--join", "--tenant", tenant]).args(options).arg("--library");
                 command.arg(&self.files.preload).args(["--", "python3"]);
                 command
             }
@@ -258,7 +258,7 @@ impl Stage {
         device: u32,
     ) -> Outcome<Rank> {
         let mut command = self.command(&self.files.sublet);
-        command.args(["run", "--tenant", tenant]).args(words).arg("--library");
+        command.args(["run", "--join", "--tenant", tenant]).args(words).arg("--library");
         command.arg(&self.files.preload).args(["--", "env"]);
         command.args(settings.iter().map(|(name, value)| format!("{name}={value}")));
         command.arg(Files::program("turns")).arg(device.to_string());
@@ -290,7 +290,7 @@ impl Stage {
         settings: &[(&str, &str)],
     ) -> Outcome<Rank> {
         let mut command = self.command(&self.files.sublet);
-        command.args(["run", "--tenant", tenant]).args(words).arg("--library");
+        command.args(["run", "--join", "--tenant", tenant]).args(words).arg("--library");
         command.arg(&self.files.preload).arg("--").arg(Files::program("family"));
         command.envs(settings.iter().copied());
         let mut process = Rank::start(0, &mut command)?;
@@ -355,7 +355,7 @@ impl Stage {
             return self.command(program);
         };
         let mut command = self.command(&self.files.sublet);
-        command.args(["run", "--tenant", tenant, "--library"]);
+        command.args(["run", "--join", "--tenant", tenant, "--library"]);
         command.arg(&self.files.preload).arg("--").arg(program);
         command.env("SUBLET_FILE_DIR", self.place.path());
         command

@@ -56,6 +56,7 @@ _OURS = {
     "LD_PRELOAD",
     "SUBLET_TENANT",
     "SUBLET_FAMILY",
+    "SUBLET_LAUNCH",
     "SUBLET_CHANGES",
     "SUBLET_TURNS",
     "SUBLET_LOG",
@@ -79,4 +80,4 @@ def python(tenant: Optional[str]) -> list[str]:
     """The command line of this Python, as a process of `tenant`."""
     if tenant is None:
         return [sys.executable]
-    return [sys.executable, "-m", "sublet", "run", "--tenant", tenant, "--", sys.executable]
+    return [sys.executable, "-m", "sublet", "run", "--join", "--tenant", tenant, "--", sys.executable]

@@ -26,7 +26,7 @@ SPECS = FOLDER.parents[2] / "deploy/jupyter"
 GPU_BYTES = 64 * MIB
 #: Most of the GPU, so that two kernels that hold so much do not fit together.
 HELD_BYTES = 48 * MIB
-TENANT = re.compile(r"nb-[0-9a-z_]+")
+TENANT = re.compile(r"nb-notebook-[0-9a-z_]{4}")
 
 
 class Kernel:
@@ -107,6 +107,14 @@ def test_two_kernels_take_turns_on_a_gpu_that_holds_one(
     for kernel, other, byte in [(first, second, 7), (second, first, 9), (first, second, 7)]:
         assert kernel.value(f"memory.read() == bytes([{byte}]) * {HELD_BYTES}") == "True"
         assert states(environment) == {kernel.tenant: {"active"}, other.tenant: {"paused"}}
+
+
+def test_kernel_has_the_name_of_its_notebook(environment: dict[str, str]) -> None:
+    kernel = Kernel({**environment, "JPY_SESSION_NAME": "/home/u/My runs/7B sweep.ipynb"})
+    try:
+        assert re.fullmatch(r"nb-7B-sweep-[0-9a-z_]{4}", kernel.tenant)
+    finally:
+        kernel.close()
 
 
 def test_kernel_that_ends_leaves_the_gpu_to_the_other(

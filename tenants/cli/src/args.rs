@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::environment::Environment;
 use crate::metrics::serve::{ADDRESS, address};
 use crate::simulate::SimulateArgs;
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueHint};
 use clap_complete::engine::{ArgValueCandidates, CompletionCandidate};
 use tenants::budget::Budgets;
 use tenants::checkpoints::by_command;
@@ -114,11 +114,15 @@ pub(crate) struct RunArgs {
     /// is taken, and it is printed
     #[arg(long, value_name = "NAME", value_parser = TenantName::new)]
     pub(crate) tenant: Option<TenantName>,
+    /// Be one job with what runs under this name already. Without it `sublet run` waits for up to ten seconds for a job of the same name to end,
+    /// unless one launcher has started both
+    #[arg(long, requires = "tenant")]
+    pub(crate) join: bool,
     /// Tenants with the same family may open each other's CUDA IPC handles and exported memory
     #[arg(long, value_name = "NAME", value_parser = FamilyName::new)]
     pub(crate) family: Option<FamilyName>,
     /// Priority when tenants take turns: guaranteed, fair (default) or background
-    #[arg(long, value_name = "CLASS")]
+    #[arg(long, value_name = "CLASS", add = ArgValueCandidates::new(classes))]
     pub(crate) class: Option<Class>,
     /// How many quanta a fair tenant has at a time, from 1 (default) to 100
     #[arg(long, value_name = "NUMBER")]
@@ -139,7 +143,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "PATH")]
     pub(crate) library: Option<PathBuf>,
     /// The command and its arguments
-    #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
+    #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND", value_hint = ValueHint::CommandWithArguments)]
     pub(crate) command: Vec<OsString>,
 }
 
@@ -231,6 +235,12 @@ pub(crate) struct PauseArgs {
     /// Take the processes' CUDA contexts off the GPUs too
     #[arg(long, conflicts_with_all = ["tags", "libraries"])]
     pub(crate) deep: bool,
+    /// Wait until the job has GPU memory: without end, or for a time such as --wait 90s
+    #[arg(
+        long, value_name = "TIME", value_parser = wait_time, num_args = 0..=1, require_equals = true, default_missing_value = FOREVER,
+        conflicts_with_all = ["all", "dry_run"]
+    )]
+    pub(crate) wait: Option<Duration>,
     /// Time for each phase up to the point of no return, such as 500ms, 30s or 2m; each phase has its own default
     #[arg(long, value_name = "TIME", value_parser = time::parse)]
     pub(crate) timeout: Option<Duration>,
@@ -466,6 +476,10 @@ fn names() -> Vec<CompletionCandidate> {
     let tenants = RunDir::open(explicit, xdg).and_then(|dir| dir.live_tenants());
     let names = tenants.into_iter().flatten();
     names.map(|name| CompletionCandidate::new(name.as_str())).collect()
+}
+
+fn classes() -> Vec<CompletionCandidate> {
+    ["guaranteed", "fair", "background"].map(CompletionCandidate::new).into()
 }
 
 fn wait_time(text: &str) -> Result<Duration, String> {

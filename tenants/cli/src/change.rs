@@ -28,7 +28,7 @@ use crate::outsiders::{self, Outside};
 use crate::progress::Progress;
 use crate::signals;
 use crate::units;
-use crate::{ps, switch};
+use crate::{early, ps, switch};
 
 pub(crate) use document::Document;
 pub(crate) use shown::{details, line, remark};
@@ -46,10 +46,21 @@ pub(crate) fn pause(
     let Some(tenant) = &args.tenant else {
         return if args.all { pause_all(args, run_dir, output) } else { Err(say_which(run_dir)?) };
     };
+    let tenant = &early::meant(tenant, run_dir)?;
     if args.dry_run {
         return plan::plan(tenant, &args.tags.scope(), run_dir, args.show, output);
     }
-    let done = Paused::of(tenant, pause_one(args, tenant, run_dir, &signals::watch()?), run_dir);
+    let interrupt = signals::watch()?;
+    let started = Instant::now();
+    let mut result = pause_one(args, tenant, run_dir, &interrupt);
+    while let Err(Trouble::NoSuchTenant { .. } | Trouble::NoProcess { .. }) = result
+        && started.elapsed() < args.wait.unwrap_or_default()
+        && !interrupt.is_raised()
+    {
+        interrupt.wait(RETRY_MIN);
+        result = pause_one(args, tenant, run_dir, &interrupt);
+    }
+    let done = Paused::of(tenant, result, run_dir);
     if args.show.json {
         output.json(&done.document())?;
         return Ok(done.code());
@@ -77,7 +88,11 @@ impl Paused {
     }
 
     fn code(&self) -> ExitCode {
-        if self.strayed.is_empty() { code_of_half(&self.result) } else { ExitCode::from(EXIT_PARTIAL) }
+        if self.strayed.is_empty() {
+            code_of_half(&self.result)
+        } else {
+            ExitCode::from(EXIT_PARTIAL)
+        }
     }
 
     fn show(self, scope: &Scope, how: ShowArgs, output: &mut Output) -> Result<ExitCode, Failure> {
@@ -94,7 +109,10 @@ fn say_which(run_dir: &RunDir) -> Result<Failure, Failure> {
     let which = if names.is_empty() {
         ps::NOBODY.to_owned()
     } else {
-        format!("say which tenant to pause: {}; or all of them: `sublet pause --all`", names.join(", "))
+        format!(
+            "say which tenant to pause: {}; or all of them: `sublet pause --all`",
+            names.join(", ")
+        )
     };
     Ok(Failure::new(which, EXIT_USAGE))
 }
@@ -152,15 +170,16 @@ fn pause_all(args: &PauseArgs, run_dir: &RunDir, output: &mut Output) -> Result<
 }
 
 pub(crate) fn resume(
-    args: &ResumeArgs,
+    mut args: ResumeArgs,
     run_dir: &RunDir,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
+    args.tenant = early::meant(&args.tenant, run_dir)?;
     let interrupt = signals::watch()?;
     let lost_imports = if args.without_lost { LostImports::LeaveOut } else { LostImports::Refuse };
     let scope = args.scope();
     if args.queue {
-        return resume_in_turn(args, run_dir, lost_imports, interrupt, output);
+        return resume_in_turn(&args, run_dir, lost_imports, interrupt, output);
     }
     let options =
         Options { lost_imports, scope: scope.clone(), ..options(args.timeout, &interrupt) };

@@ -8,36 +8,45 @@ use std::path::Path;
 
 use nix::unistd::geteuid;
 use procfs::process::{Process, all_processes};
+use tenants::code::Code;
 use tenants::identity::TenantName;
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir};
 use tenants::settings::TENANT_VARIABLE;
 
 use crate::environment::PRELOAD_VARIABLE;
 use crate::environment::absolute;
+use crate::failure::{EXIT_UNCHANGED, Failure};
 use crate::outsiders;
 use crate::run::LIBRARY_NAME;
 
 /// The first process of each tenant in `run_dir`, by the tenant's name. Those that have joined are among them.
 pub(crate) fn find(run_dir: &RunDir) -> BTreeMap<TenantName, u32> {
-    let own_uid = geteuid().as_raw();
-    let run_dir = absolute(run_dir.path());
     let mut found = BTreeMap::new();
-    for process in all_processes().into_iter().flatten().flatten() {
-        let pid = process.pid().cast_unsigned();
-        // Root may read what other users wrote.
-        if pid == std::process::id() || process.uid().ok() != Some(own_uid) {
-            continue;
-        }
-        if let Some(tenant) = tenant_in(&process.environ().unwrap_or_default(), &run_dir) {
-            let first = found.entry(tenant).or_insert(pid);
-            *first = pid.min(*first);
-        }
+    for (tenant, pid) in all(run_dir) {
+        let first = found.entry(tenant).or_insert(pid);
+        *first = pid.min(*first);
     }
     found
 }
 
+/// This user's processes under Sublet that meet in `run_dir`, each with its tenant.
+pub(crate) fn all(run_dir: &RunDir) -> impl Iterator<Item = (TenantName, u32)> {
+    let own_uid = geteuid().as_raw();
+    let run_dir = absolute(run_dir.path());
+    let processes = all_processes().into_iter().flatten().flatten();
+    processes.filter_map(move |process| {
+        let pid = process.pid().cast_unsigned();
+        // Root may read what other users wrote.
+        if pid == std::process::id() || process.uid().ok() != Some(own_uid) {
+            return None;
+        }
+        Some((tenant_in(&process.environ().unwrap_or_default(), &run_dir)?, pid))
+    })
+}
+
 fn tenant_in(environment: &HashMap<OsString, OsString>, run_dir: &Path) -> Option<TenantName> {
-    let mut preloaded = environment.get(OsStr::new(PRELOAD_VARIABLE))?.as_bytes().windows(LIBRARY_NAME.len());
+    let mut preloaded =
+        environment.get(OsStr::new(PRELOAD_VARIABLE))?.as_bytes().windows(LIBRARY_NAME.len());
     let is_under_sublet = preloaded.any(|it| it == LIBRARY_NAME.as_bytes());
     named_in(environment, run_dir).filter(|_| is_under_sublet)
 }
@@ -51,7 +60,7 @@ fn named_in(environment: &HashMap<OsString, OsString>, run_dir: &Path) -> Option
 }
 
 /// The standing of a process that is no member of a tenant.
-pub(crate) enum Origin {
+pub(crate) enum Parentage {
     /// It runs under Sublet, and joins its tenant when it first asks for GPU memory.
     Early,
     /// The job of this tenant started it, and it runs without Sublet.
@@ -63,23 +72,55 @@ pub(crate) enum Origin {
 /// The longest line of parents that is looked at.
 const PARENTS_MAX: usize = 32;
 
-/// The origin of a process, by its own environment and those of its parents.
-pub(crate) fn origin(run_dir: &RunDir, pid: u32) -> Origin {
+/// The parentage of a process, by its own environment and those of its parents.
+pub(crate) fn parentage(run_dir: &RunDir, pid: u32) -> Parentage {
     let run_dir = absolute(run_dir.path());
     let mut next = Process::new(pid.cast_signed()).ok();
     for place in 0..PARENTS_MAX {
         let Some(process) = next else { break };
         let environment = process.environ().unwrap_or_default();
         if place == 0 && tenant_in(&environment, &run_dir).is_some() {
-            return Origin::Early;
+            return Parentage::Early;
         }
         if let Some(tenant) = named_in(&environment, &run_dir) {
-            return Origin::Strayed(tenant);
+            return Parentage::Strayed(tenant);
         }
         let parent = process.stat().map(|stat| stat.ppid).ok().filter(|parent| *parent > 1);
         next = parent.and_then(|parent| Process::new(parent).ok());
     }
-    Origin::Foreign
+    Parentage::Foreign
+}
+
+/// The tenant that `given` means: one of that name, or the one of which the process with that id is.
+///
+/// # Errors
+/// It is the id of a process that no pause reaches.
+pub(crate) fn meant(given: &TenantName, run_dir: &RunDir) -> Result<TenantName, Failure> {
+    let live = run_dir.live_tenants()?;
+    let pid = given.as_str().parse().ok().filter(|_| !live.contains(given));
+    let Some(pid) = pid.filter(|pid| Process::new(u32::cast_signed(*pid)).is_ok()) else {
+        return Ok(given.clone());
+    };
+    let dir = |name: &TenantName| run_dir.existing_tenant(name).ok().flatten();
+    let is_of = |name: &TenantName| dir(name).is_some_and(|dir| dir.pids().contains(&pid));
+    let joined = live.into_iter().find(is_of);
+    if let Some(found) =
+        joined.or_else(|| all(run_dir).find(|(_, one)| *one == pid).map(|(name, _)| name))
+    {
+        return Ok(found);
+    }
+    let who = format!("process {pid} ({})", outsiders::command_of(pid));
+    let message = match parentage(run_dir, pid) {
+        Parentage::Strayed(tenant) => {
+            format!(
+                "{who} was started by the job of tenant '{tenant}' without Sublet: no pause reaches it"
+            )
+        }
+        Parentage::Early | Parentage::Foreign => format!(
+            "{who} was not started under `sublet run`, so no pause reaches it; NVIDIA's cuda-checkpoint pauses single processes"
+        ),
+    };
+    Err(Failure::new(message, EXIT_UNCHANGED).because(Code::NoSuchTenant))
 }
 
 /// That there is such a process of `tenant`, which has none that can be asked.

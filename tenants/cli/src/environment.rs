@@ -75,7 +75,8 @@ impl Environment {
         let said = unknown.map(|name| {
             let known = settings::SETTINGS.iter().map(|known| known.name);
             let nearest = known.min_by_key(|known| strsim::levenshtein(name, known));
-            let near = nearest.filter(|known| strsim::levenshtein(name, known) <= TYPOS_MAX);
+            let most = TYPOS_MAX.min((name.len() - settings::PREFIX.len()) / 2);
+            let near = nearest.filter(|known| strsim::levenshtein(name, known) <= most);
             let hint = near.map(|known| format!("; did you mean {known}?"));
             format!("{name} is not a Sublet setting{}", hint.unwrap_or_default())
         });
@@ -122,6 +123,7 @@ mod tests {
                 ("SUBLET_CHANGE", "off"),
                 ("SUBLET_TEST_SEED", "1"),
                 ("SUBLET_COLOUR_OF_THE_SKY", "blue"),
+                ("SUBLET_FOO", "1"),
                 ("SUBLET_SLABS", "1"),
                 ("OTHER", "1"),
             ],
@@ -132,6 +134,7 @@ mod tests {
             [
                 "SUBLET_CHANGE is not a Sublet setting; did you mean SUBLET_CHANGES?",
                 "SUBLET_COLOUR_OF_THE_SKY is not a Sublet setting",
+                "SUBLET_FOO is not a Sublet setting",
             ]
         );
     }

@@ -1,4 +1,4 @@
-//! What is said of words that clap does not know: the way there is to what they ask for.
+//! Answers to words that clap does not know: the way there is to what they ask for.
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
@@ -15,14 +15,15 @@ const HINTS: [(&str, &str, &str); 7] = [
 
 /// `error` with the way there is to what `words` ask for, and without clap's own, which is to pass an option as a name.
 pub(crate) fn with_hint(mut error: clap::Error, words: &[String]) -> clap::Error {
-    let kind = match error.kind() {
-        ErrorKind::UnknownArgument => ContextKind::InvalidArg,
-        ErrorKind::InvalidSubcommand => ContextKind::InvalidSubcommand,
-        _ => return error,
+    let kind = if error.kind() == ErrorKind::UnknownArgument {
+        ContextKind::InvalidArg
+    } else {
+        ContextKind::InvalidSubcommand
     };
     let Some(ContextValue::String(word)) = error.get(kind).cloned() else { return error };
     let verb = words.get(1).map_or("", String::as_str);
-    let known = HINTS.iter().find(|(known, of, _)| *known == word && (of.is_empty() || *of == verb));
+    let known =
+        HINTS.iter().find(|(known, of, _)| *known == word && (of.is_empty() || *of == verb));
     let hint = known.map(|(_, _, hint)| (*hint).to_owned());
     let hint = hint.or_else(|| {
         let is_name = !word.starts_with('-') && kind == ContextKind::InvalidArg;

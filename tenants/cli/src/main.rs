@@ -18,6 +18,7 @@ mod failure;
 mod files;
 mod gpus;
 mod hints;
+mod launch;
 mod manual;
 mod metrics;
 mod output;
@@ -114,7 +115,7 @@ fn dispatch(
         Command::Budget(args) => budget::budget(&args, open_run_dir()?, output),
         Command::Ps(args) => ps::ps(&args, &open_run_dir()?, output),
         Command::Pause(args) => change::pause(&args, &open_run_dir()?, output),
-        Command::Resume(args) => change::resume(&args, &open_run_dir()?, output),
+        Command::Resume(args) => change::resume(args, &open_run_dir()?, output),
         Command::Swap(args) => change::swap(&args, &open_run_dir()?, output),
         Command::Switch(args) => switch::switch(&args, &open_run_dir()?, output),
         Command::Turns(args) => switch::turns(args, &open_run_dir()?, output),

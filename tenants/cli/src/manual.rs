@@ -48,7 +48,7 @@ fn pages() -> Result<Vec<(String, Vec<u8>)>, Failure> {
     let mut whole = Cli::command().disable_help_subcommand(true);
     // Gives the parts the names that their pages have.
     whole.build();
-    let commands: Vec<_> = iter::once(&whole).chain(whole.get_subcommands()).cloned().collect();
+    let commands: Vec<_> = iter::once(&whole).chain(shown(&whole)).cloned().collect();
     let page = |command| -> io::Result<(String, Vec<u8>)> {
         let page = Man::new(command);
         let mut text = Vec::new();
@@ -57,6 +57,11 @@ fn pages() -> Result<Vec<(String, Vec<u8>)>, Failure> {
     };
     let pages: io::Result<_> = commands.into_iter().map(page).collect();
     pages.map_err(|error| Failure::of(&error, EXIT_UNCHANGED))
+}
+
+/// The commands that people type.
+fn shown(whole: &clap::Command) -> impl Iterator<Item = &clap::Command> {
+    whole.get_subcommands().filter(|command| !command.is_hide_set())
 }
 
 fn write(dir: &Path, name: &str, text: &[u8]) -> Result<(), Failure> {
@@ -71,7 +76,7 @@ mod tests {
 
     fn names() -> Vec<String> {
         let whole = Cli::command();
-        whole.get_subcommands().map(|part| part.get_name().to_owned()).collect()
+        shown(&whole).map(|part| part.get_name().to_owned()).collect()
     }
 
     #[test]

@@ -10,7 +10,7 @@ use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::transport;
 
-use crate::early::{self, Origin};
+use crate::early::{self, Parentage};
 use crate::gpus::{self, GpuBytes, Gpus};
 use crate::units;
 
@@ -64,18 +64,20 @@ impl Outside {
     /// Says that a pause of its tenant does not reach it.
     pub(crate) fn strayed(&self) -> Option<String> {
         let tenant = self.strayed_from.as_ref()?;
+        let (pid, command, size) = (self.pid, &self.command, units::bytes(self.bytes()));
         Some(format!(
-            "{tenant} {}: runs outside Sublet, though this job started it: no pause moves its {} (LD_PRELOAD was replaced: {})",
-            self.pid,
-            units::bytes(self.bytes()),
-            self.command
+            "{tenant}: process {pid} ({command}), started by this job, runs outside Sublet: no pause moves its {size}"
         ))
     }
 }
 
 /// Those of all processes with memory on `gpus` that are of no tenant, the largest first. `members` are the processes of all tenants. None where
 /// the management library does not tell, or by other process ids than this machine's.
-pub(crate) fn outside(run_dir: &RunDir, members: &BTreeSet<u32>, gpus: &Gpus) -> Option<Vec<Outside>> {
+pub(crate) fn outside(
+    run_dir: &RunDir,
+    members: &BTreeSet<u32>,
+    gpus: &Gpus,
+) -> Option<Vec<Outside>> {
     let held = gpus.held()?;
     if !gpus::knows_all_pids() && !held.keys().any(|pid| members.contains(pid)) {
         return None;
@@ -83,10 +85,10 @@ pub(crate) fn outside(run_dir: &RunDir, members: &BTreeSet<u32>, gpus: &Gpus) ->
     let others = held.iter().filter(|(pid, _)| !members.contains(pid));
     let mut found: Vec<_> = others
         .filter_map(|(pid, held)| {
-            let strayed_from = match early::origin(run_dir, *pid) {
-                Origin::Early => return None,
-                Origin::Strayed(tenant) => Some(tenant.to_string()),
-                Origin::Foreign => None,
+            let strayed_from = match early::parentage(run_dir, *pid) {
+                Parentage::Early => return None,
+                Parentage::Strayed(tenant) => Some(tenant.to_string()),
+                Parentage::Foreign => None,
             };
             Some(Outside { pid: *pid, command: command_of(*pid), strayed_from, gpus: held.clone() })
         })

@@ -1,5 +1,6 @@
 //! `sublet ps`: tenants, their processes, and their bytes on each GPU.
 
+mod details;
 mod remarks;
 mod waiting;
 
@@ -14,11 +15,12 @@ use vmm_pool::Contents;
 
 use crate::args::StatsArgs;
 use crate::failure::Failure;
-use crate::gpus::{self, Gpu, GpuBytes};
-use crate::outsiders::Outside;
+use crate::gpus::{self, Gpu};
 use crate::output::{self, Output};
+use crate::outsiders::Outside;
 use crate::view::{TenantView, View};
 use crate::{early, outsiders, units};
+use details::render;
 use remarks::{remarks_of_members, tenant_remarks};
 
 pub(crate) const NOBODY: &str =
@@ -212,132 +214,16 @@ fn free_line(view: &View) -> Option<String> {
     } else {
         let all = gpus::labels(known.iter().map(|(gpu, ..)| *gpu));
         let total = &known[0].2;
-        let of = if known.iter().all(|(.., one)| one == total) { format!(" of {total}") } else { String::new() };
+        let of = if known.iter().all(|(.., one)| one == total) {
+            format!(" of {total}")
+        } else {
+            String::new()
+        };
         match (units::bytes(least), units::bytes(most)) {
             (least, most) if least == most => format!("free: {least}{of} on each of GPU {all}"),
             (least, most) => format!("free: {least} to {most}{of} on GPU {all}"),
         }
     })
-}
-
-/// Every process with its memory by GPU, library and tag. `early` has no GPU memory yet.
-fn render(view: &View, early: &BTreeMap<TenantName, u32>, output: &mut Output) {
-    // Most tenants are in none.
-    let mut members = view.tenants.iter().flat_map(|tenant| &tenant.stats.members);
-    let has_family = members.any(|member| member.member.family.is_some());
-    let mut header = vec![
-        "TENANT", "PID", "STATE", "GPU", "LIBRARY", "TAG", "CONTENTS", "ON GPU", "OFF GPU",
-        "IMPORTED", "COMMAND",
-    ];
-    let mut numbers = [1, 7, 8, 9];
-    if has_family {
-        header.insert(1, "FAMILY");
-        numbers = numbers.map(|column| column + 1);
-    }
-    let mut table = output::table(&header, &numbers);
-    for tenant in &view.tenants {
-        let TenantView { stats, silent, .. } = tenant;
-        let members = stats
-            .members
-            .iter()
-            .map(|member| (member.member.family.as_deref(), member_rows(view, tenant, member)));
-        let silent = silent.iter().map(|silent| {
-            let stands = [&*stats.tenant, silent.standing.label()];
-            (None, rows_of_silence(view, stands, (silent.pid, &silent.command), &silent.gpus))
-        });
-        for (family, rows) in members.chain(silent) {
-            for mut row in rows {
-                if has_family {
-                    row.insert(1, family.unwrap_or("-").to_owned());
-                }
-                table.add_row(row);
-            }
-        }
-    }
-    for (tenant, pid) in early {
-        let mut row = vec![tenant.to_string(), pid.to_string(), "no memory yet".to_owned()];
-        row.extend(std::iter::repeat_n("-".to_owned(), 7));
-        row.push(units::command(&outsiders::command_of(*pid)));
-        if has_family {
-            row.insert(1, "-".to_owned());
-        }
-        table.add_row(row);
-    }
-    for outside in view.outside.iter().flatten() {
-        for mut row in rows_of_silence(view, [OUTSIDE, "-"], (outside.pid, &outside.command), &outside.gpus) {
-            if has_family {
-                row.insert(1, "-".to_owned());
-            }
-            table.add_row(row);
-        }
-    }
-    output.table(&table);
-    output.lines(ending(view));
-    for tenant in &view.tenants {
-        let name = &tenant.stats.tenant;
-        output.lines(tenant_remarks(&tenant.stats));
-        output.lines(waits_of(tenant));
-        let each = remarks_of_members(view, &tenant.stats, true);
-        output.lines(each.into_iter().map(|(pid, text)| format!("{name} {pid}: {text}")));
-    }
-}
-
-/// One row for each class of memory; a process without any has one row.
-fn member_rows(view: &View, tenant: &TenantView, member: &MemberStats) -> Vec<Vec<String>> {
-    let pid = member.member.pid;
-    let left = tenant.left_by(pid).map(|left| left_label(left.bytes()));
-    let standing = [Some(standing_label(member)), left].into_iter().flatten();
-    let standing = standing.collect::<Vec<_>>().join(", ");
-    let lead = [tenant.stats.tenant.clone(), pid.to_string(), standing];
-    let command = units::command(&member.member.command);
-    let dash = || "-".to_owned();
-    let mut rows = Vec::new();
-    for device in &member.pool.devices {
-        for class in &device.classes {
-            let away = class.own_bytes.saturating_sub(class.resident_bytes);
-            let tag = if class.tag.is_empty() { dash() } else { class.tag.clone() };
-            let mut row = lead.to_vec();
-            row.extend([
-                view.gpu_label(&device.uuid),
-                class.library.clone(),
-                tag,
-                contents_label(class.contents).to_owned(),
-                units::bytes_or_dash(class.resident_bytes),
-                units::bytes_or_dash(away),
-                units::bytes_or_dash(class.imported_bytes),
-                command.clone(),
-            ]);
-            rows.push(row);
-        }
-    }
-    if rows.is_empty() {
-        let mut row = lead.to_vec();
-        row.extend(std::iter::repeat_with(dash).take(7));
-        row.push(command);
-        rows.push(row);
-    }
-    rows
-}
-
-/// The rows of a process that says nothing itself: one for each GPU on which it is known to have memory, or one.
-fn rows_of_silence(
-    view: &View,
-    [tenant, state]: [&str; 2],
-    (pid, command): (u32, &str),
-    gpus: &[GpuBytes],
-) -> Vec<Vec<String>> {
-    let row = |gpu: String, bytes: String| {
-        let dash = || "-".to_owned();
-        let (tenant, pid, state) = (tenant.to_owned(), pid.to_string(), state.to_owned());
-        let command = units::command(command);
-        vec![tenant, pid, state, gpu, dash(), dash(), dash(), bytes, dash(), dash(), command]
-    };
-    let held = |held: &GpuBytes| row(view.gpu_label(&held.uuid), units::bytes(held.bytes));
-    let mut rows: Vec<_> = gpus.iter().map(held).collect();
-    if rows.is_empty() {
-        rows.push(row("-".to_owned(), "-".to_owned()));
-    }
-    rows
 }
 
 /// The state of a process, and the tags that it runs without, or stands still without while its other memory is there.
@@ -408,8 +294,8 @@ pub(crate) mod tests {
     use vmm_pool::{ClassBytes, CopiedBytes, DeviceReport, PinnedBytes, PoolReport};
 
     use super::*;
-    use crate::gpus::Gpus;
     use crate::gpus::tests::{UUID, h200};
+    use crate::gpus::{GpuBytes, Gpus};
     use crate::silent::{Silent, Standing};
     use crate::view::Left;
 
@@ -573,8 +459,7 @@ train 10: 3 GiB of saved contents are in a file, to make room in host memory: a 
         };
         let mut view = View::of(Vec::new(), &Gpus::of(vec![h200()]));
         view.outside = Some(vec![outside(9, None, 12), outside(8, Some("train"), 8)]);
-        let strayed = "train 8: runs outside Sublet, though this job started it: no pause moves its 8 GiB \
-                       (LD_PRELOAD was replaced: python hold.py)";
+        let strayed = "train: process 8 (python hold.py), started by this job, runs outside Sublet: no pause moves its 8 GiB";
         let mut output = Output::default();
         overview(&view, &BTreeMap::new(), &mut output);
         let expected = format!(

@@ -14,12 +14,12 @@ use tenants::budget::BUDGET_VARIABLE;
 use tenants::class::{TURNS_VARIABLE, TurnSettings};
 use tenants::identity::{MemberId, NameError, TENANT_NAME_BYTES_MAX, TenantName};
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir};
-use tenants::settings::{FAMILY_VARIABLE, REQUIRED_VARIABLE, TENANT_VARIABLE};
+use tenants::settings::{FAMILY_VARIABLE, LAUNCH_VARIABLE, REQUIRED_VARIABLE, TENANT_VARIABLE};
 
 use crate::args::RunArgs;
 use crate::environment::{Environment, PRELOAD_VARIABLE, absolute};
 use crate::failure::{EXIT_NOT_FOUND, EXIT_UNCHANGED, EXIT_USAGE, Failure};
-use crate::{budget, early, gpus, output, outsiders};
+use crate::{budget, early, launch, output, outsiders};
 
 /// File name of the preload object.
 pub(crate) const LIBRARY_NAME: &str = "libsublet.so";
@@ -32,9 +32,14 @@ pub(crate) fn run(
 ) -> Result<ExitCode, Failure> {
     // Lives as long as this process: see its type.
     let mut chosen = None;
+    let mut _turn = None;
     let outer = || environment.settings().tenant.clone();
     let tenant = match args.tenant.clone().or_else(outer) {
-        Some(tenant) => tenant,
+        Some(tenant) if args.join => tenant,
+        Some(tenant) => {
+            _turn = launch::take(&tenant, run_dir, environment, output::complain)?;
+            tenant
+        }
         None => chosen.insert(choose(&args.command, run_dir)?).tenant.clone(),
     };
     let own = own_settings(args, &tenant, environment);
@@ -55,7 +60,7 @@ pub(crate) fn run(
     }
     if let Some(chosen) = &chosen {
         output::complain(&note_of_name(chosen));
-    } else if let Some(note) = note_of_others(&tenant, run_dir) {
+    } else if let Some(note) = note_of_others(&tenant, run_dir).filter(|_| args.join) {
         output::complain(&note);
     }
     let preload = prepend(&library, environment.get(PRELOAD_VARIABLE))?;
@@ -75,7 +80,9 @@ pub(crate) fn run(
 /// Is there a program of this name, where the system would look for it?
 fn is_found(program: &OsStr, path: Option<&OsStr>) -> bool {
     let is_path = program.as_bytes().contains(&b'/');
-    let Some(path) = path.filter(|_| !is_path) else { return !is_path || Path::new(program).exists() };
+    let Some(path) = path.filter(|_| !is_path) else {
+        return !is_path || Path::new(program).exists();
+    };
     env::split_paths(path).any(|dir| dir.join(program).exists())
 }
 
@@ -108,7 +115,8 @@ fn own_settings(
     tenant: &TenantName,
     environment: &Environment,
 ) -> Vec<(&'static str, String)> {
-    let mut own = vec![(TENANT_VARIABLE, tenant.to_string())];
+    let mut own =
+        vec![(TENANT_VARIABLE, tenant.to_string()), (LAUNCH_VARIABLE, launch::mark(environment))];
     own.extend(args.family.as_ref().map(|family| (FAMILY_VARIABLE, family.to_string())));
     let before = environment.settings().turns;
     let given = args.turns.as_ref().and_then(|turns| turns.parse().ok());
@@ -202,9 +210,9 @@ struct Chosen {
 }
 
 /// Chooses a name for `command`. Jobs of one array start together: each looks for a name while no other does. Blocks for as long as
-/// [`gpus::in_time`] at most.
+/// [`launch::turn`] at most.
 fn choose(command: &[OsString], run_dir: &RunDir) -> Result<Chosen, Failure> {
-    let turn = turn(run_dir.path());
+    let turn = launch::turn(run_dir.path());
     let live = run_dir.live_tenants()?.into_iter();
     let taken: BTreeSet<TenantName> = live.chain(early::find(run_dir).into_keys()).collect();
     let first = name_of(command).map_err(|error| Failure::of(&error, EXIT_USAGE))?;
@@ -214,12 +222,6 @@ fn choose(command: &[OsString], run_dir: &RunDir) -> Result<Chosen, Failure> {
     let tenant = std::iter::once(first.clone()).chain(numbered).find(is_free);
     let tenant = tenant.unwrap_or_else(|| first.clone());
     Ok(Chosen { taken: (tenant != first).then_some(first), tenant, _turn: turn })
-}
-
-/// None if it cannot be had in time: two jobs may then have one name.
-fn turn(run_dir: &Path) -> Option<File> {
-    let file = File::open(run_dir).ok()?;
-    gpus::in_time(move || file.lock().ok().map(|()| file)).flatten()
 }
 
 /// The script that a command runs, or its Python module, or its program: `torchrun --nproc-per-node 4 examples/train.py` is `train`.

@@ -262,7 +262,10 @@ fn left_bytes(view: &View, registry: &mut Registry) {
         let tenant = outside.strayed_from.as_deref().unwrap_or_default();
         let each = outside.gpus.iter();
         each.map(move |held| {
-            (with(on_gpu(view, tenant, &held.uuid), labels([("pid", &outside.pid.to_string())])), held.bytes)
+            (
+                with(on_gpu(view, tenant, &held.uuid), labels([("pid", &outside.pid.to_string())])),
+                held.bytes,
+            )
         })
     });
     let help = "Memory of processes outside Sublet. tenant: the one whose job started the process, which no pause reaches";

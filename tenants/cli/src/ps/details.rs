@@ -1,0 +1,135 @@
+//! The table of `sublet ps -v`: each process with its memory.
+
+use std::collections::BTreeMap;
+
+use tenants::identity::TenantName;
+use tenants::wire::MemberStats;
+
+use super::remarks::{remarks_of_members, tenant_remarks};
+use super::{OUTSIDE, contents_label, ending, left_label, standing_label, waits_of};
+use crate::gpus::GpuBytes;
+use crate::output::{self, Output};
+use crate::view::{TenantView, View};
+use crate::{outsiders, units};
+
+/// Every process with its memory by GPU, library and tag. `early` has no GPU memory yet.
+pub(super) fn render(view: &View, early: &BTreeMap<TenantName, u32>, output: &mut Output) {
+    // Most tenants are in none.
+    let mut members = view.tenants.iter().flat_map(|tenant| &tenant.stats.members);
+    let has_family = members.any(|member| member.member.family.is_some());
+    let mut header = vec![
+        "TENANT", "PID", "STATE", "GPU", "LIBRARY", "TAG", "CONTENTS", "ON GPU", "OFF GPU",
+        "IMPORTED", "COMMAND",
+    ];
+    let mut numbers = [1, 7, 8, 9];
+    if has_family {
+        header.insert(1, "FAMILY");
+        numbers = numbers.map(|column| column + 1);
+    }
+    let mut table = output::table(&header, &numbers);
+    for tenant in &view.tenants {
+        let TenantView { stats, silent, .. } = tenant;
+        let members = stats
+            .members
+            .iter()
+            .map(|member| (member.member.family.as_deref(), member_rows(view, tenant, member)));
+        let silent = silent.iter().map(|silent| {
+            let stands = [&*stats.tenant, silent.standing.label()];
+            (None, rows_of_silence(view, stands, (silent.pid, &silent.command), &silent.gpus))
+        });
+        for (family, rows) in members.chain(silent) {
+            for mut row in rows {
+                if has_family {
+                    row.insert(1, family.unwrap_or("-").to_owned());
+                }
+                table.add_row(row);
+            }
+        }
+    }
+    for (tenant, pid) in early {
+        let mut row = vec![tenant.to_string(), pid.to_string(), "no memory yet".to_owned()];
+        row.extend(std::iter::repeat_n("-".to_owned(), 7));
+        row.push(units::command(&outsiders::command_of(*pid)));
+        if has_family {
+            row.insert(1, "-".to_owned());
+        }
+        table.add_row(row);
+    }
+    for outside in view.outside.iter().flatten() {
+        for mut row in
+            rows_of_silence(view, [OUTSIDE, "-"], (outside.pid, &outside.command), &outside.gpus)
+        {
+            if has_family {
+                row.insert(1, "-".to_owned());
+            }
+            table.add_row(row);
+        }
+    }
+    output.table(&table);
+    output.lines(ending(view));
+    for tenant in &view.tenants {
+        let name = &tenant.stats.tenant;
+        output.lines(tenant_remarks(&tenant.stats));
+        output.lines(waits_of(tenant));
+        let each = remarks_of_members(view, &tenant.stats, true);
+        output.lines(each.into_iter().map(|(pid, text)| format!("{name} {pid}: {text}")));
+    }
+}
+
+/// One row for each class of memory; a process without any has one row.
+fn member_rows(view: &View, tenant: &TenantView, member: &MemberStats) -> Vec<Vec<String>> {
+    let pid = member.member.pid;
+    let left = tenant.left_by(pid).map(|left| left_label(left.bytes()));
+    let standing = [Some(standing_label(member)), left].into_iter().flatten();
+    let standing = standing.collect::<Vec<_>>().join(", ");
+    let lead = [tenant.stats.tenant.clone(), pid.to_string(), standing];
+    let command = units::command(&member.member.command);
+    let dash = || "-".to_owned();
+    let mut rows = Vec::new();
+    for device in &member.pool.devices {
+        for class in &device.classes {
+            let away = class.own_bytes.saturating_sub(class.resident_bytes);
+            let tag = if class.tag.is_empty() { dash() } else { class.tag.clone() };
+            let mut row = lead.to_vec();
+            row.extend([
+                view.gpu_label(&device.uuid),
+                class.library.clone(),
+                tag,
+                contents_label(class.contents).to_owned(),
+                units::bytes_or_dash(class.resident_bytes),
+                units::bytes_or_dash(away),
+                units::bytes_or_dash(class.imported_bytes),
+                command.clone(),
+            ]);
+            rows.push(row);
+        }
+    }
+    if rows.is_empty() {
+        let mut row = lead.to_vec();
+        row.extend(std::iter::repeat_with(dash).take(7));
+        row.push(command);
+        rows.push(row);
+    }
+    rows
+}
+
+/// The rows of a process that says nothing itself: one for each GPU on which it is known to have memory, or one.
+fn rows_of_silence(
+    view: &View,
+    [tenant, state]: [&str; 2],
+    (pid, command): (u32, &str),
+    gpus: &[GpuBytes],
+) -> Vec<Vec<String>> {
+    let row = |gpu: String, bytes: String| {
+        let dash = || "-".to_owned();
+        let (tenant, pid, state) = (tenant.to_owned(), pid.to_string(), state.to_owned());
+        let command = units::command(command);
+        vec![tenant, pid, state, gpu, dash(), dash(), dash(), bytes, dash(), dash(), command]
+    };
+    let held = |held: &GpuBytes| row(view.gpu_label(&held.uuid), units::bytes(held.bytes));
+    let mut rows: Vec<_> = gpus.iter().map(held).collect();
+    if rows.is_empty() {
+        rows.push(row("-".to_owned(), "-".to_owned()));
+    }
+    rows
+}
