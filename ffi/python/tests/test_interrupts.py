@@ -198,6 +198,38 @@ def test_interrupt_ends_the_wait_for_a_turn_and_nobody_has_one(stage: Stage, tmp
     assert kind == "UsageError" and "no turn of this process" in args[0]
 
 
+ALLOCATES = """
+def allocates():
+    try:
+        simdriver.allocate(40 * MIB)
+        return 'taken'
+    except KeyboardInterrupt:
+        return 'interrupted'
+    except simdriver.DriverError:
+        return 'out of memory'
+"""
+
+
+def test_interrupt_ends_the_wait_for_memory_and_another_signal_does_not(stage: Stage, tmp_path: Path) -> None:
+    node = simulated_node(tmp_path, 64 * MIB)
+    train = stage.worker("train", **node, SUBLET_TURNS="auto,class=guaranteed")
+    train.do("memory = simdriver.allocate(40 * MIB, fill=7)")
+    train.do("turn = sublet.turn(); turn.__enter__()")
+    book = stage.worker("notebook", **node, SUBLET_TURNS="auto,wait=10m")
+    book.do(ALLOCATES)
+    book.do("import signal; seen = []; signal.signal(signal.SIGCHLD, lambda *_: seen.append(1))")
+    book.tell("allocates()")
+    assert not book.has_answered(1.0)
+    os.kill(book.pid, signal.SIGCHLD)
+    assert not book.has_answered(1.0)
+    os.kill(book.pid, signal.SIGINT)
+    # Where the signal comes between two waits, the next one ends it.
+    while not book.has_answered(5.0):
+        os.kill(book.pid, signal.SIGINT)
+    assert book.answer() in {"interrupted", "out of memory"}
+    assert book.do("seen") == [1]
+
+
 def test_interrupt_of_a_command_is_told_it_and_what_it_did_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Instead of the command one that is interrupted behind its deed, and says what it has done.
     script = tmp_path / "sublet"

@@ -18,13 +18,13 @@ use vmm_pool::{UninheritedFd, check_file_length};
 
 use crate::clock::now_us;
 use crate::decision::scene::Wish;
+use crate::signals;
 use crate::turn_files::{TurnDir, TurnLock};
 use tenants::run_dir::files::{
     FileLock, entry_names, holders, io_error, is_no_file, is_still_named, open_regular,
     open_to_read, remove_file_if_there,
 };
 use tenants::run_dir::{RunDirError, pause_thread};
-use tenants::transport::poll_until;
 
 const CLAIM_EXTENSION: &str = ".claim";
 /// Changes whenever what a claim says does.
@@ -204,14 +204,11 @@ pub(crate) fn pid_namespace() -> u64 {
 impl Watch {
     /// Waits until a claim has changed since the last call, for `most` at most. Says whether one has.
     pub(crate) fn wait(&self, most: Duration) -> bool {
-        let Some(fd) = &self.0 else {
-            pause_thread(most);
-            return false;
-        };
+        let Some(fd) = &self.0 else { return signals::wait(&mut [], most) };
         let deadline = Instant::now() + most;
         loop {
             let mut fds = [PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
-            if !poll_until(&mut fds, deadline).unwrap_or(false) {
+            if !signals::wait(&mut fds, deadline.saturating_duration_since(Instant::now())) {
                 return false;
             }
             if Self::clear(fd) {

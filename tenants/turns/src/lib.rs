@@ -19,6 +19,7 @@ mod going;
 mod outcome;
 mod queue;
 mod room;
+mod signals;
 #[cfg(test)]
 mod tests;
 mod turn;

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::Switched;
 use super::acting::{SwitchOptions, busy, fits_nowhere};
 use super::gather::{self, Displaced, Silent, gather, history_of};
+use super::{Switched, signals};
 use crate::claims::{Claim, Found, OwnClaim, Watch, pid_namespace};
 use crate::clock::now_us;
 use crate::decision::history::History;
@@ -13,7 +13,7 @@ use crate::decision::{Decision, Verdict, decide};
 use crate::turn_files::{TurnDir, TurnLock};
 use tenants::coordinator::{Event, Interrupt, Trouble};
 use tenants::identity::TenantName;
-use tenants::run_dir::{RunDir, RunDirError, pause_thread};
+use tenants::run_dir::{RunDir, RunDirError};
 use tenants::time::millis;
 
 /// The longest time of one look while nothing changes, for the first that waits.
@@ -399,10 +399,7 @@ impl Queue {
 
     /// Does nothing for so long, unless it is called off.
     fn rest(&self, time: Duration, calls_off: CallsOff<'_>) -> Result<(), Trouble> {
-        self.wait_for(time, calls_off, |left| {
-            pause_thread(left);
-            false
-        })
+        self.wait_for(time, calls_off, |left| signals::wait(&mut [], left))
     }
 
     /// Waits until claims change, for at most `look`.

@@ -12,8 +12,8 @@ use vmm_pool::driver::{DeviceOrdinal, Driver, DriverCode};
 use vmm_pool::gate::Gate;
 use vmm_pool::{PoolError, PoolResult};
 
-use super::SwitchOptions;
 use super::queue::{AGAIN_AFTER, AGAIN_AFTER_MAX, CallsOff, Queue, never};
+use super::{SwitchOptions, signals};
 use crate::decision::scene::Wish;
 use tenants::checkpoints::Checkpointer;
 use tenants::class::TurnSettings;
@@ -79,7 +79,8 @@ pub fn with_room<D: Driver, T>(
     let waits = member.cut().wait_for_memory_since(began);
     let (run_dir, tenant, wish) =
         (member.presence().run_dir(), member.presence().tenant(), Wish::Memory(wants));
-    let has_left = || member.presence().has_left();
+    signals::forget();
+    let has_left = || member.presence().has_left() || signals::has_come();
     let calls_off = CallsOff::when(&has_left);
     let entered = Queue::enter(run_dir, tenant, wish, wait, calls_off);
     drop(waits);
@@ -136,7 +137,7 @@ fn try_again<D: Driver, T>(
     (wait, began): (Duration, Instant),
     mut make: impl FnMut() -> PoolResult<T>,
 ) -> Result<PoolResult<T>, String> {
-    let is_over = || member.presence().has_left();
+    let is_over = || member.presence().has_left() || signals::has_come();
     let checkpointer = (member.config().checkpointer)();
     let (mut in_vain, mut again_after) = (0, AGAIN_AFTER);
     let mut deadline = queue.deadline.unwrap_or_else(|| Instant::now() + wait);
@@ -164,6 +165,9 @@ fn try_again<D: Driver, T>(
                 }
                 "others took what was made free".to_owned()
             }
+            Err(Trouble::NotSwitched { .. }) if signals::has_come() => {
+                return Err("a signal asks the program to stop".to_owned());
+            }
             Err(Trouble::NotSwitched { .. }) if is_over() => {
                 return Err("its process has left its tenant".to_owned());
             }
@@ -186,7 +190,7 @@ fn try_again<D: Driver, T>(
         let left = deadline.saturating_duration_since(Instant::now());
         if !left.is_zero() {
             waits = waits.or_else(|| Some(member.cut().wait_for_memory_since(began)));
-            pause_thread(again_after.min(left));
+            signals::wait(&mut [], again_after.min(left));
             again_after = (again_after * 2).min(AGAIN_AFTER_MAX);
         } else if is_running() {
             return Err(why);
