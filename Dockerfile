@@ -1,6 +1,6 @@
 # The `sublet` command in an image: for `sublet metrics` as a sidecar, and for commands from other containers of a node.
 #   cargo xtask wheel && docker build --tag sublet:0.1.0 .
-# A job's own image needs `pip install sublet` instead: the library must be where the job's processes are.
+# A job's own image installs the wheel instead: the library must be where the job's processes are.
 FROM python:3.12-slim-bookworm
 
 COPY target/wheels/*.whl /wheels/

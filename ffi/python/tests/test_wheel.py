@@ -55,7 +55,7 @@ def test_licences_of_all_that_is_in_it_are_there(wheel: Distribution) -> None:
 def test_package_index_has_what_it_shows(wheel: Distribution) -> None:
     metadata = wheel.metadata
     assert metadata["Description-Content-Type"].startswith("text/markdown")
-    assert "pip install sublet" in (wheel.read_text("METADATA") or "")
+    assert "pip install ./sublet-" in (wheel.read_text("METADATA") or "")
     assert metadata["Author"] or metadata["Author-email"]
     assert metadata["Requires-Python"] == ">=3.9"
     assert not [needed for needed in wheel.requires or [] if "extra ==" not in needed]

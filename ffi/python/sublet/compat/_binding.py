@@ -169,7 +169,7 @@ class Framework:
     def _refusal(self, lacking: str) -> str:
         return (
             f"{self.name} {self.version() or 'of an unknown version'} {lacking}: nothing of that module "
-            f"is replaced; docs/{self.name.lower().replace(' ', '-')}.md names what was read"
+            "is replaced; docs/frameworks.md names what was read"
         )
 
     def _act(self, module: ModuleType) -> None:
