@@ -355,6 +355,20 @@ pub(crate) fn newcomer(device: DeviceOrdinal) -> Option<(RunDir, TenantName, Str
     Some((run_dir().ok()?, tenant_name().ok()?, gpu, turns.wait))
 }
 
+/// Returns the bytes of the GPU `uuid` that others would give up for this process, where it takes turns: see [`sublet_turns::others_give`]. Where it does
+/// not, or when something of ours fails, `look_free` is not called, and nobody gives anything.
+pub(crate) fn others_give(uuid: &str, look_free: impl FnMut()) -> u64 {
+    let takes_turns = environment::current().settings.turns.queues;
+    if !takes_turns || environment::is_the_command() || is_leaving() || is_forked() {
+        return 0;
+    }
+    let ask = || {
+        let (run_dir, tenant) = (run_dir().ok()?, tenant_name().ok()?);
+        Some(sublet_turns::others_give(&run_dir, &tenant, uuid, look_free))
+    };
+    netted(ask).ok().flatten().unwrap_or(0)
+}
+
 /// All memory of a device, in bytes; 0 where the driver does not say. Needs no context.
 fn device_bytes(device: DeviceOrdinal) -> u64 {
     let mut bytes = 0_usize;

@@ -60,11 +60,16 @@ pub struct Bound {
     pub budget_bytes: u64,
     /// The bytes that all processes of the tenant hold.
     pub held_bytes: u64,
+    /// The bytes that other tenants would give up for it.
+    pub others_bytes: u64,
 }
 
 impl Bound {
+    /// The bound of a tenant without a budget.
+    pub const NONE: Self = Self { budget_bytes: u64::MAX, held_bytes: 0, others_bytes: 0 };
+
     fn of(Figure { budget_bytes, held_bytes }: Figure) -> Option<Self> {
-        budget_bytes.map(|budget_bytes| Self { budget_bytes, held_bytes })
+        budget_bytes.map(|budget_bytes| Self { budget_bytes, held_bytes, ..Self::NONE })
     }
 }
 
@@ -98,6 +103,6 @@ impl<D: Driver> Asker<'_, D> {
             return Bound::of(report.figure(gpu.uuid, gpu.index));
         }
         let budget_bytes = self.settings?.of(gpu.uuid, gpu.index)?;
-        Some(Bound { budget_bytes, held_bytes: 0 })
+        Some(Bound { budget_bytes, ..Bound::NONE })
     }
 }

@@ -1,7 +1,7 @@
 //! The size of a GPU's memory, and of the part that is free.
 //!
-//! The figures are those of `cuMemGetInfo` under a budget: all is the smaller of the GPU's and the budget, free is the smaller of
-//! what is free and what the tenant may still take. What is used is the rest, as NVML has it: all three add up.
+//! The figures are those of `cuMemGetInfo`: all is the smaller of the GPU's and the budget, free is the smaller of what the tenant can have and what
+//! it may still take. What is used is the rest, as NVML has it: all three add up.
 
 use crate::Bound;
 
@@ -35,13 +35,14 @@ pub struct MemoryV2 {
 
 /// An answer about memory.
 pub trait Narrow {
-    /// Returns the answer for the memory inside `bound`, in bytes. It shows no more memory than the original answer.
+    /// Returns the answer for the memory inside `bound`, in bytes. It shows no more memory in all than the original answer.
     #[must_use]
     fn within(self, bound: Bound) -> Self;
 }
 
 fn left(free: u64, bound: Bound) -> u64 {
-    free.min(bound.budget_bytes.saturating_sub(bound.held_bytes))
+    let can_have = free.saturating_add(bound.others_bytes);
+    can_have.min(bound.budget_bytes.saturating_sub(bound.held_bytes))
 }
 
 impl Narrow for Memory {
@@ -71,7 +72,7 @@ mod tests {
     const GPU_V2: MemoryV2 = MemoryV2 { version: 2, total: 140, reserved: 3, free: 100, used: 37 };
 
     fn bound(budget_bytes: u64, held_bytes: u64) -> Bound {
-        Bound { budget_bytes, held_bytes }
+        Bound { budget_bytes, held_bytes, ..Bound::NONE }
     }
 
     #[test]
@@ -95,6 +96,17 @@ mod tests {
         assert_eq!(GPU_V2.within(bound(u64::MAX - 1, 0)), GPU_V2);
         let most = GPU_V2.within(bound(140, 60));
         assert_eq!((most.total, most.reserved, most.free, most.used), (140, 3, 80, 57));
+    }
+
+    #[test]
+    fn memory_that_others_would_give_up_counts_as_free() {
+        let turns = Bound { others_bytes: 30, ..Bound::NONE };
+        assert_eq!(GPU.within(turns), Memory { total: 140, free: 130, used: 10 });
+        assert_eq!(GPU_V2.within(turns).free, 130);
+        let all = Bound { others_bytes: 90, ..Bound::NONE };
+        assert_eq!(GPU.within(all), Memory { total: 140, free: 140, used: 0 });
+        let budget = Bound { others_bytes: 30, ..bound(60, 20) };
+        assert_eq!(GPU.within(budget), Memory { total: 60, free: 40, used: 20 });
     }
 
     #[test]

@@ -202,6 +202,30 @@ def test_unit_is_what_systemd_reads(tmp_path: Path) -> None:
     assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_paused_job_ends_by_its_own_handler(stage: Stage, tmp_path: Path, has_room: bool) -> None:
+    node = simulated_node(tmp_path / "node", 64 * MIB)
+    job, note, saved = stage.worker("train", **node), tmp_path / "handled", tmp_path / "saved"
+    job.do("memory = simdriver.allocate(40 * MIB, fill=7)")
+    job.do(f"import signal; signal.signal(signal.SIGTERM, lambda *_: open({str(note)!r}, 'w').close())")
+    output_of(PACKAGE_BIN / "sublet", "pause", "train", **stage.environment(), **node)
+    other = stage.worker("urgent", **node)
+    if not has_room:
+        other.do("memory = simdriver.allocate(40 * MIB)")
+    path = {"PATH": f"{PACKAGE_BIN}:{os.environ['PATH']}"}
+    words = ["sh", str(DEPLOY / "slurm/preempt.sh"), "train", str(saved), "200ms"]
+    environment = {**stage.environment(), **node, **path}
+    ran = subprocess.run(words, env=environment, text=True, capture_output=True, timeout=TIMEOUT_S)
+    assert ran.returncode == 0, ran.stderr
+    assert saved.exists() is not has_room
+    if not has_room:
+        other.do("memory.free()")
+        output_of(PACKAGE_BIN / "sublet", "resume", "train", **stage.environment(), **node)
+    # The handler runs before the next line is read.
+    assert job.do("memory.read() == b'\\x07' * 40 * MIB") is True
+    assert note.exists()
+
+
 @pytest.fixture
 def slurm(stage: Stage, tmp_path: Path) -> dict[str, str]:
     """Slurm's commands as far as the scripts use them, on one node; the scheduler does not answer."""

@@ -149,18 +149,31 @@ fn bound<T>(
     runtime::netted(find).unwrap_or(None)
 }
 
-/// Narrows an answer about memory that NVML has just given with `code`.
-fn narrow<M: Narrow + Copy>(code: c_int, device: Pointer, place: *mut M) -> c_int {
-    if code == SUCCESS
-        && !place.is_null()
-        && let Some((bound, ())) = bound(device, |_, _| ())
-    {
+/// The answer about memory that NVML's `own` function writes to `place`, for the tenant that asks.
+fn narrowed<M: Narrow + Copy>(device: Pointer, place: *mut M, own: impl Fn() -> c_int) -> c_int {
+    let mut code = own();
+    if code != SUCCESS || place.is_null() {
+        return code;
+    }
+    let others_bytes = others_give(device, || code = own());
+    let bound = bound(device, |_, _| ()).map(|(bound, ())| bound);
+    let bound = Bound { others_bytes, ..bound.unwrap_or(Bound::NONE) };
+    if code == SUCCESS && bound != Bound::NONE {
         // SAFETY: the caller's out-pointer, which NVML has just written.
         let said = unsafe { place.read_unaligned() };
         // SAFETY: as above.
         unsafe { place.write_unaligned(said.within(bound)) };
     }
     code
+}
+
+/// Returns the bytes that others would give up of a GPU for this process, where it takes turns. `look_free` is as [`runtime::others_give`] has it.
+fn others_give(device: Pointer, look_free: impl FnMut()) -> u64 {
+    if !environment::current().settings.turns.queues {
+        return 0;
+    }
+    let gpu = runtime::netted(|| gpu_of(device)).ok().flatten();
+    gpu.map_or(0, |gpu| runtime::others_give(&gpu.uuid.to_string(), look_free))
 }
 
 /// All processes on a GPU, as NVML's `own` function lists them.
@@ -235,7 +248,7 @@ mod calls {
 
     use sublet_nvml::{Memory, MemoryV2, NvmlCode, Process, ProcessV1};
 
-    use super::{Function, NVML, are_rows_known, may_be_bound, narrow, running};
+    use super::{Function, NVML, are_rows_known, may_be_bound, narrowed, running};
     use crate::interpose::Pointer;
     use crate::interpose::library::call_own;
 
@@ -245,16 +258,18 @@ mod calls {
         device: Pointer,
         memory: *mut Memory,
     ) -> c_int {
-        let code = call_own!(NVML, nvmlDeviceGetMemoryInfo(device, memory)).unwrap_or(MISSING);
-        narrow(code, device, memory)
+        narrowed(device, memory, || {
+            call_own!(NVML, nvmlDeviceGetMemoryInfo(device, memory)).unwrap_or(MISSING)
+        })
     }
 
     pub(super) unsafe extern "C" fn nvmlDeviceGetMemoryInfo_v2(
         device: Pointer,
         memory: *mut MemoryV2,
     ) -> c_int {
-        let code = call_own!(NVML, nvmlDeviceGetMemoryInfo_v2(device, memory)).unwrap_or(MISSING);
-        narrow(code, device, memory)
+        narrowed(device, memory, || {
+            call_own!(NVML, nvmlDeviceGetMemoryInfo_v2(device, memory)).unwrap_or(MISSING)
+        })
     }
 
     pub(super) unsafe extern "C" fn nvmlDeviceGetComputeRunningProcesses(
@@ -360,9 +375,7 @@ mod tests {
         assert_eq!((code, count), (42, 7));
         assert_eq!(running(std::ptr::null_mut(), std::ptr::null_mut(), none, |_, _| 2), 2);
         assert_eq!(gpu_of(std::ptr::null_mut()), None);
-        assert_eq!(
-            narrow(SUCCESS, std::ptr::null_mut(), std::ptr::null_mut::<sublet_nvml::Memory>()),
-            SUCCESS
-        );
+        let nowhere = std::ptr::null_mut::<sublet_nvml::Memory>();
+        assert_eq!(narrowed(std::ptr::null_mut(), nowhere, || SUCCESS), SUCCESS);
     }
 }

@@ -1,16 +1,16 @@
-//! A device's memory and the free part of it: within the tenant's budget, where it has one. Libraries size their caches
-//! by asking.
+//! A device's memory and the part of it that the tenant can have: within its budget, where it has one, and with what others would give up, where it
+//! takes turns with them. Libraries size their caches by asking.
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
 use std::ffi::c_int;
 
 use vmm_pool::budget::Figure;
-use vmm_pool::driver::DeviceOrdinal;
+use vmm_pool::driver::{CudaDriver, DeviceOrdinal, Driver as _};
 
 use super::{SUCCESS, late_frees, size_t};
 use crate::environment;
-use crate::interpose::driver::call_driver;
+use crate::interpose::driver::{self, call_driver};
 use crate::runtime;
 
 /// Returns the bytes that the tenant may hold on `device` and those that it holds. None without a budget there. A
@@ -24,7 +24,7 @@ fn within(device: DeviceOrdinal) -> Option<(u64, u64)> {
     budget_bytes.map(|budget_bytes| (budget_bytes, held_bytes))
 }
 
-/// Free memory and all memory of the current context's device: no more than the tenant's budget leaves.
+/// Memory of the current context's device that the tenant can have, and all memory: no more than its budget leaves.
 ///
 /// # Safety
 /// As the driver's function of this name.
@@ -38,11 +38,32 @@ pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) ->
         return code;
     }
     let device = runtime::current_device().ok();
+    if let Some(device) = device.filter(|_| !free.is_null() && !total.is_null()) {
+        add_others(device, free, total);
+    }
     if let Some((budget_bytes, held_bytes)) = device.and_then(within) {
         lower(free, size_t(budget_bytes.saturating_sub(held_bytes)));
         lower(total, size_t(budget_bytes));
     }
     code
+}
+
+/// Adds what others would give up to what is free.
+fn add_others(device: DeviceOrdinal, free: *mut usize, total: *mut usize) {
+    let driver = CudaDriver::from_symbols(&|name| driver::symbol(name)).ok();
+    let uuid = driver.and_then(|driver| driver.device_uuid(device).ok());
+    let Some(uuid) = uuid else { return };
+    let others_bytes = runtime::others_give(&uuid.to_string(), || {
+        // One that fails leaves the figures of the first.
+        call_driver!(cuMemGetInfo_v2(free, total));
+    });
+    // SAFETY: the caller's out-pointer, which the driver has just written.
+    let free_bytes = unsafe { free.read_unaligned() };
+    // SAFETY: as above.
+    let total_bytes = unsafe { total.read_unaligned() };
+    let all = free_bytes.saturating_add(size_t(others_bytes)).min(total_bytes);
+    // SAFETY: as above.
+    unsafe { free.write_unaligned(all) };
 }
 
 /// All memory of a device: no more than the tenant's budget.

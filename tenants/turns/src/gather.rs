@@ -223,7 +223,7 @@ pub(super) fn complete(scene: &mut Scene, tenant: &TenantName, is_away: bool) {
 }
 
 /// One tenant, but for its turn.
-fn standing_of(stats: &TenantStats) -> Standing {
+pub(super) fn standing_of(stats: &TenantStats) -> Standing {
     let mut standing = Standing::default();
     let members = &stats.members;
     // One on its way out is somebody else's to bring back.
@@ -450,7 +450,7 @@ pub(super) fn write_down(
 }
 
 /// Do processes of `tenant` queue?
-fn queues(stats: &TenantStats) -> bool {
+pub(super) fn queues(stats: &TenantStats) -> bool {
     !stats.members.is_empty() && stats.members.iter().all(|member| member.member.queues)
 }
 

@@ -18,6 +18,7 @@ mod gather;
 mod going;
 mod outcome;
 mod queue;
+mod reach;
 mod room;
 mod signals;
 #[cfg(test)]
@@ -41,6 +42,7 @@ pub use gather::{Claimant, LoggedDecision, TurnsView, look};
 use gather::{Silent, gather, history_of};
 pub use outcome::Switched;
 use queue::{CallsOff, LOCK_TIMEOUT, Queue, never};
+pub use reach::others_give;
 pub use room::{Allocation, Newcomer, with_room};
 pub use turn::Turn;
 use turn_files::TurnDir;
