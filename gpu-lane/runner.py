@@ -235,39 +235,9 @@ class Process:
         """Prints the end of its output."""
         print(f"---- {self.label}: {what}\n{self.tail(8000)}\n----", flush=True)
 
-
-class Rows:
-    """The rows of a job, one after the other; a subclass runs one of them, and sets these."""
-
-    rows: Sequence[Any]
-    args: Any
-    result: Result
-    #: When the job began, by the monotonic clock.
-    began: float
-    table: list[tuple[str, ...]]
-
-    def run(self) -> None:
-        """Every row that is wanted, then the table."""
-        words = [word.strip() for word in self.args.rows.split(",") if word.strip()]
-        rows = [row for row in self.rows if not words or any(word in row.name for word in words)]
-        if not rows:
-            raise JobError(f"no row has one of {words} in its name: {', '.join(row.name for row in self.rows)}")
-        try:
-            for row in rows:
-                self.one(row)
-                self.result.save()
-        finally:
-            print()
-            table(self.table)
-            verdicts(self.result)
-
-    def left_s(self) -> float:
-        """Seconds until the job must have ended, some for the report taken off."""
-        return self.args.deadline - 10 - (time.monotonic() - self.began)
-
-    def one(self, row: Any) -> None:
-        """A row; whatever becomes of it, the next has its turn."""
-        raise NotImplementedError
+    def kill(self) -> None:
+        """Ends it and the processes of its group."""
+        common.stop_child(self.process)
 
 
 class Child(Process):
@@ -486,7 +456,7 @@ class Ranks(Process):
         self._stop()
 
     def _stop(self) -> None:
-        common.stop_child(self.process)
+        super().kill()
         for link in self.links.values():
             link.sock.close()
 

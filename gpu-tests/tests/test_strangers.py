@@ -61,7 +61,7 @@ def test_library_that_is_not_here_is_named_and_fails_nothing(work: Path, capfd: 
     ]
     data = job(work, rows)
     assert data["rows"]["strange"] == {"status": "not run", "why": "no no_such_module and no nor_this here"}
-    assert data["rows"]["wide"] == {"status": "not run", "why": "it wants 3 GPUs, and 2 is here"}
+    assert data["rows"]["wide"] == {"status": "not run", "why": "it wants 3 GPUs, and there is 2"}
     assert data["status"] == "passed"
     assert capfd.readouterr().out.count("NOT RUN: ") == 4
 
@@ -84,7 +84,7 @@ def test_row_that_fails_is_a_failure_and_the_next_has_its_turn(
 def test_row_without_time_left_is_said_to_have_had_no_turn(work: Path) -> None:
     data = job(work, [Row("late", "one_contents", "alone", ())], "--deadline", "30")
     assert [(entry["what"], entry["passed"]) for entry in data["checks"]] == [("late: had its turn", False)]
-    with pytest.raises(JobError, match="no row has one of"):
+    with pytest.raises(JobError, match="no row has nonsense in its name"):
         job(work, list(ROWS), "--rows", "nonsense")
 
 
