@@ -305,21 +305,19 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("end", "deadline", "code", "status"),
+    ("end", "code", "status"),
     [
-        ("ranks.close()", 120, 0, "passed"),
-        ("result.check('is right', False)", 120, 1, "failed"),
-        ("ranks.call('die', 60, words='goodbye')", 120, 1, "error"),
-        ("time.sleep(200)", 20, common.EXIT_DEADLINE, "deadline"),
+        ("ranks.close()", 0, "passed"),
+        ("result.check('is right', False)", 1, "failed"),
+        ("ranks.call('die', 60, words='goodbye')", 1, "error"),
+        # That of the options may come before the ranks have.
+        ("common.arm_deadline(0.2); time.sleep(200)", common.EXIT_DEADLINE, "deadline"),
     ],
 )
-def test_job_writes_its_record_and_leaves_nobody(
-    work: Path, end: str, deadline: int, code: int, status: str
-) -> None:
+def test_job_writes_its_record_and_leaves_nobody(work: Path, end: str, code: int, status: str) -> None:
     script, out = work / "job.py", work / "out.json"
     script.write_text(JOB.format(steps=STEPS, end=end))
-    command = [sys.executable, str(script), "--out", str(out), "--logs", str(work / "logs.txt")]
-    command += ["--deadline", str(deadline)]
+    command = [sys.executable, str(script), "--out", str(out), "--logs", str(work / "logs.txt"), "--deadline", "120"]
     done = subprocess.run(command, env=common.child_env(), capture_output=True, text=True, timeout=180)
     assert done.returncode == code, done.stdout + done.stderr
     record = json.loads(out.read_text())[0]
@@ -330,6 +328,34 @@ def test_job_writes_its_record_and_leaves_nobody(
         assert "goodbye" in record["notes"][0]
     common.wait_until("the end of all ranks", lambda: not any(map(is_running, record["samples"]["pids"][0])), 60)
     assert "ranks.log" in (work / "logs.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--deadline", "1"], "the job"),
+        (["--role", "says", "--cycles", "3"], "3 of kind a, 2.5, False"),
+        (["--role", "says", "--kind", "b", "--deep", "--much", "7"], "5 of kind b, 2.5, True, 7"),
+    ],
+)
+def test_file_is_the_job_or_the_role_that_is_named(work: Path, arguments: list[str], says: str) -> None:
+    script, out = work / "job.py", work / "out.json"
+    script.write_text(
+        "import time, runner, suite\n"
+        "runner.versions = dict\n"
+        "def body(args, result, work):\n    result.note('the job')\n    time.sleep(200)\n"
+        "def says(args):\n    print(f'{args.cycles} of kind {args.kind}, {args.share}, {args.deep}', *([f', {args.much}'] if args.much else []), sep='')\n"
+        "parse = suite.options(None, 60, cycles=(5, 'text'), share=2.5, kind=['a', 'b'], deep=False, much=int, role=suite.role_of('says'))\n"
+        "suite.main(parse, lambda args: f'job_{args.kind}', body, {'says': says})\n"
+    )
+    command = [sys.executable, str(script), "--out", str(out), "--logs", str(work / "logs.txt"), *arguments]
+    done = subprocess.run(command, env=common.child_env(), capture_output=True, text=True, timeout=120)
+    assert says in done.stdout, done.stdout + done.stderr
+    if says == "the job":
+        (record,) = json.loads(out.read_text())
+        assert (done.returncode, record["name"], record["status"]) == (common.EXIT_DEADLINE, "job_a", "deadline")
+    else:
+        assert done.returncode == 0 and '"name": "versions"' in done.stdout
 
 
 # ---------------------------------------------------------------- every file
