@@ -361,15 +361,12 @@ class Rank:
         self.sync()
 
     def op_together(self, action: str) -> dict[str, float]:
-        """See Tenancy."""
         return self.tenancy.together(action)
 
     def op_tenant(self, action: str, timeout_ms: int = 60_000) -> dict[str, float]:
-        """See Tenancy."""
         return self.tenancy.tenant(action, timeout_ms)
 
     def op_stats(self, print_too: bool = False) -> Any:
-        """See Tenancy."""
         return self.tenancy.stats(print_too)
 
     def op_memory(self) -> dict[str, int]:
