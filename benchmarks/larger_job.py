@@ -121,7 +121,6 @@ def saving(row: Row) -> Any:
 
 
 def optimizer_of(row: Row, args: Any, model: Any) -> Any:
-    """The optimizer of this row."""
     import torch
 
     how = {"lr": 1e-4, "weight_decay": 0.1, "fused": True}

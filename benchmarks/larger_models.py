@@ -180,7 +180,6 @@ def make(torch: Any, name: str, layers: int | None = None, device: str = "cuda")
 
 
 def count(model: Any) -> int:
-    """How many parameters it has."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -42,8 +42,6 @@ def model_of(torch: Any, layers: int, width: int) -> Any:
     """A stack of feed-forward layers with what they are given added."""
 
     class Layer(torch.nn.Module):
-        """One of them."""
-
         def __init__(self) -> None:
             super().__init__()
             self.norm = torch.nn.LayerNorm(width)

@@ -281,7 +281,6 @@ class Race(Suite):
         return [row for row in self.rows if row.name == "pinned" or row in found]
 
     def cannot(self, row: Row) -> str:
-        """As of a suite."""
         why = super().cannot(row)
         return f"{why}; RACE_CASES={row.name} runs it alone" if why.endswith("left") else why
 

@@ -76,7 +76,6 @@ class Memory:
         self.plain_sum = int(self.weights[0].view(self.torch.int64).sum().item())
 
     def checksums(self) -> list[int]:
-        """Of each weight."""
         return [self.sum.of(weight) for weight in self.weights]
 
     def wrong(self) -> int:

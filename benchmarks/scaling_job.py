@@ -106,8 +106,6 @@ def command_cpu_s() -> float:
 
 
 class Scaling:
-    """The run."""
-
     def __init__(self, args: Any, result: Result, work: Path) -> None:
         self.args, self.result, self.work = args, result, work
         self.number = 0

@@ -307,7 +307,6 @@ class Result:
         self.data["versions"].update(versions or {})
 
     def sample(self, series: str, value: Any) -> None:
-        """Adds one sample."""
         self.data["samples"].setdefault(series, []).append(value)
 
     def note(self, text: str) -> None:

@@ -40,7 +40,6 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def kernel(module: ctypes.c_void_p, name: bytes) -> ctypes.c_void_p:
-    """A kernel of a module."""
     function = ctypes.c_void_p()
     call("cuModuleGetFunction", ctypes.byref(function), module, ctypes.c_char_p(name))
     return function

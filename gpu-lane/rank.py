@@ -430,13 +430,11 @@ class Rank:
                 self.op_disconnect()
 
     def steps(self) -> dict[str, Callable[..., Any]]:
-        """All steps by name."""
         own = {name.removeprefix("op_"): getattr(self, name) for name in dir(self) if name.startswith("op_")}
         return {name: functools.partial(step, self) for name, step in bench_ops.OPS.items()} | own
 
 
 def main() -> None:
-    """One rank."""
     link = runner.connect()
     runner.serve(link, Rank(link).steps())
 

@@ -51,12 +51,10 @@ def _say(kind: str, **fields: Any) -> None:
 
 
 def row(what: str, passed: bool, detail: str = "") -> None:
-    """A verdict."""
     _say("row", what=what, passed=bool(passed), detail=str(detail))
 
 
 def sample(series: str, value: float) -> None:
-    """One sample of a series."""
     _say("sample", series=series, value=value)
 
 
@@ -91,7 +89,6 @@ class Link:
         self.request_id: int | None = None
 
     def send(self, message: Any) -> None:
-        """Sends one message."""
         self.sock.sendall(json.dumps(message).encode() + b"\n")
 
     def pop(self) -> Any:
@@ -250,7 +247,6 @@ class Child(Process):
         super().__init__(work, label, start_command(script), **how)
 
     def said(self) -> list[dict[str, Any]]:
-        """What it has said so far."""
         answers = []
         for text in _SAID.findall(self.log.read_text(errors="replace")):
             with contextlib.suppress(ValueError):  # half a line

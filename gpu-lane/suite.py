@@ -262,7 +262,6 @@ class Suite:
         return found
 
     def median(self, series: str) -> float | None:
-        """The median of a series."""
         return common.summarise(self.samples(series))["median"]
 
     def middle(self, series: str, digits: int = 3) -> str:

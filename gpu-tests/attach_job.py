@@ -30,7 +30,6 @@ parse = options(
 
 
 def program(args: Any) -> None:
-    """A program that attaches."""
     import sublet
     import torch
 

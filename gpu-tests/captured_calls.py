@@ -59,7 +59,6 @@ class Held(Caller):
         return 0
 
     def register(self) -> int:
-        """Registers a page."""
         code = int(self.cuda.cuMemHostRegister_v2(self.page, ctypes.c_size_t(4096), ctypes.c_uint(HOST_PORTABLE)))
         if code == 0:
             self.later("cuMemHostUnregister", self.page)

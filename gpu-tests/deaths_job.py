@@ -77,7 +77,6 @@ class Round:
         self.check(f"collectives bit-identical {when}", not wrong, str(wrong[:4]))
 
     def command(self, action: str, must: bool = True) -> dict[str, Any]:
-        """The command, to its end."""
         told = cli.sublet(action, self.tenant, "--json", timeout_s=30)
         if must and told["exit"] != 0:
             self.ranks.print_stacks()

@@ -68,8 +68,6 @@ def held(group: int) -> dict[str, int]:
 
 
 class Deep(Suite):
-    """The run."""
-
     HEAD = ("process", "way", "out s", "left MiB", "back s", "first replay ms")
     END_S = 15.0
     FAILED = "{}"

@@ -55,7 +55,6 @@ class Held:
         raise NotImplementedError
 
     def change(self) -> None:
-        """Changes all contents."""
         raise NotImplementedError
 
     def sums(self) -> list[bytes]:

@@ -179,7 +179,6 @@ class Kept:
         self.event = ctypes.c_void_p()
 
     def make(self) -> None:
-        """Makes all of it."""
         self.driver = driver.Driver(only=0)
         self.primary = self.driver.contexts[0]
         self.stream, self.graph = ctypes.c_void_p(), ctypes.c_void_p()
@@ -283,8 +282,6 @@ class Kept:
         return bytes(handle).hex()
 
     def open_event(self, handle: str) -> None:
-        """Opens it."""
-
         class Handle(ctypes.Structure):
             _fields_ = (("reserved", ctypes.c_char * 64),)
 

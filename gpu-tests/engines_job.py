@@ -85,7 +85,6 @@ class Engines(RecordedSuite):
             self.current.record.finish("deadline")
 
     def line(self, row: Row, ok: str, what: str, seconds: str = "-") -> None:
-        """A line of the table."""
         self.table.append((row.name, ok, seconds, what))
 
     def watch(self, row: Row) -> None:
@@ -139,7 +138,6 @@ class Engines(RecordedSuite):
         return folder
 
     def adapter(self) -> Path:
-        """The folder of the adapter."""
         self.model(1)
         return self.work / "adapter"
 

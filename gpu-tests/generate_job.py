@@ -221,7 +221,6 @@ def role(args: Any) -> None:
 
 
 def environment(allocator: str) -> dict[str, str]:
-    """Of a child."""
     conf = f"expandable_segments:{allocator == 'expandable'}"
     return {"PYTORCH_CUDA_ALLOC_CONF": conf, "PYTORCH_ALLOC_CONF": conf, "TOKENIZERS_PARALLELISM": "false"}
 

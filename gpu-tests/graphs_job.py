@@ -97,12 +97,10 @@ class Graphs:
             self.pool, self.side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def wait(self) -> None:
-        """Waits for the device."""
         if self.cuda:
             self.torch.cuda.synchronize()
 
     def versions(self) -> dict[str, Any]:
-        """Of what is used."""
         return runner.versions()
 
     def capture(self) -> list[float]:
@@ -131,7 +129,6 @@ class Graphs:
         return round((time.perf_counter() - began) * 1e3, 3)
 
     def replay(self, batch: int) -> float:
-        """One replay; its microseconds."""
         self.wait()
         began = time.perf_counter()
         if self.cuda:
@@ -203,7 +200,6 @@ class Job:
         return process
 
     def add(self, series: str, values: list[float]) -> None:
-        """Adds samples."""
         for value in values:
             self.result.sample(series, value)
 
@@ -221,7 +217,6 @@ class Job:
             raise JobError(f"{what}: {cli.say(told)}")
 
     def plain(self) -> None:
-        """The baseline."""
         process = self.start("plain", None)
         for times in self.replays(process, "without Sublet", ROUNDS)[1:]:
             self.add("plain_normal_us", times)

@@ -31,7 +31,6 @@ class Check:
         self.result.data["free_empty"] = self.observer.free()
 
     def row(self, what: str, body: Callable[[], tuple[bool, str]]) -> bool:
-        """Runs one row."""
         try:
             passed, detail = body()
         except (JobError, KeyError, TypeError, ValueError, OSError) as error:
@@ -75,7 +74,6 @@ class Check:
         return passed and freed >= 318, f"{freed:.0f} MiB freed; {detail}"
 
     def resume(self) -> tuple[bool, str]:
-        """Resumes from outside."""
         return self.command("resume", self.tenant, "--json")
 
     def from_inside(self) -> tuple[bool, str]:

@@ -121,7 +121,6 @@ class Owner:
         return ""
 
     def run(self, cycles: int) -> None:
-        """All pauses."""
         self.check("before")
         for kind, act in (("whole tenant", self.whole), ("by tag", self.by_tag)):
             for cycle in range(cycles):

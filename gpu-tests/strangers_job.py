@@ -93,8 +93,6 @@ ROWS = (
 
 
 class Stranger(anytime_job.Job):
-    """One row."""
-
     def __init__(self, row: Row, args: Any, result: Result, work: Path, sites: list[Path]) -> None:
         super().__init__(args, result, work)
         self.row, self.sites = row, sites
@@ -171,7 +169,6 @@ class Strangers(RecordedSuite):
         return True
 
     def cannot(self, row: Row) -> str:
-        """As of a suite."""
         self.sites = []
         return super().cannot(row)
 
@@ -214,7 +211,6 @@ class Strangers(RecordedSuite):
         self.line(row, "FAIL" if wrong or not entries else "ok", what, counts, times)
 
     def line(self, row: Row, ok: str, what: str, counts: Sequence[str] = ("-",) * 3, times: Sequence[str] = ("-",) * 2) -> None:
-        """A line of the table."""
         self.table.append((row.name, *counts, ok, *times, what))
 
     def row_args(self, row: Row) -> argparse.Namespace:

@@ -127,7 +127,6 @@ class Graphs:
         torch.cuda.synchronize()
 
     def replay(self, number: int) -> float:
-        """What one replay comes to."""
         self.totals[number].zero_()
         self.graphs[number].replay()
         return float(self.totals[number].item())

@@ -103,7 +103,6 @@ class Job(TrainingJob):
         self.result.note(f"paused for {limit_s * 1.5:.0f} s with a timeout of {limit_s:.0f} s: {self.data['beyond']}")
 
     def run(self) -> None:
-        """Everything."""
         plain = self.start("plain", None, self.args.group_timeout_s, "--seconds", f"{self.args.seconds}")
         code, expected = plain.wait_end(90), plain.losses()
         self.steps = plain.steps

@@ -90,11 +90,9 @@ def test_case_that_fails_leaves_the_others_their_turn_and_no_process(node: Path)
         raise JobError("too hot")
 
     def is_skipped(race: Race) -> None:
-        """Cannot be."""
         raise NotRun("no hat here")
 
     def breaks(race: Race) -> None:
-        """Has a mistake in it."""
         raise KeyError("hat")
 
     cases = (Row("hot", fails), Row("hatless", is_skipped), Row("wrong", breaks), CASES[0])

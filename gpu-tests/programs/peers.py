@@ -165,7 +165,6 @@ class Work:
         self.peer, self.rank = peer, peer.rank
 
     def step(self, number: int) -> None:
-        """Queues a step."""
         raise NotImplementedError
 
     def value(self, number: int) -> str:
@@ -179,7 +178,6 @@ def wide(address: int) -> ctypes.c_uint64:
 
 
 def narrow(value: int) -> ctypes.c_uint32:
-    """A word."""
     return ctypes.c_uint32(value & WORD_MASK)
 
 

@@ -112,7 +112,6 @@ class Driver(Contexts):
         call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), size, stream)
 
     def wait(self, stream: ctypes.c_void_p) -> None:
-        """Waits for a stream."""
         call("cuStreamSynchronize", stream)
 
     def expect(self, what: str, address: int, value: int, words: int, stream: ctypes.c_void_p) -> None:
