@@ -3,7 +3,7 @@
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
-use sublet_tests::{JobOptions, MIB, Outcome, Stage, Trouble};
+use sublet_tests::{JobOptions, MIB, Outcome, Stage};
 
 const CAPACITIES: [u64; 2] = [128 * MIB; 2];
 
@@ -14,22 +14,8 @@ fn begin_pause(stage: &Stage) -> Outcome<Child> {
     command.args(["pause", "train", "--timeout", "5m"]);
     let child =
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
-    states_become(stage, "offloading")?;
+    stage.states_become("train", "offloading")?;
     Ok(child)
-}
-
-fn states_become(stage: &Stage, wanted: &str) -> Outcome {
-    let deadline = Instant::now() + Duration::from_mins(1);
-    loop {
-        // Each look is a run of the command, so this does not spin.
-        let states = stage.states("train")?;
-        if states == [wanted] {
-            return Ok(());
-        }
-        if Instant::now() >= deadline {
-            return Err(Trouble::new(format!("the processes are {states:?}, not {wanted}")));
-        }
-    }
 }
 
 #[test]
@@ -39,7 +25,7 @@ fn command_killed_in_the_middle_of_a_pause_leaves_the_job_active() -> Outcome {
     let mut command = begin_pause(&stage)?;
     command.kill()?;
     command.wait()?;
-    states_become(&stage, "active")?;
+    stage.states_become("train", "active")?;
     job.ranks[0].do_it("release spin")?;
     job.works()?;
     stage.pause("train")?;
