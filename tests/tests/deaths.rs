@@ -41,6 +41,7 @@ fn survivors_can_go_on(stage: &Stage, job: &mut Job, dead: usize) -> Outcome {
     let refused = stage.sublet(&["resume", "train", "--timeout", "10s"])?.exited(1)?;
     let who = format!("process {pid} (");
     assert!(refused.stderr.contains(&who) && refused.stderr.contains("has ended"), "{refused:#?}");
+    assert!(refused.stderr.contains("--without-lost"), "{refused:#?}");
     assert_eq!(stage.states("train")?, ["paused"]);
     let ran = stage.patiently(&["resume", "train", "--without-lost"])?;
     assert!(ran.stdout.contains(&who) && ran.stdout.contains("are lost"), "{ran:#?}");

@@ -150,14 +150,6 @@ fn limit_of_the_tenant_refuses_it_before_anything_is_taken() -> Outcome {
 }
 
 #[test]
-fn tenant_that_is_not_there_is_named() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let refused = stage.sublet(&["prepare", "train"])?.exited(1)?;
-    assert!(refused.stderr.contains("'train'"), "{}", refused.stderr);
-    Ok(())
-}
-
-#[test]
 fn processes_that_are_told_to_prepare_by_themselves_up_to_their_bound() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = stage.connected_job(&options(2).with("SUBLET_PREPARE", "256M"))?;

@@ -478,16 +478,3 @@ fn ends_when_interrupted(
 fn wait_ms(milliseconds: u64) {
     std::thread::sleep(Duration::from_millis(milliseconds));
 }
-
-#[test]
-fn dead_tenant_is_one_line_of_error() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.job(&JobOptions::new("train", 2))?;
-    for rank in &mut job.ranks {
-        rank.kill()?;
-    }
-    let ran = stage.sublet(&["pause", "train"])?.exited(1)?;
-    assert_eq!(ran.stderr.lines().count(), 1, "{ran:#?}");
-    assert!(ran.stderr.contains("2 dead processes"), "{ran:#?}");
-    Ok(())
-}
