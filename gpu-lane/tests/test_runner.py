@@ -157,6 +157,13 @@ def tenant(work: Path) -> Ranks:
     return ranks
 
 
+def test_two_programs_may_be_one_tenant(tenant: Ranks, work: Path) -> None:
+    other = Ranks(work, "other", 1, [STEPS], tenant=tenant.tenant)
+    assert other.call("take", 60, size_bytes=MIB) == [True]
+    (shown,) = cli.tenants(cli.sublet("ps", "--json"))
+    assert shown["tenant"] == tenant.tenant and len(shown["members"]) == 3
+
+
 def test_rank_without_a_tenant_is_not_under_sublet(work: Path) -> None:
     assert Ranks(work, "plain", 1, [STEPS]).call("take", 60, size_bytes=MIB) == [False]
 
