@@ -195,7 +195,7 @@ class Deep(Suite):
         done, most, wrong = self.cycles(label, tenant, self.args.cycles, wrong_now, keep_s)
         self.flat(label)
         self.result.check(f"two processes that share memory: {self.args.cycles} cycles", done == self.args.cycles, f"{done} done")
-        self.result.check("each sees what the other has written after each", first and not wrong, ", ".join(wrong))
+        self.result.check("each sees what the other has written after each", first and not wrong, ", ".join(wrong) or "0 wrong")
         self.result.check(f"{LEFT_MIB} MiB or less are left after each", most <= LEFT_MIB, f"at most {most} MiB")
         self.line(label, "deep")
         self.kills(child, tenant)
